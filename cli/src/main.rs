@@ -1,0 +1,2 @@
+//! The per-node hypervisor daemon.
+fn main() {}

@@ -1,0 +1,34 @@
+//! The life of a part of the machine, as the lifecycle driver of vmm-core sees it.
+
+use std::time::Instant;
+
+/// Why a part could not do as it was told. The machine names the part.
+#[derive(Debug, thiserror::Error)]
+pub enum ComponentError {
+    /// Requests under way did not end in time; the part runs on as before.
+    #[error("requests under way did not end in time")]
+    DrainTimeout,
+    /// A thread of the part is gone.
+    #[error("a worker thread is gone")]
+    WorkerGone,
+    /// The host refused something.
+    #[error("{0}")]
+    Host(&'static str, #[source] std::io::Error),
+}
+
+/// A part of the machine with a life: devices with workers, interrupt controllers, clocks.
+///
+/// Order of a pause: the vCPUs stop, then the devices in the order of assembly, then interrupt controllers and
+/// clocks. Resume is the reverse. A reset is done with all vCPUs stopped: devices, then interrupt controllers. No
+/// method has a silent default. Saving and restoring state join this trait with snapshots.
+pub trait Component: Send {
+    /// What it is called in messages: "disk root", "serial".
+    fn name(&self) -> &str;
+    /// Quiet on return: no thread of the part touches guest memory or a backend, all requests that were taken are
+    /// answered. On an error (also: `deadline` passed) the part runs on.
+    fn pause(&mut self, deadline: Instant) -> Result<(), ComponentError>;
+    /// Goes on where [`pause`](Self::pause) stopped it.
+    fn resume(&mut self) -> Result<(), ComponentError>;
+    /// To the state after power-on.
+    fn reset(&mut self) -> Result<(), ComponentError>;
+}

@@ -1,0 +1,13 @@
+//! Device models: buses, PCI, the virtio framework and everything on it, serial port and legacy devices.
+//!
+//! The guest is hostile: nothing that it writes to a register, a descriptor or a shared page may panic, hang or
+//! corrupt anything but itself. What a device needs of the hypervisor (interrupts, notifications) it gets through
+//! the traits in [`interrupt`]; this crate knows no KVM.
+
+pub mod bus;
+pub mod component;
+pub mod interrupt;
+
+/// Guest memory as every part of the project has it. Writes through it are marked in the bitmap that live
+/// migration reads (KVM's dirty log does not see the VMM's own writes).
+pub type GuestMemory = vm_memory::GuestMemoryMmap<vm_memory::bitmap::AtomicBitmap>;

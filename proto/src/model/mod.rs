@@ -1,0 +1,1 @@
+//! Validated forms of the wire types.

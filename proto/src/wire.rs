@@ -1,0 +1,229 @@
+//! Framing of the private protocol: a 4-byte little-endian length, then one encoded [`Message`], with file
+//! descriptors attached to the frame's first byte (SCM_RIGHTS).
+//!
+//! Blocking and non-blocking sockets are both served: [`send`] and [`Receiver::read`] do one system call each and
+//! leave waiting to the caller.
+
+use std::{
+    collections::VecDeque,
+    io,
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+};
+
+use prost::Message as _;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+
+use crate::vmm::Message;
+
+/// Version of the protocol spoken by this build. A `vmm` serves every minor version of its major one.
+pub const MAJOR: u32 = 1;
+/// See [`MAJOR`].
+pub const MINOR: u32 = 0;
+/// Longest encoded message in bytes.
+pub const MAX_FRAME: usize = 1 << 20;
+/// Most file descriptors with one frame (Linux' SCM_MAX_FD is 253).
+pub const MAX_FDS: usize = 64;
+
+/// Why a peer can't be talked to any more.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The frame's length is 0 or above [`MAX_FRAME`].
+    #[error("frame of {0} bytes, allowed are 1 to {MAX_FRAME}")]
+    FrameLength(usize),
+    /// The bytes are no message.
+    #[error("undecodable message")]
+    Decode(#[from] prost::DecodeError),
+    /// More descriptors than one message may carry.
+    #[error("more than {MAX_FDS} file descriptors with one message")]
+    TooManyFds,
+    /// The peer closed the connection in the middle of a frame.
+    #[error("connection closed in the middle of a message")]
+    Truncated,
+    /// The socket failed.
+    #[error("control socket")]
+    Io(#[from] io::Error),
+}
+
+/// Encodes a message with its length in front.
+pub fn encode(message: &Message) -> Result<Vec<u8>, Error> {
+    let length = message.encoded_len();
+    if length == 0 || length > MAX_FRAME {
+        return Err(Error::FrameLength(length));
+    }
+    let mut frame = Vec::with_capacity(4 + length);
+    #[allow(clippy::cast_possible_truncation, reason = "at most MAX_FRAME")]
+    frame.extend_from_slice(&(length as u32).to_le_bytes());
+    message.encode_raw(&mut frame);
+    Ok(frame)
+}
+
+/// Sends as much of `frame` as the socket takes, with `fds` on its first byte; returns how much that was.
+/// `fds` is for the frame's beginning only: call with an empty list for what is left.
+pub fn send(socket: impl AsFd, frame: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+    if fds.len() > MAX_FDS {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, Error::TooManyFds));
+    }
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        ancillary.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    Ok(rustix::io::retry_on_intr(|| {
+        sendmsg(&socket, &[io::IoSlice::new(frame)], &mut ancillary, SendFlags::NOSIGNAL)
+    })?)
+}
+
+/// Sends a whole message over a blocking socket.
+pub fn send_all(socket: impl AsFd, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
+    let frame = encode(message)?;
+    let mut sent = send(&socket, &frame, fds)?;
+    while let Some(rest) = frame.get(sent..).filter(|rest| !rest.is_empty()) {
+        sent += send(&socket, rest, &[])?;
+    }
+    Ok(())
+}
+
+/// What [`Receiver::read`] found.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Read {
+    /// Something came; ask [`Receiver::next_message`].
+    Data,
+    /// The peer closed the connection.
+    Closed,
+}
+
+/// Puts messages together from what a socket delivers.
+#[derive(Debug, Default)]
+pub struct Receiver {
+    buffer: Vec<u8>,
+    fds: VecDeque<OwnedFd>,
+}
+
+impl Receiver {
+    /// An empty one.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Does one receive. Errors of kind `WouldBlock` mean that a non-blocking socket has nothing.
+    pub fn read(&mut self, socket: impl AsFd) -> Result<Read, Error> {
+        let mut bytes = [0; 16 << 10];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let received = rustix::io::retry_on_intr(|| {
+            recvmsg(
+                &socket,
+                &mut [io::IoSliceMut::new(&mut bytes)],
+                &mut ancillary,
+                RecvFlags::CMSG_CLOEXEC,
+            )
+        })
+        .map_err(io::Error::from)?;
+        for message in ancillary.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                self.fds.extend(fds);
+            }
+        }
+        if received.flags.contains(ReturnFlags::CTRUNC) || self.fds.len() > MAX_FDS {
+            return Err(Error::TooManyFds);
+        }
+        if received.bytes == 0 {
+            return if self.buffer.is_empty() { Ok(Read::Closed) } else { Err(Error::Truncated) };
+        }
+        self.buffer.extend_from_slice(&bytes[..received.bytes]);
+        Ok(Read::Data)
+    }
+
+    /// Takes the next whole message and the descriptors that had come by its end.
+    ///
+    /// The kernel never merges data across a message with descriptors (unix(7)), and a sender has at most one
+    /// message with descriptors under way (it waits for the response), so they are that message's own.
+    pub fn next_message(&mut self) -> Result<Option<(Message, Vec<OwnedFd>)>, Error> {
+        let Some(head) = self.buffer.first_chunk::<4>() else { return Ok(None) };
+        let length = u32::from_le_bytes(*head) as usize;
+        if length == 0 || length > MAX_FRAME {
+            return Err(Error::FrameLength(length));
+        }
+        let Some(body) = self.buffer.get(4..4 + length) else { return Ok(None) };
+        let message = Message::decode(body)?;
+        self.buffer.drain(..4 + length);
+        Ok(Some((message, self.fds.drain(..).collect())))
+    }
+}
+
+/// Receives a whole message over a blocking socket; `None` when the peer has closed it.
+pub fn receive(
+    socket: impl AsFd,
+    receiver: &mut Receiver,
+) -> Result<Option<(Message, Vec<OwnedFd>)>, Error> {
+    loop {
+        if let Some(message) = receiver.next_message()? {
+            return Ok(Some(message));
+        }
+        if receiver.read(&socket)? == Read::Closed {
+            return Ok(None);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{io::Write, os::unix::net::UnixStream};
+
+    use super::*;
+    use crate::vmm::{Hello, Request, message::Kind, request::Op};
+
+    fn hello(id: u64) -> Message {
+        let op = Some(Op::Hello(Hello { major: MAJOR, minor: MINOR }));
+        Message { kind: Some(Kind::Request(Request { id, op })) }
+    }
+
+    #[test]
+    fn messages_and_their_descriptors_arrive_whole_and_in_order() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let file = tempfile_like();
+        send_all(&a, &hello(1), &[file.as_fd(), a.as_fd()]).unwrap();
+        send_all(&a, &hello(2), &[]).unwrap();
+        drop(a);
+        let mut receiver = Receiver::new();
+        let (first, fds) = receive(&b, &mut receiver).unwrap().unwrap();
+        assert_eq!((first, fds.len()), (hello(1), 2));
+        drop(fds);
+        let (second, fds) = receive(&b, &mut receiver).unwrap().unwrap();
+        assert_eq!((second, fds.len()), (hello(2), 0));
+        assert!(receive(&b, &mut receiver).unwrap().is_none());
+    }
+
+    #[test]
+    fn garbage_is_an_error_and_never_a_large_allocation() {
+        for bytes in [&[0xff; 8][..], &[0, 0, 0, 0, 1], &[2, 0, 0, 0, 0xff, 0xff]] {
+            let (mut a, b) = UnixStream::pair().unwrap();
+            a.write_all(bytes).unwrap();
+            assert!(receive(&b, &mut Receiver::new()).is_err(), "{bytes:?}");
+        }
+    }
+
+    #[test]
+    fn a_connection_closed_in_the_middle_of_a_message_is_an_error() {
+        let (mut a, b) = UnixStream::pair().unwrap();
+        a.write_all(&encode(&hello(1)).unwrap()[..5]).unwrap();
+        drop(a);
+        assert!(matches!(receive(&b, &mut Receiver::new()), Err(Error::Truncated)));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_bytes_make_the_receiver_panic(bytes: Vec<u8>) {
+            let mut receiver = Receiver { buffer: bytes, fds: VecDeque::new() };
+            while let Ok(Some(_)) = receiver.next_message() {}
+        }
+    }
+
+    fn tempfile_like() -> OwnedFd {
+        rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap()
+    }
+}

@@ -1,0 +1,1 @@
+//! The virtual machine monitor of vmmd.
