@@ -1,0 +1,32 @@
+#!/bin/sh
+# Installs what the test node and the guest images need on the build host. Idempotent; quick when nothing is missing.
+set -eu
+
+# package:file that shows it is there. qemu-system-x86 is asked for alone, never together with qemu-utils: apt may
+# not be able to bring both to one version when a newer qemu-utils is already installed.
+wanted="
+mmdebstrap:/usr/bin/mmdebstrap
+debian-archive-keyring:/usr/share/keyrings/debian-archive-keyring.gpg
+qemu-system-x86:/usr/bin/qemu-system-x86_64
+e2fsprogs:/sbin/mkfs.ext4
+openssh-client:/usr/bin/ssh
+kmod:/sbin/depmod
+xz-utils:/usr/bin/xz
+zstd:/usr/bin/zstd
+lz4:/usr/bin/lz4
+"
+
+missing=
+for entry in $wanted; do
+    [ -e "${entry#*:}" ] || missing="$missing ${entry%%:*}"
+done
+[ -n "$missing" ] || exit 0
+
+if [ "$(id -u)" != 0 ]; then
+    echo "tests/setup-host.sh: these packages are missing, install them as root:$missing" >&2
+    exit 1
+fi
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -q
+# shellcheck disable=SC2086 # a list of words
+apt-get install -q -y --no-install-recommends $missing

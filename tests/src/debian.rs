@@ -1,0 +1,82 @@
+//! Debian root folders by mmdebstrap, and file systems made from folders.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::wait::Deadline;
+use crate::{paths, run};
+
+/// What goes into a Debian root folder.
+pub struct Root<'a> {
+    /// mmdebstrap's variant: `minbase` for a system, `extract` for unpacked packages only.
+    pub variant: &'a str,
+    /// Packages beside what the variant holds.
+    pub packages: &'a [String],
+    /// A folder whose files are laid over the root before packages are configured, and again at the end.
+    pub overlay: Option<PathBuf>,
+    /// A script that is run at the end with the root folder as its argument.
+    pub customize: Option<PathBuf>,
+}
+
+/// The apt sources of all images.
+pub fn sources() -> PathBuf {
+    paths::crate_dir().join("debian.sources")
+}
+
+/// A package list: one name a line, `#` starts a comment.
+pub fn packages(list: &Path) -> Result<Vec<String>> {
+    let text = fs::read_to_string(list).with_context(|| format!("read {}", list.display()))?;
+    Ok(text
+        .lines()
+        .map(|line| line.split('#').next().unwrap_or_default().trim())
+        .filter(|line| !line.is_empty())
+        .map(str::to_owned)
+        .collect())
+}
+
+impl Root<'_> {
+    /// Makes it in the folder `target`, which must not exist yet. Needs root.
+    pub fn make(&self, target: &Path) -> Result<()> {
+        ensure!(rustix::process::geteuid().is_root(), "the images are built as root: run this as root");
+        let mut command = Command::new("mmdebstrap");
+        command
+            .arg(format!("--variant={}", self.variant))
+            .arg(format!("--include={}", self.packages.join(",")))
+            .args([
+                r#"--aptopt=APT::Install-Recommends "false""#,
+                r#"--aptopt=Acquire::Languages "none""#,
+                "--dpkgopt=force-unsafe-io",
+                "--dpkgopt=path-exclude=/usr/share/doc/*",
+                "--dpkgopt=path-exclude=/usr/share/man/*",
+                "--dpkgopt=path-exclude=/usr/share/locale/*",
+                "--dpkgopt=path-exclude=/usr/share/info/*",
+            ])
+            .env("DEBIAN_FRONTEND", "noninteractive");
+        if let Some(overlay) = &self.overlay {
+            let sync = format!("sync-in {} /", overlay.display());
+            command.arg(format!("--essential-hook={sync}")).arg(format!("--customize-hook={sync}"));
+        }
+        if let Some(customize) = &self.customize {
+            command.arg(format!("--customize-hook={}", customize.display()));
+        }
+        command.arg("bookworm").arg(target).arg(sources());
+        run::check(&mut command, Deadline::seconds(1200)).map(drop)
+    }
+}
+
+/// Makes a sparse ext4 image of `size_mib` MiB labelled `label` from the folder `root`.
+pub fn ext4_image(root: &Path, image: &Path, label: &str, size_mib: u64) -> Result<()> {
+    let file = fs::File::create(image).with_context(|| format!("create {}", image.display()))?;
+    file.set_len(size_mib << 20)?;
+    // Nothing is left to be initialised in the background later, while a test measures something else.
+    let mut command = Command::new("mkfs.ext4");
+    command
+        .args(["-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0", "-L", label, "-d"])
+        .arg(root)
+        .arg(image)
+        .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
+    run::check(&mut command, Deadline::seconds(600)).map(drop)
+}

@@ -1,0 +1,185 @@
+//! A busybox initramfs for one kernel: `/init`, a static busybox, and the modules that a guest of ours needs.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::BufWriter;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use super::cpio::{Archive, Entry};
+use crate::run;
+use crate::wait::Deadline;
+
+/// Modules that `/init` loads, as far as the kernel has them as modules.
+const MODULES: [&str; 9] = [
+    "virtio_pci",
+    "virtio_blk",
+    "virtio_net",
+    "virtio-rng",
+    "button",
+    "evdev",
+    "pvpanic-pci",
+    "pvpanic",
+    "rtc-cmos",
+];
+
+/// Commands of busybox that have a name of their own in the guest. `busybox NAME` runs every other one.
+const COMMANDS: &str = "[ ash awk base64 basename blkdiscard blockdev cat chmod chown chroot cmp cp cttyhack cut date dd \
+    devmem df dirname dmesg du echo env expr false find free grep gunzip gzip halt head hexdump hostname id ifconfig \
+    insmod ip kill killall ln ls lsmod md5sum mkdir mke2fs mknod mktemp modprobe more mount mv nc nproc od ping ping6 \
+    printf ps pwd readlink rm rmdir rmmod route sed seq setsid sh sha256sum sleep sort stat stty switch_root sync \
+    sysctl tail tar taskset tee test time timeout top touch tr true tty udhcpc umount uname uniq uptime usleep vi wc \
+    wget which xargs yes";
+
+/// A file to put into an initramfs beside what is always there, such as a static test program.
+pub struct Extra {
+    /// The file on the build host.
+    pub from: PathBuf,
+    /// Its path in the guest, without a leading slash; its folder is made.
+    pub to: String,
+}
+
+/// What an initramfs is made of.
+pub struct Initramfs<'a> {
+    /// The folder with the unpacked packages of the kernels and of busybox.
+    pub packages: &'a Path,
+    /// The kernel's release.
+    pub version: &'a str,
+    /// The folder with the scripts of the guest: `init`, and `udhcpc` for its DHCP client.
+    pub scripts: &'a Path,
+    /// More files.
+    pub extra: &'a [Extra],
+}
+
+impl Initramfs<'_> {
+    /// Writes it. It is not compressed: it is small, and a guest's time to unpack it would be measured with the rest.
+    pub fn write(&self, to: &Path) -> Result<()> {
+        let modules = self.modules()?;
+        let mut archive = Archive::new(BufWriter::new(File::create(to)?));
+        let mut folders = BTreeSet::new();
+        for folder in ["bin", "dev", "lib/modules", "mnt", "proc", "root", "run", "sys", "tmp"] {
+            add_folders(&mut archive, &mut folders, folder)?;
+        }
+        archive.add("dev/console", Entry::Character(5, 1))?;
+        for (script, path) in [("init", "init"), ("udhcpc", "lib/udhcpc")] {
+            let text = fs::read(self.scripts.join(script)).with_context(|| format!("read the guest's {script}"))?;
+            archive.add(path, Entry::File(0o755, &text))?;
+        }
+        let busybox = self.packages.join("bin/busybox");
+        let program = fs::read(&busybox).with_context(|| format!("read {}", busybox.display()))?;
+        archive.add("bin/busybox", Entry::File(0o755, &program))?;
+        for command in COMMANDS.split_ascii_whitespace() {
+            archive.add(&format!("bin/{command}"), Entry::Link("busybox"))?;
+        }
+        archive.add("sbin", Entry::Link("bin"))?;
+        // The kernel's command line has them by these names; busybox's own go through a PID 1 that is busybox's.
+        for command in ["poweroff", "reboot"] {
+            let script = format!("#!/bin/sh\nsync\nexec busybox {command} -f\n");
+            archive.add(&format!("bin/{command}"), Entry::File(0o755, script.as_bytes()))?;
+        }
+        let mut order = String::new();
+        for (number, module) in modules.iter().enumerate() {
+            let name = format!("lib/modules/{number:02}-{}.ko", module.name);
+            order.push_str(&format!("/{name}\n"));
+            archive.add(&name, Entry::File(0o644, &module.content))?;
+        }
+        archive.add("lib/modules/order", Entry::File(0o644, order.as_bytes()))?;
+        for extra in self.extra {
+            if let Some((folder, _)) = extra.to.rsplit_once('/') {
+                add_folders(&mut archive, &mut folders, folder)?;
+            }
+            let content = fs::read(&extra.from).with_context(|| format!("read {}", extra.from.display()))?;
+            archive.add(&extra.to, Entry::File(0o755, &content))?;
+        }
+        archive.finish().with_context(|| format!("write {}", to.display()))?;
+        Ok(())
+    }
+
+    /// The modules of this kernel in an order in which they can be inserted one by one.
+    fn modules(&self) -> Result<Vec<Module>> {
+        let base = self.packages.join("lib/modules").join(self.version);
+        let list = base.join("modules.dep");
+        let dependencies = fs::read_to_string(&list).with_context(|| format!("read {}", list.display()))?;
+        insertion_order(&dependencies, &MODULES).into_iter().map(|path| Module::read(&base, path)).collect()
+    }
+}
+
+struct Module {
+    name: String,
+    content: Vec<u8>,
+}
+
+impl Module {
+    fn read(base: &Path, path: &str) -> Result<Module> {
+        let file = base.join(path);
+        let content = if path.ends_with(".xz") {
+            let unpacked = tempfile::NamedTempFile::new()?;
+            let script = format!("xz -dc '{}' > '{}'", file.display(), unpacked.path().display());
+            run::check(Command::new("sh").args(["-c", &script]), Deadline::seconds(60))?;
+            fs::read(unpacked.path())?
+        } else {
+            fs::read(&file).with_context(|| format!("read {}", file.display()))?
+        };
+        Ok(Module { name: module_name(path).to_owned(), content })
+    }
+}
+
+/// `kernel/drivers/block/virtio_blk.ko.xz` is the module `virtio_blk`.
+fn module_name(path: &str) -> &str {
+    let file = path.rsplit('/').next().unwrap_or(path);
+    file.split('.').next().unwrap_or(file)
+}
+
+/// The paths of `wanted` and all that they need, which comes before them. `dependencies` is the text of `modules.dep`:
+/// on a line `path: dependency …` each module stands before those that it needs. What is not in the list is built into
+/// the kernel or not there.
+fn insertion_order<'a>(dependencies: &'a str, wanted: &[&str]) -> Vec<&'a str> {
+    let mut order: Vec<&str> = Vec::new();
+    for name in wanted {
+        let line = dependencies.lines().find_map(|line| {
+            let (path, needs) = line.split_once(':')?;
+            (module_name(path) == *name).then_some((path, needs))
+        });
+        let Some((path, needs)) = line else { continue };
+        for module in needs.split_ascii_whitespace().rev().chain([path]) {
+            if !order.contains(&module) {
+                order.push(module);
+            }
+        }
+    }
+    order
+}
+
+fn add_folders(archive: &mut Archive<impl std::io::Write>, made: &mut BTreeSet<String>, path: &str) -> Result<()> {
+    for (at, _) in path.match_indices('/').chain([(path.len(), "")]) {
+        let folder = path.get(..at).unwrap_or(path);
+        if made.insert(folder.to_owned()) {
+            archive.add(folder, Entry::Folder)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modules_come_after_what_they_need_and_only_once() {
+        let dependencies = "kernel/net/failover.ko.xz:\n\
+            kernel/drivers/net/net_failover.ko.xz: kernel/net/failover.ko.xz\n\
+            kernel/drivers/net/virtio_net.ko.xz: kernel/drivers/net/net_failover.ko.xz kernel/net/failover.ko.xz\n\
+            kernel/drivers/block/virtio_blk.ko.xz:\n";
+        assert_eq!(
+            insertion_order(dependencies, &["virtio_net", "absent", "virtio_blk", "virtio_net"]),
+            [
+                "kernel/net/failover.ko.xz",
+                "kernel/drivers/net/net_failover.ko.xz",
+                "kernel/drivers/net/virtio_net.ko.xz",
+                "kernel/drivers/block/virtio_blk.ko.xz"
+            ]
+        );
+    }
+}

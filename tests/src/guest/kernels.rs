@@ -1,0 +1,50 @@
+//! The unpacked packages of the guest kernels, and busybox.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::cache::{self, Inputs};
+use crate::debian::{self, Root};
+use crate::node::Kernel;
+use crate::run;
+use crate::wait::Deadline;
+
+/// Raise it to fetch newer versions of the packages.
+const BUILDER_VERSION: u32 = 2;
+
+/// A folder into which the packages of all guest kernels and of a static busybox are unpacked, not installed.
+pub fn packages() -> Result<PathBuf> {
+    let packages = ["linux-image-6.12-cloud-amd64", "linux-image-cloud-amd64", "linux-image-amd64", "busybox-static"]
+        .map(str::to_owned);
+    let mut inputs = Inputs::new(BUILDER_VERSION);
+    inputs.add("packages", packages.join(" ").as_bytes()).add_file(&debian::sources())?;
+    let dir = cache::get_or_build("guest-packages", &inputs, |out| {
+        let root = out.join("root");
+        Root { variant: "extract", packages: &packages, overlay: None, customize: None }.make(&root)?;
+        // Packages come without the list of their modules' dependencies: it is made when they are configured.
+        for kernel in Kernel::ALL {
+            let mut depmod = Command::new("depmod");
+            depmod.arg("-b").arg(&root).arg(version(&root, kernel)?).env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
+            run::check(&mut depmod, Deadline::seconds(120))?;
+        }
+        Ok(())
+    })?;
+    Ok(dir.join("root"))
+}
+
+/// The release of a kernel in the folder of [`packages`], as in the name of its modules' folder.
+pub fn version(packages: &Path, kernel: Kernel) -> Result<String> {
+    let (series, cloud) = match kernel {
+        Kernel::Cloud612 => ("6.12.", true),
+        Kernel::Cloud61 => ("6.1.", true),
+        Kernel::Generic61 => ("6.1.", false),
+    };
+    fs::read_dir(packages.join("lib/modules"))
+        .context("read the modules of the guest kernels")?
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .find(|release| release.starts_with(series) && release.ends_with("-cloud-amd64") == cloud)
+        .with_context(|| format!("no kernel for {} among the unpacked packages", kernel.name()))
+}

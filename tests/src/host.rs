@@ -1,0 +1,66 @@
+//! What the build host can do.
+
+use std::fs::{self, OpenOptions};
+use std::path::Path;
+
+/// How QEMU runs the node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accel {
+    /// Hardware virtualization, with nesting for the guests in the node.
+    Kvm,
+    /// Emulation, with AMD SVM emulated for the guests in the node.
+    Tcg,
+}
+
+impl Accel {
+    /// What this machine has: KVM only when `/dev/kvm` is VT-x or SVM with nesting on. Another backend (some clouds
+    /// have a paravirtual one) shows a `/dev/kvm` as well, but runs no ordinary kernel.
+    pub fn detect() -> Accel {
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let nested = |module: &str| {
+            fs::read_to_string(format!("/sys/module/{module}/parameters/nested")).unwrap_or_default()
+        };
+        let usable = supports_nesting(&cpuinfo, &nested("kvm_intel"), &nested("kvm_amd"))
+            && OpenOptions::new().read(true).write(true).open(Path::new("/dev/kvm")).is_ok();
+        if usable { Accel::Kvm } else { Accel::Tcg }
+    }
+
+    /// QEMU's arguments for it.
+    pub fn qemu_args(self) -> [&'static str; 4] {
+        match self {
+            Accel::Kvm => ["-accel", "kvm", "-cpu", "host"],
+            Accel::Tcg => ["-accel", "tcg,thread=multi", "-cpu", "max,+svm"],
+        }
+    }
+}
+
+fn supports_nesting(cpuinfo: &str, kvm_intel_nested: &str, kvm_amd_nested: &str) -> bool {
+    let flag = |wanted: &str| {
+        cpuinfo
+            .lines()
+            .filter_map(|line| line.strip_prefix("flags"))
+            .any(|flags| flags.split_ascii_whitespace().any(|flag| flag == wanted))
+    };
+    let on = |parameter: &str| matches!(parameter.trim(), "Y" | "1");
+    (flag("vmx") && on(kvm_intel_nested)) || (flag("svm") && on(kvm_amd_nested))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::supports_nesting;
+
+    #[test]
+    fn kvm_needs_the_flag_and_the_module_of_the_same_vendor_with_nesting() {
+        let table = [
+            ("flags\t\t: fpu vmx sse", "Y\n", "", true),
+            ("flags\t\t: fpu vmx sse", "N\n", "", false),
+            ("flags\t\t: fpu svm", "", "1\n", true),
+            ("flags\t\t: fpu svm", "Y", "", false),
+            ("flags\t\t: fpu sse", "Y", "1", false),
+            ("model name : vmx svm", "Y", "1", false),
+        ];
+        for (cpuinfo, intel, amd, expected) in table {
+            assert_eq!(supports_nesting(cpuinfo, intel, amd), expected, "{cpuinfo:?} {intel:?} {amd:?}");
+        }
+    }
+}

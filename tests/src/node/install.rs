@@ -1,0 +1,65 @@
+//! vmmd in the node: its Debian package, and newer binaries on top of it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+use super::Node;
+use crate::paths;
+
+/// The programs of the package that a developer rebuilds, and where the package puts them.
+const PROGRAMS: [&str; 3] = ["vmmd", "vmm", "vmmctl"];
+
+/// The newest package that was built, if any: `target/deb/vmmd_<version>_amd64.deb`.
+pub fn newest_package() -> Result<Option<PathBuf>> {
+    let dir = paths::target_dir().join("deb");
+    let Ok(entries) = fs::read_dir(&dir) else { return Ok(None) };
+    let mut newest = None;
+    for entry in entries {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if name.starts_with("vmmd_") && name.ends_with("_amd64.deb") {
+            newest = newest.max(Some((fs::metadata(&path)?.modified()?, path)));
+        }
+    }
+    Ok(newest.map(|(_, path)| path))
+}
+
+impl Node {
+    /// Installs a package and starts its service, or restarts it when it runs.
+    pub fn install(&self, package: &Path) -> Result<()> {
+        self.copy_in(package, "/run/vmmd.deb")?;
+        self.sh("dpkg --force-confnew --force-unsafe-io -i /run/vmmd.deb >/run/vmmd-install.log 2>&1 \
+                 || { cat /run/vmmd-install.log >&2; exit 1; }; rm /run/vmmd.deb")
+            .context("install vmmd's package in the node")?;
+        self.restart_daemon()
+    }
+
+    /// Copies the programs that exist in `dir` over the installed ones and restarts the service. Returns their names.
+    pub fn install_programs(&self, dir: &Path) -> Result<Vec<&'static str>> {
+        let mut copied = Vec::new();
+        for program in PROGRAMS {
+            let file = dir.join(program);
+            if !file.is_file() {
+                continue;
+            }
+            let installed = self
+                .sh(&format!("dpkg -L vmmd | grep '/bin/{program}$\\|/libexec/.*/{program}$\\|/lib/.*/{program}$' | head -n 1"))
+                .with_context(|| format!("find where vmmd's package has {program}"))?;
+            ensure!(!installed.trim().is_empty(), "vmmd's package in the node has no {program}");
+            self.copy_in(&file, installed.trim())?;
+            copied.push(program);
+        }
+        ensure!(!copied.is_empty(), "{} has none of vmmd, vmm, vmmctl", dir.display());
+        self.restart_daemon()?;
+        Ok(copied)
+    }
+
+    /// Restarts the service and waits until systemd calls it started: with `Type=notify` it serves requests then.
+    pub fn restart_daemon(&self) -> Result<()> {
+        self.sh("systemctl daemon-reload && systemctl restart vmmd.service \
+                 || { systemctl status --no-pager vmmd.service >&2; journalctl --no-pager -n 40 -u vmmd.service >&2; exit 1; }")
+            .map(drop)
+    }
+}

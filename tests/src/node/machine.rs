@@ -1,0 +1,304 @@
+//! A node as a QEMU process.
+
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::image::NodeImage;
+use crate::host::Accel;
+use crate::wait::{self, Deadline, Process};
+
+/// MAC address of the management NIC; `10-management.network` in the image matches it.
+const MANAGEMENT_MAC: &str = "52:54:00:76:6d:01";
+
+/// The size of a node.
+#[derive(Clone, Copy, Debug)]
+pub struct Size {
+    /// Virtual processors.
+    pub cpus: u32,
+    /// RAM in MiB. It is not touched before the node needs it.
+    pub memory_mib: u32,
+}
+
+impl Default for Size {
+    fn default() -> Self {
+        Size { cpus: 2, memory_mib: 8192 }
+    }
+}
+
+/// What is written down about a running node, in `node.json` of its folder.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Machine {
+    /// The node's name.
+    pub name: String,
+    /// QEMU's process id.
+    pub pid: u32,
+    /// The local port that leads to the node's sshd.
+    pub ssh_port: u16,
+    /// The folder with its console log.
+    pub dir: PathBuf,
+    /// The folder with its sockets. It is apart because a socket's path may have 107 bytes only.
+    pub sockets: PathBuf,
+}
+
+impl Machine {
+    /// The log of the node's serial console.
+    pub fn console_log(&self) -> PathBuf {
+        self.dir.join("console.log")
+    }
+
+    fn record(dir: &Path) -> PathBuf {
+        dir.join("node.json")
+    }
+
+    /// The node whose folder is `dir`, when it runs.
+    pub fn load(dir: &Path) -> Result<Option<Machine>> {
+        let text = match fs::read_to_string(Self::record(dir)) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            text => text.with_context(|| format!("read {}", Self::record(dir).display()))?,
+        };
+        let machine: Machine = serde_json::from_str(&text).context("read node.json")?;
+        Ok(machine.process()?.map(|_| machine))
+    }
+
+    /// Its process, when it runs: QEMU with this node's name, not another process with the same number.
+    pub fn process(&self) -> Result<Option<Process>> {
+        let Some(process) = Process::open(self.pid)? else { return Ok(None) };
+        // Read after the pidfd is open: if it still names our node, the pidfd is our node's.
+        let command = fs::read(format!("/proc/{}/cmdline", self.pid)).unwrap_or_default();
+        let qmp = qmp_argument(&self.sockets);
+        Ok(command.split(|byte| *byte == 0).any(|argument| argument == qmp.as_bytes()).then_some(process))
+    }
+
+    /// Starts QEMU and waits until the node says that it is ready. With `tied` the node ends with the calling process,
+    /// however that ends.
+    pub fn start(
+        name: &str,
+        dir: &Path,
+        image: &NodeImage,
+        guests: Option<&Path>,
+        size: Size,
+        tied: bool,
+    ) -> Result<Machine> {
+        let deadline = Deadline::seconds(240);
+        fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
+        let sockets = tempfile::Builder::new().prefix("vmmd-node.").tempdir().context("create a socket folder")?;
+        // QEMU connects before it starts the machine: its end of this stream is open for as long as it lives.
+        let ready = UnixListener::bind(sockets.path().join("ready.sock"))?;
+        let console = dir.join("console.log");
+        File::create(&console)?;
+        let log = File::create(dir.join("qemu.log"))?;
+
+        let mut command = if tied { tied_to_us() } else { Command::new("qemu-system-x86_64") };
+        command
+            .args(["-name", name, "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"])
+            .args(["-machine", "q35"])
+            .args(Accel::detect().qemu_args())
+            .args(["-smp", &size.cpus.to_string(), "-m", &size.memory_mib.to_string()])
+            .arg("-kernel")
+            .arg(&image.kernel)
+            .arg("-initrd")
+            .arg(&image.initrd)
+            .args(["-append", KERNEL_ARGUMENTS])
+            .args(drive("root", &image.disk, "snapshot=on,cache=unsafe"))
+            .arg("-chardev")
+            .arg(format!("file,id=console,path={}", console.display()))
+            .args(["-device", "isa-serial,chardev=console"])
+            .arg("-chardev")
+            .arg(format!("socket,id=ready,path={}", sockets.path().join("ready.sock").display()))
+            .args(["-device", "isa-serial,chardev=ready"])
+            // Nothing in the node reaches beyond this machine.
+            .args(["-netdev", "user,id=management,restrict=on,hostfwd=tcp:127.0.0.1:0-:22"])
+            .args(["-device", &format!("virtio-net-pci,netdev=management,mac={MANAGEMENT_MAC}")])
+            .args(["-device", "virtio-rng-pci"])
+            .args(["-qmp", &qmp_argument(sockets.path())])
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log);
+        if let Some(guests) = guests {
+            command.args(drive("guests", guests, "readonly=on"));
+        }
+        let child = command.spawn().context("start qemu-system-x86_64 (tests/setup-host.sh installs it)")?;
+        let mut machine = Machine {
+            name: name.to_owned(),
+            pid: child.id(),
+            ssh_port: 0,
+            dir: dir.to_owned(),
+            sockets: sockets.path().to_owned(),
+        };
+        if let Err(error) = machine.wait_ready(&ready, deadline) {
+            machine.kill(Deadline::seconds(10))?;
+            return Err(error);
+        }
+        fs::write(Self::record(dir), serde_json::to_string_pretty(&machine)?)?;
+        // From here on the folder is the running node's; `stop` removes it.
+        let _ = sockets.keep();
+        Ok(machine)
+    }
+
+    fn wait_ready(&mut self, ready: &UnixListener, deadline: Deadline) -> Result<()> {
+        let log = |name: &str| fs::read_to_string(self.dir.join(name)).unwrap_or_default();
+        let process = self.process_any()?;
+        // Either QEMU connects or it ends with a message.
+        ready.set_nonblocking(true)?;
+        let stream = loop {
+            match ready.accept() {
+                Ok((stream, _)) => break stream,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error).context("accept QEMU's connection"),
+            }
+            match wait::either_readable(ready, &process, deadline)? {
+                Some(wait::Which::First) => {}
+                Some(wait::Which::Second) => bail!("QEMU ended at once: {}", log("qemu.log").trim()),
+                None => bail!("QEMU did not start within {deadline}"),
+            }
+        };
+        stream.set_nonblocking(false)?;
+        let said = wait::text_from(&stream, "\n", deadline).map_err(|error| {
+            let (console, qemu) = (log("console.log"), log("qemu.log"));
+            error.context(format!("the node did not come up; its console ends with:\n{}\n{qemu}", wait::tail(&console, 40)))
+        })?;
+        ensure!(
+            said.contains("kvm-idle-vm=active"),
+            "the node has no usable KVM ({}); see {}",
+            said.trim(),
+            self.console_log().display()
+        );
+        self.ssh_port = forwarded_port(&self.monitor("info usernet")?)?;
+        Ok(())
+    }
+
+    fn process_any(&self) -> Result<Process> {
+        Process::open(self.pid)?.context("QEMU ended at once")
+    }
+
+    /// Runs a command of QEMU's human monitor and returns what it prints.
+    pub fn monitor(&self, command: &str) -> Result<String> {
+        let request = serde_json::json!({
+            "execute": "human-monitor-command", "arguments": {"command-line": command}
+        });
+        let reply = self.qmp(&request)?;
+        reply.as_str().map(str::to_owned).with_context(|| format!("QEMU's answer to {command:?}: {reply}"))
+    }
+
+    fn qmp(&self, request: &serde_json::Value) -> Result<serde_json::Value> {
+        let path = self.sockets.join("qmp.sock");
+        let mut stream = UnixStream::connect(&path).with_context(|| format!("connect {}", path.display()))?;
+        let deadline = Deadline::seconds(20);
+        wait::text_from(&stream, "\r\n", deadline)?;
+        for request in [&serde_json::json!({"execute": "qmp_capabilities"}), request] {
+            stream.write_all(format!("{request}\n").as_bytes())?;
+            loop {
+                let line = read_line(&stream, deadline)?;
+                let mut reply: serde_json::Value = serde_json::from_str(&line).context("QMP")?;
+                if let Some(error) = reply.get("error") {
+                    bail!("QEMU refused {request}: {error}");
+                }
+                match reply.get_mut("return") {
+                    Some(value) if request["execute"] != "qmp_capabilities" => return Ok(value.take()),
+                    Some(_) => break,
+                    None => {} // an event
+                }
+            }
+        }
+        bail!("no answer from QEMU")
+    }
+
+    /// Ends the node and removes its sockets and its record. Its logs stay.
+    pub fn stop(&self) -> Result<()> {
+        self.kill(Deadline::seconds(20))?;
+        let _ = fs::remove_dir_all(&self.sockets);
+        fs::remove_file(Self::record(&self.dir)).context("remove node.json")
+    }
+
+    /// A node's disk is thrown away with it: nothing is lost by ending it at once.
+    fn kill(&self, deadline: Deadline) -> Result<()> {
+        let Some(process) = self.process()? else { return Ok(()) };
+        process.signal(rustix::process::Signal::TERM)?;
+        if !process.wait_exit(deadline)? {
+            process.signal(rustix::process::Signal::KILL)?;
+            ensure!(process.wait_exit(deadline)?, "QEMU (pid {}) survives SIGKILL", self.pid);
+        }
+        Ok(())
+    }
+}
+
+/// The node's kernel command line. `mitigations=off nokaslr` save time under emulation.
+const KERNEL_ARGUMENTS: &str = "root=/dev/vda rw console=ttyS0 net.ifnames=0 mitigations=off nokaslr panic=1 \
+                                systemd.show_status=false quiet loglevel=5";
+
+fn qmp_argument(sockets: &Path) -> String {
+    format!("unix:{},server=on,wait=off", sockets.join("qmp.sock").display())
+}
+
+fn drive(id: &str, file: &Path, options: &str) -> [String; 4] {
+    [
+        "-drive".to_owned(),
+        format!("if=none,id={id},format=raw,file={},{options}", file.display()),
+        "-device".to_owned(),
+        format!("virtio-blk-pci,drive={id},serial={id}"),
+    ]
+}
+
+/// QEMU that the kernel ends when the thread that started it ends.
+fn tied_to_us() -> Command {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "TERM", "qemu-system-x86_64"]);
+    command
+}
+
+fn read_line(mut stream: &UnixStream, deadline: Deadline) -> Result<String> {
+    let mut line = Vec::new();
+    let mut byte = [0u8];
+    while byte != *b"\n" {
+        ensure!(wait::readable(stream, deadline)?, "QEMU does not answer within {deadline}");
+        ensure!(stream.read(&mut byte)? == 1, "QEMU closed its monitor");
+        line.extend_from_slice(&byte);
+    }
+    Ok(String::from_utf8(line)?)
+}
+
+/// The local port in the answer to `info usernet`, whose line for it looks like
+/// `  TCP[HOST_FORWARD]  15       127.0.0.1 41859       10.0.2.15    22     0     0`.
+fn forwarded_port(usernet: &str) -> Result<u16> {
+    usernet
+        .lines()
+        .find(|line| line.contains("HOST_FORWARD"))
+        .and_then(|line| line.split_ascii_whitespace().nth(3)?.parse().ok())
+        .filter(|port| *port != 0)
+        .with_context(|| format!("no forwarded port in {usernet:?}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_forwarded_port_is_read_from_the_monitor() {
+        let text = "Hub -1 (management):\r\n  Protocol[State]    FD  Source Address  Port   Dest. Address  Port RecvQ SendQ\r\n  \
+                    TCP[HOST_FORWARD]  15       127.0.0.1 41859       10.0.2.15    22     0     0\r\n";
+        assert_eq!(forwarded_port(text).expect("port"), 41859);
+        assert!(forwarded_port("").is_err());
+    }
+
+    #[test]
+    fn a_record_of_another_process_is_no_running_node() {
+        let dir = tempfile::tempdir().expect("folder");
+        let machine = Machine {
+            name: "x".to_owned(),
+            pid: std::process::id(),
+            ssh_port: 1,
+            dir: dir.path().to_owned(),
+            sockets: dir.path().to_owned(),
+        };
+        fs::write(Machine::record(dir.path()), serde_json::to_string(&machine).expect("json")).expect("write");
+        assert!(Machine::load(dir.path()).expect("load").is_none());
+    }
+}

@@ -1,0 +1,137 @@
+//! A test node: booting it, talking to it, ending it.
+
+mod guests;
+mod image;
+mod install;
+mod machine;
+mod ssh;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+pub use guests::{Guests, Kernel};
+pub use install::newest_package;
+pub use image::{NodeImage, boot_file, install_ssh_key, ssh_key};
+pub use machine::{Machine, Size};
+pub use ssh::{Connection, DAEMON_SOCKET};
+
+use crate::run::Output;
+use crate::wait::Deadline;
+use crate::{guest, paths};
+
+/// The environment variable that names the folder of the node which tests use.
+pub const NODE_VARIABLE: &str = "VMMD_NODE";
+
+/// The name of the node that `node up` keeps running for a developer.
+pub const DEFAULT_NAME: &str = "dev";
+
+/// A running node.
+#[derive(Clone, Debug)]
+pub struct Node {
+    machine: Machine,
+    connection: Connection,
+}
+
+impl Node {
+    /// The node that the tests are to use: the one that `VMMD_NODE` names, else the developer's.
+    pub fn get() -> Result<Node> {
+        let dir = match std::env::var_os(NODE_VARIABLE) {
+            Some(dir) => PathBuf::from(dir),
+            None => paths::run_dir(DEFAULT_NAME),
+        };
+        Self::attach(&dir)?.with_context(|| {
+            format!("no test node runs in {}: start one with `make node-up`", dir.display())
+        })
+    }
+
+    /// The running node whose folder is `dir`.
+    pub fn attach(dir: &Path) -> Result<Option<Node>> {
+        Ok(Machine::load(dir)?.map(|machine| Node { connection: Connection::of(&machine), machine }))
+    }
+
+    /// Boots the node `name`, which must not run yet, building what it needs first. With `tied` it ends with this
+    /// process. vmmd is not installed yet: see [`Node::install`].
+    pub fn boot(name: &str, size: Size, tied: bool) -> Result<Node> {
+        let dir = paths::run_dir(name);
+        ensure!(Machine::load(&dir)?.is_none(), "the node {name} runs already");
+        let image = NodeImage::get()?;
+        let guests = guest::images()?;
+        let machine = Machine::start(name, &dir, &image, Some(&guests.disk()), size, tied)?;
+        let connection = Connection::of(&machine);
+        let node = Node { machine, connection };
+        if let Err(error) = node.connection.open(&ssh_key()?, &dir.join("ssh.log")) {
+            node.stop()?;
+            return Err(error);
+        }
+        Ok(node)
+    }
+
+    /// Ends the node at once. What was on its disk is gone; its console log stays in its folder.
+    pub fn stop(&self) -> Result<()> {
+        self.connection.close()?;
+        self.machine.stop()
+    }
+
+    /// The folder of its logs.
+    pub fn dir(&self) -> &Path {
+        &self.machine.dir
+    }
+
+    /// The machine under it.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// Runs a shell command in the node and returns what it printed, whatever its exit status. Gives up after five
+    /// minutes; [`Node::ssh_within`] has another limit.
+    pub fn ssh(&self, command: &str) -> Result<Output> {
+        self.ssh_within(command, Deadline::seconds(300))
+    }
+
+    /// Like [`Node::ssh`], with a deadline.
+    pub fn ssh_within(&self, command: &str, deadline: Deadline) -> Result<Output> {
+        self.connection.output(command, deadline)
+    }
+
+    /// Runs a shell command in the node, which must end with 0, and returns its standard output.
+    pub fn sh(&self, command: &str) -> Result<String> {
+        let output = self.ssh(command)?;
+        ensure!(
+            output.success(),
+            "`{command}` in the node ended with {}:\n{}{}",
+            output.status,
+            output.stdout,
+            output.stderr
+        );
+        Ok(output.stdout)
+    }
+
+    /// An `ssh` command to this node, to be given a remote command and spawned by the caller.
+    pub fn ssh_command(&self) -> Command {
+        self.connection.command()
+    }
+
+    /// Copies a file into the node, keeping its mode, in one step.
+    pub fn copy_in(&self, from: &Path, to: &str) -> Result<()> {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = std::fs::metadata(from).with_context(|| format!("open {}", from.display()))?.permissions().mode();
+        self.connection.copy_in(from, to, mode & 0o7777, Deadline::seconds(300))
+    }
+
+    /// Copies a file out of the node.
+    pub fn copy_out(&self, from: &str, to: &Path) -> Result<()> {
+        self.connection.copy_out(from, to, Deadline::seconds(300))
+    }
+
+    /// A socket on this machine that leads to vmmd's socket in the node: connect the gRPC client to it.
+    pub fn grpc_socket(&self) -> PathBuf {
+        self.connection.grpc.clone()
+    }
+
+    /// Where the kernels, initrds and disks of the guests are in the node.
+    pub fn guests(&self) -> Guests {
+        Guests
+    }
+}
