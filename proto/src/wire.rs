@@ -73,7 +73,12 @@ pub fn send(socket: impl AsFd, frame: &[u8], fds: &[BorrowedFd<'_>]) -> io::Resu
         ancillary.push(SendAncillaryMessage::ScmRights(fds));
     }
     Ok(rustix::io::retry_on_intr(|| {
-        sendmsg(&socket, &[io::IoSlice::new(frame)], &mut ancillary, SendFlags::NOSIGNAL)
+        sendmsg(
+            &socket,
+            &[io::IoSlice::new(frame)],
+            &mut ancillary,
+            SendFlags::NOSIGNAL,
+        )
     })?)
 }
 
@@ -132,7 +137,11 @@ impl Receiver {
             return Err(Error::TooManyFds);
         }
         if received.bytes == 0 {
-            return if self.buffer.is_empty() { Ok(Read::Closed) } else { Err(Error::Truncated) };
+            return if self.buffer.is_empty() {
+                Ok(Read::Closed)
+            } else {
+                Err(Error::Truncated)
+            };
         }
         self.buffer.extend_from_slice(&bytes[..received.bytes]);
         Ok(Read::Data)
@@ -143,12 +152,16 @@ impl Receiver {
     /// The kernel never merges data across a message with descriptors (unix(7)), and a sender has at most one
     /// message with descriptors under way (it waits for the response), so they are that message's own.
     pub fn next_message(&mut self) -> Result<Option<(Message, Vec<OwnedFd>)>, Error> {
-        let Some(head) = self.buffer.first_chunk::<4>() else { return Ok(None) };
+        let Some(head) = self.buffer.first_chunk::<4>() else {
+            return Ok(None);
+        };
         let length = u32::from_le_bytes(*head) as usize;
         if length == 0 || length > MAX_FRAME {
             return Err(Error::FrameLength(length));
         }
-        let Some(body) = self.buffer.get(4..4 + length) else { return Ok(None) };
+        let Some(body) = self.buffer.get(4..4 + length) else {
+            return Ok(None);
+        };
         let message = Message::decode(body)?;
         self.buffer.drain(..4 + length);
         Ok(Some((message, self.fds.drain(..).collect())))
@@ -156,10 +169,7 @@ impl Receiver {
 }
 
 /// Receives a whole message over a blocking socket; `None` when the peer has closed it.
-pub fn receive(
-    socket: impl AsFd,
-    receiver: &mut Receiver,
-) -> Result<Option<(Message, Vec<OwnedFd>)>, Error> {
+pub fn receive(socket: impl AsFd, receiver: &mut Receiver) -> Result<Option<(Message, Vec<OwnedFd>)>, Error> {
     loop {
         if let Some(message) = receiver.next_message()? {
             return Ok(Some(message));
@@ -178,8 +188,13 @@ mod tests {
     use crate::vmm::{Hello, Request, message::Kind, request::Op};
 
     fn hello(id: u64) -> Message {
-        let op = Some(Op::Hello(Hello { major: MAJOR, minor: MINOR }));
-        Message { kind: Some(Kind::Request(Request { id, op })) }
+        let op = Some(Op::Hello(Hello {
+            major: MAJOR,
+            minor: MINOR,
+        }));
+        Message {
+            kind: Some(Kind::Request(Request { id, op })),
+        }
     }
 
     #[test]

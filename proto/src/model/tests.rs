@@ -1,0 +1,200 @@
+use super::{
+    machine::Machine,
+    name::Name,
+    nic::Mac,
+    topology::Topology,
+    vm::{Boot, Manifest},
+};
+use crate::{v1, vmm};
+
+fn manifest() -> v1::Vm {
+    let json = serde_json::json!({
+        "apiVersion": "vmmd/v1",
+        "kind": "Vm",
+        "metadata": {"name": "web-1", "labels": {"tier": "front"}},
+        "spec": {
+            "cpu": {"cores": 2},
+            "memory": {"sizeBytes": 268_435_456},
+            "boot": {"linux": {"kernel": "/boot/vmlinuz", "cmdline": "console=ttyS0"}},
+            "disks": [{"name": "root", "path": "/var/lib/root.raw", "format": "DISK_FORMAT_RAW"}],
+            "nics": [{"name": "eth0", "bridge": "br0", "mac": "52:54:00:12:34:56"}],
+        },
+    });
+    serde_json::from_value(json).unwrap()
+}
+
+fn fields_refused(change: impl FnOnce(&mut v1::Vm)) -> Vec<String> {
+    let mut vm = manifest();
+    change(&mut vm);
+    let violations = Manifest::try_from(&vm).unwrap_err();
+    violations
+        .0
+        .into_iter()
+        .map(|violation| violation.field)
+        .collect()
+}
+
+#[test]
+fn a_good_manifest_is_taken_as_it_is() {
+    let manifest = Manifest::try_from(&manifest()).unwrap();
+    assert_eq!(manifest.name.as_str(), "web-1");
+    assert_eq!(manifest.spec.topology.cores(), 2);
+    assert_eq!(manifest.spec.disks[0].serial, "root");
+    let Boot::Linux { initrd, .. } = manifest.spec.boot;
+    assert_eq!(initrd, None);
+}
+
+#[test]
+fn json_with_an_unknown_field_is_refused_by_name() {
+    let json = r#"{"apiVersion": "vmmd/v1", "spec": {"cpus": 3}}"#;
+    let error = serde_json::from_str::<v1::Vm>(json).unwrap_err().to_string();
+    assert!(error.contains("cpus"), "{error}");
+}
+
+#[test]
+fn all_problems_are_reported_at_once_with_their_paths() {
+    let refused = fields_refused(|vm| {
+        vm.api_version.clear();
+        vm.metadata.as_mut().unwrap().name = "a/b".into();
+        let spec = vm.spec.as_mut().unwrap();
+        spec.cpu.as_mut().unwrap().cores = 0;
+        spec.memory.as_mut().unwrap().size_bytes = 1 << 20;
+        spec.disks[0].path = "relative".into();
+        spec.nics[0].attachment = None;
+    });
+    let expected = [
+        "apiVersion",
+        "metadata.name",
+        "spec.cpu.cores",
+        "spec.memory.sizeBytes",
+        "spec.disks[0].path",
+        "spec.nics[0]",
+    ];
+    assert_eq!(refused, expected);
+}
+
+#[test]
+fn a_message_without_anything_is_refused_and_nothing_panics() {
+    let violations = Manifest::try_from(&v1::Vm::default()).unwrap_err();
+    assert!(
+        violations.0.iter().any(|violation| violation.field == "spec"),
+        "{violations}"
+    );
+    let vm = v1::Vm {
+        spec: Some(v1::VmSpec::default()),
+        ..v1::Vm::default()
+    };
+    assert!(Manifest::try_from(&vm).is_err());
+}
+
+#[test]
+fn memory_is_128_mib_to_16_gib_in_steps_of_2_mib() {
+    let refused = |bytes| {
+        let mut vm = manifest();
+        vm.spec.as_mut().unwrap().memory.as_mut().unwrap().size_bytes = bytes;
+        Manifest::try_from(&vm).is_err()
+    };
+    for bytes in [
+        0,
+        127 << 20,
+        (128 << 20) + 4096,
+        (256 << 20) + (1 << 20),
+        (16 << 30) + (2 << 20),
+        u64::MAX,
+    ] {
+        assert!(refused(bytes), "{bytes}");
+    }
+    for bytes in [128 << 20, 130 << 20, 3 << 30, 5 << 30, 16 << 30] {
+        assert!(!refused(bytes), "{bytes}");
+    }
+}
+
+#[test]
+fn the_same_name_path_or_mac_twice_is_refused() {
+    let refused = fields_refused(|vm| {
+        let spec = vm.spec.as_mut().unwrap();
+        spec.disks.push(spec.disks[0].clone());
+        spec.nics.push(spec.nics[0].clone());
+    });
+    assert_eq!(refused, ["spec.disks", "spec.nics", "spec.disks", "spec.nics"]);
+}
+
+#[test]
+fn topology_follows_the_rule_of_platform_v1() {
+    for (cores, sockets) in [(1, 1), (3, 1), (16, 1), (18, 2), (32, 2)] {
+        assert_eq!(Topology::for_cores(cores).unwrap().sockets, sockets, "{cores}");
+        assert_eq!(Topology::for_cores(cores).unwrap().cores(), cores);
+    }
+    for cores in [0, 17, 31, 33, 10_000, u32::MAX] {
+        assert!(Topology::for_cores(cores).is_err(), "{cores}");
+    }
+}
+
+#[test]
+fn names_are_dns_labels() {
+    for good in ["a", "0", "web-1", &"x".repeat(63)] {
+        assert!(Name::try_from(good).is_ok(), "{good}");
+    }
+    for bad in ["", "-a", "a-", "A", "a/b", "a b", "..", "ä", &"x".repeat(64)] {
+        assert!(Name::try_from(bad).is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn macs_are_unicast_and_written_with_colons() {
+    let mac: Mac = "52:54:00:AB:cd:ef".parse().unwrap();
+    assert_eq!(mac.to_string(), "52:54:00:ab:cd:ef");
+    for bad in [
+        "",
+        "52:54:00:12:34",
+        "52:54:00:12:34:56:78",
+        "01:00:5e:00:00:01",
+        "00:00:00:00:00:00",
+        "52-54-00-12-34-56",
+        "+2:54:00:12:34:56",
+    ] {
+        assert!(bad.parse::<Mac>().is_err(), "{bad}");
+    }
+    assert!(Mac::try_from(Mac::local([0xff; 6]).octets()).is_ok());
+}
+
+fn machine() -> vmm::MachineSpec {
+    vmm::MachineSpec {
+        uuid: vec![1; 16].into(),
+        vcpus: 1,
+        memory_bytes: 256 << 20,
+        kvm_fd: 0,
+        kernel: Some(vmm::Kernel {
+            kernel_fd: 1,
+            ..Default::default()
+        }),
+        rng_pci_slot: 1,
+        rng_fd: 2,
+        disks: vec![vmm::Disk {
+            name: "root".into(),
+            fd: 3,
+            pci_slot: 2,
+            ..Default::default()
+        }],
+        ..Default::default()
+    }
+}
+
+#[test]
+fn a_machine_names_each_descriptor_and_slot_once_and_only_what_came() {
+    assert!(Machine::new(&machine(), 4).is_ok());
+    assert!(Machine::new(&machine(), 3).is_err());
+    let mut spec = machine();
+    spec.disks[0].fd = 1;
+    assert!(
+        Machine::new(&spec, 4)
+            .unwrap_err()
+            .to_string()
+            .contains("same descriptor")
+    );
+    for slot in [0, 1, 32, u32::MAX] {
+        let mut spec = machine();
+        spec.disks[0].pci_slot = slot;
+        assert!(Machine::new(&spec, 4).is_err(), "{slot}");
+    }
+}

@@ -1,0 +1,415 @@
+//! The validated form of a VM's manifest.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Component, Path, PathBuf},
+};
+
+use super::{Violations, name::Name, nic::Mac, topology::Topology};
+use crate::v1;
+
+/// The manifests' `apiVersion`.
+pub const API_VERSION: &str = "vmmd/v1";
+/// The manifests' `kind`.
+pub const KIND: &str = "Vm";
+
+const MIB: u64 = 1 << 20;
+/// Least guest RAM in bytes.
+pub const MIN_MEMORY: u64 = 128 * MIB;
+/// Most guest RAM in bytes.
+pub const MAX_MEMORY: u64 = 16 << 30;
+/// Guest RAM is a multiple of this many bytes.
+pub const MEMORY_STEP: u64 = 2 * MIB;
+/// Longest kernel command line in bytes (Linux' COMMAND_LINE_SIZE on x86 is 2,048 with the final NUL).
+pub const MAX_CMDLINE: usize = 2047;
+/// Most disks of a VM.
+pub const MAX_DISKS: usize = 16;
+/// Most NICs of a VM.
+pub const MAX_NICS: usize = 8;
+/// Longest disk serial in bytes (virtio 1.3, 5.2.6.1).
+pub const MAX_SERIAL: usize = 20;
+/// Longest name of a network interface in bytes (Linux' IFNAMSIZ less the final NUL).
+pub const MAX_IFNAME: usize = 15;
+/// Most labels of a VM.
+pub const MAX_LABELS: usize = 64;
+
+/// A manifest: the name, labels and spec that a client asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Manifest {
+    /// Name of the VM.
+    pub name: Name,
+    /// Labels of the VM.
+    pub labels: BTreeMap<String, String>,
+    /// What is wanted.
+    pub spec: VmSpec,
+}
+
+/// What a VM is to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmSpec {
+    /// CPUs and how they are laid out.
+    pub topology: Topology,
+    /// Guest RAM in bytes.
+    pub memory_bytes: u64,
+    /// How it is backed.
+    pub backing: Backing,
+    /// What is booted.
+    pub boot: Boot,
+    /// Disks in the order of the manifest.
+    pub disks: Vec<Disk>,
+    /// NICs in the order of the manifest.
+    pub nics: Vec<Nic>,
+}
+
+/// How guest RAM is backed on the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backing {
+    /// Private unless a device needs it shared.
+    #[default]
+    Auto,
+    /// Private anonymous memory with transparent huge pages.
+    Private,
+    /// A memfd.
+    Shared,
+}
+
+/// What a VM boots.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Boot {
+    /// A Linux kernel, directly.
+    Linux {
+        /// bzImage or PVH ELF.
+        kernel: PathBuf,
+        /// Initial RAM disk.
+        initrd: Option<PathBuf>,
+        /// Command line, without NUL.
+        cmdline: String,
+    },
+}
+
+/// A disk of a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Disk {
+    /// Unique in the VM.
+    pub name: Name,
+    /// Image file or block device.
+    pub path: PathBuf,
+    /// How the image is to be read.
+    pub format: DiskFormat,
+    /// The guest can't write to it.
+    pub read_only: bool,
+    /// At most [`MAX_SERIAL`] printable ASCII characters.
+    pub serial: String,
+}
+
+/// How a disk image is to be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiskFormat {
+    /// Byte for byte.
+    Raw,
+}
+
+/// A network interface of a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nic {
+    /// Unique in the VM.
+    pub name: Name,
+    /// Where it is attached.
+    pub attachment: Attachment,
+    /// The daemon chooses one when there is none.
+    pub mac: Option<Mac>,
+}
+
+/// What a NIC is attached to on the node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Attachment {
+    /// A new tap on this bridge.
+    Bridge(String),
+    /// This tap.
+    Tap(String),
+}
+
+impl TryFrom<&v1::Vm> for Manifest {
+    type Error = Violations;
+
+    fn try_from(vm: &v1::Vm) -> Result<Self, Violations> {
+        let mut found = Violations::default();
+        for (field, value, wanted) in [
+            ("apiVersion", &vm.api_version, API_VERSION),
+            ("kind", &vm.kind, KIND),
+        ] {
+            if value != wanted {
+                found.add(field, format_args!("must be \"{wanted}\", is \"{value}\""));
+            }
+        }
+        let metadata = vm.metadata.clone().unwrap_or_default();
+        let name = name(&mut found, "metadata.name", &metadata.name);
+        labels(&mut found, &metadata.labels);
+        let spec = match vm.spec.as_ref() {
+            Some(spec) => VmSpec::try_from(spec).map_err(|more| found.0.extend(more.0)).ok(),
+            None => {
+                found.add("spec", "must be given");
+                None
+            }
+        };
+        match (name, spec) {
+            (Some(name), Some(spec)) => found.or(Self {
+                name,
+                labels: metadata.labels,
+                spec,
+            }),
+            _ => Err(found),
+        }
+    }
+}
+
+impl TryFrom<&v1::VmSpec> for VmSpec {
+    type Error = Violations;
+
+    fn try_from(spec: &v1::VmSpec) -> Result<Self, Violations> {
+        let mut found = Violations::default();
+        let cores = spec.cpu.map_or(0, |cpu| cpu.cores);
+        let topology = Topology::for_cores(cores)
+            .map_err(|error| found.add("spec.cpu.cores", error))
+            .ok();
+        let memory_bytes = spec.memory.map_or(0, |memory| memory.size_bytes);
+        memory_size(&mut found, memory_bytes);
+        let backing = backing(&mut found, spec.memory.map_or(0, |memory| memory.backing));
+        let boot = boot(&mut found, spec.boot.as_ref());
+        let disks = list(&mut found, "spec.disks", &spec.disks, MAX_DISKS, disk);
+        let nics = list(&mut found, "spec.nics", &spec.nics, MAX_NICS, nic);
+        unique(
+            &mut found,
+            "spec.disks",
+            "name",
+            disks.iter().map(|disk| disk.name.as_str()),
+        );
+        unique(
+            &mut found,
+            "spec.nics",
+            "name",
+            nics.iter().map(|nic| nic.name.as_str()),
+        );
+        let paths = disks.iter().filter(|disk| !disk.read_only).map(|disk| &disk.path);
+        unique(&mut found, "spec.disks", "path", paths.map(|path| path.display()));
+        let macs = nics.iter().filter_map(|nic| nic.mac);
+        unique(&mut found, "spec.nics", "mac", macs);
+        match (topology, boot) {
+            (Some(topology), Some(boot)) => found.or(Self {
+                topology,
+                memory_bytes,
+                backing,
+                boot,
+                disks,
+                nics,
+            }),
+            _ => Err(found),
+        }
+    }
+}
+
+fn name(found: &mut Violations, field: &str, name: &str) -> Option<Name> {
+    Name::try_from(name)
+        .map_err(|error| found.add(field, format_args!("{error}, is \"{name}\"")))
+        .ok()
+}
+
+fn labels(found: &mut Violations, labels: &BTreeMap<String, String>) {
+    if labels.len() > MAX_LABELS {
+        found.add(
+            "metadata.labels",
+            format_args!("at most {MAX_LABELS}, are {}", labels.len()),
+        );
+    }
+    for (key, value) in labels {
+        let fits = |text: &str, max| text.len() <= max && !text.chars().any(char::is_control);
+        if key.is_empty() || key.contains('=') || !fits(key, 253) || !fits(value, 253) {
+            found.add(
+                format_args!("metadata.labels[{key:?}]"),
+                "key and value must be at most 253 bytes without control characters, the key not empty and without '='",
+            );
+        }
+    }
+}
+
+fn memory_size(found: &mut Violations, bytes: u64) {
+    let field = "spec.memory.sizeBytes";
+    if !(MIN_MEMORY..=MAX_MEMORY).contains(&bytes) {
+        found.add(
+            field,
+            format_args!("must be 128 MiB to 16 GiB ({MIN_MEMORY} to {MAX_MEMORY}), is {bytes}"),
+        );
+    } else if bytes % MEMORY_STEP != 0 {
+        found.add(
+            field,
+            format_args!("must be a multiple of 2 MiB ({MEMORY_STEP}), is {bytes}"),
+        );
+    }
+}
+
+fn backing(found: &mut Violations, value: i32) -> Backing {
+    match v1::MemoryBacking::try_from(value) {
+        Ok(v1::MemoryBacking::Unspecified) => Backing::Auto,
+        Ok(v1::MemoryBacking::Private) => Backing::Private,
+        Ok(v1::MemoryBacking::Shared) => Backing::Shared,
+        Err(_) => {
+            found.add("spec.memory.backing", format_args!("unknown value {value}"));
+            Backing::Auto
+        }
+    }
+}
+
+fn boot(found: &mut Violations, boot: Option<&v1::BootSpec>) -> Option<Boot> {
+    let Some(v1::boot_spec::Source::Linux(linux)) = boot.and_then(|boot| boot.source.as_ref()) else {
+        found.add("spec.boot", "must say what to boot: give spec.boot.linux.kernel");
+        return None;
+    };
+    let kernel = absolute(found, "spec.boot.linux.kernel", &linux.kernel);
+    let initrd = (!linux.initrd.is_empty())
+        .then(|| absolute(found, "spec.boot.linux.initrd", &linux.initrd))
+        .flatten();
+    let length = linux.cmdline.len();
+    if length > MAX_CMDLINE || linux.cmdline.contains('\0') {
+        found.add(
+            "spec.boot.linux.cmdline",
+            format_args!("must be at most {MAX_CMDLINE} bytes without NUL, has {length}"),
+        );
+    }
+    Some(Boot::Linux {
+        kernel: kernel?,
+        initrd,
+        cmdline: linux.cmdline.clone(),
+    })
+}
+
+fn absolute(found: &mut Violations, field: impl std::fmt::Display, path: &str) -> Option<PathBuf> {
+    let wrong = if path.is_empty() {
+        "must be given"
+    } else if !path.starts_with('/') {
+        "must be an absolute path on the node"
+    } else if path.len() >= 4096 || path.contains('\0') {
+        "must be shorter than 4,096 bytes, without NUL"
+    } else if Path::new(path)
+        .components()
+        .any(|part| part == Component::ParentDir)
+    {
+        "must not contain '..'"
+    } else {
+        return Some(PathBuf::from(path));
+    };
+    found.add(
+        field,
+        format_args!("{wrong}, is \"{}\"", path.get(..200).unwrap_or(path)),
+    );
+    None
+}
+
+fn list<W, T>(
+    found: &mut Violations,
+    field: &str,
+    items: &[W],
+    max: usize,
+    item: impl Fn(&mut Violations, &str, &W) -> Option<T>,
+) -> Vec<T> {
+    if items.len() > max {
+        found.add(field, format_args!("at most {max}, are {}", items.len()));
+        return Vec::new();
+    }
+    let numbered = items.iter().enumerate();
+    numbered
+        .filter_map(|(index, wire)| item(found, &format!("{field}[{index}]"), wire))
+        .collect()
+}
+
+fn unique<T: ToString>(found: &mut Violations, list: &str, what: &str, values: impl Iterator<Item = T>) {
+    let mut seen = BTreeSet::new();
+    for value in values.map(|value| value.to_string()) {
+        if seen.contains(&value) {
+            found.add(list, format_args!("two with the same {what} \"{value}\""));
+        }
+        seen.insert(value);
+    }
+}
+
+fn disk(found: &mut Violations, field: &str, disk: &v1::DiskSpec) -> Option<Disk> {
+    let name = name(found, &format!("{field}.name"), &disk.name);
+    let path = absolute(found, format_args!("{field}.path"), &disk.path);
+    let format = match v1::DiskFormat::try_from(disk.format) {
+        Ok(v1::DiskFormat::Raw) => Some(DiskFormat::Raw),
+        Ok(v1::DiskFormat::Unspecified) => {
+            found.add(format_args!("{field}.format"), "must be given: DISK_FORMAT_RAW");
+            None
+        }
+        Err(_) => {
+            found.add(
+                format_args!("{field}.format"),
+                format_args!("unknown value {}", disk.format),
+            );
+            None
+        }
+    };
+    let printable = disk
+        .serial
+        .bytes()
+        .all(|byte| byte.is_ascii_graphic() || byte == b' ');
+    if disk.serial.len() > MAX_SERIAL || !printable {
+        found.add(
+            format_args!("{field}.serial"),
+            format_args!("must be at most {MAX_SERIAL} printable ASCII characters"),
+        );
+    }
+    let name = name?;
+    let serial = if disk.serial.is_empty() {
+        name.as_str().chars().take(MAX_SERIAL).collect()
+    } else {
+        disk.serial.clone()
+    };
+    Some(Disk {
+        name,
+        path: path?,
+        format: format?,
+        read_only: disk.read_only,
+        serial,
+    })
+}
+
+fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic> {
+    let name = name(found, &format!("{field}.name"), &nic.name);
+    let attachment = match &nic.attachment {
+        Some(v1::nic_spec::Attachment::Bridge(bridge)) => {
+            interface(found, format_args!("{field}.bridge"), bridge).map(Attachment::Bridge)
+        }
+        Some(v1::nic_spec::Attachment::Tap(tap)) => {
+            interface(found, format_args!("{field}.tap"), tap).map(Attachment::Tap)
+        }
+        None => {
+            found.add(field, "must say what it is attached to: give `bridge` or `tap`");
+            None
+        }
+    };
+    let mac = if nic.mac.is_empty() {
+        None
+    } else {
+        let mac = nic.mac.parse::<Mac>();
+        mac.map_err(|error| found.add(format_args!("{field}.mac"), error))
+            .ok()
+    };
+    Some(Nic {
+        name: name?,
+        attachment: attachment?,
+        mac,
+    })
+}
+
+fn interface(found: &mut Violations, field: impl std::fmt::Display, name: &str) -> Option<String> {
+    let allowed = |byte: u8| byte.is_ascii_graphic() && byte != b'/' && byte != b':';
+    let dots = name == "." || name == "..";
+    if name.is_empty() || name.len() > MAX_IFNAME || dots || !name.bytes().all(allowed) {
+        found.add(
+            field,
+            format_args!("must be an interface name of 1 to {MAX_IFNAME} characters"),
+        );
+        return None;
+    }
+    Some(name.to_owned())
+}
