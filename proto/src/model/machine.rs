@@ -167,7 +167,7 @@ impl Machine {
             Uuid::nil()
         });
         let memory = spec.memory_bytes;
-        if !(MIN_MEMORY..=MAX_MEMORY).contains(&memory) || memory % MEMORY_STEP != 0 {
+        if !(MIN_MEMORY..=MAX_MEMORY).contains(&memory) || !memory.is_multiple_of(MEMORY_STEP) {
             claims
                 .found
                 .add("memory_bytes", format_args!("unsupported size {memory}"));

@@ -160,7 +160,7 @@ fn macs_are_unicast_and_written_with_colons() {
 
 fn machine() -> vmm::MachineSpec {
     vmm::MachineSpec {
-        uuid: vec![1; 16].into(),
+        uuid: vec![1; 16],
         vcpus: 1,
         memory_bytes: 256 << 20,
         kvm_fd: 0,

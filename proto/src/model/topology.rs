@@ -50,7 +50,7 @@ impl Topology {
             33..=64 => (4, 32),
             _ => (8, 64),
         };
-        if cores % sockets != 0 {
+        if !cores.is_multiple_of(sockets) {
             return Err(InvalidCores::Uneven {
                 cores,
                 sockets,

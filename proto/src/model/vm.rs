@@ -239,7 +239,7 @@ fn memory_size(found: &mut Violations, bytes: u64) {
             field,
             format_args!("must be 128 MiB to 16 GiB ({MIN_MEMORY} to {MAX_MEMORY}), is {bytes}"),
         );
-    } else if bytes % MEMORY_STEP != 0 {
+    } else if !bytes.is_multiple_of(MEMORY_STEP) {
         found.add(
             field,
             format_args!("must be a multiple of 2 MiB ({MEMORY_STEP}), is {bytes}"),
