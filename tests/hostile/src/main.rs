@@ -1,0 +1,33 @@
+//! `hostile PHASE…`: misuses the virtual machine that it runs in. It is put into a guest's initramfs and run as root,
+//! with no driver bound to the virtio devices that it works on.
+//!
+//! Phases: `config` (PCI config space), `mmio` (every byte of every BAR in wrong widths), `rings` (broken descriptor
+//! chains on every queue), `ports` (every I/O port), `fatal-ports` (those that may end the machine). After each phase
+//! and device it prints `HOSTILE <phase> <device> survived`, after `rings` also that the device works again after a
+//! reset. It ends with `HOSTILE DONE`, or with `HOSTILE FAILED: …`. All numbers come from a seeded generator: a run
+//! can be repeated.
+
+mod pci;
+mod phases;
+mod port;
+mod random;
+mod rings;
+mod sys;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let phases: Vec<String> = std::env::args().skip(1).collect();
+    if phases.is_empty() {
+        eprintln!("usage: hostile [config|mmio|rings|ports|fatal-ports]…");
+        return ExitCode::from(2);
+    }
+    for phase in &phases {
+        if let Err(error) = phases::run(phase) {
+            println!("HOSTILE FAILED: {phase}: {error}");
+            return ExitCode::FAILURE;
+        }
+    }
+    println!("HOSTILE DONE");
+    ExitCode::SUCCESS
+}

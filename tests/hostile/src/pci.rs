@@ -1,0 +1,148 @@
+//! PCI functions through sysfs: config space, BARs, and the parts of a modern virtio device (virtio 1.3, 4.1.4).
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::FileExt,
+    path::PathBuf,
+};
+
+use crate::sys::Mapping;
+
+/// Where something of a virtio device is: in which BAR, at which offset, how long.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Area {
+    pub bar: usize,
+    pub offset: usize,
+    pub length: usize,
+}
+
+/// One PCI function.
+pub struct Function {
+    pub name: String,
+    path: PathBuf,
+    config: File,
+}
+
+/// The function's virtio structures.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Virtio {
+    /// virtio device type: 1 net, 2 block, 4 entropy.
+    pub kind: u16,
+    pub common: Area,
+    pub notify: Area,
+    pub notify_multiplier: usize,
+}
+
+/// All functions of the machine, without host bridges where `virtio_only`.
+pub fn functions(virtio_only: bool) -> io::Result<Vec<Function>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/sys/bus/pci/devices")? {
+        let path = entry?.path();
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        let config = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(path.join("config"))?;
+        let function = Function { name, path, config };
+        if !virtio_only || function.read(0, 2)? == 0x1af4 {
+            found.push(function);
+        }
+    }
+    found.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(found)
+}
+
+impl Function {
+    /// Reads 1 to 4 bytes of config space.
+    pub fn read(&self, offset: u64, width: usize) -> io::Result<u32> {
+        let mut bytes = [0; 4];
+        let wanted = bytes.get_mut(..width).ok_or(io::ErrorKind::InvalidInput)?;
+        self.config.read_exact_at(wanted, offset)?;
+        Ok(u32::from_le_bytes(bytes))
+    }
+
+    /// Writes 1 to 4 bytes of config space.
+    pub fn write(&self, offset: u64, width: usize, value: u32) -> io::Result<()> {
+        let bytes = value.to_le_bytes();
+        self.config
+            .write_all_at(bytes.get(..width).ok_or(io::ErrorKind::InvalidInput)?, offset)
+    }
+
+    /// The first 256 bytes of config space, for [`restore`](Self::restore).
+    pub fn save(&self) -> io::Result<[u8; 256]> {
+        let mut saved = [0; 256];
+        self.config.read_exact_at(&mut saved, 0)?;
+        Ok(saved)
+    }
+
+    /// Puts config space back: BARs and lines first, then the command register, then capabilities' controls.
+    pub fn restore(&self, saved: &[u8; 256]) -> io::Result<()> {
+        for offset in (0x0c..0x40).step_by(4).chain([4]).chain((0x40..0x100).step_by(4)) {
+            let Some(dword) = saved.get(offset..offset + 4) else {
+                continue;
+            };
+            self.config.write_all_at(dword, offset as u64)?;
+        }
+        Ok(())
+    }
+
+    /// Turns memory decoding and bus mastering on (PCI 3.0, 6.2.2).
+    pub fn enable(&self) -> io::Result<()> {
+        self.write(4, 2, self.read(4, 2)? | 0x6)
+    }
+
+    /// The memory BARs that sysfs knows, with their numbers.
+    pub fn bars(&self) -> io::Result<Vec<(usize, Mapping)>> {
+        let mut bars = Vec::new();
+        for index in 0..6 {
+            let path = self.path.join(format!("resource{index}"));
+            let Ok(file) = OpenOptions::new().read(true).write(true).open(&path) else {
+                continue;
+            };
+            let length = usize::try_from(file.metadata()?.len()).map_err(io::Error::other)?;
+            if length > 0 {
+                bars.push((index, Mapping::of_file(&file, length)?));
+            }
+        }
+        Ok(bars)
+    }
+
+    /// Reads the vendor-specific capabilities that say where the virtio structures are (virtio 1.3, 4.1.4).
+    pub fn virtio(&self) -> io::Result<Virtio> {
+        let mut virtio = Virtio {
+            kind: u16::try_from(self.read(2, 2)?).unwrap_or(0).wrapping_sub(0x1040),
+            ..Virtio::default()
+        };
+        let mut at = u64::from(self.read(0x34, 1)?);
+        for _ in 0..48 {
+            if at == 0 {
+                break;
+            }
+            if self.read(at, 1)? == 0x09 {
+                let area = Area {
+                    bar: self.read(at + 4, 1)? as usize,
+                    offset: self.read(at + 8, 4)? as usize,
+                    length: self.read(at + 12, 4)? as usize,
+                };
+                match self.read(at + 3, 1)? {
+                    1 => virtio.common = area,
+                    2 => {
+                        virtio.notify = area;
+                        virtio.notify_multiplier = self.read(at + 16, 4)? as usize;
+                    }
+                    _ => {}
+                }
+            }
+            at = u64::from(self.read(at + 1, 1)?);
+        }
+        if virtio.common.length == 0 || virtio.notify.length == 0 {
+            return Err(io::Error::other("no virtio capabilities"));
+        }
+        Ok(virtio)
+    }
+}
