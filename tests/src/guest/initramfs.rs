@@ -29,7 +29,7 @@ const MODULES: [&str; 9] = [
 const COMMANDS: &str = "[ ash awk base64 basename blkdiscard blockdev cat chmod chown chroot cmp cp cttyhack cut date dd \
     devmem df dirname dmesg du echo env expr false find free grep gunzip gzip halt head hexdump hostname id ifconfig \
     insmod ip kill killall ln ls lsmod md5sum mkdir mke2fs mknod mktemp modprobe more mount mv nc nproc od ping ping6 \
-    printf ps pwd readlink rm rmdir rmmod route sed seq setsid sh sha256sum sleep sort stat stty switch_root sync \
+    poweroff printf ps pwd readlink reboot rm rmdir rmmod route sed seq setsid sh sha256sum sleep sort stat stty switch_root sync \
     sysctl tail tar taskset tee test time timeout top touch tr true tty udhcpc umount uname uniq uptime usleep vi wc \
     wget which xargs yes";
 
@@ -74,11 +74,6 @@ impl Initramfs<'_> {
             archive.add(&format!("bin/{command}"), Entry::Link("busybox"))?;
         }
         archive.add("sbin", Entry::Link("bin"))?;
-        // The kernel's command line has them by these names; busybox's own go through a PID 1 that is busybox's.
-        for command in ["poweroff", "reboot"] {
-            let script = format!("#!/bin/sh\nsync\nexec busybox {command} -f\n");
-            archive.add(&format!("bin/{command}"), Entry::File(0o755, script.as_bytes()))?;
-        }
         let mut order = String::new();
         for (number, module) in modules.iter().enumerate() {
             let name = format!("lib/modules/{number:02}-{}.ko", module.name);

@@ -9,12 +9,13 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use super::image::NodeImage;
 use crate::host::Accel;
 use crate::wait::{self, Deadline, Process};
 
-/// MAC address of the management NIC; `10-management.network` in the image matches it.
+/// MAC address of the management NIC, which is eth0 in the node.
 const MANAGEMENT_MAC: &str = "52:54:00:76:6d:01";
 
 /// The size of a node.
@@ -105,7 +106,7 @@ impl Machine {
             .arg(&image.kernel)
             .arg("-initrd")
             .arg(&image.initrd)
-            .args(["-append", KERNEL_ARGUMENTS])
+            .args(["-append", &format!("{KERNEL_ARGUMENTS} systemd.machine_id={}", machine_id(name))])
             .args(drive("root", &image.disk, "snapshot=on,cache=unsafe"))
             .arg("-chardev")
             .arg(format!("file,id=console,path={}", console.display()))
@@ -233,6 +234,16 @@ impl Machine {
 /// The node's kernel command line. `mitigations=off nokaslr` save time under emulation.
 const KERNEL_ARGUMENTS: &str = "root=/dev/vda rw console=ttyS0 net.ifnames=0 mitigations=off nokaslr panic=1 \
                                 systemd.show_status=false quiet loglevel=5";
+
+/// An id of the node's own, the same at each boot: a version 4 UUID without dashes, as systemd wants it.
+fn machine_id(name: &str) -> String {
+    let mut bytes = [0u8; 16];
+    for (byte, digest) in bytes.iter_mut().zip(Sha256::digest(name.as_bytes())) {
+        *byte = digest;
+    }
+    let id = (u128::from_be_bytes(bytes) & !(0xf << 76) & !(3 << 62)) | (4 << 76) | (2 << 62);
+    format!("{id:032x}")
+}
 
 fn qmp_argument(sockets: &Path) -> String {
     format!("unix:{},server=on,wait=off", sockets.join("qmp.sock").display())
