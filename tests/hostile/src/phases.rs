@@ -40,7 +40,7 @@ fn config(function: &pci::Function) -> io::Result<()> {
     let mut random = Random::new(0x636f_6e66);
     let saved = function.save()?;
     for round in 0..2000 {
-        let width = [1, 2, 4][(random.next() % 3) as usize];
+        let width = 1 << random.below(3);
         let offset = random.next() % (256 - width as u64);
         #[allow(clippy::cast_possible_truncation, reason = "any bits will do")]
         function.write(offset, width, random.nasty() as u32)?;
@@ -67,7 +67,7 @@ fn mmio(function: &pci::Function) -> io::Result<()> {
             }
         }
         for _ in 0..4000 {
-            let offset = (random.next() as usize) % bar.len();
+            let offset = random.below(bar.len());
             bar.write(offset, 1 << (random.next() % 4), random.nasty());
         }
         println!(

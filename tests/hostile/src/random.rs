@@ -17,6 +17,11 @@ impl Random {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
+    /// A number below `end`, which is not 0.
+    pub fn below(&mut self, end: usize) -> usize {
+        usize::try_from(self.next() % end as u64).unwrap_or(0)
+    }
+
     /// A value that is more likely than chance to be one at which comparisons change: 0, all ones, a power of two,
     /// or one off.
     pub fn nasty(&mut self) -> u64 {
