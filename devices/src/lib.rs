@@ -7,6 +7,8 @@
 pub mod bus;
 pub mod component;
 pub mod interrupt;
+pub mod pci;
+pub mod virtio;
 
 /// Guest memory as every part of the project has it. Writes through it are marked in the bitmap that live
 /// migration reads (KVM's dirty log does not see the VMM's own writes).

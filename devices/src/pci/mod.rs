@@ -1,0 +1,3 @@
+//! PCI: configuration space, functions, MSI-X, and the root bus.
+
+pub mod msix;

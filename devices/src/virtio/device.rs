@@ -1,0 +1,107 @@
+//! The two halves of a virtio device: the front behind the transport, and the back that a worker thread owns.
+
+use std::{io, time::Instant};
+
+use super::{fault::Fault, session::Session};
+
+/// What a device is (virtio 1.3, 5: device IDs).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+#[allow(missing_docs, reason = "the specification's names")]
+pub enum DeviceKind {
+    Net = 1,
+    Block = 2,
+    Console = 3,
+    Entropy = 4,
+    Balloon = 5,
+    Gpu = 16,
+    Input = 18,
+    Socket = 19,
+    FileSystem = 26,
+}
+
+/// The front of a device: what its driver sees before and beside the queues. Owned by the transport, used on vCPU
+/// threads, so no method may block.
+pub trait VirtioDevice: Send {
+    /// What it is.
+    fn kind(&self) -> DeviceKind;
+    /// The device's own feature bits on offer (bits 0 to 23 and 50 to 127 of which the low 64 are used). The
+    /// transport adds what it and the rings offer: INDIRECT_DESC, EVENT_IDX and VERSION_1.
+    fn features(&self) -> u64;
+    /// Largest size of each queue: powers of two, at most 1024. The list's length is the number of queues.
+    fn queue_sizes(&self) -> &[u16];
+    /// Length of the configuration space in bytes, at most 4096.
+    fn config_len(&self) -> usize;
+    /// Reads configuration; `offset` and `data` lie within [`config_len`](Self::config_len), alignment and width
+    /// are the guest's choice. See [`read_bytes`].
+    fn read_config(&self, offset: usize, data: &mut [u8]);
+    /// Writes configuration; `offset` and `data` lie within [`config_len`](Self::config_len). Writes to fields that
+    /// are not writable, or of another width than the field's, do nothing.
+    fn write_config(&mut self, offset: usize, data: &[u8]);
+    /// The driver reset the device, its workers are quiet: what it wrote to the configuration is forgotten.
+    fn reset(&mut self);
+    /// The backs, one for each worker thread. Called once, when the VM is built.
+    fn workers(&mut self) -> io::Result<Vec<WorkerSpec>>;
+}
+
+/// A worker thread to be made, and what it does.
+pub struct WorkerSpec {
+    /// Name of the thread, at most 15 bytes: "blk0-q1".
+    pub name: String,
+    /// The queues it serves; each of the device's queues is in exactly one worker's list.
+    pub queues: Vec<u16>,
+    /// The back.
+    pub handler: Box<dyn QueueHandler>,
+}
+
+/// The back of a device, owned by its worker thread. The framework calls one method at a time; none is called
+/// outside of `start` … `drain`.
+///
+/// Whatever was put into used rings is signalled to the driver after each call, as its notification suppression
+/// demands, so handlers don't raise interrupts.
+pub trait QueueHandler: Send {
+    /// The driver is ready (or the machine goes on after a pause): registers events with
+    /// [`Session::watch`], looks at [`Session::features`]. Each queue is kicked afterwards without having been asked
+    /// to. An error makes the device ask for a reset.
+    fn start(&mut self, session: &mut Session) -> Result<(), Fault>;
+    /// `queue` has new buffers, or may have. Takes them with [`Session::pop`] until that gives none, or until
+    /// something is missing to go on. A flood can't keep the thread here: `pop` gives none when the batch is
+    /// large enough, and the framework looks after other queues and commands before it calls again.
+    fn kick(&mut self, session: &mut Session, queue: u16) -> Result<Progress, Fault>;
+    /// A watched file descriptor is ready. It is level-triggered, so the work done here is to be bounded.
+    fn event(&mut self, session: &mut Session, token: u32) -> Result<(), Fault>;
+    /// Ends or cancels what is under way. When it returns [`Drained::Quiet`], nothing of this device touches guest
+    /// memory or the backend any more; [`Drained::Late`] when `deadline` came first: then the handler goes on to be
+    /// used.
+    fn drain(&mut self, session: &mut Session, deadline: Instant) -> Result<Drained, Fault>;
+    /// The driver reset the device: forgets what it had set up. Called after `drain`, and not for a mere pause.
+    fn reset(&mut self);
+}
+
+/// What [`QueueHandler::kick`] leaves behind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// All available buffers were taken. The framework asks the driver for a notification of the next one (and looks
+    /// again, so that none is lost).
+    Done,
+    /// Buffers may be left: the handler waits for something else and then calls [`Session::kick_again`], or asks for
+    /// notifications itself with [`Session::ask_for_kick`].
+    Waiting,
+}
+
+/// What [`QueueHandler::drain`] achieved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Drained {
+    /// Nothing is under way.
+    Quiet,
+    /// The deadline passed, something is still under way.
+    Late,
+}
+
+/// Copies from `source` at `offset`; what lies beyond its end reads as zero.
+pub fn read_bytes(source: &[u8], offset: usize, data: &mut [u8]) {
+    let available = source.get(offset..).unwrap_or_default();
+    for (at, byte) in data.iter_mut().enumerate() {
+        *byte = available.get(at).copied().unwrap_or(0);
+    }
+}

@@ -1,0 +1,211 @@
+//! What can go wrong in a device's worker, whose fault it is, and who is told.
+
+use std::{
+    fmt, io,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// A failure in a [`QueueHandler`](super::device::QueueHandler); the worker framework deals with each kind in one
+/// place.
+#[derive(Debug, thiserror::Error)]
+pub enum Fault {
+    /// The driver sent a request that has no place for an error status. Its descriptor chain goes back with
+    /// length 0; the device works on.
+    #[error("queue {queue}: invalid request: {reason}")]
+    Guest {
+        /// The queue that the request came from.
+        queue: u16,
+        /// Head of its descriptor chain.
+        head: u16,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// The ring itself can't be trusted any more: the device asks to be reset (virtio 1.3, 2.1.1) and does nothing
+    /// until it is.
+    #[error("queue {queue}: {error}")]
+    Ring {
+        /// The queue.
+        queue: u16,
+        /// What is wrong with it.
+        error: RingError,
+    },
+    /// The host refused something that no request can be blamed for (a request gets an error status instead). It is
+    /// counted and reported; the device works on. When starting, the device asks to be reset.
+    #[error("{0}")]
+    Backend(&'static str, #[source] io::Error),
+    /// A defect of this program, such as a panic. The VM fails.
+    #[error("internal error: {0}")]
+    Bug(String),
+}
+
+/// How a ring is corrupt (virtio 1.3, 2.7).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RingError {
+    /// The queue's size is 0, no power of two, or above what the device offers.
+    #[error("queue size {0} is not allowed")]
+    Size(u16),
+    /// A part of the ring is not aligned or not wholly in guest memory.
+    #[error("{part} at {address:#x} is misaligned or outside guest memory")]
+    Placement {
+        /// "descriptor table", "available ring" or "used ring".
+        part: &'static str,
+        /// Guest-physical address.
+        address: u64,
+    },
+    /// More buffers are said to be available than the ring has room for.
+    #[error("available index is further ahead of {0} than the queue's size")]
+    AvailableIndex(u16),
+    /// The head's index is not below the queue's size.
+    #[error("descriptor index {0} is out of range")]
+    HeadIndex(u16),
+    /// The chain is empty, loops, points outside its table, nests indirect tables, or is longer than 2³² bytes.
+    #[error("descriptor chain {0} is broken")]
+    Chain(u16),
+    /// The chain has more buffers than [`MAX_SEGMENTS`](super::chain::MAX_SEGMENTS).
+    #[error("descriptor chain {0} has too many buffers")]
+    ChainLength(u16),
+    /// A device-readable buffer follows a device-writable one (2.7.4.2).
+    #[error("descriptor chain {0} has a readable buffer behind a writable one")]
+    Order(u16),
+    /// A buffer is not wholly in guest memory.
+    #[error("buffer of {length:#x} bytes at {address:#x} is outside guest memory")]
+    Buffer {
+        /// Guest-physical address.
+        address: u64,
+        /// Length in bytes.
+        length: u32,
+    },
+    /// The ring's memory could not be accessed.
+    #[error("ring memory can't be accessed")]
+    Memory,
+}
+
+/// What a device tells the lifecycle driver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DeviceEvent {
+    /// The driver corrupted a ring (or the backend could not be started); the device waits to be reset.
+    NeedsReset(String),
+    /// The host refused something; the device works on.
+    BackendError(String),
+    /// A defect of this program: the VM has to be failed.
+    Failed(String),
+}
+
+/// Takes what devices report. Called on worker threads: it must not block.
+pub trait EventSink: Send + Sync {
+    /// `device` is the name given at assembly: "disk root".
+    fn report(&self, device: &str, event: DeviceEvent);
+}
+
+/// How often what happened to a device since it was made.
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// Requests answered with an error because they made no sense.
+    pub guest_faults: AtomicU64,
+    /// Rings found corrupt.
+    pub ring_faults: AtomicU64,
+    /// Refusals by the host that no request could be blamed for.
+    pub backend_faults: AtomicU64,
+    /// Notifications from the driver that a worker woke up for.
+    pub kicks: AtomicU64,
+    /// Interrupts sent to the driver.
+    pub interrupts: AtomicU64,
+}
+
+impl Counters {
+    /// Adds one to `counter`.
+    pub(crate) fn bump(counter: &AtomicU64) {
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Lets a burst of log lines through, then one per interval: what a guest can trigger must not fill the host's log.
+#[derive(Debug)]
+pub struct LogLimit {
+    state: Mutex<LimitState>,
+}
+
+#[derive(Debug)]
+struct LimitState {
+    left: u32,
+    suppressed: u64,
+    refilled: Option<Instant>,
+}
+
+impl LogLimit {
+    /// Lines let through at once.
+    const BURST: u32 = 5;
+    /// Time after which the burst is allowed again.
+    const INTERVAL: Duration = Duration::from_secs(60);
+
+    /// One that lets its first lines through.
+    pub const fn new() -> Self {
+        let state = LimitState {
+            left: Self::BURST,
+            suppressed: 0,
+            refilled: None,
+        };
+        Self {
+            state: Mutex::new(state),
+        }
+    }
+
+    /// Says whether a line may be written now, and how many were held back since the last one.
+    pub fn allow(&self) -> Option<Suppressed> {
+        self.allow_at(Instant::now())
+    }
+
+    fn allow_at(&self, now: Instant) -> Option<Suppressed> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let refilled = *state.refilled.get_or_insert(now);
+        if now.saturating_duration_since(refilled) >= Self::INTERVAL {
+            state.refilled = Some(now);
+            state.left = Self::BURST;
+        }
+        match state.left.checked_sub(1) {
+            Some(left) => {
+                state.left = left;
+                Some(Suppressed(std::mem::take(&mut state.suppressed)))
+            }
+            None => {
+                state.suppressed = state.suppressed.saturating_add(1);
+                None
+            }
+        }
+    }
+}
+
+impl Default for LogLimit {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Number of log lines that were held back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Suppressed(pub u64);
+
+impl fmt::Display for Suppressed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::arithmetic_side_effects)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_of_log_lines_is_cut_and_counted_and_flows_again_after_the_interval() {
+        let (limit, start) = (LogLimit::new(), Instant::now());
+        let passed = (0..100).filter(|_| limit.allow_at(start).is_some()).count();
+        assert_eq!(passed, 5);
+        assert_eq!(limit.allow_at(start + LogLimit::INTERVAL), Some(Suppressed(95)));
+        assert_eq!(limit.allow_at(start + LogLimit::INTERVAL), Some(Suppressed(0)));
+    }
+}

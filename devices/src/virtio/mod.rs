@@ -1,0 +1,14 @@
+//! Virtio 1.3: what all devices share.
+//!
+//! A device has two halves. Its *front* ([`device::VirtioDevice`]) sits behind the transport and is used on vCPU
+//! threads: identity, features, configuration space. Its *back* ([`device::QueueHandler`]) is owned by a worker
+//! thread and never seen by anybody else: it takes requests from queues. The [`worker`] framework runs the backs, the
+//! transport tells it when: DRIVER_OK starts them, a reset or a pause stops them.
+
+pub mod chain;
+pub mod device;
+pub mod fault;
+pub mod queue;
+pub mod session;
+pub mod signals;
+pub mod worker;

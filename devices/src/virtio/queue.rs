@@ -1,0 +1,320 @@
+//! A split virtqueue as a device uses it (virtio 1.3, 2.7): buffers are taken, checked, and given back.
+//!
+//! What lies in guest memory is untrusted at every access. A [`RingError`] means that the ring as such makes no sense
+//! any more; the queue is not to be used after one.
+
+use std::sync::atomic::{Ordering, fence};
+
+use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
+use virtio_queue::{Error, Queue as SplitQueue, QueueOwnedT, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+
+use super::{
+    chain::{Chain, MAX_SEGMENTS, Segment},
+    fault::RingError,
+};
+use crate::GuestMemory;
+
+/// Largest queue that a device may offer.
+pub const MAX_SIZE: u16 = 1024;
+
+/// Where a queue is and how far it has been worked off: all there is to know about it while no worker runs. Plain data;
+/// untrusted until [`Queue::new`] has checked it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QueueState {
+    /// The queue's number in its device.
+    pub index: u16,
+    /// Number of descriptors.
+    pub size: u16,
+    /// Guest-physical address of the descriptor table.
+    pub desc_table: u64,
+    /// Guest-physical address of the available ring ("driver area").
+    pub avail_ring: u64,
+    /// Guest-physical address of the used ring ("device area").
+    pub used_ring: u64,
+    /// Free-running index of the next available entry to take.
+    pub next_avail: u16,
+    /// Free-running index of the next used entry to fill.
+    pub next_used: u16,
+}
+
+/// A virtqueue in use.
+#[derive(Debug)]
+pub struct Queue {
+    index: u16,
+    ring: SplitQueue,
+    memory: GuestMemory,
+    event_idx: bool,
+    /// `next_used` when the driver was last told, or found not to want to be.
+    signalled_used: u16,
+    /// Whether something was added since then.
+    unsignalled: bool,
+    /// Chains that may be taken before [`pop`](Self::pop) pretends that there are none.
+    budget: u32,
+    exhausted: bool,
+}
+
+impl Queue {
+    /// Checks `state` and makes a queue of it. `max_size` is what the device offers, `event_idx` says whether
+    /// VIRTIO_F_EVENT_IDX was negotiated.
+    pub fn new(
+        state: &QueueState,
+        max_size: u16,
+        event_idx: bool,
+        memory: GuestMemory,
+    ) -> Result<Self, RingError> {
+        let size = state.size;
+        let bad_size = |_| RingError::Size(size);
+        let mut ring = SplitQueue::new(max_size.min(MAX_SIZE)).map_err(bad_size)?;
+        ring.try_set_size(size).map_err(bad_size)?;
+        let entries = u64::from(size);
+        // Lengths with the event fields behind the rings: 2.7.5 to 2.7.8.
+        let parts = [
+            (
+                "descriptor table",
+                state.desc_table,
+                16,
+                entries.saturating_mul(16),
+            ),
+            (
+                "available ring",
+                state.avail_ring,
+                2,
+                entries.saturating_mul(2).saturating_add(6),
+            ),
+            (
+                "used ring",
+                state.used_ring,
+                4,
+                entries.saturating_mul(8).saturating_add(6),
+            ),
+        ];
+        for (part, address, align, length) in parts {
+            let fits = usize::try_from(length)
+                .is_ok_and(|length| GuestMemoryBackend::check_range(&memory, GuestAddress(address), length));
+            if !address.is_multiple_of(align) || !fits {
+                return Err(RingError::Placement { part, address });
+            }
+        }
+        let place = |part, address| move |_| RingError::Placement { part, address };
+        ring.try_set_desc_table_address(GuestAddress(state.desc_table))
+            .map_err(place("descriptor table", state.desc_table))?;
+        ring.try_set_avail_ring_address(GuestAddress(state.avail_ring))
+            .map_err(place("available ring", state.avail_ring))?;
+        ring.try_set_used_ring_address(GuestAddress(state.used_ring))
+            .map_err(place("used ring", state.used_ring))?;
+        ring.set_event_idx(event_idx);
+        ring.set_next_avail(state.next_avail);
+        ring.set_next_used(state.next_used);
+        ring.set_ready(true);
+        Ok(Self {
+            index: state.index,
+            ring,
+            memory,
+            event_idx,
+            signalled_used: state.next_used,
+            unsignalled: false,
+            budget: u32::MAX,
+            exhausted: false,
+        })
+    }
+
+    /// The queue's number in its device.
+    pub fn index(&self) -> u16 {
+        self.index
+    }
+
+    /// Number of descriptors.
+    pub fn size(&self) -> u16 {
+        self.ring.size()
+    }
+
+    /// What another queue can be made of that goes on where this one is.
+    pub fn state(&self) -> QueueState {
+        QueueState {
+            index: self.index,
+            size: self.ring.size(),
+            desc_table: self.ring.desc_table(),
+            avail_ring: self.ring.avail_ring(),
+            used_ring: self.ring.used_ring(),
+            next_avail: self.ring.next_avail(),
+            next_used: self.ring.next_used(),
+        }
+    }
+
+    /// Takes the next available chain into `chain`; says whether there was one. All its buffers lie in guest memory.
+    pub fn pop(&mut self, chain: &mut Chain) -> Result<bool, RingError> {
+        let Some(budget) = self.budget.checked_sub(1) else {
+            self.exhausted = true;
+            return Ok(false);
+        };
+        let next = self.ring.next_avail();
+        let mut available = self.ring.iter(&self.memory).map_err(|error| match error {
+            Error::InvalidAvailRingIndex => RingError::AvailableIndex(next),
+            _ => RingError::Memory,
+        })?;
+        // The iterator would also end where it can't read the ring; `new` has seen to it that it can.
+        let Some(descriptors) = available.next() else {
+            return Ok(false);
+        };
+        let head = descriptors.head_index();
+        let taken = if head < self.ring.size() {
+            fill(chain, head, descriptors, &self.memory)
+        } else {
+            Err(RingError::HeadIndex(head))
+        };
+        match taken {
+            Ok(()) => {
+                self.budget = budget;
+                Ok(true)
+            }
+            Err(error) => {
+                self.ring.set_next_avail(next);
+                Err(error)
+            }
+        }
+    }
+
+    /// Puts the `count` chains taken last back, to be taken again. Only chains that were not given back by
+    /// [`add_used`](Self::add_used) may be.
+    pub fn unpop(&mut self, count: u16) {
+        self.ring
+            .set_next_avail(self.ring.next_avail().wrapping_sub(count));
+    }
+
+    /// Gives the chain with that head back to the driver, with `written` bytes written to its writable part from the
+    /// beginning.
+    pub fn add_used(&mut self, head: u16, written: u32) -> Result<(), RingError> {
+        self.ring
+            .add_used(&self.memory, head, written)
+            .map_err(|_| RingError::HeadIndex(head))?;
+        self.unsignalled = true;
+        Ok(())
+    }
+
+    /// Gives several chains back so that the driver sees all of them or none (a packet in merged buffers).
+    pub fn add_used_together(&mut self, used: &[(u16, u32)]) -> Result<(), RingError> {
+        let Some(((last_head, last_written), first)) = used.split_last() else {
+            return Ok(());
+        };
+        let (size, begin) = (self.ring.size(), self.ring.next_used());
+        let mut next = begin;
+        for (head, written) in first {
+            if *head >= size || next.wrapping_sub(begin) >= size {
+                return Err(RingError::HeadIndex(*head));
+            }
+            let slot = u64::from(next.checked_rem(size).unwrap_or(0));
+            let address = self
+                .ring
+                .used_ring()
+                .wrapping_add(slot.wrapping_mul(8))
+                .wrapping_add(4);
+            let element = u64::from(*head) | u64::from(*written) << 32;
+            self.memory
+                .write_obj(element.to_le(), GuestAddress(address))
+                .map_err(|_| RingError::Memory)?;
+            next = next.wrapping_add(1);
+        }
+        self.ring.set_next_used(next);
+        self.add_used(*last_head, *last_written)
+    }
+
+    /// Whether the driver wants an interrupt for what was added since the last call (2.7.7.2).
+    pub fn needs_interrupt(&mut self) -> Result<bool, RingError> {
+        if !std::mem::take(&mut self.unsignalled) {
+            return Ok(false);
+        }
+        let (old, new) = (self.signalled_used, self.ring.next_used());
+        self.signalled_used = new;
+        // The used index must be visible before the driver's wish is read: it writes its wish, then looks at the index.
+        fence(Ordering::SeqCst);
+        let avail = self.ring.avail_ring();
+        if self.event_idx {
+            let offset = u64::from(self.ring.size()).wrapping_mul(2).wrapping_add(4);
+            let event = self.load(avail.wrapping_add(offset))?;
+            return Ok(new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old));
+        }
+        let flags = self.load(avail)?;
+        Ok(u32::from(flags) & VRING_AVAIL_F_NO_INTERRUPT == 0)
+    }
+
+    /// Asks the driver to notify when it makes the next buffer available. When this says true, there are some
+    /// already, and a notification may not come.
+    pub fn enable_notification(&mut self) -> Result<bool, RingError> {
+        self.ring
+            .enable_notification(&self.memory)
+            .map_err(|_| RingError::Memory)
+    }
+
+    /// Tells the driver that no notifications are needed.
+    pub fn disable_notification(&mut self) -> Result<(), RingError> {
+        self.ring
+            .disable_notification(&self.memory)
+            .map_err(|_| RingError::Memory)
+    }
+
+    /// Lets `pop` take that many chains, no more.
+    pub(super) fn set_budget(&mut self, budget: u32) {
+        self.budget = budget;
+        self.exhausted = false;
+    }
+
+    /// Whether `pop` gave none because the budget was used up.
+    pub(super) fn exhausted(&self) -> bool {
+        self.exhausted
+    }
+
+    fn load(&self, address: u64) -> Result<u16, RingError> {
+        let value: u16 = self
+            .memory
+            .load(GuestAddress(address), Ordering::Relaxed)
+            .map_err(|_| RingError::Memory)?;
+        Ok(u16::from_le(value))
+    }
+}
+
+/// Walks the chain once. The iterator ends silently at whatever is wrong; then the last descriptor that it gave says
+/// that another follows, or it gave none.
+fn fill(
+    chain: &mut Chain,
+    head: u16,
+    descriptors: virtio_queue::DescriptorChain<&GuestMemory>,
+    memory: &GuestMemory,
+) -> Result<(), RingError> {
+    chain.clear(head);
+    let mut whole = false;
+    let mut count = 0_usize;
+    for descriptor in descriptors {
+        whole = !descriptor.has_next();
+        count = count.saturating_add(1);
+        if count > MAX_SEGMENTS {
+            return Err(RingError::ChainLength(head));
+        }
+        let (address, length) = (descriptor.addr(), descriptor.len());
+        let writable = descriptor.is_write_only();
+        if !writable && chain.segments.len() > chain.readable {
+            return Err(RingError::Order(head));
+        }
+        if length == 0 {
+            continue;
+        }
+        if !GuestMemoryBackend::check_range(memory, address, length as usize) {
+            return Err(RingError::Buffer {
+                address: address.0,
+                length,
+            });
+        }
+        chain.segments.push(Segment { address, length });
+        if writable {
+            chain.writable_len = chain.writable_len.saturating_add(length);
+        } else {
+            chain.readable = chain.segments.len();
+            chain.readable_len = chain.readable_len.saturating_add(length);
+        }
+    }
+    if whole {
+        Ok(())
+    } else {
+        Err(RingError::Chain(head))
+    }
+}

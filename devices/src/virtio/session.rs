@@ -1,0 +1,299 @@
+//! What a worker works with between `Start` and `Stop`: the queues, the negotiated features, the events it waits for.
+
+use std::{
+    io,
+    os::fd::{AsRawFd, RawFd},
+    sync::Arc,
+};
+
+use vmm_sys_util::{
+    epoll::{ControlOperation, Epoll, EpollEvent},
+    eventfd::EventFd,
+};
+
+pub use vmm_sys_util::epoll::EventSet;
+
+use super::{
+    chain::Chain,
+    fault::{Counters, Fault, RingError},
+    queue::{Queue, QueueState},
+    signals::Signals,
+};
+use crate::GuestMemory;
+
+/// Chains that one `kick` may take before others have their turn.
+const BATCH: u32 = 128;
+
+/// Tags in the upper half of an epoll event's data.
+const TAG_COMMAND: u64 = 1 << 32;
+const TAG_QUEUE: u64 = 2 << 32;
+const TAG_HANDLER: u64 = 3 << 32;
+
+/// What woke a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wake {
+    Command,
+    Queue(u16),
+    Handler(u32),
+}
+
+/// One queue of a session.
+struct Slot {
+    queue: Queue,
+    /// The handler's `kick` is to be called.
+    ready: bool,
+    kick: Arc<EventFd>,
+}
+
+/// The time between the driver's DRIVER_OK (or a resume) and a reset (or a pause), as a handler sees it.
+pub struct Session {
+    memory: GuestMemory,
+    features: u64,
+    /// By the queue's number; `None` for those that the driver did not enable or another worker serves.
+    slots: Vec<Option<Slot>>,
+    epoll: Epoll,
+    signals: Arc<Signals>,
+    counters: Arc<Counters>,
+}
+
+impl Session {
+    /// Makes queues of `states` and listens to `kicks` (by queue number) and to `command`.
+    pub(super) fn new(setup: Setup<'_>) -> Result<Self, Fault> {
+        let epoll = Epoll::new().map_err(|error| Fault::Backend("create an epoll instance", error))?;
+        let mut session = Self {
+            memory: setup.memory.clone(),
+            features: setup.features,
+            slots: Vec::new(),
+            epoll,
+            signals: setup.signals,
+            counters: setup.counters,
+        };
+        session.listen(setup.command, TAG_COMMAND)?;
+        let event_idx = session.has_feature(virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX);
+        for state in setup.states {
+            let at = usize::from(state.index);
+            let (Some(max), Some(kick)) = (setup.max_sizes.get(at), setup.kicks.get(at)) else {
+                return Err(Fault::Bug(format!("the device has no queue {}", state.index)));
+            };
+            let queue =
+                Queue::new(state, *max, event_idx, setup.memory.clone()).map_err(|error| Fault::Ring {
+                    queue: state.index,
+                    error,
+                })?;
+            session.listen(kick, TAG_QUEUE | u64::from(state.index))?;
+            if session.slots.len() <= at {
+                session.slots.resize_with(at.saturating_add(1), || None);
+            }
+            if let Some(slot) = session.slots.get_mut(at) {
+                *slot = Some(Slot {
+                    queue,
+                    ready: true,
+                    kick: Arc::clone(kick),
+                });
+            }
+        }
+        Ok(session)
+    }
+
+    /// Guest memory. It can be cloned and kept until `drain`.
+    pub fn memory(&self) -> &GuestMemory {
+        &self.memory
+    }
+
+    /// The feature bits that the driver accepted.
+    pub fn features(&self) -> u64 {
+        self.features
+    }
+
+    /// Whether the driver accepted the feature with that bit number.
+    pub fn has_feature(&self, bit: u32) -> bool {
+        self.features.checked_shr(bit).is_some_and(|bits| bits & 1 == 1)
+    }
+
+    /// A queue of this worker that the driver enabled.
+    pub fn queue(&mut self, index: u16) -> Option<&mut Queue> {
+        Some(&mut self.slots.get_mut(usize::from(index))?.as_mut()?.queue)
+    }
+
+    /// [`Queue::pop`]; a queue that is not there has nothing.
+    pub fn pop(&mut self, queue: u16, chain: &mut Chain) -> Result<bool, Fault> {
+        self.on(queue, false, |ring| ring.pop(chain))
+    }
+
+    /// [`Queue::add_used`].
+    pub fn add_used(&mut self, queue: u16, head: u16, written: u32) -> Result<(), Fault> {
+        self.on(queue, (), |ring| ring.add_used(head, written))
+    }
+
+    /// Has the handler's `kick` called for that queue, soon.
+    pub fn kick_again(&mut self, queue: u16) {
+        if let Some(Some(slot)) = self.slots.get_mut(usize::from(queue)) {
+            slot.ready = true;
+        }
+    }
+
+    /// Asks the driver to notify when it adds to the queue, whose available buffers are all taken; when it did
+    /// meanwhile, `kick` is called soon as well.
+    pub fn ask_for_kick(&mut self, queue: u16) -> Result<(), Fault> {
+        if self.on(queue, false, Queue::enable_notification)? {
+            self.kick_again(queue);
+        }
+        Ok(())
+    }
+
+    /// From now on the handler's `event` is called with `token` when `fd` is ready as `interest` says.
+    pub fn watch(&self, fd: &impl AsRawFd, token: u32, interest: EventSet) -> Result<(), Fault> {
+        self.control(
+            ControlOperation::Add,
+            fd.as_raw_fd(),
+            TAG_HANDLER | u64::from(token),
+            interest,
+        )
+        .map_err(|error| Fault::Backend("watch a file descriptor", error))
+    }
+
+    /// Changes what is waited for on a watched `fd`.
+    pub fn rewatch(&self, fd: &impl AsRawFd, token: u32, interest: EventSet) -> Result<(), Fault> {
+        self.control(
+            ControlOperation::Modify,
+            fd.as_raw_fd(),
+            TAG_HANDLER | u64::from(token),
+            interest,
+        )
+        .map_err(|error| Fault::Backend("change how a file descriptor is watched", error))
+    }
+
+    /// No longer waits for `fd`. What is watched ends with the session by itself.
+    pub fn unwatch(&self, fd: &impl AsRawFd) -> Result<(), Fault> {
+        self.control(ControlOperation::Delete, fd.as_raw_fd(), 0, EventSet::empty())
+            .map_err(|error| Fault::Backend("stop watching a file descriptor", error))
+    }
+
+    /// Sends the interrupts that are due now, before the handler returns.
+    pub fn flush_interrupts(&mut self) -> Result<(), Fault> {
+        for slot in self.slots.iter_mut().flatten() {
+            let queue = slot.queue.index();
+            if slot
+                .queue
+                .needs_interrupt()
+                .map_err(|error| Fault::Ring { queue, error })?
+            {
+                Counters::bump(&self.counters.interrupts);
+                self.signals.queue_interrupt(queue);
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the driver that the device's configuration space changed.
+    pub fn config_changed(&self) {
+        self.signals.config_changed();
+    }
+
+    /// Counts a request that was answered with an error because it made no sense.
+    pub fn count_guest_fault(&self) {
+        Counters::bump(&self.counters.guest_faults);
+    }
+
+    /// The eventfd that the driver's notifications of a queue signal, for handing to the kernel (vhost).
+    pub fn kick_event(&self, queue: u16) -> Option<&EventFd> {
+        Some(&self.slots.get(usize::from(queue))?.as_ref()?.kick)
+    }
+
+    /// What to signal so that the driver gets a queue's interrupt, for handing to the kernel (vhost).
+    pub fn interrupt_event(&self, queue: u16) -> Option<&EventFd> {
+        self.signals.queue_event(queue)
+    }
+
+    /// A queue of which `kick` is to be called; it is not ready any more and may take a batch.
+    pub(super) fn take_ready(&mut self, after: u16) -> Option<u16> {
+        // After the one served last, so that all have their turn.
+        let (first, second) = (after.wrapping_add(1), 0);
+        let found = self.ready_from(first).or_else(|| self.ready_from(second))?;
+        let slot = self.slots.get_mut(usize::from(found))?.as_mut()?;
+        slot.ready = false;
+        slot.queue.set_budget(BATCH);
+        Some(found)
+    }
+
+    pub(super) fn has_ready(&self) -> bool {
+        self.slots.iter().flatten().any(|slot| slot.ready)
+    }
+
+    /// Lets the handler take what it wants, outside of `kick`.
+    pub(super) fn lift_budgets(&mut self) {
+        for slot in self.slots.iter_mut().flatten() {
+            slot.queue.set_budget(u32::MAX);
+        }
+    }
+
+    pub(super) fn states(&self) -> Vec<QueueState> {
+        self.slots
+            .iter()
+            .flatten()
+            .map(|slot| slot.queue.state())
+            .collect()
+    }
+
+    /// Waits (or only looks) for events; a signal counts as no event.
+    pub(super) fn wait(&self, block: bool, events: &mut [EpollEvent]) -> io::Result<usize> {
+        match self.epoll.wait(if block { -1 } else { 0 }, events) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
+            result => result,
+        }
+    }
+
+    pub(super) fn wake_of(event: &EpollEvent) -> Option<Wake> {
+        let data = event.data();
+        let low = u32::try_from(data & u64::from(u32::MAX)).ok()?;
+        match data & !u64::from(u32::MAX) {
+            TAG_COMMAND => Some(Wake::Command),
+            TAG_QUEUE => u16::try_from(low).ok().map(Wake::Queue),
+            TAG_HANDLER => Some(Wake::Handler(low)),
+            _ => None,
+        }
+    }
+
+    pub(super) fn on<T>(
+        &mut self,
+        queue: u16,
+        absent: T,
+        op: impl FnOnce(&mut Queue) -> Result<T, RingError>,
+    ) -> Result<T, Fault> {
+        match self.queue(queue) {
+            Some(ring) => op(ring).map_err(|error| Fault::Ring { queue, error }),
+            None => Ok(absent),
+        }
+    }
+
+    fn ready_from(&self, first: u16) -> Option<u16> {
+        let ready = |slot: &&Slot| slot.ready;
+        let slot = self.slots.iter().skip(usize::from(first)).flatten().find(ready)?;
+        Some(slot.queue.index())
+    }
+
+    /// Edge-triggered, so that the eventfd needs no read: each write to it is an edge.
+    fn listen(&self, event: &EventFd, data: u64) -> Result<(), Fault> {
+        let interest = EventSet::IN | EventSet::EDGE_TRIGGERED;
+        self.control(ControlOperation::Add, event.as_raw_fd(), data, interest)
+            .map_err(|error| Fault::Backend("watch an eventfd", error))
+    }
+
+    fn control(&self, op: ControlOperation, fd: RawFd, data: u64, interest: EventSet) -> io::Result<()> {
+        self.epoll.ctl(op, fd, EpollEvent::new(interest, data))
+    }
+}
+
+/// What a session is made of.
+pub(super) struct Setup<'a> {
+    pub memory: &'a GuestMemory,
+    pub features: u64,
+    pub states: &'a [QueueState],
+    /// Of all queues of the device.
+    pub max_sizes: &'a [u16],
+    /// Of all queues of the device.
+    pub kicks: &'a [Arc<EventFd>],
+    pub command: &'a EventFd,
+    pub signals: Arc<Signals>,
+    pub counters: Arc<Counters>,
+}

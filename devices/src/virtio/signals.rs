@@ -1,0 +1,138 @@
+//! What workers tell the driver, and where: used buffers, configuration changes, the wish to be reset.
+//!
+//! Shared by the transport and the workers of a device. All of it is atomics: raising an interrupt takes no lock.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicU8, AtomicU16, Ordering},
+};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::pci::msix::MsixVectors;
+
+/// No MSI-X vector is assigned (virtio 1.3, 4.1.5.1.2).
+pub const NO_VECTOR: u16 = 0xffff;
+/// ISR status: a queue has used buffers (4.1.4.5).
+const ISR_QUEUE: u8 = 1;
+/// ISR status: the configuration changed.
+const ISR_CONFIG: u8 = 2;
+
+/// See the module.
+pub struct Signals {
+    msix: Arc<MsixVectors>,
+    config_vector: AtomicU16,
+    queue_vectors: Vec<AtomicU16>,
+    isr: AtomicU8,
+    generation: AtomicU8,
+    needs_reset: AtomicBool,
+    driver_ok: AtomicBool,
+}
+
+impl Signals {
+    /// For a device with that many queues; no vectors are assigned.
+    pub fn new(msix: Arc<MsixVectors>, queues: usize) -> Self {
+        Self {
+            msix,
+            config_vector: AtomicU16::new(NO_VECTOR),
+            queue_vectors: (0..queues).map(|_| AtomicU16::new(NO_VECTOR)).collect(),
+            isr: AtomicU8::new(0),
+            generation: AtomicU8::new(0),
+            needs_reset: AtomicBool::new(false),
+            driver_ok: AtomicBool::new(false),
+        }
+    }
+
+    /// Used buffers are in `queue`.
+    pub fn queue_interrupt(&self, queue: u16) {
+        let vector = self.queue_vector(queue).unwrap_or(NO_VECTOR);
+        if !self.msix.raise(vector) {
+            self.isr.fetch_or(ISR_QUEUE, Ordering::SeqCst);
+        }
+    }
+
+    /// The configuration space (or the status) changed: raises the generation and tells a driver that is there.
+    pub fn config_changed(&self) {
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        if self.driver_ok.load(Ordering::SeqCst) {
+            self.isr.fetch_or(ISR_CONFIG, Ordering::SeqCst);
+            self.msix.raise(self.config_vector());
+        }
+    }
+
+    /// The device can't go on until it is reset (2.1.1).
+    pub fn need_reset(&self) {
+        self.needs_reset.store(true, Ordering::SeqCst);
+        self.config_changed();
+    }
+
+    /// Whether DEVICE_NEEDS_RESET is set.
+    pub fn needs_reset(&self) -> bool {
+        self.needs_reset.load(Ordering::SeqCst)
+    }
+
+    /// Generation of the configuration space (4.1.4.3, `config_generation`).
+    pub fn generation(&self) -> u8 {
+        self.generation.load(Ordering::SeqCst)
+    }
+
+    /// What a read of the ISR status gives; it is cleared by that.
+    pub fn take_isr(&self) -> u8 {
+        self.isr.swap(0, Ordering::SeqCst)
+    }
+
+    /// Vector for configuration changes.
+    pub fn config_vector(&self) -> u16 {
+        self.config_vector.load(Ordering::Acquire)
+    }
+
+    /// Sets the vector for configuration changes; one that does not exist gives [`NO_VECTOR`].
+    pub fn set_config_vector(&self, vector: u16) {
+        self.config_vector.store(self.checked(vector), Ordering::Release);
+    }
+
+    /// Vector of a queue, `None` if there is no such queue.
+    pub fn queue_vector(&self, queue: u16) -> Option<u16> {
+        Some(
+            self.queue_vectors
+                .get(usize::from(queue))?
+                .load(Ordering::Acquire),
+        )
+    }
+
+    /// Sets the vector of a queue; one that does not exist gives [`NO_VECTOR`].
+    pub fn set_queue_vector(&self, queue: u16, vector: u16) {
+        if let Some(slot) = self.queue_vectors.get(usize::from(queue)) {
+            slot.store(self.checked(vector), Ordering::Release);
+        }
+    }
+
+    /// The eventfd behind a queue's vector.
+    pub fn queue_event(&self, queue: u16) -> Option<&EventFd> {
+        self.msix.event(self.queue_vector(queue)?)
+    }
+
+    /// Whether there is a driver to be told of changes.
+    pub(super) fn set_driver_ok(&self, driver_ok: bool) {
+        self.driver_ok.store(driver_ok, Ordering::SeqCst);
+    }
+
+    /// To the state after power-on, apart from the generation.
+    pub(super) fn reset(&self) {
+        self.set_driver_ok(false);
+        self.needs_reset.store(false, Ordering::SeqCst);
+        self.isr.store(0, Ordering::SeqCst);
+        self.config_vector.store(NO_VECTOR, Ordering::Release);
+        for vector in &self.queue_vectors {
+            vector.store(NO_VECTOR, Ordering::Release);
+        }
+    }
+
+    fn checked(&self, vector: u16) -> u16 {
+        if usize::from(vector) < self.msix.len() {
+            vector
+        } else {
+            NO_VECTOR
+        }
+    }
+}
