@@ -6,10 +6,11 @@
 
 pub mod bus;
 pub mod component;
+pub mod dirty;
 pub mod interrupt;
 pub mod pci;
 pub mod virtio;
 
 /// Guest memory as every part of the project has it. Writes through it are marked in the bitmap that live
-/// migration reads (KVM's dirty log does not see the VMM's own writes).
-pub type GuestMemory = vm_memory::GuestMemoryMmap<vm_memory::bitmap::AtomicBitmap>;
+/// migration reads (KVM's dirty log does not see the VMM's own writes); it costs nothing while nobody migrates.
+pub type GuestMemory = vm_memory::GuestMemoryMmap<dirty::DirtyBitmap>;
