@@ -1,0 +1,429 @@
+//! The control socket: the thread `control` serves several clients at once and never waits for one of them, nor for
+//! the driver. Hello and GetStatus are answered here, from what the driver published last, so that they are quick
+//! while a boot or a pause is under way; all else goes to the driver, whose answers and events come back in order.
+
+mod connection;
+
+use std::{
+    collections::BTreeMap,
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixListener,
+    },
+    sync::{
+        Arc,
+        mpsc::{Receiver, Sender, channel},
+    },
+    time::{Duration, Instant},
+};
+
+use proto::{
+    vmm::{
+        Error, ErrorKind, Event, HelloReply, Message, Response, Status, event, message::Kind, request::Op,
+        response::Result as Answer,
+    },
+    wire,
+};
+use rustix::{
+    event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
+    net::listen,
+};
+use tracing::{debug, warn};
+use vmm_core::lifecycle::{
+    Failure, Input, Request, Token,
+    publisher::{Audience, initial_status},
+};
+
+use connection::{Broken, Connection};
+
+/// How long the first client may take to say Hello. A daemon that died between starting a `vmm` and connecting to
+/// it does so again when it is started anew.
+const FIRST_HELLO: Duration = Duration::from_secs(60);
+/// How long the clients may take to read what they were sent, when the process is about to end.
+const LAST_FLUSH: Duration = Duration::from_millis(250);
+/// Connections at once.
+const MAX_CONNECTIONS: usize = 32;
+/// Unanswered requests of one connection.
+const MAX_UNDER_WAY: usize = 16;
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 16;
+
+/// What the driver has for the clients.
+#[derive(Debug)]
+enum Outgoing {
+    Event(Event),
+    Reply(Token, Result<Status, Failure>),
+    Finish,
+}
+
+/// The driver's way to the clients.
+#[derive(Clone, Debug)]
+pub struct Outbox {
+    outgoing: Sender<Outgoing>,
+    wake: Arc<OwnedFd>,
+}
+
+impl Outbox {
+    fn put(&self, outgoing: Outgoing) {
+        // Both fail only when the control thread is gone, and with it all clients.
+        let _ = self.outgoing.send(outgoing);
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    /// Lets the thread end when all clients have been sent what is for them, or soon anyway.
+    pub fn finish(&self) {
+        self.put(Outgoing::Finish);
+    }
+}
+
+impl Audience for Outbox {
+    fn event(&self, event: Event) {
+        self.put(Outgoing::Event(event));
+    }
+
+    fn reply(&self, token: Token, answer: Result<Status, Failure>) {
+        self.put(Outgoing::Reply(token, answer));
+    }
+}
+
+/// The state of the control thread.
+#[derive(Debug)]
+pub struct Server {
+    listener: UnixListener,
+    wake: Arc<OwnedFd>,
+    outgoing: Receiver<Outgoing>,
+    inputs: Sender<Input>,
+    connections: BTreeMap<u64, Connection>,
+    /// Connections accepted so far; the next one's number.
+    accepted: u64,
+    /// What the driver published last.
+    status: Status,
+    /// By when the first client must have said Hello; `None` when one has.
+    first_hello: Option<Instant>,
+}
+
+/// What poll(2) said of one connection.
+struct Ready {
+    connection: u64,
+    flags: PollFlags,
+}
+
+impl Server {
+    /// Listens on a bound socket. It is this process that calls listen(2), so that a client that asks for the
+    /// credentials of its peer (SO_PEERCRED) learns of the `vmm` and not of who bound the socket.
+    pub fn new(bound: OwnedFd, inputs: Sender<Input>) -> io::Result<(Self, Outbox)> {
+        listen(&bound, BACKLOG)?;
+        let listener = UnixListener::from(bound);
+        listener.set_nonblocking(true)?;
+        let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let (sender, outgoing) = channel();
+        let outbox = Outbox {
+            outgoing: sender,
+            wake: Arc::clone(&wake),
+        };
+        let server = Self {
+            listener,
+            wake,
+            outgoing,
+            inputs,
+            connections: BTreeMap::new(),
+            accepted: 0,
+            status: initial_status(),
+            first_hello: Some(Instant::now() + FIRST_HELLO),
+        };
+        Ok((server, outbox))
+    }
+
+    /// Serves until [`Outbox::finish`].
+    pub fn run(mut self) -> io::Result<()> {
+        loop {
+            let ready = self.wait(self.first_hello)?;
+            if self.first_hello.is_some_and(|by| Instant::now() >= by) {
+                self.first_hello = None;
+                self.abandon();
+            }
+            if self.deliver() {
+                return self.last_flush();
+            }
+            self.accept();
+            for Ready { connection, flags } in ready {
+                self.serve(connection, flags);
+            }
+        }
+    }
+
+    /// Waits until something can be done, at most until `deadline`; gives the connections that are ready.
+    fn wait(&self, deadline: Option<Instant>) -> io::Result<Vec<Ready>> {
+        let timeout = deadline.map(|deadline| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            Timespec::try_from(left).unwrap_or_default()
+        });
+        let mut fds = Vec::with_capacity(2 + self.connections.len());
+        fds.push(PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN));
+        fds.push(PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN));
+        for connection in self.connections.values() {
+            let mut flags = PollFlags::empty();
+            flags.set(PollFlags::IN, !connection.closing);
+            flags.set(PollFlags::OUT, connection.waiting() > 0);
+            fds.push(PollFd::from_borrowed_fd(connection.as_fd(), flags));
+        }
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let ready = self.connections.keys().zip(fds.iter().skip(2));
+        Ok(ready
+            .filter(|(_, fd)| !fd.revents().is_empty())
+            .map(|(&connection, fd)| Ready {
+                connection,
+                flags: fd.revents(),
+            })
+            .collect())
+    }
+
+    /// Hands on what the driver has; says whether it was the last.
+    fn deliver(&mut self) -> bool {
+        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        while let Ok(outgoing) = self.outgoing.try_recv() {
+            match outgoing {
+                Outgoing::Finish => return true,
+                Outgoing::Event(event) => self.broadcast(event),
+                Outgoing::Reply(token, answer) => {
+                    let Some(connection) = self.connections.get_mut(&token.connection) else {
+                        continue;
+                    };
+                    connection.under_way = connection.under_way.saturating_sub(1);
+                    let answer = match answer {
+                        Ok(status) => Answer::Status(status),
+                        Err(failure) => error(failure.kind, failure.message),
+                    };
+                    self.respond(token, answer);
+                }
+            }
+        }
+        false
+    }
+
+    fn broadcast(&mut self, event: Event) {
+        match &event.kind {
+            Some(event::Kind::StateChanged(changed)) => {
+                self.status = changed.status.clone().unwrap_or_default();
+            }
+            Some(event::Kind::GuestReset(reset)) => self.status.guest_resets = reset.guest_resets,
+            _ => {}
+        }
+        let message = Message {
+            kind: Some(Kind::Event(event)),
+        };
+        let greeted: Vec<u64> = self
+            .connections
+            .iter()
+            .filter(|(_, connection)| connection.greeted)
+            .map(|(&number, _)| number)
+            .collect();
+        for number in greeted {
+            self.send(number, &message);
+        }
+    }
+
+    fn accept(&mut self) {
+        while let Ok((socket, _)) = self.listener.accept() {
+            if self.connections.len() >= MAX_CONNECTIONS {
+                warn!("too many connections at once: one more is refused");
+                continue;
+            }
+            match Connection::new(socket) {
+                Ok(connection) => {
+                    self.connections.insert(self.accepted, connection);
+                    self.accepted += 1;
+                }
+                Err(error) => warn!(%error, "a connection can't be served"),
+            }
+        }
+    }
+
+    fn serve(&mut self, number: u64, flags: PollFlags) {
+        let result = self.try_serve(number, flags);
+        self.settle(number, result);
+    }
+
+    fn try_serve(&mut self, number: u64, flags: PollFlags) -> Result<(), Broken> {
+        let Some(connection) = self.connections.get_mut(&number) else {
+            return Ok(());
+        };
+        if flags.contains(PollFlags::OUT) {
+            connection.flush()?;
+        }
+        if connection.closing {
+            return if connection.waiting() == 0 || !flags.contains(PollFlags::OUT) {
+                Err(Broken::Closed)
+            } else {
+                Ok(())
+            };
+        }
+        if flags.intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR) {
+            connection.read()?;
+            while let Some((message, fds)) = self.next_message(number)? {
+                self.take(number, message, fds);
+            }
+        }
+        Ok(())
+    }
+
+    fn next_message(&mut self, number: u64) -> Result<Option<(Message, Vec<OwnedFd>)>, Broken> {
+        match self.connections.get_mut(&number) {
+            Some(connection) if !connection.closing => connection.next_message(),
+            _ => Ok(None),
+        }
+    }
+
+    fn take(&mut self, number: u64, message: Message, fds: Vec<OwnedFd>) {
+        let Some(connection) = self.connections.get_mut(&number) else {
+            return;
+        };
+        let Some(Kind::Request(request)) = message.kind else {
+            debug!(number, "a client sent something else than a request");
+            connection.closing = true;
+            return self.settle(number, Ok(()));
+        };
+        let token = Token {
+            connection: number,
+            request: request.id,
+        };
+        let request = match request.op {
+            Some(Op::Hello(hello)) => return self.hello(token, hello.major),
+            _ if !connection.greeted => {
+                return self.refuse(token, ErrorKind::State, "Hello comes first".to_owned());
+            }
+            Some(Op::GetStatus(_)) => {
+                let status = self.status.clone();
+                return self.respond(token, Answer::Status(status));
+            }
+            Some(Op::Boot(boot)) => match boot.machine {
+                Some(spec) => Request::Boot {
+                    spec: Box::new(spec),
+                    fds,
+                    paused: boot.paused,
+                },
+                None => {
+                    let missing = "Boot without a machine".to_owned();
+                    return self.respond(token, error(ErrorKind::Invalid, missing));
+                }
+            },
+            Some(Op::Pause(_)) => Request::Pause,
+            Some(Op::Resume(_)) => Request::Resume,
+            Some(Op::PowerButton(_)) => Request::PowerButton,
+            Some(Op::Stop(_)) => Request::Stop,
+            None => {
+                let unknown = "unknown request".to_owned();
+                return self.respond(token, error(ErrorKind::Invalid, unknown));
+            }
+        };
+        if connection.under_way >= MAX_UNDER_WAY {
+            let many = format!("{MAX_UNDER_WAY} requests are under way already");
+            return self.respond(token, error(ErrorKind::Resources, many));
+        }
+        connection.under_way += 1;
+        let _ = self.inputs.send(Input::Request(token, request));
+    }
+
+    fn hello(&mut self, token: Token, major: u32) {
+        if major != wire::MAJOR {
+            let message = format!(
+                "protocol version {major} is not served, this is {}.{}",
+                wire::MAJOR,
+                wire::MINOR
+            );
+            return self.refuse(token, ErrorKind::Invalid, message);
+        }
+        if let Some(connection) = self.connections.get_mut(&token.connection) {
+            connection.greeted = true;
+        }
+        self.first_hello = None;
+        let reply = HelloReply {
+            major: wire::MAJOR,
+            minor: wire::MINOR,
+            build: env!("CARGO_PKG_VERSION").to_owned(),
+            features: Vec::new(),
+            status: Some(self.status.clone()),
+            pid: std::process::id(),
+        };
+        self.respond(token, Answer::Hello(reply));
+    }
+
+    /// Answers with an error and closes the connection.
+    fn refuse(&mut self, token: Token, kind: ErrorKind, message: String) {
+        if let Some(connection) = self.connections.get_mut(&token.connection) {
+            connection.closing = true;
+        }
+        self.respond(token, error(kind, message));
+    }
+
+    fn respond(&mut self, token: Token, answer: Answer) {
+        let response = Response {
+            id: token.request,
+            result: Some(answer),
+        };
+        self.send(
+            token.connection,
+            &Message {
+                kind: Some(Kind::Response(response)),
+            },
+        );
+    }
+
+    fn send(&mut self, number: u64, message: &Message) {
+        let Some(connection) = self.connections.get_mut(&number) else {
+            return;
+        };
+        let result = connection.send(message);
+        self.settle(number, result);
+    }
+
+    /// Takes a connection away that broke, or that was to be closed and is done.
+    fn settle(&mut self, number: u64, result: Result<(), Broken>) {
+        let Some(connection) = self.connections.get(&number) else {
+            return;
+        };
+        match result {
+            Ok(()) if connection.closing && connection.waiting() == 0 => {}
+            Ok(()) => return,
+            Err(Broken::Closed) => {}
+            Err(error) => warn!(%error, "a control connection is dropped"),
+        }
+        self.connections.remove(&number);
+        if self.first_hello.is_none() && !self.connections.values().any(|connection| connection.greeted) {
+            self.abandon();
+        }
+    }
+
+    /// Nobody is connected who could boot a machine: the driver ends the process if there is none.
+    fn abandon(&self) {
+        let _ = self.inputs.send(Input::Abandoned);
+    }
+
+    fn last_flush(&mut self) -> io::Result<()> {
+        let by = Instant::now() + LAST_FLUSH;
+        loop {
+            self.connections.retain(|_, connection| {
+                connection.closing = true;
+                connection.flush().is_ok() && connection.waiting() > 0
+            });
+            if self.connections.is_empty() || Instant::now() >= by {
+                return Ok(());
+            }
+            self.wait(Some(by))?;
+        }
+    }
+}
+
+fn error(kind: ErrorKind, message: String) -> Answer {
+    Answer::Error(Error {
+        message,
+        kind: kind.into(),
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,3 @@
+//! Platform v1: what the guest sees.
+
+pub mod acpi;

@@ -1,0 +1,248 @@
+//! The one thread that owns the machine: takes a request or a notice, acts, publishes, takes the next.
+
+use std::{os::fd::OwnedFd, sync::mpsc::Receiver};
+
+use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec};
+use tracing::{error, info, warn};
+
+use super::{
+    Builder, Failure, Input, Machine, Notice, Notifier, Request, Token,
+    admission::{Action, Admission, State, admit},
+    publisher::{Audience, Publisher, exit_record},
+};
+
+/// Drives one machine from an empty process to its end.
+pub struct Driver<A, B> {
+    inputs: Receiver<Input>,
+    notifier: Notifier,
+    publisher: Publisher<A>,
+    builder: B,
+    machine: Option<Box<dyn Machine>>,
+    /// The guest's kernel panicked and has not been reset since.
+    panicked: bool,
+}
+
+/// Whether the machine goes on.
+enum Next {
+    GoOn,
+    /// The run is over. Whoever asked for the end is answered when it is done.
+    End(ExitRecord, Option<Token>),
+}
+
+impl<A: Audience, B: Builder> Driver<A, B> {
+    /// Takes its inputs from `inputs`; the machine's notices come back to it through `notifier`.
+    pub fn new(inputs: Receiver<Input>, notifier: Notifier, audience: A, builder: B) -> Self {
+        Self {
+            inputs,
+            notifier,
+            publisher: Publisher::new(audience),
+            builder,
+            machine: None,
+            panicked: false,
+        }
+    }
+
+    /// Until the run ends. `before_publishing` gets the record when the machine is quiet and before anybody is told.
+    pub fn run(mut self, before_publishing: impl FnOnce(&ExitRecord)) -> ExitRecord {
+        loop {
+            let Ok(input) = self.inputs.recv() else {
+                return self.end(
+                    exit_record(ExitKind::VmmError, "nobody is left to ask for anything"),
+                    None,
+                    before_publishing,
+                );
+            };
+            if let Next::End(record, asker) = self.take(input) {
+                return self.end(record, asker, before_publishing);
+            }
+        }
+    }
+
+    fn take(&mut self, input: Input) -> Next {
+        match input {
+            Input::Request(token, request) => self.request(token, request),
+            Input::Notice(notice) => self.notice(notice),
+            Input::Abandoned if self.machine.is_none() => Next::End(
+                exit_record(
+                    ExitKind::StartFailed,
+                    "the daemon went away before it booted a machine",
+                ),
+                None,
+            ),
+            Input::Abandoned => Next::GoOn,
+        }
+    }
+
+    fn end(
+        mut self,
+        record: ExitRecord,
+        asker: Option<Token>,
+        before_publishing: impl FnOnce(&ExitRecord),
+    ) -> ExitRecord {
+        if let Some(machine) = &mut self.machine {
+            machine.halt();
+        }
+        info!(
+            kind = record.kind().as_str_name(),
+            message = record.message,
+            "the run ended"
+        );
+        before_publishing(&record);
+        self.publisher.ended(&record);
+        if let Some(token) = asker {
+            self.publisher.reply(token, Ok(()));
+        }
+        record
+    }
+
+    fn request(&mut self, token: Token, request: Request) -> Next {
+        let action = match &request {
+            Request::Boot { .. } => Action::Boot,
+            Request::Pause => Action::Pause,
+            Request::Resume => Action::Resume,
+            Request::PowerButton => Action::PowerButton,
+            Request::Stop => Action::Stop,
+        };
+        let result = match admit(self.publisher.state(), action) {
+            Admission::Already => Ok(()),
+            Admission::Refuse(reason) => Err(Failure {
+                kind: ErrorKind::State,
+                message: reason.to_owned(),
+            }),
+            Admission::Go => match request {
+                Request::Stop => return Next::End(self.stopped(), Some(token)),
+                Request::Boot { spec, fds, paused } => return self.boot(token, &spec, fds, paused),
+                Request::Pause => self.pause(),
+                Request::Resume => self.resume(),
+                Request::PowerButton => self.machine().map(Machine::press_power_button),
+            },
+        };
+        self.publisher.reply(token, result);
+        Next::GoOn
+    }
+
+    fn boot(&mut self, token: Token, spec: &MachineSpec, fds: Vec<OwnedFd>, paused: bool) -> Next {
+        self.publisher.set_name(&spec.name);
+        let started = self
+            .builder
+            .build(spec, fds, self.notifier.clone())
+            .and_then(|mut machine| {
+                if !paused {
+                    machine.start()?;
+                }
+                Ok(machine)
+            });
+        match started {
+            Ok(machine) => {
+                self.machine = Some(machine);
+                self.publisher
+                    .enter(if paused { State::Paused } else { State::Running });
+                self.publisher.reply(token, Ok(()));
+                Next::GoOn
+            }
+            Err(failure) => {
+                error!(error = failure.message, "boot failed");
+                let record = exit_record(ExitKind::StartFailed, &failure.message);
+                self.publisher.reply(token, Err(failure));
+                Next::End(record, None)
+            }
+        }
+    }
+
+    fn pause(&mut self) -> Result<(), Failure> {
+        self.machine()?.pause()?;
+        self.publisher.enter(State::Paused);
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), Failure> {
+        self.machine()?.resume()?;
+        self.publisher.enter(State::Running);
+        Ok(())
+    }
+
+    fn machine(&mut self) -> Result<&mut dyn Machine, Failure> {
+        match &mut self.machine {
+            Some(machine) => Ok(machine.as_mut()),
+            None => Err(Failure { kind: ErrorKind::State, message: "no machine was booted".to_owned() }),
+        }
+    }
+
+    fn notice(&mut self, notice: Notice) -> Next {
+        match notice {
+            Notice::PowerOff if self.panicked => Next::End(self.panic_record(), None),
+            Notice::PowerOff => Next::End(exit_record(ExitKind::PowerOff, "the guest powered off"), None),
+            Notice::Reset => self.reset(),
+            Notice::GuestPanicked => {
+                if !self.panicked {
+                    warn!("the guest's kernel panicked");
+                    self.panicked = true;
+                    self.publisher.guest_panicked();
+                }
+                Next::GoOn
+            }
+            Notice::GuestCrashed(_) if self.panicked => Next::End(self.panic_record(), None),
+            Notice::GuestCrashed(message) => Next::End(exit_record(ExitKind::GuestCrash, message), None),
+            Notice::VmmFailed(message) => Next::End(exit_record(ExitKind::VmmError, message), None),
+            Notice::DeviceError { device, message } => {
+                warn!(device, message, "device error");
+                self.publisher.device_error(device, message);
+                Next::GoOn
+            }
+        }
+    }
+
+    /// The guest reset itself: the same process goes on with it. A paused machine stays paused.
+    fn reset(&mut self) -> Next {
+        let running = self.publisher.state() == State::Running;
+        let result = self.machine().and_then(Machine::reset);
+        if let Err(failure) = result {
+            return Next::End(
+                exit_record(ExitKind::VmmError, format!("reset: {}", failure.message)),
+                None,
+            );
+        }
+        info!("the guest reset itself");
+        self.panicked = false;
+        self.publisher.guest_reset();
+        // Of several vCPUs each may have asked for the reset that just happened, or panicked before it.
+        let waiting: Vec<_> = self
+            .inputs
+            .try_iter()
+            .filter(|input| !is_of_the_guest(input))
+            .collect();
+        if running && let Err(failure) = self.machine().and_then(Machine::start) {
+            let message = format!("start after a reset: {}", failure.message);
+            return Next::End(exit_record(ExitKind::VmmError, message), None);
+        }
+        for input in waiting {
+            if let end @ Next::End(..) = self.take(input) {
+                return end;
+            }
+        }
+        Next::GoOn
+    }
+
+    fn stopped(&self) -> ExitRecord {
+        if self.panicked {
+            self.panic_record()
+        } else {
+            exit_record(ExitKind::Stopped, "stopped")
+        }
+    }
+
+    fn panic_record(&self) -> ExitRecord {
+        exit_record(
+            ExitKind::GuestPanic,
+            "the guest's kernel panicked and did not reset the machine",
+        )
+    }
+}
+
+/// A notice that the guest caused, which has no meaning after a reset.
+fn is_of_the_guest(input: &Input) -> bool {
+    matches!(
+        input,
+        Input::Notice(Notice::PowerOff | Notice::Reset | Notice::GuestPanicked | Notice::GuestCrashed(_))
+    )
+}
