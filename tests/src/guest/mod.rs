@@ -1,6 +1,7 @@
 //! The guest images: unmodified Debian kernels, each with a busybox initramfs, and a Debian root disk.
 
 mod cpio;
+mod debian_disk;
 mod initramfs;
 mod kernels;
 mod vmlinux;
@@ -40,14 +41,16 @@ impl Images {
 pub fn images() -> Result<Images> {
     let source = paths::crate_dir().join("guest");
     let packages = kernels::packages()?;
+    let disk = debian_disk::get()?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
-    inputs.add_tree(&source)?;
-    inputs.add("kernels", packages.to_string_lossy().as_bytes());
-    let dir = cache::get_or_build("guests", &inputs, |out| build(&packages, &source, out))?;
+    inputs.add_file(&source.join("init"))?.add_file(&source.join("udhcpc"))?;
+    // The names of these folders are made of their own inputs.
+    inputs.add("packages", packages.to_string_lossy().as_bytes()).add("disk", disk.to_string_lossy().as_bytes());
+    let dir = cache::get_or_build("guests", &inputs, |out| build(&packages, &disk, &source, out))?;
     Ok(Images { dir })
 }
 
-fn build(packages: &Path, source: &Path, out: &Path) -> Result<()> {
+fn build(packages: &Path, disk: &Path, source: &Path, out: &Path) -> Result<()> {
     let tree = out.join("tree");
     for kernel in Kernel::ALL {
         let dir = tree.join(kernel.name());
@@ -57,6 +60,12 @@ fn build(packages: &Path, source: &Path, out: &Path) -> Result<()> {
         fs::copy(&vmlinuz, dir.join("vmlinuz")).with_context(|| format!("copy {}", vmlinuz.display()))?;
         vmlinux::extract(&vmlinuz, &dir.join("vmlinux"))?;
         Initramfs { packages, version: &version, scripts: source, extra: &[] }.write(&dir.join("initrd"))?;
+    }
+    let debian_tree = tree.join("debian");
+    fs::create_dir(&debian_tree)?;
+    for file in ["vmlinuz", "initrd", "disk.raw"] {
+        // The same file system: a second name costs nothing.
+        fs::hard_link(disk.join(file), debian_tree.join(file)).with_context(|| format!("link {file}"))?;
     }
     debian::ext4_image(&tree, &out.join("guests.raw"), "vmmd-guests", 4096)
 }

@@ -1,0 +1,43 @@
+//! The root disk of a whole Debian: systemd, sshd, a login on the serial console.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::cache::{self, Inputs};
+use crate::debian::{self, Root};
+use crate::node::{boot_file, install_ssh_key, ssh_key};
+use crate::paths;
+
+/// Raise it when the code below makes another disk of the same inputs.
+const BUILDER_VERSION: u32 = 1;
+
+/// Disk size. It is sparse.
+const DISK_MIB: u64 = 2048;
+
+/// A folder with `disk.raw`, and the `vmlinuz` and `initrd` that were installed on it.
+pub fn get() -> Result<PathBuf> {
+    let source = paths::crate_dir().join("guest/debian");
+    let key = ssh_key()?;
+    let mut inputs = Inputs::new(BUILDER_VERSION);
+    inputs.add_tree(&source)?.add_file(&debian::sources())?.add_file(&key.with_extension("pub"))?;
+    cache::get_or_build("guest-debian", &inputs, |out| build(&source, &key, out))
+}
+
+fn build(source: &Path, key: &Path, out: &Path) -> Result<()> {
+    let root = out.join("root");
+    Root {
+        variant: "minbase",
+        packages: &debian::packages(&source.join("packages"))?,
+        overlay: Some(source.join("overlay")),
+        customize: Some(source.join("customize.sh")),
+    }
+    .make(&root)?;
+    install_ssh_key(&root, key)?;
+    // They stay on the disk as well: it is a whole system, as an installer leaves it.
+    fs::copy(boot_file(&root, "vmlinuz-")?, out.join("vmlinuz"))?;
+    fs::copy(boot_file(&root, "initrd.img-")?, out.join("initrd"))?;
+    debian::ext4_image(&root, &out.join("disk.raw"), "debian", DISK_MIB)?;
+    fs::remove_dir_all(&root).context("remove the root folder that the disk was made from")
+}
