@@ -1,0 +1,398 @@
+//! The root bus: bus 0 with up to 32 single-function devices, reached through ECAM and through ports 0xCF8/0xCFC.
+//!
+//! It owns the map from slots to functions, and the knowledge which BARs are on the MMIO bus. The two may differ for a
+//! moment: a write to a configuration space changes the registers and returns [`Effect::Remap`]; then the caller, with
+//! no lock held, has [`PciRoot::remap`] make the bus agree.
+//!
+//! A guest may put a BAR where it likes. It is on the bus only if it lies wholly within the windows given to PCI and
+//! overlaps nothing; so it never shadows guest memory or another device. A BAR that is refused is tried again at
+//! each later remap.
+//!
+//! Locks, in this order: `mapped`, then one function's. `slots` is held for a look only.
+
+use std::{
+    ops::Range,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, RwLock,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+use super::{
+    config::{BarKind, ConfigSpace, Header, Window},
+    function::{PciFunction, SharedFunction},
+};
+use crate::bus::{Bus, BusDevice, Effect, SharedDevice};
+
+/// Number of devices on the bus.
+pub const SLOTS: usize = 32;
+/// Bytes of ECAM for one bus.
+pub const ECAM_SIZE: u64 = 1 << 20;
+/// First of the [`PORTS`] ports of the configuration mechanism.
+pub const FIRST_PORT: u64 = 0xcf8;
+/// Number of ports: CONFIG_ADDRESS and CONFIG_DATA.
+pub const PORTS: u64 = 8;
+
+/// Bytes of a function's configuration space in ECAM.
+const FUNCTION_SIZE: u64 = 1 << 12;
+/// CONFIG_ADDRESS: accesses to CONFIG_DATA go to configuration space.
+const ADDRESS_ENABLE: u32 = 1 << 31;
+
+/// Guest-physical addresses that belong to PCI.
+#[derive(Clone, Debug)]
+pub struct PciWindows {
+    /// Below 4 GiB.
+    pub low: Range<u64>,
+    /// Above the end of memory; empty if there is none.
+    pub high: Range<u64>,
+}
+
+/// A device that can't be added.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PciError {
+    /// Slot 0 is the host bridge's, 31 is the last.
+    #[error("PCI slot {0} does not exist or is taken")]
+    Slot(u8),
+    /// A BAR is larger than a slot's share of the address space.
+    #[error("BAR {bar} of {size:#x} bytes does not fit into the PCI windows")]
+    NoRoom {
+        /// Its index.
+        bar: usize,
+        /// Its size in bytes.
+        size: u64,
+    },
+}
+
+struct Mapping {
+    slot: usize,
+    bar: usize,
+    window: Window,
+}
+
+/// See the module.
+pub struct PciRoot {
+    slots: RwLock<[Option<SharedFunction>; SLOTS]>,
+    windows: PciWindows,
+    mapped: Mutex<Vec<Mapping>>,
+    config_address: AtomicU32,
+}
+
+impl PciRoot {
+    /// A bus with the host bridge alone.
+    pub fn new(windows: PciWindows) -> Arc<Self> {
+        let bridge: SharedFunction = Arc::new(Mutex::new(HostBridge::new()));
+        let mut slots = [const { None }; SLOTS];
+        if let Some(first) = slots.first_mut() {
+            *first = Some(bridge);
+        }
+        Arc::new(Self {
+            slots: RwLock::new(slots),
+            windows,
+            mapped: Mutex::new(Vec::new()),
+            config_address: AtomicU32::new(0),
+        })
+    }
+
+    /// Puts a function into a slot (1 to 31) and gives its BARs addresses. These depend on the slot and the function
+    /// alone, so that they are the same whatever else there is.
+    pub fn add(&self, slot: u8, function: SharedFunction) -> Result<(), PciError> {
+        let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
+        let Some(place @ None) = slots.get_mut(usize::from(slot)) else {
+            return Err(PciError::Slot(slot));
+        };
+        {
+            let mut function = lock(&function);
+            let bars: Vec<_> = function.config().bars().collect();
+            let (mut low, mut high) = (share(&self.windows.low, slot), share(&self.windows.high, slot));
+            for (bar, kind, size) in bars {
+                let placed = match kind {
+                    BarKind::Memory32 => take(&mut low, size),
+                    BarKind::Memory64 => take(&mut high, size).or_else(|| take(&mut low, size)),
+                };
+                let address = placed.ok_or(PciError::NoRoom { bar, size })?;
+                function.config_mut().place_bar(bar, address);
+            }
+        }
+        *place = Some(function);
+        Ok(())
+    }
+
+    /// ECAM, to be mapped with [`ECAM_SIZE`] bytes.
+    pub fn ecam(self: &Arc<Self>) -> SharedDevice {
+        Arc::new(Mutex::new(Ecam(Arc::clone(self))))
+    }
+
+    /// CONFIG_ADDRESS and CONFIG_DATA, to be mapped at port [`FIRST_PORT`] with [`PORTS`] ports.
+    pub fn ports(self: &Arc<Self>) -> SharedDevice {
+        Arc::new(Mutex::new(Ports(Arc::clone(self))))
+    }
+
+    /// Makes the MMIO bus agree with the BARs. To be called after [`Effect::Remap`], with no lock held, before the vCPU
+    /// goes on.
+    pub fn remap(&self, mmio: &Bus) {
+        let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
+        let functions = self.functions();
+        let wanted: Vec<(SharedFunction, Mapping)> = functions
+            .iter()
+            .flat_map(|(slot, function)| {
+                let windows = lock(function).config().windows();
+                let placed = windows.into_iter().enumerate();
+                placed.filter_map(move |(bar, window)| {
+                    Some((
+                        Arc::clone(function),
+                        Mapping {
+                            slot: *slot,
+                            bar,
+                            window: window?,
+                        },
+                    ))
+                })
+            })
+            .collect();
+        mapped.retain(|old| {
+            let stays = wanted.iter().any(|(_, new)| same(old, new));
+            if !stays {
+                if let Some((_, function)) = functions.iter().find(|(slot, _)| *slot == old.slot) {
+                    lock(function).bar_moved(old.bar, None);
+                }
+                mmio.remove(old.window.address);
+            }
+            stays
+        });
+        for (function, new) in wanted {
+            let Window { address, size } = new.window;
+            if mapped.iter().any(|old| same(old, &new)) || !self.allows(new.window) {
+                continue;
+            }
+            let device = Arc::new(Mutex::new(BarDevice {
+                function: Arc::clone(&function),
+                bar: new.bar,
+            }));
+            if mmio.insert(address, size, device).is_ok() {
+                lock(&function).bar_moved(new.bar, Some(address));
+                mapped.push(new);
+            }
+        }
+    }
+
+    /// The bus and its functions' configuration to the state after power-on, with all vCPUs stopped and after the
+    /// devices were reset.
+    pub fn reset(&self, mmio: &Bus) {
+        self.config_address.store(0, Ordering::Relaxed);
+        for (_, function) in self.functions() {
+            lock(&function).reset();
+        }
+        self.remap(mmio);
+    }
+
+    fn allows(&self, window: Window) -> bool {
+        let Some(end) = window.address.checked_add(window.size) else {
+            return false;
+        };
+        [&self.windows.low, &self.windows.high]
+            .iter()
+            .any(|range| range.start <= window.address && end <= range.end)
+    }
+
+    fn functions(&self) -> Vec<(usize, SharedFunction)> {
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+        slots
+            .iter()
+            .enumerate()
+            .filter_map(|(slot, function)| Some((slot, function.clone()?)))
+            .collect()
+    }
+
+    fn function(&self, slot: usize) -> Option<SharedFunction> {
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+        slots.get(slot)?.clone()
+    }
+
+    fn read_config(&self, slot: usize, offset: usize, data: &mut [u8]) {
+        match self.function(slot) {
+            Some(function) => lock(&function).read_config(offset, data),
+            None => data.fill(0xff),
+        }
+    }
+
+    fn write_config(&self, slot: usize, offset: usize, data: &[u8]) -> Effect {
+        let Some(function) = self.function(slot) else {
+            return Effect::None;
+        };
+        let mut function = lock(&function);
+        let before = function.config().windows();
+        let effect = function.write_config(offset, data);
+        if effect == Effect::None && function.config().windows() != before {
+            Effect::Remap
+        } else {
+            effect
+        }
+    }
+}
+
+fn same(a: &Mapping, b: &Mapping) -> bool {
+    (a.slot, a.bar, a.window) == (b.slot, b.bar, b.window)
+}
+
+pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A slot's part of a window.
+fn share(window: &Range<u64>, slot: u8) -> Range<u64> {
+    let length = window
+        .end
+        .saturating_sub(window.start)
+        .checked_div(SLOTS as u64)
+        .unwrap_or(0);
+    let start = window
+        .start
+        .saturating_add(length.saturating_mul(u64::from(slot)));
+    start..start.saturating_add(length)
+}
+
+/// Takes an aligned piece off the front.
+fn take(range: &mut Range<u64>, size: u64) -> Option<u64> {
+    let address = range.start.checked_next_multiple_of(size)?;
+    let end = address.checked_add(size).filter(|end| *end <= range.end)?;
+    range.start = end;
+    Some(address)
+}
+
+/// Slot and register that an ECAM offset means; `None` where there is no function.
+fn ecam_target(offset: u64, length: usize) -> Option<(usize, usize)> {
+    let register = usize::try_from(offset & FUNCTION_SIZE.wrapping_sub(1)).ok()?;
+    let number = offset >> 12;
+    let whole = register.checked_add(length)? <= 4096;
+    (number & 7 == 0 && whole).then_some((usize::try_from(number >> 3).ok()?, register))
+}
+
+struct Ecam(Arc<PciRoot>);
+
+impl BusDevice for Ecam {
+    fn read(&mut self, offset: u64, data: &mut [u8]) {
+        match ecam_target(offset, data.len()) {
+            Some((slot, register)) => self.0.read_config(slot, register, data),
+            None => data.fill(0xff),
+        }
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) -> Effect {
+        match ecam_target(offset, data.len()) {
+            Some((slot, register)) => self.0.write_config(slot, register, data),
+            None => Effect::None,
+        }
+    }
+}
+
+struct Ports(Arc<PciRoot>);
+
+impl Ports {
+    /// Slot and register that an access to CONFIG_DATA means.
+    fn target(&self, offset: u64, length: usize) -> Option<(usize, usize)> {
+        let byte = usize::try_from(offset.checked_sub(4)?).ok()?;
+        let address = self.0.config_address.load(Ordering::Relaxed);
+        let whole = matches!(length, 1 | 2 | 4) && byte.checked_add(length)? <= 4;
+        // Bus 0, function 0.
+        let here = address & ADDRESS_ENABLE != 0 && address & 0x00ff_0700 == 0;
+        let slot = usize::try_from(address >> 11 & 0x1f).ok()?;
+        let register = usize::try_from(address & 0xfc).ok()?.checked_add(byte)?;
+        (whole && here).then_some((slot, register))
+    }
+}
+
+impl BusDevice for Ports {
+    fn read(&mut self, offset: u64, data: &mut [u8]) {
+        data.fill(0xff);
+        if offset == 0 {
+            if let Ok(address) = <&mut [u8; 4]>::try_from(data) {
+                *address = self.0.config_address.load(Ordering::Relaxed).to_le_bytes();
+            }
+        } else if let Some((slot, register)) = self.target(offset, data.len()) {
+            self.0.read_config(slot, register, data);
+        }
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) -> Effect {
+        if offset == 0 {
+            if let Ok(address) = <[u8; 4]>::try_from(data) {
+                // Reserved bits are zero.
+                let address = u32::from_le_bytes(address) & 0x80ff_fffc;
+                self.0.config_address.store(address, Ordering::Relaxed);
+            }
+            return Effect::None;
+        }
+        match self.target(offset, data.len()) {
+            Some((slot, register)) => self.0.write_config(slot, register, data),
+            None => Effect::None,
+        }
+    }
+}
+
+/// A BAR on the MMIO bus.
+struct BarDevice {
+    function: SharedFunction,
+    bar: usize,
+}
+
+impl BusDevice for BarDevice {
+    fn read(&mut self, offset: u64, data: &mut [u8]) {
+        lock(&self.function).read_bar(self.bar, offset, data);
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) -> Effect {
+        lock(&self.function).write_bar(self.bar, offset, data)
+    }
+}
+
+/// The function at slot 0: what EDK2's CloudHv platform recognises.
+struct HostBridge {
+    config: ConfigSpace,
+}
+
+impl HostBridge {
+    fn new() -> Self {
+        let header = Header {
+            vendor: 0x8086,
+            device: 0x0d57,
+            class: 0x06_00_00,
+            ..Header::default()
+        };
+        Self {
+            config: ConfigSpace::new(&header),
+        }
+    }
+}
+
+impl PciFunction for HostBridge {
+    fn config(&self) -> &ConfigSpace {
+        &self.config
+    }
+
+    fn config_mut(&mut self) -> &mut ConfigSpace {
+        &mut self.config
+    }
+
+    fn read_config(&mut self, offset: usize, data: &mut [u8]) {
+        self.config.read(offset, data);
+    }
+
+    fn write_config(&mut self, offset: usize, data: &[u8]) -> Effect {
+        self.config.write(offset, data);
+        Effect::None
+    }
+
+    fn read_bar(&mut self, _bar: usize, _offset: u64, data: &mut [u8]) {
+        data.fill(0xff);
+    }
+
+    fn write_bar(&mut self, _bar: usize, _offset: u64, _data: &[u8]) -> Effect {
+        Effect::None
+    }
+
+    fn bar_moved(&mut self, _bar: usize, _address: Option<u64>) {}
+
+    fn reset(&mut self) {
+        self.config.reset();
+    }
+}
