@@ -8,6 +8,7 @@
 //! Images are built once per set of inputs ([`cache`]); `node` (src/bin/node.rs) is the command line to all of this.
 
 pub mod cache;
+pub mod case;
 pub mod debian;
 pub mod guest;
 pub mod host;
@@ -16,4 +17,5 @@ pub mod paths;
 pub mod run;
 pub mod wait;
 
+pub use case::Case;
 pub use node::{Guests, Node};

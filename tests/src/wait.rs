@@ -1,15 +1,12 @@
 //! Deadlines, and waiting for what has an event to wait on.
 
 use std::fmt;
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::inotify;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// A point in time after which waiting is given up. One deadline covers a whole step, however many waits it has.
@@ -130,47 +127,49 @@ impl AsFd for Process {
     }
 }
 
-/// Reads `stream` until it has given `wanted`, and returns all that was read. Fails with what was read when the stream
-/// ends or the deadline passes first.
-pub fn text_from(mut stream: impl Read + AsFd, wanted: &str, deadline: Deadline) -> Result<String> {
-    let mut seen = Vec::new();
-    let mut chunk = [0u8; 4096];
-    loop {
-        let text = String::from_utf8_lossy(&seen);
-        if text.contains(wanted) {
-            return Ok(text.into_owned());
+/// A stream that is read up to one thing after another, such as a console.
+pub struct Follow<R> {
+    stream: R,
+    bytes: Vec<u8>,
+    /// Where the last thing that was waited for ends.
+    done: usize,
+}
+
+impl<R: Read + AsFd> Follow<R> {
+    /// Nothing is read yet.
+    pub fn new(stream: R) -> Self {
+        Follow { stream, bytes: Vec::new(), done: 0 }
+    }
+
+    /// Reads on until `wanted` has come after what was waited for before, and returns the text from there up to the
+    /// end of `wanted`. Fails with what was read when the stream ends or the deadline passes first.
+    pub fn until(&mut self, wanted: &str, deadline: Deadline) -> Result<String> {
+        let mut chunk = [0u8; 4096];
+        loop {
+            let fresh = self.bytes.get(self.done..).unwrap_or_default();
+            if let Some(at) = find(fresh, wanted.as_bytes()) {
+                let found = fresh.get(..at + wanted.len()).unwrap_or_default();
+                self.done += found.len();
+                return Ok(String::from_utf8_lossy(found).into_owned());
+            }
+            if !readable(&self.stream, deadline)? {
+                bail!("no {wanted:?} within {deadline}; read so far:\n{}", tail(&self.text(), 40));
+            }
+            match self.stream.read(&mut chunk).context("read")? {
+                0 => bail!("the stream ended before {wanted:?}; read so far:\n{}", tail(&self.text(), 40)),
+                count => self.bytes.extend_from_slice(chunk.get(..count).unwrap_or_default()),
+            }
         }
-        if !readable(&stream, deadline)? {
-            bail!("no {wanted:?} within {deadline}; read so far:\n{}", tail(&text, 40));
-        }
-        match stream.read(&mut chunk).context("read")? {
-            0 => bail!("the stream ended before {wanted:?}; read so far:\n{}", tail(&text, 40)),
-            count => seen.extend_from_slice(chunk.get(..count).unwrap_or_default()),
-        }
+    }
+
+    /// All that was read so far.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.bytes).into_owned()
     }
 }
 
-/// Follows a log file that another process appends to until it contains `wanted`, and returns its text up to now.
-/// The file must exist.
-pub fn text_in_file(path: &Path, wanted: &str, deadline: Deadline) -> Result<String> {
-    let watch = inotify::init(inotify::CreateFlags::CLOEXEC).context("inotify")?;
-    inotify::add_watch(&watch, path, inotify::WatchFlags::MODIFY | inotify::WatchFlags::CLOSE_WRITE)
-        .with_context(|| format!("watch {}", path.display()))?;
-    let mut file = File::open(path).with_context(|| format!("open {}", path.display()))?;
-    let mut text = Vec::new();
-    let mut events = [0u8; 4096];
-    loop {
-        file.seek(SeekFrom::Start(text.len() as u64))?;
-        file.read_to_end(&mut text)?;
-        let so_far = String::from_utf8_lossy(&text);
-        if so_far.contains(wanted) {
-            return Ok(so_far.into_owned());
-        }
-        if !readable(&watch, deadline)? {
-            bail!("{} has no {wanted:?} after {deadline}; it ends with:\n{}", path.display(), tail(&so_far, 40));
-        }
-        rustix::io::read(&watch, &mut events).context("read inotify events")?;
-    }
+fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
+    bytes.windows(wanted.len()).position(|window| window == wanted)
 }
 
 /// The last `lines` lines of `text`.
@@ -192,26 +191,17 @@ mod tests {
     }
 
     #[test]
-    fn text_is_waited_for_and_its_absence_reported() {
+    fn a_stream_is_followed_from_one_thing_to_the_next() {
         let (mut writer, reader) = UnixStream::pair().expect("socket pair");
-        writer.write_all(b"one\ntwo READY\n").expect("write");
-        let seen = text_from(&reader, "READY", Deadline::seconds(5)).expect("the text");
-        assert_eq!(seen, "one\ntwo READY\n");
-        let error = text_from(&reader, "READY", Deadline::after(Duration::from_millis(10))).expect_err("no text");
-        assert!(error.to_string().contains("no \"READY\" within 10ms"), "{error}");
+        let mut follow = Follow::new(reader);
+        writer.write_all(b"login: x login: y").expect("write");
+        assert_eq!(follow.until("login: ", Deadline::seconds(5)).expect("first"), "login: ");
+        assert_eq!(follow.until("login: ", Deadline::seconds(5)).expect("second"), "x login: ");
+        let error = follow.until("login: ", Deadline::after(Duration::from_millis(10))).expect_err("no third");
+        assert!(error.to_string().contains("no \"login: \" within 10ms"), "{error}");
         drop(writer);
-        let error = text_from(&reader, "READY", Deadline::seconds(5)).expect_err("the end");
+        let error = follow.until("login: ", Deadline::seconds(5)).expect_err("the end");
         assert!(error.to_string().contains("ended"), "{error}");
-    }
-
-    #[test]
-    fn text_appended_to_a_file_wakes_the_waiter() {
-        let file = tempfile::NamedTempFile::new().expect("file");
-        let path = file.path().to_owned();
-        let waiter = std::thread::spawn(move || text_in_file(&path, "done", Deadline::seconds(10)));
-        let mut writer = file.reopen().expect("reopen");
-        writer.write_all(b"not yet\n").expect("write");
-        writer.write_all(b"done\n").expect("write");
-        assert_eq!(waiter.join().expect("thread").expect("text"), "not yet\ndone\n");
+        assert_eq!(follow.text(), "login: x login: y");
     }
 }

@@ -1,7 +1,7 @@
 //! A node as a QEMU process.
 
 use std::fs::{self, File};
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 
 use super::image::NodeImage;
 use crate::host::Accel;
-use crate::wait::{self, Deadline, Process};
+use crate::wait::{self, Deadline, Follow, Process};
 
 /// MAC address of the management NIC, which is eth0 in the node.
 const MANAGEMENT_MAC: &str = "52:54:00:76:6d:01";
@@ -60,12 +60,16 @@ impl Machine {
 
     /// The node whose folder is `dir`, when it runs.
     pub fn load(dir: &Path) -> Result<Option<Machine>> {
+        let Some(machine) = Self::read(dir)? else { return Ok(None) };
+        Ok(machine.process()?.map(|_| machine))
+    }
+
+    fn read(dir: &Path) -> Result<Option<Machine>> {
         let text = match fs::read_to_string(Self::record(dir)) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             text => text.with_context(|| format!("read {}", Self::record(dir).display()))?,
         };
-        let machine: Machine = serde_json::from_str(&text).context("read node.json")?;
-        Ok(machine.process()?.map(|_| machine))
+        serde_json::from_str(&text).context("read node.json").map(Some)
     }
 
     /// Its process, when it runs: QEMU with this node's name, not another process with the same number.
@@ -89,6 +93,10 @@ impl Machine {
     ) -> Result<Machine> {
         let deadline = Deadline::seconds(240);
         fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
+        if let Some(dead) = Self::read(dir)? {
+            ensure!(dead.process()?.is_none(), "the node {name} runs already");
+            dead.forget()?;
+        }
         let sockets = tempfile::Builder::new().prefix("vmmd-node.").tempdir().context("create a socket folder")?;
         // QEMU connects before it starts the machine: its end of this stream is open for as long as it lives.
         let ready = UnixListener::bind(sockets.path().join("ready.sock"))?;
@@ -162,7 +170,7 @@ impl Machine {
             }
         };
         stream.set_nonblocking(false)?;
-        let said = wait::text_from(&stream, "\n", deadline).map_err(|error| {
+        let said = Follow::new(&stream).until("\n", deadline).map_err(|error| {
             let (console, qemu) = (log("console.log"), log("qemu.log"));
             error.context(format!("the node did not come up; its console ends with:\n{}\n{qemu}", wait::tail(&console, 40)))
         })?;
@@ -191,31 +199,39 @@ impl Machine {
 
     fn qmp(&self, request: &serde_json::Value) -> Result<serde_json::Value> {
         let path = self.sockets.join("qmp.sock");
-        let mut stream = UnixStream::connect(&path).with_context(|| format!("connect {}", path.display()))?;
+        let stream = UnixStream::connect(&path).with_context(|| format!("connect {}", path.display()))?;
         let deadline = Deadline::seconds(20);
-        wait::text_from(&stream, "\r\n", deadline)?;
-        for request in [&serde_json::json!({"execute": "qmp_capabilities"}), request] {
-            stream.write_all(format!("{request}\n").as_bytes())?;
+        let mut replies = Follow::new(&stream);
+        replies.until("\n", deadline).context("QEMU's greeting")?;
+        let mut ask = |request: &serde_json::Value| -> Result<serde_json::Value> {
+            (&stream).write_all(format!("{request}\n").as_bytes())?;
             loop {
-                let line = read_line(&stream, deadline)?;
-                let mut reply: serde_json::Value = serde_json::from_str(&line).context("QMP")?;
+                let mut reply: serde_json::Value = serde_json::from_str(&replies.until("\n", deadline)?)?;
                 if let Some(error) = reply.get("error") {
                     bail!("QEMU refused {request}: {error}");
                 }
-                match reply.get_mut("return") {
-                    Some(value) if request["execute"] != "qmp_capabilities" => return Ok(value.take()),
-                    Some(_) => break,
-                    None => {} // an event
+                // Anything else is an event.
+                if let Some(value) = reply.get_mut("return") {
+                    return Ok(value.take());
                 }
             }
-        }
-        bail!("no answer from QEMU")
+        };
+        ask(&serde_json::json!({"execute": "qmp_capabilities"}))?;
+        ask(request)
     }
 
     /// Ends the node and removes its sockets and its record. Its logs stay.
     pub fn stop(&self) -> Result<()> {
         self.kill(Deadline::seconds(20))?;
-        let _ = fs::remove_dir_all(&self.sockets);
+        self.forget()
+    }
+
+    fn forget(&self) -> Result<()> {
+        if let Err(error) = fs::remove_dir_all(&self.sockets)
+            && error.kind() != ErrorKind::NotFound
+        {
+            return Err(error).with_context(|| format!("remove {}", self.sockets.display()));
+        }
         fs::remove_file(Self::record(&self.dir)).context("remove node.json")
     }
 
@@ -263,17 +279,6 @@ fn tied_to_us() -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "TERM", "qemu-system-x86_64"]);
     command
-}
-
-fn read_line(mut stream: &UnixStream, deadline: Deadline) -> Result<String> {
-    let mut line = Vec::new();
-    let mut byte = [0u8];
-    while byte != *b"\n" {
-        ensure!(wait::readable(stream, deadline)?, "QEMU does not answer within {deadline}");
-        ensure!(stream.read(&mut byte)? == 1, "QEMU closed its monitor");
-        line.extend_from_slice(&byte);
-    }
-    Ok(String::from_utf8(line)?)
 }
 
 /// The local port in the answer to `info usernet`, whose line for it looks like

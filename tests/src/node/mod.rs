@@ -5,7 +5,9 @@ mod image;
 mod install;
 mod machine;
 mod ssh;
+mod stream;
 
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -16,6 +18,7 @@ pub use install::newest_package;
 pub use image::{NodeImage, boot_file, install_ssh_key, ssh_key};
 pub use machine::{Machine, Size};
 pub use ssh::{Connection, DAEMON_SOCKET};
+pub use stream::Stream;
 
 use crate::run::Output;
 use crate::wait::Deadline;
@@ -55,7 +58,10 @@ impl Node {
     /// process. vmmd is not installed yet: see [`Node::install`].
     pub fn boot(name: &str, size: Size, tied: bool) -> Result<Node> {
         let dir = paths::run_dir(name);
-        ensure!(Machine::load(&dir)?.is_none(), "the node {name} runs already");
+        fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
+        // Held until the node is up or has failed: of two callers one boots it, the other finds it running.
+        let lock = File::create(dir.join("lock"))?;
+        lock.lock().context("wait for another boot of this node")?;
         let image = NodeImage::get()?;
         let guests = guest::images()?;
         let machine = Machine::start(name, &dir, &image, Some(&guests.disk()), size, tied)?;
@@ -113,10 +119,20 @@ impl Node {
         self.connection.command()
     }
 
+    /// Runs a shell command in the node whose output is followed while it runs. It is ended with the returned value.
+    pub fn stream(&self, command: &str) -> Result<Stream> {
+        Stream::spawn(self.ssh_command().args(["--", command]))
+    }
+
+    /// Follows a text file in the node from its beginning, such as a serial log. It need not exist yet.
+    pub fn follow(&self, file: &str) -> Result<Stream> {
+        self.stream(&format!("exec tail -n +1 -F '{file}' 2>/dev/null"))
+    }
+
     /// Copies a file into the node, keeping its mode, in one step.
     pub fn copy_in(&self, from: &Path, to: &str) -> Result<()> {
         use std::os::unix::fs::PermissionsExt;
-        let mode = std::fs::metadata(from).with_context(|| format!("open {}", from.display()))?.permissions().mode();
+        let mode = fs::metadata(from).with_context(|| format!("open {}", from.display()))?.permissions().mode();
         self.connection.copy_in(from, to, mode & 0o7777, Deadline::seconds(300))
     }
 

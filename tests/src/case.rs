@@ -1,0 +1,71 @@
+//! What one end-to-end test has: a name of its own, and a report when it fails.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use anyhow::Result;
+
+use crate::node::Node;
+use crate::wait::{Deadline, tail};
+
+/// How many lines of each log a report shows.
+const LINES: usize = 60;
+
+/// One test on a node. When it is dropped while the test panics it prints what is needed to see why: the VMs as the
+/// daemon sees them, their serial logs, the daemon's journal, and the end of the node's own console.
+pub struct Case {
+    node: Node,
+    name: String,
+    /// The journal up to here is another test's.
+    since: String,
+}
+
+impl Case {
+    /// A test on the node that the environment names. `topic` becomes part of [`Case::name`]: lower-case letters,
+    /// digits and dashes.
+    pub fn new(topic: &str) -> Result<Case> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let node = Node::get()?;
+        let since = node.sh("date +'%F %T.%6N'")?.trim().to_owned();
+        let name = format!("{topic}-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        Ok(Case { node, name, since })
+    }
+
+    /// The node.
+    pub fn node(&self) -> &Node {
+        &self.node
+    }
+
+    /// A name that no other test uses, for a VM, a file, a bridge.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What is printed when the test fails.
+    pub fn report(&self) -> String {
+        let console = std::fs::read_to_string(self.node.machine().console_log()).unwrap_or_default();
+        let mut report = format!("── node console ({})\n", self.node.machine().console_log().display());
+        report.push_str(tail(&console, LINES));
+        let script = format!(
+            "for log in $(find /var/log/vmmd/vms -name serial.log -newermt '{since}' 2>/dev/null); do \
+                 printf '\\n── %s\\n' $log; tail -n {LINES} $log; done; \
+             printf '\\n── VMs\\n'; command -v vmmctl >/dev/null && timeout 10 vmmctl get vm -o yaml; \
+             printf '\\n── journal of vmmd and its VMs\\n'; \
+             journalctl --no-pager -o short-precise --since '{since}' -u 'vmmd*' | tail -n {LINES}; \
+             printf '\\n── kernel\\n'; journalctl --no-pager -k --since '{since}' | tail -n {LINES}; true",
+            since = self.since
+        );
+        match self.node.ssh_within(&script, Deadline::seconds(60)) {
+            Ok(output) => report.push_str(&output.stdout),
+            Err(error) => report.push_str(&format!("\nthe node does not answer: {error:#}\n")),
+        }
+        report
+    }
+}
+
+impl Drop for Case {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("\n══ {} failed\n{}", self.name, self.report());
+        }
+    }
+}
