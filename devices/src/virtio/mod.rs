@@ -11,4 +11,5 @@ pub mod fault;
 pub mod queue;
 pub mod session;
 pub mod signals;
-pub mod worker;
+pub mod transport;
+mod worker;

@@ -1,0 +1,407 @@
+//! The life of a device as its driver drives it (virtio 1.3, 3.1 and 4.1.4.3).
+//!
+//! ```text
+//!          DRIVER_OK             pause
+//!   idle ────────────▶ running ────────▶ paused
+//!    ▲                  │    ▲              │
+//!    │   workers quiet  │    └── resume ────┘
+//!    └── resetting ◀────┘ status := 0
+//! ```
+//!
+//! Workers are parked in *idle* and *paused*. A reset of a running device is acknowledged (the status reads as zero) only
+//! when all of them are, so nothing touches guest memory after it. Until then the status keeps its last value and
+//! all writes but a reset are dropped; a vCPU waits here for a moment only.
+//!
+//! Registers have their natural widths, 64-bit ones may be accessed in halves. What is not a register's width, or
+//! comes at the wrong time, or makes no sense, reads as ones and does nothing.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use virtio_bindings::{
+    virtio_config::{
+        VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_DRIVER, VIRTIO_CONFIG_S_DRIVER_OK,
+        VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_VERSION_1,
+    },
+    virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC},
+};
+
+use super::super::{
+    device::VirtioDevice,
+    queue::QueueState,
+    signals::NO_VECTOR,
+    worker::{Shared, StopError, Stopping, Workers},
+};
+use crate::component::ComponentError;
+
+/// Bytes of the common configuration: up to and with `queue_device` (no optional fields are offered).
+pub(super) const COMMON_SIZE: u64 = 0x38;
+
+/// How long a vCPU waits for a reset that it asked for before it has to ask again.
+const RESET_WAIT: Duration = Duration::from_millis(20);
+
+const ACKNOWLEDGE: u8 = VIRTIO_CONFIG_S_ACKNOWLEDGE as u8;
+const DRIVER: u8 = VIRTIO_CONFIG_S_DRIVER as u8;
+const DRIVER_OK: u8 = VIRTIO_CONFIG_S_DRIVER_OK as u8;
+const FEATURES_OK: u8 = VIRTIO_CONFIG_S_FEATURES_OK as u8;
+const NEEDS_RESET: u8 = VIRTIO_CONFIG_S_NEEDS_RESET as u8;
+const FAILED: u8 = VIRTIO_CONFIG_S_FAILED as u8;
+
+/// What the transport and the rings offer for every device.
+const TRANSPORT_FEATURES: u64 =
+    1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_INDIRECT_DESC | 1 << VIRTIO_RING_F_EVENT_IDX;
+
+/// What the driver sets up of a queue.
+#[derive(Clone, Copy, Default)]
+struct QueueSetup {
+    size: u16,
+    enabled: bool,
+    desc: u64,
+    driver: u64,
+    device: u64,
+}
+
+enum Phase {
+    Idle,
+    Running,
+    Paused(Vec<QueueState>),
+    Resetting(Stopping),
+    /// A worker is dead; the VM is failing.
+    Dead,
+}
+
+/// See the module.
+pub(crate) struct Core {
+    pub(super) device: Box<dyn VirtioDevice>,
+    pub(super) shared: Arc<Shared>,
+    workers: Workers,
+    phase: Phase,
+    /// Without NEEDS_RESET, which is in the signals.
+    status: u8,
+    offered: u64,
+    accepted: u64,
+    /// The driver acknowledged a feature beyond the 64 that there are.
+    accepted_beyond: bool,
+    device_feature_select: u32,
+    driver_feature_select: u32,
+    queue_select: u16,
+    queues: Vec<QueueSetup>,
+}
+
+impl Core {
+    pub(super) fn new(device: Box<dyn VirtioDevice>, shared: Arc<Shared>, workers: Workers) -> Self {
+        let offered = device.features() | TRANSPORT_FEATURES;
+        let mut core = Self {
+            device,
+            shared,
+            workers,
+            phase: Phase::Idle,
+            status: 0,
+            offered,
+            accepted: 0,
+            accepted_beyond: false,
+            device_feature_select: 0,
+            driver_feature_select: 0,
+            queue_select: 0,
+            queues: Vec::new(),
+        };
+        core.clear();
+        core
+    }
+
+    /// Reads the common configuration.
+    pub(super) fn read_common(&mut self, offset: u64, data: &mut [u8]) {
+        data.fill(0xff);
+        let Some((value, width)) = self.register(offset, data.len()) else {
+            return;
+        };
+        if width == data.len() {
+            for (byte, value) in data.iter_mut().zip(value.to_le_bytes()) {
+                *byte = value;
+            }
+        }
+    }
+
+    /// Value and width of the register at `offset`; 64-bit registers are seen in halves or, if `length` is 8, whole.
+    fn register(&mut self, offset: u64, length: usize) -> Option<(u64, usize)> {
+        let signals = Arc::clone(&self.shared.signals);
+        let selected = self.queues.get(usize::from(self.queue_select)).copied();
+        let queue = selected.unwrap_or_default();
+        Some(match offset {
+            0x00 => (self.device_feature_select.into(), 4),
+            0x04 => (half(self.offered, self.device_feature_select), 4),
+            0x08 => (self.driver_feature_select.into(), 4),
+            0x0c => (half(self.accepted, self.driver_feature_select), 4),
+            0x10 => (signals.config_vector().into(), 2),
+            0x12 => (u64::try_from(self.queues.len()).unwrap_or(0), 2),
+            0x14 => (self.read_status().into(), 1),
+            0x15 => (signals.generation().into(), 1),
+            0x16 => (self.queue_select.into(), 2),
+            0x18 => (queue.size.into(), 2),
+            0x1a => (
+                signals
+                    .queue_vector(self.queue_select)
+                    .unwrap_or(NO_VECTOR)
+                    .into(),
+                2,
+            ),
+            0x1c => (queue.enabled.into(), 2),
+            // The queue's own number: with a multiplier of 4, each has its own address.
+            0x1e => (
+                if selected.is_some() {
+                    self.queue_select.into()
+                } else {
+                    0
+                },
+                2,
+            ),
+            0x20..0x38 if length == 8 && offset.is_multiple_of(8) => {
+                (*queue_address(&mut queue.clone(), offset)?, 8)
+            }
+            0x20..0x38 if offset.is_multiple_of(4) => {
+                let select = if offset.is_multiple_of(8) { 0 } else { 1 };
+                (half(*queue_address(&mut queue.clone(), offset & !7)?, select), 4)
+            }
+            _ => return None,
+        })
+    }
+
+    /// Writes the common configuration.
+    pub(super) fn write_common(&mut self, offset: u64, data: &[u8]) {
+        let Some(value) = number(data) else { return };
+        let narrow = |value: u64| u16::try_from(value).unwrap_or(NO_VECTOR);
+        if (offset, data.len()) == (0x14, 1) {
+            return self.write_status(u8::try_from(value).unwrap_or(0));
+        }
+        if !self.settle(Instant::now().checked_add(RESET_WAIT)) {
+            return;
+        }
+        match (offset, data.len()) {
+            (0x00, 4) => self.device_feature_select = u32::try_from(value).unwrap_or(u32::MAX),
+            (0x08, 4) => self.driver_feature_select = u32::try_from(value).unwrap_or(u32::MAX),
+            (0x0c, 4) if self.status & FEATURES_OK == 0 => self.accept(value),
+            (0x10, 2) => self.shared.signals.set_config_vector(narrow(value)),
+            (0x16, 2) => self.queue_select = narrow(value),
+            (0x1a, 2) => self
+                .shared
+                .signals
+                .set_queue_vector(self.queue_select, narrow(value)),
+            _ if self.status & DRIVER_OK == 0 => self.set_up_queue(offset, data.len(), value),
+            _ => {}
+        }
+    }
+
+    fn accept(&mut self, value: u64) {
+        let (mask, shift) = match self.driver_feature_select {
+            0 => (u64::from(u32::MAX), 0),
+            1 => (u64::from(u32::MAX) << 32, 32),
+            _ => {
+                self.accepted_beyond |= value != 0;
+                return;
+            }
+        };
+        self.accepted = self.accepted & !mask | value << shift;
+    }
+
+    fn set_up_queue(&mut self, offset: u64, length: usize, value: u64) {
+        let index = usize::from(self.queue_select);
+        let max = self.shared.max_sizes.get(index).copied().unwrap_or(0);
+        // All of it is to be written before the queue is enabled (4.1.4.3.2).
+        let Some(queue) = self.queues.get_mut(index).filter(|queue| !queue.enabled) else {
+            return;
+        };
+        match (offset, length) {
+            (0x18, 2) => {
+                if let Some(size) = u16::try_from(value)
+                    .ok()
+                    .filter(|size| size.is_power_of_two() && *size <= max)
+                {
+                    queue.size = size;
+                }
+            }
+            (0x1c, 2) => queue.enabled = value == 1,
+            (0x20..0x38, 8) if offset.is_multiple_of(8) => {
+                if let Some(address) = queue_address(queue, offset) {
+                    *address = value;
+                }
+            }
+            (0x20..0x38, 4) if offset.is_multiple_of(4) => {
+                let shift = if offset.is_multiple_of(8) { 0 } else { 32 };
+                if let Some(address) = queue_address(queue, offset & !7) {
+                    *address = *address & !(u64::from(u32::MAX) << shift) | value << shift;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn read_status(&mut self) -> u8 {
+        self.settle(None);
+        let needs_reset = self.shared.signals.needs_reset() && self.status != 0;
+        self.status | if needs_reset { NEEDS_RESET } else { 0 }
+    }
+
+    fn write_status(&mut self, value: u8) {
+        if value == 0 {
+            return self.begin_reset();
+        }
+        if !self.settle(Instant::now().checked_add(RESET_WAIT)) {
+            return;
+        }
+        let mut status = value & (ACKNOWLEDGE | DRIVER | DRIVER_OK | FEATURES_OK | FAILED);
+        // The driver must not clear bits (2.1.1).
+        if self.status & !status != 0 {
+            return;
+        }
+        if status & !self.status & FEATURES_OK != 0 && !self.features_are_acceptable() {
+            status &= !FEATURES_OK;
+        }
+        if status & DRIVER_OK != 0 && status & FEATURES_OK == 0 {
+            status &= !DRIVER_OK;
+        }
+        let started = status & !self.status & DRIVER_OK != 0 && status & FAILED == 0;
+        self.status = status;
+        if started && matches!(self.phase, Phase::Idle) {
+            self.start();
+        }
+    }
+
+    fn features_are_acceptable(&self) -> bool {
+        !self.accepted_beyond
+            && self.accepted & !self.offered == 0
+            && self.accepted & 1 << VIRTIO_F_VERSION_1 != 0
+    }
+
+    fn start(&mut self) {
+        let states: Vec<QueueState> = (0_u16..)
+            .zip(&self.queues)
+            .filter(|(_, queue)| queue.enabled)
+            .map(|(index, queue)| QueueState {
+                index,
+                size: queue.size,
+                desc_table: queue.desc,
+                avail_ring: queue.driver,
+                used_ring: queue.device,
+                next_avail: 0,
+                next_used: 0,
+            })
+            .collect();
+        self.shared.signals.set_driver_ok(true);
+        self.workers.start(&states, self.accepted);
+        self.phase = Phase::Running;
+    }
+
+    fn begin_reset(&mut self) {
+        match self.phase {
+            Phase::Idle => return self.clear(),
+            Phase::Running | Phase::Paused(_) => {
+                self.shared.signals.set_driver_ok(false);
+                self.phase = Phase::Resetting(self.workers.stop());
+            }
+            Phase::Resetting(_) | Phase::Dead => {}
+        }
+        self.settle(Instant::now().checked_add(RESET_WAIT));
+    }
+
+    /// Ends a reset under way if the workers are parked, or will be by then. False while registers can't be used.
+    fn settle(&mut self, deadline: Option<Instant>) -> bool {
+        let Phase::Resetting(stopping) = &mut self.phase else {
+            return !matches!(self.phase, Phase::Dead);
+        };
+        if stopping.wait(deadline.unwrap_or_else(Instant::now)) {
+            self.phase = Phase::Idle;
+            self.clear();
+            return true;
+        }
+        if stopping.gone() {
+            self.phase = Phase::Dead;
+        }
+        false
+    }
+
+    /// To the state after power-on; the workers are parked.
+    fn clear(&mut self) {
+        self.status = 0;
+        self.accepted = 0;
+        self.accepted_beyond = false;
+        self.device_feature_select = 0;
+        self.driver_feature_select = 0;
+        self.queue_select = 0;
+        let fresh = |size: &u16| QueueSetup {
+            size: *size,
+            ..QueueSetup::default()
+        };
+        self.queues = self.shared.max_sizes.iter().map(fresh).collect();
+        self.shared.signals.reset();
+        self.device.reset();
+    }
+
+    /// See [`Component::pause`](crate::component::Component::pause).
+    pub(super) fn pause(&mut self, deadline: Instant) -> Result<(), ComponentError> {
+        if !self.settle(Some(deadline)) {
+            return Err(self.not_settled());
+        }
+        if !matches!(self.phase, Phase::Running) {
+            return Ok(());
+        }
+        match self.workers.pause(deadline, self.accepted) {
+            Ok(states) => {
+                self.phase = Phase::Paused(states);
+                Ok(())
+            }
+            Err(StopError::Late) => Err(ComponentError::DrainTimeout),
+            Err(StopError::Gone) => Err(ComponentError::WorkerGone),
+        }
+    }
+
+    /// See [`Component::resume`](crate::component::Component::resume).
+    pub(super) fn resume(&mut self) {
+        if let Phase::Paused(states) = &self.phase {
+            self.workers.start(states, self.accepted);
+            self.phase = Phase::Running;
+        }
+    }
+
+    /// Resets and waits for it.
+    pub(super) fn reset(&mut self, deadline: Instant) -> Result<(), ComponentError> {
+        self.begin_reset();
+        if self.settle(Some(deadline)) {
+            Ok(())
+        } else {
+            Err(self.not_settled())
+        }
+    }
+
+    fn not_settled(&self) -> ComponentError {
+        match self.phase {
+            Phase::Dead => ComponentError::WorkerGone,
+            _ => ComponentError::DrainTimeout,
+        }
+    }
+}
+
+/// 32 bits of `value`: the lower ones for 0, the upper ones for 1, none for others.
+fn half(value: u64, select: u32) -> u64 {
+    match select {
+        0 => value & u64::from(u32::MAX),
+        1 => value >> 32,
+        _ => 0,
+    }
+}
+
+fn queue_address(queue: &mut QueueSetup, offset: u64) -> Option<&mut u64> {
+    match offset {
+        0x20 => Some(&mut queue.desc),
+        0x28 => Some(&mut queue.driver),
+        0x30 => Some(&mut queue.device),
+        _ => None,
+    }
+}
+
+fn number(data: &[u8]) -> Option<u64> {
+    let mut bytes = [0; 8];
+    bytes.get_mut(..data.len())?.copy_from_slice(data);
+    Some(u64::from_le_bytes(bytes))
+}

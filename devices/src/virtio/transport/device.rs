@@ -1,0 +1,147 @@
+//! A virtio device on PCI as the machine holds it.
+
+use std::{
+    io,
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::{
+    super::{
+        device::{VirtioDevice, WorkerSpec},
+        fault::{Counters, EventSink, LogLimit},
+        queue::MAX_SIZE,
+        signals::Signals,
+        worker::{Shared, Workers},
+    },
+    core::Core,
+    function::{MAX_CONFIG, MAX_QUEUES, VirtioFunction},
+};
+use crate::{
+    GuestMemory,
+    component::{Component, ComponentError},
+    interrupt::{MsiController, NotifyRegistry},
+    pci::{PciFunction, SharedFunction, msix::Msix, root::lock},
+};
+
+/// How long a reset of the machine waits for requests under way.
+const RESET_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What a device needs of the machine.
+pub struct Parts<'a> {
+    /// What it is called in messages: "disk root".
+    pub name: String,
+    /// Guest memory.
+    pub memory: GuestMemory,
+    /// Gives interrupt vectors: one for each queue and one for configuration changes.
+    pub msi: &'a dyn MsiController,
+    /// Turns notifications into signals without an exit.
+    pub notify: Arc<dyn NotifyRegistry>,
+    /// Is told what happens to the device.
+    pub sink: Arc<dyn EventSink>,
+}
+
+/// A virtio device with its worker threads and its PCI function.
+///
+/// Its threads end when it and all users of [`function`](Self::function) are dropped.
+pub struct VirtioPciDevice {
+    name: String,
+    function: Arc<Mutex<VirtioFunction>>,
+    shared: Arc<Shared>,
+}
+
+impl VirtioPciDevice {
+    /// Builds it; its worker threads are there afterwards, parked.
+    pub fn new(parts: Parts<'_>, mut device: Box<dyn VirtioDevice>) -> io::Result<Self> {
+        let max_sizes = device.queue_sizes().to_vec();
+        let specs = device.workers()?;
+        check(&*device, &specs).map_err(|what| io::Error::new(io::ErrorKind::InvalidInput, what))?;
+        let msix = Msix::new(parts.msi, max_sizes.len().saturating_add(1))?;
+        let kick = |_: &u16| EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map(Arc::new);
+        let shared = Arc::new(Shared {
+            name: parts.name.clone(),
+            memory: parts.memory,
+            kicks: max_sizes.iter().map(kick).collect::<io::Result<_>>()?,
+            signals: Arc::new(Signals::new(Arc::clone(msix.vectors()), max_sizes.len())),
+            max_sizes,
+            counters: Arc::new(Counters::default()),
+            sink: parts.sink,
+            log_limit: LogLimit::new(),
+        });
+        let workers = Workers::spawn(&shared, specs)?;
+        let core = Core::new(device, Arc::clone(&shared), workers);
+        let function = Arc::new(Mutex::new(VirtioFunction::new(core, msix, parts.notify)?));
+        Ok(Self {
+            name: parts.name,
+            function,
+            shared,
+        })
+    }
+
+    /// For [`PciRoot::add`](crate::pci::PciRoot::add).
+    pub fn function(&self) -> SharedFunction {
+        let function: Arc<Mutex<VirtioFunction>> = Arc::clone(&self.function);
+        function
+    }
+
+    /// What happened to it so far.
+    pub fn counters(&self) -> &Arc<Counters> {
+        &self.shared.counters
+    }
+
+    /// What others raise a configuration change through, after the front began to show it.
+    pub fn signals(&self) -> &Arc<Signals> {
+        &self.shared.signals
+    }
+}
+
+/// What has to be true of a device for the transport to carry it.
+fn check(device: &dyn VirtioDevice, specs: &[WorkerSpec]) -> Result<(), &'static str> {
+    let sizes = device.queue_sizes();
+    if sizes.len() > MAX_QUEUES || device.config_len() > MAX_CONFIG {
+        return Err("the device has too many queues or too much configuration");
+    }
+    if sizes
+        .iter()
+        .any(|size| !size.is_power_of_two() || *size > MAX_SIZE)
+    {
+        return Err("a queue's size is no power of two up to 1024");
+    }
+    let mut served: Vec<usize> = specs
+        .iter()
+        .flat_map(|spec| &spec.queues)
+        .map(|queue| usize::from(*queue))
+        .collect();
+    served.sort_unstable();
+    if !served.into_iter().eq(0..sizes.len()) {
+        return Err("the workers don't serve each queue once");
+    }
+    Ok(())
+}
+
+impl Component for VirtioPciDevice {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn pause(&mut self, deadline: Instant) -> Result<(), ComponentError> {
+        lock(&self.function).core.pause(deadline)
+    }
+
+    fn resume(&mut self) -> Result<(), ComponentError> {
+        lock(&self.function).core.resume();
+        Ok(())
+    }
+
+    /// Also resets the PCI function; [`PciRoot::reset`](crate::pci::PciRoot::reset) has to follow.
+    fn reset(&mut self) -> Result<(), ComponentError> {
+        let now = Instant::now();
+        let deadline = now.checked_add(RESET_TIMEOUT).unwrap_or(now);
+        let mut function = lock(&self.function);
+        function.core.reset(deadline)?;
+        function.reset();
+        Ok(())
+    }
+}
