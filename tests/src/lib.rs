@@ -7,6 +7,7 @@
 //!
 //! Images are built once per set of inputs ([`cache`]); `node` (src/bin/node.rs) is the command line to all of this.
 
+pub mod bench;
 pub mod cache;
 pub mod case;
 pub mod debian;
@@ -14,6 +15,7 @@ pub mod guest;
 pub mod host;
 pub mod node;
 pub mod paths;
+pub mod programs;
 pub mod run;
 pub mod wait;
 

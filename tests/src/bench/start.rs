@@ -1,0 +1,121 @@
+//! Start to init: design's start rows, from `measure start` in the node.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Context, Result};
+use serde::Deserialize;
+
+use super::{
+    median,
+    table::{Row, render},
+};
+use crate::{Node, node::Kernel, programs, wait::Deadline};
+
+/// What `measure` calls the VMMs, ours first.
+const NAMES: [&str; 3] = ["vmm", "microvm", "q35"];
+/// Counters that are the same thing as another one, or no events.
+const NO_EXITS: [&str; 6] = [
+    "max_mmu_page_hash_collisions",
+    "nx_lpage_splits",
+    "pages_1g",
+    "pages_2m",
+    "pages_4k",
+    "max_mmu_rmap_size",
+];
+
+#[derive(Deserialize)]
+struct Line {
+    vmm: String,
+    result: Start,
+}
+
+#[derive(Deserialize)]
+struct Start {
+    first_instruction_us: f64,
+    init_us: f64,
+    exits_to_init: BTreeMap<String, u64>,
+    idle_exits_per_second: f64,
+    pss_beyond_guest_kib: f64,
+    pss_guest_kib: f64,
+}
+
+/// Measures and renders.
+pub fn run(node: &Node, runs: u32) -> Result<String> {
+    let measure = programs::build_static("vmmd-measure", "measure")?;
+    node.copy_in(&measure, "/run/measure")?;
+    let guests = node.guests();
+    let command = format!(
+        "/run/measure start --kernel {} --initrd {} --vmm \"$(dpkg -L vmmd | grep '/vmm$')\" --runs {runs}",
+        guests.vmlinuz(Kernel::Cloud612),
+        guests.initrd(Kernel::Cloud612),
+    );
+    let output = node.ssh_within(&command, Deadline::seconds(u64::from(runs) * 600))?;
+    anyhow::ensure!(
+        output.success(),
+        "measure in the node: {}{}",
+        output.stdout,
+        output.stderr
+    );
+    let lines = output
+        .stdout
+        .lines()
+        .map(serde_json::from_str)
+        .collect::<Result<Vec<Line>, _>>();
+    let lines = lines.context("read what measure printed")?;
+    Ok(report(&lines, runs))
+}
+
+fn report(lines: &[Line], runs: u32) -> String {
+    let row = |name: &str, value: &dyn Fn(&Start) -> f64| Row {
+        name: name.to_owned(),
+        values: NAMES
+            .iter()
+            .map(|vmm| {
+                median(
+                    lines
+                        .iter()
+                        .filter(|line| line.vmm == *vmm)
+                        .map(|line| value(&line.result)),
+                )
+            })
+            .collect(),
+    };
+    let times = [
+        row("process start to first guest instruction, ms", &|start| {
+            start.first_instruction_us / 1000.0
+        }),
+        row("process start to init, ms", &|start| start.init_us / 1000.0),
+        row("VM exits to init", &|start| counter(start, "exits")),
+        row("nested page faults to init", &|start| counter(start, "pf_taken")),
+        row("idle VM exits/s", &|start| start.idle_exits_per_second),
+        row("private memory beyond guest RAM at idle (PSS), MiB", &|start| {
+            start.pss_beyond_guest_kib / 1024.0
+        }),
+        row("guest RAM in use at idle (PSS), MiB", &|start| {
+            start.pss_guest_kib / 1024.0
+        }),
+    ];
+    let kinds: BTreeSet<&str> = lines
+        .iter()
+        .flat_map(|line| line.result.exits_to_init.keys())
+        .map(String::as_str)
+        .filter(|kind| !NO_EXITS.contains(kind))
+        .collect();
+    let kinds = kinds
+        .into_iter()
+        .map(|kind| row(&format!("`{kind}`"), &|start| counter(start, kind)));
+    let kinds: Vec<Row> = kinds
+        .filter(|row| row.values.iter().any(|value| *value > 0.0))
+        .collect();
+    format!(
+        "### Start to init\n\n1 vCPU, 256 MiB, the same kernel and initramfs, no disk, no network; medians of {runs} \
+         runs in turn.\n\n{}\nKVM's counters from start to init:\n\n{}\n",
+        render(&NAMES, &times),
+        render(&NAMES, &kinds),
+    )
+}
+
+#[allow(clippy::cast_precision_loss, reason = "counts far below 2^52")]
+fn counter(start: &Start, name: &str) -> f64 {
+    start.exits_to_init.get(name).copied().unwrap_or(0) as f64
+}
