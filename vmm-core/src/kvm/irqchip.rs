@@ -1,0 +1,91 @@
+//! Wired interrupts, notifications, and the state of the in-kernel interrupt controllers.
+
+use std::{io, sync::Arc};
+
+use devices::interrupt::{IrqLine, NotifyAddress, NotifyRegistry};
+use kvm_bindings::{KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip};
+use kvm_ioctls::{IoEventAddress, NoDatamatch};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::{host::KvmError, vm::Vm};
+
+/// An input of the interrupt controllers behind an irqfd: a pulse is one write.
+struct Line {
+    event: EventFd,
+}
+
+impl IrqLine for Line {
+    fn pulse(&self) {
+        // Fails only when 2^64 - 1 pulses are pending, which an irqfd never leaves.
+        let _ = self.event.write(1);
+    }
+}
+
+pub(super) fn line(vm: &Vm, gsi: u32) -> Result<Arc<dyn IrqLine>, KvmError> {
+    let event = EventFd::new(EFD_NONBLOCK).map_err(|source| KvmError::Ioctl {
+        operation: "eventfd",
+        source,
+    })?;
+    vm.fd()
+        .register_irqfd(&event, gsi)
+        .map_err(KvmError::ioctl("KVM_IRQFD"))?;
+    Ok(Arc::new(Line { event }))
+}
+
+/// Notifications by ioeventfd.
+pub(super) struct IoEvents(pub(super) Arc<Vm>);
+
+fn address(address: NotifyAddress) -> IoEventAddress {
+    match address {
+        NotifyAddress::Mmio(address) => IoEventAddress::Mmio(address),
+        NotifyAddress::Pio(port) => IoEventAddress::Pio(port.into()),
+    }
+}
+
+impl NotifyRegistry for IoEvents {
+    fn register(&self, at: NotifyAddress, event: &EventFd) -> io::Result<()> {
+        // Length 0: any width. For MMIO it is also the quickest: KVM does not decode the instruction (fast MMIO bus).
+        Ok(self.0.fd().register_ioevent(event, &address(at), NoDatamatch)?)
+    }
+
+    fn unregister(&self, at: NotifyAddress, event: &EventFd) -> io::Result<()> {
+        Ok(self.0.fd().unregister_ioevent(event, &address(at), NoDatamatch)?)
+    }
+}
+
+/// Registers of the in-kernel PICs and the I/O APIC.
+#[derive(Clone)]
+pub struct IrqChipState([kvm_irqchip; 3]);
+
+impl std::fmt::Debug for IrqChipState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("IrqChipState")
+    }
+}
+
+impl IrqChipState {
+    /// Reads them; with all vCPUs stopped. Right after the VM's creation this is the power-on state.
+    pub fn capture(vm: &Vm) -> Result<Self, KvmError> {
+        let mut chips =
+            [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC].map(|chip_id| kvm_irqchip {
+                chip_id,
+                ..Default::default()
+            });
+        for chip in &mut chips {
+            vm.fd()
+                .get_irqchip(chip)
+                .map_err(KvmError::ioctl("KVM_GET_IRQCHIP"))?;
+        }
+        Ok(Self(chips))
+    }
+
+    /// Sets them; with all vCPUs stopped.
+    pub fn restore(&self, vm: &Vm) -> Result<(), KvmError> {
+        for chip in &self.0 {
+            vm.fd()
+                .set_irqchip(chip)
+                .map_err(KvmError::ioctl("KVM_SET_IRQCHIP"))?;
+        }
+        Ok(())
+    }
+}

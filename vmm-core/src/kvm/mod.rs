@@ -1,0 +1,29 @@
+//! KVM: the host's interface ([`Host`]), a virtual machine ([`Vm`]), its processors ([`Vcpu`]) and interrupts.
+//!
+//! Everything that is unsafe about ioctls, the shared `kvm_run` page and memory slots is in here. KVM's API is
+//! described in the kernel's `Documentation/virt/kvm/api.rst`; names of ioctls and capabilities are as there.
+
+#![allow(unsafe_code)]
+
+mod crash;
+mod host;
+mod irqchip;
+mod kick;
+mod msi;
+mod stats;
+mod vcpu;
+mod vcpu_state;
+mod vm;
+
+#[cfg(test)]
+pub(crate) mod tests;
+
+pub use crash::Crash;
+pub use host::{Host, KvmError};
+pub use irqchip::IrqChipState;
+pub use kick::Kicker;
+pub(crate) use kick::{install_handler, interrupt};
+pub use stats::{Stat, StatsReader};
+pub use vcpu::{AddressSpaces, Exit, Vcpu};
+pub use vcpu_state::{MsrNumbers, VcpuState};
+pub use vm::{Clock, Vm};

@@ -1,0 +1,228 @@
+//! One vCPU: entering the guest, and carrying out what made it leave.
+
+use std::sync::Arc;
+
+use devices::bus::{Bus, Effect};
+use kvm_bindings::{
+    CpuId, KVM_EXIT_IO_OUT, KVM_INTERNAL_ERROR_EMULATION,
+    KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES, KVM_SYSTEM_EVENT_CRASH, KVM_SYSTEM_EVENT_RESET,
+    KVM_SYSTEM_EVENT_SHUTDOWN, kvm_regs, kvm_run, kvm_sregs,
+};
+use kvm_ioctls::{VcpuExit, VcpuFd};
+
+use super::{crash::Crash, host::KvmError, kick::Kicker, stats::StatsReader, vm::Vm};
+
+/// Where a vCPU's port and memory accesses go.
+#[derive(Clone)]
+pub struct AddressSpaces {
+    /// I/O ports.
+    pub pio: Arc<Bus>,
+    /// Memory that is not RAM.
+    pub mmio: Arc<Bus>,
+}
+
+/// Why [`Vcpu::enter`] returned.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// An access was carried out; it asks this of the machine. The instruction is completed by the next entry.
+    Access(Effect),
+    /// By a signal, `immediate_exit`, or a vCPU that still waits to be started. No access is pending.
+    Interrupted,
+    /// The vCPU can't run any further.
+    Crashed(Crash),
+}
+
+/// A vCPU. All its ioctls are best done by the thread that runs it.
+#[derive(Debug)]
+pub struct Vcpu {
+    fd: VcpuFd,
+    vm: Arc<Vm>,
+    id: u32,
+}
+
+/// The kinds of exit that have data in `kvm_run`, told apart before it is looked at.
+enum Kind {
+    Io,
+    Exit(Exit),
+    InternalError,
+    Other,
+}
+
+impl Vcpu {
+    pub(super) fn new(vm: Arc<Vm>, fd: VcpuFd, id: u32) -> Self {
+        Self { fd, vm, id }
+    }
+
+    pub(super) fn fd(&self) -> &VcpuFd {
+        &self.fd
+    }
+
+    /// The VM that it belongs to.
+    pub fn vm(&self) -> &Arc<Vm> {
+        &self.vm
+    }
+
+    /// Its local APIC id.
+    pub fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// Sets what CPUID says; before MSRs are read or set, and before the first entry.
+    pub fn set_cpuid(&self, cpuid: &CpuId) -> Result<(), KvmError> {
+        self.fd
+            .set_cpuid2(cpuid)
+            .map_err(KvmError::ioctl("KVM_SET_CPUID2"))
+    }
+
+    /// For other threads to stop it.
+    pub fn kicker(&self) -> Result<Kicker, KvmError> {
+        Kicker::new(&self.fd)
+    }
+
+    /// KVM's statistics of the vCPU (exits by kind), where the kernel has them (5.14 and later).
+    pub fn stats(&self) -> Option<StatsReader> {
+        StatsReader::open(&self.fd)
+    }
+
+    /// Sets general and special registers, each derived from what they are now.
+    pub fn set_registers(&self, change: impl FnOnce(&mut kvm_sregs) -> kvm_regs) -> Result<(), KvmError> {
+        let mut special = self.fd.get_sregs().map_err(KvmError::ioctl("KVM_GET_SREGS"))?;
+        let general = change(&mut special);
+        self.fd
+            .set_sregs(&special)
+            .map_err(KvmError::ioctl("KVM_SET_SREGS"))?;
+        self.fd
+            .set_regs(&general)
+            .map_err(KvmError::ioctl("KVM_SET_REGS"))
+    }
+
+    /// General registers.
+    pub fn registers(&self) -> Result<kvm_regs, KvmError> {
+        self.fd.get_regs().map_err(KvmError::ioctl("KVM_GET_REGS"))
+    }
+
+    /// Tells the guest that it was stopped, so that its watchdogs don't bark (`KVM_KVMCLOCK_CTRL`).
+    pub fn note_pause(&self) {
+        // Refused when the guest does not use kvmclock: then there is nothing to tell.
+        let _ = self.fd.kvmclock_ctrl();
+    }
+
+    /// Runs the guest until it needs something that KVM can't do by itself.
+    ///
+    /// Accesses are carried out here, on `spaces`; an access to several elements (`rep outs`) one by one. To stop
+    /// with no access half done, set the [`Kicker`] and enter until `Interrupted` comes back: KVM completes what is
+    /// pending first.
+    pub fn enter(&mut self, spaces: &AddressSpaces) -> Result<Exit, KvmError> {
+        let kind = match self.fd.run() {
+            Ok(VcpuExit::IoIn(..) | VcpuExit::IoOut(..)) => Kind::Io,
+            Ok(VcpuExit::MmioRead(address, data)) => {
+                spaces.mmio.read(address, data);
+                Kind::Exit(Exit::Access(Effect::None))
+            }
+            Ok(VcpuExit::MmioWrite(address, data)) => {
+                Kind::Exit(Exit::Access(spaces.mmio.write(address, data)))
+            }
+            Ok(VcpuExit::Intr) => Kind::Exit(Exit::Interrupted),
+            Ok(VcpuExit::Shutdown) => Kind::Exit(Exit::Crashed(Crash::TripleFault)),
+            Ok(VcpuExit::FailEntry(reason, cpu)) => {
+                Kind::Exit(Exit::Crashed(Crash::FailEntry { reason, cpu }))
+            }
+            Ok(VcpuExit::MemoryFault { gpa, .. }) => {
+                Kind::Exit(Exit::Crashed(Crash::MemoryFault { address: gpa }))
+            }
+            Ok(VcpuExit::SystemEvent(event, _)) => Kind::Exit(system_event(event)),
+            Ok(VcpuExit::InternalError) => Kind::InternalError,
+            Ok(_) => Kind::Other,
+            Err(errno) if matches!(errno.errno(), libc::EINTR | libc::EAGAIN) => {
+                Kind::Exit(Exit::Interrupted)
+            }
+            Err(errno) => return Err(KvmError::ioctl("KVM_RUN")(errno)),
+        };
+        Ok(match kind {
+            Kind::Exit(exit) => exit,
+            Kind::Io => Exit::Access(self.port_access(&spaces.pio)),
+            Kind::InternalError => Exit::Crashed(self.internal_error()),
+            Kind::Other => Exit::Crashed(Crash::Unexpected {
+                reason: self.fd.get_kvm_run().exit_reason,
+            }),
+        })
+    }
+
+    /// Carries out a port access: `count` elements of `size` bytes, which lie in the pages behind `kvm_run`.
+    fn port_access(&mut self, bus: &Bus) -> Effect {
+        let pages = self.vm.fd().run_size();
+        let run: *mut kvm_run = self.fd.get_kvm_run();
+        // SAFETY: `run` is the mapped page of this vCPU, which is not in the guest.
+        let shared = unsafe { &(*run).__bindgen_anon_1 };
+        // SAFETY: the exit reason says that this field is set.
+        let io = unsafe { shared.io };
+        let size = usize::from(io.size);
+        let Some((offset, length)) = usize::try_from(io.data_offset)
+            .ok()
+            .zip(
+                usize::try_from(io.count)
+                    .ok()
+                    .and_then(|count| count.checked_mul(size)),
+            )
+            .filter(|(offset, length)| offset.checked_add(*length).is_some_and(|end| end <= pages))
+        else {
+            return Effect::None;
+        };
+        // SAFETY: within the pages that are mapped behind `run`, as was just checked.
+        let data = unsafe { run.cast::<u8>().add(offset) };
+        // SAFETY: as above; while the vCPU is not in the guest nobody else accesses them.
+        let data = unsafe { std::slice::from_raw_parts_mut(data, length) };
+
+        let mut effect = Effect::None;
+        for element in data.chunks_mut(size.max(1)) {
+            if u32::from(io.direction) != KVM_EXIT_IO_OUT {
+                bus.read(io.port.into(), element);
+                continue;
+            }
+            match bus.write(io.port.into(), element) {
+                Effect::None => {}
+                ends @ (Effect::Reset | Effect::PowerOff) => return ends,
+                other => effect = other,
+            }
+        }
+        effect
+    }
+
+    fn internal_error(&mut self) -> Crash {
+        let rip = self.fd.get_regs().map_or(0, |regs| regs.rip);
+        let shared = &self.fd.get_kvm_run().__bindgen_anon_1;
+        // SAFETY: the exit reason says that this field is set.
+        let internal = unsafe { shared.internal };
+        if internal.suberror != KVM_INTERNAL_ERROR_EMULATION {
+            let count = usize::try_from(internal.ndata)
+                .unwrap_or(0)
+                .min(internal.data.len());
+            return Crash::Internal {
+                suberror: internal.suberror,
+                data: internal.data.iter().take(count).copied().collect(),
+            };
+        }
+        // SAFETY: the suberror says that this field is set; `ndata` and `flags` say how much of it.
+        let failure = unsafe { shared.emulation_failure };
+        let told = failure.ndata >= 3
+            && failure.flags & u64::from(KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES) != 0;
+        if !told {
+            return Crash::emulation(rip, Vec::new());
+        }
+        // SAFETY: plain bytes in each variant.
+        let instruction = unsafe { failure.__bindgen_anon_1.__bindgen_anon_1 };
+        let count = usize::from(instruction.insn_size).min(instruction.insn_bytes.len());
+        Crash::emulation(rip, instruction.insn_bytes.iter().take(count).copied().collect())
+    }
+}
+
+fn system_event(event: u32) -> Exit {
+    match event {
+        KVM_SYSTEM_EVENT_SHUTDOWN => Exit::Access(Effect::PowerOff),
+        KVM_SYSTEM_EVENT_RESET => Exit::Access(Effect::Reset),
+        KVM_SYSTEM_EVENT_CRASH => Exit::Access(Effect::GuestPanicked),
+        _ => Exit::Crashed(Crash::Unexpected {
+            reason: kvm_bindings::KVM_EXIT_SYSTEM_EVENT,
+        }),
+    }
+}

@@ -1,0 +1,159 @@
+//! The whole state of a vCPU: read after creation, it is what a machine reset goes back to.
+
+use kvm_bindings::{
+    Msrs, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events,
+    kvm_xcrs, kvm_xsave,
+};
+
+use super::{host::KvmError, vcpu::Vcpu};
+
+/// The MSRs that KVM counts as state, less those that guests of ours don't have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MsrNumbers(Vec<u32>);
+
+/// `MSR_IA32_TSC`. Written 0 at a reset, which KVM takes as "in step with the other vCPUs".
+const TSC: u32 = 0x10;
+
+/// Hyper-V's interfaces and performance counters: not in our CPUID, and each costs an ioctl to find that out.
+fn is_never_offered(msr: u32) -> bool {
+    matches!(
+        msr,
+        0x4000_0000..=0x4000_0fff
+            | 0xc1..=0xc8
+            | 0x186..=0x18d
+            | 0x309..=0x30c
+            | 0x38d..=0x390
+            | 0x3f1
+            | 0x4c1..=0x4c8
+            | 0xc001_0000..=0xc001_0007
+            | 0xc001_0200..=0xc001_020b
+            | 0xc000_0300..=0xc000_0303
+    )
+}
+
+impl MsrNumbers {
+    pub(super) fn new(indices: &[u32]) -> Self {
+        Self(
+            indices
+                .iter()
+                .copied()
+                .filter(|msr| !is_never_offered(*msr))
+                .collect(),
+        )
+    }
+}
+
+/// Everything that a guest can change of its vCPU.
+pub struct VcpuState {
+    special: kvm_sregs,
+    general: kvm_regs,
+    xcrs: kvm_xcrs,
+    xsave: Box<kvm_xsave>,
+    debug: kvm_debugregs,
+    events: kvm_vcpu_events,
+    lapic: kvm_lapic_state,
+    mp_state: kvm_mp_state,
+    msrs: Vec<kvm_msr_entry>,
+}
+
+impl std::fmt::Debug for VcpuState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VcpuState")
+            .field("rip", &self.general.rip)
+            .finish_non_exhaustive()
+    }
+}
+
+impl VcpuState {
+    /// Reads it from a vCPU that is stopped and whose CPUID is set.
+    pub fn capture(vcpu: &Vcpu) -> Result<Self, KvmError> {
+        let fd = vcpu.fd();
+        Ok(Self {
+            // First: reading it lets KVM act on pending INIT and SIPI, which changes what follows.
+            mp_state: fd.get_mp_state().map_err(KvmError::ioctl("KVM_GET_MP_STATE"))?,
+            special: fd.get_sregs().map_err(KvmError::ioctl("KVM_GET_SREGS"))?,
+            general: fd.get_regs().map_err(KvmError::ioctl("KVM_GET_REGS"))?,
+            xcrs: fd.get_xcrs().map_err(KvmError::ioctl("KVM_GET_XCRS"))?,
+            xsave: Box::new(fd.get_xsave().map_err(KvmError::ioctl("KVM_GET_XSAVE"))?),
+            debug: fd
+                .get_debug_regs()
+                .map_err(KvmError::ioctl("KVM_GET_DEBUGREGS"))?,
+            events: fd
+                .get_vcpu_events()
+                .map_err(KvmError::ioctl("KVM_GET_VCPU_EVENTS"))?,
+            lapic: fd.get_lapic().map_err(KvmError::ioctl("KVM_GET_LAPIC"))?,
+            msrs: read_msrs(vcpu)?,
+        })
+    }
+
+    /// Puts the vCPU, which is stopped, into this state; its time stamp counter goes in step with the other vCPUs'.
+    pub fn restore(&self, vcpu: &Vcpu) -> Result<(), KvmError> {
+        let fd = vcpu.fd();
+        // The APIC base in the special registers comes before the APIC, the APIC before its timer's MSR.
+        fd.set_sregs(&self.special)
+            .map_err(KvmError::ioctl("KVM_SET_SREGS"))?;
+        fd.set_regs(&self.general)
+            .map_err(KvmError::ioctl("KVM_SET_REGS"))?;
+        fd.set_xcrs(&self.xcrs).map_err(KvmError::ioctl("KVM_SET_XCRS"))?;
+        // SAFETY: the guest has no features enabled (AMX) with which its state is larger than `kvm_xsave`.
+        unsafe { fd.set_xsave(&self.xsave) }.map_err(KvmError::ioctl("KVM_SET_XSAVE"))?;
+        fd.set_debug_regs(&self.debug)
+            .map_err(KvmError::ioctl("KVM_SET_DEBUGREGS"))?;
+        fd.set_lapic(&self.lapic)
+            .map_err(KvmError::ioctl("KVM_SET_LAPIC"))?;
+        write_msrs(vcpu, &self.msrs)?;
+        fd.set_vcpu_events(&self.events)
+            .map_err(KvmError::ioctl("KVM_SET_VCPU_EVENTS"))?;
+        fd.set_mp_state(self.mp_state)
+            .map_err(KvmError::ioctl("KVM_SET_MP_STATE"))
+    }
+}
+
+/// Reads what can be read: `KVM_GET_MSRS` ends at the first MSR that this vCPU does not have.
+fn read_msrs(vcpu: &Vcpu) -> Result<Vec<kvm_msr_entry>, KvmError> {
+    let mut wanted: Vec<kvm_msr_entry> = vcpu
+        .vm()
+        .msr_numbers()
+        .0
+        .iter()
+        .map(|index| kvm_msr_entry {
+            index: *index,
+            ..Default::default()
+        })
+        .collect();
+    let mut read: Vec<kvm_msr_entry> = Vec::with_capacity(wanted.len());
+    while !wanted.is_empty() {
+        let mut msrs = msrs(&wanted)?;
+        let count = vcpu
+            .fd()
+            .get_msrs(&mut msrs)
+            .map_err(KvmError::ioctl("KVM_GET_MSRS"))?;
+        read.extend(msrs.as_slice().iter().take(count));
+        wanted.drain(..count.saturating_add(1).min(wanted.len()));
+    }
+    for msr in &mut read {
+        if msr.index == TSC {
+            msr.data = 0;
+        }
+    }
+    Ok(read)
+}
+
+/// Writes what can be written: what is read-only can't have changed either.
+fn write_msrs(vcpu: &Vcpu, mut entries: &[kvm_msr_entry]) -> Result<(), KvmError> {
+    while !entries.is_empty() {
+        let count = vcpu
+            .fd()
+            .set_msrs(&msrs(entries)?)
+            .map_err(KvmError::ioctl("KVM_SET_MSRS"))?;
+        entries = entries.get(count.saturating_add(1)..).unwrap_or_default();
+    }
+    Ok(())
+}
+
+fn msrs(entries: &[kvm_msr_entry]) -> Result<Msrs, KvmError> {
+    Msrs::from_entries(entries).map_err(|_| KvmError::Ioctl {
+        operation: "building a list of MSRs",
+        source: std::io::ErrorKind::OutOfMemory.into(),
+    })
+}

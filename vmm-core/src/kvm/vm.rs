@@ -1,0 +1,188 @@
+//! A virtual machine in KVM: memory slots, clock, in-kernel interrupt controllers.
+
+use std::{
+    fmt,
+    os::fd::AsRawFd,
+    sync::{Arc, Mutex, OnceLock},
+};
+
+use devices::interrupt::{IrqLine, MsiController, NotifyRegistry};
+use kvm_bindings::{
+    KVM_CLOCK_TSC_STABLE, KVM_PIT_SPEAKER_DUMMY, kvm_clock_data, kvm_pit_config, kvm_userspace_memory_region,
+};
+use kvm_ioctls::{Cap, VmFd};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+
+use super::{
+    host::{Host, KvmError},
+    irqchip,
+    msi::{MsiRoutes, RoutedMsiController},
+    stats::StatsReader,
+    vcpu::Vcpu,
+    vcpu_state::MsrNumbers,
+};
+use crate::memory::{GuestRam, layout};
+
+/// A virtual machine. vCPUs, interrupts and notifications hold on to it.
+pub struct Vm {
+    /// Before `ram`: KVM lets go of the memory before it is unmapped.
+    fd: VmFd,
+    pub(super) routes: Mutex<MsiRoutes>,
+    ram: OnceLock<GuestRam>,
+    msr_numbers: MsrNumbers,
+    max_vcpus: usize,
+}
+
+impl fmt::Debug for Vm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Vm")
+            .field("fd", &self.fd.as_raw_fd())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What kvmclock shows to the guest, for carrying it over a pause.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Clock {
+    /// Nanoseconds since the VM's creation, less its pauses.
+    pub nanoseconds: u64,
+}
+
+impl Vm {
+    /// Makes a VM with in-kernel interrupt controllers, and a PIT if guests can't do without one on this host.
+    pub fn create(host: &Host) -> Result<Arc<Self>, KvmError> {
+        let fd = loop {
+            match host.kvm().create_vm() {
+                // The kernel gives up for signals while it registers with its MMU notifiers.
+                Err(errno) if errno.errno() == libc::EINTR => {}
+                other => break other.map_err(KvmError::ioctl("KVM_CREATE_VM"))?,
+            }
+        };
+        fd.set_identity_map_address(layout::KVM_IDENTITY_MAP)
+            .map_err(KvmError::ioctl("KVM_SET_IDENTITY_MAP_ADDR"))?;
+        let tss = usize::try_from(layout::KVM_TSS).map_err(|_| KvmError::Capability("a 64-bit host"))?;
+        fd.set_tss_address(tss)
+            .map_err(KvmError::ioctl("KVM_SET_TSS_ADDR"))?;
+        fd.create_irq_chip()
+            .map_err(KvmError::ioctl("KVM_CREATE_IRQCHIP"))?;
+        if host.needs_pit() {
+            let config = kvm_pit_config {
+                flags: KVM_PIT_SPEAKER_DUMMY,
+                ..Default::default()
+            };
+            fd.create_pit2(config)
+                .map_err(KvmError::ioctl("KVM_CREATE_PIT2"))?;
+        }
+        let indices = host
+            .kvm()
+            .get_msr_index_list()
+            .map_err(KvmError::ioctl("KVM_GET_MSR_INDEX_LIST"))?;
+        let routes = fd.check_extension_int(Cap::IrqRouting);
+        Ok(Arc::new(Self {
+            fd,
+            routes: Mutex::new(MsiRoutes::new(u32::try_from(routes).unwrap_or(0))),
+            ram: OnceLock::new(),
+            msr_numbers: MsrNumbers::new(indices.as_slice()),
+            max_vcpus: host.kvm().get_max_vcpus(),
+        }))
+    }
+
+    pub(super) fn fd(&self) -> &VmFd {
+        &self.fd
+    }
+
+    /// Gives the guest its RAM: one memory slot per region. Once in a VM's life.
+    pub fn set_ram(&self, ram: &GuestRam) -> Result<(), KvmError> {
+        // The VM keeps the mapping alive: KVM uses it as long as the VM exists.
+        if self.ram.set(ram.clone()).is_err() {
+            return Err(KvmError::Ioctl {
+                operation: "a second KVM_SET_USER_MEMORY_REGION",
+                source: std::io::ErrorKind::AlreadyExists.into(),
+            });
+        }
+        for (slot, region) in (0..).zip(ram.memory().iter()) {
+            let slot = kvm_userspace_memory_region {
+                slot,
+                flags: 0,
+                guest_phys_addr: region.start_addr().0,
+                memory_size: region.len(),
+                userspace_addr: region.as_ptr().addr() as u64,
+            };
+            // SAFETY: the range is mapped as long as the region lives, and `self.ram` holds it for as long as KVM
+            // knows it. What the guest writes there is seen through volatile accesses only.
+            unsafe { self.fd.set_user_memory_region(slot) }
+                .map_err(KvmError::ioctl("KVM_SET_USER_MEMORY_REGION"))?;
+        }
+        Ok(())
+    }
+
+    /// Makes vCPU `id`, whose local APIC id it also is.
+    pub fn create_vcpu(self: &Arc<Self>, id: u32) -> Result<Vcpu, KvmError> {
+        if usize::try_from(id).is_ok_and(|id| id >= self.max_vcpus.max(256)) {
+            return Err(KvmError::TooManyVcpus {
+                wanted: usize::try_from(id).unwrap_or(usize::MAX).saturating_add(1),
+                max: self.max_vcpus,
+            });
+        }
+        let fd = self
+            .fd
+            .create_vcpu(id.into())
+            .map_err(KvmError::ioctl("KVM_CREATE_VCPU"))?;
+        Ok(Vcpu::new(Arc::clone(self), fd, id))
+    }
+
+    /// How many vCPUs a VM can have on this host.
+    pub fn max_vcpus(&self) -> usize {
+        self.max_vcpus
+    }
+
+    /// The MSRs that make up a vCPU's state on this host.
+    pub fn msr_numbers(&self) -> &MsrNumbers {
+        &self.msr_numbers
+    }
+
+    /// The interrupt line `gsi` (input of the I/O APIC, 0 to 23, and of the PICs up to 15), edge-triggered.
+    pub fn irq_line(&self, gsi: u32) -> Result<Arc<dyn IrqLine>, KvmError> {
+        irqchip::line(self, gsi)
+    }
+
+    /// Gives out message-signalled interrupts.
+    pub fn msi_controller(self: &Arc<Self>) -> Arc<dyn MsiController> {
+        Arc::new(RoutedMsiController(Arc::clone(self)))
+    }
+
+    /// Takes notification addresses.
+    pub fn notify_registry(self: &Arc<Self>) -> Arc<dyn NotifyRegistry> {
+        Arc::new(irqchip::IoEvents(Arc::clone(self)))
+    }
+
+    /// Reads kvmclock; with all vCPUs stopped.
+    pub fn clock(&self) -> Result<Clock, KvmError> {
+        let data = self.fd.get_clock().map_err(KvmError::ioctl("KVM_GET_CLOCK"))?;
+        Ok(Clock {
+            nanoseconds: data.clock,
+        })
+    }
+
+    /// Sets kvmclock; before vCPUs run again. Each vCPU tells its guest that it was stopped
+    /// (`KVM_KVMCLOCK_CTRL`) by itself.
+    pub fn set_clock(&self, clock: Clock) -> Result<(), KvmError> {
+        let data = kvm_clock_data {
+            clock: clock.nanoseconds,
+            ..Default::default()
+        };
+        self.fd.set_clock(&data).map_err(KvmError::ioctl("KVM_SET_CLOCK"))
+    }
+
+    /// Whether the guest's clock is exact across vCPUs (`KVM_CLOCK_TSC_STABLE`).
+    pub fn is_clock_stable(&self) -> bool {
+        self.fd
+            .get_clock()
+            .is_ok_and(|clock| clock.flags & KVM_CLOCK_TSC_STABLE != 0)
+    }
+
+    /// KVM's statistics of the VM (page faults, MMU), where the kernel has them (5.14 and later).
+    pub fn stats(&self) -> Option<StatsReader> {
+        StatsReader::open(&self.fd)
+    }
+}

@@ -1,0 +1,148 @@
+//! The guest-physical memory map and the I/O ports of platform v1.
+//!
+//! The map follows the contract of EDK2's CloudHv platform (`OvmfPkg/Include/IndustryStandard/CloudHv.h`), so that its
+//! image boots unchanged: RAM below 3 GiB and from 4 GiB up, one MMIO hole of 0x3800_0000 bytes at 3 GiB.
+//!
+//! ```text
+//! 0000_0000 ─ 0009_fc00  RAM; boot structures of the loader lie in its first 256 KiB
+//! 0009_fc00 ─ 0010_0000  reserved: ACPI tables at 000e_0000, SMBIOS at 000f_0000
+//! 0010_0000 ─ c000_0000  RAM
+//! c000_0000 ─ e800_0000  32-bit BARs                       ┐ the hole that
+//! e800_0000 ─ e810_0000  ECAM of bus 0                     ┘ firmware knows
+//! f800_0000 ─ f800_4000  KVM's identity map and task state segment
+//! fec0_0000, fee0_0000   I/O APIC, local APICs
+//! 1_0000_0000 ─          RAM above 3 GiB
+//! above all RAM          64-bit BARs
+//! ```
+
+use std::ops::Range;
+
+/// A mebibyte in bytes.
+pub const MIB: u64 = 1 << 20;
+/// A gibibyte in bytes.
+pub const GIB: u64 = 1 << 30;
+
+/// RAM comes in multiples of this, and begins at multiples of this on guest and host: the size of a huge page.
+pub const RAM_ALIGNMENT: u64 = 2 * MIB;
+/// The least RAM that a machine has, in bytes.
+pub const RAM_MIN: u64 = 128 * MIB;
+/// The most RAM that a machine has, in bytes.
+pub const RAM_MAX: u64 = 16 * GIB;
+
+/// Where low RAM ends at the latest and the MMIO hole begins (`CLOUDHV_MMIO_HOLE_ADDRESS`).
+pub const HOLE_START: u64 = 0xc000_0000;
+/// Length of the hole that firmware knows (`CLOUDHV_MMIO_HOLE_SIZE`).
+pub const HOLE_LENGTH: u64 = 0x3800_0000;
+/// Where high RAM begins.
+pub const HIGH_RAM_START: u64 = 4 * GIB;
+
+/// Conventional memory ends here; what follows belongs to firmware tables.
+pub const LOW_RESERVED_START: u64 = 0x9_fc00;
+/// Extended memory begins here.
+pub const LOW_RESERVED_END: u64 = 0x10_0000;
+/// The RSDP, at the start, and the other ACPI tables: in the range that is searched for it (ACPI 6.5, 5.2.5.1).
+pub const ACPI: Range<u64> = 0xe_0000..0xf_0000;
+/// The SMBIOS entry point, at the start, and its table: in the range that is searched for it (SMBIOS 3.7, 5.2.2).
+pub const SMBIOS: Range<u64> = 0xf_0000..0x10_0000;
+
+/// 32-bit BARs: the hole up to the configuration space.
+pub const MMIO32: Range<u64> = HOLE_START..0xe800_0000;
+/// PCI configuration space of bus 0 (ECAM), 1 MiB, within the hole as firmware knows it.
+pub const ECAM: Range<u64> = 0xe800_0000..0xe810_0000;
+/// One page for KVM's identity map (`KVM_SET_IDENTITY_MAP_ADDR`), behind the hole; guests never see it.
+pub const KVM_IDENTITY_MAP: u64 = 0xf800_0000;
+/// Three pages for KVM's task state segment (`KVM_SET_TSS_ADDR`).
+pub const KVM_TSS: u64 = 0xf800_1000;
+/// Registers of the in-kernel I/O APIC (`IOAPIC_DEFAULT_BASE_ADDRESS`).
+pub const IO_APIC: u64 = 0xfec0_0000;
+/// Registers of each vCPU's local APIC (`APIC_DEFAULT_PHYS_BASE`).
+pub const LOCAL_APIC: u64 = 0xfee0_0000;
+
+/// The 64-bit BAR window's size and alignment.
+pub const MMIO64_LENGTH: u64 = 64 * GIB;
+
+/// The parts of `ram` bytes of RAM: below the hole, and from 4 GiB up (empty when all fits below).
+pub fn ram_ranges(ram: u64) -> (Range<u64>, Range<u64>) {
+    let low = ram.min(HOLE_START);
+    (
+        0..low,
+        HIGH_RAM_START..HIGH_RAM_START.saturating_add(ram.saturating_sub(low)),
+    )
+}
+
+/// Where 64-bit BARs are on a machine with `ram` bytes of RAM: the first multiple of 64 GiB above it.
+pub fn mmio64(ram: u64) -> Range<u64> {
+    let (_, high) = ram_ranges(ram);
+    let start = high.end.div_ceil(MMIO64_LENGTH).saturating_mul(MMIO64_LENGTH);
+    start..start.saturating_add(MMIO64_LENGTH)
+}
+
+/// What firmware or a kernel may use of a range (ACPI 6.5, 15: address range types).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RangeKind {
+    /// `AddressRangeMemory`.
+    Ram = 1,
+    /// `AddressRangeReserved`.
+    Reserved = 2,
+}
+
+/// The memory map that the guest is told (e820, PVH memmap), in order of addresses.
+pub fn memory_map(ram: u64) -> Vec<(Range<u64>, RangeKind)> {
+    let (low, high) = ram_ranges(ram);
+    let mut map = vec![
+        (0..LOW_RESERVED_START, RangeKind::Ram),
+        (LOW_RESERVED_START..LOW_RESERVED_END, RangeKind::Reserved),
+        (LOW_RESERVED_END..low.end, RangeKind::Ram),
+        (ECAM, RangeKind::Reserved),
+    ];
+    if !high.is_empty() {
+        map.push((high, RangeKind::Ram));
+    }
+    map
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn the_hole_is_the_one_that_cloudhv_firmware_expects() {
+        assert_eq!(MMIO32.start, HOLE_START);
+        assert!(MMIO32.end <= ECAM.start);
+        assert!(ECAM.end <= HOLE_START + HOLE_LENGTH);
+        assert_eq!(KVM_IDENTITY_MAP, HOLE_START + HOLE_LENGTH);
+    }
+
+    #[test]
+    fn ram_is_split_at_three_gibibytes() {
+        assert_eq!(
+            ram_ranges(256 * MIB),
+            (0..256 * MIB, HIGH_RAM_START..HIGH_RAM_START)
+        );
+        assert_eq!(ram_ranges(3 * GIB), (0..3 * GIB, 4 * GIB..4 * GIB));
+        assert_eq!(ram_ranges(5 * GIB), (0..3 * GIB, 4 * GIB..6 * GIB));
+    }
+
+    proptest! {
+        #[test]
+        fn the_map_holds_all_ram_but_the_reserved_part_in_order_without_overlap(units in 64_u64..8192) {
+            let ram = units * RAM_ALIGNMENT;
+            let map = memory_map(ram);
+            let mut last = 0;
+            for (range, _) in &map {
+                prop_assert!(range.start >= last && range.start < range.end);
+                last = range.end;
+            }
+            let total: u64 = map
+                .iter()
+                .filter(|(_, kind)| *kind == RangeKind::Ram)
+                .map(|(range, _)| range.end - range.start)
+                .sum();
+            prop_assert_eq!(total, ram - (LOW_RESERVED_END - LOW_RESERVED_START));
+            let window = mmio64(ram);
+            prop_assert!(window.start >= last && window.start % MMIO64_LENGTH == 0);
+        }
+    }
+}

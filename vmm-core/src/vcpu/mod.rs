@@ -1,0 +1,266 @@
+//! The vCPUs of a machine and their threads.
+//!
+//! Each vCPU is owned by a thread of its own; [`Vcpus`] is the one controller, held by the lifecycle driver.
+//!
+//! ```text
+//!            run                         access asks for reset or power-off, crash
+//! Parked ───────────▶ Running ──────────────────────────────────────────────┐
+//!    ▲                   │ stop: immediate_exit, then a signal              │
+//!    └───────────────────┴───────◀──────────────────────────────────────────┘
+//! ```
+//!
+//! What always holds:
+//! - `immediate_exit` is set by anybody while the vCPU runs, and cleared by the controller only, while it is parked. So a
+//!   stop can't be lost, whenever it comes.
+//! - A parked vCPU has no access half done.
+//! - No lock is held while waiting for a vCPU.
+
+#[cfg(test)]
+mod tests;
+mod thread;
+
+use std::{
+    io,
+    sync::{Arc, mpsc},
+    thread::JoinHandle,
+};
+
+use kvm_bindings::{CpuId, kvm_regs, kvm_sregs};
+
+use crate::kvm::{AddressSpaces, Crash, KvmError, StatsReader, Vcpu, Vm, install_handler, interrupt};
+use thread::{Call, Shared, VcpuThread};
+
+/// Something that a vCPU tells the machine. Sent from the vCPU's thread, with no lock held.
+#[derive(Debug)]
+pub struct Report {
+    /// Which vCPU, counted from 0.
+    pub vcpu: usize,
+    /// What happened.
+    pub kind: ReportKind,
+}
+
+/// See [`Report`].
+#[derive(Debug)]
+pub enum ReportKind {
+    /// The guest reset the machine. The vCPU is parked.
+    Reset,
+    /// The guest powered the machine off. The vCPU is parked.
+    PowerOff,
+    /// The guest's kernel says that it panicked. The vCPU runs on.
+    GuestPanicked,
+    /// The vCPU can't go on. It is parked.
+    Crashed(Crash),
+    /// The host failed. The vCPU is parked.
+    Failed(KvmError),
+}
+
+/// What vCPUs do about the accesses that leave KVM.
+pub struct Outside {
+    /// Where accesses go.
+    pub spaces: AddressSpaces,
+    /// Maps PCI functions' BARs anew ([`devices::bus::Effect::Remap`]), before the guest's next instruction.
+    pub remap: Box<dyn Fn() + Send + Sync>,
+    /// Takes reports; must not wait for vCPUs.
+    pub report: Box<dyn Fn(Report) + Send + Sync>,
+}
+
+/// vCPUs that don't do as they are told.
+#[derive(Debug, thiserror::Error)]
+pub enum VcpuError {
+    /// A thread could not be made.
+    #[error("starting the thread of vCPU {vcpu}")]
+    Thread {
+        /// Counted from 0.
+        vcpu: usize,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// KVM refused.
+    #[error("vCPU {vcpu}: {source}")]
+    Kvm {
+        /// Counted from 0.
+        vcpu: usize,
+        /// Why.
+        source: KvmError,
+    },
+    /// The thread is gone (it panicked).
+    #[error("the thread of vCPU {0} is gone")]
+    Gone(usize),
+    /// Asked for while vCPUs run.
+    #[error("vCPUs are running")]
+    Running,
+}
+
+/// Counts of what left KVM for this process, of one vCPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExitCounts {
+    /// Port and memory accesses.
+    pub accesses: u64,
+    /// Entries that ended without one: kicks, signals.
+    pub interruptions: u64,
+}
+
+struct Handle {
+    commands: Option<mpsc::Sender<Call>>,
+    shared: Arc<Shared>,
+    stats: Option<StatsReader>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// All vCPUs of a machine.
+pub struct Vcpus {
+    handles: Vec<Handle>,
+}
+
+impl Vcpus {
+    /// Makes one vCPU with a thread per entry of `cpuids`, each given as local APIC id and CPUID. All are parked in
+    /// their power-on state; the first is the bootstrap processor, the others wait for its INIT and SIPI.
+    pub fn new(vm: &Arc<Vm>, cpuids: Vec<(u32, CpuId)>, outside: &Arc<Outside>) -> Result<Self, VcpuError> {
+        let kvm = |vcpu| move |source| VcpuError::Kvm { vcpu, source };
+        install_handler().map_err(kvm(0))?;
+        let mut handles = Vec::with_capacity(cpuids.len());
+        for (index, (id, cpuid)) in cpuids.into_iter().enumerate() {
+            let vcpu = vm.create_vcpu(id).map_err(kvm(index))?;
+            let stats = vcpu.stats();
+            let shared = Arc::new(Shared::new(vcpu.kicker().map_err(kvm(index))?));
+            let (commands, calls) = mpsc::channel();
+            let thread = VcpuThread::new(index, vcpu, cpuid, Arc::clone(&shared), Arc::clone(outside));
+            let thread = thread
+                .spawn(calls)
+                .map_err(|source| VcpuError::Thread { vcpu: index, source })?;
+            handles.push(Handle {
+                commands: Some(commands),
+                shared,
+                stats,
+                thread: Some(thread),
+            });
+        }
+        Ok(Self { handles })
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.handles.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.handles.is_empty()
+    }
+
+    /// Sets the registers with which the bootstrap processor begins.
+    pub fn set_entry(
+        &mut self,
+        entry: impl FnOnce(&mut kvm_sregs) -> kvm_regs + Send + 'static,
+    ) -> Result<(), VcpuError> {
+        self.call_one(0, move |vcpu| vcpu.set_registers(entry))
+    }
+
+    /// Puts all vCPUs, which are stopped, back into their power-on state. The bootstrap processor wants
+    /// [`set_entry`](Self::set_entry) after that.
+    pub fn reset(&mut self) -> Result<(), VcpuError> {
+        let mut pending = Vec::with_capacity(self.handles.len());
+        for (index, handle) in self.handles.iter().enumerate() {
+            let (reply, replied) = mpsc::channel();
+            handle.send(index, Call::Reset(reply))?;
+            pending.push(replied);
+        }
+        for (index, replied) in pending.into_iter().enumerate() {
+            receive(index, &replied)?;
+        }
+        Ok(())
+    }
+
+    /// Lets all run. Those that run already go on.
+    pub fn run(&mut self) -> Result<(), VcpuError> {
+        // First all, so that none sees another that is still to be allowed to run.
+        let parked: Vec<_> = self.handles.iter().map(|handle| handle.shared.allow()).collect();
+        for (index, (handle, parked)) in self.handles.iter().zip(parked).enumerate() {
+            if parked {
+                handle.send(index, Call::Run)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Stops all. On return none is in the guest, and no access is half done.
+    pub fn stop(&mut self) -> Result<(), VcpuError> {
+        for handle in &self.handles {
+            handle.kick();
+        }
+        for (index, handle) in self.handles.iter().enumerate() {
+            handle
+                .shared
+                .wait_until_parked()
+                .map_err(|()| VcpuError::Gone(index))?;
+        }
+        Ok(())
+    }
+
+    /// Runs `call` on the thread of vCPU `index`, which is stopped.
+    pub fn call_one<R: Send + 'static>(
+        &mut self,
+        index: usize,
+        call: impl FnOnce(&mut Vcpu) -> Result<R, KvmError> + Send + 'static,
+    ) -> Result<R, VcpuError> {
+        let handle = self.handles.get(index).ok_or(VcpuError::Gone(index))?;
+        let (reply, replied) = mpsc::channel();
+        let call = move |vcpu: Result<&mut Vcpu, KvmError>| {
+            // Nobody waits for the answer only when the caller is gone.
+            let _ = reply.send(vcpu.and_then(call));
+        };
+        handle.send(index, Call::With(Box::new(call)))?;
+        receive(index, &replied)
+    }
+
+    /// KVM's statistics of each vCPU, readable while it runs; none on kernels before 5.14.
+    pub fn stats(&self) -> impl Iterator<Item = Option<&StatsReader>> {
+        self.handles.iter().map(|handle| handle.stats.as_ref())
+    }
+
+    /// What left KVM for this process so far, of each vCPU.
+    pub fn exit_counts(&self) -> impl Iterator<Item = ExitCounts> {
+        self.handles.iter().map(|handle| handle.shared.counts())
+    }
+}
+
+fn receive<R>(vcpu: usize, replied: &mpsc::Receiver<Result<R, KvmError>>) -> Result<R, VcpuError> {
+    replied
+        .recv()
+        .map_err(|_| VcpuError::Gone(vcpu))?
+        .map_err(|source| VcpuError::Kvm { vcpu, source })
+}
+
+impl Handle {
+    fn send(&self, vcpu: usize, call: Call) -> Result<(), VcpuError> {
+        if !matches!(call, Call::Run) && !self.shared.is_parked() {
+            return Err(VcpuError::Running);
+        }
+        let commands = self.commands.as_ref().ok_or(VcpuError::Gone(vcpu))?;
+        commands.send(call).map_err(|_| VcpuError::Gone(vcpu))
+    }
+
+    fn kick(&self) {
+        self.shared.kicker.set();
+        if let Some(thread) = &self.thread {
+            interrupt(thread);
+        }
+    }
+}
+
+impl Drop for Vcpus {
+    /// Stops all and ends their threads.
+    fn drop(&mut self) {
+        for handle in &mut self.handles {
+            handle.commands = None;
+            handle.kick();
+        }
+        for handle in &mut self.handles {
+            if let Some(thread) = handle.thread.take() {
+                // A panic was reported when it happened.
+                let _ = thread.join();
+            }
+        }
+    }
+}

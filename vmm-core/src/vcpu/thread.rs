@@ -1,0 +1,248 @@
+//! What the thread of a vCPU does.
+
+use std::{
+    io,
+    sync::{
+        Arc, Condvar, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
+    thread::{Builder, JoinHandle},
+};
+
+use devices::bus::Effect;
+use kvm_bindings::CpuId;
+
+use super::{ExitCounts, Outside, Report, ReportKind};
+use crate::kvm::{Exit, Kicker, KvmError, Vcpu, VcpuState};
+
+/// Device models are shallow; what is not touched costs nothing.
+const STACK_BYTES: usize = 512 << 10;
+
+/// What a parked vCPU can be told.
+pub(super) enum Call {
+    /// Enter the guest.
+    Run,
+    /// Back to the power-on state.
+    Reset(mpsc::Sender<Result<(), KvmError>>),
+    /// Anything else. The error is why the vCPU could not be set up.
+    #[allow(clippy::type_complexity)]
+    With(Box<dyn FnOnce(Result<&mut Vcpu, KvmError>) + Send>),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Parked,
+    Running,
+    Gone,
+}
+
+/// What controller and thread share.
+pub(super) struct Shared {
+    pub(super) kicker: Kicker,
+    phase: Mutex<Phase>,
+    changed: Condvar,
+    /// Written by the thread only.
+    accesses: AtomicU64,
+    interruptions: AtomicU64,
+}
+
+impl Shared {
+    pub(super) fn new(kicker: Kicker) -> Self {
+        Self {
+            kicker,
+            phase: Mutex::new(Phase::Parked),
+            changed: Condvar::new(),
+            accesses: AtomicU64::new(0),
+            interruptions: AtomicU64::new(0),
+        }
+    }
+
+    /// Goes from `Parked` to `Running`, for the controller; says whether it was parked.
+    pub(super) fn allow(&self) -> bool {
+        let mut phase = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let parked = *phase == Phase::Parked;
+        if parked {
+            self.kicker.clear();
+            *phase = Phase::Running;
+        }
+        parked
+    }
+
+    pub(super) fn is_parked(&self) -> bool {
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) == Phase::Parked
+    }
+
+    /// Fails when the thread is gone.
+    pub(super) fn wait_until_parked(&self) -> Result<(), ()> {
+        let phase = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let phase = self
+            .changed
+            .wait_while(phase, |phase| *phase == Phase::Running)
+            .unwrap_or_else(PoisonError::into_inner);
+        if *phase == Phase::Gone { Err(()) } else { Ok(()) }
+    }
+
+    fn leave(&self, to: Phase) {
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = to;
+        self.changed.notify_all();
+    }
+
+    pub(super) fn counts(&self) -> ExitCounts {
+        ExitCounts {
+            accesses: self.accesses.load(Ordering::Relaxed),
+            interruptions: self.interruptions.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// Counts without a locked instruction: the vCPU's thread is the only writer.
+fn count(counter: &AtomicU64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+}
+
+/// A vCPU and what its thread needs.
+pub(super) struct VcpuThread {
+    index: usize,
+    vcpu: Vcpu,
+    cpuid: CpuId,
+    shared: Arc<Shared>,
+    outside: Arc<Outside>,
+    has_run: bool,
+}
+
+/// Tells the controller when the thread ends, also by a panic.
+struct Farewell(Arc<Shared>);
+
+impl Drop for Farewell {
+    fn drop(&mut self) {
+        self.0.leave(Phase::Gone);
+    }
+}
+
+impl VcpuThread {
+    pub(super) fn new(
+        index: usize,
+        vcpu: Vcpu,
+        cpuid: CpuId,
+        shared: Arc<Shared>,
+        outside: Arc<Outside>,
+    ) -> Self {
+        Self {
+            index,
+            vcpu,
+            cpuid,
+            shared,
+            outside,
+            has_run: false,
+        }
+    }
+
+    /// Starts it, parked. It ends when the sender of `calls` is dropped.
+    pub(super) fn spawn(self, calls: mpsc::Receiver<Call>) -> io::Result<JoinHandle<()>> {
+        let farewell = Farewell(Arc::clone(&self.shared));
+        Builder::new()
+            .name(format!("vcpu-{}", self.index))
+            .stack_size(STACK_BYTES)
+            .spawn(move || {
+                let _farewell = farewell;
+                self.serve(&calls);
+            })
+    }
+
+    fn serve(mut self, calls: &mpsc::Receiver<Call>) {
+        // Here and not in the controller: all vCPUs at once, while the machine is still being built.
+        let mut power_on = self.set_up();
+        for call in calls {
+            match (call, &power_on) {
+                (Call::Run, Ok(_)) => {
+                    self.run();
+                    self.shared.leave(Phase::Parked);
+                }
+                (Call::Run, Err(_)) => {
+                    if let Err(error) = std::mem::replace(&mut power_on, Err(not_set_up())) {
+                        self.report(ReportKind::Failed(error));
+                    }
+                    self.shared.leave(Phase::Parked);
+                }
+                (Call::Reset(reply), Ok(state)) => {
+                    self.has_run = false;
+                    let _ = reply.send(state.restore(&self.vcpu));
+                }
+                (Call::With(call), Ok(_)) => call(Ok(&mut self.vcpu)),
+                (Call::Reset(reply), Err(_)) => {
+                    let failed = std::mem::replace(&mut power_on, Err(not_set_up()));
+                    let _ = reply.send(failed.map(|_| ()));
+                }
+                (Call::With(call), Err(_)) => {
+                    if let Err(error) = std::mem::replace(&mut power_on, Err(not_set_up())) {
+                        call(Err(error));
+                    }
+                }
+            }
+        }
+    }
+
+    fn set_up(&self) -> Result<VcpuState, KvmError> {
+        self.vcpu.set_cpuid(&self.cpuid)?;
+        VcpuState::capture(&self.vcpu)
+    }
+
+    /// Runs the guest until it is stopped, crashes or ends itself.
+    fn run(&mut self) {
+        if self.has_run {
+            self.vcpu.note_pause();
+        }
+        self.has_run = true;
+        loop {
+            match self.vcpu.enter(&self.outside.spaces) {
+                Ok(Exit::Access(effect)) => {
+                    count(&self.shared.accesses);
+                    match effect {
+                        Effect::None => {}
+                        Effect::Remap => (self.outside.remap)(),
+                        Effect::GuestPanicked => self.report(ReportKind::GuestPanicked),
+                        Effect::Reset => return self.end(ReportKind::Reset),
+                        Effect::PowerOff => return self.end(ReportKind::PowerOff),
+                    }
+                }
+                Ok(Exit::Interrupted) => {
+                    count(&self.shared.interruptions);
+                    if self.shared.kicker.is_set() {
+                        return;
+                    }
+                }
+                Ok(Exit::Crashed(crash)) => return self.report(ReportKind::Crashed(crash)),
+                Err(error) => return self.report(ReportKind::Failed(error)),
+            }
+        }
+    }
+
+    /// Parks after an access that ended the machine's run: the access is completed, the guest runs no further.
+    fn end(&mut self, kind: ReportKind) {
+        self.report(kind);
+        self.shared.kicker.set();
+        // Each entry completes one element of the access that is pending (a page of them at the most).
+        const ELEMENTS_MAX: usize = 4096;
+        for _ in 0..ELEMENTS_MAX {
+            match self.vcpu.enter(&self.outside.spaces) {
+                Ok(Exit::Access(_)) => {}
+                Ok(Exit::Interrupted | Exit::Crashed(_)) | Err(_) => return,
+            }
+        }
+    }
+
+    fn report(&self, kind: ReportKind) {
+        (self.outside.report)(Report {
+            vcpu: self.index,
+            kind,
+        });
+    }
+}
+
+fn not_set_up() -> KvmError {
+    KvmError::Ioctl {
+        operation: "running a vCPU that could not be set up",
+        source: io::ErrorKind::InvalidInput.into(),
+    }
+}
