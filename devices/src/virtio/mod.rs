@@ -9,6 +9,7 @@ pub mod chain;
 pub mod device;
 pub mod fault;
 pub mod queue;
+pub mod rng;
 pub mod session;
 pub mod signals;
 pub mod transport;

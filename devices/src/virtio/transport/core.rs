@@ -21,10 +21,7 @@ use std::{
 };
 
 use virtio_bindings::{
-    virtio_config::{
-        VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_DRIVER, VIRTIO_CONFIG_S_DRIVER_OK,
-        VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET, VIRTIO_F_VERSION_1,
-    },
+    virtio_config::VIRTIO_F_VERSION_1,
     virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC},
 };
 
@@ -42,12 +39,13 @@ pub(super) const COMMON_SIZE: u64 = 0x38;
 /// How long a vCPU waits for a reset that it asked for before it has to ask again.
 const RESET_WAIT: Duration = Duration::from_millis(20);
 
-const ACKNOWLEDGE: u8 = VIRTIO_CONFIG_S_ACKNOWLEDGE as u8;
-const DRIVER: u8 = VIRTIO_CONFIG_S_DRIVER as u8;
-const DRIVER_OK: u8 = VIRTIO_CONFIG_S_DRIVER_OK as u8;
-const FEATURES_OK: u8 = VIRTIO_CONFIG_S_FEATURES_OK as u8;
-const NEEDS_RESET: u8 = VIRTIO_CONFIG_S_NEEDS_RESET as u8;
-const FAILED: u8 = VIRTIO_CONFIG_S_FAILED as u8;
+/// Device status (2.1).
+const ACKNOWLEDGE: u8 = 1;
+const DRIVER: u8 = 2;
+const DRIVER_OK: u8 = 4;
+const FEATURES_OK: u8 = 8;
+const NEEDS_RESET: u8 = 64;
+const FAILED: u8 = 128;
 
 /// What the transport and the rings offer for every device.
 const TRANSPORT_FEATURES: u64 =
