@@ -1,2 +1,33 @@
-//! The per-node hypervisor daemon.
-fn main() {}
+//! `vmmctl`, the operator's tool for vmmd.
+
+mod args;
+mod client;
+mod command;
+mod console;
+mod failure;
+mod manifest;
+mod output;
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+
+use crate::failure::{Code, Failure};
+
+fn main() -> ExitCode {
+    let cli = args::Cli::parse();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let result = match runtime {
+        Ok(runtime) => runtime.block_on(command::run(cli)),
+        Err(error) => Err(vec![Failure::new(Code::Other, format!("can't start: {error}"))]),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failures) => {
+            for failure in &failures {
+                eprintln!("error: {failure}");
+            }
+            ExitCode::from(failures.first().map_or(Code::Other, |failure| failure.code) as u8)
+        }
+    }
+}

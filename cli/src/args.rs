@@ -1,0 +1,364 @@
+//! The command line.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::manifest::quantity;
+
+/// Where vmmd listens by default.
+pub const SOCKET: &str = "/run/vmmd/vmmd.sock";
+/// Longest grace period that the daemon takes.
+const MAX_GRACE: Duration = Duration::from_secs(3600);
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  done
+  1  another error
+  2  wrong command line
+  3  there is no such VM
+  4  it exists already, or differs from what is asked for
+  5  not possible in its present state
+  6  a manifest, a value or a file is not valid
+  7  vmmd can't be reached
+  8  not allowed
+  9  the node has not enough memory, space or the like
+  10 no answer in time, or cancelled
+With several names, the code is that of the first failure; all the others are still tried.";
+
+/// Creates, starts, stops and watches virtual machines through vmmd.
+#[derive(Debug, Parser)]
+#[command(name = "vmmctl", version, max_term_width = 100, after_long_help = EXIT_CODES)]
+#[command(subcommand_required = true, arg_required_else_help = true)]
+pub struct Cli {
+    /// Socket of vmmd.
+    #[arg(long, global = true, env = "VMMD_SOCKET", default_value = SOCKET, value_name = "PATH")]
+    pub socket: PathBuf,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Create the VMs of a manifest unless they exist as it says.
+    Apply(Apply),
+    /// Create a VM from a manifest or from flags; it must not exist.
+    Create(Box<Create>),
+    /// List VMs.
+    Get {
+        /// Of what.
+        #[command(subcommand)]
+        what: Get,
+    },
+    /// Show everything about a VM.
+    Describe {
+        /// Of what.
+        #[command(subcommand)]
+        what: Describe,
+    },
+    /// Start stopped VMs.
+    Start(Names),
+    /// Ask guests to power off; kill those that have not when the grace period ends.
+    Stop(Stop),
+    /// Stop VMs, then start them.
+    Restart(Restart),
+    /// Hold the vCPUs of running VMs.
+    Pause(Names),
+    /// Let paused VMs go on.
+    Resume(Names),
+    /// Delete stopped VMs; the disks named in their manifests stay.
+    Delete(Delete),
+    /// Attach the terminal to a VM's serial console; ^] leaves.
+    Console(Console),
+    /// Show the node: capacity, what is committed, whether KVM can be used.
+    Node {
+        /// How to print it.
+        #[arg(short, long, value_enum)]
+        output: Option<NodeOutput>,
+    },
+    /// Print the completion script for a shell.
+    Completion {
+        /// Which shell.
+        shell: clap_complete::Shell,
+    },
+    /// Print the versions of vmmctl and vmmd.
+    Version {
+        /// Only that of vmmctl; needs no daemon.
+        #[arg(long)]
+        client: bool,
+    },
+    /// Write man pages and completion scripts (for packagers).
+    #[command(hide = true)]
+    Generate {
+        /// Folder to write them into.
+        directory: PathBuf,
+    },
+}
+
+/// `apply`.
+#[derive(Debug, Args)]
+pub struct Apply {
+    /// Manifest with one or more VMs as YAML or JSON; `-` is standard input. May be given several times.
+    #[arg(short, long = "filename", value_name = "FILE", required = true)]
+    pub files: Vec<PathBuf>,
+    /// Start the VMs that do not run.
+    #[arg(long)]
+    pub start: bool,
+    /// Let the daemon check everything, and change nothing.
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// `create`.
+#[derive(Debug, Args)]
+pub struct Create {
+    /// Name of the VM.
+    #[arg(required_unless_present = "files", conflicts_with = "files")]
+    pub name: Option<String>,
+    /// Manifest with one or more VMs as YAML or JSON; `-` is standard input. May be given several times.
+    #[arg(
+        short,
+        long = "filename",
+        value_name = "FILE",
+        conflicts_with_all = ["kernel", "initrd", "cmdline", "cpus", "memory", "disks", "nics", "labels"]
+    )]
+    pub files: Vec<PathBuf>,
+    /// Kernel on the node: a bzImage, or an ELF with a PVH entry.
+    #[arg(long, value_name = "PATH", required_unless_present = "files")]
+    pub kernel: Option<String>,
+    /// Initial RAM disk on the node.
+    #[arg(long, value_name = "PATH")]
+    pub initrd: Option<String>,
+    /// Kernel command line.
+    #[arg(
+        long,
+        value_name = "TEXT",
+        default_value = "console=ttyS0",
+        allow_hyphen_values = true
+    )]
+    pub cmdline: String,
+    /// Virtual CPUs.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub cpus: u32,
+    /// Guest RAM: bytes, or with a suffix as in 512Mi or 2Gi.
+    #[arg(long, value_name = "SIZE", default_value = "512Mi", value_parser = quantity::bytes)]
+    pub memory: u64,
+    /// Disk: a raw image or block device on the node, or name=root,path=/srv/a.raw[,format=raw][,serial=S][,readonly].
+    #[arg(long = "disk", value_name = "PATH|KEY=VALUE,…")]
+    pub disks: Vec<String>,
+    /// Network interface: bridge=br0 or tap=tap0 [,mac=52:54:00:12:34:56][,name=eth0].
+    #[arg(long = "nic", value_name = "KEY=VALUE,…")]
+    pub nics: Vec<String>,
+    /// Label.
+    #[arg(short, long = "label", value_name = "KEY=VALUE")]
+    pub labels: Vec<Label>,
+    /// Start it too.
+    #[arg(long)]
+    pub start: bool,
+    /// Let the daemon check everything, and change nothing.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Print what was made (with --dry-run: what would be) in this form.
+    #[arg(short, long, value_enum)]
+    pub output: Option<Output>,
+}
+
+/// `get`.
+#[derive(Debug, Subcommand)]
+pub enum Get {
+    /// List VMs.
+    #[command(visible_alias = "vms")]
+    Vm(GetVm),
+}
+
+/// `get vm`.
+#[derive(Debug, Args)]
+pub struct GetVm {
+    /// Only these; all when none is named.
+    pub names: Vec<String>,
+    /// How to print them.
+    #[arg(short, long, value_enum)]
+    pub output: Option<Output>,
+    /// Go on printing changes as they happen.
+    #[arg(short, long)]
+    pub watch: bool,
+    /// Only VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
+    #[arg(
+        short = 'l',
+        long = "selector",
+        value_name = "SELECTOR",
+        value_delimiter = ','
+    )]
+    pub selectors: Vec<Selector>,
+    /// Leave out the line with the columns' names.
+    #[arg(long)]
+    pub no_headers: bool,
+}
+
+/// `describe`.
+#[derive(Debug, Subcommand)]
+pub enum Describe {
+    /// Show everything about VMs.
+    #[command(visible_alias = "vms")]
+    Vm(Names),
+}
+
+/// Names of VMs.
+#[derive(Debug, Args)]
+pub struct Names {
+    /// Names of VMs.
+    #[arg(required = true, value_name = "NAME")]
+    pub names: Vec<String>,
+}
+
+/// How a guest is made to end.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct Ending {
+    /// How long guests may take to power off, at most 1h (60s when not given).
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub grace: Option<Duration>,
+    /// Kill them at once, as if the power failed.
+    #[arg(long, conflicts_with = "grace")]
+    pub force: bool,
+}
+
+/// `stop`.
+#[derive(Debug, Args)]
+pub struct Stop {
+    /// Names of VMs.
+    #[arg(required_unless_present = "all", value_name = "NAME")]
+    pub names: Vec<String>,
+    /// All VMs that run.
+    #[arg(long, conflicts_with = "names")]
+    pub all: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub ending: Ending,
+}
+
+/// `restart`.
+#[derive(Debug, Args)]
+pub struct Restart {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub names: Names,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub ending: Ending,
+}
+
+/// `delete`.
+#[derive(Debug, Args)]
+pub struct Delete {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub names: Names,
+    /// Kill them first when they run.
+    #[arg(long)]
+    pub force: bool,
+    /// Do not fail for VMs that are not there.
+    #[arg(long)]
+    pub ignore_not_found: bool,
+}
+
+/// `console`.
+#[derive(Debug, Args)]
+pub struct Console {
+    /// Name of the VM.
+    pub name: String,
+    /// Leave out what was printed before.
+    #[arg(long)]
+    pub no_replay: bool,
+}
+
+/// How VMs are printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// A table with more columns.
+    Wide,
+    /// Manifests that can be applied again.
+    Yaml,
+    /// Canonical JSON.
+    Json,
+    /// Names alone.
+    Name,
+}
+
+/// How the node is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum NodeOutput {
+    /// YAML.
+    Yaml,
+    /// Canonical JSON.
+    Json,
+}
+
+/// `KEY=VALUE`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Label {
+    /// Before the `=`.
+    pub key: String,
+    /// After it.
+    pub value: String,
+}
+
+impl std::str::FromStr for Label {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once('=') {
+            Some((key, value)) if !key.is_empty() => Ok(Self {
+                key: key.to_owned(),
+                value: value.to_owned(),
+            }),
+            _ => Err("must be KEY=VALUE".into()),
+        }
+    }
+}
+
+/// A condition on labels.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Selector {
+    /// `KEY=VALUE`.
+    Is(Label),
+    /// `KEY!=VALUE`: another value, or no such label.
+    IsNot(Label),
+    /// `KEY`: with any value.
+    Has(String),
+}
+
+impl std::str::FromStr for Selector {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let label = |key: &str, value: &str| format!("{key}={value}").parse::<Label>();
+        if let Some((key, value)) = text.split_once("!=") {
+            label(key, value).map(Self::IsNot)
+        } else if let Some((key, value)) = text.split_once("==").or_else(|| text.split_once('=')) {
+            label(key, value).map(Self::Is)
+        } else if text.is_empty() {
+            Err("must be KEY=VALUE, KEY!=VALUE or KEY".into())
+        } else {
+            Ok(Self::Has(text.to_owned()))
+        }
+    }
+}
+
+/// `60s`, `2m`, `1m30s`, or a number of seconds; at most an hour.
+fn duration(text: &str) -> Result<Duration, String> {
+    let duration = match text.parse::<u64>() {
+        Ok(seconds) => Duration::from_secs(seconds),
+        Err(_) => {
+            let parsed = text.parse::<jiff::SignedDuration>().ok();
+            let parsed = parsed.and_then(|duration| Duration::try_from(duration).ok());
+            parsed.ok_or("must be a duration such as 60s or 2m")?
+        }
+    };
+    if duration > MAX_GRACE {
+        Err("must be at most 1h".into())
+    } else {
+        Ok(duration)
+    }
+}

@@ -1,0 +1,131 @@
+//! The connection to vmmd on its UNIX socket.
+
+use std::{future::Future, io, path::Path, time::Duration};
+
+use hyper_util::rt::TokioIo;
+use proto::v1::{self, node_service_client::NodeServiceClient, vm_service_client::VmServiceClient};
+use tokio::net::UnixStream;
+use tonic::{
+    Response, Status,
+    transport::{Channel, Endpoint},
+};
+
+use crate::failure::{Code, Failure, Result};
+
+/// How long the daemon may take to answer what is no work for it.
+pub const QUICK: Duration = Duration::from_secs(30);
+/// How long it may take for what is: building a machine, ending a process, on a loaded node.
+pub const WORK: Duration = Duration::from_secs(180);
+
+/// A connected daemon.
+#[derive(Clone, Debug)]
+pub struct Client {
+    /// Its VMs.
+    pub vms: VmServiceClient<Channel>,
+    /// Its node.
+    pub nodes: NodeServiceClient<Channel>,
+}
+
+impl Client {
+    /// Connects to the daemon that listens on `socket`.
+    pub async fn connect(socket: &Path) -> Result<Self> {
+        let first = tokio::time::timeout(QUICK, UnixStream::connect(socket)).await;
+        let first = first.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
+        let mut first = Some(first.map_err(|error| unreachable(socket, &error))?);
+        let path = socket.to_owned();
+        let connector = tower::service_fn(move |_: tonic::codegen::http::Uri| {
+            let (first, path) = (first.take(), path.clone());
+            async move {
+                let stream = match first {
+                    Some(stream) => stream,
+                    None => UnixStream::connect(path).await?,
+                };
+                Ok::<_, io::Error>(TokioIo::new(stream))
+            }
+        });
+        // The address is not used: the connector knows where to go.
+        let endpoint = Endpoint::from_static("http://vmmd").connect_timeout(QUICK);
+        let channel = endpoint
+            .connect_with_connector(connector)
+            .await
+            .map_err(|error| {
+                Failure::new(
+                    Code::Unavailable,
+                    format!("{} does not answer as vmmd: {error}", socket.display()),
+                )
+            })?;
+        Ok(Self {
+            vms: VmServiceClient::new(channel.clone()),
+            nodes: NodeServiceClient::new(channel),
+        })
+    }
+
+    /// The VM with this name.
+    pub async fn get(&self, name: &str) -> Result<v1::Vm> {
+        let request = v1::GetVmRequest {
+            name: name.to_owned(),
+        };
+        let response = call(QUICK, self.vms.clone().get_vm(request)).await;
+        let vm = response.map_err(|failure| not_found(failure, name))?.vm;
+        vm.ok_or_else(empty_answer)
+    }
+
+    /// All VMs.
+    pub async fn list(&self) -> Result<Vec<v1::Vm>> {
+        Ok(call(QUICK, self.vms.clone().list_vms(v1::ListVmsRequest {}))
+            .await?
+            .vms)
+    }
+
+    /// The node.
+    pub async fn node(&self) -> Result<v1::Node> {
+        let response = call(QUICK, self.nodes.clone().get_node(v1::GetNodeRequest {})).await?;
+        response.node.ok_or_else(empty_answer)
+    }
+}
+
+/// Waits for the answer of a call, at most `limit`.
+pub async fn call<T>(limit: Duration, call: impl Future<Output = Result<Response<T>, Status>>) -> Result<T> {
+    match tokio::time::timeout(limit, call).await {
+        Ok(answer) => Ok(answer?.into_inner()),
+        Err(_) => {
+            let message = format!("no answer from vmmd within {} s", limit.as_secs());
+            Err(Failure::new(Code::Timeout, message).hint("see `journalctl -u vmmd`"))
+        }
+    }
+}
+
+/// Adds to a failure about a VM that is not there where to find the ones that are.
+pub fn not_found(failure: Failure, name: &str) -> Failure {
+    failure.about(name).hint_for(Code::NotFound, || {
+        "`vmmctl get vm` lists the VMs there are".into()
+    })
+}
+
+/// An answer without its content, which a daemon never sends.
+pub fn empty_answer() -> Failure {
+    Failure::new(Code::Other, "vmmd sent an empty answer").hint("compare versions with `vmmctl version`")
+}
+
+fn unreachable(socket: &Path, error: &io::Error) -> Failure {
+    let socket = socket.display();
+    match error.kind() {
+        io::ErrorKind::NotFound => Failure::new(
+            Code::Unavailable,
+            format!("vmmd is not running: there is no socket {socket}"),
+        )
+        .hint("start it with `systemctl start vmmd`, or name another socket with --socket"),
+        io::ErrorKind::ConnectionRefused => Failure::new(
+            Code::Unavailable,
+            format!("vmmd is not running: nobody listens on {socket}"),
+        )
+        .hint("start it with `systemctl start vmmd`; `journalctl -u vmmd` says why it ended"),
+        io::ErrorKind::PermissionDenied => {
+            Failure::new(Code::Permission, format!("no permission to use {socket}")).hint(
+                "run as root, or as a member of the group vmmd (`usermod -aG vmmd USER`, then log in again)",
+            )
+        }
+        _ => Failure::new(Code::Unavailable, format!("can't connect to {socket}: {error}"))
+            .hint("is that the socket of vmmd? --socket names another"),
+    }
+}

@@ -1,0 +1,144 @@
+//! Verbs that change what a VM does: on several VMs at once, each with a result of its own.
+
+use std::time::Duration;
+
+use proto::v1::{self, VmPhase};
+use tokio::task::JoinSet;
+
+use crate::{
+    args::Ending,
+    client::{Client, QUICK, WORK, call, not_found},
+    failure::{Code, Failure, Result},
+    output,
+};
+
+/// What the daemon gives a guest to power off when nothing is said.
+const DEFAULT_GRACE: Duration = Duration::from_secs(60);
+
+/// What is to be done with a VM.
+#[derive(Clone, Debug)]
+pub enum Verb {
+    /// Start it.
+    Start,
+    /// Stop it.
+    Stop(Ending),
+    /// Stop it, then start it.
+    Restart(Ending),
+    /// Hold its vCPUs.
+    Pause,
+    /// Let it go on.
+    Resume,
+    /// Delete it.
+    Delete {
+        /// Also when it runs.
+        force: bool,
+        /// One that is not there is no failure.
+        ignore_not_found: bool,
+    },
+}
+
+/// Does `verb` to all named VMs at the same time; prints each success when the ones before it are done.
+pub async fn each(client: &Client, names: &[String], verb: &Verb) -> Result<(), Vec<Failure>> {
+    let mut tasks = JoinSet::new();
+    for (index, name) in names.iter().cloned().enumerate() {
+        let (client, verb) = (client.clone(), verb.clone());
+        tasks.spawn(async move { (index, one(&client, &name, &verb).await) });
+    }
+    let mut results: Vec<_> = names.iter().map(|_| None).collect();
+    let mut failures = Vec::new();
+    let mut next = 0;
+    while let Some(done) = tasks.join_next().await {
+        let (index, result) = done.map_err(|error| vec![Failure::new(Code::Other, error.to_string())])?;
+        if let Some(place) = results.get_mut(index) {
+            *place = Some(result);
+        }
+        while let Some(result) = results.get_mut(next).and_then(Option::take) {
+            next += 1;
+            match result {
+                Ok(Some(text)) => output::line(text).map_err(|failure| vec![failure])?,
+                Ok(None) => {}
+                Err(failure) => failures.push(failure),
+            }
+        }
+    }
+    super::all(failures)
+}
+
+/// Stops all VMs that have a process.
+pub async fn stop_all(client: &Client, ending: Ending) -> Result<(), Vec<Failure>> {
+    let vms = client.list().await.map_err(|failure| vec![failure])?;
+    let running = vms.into_iter().filter(|vm| {
+        let phase = vm
+            .status
+            .as_ref()
+            .map_or(VmPhase::Unspecified, v1::VmStatus::phase);
+        !matches!(phase, VmPhase::Pending | VmPhase::Stopped | VmPhase::Failed)
+    });
+    let names: Vec<_> = running.filter_map(|vm| Some(vm.metadata?.name)).collect();
+    each(client, &names, &Verb::Stop(ending)).await
+}
+
+/// Does `verb` to one VM; the line to print, if any.
+async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>> {
+    let mut vms = client.vms.clone();
+    let owned = name.to_owned();
+    let done = match *verb {
+        Verb::Start => {
+            let request = v1::StartVmRequest { name: owned };
+            call(WORK, vms.start_vm(request)).await.map(|_| "started")
+        }
+        Verb::Stop(Ending { grace, force }) => {
+            let request = v1::StopVmRequest {
+                name: owned,
+                grace_period: grace.map(Into::into),
+                force,
+            };
+            call(limit(grace), vms.stop_vm(request)).await.map(|_| "stopped")
+        }
+        Verb::Restart(Ending { grace, force }) => {
+            let request = v1::RestartVmRequest {
+                name: owned,
+                grace_period: grace.map(Into::into),
+                force,
+            };
+            call(limit(grace), vms.restart_vm(request))
+                .await
+                .map(|_| "restarted")
+        }
+        Verb::Pause => call(QUICK, vms.pause_vm(v1::PauseVmRequest { name: owned }))
+            .await
+            .map(|_| "paused"),
+        Verb::Resume => call(QUICK, vms.resume_vm(v1::ResumeVmRequest { name: owned }))
+            .await
+            .map(|_| "resumed"),
+        Verb::Delete {
+            force,
+            ignore_not_found,
+        } => {
+            let request = v1::DeleteVmRequest { name: owned, force };
+            match call(WORK, vms.delete_vm(request)).await {
+                Err(failure) if ignore_not_found && failure.code == Code::NotFound => return Ok(None),
+                result => result.map(|_| "deleted"),
+            }
+        }
+    };
+    match done {
+        Ok(done) => Ok(Some(format!("vm/{name} {done}"))),
+        Err(failure) => Err(explain(failure, name, verb)),
+    }
+}
+
+fn explain(failure: Failure, name: &str, verb: &Verb) -> Failure {
+    not_found(failure, name).hint_for(Code::Precondition, || match verb {
+        Verb::Delete { .. } => {
+            format!("stop it first (`vmmctl stop {name}`), or kill and delete it with --force")
+        }
+        Verb::Stop(_) | Verb::Restart(_) | Verb::Start | Verb::Pause | Verb::Resume => {
+            format!("`vmmctl get vm {name}` shows its phase")
+        }
+    })
+}
+
+fn limit(grace: Option<Duration>) -> Duration {
+    grace.unwrap_or(DEFAULT_GRACE) + WORK
+}

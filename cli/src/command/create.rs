@@ -1,0 +1,174 @@
+//! `create`: a VM that must not exist yet, from a manifest or from flags.
+
+use proto::{
+    model::vm::{API_VERSION, KIND, Manifest},
+    v1,
+};
+
+use super::{apply, get};
+use crate::{
+    args::{Create, Output},
+    client::Client,
+    failure::{Code, Failure, Result},
+    manifest::Document,
+    output,
+};
+
+/// Creates the VMs of manifests.
+pub async fn files(client: &Client, documents: &[Document], args: &Create) -> Result<(), Vec<Failure>> {
+    let mut failures = Vec::new();
+    for document in documents {
+        match apply::create(client, document.vm.clone(), args.start, args.dry_run).await {
+            Ok(vm) => report(&vm, args).map_err(|failure| vec![failure])?,
+            Err(failure) => failures.push(document.locate(failure)),
+        }
+    }
+    super::all(failures)
+}
+
+/// Creates a VM made of flags.
+pub async fn flags(client: &Client, vm: v1::Vm, args: &Create) -> Result<()> {
+    report(&apply::create(client, vm, args.start, args.dry_run).await?, args)
+}
+
+/// The VM that the flags describe.
+pub fn from_flags(args: &Create) -> Result<v1::Vm> {
+    let linux = v1::LinuxBoot {
+        kernel: args.kernel.clone().unwrap_or_default(),
+        initrd: args.initrd.clone().unwrap_or_default(),
+        cmdline: args.cmdline.clone(),
+    };
+    let numbered = |texts: &[String]| texts.iter().cloned().enumerate().collect::<Vec<_>>();
+    let disks = numbered(&args.disks)
+        .into_iter()
+        .map(|(index, text)| disk(index, &text));
+    let nics = numbered(&args.nics)
+        .into_iter()
+        .map(|(index, text)| nic(index, &text));
+    let vm = v1::Vm {
+        api_version: API_VERSION.into(),
+        kind: KIND.into(),
+        metadata: Some(v1::VmMetadata {
+            name: args.name.clone().unwrap_or_default(),
+            labels: args
+                .labels
+                .iter()
+                .map(|label| (label.key.clone(), label.value.clone()))
+                .collect(),
+            ..v1::VmMetadata::default()
+        }),
+        spec: Some(v1::VmSpec {
+            cpu: Some(v1::CpuSpec { cores: args.cpus }),
+            memory: Some(v1::MemorySpec {
+                size_bytes: args.memory,
+                ..v1::MemorySpec::default()
+            }),
+            boot: Some(v1::BootSpec {
+                source: Some(v1::boot_spec::Source::Linux(linux)),
+            }),
+            disks: disks.collect::<Result<_>>()?,
+            nics: nics.collect::<Result<_>>()?,
+        }),
+        status: None,
+    };
+    if let Err(violations) = Manifest::try_from(&vm) {
+        let found = violations
+            .0
+            .into_iter()
+            .map(|violation| (violation.field, violation.description));
+        let failure = Failure::new(Code::Invalid, "the VM is not valid");
+        return Err(Failure {
+            violations: found.collect(),
+            ..failure
+        });
+    }
+    Ok(vm)
+}
+
+fn report(vm: &v1::Vm, args: &Create) -> Result<()> {
+    let name = vm
+        .metadata
+        .as_ref()
+        .map(|metadata| metadata.name.as_str())
+        .unwrap_or_default();
+    match args.output {
+        Some(Output::Yaml | Output::Json | Output::Name) => get::print_documents(&[vm], args.output, false),
+        Some(Output::Wide) | None => {
+            let started = if args.start { " and started" } else { "" };
+            let suffix = if args.dry_run { " (dry run)" } else { "" };
+            output::line(format!("vm/{name} created{started}{suffix}"))
+        }
+    }
+}
+
+/// A disk from `PATH` or `name=…,path=…`.
+fn disk(index: usize, text: &str) -> Result<v1::DiskSpec> {
+    let mut disk = v1::DiskSpec {
+        name: if index == 0 {
+            "root".into()
+        } else {
+            format!("disk{index}")
+        },
+        format: v1::DiskFormat::Raw.into(),
+        ..v1::DiskSpec::default()
+    };
+    if text.starts_with('/') {
+        disk.path = text.to_owned();
+        return Ok(disk);
+    }
+    for part in text.split(',') {
+        match part.split_once('=') {
+            Some(("name", value)) => disk.name = value.to_owned(),
+            Some(("path", value)) => disk.path = value.to_owned(),
+            Some(("serial", value)) => disk.serial = value.to_owned(),
+            Some(("format", "raw")) => {}
+            Some(("format", value)) => {
+                return Err(usage(format!(
+                    "--disk {text}: format must be raw, is \"{value}\""
+                )));
+            }
+            None if part == "readonly" => disk.read_only = true,
+            _ => {
+                let message =
+                    format!("--disk {text}: \"{part}\" is none of name=, path=, format=, serial=, readonly");
+                return Err(usage(message));
+            }
+        }
+    }
+    Ok(disk)
+}
+
+/// A NIC from `bridge=…` or `tap=…` and more.
+fn nic(index: usize, text: &str) -> Result<v1::NicSpec> {
+    use v1::nic_spec::Attachment;
+    let mut nic = v1::NicSpec {
+        name: format!("eth{index}"),
+        ..v1::NicSpec::default()
+    };
+    for part in text.split(',') {
+        let attachment = match part.split_once('=') {
+            Some(("bridge", value)) => Attachment::Bridge(value.to_owned()),
+            Some(("tap", value)) => Attachment::Tap(value.to_owned()),
+            Some(("name", value)) => {
+                nic.name = value.to_owned();
+                continue;
+            }
+            Some(("mac", value)) => {
+                nic.mac = value.to_owned();
+                continue;
+            }
+            _ => {
+                let message = format!("--nic {text}: \"{part}\" is none of bridge=, tap=, mac=, name=");
+                return Err(usage(message));
+            }
+        };
+        if nic.attachment.replace(attachment).is_some() {
+            return Err(usage(format!("--nic {text}: give one of bridge= and tap=")));
+        }
+    }
+    Ok(nic)
+}
+
+fn usage(message: String) -> Failure {
+    Failure::new(Code::Usage, message)
+}

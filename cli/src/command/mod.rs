@@ -1,0 +1,111 @@
+//! What each verb does.
+
+mod act;
+mod apply;
+mod create;
+mod generate;
+mod get;
+
+use crate::{
+    args::{Cli, Command, Describe, Get, NodeOutput},
+    client::Client,
+    console,
+    failure::{Failure, Result},
+    manifest::{emit, schema},
+    output,
+};
+
+/// Does what the command line says. A command on several VMs may fail for several reasons.
+pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
+    let socket = &cli.socket;
+    match cli.command {
+        Command::Completion { shell } => generate::completion(shell).map_err(one),
+        Command::Generate { directory } => generate::all(&directory).map_err(one),
+        Command::Version { client: true } => version(None).await.map_err(one),
+        // Files are read before the daemon is asked, so that their mistakes show without one.
+        Command::Apply(args) => {
+            let documents = apply::read(&args.files)?;
+            let client = Client::connect(socket).await.map_err(one)?;
+            apply::apply(&client, &documents, args.start, args.dry_run).await
+        }
+        Command::Create(args) if !args.files.is_empty() => {
+            let documents = apply::read(&args.files)?;
+            let client = Client::connect(socket).await.map_err(one)?;
+            create::files(&client, &documents, &args).await
+        }
+        Command::Create(args) => {
+            let vm = create::from_flags(&args).map_err(one)?;
+            let client = Client::connect(socket).await.map_err(one)?;
+            create::flags(&client, vm, &args).await.map_err(one)
+        }
+        command => {
+            if let Command::Version { .. } = command {
+                output::line(format!("vmmctl {}", env!("CARGO_PKG_VERSION"))).map_err(one)?;
+            }
+            let client = Client::connect(socket).await.map_err(one)?;
+            with_daemon(&client, command).await
+        }
+    }
+}
+
+async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failure>> {
+    match command {
+        Command::Get { what: Get::Vm(args) } => get::get(client, &args).await,
+        Command::Describe {
+            what: Describe::Vm(args),
+        } => get::describe(client, &args.names).await,
+        Command::Start(args) => act::each(client, &args.names, &act::Verb::Start).await,
+        Command::Stop(args) if args.all => act::stop_all(client, args.ending).await,
+        Command::Stop(args) => act::each(client, &args.names, &act::Verb::Stop(args.ending)).await,
+        Command::Restart(args) => {
+            act::each(client, &args.names.names, &act::Verb::Restart(args.ending)).await
+        }
+        Command::Pause(args) => act::each(client, &args.names, &act::Verb::Pause).await,
+        Command::Resume(args) => act::each(client, &args.names, &act::Verb::Resume).await,
+        Command::Delete(args) => {
+            let verb = act::Verb::Delete {
+                force: args.force,
+                ignore_not_found: args.ignore_not_found,
+            };
+            act::each(client, &args.names.names, &verb).await
+        }
+        Command::Console(args) => console::run(client, &args.name, args.no_replay)
+            .await
+            .map_err(one),
+        Command::Node { output } => node(client, output).await.map_err(one),
+        Command::Version { .. } => version(Some(client)).await.map_err(one),
+        // Done in `run`, without a daemon or before it is asked.
+        Command::Apply(_) | Command::Create(_) | Command::Completion { .. } | Command::Generate { .. } => {
+            Ok(())
+        }
+    }
+}
+
+async fn version(client: Option<&Client>) -> Result<()> {
+    match client {
+        None => output::line(format!("vmmctl {}", env!("CARGO_PKG_VERSION"))),
+        Some(client) => output::line(format!("vmmd   {}", client.node().await?.version)),
+    }
+}
+
+async fn node(client: &Client, format: Option<NodeOutput>) -> Result<()> {
+    let node = client.node().await?;
+    match format {
+        None => output::print(&output::node::node(&node, jiff::Timestamp::now())),
+        Some(NodeOutput::Yaml) => output::print(&emit::yaml(&node, schema::NODE)?),
+        Some(NodeOutput::Json) => output::line(format!("{:#}", emit::json(&node)?)),
+    }
+}
+
+fn one(failure: Failure) -> Vec<Failure> {
+    vec![failure]
+}
+
+/// The failures, if there are any.
+fn all(failures: Vec<Failure>) -> Result<(), Vec<Failure>> {
+    if failures.is_empty() {
+        Ok(())
+    } else {
+        Err(failures)
+    }
+}

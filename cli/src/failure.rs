@@ -1,0 +1,172 @@
+//! What went wrong, as the user sees it: one line that says what to do next, and an exit code.
+
+use std::{error::Error as _, fmt};
+
+use tonic_types::StatusExt as _;
+
+/// Exit codes of vmmctl. They are part of its interface (docs: vmmctl, exit codes).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Code {
+    /// Anything without a code of its own.
+    Other = 1,
+    /// The command line is wrong.
+    Usage = 2,
+    /// There is no such VM.
+    NotFound = 3,
+    /// It exists already, or differs from what is asked for.
+    Conflict = 4,
+    /// Not possible in the present state.
+    Precondition = 5,
+    /// A manifest, a value or a file is not valid.
+    Invalid = 6,
+    /// The daemon can't be reached, or ended the connection.
+    Unavailable = 7,
+    /// Not allowed to.
+    Permission = 8,
+    /// The node has not enough of something.
+    Exhausted = 9,
+    /// No answer in time, or cancelled.
+    Timeout = 10,
+}
+
+/// Why a command failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// Exit code.
+    pub code: Code,
+    /// What went wrong, one line.
+    pub message: String,
+    /// What to do about it; joined to the message's line.
+    pub hint: Option<String>,
+    /// Further lines.
+    pub details: Vec<String>,
+    /// Fields that the daemon refused, each with the reason.
+    pub violations: Vec<(String, String)>,
+}
+
+/// What commands return.
+pub type Result<T, E = Failure> = std::result::Result<T, E>;
+
+impl Failure {
+    /// One without further details.
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        let message = message.into();
+        Self {
+            code,
+            message,
+            hint: None,
+            details: Vec::new(),
+            violations: Vec::new(),
+        }
+    }
+
+    /// Says what to do next, unless something was said already.
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint.get_or_insert_with(|| hint.into());
+        self
+    }
+
+    /// Says what to do next about failures with this code.
+    pub fn hint_for(self, code: Code, hint: impl FnOnce() -> String) -> Self {
+        if self.code == code && self.violations.is_empty() {
+            self.hint(hint())
+        } else {
+            self
+        }
+    }
+
+    /// Puts the VM's name in front when the message does not have it.
+    pub fn about(mut self, name: &str) -> Self {
+        if !self.message.contains(name) {
+            self.message = format!("vm/{name}: {}", self.message);
+        }
+        self
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.violations.as_slice() {
+            [] => f.write_str(&printable(&self.message))?,
+            [(field, text)] => write!(f, "{}: {}", printable(field), printable(text))?,
+            violations => {
+                write!(f, "{} ({} problems)", printable(&self.message), violations.len())?;
+                for (field, text) in violations {
+                    write!(f, "\n  {}: {}", printable(field), printable(text))?;
+                }
+            }
+        }
+        if let Some(hint) = &self.hint {
+            write!(f, "; {}", printable(hint))?;
+        }
+        for line in &self.details {
+            write!(f, "\n  {}", printable(line))?;
+        }
+        Ok(())
+    }
+}
+
+impl From<tonic::Status> for Failure {
+    fn from(status: tonic::Status) -> Self {
+        use tonic::Code as Grpc;
+        if let Some(lost) = transport(&status) {
+            return lost;
+        }
+        let code = match status.code() {
+            Grpc::NotFound => Code::NotFound,
+            Grpc::AlreadyExists | Grpc::Aborted => Code::Conflict,
+            Grpc::FailedPrecondition => Code::Precondition,
+            Grpc::InvalidArgument | Grpc::OutOfRange => Code::Invalid,
+            Grpc::Unavailable => Code::Unavailable,
+            Grpc::PermissionDenied | Grpc::Unauthenticated => Code::Permission,
+            Grpc::ResourceExhausted => Code::Exhausted,
+            Grpc::DeadlineExceeded | Grpc::Cancelled => Code::Timeout,
+            _ => Code::Other,
+        };
+        let message = match status.message() {
+            "" => format!("vmmd answered: {}", status.code().description()),
+            message => message.to_owned(),
+        };
+        let details = status.get_error_details();
+        let violations = details
+            .bad_request()
+            .map(|bad| bad.field_violations.as_slice())
+            .unwrap_or_default();
+        let violations = violations
+            .iter()
+            .map(|item| (item.field.clone(), item.description.clone()));
+        let failure = Self {
+            violations: violations.collect(),
+            ..Self::new(code, message)
+        };
+        match status.code() {
+            Grpc::Unimplemented => {
+                failure.hint("this vmmd may be older than this vmmctl: compare with `vmmctl version`")
+            }
+            Grpc::Internal | Grpc::Unknown | Grpc::DataLoss => failure.hint("see `journalctl -u vmmd`"),
+            _ => failure,
+        }
+    }
+}
+
+/// A connection that broke or never spoke gRPC comes as a status made on this side.
+fn transport(status: &tonic::Status) -> Option<Failure> {
+    let mut source = status.source();
+    while let Some(error) = source {
+        if error.is::<tonic::transport::Error>() || error.to_string().contains("h2 protocol error") {
+            let failure = Failure::new(Code::Unavailable, "lost the connection to vmmd");
+            return Some(failure.hint(
+                "it may be restarting (VMs go on running): try again, or see `systemctl status vmmd`",
+            ));
+        }
+        source = error.source();
+    }
+    None
+}
+
+/// The text without control characters, so that what a daemon or a file says can't act on the terminal.
+pub fn printable(text: &str) -> String {
+    text.chars()
+        .map(|letter| if letter.is_control() { '\u{fffd}' } else { letter })
+        .collect()
+}

@@ -1,0 +1,379 @@
+use rstest::rstest;
+
+use super::*;
+
+const GOOD: &str = "\
+# A small VM.
+apiVersion: vmmd/v1
+kind: Vm
+metadata:
+  name: web
+  labels:
+    tier: front
+    revision: 12
+    stable: true
+spec:
+  cpu:
+    cores: 2
+  memory:
+    sizeBytes: 256Mi
+    backing: private
+  boot:
+    linux:
+      kernel: /boot/vmlinuz
+      cmdline: console=ttyS0 root=/dev/vda
+  disks:
+  - name: root
+    path: /srv/root.raw
+    format: raw
+  nics:
+  - name: eth0
+    bridge: br0
+    mac: 52:54:00:12:34:56
+";
+
+fn good() -> v1::Vm {
+    parse(GOOD, "vm.yaml").unwrap().remove(0).vm
+}
+
+fn message(text: &str) -> String {
+    parse(text, "vm.yaml").unwrap_err().to_string()
+}
+
+#[test]
+fn a_manifest_becomes_the_message_it_describes() {
+    let vm = good();
+    let metadata = vm.metadata.unwrap();
+    assert_eq!(metadata.name, "web");
+    let labels = [("revision", "12"), ("stable", "true"), ("tier", "front")];
+    assert_eq!(
+        metadata.labels,
+        labels.map(|(key, value)| (key.into(), value.into())).into()
+    );
+    let spec = vm.spec.unwrap();
+    assert_eq!(spec.cpu.unwrap().cores, 2);
+    assert_eq!(spec.memory.unwrap().size_bytes, 256 << 20);
+    assert_eq!(spec.memory.unwrap().backing(), v1::MemoryBacking::Private);
+    assert_eq!(spec.disks[0].format(), v1::DiskFormat::Raw);
+    assert_eq!(spec.nics[0].mac, "52:54:00:12:34:56");
+}
+
+#[test]
+fn canonical_json_is_a_manifest_too() {
+    let json = serde_json::to_string_pretty(&good()).unwrap();
+    assert_eq!(parse(&json, "vm.json").unwrap()[0].vm, good());
+}
+
+#[test]
+fn what_get_prints_as_yaml_can_be_applied_again() {
+    let mut vm = good();
+    let metadata = vm.metadata.as_mut().unwrap();
+    metadata.uid = "7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8".into();
+    metadata.generation = 1;
+    metadata.create_time = Some(proto::well_known::Timestamp {
+        seconds: 1_700_000_000,
+        nanos: 5,
+    });
+    metadata.labels.insert("empty".into(), String::new());
+    metadata
+        .labels
+        .insert("odd".into(), "a: b # c \"d\" 'e' \u{1f600} %".into());
+    vm.spec.as_mut().unwrap().boot = Some(v1::BootSpec {
+        source: Some(v1::boot_spec::Source::Linux(v1::LinuxBoot {
+            kernel: "/k".into(),
+            cmdline: format!("a=\"b c\" {}", "long ".repeat(100)),
+            ..v1::LinuxBoot::default()
+        })),
+    });
+    vm.status = Some(v1::VmStatus {
+        phase: v1::VmPhase::Running.into(),
+        instance: Some(v1::InstanceStatus {
+            pid: 7,
+            guest_resets: 2,
+            ..v1::InstanceStatus::default()
+        }),
+        conditions: vec![v1::Condition {
+            r#type: "Ready".into(),
+            ..v1::Condition::default()
+        }],
+        ..v1::VmStatus::default()
+    });
+    let yaml = emit::yaml(&vm, schema::VM).unwrap();
+    assert!(yaml.contains("sizeBytes: 268435456"), "{yaml}");
+    let read = parse(&yaml, "vm.yaml").unwrap().remove(0).vm;
+    strip(&mut vm);
+    assert_eq!(read, vm, "{yaml}");
+}
+
+#[test]
+fn yaml_is_written_in_the_order_of_the_api() {
+    let yaml = emit::yaml(&good(), schema::VM).unwrap();
+    insta::assert_snapshot!(yaml, @r#"
+apiVersion: vmmd/v1
+kind: Vm
+metadata:
+  name: web
+  labels:
+    revision: "12"
+    stable: "true"
+    tier: front
+spec:
+  cpu:
+    cores: 2
+  memory:
+    sizeBytes: 268435456
+    backing: MEMORY_BACKING_PRIVATE
+  boot:
+    linux:
+      kernel: /boot/vmlinuz
+      cmdline: console=ttyS0 root=/dev/vda
+  disks:
+  - name: root
+    path: /srv/root.raw
+    format: DISK_FORMAT_RAW
+  nics:
+  - name: eth0
+    bridge: br0
+    mac: "52:54:00:12:34:56"
+"#);
+}
+
+#[test]
+fn several_documents_are_read_and_empty_ones_left_out() {
+    let second = GOOD.replace("name: web", "name: db");
+    let documents = parse(&format!("---\n{GOOD}---\n---\n{second}...\n"), "vm.yaml").unwrap();
+    let names: Vec<_> = documents.iter().map(Document::name).collect();
+    assert_eq!(names, ["web", "db"]);
+}
+
+#[test]
+fn anchors_and_aliases_stand_for_what_they_name() {
+    let text = GOOD.replace(
+        "kernel: /boot/vmlinuz",
+        "kernel: &k /boot/vmlinuz\n      initrd: *k",
+    );
+    let spec = parse(&text, "vm.yaml").unwrap().remove(0).vm.spec.unwrap();
+    let Some(v1::boot_spec::Source::Linux(linux)) = spec.boot.unwrap().source else {
+        panic!("no kernel")
+    };
+    assert_eq!(linux.initrd, "/boot/vmlinuz");
+}
+
+/// The mistakes that people make, and what they are told.
+#[rstest]
+#[case::unknown_field(
+    "cores: 2",
+    "core: 2",
+    "vm.yaml:12: spec.cpu.core: unknown field; did you mean `cores`?"
+)]
+#[case::kubernetes_habit(
+    "  cpu:\n    cores: 2",
+    "  cpus: 2",
+    "vm.yaml:11: spec.cpus: unknown field; did you mean `cpu`?"
+)]
+#[case::short_name(
+    "sizeBytes:",
+    "size:",
+    "vm.yaml:14: spec.memory.size: unknown field; did you mean `sizeBytes`?"
+)]
+#[case::nothing_like_it(
+    "cores: 2",
+    "frequency: 2",
+    "vm.yaml:12: spec.cpu.frequency: unknown field; known here: `cores`"
+)]
+#[case::no_cpus("cores: 2", "cores: 0", "vm.yaml:12: spec.cpu.cores: must be 1 to 32, is 0")]
+#[case::many_cpus(
+    "cores: 2",
+    "cores: 10000",
+    "vm.yaml:12: spec.cpu.cores: must be 1 to 32, is 10000"
+)]
+#[case::negative(
+    "cores: 2",
+    "cores: -1",
+    "vm.yaml:12: spec.cpu.cores: must be 0 to 4294967295, is -1"
+)]
+#[case::a_word(
+    "cores: 2",
+    "cores: two",
+    "vm.yaml:12: spec.cpu.cores: must be a whole number, is \"two\""
+)]
+#[case::wrong_unit(
+    "256Mi",
+    "256m",
+    "vm.yaml:14: spec.memory.sizeBytes: must be a number of bytes such as 268435456, 256Mi, 5Gi or 1G, is \"256m\""
+)]
+#[case::little_memory(
+    "256Mi",
+    "1Mi",
+    "vm.yaml:14: spec.memory.sizeBytes: must be 128 MiB to 16 GiB (134217728 to 17179869184), is 1048576"
+)]
+#[case::unknown_enum(
+    "format: raw",
+    "format: qcow",
+    "vm.yaml:23: spec.disks[0].format: must be DISK_FORMAT_RAW, is \"qcow\""
+)]
+#[case::yes(
+    "format: raw",
+    "format: raw\n    readOnly: yes",
+    "vm.yaml:24: spec.disks[0].readOnly: must be true or false, is \"yes\""
+)]
+#[case::no_list(
+    "  disks:\n  - name: root\n    path: /srv/root.raw\n    format: raw",
+    "  disks: /srv/root.raw",
+    "vm.yaml:20: spec.disks: must be a list (lines that begin with `- `), is a single value"
+)]
+#[case::no_mapping(
+    "  cpu:\n    cores: 2",
+    "  cpu: 2",
+    "vm.yaml:11: spec.cpu: must be a mapping (`field: value`), is a single value"
+)]
+#[case::twice(
+    "cores: 2",
+    "cores: 2\n    cores: 3",
+    "vm.yaml:13: spec.cpu.cores: given twice, first in line 12"
+)]
+#[case::rivals(
+    "bridge: br0",
+    "bridge: br0\n    tap: tap0",
+    "vm.yaml:27: spec.nics[0].tap: can't be together with `bridge`: give one of them"
+)]
+#[case::relative(
+    "/srv/root.raw",
+    "root.raw",
+    "vm.yaml:22: spec.disks[0].path: must be an absolute path on the node, is \"root.raw\""
+)]
+#[case::slash(
+    "name: web",
+    "name: a/b",
+    "vm.yaml:5: metadata.name: must be 1 to 63 lower-case letters, digits or '-', beginning and ending with a \
+     letter or digit, is \"a/b\""
+)]
+#[case::wrong_kind("kind: Vm", "kind: Pod", "vm.yaml:3: kind: must be Vm, is \"Pod\"")]
+#[case::wrong_version("vmmd/v1", "v1", "vm.yaml:2: apiVersion: must be vmmd/v1, is \"v1\"")]
+#[case::no_kind(
+    "kind: Vm\n",
+    "",
+    "vm.yaml:2: kind: missing: a manifest begins with `apiVersion: vmmd/v1` and `kind: Vm`"
+)]
+fn a_mistake_is_named_with_its_line(#[case] good: &str, #[case] bad: &str, #[case] expected: &str) {
+    assert!(GOOD.contains(good));
+    assert_eq!(message(&GOOD.replace(good, bad)), expected);
+}
+
+#[test]
+fn all_mistakes_of_a_file_are_reported_at_once() {
+    let text = GOOD
+        .replace("cores: 2", "core: 2")
+        .replace("256Mi", "many")
+        .replace("bridge:", "bridgr:");
+    let expected = "vm.yaml has 3 problems
+  vm.yaml:12: spec.cpu.core: unknown field; did you mean `cores`?
+  vm.yaml:14: spec.memory.sizeBytes: must be a number of bytes such as 268435456, 256Mi, 5Gi or 1G, is \"many\"
+  vm.yaml:26: spec.nics[0].bridgr: unknown field; did you mean `bridge`?";
+    assert_eq!(message(&text), expected);
+}
+
+#[test]
+fn text_that_is_no_yaml_is_refused_with_its_line() {
+    assert!(message("a: [1, 2\nb: 3\n").starts_with("vm.yaml:"));
+    assert_eq!(message(""), "vm.yaml holds no VM: it is empty");
+    assert_eq!(
+        message("hello"),
+        "vm.yaml:1: must be a mapping (`field: value`), is a single value"
+    );
+}
+
+#[test]
+fn aliases_can_not_blow_up_a_file() {
+    let mut text = String::from("a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n");
+    for level in 1..9 {
+        let before = level - 1;
+        let items = format!("*a{before}, ").repeat(10);
+        text.push_str(&format!("a{level}: &a{level} [{items}]\n"));
+    }
+    assert!(message(&text).contains("too large"), "{}", message(&text));
+}
+
+#[test]
+fn deep_nesting_is_an_error() {
+    assert!(parse(&"[".repeat(100_000), "vm.yaml").is_err());
+    assert!(parse(&"- ".repeat(100_000), "vm.yaml").is_err());
+}
+
+#[test]
+fn a_failure_of_the_daemon_is_shown_with_the_line_it_is_about() {
+    let document = parse(GOOD, "vm.yaml").unwrap().remove(0);
+    let failure = |field: &str| Failure {
+        violations: vec![(field.into(), "no such file".into())],
+        ..Failure::new(Code::Invalid, "invalid")
+    };
+    let shown = |field| document.locate(failure(field)).to_string();
+    assert_eq!(
+        shown("spec.disks[0].path"),
+        "vm.yaml:22: spec.disks[0].path: no such file"
+    );
+    assert_eq!(
+        shown("spec.disks[0].serial"),
+        "vm.yaml:21: spec.disks[0].serial: no such file"
+    );
+    assert_eq!(shown("elsewhere"), "vm.yaml: elsewhere: no such file");
+}
+
+#[rstest]
+#[case("0", 0)]
+#[case("268435456", 256 << 20)]
+#[case("256Mi", 256 << 20)]
+#[case("256MiB", 256 << 20)]
+#[case("5Gi", 5 << 30)]
+#[case("1.5Gi", 3 << 29)]
+#[case("1G", 1_000_000_000)]
+#[case("1GB", 1_000_000_000)]
+#[case("512 Mi", 512 << 20)]
+#[case("18446744073709551615", u64::MAX)]
+fn a_quantity_is_read(#[case] text: &str, #[case] bytes: u64) {
+    assert_eq!(quantity::bytes(text), Ok(bytes));
+}
+
+#[rstest]
+#[case("")]
+#[case("Mi")]
+#[case("-1")]
+#[case("1e9")]
+#[case("1mi")]
+#[case("1.5")]
+#[case("1..5Gi")]
+#[case("1.0000000001Gi")]
+#[case("0x10")]
+#[case("16777216Ti")]
+#[case("18446744073709551616")]
+fn what_is_no_quantity_is_refused(#[case] text: &str) {
+    assert!(quantity::bytes(text).is_err());
+}
+
+#[rstest]
+#[case(0, "0")]
+#[case(1023, "1023")]
+#[case(256 << 20, "256Mi")]
+#[case(3 << 29, "1.5Gi")]
+#[case((1 << 30) + 1, "1Gi")]
+#[case(u64::MAX, "16777216Ti")]
+fn a_quantity_is_shown_short(#[case] bytes: u64, #[case] text: &str) {
+    assert_eq!(quantity::show(bytes), text);
+}
+
+proptest::proptest! {
+    #[test]
+    fn no_text_makes_the_reader_panic(text: String) {
+        let _ = parse(&text, "vm.yaml");
+        let _ = quantity::bytes(&text);
+    }
+
+    #[test]
+    fn no_change_of_a_manifest_makes_the_reader_panic(at in 0..GOOD.len(), with in "[-:\\[\\]{}&*!|>'\"%@`#, \n0-9a-z]{0,6}") {
+        let mut text = GOOD.to_owned();
+        if text.is_char_boundary(at) {
+            text.insert_str(at, &with);
+        }
+        let _ = parse(&text, "vm.yaml");
+    }
+}

@@ -1,0 +1,166 @@
+//! `describe vm`: everything about a VM as lines of `Key: value`.
+
+use proto::v1;
+
+use super::{
+    age,
+    table::Table,
+    vm::{attachment, camel, phase},
+};
+use crate::{failure::printable, manifest::quantity};
+
+/// Column at which values begin.
+const WIDTH: usize = 16;
+
+/// Everything about a VM.
+pub fn vm(vm: &v1::Vm, now: jiff::Timestamp) -> String {
+    let metadata = vm.metadata.clone().unwrap_or_default();
+    let status = vm.status.clone().unwrap_or_default();
+    let mut text = Lines::default();
+    text.put("Name", &metadata.name);
+    text.put("UID", &metadata.uid);
+    let labels: Vec<_> = metadata
+        .labels
+        .iter()
+        .map(|(key, value)| format!("{key}={value}"))
+        .collect();
+    text.put("Labels", &labels.join(", "));
+    text.put("Created", &when(metadata.create_time.as_ref(), now));
+    text.put("Generation", &metadata.generation.to_string());
+    text.put("Phase", &phase(&status));
+    text.put("Since", &when(status.phase_time.as_ref(), now));
+    text.put("Reason", &status.reason);
+    text.put("Message", &status.message);
+    instance(&mut text, &status, now);
+    spec(&mut text, &vm.spec.clone().unwrap_or_default(), &status);
+    conditions(&mut text, &status.conditions, now);
+    text.0
+}
+
+/// Conditions as a table under their title.
+pub fn conditions(text: &mut Lines, conditions: &[v1::Condition], now: jiff::Timestamp) {
+    let rows: Vec<_> = conditions
+        .iter()
+        .map(|condition| {
+            vec![
+                condition.r#type.clone(),
+                camel(condition.status().as_str_name(), "CONDITION_STATUS_"),
+                condition.reason.clone(),
+                age::since(condition.transition_time.as_ref(), now),
+                condition.message.clone(),
+            ]
+        })
+        .collect();
+    text.list(
+        "Conditions",
+        vec!["TYPE", "STATUS", "REASON", "AGE", "MESSAGE"],
+        &rows,
+    );
+}
+
+fn instance(text: &mut Lines, status: &v1::VmStatus, now: jiff::Timestamp) {
+    if let Some(instance) = &status.instance {
+        text.title("Instance");
+        text.put("  PID", &instance.pid.to_string());
+        text.put("  User", &instance.uid.to_string());
+        text.put("  Started", &when(instance.start_time.as_ref(), now));
+        text.put("  Guest resets", &instance.guest_resets.to_string());
+        text.put("  vmm version", &instance.vmm_version);
+    }
+    if let Some(exit) = &status.last_exit {
+        text.title("Last exit");
+        text.put("  Reason", &camel(exit.reason().as_str_name(), "EXIT_REASON_"));
+        text.put("  Message", &exit.message);
+        text.put("  Time", &when(exit.time.as_ref(), now));
+    }
+}
+
+fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
+    let memory = spec.memory.unwrap_or_default();
+    text.put("CPUs", &spec.cpu.unwrap_or_default().cores.to_string());
+    let backing = match memory.backing() {
+        v1::MemoryBacking::Unspecified => String::new(),
+        backing => format!(
+            ", {}",
+            camel(backing.as_str_name(), "MEMORY_BACKING_").to_lowercase()
+        ),
+    };
+    let bytes = memory.size_bytes;
+    text.put(
+        "Memory",
+        &format!("{} ({bytes} bytes{backing})", quantity::show(bytes)),
+    );
+    if let Some(v1::boot_spec::Source::Linux(linux)) =
+        spec.boot.as_ref().and_then(|boot| boot.source.as_ref())
+    {
+        text.title("Boot");
+        text.put("  Kernel", &linux.kernel);
+        text.put("  Initrd", &linux.initrd);
+        text.put("  Command line", &linux.cmdline);
+    }
+    let disks: Vec<_> = spec
+        .disks
+        .iter()
+        .map(|disk| {
+            let mode = if disk.read_only { "ro" } else { "rw" };
+            let format = camel(disk.format().as_str_name(), "DISK_FORMAT_").to_lowercase();
+            vec![
+                disk.name.clone(),
+                format,
+                mode.into(),
+                disk.serial.clone(),
+                disk.path.clone(),
+            ]
+        })
+        .collect();
+    text.list("Disks", vec!["NAME", "FORMAT", "MODE", "SERIAL", "PATH"], &disks);
+    let nics: Vec<_> = spec
+        .nics
+        .iter()
+        .map(|nic| {
+            let now = status.nics.iter().find(|now| now.name == nic.name);
+            let mac = now.map_or(&nic.mac, |now| &now.mac);
+            let tap = now.map(|now| now.tap.clone()).unwrap_or_default();
+            vec![nic.name.clone(), attachment(nic), mac.clone(), tap]
+        })
+        .collect();
+    text.list("NICs", vec!["NAME", "ATTACHED TO", "MAC", "TAP"], &nics);
+}
+
+fn when(time: Option<&proto::well_known::Timestamp>, now: jiff::Timestamp) -> String {
+    match time {
+        Some(_) => format!("{} ({} ago)", age::exact(time), age::since(time, now)),
+        None => String::new(),
+    }
+}
+
+/// Lines of `Key: value`.
+#[derive(Debug, Default)]
+pub struct Lines(pub String);
+
+impl Lines {
+    /// A key and its value; nothing when the value is empty.
+    pub fn put(&mut self, key: &str, value: &str) {
+        if !value.is_empty() {
+            let key = format!("{key}:");
+            self.0.push_str(&format!("{key:WIDTH$} {}\n", printable(value)));
+        }
+    }
+
+    /// A title of the lines that follow.
+    pub fn title(&mut self, title: &str) {
+        self.0.push_str(&format!("{title}:\n"));
+    }
+
+    /// A titled table; `none` when it has no rows.
+    pub fn list(&mut self, title: &str, headers: Vec<&'static str>, rows: &[Vec<String>]) {
+        if rows.is_empty() {
+            self.put(title, "none");
+            return;
+        }
+        self.title(title);
+        for line in Table::new(headers).whole(rows, true).lines() {
+            self.0.push_str(&format!("  {line}\n"));
+        }
+    }
+}

@@ -1,0 +1,234 @@
+use proto::{v1, well_known::Timestamp};
+use rstest::rstest;
+
+use super::*;
+
+const NOW: i64 = 1_800_000_000;
+
+fn now() -> jiff::Timestamp {
+    jiff::Timestamp::from_second(NOW).unwrap()
+}
+
+fn ago(seconds: i64) -> Option<Timestamp> {
+    Some(Timestamp {
+        seconds: NOW - seconds,
+        nanos: 0,
+    })
+}
+
+#[rstest]
+#[case(-5, "0s")]
+#[case(0, "0s")]
+#[case(119, "119s")]
+#[case(120, "2m")]
+#[case(192, "3m12s")]
+#[case(600, "10m")]
+#[case(3 * 3600, "3h")]
+#[case(5 * 3600 + 1200, "5h20m")]
+#[case(31 * 3600, "31h")]
+#[case(4 * 86400 + 6 * 3600, "4d6h")]
+#[case(90 * 86400, "90d")]
+#[case(3 * 365 * 86400 + 41 * 86400, "3y41d")]
+fn an_age_has_two_units_at_most(#[case] seconds: i64, #[case] text: &str) {
+    assert_eq!(age::since(ago(seconds).as_ref(), now()), text);
+}
+
+#[test]
+fn an_age_that_is_not_known_is_a_dash() {
+    assert_eq!(age::since(None, now()), "-");
+    assert_eq!(
+        age::since(
+            Some(&Timestamp {
+                seconds: i64::MAX,
+                nanos: 0
+            }),
+            now()
+        ),
+        "-"
+    );
+    assert_eq!(age::exact(ago(0).as_ref()), "2027-01-15T08:00:00Z");
+}
+
+fn web() -> v1::Vm {
+    v1::Vm {
+        api_version: "vmmd/v1".into(),
+        kind: "Vm".into(),
+        metadata: Some(v1::VmMetadata {
+            name: "web".into(),
+            uid: "7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8".into(),
+            generation: 1,
+            labels: [("tier".to_owned(), "front".to_owned())].into(),
+            create_time: ago(4000),
+        }),
+        spec: Some(v1::VmSpec {
+            cpu: Some(v1::CpuSpec { cores: 2 }),
+            memory: Some(v1::MemorySpec {
+                size_bytes: 256 << 20,
+                backing: 2,
+            }),
+            boot: Some(v1::BootSpec {
+                source: Some(v1::boot_spec::Source::Linux(v1::LinuxBoot {
+                    kernel: "/boot/vmlinuz".into(),
+                    initrd: String::new(),
+                    cmdline: "console=ttyS0".into(),
+                })),
+            }),
+            disks: vec![v1::DiskSpec {
+                name: "root".into(),
+                path: "/srv/root.raw".into(),
+                format: 1,
+                ..v1::DiskSpec::default()
+            }],
+            nics: vec![v1::NicSpec {
+                name: "eth0".into(),
+                attachment: Some(v1::nic_spec::Attachment::Bridge("br0".into())),
+                mac: "52:54:00:12:34:56".into(),
+            }],
+        }),
+        status: Some(v1::VmStatus {
+            phase: v1::VmPhase::Running.into(),
+            reason: "GuestRunning".into(),
+            instance: Some(v1::InstanceStatus {
+                pid: 4711,
+                uid: 990_001,
+                start_time: ago(60),
+                vmm_version: "0.1.0".into(),
+                ..v1::InstanceStatus::default()
+            }),
+            last_exit: Some(v1::ExitStatus {
+                reason: v1::ExitReason::GuestPanic.into(),
+                message: "the guest's kernel\u{1b}[31m panicked".into(),
+                time: ago(70),
+            }),
+            conditions: vec![v1::Condition {
+                r#type: "Ready".into(),
+                status: v1::ConditionStatus::True.into(),
+                reason: "Running".into(),
+                transition_time: ago(60),
+                ..v1::Condition::default()
+            }],
+            nics: vec![v1::NicStatus {
+                name: "eth0".into(),
+                mac: "52:54:00:12:34:56".into(),
+                tap: "vmtap3".into(),
+                bridge: "br0".into(),
+            }],
+            ..v1::VmStatus::default()
+        }),
+    }
+}
+
+#[test]
+fn a_table_has_one_line_per_vm_and_aligned_columns() {
+    let empty = v1::Vm {
+        metadata: Some(v1::VmMetadata {
+            name: "a-much-longer-name".into(),
+            ..v1::VmMetadata::default()
+        }),
+        ..v1::Vm::default()
+    };
+    let rows = [vm::row(&web(), true, now()), vm::row(&empty, true, now())];
+    insta::assert_snapshot!(vm::table(true).whole(&rows, true), @r#"
+NAME                 PHASE     CPUS   MEMORY   UPTIME   AGE   PID    DISKS   NICS              LABELS       REASON
+web                  Running   2      256Mi    60s      66m   4711   root    eth0=bridge:br0   tier=front   GuestRunning
+a-much-longer-name   Unknown   0      0        -        -     -      -       -                 -            -
+"#);
+}
+
+#[test]
+fn a_description_tells_everything_and_nothing_acts_on_the_terminal() {
+    insta::assert_snapshot!(describe::vm(&web(), now()), @r#"
+Name:            web
+UID:             7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8
+Labels:          tier=front
+Created:         2027-01-15T06:53:20Z (66m ago)
+Generation:      1
+Phase:           Running
+Reason:          GuestRunning
+Instance:
+  PID:           4711
+  User:          990001
+  Started:       2027-01-15T07:59:00Z (60s ago)
+  Guest resets:  0
+  vmm version:   0.1.0
+Last exit:
+  Reason:        GuestPanic
+  Message:       the guest's kernel�[31m panicked
+  Time:          2027-01-15T07:58:50Z (70s ago)
+CPUs:            2
+Memory:          256Mi (268435456 bytes, shared)
+Boot:
+  Kernel:        /boot/vmlinuz
+  Command line:  console=ttyS0
+Disks:
+  NAME   FORMAT   MODE   SERIAL   PATH
+  root   raw      rw     -        /srv/root.raw
+NICs:
+  NAME   ATTACHED TO   MAC                 TAP
+  eth0   bridge:br0    52:54:00:12:34:56   vmtap3
+Conditions:
+  TYPE    STATUS   REASON    AGE   MESSAGE
+  Ready   True     Running   60s   -
+"#);
+}
+
+#[test]
+fn a_vm_without_anything_can_be_described() {
+    insta::assert_snapshot!(describe::vm(&v1::Vm::default(), now()), @r#"
+Generation:      0
+Phase:           Unknown
+CPUs:            0
+Memory:          0 (0 bytes)
+Disks:           none
+NICs:            none
+Conditions:      none
+"#);
+}
+
+#[test]
+fn a_node_is_described_with_its_conditions() {
+    let node = v1::Node {
+        name: "node-1".into(),
+        version: "0.1.0".into(),
+        kernel_version: "6.12.1".into(),
+        cpu_model: "EPYC".into(),
+        cpus: 16,
+        memory_bytes: 64 << 30,
+        memory_available_bytes: 60 << 30,
+        memory_committed_bytes: 1 << 29,
+        vms: 2,
+        vms_running: 1,
+        conditions: vec![v1::Condition {
+            r#type: "KvmAvailable".into(),
+            status: v1::ConditionStatus::False.into(),
+            reason: "NoDevice".into(),
+            message: "there is no /dev/kvm: load the module kvm_intel or kvm_amd".into(),
+            transition_time: ago(5),
+        }],
+    };
+    insta::assert_snapshot!(super::node::node(&node, now()), @r#"
+Name:            node-1
+vmmd:            0.1.0
+Kernel:          6.12.1
+CPU:             EPYC
+CPUs:            16
+Memory:          64Gi
+  available:     60Gi
+  committed:     512Mi
+VMs:             2 (1 running)
+Conditions:
+  TYPE           STATUS   REASON     AGE   MESSAGE
+  KvmAvailable   False    NoDevice   5s    there is no /dev/kvm: load the module kvm_intel or kvm_amd
+"#);
+}
+
+#[test]
+fn rows_that_come_later_are_padded_to_the_columns_of_the_first() {
+    let mut table = table::Table::new(vec!["NAME", "PHASE"]);
+    let first = table.whole(&[vec!["long-name".into(), "Running".into()]], true);
+    let later = table.row(&["a".into(), String::new()]);
+    assert_eq!(
+        format!("{first}{later}"),
+        "NAME        PHASE\nlong-name   Running\na           -"
+    );
+}

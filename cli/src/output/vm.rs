@@ -1,0 +1,87 @@
+//! VMs as rows of a table.
+
+use proto::v1;
+
+use super::{age, table::Table};
+use crate::manifest::quantity;
+
+/// The table of VMs; `wide` has more columns.
+pub fn table(wide: bool) -> Table {
+    let mut headers = vec!["NAME", "PHASE", "CPUS", "MEMORY", "UPTIME", "AGE"];
+    if wide {
+        headers.extend(["PID", "DISKS", "NICS", "LABELS", "REASON"]);
+    }
+    Table::new(headers)
+}
+
+/// A row of [`table`].
+pub fn row(vm: &v1::Vm, wide: bool, now: jiff::Timestamp) -> Vec<String> {
+    let metadata = vm.metadata.clone().unwrap_or_default();
+    let spec = vm.spec.clone().unwrap_or_default();
+    let status = vm.status.clone().unwrap_or_default();
+    let instance = status.instance.as_ref();
+    let started = instance.and_then(|instance| instance.start_time.as_ref());
+    let mut row = vec![
+        metadata.name,
+        phase(&status),
+        spec.cpu.map_or(0, |cpu| cpu.cores).to_string(),
+        quantity::show(spec.memory.map_or(0, |memory| memory.size_bytes)),
+        age::since(started, now),
+        age::since(metadata.create_time.as_ref(), now),
+    ];
+    if wide {
+        let list = |items: Vec<String>| items.join(",");
+        let pid = instance.map(|instance| instance.pid.to_string());
+        row.extend([
+            pid.unwrap_or_default(),
+            list(spec.disks.into_iter().map(|disk| disk.name).collect()),
+            list(spec.nics.iter().map(nic).collect()),
+            list(
+                metadata
+                    .labels
+                    .iter()
+                    .map(|(key, value)| format!("{key}={value}"))
+                    .collect(),
+            ),
+            status.reason,
+        ]);
+    }
+    row
+}
+
+/// The phase as a word: `Running`.
+pub fn phase(status: &v1::VmStatus) -> String {
+    camel(status.phase().as_str_name(), "VM_PHASE_")
+}
+
+/// `NAME=bridge:br0`.
+pub fn nic(nic: &v1::NicSpec) -> String {
+    format!("{}={}", nic.name, attachment(nic))
+}
+
+/// `bridge:br0` or `tap:tap0`.
+pub fn attachment(nic: &v1::NicSpec) -> String {
+    match &nic.attachment {
+        Some(v1::nic_spec::Attachment::Bridge(bridge)) => format!("bridge:{bridge}"),
+        Some(v1::nic_spec::Attachment::Tap(tap)) => format!("tap:{tap}"),
+        None => "none".into(),
+    }
+}
+
+/// An enum's name as one word: `EXIT_REASON_GUEST_PANIC` without its prefix is `GuestPanic`; `UNSPECIFIED` is
+/// `Unknown`.
+pub fn camel(name: &str, prefix: &str) -> String {
+    let words = name.strip_prefix(prefix).unwrap_or(name);
+    if words == "UNSPECIFIED" {
+        return "Unknown".into();
+    }
+    let word = |word: &str| {
+        let mut letters = word.chars();
+        let first = letters.next();
+        first
+            .into_iter()
+            .chain(letters.map(|letter| letter.to_ascii_lowercase()))
+            .collect::<String>()
+    };
+    words.split('_').map(word).collect()
+}
