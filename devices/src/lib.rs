@@ -8,7 +8,10 @@ pub mod bus;
 pub mod component;
 pub mod dirty;
 pub mod interrupt;
+pub mod legacy;
 pub mod pci;
+pub mod serial;
+pub mod sys;
 pub mod virtio;
 
 /// Guest memory as every part of the project has it. Writes through it are marked in the bitmap that live

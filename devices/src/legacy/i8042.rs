@@ -1,0 +1,246 @@
+//! The keyboard controller, as far as it is needed to reset the machine and to be found without a keyboard.
+//!
+//! A driver that probes it gets an answer to each command at once, and none from a keyboard or mouse: both ports fail
+//! their test, so that Linux does not wait for devices on them.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use crate::bus::{BusDevice, Effect};
+
+/// Data port.
+pub const DATA_PORT: u64 = 0x60;
+/// Command (written) and status (read) port.
+pub const COMMAND_PORT: u64 = 0x64;
+
+/// Status: a byte waits in the data port.
+const STATUS_OUTPUT_FULL: u8 = 1;
+/// Status: the controller passed its self-test.
+const STATUS_SYSTEM: u8 = 1 << 2;
+
+/// Configuration byte: system flag; both devices' clocks off.
+const CONFIG_DEFAULT: u8 = 1 << 2 | 1 << 4 | 1 << 5;
+
+/// Output port: bit 0 low resets the processor; bit 1 is A20.
+const OUTPUT_NOT_RESET: u8 = 1;
+const OUTPUT_DEFAULT: u8 = 0b11;
+
+/// Answers that wait at most: no guest needs more than two.
+const MAX_ANSWERS: usize = 4;
+
+const READ_CONFIG: u8 = 0x20;
+const WRITE_CONFIG: u8 = 0x60;
+const DISABLE_AUX: u8 = 0xa7;
+const ENABLE_AUX: u8 = 0xa8;
+const TEST_AUX: u8 = 0xa9;
+const SELF_TEST: u8 = 0xaa;
+const TEST_KEYBOARD: u8 = 0xab;
+const DISABLE_KEYBOARD: u8 = 0xad;
+const ENABLE_KEYBOARD: u8 = 0xae;
+const READ_OUTPUT_PORT: u8 = 0xd0;
+const WRITE_OUTPUT_PORT: u8 = 0xd1;
+const WRITE_AUX_OUTPUT: u8 = 0xd3;
+const WRITE_AUX: u8 = 0xd4;
+/// 0xf0 to 0xff pulse the output port's low bits whose bit in the command is 0.
+const PULSE: u8 = 0xf0;
+
+/// The controller.
+#[derive(Debug)]
+pub struct I8042 {
+    config: u8,
+    output_port: u8,
+    answers: VecDeque<u8>,
+    /// The command that the next byte in the data port belongs to.
+    pending: Option<u8>,
+}
+
+impl Default for I8042 {
+    fn default() -> Self {
+        Self {
+            config: CONFIG_DEFAULT,
+            output_port: OUTPUT_DEFAULT,
+            answers: VecDeque::new(),
+            pending: None,
+        }
+    }
+}
+
+impl I8042 {
+    /// As after power-on.
+    pub fn reset(&mut self) {
+        *self = Self::default();
+    }
+
+    fn status(&self) -> u8 {
+        if self.answers.is_empty() {
+            STATUS_SYSTEM
+        } else {
+            STATUS_SYSTEM | STATUS_OUTPUT_FULL
+        }
+    }
+
+    fn answer(&mut self, byte: u8) {
+        if self.answers.len() < MAX_ANSWERS {
+            self.answers.push_back(byte);
+        }
+    }
+
+    fn command(&mut self, command: u8) -> Effect {
+        const CLOCK_OFF: u8 = 0xfe;
+        const PASSED: u8 = 0x55;
+        self.pending = None;
+        match command {
+            READ_CONFIG => self.answer(self.config),
+            WRITE_CONFIG | WRITE_OUTPUT_PORT | WRITE_AUX_OUTPUT | WRITE_AUX => self.pending = Some(command),
+            DISABLE_AUX => self.config |= 1 << 5,
+            ENABLE_AUX => self.config &= !(1 << 5),
+            DISABLE_KEYBOARD => self.config |= 1 << 4,
+            ENABLE_KEYBOARD => self.config &= !(1 << 4),
+            // 4: data line stuck high. Nothing is plugged in.
+            TEST_AUX | TEST_KEYBOARD => self.answer(4),
+            SELF_TEST => self.answer(PASSED),
+            READ_OUTPUT_PORT => self.answer(self.output_port),
+            PULSE..=CLOCK_OFF if command & OUTPUT_NOT_RESET == 0 => return Effect::Reset,
+            _ => {}
+        }
+        Effect::None
+    }
+
+    fn data(&mut self, byte: u8) -> Effect {
+        match self.pending.take() {
+            Some(WRITE_CONFIG) => self.config = byte,
+            Some(WRITE_OUTPUT_PORT) => {
+                if byte & OUTPUT_NOT_RESET == 0 {
+                    return Effect::Reset;
+                }
+                self.output_port = byte;
+            }
+            // What is put in the buffer as if the mouse had sent it: Linux tests for a mouse port this way and must
+            // not find one, so it is dropped. What is for a keyboard or mouse goes nowhere.
+            _ => {}
+        }
+        Effect::None
+    }
+}
+
+/// The controller at its data port.
+pub struct DataPort(pub Arc<Mutex<I8042>>);
+
+/// The controller at its command port.
+pub struct CommandPort(pub Arc<Mutex<I8042>>);
+
+fn lock(controller: &Mutex<I8042>) -> MutexGuard<'_, I8042> {
+    controller.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl BusDevice for DataPort {
+    fn read(&mut self, _offset: u64, data: &mut [u8]) {
+        match data {
+            [byte] => *byte = lock(&self.0).answers.pop_front().unwrap_or(0),
+            _ => data.fill(0xff),
+        }
+    }
+
+    fn write(&mut self, _offset: u64, data: &[u8]) -> Effect {
+        match data {
+            [byte] => lock(&self.0).data(*byte),
+            _ => Effect::None,
+        }
+    }
+}
+
+impl BusDevice for CommandPort {
+    fn read(&mut self, _offset: u64, data: &mut [u8]) {
+        match data {
+            [byte] => *byte = lock(&self.0).status(),
+            _ => data.fill(0xff),
+        }
+    }
+
+    fn write(&mut self, _offset: u64, data: &[u8]) -> Effect {
+        match data {
+            [byte] => lock(&self.0).command(*byte),
+            _ => Effect::None,
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn controller() -> (DataPort, CommandPort) {
+        let shared = Arc::new(Mutex::new(I8042::default()));
+        (DataPort(Arc::clone(&shared)), CommandPort(shared))
+    }
+
+    fn read(port: &mut dyn BusDevice) -> u8 {
+        let mut data = [0];
+        port.read(0, &mut data);
+        data[0]
+    }
+
+    #[test]
+    fn the_ways_to_reset_a_machine_work() {
+        let (mut data, mut command) = controller();
+        assert_eq!(command.write(0, &[0xfe]), Effect::Reset);
+        assert_eq!(command.write(0, &[0xff]), Effect::None);
+        assert_eq!(command.write(0, &[0xd1]), Effect::None);
+        assert_eq!(data.write(0, &[0xfe]), Effect::Reset);
+        // Only behind the command.
+        assert_eq!(data.write(0, &[0xfe]), Effect::None);
+        assert_eq!(command.write(0, &[0xd1]), Effect::None);
+        assert_eq!(data.write(0, &[0xdf]), Effect::None);
+        assert_eq!(command.write(0, &[0xd0]), Effect::None);
+        assert_eq!(read(&mut data), 0xdf);
+    }
+
+    #[test]
+    fn the_self_test_passes_and_no_device_is_found() {
+        let (mut data, mut command) = controller();
+        for (asked, answer) in [(0xaa, 0x55), (0xab, 4), (0xa9, 4), (0x20, 0x34)] {
+            assert_eq!(read(&mut command) & 1, 0);
+            assert_eq!(command.write(0, &[asked]), Effect::None);
+            assert_eq!(read(&mut command) & 1, 1);
+            assert_eq!(read(&mut data), answer, "{asked:#x}");
+        }
+        // A byte for the mouse, or looped back as if from it, has no answer.
+        for asked in [0xd3, 0xd4] {
+            assert_eq!(command.write(0, &[asked]), Effect::None);
+            assert_eq!(data.write(0, &[0x5a]), Effect::None);
+            assert_eq!(read(&mut command) & 1, 0);
+        }
+    }
+
+    #[test]
+    fn the_configuration_is_kept_until_a_reset() {
+        let (mut data, mut command) = controller();
+        for (asked, value) in [(0x60, Some(0x07)), (0xad, None), (0xa8, None)] {
+            assert_eq!(command.write(0, &[asked]), Effect::None);
+            if let Some(value) = value {
+                assert_eq!(data.write(0, &[value]), Effect::None);
+            }
+        }
+        let mut config = || {
+            assert_eq!(command.write(0, &[0x20]), Effect::None);
+            read(&mut data)
+        };
+        assert_eq!(config(), 0x17);
+        let shared = command.0.clone();
+        shared.lock().unwrap().reset();
+        assert_eq!(command.write(0, &[0x20]), Effect::None);
+        assert_eq!(read(&mut data), 0x34);
+    }
+
+    #[test]
+    fn answers_that_nobody_reads_do_not_pile_up() {
+        let (_, mut command) = controller();
+        for _ in 0..1000 {
+            assert_eq!(command.write(0, &[0xaa]), Effect::None);
+        }
+        assert_eq!(command.0.lock().unwrap().answers.len(), MAX_ANSWERS);
+    }
+}

@@ -1,0 +1,123 @@
+//! The small fixed devices of platform v1: real-time clock, keyboard controller, pvpanic, and what ACPI needs.
+//!
+//! | I/O ports | device | what the guest is told in ACPI |
+//! |---|---|---|
+//! | 0x60, 0x64 | [`i8042`] | FADT: no 8042 |
+//! | 0x70, 0x71 | [`rtc`] | FADT: no CMOS RTC; it is there for firmware and kernels without ACPI |
+//! | 0x505 | [`pvpanic`] | DSDT: QEMU0001 |
+//! | 0x600 | [`pm::PowerRegister`] | FADT: reset register (value 1), sleep control and status register |
+//! | 0x608 | [`pm::PmTimer`] | nothing: for EDK2, which knows it by its address |
+//!
+//! The ACPI is hardware-reduced (ACPI 6.5, 4.1), so there are no PM1 event and control blocks and no SCI. The power
+//! button ([`pm::PowerButton`]) is an interrupt of its own that a generic event device (5.6.9) turns into a
+//! notification of the PNP0C0C device; there is no register to ask what happened.
+//!
+//! Port 0x80 (POST codes, which some kernels write for a delay) is nobody's: the bus drops what is written there.
+
+pub mod i8042;
+pub mod pm;
+pub mod pvpanic;
+pub mod rtc;
+
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::Instant,
+};
+
+use crate::{
+    bus::{Bus, BusError},
+    component::{Component, ComponentError},
+};
+
+/// All of them.
+#[derive(Default)]
+pub struct LegacyDevices {
+    rtc: Arc<Mutex<rtc::Rtc>>,
+    i8042: Arc<Mutex<i8042::I8042>>,
+    pvpanic: Arc<Mutex<pvpanic::PvPanic>>,
+    power: Arc<Mutex<pm::PowerRegister>>,
+    timer: Arc<Mutex<pm::PmTimer>>,
+}
+
+impl LegacyDevices {
+    /// As after power-on.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Maps them on the I/O bus.
+    pub fn map(&self, pio: &Bus) -> Result<(), BusError> {
+        // The serial port, the speaker and others lie between the two ports of the keyboard controller.
+        pio.insert(i8042::DATA_PORT, 1, Arc::new(Mutex::new(i8042::DataPort(Arc::clone(&self.i8042)))))?;
+        pio.insert(i8042::COMMAND_PORT, 1, Arc::new(Mutex::new(i8042::CommandPort(Arc::clone(&self.i8042)))))?;
+        pio.insert(rtc::PORT, rtc::LENGTH, self.rtc.clone())?;
+        pio.insert(pvpanic::PORT, 1, self.pvpanic.clone())?;
+        pio.insert(pm::POWER_PORT, 1, self.power.clone())?;
+        pio.insert(pm::TIMER_PORT, pm::TIMER_LENGTH, self.timer.clone())
+    }
+}
+
+/// They have no threads, and only the timer notices a pause.
+impl Component for LegacyDevices {
+    fn name(&self) -> &str {
+        "legacy devices"
+    }
+
+    fn pause(&mut self, _deadline: Instant) -> Result<(), ComponentError> {
+        self.timer.lock().unwrap_or_else(PoisonError::into_inner).pause();
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), ComponentError> {
+        self.timer.lock().unwrap_or_else(PoisonError::into_inner).resume();
+        Ok(())
+    }
+
+    /// The clock and its memory have a battery, and the timer counts on.
+    fn reset(&mut self) -> Result<(), ComponentError> {
+        self.rtc.lock().unwrap_or_else(PoisonError::into_inner).reset();
+        self.i8042.lock().unwrap_or_else(PoisonError::into_inner).reset();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::bus::Effect;
+
+    #[test]
+    fn each_is_at_the_platforms_address() {
+        let (bus, devices) = (Bus::new(), LegacyDevices::new());
+        devices.map(&bus).unwrap();
+        assert_eq!(bus.write(0x64, &[0xfe]), Effect::Reset);
+        assert_eq!(bus.write(0x600, &[1]), Effect::Reset);
+        assert_eq!(bus.write(0x600, &[5 << 2 | 1 << 5]), Effect::PowerOff);
+        assert_eq!(bus.write(0x505, &[1]), Effect::GuestPanicked);
+        assert_eq!(bus.write(0x70, &[0x0d]), Effect::None);
+        let mut data = [0];
+        bus.read(0x71, &mut data);
+        assert_eq!(data, [0x80]);
+        assert_eq!(bus.unclaimed(), 0);
+        assert_eq!(bus.write(0x80, &[0]), Effect::None);
+        assert!(devices.map(&bus).is_err());
+    }
+
+    #[test]
+    fn a_pause_stops_the_timer_and_a_reset_leaves_the_machine_usable() {
+        let (bus, mut devices) = (Bus::new(), LegacyDevices::new());
+        devices.map(&bus).unwrap();
+        let timer = || {
+            let mut data = [0; 4];
+            bus.read(0x608, &mut data);
+            u32::from_le_bytes(data)
+        };
+        devices.pause(Instant::now()).unwrap();
+        assert_eq!(timer(), timer());
+        devices.reset().unwrap();
+        devices.resume().unwrap();
+        let before = timer();
+        while timer() == before {}
+    }
+}

@@ -1,0 +1,75 @@
+//! The serial port as a part of the machine.
+
+use std::{
+    io,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
+
+use super::{
+    History,
+    server::{Server, Setup},
+    uart::Uart,
+};
+use crate::{
+    component::{Component, ComponentError},
+    interrupt::IrqLine,
+};
+
+/// The port and its server.
+pub struct SerialPort {
+    uart: Arc<Mutex<Uart>>,
+    server: Server,
+}
+
+impl SerialPort {
+    /// A port with a server that runs. `capacity` is how much output is kept, in bytes
+    /// ([`DEFAULT_CAPACITY`](super::history::DEFAULT_CAPACITY)).
+    pub fn start(irq: Arc<dyn IrqLine>, capacity: usize, setup: Setup) -> io::Result<Self> {
+        let history = Arc::new(History::new(capacity)?);
+        let uart = Arc::new(Mutex::new(Uart::new(irq, history)?));
+        let server = Server::start(Arc::clone(&uart), setup)?;
+        Ok(Self { uart, server })
+    }
+
+    /// The registers, for the I/O bus: 8 ports.
+    pub fn device(&self) -> Arc<Mutex<Uart>> {
+        Arc::clone(&self.uart)
+    }
+
+    /// Ends the server; all that was printed is in the log then. To be called at the machine's end, when no vCPU runs
+    /// any more.
+    pub fn finish(&mut self) {
+        if !self.server.stop() {
+            tracing::error!("the console's thread had failed");
+        }
+    }
+
+    fn uart(&self) -> MutexGuard<'_, Uart> {
+        self.uart.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Component for SerialPort {
+    fn name(&self) -> &str {
+        "serial"
+    }
+
+    fn pause(&mut self, _deadline: Instant) -> Result<(), ComponentError> {
+        if self.server.failed() {
+            return Err(ComponentError::WorkerGone);
+        }
+        self.uart().pause();
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), ComponentError> {
+        self.uart().resume();
+        Ok(())
+    }
+
+    fn reset(&mut self) -> Result<(), ComponentError> {
+        self.uart().reset();
+        Ok(())
+    }
+}

@@ -1,0 +1,30 @@
+//! The serial port: a 16550A whose output is kept in memory and served to any number of readers.
+//!
+//! ```text
+//!  vCPU threads                                      thread "aux"
+//!  THR write ──▶ Uart ──▶ History (ring, 256 KiB) ──▶ Server ──▶ log file, terminal, console clients
+//!  RBR read  ◀── Uart ◀── input, as the guest makes room ◀──────────┘
+//! ```
+//!
+//! Nobody who reads (or doesn't) ever makes the guest wait: a reader that falls behind by more than the ring holds
+//! loses bytes and is told how many. Input is never thrown away: it stays in its sender's socket until there is room.
+
+mod component;
+pub mod history;
+pub mod log;
+mod output;
+pub mod server;
+pub mod uart;
+
+pub use component::SerialPort;
+pub use history::History;
+pub use server::{Server, Setup, Terminal};
+pub use uart::Uart;
+
+#[cfg(test)]
+#[allow(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects
+)]
+mod tests;
