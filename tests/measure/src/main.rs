@@ -42,6 +42,9 @@ enum Command {
         /// For how many seconds an idle guest is watched.
         #[arg(long, default_value_t = 10)]
         idle: u64,
+        /// Only this one: vmm, microvm or q35.
+        #[arg(long)]
+        only: Option<String>,
     },
 }
 
@@ -54,8 +57,10 @@ fn main() -> Result<()> {
             qemu,
             runs,
             idle,
+            only,
         } => {
-            let subjects = vmm::subjects(&vmm, &qemu, &kernel, &initrd)?;
+            let mut subjects = vmm::subjects(&vmm, &qemu, &kernel, &initrd)?;
+            subjects.retain(|subject| only.as_deref().is_none_or(|only| subject.name == only));
             for number in 0..runs {
                 for subject in &subjects {
                     let result = run::start(subject, idle)?;

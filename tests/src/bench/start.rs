@@ -42,10 +42,10 @@ struct Start {
 /// Measures and renders.
 pub fn run(node: &Node, runs: u32) -> Result<String> {
     let measure = programs::build_static("vmmd-measure", "measure")?;
-    node.copy_in(&measure, "/run/measure")?;
+    node.copy_in(&measure, "/root/measure")?;
     let guests = node.guests();
     let command = format!(
-        "/run/measure start --kernel {} --initrd {} --vmm \"$(dpkg -L vmmd | grep '/vmm$')\" --runs {runs}",
+        "/root/measure start --kernel {} --initrd {} --vmm \"$(dpkg -L vmmd | grep '/vmm$')\" --runs {runs}",
         guests.vmlinuz(Kernel::Cloud612),
         guests.initrd(Kernel::Cloud612),
     );
