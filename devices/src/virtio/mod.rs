@@ -12,5 +12,7 @@ pub mod queue;
 pub mod rng;
 pub mod session;
 pub mod signals;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod transport;
 mod worker;

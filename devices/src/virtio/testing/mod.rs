@@ -1,0 +1,27 @@
+//! A machine and a driver for tests and benchmarks: real rings in guest memory, the device driven through its
+//! registers, nothing of KVM.
+
+#![allow(
+    missing_docs,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation
+)]
+
+mod driver;
+mod machine;
+mod rig;
+#[cfg(test)]
+pub mod suite;
+
+pub use driver::{Buffer, Driver, Ring, Used};
+pub use machine::{MockMsi, MockNotify, MockSink};
+pub use rig::{Area, MEMORY_END, Rig};
+
+use std::time::Duration;
+
+/// How long a test waits for what has to come, before it fails.
+pub const PATIENCE: Duration = Duration::from_secs(20);
