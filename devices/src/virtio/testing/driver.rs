@@ -11,6 +11,8 @@ const FEATURES_OK: u8 = 8;
 const DRIVER_OK: u8 = 4;
 /// Where rings are; 64 KiB for each queue.
 const RINGS: u64 = 1 << 20;
+/// Where they are after [`Driver::relocate`].
+const OTHER_RINGS: u64 = 8 << 20;
 const RING_SPACE: u64 = 1 << 16;
 /// Where buffers are taken from, round and round. Above the hole.
 const DATA: u64 = 18 << 20;
@@ -52,8 +54,8 @@ pub struct Ring {
 }
 
 impl Ring {
-    fn new(index: u16, size: u16, event_idx: bool) -> Self {
-        let desc = RINGS + u64::from(index) * RING_SPACE;
+    fn new(base: u64, index: u16, size: u16, event_idx: bool) -> Self {
+        let desc = base + u64::from(index) * RING_SPACE;
         let avail = desc + u64::from(size) * 16;
         let used = (avail + u64::from(size) * 2 + 6).next_multiple_of(4096);
         Self {
@@ -126,6 +128,7 @@ pub struct Driver {
     pub features: u64,
     /// Whether requests are described by indirect tables.
     pub indirect: bool,
+    base: u64,
     next_data: u64,
     kicks: u64,
 }
@@ -137,9 +140,22 @@ impl Driver {
             rings: Vec::new(),
             features: 0,
             indirect: false,
+            base: RINGS,
             next_data: DATA,
             kicks: 0,
         }
+    }
+
+    /// From the next start on, rings and buffers are elsewhere: what was used until now can be watched.
+    pub fn relocate(&mut self) {
+        self.base = OTHER_RINGS;
+        self.next_data = DATA + (DATA_END - DATA) / 2;
+    }
+
+    /// Back to where rings and buffers are at first.
+    pub fn relocate_back(&mut self) {
+        self.base = RINGS;
+        self.next_data = DATA;
     }
 
     /// Feature bits on offer.
@@ -175,7 +191,7 @@ impl Driver {
         for index in 0..count {
             rig.write(Area::Common, 0x16, 2, index.into());
             let size = rig.read(Area::Common, 0x18, 2) as u16;
-            let ring = Ring::new(index, size, event_idx);
+            let ring = Ring::new(self.base, index, size, event_idx);
             let zeroes = vec![0; RING_SPACE as usize];
             rig.memory.write_slice(&zeroes, GuestAddress(ring.desc)).unwrap();
             self.rings.push(ring);
