@@ -8,3 +8,6 @@ pub mod root;
 pub use config::{BarKind, ConfigSpace, Header, Window};
 pub use function::{PciFunction, SharedFunction};
 pub use root::{PciError, PciRoot, PciWindows};
+
+#[cfg(test)]
+mod tests;

@@ -312,3 +312,6 @@ fn is_natural(offset: u64, length: usize) -> bool {
         _ => false,
     }
 }
+
+#[cfg(test)]
+mod tests;
