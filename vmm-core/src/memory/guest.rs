@@ -5,14 +5,16 @@
 
 #![allow(unsafe_code)]
 
-use std::{fs::File, io, ops::Range, os::fd::AsRawFd, ptr::NonNull, sync::Arc};
+use std::{fs::File, io, ops::Range, ptr::NonNull, sync::Arc};
 
 use devices::{GuestMemory, dirty::DirtyBitmap};
 use rustix::{
-    fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
+    fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create},
     mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap},
 };
-use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, mmap::MmapRegionBuilder};
+use vm_memory::{
+    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, bitmap::Bitmap, mmap::MmapRegionBuilder,
+};
 
 use super::layout::{RAM_ALIGNMENT, RAM_MAX, RAM_MIN, ram_ranges};
 
@@ -87,6 +89,31 @@ impl GuestRam {
     /// For devices: cheap to clone, and keeps the mapping alive.
     pub fn memory(&self) -> &GuestMemory {
         &self.memory
+    }
+
+    /// Back to zeroes, none of it touched: for a machine that starts anew. With all vCPUs and devices stopped.
+    pub fn clear(&self) -> Result<(), RamError> {
+        let host = |operation, source| RamError::Host {
+            operation,
+            bytes: self.size,
+            source,
+        };
+        for region in self.memory.iter() {
+            let length = region.size();
+            region.bitmap().mark_dirty(0, length);
+            match &self.file {
+                Some(_) => continue,
+                // SAFETY: the range is a private anonymous mapping of ours, alive while the region is; reading it
+                // gives zeroes from then on. Nobody holds references into guest memory.
+                None => unsafe { madvise(region.as_ptr().cast(), length, Advice::LinuxDontNeed) }
+                    .map_err(|errno| host("dropping", errno.into()))?,
+            }
+        }
+        if let Some(file) = &self.file {
+            fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, self.size)
+                .map_err(|errno| host("dropping", errno.into()))?;
+        }
+        Ok(())
     }
 
     /// In bytes.
@@ -234,17 +261,16 @@ fn memfd(size: u64, huge_pages: bool) -> Result<File, RamError> {
         .map_err(host("sealing the memfd"))?;
     if huge_pages {
         // Fails now, not by SIGBUS later, when the host has not enough huge pages.
-        rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, size)
+        fallocate(&file, FallocateFlags::empty(), 0, size)
             .map_err(host("taking huge pages"))?;
     }
-    debug_assert!(file.as_raw_fd() >= 0);
     Ok(File::from(file))
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryRegion};
+    use vm_memory::Bytes;
 
     use super::{super::layout::*, *};
 
@@ -295,6 +321,18 @@ mod tests {
         drop(ram);
         memory.write_obj(1_u8, GuestAddress(0)).unwrap();
         assert_eq!(memory.read_obj::<u8>(GuestAddress(0)).unwrap(), 1);
+    }
+
+    #[test]
+    fn a_cleared_ram_is_all_zeroes_and_marked_as_changed() {
+        for backing in [Backing::Private, Backing::Shared { huge_pages: false }] {
+            let ram = GuestRam::new(RAM_MIN, backing).unwrap();
+            ram.memory().write_obj(7_u64, GuestAddress(0x5000)).unwrap();
+            ram.memory().iter().next().unwrap().get_mmap().bitmap().start();
+            ram.clear().unwrap();
+            assert_eq!(ram.memory().read_obj::<u64>(GuestAddress(0x5000)).unwrap(), 0);
+            assert!(ram.memory().iter().next().unwrap().bitmap().dirty_at(0x5000));
+        }
     }
 
     #[test]

@@ -2,5 +2,7 @@
 
 pub mod guest;
 pub mod layout;
+mod load;
 
 pub use guest::{Backing, GuestRam, RamError};
+pub use load::{LoadError, load_file};

@@ -1,0 +1,239 @@
+//! Direct boot: a kernel file, an initial RAM disk and a command line into guest memory, and the registers with which
+//! the bootstrap processor begins.
+//!
+//! What kind of kernel it is, the kernel file's magic says, and nothing else: a bzImage ([`linux`]) or an ELF with
+//! a PVH entry ([`pvh`]). Kernel files are untrusted: whatever they claim is checked against the file and the RAM
+//! before it is used. The files stay open, not in memory: a machine that resets reads them again.
+
+mod entry;
+mod linux;
+mod pvh;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    fs::File,
+    io,
+    ops::Range,
+    os::unix::fs::{FileExt, FileTypeExt},
+};
+
+use devices::GuestMemory;
+use vm_memory::{Bytes, GuestAddress};
+
+use crate::memory::{LoadError, layout, load_file};
+
+pub use entry::Entry;
+
+/// What is booted. All reads are at positions: the files may be shared with other processes.
+#[derive(Debug)]
+pub struct BootSource {
+    /// A bzImage or an ELF with a PVH entry note.
+    pub kernel: File,
+    /// The initial RAM disk.
+    pub initrd: Option<File>,
+    /// The kernel's command line, without a NUL.
+    pub cmdline: String,
+}
+
+/// What of the machine the kernel is told.
+#[derive(Clone, Copy, Debug)]
+pub struct BootParams {
+    /// RAM in bytes.
+    pub ram: u64,
+    /// Guest-physical address of the ACPI root pointer (RSDP).
+    pub rsdp: u64,
+}
+
+/// A boot that can't be.
+#[derive(Debug, thiserror::Error)]
+pub enum BootError {
+    /// Neither magic.
+    #[error("the kernel is neither a bzImage nor an x86-64 ELF")]
+    UnknownFormat,
+    /// A file that is a directory, a socket or the like.
+    #[error("the {0} is not a regular file")]
+    NotAFile(&'static str),
+    /// A file ends before what it claims to hold.
+    #[error("the {0} is truncated")]
+    Truncated(&'static str),
+    /// A field of the kernel's headers is not what it must be.
+    #[error("the kernel is corrupt or not supported: {0}")]
+    Kernel(&'static str),
+    /// RAM is too small.
+    #[error("the {what} does not fit into memory: it needs {needed} bytes of RAM below 3 GiB, there are {available}")]
+    TooLarge {
+        /// "kernel" or "initrd".
+        what: &'static str,
+        /// From the start of RAM.
+        needed: u64,
+        /// Below the MMIO hole.
+        available: u64,
+    },
+    /// The command line is too long or holds a NUL.
+    #[error("the kernel command line is longer than the {max} bytes that the kernel takes, or holds a NUL")]
+    Cmdline {
+        /// Without the NUL at its end.
+        max: usize,
+    },
+    /// A read failed.
+    #[error("reading the {what}")]
+    Read {
+        /// "kernel" or "initrd".
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Guest memory refused what was laid out for it (a defect).
+    #[error("writing boot structures")]
+    Memory(#[from] vm_memory::GuestMemoryError),
+}
+
+/// Where the loader's structures are, all in conventional memory. The kernel copies what it keeps of them.
+mod place {
+    use std::ops::Range;
+
+    pub(super) const GDT: u64 = 0x500;
+    /// `hvm_start_info`, then its memory map and module list.
+    pub(super) const START_INFO: u64 = 0x6000;
+    pub(super) const PVH_MEMORY_MAP: u64 = 0x6100;
+    pub(super) const PVH_MODULES: u64 = 0x6f00;
+    pub(super) const ZERO_PAGE: u64 = 0x7000;
+    /// One page of PML4, one of PDPT, four of PD.
+    pub(super) const PAGE_TABLES: u64 = 0x9000;
+    pub(super) const CMDLINE: Range<u64> = 0x2_0000..0x3_0000;
+}
+
+/// What kernels with the boot protocol before 2.06 take, and enough for all (`COMMAND_LINE_SIZE` of x86 less the NUL).
+pub const CMDLINE_MAX: usize = 2047;
+
+impl BootSource {
+    /// Loads everything into `memory`, which is all zeroes (fresh, or cleared), and says how the guest begins.
+    pub fn load(&self, memory: &GuestMemory, params: &BootParams) -> Result<Entry, BootError> {
+        let kernel = Image::new("kernel", &self.kernel)?;
+        let initrd = self.initrd.as_ref().map(|file| Image::new("initrd", file)).transpose()?;
+        if self.cmdline.len() > CMDLINE_MAX || self.cmdline.contains('\0') {
+            return Err(BootError::Cmdline { max: CMDLINE_MAX });
+        }
+        let job = Job {
+            memory,
+            params,
+            kernel,
+            initrd,
+            cmdline: &self.cmdline,
+        };
+        let mut magic = [0; 4];
+        job.kernel.read(&mut magic, 0)?;
+        if magic == *b"\x7fELF" {
+            return pvh::load(&job);
+        }
+        job.kernel.read(&mut magic, linux::MAGIC_OFFSET)?;
+        if magic == *b"HdrS" {
+            return linux::load(&job);
+        }
+        Err(BootError::UnknownFormat)
+    }
+}
+
+/// A file to load, and its length.
+#[derive(Clone, Copy)]
+struct Image<'a> {
+    what: &'static str,
+    file: &'a File,
+    length: u64,
+}
+
+impl<'a> Image<'a> {
+    fn new(what: &'static str, file: &'a File) -> Result<Self, BootError> {
+        let metadata = file.metadata().map_err(|source| BootError::Read { what, source })?;
+        if !metadata.is_file() || metadata.file_type().is_block_device() {
+            return Err(BootError::NotAFile(what));
+        }
+        Ok(Self {
+            what,
+            file,
+            length: metadata.len(),
+        })
+    }
+
+    /// Small parts (headers). A file that is too short for a magic is truncated too.
+    fn read(&self, bytes: &mut [u8], offset: u64) -> Result<(), BootError> {
+        self.file.read_exact_at(bytes, offset).map_err(|source| match source.kind() {
+            io::ErrorKind::UnexpectedEof => BootError::Truncated(self.what),
+            _ => BootError::Read {
+                what: self.what,
+                source,
+            },
+        })
+    }
+
+    /// Large parts, straight into guest memory.
+    fn load(&self, memory: &GuestMemory, address: u64, offset: u64, length: u64) -> Result<(), BootError> {
+        load_file(memory, GuestAddress(address), self.file, offset, length).map_err(|error| match error {
+            LoadError::Truncated { .. } => BootError::Truncated(self.what),
+            LoadError::Read(source) => BootError::Read {
+                what: self.what,
+                source,
+            },
+            LoadError::Memory(error) => BootError::Memory(error),
+        })
+    }
+}
+
+/// Everything that one boot is made of.
+struct Job<'a> {
+    memory: &'a GuestMemory,
+    params: &'a BootParams,
+    kernel: Image<'a>,
+    initrd: Option<Image<'a>>,
+    cmdline: &'a str,
+}
+
+impl Job<'_> {
+    /// Where low RAM ends.
+    fn low_end(&self) -> u64 {
+        layout::ram_ranges(self.params.ram).0.end
+    }
+
+    /// Checks that `range` is in extended memory below the hole: nothing of the loader's is overwritten there.
+    fn check_extended(&self, range: &Range<u64>) -> Result<(), BootError> {
+        if range.start < layout::LOW_RESERVED_END {
+            return Err(BootError::Kernel("it wants to be loaded below 1 MiB"));
+        }
+        if range.end > self.low_end() {
+            return Err(BootError::TooLarge {
+                what: "kernel",
+                needed: range.end,
+                available: self.low_end(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Loads the initial RAM disk at the highest page below `limit` and the end of low RAM, above `kernel_end`. An
+    /// empty one is none.
+    fn load_initrd(&self, kernel_end: u64, limit: u64) -> Result<Option<Range<u64>>, BootError> {
+        const PAGE_MASK: u64 = 0xfff;
+        let Some(initrd) = self.initrd.as_ref().filter(|initrd| initrd.length > 0) else {
+            return Ok(None);
+        };
+        let too_large = || BootError::TooLarge {
+            what: "initrd",
+            needed: kernel_end.saturating_add(initrd.length),
+            available: self.low_end(),
+        };
+        let start = self.low_end().min(limit).checked_sub(initrd.length).ok_or_else(too_large)? & !PAGE_MASK;
+        if start < kernel_end {
+            return Err(too_large());
+        }
+        initrd.load(self.memory, start, 0, initrd.length)?;
+        Ok(Some(start..start.saturating_add(initrd.length)))
+    }
+
+    /// Writes the command line; guest memory behind it is zero.
+    fn write_cmdline(&self) -> Result<(), BootError> {
+        const { assert!(CMDLINE_MAX < (place::CMDLINE.end - place::CMDLINE.start) as usize) };
+        Ok(self.memory.write_slice(self.cmdline.as_bytes(), GuestAddress(place::CMDLINE.start))?)
+    }
+}

@@ -1,0 +1,327 @@
+//! SMBIOS: what the guest reads as its system's maker, serial number and UUID (DSP0134, version 3.7).
+
+use std::ops::Range;
+
+use crate::memory::layout;
+
+/// What the tables tell.
+#[derive(Clone, Copy, Debug)]
+pub struct System<'a> {
+    /// In RFC 9562 byte order.
+    pub uuid: [u8; 16],
+    /// The system's serial number.
+    pub serial: &'a str,
+    /// Processor sockets.
+    pub sockets: u32,
+    /// In each of them; one thread each.
+    pub cores_per_socket: u32,
+    /// RAM in bytes.
+    pub ram: u64,
+}
+
+const MANUFACTURER: &str = "vmmd";
+const PRODUCT: &str = "vmmd";
+const VERSION: &str = "platform v1";
+const ENTRY_LENGTH: usize = 24;
+/// Structures begin at the next paragraph behind the entry point.
+const TABLE_OFFSET: usize = 32;
+/// A handle that stands for "no such structure".
+const NO_HANDLE: u16 = 0xffff;
+/// "Error information not provided".
+const NO_ERROR_HANDLE: u16 = 0xfffe;
+const MEMORY_ARRAY: u16 = 0x1000;
+
+/// The entry point and, behind it, the table: to be written at [`layout::SMBIOS`]'s start.
+pub fn build(system: &System<'_>) -> Vec<u8> {
+    let mut table = Table::default();
+    bios(&mut table);
+    this_system(&mut table, system);
+    chassis(&mut table, system);
+    for socket in 0..system.sockets {
+        processor(&mut table, socket, system.cores_per_socket);
+    }
+    memory(&mut table, system.ram);
+    // Type 32, system boot information: no errors.
+    table.add(32, 0x2000, &[0; 7], &[]);
+    table.add(127, 0x7f00, &[], &[]);
+
+    let mut bytes = entry_point(table.bytes.len());
+    bytes.resize(TABLE_OFFSET, 0);
+    bytes.append(&mut table.bytes);
+    bytes
+}
+
+/// 5.2.2: the 64-bit entry point.
+fn entry_point(table_length: usize) -> Vec<u8> {
+    const LENGTH: u8 = 24;
+    let address = layout::SMBIOS.start.saturating_add(TABLE_OFFSET as u64);
+    let mut entry = Vec::with_capacity(ENTRY_LENGTH);
+    entry.extend(b"_SM3_");
+    // Checksum, length, version 3.7.0, entry point revision 1, reserved.
+    entry.extend([0, LENGTH, 3, 7, 0, 1, 0]);
+    entry.extend(u32::try_from(table_length).unwrap_or(u32::MAX).to_le_bytes());
+    entry.extend(address.to_le_bytes());
+    let sum = entry.iter().fold(0_u8, |sum, byte| sum.wrapping_add(*byte));
+    if let Some(checksum) = entry.get_mut(5) {
+        *checksum = sum.wrapping_neg();
+    }
+    entry
+}
+
+/// Structures one behind the other.
+#[derive(Default)]
+struct Table {
+    bytes: Vec<u8>,
+}
+
+impl Table {
+    /// A structure of this type: header, formatted part, strings (6.1).
+    fn add(&mut self, kind: u8, handle: u16, formatted: &[u8], strings: &[&str]) {
+        const HEADER: usize = 4;
+        let length = u8::try_from(formatted.len().saturating_add(HEADER)).unwrap_or(u8::MAX);
+        self.bytes.extend([kind, length]);
+        self.bytes.extend(handle.to_le_bytes());
+        self.bytes.extend(formatted);
+        for string in strings {
+            // An empty string would end the list; a NUL would cut it.
+            let text: Vec<u8> = string.bytes().filter(|byte| *byte != 0).collect();
+            self.bytes.extend(if text.is_empty() { b" ".to_vec() } else { text });
+            self.bytes.push(0);
+        }
+        if strings.is_empty() {
+            self.bytes.push(0);
+        }
+        self.bytes.push(0);
+    }
+}
+
+/// 7.1: type 0.
+fn bios(table: &mut Table) {
+    /// "BIOS characteristics are not supported."
+    const CHARACTERISTICS: u64 = 1 << 3;
+    /// "The SMBIOS table describes a virtual machine."
+    const VIRTUAL_MACHINE: u8 = 1 << 4;
+    let mut body = vec![1, 2];
+    body.extend(0_u16.to_le_bytes());
+    body.extend([3, 0]);
+    body.extend(CHARACTERISTICS.to_le_bytes());
+    // Releases of BIOS (1.0) and embedded controller (none), size of the ROM (0).
+    body.extend([0, VIRTUAL_MACHINE, 1, 0, 0xff, 0xff, 0, 0]);
+    table.add(0, 0, &body, &[MANUFACTURER, VERSION, "01/01/2026"]);
+}
+
+/// 7.2: type 1.
+fn this_system(table: &mut Table, system: &System<'_>) {
+    /// Power switch.
+    const WAKE_UP: u8 = 6;
+    let mut body = vec![1, 2, 3, 4];
+    body.extend(wire_uuid(system.uuid));
+    // Wake-up type; no SKU number; family.
+    body.extend([WAKE_UP, 0, 5]);
+    table.add(1, 0x100, &body, &[MANUFACTURER, PRODUCT, VERSION, system.serial, "Virtual Machine"]);
+}
+
+/// 7.2.1: the first three fields are little-endian.
+fn wire_uuid(uuid: [u8; 16]) -> [u8; 16] {
+    let [a, b, c, d, e, f, g, h, rest @ ..] = uuid;
+    let [i, j, k, l, m, n, o, p] = rest;
+    [d, c, b, a, f, e, h, g, i, j, k, l, m, n, o, p]
+}
+
+/// 7.4: type 3.
+fn chassis(table: &mut Table, system: &System<'_>) {
+    /// "Other", and for states "safe", for security "unknown".
+    const OTHER: u8 = 1;
+    const SAFE: u8 = 3;
+    const UNKNOWN: u8 = 2;
+    let mut body = vec![1, OTHER, 2, 3, 0, SAFE, SAFE, SAFE, UNKNOWN];
+    // OEM-defined; height, power cords, contained elements and their length; no SKU number.
+    body.extend([0; 4]);
+    body.extend([0, 0, 0, 0, 0]);
+    table.add(3, 0x300, &body, &[MANUFACTURER, VERSION, system.serial]);
+}
+
+/// 7.5: type 4.
+fn processor(table: &mut Table, socket: u32, cores: u32) {
+    const CENTRAL: u8 = 3;
+    const OTHER: u8 = 1;
+    /// Populated and enabled.
+    const STATUS: u8 = 0x41;
+    /// 64-bit capable, and multi-core.
+    const CHARACTERISTICS: u16 = 1 << 2 | 1 << 3;
+    let count = u8::try_from(cores).unwrap_or(u8::MAX);
+    let wide = u16::try_from(cores).unwrap_or(u16::MAX);
+    let mut body = vec![1, CENTRAL, OTHER, 2];
+    // Processor id (CPUID tells), version, voltage, clocks: not said.
+    body.extend([0; 8]);
+    body.extend([3, 0]);
+    body.extend([0; 6]);
+    body.extend([STATUS, OTHER]);
+    for _cache in 0..3 {
+        body.extend(NO_HANDLE.to_le_bytes());
+    }
+    // Serial number, asset tag, part number: none.
+    body.extend([0, 0, 0, count, count, count]);
+    body.extend(CHARACTERISTICS.to_le_bytes());
+    body.extend(u16::from(OTHER).to_le_bytes());
+    for _count in 0..3 {
+        body.extend(wide.to_le_bytes());
+    }
+    let handle = 0x400_u16.saturating_add(u16::try_from(socket).unwrap_or(0));
+    table.add(4, handle, &body, &[&format!("CPU {socket}"), MANUFACTURER, VERSION]);
+}
+
+/// 7.17, 7.18, 7.20: an array with one device, and where its parts are mapped.
+fn memory(table: &mut Table, ram: u64) {
+    const OTHER: u8 = 1;
+    const SYSTEM_MEMORY: u8 = 3;
+    const NO_CORRECTION: u8 = 3;
+    const DIMM: u8 = 9;
+    const TYPE_RAM: u8 = 7;
+    const DETAIL_OTHER: u16 = 1 << 1;
+    /// "Look at the extended field."
+    const EXTENDED_SIZE: u16 = 0x7fff;
+    const EXTENDED: u32 = u32::MAX;
+    const EXTENDED_CAPACITY: u32 = 0x8000_0000;
+
+    let mut body = vec![OTHER, SYSTEM_MEMORY, NO_CORRECTION];
+    body.extend(EXTENDED_CAPACITY.to_le_bytes());
+    body.extend(NO_ERROR_HANDLE.to_le_bytes());
+    body.extend(1_u16.to_le_bytes());
+    body.extend(ram.to_le_bytes());
+    table.add(16, MEMORY_ARRAY, &body, &[]);
+
+    let mebibytes = ram / layout::MIB;
+    let mut body = MEMORY_ARRAY.to_le_bytes().to_vec();
+    body.extend(NO_ERROR_HANDLE.to_le_bytes());
+    // Total and data width: unknown.
+    body.extend([0xff; 4]);
+    let size = u16::try_from(mebibytes).ok().filter(|size| *size < EXTENDED_SIZE);
+    body.extend(size.unwrap_or(EXTENDED_SIZE).to_le_bytes());
+    body.extend([DIMM, 0, 1, 0, TYPE_RAM]);
+    body.extend(DETAIL_OTHER.to_le_bytes());
+    // Speed unknown; manufacturer; no serial number, asset tag, part number; rank unknown.
+    body.extend([0, 0, 2, 0, 0, 0, 0]);
+    let extended = if size.is_some() { 0 } else { u32::try_from(mebibytes).unwrap_or(u32::MAX) };
+    body.extend(extended.to_le_bytes());
+    // Configured speed and voltages: unknown.
+    body.extend([0; 8]);
+    table.add(17, 0x1100, &body, &["DIMM 0", MANUFACTURER]);
+
+    let (low, high) = layout::ram_ranges(ram);
+    for (Range { start, end }, handle) in [low, high].into_iter().zip(0x1300..) {
+        let Some(last) = end.checked_sub(1).filter(|last| *last >= start) else {
+            continue;
+        };
+        let mut body = EXTENDED.to_le_bytes().to_vec();
+        body.extend(EXTENDED.to_le_bytes());
+        body.extend(MEMORY_ARRAY.to_le_bytes());
+        // Devices that form a row.
+        body.push(1);
+        body.extend(start.to_le_bytes());
+        body.extend(last.to_le_bytes());
+        table.add(19, handle, &body, &[]);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use super::*;
+
+    const SYSTEM: System<'static> = System {
+        uuid: [0x00, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88, 0x99, 0xaa, 0xbb, 0xcc, 0xdd, 0xee, 0xff],
+        serial: "web-1",
+        sockets: 2,
+        cores_per_socket: 12,
+        ram: 5 * layout::GIB,
+    };
+
+    /// Reads structures back: type, formatted part with header, strings.
+    fn structures(mut table: &[u8]) -> Vec<(u8, Vec<u8>, Vec<String>)> {
+        let mut found = Vec::new();
+        while !table.is_empty() {
+            let (formatted, rest) = table.split_at(table[1].into());
+            let end = rest.windows(2).position(|pair| pair == [0, 0]).unwrap();
+            let strings = rest[..end].split(|byte| *byte == 0).filter(|string| !string.is_empty());
+            let strings = strings.map(|string| String::from_utf8(string.to_vec()).unwrap()).collect();
+            found.push((formatted[0], formatted.to_vec(), strings));
+            table = &rest[end + 2..];
+        }
+        found
+    }
+
+    fn of_kind(system: &System<'_>, kind: u8) -> Vec<(Vec<u8>, Vec<String>)> {
+        let bytes = build(system);
+        let all = structures(&bytes[TABLE_OFFSET..]);
+        all.into_iter().filter(|(found, ..)| *found == kind).map(|(_, bytes, strings)| (bytes, strings)).collect()
+    }
+
+    #[test]
+    fn the_entry_point_adds_up_to_zero_and_names_the_whole_table() {
+        let bytes = build(&SYSTEM);
+        let entry = &bytes[..ENTRY_LENGTH];
+        assert_eq!(&entry[..5], b"_SM3_");
+        assert_eq!(entry.iter().fold(0_u8, |sum, byte| sum.wrapping_add(*byte)), 0);
+        assert_eq!(u32::from_le_bytes(*entry[12..].first_chunk().unwrap()) as usize, bytes.len() - TABLE_OFFSET);
+        assert_eq!(u64::from_le_bytes(*entry[16..].first_chunk().unwrap()), 0xf_0020);
+        assert!(bytes.len() as u64 <= layout::SMBIOS.end - layout::SMBIOS.start);
+    }
+
+    #[test]
+    fn each_structure_is_as_long_as_its_version_says_and_handles_differ() {
+        let bytes = build(&SYSTEM);
+        let all = structures(&bytes[TABLE_OFFSET..]);
+        let lengths: Vec<_> = all.iter().map(|(kind, bytes, _)| (*kind, bytes.len())).collect();
+        assert_eq!(
+            lengths,
+            [
+                (0, 0x1a),
+                (1, 0x1b),
+                (3, 0x16),
+                (4, 0x30),
+                (4, 0x30),
+                (16, 0x17),
+                (17, 0x28),
+                (19, 0x1f),
+                (19, 0x1f),
+                (32, 0x0b),
+                (127, 4)
+            ]
+        );
+        let handles: std::collections::HashSet<_> = all.iter().map(|(_, bytes, _)| [bytes[2], bytes[3]]).collect();
+        assert_eq!(handles.len(), all.len());
+    }
+
+    #[test]
+    fn the_uuid_is_little_endian_in_its_first_three_fields() {
+        let (bytes, strings) = of_kind(&SYSTEM, 1).remove(0);
+        assert_eq!(bytes[8..18], [0x33, 0x22, 0x11, 0x00, 0x55, 0x44, 0x77, 0x66, 0x88, 0x99]);
+        assert_eq!(strings[usize::from(bytes[7]) - 1], "web-1");
+        assert_eq!(strings[0], "vmmd");
+    }
+
+    #[test]
+    fn memory_is_told_whatever_its_size() {
+        let size = |ram| {
+            let (bytes, _) = of_kind(&System { ram, ..SYSTEM }, 17).remove(0);
+            let short = u16::from_le_bytes([bytes[0xc], bytes[0xd]]);
+            (short, u32::from_le_bytes(*bytes[0x1c..].first_chunk().unwrap()))
+        };
+        assert_eq!(size(256 * layout::MIB), (256, 0));
+        assert_eq!(size(64 * layout::GIB), (0x7fff, 65_536));
+        assert_eq!(of_kind(&System { ram: layout::GIB, ..SYSTEM }, 19).len(), 1);
+        let high = of_kind(&SYSTEM, 19).remove(1).0;
+        assert_eq!(u64::from_le_bytes(*high[0xf..].first_chunk().unwrap()), 4 * layout::GIB);
+        assert_eq!(u64::from_le_bytes(*high[0x17..].first_chunk().unwrap()), 6 * layout::GIB - 1);
+    }
+
+    #[test]
+    fn a_name_can_not_break_the_table() {
+        let system = System { serial: "", ..SYSTEM };
+        let empty = of_kind(&system, 1).remove(0).1;
+        assert_eq!(empty.len(), 5);
+        let hostile = System { serial: "a\0\0b", ..SYSTEM };
+        assert_eq!(of_kind(&hostile, 1).remove(0).1[3], "ab");
+    }
+}
