@@ -8,7 +8,7 @@ systemctl --root="$root" enable -q ssh.service management-network.service kvm-id
 systemctl --root="$root" mask -q apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer \
     e2scrub_reap.service fstrim.timer systemd-tmpfiles-clean.timer systemd-timesyncd.service systemd-networkd.service \
     systemd-logind.service systemd-pstore.service systemd-update-utmp.service systemd-update-utmp-runlevel.service \
-    systemd-random-seed.service dev-mqueue.mount getty@tty1.service serial-getty@ttyS0.service serial-getty@ttyS1.service
+    systemd-random-seed.service systemd-binfmt.service dev-mqueue.mount getty@tty1.service serial-getty@ttyS0.service serial-getty@ttyS1.service
 mkdir -p "$root/var/lib/guests"
 : > "$root/etc/resolv.conf"
 # The machine's id comes with the kernel command line: nodes from one image are different machines.

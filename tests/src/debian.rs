@@ -49,6 +49,8 @@ impl Root<'_> {
                 r#"--aptopt=APT::Install-Recommends "false""#,
                 r#"--aptopt=Acquire::Languages "none""#,
                 "--dpkgopt=force-unsafe-io",
+                // Configuration files that the overlay brings first are kept.
+                "--dpkgopt=force-confold",
                 "--dpkgopt=path-exclude=/usr/share/doc/*",
                 "--dpkgopt=path-exclude=/usr/share/man/*",
                 "--dpkgopt=path-exclude=/usr/share/locale/*",
@@ -79,4 +81,11 @@ pub fn ext4_image(root: &Path, image: &Path, label: &str, size_mib: u64) -> Resu
         .arg(image)
         .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
     run::check(&mut command, Deadline::seconds(600)).map(drop)
+}
+
+/// Makes the list of the dependencies between the modules of the kernel `version` in the folder `root`.
+pub fn depmod(root: &Path, version: &str) -> Result<()> {
+    let mut command = Command::new("depmod");
+    command.arg("-b").arg(root).arg(version).env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
+    run::check(&mut command, Deadline::seconds(120)).map(drop)
 }

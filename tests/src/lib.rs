@@ -10,9 +10,11 @@
 pub mod bench;
 pub mod cache;
 pub mod case;
+mod cpio;
 pub mod debian;
 pub mod guest;
 pub mod host;
+pub mod initramfs;
 pub mod node;
 pub mod paths;
 pub mod programs;

@@ -2,15 +2,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::{Context, Result};
 
 use crate::cache::{self, Inputs};
 use crate::debian::{self, Root};
 use crate::node::Kernel;
-use crate::run;
-use crate::wait::Deadline;
 
 /// Raise it to fetch newer versions of the packages.
 const BUILDER_VERSION: u32 = 2;
@@ -26,9 +23,7 @@ pub fn packages() -> Result<PathBuf> {
         Root { variant: "extract", packages: &packages, overlay: None, customize: None }.make(&root)?;
         // Packages come without the list of their modules' dependencies: it is made when they are configured.
         for kernel in Kernel::ALL {
-            let mut depmod = Command::new("depmod");
-            depmod.arg("-b").arg(&root).arg(version(&root, kernel)?).env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
-            run::check(&mut depmod, Deadline::seconds(120))?;
+            debian::depmod(&root, &version(&root, kernel)?)?;
         }
         Ok(())
     })?;

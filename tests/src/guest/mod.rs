@@ -1,8 +1,6 @@
 //! The guest images: unmodified Debian kernels, each with a busybox initramfs, and a Debian root disk.
 
-mod cpio;
 mod debian_disk;
-mod initramfs;
 mod kernels;
 mod vmlinux;
 
@@ -11,14 +9,26 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-pub use initramfs::{Extra, Initramfs};
-
 use crate::cache::{self, Inputs};
+use crate::initramfs::{Extra, Initramfs};
 use crate::node::Kernel;
 use crate::{debian, paths};
 
 /// Raise it when the code of this module makes other images of the same inputs.
 const BUILDER_VERSION: u32 = 1;
+
+/// Modules that `/init` of the busybox guests loads, as far as the kernel has them as modules.
+const MODULES: [&str; 9] = [
+    "virtio_pci",
+    "virtio_blk",
+    "virtio_net",
+    "virtio-rng",
+    "button",
+    "evdev",
+    "pvpanic-pci",
+    "pvpanic",
+    "rtc-cmos",
+];
 
 /// The guest images on the build host.
 pub struct Images {
@@ -39,7 +49,7 @@ impl Images {
 
 /// The guest images for the present inputs, built when there are none yet.
 pub fn images() -> Result<Images> {
-    let source = paths::crate_dir().join("guest");
+    let source = scripts_dir();
     let packages = kernels::packages()?;
     let disk = debian_disk::get()?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
@@ -48,6 +58,35 @@ pub fn images() -> Result<Images> {
     inputs.add("packages", packages.to_string_lossy().as_bytes()).add("disk", disk.to_string_lossy().as_bytes());
     let dir = cache::get_or_build("guests", &inputs, |out| build(&packages, &disk, &source, out))?;
     Ok(Images { dir })
+}
+
+/// A kernel's busybox initramfs with more files in it, such as a static test program: `guest.run` can start them. It is
+/// a file on the build host: copy it into the node.
+pub fn initrd_with(kernel: Kernel, files: &[Extra]) -> Result<PathBuf> {
+    let source = scripts_dir();
+    let packages = kernels::packages()?;
+    let mut inputs = Inputs::new(BUILDER_VERSION);
+    inputs.add("packages", packages.to_string_lossy().as_bytes());
+    inputs.add_file(&source.join("init"))?.add_file(&source.join("udhcpc"))?;
+    for file in files {
+        inputs.add("to", file.to.as_bytes()).add_file(&file.from)?;
+    }
+    let names: Vec<&str> = files.iter().map(|file| file.to.rsplit('/').next().unwrap_or_default()).collect();
+    let name = format!("initrd-{}-{}", kernel.name(), names.join("-"));
+    let dir = cache::get_or_build(&name, &inputs, |out| {
+        initramfs(&packages, &kernels::version(&packages, kernel)?, &source, files, &out.join("initrd"))
+    })?;
+    Ok(dir.join("initrd"))
+}
+
+fn scripts_dir() -> PathBuf {
+    paths::crate_dir().join("guest")
+}
+
+fn initramfs(packages: &Path, version: &str, source: &Path, more: &[Extra], out: &Path) -> Result<()> {
+    let mut files = vec![Extra::new(source.join("init"), "init"), Extra::new(source.join("udhcpc"), "lib/udhcpc")];
+    files.extend_from_slice(more);
+    Initramfs { root: packages, version, modules: &MODULES, files: &files }.write(out)
 }
 
 fn build(packages: &Path, disk: &Path, source: &Path, out: &Path) -> Result<()> {
@@ -59,7 +98,7 @@ fn build(packages: &Path, disk: &Path, source: &Path, out: &Path) -> Result<()> 
         let vmlinuz = packages.join("boot").join(format!("vmlinuz-{version}"));
         fs::copy(&vmlinuz, dir.join("vmlinuz")).with_context(|| format!("copy {}", vmlinuz.display()))?;
         vmlinux::extract(&vmlinuz, &dir.join("vmlinux"))?;
-        Initramfs { packages, version: &version, scripts: source, extra: &[] }.write(&dir.join("initrd"))?;
+        initramfs(packages, &version, source, &[], &dir.join("initrd"))?;
     }
     let debian_tree = tree.join("debian");
     fs::create_dir(&debian_tree)?;

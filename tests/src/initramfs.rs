@@ -1,4 +1,4 @@
-//! A busybox initramfs for one kernel: `/init`, a static busybox, and the modules that a guest of ours needs.
+//! An initramfs made of a static busybox, the modules that are wanted of one kernel, and scripts.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -8,22 +8,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use super::cpio::{Archive, Entry};
+use crate::cpio::{Archive, Entry};
 use crate::run;
 use crate::wait::Deadline;
-
-/// Modules that `/init` loads, as far as the kernel has them as modules.
-const MODULES: [&str; 9] = [
-    "virtio_pci",
-    "virtio_blk",
-    "virtio_net",
-    "virtio-rng",
-    "button",
-    "evdev",
-    "pvpanic-pci",
-    "pvpanic",
-    "rtc-cmos",
-];
 
 /// Commands of busybox that have a name of their own in the guest. `busybox NAME` runs every other one.
 const COMMANDS: &str = "[ ash awk base64 basename blkdiscard blockdev cat chmod chown chroot cmp cp cttyhack cut date dd \
@@ -33,24 +20,33 @@ const COMMANDS: &str = "[ ash awk base64 basename blkdiscard blockdev cat chmod 
     sysctl tail tar taskset tee test time timeout top touch tr true tty udhcpc umount uname uniq uptime usleep vi wc \
     wget which xargs yes";
 
-/// A file to put into an initramfs beside what is always there, such as a static test program.
+/// A file to put into an initramfs, with mode 0755.
+#[derive(Clone, Debug)]
 pub struct Extra {
     /// The file on the build host.
     pub from: PathBuf,
-    /// Its path in the guest, without a leading slash; its folder is made.
+    /// Its path in the initramfs, without a leading slash; its folder is made.
     pub to: String,
+}
+
+impl Extra {
+    /// The file `from`, to become `to`.
+    pub fn new(from: impl Into<PathBuf>, to: impl Into<String>) -> Extra {
+        Extra { from: from.into(), to: to.into() }
+    }
 }
 
 /// What an initramfs is made of.
 pub struct Initramfs<'a> {
-    /// The folder with the unpacked packages of the kernels and of busybox.
-    pub packages: &'a Path,
+    /// A folder with `bin/busybox` and the kernel's `lib/modules/<version>`, with `modules.dep`.
+    pub root: &'a Path,
     /// The kernel's release.
     pub version: &'a str,
-    /// The folder with the scripts of the guest: `init`, and `udhcpc` for its DHCP client.
-    pub scripts: &'a Path,
-    /// More files.
-    pub extra: &'a [Extra],
+    /// The modules that its `/init` finds in `/lib/modules/order`, one path a line, each after what it needs. Those
+    /// that are built into the kernel are left out.
+    pub modules: &'a [&'a str],
+    /// Files: `init` at least.
+    pub files: &'a [Extra],
 }
 
 impl Initramfs<'_> {
@@ -63,11 +59,7 @@ impl Initramfs<'_> {
             add_folders(&mut archive, &mut folders, folder)?;
         }
         archive.add("dev/console", Entry::Character(5, 1))?;
-        for (script, path) in [("init", "init"), ("udhcpc", "lib/udhcpc")] {
-            let text = fs::read(self.scripts.join(script)).with_context(|| format!("read the guest's {script}"))?;
-            archive.add(path, Entry::File(0o755, &text))?;
-        }
-        let busybox = self.packages.join("bin/busybox");
+        let busybox = self.root.join("bin/busybox");
         let program = fs::read(&busybox).with_context(|| format!("read {}", busybox.display()))?;
         archive.add("bin/busybox", Entry::File(0o755, &program))?;
         for command in COMMANDS.split_ascii_whitespace() {
@@ -81,7 +73,7 @@ impl Initramfs<'_> {
             archive.add(&name, Entry::File(0o644, &module.content))?;
         }
         archive.add("lib/modules/order", Entry::File(0o644, order.as_bytes()))?;
-        for extra in self.extra {
+        for extra in self.files {
             if let Some((folder, _)) = extra.to.rsplit_once('/') {
                 add_folders(&mut archive, &mut folders, folder)?;
             }
@@ -94,10 +86,10 @@ impl Initramfs<'_> {
 
     /// The modules of this kernel in an order in which they can be inserted one by one.
     fn modules(&self) -> Result<Vec<Module>> {
-        let base = self.packages.join("lib/modules").join(self.version);
+        let base = self.root.join("lib/modules").join(self.version);
         let list = base.join("modules.dep");
         let dependencies = fs::read_to_string(&list).with_context(|| format!("read {}", list.display()))?;
-        insertion_order(&dependencies, &MODULES).into_iter().map(|path| Module::read(&base, path)).collect()
+        insertion_order(&dependencies, self.modules).into_iter().map(|path| Module::read(&base, path)).collect()
     }
 }
 
