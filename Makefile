@@ -1,0 +1,86 @@
+# vmmd. `make` alone lists what there is.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+CARGO ?= cargo
+JOBS ?= $(shell nproc)
+export CARGO_BUILD_JOBS = $(JOBS)
+
+include tests/node.mk
+
+.PHONY: help
+help: ## List the targets
+	@echo "make demo boots a VM and shows it; make test runs all tests. All targets:"
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/^([a-z-]+):.*## /\1|/' \
+		| awk -F'|' '{ printf "  %-12s %s\n", $$1, $$2 }'
+
+# --- building ---
+
+.PHONY: build
+build: ## Build all programs for development (target/debug)
+	$(CARGO) build -p vmmd -p vmmctl
+	$(CARGO) build -p vmm-core --bin vmm
+
+.PHONY: deb
+deb: ## Build the Debian package (target/deb/)
+	vmmd/package/build-deb.sh
+
+.PHONY: docs
+docs: ## Build the book (target/book/) when mdbook is installed
+	@if command -v mdbook >/dev/null; then mdbook build docs; \
+	else echo "mdbook is not installed: cargo install --locked mdbook"; fi
+
+# --- trying ---
+
+.PHONY: demo demo-shell
+demo: node-tool deb ## Boot a Debian VM under vmmd and show it, from the console to a ping
+	$(CARGO) run -q -p vmmd-tests --bin demo
+
+demo-shell: node-tool deb ## The same, but leave you on the VM's console
+	$(CARGO) run -q -p vmmd-tests --bin demo -- --shell
+
+# --- testing ---
+
+.PHONY: nextest
+nextest:
+	@command -v cargo-nextest >/dev/null || $(CARGO) install --locked cargo-nextest
+
+.PHONY: unit
+unit: nextest ## Run the tests that need no node: units, properties, the daemon with a mock vmm
+	$(CARGO) nextest run --locked --workspace --exclude vmmd-tests
+
+# The test programs are built before the node comes up: an emulated node shares the processors with the compiler.
+.PHONY: test
+test: nextest node-tool ## Run all tests, those in the test node included; installs what is missing
+	$(CARGO) nextest run --locked --workspace --no-run
+	vmmd/package/build-deb.sh
+	$(NODE) build
+	$(NODE) --name test with -- $(CARGO) nextest run --locked --workspace --profile ci
+
+.PHONY: bench
+bench: node-tool deb ## Measure vmmd beside QEMU in the test node and print the ratios
+	$(CARGO) build -q -p vmmd-tests --bin bench
+	$(NODE) --name bench with -- target/debug/bench $(if $(PUBLISH),--publish)
+
+.PHONY: lint
+lint: ## Check formatting, lints, what depends on what, and (when installed) licences and the API's style
+	$(CARGO) fmt --all --check
+	.ci/check-tree
+	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	@if command -v cargo-deny >/dev/null; then $(CARGO) deny --all-features check bans licenses sources; \
+	else echo "cargo-deny is not installed (make deny installs it): licences not checked"; fi
+	@if command -v buf >/dev/null; then buf lint; \
+	else echo "buf is not installed (npm install -g @bufbuild/buf): the API's style not checked"; fi
+
+.PHONY: deny
+deny: ## Check licences and banned crates; installs cargo-deny when it is missing
+	@command -v cargo-deny >/dev/null || $(CARGO) install --locked cargo-deny
+	$(CARGO) deny --all-features check bans licenses sources
+
+.PHONY: clean
+clean: ## Take the node down and remove everything that was built
+	if [ -x $(NODE) ]; then $(NODE) down; fi
+	$(CARGO) clean
