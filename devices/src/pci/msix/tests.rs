@@ -152,6 +152,8 @@ impl MsiVector for Lossy {
     }
 
     fn trigger(&self) {
+        // Room for the other side to disconnect it first.
+        std::thread::yield_now();
         if self.connected.lock().unwrap().is_some() {
             self.sent.fetch_add(1, Ordering::SeqCst);
         }
@@ -199,7 +201,13 @@ fn no_interrupt_is_lost_to_masking_at_the_same_time() {
         });
         while !raiser.is_finished() {
             msix.write_table(12, &1_u32.to_le_bytes());
+            std::thread::yield_now();
+            let before = vector.sent.load(Ordering::SeqCst);
             msix.write_table(12, &0_u32.to_le_bytes());
+            // It stays open until something came: nothing else would send what is left pending.
+            while vector.sent.load(Ordering::SeqCst) == before && !raiser.is_finished() {
+                std::hint::spin_loop();
+            }
         }
     });
     assert_eq!(raised.load(Ordering::SeqCst), ROUNDS);
