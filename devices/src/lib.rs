@@ -4,6 +4,7 @@
 //! corrupt anything but itself. What a device needs of the hypervisor (interrupts, notifications) it gets through
 //! the traits in [`interrupt`]; this crate knows no KVM.
 
+pub mod block;
 pub mod bus;
 pub mod component;
 pub mod dirty;

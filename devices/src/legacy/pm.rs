@@ -160,7 +160,7 @@ mod tests {
         let at = |counted| PmTimer { counted, since: None }.ticks();
         assert_eq!(at(Duration::ZERO), 0);
         assert_eq!(at(Duration::from_secs(1)), 3_579_545);
-        assert_eq!(at(Duration::from_secs(1200)), 4_295_454_000_u64 as u32);
+        assert_eq!(at(Duration::from_secs(1200)), 486_704);
         at(Duration::MAX);
     }
 

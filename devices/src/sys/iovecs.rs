@@ -4,6 +4,7 @@ use std::{
     io,
     os::fd::{AsFd, AsRawFd},
     ptr,
+    sync::Arc,
 };
 
 use vm_memory::GuestMemoryBackend;
@@ -28,7 +29,7 @@ pub(super) const MAX_TRANSFER: usize = 0x7fff_0000;
 /// a place for a header of the caller's, empty outside of [`send`](Self::send).
 #[derive(Debug)]
 pub struct Iovecs {
-    memory: GuestMemory,
+    memory: Arc<GuestMemory>,
     entries: Vec<libc::iovec>,
     /// Bytes in all entries.
     length: usize,
@@ -39,7 +40,7 @@ unsafe impl Send for Iovecs {}
 
 impl Iovecs {
     /// An empty list over `memory`.
-    pub fn new(memory: GuestMemory) -> Self {
+    pub fn new(memory: Arc<GuestMemory>) -> Self {
         Self {
             memory,
             entries: vec![EMPTY],
@@ -99,7 +100,7 @@ impl Iovecs {
 
     fn push(&mut self, address: u64, length: u32) -> Result<(), TooShort> {
         let pieces =
-            GuestMemoryBackend::get_slices(&self.memory, vm_memory::GuestAddress(address), length as usize);
+            GuestMemoryBackend::get_slices(&*self.memory, vm_memory::GuestAddress(address), length as usize);
         for piece in pieces {
             let piece = piece.map_err(|_| TooShort)?;
             let entry = libc::iovec {
@@ -258,8 +259,10 @@ mod tests {
 
     use super::*;
 
-    fn memory() -> GuestMemory {
-        GuestMemory::from_ranges(&[(GuestAddress(0), 0x4000), (GuestAddress(0x4000), 0x4_0000)]).unwrap()
+    fn memory() -> Arc<GuestMemory> {
+        let memory =
+            GuestMemory::from_ranges(&[(GuestAddress(0), 0x4000), (GuestAddress(0x4000), 0x4_0000)]).unwrap();
+        Arc::new(memory)
     }
 
     fn segment(address: u64, length: u32) -> Segment {
@@ -271,8 +274,7 @@ mod tests {
 
     #[test]
     fn a_list_is_cut_out_of_segments_across_regions_of_memory() {
-        let (memory, mut list) = (memory(), Iovecs::new(memory()));
-        let _ = memory;
+        let mut list = Iovecs::new(memory());
         let segments = [segment(0x10, 4), segment(0x3ffe, 4), segment(0x5000, 100)];
         list.append(&segments, 2, 6).unwrap();
         assert_eq!((list.len(), list.entries.len() - 1), (6, 3));

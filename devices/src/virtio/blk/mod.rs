@@ -33,7 +33,12 @@ impl Blk {
             *to = from;
         }
         let config = Config::new(image.capacity());
-        Self { image, config, id, thread_name: format!("blk-{name}") }
+        Self {
+            image,
+            config,
+            id,
+            thread_name: format!("blk-{name}"),
+        }
     }
 }
 
@@ -64,7 +69,10 @@ impl VirtioDevice for Blk {
     fn reset(&mut self) {}
 
     fn workers(&mut self) -> io::Result<Vec<WorkerSpec>> {
-        let limits = Limits { capacity: self.image.capacity(), read_only: self.image.read_only() };
+        let limits = Limits {
+            capacity: self.image.capacity(),
+            read_only: self.image.read_only(),
+        };
         let handler = BlkHandler::new(self.image.engine()?, limits, self.id);
         Ok(vec![WorkerSpec {
             name: self.thread_name.clone(),
@@ -75,5 +83,9 @@ impl VirtioDevice for Blk {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
+#[allow(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects
+)]
 mod tests;

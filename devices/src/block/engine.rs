@@ -1,0 +1,67 @@
+//! How requests on an image are carried out: they are submitted, and complete later, in any order.
+
+use std::{io, time::Instant};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::sys::Iovecs;
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Fill the buffers from this byte on.
+    Read {
+        /// In bytes; the buffers' end lies within the image.
+        offset: u64,
+    },
+    /// Write the buffers from this byte on.
+    Write {
+        /// In bytes; the buffers' end lies within the image.
+        offset: u64,
+        /// Completes only when the data is on stable storage.
+        stable: bool,
+    },
+    /// Completes when all writes that completed before are on stable storage.
+    Flush,
+}
+
+/// A request, with what it works on.
+#[derive(Debug)]
+pub struct Request {
+    /// Says which one it is when it completes. Unique among those under way.
+    pub token: u32,
+    /// What is to be done.
+    pub operation: Operation,
+    /// Guest memory to read from or write to; comes back, used up, with the completion.
+    pub buffers: Iovecs,
+}
+
+/// A request that is done with. The guest memory that it wrote is not marked in the dirty bitmap yet.
+#[derive(Debug)]
+pub struct Completion {
+    /// The request's.
+    pub token: u32,
+    /// How it went. After an error the buffers' content is undefined.
+    pub result: io::Result<()>,
+    /// The request's, used up.
+    pub buffers: Iovecs,
+}
+
+/// Carries out requests, owned by one thread.
+pub trait Engine: Send {
+    /// Begins a request; it may wait for [`commit`](Self::commit). Not more at once than
+    /// [`depth`](Self::depth).
+    fn submit(&mut self, request: Request);
+    /// Hands all that was submitted to the host.
+    fn commit(&mut self) -> io::Result<()>;
+    /// A request that completed.
+    fn completed(&mut self) -> Option<Completion>;
+    /// Requests submitted of which [`completed`](Self::completed) has not told.
+    fn in_flight(&self) -> usize;
+    /// Most requests at once.
+    fn depth(&self) -> usize;
+    /// Readable when requests completed; `None` when they have completed as soon as `commit` returns.
+    fn event(&self) -> Option<&EventFd>;
+    /// Waits until a request completes, nothing is under way, or `deadline` passes.
+    fn wait(&mut self, deadline: Instant) -> io::Result<()>;
+}

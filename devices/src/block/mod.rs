@@ -1,0 +1,13 @@
+//! Disk images: what they are made of ([`image`]), and how requests are carried out on them ([`engine`]).
+
+pub mod engine;
+pub mod image;
+pub mod raw;
+mod sync;
+
+pub use engine::{Completion, Engine, Operation, Request};
+pub use image::{Image, OpenError};
+pub use raw::RawImage;
+
+/// Bytes in a sector, the unit of disk sizes and of virtio-blk's addresses (virtio 1.3, 5.2.4).
+pub const SECTOR: u64 = 512;
