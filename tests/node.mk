@@ -2,30 +2,31 @@
 
 NODE = target/debug/node
 
-.PHONY: node-tool node-build node-up node-sync node-ssh node-status node-down
-
-# The command line to the node, and what it needs on this machine.
+.PHONY: node-tool
 node-tool:
 	@tests/setup-host.sh
-	@cargo build -q -p vmmd-tests --bin node
+	@$(CARGO) build -q --locked -p vmmd-tests --bin node
 
-# Builds the images of the node and of the guests, as far as they are not there yet.
-node-build: node-tool
+.PHONY: node-build
+node-build: node-tool ## Build the images of the node and of the guests, as far as they are not there yet
 	$(NODE) build
 
-# Boots a node with vmmd in it and keeps it running.
-node-up: node-tool
+.PHONY: node-up
+node-up: node-tool ## Boot a test node with vmmd in it and keep it running
 	$(NODE) up
 
-# Brings newly built vmmd into the running node: its package, or with FROM=target/debug the programs only.
-node-sync: node-tool
+.PHONY: node-sync
+node-sync: node-tool ## Bring the newest package into the running node, or with FROM=target/debug its programs only
 	$(NODE) sync $(if $(FROM),--from $(FROM))
 
-node-ssh: node-tool
+.PHONY: node-ssh
+node-ssh: node-tool ## Open a shell in the running node
 	@$(NODE) ssh
 
-node-status: node-tool
+.PHONY: node-status
+node-status: node-tool ## Tell whether the node runs, and how to reach it
 	@$(NODE) status
 
-node-down: node-tool
+.PHONY: node-down
+node-down: node-tool ## End the node
 	$(NODE) down

@@ -45,14 +45,24 @@ impl Inputs {
     /// Adds a whole folder: the paths in it, their modes and contents.
     pub fn add_tree(&mut self, root: &Path) -> Result<&mut Self> {
         for path in files_below(root)? {
-            let name = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().into_owned();
+            let name = path
+                .strip_prefix(root)
+                .unwrap_or(&path)
+                .to_string_lossy()
+                .into_owned();
             self.add("path", name.as_bytes()).add_file(&path)?;
         }
         Ok(self)
     }
 
     fn hash(&self) -> String {
-        self.0.clone().finalize().iter().take(6).map(|byte| format!("{byte:02x}")).collect()
+        self.0
+            .clone()
+            .finalize()
+            .iter()
+            .take(6)
+            .map(|byte| format!("{byte:02x}"))
+            .collect()
     }
 }
 
@@ -91,7 +101,8 @@ fn get_or_build_in(
     }
     fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
     let lock = File::create(dir.join(format!(".{name}.lock")))?;
-    lock.lock().with_context(|| format!("wait for another build of {name}"))?;
+    lock.lock()
+        .with_context(|| format!("wait for another build of {name}"))?;
     if wanted.is_dir() {
         return Ok(wanted);
     }

@@ -26,7 +26,11 @@ impl Case {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let node = Node::get()?;
         let since = node.sh("date +'%F %T.%6N'")?.trim().to_owned();
-        let name = format!("{topic}-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let name = format!(
+            "{topic}-{}-{}",
+            std::process::id(),
+            COUNT.fetch_add(1, Ordering::Relaxed)
+        );
         Ok(Case { node, name, since })
     }
 
@@ -40,10 +44,35 @@ impl Case {
         &self.name
     }
 
+    /// A copy of the Debian guest's root disk that may be written to; it is removed with the case. The copy takes
+    /// some seconds.
+    pub fn debian_disk(&self) -> Result<String> {
+        let copy = format!("{}/debian.raw", self.folder()?);
+        self.node.sh(&format!(
+            "cp --sparse=always {} {copy}",
+            self.node.guests().debian_disk()
+        ))?;
+        Ok(copy)
+    }
+
+    /// A folder in the node for this test's files; it is removed with the case.
+    pub fn folder(&self) -> Result<String> {
+        let folder = self.folder_path();
+        self.node.sh(&format!("mkdir -p {folder}"))?;
+        Ok(folder)
+    }
+
+    fn folder_path(&self) -> String {
+        format!("/var/tmp/vmmd-tests/{}", self.name)
+    }
+
     /// What is printed when the test fails.
     pub fn report(&self) -> String {
         let console = std::fs::read_to_string(self.node.machine().console_log()).unwrap_or_default();
-        let mut report = format!("── node console ({})\n", self.node.machine().console_log().display());
+        let mut report = format!(
+            "── node console ({})\n",
+            self.node.machine().console_log().display()
+        );
         report.push_str(tail(&console, LINES));
         let script = format!(
             "for log in $(find /var/log/vmmd/vms -name serial.log -newermt '{since}' 2>/dev/null); do \
@@ -67,5 +96,7 @@ impl Drop for Case {
         if std::thread::panicking() {
             eprintln!("\n══ {} failed\n{}", self.name, self.report());
         }
+        // A node that does not answer has been reported, or fails the next test.
+        let _ = self.node.ssh(&format!("rm -rf {}", self.folder_path()));
     }
 }

@@ -40,13 +40,22 @@ impl<W: Write> Archive<W> {
         self.record(self.inode, mode, path, data, device)
     }
 
-    fn record(&mut self, inode: u32, mode: u32, path: &str, data: &[u8], device: (u32, u32)) -> io::Result<()> {
+    fn record(
+        &mut self,
+        inode: u32,
+        mode: u32,
+        path: &str,
+        data: &[u8],
+        device: (u32, u32),
+    ) -> io::Result<()> {
         let too_long = |_| io::Error::new(io::ErrorKind::InvalidInput, "a file above 4 GiB in an initramfs");
         let size = u32::try_from(data.len()).map_err(too_long)?;
         let name_size = u32::try_from(path.len() + 1).map_err(too_long)?;
         // magic, ino, mode, uid, gid, nlink, mtime, filesize, devmajor, devminor, rdevmajor, rdevminor, namesize, check
         write!(self.out, "070701")?;
-        for field in [inode, mode, 0, 0, 1, 0, size, 0, 0, device.0, device.1, name_size, 0] {
+        for field in [
+            inode, mode, 0, 0, 1, 0, size, 0, 0, device.0, device.1, name_size, 0,
+        ] {
             write!(self.out, "{field:08x}")?;
         }
         self.out.write_all(path.as_bytes())?;

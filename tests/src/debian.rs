@@ -40,7 +40,10 @@ pub fn packages(list: &Path) -> Result<Vec<String>> {
 impl Root<'_> {
     /// Makes it in the folder `target`, which must not exist yet. Needs root.
     pub fn make(&self, target: &Path) -> Result<()> {
-        ensure!(rustix::process::geteuid().is_root(), "the images are built as root: run this as root");
+        ensure!(
+            rustix::process::geteuid().is_root(),
+            "the images are built as root: run this as root"
+        );
         let mut command = Command::new("mmdebstrap");
         command
             .arg(format!("--variant={}", self.variant))
@@ -59,7 +62,9 @@ impl Root<'_> {
             .env("DEBIAN_FRONTEND", "noninteractive");
         if let Some(overlay) = &self.overlay {
             let sync = format!("sync-in {} /", overlay.display());
-            command.arg(format!("--essential-hook={sync}")).arg(format!("--customize-hook={sync}"));
+            command
+                .arg(format!("--essential-hook={sync}"))
+                .arg(format!("--customize-hook={sync}"));
         }
         if let Some(customize) = &self.customize {
             command.arg(format!("--customize-hook={}", customize.display()));
@@ -76,7 +81,15 @@ pub fn ext4_image(root: &Path, image: &Path, label: &str, size_mib: u64) -> Resu
     // Nothing is left to be initialised in the background later, while a test measures something else.
     let mut command = Command::new("mkfs.ext4");
     command
-        .args(["-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0", "-L", label, "-d"])
+        .args([
+            "-q",
+            "-F",
+            "-E",
+            "lazy_itable_init=0,lazy_journal_init=0",
+            "-L",
+            label,
+            "-d",
+        ])
         .arg(root)
         .arg(image)
         .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
@@ -86,6 +99,10 @@ pub fn ext4_image(root: &Path, image: &Path, label: &str, size_mib: u64) -> Resu
 /// Makes the list of the dependencies between the modules of the kernel `version` in the folder `root`.
 pub fn depmod(root: &Path, version: &str) -> Result<()> {
     let mut command = Command::new("depmod");
-    command.arg("-b").arg(root).arg(version).env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
+    command
+        .arg("-b")
+        .arg(root)
+        .arg(version)
+        .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
     run::check(&mut command, Deadline::seconds(120)).map(drop)
 }

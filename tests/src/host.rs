@@ -21,7 +21,11 @@ impl Accel {
             fs::read_to_string(format!("/sys/module/{module}/parameters/nested")).unwrap_or_default()
         };
         let usable = supports_nesting(&cpuinfo, &nested("kvm_intel"), &nested("kvm_amd"))
-            && OpenOptions::new().read(true).write(true).open(Path::new("/dev/kvm")).is_ok();
+            && OpenOptions::new()
+                .read(true)
+                .write(true)
+                .open(Path::new("/dev/kvm"))
+                .is_ok();
         if usable { Accel::Kvm } else { Accel::Tcg }
     }
 
@@ -60,7 +64,11 @@ mod tests {
             ("model name : vmx svm", "Y", "1", false),
         ];
         for (cpuinfo, intel, amd, expected) in table {
-            assert_eq!(supports_nesting(cpuinfo, intel, amd), expected, "{cpuinfo:?} {intel:?} {amd:?}");
+            assert_eq!(
+                supports_nesting(cpuinfo, intel, amd),
+                expected,
+                "{cpuinfo:?} {intel:?} {amd:?}"
+            );
         }
     }
 }

@@ -32,7 +32,10 @@ pub struct Extra {
 impl Extra {
     /// The file `from`, to become `to`.
     pub fn new(from: impl Into<PathBuf>, to: impl Into<String>) -> Extra {
-        Extra { from: from.into(), to: to.into() }
+        Extra {
+            from: from.into(),
+            to: to.into(),
+        }
     }
 }
 
@@ -55,7 +58,17 @@ impl Initramfs<'_> {
         let modules = self.modules()?;
         let mut archive = Archive::new(BufWriter::new(File::create(to)?));
         let mut folders = BTreeSet::new();
-        for folder in ["bin", "dev", "lib/modules", "mnt", "proc", "root", "run", "sys", "tmp"] {
+        for folder in [
+            "bin",
+            "dev",
+            "lib/modules",
+            "mnt",
+            "proc",
+            "root",
+            "run",
+            "sys",
+            "tmp",
+        ] {
             add_folders(&mut archive, &mut folders, folder)?;
         }
         archive.add("dev/console", Entry::Character(5, 1))?;
@@ -80,7 +93,9 @@ impl Initramfs<'_> {
             let content = fs::read(&extra.from).with_context(|| format!("read {}", extra.from.display()))?;
             archive.add(&extra.to, Entry::File(0o755, &content))?;
         }
-        archive.finish().with_context(|| format!("write {}", to.display()))?;
+        archive
+            .finish()
+            .with_context(|| format!("write {}", to.display()))?;
         Ok(())
     }
 
@@ -89,7 +104,10 @@ impl Initramfs<'_> {
         let base = self.root.join("lib/modules").join(self.version);
         let list = base.join("modules.dep");
         let dependencies = fs::read_to_string(&list).with_context(|| format!("read {}", list.display()))?;
-        insertion_order(&dependencies, self.modules).into_iter().map(|path| Module::read(&base, path)).collect()
+        insertion_order(&dependencies, self.modules)
+            .into_iter()
+            .map(|path| Module::read(&base, path))
+            .collect()
     }
 }
 
@@ -109,7 +127,10 @@ impl Module {
         } else {
             fs::read(&file).with_context(|| format!("read {}", file.display()))?
         };
-        Ok(Module { name: module_name(path).to_owned(), content })
+        Ok(Module {
+            name: module_name(path).to_owned(),
+            content,
+        })
     }
 }
 
@@ -139,7 +160,11 @@ fn insertion_order<'a>(dependencies: &'a str, wanted: &[&str]) -> Vec<&'a str> {
     order
 }
 
-fn add_folders(archive: &mut Archive<impl std::io::Write>, made: &mut BTreeSet<String>, path: &str) -> Result<()> {
+fn add_folders(
+    archive: &mut Archive<impl std::io::Write>,
+    made: &mut BTreeSet<String>,
+    path: &str,
+) -> Result<()> {
     for (at, _) in path.match_indices('/').chain([(path.len(), "")]) {
         let folder = path.get(..at).unwrap_or(path);
         if made.insert(folder.to_owned()) {
@@ -160,7 +185,10 @@ mod tests {
             kernel/drivers/net/virtio_net.ko.xz: kernel/drivers/net/net_failover.ko.xz kernel/net/failover.ko.xz\n\
             kernel/drivers/block/virtio_blk.ko.xz:\n";
         assert_eq!(
-            insertion_order(dependencies, &["virtio_net", "absent", "virtio_blk", "virtio_net"]),
+            insertion_order(
+                dependencies,
+                &["virtio_net", "absent", "virtio_blk", "virtio_net"]
+            ),
             [
                 "kernel/net/failover.ko.xz",
                 "kernel/drivers/net/net_failover.ko.xz",

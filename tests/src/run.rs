@@ -39,9 +39,16 @@ pub fn output_with_input(
     deadline: Deadline,
 ) -> Result<Output> {
     let what = describe(command);
-    command.stdin(if input.is_some() { Stdio::piped() } else { Stdio::null() });
-    let mut child =
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().with_context(|| format!("start {what}"))?;
+    command.stdin(if input.is_some() {
+        Stdio::piped()
+    } else {
+        Stdio::null()
+    });
+    let mut child = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("start {what}"))?;
     let feeder = match (input, child.stdin.take()) {
         (Some(mut input), Some(mut stdin)) => Some(std::thread::spawn(move || -> Result<()> {
             std::io::copy(&mut input, &mut stdin)?;
@@ -59,12 +66,21 @@ pub fn output_with_input(
     if !ended {
         kill(&mut child);
         let printed = gather(stdout)? + &gather(stderr)?;
-        bail!("{what} did not end within {deadline}; it printed:\n{}", tail(&printed, 40));
+        bail!(
+            "{what} did not end within {deadline}; it printed:\n{}",
+            tail(&printed, 40)
+        );
     }
     let status = child.wait().with_context(|| format!("wait for {what}"))?;
-    let output = Output { status, stdout: gather(stdout)?, stderr: gather(stderr)? };
+    let output = Output {
+        status,
+        stdout: gather(stdout)?,
+        stderr: gather(stderr)?,
+    };
     if let Some(feeder) = feeder {
-        let fed = feeder.join().map_err(|_| anyhow::anyhow!("the thread feeding {what} panicked"))?;
+        let fed = feeder
+            .join()
+            .map_err(|_| anyhow::anyhow!("the thread feeding {what} panicked"))?;
         if output.success() {
             fed.with_context(|| format!("write to {what}"))?;
         }
@@ -77,7 +93,11 @@ pub fn check(command: &mut Command, deadline: Deadline) -> Result<String> {
     let what = describe(command);
     let output = output(command, deadline)?;
     if !output.success() {
-        bail!("{what} ended with {}:\n{}", output.status, tail(&format!("{}{}", output.stdout, output.stderr), 40));
+        bail!(
+            "{what} ended with {}:\n{}",
+            output.status,
+            tail(&format!("{}{}", output.stdout, output.stderr), 40)
+        );
     }
     Ok(output.stdout)
 }
@@ -108,8 +128,12 @@ fn collect(stream: Option<impl Read + Send + 'static>) -> Option<JoinHandle<std:
 }
 
 fn gather(reader: Option<JoinHandle<std::io::Result<Vec<u8>>>>) -> Result<String> {
-    let Some(reader) = reader else { return Ok(String::new()) };
-    let bytes = reader.join().map_err(|_| anyhow::anyhow!("the thread reading a program's output panicked"))??;
+    let Some(reader) = reader else {
+        return Ok(String::new());
+    };
+    let bytes = reader
+        .join()
+        .map_err(|_| anyhow::anyhow!("the thread reading a program's output panicked"))??;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
@@ -120,23 +144,33 @@ mod tests {
 
     #[test]
     fn a_program_past_its_deadline_is_killed_and_reported() {
-        let error = output(Command::new("sleep").arg("60"), Deadline::after(Duration::from_millis(50)))
-            .expect_err("the deadline");
-        assert!(error.to_string().contains("sleep 60 did not end within 50ms"), "{error}");
+        let error = output(
+            Command::new("sleep").arg("60"),
+            Deadline::after(Duration::from_millis(50)),
+        )
+        .expect_err("the deadline");
+        assert!(
+            error.to_string().contains("sleep 60 did not end within 50ms"),
+            "{error}"
+        );
     }
 
     #[test]
     fn input_and_output_go_through() {
         let input = Box::new(std::io::Cursor::new(b"hello".to_vec()));
-        let output = output_with_input(&mut Command::new("cat"), Some(input), Deadline::seconds(10)).expect("cat");
+        let output =
+            output_with_input(&mut Command::new("cat"), Some(input), Deadline::seconds(10)).expect("cat");
         assert!(output.success());
         assert_eq!(output.stdout, "hello");
     }
 
     #[test]
     fn a_failure_names_the_command_and_its_words() {
-        let error = check(Command::new("sh").args(["-c", "echo broken >&2; exit 3"]), Deadline::seconds(10))
-            .expect_err("exit 3");
+        let error = check(
+            Command::new("sh").args(["-c", "echo broken >&2; exit 3"]),
+            Deadline::seconds(10),
+        )
+        .expect_err("exit 3");
         let text = error.to_string();
         assert!(text.contains("exit 3") && text.contains("broken"), "{text}");
     }

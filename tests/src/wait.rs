@@ -19,7 +19,10 @@ pub struct Deadline {
 impl Deadline {
     /// A deadline `total` from now.
     pub fn after(total: Duration) -> Self {
-        Deadline { end: Instant::now() + total, total }
+        Deadline {
+            end: Instant::now() + total,
+            total,
+        }
     }
 
     /// A deadline `seconds` from now.
@@ -69,7 +72,10 @@ pub fn readable(fd: impl AsFd, deadline: Deadline) -> Result<bool> {
 
 /// Waits until one of two descriptors can be read or is closed; `None` when the deadline passes first.
 pub fn either_readable(first: impl AsFd, second: impl AsFd, deadline: Deadline) -> Result<Option<Which>> {
-    let mut fds = [PollFd::new(&first, PollFlags::IN), PollFd::new(&second, PollFlags::IN)];
+    let mut fds = [
+        PollFd::new(&first, PollFlags::IN),
+        PollFd::new(&second, PollFlags::IN),
+    ];
     if !poll_until(&mut fds, deadline)? {
         return Ok(None);
     }
@@ -99,7 +105,10 @@ pub struct Process {
 impl Process {
     /// Takes hold of the running process `pid`; `None` when there is none.
     pub fn open(pid: u32) -> Result<Option<Process>> {
-        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).context("a process id is a positive number")?;
+        let raw = i32::try_from(pid)
+            .ok()
+            .and_then(Pid::from_raw)
+            .context("a process id is a positive number")?;
         match pidfd_open(raw, PidfdFlags::empty()) {
             Ok(fd) => Ok(Some(Process { fd, pid })),
             Err(rustix::io::Errno::SRCH) => Ok(None),
@@ -138,7 +147,11 @@ pub struct Follow<R> {
 impl<R: Read + AsFd> Follow<R> {
     /// Nothing is read yet.
     pub fn new(stream: R) -> Self {
-        Follow { stream, bytes: Vec::new(), done: 0 }
+        Follow {
+            stream,
+            bytes: Vec::new(),
+            done: 0,
+        }
     }
 
     /// Reads on until `wanted` has come after what was waited for before, and returns the text from there up to the
@@ -153,11 +166,19 @@ impl<R: Read + AsFd> Follow<R> {
                 return Ok(String::from_utf8_lossy(found).into_owned());
             }
             if !readable(&self.stream, deadline)? {
-                bail!("no {wanted:?} within {deadline}; read so far:\n{}", tail(&self.text(), 40));
+                bail!(
+                    "no {wanted:?} within {deadline}; read so far:\n{}",
+                    tail(&self.text(), 40)
+                );
             }
             match self.stream.read(&mut chunk).context("read")? {
-                0 => bail!("the stream ended before {wanted:?}; read so far:\n{}", tail(&self.text(), 40)),
-                count => self.bytes.extend_from_slice(chunk.get(..count).unwrap_or_default()),
+                0 => bail!(
+                    "the stream ended before {wanted:?}; read so far:\n{}",
+                    tail(&self.text(), 40)
+                ),
+                count => self
+                    .bytes
+                    .extend_from_slice(chunk.get(..count).unwrap_or_default()),
             }
         }
     }
@@ -174,7 +195,11 @@ fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
 
 /// The last `lines` lines of `text`.
 pub fn tail(text: &str, lines: usize) -> &str {
-    let start = text.trim_end().rmatch_indices('\n').nth(lines.saturating_sub(1)).map_or(0, |(at, _)| at + 1);
+    let start = text
+        .trim_end()
+        .rmatch_indices('\n')
+        .nth(lines.saturating_sub(1))
+        .map_or(0, |(at, _)| at + 1);
     text.get(start..).unwrap_or(text)
 }
 
@@ -195,12 +220,25 @@ mod tests {
         let (mut writer, reader) = UnixStream::pair().expect("socket pair");
         let mut follow = Follow::new(reader);
         writer.write_all(b"login: x login: y").expect("write");
-        assert_eq!(follow.until("login: ", Deadline::seconds(5)).expect("first"), "login: ");
-        assert_eq!(follow.until("login: ", Deadline::seconds(5)).expect("second"), "x login: ");
-        let error = follow.until("login: ", Deadline::after(Duration::from_millis(10))).expect_err("no third");
-        assert!(error.to_string().contains("no \"login: \" within 10ms"), "{error}");
+        assert_eq!(
+            follow.until("login: ", Deadline::seconds(5)).expect("first"),
+            "login: "
+        );
+        assert_eq!(
+            follow.until("login: ", Deadline::seconds(5)).expect("second"),
+            "x login: "
+        );
+        let error = follow
+            .until("login: ", Deadline::after(Duration::from_millis(10)))
+            .expect_err("no third");
+        assert!(
+            error.to_string().contains("no \"login: \" within 10ms"),
+            "{error}"
+        );
         drop(writer);
-        let error = follow.until("login: ", Deadline::seconds(5)).expect_err("the end");
+        let error = follow
+            .until("login: ", Deadline::seconds(5))
+            .expect_err("the end");
         assert!(error.to_string().contains("ended"), "{error}");
         assert_eq!(follow.text(), "login: x login: y");
     }

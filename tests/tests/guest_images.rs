@@ -15,7 +15,9 @@ fn boot(topic: &str, machine: &str, kernel: &str, initrd: &str, arguments: &str)
              -append 'console=ttyS0 quiet panic=-1 {arguments}' 2>&1; echo QEMU-EXIT $?"
         ))
         .expect("start QEMU");
-    let text = guest.until("QEMU-EXIT 0\n", Deadline::seconds(110)).expect("the guest ends");
+    let text = guest
+        .until("QEMU-EXIT 0\n", Deadline::seconds(110))
+        .expect("the guest ends");
     for marker in ["GUEST-INIT", "GUEST-READY uptime="] {
         assert!(text.contains(marker), "no {marker} in:\n{text}");
     }
@@ -26,7 +28,13 @@ fn boot(topic: &str, machine: &str, kernel: &str, initrd: &str, arguments: &str)
 fn every_kernel_boots_to_its_init_and_powers_off() {
     for kernel in Kernel::ALL {
         let guests = vmmd_tests::Guests;
-        let text = boot(kernel.name(), "q35", &guests.vmlinuz(kernel), &guests.initrd(kernel), "guest.after=poweroff");
+        let text = boot(
+            kernel.name(),
+            "q35",
+            &guests.vmlinuz(kernel),
+            &guests.initrd(kernel),
+            "guest.after=poweroff",
+        );
         assert!(text.contains("reboot: Power down"), "{text}");
     }
 }
@@ -52,5 +60,11 @@ fn the_elf_kernel_boots_by_its_pvh_entry_runs_a_script_and_reboots() {
 fn the_small_machine_that_ours_is_measured_against_boots_the_same_image() {
     let guests = vmmd_tests::Guests;
     let kernel = Kernel::Cloud612;
-    boot("microvm", "microvm,pcie=on,acpi=on", &guests.vmlinuz(kernel), &guests.initrd(kernel), "guest.after=poweroff");
+    boot(
+        "microvm",
+        "microvm,pcie=on,acpi=on",
+        &guests.vmlinuz(kernel),
+        &guests.initrd(kernel),
+        "guest.after=poweroff",
+    );
 }

@@ -65,7 +65,10 @@ struct SizeArguments {
 
 impl SizeArguments {
     fn size(&self) -> Size {
-        Size { cpus: self.cpus, memory_mib: self.memory }
+        Size {
+            cpus: self.cpus,
+            memory_mib: self.memory,
+        }
     }
 }
 
@@ -128,13 +131,22 @@ fn boot(name: &str, size: Size, tied: bool) -> Result<Node> {
     guest::images()?;
     let began = Instant::now();
     let node = Node::boot(name, size, tied)?;
-    eprintln!("the node {name} is up after {:.1} s", began.elapsed().as_secs_f32());
+    eprintln!(
+        "the node {name} is up after {:.1} s",
+        began.elapsed().as_secs_f32()
+    );
     match newest_package()? {
         Some(package) => {
             node.install(&package)?;
-            eprintln!("installed {} after {:.1} s", package.display(), began.elapsed().as_secs_f32());
+            eprintln!(
+                "installed {} after {:.1} s",
+                package.display(),
+                began.elapsed().as_secs_f32()
+            );
         }
-        None => eprintln!("vmmd is not installed in it: there is no package yet (`make deb`, then `node sync`)"),
+        None => {
+            eprintln!("vmmd is not installed in it: there is no package yet (`make deb`, then `node sync`)");
+        }
     }
     Ok(node)
 }
@@ -142,14 +154,21 @@ fn boot(name: &str, size: Size, tied: bool) -> Result<Node> {
 fn with(name: &str, size: Size, command: &[String]) -> Result<ExitCode> {
     let node = boot(name, size, true)?;
     let (program, arguments) = command.split_first().context("no command")?;
-    let status = Command::new(program).args(arguments).env(NODE_VARIABLE, node.dir()).status();
+    let status = Command::new(program)
+        .args(arguments)
+        .env(NODE_VARIABLE, node.dir())
+        .status();
     node.stop()?;
     let status = status.with_context(|| format!("start {program}"))?;
-    Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+    Ok(status
+        .code()
+        .and_then(|code| u8::try_from(code).ok())
+        .map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
 fn running(name: &str) -> Result<Node> {
-    Node::attach(&paths::run_dir(name))?.with_context(|| format!("no node {name} runs: start it with `node up`"))
+    Node::attach(&paths::run_dir(name))?
+        .with_context(|| format!("no node {name} runs: start it with `node up`"))
 }
 
 fn status(name: &str, node: Option<&Node>) {

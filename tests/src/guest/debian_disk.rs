@@ -21,7 +21,10 @@ pub fn get() -> Result<PathBuf> {
     let source = paths::crate_dir().join("guest/debian");
     let key = ssh_key()?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
-    inputs.add_tree(&source)?.add_file(&debian::sources())?.add_file(&key.with_extension("pub"))?;
+    inputs
+        .add_tree(&source)?
+        .add_file(&debian::sources())?
+        .add_file(&key.with_extension("pub"))?;
     cache::get_or_build("guest-debian", &inputs, |out| build(&source, &key, out))
 }
 

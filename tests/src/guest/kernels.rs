@@ -14,13 +14,26 @@ const BUILDER_VERSION: u32 = 2;
 
 /// A folder into which the packages of all guest kernels and of a static busybox are unpacked, not installed.
 pub fn packages() -> Result<PathBuf> {
-    let packages = ["linux-image-6.12-cloud-amd64", "linux-image-cloud-amd64", "linux-image-amd64", "busybox-static"]
-        .map(str::to_owned);
+    let packages = [
+        "linux-image-6.12-cloud-amd64",
+        "linux-image-cloud-amd64",
+        "linux-image-amd64",
+        "busybox-static",
+    ]
+    .map(str::to_owned);
     let mut inputs = Inputs::new(BUILDER_VERSION);
-    inputs.add("packages", packages.join(" ").as_bytes()).add_file(&debian::sources())?;
+    inputs
+        .add("packages", packages.join(" ").as_bytes())
+        .add_file(&debian::sources())?;
     let dir = cache::get_or_build("guest-packages", &inputs, |out| {
         let root = out.join("root");
-        Root { variant: "extract", packages: &packages, overlay: None, customize: None }.make(&root)?;
+        Root {
+            variant: "extract",
+            packages: &packages,
+            overlay: None,
+            customize: None,
+        }
+        .make(&root)?;
         // Packages come without the list of their modules' dependencies: it is made when they are configured.
         for kernel in Kernel::ALL {
             debian::depmod(&root, &version(&root, kernel)?)?;

@@ -53,9 +53,13 @@ pub fn images() -> Result<Images> {
     let packages = kernels::packages()?;
     let disk = debian_disk::get()?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
-    inputs.add_file(&source.join("init"))?.add_file(&source.join("udhcpc"))?;
+    inputs
+        .add_file(&source.join("init"))?
+        .add_file(&source.join("udhcpc"))?;
     // The names of these folders are made of their own inputs.
-    inputs.add("packages", packages.to_string_lossy().as_bytes()).add("disk", disk.to_string_lossy().as_bytes());
+    inputs
+        .add("packages", packages.to_string_lossy().as_bytes())
+        .add("disk", disk.to_string_lossy().as_bytes());
     let dir = cache::get_or_build("guests", &inputs, |out| build(&packages, &disk, &source, out))?;
     Ok(Images { dir })
 }
@@ -67,14 +71,25 @@ pub fn initrd_with(kernel: Kernel, files: &[Extra]) -> Result<PathBuf> {
     let packages = kernels::packages()?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
     inputs.add("packages", packages.to_string_lossy().as_bytes());
-    inputs.add_file(&source.join("init"))?.add_file(&source.join("udhcpc"))?;
+    inputs
+        .add_file(&source.join("init"))?
+        .add_file(&source.join("udhcpc"))?;
     for file in files {
         inputs.add("to", file.to.as_bytes()).add_file(&file.from)?;
     }
-    let names: Vec<&str> = files.iter().map(|file| file.to.rsplit('/').next().unwrap_or_default()).collect();
+    let names: Vec<&str> = files
+        .iter()
+        .map(|file| file.to.rsplit('/').next().unwrap_or_default())
+        .collect();
     let name = format!("initrd-{}-{}", kernel.name(), names.join("-"));
     let dir = cache::get_or_build(&name, &inputs, |out| {
-        initramfs(&packages, &kernels::version(&packages, kernel)?, &source, files, &out.join("initrd"))
+        initramfs(
+            &packages,
+            &kernels::version(&packages, kernel)?,
+            &source,
+            files,
+            &out.join("initrd"),
+        )
     })?;
     Ok(dir.join("initrd"))
 }
@@ -84,9 +99,18 @@ fn scripts_dir() -> PathBuf {
 }
 
 fn initramfs(packages: &Path, version: &str, source: &Path, more: &[Extra], out: &Path) -> Result<()> {
-    let mut files = vec![Extra::new(source.join("init"), "init"), Extra::new(source.join("udhcpc"), "lib/udhcpc")];
+    let mut files = vec![
+        Extra::new(source.join("init"), "init"),
+        Extra::new(source.join("udhcpc"), "lib/udhcpc"),
+    ];
     files.extend_from_slice(more);
-    Initramfs { root: packages, version, modules: &MODULES, files: &files }.write(out)
+    Initramfs {
+        root: packages,
+        version,
+        modules: &MODULES,
+        files: &files,
+    }
+    .write(out)
 }
 
 fn build(packages: &Path, disk: &Path, source: &Path, out: &Path) -> Result<()> {

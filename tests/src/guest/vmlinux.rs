@@ -30,7 +30,10 @@ pub fn extract(vmlinuz: &Path, vmlinux: &Path) -> Result<()> {
         [0xfd, b'7', b'z', b'X', b'Z', ..] => "xz",
         [0x02, 0x21, 0x4c, 0x18, ..] => "lz4",
         [0x1f, 0x8b, ..] => "gzip",
-        _ => bail!("{} is compressed in a way that is not known here", vmlinuz.display()),
+        _ => bail!(
+            "{} is compressed in a way that is not known here",
+            vmlinuz.display()
+        ),
     };
     // Decompressed to a file of its own: the tools write to a file much faster than through our pipes.
     let out = File::create(vmlinux)?;
@@ -43,21 +46,34 @@ pub fn extract(vmlinuz: &Path, vmlinux: &Path) -> Result<()> {
     drop(out);
     ensure!(output.success(), "{program}: {}", output.stderr.trim());
     let kernel = fs::read(vmlinux)?;
-    ensure!(kernel.starts_with(b"\x7fELF"), "the payload of {} is no ELF file", vmlinuz.display());
-    ensure!(has_pvh_note(&kernel), "the kernel in {} has no PVH entry point", vmlinuz.display());
+    ensure!(
+        kernel.starts_with(b"\x7fELF"),
+        "the payload of {} is no ELF file",
+        vmlinuz.display()
+    );
+    ensure!(
+        has_pvh_note(&kernel),
+        "the kernel in {} has no PVH entry point",
+        vmlinuz.display()
+    );
     Ok(())
 }
 
 /// The compressed kernel without the four bytes of its uncompressed size that the build appends.
 fn payload(image: &[u8]) -> Result<&[u8]> {
-    ensure!(image.get(HEADER_MAGIC..HEADER_MAGIC + 4) == Some(b"HdrS"), "no bzImage");
+    ensure!(
+        image.get(HEADER_MAGIC..HEADER_MAGIC + 4) == Some(b"HdrS"),
+        "no bzImage"
+    );
     let word = |at: usize| -> Result<usize> {
         let bytes = image.get(at..at + 4).context("the header is cut off")?;
         Ok(usize::try_from(u32::from_le_bytes(bytes.try_into()?))?)
     };
     let setup = usize::from(*image.get(SETUP_SECTS).context("the header is cut off")?);
     let start = (if setup == 0 { 4 } else { setup } + 1) * 512 + word(PAYLOAD_OFFSET)?;
-    let end = (start + word(PAYLOAD_LENGTH)?).checked_sub(4).context("an empty payload")?;
+    let end = (start + word(PAYLOAD_LENGTH)?)
+        .checked_sub(4)
+        .context("an empty payload")?;
     image.get(start..end).context("the payload is cut off")
 }
 
@@ -70,5 +86,8 @@ fn has_pvh_note(kernel: &[u8]) -> bool {
         note
     };
     let (short, long) = (note(4), note(8));
-    kernel.windows(16).step_by(4).any(|window| window == short || window == long)
+    kernel
+        .windows(16)
+        .step_by(4)
+        .any(|window| window == short || window == long)
 }

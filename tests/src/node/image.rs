@@ -38,7 +38,10 @@ impl NodeImage {
         let source = paths::crate_dir().join("node");
         let key = ssh_key()?;
         let mut inputs = Inputs::new(BUILDER_VERSION);
-        inputs.add_tree(&source)?.add_file(&debian::sources())?.add_file(&key.with_extension("pub"))?;
+        inputs
+            .add_tree(&source)?
+            .add_file(&debian::sources())?
+            .add_file(&key.with_extension("pub"))?;
         let dir = cache::get_or_build("node", &inputs, |out| build(&source, &key, out))?;
         Ok(NodeImage {
             kernel: dir.join("vmlinuz"),
@@ -54,7 +57,9 @@ pub fn ssh_key() -> Result<PathBuf> {
     let inputs = Inputs::new(1);
     let dir = cache::get_or_build("ssh", &inputs, |out| {
         let mut keygen = Command::new("ssh-keygen");
-        keygen.args(["-q", "-t", "ed25519", "-N", "", "-C", "vmmd test node", "-f"]).arg(out.join("id_ed25519"));
+        keygen
+            .args(["-q", "-t", "ed25519", "-N", "", "-C", "vmmd test node", "-f"])
+            .arg(out.join("id_ed25519"));
         run::check(&mut keygen, Deadline::seconds(60)).map(drop)
     })?;
     Ok(dir.join("id_ed25519"))
@@ -82,10 +87,18 @@ fn build(source: &Path, key: &Path, out: &Path) -> Result<()> {
     .make(&root)?;
     install_ssh_key(&root, key)?;
     let kernel = boot_file(&root, "vmlinuz-")?;
-    let version = kernel.file_name().and_then(|name| name.to_str()?.strip_prefix("vmlinuz-")).context("kernel version")?;
+    let version = kernel
+        .file_name()
+        .and_then(|name| name.to_str()?.strip_prefix("vmlinuz-"))
+        .context("kernel version")?;
     unpack_modules(&root, version)?;
-    Initramfs { root: &root, version, modules: &MODULES, files: &[Extra::new(source.join("initrd-init"), "init")] }
-        .write(&out.join("initrd"))?;
+    Initramfs {
+        root: &root,
+        version,
+        modules: &MODULES,
+        files: &[Extra::new(source.join("initrd-init"), "init")],
+    }
+    .write(&out.join("initrd"))?;
     fs::rename(&kernel, out.join("vmlinuz"))?;
     debian::ext4_image(&root, &out.join("disk.raw"), "vmmd-node", DISK_MIB)?;
     fs::remove_dir_all(&root).context("remove the root folder that the image was made from")
@@ -95,7 +108,10 @@ fn build(source: &Path, key: &Path, out: &Path) -> Result<()> {
 fn unpack_modules(root: &Path, version: &str) -> Result<()> {
     let modules = root.join("lib/modules").join(version);
     let script = "find . -name '*.ko.xz' -print0 | xargs -0 -n 64 -P 0 xz -d";
-    run::check(Command::new("sh").args(["-c", script]).current_dir(modules), Deadline::seconds(300))?;
+    run::check(
+        Command::new("sh").args(["-c", script]).current_dir(modules),
+        Deadline::seconds(300),
+    )?;
     debian::depmod(root, version)
 }
 
@@ -105,6 +121,9 @@ pub fn boot_file(root: &Path, prefix: &str) -> Result<PathBuf> {
     fs::read_dir(&boot)
         .with_context(|| format!("read {}", boot.display()))?
         .filter_map(|entry| entry.ok().map(|entry| entry.path()))
-        .find(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix)))
+        .find(|path| {
+            path.file_name()
+                .is_some_and(|name| name.to_string_lossy().starts_with(prefix))
+        })
         .with_context(|| format!("no {prefix}* in {}", boot.display()))
 }

@@ -14,11 +14,17 @@ const PROGRAMS: [&str; 3] = ["vmmd", "vmm", "vmmctl"];
 /// The newest package that was built, if any: `target/deb/vmmd_<version>_amd64.deb`.
 pub fn newest_package() -> Result<Option<PathBuf>> {
     let dir = paths::target_dir().join("deb");
-    let Ok(entries) = fs::read_dir(&dir) else { return Ok(None) };
+    let Ok(entries) = fs::read_dir(&dir) else {
+        return Ok(None);
+    };
     let mut newest = None;
     for entry in entries {
         let path = entry?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
         if name.starts_with("vmmd_") && name.ends_with("_amd64.deb") {
             newest = newest.max(Some((fs::metadata(&path)?.modified()?, path)));
         }
@@ -30,9 +36,11 @@ impl Node {
     /// Installs a package and starts its service, or restarts it when it runs.
     pub fn install(&self, package: &Path) -> Result<()> {
         self.copy_in(package, "/run/vmmd.deb")?;
-        self.sh("dpkg --force-confnew --force-unsafe-io -i /run/vmmd.deb >/run/vmmd-install.log 2>&1 \
-                 || { cat /run/vmmd-install.log >&2; exit 1; }; rm /run/vmmd.deb")
-            .context("install vmmd's package in the node")?;
+        self.sh(
+            "dpkg --force-confnew --force-unsafe-io -i /run/vmmd.deb >/run/vmmd-install.log 2>&1 \
+                 || { cat /run/vmmd-install.log >&2; exit 1; }; rm /run/vmmd.deb",
+        )
+        .context("install vmmd's package in the node")?;
         self.restart_daemon()
     }
 
@@ -47,11 +55,18 @@ impl Node {
             let installed = self
                 .sh(&format!("dpkg -L vmmd | grep '/bin/{program}$\\|/libexec/.*/{program}$\\|/lib/.*/{program}$' | head -n 1"))
                 .with_context(|| format!("find where vmmd's package has {program}"))?;
-            ensure!(!installed.trim().is_empty(), "vmmd's package in the node has no {program}");
+            ensure!(
+                !installed.trim().is_empty(),
+                "vmmd's package in the node has no {program}"
+            );
             self.copy_in(&file, installed.trim())?;
             copied.push(program);
         }
-        ensure!(!copied.is_empty(), "{} has none of vmmd, vmm, vmmctl", dir.display());
+        ensure!(
+            !copied.is_empty(),
+            "{} has none of vmmd, vmm, vmmctl",
+            dir.display()
+        );
         self.restart_daemon()?;
         Ok(copied)
     }

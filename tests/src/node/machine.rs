@@ -29,7 +29,10 @@ pub struct Size {
 
 impl Default for Size {
     fn default() -> Self {
-        Size { cpus: 2, memory_mib: 8192 }
+        Size {
+            cpus: 2,
+            memory_mib: 8192,
+        }
     }
 }
 
@@ -60,7 +63,9 @@ impl Machine {
 
     /// The node whose folder is `dir`, when it runs.
     pub fn load(dir: &Path) -> Result<Option<Machine>> {
-        let Some(machine) = Self::read(dir)? else { return Ok(None) };
+        let Some(machine) = Self::read(dir)? else {
+            return Ok(None);
+        };
         Ok(machine.process()?.map(|_| machine))
     }
 
@@ -74,11 +79,16 @@ impl Machine {
 
     /// Its process, when it runs: QEMU with this node's name, not another process with the same number.
     pub fn process(&self) -> Result<Option<Process>> {
-        let Some(process) = Process::open(self.pid)? else { return Ok(None) };
+        let Some(process) = Process::open(self.pid)? else {
+            return Ok(None);
+        };
         // Read after the pidfd is open: if it still names our node, the pidfd is our node's.
         let command = fs::read(format!("/proc/{}/cmdline", self.pid)).unwrap_or_default();
         let qmp = qmp_argument(&self.sockets);
-        Ok(command.split(|byte| *byte == 0).any(|argument| argument == qmp.as_bytes()).then_some(process))
+        Ok(command
+            .split(|byte| *byte == 0)
+            .any(|argument| argument == qmp.as_bytes())
+            .then_some(process))
     }
 
     /// Starts QEMU and waits until the node says that it is ready. With `tied` the node ends with the calling process,
@@ -97,16 +107,31 @@ impl Machine {
             ensure!(dead.process()?.is_none(), "the node {name} runs already");
             dead.forget()?;
         }
-        let sockets = tempfile::Builder::new().prefix("vmmd-node.").tempdir().context("create a socket folder")?;
+        let sockets = tempfile::Builder::new()
+            .prefix("vmmd-node.")
+            .tempdir()
+            .context("create a socket folder")?;
         // QEMU connects before it starts the machine: its end of this stream is open for as long as it lives.
         let ready = UnixListener::bind(sockets.path().join("ready.sock"))?;
         let console = dir.join("console.log");
         File::create(&console)?;
         let log = File::create(dir.join("qemu.log"))?;
 
-        let mut command = if tied { tied_to_us() } else { Command::new("qemu-system-x86_64") };
+        let mut command = if tied {
+            tied_to_us()
+        } else {
+            Command::new("qemu-system-x86_64")
+        };
         command
-            .args(["-name", name, "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"])
+            .args([
+                "-name",
+                name,
+                "-nodefaults",
+                "-no-user-config",
+                "-no-reboot",
+                "-display",
+                "none",
+            ])
             .args(["-machine", "q35"])
             .args(Accel::detect().qemu_args())
             .args(["-smp", &size.cpus.to_string(), "-m", &size.memory_mib.to_string()])
@@ -114,17 +139,29 @@ impl Machine {
             .arg(&image.kernel)
             .arg("-initrd")
             .arg(&image.initrd)
-            .args(["-append", &format!("{KERNEL_ARGUMENTS} systemd.machine_id={}", machine_id(name))])
+            .args([
+                "-append",
+                &format!("{KERNEL_ARGUMENTS} systemd.machine_id={}", machine_id(name)),
+            ])
             .args(drive("root", &image.disk, "snapshot=on,cache=unsafe"))
             .arg("-chardev")
             .arg(format!("file,id=console,path={}", console.display()))
             .args(["-device", "isa-serial,chardev=console"])
             .arg("-chardev")
-            .arg(format!("socket,id=ready,path={}", sockets.path().join("ready.sock").display()))
+            .arg(format!(
+                "socket,id=ready,path={}",
+                sockets.path().join("ready.sock").display()
+            ))
             .args(["-device", "isa-serial,chardev=ready"])
             // Nothing in the node reaches beyond this machine.
-            .args(["-netdev", "user,id=management,restrict=on,hostfwd=tcp:127.0.0.1:0-:22"])
-            .args(["-device", &format!("virtio-net-pci,netdev=management,mac={MANAGEMENT_MAC}")])
+            .args([
+                "-netdev",
+                "user,id=management,restrict=on,hostfwd=tcp:127.0.0.1:0-:22",
+            ])
+            .args([
+                "-device",
+                &format!("virtio-net-pci,netdev=management,mac={MANAGEMENT_MAC}"),
+            ])
             .args(["-device", "virtio-rng-pci"])
             .args(["-qmp", &qmp_argument(sockets.path())])
             .process_group(0)
@@ -134,7 +171,9 @@ impl Machine {
         if let Some(guests) = guests {
             command.args(drive("guests", guests, "readonly=on"));
         }
-        let child = command.spawn().context("start qemu-system-x86_64 (tests/setup-host.sh installs it)")?;
+        let child = command
+            .spawn()
+            .context("start qemu-system-x86_64 (tests/setup-host.sh installs it)")?;
         let mut machine = Machine {
             name: name.to_owned(),
             pid: child.id(),
@@ -172,7 +211,10 @@ impl Machine {
         stream.set_nonblocking(false)?;
         let said = Follow::new(&stream).until("\n", deadline).map_err(|error| {
             let (console, qemu) = (log("console.log"), log("qemu.log"));
-            error.context(format!("the node did not come up; its console ends with:\n{}\n{qemu}", wait::tail(&console, 40)))
+            error.context(format!(
+                "the node did not come up; its console ends with:\n{}\n{qemu}",
+                wait::tail(&console, 40)
+            ))
         })?;
         ensure!(
             said.contains("kvm-idle-vm=active"),
@@ -194,7 +236,10 @@ impl Machine {
             "execute": "human-monitor-command", "arguments": {"command-line": command}
         });
         let reply = self.qmp(&request)?;
-        reply.as_str().map(str::to_owned).with_context(|| format!("QEMU's answer to {command:?}: {reply}"))
+        reply
+            .as_str()
+            .map(str::to_owned)
+            .with_context(|| format!("QEMU's answer to {command:?}: {reply}"))
     }
 
     fn qmp(&self, request: &serde_json::Value) -> Result<serde_json::Value> {
@@ -237,11 +282,17 @@ impl Machine {
 
     /// A node's disk is thrown away with it: nothing is lost by ending it at once.
     fn kill(&self, deadline: Deadline) -> Result<()> {
-        let Some(process) = self.process()? else { return Ok(()) };
+        let Some(process) = self.process()? else {
+            return Ok(());
+        };
         process.signal(rustix::process::Signal::TERM)?;
         if !process.wait_exit(deadline)? {
             process.signal(rustix::process::Signal::KILL)?;
-            ensure!(process.wait_exit(deadline)?, "QEMU (pid {}) survives SIGKILL", self.pid);
+            ensure!(
+                process.wait_exit(deadline)?,
+                "QEMU (pid {}) survives SIGKILL",
+                self.pid
+            );
         }
         Ok(())
     }
@@ -314,7 +365,11 @@ mod tests {
             dir: dir.path().to_owned(),
             sockets: dir.path().to_owned(),
         };
-        fs::write(Machine::record(dir.path()), serde_json::to_string(&machine).expect("json")).expect("write");
+        fs::write(
+            Machine::record(dir.path()),
+            serde_json::to_string(&machine).expect("json"),
+        )
+        .expect("write");
         assert!(Machine::load(dir.path()).expect("load").is_none());
     }
 }

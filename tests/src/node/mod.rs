@@ -14,8 +14,8 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 
 pub use guests::{Guests, Kernel};
-pub use install::newest_package;
 pub use image::{NodeImage, boot_file, install_ssh_key, ssh_key};
+pub use install::newest_package;
 pub use machine::{Machine, Size};
 pub use ssh::{Connection, DAEMON_SOCKET};
 pub use stream::Stream;
@@ -45,13 +45,19 @@ impl Node {
             None => paths::run_dir(DEFAULT_NAME),
         };
         Self::attach(&dir)?.with_context(|| {
-            format!("no test node runs in {}: start one with `make node-up`", dir.display())
+            format!(
+                "no test node runs in {}: start one with `make node-up`",
+                dir.display()
+            )
         })
     }
 
     /// The running node whose folder is `dir`.
     pub fn attach(dir: &Path) -> Result<Option<Node>> {
-        Ok(Machine::load(dir)?.map(|machine| Node { connection: Connection::of(&machine), machine }))
+        Ok(Machine::load(dir)?.map(|machine| Node {
+            connection: Connection::of(&machine),
+            machine,
+        }))
     }
 
     /// Boots the node `name`, which must not run yet, building what it needs first. With `tied` it ends with this
@@ -114,6 +120,11 @@ impl Node {
         Ok(output.stdout)
     }
 
+    /// Runs a shell command as root in a Debian guest that the node reaches at `address`, whatever its exit status.
+    pub fn guest_ssh(&self, address: &str, command: &str) -> Result<Output> {
+        self.ssh(&format!("ssh root@{address} -- {}", quote(command)))
+    }
+
     /// An `ssh` command to this node, to be given a remote command and spawned by the caller.
     pub fn ssh_command(&self) -> Command {
         self.connection.command()
@@ -132,8 +143,12 @@ impl Node {
     /// Copies a file into the node, keeping its mode, in one step.
     pub fn copy_in(&self, from: &Path, to: &str) -> Result<()> {
         use std::os::unix::fs::PermissionsExt;
-        let mode = fs::metadata(from).with_context(|| format!("open {}", from.display()))?.permissions().mode();
-        self.connection.copy_in(from, to, mode & 0o7777, Deadline::seconds(300))
+        let mode = fs::metadata(from)
+            .with_context(|| format!("open {}", from.display()))?
+            .permissions()
+            .mode();
+        self.connection
+            .copy_in(from, to, mode & 0o7777, Deadline::seconds(300))
     }
 
     /// Copies a file out of the node.
@@ -149,5 +164,25 @@ impl Node {
     /// Where the kernels, initrds and disks of the guests are in the node.
     pub fn guests(&self) -> Guests {
         Guests
+    }
+}
+
+/// `text` as one word of a shell command.
+pub fn quote(text: &str) -> String {
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::quote;
+
+    #[test]
+    fn a_quoted_text_comes_out_of_a_shell_as_it_went_in() {
+        let text = "it's $HOME `x` \"y\" \\ \n*";
+        let output = std::process::Command::new("sh")
+            .args(["-c", &format!("printf %s {}", quote(text))])
+            .output()
+            .expect("sh");
+        assert_eq!(output.stdout, text.as_bytes());
     }
 }

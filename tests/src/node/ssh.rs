@@ -41,9 +41,31 @@ impl Connection {
         // With -f ssh goes to the background when the connection and the forward stand.
         let status = self
             .base()
-            .args(["-f", "-N", "-M", "-o", "ControlPersist=yes", "-o", "ExitOnForwardFailure=yes"])
-            .args(["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"])
-            .args(["-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "LogLevel=ERROR"])
+            .args([
+                "-f",
+                "-N",
+                "-M",
+                "-o",
+                "ControlPersist=yes",
+                "-o",
+                "ExitOnForwardFailure=yes",
+            ])
+            .args([
+                "-o",
+                "StrictHostKeyChecking=no",
+                "-o",
+                "UserKnownHostsFile=/dev/null",
+            ])
+            .args([
+                "-o",
+                "IdentitiesOnly=yes",
+                "-o",
+                "BatchMode=yes",
+                "-o",
+                "ConnectTimeout=30",
+                "-o",
+                "LogLevel=ERROR",
+            ])
             .arg("-i")
             .arg(key)
             .arg("-L")
@@ -54,7 +76,11 @@ impl Connection {
             .stderr(log_file)
             .status()
             .context("start ssh")?;
-        ensure!(status.success(), "ssh to the node: {}", fs::read_to_string(log).unwrap_or_default().trim());
+        ensure!(
+            status.success(),
+            "ssh to the node: {}",
+            fs::read_to_string(log).unwrap_or_default().trim()
+        );
         Ok(())
     }
 
@@ -68,7 +94,14 @@ impl Connection {
     pub fn command(&self) -> Command {
         let mut command = self.base();
         // Only the shared connection: when it is gone, the node is.
-        command.args(["-o", "ControlMaster=no", "-o", "ProxyCommand=false", "-p", &self.port.to_string()]);
+        command.args([
+            "-o",
+            "ControlMaster=no",
+            "-o",
+            "ProxyCommand=false",
+            "-p",
+            &self.port.to_string(),
+        ]);
         command.arg("root@127.0.0.1");
         command
     }
@@ -83,18 +116,32 @@ impl Connection {
     /// Writes `from` to the file `to` in the node with mode `mode`, replacing it in one step.
     pub fn copy_in(&self, from: &Path, to: &str, mode: u32, deadline: Deadline) -> Result<()> {
         let input = File::open(from).with_context(|| format!("open {}", from.display()))?;
-        let script = format!("umask 077; cat > '{to}.part' && chmod {mode:o} '{to}.part' && mv -f '{to}.part' '{to}'");
-        let output =
-            run::output_with_input(self.command().args(["--", &script]), Some(Box::new(input)), deadline)?;
+        let script =
+            format!("umask 077; cat > '{to}.part' && chmod {mode:o} '{to}.part' && mv -f '{to}.part' '{to}'");
+        let output = run::output_with_input(
+            self.command().args(["--", &script]),
+            Some(Box::new(input)),
+            deadline,
+        )?;
         self.lost(&output)?;
-        ensure!(output.success(), "copy {} to {to} in the node: {}", from.display(), output.stderr.trim());
+        ensure!(
+            output.success(),
+            "copy {} to {to} in the node: {}",
+            from.display(),
+            output.stderr.trim()
+        );
         Ok(())
     }
 
     /// Reads the file `from` in the node into `to`.
     pub fn copy_out(&self, from: &str, to: &Path, deadline: Deadline) -> Result<()> {
         let file = File::create(to).with_context(|| format!("create {}", to.display()))?;
-        let mut child = self.command().args(["--", &format!("cat '{from}'")]).stdin(Stdio::null()).stdout(file).spawn()?;
+        let mut child = self
+            .command()
+            .args(["--", &format!("cat '{from}'")])
+            .stdin(Stdio::null())
+            .stdout(file)
+            .spawn()?;
         let process = crate::wait::Process::open(child.id())?.context("ssh ended at once")?;
         if !process.wait_exit(deadline)? {
             child.kill()?;
@@ -108,19 +155,29 @@ impl Connection {
     /// ssh ends with 255 when it has no connection (and when the command did).
     fn lost(&self, output: &Output) -> Result<()> {
         if output.status.code() == Some(255) && !self.is_open() {
-            bail!("the connection to the node is gone: {}", tail(&output.stderr, 5).trim());
+            bail!(
+                "the connection to the node is gone: {}",
+                tail(&output.stderr, 5).trim()
+            );
         }
         Ok(())
     }
 
     /// Whether the shared connection answers.
     pub fn is_open(&self) -> bool {
-        run::output(self.base().args(["-O", "check", "root@127.0.0.1"]), Deadline::seconds(10))
-            .is_ok_and(|output| output.success())
+        run::output(
+            self.base().args(["-O", "check", "root@127.0.0.1"]),
+            Deadline::seconds(10),
+        )
+        .is_ok_and(|output| output.success())
     }
 
     /// Closes it.
     pub fn close(&self) -> Result<()> {
-        run::output(self.base().args(["-O", "exit", "root@127.0.0.1"]), Deadline::seconds(10)).map(drop)
+        run::output(
+            self.base().args(["-O", "exit", "root@127.0.0.1"]),
+            Deadline::seconds(10),
+        )
+        .map(drop)
     }
 }
