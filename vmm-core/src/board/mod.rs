@@ -1,3 +1,49 @@
-//! Platform v1: what the guest sees.
+//! Platform v1: what the guest sees, and how it is put together.
+//!
+//! [`assemble`] builds a [`machine::Machine`] from a spec and open descriptors. What the guest is told of it is in
+//! [`acpi`], [`cpuid`] and [`smbios`]; [`boot`] loads what it runs, and [`image`] does all that anew at each reset.
 
 pub mod acpi;
+pub mod assemble;
+pub mod boot;
+pub mod cpuid;
+pub mod image;
+pub mod machine;
+pub mod smbios;
+
+use devices::bus::BusError;
+use proto::vmm::ErrorKind;
+
+use crate::{board::boot::BootError, kvm::KvmError, lifecycle::Failure, memory::RamError, vcpu::VcpuError};
+
+/// First I/O port of COM1.
+pub const COM1_PORT: u16 = 0x3f8;
+/// Interrupt of COM1, an input of the I/O APIC.
+pub const COM1_GSI: u32 = 4;
+/// Interrupt of the generic event device that tells of the power button.
+pub const POWER_BUTTON_GSI: u32 = 5;
+
+/// What goes wrong while a machine is built or driven is told as the driver tells it.
+macro_rules! failure_from {
+    ($error:ty, $kind:expr) => {
+        impl From<$error> for Failure {
+            fn from(error: $error) -> Self {
+                let kind: fn(&$error) -> ErrorKind = $kind;
+                Failure::new(kind(&error), &error)
+            }
+        }
+    };
+}
+
+failure_from!(KvmError, |_| ErrorKind::Kvm);
+failure_from!(RamError, |_| ErrorKind::Resources);
+failure_from!(BusError, |_| ErrorKind::Internal);
+failure_from!(BootError, |error| match error {
+    BootError::Memory(_) => ErrorKind::Internal,
+    _ => ErrorKind::Image,
+});
+failure_from!(VcpuError, |error| match error {
+    VcpuError::Kvm { .. } => ErrorKind::Kvm,
+    VcpuError::Thread { .. } => ErrorKind::Resources,
+    VcpuError::Gone(_) | VcpuError::Running => ErrorKind::Internal,
+});

@@ -164,7 +164,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     fn machine(&mut self) -> Result<&mut dyn Machine, Failure> {
         match &mut self.machine {
             Some(machine) => Ok(machine.as_mut()),
-            None => Err(Failure { kind: ErrorKind::State, message: "no machine was booted".to_owned() }),
+            None => Err(Failure {
+                kind: ErrorKind::State,
+                message: "no machine was booted".to_owned(),
+            }),
         }
     }
 

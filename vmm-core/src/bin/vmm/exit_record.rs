@@ -48,15 +48,6 @@ impl ExitFile {
     }
 }
 
-/// A record now.
-pub fn record(kind: ExitKind, message: impl Into<String>) -> ExitRecord {
-    ExitRecord {
-        kind: kind.into(),
-        message: message.into(),
-        time_unix_ms: now_unix_ms(),
-    }
-}
-
 /// Writes `record` to the process's exit file, if it has one and nothing was written before.
 pub fn write(record: &ExitRecord) {
     if let Some(file) = FILE.get() {
@@ -74,6 +65,7 @@ pub fn set_file(file: File) {
 pub fn install_panic_hook() {
     let report = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
+        crate::run::terminal::restore();
         report(info);
         if is_vital(thread::current().name()) {
             on_vital_panic(info);
@@ -153,7 +145,8 @@ impl Text {
 
 /// The longest beginning of `text` that has at most `length` bytes.
 fn cut(text: &str, length: usize) -> &str {
-    &text[..text.floor_char_boundary(length)]
+    let end = (0..=length.min(text.len())).rfind(|end| text.is_char_boundary(*end));
+    &text[..end.unwrap_or_default()]
 }
 
 /// An encoded [`ExitRecord`] (Protocol Buffers encoding: tag, then varint or length and bytes).

@@ -8,7 +8,9 @@ use acpi_tables::{
     },
 };
 
-use super::{Platform, SLEEP_TYPE_S5};
+use devices::legacy::pm::SLEEP_TYPE_S5;
+
+use super::Platform;
 
 /// Notification value for a pressed power button (ACPI 6.5, table 5.152).
 const BUTTON_PRESSED: u8 = 0x80;

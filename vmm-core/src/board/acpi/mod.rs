@@ -40,9 +40,6 @@ pub struct Platform {
     pub pvpanic_port: u16,
 }
 
-/// The value for `SLP_TYPx` that means S5, soft off.
-pub const SLEEP_TYPE_S5: u8 = 5;
-
 /// The tables as they lie in guest memory.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Tables {

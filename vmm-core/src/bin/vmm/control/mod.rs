@@ -29,7 +29,7 @@ use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
     net::listen,
 };
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 use vmm_core::lifecycle::{
     Failure, Input, Request, Token,
     publisher::{Audience, initial_status},
@@ -48,6 +48,11 @@ const MAX_CONNECTIONS: usize = 32;
 const MAX_UNDER_WAY: usize = 16;
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 16;
+
+/// Descriptors that are waited for besides the connections'.
+const FIXED_FDS: usize = 3;
+/// The connection number of the process itself, which no client has.
+const OURSELVES: u64 = u64::MAX;
 
 /// What the driver has for the clients.
 #[derive(Debug)]
@@ -92,6 +97,8 @@ impl Audience for Outbox {
 pub struct Server {
     listener: UnixListener,
     wake: Arc<OwnedFd>,
+    /// Readable when somebody asks the process to end.
+    signals: OwnedFd,
     outgoing: Receiver<Outgoing>,
     inputs: Sender<Input>,
     connections: BTreeMap<u64, Connection>,
@@ -111,8 +118,9 @@ struct Ready {
 
 impl Server {
     /// Listens on a bound socket. It is this process that calls listen(2), so that a client that asks for the
-    /// credentials of its peer (SO_PEERCRED) learns of the `vmm` and not of who bound the socket.
-    pub fn new(bound: OwnedFd, inputs: Sender<Input>) -> io::Result<(Self, Outbox)> {
+    /// credentials of its peer (SO_PEERCRED) learns of the `vmm` and not of who bound the socket. When `signals` is
+    /// readable, the run is stopped.
+    pub fn new(bound: OwnedFd, signals: OwnedFd, inputs: Sender<Input>) -> io::Result<(Self, Outbox)> {
         listen(&bound, BACKLOG)?;
         let listener = UnixListener::from(bound);
         listener.set_nonblocking(true)?;
@@ -125,6 +133,7 @@ impl Server {
         let server = Self {
             listener,
             wake,
+            signals,
             outgoing,
             inputs,
             connections: BTreeMap::new(),
@@ -159,9 +168,10 @@ impl Server {
             let left = deadline.saturating_duration_since(Instant::now());
             Timespec::try_from(left).unwrap_or_default()
         });
-        let mut fds = Vec::with_capacity(2 + self.connections.len());
+        let mut fds = Vec::with_capacity(FIXED_FDS + self.connections.len());
         fds.push(PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN));
         fds.push(PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN));
+        fds.push(PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN));
         for connection in self.connections.values() {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, !connection.closing);
@@ -172,7 +182,13 @@ impl Server {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
-        let ready = self.connections.keys().zip(fds.iter().skip(2));
+        if fds
+            .get(2)
+            .is_some_and(|signals| signals.revents().contains(PollFlags::IN))
+        {
+            self.stop_by_signal()?;
+        }
+        let ready = self.connections.keys().zip(fds.iter().skip(FIXED_FDS));
         Ok(ready
             .filter(|(_, fd)| !fd.revents().is_empty())
             .map(|(&connection, fd)| Ready {
@@ -180,6 +196,18 @@ impl Server {
                 flags: fd.revents(),
             })
             .collect())
+    }
+
+    fn stop_by_signal(&self) -> io::Result<()> {
+        // One signal, as long as siginfo (signalfd(2)); which one does not matter.
+        rustix::io::read(&self.signals, &mut [0; 128])?;
+        info!("asked to end by a signal");
+        let token = Token {
+            connection: OURSELVES,
+            request: 0,
+        };
+        let _ = self.inputs.send(Input::Request(token, Request::Stop));
+        Ok(())
     }
 
     /// Hands on what the driver has; says whether it was the last.

@@ -19,6 +19,7 @@ struct Fixture {
     path: PathBuf,
     outbox: Outbox,
     inputs: Receiver<Input>,
+    signal: io::PipeWriter,
     thread: JoinHandle<io::Result<()>>,
 }
 
@@ -29,13 +30,15 @@ impl Fixture {
         let bound = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
         bind(&bound, &SocketAddrUnix::new(&path).unwrap()).unwrap();
         let (sender, inputs) = channel();
-        let (server, outbox) = Server::new(bound, sender).unwrap();
+        let (signals, signal) = io::pipe().unwrap();
+        let (server, outbox) = Server::new(bound, signals.into(), sender).unwrap();
         let thread = thread::spawn(|| server.run());
         Self {
             _dir: dir,
             path,
             outbox,
             inputs,
+            signal,
             thread,
         }
     }
@@ -99,7 +102,7 @@ impl Peer {
     }
 
     /// Waits until the server has closed the connection, reading what is left.
-    fn is_closed(mut self) -> bool {
+    fn wait_for_close(mut self) -> bool {
         let mut rest = Vec::new();
         match self.socket.read_to_end(&mut rest) {
             Ok(_) => true,
@@ -157,7 +160,7 @@ fn another_major_version_is_refused_with_both_versions_named() {
         "{}",
         error.message
     );
-    assert!(client.is_closed());
+    assert!(client.wait_for_close());
     fixture.finish();
 }
 
@@ -166,7 +169,7 @@ fn nothing_is_done_for_a_client_that_did_not_say_hello() {
     let fixture = Fixture::new();
     let mut client = fixture.connect();
     assert_eq!(kind_of(client.ask(1, Op::Stop(Stop {}))), ErrorKind::State);
-    assert!(client.is_closed());
+    assert!(client.wait_for_close());
     assert!(fixture.inputs.try_recv().is_err());
     fixture.finish();
 }
@@ -181,7 +184,7 @@ fn garbage_closes_its_connection_and_disturbs_no_other(#[case] garbage: Vec<u8>)
     let mut good = fixture.greeted();
     let mut bad = fixture.connect();
     bad.socket.write_all(&garbage).unwrap();
-    assert!(bad.is_closed());
+    assert!(bad.wait_for_close());
     assert!(matches!(
         good.ask(2, Op::GetStatus(GetStatus {})),
         Answer::Status(_)
@@ -288,7 +291,18 @@ fn a_client_that_does_not_read_is_dropped_and_the_others_get_everything() {
         });
         assert!(matches!(quick.receive(), Some(Kind::Event(_))));
     }
-    assert!(slow.is_closed());
+    assert!(slow.wait_for_close());
+    fixture.finish();
+}
+
+#[test]
+fn a_termination_signal_stops_the_run() {
+    let mut fixture = Fixture::new();
+    fixture.signal.write_all(&[0; 128]).unwrap();
+    assert!(matches!(
+        fixture.inputs.recv().unwrap(),
+        Input::Request(_, Request::Stop)
+    ));
     fixture.finish();
 }
 

@@ -1,0 +1,62 @@
+//! The command line.
+
+use std::{os::fd::RawFd, path::PathBuf};
+
+use clap::{Args, Parser, Subcommand};
+
+/// One virtual machine on KVM.
+///
+/// Normally vmmd starts this program, once for each VM. `vmm run` boots a VM without the daemon.
+#[derive(Debug, Parser)]
+#[command(name = "vmm", version, arg_required_else_help = true)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Boots a VM in the foreground, its serial console on the terminal
+    #[command(after_help = RUN_HELP)]
+    Run(Run),
+    /// Serves a VM to the daemon that started this process
+    Serve(Serve),
+}
+
+const RUN_HELP: &str = "\
+^] leaves the console and ends the VM at once. SIGTERM, SIGINT and SIGHUP do so too.
+
+Exit codes:
+  0  the guest powered off, or the VM was ended as above
+  1  the VM could not be started, or the vmm or the host failed
+  2  the guest's kernel panicked or crashed (triple fault)
+
+Log lines go to standard error; the environment variable VMM_LOG filters them (\"debug\", \"devices=trace\").";
+
+/// `vmm run`
+#[derive(Debug, Args)]
+pub struct Run {
+    /// Manifest of the VM: the YAML that vmmctl takes
+    #[arg(long, value_name = "FILE")]
+    pub spec: PathBuf,
+    /// Writes the exit record, an encoded vmm.v1.ExitRecord, to this file
+    #[arg(long, value_name = "FILE")]
+    pub exit_record: Option<PathBuf>,
+}
+
+/// `vmm serve`: every descriptor is inherited.
+#[derive(Debug, Args)]
+pub struct Serve {
+    /// Bound UNIX stream socket for the control protocol; this process listens on it
+    #[arg(long, value_name = "FD")]
+    pub control_fd: RawFd,
+    /// Bound UNIX stream socket for the serial console; this process listens on it
+    #[arg(long, value_name = "FD")]
+    pub console_fd: RawFd,
+    /// Empty file, open for writing, that takes the exit record
+    #[arg(long, value_name = "FD")]
+    pub exit_fd: RawFd,
+    /// Locked file; held open until the process ends, so that the lock tells whether it lives
+    #[arg(long, value_name = "FD")]
+    pub lock_fd: RawFd,
+}

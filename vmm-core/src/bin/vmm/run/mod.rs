@@ -1,0 +1,83 @@
+//! `vmm run`: a machine in the foreground, without the daemon.
+
+mod open;
+pub mod terminal;
+
+use std::{
+    fs::File,
+    io,
+    os::fd::{AsFd, OwnedFd},
+    sync::mpsc::{Sender, channel},
+    thread,
+};
+
+use anyhow::{Context, Result, bail};
+use proto::vmm::{Event, ExitKind, Status};
+use rustix::event::{PollFd, PollFlags, poll};
+use vmm_core::{
+    board::assemble::{Assembler, Console},
+    lifecycle::{Failure, Input, Notifier, Request, Token, driver::Driver, publisher::Audience},
+};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::{args::Run, exit_code, exit_record, sandbox, sys};
+use terminal::RawMode;
+
+/// Nobody asks but we ourselves.
+const TOKEN: Token = Token {
+    connection: 0,
+    request: 0,
+};
+
+/// Nobody listens either: the log and the exit code say what there is to know.
+struct Nobody;
+
+impl Audience for Nobody {
+    fn event(&self, _event: Event) {}
+    fn reply(&self, _token: Token, _answer: Result<Status, Failure>) {}
+}
+
+/// Runs the VM of a manifest until its end; returns the process's exit code.
+pub fn run(args: &Run) -> Result<i32> {
+    let manifest = open::manifest(&args.spec)?;
+    let (spec, fds) = open::resolve(&manifest)?;
+    if let Some(path) = &args.exit_record {
+        let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
+        exit_record::set_file(file);
+    }
+    let (terminal, escape) = terminal::console().context("opening the terminal")?;
+    sandbox::drop_rights()?;
+
+    let (inputs, received) = channel();
+    let signals = sys::termination_signals().context("taking termination signals")?;
+    let boot = Request::Boot {
+        spec: Box::new(spec),
+        fds,
+        paused: false,
+    };
+    let _ = inputs.send(Input::Request(TOKEN, boot));
+    stop_when_asked(signals, escape, inputs.clone()).context("starting a thread for signals")?;
+
+    let assembler = Assembler::new(Console::Terminal(terminal));
+    let driver = Driver::new(received, Notifier::new(inputs), Nobody, assembler);
+    let raw = RawMode::enter().context("setting the terminal's mode")?;
+    let record = driver.run(exit_record::write);
+    drop(raw);
+    match record.kind() {
+        ExitKind::PowerOff | ExitKind::Stopped => {}
+        ExitKind::StartFailed => bail!("starting VM {}: {}", manifest.name, record.message),
+        _ => eprintln!("vmm: VM {}: {}", manifest.name, record.message),
+    }
+    Ok(exit_code::of(record.kind()))
+}
+
+/// Has the driver stop the machine at a termination signal, or when the escape was typed.
+fn stop_when_asked(signals: OwnedFd, escape: EventFd, inputs: Sender<Input>) -> io::Result<()> {
+    let escape = OwnedFd::from(sys::into_file(escape));
+    thread::Builder::new().name("signals".to_owned()).spawn(move || {
+        let mut fds = [signals.as_fd(), escape.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        while let Err(rustix::io::Errno::INTR) = poll(&mut fds, None) {}
+        let _ = inputs.send(Input::Request(TOKEN, Request::Stop));
+    })?;
+    Ok(())
+}

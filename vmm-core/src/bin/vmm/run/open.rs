@@ -1,0 +1,235 @@
+//! What the daemon does for a VM before it starts a `vmm`, in small: resolves the manifest, and opens all that it
+//! names.
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::fd::OwnedFd,
+    path::Path,
+};
+
+use anyhow::{Context, Result, anyhow, bail};
+use devices::sys::tap;
+use proto::{
+    model::{
+        nic::Mac,
+        vm::{Attachment, Backing, Boot, Disk, Manifest, Nic},
+    },
+    v1, vmm,
+};
+
+use crate::sys;
+
+/// PCI device numbers: the entropy device, then disks, then NICs, each with room for as many as there may be.
+const RNG_SLOT: u32 = 1;
+const FIRST_DISK_SLOT: u32 = 2;
+const FIRST_NIC_SLOT: u32 = 18;
+
+/// A machine's spec with the descriptors that it names.
+pub type Resolved = (vmm::MachineSpec, Vec<OwnedFd>);
+
+/// Reads a manifest.
+pub fn manifest(path: &Path) -> Result<Manifest> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+    let vm: v1::Vm = serde_saphyr::from_str(&text).map_err(|error| {
+        anyhow!(
+            "{}: {}",
+            path.display(),
+            error.to_string().lines().next().unwrap_or_default()
+        )
+    })?;
+    if vm.status.is_some() {
+        bail!("{}: status: is set by the daemon, take it out", path.display());
+    }
+    Manifest::try_from(&vm).map_err(|violations| anyhow!("{}: {violations}", path.display()))
+}
+
+/// Opens everything that the machine needs.
+pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
+    let mut fds = Fds::default();
+    let name = manifest.name.as_str();
+    let spec = &manifest.spec;
+    let Boot::Linux {
+        kernel,
+        initrd,
+        cmdline,
+    } = &spec.boot;
+    let machine = vmm::MachineSpec {
+        name: name.to_owned(),
+        uuid: uuid::Builder::from_custom_bytes(digest(&[name]))
+            .into_uuid()
+            .as_bytes()
+            .to_vec(),
+        vcpus: spec.topology.cores(),
+        memory_bytes: spec.memory_bytes,
+        memory_shared: spec.backing == Backing::Shared,
+        kvm_fd: fds.add(open_kvm()?),
+        kernel: Some(vmm::Kernel {
+            kernel_fd: fds.add(open("kernel", kernel, false)?),
+            initrd_fd: match initrd {
+                Some(initrd) => Some(fds.add(open("initrd", initrd, false)?)),
+                None => None,
+            },
+            cmdline: cmdline.clone(),
+        }),
+        disks: (FIRST_DISK_SLOT..)
+            .zip(&spec.disks)
+            .map(|(slot, disk)| open_disk(&mut fds, slot, disk))
+            .collect::<Result<_>>()?,
+        nics: (FIRST_NIC_SLOT..)
+            .zip(&spec.nics)
+            .map(|(slot, nic)| open_nic(&mut fds, slot, name, nic))
+            .collect::<Result<_>>()?,
+        rng_pci_slot: RNG_SLOT,
+        rng_fd: fds.add(open("random source", Path::new("/dev/urandom"), false)?),
+        serial_log_fd: None,
+        serial_log_old_fd: None,
+    };
+    Ok((machine, fds.0))
+}
+
+/// Descriptors in the order of their indices.
+#[derive(Default)]
+struct Fds(Vec<OwnedFd>);
+
+impl Fds {
+    fn add(&mut self, fd: impl Into<OwnedFd>) -> u32 {
+        self.0.push(fd.into());
+        u32::try_from(self.0.len() - 1).unwrap_or(u32::MAX)
+    }
+}
+
+/// Opens /dev/kvm, or says what to do.
+fn open_kvm() -> Result<File> {
+    OpenOptions::new().read(true).write(true).open("/dev/kvm").map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => anyhow!(
+            "this host has no /dev/kvm: turn hardware virtualization (VT-x or SVM) on in its firmware, or for this \
+             VM in its hypervisor, and load the module kvm_intel or kvm_amd"
+        ),
+        io::ErrorKind::PermissionDenied => anyhow!(
+            "no permission to open /dev/kvm: run as root, or as a member of the group that owns it (usually `kvm`)"
+        ),
+        _ => anyhow!("/dev/kvm can't be opened ({error}): see the kernel's log for why kvm_intel or kvm_amd refused"),
+    })
+}
+
+fn open(what: &str, path: &Path, write: bool) -> Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(write)
+        .open(path)
+        .with_context(|| format!("opening {what} {}", path.display()))
+}
+
+fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
+    let file = open(&format!("disk {}", disk.name), &disk.path, !disk.read_only)?;
+    Ok(vmm::Disk {
+        name: disk.name.to_string(),
+        fd: fds.add(file),
+        read_only: disk.read_only,
+        serial: disk.serial.clone(),
+        pci_slot: slot,
+    })
+}
+
+fn open_nic(fds: &mut Fds, slot: u32, vm: &str, nic: &Nic) -> Result<vmm::Nic> {
+    let (name, bridge) = match &nic.attachment {
+        Attachment::Tap(tap) => (tap.clone(), None),
+        // It vanishes with this process.
+        Attachment::Bridge(bridge) => (format!("vmm{}n{slot}", std::process::id()), Some(bridge)),
+    };
+    let fd = tap::open(&name).with_context(|| {
+        format!(
+            "nic {}: opening tap {name}: it needs to be root, or the owner of the tap",
+            nic.name
+        )
+    })?;
+    if let Some(bridge) = bridge {
+        sys::attach_to_bridge(&name, bridge).with_context(|| {
+            format!(
+                "nic {}: attaching to bridge {bridge}: does it exist, and is this root?",
+                nic.name
+            )
+        })?;
+    }
+    let mac = nic.mac.unwrap_or_else(|| {
+        let [a, b, c, d, e, f, ..] = digest(&[vm, nic.name.as_str()]);
+        Mac::local([a, b, c, d, e, f])
+    });
+    Ok(vmm::Nic {
+        name: nic.name.to_string(),
+        fd: fds.add(fd),
+        mac: mac.octets().to_vec(),
+        pci_slot: slot,
+        mtu: 1500,
+    })
+}
+
+/// Bytes that depend on the names alone (FNV-1a, in 64-bit halves), so that a guest finds the same identities at
+/// each start.
+fn digest(names: &[&str]) -> [u8; 16] {
+    let mut digest = [0; 16];
+    for (half, seed) in digest.chunks_exact_mut(8).zip(0_u8..) {
+        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        let bytes = names.iter().flat_map(|name| name.bytes().chain([0]));
+        for byte in [seed].into_iter().chain(bytes) {
+            hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+        half.copy_from_slice(&hash.to_le_bytes());
+    }
+    digest
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn manifest_of(text: &str) -> Result<Manifest> {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        manifest(file.path())
+    }
+
+    const MINIMAL: &str = "
+apiVersion: vmmd/v1
+kind: Vm
+metadata: {name: web}
+spec:
+  cpu: {cores: 2}
+  memory: {sizeBytes: 268435456}
+  boot: {linux: {kernel: /boot/vmlinuz, cmdline: console=ttyS0}}
+";
+
+    #[test]
+    fn a_minimal_manifest_is_read() {
+        let manifest = manifest_of(MINIMAL).unwrap();
+        assert_eq!(manifest.spec.topology.cores(), 2);
+        assert_eq!(manifest.spec.memory_bytes, 256 << 20);
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_manifest_is_said_in_one_line() {
+        for (text, expected) in [
+            (MINIMAL.replace("cores", "coars"), "coars"),
+            (
+                MINIMAL.replace("cores: 2", "cores: 10000"),
+                "spec.cpu.cores: must be 1 to 32",
+            ),
+            (MINIMAL.replace("web", "a/b"), "metadata.name"),
+            (format!("{MINIMAL}status: {{reason: x}}\n"), "status"),
+            ("]".to_owned(), ""),
+        ] {
+            let message = format!("{:#}", manifest_of(&text).unwrap_err());
+            assert!(message.contains(expected) && !message.contains('\n'), "{message}");
+        }
+    }
+
+    #[test]
+    fn identities_depend_on_the_names_alone() {
+        assert_eq!(digest(&["web", "eth0"]), digest(&["web", "eth0"]));
+        assert_ne!(digest(&["web", "eth0"]), digest(&["web", "eth1"]));
+        assert_ne!(digest(&["a", "bc"]), digest(&["ab", "c"]));
+    }
+}

@@ -1,0 +1,286 @@
+//! Builds platform v1 from a spec and open descriptors. Each kind of device has its builder in a file beside this one
+//! and one line in [`Assembly::build`].
+
+mod disk;
+mod legacy;
+mod rng;
+mod serial;
+
+use std::{
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use devices::{
+    GuestMemory,
+    bus::Bus,
+    component::Component,
+    interrupt::{IrqLine, MsiController, NotifyRegistry},
+    pci::{PciError, PciRoot, PciWindows, root::ECAM_SIZE},
+    serial::Terminal,
+    virtio::{
+        device::VirtioDevice,
+        fault::{DeviceEvent, EventSink, LogLimit},
+        transport::{Parts, VirtioPciDevice},
+    },
+};
+use kvm_bindings::CpuId;
+use proto::{
+    model::{self, machine::FdIndex, machine::PciSlot},
+    vmm::{ErrorKind, MachineSpec},
+};
+
+use super::{cpuid, image::Image, machine::Machine};
+use crate::{
+    kvm::{AddressSpaces, Host, IrqChipState, Vm},
+    lifecycle::{self, Builder, Failure, Notice, Notifier},
+    memory::{Backing, GuestRam, layout},
+    vcpu::{Outside, Report, ReportKind, Vcpus},
+};
+
+/// Where the serial console is served.
+#[derive(Debug)]
+pub enum Console {
+    /// To clients of this listening UNIX stream socket.
+    Socket(OwnedFd),
+    /// On this terminal.
+    Terminal(Terminal),
+}
+
+/// Builds one machine.
+#[derive(Debug)]
+pub struct Assembler {
+    console: Option<Console>,
+}
+
+impl Assembler {
+    /// Serves the machine's console at `console`.
+    pub fn new(console: Console) -> Self {
+        Self {
+            console: Some(console),
+        }
+    }
+}
+
+impl Builder for Assembler {
+    fn build(
+        &mut self,
+        spec: &MachineSpec,
+        fds: Vec<OwnedFd>,
+        notifier: Notifier,
+    ) -> Result<Box<dyn lifecycle::Machine>, Failure> {
+        let spec = model::machine::Machine::new(spec, fds.len()).map_err(|violations| Failure {
+            kind: ErrorKind::Invalid,
+            message: violations.to_string(),
+        })?;
+        let assembly = Assembly::new(&spec, fds, notifier)?;
+        Ok(Box::new(assembly.build(&spec, self.console.take())?))
+    }
+}
+
+/// A machine under construction: what its devices are built with and added to.
+struct Assembly {
+    fds: Fds,
+    host: Host,
+    vm: Arc<Vm>,
+    ram: GuestRam,
+    spaces: AddressSpaces,
+    pci: Arc<PciRoot>,
+    msi: Arc<dyn MsiController>,
+    notify: Arc<dyn NotifyRegistry>,
+    notifier: Notifier,
+    components: Vec<Box<dyn Component>>,
+}
+
+impl Assembly {
+    fn new(spec: &model::machine::Machine, fds: Vec<OwnedFd>, notifier: Notifier) -> Result<Self, Failure> {
+        let mut fds = Fds(fds.into_iter().map(Some).collect());
+        let host = Host::from_fd(fds.take(spec.kvm)?)?;
+        let vm = Vm::create(&host)?;
+        let backing = if spec.memory_shared {
+            Backing::Shared { huge_pages: false }
+        } else {
+            Backing::Private
+        };
+        let ram = GuestRam::new(spec.memory_bytes, backing)?;
+        vm.set_ram(&ram)?;
+        let windows = PciWindows {
+            low: layout::MMIO32,
+            high: layout::mmio64(spec.memory_bytes),
+        };
+        let pci = PciRoot::new(windows);
+        let spaces = AddressSpaces {
+            pio: Arc::new(Bus::new()),
+            mmio: Arc::new(Bus::new()),
+        };
+        // Without the ports of the older mechanism a kernel does all its configuration accesses through ECAM, one
+        // exit each instead of two.
+        spaces.mmio.insert(layout::ECAM.start, ECAM_SIZE, pci.ecam())?;
+        Ok(Self {
+            fds,
+            host,
+            msi: vm.msi_controller(),
+            notify: vm.notify_registry(),
+            vm,
+            ram,
+            spaces,
+            pci,
+            notifier,
+            components: Vec::new(),
+        })
+    }
+
+    fn build(mut self, spec: &model::machine::Machine, console: Option<Console>) -> Result<Machine, Failure> {
+        let cpuids = cpuid::build(&self.host, spec.topology)?;
+        let image = Image::new(
+            spec,
+            &mut self.fds,
+            cpuids.iter().map(|(apic_id, _)| *apic_id).collect(),
+        )?;
+        // The vCPUs' threads set them up while the devices are made.
+        let panicked = Arc::new(AtomicBool::new(false));
+        let vcpus = self.vcpus(cpuids, Arc::clone(&panicked))?;
+
+        let serial = serial::build(&mut self, spec, console)?;
+        legacy::build(&mut self)?;
+        rng::build(&mut self, &spec.rng)?;
+        for disk in &spec.disks {
+            disk::build(&mut self, disk)?;
+        }
+        self.pci.remap(&self.spaces.mmio);
+
+        let power_button = self.irq_line(super::POWER_BUTTON_GSI)?;
+        let mut machine = Machine {
+            vcpus,
+            components: self.components,
+            serial,
+            pci: self.pci,
+            spaces: self.spaces,
+            power_button,
+            image,
+            ram: self.ram,
+            irqchip: IrqChipState::capture(&self.vm)?,
+            vm: self.vm,
+            paused_clock: None,
+            on_reset: Box::new(move || panicked.store(false, Ordering::Relaxed)),
+        };
+        machine.load()?;
+        Ok(machine)
+    }
+
+    fn vcpus(&self, cpuids: Vec<(u32, CpuId)>, panicked: Arc<AtomicBool>) -> Result<Vcpus, Failure> {
+        let (pci, mmio) = (Arc::clone(&self.pci), Arc::clone(&self.spaces.mmio));
+        let notifier = self.notifier.clone();
+        let outside = Outside {
+            spaces: self.spaces.clone(),
+            remap: Box::new(move || pci.remap(&mmio)),
+            report: Box::new(move |report| {
+                // A panicking kernel can say so any number of times.
+                let again = matches!(report.kind, ReportKind::GuestPanicked)
+                    && panicked.swap(true, Ordering::Relaxed);
+                if !again {
+                    notifier.notify(notice(&report));
+                }
+            }),
+        };
+        Vcpus::new(&self.vm, cpuids, &Arc::new(outside)).map_err(|error| Failure::new(ErrorKind::Kvm, &error))
+    }
+
+    /// Puts a virtio device into its PCI slot.
+    fn add_virtio(
+        &mut self,
+        name: &str,
+        slot: PciSlot,
+        device: Box<dyn VirtioDevice>,
+    ) -> Result<(), Failure> {
+        let parts = Parts {
+            name: name.to_owned(),
+            memory: self.memory(),
+            msi: self.msi.as_ref(),
+            notify: Arc::clone(&self.notify),
+            sink: Arc::new(Sink {
+                notifier: self.notifier.clone(),
+                limit: LogLimit::new(),
+            }),
+        };
+        let device = VirtioPciDevice::new(parts, device).map_err(|error| Failure {
+            kind: ErrorKind::Resources,
+            message: format!("{name}: {error}"),
+        })?;
+        self.pci
+            .add(slot.number(), device.function())
+            .map_err(|error| pci_failure(name, &error))?;
+        self.components.push(Box::new(device));
+        Ok(())
+    }
+
+    fn memory(&self) -> GuestMemory {
+        self.ram.memory().clone()
+    }
+
+    fn irq_line(&self, gsi: u32) -> Result<Arc<dyn IrqLine>, Failure> {
+        Ok(self.vm.irq_line(gsi)?)
+    }
+}
+
+/// The descriptors that came with the spec; each is taken once.
+pub(super) struct Fds(Vec<Option<OwnedFd>>);
+
+impl Fds {
+    pub(super) fn take(&mut self, index: FdIndex) -> Result<OwnedFd, Failure> {
+        self.0
+            .get_mut(index.0)
+            .and_then(Option::take)
+            .ok_or_else(|| Failure {
+                kind: ErrorKind::Invalid,
+                message: format!("descriptor {} did not come, or is named twice", index.0),
+            })
+    }
+}
+
+/// Hands what a device reports to the driver; what a guest can cause again and again, now and then only.
+struct Sink {
+    notifier: Notifier,
+    limit: LogLimit,
+}
+
+impl EventSink for Sink {
+    fn report(&self, device: &str, event: DeviceEvent) {
+        let message = match event {
+            DeviceEvent::Failed(message) => {
+                return self
+                    .notifier
+                    .notify(Notice::VmmFailed(format!("{device}: {message}")));
+            }
+            DeviceEvent::NeedsReset(message) | DeviceEvent::BackendError(message) => message,
+        };
+        if self.limit.allow().is_some() {
+            self.notifier.notify(Notice::DeviceError {
+                device: device.to_owned(),
+                message,
+            });
+        }
+    }
+}
+
+fn notice(report: &Report) -> Notice {
+    let of_vcpu = |what: &dyn std::fmt::Display| format!("vCPU {}: {what}", report.vcpu);
+    match &report.kind {
+        ReportKind::Reset => Notice::Reset,
+        ReportKind::PowerOff => Notice::PowerOff,
+        ReportKind::GuestPanicked => Notice::GuestPanicked,
+        ReportKind::Crashed(crash) if crash.is_host_unusable() => Notice::VmmFailed(crash.to_string()),
+        ReportKind::Crashed(crash) => Notice::GuestCrashed(of_vcpu(crash)),
+        ReportKind::Failed(error) => Notice::VmmFailed(of_vcpu(&lifecycle::with_causes(error))),
+    }
+}
+
+fn pci_failure(name: &str, error: &PciError) -> Failure {
+    Failure {
+        kind: ErrorKind::Invalid,
+        message: format!("{name}: {error}"),
+    }
+}

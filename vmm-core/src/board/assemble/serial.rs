@@ -1,0 +1,48 @@
+//! COM1 and where it is served.
+
+use std::{fs::File, io};
+
+use devices::serial::{
+    SerialPort, Setup, history,
+    log::{DEFAULT_LIMIT, Log},
+};
+use proto::{model, vmm::ErrorKind};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+use super::{Assembly, Console, Failure};
+use crate::board::{COM1_GSI, COM1_PORT};
+
+pub(super) fn build(
+    assembly: &mut Assembly,
+    spec: &model::machine::Machine,
+    console: Option<Console>,
+) -> Result<SerialPort, Failure> {
+    let mut setup = Setup::default();
+    if let Some((current, older)) = spec.serial_log {
+        let (current, older) = (assembly.fds.take(current)?, assembly.fds.take(older)?);
+        let log = Log::new(File::from(current), Some(File::from(older)), DEFAULT_LIMIT);
+        setup.log = Some(log.map_err(|error| failure("serial log", &error))?);
+    }
+    match console {
+        Some(Console::Socket(listener)) => {
+            fcntl_getfl(&listener)
+                .and_then(|flags| fcntl_setfl(&listener, flags | OFlags::NONBLOCK))
+                .map_err(|error| failure("console socket", &error.into()))?;
+            setup.listener = Some(listener);
+        }
+        Some(Console::Terminal(terminal)) => setup.terminal = Some(terminal),
+        None => {}
+    }
+    let irq = assembly.irq_line(COM1_GSI)?;
+    let port = SerialPort::start(irq, history::DEFAULT_CAPACITY, setup)
+        .map_err(|error| failure("serial port", &error))?;
+    assembly.spaces.pio.insert(COM1_PORT.into(), 8, port.device())?;
+    Ok(port)
+}
+
+fn failure(what: &str, error: &io::Error) -> Failure {
+    Failure {
+        kind: ErrorKind::Resources,
+        message: format!("{what}: {error}"),
+    }
+}

@@ -1,0 +1,139 @@
+//! What lies in RAM when the guest begins: firmware tables, kernel, initial RAM disk. Built anew at each reset; the
+//! files stay open, not in memory.
+
+use std::fs::File;
+
+use devices::{GuestMemory, legacy};
+use kvm_bindings::{kvm_regs, kvm_sregs};
+use proto::{
+    model::{self, topology::Topology},
+    vmm::ErrorKind,
+};
+use uuid::Uuid;
+use vm_memory::{Bytes, GuestAddress};
+
+use super::{
+    COM1_GSI, COM1_PORT, POWER_BUTTON_GSI,
+    acpi::{self, Platform},
+    assemble::Fds,
+    boot::{BootParams, BootSource},
+    smbios::{self, System},
+};
+use crate::{
+    lifecycle::Failure,
+    memory::{GuestRam, layout},
+};
+
+/// See the module.
+#[derive(Debug)]
+pub struct Image {
+    source: BootSource,
+    uuid: Uuid,
+    serial: String,
+    topology: Topology,
+    platform: Platform,
+}
+
+impl Image {
+    /// Takes the files of `spec`. The vCPUs have the local APIC ids `apic_ids`.
+    pub(super) fn new(
+        spec: &model::machine::Machine,
+        fds: &mut Fds,
+        apic_ids: Vec<u32>,
+    ) -> Result<Self, Failure> {
+        let source = BootSource {
+            kernel: File::from(fds.take(spec.kernel)?),
+            initrd: match spec.initrd {
+                Some(initrd) => Some(File::from(fds.take(initrd)?)),
+                None => None,
+            },
+            cmdline: spec.cmdline.clone(),
+        };
+        Ok(Self {
+            source,
+            uuid: spec.uuid,
+            serial: spec.uuid.to_string(),
+            topology: spec.topology,
+            platform: platform(apic_ids, spec.memory_bytes),
+        })
+    }
+
+    /// Writes everything into `ram`, which is all zeroes; gives the bootstrap processor's first registers.
+    pub(super) fn load(
+        &self,
+        ram: &GuestRam,
+    ) -> Result<impl FnOnce(&mut kvm_sregs) -> kvm_regs + Send + use<>, Failure> {
+        let memory = ram.memory();
+        write(
+            memory,
+            layout::ACPI.start,
+            layout::ACPI.end,
+            &acpi::build(&self.platform, layout::ACPI.start).bytes,
+        )?;
+        let tables = smbios::build(&self.system(ram.size()));
+        write(memory, layout::SMBIOS.start, layout::SMBIOS.end, &tables)?;
+        let params = BootParams {
+            ram: ram.size(),
+            rsdp: layout::ACPI.start,
+        };
+        let entry = self.source.load(memory, &params)?;
+        Ok(move |special: &mut kvm_sregs| entry.registers(special))
+    }
+
+    fn system(&self, ram: u64) -> System<'_> {
+        System {
+            uuid: self.uuid.into_bytes(),
+            serial: &self.serial,
+            sockets: self.topology.sockets,
+            cores_per_socket: self.topology.cores_per_socket,
+            ram,
+        }
+    }
+}
+
+fn platform(apic_ids: Vec<u32>, ram: u64) -> Platform {
+    let mmio64 = layout::mmio64(ram);
+    Platform {
+        apic_ids,
+        local_apic: low(layout::LOCAL_APIC),
+        io_apic: low(layout::IO_APIC),
+        ecam: low(layout::ECAM.start)..=low(layout::ECAM.end - 1),
+        mmio32: low(layout::MMIO32.start)..=low(layout::MMIO32.end - 1),
+        mmio64: mmio64.start..=mmio64.end - 1,
+        com1: (COM1_PORT, COM1_GSI),
+        power_port: port(legacy::pm::POWER_PORT),
+        reset_value: legacy::pm::RESET_VALUE,
+        power_button_gsi: POWER_BUTTON_GSI,
+        pvpanic_port: port(legacy::pvpanic::PORT),
+    }
+}
+
+/// An address of the platform that is below 4 GiB.
+#[allow(
+    clippy::cast_possible_truncation,
+    reason = "constants of the platform's memory map"
+)]
+fn low(address: u64) -> u32 {
+    address as u32
+}
+
+/// An I/O port of the platform.
+#[allow(
+    clippy::cast_possible_truncation,
+    reason = "constants of the platform's port map"
+)]
+fn port(port: u64) -> u16 {
+    port as u16
+}
+
+fn write(memory: &GuestMemory, start: u64, end: u64, bytes: &[u8]) -> Result<(), Failure> {
+    if bytes.len() as u64 > end - start {
+        return Err(Failure {
+            kind: ErrorKind::Internal,
+            message: format!("{} bytes of firmware tables don't fit at {start:#x}", bytes.len()),
+        });
+    }
+    memory
+        .write_slice(bytes, GuestAddress(start))
+        .map_err(|error| Failure::new(ErrorKind::Internal, &error))
+}
