@@ -19,6 +19,7 @@ pub mod node;
 pub mod paths;
 pub mod programs;
 pub mod run;
+pub mod vm;
 pub mod wait;
 
 pub use case::Case;

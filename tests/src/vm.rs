@@ -1,0 +1,352 @@
+//! VMs in the node, as a client has them: made, started and watched with `vmmctl`, looked into over the console.
+
+use std::io::Write;
+use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use crate::Case;
+use crate::node::{Guests, Kernel};
+use crate::run::Output;
+use crate::wait::{Deadline, Follow};
+
+/// How long a guest may take to come up in a slow node.
+pub const BOOT: u64 = 150;
+
+/// What a VM is to be.
+#[derive(Clone, Debug)]
+pub struct VmSpec {
+    kernel: String,
+    initrd: Option<String>,
+    cmdline: String,
+    cores: u32,
+    memory_mib: u64,
+    shared: bool,
+    disks: Vec<Value>,
+    nics: Vec<Value>,
+}
+
+impl VmSpec {
+    /// A kernel image and an initial RAM disk in the node; 1 vCPU, 256 MiB, no disk, no NIC.
+    pub fn new(kernel: impl Into<String>, initrd: Option<String>) -> Self {
+        VmSpec {
+            kernel: kernel.into(),
+            initrd,
+            cmdline: "console=ttyS0 quiet panic=-1".into(),
+            cores: 1,
+            memory_mib: 256,
+            shared: false,
+            disks: Vec::new(),
+            nics: Vec::new(),
+        }
+    }
+
+    /// A kernel with its busybox initramfs.
+    pub fn busybox(kernel: Kernel) -> Self {
+        Self::new(Guests.vmlinuz(kernel), Some(Guests.initrd(kernel)))
+    }
+
+    /// Adds to the kernel's command line.
+    pub fn cmdline(mut self, more: &str) -> Self {
+        self.cmdline = format!("{} {more}", self.cmdline);
+        self
+    }
+
+    /// Runs a shell script in a busybox guest once it is up; see its `init`.
+    pub fn script(self, script: &str) -> Self {
+        let encoded = base64(script.as_bytes());
+        self.cmdline(&format!("guest.run={encoded}"))
+    }
+
+    /// Number of vCPUs.
+    pub fn cores(mut self, cores: u32) -> Self {
+        self.cores = cores;
+        self
+    }
+
+    /// Guest RAM.
+    pub fn memory_mib(mut self, memory_mib: u64) -> Self {
+        self.memory_mib = memory_mib;
+        self
+    }
+
+    /// Guest RAM that other processes can map.
+    pub fn shared_memory(mut self) -> Self {
+        self.shared = true;
+        self
+    }
+
+    /// A raw disk.
+    pub fn disk(mut self, name: &str, path: &str, read_only: bool) -> Self {
+        self.disks
+            .push(json!({"name": name, "path": path, "format": "DISK_FORMAT_RAW", "readOnly": read_only}));
+        self
+    }
+
+    /// A NIC on a bridge.
+    pub fn nic(mut self, name: &str, bridge: &str) -> Self {
+        self.nics.push(json!({"name": name, "bridge": bridge}));
+        self
+    }
+
+    /// The manifest.
+    pub fn manifest(&self, name: &str) -> Value {
+        let mut linux = json!({"kernel": self.kernel, "cmdline": self.cmdline});
+        if let Some(initrd) = &self.initrd {
+            linux["initrd"] = json!(initrd);
+        }
+        let backing = if self.shared {
+            "MEMORY_BACKING_SHARED"
+        } else {
+            "MEMORY_BACKING_UNSPECIFIED"
+        };
+        json!({
+            "apiVersion": "vmmd/v1",
+            "kind": "Vm",
+            "metadata": {"name": name},
+            "spec": {
+                "cpu": {"cores": self.cores},
+                "memory": {"sizeBytes": self.memory_mib << 20, "backing": backing},
+                "boot": {"linux": linux},
+                "disks": self.disks,
+                "nics": self.nics,
+            },
+        })
+    }
+}
+
+/// A VM in the node; deleted by force when dropped.
+pub struct Vm<'case> {
+    case: &'case Case,
+    name: String,
+}
+
+impl<'case> Vm<'case> {
+    /// Creates it, under the case's name with `suffix`.
+    pub fn create(case: &'case Case, suffix: &str, spec: &VmSpec) -> Result<Self> {
+        let vm = Vm {
+            case,
+            name: format!("{}{suffix}", case.name()),
+        };
+        let output = vm.try_create(spec)?;
+        ensure!(
+            output.success(),
+            "create {}: {}{}",
+            vm.name,
+            output.stdout,
+            output.stderr
+        );
+        Ok(vm)
+    }
+
+    /// Creates it and starts it.
+    pub fn start(case: &'case Case, suffix: &str, spec: &VmSpec) -> Result<Self> {
+        let vm = Self::create(case, suffix, spec)?;
+        vm.ctl("start")?;
+        Ok(vm)
+    }
+
+    fn try_create(&self, spec: &VmSpec) -> Result<Output> {
+        let manifest = spec.manifest(&self.name).to_string();
+        self.case.node().ssh(&format!(
+            "vmmctl create -f - <<'MANIFEST'\n{manifest}\nMANIFEST\n"
+        ))
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// `vmmctl VERB NAME`, which must end with 0; `verb` may have options. Returns what it printed.
+    pub fn ctl(&self, verb: &str) -> Result<String> {
+        let output = self.try_ctl(verb)?;
+        ensure!(
+            output.success(),
+            "vmmctl {verb} {}: {}{}",
+            self.name,
+            output.stdout,
+            output.stderr
+        );
+        Ok(output.stdout)
+    }
+
+    /// `vmmctl VERB NAME`, however it ends.
+    pub fn try_ctl(&self, verb: &str) -> Result<Output> {
+        self.case.node().ssh(&format!("vmmctl {verb} {}", self.name))
+    }
+
+    /// The VM as the daemon has it, in canonical JSON.
+    pub fn get(&self) -> Result<Value> {
+        serde_json::from_str(&self.ctl("get vm -o json")?).context("read the VM")
+    }
+
+    /// One field of it, by its JSON pointer, as text; empty when it is not there.
+    pub fn field(&self, pointer: &str) -> Result<String> {
+        let vm = self.get()?;
+        Ok(match vm.pointer(pointer) {
+            Some(Value::String(text)) => text.clone(),
+            Some(other) => other.to_string(),
+            None => String::new(),
+        })
+    }
+
+    /// Its phase, as in "RUNNING".
+    pub fn phase(&self) -> Result<String> {
+        Ok(self
+            .field("/status/phase")?
+            .trim_start_matches("VM_PHASE_")
+            .to_owned())
+    }
+
+    /// Waits until it is in a phase.
+    pub fn wait_phase(&self, phase: &str, seconds: u64) -> Result<()> {
+        let mut watch = self
+            .case
+            .node()
+            .stream(&format!("exec vmmctl get vm {} -w -o json", self.name))?;
+        watch
+            .until(&format!("\"VM_PHASE_{phase}\""), Deadline::seconds(seconds))
+            .map(drop)
+    }
+
+    /// The pid of its `vmm` process in the node.
+    pub fn pid(&self) -> Result<u32> {
+        self.field("/status/instance/pid")?
+            .parse()
+            .with_context(|| format!("{} has no process", self.name))
+    }
+
+    /// Opens its console, with all that was printed before.
+    pub fn console(&self) -> Result<Console> {
+        Console::open(self.case, &format!("vmmctl console {}", self.name))
+    }
+}
+
+impl Drop for Vm<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{}", self.case.report());
+        }
+        // What a failed test leaves is reported by the test of leftovers.
+        let _ = self
+            .case
+            .node()
+            .ssh(&format!("vmmctl delete --force --ignore-not-found {}", self.name));
+    }
+}
+
+/// A serial console, or any program in the node that is talked to.
+pub struct Console {
+    child: Child,
+    input: ChildStdin,
+    output: Follow<ChildStdout>,
+    commands: u32,
+}
+
+impl Console {
+    /// Runs a command in the node whose input and output are a console's.
+    pub fn open(case: &Case, command: &str) -> Result<Self> {
+        let mut child = case
+            .node()
+            .ssh_command()
+            .args(["--", command])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("start ssh")?;
+        let input = child.stdin.take().context("ssh's input")?;
+        let output = Follow::new(child.stdout.take().context("ssh's output")?);
+        Ok(Console {
+            child,
+            input,
+            output,
+            commands: 0,
+        })
+    }
+
+    /// Reads on until `wanted` has come; see [`Follow::until`].
+    pub fn until(&mut self, wanted: &str, seconds: u64) -> Result<String> {
+        self.output.until(wanted, Deadline::seconds(seconds))
+    }
+
+    /// Types a line.
+    pub fn type_line(&mut self, line: &str) -> Result<()> {
+        self.input.write_all(line.as_bytes()).context("type")?;
+        self.input.write_all(b"\n").context("type")?;
+        self.input.flush().context("type")
+    }
+
+    /// Runs a command in the guest's shell and returns what it printed; it must end with 0.
+    pub fn run(&mut self, command: &str, seconds: u64) -> Result<String> {
+        self.commands += 1;
+        let (begin, end) = (
+            format!("begin-{}:", self.commands),
+            format!(":end-{}=", self.commands),
+        );
+        // The marks are put together in the guest, so that the echo of what is typed does not have them.
+        self.type_line(&format!(
+            "printf '%s-%s:' begin {n}; {command}; printf ':%s-%s=%s;' end {n} $?",
+            n = self.commands
+        ))?;
+        self.until(&begin, seconds)?;
+        let text = self.until(&end, seconds)?;
+        let status = self.until(";", seconds)?;
+        let text = text.trim_end_matches(&end).replace("\r\n", "\n");
+        ensure!(
+            status == "0;",
+            "`{command}` in the guest ended with {status} {text}"
+        );
+        Ok(text)
+    }
+
+    /// All that was read so far.
+    pub fn text(&self) -> String {
+        self.output.text()
+    }
+}
+
+impl Drop for Console {
+    fn drop(&mut self) {
+        // Both fail only when it has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Base64 (RFC 4648, 4), for scripts on a kernel's command line.
+pub fn base64(bytes: &[u8]) -> String {
+    const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::new();
+    for chunk in bytes.chunks(3) {
+        let byte = |index: usize| u32::from(chunk.get(index).copied().unwrap_or(0));
+        let bits = byte(0) << 16 | byte(1) << 8 | byte(2);
+        for index in 0..4 {
+            let sextet = (bits >> (18 - 6 * index)) & 63;
+            let letter = ALPHABET.get(sextet as usize).copied().unwrap_or(b'=');
+            text.push(if index <= chunk.len() {
+                char::from(letter)
+            } else {
+                '='
+            });
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn base64_is_that_of_the_rfc() {
+        for (plain, encoded) in [
+            ("", ""),
+            ("f", "Zg=="),
+            ("fo", "Zm8="),
+            ("foo", "Zm9v"),
+            ("foobar", "Zm9vYmFy"),
+        ] {
+            assert_eq!(super::base64(plain.as_bytes()), encoded);
+        }
+    }
+}

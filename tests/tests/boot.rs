@@ -1,0 +1,137 @@
+//! Unmodified Debian kernels boot to a shell, whatever their size, and see the machine they were promised.
+
+use rstest::rstest;
+use vmmd_tests::node::Kernel;
+use vmmd_tests::vm::{BOOT, Vm, VmSpec};
+use vmmd_tests::{Case, Guests};
+
+/// What the guest prints about itself: one `name=value` a line.
+const FACTS: &str = r#"
+echo "nproc=$(nproc)"
+echo "mem_mib=$(($(sed -n 's/^MemTotal: *\([0-9]*\) kB/\1/p' /proc/meminfo) / 1024))"
+for device in /sys/bus/pci/devices/*; do
+    driver=$(readlink $device/driver); driver=${driver##*/}
+    echo "pci=${device##*/} $(cat $device/vendor):$(cat $device/device) $(cat $device/class) driver=$driver"
+done
+echo "sockets=$(cat /sys/devices/system/cpu/cpu*/topology/physical_package_id | sort -u | wc -l)"
+echo "clock=$(cat /sys/devices/system/clocksource/clocksource0/current_clocksource)"
+echo "hypervisor=$(grep -c -w hypervisor /proc/cpuinfo)"
+echo "uuid=$(cat /sys/class/dmi/id/product_uuid)"
+echo "rng=$(cat /sys/class/misc/hw_random/rng_current)"
+echo "errors=$(dmesg | grep -c -i -E 'firmware bug|BUG:|ACPI.*error|call trace')"
+"#;
+
+fn fact<'text>(text: &'text str, name: &str) -> Vec<&'text str> {
+    let prefix = format!("{name}=");
+    text.lines()
+        .filter_map(|line| line.trim_end().strip_prefix(&prefix))
+        .collect()
+}
+
+fn boots(topic: &str, kernel: &str, initrd: &str, cores: u32, memory_mib: u64) {
+    let case = Case::new(topic).expect("node");
+    let spec = VmSpec::new(kernel, Some(initrd.to_owned()))
+        .cores(cores)
+        .memory_mib(memory_mib)
+        .script(FACTS);
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let mut console = vm.console().expect("console");
+    let text = console.until("GUEST-RUN-EXIT 0", BOOT).expect("the facts");
+
+    assert_eq!(fact(&text, "nproc"), [cores.to_string()], "{text}");
+    let mem: u64 = fact(&text, "mem_mib")[0].parse().expect("a number");
+    // The kernel keeps some for itself: its image, its page structures (1.6 %), its initial RAM disk.
+    assert!(
+        mem <= memory_mib && mem >= memory_mib * 93 / 100 - 40,
+        "{mem} MiB of {memory_mib}"
+    );
+    assert_eq!(fact(&text, "sockets"), ["1"], "{text}");
+    assert_eq!(fact(&text, "clock"), ["kvm-clock"], "{text}");
+    assert_eq!(fact(&text, "hypervisor"), [cores.to_string()], "{text}");
+    assert_eq!(
+        fact(&text, "uuid"),
+        [vm.field("/metadata/uid").expect("uid")],
+        "{text}"
+    );
+    assert_eq!(fact(&text, "errors"), ["0"], "{text}");
+    let pci = fact(&text, "pci");
+    assert!(
+        pci[0].starts_with("0000:00:00.0 0x8086:0x0d57 0x060000"),
+        "{pci:?}"
+    );
+    assert!(
+        pci.iter()
+            .any(|line| line.contains("0x1af4:0x1044") && line.ends_with("driver=virtio-pci")),
+        "{pci:?}"
+    );
+    assert!(fact(&text, "rng")[0].starts_with("virtio_rng"), "{text}");
+    console.run("true", 30).expect("a shell");
+    vm.ctl("stop --grace 60s").expect("stop");
+    assert_eq!(
+        vm.field("/status/lastExit/reason").expect("exit"),
+        "EXIT_REASON_STOPPED"
+    );
+}
+
+#[rstest]
+fn an_unmodified_kernel_boots_to_a_shell(
+    #[values(Kernel::Cloud612, Kernel::Cloud61, Kernel::Generic61)] kernel: Kernel,
+    #[values(1, 4)] cores: u32,
+    #[values(256, 5120)] memory_mib: u64,
+) {
+    let topic = format!("boot-{}c-{}m", cores, memory_mib);
+    boots(
+        &topic,
+        &Guests.vmlinuz(kernel),
+        &Guests.initrd(kernel),
+        cores,
+        memory_mib,
+    );
+}
+
+#[test]
+fn an_elf_kernel_boots_by_its_pvh_entry() {
+    let kernel = Kernel::Cloud612;
+    boots(
+        "boot-pvh",
+        &Guests.vmlinux(kernel),
+        &Guests.initrd(kernel),
+        2,
+        256,
+    );
+}
+
+#[test]
+fn memory_that_is_shared_is_a_memfd_and_boots_as_well() {
+    let case = Case::new("boot-shared").expect("node");
+    let vm = Vm::start(&case, "", &VmSpec::busybox(Kernel::Cloud612).shared_memory()).expect("start");
+    vm.console()
+        .expect("console")
+        .until("GUEST-READY", BOOT)
+        .expect("boot");
+    let maps = case
+        .node()
+        .sh(&format!("cat /proc/{}/maps", vm.pid().expect("pid")))
+        .expect("maps");
+    assert!(maps.contains("/memfd:"), "{maps}");
+}
+
+#[test]
+fn thirty_two_cores_are_two_sockets() {
+    let case = Case::new("boot-32").expect("node");
+    let spec = VmSpec::busybox(Kernel::Cloud612)
+        .cores(32)
+        .memory_mib(512)
+        .script(FACTS);
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let text = vm
+        .console()
+        .expect("console")
+        .until("GUEST-RUN-EXIT 0", 2 * BOOT)
+        .expect("boot");
+    assert_eq!(
+        (fact(&text, "nproc"), fact(&text, "sockets")),
+        (vec!["32"], vec!["2"]),
+        "{text}"
+    );
+}
