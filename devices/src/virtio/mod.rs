@@ -17,3 +17,6 @@ pub mod signals;
 pub mod testing;
 pub mod transport;
 mod worker;
+
+#[cfg(test)]
+mod tests;

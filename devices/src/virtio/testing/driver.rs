@@ -375,6 +375,15 @@ impl Driver {
         answer
     }
 
+    /// Asks for no interrupts (without EVENT_IDX).
+    pub fn suppress_interrupts(&self, queue: u16, suppress: bool) {
+        let ring = &self.rings[usize::from(queue)];
+        self.rig
+            .memory
+            .store(u16::from(suppress), GuestAddress(ring.avail), Ordering::SeqCst)
+            .unwrap();
+    }
+
     /// Requests under way.
     pub fn under_way(&self, queue: u16) -> usize {
         self.rings[usize::from(queue)].pending.iter().flatten().count()

@@ -189,6 +189,16 @@ impl Rig {
         self.device.pause(Instant::now() + PATIENCE).unwrap();
     }
 
+    /// Tries to pause while requests can't end: afterwards all that was offered was seen by the workers.
+    pub fn pause_is_late(&mut self) {
+        let deadline = Instant::now() + std::time::Duration::from_millis(100);
+        let result = self.device.pause(deadline);
+        assert!(
+            matches!(result, Err(crate::component::ComponentError::DrainTimeout)),
+            "{result:?}"
+        );
+    }
+
     /// The address of the BAR.
     pub fn bar(&self) -> u64 {
         self.bar

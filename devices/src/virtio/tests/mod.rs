@@ -1,0 +1,14 @@
+//! The framework and the transport, with a device that does what a test tells it.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation
+)]
+
+mod framework;
+mod puppet;
+mod queue;
+mod transport;
