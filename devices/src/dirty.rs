@@ -50,8 +50,11 @@ impl DirtyBitmap {
 
     /// Begins to mark. Writes that other threads do at this very moment may go unmarked: read all memory after it.
     pub fn start(&self) {
-        self.words
-            .get_or_init(|| (0..self.pages.div_ceil(WORD_BITS)).map(|_| AtomicU64::new(0)).collect());
+        self.words.get_or_init(|| {
+            (0..self.pages.div_ceil(WORD_BITS))
+                .map(|_| AtomicU64::new(0))
+                .collect()
+        });
         self.enabled.store(true, Ordering::SeqCst);
     }
 

@@ -114,7 +114,10 @@ impl Bus {
     pub fn read(&self, address: u64, data: &mut [u8]) {
         match self.find(address, data.len()) {
             Some((device, offset)) => {
-                device.lock().unwrap_or_else(PoisonError::into_inner).read(offset, data);
+                device
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .read(offset, data);
             }
             None => data.fill(0xff),
         }
@@ -123,9 +126,10 @@ impl Bus {
     /// A guest's write at `address`.
     pub fn write(&self, address: u64, data: &[u8]) -> Effect {
         match self.find(address, data.len()) {
-            Some((device, offset)) => {
-                device.lock().unwrap_or_else(PoisonError::into_inner).write(offset, data)
-            }
+            Some((device, offset)) => device
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .write(offset, data),
             None => Effect::None,
         }
     }
@@ -203,10 +207,16 @@ mod tests {
         let bus = Bus::new();
         bus.insert(0x100, 0x10, echo()).unwrap();
         for base in [0xf8, 0x100, 0x10f] {
-            assert!(matches!(bus.insert(base, 0x10, echo()), Err(BusError::Overlap { .. })), "{base:#x}");
+            assert!(
+                matches!(bus.insert(base, 0x10, echo()), Err(BusError::Overlap { .. })),
+                "{base:#x}"
+            );
         }
         assert!(matches!(bus.insert(0, 0, echo()), Err(BusError::Range { .. })));
-        assert!(matches!(bus.insert(u64::MAX, 2, echo()), Err(BusError::Range { .. })));
+        assert!(matches!(
+            bus.insert(u64::MAX, 2, echo()),
+            Err(BusError::Range { .. })
+        ));
         assert!(bus.insert(0x110, 0x10, echo()).is_ok());
         assert!(bus.insert(0xf0, 0x10, echo()).is_ok());
         assert!(bus.remove(0x100) && !bus.remove(0x100));

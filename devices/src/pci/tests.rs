@@ -1,7 +1,8 @@
 #![allow(
     clippy::unwrap_used,
     clippy::indexing_slicing,
-    clippy::arithmetic_side_effects
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation
 )]
 
 use std::sync::{Arc, Mutex};

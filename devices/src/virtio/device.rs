@@ -66,11 +66,14 @@ pub trait QueueHandler: Send {
     fn start(&mut self, session: &mut Session) -> Result<(), Fault>;
     /// `queue` has new buffers, or may have. Takes them with [`Session::pop`] until that gives none, or until
     /// something is missing to go on. A flood can't keep the thread here: `pop` gives none when the batch is
-    /// large enough, and the framework looks after other queues and commands before it calls again.
+    /// large enough, and the framework looks after other queues and commands before it calls again. After an error
+    /// that the device survives it is called again, so the request that caused it must have been taken.
     fn kick(&mut self, session: &mut Session, queue: u16) -> Result<Progress, Fault>;
-    /// A watched file descriptor is ready. It is level-triggered, so the work done here is to be bounded.
+    /// A watched file descriptor is ready. It is level-triggered, so the work done here is to be bounded. One that was
+    /// just unwatched may still come once.
     fn event(&mut self, session: &mut Session, token: u32) -> Result<(), Fault>;
-    /// Ends or cancels what is under way. When it returns [`Drained::Quiet`], nothing of this device touches guest
+    /// Ends or cancels what is under way, waiting for it here: no events are delivered meanwhile. Takes no new
+    /// requests. When it returns [`Drained::Quiet`], nothing of this device touches guest
     /// memory or the backend any more; [`Drained::Late`] when `deadline` came first: then the handler goes on to be
     /// used.
     fn drain(&mut self, session: &mut Session, deadline: Instant) -> Result<Drained, Fault>;

@@ -148,6 +148,22 @@ fn requests_that_come_while_the_machine_is_paused_are_answered_after_it() {
 }
 
 #[test]
+fn a_machine_that_is_reset_while_paused_forgets_its_requests() {
+    let (mut driver, [first, _], _) = puppet();
+    driver.start(0);
+    driver.request(0, &ask());
+    driver.rig.pause();
+    driver.offer(0, &ask());
+    driver.rig.reset_machine();
+    assert_eq!(first.resets.load(Ordering::SeqCst), 1);
+    driver.rig.device.resume().unwrap();
+    assert_eq!(driver.rig.status(), 0);
+    driver.start(0);
+    driver.request(0, &ask());
+    assert_eq!(first.taken.load(Ordering::SeqCst), 2);
+}
+
+#[test]
 fn a_batch_of_answers_gives_one_interrupt() {
     let (mut driver, [_, second], _) = puppet();
     driver.start(EVENT_IDX);

@@ -5,6 +5,7 @@
     clippy::panic,
     clippy::indexing_slicing,
     clippy::arithmetic_side_effects,
+    clippy::type_complexity,
     clippy::cast_possible_truncation
 )]
 

@@ -228,7 +228,7 @@ fn a_state_that_makes_no_sense_makes_no_queue() {
         (|state| state.desc_table = 0x1008) as fn(&mut QueueState),
         |state| state.avail_ring = 0x2001,
         |state| state.used_ring = 0x3002,
-        |state| state.desc_table = u64::MAX & !0xf,
+        |state| state.desc_table = !0xf,
         |state| state.avail_ring = 0x18_0000,
         |state| state.used_ring = 0x17_ff80,
     ] {

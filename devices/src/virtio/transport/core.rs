@@ -61,6 +61,23 @@ struct QueueSetup {
     device: u64,
 }
 
+impl QueueSetup {
+    /// The address register at `offset` of the common configuration.
+    fn address(&self, offset: u64) -> Option<u64> {
+        let mut copy = *self;
+        copy.address_mut(offset).copied()
+    }
+
+    fn address_mut(&mut self, offset: u64) -> Option<&mut u64> {
+        match offset {
+            0x20 => Some(&mut self.desc),
+            0x28 => Some(&mut self.driver),
+            0x30 => Some(&mut self.device),
+            _ => None,
+        }
+    }
+}
+
 enum Phase {
     Idle,
     Running,
@@ -155,12 +172,10 @@ impl Core {
                 },
                 2,
             ),
-            0x20..0x38 if length == 8 && offset.is_multiple_of(8) => {
-                (*queue_address(&mut queue.clone(), offset)?, 8)
-            }
+            0x20..0x38 if length == 8 && offset.is_multiple_of(8) => (queue.address(offset)?, 8),
             0x20..0x38 if offset.is_multiple_of(4) => {
                 let select = if offset.is_multiple_of(8) { 0 } else { 1 };
-                (half(*queue_address(&mut queue.clone(), offset & !7)?, select), 4)
+                (half(queue.address(offset & !7)?, select), 4)
             }
             _ => return None,
         })
@@ -221,13 +236,13 @@ impl Core {
             }
             (0x1c, 2) => queue.enabled = value == 1,
             (0x20..0x38, 8) if offset.is_multiple_of(8) => {
-                if let Some(address) = queue_address(queue, offset) {
+                if let Some(address) = queue.address_mut(offset) {
                     *address = value;
                 }
             }
             (0x20..0x38, 4) if offset.is_multiple_of(4) => {
                 let shift = if offset.is_multiple_of(8) { 0 } else { 32 };
-                if let Some(address) = queue_address(queue, offset & !7) {
+                if let Some(address) = queue.address_mut(offset & !7) {
                     *address = *address & !(u64::from(u32::MAX) << shift) | value << shift;
                 }
             }
@@ -386,15 +401,6 @@ fn half(value: u64, select: u32) -> u64 {
         0 => value & u64::from(u32::MAX),
         1 => value >> 32,
         _ => 0,
-    }
-}
-
-fn queue_address(queue: &mut QueueSetup, offset: u64) -> Option<&mut u64> {
-    match offset {
-        0x20 => Some(&mut queue.desc),
-        0x28 => Some(&mut queue.driver),
-        0x30 => Some(&mut queue.device),
-        _ => None,
     }
 }
 
