@@ -159,6 +159,11 @@ impl<'case> Vm<'case> {
         &self.name
     }
 
+    /// The node that it is on.
+    pub fn node(&self) -> &crate::Node {
+        self.case.node()
+    }
+
     /// `vmmctl VERB NAME`, which must end with 0; `verb` may have options. Returns what it printed.
     pub fn ctl(&self, verb: &str) -> Result<String> {
         let output = self.try_ctl(verb)?;
@@ -209,6 +214,15 @@ impl<'case> Vm<'case> {
         watch
             .until(&format!("\"VM_PHASE_{phase}\""), Deadline::seconds(seconds))
             .map(drop)
+    }
+
+    /// Waits until a run has ended.
+    pub fn wait_end(&self, seconds: u64) -> Result<()> {
+        let mut watch = self
+            .case
+            .node()
+            .stream(&format!("exec vmmctl get vm {} -w -o json", self.name))?;
+        watch.until("\"lastExit\"", Deadline::seconds(seconds)).map(drop)
     }
 
     /// The pid of its `vmm` process in the node.

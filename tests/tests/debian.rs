@@ -1,0 +1,91 @@
+//! A whole Debian: systemd and sshd on a virtio disk and a virtio NIC.
+
+use vmmd_tests::Case;
+use vmmd_tests::vm::{Console, Vm, VmSpec};
+
+/// A whole Debian takes most of a minute to boot in an emulated node.
+const BOOT: u64 = 300;
+
+#[test]
+fn debian_boots_from_its_disk_takes_ssh_and_keeps_what_it_synced_when_killed() {
+    let case = Case::new("debian").expect("node");
+    let node = case.node();
+    let bridge = format!("brd{}", std::process::id() % 100_000);
+    node.sh(&format!(
+        "ip link add {bridge} type bridge && ip addr add 10.77.0.1/24 dev {bridge} && ip link set {bridge} up"
+    ))
+    .expect("a bridge");
+    let disk = case.debian_disk().expect("a disk");
+    let guests = node.guests();
+    let spec = VmSpec::new(guests.debian_vmlinuz(), Some(guests.debian_initrd()))
+        .memory_mib(512)
+        .disk("root", &disk, false)
+        .nic("eth0", &bridge)
+        .cmdline("root=/dev/vda rw ip=10.77.0.2::10.77.0.1:255.255.255.0::eth0:none net.ifnames=0");
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    vm.console()
+        .expect("console")
+        .until("login:", BOOT)
+        .expect("a login prompt");
+
+    let ssh = "ssh root@10.77.0.2";
+    let run = |command: &str| node.sh(&format!("{ssh} '{command}'")).expect("ssh to the guest");
+    assert!(run("uname -a").contains("Linux"));
+    assert!(
+        run("lsblk -o NAME,SERIAL").contains("root"),
+        "the disk has the serial of the manifest"
+    );
+    node.sh("ping -c 3 -W 5 10.77.0.2").expect("ping");
+    // Much data through both, with a checksum at each end.
+    let sum = run("dd if=/dev/urandom of=/srv/data bs=1M count=16 2>/dev/null; sync; sha256sum </srv/data");
+    run("echo kept >/srv/kept; sync /srv/kept /srv/data");
+    let sent = node
+        .sh(&format!("{ssh} 'cat /srv/data' | sha256sum"))
+        .expect("read it over the network");
+    assert_eq!(sent, sum);
+
+    node.sh(&format!("kill -9 {}", vm.pid().expect("pid")))
+        .expect("kill");
+    vm.wait_phase("FAILED", 20).expect("failed");
+    vm.ctl("start").expect("start again");
+    // Not the login prompt of the first run, which a console shows again no more: another process, another history.
+    vm.console()
+        .expect("console")
+        .until("login:", BOOT)
+        .expect("a login prompt again");
+    assert_eq!(run("cat /srv/kept"), "kept\n");
+    assert_eq!(run("sha256sum </srv/data"), sum);
+    vm.ctl("stop --grace 120s")
+        .expect("systemd powers off when the button is pressed");
+    assert_eq!(
+        vm.field("/status/lastExit/reason").expect("reason"),
+        "EXIT_REASON_STOPPED"
+    );
+    drop(vm);
+    node.sh(&format!("ip link del {bridge}")).expect("clean up");
+}
+
+#[test]
+fn the_foreground_vmm_needs_no_daemon() {
+    let case = Case::new("run").expect("node");
+    let node = case.node();
+    let manifest = VmSpec::busybox(vmmd_tests::node::Kernel::Cloud612)
+        .manifest("alone")
+        .to_string();
+    let file = format!("/root/{}.yaml", case.name());
+    node.sh(&format!("cat > {file} <<'MANIFEST'\n{manifest}\nMANIFEST\n"))
+        .expect("manifest");
+    let vmm = node.sh("dpkg -L vmmd | grep '/vmm$'").expect("vmm");
+    let mut console = Console::open(
+        &case,
+        &format!("{} run --spec {file}; echo vmm-exit=$?", vmm.trim()),
+    )
+    .expect("vmm");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    console.run("test -c /dev/hwrng", 30).expect("a shell");
+    console.type_line("poweroff").expect("type");
+    console
+        .until("vmm-exit=0", 60)
+        .expect("it ends with 0 when the guest powers off");
+    node.sh(&format!("rm {file}")).expect("clean up");
+}

@@ -1,0 +1,126 @@
+//! A hostile guest: nonsense in every port, register and ring harms nobody but itself.
+
+use vmmd_tests::Case;
+use vmmd_tests::initramfs::Extra;
+use vmmd_tests::node::Kernel;
+use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
+
+/// Boots a guest with the hostile program, a disk, a NIC and no driver bound to the virtio devices.
+fn with_guest(topic: &str, attack: impl FnOnce(&Vm<'_>, &mut Console)) {
+    let case = Case::new(topic).expect("node");
+    let node = case.node();
+    let folder = case.folder().expect("folder");
+    let hostile = vmmd_tests::programs::build_static("vmmd-hostile-guest", "hostile").expect("hostile");
+    let extra = [Extra {
+        from: hostile,
+        to: "bin/hostile".into(),
+    }];
+    let initrd = vmmd_tests::guest::initrd_with(Kernel::Cloud612, &extra).expect("initrd");
+    node.copy_in(&initrd, &format!("{folder}/initrd"))
+        .expect("copy the initrd");
+    let bridge = format!("brh{}", std::process::id() % 100_000);
+    node.sh(&format!(
+        "ip link add {bridge} type bridge && ip link set {bridge} up && \
+         yes vmmd | head -c 1048576 >{folder}/disk.raw && cp {folder}/disk.raw {folder}/before.raw"
+    ))
+    .expect("a bridge and a disk");
+    let spec = VmSpec::new(
+        node.guests().vmlinuz(Kernel::Cloud612),
+        Some(format!("{folder}/initrd")),
+    )
+    .disk("data", &format!("{folder}/disk.raw"), true)
+    .nic("eth0", &bridge);
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    console
+        .run("for d in /sys/bus/pci/drivers/virtio-pci/0*; do echo ${d##*/} >/sys/bus/pci/drivers/virtio-pci/unbind; done", 60)
+        .expect("unbind the drivers");
+    let pid = vm.pid().expect("pid");
+    attack(&vm, &mut console);
+    assert_eq!(
+        (vm.phase().expect("phase"), vm.pid().expect("pid")),
+        ("RUNNING".into(), pid),
+        "the vmm lives on"
+    );
+    // And the kernel's own drivers work again on every device.
+    for device in console
+        .run("ls -d /sys/bus/pci/devices/*", 60)
+        .expect("devices")
+        .split_whitespace()
+    {
+        let bind = format!(
+            "echo {} >/sys/bus/pci/drivers/virtio-pci/bind",
+            &device[device.len() - 12..]
+        );
+        console
+            .run(
+                &format!("case $(cat {device}/vendor) in 0x1af4) {bind};; esac"),
+                60,
+            )
+            .expect("bind");
+    }
+    console
+        .run(
+            "dd if=/dev/vda bs=64k 2>/dev/null | head -c 20 | grep -q vmmd",
+            60,
+        )
+        .expect("the disk");
+    console
+        .run("dd if=/dev/hwrng of=/dev/null bs=512 count=4", 60)
+        .expect("the entropy device");
+    console
+        .run("ip link set eth0 up && ip addr add 10.78.0.2/24 dev eth0", 60)
+        .expect("the NIC");
+    node.sh(&format!(
+        "ip addr add 10.78.0.1/24 dev {bridge}; ping -c 2 -W 10 10.78.0.2"
+    ))
+    .expect("a ping");
+    node.sh(&format!("cmp {folder}/disk.raw {folder}/before.raw"))
+        .expect("the read-only disk is as it was");
+    vm.ctl("stop --grace 60s").expect("stop");
+    node.sh(&format!("ip link del {bridge}")).expect("clean up");
+}
+
+fn phase(console: &mut Console, phase: &str) {
+    let text = console
+        .run(&format!("hostile {phase}"), 400)
+        .expect("the phase ends with success");
+    assert!(text.contains("HOSTILE DONE"), "{text}");
+}
+
+#[test]
+fn nonsense_in_pci_config_space_is_harmless() {
+    with_guest("hostile-cfg", |_, console| phase(console, "config"));
+}
+
+#[test]
+fn nonsense_in_every_register_is_harmless() {
+    with_guest("hostile-mmio", |_, console| phase(console, "mmio"));
+}
+
+#[test]
+fn broken_rings_and_chains_are_harmless_and_a_reset_mends_the_device() {
+    with_guest("hostile-rings", |_, console| phase(console, "rings"));
+}
+
+#[test]
+fn nonsense_in_every_port_is_harmless_and_a_reset_of_the_machine_mends_all() {
+    with_guest("hostile-ports", |vm, console| {
+        console.type_line("hostile ports").expect("type");
+        console.until("HOSTILE DONE", 400).expect("the ports are walked");
+        console.type_line("hostile fatal-ports").expect("type");
+        console
+            .until("now the reset", 120)
+            .expect("the ports that could end it");
+        console
+            .until("GUEST-READY", BOOT)
+            .expect("the machine boots again");
+        assert_eq!(vm.field("/status/instance/guestResets").expect("resets"), "1");
+        let unbind = "for d in /sys/bus/pci/drivers/virtio-pci/0*; do \
+                      echo ${d##*/} >/sys/bus/pci/drivers/virtio-pci/unbind; done";
+        console
+            .run(unbind, 60)
+            .expect("unbind the drivers, which are bound anew below");
+    });
+}

@@ -1,0 +1,206 @@
+//! How a VM's life goes, as its owner and its operator see it.
+
+use vmmd_tests::Case;
+use vmmd_tests::node::Kernel;
+use vmmd_tests::vm::{BOOT, Vm, VmSpec};
+use vmmd_tests::wait::Deadline;
+
+fn busybox() -> VmSpec {
+    VmSpec::busybox(Kernel::Cloud612)
+}
+
+/// Starts a guest whose script ends it in some way, and returns how the daemon says that it ended.
+fn exit_of(topic: &str, script: &str) -> (String, String) {
+    let case = Case::new(topic).expect("node");
+    let vm = Vm::start(&case, "", &busybox().script(script)).expect("start");
+    vm.wait_end(BOOT).expect("the end");
+    (
+        vm.phase().expect("phase"),
+        vm.field("/status/lastExit/reason").expect("reason"),
+    )
+}
+
+#[test]
+fn a_guest_that_powers_itself_off_is_stopped() {
+    let ended = exit_of("poweroff", "poweroff");
+    assert_eq!(ended, ("STOPPED".into(), "EXIT_REASON_GUEST_SHUTDOWN".into()));
+}
+
+#[test]
+fn a_guest_that_panics_and_halts_is_told_apart() {
+    let case = Case::new("panic").expect("node");
+    // Without panic= the kernel stays where it is after a panic.
+    let spec = busybox().cmdline("panic=0").script("echo c >/proc/sysrq-trigger");
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    vm.console()
+        .expect("console")
+        .until("Kernel panic", BOOT)
+        .expect("the panic");
+    let mut watch = vm
+        .node()
+        .stream(&format!("exec vmmctl get vm {} -w -o json", vm.name()))
+        .expect("watch");
+    watch
+        .until("GuestPanicked", Deadline::seconds(20))
+        .expect("the panic is in the status");
+    vm.ctl("stop --force").expect("stop");
+    assert_eq!(
+        vm.field("/status/lastExit/reason").expect("reason"),
+        "EXIT_REASON_GUEST_PANIC"
+    );
+}
+
+#[test]
+fn a_triple_fault_ends_the_run_as_a_crash() {
+    // reboot=triple makes the kernel reset the machine by an invalid IDT; for the machine that is a crash of the CPU.
+    let case = Case::new("triple").expect("node");
+    let spec = busybox().cmdline("reboot=triple").script("reboot");
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    vm.wait_end(BOOT).expect("the end");
+    let ended = (
+        vm.phase().expect("phase"),
+        vm.field("/status/lastExit/reason").expect("reason"),
+    );
+    assert_eq!(ended, ("FAILED".into(), "EXIT_REASON_GUEST_CRASH".into()));
+}
+
+#[test]
+fn a_reboot_resets_the_machine_within_the_same_process() {
+    let case = Case::new("reboot").expect("node");
+    let vm = Vm::start(&case, "", &busybox()).expect("start");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("first boot");
+    let pid = vm.pid().expect("pid");
+    for resets in 1..=2 {
+        console.type_line("reboot").expect("type");
+        console.until("GUEST-READY", BOOT).expect("next boot");
+        assert_eq!(vm.pid().expect("pid"), pid);
+        assert_eq!(
+            vm.field("/status/instance/guestResets").expect("resets"),
+            resets.to_string()
+        );
+    }
+    console
+        .run("dd if=/dev/hwrng of=/dev/null bs=512 count=4", 60)
+        .expect("a device works after resets");
+}
+
+#[test]
+fn a_paused_guest_stands_still_and_goes_on_where_it_was() {
+    let case = Case::new("pause").expect("node");
+    let vm = Vm::start(&case, "", &busybox().cores(2)).expect("start");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    console
+        .type_line("i=0; while :; do i=$((i + 1)); echo tick $i; usleep 100000; done")
+        .expect("type");
+    console.until("tick 3\r\n", 60).expect("ticks");
+    for _ in 0..5 {
+        vm.ctl("pause").expect("pause");
+        assert_eq!(vm.phase().expect("phase"), "PAUSED");
+        let used = |when| {
+            vm.node()
+                .sh(&format!("cut -d' ' -f14,15 /proc/{}/stat", vm.pid().expect(when)))
+                .expect(when)
+        };
+        let before = used("before");
+        vm.node()
+            .sh("sleep 0.5")
+            .expect("half a second of the node's time");
+        assert_eq!(used("after"), before, "a paused VM uses no CPU");
+        vm.ctl("resume").expect("resume");
+    }
+    assert_eq!(vm.phase().expect("phase"), "RUNNING");
+    let text = console.text();
+    let last = text
+        .rsplit("tick ")
+        .next()
+        .and_then(|tick| tick.trim().parse::<u64>().ok())
+        .unwrap_or(3);
+    console
+        .until(&format!("tick {}\r\n", last + 20), 60)
+        .expect("no tick is missing");
+    let log = vm.node().sh(&format!(
+        "cat /var/log/vmmd/vms/{}/serial.log",
+        vm.field("/metadata/uid").expect("uid")
+    ));
+    let log = log.expect("serial log");
+    assert!(
+        !log.contains("soft lockup") && !log.contains("rcu_sched self-detected"),
+        "{log}"
+    );
+}
+
+#[test]
+fn stop_presses_the_power_button_and_kills_what_does_not_listen() {
+    let case = Case::new("stop").expect("node");
+    let polite = Vm::start(&case, "a", &busybox()).expect("start");
+    let mut console = polite.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    polite.ctl("stop --grace 60s").expect("stop");
+    console
+        .until("GUEST-POWER-BUTTON", 10)
+        .expect("the guest felt the button");
+    assert_eq!(
+        polite.field("/status/lastExit/reason").expect("reason"),
+        "EXIT_REASON_STOPPED"
+    );
+    // Without its modules the generic kernel knows no power button.
+    let spec = VmSpec::busybox(Kernel::Generic61).cmdline("guest.modules=none");
+    let deaf = Vm::start(&case, "b", &spec).expect("start");
+    deaf.console()
+        .expect("console")
+        .until("GUEST-READY", BOOT)
+        .expect("boot");
+    deaf.ctl("stop --grace 2s").expect("stop");
+    assert_eq!(
+        deaf.field("/status/lastExit/reason").expect("reason"),
+        "EXIT_REASON_KILLED"
+    );
+}
+
+#[test]
+fn restart_gives_a_new_process_and_delete_wants_force_while_it_runs() {
+    let case = Case::new("restart").expect("node");
+    let vm = Vm::start(&case, "", &busybox()).expect("start");
+    vm.console()
+        .expect("console")
+        .until("GUEST-READY", BOOT)
+        .expect("boot");
+    let pid = vm.pid().expect("pid");
+    vm.ctl("restart --grace 60s").expect("restart");
+    assert_ne!(vm.pid().expect("pid"), pid);
+    let refused = vm.try_ctl("delete").expect("ssh");
+    assert_eq!(refused.status.code(), Some(5), "{}", refused.stderr);
+    assert!(refused.stderr.contains("--force"), "{}", refused.stderr);
+    assert_eq!(vm.phase().expect("phase"), "RUNNING");
+    vm.ctl("delete --force").expect("delete");
+    assert_eq!(vm.try_ctl("get vm").expect("ssh").status.code(), Some(3));
+}
+
+#[test]
+fn several_consoles_see_the_same_and_one_that_does_not_read_slows_nobody() {
+    let case = Case::new("consoles").expect("node");
+    let vm = Vm::start(&case, "", &busybox()).expect("start");
+    let mut first = vm.console().expect("first");
+    first.until("GUEST-READY", BOOT).expect("boot");
+    // A client that opens the console and never reads: its pipe fills, then its stream, then it loses output.
+    let idle = vm.console().expect("a console that nobody reads");
+    let mut second = vm.console().expect("second");
+    second
+        .until("GUEST-READY", 30)
+        .expect("what was printed before is replayed");
+    first
+        .type_line("seq 1 40000; echo flood-$((1 + 1))")
+        .expect("type");
+    first.until("flood-2", BOOT).expect("the flood ends");
+    second.until("flood-2", BOOT).expect("for the other one too");
+    second
+        .run("echo from-the-second", 60)
+        .expect("input from any of them");
+    first.until("from-the-second", 30).expect("is seen by all");
+    drop(idle);
+    let mut late = vm.console().expect("late");
+    late.until("from-the-second", 30)
+        .expect("a late client sees the last output");
+}

@@ -1,0 +1,102 @@
+//! A `vmm` of the daemon's seen from outside: whose it is, what it may do, what it holds.
+
+use vmmd_tests::Case;
+use vmmd_tests::node::Kernel;
+use vmmd_tests::vm::{BOOT, Vm, VmSpec};
+
+#[test]
+fn a_vmm_has_its_own_uid_no_capabilities_and_only_the_descriptors_it_needs() {
+    let case = Case::new("sandbox").expect("node");
+    let node = case.node();
+    let bridge = format!("brs{}", std::process::id() % 100_000);
+    let folder = case.folder().expect("folder");
+    node.sh(&format!(
+        "ip link add {bridge} type bridge && ip link set {bridge} up && truncate -s 16M {folder}/a.raw {folder}/b.raw"
+    ))
+    .expect("a bridge and two disks");
+    let spec = |disk: &str| {
+        let path = format!("{folder}/{disk}.raw");
+        VmSpec::busybox(Kernel::Cloud612)
+            .disk("data", &path, false)
+            .nic("eth0", &bridge)
+    };
+    let first = Vm::start(&case, "a", &spec("a")).expect("first");
+    let second = Vm::start(&case, "b", &spec("b")).expect("second");
+    first
+        .console()
+        .expect("console")
+        .until("GUEST-READY", BOOT)
+        .expect("boot");
+    second
+        .console()
+        .expect("console")
+        .until("GUEST-READY", BOOT)
+        .expect("boot");
+
+    let mut uids = Vec::new();
+    for vm in [&first, &second] {
+        let pid = vm.pid().expect("pid");
+        let status = node.sh(&format!("cat /proc/{pid}/status")).expect("status");
+        let field = |name: &str| {
+            let line = status
+                .lines()
+                .find_map(|line| line.strip_prefix(&format!("{name}:")));
+            line.unwrap_or_else(|| panic!("no {name} in {status}"))
+                .split_whitespace()
+                .collect::<Vec<_>>()
+        };
+        let uid = field("Uid");
+        assert!(uid.iter().all(|id| id == &uid[0]) && uid[0] != "0", "{uid:?}");
+        let gid = field("Gid");
+        assert!(gid.iter().all(|id| id == &gid[0]) && gid[0] != "0", "{gid:?}");
+        assert!(field("Groups").is_empty(), "{status}");
+        for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+            assert_eq!(field(set), ["0000000000000000"], "{set}");
+        }
+        assert_eq!(field("NoNewPrivs"), ["1"]);
+        uids.push(uid[0].to_owned());
+        assert_eq!(
+            node.sh(&format!("cat /proc/{pid}/environ")).expect("environ"),
+            "",
+            "its environment is empty"
+        );
+        descriptors(node, pid, &folder);
+    }
+    assert_ne!(uids[0], uids[1], "each has its own uid");
+    node.sh(&format!("cat /proc/{}/cgroup", first.pid().expect("pid")))
+        .expect("cgroup");
+    drop((first, second));
+    node.sh(&format!("ip link del {bridge}")).expect("clean up");
+}
+
+/// Every descriptor is one that a machine with one disk and one NIC needs.
+fn descriptors(node: &vmmd_tests::Node, pid: u32, folder: &str) {
+    let listing = node
+        .sh(&format!("for fd in /proc/{pid}/fd/*; do readlink $fd; done"))
+        .expect("fds");
+    let allowed = |target: &str| {
+        target.starts_with("anon_inode:")
+            || target.starts_with("socket:")
+            || target.starts_with("/memfd:")
+            || target == "/dev/null"
+            || target == "/dev/kvm"
+            || target == "/dev/net/tun"
+            || target == "/dev/urandom"
+            || target.starts_with("/var/lib/guests/linux-6.12-cloud/")
+            || target.starts_with(&format!("{folder}/"))
+            || target.starts_with("/run/vmmd/vms/")
+            || target.starts_with("/var/log/vmmd/vms/")
+    };
+    let unneeded: Vec<&str> = listing.lines().filter(|target| !allowed(target)).collect();
+    assert!(unneeded.is_empty(), "{unneeded:?} in\n{listing}");
+    for once in ["/dev/kvm", "/dev/net/tun", &format!("{folder}/")] {
+        let count = listing.lines().filter(|target| target.starts_with(once)).count();
+        assert!(count <= 1, "{once} is held {count} times:\n{listing}");
+    }
+    // Listening sockets, the journal, and the daemon's connection; nothing that a guest's traffic could grow.
+    let sockets = listing
+        .lines()
+        .filter(|target| target.starts_with("socket:"))
+        .count();
+    assert!(sockets <= 6, "{listing}");
+}
