@@ -30,8 +30,11 @@ enum Action {
     /// Install vmmd's newest package in the running node, or newer programs from a folder.
     Sync {
         /// Copy vmmd, vmm and vmmctl from this folder (target/debug, target/release) over the installed ones.
-        #[arg(long, value_name = "FOLDER")]
+        #[arg(long, value_name = "FOLDER", conflicts_with = "package")]
         from: Option<PathBuf>,
+        /// Install this package instead of the newest one in target/deb.
+        #[arg(long, value_name = "FILE")]
+        package: Option<PathBuf>,
     },
     /// Run a command in the node, or open a shell there.
     Ssh {
@@ -98,12 +101,15 @@ fn act(name: &str, action: Action) -> Result<ExitCode> {
                 status(name, Some(&node));
             }
         }
-        Action::Sync { from } => {
+        Action::Sync { from, package } => {
             let node = running(name)?;
             match from {
                 Some(dir) => println!("copied {}", node.install_programs(&dir)?.join(", ")),
                 None => {
-                    let package = newest_package()?.context("there is no package yet: run `make deb`")?;
+                    let package = match package {
+                        Some(package) => package,
+                        None => newest_package()?.context("there is no package yet: run `make deb`")?,
+                    };
                     node.install(&package)?;
                     println!("installed {}", package.display());
                 }
