@@ -29,6 +29,15 @@ impl Accel {
         if usable { Accel::Kvm } else { Accel::Tcg }
     }
 
+    /// Whether this machine runs guests by hardware virtualization itself, nesting aside.
+    pub fn hardware() -> bool {
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let module = |name: &str| Path::new("/sys/module").join(name).is_dir();
+        let has = (has_flag(&cpuinfo, "vmx") && module("kvm_intel"))
+            || (has_flag(&cpuinfo, "svm") && module("kvm_amd"));
+        has && OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
+    }
+
     /// QEMU's arguments for it.
     pub fn qemu_args(self) -> [&'static str; 4] {
         match self {
@@ -39,14 +48,15 @@ impl Accel {
 }
 
 fn supports_nesting(cpuinfo: &str, kvm_intel_nested: &str, kvm_amd_nested: &str) -> bool {
-    let flag = |wanted: &str| {
-        cpuinfo
-            .lines()
-            .filter_map(|line| line.strip_prefix("flags"))
-            .any(|flags| flags.split_ascii_whitespace().any(|flag| flag == wanted))
-    };
     let on = |parameter: &str| matches!(parameter.trim(), "Y" | "1");
-    (flag("vmx") && on(kvm_intel_nested)) || (flag("svm") && on(kvm_amd_nested))
+    (has_flag(cpuinfo, "vmx") && on(kvm_intel_nested)) || (has_flag(cpuinfo, "svm") && on(kvm_amd_nested))
+}
+
+fn has_flag(cpuinfo: &str, wanted: &str) -> bool {
+    cpuinfo
+        .lines()
+        .filter_map(|line| line.strip_prefix("flags"))
+        .any(|flags| flags.split_ascii_whitespace().any(|flag| flag == wanted))
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ pub mod cache;
 pub mod case;
 mod cpio;
 pub mod debian;
+pub mod demo;
 pub mod guest;
 pub mod host;
 pub mod initramfs;

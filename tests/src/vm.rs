@@ -1,7 +1,7 @@
 //! VMs in the node, as a client has them: made, started and watched with `vmmctl`, looked into over the console.
 
 use std::io::Write;
-use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -262,16 +262,18 @@ pub struct Console {
 impl Console {
     /// Runs a command in the node whose input and output are a console's.
     pub fn open(case: &Case, command: &str) -> Result<Self> {
-        let mut child = case
-            .node()
-            .ssh_command()
-            .args(["--", command])
+        Self::spawn(case.node().ssh_command().args(["--", command]))
+    }
+
+    /// Runs a command whose input and output are a console's.
+    pub fn spawn(command: &mut Command) -> Result<Self> {
+        let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .context("start ssh")?;
-        let input = child.stdin.take().context("ssh's input")?;
-        let output = Follow::new(child.stdout.take().context("ssh's output")?);
+            .context("start the console")?;
+        let input = child.stdin.take().context("the console's input")?;
+        let output = Follow::new(child.stdout.take().context("the console's output")?);
         Ok(Console {
             child,
             input,

@@ -21,7 +21,7 @@ fn debian_boots_from_its_disk_takes_ssh_and_keeps_what_it_synced_when_killed() {
         .memory_mib(512)
         .disk("root", &disk, false)
         .nic("eth0", &bridge)
-        .cmdline("root=/dev/vda rw ip=10.77.0.2::10.77.0.1:255.255.255.0::eth0:none net.ifnames=0");
+        .cmdline("root=/dev/vda rw ip=10.77.0.2::10.77.0.1:255.255.255.0::eth0:off net.ifnames=0");
     let vm = Vm::start(&case, "", &spec).expect("start");
     vm.console()
         .expect("console")

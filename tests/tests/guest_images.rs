@@ -68,3 +68,33 @@ fn the_small_machine_that_ours_is_measured_against_boots_the_same_image() {
         "guest.after=poweroff",
     );
 }
+
+#[test]
+fn the_power_button_is_heard_by_every_busybox_guest() {
+    for kernel in Kernel::ALL {
+        let case = Case::new("button").expect("node");
+        let guests = case.node().guests();
+        let monitor = format!("{}/monitor", case.folder().expect("folder"));
+        let mut guest = case
+            .node()
+            .stream(&format!(
+                "timeout 100 qemu-system-x86_64 -accel kvm -cpu host -M q35 -m 256 -nodefaults -no-user-config \
+                 -display none -serial stdio -monitor unix:{monitor},server=on,wait=off -kernel {} -initrd {} \
+                 -append 'console=ttyS0 quiet panic=-1' 2>&1; echo QEMU-EXIT $?",
+                guests.vmlinuz(kernel),
+                guests.initrd(kernel)
+            ))
+            .expect("start QEMU");
+        let deadline = Deadline::seconds(100);
+        guest.until("guest# ", deadline).expect("the shell");
+        case.node()
+            .sh(&format!("echo system_powerdown | socat - UNIX-CONNECT:{monitor}"))
+            .expect("press");
+        guest
+            .until("GUEST-POWER-BUTTON", deadline)
+            .expect("the guest hears it");
+        guest
+            .until("QEMU-EXIT 0", deadline)
+            .expect("the guest powers off");
+    }
+}

@@ -69,6 +69,18 @@ impl Machine {
         Ok(machine.process()?.map(|_| machine))
     }
 
+    /// The node whose folder is `dir` when it was not stopped but ended by itself: it failed.
+    pub fn failed(dir: &Path) -> Result<Option<Machine>> {
+        let Some(machine) = Self::read(dir)? else {
+            return Ok(None);
+        };
+        Ok(if machine.process()?.is_none() {
+            Some(machine)
+        } else {
+            None
+        })
+    }
+
     fn read(dir: &Path) -> Result<Option<Machine>> {
         let text = match fs::read_to_string(Self::record(dir)) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),

@@ -11,9 +11,9 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
-pub use guests::{Guests, Kernel};
+pub use guests::{GUESTS_DIR, Guests, Kernel};
 pub use image::{NodeImage, boot_file, install_ssh_key, ssh_key};
 pub use install::newest_package;
 pub use machine::{Machine, Size};
@@ -21,7 +21,7 @@ pub use ssh::{Connection, DAEMON_SOCKET};
 pub use stream::Stream;
 
 use crate::run::Output;
-use crate::wait::Deadline;
+use crate::wait::{Deadline, tail};
 use crate::{guest, paths};
 
 /// The environment variable that names the folder of the node which tests use.
@@ -44,12 +44,21 @@ impl Node {
             Some(dir) => PathBuf::from(dir),
             None => paths::run_dir(DEFAULT_NAME),
         };
-        Self::attach(&dir)?.with_context(|| {
-            format!(
-                "no test node runs in {}: start one with `make node-up`",
-                dir.display()
-            )
-        })
+        if let Some(node) = Self::attach(&dir)? {
+            return Ok(node);
+        }
+        if let Some(failed) = Machine::failed(&dir)? {
+            let console = fs::read_to_string(failed.console_log()).unwrap_or_default();
+            bail!(
+                "the test node {} failed; its console ends with:\n{}",
+                failed.name,
+                tail(&console, 60)
+            );
+        }
+        bail!(
+            "no test node runs in {}: start one with `make node-up`",
+            dir.display()
+        )
     }
 
     /// The running node whose folder is `dir`.
