@@ -1,2 +1,182 @@
-//! The per-node hypervisor daemon.
-fn main() {}
+//! The per-node hypervisor daemon: a gRPC API over virtual machines, each of which is a `vmm` process of its own that
+//! lives on when the daemon ends.
+//!
+//! The way of a request: [`grpc`] finds the VM in the [`vm::table`] and asks its actor, which decides
+//! ([`vm::admission`]) and acts; the [`store`] keeps what must outlive the daemon.
+
+mod cgroup;
+mod config;
+mod control;
+mod facts;
+mod failure;
+mod grpc;
+mod host;
+mod ledger;
+mod network;
+mod paths;
+mod service;
+mod store;
+mod sys;
+mod text;
+mod vm;
+
+use std::{
+    fs::{self, DirBuilder, File},
+    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread::available_parallelism,
+    time::Duration,
+};
+
+use anyhow::Context;
+use clap::Parser;
+use rustix::{
+    fs::FlockOperation,
+    process::{Resource, getrlimit, setrlimit},
+};
+use tokio::{
+    runtime,
+    signal::unix::{SignalKind, signal},
+};
+use tokio_util::sync::CancellationToken;
+
+use crate::{config::Config, grpc::Socket, host::Host, ledger::Ledger, network::Links, store::Store};
+
+/// Threads of the runtime: the daemon waits far more than it works.
+const MAX_WORKERS: usize = 4;
+/// How long blocking work under way may take when the daemon ends.
+const SHUTDOWN: Duration = Duration::from_secs(2);
+
+/// The per-node hypervisor daemon.
+#[derive(Debug, Parser)]
+#[command(version)]
+struct Arguments {
+    /// Configuration file [default: /etc/vmmd/config.toml, which need not exist]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Only check the configuration
+    #[arg(long)]
+    check: bool,
+}
+
+fn main() -> anyhow::Result<()> {
+    let arguments = Arguments::parse();
+    let config = Config::load(arguments.config.as_deref())?;
+    if arguments.check {
+        return Ok(());
+    }
+    service::init_logging();
+    let workers = available_parallelism().map_or(1, usize::from).min(MAX_WORKERS);
+    let runtime = runtime::Builder::new_multi_thread()
+        .worker_threads(workers)
+        .max_blocking_threads(16)
+        .enable_all()
+        .build()
+        .context("start the runtime")?;
+    let result = runtime.block_on(run(config));
+    runtime.shutdown_timeout(SHUTDOWN);
+    if let Err(error) = &result {
+        tracing::error!("{error:#}");
+    }
+    result
+}
+
+async fn run(config: Config) -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    raise_descriptor_limit();
+    make_dirs(&config)?;
+    // Held as long as the daemon runs.
+    let _state_lock = lock(&config.state_dir)?;
+    let _run_lock = lock(&config.run_dir)?;
+    let (store, records) =
+        Store::open(&config.state_dir).with_context(|| format!("store in {}", config.state_dir.display()))?;
+    let meminfo = fs::read_to_string("/proc/meminfo").context("read /proc/meminfo")?;
+    let cgroups = cgroup::Parent::open(config.cgroup.as_deref()).context("make the cgroup for VMs")?;
+    if cgroups.is_none() {
+        tracing::warn!("the node has no cgroup v2 hierarchy: VMs run without cgroups of their own");
+    }
+    let vmm = config.vmm();
+    if !vmm.is_file() {
+        tracing::warn!("{} does not exist: no VM can be started", vmm.display());
+    }
+    let host = Arc::new(Host {
+        vmm,
+        store,
+        ledger: Ledger::new(config.vm_uids, facts::memory(&meminfo, "MemTotal")),
+        cgroups,
+        links: Links::connect().context("connect to the kernel's network configuration")?,
+        table: vm::table::Table::default(),
+        boot_id: fs::read_to_string("/proc/sys/kernel/random/boot_id")
+            .unwrap_or_default()
+            .trim()
+            .to_owned(),
+        stopping: CancellationToken::new(),
+        config,
+    });
+    vm::reconcile::reconcile(&host, records).await;
+    let socket = Socket::bind(&host.config.socket(), host.config.socket_group.as_deref())
+        .with_context(|| format!("API socket {}", host.config.socket().display()))?;
+    let serving = tokio::spawn(grpc::serve(Arc::clone(&host), socket));
+    tokio::spawn(service::watchdog());
+    service::ready();
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        vms = host.table.list().len(),
+        "ready"
+    );
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    tracing::info!("stopping; running VMs go on");
+    service::stopping();
+    host.stopping.cancel();
+    serving.await.context("serve the API")?
+}
+
+/// The folders that the daemon needs. The one with the socket can be entered by all, what is in it can't.
+fn make_dirs(config: &Config) -> anyhow::Result<()> {
+    let make = |dir: &Path, mode| {
+        let made = DirBuilder::new().recursive(true).mode(mode).create(dir);
+        made.with_context(|| format!("make {}", dir.display()))
+    };
+    make(&config.run_dir, 0o755)?;
+    make(&config.state_dir, 0o700)?;
+    make(&config.log_dir, 0o750)?;
+    make(&config.run_dir.join("vms"), 0o700)?;
+    make(&config.log_dir.join("vms"), 0o700)
+}
+
+/// Keeps a second daemon out of `dir`. The kernel gives the lock back when this process ends, however it ends.
+fn lock(dir: &Path) -> anyhow::Result<File> {
+    let path = dir.join("lock");
+    let file = File::options()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(&path);
+    let file = file.with_context(|| format!("open {}", path.display()))?;
+    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            anyhow::bail!(
+                "another vmmd uses {}: stop it, or give this one folders of its own",
+                dir.display()
+            )
+        }
+        Err(errno) => Err(errno).with_context(|| format!("lock {}", path.display())),
+    }
+}
+
+/// Each VM takes two descriptors and each client one; the usual soft limit of 1,024 is for programs that use
+/// select(2).
+fn raise_descriptor_limit() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::debug!(%error, "raise the limit of descriptors");
+    }
+}

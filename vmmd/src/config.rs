@@ -1,0 +1,232 @@
+//! `/etc/vmmd/config.toml`. Every key is optional; an unknown one is an error. All paths can be moved, so that two
+//! daemons can run on one machine as long as none of their folders is shared.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use serde::Deserialize;
+
+/// Where the configuration is looked for when the command line names no other file.
+pub const DEFAULT_PATH: &str = "/etc/vmmd/config.toml";
+
+/// Longest `run_dir` in bytes: with `/vms/<uid>/console.sock` behind it (54 bytes) it must fit into a UNIX socket's
+/// address (108 bytes with the final NUL).
+const MAX_RUN_DIR: usize = 107 - 54;
+
+/// What the daemon is told about its node.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Durable state: the store. Default `/var/lib/vmmd`.
+    pub state_dir: PathBuf,
+    /// What is gone after a restart of the node: sockets, locks, exit records. At most 53 bytes. Default `/run/vmmd`.
+    pub run_dir: PathBuf,
+    /// Serial logs and the logs of the `vmm` processes. Default `/var/log/vmmd`.
+    pub log_dir: PathBuf,
+    /// The socket of the API. Default `vmmd.sock` in `run_dir`.
+    pub socket: Option<PathBuf>,
+    /// Group that may use the socket beside root. Default `vmmd`; when that group doesn't exist, root only.
+    pub socket_group: Option<String>,
+    /// The `vmm` program. Default: `vmm` beside the daemon's own binary, or else `/usr/lib/vmmd/vmm`.
+    pub vmm: Option<PathBuf>,
+    /// Default `/dev/kvm`.
+    pub kvm_device: PathBuf,
+    /// A cgroup v2 directory below which each VM gets a cgroup; made when missing. Default: `vms` below the daemon's
+    /// own cgroup.
+    pub cgroup: Option<PathBuf>,
+    /// User ids for the `vmm` processes.
+    pub vm_uids: UidRange,
+}
+
+/// A range of user ids that nothing else on the node uses; each living VM has one of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct UidRange {
+    /// Default 1,900,000,000.
+    pub first: u32,
+    /// Default 65,536; as many VMs can run at once.
+    pub count: u32,
+}
+
+impl Default for UidRange {
+    fn default() -> Self {
+        Self {
+            first: 1_900_000_000,
+            count: 65_536,
+        }
+    }
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            state_dir: "/var/lib/vmmd".into(),
+            run_dir: "/run/vmmd".into(),
+            log_dir: "/var/log/vmmd".into(),
+            socket: None,
+            socket_group: None,
+            vmm: None,
+            kvm_device: "/dev/kvm".into(),
+            cgroup: None,
+            vm_uids: UidRange::default(),
+        }
+    }
+}
+
+/// Why the configuration can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file can't be read.
+    #[error("read configuration {0}")]
+    Read(PathBuf, #[source] io::Error),
+    /// It is no TOML, or has unknown keys or wrong types.
+    #[error("configuration {0}: {1}")]
+    Parse(PathBuf, String),
+    /// A value that can't be.
+    #[error("configuration: `{key}` {problem}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// What is wrong with its value.
+        problem: String,
+    },
+}
+
+impl Config {
+    /// Reads `path`, or [`DEFAULT_PATH`] when none is given; the latter need not exist.
+    pub fn load(path: Option<&Path>) -> Result<Self, Error> {
+        let file = path.unwrap_or(Path::new(DEFAULT_PATH));
+        let text = match fs::read_to_string(file) {
+            Ok(text) => text,
+            Err(error) if path.is_none() && error.kind() == io::ErrorKind::NotFound => String::new(),
+            Err(error) => return Err(Error::Read(file.to_owned(), error)),
+        };
+        Self::parse(&text, file)
+    }
+
+    fn parse(text: &str, file: &Path) -> Result<Self, Error> {
+        let config: Self =
+            toml::from_str(text).map_err(|error| Error::Parse(file.to_owned(), error.to_string()))?;
+        config.check()?;
+        Ok(config)
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        let refuse = |key, problem: &str| {
+            Err(Error::Value {
+                key,
+                problem: problem.to_owned(),
+            })
+        };
+        let paths = [
+            ("state_dir", Some(&self.state_dir)),
+            ("run_dir", Some(&self.run_dir)),
+            ("log_dir", Some(&self.log_dir)),
+            ("socket", self.socket.as_ref()),
+            ("vmm", self.vmm.as_ref()),
+            ("kvm_device", Some(&self.kvm_device)),
+            ("cgroup", self.cgroup.as_ref()),
+        ];
+        for (key, path) in paths {
+            if path.is_some_and(|path| !path.is_absolute()) {
+                return refuse(key, "must be an absolute path");
+            }
+        }
+        if self.run_dir.as_os_str().len() > MAX_RUN_DIR {
+            return refuse("run_dir", &format!("must be at most {MAX_RUN_DIR} bytes long"));
+        }
+        // uid 0 is root; u32::MAX is "unchanged" to setresuid(2).
+        let UidRange { first, count } = self.vm_uids;
+        if first == 0 || count == 0 || first.checked_add(count).is_none() {
+            return refuse(
+                "vm_uids",
+                "must hold at least one user id and neither 0 nor 4294967295",
+            );
+        }
+        Ok(())
+    }
+
+    /// The API's socket.
+    pub fn socket(&self) -> PathBuf {
+        self.socket
+            .clone()
+            .unwrap_or_else(|| self.run_dir.join("vmmd.sock"))
+    }
+
+    /// The `vmm` program.
+    pub fn vmm(&self) -> PathBuf {
+        let beside = || {
+            let own = std::env::current_exe().ok()?;
+            Some(own.with_file_name("vmm")).filter(|path| path.is_file())
+        };
+        let configured = self.vmm.clone().or_else(beside);
+        configured.unwrap_or_else(|| PathBuf::from("/usr/lib/vmmd/vmm"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, Error> {
+        Config::parse(text, Path::new("test.toml"))
+    }
+
+    #[test]
+    fn an_empty_file_gives_the_documented_defaults() {
+        let config = parse("").unwrap();
+        assert_eq!(config, Config::default());
+        assert_eq!(config.socket(), Path::new("/run/vmmd/vmmd.sock"));
+    }
+
+    #[test]
+    fn every_path_can_be_moved() {
+        let config = parse(
+            "state_dir = '/a'\nrun_dir = '/b'\nlog_dir = '/c'\nvmm = '/d'\nkvm_device = '/e'\ncgroup = '/f'\n\
+             socket_group = 'wheel'\n[vm_uids]\nfirst = 5000\ncount = 10\n",
+        )
+        .unwrap();
+        assert_eq!(config.socket(), Path::new("/b/vmmd.sock"));
+        assert_eq!(config.vmm(), Path::new("/d"));
+        assert_eq!(
+            config.vm_uids,
+            UidRange {
+                first: 5000,
+                count: 10
+            }
+        );
+    }
+
+    #[test]
+    fn unknown_keys_are_refused_by_name() {
+        for text in ["stat_dir = '/a'", "[vm_uids]\nlast = 3"] {
+            let error = parse(text).unwrap_err().to_string();
+            assert!(error.contains("unknown field"), "{error}");
+        }
+    }
+
+    #[test]
+    fn values_that_cannot_be_are_refused_by_key() {
+        let long = format!("run_dir = '/{}'", "x".repeat(MAX_RUN_DIR));
+        for (text, key) in [
+            ("state_dir = 'relative'", "state_dir"),
+            (long.as_str(), "run_dir"),
+            ("vm_uids = { first = 0 }", "vm_uids"),
+            ("vm_uids = { count = 0 }", "vm_uids"),
+            ("vm_uids = { first = 4294967290 }", "vm_uids"),
+        ] {
+            let error = parse(text).unwrap_err().to_string();
+            assert!(error.contains(key), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_file_named_on_the_command_line_must_exist() {
+        assert!(matches!(
+            Config::load(Some(Path::new("/nonexistent/x.toml"))),
+            Err(Error::Read(..))
+        ));
+    }
+}

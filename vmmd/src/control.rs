@@ -1,0 +1,355 @@
+//! The daemon's end of a `vmm`'s control socket.
+//!
+//! A [`Client`] is shared by all who ask; a task reads what comes back and hands each response to its request, and
+//! events to the VM's actor. The task ends, and all waiting requests with it, when the connection closes.
+
+use std::{
+    collections::HashMap,
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use proto::{
+    vmm::{
+        Error as RemoteError, Event, Hello, HelloReply, Message, Request, Response, Status, message::Kind,
+        request::Op, response::Result as Outcome,
+    },
+    wire,
+};
+use tokio::{
+    io::Interest,
+    net::UnixStream,
+    sync::{Mutex as AsyncMutex, mpsc, oneshot},
+};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+/// Events kept until the actor takes them. A `vmm` that floods loses events; no state depends on them alone.
+const EVENTS: usize = 64;
+
+/// Why a `vmm` did not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// It said no.
+    #[error("{}", .0.message)]
+    Refused(RemoteError),
+    /// The connection is gone, and most likely the process too.
+    #[error("the vmm closed its control connection")]
+    Closed,
+    /// What came back makes no sense.
+    #[error("the vmm answered {0}")]
+    Unexpected(&'static str),
+    /// It speaks another protocol.
+    #[error("the vmm speaks protocol version {0}, this daemon {ours}", ours = wire::MAJOR)]
+    Version(u32),
+    /// Sending or receiving failed.
+    #[error("talk to the vmm")]
+    Wire(#[from] wire::Error),
+    /// The socket failed.
+    #[error("control socket")]
+    Io(#[from] io::Error),
+}
+
+/// A connection to a `vmm`. Clones are the same connection; it is closed with the last.
+#[derive(Clone, Debug)]
+pub struct Client {
+    shared: Arc<Shared>,
+    _reader: Arc<DropGuard>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    stream: UnixStream,
+    /// Held while a whole frame is sent.
+    sending: AsyncMutex<()>,
+    waiting: Mutex<Waiting>,
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    last_id: u64,
+    closed: bool,
+    requests: HashMap<u64, oneshot::Sender<Outcome>>,
+}
+
+impl Client {
+    /// Connects to a listening socket; does not wait for the other side to accept.
+    pub async fn connect(socket: &Path) -> io::Result<(Self, mpsc::Receiver<Event>)> {
+        let stream = UnixStream::connect(socket).await?;
+        let shared = Arc::new(Shared {
+            stream,
+            sending: AsyncMutex::default(),
+            waiting: Mutex::default(),
+        });
+        let (events, receiver) = mpsc::channel(EVENTS);
+        let dropped = CancellationToken::new();
+        tokio::spawn(read(Arc::clone(&shared), events, dropped.clone()));
+        Ok((
+            Self {
+                shared,
+                _reader: Arc::new(dropped.drop_guard()),
+            },
+            receiver,
+        ))
+    }
+
+    /// Who listens at the other end: process and user id at the time of its listen(2).
+    pub fn peer(&self) -> io::Result<(u32, u32)> {
+        let peer = rustix::net::sockopt::socket_peercred(&self.shared.stream)?;
+        Ok((
+            u32::try_from(peer.pid.as_raw_nonzero().get()).unwrap_or_default(),
+            peer.uid.as_raw(),
+        ))
+    }
+
+    /// The first request: checks that both sides speak the same protocol.
+    pub async fn hello(&self) -> Result<HelloReply, Error> {
+        let hello = Hello {
+            major: wire::MAJOR,
+            minor: wire::MINOR,
+        };
+        match self.call(Op::Hello(hello), &[]).await? {
+            Outcome::Hello(reply) if reply.major == wire::MAJOR => Ok(reply),
+            Outcome::Hello(reply) => Err(Error::Version(reply.major)),
+            _ => Err(Error::Unexpected("something else than a hello")),
+        }
+    }
+
+    /// Any request but `Hello`; returns the state after it.
+    pub async fn request(&self, op: Op, fds: &[OwnedFd]) -> Result<Status, Error> {
+        let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        match self.call(op, &borrowed).await? {
+            Outcome::Status(status) => Ok(status),
+            _ => Err(Error::Unexpected("something else than its state")),
+        }
+    }
+
+    async fn call(&self, op: Op, fds: &[BorrowedFd<'_>]) -> Result<Outcome, Error> {
+        let (sender, receiver) = oneshot::channel();
+        let id = {
+            let mut waiting = self.shared.lock();
+            if waiting.closed {
+                return Err(Error::Closed);
+            }
+            waiting.last_id += 1;
+            let id = waiting.last_id;
+            waiting.requests.insert(id, sender);
+            id
+        };
+        let _forget = Forget {
+            shared: &self.shared,
+            id,
+        };
+        let message = Message {
+            kind: Some(Kind::Request(Request { id, op: Some(op) })),
+        };
+        self.send(&wire::encode(&message)?, fds).await?;
+        match receiver.await {
+            Ok(Outcome::Error(error)) => Err(Error::Refused(error)),
+            Ok(outcome) => Ok(outcome),
+            Err(_) => Err(Error::Closed),
+        }
+    }
+
+    async fn send(&self, frame: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
+        let stream = &self.shared.stream;
+        let _whole = self.shared.sending.lock().await;
+        let mut rest = frame;
+        let mut fds = fds;
+        while !rest.is_empty() {
+            let sent = stream
+                .async_io(Interest::WRITABLE, || wire::send(stream, rest, fds))
+                .await
+                .map_err(closed)?;
+            rest = rest.get(sent..).unwrap_or_default();
+            fds = &[];
+        }
+        Ok(())
+    }
+}
+
+/// A connection that the other side has closed is [`Error::Closed`] whichever call notices first.
+fn closed(error: io::Error) -> Error {
+    match error.kind() {
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Error::Closed,
+        _ => Error::Io(error),
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Forgets a request whose caller has gone.
+struct Forget<'a> {
+    shared: &'a Shared,
+    id: u64,
+}
+
+impl Drop for Forget<'_> {
+    fn drop(&mut self) {
+        self.shared.lock().requests.remove(&self.id);
+    }
+}
+
+async fn read(shared: Arc<Shared>, events: mpsc::Sender<Event>, dropped: CancellationToken) {
+    let mut receiver = wire::Receiver::new();
+    let ended = tokio::select! {
+        result = read_all(&shared, &mut receiver, &events) => result,
+        () = dropped.cancelled() => Ok(()),
+    };
+    if let Err(error) = ended {
+        tracing::debug!(error = %crate::text::chain(&error), "control connection lost");
+    }
+    let mut waiting = shared.lock();
+    waiting.closed = true;
+    waiting.requests.clear();
+}
+
+async fn read_all(
+    shared: &Shared,
+    receiver: &mut wire::Receiver,
+    events: &mpsc::Sender<Event>,
+) -> Result<(), Error> {
+    loop {
+        while let Some((message, _)) = receiver.next_message()? {
+            dispatch(shared, message, events);
+        }
+        let stream = &shared.stream;
+        let read = stream.async_io(Interest::READABLE, || match receiver.read(stream) {
+            Err(wire::Error::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => Err(error),
+            result => Ok(result),
+        });
+        if read.await?? == wire::Read::Closed {
+            return Ok(());
+        }
+    }
+}
+
+fn dispatch(shared: &Shared, message: Message, events: &mpsc::Sender<Event>) {
+    match message.kind {
+        Some(Kind::Response(Response {
+            id,
+            result: Some(result),
+        })) => {
+            let waiting = shared.lock().requests.remove(&id);
+            if let Some(sender) = waiting {
+                let _ = sender.send(result);
+            }
+        }
+        Some(Kind::Event(event)) => {
+            if events.try_send(event).is_err() {
+                tracing::debug!("event dropped");
+            }
+        }
+        _ => tracing::debug!("message without meaning ignored"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::{UnixListener, UnixStream as StdStream};
+
+    use proto::vmm::{ErrorKind, GetStatus, GuestReset, event};
+
+    use super::*;
+
+    /// A `vmm` that answers each request with what `answer` makes of it, until it gives nothing.
+    fn serve(
+        answer: impl Fn(u64, Op) -> Option<Vec<Message>> + Send + 'static,
+    ) -> (tempfile::TempDir, std::path::PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        std::thread::spawn(move || {
+            let (stream, _): (StdStream, _) = listener.accept().unwrap();
+            let mut receiver = wire::Receiver::new();
+            while let Ok(Some((message, _))) = wire::receive(&stream, &mut receiver) {
+                let Some(Kind::Request(Request { id, op: Some(op) })) = message.kind else {
+                    return;
+                };
+                let Some(messages) = answer(id, op) else { return };
+                for message in messages {
+                    wire::send_all(&stream, &message, &[]).unwrap();
+                }
+            }
+        });
+        (folder, path)
+    }
+
+    fn response(id: u64, result: Outcome) -> Message {
+        Message {
+            kind: Some(Kind::Response(Response {
+                id,
+                result: Some(result),
+            })),
+        }
+    }
+
+    #[tokio::test]
+    async fn responses_find_their_requests_and_events_come_between() {
+        let (_folder, path) = serve(|id, _| {
+            let status = Status {
+                guest_resets: id,
+                ..Status::default()
+            };
+            let event = Event {
+                kind: Some(event::Kind::GuestReset(GuestReset { guest_resets: id })),
+            };
+            Some(vec![
+                Message {
+                    kind: Some(Kind::Event(event)),
+                },
+                response(id, Outcome::Status(status)),
+            ])
+        });
+        let (client, mut events) = Client::connect(&path).await.unwrap();
+        for id in 1..=3 {
+            let status = client.request(Op::GetStatus(GetStatus {}), &[]).await.unwrap();
+            assert_eq!(status.guest_resets, id);
+            assert!(events.recv().await.is_some());
+        }
+    }
+
+    #[tokio::test]
+    async fn a_request_under_way_ends_when_the_connection_does() {
+        let (_folder, path) = serve(|_, _| None);
+        let (client, mut events) = Client::connect(&path).await.unwrap();
+        let error = client
+            .request(Op::GetStatus(GetStatus {}), &[])
+            .await
+            .unwrap_err();
+        assert!(matches!(error, Error::Closed), "{error:?}");
+        assert!(events.recv().await.is_none());
+        assert!(matches!(client.hello().await, Err(Error::Closed)));
+    }
+
+    #[tokio::test]
+    async fn a_refusal_carries_its_words() {
+        let (_folder, path) = serve(|id, _| {
+            let error = RemoteError {
+                message: "no".into(),
+                kind: ErrorKind::State.into(),
+            };
+            Some(vec![response(id, Outcome::Error(error))])
+        });
+        let (client, _events) = Client::connect(&path).await.unwrap();
+        assert!(matches!(client.hello().await, Err(Error::Refused(error)) if error.message == "no"));
+    }
+
+    #[tokio::test]
+    async fn another_major_version_is_refused() {
+        let (_folder, path) = serve(|id, _| {
+            let reply = HelloReply {
+                major: wire::MAJOR + 1,
+                ..HelloReply::default()
+            };
+            Some(vec![response(id, Outcome::Hello(reply))])
+        });
+        let (client, _events) = Client::connect(&path).await.unwrap();
+        assert!(matches!(client.hello().await, Err(Error::Version(_))));
+    }
+}

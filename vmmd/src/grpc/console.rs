@@ -1,0 +1,279 @@
+//! `Console`: a VM's serial port over a stream.
+//!
+//! Each client has a connection of its own to the VM's `console.sock`, on which the `vmm` first says how much it
+//! replays (8 bytes, little-endian), then replays, then sends what the guest writes; what it receives is typed into
+//! the port. A client that doesn't read leaves its bytes in that socket, where the `vmm` drops what doesn't fit:
+//! nothing is buffered here beyond a few messages, and nobody else waits.
+//!
+//! Of a VM that doesn't run, the end of the last run's serial log is shown, and the stream ends. Of one that is about
+//! to start, the stream waits for it.
+
+use std::{
+    fs::File,
+    io::{self, Read, Seek, SeekFrom},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use proto::v1::{
+    ConsoleClosed, ConsoleOpened, ConsoleRequest, ConsoleResponse, Vm, VmPhase, console_request,
+    console_response::Message,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{
+        UnixStream,
+        unix::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::{mpsc, watch},
+    task::spawn_blocking,
+    time::timeout,
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Status, Streaming};
+
+use crate::{
+    failure::Failure,
+    host::Host,
+    paths::{LogDir, RuntimeDir},
+    text,
+    vm::table::Entry,
+};
+
+/// The stream to the client.
+pub type Stream = ReceiverStream<Result<ConsoleResponse, Status>>;
+type Sender = mpsc::Sender<Result<ConsoleResponse, Status>>;
+
+/// Messages ready for a client that reads slowly.
+const READY: usize = 4;
+/// Largest message of output in bytes.
+const CHUNK: usize = 16 << 10;
+/// Largest message of input in bytes.
+const MAX_INPUT: usize = 4 << 10;
+/// How much of a serial log is shown of a VM that doesn't run, in bytes.
+const LOG_TAIL: u64 = 256 << 10;
+/// How long the end of the process may take to be known after its console has closed.
+const END_KNOWN: Duration = Duration::from_secs(2);
+
+/// Opens the console that the client's first message names.
+pub async fn open(host: Arc<Host>, mut input: Streaming<ConsoleRequest>) -> Result<Stream, Failure> {
+    let first = input
+        .message()
+        .await
+        .ok()
+        .flatten()
+        .and_then(|request| request.message);
+    let Some(console_request::Message::Open(open)) = first else {
+        return Err(Failure::field("open", "must be the first message"));
+    };
+    let entry = host
+        .table
+        .get(&open.name)
+        .ok_or_else(|| Failure::no_vm(&open.name))?;
+    let (sender, receiver) = mpsc::channel(READY);
+    tokio::spawn(async move {
+        let session = Session {
+            host: Arc::clone(&host),
+            entry,
+            replay: !open.no_replay,
+            sender: sender.clone(),
+        };
+        tokio::select! {
+            _ = session.serve(input) => {}
+            () = sender.closed() => {}
+            () = host.stopping.cancelled() => {
+                let _ = sender.send(Err(Failure::stopping().into())).await;
+            }
+        }
+    });
+    Ok(ReceiverStream::new(receiver))
+}
+
+struct Session {
+    host: Arc<Host>,
+    entry: Entry,
+    replay: bool,
+    sender: Sender,
+}
+
+/// The client has gone.
+struct Gone;
+
+impl Session {
+    async fn serve(self, input: Streaming<ConsoleRequest>) -> Result<(), Gone> {
+        let mut state = self.entry.state.clone();
+        let runtime = RuntimeDir::of(&self.host.config, self.entry.uid);
+        let connection = loop {
+            if let Ok(connection) = UnixStream::connect(runtime.console()).await {
+                break connection;
+            }
+            let phase = phase(&state.borrow_and_update());
+            match phase {
+                // The socket is there before the VM runs, so one of the next changes brings it or an end.
+                VmPhase::Pending | VmPhase::Starting => {
+                    if state.changed().await.is_err() {
+                        return self.closed("the VM was deleted").await;
+                    }
+                }
+                _ => return self.show_log(&state).await,
+            }
+        };
+        let (reader, writer) = connection.into_split();
+        let typing = tokio::spawn(type_in(input, writer, self.sender.clone()));
+        let result = self.copy_output(reader).await;
+        typing.abort();
+        result?;
+        self.closed(&end_of_run(state).await).await
+    }
+
+    async fn copy_output(&self, mut reader: OwnedReadHalf) -> Result<(), Gone> {
+        // A vmm that ends before it has accepted the connection ends it without a word.
+        let Ok(length) = reader.read_u64_le().await else {
+            return Ok(());
+        };
+        let mut skipped = if self.replay { 0 } else { length };
+        let replay_bytes = if self.replay { length } else { 0 };
+        self.send(Message::Opened(ConsoleOpened { replay_bytes })).await?;
+        let mut buffer = vec![0; CHUNK];
+        loop {
+            let count = match reader.read(&mut buffer).await {
+                Ok(0) | Err(_) => return Ok(()),
+                Ok(count) => count,
+            };
+            let skip = usize::try_from(skipped).unwrap_or(usize::MAX).min(count);
+            skipped -= skip as u64;
+            let output = buffer.get(skip..count).unwrap_or_default();
+            if !output.is_empty() {
+                self.send(Message::Output(output.to_vec())).await?;
+            }
+        }
+    }
+
+    async fn show_log(&self, state: &watch::Receiver<Arc<Vm>>) -> Result<(), Gone> {
+        let logs = LogDir::of(&self.host.config, self.entry.uid);
+        let wanted = self.replay;
+        let read = spawn_blocking(move || {
+            if wanted {
+                tail(&[&logs.serial_old(), &logs.serial()])
+            } else {
+                Ok(Vec::new())
+            }
+        });
+        let log = read
+            .await
+            .unwrap_or_else(|error| Err(io::Error::other(error)))
+            .unwrap_or_default();
+        self.send(Message::Opened(ConsoleOpened {
+            replay_bytes: log.len() as u64,
+        }))
+        .await?;
+        for chunk in log.chunks(CHUNK) {
+            self.send(Message::Output(chunk.to_vec())).await?;
+        }
+        let reason = reason(&state.borrow());
+        self.closed(&format!("the VM is not running ({reason}): start it first"))
+            .await
+    }
+
+    async fn closed(&self, reason: &str) -> Result<(), Gone> {
+        self.send(Message::Closed(ConsoleClosed {
+            reason: reason.to_owned(),
+        }))
+        .await
+    }
+
+    async fn send(&self, message: Message) -> Result<(), Gone> {
+        self.sender
+            .send(Ok(ConsoleResponse {
+                message: Some(message),
+            }))
+            .await
+            .map_err(|_| Gone)
+    }
+}
+
+/// Passes on what the client types until it types no more, which does not end its output.
+async fn type_in(mut input: Streaming<ConsoleRequest>, mut writer: OwnedWriteHalf, sender: Sender) {
+    while let Ok(Some(request)) = input.message().await {
+        let problem = match request.message {
+            Some(console_request::Message::Input(bytes)) if bytes.len() <= MAX_INPUT => {
+                if writer.write_all(&bytes).await.is_err() {
+                    break;
+                }
+                continue;
+            }
+            Some(console_request::Message::Input(_)) => {
+                Failure::field("input", "at most 4096 bytes a message")
+            }
+            _ => Failure::field("input", "must follow after `open`"),
+        };
+        let _ = sender.send(Err(problem.into())).await;
+        return;
+    }
+    // Dropping this half would end the connection for reading too.
+    std::future::pending::<()>().await;
+}
+
+/// Why the output has ended: by the status, as soon as that knows.
+async fn end_of_run(mut state: watch::Receiver<Arc<Vm>>) -> String {
+    let ended = state.wait_for(|vm| vm.status.as_ref().is_none_or(|status| status.instance.is_none()));
+    match timeout(END_KNOWN, ended).await {
+        Ok(Ok(vm)) => format!("the run has ended ({})", reason(&vm)),
+        Ok(Err(_)) => "the VM was deleted".to_owned(),
+        Err(_) => "the vmm closed the console".to_owned(),
+    }
+}
+
+fn phase(vm: &Vm) -> VmPhase {
+    vm.status
+        .as_ref()
+        .map_or(VmPhase::Unspecified, |status| status.phase())
+}
+
+fn reason(vm: &Vm) -> String {
+    let Some(status) = &vm.status else {
+        return String::new();
+    };
+    if status.message.is_empty() {
+        status.reason.clone()
+    } else {
+        format!("{}: {}", status.reason, text::brief(&status.message))
+    }
+}
+
+/// The last [`LOG_TAIL`] bytes of the files after each other.
+fn tail(files: &[&Path]) -> io::Result<Vec<u8>> {
+    let mut rest = LOG_TAIL;
+    let mut parts = Vec::new();
+    for path in files.iter().rev() {
+        let Ok(mut file) = File::open(path) else { continue };
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(rest)))?;
+        let mut part = Vec::new();
+        file.take(rest).read_to_end(&mut part)?;
+        rest = rest.saturating_sub(part.len() as u64);
+        parts.push(part);
+    }
+    parts.reverse();
+    Ok(parts.concat())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tail_goes_over_both_halves_of_a_log() {
+        let folder = tempfile::tempdir().unwrap();
+        let (old, new) = (folder.path().join("old"), folder.path().join("new"));
+        let whole = usize::try_from(LOG_TAIL).unwrap();
+        std::fs::write(&new, b"new").unwrap();
+        assert_eq!(tail(&[&old, &new]).unwrap(), b"new");
+        std::fs::write(&old, vec![b'o'; whole]).unwrap();
+        let read = tail(&[&old, &new]).unwrap();
+        assert!(read.len() == whole && read.ends_with(b"oonew"));
+        std::fs::write(&new, vec![b'n'; whole + 5]).unwrap();
+        assert_eq!(tail(&[&old, &new]).unwrap(), vec![b'n'; whole]);
+    }
+}

@@ -1,0 +1,11 @@
+//! The gRPC API on a UNIX socket: thin services over the table of VMs.
+
+mod connection;
+mod console;
+mod error;
+mod node;
+mod server;
+mod vm;
+mod watch;
+
+pub use server::{Socket, serve};

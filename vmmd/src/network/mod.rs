@@ -1,0 +1,165 @@
+//! Tap devices for the VMs' NICs.
+//!
+//! A tap on a bridge is not persistent: it lives as long as somebody holds its descriptor, which is the `vmm` once it
+//! is booted. So there is nothing to clean up, whatever dies.
+
+mod link;
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use proto::model::{
+    nic::Mac,
+    vm::{Attachment, Nic},
+};
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+    net::{AddressFamily, SocketFlags, SocketType, netdevice::name_to_index, socket_with},
+};
+use uuid::Uuid;
+
+pub use link::Links;
+
+use crate::{failure::Failure, sys, text};
+
+/// A NIC's end on the node.
+#[derive(Debug)]
+pub struct Tap {
+    /// The open device.
+    pub fd: OwnedFd,
+    /// Largest packet without the Ethernet header, in bytes.
+    pub mtu: u32,
+}
+
+/// Name of the tap that is made for the NIC number `index` of a VM on a bridge.
+pub fn tap_name(vm: Uuid, index: usize) -> String {
+    // 40 random bits of the UUID: 2 + 10 + 1 + 1 characters.
+    let uid = vm.simple().to_string();
+    format!("vm{}n{index}", uid.get(..10).unwrap_or_default())
+}
+
+/// Opens or makes the tap of `nic`.
+pub async fn open_tap(
+    links: &Links,
+    vm: Uuid,
+    name: &str,
+    index: usize,
+    nic: &Nic,
+    mac: Mac,
+) -> Result<Tap, Failure> {
+    match &nic.attachment {
+        Attachment::Bridge(bridge) => on_bridge(links, vm, name, index, bridge, mac).await,
+        Attachment::Tap(tap) => existing(links, nic, tap).await,
+    }
+}
+
+async fn on_bridge(
+    links: &Links,
+    vm: Uuid,
+    vm_name: &str,
+    index: usize,
+    bridge: &str,
+    mac: Mac,
+) -> Result<Tap, Failure> {
+    let field = format!("spec.nics[{index}].bridge");
+    let found = links.find(bridge).await.map_err(|error| failed(&error))?;
+    let Some(bridge_link) = found else {
+        let message = format!("{field}: there is no network interface \"{bridge}\" on the node");
+        return Err(Failure::precondition("BRIDGE_NOT_FOUND", message));
+    };
+    if !bridge_link.is_bridge {
+        let message = format!("{field}: the network interface \"{bridge}\" is not a bridge");
+        return Err(Failure::precondition("NOT_A_BRIDGE", message));
+    }
+    let tap = tap_name(vm, index);
+    let fd = open_tun()?;
+    sys::attach_tap(&fd, &tap).map_err(|error| {
+        Failure::internal(format!("make the tap device \"{tap}\": {}", text::words(&error)))
+    })?;
+    let device = interface_index(&tap)
+        .map_err(|errno| failed(&errno.into()))?
+        .ok_or_else(|| Failure::internal(format!("the tap device \"{tap}\" vanished while it was set up")))?;
+    let alias = format!("vmmd: {vm_name}");
+    links
+        .join_bridge(device, &bridge_link, host_mac(mac), alias)
+        .await
+        .map_err(|error| failed(&error))?;
+    Ok(Tap {
+        fd,
+        mtu: bridge_link.mtu,
+    })
+}
+
+/// The tap's own address: the NIC's with a first byte above any that a bridge takes for itself (it takes the lowest
+/// of its ports), so that the bridge's address doesn't change as VMs come and go.
+fn host_mac(mac: Mac) -> [u8; 6] {
+    let [_, rest @ ..] = mac.octets();
+    let [b, c, d, e, f] = rest;
+    [0xfe, b, c, d, e, f]
+}
+
+async fn existing(links: &Links, nic: &Nic, tap: &str) -> Result<Tap, Failure> {
+    let name = &nic.name;
+    let Some(link) = links.find(tap).await.map_err(|error| failed(&error))? else {
+        let message = format!("NIC \"{name}\": there is no tap device \"{tap}\" on the node");
+        return Err(Failure::precondition("TAP_NOT_FOUND", message));
+    };
+    let fd = open_tun()?;
+    sys::attach_tap(&fd, tap).map_err(|error| match Errno::from_io_error(&error) {
+        Some(Errno::BUSY) => {
+            let message = format!("NIC \"{name}\": the tap device \"{tap}\" is in use by another process");
+            Failure::precondition("TAP_IN_USE", message)
+        }
+        _ => {
+            let message = format!(
+                "NIC \"{name}\": \"{tap}\" is not a tap device that can be used ({}); make one with `ip tuntap add \
+                 {tap} mode tap`",
+                text::words(&error)
+            );
+            Failure::precondition("TAP_UNUSABLE", message)
+        }
+    })?;
+    Ok(Tap { fd, mtu: link.mtu })
+}
+
+fn open_tun() -> Result<OwnedFd, Failure> {
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    rustix::fs::open("/dev/net/tun", flags, Mode::empty()).map_err(|errno| {
+        let words = text::words(&errno.into());
+        let message = format!("the node can't make tap devices ({words}): load the kernel module `tun`");
+        Failure::precondition("TUN_UNAVAILABLE", message)
+    })
+}
+
+fn interface_index(name: &str) -> rustix::io::Result<Option<u32>> {
+    let socket = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    match name_to_index(socket.as_fd(), name) {
+        Err(Errno::NODEV) => Ok(None),
+        result => result.map(Some),
+    }
+}
+
+fn failed(error: &io::Error) -> Failure {
+    Failure::internal(format!("set up the VM's network: {}", text::words(error)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tap_names_fit_into_an_interface_name_and_differ_by_nic() {
+        let vm = Uuid::new_v4();
+        assert!(tap_name(vm, 7).len() <= 15);
+        assert_ne!(tap_name(vm, 0), tap_name(vm, 1));
+    }
+
+    #[test]
+    fn a_tap_never_lends_its_address_to_the_bridge() {
+        let mac = "52:54:00:12:34:56".parse().unwrap();
+        assert_eq!(host_mac(mac), [0xfe, 0x54, 0, 0x12, 0x34, 0x56]);
+    }
+}

@@ -1,0 +1,256 @@
+//! The durable state: one redb file with a record per VM.
+//!
+//! One thread owns the file. Whatever waits when it becomes free goes into one transaction, which is durable (two
+//! phases, fsync) before anybody is answered. A write that fails changes nothing: the file is closed and opened again
+//! before the next one, since redb refuses to go on after an I/O error.
+
+mod record;
+
+use std::{
+    fs::File,
+    io,
+    path::{Path, PathBuf},
+    thread,
+};
+
+use prost::Message;
+use redb::{Database, Durability, ReadableDatabase, ReadableTable, TableDefinition, WriteTransaction};
+use tokio::sync::{mpsc, oneshot};
+
+pub use record::{Hardware, InstanceRecord, Intent, NicHardware, VmRecord};
+
+/// Version of the records' meaning that this build writes.
+pub const SCHEMA: u64 = 1;
+/// `MIGRATIONS[n]` makes schema n + 2 of schema n + 1, in the transaction that also notes the new number.
+const MIGRATIONS: [Migration; 0] = [];
+type Migration = fn(&WriteTransaction) -> Result<(), Error>;
+
+const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
+const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
+const FILE: &str = "vmmd.redb";
+/// Pages kept in memory, in bytes: records are read once, at start.
+const CACHE: usize = 1 << 20;
+/// Most changes in one transaction.
+const BATCH: usize = 64;
+
+/// Why the store can't do something.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file system is full.
+    #[error("the file system of the daemon's state is full")]
+    Full,
+    /// The file can't be opened, read or written.
+    #[error("{0}: {1}")]
+    Failed(&'static str, String),
+    /// A newer daemon has been at work.
+    #[error("the store has schema {0}, this daemon knows up to {SCHEMA}: install the newer vmmd again")]
+    Newer(u64),
+    /// The thread has ended.
+    #[error("the store is closed")]
+    Closed,
+}
+
+impl Error {
+    fn of(operation: &'static str, error: impl Into<redb::Error>) -> Self {
+        let error = error.into();
+        if let redb::Error::Io(cause) = &error
+            && matches!(
+                cause.kind(),
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
+            )
+        {
+            return Self::Full;
+        }
+        Self::Failed(operation, error.to_string())
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Change {
+    Put(Vec<u8>, Vec<u8>),
+    Remove(Vec<u8>),
+}
+
+type Job = (Change, oneshot::Sender<Result<(), Error>>);
+
+/// The store; clones are the same.
+#[derive(Clone, Debug)]
+pub struct Store {
+    jobs: mpsc::Sender<Job>,
+}
+
+impl Store {
+    /// Opens or makes the store in `dir`, migrates it, and returns it with all records.
+    pub fn open(dir: &Path) -> Result<(Self, Vec<VmRecord>), Error> {
+        let path = dir.join(FILE);
+        let database = open(&path)?;
+        let records = load(&database)?;
+        let (jobs, receiver) = mpsc::channel(BATCH);
+        thread::Builder::new()
+            .name("store".into())
+            .spawn(move || serve(&path, database, receiver))
+            .map_err(|error| Error::Failed("start the store's thread", error.to_string()))?;
+        Ok((Self { jobs }, records))
+    }
+
+    /// Writes a record, new or changed. Durable on return.
+    pub async fn put(&self, record: &VmRecord) -> Result<(), Error> {
+        self.change(Change::Put(record.uid.clone(), record.encode_to_vec()))
+            .await
+    }
+
+    /// Removes a record. Durable on return.
+    pub async fn remove(&self, uid: &[u8]) -> Result<(), Error> {
+        self.change(Change::Remove(uid.to_vec())).await
+    }
+
+    async fn change(&self, change: Change) -> Result<(), Error> {
+        let (sender, receiver) = oneshot::channel();
+        self.jobs
+            .send((change, sender))
+            .await
+            .map_err(|_| Error::Closed)?;
+        receiver.await.map_err(|_| Error::Closed)?
+    }
+}
+
+fn serve(path: &Path, database: Database, mut jobs: mpsc::Receiver<Job>) {
+    let mut database = Some(database);
+    let mut batch = Vec::new();
+    while jobs.blocking_recv_many(&mut batch, BATCH) > 0 {
+        let (changes, replies): (Vec<_>, Vec<_>) = batch.drain(..).unzip();
+        let result = commit(path, &mut database, &changes);
+        match result {
+            Ok(()) => replies.into_iter().for_each(|reply| drop(reply.send(Ok(())))),
+            Err(error) => {
+                tracing::error!(%error, "the store could not be written; nothing was changed");
+                database = None;
+                for reply in replies {
+                    let same = match &error {
+                        Error::Failed(operation, cause) => Error::Failed(operation, cause.clone()),
+                        _ => Error::Full,
+                    };
+                    let _ = reply.send(Err(same));
+                }
+            }
+        }
+    }
+}
+
+fn commit(path: &Path, database: &mut Option<Database>, changes: &[Change]) -> Result<(), Error> {
+    let database = match database {
+        Some(database) => database,
+        none => none.insert(open(path)?),
+    };
+    write(database, |transaction| {
+        let failed = |error: redb::StorageError| Error::of("write the store", error);
+        let mut table = transaction
+            .open_table(VMS)
+            .map_err(|error| Error::of("open the store", error))?;
+        for change in changes {
+            match change {
+                Change::Put(key, value) => table.insert(key.as_slice(), value.as_slice()).map_err(failed)?,
+                Change::Remove(key) => table.remove(key.as_slice()).map_err(failed)?,
+            };
+        }
+        Ok(())
+    })
+}
+
+/// Runs `work` in a durable transaction of its own.
+fn write(
+    database: &Database,
+    work: impl FnOnce(&WriteTransaction) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let mut transaction = database
+        .begin_write()
+        .map_err(|error| Error::of("write the store", error))?;
+    transaction
+        .set_durability(Durability::Immediate)
+        .map_err(|error| Error::Failed("write the store", error.to_string()))?;
+    transaction.set_two_phase_commit(true);
+    // Reopening after a crash or a failed write must not read the whole file.
+    transaction.set_quick_repair(true);
+    work(&transaction)?;
+    transaction
+        .commit()
+        .map_err(|error| Error::of("write the store", error))
+}
+
+fn open(path: &Path) -> Result<Database, Error> {
+    let database = Database::builder()
+        .set_cache_size(CACHE)
+        .create(path)
+        .map_err(|error| Error::of("open the store", error))?;
+    let schema = schema(&database)?;
+    if schema > SCHEMA {
+        return Err(Error::Newer(schema));
+    }
+    if schema < SCHEMA {
+        migrate(&database, schema)?;
+        sync_folder(path);
+    }
+    Ok(database)
+}
+
+/// The file's schema; 0 when it is new.
+fn schema(database: &Database) -> Result<u64, Error> {
+    let failed = |error: redb::Error| Error::of("read the store", error);
+    let transaction = database.begin_read().map_err(|error| failed(error.into()))?;
+    match transaction.open_table(META) {
+        Err(redb::TableError::TableDoesNotExist(_)) => Ok(0),
+        Err(error) => Err(failed(error.into())),
+        Ok(table) => {
+            let value = table.get("schema").map_err(|error| failed(error.into()))?;
+            Ok(value.map_or(0, |value| value.value()))
+        }
+    }
+}
+
+fn migrate(database: &Database, from: u64) -> Result<(), Error> {
+    write(database, |transaction| {
+        let steps = MIGRATIONS
+            .iter()
+            .skip(usize::try_from(from).unwrap_or(usize::MAX).saturating_sub(1));
+        // A new file (schema 0) has nothing to migrate.
+        for step in steps.filter(|_| from > 0) {
+            step(transaction)?;
+        }
+        transaction
+            .open_table(VMS)
+            .map_err(|error| Error::of("make the store", error))?;
+        let mut meta = transaction
+            .open_table(META)
+            .map_err(|error| Error::of("make the store", error))?;
+        meta.insert("schema", SCHEMA)
+            .map_err(|error| Error::of("make the store", error))?;
+        Ok(())
+    })
+}
+
+/// Makes the new file's name durable.
+fn sync_folder(path: &Path) {
+    let folder = path.parent().map(PathBuf::from).unwrap_or_default();
+    if let Err(error) = File::open(folder).and_then(|folder| folder.sync_all()) {
+        tracing::warn!(%error, "sync the store's folder");
+    }
+}
+
+fn load(database: &Database) -> Result<Vec<VmRecord>, Error> {
+    let failed = |error: redb::Error| Error::of("read the store", error);
+    let transaction = database.begin_read().map_err(|error| failed(error.into()))?;
+    let table = transaction
+        .open_table(VMS)
+        .map_err(|error| failed(error.into()))?;
+    let mut records = Vec::new();
+    for row in table.iter().map_err(|error| failed(error.into()))? {
+        let (_, value) = row.map_err(|error| failed(error.into()))?;
+        let record = VmRecord::decode(value.value())
+            .map_err(|error| Error::Failed("read the store: undecodable record", error.to_string()))?;
+        records.push(record);
+    }
+    Ok(records)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,128 @@
+use super::*;
+
+fn record(uid: u8, name: &str) -> VmRecord {
+    VmRecord {
+        uid: vec![uid; 16],
+        name: name.to_owned(),
+        generation: 1,
+        ..VmRecord::default()
+    }
+}
+
+fn names(records: &[VmRecord]) -> Vec<&str> {
+    records.iter().map(|record| record.name.as_str()).collect()
+}
+
+#[tokio::test]
+async fn what_was_acknowledged_is_there_after_a_new_start() {
+    let folder = tempfile::tempdir().unwrap();
+    {
+        let (store, records) = Store::open(folder.path()).unwrap();
+        assert_eq!(records, []);
+        store.put(&record(1, "a")).await.unwrap();
+        store.put(&record(2, "b")).await.unwrap();
+        store.put(&record(1, "c")).await.unwrap();
+        store.remove(&[2; 16]).await.unwrap();
+    }
+    assert_eq!(names(&reopen(folder.path())), ["c"]);
+}
+
+/// The thread closes the file some time after the last handle is gone.
+fn reopen(folder: &Path) -> Vec<VmRecord> {
+    loop {
+        match Store::open(folder) {
+            Ok((_, records)) => return records,
+            Err(Error::Failed(_, cause)) if cause.contains("already open") => thread::yield_now(),
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn many_changes_at_once_are_all_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, _) = Store::open(folder.path()).unwrap();
+    let mut tasks = tokio::task::JoinSet::new();
+    for uid in 0..100 {
+        let store = store.clone();
+        tasks.spawn(async move { store.put(&record(uid, "x")).await });
+    }
+    while let Some(result) = tasks.join_next().await {
+        result.unwrap().unwrap();
+    }
+    drop(store);
+    assert_eq!(reopen(folder.path()).len(), 100);
+}
+
+#[test]
+fn a_store_of_a_newer_daemon_is_refused_and_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(FILE);
+    let database = open(&path).unwrap();
+    write(&database, |transaction| {
+        transaction
+            .open_table(META)
+            .unwrap()
+            .insert("schema", SCHEMA + 1)
+            .unwrap();
+        Ok(())
+    })
+    .unwrap();
+    drop(database);
+    assert!(matches!(Store::open(folder.path()), Err(Error::Newer(schema)) if schema == SCHEMA + 1));
+}
+
+#[test]
+fn there_is_a_migration_for_each_older_schema() {
+    assert_eq!(u64::try_from(MIGRATIONS.len()).unwrap(), SCHEMA - 1);
+}
+
+#[test]
+fn garbage_in_place_of_the_store_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join(FILE), vec![0x5a; 8192]).unwrap();
+    assert!(matches!(Store::open(folder.path()), Err(Error::Failed(..))));
+}
+
+#[tokio::test]
+async fn a_record_keeps_every_field() {
+    let folder = tempfile::tempdir().unwrap();
+    let nic = NicHardware {
+        slot: 3,
+        mac: vec![2, 0, 0, 0, 0, 1],
+    };
+    let full = VmRecord {
+        labels: [("a".to_owned(), "b".to_owned())].into(),
+        created_ms: 5,
+        spec: Some(proto::v1::VmSpec {
+            memory: Some(proto::v1::MemorySpec {
+                size_bytes: 1 << 28,
+                backing: 1,
+            }),
+            ..Default::default()
+        }),
+        hardware: Some(Hardware {
+            rng_slot: 1,
+            disk_slots: [("root".to_owned(), 10)].into(),
+            nics: [("eth0".to_owned(), nic)].into(),
+        }),
+        intent: Intent::Running.into(),
+        instance: Some(InstanceRecord {
+            uid: 7,
+            started_ms: 8,
+            generation: 1,
+            boot_id: "x".into(),
+        }),
+        last_exit: Some(proto::v1::ExitStatus {
+            reason: 2,
+            message: "m".into(),
+            time: None,
+        }),
+        ..record(9, "full")
+    };
+    {
+        let (store, _) = Store::open(folder.path()).unwrap();
+        store.put(&full).await.unwrap();
+    }
+    assert_eq!(reopen(folder.path()), [full]);
+}

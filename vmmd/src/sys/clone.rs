@@ -1,0 +1,303 @@
+//! Starts a program in a process of its own without the daemon's rights.
+//!
+//! By clone3(2) and not `std::process::Command`: it gives a pidfd without a window in which the pid could be
+//! another's, and puts the child into its cgroup before it runs (CLONE_INTO_CGROUP). The child is a copy of a
+//! multi-threaded process: until it executes the program it may do nothing but system calls on what was prepared
+//! before. No allocation, no lock, no unwinding.
+//!
+//! The child's descriptors are exactly `stdin` (/dev/null), `stdout` and `stderr` (the log) and those of
+//! [`Program::fds`] from number 3 on, in order.
+
+use std::{
+    ffi::CString,
+    fs::File,
+    io::{self, Read},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    ptr,
+};
+
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+    process::{Resource, Rlimit, WaitId, WaitIdOptions},
+    thread::{CapabilitySet, CapabilitySets, Gid, Uid},
+};
+
+/// Number of the first passed descriptor in the child.
+pub const FIRST_FD: usize = 3;
+/// Most descriptors that can be passed.
+const MAX_FDS: usize = 8;
+/// All descriptors are moved above this number before they get their own, so that none is overwritten by another.
+const PARKED: RawFd = 64;
+
+/// What is to run, and as whom.
+#[derive(Debug)]
+pub struct Program<'a> {
+    /// The executable, open.
+    pub executable: BorrowedFd<'a>,
+    /// Arguments with the program's name first.
+    pub arguments: &'a [CString],
+    /// Descriptors it gets as 3, 4, …; at most 8.
+    pub fds: &'a [BorrowedFd<'a>],
+    /// What it writes to stdout and stderr.
+    pub log: BorrowedFd<'a>,
+    /// User and group id it runs as; not 0.
+    pub uid: u32,
+    /// Directory of the cgroup v2 that it runs in.
+    pub cgroup: Option<BorrowedFd<'a>>,
+}
+
+/// A started process.
+#[derive(Debug)]
+pub struct Child {
+    /// Process id; valid until it is reaped.
+    pub pid: u32,
+    /// Names the process for good. Readable when it has ended.
+    pub pidfd: OwnedFd,
+}
+
+/// Starts `program`; returns when the child executes it, or with what the child could not do.
+pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
+    if program.fds.len() > MAX_FDS || program.uid == 0 {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let (report_read, report_write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+    let arguments = program.arguments.iter().map(|argument| argument.as_ptr());
+    let arguments: Vec<_> = arguments.chain([ptr::null()]).collect();
+    let mut pidfd: RawFd = -1;
+    let mut clone = clone_args(program.cgroup, &mut pidfd);
+    let size = size_of::<libc::clone_args>();
+    // SAFETY: the arguments are initialised and of the given size; without CLONE_VM and with no stack given, the
+    // child goes on here with its own copy of memory, as after fork(2).
+    let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw mut clone, size) };
+    if pid == 0 {
+        let failed = become_program(program, report_write.as_fd(), &arguments);
+        exit_child(report_write.as_fd(), failed);
+    }
+    if pid < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    drop(report_write);
+    // SAFETY: CLONE_PIDFD has stored a new descriptor that nobody else owns.
+    let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+    let mut report = [0; 5];
+    let mut reader = File::from(report_read);
+    match reader.read_exact(&mut report) {
+        Ok(()) => {
+            reap(&pidfd);
+            let [step, errno @ ..] = report;
+            let error = io::Error::from_raw_os_error(i32::from_le_bytes(errno));
+            Err(io::Error::new(
+                error.kind(),
+                format!("{}: {error}", Step::name(step)),
+            ))
+        }
+        // Closed by the exec without a word.
+        Err(_) => Ok(Child {
+            pid: u32::try_from(pid).unwrap_or_default(),
+            pidfd,
+        }),
+    }
+}
+
+fn clone_args(cgroup: Option<BorrowedFd<'_>>, pidfd: &mut RawFd) -> libc::clone_args {
+    // The daemon's signal handlers write into its own pipes: the child must not run them before the exec.
+    let mut flags = u64::from(libc::CLONE_PIDFD.cast_unsigned()) | CLONE_CLEAR_SIGHAND;
+    if cgroup.is_some() {
+        flags |= CLONE_INTO_CGROUP;
+    }
+    // SAFETY: a structure of integers, for all of which 0 means "unused".
+    let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
+    args.flags = flags;
+    args.pidfd = ptr::from_mut(pidfd) as u64;
+    args.exit_signal = u64::from(libc::SIGCHLD.cast_unsigned());
+    args.cgroup = cgroup.map_or(0, |fd| u64::from(fd.as_raw_fd().cast_unsigned()));
+    args
+}
+
+/// linux/sched.h; they don't fit into the C library's `int` constants.
+const CLONE_CLEAR_SIGHAND: u64 = 0x1_0000_0000;
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+
+/// Waits for a child that has ended; nothing when it is none of ours.
+pub fn reap(pidfd: impl AsFd) {
+    let _ = rustix::process::waitid(WaitId::PidFd(pidfd.as_fd()), WaitIdOptions::EXITED);
+}
+
+/// What the child does on its way, for the message when it fails.
+#[derive(Clone, Copy)]
+#[repr(u8)]
+enum Step {
+    Session,
+    Descriptors,
+    Limits,
+    Rights,
+    User,
+    Execute,
+}
+
+impl Step {
+    fn name(step: u8) -> &'static str {
+        match step {
+            step if step == Self::Session as u8 => "begin a session",
+            step if step == Self::Descriptors as u8 => "arrange descriptors",
+            step if step == Self::Limits as u8 => "set limits",
+            step if step == Self::Rights as u8 => "give up rights",
+            step if step == Self::User as u8 => "change the user",
+            _ => "execute the vmm program",
+        }
+    }
+}
+
+/// In the child. Returns only when something failed.
+fn become_program(
+    program: &Program<'_>,
+    report: BorrowedFd<'_>,
+    arguments: &[*const libc::c_char],
+) -> (Step, Errno) {
+    let steps = || {
+        detach().map_err(|errno| (Step::Session, errno))?;
+        let executable = arrange(program, report).map_err(|errno| (Step::Descriptors, errno))?;
+        limits().map_err(|errno| (Step::Limits, errno))?;
+        drop_rights().map_err(|errno| (Step::Rights, errno))?;
+        change_user(program.uid).map_err(|errno| (Step::User, errno))?;
+        Ok(executable)
+    };
+    match steps() {
+        Ok(executable) => (Step::Execute, execute(executable, arguments)),
+        Err(failed) => failed,
+    }
+}
+
+fn detach() -> Result<(), Errno> {
+    rustix::process::setsid()?;
+    rustix::process::chdir(c"/")?;
+    rustix::process::umask(Mode::from_raw_mode(0o077));
+    // SAFETY: sets a disposition that has no handler. Rust's runtime ignores SIGPIPE, which an exec keeps.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+    Ok(())
+}
+
+/// Moves every descriptor to its number and marks all others to be closed by the exec; returns the executable's.
+fn arrange(program: &Program<'_>, report: BorrowedFd<'_>) -> Result<RawFd, Errno> {
+    let null = rustix::fs::open(c"/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    // The report's pipe too: a number below may be its own.
+    let parked_report = park(report)?;
+    let executable = park(program.executable)?;
+    let (null, log) = (park(null.as_fd())?, park(program.log)?);
+    let mut parked = [-1; MAX_FDS];
+    for (place, fd) in parked.iter_mut().zip(program.fds) {
+        *place = park(*fd)?;
+    }
+    for (source, number) in [(null, 0), (log, 1), (log, 2)] {
+        put(source, number)?;
+    }
+    let mut number = 3;
+    for source in parked.into_iter().take(program.fds.len()) {
+        put(source, number)?;
+        number += 1;
+    }
+    // The report's old number may have become one of the program's descriptors; `exit_child` uses the parked one.
+    REPORT.store(parked_report, std::sync::atomic::Ordering::Relaxed);
+    // SAFETY: marks descriptors of this process only, and none that the program is to have.
+    let result = unsafe { libc::syscall(libc::SYS_close_range, number, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+    check(result)?;
+    Ok(executable)
+}
+
+/// Where the child reports to; changed in the child's own copy of memory only.
+static REPORT: std::sync::atomic::AtomicI32 = std::sync::atomic::AtomicI32::new(-1);
+
+fn park(fd: BorrowedFd<'_>) -> Result<RawFd, Errno> {
+    use std::os::fd::IntoRawFd;
+    Ok(rustix::io::fcntl_dupfd_cloexec(fd, PARKED)?.into_raw_fd())
+}
+
+fn put(source: RawFd, number: RawFd) -> Result<(), Errno> {
+    // SAFETY: nobody owns `number` any more: this copy of the process only goes on to the exec.
+    let result = unsafe { libc::dup2(source, number) };
+    check(result.into()).map(drop)
+}
+
+fn limits() -> Result<(), Errno> {
+    // A core dump would hold the guest's memory.
+    let none = Rlimit {
+        current: Some(0),
+        maximum: Some(0),
+    };
+    rustix::process::setrlimit(Resource::Core, none)?;
+    // The daemon may be protected from the OOM killer; a VM is not.
+    let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+    if let Ok(file) = rustix::fs::open(c"/proc/self/oom_score_adj", flags, Mode::empty()) {
+        let _ = rustix::io::write(&file, b"0");
+    }
+    Ok(())
+}
+
+fn drop_rights() -> Result<(), Errno> {
+    rustix::thread::set_no_new_privs(true)?;
+    rustix::thread::set_thread_groups(&[])?;
+    rustix::thread::clear_ambient_capability_set()?;
+    for bit in 0..64 {
+        match rustix::thread::remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << bit)) {
+            // Beyond the last capability that the kernel knows.
+            Err(Errno::INVAL) => break,
+            result => result?,
+        }
+    }
+    Ok(())
+}
+
+fn change_user(uid: u32) -> Result<(), Errno> {
+    let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(uid));
+    rustix::thread::set_thread_res_gid(gid, gid, gid)?;
+    rustix::thread::set_thread_res_uid(uid, uid, uid)?;
+    let none = CapabilitySet::empty();
+    rustix::thread::set_capabilities(
+        None,
+        CapabilitySets {
+            effective: none,
+            permitted: none,
+            inheritable: none,
+        },
+    )
+}
+
+fn execute(executable: RawFd, arguments: &[*const libc::c_char]) -> Errno {
+    let environment: [*const libc::c_char; 1] = [ptr::null()];
+    // SAFETY: path, arguments and environment are NUL-terminated strings and null-terminated lists, which live in
+    // this copy of the process until it is replaced.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_execveat,
+            executable,
+            c"".as_ptr(),
+            arguments.as_ptr(),
+            environment.as_ptr(),
+            libc::AT_EMPTY_PATH,
+        )
+    };
+    check(result).err().unwrap_or(Errno::INVAL)
+}
+
+fn exit_child(report: BorrowedFd<'_>, (step, errno): (Step, Errno)) -> ! {
+    let parked = REPORT.load(std::sync::atomic::Ordering::Relaxed);
+    let report = if parked < 0 { report.as_raw_fd() } else { parked };
+    let [a, b, c, d] = errno.raw_os_error().to_le_bytes();
+    let bytes = [step as u8, a, b, c, d];
+    // SAFETY: writes from an array of this length; whether it succeeds makes no difference to what follows.
+    unsafe { libc::write(report, bytes.as_ptr().cast(), bytes.len()) };
+    // SAFETY: ends the child at once, without destructors and exit handlers of the daemon.
+    unsafe { libc::_exit(127) }
+}
+
+fn check(result: libc::c_long) -> Result<libc::c_long, Errno> {
+    if result < 0 {
+        Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::INVAL))
+    } else {
+        Ok(result)
+    }
+}
+
+#[cfg(test)]
+mod tests;

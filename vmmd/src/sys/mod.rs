@@ -1,0 +1,11 @@
+//! System calls that no crate wraps safely. All `unsafe` of the daemon is in here.
+#![allow(unsafe_code)]
+
+pub mod clone;
+mod lock;
+mod readiness;
+mod tun;
+
+pub use lock::{LockKind, lock_file};
+pub use readiness::watch;
+pub use tun::attach_tap;

@@ -1,0 +1,166 @@
+//! What an actor has under way, and what it hears of its process.
+
+use std::future;
+
+use proto::vmm::{Event, Status};
+use tokio::{
+    task::JoinHandle,
+    time::{Instant, sleep_until},
+};
+use tokio_util::sync::CancellationToken;
+
+use super::Reply;
+use crate::{
+    control,
+    failure::Failure,
+    vm::{
+        ending::Asked,
+        instance::{Instance, Link, Session},
+    },
+};
+
+/// What is under way.
+#[derive(Debug, Default)]
+pub enum Work {
+    /// Nothing.
+    #[default]
+    None,
+    /// A process is being made and booted.
+    Start(Start),
+    /// The process is to end.
+    Stop(Stop),
+    /// It is asked to pause or resume.
+    Change(Change),
+}
+
+/// A start.
+#[derive(Debug)]
+pub struct Start {
+    /// Does it.
+    pub task: JoinHandle<Result<Instance, Failure>>,
+    /// Ends it early.
+    pub cancel: CancellationToken,
+    /// Who wants to know.
+    pub waiters: Vec<Reply>,
+    /// What was asked for meanwhile.
+    pub stop: Option<Stop>,
+}
+
+/// A stop, from asking the guest to the end of the process.
+#[derive(Debug)]
+pub struct Stop {
+    /// How far it is.
+    pub stage: Stage,
+    /// When the next stage begins.
+    pub deadline: Option<Instant>,
+    /// For the judgement of the end.
+    pub asked: Asked,
+    /// Who wants to know when it has stopped.
+    pub waiters: Vec<Reply>,
+    /// What follows.
+    pub then: Then,
+}
+
+/// How far a stop is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stage {
+    /// The guest was asked to power off.
+    Asked,
+    /// The `vmm` was told to end.
+    Ending,
+    /// The process was killed.
+    Killed,
+}
+
+/// What follows a stop.
+#[derive(Debug, Default)]
+pub enum Then {
+    /// Nothing.
+    #[default]
+    Stay,
+    /// A start; who wants to know.
+    Start(Vec<Reply>),
+    /// The VM's deletion; who wants to know.
+    Delete(Vec<Reply>),
+}
+
+/// A pause or resume.
+#[derive(Debug)]
+pub struct Change {
+    /// Does it.
+    pub task: JoinHandle<Result<Status, control::Error>>,
+    /// Who wants to know.
+    pub waiters: Vec<Reply>,
+}
+
+/// What has come to an end.
+#[derive(Debug)]
+pub enum Done {
+    /// A start.
+    Started(Result<Instance, Failure>),
+    /// A pause or resume.
+    Changed(Result<Status, control::Error>),
+    /// The time for a stage of a stop.
+    Deadline,
+}
+
+impl Work {
+    /// Waits until something is done; forever when nothing is under way.
+    pub async fn next(&mut self) -> Done {
+        match self {
+            Self::None => future::pending().await,
+            Self::Start(start) => {
+                let result = (&mut start.task).await;
+                Done::Started(result.unwrap_or_else(|error| Err(Failure::internal(error.to_string()))))
+            }
+            Self::Stop(Stop {
+                deadline: Some(deadline),
+                ..
+            }) => {
+                sleep_until(*deadline).await;
+                Done::Deadline
+            }
+            Self::Stop(_) => future::pending().await,
+            Self::Change(change) => {
+                let result = (&mut change.task).await;
+                Done::Changed(result.unwrap_or(Err(control::Error::Closed)))
+            }
+        }
+    }
+}
+
+/// News of a process.
+#[derive(Debug)]
+pub enum News {
+    /// It has ended; by which signal, where that is known.
+    Ended(Option<i32>),
+    /// It says something.
+    Event(Event),
+    /// The connection is gone.
+    Disconnected,
+    /// The connection was made anew, or could not be.
+    Connected(Result<Session, control::Error>),
+}
+
+/// Waits for news; forever when there is no process.
+pub async fn news(instance: &mut Option<Instance>) -> News {
+    let Some(Instance { process, link, .. }) = instance else {
+        return future::pending().await;
+    };
+    tokio::select! {
+        biased;
+        signal = process.ended() => News::Ended(signal),
+        news = link_news(link) => news,
+    }
+}
+
+async fn link_news(link: &mut Link) -> News {
+    match link {
+        Link::Up(_, events) => events.recv().await.map_or(News::Disconnected, News::Event),
+        Link::Connecting(task) => {
+            let result = task.await;
+            News::Connected(result.unwrap_or(Err(control::Error::Closed)))
+        }
+        Link::Lost => future::pending().await,
+    }
+}

@@ -1,0 +1,284 @@
+//! May a request be carried out now, given what the VM does at present? A pure function: the actor acts on it.
+
+use crate::failure::Failure;
+
+/// What the VM is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Situation {
+    /// No process: stopped, failed, or never started.
+    Down,
+    /// A process is being made and booted.
+    Starting,
+    /// The guest runs.
+    Running,
+    /// Its vCPUs are stopped.
+    Paused,
+    /// A pause or resume is under way.
+    Changing,
+    /// On the way down; `restarting` when it is to come up again.
+    Stopping {
+        /// A start follows.
+        restarting: bool,
+    },
+    /// It is being deleted.
+    Terminating,
+}
+
+/// What is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// Start it.
+    Start,
+    /// Stop it: gracefully, or by force.
+    Stop,
+    /// Stop and start it.
+    Restart,
+    /// Stop its vCPUs.
+    Pause,
+    /// Let them run again.
+    Resume,
+    /// Delete it; `force` even if it runs.
+    Delete {
+        /// Kill it first.
+        force: bool,
+    },
+}
+
+/// What becomes of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Begin it; what is under way gives way.
+    Begin,
+    /// Wait for what is under way: it has the same end.
+    Join,
+    /// It is so already.
+    Done,
+    /// No.
+    Refuse(Refusal),
+}
+
+/// Why not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// A start of a VM that runs.
+    AlreadyRunning,
+    /// A start of a VM that is paused.
+    IsPaused,
+    /// It doesn't run.
+    NotRunning,
+    /// It runs and can't be deleted without force.
+    StillRunning,
+    /// Something is under way that must end first.
+    Busy(Situation),
+    /// It will be gone in a moment.
+    BeingDeleted,
+}
+
+/// Decides.
+pub fn admit(situation: Situation, request: Request) -> Verdict {
+    use Request::{Delete, Pause, Restart, Resume, Start, Stop};
+    use Situation::{Changing, Down, Paused, Running, Starting, Stopping, Terminating};
+    use Verdict::{Begin, Done, Join};
+    let refuse = |refusal| Verdict::Refuse(refusal);
+    let busy = || refuse(Refusal::Busy(situation));
+    match (situation, request) {
+        (Terminating, Delete { .. }) => Join,
+        (Terminating, _) => refuse(Refusal::BeingDeleted),
+
+        (Down, Start | Restart | Delete { .. }) => Begin,
+        (Down, Stop) => Done,
+        (Down, Pause | Resume) => refuse(Refusal::NotRunning),
+
+        (_, Delete { force: true }) => Begin,
+        (_, Delete { force: false }) => refuse(Refusal::StillRunning),
+
+        (Starting, Start) => Join,
+        (Starting, Stop) => Begin,
+        (Starting, Restart | Pause | Resume) => busy(),
+
+        (Running | Changing, Start) => refuse(Refusal::AlreadyRunning),
+        (Paused, Start) => refuse(Refusal::IsPaused),
+        (Running | Paused | Changing, Stop | Restart) => Begin,
+        (Running, Pause) | (Paused, Resume) => Begin,
+        (Running, Resume) | (Paused, Pause) => Done,
+        (Changing, Pause | Resume) => busy(),
+
+        (Stopping { .. }, Stop) => Join,
+        (Stopping { restarting: true }, Restart) => Join,
+        (Stopping { .. }, _) => busy(),
+    }
+}
+
+impl Refusal {
+    /// The same for the client.
+    pub fn into_failure(self, name: &str) -> Failure {
+        let (reason, problem) = match self {
+            Self::AlreadyRunning => ("ALREADY_RUNNING", "is running already"),
+            Self::IsPaused => ("VM_PAUSED", "is paused: resume it instead"),
+            Self::NotRunning => ("NOT_RUNNING", "is not running: start it first"),
+            Self::StillRunning => (
+                "STILL_RUNNING",
+                "is running: stop it first, or delete it with force",
+            ),
+            Self::BeingDeleted => ("BEING_DELETED", "is being deleted"),
+            Self::Busy(situation) => match situation {
+                Situation::Starting => ("BUSY", "is being started: wait, or stop it"),
+                Situation::Stopping { .. } => ("BUSY", "is being stopped: wait, or stop it with force"),
+                _ => ("BUSY", "is being paused or resumed: wait a moment"),
+            },
+        };
+        Failure::precondition(reason, format!("VM \"{name}\" {problem}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Refusal::*, Request::*, Situation::*, Verdict::*, *};
+
+    /// One row per situation; columns: start, stop, restart, pause, resume, delete, delete by force.
+    const TABLE: &[(Situation, [Verdict; 7])] = &[
+        (
+            Down,
+            [
+                Begin,
+                Done,
+                Begin,
+                Refuse(NotRunning),
+                Refuse(NotRunning),
+                Begin,
+                Begin,
+            ],
+        ),
+        (
+            Starting,
+            [
+                Join,
+                Begin,
+                Refuse(Busy(Starting)),
+                Refuse(Busy(Starting)),
+                Refuse(Busy(Starting)),
+                Refuse(StillRunning),
+                Begin,
+            ],
+        ),
+        (
+            Running,
+            [
+                Refuse(AlreadyRunning),
+                Begin,
+                Begin,
+                Begin,
+                Done,
+                Refuse(StillRunning),
+                Begin,
+            ],
+        ),
+        (
+            Paused,
+            [
+                Refuse(IsPaused),
+                Begin,
+                Begin,
+                Done,
+                Begin,
+                Refuse(StillRunning),
+                Begin,
+            ],
+        ),
+        (
+            Changing,
+            [
+                Refuse(AlreadyRunning),
+                Begin,
+                Begin,
+                Refuse(Busy(Changing)),
+                Refuse(Busy(Changing)),
+                Refuse(StillRunning),
+                Begin,
+            ],
+        ),
+        (
+            STOPPING,
+            [
+                Refuse(Busy(STOPPING)),
+                Join,
+                Refuse(Busy(STOPPING)),
+                Refuse(Busy(STOPPING)),
+                Refuse(Busy(STOPPING)),
+                Refuse(StillRunning),
+                Begin,
+            ],
+        ),
+        (
+            RESTARTING,
+            [
+                Refuse(Busy(RESTARTING)),
+                Join,
+                Join,
+                Refuse(Busy(RESTARTING)),
+                Refuse(Busy(RESTARTING)),
+                Refuse(StillRunning),
+                Begin,
+            ],
+        ),
+        (
+            Terminating,
+            [
+                Refuse(BeingDeleted),
+                Refuse(BeingDeleted),
+                Refuse(BeingDeleted),
+                Refuse(BeingDeleted),
+                Refuse(BeingDeleted),
+                Join,
+                Join,
+            ],
+        ),
+    ];
+    const STOPPING: Situation = Stopping { restarting: false };
+    const RESTARTING: Situation = Stopping { restarting: true };
+    const REQUESTS: [Request; 7] = [
+        Start,
+        Stop,
+        Restart,
+        Pause,
+        Resume,
+        Delete { force: false },
+        Delete { force: true },
+    ];
+
+    #[test]
+    fn the_table_holds() {
+        for (situation, verdicts) in TABLE {
+            for (request, verdict) in REQUESTS.into_iter().zip(verdicts) {
+                assert_eq!(
+                    admit(*situation, request),
+                    *verdict,
+                    "{request:?} when {situation:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn force_always_gets_through() {
+        for (situation, _) in TABLE {
+            assert!(
+                !matches!(admit(*situation, Delete { force: true }), Refuse(_)),
+                "{situation:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn every_refusal_names_the_vm_and_a_reason() {
+        for (situation, verdicts) in TABLE {
+            for verdict in verdicts {
+                if let Refuse(refusal) = verdict {
+                    let failure = refusal.into_failure("web");
+                    assert!(failure.message.contains("\"web\""), "{situation:?}");
+                    assert!(!failure.reason.is_empty());
+                }
+            }
+        }
+    }
+}

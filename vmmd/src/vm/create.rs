@@ -1,0 +1,146 @@
+//! Makes a VM's record.
+
+use std::sync::Arc;
+
+use proto::{
+    model::{
+        Violations,
+        nic::Mac,
+        vm::{Manifest, VmSpec},
+    },
+    v1,
+};
+use tokio::{sync::oneshot, task::spawn_blocking};
+use uuid::Uuid;
+
+use super::{
+    actor::{Actor, Command},
+    admission::Request,
+    describe::View,
+    files::{self, Locks},
+    machine,
+    start::store_failure,
+};
+use crate::{
+    failure::{Failure, Kind},
+    host::Host,
+    store::{Intent, VmRecord},
+    text,
+};
+
+/// Makes a VM of a manifest, and with `start` sees to it that it is started. With `dry_run` everything is checked and
+/// nothing changed.
+pub async fn create(host: Arc<Host>, vm: v1::Vm, start: bool, dry_run: bool) -> Result<Arc<v1::Vm>, Failure> {
+    let manifest = validate(&vm)?;
+    fits(&host, manifest.spec.memory_bytes)?;
+    if start || dry_run {
+        check_files(&host, &manifest.spec).await?;
+    }
+    let name = manifest.name.to_string();
+    let Some(_reservation) = host.table.reserve(&name) else {
+        let message = format!("there is a VM \"{name}\" already");
+        return Err(Failure::new(Kind::Exists, "VM_EXISTS", message));
+    };
+    let uid = Uuid::new_v4();
+    let hardware = machine::allocate(&manifest.spec, || random_mac(&host));
+    let record = VmRecord {
+        uid: uid.as_bytes().to_vec(),
+        name: name.clone(),
+        generation: 1,
+        created_ms: text::now_ms(),
+        labels: manifest.labels,
+        spec: vm.spec,
+        hardware: Some(hardware),
+        intent: if start { Intent::Running } else { Intent::Stopped }.into(),
+        instance: None,
+        last_exit: None,
+    };
+    let mut view = if start {
+        View::new(v1::VmPhase::Pending, "Created", "")
+    } else {
+        View::new(v1::VmPhase::Stopped, "Created", "")
+    };
+    if dry_run {
+        return Ok(Arc::new(view.describe(uid, &record, &manifest.spec, None)));
+    }
+    host.store.put(&record).await.map_err(store_failure)?;
+    tracing::info!(vm = name, %uid, "created");
+    Actor::spawn(&host, uid, record, manifest.spec, view, None);
+    let entry = host.table.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
+    let created = Arc::clone(&entry.state.borrow());
+    if start {
+        let command = Command {
+            request: Request::Start,
+            grace: None,
+            reply: oneshot::channel().0,
+        };
+        let _ = entry.mailbox.send(command).await;
+    }
+    Ok(created)
+}
+
+fn validate(vm: &v1::Vm) -> Result<Manifest, Failure> {
+    let mut found = Violations::default();
+    let metadata = vm.metadata.clone().unwrap_or_default();
+    for (field, set) in [
+        ("status", vm.status.is_some()),
+        ("metadata.uid", !metadata.uid.is_empty()),
+        ("metadata.generation", metadata.generation != 0),
+        ("metadata.createTime", metadata.create_time.is_some()),
+    ] {
+        if set {
+            found.add(field, "is set by the daemon: leave it out");
+        }
+    }
+    match Manifest::try_from(vm) {
+        Ok(manifest) => Ok(found.or(manifest)?),
+        Err(more) => {
+            found.0.extend(more.0);
+            Err(found.into())
+        }
+    }
+}
+
+fn fits(host: &Host, memory: u64) -> Result<(), Failure> {
+    let node = host.ledger.memory();
+    if memory <= node {
+        return Ok(());
+    }
+    let description = format!("is {} MiB, more than the node's {} MiB", memory >> 20, node >> 20);
+    let failure = Failure::field("spec.memory.sizeBytes", description);
+    Err(Failure {
+        kind: Kind::Precondition,
+        reason: "INSUFFICIENT_MEMORY",
+        ..failure
+    })
+}
+
+async fn check_files(host: &Arc<Host>, spec: &VmSpec) -> Result<(), Failure> {
+    let (host, spec) = (Arc::clone(host), spec.clone());
+    let checked = spawn_blocking(move || {
+        files::open_kvm(&host.config.kvm_device)?;
+        files::open(&spec, &host.ledger, Locks::Look).map(drop)
+    });
+    checked
+        .await
+        .unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
+}
+
+/// A locally administered address that no VM of the node has.
+fn random_mac(host: &Host) -> Mac {
+    let vms = host.table.list();
+    let taken = |mac: &str| {
+        let mut nics = vms
+            .iter()
+            .flat_map(|vm| vm.status.iter().flat_map(|status| &status.nics));
+        nics.any(|nic| nic.mac == mac)
+    };
+    loop {
+        // 46 bits of a random UUID; its version and variant bits are in bytes 6 and 8.
+        let [a, b, c, d, e, f, ..] = Uuid::new_v4().into_bytes();
+        let mac = Mac::local([a, b, c, d, e, f]);
+        if !taken(&mac.to_string()) {
+            return mac;
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! A VM as the API shows it.
+
+use proto::{
+    model::vm::{API_VERSION, Attachment, KIND, VmSpec},
+    v1::{self, ConditionStatus, VmPhase},
+};
+use uuid::Uuid;
+
+use crate::{
+    network,
+    store::VmRecord,
+    text,
+    vm::{
+        instance::{Instance, Link},
+        machine,
+    },
+};
+
+/// What an actor knows beside the record.
+#[derive(Clone, Debug)]
+pub struct View {
+    /// The phase.
+    pub phase: VmPhase,
+    /// Why, one CamelCase word.
+    pub reason: String,
+    /// For people.
+    pub message: String,
+    /// When the phase was entered, in milliseconds of Unix time.
+    pub phase_ms: u64,
+    /// What the condition `Ready` was last.
+    ready: (ConditionStatus, u64),
+}
+
+impl View {
+    /// A VM in this phase from now on.
+    pub fn new(phase: VmPhase, reason: impl Into<String>, message: impl Into<String>) -> Self {
+        let now = text::now_ms();
+        let (reason, message) = (reason.into(), message.into());
+        Self {
+            phase,
+            reason,
+            message,
+            phase_ms: now,
+            ready: (ConditionStatus::Unspecified, now),
+        }
+    }
+
+    /// Another phase, or the same for another reason.
+    pub fn enter(&mut self, phase: VmPhase, reason: impl Into<String>, message: impl Into<String>) {
+        if self.phase != phase {
+            self.phase_ms = text::now_ms();
+        }
+        self.phase = phase;
+        self.reason = reason.into();
+        self.message = message.into();
+    }
+
+    /// All of it as a message.
+    pub fn describe(
+        &mut self,
+        uid: Uuid,
+        record: &VmRecord,
+        spec: &VmSpec,
+        instance: Option<&Instance>,
+    ) -> v1::Vm {
+        let metadata = v1::VmMetadata {
+            name: record.name.clone(),
+            uid: uid.to_string(),
+            generation: record.generation,
+            labels: record.labels.clone(),
+            create_time: text::timestamp(record.created_ms),
+        };
+        let run = record.instance.as_ref().filter(|_| instance.is_some());
+        let status = v1::VmStatus {
+            phase: self.phase.into(),
+            reason: self.reason.clone(),
+            message: self.message.clone(),
+            observed_generation: run.map_or(0, |run| run.generation),
+            instance: instance.map(|instance| v1::InstanceStatus {
+                pid: instance.process.pid(),
+                uid: instance.claim.uid(),
+                start_time: run.and_then(|run| text::timestamp(run.started_ms)),
+                guest_resets: instance.guest_resets,
+                vmm_version: instance.version.clone(),
+            }),
+            last_exit: record.last_exit.clone(),
+            conditions: vec![self.ready(instance)],
+            nics: nics(uid, record, spec, instance.is_some()),
+            phase_time: text::timestamp(self.phase_ms),
+        };
+        v1::Vm {
+            api_version: API_VERSION.to_owned(),
+            kind: KIND.to_owned(),
+            metadata: Some(metadata),
+            spec: record.spec.clone(),
+            status: Some(status),
+        }
+    }
+
+    /// `Ready`: the guest runs and its `vmm` answers.
+    fn ready(&mut self, instance: Option<&Instance>) -> v1::Condition {
+        let (status, reason, message) = match (self.phase, instance.map(|instance| &instance.link)) {
+            (VmPhase::Running, Some(Link::Up(..))) => (ConditionStatus::True, "Running", ""),
+            (VmPhase::Running | VmPhase::Paused, Some(Link::Connecting(_))) => (
+                ConditionStatus::Unknown,
+                "Unresponsive",
+                "the vmm process lives but doesn't answer",
+            ),
+            (VmPhase::Running | VmPhase::Paused, Some(Link::Lost)) => (
+                ConditionStatus::Unknown,
+                "ControlLost",
+                "the vmm process lives but can't be controlled: it can only be stopped with force",
+            ),
+            (phase, _) => (ConditionStatus::False, phase_word(phase), ""),
+        };
+        if self.ready.0 != status {
+            self.ready = (status, text::now_ms());
+        }
+        v1::Condition {
+            r#type: "Ready".to_owned(),
+            status: status.into(),
+            reason: reason.to_owned(),
+            message: message.to_owned(),
+            transition_time: text::timestamp(self.ready.1),
+        }
+    }
+}
+
+/// The phase as people write it.
+pub fn phase_word(phase: VmPhase) -> &'static str {
+    match phase {
+        VmPhase::Unspecified => "Unknown",
+        VmPhase::Pending => "Pending",
+        VmPhase::Starting => "Starting",
+        VmPhase::Running => "Running",
+        VmPhase::Paused => "Paused",
+        VmPhase::Migrating => "Migrating",
+        VmPhase::Stopping => "Stopping",
+        VmPhase::Stopped => "Stopped",
+        VmPhase::Failed => "Failed",
+        VmPhase::Terminating => "Terminating",
+    }
+}
+
+/// `KERNEL_NOT_FOUND` as a status has it: `KernelNotFound`.
+pub fn camel_case(reason: &str) -> String {
+    let words = reason.split('_').filter(|word| !word.is_empty());
+    words
+        .flat_map(|word| {
+            let (first, rest) = word.split_at(1);
+            [first.to_owned(), rest.to_lowercase()]
+        })
+        .collect()
+}
+
+fn nics(uid: Uuid, record: &VmRecord, spec: &VmSpec, running: bool) -> Vec<v1::NicStatus> {
+    let hardware = record.hardware.clone().unwrap_or_default();
+    let described = spec.nics.iter().enumerate().map(|(index, nic)| {
+        let (tap, bridge) = match &nic.attachment {
+            Attachment::Bridge(bridge) => (network::tap_name(uid, index), bridge.clone()),
+            Attachment::Tap(tap) => (tap.clone(), String::new()),
+        };
+        let mac = machine::mac(&hardware, nic.name.as_str());
+        v1::NicStatus {
+            name: nic.name.to_string(),
+            mac: mac.map(|mac| mac.to_string()).unwrap_or_default(),
+            tap: if running { tap } else { String::new() },
+            bridge,
+        }
+    });
+    described.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reasons_for_programs_become_words_of_a_status() {
+        assert_eq!(camel_case("KERNEL_NOT_FOUND"), "KernelNotFound");
+        assert_eq!(camel_case("INTERNAL"), "Internal");
+        assert_eq!(camel_case("__"), "");
+    }
+
+    #[test]
+    fn the_time_of_a_phase_is_that_of_its_beginning() {
+        let mut view = View::new(VmPhase::Running, "Running", "");
+        view.phase_ms = 5;
+        view.enter(VmPhase::Running, "GuestPanicked", "x");
+        assert_eq!((view.phase_ms, view.reason.as_str()), (5, "GuestPanicked"));
+        view.enter(VmPhase::Stopped, "Killed", "");
+        assert!(view.phase_ms > 5);
+    }
+}

@@ -1,0 +1,204 @@
+//! What the end of a `vmm` process means for its VM. A pure function of all that is known of it.
+
+use proto::{
+    v1::{ExitReason, ExitStatus, VmPhase},
+    vmm::{ExitKind, ExitRecord},
+};
+
+use crate::text;
+
+/// What was asked of the VM when it ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Asked {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// To power off.
+    PowerOff,
+    /// To end at once, by force or because it didn't power off in time.
+    Kill,
+}
+
+/// What is known of an ended process.
+#[derive(Clone, Debug, Default)]
+pub struct Evidence {
+    /// What it wrote itself.
+    pub record: Option<ExitRecord>,
+    /// What was asked of it.
+    pub asked: Asked,
+    /// The kernel killed something in its cgroup for want of memory.
+    pub oom_killed: bool,
+    /// The signal that ended it, where the daemon is its parent.
+    pub signal: Option<i32>,
+    /// The node has been restarted since.
+    pub node_restarted: bool,
+}
+
+/// The phase that follows, why, and how the run ended.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ending {
+    /// Stopped or Failed.
+    pub phase: VmPhase,
+    /// One CamelCase word.
+    pub reason: &'static str,
+    /// For the status.
+    pub exit: ExitStatus,
+}
+
+/// Decides.
+pub fn judge(evidence: &Evidence) -> Ending {
+    let (reason, message) = match &evidence.record {
+        Some(record) => recorded(record, evidence.asked),
+        None => (without_record(evidence), lost_message(evidence)),
+    };
+    let time = evidence.record.as_ref().map_or(0, |record| record.time_unix_ms);
+    let time = text::timestamp(if time == 0 { text::now_ms() } else { time });
+    let (phase, word) = phase(reason);
+    Ending {
+        phase,
+        reason: word,
+        exit: ExitStatus {
+            reason: reason.into(),
+            message,
+            time,
+        },
+    }
+}
+
+/// The phase and its reason after a run that ended so.
+pub fn phase(reason: ExitReason) -> (VmPhase, &'static str) {
+    match reason {
+        ExitReason::GuestShutdown => (VmPhase::Stopped, "GuestShutdown"),
+        ExitReason::Stopped => (VmPhase::Stopped, "Stopped"),
+        ExitReason::Killed => (VmPhase::Stopped, "Killed"),
+        ExitReason::GuestPanic => (VmPhase::Failed, "GuestPanic"),
+        ExitReason::GuestCrash => (VmPhase::Failed, "GuestCrash"),
+        ExitReason::VmmError => (VmPhase::Failed, "VmmError"),
+        ExitReason::StartFailed => (VmPhase::Failed, "StartFailed"),
+        ExitReason::Lost | ExitReason::Unspecified => (VmPhase::Failed, "Lost"),
+    }
+}
+
+fn recorded(record: &ExitRecord, asked: Asked) -> (ExitReason, String) {
+    let reason = match record.kind() {
+        ExitKind::PowerOff if asked == Asked::Nothing => ExitReason::GuestShutdown,
+        ExitKind::PowerOff => ExitReason::Stopped,
+        ExitKind::Stopped => ExitReason::Killed,
+        ExitKind::GuestPanic => ExitReason::GuestPanic,
+        ExitKind::GuestCrash => ExitReason::GuestCrash,
+        ExitKind::StartFailed => ExitReason::StartFailed,
+        ExitKind::VmmError | ExitKind::Unspecified => ExitReason::VmmError,
+    };
+    (reason, record.message.clone())
+}
+
+fn without_record(evidence: &Evidence) -> ExitReason {
+    if evidence.asked == Asked::Kill && !evidence.node_restarted {
+        ExitReason::Killed
+    } else {
+        ExitReason::Lost
+    }
+}
+
+fn lost_message(evidence: &Evidence) -> String {
+    if evidence.node_restarted {
+        return "the node was restarted while the VM ran".to_owned();
+    }
+    if evidence.asked == Asked::Kill {
+        return String::new();
+    }
+    if evidence.oom_killed {
+        return "the node ran out of memory and the kernel killed the vmm process".to_owned();
+    }
+    match evidence.signal {
+        Some(signal) => format!("the vmm process was killed by signal {signal}"),
+        None => "the vmm process vanished without a record".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(kind: ExitKind) -> Evidence {
+        let record = ExitRecord {
+            kind: kind.into(),
+            message: "m".into(),
+            time_unix_ms: 1000,
+        };
+        Evidence {
+            record: Some(record),
+            ..Evidence::default()
+        }
+    }
+
+    #[test]
+    fn what_a_process_recorded_decides() {
+        use ExitKind as K;
+        use ExitReason as R;
+        for (kind, asked, reason, phase) in [
+            (K::PowerOff, Asked::Nothing, R::GuestShutdown, VmPhase::Stopped),
+            (K::PowerOff, Asked::PowerOff, R::Stopped, VmPhase::Stopped),
+            (K::PowerOff, Asked::Kill, R::Stopped, VmPhase::Stopped),
+            (K::Stopped, Asked::Kill, R::Killed, VmPhase::Stopped),
+            (K::GuestPanic, Asked::Nothing, R::GuestPanic, VmPhase::Failed),
+            (K::GuestPanic, Asked::PowerOff, R::GuestPanic, VmPhase::Failed),
+            (K::GuestCrash, Asked::Nothing, R::GuestCrash, VmPhase::Failed),
+            (K::VmmError, Asked::Kill, R::VmmError, VmPhase::Failed),
+            (K::StartFailed, Asked::Nothing, R::StartFailed, VmPhase::Failed),
+            (K::Unspecified, Asked::Nothing, R::VmmError, VmPhase::Failed),
+        ] {
+            let ending = judge(&Evidence {
+                asked,
+                ..record(kind)
+            });
+            assert_eq!(
+                (ending.exit.reason(), ending.phase),
+                (reason, phase),
+                "{kind:?} {asked:?}"
+            );
+            assert_eq!(ending.exit.message, "m");
+            assert_eq!(ending.exit.time.map(|time| time.seconds), Some(1));
+        }
+    }
+
+    #[test]
+    fn a_process_without_a_record_is_lost_unless_we_killed_it() {
+        let lost = judge(&Evidence {
+            signal: Some(9),
+            ..Evidence::default()
+        });
+        assert_eq!(
+            (lost.exit.reason(), lost.phase),
+            (ExitReason::Lost, VmPhase::Failed)
+        );
+        assert!(lost.exit.message.contains("signal 9"));
+        let killed = judge(&Evidence {
+            asked: Asked::Kill,
+            signal: Some(9),
+            ..Evidence::default()
+        });
+        assert_eq!(
+            (killed.exit.reason(), killed.phase),
+            (ExitReason::Killed, VmPhase::Stopped)
+        );
+    }
+
+    #[test]
+    fn an_out_of_memory_kill_and_a_restart_of_the_node_are_named() {
+        let oom = judge(&Evidence {
+            oom_killed: true,
+            signal: Some(9),
+            ..Evidence::default()
+        });
+        assert!(oom.exit.message.contains("out of memory"), "{oom:?}");
+        let evidence = Evidence {
+            node_restarted: true,
+            asked: Asked::Kill,
+            ..Evidence::default()
+        };
+        let restarted = judge(&evidence);
+        assert_eq!(restarted.exit.reason(), ExitReason::Lost);
+        assert!(restarted.exit.message.contains("restarted"));
+    }
+}

@@ -1,0 +1,235 @@
+//! One run of a VM: its process, the connection to it, and what it holds of the node.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::MetadataExt,
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use prost::Message;
+use proto::vmm::{Event, ExitRecord, HelloReply};
+use rustix::fs::FlockOperation;
+use tokio::{
+    sync::mpsc,
+    task::JoinHandle,
+    time::{sleep, timeout},
+};
+use uuid::Uuid;
+
+use crate::{
+    control::{self, Client},
+    host::Host,
+    ledger::Claim,
+    paths::RuntimeDir,
+    vm::process::Process,
+};
+
+/// How long a `vmm` that an earlier daemon left may take to answer before the daemon goes on without it.
+pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
+/// After a connection is lost for good, how long the process is expected to end before that is reported.
+const DYING: Duration = Duration::from_secs(1);
+/// Longest exit record in bytes.
+const MAX_EXIT_RECORD: u64 = 64 << 10;
+
+/// A living `vmm`.
+#[derive(Debug)]
+pub struct Instance {
+    /// The process.
+    pub process: Process,
+    /// How it is talked to.
+    pub link: Link,
+    /// What it holds; given back when the instance is dropped.
+    pub claim: Claim,
+    /// Build of the `vmm`; empty until it has said so.
+    pub version: String,
+    /// Resets that the guest did in this run.
+    pub guest_resets: u64,
+    /// How it said that it ends, before it did.
+    pub ended: Option<ExitRecord>,
+}
+
+/// The connection to a `vmm`.
+#[derive(Debug)]
+pub enum Link {
+    /// It answers.
+    Up(Client, mpsc::Receiver<Event>),
+    /// It has not answered yet, or the connection was lost and is made anew.
+    Connecting(JoinHandle<Result<Session, control::Error>>),
+    /// It can't be talked to any more.
+    Lost,
+}
+
+/// A connection on which both sides have said hello.
+#[derive(Debug)]
+pub struct Session {
+    /// For requests.
+    pub client: Client,
+    /// What it tells unasked.
+    pub events: mpsc::Receiver<Event>,
+    /// What it said.
+    pub hello: HelloReply,
+}
+
+/// What was found of a run when the daemon started.
+#[derive(Debug)]
+pub enum Found {
+    /// A living process; with the reply to the hello if that came in time.
+    Alive(Box<Instance>, Option<HelloReply>),
+    /// It has ended.
+    Ended,
+}
+
+/// Connects and says hello; waits as long as the process lives.
+pub async fn connect(runtime: RuntimeDir) -> Result<Session, control::Error> {
+    let (client, events) = Client::connect(&runtime.control()).await?;
+    let hello = client.hello().await?;
+    Ok(Session {
+        client,
+        events,
+        hello,
+    })
+}
+
+/// As [`connect`], for a connection that was lost: when it can't be made, most likely the process is about to end,
+/// and the news of that is left time to come first.
+pub async fn reconnect(runtime: RuntimeDir) -> Result<Session, control::Error> {
+    let result = connect(runtime).await;
+    if result.is_err() {
+        sleep(DYING).await;
+    }
+    result
+}
+
+/// Looks for a process that an earlier daemon has started for the VM `uid` as `user`.
+///
+/// The lock tells whether it lives; which process that is, is found in several ways and believed when its owner is
+/// `user`, which no other process has.
+pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, memory: u64) -> io::Result<Found> {
+    let runtime = RuntimeDir::of(&host.config, uid);
+    if !lock_is_held(&runtime.lock())? {
+        return Ok(Found::Ended);
+    }
+    let peer = match Client::connect(&runtime.control()).await {
+        Ok((client, _)) => client.peer().ok().map(|(pid, _)| pid),
+        Err(_) => None,
+    };
+    let lock = runtime.lock();
+    let mut connecting = tokio::spawn(connect(runtime));
+    let (link, hello) = match timeout(ATTACH_TIMEOUT, &mut connecting).await {
+        Ok(Ok(Ok(Session {
+            client,
+            events,
+            hello,
+        }))) => (Link::Up(client, events), Some(hello)),
+        Ok(failed) => {
+            tracing::warn!(vm = name, ?failed, "a running vmm can't be talked to");
+            (Link::Lost, None)
+        }
+        Err(_) => (Link::Connecting(connecting), None),
+    };
+    let group = host
+        .cgroups
+        .as_ref()
+        .map(|parent| parent.group(uid).processes())
+        .unwrap_or_default();
+    let told = hello.as_ref().map(|hello| hello.pid);
+    let mut candidates = peer.into_iter().chain(group).chain(told);
+    let process = candidates
+        .find(|pid| owner(*pid).is_ok_and(|owner| owner == user))
+        .map(Process::open);
+    if !lock_is_held(&lock)? {
+        return Ok(Found::Ended);
+    }
+    let process = process.unwrap_or_else(|| Err(io::Error::other("the VM's process can't be found")))?;
+    let version = hello
+        .as_ref()
+        .map(|hello| hello.build.clone())
+        .unwrap_or_default();
+    let status = hello.as_ref().and_then(|hello| hello.status.as_ref());
+    let instance = Instance {
+        process,
+        link,
+        claim: host.ledger.adopt(name, user, memory),
+        version,
+        guest_resets: status.map_or(0, |status| status.guest_resets),
+        ended: None,
+    };
+    Ok(Found::Alive(Box::new(instance), hello))
+}
+
+/// The user that a process runs as.
+fn owner(pid: u32) -> io::Result<u32> {
+    Ok(fs::metadata(format!("/proc/{pid}"))?.uid())
+}
+
+/// True while a process holds the lock; false when there is no such file.
+pub fn lock_is_held(path: &Path) -> io::Result<bool> {
+    let file = match File::options().read(true).write(true).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        file => file?,
+    };
+    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(false),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(true),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// Makes the lock file and takes the lock on an open file description that is to be passed on.
+pub fn take_lock(path: &Path) -> io::Result<File> {
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(path)?;
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+    Ok(file)
+}
+
+/// What the process wrote about its end.
+pub fn exit_record(path: &Path) -> Option<ExitRecord> {
+    if fs::metadata(path).ok()?.len() > MAX_EXIT_RECORD {
+        return None;
+    }
+    let bytes = fs::read(path).ok().filter(|bytes| !bytes.is_empty())?;
+    ExitRecord::decode(bytes.as_slice()).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_is_held_until_the_last_copy_of_its_descriptor_is_closed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        assert!(!lock_is_held(&path).unwrap());
+        let ours = take_lock(&path).unwrap();
+        let passed_on = ours.try_clone().unwrap();
+        drop(ours);
+        assert!(lock_is_held(&path).unwrap());
+        drop(passed_on);
+        assert!(!lock_is_held(&path).unwrap());
+    }
+
+    #[test]
+    fn no_garbage_in_the_exit_file_is_taken_for_a_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("exit");
+        assert_eq!(exit_record(&path), None);
+        for bytes in [&[][..], &[0xff; 40]] {
+            fs::write(&path, bytes).unwrap();
+            assert_eq!(exit_record(&path), None);
+        }
+        let record = ExitRecord {
+            kind: 1,
+            message: "m".into(),
+            time_unix_ms: 5,
+        };
+        fs::write(&path, record.encode_to_vec()).unwrap();
+        assert_eq!(exit_record(&path), Some(record));
+    }
+}

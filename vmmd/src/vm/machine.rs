@@ -1,0 +1,240 @@
+//! What a `vmm` is told to build: the spec with descriptors instead of paths and addresses instead of defaults.
+
+use std::{collections::BTreeMap, os::fd::OwnedFd};
+
+use proto::{
+    model::{
+        nic::Mac,
+        vm::{Backing, Boot, VmSpec},
+    },
+    vmm::{self, MachineSpec},
+};
+use uuid::Uuid;
+
+use crate::{
+    network::Tap,
+    store::{Hardware, NicHardware},
+    vm::files::Files,
+};
+
+/// Device numbers of platform v1 (0 is the host bridge). Each kind has its own range, so that what is added to a VM
+/// later never moves what it has; 26 to 31 are left.
+const RNG_SLOT: u32 = 1;
+const FIRST_NIC_SLOT: u32 = 2;
+const FIRST_DISK_SLOT: u32 = 10;
+
+/// All that a `vmm` gets beside the spec.
+#[derive(Debug)]
+pub struct Parts {
+    /// /dev/kvm.
+    pub kvm: OwnedFd,
+    /// /dev/urandom.
+    pub random: OwnedFd,
+    /// Kernel, initrd and disks.
+    pub files: Files,
+    /// In the order of the spec's NICs.
+    pub taps: Vec<Tap>,
+    /// The serial log and the file for its older half.
+    pub serial: (OwnedFd, OwnedFd),
+}
+
+/// Gives a new VM its PCI addresses and MACs. `random` makes a MAC that no other VM of the node has.
+pub fn allocate(spec: &VmSpec, mut random: impl FnMut() -> Mac) -> Hardware {
+    let disks = (FIRST_DISK_SLOT..).zip(&spec.disks);
+    let disk_slots = disks.map(|(slot, disk)| (disk.name.to_string(), slot)).collect();
+    let nics = (FIRST_NIC_SLOT..).zip(&spec.nics).map(|(slot, nic)| {
+        let mac = nic.mac.unwrap_or_else(&mut random);
+        (
+            nic.name.to_string(),
+            NicHardware {
+                slot,
+                mac: mac.octets().to_vec(),
+            },
+        )
+    });
+    Hardware {
+        rng_slot: RNG_SLOT,
+        disk_slots,
+        nics: nics.collect::<BTreeMap<_, _>>(),
+    }
+}
+
+/// The address of a NIC.
+pub fn mac(hardware: &Hardware, nic: &str) -> Option<Mac> {
+    let octets = hardware.nics.get(nic)?.mac.as_slice();
+    Mac::try_from(<[u8; 6]>::try_from(octets).ok()?).ok()
+}
+
+/// Puts it together, with the descriptors in the order in which the message names them.
+pub fn assemble(
+    uid: Uuid,
+    name: &str,
+    spec: &VmSpec,
+    hardware: &Hardware,
+    parts: Parts,
+) -> (MachineSpec, Vec<OwnedFd>) {
+    let mut fds = Descriptors::default();
+    let Boot::Linux { cmdline, .. } = &spec.boot;
+    let Files {
+        kernel,
+        initrd,
+        disks,
+        ..
+    } = parts.files;
+    let machine = MachineSpec {
+        name: name.to_owned(),
+        uuid: uid.as_bytes().to_vec(),
+        vcpus: spec.topology.cores(),
+        memory_bytes: spec.memory_bytes,
+        memory_shared: spec.backing == Backing::Shared,
+        kvm_fd: fds.add(parts.kvm),
+        rng_fd: fds.add(parts.random),
+        rng_pci_slot: hardware.rng_slot,
+        kernel: Some(vmm::Kernel {
+            kernel_fd: fds.add(kernel),
+            initrd_fd: initrd.map(|fd| fds.add(fd)),
+            cmdline: cmdline.clone(),
+        }),
+        serial_log_fd: Some(fds.add(parts.serial.0)),
+        serial_log_old_fd: Some(fds.add(parts.serial.1)),
+        disks: spec
+            .disks
+            .iter()
+            .zip(disks)
+            .map(|(disk, fd)| vmm::Disk {
+                name: disk.name.to_string(),
+                fd: fds.add(fd),
+                read_only: disk.read_only,
+                serial: disk.serial.clone(),
+                pci_slot: hardware
+                    .disk_slots
+                    .get(disk.name.as_str())
+                    .copied()
+                    .unwrap_or_default(),
+            })
+            .collect(),
+        nics: spec
+            .nics
+            .iter()
+            .zip(parts.taps)
+            .map(|(nic, tap)| {
+                let hardware = hardware.nics.get(nic.name.as_str()).cloned().unwrap_or_default();
+                vmm::Nic {
+                    name: nic.name.to_string(),
+                    fd: fds.add(tap.fd),
+                    mac: hardware.mac,
+                    pci_slot: hardware.slot,
+                    mtu: tap.mtu.min(u32::from(u16::MAX)),
+                }
+            })
+            .collect(),
+    };
+    (machine, fds.0)
+}
+
+#[derive(Default)]
+struct Descriptors(Vec<OwnedFd>);
+
+impl Descriptors {
+    fn add(&mut self, fd: OwnedFd) -> u32 {
+        self.0.push(fd);
+        u32::try_from(self.0.len() - 1).unwrap_or(u32::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use proto::{model::machine::Machine, v1};
+
+    use super::*;
+
+    /// A spec with as many disks and NICs as there can be.
+    fn full() -> VmSpec {
+        let disks = (0..16).map(|index| v1::DiskSpec {
+            name: format!("disk{index}"),
+            path: format!("/d{index}"),
+            format: v1::DiskFormat::Raw.into(),
+            ..Default::default()
+        });
+        let nics = (0..8).map(|index| v1::NicSpec {
+            name: format!("eth{index}"),
+            attachment: Some(v1::nic_spec::Attachment::Bridge("br0".into())),
+            ..Default::default()
+        });
+        let linux = v1::LinuxBoot {
+            kernel: "/k".into(),
+            initrd: "/i".into(),
+            cmdline: "console=ttyS0".into(),
+        };
+        let wire = v1::VmSpec {
+            cpu: Some(v1::CpuSpec { cores: 2 }),
+            memory: Some(v1::MemorySpec {
+                size_bytes: 256 << 20,
+                backing: 0,
+            }),
+            boot: Some(v1::BootSpec {
+                source: Some(v1::boot_spec::Source::Linux(linux)),
+            }),
+            disks: disks.collect(),
+            nics: nics.collect(),
+        };
+        VmSpec::try_from(&wire).unwrap()
+    }
+
+    fn null() -> OwnedFd {
+        File::open("/dev/null").unwrap().into()
+    }
+
+    #[test]
+    fn the_largest_vm_makes_a_machine_that_is_valid_to_the_other_side() {
+        let spec = full();
+        let mut last = 0;
+        let hardware = allocate(&spec, || {
+            last += 1;
+            Mac::local([2, 0, 0, 0, last, 0])
+        });
+        let parts = Parts {
+            kvm: null(),
+            random: null(),
+            files: Files {
+                kernel: null(),
+                initrd: Some(null()),
+                disks: (0..16).map(|_| null()).collect(),
+                ids: Vec::new(),
+            },
+            taps: (0..8)
+                .map(|_| Tap {
+                    fd: null(),
+                    mtu: 1500,
+                })
+                .collect(),
+            serial: (null(), null()),
+        };
+        let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);
+        let machine = Machine::new(&machine, fds.len()).unwrap();
+        assert_eq!((machine.disks.len(), machine.nics.len()), (16, 8));
+        assert_eq!(machine.nics[1].mac, mac(&hardware, "eth1").unwrap());
+        assert!(fds.len() <= proto::wire::MAX_FDS);
+    }
+
+    #[test]
+    fn addresses_depend_on_the_kind_so_that_a_new_disk_moves_no_nic() {
+        let mut spec = full();
+        let before = allocate(&spec, || Mac::local([2; 6]));
+        spec.disks.truncate(1);
+        let after = allocate(&spec, || Mac::local([2; 6]));
+        assert_eq!(before.nics, after.nics);
+        assert_eq!(before.disk_slots["disk0"], after.disk_slots["disk0"]);
+    }
+
+    #[test]
+    fn a_mac_of_the_manifest_is_kept() {
+        let mut spec = full();
+        spec.nics[0].mac = Some("52:54:00:12:34:56".parse().unwrap());
+        let hardware = allocate(&spec, || Mac::local([2; 6]));
+        assert_eq!(mac(&hardware, "eth0").unwrap().to_string(), "52:54:00:12:34:56");
+        assert_eq!(mac(&hardware, "none"), None);
+    }
+}

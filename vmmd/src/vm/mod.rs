@@ -1,0 +1,17 @@
+//! Virtual machines: a table of them, an actor for each, and what brings one up, watches it and takes it down.
+
+mod actor;
+pub mod admission;
+mod create;
+mod describe;
+pub mod ending;
+pub mod files;
+mod instance;
+pub mod machine;
+mod process;
+pub mod reconcile;
+mod start;
+pub mod table;
+
+pub use actor::Command;
+pub use create::create;

@@ -1,0 +1,59 @@
+//! A `vmm` process, ours or one that an earlier daemon started, named by a pidfd.
+
+use std::{io, os::fd::OwnedFd};
+
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+};
+use tokio::io::unix::AsyncFd;
+
+use crate::sys;
+
+/// A process that is watched until it ends.
+#[derive(Debug)]
+pub struct Process {
+    pid: u32,
+    pidfd: AsyncFd<OwnedFd>,
+}
+
+impl Process {
+    /// A process whose pidfd is at hand.
+    pub fn new(pid: u32, pidfd: OwnedFd) -> io::Result<Self> {
+        Ok(Self {
+            pid,
+            pidfd: sys::watch(pidfd)?,
+        })
+    }
+
+    /// The process that has this pid now.
+    pub fn open(pid: u32) -> io::Result<Self> {
+        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        let pidfd = pidfd_open(raw.ok_or(io::ErrorKind::InvalidInput)?, PidfdFlags::empty())?;
+        Self::new(pid, pidfd)
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Waits for its end and reaps it if it is a child; returns the signal that ended it, where that is known.
+    pub async fn ended(&self) -> Option<i32> {
+        if let Err(error) = self.pidfd.readable().await {
+            tracing::error!(%error, pid = self.pid, "wait for a process");
+        }
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
+        let status = waitid(
+            WaitId::PidFd(std::os::fd::AsFd::as_fd(self.pidfd.get_ref())),
+            options,
+        );
+        status.ok().flatten()?.terminating_signal()
+    }
+
+    /// Ends it without asking.
+    pub fn kill(&self) {
+        if let Err(error) = pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL) {
+            tracing::debug!(%error, pid = self.pid, "kill");
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! What the daemon does at its start: for each record, find out what has become of the VM meanwhile.
+//!
+//! All VMs at once, so that one that doesn't answer costs the others nothing. What belongs to no record is removed,
+//! unless a process lives there: that is left alone and reported.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use proto::{
+    model::vm::VmSpec,
+    v1::{ExitReason, ExitStatus, VmPhase},
+    vmm::State,
+};
+use tokio::task::{JoinSet, spawn_blocking};
+use uuid::Uuid;
+
+use super::{
+    actor::Actor,
+    describe::View,
+    ending::{Evidence, judge, phase},
+    files,
+    instance::{Found, Instance, exit_record, find, lock_is_held},
+    start::clean_up,
+};
+use crate::{
+    host::Host,
+    paths::{self, LogDir, RuntimeDir},
+    store::{InstanceRecord, VmRecord},
+    text,
+};
+
+/// Brings all VMs of the store under control.
+pub async fn reconcile(host: &Arc<Host>, records: Vec<VmRecord>) {
+    let mut known = BTreeSet::new();
+    let mut tasks = JoinSet::new();
+    for record in records {
+        let Ok(uid) = Uuid::from_slice(&record.uid) else {
+            tracing::error!(vm = record.name, "record without a valid uid ignored");
+            continue;
+        };
+        known.insert(uid);
+        tasks.spawn(restore(Arc::clone(host), uid, record));
+    }
+    while let Some(result) = tasks.join_next().await {
+        if let Err(error) = result {
+            tracing::error!(%error, "a VM could not be restored");
+        }
+    }
+    let host = Arc::clone(host);
+    let removed = spawn_blocking(move || remove_leftovers(&host, &known)).await;
+    if let Ok(Err(error)) = removed {
+        tracing::warn!(%error, "look for what no VM owns");
+    }
+}
+
+async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
+    let spec = match record.spec.as_ref().map(VmSpec::try_from) {
+        Some(Ok(spec)) => spec,
+        problem => {
+            tracing::error!(
+                vm = record.name,
+                ?problem,
+                "a stored spec is not valid any more: VM ignored"
+            );
+            return;
+        }
+    };
+    let Some(run) = record.instance.clone() else {
+        tidy(&host, uid).await;
+        let view = stopped_view(&record);
+        return Actor::spawn(&host, uid, record, spec, view, None);
+    };
+    let found = find(&host, uid, run.uid, &record.name, spec.memory_bytes).await;
+    match found {
+        Ok(Found::Alive(instance, hello)) => {
+            let state = hello.map(|hello| hello.status.unwrap_or_default().state());
+            if state == Some(State::Empty) {
+                abandon(&host, uid, &mut record, *instance).await;
+                let view = stopped_view(&record);
+                return Actor::spawn(&host, uid, record, spec, view, None);
+            }
+            tracing::info!(
+                vm = record.name,
+                pid = instance.process.pid(),
+                "attached to a running vmm"
+            );
+            instance.claim.set_disks(files::identify(&spec));
+            let view = if state == Some(State::Paused) {
+                View::new(VmPhase::Paused, "Paused", "")
+            } else {
+                View::new(VmPhase::Running, "Running", "")
+            };
+            Actor::spawn(&host, uid, record, spec, view, Some(*instance));
+        }
+        Ok(Found::Ended) => {
+            close(&host, uid, &mut record, &run).await;
+            let view = stopped_view(&record);
+            Actor::spawn(&host, uid, record, spec, view, None);
+        }
+        Err(error) => {
+            tracing::error!(vm = record.name, %error, "a vmm that lives can't be found");
+            let message = format!(
+                "a process of this VM is alive but can't be reached: {}",
+                text::words(&error)
+            );
+            let view = View::new(VmPhase::Failed, "Unreachable", message);
+            Actor::spawn(&host, uid, record, spec, view, None);
+        }
+    }
+}
+
+/// Removes what an earlier daemon did not come to remove after a run.
+async fn tidy(host: &Arc<Host>, uid: Uuid) {
+    let host = Arc::clone(host);
+    let tidied = spawn_blocking(move || {
+        if lock_is_held(&RuntimeDir::of(&host.config, uid).lock())? {
+            return Err(std::io::Error::other("a process lives where none should"));
+        }
+        clean_up(&host, uid)
+    });
+    if let Ok(Err(error)) = tidied.await {
+        tracing::warn!(%uid, %error, "tidy up after an earlier run");
+    }
+}
+
+/// Ends a process that the last daemon had forked but not told what to be.
+async fn abandon(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, instance: Instance) {
+    instance.process.kill();
+    instance.process.ended().await;
+    let exit = ExitStatus {
+        reason: ExitReason::StartFailed.into(),
+        message: "the daemon ended while it started the VM".to_owned(),
+        time: text::timestamp(text::now_ms()),
+    };
+    finish(host, uid, record, exit).await;
+}
+
+/// Notes the end of a run that came while no daemon was there.
+async fn close(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, run: &InstanceRecord) {
+    let blocking = Arc::clone(host);
+    let found = spawn_blocking(move || {
+        let group = blocking.cgroups.as_ref().map(|parent| parent.group(uid));
+        let record = exit_record(&RuntimeDir::of(&blocking.config, uid).exit());
+        (record, group.is_some_and(|group| group.oom_killed()))
+    });
+    let (exit_record, oom_killed) = found.await.unwrap_or_default();
+    let node_restarted = run.boot_id != host.boot_id;
+    let evidence = Evidence {
+        record: exit_record,
+        oom_killed,
+        node_restarted,
+        ..Evidence::default()
+    };
+    finish(host, uid, record, judge(&evidence).exit).await;
+}
+
+async fn finish(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, exit: ExitStatus) {
+    record.instance = None;
+    record.last_exit = Some(exit);
+    match host.store.put(record).await {
+        Ok(()) => {
+            let host = Arc::clone(host);
+            if let Ok(Err(error)) = spawn_blocking(move || clean_up(&host, uid)).await {
+                tracing::warn!(vm = record.name, %error, "clean up after a run");
+            }
+        }
+        Err(error) => tracing::error!(vm = record.name, %error, "the VM's record could not be written"),
+    }
+}
+
+fn stopped_view(record: &VmRecord) -> View {
+    match &record.last_exit {
+        Some(exit) => {
+            let (phase, reason) = phase(exit.reason());
+            let mut view = View::new(phase, reason, exit.message.clone());
+            if let Some(time) = &exit.time {
+                let seconds = u64::try_from(time.seconds).unwrap_or_default();
+                view.phase_ms = seconds * 1000 + u64::from(time.nanos.unsigned_abs()) / 1_000_000;
+            }
+            view
+        }
+        None => View::new(VmPhase::Stopped, "Created", ""),
+    }
+}
+
+fn remove_leftovers(host: &Host, known: &BTreeSet<Uuid>) -> std::io::Result<()> {
+    let foreign = |uid: &Uuid| !known.contains(uid);
+    let mut alive = BTreeSet::new();
+    for uid in paths::list(&host.config.run_dir)?.into_iter().filter(foreign) {
+        let runtime = RuntimeDir::of(&host.config, uid);
+        if lock_is_held(&runtime.lock())? {
+            tracing::warn!(%uid, "a vmm process runs that belongs to no VM of the store; it is left alone");
+            alive.insert(uid);
+        } else {
+            runtime.remove()?;
+        }
+    }
+    for uid in paths::list(&host.config.log_dir)?.into_iter().filter(foreign) {
+        if !alive.contains(&uid) {
+            LogDir::of(&host.config, uid).remove()?;
+        }
+    }
+    if let Some(parent) = &host.cgroups {
+        for uid in parent.list()?.into_iter().filter(foreign) {
+            if !alive.contains(&uid) {
+                parent.group(uid).remove()?;
+            }
+        }
+    }
+    Ok(())
+}

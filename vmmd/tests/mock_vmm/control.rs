@@ -1,0 +1,124 @@
+//! The control socket.
+
+use std::{
+    fs::File,
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    process,
+    sync::{Mutex, mpsc::sync_channel},
+    thread,
+};
+
+use proto::{
+    model::machine::Machine,
+    vmm::{
+        Boot, Error, ErrorKind, ExitKind, HelloReply, Message, Request, Response, State, Status,
+        message::Kind, request::Op, response::Result as Outcome,
+    },
+    wire,
+};
+
+use crate::guest::Guest;
+
+pub fn serve(guest: &Guest, stream: &UnixStream) {
+    let (sender, receiver) = sync_channel(64);
+    let sending = Mutex::new(());
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for event in receiver {
+                let _whole = sending.lock().unwrap();
+                let message = Message {
+                    kind: Some(Kind::Event(event)),
+                };
+                if wire::send_all(stream, &message, &[]).is_err() {
+                    return;
+                }
+            }
+        });
+        let mut frames = wire::Receiver::new();
+        while let Ok(Some((message, fds))) = wire::receive(stream, &mut frames) {
+            let Some(Kind::Request(Request { id, op: Some(op) })) = message.kind else {
+                return;
+            };
+            if matches!(op, Op::Hello(_)) {
+                guest.listen(sender.clone());
+            }
+            let Some(result) = carry_out(guest, op, fds) else {
+                continue;
+            };
+            let _whole = sending.lock().unwrap();
+            let message = Message {
+                kind: Some(Kind::Response(Response {
+                    id,
+                    result: Some(result),
+                })),
+            };
+            if wire::send_all(stream, &message, &[]).is_err() {
+                return;
+            }
+        }
+        drop(sender);
+    });
+}
+
+fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
+    let status = match op {
+        Op::Hello(_) => {
+            return Some(Outcome::Hello(HelloReply {
+                major: wire::MAJOR,
+                minor: wire::MINOR,
+                build: "mock".into(),
+                features: Vec::new(),
+                status: Some(guest.status()),
+                pid: process::id(),
+            }));
+        }
+        Op::Boot(boot) => return boot_machine(guest, &boot, &fds),
+        Op::Pause(_) if guest.option("mock.pause").is_some() => return None,
+        Op::Pause(_) => change(guest, State::Paused)?,
+        Op::Resume(_) => change(guest, State::Running)?,
+        Op::PowerButton(_) => {
+            let heard = guest.status().state() == State::Running && guest.option("mock.power").is_none();
+            if heard {
+                guest.end(ExitKind::PowerOff, "");
+            }
+            guest.status()
+        }
+        Op::Stop(_) => guest.end(ExitKind::Stopped, ""),
+        Op::GetStatus(_) => guest.status(),
+    };
+    Some(Outcome::Status(status))
+}
+
+fn change(guest: &Guest, state: State) -> Option<Status> {
+    Some(guest.set_state(state))
+}
+
+fn boot_machine(guest: &Guest, boot: &Boot, fds: &[OwnedFd]) -> Option<Outcome> {
+    let wire = boot.machine.clone().unwrap();
+    let machine = match Machine::new(&wire, fds.len()) {
+        Ok(machine) => machine,
+        Err(problems) => return refuse(ErrorKind::Invalid, &problems.to_string()),
+    };
+    let word = machine
+        .cmdline
+        .split(' ')
+        .find_map(|word| word.strip_prefix("mock.boot="));
+    match word {
+        Some("image") => return refuse(ErrorKind::Image, "the kernel is no bzImage"),
+        Some("kvm") => return refuse(ErrorKind::Kvm, "the host's KVM can't run guests"),
+        Some("exit") => guest.end(ExitKind::StartFailed, "no luck at all"),
+        Some("hang") => return None,
+        _ => {}
+    }
+    let log = machine
+        .serial_log
+        .map(|(current, _)| File::from(fds[current.0].try_clone().unwrap()));
+    Some(Outcome::Status(guest.boot(&wire, log)))
+}
+
+fn refuse(kind: ErrorKind, message: &str) -> Option<Outcome> {
+    Some(Outcome::Error(Error {
+        message: message.into(),
+        kind: kind.into(),
+    }))
+}

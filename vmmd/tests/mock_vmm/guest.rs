@@ -1,0 +1,183 @@
+//! The guest and its machine.
+
+use std::{
+    fs::File,
+    io::Write,
+    os::unix::fs::FileExt,
+    process,
+    sync::{Arc, Mutex, MutexGuard, mpsc::SyncSender},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use prost::Message;
+use proto::vmm::{
+    Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset, MachineSpec, State, StateChanged, Status,
+    event::Kind,
+};
+
+pub struct Guest {
+    inner: Mutex<Inner>,
+    exit: File,
+}
+
+#[derive(Default)]
+struct Inner {
+    state: State,
+    name: String,
+    cmdline: String,
+    resets: u64,
+    history: Vec<u8>,
+    serial_log: Option<File>,
+    consoles: Vec<SyncSender<Arc<[u8]>>>,
+    listeners: Vec<SyncSender<Event>>,
+    line: Vec<u8>,
+}
+
+impl Guest {
+    pub fn new(exit: File) -> Self {
+        let inner = Inner {
+            state: State::Empty,
+            ..Inner::default()
+        };
+        Self {
+            inner: Mutex::new(inner),
+            exit,
+        }
+    }
+
+    pub fn boot(&self, machine: &MachineSpec, serial_log: Option<File>) -> Status {
+        let mut inner = self.lock();
+        inner.name.clone_from(&machine.name);
+        inner.cmdline = machine.kernel.clone().unwrap().cmdline;
+        inner.serial_log = serial_log;
+        inner.state = State::Running;
+        let text = format!("booted {}\r\n", machine.name);
+        inner.print(text.as_bytes());
+        inner.status()
+    }
+
+    pub fn status(&self) -> Status {
+        self.lock().status()
+    }
+
+    /// The value of a word of the command line.
+    pub fn option(&self, key: &str) -> Option<String> {
+        let inner = self.lock();
+        let words = inner.cmdline.split(' ');
+        words
+            .filter_map(|word| word.split_once('='))
+            .find(|(name, _)| *name == key)
+            .map(|(_, value)| value.into())
+    }
+
+    pub fn set_state(&self, state: State) -> Status {
+        let mut inner = self.lock();
+        inner.state = state;
+        let status = inner.status();
+        inner.tell(Kind::StateChanged(StateChanged {
+            status: Some(status.clone()),
+        }));
+        status
+    }
+
+    pub fn listen(&self, listener: SyncSender<Event>) {
+        self.lock().listeners.push(listener);
+    }
+
+    /// A new console, and what was printed before it.
+    pub fn open_console(&self, console: SyncSender<Arc<[u8]>>) -> Vec<u8> {
+        let mut inner = self.lock();
+        inner.consoles.push(console);
+        inner.history.clone()
+    }
+
+    pub fn type_in(&self, bytes: &[u8]) {
+        for byte in bytes {
+            let mut inner = self.lock();
+            if *byte != b'\n' {
+                inner.line.push(*byte);
+                continue;
+            }
+            let line = String::from_utf8_lossy(&std::mem::take(&mut inner.line)).into_owned();
+            drop(inner);
+            self.command(&line);
+        }
+    }
+
+    fn command(&self, line: &str) {
+        let words: Vec<_> = line.split(' ').collect();
+        match words.as_slice() {
+            ["poweroff"] => self.end(ExitKind::PowerOff, ""),
+            ["panic"] => {
+                self.lock().tell(Kind::GuestPanicked(GuestPanicked {}));
+                self.end(ExitKind::GuestPanic, "the guest's kernel panicked");
+            }
+            ["crash"] => self.end(ExitKind::GuestCrash, "triple fault"),
+            ["error"] => self.end(ExitKind::VmmError, "out of luck"),
+            ["abort"] => process::abort(),
+            ["pause"] => drop(self.set_state(State::Paused)),
+            ["reset"] => {
+                let mut inner = self.lock();
+                inner.resets += 1;
+                let guest_resets = inner.resets;
+                inner.tell(Kind::GuestReset(GuestReset { guest_resets }));
+            }
+            ["print", count] => {
+                let count = count.parse().unwrap_or(0);
+                let mut inner = self.lock();
+                for start in (0..count).step_by(4096) {
+                    inner.print(&vec![b'.'; (count - start).min(4096)]);
+                }
+                inner.print(b"printed\r\n");
+            }
+            _ => self.lock().print(format!("{line}\r\n").as_bytes()),
+        }
+    }
+
+    /// Ends the process with a record.
+    pub fn end(&self, kind: ExitKind, message: &str) -> ! {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        let time_unix_ms = u64::try_from(since.as_millis()).unwrap();
+        let record = ExitRecord {
+            kind: kind.into(),
+            message: message.into(),
+            time_unix_ms,
+        };
+        self.exit.write_all_at(&record.encode_to_vec(), 0).unwrap();
+        self.lock().tell(Kind::Ended(Ended { exit: Some(record) }));
+        process::exit(0);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap()
+    }
+}
+
+impl Inner {
+    fn status(&self) -> Status {
+        Status {
+            state: self.state.into(),
+            guest_resets: self.resets,
+            name: self.name.clone(),
+            exit: None,
+        }
+    }
+
+    /// A console or listener that is full loses it; one that is gone is forgotten.
+    fn print(&mut self, bytes: &[u8]) {
+        use std::sync::mpsc::TrySendError::Disconnected;
+        self.history.extend_from_slice(bytes);
+        if let Some(log) = &mut self.serial_log {
+            log.write_all(bytes).unwrap();
+        }
+        let bytes: Arc<[u8]> = bytes.into();
+        self.consoles
+            .retain(|console| !matches!(console.try_send(bytes.clone()), Err(Disconnected(_))));
+    }
+
+    fn tell(&mut self, kind: Kind) {
+        let event = Event { kind: Some(kind) };
+        self.listeners
+            .retain(|listener| listener.try_send(event.clone()).is_ok());
+    }
+}

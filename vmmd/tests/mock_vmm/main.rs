@@ -1,0 +1,68 @@
+//! A `vmm` without KVM: the private protocol, the console, the lock and the exit record are as in the real one, the
+//! guest is a few commands.
+//!
+//! Words of the kernel command line choose how it behaves:
+//!
+//! - `mock.power=ignore`: the guest does nothing when its power button is pressed.
+//! - `mock.boot=image|kvm|exit|hang`: `Boot` is refused, the process ends, or nothing comes back.
+//! - `mock.pause=hang`: `Pause` is never answered.
+//!
+//! An executable called `silent` never answers anything. Lines typed on the console are commands to the guest:
+//! `poweroff`, `panic`, `crash`, `error`, `abort`, `reset`, `print N` (N bytes), `pause` (as of itself); all others
+//! are echoed.
+#![allow(clippy::unwrap_used, reason = "a test's helper may fail loudly")]
+
+mod console;
+mod control;
+mod guest;
+
+use std::{
+    env,
+    fs::File,
+    os::fd::{FromRawFd, OwnedFd},
+    os::unix::net::UnixListener,
+    sync::Arc,
+    thread,
+};
+
+use guest::Guest;
+
+fn main() {
+    let fd = |option: &str| {
+        let number = env::args()
+            .skip_while(|argument| argument != option)
+            .nth(1)
+            .unwrap();
+        owned(number.parse().unwrap())
+    };
+    let listener = |option: &str| {
+        let fd = fd(option);
+        // Makes this process the peer of those who connect from now on.
+        rustix::net::listen(&fd, 128).unwrap();
+        UnixListener::from(fd)
+    };
+    let (control, console) = (listener("--control-fd"), listener("--console-fd"));
+    let _lock_for_life = fd("--lock-fd");
+    let guest = Arc::new(Guest::new(File::from(fd("--exit-fd"))));
+    if env::current_exe().unwrap().ends_with("silent") {
+        loop {
+            thread::park();
+        }
+    }
+    let of_console = Arc::clone(&guest);
+    thread::spawn(move || {
+        for stream in console.incoming() {
+            console::serve(Arc::clone(&of_console), stream.unwrap());
+        }
+    });
+    for stream in control.incoming() {
+        let guest = Arc::clone(&guest);
+        thread::spawn(move || control::serve(&guest, &stream.unwrap()));
+    }
+}
+
+#[allow(unsafe_code)]
+fn owned(number: i32) -> OwnedFd {
+    // SAFETY: the descriptor was passed to this process for this use, and each is taken once.
+    unsafe { OwnedFd::from_raw_fd(number) }
+}
