@@ -10,6 +10,7 @@ pub mod component;
 pub mod dirty;
 pub mod interrupt;
 pub mod legacy;
+pub mod net;
 pub mod pci;
 pub mod serial;
 pub mod sys;

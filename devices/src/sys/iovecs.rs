@@ -114,7 +114,7 @@ impl Iovecs {
     }
 
     /// Takes the first `count` bytes off the list.
-    fn advance(&mut self, count: usize) {
+    pub fn skip(&mut self, count: usize) {
         let mut left = count.min(self.length);
         self.length = self.length.saturating_sub(left);
         let mut consumed = 0_usize;
@@ -181,7 +181,7 @@ impl Iovecs {
             match checked(|| call(self.window(), offset))? {
                 0 => return Err(at_end.into()),
                 done => {
-                    self.advance(done);
+                    self.skip(done);
                     let done = libc::off_t::try_from(done)
                         .map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
                     offset = offset
@@ -340,19 +340,19 @@ mod tests {
     }
 
     #[test]
-    fn advancing_takes_whole_and_partial_entries_off() {
+    fn skipping_takes_whole_and_partial_entries_off() {
         let mut list = Iovecs::new(memory());
         list.append(&[segment(0, 10), segment(100, 10), segment(200, 10)], 0, 30)
             .unwrap();
         let base = list.entries[1].iov_base;
-        list.advance(3);
+        list.skip(3);
         assert_eq!(
             (list.entries[1].iov_base, list.len()),
             (base.wrapping_byte_add(3), 27)
         );
-        list.advance(17);
+        list.skip(17);
         assert_eq!((list.entries.len(), list.len()), (2, 10));
-        list.advance(100);
+        list.skip(100);
         assert!(list.is_empty() && list.entries.len() == 1);
     }
 

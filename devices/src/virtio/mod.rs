@@ -9,6 +9,7 @@ pub mod blk;
 pub mod chain;
 pub mod device;
 pub mod fault;
+pub mod net;
 pub mod queue;
 pub mod rng;
 pub mod session;

@@ -1,0 +1,595 @@
+use std::{
+    collections::VecDeque,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{
+        Condvar, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::Instant,
+};
+
+use proptest::prelude::*;
+use rstest::rstest;
+use rustix::{
+    fs::{OFlags, fcntl_getfl, fcntl_setfl},
+    net::{AddressFamily, SocketFlags, SocketType, socketpair},
+};
+use vm_memory::{Bytes, GuestAddress};
+use zerocopy::FromBytes;
+
+use super::{
+    config::offloads,
+    header::{Header, check},
+    *,
+};
+use crate::{
+    component::Component,
+    net::Offloads,
+    sys::Iovecs,
+    virtio::{
+        fault::DeviceEvent,
+        testing::{Area, Buffer, Driver, PATIENCE, Rig, suite::DeviceUnderTest},
+    },
+};
+
+const ALL: u64 = !(3 << 28);
+const CSUM: u64 = 1;
+const GUEST_CSUM: u64 = 1 << 1;
+const GUEST_TSO4: u64 = 1 << 7;
+const HOST_TSO4: u64 = 1 << 11;
+const HOST_TSO6: u64 = 1 << 12;
+const HOST_ECN: u64 = 1 << 13;
+const MRG_RXBUF: u64 = 1 << 15;
+
+const MAC: [u8; 6] = [0x52, 0x54, 0, 1, 2, 3];
+
+/// A socket that keeps packets apart in place of a tap.
+struct Socket {
+    fd: OwnedFd,
+    offloads: Arc<Mutex<Vec<Offloads>>>,
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl NetBackend for Socket {
+    fn receive(&self, buffers: &Iovecs) -> io::Result<usize> {
+        buffers.receive(&self.fd)
+    }
+    fn receive_into(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        Ok(rustix::io::read(&self.fd, buffer)?)
+    }
+    fn send(&self, header: &[u8], packet: &mut Iovecs) -> io::Result<()> {
+        packet.send(&self.fd, header).map(|_| ())
+    }
+    fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {
+        self.offloads.lock().unwrap().push(offloads);
+        Ok(())
+    }
+}
+
+/// The other end of the cable.
+struct Peer {
+    fd: Arc<OwnedFd>,
+    offloads: Arc<Mutex<Vec<Offloads>>>,
+    next: u64,
+    arrived: Option<Arc<Arrived>>,
+}
+
+#[derive(Default)]
+struct Arrived {
+    packets: Mutex<VecDeque<Vec<u8>>>,
+    changed: Condvar,
+}
+
+impl Peer {
+    fn new() -> (Self, Box<Net>) {
+        let none = SocketFlags::CLOEXEC;
+        let (near, far) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, none, None).unwrap();
+        fcntl_setfl(&near, fcntl_getfl(&near).unwrap() | OFlags::NONBLOCK).unwrap();
+        let offloads = Arc::default();
+        let socket = Socket {
+            fd: near,
+            offloads: Arc::clone(&offloads),
+        };
+        let peer = Self {
+            fd: Arc::new(far),
+            offloads,
+            next: 0,
+            arrived: None,
+        };
+        (peer, Box::new(Net::new(Box::new(socket), "eth0", MAC, 1500)))
+    }
+
+    /// Takes all that arrives from now on, on a thread that ends with the device.
+    fn drain(&mut self) {
+        let (fd, arrived) = (Arc::clone(&self.fd), Arc::<Arrived>::default());
+        self.arrived = Some(Arc::clone(&arrived));
+        thread::spawn(move || {
+            let mut buffer = vec![0; 70_000];
+            while let Ok(length @ 1..) = rustix::io::read(&fd, &mut buffer) {
+                arrived
+                    .packets
+                    .lock()
+                    .unwrap()
+                    .push_back(buffer[..length].to_vec());
+                arrived.changed.notify_all();
+            }
+        });
+    }
+
+    fn wait_for(&self, wanted: &[u8]) {
+        let arrived = self.arrived.as_ref().unwrap();
+        let deadline = Instant::now() + PATIENCE;
+        let mut packets = arrived.packets.lock().unwrap();
+        loop {
+            while let Some(packet) = packets.pop_front() {
+                if packet == wanted {
+                    return;
+                }
+            }
+            assert!(Instant::now() < deadline, "the packet does not arrive");
+            packets = arrived.changed.wait_timeout(packets, PATIENCE).unwrap().0;
+        }
+    }
+
+    fn send(&self, packet: &[u8]) {
+        assert_eq!(rustix::io::write(&self.fd, packet).unwrap(), packet.len());
+    }
+
+    fn receive(&self) -> Vec<u8> {
+        let mut buffer = vec![0; 70_000];
+        let length = rustix::io::read(&self.fd, &mut buffer).unwrap();
+        buffer.truncate(length);
+        buffer
+    }
+}
+
+fn packet(number: u64, length: usize) -> Vec<u8> {
+    let mut packet = vec![0; 12];
+    packet.extend(number.to_le_bytes());
+    packet.extend((0..length).map(|at| u8::try_from(at % 253).unwrap()));
+    packet.truncate(12 + length);
+    packet
+}
+
+impl DeviceUnderTest for Peer {
+    const FEATURES: u64 = ALL;
+    const EAGER_QUEUES: &'static [u16] = &[TRANSMIT];
+
+    fn build() -> (Self, Box<dyn VirtioDevice>) {
+        let (mut peer, front) = Self::new();
+        peer.drain();
+        (peer, front)
+    }
+
+    fn probe(&mut self, driver: &mut Driver) {
+        self.next += 1;
+        let out = packet(self.next, 100);
+        let parts = [
+            Buffer::Readable(out[..12].into()),
+            Buffer::Readable(out[12..].into()),
+        ];
+        driver.request(TRANSMIT, &parts);
+        self.wait_for(&out);
+        driver.submit(RECEIVE, &[Buffer::Writable(12), Buffer::Writable(2000)]);
+        let mut incoming = packet(self.next | 1 << 32, 200);
+        self.send(&incoming);
+        incoming[10] = 1;
+        let (used, written) = driver.wait_used(RECEIVE);
+        assert_eq!((used.written, written), (212, incoming));
+    }
+
+    fn request(&self) -> (u16, Vec<Buffer>) {
+        (TRANSMIT, vec![Buffer::Readable(packet(0, 60))])
+    }
+}
+
+crate::virtio_device_tests!(Peer);
+
+fn running(features: u64) -> (Peer, Driver) {
+    let (peer, front) = Peer::new();
+    let mut driver = Driver::new(Rig::new(front));
+    driver.start(features);
+    (peer, driver)
+}
+
+#[test]
+fn the_configuration_tells_address_link_and_mtu() {
+    let (_peer, driver) = running(ALL);
+    let config = |offset, width| driver.rig.read(Area::Device, offset, width);
+    assert_eq!(config(0, 4) | config(4, 2) << 32, 0x0302_0100_5452);
+    assert_eq!((config(6, 2), config(8, 2), config(10, 2)), (1, 1, 1500));
+    driver.rig.write(Area::Device, 0, 4, 0);
+    assert_eq!(config(0, 1), 0x52);
+}
+
+#[test]
+fn a_long_packet_lies_in_several_buffers_and_the_next_begins_with_a_new_one() {
+    let (peer, mut driver) = running(ALL);
+    for _ in 0..100 {
+        driver.offer(RECEIVE, &[Buffer::Writable(500), Buffer::Writable(500)]);
+    }
+    driver.kick(RECEIVE);
+    for (number, length) in [(1, 3488), (2, 50), (3, 988), (4, 989), (5, 40_000)] {
+        let mut sent = packet(number, length);
+        peer.send(&sent);
+        let count = sent.len().div_ceil(1000);
+        sent[10] = u8::try_from(count).unwrap();
+        let mut received = Vec::new();
+        for _ in 0..count {
+            received.extend(driver.wait_used(RECEIVE).1);
+        }
+        assert!(received == sent, "{number}");
+        assert!(driver.try_used(RECEIVE).is_none());
+    }
+}
+
+#[test]
+fn without_merging_each_packet_has_one_chain() {
+    let (peer, mut driver) = running(ALL & !MRG_RXBUF);
+    for _ in 0..3 {
+        driver.offer(RECEIVE, &[Buffer::Writable(12), Buffer::Writable(70_000)]);
+    }
+    driver.kick(RECEIVE);
+    for length in [65_550, 14, 1000] {
+        let mut sent = packet(9, length);
+        peer.send(&sent);
+        sent[10] = 1;
+        assert!(driver.wait_used(RECEIVE).1 == sent);
+    }
+}
+
+#[test]
+fn packets_wait_for_buffers_and_come_with_few_interrupts() {
+    let (peer, mut driver) = running(ALL);
+    for number in 0..50 {
+        peer.send(&packet(number, 60));
+    }
+    assert!(driver.try_used(RECEIVE).is_none());
+    for _ in 0..60 {
+        driver.offer(RECEIVE, &[Buffer::Writable(2000)]);
+    }
+    let interrupts = || driver.rig.device.counters().interrupts.load(Ordering::Relaxed);
+    let before = interrupts();
+    driver.rig.write(Area::Notify, 0, 2, 0);
+    let used = GuestAddress(driver.rings[0].used + 2);
+    let all_came = || driver.rig.memory.load::<u16>(used, Ordering::Acquire).unwrap() == 50;
+    assert!(driver.rig.msi.wait_until(all_came));
+    assert!(interrupts() - before <= 5);
+    for number in 0..50 {
+        assert_eq!(driver.wait_used(RECEIVE).1[12..20], u64::to_le_bytes(number));
+    }
+}
+
+#[test]
+fn a_host_that_takes_no_more_makes_packets_wait_and_loses_none() {
+    let (mut peer, front) = Peer::new();
+    let stats = front.stats();
+    let mut driver = Driver::new(Rig::new(front));
+    driver.start(ALL);
+    for number in 0..200 {
+        driver.offer(TRANSMIT, &[Buffer::Readable(packet(number, 1500))]);
+    }
+    driver.kick(TRANSMIT);
+    driver.wait_used(TRANSMIT);
+    for number in 0..200 {
+        assert_eq!(peer.receive(), packet(number, 1500));
+    }
+    while driver.under_way(TRANSMIT) > 0 {
+        driver.wait_used(TRANSMIT);
+    }
+    // And again, now that it has waited once.
+    peer.drain();
+    for number in 200..300 {
+        driver.offer(TRANSMIT, &[Buffer::Readable(packet(number, 1500))]);
+    }
+    driver.kick(TRANSMIT);
+    peer.wait_for(&packet(299, 1500));
+    assert_eq!(
+        (
+            stats.sent.load(Ordering::Relaxed),
+            stats.send_dropped.load(Ordering::Relaxed)
+        ),
+        (300, 0)
+    );
+    assert_eq!(stats.sent_bytes.load(Ordering::Relaxed), 300 * 1500);
+}
+
+#[test]
+fn buffers_that_were_taken_and_not_used_survive_a_pause() {
+    let (peer, mut driver) = running(ALL);
+    for _ in 0..100 {
+        driver.offer(RECEIVE, &[Buffer::Writable(2000)]);
+    }
+    driver.kick(RECEIVE);
+    for round in 0..80 {
+        peer.send(&packet(round, 1000));
+        if round % 3 == 0 {
+            driver.rig.pause();
+            driver.rig.device.resume().unwrap();
+        }
+        assert_eq!(driver.wait_used(RECEIVE).1[12..20], round.to_le_bytes());
+    }
+    assert_eq!(driver.under_way(RECEIVE), 20);
+}
+
+#[test]
+fn offloads_follow_what_was_negotiated_and_end_with_a_reset() {
+    let (peer, mut driver) = running(ALL);
+    driver.rig.pause();
+    let set = |peer: &Peer| peer.offloads.lock().unwrap().last().copied();
+    assert_eq!(set(&peer), Some(Offloads::all()));
+    driver.rig.device.resume().unwrap();
+    driver.rig.reset_device();
+    assert_eq!(set(&peer), Some(Offloads::empty()));
+    driver.start(GUEST_CSUM);
+    driver.rig.pause();
+    assert_eq!(set(&peer), Some(Offloads::CHECKSUM));
+    driver.rig.device.resume().unwrap();
+    // Segments without checksums make no sense.
+    assert_eq!(offloads(GUEST_TSO4), Offloads::empty());
+    assert_eq!(
+        offloads(GUEST_CSUM | GUEST_TSO4),
+        Offloads::CHECKSUM | Offloads::TSO4
+    );
+}
+
+#[test]
+fn packets_that_make_no_sense_are_dropped_and_counted_and_the_next_is_sent() {
+    let (peer, front) = Peer::new();
+    let stats = front.stats();
+    let mut driver = Driver::new(Rig::new(front));
+    driver.start(ALL);
+    let bad_gso = [&[0, 0xff][..], &packet(1, 60)[2..]].concat();
+    let bad_checksum = [&[1, 0, 0, 0, 0, 0, 0xff, 0xff][..], &packet(1, 60)[8..]].concat();
+    let requests: [&[Buffer]; 7] = [
+        &[Buffer::Readable(bad_gso)],
+        &[Buffer::Readable(bad_checksum)],
+        &[Buffer::Readable(vec![0; 11])],
+        &[Buffer::Readable(vec![0; 12])],
+        &[Buffer::Readable(packet(1, 13))],
+        &[Buffer::Readable(packet(1, 65_600))],
+        &[Buffer::Writable(100)],
+    ];
+    for request in requests {
+        driver.request(TRANSMIT, request);
+    }
+    driver.request(TRANSMIT, &[Buffer::Readable(packet(2, 60))]);
+    assert_eq!(peer.receive(), packet(2, 60));
+    assert_eq!(stats.send_dropped.load(Ordering::Relaxed), 7);
+    assert_eq!(
+        driver.rig.device.counters().guest_faults.load(Ordering::Relaxed),
+        7
+    );
+    assert!(driver.rig.sink.events().is_empty());
+}
+
+#[test]
+fn a_packet_in_as_many_pieces_as_a_chain_may_have_is_sent() {
+    let (peer, mut driver) = running(ALL);
+    driver.indirect = true;
+    let sent = packet(1, 1012);
+    let dust: Vec<_> = sent.iter().map(|byte| Buffer::Readable(vec![*byte])).collect();
+    driver.request(TRANSMIT, &dust);
+    assert_eq!(peer.receive(), sent);
+}
+
+#[test]
+fn a_packet_longer_than_the_buffers_left_waits_for_more_and_one_that_never_fits_is_dropped() {
+    let (peer, front) = Peer::new();
+    let stats = front.stats();
+    let mut driver = Driver::new(Rig::new(front));
+    driver.start(ALL);
+    driver.submit(RECEIVE, &[Buffer::Writable(1500)]);
+    driver.submit(RECEIVE, &[Buffer::Writable(1500)]);
+    peer.send(&packet(1, 2900));
+    assert_eq!(
+        (
+            driver.wait_used(RECEIVE).0.written,
+            driver.wait_used(RECEIVE).0.written
+        ),
+        (1500, 1412)
+    );
+    driver.submit(RECEIVE, &[Buffer::Writable(1500)]);
+    peer.send(&packet(2, 2900));
+    peer.send(&packet(3, 60));
+    assert!(driver.try_used(RECEIVE).is_none());
+    driver.submit(RECEIVE, &[Buffer::Writable(1500)]);
+    assert_eq!(
+        (
+            driver.wait_used(RECEIVE).0.written,
+            driver.wait_used(RECEIVE).0.written
+        ),
+        (1500, 1412)
+    );
+    driver.submit(RECEIVE, &[Buffer::Writable(1500)]);
+    assert_eq!(driver.wait_used(RECEIVE).0.written, 72);
+    assert_eq!(stats.receive_dropped.load(Ordering::Relaxed), 0);
+    peer.send(&packet(4, 20_000));
+    peer.send(&packet(5, 60));
+    driver.submit(RECEIVE, &[Buffer::Writable(1500)]);
+    assert_eq!(driver.wait_used(RECEIVE).1[12..20], 5_u64.to_le_bytes());
+    assert_eq!(stats.receive_dropped.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_receive_buffer_too_short_for_a_header_comes_back_empty() {
+    let (peer, mut driver) = running(ALL);
+    driver.submit(RECEIVE, &[Buffer::Writable(11)]);
+    driver.submit(RECEIVE, &[Buffer::Writable(2000)]);
+    peer.send(&packet(1, 60));
+    assert_eq!(driver.wait_used(RECEIVE).0.written, 0);
+    assert_eq!(driver.wait_used(RECEIVE).0.written, 72);
+}
+
+/// A tap whose interface is down, or gone: always ready, never of use.
+struct Down {
+    ready: vmm_sys_util::eventfd::EventFd,
+    fd: OwnedFd,
+    calls: Arc<AtomicU64>,
+}
+
+impl AsFd for Down {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl NetBackend for Down {
+    fn receive(&self, _buffers: &Iovecs) -> io::Result<usize> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        Err(io::Error::from_raw_os_error(libc::EBADFD))
+    }
+    fn receive_into(&self, _buffer: &mut [u8]) -> io::Result<usize> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        Err(io::Error::from_raw_os_error(libc::EBADFD))
+    }
+    fn send(&self, _header: &[u8], _packet: &mut Iovecs) -> io::Result<()> {
+        Err(io::Error::from_raw_os_error(libc::EIO))
+    }
+    fn set_offloads(&self, _offloads: Offloads) -> io::Result<()> {
+        self.ready.write(1)
+    }
+}
+
+#[test]
+fn a_tap_that_is_down_drops_packets_is_reported_and_is_not_asked_over_and_over() {
+    let calls = Arc::<AtomicU64>::default();
+    let (fd, other) = rustix::pipe::pipe().unwrap();
+    rustix::io::write(&other, b"x").unwrap();
+    let down = Down {
+        ready: vmm_sys_util::eventfd::EventFd::new(0).unwrap(),
+        fd,
+        calls: Arc::clone(&calls),
+    };
+    let mut driver = Driver::new(Rig::new(Box::new(Net::new(Box::new(down), "eth0", MAC, 1500))));
+    driver.start(ALL);
+    for _ in 0..20 {
+        driver.submit(RECEIVE, &[Buffer::Writable(2000)]);
+    }
+    assert!(matches!(driver.rig.sink.wait(), DeviceEvent::BackendError(_)));
+    for _ in 0..100 {
+        driver.request(TRANSMIT, &[Buffer::Readable(packet(1, 60))]);
+    }
+    assert!(calls.load(Ordering::Relaxed) <= 16 * 25, "{calls:?}");
+    assert!(driver.rig.sink.events().len() <= 5);
+    driver.rig.reset_device();
+}
+
+#[rstest]
+#[case::plain(Header::default(), 60, 0, true)]
+#[case::too_short(Header::default(), 13, 0, false)]
+#[case::longest(Header::default(), 65_554, 0, true)]
+#[case::too_long(Header::default(), 65_555, 0, false)]
+#[case::checksum(checksum(34, 16), 60, CSUM, true)]
+#[case::checksum_at_the_end(checksum(34, 24), 60, CSUM, true)]
+#[case::checksum_beyond_the_end(checksum(34, 25), 60, CSUM, false)]
+#[case::checksum_overflows(checksum(0xffff, 0xffff), 60, CSUM, false)]
+#[case::checksum_not_negotiated(checksum(34, 16), 60, 0, false)]
+#[case::tso4(segments(1, 1448), 9000, CSUM | HOST_TSO4, true)]
+#[case::tso4_not_negotiated(segments(1, 1448), 9000, CSUM | HOST_TSO6, false)]
+#[case::tso6(segments(4, 1448), 9000, CSUM | HOST_TSO6, true)]
+#[case::ecn(segments(0x81, 1448), 9000, CSUM | HOST_TSO4 | HOST_ECN, true)]
+#[case::ecn_not_negotiated(segments(0x81, 1448), 9000, CSUM | HOST_TSO4, false)]
+#[case::ecn_alone(segments(0x80, 1448), 9000, CSUM | HOST_TSO4 | HOST_ECN, false)]
+#[case::udp(segments(3, 1448), 9000, u64::MAX, false)]
+#[case::no_size(segments(1, 0), 9000, CSUM | HOST_TSO4, false)]
+#[case::no_checksum(Header { flags: 0, ..segments(1, 1448) }, 9000, CSUM | HOST_TSO4, false)]
+fn headers_are_let_through_or_not(
+    #[case] header: Header,
+    #[case] length: u32,
+    #[case] features: u64,
+    #[case] passes: bool,
+) {
+    let checked = check(&header, length, features);
+    assert_eq!(checked.is_ok(), passes, "{checked:?}");
+    if let Ok(checked) = checked {
+        assert_eq!(checked, header);
+    }
+}
+
+fn checksum(start: u16, offset: u16) -> Header {
+    Header {
+        flags: 1,
+        csum_start: start.into(),
+        csum_offset: offset.into(),
+        ..Header::default()
+    }
+}
+
+fn segments(gso_type: u8, gso_size: u16) -> Header {
+    Header {
+        gso_type,
+        gso_size: gso_size.into(),
+        hdr_len: 54.into(),
+        ..checksum(34, 16)
+    }
+}
+
+proptest! {
+    #[test]
+    fn what_the_host_gets_to_see_was_negotiated_and_lies_in_the_packet(
+        bytes: [u8; 12], gso in prop_oneof![0_u8..6, any::<u8>()], length in 0_u32..70_000, features: u64
+    ) {
+        let mut header = Header::read_from_bytes(&bytes).unwrap();
+        header.gso_type = gso;
+        let Ok(checked) = check(&header, length, features) else { return Ok(()) };
+        prop_assert!(checked.flags & !1 == 0 && checked.num_buffers.get() == 0);
+        if checked.flags == 1 {
+            prop_assert!(features & CSUM != 0);
+            let end = u32::from(checked.csum_start.get()) + u32::from(checked.csum_offset.get()) + 2;
+            prop_assert!(end <= length);
+        }
+        prop_assert!(u32::from(checked.hdr_len.get()) <= length);
+        let needed = match checked.gso_type {
+            0 => 0,
+            1 => HOST_TSO4,
+            4 => HOST_TSO6,
+            0x81 => HOST_TSO4 | HOST_ECN,
+            0x84 => HOST_TSO6 | HOST_ECN,
+            _ => return Err(TestCaseError::fail("segmentation that was never on offer")),
+        };
+        prop_assert_eq!(features & needed, needed);
+        prop_assert_eq!(checked.gso_type == 0, checked.gso_size.get() == 0);
+    }
+
+    #[test]
+    fn packets_of_any_length_arrive_whole_in_buffers_of_any_length(
+        lengths in proptest::collection::vec(14_usize..20_000, 1..12),
+        buffers in proptest::collection::vec(12_u32..3000, 30..120),
+        mergeable: bool,
+    ) {
+        let (peer, mut driver) = running(if mergeable { ALL } else { ALL & !MRG_RXBUF });
+        let scale = if mergeable { 1 } else { 30 };
+        let mut offered = VecDeque::new();
+        for buffer in &buffers {
+            driver.submit(RECEIVE, &[Buffer::Writable(buffer * scale)]);
+            offered.push_back((buffer * scale) as usize);
+        }
+        for (number, length) in lengths.into_iter().enumerate() {
+            let mut sent = packet(number as u64, length);
+            let mut count = 0_u8;
+            let mut room = 0;
+            while room < sent.len() && (mergeable || count == 0) {
+                let Some(next) = offered.pop_front() else { return Ok(()) };
+                room += next;
+                count += 1;
+            }
+            if room < sent.len() {
+                return Ok(());
+            }
+            peer.send(&sent);
+            sent[10] = count;
+            let mut received = Vec::new();
+            for _ in 0..count {
+                received.extend(driver.wait_used(RECEIVE).1);
+            }
+            prop_assert!(received == sent);
+        }
+    }
+}
