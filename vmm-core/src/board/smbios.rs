@@ -85,7 +85,8 @@ impl Table {
         for string in strings {
             // An empty string would end the list; a NUL would cut it.
             let text: Vec<u8> = string.bytes().filter(|byte| *byte != 0).collect();
-            self.bytes.extend(if text.is_empty() { b" ".to_vec() } else { text });
+            self.bytes
+                .extend(if text.is_empty() { b" ".to_vec() } else { text });
             self.bytes.push(0);
         }
         if strings.is_empty() {
@@ -118,7 +119,12 @@ fn this_system(table: &mut Table, system: &System<'_>) {
     body.extend(wire_uuid(system.uuid));
     // Wake-up type; no SKU number; family.
     body.extend([WAKE_UP, 0, 5]);
-    table.add(1, 0x100, &body, &[MANUFACTURER, PRODUCT, VERSION, system.serial, "Virtual Machine"]);
+    table.add(
+        1,
+        0x100,
+        &body,
+        &[MANUFACTURER, PRODUCT, VERSION, system.serial, "Virtual Machine"],
+    );
 }
 
 /// 7.2.1: the first three fields are little-endian.
@@ -168,7 +174,12 @@ fn processor(table: &mut Table, socket: u32, cores: u32) {
         body.extend(wide.to_le_bytes());
     }
     let handle = 0x400_u16.saturating_add(u16::try_from(socket).unwrap_or(0));
-    table.add(4, handle, &body, &[&format!("CPU {socket}"), MANUFACTURER, VERSION]);
+    table.add(
+        4,
+        handle,
+        &body,
+        &[&format!("CPU {socket}"), MANUFACTURER, VERSION],
+    );
 }
 
 /// 7.17, 7.18, 7.20: an array with one device, and where its parts are mapped.
@@ -202,7 +213,11 @@ fn memory(table: &mut Table, ram: u64) {
     body.extend(DETAIL_OTHER.to_le_bytes());
     // Speed unknown; manufacturer; no serial number, asset tag, part number; rank unknown.
     body.extend([0, 0, 2, 0, 0, 0, 0]);
-    let extended = if size.is_some() { 0 } else { u32::try_from(mebibytes).unwrap_or(u32::MAX) };
+    let extended = if size.is_some() {
+        0
+    } else {
+        u32::try_from(mebibytes).unwrap_or(u32::MAX)
+    };
     body.extend(extended.to_le_bytes());
     // Configured speed and voltages: unknown.
     body.extend([0; 8]);
@@ -230,7 +245,9 @@ mod tests {
     use super::*;
 
     const SYSTEM: System<'static> = System {
-        uuid: [0x00, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88, 0x99, 0xaa, 0xbb, 0xcc, 0xdd, 0xee, 0xff],
+        uuid: [
+            0x00, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88, 0x99, 0xaa, 0xbb, 0xcc, 0xdd, 0xee, 0xff,
+        ],
         serial: "web-1",
         sockets: 2,
         cores_per_socket: 12,
@@ -243,8 +260,12 @@ mod tests {
         while !table.is_empty() {
             let (formatted, rest) = table.split_at(table[1].into());
             let end = rest.windows(2).position(|pair| pair == [0, 0]).unwrap();
-            let strings = rest[..end].split(|byte| *byte == 0).filter(|string| !string.is_empty());
-            let strings = strings.map(|string| String::from_utf8(string.to_vec()).unwrap()).collect();
+            let strings = rest[..end]
+                .split(|byte| *byte == 0)
+                .filter(|string| !string.is_empty());
+            let strings = strings
+                .map(|string| String::from_utf8(string.to_vec()).unwrap())
+                .collect();
             found.push((formatted[0], formatted.to_vec(), strings));
             table = &rest[end + 2..];
         }
@@ -254,7 +275,10 @@ mod tests {
     fn of_kind(system: &System<'_>, kind: u8) -> Vec<(Vec<u8>, Vec<String>)> {
         let bytes = build(system);
         let all = structures(&bytes[TABLE_OFFSET..]);
-        all.into_iter().filter(|(found, ..)| *found == kind).map(|(_, bytes, strings)| (bytes, strings)).collect()
+        all.into_iter()
+            .filter(|(found, ..)| *found == kind)
+            .map(|(_, bytes, strings)| (bytes, strings))
+            .collect()
     }
 
     #[test]
@@ -263,7 +287,10 @@ mod tests {
         let entry = &bytes[..ENTRY_LENGTH];
         assert_eq!(&entry[..5], b"_SM3_");
         assert_eq!(entry.iter().fold(0_u8, |sum, byte| sum.wrapping_add(*byte)), 0);
-        assert_eq!(u32::from_le_bytes(*entry[12..].first_chunk().unwrap()) as usize, bytes.len() - TABLE_OFFSET);
+        assert_eq!(
+            u32::from_le_bytes(*entry[12..].first_chunk().unwrap()) as usize,
+            bytes.len() - TABLE_OFFSET
+        );
         assert_eq!(u64::from_le_bytes(*entry[16..].first_chunk().unwrap()), 0xf_0020);
         assert!(bytes.len() as u64 <= layout::SMBIOS.end - layout::SMBIOS.start);
     }
@@ -289,14 +316,18 @@ mod tests {
                 (127, 4)
             ]
         );
-        let handles: std::collections::HashSet<_> = all.iter().map(|(_, bytes, _)| [bytes[2], bytes[3]]).collect();
+        let handles: std::collections::HashSet<_> =
+            all.iter().map(|(_, bytes, _)| [bytes[2], bytes[3]]).collect();
         assert_eq!(handles.len(), all.len());
     }
 
     #[test]
     fn the_uuid_is_little_endian_in_its_first_three_fields() {
         let (bytes, strings) = of_kind(&SYSTEM, 1).remove(0);
-        assert_eq!(bytes[8..18], [0x33, 0x22, 0x11, 0x00, 0x55, 0x44, 0x77, 0x66, 0x88, 0x99]);
+        assert_eq!(
+            bytes[8..18],
+            [0x33, 0x22, 0x11, 0x00, 0x55, 0x44, 0x77, 0x66, 0x88, 0x99]
+        );
         assert_eq!(strings[usize::from(bytes[7]) - 1], "web-1");
         assert_eq!(strings[0], "vmmd");
     }
@@ -310,10 +341,26 @@ mod tests {
         };
         assert_eq!(size(256 * layout::MIB), (256, 0));
         assert_eq!(size(64 * layout::GIB), (0x7fff, 65_536));
-        assert_eq!(of_kind(&System { ram: layout::GIB, ..SYSTEM }, 19).len(), 1);
+        assert_eq!(
+            of_kind(
+                &System {
+                    ram: layout::GIB,
+                    ..SYSTEM
+                },
+                19
+            )
+            .len(),
+            1
+        );
         let high = of_kind(&SYSTEM, 19).remove(1).0;
-        assert_eq!(u64::from_le_bytes(*high[0xf..].first_chunk().unwrap()), 4 * layout::GIB);
-        assert_eq!(u64::from_le_bytes(*high[0x17..].first_chunk().unwrap()), 6 * layout::GIB - 1);
+        assert_eq!(
+            u64::from_le_bytes(*high[0xf..].first_chunk().unwrap()),
+            4 * layout::GIB
+        );
+        assert_eq!(
+            u64::from_le_bytes(*high[0x17..].first_chunk().unwrap()),
+            6 * layout::GIB - 1
+        );
     }
 
     #[test]
@@ -321,7 +368,10 @@ mod tests {
         let system = System { serial: "", ..SYSTEM };
         let empty = of_kind(&system, 1).remove(0).1;
         assert_eq!(empty.len(), 5);
-        let hostile = System { serial: "a\0\0b", ..SYSTEM };
+        let hostile = System {
+            serial: "a\0\0b",
+            ..SYSTEM
+        };
         assert_eq!(of_kind(&hostile, 1).remove(0).1[3], "ab");
     }
 }

@@ -1,1 +1,79 @@
+use std::{fs::File, os::fd::AsFd};
 
+use super::*;
+
+fn host() -> Host {
+    Host::open().unwrap_or_else(|error| panic!("these tests need KVM: {error}"))
+}
+
+#[test]
+fn a_host_without_kvm_is_told_what_to_do() {
+    let error = Host::open_at("/nonexistent/kvm").unwrap_err();
+    assert!(matches!(error, KvmError::Missing));
+    assert!(error.to_string().contains("kvm_intel"), "{error}");
+}
+
+#[test]
+fn another_file_in_kvms_place_is_told_apart() {
+    let null = File::open("/dev/null").unwrap();
+    assert!(matches!(Host::from_fd(null.into()), Err(KvmError::NotKvm)));
+    let vm_fd = Vm::create(&host()).unwrap();
+    drop(vm_fd);
+}
+
+#[test]
+fn an_open_kvm_is_taken() {
+    let kvm = File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm")
+        .expect("these tests need KVM");
+    let host = Host::from_fd(kvm.as_fd().try_clone_to_owned().unwrap()).unwrap();
+    assert!(Vm::create(&host).unwrap().max_vcpus() >= 32);
+}
+
+#[test]
+fn a_crash_is_one_sentence_that_names_the_cause() {
+    let unusable = Crash::Emulation {
+        rip: 0xffff_ffff_8100_0000,
+        bytes: vec![0x0f, 0x01, 0xca],
+        hardware: false,
+    };
+    assert!(unusable.is_host_unusable());
+    let text = unusable.to_string();
+    assert!(
+        text.starts_with("this host's KVM can't run ordinary guests"),
+        "{text}"
+    );
+    assert!(text.ends_with("at 0xffffffff81000000 (0f 01 ca)"), "{text}");
+    let astray = Crash::Emulation {
+        rip: 0,
+        bytes: Vec::new(),
+        hardware: true,
+    };
+    assert!(!astray.is_host_unusable());
+    assert_eq!(astray.to_string(), "KVM can't emulate the instruction at 0x0");
+    assert_eq!(Crash::TripleFault.to_string(), "triple fault");
+}
+
+#[test]
+fn a_second_ram_is_refused() {
+    use crate::memory::{Backing, GuestRam, layout::RAM_MIN};
+    let vm = Vm::create(&host()).unwrap();
+    let ram = GuestRam::new(RAM_MIN, Backing::Private).unwrap();
+    vm.set_ram(&ram).unwrap();
+    assert!(vm.set_ram(&ram).is_err());
+}
+
+#[test]
+fn kvmclock_can_be_set_back() {
+    let vm = Vm::create(&host()).unwrap();
+    let then = vm.clock().unwrap();
+    vm.set_clock(Clock {
+        nanoseconds: then.nanoseconds + 3_600_000_000_000,
+    })
+    .unwrap();
+    assert!(vm.clock().unwrap().nanoseconds > then.nanoseconds + 3_500_000_000_000);
+    vm.set_clock(then).unwrap();
+    assert!(vm.clock().unwrap().nanoseconds < then.nanoseconds + 3_500_000_000_000);
+}

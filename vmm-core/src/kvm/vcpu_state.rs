@@ -14,6 +14,13 @@ pub struct MsrNumbers(Vec<u32>);
 /// `MSR_IA32_TSC`. Written 0 at a reset, which KVM takes as "in step with the other vCPUs".
 const TSC: u32 = 0x10;
 
+/// `MSR_MTRRdefType`, and its value for "enabled, all memory write-back" (Intel SDM vol. 3, 12.11.2.1).
+const MTRR_DEFAULT_TYPE: u32 = 0x2ff;
+const MTRR_WRITE_BACK: u64 = 1 << 11 | 6;
+/// `IA32_MISC_ENABLE`, and its bit for fast string operations; Linux does without them when it is clear.
+const MISC_ENABLE: u32 = 0x1a0;
+const FAST_STRINGS: u64 = 1;
+
 /// Hyper-V's interfaces and performance counters: not in our CPUID, and each costs an ioctl to find that out.
 fn is_never_offered(msr: u32) -> bool {
     matches!(
@@ -31,15 +38,21 @@ fn is_never_offered(msr: u32) -> bool {
     )
 }
 
+/// The memory type range registers (variable, fixed, default type): state that KVM's list leaves out.
+fn mtrrs() -> impl Iterator<Item = u32> {
+    (0x200..=0x20f)
+        .chain([0x250, 0x258, 0x259])
+        .chain(0x268..=0x26f)
+        .chain([MTRR_DEFAULT_TYPE])
+}
+
 impl MsrNumbers {
     pub(super) fn new(indices: &[u32]) -> Self {
-        Self(
-            indices
-                .iter()
-                .copied()
-                .filter(|msr| !is_never_offered(*msr))
-                .collect(),
-        )
+        let indices = indices.iter().copied().filter(|msr| !is_never_offered(*msr));
+        let mut numbers: Vec<_> = indices.chain(mtrrs()).collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        Self(numbers)
     }
 }
 
@@ -84,6 +97,27 @@ impl VcpuState {
             lapic: fd.get_lapic().map_err(KvmError::ioctl("KVM_GET_LAPIC"))?,
             msrs: read_msrs(vcpu)?,
         })
+    }
+
+    /// Brings a new vCPU, whose CPUID is set, to the state after power-on, and reads it: as KVM makes it, with what
+    /// firmware would have set up before a kernel sees it.
+    pub fn power_on(vcpu: &Vcpu) -> Result<Self, KvmError> {
+        let mut state = Self::capture(vcpu)?;
+        let mut changed = Vec::with_capacity(2);
+        for msr in &mut state.msrs {
+            match msr.index {
+                MTRR_DEFAULT_TYPE => msr.data = MTRR_WRITE_BACK,
+                MISC_ENABLE => msr.data |= FAST_STRINGS,
+                _ => continue,
+            }
+            changed.push(*msr);
+        }
+        write_msrs(vcpu, &changed)?;
+        // What it is already: but only this puts a vCPU into KVM's map of APIC ids, where its INIT is looked for.
+        vcpu.fd()
+            .set_lapic(&state.lapic)
+            .map_err(KvmError::ioctl("KVM_SET_LAPIC"))?;
+        Ok(state)
     }
 
     /// Puts the vCPU, which is stopped, into this state; its time stamp counter goes in step with the other vCPUs'.

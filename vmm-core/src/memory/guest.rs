@@ -13,7 +13,8 @@ use rustix::{
     mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap},
 };
 use vm_memory::{
-    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, bitmap::Bitmap, mmap::MmapRegionBuilder,
+    FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, bitmap::Bitmap,
+    mmap::MmapRegionBuilder,
 };
 
 use super::layout::{RAM_ALIGNMENT, RAM_MAX, RAM_MIN, ram_ranges};
@@ -110,8 +111,13 @@ impl GuestRam {
             }
         }
         if let Some(file) = &self.file {
-            fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, self.size)
-                .map_err(|errno| host("dropping", errno.into()))?;
+            fallocate(
+                file,
+                FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+                0,
+                self.size,
+            )
+            .map_err(|errno| host("dropping", errno.into()))?;
         }
         Ok(())
     }
@@ -261,8 +267,7 @@ fn memfd(size: u64, huge_pages: bool) -> Result<File, RamError> {
         .map_err(host("sealing the memfd"))?;
     if huge_pages {
         // Fails now, not by SIGBUS later, when the host has not enough huge pages.
-        fallocate(&file, FallocateFlags::empty(), 0, size)
-            .map_err(host("taking huge pages"))?;
+        fallocate(&file, FallocateFlags::empty(), 0, size).map_err(host("taking huge pages"))?;
     }
     Ok(File::from(file))
 }

@@ -35,12 +35,16 @@ pub fn load_file(
 ) -> Result<(), LoadError> {
     let length = usize::try_from(length).map_err(|_| GuestMemoryError::GuestAddressOverflow)?;
     // The destination as a whole is checked before a byte of it is written.
-    let slices = memory.get_slices(address, length).collect::<Result<Vec<_>, _>>()?;
+    let slices = memory
+        .get_slices(address, length)
+        .collect::<Result<Vec<_>, _>>()?;
     let mut left = length;
     for slice in slices {
         let mut done = 0;
         while done < slice.len() {
-            let target = slice.subslice(done, slice.len().saturating_sub(done)).map_err(GuestMemoryError::from)?;
+            let target = slice
+                .subslice(done, slice.len().saturating_sub(done))
+                .map_err(GuestMemoryError::from)?;
             let count = read_at(file, &target, offset)?;
             if count == 0 {
                 return Err(LoadError::Truncated { missing: left as u64 });
@@ -64,8 +68,7 @@ fn read_at<B: vm_memory::bitmap::BitmapSlice>(
         let guard = target.ptr_guard_mut();
         // SAFETY: the slice is guest memory, mapped for its lifetime; the kernel writes at most its length there.
         // No reference to that memory exists.
-        let count =
-            unsafe { libc::pread64(file.as_raw_fd(), guard.as_ptr().cast(), target.len(), offset) };
+        let count = unsafe { libc::pread64(file.as_raw_fd(), guard.as_ptr().cast(), target.len(), offset) };
         if let Ok(count) = usize::try_from(count) {
             return Ok(count);
         }
@@ -114,7 +117,10 @@ mod tests {
         assert!(matches!(truncated, Err(LoadError::Truncated { missing: 10 })));
         for (address, length) in [(0x1fff, 2), (u64::MAX, 2), (0, u64::MAX), (0x5000, 1)] {
             let outside = load_file(&memory, GuestAddress(address), &file, 0, length);
-            assert!(matches!(outside, Err(LoadError::Memory(_))), "{address:#x} {length:#x}");
+            assert!(
+                matches!(outside, Err(LoadError::Memory(_))),
+                "{address:#x} {length:#x}"
+            );
         }
     }
 }

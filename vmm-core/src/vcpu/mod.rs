@@ -166,8 +166,8 @@ impl Vcpus {
             handle.send(index, Call::Reset(reply))?;
             pending.push(replied);
         }
-        for (index, replied) in pending.into_iter().enumerate() {
-            receive(index, &replied)?;
+        for (index, (handle, replied)) in self.handles.iter().zip(pending).enumerate() {
+            handle.receive(index, &replied)?;
         }
         Ok(())
     }
@@ -211,7 +211,7 @@ impl Vcpus {
             let _ = reply.send(vcpu.and_then(call));
         };
         handle.send(index, Call::With(Box::new(call)))?;
-        receive(index, &replied)
+        handle.receive(index, &replied)
     }
 
     /// KVM's statistics of each vCPU, readable while it runs; none on kernels before 5.14.
@@ -225,14 +225,18 @@ impl Vcpus {
     }
 }
 
-fn receive<R>(vcpu: usize, replied: &mpsc::Receiver<Result<R, KvmError>>) -> Result<R, VcpuError> {
-    replied
-        .recv()
-        .map_err(|_| VcpuError::Gone(vcpu))?
-        .map_err(|source| VcpuError::Kvm { vcpu, source })
-}
-
 impl Handle {
+    fn receive<R>(&self, vcpu: usize, replied: &mpsc::Receiver<Result<R, KvmError>>) -> Result<R, VcpuError> {
+        match replied.recv() {
+            Ok(result) => result.map_err(|source| VcpuError::Kvm { vcpu, source }),
+            Err(mpsc::RecvError) => {
+                // The thread panicked, and dropped its end of the channel while it unwinds.
+                self.shared.wait_until_gone();
+                Err(VcpuError::Gone(vcpu))
+            }
+        }
+    }
+
     fn send(&self, vcpu: usize, call: Call) -> Result<(), VcpuError> {
         if !matches!(call, Call::Run) && !self.shared.is_parked() {
             return Err(VcpuError::Running);

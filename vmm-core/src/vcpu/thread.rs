@@ -83,6 +83,13 @@ impl Shared {
         if *phase == Phase::Gone { Err(()) } else { Ok(()) }
     }
 
+    /// For a thread that is known to be ending.
+    pub(super) fn wait_until_gone(&self) {
+        let phase = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.changed.wait_while(phase, |phase| *phase != Phase::Gone);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
     fn leave(&self, to: Phase) {
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = to;
         self.changed.notify_all();
@@ -185,7 +192,7 @@ impl VcpuThread {
 
     fn set_up(&self) -> Result<VcpuState, KvmError> {
         self.vcpu.set_cpuid(&self.cpuid)?;
-        VcpuState::capture(&self.vcpu)
+        VcpuState::power_on(&self.vcpu)
     }
 
     /// Runs the guest until it is stopped, crashes or ends itself.

@@ -24,9 +24,17 @@ const ENTRY_64_OFFSET: u64 = 0x200;
 
 pub(super) fn load(job: &Job<'_>) -> Result<Entry, BootError> {
     let mut header = read_header(job)?;
-    let setup = u64::from(if header.setup_sects == 0 { 4 } else { header.setup_sects });
+    let setup = u64::from(if header.setup_sects == 0 {
+        4
+    } else {
+        header.setup_sects
+    });
     let payload = setup.saturating_add(1).saturating_mul(SECTOR);
-    let length = job.kernel.length.checked_sub(payload).ok_or(BootError::Truncated("kernel"))?;
+    let length = job
+        .kernel
+        .length
+        .checked_sub(payload)
+        .ok_or(BootError::Truncated("kernel"))?;
     check_length(&header, length)?;
 
     // What the kernel needs before it knows the memory map: room to decompress itself in place.
@@ -36,7 +44,10 @@ pub(super) fn load(job: &Job<'_>) -> Result<Entry, BootError> {
     if header.relocatable_kernel != 0 && (!alignment.is_power_of_two() || start & (alignment - 1) != 0) {
         return Err(BootError::Kernel("its preferred address is not aligned"));
     }
-    let range = start..start.checked_add(needed).ok_or(BootError::Kernel("its size overflows"))?;
+    let range = start
+        ..start
+            .checked_add(needed)
+            .ok_or(BootError::Kernel("its size overflows"))?;
     job.check_extended(&range)?;
     let cmdline_max = usize::try_from(header.cmdline_size).unwrap_or(usize::MAX);
     if job.cmdline.len() > cmdline_max {

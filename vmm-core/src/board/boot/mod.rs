@@ -11,12 +11,7 @@ mod pvh;
 #[cfg(test)]
 mod tests;
 
-use std::{
-    fs::File,
-    io,
-    ops::Range,
-    os::unix::fs::{FileExt, FileTypeExt},
-};
+use std::{fs::File, io, ops::Range, os::unix::fs::FileExt};
 
 use devices::GuestMemory;
 use vm_memory::{Bytes, GuestAddress};
@@ -61,7 +56,9 @@ pub enum BootError {
     #[error("the kernel is corrupt or not supported: {0}")]
     Kernel(&'static str),
     /// RAM is too small.
-    #[error("the {what} does not fit into memory: it needs {needed} bytes of RAM below 3 GiB, there are {available}")]
+    #[error(
+        "the {what} does not fit into memory: it needs {needed} bytes of RAM below 3 GiB, there are {available}"
+    )]
     TooLarge {
         /// "kernel" or "initrd".
         what: &'static str,
@@ -107,12 +104,17 @@ mod place {
 
 /// What kernels with the boot protocol before 2.06 take, and enough for all (`COMMAND_LINE_SIZE` of x86 less the NUL).
 pub const CMDLINE_MAX: usize = 2047;
+const _: () = assert!(CMDLINE_MAX as u64 + 1 < place::CMDLINE.end - place::CMDLINE.start);
 
 impl BootSource {
     /// Loads everything into `memory`, which is all zeroes (fresh, or cleared), and says how the guest begins.
     pub fn load(&self, memory: &GuestMemory, params: &BootParams) -> Result<Entry, BootError> {
         let kernel = Image::new("kernel", &self.kernel)?;
-        let initrd = self.initrd.as_ref().map(|file| Image::new("initrd", file)).transpose()?;
+        let initrd = self
+            .initrd
+            .as_ref()
+            .map(|file| Image::new("initrd", file))
+            .transpose()?;
         if self.cmdline.len() > CMDLINE_MAX || self.cmdline.contains('\0') {
             return Err(BootError::Cmdline { max: CMDLINE_MAX });
         }
@@ -146,8 +148,10 @@ struct Image<'a> {
 
 impl<'a> Image<'a> {
     fn new(what: &'static str, file: &'a File) -> Result<Self, BootError> {
-        let metadata = file.metadata().map_err(|source| BootError::Read { what, source })?;
-        if !metadata.is_file() || metadata.file_type().is_block_device() {
+        let metadata = file
+            .metadata()
+            .map_err(|source| BootError::Read { what, source })?;
+        if !metadata.is_file() {
             return Err(BootError::NotAFile(what));
         }
         Ok(Self {
@@ -159,13 +163,21 @@ impl<'a> Image<'a> {
 
     /// Small parts (headers). A file that is too short for a magic is truncated too.
     fn read(&self, bytes: &mut [u8], offset: u64) -> Result<(), BootError> {
-        self.file.read_exact_at(bytes, offset).map_err(|source| match source.kind() {
-            io::ErrorKind::UnexpectedEof => BootError::Truncated(self.what),
-            _ => BootError::Read {
-                what: self.what,
-                source,
-            },
-        })
+        if offset
+            .checked_add(bytes.len() as u64)
+            .is_none_or(|end| end > self.length)
+        {
+            return Err(BootError::Truncated(self.what));
+        }
+        self.file
+            .read_exact_at(bytes, offset)
+            .map_err(|source| match source.kind() {
+                io::ErrorKind::UnexpectedEof => BootError::Truncated(self.what),
+                _ => BootError::Read {
+                    what: self.what,
+                    source,
+                },
+            })
     }
 
     /// Large parts, straight into guest memory.
@@ -223,7 +235,12 @@ impl Job<'_> {
             needed: kernel_end.saturating_add(initrd.length),
             available: self.low_end(),
         };
-        let start = self.low_end().min(limit).checked_sub(initrd.length).ok_or_else(too_large)? & !PAGE_MASK;
+        let start = self
+            .low_end()
+            .min(limit)
+            .checked_sub(initrd.length)
+            .ok_or_else(too_large)?
+            & !PAGE_MASK;
         if start < kernel_end {
             return Err(too_large());
         }
@@ -233,7 +250,8 @@ impl Job<'_> {
 
     /// Writes the command line; guest memory behind it is zero.
     fn write_cmdline(&self) -> Result<(), BootError> {
-        const { assert!(CMDLINE_MAX < (place::CMDLINE.end - place::CMDLINE.start) as usize) };
-        Ok(self.memory.write_slice(self.cmdline.as_bytes(), GuestAddress(place::CMDLINE.start))?)
+        Ok(self
+            .memory
+            .write_slice(self.cmdline.as_bytes(), GuestAddress(place::CMDLINE.start))?)
     }
 }

@@ -39,7 +39,9 @@ pub(super) fn load(job: &Job<'_>) -> Result<Entry, BootError> {
                 let end = header.p_paddr.checked_add(header.p_memsz);
                 let range = header.p_paddr..end.ok_or(BootError::Kernel("a segment's address overflows"))?;
                 if header.p_filesz > header.p_memsz {
-                    return Err(BootError::Kernel("a segment is larger in the file than in memory"));
+                    return Err(BootError::Kernel(
+                        "a segment is larger in the file than in memory",
+                    ));
                 }
                 job.check_extended(&range)?;
                 segments.push((range, header));
@@ -55,7 +57,8 @@ pub(super) fn load(job: &Job<'_>) -> Result<Entry, BootError> {
 
     let mut kernel_end = 0;
     for (range, header) in &segments {
-        job.kernel.load(job.memory, range.start, header.p_offset, header.p_filesz)?;
+        job.kernel
+            .load(job.memory, range.start, header.p_offset, header.p_filesz)?;
         kernel_end = range.end.max(kernel_end);
     }
     let initrd = job.load_initrd(kernel_end, u64::MAX)?;
@@ -79,7 +82,9 @@ fn program_headers(job: &Job<'_>) -> Result<Vec<Elf64_Phdr>, BootError> {
     }
     (0..u64::from(header.e_phnum))
         .map(|index| {
-            let offset = index.saturating_mul(size_of::<Elf64_Phdr>() as u64).saturating_add(header.e_phoff);
+            let offset = index
+                .saturating_mul(size_of::<Elf64_Phdr>() as u64)
+                .saturating_add(header.e_phoff);
             let mut program = Elf64_Phdr::default();
             job.kernel.read(program.as_mut_slice(), offset)?;
             Ok(program)
@@ -108,7 +113,9 @@ pub(super) fn entry_of(mut notes: &[u8]) -> Option<u32> {
         let length = usize::try_from(length).ok()?;
         let bytes = notes.get(..length)?;
         // Padding may be missing behind the last one.
-        *notes = notes.get(length.checked_next_multiple_of(4)?..).unwrap_or_default();
+        *notes = notes
+            .get(length.checked_next_multiple_of(4)?..)
+            .unwrap_or_default();
         Some(bytes)
     }
     while !notes.is_empty() {

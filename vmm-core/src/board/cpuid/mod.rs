@@ -47,7 +47,11 @@ pub fn apic_id(topology: Topology, index: u32) -> u32 {
 
 /// Bits of an APIC id that count cores.
 fn core_bits(topology: Topology) -> u32 {
-    topology.cores_per_socket.max(1).next_power_of_two().trailing_zeros()
+    topology
+        .cores_per_socket
+        .max(1)
+        .next_power_of_two()
+        .trailing_zeros()
 }
 
 /// Feature bits that are changed, by leaf and register.
@@ -82,16 +86,8 @@ mod bit {
     /// Leaf 0x8000_0001, ECX.
     pub(super) const CMP_LEGACY: u32 = 1 << 1;
     /// SVM, IBS, SKINIT, WDT, LWP, NodeId, and the extended performance counters.
-    pub(super) const HOST_ONLY_81C: u32 = 1 << 2
-        | 1 << 10
-        | 1 << 12
-        | 1 << 13
-        | 1 << 15
-        | 1 << 19
-        | 1 << 23
-        | 1 << 24
-        | 1 << 27
-        | 1 << 28;
+    pub(super) const HOST_ONLY_81C: u32 =
+        1 << 2 | 1 << 10 | 1 << 12 | 1 << 13 | 1 << 15 | 1 << 19 | 1 << 23 | 1 << 24 | 1 << 27 | 1 << 28;
 }
 
 /// Leaves that are left out: they read as zeroes.
@@ -127,7 +123,10 @@ fn common(supported: &[kvm_cpuid_entry2], topology: Topology, tsc_deadline: bool
 }
 
 fn vendor(entries: &[kvm_cpuid_entry2]) -> Vendor {
-    let ebx = entries.iter().find(|entry| entry.function == 0).map_or(0, |entry| entry.ebx);
+    let ebx = entries
+        .iter()
+        .find(|entry| entry.function == 0)
+        .map_or(0, |entry| entry.ebx);
     match &ebx.to_le_bytes() {
         b"Auth" | b"Hygo" => Vendor::Amd,
         _ => Vendor::Intel,
@@ -217,9 +216,13 @@ fn set_brand(entry: &mut kvm_cpuid_entry2, vendor: Vendor) {
     for (to, from) in brand.iter_mut().zip(text) {
         *to = *from;
     }
-    let part = usize::try_from(entry.function.saturating_sub(0x8000_0002)).unwrap_or(0).saturating_mul(16);
+    let part = usize::try_from(entry.function.saturating_sub(0x8000_0002))
+        .unwrap_or(0)
+        .saturating_mul(16);
     let word = |at: usize| {
-        let bytes = brand.get(part.saturating_add(at)..).and_then(|rest| rest.first_chunk());
+        let bytes = brand
+            .get(part.saturating_add(at)..)
+            .and_then(|rest| rest.first_chunk());
         bytes.map_or(0, |bytes| u32::from_le_bytes(*bytes))
     };
     (entry.eax, entry.ebx, entry.ecx, entry.edx) = (word(0), word(4), word(8), word(12));
@@ -229,7 +232,10 @@ fn set_brand(entry: &mut kvm_cpuid_entry2, vendor: Vendor) {
 fn set_xsave_size(entries: &mut Vec<kvm_cpuid_entry2>) {
     /// Legacy area and XSAVE header.
     const BASE: u32 = 576;
-    let Some(features) = entries.iter().find(|entry| (entry.function, entry.index) == (0xd, 0)).map(|e| e.eax)
+    let Some(features) = entries
+        .iter()
+        .find(|entry| (entry.function, entry.index) == (0xd, 0))
+        .map(|e| e.eax)
     else {
         return;
     };
@@ -240,7 +246,10 @@ fn set_xsave_size(entries: &mut Vec<kvm_cpuid_entry2>) {
         .filter(|entry| features & 1 << entry.index != 0)
         .map(|entry| entry.eax.saturating_add(entry.ebx))
         .fold(BASE, u32::max);
-    for entry in entries.iter_mut().filter(|entry| (entry.function, entry.index) == (0xd, 0)) {
+    for entry in entries
+        .iter_mut()
+        .filter(|entry| (entry.function, entry.index) == (0xd, 0))
+    {
         // EBX follows XCR0; KVM keeps it up to date.
         entry.ecx = size;
         entry.ebx = entry.ebx.min(size);

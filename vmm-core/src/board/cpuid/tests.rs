@@ -21,7 +21,10 @@ fn entry(function: u32, index: u32, registers: [u32; 4]) -> kvm_cpuid_entry2 {
 fn greedy(vendor: &[u8; 12]) -> Vec<kvm_cpuid_entry2> {
     let word = |at: usize| u32::from_le_bytes(*vendor[at..].first_chunk().unwrap());
     let mut entries = vec![entry(0, 0, [0x20, word(0), word(8), word(4)])];
-    for leaf in (1..=0x20).chain(0x4000_0000..=0x4000_0001).chain(0x8000_0000..=0x8000_0026) {
+    for leaf in (1..=0x20)
+        .chain(0x4000_0000..=0x4000_0001)
+        .chain(0x8000_0000..=0x8000_0026)
+    {
         match leaf {
             4 | 0x8000_001d => {
                 for (index, level) in [(0, 1), (1, 1), (2, 2), (3, 3)] {
@@ -31,7 +34,13 @@ fn greedy(vendor: &[u8; 12]) -> Vec<kvm_cpuid_entry2> {
             }
             0xd => {
                 entries.push(entry(leaf, 0, [0x602e7, 11_008, 11_008, 0]));
-                for (index, size, offset) in [(2, 256, 576), (5, 64, 1088), (9, 8, 2688), (17, 64, 2752), (18, 8192, 2816)] {
+                for (index, size, offset) in [
+                    (2, 256, 576),
+                    (5, 64, 1088),
+                    (9, 8, 2688),
+                    (17, 64, 2752),
+                    (18, 8192, 2816),
+                ] {
                     entries.push(entry(leaf, index, [size, offset, 0, 0]));
                 }
             }
@@ -42,8 +51,12 @@ fn greedy(vendor: &[u8; 12]) -> Vec<kvm_cpuid_entry2> {
 }
 
 fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> kvm_cpuid_entry2 {
-    let mut found = entries.iter().filter(|entry| (entry.function, entry.index) == (function, index));
-    let entry = *found.next().unwrap_or_else(|| panic!("leaf {function:#x}.{index}"));
+    let mut found = entries
+        .iter()
+        .filter(|entry| (entry.function, entry.index) == (function, index));
+    let entry = *found
+        .next()
+        .unwrap_or_else(|| panic!("leaf {function:#x}.{index}"));
     assert!(found.next().is_none(), "leaf {function:#x}.{index} twice");
     entry
 }
@@ -76,7 +89,11 @@ fn the_size_of_the_extended_state_is_without_amx() {
     let leaf = find(&entries, 0xd, 0);
     assert_eq!(leaf.eax, 0x2e7);
     assert_eq!(leaf.ecx, 2696);
-    assert!(!entries.iter().any(|entry| entry.function == 0xd && entry.index >= 17));
+    assert!(
+        !entries
+            .iter()
+            .any(|entry| entry.function == 0xd && entry.index >= 17)
+    );
 }
 
 #[test]
@@ -102,7 +119,10 @@ fn the_timer_bits_follow_the_host() {
     assert_eq!(find(&without, 1, 0).ecx & bit::TSC_DEADLINE, 0);
     // KVM leaves the bit out of what it supports and says it by a capability.
     let mut modest = greedy(b"GenuineIntel");
-    modest.iter_mut().filter(|entry| entry.function == 1).for_each(|entry| entry.ecx = 0);
+    modest
+        .iter_mut()
+        .filter(|entry| entry.function == 1)
+        .for_each(|entry| entry.ecx = 0);
     let with = common(&modest, topology(1), true);
     assert_eq!(find(&with, 1, 0).ecx & bit::TSC_DEADLINE, bit::TSC_DEADLINE);
     assert_eq!(find(&with, 1, 0).ecx & bit::X2APIC, bit::X2APIC);
@@ -112,7 +132,10 @@ fn the_timer_bits_follow_the_host() {
 fn kvm_says_its_name() {
     let entries = common(&greedy(b"GenuineIntel"), topology(1), true);
     let leaf = find(&entries, 0x4000_0000, 0);
-    let name: Vec<u8> = [leaf.ebx, leaf.ecx, leaf.edx].into_iter().flat_map(u32::to_le_bytes).collect();
+    let name: Vec<u8> = [leaf.ebx, leaf.ecx, leaf.edx]
+        .into_iter()
+        .flat_map(u32::to_le_bytes)
+        .collect();
     assert_eq!(name, b"KVMKVMKVM\0\0\0");
 }
 
