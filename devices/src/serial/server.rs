@@ -21,6 +21,7 @@ use std::{
 };
 
 use rustix::{
+    fs::{Mode, OFlags, fcntl_getfl, fcntl_setfl, open},
     io::Errno,
     net::{SocketFlags, accept_with},
 };
@@ -66,7 +67,7 @@ pub struct Terminal {
 /// What is to be served.
 #[derive(Default)]
 pub struct Setup {
-    /// A non-blocking listening UNIX stream socket.
+    /// A listening UNIX stream socket; it is made non-blocking.
     pub listener: Option<OwnedFd>,
     /// A terminal.
     pub terminal: Option<Terminal>,
@@ -121,7 +122,6 @@ impl Drop for Server {
 /// A non-blocking descriptor for the terminal, pipe or file behind `fd`, with a file description of its own: the mode of
 /// the one that the shell uses stays as it is. Sockets can't be opened anew; theirs is changed.
 pub fn reopen(fd: impl AsFd, write: bool) -> io::Result<OwnedFd> {
-    use rustix::fs::{Mode, OFlags, fcntl_getfl, fcntl_setfl, open};
     let mode = if write { OFlags::WRONLY } else { OFlags::RDONLY };
     let path = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
     let flags = mode | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
@@ -129,8 +129,12 @@ pub fn reopen(fd: impl AsFd, write: bool) -> io::Result<OwnedFd> {
         return Ok(opened);
     }
     let copy = fd.as_fd().try_clone_to_owned()?;
-    fcntl_setfl(&copy, fcntl_getfl(&copy)? | OFlags::NONBLOCK)?;
+    set_nonblocking(&copy)?;
     Ok(copy)
+}
+
+fn set_nonblocking(fd: impl AsFd) -> io::Result<()> {
+    Ok(fcntl_setfl(&fd, fcntl_getfl(&fd)? | OFlags::NONBLOCK)?)
 }
 
 /// What an epoll event is about.
@@ -207,6 +211,7 @@ impl Worker {
         worker.watch(worker.history.news(), NEWS, edge)?;
         worker.watch(&worker.room, ROOM, edge)?;
         if let Some(listener) = &worker.listener {
+            set_nonblocking(listener)?;
             worker.watch(listener, LISTENER, edge)?;
         }
         if let Some(terminal) = setup.terminal {

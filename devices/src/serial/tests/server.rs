@@ -29,7 +29,6 @@ impl Rig {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("console.sock");
         let listener = UnixListener::bind(&path).unwrap();
-        listener.set_nonblocking(true).unwrap();
         let setup = Setup {
             listener: Some(listener.into()),
             terminal: None,
