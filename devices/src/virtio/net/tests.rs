@@ -290,6 +290,9 @@ fn a_host_that_takes_no_more_makes_packets_wait_and_loses_none() {
     }
     driver.kick(TRANSMIT);
     peer.wait_for(&packet(299, 1500));
+    while driver.under_way(TRANSMIT) > 0 {
+        driver.wait_used(TRANSMIT);
+    }
     assert_eq!(
         (
             stats.sent.load(Ordering::Relaxed),
