@@ -149,19 +149,12 @@ impl From<tonic::Status> for Failure {
     }
 }
 
-/// A connection that broke or never spoke gRPC comes as a status made on this side.
+/// A connection that broke or never spoke gRPC comes as a status made on this side, which unlike those of the daemon
+/// has a source.
 fn transport(status: &tonic::Status) -> Option<Failure> {
-    let mut source = status.source();
-    while let Some(error) = source {
-        if error.is::<tonic::transport::Error>() || error.to_string().contains("h2 protocol error") {
-            let failure = Failure::new(Code::Unavailable, "lost the connection to vmmd");
-            return Some(failure.hint(
-                "it may be restarting (VMs go on running): try again, or see `systemctl status vmmd`",
-            ));
-        }
-        source = error.source();
-    }
-    None
+    status.source()?;
+    let failure = Failure::new(Code::Unavailable, "lost the connection to vmmd");
+    Some(failure.hint("it may be restarting (VMs go on running): try again, or see `systemctl status vmmd`"))
 }
 
 /// The text without control characters, so that what a daemon or a file says can't act on the terminal.

@@ -1,0 +1,221 @@
+//! The console, on pipes and on a terminal.
+
+use std::{
+    fs::File,
+    io::{BufRead as _, BufReader, Read as _, Write as _},
+    os::{fd::OwnedFd, unix::process::ExitStatusExt as _},
+    process::{Child, Command, Stdio},
+};
+
+use crate::support::Daemon;
+use proto::v1::VmPhase;
+use rustix::{
+    pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt},
+    termios::{LocalModes, Termios, tcgetattr},
+};
+
+fn daemon() -> Daemon {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Running, &[]);
+    daemon.state.put("off", VmPhase::Stopped, &[]);
+    daemon
+}
+
+fn command(daemon: &Daemon, name: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vmmctl"));
+    command.args(["console", name]).env("VMMD_SOCKET", &daemon.socket);
+    command
+}
+
+#[test]
+fn a_script_types_through_a_pipe_reads_the_answer_and_leaves() {
+    let daemon = daemon();
+    let mut child = command(&daemon, "web")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = child.stdin.take().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut next = || lines.next().unwrap().unwrap();
+    assert_eq!(next(), "old output");
+    input.write_all(b"hello\n").unwrap();
+    assert_eq!(next(), "HELLO");
+    input.write_all(b"bye\n\x1d").unwrap();
+    assert_eq!(next(), "BYE");
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success());
+    assert!(output.stderr.is_empty(), "{output:?}");
+}
+
+#[test]
+fn everything_typed_before_the_escape_reaches_the_guest() {
+    let daemon = daemon();
+    let output = daemon
+        .vmmctl()
+        .args(["console", "web", "--no-replay"])
+        .write_stdin("poweroff\n\x1d")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(daemon.state.calls(), ["input poweroff\n"]);
+    assert_eq!(output.stdout, b"POWEROFF\n");
+}
+
+#[test]
+fn the_end_of_the_run_ends_the_console() {
+    let daemon = daemon();
+    let output = daemon
+        .vmmctl()
+        .args(["console", "web"])
+        .write_stdin("halt\n")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
+fn a_vm_that_does_not_run_has_no_console() {
+    let daemon = daemon();
+    for (name, code, text) in [
+        (
+            "off",
+            5,
+            "error: VM \"off\" does not run; start it with `vmmctl start off`\n",
+        ),
+        (
+            "nope",
+            3,
+            "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n",
+        ),
+    ] {
+        let output = daemon.vmmctl().args(["console", name]).output().unwrap();
+        assert_eq!(output.status.code(), Some(code));
+        assert_eq!(String::from_utf8_lossy(&output.stderr), text);
+    }
+}
+
+/// A pseudo terminal with vmmctl's console on it.
+struct Terminal {
+    master: File,
+    slave: OwnedFd,
+    child: Child,
+    unread: Vec<u8>,
+    before: Termios,
+}
+
+impl Terminal {
+    fn start(daemon: &Daemon) -> Self {
+        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+        grantpt(&master).unwrap();
+        unlockpt(&master).unwrap();
+        let name = ptsname(&master, Vec::new()).unwrap();
+        let slave = File::options()
+            .read(true)
+            .write(true)
+            .open(name.to_str().unwrap())
+            .unwrap();
+        let before = tcgetattr(&slave).unwrap();
+        let stdio = || Stdio::from(slave.try_clone().unwrap());
+        let child = command(daemon, "web")
+            .stdin(stdio())
+            .stdout(stdio())
+            .stderr(stdio())
+            .spawn()
+            .unwrap();
+        Self {
+            master: master.into(),
+            slave: slave.into(),
+            child,
+            unread: Vec::new(),
+            before,
+        }
+    }
+
+    /// Reads until `text` was printed, and forgets it and what was before it.
+    fn expect(&mut self, text: &str) {
+        let mut buffer = [0; 256];
+        loop {
+            let seen = String::from_utf8_lossy(&self.unread).into_owned();
+            if let Some((_, rest)) = seen.split_once(text) {
+                self.unread = rest.as_bytes().to_vec();
+                return;
+            }
+            let length = self.master.read(&mut buffer).unwrap();
+            assert_ne!(length, 0, "the terminal ended before {text:?}: {seen:?}");
+            self.unread.extend_from_slice(&buffer[..length]);
+        }
+    }
+
+    fn is_raw(&self) -> bool {
+        !tcgetattr(&self.slave)
+            .unwrap()
+            .local_modes
+            .contains(LocalModes::ICANON)
+    }
+
+    fn assert_restored(&self) {
+        let now = tcgetattr(&self.slave).unwrap();
+        assert_eq!(now.local_modes, self.before.local_modes);
+        assert_eq!(now.input_modes, self.before.input_modes);
+        assert_eq!(now.output_modes, self.before.output_modes);
+    }
+}
+
+#[test]
+fn a_terminal_is_raw_while_attached_and_restored_when_left() {
+    let daemon = daemon();
+    let mut terminal = Terminal::start(&daemon);
+    terminal.expect("Press ^] to leave.");
+    terminal.expect("old output");
+    assert!(terminal.is_raw());
+    // ^C is the guest's while attached.
+    terminal.master.write_all(b"\x03x").unwrap();
+    terminal.expect("\x03X");
+    terminal.master.write_all(b"\x1d").unwrap();
+    terminal.expect("Left the console of vm/web.");
+    assert!(terminal.child.wait().unwrap().success());
+    terminal.assert_restored();
+}
+
+#[test]
+fn a_terminal_is_restored_when_the_run_ends() {
+    let daemon = daemon();
+    let mut terminal = Terminal::start(&daemon);
+    terminal.expect("old output");
+    terminal.master.write_all(b"halt").unwrap();
+    terminal.expect("ended: the guest powered off.");
+    assert!(terminal.child.wait().unwrap().success());
+    terminal.assert_restored();
+}
+
+#[test]
+fn a_terminal_is_restored_when_the_daemon_dies() {
+    let daemon = daemon();
+    let mut terminal = Terminal::start(&daemon);
+    terminal.expect("old output");
+    drop(daemon);
+    terminal.expect("error: ");
+    assert_eq!(terminal.child.wait().unwrap().code(), Some(7));
+    terminal.assert_restored();
+}
+
+#[test]
+fn a_terminal_is_restored_by_signals_that_end_the_program() {
+    use rustix::process::{Pid, Signal, kill_process};
+    for signal in [Signal::TERM, Signal::HUP, Signal::INT, Signal::QUIT] {
+        let daemon = daemon();
+        let mut terminal = Terminal::start(&daemon);
+        terminal.expect("old output");
+        kill_process(Pid::from_child(&terminal.child), signal).unwrap();
+        let status = terminal.child.wait().unwrap();
+        assert_eq!(
+            status.code(),
+            Some(128 + signal.as_raw()),
+            "{:?}",
+            status.signal()
+        );
+        terminal.assert_restored();
+    }
+}

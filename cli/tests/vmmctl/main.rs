@@ -1,0 +1,6 @@
+//! The program `vmmctl` from outside, against a daemon made for the tests.
+
+mod alone;
+mod console;
+mod support;
+mod verbs;

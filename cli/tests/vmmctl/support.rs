@@ -1,0 +1,393 @@
+//! A daemon made for these tests: VmService and NodeService on a UNIX socket, with VMs in a map.
+
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use proto::v1::{
+    self, VmPhase, WatchEventType, console_request, console_response,
+    node_service_server::{NodeService, NodeServiceServer},
+    vm_service_server::{VmService, VmServiceServer},
+};
+use tokio::{net::UnixListener, sync::broadcast};
+use tokio_stream::{Stream, StreamExt as _, wrappers::UnixListenerStream};
+use tonic::{Code, Request, Response, Status, Streaming};
+use tonic_types::{ErrorDetails, StatusExt as _};
+
+type Answer<T> = Result<Response<T>, Status>;
+type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// What the daemon has and was asked.
+#[derive(Clone)]
+pub struct State {
+    vms: Arc<Mutex<BTreeMap<String, v1::Vm>>>,
+    calls: Arc<Mutex<Vec<String>>>,
+    changes: broadcast::Sender<v1::WatchVmsResponse>,
+}
+
+/// A daemon that listens until it is dropped.
+pub struct Daemon {
+    pub socket: PathBuf,
+    pub state: State,
+    _folder: tempfile::TempDir,
+    runtime: Option<tokio::runtime::Runtime>,
+}
+
+impl Daemon {
+    pub fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("vmmd.sock");
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let state = State {
+            vms: Arc::default(),
+            calls: Arc::default(),
+            changes: broadcast::channel(64).0,
+        };
+        let listener = {
+            let _inside = runtime.enter();
+            UnixListener::bind(&socket).unwrap()
+        };
+        let server = tonic::transport::Server::builder()
+            .add_service(VmServiceServer::new(state.clone()))
+            .add_service(NodeServiceServer::new(state.clone()));
+        runtime.spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));
+        Self {
+            socket,
+            state,
+            _folder: folder,
+            runtime: Some(runtime),
+        }
+    }
+
+    /// `vmmctl` with this daemon.
+    pub fn vmmctl(&self) -> assert_cmd::Command {
+        let mut command = assert_cmd::Command::cargo_bin("vmmctl").unwrap();
+        command
+            .env("VMMD_SOCKET", &self.socket)
+            .timeout(std::time::Duration::from_secs(30));
+        command
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl State {
+    /// Adds a VM in a phase, behind the API's back.
+    pub fn put(&self, name: &str, phase: VmPhase, labels: &[(&str, &str)]) {
+        let vm = v1::Vm {
+            api_version: "vmmd/v1".into(),
+            kind: "Vm".into(),
+            metadata: Some(v1::VmMetadata {
+                name: name.into(),
+                uid: "7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8".into(),
+                generation: 1,
+                labels: labels
+                    .iter()
+                    .map(|(key, value)| (key.to_string(), value.to_string()))
+                    .collect(),
+                create_time: None,
+            }),
+            spec: Some(v1::VmSpec {
+                cpu: Some(v1::CpuSpec { cores: 2 }),
+                memory: Some(v1::MemorySpec {
+                    size_bytes: 1 << 30,
+                    backing: 0,
+                }),
+                boot: Some(v1::BootSpec {
+                    source: Some(v1::boot_spec::Source::Linux(v1::LinuxBoot {
+                        kernel: "/boot/vmlinuz".into(),
+                        ..v1::LinuxBoot::default()
+                    })),
+                }),
+                ..v1::VmSpec::default()
+            }),
+            status: Some(v1::VmStatus {
+                phase: phase.into(),
+                ..v1::VmStatus::default()
+            }),
+        };
+        lock(&self.vms).insert(name.into(), vm);
+    }
+
+    /// The phase of a VM, if it is there.
+    pub fn phase(&self, name: &str) -> Option<VmPhase> {
+        Some(lock(&self.vms).get(name)?.status.as_ref()?.phase())
+    }
+
+    /// The VM as the daemon has it.
+    pub fn vm(&self, name: &str) -> v1::Vm {
+        lock(&self.vms)[name].clone()
+    }
+
+    /// What changed the daemon was asked for, in order.
+    pub fn calls(&self) -> Vec<String> {
+        lock(&self.calls).clone()
+    }
+
+    /// Tells watchers of a change.
+    pub fn announce(&self, kind: WatchEventType, name: &str) {
+        let vm = Some(self.vm(name));
+        // Nobody may watch.
+        let _ = self.changes.send(v1::WatchVmsResponse {
+            r#type: kind.into(),
+            vm,
+        });
+    }
+
+    /// How many watch.
+    pub fn watchers(&self) -> usize {
+        self.changes.receiver_count()
+    }
+
+    fn called(&self, call: String) {
+        lock(&self.calls).push(call);
+    }
+
+    fn find(&self, name: &str) -> Result<v1::Vm, Status> {
+        let vm = lock(&self.vms).get(name).cloned();
+        vm.ok_or_else(|| Status::not_found(format!("there is no VM \"{name}\"")))
+    }
+
+    fn change(&self, name: &str, from: &[VmPhase], to: VmPhase) -> Result<Option<v1::Vm>, Status> {
+        let mut vm = self.find(name)?;
+        let status = vm.status.as_mut().unwrap();
+        if !from.contains(&status.phase()) {
+            let message = format!("VM \"{name}\" is {}", status.phase().as_str_name());
+            return Err(Status::failed_precondition(message));
+        }
+        status.set_phase(to);
+        lock(&self.vms).insert(name.into(), vm.clone());
+        Ok(Some(vm))
+    }
+}
+
+#[tonic::async_trait]
+impl VmService for State {
+    async fn create_vm(&self, request: Request<v1::CreateVmRequest>) -> Answer<v1::CreateVmResponse> {
+        let v1::CreateVmRequest { vm, start, dry_run } = request.into_inner();
+        let mut vm = vm.unwrap();
+        let name = vm.metadata.as_ref().unwrap().name.clone();
+        self.called(format!("create {name} start={start} dry_run={dry_run}"));
+        for (index, disk) in vm.spec.as_ref().unwrap().disks.iter().enumerate() {
+            if disk.path.starts_with("/missing") {
+                let details = ErrorDetails::with_bad_request_violation(
+                    format!("spec.disks[{index}].path"),
+                    "there is no such file",
+                );
+                return Err(Status::with_error_details(
+                    Code::InvalidArgument,
+                    "the VM is not valid",
+                    details,
+                ));
+            }
+        }
+        if lock(&self.vms).contains_key(&name) {
+            return Err(Status::already_exists(format!("VM \"{name}\" exists")));
+        }
+        for nic in &mut vm.spec.as_mut().unwrap().nics {
+            nic.mac = "52:54:00:00:00:01".into();
+        }
+        let phase = if start { VmPhase::Running } else { VmPhase::Stopped };
+        vm.metadata.as_mut().unwrap().uid = "7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8".into();
+        vm.status = Some(v1::VmStatus {
+            phase: phase.into(),
+            ..v1::VmStatus::default()
+        });
+        if !dry_run {
+            lock(&self.vms).insert(name, vm.clone());
+        }
+        Ok(Response::new(v1::CreateVmResponse { vm: Some(vm) }))
+    }
+
+    async fn get_vm(&self, request: Request<v1::GetVmRequest>) -> Answer<v1::GetVmResponse> {
+        let vm = Some(self.find(&request.get_ref().name)?);
+        Ok(Response::new(v1::GetVmResponse { vm }))
+    }
+
+    async fn list_vms(&self, _: Request<v1::ListVmsRequest>) -> Answer<v1::ListVmsResponse> {
+        let vms = lock(&self.vms).values().cloned().collect();
+        Ok(Response::new(v1::ListVmsResponse { vms }))
+    }
+
+    type WatchVmsStream = Events<v1::WatchVmsResponse>;
+
+    async fn watch_vms(&self, request: Request<v1::WatchVmsRequest>) -> Answer<Self::WatchVmsStream> {
+        let only = request.into_inner().name;
+        let mut changes = self.changes.subscribe();
+        let added = |vm: v1::Vm| v1::WatchVmsResponse {
+            r#type: WatchEventType::Added.into(),
+            vm: Some(vm),
+        };
+        let mut first: Vec<_> = lock(&self.vms).values().cloned().map(added).collect();
+        first.push(v1::WatchVmsResponse {
+            r#type: WatchEventType::Synced.into(),
+            vm: None,
+        });
+        let wanted = move |event: &v1::WatchVmsResponse| {
+            let name = event
+                .vm
+                .as_ref()
+                .and_then(|vm| vm.metadata.as_ref())
+                .map(|metadata| &metadata.name);
+            only.is_empty() || name.is_none_or(|name| *name == only)
+        };
+        let (send, receive) = tokio::sync::mpsc::channel(64);
+        tokio::spawn(async move {
+            for event in first.into_iter().filter(&wanted) {
+                let _ = send.send(Ok(event)).await;
+            }
+            while let Ok(event) = changes.recv().await {
+                if wanted(&event) && send.send(Ok(event)).await.is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(
+            tokio_stream::wrappers::ReceiverStream::new(receive),
+        )))
+    }
+
+    async fn delete_vm(&self, request: Request<v1::DeleteVmRequest>) -> Answer<v1::DeleteVmResponse> {
+        let v1::DeleteVmRequest { name, force } = request.into_inner();
+        self.called(format!("delete {name} force={force}"));
+        if !force {
+            self.change(&name, &[VmPhase::Stopped, VmPhase::Failed], VmPhase::Terminating)?;
+        }
+        self.find(&name)?;
+        lock(&self.vms).remove(&name);
+        Ok(Response::new(v1::DeleteVmResponse {}))
+    }
+
+    async fn start_vm(&self, request: Request<v1::StartVmRequest>) -> Answer<v1::StartVmResponse> {
+        let name = request.into_inner().name;
+        self.called(format!("start {name}"));
+        if name == "greedy" {
+            return Err(Status::resource_exhausted(
+                "the node has 1Gi of memory left, the VM needs 2Gi",
+            ));
+        }
+        let vm = self.change(&name, &[VmPhase::Stopped, VmPhase::Failed], VmPhase::Running)?;
+        Ok(Response::new(v1::StartVmResponse { vm }))
+    }
+
+    async fn stop_vm(&self, request: Request<v1::StopVmRequest>) -> Answer<v1::StopVmResponse> {
+        let v1::StopVmRequest {
+            name,
+            grace_period,
+            force,
+        } = request.into_inner();
+        let grace = grace_period.map(|grace| grace.seconds);
+        self.called(format!("stop {name} grace={grace:?} force={force}"));
+        let vm = self.change(&name, &[VmPhase::Running, VmPhase::Paused], VmPhase::Stopped)?;
+        Ok(Response::new(v1::StopVmResponse { vm }))
+    }
+
+    async fn restart_vm(&self, request: Request<v1::RestartVmRequest>) -> Answer<v1::RestartVmResponse> {
+        let v1::RestartVmRequest {
+            name,
+            grace_period,
+            force,
+        } = request.into_inner();
+        let grace = grace_period.map(|grace| grace.seconds);
+        self.called(format!("restart {name} grace={grace:?} force={force}"));
+        let vm = self.change(&name, &[VmPhase::Running], VmPhase::Running)?;
+        Ok(Response::new(v1::RestartVmResponse { vm }))
+    }
+
+    async fn pause_vm(&self, request: Request<v1::PauseVmRequest>) -> Answer<v1::PauseVmResponse> {
+        let vm = self.change(&request.into_inner().name, &[VmPhase::Running], VmPhase::Paused)?;
+        Ok(Response::new(v1::PauseVmResponse { vm }))
+    }
+
+    async fn resume_vm(&self, request: Request<v1::ResumeVmRequest>) -> Answer<v1::ResumeVmResponse> {
+        let vm = self.change(&request.into_inner().name, &[VmPhase::Paused], VmPhase::Running)?;
+        Ok(Response::new(v1::ResumeVmResponse { vm }))
+    }
+
+    type ConsoleStream = Events<v1::ConsoleResponse>;
+
+    /// Prints a banner, then echoes what is typed in capitals; a line `halt` ends the run. Ends when the client does.
+    async fn console(&self, request: Request<Streaming<v1::ConsoleRequest>>) -> Answer<Self::ConsoleStream> {
+        let mut input = request.into_inner();
+        let first = input.message().await?.and_then(|request| request.message);
+        let Some(console_request::Message::Open(open)) = first else {
+            return Err(Status::invalid_argument("the first message must be `open`"));
+        };
+        let vm = self.find(&open.name)?;
+        if vm.status.unwrap_or_default().phase() != VmPhase::Running {
+            return Err(Status::failed_precondition(format!(
+                "VM \"{}\" does not run",
+                open.name
+            )));
+        }
+        let banner = if open.no_replay { "" } else { "old output\r\n" };
+        let message = |message| {
+            Ok(v1::ConsoleResponse {
+                message: Some(message),
+            })
+        };
+        let opened = v1::ConsoleOpened {
+            replay_bytes: banner.len() as u64,
+        };
+        let before = [
+            message(console_response::Message::Opened(opened)),
+            message(console_response::Message::Output(banner.into())),
+        ];
+        let calls = self.clone();
+        let echo = input.map(move |request| {
+            let Some(console_request::Message::Input(bytes)) = request?.message else {
+                return Err(Status::invalid_argument("opened twice"));
+            };
+            calls.called(format!("input {}", String::from_utf8_lossy(&bytes)));
+            if bytes.starts_with(b"halt") {
+                let closed = v1::ConsoleClosed {
+                    reason: "the guest powered off".into(),
+                };
+                return message(console_response::Message::Closed(closed));
+            }
+            message(console_response::Message::Output(bytes.to_ascii_uppercase()))
+        });
+        // The run's end is the stream's end.
+        let mut ended = false;
+        let echo = echo.take_while(move |response| {
+            let last = ended;
+            let closed = |response: &v1::ConsoleResponse| {
+                matches!(response.message, Some(console_response::Message::Closed(_)))
+            };
+            ended = response.as_ref().map_or(true, closed);
+            !last
+        });
+        Ok(Response::new(Box::pin(tokio_stream::iter(before).chain(echo))))
+    }
+}
+
+#[tonic::async_trait]
+impl NodeService for State {
+    async fn get_node(&self, _: Request<v1::GetNodeRequest>) -> Answer<v1::GetNodeResponse> {
+        let node = v1::Node {
+            name: "node-1".into(),
+            version: "9.9.9".into(),
+            cpus: 4,
+            memory_bytes: 8 << 30,
+            ..v1::Node::default()
+        };
+        Ok(Response::new(v1::GetNodeResponse { node: Some(node) }))
+    }
+}

@@ -1,0 +1,351 @@
+//! What each verb asks the daemon for, what it prints, and how it ends.
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader},
+    process::{Command, Stdio},
+};
+
+use crate::support::Daemon;
+use proto::v1::{VmPhase, WatchEventType};
+
+const MANIFEST: &str = "\
+apiVersion: vmmd/v1
+kind: Vm
+metadata:
+  name: web
+spec:
+  cpu: {cores: 2}
+  memory: {sizeBytes: 256Mi}
+  boot: {linux: {kernel: /boot/vmlinuz}}
+  nics:
+  - {name: eth0, bridge: br0}
+";
+
+/// Runs vmmctl; its exit code, standard output and standard error.
+fn run(daemon: &Daemon, args: &[&str]) -> (i32, String, String) {
+    run_with_input(daemon, args, "")
+}
+
+fn run_with_input(daemon: &Daemon, args: &[&str], input: &str) -> (i32, String, String) {
+    let output = daemon.vmmctl().args(args).write_stdin(input).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (
+        output.status.code().unwrap(),
+        text(output.stdout),
+        text(output.stderr),
+    )
+}
+
+fn done(stdout: &str) -> (i32, String, String) {
+    (0, stdout.to_owned(), String::new())
+}
+
+fn failed(code: i32, stderr: &str) -> (i32, String, String) {
+    (code, String::new(), stderr.to_owned())
+}
+
+#[test]
+fn apply_creates_what_is_missing_and_leaves_alone_what_is_as_wanted() {
+    let daemon = Daemon::start();
+    let apply = || run_with_input(&daemon, &["apply", "-f", "-"], MANIFEST);
+    assert_eq!(apply(), done("vm/web created\n"));
+    assert_eq!(apply(), done("vm/web unchanged\n"));
+    assert_eq!(daemon.state.calls(), ["create web start=false dry_run=false"]);
+}
+
+#[test]
+fn apply_with_start_starts_what_does_not_run() {
+    let daemon = Daemon::start();
+    let apply = || run_with_input(&daemon, &["apply", "--start", "-f", "-"], MANIFEST);
+    assert_eq!(apply(), done("vm/web created and started\n"));
+    assert_eq!(apply(), done("vm/web unchanged\n"));
+    assert_eq!(run(&daemon, &["stop", "web"]), done("vm/web stopped\n"));
+    assert_eq!(apply(), done("vm/web unchanged, started\n"));
+    assert_eq!(daemon.state.phase("web"), Some(VmPhase::Running));
+}
+
+#[test]
+fn apply_refuses_to_change_a_vm_and_says_what_differs_and_what_to_do() {
+    let daemon = Daemon::start();
+    run_with_input(&daemon, &["apply", "-f", "-"], MANIFEST);
+    let changed = MANIFEST.replace("cores: 2", "cores: 4");
+    let expected = "error: vm/web exists and differs from the manifest; changing a VM is not supported yet; delete it \
+                    (`vmmctl delete web`; its disks stay) and apply again\n  spec.cpu.cores: 2 -> 4\n";
+    assert_eq!(
+        run_with_input(&daemon, &["apply", "-f", "-"], &changed),
+        failed(4, expected)
+    );
+}
+
+#[test]
+fn what_get_prints_can_be_applied_again() {
+    let daemon = Daemon::start();
+    run_with_input(&daemon, &["apply", "-f", "-"], MANIFEST);
+    for format in ["yaml", "json"] {
+        let (code, printed, _) = run(&daemon, &["get", "vm", "web", "-o", format]);
+        assert_eq!(code, 0);
+        assert_eq!(
+            run_with_input(&daemon, &["apply", "-f", "-"], &printed),
+            done("vm/web unchanged\n")
+        );
+    }
+}
+
+#[test]
+fn nothing_is_sent_when_one_of_the_files_is_wrong() {
+    let daemon = Daemon::start();
+    let folder = tempfile::tempdir().unwrap();
+    let (good, bad) = (folder.path().join("good.yaml"), folder.path().join("bad.yaml"));
+    fs::write(&good, MANIFEST).unwrap();
+    fs::write(&bad, MANIFEST.replace("web", "db").replace("cores", "core")).unwrap();
+    let (good, bad) = (good.to_str().unwrap(), bad.to_str().unwrap());
+    let expected = format!("error: {bad}:6: spec.cpu.core: unknown field; did you mean `cores`?\n");
+    assert_eq!(
+        run(&daemon, &["apply", "-f", good, "-f", bad]),
+        failed(6, &expected)
+    );
+    let twice = "error: vm/web is in the manifests twice\n";
+    assert_eq!(run(&daemon, &["apply", "-f", good, "-f", good]), failed(6, twice));
+    assert_eq!(daemon.state.calls(), [""; 0]);
+}
+
+#[test]
+fn what_the_daemon_refuses_is_shown_with_its_line() {
+    let daemon = Daemon::start();
+    let manifest = format!("{MANIFEST}  disks:\n  - name: root\n    format: raw\n    path: /missing.raw\n");
+    let expected = "error: stdin:14: spec.disks[0].path: there is no such file\n";
+    assert_eq!(
+        run_with_input(&daemon, &["apply", "-f", "-"], &manifest),
+        failed(6, expected)
+    );
+    let flags = ["create", "web", "--kernel", "/k", "--disk", "/missing.raw"];
+    let expected = "error: spec.disks[0].path: there is no such file\n";
+    assert_eq!(run(&daemon, &flags), failed(6, expected));
+}
+
+#[test]
+fn create_makes_a_vm_of_flags() {
+    let daemon = Daemon::start();
+    let flags = "create db --kernel /k --initrd /i --cmdline console=ttyS0\u{a0}quiet --cpus 4 --memory 2Gi --disk /a.raw \
+                 --disk name=data,path=/b.raw,serial=S1,readonly --nic bridge=br0,name=lan,mac=52:54:00:00:00:09 \
+                 --nic tap=tap7 -l tier=back --start";
+    let flags: Vec<_> = flags.split(' ').filter(|flag| !flag.is_empty()).collect();
+    assert_eq!(run(&daemon, &flags), done("vm/db created and started\n"));
+    let spec = daemon.state.vm("db").spec.unwrap();
+    assert_eq!(spec.cpu.unwrap().cores, 4);
+    assert_eq!(spec.memory.unwrap().size_bytes, 2 << 30);
+    assert_eq!(
+        spec.disks
+            .iter()
+            .map(|disk| disk.name.as_str())
+            .collect::<Vec<_>>(),
+        ["root", "data"]
+    );
+    assert!(spec.disks[1].read_only && !spec.disks[0].read_only);
+    assert_eq!(
+        spec.nics.iter().map(|nic| nic.name.as_str()).collect::<Vec<_>>(),
+        ["lan", "eth1"]
+    );
+    let expected = "error: VM \"db\" exists; `vmmctl describe vm db` shows it\n";
+    assert_eq!(run(&daemon, &flags), failed(4, expected));
+}
+
+#[test]
+fn create_can_print_a_manifest_without_creating_anything() {
+    let daemon = Daemon::start();
+    let (code, manifest, _) = run(
+        &daemon,
+        &["create", "a", "--kernel", "/k", "--dry-run", "-o", "yaml"],
+    );
+    assert_eq!((code, daemon.state.phase("a")), (0, None));
+    assert_eq!(
+        run_with_input(&daemon, &["create", "-f", "-"], &manifest),
+        done("vm/a created\n")
+    );
+}
+
+#[test]
+fn get_lists_and_selects() {
+    let daemon = Daemon::start();
+    daemon
+        .state
+        .put("web-1", VmPhase::Running, &[("tier", "front"), ("zone", "a")]);
+    daemon.state.put("web-2", VmPhase::Stopped, &[("tier", "front")]);
+    daemon.state.put("db", VmPhase::Failed, &[]);
+    let table = "NAME    PHASE     CPUS   MEMORY   UPTIME   AGE\n\
+                 db      Failed    2      1Gi      -        -\n\
+                 web-1   Running   2      1Gi      -        -\n\
+                 web-2   Stopped   2      1Gi      -        -\n";
+    assert_eq!(run(&daemon, &["get", "vm"]), done(table));
+    let names = |args: &[&str]| run(&daemon, &[&["get", "vms", "-o", "name"], args].concat());
+    assert_eq!(names(&["-l", "tier=front"]), done("web-1\nweb-2\n"));
+    assert_eq!(names(&["-l", "tier=front,zone!=a"]), done("web-2\n"));
+    assert_eq!(names(&["-l", "zone"]), done("web-1\n"));
+    let missing = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
+    assert_eq!(names(&["db", "nope"]), (3, "db\n".into(), missing.into()));
+    let json: serde_json::Value =
+        serde_json::from_str(&run(&daemon, &["get", "vm", "-o", "json"]).1).unwrap();
+    assert_eq!(json[1]["status"]["phase"], "VM_PHASE_RUNNING");
+}
+
+#[test]
+fn get_without_vms_says_so() {
+    let daemon = Daemon::start();
+    assert_eq!(
+        run(&daemon, &["get", "vm"]),
+        (0, String::new(), "There are no VMs.\n".into())
+    );
+    assert_eq!(run(&daemon, &["get", "vm", "-o", "json"]), done("[]\n"));
+}
+
+#[test]
+fn watch_prints_what_there_is_and_then_each_change() {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Stopped, &[]);
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
+        .args(["get", "vm", "-w"])
+        .env("VMMD_SOCKET", &daemon.socket)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut next = || lines.next().unwrap().unwrap();
+    assert!(next().starts_with("NAME"));
+    assert!(next().starts_with("web    Stopped"));
+    daemon.state.put("web", VmPhase::Running, &[]);
+    daemon.state.announce(WatchEventType::Modified, "web");
+    assert!(next().starts_with("web    Running"));
+    daemon.state.announce(WatchEventType::Deleted, "web");
+    assert!(next().starts_with("web    Deleted"));
+    assert_eq!(daemon.state.watchers(), 1);
+    // Killed by a signal, as by ^C.
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn a_watch_that_the_daemon_ends_is_a_failure() {
+    let daemon = Daemon::start();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
+        .args(["get", "vm", "-w"])
+        .env("VMMD_SOCKET", &daemon.socket)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut header = String::new();
+    BufReader::new(child.stdout.take().unwrap())
+        .read_line(&mut header)
+        .unwrap();
+    drop(daemon);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(7), "{output:?}");
+    assert!(
+        String::from_utf8_lossy(&output.stderr).starts_with("error: "),
+        "{output:?}"
+    );
+}
+
+#[test]
+fn describe_shows_everything() {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Running, &[("tier", "front")]);
+    let (code, text, _) = run(&daemon, &["describe", "vm", "web"]);
+    assert_eq!(code, 0);
+    for part in [
+        "Name:            web",
+        "tier=front",
+        "Phase:           Running",
+        "/boot/vmlinuz",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[test]
+fn a_vm_goes_through_its_life() {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Stopped, &[]);
+    for (args, said) in [
+        (&["start", "web"][..], "started"),
+        (&["pause", "web"], "paused"),
+        (&["resume", "web"], "resumed"),
+        (&["restart", "web", "--grace", "5"], "restarted"),
+        (&["stop", "web", "--grace", "1m30s"], "stopped"),
+        (&["delete", "web"], "deleted"),
+    ] {
+        assert_eq!(run(&daemon, args), done(&format!("vm/web {said}\n")));
+    }
+    let calls = [
+        "start web",
+        "restart web grace=Some(5) force=false",
+        "stop web grace=Some(90) force=false",
+        "delete web force=false",
+    ];
+    assert_eq!(daemon.state.calls(), calls);
+}
+
+#[test]
+fn each_of_several_names_has_its_own_result_and_the_first_failure_gives_the_code() {
+    let daemon = Daemon::start();
+    daemon.state.put("a", VmPhase::Stopped, &[]);
+    daemon.state.put("b", VmPhase::Running, &[]);
+    daemon.state.put("c", VmPhase::Stopped, &[]);
+    let (code, stdout, stderr) = run(&daemon, &["start", "a", "b", "nope", "c"]);
+    assert_eq!((code, stdout.as_str()), (5, "vm/a started\nvm/c started\n"));
+    let expected = "error: VM \"b\" is VM_PHASE_RUNNING; `vmmctl get vm b` shows its phase\n\
+                    error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
+    assert_eq!(stderr, expected);
+}
+
+#[test]
+fn stop_all_stops_what_runs_and_nothing_else() {
+    let daemon = Daemon::start();
+    daemon.state.put("a", VmPhase::Stopped, &[]);
+    daemon.state.put("b", VmPhase::Running, &[]);
+    daemon.state.put("c", VmPhase::Paused, &[]);
+    assert_eq!(
+        run(&daemon, &["stop", "--all", "--force"]),
+        done("vm/b stopped\nvm/c stopped\n")
+    );
+    assert_eq!(run(&daemon, &["stop", "--all"]), done(""));
+}
+
+#[test]
+fn deleting_a_running_vm_needs_force() {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Running, &[]);
+    let expected = "error: VM \"web\" is VM_PHASE_RUNNING; stop it first (`vmmctl stop web`), or kill and delete it \
+                    with --force\n";
+    assert_eq!(run(&daemon, &["delete", "web"]), failed(5, expected));
+    assert_eq!(
+        run(&daemon, &["delete", "web", "--force"]),
+        done("vm/web deleted\n")
+    );
+    assert_eq!(run(&daemon, &["delete", "web", "--ignore-not-found"]), done(""));
+}
+
+#[test]
+fn a_node_without_enough_memory_has_an_exit_code_of_its_own() {
+    let daemon = Daemon::start();
+    let expected = "error: vm/greedy: the node has 1Gi of memory left, the VM needs 2Gi\n";
+    assert_eq!(run(&daemon, &["start", "greedy"]), failed(9, expected));
+}
+
+#[test]
+fn node_and_version_tell_about_the_daemon() {
+    let daemon = Daemon::start();
+    let version = env!("CARGO_PKG_VERSION");
+    assert_eq!(
+        run(&daemon, &["version"]),
+        done(&format!("vmmctl {version}\nvmmd   9.9.9\n"))
+    );
+    assert!(
+        run(&daemon, &["node"])
+            .1
+            .starts_with("Name:            node-1\nvmmd:            9.9.9\n")
+    );
+    let yaml = run(&daemon, &["node", "-o", "yaml"]).1;
+    assert!(yaml.contains("memoryBytes: 8589934592"), "{yaml}");
+}
