@@ -10,7 +10,8 @@ systemctl --root="$root" enable -q ssh.service systemd-networkd.service systemd-
 systemctl --root="$root" disable -q systemd-networkd-wait-online.service
 # A test guest does nothing on its own that would be measured with what it is asked to do.
 systemctl --root="$root" mask -q apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer \
-    e2scrub_reap.service fstrim.timer systemd-timesyncd.service getty@tty1.service
+    e2scrub_reap.service fstrim.timer systemd-tmpfiles-clean.timer systemd-timesyncd.service systemd-pstore.service \
+    systemd-binfmt.service systemd-update-utmp.service systemd-update-utmp-runlevel.service getty@tty1.service
 : > "$root/etc/resolv.conf"
 rm -f "$root/etc/machine-id" "$root/var/lib/dbus/machine-id"
 : > "$root/etc/machine-id"
