@@ -66,7 +66,7 @@ impl Client {
             name: name.to_owned(),
         };
         let response = call(QUICK, self.vms.clone().get_vm(request)).await;
-        let vm = response.map_err(|failure| not_found(failure, name))?.vm;
+        let vm = response.map_err(|failure| about_vm(failure, name))?.vm;
         vm.ok_or_else(empty_answer)
     }
 
@@ -95,11 +95,20 @@ pub async fn call<T>(limit: Duration, call: impl Future<Output = Result<Response
     }
 }
 
-/// Adds to a failure about a VM that is not there where to find the ones that are.
-pub fn not_found(failure: Failure, name: &str) -> Failure {
-    failure.about(name).hint_for(Code::NotFound, || {
-        "`vmmctl get vm` lists the VMs there are".into()
-    })
+/// Adds to a failure about a VM its name, and the command that helps.
+pub fn about_vm(failure: Failure, name: &str) -> Failure {
+    let hint = match &*failure.reason {
+        "STILL_RUNNING" => format!("`vmmctl stop {name}`, or `vmmctl delete --force {name}`"),
+        "NOT_RUNNING" => format!("`vmmctl start {name}`"),
+        "VM_PAUSED" => format!("`vmmctl resume {name}`"),
+        "VM_EXISTS" => format!("`vmmctl describe vm {name}` shows it"),
+        "KVM_UNAVAILABLE" | "KVM_UNUSABLE" | "INSUFFICIENT_MEMORY" => {
+            "`vmmctl node` shows what there is".into()
+        }
+        _ if failure.code == Code::NotFound => "`vmmctl get vm` lists the VMs there are".into(),
+        _ => return failure.about(name),
+    };
+    failure.about(name).hint(hint)
 }
 
 /// An answer without its content, which a daemon never sends.

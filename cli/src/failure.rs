@@ -36,8 +36,10 @@ pub struct Failure {
     pub code: Code,
     /// What went wrong, one line.
     pub message: String,
+    /// The daemon's word for it (`google.rpc.ErrorInfo`), `STILL_RUNNING`; empty for failures of this side.
+    pub reason: Box<str>,
     /// What to do about it; joined to the message's line.
-    pub hint: Option<String>,
+    pub hint: Option<Box<str>>,
     /// Further lines.
     pub details: Vec<String>,
     /// Fields that the daemon refused, each with the reason.
@@ -50,10 +52,10 @@ pub type Result<T, E = Failure> = std::result::Result<T, E>;
 impl Failure {
     /// One without further details.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
-        let message = message.into();
         Self {
             code,
-            message,
+            message: message.into(),
+            reason: Box::default(),
             hint: None,
             details: Vec::new(),
             violations: Vec::new(),
@@ -61,23 +63,14 @@ impl Failure {
     }
 
     /// Says what to do next, unless something was said already.
-    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+    pub fn hint(mut self, hint: impl Into<Box<str>>) -> Self {
         self.hint.get_or_insert_with(|| hint.into());
         self
     }
 
-    /// Says what to do next about failures with this code.
-    pub fn hint_for(self, code: Code, hint: impl FnOnce() -> String) -> Self {
-        if self.code == code && self.violations.is_empty() {
-            self.hint(hint())
-        } else {
-            self
-        }
-    }
-
     /// Puts the VM's name in front when the message does not have it.
     pub fn about(mut self, name: &str) -> Self {
-        if !self.message.contains(name) {
+        if !self.message.contains(&format!("\"{name}\"")) && self.violations.is_empty() {
             self.message = format!("vm/{name}: {}", self.message);
         }
         self
@@ -136,6 +129,10 @@ impl From<tonic::Status> for Failure {
             .iter()
             .map(|item| (item.field.clone(), item.description.clone()));
         let failure = Self {
+            reason: details
+                .error_info()
+                .map(|info| info.reason.as_str().into())
+                .unwrap_or_default(),
             violations: violations.collect(),
             ..Self::new(code, message)
         };

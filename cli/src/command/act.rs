@@ -7,7 +7,7 @@ use tokio::task::JoinSet;
 
 use crate::{
     args::Ending,
-    client::{Client, QUICK, WORK, call, not_found},
+    client::{Client, QUICK, WORK, about_vm, call},
     failure::{Code, Failure, Result},
     output,
 };
@@ -124,19 +124,8 @@ async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>>
     };
     match done {
         Ok(done) => Ok(Some(format!("vm/{name} {done}"))),
-        Err(failure) => Err(explain(failure, name, verb)),
+        Err(failure) => Err(about_vm(failure, name)),
     }
-}
-
-fn explain(failure: Failure, name: &str, verb: &Verb) -> Failure {
-    not_found(failure, name).hint_for(Code::Precondition, || match verb {
-        Verb::Delete { .. } => {
-            format!("stop it first (`vmmctl stop {name}`), or kill and delete it with --force")
-        }
-        Verb::Stop(_) | Verb::Restart(_) | Verb::Start | Verb::Pause | Verb::Resume => {
-            format!("`vmmctl get vm {name}` shows its phase")
-        }
-    })
 }
 
 fn limit(grace: Option<Duration>) -> Duration {

@@ -6,7 +6,7 @@ use proto::v1::{self, VmPhase};
 use serde_json::Value as Json;
 
 use crate::{
-    client::{Client, WORK, call},
+    client::{Client, WORK, about_vm, call},
     failure::{Code, Failure, Result},
     manifest::{self, Document, emit},
     output,
@@ -89,7 +89,7 @@ async fn one(client: &Client, document: &Document, start: bool, dry_run: bool) -
         };
         call(WORK, client.vms.clone().start_vm(request))
             .await
-            .map_err(|failure| failure.about(name))?;
+            .map_err(|failure| about_vm(failure, name))?;
         return Ok("unchanged, started");
     }
     Ok("unchanged")
@@ -108,10 +108,7 @@ pub async fn create(client: &Client, vm: v1::Vm, start: bool, dry_run: bool) -> 
         dry_run,
     };
     let response = call(WORK, client.vms.clone().create_vm(request)).await;
-    let response = response.map_err(|failure| {
-        let failure = failure.about(&name);
-        failure.hint_for(Code::Conflict, || format!("`vmmctl describe vm {name}` shows it"))
-    })?;
+    let response = response.map_err(|failure| about_vm(failure, &name))?;
     response.vm.ok_or_else(crate::client::empty_answer)
 }
 

@@ -4,7 +4,7 @@ use proto::v1::{self, WatchEventType};
 
 use crate::{
     args::{GetVm, Output, Selector},
-    client::{Client, not_found},
+    client::{Client, about_vm},
     failure::{Code, Failure, Result},
     manifest::{emit, schema},
     output::{self, table::Table, vm},
@@ -105,7 +105,7 @@ async fn watch(client: &Client, args: &GetVm) -> Result<()> {
     let request = v1::WatchVmsRequest { name: only.clone() };
     let stream = client.vms.clone().watch_vms(request).await;
     let mut stream = stream
-        .map_err(|status| not_found(status.into(), &only))?
+        .map_err(|status| about_vm(status.into(), &only))?
         .into_inner();
     let mut watcher = Watcher {
         args,

@@ -15,13 +15,14 @@ use proto::v1::{self, console_request, console_response};
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::mpsc,
+    time::Instant,
 };
 use tokio_stream::wrappers::ReceiverStream;
 
 use self::terminal::RawTerminal;
 use crate::{
-    client::{Client, not_found},
-    failure::{Code, Failure, Result},
+    client::{Client, about_vm},
+    failure::{Code, Failure, Result, printable},
     output::write_failed,
 };
 
@@ -32,8 +33,9 @@ const CHUNK: usize = 4096;
 /// Messages that may wait for the daemon before the reader of standard input does.
 const QUEUE: usize = 8;
 
-/// How long the daemon may take to end its side of a console that was left.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// How long a console stays after the last input, so that this reaches the guest when ^] follows at once. A daemon
+/// that has passed it on may end the stream before; none says so otherwise.
+const FAREWELL: Duration = Duration::from_millis(300);
 
 /// How a session ended.
 enum End {
@@ -72,13 +74,16 @@ pub async fn run(client: &Client, name: &str, no_replay: bool) -> Result<()> {
     let end = attached(first, &mut output, requests, name).await;
     drop(terminal);
     let end = end?;
-    if io::stdin().is_terminal() {
-        match &end {
-            End::Left => eprintln!("\nLeft the console of vm/{name}."),
-            End::Closed(reason) if reason.is_empty() => eprintln!("\nThe run of vm/{name} ended."),
-            End::Closed(reason) => eprintln!("\nThe run of vm/{name} ended: {reason}."),
-            End::Signal(_) => {}
-        }
+    let on_terminal = io::stdin().is_terminal();
+    // The guest's last line may have no end.
+    let begin = if on_terminal { "\n" } else { "" };
+    match &end {
+        End::Left if on_terminal => eprintln!("{begin}Left the console of vm/{name}."),
+        End::Closed(reason) => eprintln!(
+            "{begin}The console of vm/{name} was closed: {}.",
+            printable(reason)
+        ),
+        End::Left | End::Signal(_) => {}
     }
     match end {
         // As the shell reports a program that the signal killed.
@@ -88,10 +93,7 @@ pub async fn run(client: &Client, name: &str, no_replay: bool) -> Result<()> {
 }
 
 fn failed(status: tonic::Status, name: &str) -> Failure {
-    let failure = not_found(status.into(), name);
-    failure.hint_for(Code::Precondition, || {
-        format!("start it with `vmmctl start {name}`")
-    })
+    about_vm(status.into(), name)
 }
 
 async fn attached(
@@ -116,9 +118,8 @@ async fn attached(
         tokio::select! {
             // Typing ^] works also while the guest prints without end.
             biased;
-            Some(()) = left.recv() => {
-                // What was typed before is on its way: the daemon ends its side when it has all of it.
-                let _ = tokio::time::timeout(FAREWELL, finish(output)).await;
+            Some(deadline) = left.recv() => {
+                let _ = tokio::time::timeout_at(deadline, finish(output)).await;
                 return Ok(End::Left);
             }
             _ = interrupt.recv() => return Ok(End::Signal(SignalKind::interrupt())),
@@ -127,7 +128,7 @@ async fn attached(
             _ = quit.recv() => return Ok(End::Signal(SignalKind::quit())),
             message = output.message() => match message.map_err(|status| failed(status, name))? {
                 Some(message) => next = Some(message),
-                None => return Ok(End::Closed(String::new())),
+                None => return Ok(End::Closed("vmmd ended it".into())),
             },
         }
     }
@@ -157,12 +158,14 @@ fn show(response: v1::ConsoleResponse) -> Result<Option<String>> {
     }
 }
 
-/// Starts the thread that passes standard input on; what it returns has a message when ^] came.
+/// Starts the thread that passes standard input on; what it returns says, when ^] came, until when to
+/// stay so that the last input arrives.
 ///
 /// It is a thread because reading a terminal, a pipe and a file has no common form that can be waited for; it ends
 /// with the program.
-fn read_input(requests: mpsc::Sender<v1::ConsoleRequest>) -> mpsc::Receiver<()> {
+fn read_input(requests: mpsc::Sender<v1::ConsoleRequest>) -> mpsc::Receiver<Instant> {
     let (left, escape) = mpsc::channel(1);
+    let mut deadline = Instant::now();
     thread::spawn(move || {
         let mut buffer = [0; CHUNK];
         loop {
@@ -185,17 +188,19 @@ fn read_input(requests: mpsc::Sender<v1::ConsoleRequest>) -> mpsc::Receiver<()> 
             {
                 break;
             }
+            if !bytes.is_empty() {
+                deadline = Instant::now() + FAREWELL;
+            }
             if end {
-                // Dropping the queue's end, after all that was typed, tells the daemon that the console is left.
+                // Dropping the queue's end, after all that was typed, tells the daemon that nothing more comes.
                 drop(requests);
                 // Fails only when nobody waits for it any more.
-                let _ = left.blocking_send(());
+                let _ = left.blocking_send(deadline);
                 return;
             }
         }
         // Standard input has ended, the console has not: with the queue's end it would.
         std::mem::forget(requests);
-        std::mem::forget(left);
     });
     escape
 }

@@ -88,6 +88,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+fn refusal(code: Code, reason: &str, message: String) -> Status {
+    let details = ErrorDetails::with_error_info(reason, "vmmd", []);
+    Status::with_error_details(code, message, details)
+}
+
 impl State {
     /// Adds a VM in a phase, behind the API's back.
     pub fn put(&self, name: &str, phase: VmPhase, labels: &[(&str, &str)]) {
@@ -169,8 +174,16 @@ impl State {
         let mut vm = self.find(name)?;
         let status = vm.status.as_mut().unwrap();
         if !from.contains(&status.phase()) {
-            let message = format!("VM \"{name}\" is {}", status.phase().as_str_name());
-            return Err(Status::failed_precondition(message));
+            let reason = match to {
+                VmPhase::Terminating => "STILL_RUNNING",
+                VmPhase::Running => "ALREADY_RUNNING",
+                _ => "NOT_RUNNING",
+            };
+            return Err(refusal(
+                Code::FailedPrecondition,
+                reason,
+                format!("VM \"{name}\" is {}", status.phase().as_str_name()),
+            ));
         }
         status.set_phase(to);
         lock(&self.vms).insert(name.into(), vm.clone());
@@ -199,7 +212,8 @@ impl VmService for State {
             }
         }
         if lock(&self.vms).contains_key(&name) {
-            return Err(Status::already_exists(format!("VM \"{name}\" exists")));
+            let message = format!("there is a VM \"{name}\" already");
+            return Err(refusal(Code::AlreadyExists, "VM_EXISTS", message));
         }
         for nic in &mut vm.spec.as_mut().unwrap().nics {
             nic.mac = "52:54:00:00:00:01".into();
@@ -331,13 +345,8 @@ impl VmService for State {
             return Err(Status::invalid_argument("the first message must be `open`"));
         };
         let vm = self.find(&open.name)?;
-        if vm.status.unwrap_or_default().phase() != VmPhase::Running {
-            return Err(Status::failed_precondition(format!(
-                "VM \"{}\" does not run",
-                open.name
-            )));
-        }
         let banner = if open.no_replay { "" } else { "old output\r\n" };
+        let running = vm.status.unwrap_or_default().phase() == VmPhase::Running;
         let message = |message| {
             Ok(v1::ConsoleResponse {
                 message: Some(message),
@@ -350,6 +359,15 @@ impl VmService for State {
             message(console_response::Message::Opened(opened)),
             message(console_response::Message::Output(banner.into())),
         ];
+        if !running {
+            let closed = v1::ConsoleClosed {
+                reason: "the VM is not running".into(),
+            };
+            let after = message(console_response::Message::Closed(closed));
+            return Ok(Response::new(Box::pin(tokio_stream::iter(
+                before.into_iter().chain([after]),
+            ))));
+        }
         let calls = self.clone();
         let echo = input.map(move |request| {
             let Some(console_request::Message::Input(bytes)) = request?.message else {

@@ -147,7 +147,7 @@ fn create_makes_a_vm_of_flags() {
         spec.nics.iter().map(|nic| nic.name.as_str()).collect::<Vec<_>>(),
         ["lan", "eth1"]
     );
-    let expected = "error: VM \"db\" exists; `vmmctl describe vm db` shows it\n";
+    let expected = "error: there is a VM \"db\" already; `vmmctl describe vm db` shows it\n";
     assert_eq!(run(&daemon, &flags), failed(4, expected));
 }
 
@@ -294,7 +294,7 @@ fn each_of_several_names_has_its_own_result_and_the_first_failure_gives_the_code
     daemon.state.put("c", VmPhase::Stopped, &[]);
     let (code, stdout, stderr) = run(&daemon, &["start", "a", "b", "nope", "c"]);
     assert_eq!((code, stdout.as_str()), (5, "vm/a started\nvm/c started\n"));
-    let expected = "error: VM \"b\" is VM_PHASE_RUNNING; `vmmctl get vm b` shows its phase\n\
+    let expected = "error: VM \"b\" is VM_PHASE_RUNNING\n\
                     error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
     assert_eq!(stderr, expected);
 }
@@ -316,8 +316,8 @@ fn stop_all_stops_what_runs_and_nothing_else() {
 fn deleting_a_running_vm_needs_force() {
     let daemon = Daemon::start();
     daemon.state.put("web", VmPhase::Running, &[]);
-    let expected = "error: VM \"web\" is VM_PHASE_RUNNING; stop it first (`vmmctl stop web`), or kill and delete it \
-                    with --force\n";
+    let expected =
+        "error: VM \"web\" is VM_PHASE_RUNNING; `vmmctl stop web`, or `vmmctl delete --force web`\n";
     assert_eq!(run(&daemon, &["delete", "web"]), failed(5, expected));
     assert_eq!(
         run(&daemon, &["delete", "web", "--force"]),
