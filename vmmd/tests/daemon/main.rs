@@ -1,1 +1,13 @@
-//! Daemon.
+//! The daemon from outside, driven over its socket with mock `vmm` processes. Needs root, but no KVM.
+#![allow(clippy::unwrap_used, reason = "a test may fail loudly")]
+
+mod bad_input;
+mod console;
+mod harness;
+mod hygiene;
+mod lifecycle;
+mod network;
+mod node;
+mod robustness;
+mod survival;
+mod watch;

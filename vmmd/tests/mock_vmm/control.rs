@@ -72,7 +72,7 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
                 pid: process::id(),
             }));
         }
-        Op::Boot(boot) => return boot_machine(guest, &boot, &fds),
+        Op::Boot(boot) => return boot_machine(guest, &boot, fds),
         Op::Pause(_) if guest.option("mock.pause").is_some() => return None,
         Op::Pause(_) => change(guest, State::Paused)?,
         Op::Resume(_) => change(guest, State::Running)?,
@@ -93,7 +93,7 @@ fn change(guest: &Guest, state: State) -> Option<Status> {
     Some(guest.set_state(state))
 }
 
-fn boot_machine(guest: &Guest, boot: &Boot, fds: &[OwnedFd]) -> Option<Outcome> {
+fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome> {
     let wire = boot.machine.clone().unwrap();
     let machine = match Machine::new(&wire, fds.len()) {
         Ok(machine) => machine,
@@ -113,7 +113,7 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: &[OwnedFd]) -> Option<Outcome> 
     let log = machine
         .serial_log
         .map(|(current, _)| File::from(fds[current.0].try_clone().unwrap()));
-    Some(Outcome::Status(guest.boot(&wire, log)))
+    Some(Outcome::Status(guest.boot(&wire, log, fds)))
 }
 
 fn refuse(kind: ErrorKind, message: &str) -> Option<Outcome> {

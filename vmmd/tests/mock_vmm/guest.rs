@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     io::Write,
-    os::unix::fs::FileExt,
+    os::{fd::OwnedFd, unix::fs::FileExt},
     process,
     sync::{Arc, Mutex, MutexGuard, mpsc::SyncSender},
     time::{SystemTime, UNIX_EPOCH},
@@ -28,6 +28,8 @@ struct Inner {
     resets: u64,
     history: Vec<u8>,
     serial_log: Option<File>,
+    /// Disks, taps and so on: held as the real one does.
+    devices: Vec<OwnedFd>,
     consoles: Vec<SyncSender<Arc<[u8]>>>,
     listeners: Vec<SyncSender<Event>>,
     line: Vec<u8>,
@@ -45,11 +47,12 @@ impl Guest {
         }
     }
 
-    pub fn boot(&self, machine: &MachineSpec, serial_log: Option<File>) -> Status {
+    pub fn boot(&self, machine: &MachineSpec, serial_log: Option<File>, fds: Vec<OwnedFd>) -> Status {
         let mut inner = self.lock();
         inner.name.clone_from(&machine.name);
         inner.cmdline = machine.kernel.clone().unwrap().cmdline;
         inner.serial_log = serial_log;
+        inner.devices = fds;
         inner.state = State::Running;
         let text = format!("booted {}\r\n", machine.name);
         inner.print(text.as_bytes());

@@ -1,0 +1,410 @@
+//! A daemon in folders of its own, and what tests ask of it.
+
+use std::{
+    fs,
+    os::unix::{net::UnixDatagram, process::CommandExt},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
+    time::Duration,
+};
+
+use hyper_util::rt::TokioIo;
+use proto::{
+    v1::{self, node_service_client::NodeServiceClient, vm_service_client::VmServiceClient},
+    well_known,
+};
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::{net::UnixStream, time::timeout};
+use tokio_stream::StreamExt;
+use tonic::{
+    Code, Status, Streaming,
+    transport::{Channel, Endpoint, Uri},
+};
+use tonic_types::StatusExt;
+
+/// No event that a test waits for takes this long; it is a failure's way to end, not a measure.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A running daemon. When it is dropped, it and all that it has started are ended and removed.
+pub struct Daemon {
+    pub folder: tempfile::TempDir,
+    pub client: VmServiceClient<Channel>,
+    pub uids: std::ops::Range<u32>,
+    cgroup: Option<PathBuf>,
+    child: Child,
+    namespace: Option<String>,
+}
+
+static NEXT: AtomicU32 = AtomicU32::new(0);
+
+impl Daemon {
+    /// One with the mock `vmm`.
+    pub async fn start() -> Self {
+        Self::configured("").await
+    }
+
+    /// In a network namespace.
+    pub async fn in_network(namespace: &str) -> Self {
+        let folder = tempfile::Builder::new()
+            .prefix("vmmd")
+            .tempdir_in("/tmp")
+            .unwrap();
+        Self::with(folder, "", Some(namespace.to_owned())).await
+    }
+
+    /// With more lines of configuration.
+    pub async fn configured(extra: &str) -> Self {
+        let folder = tempfile::Builder::new()
+            .prefix("vmmd")
+            .tempdir_in("/tmp")
+            .unwrap();
+        Self::in_folder(folder, extra).await
+    }
+
+    pub async fn in_folder(folder: tempfile::TempDir, extra: &str) -> Self {
+        Self::with(folder, extra, None).await
+    }
+
+    async fn with(folder: tempfile::TempDir, extra: &str, namespace: Option<String>) -> Self {
+        let number = std::process::id() * 8 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let first = 1_000_000_000 + number % 10_000_000 * 50;
+        let cgroup = cgroup_mount().map(|mount| mount.join(format!("vmmd-test-{number}")));
+        let path = |name: &str| folder.path().join(name);
+        fs::write(path("kernel"), [1; 4096]).unwrap();
+        let mut config = format!(
+            "state_dir = {:?}\nrun_dir = {:?}\nlog_dir = {:?}\nsocket_group = '0'\n",
+            path("state"),
+            path("run"),
+            path("log")
+        );
+        if !extra.contains("vmm =") {
+            config += &format!("vmm = {:?}\n", env!("CARGO_BIN_EXE_mock-vmm"));
+        }
+        if !extra.contains("kvm_device =") {
+            config += "kvm_device = '/dev/null'\n";
+        }
+        if let Some(cgroup) = &cgroup {
+            config += &format!("cgroup = {cgroup:?}\n");
+        }
+        config += extra;
+        config += &format!("\n[vm_uids]\nfirst = {first}\ncount = 50\n");
+        fs::write(path("config.toml"), config).unwrap();
+        let child = launch(folder.path(), namespace.as_deref()).await;
+        let client = VmServiceClient::new(connect(folder.path()).await);
+        Self {
+            folder,
+            client,
+            uids: first..first + 50,
+            cgroup,
+            child,
+            namespace,
+        }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Ends the daemon without a word, starts it anew and connects to it.
+    pub async fn kill_and_restart(&mut self) {
+        self.kill();
+        self.relaunch().await;
+    }
+
+    /// Asks the daemon to end, and waits for that.
+    pub fn terminate(&mut self) {
+        kill_process(self.pid(), Signal::TERM).unwrap();
+        assert!(
+            self.child.wait().unwrap().success(),
+            "the daemon did not end well"
+        );
+    }
+
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        self.child.wait().unwrap();
+    }
+
+    pub async fn relaunch(&mut self) {
+        self.child = launch(self.folder.path(), self.namespace.as_deref()).await;
+        self.client = VmServiceClient::new(connect(self.folder.path()).await);
+    }
+
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    pub async fn nodes(&self) -> NodeServiceClient<Channel> {
+        NodeServiceClient::new(connect(self.folder.path()).await)
+    }
+
+    pub fn client(&self) -> VmServiceClient<Channel> {
+        self.client.clone()
+    }
+
+    /// A manifest of a small VM without disks and NICs; `options` are for the mock.
+    pub fn manifest(&self, name: &str, options: &str) -> v1::Vm {
+        let linux = v1::LinuxBoot {
+            kernel: self.path("kernel").to_str().unwrap().to_owned(),
+            initrd: String::new(),
+            cmdline: options.to_owned(),
+        };
+        v1::Vm {
+            api_version: "vmmd/v1".into(),
+            kind: "Vm".into(),
+            metadata: Some(v1::VmMetadata {
+                name: name.into(),
+                ..Default::default()
+            }),
+            spec: Some(v1::VmSpec {
+                cpu: Some(v1::CpuSpec { cores: 1 }),
+                memory: Some(v1::MemorySpec {
+                    size_bytes: 128 << 20,
+                    backing: 0,
+                }),
+                boot: Some(v1::BootSpec {
+                    source: Some(v1::boot_spec::Source::Linux(linux)),
+                }),
+                ..Default::default()
+            }),
+            status: None,
+        }
+    }
+
+    pub async fn create(&self, vm: v1::Vm) -> Result<v1::Vm, Status> {
+        let request = v1::CreateVmRequest {
+            vm: Some(vm),
+            start: false,
+            dry_run: false,
+        };
+        Ok(self.client().create_vm(request).await?.into_inner().vm.unwrap())
+    }
+
+    /// Makes and starts a VM.
+    pub async fn run(&self, name: &str, options: &str) -> v1::Vm {
+        self.create(self.manifest(name, options)).await.unwrap();
+        self.start_vm(name).await.unwrap()
+    }
+
+    pub async fn start_vm(&self, name: &str) -> Result<v1::Vm, Status> {
+        let request = v1::StartVmRequest { name: name.into() };
+        Ok(self.client().start_vm(request).await?.into_inner().vm.unwrap())
+    }
+
+    pub async fn stop(&self, name: &str, grace: Option<Duration>) -> Result<v1::Vm, Status> {
+        let grace_period = grace.map(|grace| well_known::Duration {
+            seconds: i64::try_from(grace.as_secs()).unwrap(),
+            nanos: i32::try_from(grace.subsec_nanos()).unwrap(),
+        });
+        let request = v1::StopVmRequest {
+            name: name.into(),
+            grace_period,
+            force: false,
+        };
+        Ok(self.client().stop_vm(request).await?.into_inner().vm.unwrap())
+    }
+
+    pub async fn kill_vm(&self, name: &str) -> Result<v1::Vm, Status> {
+        let request = v1::StopVmRequest {
+            name: name.into(),
+            grace_period: None,
+            force: true,
+        };
+        Ok(self.client().stop_vm(request).await?.into_inner().vm.unwrap())
+    }
+
+    pub async fn delete(&self, name: &str, force: bool) -> Result<(), Status> {
+        self.client()
+            .delete_vm(v1::DeleteVmRequest {
+                name: name.into(),
+                force,
+            })
+            .await
+            .map(drop)
+    }
+
+    pub async fn get(&self, name: &str) -> Result<v1::Vm, Status> {
+        let request = v1::GetVmRequest { name: name.into() };
+        Ok(self.client().get_vm(request).await?.into_inner().vm.unwrap())
+    }
+
+    pub async fn list(&self) -> Vec<v1::Vm> {
+        self.client()
+            .list_vms(v1::ListVmsRequest {})
+            .await
+            .unwrap()
+            .into_inner()
+            .vms
+    }
+
+    pub async fn watch(&self, name: &str) -> Streaming<v1::WatchVmsResponse> {
+        self.client()
+            .watch_vms(v1::WatchVmsRequest { name: name.into() })
+            .await
+            .unwrap()
+            .into_inner()
+    }
+
+    /// Waits until the VM is as wanted, by the events of a watch.
+    pub async fn wait(&self, name: &str, wanted: impl Fn(&v1::VmStatus) -> bool) -> v1::VmStatus {
+        let mut events = self.watch(name).await;
+        let mut last = None;
+        let found = timeout(PATIENCE, async {
+            while let Some(event) = events.next().await {
+                last = event.unwrap().vm.and_then(|vm| vm.status).or(last.take());
+                if let Some(status) = last.as_ref().filter(|status| wanted(status)) {
+                    return status.clone();
+                }
+            }
+            panic!("the watch ended");
+        });
+        match found.await {
+            Ok(status) => status,
+            Err(_) => panic!("{name} did not come to be as wanted: {:?}", self.get(name).await),
+        }
+    }
+
+    pub async fn wait_phase(&self, name: &str, phase: v1::VmPhase) -> v1::VmStatus {
+        self.wait(name, |status| status.phase() == phase).await
+    }
+
+    /// Processes with a user id of this daemon's VMs.
+    pub fn vmm_processes(&self) -> Vec<Pid> {
+        let entries = fs::read_dir("/proc").unwrap().flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        let ours = pids.filter(|pid| {
+            let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+            let field = |name: &str| {
+                status
+                    .lines()
+                    .find_map(|line| line.strip_prefix(name)?.split_whitespace().next())
+            };
+            let uid = field("Uid:").and_then(|uid| uid.parse().ok());
+            // Those that have ended wait for whoever inherited them.
+            let alive = field("State:").is_some_and(|state| state != "Z");
+            alive && uid.is_some_and(|uid| self.uids.contains(&uid))
+        });
+        ours.filter_map(Pid::from_raw).collect()
+    }
+
+    pub fn cgroups(&self) -> Vec<PathBuf> {
+        let Some(cgroup) = &self.cgroup else {
+            return Vec::new();
+        };
+        let entries = fs::read_dir(cgroup).into_iter().flatten().flatten();
+        entries
+            .map(|entry| entry.path())
+            .filter(|path| path.is_dir())
+            .collect()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        self.kill();
+        for pid in self.vmm_processes() {
+            let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty());
+            let _ = kill_process(pid, Signal::KILL);
+            if let Ok(pidfd) = pidfd {
+                let mut fds = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];
+                let _ = rustix::event::poll(&mut fds, None);
+            }
+        }
+        for group in self.cgroups().into_iter().chain(self.cgroup.clone()) {
+            let _ = fs::remove_dir(group);
+        }
+    }
+}
+
+/// Starts the daemon and waits until it says that it is ready, as systemd would.
+async fn launch(folder: &Path, namespace: Option<&str>) -> Child {
+    let notify = folder.join("notify");
+    let _ = fs::remove_file(&notify);
+    let socket = UnixDatagram::bind(&notify).unwrap();
+    let mut child = command(folder, namespace)
+        .env("NOTIFY_SOCKET", &notify)
+        .spawn()
+        .unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut buffer = [0; 64];
+    let pidfd =
+        rustix::process::pidfd_open(Pid::from_child(&child), rustix::process::PidfdFlags::empty()).unwrap();
+    let mut fds = [
+        rustix::event::PollFd::new(&socket, rustix::event::PollFlags::IN),
+        rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN),
+    ];
+    rustix::event::poll(&mut fds, None).unwrap();
+    if let Some(status) = child.try_wait().unwrap() {
+        panic!("the daemon ended at its start: {status}");
+    }
+    let length = socket.recv(&mut buffer).unwrap();
+    assert!(buffer[..length].starts_with(b"READY=1"));
+    child
+}
+
+/// The daemon's program with this folder's configuration.
+pub fn command(folder: &Path, namespace: Option<&str>) -> Command {
+    let daemon = env!("CARGO_BIN_EXE_vmmd");
+    let mut command = match namespace {
+        Some(namespace) => {
+            let mut command = Command::new("nsenter");
+            command.arg(format!("--net=/run/netns/{namespace}")).arg(daemon);
+            command
+        }
+        None => Command::new(daemon),
+    };
+    command.arg("--config").arg(folder.join("config.toml"));
+    command
+        .env("RUST_LOG", "debug,h2=info,hyper=info")
+        .stdin(Stdio::null());
+    // Its messages are the test's.
+    command.process_group(0);
+    command
+}
+
+pub async fn connect(folder: &Path) -> Channel {
+    let path = folder.join("run/vmmd.sock");
+    let connector = tower::service_fn(move |_: Uri| {
+        let path = path.clone();
+        async move { UnixStream::connect(path).await.map(TokioIo::new) }
+    });
+    Endpoint::from_static("http://vmmd")
+        .connect_with_connector(connector)
+        .await
+        .unwrap()
+}
+
+fn cgroup_mount() -> Option<PathBuf> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    mounts.lines().find_map(|line| {
+        let (mount, filesystem) = line.split_once(" - ")?;
+        filesystem
+            .starts_with("cgroup2 ")
+            .then(|| PathBuf::from(mount.split(' ').nth(4).unwrap()))
+    })
+}
+
+/// The code and reason of a refusal.
+pub fn refusal(status: &Status) -> (Code, String) {
+    let details = status.get_error_details();
+    let info = details
+        .error_info()
+        .cloned()
+        .unwrap_or_else(|| panic!("no reason in {status:?}"));
+    assert_eq!(info.domain, "vmmd");
+    (status.code(), info.reason)
+}
+
+pub fn status(vm: &v1::Vm) -> &v1::VmStatus {
+    vm.status.as_ref().unwrap()
+}
+
+pub fn vm_pid(vm: &v1::Vm) -> Pid {
+    let pid = status(vm).instance.as_ref().unwrap().pid;
+    Pid::from_raw(i32::try_from(pid).unwrap()).unwrap()
+}
+
+pub fn uid(vm: &v1::Vm) -> String {
+    vm.metadata.as_ref().unwrap().uid.clone()
+}

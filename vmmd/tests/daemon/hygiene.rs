@@ -1,0 +1,147 @@
+//! Nothing is left behind, and a `vmm` has only what it needs.
+
+use std::{fs, os::unix::fs::MetadataExt};
+
+use proto::v1;
+use tokio::task::JoinSet;
+
+use crate::harness::{Daemon, status, uid, vm_pid};
+
+#[tokio::test]
+async fn twenty_vms_in_a_loop_leave_nothing() {
+    let daemon = Daemon::start().await;
+    let descriptors = || {
+        fs::read_dir(format!("/proc/{}/fd", daemon.pid().as_raw_nonzero()))
+            .unwrap()
+            .count()
+    };
+    let mut before = 0;
+    for round in 0..3 {
+        let mut tasks = JoinSet::new();
+        for index in 0..20 {
+            let vm = Some(daemon.manifest(&format!("vm{index}"), ""));
+            let mut client = daemon.client();
+            tasks.spawn(async move {
+                let name = format!("vm{index}");
+                client
+                    .create_vm(v1::CreateVmRequest {
+                        vm,
+                        start: false,
+                        dry_run: false,
+                    })
+                    .await
+                    .unwrap();
+                client
+                    .start_vm(v1::StartVmRequest { name: name.clone() })
+                    .await
+                    .unwrap();
+                let force = index % 2 == 0;
+                if !force {
+                    let stop = v1::StopVmRequest {
+                        name: name.clone(),
+                        grace_period: None,
+                        force: false,
+                    };
+                    client.stop_vm(stop).await.unwrap();
+                }
+                client
+                    .delete_vm(v1::DeleteVmRequest { name, force })
+                    .await
+                    .unwrap();
+            });
+        }
+        while let Some(result) = tasks.join_next().await {
+            result.unwrap();
+        }
+        assert_eq!(daemon.vmm_processes(), []);
+        assert_eq!(daemon.cgroups(), Vec::<std::path::PathBuf>::new());
+        for folder in ["run/vms", "log/vms"] {
+            assert_eq!(fs::read_dir(daemon.path(folder)).unwrap().count(), 0, "{folder}");
+        }
+        if round == 0 {
+            before = descriptors();
+        }
+    }
+    assert!(
+        descriptors() <= before,
+        "descriptors of the daemon: {before}, then {}",
+        descriptors()
+    );
+}
+
+#[tokio::test]
+async fn a_vmm_has_its_own_user_no_rights_and_no_descriptor_too_many() {
+    let daemon = Daemon::start().await;
+    let first = daemon.run("first", "").await;
+    let second = daemon.run("second", "").await;
+    let user = |vm: &v1::Vm| status(vm).instance.as_ref().unwrap().uid;
+    assert_ne!(user(&first), user(&second));
+    let pid = vm_pid(&second).as_raw_nonzero();
+    let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let field = |name: &str| {
+        let line = text.lines().find(|line| line.starts_with(name)).unwrap();
+        line.split_whitespace()
+            .skip(1)
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
+    let own = vec![user(&second).to_string(); 4];
+    assert_eq!(
+        (field("Uid:"), field("Gid:"), field("Groups:")),
+        (own.clone(), own, Vec::new())
+    );
+    for set in ["CapInh:", "CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
+        assert_eq!(field(set), ["0".repeat(16)], "{set}");
+    }
+    assert_eq!(field("NoNewPrivs:"), ["1"]);
+    assert_eq!(fs::read(format!("/proc/{pid}/environ")).unwrap(), []);
+
+    let mut targets: Vec<_> = fs::read_dir(format!("/proc/{pid}/fd"))
+        .unwrap()
+        .map(|entry| {
+            fs::read_link(entry.unwrap().path())
+                .unwrap()
+                .to_str()
+                .unwrap()
+                .to_owned()
+        })
+        .collect();
+    targets.sort();
+    let run = daemon.path(&format!("run/vms/{}", uid(&second)));
+    let log = daemon.path(&format!("log/vms/{}", uid(&second)));
+    let named = |path: std::path::PathBuf| path.to_str().unwrap().to_owned();
+    let files: Vec<_> = targets
+        .iter()
+        .filter(|target| target.starts_with(daemon.folder.path().to_str().unwrap()))
+        .collect();
+    // The kernel is kept by the mock only.
+    let wanted = [
+        named(daemon.path("kernel")),
+        named(log.join("serial.log")),
+        named(log.join("serial.log.1")),
+        named(log.join("vmm.log")),
+        named(log.join("vmm.log")),
+        named(run.join("exit")),
+        named(run.join("lock")),
+    ];
+    assert_eq!(files, wanted.iter().collect::<Vec<_>>());
+    let sockets = targets
+        .iter()
+        .filter(|target| target.starts_with("socket:"))
+        .count();
+    // Two listening ones and the daemon's connection. Beside them: stdin, what stands for /dev/kvm, /dev/urandom.
+    assert_eq!((sockets, targets.len()), (3, 7 + 3 + 3), "{targets:?}");
+}
+
+#[tokio::test]
+async fn what_the_daemon_keeps_is_closed_to_others() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    let mode = |path: &str| fs::metadata(daemon.path(path)).unwrap().mode() & 0o777;
+    assert_eq!(
+        (mode("run/vmmd.sock"), mode("run"), mode("run/vms")),
+        (0o660, 0o755, 0o700)
+    );
+    assert_eq!((mode("state"), mode("log/vms")), (0o700, 0o700));
+    assert_eq!(mode(&format!("log/vms/{}/serial.log", uid(&vm))), 0o600);
+}

@@ -1,0 +1,343 @@
+//! Create, start, stop, restart, pause, resume, delete.
+
+use std::time::Duration;
+
+use proto::v1::{self, ConditionStatus, ExitReason, VmPhase};
+use rustix::process::{Signal, kill_process};
+use tonic::Code;
+
+use crate::harness::{Daemon, refusal, status, vm_pid};
+
+#[tokio::test]
+async fn a_vm_goes_through_its_whole_life() {
+    let daemon = Daemon::start().await;
+    let created = daemon.create(daemon.manifest("web", "")).await.unwrap();
+    assert_eq!(
+        (created.api_version.as_str(), created.kind.as_str()),
+        ("vmmd/v1", "Vm")
+    );
+    assert_eq!(status(&created).phase(), VmPhase::Stopped);
+
+    let running = daemon.start_vm("web").await.unwrap();
+    assert_eq!(status(&running).phase(), VmPhase::Running);
+    let instance = status(&running).instance.clone().unwrap();
+    assert!(daemon.uids.contains(&instance.uid) && instance.vmm_version == "mock");
+    let ready = &status(&running).conditions[0];
+    assert_eq!(
+        (ready.r#type.as_str(), ready.status()),
+        ("Ready", ConditionStatus::True)
+    );
+
+    let request = v1::PauseVmRequest { name: "web".into() };
+    let paused = daemon
+        .client()
+        .pause_vm(request.clone())
+        .await
+        .unwrap()
+        .into_inner()
+        .vm
+        .unwrap();
+    assert_eq!(status(&paused).phase(), VmPhase::Paused);
+    daemon
+        .client()
+        .pause_vm(request)
+        .await
+        .expect("a pause of a paused VM is done already");
+    let request = v1::ResumeVmRequest { name: "web".into() };
+    let resumed = daemon
+        .client()
+        .resume_vm(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .vm
+        .unwrap();
+    assert_eq!(
+        (status(&resumed).phase(), vm_pid(&resumed)),
+        (VmPhase::Running, vm_pid(&running))
+    );
+
+    let request = v1::RestartVmRequest {
+        name: "web".into(),
+        grace_period: None,
+        force: false,
+    };
+    let restarted = daemon
+        .client()
+        .restart_vm(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .vm
+        .unwrap();
+    assert_eq!(status(&restarted).phase(), VmPhase::Running);
+    assert_ne!(vm_pid(&restarted), vm_pid(&running));
+
+    let stopped = daemon.stop("web", None).await.unwrap();
+    assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
+    assert_eq!(
+        status(&stopped).last_exit.as_ref().unwrap().reason(),
+        ExitReason::Stopped
+    );
+    assert_eq!(status(&stopped).instance, None);
+
+    daemon.delete("web", false).await.unwrap();
+    assert_eq!(
+        refusal(&daemon.get("web").await.unwrap_err()),
+        (Code::NotFound, "VM_NOT_FOUND".into())
+    );
+    assert!(daemon.list().await.is_empty());
+}
+
+#[tokio::test]
+async fn create_can_start_and_answers_before_the_start_ends() {
+    let daemon = Daemon::start().await;
+    let vm = Some(daemon.manifest("web", ""));
+    let request = v1::CreateVmRequest {
+        vm,
+        start: true,
+        dry_run: false,
+    };
+    let created = daemon
+        .client()
+        .create_vm(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .vm
+        .unwrap();
+    assert_eq!(status(&created).phase(), VmPhase::Pending);
+    daemon.wait_phase("web", VmPhase::Running).await;
+}
+
+#[tokio::test]
+async fn a_dry_run_changes_nothing() {
+    let daemon = Daemon::start().await;
+    let vm = Some(daemon.manifest("web", ""));
+    let request = v1::CreateVmRequest {
+        vm,
+        start: false,
+        dry_run: true,
+    };
+    let checked = daemon
+        .client()
+        .create_vm(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .vm
+        .unwrap();
+    assert_eq!(checked.metadata.unwrap().name, "web");
+    assert!(daemon.list().await.is_empty());
+}
+
+#[tokio::test]
+async fn a_guest_that_ignores_the_power_button_is_killed_after_the_grace_period() {
+    let daemon = Daemon::start().await;
+    daemon.run("deaf", "mock.power=ignore").await;
+    let stopped = daemon
+        .stop("deaf", Some(Duration::from_millis(200)))
+        .await
+        .unwrap();
+    assert_eq!(
+        status(&stopped).last_exit.as_ref().unwrap().reason(),
+        ExitReason::Killed
+    );
+    assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
+}
+
+#[tokio::test]
+async fn a_stop_by_force_does_not_wait_for_a_graceful_one_under_way() {
+    let daemon = Daemon::start().await;
+    daemon.run("deaf", "mock.power=ignore").await;
+    let (graceful, forced) = tokio::join!(daemon.stop("deaf", Some(Duration::from_secs(3600))), async {
+        daemon.wait_phase("deaf", VmPhase::Stopping).await;
+        daemon.kill_vm("deaf").await
+    });
+    assert_eq!(status(&graceful.unwrap()).phase(), VmPhase::Stopped);
+    assert_eq!(status(&forced.unwrap()).phase(), VmPhase::Stopped);
+}
+
+#[tokio::test]
+async fn a_process_that_does_not_react_at_all_is_killed() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("stuck", "").await;
+    kill_process(vm_pid(&vm), Signal::STOP).unwrap();
+    let stopped = daemon.kill_vm("stuck").await.unwrap();
+    assert_eq!(
+        status(&stopped).last_exit.as_ref().unwrap().reason(),
+        ExitReason::Killed
+    );
+}
+
+#[tokio::test]
+async fn a_paused_vm_can_be_stopped_gracefully() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    daemon
+        .client()
+        .pause_vm(v1::PauseVmRequest { name: "web".into() })
+        .await
+        .unwrap();
+    let stopped = daemon.stop("web", None).await.unwrap();
+    assert_eq!(
+        status(&stopped).last_exit.as_ref().unwrap().reason(),
+        ExitReason::Stopped
+    );
+}
+
+#[tokio::test]
+async fn a_stop_gets_through_while_a_pause_hangs() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.pause=hang").await;
+    let mut client = daemon.client();
+    let pause = tokio::spawn(async move { client.pause_vm(v1::PauseVmRequest { name: "web".into() }).await });
+    let stopped = daemon.kill_vm("web").await.unwrap();
+    assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
+    assert!(pause.await.unwrap().is_err());
+}
+
+#[tokio::test]
+async fn a_stop_ends_a_start_that_hangs() {
+    let daemon = Daemon::start().await;
+    daemon
+        .create(daemon.manifest("web", "mock.boot=hang"))
+        .await
+        .unwrap();
+    let mut client = daemon.client();
+    let start = tokio::spawn(async move { client.start_vm(v1::StartVmRequest { name: "web".into() }).await });
+    daemon.wait_phase("web", VmPhase::Starting).await;
+    let stopped = daemon.stop("web", None).await.unwrap();
+    assert_eq!(
+        (status(&stopped).phase(), status(&stopped).reason.as_str()),
+        (VmPhase::Stopped, "StartCancelled")
+    );
+    let refused = start.await.unwrap().unwrap_err();
+    assert_eq!(refusal(&refused), (Code::Aborted, "START_CANCELLED".into()));
+    assert_eq!(daemon.vmm_processes(), []);
+}
+
+#[tokio::test]
+async fn starting_a_running_vm_and_deleting_it_without_force_are_refused_and_change_nothing() {
+    let daemon = Daemon::start().await;
+    let running = daemon.run("web", "").await;
+    let refused = daemon.start_vm("web").await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "ALREADY_RUNNING".into())
+    );
+    let refused = daemon.delete("web", false).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "STILL_RUNNING".into())
+    );
+    assert!(refused.message().contains("force"), "{}", refused.message());
+    assert_eq!(vm_pid(&daemon.get("web").await.unwrap()), vm_pid(&running));
+    daemon.delete("web", true).await.unwrap();
+    assert_eq!(daemon.vmm_processes(), []);
+}
+
+#[tokio::test]
+async fn requests_to_a_stopped_vm_are_answered_by_what_it_is() {
+    let daemon = Daemon::start().await;
+    daemon.create(daemon.manifest("web", "")).await.unwrap();
+    daemon
+        .stop("web", None)
+        .await
+        .expect("a stop of a stopped VM is done already");
+    let refused = daemon
+        .client()
+        .pause_vm(v1::PauseVmRequest { name: "web".into() })
+        .await
+        .unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "NOT_RUNNING".into())
+    );
+}
+
+#[tokio::test]
+async fn how_a_guest_ends_is_told_apart() {
+    let daemon = Daemon::start().await;
+    for (command, phase, reason) in [
+        ("poweroff", VmPhase::Stopped, ExitReason::GuestShutdown),
+        ("panic", VmPhase::Failed, ExitReason::GuestPanic),
+        ("crash", VmPhase::Failed, ExitReason::GuestCrash),
+        ("error", VmPhase::Failed, ExitReason::VmmError),
+        ("abort", VmPhase::Failed, ExitReason::Lost),
+    ] {
+        daemon.run(command, "").await;
+        let mut console = crate::console::Client::open(&daemon, command).await;
+        console.type_in(&format!("{command}\n")).await;
+        let status = daemon.wait_phase(command, phase).await;
+        assert_eq!(status.last_exit.unwrap().reason(), reason, "{command}");
+    }
+}
+
+#[tokio::test]
+async fn a_killed_process_is_noticed_by_event() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    kill_process(vm_pid(&vm), Signal::KILL).unwrap();
+    let status = daemon.wait_phase("web", VmPhase::Failed).await;
+    assert_eq!(
+        (status.reason.as_str(), status.last_exit.unwrap().reason()),
+        ("Lost", ExitReason::Lost)
+    );
+    assert!(status.message.contains("signal 9"), "{}", status.message);
+    assert_eq!(status.instance, None);
+    daemon
+        .start_vm("web")
+        .await
+        .expect("a failed VM can be started again");
+}
+
+#[tokio::test]
+async fn a_reset_of_the_guest_is_counted_in_the_same_run() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    let mut console = crate::console::Client::open(&daemon, "web").await;
+    console.type_in("reset\nreset\n").await;
+    let resets = |status: &v1::VmStatus| {
+        status
+            .instance
+            .as_ref()
+            .map_or(0, |instance| instance.guest_resets)
+    };
+    let status = daemon.wait("web", |status| resets(status) == 2).await;
+    assert_eq!(
+        status.instance.unwrap().pid,
+        vm_pid(&vm).as_raw_nonzero().get().cast_unsigned()
+    );
+}
+
+#[tokio::test]
+async fn a_pause_that_the_guest_side_begins_shows_in_the_phase() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let mut console = crate::console::Client::open(&daemon, "web").await;
+    console.type_in("pause\n").await;
+    daemon.wait_phase("web", VmPhase::Paused).await;
+}
+
+#[tokio::test]
+async fn two_starts_at_once_make_one_process() {
+    let daemon = Daemon::start().await;
+    daemon.create(daemon.manifest("web", "")).await.unwrap();
+    let (first, second) = tokio::join!(daemon.start_vm("web"), daemon.start_vm("web"));
+    let pids: Vec<_> = [first, second].iter().flatten().map(vm_pid).collect();
+    assert!(
+        !pids.is_empty() && pids.iter().all(|pid| *pid == pids[0]),
+        "{pids:?}"
+    );
+    assert_eq!(daemon.vmm_processes(), [pids[0]]);
+}
+
+#[tokio::test]
+async fn a_name_can_be_used_again_after_a_delete_and_means_another_vm() {
+    let daemon = Daemon::start().await;
+    let first = daemon.create(daemon.manifest("web", "")).await.unwrap();
+    daemon.delete("web", false).await.unwrap();
+    let second = daemon.create(daemon.manifest("web", "")).await.unwrap();
+    assert_ne!(first.metadata.unwrap().uid, second.metadata.unwrap().uid);
+}

@@ -1,0 +1,102 @@
+//! Taps on a bridge, in a network namespace of the test's own.
+
+use std::process::Command;
+
+use proto::v1::{NicSpec, nic_spec::Attachment};
+use tonic::Code;
+
+use crate::harness::{Daemon, refusal, status};
+
+/// A network namespace, removed when dropped.
+struct Namespace(String);
+
+impl Namespace {
+    fn new() -> Self {
+        let name = format!("vmmd-test-{}", std::process::id());
+        assert!(
+            Command::new("ip")
+                .args(["netns", "add", &name])
+                .status()
+                .unwrap()
+                .success()
+        );
+        Self(name)
+    }
+
+    fn ip(&self, arguments: &str) -> String {
+        let output = Command::new("ip")
+            .args(["-n", &self.0])
+            .args(arguments.split(' '))
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "ip {arguments}: {output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn ports(&self, bridge: &str) -> Vec<String> {
+        let text = self.ip(&format!("-o link show master {bridge}"));
+        text.lines()
+            .map(|line| line.split(": ").nth(1).unwrap().to_owned())
+            .collect()
+    }
+}
+
+impl Drop for Namespace {
+    fn drop(&mut self) {
+        let _ = Command::new("ip").args(["netns", "delete", &self.0]).status();
+    }
+}
+
+fn nic(name: &str, attachment: Attachment) -> NicSpec {
+    NicSpec {
+        name: name.into(),
+        attachment: Some(attachment),
+        mac: String::new(),
+    }
+}
+
+#[tokio::test]
+async fn taps_join_the_bridge_with_its_mtu_and_vanish_with_the_vmm() {
+    let network = Namespace::new();
+    network.ip("link add br0 mtu 1400 type bridge");
+    network.ip("link set br0 up");
+    network.ip("tuntap add tap9 mode tap");
+    let mut daemon = Daemon::in_network(&network.0).await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().nics = vec![
+        nic("eth0", Attachment::Bridge("br0".into())),
+        nic("eth1", Attachment::Bridge("br0".into())),
+        nic("eth2", Attachment::Tap("tap9".into())),
+    ];
+    daemon.create(vm.clone()).await.unwrap();
+    let running = daemon.start_vm("web").await.unwrap();
+    let nics = status(&running).nics.clone();
+    let mut taps = [nics[0].tap.clone(), nics[1].tap.clone()];
+    taps.sort();
+    let mut found = network.ports("br0");
+    found.sort();
+    assert_eq!(found, taps);
+    assert_ne!(nics[0].mac, nics[1].mac);
+    assert_eq!(nics[2].tap, "tap9");
+    let link = network.ip(&format!("-o link show {}", taps[0]));
+    assert!(
+        link.contains("mtu 1400") && link.contains(",UP") && link.contains("alias vmmd: web"),
+        "{link}"
+    );
+
+    vm.metadata.as_mut().unwrap().name = "other".into();
+    vm.spec.as_mut().unwrap().nics = vec![nic("eth0", Attachment::Tap("tap9".into()))];
+    daemon.create(vm).await.unwrap();
+    let refused = daemon.start_vm("other").await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "TAP_IN_USE".into()));
+
+    // The addresses are those of the record.
+    let macs = |nics: &[proto::v1::NicStatus]| nics.iter().map(|nic| nic.mac.clone()).collect::<Vec<_>>();
+    daemon.kill_and_restart().await;
+    let again = daemon.get("web").await.unwrap();
+    assert_eq!(status(&again).nics, nics);
+    let stopped = daemon.kill_vm("web").await.unwrap();
+    assert_eq!(macs(&status(&stopped).nics), macs(&nics));
+    assert_eq!(status(&stopped).nics[0].tap, "");
+    assert_eq!(network.ports("br0"), Vec::<String>::new());
+}

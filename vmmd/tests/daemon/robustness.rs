@@ -1,0 +1,166 @@
+//! A full file system, garbage on the socket, a second daemon.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    os::unix::net::UnixStream,
+    path::PathBuf,
+};
+
+use proto::v1::{self, VmPhase};
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use tonic::Code;
+
+use crate::harness::{Daemon, command, refusal, status};
+
+/// A small tmpfs, unmounted when dropped.
+struct SmallFileSystem(PathBuf);
+
+impl SmallFileSystem {
+    fn new(path: PathBuf) -> Self {
+        fs::create_dir_all(&path).unwrap();
+        mount("none", &path, "tmpfs", MountFlags::empty(), Some(c"size=4m")).unwrap();
+        Self(path)
+    }
+
+    fn fill(&self) -> PathBuf {
+        let path = self.0.join("filler");
+        let mut file = fs::File::create(&path).unwrap();
+        for size in [64 << 10, 4096, 1] {
+            while file.write_all(&vec![1; size]).is_ok() {}
+        }
+        path
+    }
+}
+
+impl Drop for SmallFileSystem {
+    fn drop(&mut self) {
+        let _ = unmount(&self.0, UnmountFlags::DETACH);
+    }
+}
+
+#[tokio::test]
+async fn a_full_file_system_under_the_store_is_said_and_changes_nothing() {
+    let folder = tempfile::Builder::new()
+        .prefix("vmmd")
+        .tempdir_in("/tmp")
+        .unwrap();
+    let small = SmallFileSystem::new(folder.path().join("state"));
+    let mut daemon = Daemon::in_folder(folder, "").await;
+    daemon.run("old", "").await;
+    let idle = daemon.create(daemon.manifest("idle", "")).await.unwrap();
+    let filler = small.fill();
+    let full = (Code::ResourceExhausted, "STORE_FULL".to_owned());
+    // redb keeps some free pages: make enough records to need new ones.
+    let mut made = 0;
+    let refused = loop {
+        let mut vm = daemon.manifest(&format!("new{made}"), "");
+        let labels = (0..60).map(|index| (format!("key{index}"), "x".repeat(250)));
+        vm.metadata.as_mut().unwrap().labels = labels.collect();
+        match daemon.create(vm).await {
+            Ok(_) => made += 1,
+            Err(status) => break status,
+        }
+        assert!(made < 1000, "the store never became full");
+    };
+    assert_eq!(refusal(&refused), full);
+    assert!(!refused.message().contains("/tmp"), "{}", refused.message());
+    let names: Vec<_> = daemon
+        .list()
+        .await
+        .into_iter()
+        .map(|vm| vm.metadata.unwrap().name)
+        .collect();
+    assert!(!names.contains(&format!("new{made}")), "{names:?}");
+    // What needs no new record still works, above all getting rid of a running VM.
+    let stopped = daemon.kill_vm("old").await.unwrap();
+    assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
+    assert_eq!(daemon.get("idle").await.unwrap(), idle);
+    fs::remove_file(filler).unwrap();
+    daemon
+        .create(daemon.manifest("after", ""))
+        .await
+        .expect("there is room again");
+    daemon.start_vm("idle").await.unwrap();
+    daemon.kill_and_restart().await;
+    assert_eq!(daemon.list().await.len(), made + 3);
+    drop(daemon);
+    drop(small);
+}
+
+#[tokio::test]
+async fn garbage_on_the_socket_disturbs_nobody() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let socket = daemon.path("run/vmmd.sock");
+    let mut watch = daemon.watch("").await;
+    for garbage in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &[0xff; 4096],
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\xff\xff\xff\xff",
+        b"",
+    ] {
+        let mut stream = UnixStream::connect(&socket).unwrap();
+        let _ = stream.write_all(garbage);
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        let _ = stream.read_to_end(&mut Vec::new());
+    }
+    // One that connects and says nothing.
+    let _silent = UnixStream::connect(&socket).unwrap();
+    assert!(watch.message().await.unwrap().is_some());
+    assert_eq!(
+        status(&daemon.get("web").await.unwrap()).phase(),
+        VmPhase::Running
+    );
+}
+
+#[tokio::test]
+async fn an_oversized_request_is_refused_and_the_connection_lives_on() {
+    let daemon = Daemon::start().await;
+    let refused = daemon.get(&"x".repeat(1 << 20)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::OutOfRange, "{refused:?}");
+    assert!(daemon.list().await.is_empty());
+}
+
+#[tokio::test]
+async fn a_second_daemon_on_the_same_folders_is_refused_and_the_first_goes_on() {
+    let daemon = Daemon::start().await;
+    let output = command(daemon.folder.path(), None)
+        .env_remove("RUST_LOG")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        !output.status.success() && text.contains("another vmmd uses"),
+        "{text}"
+    );
+    assert!(daemon.list().await.is_empty());
+}
+
+#[tokio::test]
+async fn a_stale_socket_and_old_locks_do_not_hinder_a_start() {
+    let mut daemon = Daemon::start().await;
+    daemon.kill();
+    assert!(daemon.path("run/vmmd.sock").exists());
+    daemon.relaunch().await;
+    daemon.terminate();
+    assert!(!daemon.path("run/vmmd.sock").exists());
+}
+
+#[tokio::test]
+async fn a_vmm_that_never_says_hello_can_be_stopped() {
+    let folder = tempfile::Builder::new()
+        .prefix("vmmd")
+        .tempdir_in("/tmp")
+        .unwrap();
+    let silent = folder.path().join("silent");
+    fs::copy(env!("CARGO_BIN_EXE_mock-vmm"), &silent).unwrap();
+    let daemon = Daemon::in_folder(folder, &format!("vmm = {silent:?}\n")).await;
+    daemon.create(daemon.manifest("web", "")).await.unwrap();
+    let mut client = daemon.client();
+    let start = tokio::spawn(async move { client.start_vm(v1::StartVmRequest { name: "web".into() }).await });
+    daemon.wait_phase("web", VmPhase::Starting).await;
+    daemon.delete("web", true).await.unwrap();
+    assert!(start.await.unwrap().is_err());
+    assert_eq!(daemon.vmm_processes(), []);
+}

@@ -1,0 +1,264 @@
+//! VMs outlive the daemon, however it ends, and come under control again.
+
+use std::{fs, time::Duration};
+
+use proto::v1::{self, ConditionStatus, ExitReason, VmPhase};
+use rustix::process::{Signal, kill_process};
+
+use crate::{
+    console::Client,
+    harness::{Daemon, status, uid, vm_pid},
+};
+
+#[tokio::test]
+async fn a_killed_daemon_finds_its_vms_again_with_the_same_processes() {
+    let mut daemon = Daemon::start().await;
+    let mut pids = Vec::new();
+    for index in 0..5 {
+        pids.push(vm_pid(&daemon.run(&format!("vm{index}"), "").await));
+    }
+    daemon.create(daemon.manifest("idle", "")).await.unwrap();
+    daemon
+        .client()
+        .pause_vm(v1::PauseVmRequest { name: "vm4".into() })
+        .await
+        .unwrap();
+    for _ in 0..3 {
+        daemon.kill_and_restart().await;
+        for (index, pid) in pids.iter().enumerate() {
+            let vm = daemon.get(&format!("vm{index}")).await.unwrap();
+            let phase = if index == 4 {
+                VmPhase::Paused
+            } else {
+                VmPhase::Running
+            };
+            assert_eq!((vm_pid(&vm), status(&vm).phase()), (*pid, phase));
+            assert!(status(&vm).instance.as_ref().unwrap().start_time.is_some());
+        }
+        assert_eq!(
+            status(&daemon.get("idle").await.unwrap()).phase(),
+            VmPhase::Stopped
+        );
+    }
+    // Control is back: they can be talked to, are supervised, and stop as usual.
+    let mut console = Client::open(&daemon, "vm0").await;
+    console.type_in("still here\n").await;
+    console.expect("still here").await;
+    kill_process(pids[1], Signal::KILL).unwrap();
+    daemon.wait_phase("vm1", VmPhase::Failed).await;
+    let stopped = daemon.stop("vm2", None).await.unwrap();
+    assert_eq!(
+        status(&stopped).last_exit.as_ref().unwrap().reason(),
+        ExitReason::Stopped
+    );
+    daemon.delete("vm3", true).await.unwrap();
+    assert_eq!(daemon.vmm_processes().len(), 2);
+}
+
+#[tokio::test]
+async fn a_daemon_that_is_asked_to_end_leaves_its_vms_running() {
+    let mut daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    let mut console = Client::open(&daemon, "web").await;
+    console.expect("booted").await;
+    let _watch = daemon.watch("").await;
+    daemon.terminate();
+    assert_eq!(daemon.vmm_processes(), [vm_pid(&vm)]);
+    daemon.relaunch().await;
+    assert_eq!(vm_pid(&daemon.get("web").await.unwrap()), vm_pid(&vm));
+}
+
+#[tokio::test]
+async fn an_end_while_no_daemon_was_there_is_told_as_it_was() {
+    let mut daemon = Daemon::start().await;
+    let lost = vm_pid(&daemon.run("lost", "").await);
+    let kept = vm_pid(&daemon.run("kept", "").await);
+    daemon.run("off", "").await;
+    // The guest powers off when the daemon has gone: its command arrives, nobody hears of the end.
+    let socket = daemon.path(&format!(
+        "run/vms/{}/console.sock",
+        uid(&daemon.get("off").await.unwrap())
+    ));
+    let before = daemon.vmm_processes().len();
+    daemon.kill();
+    let mut console = std::os::unix::net::UnixStream::connect(socket).unwrap();
+    std::io::Write::write_all(&mut console, b"poweroff\n").unwrap();
+    std::io::copy(&mut console, &mut std::io::sink()).unwrap();
+    let pidfd = rustix::process::pidfd_open(lost, rustix::process::PidfdFlags::empty()).unwrap();
+    kill_process(lost, Signal::KILL).unwrap();
+    rustix::event::poll(
+        &mut [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)],
+        None,
+    )
+    .unwrap();
+    daemon.relaunch().await;
+    let exit = |vm: &v1::Vm| status(vm).last_exit.as_ref().unwrap().reason();
+    let off = daemon.get("off").await.unwrap();
+    assert_eq!(
+        (exit(&off), status(&off).phase()),
+        (ExitReason::GuestShutdown, VmPhase::Stopped)
+    );
+    let lost = daemon.get("lost").await.unwrap();
+    assert_eq!(
+        (exit(&lost), status(&lost).phase()),
+        (ExitReason::Lost, VmPhase::Failed)
+    );
+    assert_eq!(vm_pid(&daemon.get("kept").await.unwrap()), kept);
+    assert_eq!((before, daemon.vmm_processes().len()), (3, 1));
+    assert_eq!(fs::read_dir(daemon.path("run/vms")).unwrap().count(), 1);
+}
+
+/// The daemon is killed at many moments of a start, a stop and a delete. Whatever it was doing: afterwards the
+/// store, the processes and what is left in the file system agree.
+#[tokio::test]
+async fn a_daemon_killed_in_the_middle_of_anything_leaves_a_consistent_state() {
+    let mut daemon = Daemon::start().await;
+    for round in 0..24_u64 {
+        let name = format!("vm{round}");
+        daemon.create(daemon.manifest(&name, "")).await.unwrap();
+        if round % 3 != 0 {
+            daemon.start_vm(&name).await.unwrap();
+        }
+        let mut client = daemon.client();
+        let request = name.clone();
+        let under_way = tokio::spawn(async move {
+            match round % 3 {
+                0 => drop(client.start_vm(v1::StartVmRequest { name: request }).await),
+                1 => {
+                    let stop = v1::StopVmRequest {
+                        name: request,
+                        grace_period: None,
+                        force: false,
+                    };
+                    drop(client.stop_vm(stop).await);
+                }
+                _ => drop(
+                    client
+                        .delete_vm(v1::DeleteVmRequest {
+                            name: request,
+                            force: true,
+                        })
+                        .await,
+                ),
+            }
+        });
+        // Not a wait for something: the moment of the kill is what varies.
+        tokio::time::sleep(Duration::from_micros(round * 700)).await;
+        daemon.kill_and_restart().await;
+        under_way.await.unwrap();
+        consistent(&daemon).await;
+        match daemon.get(&name).await {
+            Ok(vm) if status(&vm).instance.is_none() => {
+                daemon.start_vm(&name).await.expect("it can be started again");
+                daemon.delete(&name, true).await.unwrap();
+            }
+            Ok(_) => daemon.delete(&name, true).await.unwrap(),
+            Err(_) => assert_eq!(round % 3, 2, "only a delete may have removed it"),
+        }
+    }
+    consistent(&daemon).await;
+    assert_eq!(daemon.vmm_processes(), []);
+}
+
+async fn consistent(daemon: &Daemon) {
+    let vms = daemon.list().await;
+    let mut told: Vec<_> = vms
+        .iter()
+        .filter(|vm| status(vm).instance.is_some())
+        .map(vm_pid)
+        .collect();
+    let mut found = daemon.vmm_processes();
+    told.sort_by_key(|pid| pid.as_raw_nonzero());
+    found.sort_by_key(|pid| pid.as_raw_nonzero());
+    assert_eq!(told, found, "processes and records differ");
+    let running = told.len();
+    assert_eq!(fs::read_dir(daemon.path("run/vms")).unwrap().count(), running);
+    if !daemon.cgroups().is_empty() {
+        assert_eq!(daemon.cgroups().len(), running);
+    }
+    for vm in vms {
+        let settled = [VmPhase::Running, VmPhase::Stopped, VmPhase::Failed];
+        assert!(settled.contains(&status(&vm).phase()), "{vm:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_vmm_that_does_not_answer_delays_the_start_by_little_and_is_under_control_when_it_answers_again() {
+    let mut daemon = Daemon::start().await;
+    let stuck = vm_pid(&daemon.run("stuck", "").await);
+    daemon.run("fine", "").await;
+    kill_process(stuck, Signal::STOP).unwrap();
+    daemon.kill();
+    let began = std::time::Instant::now();
+    daemon.relaunch().await;
+    assert!(began.elapsed() < Duration::from_secs(5));
+    assert_eq!(
+        status(&daemon.get("fine").await.unwrap()).phase(),
+        VmPhase::Running
+    );
+    let unknown = daemon.get("stuck").await.unwrap();
+    assert_eq!(vm_pid(&unknown), stuck);
+    assert_eq!(status(&unknown).conditions[0].status(), ConditionStatus::Unknown);
+    kill_process(stuck, Signal::CONT).unwrap();
+    daemon
+        .wait("stuck", |status| {
+            status.conditions[0].status() == ConditionStatus::True
+        })
+        .await;
+    daemon.stop("stuck", None).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_vmm_that_never_answers_can_be_killed_after_a_restart_of_the_daemon() {
+    let mut daemon = Daemon::start().await;
+    let stuck = vm_pid(&daemon.run("stuck", "").await);
+    kill_process(stuck, Signal::STOP).unwrap();
+    daemon.kill_and_restart().await;
+    let stopped = daemon.kill_vm("stuck").await.unwrap();
+    assert_eq!(
+        status(&stopped).last_exit.as_ref().unwrap().reason(),
+        ExitReason::Killed
+    );
+}
+
+#[tokio::test]
+async fn a_process_that_was_forked_but_not_booted_is_ended_at_the_next_start() {
+    let mut daemon = Daemon::start().await;
+    daemon
+        .create(daemon.manifest("web", "mock.boot=hang"))
+        .await
+        .unwrap();
+    let mut client = daemon.client();
+    let start = tokio::spawn(async move { client.start_vm(v1::StartVmRequest { name: "web".into() }).await });
+    daemon.wait_phase("web", VmPhase::Starting).await;
+    while daemon.vmm_processes().is_empty() {
+        tokio::task::yield_now().await;
+    }
+    daemon.kill_and_restart().await;
+    assert!(start.await.unwrap().is_err());
+    assert_eq!(daemon.vmm_processes(), []);
+    let failed = daemon.get("web").await.unwrap();
+    assert_eq!(
+        status(&failed).last_exit.as_ref().unwrap().reason(),
+        ExitReason::StartFailed
+    );
+}
+
+#[tokio::test]
+async fn what_belongs_to_no_vm_is_removed_at_the_start() {
+    let mut daemon = Daemon::start().await;
+    daemon.kill();
+    let stranger = "0f3a2f64-6c0e-4c57-9e5f-3f4f0e8f7a11";
+    for folder in ["run", "log"] {
+        fs::create_dir_all(daemon.path(folder).join("vms").join(stranger)).unwrap();
+        fs::create_dir_all(daemon.path(folder).join("vms/not-ours")).unwrap();
+    }
+    daemon.relaunch().await;
+    for folder in ["run", "log"] {
+        assert!(!daemon.path(folder).join("vms").join(stranger).exists());
+        assert!(
+            daemon.path(folder).join("vms/not-ours").exists(),
+            "foreign things are left alone"
+        );
+    }
+}
