@@ -12,6 +12,7 @@ mod failure;
 mod grpc;
 mod host;
 mod ledger;
+mod lock;
 mod network;
 mod paths;
 mod service;
@@ -31,10 +32,7 @@ use std::{
 
 use anyhow::Context;
 use clap::Parser;
-use rustix::{
-    fs::FlockOperation,
-    process::{Resource, getrlimit, setrlimit},
-};
+use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::{
     runtime,
     signal::unix::{SignalKind, signal},
@@ -88,8 +86,11 @@ async fn run(config: Config) -> anyhow::Result<()> {
     raise_descriptor_limit();
     make_dirs(&config)?;
     // Held as long as the daemon runs.
-    let _state_lock = lock(&config.state_dir)?;
-    let _run_lock = lock(&config.run_dir)?;
+    let _state_lock = lock_dir(&config.state_dir).await?;
+    let _run_lock = lock_dir(&config.run_dir).await?;
+    lock::released(&Store::file(&config.state_dir))
+        .await
+        .context("look at the store")?;
     let (store, records) =
         Store::open(&config.state_dir).with_context(|| format!("store in {}", config.state_dir.display()))?;
     let meminfo = fs::read_to_string("/proc/meminfo").context("read /proc/meminfo")?;
@@ -149,8 +150,8 @@ fn make_dirs(config: &Config) -> anyhow::Result<()> {
     make(&config.log_dir.join("vms"), 0o700)
 }
 
-/// Keeps a second daemon out of `dir`. The kernel gives the lock back when this process ends, however it ends.
-fn lock(dir: &Path) -> anyhow::Result<File> {
+/// Keeps a second daemon out of `dir`.
+async fn lock_dir(dir: &Path) -> anyhow::Result<File> {
     let path = dir.join("lock");
     let file = File::options()
         .write(true)
@@ -159,16 +160,15 @@ fn lock(dir: &Path) -> anyhow::Result<File> {
         .mode(0o600)
         .open(&path);
     let file = file.with_context(|| format!("open {}", path.display()))?;
-    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => {
-            anyhow::bail!(
-                "another vmmd uses {}: stop it, or give this one folders of its own",
-                dir.display()
-            )
-        }
-        Err(errno) => Err(errno).with_context(|| format!("lock {}", path.display())),
-    }
+    let locked = lock::take(file)
+        .await
+        .with_context(|| format!("lock {}", path.display()))?;
+    locked.with_context(|| {
+        format!(
+            "another vmmd uses {}: stop it, or give this one folders of its own",
+            dir.display()
+        )
+    })
 }
 
 /// Each VM takes two descriptors and each client one; the usual soft limit of 1,024 is for programs that use

@@ -29,7 +29,7 @@ const MAX_REQUEST: usize = 256 << 10;
 /// After a failed accept, as when descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How long open streams may take to end when the daemon ends.
-const SHUTDOWN: Duration = Duration::from_secs(2);
+const SHUTDOWN: Duration = Duration::from_millis(500);
 
 /// The group that may use the socket when none is configured.
 const DEFAULT_GROUP: &str = "vmmd";

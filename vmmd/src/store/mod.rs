@@ -80,9 +80,14 @@ pub struct Store {
 }
 
 impl Store {
+    /// The file of the store in `dir`; locked while it is open.
+    pub fn file(dir: &Path) -> PathBuf {
+        dir.join(FILE)
+    }
+
     /// Opens or makes the store in `dir`, migrates it, and returns it with all records.
     pub fn open(dir: &Path) -> Result<(Self, Vec<VmRecord>), Error> {
-        let path = dir.join(FILE);
+        let path = Self::file(dir);
         let database = open(&path)?;
         let records = load(&database)?;
         let (jobs, receiver) = mpsc::channel(BATCH);

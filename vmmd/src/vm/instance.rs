@@ -1,17 +1,9 @@
 //! One run of a VM: its process, the connection to it, and what it holds of the node.
 
-use std::{
-    fs::{self, File},
-    io,
-    os::unix::fs::MetadataExt,
-    path::Path,
-    sync::Arc,
-    time::Duration,
-};
+use std::{fs, io, os::unix::fs::MetadataExt, path::Path, sync::Arc, time::Duration};
 
 use prost::Message;
 use proto::vmm::{Event, ExitRecord, HelloReply};
-use rustix::fs::FlockOperation;
 use tokio::{
     sync::mpsc,
     task::JoinHandle,
@@ -23,6 +15,7 @@ use crate::{
     control::{self, Client},
     host::Host,
     ledger::Claim,
+    lock,
     paths::RuntimeDir,
     vm::process::Process,
 };
@@ -109,14 +102,14 @@ pub async fn reconnect(runtime: RuntimeDir) -> Result<Session, control::Error> {
 /// `user`, which no other process has.
 pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, memory: u64) -> io::Result<Found> {
     let runtime = RuntimeDir::of(&host.config, uid);
-    if !lock_is_held(&runtime.lock())? {
+    if !lock::is_held(&runtime.lock())? {
         return Ok(Found::Ended);
     }
     let peer = match Client::connect(&runtime.control()).await {
         Ok((client, _)) => client.peer().ok().map(|(pid, _)| pid),
         Err(_) => None,
     };
-    let lock = runtime.lock();
+    let lock_path = runtime.lock();
     let mut connecting = tokio::spawn(connect(runtime));
     let (link, hello) = match timeout(ATTACH_TIMEOUT, &mut connecting).await {
         Ok(Ok(Ok(Session {
@@ -140,7 +133,13 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, memory: u6
     let process = candidates
         .find(|pid| owner(*pid).is_ok_and(|owner| owner == user))
         .map(Process::open);
-    if !lock_is_held(&lock)? {
+    // A lock that nobody is found to hold may be a copy in a child that is just being made.
+    let ended = if process.is_some() {
+        !lock::is_held(&lock_path)?
+    } else {
+        lock::released(&lock_path).await?
+    };
+    if ended {
         return Ok(Found::Ended);
     }
     let process = process.unwrap_or_else(|| Err(io::Error::other("the VM's process can't be found")))?;
@@ -165,30 +164,6 @@ fn owner(pid: u32) -> io::Result<u32> {
     Ok(fs::metadata(format!("/proc/{pid}"))?.uid())
 }
 
-/// True while a process holds the lock; false when there is no such file.
-pub fn lock_is_held(path: &Path) -> io::Result<bool> {
-    let file = match File::options().read(true).write(true).open(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        file => file?,
-    };
-    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(false),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(true),
-        Err(errno) => Err(errno.into()),
-    }
-}
-
-/// Makes the lock file and takes the lock on an open file description that is to be passed on.
-pub fn take_lock(path: &Path) -> io::Result<File> {
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .open(path)?;
-    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-    Ok(file)
-}
-
 /// What the process wrote about its end.
 pub fn exit_record(path: &Path) -> Option<ExitRecord> {
     if fs::metadata(path).ok()?.len() > MAX_EXIT_RECORD {
@@ -201,19 +176,6 @@ pub fn exit_record(path: &Path) -> Option<ExitRecord> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_lock_is_held_until_the_last_copy_of_its_descriptor_is_closed() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("lock");
-        assert!(!lock_is_held(&path).unwrap());
-        let ours = take_lock(&path).unwrap();
-        let passed_on = ours.try_clone().unwrap();
-        drop(ours);
-        assert!(lock_is_held(&path).unwrap());
-        drop(passed_on);
-        assert!(!lock_is_held(&path).unwrap());
-    }
 
     #[test]
     fn no_garbage_in_the_exit_file_is_taken_for_a_record() {

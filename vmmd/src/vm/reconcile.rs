@@ -18,11 +18,12 @@ use super::{
     describe::View,
     ending::{Evidence, judge, phase},
     files,
-    instance::{Found, Instance, exit_record, find, lock_is_held},
+    instance::{Found, Instance, exit_record, find},
     start::clean_up,
 };
 use crate::{
     host::Host,
+    lock,
     paths::{self, LogDir, RuntimeDir},
     store::{InstanceRecord, VmRecord},
     text,
@@ -112,7 +113,7 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
 async fn tidy(host: &Arc<Host>, uid: Uuid) {
     let host = Arc::clone(host);
     let tidied = spawn_blocking(move || {
-        if lock_is_held(&RuntimeDir::of(&host.config, uid).lock())? {
+        if lock::is_held(&RuntimeDir::of(&host.config, uid).lock())? {
             return Err(std::io::Error::other("a process lives where none should"));
         }
         clean_up(&host, uid)
@@ -187,7 +188,7 @@ fn remove_leftovers(host: &Host, known: &BTreeSet<Uuid>) -> std::io::Result<()> 
     let mut alive = BTreeSet::new();
     for uid in paths::list(&host.config.run_dir)?.into_iter().filter(foreign) {
         let runtime = RuntimeDir::of(&host.config, uid);
-        if lock_is_held(&runtime.lock())? {
+        if lock::is_held(&runtime.lock())? {
             tracing::warn!(%uid, "a vmm process runs that belongs to no VM of the store; it is left alone");
             alive.insert(uid);
         } else {

@@ -27,14 +27,14 @@ use crate::{
     failure::{Failure, Kind},
     host::Host,
     ledger::Claim,
-    network,
+    lock, network,
     paths::{LogDir, RuntimeDir},
     store::{self, VmRecord},
     sys::clone::{self, FIRST_FD, Program},
     text,
     vm::{
         files::{self, Files, Locks},
-        instance::{Instance, Link, exit_record, lock_is_held, take_lock},
+        instance::{Instance, Link, exit_record},
         machine::{self, Parts},
         process::Process,
     },
@@ -122,7 +122,7 @@ fn check(host: &Host, uid: Uuid, spec: &VmSpec) -> Result<Checked, Failure> {
         Failure::precondition("VMM_NOT_FOUND", message)
     })?;
     let lock = RuntimeDir::of(&host.config, uid).lock();
-    if lock_is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {
+    if lock::is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {
         return Err(Failure::precondition(
             "OLD_PROCESS_ALIVE",
             "an earlier process of this VM is still alive",
@@ -158,7 +158,7 @@ fn make(host: &Host, uid: Uuid) -> Result<Made, Failure> {
         control: listen(&runtime.control()).map_err(|error| failed("make the control socket", &error))?,
         console: listen(&runtime.console()).map_err(|error| failed("make the console socket", &error))?,
         exit: private_file(&runtime.exit()).map_err(|error| failed("make the exit record", &error))?,
-        lock: take_lock(&runtime.lock()).map_err(|error| failed("make the VM's lock", &error))?,
+        lock: lock::create(&runtime.lock()).map_err(|error| failed("make the VM's lock", &error))?,
         group: group
             .transpose()
             .map_err(|error| failed("make the VM's cgroup", &error))?,

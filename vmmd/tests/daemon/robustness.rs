@@ -47,6 +47,8 @@ async fn a_full_file_system_under_the_store_is_said_and_changes_nothing() {
         .unwrap();
     let small = SmallFileSystem::new(folder.path().join("state"));
     let mut daemon = Daemon::in_folder(folder, "").await;
+    // Unmounted before the daemon's folder is removed.
+    let small = small;
     daemon.run("old", "").await;
     let idle = daemon.create(daemon.manifest("idle", "")).await.unwrap();
     let filler = small.fill();
@@ -84,8 +86,6 @@ async fn a_full_file_system_under_the_store_is_said_and_changes_nothing() {
     daemon.start_vm("idle").await.unwrap();
     daemon.kill_and_restart().await;
     assert_eq!(daemon.list().await.len(), made + 3);
-    drop(daemon);
-    drop(small);
 }
 
 #[tokio::test]

@@ -93,7 +93,7 @@ fn change(guest: &Guest, state: State) -> Option<Status> {
     Some(guest.set_state(state))
 }
 
-fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome> {
+fn boot_machine(guest: &Guest, boot: &Boot, mut fds: Vec<OwnedFd>) -> Option<Outcome> {
     let wire = boot.machine.clone().unwrap();
     let machine = match Machine::new(&wire, fds.len()) {
         Ok(machine) => machine,
@@ -112,7 +112,7 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     }
     let log = machine
         .serial_log
-        .map(|(current, _)| File::from(fds[current.0].try_clone().unwrap()));
+        .map(|(current, _)| File::from(fds.remove(current.0)));
     Some(Outcome::Status(guest.boot(&wire, log, fds)))
 }
 

@@ -24,8 +24,9 @@ use crate::{
     },
 };
 
-/// How long a `vmm` that was told to end may take to flush its disks before it is killed.
-const END_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a `vmm` that was told to end may take before it is killed. Nothing that it had acknowledged to the guest
+/// depends on it.
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Actor {
     /// Begins a stop: graceful within `grace`, or by force.
