@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
-use vmmd_tests::node::{DEFAULT_NAME, NODE_VARIABLE, Node, NodeImage, Size, newest_package};
-use vmmd_tests::{guest, paths};
+use vmmd_tests::node::{DEFAULT_NAME, NODE_VARIABLE, Node, Size, images, newest_package};
+use vmmd_tests::paths;
 
 /// Builds, boots and uses the test node.
 #[derive(Parser)]
@@ -89,8 +89,9 @@ fn main() -> ExitCode {
 fn act(name: &str, action: Action) -> Result<ExitCode> {
     match action {
         Action::Build => {
-            println!("node image: {}", NodeImage::get()?.disk.display());
-            println!("guest images: {}", guest::images()?.tree().display());
+            let (node, guests) = images()?;
+            println!("node image: {}", node.disk.display());
+            println!("guest images: {}", guests.tree().display());
         }
         Action::Up(size) => {
             if let Some(node) = Node::attach(&paths::run_dir(name))? {
@@ -133,8 +134,7 @@ fn act(name: &str, action: Action) -> Result<ExitCode> {
 }
 
 fn boot(name: &str, size: Size, tied: bool) -> Result<Node> {
-    NodeImage::get()?;
-    guest::images()?;
+    images()?;
     let began = Instant::now();
     let node = Node::boot(name, size, tied)?;
     eprintln!(

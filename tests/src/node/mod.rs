@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 
 pub use guests::{GUESTS_DIR, Guests, Kernel};
 pub use image::{NodeImage, boot_file, install_ssh_key, ssh_key};
@@ -29,6 +29,18 @@ pub const NODE_VARIABLE: &str = "VMMD_NODE";
 
 /// The name of the node that `node up` keeps running for a developer.
 pub const DEFAULT_NAME: &str = "dev";
+
+/// The images of the node and of the guests, built beside each other as far as they are not there yet.
+pub fn images() -> Result<(NodeImage, guest::Images)> {
+    std::thread::scope(|scope| {
+        let node = scope.spawn(NodeImage::get);
+        let guests = guest::images()?;
+        let node = node
+            .join()
+            .map_err(|_| anyhow!("the thread that builds the node image panicked"))??;
+        Ok((node, guests))
+    })
+}
 
 /// A running node.
 #[derive(Clone, Debug)]
@@ -77,8 +89,7 @@ impl Node {
         // Held until the node is up or has failed: of two callers one boots it, the other finds it running.
         let lock = File::create(dir.join("lock"))?;
         lock.lock().context("wait for another boot of this node")?;
-        let image = NodeImage::get()?;
-        let guests = guest::images()?;
+        let (image, guests) = images()?;
         let machine = Machine::start(name, &dir, &image, Some(&guests.disk()), size, tied)?;
         let connection = Connection::of(&machine);
         let node = Node { machine, connection };
