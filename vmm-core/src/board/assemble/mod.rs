@@ -3,6 +3,7 @@
 
 mod disk;
 mod legacy;
+mod nic;
 mod rng;
 mod serial;
 
@@ -149,6 +150,9 @@ impl Assembly {
         rng::build(&mut self, &spec.rng)?;
         for disk in &spec.disks {
             disk::build(&mut self, disk)?;
+        }
+        for nic in &spec.nics {
+            nic::build(&mut self, nic)?;
         }
         self.pci.remap(&self.spaces.mmio);
 
