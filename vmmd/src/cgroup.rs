@@ -63,10 +63,8 @@ impl Parent {
     /// Makes the cgroup of a VM, empty.
     pub fn create(&self, vm: Uuid) -> io::Result<Group> {
         let group = self.group(vm);
-        match fs::create_dir(&group.dir) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-            _ => Ok(group),
-        }
+        fs::create_dir_all(&group.dir)?;
+        Ok(group)
     }
 
     /// The cgroup of a VM, whether or not it exists.

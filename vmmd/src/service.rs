@@ -1,6 +1,10 @@
 //! What ties the daemon to systemd: readiness, the watchdog and the journal.
 
-use std::{env, time::Duration};
+use std::{
+    env,
+    io::{self, IsTerminal},
+    time::Duration,
+};
 
 use sd_notify::NotifyState;
 use tokio::time::interval;
@@ -16,8 +20,10 @@ pub fn init_logging() {
     {
         registry.with(journal).init();
     } else {
+        let colours = io::stderr().is_terminal();
         let stderr = tracing_subscriber::fmt::layer()
-            .with_writer(std::io::stderr)
+            .with_writer(io::stderr)
+            .with_ansi(colours)
             .with_target(false);
         registry.with(stderr).init();
     }

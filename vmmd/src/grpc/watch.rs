@@ -161,4 +161,34 @@ mod tests {
         );
         assert_eq!(known.len(), 2);
     }
+
+    proptest::proptest! {
+        /// Whatever was known: one who applies the events knows exactly what is there.
+        #[test]
+        fn the_difference_leads_from_any_knowledge_to_what_is_there(
+            before in proptest::collection::btree_set(0..20_u8, 0..20),
+            after in proptest::collection::btree_map(0..20_u8, proptest::bool::ANY, 0..20),
+        ) {
+            let old: BTreeMap<_, _> = before.iter().map(|id| (*id, vm("x", &id.to_string()))).collect();
+            let mut known: Known = old.values().map(|vm| (uid(vm).to_owned(), Arc::clone(vm))).collect();
+            let mut view = known.clone();
+            let there: Vec<_> = after
+                .iter()
+                .map(|(id, changed)| match old.get(id) {
+                    Some(vm) if !changed => Arc::clone(vm),
+                    _ => vm("x", &id.to_string()),
+                })
+                .collect();
+            for (kind, vm) in difference(&mut known, &there) {
+                let had = match kind {
+                    WatchEventType::Deleted => view.remove(uid(&vm)),
+                    _ => view.insert(uid(&vm).to_owned(), Arc::clone(&vm)),
+                };
+                proptest::prop_assert_eq!(had.is_some(), kind != WatchEventType::Added);
+            }
+            let same = view.len() == there.len()
+                && there.iter().all(|vm| view.get(uid(vm)).is_some_and(|seen| Arc::ptr_eq(seen, vm)));
+            proptest::prop_assert!(same);
+        }
+    }
 }

@@ -15,9 +15,25 @@ pub enum Asked {
     Nothing,
     /// To power off.
     PowerOff,
-    /// To end at once, by force or because it didn't power off in time.
+    /// To end at once.
     Kill,
+    /// To power off, and then to end at once because it didn't in time.
+    Overdue,
 }
+
+impl Asked {
+    /// The same when the daemon ends it now.
+    pub fn ended(self) -> Self {
+        if self == Self::Overdue { self } else { Self::Kill }
+    }
+
+    /// True when the daemon has ended it.
+    fn to_end(self) -> bool {
+        matches!(self, Self::Kill | Self::Overdue)
+    }
+}
+
+const OVERDUE: &str = "the guest did not power off within the grace period";
 
 /// What is known of an ended process.
 #[derive(Clone, Debug, Default)]
@@ -89,11 +105,17 @@ fn recorded(record: &ExitRecord, asked: Asked) -> (ExitReason, String) {
         ExitKind::StartFailed => ExitReason::StartFailed,
         ExitKind::VmmError | ExitKind::Unspecified => ExitReason::VmmError,
     };
-    (reason, record.message.clone())
+    let message = match (record.kind(), asked) {
+        (ExitKind::Stopped, Asked::Overdue) => OVERDUE.to_owned(),
+        // That it was told to stop is nothing new.
+        (ExitKind::Stopped, _) => String::new(),
+        _ => record.message.clone(),
+    };
+    (reason, message)
 }
 
 fn without_record(evidence: &Evidence) -> ExitReason {
-    if evidence.asked == Asked::Kill && !evidence.node_restarted {
+    if evidence.asked.to_end() && !evidence.node_restarted {
         ExitReason::Killed
     } else {
         ExitReason::Lost
@@ -104,8 +126,10 @@ fn lost_message(evidence: &Evidence) -> String {
     if evidence.node_restarted {
         return "the node was restarted while the VM ran".to_owned();
     }
-    if evidence.asked == Asked::Kill {
-        return String::new();
+    match evidence.asked {
+        Asked::Kill => return String::new(),
+        Asked::Overdue => return OVERDUE.to_owned(),
+        Asked::Nothing | Asked::PowerOff => {}
     }
     if evidence.oom_killed {
         return "the node ran out of memory and the kernel killed the vmm process".to_owned();
@@ -141,6 +165,7 @@ mod tests {
             (K::PowerOff, Asked::PowerOff, R::Stopped, VmPhase::Stopped),
             (K::PowerOff, Asked::Kill, R::Stopped, VmPhase::Stopped),
             (K::Stopped, Asked::Kill, R::Killed, VmPhase::Stopped),
+            (K::Stopped, Asked::Overdue, R::Killed, VmPhase::Stopped),
             (K::GuestPanic, Asked::Nothing, R::GuestPanic, VmPhase::Failed),
             (K::GuestPanic, Asked::PowerOff, R::GuestPanic, VmPhase::Failed),
             (K::GuestCrash, Asked::Nothing, R::GuestCrash, VmPhase::Failed),
@@ -157,7 +182,12 @@ mod tests {
                 (reason, phase),
                 "{kind:?} {asked:?}"
             );
-            assert_eq!(ending.exit.message, "m");
+            let message = match (kind, asked) {
+                (K::Stopped, Asked::Overdue) => OVERDUE,
+                (K::Stopped, _) => "",
+                _ => "m",
+            };
+            assert_eq!(ending.exit.message, message);
             assert_eq!(ending.exit.time.map(|time| time.seconds), Some(1));
         }
     }

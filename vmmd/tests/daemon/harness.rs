@@ -68,7 +68,7 @@ impl Daemon {
 
     async fn with(folder: tempfile::TempDir, extra: &str, namespace: Option<String>) -> Self {
         let number = std::process::id() * 8 + NEXT.fetch_add(1, Ordering::Relaxed);
-        let first = 1_000_000_000 + number % 10_000_000 * 50;
+        let first = 1_000_000_000 + number % 3_000_000 * 250;
         let cgroup = cgroup_mount().map(|mount| mount.join(format!("vmmd-test-{number}")));
         let path = |name: &str| folder.path().join(name);
         fs::write(path("kernel"), [1; 4096]).unwrap();
@@ -88,14 +88,14 @@ impl Daemon {
             config += &format!("cgroup = {cgroup:?}\n");
         }
         config += extra;
-        config += &format!("\n[vm_uids]\nfirst = {first}\ncount = 50\n");
+        config += &format!("\n[vm_uids]\nfirst = {first}\ncount = 250\n");
         fs::write(path("config.toml"), config).unwrap();
         let child = launch(folder.path(), namespace.as_deref()).await;
         let client = VmServiceClient::new(connect(folder.path()).await);
         Self {
             folder,
             client,
-            uids: first..first + 50,
+            uids: first..first + 250,
             cgroup,
             child,
             namespace,

@@ -145,3 +145,52 @@ async fn what_the_daemon_keeps_is_closed_to_others() {
     assert_eq!((mode("state"), mode("log/vms")), (0o700, 0o700));
     assert_eq!(mode(&format!("log/vms/{}/serial.log", uid(&vm))), 0o600);
 }
+
+/// Budget: 50 MiB with 200 VMs. As many as the node's memory is enough for, at most 200.
+#[tokio::test]
+async fn the_daemon_stays_small_with_many_running_vms() {
+    let daemon = Daemon::start().await;
+    let node = daemon
+        .nodes()
+        .await
+        .get_node(v1::GetNodeRequest {})
+        .await
+        .unwrap()
+        .into_inner()
+        .node
+        .unwrap();
+    let count = (node.memory_bytes / (128 << 20)).min(200);
+    let mut tasks = JoinSet::new();
+    for index in 0..count {
+        let vm = Some(daemon.manifest(&format!("vm{index}"), ""));
+        let mut client = daemon.client();
+        tasks.spawn(async move {
+            client
+                .create_vm(v1::CreateVmRequest {
+                    vm,
+                    start: false,
+                    dry_run: false,
+                })
+                .await
+                .unwrap();
+            client
+                .start_vm(v1::StartVmRequest {
+                    name: format!("vm{index}"),
+                })
+                .await
+                .unwrap();
+        });
+    }
+    while let Some(result) = tasks.join_next().await {
+        result.unwrap();
+    }
+    let text = fs::read_to_string(format!("/proc/{}/status", daemon.pid().as_raw_nonzero())).unwrap();
+    let resident = text
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"))
+        .unwrap();
+    assert!(
+        resident.parse::<u64>().unwrap() < 50 << 10,
+        "{resident} KiB resident with {count} VMs"
+    );
+}

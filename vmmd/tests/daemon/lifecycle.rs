@@ -144,6 +144,11 @@ async fn a_guest_that_ignores_the_power_button_is_killed_after_the_grace_period(
         ExitReason::Killed
     );
     assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
+    assert!(
+        status(&stopped).message.contains("grace period"),
+        "{:?}",
+        stopped.status
+    );
 }
 
 #[tokio::test]

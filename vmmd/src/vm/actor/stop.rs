@@ -15,6 +15,7 @@ use super::{
 use crate::{
     control::Client,
     failure::Failure,
+    lock,
     paths::{LogDir, RuntimeDir},
     store::Intent,
     vm::{
@@ -135,7 +136,7 @@ impl Actor {
 
     /// Tells the `vmm` to end; kills it when it can't be told.
     pub(super) fn end(&self, stop: &mut Stop) {
-        stop.asked = Asked::Kill;
+        stop.asked = stop.asked.ended();
         match self.client() {
             Some(client) => {
                 stop.stage = Stage::Ending;
@@ -147,7 +148,7 @@ impl Actor {
     }
 
     fn kill(&self, stop: &mut Stop) {
-        stop.asked = Asked::Kill;
+        stop.asked = stop.asked.ended();
         stop.stage = Stage::Killed;
         stop.deadline = None;
         if let Some(instance) = &self.instance {
@@ -178,6 +179,7 @@ impl Actor {
         };
         match stop.stage {
             Stage::Asked => {
+                stop.asked = Asked::Overdue;
                 tracing::info!(
                     vm = self.record.name,
                     "the guest did not power off in time: it is ended"
@@ -282,6 +284,15 @@ impl Actor {
     /// Deletes a VM without a process. The record goes first: whatever is left then belongs to no record and is
     /// removed at the next start of the daemon, should this one be killed before it is done.
     pub(super) async fn delete(&mut self, waiters: Vec<Reply>) -> ControlFlow<()> {
+        let lock = RuntimeDir::of(&self.host.config, self.uid).lock();
+        if !matches!(lock::released(&lock).await, Ok(true)) {
+            let message = format!(
+                "a process of VM \"{}\" is alive but can't be reached",
+                self.record.name
+            );
+            answer(waiters, &Err(Failure::precondition("OLD_PROCESS_ALIVE", message)));
+            return ControlFlow::Continue(());
+        }
         let before = self.view.clone();
         self.enter(VmPhase::Terminating, "Deleting", "");
         if let Err(error) = self.host.store.remove(&self.record.uid).await {
