@@ -18,6 +18,13 @@ version=${version##*[@#]}
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || date +%s)}
 export SOURCE_DATE_EPOCH
 
+release="$target/release"
+package="$target/deb/vmmd_${version}_amd64.deb"
+if [ -e "$package" ] && [ -z "$(find "$release/vmmd" "$release/vmm" "$release/vmmctl" "$here" -type f -newer "$package")" ]; then
+    echo "$package"
+    exit 0
+fi
+
 mkdir -p "$target/deb"
 root=$(mktemp -d "$target/deb/root.XXXXXX")
 trap 'rm -rf "$root"' EXIT
@@ -34,7 +41,6 @@ put_gz() {
     chmod 644 "$root/$2"
 }
 
-release="$target/release"
 put 755 "$release/vmmd" usr/lib/vmmd/vmmd
 put 755 "$release/vmm" usr/lib/vmmd/vmm
 put 755 "$release/vmmctl" usr/bin/vmmctl
@@ -104,7 +110,6 @@ done
     >"$root/DEBIAN/md5sums"
 chmod -R u=rwX,go=rX "$root"
 
-package="$target/deb/vmmd_${version}_amd64.deb"
 dpkg-deb --root-owner-group -Zxz -z1 --build "$root" "$package.new" >/dev/null
 mv "$package.new" "$package"
 echo "$package"

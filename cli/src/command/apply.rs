@@ -6,7 +6,7 @@ use proto::v1::{self, VmPhase};
 use serde_json::Value as Json;
 
 use crate::{
-    client::{Client, WORK, about_vm, call},
+    client::{Client, WORK, about_vm, call, empty_answer},
     failure::{Code, Failure, Result},
     manifest::{self, Document, emit},
     output,
@@ -109,7 +109,27 @@ pub async fn create(client: &Client, vm: v1::Vm, start: bool, dry_run: bool) -> 
     };
     let response = call(WORK, client.vms.clone().create_vm(request)).await;
     let response = response.map_err(|failure| about_vm(failure, &name))?;
-    response.vm.ok_or_else(crate::client::empty_answer)
+    let vm = response.vm.ok_or_else(empty_answer)?;
+    if start && !dry_run {
+        started(client, &name, vm).await
+    } else {
+        Ok(vm)
+    }
+}
+
+/// Waits for the end of the start that a creation began: a second request joins it, and is refused when the VM runs.
+async fn started(client: &Client, name: &str, vm: v1::Vm) -> Result<v1::Vm> {
+    let request = v1::StartVmRequest {
+        name: name.to_owned(),
+    };
+    match call(WORK, client.vms.clone().start_vm(request)).await {
+        Ok(response) => response.vm.ok_or_else(empty_answer),
+        Err(failure) if &*failure.reason == "ALREADY_RUNNING" => Ok(vm),
+        Err(mut failure) => {
+            failure.message = format!("vm/{name} was created, but did not start: {}", failure.message);
+            Err(failure)
+        }
+    }
 }
 
 fn different(name: &str, differences: &[String]) -> Failure {

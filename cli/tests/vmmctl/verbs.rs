@@ -331,6 +331,9 @@ fn a_node_without_enough_memory_has_an_exit_code_of_its_own() {
     let daemon = Daemon::start();
     let expected = "error: vm/greedy: the node has 1Gi of memory left, the VM needs 2Gi\n";
     assert_eq!(run(&daemon, &["start", "greedy"]), failed(9, expected));
+    let flags = ["create", "greedy", "--kernel", "/k", "--start"];
+    let expected = "error: vm/greedy was created, but did not start: the node has 1Gi of memory left, the VM needs 2Gi\n";
+    assert_eq!(run(&daemon, &flags), failed(9, expected));
 }
 
 #[test]
