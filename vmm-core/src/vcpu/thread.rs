@@ -191,7 +191,9 @@ impl VcpuThread {
     }
 
     fn set_up(&self) -> Result<VcpuState, KvmError> {
+        const MACHINE_CHECK_BANKS: u8 = 2;
         self.vcpu.set_cpuid(&self.cpuid)?;
+        self.vcpu.set_machine_check_banks(MACHINE_CHECK_BANKS)?;
         VcpuState::power_on(&self.vcpu)
     }
 
