@@ -241,7 +241,8 @@ impl<'case> Vm<'case> {
 impl Drop for Vm<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!("{}", self.case.report());
+            // Before it is gone; the case reports what is left.
+            let _ = self.case.node().ssh(&format!("vmmctl describe vm {0} >&2", self.name)).map(|output| eprint!("{}", output.stderr));
         }
         // What a failed test leaves is reported by the test of leftovers.
         let _ = self

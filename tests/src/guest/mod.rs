@@ -18,13 +18,14 @@ use crate::{debian, paths};
 const BUILDER_VERSION: u32 = 1;
 
 /// Modules that `/init` of the busybox guests loads, as far as the kernel has them as modules.
-const MODULES: [&str; 9] = [
+const MODULES: [&str; 10] = [
     "virtio_pci",
     "virtio_blk",
     "virtio_net",
     "virtio-rng",
     "button",
     "evdev",
+    "pvpanic-mmio",
     "pvpanic-pci",
     "pvpanic",
     "rtc-cmos",
