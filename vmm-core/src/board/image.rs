@@ -24,6 +24,26 @@ use crate::{
     memory::{GuestRam, layout},
 };
 
+/// Where a processor begins in real mode, and where a guest jumps that wants "the BIOS" to restart the machine. Linux
+/// does so on hardware-reduced ACPI without EFI: it takes the reset for a service of EFI, and this for the next best.
+const RESET_VECTOR: u64 = 0xf_fff0;
+
+/// Asks for a reset: `mov dx, 0x600; mov al, 1; out dx, al; hlt; jmp $-1`, 16-bit.
+const RESET_CODE: [u8; 9] = {
+    let [low, high] = port(legacy::pm::POWER_PORT).to_le_bytes();
+    [
+        0xba,
+        low,
+        high,
+        0xb0,
+        legacy::pm::RESET_VALUE,
+        0xee,
+        0xf4,
+        0xeb,
+        0xfd,
+    ]
+};
+
 /// See the module.
 #[derive(Debug)]
 pub struct Image {
@@ -72,6 +92,7 @@ impl Image {
         )?;
         let tables = smbios::build(&self.system(ram.size()));
         write(memory, layout::SMBIOS.start, layout::SMBIOS.end, &tables)?;
+        write(memory, RESET_VECTOR, layout::LOW_RESERVED_END, &RESET_CODE)?;
         let params = BootParams {
             ram: ram.size(),
             rsdp: layout::ACPI.start,
@@ -122,7 +143,7 @@ fn low(address: u64) -> u32 {
     clippy::cast_possible_truncation,
     reason = "constants of the platform's port map"
 )]
-fn port(port: u64) -> u16 {
+const fn port(port: u64) -> u16 {
     port as u16
 }
 
