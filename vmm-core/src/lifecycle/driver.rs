@@ -3,7 +3,7 @@
 use std::{os::fd::OwnedFd, sync::mpsc::Receiver};
 
 use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec};
-use tracing::{error, info, warn};
+use tracing::{info, warn};
 
 use super::{
     Builder, Failure, Input, Machine, Notice, Notifier, Request, Token,
@@ -141,7 +141,6 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 Next::GoOn
             }
             Err(failure) => {
-                error!(error = failure.message, "boot failed");
                 let record = exit_record(ExitKind::StartFailed, &failure.message);
                 self.publisher.reply(token, Err(failure));
                 Next::End(record, None)

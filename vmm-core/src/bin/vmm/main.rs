@@ -16,7 +16,16 @@ use std::io::{self, IsTerminal};
 
 use clap::Parser;
 use tracing::Level;
-use tracing_subscriber::{filter::Targets, fmt, layer::SubscriberExt, util::SubscriberInitExt};
+use tracing_subscriber::{
+    filter::Targets,
+    fmt::{
+        self,
+        format::Writer,
+        time::{FormatTime, SystemTime},
+    },
+    layer::SubscriberExt,
+    util::SubscriberInitExt,
+};
 
 use args::{Cli, Command};
 use run::terminal::LogOutput;
@@ -37,7 +46,7 @@ fn main() {
     std::process::exit(code);
 }
 
-/// To standard error, which journald catches under the daemon and stamps with the time.
+/// To standard error, with the time where nobody looks on.
 fn init_log(command: &Command) {
     let level = match command {
         // The terminal is the guest's.
@@ -51,7 +60,23 @@ fn init_log(command: &Command) {
     let lines = fmt::layer()
         .with_writer(|| LogOutput)
         .with_ansi(io::stderr().is_terminal())
-        .without_time()
+        .with_timer(Timer {
+            on: matches!(command, Command::Serve(_)),
+        })
         .with_target(false);
     tracing_subscriber::registry().with(lines).with(filter).init();
+}
+
+struct Timer {
+    on: bool,
+}
+
+impl FormatTime for Timer {
+    fn format_time(&self, writer: &mut Writer<'_>) -> std::fmt::Result {
+        if self.on {
+            SystemTime.format_time(writer)
+        } else {
+            Ok(())
+        }
+    }
 }

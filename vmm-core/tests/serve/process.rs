@@ -1,0 +1,404 @@
+//! A `vmm serve` started as the daemon starts it, and its sockets' other ends.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File, OpenOptions},
+    io::{Read, Write},
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::{fs::FileExt, net::UnixStream, process::CommandExt},
+    },
+    path::Path,
+    process::{Child, Command, ExitStatus, Stdio},
+    time::Duration,
+};
+
+use prost::Message as _;
+use proto::{
+    vmm::{
+        Boot, Event, ExitRecord, Hello, Kernel, MachineSpec, Message, Request, event, message::Kind,
+        request::Op, response::Result as Answer,
+    },
+    wire,
+};
+use rustix::{
+    fs::{FlockOperation, flock},
+    net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket},
+};
+use tempfile::TempDir;
+
+/// The user that the processes run as.
+pub const UID: u32 = 54321;
+
+/// Nothing takes that long; a test that waits in vain fails instead of hanging.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The descriptors' numbers in the process.
+const FDS: [&str; 4] = ["10", "11", "12", "13"];
+
+/// A running process.
+pub struct Vmm {
+    dir: TempDir,
+    child: Child,
+    exit: File,
+    serial: File,
+}
+
+impl Vmm {
+    pub fn start() -> Self {
+        Self::with_options(
+            &[&format!("--reuid={UID}"), "--bounding-set=-all"],
+            Stdio::inherit(),
+        )
+    }
+
+    fn with_options(options: &[&str], stderr: Stdio) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let open = |name: &str| {
+            let mut options = OpenOptions::new();
+            options.create(true).truncate(false).read(true).write(true);
+            options.open(dir.path().join(name)).unwrap()
+        };
+        let (exit, lock, serial) = (open("exit"), open("lock"), open("serial"));
+        flock(&lock, FlockOperation::NonBlockingLockExclusive).unwrap();
+        let sockets = ["control", "console"].map(|name| bound(&dir.path().join(name)));
+        let inherited = [sockets[0].as_fd(), sockets[1].as_fd(), exit.as_fd(), lock.as_fd()];
+        let mut command = setpriv(options);
+        for (option, number) in ["--control-fd", "--console-fd", "--exit-fd", "--lock-fd"]
+            .iter()
+            .zip(FDS)
+        {
+            command.args([option, number]);
+        }
+        inherit(&mut command, &inherited);
+        let child = command
+            .stdin(Stdio::null())
+            .stderr(stderr)
+            .spawn()
+            .expect("setpriv of util-linux");
+        Self {
+            dir,
+            child,
+            exit,
+            serial,
+        }
+    }
+
+    /// A client that nobody knows yet.
+    pub fn connect(&self) -> Client {
+        Client {
+            socket: UnixStream::connect(self.dir.path().join("control")).unwrap(),
+            receiver: wire::Receiver::new(),
+            asked: 0,
+            events: Vec::new(),
+            serial: self.serial.try_clone().unwrap(),
+        }
+    }
+
+    /// A client that has said Hello.
+    pub fn client(&self) -> Client {
+        let mut client = self.connect();
+        let hello = Op::Hello(Hello {
+            major: wire::MAJOR,
+            minor: wire::MINOR,
+        });
+        assert!(matches!(client.ask(hello), Answer::Hello(_)));
+        client
+    }
+
+    pub fn console(&self) -> Console {
+        let socket = UnixStream::connect(self.dir.path().join("console")).unwrap();
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        Console(socket)
+    }
+
+    /// Until the process has ended.
+    pub fn wait(&mut self) -> ExitStatus {
+        self.child.wait().unwrap()
+    }
+
+    pub fn exit_record(&self) -> ExitRecord {
+        ExitRecord::decode(read_all(&self.exit).as_slice()).unwrap()
+    }
+
+    pub fn serial_log(&self) -> String {
+        String::from_utf8(read_all(&self.serial)).unwrap()
+    }
+
+    /// Waits until the guest has printed this.
+    pub fn wait_for_serial(&self, text: &str) {
+        let mut console = self.console();
+        let mut seen = Vec::new();
+        // The replay's length comes first.
+        let replay = u64::from_le_bytes(console.read(8).try_into().unwrap());
+        seen.extend(console.read(usize::try_from(replay).unwrap()));
+        while !String::from_utf8_lossy(&seen).contains(text) {
+            seen.extend(console.read(1));
+        }
+    }
+
+    /// Whether nobody holds the lock that the process inherited.
+    pub fn lock_is_free(&self) -> bool {
+        let lock = File::open(self.dir.path().join("lock")).unwrap();
+        flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok()
+    }
+
+    pub fn terminate(&self) {
+        let pid = i32::try_from(self.child.id()).unwrap();
+        rustix::process::kill_process(
+            rustix::process::Pid::from_raw(pid).unwrap(),
+            rustix::process::Signal::TERM,
+        )
+        .unwrap();
+    }
+
+    /// /proc/PID/status, by field.
+    pub fn proc_status(&self) -> BTreeMap<String, String> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let fields = status.lines().filter_map(|line| line.split_once(':'));
+        fields
+            .map(|(name, value)| (name.to_owned(), value.trim().to_owned()))
+            .collect()
+    }
+
+    pub fn thread_names(&self) -> Vec<String> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        tasks
+            .map(|task| {
+                fs::read_to_string(task.unwrap().path().join("comm"))
+                    .unwrap()
+                    .trim()
+                    .to_owned()
+            })
+            .collect()
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What `vmm serve` says when it is started with these rights.
+pub fn refused(options: &[&str]) -> String {
+    let mut vmm = Vmm::with_options(options, Stdio::piped());
+    assert_eq!(vmm.wait().code(), Some(1));
+    let mut message = String::new();
+    vmm.child
+        .stderr
+        .take()
+        .unwrap()
+        .read_to_string(&mut message)
+        .unwrap();
+    message
+}
+
+fn setpriv(options: &[&str]) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args([
+        "--regid=54321",
+        "--clear-groups",
+        "--inh-caps=-all",
+        "--ambient-caps=-all",
+        "--no-new-privs",
+    ]);
+    command
+        .args(options)
+        .args(["--", env!("CARGO_BIN_EXE_vmm"), "serve"]);
+    command
+}
+
+/// Gives the descriptors to the child under the numbers of [`FDS`].
+#[allow(unsafe_code)]
+fn inherit(command: &mut Command, fds: &[BorrowedFd<'_>]) {
+    let fds: Vec<i32> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    // SAFETY: dup2 is async-signal-safe, and nothing else is called between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            // First out of the way of the numbers that are wanted.
+            let mut high = [0; FDS.len()];
+            for (high, fd) in high.iter_mut().zip(&fds) {
+                *high = duplicate(*fd, 100)?;
+            }
+            for (number, fd) in (10..).zip(high) {
+                replace(fd, number)?;
+            }
+            Ok(())
+        });
+    }
+}
+
+#[allow(unsafe_code)]
+fn duplicate(fd: i32, lowest: i32) -> std::io::Result<i32> {
+    // SAFETY: takes numbers only.
+    let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, lowest) };
+    if copy < 0 {
+        Err(std::io::Error::last_os_error())
+    } else {
+        Ok(copy)
+    }
+}
+
+#[allow(unsafe_code)]
+fn replace(fd: i32, number: i32) -> std::io::Result<()> {
+    // SAFETY: takes numbers only; in the child nobody owns what `number` was before.
+    if unsafe { libc::dup2(fd, number) } < 0 {
+        Err(std::io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
+}
+
+fn bound(path: &Path) -> OwnedFd {
+    let socket = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+    bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    // As the daemon does, so that it can connect before the process has called listen itself.
+    listen(&socket, 16).unwrap();
+    socket
+}
+
+fn read_all(file: &File) -> Vec<u8> {
+    let mut bytes = vec![0; usize::try_from(file.metadata().unwrap().len()).unwrap()];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    bytes
+}
+
+/// A connection to the control socket.
+pub struct Client {
+    socket: UnixStream,
+    receiver: wire::Receiver,
+    asked: u64,
+    /// Those that came while an answer was waited for.
+    events: Vec<event::Kind>,
+    serial: File,
+}
+
+impl Client {
+    /// Sends a request and waits for its answer.
+    pub fn ask(&mut self, op: Op) -> Answer {
+        self.send(op, &[]);
+        self.answer()
+    }
+
+    /// Boots a machine with 128 MiB and this kernel.
+    pub fn boot(&mut self, kernel: &[u8], boot: &Boot) -> Answer {
+        self.send_boot(kernel, boot);
+        self.answer()
+    }
+
+    pub fn send_boot(&mut self, kernel: &[u8], boot: &Boot) {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(kernel).unwrap();
+        let kvm = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open("/dev/kvm")
+            .expect("these tests need KVM");
+        let random = File::open("/dev/urandom").unwrap();
+        let older = tempfile::tempfile().unwrap();
+        let machine = MachineSpec {
+            name: "web".into(),
+            uuid: vec![7; 16],
+            vcpus: 1,
+            memory_bytes: 128 << 20,
+            kvm_fd: 0,
+            kernel: Some(Kernel {
+                kernel_fd: 1,
+                ..Kernel::default()
+            }),
+            rng_pci_slot: 1,
+            rng_fd: 2,
+            serial_log_fd: Some(3),
+            serial_log_old_fd: Some(4),
+            ..MachineSpec::default()
+        };
+        let op = Op::Boot(Boot {
+            machine: Some(machine),
+            paused: boot.paused,
+        });
+        let serial = self.serial.try_clone().unwrap();
+        self.send(
+            op,
+            &[
+                kvm.as_fd(),
+                file.as_fd(),
+                random.as_fd(),
+                serial.as_fd(),
+                older.as_fd(),
+            ],
+        );
+    }
+
+    fn send(&mut self, op: Op, fds: &[BorrowedFd<'_>]) {
+        self.asked += 1;
+        let request = Request {
+            id: self.asked,
+            op: Some(op),
+        };
+        wire::send_all(
+            &self.socket,
+            &Message {
+                kind: Some(Kind::Request(request)),
+            },
+            fds,
+        )
+        .unwrap();
+    }
+
+    fn answer(&mut self) -> Answer {
+        loop {
+            match self.receive() {
+                Kind::Response(response) if response.id == self.asked => return response.result.unwrap(),
+                Kind::Event(Event { kind }) => self.events.extend(kind),
+                _ => {}
+            }
+        }
+    }
+
+    fn receive(&mut self) -> Kind {
+        self.socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        let received = wire::receive(&self.socket, &mut self.receiver).unwrap();
+        received.expect("the vmm closed the connection").0.kind.unwrap()
+    }
+
+    /// Waits for an event that `pick` takes.
+    pub fn wait_for_event<T>(&mut self, pick: impl Fn(&event::Kind) -> Option<T>) -> T {
+        let mut seen = 0;
+        loop {
+            while let Some(kind) = self.events.get(seen) {
+                if let Some(picked) = pick(kind) {
+                    return picked;
+                }
+                seen += 1;
+            }
+            if let Kind::Event(Event { kind }) = self.receive() {
+                self.events.extend(kind);
+            }
+        }
+    }
+
+    /// Waits for the end of the run.
+    pub fn wait_for_end(&mut self) -> ExitRecord {
+        self.wait_for_event(|kind| match kind {
+            event::Kind::Ended(ended) => ended.exit.clone(),
+            _ => None,
+        })
+    }
+}
+
+/// A connection to the console socket.
+pub struct Console(UnixStream);
+
+impl Console {
+    pub fn read(&mut self, count: usize) -> Vec<u8> {
+        let mut bytes = vec![0; count];
+        self.0.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    pub fn write(&mut self, bytes: &[u8]) {
+        self.0.write_all(bytes).unwrap();
+    }
+}
