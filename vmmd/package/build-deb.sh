@@ -27,7 +27,7 @@ fi
 
 mkdir -p "$target/deb"
 root=$(mktemp -d "$target/deb/root.XXXXXX")
-trap 'rm -rf "$root"' EXIT
+trap 'rm -rf "$root" "$root.deb"' EXIT
 chmod 755 "$root"
 
 # put MODE SOURCE DESTINATION
@@ -110,6 +110,6 @@ done
     >"$root/DEBIAN/md5sums"
 chmod -R u=rwX,go=rX "$root"
 
-dpkg-deb --root-owner-group -Zxz -z1 --build "$root" "$package.new" >/dev/null
-mv "$package.new" "$package"
+dpkg-deb --root-owner-group -Zxz -z1 --build "$root" "$root.deb" >/dev/null
+mv "$root.deb" "$package"
 echo "$package"
