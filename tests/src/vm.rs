@@ -242,7 +242,11 @@ impl Drop for Vm<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             // Before it is gone; the case reports what is left.
-            let _ = self.case.node().ssh(&format!("vmmctl describe vm {0} >&2", self.name)).map(|output| eprint!("{}", output.stderr));
+            let _ = self
+                .case
+                .node()
+                .ssh(&format!("vmmctl describe vm {0} >&2", self.name))
+                .map(|output| eprint!("{}", output.stderr));
         }
         // What a failed test leaves is reported by the test of leftovers.
         let _ = self

@@ -104,12 +104,13 @@ fn the_death_of_a_vmm_is_noticed_at_once() {
     vm.node()
         .sh(&format!("kill -9 {}", vm.pid().expect("pid")))
         .expect("kill");
-    watch
-        .until("VM_PHASE_FAILED", Deadline::seconds(10))
-        .expect("failed");
+    // One change has both, the reason first.
     watch
         .until("EXIT_REASON_LOST", Deadline::seconds(10))
         .expect("the reason");
+    watch
+        .until("VM_PHASE_FAILED", Deadline::seconds(10))
+        .expect("failed");
 }
 
 /// Everything in the node that VMs make: processes, network interfaces, sockets, cgroups, files.

@@ -111,7 +111,7 @@ impl Here {
         fs::write(
             &config,
             format!(
-                "state_dir = \"{root}/state\"\nruntime_dir = \"{root}/run\"\nlog_dir = \"{root}/log\"\n\
+                "state_dir = \"{root}/state\"\nrun_dir = \"{root}/run\"\nlog_dir = \"{root}/log\"\n\
                  vmm = \"{}\"\n",
                 programs.join("vmm").display()
             ),
