@@ -1,10 +1,12 @@
 //! What lies in RAM when the guest begins: firmware tables, kernel, initial RAM disk. Built anew at each reset; the
 //! files stay open, not in memory.
 
-use std::fs::File;
+use std::{
+    fs::File,
+    thread::{self, JoinHandle},
+};
 
 use devices::{GuestMemory, legacy};
-use kvm_bindings::{kvm_regs, kvm_sregs};
 use proto::{
     model::{self, topology::Topology},
     vmm::ErrorKind,
@@ -16,7 +18,7 @@ use super::{
     COM1_GSI, COM1_PORT, POWER_BUTTON_GSI,
     acpi::{self, Platform},
     assemble::Fds,
-    boot::{BootParams, BootSource},
+    boot::{BootParams, BootSource, Entry},
     smbios::{self, System},
 };
 use crate::{
@@ -78,11 +80,8 @@ impl Image {
         })
     }
 
-    /// Writes everything into `ram`, which is all zeroes; gives the bootstrap processor's first registers.
-    pub(super) fn load(
-        &self,
-        ram: &GuestRam,
-    ) -> Result<impl FnOnce(&mut kvm_sregs) -> kvm_regs + Send + use<>, Failure> {
+    /// Writes everything into `ram`, which is all zeroes; says how the bootstrap processor begins.
+    pub(super) fn load(&self, ram: &GuestRam) -> Result<Entry, Failure> {
         let memory = ram.memory();
         write(
             memory,
@@ -97,8 +96,7 @@ impl Image {
             ram: ram.size(),
             rsdp: layout::ACPI.start,
         };
-        let entry = self.source.load(memory, &params)?;
-        Ok(move |special: &mut kvm_sregs| entry.registers(special))
+        Ok(self.source.load(memory, &params)?)
     }
 
     fn system(&self, ram: u64) -> System<'_> {
@@ -109,6 +107,32 @@ impl Image {
             cores_per_socket: self.topology.cores_per_socket,
             ram,
         }
+    }
+}
+
+/// An image that is being loaded on a thread of its own: reading a kernel takes as long as building the rest of the
+/// machine, which goes on meanwhile.
+pub(super) struct Loading(JoinHandle<Result<(Image, Entry), Failure>>);
+
+impl Loading {
+    /// Begins to load `image` into `ram`.
+    pub(super) fn start(image: Image, ram: GuestRam) -> Result<Self, Failure> {
+        let load = move || image.load(&ram).map(|entry| (image, entry));
+        let thread = thread::Builder::new().name("loader".to_owned()).spawn(load);
+        thread.map(Self).map_err(|error| Failure {
+            kind: ErrorKind::Resources,
+            message: format!("starting a thread for loading the kernel: {error}"),
+        })
+    }
+
+    /// Waits until everything is in RAM.
+    pub(super) fn finish(self) -> Result<(Image, Entry), Failure> {
+        self.0.join().unwrap_or_else(|_| {
+            Err(Failure {
+                kind: ErrorKind::Internal,
+                message: "loading the kernel panicked".to_owned(),
+            })
+        })
     }
 }
 

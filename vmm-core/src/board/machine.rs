@@ -9,7 +9,7 @@ use devices::{component::Component, interrupt::IrqLine, pci::PciRoot, serial::Se
 use proto::vmm::ErrorKind;
 use tracing::{error, warn};
 
-use super::image::Image;
+use super::{boot::Entry, image::Image};
 use crate::{
     kvm::{AddressSpaces, Clock, IrqChipState, Vm},
     lifecycle::{self, Failure},
@@ -41,10 +41,9 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Loads what the guest boots into its RAM and points the bootstrap processor at it.
-    pub(super) fn load(&mut self) -> Result<(), Failure> {
-        let entry = self.image.load(&self.ram)?;
-        Ok(self.vcpus.set_entry(entry)?)
+    /// Has the bootstrap processor begin there.
+    pub(super) fn enter_at(&mut self, entry: Entry) -> Result<(), Failure> {
+        Ok(self.vcpus.set_entry(move |special| entry.registers(special))?)
     }
 
     fn pause_components(&mut self, deadline: Instant) -> Result<(), Failure> {
@@ -139,7 +138,8 @@ impl lifecycle::Machine for Machine {
         self.vcpus.reset()?;
         self.ram.clear()?;
         (self.on_reset)();
-        self.load()
+        let entry = self.image.load(&self.ram)?;
+        self.enter_at(entry)
     }
 
     fn start(&mut self) -> Result<(), Failure> {

@@ -34,7 +34,11 @@ use proto::{
     vmm::{ErrorKind, MachineSpec},
 };
 
-use super::{cpuid, image::Image, machine::Machine};
+use super::{
+    cpuid,
+    image::{Image, Loading},
+    machine::Machine,
+};
 use crate::{
     kvm::{AddressSpaces, Host, IrqChipState, Vm},
     lifecycle::{self, Builder, Failure, Notice, Notifier},
@@ -77,8 +81,18 @@ impl Builder for Assembler {
             kind: ErrorKind::Invalid,
             message: violations.to_string(),
         })?;
-        let assembly = Assembly::new(&spec, fds, notifier)?;
-        Ok(Box::new(assembly.build(&spec, self.console.take())?))
+        let mut fds = Fds(fds.into_iter().map(Some).collect());
+        let backing = if spec.memory_shared {
+            Backing::Shared { huge_pages: false }
+        } else {
+            Backing::Private
+        };
+        let ram = GuestRam::new(spec.memory_bytes, backing)?;
+        let apic_ids = (0..spec.topology.cores()).map(|vcpu| cpuid::apic_id(spec.topology, vcpu));
+        let image = Image::new(&spec, &mut fds, apic_ids.collect())?;
+        let loading = Loading::start(image, ram.clone())?;
+        let assembly = Assembly::new(&spec, fds, ram, notifier)?;
+        Ok(Box::new(assembly.build(&spec, self.console.take(), loading)?))
     }
 }
 
@@ -97,16 +111,14 @@ struct Assembly {
 }
 
 impl Assembly {
-    fn new(spec: &model::machine::Machine, fds: Vec<OwnedFd>, notifier: Notifier) -> Result<Self, Failure> {
-        let mut fds = Fds(fds.into_iter().map(Some).collect());
+    fn new(
+        spec: &model::machine::Machine,
+        mut fds: Fds,
+        ram: GuestRam,
+        notifier: Notifier,
+    ) -> Result<Self, Failure> {
         let host = Host::from_fd(fds.take(spec.kvm)?)?;
         let vm = Vm::create(&host)?;
-        let backing = if spec.memory_shared {
-            Backing::Shared { huge_pages: false }
-        } else {
-            Backing::Private
-        };
-        let ram = GuestRam::new(spec.memory_bytes, backing)?;
         vm.set_ram(&ram)?;
         let windows = PciWindows {
             low: layout::MMIO32,
@@ -134,13 +146,13 @@ impl Assembly {
         })
     }
 
-    fn build(mut self, spec: &model::machine::Machine, console: Option<Console>) -> Result<Machine, Failure> {
+    fn build(
+        mut self,
+        spec: &model::machine::Machine,
+        console: Option<Console>,
+        loading: Loading,
+    ) -> Result<Machine, Failure> {
         let cpuids = cpuid::build(&self.host, spec.topology)?;
-        let image = Image::new(
-            spec,
-            &mut self.fds,
-            cpuids.iter().map(|(apic_id, _)| *apic_id).collect(),
-        )?;
         // The vCPUs' threads set them up while the devices are made.
         let panicked = Arc::new(AtomicBool::new(false));
         let vcpus = self.vcpus(cpuids, Arc::clone(&panicked))?;
@@ -157,6 +169,8 @@ impl Assembly {
         self.pci.remap(&self.spaces.mmio);
 
         let power_button = self.irq_line(super::POWER_BUTTON_GSI)?;
+        let irqchip = IrqChipState::capture(&self.vm)?;
+        let (image, entry) = loading.finish()?;
         let mut machine = Machine {
             vcpus,
             components: self.components,
@@ -166,12 +180,12 @@ impl Assembly {
             power_button,
             image,
             ram: self.ram,
-            irqchip: IrqChipState::capture(&self.vm)?,
+            irqchip,
             vm: self.vm,
             paused_clock: None,
             on_reset: Box::new(move || panicked.store(false, Ordering::Relaxed)),
         };
-        machine.load()?;
+        machine.enter_at(entry)?;
         Ok(machine)
     }
 
