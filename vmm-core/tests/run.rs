@@ -1,0 +1,110 @@
+//! `vmm run` as a user on a terminal sees it, with tiny guests on the machine's own KVM.
+
+#[path = "serve/guest.rs"]
+#[allow(dead_code)]
+mod guest;
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{Read, Write},
+    os::fd::OwnedFd,
+    process::{Command, Output, Stdio},
+};
+
+use rustix::{
+    pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt},
+    termios::{LocalModes, tcgetattr},
+};
+use tempfile::TempDir;
+
+/// A folder with a kernel and a manifest that boots it.
+fn vm(code: &[u8]) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let kernel = dir.path().join("kernel");
+    std::fs::write(&kernel, guest::program(code)).unwrap();
+    let manifest = format!(
+        "{{apiVersion: vmmd/v1, kind: Vm, metadata: {{name: web}}, spec: {{cpu: {{cores: 1}}, \
+         memory: {{sizeBytes: 134217728}}, boot: {{linux: {{kernel: {}}}}}}}}}",
+        kernel.display()
+    );
+    std::fs::write(dir.path().join("vm.yaml"), manifest).unwrap();
+    dir
+}
+
+fn command(dir: &TempDir) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vmm"));
+    command.args(["run", "--spec"]).arg(dir.path().join("vm.yaml"));
+    command
+}
+
+fn run(code: &[u8]) -> Output {
+    command(&vm(code)).stdin(Stdio::null()).output().unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+#[test]
+fn the_exit_code_says_how_the_run_ended() {
+    let off = run(&[guest::PRINT_HI, guest::POWER_OFF].concat());
+    assert_eq!(
+        (off.status.code(), off.stdout.as_slice(), stderr(&off).as_str()),
+        (Some(0), &b"hi"[..], "")
+    );
+    let crash = run(guest::TRIPLE_FAULT);
+    assert_eq!(crash.status.code(), Some(2));
+    assert_eq!(stderr(&crash), "vmm: VM web: vCPU 0: triple fault\n");
+}
+
+#[test]
+fn what_is_wrong_is_said_in_one_line() {
+    let dir = vm(&[]);
+    std::fs::write(dir.path().join("kernel"), [0; 4096]).unwrap();
+    let output = command(&dir).stdin(Stdio::null()).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(
+        stderr(&output),
+        "vmm: starting VM web: the kernel is neither a bzImage nor an x86-64 ELF\n"
+    );
+    std::fs::remove_file(dir.path().join("kernel")).unwrap();
+    let output = command(&dir).stdin(Stdio::null()).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("opening kernel") && stderr(&output).lines().count() == 1);
+}
+
+#[test]
+fn the_console_is_on_the_terminal_until_the_escape_and_the_terminal_is_as_before() {
+    let main = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&main).unwrap();
+    unlockpt(&main).unwrap();
+    let path = ptsname(&main, Vec::new()).unwrap().into_string().unwrap();
+    let terminal = OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let is_cooked = || {
+        tcgetattr(&terminal)
+            .unwrap()
+            .local_modes
+            .contains(LocalModes::ICANON)
+    };
+
+    let dir = vm(&[guest::PRINT_HI, guest::ECHO].concat());
+    let end = || Stdio::from(OwnedFd::from(terminal.try_clone().unwrap()));
+    let mut child = command(&dir)
+        .stdin(end())
+        .stdout(end())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut user = File::from(main);
+    let mut seen = [0; 2];
+    user.read_exact(&mut seen).unwrap();
+    assert_eq!(&seen, b"hi");
+    assert!(!is_cooked());
+    // An interrupt key is the guest's.
+    user.write_all(b"\x03").unwrap();
+    user.read_exact(&mut seen[..1]).unwrap();
+    assert_eq!(seen[0], 3);
+    user.write_all(b"\x1d").unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert!(is_cooked());
+}
