@@ -53,16 +53,27 @@ impl Parent {
                 format!("{} is not in a cgroup v2 file system", dir.display()),
             ));
         }
+        let parent = Self { dir };
+        parent.hand_down();
+        Ok(Some(parent))
+    }
+
+    /// Lets the cgroups of VMs have the controllers that there are.
+    fn hand_down(&self) {
         for controller in CONTROLLERS {
             // Not all controllers are there on all nodes and in all parents.
-            let _ = fs::write(dir.join("cgroup.subtree_control"), controller);
+            let _ = fs::write(self.dir.join("cgroup.subtree_control"), controller);
         }
-        Ok(Some(Self { dir }))
     }
 
     /// Makes the cgroup of a VM, empty.
     pub fn create(&self, vm: Uuid) -> io::Result<Group> {
         let group = self.group(vm);
+        // systemd removes the parent when its last process ends (the package's holder was killed, say).
+        if !self.dir.exists() {
+            fs::create_dir_all(&self.dir)?;
+            self.hand_down();
+        }
         fs::create_dir_all(&group.dir)?;
         Ok(group)
     }

@@ -48,8 +48,16 @@ impl LegacyDevices {
     /// Maps them on the I/O bus.
     pub fn map(&self, pio: &Bus) -> Result<(), BusError> {
         // The serial port, the speaker and others lie between the two ports of the keyboard controller.
-        pio.insert(i8042::DATA_PORT, 1, Arc::new(Mutex::new(i8042::DataPort(Arc::clone(&self.i8042)))))?;
-        pio.insert(i8042::COMMAND_PORT, 1, Arc::new(Mutex::new(i8042::CommandPort(Arc::clone(&self.i8042)))))?;
+        pio.insert(
+            i8042::DATA_PORT,
+            1,
+            Arc::new(Mutex::new(i8042::DataPort(Arc::clone(&self.i8042)))),
+        )?;
+        pio.insert(
+            i8042::COMMAND_PORT,
+            1,
+            Arc::new(Mutex::new(i8042::CommandPort(Arc::clone(&self.i8042)))),
+        )?;
         pio.insert(rtc::PORT, rtc::LENGTH, self.rtc.clone())?;
         pio.insert(pvpanic::PORT, 1, self.pvpanic.clone())?;
         pio.insert(pm::POWER_PORT, 1, self.power.clone())?;
