@@ -11,9 +11,9 @@
 //!   put the restarted daemon there (EBUSY).
 //! - *A transient scope per VM* by D-Bus: survives best, but needs a D-Bus client, a running bus and a round trip of
 //!   some milliseconds in each start.
-//! - *A holder unit*: a service with `Type=oneshot`, `RemainAfterExit=yes`, `Delegate=yes` that runs nothing. Its
-//!   cgroup stays as long as the unit is active, holds no process of its own, and can hand down controllers; nothing
-//!   done to the daemon's unit concerns it.
+//! - *A holder unit*: a service with `Delegate=yes`, `KillMode=process` and one idle process in a sub-cgroup, so that
+//!   its cgroup itself holds none and can hand down controllers; nothing done to the daemon's unit concerns it. The
+//!   idle process is needed: systemd removes the cgroup of a unit without processes between two VMs.
 //!
 //! So: the daemon's own cgroup unless the configuration names another with `cgroup`, which is how a holder unit is
 //! used. Controllers are handed down there as far as the kernel lets us.
