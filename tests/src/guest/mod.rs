@@ -60,6 +60,7 @@ pub fn images() -> Result<Images> {
     // The names of these folders are made of their own inputs.
     inputs
         .add("packages", packages.to_string_lossy().as_bytes())
+        .add("modules", MODULES.join(" ").as_bytes())
         .add("disk", disk.to_string_lossy().as_bytes());
     let dir = cache::get_or_build("guests", &inputs, |out| build(&packages, &disk, &source, out))?;
     Ok(Images { dir })
@@ -71,7 +72,9 @@ pub fn initrd_with(kernel: Kernel, files: &[Extra]) -> Result<PathBuf> {
     let source = scripts_dir();
     let packages = kernels::packages()?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
-    inputs.add("packages", packages.to_string_lossy().as_bytes());
+    inputs
+        .add("packages", packages.to_string_lossy().as_bytes())
+        .add("modules", MODULES.join(" ").as_bytes());
     inputs
         .add_file(&source.join("init"))?
         .add_file(&source.join("udhcpc"))?;
