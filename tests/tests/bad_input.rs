@@ -193,7 +193,7 @@ fn verbs_on_the_wrong_vm_or_in_the_wrong_state_say_so() {
     refused(&vm.try_ctl("start").expect("ssh"), 5, &["running"]);
     refused(&vm.try_ctl("delete").expect("ssh"), 5, &["--force"]);
     let again = create(node, &VmSpec::busybox(Kernel::Cloud612).manifest(vm.name()));
-    refused(&again, 4, &["exists"]);
+    refused(&again, 4, &["already"]);
     assert_eq!(vm.phase().expect("phase"), "RUNNING");
 }
 
@@ -217,13 +217,13 @@ fn garbage_on_the_socket_disturbs_nobody() {
 #[test]
 fn a_full_file_system_under_the_store_refuses_new_vms_and_keeps_the_old() {
     let case = Case::new("bad-full").expect("node");
-    let node = case.node();
+    let (node, name) = (case.node(), case.name());
     // A daemon of its own on a small file system; the node's own store is not to be filled.
     let folder = case.folder().expect("folder");
     node.sh(&format!(
         "cd {folder} && mkdir state run log && mount -t tmpfs -o size=8M full state && \
          printf '%s\\n' 'state_dir = \"{folder}/state\"' 'run_dir = \"{folder}/run\"' 'log_dir = \"{folder}/log\"' >vmmd.toml && \
-         systemd-run -q --unit=vmmd-full -p Type=notify -p Delegate=yes -p KillMode=process \
+         systemd-run -q --collect --unit={name} -p Type=notify -p Delegate=yes -p KillMode=process \
              /usr/lib/vmmd/vmmd --config {folder}/vmmd.toml"
     ))
     .expect("a second daemon");
@@ -259,6 +259,6 @@ fn a_full_file_system_under_the_store_refuses_new_vms_and_keeps_the_old() {
     node.sh(&format!("rm {folder}/state/filler"))
         .expect("space again");
     assert!(create("later").success(), "it goes on when there is space");
-    node.sh(&format!("systemctl stop vmmd-full; umount {folder}/state"))
+    node.sh(&format!("systemctl stop {name}; umount {folder}/state"))
         .expect("clean up");
 }
