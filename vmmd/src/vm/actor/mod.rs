@@ -232,7 +232,8 @@ impl Actor {
             vm = self.record.name,
             phase = phase.as_str_name(),
             reason = self.view.reason,
-            message = self.view.message,
+            detail = self.view.message,
+            "phase entered",
         );
         self.publish();
     }

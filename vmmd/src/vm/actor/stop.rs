@@ -208,7 +208,7 @@ impl Actor {
             vm = self.record.name,
             pid = instance.process.pid(),
             reason = ending.exit.reason().as_str_name(),
-            message = ending.exit.message,
+            detail = ending.exit.message,
             "the vmm process has ended"
         );
         let message = ending.exit.message.clone();
