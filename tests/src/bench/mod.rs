@@ -1,6 +1,7 @@
 //! Benchmarks: the same guest under our `vmm` and under QEMU in the same node, in turn, as ratios. They print a table
 //! and never fail because of a figure.
 
+mod daemon;
 mod start;
 mod table;
 
@@ -14,6 +15,7 @@ use crate::Node;
 pub fn run(node: &Node, runs: u32) -> Result<String> {
     let mut report = String::new();
     report += &start::run(node, runs)?;
+    report += &daemon::run(runs)?;
     Ok(report)
 }
 
