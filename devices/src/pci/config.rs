@@ -3,7 +3,8 @@
 //! Every byte has a mask of the bits that the guest may write; nothing else about a write is special here. Sizing a
 //! BAR works by its mask alone: the bits below its size are not writable.
 
-/// Bytes of the space that hold something. The rest of PCI Express' 4 KiB reads as zero: no extended capabilities.
+/// Bytes of the space: that of a conventional function. Of PCI Express' 4 KiB the rest reads as all ones, as on a
+/// conventional bus (PCI Express 5.0, 7.2.2), which tells a kernel not to look for extended capabilities there.
 pub const CONFIG_SIZE: usize = 256;
 /// Number of BAR registers.
 pub const BARS: usize = 6;
@@ -178,9 +179,12 @@ impl ConfigSpace {
         Ok(offset)
     }
 
-    /// Reads; what lies beyond the end is zero.
+    /// Reads; what lies beyond the end is all ones.
     pub fn read(&self, offset: usize, data: &mut [u8]) {
-        crate::virtio::device::read_bytes(&self.bytes, offset, data);
+        let bytes = self.bytes.get(offset..).unwrap_or_default();
+        for (at, byte) in data.iter_mut().enumerate() {
+            *byte = bytes.get(at).copied().unwrap_or(0xff);
+        }
     }
 
     /// Writes the writable bits.

@@ -158,8 +158,8 @@ fn the_host_bridge_is_there_and_empty_slots_functions_and_buses_read_as_ones() {
     assert_eq!(machine.read(ECAM + (1 << 15) + (1 << 12), 4), 0xffff_ffff);
     assert_eq!(
         machine.read(ECAM + (1 << 15) + 0x100, 4),
-        0,
-        "extended capabilities"
+        0xffff_ffff,
+        "a conventional function has no extended configuration space"
     );
     assert_eq!(
         machine.read(ECAM + (1 << 15) + 0xfff, 8),
