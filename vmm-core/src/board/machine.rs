@@ -98,9 +98,12 @@ fn part<'a>(
 impl lifecycle::Machine for Machine {
     fn pause(&mut self) -> Result<(), Failure> {
         self.vcpus.stop()?;
-        let paused = self.pause_components(Instant::now() + PAUSE_TIMEOUT);
-        let clock = paused.and_then(|()| self.vm.clock().map_err(Failure::from));
-        match clock {
+        let clock = self.vm.clock().map_err(Failure::from);
+        let paused = clock.and_then(|clock| {
+            self.pause_components(Instant::now() + PAUSE_TIMEOUT)?;
+            Ok(clock)
+        });
+        match paused {
             Ok(clock) => {
                 self.paused_clock = Some(clock);
                 Ok(())
@@ -113,10 +116,11 @@ impl lifecycle::Machine for Machine {
     }
 
     fn resume(&mut self) -> Result<(), Failure> {
-        if let Some(clock) = self.paused_clock.take() {
+        if let Some(clock) = self.paused_clock {
             self.vm.set_clock(clock)?;
         }
         self.resume_components()?;
+        self.paused_clock = None;
         Ok(self.vcpus.run()?)
     }
 

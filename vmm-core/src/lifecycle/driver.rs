@@ -2,6 +2,7 @@
 
 use std::{os::fd::OwnedFd, sync::mpsc::Receiver};
 
+use devices::virtio::fault::LogLimit;
 use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec};
 use tracing::{info, warn};
 
@@ -20,6 +21,8 @@ pub struct Driver<A, B> {
     machine: Option<Box<dyn Machine>>,
     /// The guest's kernel panicked and has not been reset since.
     panicked: bool,
+    /// Of lines about what a guest can do again and again.
+    log_limit: LogLimit,
 }
 
 /// Whether the machine goes on.
@@ -39,6 +42,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             builder,
             machine: None,
             panicked: false,
+            log_limit: LogLimit::new(),
         }
     }
 
@@ -177,7 +181,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Notice::Reset => self.reset(),
             Notice::GuestPanicked => {
                 if !self.panicked {
-                    warn!("the guest's kernel panicked");
+                    if self.log_limit.allow().is_some() {
+                        warn!("the guest's kernel panicked");
+                    }
                     self.panicked = true;
                     self.publisher.guest_panicked();
                 }
@@ -204,7 +210,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 None,
             );
         }
-        info!("the guest reset itself");
+        if let Some(left_out) = self.log_limit.allow() {
+            info!(%left_out, "the guest reset itself");
+        }
         self.panicked = false;
         self.publisher.guest_reset();
         // Of several vCPUs each may have asked for the reset that just happened, or panicked before it.

@@ -277,7 +277,7 @@ fn no_stop_is_lost_and_none_leaves_an_access_half_done() {
             registers.rip
         );
     }
-    assert!(last > 100);
+    assert!(last >= 100);
 }
 
 #[test]
