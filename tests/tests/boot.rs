@@ -18,7 +18,7 @@ echo "clock=$(cat /sys/devices/system/clocksource/clocksource0/current_clocksour
 echo "hypervisor=$(grep -c -w hypervisor /proc/cpuinfo)"
 echo "uuid=$(cat /sys/class/dmi/id/product_uuid)"
 echo "rng=$(cat /sys/class/misc/hw_random/rng_current)"
-echo "errors=$(dmesg | grep -c -i -E 'firmware bug|BUG:|ACPI.*error|call trace')"
+dmesg | grep -i -E 'firmware bug|BUG:|ACPI.*error|WARNING: ' | sed 's/^/error=/'
 "#;
 
 fn fact<'text>(text: &'text str, name: &str) -> Vec<&'text str> {
@@ -53,7 +53,10 @@ fn boots(topic: &str, kernel: &str, initrd: &str, cores: u32, memory_mib: u64) {
         [vm.field("/metadata/uid").expect("uid")],
         "{text}"
     );
-    assert_eq!(fact(&text, "errors"), ["0"], "{text}");
+    // The XSAVE of an emulated node is inconsistent for guests: those of QEMU in it say the same.
+    let mut errors = fact(&text, "error");
+    errors.retain(|error| !error.contains("arch/x86/kernel/fpu/xstate.c"));
+    assert!(errors.is_empty(), "{errors:#?}");
     let pci = fact(&text, "pci");
     assert!(
         pci[0].starts_with("0000:00:00.0 0x8086:0x0d57 0x060000"),
