@@ -251,7 +251,7 @@ fn a_full_file_system_under_the_store_refuses_new_vms_and_keeps_the_old() {
         made.push(name);
         assert!(made.len() < 2000, "the store never fills");
     };
-    refused(&output, 9, &["space"]);
+    refused(&output, 9, &["full", "make room"]);
     let listed = node
         .sh(&format!("{ctl} get vm -o name"))
         .expect("it still answers");
