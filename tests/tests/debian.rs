@@ -75,12 +75,7 @@ fn the_foreground_vmm_needs_no_daemon() {
     let file = format!("/root/{}.yaml", case.name());
     node.sh(&format!("cat > {file} <<'MANIFEST'\n{manifest}\nMANIFEST\n"))
         .expect("manifest");
-    let vmm = node.sh("dpkg -L vmmd | grep '/vmm$'").expect("vmm");
-    let mut console = Console::open(
-        &case,
-        &format!("{} run --spec {file}; echo vmm-exit=$?", vmm.trim()),
-    )
-    .expect("vmm");
+    let mut console = Console::open(&case, &format!("vmm run --spec {file}; echo vmm-exit=$?")).expect("vmm");
     console.until("GUEST-READY", BOOT).expect("boot");
     console.run("test -c /dev/hwrng", 30).expect("a shell");
     console.type_line("poweroff").expect("type");

@@ -45,7 +45,7 @@ pub fn run(node: &Node, runs: u32) -> Result<String> {
     node.copy_in(&measure, "/root/measure")?;
     let guests = node.guests();
     let command = format!(
-        "/root/measure start --kernel {} --initrd {} --vmm \"$(dpkg -L vmmd | grep '/vmm$')\" --runs {runs}",
+        "/root/measure start --kernel {} --initrd {} --vmm /usr/lib/vmmd/vmm --runs {runs}",
         guests.vmlinuz(Kernel::Cloud612),
         guests.initrd(Kernel::Cloud612),
     );
