@@ -4,7 +4,7 @@ use std::{os::fd::OwnedFd, sync::mpsc::Receiver};
 
 use devices::virtio::fault::LogLimit;
 use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec};
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use super::{
     Builder, Failure, Input, Machine, Notice, Notifier, Request, Token,
@@ -193,7 +193,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Notice::GuestCrashed(message) => Next::End(exit_record(ExitKind::GuestCrash, message), None),
             Notice::VmmFailed(message) => Next::End(exit_record(ExitKind::VmmError, message), None),
             Notice::DeviceError { device, message } => {
-                warn!(device, message, "device error");
+                debug!(device, message, "device error");
                 self.publisher.device_error(device, message);
                 Next::GoOn
             }
