@@ -108,3 +108,19 @@ fn the_console_is_on_the_terminal_until_the_escape_and_the_terminal_is_as_before
     assert_eq!(child.wait().unwrap().code(), Some(0));
     assert!(is_cooked());
 }
+
+#[test]
+fn output_and_messages_in_one_file_do_not_overwrite_each_other() {
+    let dir = vm(&[guest::PRINT_HI, guest::TRIPLE_FAULT].concat());
+    let log = File::create(dir.path().join("log")).unwrap();
+    let errors = log.try_clone().unwrap();
+    let status = command(&dir)
+        .stdin(Stdio::null())
+        .stdout(log)
+        .stderr(errors)
+        .status()
+        .unwrap();
+    assert_eq!(status.code(), Some(2));
+    let text = std::fs::read_to_string(dir.path().join("log")).unwrap();
+    assert_eq!(text, "hivmm: VM web: vCPU 0: triple fault\n");
+}

@@ -21,7 +21,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{Mode, OFlags, fcntl_getfl, fcntl_setfl, open},
+    fs::{FileType, Mode, OFlags, fcntl_getfl, fcntl_setfl, fstat, open},
     io::Errno,
     net::{SocketFlags, accept_with},
 };
@@ -120,8 +120,12 @@ impl Drop for Server {
 }
 
 /// A non-blocking descriptor for the terminal, pipe or file behind `fd`, with a file description of its own: the mode of
-/// the one that the shell uses stays as it is. Sockets can't be opened anew; theirs is changed.
+/// the one that the shell uses stays as it is. Sockets can't be opened anew; theirs is changed. Files are taken as they are.
 pub fn reopen(fd: impl AsFd, write: bool) -> io::Result<OwnedFd> {
+    if FileType::from_raw_mode(fstat(&fd)?.st_mode) == FileType::RegularFile {
+        // Never blocks, and its position may be shared with standard error.
+        return fd.as_fd().try_clone_to_owned();
+    }
     let mode = if write { OFlags::WRONLY } else { OFlags::RDONLY };
     let path = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
     let flags = mode | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
