@@ -62,6 +62,22 @@ impl Case {
         Ok(folder)
     }
 
+    /// A bridge in the node, up, for this test's NICs; it is removed with the case.
+    pub fn bridge(&self) -> Result<String> {
+        let name = self.bridge_name();
+        self.node.sh(&format!(
+            "ip link add {name} type bridge && ip link set {name} up"
+        ))?;
+        Ok(name)
+    }
+
+    /// Of the two numbers in the case's name; an interface's name has at most 15 characters.
+    fn bridge_name(&self) -> String {
+        let mut numbers = self.name.rsplit('-');
+        let (count, pid) = (numbers.next().unwrap_or("0"), numbers.next().unwrap_or("0"));
+        format!("br{pid}x{count}")
+    }
+
     fn folder_path(&self) -> String {
         format!("/var/tmp/vmmd-tests/{}", self.name)
     }
@@ -97,6 +113,10 @@ impl Drop for Case {
             eprintln!("\n══ {} failed\n{}", self.name, self.report());
         }
         // A node that does not answer has been reported, or fails the next test.
-        let _ = self.node.ssh(&format!("rm -rf {}", self.folder_path()));
+        let _ = self.node.ssh(&format!(
+            "rm -rf {}; ip link del {} 2>/dev/null",
+            self.folder_path(),
+            self.bridge_name()
+        ));
     }
 }

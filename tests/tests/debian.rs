@@ -10,11 +10,9 @@ const BOOT: u64 = 300;
 fn debian_boots_from_its_disk_takes_ssh_and_keeps_what_it_synced_when_killed() {
     let case = Case::new("debian").expect("node");
     let node = case.node();
-    let bridge = format!("brd{}", std::process::id() % 100_000);
-    node.sh(&format!(
-        "ip link add {bridge} type bridge && ip addr add 10.77.0.1/24 dev {bridge} && ip link set {bridge} up"
-    ))
-    .expect("a bridge");
+    let bridge = case.bridge().expect("a bridge");
+    node.sh(&format!("ip addr add 10.77.0.1/24 dev {bridge}"))
+        .expect("a bridge");
     let disk = case.debian_disk().expect("a disk");
     let guests = node.guests();
     let spec = VmSpec::new(guests.debian_vmlinuz(), Some(guests.debian_initrd()))
@@ -62,7 +60,6 @@ fn debian_boots_from_its_disk_takes_ssh_and_keeps_what_it_synced_when_killed() {
         "EXIT_REASON_STOPPED"
     );
     drop(vm);
-    node.sh(&format!("ip link del {bridge}")).expect("clean up");
 }
 
 #[test]

@@ -18,9 +18,9 @@ fn with_guest(topic: &str, attack: impl FnOnce(&Vm<'_>, &mut Console)) {
     let initrd = vmmd_tests::guest::initrd_with(Kernel::Cloud612, &extra).expect("initrd");
     node.copy_in(&initrd, &format!("{folder}/initrd"))
         .expect("copy the initrd");
-    let bridge = format!("brh{}", std::process::id() % 100_000);
+    let bridge = case.bridge().expect("a bridge");
     node.sh(&format!(
-        "ip link add {bridge} type bridge && ip link set {bridge} up && \
+        "\
          yes vmmd | head -c 1048576 >{folder}/disk.raw && cp {folder}/disk.raw {folder}/before.raw"
     ))
     .expect("a bridge and a disk");
@@ -79,7 +79,6 @@ fn with_guest(topic: &str, attack: impl FnOnce(&Vm<'_>, &mut Console)) {
     node.sh(&format!("cmp {folder}/disk.raw {folder}/before.raw"))
         .expect("the read-only disk is as it was");
     vm.ctl("stop --grace 60s").expect("stop");
-    node.sh(&format!("ip link del {bridge}")).expect("clean up");
 }
 
 fn phase(console: &mut Console, phase: &str) {

@@ -8,12 +8,10 @@ use vmmd_tests::vm::{BOOT, Vm, VmSpec};
 fn a_vmm_has_its_own_uid_no_capabilities_and_only_the_descriptors_it_needs() {
     let case = Case::new("sandbox").expect("node");
     let node = case.node();
-    let bridge = format!("brs{}", std::process::id() % 100_000);
+    let bridge = case.bridge().expect("a bridge");
     let folder = case.folder().expect("folder");
-    node.sh(&format!(
-        "ip link add {bridge} type bridge && ip link set {bridge} up && truncate -s 16M {folder}/a.raw {folder}/b.raw"
-    ))
-    .expect("a bridge and two disks");
+    node.sh(&format!("truncate -s 16M {folder}/a.raw {folder}/b.raw"))
+        .expect("a bridge and two disks");
     let spec = |disk: &str| {
         let path = format!("{folder}/{disk}.raw");
         VmSpec::busybox(Kernel::Cloud612)
@@ -66,7 +64,6 @@ fn a_vmm_has_its_own_uid_no_capabilities_and_only_the_descriptors_it_needs() {
     node.sh(&format!("cat /proc/{}/cgroup", first.pid().expect("pid")))
         .expect("cgroup");
     drop((first, second));
-    node.sh(&format!("ip link del {bridge}")).expect("clean up");
 }
 
 /// Every descriptor is one that a machine with one disk and one NIC needs.
