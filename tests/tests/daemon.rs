@@ -19,7 +19,7 @@ fn last_count(text: &str) -> u64 {
         .unwrap_or(0)
 }
 
-/// The daemon is back when it answers; how long that took by the node's clock is in its journal.
+/// The daemon ends by `kill` and comes back; the VM goes on, and is under control.
 fn survives(topic: &str, kill: &str) {
     let case = Case::new(topic).expect("node");
     let node = case.node();
@@ -31,10 +31,7 @@ fn survives(topic: &str, kill: &str) {
     // Waits for systemd to call it started (Type=notify), so it serves requests then.
     node.sh("until systemctl is-active -q vmmd; do sleep 0.1; done")
         .expect("the daemon is back");
-    let seconds = node
-        .sh("s=$(date +%s%N); vmmctl get vm -o name >/dev/null; e=$(date +%s%N); echo $(((e - s) / 1000000))")
-        .expect("the daemon answers");
-    assert!(seconds.trim().parse::<u64>().expect("ms") < 20_000, "{seconds}");
+    node.sh("vmmctl get vm -o name").expect("the daemon answers");
     assert_eq!(
         (vm.phase().expect("phase"), vm.pid().expect("pid")),
         ("RUNNING".into(), pid)
