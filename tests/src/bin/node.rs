@@ -7,7 +7,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
-use vmmd_tests::node::{DEFAULT_NAME, NODE_VARIABLE, Node, Size, images, newest_package};
+use vmmd_tests::node::{
+    DEFAULT_NAME, KEEPER_VARIABLE, Keeper, NODE_VARIABLE, Node, Size, images, newest_package,
+};
 use vmmd_tests::paths;
 
 /// Builds, boots and uses the test node.
@@ -160,11 +162,17 @@ fn boot(name: &str, size: Size, tied: bool) -> Result<Node> {
 fn with(name: &str, size: Size, command: &[String]) -> Result<ExitCode> {
     let node = boot(name, size, true)?;
     let (program, arguments) = command.split_first().context("no command")?;
+    let owned = name.to_owned();
+    let keeper = Keeper::start(node.dir().to_owned(), move || boot(&owned, size, true))?;
     let status = Command::new(program)
         .args(arguments)
         .env(NODE_VARIABLE, node.dir())
+        .env(KEEPER_VARIABLE, keeper.socket())
         .status();
-    node.stop()?;
+    // It may be another one by now, or none.
+    if let Some(node) = Node::attach(node.dir())? {
+        node.stop()?;
+    }
     let status = status.with_context(|| format!("start {program}"))?;
     Ok(status
         .code()

@@ -3,6 +3,7 @@
 mod guests;
 mod image;
 mod install;
+mod keeper;
 mod machine;
 mod ssh;
 mod stream;
@@ -16,6 +17,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 pub use guests::{GUESTS_DIR, Guests, Kernel};
 pub use image::{NodeImage, boot_file, install_ssh_key, ssh_key};
 pub use install::newest_package;
+pub use keeper::{KEEPER_VARIABLE, Keeper};
 pub use machine::{Machine, Size};
 pub use ssh::{Connection, DAEMON_SOCKET};
 pub use stream::Stream;
@@ -60,9 +62,14 @@ impl Node {
             return Ok(node);
         }
         if let Some(failed) = Machine::failed(&dir)? {
+            let why = match keeper::ask() {
+                Ok(true) => return Self::attach(&dir)?.context("the new node failed as well"),
+                Ok(false) => String::new(),
+                Err(error) => format!(" ({error:#})"),
+            };
             let console = fs::read_to_string(failed.console_log()).unwrap_or_default();
             bail!(
-                "the test node {} failed; its console ends with:\n{}",
+                "the test node {} failed{why}; its console ends with:\n{}",
                 failed.name,
                 tail(&console, 60)
             );
