@@ -5,7 +5,12 @@ use std::{env, fs, path::PathBuf};
 
 use prost::Message;
 
-const FILES: &[&str] = &["vmmd/v1/vm.proto", "vmmd/v1/node.proto", "vmm/v1/control.proto"];
+const FILES: &[&str] = &[
+    "vmmd/v1/vm.proto",
+    "vmmd/v1/disk.proto",
+    "vmmd/v1/node.proto",
+    "vmm/v1/control.proto",
+];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let root = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?);

@@ -68,6 +68,7 @@ pub fn from_flags(args: &Create) -> Result<v1::Vm> {
             }),
             disks: disks.collect::<Result<_>>()?,
             nics: nics.collect::<Result<_>>()?,
+            ..Default::default()
         }),
         status: None,
     };

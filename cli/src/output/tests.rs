@@ -84,6 +84,7 @@ fn web() -> v1::Vm {
                 attachment: Some(v1::nic_spec::Attachment::Bridge("br0".into())),
                 mac: "52:54:00:12:34:56".into(),
             }],
+            ..Default::default()
         }),
         status: Some(v1::VmStatus {
             phase: v1::VmPhase::Running.into(),

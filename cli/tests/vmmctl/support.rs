@@ -335,6 +335,29 @@ impl VmService for State {
         Ok(Response::new(v1::ResumeVmResponse { vm }))
     }
 
+    async fn attach_disk(&self, _: Request<v1::AttachDiskRequest>) -> Answer<v1::AttachDiskResponse> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn detach_disk(&self, _: Request<v1::DetachDiskRequest>) -> Answer<v1::DetachDiskResponse> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn resize_vm_disk(&self, _: Request<v1::ResizeVmDiskRequest>) -> Answer<v1::ResizeVmDiskResponse> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn set_rate_limit(&self, _: Request<v1::SetRateLimitRequest>) -> Answer<v1::SetRateLimitResponse> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn get_vm_disk_stats(
+        &self,
+        _: Request<v1::GetVmDiskStatsRequest>,
+    ) -> Answer<v1::GetVmDiskStatsResponse> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
     type ConsoleStream = Events<v1::ConsoleResponse>;
 
     /// Prints a banner, then echoes what is typed in capitals; a line `halt` ends the run. Ends when the client does.

@@ -21,8 +21,25 @@ pub enum Operation {
         /// Completes only when the data is on stable storage.
         stable: bool,
     },
-    /// Completes when all writes that completed before are on stable storage.
+    /// Completes when all writes, discards and zeroings that completed before are on stable storage.
     Flush,
+    /// Forget the content of these bytes, to give their space back. What is read there afterwards is undefined; where
+    /// the image can't do it nothing happens. It has no buffers.
+    Discard {
+        /// In bytes.
+        offset: u64,
+        /// In bytes; the end lies within the image.
+        length: u64,
+    },
+    /// Make these bytes read as zero. It has no buffers.
+    WriteZeroes {
+        /// In bytes.
+        offset: u64,
+        /// In bytes; the end lies within the image.
+        length: u64,
+        /// Their space may be given back.
+        unmap: bool,
+    },
 }
 
 /// A request, with what it works on.

@@ -6,12 +6,28 @@ use super::{SECTOR, engine::Engine};
 
 /// An open disk image. It is locked against other users for as long as it or one of its engines lives.
 pub trait Image: Send {
-    /// Size in bytes, a multiple of [`SECTOR`].
+    /// Size in bytes by now, a multiple of [`SECTOR`].
     fn capacity(&self) -> u64;
     /// Whether it refuses writes.
     fn read_only(&self) -> bool;
+    /// How it likes to be used.
+    fn geometry(&self) -> Geometry;
     /// Something that carries out requests on it, for one thread. There may be several at once.
     fn engine(&self) -> io::Result<Box<dyn Engine>>;
+    /// Makes it larger, while engines of it are at work: afterwards [`capacity`](Self::capacity) is `capacity` bytes, a
+    /// multiple of [`SECTOR`] and not less than before. `None` takes over what a block device has by now.
+    fn grow(&self, capacity: Option<u64>) -> io::Result<()>;
+}
+
+/// How an image likes to be used. Sizes are in bytes and powers of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// Smaller writes mean that the host reads and writes back: 512 or more.
+    pub physical_block: u32,
+    /// Requests of this size and its multiples are best; 0 says nothing.
+    pub optimal_io: u32,
+    /// What a discard gives back is in units of this size; `None` when it gives nothing back.
+    pub discard_granularity: Option<u32>,
 }
 
 /// Why a file can't be used as a disk. The caller names the disk.

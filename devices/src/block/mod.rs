@@ -6,7 +6,7 @@ pub mod raw;
 mod sync;
 
 pub use engine::{Completion, Engine, Operation, Request};
-pub use image::{Image, OpenError};
+pub use image::{Geometry, Image, OpenError};
 pub use raw::RawImage;
 
 /// Bytes in a sector, the unit of disk sizes and of virtio-blk's addresses (virtio 1.3, 5.2.4).

@@ -12,7 +12,7 @@ use rustix::fs::{OFlags, fcntl_getfl};
 use super::{
     SECTOR,
     engine::Engine,
-    image::{Image, OpenError},
+    image::{Geometry, Image, OpenError},
     sync::SyncEngine,
 };
 use crate::sys::lock::{LockKind, try_lock};
@@ -77,8 +77,20 @@ impl Image for RawImage {
         self.read_only
     }
 
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            physical_block: 4096,
+            optimal_io: 0,
+            discard_granularity: Some(4096),
+        }
+    }
+
     fn engine(&self) -> io::Result<Box<dyn Engine>> {
         Ok(Box::new(SyncEngine::new(Arc::clone(&self.file))))
+    }
+
+    fn grow(&self, _capacity: Option<u64>) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::{collections::VecDeque, fs::File, io, sync::Arc, time::Instant};
 
+use rustix::fs::{FallocateFlags, fallocate};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::engine::{Completion, Engine, Operation, Request};
@@ -22,6 +23,11 @@ impl SyncEngine {
     }
 }
 
+fn punch(file: &File, offset: u64, length: u64) -> io::Result<()> {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    fallocate(file, flags, offset, length).map_err(io::Error::from)
+}
+
 impl Engine for SyncEngine {
     fn submit(&mut self, request: Request) {
         let Request {
@@ -33,6 +39,12 @@ impl Engine for SyncEngine {
             Operation::Read { offset } => buffers.read_exact_at(&self.file, offset),
             Operation::Write { offset, stable } => buffers.write_all_at(&self.file, offset, stable),
             Operation::Flush => self.file.sync_data(),
+            Operation::Discard { offset, length } => punch(&self.file, offset, length),
+            Operation::WriteZeroes {
+                offset,
+                length,
+                unmap: _,
+            } => punch(&self.file, offset, length),
         };
         self.done.push_back(Completion {
             token,

@@ -336,7 +336,7 @@ fn disk(found: &mut Violations, field: &str, disk: &v1::DiskSpec) -> Option<Disk
     let path = absolute(found, format_args!("{field}.path"), &disk.path);
     let format = match v1::DiskFormat::try_from(disk.format) {
         Ok(v1::DiskFormat::Raw) => Some(DiskFormat::Raw),
-        Ok(v1::DiskFormat::Unspecified) => {
+        Ok(v1::DiskFormat::Unspecified | v1::DiskFormat::Qcow2 | v1::DiskFormat::Iso) => {
             found.add(format_args!("{field}.format"), "must be given: DISK_FORMAT_RAW");
             None
         }

@@ -106,6 +106,7 @@ impl Audience for Log {
             Kind::GuestPanicked(_) => "guest panicked".into(),
             Kind::DeviceError(error) => format!("{}: {}", error.device, error.message),
             Kind::Ended(ended) => format!("ended {:?}", ended.exit.unwrap().kind()),
+            Kind::DiskDetached(gone) => format!("disk {} detached", gone.name),
         });
     }
 

@@ -205,6 +205,41 @@ impl VmService for Vms {
         Ok(Response::new(v1::ResumeVmResponse { vm: Some(vm) }))
     }
 
+    async fn attach_disk(
+        &self,
+        _request: Request<v1::AttachDiskRequest>,
+    ) -> Result<Response<v1::AttachDiskResponse>, Status> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn detach_disk(
+        &self,
+        _request: Request<v1::DetachDiskRequest>,
+    ) -> Result<Response<v1::DetachDiskResponse>, Status> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn resize_vm_disk(
+        &self,
+        _request: Request<v1::ResizeVmDiskRequest>,
+    ) -> Result<Response<v1::ResizeVmDiskResponse>, Status> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn set_rate_limit(
+        &self,
+        _request: Request<v1::SetRateLimitRequest>,
+    ) -> Result<Response<v1::SetRateLimitResponse>, Status> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
+    async fn get_vm_disk_stats(
+        &self,
+        _request: Request<v1::GetVmDiskStatsRequest>,
+    ) -> Result<Response<v1::GetVmDiskStatsResponse>, Status> {
+        Err(Status::unimplemented("not there yet"))
+    }
+
     type ConsoleStream = console::Stream;
 
     async fn console(

@@ -87,6 +87,7 @@ impl View {
             conditions: vec![self.ready(instance)],
             nics: nics(uid, record, spec, instance.is_some()),
             phase_time: text::timestamp(self.phase_ms),
+            disks: Vec::new(),
         };
         v1::Vm {
             api_version: API_VERSION.to_owned(),

@@ -111,6 +111,7 @@ pub fn assemble(
                     .get(disk.name.as_str())
                     .copied()
                     .unwrap_or_default(),
+                ..Default::default()
             })
             .collect(),
         nics: spec
@@ -128,6 +129,7 @@ pub fn assemble(
                 }
             })
             .collect(),
+        ..Default::default()
     };
     (machine, fds.0)
 }
@@ -179,6 +181,7 @@ mod tests {
             }),
             disks: disks.collect(),
             nics: nics.collect(),
+            ..Default::default()
         };
         VmSpec::try_from(&wire).unwrap()
     }

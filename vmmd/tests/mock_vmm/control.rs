@@ -85,6 +85,11 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         }
         Op::Stop(_) => guest.end(ExitKind::Stopped, ""),
         Op::GetStatus(_) => guest.status(),
+        Op::AttachDisk(_)
+        | Op::DetachDisk(_)
+        | Op::ResizeDisk(_)
+        | Op::SetRateLimit(_)
+        | Op::GetDiskStats(_) => return refuse(ErrorKind::Invalid, "not there yet"),
     };
     Some(Outcome::Status(status))
 }

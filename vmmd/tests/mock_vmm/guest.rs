@@ -163,6 +163,7 @@ impl Inner {
             guest_resets: self.resets,
             name: self.name.clone(),
             exit: None,
+            ..Default::default()
         }
     }
 

@@ -16,7 +16,7 @@ use super::{
     *,
 };
 use crate::{
-    block::{Completion, Engine, Operation, RawImage, Request},
+    block::{Completion, Engine, Geometry, Operation, RawImage, Request},
     virtio::{
         fault::DeviceEvent,
         testing::{Area, Buffer, Driver, Rig, suite::DeviceUnderTest},
@@ -305,6 +305,16 @@ impl Image for BadImage {
     fn read_only(&self) -> bool {
         false
     }
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            physical_block: 4096,
+            optimal_io: 0,
+            discard_granularity: None,
+        }
+    }
+    fn grow(&self, _capacity: Option<u64>) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
     fn engine(&self) -> io::Result<Box<dyn Engine>> {
         Ok(Box::new(BadEngine {
             kind: self.0,
@@ -415,6 +425,16 @@ impl Image for SlowImage {
     }
     fn read_only(&self) -> bool {
         false
+    }
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            physical_block: 4096,
+            optimal_io: 0,
+            discard_granularity: None,
+        }
+    }
+    fn grow(&self, _capacity: Option<u64>) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
     }
     fn engine(&self) -> io::Result<Box<dyn Engine>> {
         Ok(Box::new(SlowEngine(self.0.clone())))

@@ -195,6 +195,9 @@ impl Actor {
                     instance.ended = ended.exit;
                 }
             }
+            Some(event::Kind::DiskDetached(gone)) => {
+                tracing::info!(vm, disk = gone.name, forced = gone.forced, "a disk is detached");
+            }
             None => {}
         }
     }

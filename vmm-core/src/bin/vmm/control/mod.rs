@@ -343,7 +343,14 @@ impl Server {
             Some(Op::Resume(_)) => Request::Resume,
             Some(Op::PowerButton(_)) => Request::PowerButton,
             Some(Op::Stop(_)) => Request::Stop,
-            None => {
+            Some(
+                Op::AttachDisk(_)
+                | Op::DetachDisk(_)
+                | Op::ResizeDisk(_)
+                | Op::SetRateLimit(_)
+                | Op::GetDiskStats(_),
+            )
+            | None => {
                 let unknown = "unknown request".to_owned();
                 return self.respond(token, error(ErrorKind::Invalid, unknown));
             }

@@ -84,6 +84,7 @@ pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
         rng_fd: fds.add(open("random source", Path::new("/dev/urandom"), false)?),
         serial_log_fd: None,
         serial_log_old_fd: None,
+        ..Default::default()
     };
     Ok((machine, fds.0))
 }
@@ -129,6 +130,7 @@ fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
         read_only: disk.read_only,
         serial: disk.serial.clone(),
         pci_slot: slot,
+        ..Default::default()
     })
 }
 
