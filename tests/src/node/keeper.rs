@@ -1,8 +1,10 @@
 //! A new node in the place of one that the emulator lost.
 //!
 //! QEMU's multi-threaded TCG (before 8.1) can run an instruction that was patched while it was being translated: the
-//! kernel then dies of an `int3` that it has already removed. That is no fault of what is tested, and must not fail every
-//! test that comes after it. Whoever needs the node asks its keeper, who boots another one, a few times at most.
+//! kernel then dies of an `int3` that it has already removed. And its SVM was seen to enter a guest with the global
+//! interrupt flag clear: that processor then takes no interrupt, not even an NMI, until the guest exits by itself, and the
+//! other one waits for it. That is no fault of what is tested, and must not fail every test that comes after it. Whoever
+//! needs the node asks its keeper, who boots another one, a few times at most.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -21,8 +23,9 @@ pub const KEEPER_VARIABLE: &str = "VMMD_NODE_KEEPER";
 /// How many nodes a keeper replaces before it says that something else is wrong.
 const REPLACEMENTS: u32 = 3;
 
-/// What the console of a node shows that died in this way.
-const SIGNATURE: &str = "Oops: int3";
+/// What the console of a node shows that died in one of these ways. The kernel panics by itself when a processor is stuck
+/// (`softlockup_panic` on its command line).
+const SIGNATURES: [&str; 2] = ["Oops: int3", "softlockup: hung tasks"];
 
 /// Replaces one node. It ends with the process.
 #[derive(Debug)]
@@ -68,10 +71,10 @@ fn replace(dir: &Path, replaced: &mut u32, boot: &mut impl FnMut() -> Result<Nod
         return Ok(());
     };
     let console = fs::read_to_string(failed.console_log()).unwrap_or_default();
-    ensure!(
-        console.contains(SIGNATURE),
-        "it did not die of an emulator's `{SIGNATURE}`"
-    );
+    let signature = SIGNATURES
+        .iter()
+        .find(|signature| console.contains(**signature))
+        .context("it did not die of what the emulator is known for")?;
     ensure!(
         *replaced < REPLACEMENTS,
         "it was replaced {REPLACEMENTS} times already"
@@ -80,7 +83,7 @@ fn replace(dir: &Path, replaced: &mut u32, boot: &mut impl FnMut() -> Result<Nod
     let kept = dir.join(format!("console.lost-{replaced}.log"));
     fs::rename(failed.console_log(), &kept)?;
     eprintln!(
-        "node: the emulator lost the node ({SIGNATURE}; {}): booting another one",
+        "node: the emulator lost the node ({signature}; {}): booting another one",
         kept.display()
     );
     boot().map(drop)
