@@ -7,9 +7,10 @@ use uuid::Uuid;
 
 use super::{
     Violations,
+    disk::MAX_SERIAL,
     nic::Mac,
     topology::Topology,
-    vm::{MAX_CMDLINE, MAX_DISKS, MAX_MEMORY, MAX_NICS, MAX_SERIAL, MEMORY_STEP, MIN_MEMORY},
+    vm::{MAX_CMDLINE, MAX_DISKS, MAX_MEMORY, MAX_NICS, MEMORY_STEP, MIN_MEMORY},
 };
 use crate::vmm;
 

@@ -120,6 +120,65 @@ fn the_same_name_path_or_mac_twice_is_refused() {
 }
 
 #[test]
+fn several_disks_may_read_the_same_but_none_may_write_to_it_then() {
+    let both = |first: bool, second: bool| {
+        fields_refused(|vm| {
+            let spec = vm.spec.as_mut().unwrap();
+            spec.cpu = None;
+            let mut other = spec.disks[0].clone();
+            other.name = "other".into();
+            spec.disks[0].read_only = first;
+            other.read_only = second;
+            spec.disks.push(other);
+        })
+    };
+    assert_eq!(both(true, true), ["spec.cpu.cores"]);
+    for (first, second) in [(false, false), (true, false), (false, true)] {
+        assert_eq!(both(first, second), ["spec.cpu.cores", "spec.disks"]);
+    }
+}
+
+#[test]
+fn groups_and_boot_orders_fit_together() {
+    let group = |name: &str| v1::RateGroup {
+        name: name.into(),
+        limit: None,
+    };
+    let disk = |name: &str, group: &str, boot_order| v1::DiskSpec {
+        name: name.into(),
+        path: format!("/srv/{name}"),
+        format: v1::DiskFormat::Raw.into(),
+        rate_group: group.into(),
+        boot_order,
+        ..Default::default()
+    };
+    let refused = fields_refused(|vm| {
+        let spec = vm.spec.as_mut().unwrap();
+        spec.rate_groups = vec![group("slow"), group("slow"), group("")];
+        spec.disks = vec![
+            disk("a", "slow", 1),
+            disk("b", "fast", 1),
+            disk("c", "", 0),
+            disk("d", "", 0),
+        ];
+    });
+    assert_eq!(
+        refused,
+        [
+            "spec.rateGroups[2].name",
+            "spec.rateGroups",
+            "spec.disks",
+            "spec.disks[1].rateGroup"
+        ]
+    );
+    let mut vm = manifest();
+    let spec = vm.spec.as_mut().unwrap();
+    spec.rate_groups = vec![group("slow")];
+    spec.disks = vec![disk("a", "slow", 2), disk("b", "slow", 1)];
+    assert_eq!(Manifest::try_from(&vm).unwrap().spec.rate_groups.len(), 1);
+}
+
+#[test]
 fn topology_follows_the_rule_of_platform_v1() {
     for (cores, sockets) in [(1, 1), (3, 1), (16, 1), (18, 2), (32, 2)] {
         assert_eq!(Topology::for_cores(cores).unwrap().sockets, sockets, "{cores}");

@@ -5,7 +5,13 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-use super::{Violations, name::Name, nic::Mac, topology::Topology};
+use super::{
+    Violations,
+    disk::{Disk, Limit, RateGroup, Source},
+    name::Name,
+    nic::Mac,
+    topology::Topology,
+};
 use crate::v1;
 
 /// The manifests' `apiVersion`.
@@ -24,10 +30,10 @@ pub const MEMORY_STEP: u64 = 2 * MIB;
 pub const MAX_CMDLINE: usize = 2047;
 /// Most disks of a VM.
 pub const MAX_DISKS: usize = 16;
+/// Most rate groups of a VM.
+pub const MAX_RATE_GROUPS: usize = 16;
 /// Most NICs of a VM.
 pub const MAX_NICS: usize = 8;
-/// Longest disk serial in bytes (virtio 1.3, 5.2.6.1).
-pub const MAX_SERIAL: usize = 20;
 /// Longest name of a network interface in bytes (Linux' IFNAMSIZ less the final NUL).
 pub const MAX_IFNAME: usize = 15;
 /// Most labels of a VM.
@@ -59,6 +65,8 @@ pub struct VmSpec {
     pub disks: Vec<Disk>,
     /// NICs in the order of the manifest.
     pub nics: Vec<Nic>,
+    /// Limits that several disks share.
+    pub rate_groups: Vec<RateGroup>,
 }
 
 /// How guest RAM is backed on the host.
@@ -85,28 +93,6 @@ pub enum Boot {
         /// Command line, without NUL.
         cmdline: String,
     },
-}
-
-/// A disk of a VM.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Disk {
-    /// Unique in the VM.
-    pub name: Name,
-    /// Image file or block device.
-    pub path: PathBuf,
-    /// How the image is to be read.
-    pub format: DiskFormat,
-    /// The guest can't write to it.
-    pub read_only: bool,
-    /// At most [`MAX_SERIAL`] printable ASCII characters.
-    pub serial: String,
-}
-
-/// How a disk image is to be read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DiskFormat {
-    /// Byte for byte.
-    Raw,
 }
 
 /// A network interface of a VM.
@@ -144,7 +130,7 @@ impl TryFrom<&v1::Vm> for Manifest {
         }
         let metadata = vm.metadata.clone().unwrap_or_default();
         let name = name(&mut found, "metadata.name", &metadata.name);
-        labels(&mut found, &metadata.labels);
+        labels(&mut found, "metadata.labels", &metadata.labels);
         let spec = match vm.spec.as_ref() {
             Some(spec) => VmSpec::try_from(spec).map_err(|more| found.0.extend(more.0)).ok(),
             None => {
@@ -176,8 +162,16 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         memory_size(&mut found, memory_bytes);
         let backing = backing(&mut found, spec.memory.map_or(0, |memory| memory.backing));
         let boot = boot(&mut found, spec.boot.as_ref());
-        let disks = list(&mut found, "spec.disks", &spec.disks, MAX_DISKS, disk);
+        let disks = list(&mut found, "spec.disks", &spec.disks, MAX_DISKS, Disk::new);
         let nics = list(&mut found, "spec.nics", &spec.nics, MAX_NICS, nic);
+        let field = "spec.rateGroups";
+        let rate_groups = list(
+            &mut found,
+            field,
+            &spec.rate_groups,
+            MAX_RATE_GROUPS,
+            RateGroup::new,
+        );
         unique(
             &mut found,
             "spec.disks",
@@ -190,8 +184,13 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             "name",
             nics.iter().map(|nic| nic.name.as_str()),
         );
-        let paths = disks.iter().filter(|disk| !disk.read_only).map(|disk| &disk.path);
-        unique(&mut found, "spec.disks", "path", paths.map(|path| path.display()));
+        unique(
+            &mut found,
+            field,
+            "name",
+            spec.rate_groups.iter().map(|group| group.name.as_str()),
+        );
+        disks_together(&mut found, &disks, spec);
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
         match (topology, boot) {
@@ -202,30 +201,63 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 boot,
                 disks,
                 nics,
+                rate_groups,
             }),
             _ => Err(found),
         }
     }
 }
 
-fn name(found: &mut Violations, field: &str, name: &str) -> Option<Name> {
+/// What must hold between the disks of a VM.
+fn disks_together(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec) {
+    let orders = disks.iter().filter_map(|disk| disk.boot_order);
+    unique(found, "spec.disks", "bootOrder", orders);
+    let source = |disk: &Disk| match &disk.source {
+        Source::Path { path, .. } => ("path", path.display().to_string()),
+        Source::Disk { name, .. } => ("disk", name.to_string()),
+    };
+    let mut seen = BTreeMap::new();
+    for disk in disks {
+        let (what, value) = source(disk);
+        // Several may read the same.
+        if let Some(read_only) = seen.insert((what, value.clone()), disk.read_only)
+            && !(read_only && disk.read_only)
+        {
+            found.add("spec.disks", format_args!("two with the same {what} \"{value}\""));
+        }
+    }
+    let field = |index| format!("spec.disks[{index}].rateGroup");
+    for (index, disk) in spec.disks.iter().enumerate() {
+        let exists = spec.rate_groups.iter().any(|group| group.name == disk.rate_group);
+        let names = disks
+            .iter()
+            .any(|valid| matches!(&valid.limit, Limit::Group(name) if name.as_str() == disk.rate_group));
+        if names && !exists {
+            let problem = format_args!(
+                "must be the name of one of spec.rateGroups, is \"{}\"",
+                disk.rate_group
+            );
+            found.add(field(index), problem);
+        }
+    }
+}
+
+pub(super) fn name(found: &mut Violations, field: &str, name: &str) -> Option<Name> {
     Name::try_from(name)
         .map_err(|error| found.add(field, format_args!("{error}, is \"{name}\"")))
         .ok()
 }
 
-fn labels(found: &mut Violations, labels: &BTreeMap<String, String>) {
+/// Notes what is wrong with labels; `field` is their path.
+pub(super) fn labels(found: &mut Violations, field: &str, labels: &BTreeMap<String, String>) {
     if labels.len() > MAX_LABELS {
-        found.add(
-            "metadata.labels",
-            format_args!("at most {MAX_LABELS}, are {}", labels.len()),
-        );
+        found.add(field, format_args!("at most {MAX_LABELS}, are {}", labels.len()));
     }
     for (key, value) in labels {
         let fits = |text: &str, max| text.len() <= max && !text.chars().any(char::is_control);
         if key.is_empty() || key.contains('=') || !fits(key, 253) || !fits(value, 253) {
             found.add(
-                format_args!("metadata.labels[{key:?}]"),
+                format_args!("{field}[{key:?}]"),
                 "key and value must be at most 253 bytes without control characters, the key not empty and without '='",
             );
         }
@@ -282,7 +314,7 @@ fn boot(found: &mut Violations, boot: Option<&v1::BootSpec>) -> Option<Boot> {
     })
 }
 
-fn absolute(found: &mut Violations, field: impl std::fmt::Display, path: &str) -> Option<PathBuf> {
+pub(super) fn absolute(found: &mut Violations, field: impl std::fmt::Display, path: &str) -> Option<PathBuf> {
     let wrong = if path.is_empty() {
         "must be given"
     } else if !path.starts_with('/') {
@@ -329,48 +361,6 @@ fn unique<T: ToString>(found: &mut Violations, list: &str, what: &str, values: i
         }
         seen.insert(value);
     }
-}
-
-fn disk(found: &mut Violations, field: &str, disk: &v1::DiskSpec) -> Option<Disk> {
-    let name = name(found, &format!("{field}.name"), &disk.name);
-    let path = absolute(found, format_args!("{field}.path"), &disk.path);
-    let format = match v1::DiskFormat::try_from(disk.format) {
-        Ok(v1::DiskFormat::Raw) => Some(DiskFormat::Raw),
-        Ok(v1::DiskFormat::Unspecified | v1::DiskFormat::Qcow2 | v1::DiskFormat::Iso) => {
-            found.add(format_args!("{field}.format"), "must be given: DISK_FORMAT_RAW");
-            None
-        }
-        Err(_) => {
-            found.add(
-                format_args!("{field}.format"),
-                format_args!("unknown value {}", disk.format),
-            );
-            None
-        }
-    };
-    let printable = disk
-        .serial
-        .bytes()
-        .all(|byte| byte.is_ascii_graphic() || byte == b' ');
-    if disk.serial.len() > MAX_SERIAL || !printable {
-        found.add(
-            format_args!("{field}.serial"),
-            format_args!("must be at most {MAX_SERIAL} printable ASCII characters"),
-        );
-    }
-    let name = name?;
-    let serial = if disk.serial.is_empty() {
-        name.as_str().chars().take(MAX_SERIAL).collect()
-    } else {
-        disk.serial.clone()
-    };
-    Some(Disk {
-        name,
-        path: path?,
-        format: format?,
-        read_only: disk.read_only,
-        serial,
-    })
 }
 
 fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic> {

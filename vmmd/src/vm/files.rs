@@ -10,7 +10,10 @@ use std::{
     path::Path,
 };
 
-use proto::model::vm::{Boot, Disk, VmSpec};
+use proto::model::{
+    disk::{Disk, Source},
+    vm::{Boot, VmSpec},
+};
 use rustix::fs::{Mode, OFlags};
 
 use crate::{
@@ -69,10 +72,10 @@ pub fn open(spec: &VmSpec, ledger: &Ledger, locks: Locks) -> Result<Files, Failu
 
 /// What the disks of a VM are on, as far as that can be told without opening them.
 pub fn identify(spec: &VmSpec) -> Vec<FileId> {
-    let stats = spec
-        .disks
-        .iter()
-        .filter_map(|disk| rustix::fs::stat(&disk.path).ok());
+    let stats = spec.disks.iter().filter_map(|disk| match &disk.source {
+        Source::Path { path, .. } => rustix::fs::stat(path).ok(),
+        Source::Disk { .. } => None,
+    });
     stats.map(|stat| identity(&stat)).collect()
 }
 
@@ -125,7 +128,11 @@ fn open_image(field: &str, what: &'static str, path: &Path) -> Result<OwnedFd, F
 }
 
 fn open_disk(field: &str, disk: &Disk, ledger: &Ledger, locks: Locks) -> Result<(OwnedFd, FileId), Failure> {
-    let path = disk.path.display();
+    let Source::Path { path: file, .. } = &disk.source else {
+        let message = format!("{field}: disks of the DiskService can't be attached yet");
+        return Err(Failure::precondition("DISK_UNUSABLE", message));
+    };
+    let path = file.display();
     let refuse = |reason, problem: &str| {
         Failure::precondition(
             reason,
@@ -137,7 +144,7 @@ fn open_disk(field: &str, disk: &Disk, ledger: &Ledger, locks: Locks) -> Result<
     } else {
         OFlags::RDWR
     };
-    let fd = open_file(&disk.path, access).map_err(|error| match error.kind() {
+    let fd = open_file(file, access).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
             refuse("DISK_NOT_FOUND", "does not exist on the node")
         }
@@ -217,11 +224,8 @@ fn identity(stat: &rustix::fs::Stat) -> FileId {
 mod tests {
     use std::{fs, path::PathBuf};
 
-    use proto::model::{
-        name::Name,
-        topology::Topology,
-        vm::{Backing, DiskFormat},
-    };
+    use proto::model::{Violations, topology::Topology, vm::Backing};
+    use proto::v1;
 
     use super::*;
     use crate::config::UidRange;
@@ -237,13 +241,6 @@ mod tests {
         let path = |name: &str| folder.path().join(name);
         fs::write(path("kernel"), [1; 4096]).unwrap();
         fs::write(path("disk"), [0; 1024]).unwrap();
-        let disk = Disk {
-            name: Name::try_from("root").unwrap(),
-            path: path("disk"),
-            format: DiskFormat::Raw,
-            read_only: false,
-            serial: String::new(),
-        };
         let spec = VmSpec {
             topology: Topology::for_cores(1).unwrap(),
             memory_bytes: 128 << 20,
@@ -253,14 +250,25 @@ mod tests {
                 initrd: None,
                 cmdline: String::new(),
             },
-            disks: vec![disk],
+            disks: vec![disk(&path("disk"))],
             nics: Vec::new(),
+            rate_groups: Vec::new(),
         };
         Case {
             folder,
             spec,
             ledger: Ledger::new(UidRange::default(), 1 << 30),
         }
+    }
+
+    fn disk(path: &Path) -> Disk {
+        let wire = v1::DiskSpec {
+            name: "root".into(),
+            path: path.to_str().unwrap().into(),
+            format: v1::DiskFormat::Raw.into(),
+            ..Default::default()
+        };
+        Disk::new(&mut Violations::default(), "", &wire).unwrap()
     }
 
     impl Case {
@@ -332,7 +340,7 @@ mod tests {
             ("odd", "DISK_SIZE_INVALID", "1000 bytes"),
             ("empty", "DISK_SIZE_INVALID", "0 bytes"),
         ] {
-            case.spec.disks[0].path = case.path(path);
+            case.spec.disks[0] = disk(&case.path(path));
             let (found, message) = case.refused();
             assert!(
                 found == reason && message.contains(words),
@@ -343,7 +351,7 @@ mod tests {
                 "{message}"
             );
         }
-        case.spec.disks[0].path = "/dev/null".into();
+        case.spec.disks[0] = disk(Path::new("/dev/null"));
         assert!(
             case.refused()
                 .1

@@ -4,6 +4,7 @@ use std::{collections::BTreeMap, os::fd::OwnedFd};
 
 use proto::{
     model::{
+        disk::{Disk, Format, Source},
         nic::Mac,
         vm::{Backing, Boot, VmSpec},
     },
@@ -102,16 +103,13 @@ pub fn assemble(
             .iter()
             .zip(disks)
             .map(|(disk, fd)| vmm::Disk {
-                name: disk.name.to_string(),
                 fd: fds.add(fd),
-                read_only: disk.read_only,
-                serial: disk.serial.clone(),
                 pci_slot: hardware
                     .disk_slots
                     .get(disk.name.as_str())
                     .copied()
                     .unwrap_or_default(),
-                ..Default::default()
+                ..disk.machine(format(disk))
             })
             .collect(),
         nics: spec
@@ -129,9 +127,16 @@ pub fn assemble(
                 }
             })
             .collect(),
-        ..Default::default()
+        rate_groups: spec.rate_groups.iter().map(Into::into).collect(),
     };
     (machine, fds.0)
+}
+
+fn format(disk: &Disk) -> Format {
+    match &disk.source {
+        Source::Path { format, .. } => *format,
+        Source::Disk { format, .. } => format.unwrap_or(Format::Raw),
+    }
 }
 
 #[derive(Default)]

@@ -12,8 +12,9 @@ use anyhow::{Context, Result, anyhow, bail};
 use devices::sys::tap;
 use proto::{
     model::{
+        disk::{Disk, Source},
         nic::Mac,
-        vm::{Attachment, Backing, Boot, Disk, Manifest, Nic},
+        vm::{Attachment, Backing, Boot, Manifest, Nic},
     },
     v1, vmm,
 };
@@ -84,7 +85,7 @@ pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
         rng_fd: fds.add(open("random source", Path::new("/dev/urandom"), false)?),
         serial_log_fd: None,
         serial_log_old_fd: None,
-        ..Default::default()
+        rate_groups: spec.rate_groups.iter().map(Into::into).collect(),
     };
     Ok((machine, fds.0))
 }
@@ -123,14 +124,17 @@ fn open(what: &str, path: &Path, write: bool) -> Result<File> {
 }
 
 fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
-    let file = open(&format!("disk {}", disk.name), &disk.path, !disk.read_only)?;
+    let Source::Path { path, format } = &disk.source else {
+        bail!(
+            "disk {}: there is no DiskService without the daemon: give its `path`",
+            disk.name
+        );
+    };
+    let file = open(&format!("disk {}", disk.name), path, !disk.read_only)?;
     Ok(vmm::Disk {
-        name: disk.name.to_string(),
         fd: fds.add(file),
-        read_only: disk.read_only,
-        serial: disk.serial.clone(),
         pci_slot: slot,
-        ..Default::default()
+        ..disk.machine(*format)
     })
 }
 
