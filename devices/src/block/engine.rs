@@ -64,12 +64,15 @@ pub struct Completion {
     pub buffers: Iovecs,
 }
 
-/// Carries out requests, owned by one thread.
+/// Carries out requests. It is made anywhere, and used by one thread from the first [`commit`](Self::commit) on.
+///
+/// What completes is taken until [`completed`](Self::completed) gives `None`: only then
+/// [`event`](Self::event) tells of the next.
 pub trait Engine: Send {
     /// Begins a request; it may wait for [`commit`](Self::commit). Not more at once than
     /// [`depth`](Self::depth).
     fn submit(&mut self, request: Request);
-    /// Hands all that was submitted to the host.
+    /// Hands all that was submitted to the host. Requests that the host does not take complete with the reason.
     fn commit(&mut self) -> io::Result<()>;
     /// A request that completed.
     fn completed(&mut self) -> Option<Completion>;
@@ -77,7 +80,9 @@ pub trait Engine: Send {
     fn in_flight(&self) -> usize;
     /// Most requests at once.
     fn depth(&self) -> usize;
-    /// Readable when requests completed; `None` when they have completed as soon as `commit` returns.
+    /// Readable when requests may have completed since [`completed`](Self::completed) last gave `None`; each completion
+    /// after that signals it anew, so that it can be watched edge-triggered and need not be read. `None` when they have
+    /// completed as soon as `commit` returns.
     fn event(&self) -> Option<&EventFd>;
     /// Waits until a request completes, nothing is under way, or `deadline` passes.
     fn wait(&mut self, deadline: Instant) -> io::Result<()>;

@@ -2,8 +2,10 @@
 
 pub mod engine;
 pub mod image;
+mod pool;
 pub mod raw;
-mod sync;
+mod target;
+mod uring;
 
 pub use engine::{Completion, Engine, Operation, Request};
 pub use image::{Geometry, Image, OpenError};
@@ -11,3 +13,6 @@ pub use raw::RawImage;
 
 /// Bytes in a sector, the unit of disk sizes and of virtio-blk's addresses (virtio 1.3, 5.2.4).
 pub const SECTOR: u64 = 512;
+
+#[cfg(test)]
+mod tests;

@@ -1,11 +1,6 @@
 //! Raw images: a regular file or a block device, byte for byte. Nothing is ever guessed from the content.
 
-use std::{
-    fs::File,
-    io::{self, Seek as _, SeekFrom},
-    os::{fd::OwnedFd, unix::fs::FileTypeExt as _},
-    sync::Arc,
-};
+use std::{fs::File, io, os::fd::OwnedFd, sync::Arc};
 
 use rustix::fs::{OFlags, fcntl_getfl};
 
@@ -13,15 +8,17 @@ use super::{
     SECTOR,
     engine::Engine,
     image::{Geometry, Image, OpenError},
-    sync::SyncEngine,
+    pool::{Pool, PoolEngine},
+    target::Target,
+    uring::UringEngine,
 };
 use crate::sys::lock::{LockKind, try_lock};
 
 /// An open raw image.
 #[derive(Debug)]
 pub struct RawImage {
-    file: Arc<File>,
-    capacity: u64,
+    target: Arc<Target>,
+    pool: Arc<Pool>,
     read_only: bool,
 }
 
@@ -30,20 +27,10 @@ impl RawImage {
     ///
     /// The lock belongs to the open file description (fcntl(2), OFD locks): whoever shares it keeps it locked.
     pub fn open(fd: OwnedFd, read_only: bool) -> Result<Self, OpenError> {
-        let mut file = File::from(fd);
-        let metadata = file
-            .metadata()
-            .map_err(|error| OpenError::Host("look at the image", error))?;
-        let kind = metadata.file_type();
-        let capacity = if kind.is_file() {
-            metadata.len()
-        } else if kind.is_block_device() {
-            file.seek(SeekFrom::End(0))
-                .map_err(|error| OpenError::Host("find out the block device's size", error))?
-        } else {
-            return Err(OpenError::Kind(kind_name(kind)));
-        };
-        check_access(&file, read_only)?;
+        let file = File::from(fd);
+        let target = Target::new(file)?;
+        check_access(&target.file, read_only)?;
+        let capacity = target.capacity();
         if capacity == 0 {
             return Err(OpenError::Empty);
         }
@@ -55,14 +42,15 @@ impl RawImage {
         } else {
             LockKind::Write
         };
-        match try_lock(&file, lock) {
+        match try_lock(&target.file, lock) {
             Ok(true) => {}
             Ok(false) => return Err(OpenError::InUse),
             Err(error) => return Err(OpenError::Host("lock the image", error)),
         }
+        let target = Arc::new(target);
         Ok(Self {
-            file: Arc::new(file),
-            capacity,
+            pool: Arc::new(Pool::new(Arc::clone(&target))),
+            target,
             read_only,
         })
     }
@@ -70,7 +58,7 @@ impl RawImage {
 
 impl Image for RawImage {
     fn capacity(&self) -> u64 {
-        self.capacity
+        self.target.capacity()
     }
 
     fn read_only(&self) -> bool {
@@ -86,25 +74,17 @@ impl Image for RawImage {
     }
 
     fn engine(&self) -> io::Result<Box<dyn Engine>> {
-        Ok(Box::new(SyncEngine::new(Arc::clone(&self.file))))
+        match UringEngine::new(Arc::clone(&self.target), Arc::clone(&self.pool)) {
+            Ok(engine) => Ok(Box::new(engine)),
+            Err(error) => {
+                tracing::warn!(%error, "no io_uring on this host: disks are served by threads");
+                Ok(Box::new(PoolEngine::new(Arc::clone(&self.pool))?))
+            }
+        }
     }
 
     fn grow(&self, _capacity: Option<u64>) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
-    }
-}
-
-fn kind_name(kind: std::fs::FileType) -> &'static str {
-    if kind.is_dir() {
-        "directory"
-    } else if kind.is_char_device() {
-        "character device"
-    } else if kind.is_fifo() {
-        "pipe"
-    } else if kind.is_socket() {
-        "socket"
-    } else {
-        "file of unknown kind"
     }
 }
 

@@ -131,13 +131,25 @@ impl Iovecs {
     }
 
     /// What one call may be given: pointer and number of entries.
-    fn window(&self) -> (*const libc::iovec, libc::c_int) {
+    pub(super) fn window(&self) -> (*const libc::iovec, u32) {
         let entries = self.entries.get(1..).unwrap_or_default();
         let entries = entries.get(..MAX_ENTRIES).unwrap_or(entries);
-        (
-            entries.as_ptr(),
-            libc::c_int::try_from(entries.len()).unwrap_or(0),
-        )
+        (entries.as_ptr(), u32::try_from(entries.len()).unwrap_or(0))
+    }
+
+    /// Address and length of the only entry, if there is just one that one call may transfer.
+    pub(super) fn only(&self) -> Option<(*mut u8, u32)> {
+        match self.entries.as_slice() {
+            [_, entry] if entry.iov_len <= MAX_TRANSFER => {
+                Some((entry.iov_base.cast(), u32::try_from(entry.iov_len).ok()?))
+            }
+            _ => None,
+        }
+    }
+
+    fn call_window(&self) -> (*const libc::iovec, libc::c_int) {
+        let (entries, count) = self.window();
+        (entries, libc::c_int::try_from(count).unwrap_or(0))
     }
 
     /// Fills the list from `file` at byte `offset`, wholly. Uses the list up.
@@ -178,7 +190,7 @@ impl Iovecs {
         let mut offset =
             libc::off_t::try_from(offset).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
         while !self.is_empty() {
-            match checked(|| call(self.window(), offset))? {
+            match checked(|| call(self.call_window(), offset))? {
                 0 => return Err(at_end.into()),
                 done => {
                     self.skip(done);
@@ -196,7 +208,7 @@ impl Iovecs {
     /// Receives one packet into the list (one readv); returns its length. What does not fit is cut off.
     pub fn receive(&self, socket: impl AsFd) -> io::Result<usize> {
         let fd = socket.as_fd().as_raw_fd();
-        let (entries, count) = self.window();
+        let (entries, count) = self.call_window();
         // SAFETY: `entries` are `count` entries that point into mapped guest memory (see the type's invariant);
         // nothing in Rust holds references into guest memory, so that the kernel may write to it.
         checked(|| unsafe { libc::readv(fd, entries, count) })

@@ -3,8 +3,11 @@
 //! The functions here are safe to call with any arguments; everything unsafe of block and net devices is in here.
 #![allow(unsafe_code)]
 
+pub mod blockdev;
+pub mod event;
 mod iovecs;
 pub mod lock;
+pub mod ring;
 pub mod tap;
 
 pub use iovecs::Iovecs;

@@ -1,0 +1,28 @@
+//! Waiting for one event.
+
+use std::{
+    io,
+    os::fd::{AsRawFd, BorrowedFd},
+    time::Instant,
+};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vmm_sys_util::eventfd::EventFd;
+
+/// Waits until `event` is on, `deadline` passes, or a signal comes; turns the event off.
+pub fn wait_for(event: &EventFd, deadline: Instant) -> io::Result<()> {
+    // SAFETY: the descriptor is open as long as the reference lives, which is longer than this function runs.
+    let fd = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
+    let left = deadline.saturating_duration_since(Instant::now());
+    // Longer than the type can say is for ever.
+    let timeout = Timespec::try_from(left).ok();
+    match poll(&mut [PollFd::new(&fd, PollFlags::IN)], timeout.as_ref()) {
+        Ok(0) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Ok(_) => {
+            // Nobody else may have read it; if so, it is off as well.
+            let _count = event.read();
+            Ok(())
+        }
+        Err(errno) => Err(errno.into()),
+    }
+}

@@ -1,0 +1,330 @@
+//! An io_uring on one file, with the guest memory that its requests work on (io_uring(7)).
+//!
+//! Where the kernel can (6.1 and later), completions are gathered by the thread that submits, inside of
+//! io_uring_enter, and nowhere else (IORING_SETUP_DEFER_TASKRUN): no other CPU touches the completion queue, and the
+//! event can be switched off while that thread is awake. The kernel says in the ring that there is something to
+//! gather, and signals the event if it is on; both sides do so behind full barriers, so that no wake-up is lost.
+
+use std::{
+    fs::File,
+    io,
+    os::fd::AsRawFd,
+    sync::{
+        Arc,
+        atomic::{Ordering, fence},
+    },
+};
+
+use io_uring::{IoUring, opcode, squeue, types};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::Iovecs;
+
+/// The file's place among the registered ones.
+const FILE: types::Fixed = types::Fixed(0);
+
+/// What the kernel is to do with the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// preadv at this byte.
+    Read(u64),
+    /// pwritev2 at this byte.
+    Write {
+        /// In bytes.
+        offset: u64,
+        /// With RWF_DSYNC.
+        stable: bool,
+    },
+    /// fdatasync.
+    Sync,
+    /// fallocate.
+    Allocate {
+        /// FALLOC_FL_*.
+        mode: i32,
+        /// In bytes.
+        offset: u64,
+        /// In bytes.
+        length: u64,
+    },
+}
+
+/// A call that came back.
+#[derive(Debug)]
+pub struct Return {
+    /// The caller's number for it.
+    pub tag: u32,
+    /// What the system call gives: a count, or the negative error number.
+    pub result: i32,
+    /// The call's.
+    pub buffers: Iovecs,
+}
+
+struct Held {
+    tag: u32,
+    buffers: Iovecs,
+}
+
+/// The ring. Used by one thread from the first [`submit`](Self::submit) on.
+///
+/// Invariant: the buffers of each call that the kernel may know of are in `held`, at the index that is the call's user data.
+pub struct Ring {
+    ring: IoUring,
+    event: Arc<EventFd>,
+    held: Vec<Option<Held>>,
+    free: Vec<u32>,
+    /// Indices of calls that were pushed since the last submission.
+    pushed: Vec<u32>,
+    /// The kernel takes no calls any more: those in `pushed` can be abandoned.
+    dead: bool,
+    /// It was made disabled: its thread is the one that enables it.
+    disabled: bool,
+    /// Completions are gathered in io_uring_enter alone.
+    deferred: bool,
+    /// The kernel signals the event.
+    armed: bool,
+}
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ring")
+            .field("under_way", &self.under_way())
+            .field("deferred", &self.deferred)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Ring {
+    /// A ring on `file` for up to `depth` calls at once. `event`, which must not block, is signalled when calls come back.
+    ///
+    /// Fails with ENOSYS or EPERM where io_uring is not there or forbidden.
+    pub fn new(file: &File, depth: u32, event: Arc<EventFd>) -> io::Result<Self> {
+        let deferred = IoUring::builder()
+            .setup_submit_all()
+            .setup_single_issuer()
+            .setup_defer_taskrun()
+            .setup_taskrun_flag()
+            .setup_r_disabled()
+            .build(depth);
+        let (ring, deferred) = match deferred {
+            Ok(ring) => (ring, true),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => (IoUring::new(depth)?, false),
+            Err(error) => return Err(error),
+        };
+        let submitter = ring.submitter();
+        submitter.register_files(&[file.as_raw_fd()])?;
+        submitter.register_eventfd(event.as_raw_fd())?;
+        Ok(Self {
+            ring,
+            event,
+            held: Vec::new(),
+            free: Vec::new(),
+            pushed: Vec::new(),
+            dead: false,
+            disabled: deferred,
+            deferred,
+            armed: true,
+        })
+    }
+
+    /// Readable when calls may have come back that [`returned`](Self::returned) has not given, once it has given `None`.
+    pub fn event(&self) -> &Arc<EventFd> {
+        &self.event
+    }
+
+    /// Calls that [`returned`](Self::returned) has not given.
+    pub fn under_way(&self) -> usize {
+        self.held.len().saturating_sub(self.free.len())
+    }
+
+    /// Puts a call into the ring; `patient` has it done by a kernel thread that may wait. When the ring is full even
+    /// after a submission, the buffers come back.
+    pub fn push(
+        &mut self,
+        tag: u32,
+        call: Call,
+        buffers: Iovecs,
+        patient: bool,
+    ) -> Result<(), (Iovecs, io::Error)> {
+        let index = match self.free.pop() {
+            Some(index) => index,
+            None => {
+                self.held.push(None);
+                u32::try_from(self.held.len().saturating_sub(1)).unwrap_or(u32::MAX)
+            }
+        };
+        let mut entry = build(call, &buffers).user_data(index.into());
+        if patient {
+            entry = entry.flags(squeue::Flags::ASYNC);
+        }
+        if self.ring.submission().is_full()
+            && let Err(error) = self.submit()
+        {
+            self.free.push(index);
+            return Err((buffers, error));
+        }
+        // SAFETY: what the entry points to is owned by `buffers`: the list of pieces on the heap, which stays where it
+        // is, and mappings of guest memory. Both live in `held` until the call has come back (or for ever, see `drop`),
+        // and nothing in Rust holds references into guest memory. The file is registered with the ring.
+        let pushed = unsafe { self.ring.submission().push(&entry) };
+        if pushed.is_err() {
+            self.free.push(index);
+            return Err((buffers, io::ErrorKind::ResourceBusy.into()));
+        }
+        self.pushed.push(index);
+        if let Some(place) = self.held.get_mut(index as usize) {
+            *place = Some(Held { tag, buffers });
+        }
+        Ok(())
+    }
+
+    /// Hands what was pushed to the kernel, with one system call, or none when that is nothing. After EAGAIN, EBUSY and
+    /// ENOMEM it can be tried again; after another error the ring takes no calls any more, see
+    /// [`abandoned`](Self::abandoned).
+    pub fn submit(&mut self) -> io::Result<()> {
+        if self.pushed.is_empty() {
+            return Ok(());
+        }
+        let result = self.enter();
+        match &result {
+            Ok(()) => self.pushed.clear(),
+            Err(error) => {
+                // The kernel takes calls in order.
+                let left = self.ring.submission().len();
+                self.pushed.drain(..self.pushed.len().saturating_sub(left));
+                self.dead |= !matches!(
+                    error.raw_os_error(),
+                    Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM)
+                );
+            }
+        }
+        result
+    }
+
+    fn enter(&mut self) -> io::Result<()> {
+        if self.dead {
+            return Err(io::Error::from_raw_os_error(libc::EBADFD));
+        }
+        if self.disabled {
+            self.ring.submitter().register_enable_rings()?;
+            self.disabled = false;
+        }
+        if self.deferred && std::mem::take(&mut self.armed) {
+            self.ring.completion().disable_eventfd();
+        }
+        loop {
+            match self.ring.submit() {
+                Ok(_) if self.ring.submission().is_empty() => return Ok(()),
+                Ok(0) => return Err(io::Error::from_raw_os_error(libc::EBUSY)),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// A call that the kernel never saw and never will, with its tag.
+    pub fn abandoned(&mut self) -> Option<(u32, Iovecs)> {
+        if !self.dead {
+            return None;
+        }
+        let index = self.pushed.pop()?;
+        let Held { tag, buffers } = self.held.get_mut(index as usize)?.take()?;
+        self.free.push(index);
+        Some((tag, buffers))
+    }
+
+    /// A call that came back. Makes a system call only where the kernel has something to gather.
+    pub fn returned(&mut self) -> Option<Return> {
+        loop {
+            let entry = self.ring.completion().next();
+            if let Some(entry) = entry {
+                let index = u32::try_from(entry.user_data()).ok()?;
+                let Held { tag, buffers } = self.held.get_mut(index as usize)?.take()?;
+                self.free.push(index);
+                return Some(Return {
+                    tag,
+                    result: entry.result(),
+                    buffers,
+                });
+            }
+            let (taskrun, overflow) = {
+                let queue = self.ring.submission();
+                (queue.taskrun(), queue.cq_overflow())
+            };
+            if taskrun || overflow {
+                self.gather()?;
+            } else if self.armed {
+                return None;
+            } else {
+                self.ring.completion().enable_eventfd();
+                // The kernel sets its flag, then looks whether the event is on.
+                fence(Ordering::SeqCst);
+                self.armed = true;
+            }
+        }
+    }
+
+    /// Has the kernel put into the completion queue what it has. `None` when it refuses.
+    fn gather(&self) -> Option<()> {
+        const GET_EVENTS: u32 = 1;
+        // SAFETY: submits nothing, waits for nothing, and passes no argument.
+        match unsafe {
+            self.ring
+                .submitter()
+                .enter::<libc::sigset_t>(0, 0, GET_EVENTS, None)
+        } {
+            Ok(_) => Some(()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Some(()),
+            Err(error) => {
+                tracing::error!(%error, "io_uring gives no completions");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // The file would else be closed some time after the ring. Another thread than the ring's can't do that.
+        let _later = self.ring.submitter().unregister_files();
+        if self.under_way() > 0 {
+            // The kernel may go on to use guest memory and the lists for as long as it likes.
+            std::mem::forget(std::mem::take(&mut self.held));
+        }
+    }
+}
+
+fn build(call: Call, buffers: &Iovecs) -> squeue::Entry {
+    match call {
+        Call::Read(offset) => match buffers.only() {
+            Some((base, length)) => opcode::Read::new(FILE, base, length).offset(offset).build(),
+            None => {
+                let (entries, count) = buffers.window();
+                opcode::Readv::new(FILE, entries, count).offset(offset).build()
+            }
+        },
+        Call::Write { offset, stable } => {
+            let flags = if stable { libc::RWF_DSYNC } else { 0 };
+            match buffers.only() {
+                Some((base, length)) => opcode::Write::new(FILE, base, length)
+                    .offset(offset)
+                    .rw_flags(flags)
+                    .build(),
+                None => {
+                    let (entries, count) = buffers.window();
+                    opcode::Writev::new(FILE, entries, count)
+                        .offset(offset)
+                        .rw_flags(flags)
+                        .build()
+                }
+            }
+        }
+        Call::Sync => opcode::Fsync::new(FILE)
+            .flags(types::FsyncFlags::DATASYNC)
+            .build(),
+        Call::Allocate { mode, offset, length } => opcode::Fallocate::new(FILE, length)
+            .offset(offset)
+            .mode(mode)
+            .build(),
+    }
+}
