@@ -14,6 +14,9 @@ kmod:/sbin/depmod
 xz-utils:/usr/bin/xz
 zstd:/usr/bin/zstd
 lz4:/usr/bin/lz4
+make:/usr/bin/make
+gcc:/usr/bin/gcc
+libc6-dev:/usr/lib/x86_64-linux-gnu/libc.a
 "
 
 missing=

@@ -74,6 +74,51 @@ impl Root<'_> {
     }
 }
 
+/// Fetches the upstream archive of the source package `name` in `version` into the folder `target`, from the sources of
+/// the images; apt checks its signature.
+pub fn source(name: &str, version: &str, target: &Path) -> Result<()> {
+    let apt = tempfile::tempdir().context("create a folder for apt")?;
+    let sources = fs::read_to_string(sources()).context("read the sources")?;
+    fs::create_dir_all(apt.path().join("parts"))?;
+    for folder in ["lists/partial", "cache/archives/partial"] {
+        fs::create_dir_all(apt.path().join(folder))?;
+    }
+    fs::write(apt.path().join("status"), "")?;
+    fs::write(
+        apt.path().join("parts/debian.sources"),
+        sources.replace("Types: deb\n", "Types: deb-src\n"),
+    )?;
+    let version = format!("{name}={version}");
+    for action in [
+        &["update"][..],
+        &["source", "--download-only", "--tar-only", &version],
+    ] {
+        let mut command = Command::new("apt-get");
+        command.arg("-q");
+        for (option, value) in [
+            ("Dir::State", ""),
+            ("Dir::State::status", "status"),
+            ("Dir::Cache", "cache"),
+            ("Dir::Etc::sourceparts", "parts"),
+        ] {
+            command
+                .arg("-o")
+                .arg(format!("{option}={}", apt.path().join(value).display()));
+        }
+        command
+            .args([
+                "-o",
+                "Dir::Etc::sourcelist=/dev/null",
+                "-o",
+                "APT::Sandbox::User=root",
+            ])
+            .args(action)
+            .current_dir(target);
+        run::check(&mut command, Deadline::seconds(300))?;
+    }
+    Ok(())
+}
+
 /// Makes a sparse ext4 image of `size_mib` MiB labelled `label` from the folder `root`.
 pub fn ext4_image(root: &Path, image: &Path, label: &str, size_mib: u64) -> Result<()> {
     let file = fs::File::create(image).with_context(|| format!("create {}", image.display()))?;

@@ -20,6 +20,7 @@ pub mod node;
 pub mod paths;
 pub mod programs;
 pub mod run;
+pub mod storage;
 pub mod vm;
 pub mod wait;
 

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use crate::Case;
 use crate::node::{Guests, Kernel};
 use crate::run::Output;
+use crate::storage::Disk;
 use crate::wait::{Deadline, Follow};
 
 /// How long a guest may take to come up in a slow node.
@@ -25,6 +26,7 @@ pub struct VmSpec {
     shared: bool,
     disks: Vec<Value>,
     nics: Vec<Value>,
+    rate_groups: Vec<Value>,
 }
 
 impl VmSpec {
@@ -39,6 +41,7 @@ impl VmSpec {
             shared: false,
             disks: Vec::new(),
             nics: Vec::new(),
+            rate_groups: Vec::new(),
         }
     }
 
@@ -77,6 +80,18 @@ impl VmSpec {
         self
     }
 
+    /// A disk with all that can be said of one.
+    pub fn with_disk(mut self, disk: Disk) -> Self {
+        self.disks.push(disk.into());
+        self
+    }
+
+    /// A limit that disks share by its name.
+    pub fn rate_group(mut self, name: &str, limit: &Value) -> Self {
+        self.rate_groups.push(json!({"name": name, "limit": limit}));
+        self
+    }
+
     /// A raw disk.
     pub fn disk(mut self, name: &str, path: &str, read_only: bool) -> Self {
         self.disks
@@ -101,7 +116,7 @@ impl VmSpec {
         } else {
             "MEMORY_BACKING_UNSPECIFIED"
         };
-        json!({
+        let mut manifest = json!({
             "apiVersion": "vmmd/v1",
             "kind": "Vm",
             "metadata": {"name": name},
@@ -112,7 +127,11 @@ impl VmSpec {
                 "disks": self.disks,
                 "nics": self.nics,
             },
-        })
+        });
+        if !self.rate_groups.is_empty() {
+            manifest["spec"]["rateGroups"] = json!(self.rate_groups);
+        }
+        manifest
     }
 }
 
@@ -180,6 +199,48 @@ impl<'case> Vm<'case> {
     /// `vmmctl VERB NAME`, however it ends.
     pub fn try_ctl(&self, verb: &str) -> Result<Output> {
         self.case.node().ssh(&format!("vmmctl {verb} {}", self.name))
+    }
+
+    /// `vmmctl VERB NAME MORE`, which must end with 0.
+    pub fn ctl_with(&self, verb: &str, more: &str) -> Result<String> {
+        let output = self.try_ctl_with(verb, more)?;
+        ensure!(
+            output.success(),
+            "vmmctl {verb} {} {more}: {}{}",
+            self.name,
+            output.stdout,
+            output.stderr
+        );
+        Ok(output.stdout)
+    }
+
+    /// `vmmctl VERB NAME MORE`, however it ends.
+    pub fn try_ctl_with(&self, verb: &str, more: &str) -> Result<Output> {
+        self.case
+            .node()
+            .ssh(&format!("vmmctl {verb} {} {more}", self.name))
+    }
+
+    /// The status of one of its disks.
+    pub fn disk(&self, name: &str) -> Result<Value> {
+        let vm = self.get()?;
+        let disks = vm.pointer("/status/disks").and_then(Value::as_array);
+        let mut disks = disks.into_iter().flatten();
+        disks
+            .find(|disk| disk["name"] == name)
+            .cloned()
+            .with_context(|| format!("no disk {name} in {vm}"))
+    }
+
+    /// What one of its disks has done since the run began.
+    pub fn disk_stats(&self, name: &str) -> Result<Value> {
+        let stats: Value =
+            serde_json::from_str(&self.ctl_with("stats", "-o json")?).context("read the counters")?;
+        let mut disks = stats["disks"].as_array().into_iter().flatten();
+        disks
+            .find(|disk| disk["name"] == name)
+            .cloned()
+            .with_context(|| format!("no disk {name} in {stats}"))
     }
 
     /// The VM as the daemon has it, in canonical JSON.

@@ -1,7 +1,9 @@
 //! `measure start`: starts the same kernel and initrd under our `vmm` and under QEMU (microvm and q35), in turn, and
-//! prints one JSON object a run. It runs as root in the test node; `make bench` copies it there, runs it and makes
-//! the table. Its figures are compared with each other only: absolute times of an emulated node mean nothing.
+//! prints one JSON object a run. `measure disk` does the same with fio on a disk in the guest. It runs as root in the
+//! test node; `make bench` copies it there, runs it and makes the tables. Its figures are compared with each other only:
+//! absolute times of an emulated node mean nothing.
 
+mod disk;
 mod kvm_stats;
 mod memory;
 mod run;
@@ -11,7 +13,10 @@ mod vmm;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
+use serde::Serialize;
+
+use vmm::{Programs, Subject};
 
 #[derive(Parser)]
 #[command(about = "Measures VMMs beside each other")]
@@ -24,53 +29,80 @@ struct Arguments {
 enum Command {
     /// Time to the first instruction and to init, VM exits and page faults by kind, idle exits, private memory.
     Start {
-        /// bzImage that all of them boot.
-        #[arg(long)]
-        kernel: PathBuf,
-        /// Initial RAM disk; its init prints GUEST-INIT and then GUEST-READY on the serial console.
-        #[arg(long)]
-        initrd: PathBuf,
-        /// Our program.
-        #[arg(long)]
-        vmm: PathBuf,
-        /// QEMU's program.
-        #[arg(long, default_value = "/usr/bin/qemu-system-x86_64")]
-        qemu: PathBuf,
-        /// How often each is run.
-        #[arg(long, default_value_t = 5)]
-        runs: u32,
+        #[command(flatten)]
+        common: Common,
         /// For how many seconds an idle guest is watched.
         #[arg(long, default_value_t = 10)]
         idle: u64,
-        /// Only this one: vmm, microvm or q35.
-        #[arg(long)]
-        only: Option<String>,
     },
+    /// Time, VM exits and host CPU time for each request to a disk.
+    Disk {
+        #[command(flatten)]
+        common: Common,
+        /// A raw image whose space is all allocated; it is written to.
+        #[arg(long)]
+        raw: PathBuf,
+        /// A qcow2 of the same size whose clusters are all allocated; it is written to.
+        #[arg(long)]
+        qcow2: PathBuf,
+    },
+}
+
+#[derive(Args)]
+struct Common {
+    /// bzImage that all of them boot.
+    #[arg(long)]
+    kernel: PathBuf,
+    /// Initial RAM disk; its init prints GUEST-INIT and then GUEST-READY on the serial console.
+    #[arg(long)]
+    initrd: PathBuf,
+    /// Our program.
+    #[arg(long)]
+    vmm: PathBuf,
+    /// QEMU's program.
+    #[arg(long, default_value = "/usr/bin/qemu-system-x86_64")]
+    qemu: PathBuf,
+    /// How often each is run.
+    #[arg(long, default_value_t = 5)]
+    runs: u32,
+    /// Only this one, by the name that is printed.
+    #[arg(long)]
+    only: Option<String>,
+}
+
+impl Common {
+    fn programs(&self) -> Programs {
+        Programs {
+            vmm: self.vmm.clone(),
+            qemu: self.qemu.clone(),
+            kernel: self.kernel.clone(),
+            initrd: self.initrd.clone(),
+        }
+    }
+
+    /// Measures all subjects in turn and prints a line for each result.
+    fn measure<T: Serialize>(&self, subjects: &[Subject], one: impl Fn(&Subject) -> Result<T>) -> Result<()> {
+        let wanted = |subject: &&Subject| self.only.as_deref().is_none_or(|only| subject.name == only);
+        for number in 0..self.runs {
+            for subject in subjects.iter().filter(wanted) {
+                let result = one(subject)?;
+                println!(
+                    "{}",
+                    serde_json::json!({ "vmm": subject.name, "run": number, "result": result })
+                );
+            }
+        }
+        Ok(())
+    }
 }
 
 fn main() -> Result<()> {
     match Arguments::parse().command {
-        Command::Start {
-            kernel,
-            initrd,
-            vmm,
-            qemu,
-            runs,
-            idle,
-            only,
-        } => {
-            let mut subjects = vmm::subjects(&vmm, &qemu, &kernel, &initrd)?;
-            subjects.retain(|subject| only.as_deref().is_none_or(|only| subject.name == only));
-            for number in 0..runs {
-                for subject in &subjects {
-                    let result = run::start(subject, idle)?;
-                    println!(
-                        "{}",
-                        serde_json::json!({ "vmm": subject.name, "run": number, "result": result })
-                    );
-                }
-            }
-            Ok(())
+        Command::Start { common, idle } => common.measure(&vmm::subjects(&common.programs())?, |subject| {
+            run::start(subject, idle)
+        }),
+        Command::Disk { common, raw, qcow2 } => {
+            common.measure(&vmm::with_disks(&common.programs(), &raw, &qcow2)?, disk::run)
         }
     }
 }

@@ -1,8 +1,8 @@
 //! One run of one subject.
 
 use std::{
-    io::{BufRead, BufReader},
-    process::{Child, ChildStdout, Command, Stdio},
+    io::{BufRead, BufReader, Write},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     time::Duration,
 };
 
@@ -27,13 +27,15 @@ pub struct Start {
 }
 
 /// A running subject; killed when dropped.
-struct Running {
+pub struct Running {
     child: Child,
+    input: ChildStdin,
     lines: BufReader<ChildStdout>,
 }
 
 impl Running {
-    fn new(subject: &Subject) -> Result<Self> {
+    /// Starts it.
+    pub fn new(subject: &Subject) -> Result<Self> {
         let mut child = Command::new(&subject.program)
             .args(&subject.arguments)
             .stdin(Stdio::piped())
@@ -41,18 +43,34 @@ impl Running {
             .spawn()
             .with_context(|| format!("start {}", subject.program.display()))?;
         let lines = BufReader::new(child.stdout.take().context("no standard output")?);
-        Ok(Self { child, lines })
+        let input = child.stdin.take().context("no standard input")?;
+        Ok(Self { child, input, lines })
     }
 
-    fn wait_for(&mut self, marker: &str) -> Result<()> {
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Types a line on the guest's console.
+    pub fn type_line(&mut self, line: &str) -> Result<()> {
+        self.input
+            .write_all(format!("{line}\n").as_bytes())
+            .context("type")?;
+        self.input.flush().context("type")
+    }
+
+    /// Reads on until a line has the marker, and returns that line.
+    pub fn wait_for(&mut self, marker: &str) -> Result<String> {
         let mut line = Vec::new();
         loop {
             line.clear();
             if self.lines.read_until(b'\n', &mut line)? == 0 {
                 bail!("it ended before it printed {marker}");
             }
-            if String::from_utf8_lossy(&line).contains(marker) {
-                return Ok(());
+            let text = String::from_utf8_lossy(&line);
+            if text.contains(marker) {
+                return Ok(text.into_owned());
             }
         }
     }

@@ -1,5 +1,5 @@
 //! What is measured: our `vmm` and QEMU's machines, each with the same guest: 1 vCPU, 256 MiB, serial console,
-//! entropy device, no disk and no network.
+//! entropy device, no network; no disk or one.
 
 use std::{
     ffi::OsString,
@@ -23,58 +23,124 @@ pub struct Subject {
     pub arguments: Vec<OsString>,
 }
 
-/// All of them.
-pub fn subjects(vmm: &Path, qemu: &Path, kernel: &Path, initrd: &Path) -> Result<Vec<Subject>> {
-    let spec = std::env::temp_dir().join("measure-vm.yaml");
-    let manifest = serde_json::json!({
+/// The programs and what they boot.
+pub struct Programs {
+    /// Ours.
+    pub vmm: PathBuf,
+    /// QEMU.
+    pub qemu: PathBuf,
+    /// A bzImage.
+    pub kernel: PathBuf,
+    /// An initial RAM disk.
+    pub initrd: PathBuf,
+}
+
+/// A disk of the guest, past the page cache of the node, with one queue and one thread of the VMM's for it.
+#[derive(Clone, Copy)]
+pub struct Disk<'a> {
+    /// "raw" or "qcow2".
+    pub format: &'a str,
+    /// The image.
+    pub path: &'a Path,
+}
+
+/// All of them without a disk.
+pub fn subjects(programs: &Programs) -> Result<Vec<Subject>> {
+    Ok(vec![
+        ours("vmm", programs, None)?,
+        qemu("microvm", programs, MICROVM, None),
+        qemu("q35", programs, "q35", None),
+    ])
+}
+
+/// All of them with a disk: raw under each, qcow2 under ours and q35.
+pub fn with_disks(programs: &Programs, raw: &Path, qcow2: &Path) -> Result<Vec<Subject>> {
+    let raw = Some(Disk {
+        format: "raw",
+        path: raw,
+    });
+    let qcow2 = Some(Disk {
+        format: "qcow2",
+        path: qcow2,
+    });
+    Ok(vec![
+        ours("vmm-raw", programs, raw)?,
+        qemu("microvm-raw", programs, MICROVM, raw),
+        qemu("q35-raw", programs, "q35", raw),
+        ours("vmm-qcow2", programs, qcow2)?,
+        qemu("q35-qcow2", programs, "q35", qcow2),
+    ])
+}
+
+fn ours(name: &'static str, programs: &Programs, disk: Option<Disk<'_>>) -> Result<Subject> {
+    let spec = std::env::temp_dir().join(format!("measure-{name}.yaml"));
+    let mut manifest = serde_json::json!({
         "apiVersion": "vmmd/v1",
         "kind": "Vm",
         "metadata": {"name": "measure"},
         "spec": {
             "cpu": {"cores": 1},
             "memory": {"sizeBytes": MEMORY},
-            "boot": {"linux": {"kernel": kernel, "initrd": initrd, "cmdline": CMDLINE}},
+            "boot": {"linux": {"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": CMDLINE}},
         },
     });
+    if let Some(disk) = disk {
+        let format = format!("DISK_FORMAT_{}", disk.format.to_uppercase());
+        manifest["spec"]["disks"] = serde_json::json!([{
+            "name": "data", "path": disk.path, "format": format, "cache": "DISK_CACHE_NONE", "queues": 1,
+        }]);
+    }
     fs::write(&spec, manifest.to_string()).context("write the manifest")?;
-    let ours = vec!["run".into(), "--spec".into(), spec.into_os_string()];
-    let machine = |name: &'static str, machine: &str, rng: &str| {
-        let mut arguments: Vec<OsString> = Vec::new();
-        let fixed = [
-            "-nodefaults",
-            "-no-user-config",
-            "-nographic",
-            "-enable-kvm",
-            "-cpu",
-            "host",
-            "-smp",
-            "1",
-        ];
-        arguments.extend(fixed.map(OsString::from));
+    Ok(Subject {
+        name,
+        program: programs.vmm.clone(),
+        arguments: vec!["run".into(), "--spec".into(), spec.into_os_string()],
+    })
+}
+
+const MICROVM: &str = "microvm,x-option-roms=off,pit=off,pic=off,isa-serial=on,rtc=on,acpi=on,pcie=on";
+
+fn qemu(name: &'static str, programs: &Programs, machine: &str, disk: Option<Disk<'_>>) -> Subject {
+    let mut arguments: Vec<OsString> = Vec::new();
+    let fixed = [
+        "-nodefaults",
+        "-no-user-config",
+        "-nographic",
+        "-enable-kvm",
+        "-cpu",
+        "host",
+        "-smp",
+        "1",
+    ];
+    arguments.extend(fixed.map(OsString::from));
+    for (option, value) in [
+        ("-m", "256M"),
+        ("-machine", machine),
+        ("-serial", "stdio"),
+        ("-device", "virtio-rng-pci"),
+        ("-append", CMDLINE),
+    ] {
+        arguments.extend([option.into(), value.into()]);
+    }
+    let (kernel, initrd) = (programs.kernel.clone().into(), programs.initrd.clone().into());
+    arguments.extend(["-kernel".into(), kernel, "-initrd".into(), initrd]);
+    if let Some(disk) = disk {
+        let drive = format!(
+            "if=none,id=data,file={},format={},cache=none,aio=io_uring,discard=unmap",
+            disk.path.display(),
+            disk.format
+        );
         for (option, value) in [
-            ("-m", "256M"),
-            ("-machine", machine),
-            ("-serial", "stdio"),
-            ("-device", rng),
-            ("-append", CMDLINE),
+            ("-object", "iothread,id=io"),
+            ("-drive", drive.as_str()),
+            ("-device", "virtio-blk-pci,drive=data,iothread=io,num-queues=1"),
         ] {
             arguments.extend([option.into(), value.into()]);
         }
-        arguments.extend(["-kernel".into(), kernel.into(), "-initrd".into(), initrd.into()]);
-        Subject {
-            name,
-            program: qemu.to_owned(),
-            arguments,
-        }
-    };
-    let microvm = "microvm,x-option-roms=off,pit=off,pic=off,isa-serial=on,rtc=on,acpi=on,pcie=on";
-    Ok(vec![
-        Subject {
-            name: "vmm",
-            program: vmm.to_owned(),
-            arguments: ours,
-        },
-        machine("microvm", microvm, "virtio-rng-pci"),
-        machine("q35", "q35", "virtio-rng-pci"),
-    ])
+    }
+    Subject {
+        name,
+        program: programs.qemu.clone(),
+        arguments,
+    }
 }

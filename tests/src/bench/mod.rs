@@ -2,6 +2,7 @@
 //! and never fail because of a figure.
 
 mod daemon;
+mod disk;
 mod start;
 mod table;
 
@@ -11,11 +12,26 @@ use anyhow::{Context, Result};
 
 use crate::Node;
 
-/// Runs every benchmark and returns the report in Markdown.
-pub fn run(node: &Node, runs: u32) -> Result<String> {
+/// The benchmarks that can be run alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Part {
+    /// Start to init, and StartVm.
+    Start,
+    /// Requests to a disk.
+    Disk,
+}
+
+/// Runs every benchmark, or only one, and returns the report in Markdown.
+pub fn run(node: &Node, runs: u32, only: Option<Part>) -> Result<String> {
+    let wanted = |part: Part| only.is_none_or(|only| only == part);
     let mut report = String::new();
-    report += &start::run(node, runs)?;
-    report += &daemon::run(runs)?;
+    if wanted(Part::Start) {
+        report += &start::run(node, runs)?;
+        report += &daemon::run(runs)?;
+    }
+    if wanted(Part::Disk) {
+        report += &disk::run(node, runs)?;
+    }
     Ok(report)
 }
 

@@ -11,14 +11,17 @@ struct Arguments {
     /// How often each VMM is run; the tables have the medians.
     #[arg(long, default_value_t = 5)]
     runs: u32,
+    /// Run only these.
+    #[arg(long, value_enum)]
+    only: Option<bench::Part>,
     /// Write the tables into docs/src/benchmarks.md.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "only")]
     publish: bool,
 }
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    let report = bench::run(&Node::get()?, arguments.runs)?;
+    let report = bench::run(&Node::get()?, arguments.runs, arguments.only)?;
     print!("{report}");
     if arguments.publish {
         bench::publish(&report, &bench::page())?;

@@ -1,7 +1,10 @@
 //! The guest images: unmodified Debian kernels, each with a busybox initramfs, and a Debian root disk.
 
 mod debian_disk;
+mod fio;
 mod kernels;
+mod storage;
+mod tools;
 mod vmlinux;
 
 use std::fs;
@@ -13,6 +16,8 @@ use crate::cache::{self, Inputs};
 use crate::initramfs::{Extra, Initramfs};
 use crate::node::Kernel;
 use crate::{debian, paths};
+
+pub use storage::initrd as storage_initrd;
 
 /// Raise it when the code of this module makes other images of the same inputs.
 const BUILDER_VERSION: u32 = 1;
@@ -62,6 +67,8 @@ pub fn images() -> Result<Images> {
         .add("packages", packages.to_string_lossy().as_bytes())
         .add("modules", MODULES.join(" ").as_bytes())
         .add("disk", disk.to_string_lossy().as_bytes());
+    // Taken by tests, which must not wait for a build.
+    storage::parts()?;
     let dir = cache::get_or_build("guests", &inputs, |out| build(&packages, &disk, &source, out))?;
     Ok(Images { dir })
 }
@@ -69,28 +76,33 @@ pub fn images() -> Result<Images> {
 /// A kernel's busybox initramfs with more files in it, such as a static test program: `guest.run` can start them. It is
 /// a file on the build host: copy it into the node.
 pub fn initrd_with(kernel: Kernel, files: &[Extra]) -> Result<PathBuf> {
+    let names: Vec<&str> = files
+        .iter()
+        .map(|file| file.to.rsplit('/').next().unwrap_or_default())
+        .collect();
+    custom_initrd(&names.join("-"), kernel, &MODULES, files)
+}
+
+fn custom_initrd(name: &str, kernel: Kernel, modules: &[&str], files: &[Extra]) -> Result<PathBuf> {
     let source = scripts_dir();
     let packages = kernels::packages()?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
     inputs
         .add("packages", packages.to_string_lossy().as_bytes())
-        .add("modules", MODULES.join(" ").as_bytes());
+        .add("modules", modules.join(" ").as_bytes());
     inputs
         .add_file(&source.join("init"))?
         .add_file(&source.join("udhcpc"))?;
     for file in files {
         inputs.add("to", file.to.as_bytes()).add_file(&file.from)?;
     }
-    let names: Vec<&str> = files
-        .iter()
-        .map(|file| file.to.rsplit('/').next().unwrap_or_default())
-        .collect();
-    let name = format!("initrd-{}-{}", kernel.name(), names.join("-"));
+    let name = format!("initrd-{}-{name}", kernel.name());
     let dir = cache::get_or_build(&name, &inputs, |out| {
         initramfs(
             &packages,
             &kernels::version(&packages, kernel)?,
             &source,
+            modules,
             files,
             &out.join("initrd"),
         )
@@ -102,7 +114,14 @@ fn scripts_dir() -> PathBuf {
     paths::crate_dir().join("guest")
 }
 
-fn initramfs(packages: &Path, version: &str, source: &Path, more: &[Extra], out: &Path) -> Result<()> {
+fn initramfs(
+    packages: &Path,
+    version: &str,
+    source: &Path,
+    modules: &[&str],
+    more: &[Extra],
+    out: &Path,
+) -> Result<()> {
     let mut files = vec![
         Extra::new(source.join("init"), "init"),
         Extra::new(source.join("udhcpc"), "lib/udhcpc"),
@@ -111,7 +130,7 @@ fn initramfs(packages: &Path, version: &str, source: &Path, more: &[Extra], out:
     Initramfs {
         root: packages,
         version,
-        modules: &MODULES,
+        modules,
         files: &files,
     }
     .write(out)
@@ -126,7 +145,7 @@ fn build(packages: &Path, disk: &Path, source: &Path, out: &Path) -> Result<()> 
         let vmlinuz = packages.join("boot").join(format!("vmlinuz-{version}"));
         fs::copy(&vmlinuz, dir.join("vmlinuz")).with_context(|| format!("copy {}", vmlinuz.display()))?;
         vmlinux::extract(&vmlinuz, &dir.join("vmlinux"))?;
-        initramfs(packages, &version, source, &[], &dir.join("initrd"))?;
+        initramfs(packages, &version, source, &MODULES, &[], &dir.join("initrd"))?;
     }
     let debian_tree = tree.join("debian");
     fs::create_dir(&debian_tree)?;

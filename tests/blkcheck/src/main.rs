@@ -1,0 +1,90 @@
+//! `blkcheck write` runs in a guest until its machine is killed: it writes and zeroes random parts of a disk and prints
+//! how many operations of each thread were on stable storage. `blkcheck verify` reads the disk's image afterwards, in
+//! the node, and finds each sector as the operations of the same round left it: none that was confirmed may be missing.
+//! `blkcheck digest` prints a number for the disk's whole content, to compare what two readers see.
+//!
+//! What is written is a function of the round, the thread and the operation's number: see [`plan`].
+
+mod digest;
+mod plan;
+mod verify;
+mod write;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// Writes numbered sectors to a disk, says what is on stable storage, and checks it afterwards.
+#[derive(Parser)]
+#[command(name = "blkcheck", version)]
+struct Arguments {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Subcommand)]
+enum Action {
+    /// Write to a disk until killed. Prints `<prefix>-<thread>:<operations>;` whenever a flush has ended.
+    Write {
+        /// The block device or file.
+        disk: PathBuf,
+        /// Which plan is carried out. Rounds on one disk are numbered upwards.
+        #[arg(long)]
+        round: u32,
+        /// What each line begins with.
+        #[arg(long, default_value = "confirmed")]
+        prefix: String,
+        /// End after this many operations of each thread.
+        #[arg(long)]
+        operations: Option<u64>,
+    },
+    /// Check an image against the plan of a round, and write down what it holds.
+    Verify {
+        /// The raw image.
+        image: PathBuf,
+        /// What the image held before the round and, after success, what it holds now. An absent file stands for zeroes.
+        #[arg(long)]
+        state: PathBuf,
+        /// Which plan was carried out.
+        #[arg(long)]
+        round: u32,
+        /// Confirmed operations of each thread.
+        #[arg(long, value_delimiter = ',')]
+        confirmed: Vec<u64>,
+    },
+    /// Print a number for the content of a disk.
+    Digest {
+        /// The block device or file.
+        disk: PathBuf,
+    },
+}
+
+fn main() -> ExitCode {
+    match run(Arguments::parse().action) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            println!("BLKCHECK FAILED: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(action: Action) -> Result<()> {
+    match action {
+        Action::Write {
+            disk,
+            round,
+            prefix,
+            operations,
+        } => write::run(&disk, round, &prefix, operations),
+        Action::Verify {
+            image,
+            state,
+            round,
+            confirmed,
+        } => verify::run(&image, &state, round, &confirmed),
+        Action::Digest { disk } => digest::run(&disk),
+    }
+}

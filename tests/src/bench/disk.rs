@@ -1,0 +1,146 @@
+//! What a request to a disk costs, from `measure disk` in the node.
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+
+use super::{
+    median,
+    table::{Row, render},
+};
+use crate::{Case, Node, node::Kernel, programs, storage::Format, wait::Deadline};
+
+/// Size of the images in MiB.
+const SIZE: u64 = 192;
+/// The jobs of `measure` and what they are called in the tables.
+const JOBS: [(&str, &str); 7] = [
+    ("randread-qd1", "4 KiB random read, QD 1"),
+    ("randwrite-qd1", "4 KiB random write, QD 1"),
+    ("randread-qd32", "4 KiB random read, QD 32"),
+    ("randwrite-qd32", "4 KiB random write, QD 32"),
+    ("read-128k", "128 KiB sequential read, QD 4"),
+    ("write-128k", "128 KiB sequential write, QD 4"),
+    ("write-fsync", "4 KiB random write and fsync, QD 1"),
+];
+/// What is compared with what: `measure`'s names, ours first, and the columns' names.
+const TABLES: [(&str, &[(&str, &str)]); 2] = [
+    (
+        "Raw image",
+        &[("vmm-raw", "vmm"), ("microvm-raw", "microvm"), ("q35-raw", "q35")],
+    ),
+    ("qcow2 image", &[("vmm-qcow2", "vmm"), ("q35-qcow2", "q35")]),
+];
+
+#[derive(Deserialize)]
+struct Line {
+    vmm: String,
+    result: Vec<Cost>,
+}
+
+#[derive(Deserialize)]
+struct Cost {
+    job: String,
+    us_per_request: f64,
+    exits_per_request: f64,
+    host_cpu_us_per_request: f64,
+}
+
+/// Measures and renders.
+pub fn run(node: &Node, runs: u32) -> Result<String> {
+    let case = Case::new("bench-disk")?;
+    let measure = programs::build_static("vmmd-measure", "measure")?;
+    node.copy_in(&measure, "/root/measure")?;
+    let initrd = case.storage_initrd(Kernel::Cloud612)?;
+    let raw = case.image("disk", Format::Raw, SIZE)?;
+    let qcow2 = case.image("disk", Format::Qcow2, SIZE)?;
+    // All allocated and written: what is measured is a disk in use.
+    node.sh(&format!(
+        "for i in 'raw {raw}' 'qcow2 {qcow2}'; do qemu-io -f $i -c 'write -P 0x5a 0 {SIZE}M' >/dev/null || exit; done; sync"
+    ))?;
+    let command = format!(
+        "/root/measure disk --kernel {} --initrd {initrd} --vmm /usr/lib/vmmd/vmm --raw {raw} --qcow2 {qcow2} --runs {runs}",
+        node.guests().vmlinuz(Kernel::Cloud612),
+    );
+    let output = node.ssh_within(&command, Deadline::seconds(u64::from(runs) * 1200))?;
+    ensure!(
+        output.success(),
+        "measure in the node: {}{}",
+        output.stdout,
+        output.stderr
+    );
+    let lines = output
+        .stdout
+        .lines()
+        .map(serde_json::from_str)
+        .collect::<Result<Vec<Line>, _>>();
+    Ok(report(&lines.context("read what measure printed")?, runs))
+}
+
+fn report(lines: &[Line], runs: u32) -> String {
+    let mut text = format!(
+        "### Disk\n\n1 vCPU, 1 queue, fio with io_uring in the same guest, an allocated image of {SIZE} MiB past the node's \
+         page cache; QEMU with aio=io_uring and an I/O thread; medians of {runs} runs in turn. Time and CPU are in \
+         microseconds of this node; host CPU is the VMM's beside the guest's.\n\n"
+    );
+    for (title, subjects) in TABLES {
+        let names: Vec<&str> = subjects.iter().map(|(_, name)| *name).collect();
+        let table = |value: fn(&Cost) -> f64| {
+            let rows = JOBS.map(|(job, name)| Row {
+                name: name.to_owned(),
+                values: subjects
+                    .iter()
+                    .map(|(subject, _)| {
+                        let results = lines.iter().filter(|line| line.vmm == *subject);
+                        let costs = results.flat_map(|line| &line.result);
+                        median(costs.filter(|cost| cost.job == job).map(value))
+                    })
+                    .collect(),
+            });
+            render(&names, &rows)
+        };
+        text += &format!(
+            "{title}, time for each request:\n\n{}\n{title}, VM exits for each request:\n\n{}\n{title}, host CPU time for \
+             each request:\n\n{}\n",
+            table(|cost| cost.us_per_request),
+            table(|cost| cost.exits_per_request),
+            table(|cost| cost.host_cpu_us_per_request),
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_job_of_every_subject_is_in_its_table() {
+        let line = |vmm: &str, exits: f64| {
+            let cost = |(job, _): (&str, &str)| {
+                serde_json::json!({
+                    "job": job, "requests": 1, "us_per_request": 100.0, "exits_per_request": exits,
+                    "host_cpu_us_per_request": 10.0
+                })
+            };
+            let line = serde_json::json!({ "vmm": vmm, "run": 0, "result": JOBS.map(cost) });
+            serde_json::from_value::<Line>(line).expect("a line of measure")
+        };
+        let lines = [
+            line("vmm-raw", 1.0),
+            line("microvm-raw", 2.0),
+            line("q35-raw", 4.0),
+            line("vmm-qcow2", 3.0),
+            line("q35-qcow2", 6.0),
+        ];
+        let text = report(&lines, 1);
+        assert_eq!(
+            text.matches("| 1.00 | 2.00 | 4.00 | 0.50 | 0.25 |").count(),
+            JOBS.len(),
+            "{text}"
+        );
+        assert_eq!(
+            text.matches("| 3.00 | 6.00 | 0.50 |").count(),
+            JOBS.len(),
+            "{text}"
+        );
+    }
+}
