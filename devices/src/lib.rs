@@ -12,6 +12,7 @@ pub mod interrupt;
 pub mod legacy;
 pub mod net;
 pub mod pci;
+pub mod rate;
 pub mod serial;
 pub mod sys;
 pub mod virtio;

@@ -1,8 +1,8 @@
 //! The two halves of a virtio device: the front behind the transport, and the back that a worker thread owns.
 
-use std::{io, time::Instant};
+use std::{io, sync::Arc, time::Instant};
 
-use super::{fault::Fault, session::Session};
+use super::{fault::Fault, session::Session, signals::Signals};
 
 /// What a device is (virtio 1.3, 5: device IDs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,8 +40,9 @@ pub trait VirtioDevice: Send {
     fn write_config(&mut self, offset: usize, data: &[u8]);
     /// The driver reset the device, its workers are quiet: what it wrote to the configuration is forgotten.
     fn reset(&mut self);
-    /// The backs, one for each worker thread. Called once, when the VM is built.
-    fn workers(&mut self) -> io::Result<Vec<WorkerSpec>>;
+    /// The backs, one for each worker thread. Called once, when the VM is built. What changes the configuration space
+    /// later, other than the driver, tells so through `signals`.
+    fn workers(&mut self, signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>>;
 }
 
 /// A worker thread to be made, and what it does.

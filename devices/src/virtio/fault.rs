@@ -37,6 +37,10 @@ pub enum Fault {
     /// counted and reported; the device works on. When starting, the device asks to be reset.
     #[error("{0}")]
     Backend(&'static str, #[source] io::Error),
+    /// The host refused something for which requests are kept, to be tried again: it is counted and reported as
+    /// [`DeviceEvent::Held`], each time. The device works on.
+    #[error("{0}")]
+    Held(&'static str, #[source] io::Error),
     /// A defect of this program, such as a panic. The VM fails.
     #[error("internal error: {0}")]
     Bug(String),
@@ -91,6 +95,8 @@ pub enum DeviceEvent {
     NeedsReset(String),
     /// The host refused something; the device works on.
     BackendError(String),
+    /// The host refused something, and requests are kept until the device goes on after a pause (or is reset).
+    Held(String),
     /// A defect of this program: the VM has to be failed.
     Failed(String),
 }

@@ -246,10 +246,51 @@ impl Queue {
             .map_err(|_| RingError::Memory)
     }
 
+    /// The same, but a driver with EVENT_IDX is asked to notify only when it has added more than `unnotified` buffers
+    /// to those taken (2.7.10).
+    pub fn enable_notification_after(&mut self, unnotified: u16) -> Result<bool, RingError> {
+        if !self.event_idx || unnotified == 0 {
+            return self.enable_notification();
+        }
+        self.set_avail_event(self.ring.next_avail().wrapping_add(unnotified))?;
+        // The wish must be visible before the index is read: the driver writes its index, then reads the wish.
+        fence(Ordering::SeqCst);
+        Ok(self.avail_index()? != self.ring.next_avail())
+    }
+
     /// Tells the driver that no notifications are needed.
     pub fn disable_notification(&mut self) -> Result<(), RingError> {
+        if self.event_idx {
+            // At a buffer that was taken already.
+            return self.set_avail_event(self.ring.next_avail().wrapping_sub(1));
+        }
         self.ring
             .disable_notification(&self.memory)
+            .map_err(|_| RingError::Memory)
+    }
+
+    /// How many chains are available; 0 if the ring makes no sense, which [`pop`](Self::pop) tells.
+    pub fn available(&self) -> u16 {
+        let available = self
+            .avail_index()
+            .map_or(0, |index| index.wrapping_sub(self.ring.next_avail()));
+        if available > self.ring.size() {
+            0
+        } else {
+            available
+        }
+    }
+
+    fn avail_index(&self) -> Result<u16, RingError> {
+        self.load(self.ring.avail_ring().wrapping_add(2))
+    }
+
+    /// Writes the field behind the used ring that says when to notify.
+    fn set_avail_event(&self, index: u16) -> Result<(), RingError> {
+        let offset = u64::from(self.ring.size()).wrapping_mul(8).wrapping_add(4);
+        let address = GuestAddress(self.ring.used_ring().wrapping_add(offset));
+        self.memory
+            .store(index.to_le(), address, Ordering::Relaxed)
             .map_err(|_| RingError::Memory)
     }
 

@@ -141,6 +141,32 @@ impl Session {
         Ok(())
     }
 
+    /// The same, but the driver need not notify for the first `unnotified` buffers that it adds (with EVENT_IDX): for
+    /// a handler that something else will make look at the queue soon.
+    pub fn ask_for_kick_after(&mut self, queue: u16, unnotified: u16) -> Result<(), Fault> {
+        if self.on(queue, false, |ring| ring.enable_notification_after(unnotified))? {
+            self.kick_again(queue);
+        }
+        Ok(())
+    }
+
+    /// Tells the driver that no notifications are needed, outside of `kick` (where they are off).
+    pub fn suppress_kicks(&mut self, queue: u16) -> Result<(), Fault> {
+        self.on(queue, (), Queue::disable_notification)
+    }
+
+    /// How many chains are available.
+    pub fn available(&mut self, queue: u16) -> usize {
+        self.queue(queue).map_or(0, |ring| ring.available().into())
+    }
+
+    /// Puts the chain taken last back, to be taken again; see [`Queue::unpop`].
+    pub fn unpop(&mut self, queue: u16) {
+        if let Some(ring) = self.queue(queue) {
+            ring.unpop(1);
+        }
+    }
+
     /// From now on the handler's `event` is called with `token` when `fd` is ready as `interest` says.
     pub fn watch(&self, fd: &impl AsRawFd, token: u32, interest: EventSet) -> Result<(), Fault> {
         self.control(

@@ -1,44 +1,121 @@
 //! The block device (virtio 1.3, 5.2).
+//!
+//! Each queue has a worker thread and an engine of its own. What they share is in [`control`]: capacity, limiter,
+//! counters, and how many writes are kept back.
 
 mod config;
+mod control;
+mod hold;
+mod pace;
 mod request;
+mod stats;
+mod throttle;
 mod worker;
 
-use std::io;
+use std::{
+    io,
+    sync::{Arc, Mutex, PoisonError, atomic::Ordering},
+};
 
 use zerocopy::IntoBytes;
 
 use self::{
-    config::{Config, QUEUE_SIZES},
+    config::{Config, QUEUE_SIZE},
+    control::{Shared, SharedImage},
     request::{ID_LENGTH, Limits},
-    worker::BlkHandler,
+    worker::{BlkHandler, Identity},
 };
-use super::device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes};
-use crate::block::Image;
+pub use self::{
+    control::BlkControl,
+    stats::{BUCKETS, BlkStats, OperationStats},
+};
+use super::{
+    device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes},
+    signals::Signals,
+};
+use crate::{block::Image, rate::Limiter};
+
+/// Most queues of a disk.
+pub const MAX_QUEUES: u16 = 16;
+
+/// What a disk is to be like.
+#[derive(Clone, Debug)]
+pub struct BlkOptions {
+    /// Goes into the threads' names.
+    pub name: String,
+    /// What the driver is told when it asks for an identification: at most 20 bytes, the rest is cut off.
+    pub serial: String,
+    /// 1 to [`MAX_QUEUES`], each with a thread; what is beyond is brought into that range.
+    pub queues: u16,
+    /// Bytes in a logical block, 512 or 4096 (anything else is taken as 512).
+    pub logical_block: u32,
+    /// What follows when the host can't carry out a request.
+    pub on_error: OnError,
+    /// Limits its requests, if there is one.
+    pub limiter: Option<Arc<Limiter>>,
+}
+
+/// What follows when the host can't carry out a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnError {
+    /// The driver gets the error, and an event says so.
+    #[default]
+    Report,
+    /// The request is kept, not answered, and an event says so; it is tried again when the device goes on after a
+    /// pause. Others go on meanwhile.
+    Hold,
+}
 
 /// The front of a disk.
 pub struct Blk {
-    image: Box<dyn Image>,
+    image: Arc<SharedImage>,
+    shared: Arc<Shared>,
+    limits: Limits,
+    /// But for the capacity.
     config: Config,
-    id: [u8; ID_LENGTH],
-    thread_name: String,
+    queue_sizes: Vec<u16>,
+    identity: Identity,
+    on_error: OnError,
+    name: String,
 }
 
 impl Blk {
-    /// A disk on `image`. `serial` is what its driver is told when it asks for an identification (at most 20 bytes,
-    /// the rest is cut off), `name` goes into the thread's name.
-    pub fn new(image: Box<dyn Image>, name: &str, serial: &str) -> Self {
-        let mut id = [0; ID_LENGTH];
-        for (to, from) in id.iter_mut().zip(serial.bytes()) {
+    /// A disk on `image`. A size that is not a multiple of the logical block is an error when it is built into a machine.
+    pub fn new(image: Box<dyn Image>, options: BlkOptions) -> Self {
+        let mut identity = [0; ID_LENGTH];
+        for (to, from) in identity.iter_mut().zip(options.serial.bytes()) {
             *to = from;
         }
-        let config = Config::new(image.capacity());
+        let queues = options.queues.clamp(1, MAX_QUEUES);
+        let geometry = image.geometry();
+        let limits = Limits {
+            block: if options.logical_block == 4096 { 4096 } else { 512 },
+            read_only: image.read_only(),
+            discard: !image.read_only() && geometry.discard_granularity.is_some(),
+        };
+        let shared = Shared::new(image.capacity(), limits.block, queues, options.limiter);
         Self {
-            image,
-            config,
-            id,
-            thread_name: format!("blk-{name}"),
+            shared: Arc::new(shared),
+            image: Arc::new(Mutex::new(image)),
+            config: Config::new(&limits, &geometry, queues),
+            limits,
+            queue_sizes: vec![QUEUE_SIZE; queues.into()],
+            identity,
+            on_error: options.on_error,
+            name: options.name,
         }
+    }
+
+    /// The handle for others than the driver.
+    pub fn control(&self) -> BlkControl {
+        BlkControl {
+            shared: Arc::clone(&self.shared),
+            image: Arc::downgrade(&self.image),
+        }
+    }
+
+    fn queues(&self) -> u16 {
+        u16::try_from(self.queue_sizes.len()).unwrap_or(MAX_QUEUES)
     }
 }
 
@@ -48,11 +125,11 @@ impl VirtioDevice for Blk {
     }
 
     fn features(&self) -> u64 {
-        config::features(self.image.read_only())
+        config::features(&self.limits, self.queues())
     }
 
     fn queue_sizes(&self) -> &[u16] {
-        &QUEUE_SIZES
+        &self.queue_sizes
     }
 
     fn config_len(&self) -> usize {
@@ -60,7 +137,8 @@ impl VirtioDevice for Blk {
     }
 
     fn read_config(&self, offset: usize, data: &mut [u8]) {
-        read_bytes(self.config.as_bytes(), offset, data);
+        let capacity = self.shared.capacity.load(Ordering::SeqCst);
+        read_bytes(self.config.with_capacity(capacity).as_bytes(), offset, data);
     }
 
     /// Nothing is writable: a driver's cache mode is not on offer.
@@ -68,18 +146,42 @@ impl VirtioDevice for Blk {
 
     fn reset(&mut self) {}
 
-    fn workers(&mut self) -> io::Result<Vec<WorkerSpec>> {
-        let limits = Limits {
-            capacity: self.image.capacity(),
-            read_only: self.image.read_only(),
-        };
-        let handler = BlkHandler::new(self.image.engine()?, limits, self.id);
-        Ok(vec![WorkerSpec {
-            name: self.thread_name.clone(),
-            queues: vec![0],
-            handler: Box::new(handler),
-        }])
+    fn workers(&mut self, signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>> {
+        let capacity = self.shared.capacity.load(Ordering::SeqCst);
+        if !capacity.is_multiple_of(self.limits.block.into()) {
+            let block = self.limits.block;
+            let message =
+                format!("size of {capacity} bytes is not a multiple of the logical block of {block}");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        self.shared.connect(signals)?;
+        let image = self.image.lock().unwrap_or_else(PoisonError::into_inner);
+        (0..self.queues())
+            .map(|queue| {
+                let engine = image.engine()?;
+                let shared = Arc::clone(&self.shared);
+                let handler =
+                    BlkHandler::new(queue, engine, shared, self.limits, self.identity, self.on_error);
+                Ok(WorkerSpec {
+                    name: thread_name(&self.name, queue),
+                    queues: vec![queue],
+                    handler: Box::new(handler),
+                })
+            })
+            .collect()
     }
+}
+
+/// "blk-root-q1"; the disk's name is cut so that the kernel keeps the rest (15 bytes).
+fn thread_name(disk: &str, queue: u16) -> String {
+    let tail = format!("-q{queue}");
+    let room = 11_usize.saturating_sub(tail.len());
+    let head: String = disk
+        .char_indices()
+        .take_while(|(at, letter)| at.saturating_add(letter.len_utf8()) <= room)
+        .map(|(_, letter)| letter)
+        .collect();
+    format!("blk-{head}{tail}")
 }
 
 #[cfg(test)]

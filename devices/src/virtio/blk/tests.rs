@@ -29,6 +29,7 @@ const OUT: u32 = 1;
 const FLUSH: u32 = 4;
 const GET_ID: u32 = 8;
 const DISCARD: u32 = 11;
+const WRITE_ZEROES: u32 = 13;
 const OK: u8 = 0;
 const IOERR: u8 = 1;
 const UNSUPP: u8 = 2;
@@ -37,6 +38,17 @@ const UNSUPP: u8 = 2;
 const ALL: u64 = !(3 << 28);
 const F_RO: u64 = 1 << 5;
 const F_FLUSH: u64 = 1 << 9;
+
+fn options() -> BlkOptions {
+    BlkOptions {
+        name: "root".into(),
+        serial: String::new(),
+        queues: 1,
+        logical_block: 512,
+        on_error: OnError::Report,
+        limiter: None,
+    }
+}
 
 struct Disk {
     file: File,
@@ -51,7 +63,8 @@ impl Disk {
 
     fn front(&self, read_only: bool) -> Box<dyn VirtioDevice> {
         let image = RawImage::open(self.file.try_clone().unwrap().into(), read_only).unwrap();
-        Box::new(Blk::new(Box::new(image), "root", "serial-0123456789-too-long"))
+        let serial = "serial-0123456789-too-long".into();
+        Box::new(Blk::new(Box::new(image), BlkOptions { serial, ..options() }))
     }
 
     fn driver(&self, read_only: bool) -> Driver {
@@ -169,7 +182,7 @@ fn the_identification_is_cut_off_at_20_bytes_and_at_the_buffer() {
 #[case::odd_read(header(IN, 0), 511, IOERR)]
 #[case::odd_write([header(OUT, 0), vec![0; 513]].concat(), 0, IOERR)]
 #[case::write_beyond_the_end([header(OUT, SECTORS as u64), vec![0; 512]].concat(), 0, IOERR)]
-#[case::discard([header(DISCARD, 0), vec![0; 16]].concat(), 0, UNSUPP)]
+#[case::discard_with_a_flag([header(DISCARD, 0), vec![0; 8], vec![8, 0, 0, 0, 1, 0, 0, 0]].concat(), 0, UNSUPP)]
 #[case::unknown(header(0x1234_5678, 0), 0, UNSUPP)]
 #[case::short_header(vec![0; 15], 512, IOERR)]
 #[case::no_header(vec![], 512, IOERR)]
@@ -359,7 +372,7 @@ impl Engine for BadEngine {
 
 #[test]
 fn errors_of_the_host_become_io_errors_a_counter_and_an_event() {
-    let front = Blk::new(Box::new(BadImage(io::ErrorKind::StorageFull)), "data", "");
+    let front = Blk::new(Box::new(BadImage(io::ErrorKind::StorageFull)), options());
     let mut driver = Driver::new(Rig::new(Box::new(front)));
     driver.start(ALL);
     for _ in 0..20 {
@@ -483,7 +496,7 @@ fn slow() -> (Arc<SlowState>, Driver) {
         done: Mutex::default(),
         event: EventFd::new(EFD_NONBLOCK).unwrap(),
     });
-    let front = Blk::new(Box::new(SlowImage(state.clone())), "slow", "");
+    let front = Blk::new(Box::new(SlowImage(state.clone())), options());
     let mut driver = Driver::new(Rig::new(Box::new(front)));
     driver.start(ALL);
     (state, driver)
@@ -620,7 +633,7 @@ proptest! {
         read_only: bool,
     ) {
         let header = Header { kind: kind.into(), reserved: 0.into(), sector: sector.into() };
-        match (Limits { capacity, read_only }).plan(&header, outgoing, incoming) {
+        match (Limits { block: 512, read_only, discard: false }).plan(capacity, &header, outgoing, incoming) {
             Plan::Read { offset, length } => {
                 prop_assert_eq!((kind, length, offset / 512), (IN, incoming, sector));
                 prop_assert!(offset + u64::from(length) <= capacity && length % 512 == 0);
@@ -631,9 +644,18 @@ proptest! {
             }
             Plan::Flush => prop_assert_eq!(kind, FLUSH),
             Plan::Identify { length } => prop_assert!(kind == GET_ID && length <= 20 && length <= incoming),
-            Plan::Answer(Status::Ok) => prop_assert!(false),
-            Plan::Answer(Status::Unsupported) => prop_assert!(![IN, OUT, FLUSH, GET_ID].contains(&kind)),
-            Plan::Answer(Status::IoError) => prop_assert!([IN, OUT].contains(&kind)),
+            Plan::Discard { .. } => prop_assert!(false, "not on offer"),
+            Plan::WriteZeroes { ranges } => {
+                prop_assert!(!read_only && kind == WRITE_ZEROES);
+                prop_assert!(ranges == outgoing && ranges % 16 == 0 && (1..=32).contains(&(ranges / 16)));
+            }
+            Plan::Answer(Status::Ok) => {
+                prop_assert!(kind == IN && incoming == 0 || kind == OUT && outgoing == 0);
+            }
+            Plan::Answer(Status::Unsupported) => {
+                prop_assert!(![IN, OUT, FLUSH, GET_ID, WRITE_ZEROES].contains(&kind));
+            }
+            Plan::Answer(Status::IoError) => prop_assert!([IN, OUT, DISCARD, WRITE_ZEROES].contains(&kind)),
         }
     }
 }

@@ -15,7 +15,10 @@ use self::{
     config::{Config, FEATURES, QUEUE_SIZES, RECEIVE, TRANSMIT},
     worker::NetHandler,
 };
-use super::device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes};
+use super::{
+    device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes},
+    signals::Signals,
+};
 use crate::net::NetBackend;
 pub use stats::NetStats;
 
@@ -76,7 +79,7 @@ impl VirtioDevice for Net {
 
     fn reset(&mut self) {}
 
-    fn workers(&mut self) -> io::Result<Vec<WorkerSpec>> {
+    fn workers(&mut self, _signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>> {
         let backend = self.backend.take().ok_or(io::ErrorKind::AlreadyExists)?;
         let handler = NetHandler::new(backend, self.mtu, Arc::clone(&self.stats));
         Ok(vec![WorkerSpec {

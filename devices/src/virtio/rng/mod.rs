@@ -1,6 +1,6 @@
 //! The entropy device (virtio 1.3, 5.4): each buffer is filled with random bytes.
 
-use std::{fs::File, io, time::Instant};
+use std::{fs::File, io, sync::Arc, time::Instant};
 
 use vm_memory::ReadVolatile;
 
@@ -9,6 +9,7 @@ use super::{
     device::{DeviceKind, Drained, Progress, QueueHandler, VirtioDevice, WorkerSpec},
     fault::Fault,
     session::Session,
+    signals::Signals,
 };
 use crate::GuestMemory;
 
@@ -53,7 +54,7 @@ impl VirtioDevice for Rng {
 
     fn reset(&mut self) {}
 
-    fn workers(&mut self) -> io::Result<Vec<WorkerSpec>> {
+    fn workers(&mut self, _signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>> {
         let source = self.source.take().ok_or(io::ErrorKind::AlreadyExists)?;
         let handler = Box::new(RngHandler {
             source,

@@ -17,6 +17,7 @@ use crate::virtio::{
     device::{DeviceKind, Drained, Progress, QueueHandler, VirtioDevice, WorkerSpec, read_bytes},
     fault::Fault,
     session::{EventSet, Session},
+    signals::Signals,
     testing::{Driver, PATIENCE, Rig},
 };
 
@@ -109,7 +110,7 @@ impl VirtioDevice for Puppet {
         self.config.lock().unwrap()[offset..offset + data.len()].copy_from_slice(data);
     }
     fn reset(&mut self) {}
-    fn workers(&mut self) -> io::Result<Vec<WorkerSpec>> {
+    fn workers(&mut self, _signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>> {
         let spec = |(queue, strings): (u16, &Arc<Strings>)| WorkerSpec {
             name: format!("puppet-{queue}"),
             queues: vec![queue],

@@ -56,15 +56,16 @@ impl VirtioPciDevice {
     /// Builds it; its worker threads are there afterwards, parked.
     pub fn new(parts: Parts<'_>, mut device: Box<dyn VirtioDevice>) -> io::Result<Self> {
         let max_sizes = device.queue_sizes().to_vec();
-        let specs = device.workers()?;
-        check(&*device, &specs).map_err(|what| io::Error::new(io::ErrorKind::InvalidInput, what))?;
         let msix = Msix::new(parts.msi, max_sizes.len().saturating_add(1))?;
+        let signals = Arc::new(Signals::new(Arc::clone(msix.vectors()), max_sizes.len()));
+        let specs = device.workers(&signals)?;
+        check(&*device, &specs).map_err(|what| io::Error::new(io::ErrorKind::InvalidInput, what))?;
         let kick = |_: &u16| EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map(Arc::new);
         let shared = Arc::new(Shared {
             name: parts.name.clone(),
             memory: parts.memory,
             kicks: max_sizes.iter().map(kick).collect::<io::Result<_>>()?,
-            signals: Arc::new(Signals::new(Arc::clone(msix.vectors()), max_sizes.len())),
+            signals,
             max_sizes,
             counters: Arc::new(Counters::default()),
             sink: parts.sink,

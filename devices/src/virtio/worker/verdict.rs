@@ -56,6 +56,16 @@ impl Shared {
                 }
                 Health::Good
             }
+            Fault::Held(what, error) => {
+                Counters::bump(&self.counters.backend_faults);
+                if let Some(held_back) = self.log_limit.allow() {
+                    tracing::warn!(device = self.name, %held_back, %error, "{what}: requests are held");
+                }
+                // The machine depends on it, and it comes once for each pause.
+                self.sink
+                    .report(&self.name, DeviceEvent::Held(format!("{what}: {error}")));
+                Health::Good
+            }
             Fault::Bug(_) => {
                 self.report_bug(&fault);
                 Health::Dead
@@ -82,7 +92,7 @@ impl Shared {
 /// The fault with its cause.
 fn describe(fault: &Fault) -> String {
     match fault {
-        Fault::Backend(what, error) => format!("{what}: {error}"),
+        Fault::Backend(what, error) | Fault::Held(what, error) => format!("{what}: {error}"),
         other => other.to_string(),
     }
 }

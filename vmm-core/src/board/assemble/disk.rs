@@ -2,7 +2,7 @@
 
 use devices::{
     block::{OpenError, RawImage},
-    virtio::blk::Blk,
+    virtio::blk::{Blk, BlkOptions, OnError},
 };
 use proto::{model, vmm::ErrorKind};
 
@@ -18,6 +18,14 @@ pub(super) fn build(assembly: &mut Assembly, spec: &model::machine::Disk) -> Res
         },
         message: format!("{name}: {}", with_causes(&error)),
     })?;
-    let device = Blk::new(Box::new(image), &spec.name, &spec.serial);
+    let options = BlkOptions {
+        name: spec.name.clone(),
+        serial: spec.serial.clone(),
+        queues: 1,
+        logical_block: 512,
+        on_error: OnError::Report,
+        limiter: None,
+    };
+    let device = Blk::new(Box::new(image), options);
     assembly.add_virtio(&name, spec.slot, Box::new(device))
 }

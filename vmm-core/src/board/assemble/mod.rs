@@ -273,7 +273,9 @@ impl EventSink for Sink {
                     .notifier
                     .notify(Notice::VmmFailed(format!("{device}: {message}")));
             }
-            DeviceEvent::NeedsReset(message) | DeviceEvent::BackendError(message) => message,
+            DeviceEvent::NeedsReset(message)
+            | DeviceEvent::BackendError(message)
+            | DeviceEvent::Held(message) => message,
         };
         if self.limit.allow().is_some() {
             self.notifier.notify(Notice::DeviceError {

@@ -1,0 +1,120 @@
+//! Requests that are kept: those that the host could not carry out, to be tried again, and flushes that wait for them.
+//!
+//! ```text
+//!            host's error                 next start
+//!  engine ────────────────▶ failed ──────────────────────▶ again ──▶ engine
+//!         ────────────────▶ flushes ─────────────────────▶ again
+//!            writes are kept          none is kept any more
+//! ```
+//!
+//! A kept request holds its descriptors and what was copied of it, nothing of guest memory: the lists stay over a pause.
+//!
+//! A driver may take a flush that succeeds for a promise about everything before it, and on some file systems an error
+//! in writing shows up once, at a flush. So as long as a write, discard or zeroing of *any* queue is kept (it is
+//! *unsettled*, until it succeeds), no flush is carried out, and one that was under way when that began is not answered
+//! but done again: flushes of all queues wait until all such writes have succeeded. A flush that failed is kept like
+//! any other request.
+
+use std::{collections::VecDeque, time::Instant};
+
+use super::{
+    control::Shared,
+    request::{Plan, Range},
+};
+use crate::virtio::chain::Chain;
+
+/// A request with what is known of it.
+#[derive(Debug)]
+pub(super) struct Work {
+    pub chain: Chain,
+    pub plan: Plan,
+    /// Of discards and write-zeroes; they are done one after the other.
+    pub ranges: Vec<Range>,
+    /// The one being done.
+    pub range: usize,
+    /// When it was taken.
+    pub since: Instant,
+    /// It is counted as unsettled.
+    pub unsettled: bool,
+}
+
+impl Work {
+    pub(super) fn new(now: Instant) -> Self {
+        Self {
+            chain: Chain::new(),
+            plan: Plan::Flush,
+            ranges: Vec::new(),
+            range: 0,
+            since: now,
+            unsettled: false,
+        }
+    }
+}
+
+/// What one worker keeps.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    failed: Vec<Work>,
+    flushes: Vec<Work>,
+    /// To be submitted before anything new.
+    again: VecDeque<Work>,
+    /// Somebody was told that requests are kept, since the last pause.
+    reported: bool,
+}
+
+impl Kept {
+    /// Keeps a request that failed; says whether that has to be reported.
+    pub(super) fn fail(&mut self, mut work: Work, shared: &Shared) -> bool {
+        if work.plan.is_write() && !work.unsettled {
+            work.unsettled = true;
+            shared.add_unsettled();
+        }
+        self.failed.push(work);
+        !std::mem::replace(&mut self.reported, true)
+    }
+
+    /// Keeps a flush until nothing is unsettled.
+    pub(super) fn wait(&mut self, flush: Work) {
+        self.flushes.push(flush);
+    }
+
+    /// The next one to submit again.
+    pub(super) fn next(&mut self, shared: &Shared) -> Option<Work> {
+        if !self.flushes.is_empty() && shared.is_settled() {
+            self.again.extend(self.flushes.drain(..));
+        }
+        self.again.pop_front()
+    }
+
+    /// The device goes on: what failed is tried again.
+    pub(super) fn restart(&mut self) {
+        self.again.extend(self.failed.drain(..));
+    }
+
+    /// The device pauses.
+    pub(super) fn paused(&mut self) {
+        self.reported = false;
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.failed
+            .len()
+            .saturating_add(self.flushes.len())
+            .saturating_add(self.again.len())
+    }
+
+    /// The driver wants none of them any more.
+    pub(super) fn forget(&mut self, shared: &Shared) {
+        let all = self
+            .failed
+            .drain(..)
+            .chain(self.flushes.drain(..))
+            .chain(self.again.drain(..));
+        for work in all {
+            if work.unsettled {
+                shared.remove_unsettled();
+            }
+        }
+        self.reported = false;
+    }
+}
