@@ -472,7 +472,9 @@ impl Engine for SlowEngine {
         })
     }
     fn in_flight(&self) -> usize {
-        self.0.waiting.lock().unwrap().len() + self.0.done.lock().unwrap().len()
+        // One lock after the other: `finish_all` takes them in the other order.
+        let waiting = self.0.waiting.lock().unwrap().len();
+        waiting + self.0.done.lock().unwrap().len()
     }
     fn depth(&self) -> usize {
         4
