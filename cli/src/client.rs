@@ -3,7 +3,10 @@
 use std::{future::Future, io, path::Path, time::Duration};
 
 use hyper_util::rt::TokioIo;
-use proto::v1::{self, node_service_client::NodeServiceClient, vm_service_client::VmServiceClient};
+use proto::v1::{
+    self, disk_service_client::DiskServiceClient, node_service_client::NodeServiceClient,
+    vm_service_client::VmServiceClient,
+};
 use tokio::net::UnixStream;
 use tonic::{
     Response, Status,
@@ -16,12 +19,16 @@ use crate::failure::{Code, Failure, Result};
 pub const QUICK: Duration = Duration::from_secs(30);
 /// How long it may take for what is: building a machine, ending a process, on a loaded node.
 pub const WORK: Duration = Duration::from_secs(180);
+/// How long it may take to copy or reserve the whole of a disk. A daemon that ends is noticed at once in any case.
+pub const COPY: Duration = Duration::from_secs(24 * 3600);
 
 /// A connected daemon.
 #[derive(Clone, Debug)]
 pub struct Client {
     /// Its VMs.
     pub vms: VmServiceClient<Channel>,
+    /// Its disks.
+    pub disks: DiskServiceClient<Channel>,
     /// Its node.
     pub nodes: NodeServiceClient<Channel>,
 }
@@ -56,6 +63,7 @@ impl Client {
             })?;
         Ok(Self {
             vms: VmServiceClient::new(channel.clone()),
+            disks: DiskServiceClient::new(channel.clone()),
             nodes: NodeServiceClient::new(channel),
         })
     }
@@ -75,6 +83,22 @@ impl Client {
         Ok(call(QUICK, self.vms.clone().list_vms(v1::ListVmsRequest {}))
             .await?
             .vms)
+    }
+
+    /// The disk with this name.
+    pub async fn disk(&self, name: &str) -> Result<v1::Disk> {
+        let request = v1::GetDiskRequest {
+            name: name.to_owned(),
+        };
+        let response = call(QUICK, self.disks.clone().get_disk(request)).await;
+        let disk = response.map_err(|failure| about_disk(failure, name))?.disk;
+        disk.ok_or_else(empty_answer)
+    }
+
+    /// All disks.
+    pub async fn list_disks(&self) -> Result<Vec<v1::Disk>> {
+        let request = v1::ListDisksRequest {};
+        Ok(call(QUICK, self.disks.clone().list_disks(request)).await?.disks)
     }
 
     /// The node.
@@ -106,9 +130,19 @@ pub fn about_vm(failure: Failure, name: &str) -> Failure {
             "`vmmctl node` shows what there is".into()
         }
         _ if failure.code == Code::NotFound => "`vmmctl get vm` lists the VMs there are".into(),
-        _ => return failure.about(name),
+        _ => return failure.about("vm", name),
     };
-    failure.about(name).hint(hint)
+    failure.about("vm", name).hint(hint)
+}
+
+/// Adds to a failure about a disk of the node its name, and the command that helps.
+pub fn about_disk(failure: Failure, name: &str) -> Failure {
+    let hint = match failure.code {
+        Code::NotFound => "`vmmctl get disk` lists the disks there are".into(),
+        Code::Conflict | Code::Precondition => format!("`vmmctl describe disk {name}` shows it"),
+        _ => return failure.about("disk", name),
+    };
+    failure.about("disk", name).hint(hint)
 }
 
 /// An answer without its content, which a daemon never sends.

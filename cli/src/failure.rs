@@ -11,7 +11,7 @@ pub enum Code {
     Other = 1,
     /// The command line is wrong.
     Usage = 2,
-    /// There is no such VM.
+    /// There is no such VM or disk.
     NotFound = 3,
     /// It exists already, or differs from what is asked for.
     Conflict = 4,
@@ -68,10 +68,10 @@ impl Failure {
         self
     }
 
-    /// Puts the VM's name in front when the message does not have it.
-    pub fn about(mut self, name: &str) -> Self {
+    /// Puts in front what it is about (`vm` or `disk`, and its name) when the message does not have the name.
+    pub fn about(mut self, kind: &str, name: &str) -> Self {
         if !self.message.contains(&format!("\"{name}\"")) && self.violations.is_empty() {
-            self.message = format!("vm/{name}: {}", self.message);
+            self.message = format!("{kind}/{name}: {}", self.message);
         }
         self
     }

@@ -1,25 +1,42 @@
-//! `create`: a VM that must not exist yet, from a manifest or from flags.
+//! `create`: VMs and disks that must not exist yet, from manifests; a VM from flags.
 
 use proto::{
     model::vm::{API_VERSION, KIND, Manifest},
     v1,
 };
 
-use super::{apply, get};
+use super::{
+    apply, disk,
+    disk_spec::{self, usage},
+    get,
+};
 use crate::{
-    args::{Create, Output},
+    args::{CreateVm, Output},
     client::Client,
     failure::{Code, Failure, Result},
-    manifest::Document,
+    manifest::{Document, Object},
     output,
 };
 
-/// Creates the VMs of manifests.
-pub async fn files(client: &Client, documents: &[Document], args: &Create) -> Result<(), Vec<Failure>> {
+/// Creates what manifests describe.
+pub async fn files(client: &Client, documents: &[Document], args: &CreateVm) -> Result<(), Vec<Failure>> {
     let mut failures = Vec::new();
     for document in documents {
-        match apply::create(client, document.vm.clone(), args.start, args.dry_run).await {
-            Ok(vm) => report(&vm, args).map_err(|failure| vec![failure])?,
+        let done = match document.object.clone() {
+            Object::Vm(vm) => match apply::create(client, *vm, args.start, args.dry_run).await {
+                Ok(vm) => Ok(report(&vm, args)),
+                Err(failure) => Err(failure),
+            },
+            Object::Disk(_) if args.dry_run => {
+                Ok(output::line(format!("{} created (dry run)", document.title())))
+            }
+            Object::Disk(request) => match disk::create(client, *request).await {
+                Ok(made) => Ok(disk::report(&made, args.output)),
+                Err(failure) => Err(failure),
+            },
+        };
+        match done {
+            Ok(reported) => reported.map_err(super::one)?,
             Err(failure) => failures.push(document.locate(failure)),
         }
     }
@@ -27,12 +44,12 @@ pub async fn files(client: &Client, documents: &[Document], args: &Create) -> Re
 }
 
 /// Creates a VM made of flags.
-pub async fn flags(client: &Client, vm: v1::Vm, args: &Create) -> Result<()> {
+pub async fn flags(client: &Client, vm: v1::Vm, args: &CreateVm) -> Result<()> {
     report(&apply::create(client, vm, args.start, args.dry_run).await?, args)
 }
 
 /// The VM that the flags describe.
-pub fn from_flags(args: &Create) -> Result<v1::Vm> {
+pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
     let linux = v1::LinuxBoot {
         kernel: args.kernel.clone().unwrap_or_default(),
         initrd: args.initrd.clone().unwrap_or_default(),
@@ -41,7 +58,8 @@ pub fn from_flags(args: &Create) -> Result<v1::Vm> {
     let numbered = |texts: &[String]| texts.iter().cloned().enumerate().collect::<Vec<_>>();
     let disks = numbered(&args.disks)
         .into_iter()
-        .map(|(index, text)| disk(index, &text));
+        .map(|(index, text)| disk_spec::from_text(index, &text));
+    let groups = args.rate_groups.iter().map(|text| disk_spec::rate_group(text));
     let nics = numbered(&args.nics)
         .into_iter()
         .map(|(index, text)| nic(index, &text));
@@ -68,7 +86,7 @@ pub fn from_flags(args: &Create) -> Result<v1::Vm> {
             }),
             disks: disks.collect::<Result<_>>()?,
             nics: nics.collect::<Result<_>>()?,
-            ..Default::default()
+            rate_groups: groups.collect::<Result<_>>()?,
         }),
         status: None,
     };
@@ -86,7 +104,7 @@ pub fn from_flags(args: &Create) -> Result<v1::Vm> {
     Ok(vm)
 }
 
-fn report(vm: &v1::Vm, args: &Create) -> Result<()> {
+fn report(vm: &v1::Vm, args: &CreateVm) -> Result<()> {
     let name = vm
         .metadata
         .as_ref()
@@ -100,43 +118,6 @@ fn report(vm: &v1::Vm, args: &Create) -> Result<()> {
             output::line(format!("vm/{name} created{started}{suffix}"))
         }
     }
-}
-
-/// A disk from `PATH` or `name=…,path=…`.
-fn disk(index: usize, text: &str) -> Result<v1::DiskSpec> {
-    let mut disk = v1::DiskSpec {
-        name: if index == 0 {
-            "root".into()
-        } else {
-            format!("disk{index}")
-        },
-        format: v1::DiskFormat::Raw.into(),
-        ..v1::DiskSpec::default()
-    };
-    if text.starts_with('/') {
-        disk.path = text.to_owned();
-        return Ok(disk);
-    }
-    for part in text.split(',') {
-        match part.split_once('=') {
-            Some(("name", value)) => disk.name = value.to_owned(),
-            Some(("path", value)) => disk.path = value.to_owned(),
-            Some(("serial", value)) => disk.serial = value.to_owned(),
-            Some(("format", "raw")) => {}
-            Some(("format", value)) => {
-                return Err(usage(format!(
-                    "--disk {text}: format must be raw, is \"{value}\""
-                )));
-            }
-            None if part == "readonly" => disk.read_only = true,
-            _ => {
-                let message =
-                    format!("--disk {text}: \"{part}\" is none of name=, path=, format=, serial=, readonly");
-                return Err(usage(message));
-            }
-        }
-    }
-    Ok(disk)
 }
 
 /// A NIC from `bridge=…` or `tap=…` and more.
@@ -168,8 +149,4 @@ fn nic(index: usize, text: &str) -> Result<v1::NicSpec> {
         }
     }
     Ok(nic)
-}
-
-fn usage(message: String) -> Failure {
-    Failure::new(Code::Usage, message)
 }

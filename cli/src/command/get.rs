@@ -1,5 +1,7 @@
 //! `get` and `describe`: what there is.
 
+use std::collections::BTreeMap;
+
 use proto::v1::{self, WatchEventType};
 
 use crate::{
@@ -190,7 +192,15 @@ fn name(vm: &v1::Vm) -> &str {
 
 /// Whether all selectors hold.
 fn selected(vm: &v1::Vm, selectors: &[Selector]) -> bool {
-    let label = |key: &str| vm.metadata.as_ref().and_then(|metadata| metadata.labels.get(key));
+    match &vm.metadata {
+        Some(metadata) => all_hold(selectors, &metadata.labels),
+        None => all_hold(selectors, &BTreeMap::new()),
+    }
+}
+
+/// Whether all selectors hold for these labels.
+pub fn all_hold(selectors: &[Selector], labels: &BTreeMap<String, String>) -> bool {
+    let label = |key: &str| labels.get(key);
     selectors.iter().all(|selector| match selector {
         Selector::Is(wanted) => label(&wanted.key) == Some(&wanted.value),
         Selector::IsNot(wanted) => label(&wanted.key) != Some(&wanted.value),

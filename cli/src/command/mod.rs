@@ -3,15 +3,24 @@
 mod act;
 mod apply;
 mod create;
+mod difference;
+mod disk;
+mod disk_spec;
 mod generate;
 mod get;
+mod vm_disk;
+
+use std::path::Path;
 
 use crate::{
-    args::{Cli, Command, Describe, Get, NodeOutput},
+    args::{
+        Cli, Command, Create, CreateVm, CreateWhat, DeleteVm, DeleteWhat, Describe, Get, NodeOutput, Resize,
+        disk::ResizeDisk,
+    },
     client::Client,
     console,
     failure::{Failure, Result},
-    manifest::{emit, schema},
+    manifest::{emit, quantity, schema},
     output,
 };
 
@@ -28,15 +37,17 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
             let client = Client::connect(socket).await.map_err(one)?;
             apply::apply(&client, &documents, args.start, args.dry_run).await
         }
-        Command::Create(args) if !args.files.is_empty() => {
-            let documents = apply::read(&args.files)?;
+        Command::Create(args) => create(socket, *args).await,
+        Command::Attach(args) => {
+            let disk = disk_spec::from_flags(&args).map_err(one)?;
             let client = Client::connect(socket).await.map_err(one)?;
-            create::files(&client, &documents, &args).await
+            vm_disk::attach(&client, &args.vm, disk).await.map_err(one)
         }
-        Command::Create(args) => {
-            let vm = create::from_flags(&args).map_err(one)?;
+        Command::Limit(args) => {
+            let target = vm_disk::target(&args).map_err(one)?;
             let client = Client::connect(socket).await.map_err(one)?;
-            create::flags(&client, vm, &args).await.map_err(one)
+            let done = vm_disk::limit(&client, &args, target).await;
+            done.map_err(disk_spec::in_options).map_err(one)
         }
         command => {
             if let Command::Version { .. } = command {
@@ -48,12 +59,50 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
     }
 }
 
+async fn create(socket: &Path, args: Create) -> Result<(), Vec<Failure>> {
+    match args.what {
+        Some(CreateWhat::Disk(args)) => {
+            let request = disk::from_flags(&args).map_err(one)?;
+            let client = Client::connect(socket).await.map_err(one)?;
+            let made = disk::create(&client, request).await;
+            let made = made.map_err(disk_spec::in_options).map_err(one)?;
+            disk::report(&made, args.output).map_err(one)
+        }
+        Some(CreateWhat::Vm(args)) => create_vm(socket, &args).await,
+        None => create_vm(socket, &args.vm).await,
+    }
+}
+
+async fn create_vm(socket: &Path, args: &CreateVm) -> Result<(), Vec<Failure>> {
+    if args.files.is_empty() {
+        let vm = create::from_flags(args).map_err(one)?;
+        let client = Client::connect(socket).await.map_err(one)?;
+        create::flags(&client, vm, args).await.map_err(one)
+    } else {
+        let documents = apply::read(&args.files)?;
+        let client = Client::connect(socket).await.map_err(one)?;
+        create::files(&client, &documents, args).await
+    }
+}
+
 async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failure>> {
     match command {
-        Command::Get { what: Get::Vm(args) } => get::get(client, &args).await,
-        Command::Describe {
-            what: Describe::Vm(args),
-        } => get::describe(client, &args.names).await,
+        Command::Get { what } => match what {
+            Get::Vm(args) => get::get(client, &args).await,
+            Get::Disk(args) => disk::list(client, &args).await,
+        },
+        Command::Describe { what } => match what {
+            Describe::Vm(args) => get::describe(client, &args.names).await,
+            Describe::Disk(args) => disk::describe(client, &args.names).await,
+        },
+        Command::Detach(args) => vm_disk::detach(client, &args).await,
+        Command::Resize {
+            what: Resize::Disk(args),
+        } => resize(client, &args)
+            .await
+            .map_err(disk_spec::in_options)
+            .map_err(one),
+        Command::Stats(args) => vm_disk::stats(client, &args).await,
         Command::Start(args) => act::each(client, &args.names, &act::Verb::Start).await,
         Command::Stop(args) if args.all => act::stop_all(client, args.ending).await,
         Command::Stop(args) => act::each(client, &args.names, &act::Verb::Stop(args.ending)).await,
@@ -62,21 +111,49 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         }
         Command::Pause(args) => act::each(client, &args.names, &act::Verb::Pause).await,
         Command::Resume(args) => act::each(client, &args.names, &act::Verb::Resume).await,
-        Command::Delete(args) => {
-            let verb = act::Verb::Delete {
-                force: args.force,
-                ignore_not_found: args.ignore_not_found,
-            };
-            act::each(client, &args.names.names, &verb).await
-        }
+        Command::Delete(args) => match args.what {
+            Some(DeleteWhat::Disk(args)) => {
+                let ignore_not_found = args.ignore_not_found;
+                act::each(
+                    client,
+                    &args.names.names,
+                    &act::Verb::DeleteDisk { ignore_not_found },
+                )
+                .await
+            }
+            Some(DeleteWhat::Vm(args)) => delete(client, &args).await,
+            None => delete(client, &args.vms).await,
+        },
         Command::Console(args) => console::run(client, &args.name, args.no_replay)
             .await
             .map_err(one),
         Command::Node { output } => node(client, output).await.map_err(one),
         Command::Version { .. } => version(Some(client)).await.map_err(one),
         // Done in `run`, without a daemon or before it is asked.
-        Command::Apply(_) | Command::Create(_) | Command::Completion { .. } | Command::Generate { .. } => {
-            Ok(())
+        Command::Apply(_)
+        | Command::Create(_)
+        | Command::Attach(_)
+        | Command::Limit(_)
+        | Command::Completion { .. }
+        | Command::Generate { .. } => Ok(()),
+    }
+}
+
+async fn delete(client: &Client, args: &DeleteVm) -> Result<(), Vec<Failure>> {
+    let verb = act::Verb::Delete {
+        force: args.force,
+        ignore_not_found: args.ignore_not_found,
+    };
+    act::each(client, &args.names.names, &verb).await
+}
+
+async fn resize(client: &Client, args: &ResizeDisk) -> Result<()> {
+    match &args.vm {
+        Some(vm) => vm_disk::resize(client, vm, &args.name, args.size).await,
+        None => {
+            let disk = disk::resize(client, &args.name, args.size.unwrap_or_default()).await?;
+            let size = quantity::show(disk.size_bytes);
+            output::line(format!("disk/{} resized to {size}", args.name))
         }
     }
 }

@@ -202,9 +202,19 @@ fn enumerator(text: &str, names: &[String], prefix: &str) -> Result<Json, String
     let known: Vec<_> = names
         .iter()
         .filter(|name| !name.ends_with("_UNSPECIFIED"))
-        .cloned()
+        .map(|name| name.strip_prefix(prefix).unwrap_or(name).to_ascii_lowercase())
         .collect();
-    Err(format!("must be {}, is \"{text}\"", known.join(" or ")))
+    Err(format!("must be {}, is \"{text}\"", alternatives(&known)))
+}
+
+/// `a`, `a or b`, `a, b or c`.
+fn alternatives(words: &[String]) -> String {
+    match words {
+        [first @ .., before, last] if !first.is_empty() => {
+            format!("{}, {before} or {last}", first.join(", "))
+        }
+        words => words.join(" or "),
+    }
 }
 
 fn unknown(name: &str, message: &Message) -> String {

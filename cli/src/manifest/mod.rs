@@ -1,10 +1,11 @@
-//! Manifests: VMs as YAML files.
+//! Manifests: VMs and disks as YAML files.
 //!
-//! A manifest is the canonical JSON form of `vmmd.v1.Vm`, as YAML. Two things are easier than in canonical JSON:
+//! A VM's manifest is the canonical JSON form of `vmmd.v1.Vm`, as YAML; a disk's has the same shape ([`disk`]). Two things are easier than in canonical JSON:
 //! fields in bytes take suffixes (`256Mi`), and enums take the short form of their names (`raw` for
 //! `DISK_FORMAT_RAW`). All problems of a file are reported at once, each with its line.
 
 pub mod decode;
+pub mod disk;
 pub mod emit;
 pub mod quantity;
 pub mod schema;
@@ -30,19 +31,39 @@ use crate::failure::{Code, Failure};
 /// Longest file that is read, in bytes.
 const MAX_FILE: u64 = 4 << 20;
 
-/// A VM from a file, with all that is needed to point at its fields.
+/// A VM or a disk from a file, with all that is needed to point at its fields.
 #[derive(Debug)]
 pub struct Document {
-    /// The VM, without what only the daemon sets.
-    pub vm: v1::Vm,
+    /// What it describes.
+    pub object: Object,
     source: String,
     root: Node,
 }
 
+/// What a document describes, without what only the daemon sets.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Object {
+    /// A VM.
+    Vm(Box<v1::Vm>),
+    /// A disk.
+    Disk(Box<v1::CreateDiskRequest>),
+}
+
 impl Document {
-    /// The VM's name.
+    /// The name of the VM or disk.
     pub fn name(&self) -> &str {
-        self.vm.metadata.as_ref().map_or("", |metadata| &metadata.name)
+        match &self.object {
+            Object::Vm(vm) => vm.metadata.as_ref().map_or("", |metadata| &metadata.name),
+            Object::Disk(request) => request.disk.as_ref().map_or("", |disk| &disk.name),
+        }
+    }
+
+    /// `vm/web`, `disk/data`.
+    pub fn title(&self) -> String {
+        match self.object {
+            Object::Vm(_) => format!("vm/{}", self.name()),
+            Object::Disk(_) => format!("disk/{}", self.name()),
+        }
     }
 
     /// Says of a failure which lines it is about.
@@ -51,16 +72,22 @@ impl Document {
         if violations.is_empty() {
             return failure;
         }
-        let problems = violations.iter().map(|(field, text)| Problem {
-            mark: find(&self.root, field),
-            path: field.clone(),
-            text: text.clone(),
+        let problems = violations.iter().map(|(field, text)| {
+            let path = match self.object {
+                Object::Vm(_) => field.clone(),
+                Object::Disk(_) => disk::field(field),
+            };
+            Problem {
+                mark: find(&self.root, &path),
+                path,
+                text: text.clone(),
+            }
         });
         invalid(&self.source, &problems.collect::<Vec<_>>())
     }
 }
 
-/// Reads and checks the VMs in a file, or on standard input when it is `-`.
+/// Reads and checks what is in a file, or on standard input when it is `-`.
 pub fn read(path: &Path) -> Result<Vec<Document>, Failure> {
     let source = if path == Path::new("-") {
         "stdin".to_owned()
@@ -88,7 +115,7 @@ fn read_text(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Reads and checks the VMs in a text; `source` is what messages call it.
+/// Reads and checks what is in a text; `source` is what messages call it.
 pub fn parse(text: &str, source: &str) -> Result<Vec<Document>, Failure> {
     let roots = yaml::documents(text).map_err(|error| {
         invalid(
@@ -103,7 +130,7 @@ pub fn parse(text: &str, source: &str) -> Result<Vec<Document>, Failure> {
     if roots.is_empty() {
         return Err(Failure::new(
             Code::Invalid,
-            format!("{source} holds no VM: it is empty"),
+            format!("{source} holds no VM and no disk: it is empty"),
         ));
     }
     let mut documents = Vec::new();
@@ -122,20 +149,26 @@ pub fn parse(text: &str, source: &str) -> Result<Vec<Document>, Failure> {
 }
 
 fn document(root: Node, source: &str) -> Result<Document, Vec<Problem>> {
-    let json = match kind_problem(&root) {
-        Some(problem) => return Err(vec![problem]),
-        None => decode::decode(&root, schema::VM)?,
-    };
-    let problem = |text: String| {
+    let of_disk = kind(&root).map_err(|problem| vec![problem])? == disk::KIND;
+    let json = decode::decode(&root, if of_disk { schema::DISK } else { schema::VM })?;
+    let problem = |error: serde_json::Error| {
         vec![Problem {
             mark: Some(root.mark),
             path: String::new(),
-            text,
+            text: error.to_string(),
         }]
     };
-    let mut vm: v1::Vm = serde_json::from_value(json).map_err(|error| problem(error.to_string()))?;
-    strip(&mut vm);
-    if let Err(violations) = Manifest::try_from(&vm) {
+    let (object, violations) = if of_disk {
+        let request = disk::request(json).map_err(problem)?;
+        let violations = disk::check(&request);
+        (Object::Disk(Box::new(request)), violations)
+    } else {
+        let mut vm: Box<v1::Vm> = serde_json::from_value(json).map_err(problem)?;
+        strip(&mut vm);
+        let violations = Manifest::try_from(&*vm).err().unwrap_or_default();
+        (Object::Vm(vm), violations)
+    };
+    if !violations.0.is_empty() {
         let problems = violations.0.into_iter().map(|violation| Problem {
             mark: find(&root, &violation.field),
             path: violation.field,
@@ -144,38 +177,42 @@ fn document(root: Node, source: &str) -> Result<Document, Vec<Problem>> {
         return Err(problems.collect());
     }
     Ok(Document {
-        vm,
+        object,
         source: source.to_owned(),
         root,
     })
 }
 
-/// A document that is no VM gets one message about that, not one for each of its fields.
-fn kind_problem(root: &Node) -> Option<Problem> {
+/// What a document describes by its `kind`. One that is neither VM nor disk gets one message about that, not one for
+/// each of its fields.
+fn kind(root: &Node) -> Result<&str, Problem> {
     let yaml::Value::Mapping(entries) = &root.value else {
-        return None;
+        return Ok(KIND);
     };
-    [("apiVersion", API_VERSION), ("kind", KIND)]
-        .into_iter()
-        .find_map(|(name, wanted)| {
-            let entry = entries.iter().find(|(key, _)| key.name == name);
-            let text = match entry {
-                Some((_, node)) => match &node.value {
-                    yaml::Value::Scalar { text, .. } if text == wanted => return None,
-                    yaml::Value::Scalar { text, .. } => format!("must be {wanted}, is \"{text}\""),
-                    _ => format!("must be {wanted}, is {}", node.kind()),
-                },
-                None => {
-                    format!("missing: a manifest begins with `apiVersion: {API_VERSION}` and `kind: {KIND}`")
+    let head = |name: &str, wanted: &[&str]| {
+        let entry = entries.iter().find(|(key, _)| key.name == name);
+        let expected = wanted.join(" or ");
+        let text = match entry {
+            Some((_, node)) => match &node.value {
+                yaml::Value::Scalar { text, .. } if wanted.contains(&text.as_str()) => {
+                    return Ok(text.as_str());
                 }
-            };
-            let mark = entry.map_or(root.mark, |(_, node)| node.mark);
-            Some(Problem {
-                mark: Some(mark),
-                path: name.to_owned(),
-                text,
-            })
+                yaml::Value::Scalar { text, .. } => format!("must be {expected}, is \"{text}\""),
+                _ => format!("must be {expected}, is {}", node.kind()),
+            },
+            None => format!(
+                "missing: a manifest begins with `apiVersion: {API_VERSION}` and `kind: {KIND}` or `kind: {}`",
+                disk::KIND
+            ),
+        };
+        Err(Problem {
+            mark: Some(entry.map_or(root.mark, |(_, node)| node.mark)),
+            path: name.to_owned(),
+            text,
         })
+    };
+    head("apiVersion", &[API_VERSION])?;
+    head("kind", &[KIND, disk::KIND])
 }
 
 /// Takes away what only the daemon sets, so that what `get -o yaml` printed can be applied again.

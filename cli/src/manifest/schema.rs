@@ -8,8 +8,12 @@ use prost_types::{
     field_descriptor_proto::{Label, Type},
 };
 
-/// The message that a manifest is.
+/// The message that a VM's manifest is.
 pub const VM: &str = ".vmmd.v1.Vm";
+/// What a disk's manifest is: fields of several messages, arranged as those of a VM are (see [`disk_manifest`]).
+pub const DISK: &str = "disk manifest";
+/// Counters of a VM's disks.
+pub const DISK_STATS: &str = ".vmmd.v1.GetVmDiskStatsResponse";
 /// The node's description.
 pub const NODE: &str = ".vmmd.v1.Node";
 
@@ -37,7 +41,7 @@ impl Message {
 }
 
 /// A field of a message.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Field {
     /// `sizeBytes`.
     pub json_name: String,
@@ -52,14 +56,14 @@ pub struct Field {
 }
 
 impl Field {
-    /// A count of bytes, which may have a suffix in a manifest.
+    /// A count of bytes, which may have a suffix in a manifest: `size_bytes`, `bytes_per_second`.
     pub fn is_bytes(&self) -> bool {
-        self.proto_name.ends_with("_bytes")
+        self.proto_name.split('_').any(|word| word == "bytes")
     }
 }
 
 /// What a field holds.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum Kind {
     /// Text, and what JSON writes as text: timestamps, durations, bytes.
     Text,
@@ -109,6 +113,9 @@ impl Schema {
                 schema.add(&format!(".{}", file.package()), item, &enums);
             }
         }
+        for (name, message) in disk_manifest(&schema) {
+            schema.messages.insert(name.to_owned(), message);
+        }
         schema
     }
 
@@ -141,6 +148,58 @@ impl Schema {
         }
         self.messages.insert(name, Message { fields });
     }
+}
+
+/// The API's `Disk` is flat and has its content in the request that makes it. A manifest has the same fields as a VM's:
+/// `metadata` what names it, `spec` what is wanted, `status` what only the daemon sets.
+fn disk_manifest(schema: &Schema) -> [(&'static str, Message); 4] {
+    const METADATA: &str = "disk metadata";
+    const SPEC: &str = "disk spec";
+    const STATUS: &str = "disk status";
+    let fields = |message: &str, wanted: &dyn Fn(&Field) -> bool| {
+        let message = schema.messages.get(message);
+        let fields = message
+            .map(|message| message.fields.as_slice())
+            .unwrap_or_default();
+        fields
+            .iter()
+            .filter(|field| wanted(field))
+            .cloned()
+            .collect::<Vec<_>>()
+    };
+    let (disk, state, request) = (
+        ".vmmd.v1.Disk",
+        ".vmmd.v1.DiskState",
+        ".vmmd.v1.CreateDiskRequest",
+    );
+    let names = |field: &Field| ["name", "uid", "labels"].contains(&field.proto_name.as_str());
+    let created = |field: &Field| field.proto_name == "create_time";
+    let own = |name: &str, kind: Kind| Field {
+        json_name: name.to_owned(),
+        proto_name: name.to_owned(),
+        kind,
+        repeated: false,
+        oneof: None,
+    };
+    let message = |fields: Vec<Field>| Message { fields };
+    let top = vec![
+        own("apiVersion", Kind::Text),
+        own("kind", Kind::Text),
+        own("metadata", Kind::Message(METADATA.to_owned())),
+        own("spec", Kind::Message(SPEC.to_owned())),
+        own("status", Kind::Message(STATUS.to_owned())),
+    ];
+    let metadata = [fields(disk, &names), fields(state, &created)].concat();
+    let spec = [
+        fields(disk, &|field| !names(field) && field.proto_name != "state"),
+        fields(request, &|field| field.oneof.is_some()),
+    ];
+    [
+        (DISK, message(top)),
+        (METADATA, message(metadata)),
+        (SPEC, message(spec.concat())),
+        (STATUS, message(fields(state, &|field| !created(field)))),
+    ]
 }
 
 fn kind(field: &FieldDescriptorProto, enums: &HashMap<String, &EnumDescriptorProto>) -> Kind {

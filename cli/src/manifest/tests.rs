@@ -33,7 +33,14 @@ spec:
 ";
 
 fn good() -> v1::Vm {
-    parse(GOOD, "vm.yaml").unwrap().remove(0).vm
+    vm_of(GOOD)
+}
+
+fn vm_of(text: &str) -> v1::Vm {
+    match parse(text, "vm.yaml").unwrap().remove(0).object {
+        Object::Vm(vm) => *vm,
+        Object::Disk(_) => panic!("a disk"),
+    }
 }
 
 fn message(text: &str) -> String {
@@ -61,7 +68,7 @@ fn a_manifest_becomes_the_message_it_describes() {
 #[test]
 fn canonical_json_is_a_manifest_too() {
     let json = serde_json::to_string_pretty(&good()).unwrap();
-    assert_eq!(parse(&json, "vm.json").unwrap()[0].vm, good());
+    assert_eq!(vm_of(&json), good());
 }
 
 #[test]
@@ -100,7 +107,7 @@ fn what_get_prints_as_yaml_can_be_applied_again() {
     });
     let yaml = emit::yaml(&vm, schema::VM).unwrap();
     assert!(yaml.contains("sizeBytes: 268435456"), "{yaml}");
-    let read = parse(&yaml, "vm.yaml").unwrap().remove(0).vm;
+    let read = vm_of(&yaml);
     strip(&mut vm);
     assert_eq!(read, vm, "{yaml}");
 }
@@ -139,6 +146,152 @@ spec:
 }
 
 #[test]
+fn limits_of_disks_take_suffixes_and_short_names_too() {
+    let text = GOOD.replace(
+        "    format: raw",
+        "    format: QCOW2
+    cache: writeback
+    onError: pause
+    logicalBlockBytes: 4Ki
+    queues: 4
+    bootOrder: 1
+    rateLimit:
+      bytesPerSecond: 100Mi
+      operationsPerSecond: 500
+      burstBytes: 1.5Gi
+      burst_operations: 50
+  - {name: data, disk: data, rateGroup: shared}
+  - {name: cd, path: /srv/a.iso, format: iso}
+  rateGroups:
+  - name: shared
+    limit: {bytesPerSecond: 1G}",
+    );
+    let spec = vm_of(&text).spec.unwrap();
+    let root = v1::DiskSpec {
+        name: "root".into(),
+        path: "/srv/root.raw".into(),
+        format: v1::DiskFormat::Qcow2.into(),
+        cache: v1::DiskCache::Writeback.into(),
+        on_error: v1::DiskErrorPolicy::Pause.into(),
+        logical_block_bytes: 4096,
+        queues: 4,
+        boot_order: 1,
+        rate_limit: Some(v1::RateLimit {
+            bytes_per_second: 100 << 20,
+            operations_per_second: 500,
+            burst_bytes: 3 << 29,
+            burst_operations: 50,
+        }),
+        ..v1::DiskSpec::default()
+    };
+    assert_eq!(spec.disks[0], root);
+    assert_eq!(
+        (spec.disks[1].disk.as_str(), spec.disks[1].rate_group.as_str()),
+        ("data", "shared")
+    );
+    assert_eq!(spec.disks[2].format(), v1::DiskFormat::Iso);
+    assert_eq!(spec.rate_groups[0].limit.unwrap().bytes_per_second, 1_000_000_000);
+    let yaml = emit::yaml(&vm_of(&text), schema::VM).unwrap();
+    assert_eq!(vm_of(&yaml), vm_of(&text), "{yaml}");
+}
+
+const DISK: &str = "\
+apiVersion: vmmd/v1
+kind: Disk
+metadata:
+  name: data
+  labels: {tier: gold}
+spec:
+  sizeBytes: 10Gi
+  format: raw
+  preallocation: full
+";
+
+#[test]
+fn a_disk_is_a_manifest_too() {
+    let documents = parse(&format!("{GOOD}---\n{DISK}"), "vm.yaml").unwrap();
+    let request = v1::CreateDiskRequest {
+        disk: Some(v1::Disk {
+            name: "data".into(),
+            size_bytes: 10 << 30,
+            format: v1::DiskFormat::Raw.into(),
+            preallocation: v1::DiskPreallocation::Full.into(),
+            labels: [("tier".to_owned(), "gold".to_owned())].into(),
+            ..v1::Disk::default()
+        }),
+        source: None,
+    };
+    assert_eq!(documents[1].object, Object::Disk(Box::new(request)));
+    let titles: Vec<_> = documents.iter().map(Document::title).collect();
+    assert_eq!(titles, ["vm/web", "disk/data"]);
+}
+
+#[test]
+fn every_field_of_a_disk_has_a_place_in_its_manifest() {
+    let fields = |message: &str| {
+        let message = schema::message(message).unwrap();
+        let names = message.fields.iter().map(|field| field.json_name.clone());
+        names.collect::<std::collections::BTreeSet<_>>()
+    };
+    let mut wanted = fields(".vmmd.v1.Disk");
+    wanted.extend(fields(".vmmd.v1.DiskState"));
+    wanted.extend(fields(".vmmd.v1.CreateDiskRequest"));
+    // These hold the others.
+    wanted.remove("state");
+    wanted.remove("disk");
+    let manifest = schema::message(schema::DISK).unwrap();
+    let mut there = std::collections::BTreeSet::new();
+    for field in &manifest.fields {
+        if let schema::Kind::Message(part) = &field.kind {
+            there.extend(fields(part));
+        }
+    }
+    assert_eq!(there, wanted);
+}
+
+/// What is wrong with a disk is named with its line as well.
+#[rstest]
+#[case::no_size(
+    "  sizeBytes: 10Gi\n",
+    "",
+    "vm.yaml:6: spec.sizeBytes: must be a multiple of 512 from 512 to 70368744177664 (64 TiB), is 0"
+)]
+#[case::short_name(
+    "sizeBytes",
+    "size",
+    "vm.yaml:7: spec.size: unknown field; did you mean `sizeBytes`?"
+)]
+#[case::not_in_the_api(
+    "  format",
+    "  name",
+    "vm.yaml:8: spec.name: unknown field; known here: `format`, `sizeBytes`, `preallocation`, `rawFile`, `overlayOf`"
+)]
+#[case::unknown_word(
+    "full",
+    "all",
+    "vm.yaml:9: spec.preallocation: must be off, metadata or full, is \"all\""
+)]
+#[case::bad_name(
+    "name: data",
+    "name: Data",
+    "vm.yaml:4: metadata.name: must be 1 to 63 lower-case letters, digits or '-', beginning and ending with a letter or digit, is \"Data\""
+)]
+#[case::two_sources(
+    "format: raw",
+    "rawFile: /a\n  overlayOf: b",
+    "vm.yaml:9: spec.overlayOf: can't be together with `rawFile`: give one of them"
+)]
+#[case::iso(
+    "format: raw",
+    "format: iso",
+    "vm.yaml:8: spec.format: must be DISK_FORMAT_RAW or DISK_FORMAT_QCOW2; an ISO image is attached to a VM by its path"
+)]
+fn a_mistake_in_a_disk_is_named_with_its_line(#[case] good: &str, #[case] bad: &str, #[case] expected: &str) {
+    assert!(DISK.contains(good));
+    assert_eq!(message(&DISK.replace(good, bad)), expected);
+}
+
+#[test]
 fn several_documents_are_read_and_empty_ones_left_out() {
     let second = GOOD.replace("name: web", "name: db");
     let documents = parse(&format!("---\n{GOOD}---\n---\n{second}...\n"), "vm.yaml").unwrap();
@@ -152,7 +305,7 @@ fn anchors_and_aliases_stand_for_what_they_name() {
         "kernel: /boot/vmlinuz",
         "kernel: &k /boot/vmlinuz\n      initrd: *k",
     );
-    let spec = parse(&text, "vm.yaml").unwrap().remove(0).vm.spec.unwrap();
+    let spec = vm_of(&text).spec.unwrap();
     let Some(v1::boot_spec::Source::Linux(linux)) = spec.boot.unwrap().source else {
         panic!("no kernel")
     };
@@ -210,7 +363,7 @@ fn anchors_and_aliases_stand_for_what_they_name() {
 #[case::unknown_enum(
     "format: raw",
     "format: qcow",
-    "vm.yaml:23: spec.disks[0].format: must be DISK_FORMAT_RAW, is \"qcow\""
+    "vm.yaml:23: spec.disks[0].format: must be raw, qcow2 or iso, is \"qcow\""
 )]
 #[case::yes(
     "format: raw",
@@ -248,12 +401,12 @@ fn anchors_and_aliases_stand_for_what_they_name() {
     "vm.yaml:5: metadata.name: must be 1 to 63 lower-case letters, digits or '-', beginning and ending with a \
      letter or digit, is \"a/b\""
 )]
-#[case::wrong_kind("kind: Vm", "kind: Pod", "vm.yaml:3: kind: must be Vm, is \"Pod\"")]
+#[case::wrong_kind("kind: Vm", "kind: Pod", "vm.yaml:3: kind: must be Vm or Disk, is \"Pod\"")]
 #[case::wrong_version("vmmd/v1", "v1", "vm.yaml:2: apiVersion: must be vmmd/v1, is \"v1\"")]
 #[case::no_kind(
     "kind: Vm\n",
     "",
-    "vm.yaml:2: kind: missing: a manifest begins with `apiVersion: vmmd/v1` and `kind: Vm`"
+    "vm.yaml:2: kind: missing: a manifest begins with `apiVersion: vmmd/v1` and `kind: Vm` or `kind: Disk`"
 )]
 fn a_mistake_is_named_with_its_line(#[case] good: &str, #[case] bad: &str, #[case] expected: &str) {
     assert!(GOOD.contains(good));
@@ -276,7 +429,7 @@ fn all_mistakes_of_a_file_are_reported_at_once() {
 #[test]
 fn text_that_is_no_yaml_is_refused_with_its_line() {
     assert!(message("a: [1, 2\nb: 3\n").starts_with("vm.yaml:"));
-    assert_eq!(message(""), "vm.yaml holds no VM: it is empty");
+    assert_eq!(message(""), "vm.yaml holds no VM and no disk: it is empty");
     assert_eq!(
         message("hello"),
         "vm.yaml:1: must be a mapping (`field: value`), is a single value"

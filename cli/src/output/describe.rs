@@ -3,7 +3,7 @@
 use proto::v1;
 
 use super::{
-    age,
+    age, disk,
     table::Table,
     vm::{attachment, camel, phase},
 };
@@ -98,22 +98,7 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         text.put("  Initrd", &linux.initrd);
         text.put("  Command line", &linux.cmdline);
     }
-    let disks: Vec<_> = spec
-        .disks
-        .iter()
-        .map(|disk| {
-            let mode = if disk.read_only { "ro" } else { "rw" };
-            let format = camel(disk.format().as_str_name(), "DISK_FORMAT_").to_lowercase();
-            vec![
-                disk.name.clone(),
-                format,
-                mode.into(),
-                disk.serial.clone(),
-                disk.path.clone(),
-            ]
-        })
-        .collect();
-    text.list("Disks", vec!["NAME", "FORMAT", "MODE", "SERIAL", "PATH"], &disks);
+    disk::of_vm(text, spec, status);
     let nics: Vec<_> = spec
         .nics
         .iter()
@@ -127,7 +112,8 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     text.list("NICs", vec!["NAME", "ATTACHED TO", "MAC", "TAP"], &nics);
 }
 
-fn when(time: Option<&proto::well_known::Timestamp>, now: jiff::Timestamp) -> String {
+/// A time and how long ago it was; empty when it is not known.
+pub fn when(time: Option<&proto::well_known::Timestamp>, now: jiff::Timestamp) -> String {
     match time {
         Some(_) => format!("{} ({} ago)", age::exact(time), age::since(time, now)),
         None => String::new(),

@@ -2,7 +2,9 @@
 
 pub mod age;
 pub mod describe;
+pub mod disk;
 pub mod node;
+pub mod stats;
 pub mod table;
 pub mod vm;
 

@@ -49,6 +49,64 @@ fn an_age_that_is_not_known_is_a_dash() {
     assert_eq!(age::exact(ago(0).as_ref()), "2027-01-15T08:00:00Z");
 }
 
+fn disks() -> Vec<v1::DiskSpec> {
+    let root = v1::DiskSpec {
+        name: "root".into(),
+        path: "/srv/root.raw".into(),
+        format: v1::DiskFormat::Raw.into(),
+        rate_limit: Some(v1::RateLimit {
+            bytes_per_second: 100 << 20,
+            operations_per_second: 500,
+            ..v1::RateLimit::default()
+        }),
+        ..v1::DiskSpec::default()
+    };
+    let data = v1::DiskSpec {
+        name: "data".into(),
+        disk: "data".into(),
+        format: v1::DiskFormat::Qcow2.into(),
+        read_only: true,
+        serial: "S1".into(),
+        cache: v1::DiskCache::None.into(),
+        queues: 4,
+        logical_block_bytes: 4096,
+        on_error: v1::DiskErrorPolicy::Pause.into(),
+        rate_group: "shared".into(),
+        boot_order: 1,
+        ..v1::DiskSpec::default()
+    };
+    let cd = v1::DiskSpec {
+        name: "cd".into(),
+        path: "/srv/a.iso".into(),
+        format: v1::DiskFormat::Iso.into(),
+        ..v1::DiskSpec::default()
+    };
+    vec![root, data, cd]
+}
+
+fn disk_status() -> Vec<v1::DiskStatus> {
+    let status = |name: &str, phase: v1::AttachmentPhase| v1::DiskStatus {
+        name: name.into(),
+        phase: phase.into(),
+        path: format!("/srv/{name}.raw"),
+        ..v1::DiskStatus::default()
+    };
+    vec![
+        v1::DiskStatus {
+            capacity_bytes: 1 << 30,
+            pci_slot: 4,
+            ..status("root", v1::AttachmentPhase::Attached)
+        },
+        v1::DiskStatus {
+            path: "/var/lib/vmmd/disks/data".into(),
+            message: "the guest did not let go of it".into(),
+            ..status("data", v1::AttachmentPhase::Detaching)
+        },
+        // It is out of the spec already.
+        status("going", v1::AttachmentPhase::Detaching),
+    ]
+}
+
 fn web() -> v1::Vm {
     v1::Vm {
         api_version: "vmmd/v1".into(),
@@ -73,20 +131,24 @@ fn web() -> v1::Vm {
                     cmdline: "console=ttyS0".into(),
                 })),
             }),
-            disks: vec![v1::DiskSpec {
-                name: "root".into(),
-                path: "/srv/root.raw".into(),
-                format: 1,
-                ..v1::DiskSpec::default()
+            disks: disks(),
+            rate_groups: vec![v1::RateGroup {
+                name: "shared".into(),
+                limit: Some(v1::RateLimit {
+                    bytes_per_second: 1 << 30,
+                    burst_bytes: 2 << 30,
+                    burst_operations: 50,
+                    ..v1::RateLimit::default()
+                }),
             }],
             nics: vec![v1::NicSpec {
                 name: "eth0".into(),
                 attachment: Some(v1::nic_spec::Attachment::Bridge("br0".into())),
                 mac: "52:54:00:12:34:56".into(),
             }],
-            ..Default::default()
         }),
         status: Some(v1::VmStatus {
+            disks: disk_status(),
             phase: v1::VmPhase::Running.into(),
             reason: "GuestRunning".into(),
             instance: Some(v1::InstanceStatus {
@@ -130,9 +192,9 @@ fn a_table_has_one_line_per_vm_and_aligned_columns() {
     };
     let rows = [vm::row(&web(), true, now()), vm::row(&empty, true, now())];
     insta::assert_snapshot!(vm::table(true).whole(&rows, true), @r#"
-NAME                 PHASE     CPUS   MEMORY   UPTIME   AGE   PID    DISKS   NICS              LABELS       REASON
-web                  Running   2      256Mi    60s      66m   4711   root    eth0=bridge:br0   tier=front   GuestRunning
-a-much-longer-name   Unknown   0      0        -        -     -      -       -                 -            -
+NAME                 PHASE     CPUS   MEMORY   UPTIME   AGE   PID    DISKS          NICS              LABELS       REASON
+web                  Running   2      256Mi    60s      66m   4711   root,data,cd   eth0=bridge:br0   tier=front   GuestRunning
+a-much-longer-name   Unknown   0      0        -        -     -      -              -                 -            -
 "#);
 }
 
@@ -162,8 +224,21 @@ Boot:
   Kernel:        /boot/vmlinuz
   Command line:  console=ttyS0
 Disks:
-  NAME   FORMAT   MODE   SERIAL   PATH
-  root   raw      rw     -        /srv/root.raw
+  NAME    PHASE       FORMAT   MODE   CAPACITY   SLOT   SERIAL   SOURCE
+  root    Attached    raw      rw     1Gi        4      -        /srv/root.raw
+  data    Detaching   qcow2    ro     -          -      S1       disk data (/var/lib/vmmd/disks/data)
+  cd      -           iso      ro     -          -      -        /srv/a.iso
+  going   Detaching   -        rw     -          -      -        /srv/going.raw
+Disk options:
+  NAME   OPTIONS                                                           LIMIT
+  root   -                                                                 100Mi/s, 500 requests/s
+  data   cache=none,queues=4,block-size=4096,boot-order=1,on-error=pause   group shared
+Disk problems:
+  NAME   MESSAGE
+  data   the guest did not let go of it
+Rate groups:
+  NAME     LIMIT                                 DISKS
+  shared   1Gi/s, burst 2Gi, burst 50 requests   data
 NICs:
   NAME   ATTACHED TO   MAC                 TAP
   eth0   bridge:br0    52:54:00:12:34:56   vmtap3

@@ -2,5 +2,6 @@
 
 mod alone;
 mod console;
+mod disks;
 mod support;
 mod verbs;

@@ -1,4 +1,6 @@
-//! A daemon made for these tests: VmService and NodeService on a UNIX socket, with VMs in a map.
+//! A daemon made for these tests: its services on a UNIX socket, with VMs and disks in maps.
+
+mod disk;
 
 use std::{
     collections::BTreeMap,
@@ -9,6 +11,7 @@ use std::{
 
 use proto::v1::{
     self, VmPhase, WatchEventType, console_request, console_response,
+    disk_service_server::DiskServiceServer,
     node_service_server::{NodeService, NodeServiceServer},
     vm_service_server::{VmService, VmServiceServer},
 };
@@ -24,6 +27,7 @@ type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 #[derive(Clone)]
 pub struct State {
     vms: Arc<Mutex<BTreeMap<String, v1::Vm>>>,
+    disks: Arc<Mutex<BTreeMap<String, v1::Disk>>>,
     calls: Arc<Mutex<Vec<String>>>,
     changes: broadcast::Sender<v1::WatchVmsResponse>,
 }
@@ -47,6 +51,7 @@ impl Daemon {
             .unwrap();
         let state = State {
             vms: Arc::default(),
+            disks: Arc::default(),
             calls: Arc::default(),
             changes: broadcast::channel(64).0,
         };
@@ -56,6 +61,7 @@ impl Daemon {
         };
         let server = tonic::transport::Server::builder()
             .add_service(VmServiceServer::new(state.clone()))
+            .add_service(DiskServiceServer::new(state.clone()))
             .add_service(NodeServiceServer::new(state.clone()));
         runtime.spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));
         Self {
@@ -335,27 +341,38 @@ impl VmService for State {
         Ok(Response::new(v1::ResumeVmResponse { vm }))
     }
 
-    async fn attach_disk(&self, _: Request<v1::AttachDiskRequest>) -> Answer<v1::AttachDiskResponse> {
-        Err(Status::unimplemented("not there yet"))
+    async fn attach_disk(&self, request: Request<v1::AttachDiskRequest>) -> Answer<v1::AttachDiskResponse> {
+        let vm = Some(self.attach(request.into_inner())?);
+        Ok(Response::new(v1::AttachDiskResponse { vm }))
     }
 
-    async fn detach_disk(&self, _: Request<v1::DetachDiskRequest>) -> Answer<v1::DetachDiskResponse> {
-        Err(Status::unimplemented("not there yet"))
+    async fn detach_disk(&self, request: Request<v1::DetachDiskRequest>) -> Answer<v1::DetachDiskResponse> {
+        let vm = Some(self.detach(request.into_inner())?);
+        Ok(Response::new(v1::DetachDiskResponse { vm }))
     }
 
-    async fn resize_vm_disk(&self, _: Request<v1::ResizeVmDiskRequest>) -> Answer<v1::ResizeVmDiskResponse> {
-        Err(Status::unimplemented("not there yet"))
+    async fn resize_vm_disk(
+        &self,
+        request: Request<v1::ResizeVmDiskRequest>,
+    ) -> Answer<v1::ResizeVmDiskResponse> {
+        let vm = Some(self.resize(request.into_inner())?);
+        Ok(Response::new(v1::ResizeVmDiskResponse { vm }))
     }
 
-    async fn set_rate_limit(&self, _: Request<v1::SetRateLimitRequest>) -> Answer<v1::SetRateLimitResponse> {
-        Err(Status::unimplemented("not there yet"))
+    async fn set_rate_limit(
+        &self,
+        request: Request<v1::SetRateLimitRequest>,
+    ) -> Answer<v1::SetRateLimitResponse> {
+        let vm = Some(self.limit(request.into_inner())?);
+        Ok(Response::new(v1::SetRateLimitResponse { vm }))
     }
 
     async fn get_vm_disk_stats(
         &self,
-        _: Request<v1::GetVmDiskStatsRequest>,
+        request: Request<v1::GetVmDiskStatsRequest>,
     ) -> Answer<v1::GetVmDiskStatsResponse> {
-        Err(Status::unimplemented("not there yet"))
+        let disks = self.stats(&request.into_inner().vm)?;
+        Ok(Response::new(v1::GetVmDiskStatsResponse { disks }))
     }
 
     type ConsoleStream = Events<v1::ConsoleResponse>;

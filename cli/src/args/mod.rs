@@ -6,6 +6,10 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::manifest::quantity;
 
+pub mod disk;
+
+use self::disk::{Attach, CreateDisk, Detach, GetDisk, Limit, ResizeDisk, Stats};
+
 /// Where vmmd listens by default.
 pub const SOCKET: &str = "/run/vmmd/vmmd.sock";
 /// Longest grace period that the daemon takes.
@@ -16,23 +20,23 @@ Exit codes:
   0  done
   1  another error
   2  wrong command line
-  3  there is no such VM
+  3  there is no such VM or disk
   4  it exists already, or differs from what is asked for
   5  not possible in its present state
   6  a manifest, a value or a file is not valid
   7  vmmd can't be reached
   8  not allowed
-  9  the node has not enough memory, space or the like
-  10 no answer in time, or cancelled
+  9  the node has not enough memory or space, the VM no free slot, or the like
+  10 no answer in time (also of a guest that does not let go of a disk), or cancelled
 With several names, the code is that of the first failure; all the others are still tried.";
 
-/// Creates, starts, stops and watches virtual machines through vmmd.
+/// Creates, starts, stops and watches virtual machines and their disks through vmmd.
 #[derive(Debug, Parser)]
 #[command(name = "vmmctl", version, max_term_width = 100, after_long_help = EXIT_CODES)]
 #[command(subcommand_required = true, arg_required_else_help = true)]
 pub struct Cli {
     /// Socket of vmmd.
-    #[arg(long, global = true, env = "VMMD_SOCKET", default_value = SOCKET, value_name = "PATH")]
+    #[arg(long, global = true, display_order = 900, env = "VMMD_SOCKET", default_value = SOCKET, value_name = "PATH")]
     pub socket: PathBuf,
     /// What to do.
     #[command(subcommand)]
@@ -42,17 +46,17 @@ pub struct Cli {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Create the VMs of a manifest unless they exist as it says.
+    /// Create the VMs and disks of a manifest unless they exist as it says; grow disks to the size it says.
     Apply(Apply),
-    /// Create a VM from a manifest or from flags; it must not exist.
+    /// Create a VM or a disk from a manifest or from flags; it must not exist.
     Create(Box<Create>),
-    /// List VMs.
+    /// List VMs or disks.
     Get {
         /// Of what.
         #[command(subcommand)]
         what: Get,
     },
-    /// Show everything about a VM.
+    /// Show everything about a VM or a disk.
     Describe {
         /// Of what.
         #[command(subcommand)]
@@ -68,8 +72,22 @@ pub enum Command {
     Pause(Names),
     /// Let paused VMs go on.
     Resume(Names),
-    /// Delete stopped VMs; the disks named in their manifests stay.
+    /// Delete stopped VMs (their disks stay), or disks with what is on them.
     Delete(Delete),
+    /// Add a disk to a VM; one that runs gets it at once.
+    Attach(Box<Attach>),
+    /// Take a disk from a VM; one that runs is asked to let go of it first.
+    Detach(Detach),
+    /// Make a disk larger; a running guest sees it at once.
+    Resize {
+        /// Of what.
+        #[command(subcommand)]
+        what: Resize,
+    },
+    /// Change how much may flow through a disk of a VM, or through a group of them.
+    Limit(Limit),
+    /// Show what the disks of a running VM have done: requests, bytes, errors, latency.
+    Stats(Stats),
     /// Attach the terminal to a VM's serial console; ^] leaves.
     Console(Console),
     /// Show the node: capacity, what is committed, whether KVM can be used.
@@ -100,29 +118,58 @@ pub enum Command {
 /// `apply`.
 #[derive(Debug, Args)]
 pub struct Apply {
-    /// Manifest with one or more VMs as YAML or JSON; `-` is standard input. May be given several times.
+    /// Manifest with VMs and disks as YAML or JSON; `-` is standard input. May be given several times.
     #[arg(short, long = "filename", value_name = "FILE", required = true)]
     pub files: Vec<PathBuf>,
     /// Start the VMs that do not run.
     #[arg(long)]
     pub start: bool,
-    /// Let the daemon check everything, and change nothing.
+    /// Let the daemon check everything, and change nothing. Of new disks only the manifest is checked.
     #[arg(long)]
     pub dry_run: bool,
 }
 
 /// `create`.
 #[derive(Debug, Args)]
+#[command(
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
+    disable_help_subcommand = true
+)]
+#[command(override_usage = "\
+vmmctl create NAME --kernel PATH [OPTIONS]
+       vmmctl create -f FILE [OPTIONS]
+       vmmctl create disk NAME [OPTIONS]")]
 pub struct Create {
+    /// Of what; a VM when nothing is said.
+    #[command(subcommand)]
+    pub what: Option<CreateWhat>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub vm: CreateVm,
+}
+
+/// What is created.
+#[derive(Debug, Subcommand)]
+pub enum CreateWhat {
+    /// Create a VM: the same as without this word.
+    Vm(CreateVm),
+    /// Create a disk: empty, a copy of a file, or an overlay of another disk.
+    Disk(CreateDisk),
+}
+
+/// `create vm`.
+#[derive(Debug, Args)]
+pub struct CreateVm {
     /// Name of the VM.
     #[arg(required_unless_present = "files", conflicts_with = "files")]
     pub name: Option<String>,
-    /// Manifest with one or more VMs as YAML or JSON; `-` is standard input. May be given several times.
+    /// Manifest with VMs and disks as YAML or JSON; `-` is standard input. May be given several times.
     #[arg(
         short,
         long = "filename",
         value_name = "FILE",
-        conflicts_with_all = ["kernel", "initrd", "cmdline", "cpus", "memory", "disks", "nics", "labels"]
+        conflicts_with_all = ["kernel", "initrd", "cmdline", "cpus", "memory", "disks", "rate_groups", "nics", "labels"]
     )]
     pub files: Vec<PathBuf>,
     /// Kernel on the node: a bzImage, or an ELF with a PVH entry.
@@ -145,9 +192,14 @@ pub struct Create {
     /// Guest RAM: bytes, or with a suffix as in 512Mi or 2Gi.
     #[arg(long, value_name = "SIZE", default_value = "512Mi", value_parser = quantity::bytes)]
     pub memory: u64,
-    /// Disk: a raw image or block device on the node, or name=root,path=/srv/a.raw[,format=raw][,serial=S][,readonly].
+    /// Disk: a raw image or block device on the node, or disk=NAME for one that vmmd keeps, or
+    /// path=/srv/a.qcow2,format=qcow2. More keys, as in `vmmctl attach`: name, serial, readonly, cache, queues,
+    /// block-size, on-error, bps, iops, burst, burst-ops, rate-group, boot-order.
     #[arg(long = "disk", value_name = "PATH|KEY=VALUE,…")]
     pub disks: Vec<String>,
+    /// Limit that several disks share (rate-group=NAME in --disk): name=NAME[,bps=100Mi][,iops=500][,burst=…][,burst-ops=…].
+    #[arg(long = "rate-group", value_name = "KEY=VALUE,…")]
+    pub rate_groups: Vec<String>,
     /// Network interface: bridge=br0 or tap=tap0 [,mac=52:54:00:12:34:56][,name=eth0].
     #[arg(long = "nic", value_name = "KEY=VALUE,…")]
     pub nics: Vec<String>,
@@ -171,6 +223,9 @@ pub enum Get {
     /// List VMs.
     #[command(visible_alias = "vms")]
     Vm(GetVm),
+    /// List the disks that vmmd keeps.
+    #[command(visible_alias = "disks")]
+    Disk(GetDisk),
 }
 
 /// `get vm`.
@@ -203,6 +258,24 @@ pub enum Describe {
     /// Show everything about VMs.
     #[command(visible_alias = "vms")]
     Vm(Names),
+    /// Show everything about disks that vmmd keeps.
+    #[command(visible_alias = "disks")]
+    Disk(DiskNames),
+}
+
+/// `resize`.
+#[derive(Debug, Subcommand)]
+pub enum Resize {
+    /// Make a disk larger.
+    Disk(ResizeDisk),
+}
+
+/// Names of disks.
+#[derive(Debug, Args)]
+pub struct DiskNames {
+    /// Names of disks.
+    #[arg(required = true, value_name = "NAME")]
+    pub names: Vec<String>,
 }
 
 /// Names of VMs.
@@ -251,7 +324,48 @@ pub struct Restart {
 
 /// `delete`.
 #[derive(Debug, Args)]
+#[command(
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
+    disable_help_subcommand = true
+)]
+#[command(override_usage = "\
+vmmctl delete [OPTIONS] NAME…
+       vmmctl delete disk [OPTIONS] NAME…")]
 pub struct Delete {
+    /// Of what; VMs when nothing is said.
+    #[command(subcommand)]
+    pub what: Option<DeleteWhat>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub vms: DeleteVm,
+}
+
+/// What is deleted.
+#[derive(Debug, Subcommand)]
+pub enum DeleteWhat {
+    /// Delete VMs: the same as without this word.
+    #[command(visible_alias = "vms")]
+    Vm(DeleteVm),
+    /// Delete disks with what is on them. Refused while a VM or an overlay needs one.
+    #[command(visible_alias = "disks")]
+    Disk(DeleteDisk),
+}
+
+/// `delete disk`.
+#[derive(Debug, Args)]
+pub struct DeleteDisk {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub names: DiskNames,
+    /// Do not fail for disks that are not there.
+    #[arg(long)]
+    pub ignore_not_found: bool,
+}
+
+/// `delete vm`.
+#[derive(Debug, Args)]
+pub struct DeleteVm {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub names: Names,
@@ -273,7 +387,7 @@ pub struct Console {
     pub no_replay: bool,
 }
 
-/// How VMs are printed.
+/// How VMs and disks are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Output {
     /// A table with more columns.
@@ -286,7 +400,7 @@ pub enum Output {
     Name,
 }
 
-/// How the node is printed.
+/// How what is no manifest is printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum NodeOutput {
     /// YAML.

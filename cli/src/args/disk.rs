@@ -1,0 +1,240 @@
+//! The command line of what is about disks.
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use super::{Label, NodeOutput, Output, Selector, duration};
+use crate::manifest::quantity;
+
+/// `create disk`.
+#[derive(Debug, Args)]
+pub struct CreateDisk {
+    /// Name of the disk.
+    pub name: String,
+    /// What the guest sees, as in 10Gi; not needed with --from-file or --overlay-of.
+    #[arg(long, value_name = "SIZE", value_parser = quantity::bytes, required_unless_present_any = ["from_file", "overlay_of"])]
+    pub size: Option<u64>,
+    /// How it is kept: raw when not given, qcow2 for an overlay.
+    #[arg(long, value_enum)]
+    pub format: Option<DiskFormat>,
+    /// Whether its space is reserved now, or taken when it is written to (when not given).
+    #[arg(long, value_enum)]
+    pub preallocation: Option<Preallocation>,
+    /// Copy this raw file of the node.
+    #[arg(long, value_name = "PATH", conflicts_with = "overlay_of")]
+    pub from_file: Option<String>,
+    /// Keep only what differs from this disk, which can't be written to or deleted while the overlay is there.
+    #[arg(long, value_name = "DISK")]
+    pub overlay_of: Option<String>,
+    /// Label.
+    #[arg(short, long = "label", value_name = "KEY=VALUE")]
+    pub labels: Vec<Label>,
+    /// Print what was made in this form.
+    #[arg(short, long, value_enum)]
+    pub output: Option<Output>,
+}
+
+/// How a disk that vmmd keeps is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DiskFormat {
+    /// Byte for byte.
+    Raw,
+    /// QEMU's format, with overlays.
+    Qcow2,
+}
+
+/// When space is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Preallocation {
+    /// When it is written to.
+    Off,
+    /// Only that of qcow2's own tables.
+    Metadata,
+    /// All of it, now.
+    Full,
+}
+
+/// `get disk`.
+#[derive(Debug, Args)]
+pub struct GetDisk {
+    /// Only these; all when none is named.
+    pub names: Vec<String>,
+    /// How to print them.
+    #[arg(short, long, value_enum)]
+    pub output: Option<Output>,
+    /// Only disks with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
+    #[arg(
+        short = 'l',
+        long = "selector",
+        value_name = "SELECTOR",
+        value_delimiter = ','
+    )]
+    pub selectors: Vec<Selector>,
+    /// Leave out the line with the columns' names.
+    #[arg(long)]
+    pub no_headers: bool,
+}
+
+/// `resize disk`.
+#[derive(Debug, Args)]
+pub struct ResizeDisk {
+    /// Name of the disk: among those that vmmd keeps, or with --vm in that VM.
+    pub name: String,
+    /// The VM in whose spec the disk is; for files and block devices that the spec names by path.
+    #[arg(long)]
+    pub vm: Option<String>,
+    /// The new size, as in 20Gi; never smaller than now.
+    #[arg(long, value_name = "SIZE", value_parser = quantity::bytes, required_unless_present = "rescan")]
+    pub size: Option<u64>,
+    /// Take the size that a block device of the node has by now.
+    #[arg(long, requires = "vm", conflicts_with = "size")]
+    pub rescan: bool,
+}
+
+/// `attach`.
+#[derive(Debug, Args)]
+#[command(override_usage = "\
+vmmctl attach VM --disk DISK [OPTIONS]
+       vmmctl attach VM --path PATH --format FORMAT [OPTIONS]")]
+pub struct Attach {
+    /// Name of the VM.
+    pub vm: String,
+    /// A disk that vmmd keeps.
+    #[arg(long, required_unless_present = "path", conflicts_with_all = ["path", "format"])]
+    pub disk: Option<String>,
+    /// An image file or a block device of the node.
+    #[arg(long, value_name = "PATH", requires = "format")]
+    pub path: Option<String>,
+    /// What the file is; never guessed.
+    #[arg(long, value_enum)]
+    pub format: Option<ImageFormat>,
+    /// Name of the disk in the VM; that of the disk, or of the file without its extension, when not given.
+    #[arg(long)]
+    pub name: Option<String>,
+    /// The guest can't write to it.
+    #[arg(long)]
+    pub read_only: bool,
+    /// What the guest reads as the serial (/dev/disk/by-id/virtio-SERIAL); the name when not given.
+    #[arg(long)]
+    pub serial: Option<String>,
+    /// Whether the node's page cache is between guest and disk; none where that works, when not given.
+    #[arg(long, value_enum)]
+    pub cache: Option<Cache>,
+    /// Queues, each with a thread: 1 to 16; the number of vCPUs, at most 4, when not given.
+    #[arg(long, value_name = "N")]
+    pub queues: Option<u32>,
+    /// Bytes of a block: 512 (when not given) or 4096.
+    #[arg(long, value_name = "BYTES", value_parser = quantity::bytes)]
+    pub block_size: Option<u64>,
+    /// What follows when the node can't carry out a request; report when not given.
+    #[arg(long, value_enum)]
+    pub on_error: Option<OnError>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub limits: Limits,
+    /// The VM's rate group that it belongs to.
+    #[arg(long, value_name = "GROUP", conflicts_with_all = ["bps", "iops", "burst", "burst_ops"])]
+    pub rate_group: Option<String>,
+    /// Firmware tries disks in this order, from 1; others not at all.
+    #[arg(long, value_name = "N")]
+    pub boot_order: Option<u32>,
+}
+
+/// What an image is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ImageFormat {
+    /// Byte for byte; also for block devices.
+    Raw,
+    /// QEMU's format.
+    Qcow2,
+    /// A CD-ROM's content; read-only.
+    Iso,
+}
+
+/// Whether the node's page cache is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Cache {
+    /// No (O_DIRECT).
+    None,
+    /// Yes. What the guest flushes is on stable storage all the same.
+    Writeback,
+}
+
+/// What follows an error of the node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OnError {
+    /// The guest gets an input/output error.
+    Report,
+    /// The VM is paused; `vmmctl resume` tries again.
+    Pause,
+}
+
+/// How much may flow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
+pub struct Limits {
+    /// Bytes per second, as in 100Mi; 0 is no limit.
+    #[arg(long, value_name = "BYTES", value_parser = quantity::bytes)]
+    pub bps: Option<u64>,
+    /// Requests per second; 0 is no limit.
+    #[arg(long, value_name = "N")]
+    pub iops: Option<u64>,
+    /// Bytes that may flow at once after a pause; what flows in 100 ms when 0 or not given.
+    #[arg(long, value_name = "BYTES", value_parser = quantity::bytes)]
+    pub burst: Option<u64>,
+    /// Requests that may flow at once after a pause; what flows in 100 ms when 0 or not given.
+    #[arg(long, value_name = "N")]
+    pub burst_ops: Option<u64>,
+}
+
+/// `detach`.
+#[derive(Debug, Args)]
+pub struct Detach {
+    /// Name of the VM.
+    pub vm: String,
+    /// Names of disks in the VM.
+    #[arg(required = true, value_name = "DISK")]
+    pub disks: Vec<String>,
+    /// How long the guest may take to let go of it, at most 1h (30s when not given).
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub timeout: Option<Duration>,
+    /// Take it away when the guest has not let go of it in time: it loses what it has not written yet.
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// `limit`.
+#[derive(Debug, Args)]
+#[command(override_usage = "\
+vmmctl limit VM --disk DISK [--bps BYTES] [--iops N] [--burst BYTES] [--burst-ops N]
+       vmmctl limit VM --group GROUP [--bps BYTES] [--iops N] [--burst BYTES] [--burst-ops N]
+       vmmctl limit VM --disk DISK --none")]
+pub struct Limit {
+    /// Name of the VM.
+    pub vm: String,
+    /// Name of a disk in the VM.
+    #[arg(long, required_unless_present = "group", conflicts_with = "group")]
+    pub disk: Option<String>,
+    /// Name of a rate group of the VM.
+    #[arg(long)]
+    pub group: Option<String>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub limits: Limits,
+    /// Take all limits away. Otherwise those that are not named stay.
+    #[arg(long, conflicts_with_all = ["bps", "iops", "burst", "burst_ops"])]
+    pub none: bool,
+}
+
+/// `stats`.
+#[derive(Debug, Args)]
+pub struct Stats {
+    /// Name of the VM.
+    pub vm: String,
+    /// Only these disks; all when none is named.
+    #[arg(value_name = "DISK")]
+    pub disks: Vec<String>,
+    /// How to print them.
+    #[arg(short, long, value_enum)]
+    pub output: Option<NodeOutput>,
+}

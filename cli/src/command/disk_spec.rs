@@ -1,0 +1,309 @@
+//! Disks of a VM from the command line: `attach`'s options, and the texts of `create --disk` and `--rate-group`.
+
+use clap::ValueEnum;
+use proto::{
+    model::{Violations, disk::Disk, name::Name},
+    v1,
+};
+
+use crate::{
+    args::disk::{Attach, Cache, ImageFormat, Limits, OnError},
+    failure::{Code, Failure, Result},
+    manifest::quantity,
+};
+
+/// What a `--disk` may have beside a path.
+const KEYS: &str = "name=, path=, disk=, format=, serial=, readonly, cache=, queues=, block-size=, on-error=, bps=, \
+                    iops=, burst=, burst-ops=, rate-group=, boot-order=";
+
+impl From<ImageFormat> for v1::DiskFormat {
+    fn from(format: ImageFormat) -> Self {
+        match format {
+            ImageFormat::Raw => Self::Raw,
+            ImageFormat::Qcow2 => Self::Qcow2,
+            ImageFormat::Iso => Self::Iso,
+        }
+    }
+}
+
+impl From<Cache> for v1::DiskCache {
+    fn from(cache: Cache) -> Self {
+        match cache {
+            Cache::None => Self::None,
+            Cache::Writeback => Self::Writeback,
+        }
+    }
+}
+
+impl From<OnError> for v1::DiskErrorPolicy {
+    fn from(policy: OnError) -> Self {
+        match policy {
+            OnError::Report => Self::Report,
+            OnError::Pause => Self::Pause,
+        }
+    }
+}
+
+impl Limits {
+    /// Whether none is named.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// `limit` with those changed that are named.
+    pub fn over(&self, limit: v1::RateLimit) -> v1::RateLimit {
+        // A burst has no meaning without its limit, and goes with it.
+        let burst = |now: u64, limit: Option<u64>| if limit == Some(0) { 0 } else { now };
+        v1::RateLimit {
+            bytes_per_second: self.bps.unwrap_or(limit.bytes_per_second),
+            operations_per_second: self.iops.unwrap_or(limit.operations_per_second),
+            burst_bytes: self.burst.unwrap_or_else(|| burst(limit.burst_bytes, self.bps)),
+            burst_operations: self
+                .burst_ops
+                .unwrap_or_else(|| burst(limit.burst_operations, self.iops)),
+        }
+    }
+
+    /// Takes `key=value` when it is one of these; whether it was.
+    fn take(&mut self, key: &str, value: &str) -> Result<bool, String> {
+        match key {
+            "bps" => self.bps = Some(bytes(value)?),
+            "iops" => self.iops = Some(number(value)?),
+            "burst" => self.burst = Some(bytes(value)?),
+            "burst-ops" => self.burst_ops = Some(number(value)?),
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    fn limit(&self) -> Option<v1::RateLimit> {
+        (!self.is_empty()).then(|| self.over(v1::RateLimit::default()))
+    }
+}
+
+/// The disk that `attach` describes.
+pub fn from_flags(args: &Attach) -> Result<v1::DiskSpec> {
+    let path = args.path.clone().unwrap_or_default();
+    let disk = args.disk.clone().unwrap_or_default();
+    let name = match (&args.name, disk.as_str()) {
+        (Some(name), _) => name.clone(),
+        (None, "") => name_of(&path)?,
+        (None, disk) => disk.to_owned(),
+    };
+    if !path.is_empty() && !path.starts_with('/') {
+        let message = format!("--path must be an absolute path on the node, is \"{path}\"");
+        return Err(usage(message));
+    }
+    let block = args.block_size.unwrap_or_default();
+    let disk = v1::DiskSpec {
+        name,
+        path,
+        format: args
+            .format
+            .map_or(0, |format| v1::DiskFormat::from(format).into()),
+        read_only: args.read_only,
+        serial: args.serial.clone().unwrap_or_default(),
+        disk,
+        cache: args.cache.map_or(0, |cache| v1::DiskCache::from(cache).into()),
+        queues: args.queues.unwrap_or_default(),
+        logical_block_bytes: u32::try_from(block)
+            .map_err(|_| usage(format!("--block-size must be 512 or 4096, is {block}")))?,
+        on_error: args
+            .on_error
+            .map_or(0, |policy| v1::DiskErrorPolicy::from(policy).into()),
+        rate_limit: args.limits.limit(),
+        rate_group: args.rate_group.clone().unwrap_or_default(),
+        boot_order: args.boot_order.unwrap_or_default(),
+    };
+    let mut found = Violations::default();
+    Disk::new(&mut found, "disk", &disk);
+    valid(found, "the disk is not valid")?;
+    Ok(disk)
+}
+
+/// Fails when something was found; says it of the options, not of the fields that they set.
+pub fn valid(found: Violations, message: &str) -> Result<()> {
+    if found.0.is_empty() {
+        return Ok(());
+    }
+    let violations = found.0.into_iter();
+    let failure = Failure {
+        violations: violations
+            .map(|violation| (violation.field, violation.description))
+            .collect(),
+        ..Failure::new(Code::Invalid, message)
+    };
+    Err(in_options(failure))
+}
+
+/// Names in what is wrong with fields of a request the options that set them.
+pub fn in_options(mut failure: Failure) -> Failure {
+    const OPTIONS: [(&str, &str); 18] = [
+        ("name", "NAME"),
+        ("path", "--path"),
+        ("disk", "--disk"),
+        ("format", "--format"),
+        ("serial", "--serial"),
+        ("cache", "--cache"),
+        ("queues", "--queues"),
+        ("logicalBlockBytes", "--block-size"),
+        ("onError", "--on-error"),
+        ("bytesPerSecond", "--bps"),
+        ("operationsPerSecond", "--iops"),
+        ("burstBytes", "--burst"),
+        ("burstOperations", "--burst-ops"),
+        ("rateGroup", "--rate-group"),
+        ("bootOrder", "--boot-order"),
+        ("sizeBytes", "--size"),
+        ("rawFile", "--from-file"),
+        ("overlayOf", "--overlay-of"),
+    ];
+    for (field, text) in &mut failure.violations {
+        for (name, option) in OPTIONS {
+            *text = text.replace(&format!("`{name}`"), option);
+        }
+        let last = field.rsplit('.').next().unwrap_or_default();
+        if let Some((_, option)) = OPTIONS.iter().find(|(name, _)| *name == last) {
+            (*option).clone_into(field);
+        }
+    }
+    failure
+}
+
+/// What a file is called in a VM: its name without folder and extension.
+fn name_of(path: &str) -> Result<String> {
+    let stem = std::path::Path::new(path)
+        .file_stem()
+        .and_then(|stem| stem.to_str())
+        .unwrap_or_default();
+    match Name::try_from(stem) {
+        Ok(_) => Ok(stem.to_owned()),
+        Err(error) => Err(usage(format!(
+            "the name of the file makes no name of a disk (it {error}): give one with --name"
+        ))),
+    }
+}
+
+/// The disk number `index` of a VM from `PATH` or `key=value,…`.
+pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
+    let numbered = if index == 0 {
+        "root".to_owned()
+    } else {
+        format!("disk{index}")
+    };
+    let mut disk = v1::DiskSpec::default();
+    if text.starts_with('/') {
+        disk.path = text.to_owned();
+    } else {
+        let mut limits = Limits::default();
+        for part in text.split(',') {
+            let done = match part.split_once('=') {
+                None if part == "readonly" || part == "read-only" => {
+                    disk.read_only = true;
+                    Ok(true)
+                }
+                None => Ok(false),
+                Some((key, value)) => match limits.take(key, value) {
+                    Ok(false) => set(&mut disk, key, value),
+                    done => done,
+                },
+            };
+            match done {
+                Ok(true) => {}
+                Ok(false) => {
+                    let message = format!("--disk {text}: \"{part}\" is none of {KEYS}");
+                    return Err(usage(message));
+                }
+                Err(problem) => return Err(usage(format!("--disk {text}: {part}: {problem}"))),
+            }
+        }
+        disk.rate_limit = limits.limit();
+    }
+    if disk.disk.is_empty() && disk.format == 0 {
+        disk.format = v1::DiskFormat::Raw.into();
+    }
+    if disk.name.is_empty() {
+        disk.name = if disk.disk.is_empty() {
+            numbered
+        } else {
+            disk.disk.clone()
+        };
+    }
+    Ok(disk)
+}
+
+/// Sets the field that `key` names; whether there is one.
+fn set(disk: &mut v1::DiskSpec, key: &str, value: &str) -> Result<bool, String> {
+    match key {
+        "name" => value.clone_into(&mut disk.name),
+        "path" => value.clone_into(&mut disk.path),
+        "disk" => value.clone_into(&mut disk.disk),
+        "serial" => value.clone_into(&mut disk.serial),
+        "format" => disk.format = v1::DiskFormat::from(word::<ImageFormat>(value)?).into(),
+        "cache" => disk.cache = v1::DiskCache::from(word::<Cache>(value)?).into(),
+        "on-error" => disk.on_error = v1::DiskErrorPolicy::from(word::<OnError>(value)?).into(),
+        "queues" => disk.queues = number(value)?,
+        "block-size" => {
+            disk.logical_block_bytes = u32::try_from(bytes(value)?).map_err(|_| "must be 512 or 4096")?;
+        }
+        "rate-group" => value.clone_into(&mut disk.rate_group),
+        "boot-order" => disk.boot_order = number(value)?,
+        _ => return Ok(false),
+    }
+    Ok(true)
+}
+
+/// A rate group from `name=…,bps=…`.
+pub fn rate_group(text: &str) -> Result<v1::RateGroup> {
+    let mut name = String::new();
+    let mut limits = Limits::default();
+    for part in text.split(',') {
+        let done = match part.split_once('=') {
+            Some(("name", value)) => {
+                value.clone_into(&mut name);
+                Ok(true)
+            }
+            Some((key, value)) => limits.take(key, value),
+            None => Ok(false),
+        };
+        match done {
+            Ok(true) => {}
+            Ok(false) => {
+                let message = format!(
+                    "--rate-group {text}: \"{part}\" is none of name=, bps=, iops=, burst=, burst-ops="
+                );
+                return Err(usage(message));
+            }
+            Err(problem) => return Err(usage(format!("--rate-group {text}: {part}: {problem}"))),
+        }
+    }
+    if name.is_empty() {
+        return Err(usage(format!("--rate-group {text}: give it a name with name=")));
+    }
+    Ok(v1::RateGroup {
+        name,
+        limit: limits.limit(),
+    })
+}
+
+fn word<T: ValueEnum>(value: &str) -> Result<T, String> {
+    T::from_str(value, true).map_err(|_| {
+        let known = T::value_variants()
+            .iter()
+            .filter_map(|variant| Some(variant.to_possible_value()?.get_name().to_owned()));
+        format!("must be {}", known.collect::<Vec<_>>().join(" or "))
+    })
+}
+
+fn number<T: std::str::FromStr>(value: &str) -> Result<T, String> {
+    value.parse().map_err(|_| "must be a whole number".to_owned())
+}
+
+fn bytes(value: &str) -> Result<u64, String> {
+    quantity::bytes(value).map_err(|error| error.to_string())
+}
+
+/// A failure of the command line.
+pub fn usage(message: String) -> Failure {
+    Failure::new(Code::Usage, message)
+}

@@ -1,0 +1,192 @@
+//! Disks of a VM: attached, detached, made larger, limited, counted.
+
+use std::time::Duration;
+
+use proto::v1::{self, set_rate_limit_request::Target};
+
+use super::disk_spec::{self, usage};
+use crate::{
+    args::{
+        NodeOutput,
+        disk::{Detach, Limit, Stats},
+    },
+    client::{Client, QUICK, WORK, about_vm, call},
+    failure::{Code, Failure, Result},
+    manifest::{emit, quantity, schema},
+    output,
+};
+
+/// What the daemon gives a guest to let go of a disk when nothing is said.
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Adds a disk to a VM.
+pub async fn attach(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<()> {
+    let name = disk.name.clone();
+    let request = v1::AttachDiskRequest {
+        vm: vm.to_owned(),
+        disk: Some(disk),
+    };
+    let answer = call(WORK, client.vms.clone().attach_disk(request)).await;
+    let answer = answer.map_err(|failure| match failure.code {
+        Code::NotFound if !is_about_vm(&failure) => {
+            failure.hint("`vmmctl get disk` lists the disks there are")
+        }
+        Code::Exhausted => failure
+            .about("vm", vm)
+            .hint(format!("{}, `vmmctl detach` takes one away", disks_of(vm))),
+        _ => disk_spec::in_options(about_vm(failure, vm)),
+    })?;
+    let there = answer.vm.and_then(|vm| vm.status).unwrap_or_default();
+    let there = there.disks.into_iter().find(|disk| disk.name == name);
+    let text = match there.map(|disk| disk.phase()) {
+        Some(v1::AttachmentPhase::Pending) => "is attached from the next start on",
+        _ => "attached",
+    };
+    output::line(format!("vm/{vm} disk {name} {text}"))
+}
+
+/// Takes disks from a VM, one after another.
+pub async fn detach(client: &Client, args: &Detach) -> Result<(), Vec<Failure>> {
+    let mut failures = Vec::new();
+    for disk in &args.disks {
+        let request = v1::DetachDiskRequest {
+            vm: args.vm.clone(),
+            disk: disk.clone(),
+            timeout: args.timeout.map(Into::into),
+            force: args.force,
+        };
+        let limit = args.timeout.unwrap_or(DEFAULT_TIMEOUT) + WORK;
+        match call(limit, client.vms.clone().detach_disk(request)).await {
+            Ok(_) => output::line(format!("vm/{} disk {disk} detached", args.vm)).map_err(super::one)?,
+            Err(failure) if failure.code == Code::Timeout && !args.force => {
+                let hint = format!(
+                    "it stays attached: unmount it in the guest and try again, or `vmmctl detach {} {disk} --force`",
+                    args.vm
+                );
+                failures.push(about(failure, &args.vm, disk).hint(hint));
+            }
+            Err(failure) => failures.push(about(failure, &args.vm, disk)),
+        }
+    }
+    super::all(failures)
+}
+
+/// Makes a disk of a VM larger; without `size` it takes the size that its block device has.
+pub async fn resize(client: &Client, vm: &str, disk: &str, size: Option<u64>) -> Result<()> {
+    let request = v1::ResizeVmDiskRequest {
+        vm: vm.to_owned(),
+        disk: disk.to_owned(),
+        size_bytes: size.unwrap_or_default(),
+    };
+    let answer = call(WORK, client.vms.clone().resize_vm_disk(request)).await;
+    let answer = answer.map_err(|failure| about(failure, vm, disk))?;
+    let status = answer.vm.and_then(|vm| vm.status).unwrap_or_default();
+    let now = status.disks.iter().find(|status| status.name == disk);
+    let size = now
+        .map(|status| status.capacity_bytes)
+        .filter(|size| *size != 0)
+        .or(size);
+    let size = size
+        .map(|size| format!(" to {}", quantity::show(size)))
+        .unwrap_or_default();
+    output::line(format!("vm/{vm} disk {disk} resized{size}"))
+}
+
+/// What a limit is changed of.
+pub fn target(args: &Limit) -> Result<Target> {
+    if args.limits.is_empty() && !args.none {
+        let message =
+            "say what to change: --bps, --iops, --burst, --burst-ops, or --none for no limit at all";
+        return Err(usage(message.into()));
+    }
+    match (&args.disk, &args.group) {
+        (Some(disk), _) => Ok(Target::Disk(disk.clone())),
+        (None, Some(group)) => Ok(Target::Group(group.clone())),
+        (None, None) => Err(usage("give --disk or --group".into())),
+    }
+}
+
+/// Changes a limit; what is not named stays as it is.
+pub async fn limit(client: &Client, args: &Limit, target: Target) -> Result<()> {
+    let (what, name) = match &target {
+        Target::Disk(name) => ("disk", name.clone()),
+        Target::Group(name) => ("group", name.clone()),
+    };
+    let limit = if args.none {
+        v1::RateLimit::default()
+    } else {
+        args.limits.over(present(client, &args.vm, &target).await?)
+    };
+    let request = v1::SetRateLimitRequest {
+        vm: args.vm.clone(),
+        target: Some(target),
+        limit: Some(limit),
+    };
+    let answer = call(WORK, client.vms.clone().set_rate_limit(request)).await;
+    answer.map_err(|failure| about(failure, &args.vm, &name))?;
+    let limit = match output::disk::limit(&limit) {
+        none if none.is_empty() => "no limit".to_owned(),
+        limit => limit,
+    };
+    output::line(format!("vm/{} {what} {name}: {limit}", args.vm))
+}
+
+/// The limit that a disk or group has by the VM's spec; none when it isn't there, which the daemon then says.
+async fn present(client: &Client, vm: &str, target: &Target) -> Result<v1::RateLimit> {
+    let spec = client.get(vm).await?.spec.unwrap_or_default();
+    let limit = match target {
+        Target::Disk(name) => {
+            let disk = spec.disks.into_iter().find(|disk| disk.name == *name);
+            disk.and_then(|disk| disk.rate_limit)
+        }
+        Target::Group(name) => {
+            let group = spec.rate_groups.into_iter().find(|group| group.name == *name);
+            group.and_then(|group| group.limit)
+        }
+    };
+    Ok(limit.unwrap_or_default())
+}
+
+/// Prints what a VM's disks have done.
+pub async fn stats(client: &Client, args: &Stats) -> Result<(), Vec<Failure>> {
+    let request = v1::GetVmDiskStatsRequest { vm: args.vm.clone() };
+    let answer = call(QUICK, client.vms.clone().get_vm_disk_stats(request)).await;
+    let mut stats = answer.map_err(|failure| vec![about_vm(failure, &args.vm)])?;
+    let there = |name: &String| stats.disks.iter().any(|disk| disk.name == *name);
+    let missing = args.disks.iter().filter(|name| !there(name)).map(|name| {
+        let message = format!("the run of vm/{} has no disk \"{name}\"", args.vm);
+        Failure::new(Code::NotFound, message).hint(disks_of(&args.vm))
+    });
+    let failures = missing.collect();
+    if !args.disks.is_empty() {
+        stats.disks.retain(|disk| args.disks.contains(&disk.name));
+    }
+    let print = || match args.output {
+        None if stats.disks.is_empty() => Ok(()),
+        None => output::print(&output::stats::table(&stats.disks)),
+        Some(NodeOutput::Yaml) => output::print(&emit::yaml(&stats, schema::DISK_STATS)?),
+        Some(NodeOutput::Json) => output::line(format!("{:#}", emit::json(&stats)?)),
+    };
+    print().map_err(super::one)?;
+    if stats.disks.is_empty() && args.disks.is_empty() && args.output.is_none() {
+        eprintln!("vm/{} has no disks.", args.vm);
+    }
+    super::all(failures)
+}
+
+/// Adds to a failure about a VM's disk the command that helps.
+fn about(failure: Failure, vm: &str, disk: &str) -> Failure {
+    if failure.code == Code::NotFound && !is_about_vm(&failure) {
+        return failure.about("disk", disk).hint(disks_of(vm));
+    }
+    about_vm(failure, vm)
+}
+
+/// Whether it is the VM that is not there.
+fn is_about_vm(failure: &Failure) -> bool {
+    failure.reason.is_empty() || &*failure.reason == "VM_NOT_FOUND"
+}
+
+fn disks_of(vm: &str) -> String {
+    format!("`vmmctl describe vm {vm}` shows its disks")
+}

@@ -1,0 +1,209 @@
+//! Disks for people: those of the node, and those of a VM.
+
+use proto::v1;
+
+use super::{
+    age,
+    describe::{Lines, when},
+    table::Table,
+    vm::camel,
+};
+use crate::manifest::quantity;
+
+/// The table of the node's disks; `wide` has more columns.
+pub fn table(wide: bool) -> Table {
+    let mut headers = vec!["NAME", "FORMAT", "SIZE", "ALLOCATED", "USED BY", "AGE"];
+    if wide {
+        headers.extend(["OVERLAY OF", "LABELS", "PATH"]);
+    }
+    Table::new(headers)
+}
+
+/// A row of [`table`].
+pub fn row(disk: &v1::Disk, wide: bool, now: jiff::Timestamp) -> Vec<String> {
+    let state = disk.state.clone().unwrap_or_default();
+    let mut row = vec![
+        disk.name.clone(),
+        format(disk.format()),
+        quantity::show(disk.size_bytes),
+        quantity::show(state.allocated_bytes),
+        state.used_by.join(","),
+        age::since(state.create_time.as_ref(), now),
+    ];
+    if wide {
+        row.extend([state.backing_disk, labels(disk, ","), state.path]);
+    }
+    row
+}
+
+/// Everything about a disk of the node.
+pub fn describe(disk: &v1::Disk, now: jiff::Timestamp) -> String {
+    let state = disk.state.clone().unwrap_or_default();
+    let bytes = |bytes: u64| format!("{} ({bytes} bytes)", quantity::show(bytes));
+    let mut text = Lines::default();
+    text.put("Name", &disk.name);
+    text.put("UID", &disk.uid);
+    text.put("Labels", &labels(disk, ", "));
+    text.put("Created", &when(state.create_time.as_ref(), now));
+    text.put("Format", &format(disk.format()));
+    text.put("Size", &bytes(disk.size_bytes));
+    text.put("Allocated", &bytes(state.allocated_bytes));
+    if disk.preallocation() != v1::DiskPreallocation::Unspecified {
+        let name = camel(disk.preallocation().as_str_name(), "DISK_PREALLOCATION_");
+        text.put("Preallocation", &name.to_lowercase());
+    }
+    text.put("Overlay of", &state.backing_disk);
+    text.put("Path", &state.path);
+    let users = match state.used_by.as_slice() {
+        [] => "no VM".to_owned(),
+        users => users.join(", "),
+    };
+    text.put("Used by", &users);
+    text.0
+}
+
+/// The disks and rate groups of a VM.
+pub fn of_vm(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
+    let gone = status.disks.iter().filter(|now| {
+        // Is out of the spec and not yet out of the guest.
+        spec.disks.iter().all(|disk| disk.name != now.name)
+    });
+    let gone = gone.map(|now| v1::DiskSpec {
+        name: now.name.clone(),
+        path: now.path.clone(),
+        ..v1::DiskSpec::default()
+    });
+    let disks: Vec<_> = spec.disks.iter().cloned().chain(gone).collect();
+    let find = |name: &str| status.disks.iter().find(|now| now.name == name);
+    let rows: Vec<_> = disks.iter().map(|disk| vm_row(disk, find(&disk.name))).collect();
+    let headers = [
+        "NAME", "PHASE", "FORMAT", "MODE", "CAPACITY", "SLOT", "SERIAL", "SOURCE",
+    ];
+    text.list("Disks", headers.to_vec(), &rows);
+    let rows: Vec<_> = disks
+        .iter()
+        .map(|disk| vec![disk.name.clone(), options(disk), limit_of(disk)])
+        .filter(|row| row.iter().skip(1).any(|cell| !cell.is_empty()))
+        .collect();
+    if !rows.is_empty() {
+        text.list("Disk options", vec!["NAME", "OPTIONS", "LIMIT"], &rows);
+    }
+    let failed = status.disks.iter().filter(|now| !now.message.is_empty());
+    let rows: Vec<_> = failed
+        .map(|now| vec![now.name.clone(), now.message.clone()])
+        .collect();
+    if !rows.is_empty() {
+        text.list("Disk problems", vec!["NAME", "MESSAGE"], &rows);
+    }
+    if !spec.rate_groups.is_empty() {
+        let members = |group: &v1::RateGroup| {
+            let members = spec.disks.iter().filter(|disk| disk.rate_group == group.name);
+            members
+                .map(|disk| disk.name.as_str())
+                .collect::<Vec<_>>()
+                .join(",")
+        };
+        let groups: Vec<_> = spec
+            .rate_groups
+            .iter()
+            .map(|group| {
+                let limit = group.limit.as_ref().map(limit).unwrap_or_default();
+                vec![group.name.clone(), limit, members(group)]
+            })
+            .collect();
+        text.list("Rate groups", vec!["NAME", "LIMIT", "DISKS"], &groups);
+    }
+}
+
+fn vm_row(disk: &v1::DiskSpec, now: Option<&v1::DiskStatus>) -> Vec<String> {
+    let read_only = disk.read_only || disk.format() == v1::DiskFormat::Iso;
+    let phase = now.map(v1::DiskStatus::phase);
+    let phase = phase.filter(|phase| *phase != v1::AttachmentPhase::Unspecified);
+    let source = match (disk.disk.as_str(), now) {
+        ("", _) => disk.path.clone(),
+        (disk, Some(now)) if !now.path.is_empty() => format!("disk {disk} ({})", now.path),
+        (disk, _) => format!("disk {disk}"),
+    };
+    let or_empty = |number: u64, text: String| if number == 0 { String::new() } else { text };
+    let capacity = now.map_or(0, |now| now.capacity_bytes);
+    let slot = now.map_or(0, |now| now.pci_slot);
+    vec![
+        disk.name.clone(),
+        phase
+            .map(|phase| camel(phase.as_str_name(), "ATTACHMENT_PHASE_"))
+            .unwrap_or_default(),
+        match disk.format() {
+            v1::DiskFormat::Unspecified => String::new(),
+            known => format(known),
+        },
+        if read_only { "ro" } else { "rw" }.into(),
+        or_empty(capacity, quantity::show(capacity)),
+        or_empty(slot.into(), slot.to_string()),
+        disk.serial.clone(),
+        source,
+    ]
+}
+
+/// Its own limit, or the group whose limit it shares.
+fn limit_of(disk: &v1::DiskSpec) -> String {
+    match disk.rate_group.as_str() {
+        "" => disk.rate_limit.as_ref().map(limit).unwrap_or_default(),
+        group => format!("group {group}"),
+    }
+}
+
+/// What differs from the defaults: `cache=none,queues=4`.
+fn options(disk: &v1::DiskSpec) -> String {
+    let mut options = Vec::new();
+    if disk.cache() != v1::DiskCache::Unspecified {
+        options.push(format!(
+            "cache={}",
+            lower(disk.cache().as_str_name(), "DISK_CACHE_")
+        ));
+    }
+    for (name, value) in [
+        ("queues", disk.queues),
+        ("block-size", disk.logical_block_bytes),
+        ("boot-order", disk.boot_order),
+    ] {
+        if value != 0 {
+            options.push(format!("{name}={value}"));
+        }
+    }
+    if disk.on_error() != v1::DiskErrorPolicy::Unspecified {
+        let policy = lower(disk.on_error().as_str_name(), "DISK_ERROR_POLICY_");
+        options.push(format!("on-error={policy}"));
+    }
+    options.join(",")
+}
+
+/// A limit in short: `100Mi/s, 500 requests/s`; empty when there is none.
+pub fn limit(limit: &v1::RateLimit) -> String {
+    let mut parts = Vec::new();
+    if limit.bytes_per_second != 0 {
+        parts.push(format!("{}/s", quantity::show(limit.bytes_per_second)));
+    }
+    if limit.operations_per_second != 0 {
+        parts.push(format!("{} requests/s", limit.operations_per_second));
+    }
+    if limit.burst_bytes != 0 {
+        parts.push(format!("burst {}", quantity::show(limit.burst_bytes)));
+    }
+    if limit.burst_operations != 0 {
+        parts.push(format!("burst {} requests", limit.burst_operations));
+    }
+    parts.join(", ")
+}
+
+fn format(format: v1::DiskFormat) -> String {
+    lower(format.as_str_name(), "DISK_FORMAT_")
+}
+
+fn lower(name: &str, prefix: &str) -> String {
+    camel(name, prefix).to_lowercase()
+}
+
+fn labels(disk: &v1::Disk, separator: &str) -> String {
+    let labels = disk.labels.iter().map(|(key, value)| format!("{key}={value}"));
+    labels.collect::<Vec<_>>().join(separator)
+}

@@ -1,0 +1,162 @@
+//! What disks have done, as a table.
+
+use std::time::Duration;
+
+use proto::v1::{DiskOperationStats, DiskStats};
+
+use super::table::Table;
+use crate::manifest::quantity;
+
+/// One row for each disk as a whole, and one for each kind of request that there was.
+pub fn table(disks: &[DiskStats]) -> String {
+    let mut rows = Vec::new();
+    for disk in disks {
+        let kinds = [
+            ("read", &disk.read),
+            ("write", &disk.write),
+            ("flush", &disk.flush),
+            ("discard", &disk.discard),
+        ];
+        let present = |(name, stats): (_, &Option<DiskOperationStats>)| Some((name, stats.clone()?));
+        let kinds: Vec<(&str, _)> = kinds.into_iter().filter_map(present).collect();
+        let all = sum(kinds.iter().map(|(_, stats)| stats));
+        let gauges = [disk.in_flight, disk.throttled, disk.held].map(|count| count.to_string());
+        rows.push([row(&disk.name, "all", &all), gauges.to_vec()].concat());
+        for (name, stats) in kinds.iter().filter(|(_, stats)| stats.requests != 0) {
+            rows.push([row(&disk.name, name, stats), vec![String::new(); gauges.len()]].concat());
+        }
+    }
+    let headers = [
+        "DISK",
+        "KIND",
+        "REQUESTS",
+        "BYTES",
+        "ERRORS",
+        "MEAN",
+        "P99",
+        "IN FLIGHT",
+        "THROTTLED",
+        "HELD",
+    ];
+    Table::new(headers.to_vec()).whole(&rows, true)
+}
+
+fn row(disk: &str, kind: &str, stats: &DiskOperationStats) -> Vec<String> {
+    vec![
+        disk.to_owned(),
+        kind.to_owned(),
+        stats.requests.to_string(),
+        quantity::show(stats.bytes),
+        stats.errors.to_string(),
+        mean(stats).map(short).unwrap_or_default(),
+        percentile(&stats.latency_us_log2, 99).unwrap_or_default(),
+    ]
+}
+
+fn sum<'a>(kinds: impl Iterator<Item = &'a DiskOperationStats>) -> DiskOperationStats {
+    let mut sum = DiskOperationStats::default();
+    let mut time = Duration::ZERO;
+    for stats in kinds {
+        sum.requests = sum.requests.saturating_add(stats.requests);
+        sum.bytes = sum.bytes.saturating_add(stats.bytes);
+        sum.errors = sum.errors.saturating_add(stats.errors);
+        time = time.saturating_add(total_time(stats));
+        let length = sum.latency_us_log2.len().max(stats.latency_us_log2.len());
+        sum.latency_us_log2.resize(length, 0);
+        for (total, count) in sum.latency_us_log2.iter_mut().zip(&stats.latency_us_log2) {
+            *total = total.saturating_add(*count);
+        }
+    }
+    sum.total_time = Some(time.into());
+    sum
+}
+
+fn total_time(stats: &DiskOperationStats) -> Duration {
+    let time = stats.total_time.unwrap_or_default();
+    Duration::try_from(time).unwrap_or_default()
+}
+
+fn mean(stats: &DiskOperationStats) -> Option<Duration> {
+    let nanos = total_time(stats).as_nanos().checked_div(stats.requests.into())?;
+    Some(Duration::from_nanos(u64::try_from(nanos).ok()?))
+}
+
+/// The bound below which `percent` of the requests were, as far as the buckets tell: `<512us`. Bucket i counts what took
+/// less than 2^i us; the last one has no upper bound.
+fn percentile(buckets: &[u64], percent: u64) -> Option<String> {
+    let total: u128 = buckets.iter().copied().map(u128::from).sum();
+    if total == 0 {
+        return None;
+    }
+    let mut below = 0_u128;
+    let index = buckets.iter().position(|count| {
+        below += u128::from(*count);
+        below * 100 >= total * u128::from(percent)
+    })?;
+    let bound = |index: usize| {
+        let micros = u32::try_from(index)
+            .ok()
+            .and_then(|index| 1_u64.checked_shl(index));
+        short(Duration::from_micros(micros.unwrap_or(u64::MAX)))
+    };
+    if index + 1 == buckets.len() {
+        Some(format!(">={}", bound(index.saturating_sub(1))))
+    } else {
+        Some(format!("<{}", bound(index)))
+    }
+}
+
+/// Three digits and a unit: `85us`, `1.02ms`, `2.1s`.
+fn short(time: Duration) -> String {
+    let nanos = time.as_nanos();
+    let units = [(1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us")];
+    let Some((unit, name)) = units.into_iter().find(|(unit, _)| nanos >= *unit) else {
+        return format!("{nanos}ns");
+    };
+    let (whole, hundredths) = (nanos / unit, nanos % unit * 100 / unit);
+    let text = match whole {
+        0..10 => format!("{whole}.{hundredths:02}"),
+        10..100 => format!("{whole}.{}", hundredths / 10),
+        _ => whole.to_string(),
+    };
+    let text = if text.contains('.') {
+        text.trim_end_matches('0').trim_end_matches('.')
+    } else {
+        &text
+    };
+    format!("{text}{name}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+
+    #[rstest]
+    #[case(0, "0ns")]
+    #[case(999, "999ns")]
+    #[case(1_000, "1us")]
+    #[case(85_400, "85.4us")]
+    #[case(512_000, "512us")]
+    #[case(1_024_000, "1.02ms")]
+    #[case(100_000_000, "100ms")]
+    #[case(2_100_000_000, "2.1s")]
+    #[case(120_000_000_000, "120s")]
+    fn a_latency_is_short(#[case] nanos: u64, #[case] text: &str) {
+        assert_eq!(short(Duration::from_nanos(nanos)), text);
+    }
+
+    #[rstest]
+    #[case::nothing(&[], None)]
+    #[case::no_requests(&[0, 0, 0], None)]
+    #[case::all_in_the_first(&[7, 0, 0], Some("<1us"))]
+    #[case::exactly_99_percent(&[0, 99, 1, 0], Some("<2us"))]
+    #[case::just_more(&[0, 98, 2, 0], Some("<4us"))]
+    #[case::one(&[0, 0, 0, 1, 0], Some("<8us"))]
+    #[case::far(&[1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 9, 0], Some("<1.02ms"))]
+    #[case::beyond_the_last_bound(&[1, 0, 0, 9], Some(">=4us"))]
+    #[case::large(&[u64::MAX, u64::MAX, 0], Some("<2us"))]
+    fn a_percentile_is_the_bound_of_its_bucket(#[case] buckets: &[u64], #[case] text: Option<&str>) {
+        assert_eq!(percentile(buckets, 99).as_deref(), text);
+    }
+}

@@ -1,0 +1,471 @@
+//! The verbs that are about disks.
+
+use proto::v1::{self, VmPhase};
+
+use crate::support::Daemon;
+
+/// Runs vmmctl; its exit code, standard output and standard error.
+fn run(daemon: &Daemon, args: &str) -> (i32, String, String) {
+    run_with_input(daemon, args, "")
+}
+
+fn run_with_input(daemon: &Daemon, args: &str, input: &str) -> (i32, String, String) {
+    let mut command = daemon.vmmctl();
+    let output = command
+        .args(args.split_whitespace())
+        .write_stdin(input)
+        .output()
+        .unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (
+        output.status.code().unwrap(),
+        text(output.stdout),
+        text(output.stderr),
+    )
+}
+
+fn done(stdout: &str) -> (i32, String, String) {
+    (0, stdout.to_owned(), String::new())
+}
+
+fn failed(code: i32, stderr: &str) -> (i32, String, String) {
+    (code, String::new(), stderr.to_owned())
+}
+
+/// A daemon with a running VM `web` and a disk `data`.
+fn with_vm() -> Daemon {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Running, &[]);
+    assert_eq!(
+        run(&daemon, "create disk data --size 1Gi"),
+        done("disk/data created\n")
+    );
+    daemon
+}
+
+fn web_disk(daemon: &Daemon, name: &str) -> v1::DiskSpec {
+    let disks = daemon.state.vm("web").spec.unwrap().disks;
+    disks.into_iter().find(|disk| disk.name == name).unwrap()
+}
+
+#[test]
+fn a_disk_is_created_listed_described_and_deleted() {
+    let daemon = Daemon::start();
+    let create = "create disk base --size 10Gi --format qcow2 --preallocation metadata -l tier=gold";
+    assert_eq!(run(&daemon, create), done("disk/base created\n"));
+    assert_eq!(
+        run(&daemon, "create disk copy --from-file /srv/a.raw"),
+        done("disk/copy created\n")
+    );
+    assert_eq!(
+        run(&daemon, "create disk over --overlay-of base"),
+        done("disk/over created\n")
+    );
+    insta::assert_snapshot!(run(&daemon, "get disk").1, @r#"
+NAME   FORMAT   SIZE   ALLOCATED   USED BY   AGE
+base   qcow2    10Gi   192Ki       -         -
+copy   raw      2Gi    192Ki       -         -
+over   qcow2    10Gi   192Ki       -         -
+"#);
+    insta::assert_snapshot!(run(&daemon, "get disks base over -o wide").1, @r#"
+NAME   FORMAT   SIZE   ALLOCATED   USED BY   AGE   OVERLAY OF   LABELS      PATH
+base   qcow2    10Gi   192Ki       -         -     -            tier=gold   /var/lib/vmmd/disks/base
+over   qcow2    10Gi   192Ki       -         -     base         -           /var/lib/vmmd/disks/over
+"#);
+    insta::assert_snapshot!(run(&daemon, "describe disk over").1, @r#"
+Name:            over
+UID:             0c6b9b07-4f0d-4f5a-8f3e-2d3a6a1c9f10
+Format:          qcow2
+Size:            10Gi (10737418240 bytes)
+Allocated:       192Ki (196608 bytes)
+Overlay of:      base
+Path:            /var/lib/vmmd/disks/over
+Used by:         no VM
+"#);
+    assert_eq!(run(&daemon, "get disk -l tier=gold -o name"), done("base\n"));
+    let refused = "error: disk \"over\" is an overlay of \"base\"; `vmmctl describe disk base` shows it\n";
+    assert_eq!(run(&daemon, "delete disk base"), failed(5, refused));
+    assert_eq!(
+        run(&daemon, "delete disk over copy"),
+        done("disk/over deleted\ndisk/copy deleted\n")
+    );
+    let missing =
+        "error: there is no disk \"over\" on this node; `vmmctl get disk` lists the disks there are\n";
+    assert_eq!(run(&daemon, "delete disk over"), failed(3, missing));
+    assert_eq!(run(&daemon, "delete disk over --ignore-not-found"), done(""));
+    let exists = "error: there is a disk \"base\" already; `vmmctl describe disk base` shows it\n";
+    assert_eq!(run(&daemon, create), failed(4, exists));
+}
+
+#[test]
+fn deleting_a_disk_touches_no_vm_of_that_name() {
+    let daemon = with_vm();
+    daemon.state.put("data", VmPhase::Stopped, &[]);
+    daemon.state.put("disk", VmPhase::Stopped, &[]);
+    assert_eq!(run(&daemon, "delete disk data"), done("disk/data deleted\n"));
+    assert_eq!(daemon.state.phase("data"), Some(VmPhase::Stopped));
+    assert_eq!(run(&daemon, "delete vm disk"), done("vm/disk deleted\n"));
+    assert_eq!(run(&daemon, "delete data"), done("vm/data deleted\n"));
+}
+
+#[test]
+fn there_are_no_disks() {
+    let daemon = Daemon::start();
+    assert_eq!(
+        run(&daemon, "get disk"),
+        (0, String::new(), "There are no disks.\n".into())
+    );
+    assert_eq!(run(&daemon, "get disk -o json"), done("[]\n"));
+}
+
+#[test]
+fn a_disk_grows_and_does_not_shrink() {
+    let daemon = with_vm();
+    assert_eq!(
+        run(&daemon, "resize disk data --size 1.5Gi"),
+        done("disk/data resized to 1.5Gi\n")
+    );
+    let smaller = "error: --size: a disk can't be made smaller: it has 1610612736 bytes\n";
+    assert_eq!(run(&daemon, "resize disk data --size 1Gi"), failed(6, smaller));
+    assert_eq!(run(&daemon, "attach web --disk data").0, 0);
+    assert_eq!(
+        run(&daemon, "resize disk data --vm web --size 2Gi"),
+        done("vm/web disk data resized to 2Gi\n")
+    );
+    assert_eq!(
+        run(&daemon, "resize disk data --vm web --rescan"),
+        done("vm/web disk data resized to 7Gi\n")
+    );
+    let missing = "error: VM \"web\" has no disk \"nope\"; `vmmctl describe vm web` shows its disks\n";
+    assert_eq!(
+        run(&daemon, "resize disk nope --vm web --size 2Gi"),
+        failed(3, missing)
+    );
+}
+
+const DISKS: &str = "\
+apiVersion: vmmd/v1
+kind: Vm
+metadata: {name: web}
+spec:
+  cpu: {cores: 1}
+  memory: {sizeBytes: 256Mi}
+  boot: {linux: {kernel: /k}}
+---
+apiVersion: vmmd/v1
+kind: Disk
+metadata:
+  name: base
+  labels: {tier: gold}
+spec:
+  format: qcow2
+  sizeBytes: 10Gi
+  preallocation: metadata
+---
+apiVersion: vmmd/v1
+kind: Disk
+metadata: {name: over}
+spec: {overlayOf: base, format: qcow2}
+";
+
+#[test]
+fn apply_creates_disks_before_vms_and_grows_them() {
+    let daemon = Daemon::start();
+    let apply = |text: &str| run_with_input(&daemon, "apply -f -", text);
+    assert_eq!(
+        run_with_input(&daemon, "apply -f - --dry-run", DISKS),
+        done("disk/base created (dry run)\ndisk/over created (dry run)\nvm/web created (dry run)\n")
+    );
+    assert_eq!(daemon.state.disk("base"), None);
+    assert_eq!(
+        apply(DISKS),
+        done("disk/base created\ndisk/over created\nvm/web created\n")
+    );
+    assert_eq!(
+        apply(DISKS),
+        done("disk/base unchanged\ndisk/over unchanged\nvm/web unchanged\n")
+    );
+    let larger = DISKS.replace("10Gi", "12Gi");
+    assert_eq!(
+        apply(&larger),
+        done("disk/base resized to 12Gi\ndisk/over unchanged\nvm/web unchanged\n")
+    );
+    let expected = "error: disk/base exists and differs from the manifest in what can't be changed; give the new disk \
+                    another name\n  metadata.labels.tier: gold -> iron\n  spec.sizeBytes: 12884901888 -> 10737418240\n";
+    let changed = DISKS.replace("gold", "iron");
+    assert_eq!(
+        apply(&changed),
+        (
+            4,
+            "disk/over unchanged\nvm/web unchanged\n".into(),
+            expected.into()
+        )
+    );
+}
+
+#[test]
+fn what_get_prints_of_a_disk_can_be_applied_again() {
+    let daemon = Daemon::start();
+    run_with_input(&daemon, "create -f -", DISKS);
+    insta::assert_snapshot!(run(&daemon, "get disk over -o yaml").1, @r#"
+apiVersion: vmmd/v1
+kind: Disk
+metadata:
+  name: over
+  uid: 0c6b9b07-4f0d-4f5a-8f3e-2d3a6a1c9f10
+spec:
+  format: DISK_FORMAT_QCOW2
+  sizeBytes: 10737418240
+  overlayOf: base
+status:
+  path: /var/lib/vmmd/disks/over
+  allocatedBytes: 196608
+  backingDisk: base
+"#);
+    for format in ["yaml", "json"] {
+        for name in ["base", "over"] {
+            let printed = run(&daemon, &format!("get disk {name} -o {format}")).1;
+            assert_eq!(
+                run_with_input(&daemon, "apply -f -", &printed),
+                done(&format!("disk/{name} unchanged\n")),
+                "{printed}"
+            );
+        }
+    }
+}
+
+#[test]
+fn what_the_daemon_refuses_of_a_disk_is_shown_with_its_line() {
+    let daemon = Daemon::start();
+    let text = "apiVersion: vmmd/v1\nkind: Disk\nmetadata: {name: a}\nspec:\n  rawFile: /missing.raw\n";
+    let expected = "error: stdin:5: spec.rawFile: there is no such file\n";
+    assert_eq!(run_with_input(&daemon, "apply -f -", text), failed(6, expected));
+}
+
+#[test]
+fn a_disk_is_attached_with_all_its_options() {
+    let daemon = with_vm();
+    assert_eq!(
+        run(&daemon, "attach web --disk data"),
+        done("vm/web disk data attached\n")
+    );
+    let data = v1::DiskSpec {
+        name: "data".into(),
+        disk: "data".into(),
+        ..v1::DiskSpec::default()
+    };
+    assert_eq!(web_disk(&daemon, "data"), data);
+    let attach = "attach web --path /srv/scratch.qcow2 --format qcow2 --read-only --serial S1 --cache none --queues 4 \
+                  --block-size 4096 --on-error pause --bps 100Mi --iops 500 --burst 200Mi --burst-ops 50 --boot-order 2";
+    assert_eq!(run(&daemon, attach), done("vm/web disk scratch attached\n"));
+    let scratch = v1::DiskSpec {
+        name: "scratch".into(),
+        path: "/srv/scratch.qcow2".into(),
+        format: v1::DiskFormat::Qcow2.into(),
+        read_only: true,
+        serial: "S1".into(),
+        disk: String::new(),
+        cache: v1::DiskCache::None.into(),
+        queues: 4,
+        logical_block_bytes: 4096,
+        on_error: v1::DiskErrorPolicy::Pause.into(),
+        rate_limit: Some(v1::RateLimit {
+            bytes_per_second: 100 << 20,
+            operations_per_second: 500,
+            burst_bytes: 200 << 20,
+            burst_operations: 50,
+        }),
+        rate_group: String::new(),
+        boot_order: 2,
+    };
+    assert_eq!(web_disk(&daemon, "scratch"), scratch);
+    let text = run(&daemon, "describe vm web").1;
+    let disks: Vec<_> = text
+        .lines()
+        .skip_while(|line| *line != "Disks:")
+        .take(6)
+        .collect();
+    insta::assert_snapshot!(disks.join("\n"), @r#"
+Disks:
+  NAME      PHASE      FORMAT   MODE   CAPACITY   SLOT   SERIAL   SOURCE
+  data      Attached   -        rw     1Gi        9      -        disk data
+  scratch   Attached   qcow2    ro     1Gi        9      S1       /srv/scratch.qcow2
+Disk options:
+  NAME      OPTIONS                                                           LIMIT
+"#);
+}
+
+#[test]
+fn a_disk_of_a_stopped_vm_waits_for_its_start() {
+    let daemon = with_vm();
+    daemon.state.put("db", VmPhase::Stopped, &[]);
+    assert_eq!(
+        run(&daemon, "attach db --disk data"),
+        done("vm/db disk data is attached from the next start on\n")
+    );
+}
+
+#[test]
+fn why_a_disk_can_not_be_attached_is_said_with_what_to_do() {
+    let daemon = with_vm();
+    let expected =
+        "error: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks there are\n";
+    assert_eq!(run(&daemon, "attach web --disk nope"), failed(3, expected));
+    let expected = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
+    assert_eq!(run(&daemon, "attach nope --disk data"), failed(3, expected));
+    let expected = "error: vm/web: all 8 slots for hot-plug are taken; `vmmctl describe vm web` shows its disks, \
+                    `vmmctl detach` takes one away\n";
+    assert_eq!(
+        run(&daemon, "attach web --disk data --name one-too-many"),
+        failed(9, expected)
+    );
+    let expected = "error: the name of the file makes no name of a disk (it must be 1 to 63 lower-case letters, digits \
+                    or '-', beginning and ending with a letter or digit): give one with --name\n";
+    assert_eq!(
+        run(&daemon, "attach web --path /srv/My_Disk.raw --format raw"),
+        failed(2, expected)
+    );
+    let expected = "error: --path must be an absolute path on the node, is \"a.raw\"\n";
+    assert_eq!(
+        run(&daemon, "attach web --path a.raw --format raw"),
+        failed(2, expected)
+    );
+}
+
+/// What can't be asked for, told of the options before a daemon is asked.
+#[test]
+fn wrong_values_are_told_of_the_options() {
+    let daemon = Daemon::start();
+    for (args, expected) in [
+        (
+            "attach web --disk data --queues 17 --block-size 1Ki",
+            "error: the disk is not valid (2 problems)\n  --queues: must be 1 to 16, or 0 to have it chosen, is 17\n  \
+             --block-size: must be 512 (also when 0) or 4096, is 1024\n",
+        ),
+        (
+            "attach web --disk data --burst 1Mi",
+            "error: --burst: needs --bps: without that limit everything flows at once\n",
+        ),
+        (
+            "create disk data --size 1000",
+            "error: --size: must be a multiple of 512 from 512 to 70368744177664 (64 TiB), is 1000\n",
+        ),
+        (
+            "create disk data --from-file /a --format qcow2",
+            "error: --format: must be DISK_FORMAT_RAW (or left out): a copy of a raw file is raw\n",
+        ),
+        (
+            "create disk Data --size 1Gi",
+            "error: NAME: must be 1 to 63 lower-case letters, digits or '-', beginning and ending with a letter or \
+             digit, is \"Data\"\n",
+        ),
+    ] {
+        assert_eq!(run(&daemon, args), failed(6, expected));
+    }
+    assert_eq!(daemon.state.calls(), [""; 0]);
+}
+
+#[test]
+fn a_disk_that_the_guest_keeps_is_detached_by_force_only() {
+    let daemon = with_vm();
+    for name in ["busy", "calm"] {
+        assert_eq!(
+            run(&daemon, &format!("attach web --disk data --name {name}")).0,
+            0
+        );
+    }
+    let expected = "error: the guest of \"web\" did not let go of disk \"busy\" within 30 s; it stays attached: unmount it \
+                    in the guest and try again, or `vmmctl detach web busy --force`\n";
+    assert_eq!(
+        run(&daemon, "detach web busy calm"),
+        (10, "vm/web disk calm detached\n".into(), expected.into())
+    );
+    assert_eq!(
+        run(&daemon, "detach web busy --timeout 5s --force"),
+        done("vm/web disk busy detached\n")
+    );
+    let expected = "error: VM \"web\" has no disk \"busy\"; `vmmctl describe vm web` shows its disks\n";
+    assert_eq!(run(&daemon, "detach web busy"), failed(3, expected));
+    let calls = daemon.state.calls();
+    assert!(
+        calls.contains(&"detach web busy timeout=Some(5) force=true".to_owned()),
+        "{calls:?}"
+    );
+}
+
+#[test]
+fn a_limit_changes_only_what_is_named() {
+    let daemon = with_vm();
+    run(&daemon, "attach web --disk data --bps 50Mi --burst 1Gi");
+    assert_eq!(
+        run(&daemon, "limit web --disk data --iops 500"),
+        done("vm/web disk data: 50Mi/s, 500 requests/s, burst 1Gi\n")
+    );
+    assert_eq!(
+        run(&daemon, "limit web --disk data --bps 0 --burst-ops 20"),
+        done("vm/web disk data: 500 requests/s, burst 20 requests\n")
+    );
+    assert_eq!(
+        run(&daemon, "limit web --disk data --none"),
+        done("vm/web disk data: no limit\n")
+    );
+    assert_eq!(
+        web_disk(&daemon, "data").rate_limit,
+        Some(v1::RateLimit::default())
+    );
+    let expected =
+        "error: say what to change: --bps, --iops, --burst, --burst-ops, or --none for no limit at all\n";
+    assert_eq!(run(&daemon, "limit web --disk data"), failed(2, expected));
+    let expected =
+        "error: VM \"web\" has no rate group or disk \"g\"; `vmmctl describe vm web` shows its disks\n";
+    assert_eq!(run(&daemon, "limit web --group g --iops 1"), failed(3, expected));
+}
+
+#[test]
+fn statistics_are_a_table_with_latencies() {
+    let daemon = with_vm();
+    let expected = (0, String::new(), "vm/web has no disks.\n".into());
+    assert_eq!(run(&daemon, "stats web"), expected);
+    run(&daemon, "attach web --disk data");
+    insta::assert_snapshot!(run(&daemon, "stats web").1, @r#"
+DISK   KIND    REQUESTS   BYTES   ERRORS   MEAN   P99      IN FLIGHT   THROTTLED   HELD
+data   all     1010       4.9Mi   2        90us   <256us   3           1           0
+data   read    1000       3.9Mi   0        90us   <256us   -           -           -
+data   write   10         1Mi     2        90us   <64us    -           -           -
+"#);
+    let (code, table, problem) = run(&daemon, "stats web data nope");
+    assert_eq!((code, table), (3, run(&daemon, "stats web").1));
+    let expected =
+        "error: the run of vm/web has no disk \"nope\"; `vmmctl describe vm web` shows its disks\n";
+    assert_eq!(problem, expected);
+    let json: serde_json::Value = serde_json::from_str(&run(&daemon, "stats web -o json").1).unwrap();
+    assert_eq!(json["disks"][0]["read"]["requests"], "1000");
+    let yaml = run(&daemon, "stats web -o yaml").1;
+    assert!(yaml.contains("inFlight: 3"), "{yaml}");
+    daemon.state.put("db", VmPhase::Stopped, &[]);
+    let expected = "error: VM \"db\" does not run; `vmmctl start db`\n";
+    assert_eq!(run(&daemon, "stats db"), failed(5, expected));
+}
+
+#[test]
+fn create_takes_disks_with_options_and_rate_groups() {
+    let daemon = with_vm();
+    let create = "create db --kernel /k --disk /a.raw,b --disk path=/c.raw,cache=writeback,on-error=pause,queues=2 \
+                  --disk path=/d.raw,name=slow,bps=10Mi,burst=5Mi,block-size=4Ki,boot-order=1 \
+                  --disk path=/e.raw,readonly,rate-group=shared --rate-group name=shared,iops=100,bps=1Mi";
+    assert_eq!(run(&daemon, create), done("vm/db created\n"));
+    let spec = daemon.state.vm("db").spec.unwrap();
+    let names: Vec<_> = spec.disks.iter().map(|disk| disk.name.as_str()).collect();
+    assert_eq!(names, ["root", "disk1", "slow", "disk3"]);
+    assert_eq!(spec.disks[0].path, "/a.raw,b");
+    assert_eq!(spec.disks[1].cache(), v1::DiskCache::Writeback);
+    assert_eq!(spec.disks[1].on_error(), v1::DiskErrorPolicy::Pause);
+    assert_eq!(spec.disks[2].logical_block_bytes, 4096);
+    assert_eq!(spec.disks[2].rate_limit.unwrap().bytes_per_second, 10 << 20);
+    assert_eq!(spec.disks[3].rate_group, "shared");
+    assert_eq!(spec.rate_groups[0].limit.unwrap().operations_per_second, 100);
+    assert_eq!(
+        run(&daemon, "limit db --group shared --iops 200"),
+        done("vm/db group shared: 1Mi/s, 200 requests/s\n")
+    );
+}

@@ -1,0 +1,251 @@
+//! The daemon's part that is about disks.
+
+use proto::v1::{
+    self, AttachmentPhase, VmPhase, create_disk_request::Source, disk_service_server::DiskService,
+    set_rate_limit_request::Target,
+};
+use tonic::{Code, Request, Response, Status};
+use tonic_types::{ErrorDetails, StatusExt as _};
+
+use super::{Answer, State, lock, refusal};
+
+/// A disk that no guest lets go of.
+pub const BUSY: &str = "busy";
+/// A disk for which no VM has a slot.
+pub const TOO_MANY: &str = "one-too-many";
+
+impl State {
+    /// The disk as the daemon has it.
+    pub fn disk(&self, name: &str) -> Option<v1::Disk> {
+        lock(&self.disks).get(name).cloned()
+    }
+
+    fn find_disk(&self, name: &str) -> Result<v1::Disk, Status> {
+        let message = || format!("there is no disk \"{name}\" on this node");
+        self.disk(name)
+            .ok_or_else(|| refusal(Code::NotFound, "DISK_NOT_FOUND", message()))
+    }
+
+    fn vm_with(&self, vm: &str, disk: &str) -> Result<v1::Vm, Status> {
+        let found = self.find(vm)?;
+        let spec = found.spec.as_ref().unwrap();
+        if spec.disks.iter().any(|other| other.name == disk) {
+            return Ok(found);
+        }
+        let message = format!("VM \"{vm}\" has no disk \"{disk}\"");
+        Err(refusal(Code::NotFound, "VM_DISK_NOT_FOUND", message))
+    }
+
+    fn store(&self, name: &str, vm: v1::Vm) -> v1::Vm {
+        lock(&self.vms).insert(name.into(), vm.clone());
+        vm
+    }
+
+    /// `AttachDisk`.
+    pub fn attach(&self, request: v1::AttachDiskRequest) -> Result<v1::Vm, Status> {
+        let mut vm = self.find(&request.vm)?;
+        let disk = request.disk.unwrap();
+        self.called(format!("attach {} {}", request.vm, disk.name));
+        if !disk.disk.is_empty() {
+            self.find_disk(&disk.disk)?;
+        }
+        if disk.name == TOO_MANY {
+            let message = "all 8 slots for hot-plug are taken".to_owned();
+            return Err(refusal(Code::ResourceExhausted, "NO_FREE_SLOT", message));
+        }
+        let status = vm.status.as_mut().unwrap();
+        let running = status.phase() == VmPhase::Running;
+        status.disks.push(v1::DiskStatus {
+            name: disk.name.clone(),
+            phase: if running {
+                AttachmentPhase::Attached.into()
+            } else {
+                AttachmentPhase::Pending.into()
+            },
+            path: disk.path.clone(),
+            capacity_bytes: 1 << 30,
+            pci_slot: if running { 9 } else { 0 },
+            ..v1::DiskStatus::default()
+        });
+        vm.spec.as_mut().unwrap().disks.push(disk);
+        Ok(self.store(&request.vm, vm))
+    }
+
+    /// `DetachDisk`.
+    pub fn detach(&self, request: v1::DetachDiskRequest) -> Result<v1::Vm, Status> {
+        let v1::DetachDiskRequest {
+            vm: name,
+            disk,
+            timeout,
+            force,
+        } = request;
+        let seconds = timeout.map(|timeout| timeout.seconds);
+        self.called(format!("detach {name} {disk} timeout={seconds:?} force={force}"));
+        let mut vm = self.vm_with(&name, &disk)?;
+        if disk == BUSY && !force {
+            let message = format!("the guest of \"{name}\" did not let go of disk \"{disk}\" within 30 s");
+            return Err(refusal(Code::DeadlineExceeded, "DETACH_TIMEOUT", message));
+        }
+        vm.spec.as_mut().unwrap().disks.retain(|other| other.name != disk);
+        vm.status
+            .as_mut()
+            .unwrap()
+            .disks
+            .retain(|other| other.name != disk);
+        Ok(self.store(&name, vm))
+    }
+
+    /// `ResizeVmDisk`.
+    pub fn resize(&self, request: v1::ResizeVmDiskRequest) -> Result<v1::Vm, Status> {
+        let v1::ResizeVmDiskRequest {
+            vm: name,
+            disk,
+            size_bytes,
+        } = request;
+        self.called(format!("resize {name} {disk} {size_bytes}"));
+        let mut vm = self.vm_with(&name, &disk)?;
+        for status in &mut vm.status.as_mut().unwrap().disks {
+            if status.name == disk {
+                status.capacity_bytes = if size_bytes == 0 { 7 << 30 } else { size_bytes };
+            }
+        }
+        Ok(self.store(&name, vm))
+    }
+
+    /// `SetRateLimit`.
+    pub fn limit(&self, request: v1::SetRateLimitRequest) -> Result<v1::Vm, Status> {
+        let mut vm = self.find(&request.vm)?;
+        let spec = vm.spec.as_mut().unwrap();
+        let (name, place) = match request.target.unwrap() {
+            Target::Disk(name) => {
+                let disk = spec.disks.iter_mut().find(|disk| disk.name == name);
+                (name, disk.map(|disk| &mut disk.rate_limit))
+            }
+            Target::Group(name) => {
+                let group = spec.rate_groups.iter_mut().find(|group| group.name == name);
+                (name, group.map(|group| &mut group.limit))
+            }
+        };
+        let message = || format!("VM \"{}\" has no rate group or disk \"{name}\"", request.vm);
+        let place = place.ok_or_else(|| refusal(Code::NotFound, "VM_DISK_NOT_FOUND", message()))?;
+        *place = request.limit;
+        Ok(self.store(&request.vm, vm))
+    }
+
+    /// `GetVmDiskStats`.
+    pub fn stats(&self, name: &str) -> Result<Vec<v1::DiskStats>, Status> {
+        let vm = self.find(name)?;
+        if vm.status.unwrap().phase() != VmPhase::Running {
+            let message = format!("VM \"{name}\" does not run");
+            return Err(refusal(Code::FailedPrecondition, "NOT_RUNNING", message));
+        }
+        let operation = |requests: u64, bytes: u64, errors: u64, latency: &[u64]| {
+            Some(v1::DiskOperationStats {
+                requests,
+                bytes,
+                errors,
+                total_time: Some(std::time::Duration::from_micros(requests * 90).into()),
+                latency_us_log2: latency.to_vec(),
+            })
+        };
+        let disks = vm.spec.unwrap().disks.into_iter().map(|disk| v1::DiskStats {
+            name: disk.name,
+            capacity_bytes: 1 << 30,
+            read: operation(1000, 4096 * 1000, 0, &[0, 0, 0, 0, 0, 0, 500, 489, 11, 0]),
+            write: operation(10, 1 << 20, 2, &[0, 0, 0, 0, 0, 0, 10, 0, 0, 0]),
+            flush: operation(0, 0, 0, &[0; 10]),
+            discard: None,
+            in_flight: 3,
+            throttled: 1,
+            held: 0,
+        });
+        Ok(disks.collect())
+    }
+}
+
+#[tonic::async_trait]
+impl DiskService for State {
+    async fn create_disk(&self, request: Request<v1::CreateDiskRequest>) -> Answer<v1::CreateDiskResponse> {
+        let v1::CreateDiskRequest { disk, source } = request.into_inner();
+        let mut disk = disk.unwrap();
+        self.called(format!("create disk {}", disk.name));
+        if self.disk(&disk.name).is_some() {
+            let message = format!("there is a disk \"{}\" already", disk.name);
+            return Err(refusal(Code::AlreadyExists, "DISK_EXISTS", message));
+        }
+        let mut state = v1::DiskState {
+            path: format!("/var/lib/vmmd/disks/{}", disk.name),
+            allocated_bytes: 196_608,
+            ..v1::DiskState::default()
+        };
+        match source {
+            Some(Source::RawFile(path)) if path.starts_with("/missing") => {
+                let details = ErrorDetails::with_bad_request_violation("rawFile", "there is no such file");
+                let message = "the disk is not valid";
+                return Err(Status::with_error_details(
+                    Code::InvalidArgument,
+                    message,
+                    details,
+                ));
+            }
+            Some(Source::RawFile(_)) => disk.size_bytes = disk.size_bytes.max(2 << 30),
+            Some(Source::OverlayOf(below)) => {
+                disk.size_bytes = disk.size_bytes.max(self.find_disk(&below)?.size_bytes);
+                state.backing_disk = below;
+            }
+            None => {}
+        }
+        disk.uid = "0c6b9b07-4f0d-4f5a-8f3e-2d3a6a1c9f10".into();
+        disk.state = Some(state);
+        lock(&self.disks).insert(disk.name.clone(), disk.clone());
+        Ok(Response::new(v1::CreateDiskResponse { disk: Some(disk) }))
+    }
+
+    async fn get_disk(&self, request: Request<v1::GetDiskRequest>) -> Answer<v1::GetDiskResponse> {
+        let disk = Some(self.find_disk(&request.get_ref().name)?);
+        Ok(Response::new(v1::GetDiskResponse { disk }))
+    }
+
+    async fn list_disks(&self, _: Request<v1::ListDisksRequest>) -> Answer<v1::ListDisksResponse> {
+        let disks = lock(&self.disks).values().cloned().collect();
+        Ok(Response::new(v1::ListDisksResponse { disks }))
+    }
+
+    async fn resize_disk(&self, request: Request<v1::ResizeDiskRequest>) -> Answer<v1::ResizeDiskResponse> {
+        let v1::ResizeDiskRequest { name, size_bytes } = request.into_inner();
+        self.called(format!("resize disk {name} {size_bytes}"));
+        let mut disk = self.find_disk(&name)?;
+        if size_bytes < disk.size_bytes {
+            let details = ErrorDetails::with_bad_request_violation(
+                "sizeBytes",
+                format!("a disk can't be made smaller: it has {} bytes", disk.size_bytes),
+            );
+            let message = "the request is not valid";
+            return Err(Status::with_error_details(
+                Code::InvalidArgument,
+                message,
+                details,
+            ));
+        }
+        disk.size_bytes = size_bytes;
+        lock(&self.disks).insert(name, disk.clone());
+        Ok(Response::new(v1::ResizeDiskResponse { disk: Some(disk) }))
+    }
+
+    async fn delete_disk(&self, request: Request<v1::DeleteDiskRequest>) -> Answer<v1::DeleteDiskResponse> {
+        let name = request.into_inner().name;
+        self.called(format!("delete disk {name}"));
+        self.find_disk(&name)?;
+        let overlay = |disk: &v1::Disk| {
+            disk.state
+                .as_ref()
+                .is_some_and(|state| state.backing_disk == name)
+        };
+        if let Some(overlay) = lock(&self.disks).values().find(|disk| overlay(disk)) {
+            let message = format!("disk \"{}\" is an overlay of \"{name}\"", overlay.name);
+            return Err(refusal(Code::FailedPrecondition, "DISK_IN_USE", message));
+        }
+        lock(&self.disks).remove(&name);
+        Ok(Response::new(v1::DeleteDiskResponse {}))
+    }
+}
