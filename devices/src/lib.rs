@@ -8,6 +8,8 @@ pub mod block;
 pub mod bus;
 pub mod component;
 pub mod dirty;
+#[cfg(any(test, feature = "testing"))]
+pub mod fuzzing;
 pub mod interrupt;
 pub mod legacy;
 pub mod net;

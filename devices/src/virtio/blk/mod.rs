@@ -5,6 +5,10 @@
 
 mod config;
 mod control;
+#[cfg(any(test, feature = "testing"))]
+pub mod fuzz;
+#[cfg(any(test, feature = "testing"))]
+mod harness;
 mod hold;
 mod pace;
 mod request;

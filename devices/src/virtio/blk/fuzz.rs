@@ -1,0 +1,260 @@
+//! Any bytes as what a hostile driver and a capricious host do to one queue of a disk.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation
+)]
+
+use std::sync::atomic::Ordering;
+
+use vm_memory::{Bytes, GuestAddress};
+
+use super::{
+    BlkOptions, OnError,
+    harness::{AVAIL, DATA, DESC, Harness, MEMORY_END, SIZE, host},
+};
+
+const CAPACITY: u64 = 1 << 16;
+
+/// Bytes to be used up; zeroes when there are none any more.
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn byte(&mut self) -> u8 {
+        let Some((first, rest)) = self.0.split_first() else {
+            return 0;
+        };
+        self.0 = rest;
+        *first
+    }
+
+    fn word(&mut self) -> u16 {
+        u16::from(self.byte()) | u16::from(self.byte()) << 8
+    }
+
+    fn quad(&mut self) -> u64 {
+        (0..8).fold(0, |value, at| value | u64::from(self.byte()) << (8 * at))
+    }
+
+    /// Somewhere in memory, most often.
+    fn address(&mut self) -> u64 {
+        match self.byte() % 8 {
+            0 => self.quad(),
+            1 => MEMORY_END - u64::from(self.byte()),
+            2 => DESC + u64::from(self.word()) % (DATA - DESC),
+            _ => DATA + u64::from(self.word()),
+        }
+    }
+
+    fn length(&mut self) -> u32 {
+        match self.byte() % 8 {
+            0 => self.quad() as u32,
+            1 => u32::from(self.byte()),
+            2 => 0,
+            3 => 16,
+            4 => 1,
+            _ => u32::from(self.byte() % 16) * 512,
+        }
+    }
+
+    fn sector(&mut self) -> u64 {
+        match self.byte() % 4 {
+            0 => self.quad(),
+            _ => u64::from(self.byte()) % (CAPACITY / 512 + 2),
+        }
+    }
+}
+
+/// A driver that may do anything.
+struct Guest<'a> {
+    input: Input<'a>,
+    harness: Harness,
+    available: u16,
+    next_desc: u16,
+}
+
+/// The entry function. It panics if the device does what it must not: leaves the disk or the guest's memory, writes to
+/// what is read-only, gives back more than it was given, or panics itself.
+pub fn queue(data: &[u8]) {
+    let mut input = Input(data);
+    let (setting, features) = (input.byte(), input.byte());
+    let block = if setting & 1 == 0 { 512 } else { 4096 };
+    let options = BlkOptions {
+        name: "fuzz".into(),
+        serial: "serial".into(),
+        queues: 1,
+        logical_block: block,
+        on_error: if setting & 2 == 0 {
+            OnError::Report
+        } else {
+            OnError::Hold
+        },
+        limiter: None,
+    };
+    let mut host = host(CAPACITY, setting & 12 == 12, block);
+    host.eager = setting & 16 != 0;
+    // FLUSH, DISCARD, WRITE_ZEROES, and EVENT_IDX.
+    let features = 1 << 32
+        | u64::from(features & 1) << 9
+        | u64::from(features >> 1 & 1) << 13
+        | u64::from(features >> 2 & 1) << 14
+        | u64::from(features >> 3 & 1) << 29;
+    let mut guest = Guest {
+        input,
+        harness: Harness::new(host, options, features),
+        available: 0,
+        next_desc: 0,
+    };
+    while !guest.input.0.is_empty() {
+        guest.step();
+        guest.check();
+    }
+    guest.harness.reset();
+}
+
+impl Guest<'_> {
+    fn step(&mut self) {
+        match self.input.byte() % 16 {
+            0 => {
+                let (at, address, length) = (self.input.word(), self.input.address(), self.input.length());
+                let (flags, next) = (self.input.word(), self.input.word());
+                self.describe(DESC, at % SIZE, address, length, flags, next);
+            }
+            1 => {
+                let (address, value) = (self.input.address(), self.input.quad());
+                // Beyond memory is not the guest's either.
+                let _ = self.harness.memory.write_obj(value, GuestAddress(address));
+            }
+            2 => {
+                let head = self.input.word();
+                self.offer(head);
+            }
+            3 => {
+                let index = self.input.word();
+                self.set_available(index);
+            }
+            4 => {
+                let count = self.input.byte() % 4;
+                self.harness.host.lock().unwrap().failures = count.into();
+            }
+            5 => self.harness.pause_and_resume(),
+            6 => {
+                self.harness.reset();
+                (self.available, self.next_desc) = (0, 0);
+            }
+            7 | 8 => self.harness.kick(),
+            9 | 10 => {
+                let which = self.input.byte();
+                if self.harness.host.lock().unwrap().finish(which.into()) {
+                    self.harness.event();
+                }
+            }
+            _ => self.request(),
+        }
+    }
+
+    /// A request as a driver makes it, more or less.
+    fn request(&mut self) {
+        let kind = match self.input.byte() % 8 {
+            0 => u32::from(self.input.byte()),
+            1 => 4,
+            2 => 8,
+            3 => 11,
+            4 => 13,
+            odd => u32::from(odd & 1),
+        };
+        let sector = self.input.sector();
+        let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
+        let place = DATA + u64::from(self.input.byte()) * 16;
+        self.harness
+            .memory
+            .write_slice(&header, GuestAddress(place))
+            .unwrap();
+        let (mut parts, mut table) = (vec![(place, 16, 0)], Vec::new());
+        for _ in 0..self.input.byte() % 5 {
+            let (address, mut length) = (self.input.address(), self.input.length());
+            let writable = self.input.byte() & 3 != u8::from(kind == 0);
+            if matches!(kind, 11 | 13) {
+                let range = [
+                    &self.input.sector().to_le_bytes()[..],
+                    &u32::from(self.input.byte()).to_le_bytes(),
+                    &u32::from(self.input.byte() % 3).to_le_bytes(),
+                ];
+                let _ = self
+                    .harness
+                    .memory
+                    .write_slice(&range.concat(), GuestAddress(address));
+                length = 16;
+            }
+            parts.push((address, length, if writable && kind == 0 { 2 } else { 0 }));
+        }
+        parts.push((place + 16, 1 + u32::from(self.input.byte() % 3 == 0) * 19, 2));
+        let head = self.next_desc % SIZE;
+        let indirect = self.input.byte() % 4 == 0;
+        for (at, (address, length, flags)) in parts.iter().enumerate() {
+            let next = u16::from(at + 1 < parts.len());
+            if indirect {
+                table.push((*address, *length, flags | next, at as u16 + 1));
+            } else {
+                let following = (head + at as u16 + 1) % SIZE;
+                self.describe(
+                    DESC,
+                    (head + at as u16) % SIZE,
+                    *address,
+                    *length,
+                    flags | next,
+                    following,
+                );
+            }
+        }
+        if indirect {
+            let place = DATA + 0x1_0000;
+            let length = table.len() as u32 * 16;
+            for (at, (address, length, flags, next)) in table.into_iter().enumerate() {
+                self.describe(place, at as u16, address, length, flags, next);
+            }
+            self.describe(DESC, head, place, length, 4, 0);
+        }
+        self.next_desc = self.next_desc.wrapping_add(parts.len() as u16);
+        self.offer(head);
+    }
+
+    fn describe(&self, table: u64, at: u16, address: u64, length: u32, flags: u16, next: u16) {
+        let raw = u128::from(address)
+            | u128::from(length) << 64
+            | u128::from(flags) << 96
+            | u128::from(next) << 112;
+        let place = GuestAddress(table + u64::from(at) * 16);
+        self.harness
+            .memory
+            .write_slice(&raw.to_le_bytes(), place)
+            .unwrap();
+    }
+
+    fn offer(&mut self, head: u16) {
+        let slot = GuestAddress(AVAIL + 4 + u64::from(self.available % SIZE) * 2);
+        self.harness.memory.write_obj(head, slot).unwrap();
+        self.set_available(self.available.wrapping_add(1));
+    }
+
+    fn set_available(&mut self, index: u16) {
+        self.available = index;
+        self.harness
+            .memory
+            .store(index, GuestAddress(AVAIL + 2), Ordering::Release)
+            .unwrap();
+    }
+
+    /// Each request taken is answered once or still counted: none is lost, none is answered twice.
+    fn check(&self) {
+        let stats = self.harness.control.stats();
+        assert!(stats.held <= stats.in_flight, "{stats:?}");
+        assert_eq!(
+            stats.in_flight,
+            u64::from(self.harness.outstanding()),
+            "{stats:?}"
+        );
+    }
+}

@@ -1,0 +1,413 @@
+//! One queue of a disk without threads: the driver's memory, the worker's framework and the host are all in the hands of
+//! the test, so that each run is the same.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation
+)]
+
+use std::{
+    collections::HashSet,
+    fs::File,
+    io,
+    sync::{Arc, Mutex},
+    time::Instant,
+};
+
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::{Blk, BlkControl, BlkOptions};
+use crate::{
+    GuestMemory,
+    block::{Completion, Engine, Geometry, Image, Operation, Request},
+    pci::msix::Msix,
+    virtio::{
+        device::{Drained, Progress, QueueHandler, VirtioDevice},
+        fault::{Counters, Fault},
+        queue::{Queue, QueueState},
+        session::{Session, Setup},
+        signals::Signals,
+        testing::MockMsi,
+    },
+};
+
+/// Guest memory: two regions with a hole between them.
+pub(super) const REGION: u64 = 1 << 17;
+pub(super) const HOLE_END: u64 = 1 << 18;
+pub(super) const MEMORY_END: u64 = HOLE_END + REGION;
+
+/// Where the rings are.
+pub(super) const DESC: u64 = 0x1000;
+pub(super) const AVAIL: u64 = 0x3000;
+pub(super) const USED: u64 = 0x4000;
+/// Buffers are from here on.
+pub(super) const DATA: u64 = 0x8000;
+
+/// Size of the queue.
+pub(super) const SIZE: u16 = 64;
+
+/// How the host does what it is asked for; shared with the engine.
+pub(super) struct Host {
+    pub file: File,
+    pub capacity: u64,
+    pub read_only: bool,
+    pub block: u32,
+    /// Requests submitted and not done.
+    pub waiting: Vec<Request>,
+    done: Vec<Completion>,
+    /// How many of the next requests fail.
+    pub failures: usize,
+    /// Requests are done as soon as they are submitted.
+    pub eager: bool,
+    /// All operations that succeeded, in order.
+    pub journal: Vec<Operation>,
+}
+
+impl Host {
+    /// Does the `index`th (modulo how many there are) of the waiting requests; false when there is none.
+    pub(super) fn finish(&mut self, index: usize) -> bool {
+        let Some(index) = index.checked_rem(self.waiting.len()) else {
+            return false;
+        };
+        let request = self.waiting.remove(index);
+        self.carry_out(request);
+        true
+    }
+
+    fn carry_out(&mut self, mut request: Request) {
+        let result = if self.failures > 0 {
+            self.failures -= 1;
+            Err(io::ErrorKind::StorageFull.into())
+        } else {
+            self.try_carry_out(&mut request)
+        };
+        if result.is_ok() {
+            self.journal.push(request.operation);
+        }
+        self.done.push(Completion {
+            token: request.token,
+            result,
+            buffers: request.buffers,
+        });
+    }
+
+    fn try_carry_out(&self, request: &mut Request) -> io::Result<()> {
+        match request.operation {
+            Operation::Read { offset } => request.buffers.read_exact_at(&self.file, offset),
+            Operation::Write { offset, .. } => request.buffers.write_all_at(&self.file, offset, false),
+            Operation::Flush => Ok(()),
+            Operation::Discard { offset, length } | Operation::WriteZeroes { offset, length, .. } => {
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                Ok(fallocate(&self.file, flags, offset, length)?)
+            }
+        }
+    }
+
+    /// What a host may rely on.
+    fn check(&self, request: &Request) {
+        let tokens: HashSet<u32> = self.waiting.iter().map(|request| request.token).collect();
+        assert!(!tokens.contains(&request.token), "a token twice");
+        let length = request.buffers.len() as u64;
+        let (offset, length) = match request.operation {
+            Operation::Read { offset } => (offset, length),
+            Operation::Write { offset, .. } => {
+                assert!(!self.read_only);
+                (offset, length)
+            }
+            Operation::Flush => return assert_eq!(length, 0),
+            Operation::Discard {
+                offset,
+                length: range,
+            }
+            | Operation::WriteZeroes {
+                offset,
+                length: range,
+                ..
+            } => {
+                assert!(!self.read_only && length == 0);
+                (offset, range)
+            }
+        };
+        assert!(length > 0 && offset.checked_add(length).is_some_and(|end| end <= self.capacity));
+        assert!(offset.is_multiple_of(self.block.into()) && length.is_multiple_of(self.block.into()));
+    }
+}
+
+/// The image and its engine.
+struct Mock {
+    host: Arc<Mutex<Host>>,
+    event: EventFd,
+}
+
+const DEPTH: usize = 8;
+
+impl Image for Mock {
+    fn capacity(&self) -> u64 {
+        self.host.lock().unwrap().capacity
+    }
+    fn read_only(&self) -> bool {
+        self.host.lock().unwrap().read_only
+    }
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            physical_block: 4096,
+            optimal_io: 65536,
+            discard_granularity: Some(4096),
+        }
+    }
+    fn engine(&self) -> io::Result<Box<dyn Engine>> {
+        Ok(Box::new(Self {
+            host: self.host.clone(),
+            event: EventFd::new(EFD_NONBLOCK)?,
+        }))
+    }
+    fn grow(&self, capacity: Option<u64>) -> io::Result<()> {
+        let mut host = self.host.lock().unwrap();
+        host.capacity = capacity.unwrap_or(host.capacity);
+        host.file.set_len(host.capacity)
+    }
+}
+
+impl Engine for Mock {
+    fn submit(&mut self, request: Request) {
+        assert!(self.in_flight() < DEPTH, "more than the engine takes");
+        let mut host = self.host.lock().unwrap();
+        host.check(&request);
+        if host.eager {
+            host.carry_out(request);
+        } else {
+            host.waiting.push(request);
+        }
+    }
+    fn commit(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+    fn completed(&mut self) -> Option<Completion> {
+        self.host.lock().unwrap().done.pop()
+    }
+    fn in_flight(&self) -> usize {
+        let host = self.host.lock().unwrap();
+        host.waiting.len() + host.done.len()
+    }
+    fn depth(&self) -> usize {
+        DEPTH
+    }
+    fn event(&self) -> Option<&EventFd> {
+        let eager = self.host.lock().unwrap().eager;
+        (!eager).then_some(&self.event)
+    }
+    fn wait(&mut self, _deadline: Instant) -> io::Result<()> {
+        self.host.lock().unwrap().finish(0);
+        Ok(())
+    }
+}
+
+/// A queue that was set up, in one of the states of its worker.
+pub(super) struct Harness {
+    pub memory: GuestMemory,
+    pub host: Arc<Mutex<Host>>,
+    pub control: BlkControl,
+    pub counters: Arc<Counters>,
+    /// Times that failed requests were reported, and reported as held.
+    pub reported: usize,
+    pub held: usize,
+    handler: Box<dyn QueueHandler>,
+    session: Option<Session>,
+    features: u64,
+    signals: Arc<Signals>,
+    kicks: Vec<Arc<EventFd>>,
+    command: EventFd,
+    state: QueueState,
+}
+
+impl Harness {
+    pub(super) fn new(host: Host, options: BlkOptions, features: u64) -> Self {
+        let ranges = [
+            (GuestAddress(0), REGION as usize),
+            (GuestAddress(HOLE_END), REGION as usize),
+        ];
+        let host = Arc::new(Mutex::new(host));
+        let image = Mock {
+            host: host.clone(),
+            event: EventFd::new(EFD_NONBLOCK).unwrap(),
+        };
+        let mut front = Blk::new(Box::new(image), options);
+        let msix = Msix::new(&MockMsi::default(), 2).unwrap();
+        let signals = Arc::new(Signals::new(Arc::clone(msix.vectors()), 1));
+        let handler = front.workers(&signals).unwrap().remove(0).handler;
+        let mut harness = Self {
+            memory: GuestMemory::from_ranges(&ranges).unwrap(),
+            host,
+            control: front.control(),
+            counters: Arc::default(),
+            reported: 0,
+            held: 0,
+            handler,
+            session: None,
+            features,
+            signals,
+            kicks: vec![Arc::new(EventFd::new(EFD_NONBLOCK).unwrap())],
+            command: EventFd::new(EFD_NONBLOCK).unwrap(),
+            state: fresh(),
+        };
+        // The front keeps the image.
+        std::mem::forget(front);
+        harness.start();
+        harness
+    }
+
+    /// The available ring has something new; the worker does all that it does by itself.
+    pub(super) fn kick(&mut self) {
+        if let Some(session) = &mut self.session {
+            session.kick_again(0);
+        }
+        self.run();
+    }
+
+    /// Requests have completed.
+    pub(super) fn event(&mut self) {
+        let Some(session) = &mut self.session else {
+            return;
+        };
+        session.lift_budgets();
+        let result = self.handler.event(session, 0);
+        self.judge(result);
+        self.run();
+    }
+
+    fn run(&mut self) {
+        while let Some(session) = &mut self.session {
+            if session.take_ready(0).is_none() {
+                return;
+            }
+            let result = session.on(0, (), Queue::disable_notification).and_then(|()| {
+                let progress = self.handler.kick(session, 0)?;
+                let exhausted = session.queue(0).is_some_and(|ring| ring.exhausted());
+                if progress == Progress::Done && !exhausted {
+                    session.ask_for_kick(0)?;
+                } else if exhausted {
+                    session.kick_again(0);
+                }
+                Ok(())
+            });
+            if result.is_err() {
+                session.kick_again(0);
+            }
+            self.judge(result);
+        }
+    }
+
+    fn judge(&mut self, result: Result<(), Fault>) {
+        let Some(session) = &mut self.session else {
+            return;
+        };
+        let result = match result {
+            Err(Fault::Guest { queue, head, .. }) => session.add_used(queue, head, 0),
+            other => other,
+        };
+        match result.and_then(|()| session.flush_interrupts()) {
+            Ok(()) | Err(Fault::Guest { .. }) => {}
+            Err(Fault::Backend(..)) => self.reported += 1,
+            Err(Fault::Held(..)) => self.held += 1,
+            // It needs a reset.
+            Err(Fault::Ring { .. }) => self.reset(),
+            Err(Fault::Bug(what)) => panic!("{what}"),
+        }
+    }
+
+    /// Requests taken from the ring and not given back, as the ring has it.
+    pub(super) fn outstanding(&self) -> u16 {
+        let states = self.session.as_ref().map(Session::states);
+        let state = states.map_or(self.state, |states| states[0]);
+        state.next_avail.wrapping_sub(state.next_used)
+    }
+
+    fn drain(&mut self) {
+        let Some(mut session) = self.session.take() else {
+            return;
+        };
+        session.lift_budgets();
+        let deadline = Instant::now() + crate::virtio::testing::PATIENCE;
+        loop {
+            match self.handler.drain(&mut session, deadline) {
+                Ok(Drained::Quiet) => break,
+                Ok(Drained::Late) => panic!("late"),
+                Err(Fault::Backend(..)) => self.reported += 1,
+                Err(Fault::Held(..)) => self.held += 1,
+                Err(fault) => panic!("{fault}"),
+            }
+        }
+        self.state = session.states()[0];
+        assert!(self.host.lock().unwrap().waiting.is_empty());
+    }
+
+    pub(super) fn pause_and_resume(&mut self) {
+        self.drain();
+        self.start();
+        self.run();
+    }
+
+    /// A reset, and a start with empty rings.
+    pub(super) fn reset(&mut self) {
+        self.drain();
+        self.handler.reset();
+        let stats = self.control.stats();
+        assert_eq!((stats.in_flight, stats.held, stats.throttled), (0, 0, 0));
+        self.memory
+            .write_slice(&[0; (DATA - DESC) as usize], GuestAddress(DESC))
+            .unwrap();
+        self.state = fresh();
+        self.start();
+    }
+
+    fn start(&mut self) {
+        let setup = Setup {
+            memory: &self.memory,
+            features: self.features,
+            states: &[self.state],
+            max_sizes: &[SIZE],
+            kicks: &self.kicks,
+            command: &self.command,
+            signals: self.signals.clone(),
+            counters: self.counters.clone(),
+        };
+        let mut session = Session::new(setup).unwrap();
+        self.handler.start(&mut session).unwrap();
+        self.session = Some(session);
+    }
+}
+
+fn fresh() -> QueueState {
+    QueueState {
+        index: 0,
+        size: SIZE,
+        desc_table: DESC,
+        avail_ring: AVAIL,
+        used_ring: USED,
+        next_avail: 0,
+        next_used: 0,
+    }
+}
+
+/// A host with that many bytes of storage.
+pub(super) fn host(capacity: u64, read_only: bool, block: u32) -> Host {
+    let file = File::from(memfd_create("disk", MemfdFlags::CLOEXEC).unwrap());
+    file.set_len(capacity).unwrap();
+    Host {
+        file,
+        capacity,
+        read_only,
+        block,
+        waiting: Vec::new(),
+        done: Vec::new(),
+        failures: 0,
+        eager: false,
+        journal: Vec::new(),
+    }
+}
