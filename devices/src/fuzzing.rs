@@ -4,7 +4,7 @@
 pub use crate::virtio::blk::fuzz::queue as blk_queue;
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::panic)]
+#[allow(clippy::unwrap_used, clippy::arithmetic_side_effects)]
 mod tests {
     use std::{fs, path::Path};
 

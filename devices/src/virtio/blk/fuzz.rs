@@ -190,9 +190,13 @@ impl Guest<'_> {
             }
             parts.push((address, length, if writable && kind == 0 { 2 } else { 0 }));
         }
-        parts.push((place + 16, 1 + u32::from(self.input.byte() % 3 == 0) * 19, 2));
+        parts.push((
+            place + 16,
+            1 + u32::from(self.input.byte().is_multiple_of(3)) * 19,
+            2,
+        ));
         let head = self.next_desc % SIZE;
-        let indirect = self.input.byte() % 4 == 0;
+        let indirect = self.input.byte().is_multiple_of(4);
         for (at, (address, length, flags)) in parts.iter().enumerate() {
             let next = u16::from(at + 1 < parts.len());
             if indirect {
