@@ -39,6 +39,19 @@ pub enum OpenError {
     /// The size is no multiple of a sector.
     #[error("size of {0} bytes is not a multiple of {SECTOR}")]
     Size(u64),
+    /// The size is no multiple of the block that direct I/O works with here.
+    #[error(
+        "size of {size} bytes is not a multiple of {block}, as direct I/O needs it here: make it larger, or open it without"
+    )]
+    DirectSize {
+        /// In bytes.
+        size: u64,
+        /// In bytes.
+        block: u32,
+    },
+    /// It was to be an ISO image.
+    #[error("not an ISO 9660 image: it has no volume descriptor in sector 16")]
+    NotIso,
     /// There is nothing in it.
     #[error("the image is empty")]
     Empty,
@@ -46,8 +59,11 @@ pub enum OpenError {
     #[error("not open for {0}")]
     Access(&'static str),
     /// Somebody else has locked it.
-    #[error("in use by another VM or program")]
-    InUse,
+    #[error("in use by {}", .0.as_deref().unwrap_or("another VM or program"))]
+    InUse(
+        /// Who it is, where the host tells: "qemu-img (process 4711)".
+        Option<String>,
+    ),
     /// The host refused something.
     #[error("{0}")]
     Host(&'static str, #[source] io::Error),

@@ -1,6 +1,8 @@
 //! Disk images: what they are made of ([`image`]), and how requests are carried out on them ([`engine`]).
 
+mod direct;
 pub mod engine;
+mod geometry;
 pub mod image;
 mod pool;
 pub mod raw;

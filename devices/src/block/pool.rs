@@ -20,7 +20,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{
     engine::{Completion, Engine, Request},
-    target::Target,
+    target::{Bounce, Target},
 };
 use crate::sys::event::wait_for;
 
@@ -175,6 +175,7 @@ impl Drop for Pool {
 impl Shared {
     /// A thread. It is idle (and counted so) but for the time of a job.
     fn serve(&self) {
+        let mut bounce = Bounce::default();
         let mut state = locked(&self.state);
         loop {
             if state.closing {
@@ -186,20 +187,22 @@ impl Shared {
             };
             state.idle = state.idle.saturating_sub(1);
             drop(state);
-            mailbox.put(self.carry_out(request));
+            mailbox.put(self.carry_out(request, &mut bounce));
             state = locked(&self.state);
             state.idle = state.idle.saturating_add(1);
         }
     }
 
-    fn carry_out(&self, request: Request) -> Completion {
+    fn carry_out(&self, request: Request, bounce: &mut Bounce) -> Completion {
         let Request {
             token,
             operation,
             mut buffers,
         } = request;
-        let result = catch_unwind(AssertUnwindSafe(|| self.target.execute(operation, &mut buffers)))
-            .unwrap_or_else(|_| Err(io::Error::other("a thread panicked")));
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            self.target.execute(operation, &mut buffers, bounce)
+        }))
+        .unwrap_or_else(|_| Err(io::Error::other("a thread panicked")));
         Completion {
             token,
             result,

@@ -1,18 +1,28 @@
 //! Raw images: a regular file or a block device, byte for byte. Nothing is ever guessed from the content.
 
-use std::{fs::File, io, os::fd::OwnedFd, sync::Arc};
+use std::{
+    fs::File,
+    io,
+    os::fd::OwnedFd,
+    sync::{Arc, Once},
+};
 
 use rustix::fs::{OFlags, fcntl_getfl};
 
 use super::{
-    SECTOR,
     engine::Engine,
+    geometry,
     image::{Geometry, Image, OpenError},
     pool::{Pool, PoolEngine},
-    target::Target,
+    target::{Bounce, Target},
     uring::UringEngine,
 };
-use crate::sys::lock::{LockKind, try_lock};
+use crate::sys::lock::{LockKind, holder, lock_image};
+
+/// Where the standard identifier of the first volume descriptor is: sector 16 of 2 KiB, byte 1 (ECMA-119, 8.1).
+const VOLUME_ID_AT: u64 = 16 * 2048 + 1;
+/// ECMA-119, 8.1.2.
+const VOLUME_ID: &[u8] = b"CD001";
 
 /// An open raw image.
 #[derive(Debug)]
@@ -20,31 +30,27 @@ pub struct RawImage {
     target: Arc<Target>,
     pool: Arc<Pool>,
     read_only: bool,
+    /// That there is no io_uring is said once.
+    told: Once,
 }
 
 impl RawImage {
-    /// Checks and locks what was opened: for writing nobody else may use it, for reading others may read it too.
+    /// Checks and locks what was opened: for writing nobody else may use it, for reading others may read it too. A
+    /// descriptor with O_DIRECT is used past the host's page cache, one without through it.
     ///
     /// The lock belongs to the open file description (fcntl(2), OFD locks): whoever shares it keeps it locked.
     pub fn open(fd: OwnedFd, read_only: bool) -> Result<Self, OpenError> {
         let file = File::from(fd);
+        check_access(&file, read_only)?;
         let target = Target::new(file)?;
-        check_access(&target.file, read_only)?;
-        let capacity = target.capacity();
-        if capacity == 0 {
-            return Err(OpenError::Empty);
-        }
-        if !capacity.is_multiple_of(SECTOR) {
-            return Err(OpenError::Size(capacity));
-        }
-        let lock = if read_only {
+        let kind = if read_only {
             LockKind::Read
         } else {
             LockKind::Write
         };
-        match try_lock(&target.file, lock) {
+        match lock_image(&target.file, kind) {
             Ok(true) => {}
-            Ok(false) => return Err(OpenError::InUse),
+            Ok(false) => return Err(OpenError::InUse(holder(&target.file, kind))),
             Err(error) => return Err(OpenError::Host("lock the image", error)),
         }
         let target = Arc::new(target);
@@ -52,7 +58,42 @@ impl RawImage {
             pool: Arc::new(Pool::new(Arc::clone(&target))),
             target,
             read_only,
+            told: Once::new(),
         })
+    }
+
+    /// [`open`](Self::open) for reading, and a check that there is a CD or DVD in it.
+    pub fn open_iso(fd: OwnedFd) -> Result<Self, OpenError> {
+        let image = Self::open(fd, true)?;
+        let end = VOLUME_ID_AT.saturating_add(VOLUME_ID.len() as u64);
+        let mut found = false;
+        if end <= image.capacity() {
+            image
+                .target
+                .read(
+                    VOLUME_ID_AT,
+                    VOLUME_ID.len() as u64,
+                    &mut Bounce::default(),
+                    |data| {
+                        found = data == VOLUME_ID;
+                    },
+                )
+                .map_err(|error| OpenError::Host("read the volume descriptor", error))?;
+        }
+        if found { Ok(image) } else { Err(OpenError::NotIso) }
+    }
+
+    /// The engine on a ring, or one without.
+    fn choose(&self, ring: io::Result<UringEngine>) -> io::Result<Box<dyn Engine>> {
+        match ring {
+            Ok(engine) => Ok(Box::new(engine)),
+            Err(error) => {
+                self.told.call_once(|| {
+                    tracing::warn!(%error, "the host gives no io_uring: threads read and write this disk, slower");
+                });
+                Ok(Box::new(PoolEngine::new(Arc::clone(&self.pool))?))
+            }
+        }
     }
 }
 
@@ -66,25 +107,19 @@ impl Image for RawImage {
     }
 
     fn geometry(&self) -> Geometry {
-        Geometry {
-            physical_block: 4096,
-            optimal_io: 0,
-            discard_granularity: Some(4096),
-        }
+        geometry::of(&self.target, self.read_only)
     }
 
     fn engine(&self) -> io::Result<Box<dyn Engine>> {
-        match UringEngine::new(Arc::clone(&self.target), Arc::clone(&self.pool)) {
-            Ok(engine) => Ok(Box::new(engine)),
-            Err(error) => {
-                tracing::warn!(%error, "no io_uring on this host: disks are served by threads");
-                Ok(Box::new(PoolEngine::new(Arc::clone(&self.pool))?))
-            }
-        }
+        let ring = UringEngine::new(Arc::clone(&self.target), Arc::clone(&self.pool));
+        self.choose(ring)
     }
 
-    fn grow(&self, _capacity: Option<u64>) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
+    fn grow(&self, capacity: Option<u64>) -> io::Result<()> {
+        if self.read_only && capacity.is_some() {
+            return Err(io::ErrorKind::ReadOnlyFilesystem.into());
+        }
+        self.target.grow(capacity)
     }
 }
 
@@ -107,9 +142,22 @@ fn check_access(file: &File, read_only: bool) -> Result<(), OpenError> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::{fs, path::Path};
+    use std::{
+        fs,
+        os::unix::fs::{FileExt as _, OpenOptionsExt as _},
+        path::Path,
+        time::{Duration, Instant},
+    };
+
+    use vm_memory::{Bytes as _, GuestAddress};
 
     use super::*;
+    use crate::{
+        GuestMemory,
+        block::{Operation, Request},
+        sys::Iovecs,
+        virtio::chain::Segment,
+    };
 
     fn image(size: u64) -> tempfile::NamedTempFile {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -177,7 +225,7 @@ mod tests {
         for read_only in [false, true] {
             assert_eq!(
                 refusal(open(file.path(), read_only)),
-                "in use by another VM or program"
+                "in use by another VM or program",
             );
         }
         let engine = writer.engine().unwrap();
@@ -188,6 +236,111 @@ mod tests {
         assert!(open(file.path(), false).is_err());
         drop(readers);
         assert!(open(file.path(), false).is_ok());
+    }
+
+    #[test]
+    fn where_io_uring_is_forbidden_threads_do_the_work() {
+        let file = image(8192);
+        fs::write(file.path(), [7; 8192]).unwrap();
+        let disk = open(file.path(), false).unwrap();
+        for refusal in [libc::ENOSYS, libc::EPERM] {
+            let mut engine = disk.choose(Err(io::Error::from_raw_os_error(refusal))).unwrap();
+            let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 8192)]).unwrap();
+            let mut buffers = Iovecs::new(Arc::new(memory.clone()));
+            let place = Segment {
+                address: GuestAddress(0),
+                length: 4096,
+            };
+            buffers.append(&[place], 0, 4096).unwrap();
+            engine.submit(Request {
+                token: 1,
+                operation: Operation::Read { offset: 4096 },
+                buffers,
+            });
+            engine.commit().unwrap();
+            engine.wait(Instant::now() + Duration::from_secs(20)).unwrap();
+            engine.completed().unwrap().result.unwrap();
+            assert_eq!(memory.read_obj::<u32>(GuestAddress(4092)).unwrap(), 0x0707_0707);
+        }
+    }
+
+    #[test]
+    fn a_disk_grows_and_does_not_shrink() {
+        let file = image(8192);
+        let disk = open(file.path(), false).unwrap();
+        let _engine = disk.engine().unwrap();
+        disk.grow(Some(16384)).unwrap();
+        disk.grow(Some(16384)).unwrap();
+        assert_eq!(
+            (disk.capacity(), file.as_file().metadata().unwrap().len()),
+            (16384, 16384)
+        );
+        for (size, expected) in [
+            (8192, "does not shrink: it has 16384 bytes, not 8192"),
+            (16385, "16385 bytes is not a multiple of 512"),
+        ] {
+            let error = disk.grow(Some(size)).unwrap_err();
+            assert!(error.to_string().ends_with(expected), "{error}");
+        }
+        assert_eq!(disk.capacity(), 16384);
+        // Somebody else made it larger.
+        file.as_file().set_len(32768).unwrap();
+        disk.grow(None).unwrap();
+        assert_eq!(disk.capacity(), 32768);
+        // Or smaller: what the guest knows stays.
+        file.as_file().set_len(512).unwrap();
+        assert!(disk.grow(None).is_err());
+        assert_eq!(disk.capacity(), 32768);
+        drop((disk, _engine));
+        let disk = open(file.path(), true).unwrap();
+        assert_eq!(
+            disk.grow(Some(1024)).unwrap_err().kind(),
+            io::ErrorKind::ReadOnlyFilesystem
+        );
+    }
+
+    #[test]
+    fn an_iso_image_is_known_by_its_volume_descriptor() {
+        let file = image(64 << 10);
+        let iso = || RawImage::open_iso(File::open(file.path()).unwrap().into());
+        assert_eq!(
+            refusal(iso()),
+            "not an ISO 9660 image: it has no volume descriptor in sector 16"
+        );
+        file.as_file().write_all_at(b"\x01CD001\x01", 16 * 2048).unwrap();
+        assert!(iso().unwrap().read_only());
+        file.as_file().set_len(2048).unwrap();
+        assert!(matches!(iso(), Err(OpenError::NotIso)));
+    }
+
+    #[test]
+    fn an_iso_image_is_found_with_direct_io_too() {
+        let file = image(64 << 10);
+        file.as_file().write_all_at(b"\x01CD001\x01", 16 * 2048).unwrap();
+        let Ok(direct) = File::options()
+            .read(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(file.path())
+        else {
+            return;
+        };
+        RawImage::open_iso(direct.into()).unwrap();
+    }
+
+    #[test]
+    fn the_geometry_is_the_hosts_within_bounds() {
+        let file = image(64 << 10);
+        for read_only in [false, true] {
+            let Geometry {
+                physical_block,
+                optimal_io,
+                discard_granularity,
+            } = open(file.path(), read_only).unwrap().geometry();
+            assert!(physical_block.is_power_of_two() && (512..=64 << 10).contains(&physical_block));
+            assert!(optimal_io == 0 || optimal_io.is_power_of_two() && optimal_io >= physical_block);
+            assert!(discard_granularity.is_none_or(|size| !read_only && size >= physical_block));
+        }
+        assert_eq!(file.as_file().metadata().unwrap().len(), 64 << 10);
     }
 
     #[test]

@@ -3,17 +3,26 @@
 use std::{
     fs::File,
     io,
+    ops::Range,
     os::unix::fs::{FileExt as _, FileTypeExt as _},
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::{
+    fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl},
+    io::{ReadWriteFlags, pwritev2},
+};
 
-use super::{engine::Operation, image::OpenError};
+use super::{
+    SECTOR,
+    direct::{Alignment, BUFFER_BYTES, Buffer, Ranges},
+    engine::Operation,
+    image::OpenError,
+};
 use crate::sys::{Iovecs, blockdev};
-
-/// Zeroes that are written at once where the host has no better way.
-static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
 
 /// What it is that holds the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,8 +39,14 @@ pub(super) enum Kind {
 pub(super) struct Target {
     pub(super) file: File,
     pub(super) kind: Kind,
+    /// What requests have to keep to; [`Alignment::NONE`] without O_DIRECT.
+    alignment: Alignment,
+    /// Held while blocks are changed, if requests may change parts of blocks.
+    changing: Option<Ranges>,
     /// In bytes.
     capacity: AtomicU64,
+    /// Held while the size is changed.
+    growing: Mutex<()>,
 }
 
 /// How to make bytes read as zero, best first.
@@ -55,28 +70,54 @@ pub(super) fn unsupported(error: &io::Error) -> bool {
 }
 
 impl Target {
-    /// Of what was opened; checks that it is a file or a block device.
+    /// Of what was opened; checks that it is a file or a block device of whole sectors.
     pub(super) fn new(file: File) -> Result<Self, OpenError> {
-        let metadata = file
-            .metadata()
-            .map_err(|error| OpenError::Host("look at the image", error))?;
-        let file_type = metadata.file_type();
-        let (kind, capacity) = if file_type.is_file() {
-            (Kind::File, metadata.len())
-        } else if file_type.is_block_device() {
-            let logical_block = blockdev::logical_block(&file)
-                .map_err(|error| OpenError::Host("find out the block device's block size", error))?;
-            let capacity = blockdev::size(&file)
-                .map_err(|error| OpenError::Host("find out the block device's size", error))?;
-            (Kind::BlockDevice { logical_block }, capacity)
-        } else {
-            return Err(OpenError::Kind(kind_name(file_type)));
+        let (kind, capacity) = measure(&file).map_err(|error| OpenError::Host("look at the image", error))?;
+        let kind = match kind {
+            Ok(kind) => kind,
+            Err(name) => return Err(OpenError::Kind(name)),
         };
+        if capacity == 0 {
+            return Err(OpenError::Empty);
+        }
+        if !capacity.is_multiple_of(SECTOR) {
+            return Err(OpenError::Size(capacity));
+        }
+        let flags = fcntl_getfl(&file)
+            .map_err(|error| OpenError::Host("look how the image is open", error.into()))?;
+        let alignment = if flags.contains(OFlags::DIRECT) {
+            Alignment::of(&file)
+                .map_err(|error| OpenError::Host("find out how direct I/O is to be aligned", error))?
+        } else {
+            Alignment::NONE
+        };
+        Self::with(file, kind, capacity, alignment)
+    }
+
+    fn with(file: File, kind: Kind, capacity: u64, alignment: Alignment) -> Result<Self, OpenError> {
+        if !capacity.is_multiple_of(alignment.offset.into()) {
+            return Err(OpenError::DirectSize {
+                size: capacity,
+                block: alignment.offset,
+            });
+        }
         Ok(Self {
             file,
             kind,
+            alignment,
+            changing: alignment.is_coarse().then(Ranges::default),
             capacity: capacity.into(),
+            growing: Mutex::default(),
         })
+    }
+
+    /// With an alignment that the host does not ask for.
+    #[cfg(test)]
+    pub(super) fn aligned(file: File, alignment: Alignment) -> Result<Self, OpenError> {
+        let Self {
+            file, kind, capacity, ..
+        } = Self::new(file)?;
+        Self::with(file, kind, capacity.into_inner(), alignment)
     }
 
     /// Size in bytes by now.
@@ -84,19 +125,166 @@ impl Target {
         self.capacity.load(Ordering::Acquire)
     }
 
+    /// What requests have to keep to.
+    pub(super) fn alignment(&self) -> Alignment {
+        self.alignment
+    }
+
+    /// See [`Image::grow`](super::image::Image::grow).
+    pub(super) fn grow(&self, wanted: Option<u64>) -> io::Result<()> {
+        let refuse = |text: String| Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        let _one_at_a_time = self
+            .growing
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let (_, size) = measure(&self.file)?;
+        let capacity = wanted.unwrap_or(size);
+        let before = self.capacity();
+        if capacity < before {
+            return refuse(format!(
+                "a disk does not shrink: it has {before} bytes, not {capacity}"
+            ));
+        }
+        let unit = SECTOR.max(self.alignment.offset.into());
+        if !capacity.is_multiple_of(unit) {
+            return refuse(format!("{capacity} bytes is not a multiple of {unit}"));
+        }
+        if capacity > size {
+            if self.kind != Kind::File {
+                return refuse(format!(
+                    "the block device has {size} bytes: make it larger first, to {capacity}"
+                ));
+            }
+            self.file.set_len(capacity)?;
+            // The size is metadata that a guest's flush would not write if it wrote nothing there.
+            self.file.sync_all()?;
+        }
+        self.capacity.store(capacity, Ordering::Release);
+        Ok(())
+    }
+
+    /// Whether the host takes a request as it is.
+    pub(super) fn takes(&self, operation: Operation, buffers: &Iovecs) -> bool {
+        let (Operation::Read { offset } | Operation::Write { offset, .. }) = operation else {
+            return true;
+        };
+        self.alignment == Alignment::NONE
+            || offset.is_multiple_of(self.alignment.offset.into())
+                && buffers.aligned(self.alignment.memory, self.alignment.offset)
+    }
+
+    /// What has to be held in [`changing`](Self::changing) while an operation is carried out, if anything.
+    pub(super) fn changes(&self, operation: Operation, buffers: &Iovecs) -> Option<(&Ranges, Range<u64>)> {
+        let changing = self.changing.as_ref()?;
+        let (offset, length) = match operation {
+            Operation::Read { .. } | Operation::Flush => return None,
+            Operation::Write { offset, .. } => (offset, buffers.len() as u64),
+            Operation::Discard { offset, length } | Operation::WriteZeroes { offset, length, .. } => {
+                (offset, length)
+            }
+        };
+        Some((changing, self.alignment.around(offset, length)))
+    }
+
+    /// The ranges that are held while blocks are changed.
+    pub(super) fn changing(&self) -> Option<&Ranges> {
+        self.changing.as_ref()
+    }
+
     /// Carries out a request; returns when it is done. Uses the buffers up.
-    pub(super) fn execute(&self, operation: Operation, buffers: &mut Iovecs) -> io::Result<()> {
+    pub(super) fn execute(
+        &self,
+        operation: Operation,
+        buffers: &mut Iovecs,
+        bounce: &mut Bounce,
+    ) -> io::Result<()> {
+        let change = self.changes(operation, buffers);
+        if let Some((changing, range)) = &change {
+            changing.lock(range);
+        }
+        let result = self.carry_out(operation, buffers, bounce);
+        if let Some((changing, range)) = &change {
+            changing.unlock(range);
+        }
+        result
+    }
+
+    fn carry_out(&self, operation: Operation, buffers: &mut Iovecs, bounce: &mut Bounce) -> io::Result<()> {
+        let takes = self.takes(operation, buffers);
+        let length = buffers.len() as u64;
         match operation {
-            Operation::Read { offset } => buffers.read_exact_at(&self.file, offset),
-            Operation::Write { offset, stable } => buffers.write_all_at(&self.file, offset, stable),
+            Operation::Read { offset } if takes => buffers.read_exact_at(&self.file, offset),
+            Operation::Read { offset } => self.read(offset, length, bounce, |data| buffers.put(data)),
+            Operation::Write { offset, stable } if takes => buffers.write_all_at(&self.file, offset, stable),
+            Operation::Write { offset, stable } => {
+                self.write(offset, length, stable, bounce, |data| buffers.take(data))
+            }
             Operation::Flush => self.file.sync_data(),
             Operation::Discard { offset, length } => self.discard(offset, length),
             Operation::WriteZeroes {
                 offset,
                 length,
                 unmap,
-            } => self.write_zeroes(offset, length, unmap),
+            } => self.write_zeroes(offset, length, unmap, bounce),
         }
+    }
+
+    /// Reads bytes through a buffer and hands them on, piece by piece.
+    pub(super) fn read(
+        &self,
+        offset: u64,
+        length: u64,
+        bounce: &mut Bounce,
+        mut to: impl FnMut(&[u8]),
+    ) -> io::Result<()> {
+        for Piece { blocks, bytes } in self.pieces(offset, length) {
+            let buffer = bounce.get(span(&blocks));
+            self.file.read_exact_at(buffer, blocks.start)?;
+            to(part(buffer, &blocks, &bytes));
+        }
+        Ok(())
+    }
+
+    /// Writes bytes through a buffer, which are asked for piece by piece; keeps what else is in their blocks.
+    fn write(
+        &self,
+        offset: u64,
+        length: u64,
+        stable: bool,
+        bounce: &mut Bounce,
+        mut from: impl FnMut(&mut [u8]),
+    ) -> io::Result<()> {
+        let unit = u64::from(self.alignment.offset);
+        for Piece { blocks, bytes } in self.pieces(offset, length) {
+            let buffer = bounce.get(span(&blocks));
+            let last = blocks.end.saturating_sub(unit);
+            if bytes.start > blocks.start {
+                let block = blocks.start..blocks.start.saturating_add(unit);
+                self.file
+                    .read_exact_at(part(buffer, &blocks, &block), block.start)?;
+            }
+            if bytes.end < blocks.end && (last > blocks.start || bytes.start == blocks.start) {
+                self.file
+                    .read_exact_at(part(buffer, &blocks, &(last..blocks.end)), last)?;
+            }
+            from(part(buffer, &blocks, &bytes));
+            write_all_at(&self.file, buffer, blocks.start, stable)?;
+        }
+        Ok(())
+    }
+
+    /// A request cut so that the blocks of each piece fit into a buffer.
+    fn pieces(&self, offset: u64, length: u64) -> impl Iterator<Item = Piece> {
+        let end = offset.saturating_add(length);
+        let mut at = offset;
+        std::iter::from_fn(move || {
+            let left = end.checked_sub(at).filter(|left| *left > 0)?;
+            let mut blocks = self.alignment.around(at, left);
+            blocks.end = blocks.end.min(blocks.start.saturating_add(BUFFER_BYTES as u64));
+            let bytes = at..end.min(blocks.end);
+            at = bytes.end;
+            Some(Piece { blocks, bytes })
+        })
     }
 
     fn discard(&self, offset: u64, length: u64) -> io::Result<()> {
@@ -114,7 +302,7 @@ impl Target {
         }
     }
 
-    fn write_zeroes(&self, offset: u64, length: u64, unmap: bool) -> io::Result<()> {
+    fn write_zeroes(&self, offset: u64, length: u64, unmap: bool, bounce: &mut Bounce) -> io::Result<()> {
         if length == 0 {
             return Ok(());
         }
@@ -124,18 +312,81 @@ impl Target {
                 result => return result,
             }
         }
-        self.write_zero_buffers(offset, length)
+        self.write(offset, length, false, bounce, |data| data.fill(0))
     }
+}
 
-    fn write_zero_buffers(&self, mut offset: u64, mut length: u64) -> io::Result<()> {
-        while length > 0 {
-            let now = usize::try_from(length).unwrap_or(usize::MAX).min(ZEROES.len());
-            self.file
-                .write_all_at(ZEROES.get(..now).unwrap_or_default(), offset)?;
-            offset = offset.saturating_add(now as u64);
-            length = length.saturating_sub(now as u64);
+/// A buffer that is made when it is needed first.
+#[derive(Debug, Default)]
+pub(super) struct Bounce(Option<Buffer>);
+
+impl Bounce {
+    fn get(&mut self, length: usize) -> &mut [u8] {
+        self.0.get_or_insert_with(Buffer::new).get(length)
+    }
+}
+
+/// Some bytes, and the blocks around them.
+struct Piece {
+    blocks: Range<u64>,
+    bytes: Range<u64>,
+}
+
+/// At most what fits into a buffer.
+fn span(range: &Range<u64>) -> usize {
+    usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(usize::MAX)
+}
+
+/// The part of a buffer that holds `bytes`, when the whole holds `blocks`.
+fn part<'a>(buffer: &'a mut [u8], blocks: &Range<u64>, bytes: &Range<u64>) -> &'a mut [u8] {
+    let start = span(&(blocks.start..bytes.start));
+    let end = span(&(blocks.start..bytes.end));
+    buffer.get_mut(start..end).unwrap_or_default()
+}
+
+fn write_all_at(file: &File, data: &[u8], offset: u64, stable: bool) -> io::Result<()> {
+    let flags = if stable {
+        ReadWriteFlags::DSYNC
+    } else {
+        ReadWriteFlags::empty()
+    };
+    let (mut data, mut offset) = (data, offset);
+    while !data.is_empty() {
+        let count = rustix::io::retry_on_intr(|| pwritev2(file, &[io::IoSlice::new(data)], offset, flags))?;
+        if count == 0 {
+            return Err(io::ErrorKind::WriteZero.into());
         }
-        Ok(())
+        data = data.get(count..).unwrap_or_default();
+        offset = offset.saturating_add(count as u64);
+    }
+    Ok(())
+}
+
+/// What the file is (or is, as no disk can be), and its size in bytes.
+fn measure(file: &File) -> io::Result<(Result<Kind, &'static str>, u64)> {
+    let metadata = file.metadata()?;
+    let file_type = metadata.file_type();
+    if file_type.is_file() {
+        return Ok((Ok(Kind::File), metadata.len()));
+    }
+    if file_type.is_block_device() {
+        let logical_block = blockdev::logical_block(file)?;
+        return Ok((Ok(Kind::BlockDevice { logical_block }), blockdev::size(file)?));
+    }
+    Ok((Err(kind_name(file_type)), 0))
+}
+
+fn kind_name(kind: std::fs::FileType) -> &'static str {
+    if kind.is_dir() {
+        "directory"
+    } else if kind.is_char_device() {
+        "character device"
+    } else if kind.is_fifo() {
+        "pipe"
+    } else if kind.is_socket() {
+        "socket"
+    } else {
+        "file of unknown kind"
     }
 }
 
@@ -152,18 +403,4 @@ fn whole_blocks(offset: u64, length: u64, block: u32) -> Option<(u64, u64)> {
 /// A system call, again when a signal interrupted it.
 fn repeat(call: impl Fn() -> rustix::io::Result<()>) -> io::Result<()> {
     rustix::io::retry_on_intr(call).map_err(io::Error::from)
-}
-
-fn kind_name(kind: std::fs::FileType) -> &'static str {
-    if kind.is_dir() {
-        "directory"
-    } else if kind.is_char_device() {
-        "character device"
-    } else if kind.is_fifo() {
-        "pipe"
-    } else if kind.is_socket() {
-        "socket"
-    } else {
-        "file of unknown kind"
-    }
 }

@@ -1,9 +1,10 @@
 //! The engine for raw images: io_uring, with threads ([`pool`](super::pool)) for what it can't do.
 //!
 //! A request is a call in the ring until it is done: short reads and writes are continued, interrupted ones made again.
-//! These leave the ring for the pool: discards of block devices, and zeroings that the file system has no call for.
+//! These leave the ring for the pool: discards of block devices, zeroings that the file system has no call for, and what
+//! direct I/O does not take as it is, or not now (see [`direct`](super::direct)).
 
-use std::{io, sync::Arc, time::Instant};
+use std::{io, ops::Range, sync::Arc, time::Instant};
 
 use vmm_sys_util::eventfd::EventFd;
 
@@ -22,11 +23,13 @@ use crate::sys::{
 const DEPTH: u32 = 256;
 
 /// A request in the ring, by its tag.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Running {
     token: u32,
     /// What is left of it.
     operation: Operation,
+    /// What it holds of the image's [`changing`](Target::changing) ranges.
+    changes: Option<Range<u64>>,
 }
 
 /// An engine on a ring of its own.
@@ -64,7 +67,10 @@ impl UringEngine {
     }
 
     /// The call that carries out (the rest of) an operation; `None` when the ring can't.
-    fn call(&self, operation: Operation) -> Option<Call> {
+    fn call(&self, operation: Operation, buffers: &Iovecs) -> Option<Call> {
+        if !self.target.takes(operation, buffers) {
+            return None;
+        }
         match operation {
             Operation::Read { offset } => Some(Call::Read(offset)),
             Operation::Write { offset, stable } => Some(Call::Write { offset, stable }),
@@ -79,14 +85,38 @@ impl UringEngine {
         }
     }
 
-    fn push(&mut self, running: Running, buffers: Iovecs, patient: bool) {
-        let Running { token, operation } = running;
-        let Some(call) = self.call(operation) else {
-            return self.give_to_pool(Request {
+    /// Begins a request.
+    fn begin(&mut self, token: u32, operation: Operation, buffers: Iovecs) {
+        let change = self.target.changes(operation, &buffers);
+        let now = match &change {
+            Some((changing, range)) => changing.try_lock(range),
+            None => true,
+        };
+        let changes = change.map(|(_, range)| range);
+        if now {
+            let running = Running {
                 token,
                 operation,
-                buffers,
-            });
+                changes,
+            };
+            self.push(running, buffers, false);
+        } else {
+            self.give_to_pool(token, operation, buffers);
+        }
+    }
+
+    /// It is not in the ring any more.
+    fn let_go(&self, changes: Option<Range<u64>>) {
+        if let (Some(changing), Some(range)) = (self.target.changing(), changes) {
+            changing.unlock(&range);
+        }
+    }
+
+    fn push(&mut self, running: Running, buffers: Iovecs, patient: bool) {
+        let (token, operation) = (running.token, running.operation);
+        let Some(call) = self.call(operation, &buffers) else {
+            self.let_go(running.changes);
+            return self.give_to_pool(token, operation, buffers);
         };
         let tag = match self.free.pop() {
             Some(tag) => {
@@ -101,17 +131,32 @@ impl UringEngine {
             }
         };
         if let Err((buffers, error)) = self.ring.push(tag, call, buffers, patient) {
-            self.free.push(tag);
-            self.ended.push(Completion {
-                token,
-                result: Err(error),
-                buffers,
-            });
+            self.finish(tag, Err(error), buffers);
         }
     }
 
-    fn give_to_pool(&mut self, request: Request) {
+    /// Ends the request with that tag.
+    fn finish(&mut self, tag: u32, result: io::Result<()>, buffers: Iovecs) {
+        let Some(running) = self.running.get_mut(tag as usize) else {
+            return;
+        };
+        let (token, changes) = (running.token, running.changes.take());
+        self.free.push(tag);
+        self.let_go(changes);
+        self.ended.push(Completion {
+            token,
+            result,
+            buffers,
+        });
+    }
+
+    fn give_to_pool(&mut self, token: u32, operation: Operation, buffers: Iovecs) {
         self.pooled = self.pooled.saturating_add(1);
+        let request = Request {
+            token,
+            operation,
+            buffers,
+        };
         self.pool.begin([Job {
             request,
             mailbox: Arc::clone(&self.mailbox),
@@ -125,47 +170,35 @@ impl UringEngine {
             result,
             mut buffers,
         } = back;
-        let Running { token, operation } = *self.running.get(tag as usize)?;
+        let running = self.running.get_mut(tag as usize)?;
+        let verdict = judge(running.operation, result, &mut buffers);
+        let (token, changes) = (running.token, running.changes.take());
+        let before = running.operation;
         self.free.push(tag);
-        let result = match u32::try_from(result) {
-            Ok(count) => match advance(operation, count, &mut buffers) {
-                Ok(None) => Ok(()),
-                Ok(Some(operation)) => {
-                    self.push_again(Running { token, operation }, buffers, false);
-                    return None;
-                }
-                Err(error) => Err(error),
-            },
-            Err(_) => match io::Error::from_raw_os_error(result.saturating_neg()) {
-                error if error.kind() == io::ErrorKind::Interrupted => {
-                    self.push_again(Running { token, operation }, buffers, false);
-                    return None;
-                }
-                error if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.push_again(Running { token, operation }, buffers, true);
-                    return None;
-                }
-                error if unsupported(&error) && is_allocation(operation) => {
-                    self.give_to_pool(Request {
-                        token,
-                        operation,
-                        buffers,
-                    });
-                    return None;
-                }
-                error => Err(error),
-            },
+        let result = match verdict {
+            Verdict::Over(result) => result,
+            Verdict::Again { operation, patient } => {
+                self.unsent = true;
+                let running = Running {
+                    token,
+                    operation,
+                    changes,
+                };
+                self.push(running, buffers, patient);
+                return None;
+            }
+            Verdict::Elsewhere => {
+                self.let_go(changes);
+                self.give_to_pool(token, before, buffers);
+                return None;
+            }
         };
+        self.let_go(changes);
         Some(Completion {
             token,
             result,
             buffers,
         })
-    }
-
-    fn push_again(&mut self, running: Running, buffers: Iovecs, patient: bool) {
-        self.unsent = true;
-        self.push(running, buffers, patient);
     }
 }
 
@@ -183,14 +216,7 @@ impl UringEngine {
             self.unsent = true;
         }
         while let Some((tag, buffers)) = self.ring.abandoned() {
-            if let Some(running) = self.running.get(tag as usize) {
-                self.ended.push(Completion {
-                    token: running.token,
-                    result: Err(copy(&error)),
-                    buffers,
-                });
-                self.free.push(tag);
-            }
+            self.finish(tag, Err(copy(&error)), buffers);
         }
         let _on = self.mailbox.event().write(1);
     }
@@ -203,7 +229,7 @@ impl Engine for UringEngine {
             operation,
             buffers,
         } = request;
-        self.push(Running { token, operation }, buffers, false);
+        self.begin(token, operation, buffers);
     }
 
     fn commit(&mut self) -> io::Result<()> {
@@ -267,11 +293,62 @@ impl Engine for UringEngine {
     }
 }
 
-fn is_allocation(operation: Operation) -> bool {
-    matches!(
+/// What to do when a call came back.
+enum Verdict {
+    /// Its request is at its end.
+    Over(io::Result<()>),
+    /// That is left to be done; `patient` by a kernel thread that may wait.
+    Again { operation: Operation, patient: bool },
+    /// The pool may know another way.
+    Elsewhere,
+}
+
+fn judge(operation: Operation, result: i32, buffers: &mut Iovecs) -> Verdict {
+    if let Ok(count) = u32::try_from(result) {
+        return advance(operation, count, buffers);
+    }
+    let error = io::Error::from_raw_os_error(result.saturating_neg());
+    let is_allocation = matches!(
         operation,
         Operation::Discard { .. } | Operation::WriteZeroes { .. }
-    )
+    );
+    match error.kind() {
+        io::ErrorKind::Interrupted => Verdict::Again {
+            operation,
+            patient: false,
+        },
+        io::ErrorKind::WouldBlock => Verdict::Again {
+            operation,
+            patient: true,
+        },
+        _ if is_allocation && unsupported(&error) => Verdict::Elsewhere,
+        _ => Verdict::Over(Err(error)),
+    }
+}
+
+/// When `count` bytes of an operation are done.
+fn advance(operation: Operation, count: u32, buffers: &mut Iovecs) -> Verdict {
+    let (offset, at_end) = match operation {
+        Operation::Read { offset } => (offset, io::ErrorKind::UnexpectedEof),
+        Operation::Write { offset, .. } => (offset, io::ErrorKind::WriteZero),
+        _ => return Verdict::Over(Ok(())),
+    };
+    buffers.skip(count as usize);
+    if buffers.is_empty() {
+        return Verdict::Over(Ok(()));
+    }
+    if count == 0 {
+        return Verdict::Over(Err(at_end.into()));
+    }
+    let offset = offset.saturating_add(count.into());
+    let operation = match operation {
+        Operation::Write { stable, .. } => Operation::Write { offset, stable },
+        _ => Operation::Read { offset },
+    };
+    Verdict::Again {
+        operation,
+        patient: false,
+    }
 }
 
 fn allocate(unmap: bool, offset: u64, length: u64) -> Option<Call> {
@@ -280,25 +357,4 @@ fn allocate(unmap: bool, offset: u64, length: u64) -> Option<Call> {
         offset,
         length,
     })
-}
-
-/// What is left of an operation when `count` bytes of it are done; `None` when it is complete.
-fn advance(operation: Operation, count: u32, buffers: &mut Iovecs) -> io::Result<Option<Operation>> {
-    let (offset, at_end) = match operation {
-        Operation::Read { offset } => (offset, io::ErrorKind::UnexpectedEof),
-        Operation::Write { offset, .. } => (offset, io::ErrorKind::WriteZero),
-        _ => return Ok(None),
-    };
-    buffers.skip(count as usize);
-    if buffers.is_empty() {
-        return Ok(None);
-    }
-    if count == 0 {
-        return Err(at_end.into());
-    }
-    let offset = offset.saturating_add(count.into());
-    Ok(Some(match operation {
-        Operation::Write { stable, .. } => Operation::Write { offset, stable },
-        _ => Operation::Read { offset },
-    }))
 }

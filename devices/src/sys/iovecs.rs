@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use vm_memory::GuestMemoryBackend;
+use vm_memory::{GuestMemoryBackend, VolatileSlice};
 
 use crate::{
     GuestMemory,
@@ -145,6 +145,45 @@ impl Iovecs {
             }
             _ => None,
         }
+    }
+
+    /// Whether all entries' addresses are multiples of `address` and their lengths of `length`, powers of two.
+    pub fn aligned(&self, address: u32, length: u32) -> bool {
+        let address = (address as usize).wrapping_sub(1);
+        let length = (length as usize).wrapping_sub(1);
+        self.entries
+            .iter()
+            .skip(1)
+            .all(|entry| entry.iov_base.addr() & address == 0 && entry.iov_len & length == 0)
+    }
+
+    /// Fills `data` from the front of the list, as far as that goes, and takes it off the list.
+    pub fn take(&mut self, mut data: &mut [u8]) {
+        let mut count = 0_usize;
+        for entry in self.entries.iter().skip(1) {
+            let length = entry.iov_len.min(data.len());
+            let (now, rest) = std::mem::take(&mut data).split_at_mut(length);
+            // SAFETY: the entry lies in mapped guest memory (see the type's invariant).
+            let guest = unsafe { VolatileSlice::new(entry.iov_base.cast(), length) };
+            guest.copy_to(now);
+            count = count.saturating_add(length);
+            data = rest;
+        }
+        self.skip(count);
+    }
+
+    /// Writes `data` to the front of the list, as far as that goes, and takes that off the list.
+    pub fn put(&mut self, mut data: &[u8]) {
+        let mut count = 0_usize;
+        for entry in self.entries.iter().skip(1) {
+            let (now, rest) = data.split_at(entry.iov_len.min(data.len()));
+            // SAFETY: the entry lies in mapped guest memory (see the type's invariant).
+            let guest = unsafe { VolatileSlice::new(entry.iov_base.cast(), now.len()) };
+            guest.copy_from(now);
+            count = count.saturating_add(now.len());
+            data = rest;
+        }
+        self.skip(count);
     }
 
     fn call_window(&self) -> (*const libc::iovec, libc::c_int) {
@@ -366,6 +405,35 @@ mod tests {
         assert_eq!((list.entries.len(), list.len()), (2, 10));
         list.skip(100);
         assert!(list.is_empty() && list.entries.len() == 1);
+    }
+
+    #[test]
+    fn data_is_copied_out_and_in_piece_by_piece() {
+        let memory = memory();
+        memory.write_slice(b"0123456789", GuestAddress(0x3ffa)).unwrap();
+        let mut list = Iovecs::new(memory.clone());
+        list.append(&[segment(0x3ffa, 10), segment(0x100, 5)], 0, 15)
+            .unwrap();
+        let mut data = [0; 8];
+        list.take(&mut data);
+        assert_eq!((&data, list.len()), (b"01234567", 7));
+        list.put(b"abc");
+        list.put(b"defg+++");
+        assert!(list.is_empty());
+        assert_eq!(&memory.read_obj::<[u8; 2]>(GuestAddress(0x4002)).unwrap(), b"ab");
+        assert_eq!(
+            &memory.read_obj::<[u8; 6]>(GuestAddress(0x100)).unwrap(),
+            b"cdefg\0"
+        );
+    }
+
+    #[test]
+    fn alignment_is_that_of_the_worst_entry() {
+        let mut list = Iovecs::new(memory());
+        list.append(&[segment(0x400, 0x400), segment(0x1200, 0x200)], 0, 0x600)
+            .unwrap();
+        assert!(list.aligned(512, 512) && list.aligned(1, 1));
+        assert!(!list.aligned(1024, 512) && !list.aligned(512, 1024));
     }
 
     #[test]

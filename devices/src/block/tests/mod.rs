@@ -9,7 +9,9 @@
     clippy::cast_possible_truncation
 )]
 
+mod faults;
 mod model;
+mod sharing;
 
 use std::{
     fs::{self, File},
@@ -20,26 +22,44 @@ use std::{
 
 use proptest::prelude::*;
 use tempfile::NamedTempFile;
+use vm_memory::GuestAddress;
 
 use super::{
-    Engine, SECTOR,
+    Completion, Engine, Operation, Request, SECTOR,
+    direct::Alignment,
     pool::{Pool, PoolEngine},
     target::Target,
     uring::UringEngine,
 };
+use crate::{GuestMemory, sys::Iovecs, virtio::chain::Segment};
 
 /// How long a test waits for what has to come, before it fails.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-fn sleep_free_deadline() -> Instant {
+fn late() -> Instant {
     Instant::now() + PATIENCE
 }
 
+/// Who does the work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Which {
     Uring,
     Threads,
 }
+
+/// How the image is open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cache {
+    /// Through the page cache.
+    Buffered,
+    /// With O_DIRECT, aligned as the host wants it.
+    Direct,
+    /// With O_DIRECT, as if the host had larger blocks than it has.
+    Coarse,
+}
+
+/// The ring can't be tested where the kernel forbids it; where it has to be tested, this is set.
+const REQUIRE_URING: &str = "VMMD_TEST_REQUIRE_IO_URING";
 
 /// A new image and how it is used.
 struct Setup {
@@ -49,24 +69,54 @@ struct Setup {
 }
 
 impl Setup {
-    fn new(which: Which, size: u64) -> Self {
+    /// `None` where the host can't do that.
+    fn new(which: Which, cache: Cache, size: u64) -> Option<Self> {
         let path = NamedTempFile::new().unwrap();
         path.as_file().set_len(size).unwrap();
+        let flags = if cache == Cache::Buffered {
+            0
+        } else {
+            libc::O_DIRECT
+        };
         let file = File::options()
             .read(true)
             .write(true)
-            .custom_flags(0)
+            .custom_flags(flags)
             .open(path.path())
-            .unwrap();
-        let target = Arc::new(Target::new(file).unwrap());
-        Self { which, path, target }
+            .ok()?;
+        let target = match cache {
+            Cache::Coarse => {
+                let alignment = Alignment {
+                    memory: 1024,
+                    offset: 4096,
+                };
+                Target::aligned(file, alignment)
+            }
+            _ => Target::new(file),
+        };
+        let setup = Self {
+            which,
+            path,
+            target: Arc::new(target.unwrap()),
+        };
+        if which == Which::Uring
+            && let Err(error) = UringEngine::new(Arc::clone(&setup.target), setup.pool())
+        {
+            assert!(std::env::var_os(REQUIRE_URING).is_none(), "no io_uring: {error}");
+            eprintln!("not tested, the kernel refuses io_uring: {error}");
+            return None;
+        }
+        Some(setup)
+    }
+
+    fn pool(&self) -> Arc<Pool> {
+        Arc::new(Pool::new(Arc::clone(&self.target)))
     }
 
     fn engine(&self) -> Box<dyn Engine> {
-        let pool = Arc::new(Pool::new(Arc::clone(&self.target)));
         match self.which {
-            Which::Uring => Box::new(UringEngine::new(Arc::clone(&self.target), pool).unwrap()),
-            Which::Threads => Box::new(PoolEngine::new(pool).unwrap()),
+            Which::Uring => Box::new(UringEngine::new(Arc::clone(&self.target), self.pool()).unwrap()),
+            Which::Threads => Box::new(PoolEngine::new(self.pool()).unwrap()),
         }
     }
 
@@ -75,16 +125,81 @@ impl Setup {
     }
 }
 
+/// Guest memory of 1 MiB.
+fn memory() -> Arc<GuestMemory> {
+    Arc::new(GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap())
+}
+
+/// A request on that much of guest memory.
+fn request(
+    memory: &Arc<GuestMemory>,
+    token: u32,
+    operation: Operation,
+    address: u64,
+    length: u32,
+) -> Request {
+    let mut buffers = Iovecs::new(Arc::clone(memory));
+    let segment = Segment {
+        address: GuestAddress(address),
+        length,
+    };
+    buffers.append(&[segment], 0, length).unwrap();
+    Request {
+        token,
+        operation,
+        buffers,
+    }
+}
+
+/// Has one request done.
+fn carry_out(engine: &mut dyn Engine, request: Request) -> Completion {
+    engine.submit(request);
+    engine.commit().unwrap();
+    engine.wait(late()).unwrap();
+    engine.completed().expect("nothing completed")
+}
+
+fn against_the_model(which: Which, cache: Cache, steps: Vec<model::Step>) {
+    if let Some(setup) = Setup::new(which, cache, model::SECTORS * SECTOR) {
+        model::run(&setup, steps);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_the_ring_does_is_what_a_disk_does(steps in model::steps(false)) {
-        model::run(&Setup::new(Which::Uring, model::SECTORS * SECTOR), steps);
+    fn the_ring_is_a_disk(steps in model::steps(false)) {
+        against_the_model(Which::Uring, Cache::Buffered, steps);
     }
 
     #[test]
-    fn what_threads_do_is_what_a_disk_does(steps in model::steps(false)) {
-        model::run(&Setup::new(Which::Threads, model::SECTORS * SECTOR), steps);
+    fn threads_are_a_disk(steps in model::steps(false)) {
+        against_the_model(Which::Threads, Cache::Buffered, steps);
+    }
+
+    #[test]
+    fn the_ring_is_a_disk_past_the_page_cache(steps in model::steps(true)) {
+        against_the_model(Which::Uring, Cache::Direct, steps);
+    }
+
+    #[test]
+    fn buffers_that_are_not_aligned_go_through_others(steps in model::steps(false)) {
+        against_the_model(Which::Uring, Cache::Direct, steps);
+    }
+
+    #[test]
+    fn threads_are_a_disk_past_the_page_cache(steps in model::steps(false)) {
+        against_the_model(Which::Threads, Cache::Direct, steps);
+    }
+
+    #[test]
+    fn sectors_are_written_where_the_host_has_larger_blocks(steps in model::steps(true)) {
+        against_the_model(Which::Uring, Cache::Coarse, steps);
+    }
+
+    #[test]
+    fn threads_write_sectors_where_the_host_has_larger_blocks(steps in model::steps(false)) {
+        against_the_model(Which::Threads, Cache::Coarse, steps);
     }
 }

@@ -5,7 +5,7 @@ use std::{collections::HashMap, ops::Range, sync::Arc, time::Instant};
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::{PATIENCE, Setup, sleep_free_deadline};
+use super::{PATIENCE, Setup, late};
 use crate::{
     GuestMemory,
     block::{Completion, Engine, Operation, Request, SECTOR},
@@ -271,7 +271,7 @@ impl Model {
     fn wait(&mut self) {
         self.engine.commit().unwrap();
         let before = self.under_way.len();
-        let deadline = sleep_free_deadline();
+        let deadline = late();
         self.engine.wait(deadline).unwrap();
         self.reap();
         assert!(self.under_way.len() < before, "nothing completed in {PATIENCE:?}");

@@ -1,0 +1,95 @@
+//! How the host likes an image to be used.
+
+use std::{fs, os::unix::fs::MetadataExt as _};
+
+use rustix::fs::{FallocateFlags, fallocate, major, minor};
+
+use super::{
+    image::Geometry,
+    target::{Kind, Target, unsupported},
+};
+use crate::sys::blockdev;
+
+/// Taken where the host says nothing, or nothing of use: the page size, and nearly every file system's block.
+const USUAL_BLOCK: u32 = 4096;
+
+/// Larger blocks than any disk or local file system has are not believed. Network file systems tell their transfer
+/// sizes as blocks.
+const MAX_BLOCK: u32 = 64 << 10;
+
+/// Larger ones are of no use to a guest, which splits its requests below that.
+const MAX_OPTIMAL_IO: u32 = 16 << 20;
+
+/// Of an image that is read only nothing is discarded.
+pub(super) fn of(target: &Target, read_only: bool) -> Geometry {
+    let (physical, optimal) = match target.kind {
+        Kind::File => {
+            let blocks = target
+                .file
+                .metadata()
+                .ok()
+                .and_then(|data| u32::try_from(data.blksize()).ok());
+            match blocks.filter(|size| size.is_power_of_two()) {
+                Some(size) if size <= MAX_BLOCK => (size, 0),
+                Some(size) => (USUAL_BLOCK, size),
+                None => (USUAL_BLOCK, 0),
+            }
+        }
+        Kind::BlockDevice { .. } => (
+            blockdev::physical_block(&target.file).unwrap_or(USUAL_BLOCK),
+            blockdev::optimal_io(&target.file).unwrap_or(0),
+        ),
+    };
+    let physical_block = block(physical).max(block(target.alignment().offset.max(512)));
+    let optimal_io = if optimal.is_power_of_two() && (physical_block..=MAX_OPTIMAL_IO).contains(&optimal) {
+        optimal
+    } else {
+        0
+    };
+    Geometry {
+        physical_block,
+        optimal_io,
+        discard_granularity: discard_granularity(target, physical_block).filter(|_| !read_only),
+    }
+}
+
+/// A believable block size.
+fn block(size: u32) -> u32 {
+    if size.is_power_of_two() && (512..=MAX_BLOCK).contains(&size) {
+        size
+    } else {
+        USUAL_BLOCK
+    }
+}
+
+fn discard_granularity(target: &Target, physical_block: u32) -> Option<u32> {
+    match target.kind {
+        Kind::File => {
+            // Behind the end there is nothing to punch a hole into; the answer tells whether it could be done.
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let behind = target.capacity().checked_next_multiple_of(MAX_BLOCK.into())?;
+            match fallocate(&target.file, flags, behind, physical_block.into()).map_err(Into::into) {
+                Err(error) if unsupported(&error) => None,
+                _ => Some(physical_block),
+            }
+        }
+        Kind::BlockDevice { .. } => match queue_limit(target, "discard_granularity") {
+            Some(0) => None,
+            Some(size) => Some(block(size).max(physical_block)),
+            // It can't be read in every sandbox. Discards that the device has not are taken and do nothing.
+            None => Some(physical_block),
+        },
+    }
+}
+
+/// A value of the block device's queue, or of that of the disk that it is a partition of.
+fn queue_limit(target: &Target, name: &str) -> Option<u32> {
+    let device = target.file.metadata().ok()?.rdev();
+    let folder = format!("/sys/dev/block/{}:{}", major(device), minor(device));
+    ["queue", "../queue"]
+        .iter()
+        .find_map(|queue| fs::read_to_string(format!("{folder}/{queue}/{name}")).ok())?
+        .trim()
+        .parse()
+        .ok()
+}
