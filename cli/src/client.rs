@@ -22,6 +22,9 @@ pub const WORK: Duration = Duration::from_secs(180);
 /// How long it may take to copy or reserve the whole of a disk. A daemon that ends is noticed at once in any case.
 pub const COPY: Duration = Duration::from_secs(24 * 3600);
 
+/// The command that helps who names a disk that is not there.
+pub const DISKS: &str = "`vmmctl get disk` lists the disks there are";
+
 /// A connected daemon.
 #[derive(Clone, Debug)]
 pub struct Client {
@@ -138,8 +141,8 @@ pub fn about_vm(failure: Failure, name: &str) -> Failure {
 /// Adds to a failure about a disk of the node its name, and the command that helps.
 pub fn about_disk(failure: Failure, name: &str) -> Failure {
     let hint = match failure.code {
-        Code::NotFound => "`vmmctl get disk` lists the disks there are".into(),
-        Code::Conflict | Code::Precondition => format!("`vmmctl describe disk {name}` shows it"),
+        Code::NotFound => DISKS.into(),
+        Code::Conflict => format!("`vmmctl describe disk {name}` shows it"),
         _ => return failure.about("disk", name),
     };
     failure.about("disk", name).hint(hint)

@@ -52,7 +52,9 @@ for unit in "$here"/systemd/*.service; do
 done
 put 644 "$here/vmmd.sysusers" usr/lib/sysusers.d/vmmd.conf
 put 644 "$here/config.toml" etc/vmmd/config.toml
-put 644 "$here/examples/vm.yaml" usr/share/doc/vmmd/examples/vm.yaml
+for example in "$here"/examples/*.yaml; do
+    put 644 "$example" "usr/share/doc/vmmd/examples/${example##*/}"
+done
 put 644 "$here/debian/copyright" usr/share/doc/vmmd/copyright
 
 generated="$root/generated"

@@ -7,13 +7,13 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::manifest::quantity;
 
 pub mod disk;
+mod value;
 
 use self::disk::{Attach, CreateDisk, Detach, GetDisk, Limit, ResizeDisk, Stats};
+pub use self::value::{Label, Selector, duration};
 
 /// Where vmmd listens by default.
 pub const SOCKET: &str = "/run/vmmd/vmmd.sock";
-/// Longest grace period that the daemon takes.
-const MAX_GRACE: Duration = Duration::from_secs(3600);
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -407,72 +407,4 @@ pub enum NodeOutput {
     Yaml,
     /// Canonical JSON.
     Json,
-}
-
-/// `KEY=VALUE`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Label {
-    /// Before the `=`.
-    pub key: String,
-    /// After it.
-    pub value: String,
-}
-
-impl std::str::FromStr for Label {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text.split_once('=') {
-            Some((key, value)) if !key.is_empty() => Ok(Self {
-                key: key.to_owned(),
-                value: value.to_owned(),
-            }),
-            _ => Err("must be KEY=VALUE".into()),
-        }
-    }
-}
-
-/// A condition on labels.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Selector {
-    /// `KEY=VALUE`.
-    Is(Label),
-    /// `KEY!=VALUE`: another value, or no such label.
-    IsNot(Label),
-    /// `KEY`: with any value.
-    Has(String),
-}
-
-impl std::str::FromStr for Selector {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let label = |key: &str, value: &str| format!("{key}={value}").parse::<Label>();
-        if let Some((key, value)) = text.split_once("!=") {
-            label(key, value).map(Self::IsNot)
-        } else if let Some((key, value)) = text.split_once("==").or_else(|| text.split_once('=')) {
-            label(key, value).map(Self::Is)
-        } else if text.is_empty() {
-            Err("must be KEY=VALUE, KEY!=VALUE or KEY".into())
-        } else {
-            Ok(Self::Has(text.to_owned()))
-        }
-    }
-}
-
-/// `60s`, `2m`, `1m30s`, or a number of seconds; at most an hour.
-fn duration(text: &str) -> Result<Duration, String> {
-    let duration = match text.parse::<u64>() {
-        Ok(seconds) => Duration::from_secs(seconds),
-        Err(_) => {
-            let parsed = text.parse::<jiff::SignedDuration>().ok();
-            let parsed = parsed.and_then(|duration| Duration::try_from(duration).ok());
-            parsed.ok_or("must be a duration such as 60s or 2m")?
-        }
-    };
-    if duration > MAX_GRACE {
-        Err("must be at most 1h".into())
-    } else {
-        Ok(duration)
-    }
 }

@@ -10,7 +10,7 @@ use crate::{
         NodeOutput,
         disk::{Detach, Limit, Stats},
     },
-    client::{Client, QUICK, WORK, about_vm, call},
+    client::{Client, DISKS, QUICK, WORK, about_vm, call},
     failure::{Code, Failure, Result},
     manifest::{emit, quantity, schema},
     output,
@@ -22,15 +22,15 @@ const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Adds a disk to a VM.
 pub async fn attach(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<()> {
     let name = disk.name.clone();
+    let kept = !disk.disk.is_empty();
     let request = v1::AttachDiskRequest {
         vm: vm.to_owned(),
         disk: Some(disk),
     };
     let answer = call(WORK, client.vms.clone().attach_disk(request)).await;
     let answer = answer.map_err(|failure| match failure.code {
-        Code::NotFound if !is_about_vm(&failure) => {
-            failure.hint("`vmmctl get disk` lists the disks there are")
-        }
+        Code::NotFound if !is_about_vm(&failure) => failure.hint(DISKS),
+        _ if kept && &*failure.reason == "DISK_NOT_FOUND" => failure.hint(DISKS),
         Code::Exhausted => failure
             .about("vm", vm)
             .hint(format!("{}, `vmmctl detach` takes one away", disks_of(vm))),

@@ -291,6 +291,33 @@ fn a_mistake_in_a_disk_is_named_with_its_line(#[case] good: &str, #[case] bad: &
     assert_eq!(message(&DISK.replace(good, bad)), expected);
 }
 
+/// What is printed for people to copy has to work.
+#[test]
+fn the_manifests_of_the_package_and_of_the_book_are_right() {
+    let top = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let mut count = 0;
+    for entry in fs::read_dir(top.join("vmmd/package/examples")).unwrap() {
+        let path = entry.unwrap().path();
+        read(&path).unwrap_or_else(|failure| panic!("{failure}"));
+        count += 1;
+    }
+    for page in ["quick-start.md", "disks.md"] {
+        let text = fs::read_to_string(top.join("docs/src").join(page)).unwrap();
+        let blocks = text.split("```yaml\n").skip(1);
+        for block in blocks.filter_map(|rest| rest.split("\n```").next()) {
+            if block.contains("apiVersion:") {
+                parse(block, page).unwrap_or_else(|failure| panic!("{failure}"));
+            } else {
+                // A piece of a VM's spec.
+                let text = GOOD.split("  disks:").next().unwrap();
+                parse(&format!("{text}{block}\n"), page).unwrap_or_else(|failure| panic!("{failure}"));
+            }
+            count += 1;
+        }
+    }
+    assert!(count >= 6, "{count}");
+}
+
 #[test]
 fn several_documents_are_read_and_empty_ones_left_out() {
     let second = GOOD.replace("name: web", "name: db");

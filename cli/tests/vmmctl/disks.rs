@@ -83,7 +83,7 @@ Path:            /var/lib/vmmd/disks/over
 Used by:         no VM
 "#);
     assert_eq!(run(&daemon, "get disk -l tier=gold -o name"), done("base\n"));
-    let refused = "error: disk \"over\" is an overlay of \"base\"; `vmmctl describe disk base` shows it\n";
+    let refused = "error: disk \"base\" has overlays (over): delete those first\n";
     assert_eq!(run(&daemon, "delete disk base"), failed(5, refused));
     assert_eq!(
         run(&daemon, "delete disk over copy"),
@@ -308,9 +308,8 @@ fn a_disk_of_a_stopped_vm_waits_for_its_start() {
 #[test]
 fn why_a_disk_can_not_be_attached_is_said_with_what_to_do() {
     let daemon = with_vm();
-    let expected =
-        "error: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks there are\n";
-    assert_eq!(run(&daemon, "attach web --disk nope"), failed(3, expected));
+    let expected = "error: disk.disk: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks there are\n";
+    assert_eq!(run(&daemon, "attach web --disk nope"), failed(5, expected));
     let expected = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
     assert_eq!(run(&daemon, "attach nope --disk data"), failed(3, expected));
     let expected = "error: vm/web: all 8 slots for hot-plug are taken; `vmmctl describe vm web` shows its disks, \

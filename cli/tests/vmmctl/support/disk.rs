@@ -47,7 +47,11 @@ impl State {
         let disk = request.disk.unwrap();
         self.called(format!("attach {} {}", request.vm, disk.name));
         if !disk.disk.is_empty() {
-            self.find_disk(&disk.disk)?;
+            let missing = |status: Status| {
+                let message = format!("disk.disk: {}", status.message());
+                refusal(Code::FailedPrecondition, "DISK_NOT_FOUND", message)
+            };
+            self.find_disk(&disk.disk).map_err(missing)?;
         }
         if disk.name == TOO_MANY {
             let message = "all 8 slots for hot-plug are taken".to_owned();
@@ -242,8 +246,11 @@ impl DiskService for State {
                 .is_some_and(|state| state.backing_disk == name)
         };
         if let Some(overlay) = lock(&self.disks).values().find(|disk| overlay(disk)) {
-            let message = format!("disk \"{}\" is an overlay of \"{name}\"", overlay.name);
-            return Err(refusal(Code::FailedPrecondition, "DISK_IN_USE", message));
+            let message = format!(
+                "disk \"{name}\" has overlays ({}): delete those first",
+                overlay.name
+            );
+            return Err(refusal(Code::FailedPrecondition, "DISK_HAS_OVERLAYS", message));
         }
         lock(&self.disks).remove(&name);
         Ok(Response::new(v1::DeleteDiskResponse {}))
