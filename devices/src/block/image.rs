@@ -64,6 +64,9 @@ pub enum OpenError {
         /// Who it is, where the host tells: "qemu-img (process 4711)".
         Option<String>,
     ),
+    /// It can't be used as a qcow2 image.
+    #[error(transparent)]
+    Qcow2(#[from] super::qcow2::Refusal),
     /// The host refused something.
     #[error("{0}")]
     Host(&'static str, #[source] io::Error),

@@ -5,12 +5,14 @@ pub mod engine;
 mod geometry;
 pub mod image;
 mod pool;
+pub mod qcow2;
 pub mod raw;
 mod target;
 mod uring;
 
 pub use engine::{Completion, Engine, Operation, Request};
 pub use image::{Geometry, Image, OpenError};
+pub use qcow2::{Backing, Qcow2Image};
 pub use raw::RawImage;
 
 /// Bytes in a sector, the unit of disk sizes and of virtio-blk's addresses (virtio 1.3, 5.2.4).

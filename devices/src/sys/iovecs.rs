@@ -1,5 +1,7 @@
 //! Scatter-gather lists of guest memory for readv, writev and their kin.
 
+mod parts;
+
 use std::{
     io,
     os::fd::{AsFd, AsRawFd},

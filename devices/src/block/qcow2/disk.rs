@@ -1,0 +1,429 @@
+//! The disk in an image: what each request does.
+//!
+//! Two locks keep imago in order. `access` is shared by whoever reads or writes clusters where they are, and exclusive
+//! for whoever takes clusters away. `tables` is shared for look-ups and exclusive for changes of tables: imago's caches
+//! write each other back in a certain order only as long as nobody changes them meanwhile. Where a cluster lies stays
+//! true while `access` is held, so that data is read and written in place without `tables`. `access` is taken first.
+
+use std::{
+    io,
+    sync::{
+        PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+};
+
+use imago::{FormatAccess, Mapping, ShallowMapping, format::PreallocateMode};
+
+use super::{layer::Layer, medium::Medium, stage::Stage};
+use crate::sys::Iovecs;
+
+/// Compressed data is read in pieces of at most this size; one cluster at the most is 2 MiB.
+const BOUNCE: u64 = 2 << 20;
+/// Zeroes are written in pieces of at most this size.
+const ZEROES: u64 = 1 << 20;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Disk {
+    access: RwLock<FormatAccess<Layer>>,
+    tables: RwLock<Tables>,
+    /// The image's own file, not those of its backing images.
+    layer: Layer,
+    cluster: u64,
+    /// Zero clusters exist: version 3.
+    zero_clusters: bool,
+    /// Size in bytes of the image below.
+    below: Option<u64>,
+    capacity: AtomicU64,
+    /// Something panicked: nobody knows what state the tables in memory are in.
+    failed: AtomicBool,
+    /// There are changes of tables that no commit has brought to the file.
+    uncommitted: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Tables {
+    /// Clusters were given up since the last commit: none may be allocated before the next.
+    given_up: bool,
+}
+
+/// What an image is, for [`Disk::new`].
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Traits {
+    pub(super) cluster: u64,
+    pub(super) version: u32,
+    /// Size in bytes of the image below.
+    pub(super) below: Option<u64>,
+    /// In bytes.
+    pub(super) capacity: u64,
+}
+
+fn shared<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
+    lock.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn exclusive<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
+    lock.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn bytes(length: u64) -> usize {
+    usize::try_from(length).unwrap_or(usize::MAX)
+}
+
+impl Disk {
+    pub(super) fn new(access: FormatAccess<Layer>, layer: Layer, traits: Traits) -> Self {
+        Self {
+            access: RwLock::new(access),
+            tables: RwLock::default(),
+            layer,
+            cluster: traits.cluster,
+            zero_clusters: traits.version >= 3,
+            below: traits.below,
+            capacity: AtomicU64::new(traits.capacity),
+            failed: AtomicBool::new(false),
+            uncommitted: AtomicBool::new(false),
+        }
+    }
+
+    /// In bytes.
+    pub(super) fn capacity(&self) -> u64 {
+        self.capacity.load(Ordering::Acquire)
+    }
+
+    /// In bytes.
+    pub(super) fn cluster_size(&self) -> u64 {
+        self.cluster
+    }
+
+    /// From now on every request fails.
+    pub(super) fn fail(&self) {
+        self.failed.store(true, Ordering::Release);
+    }
+
+    /// Whether a commit has something to do.
+    pub(super) fn uncommitted(&self) -> bool {
+        self.uncommitted.load(Ordering::Acquire) && !self.failed.load(Ordering::Acquire)
+    }
+
+    fn check(&self, offset: u64, length: u64) -> io::Result<()> {
+        if self.failed.load(Ordering::Acquire) {
+            return Err(io::Error::other("the qcow2 image failed before"));
+        }
+        match offset.checked_add(length) {
+            Some(end) if end <= self.capacity() => Ok(()),
+            _ => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+
+    /// Fills `buffers` from byte `offset` on. Uses the list up.
+    pub(super) fn read(&self, buffers: &mut Iovecs, offset: u64) -> io::Result<()> {
+        self.check(offset, buffers.len() as u64)?;
+        let access = shared(&self.access);
+        let mut offset = offset;
+        while !buffers.is_empty() {
+            let tables = shared(&self.tables);
+            let (mapping, length) = access.get_mapping(offset, buffers.len() as u64)?;
+            let length = match mapping {
+                Mapping::Raw {
+                    storage, offset: at, ..
+                } => {
+                    drop(tables);
+                    storage
+                        .base()
+                        .medium
+                        .read_guest(&mut buffers.split_front(bytes(length)), at)?;
+                    length
+                }
+                Mapping::Special { .. } => {
+                    let length = length.min(BOUNCE);
+                    let mut data = vec![0; bytes(length)];
+                    access.read(data.as_mut_slice(), offset)?;
+                    drop(tables);
+                    buffers.put(&data);
+                    length
+                }
+                Mapping::Zero { .. } => {
+                    drop(tables);
+                    buffers.split_front(bytes(length)).zero();
+                    length
+                }
+                // It ends before its last sector does only when it is broken.
+                _ => return Err(io::ErrorKind::UnexpectedEof.into()),
+            };
+            offset = advance(offset, length)?;
+        }
+        Ok(())
+    }
+
+    /// Writes `buffers` from byte `offset` on. Uses the list up.
+    pub(super) fn write(&self, buffers: &mut Iovecs, offset: u64) -> io::Result<()> {
+        self.check(offset, buffers.len() as u64)?;
+        let access = shared(&self.access);
+        let length = buffers.len() as u64;
+        self.put(&access, offset, length, &mut |medium, at, length| {
+            medium.write_guest(&mut buffers.split_front(bytes(length)), at)
+        })
+    }
+
+    /// Writes a range, front to back; `write` is to write so many of its next bytes to a place of the file.
+    fn put(
+        &self,
+        access: &FormatAccess<Layer>,
+        offset: u64,
+        length: u64,
+        write: &mut dyn FnMut(&dyn Medium, u64, u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let (mut offset, mut left) = (offset, length);
+        while left > 0 {
+            let tables = shared(&self.tables);
+            let (mapping, run) = access.get_shallow_mapping(offset, left)?;
+            let done = match mapping {
+                ShallowMapping::Raw {
+                    storage,
+                    offset: at,
+                    writable: true,
+                    ..
+                } => {
+                    drop(tables);
+                    let result = write(&*storage.base().medium, at, run);
+                    storage.base().written();
+                    result?;
+                    run
+                }
+                _ => {
+                    drop(tables);
+                    self.allocate(access, offset, left, write)?
+                }
+            };
+            offset = advance(offset, done)?;
+            left = left.saturating_sub(done);
+        }
+        Ok(())
+    }
+
+    /// Writes the beginning of a range that has no clusters of its own yet; says how much.
+    fn allocate(
+        &self,
+        access: &FormatAccess<Layer>,
+        offset: u64,
+        length: u64,
+        write: &mut dyn FnMut(&dyn Medium, u64, u64) -> io::Result<()>,
+    ) -> io::Result<u64> {
+        let mut tables = exclusive(&self.tables);
+        self.commit_before_allocation(access, &mut tables)?;
+        let (mapping, run) = access.get_shallow_mapping(offset, length)?;
+        let length = match mapping {
+            // Somebody else was quicker.
+            ShallowMapping::Raw { writable: true, .. } => run,
+            // What it has is given up: compressed data, or a cluster that is not its own.
+            ShallowMapping::Special { .. } | ShallowMapping::Raw { .. } => {
+                tables.given_up = true;
+                run
+            }
+            _ => self.unallocated(access, offset, length)?,
+        };
+        self.uncommitted.store(true, Ordering::Release);
+        let mapping = access.prepare_data_mapping(offset, length, true)?;
+        let length = mapping.length();
+        let base = mapping.storage().base();
+        let result = write(&*base.medium, mapping.offset(), length);
+        base.written();
+        result?;
+        access.commit_data_mapping(mapping)?;
+        Ok(length)
+    }
+
+    /// How far from `offset` on writing gives nothing up.
+    fn unallocated(&self, access: &FormatAccess<Layer>, offset: u64, length: u64) -> io::Result<u64> {
+        let mut found = 0_u64;
+        while found < length {
+            let left = length.saturating_sub(found);
+            let (mapping, run) = access.get_shallow_mapping(offset.saturating_add(found), left)?;
+            if run == 0
+                || matches!(
+                    mapping,
+                    ShallowMapping::Special { .. } | ShallowMapping::Raw { .. }
+                )
+            {
+                break;
+            }
+            found = found.saturating_add(run);
+        }
+        Ok(found)
+    }
+
+    fn commit_before_allocation(&self, access: &FormatAccess<Layer>, tables: &mut Tables) -> io::Result<()> {
+        let due = self.layer.stage(|stage| stage.moved() || stage.is_full());
+        if tables.given_up || due.unwrap_or(false) {
+            self.commit_tables(access, tables)?;
+        }
+        Ok(())
+    }
+
+    /// Brings the file up to date with the tables in memory; on return that is stable.
+    fn commit_tables(&self, access: &FormatAccess<Layer>, tables: &mut Tables) -> io::Result<()> {
+        access.flush()?;
+        match self.layer.stage(Stage::commit) {
+            Some(result) => result?,
+            None => self.layer.base().settle()?,
+        }
+        tables.given_up = false;
+        self.uncommitted.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    /// On return everything that was done before is on stable storage.
+    pub(super) fn flush(&self) -> io::Result<()> {
+        self.check(0, 0)?;
+        // Mostly without the lock, so that look-ups need not wait for it.
+        self.layer.base().settle()?;
+        if !self.uncommitted.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let access = shared(&self.access);
+        let mut tables = exclusive(&self.tables);
+        self.commit_tables(&access, &mut tables)
+    }
+
+    /// Gives the space of whole clusters in this range back.
+    pub(super) fn discard(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.check(offset, length)?;
+        if self.below.is_some() && !self.zero_clusters {
+            // What lies below would appear instead.
+            return Ok(());
+        }
+        let (start, end) = self.whole_clusters(offset, length);
+        self.clear(start, end, Clear::Discard)
+    }
+
+    /// Makes a range read as zeroes.
+    pub(super) fn write_zeroes(&self, offset: u64, length: u64, unmap: bool) -> io::Result<()> {
+        self.check(offset, length)?;
+        let end = offset.saturating_add(length);
+        let (first, last) = self.whole_clusters(offset, length);
+        if first >= last || !self.zero_clusters {
+            return self.put_zeroes(offset, end);
+        }
+        self.put_zeroes(offset, first)?;
+        self.put_zeroes(last, end)?;
+        let how = if unmap { Clear::Unmap } else { Clear::Zero };
+        self.clear(first, last, how)
+    }
+
+    /// The whole clusters in a range, as offsets; what ends with the disk ends with a cluster.
+    fn whole_clusters(&self, offset: u64, length: u64) -> (u64, u64) {
+        let end = offset.saturating_add(length);
+        let start = offset.checked_next_multiple_of(self.cluster).unwrap_or(end);
+        if end == self.capacity() {
+            return (start, end);
+        }
+        (
+            start,
+            end.saturating_sub(end.checked_rem(self.cluster).unwrap_or(0)),
+        )
+    }
+
+    /// Writes zeroes from `offset` to `end`, where there is anything else.
+    fn put_zeroes(&self, offset: u64, end: u64) -> io::Result<()> {
+        let access = shared(&self.access);
+        let zeroes = vec![0; bytes(end.saturating_sub(offset).min(ZEROES))];
+        let mut offset = offset;
+        while offset < end {
+            let tables = shared(&self.tables);
+            let (mapping, run) = access.get_mapping(offset, end.saturating_sub(offset).min(ZEROES))?;
+            let zero = matches!(mapping, Mapping::Zero { .. });
+            drop(tables);
+            if !zero {
+                self.put(&access, offset, run, &mut |medium, at, length| {
+                    medium.write_at(zeroes.get(..bytes(length)).unwrap_or_default(), at)
+                })?;
+            }
+            offset = advance(offset, run)?;
+        }
+        Ok(())
+    }
+
+    /// Clears whole clusters from `start` to `end`, where there is anything to clear.
+    fn clear(&self, start: u64, end: u64, how: Clear) -> io::Result<()> {
+        let mut access = exclusive(&self.access);
+        let mut tables = exclusive(&self.tables);
+        let mut offset = start;
+        while offset < end {
+            let (mapping, run) = access.get_shallow_mapping(offset, end.saturating_sub(offset))?;
+            // What has no entry in an L2 table of this file, perhaps not even a table.
+            let unallocated = matches!(
+                mapping,
+                ShallowMapping::Zero { explicit: false, .. } | ShallowMapping::Indirect { .. }
+            );
+            let nothing = match mapping {
+                ShallowMapping::Zero { explicit: false, .. } => true,
+                ShallowMapping::Zero { explicit: true, .. } => how == Clear::Zero,
+                ShallowMapping::Indirect { .. } => how == Clear::Discard,
+                _ => false,
+            };
+            if !nothing {
+                if unallocated {
+                    self.commit_before_allocation(&access, &mut tables)?;
+                }
+                self.uncommitted.store(true, Ordering::Release);
+                tables.given_up = true;
+                match how {
+                    Clear::Discard if self.below.is_none() => access.discard_to_backing(offset, run)?,
+                    Clear::Discard | Clear::Unmap => access.discard_to_zero(offset, run)?,
+                    Clear::Zero => access.write_zeroes(offset, run)?,
+                }
+            }
+            offset = advance(offset, run)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the disk larger; on return that is stable.
+    pub(super) fn grow(&self, capacity: u64) -> io::Result<()> {
+        self.check(0, 0)?;
+        let before = self.capacity();
+        {
+            let access = exclusive(&self.access);
+            let mut tables = exclusive(&self.tables);
+            self.commit_before_allocation(&access, &mut tables)?;
+            self.uncommitted.store(true, Ordering::Release);
+            tables.given_up = true;
+            access.resize_grow(capacity, PreallocateMode::None)?;
+            self.commit_tables(&access, &mut tables)?;
+        }
+        // What an image below has beyond the old end must not appear.
+        let appears = self.below.unwrap_or(0).min(capacity);
+        if appears > before {
+            let first = before.checked_next_multiple_of(self.cluster).unwrap_or(appears);
+            self.put_zeroes(before, first.min(appears))?;
+            if self.zero_clusters {
+                let last = appears.checked_next_multiple_of(self.cluster).unwrap_or(appears);
+                self.clear(first, last.min(capacity), Clear::Unmap)?;
+            } else {
+                self.put_zeroes(first, appears)?;
+            }
+            self.flush()?;
+        }
+        self.capacity.store(capacity, Ordering::Release);
+        Ok(())
+    }
+}
+
+/// How clusters are cleared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Clear {
+    /// They may read as anything.
+    Discard,
+    /// They are to read as zeroes, and their space is given back.
+    Unmap,
+    /// They are to read as zeroes, and keep their space.
+    Zero,
+}
+
+fn advance(offset: u64, length: u64) -> io::Result<u64> {
+    match offset.checked_add(length) {
+        Some(next) if length > 0 => Ok(next),
+        _ => Err(io::Error::other("a qcow2 image maps nothing at all")),
+    }
+}

@@ -1,0 +1,274 @@
+//! qcow2 images. imago knows where clusters lie and allocates them; everything around it is ours: what is refused
+//! ([`header`], [`check`]), when changes of tables reach the file (`stage`), and how requests are carried out (`disk`,
+//! `pool`). Nothing is ever opened by a name that an image contains: all files come as descriptors.
+//!
+//! What a guest's flush confirmed survives the death of the process and of the host. What it wrote since may be lost,
+//! but the image stays consistent: at worst clusters leak, which the next opening for writing repairs.
+
+pub mod check;
+pub mod create;
+mod disk;
+pub mod header;
+mod layer;
+pub mod medium;
+mod pool;
+mod refcount;
+mod stage;
+#[cfg(test)]
+#[allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation
+)]
+mod tests;
+
+use std::{
+    fs::File,
+    io,
+    os::fd::OwnedFd,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+};
+
+use imago::{
+    DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, format::drivers::FormatDriverInstance,
+    qcow2::Qcow2, raw::Raw,
+};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+pub use header::{Header, Refusal};
+
+use super::{
+    SECTOR,
+    engine::Engine,
+    image::{Geometry, Image, OpenError},
+};
+use crate::sys::lock::{LockKind, holder, lock_image};
+use disk::{Disk, Traits};
+use layer::Layer;
+use medium::Medium;
+use pool::Pool;
+use stage::{Base, Stage};
+
+/// An image below an overlay, which is only read.
+#[derive(Debug)]
+pub enum Backing {
+    /// Byte for byte; it can't have one below it.
+    Raw(OwnedFd),
+    /// With the next one as its backing, if it is an overlay itself.
+    Qcow2(OwnedFd),
+}
+
+/// An open qcow2 image.
+#[derive(Debug)]
+pub struct Qcow2Image {
+    disk: Arc<Disk>,
+    pool: Arc<Pool>,
+    read_only: bool,
+}
+
+impl Qcow2Image {
+    /// Checks and locks what was opened, as [`RawImage::open`](super::RawImage::open) does; `backing` are the images
+    /// below it, the nearest first, as many as the headers say. Clusters that leaked are freed.
+    ///
+    /// `O_DIRECT` is taken off the descriptors: tables are read and written by the page cache.
+    pub fn open(fd: OwnedFd, read_only: bool, backing: Vec<Backing>) -> Result<Self, OpenError> {
+        let file = prepare(fd, read_only)?;
+        let mut chain = Vec::new();
+        for backing in backing {
+            chain.push(match backing {
+                Backing::Raw(fd) => Below::Raw(Arc::new(prepare(fd, true)?)),
+                Backing::Qcow2(fd) => Below::Qcow2(Arc::new(prepare(fd, true)?)),
+            });
+        }
+        Self::open_on(Arc::new(file), read_only, chain)
+    }
+
+    fn open_on(medium: Arc<dyn Medium>, read_only: bool, below: Vec<Below>) -> Result<Self, OpenError> {
+        let opened = catch_unwind(AssertUnwindSafe(|| open_disk(medium, read_only, below)));
+        let disk = opened.unwrap_or_else(|_| {
+            let reason = "its tables are beyond what was expected".to_owned();
+            Err(Refusal::Inconsistent(reason).into())
+        })?;
+        let disk = Arc::new(disk);
+        let pool = Pool::new(Arc::clone(&disk));
+        Ok(Self {
+            disk,
+            pool,
+            read_only,
+        })
+    }
+}
+
+impl Image for Qcow2Image {
+    fn capacity(&self) -> u64 {
+        self.disk.capacity()
+    }
+
+    fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    fn geometry(&self) -> Geometry {
+        let cluster = u32::try_from(self.disk.cluster_size()).unwrap_or(0);
+        Geometry {
+            physical_block: cluster.min(4096),
+            optimal_io: cluster,
+            discard_granularity: Some(cluster),
+        }
+    }
+
+    fn engine(&self) -> io::Result<Box<dyn Engine>> {
+        Ok(Box::new(self.pool.engine()?))
+    }
+
+    fn grow(&self, capacity: Option<u64>) -> io::Result<()> {
+        let now = self.capacity();
+        match capacity {
+            // Only block devices change by themselves.
+            None => Ok(()),
+            _ if self.read_only => Err(io::ErrorKind::ReadOnlyFilesystem.into()),
+            Some(size) if size < now || !size.is_multiple_of(SECTOR) || size > header::MAX_SIZE => {
+                Err(io::ErrorKind::InvalidInput.into())
+            }
+            Some(size) if size == now => Ok(()),
+            Some(size) => self.pool.grow(size),
+        }
+    }
+}
+
+/// An image below another, open.
+#[derive(Debug)]
+enum Below {
+    Raw(Arc<dyn Medium>),
+    Qcow2(Arc<dyn Medium>),
+}
+
+/// Sees to it that a descriptor is one of a file that can be used so, and locks it.
+fn prepare(fd: OwnedFd, read_only: bool) -> Result<File, OpenError> {
+    let file = File::from(fd);
+    let metadata = file
+        .metadata()
+        .map_err(|error| OpenError::Host("look at the image", error))?;
+    if !metadata.is_file() {
+        return Err(OpenError::Kind(if metadata.is_dir() {
+            "directory"
+        } else {
+            "device or the like, which can't hold a qcow2 image"
+        }));
+    }
+    let host = |what| move |error: rustix::io::Errno| OpenError::Host(what, error.into());
+    let flags = fcntl_getfl(&file).map_err(host("look how the image is open"))?;
+    let mode = flags & OFlags::ACCMODE;
+    if mode == OFlags::WRONLY {
+        return Err(OpenError::Access("reading"));
+    }
+    if !read_only && mode != OFlags::RDWR {
+        return Err(OpenError::Access("writing"));
+    }
+    if flags.contains(OFlags::APPEND) {
+        return Err(OpenError::Access("writing at any place, but for appending"));
+    }
+    if flags.contains(OFlags::DIRECT) {
+        fcntl_setfl(&file, flags.difference(OFlags::DIRECT))
+            .map_err(host("open the image for the page cache"))?;
+    }
+    let kind = if read_only {
+        LockKind::Read
+    } else {
+        LockKind::Write
+    };
+    match lock_image(&file, kind) {
+        Ok(true) => Ok(file),
+        Ok(false) => Err(OpenError::InUse(holder(&file, kind))),
+        Err(error) => Err(OpenError::Host("lock the image", error)),
+    }
+}
+
+fn read_error(error: io::Error) -> OpenError {
+    OpenError::Host("read the qcow2 image", error)
+}
+
+fn open_disk(medium: Arc<dyn Medium>, read_only: bool, below: Vec<Below>) -> Result<Disk, OpenError> {
+    let header = Header::read(&*medium).map_err(read_error)??;
+    header.check_usable(!read_only, !below.is_empty())?;
+    if header.size == 0 {
+        return Err(OpenError::Empty);
+    }
+    if !header.size.is_multiple_of(SECTOR) {
+        return Err(OpenError::Size(header.size));
+    }
+    let layer = if read_only {
+        Layer::direct(medium)
+    } else {
+        make_consistent(&*medium, &header)?;
+        let base = Arc::new(Base::new(medium));
+        let stage = Stage::new(Arc::clone(&base), &header).map_err(read_error)?;
+        Layer::staged(base, stage)
+    };
+    let below = open_below(below)?;
+    let traits = Traits {
+        cluster: header.cluster_size(),
+        version: header.version,
+        below: below.as_ref().map(FormatAccess::size),
+        capacity: header.size,
+    };
+    let access = open_layer(layer.clone(), !read_only, below)?;
+    Ok(Disk::new(access, layer, traits))
+}
+
+/// Refuses an image whose tables contradict themselves; frees what leaked.
+fn make_consistent(medium: &dyn Medium, header: &Header) -> Result<(), OpenError> {
+    let inspection = check::inspect(medium, header).map_err(read_error)??;
+    if let Some(reason) = inspection.report.first {
+        return Err(Refusal::Inconsistent(reason).into());
+    }
+    if inspection.report.leaks != 0 {
+        tracing::info!(
+            "a qcow2 image was not closed: {} leaked clusters are freed",
+            inspection.report.leaks
+        );
+        inspection
+            .free_leaks(medium, header)
+            .map_err(|error| OpenError::Host("repair the qcow2 image", error))?;
+    }
+    Ok(())
+}
+
+/// Opens the images below, the deepest first.
+fn open_below(below: Vec<Below>) -> Result<Option<FormatAccess<Layer>>, OpenError> {
+    let mut lower: Option<FormatAccess<Layer>> = None;
+    for image in below.into_iter().rev() {
+        lower = Some(match image {
+            Below::Raw(_) if lower.is_some() => return Err(Refusal::NoBacking.into()),
+            Below::Raw(medium) => {
+                let raw = Raw::open_image(Layer::direct(medium), false).map_err(read_error)?;
+                FormatAccess::new(raw)
+            }
+            Below::Qcow2(medium) => {
+                let header = Header::read(&*medium).map_err(read_error)??;
+                header.check_usable(false, lower.is_some())?;
+                open_layer(Layer::direct(medium), false, lower)?
+            }
+        });
+    }
+    Ok(lower)
+}
+
+fn open_layer(
+    layer: Layer,
+    write: bool,
+    below: Option<FormatAccess<Layer>>,
+) -> Result<FormatAccess<Layer>, OpenError> {
+    let driver: Qcow2<Layer> = Qcow2::builder(layer)
+        .write(write)
+        .backing(below)
+        .data_file(None)
+        .open(DenyImplicitOpenGate::default())
+        .map_err(read_error)?;
+    debug_assert_eq!(driver.writable(), write);
+    Ok(FormatAccess::new(driver))
+}

@@ -1,0 +1,238 @@
+//! Whenever the host dies, the image is consistent and holds what was flushed.
+//!
+//! The model of a disk: what was written before the last sync is there; of what was written since, each sector holds
+//! any state that it went through.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::{
+    prelude::*,
+    test_runner::{RngAlgorithm, TestRng},
+};
+
+use super::{
+    requests::report,
+    support::{Event, Guest, Recorder, apply, image, open},
+};
+use crate::block::{Image, Operation, SECTOR};
+
+/// What the guest does; positions and lengths are in sectors.
+#[derive(Debug, Clone)]
+enum Step {
+    Write(u64, u64),
+    StableWrite(u64, u64),
+    Flush,
+    Discard(u64, u64),
+    Zero(u64, u64, bool),
+    Grow,
+}
+
+const SECTORS: u64 = 1024;
+const GROWN: u64 = 4096;
+
+fn step() -> impl Strategy<Value = Step> {
+    let range = || (0..SECTORS - 128, 1..128_u64);
+    prop_oneof![
+        8 => range().prop_map(|(at, count)| Step::Write(at, count)),
+        1 => range().prop_map(|(at, count)| Step::StableWrite(at, count)),
+        2 => Just(Step::Flush),
+        2 => range().prop_map(|(at, count)| Step::Discard(at, count)),
+        2 => (range(), any::<bool>()).prop_map(|((at, count), unmap)| Step::Zero(at, count, unmap)),
+        1 => Just(Step::Grow),
+    ]
+}
+
+/// A step that was done, and the events that it caused.
+struct Done {
+    step: Step,
+    /// What a write wrote into each of its sectors.
+    stamp: u64,
+    events: std::ops::Range<usize>,
+}
+
+fn play(recorder: &std::sync::Arc<Recorder>, steps: &[Step]) -> Vec<Done> {
+    let disk = open(recorder);
+    recorder.events.lock().unwrap().clear();
+    let mut guest = Guest::new(&disk);
+    let mut done = Vec::new();
+    for (step, stamp) in steps.iter().zip(1..) {
+        let start = recorder.events.lock().unwrap().len();
+        match *step {
+            Step::Write(at, count) | Step::StableWrite(at, count) => {
+                let stable = matches!(step, Step::StableWrite(..));
+                let data: Vec<u8> = (0..count * SECTOR / 8)
+                    .flat_map(|_| u64::to_le_bytes(stamp))
+                    .collect();
+                guest.write(at * SECTOR, &data).unwrap();
+                if stable {
+                    // The same again, as the data is in the guest's memory already.
+                    let offset = at * SECTOR;
+                    guest
+                        .request(Operation::Write { offset, stable }, data.len())
+                        .unwrap();
+                }
+            }
+            Step::Flush => guest.flush().unwrap(),
+            Step::Discard(at, count) => {
+                let (offset, length) = (at * SECTOR, count * SECTOR);
+                guest.request(Operation::Discard { offset, length }, 0).unwrap();
+            }
+            Step::Zero(at, count, unmap) => {
+                let (offset, length) = (at * SECTOR, count * SECTOR);
+                let zeroes = Operation::WriteZeroes {
+                    offset,
+                    length,
+                    unmap,
+                };
+                guest.request(zeroes, 0).unwrap();
+            }
+            Step::Grow => disk.grow(Some(GROWN * SECTOR)).unwrap(),
+        }
+        done.push(Done {
+            step: step.clone(),
+            stamp,
+            events: start..recorder.events.lock().unwrap().len(),
+        });
+    }
+    done
+}
+
+/// What each sector may hold after a crash before event `at`: numbers of writes, 0 for zeroes; `None` for anything.
+fn allowed(done: &[Done], at: usize) -> BTreeMap<u64, Option<BTreeSet<u64>>> {
+    let mut sectors: BTreeMap<u64, Option<BTreeSet<u64>>> =
+        (0..SECTORS).map(|sector| (sector, Some([0].into()))).collect();
+    let mut current: BTreeMap<u64, Option<u64>> = BTreeMap::new();
+    for done in done.iter().take_while(|done| done.events.start < at.max(1)) {
+        let complete = done.events.end <= at;
+        let mut put = |at: u64, count: u64, value: Option<u64>| {
+            for sector in at..at + count {
+                current.insert(sector, value);
+                let allowed = sectors.get_mut(&sector).unwrap();
+                match (value, allowed.as_mut()) {
+                    (Some(value), Some(values)) => {
+                        values.insert(value);
+                    }
+                    _ => *allowed = None,
+                }
+            }
+        };
+        let mut flushed = false;
+        match done.step {
+            Step::Write(at, count) => put(at, count, Some(done.stamp)),
+            Step::StableWrite(at, count) => {
+                put(at, count, Some(done.stamp));
+                flushed = true;
+            }
+            Step::Discard(at, count) => put(at, count, None),
+            Step::Zero(at, count, _) => put(at, count, Some(0)),
+            Step::Flush => flushed = true,
+            Step::Grow => {}
+        }
+        if flushed && complete {
+            for (sector, value) in &current {
+                sectors.insert(*sector, value.map(|value| [value].into()));
+            }
+        }
+    }
+    sectors
+}
+
+/// What the disk holds after a crash before event `at`.
+fn crashed(before: &[u8], events: &[Event], at: usize, rng: &mut TestRng) -> Vec<u8> {
+    let mut content = before.to_vec();
+    let synced = events[..at]
+        .iter()
+        .rposition(|event| matches!(event, Event::Sync));
+    let synced = synced.unwrap_or(0);
+    for event in &events[..synced] {
+        apply(&mut content, event);
+    }
+    // Each sector goes through a part of what was done to it since.
+    let mut history: BTreeMap<u64, Vec<Vec<u8>>> = BTreeMap::new();
+    let mut volatile = content.clone();
+    for event in &events[synced..at] {
+        apply(&mut volatile, event);
+        let (offset, length) = match event {
+            Event::Write(offset, data) => (*offset, data.len() as u64),
+            Event::Punch(offset, length) => (*offset, *length),
+            Event::Sync => continue,
+        };
+        for sector in offset / SECTOR..(offset + length).div_ceil(SECTOR) {
+            let start = (sector * SECTOR) as usize;
+            if start < volatile.len() {
+                let end = volatile.len().min(start + SECTOR as usize);
+                history
+                    .entry(sector)
+                    .or_default()
+                    .push(volatile[start..end].to_vec());
+            }
+        }
+    }
+    for (sector, states) in history {
+        let state = rng.next_u32() as usize % (states.len() + 1);
+        if let Some(state) = state.checked_sub(1) {
+            apply(
+                &mut content,
+                &Event::Write(sector * SECTOR, states[state].clone()),
+            );
+        }
+    }
+    content
+}
+
+fn check_crash(before: &[u8], done: &[Done], events: &[Event], at: usize, rng: &mut TestRng) {
+    let crashed = crashed(before, events, at, rng);
+    let recorder = Recorder::new(crashed);
+    let found = report(&recorder);
+    assert_eq!(found.corruptions, 0, "crash at {at}: {found:?}");
+    let disk = open(&recorder);
+    let found = report(&recorder);
+    assert_eq!(
+        (found.corruptions, found.leaks),
+        (0, 0),
+        "after repair: {found:?}"
+    );
+    let mut guest = Guest::new(&disk);
+    let allowed = allowed(done, at);
+    let data = guest.read(0, (SECTORS * SECTOR) as usize).unwrap();
+    for (sector, content) in data.chunks(SECTOR as usize).enumerate() {
+        let Some(values) = &allowed[&(sector as u64)] else {
+            continue;
+        };
+        let value = u64::from_le_bytes(content[..8].try_into().unwrap());
+        assert!(
+            values.contains(&value) && content.chunks(8).all(|chunk| chunk == &content[..8]),
+            "crash at {at}: sector {sector} holds {value}, allowed are {values:?}"
+        );
+    }
+    // It can be written to and stays consistent.
+    guest.write(0, &[0xaa; 64 << 10]).unwrap();
+    guest.flush().unwrap();
+    let found = report(&recorder);
+    assert_eq!(
+        (found.corruptions, found.leaks),
+        (0, 0),
+        "written again: {found:?}"
+    );
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
+
+    #[test]
+    fn whenever_the_host_dies_the_image_is_consistent_and_holds_what_was_flushed(
+        steps in prop::collection::vec(step(), 1..60),
+        cluster_bits in prop_oneof![Just(9_u32), Just(12), Just(16)],
+        seed in any::<[u8; 32]>(),
+    ) {
+        let recorder = image(SECTORS * SECTOR, 1 << cluster_bits);
+        let before = recorder.content();
+        let done = play(&recorder, &steps);
+        let events = recorder.events.lock().unwrap().clone();
+        let mut rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);
+        for _ in 0..12 {
+            let at = rng.next_u32() as usize % (events.len() + 1);
+            check_crash(&before, &done, &events, at, &mut rng);
+        }
+    }
+}
