@@ -9,6 +9,12 @@ use crate::manifest::quantity;
 
 /// `create disk`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl create disk data --size 20Gi
+  vmmctl create disk fast --size 20Gi --preallocation full
+  vmmctl create disk base --from-file /srv/vm/debian.raw
+  vmmctl create disk web-root --overlay-of base --size 40Gi")]
 pub struct CreateDisk {
     /// Name of the disk.
     pub name: String,
@@ -78,6 +84,11 @@ pub struct GetDisk {
 
 /// `resize disk`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl resize disk data --size 40Gi               # one that vmmd keeps
+  vmmctl resize disk root --vm web --size 20Gi      # a file that the VM's spec names
+  vmmctl resize disk db --vm web --rescan           # a block device that has grown")]
 pub struct ResizeDisk {
     /// Name of the disk: among those that vmmd keeps, or with --vm in that VM.
     pub name: String,
@@ -94,9 +105,17 @@ pub struct ResizeDisk {
 
 /// `attach`.
 #[derive(Debug, Args)]
-#[command(override_usage = "\
+#[command(
+    override_usage = "\
 vmmctl attach VM --disk DISK [OPTIONS]
-       vmmctl attach VM --path PATH --format FORMAT [OPTIONS]")]
+       vmmctl attach VM --path PATH --format FORMAT [OPTIONS]",
+    after_help = "\
+Examples:
+  vmmctl attach web --disk data
+  vmmctl attach web --disk data --on-error pause --bps 200Mi --iops 2000
+  vmmctl attach web --path /srv/vm/scratch.qcow2 --format qcow2
+  vmmctl attach web --path /srv/iso/debian.iso --format iso --name cd"
+)]
 pub struct Attach {
     /// Name of the VM.
     pub vm: String,
@@ -205,10 +224,17 @@ pub struct Detach {
 
 /// `limit`.
 #[derive(Debug, Args)]
-#[command(override_usage = "\
+#[command(
+    override_usage = "\
 vmmctl limit VM --disk DISK [--bps BYTES] [--iops N] [--burst BYTES] [--burst-ops N]
        vmmctl limit VM --group GROUP [--bps BYTES] [--iops N] [--burst BYTES] [--burst-ops N]
-       vmmctl limit VM --disk DISK --none")]
+       vmmctl limit VM --disk DISK --none",
+    after_help = "\
+Examples:
+  vmmctl limit web --disk data --bps 200Mi --burst 1Gi
+  vmmctl limit web --disk data --iops 0       # no limit on requests, that on bytes stays
+  vmmctl limit web --group shared --none"
+)]
 pub struct Limit {
     /// Name of the VM.
     pub vm: String,

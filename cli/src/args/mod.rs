@@ -46,7 +46,7 @@ pub struct Cli {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Create the VMs and disks of a manifest unless they exist as it says; grow disks to the size it says.
+    /// Make VMs and disks be as a manifest says: create them, attach disks, make them larger, change limits.
     Apply(Apply),
     /// Create a VM or a disk from a manifest or from flags; it must not exist.
     Create(Box<Create>),

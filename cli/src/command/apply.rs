@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use proto::v1::{self, VmPhase};
 
 use super::{
-    difference::{self, disk_differences, vm_differences},
-    disk,
+    difference::{self, Changes, disk_differences, vm_changes},
+    disk, vm_disk,
 };
 use crate::{
     client::{Client, WORK, about_vm, call, empty_answer},
@@ -55,7 +55,7 @@ pub async fn apply(
     let mut failures = Vec::new();
     for document in documents {
         let done = match &document.object {
-            Object::Vm(vm) => one_vm(client, vm, start, dry_run).await.map(str::to_owned),
+            Object::Vm(vm) => one_vm(client, vm, start, dry_run).await,
             Object::Disk(request) => one_disk(client, request, dry_run).await,
         };
         let suffix = if dry_run { " (dry run)" } else { "" };
@@ -95,18 +95,22 @@ async fn one_disk(client: &Client, request: &v1::CreateDiskRequest, dry_run: boo
     Ok(format!("resized to {}", quantity::show(wanted.size_bytes)))
 }
 
-async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, dry_run: bool) -> Result<&'static str> {
+async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, dry_run: bool) -> Result<String> {
     let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
     let there = match client.get(name).await {
         Err(failure) if failure.code == Code::NotFound => {
             create(client, vm.clone(), start, dry_run).await?;
-            return Ok(if start { "created and started" } else { "created" });
+            return Ok(if start { "created and started" } else { "created" }.into());
         }
         result => result?,
     };
-    let differences = vm_differences(vm, &there)?;
-    if !differences.is_empty() {
-        return Err(difference::of_vm(name, &differences));
+    let changes = vm_changes(vm, &there)?;
+    if !changes.others.is_empty() {
+        return Err(difference::of_vm(name, &changes.others));
+    }
+    let mut done = change(client, name, changes, dry_run).await?;
+    if done.is_empty() {
+        done.push("unchanged".into());
     }
     let phase = there
         .status
@@ -119,9 +123,42 @@ async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, dry_run: bool) -> Res
         call(WORK, client.vms.clone().start_vm(request))
             .await
             .map_err(|failure| about_vm(failure, name))?;
-        return Ok("unchanged, started");
+        done.push("started".into());
     }
-    Ok("unchanged")
+    Ok(done.join(", "))
+}
+
+/// Gives a VM disks and limits; what was done.
+async fn change(client: &Client, vm: &str, changes: Changes, dry_run: bool) -> Result<Vec<String>> {
+    let mut done = Vec::new();
+    for (index, disk) in changes.attach {
+        let name = disk.name.clone();
+        let attached = if dry_run {
+            "attached"
+        } else {
+            let added = vm_disk::add(client, vm, disk).await;
+            added.map_err(|failure| in_spec(failure, index))?
+        };
+        done.push(format!("disk {name} {attached}"));
+    }
+    for (target, limit) in changes.limits {
+        done.push(if dry_run {
+            vm_disk::say_limit(&target, &limit)
+        } else {
+            vm_disk::set_limit(client, vm, target, limit).await?
+        });
+    }
+    Ok(done)
+}
+
+/// Names the fields of the disk in a request as the manifest has them.
+fn in_spec(mut failure: Failure, index: usize) -> Failure {
+    for (field, _) in &mut failure.violations {
+        if let Some(rest) = field.strip_prefix("disk.") {
+            *field = format!("spec.disks[{index}].{rest}");
+        }
+    }
+    failure
 }
 
 /// Asks the daemon to make a VM.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use proto::v1::{self, create_disk_request::Source};
+use proto::v1::{self, create_disk_request::Source, set_rate_limit_request::Target};
 use serde_json::Value as Json;
 
 use crate::{
@@ -15,15 +15,14 @@ const MAX_DIFFERENCES: usize = 5;
 
 /// Says how a VM differs from its manifest, and what helps.
 pub fn of_vm(name: &str, differences: &[String]) -> Failure {
-    let message =
-        format!("vm/{name} exists and differs from the manifest; changing a VM is not supported yet");
-    let about_disks = |difference: &String| {
-        difference.starts_with("spec.disks") || difference.starts_with("spec.rateGroups")
-    };
-    let hint = if differences.iter().all(about_disks) {
-        "but for its disks: see `vmmctl attach`, `detach` and `limit`".to_owned()
-    } else {
-        format!("delete it (`vmmctl delete {name}`; its disks stay) and apply again")
+    let message = format!("vm/{name} exists and differs from the manifest in what can't be changed yet");
+    let hint = match differences {
+        [only] if only.starts_with("spec.disks: ") => {
+            format!(
+                "`vmmctl detach {name}` takes a disk away, or delete the VM (its disks stay) and apply again"
+            )
+        }
+        _ => format!("delete it (`vmmctl delete {name}`; its disks stay) and apply again"),
     };
     failure(message, differences).hint(hint)
 }
@@ -46,10 +45,72 @@ fn failure(message: String, differences: &[String]) -> Failure {
     }
 }
 
-/// What differs between the VM that is wanted and the one that is there, as `path: there -> wanted`.
-pub fn vm_differences(wanted: &v1::Vm, there: &v1::Vm) -> Result<Vec<String>> {
-    let mut wanted = wanted.clone();
+/// What makes the VM that is there the one that is wanted.
+#[derive(Debug, Default, PartialEq)]
+pub struct Changes {
+    /// Disks that only the manifest has, each with its place there.
+    pub attach: Vec<(usize, v1::DiskSpec)>,
+    /// Limits that are others now.
+    pub limits: Vec<(Target, v1::RateLimit)>,
+    /// What can't be changed, as `path: there -> wanted`.
+    pub others: Vec<String>,
+}
+
+/// How the VM that is wanted differs from the one that is there.
+pub fn vm_changes(wanted: &v1::Vm, there: &v1::Vm) -> Result<Changes> {
     let mut there = there.clone();
+    let mut changes = Changes::default();
+    if let (Some(wanted), Some(there)) = (&wanted.spec, &mut there.spec) {
+        plan(wanted, there, &mut changes);
+    }
+    changes.others = vm_differences(wanted, there)?;
+    Ok(changes)
+}
+
+/// Notes what can be changed, and changes it in `there`.
+fn plan(wanted: &v1::VmSpec, there: &mut v1::VmSpec, changes: &mut Changes) {
+    for (index, disk) in wanted.disks.iter().enumerate() {
+        match there.disks.iter_mut().find(|other| other.name == disk.name) {
+            None => {
+                changes.attach.push((index, disk.clone()));
+                there.disks.push(disk.clone());
+            }
+            Some(other) if disk.rate_group.is_empty() && other.rate_group.is_empty() => {
+                let (old, new) = (
+                    other.rate_limit.unwrap_or_default(),
+                    disk.rate_limit.unwrap_or_default(),
+                );
+                if old != new {
+                    changes.limits.push((Target::Disk(disk.name.clone()), new));
+                    other.rate_limit = disk.rate_limit;
+                }
+            }
+            Some(_) => {}
+        }
+    }
+    // Disks keep the order in which they were attached.
+    let place = |name: &str| wanted.disks.iter().position(|disk| disk.name == name);
+    there
+        .disks
+        .sort_by_key(|disk| place(&disk.name).unwrap_or(usize::MAX));
+    for group in &wanted.rate_groups {
+        let same = there
+            .rate_groups
+            .iter_mut()
+            .find(|other| other.name == group.name);
+        if let Some(other) = same {
+            let (old, new) = (other.limit.unwrap_or_default(), group.limit.unwrap_or_default());
+            if old != new {
+                changes.limits.push((Target::Group(group.name.clone()), new));
+            }
+            other.limit = group.limit;
+        }
+    }
+}
+
+/// What differs between the VM that is wanted and the one that is there, as `path: there -> wanted`.
+fn vm_differences(wanted: &v1::Vm, mut there: v1::Vm) -> Result<Vec<String>> {
+    let mut wanted = wanted.clone();
     manifest::strip(&mut there);
     // What the daemon fills in when the manifest leaves it open.
     if let (Some(wanted), Some(there)) = (&mut wanted.spec, &there.spec) {
@@ -238,19 +299,77 @@ mod tests {
         there.status = Some(v1::VmStatus::default());
         there.spec.as_mut().unwrap().nics[0].mac = "52:54:00:00:00:01".into();
         there.spec.as_mut().unwrap().memory.as_mut().unwrap().backing = 1;
-        assert_eq!(vm_differences(&wanted, &there), Ok(vec![]));
+        assert_eq!(vm_changes(&wanted, &there), Ok(Changes::default()));
     }
 
     #[test]
     fn every_difference_is_named_with_both_values() {
         let there = vm(", nics: [{name: eth0, bridge: br0, mac: '52:54:00:00:00:01'}]");
-        let wanted = vm(", nics: [{name: eth0, bridge: br1, mac: '52:54:00:00:00:0a'}], \
-                         disks: [{name: d, path: /d, format: raw}]");
+        let wanted = vm(", nics: [{name: eth0, bridge: br1, mac: '52:54:00:00:00:0a'}]");
         let expected = [
-            "spec.disks: d is only in the manifest",
             "spec.nics[0].bridge: br0 -> br1",
             "spec.nics[0].mac: 52:54:00:00:00:01 -> 52:54:00:00:00:0a",
         ];
-        assert_eq!(vm_differences(&wanted, &there).unwrap(), expected);
+        assert_eq!(vm_changes(&wanted, &there).unwrap().others, expected);
+    }
+
+    const DATA: &str = "{name: data, disk: data, onError: pause}";
+
+    #[test]
+    fn disks_are_added_and_limits_changed() {
+        let there = vm(
+            ", disks: [{name: b, path: /b, format: raw, rateLimit: {bytesPerSecond: 1Mi}}, \
+                        {name: c, path: /c, format: raw}], rateGroups: [{name: g, limit: {burstBytes: 0}}]",
+        );
+        let wanted = vm(&format!(
+            ", disks: [{DATA}, {{name: c, path: /c, format: raw, rateLimit: {{}}}}, \
+             {{name: b, path: /b, format: raw, rateLimit: {{bytesPerSecond: 2Mi}}}}], \
+             rateGroups: [{{name: g, limit: {{operationsPerSecond: 5}}}}]"
+        ));
+        let data = wanted.spec.as_ref().unwrap().disks[0].clone();
+        let limit = |bytes_per_second, operations_per_second| v1::RateLimit {
+            bytes_per_second,
+            operations_per_second,
+            ..v1::RateLimit::default()
+        };
+        let expected = Changes {
+            attach: vec![(0, data)],
+            limits: vec![
+                (Target::Disk("b".into()), limit(2 << 20, 0)),
+                (Target::Group("g".into()), limit(0, 5)),
+            ],
+            others: vec![],
+        };
+        assert_eq!(vm_changes(&wanted, &there), Ok(expected));
+    }
+
+    #[test]
+    fn what_the_daemon_chose_for_a_disk_is_no_difference() {
+        let wanted = vm(&format!(
+            ", disks: [{DATA}, {{name: cd, path: /a.iso, format: iso}}]"
+        ));
+        let mut there = wanted.clone();
+        let disks = &mut there.spec.as_mut().unwrap().disks;
+        disks[0].format = v1::DiskFormat::Qcow2.into();
+        disks[0].cache = v1::DiskCache::None.into();
+        disks[0].queues = 2;
+        disks[0].logical_block_bytes = 512;
+        disks[0].serial = "data".into();
+        disks[0].rate_limit = Some(v1::RateLimit::default());
+        disks[1].read_only = true;
+        assert_eq!(vm_changes(&wanted, &there), Ok(Changes::default()));
+    }
+
+    #[test]
+    fn disks_are_never_taken_away_or_exchanged() {
+        let wanted = vm(", disks: [{name: b, path: /b, format: raw}]");
+        let there = vm(&format!(
+            ", disks: [{{name: b, path: /other, format: raw}}, {DATA}]"
+        ));
+        let changes = vm_changes(&wanted, &there).unwrap();
+        assert_eq!(changes.others, ["spec.disks: data is not in the manifest"]);
+        let there = vm(", disks: [{name: b, path: /other, format: raw}]");
+        let changes = vm_changes(&wanted, &there).unwrap();
+        assert_eq!(changes.others, ["spec.disks[0].path: /other -> /b"]);
     }
 }

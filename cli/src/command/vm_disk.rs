@@ -19,8 +19,15 @@ use crate::{
 /// What the daemon gives a guest to let go of a disk when nothing is said.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Adds a disk to a VM.
+/// `attach`.
 pub async fn attach(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<()> {
+    let name = disk.name.clone();
+    let done = add(client, vm, disk).await.map_err(disk_spec::in_options)?;
+    output::line(format!("vm/{vm} disk {name} {done}"))
+}
+
+/// Adds a disk to a VM; what to say of it.
+pub async fn add(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<&'static str> {
     let name = disk.name.clone();
     let kept = !disk.disk.is_empty();
     let request = v1::AttachDiskRequest {
@@ -34,15 +41,14 @@ pub async fn attach(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<()>
         Code::Exhausted => failure
             .about("vm", vm)
             .hint(format!("{}, `vmmctl detach` takes one away", disks_of(vm))),
-        _ => disk_spec::in_options(about_vm(failure, vm)),
+        _ => about_vm(failure, vm),
     })?;
     let there = answer.vm.and_then(|vm| vm.status).unwrap_or_default();
     let there = there.disks.into_iter().find(|disk| disk.name == name);
-    let text = match there.map(|disk| disk.phase()) {
-        Some(v1::AttachmentPhase::Pending) => "is attached from the next start on",
-        _ => "attached",
-    };
-    output::line(format!("vm/{vm} disk {name} {text}"))
+    match there.map(|disk| disk.phase()) {
+        Some(v1::AttachmentPhase::Pending) => Ok("is attached from the next start on"),
+        _ => Ok("attached"),
+    }
 }
 
 /// Takes disks from a VM, one after another.
@@ -108,27 +114,39 @@ pub fn target(args: &Limit) -> Result<Target> {
 
 /// Changes a limit; what is not named stays as it is.
 pub async fn limit(client: &Client, args: &Limit, target: Target) -> Result<()> {
-    let (what, name) = match &target {
-        Target::Disk(name) => ("disk", name.clone()),
-        Target::Group(name) => ("group", name.clone()),
-    };
     let limit = if args.none {
         v1::RateLimit::default()
     } else {
         args.limits.over(present(client, &args.vm, &target).await?)
     };
+    let done = set_limit(client, &args.vm, target, limit).await?;
+    output::line(format!("vm/{} {done}", args.vm))
+}
+
+/// Gives a disk or group of a VM a limit; what to say of it.
+pub async fn set_limit(client: &Client, vm: &str, target: Target, limit: v1::RateLimit) -> Result<String> {
+    let done = say_limit(&target, &limit);
+    let (Target::Disk(name) | Target::Group(name)) = target.clone();
     let request = v1::SetRateLimitRequest {
-        vm: args.vm.clone(),
+        vm: vm.to_owned(),
         target: Some(target),
         limit: Some(limit),
     };
     let answer = call(WORK, client.vms.clone().set_rate_limit(request)).await;
-    answer.map_err(|failure| about(failure, &args.vm, &name))?;
-    let limit = match output::disk::limit(&limit) {
-        none if none.is_empty() => "no limit".to_owned(),
-        limit => limit,
+    answer.map_err(|failure| about(failure, vm, &name))?;
+    Ok(done)
+}
+
+/// `disk data: 100Mi/s`.
+pub fn say_limit(target: &Target, limit: &v1::RateLimit) -> String {
+    let (what, name) = match target {
+        Target::Disk(name) => ("disk", name),
+        Target::Group(name) => ("group", name),
     };
-    output::line(format!("vm/{} {what} {name}: {limit}", args.vm))
+    match output::disk::limit(limit) {
+        none if none.is_empty() => format!("{what} {name}: no limit"),
+        limit => format!("{what} {name}: {limit}"),
+    }
 }
 
 /// The limit that a disk or group has by the VM's spec; none when it isn't there, which the daemon then says.

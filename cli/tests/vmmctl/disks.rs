@@ -204,6 +204,49 @@ fn apply_creates_disks_before_vms_and_grows_them() {
 }
 
 #[test]
+fn apply_attaches_disks_and_changes_limits_of_a_vm() {
+    let daemon = Daemon::start();
+    let apply = |args: &str, text: &str| run_with_input(&daemon, &format!("apply -f - {args}"), text);
+    assert_eq!(apply("", DISKS).0, 0);
+    let with = |disk: &str| {
+        DISKS.replace(
+            "{kernel: /k}}",
+            &format!("{{kernel: /k}}}}\n  disks:\n  - {disk}"),
+        )
+    };
+    let disks = "disk/base unchanged\ndisk/over unchanged\n";
+    let data = with("{name: data, disk: over, onError: pause}");
+    assert_eq!(
+        apply("--dry-run", &data),
+        done(
+            "disk/base unchanged (dry run)\ndisk/over unchanged (dry run)\nvm/web disk data attached (dry run)\n"
+        )
+    );
+    assert_eq!(daemon.state.vm("web").spec.unwrap().disks, []);
+    assert_eq!(
+        apply("", &data),
+        done(&format!(
+            "{disks}vm/web disk data is attached from the next start on\n"
+        ))
+    );
+    assert_eq!(apply("", &data), done(&format!("{disks}vm/web unchanged\n")));
+    let limited = with("{name: data, disk: over, onError: pause, rateLimit: {bytesPerSecond: 5Mi}}");
+    assert_eq!(
+        apply("--start", &limited),
+        done(&format!("{disks}vm/web disk data: 5Mi/s, started\n"))
+    );
+    assert_eq!(apply("", &limited), done(&format!("{disks}vm/web unchanged\n")));
+    let expected = "error: vm/web exists and differs from the manifest in what can't be changed yet; `vmmctl detach web` \
+                    takes a disk away, or delete the VM (its disks stay) and apply again\n  spec.disks: data is not in \
+                    the manifest\n";
+    assert_eq!(apply("", DISKS), (4, disks.into(), expected.into()));
+    let expected = "error: disk.disk: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks \
+                    there are\n";
+    let missing = with("{name: data, disk: over, onError: pause}\n  - {name: more, disk: nope}");
+    assert_eq!(apply("", &missing), (5, disks.into(), expected.into()));
+}
+
+#[test]
 fn what_get_prints_of_a_disk_can_be_applied_again() {
     let daemon = Daemon::start();
     run_with_input(&daemon, "create -f -", DISKS);

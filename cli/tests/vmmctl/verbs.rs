@@ -70,8 +70,7 @@ fn apply_refuses_to_change_a_vm_and_says_what_differs_and_what_to_do() {
     let daemon = Daemon::start();
     run_with_input(&daemon, &["apply", "-f", "-"], MANIFEST);
     let changed = MANIFEST.replace("cores: 2", "cores: 4");
-    let expected = "error: vm/web exists and differs from the manifest; changing a VM is not supported yet; delete it \
-                    (`vmmctl delete web`; its disks stay) and apply again\n  spec.cpu.cores: 2 -> 4\n";
+    let expected = "error: vm/web exists and differs from the manifest in what can't be changed yet; delete it (`vmmctl delete web`; its disks stay) and apply again\n  spec.cpu.cores: 2 -> 4\n";
     assert_eq!(
         run_with_input(&daemon, &["apply", "-f", "-"], &changed),
         failed(4, expected)
