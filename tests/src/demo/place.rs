@@ -5,12 +5,13 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use tempfile::TempDir;
 
+use super::ready::{self, Readiness};
 use crate::host::Accel;
 use crate::node::{NODE_VARIABLE, Size, newest_package};
-use crate::wait::Deadline;
+use crate::wait::{Deadline, Process};
 use crate::{Node, guest, paths};
 
 /// Where commands are run.
@@ -116,6 +117,7 @@ impl Here {
                 programs.join("vmm").display()
             ),
         )?;
+        let readiness = Readiness::new(dir.path())?;
         let log = fs::File::create(dir.path().join("vmmd.log"))?;
         // The VM's process has a uid of its own and must reach its program.
         let daemon = Command::new("unshare")
@@ -124,6 +126,7 @@ impl Here {
             .arg(programs.join("vmmd"))
             .arg("--config")
             .arg(&config)
+            .env(ready::VARIABLE, &readiness.path)
             .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -131,21 +134,17 @@ impl Here {
             .spawn()
             .context("start vmmd")?;
         let here = Here { dir, guests, daemon };
-        here.wait_until_it_serves()?;
+        here.wait_until_it_serves(&readiness)?;
         Ok(here)
     }
 
-    fn wait_until_it_serves(&self) -> Result<()> {
-        let wait =
-            "for try in $(seq 100); do vmmctl version >/dev/null 2>&1 && exit 0; sleep 0.1; done; exit 1";
-        let output = crate::run::output(&mut self.command(wait), Deadline::seconds(60))?;
-        if !output.success() {
-            bail!(
-                "vmmd does not serve: {}",
-                fs::read_to_string(self.dir.path().join("vmmd.log")).unwrap_or_default()
-            );
-        }
-        Ok(())
+    fn wait_until_it_serves(&self, readiness: &Readiness) -> Result<()> {
+        // Until it is waited for, a process that has ended keeps its number.
+        let daemon = Process::open(self.daemon.id())?.context("vmmd is not there")?;
+        readiness.wait(&daemon, Deadline::seconds(60)).with_context(|| {
+            let log = fs::read_to_string(self.dir.path().join("vmmd.log")).unwrap_or_default();
+            format!("vmmd does not serve: {log}")
+        })
     }
 
     fn command(&self, command: &str) -> Command {
