@@ -11,6 +11,12 @@ pub trait IrqLine: Send + Sync {
     fn pulse(&self);
 }
 
+/// A wired, level-triggered interrupt of the I/O APIC (a GSI), active high, of one device alone.
+pub trait LevelLine: Send + Sync {
+    /// Raises or lowers the line; it stays so.
+    fn set(&self, high: bool);
+}
+
 /// What a message-signalled interrupt writes, and where (PCI 3.0, 6.8.1).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MsiMessage {

@@ -30,6 +30,8 @@ pub enum Effect {
     None,
     /// The PCI functions' BARs moved, or their decoding was turned on or off: map them anew.
     Remap,
+    /// Slots' PCI functions were ejected: take them off the bus ([`HotPlug::eject`](crate::pci::HotPlug::eject)).
+    Eject,
     /// Reset the machine.
     Reset,
     /// Power the machine off.

@@ -1,12 +1,14 @@
-//! PCI: configuration space, functions, MSI-X, and the root bus.
+//! PCI: configuration space, functions, MSI-X, the root bus, and hot-plug.
 
 pub mod config;
 pub mod function;
+pub mod hotplug;
 pub mod msix;
 pub mod root;
 
 pub use config::{BarKind, ConfigSpace, Header, Window};
 pub use function::{PciFunction, SharedFunction};
+pub use hotplug::HotPlug;
 pub use root::{PciError, PciRoot, PciWindows};
 
 #[cfg(test)]

@@ -8,13 +8,16 @@
 //! overlaps nothing; so it never shadows guest memory or another device. A BAR that is refused is tried again at
 //! each later remap.
 //!
+//! Functions come and go while vCPUs run. One that is removed is off the bus at once, but a vCPU may have looked it up
+//! before: its [`Seat`] says, under the function's lock, that it is gone; then reads give ones and writes do nothing.
+//!
 //! Locks, in this order: `mapped`, then one function's. `slots` is held for a look only.
 
 use std::{
     ops::Range,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
 };
 
@@ -63,6 +66,28 @@ pub enum PciError {
     },
 }
 
+/// A function in a slot, as accesses find it.
+pub(super) struct Seat {
+    function: SharedFunction,
+    /// Changed with the function locked.
+    gone: AtomicBool,
+}
+
+impl Seat {
+    fn new(function: SharedFunction) -> Arc<Self> {
+        Arc::new(Self {
+            function,
+            gone: AtomicBool::new(false),
+        })
+    }
+
+    /// Uses the function, unless it is gone.
+    fn access<R>(&self, access: impl FnOnce(&mut dyn PciFunction) -> R) -> Option<R> {
+        let mut function = lock(&self.function);
+        (!self.gone.load(Ordering::Relaxed)).then(|| access(&mut *function))
+    }
+}
+
 struct Mapping {
     slot: usize,
     bar: usize,
@@ -71,7 +96,7 @@ struct Mapping {
 
 /// See the module.
 pub struct PciRoot {
-    slots: RwLock<[Option<SharedFunction>; SLOTS]>,
+    slots: RwLock<[Option<Arc<Seat>>; SLOTS]>,
     windows: PciWindows,
     mapped: Mutex<Vec<Mapping>>,
     config_address: AtomicU32,
@@ -83,7 +108,7 @@ impl PciRoot {
         let bridge: SharedFunction = Arc::new(Mutex::new(HostBridge::new()));
         let mut slots = [const { None }; SLOTS];
         if let Some(first) = slots.first_mut() {
-            *first = Some(bridge);
+            *first = Some(Seat::new(bridge));
         }
         Arc::new(Self {
             slots: RwLock::new(slots),
@@ -113,8 +138,43 @@ impl PciRoot {
                 function.config_mut().place_bar(bar, address);
             }
         }
-        *place = Some(function);
+        *place = Some(Seat::new(function));
         Ok(())
+    }
+
+    /// Takes the function in a slot (1 to 31) off the bus, with its BARs and notifications; says whether there was one.
+    /// When it returns, no access reaches the function any more, and the slot is free.
+    pub fn remove(&self, slot: u8, mmio: &Bus) -> bool {
+        let slot = usize::from(slot);
+        let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
+        let seat = {
+            let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
+            slots.get_mut(slot).filter(|_| slot != 0).and_then(Option::take)
+        };
+        let Some(seat) = seat else {
+            return false;
+        };
+        let mut function = lock(&seat.function);
+        seat.gone.store(true, Ordering::Relaxed);
+        mapped.retain(|mapping| {
+            if mapping.slot == slot {
+                function.bar_moved(mapping.bar, None);
+                mmio.remove(mapping.window.address);
+            }
+            mapping.slot != slot
+        });
+        true
+    }
+
+    /// Whether this very function is in the slot.
+    pub fn holds(&self, slot: u8, function: &SharedFunction) -> bool {
+        self.seat(slot.into())
+            .is_some_and(|seat| Arc::ptr_eq(&seat.function, function))
+    }
+
+    /// Whether there is a function in the slot. There is none in a slot that does not exist.
+    pub fn is_taken(&self, slot: u8) -> bool {
+        self.seat(slot.into()).is_some()
     }
 
     /// ECAM, to be mapped with [`ECAM_SIZE`] bytes.
@@ -131,15 +191,15 @@ impl PciRoot {
     /// goes on.
     pub fn remap(&self, mmio: &Bus) {
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
-        let functions = self.functions();
-        let wanted: Vec<(SharedFunction, Mapping)> = functions
+        let seats = self.seats();
+        let wanted: Vec<(Arc<Seat>, Mapping)> = seats
             .iter()
-            .flat_map(|(slot, function)| {
-                let windows = lock(function).config().windows();
+            .flat_map(|(slot, seat)| {
+                let windows = lock(&seat.function).config().windows();
                 let placed = windows.into_iter().enumerate();
                 placed.filter_map(move |(bar, window)| {
                     Some((
-                        Arc::clone(function),
+                        Arc::clone(seat),
                         Mapping {
                             slot: *slot,
                             bar,
@@ -152,24 +212,24 @@ impl PciRoot {
         mapped.retain(|old| {
             let stays = wanted.iter().any(|(_, new)| same(old, new));
             if !stays {
-                if let Some((_, function)) = functions.iter().find(|(slot, _)| *slot == old.slot) {
-                    lock(function).bar_moved(old.bar, None);
+                if let Some((_, seat)) = seats.iter().find(|(slot, _)| *slot == old.slot) {
+                    lock(&seat.function).bar_moved(old.bar, None);
                 }
                 mmio.remove(old.window.address);
             }
             stays
         });
-        for (function, new) in wanted {
+        for (seat, new) in wanted {
             let Window { address, size } = new.window;
             if mapped.iter().any(|old| same(old, &new)) || !self.allows(new.window) {
                 continue;
             }
             let device = Arc::new(Mutex::new(BarDevice {
-                function: Arc::clone(&function),
+                seat: Arc::clone(&seat),
                 bar: new.bar,
             }));
             if mmio.insert(address, size, device).is_ok() {
-                lock(&function).bar_moved(new.bar, Some(address));
+                lock(&seat.function).bar_moved(new.bar, Some(address));
                 mapped.push(new);
             }
         }
@@ -179,8 +239,8 @@ impl PciRoot {
     /// devices were reset.
     pub fn reset(&self, mmio: &Bus) {
         self.config_address.store(0, Ordering::Relaxed);
-        for (_, function) in self.functions() {
-            lock(&function).reset();
+        for (_, seat) in self.seats() {
+            lock(&seat.function).reset();
         }
         self.remap(mmio);
     }
@@ -194,39 +254,42 @@ impl PciRoot {
             .any(|range| range.start <= window.address && end <= range.end)
     }
 
-    fn functions(&self) -> Vec<(usize, SharedFunction)> {
+    fn seats(&self) -> Vec<(usize, Arc<Seat>)> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
         slots
             .iter()
             .enumerate()
-            .filter_map(|(slot, function)| Some((slot, function.clone()?)))
+            .filter_map(|(slot, seat)| Some((slot, seat.clone()?)))
             .collect()
     }
 
-    fn function(&self, slot: usize) -> Option<SharedFunction> {
+    pub(super) fn seat(&self, slot: usize) -> Option<Arc<Seat>> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
         slots.get(slot)?.clone()
     }
 
     fn read_config(&self, slot: usize, offset: usize, data: &mut [u8]) {
-        match self.function(slot) {
-            Some(function) => lock(&function).read_config(offset, data),
-            None => data.fill(0xff),
+        let read = self
+            .seat(slot)
+            .and_then(|seat| seat.access(|function| function.read_config(offset, data)));
+        if read.is_none() {
+            data.fill(0xff);
         }
     }
 
     fn write_config(&self, slot: usize, offset: usize, data: &[u8]) -> Effect {
-        let Some(function) = self.function(slot) else {
-            return Effect::None;
+        let write = |function: &mut dyn PciFunction| {
+            let before = function.config().windows();
+            let effect = function.write_config(offset, data);
+            if effect == Effect::None && function.config().windows() != before {
+                Effect::Remap
+            } else {
+                effect
+            }
         };
-        let mut function = lock(&function);
-        let before = function.config().windows();
-        let effect = function.write_config(offset, data);
-        if effect == Effect::None && function.config().windows() != before {
-            Effect::Remap
-        } else {
-            effect
-        }
+        self.seat(slot)
+            .and_then(|seat| seat.access(write))
+            .unwrap_or_default()
     }
 }
 
@@ -330,18 +393,25 @@ impl BusDevice for Ports {
 }
 
 /// A BAR on the MMIO bus.
-struct BarDevice {
-    function: SharedFunction,
-    bar: usize,
+pub(super) struct BarDevice {
+    pub(super) seat: Arc<Seat>,
+    pub(super) bar: usize,
 }
 
 impl BusDevice for BarDevice {
     fn read(&mut self, offset: u64, data: &mut [u8]) {
-        lock(&self.function).read_bar(self.bar, offset, data);
+        let read = self
+            .seat
+            .access(|function| function.read_bar(self.bar, offset, data));
+        if read.is_none() {
+            data.fill(0xff);
+        }
     }
 
     fn write(&mut self, offset: u64, data: &[u8]) -> Effect {
-        lock(&self.function).write_bar(self.bar, offset, data)
+        self.seat
+            .access(|function| function.write_bar(self.bar, offset, data))
+            .unwrap_or_default()
     }
 }
 

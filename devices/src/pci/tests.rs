@@ -16,6 +16,8 @@ use super::{
 };
 use crate::bus::{Bus, BusDevice, Effect};
 
+mod removal;
+
 const ECAM: u64 = 0xe800_0000;
 const LOW: std::ops::Range<u64> = 0xc000_0000..0xe000_0000;
 const HIGH: std::ops::Range<u64> = 0x10_0000_0000..0x20_0000_0000;
@@ -27,6 +29,8 @@ struct Card {
     config: ConfigSpace,
     number: u8,
     bars: [Option<u64>; 6],
+    /// Other vCPUs use it while a BAR moves: for a moment it is on the bus and the card not told yet.
+    busy: bool,
 }
 
 impl Card {
@@ -44,6 +48,7 @@ impl Card {
             config,
             number,
             bars: [None; 6],
+            busy: false,
         }))
     }
 }
@@ -63,7 +68,8 @@ impl PciFunction for Card {
         Effect::None
     }
     fn read_bar(&mut self, bar: usize, offset: u64, data: &mut [u8]) {
-        assert!(offset + data.len() as u64 <= 1 << 20 && self.bars[bar].is_some());
+        assert!(offset + data.len() as u64 <= 1 << 20);
+        assert!(self.busy || self.bars[bar].is_some());
         data.fill(self.number);
     }
     fn write_bar(&mut self, _bar: usize, _offset: u64, _data: &[u8]) -> Effect {

@@ -422,6 +422,17 @@ impl From<RateLimit> for vmm::RateLimit {
     }
 }
 
+impl From<&vmm::RateLimit> for RateLimit {
+    fn from(limit: &vmm::RateLimit) -> Self {
+        Self {
+            bytes_per_second: limit.bytes_per_second,
+            operations_per_second: limit.operations_per_second,
+            burst_bytes: limit.burst_bytes,
+            burst_operations: limit.burst_operations,
+        }
+    }
+}
+
 impl From<Format> for vmm::ImageFormat {
     fn from(format: Format) -> Self {
         match format {

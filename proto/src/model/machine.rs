@@ -7,7 +7,7 @@ use uuid::Uuid;
 
 use super::{
     Violations,
-    disk::MAX_SERIAL,
+    disk::{Format, MAX_QUEUES, MAX_SERIAL, OnError, RateLimit},
     nic::Mac,
     topology::Topology,
     vm::{MAX_CMDLINE, MAX_DISKS, MAX_MEMORY, MAX_NICS, MEMORY_STEP, MIN_MEMORY},
@@ -64,6 +64,8 @@ pub struct Machine {
     pub cmdline: String,
     /// Disks in order.
     pub disks: Vec<Disk>,
+    /// Limits that several disks share, by name.
+    pub rate_groups: BTreeMap<String, RateLimit>,
     /// NICs in order.
     pub nics: Vec<Nic>,
     /// The entropy device.
@@ -72,15 +74,54 @@ pub struct Machine {
     pub serial_log: Option<(FdIndex, FdIndex)>,
 }
 
+/// Most rate groups of a machine.
+pub const MAX_RATE_GROUPS: usize = 16;
+/// Queues of a disk that asks for no number, if there are as many vCPUs.
+pub const DEFAULT_QUEUES: u32 = 4;
+/// Longest chain of images below an overlay.
+pub const MAX_BACKING: usize = 16;
+
+/// What a disk is limited by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DiskLimit {
+    /// Nothing.
+    None,
+    /// A limit of its own.
+    Own(RateLimit),
+    /// A group's limit, by the group's name.
+    Group(String),
+}
+
+/// An image below an overlay.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackingImage {
+    /// Open for reading.
+    pub fd: FdIndex,
+    /// [`Format::Raw`] or [`Format::Qcow2`].
+    pub format: Format,
+}
+
 /// A disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Disk {
-    /// For messages.
+    /// Unique in the machine, not empty.
     pub name: String,
     /// Image file or block device.
     pub fd: FdIndex,
+    /// How it is to be read.
+    pub format: Format,
+    /// The images below a qcow2 overlay, the nearest first.
+    pub backing: Vec<BackingImage>,
     /// The guest can't write to it.
     pub read_only: bool,
+    /// 1 to [`MAX_QUEUES`].
+    pub queues: u16,
+    /// Bytes of a logical block: 512 or 4096.
+    pub logical_block: u32,
+    /// What an error of the host leads to.
+    pub on_error: OnError,
+    /// What limits it.
+    pub limit: DiskLimit,
     /// What GET_ID answers.
     pub serial: String,
     /// Where it is.
@@ -120,6 +161,15 @@ struct Claims {
 }
 
 impl Claims {
+    fn of(fds: usize) -> Self {
+        Self {
+            found: Violations::default(),
+            fds: BTreeMap::new(),
+            available: fds,
+            slots: BTreeSet::new(),
+        }
+    }
+
     fn fd(&mut self, field: &str, index: u32) -> FdIndex {
         let position = usize::try_from(index).unwrap_or(usize::MAX);
         if position >= self.available {
@@ -149,13 +199,7 @@ impl Claims {
 impl Machine {
     /// Validates `spec`, which came with `fds` descriptors.
     pub fn new(spec: &vmm::MachineSpec, fds: usize) -> Result<Self, Violations> {
-        let (found, slots) = (Violations::default(), BTreeSet::new());
-        let mut claims = Claims {
-            found,
-            fds: BTreeMap::new(),
-            available: fds,
-            slots,
-        };
+        let mut claims = Claims::of(fds);
         let topology = Topology::for_cores(spec.vcpus).unwrap_or_else(|error| {
             claims.found.add("vcpus", error);
             Topology {
@@ -180,9 +224,19 @@ impl Machine {
         if kernel.cmdline.len() > MAX_CMDLINE || kernel.cmdline.contains('\0') {
             claims.found.add("kernel.cmdline", "too long, or with NUL");
         }
-        if spec.disks.len() > MAX_DISKS || spec.nics.len() > MAX_NICS {
-            claims.found.add("disks, nics", "too many");
+        let groups = spec.rate_groups.len();
+        if spec.disks.len() > MAX_DISKS || spec.nics.len() > MAX_NICS || groups > MAX_RATE_GROUPS {
+            claims.found.add("disks, nics, rate_groups", "too many");
             return Err(claims.found);
+        }
+        let rate_groups = rate_groups(&mut claims, &spec.rate_groups);
+        let mut names = BTreeSet::new();
+        for disk in &spec.disks {
+            if !names.insert(&disk.name) {
+                claims
+                    .found
+                    .add(format_args!("disk {}", disk.name), "two with that name");
+            }
         }
         let serial_log = match (spec.serial_log_fd, spec.serial_log_old_fd) {
             (Some(current), Some(old)) => Some((
@@ -205,7 +259,16 @@ impl Machine {
             kernel: claims.fd("kernel.kernel_fd", kernel.kernel_fd),
             initrd: kernel.initrd_fd.map(|index| claims.fd("kernel.initrd_fd", index)),
             cmdline: kernel.cmdline,
-            disks: spec.disks.iter().map(|wire| disk(&mut claims, wire)).collect(),
+            disks: spec
+                .disks
+                .iter()
+                .map(|wire| {
+                    disk(&mut claims, wire, topology, |group| {
+                        rate_groups.contains_key(group)
+                    })
+                })
+                .collect(),
+            rate_groups,
             nics: spec.nics.iter().map(|wire| nic(&mut claims, wire)).collect(),
             rng: Rng {
                 slot: claims.slot("rng_pci_slot", spec.rng_pci_slot),
@@ -217,18 +280,141 @@ impl Machine {
     }
 }
 
-fn disk(claims: &mut Claims, wire: &vmm::Disk) -> Disk {
+impl Disk {
+    /// Validates a disk that is plugged into a machine with that many vCPUs and groups of these names. `wire` came with
+    /// `fds` descriptors. What the machine has already in that slot, or under that name, is not looked at.
+    pub fn new(
+        wire: &vmm::Disk,
+        fds: usize,
+        topology: Topology,
+        is_group: impl Fn(&str) -> bool,
+    ) -> Result<Self, Violations> {
+        let mut claims = Claims::of(fds);
+        let disk = disk(&mut claims, wire, topology, is_group);
+        claims.found.or(disk)
+    }
+}
+
+fn rate_groups(claims: &mut Claims, wire: &[vmm::RateGroup]) -> BTreeMap<String, RateLimit> {
+    let mut groups = BTreeMap::new();
+    for group in wire {
+        let limit = RateLimit::from(&group.limit.unwrap_or_default());
+        if group.name.is_empty() {
+            claims.found.add("rate_groups", "one has no name");
+        } else if groups.insert(group.name.clone(), limit).is_some() {
+            claims
+                .found
+                .add(format_args!("rate group {}", group.name), "two with that name");
+        }
+    }
+    groups
+}
+
+fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: impl Fn(&str) -> bool) -> Disk {
     let field = format!("disk {}", wire.name);
+    if wire.name.is_empty() {
+        claims.found.add("disk", "has no name");
+    }
     if wire.serial.len() > MAX_SERIAL {
         claims.found.add(&field, "serial too long");
     }
+    let format = image_format(claims, &field, wire.format);
+    let fd = claims.fd(&field, wire.fd);
     Disk {
         name: wire.name.clone(),
-        fd: claims.fd(&field, wire.fd),
-        read_only: wire.read_only,
+        fd,
+        format,
+        backing: backing(claims, &field, wire, format),
+        read_only: wire.read_only || format == Format::Iso,
+        queues: queues(claims, &field, wire.queues, topology),
+        logical_block: match wire.logical_block_bytes {
+            0 | 512 => 512,
+            4096 => 4096,
+            other => {
+                let wrong = format_args!("logical block must be 512 or 4096 bytes, is {other}");
+                claims.found.add(&field, wrong);
+                512
+            }
+        },
+        on_error: match vmm::OnError::try_from(wire.on_error) {
+            Ok(vmm::OnError::Unspecified | vmm::OnError::Report) => OnError::Report,
+            Ok(vmm::OnError::Pause) => OnError::Pause,
+            Err(_) => {
+                let wrong = format_args!("unknown on_error {}", wire.on_error);
+                claims.found.add(&field, wrong);
+                OnError::Report
+            }
+        },
+        limit: match (&wire.rate_limit, wire.rate_group.as_str()) {
+            (None, "") => DiskLimit::None,
+            (Some(limit), "") => DiskLimit::Own(limit.into()),
+            (limit, group) => {
+                if limit.is_some() {
+                    claims.found.add(&field, "a limit of its own and a rate group");
+                }
+                if !is_group(group) {
+                    let wrong = format_args!("there is no rate group {group}");
+                    claims.found.add(&field, wrong);
+                }
+                DiskLimit::Group(group.to_owned())
+            }
+        },
         serial: wire.serial.clone(),
         slot: claims.slot(&field, wire.pci_slot),
     }
+}
+
+fn image_format(claims: &mut Claims, field: &str, value: i32) -> Format {
+    match vmm::ImageFormat::try_from(value) {
+        Ok(vmm::ImageFormat::Unspecified | vmm::ImageFormat::Raw) => Format::Raw,
+        Ok(vmm::ImageFormat::Qcow2) => Format::Qcow2,
+        Ok(vmm::ImageFormat::Iso) => Format::Iso,
+        Err(_) => {
+            claims.found.add(field, format_args!("unknown format {value}"));
+            Format::Raw
+        }
+    }
+}
+
+fn backing(claims: &mut Claims, field: &str, wire: &vmm::Disk, format: Format) -> Vec<BackingImage> {
+    if !wire.backing.is_empty() && format != Format::Qcow2 {
+        claims.found.add(field, "only a qcow2 image has others below it");
+    }
+    if wire.backing.len() > MAX_BACKING {
+        let wrong = format_args!(
+            "at most {MAX_BACKING} images below it, are {}",
+            wire.backing.len()
+        );
+        claims.found.add(field, wrong);
+        return Vec::new();
+    }
+    let numbered = wire.backing.iter().enumerate();
+    let images = numbered.map(|(index, wire)| {
+        let field = format!("{field}, backing {index}");
+        let format = image_format(claims, &field, wire.format);
+        if format == Format::Iso {
+            claims.found.add(&field, "is no format of a backing image");
+        }
+        BackingImage {
+            fd: claims.fd(&field, wire.fd),
+            format,
+        }
+    });
+    images.collect()
+}
+
+fn queues(claims: &mut Claims, field: &str, wanted: u32, topology: Topology) -> u16 {
+    let number = match wanted {
+        0 => topology.cores().clamp(1, DEFAULT_QUEUES),
+        _ => wanted,
+    };
+    if number > MAX_QUEUES {
+        claims
+            .found
+            .add(field, format_args!("at most {MAX_QUEUES} queues, are {number}"));
+        return 1;
+    }
+    u16::try_from(number).unwrap_or(1)
 }
 
 fn nic(claims: &mut Claims, wire: &vmm::Nic) -> Nic {

@@ -6,7 +6,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use devices::{GuestMemory, legacy};
+use devices::{GuestMemory, legacy, pci::hotplug};
 use proto::{
     model::{self, topology::Topology},
     vmm::ErrorKind,
@@ -15,7 +15,7 @@ use uuid::Uuid;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::{
-    COM1_GSI, COM1_PORT, POWER_BUTTON_GSI,
+    COM1_GSI, COM1_PORT, HOTPLUG_GSI, POWER_BUTTON_GSI,
     acpi::{self, Platform},
     assemble::Fds,
     boot::{BootParams, BootSource, Entry},
@@ -150,6 +150,8 @@ fn platform(apic_ids: Vec<u32>, ram: u64) -> Platform {
         reset_value: legacy::pm::RESET_VALUE,
         power_button_gsi: POWER_BUTTON_GSI,
         pvpanic_port: port(legacy::pvpanic::PORT),
+        hotplug_ports: (hotplug::PORT, hotplug::PORTS),
+        hotplug_gsi: HOTPLUG_GSI,
     }
 }
 

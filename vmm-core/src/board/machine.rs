@@ -1,18 +1,22 @@
 //! A machine that is built: its parts, and the order in which they stop, go on and start anew.
 
 use std::{
+    os::fd::OwnedFd,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use devices::{component::Component, interrupt::IrqLine, pci::PciRoot, serial::SerialPort};
-use proto::vmm::ErrorKind;
+use proto::{
+    model::disk::RateLimit,
+    vmm::{self, ErrorKind},
+};
 use tracing::{error, warn};
 
-use super::{boot::Entry, image::Image};
+use super::{boot::Entry, disks::Disks, image::Image};
 use crate::{
     kvm::{AddressSpaces, Clock, IrqChipState, Vm},
-    lifecycle::{self, Failure},
+    lifecycle::{self, Detached, Failure, LimitTarget},
     memory::GuestRam,
     vcpu::Vcpus,
 };
@@ -23,8 +27,9 @@ const PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// See the module. Fields are dropped in order: first the vCPUs, which use all else.
 pub struct Machine {
     pub(super) vcpus: Vcpus,
-    /// In the order of assembly. All but the serial port, which has an end of its own.
+    /// In the order of assembly. All but the disks, and the serial port, which has an end of its own.
     pub(super) components: Vec<Box<dyn Component>>,
+    pub(super) disks: Disks,
     pub(super) serial: SerialPort,
     pub(super) pci: Arc<PciRoot>,
     pub(super) spaces: AddressSpaces,
@@ -46,14 +51,28 @@ impl Machine {
         Ok(self.vcpus.set_entry(move |special| entry.registers(special))?)
     }
 
+    /// All that there are now, in the order in which they pause; the serial port is the last.
+    fn parts(&mut self) -> Vec<&mut dyn Component> {
+        let mut parts: Vec<&mut dyn Component> = Vec::new();
+        for component in &mut self.components {
+            parts.push(component.as_mut());
+        }
+        parts.extend(self.disks.components());
+        parts.push(&mut self.serial);
+        parts
+    }
+
     fn pause_components(&mut self, deadline: Instant) -> Result<(), Failure> {
-        for index in 0..self.components.len() + 1 {
-            let component = part(&mut self.components, &mut self.serial, index);
+        self.disks.wait_for_leaving(deadline)?;
+        let mut parts = self.parts();
+        for index in 0..parts.len() {
+            let Some((component, before)) = parts.get_mut(..=index).and_then(<[_]>::split_last_mut) else {
+                break;
+            };
             if let Err(error) = component.pause(deadline) {
                 let message = format!("pausing {}: {}", component.name(), lifecycle::with_causes(&error));
                 // A part that failed runs on by itself; those before it are told to.
-                for resumed in (0..index).rev() {
-                    let component = part(&mut self.components, &mut self.serial, resumed);
+                for component in before.iter_mut().rev() {
                     if let Err(error) = component.resume() {
                         error!(part = component.name(), %error, "resuming after a failed pause");
                     }
@@ -68,8 +87,7 @@ impl Machine {
     }
 
     fn resume_components(&mut self) -> Result<(), Failure> {
-        for index in (0..self.components.len() + 1).rev() {
-            let component = part(&mut self.components, &mut self.serial, index);
+        for component in self.parts().into_iter().rev() {
             component.resume().map_err(|error| Failure {
                 kind: ErrorKind::Internal,
                 message: format!(
@@ -80,18 +98,6 @@ impl Machine {
             })?;
         }
         Ok(())
-    }
-}
-
-/// Component `index` in the order of assembly; the serial port is the last.
-fn part<'a>(
-    components: &'a mut [Box<dyn Component>],
-    serial: &'a mut SerialPort,
-    index: usize,
-) -> &'a mut dyn Component {
-    match components.get_mut(index) {
-        Some(component) => component.as_mut(),
-        None => serial,
     }
 }
 
@@ -126,8 +132,8 @@ impl lifecycle::Machine for Machine {
 
     fn reset(&mut self) -> Result<(), Failure> {
         self.vcpus.stop()?;
-        for index in 0..self.components.len() + 1 {
-            let component = part(&mut self.components, &mut self.serial, index);
+        self.disks.reset(Instant::now() + PAUSE_TIMEOUT)?;
+        for component in self.parts() {
             component.reset().map_err(|error| Failure {
                 kind: ErrorKind::Internal,
                 message: format!(
@@ -154,13 +160,45 @@ impl lifecycle::Machine for Machine {
         self.power_button.pulse();
     }
 
+    fn attach_disk(&mut self, disk: &vmm::Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
+        self.disks.attach(disk, fds)
+    }
+
+    fn detach_disk(&mut self, name: &str, force: bool) -> Result<(), Failure> {
+        self.disks.detach(name, force)
+    }
+
+    fn collect_detached(&mut self) -> Vec<Detached> {
+        self.disks.collect_detached()
+    }
+
+    fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure> {
+        self.disks.resize(name, capacity)
+    }
+
+    fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure> {
+        self.disks.set_rate_limit(target, limit)
+    }
+
+    fn disk_stats(&self) -> Vec<vmm::DiskStats> {
+        self.disks.stats()
+    }
+
+    fn holds_requests(&self) -> bool {
+        self.disks.holds_requests()
+    }
+
     fn halt(&mut self) {
         if let Err(error) = self.vcpus.stop() {
             error!(error = lifecycle::with_causes(&error), "stopping the vCPUs");
         }
-        if self.paused_clock.is_none()
-            && let Err(failure) = self.pause_components(Instant::now() + PAUSE_TIMEOUT)
-        {
+        let deadline = Instant::now() + PAUSE_TIMEOUT;
+        let rest = if self.paused_clock.is_none() {
+            self.pause_components(deadline)
+        } else {
+            self.disks.wait_for_leaving(deadline)
+        };
+        if let Err(failure) = rest {
             warn!(error = failure.message, "devices did not come to rest at the end");
         }
         self.serial.finish();

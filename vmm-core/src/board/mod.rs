@@ -7,6 +7,7 @@ pub mod acpi;
 pub mod assemble;
 pub mod boot;
 pub mod cpuid;
+mod disks;
 pub mod image;
 pub mod machine;
 pub mod smbios;
@@ -22,6 +23,8 @@ pub const COM1_PORT: u16 = 0x3f8;
 pub const COM1_GSI: u32 = 4;
 /// Interrupt of the generic event device that tells of the power button.
 pub const POWER_BUTTON_GSI: u32 = 5;
+/// Interrupt of the generic event device that tells of PCI slots: an input that no ISA device ever had, level-triggered.
+pub const HOTPLUG_GSI: u32 = 16;
 
 /// What goes wrong while a machine is built or driven is told as the driver tells it.
 macro_rules! failure_from {

@@ -2,7 +2,7 @@
 
 use std::{io, sync::Arc};
 
-use devices::interrupt::{IrqLine, NotifyAddress, NotifyRegistry};
+use devices::interrupt::{IrqLine, LevelLine, NotifyAddress, NotifyRegistry};
 use kvm_bindings::{KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip};
 use kvm_ioctls::{IoEventAddress, NoDatamatch};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -30,6 +30,21 @@ pub(super) fn line(vm: &Vm, gsi: u32) -> Result<Arc<dyn IrqLine>, KvmError> {
         .register_irqfd(&event, gsi)
         .map_err(KvmError::ioctl("KVM_IRQFD"))?;
     Ok(Arc::new(Line { event }))
+}
+
+/// An input whose level this process sets. One that is masked, or not set up yet, keeps its level; the guest sees it when
+/// it unmasks the input.
+pub(super) struct Level {
+    pub(super) vm: Arc<Vm>,
+    pub(super) gsi: u32,
+}
+
+impl LevelLine for Level {
+    fn set(&self, high: bool) {
+        if let Err(error) = self.vm.fd().set_irq_line(self.gsi, high) {
+            tracing::error!(gsi = self.gsi, %error, "KVM_IRQ_LINE");
+        }
+    }
 }
 
 /// Notifications by ioeventfd.

@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex, OnceLock},
 };
 
-use devices::interrupt::{IrqLine, MsiController, NotifyRegistry};
+use devices::interrupt::{IrqLine, LevelLine, MsiController, NotifyRegistry};
 use kvm_bindings::{
     KVM_CLOCK_TSC_STABLE, KVM_PIT_SPEAKER_DUMMY, kvm_clock_data, kvm_pit_config, kvm_userspace_memory_region,
 };
@@ -144,6 +144,14 @@ impl Vm {
     /// The interrupt line `gsi` (input of the I/O APIC, 0 to 23, and of the PICs up to 15), edge-triggered.
     pub fn irq_line(&self, gsi: u32) -> Result<Arc<dyn IrqLine>, KvmError> {
         irqchip::line(self, gsi)
+    }
+
+    /// The interrupt line `gsi` (input of the I/O APIC, 0 to 23, and of the PICs up to 15), level-triggered.
+    pub fn level_line(self: &Arc<Self>, gsi: u32) -> Arc<dyn LevelLine> {
+        Arc::new(irqchip::Level {
+            vm: Arc::clone(self),
+            gsi,
+        })
     }
 
     /// Gives out message-signalled interrupts.

@@ -48,6 +48,9 @@ pub enum Action {
     PowerButton,
     /// End it at once.
     Stop,
+    /// Plug a disk in, take one away, make one larger, limit it, ask for counters: the same for a guest that runs and for
+    /// one that is paused.
+    Disk,
 }
 
 /// The answer.
@@ -63,7 +66,7 @@ pub enum Admission {
 
 /// Decides.
 pub fn admit(state: State, action: Action) -> Admission {
-    use Action::{Boot, Pause, PowerButton, Resume, Stop};
+    use Action::{Boot, Disk, Pause, PowerButton, Resume, Stop};
     use Admission::{Already, Go, Refuse};
     match (state, action) {
         (State::Empty, Boot) => Go,
@@ -74,6 +77,8 @@ pub fn admit(state: State, action: Action) -> Admission {
 
         (State::Running, PowerButton) => Go,
         (State::Paused, PowerButton) => Refuse("the machine is paused: its guest can't react"),
+
+        (State::Running | State::Paused, Disk) => Go,
 
         (State::Ended, Stop) => Already,
         (_, Stop) => Go,
@@ -88,7 +93,7 @@ mod tests {
     use rstest::rstest;
 
     use super::{
-        Action::{Boot, Pause, PowerButton, Resume, Stop},
+        Action::{Boot, Disk, Pause, PowerButton, Resume, Stop},
         State::{Empty, Ended, Paused, Running},
         *,
     };
@@ -101,11 +106,11 @@ mod tests {
     }
 
     #[rstest]
-    #[case(Empty, [(Boot, Answer::Go), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Go)])]
-    #[case(Running, [(Boot, Answer::Refuse), (Pause, Answer::Go), (Resume, Answer::Already), (PowerButton, Answer::Go), (Stop, Answer::Go)])]
-    #[case(Paused, [(Boot, Answer::Refuse), (Pause, Answer::Already), (Resume, Answer::Go), (PowerButton, Answer::Refuse), (Stop, Answer::Go)])]
-    #[case(Ended, [(Boot, Answer::Refuse), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Already)])]
-    fn each_action_in_each_state_has_its_answer(#[case] state: State, #[case] table: [(Action, Answer); 5]) {
+    #[case(Empty, [(Boot, Answer::Go), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Refuse)])]
+    #[case(Running, [(Boot, Answer::Refuse), (Pause, Answer::Go), (Resume, Answer::Already), (PowerButton, Answer::Go), (Stop, Answer::Go), (Disk, Answer::Go)])]
+    #[case(Paused, [(Boot, Answer::Refuse), (Pause, Answer::Already), (Resume, Answer::Go), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Go)])]
+    #[case(Ended, [(Boot, Answer::Refuse), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Already), (Disk, Answer::Refuse)])]
+    fn each_action_in_each_state_has_its_answer(#[case] state: State, #[case] table: [(Action, Answer); 6]) {
         for (action, expected) in table {
             let answer = match admit(state, action) {
                 Admission::Go => Answer::Go,

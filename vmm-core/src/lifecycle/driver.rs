@@ -1,6 +1,10 @@
 //! The one thread that owns the machine: takes a request or a notice, acts, publishes, takes the next.
 
-use std::{os::fd::OwnedFd, sync::mpsc::Receiver};
+use std::{
+    os::fd::OwnedFd,
+    sync::mpsc::{Receiver, RecvTimeoutError},
+    time::{Duration, Instant},
+};
 
 use devices::virtio::fault::LogLimit;
 use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec};
@@ -23,7 +27,20 @@ pub struct Driver<A, B> {
     panicked: bool,
     /// Of lines about what a guest can do again and again.
     log_limit: LogLimit,
+    /// The machine could not be paused after a disk's error: when it is tried again, and the error.
+    pause_again: Option<(Instant, DiskError)>,
 }
+
+/// Why a disk holds requests.
+struct DiskError {
+    /// "disk root".
+    device: String,
+    message: String,
+}
+
+/// How long after a pause for a disk's error that failed it is tried again. The machine runs meanwhile, the disk's requests
+/// stay unanswered.
+const PAUSE_AGAIN: Duration = Duration::from_secs(10);
 
 /// Whether the machine goes on.
 enum Next {
@@ -43,22 +60,41 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             machine: None,
             panicked: false,
             log_limit: LogLimit::new(),
+            pause_again: None,
         }
     }
 
     /// Until the run ends. `before_publishing` gets the record when the machine is quiet and before anybody is told.
     pub fn run(mut self, before_publishing: impl FnOnce(&ExitRecord)) -> ExitRecord {
         loop {
-            let Ok(input) = self.inputs.recv() else {
-                return self.end(
-                    exit_record(ExitKind::VmmError, "nobody is left to ask for anything"),
-                    None,
-                    before_publishing,
-                );
+            let input = match self.next_input() {
+                Ok(input) => input,
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Some((_, error)) = self.pause_again.take() {
+                        self.pause_for_error(error);
+                    }
+                    continue;
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    return self.end(
+                        exit_record(ExitKind::VmmError, "nobody is left to ask for anything"),
+                        None,
+                        before_publishing,
+                    );
+                }
             };
             if let Next::End(record, asker) = self.take(input) {
                 return self.end(record, asker, before_publishing);
             }
+        }
+    }
+
+    fn next_input(&self) -> Result<Input, RecvTimeoutError> {
+        match &self.pause_again {
+            Some((when, _)) => self
+                .inputs
+                .recv_timeout(when.saturating_duration_since(Instant::now())),
+            None => self.inputs.recv().map_err(|_| RecvTimeoutError::Disconnected),
         }
     }
 
@@ -106,6 +142,11 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Request::Resume => Action::Resume,
             Request::PowerButton => Action::PowerButton,
             Request::Stop => Action::Stop,
+            Request::AttachDisk { .. }
+            | Request::DetachDisk { .. }
+            | Request::ResizeDisk { .. }
+            | Request::SetRateLimit { .. }
+            | Request::GetDiskStats => Action::Disk,
         };
         let result = match admit(self.publisher.state(), action) {
             Admission::Already => Ok(()),
@@ -119,6 +160,23 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 Request::Pause => self.pause(),
                 Request::Resume => self.resume(),
                 Request::PowerButton => self.machine().map(Machine::press_power_button),
+                Request::AttachDisk { disk, fds } => self.machine().and_then(|it| it.attach_disk(&disk, fds)),
+                Request::DetachDisk { name, force } => {
+                    let result = self.machine().and_then(|it| it.detach_disk(&name, force));
+                    self.tell_detached();
+                    result
+                }
+                Request::ResizeDisk { name, capacity } => {
+                    self.machine().and_then(|it| it.resize_disk(&name, capacity))
+                }
+                Request::SetRateLimit { target, limit } => {
+                    self.machine().and_then(|it| it.set_rate_limit(&target, limit))
+                }
+                Request::GetDiskStats => {
+                    let stats = self.machine().map(|it| it.disk_stats()).unwrap_or_default();
+                    self.publisher.reply_stats(token, stats);
+                    return Next::GoOn;
+                }
             },
         };
         self.publisher.reply(token, result);
@@ -139,8 +197,11 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         match started {
             Ok(machine) => {
                 self.machine = Some(machine);
-                self.publisher
-                    .enter(if paused { State::Paused } else { State::Running });
+                if paused {
+                    self.publisher.paused(None);
+                } else {
+                    self.publisher.enter(State::Running);
+                }
                 self.publisher.reply(token, Ok(()));
                 Next::GoOn
             }
@@ -154,8 +215,55 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 
     fn pause(&mut self) -> Result<(), Failure> {
         self.machine()?.pause()?;
-        self.publisher.enter(State::Paused);
+        // What is held is tried again at the next resume, whatever the pause was for.
+        self.pause_again = None;
+        self.publisher.paused(None);
         Ok(())
+    }
+
+    /// Pauses the machine because of a disk's error, unless that is over (the disk was reset, or is gone), or the machine
+    /// is paused already: then it keeps its reason.
+    fn pause_for_error(&mut self, error: DiskError) {
+        if self.publisher.state() != State::Running {
+            return;
+        }
+        let paused = match self.machine() {
+            Ok(machine) if machine.holds_requests() => machine.pause(),
+            _ => return,
+        };
+        let DiskError { device, message } = &error;
+        match paused {
+            Ok(()) => {
+                warn!(
+                    device,
+                    message, "the machine is paused because of an error of a disk"
+                );
+                self.publisher.paused(Some(format!("{device}: {message}")));
+                self.pause_again = None;
+            }
+            Err(failure) => {
+                warn!(
+                    device,
+                    message,
+                    failure = failure.message,
+                    "pausing because of an error of a disk"
+                );
+                let late = format!(
+                    "{message}; the machine can't be paused for it yet: {}",
+                    failure.message
+                );
+                self.publisher.device_error(device.clone(), late);
+                self.pause_again = Some((Instant::now() + PAUSE_AGAIN, error));
+            }
+        }
+    }
+
+    fn tell_detached(&mut self) {
+        let gone = self.machine().map(|it| it.collect_detached()).unwrap_or_default();
+        for disk in gone {
+            info!(disk = disk.name, forced = disk.forced, "a disk is gone");
+            self.publisher.disk_detached(disk);
+        }
     }
 
     fn resume(&mut self) -> Result<(), Failure> {
@@ -197,6 +305,14 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 self.publisher.device_error(device, message);
                 Next::GoOn
             }
+            Notice::DiskHeld { device, message } => {
+                self.pause_for_error(DiskError { device, message });
+                Next::GoOn
+            }
+            Notice::Unplugged => {
+                self.tell_detached();
+                Next::GoOn
+            }
         }
     }
 
@@ -214,7 +330,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             info!(%left_out, "the guest reset itself");
         }
         self.panicked = false;
+        self.pause_again = None;
         self.publisher.guest_reset();
+        self.tell_detached();
         // Of several vCPUs each may have asked for the reset that just happened, or panicked before it.
         let waiting: Vec<_> = self
             .inputs

@@ -7,7 +7,10 @@ pub mod publisher;
 
 use std::{os::fd::OwnedFd, sync::mpsc::Sender};
 
-use proto::vmm::{ErrorKind, MachineSpec};
+use proto::{
+    model::disk::RateLimit,
+    vmm::{Disk, DiskStats, ErrorKind, MachineSpec, Status},
+};
 
 /// Names a request, so that its answer finds the way back; the asker chooses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -49,6 +52,63 @@ pub enum Request {
     PowerButton,
     /// Ends it.
     Stop,
+    /// Plugs a disk in.
+    AttachDisk {
+        /// What it is.
+        disk: Box<Disk>,
+        /// The descriptors that it names.
+        fds: Vec<OwnedFd>,
+    },
+    /// Asks the guest for a disk, or takes it away.
+    DetachDisk {
+        /// Which.
+        name: String,
+        /// Take it away whatever the guest does.
+        force: bool,
+    },
+    /// Makes a disk larger.
+    ResizeDisk {
+        /// Which.
+        name: String,
+        /// To that many bytes; what a block device has by now, if `None`.
+        capacity: Option<u64>,
+    },
+    /// Changes a limit.
+    SetRateLimit {
+        /// Whose.
+        target: LimitTarget,
+        /// To what.
+        limit: RateLimit,
+    },
+    /// Asks for the counters of all disks.
+    GetDiskStats,
+}
+
+/// What has a rate limit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LimitTarget {
+    /// The disk of that name.
+    Disk(String),
+    /// The rate group of that name.
+    Group(String),
+}
+
+/// What a request is answered with.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Answer {
+    /// The state after it.
+    Status(Status),
+    /// Counters of the disks, in order of their slots.
+    DiskStats(Vec<DiskStats>),
+}
+
+/// A disk that is gone: its image is closed and unlocked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Detached {
+    /// Which.
+    pub name: String,
+    /// It was taken away without the guest.
+    pub forced: bool,
 }
 
 /// What a machine tells its driver.
@@ -71,6 +131,16 @@ pub enum Notice {
         /// What happened.
         message: String,
     },
+    /// A disk keeps requests that failed until the machine was paused and goes on again.
+    DiskHeld {
+        /// "disk root".
+        device: String,
+        /// What happened.
+        message: String,
+    },
+    /// The guest ejected something, or something that was taken away is gone for good: see
+    /// [`Machine::collect_detached`].
+    Unplugged,
 }
 
 /// Where a machine's parts send their notices.
@@ -133,6 +203,21 @@ pub trait Machine {
     fn start(&mut self) -> Result<(), Failure>;
     /// Presses the power button.
     fn press_power_button(&mut self);
+    /// Plugs a disk in and tells the guest, which may be paused.
+    fn attach_disk(&mut self, disk: &Disk, fds: Vec<OwnedFd>) -> Result<(), Failure>;
+    /// Asks the guest for a disk. With `force` takes it away at once: it is gone on success, and when that takes too long it
+    /// goes later.
+    fn detach_disk(&mut self, name: &str, force: bool) -> Result<(), Failure>;
+    /// Looks after the disks that the guest ejected; gives those that are gone since it was asked last.
+    fn collect_detached(&mut self) -> Vec<Detached>;
+    /// Makes a disk larger, and tells the guest.
+    fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure>;
+    /// Changes a limit.
+    fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure>;
+    /// Counters of all disks.
+    fn disk_stats(&self) -> Vec<DiskStats>;
+    /// Whether a disk keeps requests that failed ([`Notice::DiskHeld`]).
+    fn holds_requests(&self) -> bool;
     /// Stops the vCPUs and lets the devices finish and flush what they took. There is no way back.
     fn halt(&mut self);
 }

@@ -3,18 +3,18 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use proto::vmm::{
-    DeviceError, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset, StateChanged, Status,
-    event::Kind,
+    DeviceError, DiskDetached, DiskStats, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset,
+    PauseReason, StateChanged, Status, event::Kind,
 };
 
-use super::{Failure, Token, admission::State};
+use super::{Answer, Detached, Failure, Token, admission::State};
 
 /// Who asks and listens. The driver calls it; no method may wait.
 pub trait Audience: Send {
     /// Something happened.
     fn event(&self, event: Event);
-    /// The answer to a request: the state after it, or why it failed.
-    fn reply(&self, token: Token, answer: Result<Status, Failure>);
+    /// The answer to a request, or why it failed.
+    fn reply(&self, token: Token, answer: Result<Answer, Failure>);
 }
 
 /// See the module.
@@ -48,9 +48,24 @@ impl<A: Audience> Publisher<A> {
     pub fn enter(&mut self, state: State) {
         self.state = state;
         self.status.state = proto::vmm::State::from(state).into();
+        if state != State::Paused {
+            self.status.pause_reason = PauseReason::Unspecified.into();
+            self.status.pause_message.clear();
+        }
         self.send(Kind::StateChanged(StateChanged {
             status: Some(self.status.clone()),
         }));
+    }
+
+    /// The machine is paused, because that was asked for, or because of an error of a disk.
+    pub fn paused(&mut self, disk_error: Option<String>) {
+        let reason = match disk_error {
+            Some(_) => PauseReason::DiskError,
+            None => PauseReason::Requested,
+        };
+        self.status.pause_reason = reason.into();
+        self.status.pause_message = disk_error.unwrap_or_default();
+        self.enter(State::Paused);
     }
 
     /// The guest reset itself.
@@ -71,6 +86,12 @@ impl<A: Audience> Publisher<A> {
         self.send(Kind::DeviceError(DeviceError { device, message }));
     }
 
+    /// A disk is gone.
+    pub fn disk_detached(&self, gone: Detached) {
+        let Detached { name, forced } = gone;
+        self.send(Kind::DiskDetached(DiskDetached { name, forced }));
+    }
+
     /// The run is over: state `Ended` and the event that says why.
     pub fn ended(&mut self, exit: &ExitRecord) {
         self.status.exit = Some(exit.clone());
@@ -82,7 +103,13 @@ impl<A: Audience> Publisher<A> {
 
     /// Answers a request with the present state, or with why it failed.
     pub fn reply(&self, token: Token, result: Result<(), Failure>) {
-        self.audience.reply(token, result.map(|()| self.status.clone()));
+        let answer = result.map(|()| Answer::Status(self.status.clone()));
+        self.audience.reply(token, answer);
+    }
+
+    /// Answers a request for counters.
+    pub fn reply_stats(&self, token: Token, disks: Vec<DiskStats>) {
+        self.audience.reply(token, Ok(Answer::DiskStats(disks)));
     }
 
     fn send(&self, kind: Kind) {

@@ -1,9 +1,10 @@
 use std::sync::{
     Arc, Mutex,
+    atomic::{AtomicBool, Ordering},
     mpsc::{Sender, channel},
 };
 
-use proto::vmm::{Event, ExitKind, ExitRecord, Status, event::Kind};
+use proto::vmm::{Event, ExitKind, ExitRecord, PauseReason, event::Kind};
 
 use super::{driver::Driver, publisher::Audience, *};
 
@@ -25,6 +26,9 @@ struct TestMachine {
     log: Log,
     inputs: Sender<Input>,
     pause_fails: bool,
+    holds: Arc<AtomicBool>,
+    /// Gone and not yet told.
+    detached: Arc<Mutex<Vec<Detached>>>,
 }
 
 impl Machine for TestMachine {
@@ -64,6 +68,54 @@ impl Machine for TestMachine {
         self.log.add("button");
     }
 
+    fn attach_disk(&mut self, disk: &Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
+        self.log.add(format!("attach {} {}", disk.name, fds.len()));
+        Ok(())
+    }
+
+    fn detach_disk(&mut self, name: &str, force: bool) -> Result<(), Failure> {
+        self.log.add(format!("detach {name}"));
+        if name == "none" {
+            return Err(Failure {
+                kind: ErrorKind::NotFound,
+                message: "there is no disk none".into(),
+            });
+        }
+        if force {
+            self.detached.lock().unwrap().push(Detached {
+                name: name.to_owned(),
+                forced: true,
+            });
+        }
+        Ok(())
+    }
+
+    fn collect_detached(&mut self) -> Vec<Detached> {
+        std::mem::take(&mut self.detached.lock().unwrap())
+    }
+
+    fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure> {
+        self.log.add(format!("resize {name} {capacity:?}"));
+        Ok(())
+    }
+
+    fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure> {
+        self.log
+            .add(format!("limit {target:?} {}", limit.operations_per_second));
+        Ok(())
+    }
+
+    fn disk_stats(&self) -> Vec<DiskStats> {
+        vec![DiskStats {
+            name: "data".into(),
+            ..DiskStats::default()
+        }]
+    }
+
+    fn holds_requests(&self) -> bool {
+        self.holds.load(Ordering::SeqCst)
+    }
+
     fn halt(&mut self) {
         self.log.add("halt");
     }
@@ -74,6 +126,8 @@ struct TestBuilder {
     inputs: Sender<Input>,
     pause_fails: bool,
     fails: bool,
+    holds: Arc<AtomicBool>,
+    detached: Arc<Mutex<Vec<Detached>>>,
 }
 
 impl Builder for TestBuilder {
@@ -94,6 +148,8 @@ impl Builder for TestBuilder {
             log,
             inputs,
             pause_fails: self.pause_fails,
+            holds: Arc::clone(&self.holds),
+            detached: Arc::clone(&self.detached),
         }))
     }
 }
@@ -101,18 +157,32 @@ impl Builder for TestBuilder {
 impl Audience for Log {
     fn event(&self, event: Event) {
         self.add(match event.kind.unwrap() {
-            Kind::StateChanged(changed) => format!("is {:?}", changed.status.unwrap().state()),
+            Kind::StateChanged(changed) => {
+                let status = changed.status.unwrap();
+                match status.pause_reason() {
+                    PauseReason::DiskError => format!("is {:?}: {}", status.state(), status.pause_message),
+                    reason => {
+                        let requested = reason == PauseReason::Requested;
+                        assert_eq!(requested, status.state() == proto::vmm::State::Paused);
+                        assert_eq!(status.pause_message, "");
+                        format!("is {:?}", status.state())
+                    }
+                }
+            }
             Kind::GuestReset(reset) => format!("guest reset {}", reset.guest_resets),
             Kind::GuestPanicked(_) => "guest panicked".into(),
             Kind::DeviceError(error) => format!("{}: {}", error.device, error.message),
             Kind::Ended(ended) => format!("ended {:?}", ended.exit.unwrap().kind()),
-            Kind::DiskDetached(gone) => format!("disk {} detached", gone.name),
+            Kind::DiskDetached(gone) => format!("disk {} detached, forced {}", gone.name, gone.forced),
         });
     }
 
-    fn reply(&self, token: Token, answer: Result<Status, Failure>) {
+    fn reply(&self, token: Token, answer: Result<Answer, Failure>) {
         self.add(match answer {
-            Ok(status) => format!("{} ok {:?} {}", token.request, status.state(), status.name),
+            Ok(Answer::DiskStats(disks)) => format!("{} stats of {}", token.request, disks[0].name),
+            Ok(Answer::Status(status)) => {
+                format!("{} ok {:?} {}", token.request, status.state(), status.name)
+            }
             Err(failure) => format!("{} {:?}", token.request, failure.kind),
         });
     }
@@ -146,6 +216,8 @@ fn run(inputs: Vec<Input>, change: impl FnOnce(&mut TestBuilder)) -> (Vec<String
         inputs: sender.clone(),
         pause_fails: false,
         fails: false,
+        holds: Arc::default(),
+        detached: Arc::default(),
     };
     change(&mut builder);
     for input in inputs {
@@ -329,4 +401,210 @@ fn device_errors_are_passed_on() {
         |_| (),
     );
     assert!(log.contains(&"disk root: read: I/O error".to_owned()));
+}
+
+fn attach(name: &str) -> Request {
+    Request::AttachDisk {
+        disk: Box::new(Disk {
+            name: name.into(),
+            ..Disk::default()
+        }),
+        fds: Vec::new(),
+    }
+}
+
+fn detach(name: &str, force: bool) -> Request {
+    Request::DetachDisk {
+        name: name.into(),
+        force,
+    }
+}
+
+#[test]
+fn disks_come_and_go_while_the_guest_runs_and_while_it_is_paused() {
+    let (log, _) = run(
+        vec![
+            request(1, attach("early")),
+            request(2, boot(false)),
+            request(3, attach("data")),
+            request(4, Request::Pause),
+            request(5, attach("more")),
+            request(6, detach("data", false)),
+            request(7, detach("none", false)),
+            request(8, detach("more", true)),
+            request(9, Request::Stop),
+        ],
+        |_| (),
+    );
+    assert_eq!(log[0], "1 State");
+    assert_eq!(
+        log[4..15],
+        [
+            "attach data 0",
+            "3 ok Running web",
+            "pause",
+            "is Paused",
+            "4 ok Paused web",
+            "attach more 0",
+            "5 ok Paused web",
+            "detach data",
+            "6 ok Paused web",
+            "detach none",
+            "7 NotFound",
+        ]
+    );
+    assert_eq!(
+        log[15..18],
+        [
+            "detach more",
+            "disk more detached, forced true",
+            "8 ok Paused web"
+        ],
+        "the event comes before the answer"
+    );
+}
+
+#[test]
+fn a_disk_that_the_guest_ejected_is_told_when_it_is_gone() {
+    let inputs = vec![
+        request(1, boot(false)),
+        Input::Notice(Notice::Unplugged),
+        Input::Notice(Notice::Unplugged),
+        request(2, Request::Stop),
+    ];
+    let (log, _) = run(inputs, |builder| {
+        builder.detached.lock().unwrap().push(Detached {
+            name: "data".into(),
+            forced: false,
+        });
+    });
+    let told = log
+        .iter()
+        .filter(|line| *line == "disk data detached, forced false");
+    assert_eq!(told.count(), 1, "{log:?}");
+}
+
+#[test]
+fn disks_that_go_with_a_reset_are_told_after_it() {
+    let inputs = vec![
+        request(1, boot(false)),
+        Input::Notice(Notice::Reset),
+        request(2, Request::Stop),
+    ];
+    let (log, _) = run(inputs, |builder| {
+        builder.detached.lock().unwrap().push(Detached {
+            name: "data".into(),
+            forced: false,
+        });
+    });
+    assert_eq!(
+        log[3..7],
+        [
+            "reset",
+            "guest reset 1",
+            "disk data detached, forced false",
+            "start"
+        ]
+    );
+}
+
+#[test]
+fn sizes_limits_and_counters_reach_the_machine() {
+    let limit = RateLimit {
+        operations_per_second: 100,
+        ..RateLimit::default()
+    };
+    let (log, _) = run(
+        vec![
+            request(1, boot(false)),
+            request(
+                2,
+                Request::ResizeDisk {
+                    name: "data".into(),
+                    capacity: Some(4096),
+                },
+            ),
+            request(
+                3,
+                Request::SetRateLimit {
+                    target: LimitTarget::Group("slow".into()),
+                    limit,
+                },
+            ),
+            request(4, Request::GetDiskStats),
+            request(5, Request::Stop),
+        ],
+        |_| (),
+    );
+    assert_eq!(
+        log[3..8],
+        [
+            "resize data Some(4096)",
+            "2 ok Running web",
+            "limit Group(\"slow\") 100",
+            "3 ok Running web",
+            "4 stats of data",
+        ]
+    );
+}
+
+fn held() -> Input {
+    Input::Notice(Notice::DiskHeld {
+        device: "disk data".into(),
+        message: "write: No space left on device".into(),
+    })
+}
+
+#[test]
+fn a_disk_that_holds_requests_pauses_the_machine_with_the_reason_until_it_is_resumed() {
+    let inputs = vec![
+        request(1, boot(false)),
+        held(),
+        held(),
+        request(2, Request::Pause),
+        request(3, Request::Resume),
+        request(4, Request::Stop),
+    ];
+    let (log, _) = run(inputs, |builder| builder.holds.store(true, Ordering::SeqCst));
+    assert_eq!(
+        log[3..9],
+        [
+            "pause",
+            "is Paused: disk data: write: No space left on device",
+            "2 ok Paused web",
+            "resume",
+            "is Running",
+            "3 ok Running web",
+        ]
+    );
+}
+
+#[test]
+fn a_pause_that_was_asked_for_keeps_its_reason_and_an_error_that_is_over_pauses_nothing() {
+    let inputs = vec![
+        request(1, boot(false)),
+        request(2, Request::Pause),
+        held(),
+        request(3, Request::Resume),
+        held(),
+        request(4, Request::Stop),
+    ];
+    let (log, _) = run(inputs, |_| ());
+    assert!(log.iter().all(|line| !line.contains("No space")), "{log:?}");
+    assert_eq!(log.iter().filter(|line| *line == "pause").count(), 1);
+}
+
+#[test]
+fn a_pause_for_an_error_that_fails_is_told_and_the_machine_runs_on() {
+    let inputs = vec![request(1, boot(false)), held(), request(2, Request::Stop)];
+    let (log, _) = run(inputs, |builder| {
+        builder.pause_fails = true;
+        builder.holds.store(true, Ordering::SeqCst);
+    });
+    assert_eq!(log[3], "pause");
+    assert!(
+        log[4].starts_with("disk data: write: No space left on device; the machine can't be paused"),
+        "{log:?}"
+    );
+    assert_eq!(log[5], "halt");
 }

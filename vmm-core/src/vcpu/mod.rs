@@ -60,6 +60,9 @@ pub struct Outside {
     pub spaces: AddressSpaces,
     /// Maps PCI functions' BARs anew ([`devices::bus::Effect::Remap`]), before the guest's next instruction.
     pub remap: Box<dyn Fn() + Send + Sync>,
+    /// Takes PCI functions away that the guest ejected ([`devices::bus::Effect::Eject`]), before the guest's next
+    /// instruction.
+    pub eject: Box<dyn Fn() + Send + Sync>,
     /// Takes reports; must not wait for vCPUs.
     pub report: Box<dyn Fn(Report) + Send + Sync>,
 }

@@ -83,6 +83,7 @@ fn rig(cores: u32, code: &[u8]) -> Rig {
         remap: Box::new(move || {
             counted.fetch_add(1, Ordering::Relaxed);
         }),
+        eject: Box::new(|| panic!("nothing can be ejected")),
         report: Box::new(move |report| sender.lock().unwrap().send(report).unwrap()),
     };
     let cpuids = cpuid::build(&host, Topology::for_cores(cores).unwrap()).unwrap();

@@ -210,6 +210,7 @@ impl VcpuThread {
                     match effect {
                         Effect::None => {}
                         Effect::Remap => (self.outside.remap)(),
+                        Effect::Eject => (self.outside.eject)(),
                         Effect::GuestPanicked => self.report(ReportKind::GuestPanicked),
                         Effect::Reset => return self.end(ReportKind::Reset),
                         Effect::PowerOff => return self.end(ReportKind::PowerOff),

@@ -12,4 +12,5 @@
 mod framework;
 mod puppet;
 mod queue;
+mod removal;
 mod transport;

@@ -16,6 +16,7 @@
 //! comes at the wrong time, or makes no sense, reads as ones and does nothing.
 
 use std::{
+    io,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -26,9 +27,9 @@ use virtio_bindings::{
 };
 
 use super::super::{
-    device::VirtioDevice,
+    device::{DeviceKind, VirtioDevice, WorkerSpec},
     queue::QueueState,
-    signals::NO_VECTOR,
+    signals::{NO_VECTOR, Signals},
     worker::{Shared, StopError, Stopping, Workers},
 };
 use crate::component::ComponentError;
@@ -83,7 +84,7 @@ enum Phase {
     Running,
     Paused(Vec<QueueState>),
     Resetting(Stopping),
-    /// A worker is dead; the VM is failing.
+    /// A worker is dead and the VM is failing, or the device is gone.
     Dead,
 }
 
@@ -387,11 +388,52 @@ impl Core {
         }
     }
 
+    /// The device is gone: nothing that a driver does reaches it any more. Gives its workers, to be ended.
+    pub(super) fn retire(&mut self) -> Workers {
+        self.shared.signals.set_driver_ok(false);
+        self.phase = Phase::Dead;
+        self.device = Box::new(Gone(self.device.kind()));
+        std::mem::replace(&mut self.workers, Workers::none())
+    }
+
     fn not_settled(&self) -> ComponentError {
         match self.phase {
             Phase::Dead => ComponentError::WorkerGone,
             _ => ComponentError::DrainTimeout,
         }
+    }
+}
+
+/// What stands in the place of a front that is gone.
+struct Gone(DeviceKind);
+
+impl VirtioDevice for Gone {
+    fn kind(&self) -> DeviceKind {
+        self.0
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &[]
+    }
+
+    fn config_len(&self) -> usize {
+        0
+    }
+
+    fn read_config(&self, _offset: usize, data: &mut [u8]) {
+        data.fill(0xff);
+    }
+
+    fn write_config(&mut self, _offset: usize, _data: &[u8]) {}
+
+    fn reset(&mut self) {}
+
+    fn workers(&mut self, _signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>> {
+        Ok(Vec::new())
     }
 }
 

@@ -81,6 +81,17 @@ impl VirtioPciDevice {
         })
     }
 
+    /// Ends it, after it was taken off the bus: what it has under way first, then its threads; what it held open is
+    /// closed. This takes as long as that takes, so it is not for a thread that others wait for.
+    pub fn end(self) {
+        let workers = {
+            let mut function = lock(&self.function);
+            function.reset();
+            function.core.retire()
+        };
+        workers.end();
+    }
+
     /// For [`PciRoot::add`](crate::pci::PciRoot::add).
     pub fn function(&self) -> SharedFunction {
         let function: Arc<Mutex<VirtioFunction>> = Arc::clone(&self.function);

@@ -201,6 +201,24 @@ impl Workers {
         }
         Err(error)
     }
+
+    /// None of them: what is left in a device whose workers were taken out.
+    pub fn none() -> Self {
+        Self { handles: Vec::new() }
+    }
+
+    /// Ends all for good, for as long as it takes: first what is under way, then the threads, and with them the backs
+    /// and what these hold open.
+    pub fn end(mut self) {
+        let mut stopping = self.stop();
+        while !stopping.wait(later(EXIT_TIMEOUT)) && !stopping.gone() {}
+        for handle in &mut self.handles {
+            handle.send(Command::Exit);
+            if handle.thread.take().is_some_and(|thread| thread.join().is_err()) {
+                tracing::error!("a worker ended with a panic");
+            }
+        }
+    }
 }
 
 impl Drop for Workers {

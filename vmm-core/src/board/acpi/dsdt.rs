@@ -10,23 +10,24 @@ use acpi_tables::{
 
 use devices::legacy::pm::SLEEP_TYPE_S5;
 
-use super::Platform;
+use super::{Platform, hotplug};
 
 /// Notification value for a pressed power button (ACPI 6.5, table 5.152).
 const BUTTON_PRESSED: u8 = 0x80;
 
 pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
-    let mut aml = Vec::with_capacity(1024);
+    let mut aml = Vec::with_capacity(4096);
     // 7.4.2.6: the value for the sleep control register's SLP_TYPx.
     let off = Package::new(vec![&SLEEP_TYPE_S5, &ZERO]);
     Name::new(Path::new("_S5_"), &off).to_aml_bytes(&mut aml);
 
-    let mut devices = Vec::with_capacity(1024);
+    let mut devices = Vec::with_capacity(4096);
     pci_host_bridge(platform, &mut devices);
     motherboard_resources(platform, &mut devices);
     serial_port(platform, &mut devices);
     power_button(platform, &mut devices);
     pvpanic(platform, &mut devices);
+    hotplug::slots_and_events(platform, &mut devices);
     aml.extend(Scope::raw(Path::new("\\_SB_"), devices));
     aml
 }
@@ -70,6 +71,7 @@ fn pci_host_bridge(platform: &Platform, aml: &mut Vec<u8>) {
 
 /// What is taken without belonging to a device: a guest uses the ECAM only if it is reserved here.
 fn motherboard_resources(platform: &Platform, aml: &mut Vec<u8>) {
+    let (hotplug, hotplug_length) = platform.hotplug_ports;
     let ecam_length = platform.ecam.end() - platform.ecam.start() + 1;
     Device::new(
         Path::new("MBRD"),
@@ -81,6 +83,7 @@ fn motherboard_resources(platform: &Platform, aml: &mut Vec<u8>) {
                 &ResourceTemplate::new(vec![
                     &Memory32Fixed::new(true, *platform.ecam.start(), ecam_length),
                     &IO::new(platform.power_port, platform.power_port, 1, 1),
+                    &IO::new(hotplug, hotplug, 1, hotplug_length),
                 ]),
             ),
         ],

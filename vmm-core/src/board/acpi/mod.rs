@@ -5,6 +5,7 @@
 //! the reset register and a generic event device. A guest with this contract takes hundreds of exits less to boot.
 
 mod dsdt;
+mod hotplug;
 mod tables;
 
 use std::ops::RangeInclusive;
@@ -38,6 +39,10 @@ pub struct Platform {
     pub power_button_gsi: u32,
     /// I/O port of pvpanic, one byte.
     pub pvpanic_port: u16,
+    /// First I/O port of PCI hot-plug ([`devices::pci::hotplug`]), and number of ports.
+    pub hotplug_ports: (u16, u8),
+    /// GSI that is high while there is something to read there.
+    pub hotplug_gsi: u32,
 }
 
 /// The tables as they lie in guest memory.

@@ -17,6 +17,8 @@ fn platform(cpus: u32) -> Platform {
         reset_value: 1,
         power_button_gsi: 5,
         pvpanic_port: 0x505,
+        hotplug_ports: (0xae00, 12),
+        hotplug_gsi: 16,
     }
 }
 
@@ -138,6 +140,75 @@ fn the_dsdt_has_every_device_and_the_sleep_state() {
     ] {
         assert!(has(name.as_bytes()), "{name}");
     }
+}
+
+/// The bytes between the end of a name that is declared as a device and the next device.
+fn device<'a>(dsdt: &'a [u8], name: &str) -> &'a [u8] {
+    // DeviceOp, one or two bytes of length, the name (ACPI 6.5, 20.2.5.2).
+    let start = (0..dsdt.len() - 8)
+        .find(|at| {
+            let rest = &dsdt[*at..];
+            rest.starts_with(&[0x5b, 0x82])
+                && (rest[3..7] == *name.as_bytes() || rest[4..8] == *name.as_bytes())
+        })
+        .unwrap_or_else(|| panic!("no device {name}"));
+    let length = match dsdt[start + 2] {
+        short @ 0..0x40 => usize::from(short),
+        long => usize::from(long & 0xf) | usize::from(dsdt[start + 3]) << 4,
+    };
+    &dsdt[start..start + 2 + length]
+}
+
+fn has(bytes: &[u8], needle: &[u8]) -> bool {
+    bytes.windows(needle.len()).any(|window| window == needle)
+}
+
+#[test]
+fn each_slot_has_its_address_its_number_and_a_way_to_eject_it() {
+    let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
+    for slot in 1_u32..32 {
+        let device = device(dsdt, &format!("S{slot:02}_"));
+        let mut address = b"_ADR\x0c".to_vec();
+        address.extend((slot << 16).to_le_bytes());
+        assert!(has(device, &address), "_ADR of {slot}");
+        let number: &[u8] = match u8::try_from(slot).unwrap() {
+            1 => b"_SUN\x01",
+            other => &[b"_SUN".as_slice(), &[0x0a, other]].concat(),
+        };
+        assert!(has(device, number), "_SUN of {slot}");
+        // Store(1 << slot, EJCT) in _EJ0 with one argument.
+        let at = device.windows(4).position(|window| window == b"_EJ0").unwrap();
+        let body = &device[at + 4..];
+        assert_eq!(body[..2], [1, 0x70]);
+        let mask: &[u8] = match slot {
+            1..=7 => &[0x0a, 1 << slot],
+            8..=15 => &[&[0x0b][..], &(1_u16 << slot).to_le_bytes()].concat(),
+            _ => &[&[0x0c][..], &(1_u32 << slot).to_le_bytes()].concat(),
+        };
+        assert_eq!(&body[2..], [mask, b"EJCT"].concat(), "_EJ0 of {slot}");
+    }
+    assert!(!has(dsdt, b"S00_") && !has(dsdt, b"S32_"));
+}
+
+#[test]
+fn events_of_slots_come_by_their_own_device_and_reach_each_slot() {
+    let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
+    let events = device(dsdt, "GED1");
+    // Extended interrupt: consumer, level, active high, exclusive; one, GSI 16 (ACPI 6.5, 6.4.3.6).
+    assert!(has(events, &[0x89, 6, 0, 1, 1, 16, 0, 0, 0]));
+    assert!(has(events, b"\\\x2f\x03_SB_PCI0PCNT"));
+    assert!(has(device(dsdt, "GED0"), &[0x89, 6, 0, 3, 1, 5, 0, 0, 0]));
+    // SystemIO region of 12 bytes, three fields of 32 bits with dword access, not locked, written as zeroes.
+    assert!(has(dsdt, b"\x5b\x80HPRG\x01\x0b\x00\xae\x0a\x0c"));
+    assert!(has(dsdt, b"HPRG\x43CHK_\x20ASK_\x20EJCT\x20"));
+    assert!(has(dsdt, b"DVNTCHK_\x01DVNTASK_\x0a\x03"));
+    for slot in 1..32 {
+        // Notify(Snn_, Arg1).
+        let call = [b"\x86".as_slice(), format!("S{slot:02}_").as_bytes(), b"\x69"].concat();
+        assert!(has(dsdt, &call), "{slot}");
+    }
+    // The ports are reserved.
+    assert!(has(dsdt, &[0x47, 1, 0x00, 0xae, 0x00, 0xae, 1, 12]));
 }
 
 #[test]

@@ -1,31 +1,106 @@
 //! A disk.
 
+use std::{collections::BTreeMap, sync::Arc};
+
 use devices::{
-    block::{OpenError, RawImage},
+    block::{Backing, Image, OpenError, Qcow2Image, RawImage},
+    rate::{Limiter, Limits},
     virtio::blk::{Blk, BlkOptions, OnError},
 };
-use proto::{model, vmm::ErrorKind};
+use proto::{
+    model::{
+        disk::{self, Format, RateLimit},
+        machine::{Disk, DiskLimit},
+    },
+    vmm::ErrorKind,
+};
 
-use super::{Assembly, Failure};
-use crate::lifecycle::with_causes;
+use super::{Failure, Fds, Sockets};
+use crate::{board::disks::Fitted, lifecycle::with_causes};
 
-pub(super) fn build(assembly: &mut Assembly, spec: &model::machine::Disk) -> Result<(), Failure> {
+/// The machine's rate groups, by name.
+pub(in crate::board) type Groups = BTreeMap<String, Arc<Limiter>>;
+
+/// Opens the image of `spec`, and puts a disk with it into its PCI slot.
+pub(in crate::board) fn build(
+    sockets: &Sockets,
+    groups: &Groups,
+    spec: &Disk,
+    fds: &mut Fds,
+) -> Result<Fitted, Failure> {
     let name = format!("disk {}", spec.name);
-    let image = RawImage::open(assembly.fds.take(spec.fd)?, spec.read_only).map_err(|error| Failure {
-        kind: match error {
-            OpenError::Host(..) => ErrorKind::Resources,
-            _ => ErrorKind::Image,
-        },
-        message: format!("{name}: {}", with_causes(&error)),
+    let image = open(spec, fds).map_err(|failure| Failure {
+        message: format!("{name}: {}", failure.message),
+        ..failure
     })?;
+    let (limiter, group) = match &spec.limit {
+        DiskLimit::None => (None, None),
+        DiskLimit::Own(limit) => (Some(Limiter::new(limits(*limit))), None),
+        DiskLimit::Group(group) => (groups.get(group).cloned(), Some(group.clone())),
+    };
     let options = BlkOptions {
         name: spec.name.clone(),
         serial: spec.serial.clone(),
-        queues: 1,
-        logical_block: 512,
-        on_error: OnError::Report,
-        limiter: None,
+        queues: spec.queues,
+        logical_block: spec.logical_block,
+        on_error: match spec.on_error {
+            disk::OnError::Report => OnError::Report,
+            disk::OnError::Pause => OnError::Hold,
+        },
+        limiter: limiter.clone(),
     };
-    let device = Blk::new(Box::new(image), options);
-    assembly.add_virtio(&name, spec.slot, Box::new(device))
+    let device = Blk::new(image, options);
+    let control = device.control();
+    let device = sockets.plug(&name, spec.slot, Box::new(device))?;
+    Ok(Fitted {
+        name: spec.name.clone(),
+        slot: spec.slot.number(),
+        device,
+        control,
+        limiter,
+        group,
+    })
+}
+
+/// What a limiter takes.
+pub(in crate::board) fn limits(limit: RateLimit) -> Limits {
+    Limits {
+        bytes_per_second: limit.bytes_per_second,
+        operations_per_second: limit.operations_per_second,
+        burst_bytes: limit.burst_bytes,
+        burst_operations: limit.burst_operations,
+    }
+}
+
+fn open(spec: &Disk, fds: &mut Fds) -> Result<Box<dyn Image>, Failure> {
+    let fd = fds.take(spec.fd)?;
+    match spec.format {
+        Format::Raw => Ok(Box::new(RawImage::open(fd, spec.read_only).map_err(failure)?)),
+        Format::Iso => Ok(Box::new(RawImage::open_iso(fd).map_err(failure)?)),
+        Format::Qcow2 => {
+            let mut backing = Vec::with_capacity(spec.backing.len());
+            for below in &spec.backing {
+                let fd = fds.take(below.fd)?;
+                backing.push(match below.format {
+                    Format::Qcow2 => Backing::Qcow2(fd),
+                    // The spec's validation lets no others through.
+                    Format::Raw | Format::Iso => Backing::Raw(fd),
+                });
+            }
+            let image = Qcow2Image::open(fd, spec.read_only, backing).map_err(failure)?;
+            Ok(Box::new(image))
+        }
+    }
+}
+
+#[allow(clippy::needless_pass_by_value, reason = "for map_err")]
+fn failure(error: OpenError) -> Failure {
+    Failure {
+        kind: match error {
+            OpenError::Host(..) => ErrorKind::Resources,
+            OpenError::InUse(_) => ErrorKind::InUse,
+            _ => ErrorKind::Image,
+        },
+        message: with_causes(&error),
+    }
 }

@@ -1,13 +1,14 @@
 //! Builds platform v1 from a spec and open descriptors. Each kind of device has its builder in a file beside this one
 //! and one line in [`Assembly::build`].
 
-mod disk;
+pub(super) mod disk;
 mod legacy;
 mod nic;
 mod rng;
 mod serial;
 
 use std::{
+    io,
     os::fd::OwnedFd,
     sync::{
         Arc,
@@ -20,7 +21,7 @@ use devices::{
     bus::Bus,
     component::Component,
     interrupt::{IrqLine, MsiController, NotifyRegistry},
-    pci::{PciError, PciRoot, PciWindows, root::ECAM_SIZE},
+    pci::{HotPlug, PciError, PciRoot, PciWindows, hotplug, root::ECAM_SIZE},
     serial::Terminal,
     virtio::{
         device::VirtioDevice,
@@ -36,6 +37,7 @@ use proto::{
 
 use super::{
     cpuid,
+    disks::Disks,
     image::{Image, Loading},
     machine::Machine,
 };
@@ -81,7 +83,7 @@ impl Builder for Assembler {
             kind: ErrorKind::Invalid,
             message: violations.to_string(),
         })?;
-        let mut fds = Fds(fds.into_iter().map(Some).collect());
+        let mut fds = Fds::new(fds);
         let backing = if spec.memory_shared {
             Backing::Shared { huge_pages: false }
         } else {
@@ -103,11 +105,20 @@ struct Assembly {
     vm: Arc<Vm>,
     ram: GuestRam,
     spaces: AddressSpaces,
-    pci: Arc<PciRoot>,
+    hotplug: Arc<HotPlug>,
+    sockets: Sockets,
+    components: Vec<Box<dyn Component>>,
+}
+
+/// What virtio devices are built with and put into, when the machine is built and later.
+#[derive(Clone)]
+pub(super) struct Sockets {
+    memory: GuestMemory,
     msi: Arc<dyn MsiController>,
     notify: Arc<dyn NotifyRegistry>,
-    notifier: Notifier,
-    components: Vec<Box<dyn Component>>,
+    pub pci: Arc<PciRoot>,
+    pub mmio: Arc<Bus>,
+    pub notifier: Notifier,
 }
 
 impl Assembly {
@@ -132,16 +143,26 @@ impl Assembly {
         // Without the ports of the older mechanism a kernel does all its configuration accesses through ECAM, one
         // exit each instead of two.
         spaces.mmio.insert(layout::ECAM.start, ECAM_SIZE, pci.ecam())?;
+        let hotplug = HotPlug::new(vm.level_line(super::HOTPLUG_GSI));
+        let registers = hotplug.registers();
+        spaces
+            .pio
+            .insert(hotplug::PORT.into(), hotplug::PORTS.into(), registers)?;
         Ok(Self {
             fds,
             host,
-            msi: vm.msi_controller(),
-            notify: vm.notify_registry(),
+            sockets: Sockets {
+                memory: ram.memory().clone(),
+                msi: vm.msi_controller(),
+                notify: vm.notify_registry(),
+                pci,
+                mmio: Arc::clone(&spaces.mmio),
+                notifier,
+            },
             vm,
             ram,
             spaces,
-            pci,
-            notifier,
+            hotplug,
             components: Vec::new(),
         })
     }
@@ -160,13 +181,14 @@ impl Assembly {
         let serial = serial::build(&mut self, spec, console)?;
         legacy::build(&mut self)?;
         rng::build(&mut self, &spec.rng)?;
+        let mut disks = Disks::new(self.sockets.clone(), Arc::clone(&self.hotplug), spec);
         for disk in &spec.disks {
-            disk::build(&mut self, disk)?;
+            disks.fit(disk, &mut self.fds)?;
         }
         for nic in &spec.nics {
             nic::build(&mut self, nic)?;
         }
-        self.pci.remap(&self.spaces.mmio);
+        self.sockets.pci.remap(&self.spaces.mmio);
 
         let power_button = self.irq_line(super::POWER_BUTTON_GSI)?;
         let irqchip = IrqChipState::capture(&self.vm)?;
@@ -174,8 +196,9 @@ impl Assembly {
         let mut machine = Machine {
             vcpus,
             components: self.components,
+            disks,
             serial,
-            pci: self.pci,
+            pci: self.sockets.pci,
             spaces: self.spaces,
             power_button,
             image,
@@ -190,11 +213,18 @@ impl Assembly {
     }
 
     fn vcpus(&self, cpuids: Vec<(u32, CpuId)>, panicked: Arc<AtomicBool>) -> Result<Vcpus, Failure> {
-        let (pci, mmio) = (Arc::clone(&self.pci), Arc::clone(&self.spaces.mmio));
-        let notifier = self.notifier.clone();
+        let (pci, mmio) = (Arc::clone(&self.sockets.pci), Arc::clone(&self.spaces.mmio));
+        let notifier = self.sockets.notifier.clone();
+        let (slots, hotplug) = (self.sockets.clone(), Arc::clone(&self.hotplug));
         let outside = Outside {
             spaces: self.spaces.clone(),
             remap: Box::new(move || pci.remap(&mmio)),
+            eject: Box::new(move || {
+                hotplug.eject(|slot| {
+                    slots.pci.remove(slot, &slots.mmio);
+                });
+                slots.notifier.notify(Notice::Unplugged);
+            }),
             report: Box::new(move |report| {
                 // A panicking kernel can say so any number of times.
                 let again = matches!(report.kind, ReportKind::GuestPanicked)
@@ -214,9 +244,27 @@ impl Assembly {
         slot: PciSlot,
         device: Box<dyn VirtioDevice>,
     ) -> Result<(), Failure> {
+        let device = self.sockets.plug(name, slot, device)?;
+        self.components.push(Box::new(device));
+        Ok(())
+    }
+
+    fn irq_line(&self, gsi: u32) -> Result<Arc<dyn IrqLine>, Failure> {
+        Ok(self.vm.irq_line(gsi)?)
+    }
+}
+
+impl Sockets {
+    /// Puts a virtio device into a PCI slot.
+    pub(super) fn plug(
+        &self,
+        name: &str,
+        slot: PciSlot,
+        device: Box<dyn VirtioDevice>,
+    ) -> Result<VirtioPciDevice, Failure> {
         let parts = Parts {
             name: name.to_owned(),
-            memory: self.memory(),
+            memory: self.memory.clone(),
             msi: self.msi.as_ref(),
             notify: Arc::clone(&self.notify),
             sink: Arc::new(Sink {
@@ -225,22 +273,16 @@ impl Assembly {
             }),
         };
         let device = VirtioPciDevice::new(parts, device).map_err(|error| Failure {
-            kind: ErrorKind::Resources,
+            kind: match error.kind() {
+                io::ErrorKind::InvalidInput => ErrorKind::Invalid,
+                _ => ErrorKind::Resources,
+            },
             message: format!("{name}: {error}"),
         })?;
         self.pci
             .add(slot.number(), device.function())
             .map_err(|error| pci_failure(name, &error))?;
-        self.components.push(Box::new(device));
-        Ok(())
-    }
-
-    fn memory(&self) -> GuestMemory {
-        self.ram.memory().clone()
-    }
-
-    fn irq_line(&self, gsi: u32) -> Result<Arc<dyn IrqLine>, Failure> {
-        Ok(self.vm.irq_line(gsi)?)
+        Ok(device)
     }
 }
 
@@ -248,6 +290,10 @@ impl Assembly {
 pub(super) struct Fds(Vec<Option<OwnedFd>>);
 
 impl Fds {
+    pub(super) fn new(fds: Vec<OwnedFd>) -> Self {
+        Self(fds.into_iter().map(Some).collect())
+    }
+
     pub(super) fn take(&mut self, index: FdIndex) -> Result<OwnedFd, Failure> {
         self.0
             .get_mut(index.0)
@@ -273,9 +319,13 @@ impl EventSink for Sink {
                     .notifier
                     .notify(Notice::VmmFailed(format!("{device}: {message}")));
             }
-            DeviceEvent::NeedsReset(message)
-            | DeviceEvent::BackendError(message)
-            | DeviceEvent::Held(message) => message,
+            DeviceEvent::Held(message) => {
+                return self.notifier.notify(Notice::DiskHeld {
+                    device: device.to_owned(),
+                    message,
+                });
+            }
+            DeviceEvent::NeedsReset(message) | DeviceEvent::BackendError(message) => message,
         };
         if self.limit.allow().is_some() {
             self.notifier.notify(Notice::DeviceError {

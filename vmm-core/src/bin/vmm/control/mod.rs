@@ -3,6 +3,7 @@
 //! while a boot or a pause is under way; all else goes to the driver, whose answers and events come back in order.
 
 mod connection;
+mod disk;
 
 use std::{
     collections::BTreeMap,
@@ -20,8 +21,8 @@ use std::{
 
 use proto::{
     vmm::{
-        Error, ErrorKind, Event, HelloReply, Message, Response, Status, event, message::Kind, request::Op,
-        response::Result as Answer,
+        DiskStatsReply, Error, ErrorKind, Event, HelloReply, Message, Response, Status, event, message::Kind,
+        request::Op, response::Result as Answer,
     },
     wire,
 };
@@ -31,7 +32,7 @@ use rustix::{
 };
 use tracing::{debug, info, warn};
 use vmm_core::lifecycle::{
-    Failure, Input, Request, Token,
+    self, Failure, Input, Request, Token,
     publisher::{Audience, initial_status},
 };
 
@@ -49,6 +50,9 @@ const MAX_UNDER_WAY: usize = 16;
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 16;
 
+/// What this program can do beyond the first version of the protocol.
+const FEATURES: [&str; 4] = ["disk-hotplug", "disk-resize", "disk-limits", "disk-stats"];
+
 /// Descriptors that are waited for besides the connections'.
 const FIXED_FDS: usize = 3;
 /// The connection number of the process itself, which no client has.
@@ -58,7 +62,7 @@ const OURSELVES: u64 = u64::MAX;
 #[derive(Debug)]
 enum Outgoing {
     Event(Event),
-    Reply(Token, Result<Status, Failure>),
+    Reply(Token, Result<lifecycle::Answer, Failure>),
     Finish,
 }
 
@@ -87,7 +91,7 @@ impl Audience for Outbox {
         self.put(Outgoing::Event(event));
     }
 
-    fn reply(&self, token: Token, answer: Result<Status, Failure>) {
+    fn reply(&self, token: Token, answer: Result<lifecycle::Answer, Failure>) {
         self.put(Outgoing::Reply(token, answer));
     }
 }
@@ -223,7 +227,10 @@ impl Server {
                     };
                     connection.under_way = connection.under_way.saturating_sub(1);
                     let answer = match answer {
-                        Ok(status) => Answer::Status(status),
+                        Ok(lifecycle::Answer::Status(status)) => Answer::Status(status),
+                        Ok(lifecycle::Answer::DiskStats(disks)) => {
+                            Answer::DiskStats(DiskStatsReply { disks })
+                        }
                         Err(failure) => error(failure.kind, failure.message),
                     };
                     self.respond(token, answer);
@@ -343,14 +350,11 @@ impl Server {
             Some(Op::Resume(_)) => Request::Resume,
             Some(Op::PowerButton(_)) => Request::PowerButton,
             Some(Op::Stop(_)) => Request::Stop,
-            Some(
-                Op::AttachDisk(_)
-                | Op::DetachDisk(_)
-                | Op::ResizeDisk(_)
-                | Op::SetRateLimit(_)
-                | Op::GetDiskStats(_),
-            )
-            | None => {
+            Some(op) => match disk::request(op, fds) {
+                Ok(request) => request,
+                Err(missing) => return self.respond(token, error(ErrorKind::Invalid, missing.to_owned())),
+            },
+            None => {
                 let unknown = "unknown request".to_owned();
                 return self.respond(token, error(ErrorKind::Invalid, unknown));
             }
@@ -380,7 +384,7 @@ impl Server {
             major: wire::MAJOR,
             minor: wire::MINOR,
             build: env!("CARGO_PKG_VERSION").to_owned(),
-            features: Vec::new(),
+            features: FEATURES.map(str::to_owned).into(),
             status: Some(self.status.clone()),
             pid: std::process::id(),
         };

@@ -221,7 +221,9 @@ fn a_request_reaches_the_driver_and_its_answer_the_asker_after_the_events() {
     assert_eq!(fds.len(), 1);
 
     fixture.outbox.event(changed(running()));
-    fixture.outbox.reply(token, Ok(running()));
+    fixture
+        .outbox
+        .reply(token, Ok(lifecycle::Answer::Status(running())));
     assert!(matches!(client.receive(), Some(Kind::Event(_))));
     assert_eq!(client.answer(8), Answer::Status(running()));
     assert!(matches!(other.receive(), Some(Kind::Event(_))));
@@ -265,7 +267,9 @@ fn requests_beyond_the_limit_are_refused_until_others_are_answered() {
     let Input::Request(token, _) = fixture.inputs.recv().unwrap() else {
         panic!()
     };
-    fixture.outbox.reply(token, Ok(running()));
+    fixture
+        .outbox
+        .reply(token, Ok(lifecycle::Answer::Status(running())));
     assert_eq!(client.answer(10), Answer::Status(running()));
     client.send(100, Some(Op::PowerButton(PowerButton {})));
     let last = fixture

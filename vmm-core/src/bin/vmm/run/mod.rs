@@ -12,11 +12,11 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use proto::vmm::{Event, ExitKind, Status};
+use proto::vmm::{Event, ExitKind};
 use rustix::event::{PollFd, PollFlags, poll};
 use vmm_core::{
     board::assemble::{Assembler, Console},
-    lifecycle::{Failure, Input, Notifier, Request, Token, driver::Driver, publisher::Audience},
+    lifecycle::{Answer, Failure, Input, Notifier, Request, Token, driver::Driver, publisher::Audience},
 };
 use vmm_sys_util::eventfd::EventFd;
 
@@ -34,7 +34,7 @@ struct Nobody;
 
 impl Audience for Nobody {
     fn event(&self, _event: Event) {}
-    fn reply(&self, _token: Token, _answer: Result<Status, Failure>) {}
+    fn reply(&self, _token: Token, _answer: Result<Answer, Failure>) {}
 }
 
 /// Runs the VM of a manifest until its end; returns the process's exit code.

@@ -1,0 +1,33 @@
+//! What clients ask about disks, as the driver takes it.
+
+use std::os::fd::OwnedFd;
+
+use proto::vmm::{request::Op, set_rate_limit::Target};
+use vmm_core::lifecycle::{LimitTarget, Request};
+
+/// The request for `op`, or what it lacks.
+pub(super) fn request(op: Op, fds: Vec<OwnedFd>) -> Result<Request, &'static str> {
+    Ok(match op {
+        Op::AttachDisk(attach) => Request::AttachDisk {
+            disk: Box::new(attach.disk.ok_or("AttachDisk without a disk")?),
+            fds,
+        },
+        Op::DetachDisk(detach) => Request::DetachDisk {
+            name: detach.name,
+            force: detach.force,
+        },
+        Op::ResizeDisk(resize) => Request::ResizeDisk {
+            name: resize.name,
+            capacity: (resize.capacity_bytes != 0).then_some(resize.capacity_bytes),
+        },
+        Op::SetRateLimit(set) => Request::SetRateLimit {
+            target: match set.target.ok_or("SetRateLimit without a disk or a group")? {
+                Target::Disk(name) => LimitTarget::Disk(name),
+                Target::Group(name) => LimitTarget::Group(name),
+            },
+            limit: (&set.limit.ok_or("SetRateLimit without a limit")?).into(),
+        },
+        Op::GetDiskStats(_) => Request::GetDiskStats,
+        _ => return Err("unknown request"),
+    })
+}
