@@ -7,6 +7,7 @@ mod args;
 mod control;
 mod exit_code;
 mod exit_record;
+mod image;
 mod run;
 mod sandbox;
 mod serve;
@@ -38,6 +39,7 @@ fn main() {
     let result = match &cli.command {
         Command::Run(args) => run::run(args),
         Command::Serve(args) => serve::serve(args),
+        Command::Image(args) => image::image(args),
     };
     let code = result.unwrap_or_else(|error| {
         eprintln!("vmm: {error:#}");
@@ -50,7 +52,7 @@ fn main() {
 fn init_log(command: &Command) {
     let level = match command {
         // The terminal is the guest's.
-        Command::Run(_) => Level::WARN,
+        Command::Run(_) | Command::Image(_) => Level::WARN,
         Command::Serve(_) => Level::INFO,
     };
     let filter = std::env::var("VMM_LOG")

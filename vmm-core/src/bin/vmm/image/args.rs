@@ -1,0 +1,110 @@
+//! The command line of `vmm image`.
+
+use std::os::fd::RawFd;
+
+use clap::{Args, Subcommand, ValueEnum};
+
+/// `vmm image`: every file is an inherited descriptor.
+#[derive(Debug, Args)]
+pub struct Image {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Makes an empty file an image
+    Create(Create),
+    /// Says what an image is
+    Info(Which),
+    /// Makes an image larger that nobody uses
+    Resize(Resize),
+    /// Looks for corruption and leaks in an image that nobody writes to
+    Check(Check),
+}
+
+/// Which image.
+#[derive(Debug, Args)]
+pub struct Which {
+    /// Descriptor of the image
+    #[arg(long, value_name = "FD")]
+    pub fd: RawFd,
+    /// Its format
+    #[arg(long)]
+    pub format: Format,
+    /// The result is one JSON object in any case
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The images below it, the nearest first.
+#[derive(Debug, Args)]
+pub struct Below {
+    /// Descriptor of an image below it, followed by its format; the nearest first
+    #[arg(long, value_name = "FD")]
+    pub backing_fd: Vec<RawFd>,
+    /// Format of the image below it with the same position
+    #[arg(long, value_name = "FORMAT")]
+    pub backing_format: Vec<Format>,
+}
+
+#[derive(Debug, Args)]
+pub struct Create {
+    #[command(flatten)]
+    pub which: Which,
+    /// Size of the disk in bytes; an overlay has that of the image below if it is not said
+    #[arg(long, value_name = "BYTES", required_unless_present = "backing_fd")]
+    pub size: Option<u64>,
+    /// Space that is taken at once
+    #[arg(long, default_value = "off")]
+    pub preallocation: Preallocation,
+    #[command(flatten)]
+    pub below: Below,
+}
+
+#[derive(Debug, Args)]
+pub struct Resize {
+    #[command(flatten)]
+    pub which: Which,
+    /// New size of the disk in bytes, not less than it has
+    #[arg(long, value_name = "BYTES")]
+    pub size: u64,
+    #[command(flatten)]
+    pub below: Below,
+}
+
+#[derive(Debug, Args)]
+pub struct Check {
+    #[command(flatten)]
+    pub which: Which,
+    /// Frees what leaked, if nothing is corrupt
+    #[arg(long)]
+    pub repair: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// Byte for byte
+    Raw,
+    /// QEMU's format, version 2 or 3
+    Qcow2,
+}
+
+impl Format {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Preallocation {
+    /// Nothing but what the format needs
+    Off,
+    /// The tables of a qcow2 image
+    Metadata,
+    /// Everything
+    Full,
+}

@@ -1,0 +1,216 @@
+//! `vmm image`: images that no VM uses. vmmd runs it as a child without rights, since it looks into files that anybody
+//! may have made. It works on inherited descriptors, writes one JSON object to standard output, and one line to standard
+//! error when it fails.
+
+pub mod args;
+
+use std::{
+    fs::File,
+    os::{fd::OwnedFd, unix::fs::MetadataExt as _},
+};
+
+use anyhow::{Context as _, Result, bail};
+use devices::{
+    block::{
+        Backing, Image as _, Qcow2Image, RawImage, SECTOR,
+        qcow2::{
+            Header, check,
+            create::{self, CreateOptions},
+        },
+    },
+    sys::lock::{LockKind, holder, lock_image},
+};
+use serde_json::{Value, json};
+
+use self::args::{Below, Check, Command, Create, Format, Image, Preallocation, Resize, Which};
+use crate::{exit_code, sys};
+
+/// Bytes in a unit of `st_blocks` (stat(3type)).
+const BLOCK: u64 = 512;
+
+/// Does it; gives the exit code.
+pub fn image(args: &Image) -> Result<i32> {
+    let (result, code) = match &args.command {
+        Command::Create(args) => (create(args)?, exit_code::OK),
+        Command::Info(which) => (info(&File::from(take(which.fd)?), which.format)?, exit_code::OK),
+        Command::Resize(args) => (resize(args)?, exit_code::OK),
+        Command::Check(args) => check(args)?,
+    };
+    println!("{result}");
+    Ok(code)
+}
+
+fn take(fd: i32) -> Result<OwnedFd> {
+    sys::inherited_fd(fd).with_context(|| format!("descriptor {fd}"))
+}
+
+/// Takes the image, and sees to it that nobody else uses it.
+fn take_locked(which: &Which, kind: LockKind) -> Result<File> {
+    let file = File::from(take(which.fd)?);
+    if lock_image(&file, kind).context("lock the image")? {
+        return Ok(file);
+    }
+    let holder = holder(&file, kind);
+    bail!(
+        "the image is in use by {}",
+        holder.as_deref().unwrap_or("a VM or another program")
+    );
+}
+
+/// The images below, as descriptors with their formats.
+fn take_below(below: &Below) -> Result<Vec<(OwnedFd, Format)>> {
+    if below.backing_fd.len() != below.backing_format.len() {
+        bail!("each --backing-fd needs a --backing-format");
+    }
+    let below = below.backing_fd.iter().zip(&below.backing_format);
+    below.map(|(fd, format)| Ok((take(*fd)?, *format))).collect()
+}
+
+fn create(args: &Create) -> Result<Value> {
+    let file = take_locked(&args.which, LockKind::Write)?;
+    let below = take_below(&args.below)?;
+    let size = match (args.size, below.first()) {
+        (Some(size), _) => size,
+        (None, Some((fd, format))) => virtual_size(&File::from(fd.try_clone()?), *format)?,
+        (None, None) => bail!("--size says how large a new image is to be"),
+    };
+    if size == 0 || !size.is_multiple_of(SECTOR) {
+        bail!("a disk of {size} bytes can't be: its size is a multiple of {SECTOR}, and not 0");
+    }
+    let result = file.try_clone()?;
+    match args.which.format {
+        Format::Raw if !below.is_empty() => bail!("only a qcow2 image can be an overlay"),
+        Format::Raw => create_raw(&file, size, args.preallocation)?,
+        Format::Qcow2 => {
+            let options = CreateOptions {
+                size,
+                cluster_size: create::CLUSTER_SIZE,
+                preallocation: match args.preallocation {
+                    Preallocation::Off => create::Preallocation::Off,
+                    Preallocation::Metadata => create::Preallocation::Metadata,
+                    Preallocation::Full => create::Preallocation::Full,
+                },
+                backing: below.first().map(|(_, format)| format.name()),
+            };
+            create::create(file, options).context("create the qcow2 image")?;
+        }
+    }
+    info(&result, args.which.format)
+}
+
+fn create_raw(file: &File, size: u64, preallocation: Preallocation) -> Result<()> {
+    if file.metadata()?.len() != 0 {
+        bail!("the file is not empty");
+    }
+    file.set_len(size)
+        .with_context(|| format!("make the file {size} bytes long"))?;
+    if preallocation == Preallocation::Full {
+        rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, size)
+            .with_context(|| format!("reserve {size} bytes"))?;
+    }
+    file.sync_all().context("write the image to stable storage")
+}
+
+fn header(file: &File) -> Result<Header> {
+    Ok(Header::read(file).context("read the qcow2 header")??)
+}
+
+fn virtual_size(file: &File, format: Format) -> Result<u64> {
+    match format {
+        Format::Raw => Ok(file.metadata()?.len()),
+        Format::Qcow2 => Ok(header(file)?.size),
+    }
+}
+
+fn info(file: &File, format: Format) -> Result<Value> {
+    let metadata = file.metadata().context("look at the image")?;
+    let mut info = json!({
+        "format": format.name(),
+        "virtual_size": metadata.len(),
+        "allocated": metadata.blocks().saturating_mul(BLOCK),
+        "cluster_size": null,
+        "dirty": false,
+        "corrupt": false,
+        "encrypted": false,
+        "backing": false,
+        "version": null,
+    });
+    if format == Format::Qcow2 {
+        let header = header(file)?;
+        info["virtual_size"] = header.size.into();
+        info["cluster_size"] = header.cluster_size().into();
+        info["dirty"] = header.dirty().into();
+        info["corrupt"] = header.corrupt().into();
+        info["encrypted"] = header.encrypted.into();
+        info["backing"] = header.backing.into();
+        info["version"] = header.version.into();
+    }
+    Ok(info)
+}
+
+fn resize(args: &Resize) -> Result<Value> {
+    let fd = take(args.which.fd)?;
+    let file = File::from(fd.try_clone()?);
+    let before = virtual_size(&file, args.which.format)?;
+    if args.size < before {
+        bail!(
+            "the disk has {before} bytes and can't be made smaller: {}",
+            args.size
+        );
+    }
+    if !args.size.is_multiple_of(SECTOR) {
+        bail!(
+            "a disk of {} bytes can't be: its size is a multiple of {SECTOR}",
+            args.size
+        );
+    }
+    let below = take_below(&args.below)?;
+    match args.which.format {
+        Format::Raw => RawImage::open(fd, false)
+            .context("open the image")?
+            .grow(Some(args.size)),
+        Format::Qcow2 => {
+            let below = below.into_iter().map(|(fd, format)| match format {
+                Format::Raw => Backing::Raw(fd),
+                Format::Qcow2 => Backing::Qcow2(fd),
+            });
+            Qcow2Image::open(fd, false, below.collect())
+                .context("open the image")?
+                .grow(Some(args.size))
+        }
+    }
+    .with_context(|| format!("make the disk {} bytes large", args.size))?;
+    info(&file, args.which.format)
+}
+
+fn check(args: &Check) -> Result<(Value, i32)> {
+    let kind = if args.repair {
+        LockKind::Write
+    } else {
+        LockKind::Read
+    };
+    let file = take_locked(&args.which, kind)?;
+    let mut report = check::Report::default();
+    if args.which.format == Format::Qcow2 {
+        let header = header(&file)?;
+        // It is checked as what will be written to.
+        header.check_usable(true, header.backing)?;
+        let inspection = check::inspect(&file, &header).context("read the tables")??;
+        if args.repair && inspection.report.corruptions == 0 && inspection.report.leaks != 0 {
+            inspection.free_leaks(&file, &header).context("free leaks")?;
+        }
+        report = inspection.report;
+    }
+    let result = json!({
+        "corruptions": report.corruptions,
+        "first_corruption": report.first,
+        "leaks": report.leaks,
+        "allocated_clusters": report.allocated,
+        "repaired": args.repair && report.corruptions == 0 && report.leaks != 0,
+    });
+    if let Some(first) = &report.first {
+        eprintln!("vmm: the image is corrupt: {first}");
+        return Ok((result, exit_code::ERROR));
+    }
+    Ok((result, exit_code::OK))
+}
