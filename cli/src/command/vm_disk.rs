@@ -38,7 +38,7 @@ pub async fn add(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<&'stat
     let answer = answer.map_err(|failure| match failure.code {
         Code::NotFound if !is_about_vm(&failure) => failure.hint(DISKS),
         _ if kept && &*failure.reason == "DISK_NOT_FOUND" => failure.hint(DISKS),
-        Code::Exhausted => failure
+        Code::Exhausted if !is_about_node(&failure) => failure
             .about("vm", vm)
             .hint(format!("{}, `vmmctl detach` takes one away", disks_of(vm))),
         _ => about_vm(failure, vm),
@@ -203,6 +203,17 @@ fn about(failure: Failure, vm: &str, disk: &str) -> Failure {
 /// Whether it is the VM that is not there.
 fn is_about_vm(failure: &Failure) -> bool {
     failure.reason.is_empty() || &*failure.reason == "VM_NOT_FOUND"
+}
+
+/// Whether it is the node that has not enough, not the VM.
+fn is_about_node(failure: &Failure) -> bool {
+    [
+        "NODE_DISK_FULL",
+        "NODE_EXHAUSTED",
+        "STORE_FULL",
+        "INSUFFICIENT_MEMORY",
+    ]
+    .contains(&&*failure.reason)
 }
 
 fn disks_of(vm: &str) -> String {

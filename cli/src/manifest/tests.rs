@@ -549,8 +549,8 @@ proptest::proptest! {
     }
 
     #[test]
-    fn no_change_of_a_manifest_makes_the_reader_panic(at in 0..GOOD.len(), with in "[-:\\[\\]{}&*!|>'\"%@`#, \n0-9a-z]{0,6}") {
-        let mut text = GOOD.to_owned();
+    fn no_change_of_a_manifest_makes_the_reader_panic(at in 0..GOOD.len() + DISK.len(), with in "[-:\\[\\]{}&*!|>'\"%@`#, \n0-9a-z]{0,6}") {
+        let mut text = format!("{GOOD}---\n{DISK}");
         if text.is_char_boundary(at) {
             text.insert_str(at, &with);
         }
