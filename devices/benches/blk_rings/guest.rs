@@ -1,0 +1,180 @@
+//! A driver as Linux' is: indirect tables, EVENT_IDX, an interrupt asked for when there is nothing to do.
+
+use std::{
+    fs::{self, File},
+    path::PathBuf,
+    sync::atomic::{AtomicU16, AtomicU32, Ordering, fence},
+    time::Duration,
+};
+
+use devices::{
+    GuestMemory,
+    block::RawImage,
+    virtio::{
+        blk::{Blk, BlkOptions, OnError},
+        testing::{Driver, Rig},
+    },
+};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend as _, VolatileMemory as _, VolatileSlice};
+
+use super::{BLOCK, DATA, Figures, Offsets, cpu_time, repeat};
+
+/// Tables, headers and status bytes of requests, one page for each.
+const HEADERS: u64 = 24 << 20;
+const PAGE: u64 = 4096;
+
+struct Requests<'a> {
+    driver: Driver,
+    memory: &'a GuestMemory,
+    size: u16,
+    avail: Slice<'a>,
+    used: Slice<'a>,
+    next_avail: u16,
+    last_used: u16,
+    offsets: Offsets,
+    kicks: u64,
+}
+
+type Slice<'a> = VolatileSlice<'a, vm_memory::bitmap::MS<'a, GuestMemory>>;
+
+pub(super) fn run(file: File, bytes: u64, depth: u16, time: Duration) -> Figures {
+    let image = RawImage::open(file.into(), true).unwrap();
+    let options = BlkOptions {
+        name: "bench".into(),
+        serial: String::new(),
+        queues: 1,
+        logical_block: 512,
+        on_error: OnError::Report,
+        limiter: None,
+    };
+    let rig = Rig::new(Box::new(Blk::new(Box::new(image), options)));
+    let memory = rig.memory.clone();
+    let mut driver = Driver::new(rig);
+    driver.start(u64::MAX);
+    let ring = &driver.rings[0];
+    let slice = |address, length| memory.get_slice(GuestAddress(address), length).unwrap();
+    let size = ring.size;
+    let mut requests = Requests {
+        size,
+        avail: slice(ring.avail, 6 + 2 * usize::from(size)),
+        used: slice(ring.used, 6 + 8 * usize::from(size)),
+        memory: &memory,
+        driver,
+        next_avail: 0,
+        last_used: 0,
+        offsets: Offsets::new(bytes),
+        kicks: 0,
+    };
+    for slot in 0..depth {
+        requests.describe(slot);
+        requests.offer(slot);
+    }
+    requests.kick_if_wanted(0);
+    requests.turn();
+    // It has its name since it answered.
+    let worker = worker();
+    let begin = cpu_time(&worker);
+    let mut count = 0;
+    let elapsed = repeat(time, || count += requests.turn());
+    let cpu = cpu_time(&worker).saturating_sub(begin);
+    Figures {
+        requests: count,
+        elapsed,
+        cpu,
+        kicks: requests.kicks,
+    }
+}
+
+/// The device's thread.
+fn worker() -> PathBuf {
+    let tasks = fs::read_dir("/proc/self/task").unwrap();
+    tasks
+        .map(|task| task.unwrap().path())
+        .find(|task| fs::read_to_string(task.join("comm")).is_ok_and(|name| name.contains("bench-q")))
+        .expect("the worker's thread")
+}
+
+impl Requests<'_> {
+    /// The parts of a request that stay the same.
+    fn describe(&self, slot: u16) {
+        let page = HEADERS + u64::from(slot) * PAGE;
+        let data = DATA + u64::from(slot) * BLOCK;
+        let (header, status) = (page + 64, page + 96);
+        let table = [(header, 16, 1, 1), (data, BLOCK as u32, 3, 2), (status, 1, 2, 0)];
+        for (at, entry) in table.into_iter().enumerate() {
+            self.descriptor(page + at as u64 * 16, entry);
+        }
+        let place = self.driver.rings[0].desc + u64::from(slot) * 16;
+        self.descriptor(place, (page, 48, 4, 0));
+    }
+
+    fn descriptor(&self, place: u64, (address, length, flags, next): (u64, u32, u16, u16)) {
+        let place = GuestAddress(place);
+        let rest = u64::from(length) | u64::from(flags) << 32 | u64::from(next) << 48;
+        self.memory.write_obj([address, rest], place).unwrap();
+    }
+
+    fn offer(&mut self, slot: u16) {
+        let header = HEADERS + u64::from(slot) * PAGE + 64;
+        let sector = self.offsets.next() / 512;
+        self.memory.write_obj([0, sector], GuestAddress(header)).unwrap();
+        let place = 4 + 2 * usize::from(self.next_avail % self.size);
+        self.avail16(place).store(slot, Ordering::Relaxed);
+        self.next_avail = self.next_avail.wrapping_add(1);
+        self.avail16(2).store(self.next_avail, Ordering::Release);
+    }
+
+    fn kick_if_wanted(&mut self, old: u16) {
+        fence(Ordering::SeqCst);
+        let event = self
+            .used16(4 + 8 * usize::from(self.size))
+            .load(Ordering::Relaxed);
+        let new = self.next_avail;
+        if new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old) {
+            self.kicks += 1;
+            self.driver.kick(0);
+        }
+    }
+
+    /// Takes all answers, waiting for the first, and asks again for each. Gives how many.
+    fn turn(&mut self) -> u64 {
+        let old = self.next_avail;
+        let index = self.wait();
+        let mut count = 0;
+        while self.last_used != index {
+            let place = 4 + 8 * usize::from(self.last_used % self.size);
+            let element = self.used.get_atomic_ref::<AtomicU32>(place).unwrap();
+            let slot = element.load(Ordering::Relaxed) as u16;
+            let status = HEADERS + u64::from(slot) * PAGE + 96;
+            assert_eq!(self.memory.read_obj::<u8>(GuestAddress(status)).unwrap(), 0);
+            self.last_used = self.last_used.wrapping_add(1);
+            self.offer(slot);
+            count += 1;
+        }
+        self.kick_if_wanted(old);
+        count
+    }
+
+    /// The used index, once it has moved.
+    fn wait(&self) -> u16 {
+        let index = self.used16(2).load(Ordering::Acquire);
+        if index != self.last_used {
+            return index;
+        }
+        // An interrupt at the next answer.
+        let event = 4 + 2 * usize::from(self.size);
+        self.avail16(event).store(self.last_used, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        let moved = || self.used16(2).load(Ordering::Acquire) != self.last_used;
+        assert!(self.driver.rig.msi.wait_until(moved), "no answer");
+        self.used16(2).load(Ordering::Acquire)
+    }
+
+    fn avail16(&self, offset: usize) -> &AtomicU16 {
+        self.avail.get_atomic_ref(offset).unwrap()
+    }
+
+    fn used16(&self, offset: usize) -> &AtomicU16 {
+        self.used.get_atomic_ref(offset).unwrap()
+    }
+}

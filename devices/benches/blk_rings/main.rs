@@ -1,0 +1,214 @@
+//! The disk's rings, driven without a guest, beside the same io_uring without virtio.
+//!
+//! 4 KiB random reads from one file, at several depths, through the page cache and past it: first by a loop that does
+//! nothing but submit and reap on a ring of its own, then through a virtio-blk device with its worker thread, whose
+//! driver is a thread here. Both read into the same guest memory. They take turns; figures are medians of the rounds.
+//!
+//! `cargo bench -p vmmd-devices --features testing --bench blk_rings -- [--file PATH] [--mib N] [--millis N] [--rounds N]
+//! [--depth N] [--cache cached|direct]`
+//! prints a table on stderr and one JSON object on stdout. CPU time is that of the thread that serves the disk: the
+//! device's worker, or the loop.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss
+)]
+
+mod guest;
+mod plain;
+
+use std::{
+    fs::{self, File},
+    io::Write as _,
+    os::unix::fs::OpenOptionsExt as _,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+/// Bytes of a request.
+const BLOCK: u64 = 4096;
+/// Where the data of requests is in guest memory, one block for each.
+const DATA: u64 = 32 << 20;
+
+/// What one run came to.
+#[derive(Clone, Copy, Debug)]
+struct Figures {
+    requests: u64,
+    elapsed: Duration,
+    /// Of the thread that serves the disk.
+    cpu: Duration,
+    /// Notifications by the driver.
+    kicks: u64,
+}
+
+impl Figures {
+    fn per_second(&self) -> f64 {
+        self.requests as f64 / self.elapsed.as_secs_f64()
+    }
+
+    fn cpu_nanos(&self) -> f64 {
+        self.cpu.as_nanos() as f64 / self.requests as f64
+    }
+}
+
+/// Blocks in an order that is random enough for a disk.
+struct Offsets {
+    state: u64,
+    blocks: u64,
+}
+
+impl Offsets {
+    fn new(bytes: u64) -> Self {
+        Self {
+            state: 0x9e37_79b9_7f4a_7c15,
+            blocks: bytes / BLOCK,
+        }
+    }
+
+    fn next(&mut self) -> u64 {
+        self.state ^= self.state << 13;
+        self.state ^= self.state >> 7;
+        self.state ^= self.state << 17;
+        self.state % self.blocks * BLOCK
+    }
+}
+
+struct Options {
+    file: PathBuf,
+    bytes: u64,
+    time: Duration,
+    rounds: usize,
+    depths: Vec<u16>,
+    caches: Vec<&'static str>,
+    temporary: bool,
+}
+
+fn options() -> Options {
+    let mut options = Options {
+        file: std::env::temp_dir().join(format!("blk-rings-{}", std::process::id())),
+        bytes: 256 << 20,
+        time: Duration::from_millis(500),
+        rounds: 5,
+        depths: vec![1, 32],
+        caches: vec!["cached", "direct"],
+        temporary: true,
+    };
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        if argument == "--bench" {
+            continue;
+        }
+        let value = arguments
+            .next()
+            .unwrap_or_else(|| panic!("{argument} needs a value"));
+        let number = || {
+            value
+                .parse::<u64>()
+                .unwrap_or_else(|_| panic!("{argument} {value}: no number"))
+        };
+        match argument.as_str() {
+            "--file" => (options.file, options.temporary) = (value.into(), false),
+            "--mib" => options.bytes = number() << 20,
+            "--millis" => options.time = Duration::from_millis(number()),
+            "--rounds" => options.rounds = number().max(1) as usize,
+            "--depth" => options.depths = vec![number().clamp(1, 64) as u16],
+            "--cache" => options.caches.retain(|cache| *cache == value),
+            _ => panic!("{argument} is unknown: --file, --mib, --millis, --rounds, --depth, --cache"),
+        }
+    }
+    options
+}
+
+/// A file with data in each block.
+fn fill(path: &Path, bytes: u64) {
+    let mut file = File::create(path).unwrap();
+    let data = vec![0x5a; 1 << 20];
+    for _ in 0..bytes >> 20 {
+        file.write_all(&data).unwrap();
+    }
+    file.sync_all().unwrap();
+}
+
+fn open(path: &Path, direct: bool) -> Option<File> {
+    let flags = if direct { libc::O_DIRECT } else { 0 };
+    File::options().read(true).custom_flags(flags).open(path).ok()
+}
+
+/// CPU time that a thread of this process used so far.
+fn cpu_time(thread: &Path) -> Duration {
+    let text = fs::read_to_string(thread.join("schedstat")).expect("no schedstat: no CPU time of threads");
+    let nanos = text.split_whitespace().next().and_then(|word| word.parse().ok());
+    Duration::from_nanos(nanos.expect("schedstat"))
+}
+
+fn median(mut runs: Vec<Figures>) -> Figures {
+    runs.sort_by(|a, b| a.per_second().total_cmp(&b.per_second()));
+    runs[runs.len() / 2]
+}
+
+fn main() {
+    let options = options();
+    if options.temporary {
+        fill(&options.file, options.bytes);
+    }
+    let mut rows = Vec::new();
+    eprintln!(
+        "4 KiB random reads                ring alone        virtio-blk              ratio   CPU ns/request"
+    );
+    for cache in options.caches {
+        let direct = cache == "direct";
+        for depth in options.depths.clone() {
+            let Some(bytes) = open(&options.file, direct).map(|file| file.metadata().unwrap().len()) else {
+                eprintln!("{cache}: the file system has no direct I/O");
+                continue;
+            };
+            let (mut alone, mut served) = (Vec::new(), Vec::new());
+            for _ in 0..options.rounds {
+                let file = || open(&options.file, direct).unwrap();
+                alone.push(plain::run(&file(), bytes, depth, options.time));
+                served.push(guest::run(file(), bytes, depth, options.time));
+            }
+            let (alone, served) = (median(alone), median(served));
+            let ratio = served.per_second() / alone.per_second();
+            let kicks = served.kicks as f64 / served.requests as f64;
+            eprintln!(
+                "{cache}, depth {depth:<3} {:>24.0}/s {:>15.0}/s {ratio:>18.2} {:>8.0} | {:.0}, kicks/request {kicks:.3}",
+                alone.per_second(),
+                served.per_second(),
+                alone.cpu_nanos(),
+                served.cpu_nanos(),
+            );
+            rows.push(format!(
+                r#"{{"cache":"{cache}","depth":{depth},"block_bytes":{BLOCK},"ring_per_second":{:.0},"virtio_per_second":{:.0},"ratio":{ratio:.3},"ring_cpu_ns":{:.0},"virtio_cpu_ns":{:.0},"kicks_per_request":{kicks:.4}}}"#,
+                alone.per_second(),
+                served.per_second(),
+                alone.cpu_nanos(),
+                served.cpu_nanos(),
+            ));
+        }
+    }
+    println!(r#"{{"benchmark":"blk_rings","rows":[{}]}}"#, rows.join(","));
+    if options.temporary {
+        let _gone = fs::remove_file(&options.file);
+    }
+}
+
+/// Runs `step` until the time is over, looking at the clock now and then.
+fn repeat(time: Duration, mut step: impl FnMut()) -> Duration {
+    let start = Instant::now();
+    loop {
+        for _ in 0..16 {
+            step();
+        }
+        let elapsed = start.elapsed();
+        if elapsed >= time {
+            return elapsed;
+        }
+    }
+}
