@@ -10,7 +10,7 @@
 )]
 
 mod faults;
-mod model;
+pub(super) mod model;
 mod sharing;
 
 use std::{

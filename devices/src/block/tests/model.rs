@@ -14,7 +14,7 @@ use crate::{
 };
 
 /// The disk's size.
-pub(super) const SECTORS: u64 = 2048;
+pub(in crate::block) const SECTORS: u64 = 2048;
 /// Largest request.
 const MAX_SECTORS: u64 = 256;
 /// Guest memory of a request: the largest one, with gaps.
@@ -22,7 +22,7 @@ const ROOM: u64 = 512 << 10;
 const SLOTS: u64 = 32;
 
 #[derive(Clone, Debug)]
-pub(super) enum Step {
+pub(in crate::block) enum Step {
     Read(Place),
     Write { place: Place, stable: bool },
     Flush,
@@ -34,7 +34,7 @@ pub(super) enum Step {
 
 /// Sectors, and how guest memory for them is cut.
 #[derive(Clone, Debug)]
-pub(super) struct Place {
+pub(in crate::block) struct Place {
     at: u64,
     count: u64,
     /// Where in guest memory it begins, and how long the pieces are, in turn.
@@ -68,7 +68,7 @@ fn place(aligned: bool) -> impl Strategy<Value = Place> {
 }
 
 /// Some steps; `aligned` buffers could go to a disk as they are.
-pub(super) fn steps(aligned: bool) -> impl Strategy<Value = Vec<Step>> {
+pub(in crate::block) fn steps(aligned: bool) -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         8 => (place(aligned), any::<bool>()).prop_map(|(place, stable)| Step::Write { place, stable }),
         8 => place(aligned).prop_map(Step::Read),
@@ -102,9 +102,14 @@ struct Model {
 
 /// Carries the steps out on a new engine and checks all that can be seen.
 pub(super) fn run(setup: &Setup, steps: Vec<Step>) {
+    run_on(setup.engine(), steps, || setup.content());
+}
+
+/// The same with any engine of an image that holds zeroes; `content` is asked for what it holds in the end.
+pub(in crate::block) fn run_on(engine: Box<dyn Engine>, steps: Vec<Step>, content: impl FnOnce() -> Vec<u8>) {
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), (ROOM * SLOTS) as usize)]).unwrap();
     let mut model = Model {
-        engine: setup.engine(),
+        engine,
         memory: Arc::new(memory),
         disk: vec![Some(0); (SECTORS * SECTOR) as usize],
         under_way: HashMap::new(),
@@ -116,7 +121,7 @@ pub(super) fn run(setup: &Setup, steps: Vec<Step>) {
     }
     model.submit(Operation::Flush, 0..0, false, Vec::new());
     model.settle();
-    let content = setup.content();
+    let content = content();
     assert_eq!(content.len(), model.disk.len(), "the image's size changed");
     for (at, (found, expected)) in content.iter().zip(&model.disk).enumerate() {
         assert!(

@@ -1,6 +1,9 @@
 //! Images from end to end, in memory and in files.
 
 mod crash;
+mod files;
+mod layers;
+mod model;
 mod refusals;
 mod requests;
 mod support;

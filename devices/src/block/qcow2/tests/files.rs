@@ -1,0 +1,269 @@
+//! Images in files: locks, descriptors, space, and the death of the process.
+
+use std::{
+    fs::{self, File},
+    io::{BufRead as _, BufReader},
+    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
+    path::Path,
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use super::{
+    super::{
+        check,
+        create::{self, CreateOptions, Preallocation},
+        header::Header,
+    },
+    support::Guest,
+};
+use crate::block::{Backing, Image, Operation, Qcow2Image, SECTOR};
+
+fn file(path: &Path, flags: i32) -> File {
+    let mut options = File::options();
+    let options = options.read(true).write(true).create(true).truncate(false);
+    options.custom_flags(flags).open(path).unwrap()
+}
+
+fn create(path: &Path, size: u64) {
+    let options = CreateOptions {
+        size,
+        cluster_size: create::CLUSTER_SIZE,
+        preallocation: Preallocation::Off,
+        backing: None,
+    };
+    create::create(file(path, 0), options).unwrap();
+}
+
+fn open(path: &Path) -> Qcow2Image {
+    Qcow2Image::open(file(path, 0).into(), false, Vec::new()).unwrap()
+}
+
+fn report(path: &Path) -> check::Report {
+    let file = file(path, 0);
+    let header = Header::read(&file).unwrap().unwrap();
+    check::inspect(&file, &header).unwrap().unwrap().report
+}
+
+/// What QEMU says of it, where that is installed.
+fn ask_qemu(path: &Path) {
+    let output = Command::new("qemu-img").arg("check").arg("-q").arg(path).output();
+    if let Ok(output) = output {
+        // 3: leaks only (qemu-img(1)).
+        let code = output.status.code();
+        assert!(
+            matches!(code, Some(0 | 3)),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+}
+
+#[test]
+fn one_writes_or_several_read_and_images_below_are_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk");
+    create(&path, 1 << 20);
+    let writer = open(&path);
+    let again = |read_only| Qcow2Image::open(file(&path, 0).into(), read_only, Vec::new());
+    assert!(again(false).unwrap_err().to_string().starts_with("in use by"));
+    assert!(again(true).unwrap_err().to_string().starts_with("in use by"));
+    let engine = writer.engine().unwrap();
+    drop(writer);
+    assert!(again(true).is_err());
+    drop(engine);
+    let readers = [again(true).unwrap(), again(true).unwrap()];
+    assert!(again(false).is_err());
+    drop(readers);
+    let overlay = folder.path().join("overlay");
+    let options = CreateOptions {
+        size: 1 << 20,
+        cluster_size: create::CLUSTER_SIZE,
+        preallocation: Preallocation::Off,
+        backing: Some("qcow2"),
+    };
+    create::create(file(&overlay, 0), options).unwrap();
+    let below = vec![Backing::Qcow2(File::open(&path).unwrap().into())];
+    let overlay = Qcow2Image::open(file(&overlay, 0).into(), false, below).unwrap();
+    assert!(again(false).is_err());
+    assert!(again(true).is_ok());
+    drop(overlay);
+    assert!(again(false).is_ok());
+}
+
+#[test]
+fn descriptors_that_can_not_be_used_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk");
+    create(&path, 1 << 20);
+    let error = |file: File, read_only| {
+        Qcow2Image::open(file.into(), read_only, Vec::new())
+            .unwrap_err()
+            .to_string()
+    };
+    assert_eq!(error(File::open(&path).unwrap(), false), "not open for writing");
+    assert!(error(File::open(folder.path()).unwrap(), true).ends_with("directory"));
+    let append = File::options().read(true).append(true).open(&path).unwrap();
+    assert!(error(append, false).contains("appending"));
+    assert!(Qcow2Image::open(File::open(&path).unwrap().into(), true, Vec::new()).is_ok());
+}
+
+#[test]
+fn a_descriptor_with_direct_io_is_used_through_the_page_cache() {
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let path = folder.path().join("disk");
+    create(&path, 1 << 20);
+    let disk = Qcow2Image::open(file(&path, libc::O_DIRECT).into(), false, Vec::new()).unwrap();
+    let mut guest = Guest::new(&disk);
+    guest.write(512, &[1; 512]).unwrap();
+    guest.flush().unwrap();
+    assert_eq!(guest.read(512, 512).unwrap(), [1; 512]);
+}
+
+#[test]
+fn discards_shrink_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk");
+    create(&path, 64 << 20);
+    let disk = open(&path);
+    let mut guest = Guest::new(&disk);
+    for part in 0..16 {
+        guest.write(part << 20, &vec![1; 1 << 20]).unwrap();
+    }
+    guest.flush().unwrap();
+    let allocated = || fs::metadata(&path).unwrap().blocks() * 512;
+    assert!(allocated() >= 16 << 20);
+    let discard = Operation::Discard {
+        offset: 0,
+        length: 64 << 20,
+    };
+    guest.request(discard, 0).unwrap();
+    guest.flush().unwrap();
+    assert!(allocated() < 1 << 20, "{}", allocated());
+    drop((guest, disk));
+    ask_qemu(&path);
+}
+
+/// Environment: the image that a child process writes to until it is killed.
+const VICTIM: &str = "VMMD_TEST_QCOW2_VICTIM";
+const VICTIM_SECTORS: u64 = 32 << 10;
+
+/// The place and content of the writer's `number`th write.
+fn victims_write(seed: u64, number: u64) -> (u64, usize) {
+    let random = (seed ^ number)
+        .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        .rotate_left(23);
+    let length = 1 + random % 64;
+    ((random >> 16) % (VICTIM_SECTORS - 64), length as usize)
+}
+
+/// Not a test of its own, but what the test below starts: writes, flushes and says so.
+#[test]
+fn victim() {
+    let Some(path) = std::env::var_os(VICTIM) else {
+        return;
+    };
+    let disk = open(Path::new(&path));
+    let mut guest = Guest::new(&disk);
+    let seed = fs::metadata(&path).unwrap().ino();
+    for number in 1.. {
+        let (sector, count) = victims_write(seed, number);
+        let data: Vec<u8> = (0..count * 64).flat_map(|_| u64::to_le_bytes(number)).collect();
+        guest.write(sector * SECTOR, &data).unwrap();
+        if number % 7 == 0 {
+            let (sector, count) = victims_write(seed, number / 2);
+            let zeroes = Operation::WriteZeroes {
+                offset: sector * SECTOR,
+                length: count as u64 * SECTOR,
+                unmap: true,
+            };
+            guest.request(zeroes, 0).unwrap();
+            // Written again, so that the content is known.
+            let data: Vec<u8> = (0..count * 64).flat_map(|_| u64::to_le_bytes(number)).collect();
+            guest.write(sector * SECTOR, &data).unwrap();
+        }
+        if number % 5 == 0 {
+            guest.flush().unwrap();
+            println!("flushed {number}");
+        }
+    }
+}
+
+#[test]
+fn a_killed_process_leaves_a_consistent_image_with_all_that_was_flushed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk");
+    for round in 0..6_u64 {
+        let _ = fs::remove_file(&path);
+        create(&path, VICTIM_SECTORS * SECTOR);
+        let seed = fs::metadata(&path).unwrap().ino();
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "block::qcow2::tests::files::victim", "--nocapture"])
+            .env(VICTIM, &path)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let flushed = |line: &str| line.strip_prefix("flushed ")?.parse::<u64>().ok();
+        let mut last = 0;
+        for line in lines.by_ref() {
+            last = flushed(&line.unwrap()).unwrap_or(last);
+            if last > 60 + round * 35 {
+                break;
+            }
+        }
+        // It is somewhere between two lines.
+        std::thread::sleep(Duration::from_micros(round * 700));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        for line in lines {
+            last = flushed(&line.unwrap()).unwrap_or(last);
+        }
+        assert!(last > 60, "the writer got nowhere");
+        let found = report(&path);
+        assert_eq!(found.corruptions, 0, "{found:?}");
+        ask_qemu(&path);
+        check_flushed(&path, seed, last);
+        let found = report(&path);
+        assert_eq!((found.corruptions, found.leaks), (0, 0), "{found:?}");
+        ask_qemu(&path);
+    }
+}
+
+fn check_flushed(path: &Path, seed: u64, last: u64) {
+    // What was flushed last for each sector; later writes may be there or not.
+    let mut expected = vec![0; VICTIM_SECTORS as usize];
+    let mut later = vec![Vec::new(); VICTIM_SECTORS as usize];
+    // The writer was at most one flush and its writes ahead of what it said.
+    for number in 1..=last + 20 {
+        let mut places = vec![victims_write(seed, number)];
+        if number % 7 == 0 {
+            places.push(victims_write(seed, number / 2));
+        }
+        for (index, (sector, count)) in places.into_iter().enumerate() {
+            for sector in sector as usize..sector as usize + count {
+                if number <= last {
+                    expected[sector] = number;
+                } else {
+                    later[sector].push(number);
+                    if index == 1 {
+                        later[sector].push(0);
+                    }
+                }
+            }
+        }
+    }
+    let disk = open(path);
+    let mut guest = Guest::new(&disk);
+    for part in 0..VICTIM_SECTORS / 1024 {
+        let data = guest.read(part * 1024 * SECTOR, 1024 * SECTOR as usize).unwrap();
+        for (sector, content) in (part as usize * 1024..).zip(data.chunks(SECTOR as usize)) {
+            let value = u64::from_le_bytes(content[..8].try_into().unwrap());
+            assert!(
+                value == expected[sector] || later[sector].contains(&value),
+                "sector {sector} holds {value}, not {} ({last} was flushed)",
+                expected[sector]
+            );
+        }
+    }
+}
