@@ -111,6 +111,8 @@ pub fn queue(data: &[u8]) {
         guest.step();
         guest.check();
     }
+    guest.harness.finish_all();
+    guest.check();
     guest.harness.reset();
 }
 

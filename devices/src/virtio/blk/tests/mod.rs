@@ -1,3 +1,9 @@
+mod hold;
+mod model;
+mod queues;
+mod storage;
+mod throttle;
+
 use std::{
     fs::File,
     io,
@@ -61,10 +67,20 @@ impl Disk {
         Self { file }
     }
 
-    fn front(&self, read_only: bool) -> Box<dyn VirtioDevice> {
+    fn front_with(&self, read_only: bool, options: BlkOptions) -> Blk {
         let image = RawImage::open(self.file.try_clone().unwrap().into(), read_only).unwrap();
+        Blk::new(Box::new(image), options)
+    }
+
+    fn front(&self, read_only: bool) -> Box<dyn VirtioDevice> {
         let serial = "serial-0123456789-too-long".into();
-        Box::new(Blk::new(Box::new(image), BlkOptions { serial, ..options() }))
+        Box::new(self.front_with(read_only, BlkOptions { serial, ..options() }))
+    }
+
+    fn driver_with(&self, read_only: bool, options: BlkOptions) -> Driver {
+        let mut driver = Driver::new(Rig::new(Box::new(self.front_with(read_only, options))));
+        driver.start(ALL);
+        driver
     }
 
     fn driver(&self, read_only: bool) -> Driver {

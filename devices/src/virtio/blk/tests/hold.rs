@@ -1,0 +1,211 @@
+//! Requests that the host can't carry out, on a disk that keeps them.
+
+use super::{
+    storage::{CAPACITY, Storage},
+    *,
+};
+use crate::component::Component as _;
+
+fn out(sector: u64) -> Vec<Buffer> {
+    vec![
+        Buffer::Readable([header(OUT, sector), vec![7; 512]].concat()),
+        Buffer::Writable(1),
+    ]
+}
+
+fn flush() -> Vec<Buffer> {
+    vec![Buffer::Readable(header(FLUSH, 0)), Buffer::Writable(1)]
+}
+
+fn written(sector: u64) -> Operation {
+    Operation::Write {
+        offset: sector * 512,
+        stable: false,
+    }
+}
+
+fn resume(driver: &mut Driver) {
+    driver.rig.pause();
+    driver.rig.device.resume().unwrap();
+}
+
+fn held(driver: &Driver) -> usize {
+    let held = |event: &&DeviceEvent| matches!(event, DeviceEvent::Held(_));
+    driver.rig.sink.events().iter().filter(held).count()
+}
+
+fn answers(driver: &mut Driver, queue: u16, count: usize) {
+    for _ in 0..count {
+        assert_eq!(driver.wait_used(queue).1.pop(), Some(OK));
+    }
+}
+
+#[test]
+fn failed_requests_are_kept_and_done_again_in_order_after_a_pause() {
+    let storage = Storage::new();
+    let (mut driver, control) = storage.disk(1, OnError::Hold);
+    storage.set_full(true);
+    for sector in 1..=6 {
+        driver.submit(0, &out(sector));
+    }
+    until(|| control.stats().held == 6);
+    let DeviceEvent::Held(message) = driver.rig.sink.wait() else {
+        panic!("{:?}", driver.rig.sink.events());
+    };
+    assert!(message.starts_with("write to the image: "), "{message}");
+    // Others go on.
+    driver.submit(0, &[Buffer::Readable(header(IN, 0)), Buffer::Writable(513)]);
+    answers(&mut driver, 0, 1);
+    until(|| control.stats().in_flight == 6);
+    assert_eq!((held(&driver), driver.under_way(0)), (1, 6));
+
+    // Still full: all are kept again, which is said again.
+    resume(&mut driver);
+    until(|| storage.asked().len() == 13 && control.stats().held == 6);
+    until(|| held(&driver) == 2);
+    assert_eq!(driver.under_way(0), 6);
+
+    driver.rig.pause();
+    assert_eq!(control.stats().held, 6);
+    storage.set_full(false);
+    driver.submit(0, &out(7));
+    driver.rig.device.resume().unwrap();
+    answers(&mut driver, 0, 7);
+    assert!(driver.try_used(0).is_none());
+    let expected: Vec<_> = (1..=7).map(written).collect();
+    assert_eq!(storage.done()[1..], expected);
+    until(|| control.stats().in_flight == 0);
+    let stats = control.stats();
+    assert_eq!((stats.held, stats.write.requests, stats.write.errors), (0, 7, 0));
+    assert_eq!(stats.write.bytes, 7 * 512);
+    assert_eq!(driver.rig.status(), 0xf);
+}
+
+#[test]
+fn with_report_the_driver_gets_the_errors_and_they_are_counted() {
+    let storage = Storage::new();
+    let (mut driver, control) = storage.disk(1, OnError::Report);
+    storage.set_full(true);
+    for sector in 0..3 {
+        assert_eq!(driver.request(0, &out(sector)).1, [IOERR]);
+    }
+    assert_eq!(driver.request(0, &flush()).1, [OK]);
+    until(|| control.stats().in_flight == 0);
+    let stats = control.stats();
+    assert_eq!(
+        (stats.write.requests, stats.write.errors, stats.write.bytes),
+        (3, 3, 0)
+    );
+    assert_eq!((stats.flush.requests, stats.flush.errors, stats.held), (1, 0, 0));
+    assert_eq!(held(&driver), 0);
+    assert!(matches!(driver.rig.sink.wait(), DeviceEvent::BackendError(_)));
+}
+
+#[test]
+fn a_flush_of_any_queue_waits_until_no_write_is_kept() {
+    let storage = Storage::new();
+    let (mut driver, control) = storage.disk(2, OnError::Hold);
+    storage.set_full(true);
+    driver.submit(0, &out(1));
+    until(|| control.stats().held == 1);
+    driver.submit(1, &flush());
+    driver.submit(0, &flush());
+    until(|| control.stats().held == 3);
+    assert!(!storage.asked().contains(&Operation::Flush));
+    resume(&mut driver);
+    until(|| storage.asked().len() == 2 && control.stats().held == 3);
+    assert_eq!(driver.under_way(0) + driver.under_way(1), 3);
+
+    storage.set_full(false);
+    resume(&mut driver);
+    answers(&mut driver, 0, 2);
+    answers(&mut driver, 1, 1);
+    assert_eq!(storage.done(), [written(1), Operation::Flush, Operation::Flush]);
+}
+
+#[test]
+fn a_flush_under_way_when_a_write_is_kept_is_not_answered_but_done_again() {
+    let storage = Storage::new();
+    let (mut driver, control) = storage.disk(1, OnError::Hold);
+    storage.set_full(true);
+    storage.stall(true);
+    driver.submit(0, &out(1));
+    driver.submit(0, &flush());
+    until(|| storage.asked().len() == 2);
+    storage.stall(false);
+    until(|| control.stats().held == 2);
+    assert_eq!(driver.under_way(0), 2);
+    storage.set_full(false);
+    resume(&mut driver);
+    answers(&mut driver, 0, 2);
+    assert_eq!(storage.done(), [Operation::Flush, written(1), Operation::Flush]);
+}
+
+#[test]
+fn a_reset_forgets_what_is_kept_and_flushes_flow_again() {
+    let storage = Storage::new();
+    let (mut driver, control) = storage.disk(2, OnError::Hold);
+    storage.set_full(true);
+    for sector in 0..5 {
+        driver.submit(0, &out(sector));
+    }
+    until(|| control.stats().held == 5);
+    driver.submit(1, &flush());
+    until(|| control.stats().held == 6);
+    // Some more are under way while it is reset.
+    storage.stall(true);
+    driver.submit(0, &out(9));
+    until(|| storage.asked().len() == 6);
+    driver.rig.write(Area::Common, 0x14, 1, 0);
+    storage.stall(false);
+    driver.relocate();
+    driver.start(ALL);
+    until(|| control.stats().in_flight == 0);
+    assert_eq!(control.stats().held, 0);
+    storage.set_full(false);
+    assert_eq!(driver.request(1, &flush()).1, [OK]);
+    assert_eq!(driver.request(0, &out(8)).1, [OK]);
+    resume(&mut driver);
+    assert_eq!(driver.request(0, &flush()).1, [OK]);
+    assert_eq!(storage.done(), [Operation::Flush, written(8), Operation::Flush]);
+}
+
+#[test]
+fn a_pause_of_the_whole_queue_in_mid_flight_loses_nothing_whether_it_fails_or_not() {
+    let storage = Storage::new();
+    let (mut driver, control) = storage.disk(2, OnError::Hold);
+    for round in 0..60_u64 {
+        storage.set_full(round % 3 == 1);
+        for at in 0..10 {
+            for queue in 0..2 {
+                driver.submit(queue, &out((round * 10 + at) % (CAPACITY / 512)));
+            }
+        }
+        resume(&mut driver);
+        storage.set_full(false);
+        resume(&mut driver);
+        answers(&mut driver, 0, 10);
+        answers(&mut driver, 1, 10);
+    }
+    until(|| control.stats().in_flight == 0);
+    let stats = control.stats();
+    assert_eq!((stats.write.requests, stats.write.errors), (60 * 20, 0));
+    assert_eq!(storage.done().len(), 60 * 20);
+}
+
+#[test]
+fn a_discard_that_the_host_can_not_do_at_all_is_not_kept() {
+    let front = Blk::new(
+        Box::new(BadImage(io::ErrorKind::Unsupported)),
+        BlkOptions {
+            on_error: OnError::Hold,
+            ..options()
+        },
+    );
+    let mut driver = Driver::new(Rig::new(Box::new(front)));
+    driver.start(ALL);
+    let range = [&[0; 8][..], &8_u32.to_le_bytes(), &[0; 4]].concat();
+    let zeroes = [header(WRITE_ZEROES, 0), range].concat();
+    assert_eq!(request(&mut driver, zeroes, 0).1, UNSUPP);
+    assert_eq!(held(&driver), 0);
+}

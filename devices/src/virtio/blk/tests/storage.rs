@@ -1,0 +1,167 @@
+//! A host whose storage fills up, stalls, and keeps a journal.
+
+use std::{
+    collections::VecDeque,
+    io,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::options;
+use crate::{
+    block::{Completion, Engine, Geometry, Image, Operation, Request},
+    virtio::{
+        blk::{Blk, BlkControl, BlkOptions, OnError},
+        testing::{Driver, Rig},
+    },
+};
+
+pub const CAPACITY: u64 = 1 << 20;
+
+/// What the test moves.
+pub struct Storage {
+    /// Writes, discards and zeroings fail.
+    pub full: AtomicBool,
+    /// Nothing completes.
+    pub stalled: AtomicBool,
+    /// What was submitted, with the queue.
+    pub asked: Mutex<Vec<Operation>>,
+    /// What succeeded.
+    pub done: Mutex<Vec<Operation>>,
+    /// Those of its engines, to say that they may go on.
+    events: Mutex<Vec<Arc<EventFd>>>,
+}
+
+impl Storage {
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self {
+            full: AtomicBool::new(false),
+            stalled: AtomicBool::new(false),
+            asked: Mutex::default(),
+            done: Mutex::default(),
+            events: Mutex::default(),
+        })
+    }
+
+    /// A running disk of that storage.
+    pub fn disk(self: &Arc<Self>, queues: u16, on_error: OnError) -> (Driver, BlkControl) {
+        self.disk_with(BlkOptions {
+            queues,
+            on_error,
+            ..options()
+        })
+    }
+
+    pub fn disk_with(self: &Arc<Self>, options: BlkOptions) -> (Driver, BlkControl) {
+        let front = Blk::new(Box::new(StorageImage(self.clone())), options);
+        let control = front.control();
+        let mut driver = Driver::new(Rig::new(Box::new(front)));
+        driver.start(super::ALL);
+        (driver, control)
+    }
+
+    pub fn set_full(&self, full: bool) {
+        self.full.store(full, Ordering::SeqCst);
+    }
+
+    pub fn stall(&self, stalled: bool) {
+        self.stalled.store(stalled, Ordering::SeqCst);
+        for event in self.events.lock().unwrap().iter() {
+            event.write(1).unwrap();
+        }
+    }
+
+    pub fn asked(&self) -> Vec<Operation> {
+        self.asked.lock().unwrap().clone()
+    }
+
+    pub fn done(&self) -> Vec<Operation> {
+        self.done.lock().unwrap().clone()
+    }
+}
+
+struct StorageImage(Arc<Storage>);
+
+impl Image for StorageImage {
+    fn capacity(&self) -> u64 {
+        CAPACITY
+    }
+    fn read_only(&self) -> bool {
+        false
+    }
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            physical_block: 4096,
+            optimal_io: 0,
+            discard_granularity: Some(4096),
+        }
+    }
+    fn engine(&self) -> io::Result<Box<dyn Engine>> {
+        let event = Arc::new(EventFd::new(EFD_NONBLOCK)?);
+        self.0.events.lock().unwrap().push(event.clone());
+        Ok(Box::new(StorageEngine {
+            storage: self.0.clone(),
+            waiting: VecDeque::new(),
+            event,
+        }))
+    }
+    fn grow(&self, _capacity: Option<u64>) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+struct StorageEngine {
+    storage: Arc<Storage>,
+    waiting: VecDeque<Request>,
+    event: Arc<EventFd>,
+}
+
+impl Engine for StorageEngine {
+    fn submit(&mut self, request: Request) {
+        self.storage.asked.lock().unwrap().push(request.operation);
+        self.waiting.push_back(request);
+    }
+    fn commit(&mut self) -> io::Result<()> {
+        self.event.write(1)
+    }
+    fn completed(&mut self) -> Option<Completion> {
+        if self.storage.stalled.load(Ordering::SeqCst) {
+            return None;
+        }
+        let Request {
+            token,
+            operation,
+            buffers,
+        } = self.waiting.pop_front()?;
+        let reading = matches!(operation, Operation::Read { .. } | Operation::Flush);
+        let result = if self.storage.full.load(Ordering::SeqCst) && !reading {
+            Err(io::ErrorKind::StorageFull.into())
+        } else {
+            self.storage.done.lock().unwrap().push(operation);
+            Ok(())
+        };
+        Some(Completion {
+            token,
+            result,
+            buffers,
+        })
+    }
+    fn in_flight(&self) -> usize {
+        self.waiting.len()
+    }
+    fn depth(&self) -> usize {
+        4
+    }
+    fn event(&self) -> Option<&EventFd> {
+        Some(&self.event)
+    }
+    fn wait(&mut self, _deadline: Instant) -> io::Result<()> {
+        std::thread::yield_now();
+        Ok(())
+    }
+}
