@@ -13,8 +13,8 @@ use std::{
 
 use proto::{
     vmm::{
-        Error as RemoteError, Event, Hello, HelloReply, Message, Request, Response, Status, message::Kind,
-        request::Op, response::Result as Outcome,
+        DiskStats, Error as RemoteError, Event, GetDiskStats, Hello, HelloReply, Message, Request, Response,
+        Status, message::Kind, request::Op, response::Result as Outcome,
     },
     wire,
 };
@@ -122,6 +122,14 @@ impl Client {
         match self.call(op, &borrowed).await? {
             Outcome::Status(status) => Ok(status),
             _ => Err(Error::Unexpected("something else than its state")),
+        }
+    }
+
+    /// Counters of the disks that the machine has.
+    pub async fn disk_stats(&self) -> Result<Vec<DiskStats>, Error> {
+        match self.call(Op::GetDiskStats(GetDiskStats {}), &[]).await? {
+            Outcome::DiskStats(reply) => Ok(reply.disks),
+            _ => Err(Error::Unexpected("something else than its disks")),
         }
     }
 

@@ -19,6 +19,8 @@ pub enum Kind {
     Exhausted,
     /// Another request came in between.
     Aborted,
+    /// The guest did not do its part in time.
+    Deadline,
     /// The daemon is about to end.
     Unavailable,
     /// A fault of ours.

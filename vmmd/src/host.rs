@@ -4,7 +4,15 @@ use std::{path::PathBuf, sync::Arc};
 
 use tokio_util::sync::CancellationToken;
 
-use crate::{cgroup, config::Config, ledger::Ledger, network::Links, store::Store, vm::table::Table};
+use crate::{
+    cgroup,
+    config::Config,
+    disk::{Folder, Registry},
+    ledger::Ledger,
+    network::Links,
+    store::Store,
+    vm::{files::Sources, table::Table},
+};
 
 /// The node as the VM actors and the services see it.
 #[derive(Debug)]
@@ -23,8 +31,26 @@ pub struct Host {
     pub links: Links,
     /// All VMs.
     pub table: Table,
+    /// Disks of the DiskService.
+    pub disks: Registry,
     /// Of the running kernel.
     pub boot_id: String,
     /// Cancelled when the daemon ends.
     pub stopping: CancellationToken,
+}
+
+impl Host {
+    /// Where the files of the DiskService's disks are.
+    pub fn disk_folder(&self) -> Folder {
+        Folder::of(&self.config.state_dir)
+    }
+
+    /// For opening what a spec names.
+    pub fn sources(&self) -> Sources<'_> {
+        Sources {
+            ledger: &self.ledger,
+            disks: &self.disks,
+            folder: self.disk_folder(),
+        }
+    }
 }

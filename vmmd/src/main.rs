@@ -7,6 +7,7 @@
 mod cgroup;
 mod config;
 mod control;
+mod disk;
 mod facts;
 mod failure;
 mod grpc;
@@ -109,6 +110,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         cgroups,
         links: Links::connect().context("connect to the kernel's network configuration")?,
         table: vm::table::Table::default(),
+        disks: disk::Registry::default(),
         boot_id: fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .unwrap_or_default()
             .trim()
@@ -116,7 +118,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
         stopping: CancellationToken::new(),
         config,
     });
-    vm::reconcile::reconcile(&host, records).await;
+    disk::restore(&host, records.disks).await;
+    vm::reconcile::reconcile(&host, records.vms).await;
     let socket = Socket::bind(&host.config.socket(), host.config.socket_group.as_deref())
         .with_context(|| format!("API socket {}", host.config.socket().display()))?;
     let serving = tokio::spawn(grpc::serve(Arc::clone(&host), socket));

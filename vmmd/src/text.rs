@@ -15,6 +15,12 @@ pub fn brief(text: &str) -> &str {
     text.get(..end.unwrap_or(0)).unwrap_or_default()
 }
 
+/// A line that another program wrote, for repeating it in a message: without control characters, at most 300 of them.
+pub fn brief_line(text: &str) -> String {
+    let printable = text.trim().chars().filter(|character| !character.is_control());
+    printable.take(300).collect()
+}
+
 /// An I/O error in words, without its number.
 pub fn words(error: &io::Error) -> String {
     let text = error.to_string();

@@ -17,6 +17,7 @@ impl From<Failure> for Status {
             Kind::Precondition => Code::FailedPrecondition,
             Kind::Exhausted => Code::ResourceExhausted,
             Kind::Aborted => Code::Aborted,
+            Kind::Deadline => Code::DeadlineExceeded,
             Kind::Unavailable => Code::Unavailable,
             Kind::Internal => Code::Internal,
         };

@@ -2,6 +2,7 @@
 
 mod connection;
 mod console;
+mod disk;
 mod error;
 mod node;
 mod server;

@@ -8,7 +8,10 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{node_service_server::NodeServiceServer, vm_service_server::VmServiceServer};
+use proto::v1::{
+    disk_service_server::DiskServiceServer, node_service_server::NodeServiceServer,
+    vm_service_server::VmServiceServer,
+};
 use tokio::{
     net::{UnixListener, UnixStream},
     sync::{OwnedSemaphorePermit, Semaphore, mpsc},
@@ -17,7 +20,7 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Server;
 
-use super::{connection::Connection, node::Nodes, vm::Vms};
+use super::{connection::Connection, disk::Disks, node::Nodes, vm::Vms};
 use crate::host::Host;
 
 /// Most connections at once; more wait in the kernel's queue.
@@ -118,6 +121,7 @@ pub async fn serve(host: Arc<Host>, socket: Socket) -> anyhow::Result<()> {
     let (reporter, health) = tonic_health::server::health_reporter();
     reporter.set_serving::<VmServiceServer<Vms>>().await;
     reporter.set_serving::<NodeServiceServer<Nodes>>().await;
+    reporter.set_serving::<DiskServiceServer<Disks>>().await;
     let reflection = |builder: tonic_reflection::server::Builder<'static>| {
         builder
             .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
@@ -132,6 +136,9 @@ pub async fn serve(host: Arc<Host>, socket: Socket) -> anyhow::Result<()> {
         .add_service(reflection(tonic_reflection::server::Builder::configure()).build_v1()?)
         .add_service(reflection(tonic_reflection::server::Builder::configure()).build_v1alpha()?)
         .add_service(VmServiceServer::new(Vms::new(Arc::clone(&host))).max_decoding_message_size(MAX_REQUEST))
+        .add_service(
+            DiskServiceServer::new(Disks::new(Arc::clone(&host))).max_decoding_message_size(MAX_REQUEST),
+        )
         .add_service(NodeServiceServer::new(Nodes::new(host)).max_decoding_message_size(MAX_REQUEST))
         .serve_with_incoming_shutdown(ReceiverStream::new(incoming), stopping.clone().cancelled_owned());
     let result = tokio::select! {

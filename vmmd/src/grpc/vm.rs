@@ -3,6 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use proto::{
+    model::{Violations, disk::RateLimit},
     v1::{self, vm_service_server::VmService},
     well_known,
 };
@@ -11,15 +12,22 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::{console, watch};
 use crate::{
-    failure::Failure,
+    control,
+    failure::{Failure, Kind},
     host::Host,
-    vm::{self, Command, admission, table::Entry},
+    text,
+    vm::{self, Command, DiskRequest, Reply, Target, admission, table::Entry},
 };
 
 /// Grace period when none is given.
 const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 /// Longest grace period.
 const MAX_GRACE: Duration = Duration::from_secs(3600);
+
+/// How long the guest may take to eject a disk when nothing is given.
+const DEFAULT_EJECT: Duration = Duration::from_secs(30);
+/// How long a `vmm` may take to count.
+const STATS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The service.
 #[derive(Debug)]
@@ -44,43 +52,60 @@ impl Vms {
         request: admission::Request,
         grace: Option<Duration>,
     ) -> Result<v1::Vm, Failure> {
-        let entry = self.find(name)?;
-        let (reply, answer) = oneshot::channel();
-        let command = Command {
+        self.send(name, |reply| Command::Life {
             request,
             grace,
             reply,
-        };
-        let gone = || {
-            if self.host.stopping.is_cancelled() {
-                Failure::stopping()
-            } else {
-                Failure::no_vm(name)
-            }
-        };
-        entry.mailbox.send(command).await.map_err(|_| gone())?;
+        })
+        .await
+    }
+
+    async fn ask_disk(&self, vm: &str, request: DiskRequest) -> Result<v1::Vm, Failure> {
+        self.send(vm, |reply| Command::Disk { request, reply }).await
+    }
+
+    async fn send(&self, name: &str, command: impl FnOnce(Reply) -> Command) -> Result<v1::Vm, Failure> {
+        let entry = self.find(name)?;
+        let (reply, answer) = oneshot::channel();
+        entry
+            .mailbox
+            .send(command(reply))
+            .await
+            .map_err(|_| self.gone(name))?;
         tokio::select! {
-            answer = answer => Ok(answer.map_err(|_| gone())??.as_ref().clone()),
+            answer = answer => Ok(answer.map_err(|_| self.gone(name))??.as_ref().clone()),
             () = self.host.stopping.cancelled() => Err(Failure::stopping()),
+        }
+    }
+
+    fn gone(&self, name: &str) -> Failure {
+        if self.host.stopping.is_cancelled() {
+            Failure::stopping()
+        } else {
+            Failure::no_vm(name)
         }
     }
 }
 
 /// How long the guest may take; `None` by force.
-fn grace(period: Option<well_known::Duration>, force: bool) -> Result<Option<Duration>, Failure> {
-    let Some(period) = period else {
-        return Ok((!force).then_some(DEFAULT_GRACE));
-    };
-    let seconds = u64::try_from(period.seconds).ok();
-    let nanos = u32::try_from(period.nanos)
+fn grace(given: Option<well_known::Duration>, force: bool) -> Result<Option<Duration>, Failure> {
+    let given = period("gracePeriod", given)?.unwrap_or(DEFAULT_GRACE);
+    Ok((!force).then_some(given))
+}
+
+/// A time that a guest may take, if one is given; `field` is its path in the request.
+fn period(field: &str, given: Option<well_known::Duration>) -> Result<Option<Duration>, Failure> {
+    let Some(given) = given else { return Ok(None) };
+    let seconds = u64::try_from(given.seconds).ok();
+    let nanos = u32::try_from(given.nanos)
         .ok()
         .filter(|nanos| *nanos < 1_000_000_000);
     let duration = seconds
         .zip(nanos)
         .map(|(seconds, nanos)| Duration::new(seconds, nanos));
     match duration.filter(|duration| *duration <= MAX_GRACE) {
-        Some(duration) => Ok((!force).then_some(duration)),
-        None => Err(Failure::field("gracePeriod", "must be 0 to 3600 s")),
+        Some(duration) => Ok(Some(duration)),
+        None => Err(Failure::field(field, "must be 0 to 3600 s")),
     }
 }
 
@@ -207,37 +232,87 @@ impl VmService for Vms {
 
     async fn attach_disk(
         &self,
-        _request: Request<v1::AttachDiskRequest>,
+        request: Request<v1::AttachDiskRequest>,
     ) -> Result<Response<v1::AttachDiskResponse>, Status> {
-        Err(Status::unimplemented("not there yet"))
+        let v1::AttachDiskRequest { vm, disk } = request.into_inner();
+        let disk = disk.ok_or_else(|| Failure::field("disk", "must be given"))?;
+        let vm = self.ask_disk(&vm, DiskRequest::Attach(disk)).await?;
+        Ok(Response::new(v1::AttachDiskResponse { vm: Some(vm) }))
     }
 
     async fn detach_disk(
         &self,
-        _request: Request<v1::DetachDiskRequest>,
+        request: Request<v1::DetachDiskRequest>,
     ) -> Result<Response<v1::DetachDiskResponse>, Status> {
-        Err(Status::unimplemented("not there yet"))
+        let v1::DetachDiskRequest {
+            vm,
+            disk,
+            timeout,
+            force,
+        } = request.into_inner();
+        let timeout = period("timeout", timeout)?.unwrap_or(DEFAULT_EJECT);
+        let request = DiskRequest::Detach { disk, timeout, force };
+        let vm = self.ask_disk(&vm, request).await?;
+        Ok(Response::new(v1::DetachDiskResponse { vm: Some(vm) }))
     }
 
     async fn resize_vm_disk(
         &self,
-        _request: Request<v1::ResizeVmDiskRequest>,
+        request: Request<v1::ResizeVmDiskRequest>,
     ) -> Result<Response<v1::ResizeVmDiskResponse>, Status> {
-        Err(Status::unimplemented("not there yet"))
+        let v1::ResizeVmDiskRequest { vm, disk, size_bytes } = request.into_inner();
+        let request = DiskRequest::Resize {
+            disk,
+            size: size_bytes,
+        };
+        let vm = self.ask_disk(&vm, request).await?;
+        Ok(Response::new(v1::ResizeVmDiskResponse { vm: Some(vm) }))
     }
 
     async fn set_rate_limit(
         &self,
-        _request: Request<v1::SetRateLimitRequest>,
+        request: Request<v1::SetRateLimitRequest>,
     ) -> Result<Response<v1::SetRateLimitResponse>, Status> {
-        Err(Status::unimplemented("not there yet"))
+        let v1::SetRateLimitRequest { vm, target, limit } = request.into_inner();
+        let mut found = Violations::default();
+        let limit = limit.unwrap_or_default();
+        let limit = RateLimit::new(&mut found, "limit", &limit);
+        let target = match target {
+            Some(v1::set_rate_limit_request::Target::Disk(name)) => Some(Target::Disk(name)),
+            Some(v1::set_rate_limit_request::Target::Group(name)) => Some(Target::Group(name)),
+            None => {
+                found.add("target", "must be given: `disk` or `group`");
+                None
+            }
+        };
+        let target = found.or(target).map_err(Failure::from)?;
+        let target = target.ok_or_else(|| Failure::field("target", "must be given"))?;
+        let vm = self.ask_disk(&vm, DiskRequest::Limit(target, limit)).await?;
+        Ok(Response::new(v1::SetRateLimitResponse { vm: Some(vm) }))
     }
 
     async fn get_vm_disk_stats(
         &self,
-        _request: Request<v1::GetVmDiskStatsRequest>,
+        request: Request<v1::GetVmDiskStatsRequest>,
     ) -> Result<Response<v1::GetVmDiskStatsResponse>, Status> {
-        Err(Status::unimplemented("not there yet"))
+        let name = &request.get_ref().vm;
+        let entry = self.find(name)?;
+        let (reply, answer) = oneshot::channel();
+        entry
+            .mailbox
+            .send(Command::Client(reply))
+            .await
+            .map_err(|_| self.gone(name))?;
+        let client = answer.await.map_err(|_| self.gone(name))??;
+        // The actor waits for nothing of this.
+        let stats = tokio::time::timeout(STATS_TIMEOUT, client.disk_stats()).await;
+        let stats = stats.unwrap_or(Err(control::Error::Unexpected("not in time")));
+        let stats = stats.map_err(|error| {
+            let message = format!("the disks of VM \"{name}\": {}", text::chain(&error));
+            Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message)
+        })?;
+        let disks = stats.into_iter().map(vm::public_stats).collect();
+        Ok(Response::new(v1::GetVmDiskStatsResponse { disks }))
     }
 
     type ConsoleStream = console::Stream;

@@ -1,4 +1,4 @@
-//! The durable state: one redb file with a record per VM.
+//! The durable state: one redb file with a record per VM and per disk.
 //!
 //! One thread owns the file. Whatever waits when it becomes free goes into one transaction, which is durable (two
 //! phases, fsync) before anybody is answered. A write that fails changes nothing: the file is closed and opened again
@@ -14,19 +14,22 @@ use std::{
 };
 
 use prost::Message;
-use redb::{Database, Durability, ReadableDatabase, ReadableTable, TableDefinition, WriteTransaction};
+use redb::{
+    Database, Durability, ReadTransaction, ReadableDatabase, ReadableTable, TableDefinition, WriteTransaction,
+};
 use tokio::sync::{mpsc, oneshot};
 
-pub use record::{Hardware, InstanceRecord, Intent, NicHardware, VmRecord};
+pub use record::{DiskRecord, DiskStage, Hardware, InstanceRecord, Intent, NicHardware, VmRecord};
 
 /// Version of the records' meaning that this build writes.
-pub const SCHEMA: u64 = 1;
+pub const SCHEMA: u64 = 2;
 /// `MIGRATIONS[n]` makes schema n + 2 of schema n + 1, in the transaction that also notes the new number.
-const MIGRATIONS: [Migration; 0] = [];
+const MIGRATIONS: [Migration; 1] = [add_disks];
 type Migration = fn(&WriteTransaction) -> Result<(), Error>;
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
+const DISKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("disks");
 const FILE: &str = "vmmd.redb";
 /// Pages kept in memory, in bytes: records are read once, at start.
 const CACHE: usize = 1 << 20;
@@ -65,10 +68,21 @@ impl Error {
     }
 }
 
-#[derive(Clone, Debug)]
+/// All that is in the store.
+#[derive(Debug, Default, PartialEq)]
+pub struct Records {
+    /// VMs.
+    pub vms: Vec<VmRecord>,
+    /// Disks of the DiskService.
+    pub disks: Vec<DiskRecord>,
+}
+
+type Table = TableDefinition<'static, &'static [u8], &'static [u8]>;
+
+#[derive(Clone)]
 enum Change {
-    Put(Vec<u8>, Vec<u8>),
-    Remove(Vec<u8>),
+    Put(Table, Vec<u8>, Vec<u8>),
+    Remove(Table, Vec<u8>),
 }
 
 type Job = (Change, oneshot::Sender<Result<(), Error>>);
@@ -86,7 +100,7 @@ impl Store {
     }
 
     /// Opens or makes the store in `dir`, migrates it, and returns it with all records.
-    pub fn open(dir: &Path) -> Result<(Self, Vec<VmRecord>), Error> {
+    pub fn open(dir: &Path) -> Result<(Self, Records), Error> {
         let path = Self::file(dir);
         let database = open(&path)?;
         let records = load(&database)?;
@@ -98,15 +112,26 @@ impl Store {
         Ok((Self { jobs }, records))
     }
 
-    /// Writes a record, new or changed. Durable on return.
+    /// Writes a VM's record, new or changed. Durable on return.
     pub async fn put(&self, record: &VmRecord) -> Result<(), Error> {
-        self.change(Change::Put(record.uid.clone(), record.encode_to_vec()))
+        self.change(Change::Put(VMS, record.uid.clone(), record.encode_to_vec()))
             .await
     }
 
-    /// Removes a record. Durable on return.
+    /// Removes a VM's record. Durable on return.
     pub async fn remove(&self, uid: &[u8]) -> Result<(), Error> {
-        self.change(Change::Remove(uid.to_vec())).await
+        self.change(Change::Remove(VMS, uid.to_vec())).await
+    }
+
+    /// Writes a disk's record, new or changed. Durable on return.
+    pub async fn put_disk(&self, record: &DiskRecord) -> Result<(), Error> {
+        self.change(Change::Put(DISKS, record.uid.clone(), record.encode_to_vec()))
+            .await
+    }
+
+    /// Removes a disk's record. Durable on return.
+    pub async fn remove_disk(&self, uid: &[u8]) -> Result<(), Error> {
+        self.change(Change::Remove(DISKS, uid.to_vec())).await
     }
 
     async fn change(&self, change: Change) -> Result<(), Error> {
@@ -149,14 +174,20 @@ fn commit(path: &Path, database: &mut Option<Database>, changes: &[Change]) -> R
     };
     write(database, |transaction| {
         let failed = |error: redb::StorageError| Error::of("write the store", error);
-        let mut table = transaction
-            .open_table(VMS)
-            .map_err(|error| Error::of("open the store", error))?;
+        let table = |table: &Table| {
+            transaction
+                .open_table(*table)
+                .map_err(|error| Error::of("open the store", error))
+        };
         for change in changes {
             match change {
-                Change::Put(key, value) => table.insert(key.as_slice(), value.as_slice()).map_err(failed)?,
-                Change::Remove(key) => table.remove(key.as_slice()).map_err(failed)?,
-            };
+                Change::Put(of, key, value) => {
+                    table(of)?
+                        .insert(key.as_slice(), value.as_slice())
+                        .map_err(failed)?;
+                }
+                Change::Remove(of, key) => drop(table(of)?.remove(key.as_slice()).map_err(failed)?),
+            }
         }
         Ok(())
     })
@@ -224,6 +255,7 @@ fn migrate(database: &Database, from: u64) -> Result<(), Error> {
         transaction
             .open_table(VMS)
             .map_err(|error| Error::of("make the store", error))?;
+        add_disks(transaction)?;
         let mut meta = transaction
             .open_table(META)
             .map_err(|error| Error::of("make the store", error))?;
@@ -231,6 +263,14 @@ fn migrate(database: &Database, from: u64) -> Result<(), Error> {
             .map_err(|error| Error::of("make the store", error))?;
         Ok(())
     })
+}
+
+/// Schema 2: disks of the DiskService, of which an older store has none.
+fn add_disks(transaction: &WriteTransaction) -> Result<(), Error> {
+    let table = transaction.open_table(DISKS);
+    table
+        .map(drop)
+        .map_err(|error| Error::of("make the store", error))
 }
 
 /// Makes the new file's name durable.
@@ -241,16 +281,25 @@ fn sync_folder(path: &Path) {
     }
 }
 
-fn load(database: &Database) -> Result<Vec<VmRecord>, Error> {
+fn load(database: &Database) -> Result<Records, Error> {
+    let transaction = database
+        .begin_read()
+        .map_err(|error| Error::of("read the store", error))?;
+    Ok(Records {
+        vms: load_table(&transaction, VMS)?,
+        disks: load_table(&transaction, DISKS)?,
+    })
+}
+
+fn load_table<R: Message + Default>(transaction: &ReadTransaction, table: Table) -> Result<Vec<R>, Error> {
     let failed = |error: redb::Error| Error::of("read the store", error);
-    let transaction = database.begin_read().map_err(|error| failed(error.into()))?;
     let table = transaction
-        .open_table(VMS)
+        .open_table(table)
         .map_err(|error| failed(error.into()))?;
     let mut records = Vec::new();
     for row in table.iter().map_err(|error| failed(error.into()))? {
         let (_, value) = row.map_err(|error| failed(error.into()))?;
-        let record = VmRecord::decode(value.value())
+        let record = R::decode(value.value())
             .map_err(|error| Error::Failed("read the store: undecodable record", error.to_string()))?;
         records.push(record);
     }

@@ -1,4 +1,4 @@
-//! What the store keeps of a VM. The wire form is Protocol Buffers, so that fields can be added; a change of meaning
+//! What the store keeps of a VM and of a disk. The wire form is Protocol Buffers, so that fields can be added; a change of meaning
 //! needs a new [`SCHEMA`](super::SCHEMA) and a migration.
 
 use std::collections::BTreeMap;
@@ -80,6 +80,13 @@ pub struct InstanceRecord {
     /// Of the node's kernel at that time: a run never outlives it.
     #[prost(string, tag = "4")]
     pub boot_id: String,
+    /// Disks that are being plugged in: noted before the `vmm` is asked, forgotten when it has answered. What a daemon
+    /// that ended in between leaves is decided by what the `vmm` has.
+    #[prost(string, repeated, tag = "5")]
+    pub attaching: Vec<String>,
+    /// Disks that the guest has been asked to eject and has not ejected: when it does, they leave the spec.
+    #[prost(string, repeated, tag = "6")]
+    pub ejecting: Vec<String>,
 }
 
 /// What was last asked for.
@@ -90,4 +97,49 @@ pub enum Intent {
     Stopped = 0,
     /// To run.
     Running = 1,
+}
+
+/// A disk of the DiskService.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct DiskRecord {
+    /// UUID, 16 bytes; also the record's key, and the name of its file.
+    #[prost(bytes = "vec", tag = "1")]
+    pub uid: Vec<u8>,
+    /// Unique among the node's disks.
+    #[prost(string, tag = "2")]
+    pub name: String,
+    /// Unix time in milliseconds.
+    #[prost(uint64, tag = "3")]
+    pub created_ms: u64,
+    /// As in the request.
+    #[prost(btree_map = "string, string", tag = "4")]
+    pub labels: BTreeMap<String, String>,
+    /// Raw or qcow2.
+    #[prost(enumeration = "proto::v1::DiskFormat", tag = "5")]
+    pub format: i32,
+    /// What the guest sees, in bytes. 0 until it is known.
+    #[prost(uint64, tag = "6")]
+    pub size_bytes: u64,
+    /// As in the request.
+    #[prost(enumeration = "proto::v1::DiskPreallocation", tag = "7")]
+    pub preallocation: i32,
+    /// UUID of the disk that it is an overlay of; empty when it is none.
+    #[prost(bytes = "vec", tag = "8")]
+    pub backing: Vec<u8>,
+    /// How far its life is.
+    #[prost(enumeration = "DiskStage", tag = "9")]
+    pub stage: i32,
+}
+
+/// How far the life of a disk is. A record that a new daemon finds in another stage than `Ready` is removed with its
+/// file: the disk was never told to be there, or was told to be gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]
+#[repr(i32)]
+pub enum DiskStage {
+    /// Its file is being made.
+    Creating = 0,
+    /// It is whole.
+    Ready = 1,
+    /// Its file is being removed.
+    Deleting = 2,
 }

@@ -18,17 +18,17 @@ async fn what_was_acknowledged_is_there_after_a_new_start() {
     let folder = tempfile::tempdir().unwrap();
     {
         let (store, records) = Store::open(folder.path()).unwrap();
-        assert_eq!(records, []);
+        assert_eq!(records, Records::default());
         store.put(&record(1, "a")).await.unwrap();
         store.put(&record(2, "b")).await.unwrap();
         store.put(&record(1, "c")).await.unwrap();
         store.remove(&[2; 16]).await.unwrap();
     }
-    assert_eq!(names(&reopen(folder.path())), ["c"]);
+    assert_eq!(names(&reopen(folder.path()).vms), ["c"]);
 }
 
 /// The thread closes the file some time after the last handle is gone.
-fn reopen(folder: &Path) -> Vec<VmRecord> {
+fn reopen(folder: &Path) -> Records {
     loop {
         match Store::open(folder) {
             Ok((_, records)) => return records,
@@ -51,7 +51,7 @@ async fn many_changes_at_once_are_all_kept() {
         result.unwrap().unwrap();
     }
     drop(store);
-    assert_eq!(reopen(folder.path()).len(), 100);
+    assert_eq!(reopen(folder.path()).vms.len(), 100);
 }
 
 #[test]
@@ -112,6 +112,8 @@ async fn a_record_keeps_every_field() {
             started_ms: 8,
             generation: 1,
             boot_id: "x".into(),
+            attaching: vec!["a".into()],
+            ejecting: vec!["b".into()],
         }),
         last_exit: Some(proto::v1::ExitStatus {
             reason: 2,
@@ -124,5 +126,51 @@ async fn a_record_keeps_every_field() {
         let (store, _) = Store::open(folder.path()).unwrap();
         store.put(&full).await.unwrap();
     }
-    assert_eq!(reopen(folder.path()), [full]);
+    assert_eq!(reopen(folder.path()).vms, [full]);
+}
+
+fn disk(uid: u8, name: &str) -> DiskRecord {
+    DiskRecord {
+        uid: vec![uid; 16],
+        name: name.to_owned(),
+        size_bytes: 512,
+        stage: DiskStage::Ready.into(),
+        ..DiskRecord::default()
+    }
+}
+
+#[tokio::test]
+async fn disks_are_kept_beside_vms_also_with_the_same_key() {
+    let folder = tempfile::tempdir().unwrap();
+    {
+        let (store, _) = Store::open(folder.path()).unwrap();
+        store.put(&record(1, "vm")).await.unwrap();
+        store.put_disk(&disk(1, "disk")).await.unwrap();
+        store.put_disk(&disk(2, "gone")).await.unwrap();
+        store.remove_disk(&[2; 16]).await.unwrap();
+    }
+    let records = reopen(folder.path());
+    assert_eq!(
+        (names(&records.vms), records.disks),
+        (vec!["vm"], vec![disk(1, "disk")])
+    );
+}
+
+/// As the daemon before disks made it.
+#[test]
+fn a_store_without_disks_is_migrated_and_keeps_its_vms() {
+    let folder = tempfile::tempdir().unwrap();
+    let database = Database::create(folder.path().join(FILE)).unwrap();
+    write(&database, |transaction| {
+        let value = record(1, "old").encode_to_vec();
+        let mut vms = transaction.open_table(VMS).unwrap();
+        vms.insert([1; 16].as_slice(), value.as_slice()).unwrap();
+        transaction.open_table(META).unwrap().insert("schema", 1).unwrap();
+        Ok(())
+    })
+    .unwrap();
+    drop(database);
+    let records = reopen(folder.path());
+    assert_eq!((names(&records.vms), records.disks), (vec!["old"], Vec::new()));
+    drop(reopen(folder.path()));
 }

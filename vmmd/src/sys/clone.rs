@@ -5,7 +5,7 @@
 //! multi-threaded process: until it executes the program it may do nothing but system calls on what was prepared
 //! before. No allocation, no lock, no unwinding.
 //!
-//! The child's descriptors are exactly `stdin` (/dev/null), `stdout` and `stderr` (the log) and those of
+//! The child's descriptors are exactly `stdin` (/dev/null), `stdout`, `stderr` (the log) and those of
 //! [`Program::fds`] from number 3 on, in order.
 
 use std::{
@@ -26,7 +26,7 @@ use rustix::{
 /// Number of the first passed descriptor in the child.
 pub const FIRST_FD: usize = 3;
 /// Most descriptors that can be passed.
-const MAX_FDS: usize = 8;
+pub const MAX_FDS: usize = 8;
 /// All descriptors are moved above this number before they get their own, so that none is overwritten by another.
 const PARKED: RawFd = 64;
 
@@ -39,7 +39,9 @@ pub struct Program<'a> {
     pub arguments: &'a [CString],
     /// Descriptors it gets as 3, 4, …; at most 8.
     pub fds: &'a [BorrowedFd<'a>],
-    /// What it writes to stdout and stderr.
+    /// What it writes to stdout; the log when `None`.
+    pub output: Option<BorrowedFd<'a>>,
+    /// What it writes to stderr.
     pub log: BorrowedFd<'a>,
     /// User and group id it runs as; not 0.
     pub uid: u32,
@@ -115,6 +117,9 @@ fn clone_args(cgroup: Option<BorrowedFd<'_>>, pidfd: &mut RawFd) -> libc::clone_
     args
 }
 
+/// Memory that a `vmm` may lock, in bytes: 256 rings (16 disks with 16 queues each) with room for their buffers.
+const LOCKED_MEMORY: u64 = 64 << 20;
+
 /// linux/sched.h; they don't fit into the C library's `int` constants.
 const CLONE_CLEAR_SIGHAND: u64 = 0x1_0000_0000;
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
@@ -185,11 +190,12 @@ fn arrange(program: &Program<'_>, report: BorrowedFd<'_>) -> Result<RawFd, Errno
     let parked_report = park(report)?;
     let executable = park(program.executable)?;
     let (null, log) = (park(null.as_fd())?, park(program.log)?);
+    let output = park(program.output.unwrap_or(program.log))?;
     let mut parked = [-1; MAX_FDS];
     for (place, fd) in parked.iter_mut().zip(program.fds) {
         *place = park(*fd)?;
     }
-    for (source, number) in [(null, 0), (log, 1), (log, 2)] {
+    for (source, number) in [(null, 0), (output, 1), (log, 2)] {
         put(source, number)?;
     }
     let mut number = 3;
@@ -226,6 +232,17 @@ fn limits() -> Result<(), Errno> {
         maximum: Some(0),
     };
     rustix::process::setrlimit(Resource::Core, none)?;
+    // Kernels before 5.12 count the rings of io_uring as locked memory of the user, all count registered buffers; the
+    // usual limit of 64 KiB to 8 MiB is too little for many disks with many queues.
+    let locked = rustix::process::getrlimit(Resource::Memlock);
+    if locked.current.is_some_and(|bytes| bytes < LOCKED_MEMORY) {
+        let enough = Rlimit {
+            current: Some(LOCKED_MEMORY),
+            maximum: locked.maximum.map(|maximum| maximum.max(LOCKED_MEMORY)),
+        };
+        // Without CAP_SYS_RESOURCE the hard limit stays: then it is what it is, and disks do without io_uring.
+        let _ = rustix::process::setrlimit(Resource::Memlock, enough);
+    }
     // The daemon may be protected from the OOM killer; a VM is not.
     let flags = OFlags::WRONLY | OFlags::CLOEXEC;
     if let Ok(file) = rustix::fs::open(c"/proc/self/oom_score_adj", flags, Mode::empty()) {

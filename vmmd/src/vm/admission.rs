@@ -44,6 +44,30 @@ pub enum Request {
     },
 }
 
+/// What is asked of a VM's disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiskRequest {
+    /// Add one.
+    Attach,
+    /// Take one away.
+    Detach,
+    /// Make one larger.
+    Resize,
+    /// Change how much may flow.
+    Limit,
+    /// Look at the counters.
+    Stats,
+}
+
+/// Where a request about disks is carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In the spec, and in files: there is no process.
+    Spec,
+    /// In the spec and in the machine.
+    Machine,
+}
+
 /// What becomes of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
@@ -106,6 +130,20 @@ pub fn admit(situation: Situation, request: Request) -> Verdict {
         (Stopping { .. }, Stop) => Join,
         (Stopping { restarting: true }, Restart) => Join,
         (Stopping { .. }, _) => busy(),
+    }
+}
+
+/// Decides where a request about disks is carried out, if it is. A pause or resume under way is no hindrance: the `vmm`
+/// does one thing after the other.
+pub fn admit_disk(situation: Situation, request: DiskRequest) -> Result<Place, Refusal> {
+    use DiskRequest::Stats;
+    use Situation::{Changing, Down, Paused, Running, Starting, Stopping, Terminating};
+    match (situation, request) {
+        (Terminating, _) => Err(Refusal::BeingDeleted),
+        (Down, Stats) => Err(Refusal::NotRunning),
+        (Down, _) => Ok(Place::Spec),
+        (Running | Paused | Changing, _) | (Stopping { .. }, Stats) => Ok(Place::Machine),
+        (Starting | Stopping { .. }, _) => Err(Refusal::Busy(situation)),
     }
 }
 
@@ -253,6 +291,51 @@ mod tests {
                 assert_eq!(
                     admit(*situation, request),
                     *verdict,
+                    "{request:?} when {situation:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn the_table_of_disk_requests_holds() {
+        use super::DiskRequest::*;
+        let machine = Ok(Place::Machine);
+        let spec = Ok(Place::Spec);
+        // One row per situation; columns: attach, detach, resize, limit, stats.
+        let table = [
+            (Down, [spec, spec, spec, spec, Err(NotRunning)]),
+            (Starting, [Err(Busy(Starting)); 5]),
+            (Running, [machine; 5]),
+            (Paused, [machine; 5]),
+            (Changing, [machine; 5]),
+            (
+                STOPPING,
+                [
+                    Err(Busy(STOPPING)),
+                    Err(Busy(STOPPING)),
+                    Err(Busy(STOPPING)),
+                    Err(Busy(STOPPING)),
+                    machine,
+                ],
+            ),
+            (
+                RESTARTING,
+                [
+                    Err(Busy(RESTARTING)),
+                    Err(Busy(RESTARTING)),
+                    Err(Busy(RESTARTING)),
+                    Err(Busy(RESTARTING)),
+                    machine,
+                ],
+            ),
+            (Terminating, [Err(BeingDeleted); 5]),
+        ];
+        for (situation, row) in table {
+            for (request, expected) in [Attach, Detach, Resize, Limit, Stats].into_iter().zip(row) {
+                assert_eq!(
+                    admit_disk(situation, request),
+                    expected,
                     "{request:?} when {situation:?}"
                 );
             }

@@ -14,7 +14,7 @@ use tokio::{sync::oneshot, task::spawn_blocking};
 use uuid::Uuid;
 
 use super::{
-    actor::{Actor, Command},
+    actor::{Actor, Attachments, Command},
     admission::Request,
     describe::View,
     files::{self, Locks},
@@ -41,15 +41,33 @@ pub async fn create(host: Arc<Host>, vm: v1::Vm, start: bool, dry_run: bool) -> 
         let message = format!("there is a VM \"{name}\" already");
         return Err(Failure::new(Kind::Exists, "VM_EXISTS", message));
     };
+    host.disks.take(&name, &manifest.spec.disks, |index| {
+        format!("spec.disks[{index}].disk")
+    })?;
+    let made = make(&host, vm.spec, manifest, start, dry_run).await;
+    if dry_run || made.is_err() {
+        host.disks.give_back(&name, None);
+    }
+    made
+}
+
+async fn make(
+    host: &Arc<Host>,
+    wire: Option<v1::VmSpec>,
+    manifest: Manifest,
+    start: bool,
+    dry_run: bool,
+) -> Result<Arc<v1::Vm>, Failure> {
+    let name = manifest.name.to_string();
     let uid = Uuid::new_v4();
-    let hardware = machine::allocate(&manifest.spec, || random_mac(&host));
+    let hardware = machine::allocate(&manifest.spec, || random_mac(host));
     let record = VmRecord {
         uid: uid.as_bytes().to_vec(),
         name: name.clone(),
         generation: 1,
         created_ms: text::now_ms(),
         labels: manifest.labels,
-        spec: vm.spec,
+        spec: wire,
         hardware: Some(hardware),
         intent: if start { Intent::Running } else { Intent::Stopped }.into(),
         instance: None,
@@ -61,15 +79,17 @@ pub async fn create(host: Arc<Host>, vm: v1::Vm, start: bool, dry_run: bool) -> 
         View::new(v1::VmPhase::Stopped, "Created", "")
     };
     if dry_run {
-        return Ok(Arc::new(view.describe(uid, &record, &manifest.spec, None)));
+        let attached = Attachments::default();
+        let vm = view.describe(host, uid, &record, &manifest.spec, None, &attached);
+        return Ok(Arc::new(vm));
     }
     host.store.put(&record).await.map_err(store_failure)?;
     tracing::info!(vm = name, %uid, "created");
-    Actor::spawn(&host, uid, record, manifest.spec, view, None);
+    Actor::spawn(host, uid, record, manifest.spec, view, None);
     let entry = host.table.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
     let created = Arc::clone(&entry.state.borrow());
     if start {
-        let command = Command {
+        let command = Command::Life {
             request: Request::Start,
             grace: None,
             reply: oneshot::channel().0,
@@ -119,7 +139,7 @@ async fn check_files(host: &Arc<Host>, spec: &VmSpec) -> Result<(), Failure> {
     let (host, spec) = (Arc::clone(host), spec.clone());
     let checked = spawn_blocking(move || {
         files::open_kvm(&host.config.kvm_device)?;
-        files::open(&spec, &host.ledger, Locks::Look).map(drop)
+        files::open(&spec, &host.sources(), Locks::Look).map(drop)
     });
     checked
         .await

@@ -1,16 +1,21 @@
 //! A VM as the API shows it.
 
 use proto::{
-    model::vm::{API_VERSION, Attachment, KIND, VmSpec},
-    v1::{self, ConditionStatus, VmPhase},
+    model::{
+        disk::Source,
+        vm::{API_VERSION, Attachment, KIND, VmSpec},
+    },
+    v1::{self, AttachmentPhase, ConditionStatus, VmPhase},
 };
 use uuid::Uuid;
 
 use crate::{
+    host::Host,
     network,
     store::VmRecord,
     text,
     vm::{
+        actor::Attachments,
         instance::{Instance, Link},
         machine,
     },
@@ -29,7 +34,12 @@ pub struct View {
     pub phase_ms: u64,
     /// What the condition `Ready` was last.
     ready: (ConditionStatus, u64),
+    /// The same of `BlockDevicesReady`.
+    block_devices: (ConditionStatus, u64),
 }
+
+/// Reason of a pause because a disk failed.
+pub const DISK_ERROR: &str = "DiskError";
 
 impl View {
     /// A VM in this phase from now on.
@@ -42,6 +52,7 @@ impl View {
             message,
             phase_ms: now,
             ready: (ConditionStatus::Unspecified, now),
+            block_devices: (ConditionStatus::Unspecified, now),
         }
     }
 
@@ -58,10 +69,12 @@ impl View {
     /// All of it as a message.
     pub fn describe(
         &mut self,
+        host: &Host,
         uid: Uuid,
         record: &VmRecord,
         spec: &VmSpec,
         instance: Option<&Instance>,
+        attached: &Attachments,
     ) -> v1::Vm {
         let metadata = v1::VmMetadata {
             name: record.name.clone(),
@@ -84,10 +97,10 @@ impl View {
                 vmm_version: instance.version.clone(),
             }),
             last_exit: record.last_exit.clone(),
-            conditions: vec![self.ready(instance)],
+            conditions: vec![self.ready(instance), self.block_devices(instance, attached)],
             nics: nics(uid, record, spec, instance.is_some()),
             phase_time: text::timestamp(self.phase_ms),
-            disks: Vec::new(),
+            disks: disks(host, record, spec, instance.is_some(), attached),
         };
         v1::Vm {
             api_version: API_VERSION.to_owned(),
@@ -95,6 +108,30 @@ impl View {
             metadata: Some(metadata),
             spec: record.spec.clone(),
             status: Some(status),
+        }
+    }
+
+    /// `BlockDevicesReady`: no disk has failed since the run began, or since the guest was resumed after one had.
+    fn block_devices(&mut self, instance: Option<&Instance>, attached: &Attachments) -> v1::Condition {
+        let errors = attached.errors();
+        let (status, reason, message) = match (instance, errors.count) {
+            (None, _) => (ConditionStatus::Unknown, "NotRunning", String::new()),
+            (Some(_), 0) => (ConditionStatus::True, "NoErrors", String::new()),
+            (Some(_), 1) => (ConditionStatus::False, "DeviceError", errors.last.clone()),
+            (Some(_), count) => {
+                let message = format!("{} ({count} errors)", errors.last);
+                (ConditionStatus::False, "DeviceError", message)
+            }
+        };
+        if self.block_devices.0 != status {
+            self.block_devices = (status, text::now_ms());
+        }
+        v1::Condition {
+            r#type: "BlockDevicesReady".to_owned(),
+            status: status.into(),
+            reason: reason.to_owned(),
+            message,
+            transition_time: text::timestamp(self.block_devices.1),
         }
     }
 
@@ -125,6 +162,48 @@ impl View {
             transition_time: text::timestamp(self.ready.1),
         }
     }
+}
+
+/// Disks of a VM as the API shows them.
+fn disks(
+    host: &Host,
+    record: &VmRecord,
+    spec: &VmSpec,
+    running: bool,
+    attached: &Attachments,
+) -> Vec<v1::DiskStatus> {
+    let slots = record.hardware.as_ref().map(|hardware| &hardware.disk_slots);
+    let described = spec.disks.iter().map(|disk| {
+        let name = disk.name.as_str();
+        let known = attached.get(name).filter(|_| running);
+        let (path, size) = match &disk.source {
+            Source::Path { path, .. } => (path.display().to_string(), 0),
+            Source::Disk { name, .. } => {
+                let resolved = host.disks.resolve(&host.disk_folder(), name.as_str());
+                resolved.map_or_else(
+                    |_| (String::new(), 0),
+                    |disk| (disk.path.display().to_string(), disk.size),
+                )
+            }
+        };
+        let phase = match known {
+            Some(known) => known.phase,
+            None if running => AttachmentPhase::Attached,
+            None => AttachmentPhase::Pending,
+        };
+        v1::DiskStatus {
+            name: name.to_owned(),
+            phase: phase.into(),
+            message: known.map(|known| known.message.clone()).unwrap_or_default(),
+            path,
+            capacity_bytes: known.map_or(0, |known| known.capacity).max(size),
+            pci_slot: slots
+                .and_then(|slots| slots.get(name))
+                .copied()
+                .unwrap_or_default(),
+        }
+    });
+    described.collect()
 }
 
 /// The phase as people write it.

@@ -2,6 +2,7 @@
 //! the node, and a disk's lock goes away with its descriptor.
 
 use std::{
+    collections::BTreeMap,
     io,
     os::{
         fd::{AsFd, OwnedFd},
@@ -10,21 +11,28 @@ use std::{
     path::Path,
 };
 
-use proto::model::{
-    disk::{Disk, Source},
-    vm::{Boot, VmSpec},
+use proto::{
+    model::{
+        disk::{Cache, Disk, Format, SECTOR, Source},
+        vm::{Boot, VmSpec},
+    },
+    wire::MAX_FDS,
 };
-use rustix::fs::{Mode, OFlags};
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+};
 
 use crate::{
-    failure::Failure,
+    disk::{Folder, Registry},
+    failure::{Failure, Kind},
     ledger::{FileId, Ledger},
     sys::{self, LockKind},
     text,
 };
 
-/// Disk sizes are multiples of this many bytes (virtio 1.3, 5.2: sectors).
-const SECTOR: u64 = 512;
+/// Descriptors with a machine beside those of disks, NICs and the initrd: /dev/kvm, kernel, random source, two logs.
+const OTHER_FDS: usize = 5;
 
 /// All files of a VM, open.
 #[derive(Debug)]
@@ -34,9 +42,44 @@ pub struct Files {
     /// The initial RAM disk.
     pub initrd: Option<OwnedFd>,
     /// In the order of the spec, each locked.
-    pub disks: Vec<OwnedFd>,
-    /// What is behind them.
+    pub disks: Vec<OpenDisk>,
+}
+
+/// A disk of a VM, open and locked.
+#[derive(Debug)]
+pub struct OpenDisk {
+    /// Its image or block device.
+    pub fd: OwnedFd,
+    /// How it is to be read.
+    pub format: Format,
+    /// What is below it, the nearest first, open for reading.
+    pub backing: Vec<(OwnedFd, Format)>,
+    /// What is behind all of them.
     pub ids: Vec<FileId>,
+}
+
+/// An image or block device, open.
+#[derive(Debug)]
+pub struct OpenFile {
+    /// The descriptor.
+    pub fd: OwnedFd,
+    /// What is behind it.
+    pub id: FileId,
+    /// Its length in bytes.
+    pub size: u64,
+    /// It is no file but a device.
+    pub block_device: bool,
+}
+
+/// Where the daemon looks for what a spec names, and who has it.
+#[derive(Debug)]
+pub struct Sources<'a> {
+    /// Who uses which files.
+    pub ledger: &'a Ledger,
+    /// Disks of the DiskService.
+    pub disks: &'a Registry,
+    /// Where their files are.
+    pub folder: Folder,
 }
 
 /// What to do about locks of the disks.
@@ -49,7 +92,7 @@ pub enum Locks {
 }
 
 /// Opens and checks everything.
-pub fn open(spec: &VmSpec, ledger: &Ledger, locks: Locks) -> Result<Files, Failure> {
+pub fn open(spec: &VmSpec, sources: &Sources<'_>, locks: Locks) -> Result<Files, Failure> {
     let Boot::Linux { kernel, initrd, .. } = &spec.boot;
     let kernel = open_image("spec.boot.linux.kernel", "KERNEL", kernel)?;
     let initrd = initrd
@@ -60,23 +103,46 @@ pub fn open(spec: &VmSpec, ledger: &Ledger, locks: Locks) -> Result<Files, Failu
         kernel,
         initrd,
         disks: Vec::new(),
-        ids: Vec::new(),
     };
     for (index, disk) in spec.disks.iter().enumerate() {
-        let (fd, id) = open_disk(&format!("spec.disks[{index}].path"), disk, ledger, locks)?;
-        files.disks.push(fd);
-        files.ids.push(id);
+        let opened = open_disk(&format!("spec.disks[{index}]"), disk, sources, locks)?;
+        files.disks.push(opened);
+    }
+    let of_disks: usize = files.disks.iter().map(|disk| 1 + disk.backing.len()).sum();
+    let all = OTHER_FDS + usize::from(files.initrd.is_some()) + spec.nics.len() + of_disks;
+    if all > MAX_FDS {
+        let message = format!(
+            "spec.disks: the disks and the disks below their overlays are {of_disks} files, {} too many: copy overlays \
+             into disks of their own",
+            all - MAX_FDS
+        );
+        return Err(Failure::new(Kind::Exhausted, "TOO_MANY_FILES", message));
     }
     Ok(files)
 }
 
-/// What the disks of a VM are on, as far as that can be told without opening them.
-pub fn identify(spec: &VmSpec) -> Vec<FileId> {
-    let stats = spec.disks.iter().filter_map(|disk| match &disk.source {
-        Source::Path { path, .. } => rustix::fs::stat(path).ok(),
-        Source::Disk { .. } => None,
+/// What each disk of a VM is on, by its name, as far as that can be told without opening it.
+pub fn identify(spec: &VmSpec, sources: &Sources<'_>) -> BTreeMap<String, Vec<FileId>> {
+    let ids = |path: &Path| rustix::fs::stat(path).ok().map(|stat| identity(&stat));
+    let disks = spec.disks.iter().map(|disk| {
+        let found = match &disk.source {
+            Source::Path { path, .. } => ids(path).into_iter().collect(),
+            Source::Disk { name, .. } => {
+                let resolved = sources.disks.resolve(&sources.folder, name.as_str()).ok();
+                let paths = resolved.map(|disk| {
+                    let below = disk.backing.into_iter().map(|(path, _)| path);
+                    std::iter::once(disk.path).chain(below).collect::<Vec<_>>()
+                });
+                paths
+                    .into_iter()
+                    .flatten()
+                    .filter_map(|path| ids(&path))
+                    .collect()
+            }
+        };
+        (disk.name.to_string(), found)
     });
-    stats.map(|stat| identity(&stat)).collect()
+    disks.collect()
 }
 
 /// Opens the device through which KVM is used.
@@ -108,11 +174,14 @@ fn open_image(field: &str, what: &'static str, path: &Path) -> Result<OwnedFd, F
     let refuse = |reason, problem: &str| {
         Failure::precondition(reason, format!("{field}: \"{}\" {problem}", path.display()))
     };
-    let fd = open_file(path, OFlags::RDONLY).map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
-            refuse(missing, "does not exist on the node")
+    let fd = open_file(path, OFlags::RDONLY).map_err(|errno| {
+        let error = io::Error::from(errno);
+        match error.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
+                refuse(missing, "does not exist on the node")
+            }
+            _ => refuse(unusable, &format!("can't be opened: {}", text::words(&error))),
         }
-        _ => refuse(unusable, &format!("can't be opened: {}", text::words(&error))),
     })?;
     let metadata = metadata(&fd).map_err(|error| refuse(unusable, &text::words(&error)))?;
     if metadata.is_dir() {
@@ -127,75 +196,151 @@ fn open_image(field: &str, what: &'static str, path: &Path) -> Result<OwnedFd, F
     Ok(fd)
 }
 
-fn open_disk(field: &str, disk: &Disk, ledger: &Ledger, locks: Locks) -> Result<(OwnedFd, FileId), Failure> {
-    let Source::Path { path: file, .. } = &disk.source else {
-        let message = format!("{field}: disks of the DiskService can't be attached yet");
-        return Err(Failure::precondition("DISK_UNUSABLE", message));
-    };
-    let path = file.display();
-    let refuse = |reason, problem: &str| {
-        Failure::precondition(
-            reason,
-            format!("{field}: disk \"{}\": \"{path}\" {problem}", disk.name),
-        )
-    };
-    let access = if disk.read_only {
-        OFlags::RDONLY
-    } else {
-        OFlags::RDWR
-    };
-    let fd = open_file(file, access).map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
-            refuse("DISK_NOT_FOUND", "does not exist on the node")
+/// Opens and locks a disk with all that is below it; `field` is its path in the request.
+pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) -> Result<OpenDisk, Failure> {
+    let (label, path, format, below) = match &disk.source {
+        Source::Path { path, format } => (
+            format!("{field}.path: disk \"{}\": \"{}\"", disk.name, path.display()),
+            path.clone(),
+            *format,
+            Vec::new(),
+        ),
+        Source::Disk { name, .. } => {
+            let resolved = sources.disks.resolve(&sources.folder, name.as_str());
+            let resolved = resolved.map_err(|failure| Failure {
+                kind: Kind::Precondition,
+                message: format!("{field}.disk: {}", failure.message),
+                ..failure
+            })?;
+            let label = format!("{field}.disk: disk \"{}\" (\"{name}\")", disk.name);
+            (label, resolved.path, resolved.format, resolved.backing)
         }
-        io::ErrorKind::IsADirectory => refuse("DISK_UNUSABLE", "is a directory"),
-        io::ErrorKind::ReadOnlyFilesystem => refuse(
+    };
+    let image = open_image_file(&label, &path, disk.cache, disk.read_only)?;
+    // The length of a qcow2 file says nothing about what is in it.
+    if format != Format::Qcow2 {
+        let unit = u64::from(disk.logical_block).max(SECTOR);
+        if image.size == 0 || !image.size.is_multiple_of(unit) {
+            let problem = format!(
+                "{label} has {} bytes, which is not a multiple of {unit} above 0",
+                image.size
+            );
+            return Err(Failure::precondition("DISK_SIZE_INVALID", problem));
+        }
+    }
+    take(&label, &image, disk.read_only, sources.ledger, locks)?;
+    let mut opened = OpenDisk {
+        fd: image.fd,
+        format,
+        backing: Vec::new(),
+        ids: vec![image.id],
+    };
+    for (path, format) in below {
+        let label = format!("{label}: a disk below it");
+        let image = open_image_file(&label, &path, disk.cache, true)?;
+        take(&label, &image, true, sources.ledger, locks)?;
+        opened.ids.push(image.id);
+        opened.backing.push((image.fd, format));
+    }
+    Ok(opened)
+}
+
+/// Locks an image, or says who has it.
+fn take(
+    label: &str,
+    image: &OpenFile,
+    read_only: bool,
+    ledger: &Ledger,
+    locks: Locks,
+) -> Result<(), Failure> {
+    let free = lock(image, locks, read_only, ledger).map_err(|error| {
+        Failure::precondition("DISK_UNUSABLE", format!("{label} {}", text::words(&error)))
+    })?;
+    if free {
+        return Ok(());
+    }
+    let user = ledger.user_of(image.id).map(|vm| format!("VM \"{vm}\""));
+    let user = user.unwrap_or_else(|| "another program".to_owned());
+    Err(Failure::precondition(
+        "DISK_IN_USE",
+        format!("{label} is in use by {user}"),
+    ))
+}
+
+/// Locks an image; false when somebody else's lock is in the way.
+pub fn lock(image: &OpenFile, locks: Locks, read_only: bool, ledger: &Ledger) -> io::Result<bool> {
+    let kind = if read_only {
+        LockKind::Shared
+    } else {
+        LockKind::Exclusive
+    };
+    match locks {
+        Locks::Take => sys::lock_file(&image.fd, kind),
+        Locks::Look => Ok(read_only || ledger.user_of(image.id).is_none()),
+    }
+}
+
+/// Opens an image file or block device; `label` begins the message when that can't be.
+pub fn open_image_file(label: &str, path: &Path, cache: Cache, read_only: bool) -> Result<OpenFile, Failure> {
+    let refuse = |reason, problem: &str| Failure::precondition(reason, format!("{label} {problem}"));
+    let access = if read_only { OFlags::RDONLY } else { OFlags::RDWR };
+    let opened = match cache {
+        Cache::Writeback => open_file(path, access),
+        Cache::None => open_file(path, access | OFlags::DIRECT),
+        Cache::Auto => match open_file(path, access | OFlags::DIRECT) {
+            // open(2): what is behind the path can't do O_DIRECT.
+            Err(Errno::INVAL) => open_file(path, access),
+            opened => opened,
+        },
+    };
+    let fd = opened.map_err(|errno| match errno {
+        Errno::NOENT | Errno::NOTDIR => refuse("DISK_NOT_FOUND", "does not exist on the node"),
+        Errno::ISDIR => refuse("DISK_UNUSABLE", "is a directory"),
+        Errno::ROFS => refuse(
             "DISK_UNUSABLE",
             "is on a read-only file system: set `readOnly` or move it",
         ),
-        _ => refuse(
+        Errno::INVAL if cache == Cache::None => refuse(
+            "DIRECT_IO_UNSUPPORTED",
+            "is on a file system without direct I/O, which DISK_CACHE_NONE needs: leave `cache` out, or set \
+             DISK_CACHE_WRITEBACK",
+        ),
+        Errno::PERM => refuse(
             "DISK_UNUSABLE",
-            &format!("can't be opened: {}", text::words(&error)),
+            "can't be opened: operation not permitted; a block device must be in DeviceAllow= of vmmd.service, and a \
+             file not immutable",
+        ),
+        errno => refuse(
+            "DISK_UNUSABLE",
+            &format!("can't be opened: {}", text::words(&errno.into())),
         ),
     })?;
     let unreadable = |error: io::Error| refuse("DISK_UNUSABLE", &text::words(&error));
     let metadata = metadata(&fd).map_err(unreadable)?;
+    let block_device = metadata.file_type().is_block_device();
     let size = if metadata.is_file() {
         metadata.len()
+    } else if block_device {
+        rustix::fs::seek(&fd, rustix::fs::SeekFrom::End(0)).map_err(|errno| unreadable(errno.into()))?
     } else if metadata.is_dir() {
         return Err(refuse("DISK_UNUSABLE", "is a directory"));
-    } else if metadata.file_type().is_block_device() {
-        rustix::fs::seek(&fd, rustix::fs::SeekFrom::End(0)).map_err(|errno| unreadable(errno.into()))?
     } else {
         return Err(refuse(
             "DISK_UNUSABLE",
             "is neither a regular file nor a block device",
         ));
     };
-    if size == 0 || !size.is_multiple_of(SECTOR) {
-        let problem = format!("has {size} bytes, which is not a multiple of {SECTOR} above 0");
-        return Err(refuse("DISK_SIZE_INVALID", &problem));
-    }
-    let id = identity(&rustix::fs::fstat(&fd).map_err(|errno| unreadable(errno.into()))?);
-    let kind = if disk.read_only {
-        LockKind::Shared
-    } else {
-        LockKind::Exclusive
-    };
-    let user = ledger.user_of(id).map(|vm| format!("VM \"{vm}\""));
-    let free = match locks {
-        Locks::Take => sys::lock_file(&fd, kind).map_err(unreadable)?,
-        Locks::Look => user.is_none() || disk.read_only,
-    };
-    if !free {
-        let user = user.unwrap_or_else(|| "another program".to_owned());
-        return Err(refuse("DISK_IN_USE", &format!("is in use by {user}")));
-    }
-    Ok((fd, id))
+    let stat = rustix::fs::fstat(&fd).map_err(|errno| unreadable(errno.into()))?;
+    Ok(OpenFile {
+        id: identity(&stat),
+        fd,
+        size,
+        block_device,
+    })
 }
 
 /// Opens without waiting for the other end of a FIFO or a carrier.
-fn open_file(path: &Path, access: OFlags) -> io::Result<OwnedFd> {
+fn open_file(path: &Path, access: OFlags) -> Result<OwnedFd, Errno> {
     let flags = access | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let fd = rustix::fs::open(path, flags, Mode::empty())?;
     rustix::fs::fcntl_setfl(&fd, access)?;
@@ -234,6 +379,7 @@ mod tests {
         folder: tempfile::TempDir,
         spec: VmSpec,
         ledger: std::sync::Arc<Ledger>,
+        disks: Registry,
     }
 
     fn case() -> Case {
@@ -258,6 +404,7 @@ mod tests {
             folder,
             spec,
             ledger: Ledger::new(UidRange::default(), 1 << 30),
+            disks: Registry::default(),
         }
     }
 
@@ -284,8 +431,20 @@ mod tests {
             };
         }
 
+        fn open(&self) -> Result<Files, Failure> {
+            open(&self.spec, &self.sources(), Locks::Take)
+        }
+
+        fn sources(&self) -> Sources<'_> {
+            Sources {
+                ledger: &self.ledger,
+                disks: &self.disks,
+                folder: Folder::of(self.folder.path()),
+            }
+        }
+
         fn refused(&self) -> (&'static str, String) {
-            let failure = open(&self.spec, &self.ledger, Locks::Take).unwrap_err();
+            let failure = self.open().unwrap_err();
             (failure.reason, failure.message)
         }
     }
@@ -293,9 +452,9 @@ mod tests {
     #[test]
     fn a_good_spec_is_opened() {
         let case = case();
-        let files = open(&case.spec, &case.ledger, Locks::Take).unwrap();
+        let files = case.open().unwrap();
         assert_eq!((files.disks.len(), files.initrd.is_some()), (1, false));
-        assert_eq!(files.ids, identify(&case.spec));
+        assert_eq!(files.disks[0].ids, identify(&case.spec, &case.sources())["root"]);
     }
 
     #[test]
@@ -362,15 +521,15 @@ mod tests {
     #[test]
     fn a_disk_in_use_names_its_user_and_readers_share() {
         let mut case = case();
-        let files = open(&case.spec, &case.ledger, Locks::Take).unwrap();
+        let files = case.open().unwrap();
         assert!(case.refused().1.contains("another program"));
         let claim = case.ledger.claim("other", 1).unwrap();
-        claim.set_disks(files.ids.clone());
+        claim.set_disks(files.disks[0].ids.clone());
         assert!(case.refused().1.contains("in use by VM \"other\""));
         drop(files);
         case.spec.disks[0].read_only = true;
-        let _first = open(&case.spec, &case.ledger, Locks::Take).unwrap();
-        let _second = open(&case.spec, &case.ledger, Locks::Take).unwrap();
+        let _first = case.open().unwrap();
+        let _second = case.open().unwrap();
         case.spec.disks[0].read_only = false;
         assert_eq!(case.refused().0, "DISK_IN_USE");
     }

@@ -1,6 +1,6 @@
 //! One run of a VM: its process, the connection to it, and what it holds of the node.
 
-use std::{fs, io, os::unix::fs::MetadataExt, path::Path, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, fs, io, os::unix::fs::MetadataExt, path::Path, sync::Arc, time::Duration};
 
 use prost::Message;
 use proto::vmm::{Event, ExitRecord, HelloReply};
@@ -14,7 +14,7 @@ use uuid::Uuid;
 use crate::{
     control::{self, Client},
     host::Host,
-    ledger::Claim,
+    ledger::{Claim, FileId},
     lock,
     paths::RuntimeDir,
     vm::process::Process,
@@ -36,12 +36,34 @@ pub struct Instance {
     pub link: Link,
     /// What it holds; given back when the instance is dropped.
     pub claim: Claim,
+    /// What each of its disks is on, by the disk's name.
+    pub disks: BTreeMap<String, Vec<FileId>>,
     /// Build of the `vmm`; empty until it has said so.
     pub version: String,
     /// Resets that the guest did in this run.
     pub guest_resets: u64,
     /// How it said that it ends, before it did.
     pub ended: Option<ExitRecord>,
+}
+
+impl Instance {
+    /// Notes what a disk is on, or that it is gone.
+    pub fn set_disk(&mut self, name: &str, ids: Option<Vec<FileId>>) {
+        match ids {
+            Some(ids) => drop(self.disks.insert(name.to_owned(), ids)),
+            None => drop(self.disks.remove(name)),
+        }
+        self.claim
+            .set_disks(self.disks.values().flatten().copied().collect());
+    }
+
+    /// For asking it, while it answers.
+    pub fn client(&self) -> Option<Client> {
+        match &self.link {
+            Link::Up(client, _) => Some(client.clone()),
+            Link::Connecting(_) | Link::Lost => None,
+        }
+    }
 }
 
 /// The connection to a `vmm`.
@@ -152,6 +174,7 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, memory: u6
         process,
         link,
         claim: host.ledger.adopt(name, user, memory),
+        disks: BTreeMap::new(),
         version,
         guest_resets: status.map_or(0, |status| status.guest_resets),
         ended: None,

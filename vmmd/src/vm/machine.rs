@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, os::fd::OwnedFd};
 
 use proto::{
     model::{
-        disk::{Disk, Format, Source},
+        disk::Disk,
         nic::Mac,
         vm::{Backing, Boot, VmSpec},
     },
@@ -15,7 +15,7 @@ use uuid::Uuid;
 use crate::{
     network::Tap,
     store::{Hardware, NicHardware},
-    vm::files::Files,
+    vm::files::{Files, OpenDisk},
 };
 
 /// Device numbers of platform v1 (0 is the host bridge). Each kind has its own range, so that what is added to a VM
@@ -23,6 +23,8 @@ use crate::{
 const RNG_SLOT: u32 = 1;
 const FIRST_NIC_SLOT: u32 = 2;
 const FIRST_DISK_SLOT: u32 = 10;
+/// As many as a VM may have disks.
+const DISK_SLOTS: u32 = 16;
 
 /// All that a `vmm` gets beside the spec.
 #[derive(Debug)]
@@ -80,7 +82,6 @@ pub fn assemble(
         kernel,
         initrd,
         disks,
-        ..
     } = parts.files;
     let machine = MachineSpec {
         name: name.to_owned(),
@@ -102,15 +103,7 @@ pub fn assemble(
             .disks
             .iter()
             .zip(disks)
-            .map(|(disk, fd)| vmm::Disk {
-                fd: fds.add(fd),
-                pci_slot: hardware
-                    .disk_slots
-                    .get(disk.name.as_str())
-                    .copied()
-                    .unwrap_or_default(),
-                ..disk.machine(format(disk))
-            })
+            .map(|(disk, opened)| wire_disk(&mut fds, hardware, disk, opened))
             .collect(),
         nics: spec
             .nics
@@ -132,11 +125,34 @@ pub fn assemble(
     (machine, fds.0)
 }
 
-fn format(disk: &Disk) -> Format {
-    match &disk.source {
-        Source::Path { format, .. } => *format,
-        Source::Disk { format, .. } => format.unwrap_or(Format::Raw),
+/// What a `vmm` is told of a disk that is plugged in while the machine runs, with its descriptors.
+pub fn plug(hardware: &Hardware, disk: &Disk, opened: OpenDisk) -> (vmm::Disk, Vec<OwnedFd>) {
+    let mut fds = Descriptors::default();
+    let wire = wire_disk(&mut fds, hardware, disk, opened);
+    (wire, fds.0)
+}
+
+fn wire_disk(fds: &mut Descriptors, hardware: &Hardware, disk: &Disk, opened: OpenDisk) -> vmm::Disk {
+    let slot = hardware.disk_slots.get(disk.name.as_str());
+    vmm::Disk {
+        fd: fds.add(opened.fd),
+        pci_slot: slot.copied().unwrap_or_default(),
+        backing: opened
+            .backing
+            .into_iter()
+            .map(|(fd, format)| vmm::BackingImage {
+                fd: fds.add(fd),
+                format: vmm::ImageFormat::from(format).into(),
+            })
+            .collect(),
+        ..disk.machine(opened.format)
     }
+}
+
+/// The lowest device number that is free for another disk.
+pub fn free_slot(hardware: &Hardware) -> Option<u32> {
+    let taken = |slot: &u32| hardware.disk_slots.values().any(|other| other == slot);
+    (FIRST_DISK_SLOT..FIRST_DISK_SLOT + DISK_SLOTS).find(|slot| !taken(slot))
 }
 
 #[derive(Default)]
@@ -153,7 +169,10 @@ impl Descriptors {
 mod tests {
     use std::fs::File;
 
-    use proto::{model::machine::Machine, v1};
+    use proto::{
+        model::{disk::Format, machine::Machine},
+        v1,
+    };
 
     use super::*;
 
@@ -195,6 +214,32 @@ mod tests {
         File::open("/dev/null").unwrap().into()
     }
 
+    fn open_disk(below: usize) -> OpenDisk {
+        OpenDisk {
+            fd: null(),
+            format: Format::Qcow2,
+            backing: (0..below).map(|_| (null(), Format::Raw)).collect(),
+            ids: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_plugged_disk_takes_the_lowest_free_slot_and_names_its_own_descriptors() {
+        let mut spec = full();
+        let disk = spec.disks.remove(3);
+        let mut hardware = allocate(&spec, || Mac::local([2; 6]));
+        assert_eq!(free_slot(&hardware), Some(25));
+        hardware.disk_slots.remove("disk5");
+        let slot = free_slot(&hardware).unwrap();
+        hardware.disk_slots.insert(disk.name.to_string(), slot);
+        let (wire, fds) = plug(&hardware, &disk, open_disk(2));
+        assert_eq!((wire.name.as_str(), wire.pci_slot, wire.fd), ("disk3", slot, 0));
+        let below: Vec<_> = wire.backing.iter().map(|image| image.fd).collect();
+        assert_eq!((below, fds.len()), (vec![1, 2], 3));
+        hardware.disk_slots.insert("more".into(), 25);
+        assert_eq!(free_slot(&hardware), None);
+    }
+
     #[test]
     fn the_largest_vm_makes_a_machine_that_is_valid_to_the_other_side() {
         let spec = full();
@@ -209,8 +254,7 @@ mod tests {
             files: Files {
                 kernel: null(),
                 initrd: Some(null()),
-                disks: (0..16).map(|_| null()).collect(),
-                ids: Vec::new(),
+                disks: (0..16).map(|index| open_disk(index % 2)).collect(),
             },
             taps: (0..8)
                 .map(|_| Tap {

@@ -13,5 +13,7 @@ pub mod reconcile;
 mod start;
 pub mod table;
 
-pub use actor::Command;
+pub use actor::{Command, DiskRequest, Reply, Target, public_stats};
 pub use create::create;
+pub use process::Process;
+pub use start::store_failure;

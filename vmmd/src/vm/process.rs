@@ -3,7 +3,7 @@
 use std::{io, os::fd::OwnedFd};
 
 use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_open, pidfd_send_signal, waitid,
 };
 use tokio::io::unix::AsyncFd;
 
@@ -39,6 +39,11 @@ impl Process {
 
     /// Waits for its end and reaps it if it is a child; returns the signal that ended it, where that is known.
     pub async fn ended(&self) -> Option<i32> {
+        self.status().await?.terminating_signal()
+    }
+
+    /// Waits for its end and reaps it if it is a child; returns how it ended, where that is known.
+    pub async fn status(&self) -> Option<WaitIdStatus> {
         if let Err(error) = self.pidfd.readable().await {
             tracing::error!(%error, pid = self.pid, "wait for a process");
         }
@@ -47,7 +52,7 @@ impl Process {
             WaitId::PidFd(std::os::fd::AsFd::as_fd(self.pidfd.get_ref())),
             options,
         );
-        status.ok().flatten()?.terminating_signal()
+        status.ok().flatten()
     }
 
     /// Ends it without asking.

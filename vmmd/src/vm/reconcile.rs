@@ -8,14 +8,14 @@ use std::{collections::BTreeSet, sync::Arc};
 use proto::{
     model::vm::VmSpec,
     v1::{ExitReason, ExitStatus, VmPhase},
-    vmm::State,
+    vmm::{PauseReason, State, Status},
 };
 use tokio::task::{JoinSet, spawn_blocking};
 use uuid::Uuid;
 
 use super::{
-    actor::Actor,
-    describe::View,
+    actor::{Actor, without_disk},
+    describe::{DISK_ERROR, View},
     ending::{Evidence, judge, phase},
     files,
     instance::{Found, Instance, exit_record, find},
@@ -65,6 +65,7 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
             return;
         }
     };
+    host.disks.adopt(&record.name, &spec);
     let Some(run) = record.instance.clone() else {
         tidy(&host, uid).await;
         let view = stopped_view(&record);
@@ -73,7 +74,8 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
     let found = find(&host, uid, run.uid, &record.name, spec.memory_bytes).await;
     match found {
         Ok(Found::Alive(instance, hello)) => {
-            let state = hello.map(|hello| hello.status.unwrap_or_default().state());
+            let status = hello.map(|hello| hello.status.unwrap_or_default());
+            let state = status.as_ref().map(Status::state);
             if state == Some(State::Empty) {
                 abandon(&host, uid, &mut record, *instance).await;
                 let view = stopped_view(&record);
@@ -84,15 +86,18 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
                 pid = instance.process.pid(),
                 "attached to a running vmm"
             );
-            instance.claim.set_disks(files::identify(&spec));
-            let view = if state == Some(State::Paused) {
-                View::new(VmPhase::Paused, "Paused", "")
-            } else {
-                View::new(VmPhase::Running, "Running", "")
+            let mut instance = instance;
+            for (name, ids) in files::identify(&spec, &host.sources()) {
+                instance.set_disk(&name, Some(ids));
+            }
+            let view = match status {
+                Some(status) if status.state() == State::Paused => paused_view(&status),
+                _ => View::new(VmPhase::Running, "Running", ""),
             };
             Actor::spawn(&host, uid, record, spec, view, Some(*instance));
         }
         Ok(Found::Ended) => {
+            let spec = give_up_attaching(&host, &mut record, spec);
             close(&host, uid, &mut record, &run).await;
             let view = stopped_view(&record);
             Actor::spawn(&host, uid, record, spec, view, None);
@@ -106,6 +111,27 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
             let view = View::new(VmPhase::Failed, "Unreachable", message);
             Actor::spawn(&host, uid, record, spec, view, None);
         }
+    }
+}
+
+/// Takes out of the spec what was being plugged in when the last daemon ended: nobody was told that it is attached, and
+/// the machine has ended since.
+fn give_up_attaching(host: &Host, record: &mut VmRecord, mut spec: VmSpec) -> VmSpec {
+    let attaching = record.instance.clone().unwrap_or_default().attaching;
+    for name in attaching {
+        let mut changed = record.clone();
+        if let Ok(without) = without_disk(&mut changed, &name) {
+            (*record, spec) = (changed, without);
+            host.disks.give_back(&record.name, Some(&name));
+        }
+    }
+    spec
+}
+
+fn paused_view(status: &Status) -> View {
+    match status.pause_reason() {
+        PauseReason::DiskError => View::new(VmPhase::Paused, DISK_ERROR, status.pause_message.clone()),
+        _ => View::new(VmPhase::Paused, "Paused", ""),
     }
 }
 

@@ -2,6 +2,7 @@
 //! failure is returned.
 
 use std::{
+    collections::BTreeMap,
     ffi::CString,
     fs::{self, File},
     io,
@@ -26,7 +27,7 @@ use crate::{
     control::{self, Client},
     failure::{Failure, Kind},
     host::Host,
-    ledger::Claim,
+    ledger::{Claim, FileId},
     lock, network,
     paths::{LogDir, RuntimeDir},
     store::{self, VmRecord},
@@ -114,7 +115,7 @@ pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
 /// Changes nothing on the node.
 fn check(host: &Host, uid: Uuid, spec: &VmSpec) -> Result<Checked, Failure> {
     let kvm = files::open_kvm(&host.config.kvm_device)?;
-    let files = files::open(spec, &host.ledger, Locks::Take)?;
+    let files = files::open(spec, &host.sources(), Locks::Take)?;
     let executable = File::open(&host.vmm).map_err(|error| {
         let message = format!(
             "the vmm program can't be opened ({}): install vmmd anew",
@@ -226,7 +227,11 @@ async fn run(
     } = plan;
     let name = record.name.clone();
     let hardware = record.hardware.clone().unwrap_or_default();
-    claim.set_disks(checked.files.ids.clone());
+    let ids = spec.disks.iter().zip(&checked.files.disks);
+    let ids: BTreeMap<_, _> = ids
+        .map(|(disk, opened)| (disk.name.to_string(), opened.ids.clone()))
+        .collect();
+    claim.set_disks(ids.values().flatten().copied().collect());
     let mut taps = Vec::new();
     for (index, nic) in spec.nics.iter().enumerate() {
         let mac = machine::mac(&hardware, nic.name.as_str()).unwrap_or_else(|| Mac::local([0; 6]));
@@ -300,7 +305,7 @@ async fn run(
             // What of a start is the daemon's and what the vmm's; benchmarks read it.
             let (daemon_us, vmm_us) = ((forked - began).as_micros(), forked.elapsed().as_micros());
             tracing::info!(vm = name, daemon_us, vmm_us, "started");
-            Ok(instance(process, client, events, claim, hello))
+            Ok(instance(process, client, events, claim, ids, hello))
         }
         Err(failure) => {
             process.kill();
@@ -320,6 +325,7 @@ fn instance(
     client: Client,
     events: mpsc::Receiver<proto::vmm::Event>,
     claim: Claim,
+    disks: BTreeMap<String, Vec<FileId>>,
     hello: HelloReply,
 ) -> Instance {
     let link = Link::Up(client, events);
@@ -327,6 +333,7 @@ fn instance(
         process,
         link,
         claim,
+        disks,
         version: hello.build,
         guest_resets: 0,
         ended: None,
@@ -361,6 +368,7 @@ fn spawn(spawn: &Spawn) -> Result<clone::Child, Failure> {
             spawn.exit.as_fd(),
             spawn.lock.as_fd(),
         ],
+        output: None,
         log: spawn.log.as_fd(),
         uid: spawn.uid,
         cgroup: spawn.group.as_ref().map(AsFd::as_fd),
@@ -378,7 +386,8 @@ async fn boot_machine(client: &Client, boot: Boot, fds: Vec<OwnedFd>) -> Result<
 /// Reason of a failure that only says that the connection is gone.
 const GONE: &str = "VMM_GONE";
 
-fn refused(error: &control::Error) -> Failure {
+/// What a client is told when a `vmm` does not do what it was asked.
+pub fn refused(error: &control::Error) -> Failure {
     let control::Error::Refused(remote) = error else {
         let reason = if matches!(error, control::Error::Closed) {
             GONE
@@ -390,6 +399,7 @@ fn refused(error: &control::Error) -> Failure {
     let message = remote.message.clone();
     match remote.kind() {
         ErrorKind::Image => Failure::precondition("IMAGE_UNUSABLE", message),
+        ErrorKind::InUse => Failure::precondition("DISK_IN_USE", message),
         ErrorKind::Kvm => Failure::precondition("KVM_UNUSABLE", message),
         ErrorKind::Resources => Failure::new(Kind::Exhausted, "NODE_EXHAUSTED", message),
         _ => Failure::internal(message),

@@ -1,8 +1,11 @@
 //! The daemon from outside, driven over its socket with mock `vmm` processes. Needs root, but no KVM.
 #![allow(clippy::unwrap_used, reason = "a test may fail loudly")]
 
+mod attach;
 mod bad_input;
 mod console;
+mod disk_state;
+mod disks;
 mod harness;
 mod hygiene;
 mod lifecycle;

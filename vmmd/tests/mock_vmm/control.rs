@@ -17,7 +17,10 @@ use proto::{
     wire,
 };
 
-use crate::guest::Guest;
+use crate::{
+    disks::{self, Plugged},
+    guest::Guest,
+};
 
 pub fn serve(guest: &Guest, stream: &UnixStream) {
     let (sender, receiver) = sync_channel(64);
@@ -75,7 +78,13 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         Op::Boot(boot) => return boot_machine(guest, &boot, fds),
         Op::Pause(_) if guest.option("mock.pause").is_some() => return None,
         Op::Pause(_) => change(guest, State::Paused)?,
-        Op::Resume(_) => change(guest, State::Running)?,
+        Op::Resume(_) => {
+            let status = change(guest, State::Running)?;
+            if guest.option("mock.resume").is_some() {
+                guest.stall("data");
+            }
+            status
+        }
         Op::PowerButton(_) => {
             let heard = guest.status().state() == State::Running && guest.option("mock.power").is_none();
             if heard {
@@ -85,11 +94,11 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         }
         Op::Stop(_) => guest.end(ExitKind::Stopped, ""),
         Op::GetStatus(_) => guest.status(),
-        Op::AttachDisk(_)
-        | Op::DetachDisk(_)
-        | Op::ResizeDisk(_)
-        | Op::SetRateLimit(_)
-        | Op::GetDiskStats(_) => return refuse(ErrorKind::Invalid, "not there yet"),
+        Op::AttachDisk(request) => return disks::attach(guest, request, fds),
+        Op::DetachDisk(request) => return disks::detach(guest, &request),
+        Op::ResizeDisk(request) => return disks::resize(guest, &request),
+        Op::SetRateLimit(request) => return disks::limit(guest, &request),
+        Op::GetDiskStats(_) => return disks::stats(guest),
     };
     Some(Outcome::Status(status))
 }
@@ -98,7 +107,7 @@ fn change(guest: &Guest, state: State) -> Option<Status> {
     Some(guest.set_state(state))
 }
 
-fn boot_machine(guest: &Guest, boot: &Boot, mut fds: Vec<OwnedFd>) -> Option<Outcome> {
+fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome> {
     let wire = boot.machine.clone().unwrap();
     let machine = match Machine::new(&wire, fds.len()) {
         Ok(machine) => machine,
@@ -115,9 +124,14 @@ fn boot_machine(guest: &Guest, boot: &Boot, mut fds: Vec<OwnedFd>) -> Option<Out
         Some("hang") => return None,
         _ => {}
     }
+    let mut fds: Vec<_> = fds.into_iter().map(Some).collect();
     let log = machine
         .serial_log
-        .map(|(current, _)| File::from(fds.remove(current.0)));
+        .map(|(current, _)| File::from(fds[current.0].take().unwrap()));
+    let disks = wire.disks.iter().cloned();
+    let disks: Vec<_> = disks.map(|disk| Plugged::new(disk, &mut fds)).collect();
+    guest.disks().extend(disks);
+    let fds = fds.into_iter().flatten().collect();
     Some(Outcome::Status(guest.boot(&wire, log, fds)))
 }
 

@@ -11,12 +11,15 @@ use std::{
 
 use prost::Message;
 use proto::vmm::{
-    Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset, MachineSpec, State, StateChanged, Status,
-    event::Kind,
+    DeviceError, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset, MachineSpec, PauseReason,
+    State, StateChanged, Status, event::Kind,
 };
+
+use crate::disks::{self, Plugged};
 
 pub struct Guest {
     inner: Mutex<Inner>,
+    disks: Mutex<Vec<Plugged>>,
     exit: File,
 }
 
@@ -28,7 +31,9 @@ struct Inner {
     resets: u64,
     history: Vec<u8>,
     serial_log: Option<File>,
-    /// Disks, taps and so on: held as the real one does.
+    /// Why it is paused, if by a disk.
+    pause_message: String,
+    /// Taps and so on: held as the real one does.
     devices: Vec<OwnedFd>,
     consoles: Vec<SyncSender<Arc<[u8]>>>,
     listeners: Vec<SyncSender<Event>>,
@@ -43,6 +48,7 @@ impl Guest {
         };
         Self {
             inner: Mutex::new(inner),
+            disks: Mutex::default(),
             exit,
         }
     }
@@ -76,11 +82,34 @@ impl Guest {
     pub fn set_state(&self, state: State) -> Status {
         let mut inner = self.lock();
         inner.state = state;
+        inner.pause_message.clear();
         let status = inner.status();
         inner.tell(Kind::StateChanged(StateChanged {
             status: Some(status.clone()),
         }));
         status
+    }
+
+    pub fn disks(&self) -> MutexGuard<'_, Vec<Plugged>> {
+        self.disks.lock().unwrap()
+    }
+
+    pub fn tell(&self, kind: Kind) {
+        self.lock().tell(kind);
+    }
+
+    /// Pauses because of a disk.
+    pub fn stall(&self, name: &str) {
+        let mut inner = self.lock();
+        inner.state = State::Paused;
+        inner.pause_message = format!("disk {name}: write to the image: No space left on device");
+        let error = DeviceError {
+            device: format!("disk {name}"),
+            message: "write to the image: No space left on device".into(),
+        };
+        inner.tell(Kind::DeviceError(error));
+        let status = inner.status();
+        inner.tell(Kind::StateChanged(StateChanged { status: Some(status) }));
     }
 
     pub fn listen(&self, listener: SyncSender<Event>) {
@@ -118,6 +147,13 @@ impl Guest {
             ["crash"] => self.end(ExitKind::GuestCrash, "triple fault"),
             ["error"] => self.end(ExitKind::VmmError, "out of luck"),
             ["abort"] => process::abort(),
+            ["eject", name] => disks::eject(self, name, false),
+            ["fail", name] => {
+                let device = format!("disk {name}");
+                let message = "read from the image: Input/output error".into();
+                self.tell(Kind::DeviceError(DeviceError { device, message }));
+            }
+            ["stall", name] => self.stall(name),
             ["pause"] => drop(self.set_state(State::Paused)),
             ["reset"] => {
                 let mut inner = self.lock();
@@ -163,7 +199,13 @@ impl Inner {
             guest_resets: self.resets,
             name: self.name.clone(),
             exit: None,
-            ..Default::default()
+            pause_reason: match (self.state, self.pause_message.is_empty()) {
+                (State::Paused, false) => PauseReason::DiskError,
+                (State::Paused, true) => PauseReason::Requested,
+                _ => PauseReason::Unspecified,
+            }
+            .into(),
+            pause_message: self.pause_message.clone(),
         }
     }
 

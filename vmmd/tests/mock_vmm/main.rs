@@ -6,15 +6,20 @@
 //! - `mock.power=ignore`: the guest does nothing when its power button is pressed.
 //! - `mock.boot=image|kvm|exit|hang`: `Boot` is refused, the process ends, or nothing comes back.
 //! - `mock.pause=hang`: `Pause` is never answered.
+//! - `mock.attach`, `mock.eject`, `mock.limit`, `mock.stats`: see [`disks`]. `mock.event=none`: no word of an ejected
+//!   disk. `mock.resume=fails`: a disk fails again in the moment of a resume.
 //!
 //! An executable called `silent` never answers anything. Lines typed on the console are commands to the guest:
-//! `poweroff`, `panic`, `crash`, `error`, `abort`, `reset`, `print N` (N bytes), `pause` (as of itself); all others
-//! are echoed.
+//! `poweroff`, `panic`, `crash`, `error`, `abort`, `reset`, `print N` (N bytes), `pause` (as of itself), `eject NAME`,
+//! `fail NAME` (a disk reports an error), `stall NAME` (a disk pauses the machine); all others are echoed. As `vmm image`
+//! it makes what looks like an image, see [`image`].
 #![allow(clippy::unwrap_used, reason = "a test's helper may fail loudly")]
 
 mod console;
 mod control;
+mod disks;
 mod guest;
+mod image;
 
 use std::{
     env,
@@ -28,6 +33,9 @@ use std::{
 use guest::Guest;
 
 fn main() {
+    if env::args().nth(1).as_deref() == Some("image") {
+        image::run();
+    }
     let fd = |option: &str| {
         let number = env::args()
             .skip_while(|argument| argument != option)

@@ -14,6 +14,9 @@
 //! Always: `record.instance` is in the store before a process is forked and goes after it has ended; a new process is
 //! made only when there is none.
 
+mod attachments;
+mod disks;
+mod plug;
 mod run;
 mod stop;
 mod work;
@@ -21,19 +24,24 @@ mod work;
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
 use proto::{
-    model::vm::VmSpec,
+    model::{disk::RateLimit, vm::VmSpec},
     v1::{self, VmPhase},
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use uuid::Uuid;
 
 use self::work::{Done, News, Stop, Then, Work};
+pub use self::{
+    attachments::{Attachments, public_stats},
+    disks::without_disk,
+};
 use crate::{
+    control::Client,
     failure::{Failure, Kind},
     host::Host,
     store::VmRecord,
     vm::{
-        admission::{Request, Situation, Verdict, admit},
+        admission::{self, Request, Situation, Verdict, admit, admit_disk},
         describe::View,
         instance::Instance,
         table::Entry,
@@ -48,13 +56,59 @@ pub type Reply = oneshot::Sender<Result<Arc<v1::Vm>, Failure>>;
 
 /// A request with what belongs to it.
 #[derive(Debug)]
-pub struct Command {
-    /// What is asked for.
-    pub request: Request,
-    /// Of a stop or restart: how long the guest may take; none at all by force.
-    pub grace: Option<Duration>,
-    /// Where the answer goes.
-    pub reply: Reply,
+pub enum Command {
+    /// About the life of the VM.
+    Life {
+        /// What is asked for.
+        request: Request,
+        /// Of a stop or restart: how long the guest may take; none at all by force.
+        grace: Option<Duration>,
+        /// Where the answer goes.
+        reply: Reply,
+    },
+    /// About its disks.
+    Disk {
+        /// What is asked for.
+        request: DiskRequest,
+        /// Where the answer goes.
+        reply: Reply,
+    },
+    /// For asking the `vmm` for the disks' counters.
+    Client(oneshot::Sender<Result<Client, Failure>>),
+}
+
+/// What is asked of a VM's disks.
+#[derive(Debug)]
+pub enum DiskRequest {
+    /// Add it.
+    Attach(v1::DiskSpec),
+    /// Take it away.
+    Detach {
+        /// Its name in the VM.
+        disk: String,
+        /// How long the guest may take.
+        timeout: Duration,
+        /// Take it away then, whatever the guest does.
+        force: bool,
+    },
+    /// Make it larger.
+    Resize {
+        /// Its name in the VM.
+        disk: String,
+        /// In bytes; 0 takes what a block device has.
+        size: u64,
+    },
+    /// Change how much may flow.
+    Limit(Target, RateLimit),
+}
+
+/// Whose limit is changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// That of a disk.
+    Disk(String),
+    /// That of a rate group.
+    Group(String),
 }
 
 /// The actor.
@@ -67,6 +121,7 @@ pub struct Actor {
     view: View,
     instance: Option<Instance>,
     work: Work,
+    disks: Attachments,
     mailbox: mpsc::Receiver<Command>,
     publisher: watch::Sender<Arc<v1::Vm>>,
 }
@@ -82,7 +137,8 @@ impl Actor {
         instance: Option<Instance>,
     ) {
         let (sender, mailbox) = mpsc::channel(MAILBOX);
-        let first = view.describe(uid, &record, &spec, instance.as_ref());
+        let disks = Attachments::default();
+        let first = view.describe(host, uid, &record, &spec, instance.as_ref(), &disks);
         let (publisher, state) = watch::channel(Arc::new(first));
         let name = record.name.clone();
         let actor = Self {
@@ -93,6 +149,7 @@ impl Actor {
             view,
             instance,
             work: Work::None,
+            disks,
             mailbox,
             publisher,
         };
@@ -108,11 +165,14 @@ impl Actor {
     }
 
     async fn run(mut self) {
+        // What an earlier daemon left.
+        self.look();
         loop {
             let Self {
                 mailbox,
                 work,
                 instance,
+                disks,
                 ..
             } = &mut self;
             let flow = tokio::select! {
@@ -121,6 +181,10 @@ impl Actor {
                     None => ControlFlow::Break(()),
                 },
                 done = work.next() => self.on_done(done).await,
+                outcome = disks.next() => {
+                    self.on_outcome(outcome).await;
+                    ControlFlow::Continue(())
+                }
                 news = work::news(instance) => self.on_news(news).await,
             };
             if flow.is_break() {
@@ -146,11 +210,26 @@ impl Actor {
     }
 
     async fn on_command(&mut self, command: Command) -> ControlFlow<()> {
-        let Command {
-            request,
-            grace,
-            reply,
-        } = command;
+        let (request, grace, reply) = match command {
+            Command::Life {
+                request,
+                grace,
+                reply,
+            } => (request, grace, reply),
+            Command::Disk { request, reply } => {
+                self.on_disk_request(request, reply).await;
+                return ControlFlow::Continue(());
+            }
+            Command::Client(reply) => {
+                let admitted = admit_disk(self.situation(), admission::DiskRequest::Stats);
+                let client = match admitted {
+                    Ok(_) => self.running_client(),
+                    Err(refusal) => Err(refusal.into_failure(&self.record.name)),
+                };
+                let _ = reply.send(client);
+                return ControlFlow::Continue(());
+            }
+        };
         let situation = self.situation();
         match admit(situation, request) {
             Verdict::Done => answer([reply], &Ok(self.state())),
@@ -219,7 +298,7 @@ impl Actor {
     async fn on_news(&mut self, news: News) -> ControlFlow<()> {
         match news {
             News::Ended(signal) => return self.on_exit(signal).await,
-            News::Event(event) => self.on_event(event),
+            News::Event(event) => self.on_event(event).await,
             News::Disconnected => self.on_disconnected(),
             News::Connected(result) => self.on_connected(result),
         }
@@ -238,11 +317,20 @@ impl Actor {
         self.publish();
     }
 
+    /// Tells everybody, when there is something new.
     fn publish(&mut self) {
-        let vm = self
-            .view
-            .describe(self.uid, &self.record, &self.spec, self.instance.as_ref());
-        self.host.table.publish(&self.publisher, Arc::new(vm));
+        let instance = self.instance.as_ref();
+        let vm = self.view.describe(
+            &self.host,
+            self.uid,
+            &self.record,
+            &self.spec,
+            instance,
+            &self.disks,
+        );
+        if *self.publisher.borrow().as_ref() != vm {
+            self.host.table.publish(&self.publisher, Arc::new(vm));
+        }
     }
 
     fn state(&self) -> Arc<v1::Vm> {

@@ -4,12 +4,14 @@ use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
 use proto::{
     v1::{ExitReason, ExitStatus, VmPhase},
-    vmm::{Event, Pause, Resume, State, event, request::Op},
+    vmm::{Event, GetStatus, Pause, PauseReason, Resume, State, Status, event, request::Op},
 };
 use tokio_util::sync::CancellationToken;
 
 use super::{
     Actor, Reply, answer,
+    attachments::Errors,
+    plug::Outcome,
     work::{Change, Start, Then, Work},
 };
 use crate::{
@@ -19,7 +21,7 @@ use crate::{
     text,
     vm::{
         admission::Request,
-        describe::camel_case,
+        describe::{DISK_ERROR, camel_case},
         instance::{self, Instance, Link, Session},
         start::{Plan, start},
     },
@@ -40,6 +42,7 @@ impl Actor {
             started_ms: text::now_ms(),
             generation: self.record.generation,
             boot_id: self.host.boot_id.clone(),
+            ..InstanceRecord::default()
         });
         let plan = Plan {
             uid: self.uid,
@@ -65,7 +68,9 @@ impl Actor {
         match (result, stop) {
             (Ok(instance), None) => {
                 self.instance = Some(instance);
+                self.disks.clear();
                 self.enter(VmPhase::Running, "Running", "");
+                self.look();
                 answer(waiters, &Ok(self.state()));
             }
             (Err(failure), None) => self.start_failed(failure, waiters).await,
@@ -115,23 +120,15 @@ impl Actor {
     }
 
     pub(super) fn begin_change(&mut self, request: Request, reply: Reply) {
-        let Some(Instance {
-            link: Link::Up(client, _),
-            ..
-        }) = &self.instance
-        else {
-            let message = format!("the vmm process of VM \"{}\" doesn't answer", self.record.name);
-            return answer(
-                [reply],
-                &Err(Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message)),
-            );
+        let client = match self.running_client() {
+            Ok(client) => client,
+            Err(failure) => return answer([reply], &Err(failure)),
         };
         let op = if request == Request::Pause {
             Op::Pause(Pause {})
         } else {
             Op::Resume(Resume {})
         };
-        let client = client.clone();
         let task = tokio::spawn(async move {
             let result = tokio::time::timeout(CHANGE_TIMEOUT, client.request(op, &[])).await;
             result.unwrap_or(Err(control::Error::Unexpected("not in time")))
@@ -139,41 +136,73 @@ impl Actor {
         self.work = Work::Change(Change {
             task,
             waiters: vec![reply],
+            said: None,
         });
     }
 
     pub(super) fn on_changed(&mut self, result: Result<proto::vmm::Status, control::Error>) {
-        let Work::Change(Change { waiters, .. }) = std::mem::take(&mut self.work) else {
+        let Work::Change(Change { waiters, said, .. }) = std::mem::take(&mut self.work) else {
             return;
         };
         match result {
             Ok(status) => {
-                self.take_state(status.state());
+                self.take_state(&status);
+                self.check_state(said);
                 answer(waiters, &Ok(self.state()));
             }
             Err(error) => {
                 let message = format!("VM \"{}\": {}", self.record.name, text::chain(&error));
+                self.check_state(said);
                 answer(waiters, &Err(Failure::internal(message)));
             }
         }
     }
 
-    fn take_state(&mut self, state: State) {
-        match (state, self.view.phase) {
-            (State::Running, VmPhase::Paused) => self.enter(VmPhase::Running, "Running", ""),
+    /// A disk may have failed again in the moment of a resume. Which came first, the event does not say; the `vmm` does.
+    fn check_state(&mut self, said: Option<Status>) {
+        let by_disk = said.is_some_and(|status| status.pause_reason() == PauseReason::DiskError);
+        if by_disk && let Ok(client) = self.running_client() {
+            self.disks
+                .tasks
+                .spawn(async move { Outcome::State(client.request(Op::GetStatus(GetStatus {}), &[]).await) });
+        }
+    }
+
+    /// What the `vmm` is doing, unless something is under way whose end will say.
+    pub(super) fn on_state(&mut self, state: Result<Status, control::Error>) {
+        if let (Ok(status), Work::None) = (state, &self.work) {
+            self.take_state(&status);
+        }
+    }
+
+    fn take_state(&mut self, status: &Status) {
+        let by_disk = status.pause_reason() == PauseReason::DiskError;
+        match (status.state(), self.view.phase) {
+            (State::Running, VmPhase::Paused) => {
+                if self.view.reason == DISK_ERROR {
+                    // What was held is tried again; if that fails it is told anew.
+                    self.disks.errors = Errors::default();
+                }
+                self.enter(VmPhase::Running, "Running", "");
+            }
+            (State::Paused, VmPhase::Running) if by_disk => {
+                self.enter(VmPhase::Paused, DISK_ERROR, status.pause_message.clone());
+            }
             (State::Paused, VmPhase::Running) => self.enter(VmPhase::Paused, "Paused", ""),
             _ => {}
         }
     }
 
-    pub(super) fn on_event(&mut self, event: Event) {
+    pub(super) async fn on_event(&mut self, event: Event) {
         let vm = self.record.name.as_str();
         match event.kind {
             Some(event::Kind::StateChanged(changed)) => {
-                let state = changed.status.unwrap_or_default().state();
-                // The answer to a request says the same, and is waited for.
-                if matches!(self.work, Work::None) {
-                    self.take_state(state);
+                let status = changed.status.unwrap_or_default();
+                match &mut self.work {
+                    Work::None => self.take_state(&status),
+                    // The answer to a request is waited for.
+                    Work::Change(change) => change.said = Some(status),
+                    Work::Start(_) | Work::Stop(_) => {}
                 }
             }
             Some(event::Kind::GuestReset(reset)) => {
@@ -189,15 +218,17 @@ impl Actor {
             }
             Some(event::Kind::DeviceError(error)) => {
                 tracing::warn!(vm, device = error.device, message = error.message, "device error");
+                let of_disk = error.device.starts_with("disk ");
+                if of_disk && self.disks.errors.note(&error.device, &error.message) {
+                    self.publish();
+                }
             }
             Some(event::Kind::Ended(ended)) => {
                 if let Some(instance) = &mut self.instance {
                     instance.ended = ended.exit;
                 }
             }
-            Some(event::Kind::DiskDetached(gone)) => {
-                tracing::info!(vm, disk = gone.name, forced = gone.forced, "a disk is detached");
-            }
+            Some(event::Kind::DiskDetached(gone)) => self.on_disk_gone(gone).await,
             None => {}
         }
     }
@@ -224,8 +255,9 @@ impl Actor {
                 instance.version = hello.build;
                 instance.guest_resets = status.guest_resets;
                 if matches!(self.work, Work::None) {
-                    self.take_state(status.state());
+                    self.take_state(&status);
                 }
+                self.look();
             }
             Err(error) => {
                 let error = text::chain(&error);

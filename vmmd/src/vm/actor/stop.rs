@@ -20,7 +20,7 @@ use crate::{
     store::Intent,
     vm::{
         ending::{Asked, Evidence, judge},
-        instance::{Instance, Link, exit_record},
+        instance::exit_record,
         start::{clean_up, store_failure},
     },
 };
@@ -106,13 +106,7 @@ impl Actor {
     }
 
     fn client(&self) -> Option<Client> {
-        match &self.instance {
-            Some(Instance {
-                link: Link::Up(client, _),
-                ..
-            }) => Some(client.clone()),
-            _ => None,
-        }
+        self.instance.as_ref()?.client()
     }
 
     fn ask_or_end(&self, grace: Option<Duration>, paused: bool, stop: &mut Stop) {
@@ -212,6 +206,7 @@ impl Actor {
             "the vmm process has ended"
         );
         let message = ending.exit.message.clone();
+        let told = self.settle_disks();
         self.record.last_exit = Some(ending.exit);
         self.record.instance = None;
         let deleting = matches!(
@@ -228,6 +223,9 @@ impl Actor {
         drop(instance);
         if !deleting {
             self.enter(ending.phase, ending.reason, message);
+        }
+        for (result, waiters) in told {
+            answer(waiters, &result.map(|()| self.state()));
         }
         match work {
             Work::Stop(stop) => return self.after_stop(stop).await,
@@ -310,6 +308,7 @@ impl Actor {
         if let Ok(Err(error)) = spawn_blocking(move || logs.remove()).await {
             tracing::warn!(vm = self.record.name, %error, "remove the VM's logs");
         }
+        self.host.disks.give_back(&self.record.name, None);
         self.host.table.remove(&self.record.name);
         tracing::info!(vm = self.record.name, uid = %self.uid, "deleted");
         answer(waiters, &Ok(self.state()));

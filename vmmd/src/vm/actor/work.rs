@@ -91,6 +91,8 @@ pub struct Change {
     pub task: JoinHandle<Result<Status, control::Error>>,
     /// Who wants to know.
     pub waiters: Vec<Reply>,
+    /// What the `vmm` said meanwhile of its state: a disk may fail in the moment of a resume.
+    pub said: Option<Status>,
 }
 
 /// What has come to an end.

@@ -1,0 +1,120 @@
+//! The folder of the disks' files. Blocking.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read, Seek, SeekFrom},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+};
+
+use proto::{model::disk::Format, v1::DiskFormat};
+use uuid::Uuid;
+
+use crate::{
+    failure::{Failure, Kind},
+    paths::private_dir,
+    store::DiskRecord,
+    text,
+};
+
+/// Most images below an overlay. Each costs a descriptor in each message that names the disk.
+pub const fn backing_limit() -> usize {
+    6
+}
+
+/// `<state_dir>/disks`, for root only.
+#[derive(Clone, Debug)]
+pub struct Folder(PathBuf);
+
+impl Folder {
+    /// In the daemon's state folder.
+    pub fn of(state_dir: &Path) -> Self {
+        Self(state_dir.join("disks"))
+    }
+
+    /// The file of a disk.
+    pub fn path(&self, record: &DiskRecord) -> PathBuf {
+        let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
+        let extension = match format(record) {
+            Format::Qcow2 => "qcow2",
+            Format::Raw | Format::Iso => "raw",
+        };
+        self.0.join(format!("{uid}.{extension}"))
+    }
+
+    /// Makes the file of a new disk, empty; only root can open it.
+    pub fn create(&self, record: &DiskRecord) -> io::Result<File> {
+        private_dir(&self.0)?;
+        File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(self.path(record))
+    }
+
+    /// Makes a new file's content and name durable.
+    pub fn sync(&self, file: &File) -> io::Result<()> {
+        file.sync_all()?;
+        self.sync_names()
+    }
+
+    /// Removes the file of a disk; it may be gone already.
+    pub fn remove(&self, record: &DiskRecord) -> io::Result<()> {
+        match fs::remove_file(self.path(record)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            result => result?,
+        }
+        self.sync_names()
+    }
+
+    fn sync_names(&self) -> io::Result<()> {
+        File::open(&self.0)?.sync_all()
+    }
+
+    /// What a guest would see, in bytes. Reads the file's length, or of a qcow2 image the size in its header (qcow2
+    /// specification, "Header": big-endian, bytes 24 to 31).
+    pub fn size(&self, record: &DiskRecord) -> io::Result<u64> {
+        let mut file = File::open(self.path(record))?;
+        if format(record) != Format::Qcow2 {
+            return Ok(file.metadata()?.len());
+        }
+        let mut size = [0; 8];
+        file.seek(SeekFrom::Start(24))?;
+        file.read_exact(&mut size)?;
+        Ok(u64::from_be_bytes(size))
+    }
+}
+
+/// How the image of a disk is to be read.
+pub fn format(record: &DiskRecord) -> Format {
+    match record.format() {
+        DiskFormat::Qcow2 => Format::Qcow2,
+        _ => Format::Raw,
+    }
+}
+
+/// What a client is told when a disk's file can't be made or changed.
+pub fn failed(operation: &str, error: &io::Error) -> Failure {
+    let words = text::words(error);
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Failure::new(
+            Kind::Exhausted,
+            "NODE_DISK_FULL",
+            format!("{operation}: the file system of the daemon's state is full: make room and try again"),
+        ),
+        io::ErrorKind::FileTooLarge => Failure::new(
+            Kind::Exhausted,
+            "NODE_DISK_FULL",
+            format!("{operation}: the file system of the daemon's state can't hold a file of this size"),
+        ),
+        io::ErrorKind::Unsupported => Failure::precondition(
+            "NOT_SUPPORTED",
+            format!("{operation}: the file system of the daemon's state can't do this ({words})"),
+        ),
+        _ => {
+            tracing::error!(operation, %error, "a disk's file");
+            Failure::internal(format!("{operation}: {words}"))
+        }
+    }
+}

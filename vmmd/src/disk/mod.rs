@@ -1,0 +1,91 @@
+//! Disks of the DiskService: a record in the store and a file `<state_dir>/disks/<uid>.{raw,qcow2}` each.
+//!
+//! ```text
+//!  (none) ──record──▶ Creating ──file whole and synced──▶ Ready ──record──▶ Deleting ──file gone──▶ (none)
+//! ```
+//!
+//! Always: a file exists only while its record does, so that what an interrupted create or delete leaves is found by
+//! its record at the next start; a file without a record is never touched. A disk with overlays is named by no VM that
+//! writes to it, and is deleted after its overlays only ([`registry`] keeps both under one lock).
+
+mod copy;
+mod create;
+mod file;
+mod image;
+mod registry;
+mod resize;
+
+use std::sync::Arc;
+
+use tokio::task::spawn_blocking;
+use uuid::Uuid;
+
+pub use create::create;
+pub use file::Folder;
+pub use registry::Registry;
+pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, resize, shrink_refused};
+
+use crate::{
+    failure::Failure,
+    host::Host,
+    store::{DiskRecord, DiskStage},
+    vm::store_failure,
+};
+
+/// Deletes a disk and its content.
+pub async fn delete(host: &Arc<Host>, name: &str) -> Result<(), Failure> {
+    let mut record = host.disks.begin_delete(name)?;
+    record.stage = DiskStage::Deleting.into();
+    if let Err(error) = host.store.put_disk(&record).await {
+        record.stage = DiskStage::Ready.into();
+        host.disks.settle(record);
+        return Err(store_failure(error));
+    }
+    finish(host, &record).await;
+    tracing::info!(disk = name, "deleted");
+    Ok(())
+}
+
+/// Removes a disk's file, then its record. What fails here is done at the daemon's next start.
+async fn finish(host: &Arc<Host>, record: &DiskRecord) {
+    let (folder, of) = (host.disk_folder(), record.clone());
+    let removed = spawn_blocking(move || folder.remove(&of)).await;
+    match removed {
+        Ok(Ok(())) => {
+            if let Err(error) = host.store.remove_disk(&record.uid).await {
+                tracing::error!(disk = record.name, %error, "the disk's record could not be removed");
+            }
+        }
+        Ok(Err(error)) => tracing::error!(disk = record.name, %error, "the disk's file could not be removed"),
+        Err(error) => tracing::error!(disk = record.name, %error, "remove a disk"),
+    }
+    host.disks.forget(&record.name);
+}
+
+/// Takes over the disks of the store at the daemon's start, and ends what was interrupted.
+pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>) {
+    for mut record in records {
+        if Uuid::from_slice(&record.uid).is_err() {
+            tracing::error!(disk = record.name, "record without a valid uid ignored");
+            continue;
+        }
+        if record.stage() != DiskStage::Ready {
+            tracing::info!(disk = record.name, stage = ?record.stage(), "what was interrupted is removed");
+            finish(host, &record).await;
+            continue;
+        }
+        // It may have grown in the moment before the last daemon ended.
+        let (folder, of) = (host.disk_folder(), record.clone());
+        match spawn_blocking(move || folder.size(&of)).await {
+            Ok(Ok(size)) if size > record.size_bytes => {
+                record.size_bytes = size;
+                if let Err(error) = host.store.put_disk(&record).await {
+                    tracing::warn!(disk = record.name, %error, "note the disk's size");
+                }
+            }
+            Ok(Err(error)) => tracing::warn!(disk = record.name, %error, "look at the disk's file"),
+            _ => {}
+        }
+        host.disks.settle(record);
+    }
+}

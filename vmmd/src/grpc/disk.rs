@@ -1,0 +1,90 @@
+//! `vmmd.v1.DiskService`.
+
+use std::sync::Arc;
+
+use proto::v1::{self, disk_service_server::DiskService};
+use tokio::task::spawn_blocking;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use crate::{disk, failure::Failure, host::Host, store::DiskRecord};
+
+/// The service.
+#[derive(Debug)]
+pub struct Disks {
+    host: Arc<Host>,
+}
+
+impl Disks {
+    /// Over the disks of `host`.
+    pub fn new(host: Arc<Host>) -> Self {
+        Self { host }
+    }
+
+    async fn describe(&self, records: Vec<DiskRecord>) -> Result<Vec<v1::Disk>, Failure> {
+        let host = Arc::clone(&self.host);
+        let described = spawn_blocking(move || {
+            let folder = host.disk_folder();
+            let described = records.iter().map(|record| host.disks.describe(&folder, record));
+            described.collect()
+        });
+        described
+            .await
+            .map_err(|error| Failure::internal(error.to_string()))
+    }
+}
+
+#[tonic::async_trait]
+impl DiskService for Disks {
+    async fn create_disk(
+        &self,
+        request: Request<v1::CreateDiskRequest>,
+    ) -> Result<Response<v1::CreateDiskResponse>, Status> {
+        let (host, cancel) = (Arc::clone(&self.host), self.host.stopping.child_token());
+        // In a task of its own, which cleans up when the caller goes away, or the daemon ends.
+        let _gone = CancellationToken::clone(&cancel).drop_guard();
+        let created = tokio::spawn(async move { disk::create(&host, request.into_inner(), cancel).await });
+        let disk = created
+            .await
+            .map_err(|error| Failure::internal(error.to_string()))??;
+        Ok(Response::new(v1::CreateDiskResponse { disk: Some(disk) }))
+    }
+
+    async fn get_disk(
+        &self,
+        request: Request<v1::GetDiskRequest>,
+    ) -> Result<Response<v1::GetDiskResponse>, Status> {
+        let record = self.host.disks.get(&request.get_ref().name)?;
+        let disk = self.describe(vec![record]).await?.pop();
+        Ok(Response::new(v1::GetDiskResponse { disk }))
+    }
+
+    async fn list_disks(
+        &self,
+        _: Request<v1::ListDisksRequest>,
+    ) -> Result<Response<v1::ListDisksResponse>, Status> {
+        let disks = self.describe(self.host.disks.list()).await?;
+        Ok(Response::new(v1::ListDisksResponse { disks }))
+    }
+
+    async fn resize_disk(
+        &self,
+        request: Request<v1::ResizeDiskRequest>,
+    ) -> Result<Response<v1::ResizeDiskResponse>, Status> {
+        let v1::ResizeDiskRequest { name, size_bytes } = request.into_inner();
+        let host = Arc::clone(&self.host);
+        let resized = tokio::spawn(async move { disk::resize(&host, &name, size_bytes).await }).await;
+        let disk = resized.map_err(|error| Failure::internal(error.to_string()))??;
+        Ok(Response::new(v1::ResizeDiskResponse { disk: Some(disk) }))
+    }
+
+    async fn delete_disk(
+        &self,
+        request: Request<v1::DeleteDiskRequest>,
+    ) -> Result<Response<v1::DeleteDiskResponse>, Status> {
+        let (host, name) = (Arc::clone(&self.host), request.into_inner().name);
+        let deleted = tokio::spawn(async move { disk::delete(&host, &name).await }).await;
+        deleted.map_err(|error| Failure::internal(error.to_string()))??;
+        Ok(Response::new(v1::DeleteDiskResponse {}))
+    }
+}

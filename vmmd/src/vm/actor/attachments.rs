@@ -1,0 +1,229 @@
+//! What an actor knows of its VM's disks beside the spec, and what is under way with them.
+
+use std::{collections::BTreeMap, future, time::Duration};
+
+use proto::{
+    v1::{self, AttachmentPhase},
+    vmm,
+};
+use tokio::{
+    task::{AbortHandle, JoinSet},
+    time::Instant,
+};
+
+use super::{Reply, plug::Outcome};
+
+/// The disks of one VM, and the tasks that plug, unplug or change them.
+#[derive(Debug, Default)]
+pub struct Attachments {
+    by_name: BTreeMap<String, Attachment>,
+    /// Ends with the actor.
+    pub(super) tasks: JoinSet<Outcome>,
+    /// Errors of disks in this run.
+    pub(super) errors: Errors,
+    last_serial: u64,
+}
+
+/// A disk.
+#[derive(Debug)]
+pub struct Attachment {
+    /// How far it is in the machine.
+    pub phase: AttachmentPhase,
+    /// Why the last attach or detach failed.
+    pub message: String,
+    /// 0 when not known.
+    pub capacity: u64,
+    /// An attach or detach under way.
+    pub(super) plug: Option<Plug>,
+}
+
+/// An attach or detach under way.
+#[derive(Debug)]
+pub(super) struct Plug {
+    /// Which.
+    pub kind: PlugKind,
+    /// Distinguishes it from one that it has replaced.
+    pub serial: u64,
+    /// Who wants to know.
+    pub waiters: Vec<Reply>,
+    /// Ends its task.
+    pub task: AbortHandle,
+}
+
+/// What a plug does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PlugKind {
+    /// Adds the disk.
+    Attach,
+    /// Takes it away.
+    Detach {
+        /// When the guest's time is over.
+        deadline: Instant,
+        /// Whether it is taken away then.
+        force: bool,
+    },
+}
+
+/// Errors that the `vmm` has reported of disks since the run began, or since the guest was resumed after one.
+#[derive(Debug, Default)]
+pub struct Errors {
+    /// How many.
+    pub count: u64,
+    /// The last one, with the disk's name.
+    pub last: String,
+}
+
+impl Attachment {
+    pub(super) fn new(phase: AttachmentPhase, message: impl Into<String>) -> Self {
+        Self {
+            phase,
+            message: message.into(),
+            capacity: 0,
+            plug: None,
+        }
+    }
+}
+
+impl Attachments {
+    /// The disk of this name, if anything is known of it.
+    pub fn get(&self, name: &str) -> Option<&Attachment> {
+        self.by_name.get(name)
+    }
+
+    /// See [`Errors`].
+    pub fn errors(&self) -> &Errors {
+        &self.errors
+    }
+
+    pub(super) fn get_mut(&mut self, name: &str) -> Option<&mut Attachment> {
+        self.by_name.get_mut(name)
+    }
+
+    pub(super) fn entry(&mut self, name: &str) -> &mut Attachment {
+        self.by_name
+            .entry(name.to_owned())
+            .or_insert_with(|| Attachment::new(AttachmentPhase::Attached, ""))
+    }
+
+    pub(super) fn remove(&mut self, name: &str) -> Option<Attachment> {
+        self.by_name.remove(name)
+    }
+
+    pub(super) fn plug(&mut self, name: &str) -> Option<&mut Plug> {
+        self.by_name.get_mut(name)?.plug.as_mut()
+    }
+
+    /// Takes the plug with this serial number; `None` when another has replaced it, or it is settled.
+    pub(super) fn take_plug(&mut self, name: &str, serial: u64) -> Option<Plug> {
+        let place = &mut self.by_name.get_mut(name)?.plug;
+        place.take_if(|plug| plug.serial == serial)
+    }
+
+    /// All plugs under way, with the names of their disks; they are ended.
+    pub(super) fn end_plugs(&mut self) -> Vec<(String, Plug)> {
+        let mut ended = Vec::new();
+        for (name, attachment) in &mut self.by_name {
+            if let Some(plug) = attachment.plug.take() {
+                plug.task.abort();
+                ended.push((name.clone(), plug));
+            }
+        }
+        ended
+    }
+
+    /// Forgets everything: a run begins or has ended.
+    pub(super) fn clear(&mut self) {
+        self.by_name.clear();
+        self.errors = Errors::default();
+    }
+
+    pub(super) fn serial(&mut self) -> u64 {
+        self.last_serial += 1;
+        self.last_serial
+    }
+
+    /// Waits for a task to be done; forever when there is none.
+    pub(super) async fn next(&mut self) -> Outcome {
+        loop {
+            match self.tasks.join_next().await {
+                None => return future::pending().await,
+                Some(Ok(outcome)) => return outcome,
+                // Ended by the actor, which has settled what it was for.
+                Some(Err(error)) if error.is_cancelled() => {}
+                Some(Err(error)) => tracing::error!(%error, "a task of a disk"),
+            }
+        }
+    }
+}
+
+impl Errors {
+    /// Notes an error; true when it is worth telling: a new one, or one more power of two of the same.
+    pub(super) fn note(&mut self, device: &str, message: &str) -> bool {
+        let text = format!("{device}: {message}");
+        let new = text != self.last;
+        self.last = text;
+        self.count = self.count.saturating_add(1);
+        new || self.count.is_power_of_two()
+    }
+}
+
+/// Counters as the API has them.
+pub fn public_stats(stats: vmm::DiskStats) -> v1::DiskStats {
+    let operation = |stats: Option<vmm::OperationStats>| {
+        let stats = stats.unwrap_or_default();
+        let time = Duration::from_nanos(stats.total_ns);
+        Some(v1::DiskOperationStats {
+            requests: stats.requests,
+            bytes: stats.bytes,
+            errors: stats.errors,
+            total_time: Some(proto::well_known::Duration {
+                seconds: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
+                nanos: i32::try_from(time.subsec_nanos()).unwrap_or(0),
+            }),
+            latency_us_log2: stats.latency_us_log2,
+        })
+    };
+    v1::DiskStats {
+        name: stats.name,
+        capacity_bytes: stats.capacity_bytes,
+        read: operation(stats.read),
+        write: operation(stats.write),
+        flush: operation(stats.flush),
+        discard: operation(stats.discard),
+        in_flight: stats.in_flight,
+        throttled: stats.throttled,
+        held: stats.held,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_of_the_same_error_is_told_a_few_times() {
+        let mut errors = Errors::default();
+        let told = (0..1000).filter(|_| errors.note("disk root", "no space")).count();
+        assert_eq!((told, errors.count), (10, 1000));
+        assert!(errors.note("disk data", "no space"));
+        assert_eq!(errors.last, "disk data: no space");
+    }
+
+    #[test]
+    fn counters_keep_their_times() {
+        let stats = vmm::DiskStats {
+            name: "root".into(),
+            read: Some(vmm::OperationStats {
+                requests: 3,
+                total_ns: 1_500_000_000,
+                latency_us_log2: vec![1, 2],
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        let read = public_stats(stats).read.unwrap();
+        let time = read.total_time.unwrap();
+        assert_eq!((read.requests, time.seconds, time.nanos), (3, 1, 500_000_000));
+        assert_eq!(read.latency_us_log2, [1, 2]);
+    }
+}

@@ -1,0 +1,291 @@
+//! The tasks that plug, unplug and change disks. They know nothing of the actor: what comes of them is an [`Outcome`].
+
+use std::{sync::Arc, time::Duration};
+
+use proto::{
+    model::{
+        disk::{Disk, Format, RateLimit, Source},
+        vm::VmSpec,
+    },
+    vmm::{
+        AttachDisk, DetachDisk, DiskStats, ErrorKind, ResizeDisk, SetRateLimit, Status, request::Op,
+        set_rate_limit,
+    },
+};
+use tokio::{
+    task::spawn_blocking,
+    time::{Instant, sleep_until, timeout},
+};
+
+use super::{Reply, Target};
+use crate::{
+    control::{self, Client},
+    disk,
+    failure::{Failure, Kind},
+    host::Host,
+    ledger::FileId,
+    store::Hardware,
+    vm::{
+        files::{self, Locks},
+        machine,
+        start::refused,
+    },
+};
+
+/// How long a `vmm` may take for one request about disks: opening an image with large tables is the longest.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What came of a task.
+#[derive(Debug)]
+pub enum Outcome {
+    /// An attach.
+    Attached(String, u64, Result<Vec<FileId>, AttachError>),
+    /// A detach.
+    Detached(String, u64, Result<(), Failure>),
+    /// A resize: the disk's new size.
+    Resized(String, Reply, Result<u64, Failure>),
+    /// A change of a limit; with what it was before.
+    Limited(Target, Option<RateLimit>, Reply, Result<(), Failure>),
+    /// What it is doing.
+    State(Result<Status, control::Error>),
+    /// What the machine has.
+    Looked(Result<Vec<DiskStats>, control::Error>),
+}
+
+/// Why a disk could not be plugged in.
+#[derive(Debug)]
+pub enum AttachError {
+    /// The machine does not have it.
+    Refused(Failure),
+    /// Nobody knows: the `vmm` does not answer.
+    Unknown(Failure),
+}
+
+/// Opens a disk and plugs it in.
+pub async fn attach(
+    host: Arc<Host>,
+    client: Client,
+    disk: Disk,
+    hardware: Hardware,
+) -> Result<Vec<FileId>, AttachError> {
+    let name = disk.name.to_string();
+    let opened = spawn_blocking(move || {
+        let opened = files::open_disk("disk", &disk, &host.sources(), Locks::Take)?;
+        let ids = opened.ids.clone();
+        Ok((machine::plug(&hardware, &disk, opened), ids))
+    });
+    let opened = opened
+        .await
+        .unwrap_or_else(|error| Err(Failure::internal(error.to_string())));
+    let ((wire, fds), ids) = opened.map_err(AttachError::Refused)?;
+    let op = Op::AttachDisk(AttachDisk { disk: Some(wire) });
+    let answer = timeout(TIMEOUT, client.request(op, &fds)).await;
+    drop(fds);
+    match answer {
+        Ok(Ok(_)) => Ok(ids),
+        Ok(Err(control::Error::Refused(error))) => {
+            let failure = about(&name, refused(&control::Error::Refused(error)));
+            Err(AttachError::Refused(failure))
+        }
+        unclear => match has(&client, &name).await {
+            Some(true) => Ok(ids),
+            _ => Err(AttachError::Unknown(unclear_failure(&name, unclear))),
+        },
+    }
+}
+
+/// Asks the guest to eject a disk, waits until `deadline`, and then, with `force`, takes it away. That the guest has
+/// ejected it is news that comes to the actor, which ends this.
+pub async fn detach(client: Client, name: String, deadline: Instant, force: bool) -> Result<(), Failure> {
+    let began = Instant::now();
+    if began < deadline || !force {
+        let asked = timeout(TIMEOUT, client.request(detach_op(&name, false), &[])).await;
+        match asked {
+            Ok(Ok(_)) => {}
+            Ok(Err(control::Error::Refused(error))) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            // A guest that can't be asked can still be surprised.
+            Ok(Err(control::Error::Refused(_))) if force => {}
+            Ok(Err(control::Error::Refused(error))) => {
+                return Err(about(&name, refused(&control::Error::Refused(error))));
+            }
+            unclear => return Err(unclear_failure(&name, unclear)),
+        }
+        sleep_until(deadline).await;
+        // An event can be lost.
+        if has(&client, &name).await == Some(false) {
+            return Ok(());
+        }
+    }
+    if force {
+        return match timeout(TIMEOUT, client.request(detach_op(&name, true), &[])).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(control::Error::Refused(error))) if error.kind() == ErrorKind::NotFound => Ok(()),
+            Ok(Err(control::Error::Refused(error))) => {
+                Err(about(&name, refused(&control::Error::Refused(error))))
+            }
+            unclear => Err(unclear_failure(&name, unclear)),
+        };
+    }
+    let message = format!(
+        "the guest did not eject disk \"{name}\" within {:.0?}: it stays attached; try again, with more time or with force",
+        deadline.saturating_duration_since(began)
+    );
+    Err(Failure::new(Kind::Deadline, "EJECT_TIMEOUT", message))
+}
+
+fn detach_op(name: &str, force: bool) -> Op {
+    Op::DetachDisk(DetachDisk {
+        name: name.to_owned(),
+        force,
+    })
+}
+
+/// Makes a disk of a running machine larger; returns the size. 0 takes what a block device has.
+pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> Result<u64, Failure> {
+    let name = disk.name.to_string();
+    let record = match &disk.source {
+        Source::Disk { name, .. } => Some(host.disks.get(name.as_str())?),
+        Source::Path { .. } => None,
+    };
+    let stats = stats(&client)
+        .await
+        .map_err(|error| about(&name, refused(&error)))?;
+    let present = stats
+        .iter()
+        .find(|stats| stats.name == name)
+        .map_or(0, |stats| stats.capacity_bytes);
+    let block_device = match &disk.source {
+        Source::Path { path, .. } => {
+            let path = path.clone();
+            let device = spawn_blocking(move || {
+                use std::os::unix::fs::FileTypeExt;
+                std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
+            });
+            device.await.unwrap_or(false)
+        }
+        Source::Disk { .. } => false,
+    };
+    if block_device && size != 0 {
+        return Err(disk::block_device(&name, present));
+    }
+    if !block_device {
+        let mut found = proto::model::Violations::default();
+        proto::model::disk::size(&mut found, "sizeBytes", size);
+        found.or(())?;
+        if size < present {
+            return Err(disk::shrink_refused(&name, present, size));
+        }
+    }
+    if let Some(record) = &record {
+        disk::reserve_growth(&host, record, size).await?;
+    }
+    let op = Op::ResizeDisk(ResizeDisk {
+        name: name.clone(),
+        capacity_bytes: size,
+    });
+    let answer = timeout(TIMEOUT, client.request(op, &[])).await;
+    match answer {
+        Ok(Ok(_)) => {}
+        Ok(Err(error @ control::Error::Refused(_))) => return Err(about(&name, refused(&error))),
+        unclear => return Err(unclear_failure(&name, unclear)),
+    }
+    let grown = if block_device {
+        let stats = self::stats(&client).await.unwrap_or_default();
+        let disk = stats.iter().find(|stats| stats.name == name);
+        disk.map_or(present, |stats| stats.capacity_bytes)
+    } else {
+        size
+    };
+    if let Some(record) = record {
+        disk::note(&host, &record.name, grown).await?;
+    }
+    Ok(grown)
+}
+
+/// Makes a disk of a VM without a process larger; returns the size.
+pub async fn resize_file(host: &Arc<Host>, spec: &VmSpec, name: &str, size: u64) -> Result<u64, Failure> {
+    let Some(disk) = spec.disks.iter().find(|disk| disk.name.as_str() == name) else {
+        return Err(no_disk(name));
+    };
+    match &disk.source {
+        Source::Disk { name, .. } => {
+            let mut found = proto::model::Violations::default();
+            proto::model::disk::size(&mut found, "sizeBytes", size);
+            found.or(())?;
+            let record = host.disks.get(name.as_str())?;
+            if size < record.size_bytes {
+                return Err(disk::shrink_refused(name.as_str(), record.size_bytes, size));
+            }
+            disk::grow_record(host, &record, size).await
+        }
+        Source::Path { path, format } => {
+            let growing = disk::Growing {
+                name: name.to_owned(),
+                path: path.clone(),
+                format: *format,
+                size: None,
+                preallocation: proto::model::disk::Preallocation::Off,
+                backing: Vec::<(std::path::PathBuf, Format)>::new(),
+            };
+            disk::grow(host, growing, size).await
+        }
+    }
+}
+
+/// Tells a running machine of another limit.
+pub async fn limit(client: Client, target: Target, limit: RateLimit) -> Result<(), Failure> {
+    let (what, wire) = match &target {
+        Target::Disk(name) => (name, set_rate_limit::Target::Disk(name.clone())),
+        Target::Group(name) => (name, set_rate_limit::Target::Group(name.clone())),
+    };
+    let op = Op::SetRateLimit(SetRateLimit {
+        target: Some(wire),
+        limit: Some(limit.into()),
+    });
+    match timeout(TIMEOUT, client.request(op, &[])).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(error @ control::Error::Refused(_))) => Err(about(what, refused(&error))),
+        unclear => Err(unclear_failure(what, unclear)),
+    }
+}
+
+/// The disks that a machine has. Waits as long as the `vmm` lives.
+pub async fn look(client: Client) -> Result<Vec<DiskStats>, control::Error> {
+    client.disk_stats().await
+}
+
+/// The VM has no disk of this name.
+pub fn no_disk(name: &str) -> Failure {
+    let message = format!("the VM has no disk \"{}\"", crate::text::brief(name));
+    Failure::new(Kind::NotFound, "DISK_NOT_FOUND", message)
+}
+
+async fn stats(client: &Client) -> Result<Vec<DiskStats>, control::Error> {
+    let stats = timeout(TIMEOUT, client.disk_stats()).await;
+    stats.unwrap_or(Err(control::Error::Unexpected("not in time")))
+}
+
+/// Whether a machine has a disk, where it says so.
+async fn has(client: &Client, name: &str) -> Option<bool> {
+    let stats = stats(client).await.ok()?;
+    Some(stats.iter().any(|stats| stats.name == name))
+}
+
+fn about(name: &str, failure: Failure) -> Failure {
+    if failure.message.contains(name) {
+        return failure;
+    }
+    Failure {
+        message: format!("disk \"{name}\": {}", failure.message),
+        ..failure
+    }
+}
+
+fn unclear_failure<T, E>(name: &str, answer: Result<Result<T, control::Error>, E>) -> Failure {
+    let why = match answer {
+        Ok(Err(error)) => crate::text::chain(&error),
+        Ok(Ok(_)) | Err(_) => format!("the vmm did not answer within {} s", TIMEOUT.as_secs()),
+    };
+    let message = format!("disk \"{name}\": {why}; look at the VM's status for what has become of it");
+    Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message)
+}

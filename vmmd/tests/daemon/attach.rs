@@ -1,0 +1,589 @@
+//! Disks are attached to and detached from VMs, running or not.
+
+use std::{fs, time::Duration};
+
+use proto::v1::{self, AttachmentPhase, ConditionStatus, DiskFormat, DiskSpec, VmPhase};
+use rstest::rstest;
+use rustix::process::{Signal, kill_process};
+use tonic::{Code, Status};
+use tonic_types::StatusExt;
+
+use crate::{
+    console::Client,
+    harness::{Daemon, refusal, status, vm_pid},
+};
+
+pub fn disk(daemon: &Daemon, name: &str) -> DiskSpec {
+    let path = daemon.path(&format!("{name}.raw"));
+    if !path.exists() {
+        fs::write(&path, [0; 4096]).unwrap();
+    }
+    DiskSpec {
+        name: name.into(),
+        path: path.to_str().unwrap().into(),
+        format: DiskFormat::Raw.into(),
+        ..Default::default()
+    }
+}
+
+impl Daemon {
+    pub async fn attach(&self, vm: &str, disk: DiskSpec) -> Result<v1::Vm, Status> {
+        let request = v1::AttachDiskRequest {
+            vm: vm.into(),
+            disk: Some(disk),
+        };
+        Ok(self.client().attach_disk(request).await?.into_inner().vm.unwrap())
+    }
+
+    pub async fn detach(&self, vm: &str, disk: &str, timeout_ms: i32, force: bool) -> Result<v1::Vm, Status> {
+        let request = v1::DetachDiskRequest {
+            vm: vm.into(),
+            disk: disk.into(),
+            timeout: Some(proto::well_known::Duration {
+                seconds: i64::from(timeout_ms / 1000),
+                nanos: timeout_ms % 1000 * 1_000_000,
+            }),
+            force,
+        };
+        Ok(self.client().detach_disk(request).await?.into_inner().vm.unwrap())
+    }
+
+    /// What the `vmm` says that it has.
+    pub async fn plugged(&self, vm: &str) -> Vec<String> {
+        let stats = self.stats(vm).await.unwrap();
+        stats.into_iter().map(|disk| disk.name).collect()
+    }
+
+    pub async fn stats(&self, vm: &str) -> Result<Vec<v1::DiskStats>, Status> {
+        let request = v1::GetVmDiskStatsRequest { vm: vm.into() };
+        Ok(self.client().get_vm_disk_stats(request).await?.into_inner().disks)
+    }
+}
+
+pub fn phase(vm: &v1::VmStatus, disk: &str) -> Option<AttachmentPhase> {
+    let mut disks = vm.disks.iter();
+    disks
+        .find(|status| status.name == disk)
+        .map(v1::DiskStatus::phase)
+}
+
+pub fn names(vm: &v1::Vm) -> Vec<&str> {
+    let disks = &vm.spec.as_ref().unwrap().disks;
+    disks.iter().map(|disk| disk.name.as_str()).collect()
+}
+
+fn generations(vm: &v1::Vm) -> (u64, u64) {
+    (
+        vm.metadata.as_ref().unwrap().generation,
+        status(vm).observed_generation,
+    )
+}
+
+#[tokio::test]
+async fn a_disk_comes_and_goes_while_the_vm_runs() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    assert_eq!(generations(&vm), (1, 1));
+    let vm = daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    assert_eq!((names(&vm), generations(&vm)), (vec!["data"], (2, 2)));
+    let told = &status(&vm).disks[0];
+    assert_eq!(
+        (told.phase(), told.pci_slot, told.message.as_str()),
+        (AttachmentPhase::Attached, 10, "")
+    );
+    assert!(told.path.ends_with("/data.raw"));
+    assert_eq!(daemon.plugged("web").await, ["data"]);
+    daemon
+        .wait("web", |status| status.disks[0].capacity_bytes == 4096)
+        .await;
+    // It outlives a restart of the VM and one of the daemon.
+    let again = daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    assert_eq!(generations(&again), (2, 2), "the same again changes nothing");
+    daemon.stop("web", None).await.unwrap();
+    let stopped = daemon.get("web").await.unwrap();
+    assert_eq!(phase(status(&stopped), "data"), Some(AttachmentPhase::Pending));
+    daemon.start_vm("web").await.unwrap();
+    assert_eq!(daemon.plugged("web").await, ["data"]);
+    let vm = daemon.detach("web", "data", 5000, false).await.unwrap();
+    assert_eq!((names(&vm).len(), status(&vm).disks.len()), (0, 0));
+    assert_eq!(daemon.plugged("web").await.len(), 0);
+    let held = fs::File::options()
+        .write(true)
+        .open(daemon.path("data.raw"))
+        .unwrap();
+    assert!(lockable(&held), "the vmm and the daemon have let go of it");
+}
+
+/// No OFD lock of somebody else is in the way of a lock for writing.
+fn lockable(file: &fs::File) -> bool {
+    // A POSIX lock of this process meets OFD locks as any other.
+    rustix::fs::fcntl_lock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_ok()
+}
+
+#[tokio::test]
+async fn a_disk_of_a_stopped_vm_changes_in_the_spec_only() {
+    let daemon = Daemon::start().await;
+    daemon.create(daemon.manifest("web", "")).await.unwrap();
+    let vm = daemon.attach("web", disk(&daemon, "a")).await.unwrap();
+    assert_eq!(phase(status(&vm), "a"), Some(AttachmentPhase::Pending));
+    daemon.attach("web", disk(&daemon, "b")).await.unwrap();
+    let vm = daemon.detach("web", "a", 0, false).await.unwrap();
+    assert_eq!((names(&vm), generations(&vm)), (vec!["b"], (4, 0)));
+    // The slot of the one that is gone is the lowest free one; the other keeps its own.
+    let vm = daemon.attach("web", disk(&daemon, "c")).await.unwrap();
+    let slots: Vec<_> = status(&vm).disks.iter().map(|disk| disk.pci_slot).collect();
+    assert_eq!(slots, [11, 10]);
+    daemon.start_vm("web").await.unwrap();
+    assert_eq!(daemon.plugged("web").await, ["b", "c"]);
+}
+
+#[tokio::test]
+async fn another_disk_with_the_same_name_is_refused_and_the_same_is_no_error() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    let other = DiskSpec {
+        read_only: true,
+        ..disk(&daemon, "data")
+    };
+    let refused = daemon.attach("web", other).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::AlreadyExists, "DISK_EXISTS".into()));
+    // The serial that it would have anyway is the same disk.
+    let same = DiskSpec {
+        serial: "data".into(),
+        ..disk(&daemon, "data")
+    };
+    daemon.attach("web", same).await.unwrap();
+}
+
+#[rstest]
+#[case::path(|disk: &mut DiskSpec| disk.path = "data".into(), "disk.path")]
+#[case::format(|disk: &mut DiskSpec| disk.format = 0, "disk.format")]
+#[case::both(|disk: &mut DiskSpec| disk.disk = "x".into(), "disk")]
+#[case::group(|disk: &mut DiskSpec| disk.rate_group = "none".into(), "disk.rateGroup")]
+#[case::queues(|disk: &mut DiskSpec| disk.queues = 17, "disk.queues")]
+#[tokio::test]
+async fn a_wrong_disk_is_refused_by_field_and_changes_nothing(
+    #[case] change: impl Fn(&mut DiskSpec),
+    #[case] field: &str,
+) {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let mut wrong = disk(&daemon, "data");
+    change(&mut wrong);
+    let refused = daemon.attach("web", wrong).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    let details = refused.get_error_details();
+    assert_eq!(details.bad_request().unwrap().field_violations[0].field, field);
+    let vm = daemon.get("web").await.unwrap();
+    assert_eq!((names(&vm).len(), generations(&vm)), (0, (1, 1)));
+}
+
+#[rstest]
+#[case::missing("", "DISK_NOT_FOUND", "does not exist")]
+#[case::refused("mock.attach=image", "IMAGE_UNUSABLE", "the image is no good")]
+#[case::locked("mock.attach=inuse", "DISK_IN_USE", "locked by somebody else")]
+#[tokio::test]
+async fn a_disk_that_cannot_be_plugged_in_leaves_the_spec(
+    #[case] options: &str,
+    #[case] reason: &str,
+    #[case] words: &str,
+) {
+    let daemon = Daemon::start().await;
+    daemon.run("web", options).await;
+    let data = disk(&daemon, "data");
+    if options.is_empty() {
+        fs::remove_file(daemon.path("data.raw")).unwrap();
+    }
+    let refused = daemon.attach("web", data).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, reason.into()));
+    assert!(refused.message().contains(words), "{}", refused.message());
+    assert!(refused.message().contains("\"data\""), "{}", refused.message());
+    let vm = daemon.get("web").await.unwrap();
+    assert_eq!((names(&vm).len(), status(&vm).disks.len()), (0, 0));
+    let (generation, observed) = generations(&vm);
+    assert_eq!(generation, observed);
+}
+
+#[tokio::test]
+async fn a_disk_of_another_running_vm_is_refused_with_its_name() {
+    let daemon = Daemon::start().await;
+    daemon.run("first", "").await;
+    daemon.run("second", "").await;
+    daemon.attach("first", disk(&daemon, "data")).await.unwrap();
+    let refused = daemon.attach("second", disk(&daemon, "data")).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "DISK_IN_USE".into())
+    );
+    assert!(
+        refused.message().contains("in use by VM \"first\""),
+        "{}",
+        refused.message()
+    );
+    daemon.detach("first", "data", 5000, false).await.unwrap();
+    daemon
+        .attach("second", disk(&daemon, "data"))
+        .await
+        .expect("it is free again");
+}
+
+#[tokio::test]
+async fn there_are_sixteen_slots_and_then_a_clear_error() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    for index in 0..16 {
+        daemon
+            .attach("web", disk(&daemon, &format!("d{index}")))
+            .await
+            .unwrap();
+    }
+    let refused = daemon.attach("web", disk(&daemon, "more")).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::ResourceExhausted, "NO_FREE_SLOT".into())
+    );
+    daemon.detach("web", "d7", 5000, false).await.unwrap();
+    let vm = daemon.attach("web", disk(&daemon, "more")).await.unwrap();
+    assert_eq!(status(&vm).disks.last().unwrap().pci_slot, 17);
+}
+
+#[tokio::test]
+async fn a_guest_that_keeps_a_disk_has_it_until_it_is_forced() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.eject=ignore").await;
+    daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    let refused = daemon.detach("web", "data", 100, false).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::DeadlineExceeded, "EJECT_TIMEOUT".into())
+    );
+    let vm = daemon.get("web").await.unwrap();
+    let told = &status(&vm).disks[0];
+    assert_eq!(told.phase(), AttachmentPhase::Attached);
+    assert!(told.message.contains("did not eject"), "{told:?}");
+    assert_eq!(daemon.plugged("web").await, ["data"]);
+    for timeout in [0, 100] {
+        let vm = daemon.detach("web", "data", timeout, true).await.unwrap();
+        assert_eq!(names(&vm).len(), 0);
+        assert_eq!(daemon.plugged("web").await.len(), 0);
+        daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_late_eject_ends_a_detach_that_was_given_up() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.eject=ignore").await;
+    daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    daemon.detach("web", "data", 50, false).await.unwrap_err();
+    let mut console = Client::open(&daemon, "web").await;
+    console.type_in("eject data\n").await;
+    daemon.wait("web", |status| status.disks.is_empty()).await;
+    assert_eq!(names(&daemon.get("web").await.unwrap()).len(), 0);
+}
+
+#[tokio::test]
+async fn a_disk_that_the_guest_ejects_by_itself_stays_in_the_spec_and_can_be_plugged_in_again() {
+    let mut daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    let mut console = Client::open(&daemon, "web").await;
+    console.type_in("eject data\n").await;
+    let pending = |status: &v1::VmStatus| phase(status, "data") == Some(AttachmentPhase::Pending);
+    let told = daemon.wait("web", pending).await;
+    assert!(told.disks[0].message.contains("the guest ejected it"), "{told:?}");
+    daemon.kill_and_restart().await;
+    daemon.wait("web", pending).await;
+    daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    assert_eq!(daemon.plugged("web").await, ["data"]);
+    let mut console = Client::open(&daemon, "web").await;
+    console.type_in("eject data\n").await;
+    daemon.wait("web", pending).await;
+    daemon
+        .detach("web", "data", 0, false)
+        .await
+        .expect("it is gone already");
+}
+
+#[tokio::test]
+async fn a_wait_for_the_guest_is_in_nobodys_way() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.eject=ignore").await;
+    daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    let detaching = tokio::join!(daemon.detach("web", "data", 3_600_000, false), async {
+        daemon
+            .wait("web", |status| {
+                phase(status, "data") == Some(AttachmentPhase::Detaching)
+            })
+            .await;
+        daemon.attach("web", disk(&daemon, "other")).await.unwrap();
+        let request = v1::PauseVmRequest { name: "web".into() };
+        daemon.client().pause_vm(request).await.unwrap();
+        let again = daemon.attach("web", disk(&daemon, "data")).await.unwrap_err();
+        assert_eq!(refusal(&again), (Code::FailedPrecondition, "BUSY".into()));
+        assert_eq!(daemon.list().await.len(), 1);
+        daemon.kill_vm("web").await.unwrap();
+    });
+    let vm = detaching.0.expect("the machine is gone, and the disk with it");
+    assert_eq!(names(&vm), ["other"]);
+}
+
+#[tokio::test]
+async fn force_takes_over_a_detach_under_way_and_both_are_answered() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.eject=ignore").await;
+    daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    let (patient, joined, forced) = tokio::join!(
+        daemon.detach("web", "data", 3_600_000, false),
+        async {
+            daemon
+                .wait("web", |status| {
+                    phase(status, "data") == Some(AttachmentPhase::Detaching)
+                })
+                .await;
+            daemon.detach("web", "data", 1, false).await
+        },
+        async {
+            daemon
+                .wait("web", |status| {
+                    phase(status, "data") == Some(AttachmentPhase::Detaching)
+                })
+                .await;
+            daemon.detach("web", "data", 100, true).await
+        }
+    );
+    assert_eq!(names(&forced.unwrap()).len(), 0);
+    assert!(patient.is_ok());
+    // It came before the force and joined, or after and found nothing.
+    assert!(joined.is_ok() || joined.unwrap_err().code() == Code::NotFound);
+}
+
+#[tokio::test]
+async fn a_lost_event_does_not_hide_that_a_disk_is_gone() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.event=none").await;
+    daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    let vm = daemon.detach("web", "data", 300, false).await.unwrap();
+    assert_eq!(names(&vm).len(), 0);
+}
+
+#[tokio::test]
+async fn a_paused_vm_takes_disks_and_gives_them_back_by_force_only() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let request = v1::PauseVmRequest { name: "web".into() };
+    daemon.client().pause_vm(request).await.unwrap();
+    let vm = daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    assert_eq!(status(&vm).phase(), VmPhase::Paused);
+    let refused = daemon.detach("web", "data", 100, false).await.unwrap_err();
+    assert_eq!(refused.code(), Code::DeadlineExceeded);
+    daemon.detach("web", "data", 100, true).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_vm_on_its_way_up_or_down_takes_no_disks() {
+    let daemon = Daemon::start().await;
+    daemon
+        .create(daemon.manifest("up", "mock.boot=hang"))
+        .await
+        .unwrap();
+    let mut client = daemon.client();
+    let start = tokio::spawn(async move { client.start_vm(v1::StartVmRequest { name: "up".into() }).await });
+    daemon.wait_phase("up", VmPhase::Starting).await;
+    let refused = daemon.attach("up", disk(&daemon, "data")).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "BUSY".into()));
+    daemon.kill_vm("up").await.unwrap();
+    assert!(start.await.unwrap().is_err());
+
+    daemon.run("down", "mock.power=ignore").await;
+    let (stopped, refused) = tokio::join!(daemon.stop("down", Some(Duration::from_secs(3600))), async {
+        daemon.wait_phase("down", VmPhase::Stopping).await;
+        let refused = daemon.attach("down", disk(&daemon, "data")).await.unwrap_err();
+        daemon.kill_vm("down").await.unwrap();
+        refused
+    });
+    stopped.unwrap();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "BUSY".into()));
+    let missing = daemon.detach("down", "none", 0, false).await.unwrap_err();
+    assert_eq!(refusal(&missing), (Code::NotFound, "DISK_NOT_FOUND".into()));
+}
+
+/// The daemon is killed while the `vmm` has, or has not, what it was asked for. The next one goes by what is there.
+#[rstest]
+#[case::not_plugged_in("mock.attach=hang", 0)]
+#[case::plugged_in("mock.attach=lost", 1)]
+#[tokio::test]
+async fn an_attach_under_way_when_the_daemon_is_killed_is_what_the_vmm_has(
+    #[case] options: &str,
+    #[case] expected: usize,
+) {
+    let mut daemon = Daemon::start().await;
+    let pid = vm_pid(&daemon.run("web", options).await);
+    let (mut client, data) = (daemon.client(), disk(&daemon, "data"));
+    let attach = tokio::spawn(async move {
+        let request = v1::AttachDiskRequest {
+            vm: "web".into(),
+            disk: Some(data),
+        };
+        client.attach_disk(request).await
+    });
+    daemon
+        .wait("web", |status| {
+            phase(status, "data") == Some(AttachmentPhase::InProgress)
+        })
+        .await;
+    while daemon.plugged("web").await.len() < expected {}
+    daemon.kill_and_restart().await;
+    assert!(attach.await.unwrap().is_err());
+    daemon
+        .wait("web", |status| {
+            let settled = status.disks.iter().all(|disk| disk.capacity_bytes == 4096);
+            status.disks.len() == expected && settled
+        })
+        .await;
+    let vm = daemon.get("web").await.unwrap();
+    assert_eq!((names(&vm).len(), vm_pid(&vm)), (expected, pid));
+    let (generation, observed) = generations(&vm);
+    assert_eq!(generation, observed);
+}
+
+#[rstest]
+#[case::ejected_meanwhile(true)]
+#[case::kept(false)]
+#[tokio::test]
+async fn a_detach_under_way_when_the_daemon_is_killed_is_what_the_vmm_has(#[case] ejected: bool) {
+    let mut daemon = Daemon::start().await;
+    let vm = daemon.run("web", "mock.eject=ignore").await;
+    daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    let mut client = daemon.client();
+    let detach = tokio::spawn(async move {
+        let request = v1::DetachDiskRequest {
+            vm: "web".into(),
+            disk: "data".into(),
+            ..Default::default()
+        };
+        client.detach_disk(request).await
+    });
+    daemon
+        .wait("web", |status| {
+            phase(status, "data") == Some(AttachmentPhase::Detaching)
+        })
+        .await;
+    let socket = daemon.path(&format!("run/vms/{}/console.sock", crate::harness::uid(&vm)));
+    daemon.kill();
+    if ejected {
+        let mut console = std::os::unix::net::UnixStream::connect(socket).unwrap();
+        std::io::Write::write_all(&mut console, b"eject data\ndone\n").unwrap();
+        // The echo comes after the eject.
+        let mut text = Vec::new();
+        while !text.ends_with(b"done\r\n") {
+            let mut byte = [0];
+            std::io::Read::read_exact(&mut console, &mut byte).unwrap();
+            text.push(byte[0]);
+        }
+    }
+    daemon.relaunch().await;
+    assert!(detach.await.unwrap().is_err());
+    if ejected {
+        daemon.wait("web", |status| status.disks.is_empty()).await;
+    } else {
+        let attached = |status: &v1::VmStatus| {
+            phase(status, "data") == Some(AttachmentPhase::Attached) && status.disks[0].capacity_bytes == 4096
+        };
+        daemon.wait("web", attached).await;
+        daemon.detach("web", "data", 0, true).await.unwrap();
+    }
+}
+
+/// Whatever was under way: what the spec, the `vmm` and the next daemon say of disks is the same in the end.
+#[tokio::test]
+async fn a_daemon_killed_at_any_moment_of_attach_and_detach_converges() {
+    let mut daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    for round in 0..16_u64 {
+        let name = format!("d{}", round / 2);
+        let (mut client, data) = (daemon.client(), disk(&daemon, &name));
+        let under_way = tokio::spawn(async move {
+            if round % 2 == 0 {
+                let request = v1::AttachDiskRequest {
+                    vm: "web".into(),
+                    disk: Some(data),
+                };
+                drop(client.attach_disk(request).await);
+            } else {
+                let request = v1::DetachDiskRequest {
+                    vm: "web".into(),
+                    disk: name,
+                    ..Default::default()
+                };
+                drop(client.detach_disk(request).await);
+            }
+        });
+        // Not a wait for something: the moment of the kill is what varies.
+        tokio::time::sleep(Duration::from_micros(round * 900)).await;
+        daemon.kill_and_restart().await;
+        under_way.await.unwrap();
+        // The first look of the new daemon at what the vmm has is over when the capacities are known.
+        let settled = |status: &v1::VmStatus| {
+            let mut disks = status.disks.iter();
+            disks.all(|disk| disk.phase() == AttachmentPhase::Attached && disk.capacity_bytes == 4096)
+        };
+        daemon.wait("web", settled).await;
+        let vm = daemon.get("web").await.unwrap();
+        assert_eq!(names(&vm), daemon.plugged("web").await, "round {round}");
+    }
+}
+
+#[tokio::test]
+async fn an_attach_that_hangs_ends_with_the_vm_and_leaves_no_disk() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.attach=hang").await;
+    let (attach, ()) = tokio::join!(daemon.attach("web", disk(&daemon, "data")), async {
+        daemon
+            .wait("web", |status| {
+                phase(status, "data") == Some(AttachmentPhase::InProgress)
+            })
+            .await;
+        daemon.kill_vm("web").await.unwrap();
+    });
+    // What is noticed first: that the connection is gone, or that the process is.
+    let (code, _) = refusal(&attach.unwrap_err());
+    assert!(
+        [Code::FailedPrecondition, Code::Unavailable].contains(&code),
+        "{code:?}"
+    );
+    assert_eq!(names(&daemon.get("web").await.unwrap()).len(), 0);
+}
+
+#[tokio::test]
+async fn a_vmm_that_does_not_know_of_disks_is_driven_as_before() {
+    let mut daemon = Daemon::start().await;
+    let mut vm = daemon.manifest("old", "mock.stats=refuse");
+    vm.spec.as_mut().unwrap().disks = vec![disk(&daemon, "root")];
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("old").await.unwrap();
+    daemon.kill_and_restart().await;
+    let vm = daemon.get("old").await.unwrap();
+    assert_eq!(phase(status(&vm), "root"), Some(AttachmentPhase::Attached));
+    assert_eq!(daemon.stats("old").await.unwrap_err().code(), Code::Unavailable);
+    assert_eq!(names(&daemon.get("old").await.unwrap()), ["root"]);
+}
+
+#[tokio::test]
+async fn a_vmm_that_does_not_answer_is_not_asked_for_disks() {
+    let mut daemon = Daemon::start().await;
+    let stuck = vm_pid(&daemon.run("web", "").await);
+    kill_process(stuck, Signal::STOP).unwrap();
+    daemon.kill_and_restart().await;
+    let refused = daemon.attach("web", disk(&daemon, "data")).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::Unavailable, "VMM_UNRESPONSIVE".into()));
+    assert_eq!(names(&daemon.get("web").await.unwrap()).len(), 0);
+    kill_process(stuck, Signal::CONT).unwrap();
+    daemon
+        .wait("web", |status| {
+            status.conditions[0].status() == ConditionStatus::True
+        })
+        .await;
+    daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+}

@@ -1,0 +1,290 @@
+//! Limits, counters and errors of disks.
+
+use proto::v1::{self, AttachmentPhase, ConditionStatus, DiskCache, DiskSpec, RateLimit, VmPhase};
+use tonic::{Code, Status};
+
+use crate::{
+    attach::disk,
+    console::Client,
+    harness::{Daemon, refusal, status},
+};
+
+use v1::set_rate_limit_request::Target;
+
+impl Daemon {
+    async fn limit(&self, vm: &str, target: Target, bytes_per_second: u64) -> Result<v1::Vm, Status> {
+        let request = v1::SetRateLimitRequest {
+            vm: vm.into(),
+            target: Some(target),
+            limit: Some(limit(bytes_per_second)),
+        };
+        Ok(self
+            .client()
+            .set_rate_limit(request)
+            .await?
+            .into_inner()
+            .vm
+            .unwrap())
+    }
+
+    /// The mock tells the limit of bytes per second as `throttled`.
+    async fn limits(&self, vm: &str) -> Vec<u64> {
+        let stats = self.stats(vm).await.unwrap();
+        stats.into_iter().map(|disk| disk.throttled).collect()
+    }
+}
+
+fn limit(bytes_per_second: u64) -> RateLimit {
+    RateLimit {
+        bytes_per_second,
+        ..Default::default()
+    }
+}
+
+fn of_disk() -> Target {
+    Target::Disk("own".into())
+}
+
+fn of_group() -> Target {
+    Target::Group("slow".into())
+}
+
+fn limited(daemon: &Daemon, options: &str) -> v1::Vm {
+    let mut vm = daemon.manifest("web", options);
+    let spec = vm.spec.as_mut().unwrap();
+    spec.rate_groups = vec![v1::RateGroup {
+        name: "slow".into(),
+        limit: Some(limit(1 << 20)),
+    }];
+    let grouped = DiskSpec {
+        rate_group: "slow".into(),
+        ..disk(daemon, "grouped")
+    };
+    spec.disks = vec![disk(daemon, "own"), grouped];
+    vm
+}
+
+fn stored(vm: &v1::Vm) -> (Option<RateLimit>, Option<RateLimit>) {
+    let spec = vm.spec.as_ref().unwrap();
+    (spec.disks[0].rate_limit, spec.rate_groups[0].limit)
+}
+
+#[tokio::test]
+async fn limits_change_stored_and_running() {
+    let daemon = Daemon::start().await;
+    daemon.create(limited(&daemon, "")).await.unwrap();
+    let vm = daemon.limit("web", of_disk(), 5000).await.unwrap();
+    assert_eq!(stored(&vm), (Some(limit(5000)), Some(limit(1 << 20))));
+    daemon.start_vm("web").await.unwrap();
+    assert_eq!(daemon.limits("web").await[0], 5000);
+    daemon.limit("web", of_disk(), 6000).await.unwrap();
+    let vm = daemon.limit("web", of_group(), 7000).await.unwrap();
+    assert_eq!(daemon.limits("web").await, [6000, 7000]);
+    assert_eq!(stored(&vm), (Some(limit(6000)), Some(limit(7000))));
+    assert_eq!(
+        status(&vm).observed_generation,
+        vm.metadata.as_ref().unwrap().generation
+    );
+}
+
+#[tokio::test]
+async fn a_limit_that_cannot_be_is_refused_and_changes_nothing() {
+    let daemon = Daemon::start().await;
+    daemon
+        .create(limited(&daemon, "mock.limit=refuse"))
+        .await
+        .unwrap();
+    daemon.start_vm("web").await.unwrap();
+    for (target, bytes, code, reason) in [
+        (of_disk(), 1, Code::InvalidArgument, "INVALID_FIELDS"),
+        (
+            Target::Disk("none".into()),
+            5000,
+            Code::NotFound,
+            "DISK_NOT_FOUND",
+        ),
+        (
+            Target::Group("none".into()),
+            5000,
+            Code::NotFound,
+            "RATE_GROUP_NOT_FOUND",
+        ),
+        (
+            Target::Disk("grouped".into()),
+            5000,
+            Code::FailedPrecondition,
+            "DISK_IN_RATE_GROUP",
+        ),
+        (of_disk(), 5000, Code::Internal, "INTERNAL"),
+        (of_group(), 5000, Code::Internal, "INTERNAL"),
+    ] {
+        let refused = daemon.limit("web", target, bytes).await.unwrap_err();
+        assert_eq!(refusal(&refused), (code, reason.into()));
+        assert_eq!(
+            stored(&daemon.get("web").await.unwrap()),
+            (None, Some(limit(1 << 20)))
+        );
+    }
+    let request = v1::SetRateLimitRequest {
+        vm: "web".into(),
+        ..Default::default()
+    };
+    let refused = daemon.client().set_rate_limit(request).await.unwrap_err();
+    assert!(
+        refused.message().contains("`disk` or `group`"),
+        "{}",
+        refused.message()
+    );
+}
+
+#[tokio::test]
+async fn counters_are_those_of_the_running_machine() {
+    let daemon = Daemon::start().await;
+    daemon.create(limited(&daemon, "")).await.unwrap();
+    let refused = daemon.stats("web").await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "NOT_RUNNING".into())
+    );
+    daemon.start_vm("web").await.unwrap();
+    let stats = daemon.stats("web").await.unwrap();
+    assert_eq!((stats.len(), stats[0].capacity_bytes), (2, 4096));
+    let read = stats[0].read.as_ref().unwrap();
+    assert_eq!(
+        (read.requests, read.bytes, read.latency_us_log2.as_slice()),
+        (1, 512, &[0, 1][..])
+    );
+    assert_eq!(read.total_time.unwrap().nanos, 1000);
+    assert_eq!(
+        refusal(&daemon.stats("none").await.unwrap_err()).1,
+        "VM_NOT_FOUND"
+    );
+}
+
+fn devices(status: &v1::VmStatus) -> &v1::Condition {
+    let mut conditions = status.conditions.iter();
+    conditions
+        .find(|condition| condition.r#type == "BlockDevicesReady")
+        .unwrap()
+}
+
+#[tokio::test]
+async fn an_error_of_a_disk_is_seen_until_the_next_start() {
+    let daemon = Daemon::start().await;
+    let created = daemon.create(limited(&daemon, "")).await.unwrap();
+    assert_eq!(devices(status(&created)).status(), ConditionStatus::Unknown);
+    let vm = daemon.start_vm("web").await.unwrap();
+    assert_eq!(devices(status(&vm)).status(), ConditionStatus::True);
+    let mut console = Client::open(&daemon, "web").await;
+    console.type_in("fail own\nfail own\n").await;
+    let told = daemon
+        .wait("web", |status| devices(status).message.contains("(2 errors)"))
+        .await;
+    let condition = devices(&told);
+    assert_eq!(
+        (condition.status(), condition.reason.as_str()),
+        (ConditionStatus::False, "DeviceError")
+    );
+    assert!(
+        condition.message.starts_with("disk own: read from the image"),
+        "{condition:?}"
+    );
+    assert_eq!(told.phase(), VmPhase::Running, "the VM lives on");
+    daemon.kill_vm("web").await.unwrap();
+    let vm = daemon.start_vm("web").await.unwrap();
+    assert_eq!(devices(status(&vm)).status(), ConditionStatus::True);
+}
+
+#[tokio::test]
+async fn a_vm_that_a_disk_has_paused_says_so_also_after_a_restart_of_the_daemon_and_is_resumed() {
+    let mut daemon = Daemon::start().await;
+    daemon.create(limited(&daemon, "")).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let mut console = Client::open(&daemon, "web").await;
+    console.type_in("stall own\n").await;
+    let paused = daemon.wait_phase("web", VmPhase::Paused).await;
+    assert_eq!(paused.reason, "DiskError");
+    assert!(
+        paused
+            .message
+            .contains("disk own: write to the image: No space left"),
+        "{paused:?}"
+    );
+    assert_eq!(devices(&paused).status(), ConditionStatus::False);
+    daemon.kill_and_restart().await;
+    let vm = daemon.get("web").await.unwrap();
+    assert_eq!(
+        (status(&vm).phase(), status(&vm).reason.as_str()),
+        (VmPhase::Paused, "DiskError")
+    );
+    let request = v1::ResumeVmRequest { name: "web".into() };
+    let vm = daemon
+        .client()
+        .resume_vm(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .vm
+        .unwrap();
+    assert_eq!(
+        (status(&vm).phase(), status(&vm).message.as_str()),
+        (VmPhase::Running, "")
+    );
+    assert_eq!(devices(status(&vm)).status(), ConditionStatus::True);
+}
+
+#[tokio::test]
+async fn a_disk_that_fails_again_in_the_moment_of_a_resume_is_not_missed() {
+    let daemon = Daemon::start().await;
+    daemon
+        .create(limited(&daemon, "mock.resume=fails"))
+        .await
+        .unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let request = v1::PauseVmRequest { name: "web".into() };
+    let vm = daemon
+        .client()
+        .pause_vm(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .vm
+        .unwrap();
+    assert_eq!(status(&vm).reason, "Paused");
+    for _ in 0..10 {
+        let request = v1::ResumeVmRequest { name: "web".into() };
+        daemon.client().resume_vm(request).await.unwrap();
+        daemon.wait("web", |status| status.reason == "DiskError").await;
+    }
+}
+
+#[tokio::test]
+async fn direct_io_is_used_where_it_can_be_and_refused_clearly_where_not() {
+    let daemon = Daemon::start().await;
+    let with = |cache: DiskCache| DiskSpec {
+        cache: cache.into(),
+        ..disk(&daemon, "data")
+    };
+    daemon.run("web", "").await;
+    let direct = || {
+        let target = daemon.path("data.raw");
+        let vmm = daemon.vmm_processes()[0].as_raw_nonzero();
+        let mut fds = std::fs::read_dir(format!("/proc/{vmm}/fd")).unwrap().flatten();
+        let fd = fds.find(|fd| std::fs::read_link(fd.path()).is_ok_and(|link| link == target));
+        let number = fd.unwrap().file_name().into_string().unwrap();
+        let info = std::fs::read_to_string(format!("/proc/{vmm}/fdinfo/{number}")).unwrap();
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
+        // O_DIRECT of x86-64, in octal as the kernel writes it.
+        i64::from_str_radix(flags.trim(), 8).unwrap() & 0o40000 != 0
+    };
+    for (cache, expected) in [
+        (DiskCache::None, true),
+        (DiskCache::Unspecified, true),
+        (DiskCache::Writeback, false),
+    ] {
+        let vm = daemon.attach("web", with(cache)).await.unwrap();
+        assert_eq!(status(&vm).disks[0].phase(), AttachmentPhase::Attached);
+        assert_eq!(direct(), expected, "{cache:?}");
+        daemon.detach("web", "data", 5000, false).await.unwrap();
+    }
+}

@@ -1,0 +1,666 @@
+//! Disks of the node: made, listed, used, made larger, deleted.
+
+use std::{
+    fs,
+    os::unix::fs::{FileExt, MetadataExt},
+    path::PathBuf,
+    time::Duration,
+};
+
+use proto::v1::{
+    self, DiskFormat, DiskPreallocation, DiskSpec, create_disk_request::Source,
+    disk_service_client::DiskServiceClient,
+};
+use rstest::rstest;
+use tonic::{Code, Status};
+use tonic_types::StatusExt;
+
+use crate::{
+    attach::names,
+    harness::{Daemon, connect, refusal, status},
+};
+
+impl Daemon {
+    async fn make(&self, disk: v1::Disk, source: Option<Source>) -> Result<v1::Disk, Status> {
+        let request = v1::CreateDiskRequest {
+            disk: Some(disk),
+            source,
+        };
+        let mut client = DiskServiceClient::new(connect(self.folder.path()).await);
+        Ok(client.create_disk(request).await?.into_inner().disk.unwrap())
+    }
+
+    async fn disks(&self) -> DiskServiceClient<tonic::transport::Channel> {
+        DiskServiceClient::new(connect(self.folder.path()).await)
+    }
+
+    async fn disk(&self, name: &str) -> Result<v1::Disk, Status> {
+        let request = v1::GetDiskRequest { name: name.into() };
+        Ok(self
+            .disks()
+            .await
+            .get_disk(request)
+            .await?
+            .into_inner()
+            .disk
+            .unwrap())
+    }
+
+    async fn all_disks(&self) -> Vec<String> {
+        let list = self.disks().await.list_disks(v1::ListDisksRequest {}).await;
+        list.unwrap()
+            .into_inner()
+            .disks
+            .into_iter()
+            .map(|disk| disk.name)
+            .collect()
+    }
+
+    async fn grow(&self, name: &str, size_bytes: u64) -> Result<v1::Disk, Status> {
+        let request = v1::ResizeDiskRequest {
+            name: name.into(),
+            size_bytes,
+        };
+        Ok(self
+            .disks()
+            .await
+            .resize_disk(request)
+            .await?
+            .into_inner()
+            .disk
+            .unwrap())
+    }
+
+    async fn remove(&self, name: &str) -> Result<(), Status> {
+        let request = v1::DeleteDiskRequest { name: name.into() };
+        self.disks().await.delete_disk(request).await.map(drop)
+    }
+
+    async fn grow_in(&self, vm: &str, disk: &str, size_bytes: u64) -> Result<v1::Vm, Status> {
+        let request = v1::ResizeVmDiskRequest {
+            vm: vm.into(),
+            disk: disk.into(),
+            size_bytes,
+        };
+        Ok(self
+            .client()
+            .resize_vm_disk(request)
+            .await?
+            .into_inner()
+            .vm
+            .unwrap())
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        let entries = fs::read_dir(self.path("state/disks"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        entries.map(|entry| entry.path()).collect()
+    }
+}
+
+fn raw(name: &str, size_bytes: u64) -> v1::Disk {
+    v1::Disk {
+        name: name.into(),
+        size_bytes,
+        ..Default::default()
+    }
+}
+
+fn qcow2(name: &str, size_bytes: u64) -> v1::Disk {
+    v1::Disk {
+        format: DiskFormat::Qcow2.into(),
+        ..raw(name, size_bytes)
+    }
+}
+
+fn path(disk: &v1::Disk) -> PathBuf {
+    disk.state.as_ref().unwrap().path.clone().into()
+}
+
+/// The disk of the DiskService as a VM has it.
+fn named(disk: &str) -> DiskSpec {
+    DiskSpec {
+        name: "data".into(),
+        disk: disk.into(),
+        ..Default::default()
+    }
+}
+
+#[tokio::test]
+async fn an_empty_raw_disk_is_a_sparse_file_that_only_root_can_open() {
+    let mut daemon = Daemon::start().await;
+    let labelled = v1::Disk {
+        labels: [("tier".to_owned(), "db".to_owned())].into(),
+        ..raw("data", 64 << 20)
+    };
+    let made = daemon.make(labelled, None).await.unwrap();
+    let state = made.state.clone().unwrap();
+    assert_eq!((made.format(), made.size_bytes), (DiskFormat::Raw, 64 << 20));
+    assert!(
+        state.create_time.is_some() && state.allocated_bytes < 1 << 20,
+        "{state:?}"
+    );
+    let metadata = fs::metadata(path(&made)).unwrap();
+    assert_eq!(
+        (metadata.len(), metadata.uid(), metadata.mode() & 0o7777),
+        (64 << 20, 0, 0o600)
+    );
+    let folder = fs::metadata(daemon.path("state/disks")).unwrap();
+    assert_eq!(folder.mode() & 0o7777, 0o700);
+    daemon.kill_and_restart().await;
+    assert_eq!(daemon.disk("data").await.unwrap(), made);
+    assert_eq!(daemon.all_disks().await, ["data"]);
+    daemon.remove("data").await.unwrap();
+    assert_eq!(daemon.files(), Vec::<PathBuf>::new());
+    assert_eq!(
+        refusal(&daemon.disk("data").await.unwrap_err()),
+        (Code::NotFound, "DISK_NOT_FOUND".into())
+    );
+    assert_eq!(daemon.remove("data").await.unwrap_err().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn all_space_of_a_preallocated_disk_is_reserved_also_when_it_grows() {
+    let daemon = Daemon::start().await;
+    let full = v1::Disk {
+        preallocation: DiskPreallocation::Full.into(),
+        ..raw("data", 4 << 20)
+    };
+    let made = daemon.make(full, None).await.unwrap();
+    assert!(made.state.unwrap().allocated_bytes >= 4 << 20);
+    let grown = daemon.grow("data", 8 << 20).await.unwrap();
+    assert!(grown.state.unwrap().allocated_bytes >= 8 << 20);
+}
+
+#[tokio::test]
+async fn a_copy_has_the_content_and_the_holes_of_its_source() {
+    let daemon = Daemon::start().await;
+    let source = daemon.path("source.raw");
+    let file = fs::File::options()
+        .create_new(true)
+        .write(true)
+        .open(&source)
+        .unwrap();
+    file.set_len(64 << 20).unwrap();
+    file.write_all_at(&[7; 9000], 3 << 20).unwrap();
+    let from = || Some(Source::RawFile(source.to_str().unwrap().to_owned()));
+    let made = daemon.make(raw("data", 0), from()).await.unwrap();
+    assert_eq!(made.size_bytes, 64 << 20);
+    assert_eq!(fs::read(path(&made)).unwrap(), fs::read(&source).unwrap());
+    assert!(made.state.unwrap().allocated_bytes < 1 << 20);
+    let larger = daemon.make(raw("larger", 65 << 20), from()).await.unwrap();
+    assert_eq!(fs::metadata(path(&larger)).unwrap().len(), 65 << 20);
+    let smaller = daemon.make(raw("smaller", 1 << 20), from()).await.unwrap_err();
+    assert_eq!(smaller.code(), Code::InvalidArgument);
+    assert!(smaller.message().contains("67108864"), "{}", smaller.message());
+    assert_eq!((daemon.all_disks().await.len(), daemon.files().len()), (2, 2));
+}
+
+#[rstest]
+#[case::missing("none", "DISK_NOT_FOUND", "does not exist")]
+#[case::directory("state", "DISK_UNUSABLE", "is a directory")]
+#[case::odd("odd", "DISK_SIZE_INVALID", "1000 bytes")]
+#[tokio::test]
+async fn a_source_that_cannot_be_copied_is_named_and_nothing_is_left(
+    #[case] file: &str,
+    #[case] reason: &str,
+    #[case] words: &str,
+) {
+    let daemon = Daemon::start().await;
+    fs::write(daemon.path("odd"), [0; 1000]).unwrap();
+    let source = Some(Source::RawFile(daemon.path(file).to_str().unwrap().to_owned()));
+    let refused = daemon.make(raw("data", 0), source).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, reason.into()));
+    assert!(refused.message().starts_with("rawFile: \"/") && refused.message().contains(words));
+    assert_eq!((daemon.all_disks().await.len(), daemon.files().len()), (0, 0));
+    daemon
+        .make(raw("data", 512), None)
+        .await
+        .expect("the name is free");
+}
+
+#[tokio::test]
+async fn a_file_that_a_vm_writes_to_is_not_copied() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let disk = crate::attach::disk(&daemon, "root");
+    let source = Source::RawFile(disk.path.clone());
+    daemon.attach("web", disk).await.unwrap();
+    let refused = daemon.make(raw("data", 0), Some(source)).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "DISK_IN_USE".into())
+    );
+    assert!(refused.message().contains("VM \"web\""), "{}", refused.message());
+}
+
+#[tokio::test]
+async fn images_are_made_by_a_child_without_rights() {
+    let daemon = Daemon::start().await;
+    let made = daemon.make(qcow2("data", 1 << 30), None).await.unwrap();
+    assert!(
+        path(&made)
+            .extension()
+            .is_some_and(|extension| extension == "qcow2")
+    );
+    let words = |disk: &v1::Disk| {
+        let bytes = fs::read(path(disk)).unwrap();
+        String::from_utf8(bytes[4096..].to_vec()).unwrap()
+    };
+    let text = words(&made);
+    let uid: u32 = text
+        .strip_prefix("uid=")
+        .unwrap()
+        .split(' ')
+        .next()
+        .unwrap()
+        .parse()
+        .unwrap();
+    assert!(daemon.uids.contains(&uid), "{text}");
+    assert!(text.contains("caps=0000000000000000 below=0"), "{text}");
+    let overlay = Source::OverlayOf("data".into());
+    let top = daemon.make(raw("top", 0), Some(overlay)).await.unwrap();
+    assert_eq!((top.format(), top.size_bytes), (DiskFormat::Qcow2, 1 << 30));
+    assert_eq!(top.state.as_ref().unwrap().backing_disk, "data");
+    assert!(words(&top).contains("below=1"));
+}
+
+#[rstest]
+#[case::fails("image-fails", Code::ResourceExhausted, "NODE_DISK_FULL", "make room")]
+#[case::is_no_vmm("missing", Code::Internal, "INTERNAL", "vmm image")]
+#[tokio::test]
+async fn an_image_that_cannot_be_made_leaves_nothing(
+    #[case] program: &str,
+    #[case] code: Code,
+    #[case] reason: &str,
+    #[case] words: &str,
+) {
+    let folder = tempfile::Builder::new()
+        .prefix("vmmd")
+        .tempdir_in("/tmp")
+        .unwrap();
+    let vmm = folder.path().join(program);
+    if program != "missing" {
+        fs::copy(env!("CARGO_BIN_EXE_mock-vmm"), &vmm).unwrap();
+    }
+    let daemon = Daemon::in_folder(folder, &format!("vmm = {vmm:?}\n")).await;
+    let refused = daemon.make(qcow2("data", 1 << 20), None).await.unwrap_err();
+    assert_eq!(refusal(&refused), (code, reason.into()));
+    assert!(refused.message().contains(words), "{}", refused.message());
+    assert_eq!((daemon.all_disks().await.len(), daemon.files().len()), (0, 0));
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_ends_what_it_asked_for() {
+    let folder = tempfile::Builder::new()
+        .prefix("vmmd")
+        .tempdir_in("/tmp")
+        .unwrap();
+    let vmm = folder.path().join("image-hangs");
+    fs::copy(env!("CARGO_BIN_EXE_mock-vmm"), &vmm).unwrap();
+    let daemon = Daemon::in_folder(folder, &format!("vmm = {vmm:?}\n")).await;
+    let asked = daemon.make(qcow2("data", 1 << 20), None);
+    tokio::time::timeout(Duration::from_millis(500), asked)
+        .await
+        .unwrap_err();
+    while !daemon.files().is_empty() || !daemon.vmm_processes().is_empty() {
+        tokio::task::yield_now().await;
+    }
+    while daemon.make(raw("data", 512), None).await.is_err() {}
+}
+
+#[tokio::test]
+async fn what_an_interrupted_create_leaves_is_removed_and_nothing_else() {
+    let folder = tempfile::Builder::new()
+        .prefix("vmmd")
+        .tempdir_in("/tmp")
+        .unwrap();
+    let vmm = folder.path().join("image-hangs");
+    fs::copy(env!("CARGO_BIN_EXE_mock-vmm"), &vmm).unwrap();
+    let mut daemon = Daemon::in_folder(folder, &format!("vmm = {vmm:?}\n")).await;
+    daemon.make(raw("kept", 512), None).await.unwrap();
+    for name in ["stranger.raw", "0f3a2f64-6c0e-4c57-9e5f-3f4f0e8f7a11.raw"] {
+        fs::write(daemon.path("state/disks").join(name), "x").unwrap();
+    }
+    let mut client = daemon.disks().await;
+    let under_way = tokio::spawn(async move {
+        let request = v1::CreateDiskRequest {
+            disk: Some(qcow2("data", 1 << 20)),
+            source: None,
+        };
+        client.create_disk(request).await
+    });
+    while daemon.files().len() < 4 {
+        tokio::task::yield_now().await;
+    }
+    daemon.kill_and_restart().await;
+    assert!(under_way.await.unwrap().is_err());
+    assert_eq!(daemon.all_disks().await, ["kept"]);
+    assert_eq!(daemon.files().len(), 3, "{:?}", daemon.files());
+    daemon
+        .make(raw("data", 512), None)
+        .await
+        .expect("the name is free");
+}
+
+/// The daemon is killed at many moments of a create and a delete.
+#[tokio::test]
+async fn records_and_files_agree_whenever_the_daemon_is_killed() {
+    let mut daemon = Daemon::start().await;
+    for round in 0..16_u64 {
+        let mut client = daemon.disks().await;
+        let under_way = tokio::spawn(async move {
+            let request = v1::CreateDiskRequest {
+                disk: Some(qcow2("data", 1 << 20)),
+                source: None,
+            };
+            let made = client.create_disk(request).await.is_ok();
+            let request = v1::DeleteDiskRequest { name: "data".into() };
+            (made, client.delete_disk(request).await.is_ok())
+        });
+        // Not a wait for something: the moment of the kill is what varies.
+        tokio::time::sleep(Duration::from_micros(round * 1500)).await;
+        daemon.kill_and_restart().await;
+        let (made, deleted) = under_way.await.unwrap();
+        let there = daemon.all_disks().await;
+        assert_eq!(there.len(), daemon.files().len(), "round {round}");
+        if deleted {
+            assert!(there.is_empty(), "round {round}");
+        }
+        if !there.is_empty() {
+            assert_eq!(daemon.disk("data").await.unwrap().size_bytes, 1 << 20, "{made}");
+            daemon.remove("data").await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_full_state_file_system_is_said_and_nothing_is_left() {
+    let folder = tempfile::Builder::new()
+        .prefix("vmmd")
+        .tempdir_in("/tmp")
+        .unwrap();
+    let state = folder.path().join("state");
+    fs::create_dir(&state).unwrap();
+    rustix::mount::mount(
+        "tmpfs",
+        &state,
+        "tmpfs",
+        rustix::mount::MountFlags::empty(),
+        Some(c"size=16m"),
+    )
+    .unwrap();
+    let daemon = Daemon::in_folder(folder, "").await;
+    let full = v1::Disk {
+        preallocation: DiskPreallocation::Full.into(),
+        ..raw("data", 1 << 30)
+    };
+    let source = daemon.path("source.raw");
+    fs::write(&source, vec![1; 32 << 20]).unwrap();
+    let copy = Some(Source::RawFile(source.to_str().unwrap().to_owned()));
+    for (disk, source) in [(full, None), (raw("data", 0), copy)] {
+        let refused = daemon.make(disk, source).await.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::ResourceExhausted, "NODE_DISK_FULL".into())
+        );
+        assert!(refused.message().contains("is full"), "{}", refused.message());
+        assert_eq!((daemon.all_disks().await.len(), daemon.files().len()), (0, 0));
+    }
+    daemon
+        .make(raw("data", 1 << 30), None)
+        .await
+        .expect("a sparse one has room");
+    drop(daemon);
+    rustix::mount::unmount(&state, rustix::mount::UnmountFlags::DETACH).unwrap();
+}
+
+#[tokio::test]
+async fn a_second_disk_of_the_same_name_is_refused() {
+    let daemon = Daemon::start().await;
+    daemon.make(raw("data", 512), None).await.unwrap();
+    let refused = daemon.make(raw("data", 512), None).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::AlreadyExists, "DISK_EXISTS".into()));
+    let wrong = daemon.make(v1::Disk::default(), None).await.unwrap_err();
+    let details = wrong.get_error_details();
+    let fields: Vec<_> = details
+        .bad_request()
+        .unwrap()
+        .field_violations
+        .iter()
+        .map(|violation| violation.field.clone())
+        .collect();
+    assert_eq!(fields, ["disk.name", "disk.sizeBytes"]);
+}
+
+#[tokio::test]
+async fn a_disk_is_used_by_name_and_kept_while_a_spec_names_it() {
+    let mut daemon = Daemon::start().await;
+    daemon.make(qcow2("data-1", 1 << 20), None).await.unwrap();
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().disks = vec![named("data-1")];
+    daemon.create(vm).await.unwrap();
+    let vm = daemon.start_vm("web").await.unwrap();
+    let told = &status(&vm).disks[0];
+    assert_eq!(told.capacity_bytes, 1 << 20);
+    assert!(told.path.contains("/state/disks/"), "{told:?}");
+    for _ in 0..2 {
+        let refused = daemon.remove("data-1").await.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::FailedPrecondition, "DISK_IN_USE".into())
+        );
+        assert!(refused.message().contains("VM \"web\""), "{}", refused.message());
+        assert_eq!(
+            daemon.disk("data-1").await.unwrap().state.unwrap().used_by,
+            ["web"]
+        );
+        daemon.kill_and_restart().await;
+    }
+    daemon.detach("web", "data", 5000, false).await.unwrap();
+    daemon.remove("data-1").await.unwrap();
+    // What is not there can't be named.
+    let refused = daemon.attach("web", named("data-1")).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "DISK_NOT_FOUND".into())
+    );
+    let mut vm = daemon.manifest("other", "");
+    vm.spec.as_mut().unwrap().disks = vec![named("data-1")];
+    let refused = daemon.create(vm).await.unwrap_err();
+    assert!(
+        refused
+            .message()
+            .starts_with("spec.disks[0].disk: there is no disk"),
+        "{}",
+        refused.message()
+    );
+    assert_eq!(daemon.list().await.len(), 1);
+}
+
+#[tokio::test]
+async fn a_deleted_vm_and_a_failed_create_let_go_of_their_disks() {
+    let daemon = Daemon::start().await;
+    daemon.make(raw("data-1", 4096), None).await.unwrap();
+    for _ in 0..2 {
+        let mut vm = daemon.manifest("web", "");
+        vm.spec.as_mut().unwrap().disks = vec![named("data-1")];
+        daemon.create(vm.clone()).await.unwrap();
+        assert_eq!(
+            daemon.create(vm.clone()).await.unwrap_err().code(),
+            Code::AlreadyExists
+        );
+        assert_eq!(
+            daemon.disk("data-1").await.unwrap().state.unwrap().used_by,
+            ["web"]
+        );
+        daemon.start_vm("web").await.unwrap();
+        daemon.delete("web", true).await.unwrap();
+        let request = v1::CreateVmRequest {
+            vm: Some(vm),
+            start: false,
+            dry_run: true,
+        };
+        daemon.client().create_vm(request).await.unwrap();
+        assert!(
+            daemon
+                .disk("data-1")
+                .await
+                .unwrap()
+                .state
+                .unwrap()
+                .used_by
+                .is_empty()
+        );
+    }
+    daemon.remove("data-1").await.unwrap();
+}
+
+#[tokio::test]
+async fn a_disk_has_one_writer_and_what_is_below_an_overlay_has_none() {
+    let daemon = Daemon::start().await;
+    daemon.make(raw("base", 1 << 20), None).await.unwrap();
+    daemon.run("first", "").await;
+    daemon.run("second", "").await;
+    daemon.attach("first", named("base")).await.unwrap();
+    let refused = daemon.attach("second", named("base")).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "DISK_IN_USE".into())
+    );
+    assert!(
+        refused.message().contains("VM \"first\""),
+        "{}",
+        refused.message()
+    );
+    let overlay = || Some(Source::OverlayOf("base".into()));
+    let refused = daemon.make(raw("top", 0), overlay()).await.unwrap_err();
+    assert!(
+        refused.message().contains("VM \"first\""),
+        "{}",
+        refused.message()
+    );
+    daemon.detach("first", "data", 5000, false).await.unwrap();
+    daemon.make(raw("top", 0), overlay()).await.unwrap();
+    daemon.make(raw("other", 0), overlay()).await.unwrap();
+    // Overlays of the same disk run at once; the disk itself can only be read, not changed or deleted.
+    daemon.attach("first", named("top")).await.unwrap();
+    daemon.attach("second", named("other")).await.unwrap();
+    let third = DiskSpec {
+        name: "third".into(),
+        ..named("base")
+    };
+    let refusals = [
+        daemon.attach("first", third.clone()).await.unwrap_err(),
+        daemon.remove("base").await.unwrap_err(),
+        daemon.grow("base", 2 << 20).await.unwrap_err(),
+    ];
+    for refused in refusals {
+        assert_eq!(
+            refusal(&refused),
+            (Code::FailedPrecondition, "DISK_HAS_OVERLAYS".into())
+        );
+        assert!(
+            refused.message().contains("\"other\", \"top\""),
+            "{}",
+            refused.message()
+        );
+    }
+    let reader = DiskSpec {
+        read_only: true,
+        ..third
+    };
+    let vm = daemon.attach("first", reader).await.unwrap();
+    assert_eq!(names(&vm), ["data", "third"]);
+}
+
+#[rstest]
+#[case::raw(raw("data-1", 1 << 20))]
+#[case::qcow2(qcow2("data-1", 1 << 20))]
+#[tokio::test]
+async fn a_disk_grows_unused_in_a_stopped_and_in_a_running_vm(#[case] disk: v1::Disk) {
+    let mut daemon = Daemon::start().await;
+    daemon.make(disk, None).await.unwrap();
+    assert_eq!(daemon.grow("data-1", 2 << 20).await.unwrap().size_bytes, 2 << 20);
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().disks = vec![named("data-1")];
+    daemon.create(vm).await.unwrap();
+    let capacity = |vm: &v1::Vm| status(vm).disks[0].capacity_bytes;
+    assert_eq!(daemon.grow("data-1", 3 << 20).await.unwrap().size_bytes, 3 << 20);
+    assert_eq!(
+        capacity(&daemon.grow_in("web", "data", 4 << 20).await.unwrap()),
+        4 << 20
+    );
+    daemon.start_vm("web").await.unwrap();
+    daemon
+        .wait("web", |status| status.disks[0].capacity_bytes == 4 << 20)
+        .await;
+    assert_eq!(daemon.stats("web").await.unwrap()[0].capacity_bytes, 4 << 20);
+    assert_eq!(daemon.grow("data-1", 5 << 20).await.unwrap().size_bytes, 5 << 20);
+    assert_eq!(
+        capacity(&daemon.grow_in("web", "data", 6 << 20).await.unwrap()),
+        6 << 20
+    );
+    assert_eq!(daemon.stats("web").await.unwrap()[0].capacity_bytes, 6 << 20);
+    assert_eq!(daemon.disk("data-1").await.unwrap().size_bytes, 6 << 20);
+    daemon
+        .grow("data-1", 6 << 20)
+        .await
+        .expect("the same size is no error");
+    for refused in [
+        daemon.grow("data-1", 1 << 20).await.unwrap_err(),
+        daemon.grow_in("web", "data", 1 << 20).await.unwrap_err(),
+    ] {
+        assert_eq!(
+            refusal(&refused),
+            (Code::InvalidArgument, "SHRINK_REFUSED".into())
+        );
+        let words = refused.message();
+        assert!(words.contains("1048576") && words.contains("6291456"), "{words}");
+    }
+    for odd in [0, 1000, u64::MAX] {
+        assert_eq!(
+            daemon.grow_in("web", "data", odd).await.unwrap_err().code(),
+            Code::InvalidArgument
+        );
+        assert_eq!(
+            daemon.grow("data-1", odd).await.unwrap_err().code(),
+            Code::InvalidArgument
+        );
+    }
+    daemon.kill_and_restart().await;
+    assert_eq!(daemon.disk("data-1").await.unwrap().size_bytes, 6 << 20);
+}
+
+#[tokio::test]
+async fn a_plain_file_grows_too_and_a_read_only_disk_does_not() {
+    let daemon = Daemon::start().await;
+    let disk = crate::attach::disk(&daemon, "root");
+    let reader = DiskSpec {
+        name: "reader".into(),
+        read_only: true,
+        ..crate::attach::disk(&daemon, "other")
+    };
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().disks = vec![disk, reader];
+    daemon.create(vm).await.unwrap();
+    daemon.grow_in("web", "root", 8192).await.unwrap();
+    assert_eq!(fs::metadata(daemon.path("root.raw")).unwrap().len(), 8192);
+    let refused = daemon.grow_in("web", "root", 4096).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::InvalidArgument, "SHRINK_REFUSED".into())
+    );
+    daemon.start_vm("web").await.unwrap();
+    daemon.grow_in("web", "root", 16384).await.unwrap();
+    assert_eq!(fs::metadata(daemon.path("root.raw")).unwrap().len(), 16384);
+    let refused = daemon.grow_in("web", "reader", 1 << 20).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "DISK_READ_ONLY".into())
+    );
+    let refused = daemon.grow_in("web", "none", 1 << 20).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::NotFound, "DISK_NOT_FOUND".into()));
+}

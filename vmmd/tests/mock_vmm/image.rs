@@ -1,0 +1,64 @@
+//! `vmm image create|resize`: no qcow2 image, but its magic and size where a header has them (qcow2 specification,
+//! "Header"), and from byte 4,096 on who made it: "uid=… caps=…".
+//!
+//! An executable called `image-fails` has no space, one called `image-hangs` never ends.
+
+use std::{
+    env,
+    fs::{self, File},
+    os::unix::fs::FileExt,
+    process, thread,
+};
+
+use crate::owned;
+
+const MAGIC: [u8; 4] = *b"QFI\xfb";
+
+pub fn run() -> ! {
+    let value = |option: &str| {
+        let found = env::args().skip_while(|argument| argument != option).nth(1);
+        found.map(|text| text.parse::<u64>().unwrap())
+    };
+    let command = env::args().nth(2).unwrap();
+    let program = env::current_exe().unwrap();
+    if program.ends_with("image-hangs") {
+        loop {
+            thread::park();
+        }
+    }
+    let image = File::from(owned(i32::try_from(value("--fd").unwrap()).unwrap()));
+    let size = value("--size").unwrap();
+    if program.ends_with("image-fails") {
+        image.write_all_at(&[1; 4096], 0).unwrap();
+        eprintln!("making the image: No space left on device");
+        process::exit(1);
+    }
+    match command.as_str() {
+        "create" => {
+            image.write_all_at(&MAGIC, 0).unwrap();
+            let status = fs::read_to_string("/proc/self/status").unwrap();
+            let field = |name: &str| {
+                let line = status.lines().find(|line| line.starts_with(name)).unwrap();
+                line.split_whitespace().nth(1).unwrap().to_owned()
+            };
+            let below = env::args().filter(|argument| argument == "--backing-fd").count();
+            let words = format!("uid={} caps={} below={below}", field("Uid:"), field("CapEff:"));
+            image.write_all_at(words.as_bytes(), 4096).unwrap();
+        }
+        "resize" => {
+            let mut present = [0; 8];
+            image.read_exact_at(&mut present, 24).unwrap();
+            if u64::from_be_bytes(present) > size {
+                eprintln!(
+                    "the image has {} bytes, {size} are less",
+                    u64::from_be_bytes(present)
+                );
+                process::exit(1);
+            }
+        }
+        other => panic!("{other}"),
+    }
+    image.write_all_at(&size.to_be_bytes(), 24).unwrap();
+    println!("{{\"virtual_size\": {size}}}");
+    process::exit(0);
+}
