@@ -105,7 +105,8 @@ pub enum Read {
 #[derive(Debug, Default)]
 pub struct Receiver {
     buffer: Vec<u8>,
-    fds: VecDeque<OwnedFd>,
+    /// Descriptors with the position in `buffer` of the last byte that came with them.
+    fds: VecDeque<(usize, OwnedFd)>,
 }
 
 impl Receiver {
@@ -128,9 +129,10 @@ impl Receiver {
             )
         })
         .map_err(io::Error::from)?;
+        let last = (self.buffer.len() + received.bytes).saturating_sub(1);
         for message in ancillary.drain() {
             if let RecvAncillaryMessage::ScmRights(fds) = message {
-                self.fds.extend(fds);
+                self.fds.extend(fds.map(|fd| (last, fd)));
             }
         }
         if received.flags.contains(ReturnFlags::CTRUNC) || self.fds.len() > MAX_FDS {
@@ -147,10 +149,11 @@ impl Receiver {
         Ok(Read::Data)
     }
 
-    /// Takes the next whole message and the descriptors that had come by its end.
+    /// Takes the next whole message and the descriptors that came with it.
     ///
-    /// The kernel never merges data across a message with descriptors (unix(7)), and a sender has at most one
-    /// message with descriptors under way (it waits for the response), so they are that message's own.
+    /// One receive may return the end of what was sent without descriptors and then one piece that was sent with
+    /// them, never anything behind that (unix(7)); and a piece is of one frame. So descriptors belong to the frame that
+    /// has the last byte of what they came with, whatever requests are under way before it.
     pub fn next_message(&mut self) -> Result<Option<(Message, Vec<OwnedFd>)>, Error> {
         let Some(head) = self.buffer.first_chunk::<4>() else {
             return Ok(None);
@@ -163,8 +166,16 @@ impl Receiver {
             return Ok(None);
         };
         let message = Message::decode(body)?;
-        self.buffer.drain(..4 + length);
-        Ok(Some((message, self.fds.drain(..).collect())))
+        let end = 4 + length;
+        self.buffer.drain(..end);
+        let mut own = Vec::new();
+        for (last, fd) in std::mem::take(&mut self.fds) {
+            match last.checked_sub(end) {
+                None => own.push(fd),
+                Some(last) => self.fds.push_back((last, fd)),
+            }
+        }
+        Ok(Some((message, own)))
     }
 }
 
@@ -211,6 +222,54 @@ mod tests {
         let (second, fds) = receive(&b, &mut receiver).unwrap().unwrap();
         assert_eq!((second, fds.len()), (hello(2), 0));
         assert!(receive(&b, &mut receiver).unwrap().is_none());
+    }
+
+    #[test]
+    fn descriptors_stay_with_their_message_whatever_is_under_way_around_it() {
+        for ahead in 0..3_u64 {
+            let (a, b) = UnixStream::pair().unwrap();
+            for id in 0..ahead {
+                send_all(&a, &hello(1 + id), &[]).unwrap();
+            }
+            send_all(&a, &hello(100), &[a.as_fd()]).unwrap();
+            send_all(&a, &hello(101), &[]).unwrap();
+            send_all(&a, &hello(102), &[a.as_fd(), a.as_fd()]).unwrap();
+            let mut receiver = Receiver::new();
+            let mut counts = Vec::new();
+            for _ in 0..ahead + 3 {
+                let (_, fds) = receive(&b, &mut receiver).unwrap().unwrap();
+                counts.push(fds.len());
+            }
+            let expected = [vec![0; usize::try_from(ahead).unwrap()], vec![1, 0, 2]].concat();
+            assert_eq!(counts, expected);
+        }
+    }
+
+    #[test]
+    fn a_long_message_in_pieces_keeps_its_descriptors() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let reply = crate::vmm::HelloReply {
+            build: "x".repeat(MAX_FRAME - 100),
+            ..Default::default()
+        };
+        let response = crate::vmm::Response {
+            id: 2,
+            result: Some(crate::vmm::response::Result::Hello(reply)),
+        };
+        let long = Message {
+            kind: Some(Kind::Response(response)),
+        };
+        let sender = std::thread::spawn(move || {
+            send_all(&a, &hello(1), &[]).unwrap();
+            send_all(&a, &long, &[a.as_fd()]).unwrap();
+            send_all(&a, &hello(3), &[]).unwrap();
+        });
+        let mut receiver = Receiver::new();
+        for expected in [0, 1, 0] {
+            let (_, fds) = receive(&b, &mut receiver).unwrap().unwrap();
+            assert_eq!(fds.len(), expected);
+        }
+        sender.join().unwrap();
     }
 
     #[test]
