@@ -1,7 +1,7 @@
 //! What fuzz targets call: one function for each, which takes any bytes and must not panic. The targets are in
 //! `devices/fuzz`, with a corpus of seeds each; the tests here run the functions over the seeds and over generated input.
 
-pub use crate::virtio::blk::fuzz::queue as blk_queue;
+pub use crate::{block::qcow2::fuzz::image as qcow2_image, virtio::blk::fuzz::queue as blk_queue};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::arithmetic_side_effects)]
@@ -26,6 +26,43 @@ mod tests {
     #[test]
     fn the_seeds_of_blk_queue_do_no_harm() {
         seeds("blk_queue", super::blk_queue);
+    }
+
+    #[test]
+    fn the_seeds_of_qcow2_image_do_no_harm() {
+        seeds("qcow2_image", super::qcow2_image);
+    }
+
+    /// Seeds of that name, with their bytes changed in a few places.
+    fn changed_seeds(name: &str) -> impl Strategy<Value = Vec<u8>> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("fuzz/corpus")
+            .join(name);
+        let entries = fs::read_dir(folder).unwrap();
+        let seeds: Vec<_> = entries
+            .map(|entry| fs::read(entry.unwrap().path()).unwrap())
+            .collect();
+        let place = prop_oneof![3 => 0..112_usize, 2 => 0..4096_usize, 1 => any::<usize>()];
+        let value = prop_oneof![any::<u8>(), 0..4_u8, Just(0x80), Just(0xff)];
+        let changes = proptest::collection::vec((place, value), 0..12);
+        (proptest::sample::select(seeds), changes).prop_map(|(mut seed, changes)| {
+            for (place, value) in changes {
+                let place = place % seed.len();
+                if let Some(byte) = seed.get_mut(place) {
+                    *byte = value;
+                }
+            }
+            seed
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn no_changes_make_qcow2_image_do_harm(data in changed_seeds("qcow2_image")) {
+            super::qcow2_image(&data);
+        }
     }
 
     proptest! {

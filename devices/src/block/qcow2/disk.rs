@@ -31,6 +31,7 @@ pub(super) struct Disk {
     /// The image's own file, not those of its backing images.
     layer: Layer,
     cluster: u64,
+    read_only: bool,
     /// Zero clusters exist: version 3.
     zero_clusters: bool,
     /// Size in bytes of the image below.
@@ -51,6 +52,7 @@ struct Tables {
 /// What an image is, for [`Disk::new`].
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Traits {
+    pub(super) read_only: bool,
     pub(super) cluster: u64,
     pub(super) version: u32,
     /// Size in bytes of the image below.
@@ -78,6 +80,7 @@ impl Disk {
             tables: RwLock::default(),
             layer,
             cluster: traits.cluster,
+            read_only: traits.read_only,
             zero_clusters: traits.version >= 3,
             below: traits.below,
             capacity: AtomicU64::new(traits.capacity),
@@ -114,6 +117,14 @@ impl Disk {
             Some(end) if end <= self.capacity() => Ok(()),
             _ => Err(io::ErrorKind::UnexpectedEof.into()),
         }
+    }
+
+    /// The same for what changes something.
+    fn check_change(&self, offset: u64, length: u64) -> io::Result<()> {
+        if self.read_only {
+            return Err(io::ErrorKind::ReadOnlyFilesystem.into());
+        }
+        self.check(offset, length)
     }
 
     /// Fills `buffers` from byte `offset` on. Uses the list up.
@@ -158,7 +169,7 @@ impl Disk {
 
     /// Writes `buffers` from byte `offset` on. Uses the list up.
     pub(super) fn write(&self, buffers: &mut Iovecs, offset: u64) -> io::Result<()> {
-        self.check(offset, buffers.len() as u64)?;
+        self.check_change(offset, buffers.len() as u64)?;
         let access = shared(&self.access);
         let length = buffers.len() as u64;
         self.put(&access, offset, length, &mut |medium, at, length| {
@@ -288,7 +299,7 @@ impl Disk {
 
     /// Gives the space of whole clusters in this range back.
     pub(super) fn discard(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.check(offset, length)?;
+        self.check_change(offset, length)?;
         if self.below.is_some() && !self.zero_clusters {
             // What lies below would appear instead.
             return Ok(());
@@ -299,7 +310,7 @@ impl Disk {
 
     /// Makes a range read as zeroes.
     pub(super) fn write_zeroes(&self, offset: u64, length: u64, unmap: bool) -> io::Result<()> {
-        self.check(offset, length)?;
+        self.check_change(offset, length)?;
         let end = offset.saturating_add(length);
         let (first, last) = self.whole_clusters(offset, length);
         if first >= last || !self.zero_clusters {
@@ -381,7 +392,7 @@ impl Disk {
 
     /// Makes the disk larger; on return that is stable.
     pub(super) fn grow(&self, capacity: u64) -> io::Result<()> {
-        self.check(0, 0)?;
+        self.check_change(0, 0)?;
         let before = self.capacity();
         {
             let access = exclusive(&self.access);

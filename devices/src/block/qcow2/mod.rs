@@ -8,6 +8,8 @@
 pub mod check;
 pub mod create;
 mod disk;
+#[cfg(any(test, feature = "testing"))]
+pub mod fuzz;
 pub mod header;
 mod layer;
 pub mod medium;
@@ -211,6 +213,7 @@ fn open_disk(medium: Arc<dyn Medium>, read_only: bool, below: Vec<Below>) -> Res
     };
     let below = open_below(below)?;
     let traits = Traits {
+        read_only,
         cluster: header.cluster_size(),
         version: header.version,
         below: below.as_ref().map(FormatAccess::size),
