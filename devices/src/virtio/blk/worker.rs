@@ -192,7 +192,7 @@ impl BlkHandler {
                 let now = self.clock.now();
                 let since = self.untold_since.unwrap_or(now);
                 if pace::pile_up(self.untold, self.engine.in_flight(), since, now) {
-                    std::thread::yield_now();
+                    std::hint::spin_loop();
                     continue;
                 }
             }
@@ -201,6 +201,8 @@ impl BlkHandler {
                 // The driver need not notify: completions or the timer will call.
                 return Ok(());
             }
+            // A clock read before the interrupt was sent says nothing of the time since.
+            self.clock.next_round();
             if self.pace.may_look() && self.pace.look_again(self.clock.now()) {
                 std::thread::yield_now();
                 continue;
