@@ -30,7 +30,12 @@ fn a_file_that_was_cut_off_is_an_error_where_it_ends(
         return;
     };
     let (mut engine, memory) = (setup.engine(), memory());
-    setup.path.as_file().set_len(8192).unwrap();
+    File::options()
+        .write(true)
+        .open(&setup.path)
+        .unwrap()
+        .set_len(8192)
+        .unwrap();
     let whole = carry_out(&mut *engine, request(&memory, 1, read(4096), 0, 4096));
     whole.result.unwrap();
     for (offset, length) in [(4096, 8192), (8192, 4096), (16384, 512)] {
@@ -56,7 +61,7 @@ fn the_hosts_error_is_passed_on(#[values(Which::Uring, Which::Threads)] which: W
     let sealed = rustix::fs::memfd_create("sealed", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&sealed, SIZE).unwrap();
     fcntl_add_seals(&sealed, SealFlags::WRITE).unwrap();
-    let reader = File::open(setup.path.path()).unwrap();
+    let reader = File::open(&setup.path).unwrap();
     for (file, expected) in [(File::from(sealed), libc::EPERM), (reader, libc::EBADF)] {
         setup.target = Arc::new(Target::new(file).unwrap());
         let mut engine = setup.engine();

@@ -10,12 +10,14 @@
 )]
 
 mod faults;
+mod hosts;
 pub(super) mod model;
 mod sharing;
 
 use std::{
     fs::{self, File},
     os::unix::fs::OpenOptionsExt as _,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -61,18 +63,26 @@ enum Cache {
 /// The ring can't be tested where the kernel forbids it; where it has to be tested, this is set.
 const REQUIRE_URING: &str = "VMMD_TEST_REQUIRE_IO_URING";
 
-/// A new image and how it is used.
+/// An image and how it is used.
 struct Setup {
     which: Which,
-    path: NamedTempFile,
+    path: PathBuf,
     target: Arc<Target>,
+    _temporary: Option<NamedTempFile>,
 }
 
 impl Setup {
-    /// `None` where the host can't do that.
+    /// A new image; `None` where the host can't do that.
     fn new(which: Which, cache: Cache, size: u64) -> Option<Self> {
-        let path = NamedTempFile::new().unwrap();
-        path.as_file().set_len(size).unwrap();
+        let temporary = NamedTempFile::new().unwrap();
+        temporary.as_file().set_len(size).unwrap();
+        let mut setup = Self::on(which, cache, temporary.path())?;
+        setup._temporary = Some(temporary);
+        Some(setup)
+    }
+
+    /// What is there.
+    fn on(which: Which, cache: Cache, path: &Path) -> Option<Self> {
         let flags = if cache == Cache::Buffered {
             0
         } else {
@@ -82,7 +92,7 @@ impl Setup {
             .read(true)
             .write(true)
             .custom_flags(flags)
-            .open(path.path())
+            .open(path)
             .ok()?;
         let target = match cache {
             Cache::Coarse => {
@@ -96,8 +106,9 @@ impl Setup {
         };
         let setup = Self {
             which,
-            path,
+            path: path.to_owned(),
             target: Arc::new(target.unwrap()),
+            _temporary: None,
         };
         if which == Which::Uring
             && let Err(error) = UringEngine::new(Arc::clone(&setup.target), setup.pool())
@@ -121,7 +132,7 @@ impl Setup {
     }
 
     fn content(&self) -> Vec<u8> {
-        fs::read(self.path.path()).unwrap()
+        fs::read(&self.path).unwrap()
     }
 }
 
