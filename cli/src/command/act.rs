@@ -1,4 +1,4 @@
-//! Verbs on several VMs, or disks, at once, each with a result of its own.
+//! Verbs that change what a VM does: on several VMs at once, each with a result of its own.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use tokio::task::JoinSet;
 
 use crate::{
     args::Ending,
-    client::{Client, QUICK, WORK, about_disk, about_vm, call},
+    client::{Client, QUICK, WORK, about_vm, call},
     failure::{Code, Failure, Result},
     output,
 };
@@ -15,7 +15,7 @@ use crate::{
 /// What the daemon gives a guest to power off when nothing is said.
 const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 
-/// What is to be done with a VM or disk.
+/// What is to be done with a VM.
 #[derive(Clone, Debug)]
 pub enum Verb {
     /// Start it.
@@ -35,14 +35,9 @@ pub enum Verb {
         /// One that is not there is no failure.
         ignore_not_found: bool,
     },
-    /// Delete a disk of the node; it is not about a VM.
-    DeleteDisk {
-        /// One that is not there is no failure.
-        ignore_not_found: bool,
-    },
 }
 
-/// Does `verb` to all that are named at the same time; prints each success when the ones before it are done.
+/// Does `verb` to all named VMs at the same time; prints each success when the ones before it are done.
 pub async fn each(client: &Client, names: &[String], verb: &Verb) -> Result<(), Vec<Failure>> {
     let mut tasks = JoinSet::new();
     for (index, name) in names.iter().cloned().enumerate() {
@@ -126,24 +121,10 @@ async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>>
                 result => result.map(|_| "deleted"),
             }
         }
-        Verb::DeleteDisk { ignore_not_found } => {
-            return delete_disk(client, name, ignore_not_found).await;
-        }
     };
     match done {
         Ok(done) => Ok(Some(format!("vm/{name} {done}"))),
         Err(failure) => Err(about_vm(failure, name)),
-    }
-}
-
-async fn delete_disk(client: &Client, name: &str, ignore_not_found: bool) -> Result<Option<String>> {
-    let request = v1::DeleteDiskRequest {
-        name: name.to_owned(),
-    };
-    match call(WORK, client.disks.clone().delete_disk(request)).await {
-        Ok(_) => Ok(Some(format!("disk/{name} deleted"))),
-        Err(failure) if ignore_not_found && failure.code == Code::NotFound => Ok(None),
-        Err(failure) => Err(about_disk(failure, name)),
     }
 }
 

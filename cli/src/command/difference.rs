@@ -16,13 +16,12 @@ const MAX_DIFFERENCES: usize = 5;
 /// Says how a VM differs from its manifest, and what helps.
 pub fn of_vm(name: &str, differences: &[String]) -> Failure {
     let message = format!("vm/{name} exists and differs from the manifest in what can't be changed yet");
-    let hint = match differences {
-        [only] if only.starts_with("spec.disks: ") => {
-            format!(
-                "`vmmctl detach {name}` takes a disk away, or delete the VM (its disks stay) and apply again"
-            )
-        }
-        _ => format!("delete it (`vmmctl delete {name}`; its disks stay) and apply again"),
+    let hint = if differences.iter().all(|text| text.starts_with("spec.disks: ")) {
+        format!(
+            "`vmmctl detach {name} DISK` takes a disk away, or delete the VM (its disks stay) and apply again"
+        )
+    } else {
+        format!("delete it (`vmmctl delete {name}`; its disks stay) and apply again")
     };
     failure(message, differences).hint(hint)
 }

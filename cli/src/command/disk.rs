@@ -1,4 +1,4 @@
-//! Disks that the node keeps: made, made larger, listed.
+//! Disks that the node keeps: made, made larger, listed, deleted.
 
 use proto::v1::{self, create_disk_request::Source};
 
@@ -12,7 +12,7 @@ use crate::{
         disk::{CreateDisk, DiskFormat, GetDisk, Preallocation},
     },
     client::{COPY, Client, WORK, about_disk, call, empty_answer},
-    failure::{Failure, Result},
+    failure::{Code, Failure, Result},
     manifest::{disk, emit, schema},
     output,
 };
@@ -86,6 +86,22 @@ pub async fn resize(client: &Client, name: &str, size: u64) -> Result<v1::Disk> 
     let response = call(WORK, client.disks.clone().resize_disk(request)).await;
     let response = response.map_err(|failure| about_disk(failure, name))?;
     response.disk.ok_or_else(empty_answer)
+}
+
+/// Deletes disks, one after another: an overlay may come before the disk below it.
+pub async fn delete(client: &Client, names: &[String], ignore_not_found: bool) -> Result<(), Vec<Failure>> {
+    let mut failures = Vec::new();
+    for name in names {
+        let request = v1::DeleteDiskRequest {
+            name: name.to_owned(),
+        };
+        match call(WORK, client.disks.clone().delete_disk(request)).await {
+            Ok(_) => output::line(format!("disk/{name} deleted")).map_err(super::one)?,
+            Err(failure) if ignore_not_found && failure.code == Code::NotFound => {}
+            Err(failure) => failures.push(about_disk(failure, name)),
+        }
+    }
+    super::all(failures)
 }
 
 /// Lists disks.

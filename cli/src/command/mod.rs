@@ -113,13 +113,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Resume(args) => act::each(client, &args.names, &act::Verb::Resume).await,
         Command::Delete(args) => match args.what {
             Some(DeleteWhat::Disk(args)) => {
-                let ignore_not_found = args.ignore_not_found;
-                act::each(
-                    client,
-                    &args.names.names,
-                    &act::Verb::DeleteDisk { ignore_not_found },
-                )
-                .await
+                disk::delete(client, &args.names.names, args.ignore_not_found).await
             }
             Some(DeleteWhat::Vm(args)) => delete(client, &args).await,
             None => delete(client, &args.vms).await,

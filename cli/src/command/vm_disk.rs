@@ -38,9 +38,9 @@ pub async fn add(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<&'stat
     let answer = answer.map_err(|failure| match failure.code {
         Code::NotFound if !is_about_vm(&failure) => failure.hint(DISKS),
         _ if kept && &*failure.reason == "DISK_NOT_FOUND" => failure.hint(DISKS),
-        Code::Exhausted if !is_about_node(&failure) => failure
-            .about("vm", vm)
-            .hint(format!("{}, `vmmctl detach` takes one away", disks_of(vm))),
+        Code::Exhausted if &*failure.reason == "NO_FREE_SLOT" => {
+            failure.hint(format!("`vmmctl describe vm {vm}` shows them"))
+        }
         _ => about_vm(failure, vm),
     })?;
     let there = answer.vm.and_then(|vm| vm.status).unwrap_or_default();
@@ -66,7 +66,7 @@ pub async fn detach(client: &Client, args: &Detach) -> Result<(), Vec<Failure>> 
             Ok(_) => output::line(format!("vm/{} disk {disk} detached", args.vm)).map_err(super::one)?,
             Err(failure) if failure.code == Code::Timeout && !args.force => {
                 let hint = format!(
-                    "it stays attached: unmount it in the guest and try again, or `vmmctl detach {} {disk} --force`",
+                    "unmount it there first, or `vmmctl detach {} {disk} --force`",
                     args.vm
                 );
                 failures.push(about(failure, &args.vm, disk).hint(hint));
@@ -203,17 +203,6 @@ fn about(failure: Failure, vm: &str, disk: &str) -> Failure {
 /// Whether it is the VM that is not there.
 fn is_about_vm(failure: &Failure) -> bool {
     failure.reason.is_empty() || &*failure.reason == "VM_NOT_FOUND"
-}
-
-/// Whether it is the node that has not enough, not the VM.
-fn is_about_node(failure: &Failure) -> bool {
-    [
-        "NODE_DISK_FULL",
-        "NODE_EXHAUSTED",
-        "STORE_FULL",
-        "INSUFFICIENT_MEMORY",
-    ]
-    .contains(&&*failure.reason)
 }
 
 fn disks_of(vm: &str) -> String {

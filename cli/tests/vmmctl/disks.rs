@@ -86,15 +86,15 @@ Used by:         no VM
     let refused = "error: disk \"base\" has overlays (over): delete those first\n";
     assert_eq!(run(&daemon, "delete disk base"), failed(5, refused));
     assert_eq!(
-        run(&daemon, "delete disk over copy"),
-        done("disk/over deleted\ndisk/copy deleted\n")
+        run(&daemon, "delete disk over base"),
+        done("disk/over deleted\ndisk/base deleted\n")
     );
     let missing =
         "error: there is no disk \"over\" on this node; `vmmctl get disk` lists the disks there are\n";
     assert_eq!(run(&daemon, "delete disk over"), failed(3, missing));
     assert_eq!(run(&daemon, "delete disk over --ignore-not-found"), done(""));
-    let exists = "error: there is a disk \"base\" already; `vmmctl describe disk base` shows it\n";
-    assert_eq!(run(&daemon, create), failed(4, exists));
+    let exists = "error: there is a disk \"copy\" already; `vmmctl describe disk copy` shows it\n";
+    assert_eq!(run(&daemon, "create disk copy --size 1Mi"), failed(4, exists));
 }
 
 #[test]
@@ -236,11 +236,11 @@ fn apply_attaches_disks_and_changes_limits_of_a_vm() {
         done(&format!("{disks}vm/web disk data: 5Mi/s, started\n"))
     );
     assert_eq!(apply("", &limited), done(&format!("{disks}vm/web unchanged\n")));
-    let expected = "error: vm/web exists and differs from the manifest in what can't be changed yet; `vmmctl detach web` \
+    let expected = "error: vm/web exists and differs from the manifest in what can't be changed yet; `vmmctl detach web DISK` \
                     takes a disk away, or delete the VM (its disks stay) and apply again\n  spec.disks: data is not in \
                     the manifest\n";
     assert_eq!(apply("", DISKS), (4, disks.into(), expected.into()));
-    let expected = "error: disk.disk: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks \
+    let expected = "error: disk: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks \
                     there are\n";
     let missing = with("{name: data, disk: over, onError: pause}\n  - {name: more, disk: nope}");
     assert_eq!(apply("", &missing), (5, disks.into(), expected.into()));
@@ -351,12 +351,13 @@ fn a_disk_of_a_stopped_vm_waits_for_its_start() {
 #[test]
 fn why_a_disk_can_not_be_attached_is_said_with_what_to_do() {
     let daemon = with_vm();
-    let expected = "error: disk.disk: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks there are\n";
+    let expected =
+        "error: disk: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks there are\n";
     assert_eq!(run(&daemon, "attach web --disk nope"), failed(5, expected));
     let expected = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
     assert_eq!(run(&daemon, "attach nope --disk data"), failed(3, expected));
-    let expected = "error: vm/web: all 8 slots for hot-plug are taken; `vmmctl describe vm web` shows its disks, \
-                    `vmmctl detach` takes one away\n";
+    let expected = "error: VM \"web\" has 16 disks, as many as there are slots: detach one first; `vmmctl describe vm web` \
+                    shows them\n";
     assert_eq!(
         run(&daemon, "attach web --disk data --name one-too-many"),
         failed(9, expected)
@@ -416,8 +417,8 @@ fn a_disk_that_the_guest_keeps_is_detached_by_force_only() {
             0
         );
     }
-    let expected = "error: the guest of \"web\" did not let go of disk \"busy\" within 30 s; it stays attached: unmount it \
-                    in the guest and try again, or `vmmctl detach web busy --force`\n";
+    let expected = "error: vm/web: the guest did not eject disk \"busy\" within 30s: it stays attached; unmount it there \
+                    first, or `vmmctl detach web busy --force`\n";
     assert_eq!(
         run(&daemon, "detach web busy calm"),
         (10, "vm/web disk calm detached\n".into(), expected.into())

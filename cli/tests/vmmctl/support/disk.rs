@@ -33,7 +33,7 @@ impl State {
             return Ok(found);
         }
         let message = format!("VM \"{vm}\" has no disk \"{disk}\"");
-        Err(refusal(Code::NotFound, "VM_DISK_NOT_FOUND", message))
+        Err(refusal(Code::NotFound, "DISK_NOT_FOUND", message))
     }
 
     fn store(&self, name: &str, vm: v1::Vm) -> v1::Vm {
@@ -48,13 +48,13 @@ impl State {
         self.called(format!("attach {} {}", request.vm, disk.name));
         if !disk.disk.is_empty() {
             let missing = |status: Status| {
-                let message = format!("disk.disk: {}", status.message());
+                let message = format!("disk: {}", status.message());
                 refusal(Code::FailedPrecondition, "DISK_NOT_FOUND", message)
             };
             self.find_disk(&disk.disk).map_err(missing)?;
         }
         if disk.name == TOO_MANY {
-            let message = "all 8 slots for hot-plug are taken".to_owned();
+            let message = "VM \"web\" has 16 disks, as many as there are slots: detach one first".to_owned();
             return Err(refusal(Code::ResourceExhausted, "NO_FREE_SLOT", message));
         }
         let status = vm.status.as_mut().unwrap();
@@ -87,8 +87,8 @@ impl State {
         self.called(format!("detach {name} {disk} timeout={seconds:?} force={force}"));
         let mut vm = self.vm_with(&name, &disk)?;
         if disk == BUSY && !force {
-            let message = format!("the guest of \"{name}\" did not let go of disk \"{disk}\" within 30 s");
-            return Err(refusal(Code::DeadlineExceeded, "DETACH_TIMEOUT", message));
+            let message = format!("the guest did not eject disk \"{disk}\" within 30s: it stays attached");
+            return Err(refusal(Code::DeadlineExceeded, "EJECT_TIMEOUT", message));
         }
         vm.spec.as_mut().unwrap().disks.retain(|other| other.name != disk);
         vm.status
@@ -131,7 +131,7 @@ impl State {
             }
         };
         let message = || format!("VM \"{}\" has no rate group or disk \"{name}\"", request.vm);
-        let place = place.ok_or_else(|| refusal(Code::NotFound, "VM_DISK_NOT_FOUND", message()))?;
+        let place = place.ok_or_else(|| refusal(Code::NotFound, "DISK_NOT_FOUND", message()))?;
         *place = request.limit;
         Ok(self.store(&request.vm, vm))
     }
