@@ -128,6 +128,8 @@ async fn attached(
             _ = quit.recv() => return Ok(End::Signal(SignalKind::quit())),
             message = output.message() => match message.map_err(|status| failed(status, name))? {
                 Some(message) => next = Some(message),
+                // It ends also because ^] ended the input in this moment.
+                None if left.try_recv().is_ok() => return Ok(End::Left),
                 None => return Ok(End::Closed("vmmd ended it".into())),
             },
         }
@@ -192,10 +194,11 @@ fn read_input(requests: mpsc::Sender<v1::ConsoleRequest>) -> mpsc::Receiver<Inst
                 deadline = Instant::now() + FAREWELL;
             }
             if end {
+                // Before the daemon can answer the end of the input with that of the output. Fails only when nobody
+                // waits for it any more.
+                let _ = left.blocking_send(deadline);
                 // Dropping the queue's end, after all that was typed, tells the daemon that nothing more comes.
                 drop(requests);
-                // Fails only when nobody waits for it any more.
-                let _ = left.blocking_send(deadline);
                 return;
             }
         }
