@@ -20,6 +20,14 @@ use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
 const PAGE_SHIFT: u32 = 12;
 const WORD_BITS: usize = 64;
 
+/// Whether any bitmap was ever started.
+static USED: AtomicBool = AtomicBool::new(false);
+
+/// Whether there may be a bitmap that marks: where not, one need not look for it.
+pub fn is_used() -> bool {
+    USED.load(Ordering::Acquire)
+}
+
 /// The dirty bitmap of one region of guest RAM.
 #[derive(Default)]
 pub struct DirtyBitmap {
@@ -55,6 +63,7 @@ impl DirtyBitmap {
                 .map(|_| AtomicU64::new(0))
                 .collect()
         });
+        USED.store(true, Ordering::SeqCst);
         self.enabled.store(true, Ordering::SeqCst);
     }
 

@@ -6,7 +6,7 @@ use vm_memory::{
 };
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::GuestMemory;
+use crate::{GuestMemory, dirty};
 
 /// Most buffers in one chain. Linux' drivers stay below; the spec's own limit is the queue's size, which drivers with
 /// indirect tables do not keep.
@@ -134,9 +134,21 @@ impl Chain {
         slices(self.writable(), memory, offset, length)
     }
 
+    /// Writes the last byte of the writable part, where many devices have a status.
+    pub fn write_last(&self, memory: &GuestMemory, byte: u8) -> Result<(), TooShort> {
+        let last = self.writable().last().ok_or(TooShort)?;
+        let end = last.address.0.wrapping_add(u64::from(last.length));
+        memory
+            .write_obj(byte, GuestAddress(end.wrapping_sub(1)))
+            .map_err(|_| TooShort)
+    }
+
     /// Notes in the dirty bitmap that `length` bytes of the writable part from `offset` on were written behind its
     /// back.
     pub fn mark_written(&self, memory: &GuestMemory, offset: u32, length: u32) {
+        if !dirty::is_used() {
+            return;
+        }
         for slice in self.writable_slices(memory, offset, length).flatten() {
             slice.bitmap().mark_dirty(0, slice.len());
         }

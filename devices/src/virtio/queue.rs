@@ -6,11 +6,11 @@
 use std::sync::atomic::{Ordering, fence};
 
 use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
-use virtio_queue::{Error, Queue as SplitQueue, QueueOwnedT, QueueT};
+use virtio_queue::{Queue as SplitQueue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use super::{
-    chain::{Chain, MAX_SEGMENTS, Segment},
+    chain::{Chain, GuestSlice, MAX_SEGMENTS, Segment},
     fault::RingError,
 };
 use crate::GuestMemory;
@@ -45,6 +45,8 @@ pub struct Queue {
     ring: SplitQueue,
     memory: GuestMemory,
     event_idx: bool,
+    /// The available index when it was last looked at: what is before it can be taken.
+    avail_seen: u16,
     /// `next_used` when the driver was last told, or found not to want to be.
     signalled_used: u16,
     /// Whether something was added since then.
@@ -112,6 +114,7 @@ impl Queue {
             ring,
             memory,
             event_idx,
+            avail_seen: state.next_avail,
             signalled_used: state.next_used,
             unsignalled: false,
             budget: u32::MAX,
@@ -149,29 +152,86 @@ impl Queue {
             return Ok(false);
         };
         let next = self.ring.next_avail();
-        let mut available = self.ring.iter(&self.memory).map_err(|error| match error {
-            Error::InvalidAvailRingIndex => RingError::AvailableIndex(next),
-            _ => RingError::Memory,
-        })?;
-        // The iterator would also end where it can't read the ring; `new` has seen to it that it can.
-        let Some(descriptors) = available.next() else {
-            return Ok(false);
-        };
-        let head = descriptors.head_index();
-        let taken = if head < self.ring.size() {
-            fill(chain, head, descriptors, &self.memory)
-        } else {
-            Err(RingError::HeadIndex(head))
-        };
-        match taken {
-            Ok(()) => {
-                self.budget = budget;
-                Ok(true)
+        if next == self.avail_seen {
+            // Also orders what is read of the ring and the buffers after it.
+            let index = self.avail_index()?;
+            if index.wrapping_sub(next) > self.ring.size() {
+                return Err(RingError::AvailableIndex(next));
             }
-            Err(error) => {
-                self.ring.set_next_avail(next);
-                Err(error)
+            if index == next {
+                return Ok(false);
             }
+            self.avail_seen = index;
+        }
+        let slot = u64::from(next.checked_rem(self.ring.size()).unwrap_or(0));
+        let place = slot.wrapping_mul(2).wrapping_add(4);
+        let head = self.load(self.ring.avail_ring().wrapping_add(place))?;
+        if head >= self.ring.size() {
+            return Err(RingError::HeadIndex(head));
+        }
+        self.fill(chain, head)?;
+        self.ring.set_next_avail(next.wrapping_add(1));
+        self.budget = budget;
+        Ok(true)
+    }
+
+    /// Walks the chain once.
+    fn fill(&self, chain: &mut Chain, head: u16) -> Result<(), RingError> {
+        chain.clear(head);
+        let broken = || RingError::Chain(head);
+        let mut table = Table::new(&self.memory, self.ring.desc_table(), self.ring.size());
+        let (mut index, mut indirect, mut total) = (head, false, 0_u32);
+        let (mut left, mut count) = (table.entries, 0_usize);
+        loop {
+            // As many steps as there are descriptors: more is a loop.
+            left = left.checked_sub(1).ok_or_else(broken)?;
+            let descriptor = table.get(index).ok_or_else(broken)?;
+            let Descriptor {
+                address,
+                length,
+                flags,
+                next,
+            } = descriptor;
+            if flags & VRING_DESC_F_INDIRECT != 0 {
+                // One level, whole descriptors (2.7.5.3).
+                let entries = length.checked_div(DESCRIPTOR).unwrap_or(0);
+                let entries = u16::try_from(entries).map_err(|_| broken())?;
+                if indirect || !length.is_multiple_of(DESCRIPTOR) {
+                    return Err(broken());
+                }
+                table = Table::new(&self.memory, address, entries);
+                (index, indirect, left) = (0, true, entries);
+                continue;
+            }
+            total = total.checked_add(length).ok_or_else(broken)?;
+            count = count.saturating_add(1);
+            if count > MAX_SEGMENTS {
+                return Err(RingError::ChainLength(head));
+            }
+            let writable = flags & VRING_DESC_F_WRITE != 0;
+            if !writable && chain.segments.len() > chain.readable {
+                return Err(RingError::Order(head));
+            }
+            if length > 0 {
+                let place = GuestAddress(address);
+                if !GuestMemoryBackend::check_range(&self.memory, place, length as usize) {
+                    return Err(RingError::Buffer { address, length });
+                }
+                chain.segments.push(Segment {
+                    address: place,
+                    length,
+                });
+                if writable {
+                    chain.writable_len = chain.writable_len.saturating_add(length);
+                } else {
+                    chain.readable = chain.segments.len();
+                    chain.readable_len = chain.readable_len.saturating_add(length);
+                }
+            }
+            if flags & VRING_DESC_F_NEXT == 0 {
+                return Ok(());
+            }
+            index = next;
         }
     }
 
@@ -282,7 +342,12 @@ impl Queue {
     }
 
     fn avail_index(&self) -> Result<u16, RingError> {
-        self.load(self.ring.avail_ring().wrapping_add(2))
+        let address = GuestAddress(self.ring.avail_ring().wrapping_add(2));
+        let value: u16 = self
+            .memory
+            .load(address, Ordering::Acquire)
+            .map_err(|_| RingError::Memory)?;
+        Ok(u16::from_le(value))
     }
 
     /// Writes the field behind the used ring that says when to notify.
@@ -314,48 +379,57 @@ impl Queue {
     }
 }
 
-/// Walks the chain once. The iterator ends silently at whatever is wrong; then the last descriptor that it gave says
-/// that another follows, or it gave none.
-fn fill(
-    chain: &mut Chain,
-    head: u16,
-    descriptors: virtio_queue::DescriptorChain<&GuestMemory>,
-    memory: &GuestMemory,
-) -> Result<(), RingError> {
-    chain.clear(head);
-    let mut whole = false;
-    let mut count = 0_usize;
-    for descriptor in descriptors {
-        whole = !descriptor.has_next();
-        count = count.saturating_add(1);
-        if count > MAX_SEGMENTS {
-            return Err(RingError::ChainLength(head));
-        }
-        let (address, length) = (descriptor.addr(), descriptor.len());
-        let writable = descriptor.is_write_only();
-        if !writable && chain.segments.len() > chain.readable {
-            return Err(RingError::Order(head));
-        }
-        if length == 0 {
-            continue;
-        }
-        if !GuestMemoryBackend::check_range(memory, address, length as usize) {
-            return Err(RingError::Buffer {
-                address: address.0,
-                length,
-            });
-        }
-        chain.segments.push(Segment { address, length });
-        if writable {
-            chain.writable_len = chain.writable_len.saturating_add(length);
-        } else {
-            chain.readable = chain.segments.len();
-            chain.readable_len = chain.readable_len.saturating_add(length);
+/// Bytes of a descriptor (2.7.5).
+const DESCRIPTOR: u32 = 16;
+const VRING_DESC_F_NEXT: u16 = 1;
+const VRING_DESC_F_WRITE: u16 = 2;
+const VRING_DESC_F_INDIRECT: u16 = 4;
+
+struct Descriptor {
+    address: u64,
+    length: u32,
+    flags: u16,
+    next: u16,
+}
+
+/// A descriptor table; found in memory once, if it is in one piece.
+struct Table<'a> {
+    memory: &'a GuestMemory,
+    address: u64,
+    entries: u16,
+    slice: Option<GuestSlice<'a>>,
+}
+
+impl<'a> Table<'a> {
+    fn new(memory: &'a GuestMemory, address: u64, entries: u16) -> Self {
+        let length = usize::from(entries).saturating_mul(DESCRIPTOR as usize);
+        Self {
+            memory,
+            address,
+            entries,
+            slice: GuestMemoryBackend::get_slice(memory, GuestAddress(address), length).ok(),
         }
     }
-    if whole {
-        Ok(())
-    } else {
-        Err(RingError::Chain(head))
+
+    /// `None` when there is none with that index, or its memory is not there.
+    fn get(&self, index: u16) -> Option<Descriptor> {
+        if index >= self.entries {
+            return None;
+        }
+        let offset = u64::from(index).wrapping_mul(DESCRIPTOR.into());
+        let [address, rest]: [u64; 2] = match &self.slice {
+            Some(slice) => slice.read_obj(usize::try_from(offset).ok()?).ok()?,
+            None => {
+                let place = GuestAddress(self.address.checked_add(offset)?);
+                self.memory.read_obj(place).ok()?
+            }
+        };
+        let rest = u64::from_le(rest);
+        Some(Descriptor {
+            address: u64::from_le(address),
+            length: u32::try_from(rest & u64::from(u32::MAX)).ok()?,
+            flags: u16::try_from(rest >> 32 & 0xffff).ok()?,
+            next: u16::try_from(rest >> 48).ok()?,
+        })
     }
 }

@@ -519,9 +519,7 @@ impl BlkHandler {
         let work = &mut slot.work;
         let length = work.chain.writable_len();
         // Cannot fail: the chain was checked when it was taken.
-        let _ = work
-            .chain
-            .write(memory, length.saturating_sub(1), &[status.byte()]);
+        let _ = work.chain.write_last(memory, status.byte());
         if let (Some(kind), Some(counters)) = (work.plan.kind(), self.shared.counters(self.queue)) {
             let bytes = match work.plan {
                 Plan::Read { length, .. } | Plan::Write { length, .. } => length.into(),

@@ -207,6 +207,142 @@ fn the_event_index_asks_for_an_interrupt_exactly_when_it_is_passed() {
     }
 }
 
+/// Whether a driver that has added buffers up to the index `new` notifies (2.7.10.1).
+fn notifies(memory: &GuestMemory, old: u16, new: u16) -> bool {
+    let event: u16 = memory
+        .read_obj(GuestAddress(STATE.used_ring + 4 + 16 * 8))
+        .unwrap();
+    new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
+}
+
+#[test]
+fn with_the_event_index_notifications_are_off_on_or_on_after_some_buffers() {
+    let memory = memory();
+    for start in [0_u16, 5, u16::MAX] {
+        let state = QueueState {
+            next_avail: start,
+            ..STATE
+        };
+        let index = |ahead: u16| start.wrapping_add(ahead);
+        let set = |ahead: u16| {
+            let place = GuestAddress(STATE.avail_ring + 2);
+            memory.write_obj(index(ahead), place).unwrap();
+        };
+        set(0);
+        let mut queue = Queue::new(&state, 16, true, memory.clone()).unwrap();
+        queue.disable_notification().unwrap();
+        assert!((1..=16).all(|ahead| !notifies(&memory, start, index(ahead))));
+        assert!(!queue.enable_notification_after(0).unwrap());
+        assert!(notifies(&memory, start, index(1)));
+        assert!(!queue.enable_notification_after(3).unwrap());
+        for (ahead, wanted) in [(1, false), (3, false), (4, true), (5, true)] {
+            assert_eq!(
+                notifies(&memory, start, index(ahead)),
+                wanted,
+                "{start} + {ahead}"
+            );
+        }
+        assert!(!notifies(&memory, index(4), index(5)));
+        // What is there already is told, whether it would have been notified or not.
+        set(1);
+        assert!(queue.enable_notification_after(3).unwrap());
+        assert_eq!(queue.available(), 1);
+        set(17);
+        assert_eq!(queue.available(), 0);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_chain_is_walked_as_the_specification_reads(
+        direct in prop::collection::vec(descriptor(), 16),
+        table in prop::collection::vec(descriptor(), 1..20),
+        head in 0_u16..16,
+    ) {
+        let memory = memory();
+        describe(&memory, STATE.desc_table, &direct);
+        describe(&memory, TABLE, &table);
+        offer(&memory, &[head]);
+        let mut chain = Chain::new();
+        let result = queue(&memory).pop(&mut chain);
+        match simple_walk(&direct, &table, head) {
+            Some((readable, writable)) => {
+                prop_assert_eq!(result, Ok(true));
+                let lengths = |segments: &[crate::virtio::chain::Segment]| -> Vec<(u64, u32)> {
+                    segments.iter().map(|segment| (segment.address.0, segment.length)).collect()
+                };
+                prop_assert_eq!(lengths(chain.readable()), readable);
+                prop_assert_eq!(lengths(chain.writable()), writable);
+            }
+            None => prop_assert!(result.is_err()),
+        }
+    }
+}
+
+fn descriptor() -> impl Strategy<Value = (u64, u32, u16, u16)> {
+    let place = (0_u64..16, 0_u32..3).prop_map(|(at, length)| (DATA + at * 0x100, length * 0x80));
+    let place = prop_oneof![12 => place, 1 => Just((0x17_ff00, 0x200)), 1 => Just((u64::MAX - 5, 16))];
+    let flags = prop_oneof![6 => Just(NEXT), 4 => Just(NEXT | WRITE), 3 => Just(WRITE), 1 => Just(0)];
+    let plain =
+        (place, flags, 0_u16..20).prop_map(|((address, length), flags, next)| (address, length, flags, next));
+    let length = prop_oneof![6 => (0_u32..20).prop_map(|entries| entries * 16), 1 => Just(17_u32), 1 => Just(u32::MAX)];
+    let indirect = (length, 0_u16..8).prop_map(|(length, flags)| (TABLE, length, flags | INDIRECT, 0));
+    prop_oneof![6 => plain, 1 => indirect]
+}
+
+type Buffers = Vec<(u64, u32)>;
+
+/// The readable and the writable buffers; `None` when the driver must not make such a chain.
+fn simple_walk(
+    direct: &[(u64, u32, u16, u16)],
+    table: &[(u64, u32, u16, u16)],
+    head: u16,
+) -> Option<(Buffers, Buffers)> {
+    let (mut readable, mut writable) = (Vec::new(), Vec::new());
+    let (mut at, mut indirect, mut steps) = (usize::from(head), None, 0);
+    loop {
+        let (address, length, flags, next) = match indirect {
+            // Behind the table there are zeroes.
+            Some(entries) if at < entries => table.get(at).copied().unwrap_or((0, 0, 0, 0)),
+            None if at < direct.len() => direct[at],
+            _ => return None,
+        };
+        steps += 1;
+        if steps > indirect.unwrap_or(direct.len()) {
+            return None;
+        }
+        if flags & INDIRECT != 0 {
+            let entries = (length / 16) as usize;
+            if indirect.is_some() || length % 16 != 0 || entries > usize::from(u16::MAX) {
+                return None;
+            }
+            (at, indirect, steps) = (0, Some(entries), 0);
+            continue;
+        }
+        if flags & WRITE == 0 && !writable.is_empty() {
+            return None;
+        }
+        let end = u128::from(address) + u128::from(length);
+        if length > 0 && end > 0x18_0000 {
+            return None;
+        }
+        if length > 0 {
+            let side = if flags & WRITE != 0 {
+                &mut writable
+            } else {
+                &mut readable
+            };
+            side.push((address, length));
+        }
+        if flags & NEXT == 0 {
+            return Some((readable, writable));
+        }
+        at = next.into();
+    }
+}
+
 #[test]
 fn a_state_that_makes_no_sense_makes_no_queue() {
     let memory = memory();
