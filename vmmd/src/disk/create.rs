@@ -158,8 +158,7 @@ fn copy_file(
     let label = format!("rawFile: \"{}\"", path.display());
     let source = files::open_image_file(&label, path, Cache::Writeback, true)?;
     if !files::lock(&source, Locks::Take, true, &host.ledger).map_err(|error| file::failed("lock", &error))? {
-        let user = host.ledger.user_of(source.id);
-        let user = user.map_or_else(|| "another program".to_owned(), |vm| format!("VM \"{vm}\""));
+        let user = files::user(&source, &host.ledger);
         let message = format!("{label} is in use by {user}, which may write to it");
         return Err(Failure::precondition("DISK_IN_USE", message));
     }

@@ -135,7 +135,7 @@ pub async fn run(host: &Arc<Host>, task: Task) -> Result<(), Failure> {
 fn refused(command: &str, errors: &str) -> Failure {
     let line = errors.lines().rev().find(|line| !line.trim().is_empty());
     let message = match line {
-        Some(line) => text::brief_line(line),
+        Some(line) => text::brief_line(line.strip_prefix("vmm: ").unwrap_or(line)),
         None => {
             format!("`vmm image {command}` failed without a word; is the installed vmm the daemon's version?")
         }

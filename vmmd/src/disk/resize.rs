@@ -198,8 +198,7 @@ fn grow_raw(host: &Host, growing: &Growing, size: u64) -> Result<Grown, Failure>
     let field = format!("disk \"{name}\"");
     let open = files::open_image_file(&field, path, Cache::Writeback, false)?;
     if !files::lock(&open, Locks::Take, false, &host.ledger).map_err(failed)? {
-        let user = host.ledger.user_of(open.id);
-        let user = user.map_or_else(|| "another program".to_owned(), |vm| format!("VM \"{vm}\""));
+        let user = files::user(&open, &host.ledger);
         let message = format!("disk \"{name}\" is in use by {user}");
         return Err(Failure::precondition("DISK_IN_USE", message));
     }

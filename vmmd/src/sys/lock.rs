@@ -1,9 +1,13 @@
 //! OFD locks (fcntl(2), "Open file description locks"): they belong to the open file, so that a lock which the
 //! daemon takes stays with the `vmm` that the descriptor is passed to, for as long as that holds it.
+//!
+//! What is locked is what the `vmm` locks again in the same open file, and what QEMU keeps to (the page "Image locking"
+//! of its manual): byte 100 + n stands for what somebody does, 200 + n for what he does not want others to do. Whoever
+//! writes locks them all; whoever reads locks "reads" (100), "nobody writes" (201) and "nobody resizes" (203).
 
 use std::{
-    io,
-    os::fd::{AsFd, AsRawFd},
+    fs, io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
 };
 
 /// Who may hold a lock beside us.
@@ -15,24 +19,38 @@ pub enum LockKind {
     Exclusive,
 }
 
-/// Locks the whole file without waiting; false when somebody else's lock is in the way. An exclusive lock needs a
-/// descriptor that is open for writing.
+/// First byte and number of bytes.
+type Range = (i64, i64);
+const WRITER: [Range; 1] = [(100, 200)];
+const READER: [Range; 3] = [(100, 1), (201, 1), (203, 1)];
+
+/// Locks an image without waiting; false when somebody else's lock is in the way. An exclusive lock needs a descriptor
+/// that is open for writing.
 pub fn lock_file(file: impl AsFd, kind: LockKind) -> io::Result<bool> {
-    let lock_type = match kind {
-        LockKind::Shared => libc::F_RDLCK,
-        LockKind::Exclusive => libc::F_WRLCK,
+    let (lock_type, ranges) = match kind {
+        LockKind::Shared => (libc::F_RDLCK, &READER[..]),
+        LockKind::Exclusive => (libc::F_WRLCK, &WRITER[..]),
     };
-    // All of the file: start and length 0. `l_pid` must be 0 for OFD locks.
+    // What is taken before another range is refused goes with the descriptor, which is not used then.
+    for range in ranges {
+        if !lock_range(file.as_fd(), lock_type, *range)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn lock_range(file: BorrowedFd<'_>, lock_type: i32, (start, length): Range) -> io::Result<bool> {
+    // `l_pid` must be 0 for OFD locks.
     let lock = libc::flock {
         l_type: i16::try_from(lock_type).unwrap_or_default(),
         l_whence: i16::try_from(libc::SEEK_SET).unwrap_or_default(),
-        l_start: 0,
-        l_len: 0,
+        l_start: start,
+        l_len: length,
         l_pid: 0,
     };
-    let fd = file.as_fd().as_raw_fd();
     // SAFETY: the descriptor is open, and F_OFD_SETLK reads one `flock`, which outlives the call.
-    let result = unsafe { libc::fcntl(fd, libc::F_OFD_SETLK, &raw const lock) };
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) };
     if result == 0 {
         return Ok(true);
     }
@@ -41,6 +59,30 @@ pub fn lock_file(file: impl AsFd, kind: LockKind) -> io::Result<bool> {
         Some(libc::EAGAIN | libc::EACCES) => Ok(false),
         _ => Err(error),
     }
+}
+
+/// A process of this node that has a lock on the file: "qemu-img (process 4711)". For a message; what it can't find out
+/// it does not know.
+pub fn lock_holder(file: impl AsFd) -> Option<String> {
+    let stat = rustix::fs::fstat(file).ok()?;
+    let (major, minor) = (rustix::fs::major(stat.st_dev), rustix::fs::minor(stat.st_dev));
+    // proc_pid_fdinfo(5): "lock:	1: OFDLCK ADVISORY WRITE -1 fd:01:1234 100 299".
+    let wanted = format!(" {major:02x}:{minor:02x}:{} ", stat.st_ino);
+    let own = std::process::id();
+    let numbers = fs::read_dir("/proc").ok()?.flatten();
+    let mut processes = numbers.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let holds = |process: u32| {
+        let infos = fs::read_dir(format!("/proc/{process}/fdinfo"));
+        let mut infos = infos.into_iter().flatten().flatten();
+        infos.any(|info| {
+            let text = fs::read_to_string(info.path()).unwrap_or_default();
+            text.lines()
+                .any(|line| line.starts_with("lock:") && line.contains(&wanted))
+        })
+    };
+    let process = processes.find(|process| *process != own && holds(*process))?;
+    let name = fs::read_to_string(format!("/proc/{process}/comm")).ok()?;
+    Some(format!("{} (process {process})", crate::text::brief_line(&name)))
 }
 
 #[cfg(test)]
@@ -61,6 +103,23 @@ mod tests {
         assert!(!lock_file(&second, LockKind::Shared).unwrap());
         drop(passed_on);
         assert!(lock_file(&second, LockKind::Exclusive).unwrap());
+    }
+
+    #[test]
+    fn who_has_a_lock_is_found_in_other_processes() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let (reader, writer) = (File::open(file.path()).unwrap(), file.reopen().unwrap());
+        assert!(lock_file(&writer, LockKind::Exclusive).unwrap());
+        assert_eq!(lock_holder(&reader), None, "our own don't count");
+        let mut sleeper = std::process::Command::new("sleep")
+            .arg("1000")
+            .stdin(writer)
+            .spawn()
+            .unwrap();
+        let found = lock_holder(&reader);
+        sleeper.kill().unwrap();
+        sleeper.wait().unwrap();
+        assert_eq!(found.unwrap(), format!("sleep (process {})", sleeper.id()));
     }
 
     #[test]

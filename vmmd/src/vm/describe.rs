@@ -116,6 +116,10 @@ impl View {
         let errors = attached.errors();
         let (status, reason, message) = match (instance, errors.count) {
             (None, _) => (ConditionStatus::Unknown, "NotRunning", String::new()),
+            // An error that an earlier daemon has heard of counts too.
+            (Some(_), 0) if self.phase == VmPhase::Paused && self.reason == DISK_ERROR => {
+                (ConditionStatus::False, "DeviceError", self.message.clone())
+            }
             (Some(_), 0) => (ConditionStatus::True, "NoErrors", String::new()),
             (Some(_), 1) => (ConditionStatus::False, "DeviceError", errors.last.clone()),
             (Some(_), count) => {

@@ -259,12 +259,19 @@ fn take(
     if free {
         return Ok(());
     }
-    let user = ledger.user_of(image.id).map(|vm| format!("VM \"{vm}\""));
-    let user = user.unwrap_or_else(|| "another program".to_owned());
+    let user = user(image, ledger);
     Err(Failure::precondition(
         "DISK_IN_USE",
         format!("{label} is in use by {user}"),
     ))
+}
+
+/// Who has an image that can't be locked, for a message.
+pub fn user(image: &OpenFile, ledger: &Ledger) -> String {
+    match ledger.user_of(image.id) {
+        Some(vm) => format!("VM \"{vm}\""),
+        None => sys::lock_holder(&image.fd).unwrap_or_else(|| "another program".to_owned()),
+    }
 }
 
 /// Locks an image; false when somebody else's lock is in the way.

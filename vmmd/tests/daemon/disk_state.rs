@@ -288,3 +288,99 @@ async fn direct_io_is_used_where_it_can_be_and_refused_clearly_where_not() {
         daemon.detach("web", "data", 5000, false).await.unwrap();
     }
 }
+
+/// A loop device over a file; `None` where the machine has none to give.
+struct Loop(String);
+
+impl Loop {
+    fn over(file: &std::path::Path) -> Option<Self> {
+        let output = std::process::Command::new("losetup")
+            .args(["--find", "--show"])
+            .arg(file)
+            .output()
+            .ok()?;
+        let name = String::from_utf8(output.stdout).unwrap().trim().to_owned();
+        (output.status.success() && !name.is_empty()).then_some(Self(name))
+    }
+
+    fn take_new_size(&self) {
+        let status = std::process::Command::new("losetup")
+            .args(["--set-capacity", &self.0])
+            .status();
+        assert!(status.unwrap().success());
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("losetup")
+            .args(["--detach", &self.0])
+            .status();
+    }
+}
+
+#[tokio::test]
+async fn a_block_device_is_a_disk_with_one_writer_and_tells_its_own_size() {
+    let daemon = Daemon::start().await;
+    let file = std::fs::File::create_new(daemon.path("device")).unwrap();
+    file.set_len(1 << 20).unwrap();
+    let Some(device) = Loop::over(&daemon.path("device")) else {
+        eprintln!("no loop device here: not tested");
+        return;
+    };
+    let disk = DiskSpec {
+        path: device.0.clone(),
+        ..disk(&daemon, "data")
+    };
+    for vm in ["web", "other"] {
+        daemon.run(vm, "").await;
+    }
+    daemon.attach("web", disk.clone()).await.unwrap();
+    daemon
+        .wait("web", |status| status.disks[0].capacity_bytes == 1 << 20)
+        .await;
+    let refused = daemon.attach("other", disk).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "DISK_IN_USE".into())
+    );
+    assert!(refused.message().contains("VM \"web\""), "{}", refused.message());
+    let grow = async |size_bytes| {
+        let request = v1::ResizeVmDiskRequest {
+            vm: "web".into(),
+            disk: "data".into(),
+            size_bytes,
+        };
+        daemon.client().resize_vm_disk(request).await
+    };
+    let refused = grow(2 << 20).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    assert!(
+        refused.message().contains("block device of 1048576 bytes"),
+        "{}",
+        refused.message()
+    );
+    file.set_len(3 << 20).unwrap();
+    device.take_new_size();
+    let vm = grow(0).await.unwrap().into_inner().vm.unwrap();
+    assert_eq!(status(&vm).disks[0].capacity_bytes, 3 << 20);
+    daemon.kill_vm("web").await.unwrap();
+    grow(0).await.expect("a stopped VM's has the size that it has");
+}
+
+#[tokio::test]
+async fn a_program_that_has_a_disk_is_named() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let disk = disk(&daemon, "data");
+    let file = std::fs::File::options().write(true).open(&disk.path).unwrap();
+    // A POSIX lock of this process.
+    rustix::fs::fcntl_lock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
+    let refused = daemon.attach("web", disk).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "DISK_IN_USE".into())
+    );
+    let own = format!("(process {})", std::process::id());
+    assert!(refused.message().contains(&own), "{}", refused.message());
+}

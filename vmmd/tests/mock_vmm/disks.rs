@@ -58,7 +58,7 @@ impl Plugged {
 
 fn capacity(image: &File, format: ImageFormat) -> u64 {
     if format != ImageFormat::Qcow2 {
-        return image.metadata().unwrap().len();
+        return rustix::fs::seek(image, rustix::fs::SeekFrom::End(0)).unwrap();
     }
     // The descriptor may be one for direct I/O.
     #[repr(align(4096))]
@@ -128,6 +128,10 @@ pub fn resize(guest: &Guest, request: &ResizeDisk) -> Option<Outcome> {
     let Some(plugged) = disks.iter_mut().find(|plugged| plugged.wire.name == request.name) else {
         return refuse(ErrorKind::NotFound, "there is no such disk");
     };
+    if request.capacity_bytes == 0 {
+        plugged.capacity = capacity(&plugged.image, plugged.wire.format());
+        return Some(Outcome::Status(guest.status()));
+    }
     if request.capacity_bytes < plugged.capacity {
         return refuse(ErrorKind::Invalid, "smaller than it is");
     }

@@ -103,11 +103,6 @@ impl Guest {
         let mut inner = self.lock();
         inner.state = State::Paused;
         inner.pause_message = format!("disk {name}: write to the image: No space left on device");
-        let error = DeviceError {
-            device: format!("disk {name}"),
-            message: "write to the image: No space left on device".into(),
-        };
-        inner.tell(Kind::DeviceError(error));
         let status = inner.status();
         inner.tell(Kind::StateChanged(StateChanged { status: Some(status) }));
     }

@@ -158,10 +158,9 @@ impl Attachments {
 
 impl Errors {
     /// Notes an error; true when it is worth telling: a new one, or one more power of two of the same.
-    pub(super) fn note(&mut self, device: &str, message: &str) -> bool {
-        let text = format!("{device}: {message}");
+    pub(super) fn note(&mut self, text: &str) -> bool {
         let new = text != self.last;
-        self.last = text;
+        text.clone_into(&mut self.last);
         self.count = self.count.saturating_add(1);
         new || self.count.is_power_of_two()
     }
@@ -203,9 +202,9 @@ mod tests {
     #[test]
     fn a_flood_of_the_same_error_is_told_a_few_times() {
         let mut errors = Errors::default();
-        let told = (0..1000).filter(|_| errors.note("disk root", "no space")).count();
+        let told = (0..1000).filter(|_| errors.note("disk root: no space")).count();
         assert_eq!((told, errors.count), (10, 1000));
-        assert!(errors.note("disk data", "no space"));
+        assert!(errors.note("disk data: no space"));
         assert_eq!(errors.last, "disk data: no space");
     }
 

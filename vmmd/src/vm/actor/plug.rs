@@ -27,8 +27,7 @@ use crate::{
     store::Hardware,
     vm::{
         files::{self, Locks},
-        machine,
-        start::refused,
+        machine, start,
     },
 };
 
@@ -269,6 +268,20 @@ async fn stats(client: &Client) -> Result<Vec<DiskStats>, control::Error> {
 async fn has(client: &Client, name: &str) -> Option<bool> {
     let stats = stats(client).await.ok()?;
     Some(stats.iter().any(|stats| stats.name == name))
+}
+
+/// What a client is told when a `vmm` refuses something about a disk.
+fn refused(error: &control::Error) -> Failure {
+    let control::Error::Refused(remote) = error else {
+        return start::refused(error);
+    };
+    let message = remote.message.clone();
+    match remote.kind() {
+        ErrorKind::Invalid => Failure::precondition("DISK_REFUSED", message),
+        ErrorKind::State => Failure::precondition("NOT_NOW", message),
+        ErrorKind::NotFound => Failure::new(Kind::NotFound, "DISK_NOT_FOUND", message),
+        _ => start::refused(error),
+    }
 }
 
 fn about(name: &str, failure: Failure) -> Failure {

@@ -186,6 +186,7 @@ impl Actor {
                 self.enter(VmPhase::Running, "Running", "");
             }
             (State::Paused, VmPhase::Running) if by_disk => {
+                self.disks.errors.note(&status.pause_message);
                 self.enter(VmPhase::Paused, DISK_ERROR, status.pause_message.clone());
             }
             (State::Paused, VmPhase::Running) => self.enter(VmPhase::Paused, "Paused", ""),
@@ -219,7 +220,8 @@ impl Actor {
             Some(event::Kind::DeviceError(error)) => {
                 tracing::warn!(vm, device = error.device, message = error.message, "device error");
                 let of_disk = error.device.starts_with("disk ");
-                if of_disk && self.disks.errors.note(&error.device, &error.message) {
+                let text = format!("{}: {}", error.device, error.message);
+                if of_disk && self.disks.errors.note(&text) {
                     self.publish();
                 }
             }
