@@ -53,17 +53,29 @@ impl UringEngine {
     /// Fails where the kernel has no io_uring or forbids it.
     pub(super) fn new(target: Arc<Target>, pool: Arc<Pool>) -> io::Result<Self> {
         let event = event()?;
-        Ok(Self {
-            ring: Ring::new(&target.file, DEPTH, Arc::clone(&event))?,
+        let ring = Ring::new(&target.file, DEPTH, event)?;
+        Ok(Self::on(ring, target, pool))
+    }
+
+    /// As on a kernel before 6.1.
+    #[cfg(test)]
+    pub(super) fn undeferred(target: Arc<Target>, pool: Arc<Pool>) -> io::Result<Self> {
+        let ring = Ring::undeferred(&target.file, DEPTH, event()?)?;
+        Ok(Self::on(ring, target, pool))
+    }
+
+    fn on(ring: Ring, target: Arc<Target>, pool: Arc<Pool>) -> Self {
+        Self {
+            mailbox: Arc::new(Mailbox::new(Arc::clone(ring.event()))),
+            ring,
             target,
             pool,
-            mailbox: Arc::new(Mailbox::new(event)),
             running: Vec::new(),
             free: Vec::new(),
             ended: Vec::new(),
             pooled: 0,
             unsent: false,
-        })
+        }
     }
 
     /// The call that carries out (the rest of) an operation; `None` when the ring can't.

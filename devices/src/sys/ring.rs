@@ -98,17 +98,30 @@ impl Ring {
     ///
     /// Fails with ENOSYS or EPERM where io_uring is not there or forbidden.
     pub fn new(file: &File, depth: u32, event: Arc<EventFd>) -> io::Result<Self> {
-        let deferred = IoUring::builder()
-            .setup_submit_all()
-            .setup_single_issuer()
-            .setup_defer_taskrun()
-            .setup_taskrun_flag()
-            .setup_r_disabled()
-            .build(depth);
-        let (ring, deferred) = match deferred {
-            Ok(ring) => (ring, true),
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => (IoUring::new(depth)?, false),
-            Err(error) => return Err(error),
+        match Self::made(file, depth, Arc::clone(&event), true) {
+            // A kernel before 6.1.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Self::made(file, depth, event, false),
+            result => result,
+        }
+    }
+
+    /// As kernels before 6.1 do it: completions come from everywhere, the event is always on.
+    #[cfg(test)]
+    pub(crate) fn undeferred(file: &File, depth: u32, event: Arc<EventFd>) -> io::Result<Self> {
+        Self::made(file, depth, event, false)
+    }
+
+    fn made(file: &File, depth: u32, event: Arc<EventFd>, deferred: bool) -> io::Result<Self> {
+        let ring = if deferred {
+            IoUring::builder()
+                .setup_submit_all()
+                .setup_single_issuer()
+                .setup_defer_taskrun()
+                .setup_taskrun_flag()
+                .setup_r_disabled()
+                .build(depth)?
+        } else {
+            IoUring::new(depth)?
         };
         let submitter = ring.submitter();
         submitter.register_files(&[file.as_raw_fd()])?;

@@ -23,7 +23,7 @@ fn write(offset: u64) -> Operation {
 
 #[rstest]
 fn a_file_that_was_cut_off_is_an_error_where_it_ends(
-    #[values(Which::Uring, Which::Threads)] which: Which,
+    #[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which,
     #[values(Cache::Buffered, Cache::Direct, Cache::Coarse)] cache: Cache,
 ) {
     let Some(setup) = Setup::new(which, cache, SIZE) else {
@@ -53,7 +53,7 @@ fn a_file_that_was_cut_off_is_an_error_where_it_ends(
 
 /// The host's error number arrives: a sealed memfd gives EPERM to writes, a descriptor for reading EBADF.
 #[rstest]
-fn the_hosts_error_is_passed_on(#[values(Which::Uring, Which::Threads)] which: Which) {
+fn the_hosts_error_is_passed_on(#[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which) {
     let memory = memory();
     let Some(mut setup) = Setup::new(which, Cache::Buffered, SIZE) else {
         return;
@@ -82,7 +82,7 @@ fn the_hosts_error_is_passed_on(#[values(Which::Uring, Which::Threads)] which: W
 
 #[rstest]
 fn many_more_requests_than_the_depth_are_done_in_turns(
-    #[values(Which::Uring, Which::Threads)] which: Which,
+    #[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which,
     #[values(Cache::Buffered, Cache::Direct)] cache: Cache,
 ) {
     let Some(setup) = Setup::new(which, cache, SIZE) else {
@@ -113,7 +113,9 @@ fn many_more_requests_than_the_depth_are_done_in_turns(
 
 /// More requests than fit are no reason to lose one.
 #[rstest]
-fn what_is_submitted_beyond_the_depth_completes_too(#[values(Which::Uring, Which::Threads)] which: Which) {
+fn what_is_submitted_beyond_the_depth_completes_too(
+    #[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which,
+) {
     let Some(setup) = Setup::new(which, Cache::Buffered, SIZE) else {
         return;
     };
@@ -138,7 +140,7 @@ fn what_is_submitted_beyond_the_depth_completes_too(#[values(Which::Uring, Which
 }
 
 #[rstest]
-fn a_wait_ends_at_its_deadline(#[values(Which::Uring, Which::Threads)] which: Which) {
+fn a_wait_ends_at_its_deadline(#[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which) {
     let Some(setup) = Setup::new(which, Cache::Coarse, SIZE) else {
         return;
     };
@@ -163,7 +165,7 @@ fn a_wait_ends_at_its_deadline(#[values(Which::Uring, Which::Threads)] which: Wh
 /// The event tells of each completion after everything was taken, also edge-triggered.
 #[rstest]
 fn the_event_tells_of_completions(
-    #[values(Which::Uring, Which::Threads)] which: Which,
+    #[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which,
     #[values(Cache::Buffered, Cache::Direct)] cache: Cache,
 ) {
     use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
@@ -204,7 +206,7 @@ fn the_event_tells_of_completions(
 /// A request under way when its engine goes: its memory is there until the host is done, and the image is closed.
 #[rstest]
 fn an_engine_may_go_with_requests_under_way(
-    #[values(Which::Uring, Which::Threads)] which: Which,
+    #[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which,
     #[values(Cache::Buffered, Cache::Direct, Cache::Coarse)] cache: Cache,
 ) {
     let Some(setup) = Setup::new(which, cache, SIZE) else {

@@ -46,6 +46,8 @@ fn late() -> Instant {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Which {
     Uring,
+    /// The ring as kernels before 6.1 have it.
+    OldUring,
     Threads,
 }
 
@@ -110,7 +112,7 @@ impl Setup {
             target: Arc::new(target.unwrap()),
             _temporary: None,
         };
-        if which == Which::Uring
+        if which != Which::Threads
             && let Err(error) = UringEngine::new(Arc::clone(&setup.target), setup.pool())
         {
             assert!(std::env::var_os(REQUIRE_URING).is_none(), "no io_uring: {error}");
@@ -127,6 +129,9 @@ impl Setup {
     fn engine(&self) -> Box<dyn Engine> {
         match self.which {
             Which::Uring => Box::new(UringEngine::new(Arc::clone(&self.target), self.pool()).unwrap()),
+            Which::OldUring => {
+                Box::new(UringEngine::undeferred(Arc::clone(&self.target), self.pool()).unwrap())
+            }
             Which::Threads => Box::new(PoolEngine::new(self.pool()).unwrap()),
         }
     }
@@ -182,6 +187,11 @@ proptest! {
     #[test]
     fn the_ring_is_a_disk(steps in model::steps(false)) {
         against_the_model(Which::Uring, Cache::Buffered, steps);
+    }
+
+    #[test]
+    fn the_ring_of_old_kernels_is_a_disk(steps in model::steps(false)) {
+        against_the_model(Which::OldUring, Cache::Direct, steps);
     }
 
     #[test]

@@ -14,7 +14,7 @@ const BLOCKS: u64 = 16;
 /// do the same with theirs. Whatever read-modify-write loses is seen at once, or at the end.
 #[rstest]
 fn neighbours_in_a_block_keep_what_they_wrote(
-    #[values(Which::Uring, Which::Threads)] which: Which,
+    #[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which,
     #[values(Cache::Buffered, Cache::Direct, Cache::Coarse)] cache: Cache,
 ) {
     let Some(setup) = Setup::new(which, cache, BLOCKS * 4096) else {
@@ -29,6 +29,7 @@ fn neighbours_in_a_block_keep_what_they_wrote(
                 let target = Arc::clone(&setup.target);
                 let mut own: Box<dyn Engine> = match setup.which {
                     Which::Uring => Box::new(UringEngine::new(target, pool).unwrap()),
+                    Which::OldUring => Box::new(UringEngine::undeferred(target, pool).unwrap()),
                     Which::Threads => Box::new(PoolEngine::new(pool).unwrap()),
                 };
                 barrier.wait();
