@@ -8,7 +8,7 @@
 use std::{
     io,
     sync::{
-        PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        Condvar, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
@@ -39,6 +39,12 @@ pub(super) struct Disk {
     capacity: AtomicU64,
     /// Something panicked: nobody knows what state the tables in memory are in.
     failed: AtomicBool,
+    /// Requests in rings, whose clusters nobody may take away.
+    placed: Mutex<usize>,
+    /// There are none any more, or the image failed.
+    unplaced: Condvar,
+    /// The file is at least so long, in bytes.
+    length: AtomicU64,
     /// There are changes of tables that no commit has brought to the file.
     uncommitted: AtomicBool,
 }
@@ -85,6 +91,9 @@ impl Disk {
             below: traits.below,
             capacity: AtomicU64::new(traits.capacity),
             failed: AtomicBool::new(false),
+            placed: Mutex::default(),
+            unplaced: Condvar::new(),
+            length: AtomicU64::new(0),
             uncommitted: AtomicBool::new(false),
         }
     }
@@ -102,6 +111,71 @@ impl Disk {
     /// From now on every request fails.
     pub(super) fn fail(&self) {
         self.failed.store(true, Ordering::Release);
+        let _guard = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
+        self.unplaced.notify_all();
+    }
+
+    /// Where in the file a range lies, if it is in one piece and, with `write`, can be written there. It stays there
+    /// until [`unplace`](Self::unplace). Nothing waits here for other requests.
+    pub(super) fn place(&self, offset: u64, length: u64, write: bool) -> Option<u64> {
+        let allowed = if write {
+            self.check_change(offset, length)
+        } else {
+            self.check(offset, length)
+        };
+        allowed.ok()?;
+        let access = self.access.try_read().ok()?;
+        let tables = self.tables.try_read().ok()?;
+        let (mapping, run) = access.get_shallow_mapping(offset, length).ok()?;
+        let ShallowMapping::Raw {
+            offset: at, writable, ..
+        } = mapping
+        else {
+            return None;
+        };
+        // What is not writable may be given up meanwhile, if anything is.
+        if run < length || !(writable || self.read_only) {
+            return None;
+        }
+        drop(tables);
+        if !write && !self.reaches(at.checked_add(length)?) {
+            return None;
+        }
+        let mut placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
+        *placed = placed.saturating_add(1);
+        Some(at)
+    }
+
+    /// A range that was placed is used no more; whether it was, or may have been, written to.
+    pub(super) fn unplace(&self, written: bool) {
+        if written {
+            self.layer.base().written();
+        }
+        let mut placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
+        *placed = placed.saturating_sub(1);
+        if *placed == 0 {
+            self.unplaced.notify_all();
+        }
+    }
+
+    /// Waits until no request is in a ring. To be called with `access` held exclusively, so that none comes.
+    fn wait_for_rings(&self) -> io::Result<()> {
+        let mut placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
+        while *placed > 0 {
+            self.check(0, 0)?;
+            placed = self.unplaced.wait(placed).unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(())
+    }
+
+    /// Whether the file is at least so long: it never becomes shorter.
+    fn reaches(&self, end: u64) -> bool {
+        if self.length.load(Ordering::Relaxed) >= end {
+            return true;
+        }
+        let length = self.layer.base().medium.size().unwrap_or(0);
+        self.length.store(length, Ordering::Relaxed);
+        length >= end
     }
 
     /// Whether a commit has something to do.
@@ -358,6 +432,7 @@ impl Disk {
     /// Clears whole clusters from `start` to `end`, where there is anything to clear.
     fn clear(&self, start: u64, end: u64, how: Clear) -> io::Result<()> {
         let mut access = exclusive(&self.access);
+        self.wait_for_rings()?;
         let mut tables = exclusive(&self.tables);
         let mut offset = start;
         while offset < end {

@@ -8,6 +8,7 @@
 pub mod check;
 pub mod create;
 mod disk;
+mod engine;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzz;
 pub mod header;
@@ -47,9 +48,11 @@ use super::{
     SECTOR,
     engine::Engine,
     image::{Geometry, Image, OpenError},
+    target::Target,
 };
 use crate::sys::lock::{LockKind, holder, lock_image};
 use disk::{Disk, Traits};
+use engine::Qcow2Engine;
 use layer::Layer;
 use medium::Medium;
 use pool::Pool;
@@ -69,6 +72,8 @@ pub enum Backing {
 pub struct Qcow2Image {
     disk: Arc<Disk>,
     pool: Arc<Pool>,
+    /// The file, for rings.
+    target: Option<Arc<Target>>,
     read_only: bool,
 }
 
@@ -86,7 +91,12 @@ impl Qcow2Image {
                 Backing::Qcow2(fd) => Below::Qcow2(Arc::new(prepare(fd, true)?)),
             });
         }
-        Self::open_on(Arc::new(file), read_only, chain)
+        let file = Arc::new(file);
+        let image = Self::open_on(Arc::clone(&file) as Arc<dyn Medium>, read_only, chain)?;
+        Ok(Self {
+            target: for_rings(&file, read_only),
+            ..image
+        })
     }
 
     fn open_on(medium: Arc<dyn Medium>, read_only: bool, below: Vec<Below>) -> Result<Self, OpenError> {
@@ -100,6 +110,7 @@ impl Qcow2Image {
         Ok(Self {
             disk,
             pool,
+            target: None,
             read_only,
         })
     }
@@ -124,7 +135,8 @@ impl Image for Qcow2Image {
     }
 
     fn engine(&self) -> io::Result<Box<dyn Engine>> {
-        Ok(Box::new(self.pool.engine()?))
+        let engine = Qcow2Engine::new(Arc::clone(&self.pool), self.target.as_ref())?;
+        Ok(Box::new(engine))
     }
 
     fn grow(&self, capacity: Option<u64>) -> io::Result<()> {
@@ -188,6 +200,16 @@ fn prepare(fd: OwnedFd, read_only: bool) -> Result<File, OpenError> {
         Ok(false) => Err(OpenError::InUse(holder(&file, kind))),
         Err(error) => Err(OpenError::Host("lock the image", error)),
     }
+}
+
+/// The same file for rings, if it can be used so: they want whole sectors.
+fn for_rings(file: &File, read_only: bool) -> Option<Arc<Target>> {
+    let length = file.metadata().ok()?.len();
+    if !read_only && !length.is_multiple_of(SECTOR) {
+        file.set_len(length.next_multiple_of(SECTOR)).ok()?;
+    }
+    let target = Target::new(file.try_clone().ok()?).ok()?;
+    Some(Arc::new(target))
 }
 
 fn read_error(error: io::Error) -> OpenError {

@@ -1,31 +1,32 @@
-//! Threads that carry out the requests on one image, and the engines that hand them over.
+//! Threads that carry out the requests on one image.
 
 use std::{
     collections::VecDeque,
     io, mem,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     thread::{self, JoinHandle},
-    time::{Duration, Instant},
+    time::Duration,
 };
-
-use vmm_sys_util::eventfd::EventFd;
 
 use super::disk::Disk;
 use crate::{
     block::{
-        engine::{Completion, Engine, Operation, Request},
-        pool::{Job, Mailbox, event},
+        engine::{Completion, Operation, Request},
+        pool::Job,
     },
-    sys::{Iovecs, event::wait_for},
+    sys::Iovecs,
 };
 
 /// Requests of one image that are carried out at once.
 const THREADS: usize = 4;
 /// imago goes a little deep, and a panic of it must be told.
 const STACK_BYTES: usize = 512 << 10;
-/// Requests of one engine under way at once.
-const DEPTH: usize = 128;
+/// How long the end of an image waits for requests under way.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// How long changes of tables may wait for the guest's flush.
 const COMMIT_AFTER: Duration = Duration::from_secs(1);
 
@@ -45,21 +46,32 @@ struct Shared {
     disk: Arc<Disk>,
     queue: Mutex<Queue>,
     work: Condvar,
+    /// No thread is busy.
+    rested: Condvar,
+    /// The last commit by itself failed.
+    failing: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
     jobs: VecDeque<Job>,
+    /// Threads that carry something out.
+    busy: usize,
+    /// Threads end when there are no jobs.
     closed: bool,
+    /// Nobody waits for them.
+    abandoned: bool,
 }
 
 impl Pool {
-    /// The threads begin with the first engine.
+    /// The threads begin with the first request for them.
     pub(super) fn new(disk: Arc<Disk>) -> Arc<Self> {
         let shared = Arc::new(Shared {
             disk,
             queue: Mutex::default(),
             work: Condvar::new(),
+            rested: Condvar::new(),
+            failing: AtomicBool::new(false),
         });
         Arc::new(Self {
             shared,
@@ -72,31 +84,80 @@ impl Pool {
         self.shared.guarded(|disk| disk.grow(capacity))
     }
 
-    pub(super) fn engine(self: &Arc<Self>) -> io::Result<PoolEngine> {
+    /// Has requests done.
+    pub(super) fn begin(&self, jobs: &mut Vec<Job>) -> io::Result<()> {
+        self.start_threads()?;
+        let several = jobs.len() > 1;
+        locked(&self.shared.queue).jobs.extend(jobs.drain(..));
+        if several {
+            self.shared.work.notify_all();
+        } else {
+            self.shared.work.notify_one();
+        }
+        Ok(())
+    }
+
+    /// See [`Disk::place`]; a panic is an error of the image.
+    pub(super) fn place(&self, offset: u64, length: u64, write: bool) -> Option<u64> {
+        let disk = &self.shared.disk;
+        catch_unwind(AssertUnwindSafe(|| disk.place(offset, length, write))).unwrap_or_else(|_| {
+            disk.fail();
+            None
+        })
+    }
+
+    /// See [`Disk::unplace`].
+    pub(super) fn unplace(&self, written: bool) {
+        self.shared.disk.unplace(written);
+    }
+
+    /// From now on every request fails.
+    pub(super) fn fail(&self) {
+        self.shared.disk.fail();
+    }
+
+    /// How many threads there are by now.
+    #[cfg(test)]
+    pub(super) fn threads(&self) -> usize {
+        locked(&self.threads).len()
+    }
+
+    /// All that there are to be; the first time that there is work for them.
+    fn start_threads(&self) -> io::Result<()> {
         let mut threads = locked(&self.threads);
         while threads.len() < THREADS {
             let shared = Arc::clone(&self.shared);
             let name = format!("qcow2-{}", threads.len());
             let builder = thread::Builder::new().name(name).stack_size(STACK_BYTES);
-            threads.push(builder.spawn(move || shared.work())?);
+            match builder.spawn(move || shared.work()) {
+                Ok(thread) => threads.push(thread),
+                // Fewer are slower.
+                Err(error) if threads.is_empty() => return Err(error),
+                Err(_) => break,
+            }
         }
-        Ok(PoolEngine {
-            pool: Arc::clone(self),
-            mailbox: Arc::new(Mailbox::new(event()?)),
-            submitted: Vec::new(),
-            in_flight: 0,
-        })
+        Ok(())
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        locked(&self.shared.queue).closed = true;
+        let mut queue = locked(&self.shared.queue);
+        queue.closed = true;
         self.shared.work.notify_all();
+        let waited = self
+            .shared
+            .rested
+            .wait_timeout_while(queue, PATIENCE, |queue| queue.busy > 0 || !queue.jobs.is_empty());
+        let (mut queue, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        if timeout.timed_out() {
+            // Nobody waits for a host whose storage is stuck: the last thread commits when it goes.
+            queue.abandoned = true;
+            return;
+        }
+        drop(queue);
         for thread in mem::take(&mut *locked(&self.threads)) {
-            if thread.join().is_err() {
-                tracing::error!("a thread of a qcow2 image panicked");
-            }
+            let _panics_are_caught = thread.join();
         }
         self.shared.commit();
     }
@@ -107,8 +168,23 @@ impl Shared {
     fn work(&self) {
         while let Some(job) = self.next() {
             let Job { request, mailbox } = job;
-            mailbox.put(self.carry_out(request));
+            let completion = self.carry_out(request);
+            // Who is told of the last request finds nobody busy.
+            let last = self.rest(locked(&self.queue));
+            mailbox.put(completion);
+            if last {
+                self.commit();
+            }
         }
+    }
+
+    /// A thread is busy no more; says whether it was the last one of an image that nobody waits for.
+    fn rest(&self, mut queue: MutexGuard<'_, Queue>) -> bool {
+        queue.busy = queue.busy.saturating_sub(1);
+        if queue.busy == 0 {
+            self.rested.notify_all();
+        }
+        queue.abandoned && queue.busy == 0 && queue.jobs.is_empty()
     }
 
     /// The next request; `None` when there will be no more.
@@ -116,6 +192,7 @@ impl Shared {
         let mut queue = locked(&self.queue);
         loop {
             if let Some(job) = queue.jobs.pop_front() {
+                queue.busy = queue.busy.saturating_add(1);
                 return Some(job);
             }
             if queue.closed {
@@ -129,8 +206,10 @@ impl Shared {
             let timeout;
             (queue, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
             if timeout.timed_out() && queue.jobs.is_empty() {
+                queue.busy = queue.busy.saturating_add(1);
                 drop(queue);
                 self.commit();
+                self.rest(locked(&self.queue));
                 queue = locked(&self.queue);
             }
         }
@@ -140,8 +219,14 @@ impl Shared {
         if !self.disk.uncommitted() {
             return;
         }
-        if let Err(error) = self.guarded(|disk| disk.flush()) {
-            tracing::warn!("changes of a qcow2 image can't be written: {error}");
+        match self.guarded(|disk| disk.flush()) {
+            Ok(()) => self.failing.store(false, Ordering::Relaxed),
+            // It is tried again and again, and said once.
+            Err(error) => {
+                if !self.failing.swap(true, Ordering::Relaxed) {
+                    tracing::warn!("changes of a qcow2 image can't be written yet: {error}");
+                }
+            }
         }
     }
 
@@ -182,65 +267,5 @@ fn carry_out(disk: &Disk, operation: Operation, buffers: &mut Iovecs) -> io::Res
             length,
             unmap,
         } => disk.write_zeroes(offset, length, unmap),
-    }
-}
-
-/// An engine on a pool.
-#[derive(Debug)]
-pub(super) struct PoolEngine {
-    pool: Arc<Pool>,
-    mailbox: Arc<Mailbox>,
-    submitted: Vec<Job>,
-    in_flight: usize,
-}
-
-impl Engine for PoolEngine {
-    fn submit(&mut self, request: Request) {
-        self.in_flight = self.in_flight.saturating_add(1);
-        self.submitted.push(Job {
-            request,
-            mailbox: Arc::clone(&self.mailbox),
-        });
-    }
-
-    fn commit(&mut self) -> io::Result<()> {
-        let several = self.submitted.len() > 1;
-        if self.submitted.is_empty() {
-            return Ok(());
-        }
-        let jobs = self.submitted.drain(..);
-        locked(&self.pool.shared.queue).jobs.extend(jobs);
-        if several {
-            self.pool.shared.work.notify_all();
-        } else {
-            self.pool.shared.work.notify_one();
-        }
-        Ok(())
-    }
-
-    fn completed(&mut self) -> Option<Completion> {
-        let completion = self.mailbox.take()?;
-        self.in_flight = self.in_flight.saturating_sub(1);
-        Some(completion)
-    }
-
-    fn in_flight(&self) -> usize {
-        self.in_flight
-    }
-
-    fn depth(&self) -> usize {
-        DEPTH
-    }
-
-    fn event(&self) -> Option<&EventFd> {
-        Some(self.mailbox.event())
-    }
-
-    fn wait(&mut self, deadline: Instant) -> io::Result<()> {
-        self.commit()?;
-        while self.in_flight > 0 && self.mailbox.is_empty() && Instant::now() < deadline {
-            wait_for(self.mailbox.event(), deadline)?;
-        }
-        Ok(())
     }
 }

@@ -6,8 +6,12 @@ use std::{
     os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     path::Path,
     process::{Command, Stdio},
+    sync::Arc,
     time::Duration,
 };
+
+use proptest::prelude::*;
+use rustix::fs::{FlockOperation, fcntl_lock};
 
 use super::{
     super::{
@@ -17,7 +21,12 @@ use super::{
     },
     support::Guest,
 };
-use crate::block::{Backing, Image, Operation, Qcow2Image, SECTOR};
+use crate::block::{
+    Backing, Image, Operation, Qcow2Image, SECTOR,
+    pool::Pool as RawPool,
+    tests::model::{SECTORS, run_on, steps},
+    uring::UringEngine,
+};
 
 fn file(path: &Path, flags: i32) -> File {
     let mut options = File::options();
@@ -144,6 +153,54 @@ fn discards_shrink_the_file() {
     ask_qemu(&path);
 }
 
+#[test]
+fn what_lies_in_one_piece_is_read_and_written_without_threads() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk");
+    let options = CreateOptions {
+        size: 16 << 20,
+        cluster_size: create::CLUSTER_SIZE,
+        preallocation: Preallocation::Metadata,
+        backing: None,
+    };
+    create::create(file(&path, 0), options).unwrap();
+    let disk = open(&path);
+    let mut guest = Guest::new(&disk);
+    guest.write(1 << 20, &vec![1; 1 << 20]).unwrap();
+    assert_eq!(guest.read(1 << 20, 4096).unwrap(), [1; 4096]);
+    assert_eq!(guest.read((2 << 20) - 512, 1024).unwrap()[512..], [0; 512]);
+    let ring = UringEngine::new(
+        Arc::clone(disk.target.as_ref().unwrap()),
+        Arc::new(RawPool::new(Arc::clone(disk.target.as_ref().unwrap()))),
+    );
+    // Where the kernel has rings.
+    assert_eq!(disk.pool.threads() == 0, ring.is_ok());
+    guest.flush().unwrap();
+    assert!(disk.pool.threads() > 0);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
+
+    /// With a ring beside the threads, where the kernel has it.
+    #[test]
+    fn an_image_in_a_file_does_what_a_disk_does(steps in steps(false), written: bool) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        let size = SECTORS * SECTOR;
+        create(&path, size);
+        let disk = open(&path);
+        let mut guest = Guest::new(&disk);
+        if written {
+            guest.write(0, &vec![0; size as usize]).unwrap();
+        }
+        run_on(disk.engine().unwrap(), steps, || guest.read(0, size as usize).unwrap());
+        drop((guest, disk));
+        let found = report(&path);
+        prop_assert_eq!((found.corruptions, found.leaks), (0, 0), "{:?}", found);
+    }
+}
+
 /// Environment: the image that a child process writes to until it is killed.
 const VICTIM: &str = "VMMD_TEST_QCOW2_VICTIM";
 const VICTIM_SECTORS: u64 = 32 << 10;
@@ -220,6 +277,10 @@ fn a_killed_process_leaves_a_consistent_image_with_all_that_was_flushed() {
             last = flushed(&line.unwrap()).unwrap_or(last);
         }
         assert!(last > 60, "the writer got nowhere");
+        // The kernel lets go of a dead process's ring, and of the locks with it, when it finds the time.
+        let file = file(&path, 0);
+        fcntl_lock(&file, FlockOperation::LockExclusive).unwrap();
+        drop(file);
         let found = report(&path);
         assert_eq!(found.corruptions, 0, "{found:?}");
         ask_qemu(&path);

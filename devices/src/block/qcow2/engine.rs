@@ -1,0 +1,196 @@
+//! The engine of a qcow2 image: what lies in one piece of the file is read and written there by io_uring, as in a raw
+//! image; everything else is done by threads ([`pool`](super::pool)), and all where the kernel forbids io_uring.
+//!
+//! Invariant: as long as a request is in the ring, its clusters are counted as in use
+//! ([`Disk::place`](super::disk::Disk::place)), so that nobody takes them away.
+
+use std::{
+    collections::HashSet,
+    io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::pool::Pool;
+use crate::{
+    block::{
+        engine::{Completion, Engine, Operation, Request},
+        pool::{Job, Mailbox, Pool as RawPool, copy, event},
+        target::Target,
+        uring::UringEngine,
+    },
+    sys::event::wait_for,
+};
+
+/// Most requests at once: a virtqueue's size.
+const DEPTH: usize = 256;
+/// How long an engine that nobody wants any more waits for the host.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Qcow2Engine {
+    pool: Arc<Pool>,
+    ring: Option<UringEngine>,
+    /// Writes in the ring, by token.
+    writes: HashSet<u32>,
+    /// Where the threads' completions lie; its event is the ring's.
+    mailbox: Arc<Mailbox>,
+    /// For the threads at the next commit.
+    submitted: Vec<Job>,
+    /// Requests that the threads have, or will.
+    pooled: usize,
+    /// Completions that [`wait`](Engine::wait) came upon.
+    ended: Vec<Completion>,
+}
+
+impl Qcow2Engine {
+    /// With a ring on `file`, the image's own, if there is one and the kernel has rings.
+    pub(super) fn new(pool: Arc<Pool>, file: Option<&Arc<Target>>) -> io::Result<Self> {
+        let ring = file.and_then(|file| {
+            let raw = Arc::new(RawPool::new(Arc::clone(file)));
+            UringEngine::new(Arc::clone(file), raw).ok()
+        });
+        let event = match ring.as_ref().and_then(Engine::event) {
+            Some(event) => Arc::new(event.try_clone()?),
+            None => event()?,
+        };
+        Ok(Self {
+            pool,
+            ring,
+            writes: HashSet::new(),
+            mailbox: Arc::new(Mailbox::new(event)),
+            submitted: Vec::new(),
+            pooled: 0,
+            ended: Vec::new(),
+        })
+    }
+
+    /// Where in the file a request can be carried out as it is.
+    fn place(&self, request: &Request) -> Option<Operation> {
+        let length = request.buffers.len() as u64;
+        match request.operation {
+            Operation::Read { offset } => {
+                let offset = self.pool.place(offset, length, false)?;
+                Some(Operation::Read { offset })
+            }
+            Operation::Write {
+                offset,
+                stable: false,
+            } => {
+                let offset = self.pool.place(offset, length, true)?;
+                Some(Operation::Write {
+                    offset,
+                    stable: false,
+                })
+            }
+            _ => None,
+        }
+    }
+
+    /// A request that the ring or a thread is done with.
+    fn next(&mut self) -> Option<Completion> {
+        if let Some(completion) = self.ring.as_mut().and_then(Engine::completed) {
+            self.pool.unplace(self.writes.remove(&completion.token));
+            return Some(completion);
+        }
+        let completion = self.mailbox.take()?;
+        self.pooled = self.pooled.saturating_sub(1);
+        Some(completion)
+    }
+}
+
+impl Engine for Qcow2Engine {
+    fn submit(&mut self, mut request: Request) {
+        if self.ring.is_some()
+            && let Some(operation) = self.place(&request)
+            && let Some(ring) = self.ring.as_mut()
+        {
+            if matches!(operation, Operation::Write { .. }) {
+                self.writes.insert(request.token);
+            }
+            request.operation = operation;
+            ring.submit(request);
+            return;
+        }
+        self.pooled = self.pooled.saturating_add(1);
+        self.submitted.push(Job {
+            request,
+            mailbox: Arc::clone(&self.mailbox),
+        });
+    }
+
+    fn commit(&mut self) -> io::Result<()> {
+        if !self.submitted.is_empty()
+            && let Err(error) = self.pool.begin(&mut self.submitted)
+        {
+            for Job { request, mailbox } in self.submitted.drain(..) {
+                mailbox.put(Completion {
+                    token: request.token,
+                    result: Err(copy(&error)),
+                    buffers: request.buffers,
+                });
+            }
+        }
+        match self.ring.as_mut() {
+            Some(ring) => ring.commit(),
+            None => Ok(()),
+        }
+    }
+
+    fn completed(&mut self) -> Option<Completion> {
+        self.ended.pop().or_else(|| self.next())
+    }
+
+    fn in_flight(&self) -> usize {
+        let ring = self.ring.as_ref().map_or(0, Engine::in_flight);
+        ring.saturating_add(self.pooled).saturating_add(self.ended.len())
+    }
+
+    fn depth(&self) -> usize {
+        DEPTH
+    }
+
+    fn event(&self) -> Option<&EventFd> {
+        Some(self.mailbox.event())
+    }
+
+    fn wait(&mut self, deadline: Instant) -> io::Result<()> {
+        self.commit()?;
+        while self.in_flight() > 0 {
+            if let Some(completion) = self.completed() {
+                self.ended.push(completion);
+                break;
+            }
+            if Instant::now() >= deadline {
+                break;
+            }
+            wait_for(self.mailbox.event(), deadline)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Qcow2Engine {
+    fn drop(&mut self) {
+        // Mostly there is nothing: whoever drops it has waited.
+        let deadline = Instant::now().checked_add(PATIENCE);
+        while let Some(ring) = self.ring.as_mut().filter(|ring| ring.in_flight() > 0) {
+            if let Some(completion) = ring.completed() {
+                self.pool.unplace(self.writes.remove(&completion.token));
+                continue;
+            }
+            let Some(deadline) = deadline.filter(|deadline| Instant::now() < *deadline) else {
+                // The host may still write to clusters that others would take.
+                self.pool.fail();
+                break;
+            };
+            if ring.wait(deadline).is_err() {
+                self.pool.fail();
+                break;
+            }
+        }
+    }
+}
