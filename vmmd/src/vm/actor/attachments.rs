@@ -21,7 +21,8 @@ pub struct Attachments {
     pub(super) tasks: JoinSet<Outcome>,
     /// Errors of disks in this run.
     pub(super) errors: Errors,
-    last_serial: u64,
+    /// Counts changes of what is plugged in: an answer about it from before the last one is out of date.
+    changes: u64,
 }
 
 /// A disk.
@@ -105,8 +106,9 @@ impl Attachments {
             .or_insert_with(|| Attachment::new(AttachmentPhase::Attached, ""))
     }
 
-    pub(super) fn remove(&mut self, name: &str) -> Option<Attachment> {
-        self.by_name.remove(name)
+    pub(super) fn remove(&mut self, name: &str) {
+        self.changes += 1;
+        self.by_name.remove(name);
     }
 
     pub(super) fn plug(&mut self, name: &str) -> Option<&mut Plug> {
@@ -116,7 +118,9 @@ impl Attachments {
     /// Takes the plug with this serial number; `None` when another has replaced it, or it is settled.
     pub(super) fn take_plug(&mut self, name: &str, serial: u64) -> Option<Plug> {
         let place = &mut self.by_name.get_mut(name)?.plug;
-        place.take_if(|plug| plug.serial == serial)
+        let plug = place.take_if(|plug| plug.serial == serial)?;
+        self.changes += 1;
+        Some(plug)
     }
 
     /// All plugs under way, with the names of their disks; they are ended.
@@ -133,13 +137,20 @@ impl Attachments {
 
     /// Forgets everything: a run begins or has ended.
     pub(super) fn clear(&mut self) {
+        self.changes += 1;
         self.by_name.clear();
         self.errors = Errors::default();
     }
 
+    /// A number that no other plug has.
     pub(super) fn serial(&mut self) -> u64 {
-        self.last_serial += 1;
-        self.last_serial
+        self.changes += 1;
+        self.changes
+    }
+
+    /// How many changes there have been.
+    pub(super) fn changes(&self) -> u64 {
+        self.changes
     }
 
     /// Waits for a task to be done; forever when there is none.

@@ -475,8 +475,9 @@ impl Actor {
                 answer([reply], &result.map(|()| self.state()));
             }
             Outcome::State(state) => self.on_state(state),
-            Outcome::Looked(Ok(disks)) => self.converge(&disks).await,
-            Outcome::Looked(Err(error)) => {
+            Outcome::Looked(changes, Ok(_)) if changes != self.disks.changes() => self.look(),
+            Outcome::Looked(_, Ok(disks)) => self.converge(&disks).await,
+            Outcome::Looked(_, Err(error)) => {
                 tracing::debug!(vm = self.record.name, %error, "the vmm does not say which disks it has");
             }
         }
@@ -583,6 +584,7 @@ impl Actor {
         if let Some(instance) = &mut self.instance {
             instance.set_disk(name, None);
         }
+        self.disks.remove(name);
         *self.disks.entry(name) = Attachment::new(
             AttachmentPhase::Pending,
             "the guest ejected it; attach it again, or start the VM anew, to plug it in",
@@ -655,9 +657,10 @@ impl Actor {
     /// Asks the `vmm` which disks it has.
     pub(super) fn look(&mut self) {
         if let Some(client) = self.instance.as_ref().and_then(|instance| instance.client()) {
+            let changes = self.disks.changes();
             self.disks
                 .tasks
-                .spawn(async move { Outcome::Looked(plug::look(client).await) });
+                .spawn(async move { Outcome::Looked(changes, plug::look(client).await) });
         }
     }
 

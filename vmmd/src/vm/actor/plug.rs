@@ -47,8 +47,8 @@ pub enum Outcome {
     Limited(Target, Option<RateLimit>, Reply, Result<(), Failure>),
     /// What it is doing.
     State(Result<Status, control::Error>),
-    /// What the machine has.
-    Looked(Result<Vec<DiskStats>, control::Error>),
+    /// What the machine has, asked after so many changes.
+    Looked(u64, Result<Vec<DiskStats>, control::Error>),
 }
 
 /// Why a disk could not be plugged in.
