@@ -328,3 +328,61 @@ fn check_flushed(path: &Path, seed: u64, last: u64) {
         }
     }
 }
+
+/// Where qemu-img is installed: what it makes is used, and is as good for it afterwards.
+#[test]
+fn images_of_qemu_are_used_and_stay_such() {
+    const SIZE: usize = 4 << 20;
+    let folder = tempfile::tempdir().unwrap();
+    let (base, ours) = (folder.path().join("base"), folder.path().join("ours"));
+    let mut content: Vec<u8> = (0..SIZE as u32).map(|at| (at / 3000 % 251) as u8).collect();
+    content[SIZE / 2..SIZE / 2 + SIZE / 4].fill(0);
+    fs::write(&base, &content).unwrap();
+    let qemu_img = |arguments: &[&str], files: &[&Path]| {
+        let output = Command::new("qemu-img").args(arguments).args(files).output();
+        let output = output.ok()?;
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        Some(())
+    };
+    for options in [
+        "compat=1.1",
+        "compat=0.10",
+        "cluster_size=512,refcount_bits=1",
+        "cluster_size=4k,refcount_bits=64",
+        "cluster_size=2M,preallocation=metadata",
+        "cluster_size=4k,compat=1.1 -c",
+        "compat=0.10 -c",
+    ] {
+        let path = folder.path().join("disk");
+        let mut arguments = vec!["convert", "-f", "raw", "-O", "qcow2", "-o"];
+        arguments.extend(options.split(' '));
+        if qemu_img(&arguments, &[&base, &path]).is_none() {
+            return;
+        }
+        let disk = open(&path);
+        let mut guest = Guest::new(&disk);
+        assert!(guest.read(0, SIZE).unwrap() == content, "{options}");
+        let mut expected = content.clone();
+        for (at, length) in [(512, 512), (100 << 10, 70 << 10), (SIZE / 2 + 4096, 1536)] {
+            guest.write(at as u64, &vec![0xfd; length]).unwrap();
+            expected[at..at + length].fill(0xfd);
+        }
+        let zeroes = Operation::WriteZeroes {
+            offset: 1 << 20,
+            length: (512 << 10) + 512,
+            unmap: true,
+        };
+        guest.request(zeroes, 0).unwrap();
+        expected[1 << 20..(1 << 20) + (512 << 10) + 512].fill(0);
+        disk.grow(Some(SIZE as u64 * 2)).unwrap();
+        expected.resize(SIZE * 2, 0);
+        drop((guest, disk));
+        fs::write(&ours, &expected).unwrap();
+        qemu_img(&["check", "-q"], &[&path]).unwrap();
+        qemu_img(&["compare", "-q", "-f", "raw", "-F", "qcow2"], &[&ours, &path]).unwrap();
+    }
+}

@@ -1,0 +1,152 @@
+//! What makes clusters come and go in numbers: discards, zeroes, growth.
+
+use std::{io, sync::atomic::Ordering};
+
+use imago::{Mapping, ShallowMapping, format::PreallocateMode};
+
+use super::{Disk, advance, bytes, exclusive, shared};
+
+/// Zeroes are written in pieces of at most this size.
+const ZEROES: u64 = 1 << 20;
+
+/// How clusters are cleared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Clear {
+    /// They may read as anything.
+    Discard,
+    /// They are to read as zeroes, and their space is given back.
+    Unmap,
+    /// They are to read as zeroes, and keep their space.
+    Zero,
+}
+
+impl Disk {
+    /// Gives the space of whole clusters in this range back.
+    pub(in crate::block::qcow2) fn discard(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.check_change(offset, length)?;
+        if self.below.is_some() && !self.zero_clusters {
+            // What lies below would appear instead.
+            return Ok(());
+        }
+        let (start, end) = self.whole_clusters(offset, length);
+        self.clear(start, end, Clear::Discard)
+    }
+
+    /// Makes a range read as zeroes.
+    pub(in crate::block::qcow2) fn write_zeroes(
+        &self,
+        offset: u64,
+        length: u64,
+        unmap: bool,
+    ) -> io::Result<()> {
+        self.check_change(offset, length)?;
+        let end = offset.saturating_add(length);
+        let (first, last) = self.whole_clusters(offset, length);
+        if first >= last || !self.zero_clusters {
+            return self.put_zeroes(offset, end);
+        }
+        self.put_zeroes(offset, first)?;
+        self.put_zeroes(last, end)?;
+        let how = if unmap { Clear::Unmap } else { Clear::Zero };
+        self.clear(first, last, how)
+    }
+
+    /// The whole clusters in a range, as offsets; what ends with the disk ends with a cluster.
+    fn whole_clusters(&self, offset: u64, length: u64) -> (u64, u64) {
+        let end = offset.saturating_add(length);
+        let start = offset.checked_next_multiple_of(self.cluster).unwrap_or(end);
+        if end == self.capacity() {
+            return (start, end);
+        }
+        (
+            start,
+            end.saturating_sub(end.checked_rem(self.cluster).unwrap_or(0)),
+        )
+    }
+
+    /// Writes zeroes from `offset` to `end`, where there is anything else.
+    fn put_zeroes(&self, offset: u64, end: u64) -> io::Result<()> {
+        let access = shared(&self.access);
+        let zeroes = vec![0; bytes(end.saturating_sub(offset).min(ZEROES))];
+        let mut offset = offset;
+        while offset < end {
+            let tables = shared(&self.tables);
+            let (mapping, run) = access.get_mapping(offset, end.saturating_sub(offset).min(ZEROES))?;
+            let zero = matches!(mapping, Mapping::Zero { .. });
+            drop(tables);
+            if !zero {
+                self.put(&access, offset, run, &mut |medium, at, length| {
+                    medium.write_at(zeroes.get(..bytes(length)).unwrap_or_default(), at)
+                })?;
+            }
+            offset = advance(offset, run)?;
+        }
+        Ok(())
+    }
+
+    /// Clears whole clusters from `start` to `end`, where there is anything to clear.
+    fn clear(&self, start: u64, end: u64, how: Clear) -> io::Result<()> {
+        let mut access = exclusive(&self.access);
+        self.wait_for_rings()?;
+        let mut tables = exclusive(&self.tables);
+        let mut offset = start;
+        while offset < end {
+            let (mapping, run) = access.get_shallow_mapping(offset, end.saturating_sub(offset))?;
+            // What has no entry in an L2 table of this file, perhaps not even a table.
+            let unallocated = matches!(
+                mapping,
+                ShallowMapping::Zero { explicit: false, .. } | ShallowMapping::Indirect { .. }
+            );
+            let nothing = match mapping {
+                ShallowMapping::Zero { explicit: false, .. } => true,
+                ShallowMapping::Zero { explicit: true, .. } => how == Clear::Zero,
+                ShallowMapping::Indirect { .. } => how == Clear::Discard,
+                _ => false,
+            };
+            if !nothing {
+                if unallocated {
+                    self.commit_before_allocation(&access, &mut tables)?;
+                }
+                self.uncommitted.store(true, Ordering::Release);
+                tables.given_up = true;
+                match how {
+                    Clear::Discard if self.below.is_none() => access.discard_to_backing(offset, run)?,
+                    Clear::Discard | Clear::Unmap => access.discard_to_zero(offset, run)?,
+                    Clear::Zero => access.write_zeroes(offset, run)?,
+                }
+            }
+            offset = advance(offset, run)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the disk larger; on return that is stable.
+    pub(in crate::block::qcow2) fn grow(&self, capacity: u64) -> io::Result<()> {
+        self.check_change(0, 0)?;
+        let before = self.capacity();
+        {
+            let access = exclusive(&self.access);
+            let mut tables = exclusive(&self.tables);
+            self.commit_before_allocation(&access, &mut tables)?;
+            self.uncommitted.store(true, Ordering::Release);
+            tables.given_up = true;
+            access.resize_grow(capacity, PreallocateMode::None)?;
+            self.commit_tables(&access, &mut tables)?;
+        }
+        // What an image below has beyond the old end must not appear.
+        let appears = self.below.unwrap_or(0).min(capacity);
+        if appears > before {
+            let first = before.checked_next_multiple_of(self.cluster).unwrap_or(appears);
+            self.put_zeroes(before, first.min(appears))?;
+            if self.zero_clusters {
+                let last = appears.checked_next_multiple_of(self.cluster).unwrap_or(appears);
+                self.clear(first, last.min(capacity), Clear::Unmap)?;
+            } else {
+                self.put_zeroes(first, appears)?;
+            }
+            self.flush()?;
+        }
+        self.capacity.store(capacity, Ordering::Release);
+        Ok(())
+    }
+}
