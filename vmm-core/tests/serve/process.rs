@@ -16,8 +16,8 @@ use std::{
 use prost::Message as _;
 use proto::{
     vmm::{
-        Boot, Event, ExitRecord, Hello, Kernel, MachineSpec, Message, Request, event, message::Kind,
-        request::Op, response::Result as Answer,
+        AttachDisk, Boot, Disk, Event, ExitRecord, Hello, Kernel, MachineSpec, Message, Request, event,
+        message::Kind, request::Op, response::Result as Answer,
     },
     wire,
 };
@@ -285,6 +285,17 @@ impl Client {
     /// Boots a machine with 128 MiB and this kernel.
     pub fn boot(&mut self, kernel: &[u8], boot: &Boot) -> Answer {
         self.send_boot(kernel, boot);
+        self.answer()
+    }
+
+    /// Attaches a raw image as `name` in a slot.
+    pub fn attach(&mut self, image: &File, name: &str, pci_slot: u32) -> Answer {
+        let disk = Disk {
+            name: name.into(),
+            pci_slot,
+            ..Disk::default()
+        };
+        self.send(Op::AttachDisk(AttachDisk { disk: Some(disk) }), &[image.as_fd()]);
         self.answer()
     }
 
