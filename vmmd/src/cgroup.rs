@@ -22,13 +22,20 @@ use std::{
     fs, io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
-use rustix::fs::{Mode, OFlags};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::{Mode, OFlags},
+};
 use uuid::Uuid;
 
 /// Controllers handed down to the VMs where that is possible.
 const CONTROLLERS: [&str; 5] = ["+cpu", "+io", "+memory", "+pids", "+cpuset"];
+
+/// How long a process may count after its end.
+const LEAVING: Duration = Duration::from_secs(2);
 
 /// The directory below which the VMs' cgroups are.
 #[derive(Clone, Debug)]
@@ -121,11 +128,35 @@ impl Group {
         text.lines().filter_map(|line| line.parse().ok()).collect()
     }
 
-    /// Removes it; nothing may run in it any more.
+    /// Removes it; nothing may run in it any more. Blocking.
+    ///
+    /// A process may count for a moment after its end was told: that is waited for, but not long.
     pub fn remove(&self) -> io::Result<()> {
-        match fs::remove_dir(&self.dir) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
+        let deadline = Instant::now() + LEAVING;
+        loop {
+            match fs::remove_dir(&self.dir) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::ResourceBusy && Instant::now() < deadline => {
+                    self.wait_until_empty(deadline)?;
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Waits for `populated 0` (Documentation/admin-guide/cgroup-v2.rst, "[Un]populated Notification").
+    fn wait_until_empty(&self, deadline: Instant) -> io::Result<()> {
+        let events = fs::File::open(self.dir.join("cgroup.events"))?;
+        // The next change after this read is told by poll.
+        if count(&io::read_to_string(&events)?, "populated") == 0 {
+            return Ok(());
+        }
+        let mut fds = [PollFd::new(&events, PollFlags::PRI)];
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(io::Error::other)?;
+        match poll(&mut fds, Some(&left)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(errno) => Err(errno.into()),
         }
     }
 }
