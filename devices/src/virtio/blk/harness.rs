@@ -220,6 +220,8 @@ pub(super) struct Harness {
     kicks: Vec<Arc<EventFd>>,
     command: EventFd,
     state: QueueState,
+    /// It keeps the image.
+    _front: Blk,
 }
 
 impl Harness {
@@ -251,9 +253,8 @@ impl Harness {
             kicks: vec![Arc::new(EventFd::new(EFD_NONBLOCK).unwrap())],
             command: EventFd::new(EFD_NONBLOCK).unwrap(),
             state: fresh(),
+            _front: front,
         };
-        // The front keeps the image.
-        std::mem::forget(front);
         harness.start();
         harness
     }
