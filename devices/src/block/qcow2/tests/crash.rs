@@ -3,7 +3,10 @@
 //! The model of a disk: what was written before the last sync is there; of what was written since, each sector holds
 //! any state that it went through.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use proptest::{
     prelude::*,
@@ -12,9 +15,15 @@ use proptest::{
 
 use super::{
     requests::report,
-    support::{Event, Guest, Recorder, apply, image, open},
+    support::{Event, Guest, Recorder, apply, created, try_open},
 };
-use crate::block::{Image, Operation, SECTOR};
+use crate::block::{
+    Image, Operation, Qcow2Image, SECTOR,
+    qcow2::{
+        Below,
+        create::{CreateOptions, Preallocation},
+    },
+};
 
 /// What the guest does; positions and lengths are in sectors.
 #[derive(Debug, Clone)]
@@ -42,6 +51,18 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
+/// What the image below an overlay holds everywhere.
+const BELOW: u64 = 0xb0b0;
+
+fn open(recorder: &Arc<Recorder>, overlay: bool) -> Qcow2Image {
+    let mut below = Vec::new();
+    if overlay {
+        let words = (0..SECTORS * SECTOR / 8).flat_map(|_| BELOW.to_le_bytes());
+        below.push(Below::Raw(Recorder::new(words.collect())));
+    }
+    try_open(recorder, false, below).unwrap()
+}
+
 /// A step that was done, and the events that it caused.
 struct Done {
     step: Step,
@@ -50,8 +71,8 @@ struct Done {
     events: std::ops::Range<usize>,
 }
 
-fn play(recorder: &std::sync::Arc<Recorder>, steps: &[Step]) -> Vec<Done> {
-    let disk = open(recorder);
+fn play(recorder: &Arc<Recorder>, steps: &[Step], overlay: bool) -> Vec<Done> {
+    let disk = open(recorder, overlay);
     recorder.events.lock().unwrap().clear();
     let mut guest = Guest::new(&disk);
     let mut done = Vec::new();
@@ -98,9 +119,10 @@ fn play(recorder: &std::sync::Arc<Recorder>, steps: &[Step]) -> Vec<Done> {
 }
 
 /// What each sector may hold after a crash before event `at`: numbers of writes, 0 for zeroes; `None` for anything.
-fn allowed(done: &[Done], at: usize) -> BTreeMap<u64, Option<BTreeSet<u64>>> {
-    let mut sectors: BTreeMap<u64, Option<BTreeSet<u64>>> =
-        (0..SECTORS).map(|sector| (sector, Some([0].into()))).collect();
+fn allowed(done: &[Done], at: usize, first: u64) -> BTreeMap<u64, Option<BTreeSet<u64>>> {
+    let mut sectors: BTreeMap<u64, Option<BTreeSet<u64>>> = (0..SECTORS)
+        .map(|sector| (sector, Some([first].into())))
+        .collect();
     let mut current: BTreeMap<u64, Option<u64>> = BTreeMap::new();
     for done in done.iter().take_while(|done| done.events.start < at.max(1)) {
         let complete = done.events.end <= at;
@@ -180,12 +202,12 @@ fn crashed(before: &[u8], events: &[Event], at: usize, rng: &mut TestRng) -> Vec
     content
 }
 
-fn check_crash(before: &[u8], done: &[Done], events: &[Event], at: usize, rng: &mut TestRng) {
+fn check_crash(before: &[u8], done: &[Done], events: &[Event], at: usize, overlay: bool, rng: &mut TestRng) {
     let crashed = crashed(before, events, at, rng);
     let recorder = Recorder::new(crashed);
     let found = report(&recorder);
     assert_eq!(found.corruptions, 0, "crash at {at}: {found:?}");
-    let disk = open(&recorder);
+    let disk = open(&recorder, overlay);
     let found = report(&recorder);
     assert_eq!(
         (found.corruptions, found.leaks),
@@ -193,7 +215,7 @@ fn check_crash(before: &[u8], done: &[Done], events: &[Event], at: usize, rng: &
         "after repair: {found:?}"
     );
     let mut guest = Guest::new(&disk);
-    let allowed = allowed(done, at);
+    let allowed = allowed(done, at, if overlay { BELOW } else { 0 });
     let data = guest.read(0, (SECTORS * SECTOR) as usize).unwrap();
     for (sector, content) in data.chunks(SECTOR as usize).enumerate() {
         let Some(values) = &allowed[&(sector as u64)] else {
@@ -217,22 +239,28 @@ fn check_crash(before: &[u8], done: &[Done], events: &[Event], at: usize, rng: &
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
 
     #[test]
     fn whenever_the_host_dies_the_image_is_consistent_and_holds_what_was_flushed(
         steps in prop::collection::vec(step(), 1..60),
         cluster_bits in prop_oneof![Just(9_u32), Just(12), Just(16)],
+        overlay: bool,
         seed in any::<[u8; 32]>(),
     ) {
-        let recorder = image(SECTORS * SECTOR, 1 << cluster_bits);
+        let recorder = created(CreateOptions {
+            size: SECTORS * SECTOR,
+            cluster_size: 1 << cluster_bits,
+            preallocation: Preallocation::Off,
+            backing: overlay.then_some("raw"),
+        });
         let before = recorder.content();
-        let done = play(&recorder, &steps);
+        let done = play(&recorder, &steps, overlay);
         let events = recorder.events.lock().unwrap().clone();
         let mut rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);
         for _ in 0..12 {
             let at = rng.next_u32() as usize % (events.len() + 1);
-            check_crash(&before, &done, &events, at, &mut rng);
+            check_crash(&before, &done, &events, at, overlay, &mut rng);
         }
     }
 }
