@@ -61,8 +61,9 @@ test: nextest node-tool ## Run all tests, those in the test node included; insta
 	$(NODE) --name test with -- $(CARGO) nextest run --locked --workspace --profile ci
 
 .PHONY: bench
-bench: node-tool deb ## Measure vmmd beside QEMU in the test node and print the ratios (ONLY=start or disk: a part of them)
+bench: node-tool deb ## Measure vmmd beside QEMU in the test node and print the ratios (ONLY=start, disk or rings: a part of them)
 	$(CARGO) build -q -p vmmd-tests --bin bench
+	$(CARGO) bench -q --locked -p vmmd-devices --features testing --bench blk_rings --no-run
 	$(NODE) --name bench with -- target/debug/bench $(if $(PUBLISH),--publish) $(if $(ONLY),--only $(ONLY))
 
 .PHONY: lint

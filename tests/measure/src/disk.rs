@@ -144,7 +144,7 @@ impl Job {
         // fio's runtime in milliseconds is field 9 of its terse output for reads, 50 for writes (fio(1), TERSE OUTPUT).
         running.type_line(&format!(
             "echo READY-$((1 + 1)); read x; fio --name=j --filename=/dev/vda --direct=1 --ioengine=io_uring --bs={bs}k --size=100% \
-             --io_size={kib}k --randrepeat=1 --norandommap {options} --output-format=terse >/tmp/fio; echo DONE-$?-; read x; \
+             --io_size={kib}k --randrepeat=1 --norandommap {options} --output-format=terse >/tmp/fio 2>&1; echo DONE-$?-; read x; \
              cut -d';' -f9,50 /tmp/fio | sed 's/.*/RUNTIME;&;/'",
             bs = self.block_kib,
             options = self.options,
@@ -156,7 +156,9 @@ impl Job {
         let done = running.wait_for("DONE-")?;
         let after = Counters::read(pid)?;
         if !done.contains("DONE-0-") {
-            bail!("fio fails in the guest: {done}");
+            running.type_line("; cat /tmp/fio; echo TOLD-$((1 + 1))")?;
+            let text = running.text_until("TOLD-2")?;
+            bail!("fio fails in the guest: {text}");
         }
         running.type_line("")?;
         let line = running.wait_for("RUNTIME;")?;

@@ -62,15 +62,23 @@ impl Running {
 
     /// Reads on until a line has the marker, and returns that line.
     pub fn wait_for(&mut self, marker: &str) -> Result<String> {
+        let text = self.text_until(marker)?;
+        Ok(text.lines().next_back().unwrap_or_default().to_owned())
+    }
+
+    /// Reads on until a line has the marker, and returns all lines up to it.
+    pub fn text_until(&mut self, marker: &str) -> Result<String> {
+        let mut text = String::new();
         let mut line = Vec::new();
         loop {
             line.clear();
             if self.lines.read_until(b'\n', &mut line)? == 0 {
-                bail!("it ended before it printed {marker}");
+                bail!("it ended before it printed {marker}:\n{text}");
             }
-            let text = String::from_utf8_lossy(&line);
-            if text.contains(marker) {
-                return Ok(text.into_owned());
+            let line = String::from_utf8_lossy(&line);
+            text += &line;
+            if line.contains(marker) {
+                return Ok(text);
             }
         }
     }

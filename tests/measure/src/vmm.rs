@@ -11,7 +11,9 @@ use anyhow::{Context, Result};
 
 /// Guest RAM of each in bytes.
 pub const MEMORY: u64 = 256 << 20;
-const CMDLINE: &str = "console=ttyS0 quiet reboot=t panic=-1 guest.modules=none";
+const CMDLINE: &str = "console=ttyS0 quiet reboot=t panic=-1";
+/// For a guest without a disk: it starts without loading modules.
+const NO_MODULES: &str = "guest.modules=none";
 
 /// A program with arguments that boots the guest with its serial console on the standard output.
 pub struct Subject {
@@ -72,6 +74,13 @@ pub fn with_disks(programs: &Programs, raw: &Path, qcow2: &Path) -> Result<Vec<S
     ])
 }
 
+fn cmdline(disk: Option<Disk<'_>>) -> String {
+    match disk {
+        Some(_) => CMDLINE.to_owned(),
+        None => format!("{CMDLINE} {NO_MODULES}"),
+    }
+}
+
 fn ours(name: &'static str, programs: &Programs, disk: Option<Disk<'_>>) -> Result<Subject> {
     let spec = std::env::temp_dir().join(format!("measure-{name}.yaml"));
     let mut manifest = serde_json::json!({
@@ -81,7 +90,7 @@ fn ours(name: &'static str, programs: &Programs, disk: Option<Disk<'_>>) -> Resu
         "spec": {
             "cpu": {"cores": 1},
             "memory": {"sizeBytes": MEMORY},
-            "boot": {"linux": {"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": CMDLINE}},
+            "boot": {"linux": {"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": cmdline(disk)}},
         },
     });
     if let Some(disk) = disk {
@@ -118,7 +127,7 @@ fn qemu(name: &'static str, programs: &Programs, machine: &str, disk: Option<Dis
         ("-machine", machine),
         ("-serial", "stdio"),
         ("-device", "virtio-rng-pci"),
-        ("-append", CMDLINE),
+        ("-append", cmdline(disk).as_str()),
     ] {
         arguments.extend([option.into(), value.into()]);
     }

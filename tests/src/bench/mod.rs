@@ -3,6 +3,7 @@
 
 mod daemon;
 mod disk;
+mod rings;
 mod start;
 mod table;
 
@@ -19,6 +20,8 @@ pub enum Part {
     Start,
     /// Requests to a disk.
     Disk,
+    /// A disk's rings without a guest.
+    Rings,
 }
 
 /// Runs every benchmark, or only one, and returns the report in Markdown.
@@ -31,6 +34,9 @@ pub fn run(node: &Node, runs: u32, only: Option<Part>) -> Result<String> {
     }
     if wanted(Part::Disk) {
         report += &disk::run(node, runs)?;
+    }
+    if wanted(Part::Rings) {
+        report += &rings::run()?;
     }
     Ok(report)
 }

@@ -10,7 +10,7 @@ use clap::{Parser, Subcommand};
 use vmmd_tests::node::{
     DEFAULT_NAME, KEEPER_VARIABLE, Keeper, NODE_VARIABLE, Node, Size, images, newest_package,
 };
-use vmmd_tests::paths;
+use vmmd_tests::{guest, paths};
 
 /// Builds, boots and uses the test node.
 #[derive(Parser)]
@@ -92,6 +92,7 @@ fn act(name: &str, action: Action) -> Result<ExitCode> {
     match action {
         Action::Build => {
             let (node, guests) = images()?;
+            guest::prepare()?;
             println!("node image: {}", node.disk.display());
             println!("guest images: {}", guests.tree().display());
         }

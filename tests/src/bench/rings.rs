@@ -1,0 +1,91 @@
+//! A disk's rings without a guest, beside the same io_uring without virtio: the benchmark of the crate `devices`, which
+//! runs on this machine and not in the node.
+
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use serde::Deserialize;
+
+use super::table::{Row, render};
+use crate::wait::Deadline;
+use crate::{paths, run};
+
+#[derive(Deserialize)]
+struct Report {
+    rows: Vec<Figures>,
+}
+
+#[derive(Deserialize)]
+struct Figures {
+    cache: String,
+    depth: u32,
+    ring_per_second: f64,
+    virtio_per_second: f64,
+    ring_cpu_ns: f64,
+    virtio_cpu_ns: f64,
+}
+
+/// Runs it, building it first, and renders.
+pub fn run() -> Result<String> {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command
+        .args([
+            "bench",
+            "-q",
+            "--locked",
+            "-p",
+            "vmmd-devices",
+            "--features",
+            "testing",
+        ])
+        .args(["--bench", "blk_rings"])
+        .current_dir(paths::workspace_dir());
+    let text = run::check(&mut command, Deadline::seconds(1800))?;
+    let line = text.lines().find(|line| line.contains("\"blk_rings\""));
+    let report = serde_json::from_str(line.context("the benchmark printed no figures")?);
+    Ok(render_report(&report.context("read the benchmark's figures")?))
+}
+
+fn render_report(report: &Report) -> String {
+    let rows = report.rows.iter().flat_map(|figures| {
+        let row = |what: &str, values: [f64; 2]| Row {
+            name: format!("{}, depth {}: {what}", figures.cache, figures.depth),
+            values: values.to_vec(),
+        };
+        [
+            row("requests/s", [figures.virtio_per_second, figures.ring_per_second]),
+            row(
+                "CPU, ns for each request",
+                [figures.virtio_cpu_ns, figures.ring_cpu_ns],
+            ),
+        ]
+    });
+    let rows: Vec<Row> = rows.collect();
+    format!(
+        "### A disk's rings without a guest\n\n4 KiB random reads through a virtio-blk device whose driver is a thread of the \
+         benchmark, beside a loop on io_uring alone; on the machine that runs the node. CPU time is that of the thread \
+         that serves the disk.\n\n{}\n",
+        render(&["virtio-blk", "ring alone"], &rows)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_and_cpu_time_have_their_ratio() {
+        let line = r#"{"benchmark":"blk_rings","rows":[{"cache":"direct","depth":32,"block_bytes":4096,
+            "ring_per_second":1000,"virtio_per_second":900,"ratio":0.9,"ring_cpu_ns":500,"virtio_cpu_ns":600,
+            "kicks_per_request":0.1}]}"#;
+        let text = render_report(&serde_json::from_str(line).expect("figures"));
+        assert!(
+            text.contains("| direct, depth 32: requests/s | 900 | 1,000 | 0.90 |"),
+            "{text}"
+        );
+        assert!(
+            text.contains("| direct, depth 32: CPU, ns for each request | 600 | 500 | 1.20 |"),
+            "{text}"
+        );
+    }
+}

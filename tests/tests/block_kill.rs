@@ -1,0 +1,186 @@
+//! A `vmm` that is killed at any moment loses no write that was confirmed.
+
+use std::time::Duration;
+
+use vmmd_tests::node::Kernel;
+use vmmd_tests::storage::{Disk, Format};
+use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
+use vmmd_tests::{Case, Node};
+
+/// Kills; each is a round of a raw disk and a round of a qcow2.
+const KILLS: u32 = 15;
+/// The disks' size. Most of a qcow2 is still unallocated in the last round.
+const DISK_MIB: u64 = 96;
+
+/// A disk under test.
+struct Subject<'case> {
+    node: &'case Node,
+    format: Format,
+    image: String,
+    /// The same content as a raw image; that of a qcow2 is made by `qemu-img`.
+    raw: String,
+    state: String,
+    device: &'static str,
+}
+
+impl<'case> Subject<'case> {
+    fn new(case: &'case Case, format: Format, device: &'static str) -> Self {
+        let image = case.image("disk", format, DISK_MIB).expect("image");
+        let folder = case.folder().expect("folder");
+        Subject {
+            node: case.node(),
+            format,
+            raw: match format {
+                Format::Raw => image.clone(),
+                Format::Qcow2 => format!("{folder}/converted"),
+            },
+            image,
+            state: format!("{folder}/{format}.state"),
+            device,
+        }
+    }
+
+    fn disk(&self, cache: &str) -> Disk {
+        Disk::new(&self.format.to_string(), self.format, &self.image)
+            .with("cache", format!("DISK_CACHE_{cache}"))
+    }
+
+    /// The command that writes to it in the guest.
+    fn write(&self, round: u32) -> String {
+        format!(
+            "blkcheck write {} --round {round} --prefix {} &",
+            self.device, self.format
+        )
+    }
+
+    /// Each thread's last confirmation in what the guest printed.
+    fn confirmed(&self, text: &str) -> Vec<u64> {
+        let last = |thread: u32| {
+            let prefix = format!("{}-{thread}:", self.format);
+            text.rmatch_indices(&prefix)
+                .find_map(|(at, _)| text.get(at + prefix.len()..)?.split_once(';')?.0.parse().ok())
+                .unwrap_or(0)
+        };
+        (0..4).map(last).collect()
+    }
+
+    /// Every confirmed operation is in the image, which is sound.
+    fn verify(&self, blkcheck: &str, round: u32, confirmed: &[u64]) -> String {
+        if self.format == Format::Qcow2 {
+            let leaks = self
+                .node
+                .check_qcow2(&self.image)
+                .expect("the image is sound after the kill");
+            eprintln!("round {round}: {leaks} leaked clusters");
+            self.node
+                .sh(&format!(
+                    "qemu-img convert -f qcow2 -O raw {} {}",
+                    self.image, self.raw
+                ))
+                .expect("convert");
+        }
+        let confirmed: Vec<String> = confirmed.iter().map(u64::to_string).collect();
+        self.node
+            .sh(&format!(
+                "{blkcheck} verify {} --state {} --round {round} --confirmed {}",
+                self.raw,
+                self.state,
+                confirmed.join(",")
+            ))
+            .expect("every confirmed operation is there")
+    }
+}
+
+/// Lets the guest write until each thread of each disk has had something confirmed, and some time more.
+fn write_until_killed(
+    vm: &Vm<'_>,
+    console: &mut Console,
+    subjects: &[Subject<'_>],
+    round: u32,
+    more: Duration,
+) -> String {
+    for subject in subjects {
+        console.type_line(&subject.write(round)).expect("type");
+    }
+    for subject in subjects {
+        console
+            .until(&format!("{}-0:", subject.format), 120)
+            .expect("a confirmation");
+    }
+    let seconds = more.as_secs_f64();
+    let pid = vm.pid().expect("pid");
+    vm.node()
+        .sh(&format!("sleep {seconds}; kill -9 {pid}"))
+        .expect("kill");
+    // The stream ends with the run; what it had until then is all that counts as confirmed.
+    console.until("never printed", 60).expect_err("the console ends");
+    console.text()
+}
+
+/// The guest sees what another reader of the images sees.
+fn compare(console: &mut Console, subjects: &[Subject<'_>], blkcheck: &str) {
+    for subject in subjects {
+        let guest = console
+            .run(&format!("blkcheck digest {}", subject.device), 120)
+            .expect("digest");
+        let node = subject
+            .node
+            .sh(&format!("{blkcheck} digest {}", subject.raw))
+            .expect("digest");
+        assert_eq!(
+            guest.trim(),
+            node.trim(),
+            "what the guest reads of {}",
+            subject.format
+        );
+    }
+}
+
+fn spec(case: &Case, subjects: &[Subject<'_>], cache: &str) -> VmSpec {
+    let spec = case.storage_guest(Kernel::Cloud612).expect("guest").cores(2);
+    subjects
+        .iter()
+        .fold(spec, |spec, subject| spec.with_disk(subject.disk(cache)))
+}
+
+#[test]
+fn confirmed_writes_are_there_after_every_kill() {
+    let case = Case::new("blk-kill").expect("node");
+    let blkcheck = case.blkcheck().expect("blkcheck");
+    let subjects = [
+        Subject::new(&case, Format::Raw, "/dev/vda"),
+        Subject::new(&case, Format::Qcow2, "/dev/vdb"),
+    ];
+    // Any numbers will do; they differ from run to run.
+    let seed = u64::from(std::process::id());
+    for cache in ["NONE", "WRITEBACK"] {
+        let first = if cache == "NONE" { 1 } else { KILLS / 2 + 1 };
+        let last = if cache == "NONE" { KILLS / 2 } else { KILLS };
+        let vm = Vm::create(
+            &case,
+            &format!("-{}", cache.to_lowercase()),
+            &spec(&case, &subjects, cache),
+        )
+        .expect("create");
+        for round in first..=last {
+            vm.ctl("start").expect("start");
+            let mut console = vm.console().expect("console");
+            console.until("GUEST-READY", BOOT).expect("boot");
+            if round % 4 == 0 || round == KILLS {
+                compare(&mut console, &subjects, &blkcheck);
+            }
+            let more = Duration::from_millis((seed * 7919 + u64::from(round) * 617) % 2500);
+            let text = write_until_killed(&vm, &mut console, &subjects, round, more);
+            vm.wait_phase("FAILED", 60).expect("the daemon notices");
+            for subject in &subjects {
+                let confirmed = subject.confirmed(&text);
+                assert!(confirmed.iter().sum::<u64>() > 0, "nothing was confirmed: {text}");
+                eprintln!(
+                    "round {round}, {}, killed {more:?} later: {}",
+                    subject.format,
+                    subject.verify(&blkcheck, round, &confirmed).trim()
+                );
+            }
+        }
+    }
+}
