@@ -7,7 +7,7 @@ use std::{
     os::unix::fs::{FileExt as _, FileTypeExt as _},
     sync::{
         Mutex,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicI32, AtomicU64, Ordering},
     },
 };
 
@@ -47,6 +47,8 @@ pub(super) struct Target {
     capacity: AtomicU64,
     /// Held while the size is changed.
     growing: Mutex<()>,
+    /// The errno of a flush of the page cache that failed; 0 if none did.
+    lost: AtomicI32,
 }
 
 /// How to make bytes read as zero, best first.
@@ -108,6 +110,7 @@ impl Target {
             changing: alignment.is_coarse().then(Ranges::default),
             capacity: capacity.into(),
             growing: Mutex::default(),
+            lost: AtomicI32::new(0),
         })
     }
 
@@ -128,6 +131,31 @@ impl Target {
     /// What requests have to keep to.
     pub(super) fn alignment(&self) -> Alignment {
         self.alignment
+    }
+
+    /// How a request went, given what the host says. When the page cache could not be flushed, the kernel may have
+    /// dropped what was in it and call the next flush a success (fsync(2), "EIO"): from then on each flush fails.
+    pub(super) fn settled(&self, operation: Operation, result: io::Result<()>) -> io::Result<()> {
+        let flushes = matches!(
+            operation,
+            Operation::Flush | Operation::Write { stable: true, .. }
+        );
+        if !flushes || self.alignment != Alignment::NONE {
+            return result;
+        }
+        if let Err(error) = &result {
+            let number = error.raw_os_error().unwrap_or(libc::EIO);
+            // The first one stays. A write that found no space was not taken into the page cache.
+            if operation == Operation::Flush {
+                let _first = self
+                    .lost
+                    .compare_exchange(0, number, Ordering::AcqRel, Ordering::Acquire);
+            }
+        }
+        match self.lost.load(Ordering::Acquire) {
+            0 => result,
+            number => Err(io::Error::from_raw_os_error(number)),
+        }
     }
 
     /// See [`Image::grow`](super::image::Image::grow).
@@ -203,6 +231,7 @@ impl Target {
             changing.lock(range);
         }
         let result = self.carry_out(operation, buffers, bounce);
+        let result = self.settled(operation, result);
         if let Some((changing, range)) = &change {
             changing.unlock(range);
         }
@@ -403,4 +432,57 @@ fn whole_blocks(offset: u64, length: u64, block: u32) -> Option<(u64, u64)> {
 /// A system call, again when a signal interrupted it.
 fn repeat(call: impl Fn() -> rustix::io::Result<()>) -> io::Result<()> {
     rustix::io::retry_on_intr(call).map_err(io::Error::from)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn target(alignment: Alignment) -> Target {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4096).unwrap();
+        Target::aligned(file, alignment).unwrap()
+    }
+
+    fn errno(result: io::Result<()>) -> Option<i32> {
+        result.err().and_then(|error| error.raw_os_error())
+    }
+
+    #[test]
+    fn once_the_page_cache_could_not_be_flushed_no_flush_succeeds_again() {
+        let target = target(Alignment::NONE);
+        let failed = || Err(io::Error::from_raw_os_error(libc::EIO));
+        let write = Operation::Write {
+            offset: 0,
+            stable: false,
+        };
+        let stable = Operation::Write {
+            offset: 0,
+            stable: true,
+        };
+        assert_eq!(errno(target.settled(write, failed())), Some(libc::EIO));
+        assert_eq!(errno(target.settled(Operation::Flush, Ok(()))), None);
+        assert_eq!(errno(target.settled(Operation::Flush, failed())), Some(libc::EIO));
+        assert_eq!(errno(target.settled(Operation::Flush, Ok(()))), Some(libc::EIO));
+        assert_eq!(errno(target.settled(stable, Ok(()))), Some(libc::EIO));
+        assert_eq!(errno(target.settled(write, Ok(()))), None);
+        let mut bounce = Bounce::default();
+        let mut none = Iovecs::new(std::sync::Arc::new(crate::GuestMemory::default()));
+        assert_eq!(
+            errno(target.execute(Operation::Flush, &mut none, &mut bounce)),
+            Some(libc::EIO)
+        );
+    }
+
+    #[test]
+    fn without_the_page_cache_a_flush_may_be_tried_again() {
+        let target = target(Alignment {
+            memory: 512,
+            offset: 512,
+        });
+        let failed = Err(io::Error::from_raw_os_error(libc::EIO));
+        assert_eq!(errno(target.settled(Operation::Flush, failed)), Some(libc::EIO));
+        assert_eq!(errno(target.settled(Operation::Flush, Ok(()))), None);
+    }
 }

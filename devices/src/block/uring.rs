@@ -188,7 +188,7 @@ impl UringEngine {
         let before = running.operation;
         self.free.push(tag);
         let result = match verdict {
-            Verdict::Over(result) => result,
+            Verdict::Over(result) => self.target.settled(before, result),
             Verdict::Again { operation, patient } => {
                 self.unsent = true;
                 let running = Running {

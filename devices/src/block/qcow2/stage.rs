@@ -42,7 +42,9 @@ pub(super) const REFCOUNT_OFFSET: u64 = !0x1ff;
 pub(super) struct Base {
     pub(super) medium: Arc<dyn Medium>,
     unsynced: AtomicBool,
-    syncing: Mutex<()>,
+    /// The errno of a sync that failed. The kernel may have dropped what it could not write, and call the next sync a
+    /// success (fsync(2), "EIO"): from then on nothing settles.
+    lost: Mutex<Option<i32>>,
 }
 
 impl Base {
@@ -50,7 +52,7 @@ impl Base {
         Self {
             medium,
             unsynced: AtomicBool::new(false),
-            syncing: Mutex::new(()),
+            lost: Mutex::new(None),
         }
     }
 
@@ -68,11 +70,16 @@ impl Base {
     /// On return all is stable of which [`written`](Self::written) was told before the call.
     pub(super) fn settle(&self) -> io::Result<()> {
         // Whoever finds nothing to do must have waited for another thread that does it.
-        let _guard = self.syncing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(number) = *lost {
+            return Err(io::Error::from_raw_os_error(number));
+        }
         if !self.unsynced.swap(false, Ordering::AcqRel) {
             return Ok(());
         }
-        self.medium.sync().inspect_err(|_| self.written())
+        self.medium
+            .sync()
+            .inspect_err(|error| *lost = Some(error.raw_os_error().unwrap_or(libc::EIO)))
     }
 }
 

@@ -1,3 +1,5 @@
+use std::sync::atomic::Ordering;
+
 use super::super::{check, header::Header};
 use super::support::{Guest, Recorder, image, open};
 use crate::block::{Image, Operation};
@@ -107,4 +109,26 @@ fn a_disk_grows_while_it_is_used() {
     let mut guest = Guest::new(&disk);
     assert_eq!(guest.read(0, 512).unwrap(), [1; 512]);
     assert_eq!(guest.read((20 << 20) - 512, 512).unwrap(), [2; 512]);
+}
+
+#[test]
+fn once_the_host_could_not_make_something_stable_no_flush_succeeds_again() {
+    let recorder = image(1 << 20, 4096);
+    let disk = open(&recorder);
+    let mut guest = Guest::new(&disk);
+    guest.write(0, &[1; 4096]).unwrap();
+    guest.flush().unwrap();
+    guest.write(8192, &[2; 4096]).unwrap();
+    recorder.fails_once.store(true, Ordering::Relaxed);
+    for _ in 0..2 {
+        let error = guest.flush().unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EIO));
+    }
+    // What the tables say is what was stable before.
+    drop(guest);
+    drop(disk);
+    let disk = open(&recorder);
+    let mut guest = Guest::new(&disk);
+    assert_eq!(guest.read(0, 4096).unwrap(), [1; 4096]);
+    guest.flush().unwrap();
 }

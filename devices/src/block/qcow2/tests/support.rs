@@ -2,7 +2,10 @@
 
 use std::{
     io,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -35,6 +38,8 @@ pub struct Recorder {
     pub events: Mutex<Vec<Event>>,
     /// Fails writes that would make it longer than this.
     pub limit: Mutex<Option<u64>>,
+    /// Fails the next sync.
+    pub fails_once: AtomicBool,
 }
 
 impl Recorder {
@@ -130,6 +135,9 @@ impl Medium for Recorder {
     }
 
     fn sync(&self) -> io::Result<()> {
+        if self.fails_once.swap(false, Ordering::Relaxed) {
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
         self.events.lock().unwrap().push(Event::Sync);
         Ok(())
     }
