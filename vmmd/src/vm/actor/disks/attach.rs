@@ -1,0 +1,232 @@
+//! Attaching: the disk goes into the spec, then into the machine.
+
+use proto::{
+    model::{
+        Violations,
+        disk::Disk,
+        vm::{MAX_DISKS, VmSpec},
+    },
+    v1::{self, AttachmentPhase},
+};
+
+use crate::{
+    control::Client,
+    failure::{Failure, Kind},
+    ledger::FileId,
+    vm::{
+        actor::{
+            Actor, Reply, answer,
+            attachments::{Attachment, Plug, PlugKind},
+            plug::{self, AttachError, Outcome},
+        },
+        admission::Place,
+        machine,
+        start::store_failure,
+    },
+};
+
+impl Actor {
+    pub(super) async fn attach(
+        &mut self,
+        place: Place,
+        wire: v1::DiskSpec,
+        reply: Reply,
+    ) -> Result<(), (Failure, Reply)> {
+        let disk = match validate(&wire) {
+            Ok(disk) => disk,
+            Err(violations) => return Err((violations.into(), reply)),
+        };
+        let name = disk.name.to_string();
+        let client = match place {
+            Place::Machine => match self.running_client() {
+                Ok(client) => Some(client),
+                Err(failure) => return Err((failure, reply)),
+            },
+            Place::Spec => None,
+        };
+        if let Some(known) = self.spec.disks.iter().find(|known| known.name == disk.name) {
+            if *known != disk {
+                let message = format!("VM \"{}\" has another disk \"{name}\" already", self.record.name);
+                return Err((Failure::new(Kind::Exists, "DISK_EXISTS", message), reply));
+            }
+            return self.attach_again(client, disk, reply).await;
+        }
+        if let Err(failure) = self.add_to_spec(wire, &disk, client.is_some()).await {
+            return Err((failure, reply));
+        }
+        match client {
+            Some(client) => self.plug_in(client, disk, vec![reply]),
+            None => {
+                self.publish();
+                answer([reply], &Ok(self.state()));
+            }
+        }
+        Ok(())
+    }
+
+    /// The same disk is in the spec already.
+    async fn attach_again(
+        &mut self,
+        client: Option<Client>,
+        disk: Disk,
+        reply: Reply,
+    ) -> Result<(), (Failure, Reply)> {
+        let name = disk.name.to_string();
+        match self.disks.plug(&name) {
+            Some(plug) if plug.kind == PlugKind::Attach => {
+                plug.waiters.push(reply);
+                return Ok(());
+            }
+            Some(_) => return Err((self.busy(&name), reply)),
+            None => {}
+        }
+        let attachment = self.disks.get(&name);
+        let ejected = attachment.is_some_and(|attachment| attachment.phase == AttachmentPhase::Pending);
+        match client {
+            Some(client) if ejected => {
+                let noted = self.change_run(|run| run.attaching.push(name)).await;
+                match noted {
+                    Ok(()) => self.plug_in(client, disk, vec![reply]),
+                    Err(failure) => return Err((failure, reply)),
+                }
+            }
+            _ => {
+                let run = self.record.instance.as_ref();
+                // Who wants it takes back an earlier detach that the guest has not heeded.
+                if run.is_some_and(|run| run.ejecting.contains(&name)) {
+                    let noted = self.change_run(|run| run.ejecting.retain(|noted| *noted != name));
+                    if let Err(failure) = noted.await {
+                        return Err((failure, reply));
+                    }
+                }
+                answer([reply], &Ok(self.state()));
+            }
+        }
+        Ok(())
+    }
+
+    async fn add_to_spec(&mut self, wire: v1::DiskSpec, disk: &Disk, running: bool) -> Result<(), Failure> {
+        let name = disk.name.to_string();
+        let hardware = self.record.hardware.clone().unwrap_or_default();
+        let slot = machine::free_slot(&hardware).filter(|_| self.spec.disks.len() < MAX_DISKS);
+        let Some(slot) = slot else {
+            let message = format!(
+                "VM \"{}\" has {MAX_DISKS} disks, as many as there are slots: detach one first",
+                self.record.name
+            );
+            return Err(Failure::new(Kind::Exhausted, "NO_FREE_SLOT", message));
+        };
+        let mut record = self.record.clone();
+        let spec = record.spec.get_or_insert_default();
+        spec.disks.push(wire);
+        let index = spec.disks.len() - 1;
+        let spec = VmSpec::try_from(&*spec).map_err(|violations| renamed(violations, index))?;
+        record
+            .hardware
+            .get_or_insert_default()
+            .disk_slots
+            .insert(name.clone(), slot);
+        record.generation += 1;
+        if let Some(run) = record.instance.as_mut().filter(|_| running) {
+            run.attaching.push(name.clone());
+        }
+        let disks = std::slice::from_ref(disk);
+        self.host
+            .disks
+            .take(&self.record.name, disks, |_| "disk".to_owned())?;
+        if let Err(error) = self.host.store.put(&record).await {
+            self.host.disks.give_back(&self.record.name, Some(&name));
+            return Err(store_failure(error));
+        }
+        (self.record, self.spec) = (record, spec);
+        Ok(())
+    }
+
+    fn plug_in(&mut self, client: Client, disk: Disk, waiters: Vec<Reply>) {
+        let name = disk.name.to_string();
+        let serial = self.disks.serial();
+        let hardware = self.record.hardware.clone().unwrap_or_default();
+        let (host, of) = (std::sync::Arc::clone(&self.host), name.clone());
+        let task = self.disks.tasks.spawn(async move {
+            let result = plug::attach(host, client, disk, hardware).await;
+            Outcome::Attached(of, serial, result)
+        });
+        let attachment = self.disks.entry(&name);
+        *attachment = Attachment::new(AttachmentPhase::InProgress, "");
+        attachment.plug = Some(Plug {
+            kind: PlugKind::Attach,
+            serial,
+            waiters,
+            task,
+        });
+        self.publish();
+    }
+
+    pub(super) async fn on_attached(
+        &mut self,
+        name: &str,
+        result: Result<Vec<FileId>, AttachError>,
+        waiters: Vec<Reply>,
+    ) {
+        match result {
+            Ok(ids) => {
+                self.settle_attached(name, Some(ids)).await;
+                self.look();
+                answer(waiters, &Ok(self.state()));
+            }
+            Err(AttachError::Refused(failure)) => {
+                tracing::info!(vm = self.record.name, disk = name, %failure, "a disk could not be attached");
+                self.drop_disk(name).await;
+                answer(waiters, &Err(failure));
+            }
+            Err(AttachError::Unknown(failure)) => {
+                tracing::warn!(vm = self.record.name, disk = name, %failure, "an attach is unclear");
+                self.disks.entry(name).message.clone_from(&failure.message);
+                self.publish();
+                self.look();
+                answer(waiters, &Err(failure));
+            }
+        }
+    }
+
+    pub(super) async fn settle_attached(&mut self, name: &str, ids: Option<Vec<FileId>>) {
+        if let (Some(instance), Some(ids)) = (&mut self.instance, ids) {
+            instance.set_disk(name, Some(ids));
+        }
+        let attachment = self.disks.entry(name);
+        attachment.phase = AttachmentPhase::Attached;
+        attachment.message.clear();
+        let generation = self.record.generation;
+        if let Some(run) = &mut self.record.instance {
+            run.attaching.retain(|noted| noted != name);
+            if run.attaching.is_empty() {
+                run.generation = generation;
+            }
+        }
+        self.persist().await;
+        self.publish();
+    }
+}
+
+fn validate(wire: &v1::DiskSpec) -> Result<Disk, Violations> {
+    let mut found = Violations::default();
+    match Disk::new(&mut found, "disk", wire) {
+        Some(disk) => found.or(disk),
+        None => Err(found),
+    }
+}
+
+/// Problems of a spec with the disk at `index` added, as problems of a request that has that disk only.
+fn renamed(violations: Violations, index: usize) -> Failure {
+    let prefix = format!("spec.disks[{index}]");
+    let renamed = violations.0.into_iter().map(|mut violation| {
+        if let Some(rest) = violation.field.strip_prefix(&prefix) {
+            violation.field = format!("disk{rest}");
+        } else if violation.field == "spec.disks" {
+            violation.field = "disk".to_owned();
+            violation.description = format!("together with the VM's other disks: {}", violation.description);
+        }
+        violation
+    });
+    Violations(renamed.collect()).into()
+}

@@ -1,0 +1,119 @@
+//! Makes what is known of the disks agree with the machine, while it runs and when it has ended.
+
+use proto::{
+    v1::AttachmentPhase,
+    vmm::{self, request::Op},
+};
+
+use crate::{
+    failure::Failure,
+    vm::actor::{
+        Actor, Reply,
+        attachments::{Attachment, PlugKind},
+        plug::{self, Outcome},
+    },
+};
+
+impl Actor {
+    /// Asks the `vmm` which disks it has.
+    pub(in crate::vm::actor) fn look(&mut self) {
+        if let Some(client) = self.instance.as_ref().and_then(|instance| instance.client()) {
+            let changes = self.disks.changes();
+            self.disks
+                .tasks
+                .spawn(async move { Outcome::Looked(changes, plug::look(client).await) });
+        }
+    }
+
+    /// Makes what is known agree with what the machine has. What is under way is left to its own end.
+    pub(super) async fn converge(&mut self, present: &[vmm::DiskStats]) {
+        if self.instance.is_none() {
+            return;
+        }
+        let names: Vec<_> = self.spec.disks.iter().map(|disk| disk.name.to_string()).collect();
+        for name in &names {
+            if self.disks.plug(name).is_some() {
+                continue;
+            }
+            let run = self.record.instance.clone().unwrap_or_default();
+            let stats = present.iter().find(|stats| stats.name == *name);
+            match stats {
+                Some(stats) => {
+                    if run.attaching.contains(name) {
+                        self.settle_attached(name, None).await;
+                    }
+                    let attachment = self.disks.entry(name);
+                    attachment.capacity = stats.capacity_bytes;
+                    if attachment.phase != AttachmentPhase::Attached {
+                        *attachment = Attachment::new(AttachmentPhase::Attached, "");
+                        attachment.capacity = stats.capacity_bytes;
+                    }
+                }
+                None if run.attaching.contains(name) || run.ejecting.contains(name) => {
+                    tracing::info!(
+                        vm = self.record.name,
+                        disk = name,
+                        "not in the machine: leaves the spec"
+                    );
+                    self.drop_disk(name).await;
+                }
+                None => {
+                    let known = self.disks.get(name);
+                    if known.is_none_or(|known| known.phase != AttachmentPhase::Pending) {
+                        self.ejected(name);
+                    }
+                }
+            }
+        }
+        for stats in present.iter().filter(|stats| !names.contains(&stats.name)) {
+            // Left by an attach whose end nobody saw.
+            tracing::warn!(
+                vm = self.record.name,
+                disk = stats.name,
+                "a disk that is not in the spec is taken away"
+            );
+            if let Some(client) = self.instance.as_ref().and_then(|instance| instance.client()) {
+                let op = Op::DetachDisk(vmm::DetachDisk {
+                    name: stats.name.clone(),
+                    force: true,
+                });
+                tokio::spawn(async move { client.request(op, &[]).await.is_ok() });
+            }
+        }
+        self.publish();
+    }
+
+    /// Ends what is under way with disks, because the process has ended: an attach has failed, a detach is done.
+    /// Returns who is to be told, once the record is written.
+    pub(in crate::vm::actor) fn settle_disks(&mut self) -> Vec<(Result<(), Failure>, Vec<Reply>)> {
+        let mut told = Vec::new();
+        let plugs = self.disks.end_plugs();
+        // An attach whose end nobody saw has failed, too.
+        let run = self.record.instance.clone().unwrap_or_default();
+        for name in run.attaching {
+            let (record, spec) = self.without(&name);
+            if let Ok(spec) = spec {
+                (self.record, self.spec) = (record, spec);
+                self.forget_disk(&name);
+            }
+        }
+        for (name, plug) in plugs {
+            if plug.kind == PlugKind::Attach {
+                let message = format!(
+                    "VM \"{}\" ended while disk \"{name}\" was attached",
+                    self.record.name
+                );
+                told.push((Err(Failure::precondition("NOT_RUNNING", message)), plug.waiters));
+                continue;
+            }
+            let (record, spec) = self.without(&name);
+            if let Ok(spec) = spec {
+                (self.record, self.spec) = (record, spec);
+                self.forget_disk(&name);
+            }
+            told.push((Ok(()), plug.waiters));
+        }
+        self.disks.clear();
+        told
+    }
+}

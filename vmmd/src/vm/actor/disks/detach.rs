@@ -1,0 +1,169 @@
+//! Detaching: the guest ejects the disk, or it is taken away, and then it leaves the spec.
+
+use std::time::Duration;
+
+use proto::{v1::AttachmentPhase, vmm};
+use tokio::time::Instant;
+
+use crate::{
+    control::Client,
+    failure::{Failure, Kind},
+    vm::{
+        actor::{
+            Actor, Reply, answer,
+            attachments::{Attachment, Plug, PlugKind},
+            plug::{self, Outcome, no_disk},
+        },
+        admission::Place,
+    },
+};
+
+impl Actor {
+    pub(super) async fn detach(
+        &mut self,
+        place: Place,
+        name: &str,
+        timeout: Duration,
+        force: bool,
+        reply: Reply,
+    ) -> Result<(), (Failure, Reply)> {
+        if !self.spec.disks.iter().any(|disk| disk.name.as_str() == name) {
+            return Err((no_disk(name), reply));
+        }
+        let attachment = self.disks.get(name);
+        let absent = attachment.is_some_and(|attachment| attachment.phase == AttachmentPhase::Pending);
+        if place == Place::Spec || absent {
+            if let Err(failure) = self.remove_from_spec(name).await {
+                return Err((failure, reply));
+            }
+            self.publish();
+            answer([reply], &Ok(self.state()));
+            return Ok(());
+        }
+        let client = match self.running_client() {
+            Ok(client) => client,
+            Err(failure) => return Err((failure, reply)),
+        };
+        let mut deadline = Instant::now() + timeout;
+        let mut waiters = vec![reply];
+        match self.disks.plug(name) {
+            Some(Plug {
+                kind: PlugKind::Detach {
+                    deadline: earlier, ..
+                },
+                waiters: others,
+                task,
+                ..
+            }) => {
+                if !force {
+                    others.append(&mut waiters);
+                    return Ok(());
+                }
+                // Force has a say in the one under way: not later than both.
+                deadline = deadline.min(*earlier);
+                task.abort();
+                waiters.append(others);
+            }
+            Some(_) => {
+                let Some(reply) = waiters.pop() else { return Ok(()) };
+                return Err((self.busy(name), reply));
+            }
+            None => {
+                let noted = self.change_run(|run| {
+                    if !run.ejecting.iter().any(|noted| noted == name) {
+                        run.ejecting.push(name.to_owned());
+                    }
+                });
+                if let Err(failure) = noted.await {
+                    let Some(reply) = waiters.pop() else { return Ok(()) };
+                    return Err((failure, reply));
+                }
+            }
+        }
+        self.unplug(client, name, deadline, force, waiters);
+        Ok(())
+    }
+
+    fn unplug(&mut self, client: Client, name: &str, deadline: Instant, force: bool, waiters: Vec<Reply>) {
+        let serial = self.disks.serial();
+        let of = name.to_owned();
+        let task = self.disks.tasks.spawn(async move {
+            let result = plug::detach(client, of.clone(), deadline, force).await;
+            Outcome::Detached(of, serial, result)
+        });
+        let attachment = self.disks.entry(name);
+        attachment.phase = AttachmentPhase::Detaching;
+        attachment.message.clear();
+        attachment.plug = Some(Plug {
+            kind: PlugKind::Detach { deadline, force },
+            serial,
+            waiters,
+            task,
+        });
+        self.publish();
+    }
+
+    pub(super) async fn on_detached(&mut self, name: &str, result: Result<(), Failure>, waiters: Vec<Reply>) {
+        match result {
+            Ok(()) => {
+                self.drop_disk(name).await;
+                answer(waiters, &Ok(self.state()));
+            }
+            Err(failure) => {
+                tracing::info!(vm = self.record.name, disk = name, %failure, "a disk could not be detached");
+                let attachment = self.disks.entry(name);
+                attachment.phase = AttachmentPhase::Attached;
+                attachment.message.clone_from(&failure.message);
+                self.publish();
+                if failure.kind == Kind::Unavailable {
+                    self.look();
+                }
+                answer(waiters, &Err(failure));
+            }
+        }
+    }
+
+    /// A disk is gone from the machine.
+    pub(in crate::vm::actor) async fn on_disk_gone(&mut self, gone: vmm::DiskDetached) {
+        let vmm::DiskDetached { name, forced } = gone;
+        tracing::info!(
+            vm = self.record.name,
+            disk = name,
+            forced,
+            "a disk is gone from the machine"
+        );
+        if !self.spec.disks.iter().any(|disk| disk.name.as_str() == name) {
+            return;
+        }
+        let asked = self
+            .record
+            .instance
+            .as_ref()
+            .is_some_and(|run| run.ejecting.contains(&name));
+        let plug = self.disks.get_mut(&name).and_then(|known| known.plug.take());
+        match plug {
+            Some(plug) if plug.kind != PlugKind::Attach => {
+                plug.task.abort();
+                self.drop_disk(&name).await;
+                answer(plug.waiters, &Ok(self.state()));
+            }
+            // An answer about it is on its way, and says the last word.
+            Some(plug) => self.disks.entry(&name).plug = Some(plug),
+            None if asked => self.drop_disk(&name).await,
+            None => self.ejected(&name),
+        }
+    }
+
+    /// The guest has ejected a disk by itself.
+    pub(super) fn ejected(&mut self, name: &str) {
+        if let Some(instance) = &mut self.instance {
+            instance.set_disk(name, None);
+        }
+        self.disks.remove(name);
+        *self.disks.entry(name) = Attachment::new(
+            AttachmentPhase::Pending,
+            "the guest ejected it; attach it again, or start the VM anew, to plug it in",
+        );
+        self.publish();
+    }
+}

@@ -1,0 +1,118 @@
+//! Requests about the VM's disks, and what becomes of them.
+//!
+//! ```text
+//!            attach                 vmm has it                 detach
+//!   (none) ──────────▶ InProgress ─────────────▶ Attached ──────────────▶ Detaching
+//!      ▲                   │ refused                ▲  │ the guest         │   │
+//!      └───────────────────┴────────────────────────┼──│ ejects it         │   │ gone
+//!      ▲                                            │  ▼                   │   │
+//!      │                                  attach    Pending                │   │
+//!      │                                     (in the spec, not in the      │   │
+//!      │                                      machine)    too late, refused│   │
+//!      │                                            └──────────────────────┘   │
+//!      └───────────────────────────────────────────────────────────────────────┘
+//! ```
+//!
+//! A disk is in the spec from before the `vmm` is asked to plug it in until after it is gone. Of two daemons, one of
+//! which ended in between, the second goes by what the `vmm` has: `attaching` and `ejecting` of the instance's record
+//! say what to make of a disk that it has not. One that a guest ejects without having been asked stays in the spec, as
+//! `Pending`: the guest does not decide what a VM has. It is plugged in again by an attach of the same disk, or by the
+//! next start.
+
+mod attach;
+mod change;
+mod converge;
+mod detach;
+mod spec;
+
+pub use self::spec::without_disk;
+use super::{Actor, DiskRequest, Reply, answer, plug::Outcome};
+use crate::{
+    control::Client,
+    failure::{Failure, Kind},
+    vm::admission::{self, admit_disk},
+};
+
+impl Actor {
+    pub(super) async fn on_disk_request(&mut self, request: DiskRequest, reply: Reply) {
+        let asked = match &request {
+            DiskRequest::Attach(_) => admission::DiskRequest::Attach,
+            DiskRequest::Detach { .. } => admission::DiskRequest::Detach,
+            DiskRequest::Resize { .. } => admission::DiskRequest::Resize,
+            DiskRequest::Limit(..) => admission::DiskRequest::Limit,
+        };
+        let place = match admit_disk(self.situation(), asked) {
+            Ok(place) => place,
+            Err(refusal) => return answer([reply], &Err(refusal.into_failure(&self.record.name))),
+        };
+        let result = match request {
+            DiskRequest::Attach(wire) => self.attach(place, wire, reply).await,
+            DiskRequest::Detach { disk, timeout, force } => {
+                self.detach(place, &disk, timeout, force, reply).await
+            }
+            DiskRequest::Resize { disk, size } => self.resize(place, &disk, size, reply).await,
+            DiskRequest::Limit(target, limit) => self.limit(place, target, limit, reply).await,
+        };
+        if let Err((failure, reply)) = result {
+            answer([reply], &Err(failure));
+        }
+    }
+
+    /// For asking the `vmm`, or why that can't be.
+    pub(super) fn running_client(&self) -> Result<Client, Failure> {
+        let Some(instance) = &self.instance else {
+            let refusal = admission::Refusal::NotRunning;
+            return Err(refusal.into_failure(&self.record.name));
+        };
+        instance.client().ok_or_else(|| {
+            let message = format!("the vmm process of VM \"{}\" doesn't answer", self.record.name);
+            Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message)
+        })
+    }
+
+    fn busy(&self, disk: &str) -> Failure {
+        let message = format!(
+            "disk \"{disk}\" of VM \"{}\" is being attached or detached: wait, or detach it with force",
+            self.record.name
+        );
+        Failure::precondition("BUSY", message)
+    }
+
+    /// What came of a task.
+    pub(super) async fn on_outcome(&mut self, outcome: Outcome) {
+        match outcome {
+            Outcome::Attached(name, serial, result) => {
+                if let Some(plug) = self.disks.take_plug(&name, serial) {
+                    self.on_attached(&name, result, plug.waiters).await;
+                }
+            }
+            Outcome::Detached(name, serial, result) => {
+                if let Some(plug) = self.disks.take_plug(&name, serial) {
+                    self.on_detached(&name, result, plug.waiters).await;
+                }
+            }
+            Outcome::Resized(name, reply, result) => {
+                if let (Ok(size), Some(_)) = (&result, &self.instance) {
+                    self.disks.entry(&name).capacity = *size;
+                    self.publish();
+                }
+                answer([reply], &result.map(|_| self.state()));
+            }
+            Outcome::Limited(target, before, reply, result) => {
+                if result.is_err()
+                    && let Err(failure) = self.store_limit(&target, before).await
+                {
+                    tracing::error!(vm = self.record.name, %failure, "a limit that was refused stays in the spec");
+                }
+                self.publish();
+                answer([reply], &result.map(|()| self.state()));
+            }
+            Outcome::State(state) => self.on_state(state),
+            Outcome::Looked(changes, Ok(_)) if changes != self.disks.changes() => self.look(),
+            Outcome::Looked(_, Ok(disks)) => self.converge(&disks).await,
+            Outcome::Looked(_, Err(error)) => {
+                tracing::debug!(vm = self.record.name, %error, "the vmm does not say which disks it has");
+            }
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! The disks of the VM's record: what is changed there is stored first.
+
+use proto::model::{Violations, vm::VmSpec};
+
+use crate::{
+    failure::Failure,
+    store::VmRecord,
+    vm::{actor::Actor, start::store_failure},
+};
+
+impl Actor {
+    /// Removes a disk that the machine does not have from the spec, whatever the store says to that: what it keeps is
+    /// put right at the next start of the daemon.
+    pub(super) async fn drop_disk(&mut self, name: &str) {
+        let (record, spec) = self.without(name);
+        let spec = spec.unwrap_or_else(|_| self.spec.clone());
+        (self.record, self.spec) = (record, spec);
+        self.forget_disk(name);
+        self.persist().await;
+        self.publish();
+    }
+
+    /// Removes a disk that the machine does not have from the spec.
+    pub(super) async fn remove_from_spec(&mut self, name: &str) -> Result<(), Failure> {
+        let (record, spec) = self.without(name);
+        let spec = spec?;
+        self.host.store.put(&record).await.map_err(store_failure)?;
+        (self.record, self.spec) = (record, spec);
+        self.forget_disk(name);
+        Ok(())
+    }
+
+    pub(super) fn without(&self, name: &str) -> (VmRecord, Result<VmSpec, Violations>) {
+        let mut record = self.record.clone();
+        let spec = without_disk(&mut record, name);
+        (record, spec)
+    }
+
+    pub(super) fn forget_disk(&mut self, name: &str) {
+        self.disks.remove(name);
+        self.host.disks.give_back(&self.record.name, Some(name));
+        if let Some(instance) = &mut self.instance {
+            instance.set_disk(name, None);
+        }
+    }
+
+    /// Writes a changed spec; nothing is changed when that fails.
+    pub(super) async fn change_spec(&mut self, change: impl FnOnce(&mut VmRecord)) -> Result<(), Failure> {
+        let mut record = self.record.clone();
+        change(&mut record);
+        record.generation += 1;
+        let generation = record.generation;
+        if let Some(run) = record.instance.as_mut().filter(|run| run.attaching.is_empty()) {
+            run.generation = generation;
+        }
+        let spec = VmSpec::try_from(&*record.spec.get_or_insert_default())?;
+        self.host.store.put(&record).await.map_err(store_failure)?;
+        (self.record, self.spec) = (record, spec);
+        Ok(())
+    }
+
+    /// Writes a changed record of the run; nothing is changed when that fails.
+    pub(super) async fn change_run(
+        &mut self,
+        change: impl FnOnce(&mut crate::store::InstanceRecord),
+    ) -> Result<(), Failure> {
+        let mut record = self.record.clone();
+        change(record.instance.get_or_insert_default());
+        self.host.store.put(&record).await.map_err(store_failure)?;
+        self.record = record;
+        Ok(())
+    }
+}
+
+/// Removes a disk from a record, with its slot and what is noted of it.
+pub fn without_disk(record: &mut VmRecord, name: &str) -> Result<VmSpec, Violations> {
+    let spec = record.spec.get_or_insert_default();
+    spec.disks.retain(|disk| disk.name != name);
+    let spec = VmSpec::try_from(&*spec);
+    if let Some(hardware) = &mut record.hardware {
+        hardware.disk_slots.remove(name);
+    }
+    record.generation += 1;
+    let generation = record.generation;
+    if let Some(run) = &mut record.instance {
+        run.attaching.retain(|noted| noted != name);
+        run.ejecting.retain(|noted| noted != name);
+        if run.attaching.is_empty() {
+            run.generation = generation;
+        }
+    }
+    spec
+}
