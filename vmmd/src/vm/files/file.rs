@@ -1,0 +1,168 @@
+//! Opens one file: the device of KVM, a kernel, an initial RAM disk, an image or a block device.
+
+use std::{
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::FileTypeExt,
+    },
+    path::Path,
+};
+
+use proto::model::disk::Cache;
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+};
+
+use crate::{failure::Failure, ledger::FileId, text};
+
+/// An image or block device, open.
+#[derive(Debug)]
+pub struct OpenFile {
+    /// The descriptor.
+    pub fd: OwnedFd,
+    /// What is behind it.
+    pub id: FileId,
+    /// Its length in bytes.
+    pub size: u64,
+    /// It is no file but a device.
+    pub block_device: bool,
+}
+
+/// Opens the device through which KVM is used.
+pub fn open_kvm(device: &Path) -> Result<OwnedFd, Failure> {
+    rustix::fs::open(device, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(|errno| {
+        let message = match errno {
+            rustix::io::Errno::NOENT | rustix::io::Errno::NODEV | rustix::io::Errno::NXIO => {
+                "the node has no /dev/kvm: switch on VT-x or AMD-V in its firmware (or nesting in its hypervisor) and \
+                 load the kernel module kvm_intel or kvm_amd"
+                    .to_owned()
+            }
+            rustix::io::Errno::ACCESS | rustix::io::Errno::PERM => {
+                "no permission to open /dev/kvm: run vmmd as root, with the device allowed in its container or unit"
+                    .to_owned()
+            }
+            errno => format!("/dev/kvm can't be opened: {}", text::words(&errno.into())),
+        };
+        Failure::precondition("KVM_UNAVAILABLE", message)
+    })
+}
+
+/// Opens the kernel or the initial RAM disk; `field` is its path in the request.
+pub(super) fn open_image(field: &str, what: &'static str, path: &Path) -> Result<OwnedFd, Failure> {
+    let is_kernel = what == "KERNEL";
+    let (missing, unusable) = if is_kernel {
+        ("KERNEL_NOT_FOUND", "KERNEL_UNUSABLE")
+    } else {
+        ("INITRD_NOT_FOUND", "INITRD_UNUSABLE")
+    };
+    let refuse = |reason, problem: &str| {
+        Failure::precondition(reason, format!("{field}: \"{}\" {problem}", path.display()))
+    };
+    let fd = open_file(path, OFlags::RDONLY).map_err(|errno| {
+        let error = io::Error::from(errno);
+        match error.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
+                refuse(missing, "does not exist on the node")
+            }
+            _ => refuse(unusable, &format!("can't be opened: {}", text::words(&error))),
+        }
+    })?;
+    let metadata = metadata(&fd).map_err(|error| refuse(unusable, &text::words(&error)))?;
+    if metadata.is_dir() {
+        return Err(refuse(unusable, "is a directory"));
+    }
+    if !metadata.is_file() {
+        return Err(refuse(unusable, "is not a regular file"));
+    }
+    if metadata.len() == 0 {
+        return Err(refuse(unusable, "is empty"));
+    }
+    Ok(fd)
+}
+
+/// Opens an image file or block device; `label` begins the message when that can't be.
+pub fn open_image_file(label: &str, path: &Path, cache: Cache, read_only: bool) -> Result<OpenFile, Failure> {
+    let refuse = |reason, problem: &str| Failure::precondition(reason, format!("{label} {problem}"));
+    let access = if read_only { OFlags::RDONLY } else { OFlags::RDWR };
+    let opened = match cache {
+        Cache::Writeback => open_file(path, access),
+        Cache::None => open_file(path, access | OFlags::DIRECT),
+        Cache::Auto => match open_file(path, access | OFlags::DIRECT) {
+            // open(2): what is behind the path can't do O_DIRECT.
+            Err(Errno::INVAL) => open_file(path, access),
+            opened => opened,
+        },
+    };
+    let fd = opened.map_err(|errno| match errno {
+        Errno::NOENT | Errno::NOTDIR => refuse("DISK_NOT_FOUND", "does not exist on the node"),
+        Errno::ISDIR => refuse("DISK_UNUSABLE", "is a directory"),
+        Errno::ROFS => refuse(
+            "DISK_UNUSABLE",
+            "is on a read-only file system: set `readOnly` or move it",
+        ),
+        Errno::INVAL if cache == Cache::None => refuse(
+            "DIRECT_IO_UNSUPPORTED",
+            "is on a file system without direct I/O, which DISK_CACHE_NONE needs: leave `cache` out, or set \
+             DISK_CACHE_WRITEBACK",
+        ),
+        Errno::PERM => refuse(
+            "DISK_UNUSABLE",
+            "can't be opened: operation not permitted; a block device must be in DeviceAllow= of vmmd.service, and a \
+             file not immutable",
+        ),
+        errno => refuse(
+            "DISK_UNUSABLE",
+            &format!("can't be opened: {}", text::words(&errno.into())),
+        ),
+    })?;
+    let unreadable = |error: io::Error| refuse("DISK_UNUSABLE", &text::words(&error));
+    let metadata = metadata(&fd).map_err(unreadable)?;
+    let block_device = metadata.file_type().is_block_device();
+    let size = if metadata.is_file() {
+        metadata.len()
+    } else if block_device {
+        rustix::fs::seek(&fd, rustix::fs::SeekFrom::End(0)).map_err(|errno| unreadable(errno.into()))?
+    } else if metadata.is_dir() {
+        return Err(refuse("DISK_UNUSABLE", "is a directory"));
+    } else {
+        return Err(refuse(
+            "DISK_UNUSABLE",
+            "is neither a regular file nor a block device",
+        ));
+    };
+    let stat = rustix::fs::fstat(&fd).map_err(|errno| unreadable(errno.into()))?;
+    Ok(OpenFile {
+        id: identity(&stat),
+        fd,
+        size,
+        block_device,
+    })
+}
+
+/// Opens without waiting for the other end of a FIFO or a carrier.
+fn open_file(path: &Path, access: OFlags) -> Result<OwnedFd, Errno> {
+    let flags = access | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let fd = rustix::fs::open(path, flags, Mode::empty())?;
+    rustix::fs::fcntl_setfl(&fd, access)?;
+    Ok(fd)
+}
+
+fn metadata(fd: &OwnedFd) -> io::Result<std::fs::Metadata> {
+    std::fs::File::from(fd.as_fd().try_clone_to_owned()?).metadata()
+}
+
+pub(super) fn identity(stat: &rustix::fs::Stat) -> FileId {
+    if rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::BlockDevice {
+        FileId {
+            device: stat.st_rdev,
+            inode: 0,
+        }
+    } else {
+        FileId {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+        }
+    }
+}

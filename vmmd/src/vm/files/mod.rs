@@ -1,0 +1,219 @@
+//! Opens what a VM's spec names, with a precise refusal for whatever can't be used. Blocking; nothing is changed on
+//! the node, and a disk's lock goes away with its descriptor.
+
+mod file;
+
+use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::Path};
+
+use proto::{
+    model::{
+        disk::{Disk, Format, SECTOR, Source},
+        vm::{Boot, VmSpec},
+    },
+    wire::MAX_FDS,
+};
+
+pub use self::file::{OpenFile, open_image_file, open_kvm};
+use self::file::{identity, open_image};
+use crate::{
+    disk::{Folder, Registry},
+    failure::{Failure, Kind},
+    ledger::{FileId, Ledger},
+    sys::{self, LockKind},
+    text,
+};
+
+/// Descriptors with a machine beside those of disks, NICs and the initrd: /dev/kvm, kernel, random source, two logs.
+const OTHER_FDS: usize = 5;
+
+/// All files of a VM, open.
+#[derive(Debug)]
+pub struct Files {
+    /// The kernel image.
+    pub kernel: OwnedFd,
+    /// The initial RAM disk.
+    pub initrd: Option<OwnedFd>,
+    /// In the order of the spec, each locked.
+    pub disks: Vec<OpenDisk>,
+}
+
+/// A disk of a VM, open and locked.
+#[derive(Debug)]
+pub struct OpenDisk {
+    /// Its image or block device.
+    pub fd: OwnedFd,
+    /// How it is to be read.
+    pub format: Format,
+    /// What is below it, the nearest first, open for reading.
+    pub backing: Vec<(OwnedFd, Format)>,
+    /// What is behind all of them.
+    pub ids: Vec<FileId>,
+}
+
+/// Where the daemon looks for what a spec names, and who has it.
+#[derive(Debug)]
+pub struct Sources<'a> {
+    /// Who uses which files.
+    pub ledger: &'a Ledger,
+    /// Disks of the DiskService.
+    pub disks: &'a Registry,
+    /// Where their files are.
+    pub folder: Folder,
+}
+
+/// What to do about locks of the disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Locks {
+    /// Take them; they stay with the descriptors.
+    Take,
+    /// Only look whether another VM of this daemon has the disk. For a check that must not disturb a start.
+    Look,
+}
+
+/// Opens and checks everything.
+pub fn open(spec: &VmSpec, sources: &Sources<'_>, locks: Locks) -> Result<Files, Failure> {
+    let Boot::Linux { kernel, initrd, .. } = &spec.boot;
+    let kernel = open_image("spec.boot.linux.kernel", "KERNEL", kernel)?;
+    let initrd = initrd
+        .as_ref()
+        .map(|initrd| open_image("spec.boot.linux.initrd", "INITRD", initrd))
+        .transpose()?;
+    let mut files = Files {
+        kernel,
+        initrd,
+        disks: Vec::new(),
+    };
+    for (index, disk) in spec.disks.iter().enumerate() {
+        let opened = open_disk(&format!("spec.disks[{index}]"), disk, sources, locks)?;
+        files.disks.push(opened);
+    }
+    let of_disks: usize = files.disks.iter().map(|disk| 1 + disk.backing.len()).sum();
+    let all = OTHER_FDS + usize::from(files.initrd.is_some()) + spec.nics.len() + of_disks;
+    if all > MAX_FDS {
+        let message = format!(
+            "spec.disks: the disks and the disks below their overlays are {of_disks} files, {} too many: copy overlays \
+             into disks of their own",
+            all - MAX_FDS
+        );
+        return Err(Failure::new(Kind::Exhausted, "TOO_MANY_FILES", message));
+    }
+    Ok(files)
+}
+
+/// What each disk of a VM is on, by its name, as far as that can be told without opening it.
+pub fn identify(spec: &VmSpec, sources: &Sources<'_>) -> BTreeMap<String, Vec<FileId>> {
+    let ids = |path: &Path| rustix::fs::stat(path).ok().map(|stat| identity(&stat));
+    let disks = spec.disks.iter().map(|disk| {
+        let found = match &disk.source {
+            Source::Path { path, .. } => ids(path).into_iter().collect(),
+            Source::Disk { name, .. } => {
+                let resolved = sources.disks.resolve(&sources.folder, name.as_str()).ok();
+                let paths = resolved.map(|disk| {
+                    let below = disk.backing.into_iter().map(|(path, _)| path);
+                    std::iter::once(disk.path).chain(below).collect::<Vec<_>>()
+                });
+                paths
+                    .into_iter()
+                    .flatten()
+                    .filter_map(|path| ids(&path))
+                    .collect()
+            }
+        };
+        (disk.name.to_string(), found)
+    });
+    disks.collect()
+}
+
+/// Opens and locks a disk with all that is below it; `field` is its path in the request.
+pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) -> Result<OpenDisk, Failure> {
+    let (label, path, format, below) = match &disk.source {
+        Source::Path { path, format } => (
+            format!("{field}.path: disk \"{}\": \"{}\"", disk.name, path.display()),
+            path.clone(),
+            *format,
+            Vec::new(),
+        ),
+        Source::Disk { name, .. } => {
+            let resolved = sources.disks.resolve(&sources.folder, name.as_str());
+            let resolved = resolved.map_err(|failure| Failure {
+                kind: Kind::Precondition,
+                message: format!("{field}.disk: {}", failure.message),
+                ..failure
+            })?;
+            let label = format!("{field}.disk: disk \"{}\" (\"{name}\")", disk.name);
+            (label, resolved.path, resolved.format, resolved.backing)
+        }
+    };
+    let image = open_image_file(&label, &path, disk.cache, disk.read_only)?;
+    // The length of a qcow2 file says nothing about what is in it.
+    if format != Format::Qcow2 {
+        let unit = u64::from(disk.logical_block).max(SECTOR);
+        if image.size == 0 || !image.size.is_multiple_of(unit) {
+            let problem = format!(
+                "{label} has {} bytes, which is not a multiple of {unit} above 0",
+                image.size
+            );
+            return Err(Failure::precondition("DISK_SIZE_INVALID", problem));
+        }
+    }
+    take(&label, &image, disk.read_only, sources.ledger, locks)?;
+    let mut opened = OpenDisk {
+        fd: image.fd,
+        format,
+        backing: Vec::new(),
+        ids: vec![image.id],
+    };
+    for (path, format) in below {
+        let label = format!("{label}: a disk below it");
+        let image = open_image_file(&label, &path, disk.cache, true)?;
+        take(&label, &image, true, sources.ledger, locks)?;
+        opened.ids.push(image.id);
+        opened.backing.push((image.fd, format));
+    }
+    Ok(opened)
+}
+
+/// Locks an image, or says who has it.
+fn take(
+    label: &str,
+    image: &OpenFile,
+    read_only: bool,
+    ledger: &Ledger,
+    locks: Locks,
+) -> Result<(), Failure> {
+    let free = lock(image, locks, read_only, ledger).map_err(|error| {
+        Failure::precondition("DISK_UNUSABLE", format!("{label} {}", text::words(&error)))
+    })?;
+    if free {
+        return Ok(());
+    }
+    let user = user(image, ledger);
+    Err(Failure::precondition(
+        "DISK_IN_USE",
+        format!("{label} is in use by {user}"),
+    ))
+}
+
+/// Who has an image that can't be locked, for a message.
+pub fn user(image: &OpenFile, ledger: &Ledger) -> String {
+    match ledger.user_of(image.id) {
+        Some(vm) => format!("VM \"{vm}\""),
+        None => sys::lock_holder(&image.fd).unwrap_or_else(|| "another program".to_owned()),
+    }
+}
+
+/// Locks an image; false when somebody else's lock is in the way.
+pub fn lock(image: &OpenFile, locks: Locks, read_only: bool, ledger: &Ledger) -> io::Result<bool> {
+    let kind = if read_only {
+        LockKind::Shared
+    } else {
+        LockKind::Exclusive
+    };
+    match locks {
+        Locks::Take => sys::lock_file(&image.fd, kind),
+        Locks::Look => Ok(read_only || ledger.user_of(image.id).is_none()),
+    }
+}
+
+#[cfg(test)]
+mod tests;
