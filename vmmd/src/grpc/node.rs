@@ -1,6 +1,10 @@
 //! `vmmd.v1.NodeService`.
 
-use std::{fs, path::Path, sync::Arc};
+use std::{
+    fs,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use proto::v1::{
     Condition, ConditionStatus, GetNodeRequest, GetNodeResponse, Node, node_service_server::NodeService,
@@ -8,18 +12,21 @@ use proto::v1::{
 use tokio::task::spawn_blocking;
 use tonic::{Request, Response, Status};
 
-use crate::{facts, failure::Failure, host::Host, vm::files};
+use crate::{facts, failure::Failure, host::Host, text, vm::files};
 
 /// The service.
 #[derive(Debug)]
 pub struct Nodes {
     host: Arc<Host>,
+    kvm: Arc<Since>,
 }
 
 impl Nodes {
-    /// Over the node of `host`.
+    /// Over the node of `host`. Looks at its conditions, which are seen since then.
     pub fn new(host: Arc<Host>) -> Self {
-        Self { host }
+        let kvm = Arc::<Since>::default();
+        kvm.note(kvm_available(&host.config.kvm_device), text::now_ms());
+        Self { host, kvm }
     }
 }
 
@@ -32,8 +39,12 @@ impl NodeService for Nodes {
             .filter(|vm| vm.status.as_ref().is_some_and(|status| status.instance.is_some()))
             .count();
         let count = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
-        let kvm = self.host.config.kvm_device.clone();
-        let facts = spawn_blocking(move || (describe(), kvm_available(&kvm))).await;
+        let (device, kvm) = (self.host.config.kvm_device.clone(), Arc::clone(&self.kvm));
+        let facts = spawn_blocking(move || {
+            let condition = kvm.note(kvm_available(&device), text::now_ms());
+            (describe(), condition)
+        })
+        .await;
         let (node, condition) = facts.map_err(|error| Failure::internal(error.to_string()))?;
         let node = Node {
             memory_bytes: self.host.ledger.memory(),
@@ -44,6 +55,27 @@ impl NodeService for Nodes {
             ..node
         };
         Ok(Response::new(GetNodeResponse { node: Some(node) }))
+    }
+}
+
+/// What a condition was when it was last looked at, and since when, in milliseconds of Unix time.
+#[derive(Debug, Default)]
+struct Since(Mutex<Option<(ConditionStatus, u64)>>);
+
+impl Since {
+    /// The condition as it is `now_ms`, with the time at which its status was first seen.
+    fn note(&self, condition: Condition, now_ms: u64) -> Condition {
+        let status = condition.status();
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let since = match *last {
+            Some((known, since)) if known == status => since,
+            _ => now_ms,
+        };
+        *last = Some((status, since));
+        Condition {
+            transition_time: text::timestamp(since),
+            ..condition
+        }
     }
 }
 
@@ -75,5 +107,30 @@ fn kvm_available(device: &Path) -> Condition {
         reason: reason.to_owned(),
         message,
         transition_time: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_condition_has_its_time_until_its_status_changes() {
+        let since = Since::default();
+        let seen = |status: ConditionStatus, message: &str, now_ms| {
+            let condition = Condition {
+                status: status.into(),
+                message: message.to_owned(),
+                ..Default::default()
+            };
+            let noted = since.note(condition, now_ms);
+            assert_eq!((noted.status(), noted.message.as_str()), (status, message));
+            noted.transition_time
+        };
+        assert_eq!(seen(ConditionStatus::False, "a", 1000), text::timestamp(1000));
+        assert_eq!(seen(ConditionStatus::False, "b", 2000), text::timestamp(1000));
+        assert_eq!(seen(ConditionStatus::True, "", 3000), text::timestamp(3000));
+        assert_eq!(seen(ConditionStatus::True, "", 4000), text::timestamp(3000));
+        assert_eq!(seen(ConditionStatus::False, "a", 5000), text::timestamp(5000));
     }
 }

@@ -52,6 +52,30 @@ async fn a_node_without_kvm_says_what_to_do_and_starts_nothing() {
 }
 
 #[tokio::test]
+async fn kvm_is_there_since_it_was_first_seen() {
+    let folder = tempfile::Builder::new()
+        .prefix("vmmd")
+        .tempdir_in("/tmp")
+        .unwrap();
+    let device = folder.path().join("kvm");
+    let daemon = Daemon::in_folder(folder, &format!("kvm_device = {device:?}\n")).await;
+    let seen = async || {
+        let condition = node(&daemon).await.conditions[0].clone();
+        let time = condition.transition_time.unwrap();
+        (condition.status(), (time.seconds, time.nanos))
+    };
+    let (missing, first) = seen().await;
+    assert_eq!(
+        (missing, seen().await),
+        (ConditionStatus::False, (missing, first))
+    );
+    std::os::unix::fs::symlink("/dev/null", &device).unwrap();
+    let (there, second) = seen().await;
+    assert!(there == ConditionStatus::True && second > first, "{second:?}");
+    assert_eq!(seen().await, (there, second));
+}
+
+#[tokio::test]
 async fn health_and_reflection_are_served() {
     let daemon = Daemon::start().await;
     let channel = connect(daemon.folder.path()).await;
