@@ -1,6 +1,6 @@
 //! What all VMs of the daemon share.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{fs::File, path::PathBuf, sync::Arc};
 
 use tokio_util::sync::CancellationToken;
 
@@ -8,9 +8,11 @@ use crate::{
     cgroup,
     config::Config,
     disk::{Folder, Registry},
+    failure::Failure,
     ledger::Ledger,
     network::Links,
     store::Store,
+    text,
     vm::{files::Sources, table::Table},
 };
 
@@ -40,6 +42,17 @@ pub struct Host {
 }
 
 impl Host {
+    /// Opens the `vmm` program. Blocking. Refused as VMM_NOT_FOUND when that can't be.
+    pub fn open_vmm(&self) -> Result<File, Failure> {
+        File::open(&self.vmm).map_err(|error| {
+            let message = format!(
+                "the vmm program can't be opened ({}): install vmmd anew",
+                text::words(&error)
+            );
+            Failure::precondition("VMM_NOT_FOUND", message)
+        })
+    }
+
     /// Where the files of the DiskService's disks are.
     pub fn disk_folder(&self) -> Folder {
         Folder::of(&self.config.state_dir)

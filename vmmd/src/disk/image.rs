@@ -3,7 +3,6 @@
 
 use std::{
     ffi::CString,
-    fs::File,
     io,
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
@@ -85,9 +84,9 @@ pub async fn run(host: &Arc<Host>, task: Task) -> Result<(), Failure> {
     let failed = |error: &io::Error| file::failed("run `vmm image`", error);
     let (output, output_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
     let (errors, errors_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
-    let (vmm, uid, command) = (host.vmm.clone(), claim.uid(), task.command);
+    let (blocking_host, uid, command) = (Arc::clone(host), claim.uid(), task.command);
     let child = spawn_blocking(move || {
-        let executable = File::open(vmm)?;
+        let executable = blocking_host.open_vmm()?;
         let arguments: Vec<_> = task
             .arguments()
             .into_iter()
@@ -95,7 +94,7 @@ pub async fn run(host: &Arc<Host>, task: Task) -> Result<(), Failure> {
             .collect();
         let backing = task.backing.iter().map(|(fd, _)| fd.as_fd());
         let fds: Vec<_> = std::iter::once(task.image.as_fd()).chain(backing).collect();
-        clone::spawn(&Program {
+        let program = Program {
             executable: executable.as_fd(),
             arguments: &arguments,
             fds: &fds,
@@ -103,12 +102,12 @@ pub async fn run(host: &Arc<Host>, task: Task) -> Result<(), Failure> {
             log: errors_end.as_fd(),
             uid,
             cgroup: None,
-        })
+        };
+        clone::spawn(&program).map_err(|error| failed(&error))
     });
     let child = child
         .await
-        .unwrap_or_else(|error| Err(io::Error::other(error)))
-        .map_err(|error| failed(&error))?;
+        .unwrap_or_else(|error| Err(failed(&io::Error::other(error))))?;
     let child = Child(Some(
         Process::new(child.pid, child.pidfd).map_err(|error| failed(&error))?,
     ));

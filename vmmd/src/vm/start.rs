@@ -116,13 +116,7 @@ pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
 fn check(host: &Host, uid: Uuid, spec: &VmSpec) -> Result<Checked, Failure> {
     let kvm = files::open_kvm(&host.config.kvm_device)?;
     let files = files::open(spec, &host.sources(), Locks::Take)?;
-    let executable = File::open(&host.vmm).map_err(|error| {
-        let message = format!(
-            "the vmm program can't be opened ({}): install vmmd anew",
-            text::words(&error)
-        );
-        Failure::precondition("VMM_NOT_FOUND", message)
-    })?;
+    let executable = host.open_vmm()?;
     let lock = RuntimeDir::of(&host.config, uid).lock();
     if lock::is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {
         return Err(Failure::precondition(
