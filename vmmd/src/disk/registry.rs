@@ -146,6 +146,16 @@ impl Registry {
         Ok(record)
     }
 
+    /// Fills in the format of a disk that a spec names and leaves the format out. One that is not there is left as it is.
+    pub fn fill_format(&self, spec: &mut v1::DiskSpec) {
+        if spec.format() == v1::DiskFormat::Unspecified
+            && spec.path.is_empty()
+            && let Ok(record) = self.inner().ready(&spec.disk)
+        {
+            spec.format = record.format;
+        }
+    }
+
     /// Notes that a VM names these disks; all or none of them. `field` gives the path of the nth in the request.
     pub fn take(&self, vm: &str, disks: &[Disk], field: impl Fn(usize) -> String) -> Result<(), Failure> {
         let mut inner = self.inner();

@@ -30,7 +30,15 @@ use crate::{
 
 /// Makes a VM of a manifest, and with `start` sees to it that it is started. With `dry_run` everything is checked and
 /// nothing changed.
-pub async fn create(host: Arc<Host>, vm: v1::Vm, start: bool, dry_run: bool) -> Result<Arc<v1::Vm>, Failure> {
+pub async fn create(
+    host: Arc<Host>,
+    mut vm: v1::Vm,
+    start: bool,
+    dry_run: bool,
+) -> Result<Arc<v1::Vm>, Failure> {
+    for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
+        host.disks.fill_format(disk);
+    }
     let manifest = validate(&vm)?;
     fits(&host, manifest.spec.memory_bytes)?;
     if start || dry_run {

@@ -54,6 +54,10 @@ pub async fn reconcile(host: &Arc<Host>, records: Vec<VmRecord>) {
 }
 
 async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
+    for disk in record.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
+        // As an attach of the same disk has it.
+        host.disks.fill_format(disk);
+    }
     let spec = match record.spec.as_ref().map(VmSpec::try_from) {
         Some(Ok(spec)) => spec,
         problem => {

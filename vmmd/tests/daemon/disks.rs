@@ -481,6 +481,44 @@ async fn a_disk_is_used_by_name_and_kept_while_a_spec_names_it() {
 }
 
 #[tokio::test]
+async fn a_spec_has_the_format_of_a_disk_that_it_names() {
+    let format = |vm: &v1::Vm, at: usize| vm.spec.as_ref().unwrap().disks[at].format();
+    let mut daemon = Daemon::start().await;
+    daemon.make(qcow2("data-1", 1 << 20), None).await.unwrap();
+    daemon.make(raw("data-2", 1 << 20), None).await.unwrap();
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().disks = vec![named("data-1")];
+    let made = daemon.create(vm).await.unwrap();
+    assert_eq!(format(&made, 0), DiskFormat::Qcow2);
+    let second = DiskSpec {
+        name: "second".into(),
+        ..named("data-2")
+    };
+    daemon.start_vm("web").await.unwrap();
+    let vm = daemon.attach("web", second.clone()).await.unwrap();
+    assert_eq!(format(&vm, 1), DiskFormat::Raw);
+    daemon.kill_and_restart().await;
+    // With and without it, it is the same disk, and another format is not.
+    for said in [DiskFormat::Unspecified, DiskFormat::Raw] {
+        let again = DiskSpec {
+            format: said.into(),
+            ..second.clone()
+        };
+        let vm = daemon.attach("web", again).await.unwrap();
+        assert_eq!(
+            (vm.spec.as_ref().unwrap().disks.len(), format(&vm, 1)),
+            (2, DiskFormat::Raw)
+        );
+    }
+    let other = DiskSpec {
+        format: DiskFormat::Qcow2.into(),
+        ..second
+    };
+    let refused = daemon.attach("web", other).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::AlreadyExists, "DISK_EXISTS".into()));
+}
+
+#[tokio::test]
 async fn a_deleted_vm_and_a_failed_create_let_go_of_their_disks() {
     let daemon = Daemon::start().await;
     daemon.make(raw("data-1", 4096), None).await.unwrap();

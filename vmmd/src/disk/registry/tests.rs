@@ -47,6 +47,27 @@ fn take(registry: &Registry, vm: &str, disk: &str, read_only: bool) -> Result<()
 }
 
 #[test]
+fn the_format_is_filled_in_where_it_is_known_and_left_out() {
+    let registry = with(&["a"]);
+    let filled = |disk: &str, path: &str, format: v1::DiskFormat| {
+        let mut spec = v1::DiskSpec {
+            disk: disk.into(),
+            path: path.into(),
+            format: format.into(),
+            ..Default::default()
+        };
+        registry.fill_format(&mut spec);
+        spec.format()
+    };
+    let (unsaid, raw) = (v1::DiskFormat::Unspecified, v1::DiskFormat::Raw);
+    assert_eq!(filled("a", "", unsaid), v1::DiskFormat::Qcow2);
+    assert_eq!(filled("a", "", raw), raw);
+    assert_eq!(filled("b", "", unsaid), unsaid);
+    assert_eq!(filled("", "/a", unsaid), unsaid);
+    assert_eq!(filled("a", "/a", unsaid), unsaid);
+}
+
+#[test]
 fn a_name_is_taken_from_the_beginning_of_a_create_and_usable_after_its_end() {
     let registry = Registry::default();
     let made = registry.reserve(record("a"), None).unwrap();

@@ -29,9 +29,10 @@ impl Actor {
     pub(super) async fn attach(
         &mut self,
         place: Place,
-        wire: v1::DiskSpec,
+        mut wire: v1::DiskSpec,
         reply: Reply,
     ) -> Result<(), (Failure, Reply)> {
+        self.host.disks.fill_format(&mut wire);
         let disk = match validate(&wire) {
             Ok(disk) => disk,
             Err(violations) => return Err((violations.into(), reply)),
