@@ -8,6 +8,8 @@
 use std::{
     fs, io,
     os::fd::{AsFd, AsRawFd, BorrowedFd},
+    thread,
+    time::{Duration, Instant},
 };
 
 /// Who may hold a lock beside us.
@@ -38,6 +40,22 @@ pub fn lock_file(file: impl AsFd, kind: LockKind) -> io::Result<bool> {
         }
     }
     Ok(true)
+}
+
+/// As [`lock_file`], but looks again until `limit` has passed. There is no event to wait for: fcntl(2) that waits for a lock
+/// can't be given a limit, and would take it when nobody wants it any more.
+pub fn lock_file_within(file: impl AsFd, kind: LockKind, limit: Duration) -> io::Result<bool> {
+    const AGAIN: Duration = Duration::from_millis(10);
+    let deadline = Instant::now() + limit;
+    loop {
+        if lock_file(&file, kind)? {
+            return Ok(true);
+        }
+        if Instant::now() >= deadline {
+            return Ok(false);
+        }
+        thread::sleep(AGAIN);
+    }
 }
 
 fn lock_range(file: BorrowedFd<'_>, lock_type: i32, (start, length): Range) -> io::Result<bool> {
@@ -103,6 +121,20 @@ mod tests {
         assert!(!lock_file(&second, LockKind::Shared).unwrap());
         drop(passed_on);
         assert!(lock_file(&second, LockKind::Exclusive).unwrap());
+    }
+
+    #[test]
+    fn a_lock_that_is_about_to_go_is_waited_for() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let (first, second) = (file.reopen().unwrap(), file.reopen().unwrap());
+        assert!(lock_file(&first, LockKind::Exclusive).unwrap());
+        assert!(!lock_file_within(&second, LockKind::Exclusive, Duration::ZERO).unwrap());
+        let holder = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(30));
+            drop(first);
+        });
+        assert!(lock_file_within(&second, LockKind::Exclusive, Duration::from_secs(60)).unwrap());
+        holder.join().unwrap();
     }
 
     #[test]

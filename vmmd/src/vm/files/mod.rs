@@ -3,7 +3,7 @@
 
 mod file;
 
-use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::Path};
+use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::Path, time::Duration};
 
 use proto::{
     model::{
@@ -25,6 +25,10 @@ use crate::{
 
 /// Descriptors with a machine beside those of disks, NICs and the initrd: /dev/kvm, kernel, random source, two logs.
 const OTHER_FDS: usize = 5;
+
+/// How long a lock that nobody is seen to hold is waited for. The kernel ends a killed process's io_uring, which holds
+/// its files, a moment after the process is gone.
+const ENDING: Duration = Duration::from_secs(2);
 
 /// All files of a VM, open.
 #[derive(Debug)]
@@ -210,7 +214,11 @@ pub fn lock(image: &OpenFile, locks: Locks, read_only: bool, ledger: &Ledger) ->
         LockKind::Exclusive
     };
     match locks {
-        Locks::Take => sys::lock_file(&image.fd, kind),
+        Locks::Take => {
+            let known = || ledger.user_of(image.id).is_some() || sys::lock_holder(&image.fd).is_some();
+            Ok(sys::lock_file(&image.fd, kind)?
+                || !known() && sys::lock_file_within(&image.fd, kind, ENDING)?)
+        }
         Locks::Look => Ok(read_only || ledger.user_of(image.id).is_none()),
     }
 }
