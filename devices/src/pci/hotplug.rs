@@ -2,8 +2,8 @@
 //!
 //! | offset | register | read | write |
 //! |---|---|---|---|
-//! | 0 | CHECK | slots to look at (a function came, or is gone); cleared by the read | nothing |
-//! | 4 | ASKED | slots that the guest is asked to give back; cleared by the read | nothing |
+//! | 0 | CHECK | slots to look at: a function came; cleared by the read | nothing |
+//! | 4 | ASKED | slots that the guest is asked to give back, or that are empty by force; cleared by the read | nothing |
 //! | 8 | EJECT | zero | slots that the guest gives back |
 //!
 //! Bit *n* is device *n* of bus 0. Registers are read and written whole (32 bits); all else reads as ones and does
@@ -112,11 +112,12 @@ impl HotPlug {
         });
     }
 
-    /// Takes the slot's function off the bus (with `take`), whatever the guest does, and tells it.
+    /// Takes the slot's function off the bus (with `take`), whatever the guest does, and asks the guest for it, so that it
+    /// cleans up: at a check, Linux only looks for what is new. What it ejects then is nothing.
     pub fn withdraw(&self, slot: u8, take: impl FnOnce()) {
         self.change(|state| {
             state.forget(bit(slot));
-            state.check |= bit(slot);
+            state.asked |= bit(slot);
             take();
         });
     }
@@ -304,6 +305,12 @@ mod tests {
         assert_eq!(effect, Effect::Eject);
         let mut taken = 0;
         rig.hotplug.withdraw(4, || taken += 1);
+        assert_eq!(
+            (rig.read(CHECK), rig.read(ASKED)),
+            (0, 1 << 4),
+            "it is to clean up"
+        );
+        assert_eq!(rig.eject(1 << 4), [], "and has nothing to eject");
         rig.hotplug.plugged(4);
         rig.hotplug.eject(|slot| panic!("slot {slot} is in use again"));
         assert_eq!(taken, 1);

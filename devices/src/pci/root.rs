@@ -94,11 +94,33 @@ struct Mapping {
     window: Window,
 }
 
+/// What is on the MMIO bus.
+#[derive(Default)]
+struct Mapped {
+    bars: Vec<Mapping>,
+    /// Where BARs were of functions that were taken away from a driver.
+    graves: Vec<Window>,
+}
+
+/// Stands where the BAR of a function was that was taken away from its driver. It reads as zero: a virtio driver that
+/// finds its device gone still resets it, and waits until the status is zero (virtio 1.3, 4.1.4.3.2); Linux waits for ever.
+struct Grave;
+
+impl BusDevice for Grave {
+    fn read(&mut self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn write(&mut self, _offset: u64, _data: &[u8]) -> Effect {
+        Effect::None
+    }
+}
+
 /// See the module.
 pub struct PciRoot {
     slots: RwLock<[Option<Arc<Seat>>; SLOTS]>,
     windows: PciWindows,
-    mapped: Mutex<Vec<Mapping>>,
+    mapped: Mutex<Mapped>,
     config_address: AtomicU32,
 }
 
@@ -113,7 +135,7 @@ impl PciRoot {
         Arc::new(Self {
             slots: RwLock::new(slots),
             windows,
-            mapped: Mutex::new(Vec::new()),
+            mapped: Mutex::default(),
             config_address: AtomicU32::new(0),
         })
     }
@@ -145,6 +167,16 @@ impl PciRoot {
     /// Takes the function in a slot (1 to 31) off the bus, with its BARs and notifications; says whether there was one.
     /// When it returns, no access reaches the function any more, and the slot is free.
     pub fn remove(&self, slot: u8, mmio: &Bus) -> bool {
+        self.take_off(slot, mmio, false)
+    }
+
+    /// [`remove`](Self::remove) for a function whose driver does not know it: its configuration space reads as ones, but
+    /// what was behind its BARs as zeroes, until the guest puts something else there or is reset.
+    pub fn remove_by_force(&self, slot: u8, mmio: &Bus) -> bool {
+        self.take_off(slot, mmio, true)
+    }
+
+    fn take_off(&self, slot: u8, mmio: &Bus, by_force: bool) -> bool {
         let slot = usize::from(slot);
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
         let seat = {
@@ -156,12 +188,18 @@ impl PciRoot {
         };
         let mut function = lock(&seat.function);
         seat.gone.store(true, Ordering::Relaxed);
-        mapped.retain(|mapping| {
-            if mapping.slot == slot {
-                function.bar_moved(mapping.bar, None);
-                mmio.remove(mapping.window.address);
+        let Mapped { bars, graves } = &mut *mapped;
+        bars.retain(|mapping| {
+            if mapping.slot != slot {
+                return true;
             }
-            mapping.slot != slot
+            let Window { address, size } = mapping.window;
+            function.bar_moved(mapping.bar, None);
+            mmio.remove(address);
+            if by_force && mmio.insert(address, size, Arc::new(Mutex::new(Grave))).is_ok() {
+                graves.push(mapping.window);
+            }
+            false
         });
         true
     }
@@ -209,7 +247,8 @@ impl PciRoot {
                 })
             })
             .collect();
-        mapped.retain(|old| {
+        let Mapped { bars, graves } = &mut *mapped;
+        bars.retain(|old| {
             let stays = wanted.iter().any(|(_, new)| same(old, new));
             if !stays {
                 if let Some((_, seat)) = seats.iter().find(|(slot, _)| *slot == old.slot) {
@@ -221,16 +260,17 @@ impl PciRoot {
         });
         for (seat, new) in wanted {
             let Window { address, size } = new.window;
-            if mapped.iter().any(|old| same(old, &new)) || !self.allows(new.window) {
+            if bars.iter().any(|old| same(old, &new)) || !self.allows(new.window) {
                 continue;
             }
+            graves.retain(|grave| !overlap(*grave, new.window) || !mmio.remove(grave.address));
             let device = Arc::new(Mutex::new(BarDevice {
                 seat: Arc::clone(&seat),
                 bar: new.bar,
             }));
             if mmio.insert(address, size, device).is_ok() {
                 lock(&seat.function).bar_moved(new.bar, Some(address));
-                mapped.push(new);
+                bars.push(new);
             }
         }
     }
@@ -239,6 +279,11 @@ impl PciRoot {
     /// devices were reset.
     pub fn reset(&self, mmio: &Bus) {
         self.config_address.store(0, Ordering::Relaxed);
+        let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
+        for grave in mapped.graves.drain(..) {
+            mmio.remove(grave.address);
+        }
+        drop(mapped);
         for (_, seat) in self.seats() {
             lock(&seat.function).reset();
         }
@@ -291,6 +336,11 @@ impl PciRoot {
             .and_then(|seat| seat.access(write))
             .unwrap_or_default()
     }
+}
+
+fn overlap(a: Window, b: Window) -> bool {
+    let end = |window: Window| window.address.saturating_add(window.size);
+    a.address < end(b) && b.address < end(a)
 }
 
 fn same(a: &Mapping, b: &Mapping) -> bool {

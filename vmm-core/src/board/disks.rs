@@ -144,7 +144,7 @@ impl Disks {
             Some(index) if force => {
                 let disk = self.fitted.remove(index);
                 self.hotplug.withdraw(disk.slot, || {
-                    self.sockets.pci.remove(disk.slot, &self.sockets.mmio);
+                    self.sockets.pci.remove_by_force(disk.slot, &self.sockets.mmio);
                 });
                 self.leave(disk, true);
             }

@@ -64,6 +64,27 @@ fn an_access_that_found_the_function_before_it_was_removed_reads_ones() {
     assert_eq!(late.write(0, &[1]), Effect::None);
 }
 
+#[test]
+fn what_was_taken_by_force_reads_as_zero_until_something_else_is_there_or_the_guest_is_reset() {
+    for reset in [false, true] {
+        let (machine, _) = with_cards(&[5]);
+        let address = decode(&machine);
+        assert!(machine.root.remove_by_force(5, &machine.mmio));
+        assert_eq!(machine.config(SLOT, 0), u32::MAX, "gone");
+        assert_eq!(machine.read(address, 4), 0);
+        machine.root.remap(&machine.mmio);
+        assert_eq!(machine.read(address, 4), 0);
+        if reset {
+            machine.root.reset(&machine.mmio);
+            assert_eq!(machine.read(address, 1), 0xff);
+        } else {
+            machine.root.add(5, Card::shared(9, &CARD)).unwrap();
+            assert_eq!(decode(&machine), address);
+            assert_eq!(machine.read(address, 1), 9);
+        }
+    }
+}
+
 /// Ends the others also when the test fails.
 struct End<'a>(&'a AtomicBool);
 
