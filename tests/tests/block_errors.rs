@@ -127,6 +127,10 @@ fn paused(vm: &Vm<'_>) -> Value {
         .expect("it is paused");
     let got = vm.get().expect("the VM");
     assert_eq!(got["status"]["reason"], "DiskError", "{got}");
+    let message = got["status"]["message"].as_str().unwrap_or_default();
+    assert!(!message.contains("os error"), "{message}");
+    let condition = block_devices_ready(vm);
+    assert_eq!(condition["status"], "CONDITION_STATUS_FALSE", "{condition}");
     got
 }
 

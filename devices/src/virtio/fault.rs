@@ -88,6 +88,15 @@ pub enum RingError {
     Memory,
 }
 
+/// The host's error in words, without its number: what operators are told.
+pub(super) fn words(error: &io::Error) -> String {
+    let text = error.to_string();
+    match text.split_once(" (os error ") {
+        Some((words, _)) => words.to_owned(),
+        None => text,
+    }
+}
+
 /// What a device tells the lifecycle driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceEvent {
@@ -205,6 +214,13 @@ impl fmt::Display for Suppressed {
 #[allow(clippy::arithmetic_side_effects)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn operators_are_told_words_and_no_numbers() {
+        let full = io::Error::from_raw_os_error(libc::ENOSPC);
+        assert_eq!(words(&full), "No space left on device");
+        assert_eq!(words(&io::Error::other("gone")), "gone");
+    }
 
     #[test]
     fn a_flood_of_log_lines_is_cut_and_counted_and_flows_again_after_the_interval() {

@@ -7,7 +7,7 @@ use std::{
 
 use super::{
     super::{
-        fault::{Counters, DeviceEvent, Fault},
+        fault::{Counters, DeviceEvent, Fault, words},
         session::Session,
     },
     Shared,
@@ -51,8 +51,10 @@ impl Shared {
                 Counters::bump(&self.counters.backend_faults);
                 if let Some(held_back) = self.log_limit.allow() {
                     tracing::warn!(device = self.name, %held_back, %error, "{what}");
-                    self.sink
-                        .report(&self.name, DeviceEvent::BackendError(format!("{what}: {error}")));
+                    self.sink.report(
+                        &self.name,
+                        DeviceEvent::BackendError(format!("{what}: {}", words(&error))),
+                    );
                 }
                 Health::Good
             }
@@ -62,8 +64,10 @@ impl Shared {
                     tracing::warn!(device = self.name, %held_back, %error, "{what}: requests are held");
                 }
                 // The machine depends on it, and it comes once for each pause.
-                self.sink
-                    .report(&self.name, DeviceEvent::Held(format!("{what}: {error}")));
+                self.sink.report(
+                    &self.name,
+                    DeviceEvent::Held(format!("{what}: {}", words(&error))),
+                );
                 Health::Good
             }
             Fault::Bug(_) => {
@@ -92,7 +96,7 @@ impl Shared {
 /// The fault with its cause.
 fn describe(fault: &Fault) -> String {
     match fault {
-        Fault::Backend(what, error) | Fault::Held(what, error) => format!("{what}: {error}"),
+        Fault::Backend(what, error) | Fault::Held(what, error) => format!("{what}: {}", words(error)),
         other => other.to_string(),
     }
 }
