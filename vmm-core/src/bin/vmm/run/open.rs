@@ -4,7 +4,7 @@
 use std::{
     fs::{File, OpenOptions},
     io,
-    os::fd::OwnedFd,
+    os::{fd::OwnedFd, unix::fs::OpenOptionsExt as _},
     path::Path,
 };
 
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use devices::sys::tap;
 use proto::{
     model::{
-        disk::{Disk, Source},
+        disk::{Cache, Disk, Source},
         nic::Mac,
         vm::{Attachment, Backing, Boot, Manifest, Nic},
     },
@@ -130,12 +130,36 @@ fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
             disk.name
         );
     };
-    let file = open(&format!("disk {}", disk.name), path, !disk.read_only)?;
+    let file = open_image(path, !disk.read_only, disk.cache)
+        .with_context(|| format!("disk {}: opening {}", disk.name, path.display()))?;
     Ok(vmm::Disk {
         fd: fds.add(file),
         pci_slot: slot,
         ..disk.machine(*format)
     })
+}
+
+/// Opens an image with or without the page cache.
+fn open_image(path: &Path, write: bool, cache: Cache) -> Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(write);
+    let mut direct = options.clone();
+    direct.custom_flags(libc::O_DIRECT);
+    // open(2), EINVAL: what is behind the path can't do O_DIRECT.
+    let refused = |error: &io::Error| error.raw_os_error() == Some(libc::EINVAL);
+    match cache {
+        Cache::Writeback => Ok(options.open(path)?),
+        Cache::Auto => match direct.open(path) {
+            Err(error) if refused(&error) => Ok(options.open(path)?),
+            opened => Ok(opened?),
+        },
+        Cache::None => match direct.open(path) {
+            Err(error) if refused(&error) => {
+                bail!("its file system can't do without the page cache: leave `cache` out")
+            }
+            opened => Ok(opened?),
+        },
+    }
 }
 
 fn open_nic(fds: &mut Fds, slot: u32, vm: &str, nic: &Nic) -> Result<vmm::Nic> {
@@ -230,6 +254,30 @@ spec:
             let message = format!("{:#}", manifest_of(&text).unwrap_err());
             assert!(message.contains(expected) && !message.contains('\n'), "{message}");
         }
+    }
+
+    #[test]
+    fn an_image_is_opened_past_the_page_cache_where_that_is_wanted_and_possible() {
+        use std::os::fd::AsRawFd as _;
+        let is_direct = |file: &File| {
+            let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd())).unwrap();
+            let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
+            i32::from_str_radix(flags.trim(), 8).unwrap() & libc::O_DIRECT != 0
+        };
+        let file = tempfile::NamedTempFile::new().unwrap();
+        assert!(!is_direct(
+            &open_image(file.path(), true, Cache::Writeback).unwrap()
+        ));
+        let auto = open_image(file.path(), true, Cache::Auto).unwrap();
+        match open_image(file.path(), true, Cache::None) {
+            Ok(none) => assert!(is_direct(&none) && is_direct(&auto)),
+            Err(error) => assert!(error.to_string().contains("page cache") && !is_direct(&auto)),
+        }
+        // No file system stands behind it.
+        let error = open_image(Path::new("/proc/self/status"), false, Cache::None).unwrap_err();
+        assert!(error.to_string().contains("page cache"), "{error}");
+        assert!(open_image(Path::new("/proc/self/status"), false, Cache::Auto).is_ok());
+        assert!(open_image(Path::new("/nowhere/disk"), false, Cache::Auto).is_err());
     }
 
     #[test]
