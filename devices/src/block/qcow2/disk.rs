@@ -53,6 +53,9 @@ pub(super) struct Disk {
 struct Tables {
     /// Clusters were given up since the last commit: none may be allocated before the next.
     given_up: bool,
+    /// Clusters were allocated since the last commit: none may be given up before the next, which would not see that they
+    /// have been in use, and leave them their space in the file.
+    allocated: bool,
 }
 
 /// What an image is, for [`Disk::new`].
@@ -309,6 +312,7 @@ impl Disk {
             _ => self.unallocated(access, offset, length)?,
         };
         self.uncommitted.store(true, Ordering::Release);
+        tables.allocated = true;
         let mapping = access.prepare_data_mapping(offset, length, true)?;
         let length = mapping.length();
         let base = mapping.storage().base();
@@ -353,7 +357,7 @@ impl Disk {
             Some(result) => result?,
             None => self.layer.base().settle()?,
         }
-        tables.given_up = false;
+        *tables = Tables::default();
         self.uncommitted.store(false, Ordering::Release);
         Ok(())
     }

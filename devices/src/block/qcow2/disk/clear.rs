@@ -106,9 +106,13 @@ impl Disk {
             if !nothing {
                 if unallocated {
                     self.commit_before_allocation(&access, &mut tables)?;
+                } else if tables.allocated {
+                    self.commit_tables(&access, &mut tables)?;
                 }
                 self.uncommitted.store(true, Ordering::Release);
                 tables.given_up = true;
+                // Where there is no L2 table yet, one is made.
+                tables.allocated |= unallocated;
                 match how {
                     Clear::Discard if self.below.is_none() => access.discard_to_backing(offset, run)?,
                     Clear::Discard | Clear::Unmap => access.discard_to_zero(offset, run)?,

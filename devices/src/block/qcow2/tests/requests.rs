@@ -67,6 +67,23 @@ fn discarded_clusters_read_as_zeroes_and_are_holes() {
 }
 
 #[test]
+fn clusters_that_were_discarded_before_a_flush_saw_them_are_holes_as_well() {
+    let recorder = image(4 << 20, 64 << 10);
+    let disk = open(&recorder);
+    let mut guest = Guest::new(&disk);
+    guest.write(0, &vec![5; 1 << 20]).unwrap();
+    let discard = Operation::Discard {
+        offset: 0,
+        length: 1 << 20,
+    };
+    guest.request(discard, 0).unwrap();
+    guest.flush().unwrap();
+    assert!(!recorder.content().contains(&5));
+    let report = report(&recorder);
+    assert_eq!((report.corruptions, report.leaks, report.allocated), (0, 0, 0));
+}
+
+#[test]
 fn zeroes_are_written_to_whole_and_to_parts_of_clusters() {
     for unmap in [false, true] {
         let recorder = image(4 << 20, 64 << 10);
