@@ -9,6 +9,8 @@ const FILES: &[&str] = &[
     "vmmd/v1/vm.proto",
     "vmmd/v1/disk.proto",
     "vmmd/v1/node.proto",
+    "vmmd/v1/operation.proto",
+    "vmmd/v1/event.proto",
     "vmm/v1/control.proto",
 ];
 

@@ -83,9 +83,14 @@ impl Client {
 
     /// All VMs.
     pub async fn list(&self) -> Result<Vec<v1::Vm>> {
-        Ok(call(QUICK, self.vms.clone().list_vms(v1::ListVmsRequest {}))
-            .await?
-            .vms)
+        Ok(call(
+            QUICK,
+            self.vms
+                .clone()
+                .list_vms(v1::ListVmsRequest { ..Default::default() }),
+        )
+        .await?
+        .vms)
     }
 
     /// The disk with this name.

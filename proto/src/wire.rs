@@ -204,7 +204,11 @@ mod tests {
             minor: MINOR,
         }));
         Message {
-            kind: Some(Kind::Request(Request { id, op })),
+            kind: Some(Kind::Request(Request {
+                id,
+                op,
+                ..Default::default()
+            })),
         }
     }
 

@@ -150,7 +150,11 @@ impl Client {
             id,
         };
         let message = Message {
-            kind: Some(Kind::Request(Request { id, op: Some(op) })),
+            kind: Some(Kind::Request(Request {
+                id,
+                op: Some(op),
+                ..Request::default()
+            })),
         };
         self.send(&wire::encode(&message)?, fds).await?;
         match receiver.await {
@@ -276,7 +280,7 @@ mod tests {
             let (stream, _): (StdStream, _) = listener.accept().unwrap();
             let mut receiver = wire::Receiver::new();
             while let Ok(Some((message, _))) = wire::receive(&stream, &mut receiver) {
-                let Some(Kind::Request(Request { id, op: Some(op) })) = message.kind else {
+                let Some(Kind::Request(Request { id, op: Some(op), .. })) = message.kind else {
                     return;
                 };
                 let Some(messages) = answer(id, op) else { return };

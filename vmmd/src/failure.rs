@@ -23,6 +23,8 @@ pub enum Kind {
     Deadline,
     /// The daemon is about to end.
     Unavailable,
+    /// Not built yet.
+    Unimplemented,
     /// A fault of ours.
     Internal,
 }
@@ -60,6 +62,15 @@ impl Failure {
     /// [`Kind::Internal`].
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(Kind::Internal, "INTERNAL", message)
+    }
+
+    /// Not built yet.
+    pub fn unimplemented(what: &str) -> Self {
+        Self::new(
+            Kind::Unimplemented,
+            "UNIMPLEMENTED",
+            format!("this vmmd can't {what} yet"),
+        )
     }
 
     /// There is no VM of this name.

@@ -8,6 +8,7 @@ use crate::{
     cgroup,
     config::Config,
     disk::{Folder, Registry},
+    event::Events,
     failure::Failure,
     ledger::Ledger,
     network::Links,
@@ -35,6 +36,9 @@ pub struct Host {
     pub table: Table,
     /// Disks of the DiskService.
     pub disks: Registry,
+    /// Where what happens is told.
+    #[allow(dead_code, reason = "being built")]
+    pub events: Events,
     /// Of the running kernel.
     pub boot_id: String,
     /// Cancelled when the daemon ends.

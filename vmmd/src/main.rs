@@ -6,8 +6,12 @@
 
 mod cgroup;
 mod config;
+#[allow(dead_code, reason = "being built")]
+mod context;
 mod control;
 mod disk;
+#[allow(dead_code, reason = "being built")]
+mod event;
 mod facts;
 mod failure;
 mod grpc;
@@ -111,6 +115,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         links: Links::connect().context("connect to the kernel's network configuration")?,
         table: vm::table::Table::default(),
         disks: disk::Registry::default(),
+        events: event::Events::default(),
         boot_id: fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .unwrap_or_default()
             .trim()

@@ -84,7 +84,10 @@ async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>>
     let owned = name.to_owned();
     let done = match *verb {
         Verb::Start => {
-            let request = v1::StartVmRequest { name: owned };
+            let request = v1::StartVmRequest {
+                name: owned,
+                ..Default::default()
+            };
             call(WORK, vms.start_vm(request)).await.map(|_| "started")
         }
         Verb::Stop(Ending { grace, force }) => {
@@ -92,6 +95,7 @@ async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>>
                 name: owned,
                 grace_period: grace.map(Into::into),
                 force,
+                ..Default::default()
             };
             call(limit(grace), vms.stop_vm(request)).await.map(|_| "stopped")
         }
@@ -100,22 +104,39 @@ async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>>
                 name: owned,
                 grace_period: grace.map(Into::into),
                 force,
+                ..Default::default()
             };
             call(limit(grace), vms.restart_vm(request))
                 .await
                 .map(|_| "restarted")
         }
-        Verb::Pause => call(QUICK, vms.pause_vm(v1::PauseVmRequest { name: owned }))
-            .await
-            .map(|_| "paused"),
-        Verb::Resume => call(QUICK, vms.resume_vm(v1::ResumeVmRequest { name: owned }))
-            .await
-            .map(|_| "resumed"),
+        Verb::Pause => call(
+            QUICK,
+            vms.pause_vm(v1::PauseVmRequest {
+                name: owned,
+                ..Default::default()
+            }),
+        )
+        .await
+        .map(|_| "paused"),
+        Verb::Resume => call(
+            QUICK,
+            vms.resume_vm(v1::ResumeVmRequest {
+                name: owned,
+                ..Default::default()
+            }),
+        )
+        .await
+        .map(|_| "resumed"),
         Verb::Delete {
             force,
             ignore_not_found,
         } => {
-            let request = v1::DeleteVmRequest { name: owned, force };
+            let request = v1::DeleteVmRequest {
+                name: owned,
+                force,
+                ..Default::default()
+            };
             match call(WORK, vms.delete_vm(request)).await {
                 Err(failure) if ignore_not_found && failure.code == Code::NotFound => return Ok(None),
                 result => result.map(|_| "deleted"),

@@ -119,6 +119,7 @@ async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, dry_run: bool) -> Res
     if start && !dry_run && matches!(phase, VmPhase::Pending | VmPhase::Stopped | VmPhase::Failed) {
         let request = v1::StartVmRequest {
             name: name.to_owned(),
+            ..Default::default()
         };
         call(WORK, client.vms.clone().start_vm(request))
             .await
@@ -172,6 +173,7 @@ pub async fn create(client: &Client, vm: v1::Vm, start: bool, dry_run: bool) -> 
         vm: Some(vm),
         start,
         dry_run,
+        ..Default::default()
     };
     let response = call(WORK, client.vms.clone().create_vm(request)).await;
     let response = response.map_err(|failure| about_vm(failure, &name))?;
@@ -187,6 +189,7 @@ pub async fn create(client: &Client, vm: v1::Vm, start: bool, dry_run: bool) -> 
 async fn started(client: &Client, name: &str, vm: v1::Vm) -> Result<v1::Vm> {
     let request = v1::StartVmRequest {
         name: name.to_owned(),
+        ..Default::default()
     };
     match call(WORK, client.vms.clone().start_vm(request)).await {
         Ok(response) => response.vm.ok_or_else(empty_answer),

@@ -76,7 +76,10 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             ..v1::VmMetadata::default()
         }),
         spec: Some(v1::VmSpec {
-            cpu: Some(v1::CpuSpec { cores: args.cpus }),
+            cpu: Some(v1::CpuSpec {
+                cores: args.cpus,
+                ..Default::default()
+            }),
             memory: Some(v1::MemorySpec {
                 size_bytes: args.memory,
                 ..v1::MemorySpec::default()
@@ -87,6 +90,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             disks: disks.collect::<Result<_>>()?,
             nics: nics.collect::<Result<_>>()?,
             rate_groups: groups.collect::<Result<_>>()?,
+            ..Default::default()
         }),
         status: None,
     };

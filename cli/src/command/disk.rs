@@ -55,6 +55,7 @@ pub fn from_flags(args: &CreateDisk) -> Result<v1::CreateDiskRequest> {
             ..v1::Disk::default()
         }),
         source,
+        ..Default::default()
     };
     let found = disk::check(&request);
     valid(found, "the disk is not valid")?;
@@ -82,6 +83,7 @@ pub async fn resize(client: &Client, name: &str, size: u64) -> Result<v1::Disk> 
     let request = v1::ResizeDiskRequest {
         name: name.to_owned(),
         size_bytes: size,
+        ..Default::default()
     };
     let response = call(WORK, client.disks.clone().resize_disk(request)).await;
     let response = response.map_err(|failure| about_disk(failure, name))?;
@@ -94,6 +96,7 @@ pub async fn delete(client: &Client, names: &[String], ignore_not_found: bool) -
     for name in names {
         let request = v1::DeleteDiskRequest {
             name: name.to_owned(),
+            ..Default::default()
         };
         match call(WORK, client.disks.clone().delete_disk(request)).await {
             Ok(_) => output::line(format!("disk/{name} deleted")).map_err(super::one)?,

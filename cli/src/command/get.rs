@@ -104,7 +104,10 @@ async fn watch(client: &Client, args: &GetVm) -> Result<()> {
         // A watch of a VM that is not there would wait for it without a word.
         client.get(&only).await?;
     }
-    let request = v1::WatchVmsRequest { name: only.clone() };
+    let request = v1::WatchVmsRequest {
+        name: only.clone(),
+        ..Default::default()
+    };
     let stream = client.vms.clone().watch_vms(request).await;
     let mut stream = stream
         .map_err(|status| about_vm(status.into(), &only))?

@@ -33,6 +33,7 @@ pub async fn add(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<&'stat
     let request = v1::AttachDiskRequest {
         vm: vm.to_owned(),
         disk: Some(disk),
+        ..Default::default()
     };
     let answer = call(WORK, client.vms.clone().attach_disk(request)).await;
     let answer = answer.map_err(|failure| match failure.code {
@@ -60,6 +61,7 @@ pub async fn detach(client: &Client, args: &Detach) -> Result<(), Vec<Failure>> 
             disk: disk.clone(),
             timeout: args.timeout.map(Into::into),
             force: args.force,
+            ..Default::default()
         };
         let limit = args.timeout.unwrap_or(DEFAULT_TIMEOUT) + WORK;
         match call(limit, client.vms.clone().detach_disk(request)).await {
@@ -83,6 +85,7 @@ pub async fn resize(client: &Client, vm: &str, disk: &str, size: Option<u64>) ->
         vm: vm.to_owned(),
         disk: disk.to_owned(),
         size_bytes: size.unwrap_or_default(),
+        ..Default::default()
     };
     let answer = call(WORK, client.vms.clone().resize_vm_disk(request)).await;
     let answer = answer.map_err(|failure| about(failure, vm, disk))?;
@@ -131,6 +134,7 @@ pub async fn set_limit(client: &Client, vm: &str, target: Target, limit: v1::Rat
         vm: vm.to_owned(),
         target: Some(target),
         limit: Some(limit),
+        ..Default::default()
     };
     let answer = call(WORK, client.vms.clone().set_rate_limit(request)).await;
     answer.map_err(|failure| about(failure, vm, &name))?;

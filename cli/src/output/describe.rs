@@ -77,7 +77,7 @@ fn instance(text: &mut Lines, status: &v1::VmStatus, now: jiff::Timestamp) {
 
 fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     let memory = spec.memory.unwrap_or_default();
-    text.put("CPUs", &spec.cpu.unwrap_or_default().cores.to_string());
+    text.put("CPUs", &spec.cpu.as_ref().map_or(0, |cpu| cpu.cores).to_string());
     let backing = match memory.backing() {
         v1::MemoryBacking::Unspecified => String::new(),
         backing => format!(

@@ -119,10 +119,14 @@ fn web() -> v1::Vm {
             create_time: ago(4000),
         }),
         spec: Some(v1::VmSpec {
-            cpu: Some(v1::CpuSpec { cores: 2 }),
+            cpu: Some(v1::CpuSpec {
+                cores: 2,
+                ..Default::default()
+            }),
             memory: Some(v1::MemorySpec {
                 size_bytes: 256 << 20,
                 backing: 2,
+                ..Default::default()
             }),
             boot: Some(v1::BootSpec {
                 source: Some(v1::boot_spec::Source::Linux(v1::LinuxBoot {
@@ -146,6 +150,7 @@ fn web() -> v1::Vm {
                 attachment: Some(v1::nic_spec::Attachment::Bridge("br0".into())),
                 mac: "52:54:00:12:34:56".into(),
             }],
+            ..Default::default()
         }),
         status: Some(v1::VmStatus {
             disks: disk_status(),
@@ -281,6 +286,7 @@ fn a_node_is_described_with_its_conditions() {
             message: "there is no /dev/kvm: load the module kvm_intel or kvm_amd".into(),
             transition_time: ago(5),
         }],
+        ..Default::default()
     };
     insta::assert_snapshot!(super::node::node(&node, now()), @r#"
 Name:            node-1

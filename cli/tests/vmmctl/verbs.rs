@@ -99,7 +99,9 @@ fn nothing_is_sent_when_one_of_the_files_is_wrong() {
     fs::write(&good, MANIFEST).unwrap();
     fs::write(&bad, MANIFEST.replace("web", "db").replace("cores", "core")).unwrap();
     let (good, bad) = (good.to_str().unwrap(), bad.to_str().unwrap());
-    let expected = format!("error: {bad}:6: spec.cpu.core: unknown field; did you mean `cores`?\n");
+    let expected = format!(
+        "error: {bad}:6: spec.cpu.core: unknown field; did you mean `cores` or `coreLimitPercent`?\n"
+    );
     assert_eq!(
         run(&daemon, &["apply", "-f", good, "-f", bad]),
         failed(6, &expected)

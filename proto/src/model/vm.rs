@@ -154,7 +154,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
 
     fn try_from(spec: &v1::VmSpec) -> Result<Self, Violations> {
         let mut found = Violations::default();
-        let cores = spec.cpu.map_or(0, |cpu| cpu.cores);
+        let cores = spec.cpu.as_ref().map_or(0, |cpu| cpu.cores);
         let topology = Topology::for_cores(cores)
             .map_err(|error| found.add("spec.cpu.cores", error))
             .ok();

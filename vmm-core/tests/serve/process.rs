@@ -347,6 +347,7 @@ impl Client {
         let request = Request {
             id: self.asked,
             op: Some(op),
+            ..Request::default()
         };
         wire::send_all(
             &self.socket,

@@ -71,7 +71,7 @@ impl DiskService for Disks {
         &self,
         request: Request<v1::ResizeDiskRequest>,
     ) -> Result<Response<v1::ResizeDiskResponse>, Status> {
-        let v1::ResizeDiskRequest { name, size_bytes } = request.into_inner();
+        let v1::ResizeDiskRequest { name, size_bytes, .. } = request.into_inner();
         let host = Arc::clone(&self.host);
         let resized = tokio::spawn(async move { disk::resize(&host, &name, size_bytes).await }).await;
         let disk = resized.map_err(|error| Failure::internal(error.to_string()))??;

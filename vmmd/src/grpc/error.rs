@@ -19,6 +19,7 @@ impl From<Failure> for Status {
             Kind::Aborted => Code::Aborted,
             Kind::Deadline => Code::DeadlineExceeded,
             Kind::Unavailable => Code::Unavailable,
+            Kind::Unimplemented => Code::Unimplemented,
             Kind::Internal => Code::Internal,
         };
         let mut details = ErrorDetails::new();

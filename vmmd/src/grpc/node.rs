@@ -7,7 +7,8 @@ use std::{
 };
 
 use proto::v1::{
-    Condition, ConditionStatus, GetNodeRequest, GetNodeResponse, Node, node_service_server::NodeService,
+    self as v1, Condition, ConditionStatus, GetNodeRequest, GetNodeResponse, Node,
+    node_service_server::NodeService,
 };
 use tokio::task::spawn_blocking;
 use tonic::{Request, Response, Status};
@@ -55,6 +56,41 @@ impl NodeService for Nodes {
             ..node
         };
         Ok(Response::new(GetNodeResponse { node: Some(node) }))
+    }
+
+    async fn update_node_labels(
+        &self,
+        _: Request<v1::UpdateNodeLabelsRequest>,
+    ) -> Result<Response<v1::UpdateNodeLabelsResponse>, Status> {
+        Err(Failure::unimplemented("set labels").into())
+    }
+
+    async fn check_placement(
+        &self,
+        _: Request<v1::CheckPlacementRequest>,
+    ) -> Result<Response<v1::CheckPlacementResponse>, Status> {
+        Err(Failure::unimplemented("check placements").into())
+    }
+
+    async fn cordon_node(
+        &self,
+        _: Request<v1::CordonNodeRequest>,
+    ) -> Result<Response<v1::CordonNodeResponse>, Status> {
+        Err(Failure::unimplemented("cordon the node").into())
+    }
+
+    async fn uncordon_node(
+        &self,
+        _: Request<v1::UncordonNodeRequest>,
+    ) -> Result<Response<v1::UncordonNodeResponse>, Status> {
+        Err(Failure::unimplemented("uncordon the node").into())
+    }
+
+    async fn drain_node(
+        &self,
+        _: Request<v1::DrainNodeRequest>,
+    ) -> Result<Response<v1::DrainNodeResponse>, Status> {
+        Err(Failure::unimplemented("drain the node").into())
     }
 }
 

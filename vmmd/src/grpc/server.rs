@@ -9,7 +9,8 @@ use std::{
 };
 
 use proto::v1::{
-    disk_service_server::DiskServiceServer, node_service_server::NodeServiceServer,
+    disk_service_server::DiskServiceServer, event_service_server::EventServiceServer,
+    node_service_server::NodeServiceServer, operation_service_server::OperationServiceServer,
     vm_service_server::VmServiceServer,
 };
 use tokio::{
@@ -20,7 +21,9 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Server;
 
-use super::{connection::Connection, disk::Disks, node::Nodes, vm::Vms};
+use super::{
+    connection::Connection, disk::Disks, event::EventLog, node::Nodes, operation::Operations, vm::Vms,
+};
 use crate::host::Host;
 
 /// Most connections at once; more wait in the kernel's queue.
@@ -122,6 +125,8 @@ pub async fn serve(host: Arc<Host>, socket: Socket) -> anyhow::Result<()> {
     reporter.set_serving::<VmServiceServer<Vms>>().await;
     reporter.set_serving::<NodeServiceServer<Nodes>>().await;
     reporter.set_serving::<DiskServiceServer<Disks>>().await;
+    reporter.set_serving::<OperationServiceServer<Operations>>().await;
+    reporter.set_serving::<EventServiceServer<EventLog>>().await;
     let reflection = |builder: tonic_reflection::server::Builder<'static>| {
         builder
             .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
@@ -138,6 +143,13 @@ pub async fn serve(host: Arc<Host>, socket: Socket) -> anyhow::Result<()> {
         .add_service(VmServiceServer::new(Vms::new(Arc::clone(&host))).max_decoding_message_size(MAX_REQUEST))
         .add_service(
             DiskServiceServer::new(Disks::new(Arc::clone(&host))).max_decoding_message_size(MAX_REQUEST),
+        )
+        .add_service(
+            OperationServiceServer::new(Operations::new(Arc::clone(&host)))
+                .max_decoding_message_size(MAX_REQUEST),
+        )
+        .add_service(
+            EventServiceServer::new(EventLog::new(Arc::clone(&host))).max_decoding_message_size(MAX_REQUEST),
         )
         .add_service(NodeServiceServer::new(Nodes::new(host)).max_decoding_message_size(MAX_REQUEST))
         .serve_with_incoming_shutdown(ReceiverStream::new(incoming), stopping.clone().cancelled_owned());

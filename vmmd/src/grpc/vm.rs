@@ -115,13 +115,16 @@ impl VmService for Vms {
         &self,
         request: Request<v1::CreateVmRequest>,
     ) -> Result<Response<v1::CreateVmResponse>, Status> {
-        let v1::CreateVmRequest { vm, start, dry_run } = request.into_inner();
+        let v1::CreateVmRequest {
+            vm, start, dry_run, ..
+        } = request.into_inner();
         let vm = vm.ok_or_else(|| Failure::field("vm", "must be given"))?;
         // In a task of its own: a caller that goes away must not leave it half done.
         let created = tokio::spawn(vm::create(Arc::clone(&self.host), vm, start, dry_run)).await;
         let vm = created.map_err(|error| Failure::internal(error.to_string()))??;
         Ok(Response::new(v1::CreateVmResponse {
             vm: Some(vm.as_ref().clone()),
+            ..Default::default()
         }))
     }
 
@@ -145,7 +148,10 @@ impl VmService for Vms {
             .iter()
             .map(|vm| vm.as_ref().clone())
             .collect();
-        Ok(Response::new(v1::ListVmsResponse { vms }))
+        Ok(Response::new(v1::ListVmsResponse {
+            vms,
+            ..Default::default()
+        }))
     }
 
     type WatchVmsStream = watch::Stream;
@@ -164,10 +170,10 @@ impl VmService for Vms {
         &self,
         request: Request<v1::DeleteVmRequest>,
     ) -> Result<Response<v1::DeleteVmResponse>, Status> {
-        let v1::DeleteVmRequest { name, force } = request.into_inner();
+        let v1::DeleteVmRequest { name, force, .. } = request.into_inner();
         self.ask(&name, admission::Request::Delete { force }, None)
             .await?;
-        Ok(Response::new(v1::DeleteVmResponse {}))
+        Ok(Response::new(v1::DeleteVmResponse { ..Default::default() }))
     }
 
     async fn start_vm(
@@ -177,7 +183,10 @@ impl VmService for Vms {
         let vm = self
             .ask(&request.get_ref().name, admission::Request::Start, None)
             .await?;
-        Ok(Response::new(v1::StartVmResponse { vm: Some(vm) }))
+        Ok(Response::new(v1::StartVmResponse {
+            vm: Some(vm),
+            ..Default::default()
+        }))
     }
 
     async fn stop_vm(
@@ -188,11 +197,15 @@ impl VmService for Vms {
             name,
             grace_period,
             force,
+            ..
         } = request.into_inner();
         let vm = self
             .ask(&name, admission::Request::Stop, grace(grace_period, force)?)
             .await?;
-        Ok(Response::new(v1::StopVmResponse { vm: Some(vm) }))
+        Ok(Response::new(v1::StopVmResponse {
+            vm: Some(vm),
+            ..Default::default()
+        }))
     }
 
     async fn restart_vm(
@@ -203,11 +216,15 @@ impl VmService for Vms {
             name,
             grace_period,
             force,
+            ..
         } = request.into_inner();
         let vm = self
             .ask(&name, admission::Request::Restart, grace(grace_period, force)?)
             .await?;
-        Ok(Response::new(v1::RestartVmResponse { vm: Some(vm) }))
+        Ok(Response::new(v1::RestartVmResponse {
+            vm: Some(vm),
+            ..Default::default()
+        }))
     }
 
     async fn pause_vm(
@@ -234,7 +251,7 @@ impl VmService for Vms {
         &self,
         request: Request<v1::AttachDiskRequest>,
     ) -> Result<Response<v1::AttachDiskResponse>, Status> {
-        let v1::AttachDiskRequest { vm, disk } = request.into_inner();
+        let v1::AttachDiskRequest { vm, disk, .. } = request.into_inner();
         let disk = disk.ok_or_else(|| Failure::field("disk", "must be given"))?;
         let vm = self.ask_disk(&vm, DiskRequest::Attach(disk)).await?;
         Ok(Response::new(v1::AttachDiskResponse { vm: Some(vm) }))
@@ -249,6 +266,7 @@ impl VmService for Vms {
             disk,
             timeout,
             force,
+            ..
         } = request.into_inner();
         let timeout = period("timeout", timeout)?.unwrap_or(DEFAULT_EJECT);
         let request = DiskRequest::Detach { disk, timeout, force };
@@ -260,7 +278,9 @@ impl VmService for Vms {
         &self,
         request: Request<v1::ResizeVmDiskRequest>,
     ) -> Result<Response<v1::ResizeVmDiskResponse>, Status> {
-        let v1::ResizeVmDiskRequest { vm, disk, size_bytes } = request.into_inner();
+        let v1::ResizeVmDiskRequest {
+            vm, disk, size_bytes, ..
+        } = request.into_inner();
         let request = DiskRequest::Resize {
             disk,
             size: size_bytes,
@@ -273,7 +293,9 @@ impl VmService for Vms {
         &self,
         request: Request<v1::SetRateLimitRequest>,
     ) -> Result<Response<v1::SetRateLimitResponse>, Status> {
-        let v1::SetRateLimitRequest { vm, target, limit } = request.into_inner();
+        let v1::SetRateLimitRequest {
+            vm, target, limit, ..
+        } = request.into_inner();
         let mut found = Violations::default();
         let limit = limit.unwrap_or_default();
         let limit = RateLimit::new(&mut found, "limit", &limit);
@@ -313,6 +335,34 @@ impl VmService for Vms {
         })?;
         let disks = stats.into_iter().map(vm::public_stats).collect();
         Ok(Response::new(v1::GetVmDiskStatsResponse { disks }))
+    }
+
+    async fn update_vm(
+        &self,
+        _: Request<v1::UpdateVmRequest>,
+    ) -> Result<Response<v1::UpdateVmResponse>, Status> {
+        Err(Failure::unimplemented("change VMs").into())
+    }
+
+    async fn reset_vm(
+        &self,
+        _: Request<v1::ResetVmRequest>,
+    ) -> Result<Response<v1::ResetVmResponse>, Status> {
+        Err(Failure::unimplemented("reset VMs").into())
+    }
+
+    async fn get_vm_stats(
+        &self,
+        _: Request<v1::GetVmStatsRequest>,
+    ) -> Result<Response<v1::GetVmStatsResponse>, Status> {
+        Err(Failure::unimplemented("count").into())
+    }
+
+    async fn set_memory_target(
+        &self,
+        _: Request<v1::SetMemoryTargetRequest>,
+    ) -> Result<Response<v1::SetMemoryTargetResponse>, Status> {
+        Err(Failure::unimplemented("set a memory target").into())
     }
 
     type ConsoleStream = console::Stream;

@@ -74,6 +74,7 @@ async fn send(sender: &Sender, kind: WatchEventType, vm: Option<&Arc<Vm>>) -> Re
     let response = WatchVmsResponse {
         r#type: kind.into(),
         vm,
+        ..Default::default()
     };
     sender.send(Ok(response)).await.map_err(|_| Gone)
 }

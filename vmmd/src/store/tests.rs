@@ -98,6 +98,7 @@ async fn a_record_keeps_every_field() {
             memory: Some(proto::v1::MemorySpec {
                 size_bytes: 1 << 28,
                 backing: 1,
+                ..Default::default()
             }),
             ..Default::default()
         }),

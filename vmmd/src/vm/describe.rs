@@ -101,6 +101,7 @@ impl View {
             nics: nics(uid, record, spec, instance.is_some()),
             phase_time: text::timestamp(self.phase_ms),
             disks: disks(host, record, spec, instance.is_some(), attached),
+            ..Default::default()
         };
         v1::Vm {
             api_version: API_VERSION.to_owned(),

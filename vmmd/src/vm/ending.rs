@@ -91,6 +91,8 @@ pub fn phase(reason: ExitReason) -> (VmPhase, &'static str) {
         ExitReason::GuestCrash => (VmPhase::Failed, "GuestCrash"),
         ExitReason::VmmError => (VmPhase::Failed, "VmmError"),
         ExitReason::StartFailed => (VmPhase::Failed, "StartFailed"),
+        ExitReason::OutOfMemory => (VmPhase::Failed, "OutOfMemory"),
+        ExitReason::NodeRestart => (VmPhase::Failed, "NodeRestart"),
         ExitReason::Lost | ExitReason::Unspecified => (VmPhase::Failed, "Lost"),
     }
 }

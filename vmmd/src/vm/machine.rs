@@ -121,6 +121,7 @@ pub fn assemble(
             })
             .collect(),
         rate_groups: spec.rate_groups.iter().map(Into::into).collect(),
+        ..Default::default()
     };
     (machine, fds.0)
 }
@@ -195,10 +196,14 @@ mod tests {
             cmdline: "console=ttyS0".into(),
         };
         let wire = v1::VmSpec {
-            cpu: Some(v1::CpuSpec { cores: 2 }),
+            cpu: Some(v1::CpuSpec {
+                cores: 2,
+                ..Default::default()
+            }),
             memory: Some(v1::MemorySpec {
                 size_bytes: 256 << 20,
                 backing: 0,
+                ..Default::default()
             }),
             boot: Some(v1::BootSpec {
                 source: Some(v1::boot_spec::Source::Linux(linux)),

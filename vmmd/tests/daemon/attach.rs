@@ -31,6 +31,7 @@ impl Daemon {
         let request = v1::AttachDiskRequest {
             vm: vm.into(),
             disk: Some(disk),
+            ..Default::default()
         };
         Ok(self.client().attach_disk(request).await?.into_inner().vm.unwrap())
     }
@@ -44,6 +45,7 @@ impl Daemon {
                 nanos: timeout_ms % 1000 * 1_000_000,
             }),
             force,
+            ..Default::default()
         };
         Ok(self.client().detach_disk(request).await?.into_inner().vm.unwrap())
     }
@@ -318,7 +320,10 @@ async fn a_wait_for_the_guest_is_in_nobodys_way() {
             })
             .await;
         daemon.attach("web", disk(&daemon, "other")).await.unwrap();
-        let request = v1::PauseVmRequest { name: "web".into() };
+        let request = v1::PauseVmRequest {
+            name: "web".into(),
+            ..Default::default()
+        };
         daemon.client().pause_vm(request).await.unwrap();
         let again = daemon.attach("web", disk(&daemon, "data")).await.unwrap_err();
         assert_eq!(refusal(&again), (Code::FailedPrecondition, "BUSY".into()));
@@ -372,7 +377,10 @@ async fn a_lost_event_does_not_hide_that_a_disk_is_gone() {
 async fn a_paused_vm_takes_disks_and_gives_them_back_by_force_only() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
-    let request = v1::PauseVmRequest { name: "web".into() };
+    let request = v1::PauseVmRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
     daemon.client().pause_vm(request).await.unwrap();
     let vm = daemon.attach("web", disk(&daemon, "data")).await.unwrap();
     assert_eq!(status(&vm).phase(), VmPhase::Paused);
@@ -389,7 +397,14 @@ async fn a_vm_on_its_way_up_or_down_takes_no_disks() {
         .await
         .unwrap();
     let mut client = daemon.client();
-    let start = tokio::spawn(async move { client.start_vm(v1::StartVmRequest { name: "up".into() }).await });
+    let start = tokio::spawn(async move {
+        client
+            .start_vm(v1::StartVmRequest {
+                name: "up".into(),
+                ..Default::default()
+            })
+            .await
+    });
     daemon.wait_phase("up", VmPhase::Starting).await;
     let refused = daemon.attach("up", disk(&daemon, "data")).await.unwrap_err();
     assert_eq!(refusal(&refused), (Code::FailedPrecondition, "BUSY".into()));
@@ -425,6 +440,7 @@ async fn an_attach_under_way_when_the_daemon_is_killed_is_what_the_vmm_has(
         let request = v1::AttachDiskRequest {
             vm: "web".into(),
             disk: Some(data),
+            ..Default::default()
         };
         client.attach_disk(request).await
     });
@@ -509,6 +525,7 @@ async fn a_daemon_killed_at_any_moment_of_attach_and_detach_converges() {
                 let request = v1::AttachDiskRequest {
                     vm: "web".into(),
                     disk: Some(data),
+                    ..Default::default()
                 };
                 drop(client.attach_disk(request).await);
             } else {

@@ -47,8 +47,8 @@ fn nic(bridge: &str) -> NicSpec {
 }
 
 #[rstest]
-#[case::no_cpus(|vm: &mut v1::Vm| spec(vm).cpu = Some(v1::CpuSpec { cores: 0 }), "spec.cpu.cores")]
-#[case::ten_thousand_cpus(|vm: &mut v1::Vm| spec(vm).cpu = Some(v1::CpuSpec { cores: 10_000 }), "spec.cpu.cores")]
+#[case::no_cpus(|vm: &mut v1::Vm| spec(vm).cpu = Some(v1::CpuSpec { cores: 0, ..Default::default() }), "spec.cpu.cores")]
+#[case::ten_thousand_cpus(|vm: &mut v1::Vm| spec(vm).cpu = Some(v1::CpuSpec { cores: 10_000, ..Default::default() }), "spec.cpu.cores")]
 #[case::slash_in_name(|vm: &mut v1::Vm| vm.metadata.as_mut().unwrap().name = "a/b".into(), "metadata.name")]
 #[case::status(|vm: &mut v1::Vm| vm.status = Some(v1::VmStatus::default()), "status")]
 #[case::uid(|vm: &mut v1::Vm| vm.metadata.as_mut().unwrap().uid = "x".into(), "metadata.uid")]
@@ -107,6 +107,7 @@ async fn a_file_that_cannot_be_used_is_named(
             vm: Some(vm.clone()),
             start,
             dry_run,
+            ..Default::default()
         };
         let refused = daemon.client().create_vm(request).await.unwrap_err();
         assert_eq!(refusal(&refused), (Code::FailedPrecondition, reason.into()));

@@ -17,6 +17,7 @@ impl Daemon {
             vm: vm.into(),
             target: Some(target),
             limit: Some(limit(bytes_per_second)),
+            ..Default::default()
         };
         Ok(self
             .client()
@@ -217,7 +218,10 @@ async fn a_vm_that_a_disk_has_paused_says_so_also_after_a_restart_of_the_daemon_
         (status(&vm).phase(), status(&vm).reason.as_str()),
         (VmPhase::Paused, "DiskError")
     );
-    let request = v1::ResumeVmRequest { name: "web".into() };
+    let request = v1::ResumeVmRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
     let vm = daemon
         .client()
         .resume_vm(request)
@@ -241,7 +245,10 @@ async fn a_disk_that_fails_again_in_the_moment_of_a_resume_is_not_missed() {
         .await
         .unwrap();
     daemon.start_vm("web").await.unwrap();
-    let request = v1::PauseVmRequest { name: "web".into() };
+    let request = v1::PauseVmRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
     let vm = daemon
         .client()
         .pause_vm(request)
@@ -252,7 +259,10 @@ async fn a_disk_that_fails_again_in_the_moment_of_a_resume_is_not_missed() {
         .unwrap();
     assert_eq!(status(&vm).reason, "Paused");
     for _ in 0..10 {
-        let request = v1::ResumeVmRequest { name: "web".into() };
+        let request = v1::ResumeVmRequest {
+            name: "web".into(),
+            ..Default::default()
+        };
         daemon.client().resume_vm(request).await.unwrap();
         daemon.wait("web", |status| status.reason == "DiskError").await;
     }
@@ -350,6 +360,7 @@ async fn a_block_device_is_a_disk_with_one_writer_and_tells_its_own_size() {
             vm: "web".into(),
             disk: "data".into(),
             size_bytes,
+            ..Default::default()
         };
         daemon.client().resize_vm_disk(request).await
     };

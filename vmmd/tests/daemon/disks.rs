@@ -25,6 +25,7 @@ impl Daemon {
         let request = v1::CreateDiskRequest {
             disk: Some(disk),
             source,
+            ..Default::default()
         };
         let mut client = DiskServiceClient::new(connect(self.folder.path()).await);
         Ok(client.create_disk(request).await?.into_inner().disk.unwrap())
@@ -60,6 +61,7 @@ impl Daemon {
         let request = v1::ResizeDiskRequest {
             name: name.into(),
             size_bytes,
+            ..Default::default()
         };
         Ok(self
             .disks()
@@ -72,7 +74,10 @@ impl Daemon {
     }
 
     async fn remove(&self, name: &str) -> Result<(), Status> {
-        let request = v1::DeleteDiskRequest { name: name.into() };
+        let request = v1::DeleteDiskRequest {
+            name: name.into(),
+            ..Default::default()
+        };
         self.disks().await.delete_disk(request).await.map(drop)
     }
 
@@ -81,6 +86,7 @@ impl Daemon {
             vm: vm.into(),
             disk: disk.into(),
             size_bytes,
+            ..Default::default()
         };
         Ok(self
             .client()
@@ -329,6 +335,7 @@ async fn what_an_interrupted_create_leaves_is_removed_and_nothing_else() {
         let request = v1::CreateDiskRequest {
             disk: Some(qcow2("data", 1 << 20)),
             source: None,
+            ..Default::default()
         };
         client.create_disk(request).await
     });
@@ -355,9 +362,13 @@ async fn records_and_files_agree_whenever_the_daemon_is_killed() {
             let request = v1::CreateDiskRequest {
                 disk: Some(qcow2("data", 1 << 20)),
                 source: None,
+                ..Default::default()
             };
             let made = client.create_disk(request).await.is_ok();
-            let request = v1::DeleteDiskRequest { name: "data".into() };
+            let request = v1::DeleteDiskRequest {
+                name: "data".into(),
+                ..Default::default()
+            };
             (made, client.delete_disk(request).await.is_ok())
         });
         // Not a wait for something: the moment of the kill is what varies.
@@ -540,6 +551,7 @@ async fn a_deleted_vm_and_a_failed_create_let_go_of_their_disks() {
             vm: Some(vm),
             start: false,
             dry_run: true,
+            ..Default::default()
         };
         daemon.client().create_vm(request).await.unwrap();
         assert!(

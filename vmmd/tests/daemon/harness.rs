@@ -158,10 +158,14 @@ impl Daemon {
                 ..Default::default()
             }),
             spec: Some(v1::VmSpec {
-                cpu: Some(v1::CpuSpec { cores: 1 }),
+                cpu: Some(v1::CpuSpec {
+                    cores: 1,
+                    ..Default::default()
+                }),
                 memory: Some(v1::MemorySpec {
                     size_bytes: 128 << 20,
                     backing: 0,
+                    ..Default::default()
                 }),
                 boot: Some(v1::BootSpec {
                     source: Some(v1::boot_spec::Source::Linux(linux)),
@@ -177,6 +181,7 @@ impl Daemon {
             vm: Some(vm),
             start: false,
             dry_run: false,
+            ..Default::default()
         };
         Ok(self.client().create_vm(request).await?.into_inner().vm.unwrap())
     }
@@ -188,7 +193,10 @@ impl Daemon {
     }
 
     pub async fn start_vm(&self, name: &str) -> Result<v1::Vm, Status> {
-        let request = v1::StartVmRequest { name: name.into() };
+        let request = v1::StartVmRequest {
+            name: name.into(),
+            ..Default::default()
+        };
         Ok(self.client().start_vm(request).await?.into_inner().vm.unwrap())
     }
 
@@ -201,6 +209,7 @@ impl Daemon {
             name: name.into(),
             grace_period,
             force: false,
+            ..Default::default()
         };
         Ok(self.client().stop_vm(request).await?.into_inner().vm.unwrap())
     }
@@ -210,6 +219,7 @@ impl Daemon {
             name: name.into(),
             grace_period: None,
             force: true,
+            ..Default::default()
         };
         Ok(self.client().stop_vm(request).await?.into_inner().vm.unwrap())
     }
@@ -219,6 +229,7 @@ impl Daemon {
             .delete_vm(v1::DeleteVmRequest {
                 name: name.into(),
                 force,
+                ..Default::default()
             })
             .await
             .map(drop)
@@ -231,7 +242,7 @@ impl Daemon {
 
     pub async fn list(&self) -> Vec<v1::Vm> {
         self.client()
-            .list_vms(v1::ListVmsRequest {})
+            .list_vms(v1::ListVmsRequest { ..Default::default() })
             .await
             .unwrap()
             .into_inner()
@@ -240,7 +251,10 @@ impl Daemon {
 
     pub async fn watch(&self, name: &str) -> Streaming<v1::WatchVmsResponse> {
         self.client()
-            .watch_vms(v1::WatchVmsRequest { name: name.into() })
+            .watch_vms(v1::WatchVmsRequest {
+                name: name.into(),
+                ..Default::default()
+            })
             .await
             .unwrap()
             .into_inner()

@@ -28,11 +28,15 @@ async fn twenty_vms_in_a_loop_leave_nothing() {
                         vm,
                         start: false,
                         dry_run: false,
+                        ..Default::default()
                     })
                     .await
                     .unwrap();
                 client
-                    .start_vm(v1::StartVmRequest { name: name.clone() })
+                    .start_vm(v1::StartVmRequest {
+                        name: name.clone(),
+                        ..Default::default()
+                    })
                     .await
                     .unwrap();
                 let force = index % 2 == 0;
@@ -41,11 +45,16 @@ async fn twenty_vms_in_a_loop_leave_nothing() {
                         name: name.clone(),
                         grace_period: None,
                         force: false,
+                        ..Default::default()
                     };
                     client.stop_vm(stop).await.unwrap();
                 }
                 client
-                    .delete_vm(v1::DeleteVmRequest { name, force })
+                    .delete_vm(v1::DeleteVmRequest {
+                        name,
+                        force,
+                        ..Default::default()
+                    })
                     .await
                     .unwrap();
             });
@@ -178,12 +187,14 @@ async fn the_daemon_stays_small_with_many_running_vms() {
                     vm,
                     start: false,
                     dry_run: false,
+                    ..Default::default()
                 })
                 .await
                 .unwrap();
             client
                 .start_vm(v1::StartVmRequest {
                     name: format!("vm{index}"),
+                    ..Default::default()
                 })
                 .await
                 .unwrap();

@@ -28,7 +28,10 @@ async fn a_vm_goes_through_its_whole_life() {
         ("Ready", ConditionStatus::True)
     );
 
-    let request = v1::PauseVmRequest { name: "web".into() };
+    let request = v1::PauseVmRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
     let paused = daemon
         .client()
         .pause_vm(request.clone())
@@ -43,7 +46,10 @@ async fn a_vm_goes_through_its_whole_life() {
         .pause_vm(request)
         .await
         .expect("a pause of a paused VM is done already");
-    let request = v1::ResumeVmRequest { name: "web".into() };
+    let request = v1::ResumeVmRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
     let resumed = daemon
         .client()
         .resume_vm(request)
@@ -61,6 +67,7 @@ async fn a_vm_goes_through_its_whole_life() {
         name: "web".into(),
         grace_period: None,
         force: false,
+        ..Default::default()
     };
     let restarted = daemon
         .client()
@@ -97,6 +104,7 @@ async fn create_can_start_and_answers_before_the_start_ends() {
         vm,
         start: true,
         dry_run: false,
+        ..Default::default()
     };
     let created = daemon
         .client()
@@ -118,6 +126,7 @@ async fn a_dry_run_changes_nothing() {
         vm,
         start: false,
         dry_run: true,
+        ..Default::default()
     };
     let checked = daemon
         .client()
@@ -181,7 +190,10 @@ async fn a_paused_vm_can_be_stopped_gracefully() {
     daemon.run("web", "").await;
     daemon
         .client()
-        .pause_vm(v1::PauseVmRequest { name: "web".into() })
+        .pause_vm(v1::PauseVmRequest {
+            name: "web".into(),
+            ..Default::default()
+        })
         .await
         .unwrap();
     let stopped = daemon.stop("web", None).await.unwrap();
@@ -196,7 +208,14 @@ async fn a_stop_gets_through_while_a_pause_hangs() {
     let daemon = Daemon::start().await;
     daemon.run("web", "mock.pause=hang").await;
     let mut client = daemon.client();
-    let pause = tokio::spawn(async move { client.pause_vm(v1::PauseVmRequest { name: "web".into() }).await });
+    let pause = tokio::spawn(async move {
+        client
+            .pause_vm(v1::PauseVmRequest {
+                name: "web".into(),
+                ..Default::default()
+            })
+            .await
+    });
     let stopped = daemon.kill_vm("web").await.unwrap();
     assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
     assert!(pause.await.unwrap().is_err());
@@ -210,7 +229,14 @@ async fn a_stop_ends_a_start_that_hangs() {
         .await
         .unwrap();
     let mut client = daemon.client();
-    let start = tokio::spawn(async move { client.start_vm(v1::StartVmRequest { name: "web".into() }).await });
+    let start = tokio::spawn(async move {
+        client
+            .start_vm(v1::StartVmRequest {
+                name: "web".into(),
+                ..Default::default()
+            })
+            .await
+    });
     daemon.wait_phase("web", VmPhase::Starting).await;
     let stopped = daemon.stop("web", None).await.unwrap();
     assert_eq!(
@@ -252,7 +278,10 @@ async fn requests_to_a_stopped_vm_are_answered_by_what_it_is() {
         .expect("a stop of a stopped VM is done already");
     let refused = daemon
         .client()
-        .pause_vm(v1::PauseVmRequest { name: "web".into() })
+        .pause_vm(v1::PauseVmRequest {
+            name: "web".into(),
+            ..Default::default()
+        })
         .await
         .unwrap_err();
     assert_eq!(

@@ -158,7 +158,14 @@ async fn a_vmm_that_never_says_hello_can_be_stopped() {
     let daemon = Daemon::in_folder(folder, &format!("vmm = {silent:?}\n")).await;
     daemon.create(daemon.manifest("web", "")).await.unwrap();
     let mut client = daemon.client();
-    let start = tokio::spawn(async move { client.start_vm(v1::StartVmRequest { name: "web".into() }).await });
+    let start = tokio::spawn(async move {
+        client
+            .start_vm(v1::StartVmRequest {
+                name: "web".into(),
+                ..Default::default()
+            })
+            .await
+    });
     daemon.wait_phase("web", VmPhase::Starting).await;
     daemon.delete("web", true).await.unwrap();
     assert!(start.await.unwrap().is_err());

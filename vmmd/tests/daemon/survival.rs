@@ -20,7 +20,10 @@ async fn a_killed_daemon_finds_its_vms_again_with_the_same_processes() {
     daemon.create(daemon.manifest("idle", "")).await.unwrap();
     daemon
         .client()
-        .pause_vm(v1::PauseVmRequest { name: "vm4".into() })
+        .pause_vm(v1::PauseVmRequest {
+            name: "vm4".into(),
+            ..Default::default()
+        })
         .await
         .unwrap();
     for _ in 0..3 {
@@ -123,12 +126,20 @@ async fn a_daemon_killed_in_the_middle_of_anything_leaves_a_consistent_state() {
         let request = name.clone();
         let under_way = tokio::spawn(async move {
             match round % 3 {
-                0 => drop(client.start_vm(v1::StartVmRequest { name: request }).await),
+                0 => drop(
+                    client
+                        .start_vm(v1::StartVmRequest {
+                            name: request,
+                            ..Default::default()
+                        })
+                        .await,
+                ),
                 1 => {
                     let stop = v1::StopVmRequest {
                         name: request,
                         grace_period: None,
                         force: false,
+                        ..Default::default()
                     };
                     drop(client.stop_vm(stop).await);
                 }
@@ -137,6 +148,7 @@ async fn a_daemon_killed_in_the_middle_of_anything_leaves_a_consistent_state() {
                         .delete_vm(v1::DeleteVmRequest {
                             name: request,
                             force: true,
+                            ..Default::default()
                         })
                         .await,
                 ),
@@ -243,7 +255,14 @@ async fn a_process_that_was_forked_but_not_booted_is_ended_at_the_next_start() {
         .await
         .unwrap();
     let mut client = daemon.client();
-    let start = tokio::spawn(async move { client.start_vm(v1::StartVmRequest { name: "web".into() }).await });
+    let start = tokio::spawn(async move {
+        client
+            .start_vm(v1::StartVmRequest {
+                name: "web".into(),
+                ..Default::default()
+            })
+            .await
+    });
     daemon.wait_phase("web", VmPhase::Starting).await;
     while daemon.vmm_processes().is_empty() {
         tokio::task::yield_now().await;

@@ -39,7 +39,7 @@ pub fn serve(guest: &Guest, stream: &UnixStream) {
         });
         let mut frames = wire::Receiver::new();
         while let Ok(Some((message, fds))) = wire::receive(stream, &mut frames) {
-            let Some(Kind::Request(Request { id, op: Some(op) })) = message.kind else {
+            let Some(Kind::Request(Request { id, op: Some(op), .. })) = message.kind else {
                 return;
             };
             if matches!(op, Op::Hello(_)) {
@@ -99,6 +99,9 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         Op::ResizeDisk(request) => return disks::resize(guest, &request),
         Op::SetRateLimit(request) => return disks::limit(guest, &request),
         Op::GetDiskStats(_) => return disks::stats(guest),
+        Op::ResetMachine(_) | Op::SetBalloon(_) | Op::GetMachineStats(_) => {
+            return refuse(ErrorKind::Invalid, "unknown request");
+        }
     };
     Some(Outcome::Status(status))
 }

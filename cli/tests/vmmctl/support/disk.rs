@@ -82,6 +82,7 @@ impl State {
             disk,
             timeout,
             force,
+            ..
         } = request;
         let seconds = timeout.map(|timeout| timeout.seconds);
         self.called(format!("detach {name} {disk} timeout={seconds:?} force={force}"));
@@ -105,6 +106,7 @@ impl State {
             vm: name,
             disk,
             size_bytes,
+            ..
         } = request;
         self.called(format!("resize {name} {disk} {size_bytes}"));
         let mut vm = self.vm_with(&name, &disk)?;
@@ -170,7 +172,7 @@ impl State {
 #[tonic::async_trait]
 impl DiskService for State {
     async fn create_disk(&self, request: Request<v1::CreateDiskRequest>) -> Answer<v1::CreateDiskResponse> {
-        let v1::CreateDiskRequest { disk, source } = request.into_inner();
+        let v1::CreateDiskRequest { disk, source, .. } = request.into_inner();
         let mut disk = disk.unwrap();
         self.called(format!("create disk {}", disk.name));
         if self.disk(&disk.name).is_some() {
@@ -216,7 +218,7 @@ impl DiskService for State {
     }
 
     async fn resize_disk(&self, request: Request<v1::ResizeDiskRequest>) -> Answer<v1::ResizeDiskResponse> {
-        let v1::ResizeDiskRequest { name, size_bytes } = request.into_inner();
+        let v1::ResizeDiskRequest { name, size_bytes, .. } = request.into_inner();
         self.called(format!("resize disk {name} {size_bytes}"));
         let mut disk = self.find_disk(&name)?;
         if size_bytes < disk.size_bytes {

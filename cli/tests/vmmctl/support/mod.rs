@@ -116,10 +116,14 @@ impl State {
                 create_time: None,
             }),
             spec: Some(v1::VmSpec {
-                cpu: Some(v1::CpuSpec { cores: 2 }),
+                cpu: Some(v1::CpuSpec {
+                    cores: 2,
+                    ..Default::default()
+                }),
                 memory: Some(v1::MemorySpec {
                     size_bytes: 1 << 30,
                     backing: 0,
+                    ..Default::default()
                 }),
                 boot: Some(v1::BootSpec {
                     source: Some(v1::boot_spec::Source::Linux(v1::LinuxBoot {
@@ -159,6 +163,7 @@ impl State {
         let _ = self.changes.send(v1::WatchVmsResponse {
             r#type: kind.into(),
             vm,
+            ..Default::default()
         });
     }
 
@@ -200,7 +205,9 @@ impl State {
 #[tonic::async_trait]
 impl VmService for State {
     async fn create_vm(&self, request: Request<v1::CreateVmRequest>) -> Answer<v1::CreateVmResponse> {
-        let v1::CreateVmRequest { vm, start, dry_run } = request.into_inner();
+        let v1::CreateVmRequest {
+            vm, start, dry_run, ..
+        } = request.into_inner();
         let mut vm = vm.unwrap();
         let name = vm.metadata.as_ref().unwrap().name.clone();
         self.called(format!("create {name} start={start} dry_run={dry_run}"));
@@ -233,7 +240,10 @@ impl VmService for State {
         if !dry_run {
             lock(&self.vms).insert(name, vm.clone());
         }
-        Ok(Response::new(v1::CreateVmResponse { vm: Some(vm) }))
+        Ok(Response::new(v1::CreateVmResponse {
+            vm: Some(vm),
+            ..Default::default()
+        }))
     }
 
     async fn get_vm(&self, request: Request<v1::GetVmRequest>) -> Answer<v1::GetVmResponse> {
@@ -243,7 +253,10 @@ impl VmService for State {
 
     async fn list_vms(&self, _: Request<v1::ListVmsRequest>) -> Answer<v1::ListVmsResponse> {
         let vms = lock(&self.vms).values().cloned().collect();
-        Ok(Response::new(v1::ListVmsResponse { vms }))
+        Ok(Response::new(v1::ListVmsResponse {
+            vms,
+            ..Default::default()
+        }))
     }
 
     type WatchVmsStream = Events<v1::WatchVmsResponse>;
@@ -254,11 +267,13 @@ impl VmService for State {
         let added = |vm: v1::Vm| v1::WatchVmsResponse {
             r#type: WatchEventType::Added.into(),
             vm: Some(vm),
+            ..Default::default()
         };
         let mut first: Vec<_> = lock(&self.vms).values().cloned().map(added).collect();
         first.push(v1::WatchVmsResponse {
             r#type: WatchEventType::Synced.into(),
             vm: None,
+            ..Default::default()
         });
         let wanted = move |event: &v1::WatchVmsResponse| {
             let name = event
@@ -285,14 +300,14 @@ impl VmService for State {
     }
 
     async fn delete_vm(&self, request: Request<v1::DeleteVmRequest>) -> Answer<v1::DeleteVmResponse> {
-        let v1::DeleteVmRequest { name, force } = request.into_inner();
+        let v1::DeleteVmRequest { name, force, .. } = request.into_inner();
         self.called(format!("delete {name} force={force}"));
         if !force {
             self.change(&name, &[VmPhase::Stopped, VmPhase::Failed], VmPhase::Terminating)?;
         }
         self.find(&name)?;
         lock(&self.vms).remove(&name);
-        Ok(Response::new(v1::DeleteVmResponse {}))
+        Ok(Response::new(v1::DeleteVmResponse { ..Default::default() }))
     }
 
     async fn start_vm(&self, request: Request<v1::StartVmRequest>) -> Answer<v1::StartVmResponse> {
@@ -304,7 +319,10 @@ impl VmService for State {
             ));
         }
         let vm = self.change(&name, &[VmPhase::Stopped, VmPhase::Failed], VmPhase::Running)?;
-        Ok(Response::new(v1::StartVmResponse { vm }))
+        Ok(Response::new(v1::StartVmResponse {
+            vm,
+            ..Default::default()
+        }))
     }
 
     async fn stop_vm(&self, request: Request<v1::StopVmRequest>) -> Answer<v1::StopVmResponse> {
@@ -312,11 +330,15 @@ impl VmService for State {
             name,
             grace_period,
             force,
+            ..
         } = request.into_inner();
         let grace = grace_period.map(|grace| grace.seconds);
         self.called(format!("stop {name} grace={grace:?} force={force}"));
         let vm = self.change(&name, &[VmPhase::Running, VmPhase::Paused], VmPhase::Stopped)?;
-        Ok(Response::new(v1::StopVmResponse { vm }))
+        Ok(Response::new(v1::StopVmResponse {
+            vm,
+            ..Default::default()
+        }))
     }
 
     async fn restart_vm(&self, request: Request<v1::RestartVmRequest>) -> Answer<v1::RestartVmResponse> {
@@ -324,11 +346,15 @@ impl VmService for State {
             name,
             grace_period,
             force,
+            ..
         } = request.into_inner();
         let grace = grace_period.map(|grace| grace.seconds);
         self.called(format!("restart {name} grace={grace:?} force={force}"));
         let vm = self.change(&name, &[VmPhase::Running], VmPhase::Running)?;
-        Ok(Response::new(v1::RestartVmResponse { vm }))
+        Ok(Response::new(v1::RestartVmResponse {
+            vm,
+            ..Default::default()
+        }))
     }
 
     async fn pause_vm(&self, request: Request<v1::PauseVmRequest>) -> Answer<v1::PauseVmResponse> {
@@ -373,6 +399,25 @@ impl VmService for State {
     ) -> Answer<v1::GetVmDiskStatsResponse> {
         let disks = self.stats(&request.into_inner().vm)?;
         Ok(Response::new(v1::GetVmDiskStatsResponse { disks }))
+    }
+
+    async fn update_vm(&self, _: Request<v1::UpdateVmRequest>) -> Answer<v1::UpdateVmResponse> {
+        Err(Status::unimplemented("update_vm"))
+    }
+
+    async fn reset_vm(&self, _: Request<v1::ResetVmRequest>) -> Answer<v1::ResetVmResponse> {
+        Err(Status::unimplemented("reset_vm"))
+    }
+
+    async fn get_vm_stats(&self, _: Request<v1::GetVmStatsRequest>) -> Answer<v1::GetVmStatsResponse> {
+        Err(Status::unimplemented("get_vm_stats"))
+    }
+
+    async fn set_memory_target(
+        &self,
+        _: Request<v1::SetMemoryTargetRequest>,
+    ) -> Answer<v1::SetMemoryTargetResponse> {
+        Err(Status::unimplemented("set_memory_target"))
     }
 
     type ConsoleStream = Events<v1::ConsoleResponse>;
@@ -447,5 +492,31 @@ impl NodeService for State {
             ..v1::Node::default()
         };
         Ok(Response::new(v1::GetNodeResponse { node: Some(node) }))
+    }
+
+    async fn update_node_labels(
+        &self,
+        _: Request<v1::UpdateNodeLabelsRequest>,
+    ) -> Answer<v1::UpdateNodeLabelsResponse> {
+        Err(Status::unimplemented("update_node_labels"))
+    }
+
+    async fn check_placement(
+        &self,
+        _: Request<v1::CheckPlacementRequest>,
+    ) -> Answer<v1::CheckPlacementResponse> {
+        Err(Status::unimplemented("check_placement"))
+    }
+
+    async fn cordon_node(&self, _: Request<v1::CordonNodeRequest>) -> Answer<v1::CordonNodeResponse> {
+        Err(Status::unimplemented("cordon_node"))
+    }
+
+    async fn uncordon_node(&self, _: Request<v1::UncordonNodeRequest>) -> Answer<v1::UncordonNodeResponse> {
+        Err(Status::unimplemented("uncordon_node"))
+    }
+
+    async fn drain_node(&self, _: Request<v1::DrainNodeRequest>) -> Answer<v1::DrainNodeResponse> {
+        Err(Status::unimplemented("drain_node"))
     }
 }

@@ -145,6 +145,7 @@ fn request(disk: v1::Disk, source: Option<create::Source>) -> v1::CreateDiskRequ
             ..disk
         }),
         source,
+        ..Default::default()
     }
 }
 
@@ -212,6 +213,7 @@ fn a_request_without_anything_is_refused() {
     let nameless = v1::CreateDiskRequest {
         disk: Some(v1::Disk::default()),
         source: None,
+        ..Default::default()
     };
     let problems = NewDisk::try_from(&nameless).unwrap_err().0;
     assert_eq!(problems.len(), 2, "name and size: {problems:?}");

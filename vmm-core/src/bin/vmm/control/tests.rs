@@ -69,7 +69,11 @@ struct Peer {
 
 impl Peer {
     fn send(&self, id: u64, op: Option<Op>) {
-        let request = vmm::Request { id, op };
+        let request = vmm::Request {
+            id,
+            op,
+            ..Default::default()
+        };
         wire::send_all(
             &self.socket,
             &Message {
@@ -204,6 +208,7 @@ fn a_request_reaches_the_driver_and_its_answer_the_asker_after_the_events() {
     let request = vmm::Request {
         id: 8,
         op: Some(Op::Boot(boot)),
+        ..Default::default()
     };
     let message = Message {
         kind: Some(Kind::Request(request)),

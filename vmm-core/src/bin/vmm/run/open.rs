@@ -86,6 +86,7 @@ pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
         serial_log_fd: None,
         serial_log_old_fd: None,
         rate_groups: spec.rate_groups.iter().map(Into::into).collect(),
+        ..Default::default()
     };
     Ok((machine, fds.0))
 }

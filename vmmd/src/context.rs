@@ -1,0 +1,41 @@
+//! Who asked for something, and with which request.
+
+use std::fmt;
+
+/// What goes along with a request from where it came in to what it leads to: operations, events, logs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Context {
+    /// The client's id of the request; empty when it gave none.
+    pub request_id: String,
+    /// Who asked.
+    pub initiator: Initiator,
+}
+
+/// Who asked for something.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Initiator {
+    /// The daemon itself: a run policy, a repair.
+    #[default]
+    Daemon,
+    /// A process of the node with this user id, over the UNIX socket.
+    User(u32),
+    /// Somebody with a certificate of this name, over TCP.
+    Certificate(String),
+}
+
+impl fmt::Display for Initiator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Daemon => f.write_str("vmmd"),
+            Self::User(uid) => write!(f, "uid {uid}"),
+            Self::Certificate(name) => f.write_str(name),
+        }
+    }
+}
+
+impl Context {
+    /// Of what the daemon does by itself.
+    pub fn daemon() -> Self {
+        Self::default()
+    }
+}
