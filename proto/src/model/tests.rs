@@ -1,4 +1,5 @@
 use super::{
+    cpu::CpuShare,
     disk::{Format, OnError},
     machine::{self, DiskLimit, Machine},
     name::Name,
@@ -43,6 +44,41 @@ fn a_good_manifest_is_taken_as_it_is() {
     assert_eq!(manifest.spec.disks[0].serial, "root");
     let Boot::Linux { initrd, .. } = manifest.spec.boot;
     assert_eq!(initrd, None);
+}
+
+#[test]
+fn core_fractions_and_limits_are_percent_of_a_processor_and_the_limit_is_not_below_the_fraction() {
+    const FRACTION: &str = "spec.cpu.coreFractionPercent";
+    const LIMIT: &str = "spec.cpu.coreLimitPercent";
+    for (fraction, limit, expected) in [
+        (0, 0, Ok((100, None, 2000))),
+        (1, 0, Ok((1, None, 20))),
+        (20, 20, Ok((20, Some(20), 400))),
+        (20, 100, Ok((20, Some(100), 400))),
+        (100, 100, Ok((100, Some(100), 2000))),
+        (101, 0, Err(vec![FRACTION])),
+        (u32::MAX, u32::MAX, Err(vec![FRACTION, LIMIT])),
+        (20, 19, Err(vec![LIMIT])),
+        (20, 101, Err(vec![LIMIT])),
+        (0, 99, Err(vec![LIMIT])),
+    ] {
+        let mut vm = manifest();
+        let cpu = vm.spec.as_mut().unwrap().cpu.as_mut().unwrap();
+        (cpu.core_fraction_percent, cpu.core_limit_percent) = (fraction, limit);
+        let found = Manifest::try_from(&vm).map(|manifest| {
+            let CpuShare {
+                fraction_percent,
+                limit_percent,
+            } = manifest.spec.cpu;
+            (fraction_percent, limit_percent, manifest.spec.cpu.millis(2))
+        });
+        let found = found.map_err(|found| found.0.into_iter().map(|found| found.field).collect::<Vec<_>>());
+        assert_eq!(
+            found.as_ref().map_err(|f| f.iter().map(String::as_str).collect()),
+            expected.as_ref().map_err(Vec::clone),
+            "{fraction} {limit}"
+        );
+    }
 }
 
 #[test]

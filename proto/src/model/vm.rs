@@ -7,6 +7,7 @@ use std::{
 
 use super::{
     Violations,
+    cpu::CpuShare,
     disk::{Disk, Limit, RateGroup, Source},
     name::Name,
     nic::Mac,
@@ -55,6 +56,8 @@ pub struct Manifest {
 pub struct VmSpec {
     /// CPUs and how they are laid out.
     pub topology: Topology,
+    /// What each of them gets of the node's processors.
+    pub cpu: CpuShare,
     /// Guest RAM in bytes.
     pub memory_bytes: u64,
     /// How it is backed.
@@ -158,6 +161,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let topology = Topology::for_cores(cores)
             .map_err(|error| found.add("spec.cpu.cores", error))
             .ok();
+        let cpu = CpuShare::new(&mut found, &spec.cpu.clone().unwrap_or_default());
         let memory_bytes = spec.memory.map_or(0, |memory| memory.size_bytes);
         memory_size(&mut found, memory_bytes);
         let backing = backing(&mut found, spec.memory.map_or(0, |memory| memory.backing));
@@ -196,6 +200,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         match (topology, boot) {
             (Some(topology), Some(boot)) => found.or(Self {
                 topology,
+                cpu,
                 memory_bytes,
                 backing,
                 boot,

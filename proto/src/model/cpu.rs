@@ -1,0 +1,53 @@
+//! How much of the node's processors a VM gets.
+
+use super::Violations;
+use crate::v1;
+
+/// What each core of a VM gets of a logical processor of the node, in percent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CpuShare {
+    /// What it is guaranteed: 1 to 100.
+    pub fraction_percent: u32,
+    /// What it may use at most, from the fraction to 100; all that is free without it.
+    pub limit_percent: Option<u32>,
+}
+
+impl CpuShare {
+    /// A whole processor, without a cap: what a spec that says nothing means.
+    pub const WHOLE: Self = Self {
+        fraction_percent: 100,
+        limit_percent: None,
+    };
+
+    /// Of `spec.cpu`, with what is wrong noted.
+    pub fn new(found: &mut Violations, cpu: &v1::CpuSpec) -> Self {
+        let fraction_percent = match cpu.core_fraction_percent {
+            0 => Self::WHOLE.fraction_percent,
+            fraction => fraction,
+        };
+        if fraction_percent > 100 {
+            let problem = format_args!("must be 1 to 100, or 0 for 100, is {fraction_percent}");
+            found.add("spec.cpu.coreFractionPercent", problem);
+        }
+        let limit_percent = Some(cpu.core_limit_percent).filter(|limit| *limit != 0);
+        // Beside a wrong fraction only the upper end is known.
+        let least = fraction_percent.min(100);
+        if let Some(limit) = limit_percent
+            && !(least..=100).contains(&limit)
+        {
+            let problem = format_args!(
+                "must be from the core fraction to 100 ({least} to 100), or 0 for no cap, is {limit}"
+            );
+            found.add("spec.cpu.coreLimitPercent", problem);
+        }
+        Self {
+            fraction_percent,
+            limit_percent,
+        }
+    }
+
+    /// Guaranteed processor time of this many cores, in thousandths of a logical processor.
+    pub fn millis(self, cores: u32) -> u64 {
+        u64::from(cores) * u64::from(self.fraction_percent) * 10
+    }
+}
