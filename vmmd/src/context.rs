@@ -14,9 +14,11 @@ pub struct Context {
 /// Who asked for something.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Initiator {
-    /// The daemon itself: a run policy, a repair.
+    /// The daemon itself: a repair.
     #[default]
     Daemon,
+    /// The daemon, because the VM's run policy says so.
+    RunPolicy,
     /// A process of the node with this user id, over the UNIX socket.
     User(u32),
     /// Somebody with a certificate of this name, over TCP.
@@ -27,6 +29,7 @@ impl fmt::Display for Initiator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Daemon => f.write_str("vmmd"),
+            Self::RunPolicy => f.write_str("run policy"),
             Self::User(uid) => write!(f, "uid {uid}"),
             Self::Certificate(name) => f.write_str(name),
         }

@@ -12,6 +12,7 @@ use crate::{
     failure::Failure,
     ledger::Ledger,
     network::Links,
+    operation::Operations,
     store::Store,
     text,
     vm::{files::Sources, table::Table},
@@ -39,6 +40,8 @@ pub struct Host {
     /// Where what happens is told.
     #[allow(dead_code, reason = "being built")]
     pub events: Events,
+    /// What takes long, and how far it is.
+    pub operations: Operations,
     /// Of the running kernel.
     pub boot_id: String,
     /// Cancelled when the daemon ends.

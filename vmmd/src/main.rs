@@ -19,6 +19,8 @@ mod host;
 mod ledger;
 mod lock;
 mod network;
+#[allow(dead_code, reason = "being built")]
+mod operation;
 mod paths;
 mod service;
 mod store;
@@ -116,6 +118,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         table: vm::table::Table::default(),
         disks: disk::Registry::default(),
         events: event::Events::default(),
+        operations: operation::Operations::default(),
         boot_id: fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .unwrap_or_default()
             .trim()
