@@ -1,6 +1,6 @@
 use std::{fs, path::PathBuf};
 
-use proto::model::{Violations, topology::Topology, vm::Backing};
+use proto::model::{Violations, cpu::CpuShare, topology::Topology, vm::Backing};
 use proto::v1;
 
 use super::*;
@@ -20,6 +20,7 @@ fn case() -> Case {
     fs::write(path("disk"), [0; 1024]).unwrap();
     let spec = VmSpec {
         topology: Topology::for_cores(1).unwrap(),
+        cpu: CpuShare::WHOLE,
         memory_bytes: 128 << 20,
         backing: Backing::Auto,
         boot: Boot::Linux {
