@@ -19,6 +19,8 @@ pub enum Kind {
     Exhausted,
     /// Another request came in between.
     Aborted,
+    /// A cursor is too old.
+    OutOfRange,
     /// The guest did not do its part in time.
     Deadline,
     /// The daemon is about to end.

@@ -38,7 +38,6 @@ pub struct Host {
     /// Disks of the DiskService.
     pub disks: Registry,
     /// Where what happens is told.
-    #[allow(dead_code, reason = "being built")]
     pub events: Events,
     /// What takes long, and how far it is.
     pub operations: Operations,

@@ -10,7 +10,6 @@ mod config;
 mod context;
 mod control;
 mod disk;
-#[allow(dead_code, reason = "being built")]
 mod event;
 mod facts;
 mod failure;
@@ -109,6 +108,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
     if !vmm.is_file() {
         tracing::warn!("{} does not exist: no VM can be started", vmm.display());
     }
+    let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let boot_id = boot_id.trim().to_owned();
     let host = Arc::new(Host {
         vmm,
         store,
@@ -117,15 +118,17 @@ async fn run(config: Config) -> anyhow::Result<()> {
         links: Links::connect().context("connect to the kernel's network configuration")?,
         table: vm::table::Table::default(),
         disks: disk::Registry::default(),
-        events: event::Events::default(),
+        events: event::Events::open(&config.state_dir, &boot_id),
         operations: operation::Operations::default(),
-        boot_id: fs::read_to_string("/proc/sys/kernel/random/boot_id")
-            .unwrap_or_default()
-            .trim()
-            .to_owned(),
+        boot_id,
         stopping: CancellationToken::new(),
         config,
     });
+    host.events.emit(event::Draft::normal(
+        event::Object::Node,
+        "DaemonStarted",
+        format!("vmmd {} has started", env!("CARGO_PKG_VERSION")),
+    ));
     disk::restore(&host, records.disks).await;
     vm::reconcile::reconcile(&host, records.vms).await;
     let socket = Socket::bind(&host.config.socket(), host.config.socket_group.as_deref())
@@ -144,8 +147,16 @@ async fn run(config: Config) -> anyhow::Result<()> {
     }
     tracing::info!("stopping; running VMs go on");
     service::stopping();
+    host.events.emit(event::Draft::normal(
+        event::Object::Node,
+        "DaemonStopping",
+        "vmmd was asked to stop; VMs run on",
+    ));
     host.stopping.cancel();
-    serving.await.context("serve the API")?
+    let served = serving.await;
+    let closing = Arc::clone(&host);
+    let _ = tokio::task::spawn_blocking(move || closing.events.close()).await;
+    served.context("serve the API")?
 }
 
 /// The folders that the daemon needs. The one with the socket can be entered by all, what is in it can't.

@@ -17,7 +17,7 @@ use tokio::task::spawn_blocking;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::{copy::copy, file, finish, image};
+use super::{copy::copy, file, finish, image, tell};
 use crate::{
     failure::{Failure, Kind},
     host::Host,
@@ -85,7 +85,12 @@ pub async fn create(
         return Err(failure);
     }
     host.disks.settle(record.clone());
-    tracing::info!(disk = record.name, bytes = record.size_bytes, "created");
+    tell(
+        host,
+        &record,
+        "DiskCreated",
+        format!("the disk was made, {} bytes", record.size_bytes),
+    );
     let host = Arc::clone(host);
     let described = spawn_blocking(move || host.disks.describe(&host.disk_folder(), &record)).await;
     described.map_err(|error| Failure::internal(error.to_string()))

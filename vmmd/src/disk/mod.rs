@@ -26,6 +26,7 @@ pub use registry::Registry;
 pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, resize, shrink_refused};
 
 use crate::{
+    event::{Draft, Object},
     failure::Failure,
     host::Host,
     store::{DiskRecord, DiskStage},
@@ -42,8 +43,20 @@ pub async fn delete(host: &Arc<Host>, name: &str) -> Result<(), Failure> {
         return Err(store_failure(error));
     }
     finish(host, &record).await;
-    tracing::info!(disk = name, "deleted");
+    tell(
+        host,
+        &record,
+        "DiskDeleted",
+        "the disk was deleted with what was on it",
+    );
     Ok(())
+}
+
+/// Tells an event of a disk.
+fn tell(host: &Host, record: &DiskRecord, reason: &str, message: impl Into<String>) {
+    let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
+    let object = Object::Disk(record.name.clone(), uid);
+    host.events.emit(Draft::normal(object, reason, message));
 }
 
 /// Removes a disk's file, then its record. What fails here is done at the daemon's next start.
@@ -70,7 +83,14 @@ pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>) {
             continue;
         }
         if record.stage() != DiskStage::Ready {
-            tracing::info!(disk = record.name, stage = ?record.stage(), "what was interrupted is removed");
+            let what = if record.stage() == DiskStage::Deleting {
+                "deletion"
+            } else {
+                "creation"
+            };
+            let message =
+                format!("the disk's {what} had been interrupted: what was left of the disk is removed");
+            tell(host, &record, "Repaired", message);
             finish(host, &record).await;
             continue;
         }
@@ -78,6 +98,8 @@ pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>) {
         let (folder, of) = (host.disk_folder(), record.clone());
         match spawn_blocking(move || folder.size(&of)).await {
             Ok(Ok(size)) if size > record.size_bytes => {
+                let message = format!("the disk has become larger while no daemon noted it: {size} bytes");
+                tell(host, &record, "Repaired", message);
                 record.size_bytes = size;
                 if let Err(error) = host.store.put_disk(&record).await {
                     tracing::warn!(disk = record.name, %error, "note the disk's size");

@@ -11,7 +11,7 @@ use proto::{
 };
 use tokio::{sync::oneshot, task::spawn_blocking};
 
-use super::{create::reserve, file, image};
+use super::{create::reserve, file, image, tell};
 use crate::{
     failure::{Failure, Kind},
     host::Host,
@@ -135,7 +135,14 @@ pub async fn note(host: &Arc<Host>, name: &str, size: u64) -> Result<(), Failure
     record.size_bytes = size;
     host.disks.settle(record.clone());
     // The file says the same at the next start.
-    host.store.put_disk(&record).await.map_err(store_failure)
+    host.store.put_disk(&record).await.map_err(store_failure)?;
+    tell(
+        host,
+        &record,
+        "DiskResized",
+        format!("the disk has {size} bytes now"),
+    );
+    Ok(())
 }
 
 /// What was asked for at its creation.

@@ -1,12 +1,34 @@
 //! What happens on the node, for those who want to know: the log, and clients of the EventService.
+//!
+//! ```text
+//! emit ──▶ flood ──▶ journal (page cache) ──▶ history (the newest 10,000) ──▶ watchers
+//!            │ too many alike                                                   each at its own pace
+//!            └──▶ told as one when the minute is over
+//! ```
+//!
+//! An event is in its file, as far as the kernel is concerned, before [`Events::emit`] returns: what follows it, as the
+//! publication of a VM's state, is never seen by somebody who can't see the event after a crash of the daemon.
 
-use proto::v1::EventSeverity;
+mod flood;
+mod history;
+mod journal;
+
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+};
+
+use proto::v1::{self, EventSeverity};
+use tokio::sync::watch;
 use uuid::Uuid;
 
-use crate::context::Context;
+use self::{flood::Flood, history::History, journal::Journal};
+use crate::{context::Context, text};
+
+pub use self::history::{Cursor, Expired};
 
 /// What an event is about.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Object {
     /// A VM, by name and uid.
     Vm(String, Uuid),
@@ -34,8 +56,50 @@ pub struct Draft {
 }
 
 /// All events of the node.
-#[derive(Debug, Default)]
-pub struct Events {}
+#[derive(Debug)]
+pub struct Events {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    inner: Mutex<Inner>,
+    /// Changes with each event.
+    news: watch::Sender<u64>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    history: History,
+    /// `None` when it can't be written: then events live as long as the daemon.
+    journal: Option<Journal>,
+    flood: Flood,
+}
+
+impl Object {
+    /// "Vm", "Disk" or "Node".
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Vm(..) => "Vm",
+            Self::Disk(..) => "Disk",
+            Self::Node => "Node",
+        }
+    }
+
+    fn name(&self) -> &str {
+        match self {
+            Self::Vm(name, _) | Self::Disk(name, _) => name,
+            Self::Node => "",
+        }
+    }
+
+    fn uid(&self) -> String {
+        match self {
+            Self::Vm(_, uid) | Self::Disk(_, uid) => uid.to_string(),
+            Self::Node => String::new(),
+        }
+    }
+}
 
 impl Draft {
     /// Something that is to be expected.
@@ -59,35 +123,202 @@ impl Draft {
     }
 
     /// The same, led to by a request.
+    #[allow(dead_code, reason = "requests do not carry their context yet")]
     pub fn of(self, context: Context) -> Self {
         Self { context, ..self }
+    }
+
+    fn into_event(self, count: u64) -> v1::Event {
+        v1::Event {
+            cursor: String::new(),
+            time: text::timestamp(text::now_ms()),
+            severity: self.severity.into(),
+            object_kind: self.object.kind().to_owned(),
+            object_name: self.object.name().to_owned(),
+            object_uid: self.object.uid(),
+            reason: self.reason,
+            message: self.message,
+            request_id: self.context.request_id,
+            operation: self.operation,
+            count,
+        }
     }
 }
 
 impl Events {
-    /// Tells an event. Never waits.
-    pub fn emit(&self, draft: Draft) {
-        let Draft {
-            object,
-            severity,
-            reason,
-            message,
-            context,
-            operation,
-        } = draft;
-        let (kind, name) = match &object {
-            Object::Vm(name, _) => ("vm", name.as_str()),
-            Object::Disk(name, _) => ("disk", name.as_str()),
-            Object::Node => ("node", ""),
+    /// With those of earlier daemons, from `dir`. Blocking. Never fails: where the files can't be used, that is said, and
+    /// events are kept in memory alone.
+    pub fn open(dir: &Path, boot_id: &str) -> Self {
+        match Journal::open(dir, boot_id) {
+            Ok((journal, loaded)) => Self::with(History::new(journal.epoch(), loaded), Some(journal)),
+            Err(error) => {
+                let error = text::words(&error);
+                tracing::error!(
+                    error,
+                    "the files of events can't be used: events are lost with the daemon"
+                );
+                Self::with(History::new(journal::new_epoch(), Vec::new()), None)
+            }
+        }
+    }
+
+    fn with(history: History, journal: Option<Journal>) -> Self {
+        let news = watch::Sender::new(history.last());
+        let inner = Inner {
+            history,
+            journal,
+            flood: Flood::default(),
         };
-        tracing::info!(
-            kind,
-            name,
-            reason,
-            severity = severity.as_str_name(),
-            request = context.request_id,
-            operation,
-            "{message}"
-        );
+        Self {
+            shared: Arc::new(Shared {
+                inner: Mutex::new(inner),
+                news,
+            }),
+        }
+    }
+
+    /// Tells an event. Waits for nobody; it is in the page cache when this returns.
+    pub fn emit(&self, draft: Draft) {
+        self.shared.emit(draft);
+    }
+
+    /// All events that are wanted after a cursor, or as many as there are from the newest backwards; oldest first.
+    pub fn list(&self, limit: usize, wanted: impl Fn(&v1::Event) -> bool) -> (Vec<v1::Event>, Cursor) {
+        let inner = self.shared.lock();
+        (inner.history.newest(limit, wanted), inner.history.end())
+    }
+
+    /// For a watch from a cursor on, or from now.
+    pub fn follow(&self, cursor: Option<&str>) -> Result<Follower, Expired> {
+        let news = self.shared.news.subscribe();
+        let inner = self.shared.lock();
+        let position = match cursor {
+            Some(cursor) => inner.history.position(cursor)?,
+            None => inner.history.end(),
+        };
+        Ok(Follower {
+            shared: Arc::clone(&self.shared),
+            news,
+            position,
+        })
+    }
+
+    /// Writes what the kernel still has in memory to the disk: the last act of a daemon that ends as it should. Blocking.
+    pub fn close(&self) {
+        let mut inner = self.shared.lock();
+        for (draft, count) in inner.flood.drain() {
+            inner.add(draft.into_event(count));
+        }
+        if let Some(journal) = &mut inner.journal
+            && let Err(error) = journal.close()
+        {
+            tracing::warn!(error = text::words(&error), "write the last events to the disk");
+        }
     }
 }
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn emit(self: &Arc<Self>, draft: Draft) {
+        log(&draft);
+        let mut inner = self.lock();
+        match inner.flood.take(draft) {
+            flood::Verdict::Tell(draft) => inner.add(draft.into_event(1)),
+            flood::Verdict::Hold { first: false } => return,
+            flood::Verdict::Hold { first: true } => {
+                drop(inner);
+                return self.sweep_later();
+            }
+        }
+        self.news.send_replace(inner.history.last());
+    }
+
+    /// Tells what was held back when its minute is over.
+    fn sweep_later(self: &Arc<Self>) {
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
+            return;
+        };
+        let shared: Weak<Self> = Arc::downgrade(self);
+        runtime.spawn(async move {
+            tokio::time::sleep(flood::PERIOD).await;
+            if let Some(shared) = shared.upgrade() {
+                shared.sweep();
+            }
+        });
+    }
+
+    fn sweep(&self) {
+        let mut inner = self.lock();
+        for (draft, count) in inner.flood.sweep() {
+            inner.add(draft.into_event(count));
+        }
+        self.news.send_replace(inner.history.last());
+    }
+}
+
+impl Inner {
+    fn add(&mut self, event: v1::Event) {
+        let (sequence, event) = self.history.add(event);
+        let Some(journal) = &mut self.journal else { return };
+        if let Err(error) = journal.append(sequence, &event) {
+            let error = text::words(&error);
+            tracing::error!(
+                error,
+                "an event could not be written: events are lost with the daemon from now on"
+            );
+            self.journal = None;
+        }
+    }
+}
+
+/// Somebody who reads the events one after the other, at his own pace.
+#[derive(Debug)]
+pub struct Follower {
+    shared: Arc<Shared>,
+    news: watch::Receiver<u64>,
+    position: Cursor,
+}
+
+impl Follower {
+    /// Where it is: after what was read last.
+    pub fn position(&self) -> &Cursor {
+        &self.position
+    }
+
+    /// The next events, at least one; waits for it. [`Expired`] when those that come next are not kept any more.
+    pub async fn next(&mut self) -> Result<Vec<v1::Event>, Expired> {
+        loop {
+            self.news.mark_unchanged();
+            let (events, position) = self.shared.lock().history.after(&self.position)?;
+            if !events.is_empty() {
+                self.position = position;
+                return Ok(events);
+            }
+            // The sender lives as long as `shared`.
+            let _ = self.news.changed().await;
+        }
+    }
+}
+
+fn log(draft: &Draft) {
+    let Draft {
+        object,
+        severity,
+        reason,
+        message,
+        context,
+        operation,
+    } = draft;
+    let (kind, name, request) = (object.kind(), object.name(), &context.request_id);
+    if *severity == EventSeverity::Warning {
+        tracing::warn!(kind, name, reason, request, operation, "{message}");
+    } else {
+        tracing::info!(kind, name, reason, request, operation, "{message}");
+    }
+}
+
+#[cfg(test)]
+mod tests;

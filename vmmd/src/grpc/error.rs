@@ -17,6 +17,7 @@ impl From<Failure> for Status {
             Kind::Precondition => Code::FailedPrecondition,
             Kind::Exhausted => Code::ResourceExhausted,
             Kind::Aborted => Code::Aborted,
+            Kind::OutOfRange => Code::OutOfRange,
             Kind::Deadline => Code::DeadlineExceeded,
             Kind::Unavailable => Code::Unavailable,
             Kind::Unimplemented => Code::Unimplemented,

@@ -2,40 +2,218 @@
 
 use std::sync::Arc;
 
-use proto::v1::{self, event_service_server::EventService};
+use proto::{
+    model::Violations,
+    v1::{self, EventSeverity, event_service_server::EventService},
+};
+use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use crate::{failure::Failure, host::Host};
+use crate::{
+    event::{Expired, Follower},
+    failure::{Failure, Kind},
+    host::Host,
+};
+
+/// Most events in one answer.
+const MAX_LIMIT: u32 = 1000;
+/// Messages ready for a watcher that reads slowly; the rest waits in the history.
+const READY: usize = 64;
+/// A watcher is told where it is after as many events that it did not ask for.
+const BOOKMARK: usize = 1000;
+/// What events are about.
+const KINDS: [&str; 3] = ["Vm", "Disk", "Node"];
 
 /// The service.
 #[derive(Debug)]
 pub struct EventLog {
-    _host: Arc<Host>,
+    host: Arc<Host>,
 }
 
 impl EventLog {
     /// Over the events of `host`.
     pub fn new(host: Arc<Host>) -> Self {
-        Self { _host: host }
+        Self { host }
     }
+}
+
+/// A filter that makes sense.
+#[derive(Debug, Default)]
+struct Filter {
+    wire: v1::EventFilter,
+}
+
+impl Filter {
+    fn new(wire: Option<v1::EventFilter>) -> Result<Self, Failure> {
+        let wire = wire.unwrap_or_default();
+        let mut found = Violations::default();
+        if !wire.object_kind.is_empty() && !KINDS.contains(&wire.object_kind.as_str()) {
+            found.add("filter.objectKind", "must be \"Vm\", \"Disk\" or \"Node\"");
+        }
+        if EventSeverity::try_from(wire.severity).is_err() {
+            found.add("filter.severity", "is none that this vmmd knows");
+        }
+        found.or(Self { wire }).map_err(Failure::from)
+    }
+
+    fn wants(&self, event: &v1::Event) -> bool {
+        let v1::EventFilter {
+            object_kind,
+            object_name,
+            severity,
+            reasons,
+        } = &self.wire;
+        let is = |wanted: &String, value: &String| wanted.is_empty() || wanted == value;
+        is(object_kind, &event.object_kind)
+            && is(object_name, &event.object_name)
+            && event.severity >= *severity
+            && (reasons.is_empty() || reasons.contains(&event.reason))
+    }
+}
+
+fn expired() -> Failure {
+    let message =
+        "events after this cursor are not kept any more, or it is another node's: list the events anew";
+    Failure::new(Kind::OutOfRange, "CURSOR_EXPIRED", message)
 }
 
 #[tonic::async_trait]
 impl EventService for EventLog {
     async fn list_events(
         &self,
-        _: Request<v1::ListEventsRequest>,
+        request: Request<v1::ListEventsRequest>,
     ) -> Result<Response<v1::ListEventsResponse>, Status> {
-        Err(Failure::unimplemented("list events").into())
+        let v1::ListEventsRequest { filter, limit } = request.into_inner();
+        let filter = Filter::new(filter)?;
+        if limit > MAX_LIMIT {
+            return Err(Failure::field("limit", format_args!("must be at most {MAX_LIMIT}")).into());
+        }
+        let limit = if limit == 0 { MAX_LIMIT } else { limit };
+        let limit = usize::try_from(limit).unwrap_or(usize::MAX);
+        let (events, cursor) = self.host.events.list(limit, |event| filter.wants(event));
+        let cursor = cursor.to_string();
+        Ok(Response::new(v1::ListEventsResponse { events, cursor }))
     }
 
     type WatchEventsStream = ReceiverStream<Result<v1::WatchEventsResponse, Status>>;
 
     async fn watch_events(
         &self,
-        _: Request<v1::WatchEventsRequest>,
+        request: Request<v1::WatchEventsRequest>,
     ) -> Result<Response<Self::WatchEventsStream>, Status> {
-        Err(Failure::unimplemented("watch events").into())
+        let v1::WatchEventsRequest { filter, cursor } = request.into_inner();
+        let filter = Filter::new(filter)?;
+        let cursor = Some(cursor.as_str()).filter(|cursor| !cursor.is_empty());
+        let follower = self.host.events.follow(cursor).map_err(|Expired| expired())?;
+        let (sender, receiver) = mpsc::channel(READY);
+        let stopping = self.host.stopping.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                end = follow(follower, &filter, &sender) => {
+                    if let Err(failure) = end {
+                        let _ = sender.send(Err(failure.into())).await;
+                    }
+                }
+                () = sender.closed() => {}
+                () = stopping.cancelled() => {
+                    let _ = sender.send(Err(Failure::stopping().into())).await;
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+}
+
+/// Sends what is wanted for as long as somebody listens.
+async fn follow(
+    mut follower: Follower,
+    filter: &Filter,
+    sender: &mpsc::Sender<Result<v1::WatchEventsResponse, Status>>,
+) -> Result<(), Failure> {
+    let bookmark = |follower: &Follower| v1::WatchEventsResponse {
+        event: None,
+        cursor: follower.position().to_string(),
+    };
+    if sender.send(Ok(bookmark(&follower))).await.is_err() {
+        return Ok(());
+    }
+    let mut left_out = 0;
+    loop {
+        let events = follower.next().await.map_err(|Expired| expired())?;
+        for event in events {
+            if !filter.wants(&event) {
+                left_out += 1;
+                continue;
+            }
+            left_out = 0;
+            let cursor = event.cursor.clone();
+            let event = Some(event);
+            if sender
+                .send(Ok(v1::WatchEventsResponse { event, cursor }))
+                .await
+                .is_err()
+            {
+                return Ok(());
+            }
+        }
+        if left_out >= BOOKMARK {
+            left_out = 0;
+            if sender.send(Ok(bookmark(&follower))).await.is_err() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    fn event() -> v1::Event {
+        v1::Event {
+            object_kind: "Vm".into(),
+            object_name: "web".into(),
+            severity: EventSeverity::Normal.into(),
+            reason: "Started".into(),
+            ..Default::default()
+        }
+    }
+
+    #[rstest]
+    #[case::everything("", "", 0, &[], true)]
+    #[case::all_hold("Vm", "web", 1, &["Started", "Stopped"], true)]
+    #[case::kind("Disk", "web", 0, &[], false)]
+    #[case::name("Vm", "we", 0, &[], false)]
+    #[case::severity("", "", 2, &[], false)]
+    #[case::reason("", "", 0, &["Stopped"], false)]
+    fn a_filter_takes_what_fits_all_of_it(
+        #[case] kind: &str,
+        #[case] name: &str,
+        #[case] severity: i32,
+        #[case] reasons: &[&str],
+        #[case] wanted: bool,
+    ) {
+        let wire = v1::EventFilter {
+            object_kind: kind.into(),
+            object_name: name.into(),
+            severity,
+            reasons: reasons.iter().map(|reason| (*reason).into()).collect(),
+        };
+        assert_eq!(Filter::new(Some(wire)).unwrap().wants(&event()), wanted);
+    }
+
+    #[test]
+    fn a_filter_that_makes_no_sense_is_refused() {
+        for (kind, severity) in [("vm", 0), ("", 9), ("", -1)] {
+            let wire = v1::EventFilter {
+                object_kind: kind.into(),
+                severity,
+                ..Default::default()
+            };
+            assert!(Filter::new(Some(wire)).is_err());
+        }
     }
 }

@@ -22,6 +22,7 @@ use super::{
     start::clean_up,
 };
 use crate::{
+    event::{Draft, Object},
     host::Host,
     lock,
     paths::{self, LogDir, RuntimeDir},
@@ -82,6 +83,11 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
             let state = status.as_ref().map(Status::state);
             if state == Some(State::Empty) {
                 abandon(&host, uid, &mut record, *instance).await;
+                repaired(
+                    &host,
+                    Object::Vm(record.name.clone(), uid),
+                    "the last daemon ended while it started the VM: its process was ended, the VM is stopped",
+                );
                 let view = stopped_view(&record);
                 return Actor::spawn(&host, uid, record, spec, view, None);
             }
@@ -127,9 +133,21 @@ fn give_up_attaching(host: &Host, record: &mut VmRecord, mut spec: VmSpec) -> Vm
         if let Ok(without) = without_disk(&mut changed, &name) {
             (*record, spec) = (changed, without);
             host.disks.give_back(&record.name, Some(&name));
+            let object = Object::Vm(
+                record.name.clone(),
+                Uuid::from_slice(&record.uid).unwrap_or_default(),
+            );
+            let message =
+                format!("the last daemon ended while it attached disk \"{name}\": it is not attached");
+            repaired(host, object, message);
         }
     }
     spec
+}
+
+/// Tells of something that was not as it should be, and is now.
+fn repaired(host: &Host, object: Object, message: impl Into<String>) {
+    host.events.emit(Draft::normal(object, "Repaired", message));
 }
 
 fn paused_view(status: &Status) -> View {
@@ -219,21 +237,31 @@ fn remove_leftovers(host: &Host, known: &BTreeSet<Uuid>) -> std::io::Result<()> 
     for uid in paths::list(&host.config.run_dir)?.into_iter().filter(foreign) {
         let runtime = RuntimeDir::of(&host.config, uid);
         if lock::is_held(&runtime.lock())? {
-            tracing::warn!(%uid, "a vmm process runs that belongs to no VM of the store; it is left alone");
+            let message = format!(
+                "a vmm process runs for a VM {uid} that this node does not know: it is left alone; end it if nobody needs it"
+            );
+            host.events
+                .emit(Draft::warning(Object::Node, "UnknownProcess", message));
             alive.insert(uid);
         } else {
             runtime.remove()?;
+            let message = format!("the runtime files of a VM {uid} that is no more were removed");
+            repaired(host, Object::Node, message);
         }
     }
     for uid in paths::list(&host.config.log_dir)?.into_iter().filter(foreign) {
         if !alive.contains(&uid) {
             LogDir::of(&host.config, uid).remove()?;
+            let message = format!("the logs of a VM {uid} that is no more were removed");
+            repaired(host, Object::Node, message);
         }
     }
     if let Some(parent) = &host.cgroups {
         for uid in parent.list()?.into_iter().filter(foreign) {
             if !alive.contains(&uid) {
                 parent.group(uid).remove()?;
+                let message = format!("the cgroup of a VM {uid} that is no more was removed");
+                repaired(host, Object::Node, message);
             }
         }
     }

@@ -24,7 +24,7 @@ use tonic::{
 use tonic_types::StatusExt;
 
 /// No event that a test waits for takes this long; it is a failure's way to end, not a measure.
-const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A running daemon. When it is dropped, it and all that it has started are ended and removed.
 pub struct Daemon {

@@ -6,6 +6,7 @@ mod bad_input;
 mod console;
 mod disk_state;
 mod disks;
+mod events;
 mod harness;
 mod hygiene;
 mod lifecycle;

@@ -16,6 +16,7 @@ use super::{
 };
 use crate::{
     control,
+    event::{Draft, Object},
     failure::{Failure, Kind},
     store::{InstanceRecord, Intent},
     text,
@@ -218,9 +219,12 @@ impl Actor {
                 self.enter(phase, "GuestPanicked", message);
             }
             Some(event::Kind::DeviceError(error)) => {
-                tracing::warn!(vm, device = error.device, message = error.message, "device error");
                 let of_disk = error.device.starts_with("disk ");
                 let text = format!("{}: {}", error.device, error.message);
+                let object = Object::Vm(vm.to_owned(), self.uid);
+                self.host
+                    .events
+                    .emit(Draft::warning(object, "DeviceError", text.clone()));
                 if of_disk && self.disks.errors.note(&text) {
                     self.publish();
                 }

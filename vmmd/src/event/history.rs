@@ -1,0 +1,246 @@
+//! The newest events, in order, and where one is among them.
+
+use std::collections::VecDeque;
+
+use proto::v1;
+
+/// As many are kept.
+pub const KEPT: usize = 10_000;
+/// Most events that are handed out at once.
+const BATCH: usize = 256;
+
+/// A place between two events: after the one with this sequence number. Its text is opaque to clients: 16 hexadecimal digits of the
+/// history's epoch, 16 of the number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cursor {
+    epoch: u64,
+    after: u64,
+}
+
+/// The events after a cursor are not all kept, or it is none of this history's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Expired;
+
+/// The newest events.
+#[derive(Debug)]
+pub struct History {
+    /// Differs from that of any other history.
+    epoch: u64,
+    events: VecDeque<(u64, v1::Event)>,
+    /// Number of the newest event that is not kept any more, or what was before the first one.
+    dropped: u64,
+    /// The greatest number ever given.
+    last: u64,
+    /// What that was when the daemon started: it may be no event's number.
+    resumed: u64,
+}
+
+impl std::fmt::Display for Cursor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:016x}{:016x}", self.epoch, self.after)
+    }
+}
+
+impl History {
+    /// Of `epoch`, with events in order of their numbers; a last one without an event is the number to go on from.
+    pub fn new(epoch: u64, loaded: Vec<(u64, Option<v1::Event>)>) -> Self {
+        let last = loaded.last().map_or(0, |(sequence, _)| *sequence);
+        let events: VecDeque<_> = loaded
+            .into_iter()
+            .filter_map(|(sequence, event)| Some((sequence, event?)))
+            .collect();
+        let dropped = events.front().map_or(last, |(first, _)| first.saturating_sub(1));
+        let mut history = Self {
+            epoch,
+            events,
+            dropped,
+            last,
+            resumed: last,
+        };
+        history.trim();
+        history
+    }
+
+    /// Adds an event; gives its number and what it is with its cursor.
+    pub fn add(&mut self, mut event: v1::Event) -> (u64, v1::Event) {
+        self.last += 1;
+        event.cursor = self.end().to_string();
+        self.events.push_back((self.last, event.clone()));
+        self.trim();
+        (self.last, event)
+    }
+
+    fn trim(&mut self) {
+        while self.events.len() > KEPT {
+            if let Some((sequence, _)) = self.events.pop_front() {
+                self.dropped = sequence;
+            }
+        }
+    }
+
+    /// The number of the newest event.
+    pub fn last(&self) -> u64 {
+        self.last
+    }
+
+    /// After all events.
+    pub fn end(&self) -> Cursor {
+        Cursor {
+            epoch: self.epoch,
+            after: self.last,
+        }
+    }
+
+    /// What a client's cursor means, if all that came after it is kept.
+    pub fn position(&self, text: &str) -> Result<Cursor, Expired> {
+        let number = |range| {
+            text.get(range)
+                .and_then(|digits| u64::from_str_radix(digits, 16).ok())
+        };
+        let (epoch, after) = number(0..16).zip(number(16..32)).ok_or(Expired)?;
+        if text.len() != 32 || epoch != self.epoch {
+            return Err(Expired);
+        }
+        self.index(after)?;
+        Ok(Cursor { epoch, after })
+    }
+
+    /// Where the events after `sequence` begin.
+    fn index(&self, sequence: u64) -> Result<usize, Expired> {
+        if sequence == self.last {
+            return Ok(self.events.len());
+        }
+        if sequence == self.dropped {
+            return Ok(0);
+        }
+        if sequence == self.resumed && sequence >= self.dropped {
+            return Ok(self.events.partition_point(|(number, _)| *number <= sequence));
+        }
+        let found = self.events.binary_search_by_key(&sequence, |(number, _)| *number);
+        found.map(|index| index + 1).map_err(|_| Expired)
+    }
+
+    /// The next events after a place, and where that leads to.
+    pub fn after(&self, cursor: &Cursor) -> Result<(Vec<v1::Event>, Cursor), Expired> {
+        let index = self.index(cursor.after)?;
+        let next: Vec<_> = self.events.range(index..).take(BATCH).collect();
+        let after = next.last().map_or(cursor.after, |(sequence, _)| *sequence);
+        let events = next.into_iter().map(|(_, event)| event.clone()).collect();
+        Ok((
+            events,
+            Cursor {
+                epoch: self.epoch,
+                after,
+            },
+        ))
+    }
+
+    /// The newest that are wanted, at most `limit`, the oldest first.
+    pub fn newest(&self, limit: usize, wanted: impl Fn(&v1::Event) -> bool) -> Vec<v1::Event> {
+        let events = self.events.iter().rev().map(|(_, event)| event);
+        let mut found: Vec<_> = events
+            .filter(|event| wanted(event))
+            .take(limit)
+            .cloned()
+            .collect();
+        found.reverse();
+        found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn history(count: usize) -> History {
+        let mut history = History::new(7, Vec::new());
+        for _ in 0..count {
+            history.add(v1::Event::default());
+        }
+        history
+    }
+
+    fn all_after(history: &History, cursor: &str) -> Result<usize, Expired> {
+        let mut position = history.position(cursor)?;
+        let mut count = 0;
+        loop {
+            let (events, next) = history.after(&position)?;
+            if events.is_empty() {
+                return Ok(count);
+            }
+            count += events.len();
+            position = next;
+        }
+    }
+
+    #[test]
+    fn the_newest_are_kept_and_a_cursor_is_good_as_long_as_nothing_after_it_was_dropped() {
+        let mut history = history(5);
+        let start = Cursor { epoch: 7, after: 0 }.to_string();
+        let third = history.events[2].1.cursor.clone();
+        assert_eq!(
+            (all_after(&history, &start), all_after(&history, &third)),
+            (Ok(5), Ok(2))
+        );
+        for _ in 5..KEPT {
+            history.add(v1::Event::default());
+        }
+        assert_eq!(all_after(&history, &start), Ok(KEPT));
+        history.add(v1::Event::default());
+        assert_eq!(all_after(&history, &start), Err(Expired));
+        assert_eq!(all_after(&history, &third), Ok(KEPT - 2));
+        for _ in 0..2 {
+            history.add(v1::Event::default());
+        }
+        assert_eq!(all_after(&history, &third), Ok(KEPT));
+        history.add(v1::Event::default());
+        assert_eq!(all_after(&history, &third), Err(Expired));
+    }
+
+    #[test]
+    fn a_cursor_of_another_history_or_of_the_future_or_garbage_is_refused() {
+        let history = history(5);
+        for (epoch, after) in [(8, 3), (7, 6), (7, u64::MAX)] {
+            assert_eq!(
+                history.position(&Cursor { epoch, after }.to_string()),
+                Err(Expired)
+            );
+        }
+        for text in [
+            "",
+            "x",
+            "0000000000000007000000000000000",
+            "0000000000000007000000000000000300",
+            "ääääääääääääääää",
+        ] {
+            assert_eq!(history.position(text), Err(Expired), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_number_that_was_lost_is_no_cursor() {
+        let event = || Some(v1::Event::default());
+        let mut history = History::new(7, vec![(3, event()), (4, event()), (100, None)]);
+        let text = |after| Cursor { epoch: 7, after }.to_string();
+        assert_eq!(history.add(v1::Event::default()).0, 101);
+        assert_eq!(all_after(&history, &text(4)), Ok(1));
+        assert_eq!(all_after(&history, &text(2)), Ok(3));
+        assert_eq!(all_after(&history, &text(100)), Ok(1));
+        for lost in [1, 5, 99] {
+            assert_eq!(all_after(&history, &text(lost)), Err(Expired), "{lost}");
+        }
+    }
+
+    #[test]
+    fn a_limit_takes_the_newest_that_are_wanted() {
+        let mut history = History::new(7, Vec::new());
+        for count in 1..=9 {
+            history.add(v1::Event {
+                count,
+                ..v1::Event::default()
+            });
+        }
+        let found = history.newest(2, |event| event.count % 2 == 0);
+        assert_eq!(found.iter().map(|event| event.count).collect::<Vec<_>>(), [6, 8]);
+    }
+}

@@ -1,0 +1,146 @@
+use super::*;
+
+fn draft(reason: &str) -> Draft {
+    Draft::normal(Object::Node, reason, "something happened")
+}
+
+fn reasons(events: &Events) -> Vec<String> {
+    let all = events.list(usize::MAX, |_| true).0;
+    all.into_iter().map(|event| event.reason).collect()
+}
+
+#[test]
+fn events_and_cursors_outlive_a_daemon_that_is_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    let events = Events::open(folder.path(), "boot");
+    events.emit(draft("One"));
+    let cursor = events.list(9, |_| true).1.to_string();
+    events.emit(draft("Two"));
+    drop(events);
+    let events = Events::open(folder.path(), "boot");
+    assert_eq!(reasons(&events), ["One", "Two"]);
+    events.emit(draft("Three"));
+    let after = events.follow(Some(&cursor)).unwrap();
+    let (rest, _) = after.shared.lock().history.after(after.position()).unwrap();
+    assert_eq!(
+        rest.iter().map(|event| event.reason.as_str()).collect::<Vec<_>>(),
+        ["Two", "Three"]
+    );
+}
+
+#[test]
+fn a_damaged_end_costs_that_end_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("events.log");
+    let events = Events::open(folder.path(), "boot");
+    for reason in ["One", "Two"] {
+        events.emit(draft(reason));
+    }
+    drop(events);
+    let whole = std::fs::read(&path).unwrap();
+    for cut in 1..40 {
+        std::fs::write(&path, &whole[..whole.len() - cut]).unwrap();
+        let events = Events::open(folder.path(), "boot");
+        assert_eq!(reasons(&events), ["One"], "{cut}");
+        events.emit(draft("Next"));
+        drop(events);
+        assert_eq!(
+            reasons(&Events::open(folder.path(), "boot")),
+            ["One", "Next"],
+            "{cut}"
+        );
+    }
+    let mut flipped = whole.clone();
+    *flipped.last_mut().unwrap() ^= 1;
+    std::fs::write(&path, &flipped).unwrap();
+    assert_eq!(reasons(&Events::open(folder.path(), "boot")), ["One"]);
+}
+
+#[test]
+fn a_cursor_that_a_power_failure_may_have_made_wrong_is_expired() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("events.log");
+    let events = Events::open(folder.path(), "boot");
+    events.emit(draft("One"));
+    let kept = events.list(9, |_| true).1.to_string();
+    let length = std::fs::metadata(&path).unwrap().len();
+    events.emit(draft("Lost"));
+    let lost = events.list(9, |_| true).1.to_string();
+    drop(events);
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    file.set_len(length).unwrap();
+    let events = Events::open(folder.path(), "next boot");
+    events.emit(draft("Two"));
+    assert_eq!(reasons(&events), ["One", "Two"]);
+    assert!(events.follow(Some(&kept)).is_ok());
+    assert_eq!(events.follow(Some(&lost)).unwrap_err(), Expired);
+    // The same without the loss, but the daemon can't know.
+    drop(events);
+    let events = Events::open(folder.path(), "third boot");
+    assert!(events.follow(Some(&kept)).is_ok());
+}
+
+#[test]
+fn after_an_orderly_end_all_cursors_are_good_also_in_the_next_boot() {
+    let folder = tempfile::tempdir().unwrap();
+    let events = Events::open(folder.path(), "boot");
+    events.emit(draft("One"));
+    events.close();
+    let end = events.list(9, |_| true).1.to_string();
+    drop(events);
+    let events = Events::open(folder.path(), "next boot");
+    assert!(events.follow(Some(&end)).is_ok());
+}
+
+#[test]
+fn the_files_hold_the_newest_ten_thousand_and_not_much_more() {
+    let folder = tempfile::tempdir().unwrap();
+    let events = Events::open(folder.path(), "boot");
+    // Each of a reason of its own: no flood.
+    for n in 0..25_000 {
+        events.emit(draft(&format!("R{n}")));
+    }
+    drop(events);
+    let events = Events::open(folder.path(), "boot");
+    let found = reasons(&events);
+    assert_eq!(
+        (found.len(), found[0].as_str(), found[9_999].as_str()),
+        (10_000, "R15000", "R24999")
+    );
+    let lengths =
+        ["events.log", "events.log.1"].map(|name| std::fs::metadata(folder.path().join(name)).unwrap().len());
+    assert!(lengths.iter().sum::<u64>() < 4 << 20, "{lengths:?}");
+}
+
+#[test]
+fn files_that_cannot_be_written_cost_their_durability_alone() {
+    let events = Events::open(Path::new("/nonexistent"), "boot");
+    events.emit(draft("One"));
+    assert_eq!(reasons(&events), ["One"]);
+}
+
+#[tokio::test]
+async fn a_flood_is_told_as_one_event_when_its_minute_is_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let events = Events::open(folder.path(), "boot");
+    let mut follower = events.follow(None).unwrap();
+    for _ in 0..1000 {
+        events.emit(draft("Odd"));
+    }
+    assert_eq!(follower.next().await.unwrap().len(), 30);
+    events.shared.lock().flood.age();
+    events.shared.sweep();
+    let last = follower.next().await.unwrap();
+    assert_eq!(last.iter().map(|event| event.count).collect::<Vec<_>>(), [970]);
+}
+
+#[tokio::test]
+async fn a_follower_that_is_too_slow_is_told_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let events = Events::open(folder.path(), "boot");
+    let mut follower = events.follow(None).unwrap();
+    for n in 0..=history::KEPT {
+        events.emit(draft(&format!("R{n}")));
+    }
+    assert_eq!(follower.next().await.unwrap_err(), Expired);
+}

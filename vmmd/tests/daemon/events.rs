@@ -1,0 +1,166 @@
+//! What happened is known afterwards: over restarts of the daemon, by cursor, without gaps that nobody tells of.
+
+use proto::v1::{self, EventSeverity, event_service_client::EventServiceClient};
+use tokio::time::timeout;
+use tokio_stream::StreamExt;
+use tonic::{Code, Streaming, transport::Channel};
+
+use crate::harness::{Daemon, PATIENCE, connect, refusal};
+
+async fn events(daemon: &Daemon) -> EventServiceClient<Channel> {
+    EventServiceClient::new(connect(daemon.folder.path()).await)
+}
+
+async fn list(daemon: &Daemon, filter: v1::EventFilter) -> v1::ListEventsResponse {
+    let request = v1::ListEventsRequest {
+        filter: Some(filter),
+        limit: 0,
+    };
+    events(daemon)
+        .await
+        .list_events(request)
+        .await
+        .unwrap()
+        .into_inner()
+}
+
+async fn watch(daemon: &Daemon, cursor: &str) -> Streaming<v1::WatchEventsResponse> {
+    let request = v1::WatchEventsRequest {
+        filter: None,
+        cursor: cursor.into(),
+    };
+    events(daemon)
+        .await
+        .watch_events(request)
+        .await
+        .unwrap()
+        .into_inner()
+}
+
+/// The next event that the watch gives.
+async fn next(stream: &mut Streaming<v1::WatchEventsResponse>) -> v1::Event {
+    let found = timeout(PATIENCE, async {
+        loop {
+            if let Some(event) = stream.next().await.unwrap().unwrap().event {
+                return event;
+            }
+        }
+    });
+    found.await.unwrap()
+}
+
+async fn make_disk(daemon: &Daemon, name: &str) {
+    let request = v1::CreateDiskRequest {
+        disk: Some(v1::Disk {
+            name: name.into(),
+            format: v1::DiskFormat::Raw.into(),
+            size_bytes: 1 << 20,
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    let mut client = v1::disk_service_client::DiskServiceClient::new(connect(daemon.folder.path()).await);
+    client.create_disk(request).await.unwrap();
+}
+
+async fn delete_disk(daemon: &Daemon, name: &str) {
+    let mut client = v1::disk_service_client::DiskServiceClient::new(connect(daemon.folder.path()).await);
+    let request = v1::DeleteDiskRequest {
+        name: name.into(),
+        ..Default::default()
+    };
+    client.delete_disk(request).await.unwrap();
+}
+
+fn reasons(events: &[v1::Event]) -> Vec<&str> {
+    events.iter().map(|event| event.reason.as_str()).collect()
+}
+
+#[tokio::test]
+async fn what_was_told_before_a_kill_is_known_after_it_and_a_watch_goes_on_by_its_cursor() {
+    let mut daemon = Daemon::start().await;
+    let mut stream = watch(&daemon, "").await;
+    make_disk(&daemon, "data").await;
+    let made = next(&mut stream).await;
+    assert_eq!(
+        (made.reason.as_str(), made.object_kind.as_str()),
+        ("DiskCreated", "Disk")
+    );
+    assert_eq!(
+        (made.object_name.as_str(), made.severity()),
+        ("data", EventSeverity::Normal)
+    );
+    assert!(!made.object_uid.is_empty() && made.time.is_some());
+    delete_disk(&daemon, "data").await;
+    daemon.kill_and_restart().await;
+    let mut stream = watch(&daemon, &made.cursor).await;
+    let rest = [next(&mut stream).await, next(&mut stream).await];
+    assert_eq!(reasons(&rest), ["DiskDeleted", "DaemonStarted"]);
+    let all = list(&daemon, v1::EventFilter::default()).await;
+    assert_eq!(
+        reasons(&all.events),
+        ["DaemonStarted", "DiskCreated", "DiskDeleted", "DaemonStarted"]
+    );
+    make_disk(&daemon, "more").await;
+    let mut stream = watch(&daemon, &all.cursor).await;
+    assert_eq!(next(&mut stream).await.object_name, "more");
+}
+
+#[tokio::test]
+async fn an_orderly_end_is_told_and_resumed_too() {
+    let mut daemon = Daemon::start().await;
+    let cursor = list(&daemon, v1::EventFilter::default()).await.cursor;
+    daemon.terminate();
+    daemon.relaunch().await;
+    let mut stream = watch(&daemon, &cursor).await;
+    let rest = [next(&mut stream).await, next(&mut stream).await];
+    assert_eq!(reasons(&rest), ["DaemonStopping", "DaemonStarted"]);
+}
+
+#[tokio::test]
+async fn a_cursor_of_another_node_is_refused_and_so_is_a_filter_without_sense() {
+    let (one, other) = (Daemon::start().await, Daemon::start().await);
+    let cursor = list(&one, v1::EventFilter::default()).await.cursor;
+    for cursor in [cursor.as_str(), "nonsense"] {
+        let request = v1::WatchEventsRequest {
+            filter: None,
+            cursor: cursor.into(),
+        };
+        let refused = events(&other).await.watch_events(request).await.unwrap_err();
+        assert_eq!(refusal(&refused), (Code::OutOfRange, "CURSOR_EXPIRED".into()));
+    }
+    let request = v1::ListEventsRequest {
+        filter: None,
+        limit: 1001,
+    };
+    let refused = events(&one).await.list_events(request).await.unwrap_err();
+    assert_eq!(refusal(&refused).0, Code::InvalidArgument);
+    let filter = v1::EventFilter {
+        object_kind: "vms".into(),
+        ..Default::default()
+    };
+    let request = v1::WatchEventsRequest {
+        filter: Some(filter),
+        cursor: String::new(),
+    };
+    let refused = events(&one).await.watch_events(request).await.unwrap_err();
+    assert_eq!(refusal(&refused).0, Code::InvalidArgument);
+}
+
+#[tokio::test]
+async fn what_a_new_daemon_repairs_is_told_with_what_it_was() {
+    let mut daemon = Daemon::start().await;
+    daemon.kill();
+    let leftover = daemon.path("run/vms/6f4b3c1e-5f0e-4c58-9d0f-0b4f5f2b7a11");
+    std::fs::create_dir_all(&leftover).unwrap();
+    daemon.relaunch().await;
+    let filter = v1::EventFilter {
+        object_kind: "Node".into(),
+        reasons: vec!["Repaired".into()],
+        ..Default::default()
+    };
+    let told = list(&daemon, filter).await.events;
+    assert_eq!(told.len(), 1);
+    assert!(told[0].message.contains("6f4b3c1e"), "{}", told[0].message);
+    assert!(!leftover.exists());
+}
