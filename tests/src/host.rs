@@ -45,6 +45,30 @@ impl Accel {
             Accel::Tcg => ["-accel", "tcg,thread=multi", "-cpu", "max,+svm"],
         }
     }
+
+    /// How many processors the node has beside those that do its work.
+    ///
+    /// One under TCG, its first, on which no guest may run. Every FXRSTOR and XRSTOR of any emulated processor clears
+    /// IGNNE# of the *first* one (`cpu_clear_ignne` in QEMU's target/i386/tcg/sysemu/fpu_helper.c, seen in 7.2 and 10.0):
+    /// it reads, changes and writes that one's `hflags2` from another thread, without a lock. When that comes in the middle of
+    /// a VMRUN or #VMEXIT there, its changes to `hflags2` are lost: the guest goes on without nested paging (and
+    /// triple-faults) or without the global interrupt flag (and the processor hangs), or the host with nested paging (and its
+    /// own state is saved as the guest's, which then hangs with endless nested page faults). It took some minutes of typing at a
+    /// console.
+    pub fn idle_cpus(self) -> u32 {
+        match self {
+            Accel::Kvm => 0,
+            Accel::Tcg => 1,
+        }
+    }
+
+    /// What the node's kernel is told about it: that no program runs on its first processor unless it asks for that.
+    pub fn kernel_arguments(self) -> &'static str {
+        match self {
+            Accel::Kvm => "",
+            Accel::Tcg => "isolcpus=0",
+        }
+    }
 }
 
 fn supports_nesting(cpuinfo: &str, kvm_intel_nested: &str, kvm_amd_nested: &str) -> bool {

@@ -1,10 +1,10 @@
 //! A new node in the place of one that the emulator lost.
 //!
 //! QEMU's multi-threaded TCG (before 8.1) can run an instruction that was patched while it was being translated: the
-//! kernel then dies of an `int3` that it has already removed. And its SVM was seen to enter a guest with the global
-//! interrupt flag clear: that processor then takes no interrupt, not even an NMI, until the guest exits by itself, and the
-//! other one waits for it. That is no fault of what is tested, and must not fail every test that comes after it. Whoever
-//! needs the node asks its keeper, who boots another one, a few times at most.
+//! kernel then dies of an `int3` that it has already removed. And a processor that it lost otherwise (as its first was
+//! before guests were kept off it, see `host::Accel::idle_cpus`) takes no interrupt, not even an NMI, and the others
+//! wait for it. That is no fault of what is tested, and must not fail every test that comes after it. Whoever needs the node
+//! asks its keeper, who boots another one, a few times at most.
 
 use std::fs;
 use std::io::{Read, Write};

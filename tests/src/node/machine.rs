@@ -129,6 +129,7 @@ impl Machine {
         File::create(&console)?;
         let log = File::create(dir.join("qemu.log"))?;
 
+        let accel = Accel::detect();
         let mut command = if tied {
             tied_to_us()
         } else {
@@ -145,15 +146,20 @@ impl Machine {
                 "none",
             ])
             .args(["-machine", "q35"])
-            .args(Accel::detect().qemu_args())
-            .args(["-smp", &size.cpus.to_string(), "-m", &size.memory_mib.to_string()])
+            .args(accel.qemu_args())
+            .args(["-smp", &(size.cpus + accel.idle_cpus()).to_string()])
+            .args(["-m", &size.memory_mib.to_string()])
             .arg("-kernel")
             .arg(&image.kernel)
             .arg("-initrd")
             .arg(&image.initrd)
             .args([
                 "-append",
-                &format!("{KERNEL_ARGUMENTS} systemd.machine_id={}", machine_id(name)),
+                &format!(
+                    "{KERNEL_ARGUMENTS} {} systemd.machine_id={}",
+                    accel.kernel_arguments(),
+                    machine_id(name)
+                ),
             ])
             .args(drive("root", &image.disk, "snapshot=on,cache=unsafe"))
             .arg("-chardev")
