@@ -38,6 +38,30 @@ pub struct Config {
     pub cgroup: Option<PathBuf>,
     /// User ids for the `vmm` processes.
     pub vm_uids: UidRange,
+    /// How long starts by a run policy wait.
+    pub restart: Restart,
+}
+
+/// How long starts by a run policy wait after a failure or the end of a run, in milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Restart {
+    /// The first. Default 1,000.
+    pub first_ms: u64,
+    /// The longest; each wait is twice the one before up to that. Default 300,000.
+    pub max_ms: u64,
+    /// After a run that lasted as long the next wait is the first again. Default 600,000.
+    pub reset_after_ms: u64,
+}
+
+impl Default for Restart {
+    fn default() -> Self {
+        Self {
+            first_ms: 1_000,
+            max_ms: 300_000,
+            reset_after_ms: 600_000,
+        }
+    }
 }
 
 /// A range of user ids that nothing else on the node uses; each living VM has one of its own.
@@ -71,6 +95,7 @@ impl Default for Config {
             kvm_device: "/dev/kvm".into(),
             cgroup: None,
             vm_uids: UidRange::default(),
+            restart: Restart::default(),
         }
     }
 }
@@ -136,6 +161,13 @@ impl Config {
         }
         if self.run_dir.as_os_str().len() > MAX_RUN_DIR {
             return refuse("run_dir", &format!("must be at most {MAX_RUN_DIR} bytes long"));
+        }
+        let Restart { first_ms, max_ms, .. } = self.restart;
+        if first_ms == 0 || max_ms < first_ms {
+            return refuse(
+                "restart",
+                "must have a first_ms above 0 and a max_ms not below it",
+            );
         }
         // uid 0 is root; u32::MAX is "unchanged" to setresuid(2).
         let UidRange { first, count } = self.vm_uids;
@@ -214,6 +246,8 @@ mod tests {
             ("state_dir = 'relative'", "state_dir"),
             (long.as_str(), "run_dir"),
             ("vm_uids = { first = 0 }", "vm_uids"),
+            ("restart = { first_ms = 0 }", "restart"),
+            ("restart = { first_ms = 10, max_ms = 9 }", "restart"),
             ("vm_uids = { count = 0 }", "vm_uids"),
             ("vm_uids = { first = 4294967290 }", "vm_uids"),
         ] {

@@ -59,6 +59,16 @@ impl Host {
         })
     }
 
+    /// Whether VMs may be started here.
+    #[allow(
+        clippy::unused_self,
+        clippy::unnecessary_wraps,
+        reason = "nothing can forbid it yet"
+    )]
+    pub fn schedulable(&self) -> Result<(), Failure> {
+        Ok(())
+    }
+
     /// Where the files of the DiskService's disks are.
     pub fn disk_folder(&self) -> Folder {
         Folder::of(&self.config.state_dir)

@@ -9,6 +9,7 @@ pub mod disk;
 pub mod machine;
 pub mod name;
 pub mod nic;
+pub mod policy;
 pub mod topology;
 pub mod vm;
 

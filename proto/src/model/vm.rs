@@ -11,6 +11,7 @@ use super::{
     disk::{Disk, Limit, RateGroup, Source},
     name::Name,
     nic::Mac,
+    policy::RunPolicy,
     topology::Topology,
 };
 use crate::v1;
@@ -70,6 +71,8 @@ pub struct VmSpec {
     pub nics: Vec<Nic>,
     /// Limits that several disks share.
     pub rate_groups: Vec<RateGroup>,
+    /// When it is started without having been asked to.
+    pub run_policy: RunPolicy,
 }
 
 /// How guest RAM is backed on the host.
@@ -168,6 +171,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let boot = boot(&mut found, spec.boot.as_ref());
         let disks = list(&mut found, "spec.disks", &spec.disks, MAX_DISKS, Disk::new);
         let nics = list(&mut found, "spec.nics", &spec.nics, MAX_NICS, nic);
+        let run_policy = RunPolicy::new(&mut found, spec.run_policy);
         let field = "spec.rateGroups";
         let rate_groups = list(
             &mut found,
@@ -207,6 +211,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 disks,
                 nics,
                 rate_groups,
+                run_policy,
             }),
             _ => Err(found),
         }

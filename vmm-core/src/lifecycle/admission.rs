@@ -46,6 +46,8 @@ pub enum Action {
     Resume,
     /// Press the power button.
     PowerButton,
+    /// Press the reset button.
+    Reset,
     /// End it at once.
     Stop,
     /// Plug a disk in, take one away, make one larger, limit it, ask for counters: the same for a guest that runs and for
@@ -66,7 +68,7 @@ pub enum Admission {
 
 /// Decides.
 pub fn admit(state: State, action: Action) -> Admission {
-    use Action::{Boot, Disk, Pause, PowerButton, Resume, Stop};
+    use Action::{Boot, Disk, Pause, PowerButton, Reset, Resume, Stop};
     use Admission::{Already, Go, Refuse};
     match (state, action) {
         (State::Empty, Boot) => Go,
@@ -75,8 +77,10 @@ pub fn admit(state: State, action: Action) -> Admission {
         (State::Running, Pause) | (State::Paused, Resume) => Go,
         (State::Paused, Pause) | (State::Running, Resume) => Already,
 
-        (State::Running, PowerButton) => Go,
+        (State::Running, PowerButton | Reset) => Go,
         (State::Paused, PowerButton) => Refuse("the machine is paused: its guest can't react"),
+
+        (State::Paused, Reset) => Refuse("the machine is paused: resume it first"),
 
         (State::Running | State::Paused, Disk) => Go,
 
@@ -93,7 +97,7 @@ mod tests {
     use rstest::rstest;
 
     use super::{
-        Action::{Boot, Disk, Pause, PowerButton, Resume, Stop},
+        Action::{Boot, Disk, Pause, PowerButton, Reset, Resume, Stop},
         State::{Empty, Ended, Paused, Running},
         *,
     };
@@ -106,11 +110,11 @@ mod tests {
     }
 
     #[rstest]
-    #[case(Empty, [(Boot, Answer::Go), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Refuse)])]
-    #[case(Running, [(Boot, Answer::Refuse), (Pause, Answer::Go), (Resume, Answer::Already), (PowerButton, Answer::Go), (Stop, Answer::Go), (Disk, Answer::Go)])]
-    #[case(Paused, [(Boot, Answer::Refuse), (Pause, Answer::Already), (Resume, Answer::Go), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Go)])]
-    #[case(Ended, [(Boot, Answer::Refuse), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Already), (Disk, Answer::Refuse)])]
-    fn each_action_in_each_state_has_its_answer(#[case] state: State, #[case] table: [(Action, Answer); 6]) {
+    #[case(Empty, [(Boot, Answer::Go), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Refuse), (Reset, Answer::Refuse)])]
+    #[case(Running, [(Boot, Answer::Refuse), (Pause, Answer::Go), (Resume, Answer::Already), (PowerButton, Answer::Go), (Stop, Answer::Go), (Disk, Answer::Go), (Reset, Answer::Go)])]
+    #[case(Paused, [(Boot, Answer::Refuse), (Pause, Answer::Already), (Resume, Answer::Go), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Go), (Reset, Answer::Refuse)])]
+    #[case(Ended, [(Boot, Answer::Refuse), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Already), (Disk, Answer::Refuse), (Reset, Answer::Refuse)])]
+    fn each_action_in_each_state_has_its_answer(#[case] state: State, #[case] table: [(Action, Answer); 7]) {
         for (action, expected) in table {
             let answer = match admit(state, action) {
                 Admission::Go => Answer::Go,

@@ -141,6 +141,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Request::Pause => Action::Pause,
             Request::Resume => Action::Resume,
             Request::PowerButton => Action::PowerButton,
+            Request::Reset => Action::Reset,
             Request::Stop => Action::Stop,
             Request::AttachDisk { .. }
             | Request::DetachDisk { .. }
@@ -157,6 +158,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Admission::Go => match request {
                 Request::Stop => return Next::End(self.stopped(), Some(token)),
                 Request::Boot { spec, fds, paused } => return self.boot(token, &spec, fds, paused),
+                Request::Reset => return self.reset(Some(token)),
                 Request::Pause => self.pause(),
                 Request::Resume => self.resume(),
                 Request::PowerButton => self.machine().map(Machine::press_power_button),
@@ -286,7 +288,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         match notice {
             Notice::PowerOff if self.panicked => Next::End(self.panic_record(), None),
             Notice::PowerOff => Next::End(exit_record(ExitKind::PowerOff, "the guest powered off"), None),
-            Notice::Reset => self.reset(),
+            Notice::Reset => self.reset(None),
             Notice::GuestPanicked => {
                 if !self.panicked {
                     if self.log_limit.allow().is_some() {
@@ -316,22 +318,24 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
     }
 
-    /// The guest reset itself: the same process goes on with it. A paused machine stays paused.
-    fn reset(&mut self) -> Next {
+    /// The machine is reset, by the guest or because `asker` asks for it: the same process goes on with it. A paused machine
+    /// stays paused.
+    fn reset(&mut self, asker: Option<Token>) -> Next {
         let running = self.publisher.state() == State::Running;
         let result = self.machine().and_then(Machine::reset);
         if let Err(failure) = result {
-            return Next::End(
-                exit_record(ExitKind::VmmError, format!("reset: {}", failure.message)),
-                None,
-            );
+            return self.failed_reset("reset", failure, asker);
         }
-        if let Some(left_out) = self.log_limit.allow() {
+        if asker.is_some() {
+            info!("the machine was reset by request");
+        } else if let Some(left_out) = self.log_limit.allow() {
             info!(%left_out, "the guest reset itself");
         }
         self.panicked = false;
         self.pause_again = None;
-        self.publisher.guest_reset();
+        if asker.is_none() {
+            self.publisher.guest_reset();
+        }
         self.tell_detached();
         // Of several vCPUs each may have asked for the reset that just happened, or panicked before it.
         let waiting: Vec<_> = self
@@ -340,8 +344,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             .filter(|input| !is_of_the_guest(input))
             .collect();
         if running && let Err(failure) = self.machine().and_then(Machine::start) {
-            let message = format!("start after a reset: {}", failure.message);
-            return Next::End(exit_record(ExitKind::VmmError, message), None);
+            return self.failed_reset("start after a reset", failure, asker);
+        }
+        if let Some(token) = asker {
+            self.publisher.reply(token, Ok(()));
         }
         for input in waiting {
             if let end @ Next::End(..) = self.take(input) {
@@ -349,6 +355,14 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             }
         }
         Next::GoOn
+    }
+
+    fn failed_reset(&mut self, operation: &str, failure: Failure, asker: Option<Token>) -> Next {
+        let message = format!("{operation}: {}", failure.message);
+        if let Some(token) = asker {
+            self.publisher.reply(token, Err(failure));
+        }
+        Next::End(exit_record(ExitKind::VmmError, message), None)
     }
 
     fn stopped(&self) -> ExitRecord {

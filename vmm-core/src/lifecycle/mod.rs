@@ -50,6 +50,8 @@ pub enum Request {
     Resume,
     /// Presses the ACPI power button.
     PowerButton,
+    /// Presses the reset button.
+    Reset,
     /// Ends it.
     Stop,
     /// Plugs a disk in.

@@ -320,6 +320,29 @@ fn a_reset_drops_what_the_old_guest_still_said_and_keeps_requests() {
 }
 
 #[test]
+fn a_reset_by_request_is_answered_when_the_machine_runs_again_and_is_not_the_guests() {
+    let (log, record) = run(
+        vec![
+            request(1, boot(false)),
+            Input::Notice(Notice::GuestPanicked),
+            request(2, Request::Reset),
+            request(3, Request::Pause),
+            request(4, Request::Reset),
+            request(5, Request::Stop),
+        ],
+        |_| (),
+    );
+    let from = log.iter().position(|line| line == "reset").unwrap();
+    assert_eq!(log[from..from + 3], ["reset", "start", "2 ok Running web"]);
+    assert!(
+        log.contains(&"4 State".to_owned()),
+        "a paused one is not: {log:?}"
+    );
+    assert!(!log.iter().any(|line| line.starts_with("guest reset")), "{log:?}");
+    assert_eq!(record.kind(), ExitKind::Stopped, "the panic is over");
+}
+
+#[test]
 fn a_panic_is_told_once_and_is_the_reason_when_the_machine_is_stopped_after_it() {
     let panic = || Input::Notice(Notice::GuestPanicked);
     let (log, record) = run(

@@ -12,11 +12,12 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::{console, watch};
 use crate::{
+    context::Context,
     control,
     failure::{Failure, Kind},
     host::Host,
     text,
-    vm::{self, Command, DiskRequest, Reply, Target, admission, table::Entry},
+    vm::{self, Answer, Command, DiskRequest, Life, Reply, Target, admission, table::Entry},
 };
 
 /// Grace period when none is given.
@@ -45,19 +46,39 @@ impl Vms {
         self.host.table.get(name).ok_or_else(|| Failure::no_vm(name))
     }
 
-    /// Asks a VM's actor. What was begun goes on when the caller goes away.
+    /// Asks a VM's actor, and waits for the end of the operation that follows unless `no_wait`. What was begun goes on
+    /// when the caller goes away.
     async fn ask(
         &self,
         name: &str,
-        request: admission::Request,
-        grace: Option<Duration>,
-    ) -> Result<v1::Vm, Failure> {
-        self.send(name, |reply| Command::Life {
-            request,
-            grace,
-            reply,
-        })
-        .await
+        asked: Asked,
+        no_wait: bool,
+    ) -> Result<(v1::Vm, Option<v1::Operation>), Failure> {
+        let entry = self.find(name)?;
+        let (reply, answer) = oneshot::channel();
+        let life = Life {
+            grace: asked.grace,
+            deadline: asked.deadline,
+            ..Life::new(asked.context, asked.request, reply)
+        };
+        let sent = entry.mailbox.send(Command::Life(life)).await;
+        sent.map_err(|_| self.gone(name))?;
+        let answered = async {
+            let Answer { vm, pending } = answer.await.map_err(|_| self.gone(name))??;
+            let Some(pending) = pending else {
+                return Ok::<_, Failure>((vm, None));
+            };
+            if no_wait {
+                return Ok((vm, Some(pending.operation())));
+            }
+            let ended = pending.clone().ended().await?;
+            Ok((ended.unwrap_or(vm), Some(pending.operation())))
+        };
+        let (vm, operation) = tokio::select! {
+            answered = answered => answered?,
+            () = self.host.stopping.cancelled() => return Err(Failure::stopping()),
+        };
+        Ok((vm.as_ref().clone(), operation))
     }
 
     async fn ask_disk(&self, vm: &str, request: DiskRequest) -> Result<v1::Vm, Failure> {
@@ -85,6 +106,38 @@ impl Vms {
             Failure::no_vm(name)
         }
     }
+}
+
+/// What is asked of a VM's life.
+struct Asked {
+    context: Context,
+    request: admission::Request,
+    grace: Option<Duration>,
+    deadline: Option<Duration>,
+}
+
+impl Asked {
+    fn new(request: admission::Request, request_id: String) -> Self {
+        let context = Context {
+            request_id,
+            ..Context::default()
+        };
+        Self {
+            context,
+            request,
+            grace: None,
+            deadline: None,
+        }
+    }
+}
+
+/// When an operation is cancelled, if it is.
+fn deadline(given: Option<well_known::Duration>) -> Result<Option<Duration>, Failure> {
+    let given = period("deadline", given)?;
+    if given.is_some_and(|given| given.is_zero()) {
+        return Err(Failure::field("deadline", "must be above 0 and at most 3600 s"));
+    }
+    Ok(given)
 }
 
 /// How long the guest may take; `None` by force.
@@ -116,15 +169,23 @@ impl VmService for Vms {
         request: Request<v1::CreateVmRequest>,
     ) -> Result<Response<v1::CreateVmResponse>, Status> {
         let v1::CreateVmRequest {
-            vm, start, dry_run, ..
+            vm,
+            start,
+            dry_run,
+            request_id,
         } = request.into_inner();
+        let context = Context {
+            request_id,
+            ..Context::default()
+        };
         let vm = vm.ok_or_else(|| Failure::field("vm", "must be given"))?;
         // In a task of its own: a caller that goes away must not leave it half done.
-        let created = tokio::spawn(vm::create(Arc::clone(&self.host), vm, start, dry_run)).await;
-        let vm = created.map_err(|error| Failure::internal(error.to_string()))??;
+        let host = Arc::clone(&self.host);
+        let created = tokio::spawn(async move { vm::create(host, vm, start, dry_run, &context).await }).await;
+        let (vm, operation) = created.map_err(|error| Failure::internal(error.to_string()))??;
         Ok(Response::new(v1::CreateVmResponse {
             vm: Some(vm.as_ref().clone()),
-            ..Default::default()
+            operation,
         }))
     }
 
@@ -170,22 +231,29 @@ impl VmService for Vms {
         &self,
         request: Request<v1::DeleteVmRequest>,
     ) -> Result<Response<v1::DeleteVmResponse>, Status> {
-        let v1::DeleteVmRequest { name, force, .. } = request.into_inner();
-        self.ask(&name, admission::Request::Delete { force }, None)
-            .await?;
-        Ok(Response::new(v1::DeleteVmResponse { ..Default::default() }))
+        let request = request.into_inner();
+        let force = request.force;
+        let asked = Asked {
+            deadline: deadline(request.deadline)?,
+            ..Asked::new(admission::Request::Delete { force }, request.request_id)
+        };
+        let (_, operation) = self.ask(&request.name, asked, request.no_wait).await?;
+        Ok(Response::new(v1::DeleteVmResponse { operation }))
     }
 
     async fn start_vm(
         &self,
         request: Request<v1::StartVmRequest>,
     ) -> Result<Response<v1::StartVmResponse>, Status> {
-        let vm = self
-            .ask(&request.get_ref().name, admission::Request::Start, None)
-            .await?;
+        let request = request.into_inner();
+        let asked = Asked {
+            deadline: deadline(request.deadline)?,
+            ..Asked::new(admission::Request::Start, request.request_id)
+        };
+        let (vm, operation) = self.ask(&request.name, asked, request.no_wait).await?;
         Ok(Response::new(v1::StartVmResponse {
             vm: Some(vm),
-            ..Default::default()
+            operation,
         }))
     }
 
@@ -193,18 +261,16 @@ impl VmService for Vms {
         &self,
         request: Request<v1::StopVmRequest>,
     ) -> Result<Response<v1::StopVmResponse>, Status> {
-        let v1::StopVmRequest {
-            name,
-            grace_period,
-            force,
-            ..
-        } = request.into_inner();
-        let vm = self
-            .ask(&name, admission::Request::Stop, grace(grace_period, force)?)
-            .await?;
+        let request = request.into_inner();
+        let asked = Asked {
+            grace: grace(request.grace_period, request.force)?,
+            deadline: deadline(request.deadline)?,
+            ..Asked::new(admission::Request::Stop, request.request_id)
+        };
+        let (vm, operation) = self.ask(&request.name, asked, request.no_wait).await?;
         Ok(Response::new(v1::StopVmResponse {
             vm: Some(vm),
-            ..Default::default()
+            operation,
         }))
     }
 
@@ -212,28 +278,36 @@ impl VmService for Vms {
         &self,
         request: Request<v1::RestartVmRequest>,
     ) -> Result<Response<v1::RestartVmResponse>, Status> {
-        let v1::RestartVmRequest {
-            name,
-            grace_period,
-            force,
-            ..
-        } = request.into_inner();
-        let vm = self
-            .ask(&name, admission::Request::Restart, grace(grace_period, force)?)
-            .await?;
+        let request = request.into_inner();
+        let asked = Asked {
+            grace: grace(request.grace_period, request.force)?,
+            deadline: deadline(request.deadline)?,
+            ..Asked::new(admission::Request::Restart, request.request_id)
+        };
+        let (vm, operation) = self.ask(&request.name, asked, request.no_wait).await?;
         Ok(Response::new(v1::RestartVmResponse {
             vm: Some(vm),
-            ..Default::default()
+            operation,
         }))
+    }
+
+    async fn reset_vm(
+        &self,
+        request: Request<v1::ResetVmRequest>,
+    ) -> Result<Response<v1::ResetVmResponse>, Status> {
+        let v1::ResetVmRequest { name, request_id, .. } = request.into_inner();
+        let asked = Asked::new(admission::Request::Reset, request_id);
+        let (vm, _) = self.ask(&name, asked, false).await?;
+        Ok(Response::new(v1::ResetVmResponse { vm: Some(vm) }))
     }
 
     async fn pause_vm(
         &self,
         request: Request<v1::PauseVmRequest>,
     ) -> Result<Response<v1::PauseVmResponse>, Status> {
-        let vm = self
-            .ask(&request.get_ref().name, admission::Request::Pause, None)
-            .await?;
+        let v1::PauseVmRequest { name, request_id, .. } = request.into_inner();
+        let asked = Asked::new(admission::Request::Pause, request_id);
+        let (vm, _) = self.ask(&name, asked, false).await?;
         Ok(Response::new(v1::PauseVmResponse { vm: Some(vm) }))
     }
 
@@ -241,9 +315,9 @@ impl VmService for Vms {
         &self,
         request: Request<v1::ResumeVmRequest>,
     ) -> Result<Response<v1::ResumeVmResponse>, Status> {
-        let vm = self
-            .ask(&request.get_ref().name, admission::Request::Resume, None)
-            .await?;
+        let v1::ResumeVmRequest { name, request_id, .. } = request.into_inner();
+        let asked = Asked::new(admission::Request::Resume, request_id);
+        let (vm, _) = self.ask(&name, asked, false).await?;
         Ok(Response::new(v1::ResumeVmResponse { vm: Some(vm) }))
     }
 
@@ -342,13 +416,6 @@ impl VmService for Vms {
         _: Request<v1::UpdateVmRequest>,
     ) -> Result<Response<v1::UpdateVmResponse>, Status> {
         Err(Failure::unimplemented("change VMs").into())
-    }
-
-    async fn reset_vm(
-        &self,
-        _: Request<v1::ResetVmRequest>,
-    ) -> Result<Response<v1::ResetVmResponse>, Status> {
-        Err(Failure::unimplemented("reset VMs").into())
     }
 
     async fn get_vm_stats(

@@ -15,7 +15,7 @@
 mod registry;
 
 use std::{
-    sync::Arc,
+    sync::{Arc, OnceLock},
     time::{Duration, Instant},
 };
 
@@ -44,8 +44,6 @@ pub enum Cause {
     Request,
     /// Its time is over.
     Deadline,
-    /// Another request took its place.
-    Superseded,
 }
 
 /// An operation in the hands of who carries it out.
@@ -53,9 +51,23 @@ pub enum Cause {
 pub struct Handle {
     shared: Arc<Shared>,
     id: String,
+    context: Context,
     token: CancellationToken,
     state: Arc<watch::Sender<v1::Operation>>,
+    outcome: Arc<OnceLock<Outcome>>,
 }
+
+/// What came of an operation: the VM as it was then, if it is about one.
+type Outcome = Result<Option<Arc<v1::Vm>>, Failure>;
+
+/// An operation in the hands of who waits for it.
+#[derive(Clone, Debug)]
+pub struct Pending {
+    state: watch::Receiver<v1::Operation>,
+    outcome: Arc<OnceLock<Outcome>>,
+}
+
+const GIVEN_UP: &str = "the daemon gave the operation up; its log says more";
 
 /// True when nothing follows any more.
 pub fn has_ended(operation: &v1::Operation) -> bool {
@@ -114,8 +126,10 @@ impl Operations {
         Handle {
             shared: Arc::clone(&self.shared),
             id,
+            context: context.clone(),
             token,
             state,
+            outcome: Arc::default(),
         }
     }
 
@@ -156,9 +170,17 @@ impl Handle {
         self.state.borrow().clone()
     }
 
-    /// The operation as it is and as it changes.
-    pub fn subscribe(&self) -> watch::Receiver<v1::Operation> {
-        self.state.subscribe()
+    /// What led to it.
+    pub fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// For those who want to know its end.
+    pub fn pending(&self) -> Pending {
+        Pending {
+            state: self.state.subscribe(),
+            outcome: Arc::clone(&self.outcome),
+        }
     }
 
     /// It is under way: what it does now, and how far it is, 0 to 100.
@@ -186,13 +208,25 @@ impl Handle {
         self.shared.commit(&self.id)
     }
 
+    /// From now on it can be cancelled again.
+    pub fn reopen(&self) {
+        self.shared.reopen(&self.id);
+    }
+
     /// It has done what it was to do.
     pub fn complete(self, message: impl Into<String>) {
         self.end(OperationPhase::Completed, message.into(), None);
     }
 
+    /// It has done what it was to do, and the VM is so now.
+    pub fn complete_with(self, message: impl Into<String>, vm: Arc<v1::Vm>) {
+        let _ = self.outcome.set(Ok(Some(vm)));
+        self.complete(message);
+    }
+
     /// It could not be done.
     pub fn fail(self, failure: &Failure) {
+        let _ = self.outcome.set(Err(failure.clone()));
         let error = v1::OperationError {
             reason: failure.reason.to_owned(),
             message: failure.message.clone(),
@@ -200,15 +234,23 @@ impl Handle {
         self.end(OperationPhase::Failed, failure.message.clone(), Some(error));
     }
 
-    /// It has ended early; `message` says what it leaves behind.
+    /// It has ended early, as was wished for; `message` says what it leaves behind.
     pub fn cancelled(self, message: impl Into<String>) {
-        let cause = self.cause().unwrap_or(Cause::Superseded);
-        let message = message.into();
-        let error = v1::OperationError {
-            reason: cause.reason().to_owned(),
-            message: message.clone(),
+        let failure = match self.cause().unwrap_or(Cause::Request) {
+            Cause::Request => Failure::new(Kind::Aborted, "CANCELLED", message),
+            Cause::Deadline => Failure::new(Kind::Deadline, "DEADLINE_EXCEEDED", message),
         };
-        self.end(OperationPhase::Cancelled, message, Some(error));
+        self.give_way(&failure);
+    }
+
+    /// It has ended early because of something else, which `failure` says.
+    pub fn give_way(self, failure: &Failure) {
+        let _ = self.outcome.set(Err(failure.clone()));
+        let error = v1::OperationError {
+            reason: failure.reason.to_owned(),
+            message: failure.message.clone(),
+        };
+        self.end(OperationPhase::Cancelled, failure.message.clone(), Some(error));
     }
 
     fn end(&self, phase: OperationPhase, message: String, error: Option<v1::OperationError>) {
@@ -235,19 +277,26 @@ impl Drop for Handle {
     fn drop(&mut self) {
         let error = v1::OperationError {
             reason: "INTERNAL".to_owned(),
-            message: "the daemon gave it up; its log says more".to_owned(),
+            message: GIVEN_UP.to_owned(),
         };
         self.end(OperationPhase::Failed, error.message.clone(), Some(error));
     }
 }
 
-impl Cause {
-    /// `UPPER_SNAKE_CASE`.
-    pub fn reason(self) -> &'static str {
-        match self {
-            Self::Request => "CANCELLED",
-            Self::Deadline => "DEADLINE_EXCEEDED",
-            Self::Superseded => "SUPERSEDED",
+impl Pending {
+    /// The operation as it is.
+    pub fn operation(&self) -> v1::Operation {
+        self.state.borrow().clone()
+    }
+
+    /// Waits for its end. The VM as it was then, or why it failed.
+    pub async fn ended(mut self) -> Outcome {
+        let ended = self.state.wait_for(has_ended).await.is_ok();
+        let outcome = self.outcome.get().cloned();
+        match outcome {
+            Some(outcome) => outcome,
+            None if ended && self.operation().phase() == OperationPhase::Completed => Ok(None),
+            None => Err(Failure::internal(GIVEN_UP)),
         }
     }
 }

@@ -112,6 +112,13 @@ impl Shared {
         entry.committed
     }
 
+    /// See [`super::Handle::reopen`].
+    pub fn reopen(&self, id: &str) {
+        if let Some(entry) = self.lock().entry(id) {
+            entry.committed = false;
+        }
+    }
+
     /// It has ended.
     pub fn ended(&self, id: &str, now: Instant) {
         let mut inner = self.lock();

@@ -144,3 +144,30 @@ fn what_has_ended_is_forgotten_by_number_and_by_age_and_what_is_under_way_is_not
     );
     assert!(operations.get(kept.id()).is_ok());
 }
+
+#[tokio::test]
+async fn who_waits_is_told_what_came_of_it() {
+    let operations = Operations::default();
+    let handle = begin(&operations, None);
+    let pending = handle.pending();
+    handle.complete_with("", Arc::default());
+    assert_eq!(pending.ended().await.unwrap(), Some(Arc::default()));
+    let handle = begin(&operations, None);
+    let pending = handle.pending();
+    handle.fail(&Failure::precondition("DISK_IN_USE", "no"));
+    assert_eq!(pending.ended().await.unwrap_err().reason, "DISK_IN_USE");
+    let handle = begin(&operations, None);
+    let pending = handle.pending();
+    drop(handle);
+    assert_eq!(pending.ended().await.unwrap_err().reason, "INTERNAL");
+}
+
+#[test]
+fn what_was_committed_can_be_opened_again() {
+    let operations = Operations::default();
+    let handle = begin(&operations, None);
+    assert!(handle.commit());
+    handle.reopen();
+    operations.cancel(handle.id()).unwrap();
+    assert!(handle.token().is_cancelled());
+}

@@ -19,7 +19,9 @@ use redb::{
 };
 use tokio::sync::{mpsc, oneshot};
 
-pub use record::{DiskRecord, DiskStage, Hardware, InstanceRecord, Intent, NicHardware, VmRecord};
+pub use record::{
+    DiskRecord, DiskStage, Hardware, InstanceRecord, Intent, NicHardware, RestartRecord, VmRecord,
+};
 
 /// Version of the records' meaning that this build writes.
 pub const SCHEMA: u64 = 2;

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use proto::v1::{ExitStatus, VmSpec};
+use proto::v1::{ExitStatus, RunCounts, VmSpec};
 
 /// A VM, from its creation to its deletion.
 #[derive(Clone, PartialEq, prost::Message)]
@@ -38,6 +38,12 @@ pub struct VmRecord {
     /// How the last run ended.
     #[prost(message, optional, tag = "10")]
     pub last_exit: Option<ExitStatus>,
+    /// What its runs were, since its creation. Resets are of runs that have ended.
+    #[prost(message, optional, tag = "30")]
+    pub counts: Option<RunCounts>,
+    /// Starts by the run policy; not there when there was none since the last one by request.
+    #[prost(message, optional, tag = "31")]
+    pub restart: Option<RestartRecord>,
 }
 
 /// What the guest sees and must never change across runs.
@@ -87,6 +93,23 @@ pub struct InstanceRecord {
     /// Disks that the guest has been asked to eject and has not ejected: when it does, they leave the spec.
     #[prost(string, repeated, tag = "6")]
     pub ejecting: Vec<String>,
+}
+
+/// Starts of a VM by its run policy.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct RestartRecord {
+    /// In a row since the VM last ran for long enough.
+    #[prost(uint32, tag = "1")]
+    pub attempts: u32,
+    /// When the next one is, in milliseconds of Unix time; 0 when none is to come.
+    #[prost(uint64, tag = "2")]
+    pub next_ms: u64,
+    /// How long that one waits.
+    #[prost(uint64, tag = "3")]
+    pub back_off_ms: u64,
+    /// Of the node's kernel when it was set.
+    #[prost(string, tag = "4")]
+    pub boot_id: String,
 }
 
 /// What was last asked for.

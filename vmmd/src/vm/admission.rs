@@ -37,6 +37,8 @@ pub enum Request {
     Pause,
     /// Let them run again.
     Resume,
+    /// Press its machine's reset button.
+    Reset,
     /// Delete it; `force` even if it runs.
     Delete {
         /// Kill it first.
@@ -100,7 +102,7 @@ pub enum Refusal {
 
 /// Decides.
 pub fn admit(situation: Situation, request: Request) -> Verdict {
-    use Request::{Delete, Pause, Restart, Resume, Start, Stop};
+    use Request::{Delete, Pause, Reset, Restart, Resume, Start, Stop};
     use Situation::{Changing, Down, Paused, Running, Starting, Stopping, Terminating};
     use Verdict::{Begin, Done, Join};
     let refuse = |refusal| Verdict::Refuse(refusal);
@@ -111,21 +113,21 @@ pub fn admit(situation: Situation, request: Request) -> Verdict {
 
         (Down, Start | Restart | Delete { .. }) => Begin,
         (Down, Stop) => Done,
-        (Down, Pause | Resume) => refuse(Refusal::NotRunning),
+        (Down, Pause | Resume | Reset) => refuse(Refusal::NotRunning),
 
         (_, Delete { force: true }) => Begin,
         (_, Delete { force: false }) => refuse(Refusal::StillRunning),
 
         (Starting, Start) => Join,
         (Starting, Stop) => Begin,
-        (Starting, Restart | Pause | Resume) => busy(),
+        (Starting, Restart | Pause | Resume | Reset) => busy(),
 
         (Running | Changing, Start) => refuse(Refusal::AlreadyRunning),
-        (Paused, Start) => refuse(Refusal::IsPaused),
+        (Paused, Start | Reset) => refuse(Refusal::IsPaused),
         (Running | Paused | Changing, Stop | Restart) => Begin,
-        (Running, Pause) | (Paused, Resume) => Begin,
+        (Running, Pause | Reset) | (Paused, Resume) => Begin,
         (Running, Resume) | (Paused, Pause) => Done,
-        (Changing, Pause | Resume) => busy(),
+        (Changing, Pause | Resume | Reset) => busy(),
 
         (Stopping { .. }, Stop) => Join,
         (Stopping { restarting: true }, Restart) => Join,
@@ -162,7 +164,7 @@ impl Refusal {
             Self::Busy(situation) => match situation {
                 Situation::Starting => ("BUSY", "is being started: wait, or stop it"),
                 Situation::Stopping { .. } => ("BUSY", "is being stopped: wait, or stop it with force"),
-                _ => ("BUSY", "is being paused or resumed: wait a moment"),
+                _ => ("BUSY", "is being paused, resumed or reset: wait a moment"),
             },
         };
         Failure::precondition(reason, format!("VM \"{name}\" {problem}"))
@@ -173,14 +175,15 @@ impl Refusal {
 mod tests {
     use super::{Refusal::*, Request::*, Situation::*, Verdict::*, *};
 
-    /// One row per situation; columns: start, stop, restart, pause, resume, delete, delete by force.
-    const TABLE: &[(Situation, [Verdict; 7])] = &[
+    /// One row per situation; columns: start, stop, restart, pause, resume, reset, delete, delete by force.
+    const TABLE: &[(Situation, [Verdict; 8])] = &[
         (
             Down,
             [
                 Begin,
                 Done,
                 Begin,
+                Refuse(NotRunning),
                 Refuse(NotRunning),
                 Refuse(NotRunning),
                 Begin,
@@ -192,6 +195,7 @@ mod tests {
             [
                 Join,
                 Begin,
+                Refuse(Busy(Starting)),
                 Refuse(Busy(Starting)),
                 Refuse(Busy(Starting)),
                 Refuse(Busy(Starting)),
@@ -207,6 +211,7 @@ mod tests {
                 Begin,
                 Begin,
                 Done,
+                Begin,
                 Refuse(StillRunning),
                 Begin,
             ],
@@ -219,6 +224,7 @@ mod tests {
                 Begin,
                 Done,
                 Begin,
+                Refuse(IsPaused),
                 Refuse(StillRunning),
                 Begin,
             ],
@@ -231,6 +237,7 @@ mod tests {
                 Begin,
                 Refuse(Busy(Changing)),
                 Refuse(Busy(Changing)),
+                Refuse(Busy(Changing)),
                 Refuse(StillRunning),
                 Begin,
             ],
@@ -240,6 +247,7 @@ mod tests {
             [
                 Refuse(Busy(STOPPING)),
                 Join,
+                Refuse(Busy(STOPPING)),
                 Refuse(Busy(STOPPING)),
                 Refuse(Busy(STOPPING)),
                 Refuse(Busy(STOPPING)),
@@ -255,6 +263,7 @@ mod tests {
                 Join,
                 Refuse(Busy(RESTARTING)),
                 Refuse(Busy(RESTARTING)),
+                Refuse(Busy(RESTARTING)),
                 Refuse(StillRunning),
                 Begin,
             ],
@@ -267,6 +276,7 @@ mod tests {
                 Refuse(BeingDeleted),
                 Refuse(BeingDeleted),
                 Refuse(BeingDeleted),
+                Refuse(BeingDeleted),
                 Join,
                 Join,
             ],
@@ -274,12 +284,13 @@ mod tests {
     ];
     const STOPPING: Situation = Stopping { restarting: false };
     const RESTARTING: Situation = Stopping { restarting: true };
-    const REQUESTS: [Request; 7] = [
+    const REQUESTS: [Request; 8] = [
         Start,
         Stop,
         Restart,
         Pause,
         Resume,
+        Reset,
         Delete { force: false },
         Delete { force: true },
     ];

@@ -14,32 +14,41 @@ use tokio::{sync::oneshot, task::spawn_blocking};
 use uuid::Uuid;
 
 use super::{
-    actor::{Actor, Attachments, Command},
+    actor::{Actor, Attachments, Command, Life},
     admission::Request,
     describe::View,
     files::{self, Locks},
     machine,
+    policy::{Decision, Occasion, decide, refuses},
     start::store_failure,
 };
 use crate::{
+    context::Context,
+    event::{Draft, Object},
     failure::{Failure, Kind},
     host::Host,
     store::{Intent, VmRecord},
     text,
 };
 
-/// Makes a VM of a manifest, and with `start` sees to it that it is started. With `dry_run` everything is checked and
-/// nothing changed.
+/// Makes a VM of a manifest, and with `start` sees to it that it is started: that operation is returned too. With `dry_run`
+/// everything is checked and nothing changed.
 pub async fn create(
     host: Arc<Host>,
     mut vm: v1::Vm,
     start: bool,
     dry_run: bool,
-) -> Result<Arc<v1::Vm>, Failure> {
+    context: &Context,
+) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
     for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
         host.disks.fill_format(disk);
     }
     let manifest = validate(&vm)?;
+    let policy = manifest.spec.run_policy;
+    if let Some(hint) = refuses(policy, Request::Start).filter(|_| start) {
+        let message = format!("the VM has the run policy {}: {hint}", policy.name());
+        return Err(Failure::precondition("RUN_POLICY", message));
+    }
     fits(&host, manifest.spec.memory_bytes)?;
     if start || dry_run {
         check_files(&host, &manifest.spec).await?;
@@ -52,7 +61,7 @@ pub async fn create(
     host.disks.take(&name, &manifest.spec.disks, |index| {
         format!("spec.disks[{index}].disk")
     })?;
-    let made = make(&host, vm.spec, manifest, start, dry_run).await;
+    let made = make(&host, vm.spec, manifest, start, dry_run, context).await;
     if dry_run || made.is_err() {
         host.disks.give_back(&name, None);
     }
@@ -65,7 +74,8 @@ async fn make(
     manifest: Manifest,
     start: bool,
     dry_run: bool,
-) -> Result<Arc<v1::Vm>, Failure> {
+    context: &Context,
+) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
     let name = manifest.name.to_string();
     let uid = Uuid::new_v4();
     let hardware = machine::allocate(&manifest.spec, || random_mac(host));
@@ -78,10 +88,11 @@ async fn make(
         spec: wire,
         hardware: Some(hardware),
         intent: if start { Intent::Running } else { Intent::Stopped }.into(),
-        instance: None,
-        last_exit: None,
+        ..VmRecord::default()
     };
-    let mut view = if start {
+    let runs =
+        start || decide(manifest.spec.run_policy, Occasion::Created, Intent::Stopped) == Decision::Start;
+    let mut view = if runs {
         View::new(v1::VmPhase::Pending, "Created", "")
     } else {
         View::new(v1::VmPhase::Stopped, "Created", "")
@@ -89,22 +100,30 @@ async fn make(
     if dry_run {
         let attached = Attachments::default();
         let vm = view.describe(host, uid, &record, &manifest.spec, None, &attached);
-        return Ok(Arc::new(vm));
+        return Ok((Arc::new(vm), None));
     }
     host.store.put(&record).await.map_err(store_failure)?;
-    tracing::info!(vm = name, %uid, "created");
-    Actor::spawn(host, uid, record, manifest.spec, view, None);
+    let object = Object::Vm(name.clone(), uid);
+    host.events
+        .emit(Draft::normal(object, "Created", "the VM was created").of(context.clone()));
+    // A start by request comes in a moment.
+    let occasion = (!start).then_some((Occasion::Created, 0));
+    Actor::spawn(host, uid, record, manifest.spec, view, None, occasion);
     let entry = host.table.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
     let created = Arc::clone(&entry.state.borrow());
-    if start {
-        let command = Command::Life {
-            request: Request::Start,
-            grace: None,
-            reply: oneshot::channel().0,
-        };
-        let _ = entry.mailbox.send(command).await;
+    if !start {
+        return Ok((created, None));
     }
-    Ok(created)
+    let (reply, answer) = oneshot::channel();
+    let life = Life::new(context.clone(), Request::Start, reply);
+    let sent = entry.mailbox.send(Command::Life(life)).await;
+    // Whether it can begin, the operation says, and the VM's status.
+    let answer = match sent {
+        Ok(()) => answer.await.ok().and_then(Result::ok),
+        Err(_) => None,
+    };
+    let pending = answer.and_then(|answer| answer.pending);
+    Ok((created, pending.map(|pending| pending.operation())))
 }
 
 fn validate(vm: &v1::Vm) -> Result<Manifest, Failure> {

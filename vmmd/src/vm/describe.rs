@@ -1,5 +1,7 @@
 //! A VM as the API shows it.
 
+use std::time::Duration;
+
 use proto::{
     model::{
         disk::Source,
@@ -17,7 +19,7 @@ use crate::{
     vm::{
         actor::Attachments,
         instance::{Instance, Link},
-        machine,
+        machine, policy,
     },
 };
 
@@ -36,6 +38,8 @@ pub struct View {
     ready: (ConditionStatus, u64),
     /// The same of `BlockDevicesReady`.
     block_devices: (ConditionStatus, u64),
+    /// Id of the operation under way; empty when there is none.
+    pub operation: String,
 }
 
 /// Reason of a pause because a disk failed.
@@ -53,6 +57,7 @@ impl View {
             phase_ms: now,
             ready: (ConditionStatus::Unspecified, now),
             block_devices: (ConditionStatus::Unspecified, now),
+            operation: String::new(),
         }
     }
 
@@ -101,6 +106,9 @@ impl View {
             nics: nics(uid, record, spec, instance.is_some()),
             phase_time: text::timestamp(self.phase_ms),
             disks: disks(host, record, spec, instance.is_some(), attached),
+            restart: restart(record, spec),
+            counts: Some(counts(record, instance)),
+            operation: self.operation.clone(),
             ..Default::default()
         };
         v1::Vm {
@@ -167,6 +175,24 @@ impl View {
             transition_time: text::timestamp(self.ready.1),
         }
     }
+}
+
+/// Starts by the run policy, when it makes any.
+fn restart(record: &VmRecord, spec: &VmSpec) -> Option<v1::RestartStatus> {
+    let restart = record.restart.clone().unwrap_or_default();
+    let waits = restart.next_ms != 0;
+    policy::starts(spec.run_policy).then(|| v1::RestartStatus {
+        attempts: restart.attempts,
+        next_start_time: text::timestamp(restart.next_ms),
+        back_off: waits.then(|| Duration::from_millis(restart.back_off_ms).into()),
+    })
+}
+
+/// What its runs were, the present one too.
+fn counts(record: &VmRecord, instance: Option<&Instance>) -> v1::RunCounts {
+    let mut counts = record.counts.unwrap_or_default();
+    counts.guest_resets += instance.map_or(0, |instance| instance.guest_resets);
+    counts
 }
 
 /// Disks of a VM as the API shows them.

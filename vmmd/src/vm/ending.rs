@@ -1,7 +1,7 @@
 //! What the end of a `vmm` process means for its VM. A pure function of all that is known of it.
 
 use proto::{
-    v1::{ExitReason, ExitStatus, VmPhase},
+    v1::{ExitReason, ExitStatus, RunCounts, VmPhase},
     vmm::{ExitKind, ExitRecord},
 };
 
@@ -117,8 +117,12 @@ fn recorded(record: &ExitRecord, asked: Asked) -> (ExitReason, String) {
 }
 
 fn without_record(evidence: &Evidence) -> ExitReason {
-    if evidence.asked.to_end() && !evidence.node_restarted {
+    if evidence.node_restarted {
+        ExitReason::NodeRestart
+    } else if evidence.asked.to_end() {
         ExitReason::Killed
+    } else if evidence.oom_killed {
+        ExitReason::OutOfMemory
     } else {
         ExitReason::Lost
     }
@@ -134,12 +138,30 @@ fn lost_message(evidence: &Evidence) -> String {
         Asked::Nothing | Asked::PowerOff => {}
     }
     if evidence.oom_killed {
-        return "the node ran out of memory and the kernel killed the vmm process".to_owned();
+        return "the VM's memory ran out on the node and the kernel killed the vmm process".to_owned();
     }
     match evidence.signal {
         Some(signal) => format!("the vmm process was killed by signal {signal}"),
         None => "the vmm process vanished without a record".to_owned(),
     }
+}
+
+/// Counts the end of a run, or a start that failed.
+pub fn count(counts: &mut RunCounts, reason: ExitReason) {
+    let counter = match reason {
+        ExitReason::GuestShutdown => &mut counts.guest_shutdowns,
+        ExitReason::GuestPanic => &mut counts.guest_panics,
+        ExitReason::GuestCrash => &mut counts.guest_crashes,
+        ExitReason::VmmError => &mut counts.vmm_errors,
+        ExitReason::OutOfMemory => &mut counts.out_of_memory,
+        ExitReason::Lost => &mut counts.lost,
+        ExitReason::StartFailed => &mut counts.failed_starts,
+        // Nothing went wrong with the VM.
+        ExitReason::Stopped | ExitReason::Killed | ExitReason::NodeRestart | ExitReason::Unspecified => {
+            return;
+        }
+    };
+    *counter += 1;
 }
 
 #[cfg(test)]
@@ -217,20 +239,84 @@ mod tests {
     }
 
     #[test]
-    fn an_out_of_memory_kill_and_a_restart_of_the_node_are_named() {
-        let oom = judge(&Evidence {
+    fn an_out_of_memory_kill_and_a_restart_of_the_node_are_reasons_of_their_own() {
+        use ExitReason as R;
+        let oom = Evidence {
             oom_killed: true,
             signal: Some(9),
             ..Evidence::default()
-        });
-        assert!(oom.exit.message.contains("out of memory"), "{oom:?}");
-        let evidence = Evidence {
+        };
+        let restarted = Evidence {
             node_restarted: true,
-            asked: Asked::Kill,
             ..Evidence::default()
         };
-        let restarted = judge(&evidence);
-        assert_eq!(restarted.exit.reason(), ExitReason::Lost);
-        assert!(restarted.exit.message.contains("restarted"));
+        for (evidence, asked, reason, phase, word) in [
+            (&oom, Asked::Nothing, R::OutOfMemory, VmPhase::Failed, "ran out"),
+            (&oom, Asked::PowerOff, R::OutOfMemory, VmPhase::Failed, "ran out"),
+            (&oom, Asked::Kill, R::Killed, VmPhase::Stopped, ""),
+            (
+                &restarted,
+                Asked::Nothing,
+                R::NodeRestart,
+                VmPhase::Failed,
+                "restarted",
+            ),
+            (
+                &restarted,
+                Asked::Kill,
+                R::NodeRestart,
+                VmPhase::Failed,
+                "restarted",
+            ),
+        ] {
+            let ending = judge(&Evidence {
+                asked,
+                ..evidence.clone()
+            });
+            assert_eq!(
+                (ending.exit.reason(), ending.phase),
+                (reason, phase),
+                "{evidence:?}"
+            );
+            assert!(ending.exit.message.contains(word), "{ending:?}");
+        }
+        // What the process wrote itself says more.
+        let ending = judge(&Evidence {
+            oom_killed: true,
+            ..record(ExitKind::PowerOff)
+        });
+        assert_eq!(ending.exit.reason(), R::GuestShutdown);
+    }
+
+    #[test]
+    fn each_kind_of_end_has_a_counter_of_its_own() {
+        use ExitReason as R;
+        let mut counts = RunCounts::default();
+        let reasons = [
+            R::GuestShutdown,
+            R::GuestPanic,
+            R::GuestCrash,
+            R::VmmError,
+            R::OutOfMemory,
+            R::Lost,
+            R::StartFailed,
+        ];
+        for (index, reason) in reasons.into_iter().enumerate() {
+            (0..=index).for_each(|_| count(&mut counts, reason));
+        }
+        for reason in [R::Stopped, R::Killed, R::NodeRestart] {
+            count(&mut counts, reason);
+        }
+        let expected = RunCounts {
+            guest_shutdowns: 1,
+            guest_panics: 2,
+            guest_crashes: 3,
+            vmm_errors: 4,
+            out_of_memory: 5,
+            lost: 6,
+            failed_starts: 7,
+            ..RunCounts::default()
+        };
+        assert_eq!(counts, expected);
     }
 }

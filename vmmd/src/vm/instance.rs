@@ -40,8 +40,12 @@ pub struct Instance {
     pub disks: BTreeMap<String, Vec<FileId>>,
     /// Build of the `vmm`; empty until it has said so.
     pub version: String,
+    /// The minor version of the private protocol that it speaks; 0 until it has said so.
+    pub minor: u32,
     /// Resets that the guest did in this run.
     pub guest_resets: u64,
+    /// The guest's kernel has panicked and has not been reset since.
+    pub panicked: bool,
     /// How it said that it ends, before it did.
     pub ended: Option<ExitRecord>,
 }
@@ -176,6 +180,8 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, memory: u6
         claim: host.ledger.adopt(name, user, memory),
         disks: BTreeMap::new(),
         version,
+        minor: hello.as_ref().map_or(0, |hello| hello.minor),
+        panicked: false,
         guest_resets: status.map_or(0, |status| status.guest_resets),
         ended: None,
     };

@@ -8,12 +8,13 @@ pub mod ending;
 pub mod files;
 mod instance;
 pub mod machine;
+mod policy;
 mod process;
 pub mod reconcile;
 mod start;
 pub mod table;
 
-pub use actor::{Command, DiskRequest, Reply, Target, public_stats};
+pub use actor::{Answer, Command, DiskRequest, Life, Reply, Target, public_stats};
 pub use create::create;
 pub use process::Process;
 pub use start::store_failure;

@@ -16,9 +16,10 @@ use uuid::Uuid;
 use super::{
     actor::{Actor, without_disk},
     describe::{DISK_ERROR, View},
-    ending::{Evidence, judge, phase},
+    ending::{Evidence, count, judge, phase},
     files,
     instance::{Found, Instance, exit_record, find},
+    policy::Occasion,
     start::clean_up,
 };
 use crate::{
@@ -74,7 +75,8 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
     let Some(run) = record.instance.clone() else {
         tidy(&host, uid).await;
         let view = stopped_view(&record);
-        return Actor::spawn(&host, uid, record, spec, view, None);
+        let occasion = Some((found_down(&host, &record), 0));
+        return Actor::spawn(&host, uid, record, spec, view, None, occasion);
     };
     let found = find(&host, uid, run.uid, &record.name, spec.memory_bytes).await;
     match found {
@@ -89,7 +91,8 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
                     "the last daemon ended while it started the VM: its process was ended, the VM is stopped",
                 );
                 let view = stopped_view(&record);
-                return Actor::spawn(&host, uid, record, spec, view, None);
+                let occasion = Some((Occasion::Ended(ExitReason::StartFailed), 0));
+                return Actor::spawn(&host, uid, record, spec, view, None, occasion);
             }
             tracing::info!(
                 vm = record.name,
@@ -104,13 +107,21 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
                 Some(status) if status.state() == State::Paused => paused_view(&status),
                 _ => View::new(VmPhase::Running, "Running", ""),
             };
-            Actor::spawn(&host, uid, record, spec, view, Some(*instance));
+            Actor::spawn(&host, uid, record, spec, view, Some(*instance), None);
         }
         Ok(Found::Ended) => {
             let spec = give_up_attaching(&host, &mut record, spec);
-            close(&host, uid, &mut record, &run).await;
+            let reason = close(&host, uid, &mut record, &run).await;
             let view = stopped_view(&record);
-            Actor::spawn(&host, uid, record, spec, view, None);
+            let occasion = if run.boot_id == host.boot_id {
+                Occasion::Ended(reason)
+            } else {
+                Occasion::NodeBoot(Some(reason))
+            };
+            // When it ended is not known to the millisecond, but when that was found is later.
+            let ended_ms = view.phase_ms;
+            let ran_ms = ended_ms.saturating_sub(run.started_ms);
+            Actor::spawn(&host, uid, record, spec, view, None, Some((occasion, ran_ms)));
         }
         Err(error) => {
             tracing::error!(vm = record.name, %error, "a vmm that lives can't be found");
@@ -119,8 +130,19 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
                 text::words(&error)
             );
             let view = View::new(VmPhase::Failed, "Unreachable", message);
-            Actor::spawn(&host, uid, record, spec, view, None);
+            Actor::spawn(&host, uid, record, spec, view, None, None);
         }
+    }
+}
+
+/// What a VM's run policy is to judge when it has no process.
+fn found_down(host: &Host, record: &VmRecord) -> Occasion {
+    let last = record.last_exit.as_ref().map(ExitStatus::reason);
+    let waited = record.restart.as_ref();
+    if waited.is_some_and(|restart| restart.boot_id != host.boot_id) {
+        Occasion::NodeBoot(last)
+    } else {
+        Occasion::DaemonStart(last)
     }
 }
 
@@ -183,8 +205,8 @@ async fn abandon(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, instance: I
     finish(host, uid, record, exit).await;
 }
 
-/// Notes the end of a run that came while no daemon was there.
-async fn close(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, run: &InstanceRecord) {
+/// Notes the end of a run that came while no daemon was there, and returns how it was.
+async fn close(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, run: &InstanceRecord) -> ExitReason {
     let blocking = Arc::clone(host);
     let found = spawn_blocking(move || {
         let group = blocking.cgroups.as_ref().map(|parent| parent.group(uid));
@@ -199,10 +221,24 @@ async fn close(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, run: &Instanc
         node_restarted,
         ..Evidence::default()
     };
-    finish(host, uid, record, judge(&evidence).exit).await;
+    let exit = judge(&evidence).exit;
+    let reason = exit.reason();
+    finish(host, uid, record, exit).await;
+    reason
 }
 
 async fn finish(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, exit: ExitStatus) {
+    let (phase, word) = phase(exit.reason());
+    let object = Object::Vm(record.name.clone(), uid);
+    let message = match exit.message.as_str() {
+        "" => "the VM ended while the daemon was not there",
+        message => message,
+    };
+    host.events.emit(match phase {
+        VmPhase::Failed => Draft::warning(object, word, message),
+        _ => Draft::normal(object, word, message),
+    });
+    count(record.counts.get_or_insert_default(), exit.reason());
     record.instance = None;
     record.last_exit = Some(exit);
     match host.store.put(record).await {

@@ -329,7 +329,9 @@ fn instance(
         claim,
         disks,
         version: hello.build,
+        minor: hello.minor,
         guest_resets: 0,
+        panicked: false,
         ended: None,
     }
 }

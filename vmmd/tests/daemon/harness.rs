@@ -143,7 +143,7 @@ impl Daemon {
         self.client.clone()
     }
 
-    /// A manifest of a small VM without disks and NICs; `options` are for the mock.
+    /// A manifest of a small VM without disks and NICs, which is only started by request; `options` are for the mock.
     pub fn manifest(&self, name: &str, options: &str) -> v1::Vm {
         let linux = v1::LinuxBoot {
             kernel: self.path("kernel").to_str().unwrap().to_owned(),
@@ -170,6 +170,7 @@ impl Daemon {
                 boot: Some(v1::BootSpec {
                     source: Some(v1::boot_spec::Source::Linux(linux)),
                 }),
+                run_policy: v1::RunPolicy::Manual.into(),
                 ..Default::default()
             }),
             status: None,

@@ -12,6 +12,8 @@ mod hygiene;
 mod lifecycle;
 mod network;
 mod node;
+mod operations;
+mod policies;
 mod robustness;
 mod survival;
 mod watch;

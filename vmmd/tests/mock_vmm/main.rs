@@ -9,7 +9,8 @@
 //! - `mock.attach`, `mock.eject`, `mock.limit`, `mock.stats`: see [`disks`]. `mock.event=none`: no word of an ejected
 //!   disk. `mock.resume=fails`: a disk fails again in the moment of a resume.
 //!
-//! An executable called `silent` never answers anything. Lines typed on the console are commands to the guest:
+//! An executable called `silent` never answers anything, one called `old` speaks minor version 1. A reset by request is
+//! echoed as `reset by the host`. Lines typed on the console are commands to the guest:
 //! `poweroff`, `panic`, `crash`, `error`, `abort`, `reset`, `print N` (N bytes), `pause` (as of itself), `eject NAME`,
 //! `fail NAME` (a disk reports an error), `stall NAME` (a disk pauses the machine); all others are echoed. As `vmm image`
 //! it makes what looks like an image, see [`image`].

@@ -15,35 +15,43 @@
 //! made only when there is none.
 
 mod attachments;
+mod automatic;
 mod disks;
 mod plug;
 mod run;
 mod stop;
+mod tell;
 mod work;
 
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
 use proto::{
     model::{disk::RateLimit, vm::VmSpec},
-    v1::{self, VmPhase},
+    v1::{self, OperationKind, VmPhase},
 };
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    time::Instant,
+};
 use uuid::Uuid;
 
-use self::work::{Done, News, Stop, Then, Work};
+use self::work::{Done, News, Start, Stop, Then, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
     disks::without_disk,
 };
 use crate::{
+    context::Context,
     control::Client,
     failure::{Failure, Kind},
     host::Host,
-    store::VmRecord,
+    operation::{Handle, Pending},
+    store::{Intent, VmRecord},
     vm::{
         admission::{self, Request, Situation, Verdict, admit, admit_disk},
         describe::View,
         instance::Instance,
+        policy::Occasion,
         table::Entry,
     },
 };
@@ -54,18 +62,59 @@ const MAILBOX: usize = 32;
 /// Where an answer goes: the VM's state after the request, or why not.
 pub type Reply = oneshot::Sender<Result<Arc<v1::Vm>, Failure>>;
 
+/// Where the answer to a request about a VM's life goes. It comes when the request is admitted, with the operation that
+/// has begun, or that it has joined, if it takes long.
+pub type LifeReply = oneshot::Sender<Result<Answer, Failure>>;
+
+/// What a request about a VM's life has led to.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// The VM now.
+    pub vm: Arc<v1::Vm>,
+    /// What is under way; `None` when all is done.
+    pub pending: Option<Pending>,
+}
+
+/// A request about the life of a VM.
+#[derive(Debug)]
+pub struct Life {
+    /// Who asks, and what for.
+    pub context: Context,
+    /// What is asked for.
+    pub request: Request,
+    /// Of a stop or restart: how long the guest may take; none at all by force.
+    pub grace: Option<Duration>,
+    /// When the operation is cancelled; never without.
+    pub deadline: Option<Duration>,
+    /// Of a stop: the node is drained. No run policy refuses it, and it is not the end of what is wanted: the policy may
+    /// start the VM when the node takes VMs again.
+    pub evacuate: bool,
+    /// Where the answer goes.
+    pub reply: LifeReply,
+}
+
+impl Life {
+    /// A request without more.
+    pub fn new(context: Context, request: Request, reply: LifeReply) -> Self {
+        Self {
+            context,
+            request,
+            grace: None,
+            deadline: None,
+            evacuate: false,
+            reply,
+        }
+    }
+}
+
 /// A request with what belongs to it.
 #[derive(Debug)]
 pub enum Command {
     /// About the life of the VM.
-    Life {
-        /// What is asked for.
-        request: Request,
-        /// Of a stop or restart: how long the guest may take; none at all by force.
-        grace: Option<Duration>,
-        /// Where the answer goes.
-        reply: Reply,
-    },
+    Life(Life),
+    /// The run policy, or whether the node takes VMs, may be another: see what follows.
+    #[allow(dead_code, reason = "nothing changes them yet")]
+    Reconsider,
     /// About its disks.
     Disk {
         /// What is asked for.
@@ -121,13 +170,22 @@ pub struct Actor {
     view: View,
     instance: Option<Instance>,
     work: Work,
+    /// What the operation under way, or the last one, is part of: for events.
+    about: (Context, String),
+    /// When the run policy starts it.
+    timer: Option<Instant>,
+    /// The run policy would start it, but the node takes no VMs.
+    held: bool,
+    /// When a reset by the guest was last told of.
+    reset_told: Option<Instant>,
     disks: Attachments,
     mailbox: mpsc::Receiver<Command>,
     publisher: watch::Sender<Arc<v1::Vm>>,
 }
 
 impl Actor {
-    /// Starts the actor of a VM, with its process if it has one, and adds it to the table.
+    /// Starts the actor of a VM, with its process if it has one, and adds it to the table. `occasion` is what its run
+    /// policy is to judge first, with the length of the run that has ended, in milliseconds.
     pub fn spawn(
         host: &Arc<Host>,
         uid: Uuid,
@@ -135,6 +193,7 @@ impl Actor {
         spec: VmSpec,
         mut view: View,
         instance: Option<Instance>,
+        occasion: Option<(Occasion, u64)>,
     ) {
         let (sender, mailbox) = mpsc::channel(MAILBOX);
         let disks = Attachments::default();
@@ -149,6 +208,10 @@ impl Actor {
             view,
             instance,
             work: Work::None,
+            about: Default::default(),
+            timer: None,
+            held: false,
+            reset_told: None,
             disks,
             mailbox,
             publisher,
@@ -161,18 +224,20 @@ impl Actor {
                 state,
             },
         );
-        tokio::spawn(actor.run());
+        tokio::spawn(actor.run(occasion));
     }
 
-    async fn run(mut self) {
+    async fn run(mut self, occasion: Option<(Occasion, u64)>) {
         // What an earlier daemon left.
         self.look();
+        self.resume_policy(occasion).await;
         loop {
             let Self {
                 mailbox,
                 work,
                 instance,
                 disks,
+                timer,
                 ..
             } = &mut self;
             let flow = tokio::select! {
@@ -186,6 +251,10 @@ impl Actor {
                     ControlFlow::Continue(())
                 }
                 news = work::news(instance) => self.on_news(news).await,
+                () = work::until(*timer) => {
+                    self.on_due().await;
+                    ControlFlow::Continue(())
+                }
             };
             if flow.is_break() {
                 return;
@@ -196,8 +265,8 @@ impl Actor {
     fn situation(&self) -> Situation {
         let stopping = |stop: &Stop| match stop.then {
             Then::Stay => Situation::Stopping { restarting: false },
-            Then::Start(_) => Situation::Stopping { restarting: true },
-            Then::Delete(_) => Situation::Terminating,
+            Then::Start => Situation::Stopping { restarting: true },
+            Then::Delete => Situation::Terminating,
         };
         match &self.work {
             Work::Start(start) => start.stop.as_ref().map_or(Situation::Starting, stopping),
@@ -210,12 +279,12 @@ impl Actor {
     }
 
     async fn on_command(&mut self, command: Command) -> ControlFlow<()> {
-        let (request, grace, reply) = match command {
-            Command::Life {
-                request,
-                grace,
-                reply,
-            } => (request, grace, reply),
+        let life = match command {
+            Command::Life(life) => life,
+            Command::Reconsider => {
+                self.reconsider().await;
+                return ControlFlow::Continue(());
+            }
             Command::Disk { request, reply } => {
                 self.on_disk_request(request, reply).await;
                 return ControlFlow::Continue(());
@@ -230,60 +299,104 @@ impl Actor {
                 return ControlFlow::Continue(());
             }
         };
+        if let Err(failure) = self.permitted(&life) {
+            let _ = life.reply.send(Err(failure));
+            return ControlFlow::Continue(());
+        }
         let situation = self.situation();
-        match admit(situation, request) {
-            Verdict::Done => answer([reply], &Ok(self.state())),
-            Verdict::Refuse(refusal) => answer([reply], &Err(refusal.into_failure(&self.record.name))),
-            Verdict::Join => self.join(request, grace, reply),
-            Verdict::Begin => return self.begin(situation, request, grace, reply).await,
+        match admit(situation, life.request) {
+            Verdict::Done => {
+                if life.request == Request::Stop {
+                    self.forget_restart().await;
+                }
+                respond(life.reply, Ok(self.state()));
+            }
+            Verdict::Refuse(refusal) => {
+                respond(life.reply, Err(refusal.into_failure(&self.record.name)));
+            }
+            Verdict::Join => self.join(life).await,
+            Verdict::Begin => return self.begin(situation, life).await,
         }
         ControlFlow::Continue(())
     }
 
-    async fn begin(
-        &mut self,
-        situation: Situation,
-        request: Request,
-        grace: Option<Duration>,
-        reply: Reply,
-    ) -> ControlFlow<()> {
+    async fn begin(&mut self, situation: Situation, life: Life) -> ControlFlow<()> {
+        let kind = match life.request {
+            Request::Start => OperationKind::Start,
+            Request::Stop => OperationKind::Stop,
+            Request::Restart => OperationKind::Restart,
+            Request::Delete { .. } => OperationKind::Delete,
+            Request::Pause | Request::Resume | Request::Reset => {
+                self.begin_change(life.request, life.reply);
+                return ControlFlow::Continue(());
+            }
+        };
         let down = situation == Situation::Down;
-        match request {
-            Request::Start => self.begin_start(vec![reply]).await,
-            Request::Restart if down => self.begin_start(vec![reply]).await,
-            Request::Restart => self.begin_stop(grace, Vec::new(), Then::Start(vec![reply])),
-            Request::Stop => self.begin_stop(grace, vec![reply], Then::Stay),
-            Request::Delete { .. } if down => return self.delete(vec![reply]).await,
-            Request::Delete { .. } => self.begin_stop(None, Vec::new(), Then::Delete(vec![reply])),
-            Request::Pause | Request::Resume => self.begin_change(request, reply),
+        let operation = self.operation(kind, &life.context, life.deadline);
+        let pending = operation.pending();
+        let mut flow = ControlFlow::Continue(());
+        match kind {
+            OperationKind::Start | OperationKind::Restart if down => self.begin_start(operation).await,
+            OperationKind::Restart => self.begin_stop(life.grace, operation, Then::Start),
+            OperationKind::Delete if down => flow = self.delete(operation, Vec::new()).await,
+            OperationKind::Delete => self.begin_stop(None, operation, Then::Delete),
+            _ => {
+                if !life.evacuate {
+                    self.intend(Intent::Stopped).await;
+                }
+                self.begin_stop(life.grace, operation, Then::Stay);
+            }
         }
-        ControlFlow::Continue(())
+        let answer = Answer {
+            vm: self.state(),
+            pending: Some(pending),
+        };
+        let _ = life.reply.send(Ok(answer));
+        flow
     }
 
-    /// Waits with those who asked for the same before.
-    fn join(&mut self, request: Request, grace: Option<Duration>, reply: Reply) {
+    /// Notes an operation of this VM that begins.
+    fn operation(&mut self, kind: OperationKind, context: &Context, deadline: Option<Duration>) -> Handle {
+        let vm = Some((self.record.name.as_str(), self.uid));
+        let operation = self.host.operations.begin(kind, vm, context, deadline);
+        self.about = (context.clone(), operation.id().to_owned());
+        operation
+    }
+
+    /// Waits with those who asked for the same before: it is the same operation.
+    async fn join(&mut self, life: Life) {
         let stop = match &mut self.work {
-            Work::Start(start) if request == Request::Start => return start.waiters.push(reply),
+            Work::Start(start) if life.request == Request::Start => {
+                let pending = start.operation.pending();
+                return self.joined(life, pending);
+            }
             Work::Start(start) => start.stop.as_mut(),
             Work::Stop(stop) => Some(stop),
             Work::None | Work::Change(_) => None,
         };
         let Some(stop) = stop else {
-            return answer([reply], &Err(Failure::internal("nothing to wait for")));
+            return respond(life.reply, Err(Failure::internal("nothing to wait for")));
         };
-        match (request, &mut stop.then) {
-            (Request::Restart, Then::Start(waiters)) | (Request::Delete { .. }, Then::Delete(waiters)) => {
-                waiters.push(reply);
-            }
-            (_, then) => {
-                // A plain stop takes back a restart.
-                if let Then::Start(waiters) = std::mem::take(then) {
-                    answer(waiters, &Err(superseded(&self.record.name)));
-                }
-                stop.waiters.push(reply);
-            }
-        }
-        self.hasten(grace);
+        let same = match life.request {
+            Request::Restart => stop.then == Then::Start,
+            Request::Delete { .. } => stop.then == Then::Delete,
+            _ => stop.then == Then::Stay && !stop.undoes,
+        };
+        let pending = if same {
+            stop.operation.pending()
+        } else {
+            self.turn_into_stop(&life).await
+        };
+        self.hasten(life.grace);
+        self.joined(life, pending);
+    }
+
+    fn joined(&self, life: Life, pending: Pending) {
+        let answer = Answer {
+            vm: self.state(),
+            pending: Some(pending),
+        };
+        let _ = life.reply.send(Ok(answer));
     }
 
     async fn on_done(&mut self, done: Done) -> ControlFlow<()> {
@@ -291,6 +404,7 @@ impl Actor {
             Done::Started(result) => return self.on_started(result).await,
             Done::Changed(result) => self.on_changed(result),
             Done::Deadline => self.on_deadline(),
+            Done::Cancelled => self.on_cancel().await,
         }
         ControlFlow::Continue(())
     }
@@ -306,6 +420,7 @@ impl Actor {
     }
 
     fn enter(&mut self, phase: VmPhase, reason: impl Into<String>, message: impl Into<String>) {
+        let before = self.view.phase;
         self.view.enter(phase, reason, message);
         tracing::info!(
             vm = self.record.name,
@@ -314,11 +429,17 @@ impl Actor {
             detail = self.view.message,
             "phase entered",
         );
+        self.tell_phase(before);
         self.publish();
     }
 
     /// Tells everybody, when there is something new.
     fn publish(&mut self) {
+        self.view.operation = match &self.work {
+            Work::Start(Start { stop: Some(stop), .. }) | Work::Stop(stop) => stop.operation.id().to_owned(),
+            Work::Start(start) => start.operation.id().to_owned(),
+            Work::None | Work::Change(_) => String::new(),
+        };
         let instance = self.instance.as_ref();
         let vm = self.view.describe(
             &self.host,
@@ -337,6 +458,14 @@ impl Actor {
         Arc::clone(&self.publisher.borrow())
     }
 
+    /// Notes durably what is wanted, if it is something else than before.
+    async fn intend(&mut self, intent: Intent) {
+        let before = std::mem::replace(&mut self.record.intent, intent.into());
+        if before != self.record.intent {
+            self.persist().await;
+        }
+    }
+
     /// Writes the record where a failure must not stand in the way, as after the end of a process.
     async fn persist(&self) -> bool {
         let result = self.host.store.put(&self.record).await;
@@ -352,6 +481,11 @@ fn answer(waiters: impl IntoIterator<Item = Reply>, result: &Result<Arc<v1::Vm>,
     for waiter in waiters {
         let _ = waiter.send(result.clone());
     }
+}
+
+/// Answers what is done, or not to be done.
+fn respond(reply: LifeReply, result: Result<Arc<v1::Vm>, Failure>) {
+    let _ = reply.send(result.map(|vm| Answer { vm, pending: None }));
 }
 
 fn superseded(name: &str) -> Failure {

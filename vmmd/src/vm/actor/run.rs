@@ -3,41 +3,55 @@
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
 use proto::{
-    v1::{ExitReason, ExitStatus, VmPhase},
-    vmm::{Event, GetStatus, Pause, PauseReason, Resume, State, Status, event, request::Op},
+    v1::{EventSeverity, ExitReason, ExitStatus, VmPhase},
+    vmm::{Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op},
 };
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    Actor, Reply, answer,
+    Actor, LifeReply,
     attachments::Errors,
     plug::Outcome,
-    work::{Change, Start, Then, Work},
+    respond,
+    work::{Change, Start, Stop, Then, Work},
 };
 use crate::{
+    context::Initiator,
     control,
     event::{Draft, Object},
     failure::{Failure, Kind},
+    operation::Handle,
     store::{InstanceRecord, Intent},
     text,
     vm::{
         admission::Request,
         describe::{DISK_ERROR, camel_case},
+        ending::{Asked, count},
         instance::{self, Instance, Link, Session},
+        policy::Occasion,
         start::{Plan, start},
     },
 };
 
 /// How long a pause or resume may take; the guest's I/O under way is waited for.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(30);
+/// The private protocol's minor version that has `ResetMachine`.
+const RESET_MINOR: u32 = 2;
 
 impl Actor {
-    pub(super) async fn begin_start(&mut self, waiters: Vec<Reply>) {
+    pub(super) async fn begin_start(&mut self, operation: Handle) {
+        self.timer = None;
+        self.held = false;
+        // Somebody wants it now: what went wrong before does not count.
+        if operation.context().initiator != Initiator::RunPolicy {
+            self.record.restart = None;
+        }
+        self.record.counts.get_or_insert_default().starts += 1;
+        self.record.intent = Intent::Running.into();
         let claim = match self.host.ledger.claim(&self.record.name, self.spec.memory_bytes) {
             Ok(claim) => claim,
-            Err(failure) => return self.start_failed(failure, waiters).await,
+            Err(failure) => return self.start_failed(failure, operation).await,
         };
-        self.record.intent = Intent::Running.into();
         self.record.instance = Some(InstanceRecord {
             uid: claim.uid(),
             started_ms: text::now_ms(),
@@ -52,48 +66,78 @@ impl Actor {
             claim,
         };
         let cancel = CancellationToken::new();
+        operation.progress(50, "making the vmm process and booting the machine");
         let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()));
         self.work = Work::Start(Start {
             task,
             cancel,
-            waiters,
+            operation,
+            heard: false,
             stop: None,
         });
         self.enter(VmPhase::Starting, "Starting", "");
     }
 
     pub(super) async fn on_started(&mut self, result: Result<Instance, Failure>) -> ControlFlow<()> {
-        let Work::Start(Start { waiters, stop, .. }) = std::mem::take(&mut self.work) else {
+        let Work::Start(Start { operation, stop, .. }) = std::mem::take(&mut self.work) else {
             return ControlFlow::Continue(());
         };
         match (result, stop) {
             (Ok(instance), None) => {
                 self.instance = Some(instance);
                 self.disks.clear();
+                if !operation.commit() {
+                    self.undo_start(operation).await;
+                    return ControlFlow::Continue(());
+                }
                 self.enter(VmPhase::Running, "Running", "");
                 self.look();
-                answer(waiters, &Ok(self.state()));
+                operation.complete_with("the VM runs", self.state());
+                self.about = Default::default();
             }
-            (Err(failure), None) => self.start_failed(failure, waiters).await,
+            (Err(_), None) if operation.cause().is_some() => {
+                self.no_start().await;
+                self.enter(VmPhase::Stopped, "StartCancelled", "");
+                operation.cancelled("the start was cancelled: the VM is stopped");
+            }
+            (Err(failure), None) => self.start_failed(failure, operation).await,
             // It was booted before it heard that it should not.
             (Ok(instance), Some(mut stop)) => {
                 self.instance = Some(instance);
-                answer(waiters, &Err(self.cancelled()));
+                operation.give_way(&self.cancelled());
                 self.end(&mut stop);
                 self.work = Work::Stop(stop);
             }
             (Err(_), Some(stop)) => {
-                answer(waiters, &Err(self.cancelled()));
+                operation.give_way(&self.cancelled());
                 self.record.instance = None;
-                self.record.intent = Intent::Stopped.into();
-                if !matches!(stop.then, Then::Delete(_)) {
-                    self.persist().await;
+                if stop.then != Then::Delete {
+                    self.no_start().await;
                     self.enter(VmPhase::Stopped, "StartCancelled", "");
                 }
                 return self.after_stop(stop).await;
             }
         }
         ControlFlow::Continue(())
+    }
+
+    /// Ends a VM whose start was cancelled in the moment in which it succeeded.
+    async fn undo_start(&mut self, operation: Handle) {
+        self.intend(Intent::Stopped).await;
+        let mut stop = Stop::new(operation, Asked::Kill, Then::Stay);
+        stop.undoes = true;
+        stop.heard = true;
+        self.end(&mut stop);
+        self.work = Work::Stop(stop);
+        self.enter(VmPhase::Stopping, "Stopping", "");
+    }
+
+    /// Notes that a start has been taken back.
+    async fn no_start(&mut self) {
+        self.record.instance = None;
+        self.record.intent = Intent::Stopped.into();
+        self.plan(Occasion::Ended(ExitReason::Killed), 0);
+        self.persist().await;
     }
 
     fn cancelled(&self) -> Failure {
@@ -104,31 +148,43 @@ impl Actor {
         Failure::new(Kind::Aborted, "START_CANCELLED", message)
     }
 
-    async fn start_failed(&mut self, failure: Failure, waiters: Vec<Reply>) {
+    async fn start_failed(&mut self, failure: Failure, operation: Handle) {
         self.record.instance = None;
         self.record.last_exit = Some(ExitStatus {
             reason: ExitReason::StartFailed.into(),
             message: failure.message.clone(),
             time: text::timestamp(text::now_ms()),
         });
+        count(
+            self.record.counts.get_or_insert_default(),
+            ExitReason::StartFailed,
+        );
+        self.plan(Occasion::Ended(ExitReason::StartFailed), 0);
         self.persist().await;
         self.enter(
             VmPhase::Failed,
             camel_case(failure.reason),
             failure.message.clone(),
         );
-        answer(waiters, &Err(failure));
+        self.tell_restart();
+        operation.fail(&failure);
+        self.about = Default::default();
     }
 
-    pub(super) fn begin_change(&mut self, request: Request, reply: Reply) {
+    pub(super) fn begin_change(&mut self, request: Request, reply: LifeReply) {
         let client = match self.running_client() {
             Ok(client) => client,
-            Err(failure) => return answer([reply], &Err(failure)),
+            Err(failure) => return respond(reply, Err(failure)),
         };
-        let op = if request == Request::Pause {
-            Op::Pause(Pause {})
-        } else {
-            Op::Resume(Resume {})
+        let op = match request {
+            Request::Pause => Op::Pause(Pause {}),
+            Request::Reset => {
+                if let Err(failure) = self.knows_minor(RESET_MINOR, "reset") {
+                    return respond(reply, Err(failure));
+                }
+                Op::ResetMachine(ResetMachine {})
+            }
+            _ => Op::Resume(Resume {}),
         };
         let task = tokio::spawn(async move {
             let result = tokio::time::timeout(CHANGE_TIMEOUT, client.request(op, &[])).await;
@@ -136,25 +192,49 @@ impl Actor {
         });
         self.work = Work::Change(Change {
             task,
-            waiters: vec![reply],
+            reply,
+            reset: request == Request::Reset,
             said: None,
         });
     }
 
+    /// Whether the VM's `vmm` speaks a minor version of the private protocol; refused as VMM_TOO_OLD when it does not.
+    fn knows_minor(&self, minor: u32, what: &str) -> Result<(), Failure> {
+        let has = self.instance.as_ref().map_or(0, |instance| instance.minor);
+        if has >= minor {
+            return Ok(());
+        }
+        let message = format!(
+            "the vmm process of VM \"{}\" is of an older version that can't {what}: restart the VM",
+            self.record.name
+        );
+        Err(Failure::precondition("VMM_TOO_OLD", message))
+    }
+
     pub(super) fn on_changed(&mut self, result: Result<proto::vmm::Status, control::Error>) {
-        let Work::Change(Change { waiters, said, .. }) = std::mem::take(&mut self.work) else {
+        let Work::Change(Change {
+            reply, said, reset, ..
+        }) = std::mem::take(&mut self.work)
+        else {
             return;
         };
         match result {
             Ok(status) => {
                 self.take_state(&status);
                 self.check_state(said);
-                answer(waiters, &Ok(self.state()));
+                if reset {
+                    self.tell(
+                        EventSeverity::Normal,
+                        "Reset",
+                        "the VM's machine was reset by request",
+                    );
+                }
+                respond(reply, Ok(self.state()));
             }
             Err(error) => {
                 let message = format!("VM \"{}\": {}", self.record.name, text::chain(&error));
                 self.check_state(said);
-                answer(waiters, &Err(Failure::internal(message)));
+                respond(reply, Err(Failure::internal(message)));
             }
         }
     }
@@ -211,11 +291,19 @@ impl Actor {
                 tracing::info!(vm, resets = reset.guest_resets, "the guest reset itself");
                 if let Some(instance) = &mut self.instance {
                     instance.guest_resets = reset.guest_resets;
+                    instance.panicked = false;
                 }
+                self.tell_guest_reset();
                 self.publish();
             }
             Some(event::Kind::GuestPanicked(_)) => {
                 let (phase, message) = (self.view.phase, "the guest's kernel has panicked");
+                if let Some(instance) = &mut self.instance
+                    && !std::mem::replace(&mut instance.panicked, true)
+                {
+                    self.record.counts.get_or_insert_default().guest_panics += 1;
+                }
+                self.tell(EventSeverity::Warning, "GuestPanicked", message);
                 self.enter(phase, "GuestPanicked", message);
             }
             Some(event::Kind::DeviceError(error)) => {
@@ -259,6 +347,7 @@ impl Actor {
                 let status = hello.status.unwrap_or_default();
                 instance.link = Link::Up(client, events);
                 instance.version = hello.build;
+                instance.minor = hello.minor;
                 instance.guest_resets = status.guest_resets;
                 if matches!(self.work, Work::None) {
                     self.take_state(&status);

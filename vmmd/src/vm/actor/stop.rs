@@ -3,24 +3,27 @@
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
 use proto::{
-    v1::VmPhase,
+    v1::{self, EventSeverity, ExitReason, ExitStatus, OperationKind, VmPhase},
     vmm::{self, PowerButton, Resume, request::Op},
 };
 use tokio::{task::spawn_blocking, time::Instant};
 
 use super::{
-    Actor, Reply, answer, superseded,
+    Actor, Life, answer, respond, superseded,
     work::{Change, Stage, Stop, Then, Work},
 };
 use crate::{
     control::Client,
     failure::Failure,
     lock,
+    operation::{Handle, Pending},
     paths::{LogDir, RuntimeDir},
     store::Intent,
+    text,
     vm::{
-        ending::{Asked, Evidence, judge},
-        instance::exit_record,
+        ending::{Asked, Evidence, count, judge},
+        instance::{Instance, exit_record},
+        policy::Occasion,
         start::{clean_up, store_failure},
     },
 };
@@ -31,53 +34,44 @@ const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Actor {
     /// Begins a stop: graceful within `grace`, or by force.
-    pub(super) fn begin_stop(&mut self, grace: Option<Duration>, waiters: Vec<Reply>, then: Then) {
-        let phase = if matches!(then, Then::Delete(_)) {
-            VmPhase::Terminating
-        } else {
-            VmPhase::Stopping
+    pub(super) fn begin_stop(&mut self, grace: Option<Duration>, operation: Handle, then: Then) {
+        let (phase, reason) = match then {
+            Then::Delete => (VmPhase::Terminating, "Deleting"),
+            Then::Stay | Then::Start => (VmPhase::Stopping, "Stopping"),
         };
-        if matches!(then, Then::Stay) {
-            self.record.intent = Intent::Stopped.into();
-        }
         let asked = if grace.is_some() {
             Asked::PowerOff
         } else {
             Asked::Kill
         };
-        let mut stop = Stop {
-            stage: Stage::Asked,
-            deadline: None,
-            asked,
-            waiters,
-            then,
-        };
+        operation.progress(0, "waiting for the guest to power off");
+        let mut stop = Stop::new(operation, asked, then);
         match std::mem::take(&mut self.work) {
             Work::Start(mut start) => {
                 start.cancel.cancel();
-                // An earlier stop of this start: its waiters are answered by the same end.
-                stop.waiters.extend(
-                    start
-                        .stop
-                        .take()
-                        .map(|old| self.take_over(old))
-                        .unwrap_or_default(),
-                );
+                stop.operation.commit();
+                // An earlier stop of this start ends with it.
+                stop.also = start
+                    .stop
+                    .take()
+                    .map(|old| self.take_over(old))
+                    .unwrap_or_default();
                 start.stop = Some(stop);
                 self.work = Work::Start(start);
             }
             Work::Stop(old) => {
                 stop.stage = old.stage;
                 stop.deadline = old.deadline;
-                let waiters = self.take_over(old);
-                stop.waiters.extend(waiters);
+                stop.also = self.take_over(old);
                 if stop.stage == Stage::Asked {
                     self.end(&mut stop);
+                } else {
+                    stop.operation.commit();
                 }
                 self.work = Work::Stop(stop);
             }
-            Work::Change(Change { waiters, .. }) => {
-                answer(waiters, &Err(superseded(&self.record.name)));
+            Work::Change(Change { reply, .. }) => {
+                respond(reply, Err(superseded(&self.record.name)));
                 self.ask_or_end(grace, true, &mut stop);
                 self.work = Work::Stop(stop);
             }
@@ -86,23 +80,44 @@ impl Actor {
                 self.work = Work::Stop(stop);
             }
         }
-        let reason = if matches!(phase, VmPhase::Terminating) {
-            "Deleting"
-        } else {
-            "Stopping"
-        };
         self.enter(phase, reason, "");
     }
 
-    /// The waiters of a stop that another takes the place of; those of its restart are told.
-    fn take_over(&self, old: Stop) -> Vec<Reply> {
-        let mut waiters = old.waiters;
-        match old.then {
-            Then::Start(starters) => answer(starters, &Err(superseded(&self.record.name))),
-            Then::Delete(deleters) => waiters.extend(deleters),
-            Then::Stay => {}
+    /// The operations that end with the stop that takes the place of `old`; a restart gives way at once.
+    fn take_over(&self, old: Stop) -> Vec<Handle> {
+        let mut also = old.also;
+        if old.then == Then::Start || old.undoes {
+            old.operation.give_way(&superseded(&self.record.name));
+        } else {
+            also.push(old.operation);
         }
-        waiters
+        also
+    }
+
+    /// A plain stop of a VM that was to come up again, or whose start is being undone: what is under way is that from now on.
+    pub(super) async fn turn_into_stop(&mut self, life: &Life) -> Pending {
+        let operation = self.operation(OperationKind::Stop, &life.context, life.deadline);
+        let pending = operation.pending();
+        operation.progress(0, "waiting for the guest to power off");
+        if !life.evacuate {
+            self.intend(Intent::Stopped).await;
+        }
+        let gives_way = superseded(&self.record.name);
+        let stop = match &mut self.work {
+            Work::Start(start) => start.stop.as_mut(),
+            Work::Stop(stop) => Some(stop),
+            Work::None | Work::Change(_) => None,
+        };
+        if let Some(stop) = stop {
+            if stop.stage != Stage::Asked {
+                operation.commit();
+            }
+            let old = std::mem::replace(&mut stop.operation, operation);
+            (stop.then, stop.undoes, stop.heard) = (Then::Stay, false, false);
+            old.give_way(&gives_way);
+        }
+        self.publish();
+        pending
     }
 
     fn client(&self) -> Option<Client> {
@@ -130,6 +145,9 @@ impl Actor {
 
     /// Tells the `vmm` to end; kills it when it can't be told.
     pub(super) fn end(&self, stop: &mut Stop) {
+        // There is no way back from here.
+        stop.operation.commit();
+        stop.operation.progress(50, "ending the vmm process");
         stop.asked = stop.asked.ended();
         match self.client() {
             Some(client) => {
@@ -172,6 +190,8 @@ impl Actor {
             return;
         };
         match stop.stage {
+            // Somebody was quicker: that is told in a moment.
+            Stage::Asked if !stop.operation.commit() => stop.deadline = None,
             Stage::Asked => {
                 stop.asked = Asked::Overdue;
                 tracing::info!(
@@ -205,17 +225,21 @@ impl Actor {
             detail = ending.exit.message,
             "the vmm process has ended"
         );
+        let reason = ending.exit.reason();
         let message = ending.exit.message.clone();
         let told = self.settle_disks();
-        self.record.last_exit = Some(ending.exit);
-        self.record.instance = None;
-        let deleting = matches!(
-            &work,
-            Work::Stop(Stop {
-                then: Then::Delete(_),
-                ..
-            })
-        );
+        let ran_ms = self.end_run(&instance, ending.exit);
+        let then = if let Work::Stop(stop) = &work {
+            stop.then
+        } else {
+            // What was asked for before has nothing to do with it.
+            self.about = Default::default();
+            Then::Stay
+        };
+        let deleting = then == Then::Delete;
+        if then == Then::Stay {
+            self.plan(Occasion::Ended(reason), ran_ms);
+        }
         // The exit record stays where it is as long as it is nowhere else.
         if deleting || self.persist().await {
             self.clean_up().await;
@@ -223,19 +247,33 @@ impl Actor {
         drop(instance);
         if !deleting {
             self.enter(ending.phase, ending.reason, message);
+            self.tell_restart();
         }
         for (result, waiters) in told {
             answer(waiters, &result.map(|()| self.state()));
         }
         match work {
             Work::Stop(stop) => return self.after_stop(stop).await,
-            Work::Change(Change { waiters, .. }) => {
+            Work::Change(Change { reply, .. }) => {
                 let message = format!("VM \"{}\" ended meanwhile", self.record.name);
-                answer(waiters, &Err(Failure::precondition("NOT_RUNNING", message)));
+                respond(reply, Err(Failure::precondition("NOT_RUNNING", message)));
             }
             Work::None | Work::Start(_) => {}
         }
         ControlFlow::Continue(())
+    }
+
+    /// Notes the end of a run in the record. Returns how long it was, in milliseconds.
+    fn end_run(&mut self, instance: &Instance, exit: ExitStatus) -> u64 {
+        let counts = self.record.counts.get_or_insert_default();
+        counts.guest_resets += instance.guest_resets;
+        // A panic is counted when it is told of.
+        if !(exit.reason() == ExitReason::GuestPanic && instance.panicked) {
+            count(counts, exit.reason());
+        }
+        self.record.last_exit = Some(exit);
+        let run = self.record.instance.take().unwrap_or_default();
+        text::now_ms().saturating_sub(run.started_ms)
     }
 
     async fn gather(&self, asked: Asked, signal: Option<i32>, told: Option<vmm::ExitRecord>) -> Evidence {
@@ -265,30 +303,72 @@ impl Actor {
 
     /// What follows when the VM has stopped.
     pub(super) async fn after_stop(&mut self, stop: Stop) -> ControlFlow<()> {
-        match stop.then {
-            Then::Stay => answer(stop.waiters, &Ok(self.state())),
-            Then::Start(waiters) => {
-                answer(stop.waiters, &Ok(self.state()));
-                self.begin_start(waiters).await;
+        let Stop {
+            operation,
+            also,
+            undoes,
+            then,
+            ..
+        } = stop;
+        if then == Then::Delete {
+            return self.delete(operation, also).await;
+        }
+        for other in also {
+            other.complete_with("the VM is stopped", self.state());
+        }
+        match then {
+            Then::Start => {
+                operation.reopen();
+                self.begin_start(operation).await;
             }
-            Then::Delete(mut waiters) => {
-                waiters.extend(stop.waiters);
-                return self.delete(waiters).await;
+            Then::Stay | Then::Delete => {
+                self.about = Default::default();
+                if undoes {
+                    operation.cancelled("the start was cancelled: the VM is stopped");
+                } else {
+                    operation.complete_with("the VM is stopped", self.state());
+                }
             }
         }
         ControlFlow::Continue(())
     }
 
+    /// The operation under way is to end early, where that is possible.
+    pub(super) async fn on_cancel(&mut self) {
+        match std::mem::take(&mut self.work) {
+            Work::Start(start) => {
+                // Its end says the rest.
+                start.cancel.cancel();
+                self.work = Work::Start(start);
+            }
+            Work::Stop(stop) if stop.stage == Stage::Asked => {
+                let message = "the stop was cancelled: the guest runs on. Its power button had been pressed already, so \
+                               that it may still power itself off";
+                self.intend(Intent::Running).await;
+                self.enter(VmPhase::Running, "StopCancelled", message);
+                stop.operation.cancelled(message);
+                for other in stop.also {
+                    other.give_way(&superseded(&self.record.name));
+                }
+                self.about = Default::default();
+            }
+            other => self.work = other,
+        }
+    }
+
     /// Deletes a VM without a process. The record goes first: whatever is left then belongs to no record and is
     /// removed at the next start of the daemon, should this one be killed before it is done.
-    pub(super) async fn delete(&mut self, waiters: Vec<Reply>) -> ControlFlow<()> {
+    pub(super) async fn delete(&mut self, operation: Handle, also: Vec<Handle>) -> ControlFlow<()> {
+        operation.commit();
+        operation.progress(50, "removing what the node keeps for the VM");
         let lock = RuntimeDir::of(&self.host.config, self.uid).lock();
         if !matches!(lock::released(&lock).await, Ok(true)) {
             let message = format!(
                 "a process of VM \"{}\" is alive but can't be reached",
                 self.record.name
             );
-            answer(waiters, &Err(Failure::precondition("OLD_PROCESS_ALIVE", message)));
+            operation.fail(&Failure::precondition("OLD_PROCESS_ALIVE", message));
+            complete_all(also, &self.state());
             return ControlFlow::Continue(());
         }
         let before = self.view.clone();
@@ -300,7 +380,8 @@ impl Actor {
                 phase => phase,
             };
             self.enter(phase, "DeleteFailed", failure.message.clone());
-            answer(waiters, &Err(failure));
+            operation.fail(&failure);
+            complete_all(also, &self.state());
             return ControlFlow::Continue(());
         }
         self.clean_up().await;
@@ -310,9 +391,17 @@ impl Actor {
         }
         self.host.disks.give_back(&self.record.name, None);
         self.host.table.remove(&self.record.name);
-        tracing::info!(vm = self.record.name, uid = %self.uid, "deleted");
-        answer(waiters, &Ok(self.state()));
+        self.tell(EventSeverity::Normal, "Deleted", "the VM was deleted");
+        operation.complete_with("the VM is deleted", self.state());
+        complete_all(also, &self.state());
         ControlFlow::Break(())
+    }
+}
+
+/// Ends operations that had the same end.
+fn complete_all(operations: Vec<Handle>, vm: &Arc<v1::Vm>) {
+    for operation in operations {
+        operation.complete_with("the VM is stopped", Arc::clone(vm));
     }
 }
 

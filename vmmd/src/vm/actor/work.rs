@@ -9,10 +9,11 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::Reply;
+use super::LifeReply;
 use crate::{
     control,
     failure::Failure,
+    operation::Handle,
     vm::{
         ending::Asked,
         instance::{Instance, Link, Session},
@@ -29,7 +30,7 @@ pub enum Work {
     Start(Start),
     /// The process is to end.
     Stop(Stop),
-    /// It is asked to pause or resume.
+    /// It is asked to pause, resume or reset.
     Change(Change),
 }
 
@@ -40,8 +41,10 @@ pub struct Start {
     pub task: JoinHandle<Result<Instance, Failure>>,
     /// Ends it early.
     pub cancel: CancellationToken,
-    /// Who wants to know.
-    pub waiters: Vec<Reply>,
+    /// What it is part of.
+    pub operation: Handle,
+    /// Its operation's cancel was heard.
+    pub heard: bool,
     /// What was asked for meanwhile.
     pub stop: Option<Stop>,
 }
@@ -55,8 +58,14 @@ pub struct Stop {
     pub deadline: Option<Instant>,
     /// For the judgement of the end.
     pub asked: Asked,
-    /// Who wants to know when it has stopped.
-    pub waiters: Vec<Reply>,
+    /// What it is part of.
+    pub operation: Handle,
+    /// Its operation's cancel was heard.
+    pub heard: bool,
+    /// It is what is left of an operation that was cancelled.
+    pub undoes: bool,
+    /// Other stops that end with this one.
+    pub also: Vec<Handle>,
     /// What follows.
     pub then: Then,
 }
@@ -73,24 +82,41 @@ pub enum Stage {
 }
 
 /// What follows a stop.
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Then {
     /// Nothing.
-    #[default]
     Stay,
-    /// A start; who wants to know.
-    Start(Vec<Reply>),
-    /// The VM's deletion; who wants to know.
-    Delete(Vec<Reply>),
+    /// A start.
+    Start,
+    /// The VM's deletion.
+    Delete,
 }
 
-/// A pause or resume.
+impl Stop {
+    /// One that has not begun.
+    pub fn new(operation: Handle, asked: Asked, then: Then) -> Self {
+        Self {
+            stage: Stage::Asked,
+            deadline: None,
+            asked,
+            operation,
+            heard: false,
+            undoes: false,
+            also: Vec::new(),
+            then,
+        }
+    }
+}
+
+/// A pause, resume or reset.
 #[derive(Debug)]
 pub struct Change {
     /// Does it.
     pub task: JoinHandle<Result<Status, control::Error>>,
     /// Who wants to know.
-    pub waiters: Vec<Reply>,
+    pub reply: LifeReply,
+    /// It is a reset.
+    pub reset: bool,
     /// What the `vmm` said meanwhile of its state: a disk may fail in the moment of a resume.
     pub said: Option<Status>,
 }
@@ -104,6 +130,8 @@ pub enum Done {
     Changed(Result<Status, control::Error>),
     /// The time for a stage of a stop.
     Deadline,
+    /// The operation is to be cancelled.
+    Cancelled,
 }
 
 impl Work {
@@ -111,23 +139,40 @@ impl Work {
     pub async fn next(&mut self) -> Done {
         match self {
             Self::None => future::pending().await,
-            Self::Start(start) => {
-                let result = (&mut start.task).await;
-                Done::Started(result.unwrap_or_else(|error| Err(Failure::internal(error.to_string()))))
-            }
-            Self::Stop(Stop {
-                deadline: Some(deadline),
+            Self::Start(Start {
+                task,
+                operation,
+                heard,
                 ..
-            }) => {
-                sleep_until(*deadline).await;
-                Done::Deadline
-            }
-            Self::Stop(_) => future::pending().await,
+            }) => tokio::select! {
+                result = task => {
+                    Done::Started(result.unwrap_or_else(|error| Err(Failure::internal(error.to_string()))))
+                }
+                () = operation.token().cancelled(), if !*heard => {
+                    *heard = true;
+                    Done::Cancelled
+                }
+            },
+            Self::Stop(stop) => tokio::select! {
+                () = until(stop.deadline) => Done::Deadline,
+                () = stop.operation.token().cancelled(), if !stop.heard => {
+                    stop.heard = true;
+                    Done::Cancelled
+                }
+            },
             Self::Change(change) => {
                 let result = (&mut change.task).await;
                 Done::Changed(result.unwrap_or(Err(control::Error::Closed)))
             }
         }
+    }
+}
+
+/// Waits until then; forever when there is no such time.
+pub async fn until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => sleep_until(deadline).await,
+        None => future::pending().await,
     }
 }
 

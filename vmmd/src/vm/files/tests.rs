@@ -31,6 +31,7 @@ fn case() -> Case {
         disks: vec![disk(&path("disk"))],
         nics: Vec::new(),
         rate_groups: Vec::new(),
+        run_policy: proto::model::policy::RunPolicy::default(),
     };
     Case {
         folder,

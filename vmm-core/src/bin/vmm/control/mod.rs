@@ -349,6 +349,7 @@ impl Server {
             Some(Op::Pause(_)) => Request::Pause,
             Some(Op::Resume(_)) => Request::Resume,
             Some(Op::PowerButton(_)) => Request::PowerButton,
+            Some(Op::ResetMachine(_)) => Request::Reset,
             Some(Op::Stop(_)) => Request::Stop,
             Some(op) => match disk::request(op, fds) {
                 Ok(request) => request,

@@ -1,0 +1,48 @@
+//! When a VM is started without having been asked to.
+
+use super::Violations;
+use crate::v1;
+
+/// What the node does when a VM has ended, and when the node has been restarted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RunPolicy {
+    /// It runs from its first start until it is stopped by request.
+    #[default]
+    UnlessStopped,
+    /// It runs from its creation on.
+    Always,
+    /// It is started again after a failure.
+    OnFailure,
+    /// It is only started by request.
+    Manual,
+    /// It never runs.
+    Off,
+}
+
+impl RunPolicy {
+    /// Of `spec.runPolicy`, with what is wrong noted.
+    pub fn new(found: &mut Violations, value: i32) -> Self {
+        match v1::RunPolicy::try_from(value) {
+            Ok(v1::RunPolicy::Unspecified | v1::RunPolicy::AlwaysOnUnlessStopped) => Self::UnlessStopped,
+            Ok(v1::RunPolicy::AlwaysOn) => Self::Always,
+            Ok(v1::RunPolicy::RerunOnFailure) => Self::OnFailure,
+            Ok(v1::RunPolicy::Manual) => Self::Manual,
+            Ok(v1::RunPolicy::AlwaysOff) => Self::Off,
+            Err(_) => {
+                found.add("spec.runPolicy", format_args!("unknown value {value}"));
+                Self::default()
+            }
+        }
+    }
+
+    /// As manifests write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::UnlessStopped => "ALWAYS_ON_UNLESS_STOPPED",
+            Self::Always => "ALWAYS_ON",
+            Self::OnFailure => "RERUN_ON_FAILURE",
+            Self::Manual => "MANUAL",
+            Self::Off => "ALWAYS_OFF",
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! What the VM's run policy does: starts after a back-off, at the node's boot, at the VM's creation; and what it refuses.
+
+use proto::{
+    model::policy::RunPolicy,
+    v1::{EventSeverity, ExitStatus, OperationKind},
+};
+use tokio::time::{Duration, Instant};
+
+use super::{Actor, Life, work::Then};
+use crate::{
+    context::{Context, Initiator},
+    failure::Failure,
+    store::{Intent, RestartRecord},
+    text,
+    vm::{
+        admission::Situation,
+        policy::{BackOff, Decision, Occasion, decide, refuses},
+    },
+};
+
+/// How long the guest of a VM that must not run any more may take to power off: as when a stop says nothing.
+const GRACE: Duration = Duration::from_secs(60);
+
+impl Actor {
+    /// Whether the run policy lets a request be. A refusal is told.
+    pub(super) fn permitted(&self, life: &Life) -> Result<(), Failure> {
+        let policy = self.spec.run_policy;
+        let Some(hint) = refuses(policy, life.request).filter(|_| !life.evacuate) else {
+            return Ok(());
+        };
+        let message = format!(
+            "VM \"{}\" has the run policy {}: {hint}",
+            self.record.name,
+            policy.name()
+        );
+        self.tell(EventSeverity::Warning, "RefusedByPolicy", &message);
+        Err(Failure::precondition("RUN_POLICY", message))
+    }
+
+    /// Notes what the policy makes of what has happened after a run of `ran_ms`. The record is to be written then.
+    pub(super) fn plan(&mut self, occasion: Occasion, ran_ms: u64) {
+        let back_off = BackOff::from(self.host.config.restart);
+        let mut restart = self.record.restart.take().unwrap_or_default();
+        self.timer = None;
+        let now = text::now_ms();
+        match decide(self.spec.run_policy, occasion, self.record.intent()) {
+            Decision::Stay => return,
+            Decision::Start => (restart.next_ms, restart.back_off_ms) = (now, 0),
+            // A wait that an earlier daemon began goes on.
+            Decision::StartLater if matches!(occasion, Occasion::DaemonStart(_)) && restart.next_ms != 0 => {}
+            Decision::StartLater => {
+                restart.attempts = back_off.after_run(restart.attempts, ran_ms);
+                let wait = back_off.wait(restart.attempts);
+                restart.back_off_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+                restart.next_ms = now.saturating_add(restart.back_off_ms);
+            }
+        }
+        restart.boot_id.clone_from(&self.host.boot_id);
+        // A clock that was set back makes no wait longer.
+        let left = restart.next_ms.saturating_sub(now).min(back_off.max_ms);
+        self.timer = Some(Instant::now() + Duration::from_millis(left));
+        self.record.restart = Some(restart);
+    }
+
+    /// What the policy makes of what was found at the actor's start.
+    pub(super) async fn resume_policy(&mut self, occasion: Option<(Occasion, u64)>) {
+        if let Some((occasion, ran_ms)) = occasion {
+            let before = self.record.restart.clone();
+            self.plan(occasion, ran_ms);
+            if before != self.record.restart {
+                self.persist().await;
+            }
+            self.publish();
+            self.tell_restart();
+        }
+        self.enforce_off();
+    }
+
+    /// The time has come.
+    pub(super) async fn on_due(&mut self) {
+        self.timer = None;
+        if self.situation() != Situation::Down {
+            return;
+        }
+        if let Err(failure) = self.host.schedulable() {
+            self.held = true;
+            let message = format!("the run policy would start the VM, but {}", failure.message);
+            return self.tell(EventSeverity::Warning, "StartHeld", &message);
+        }
+        let restart = self.record.restart.take().unwrap_or_default();
+        let attempts = restart.attempts.saturating_add(1);
+        self.record.restart = Some(RestartRecord {
+            attempts,
+            next_ms: 0,
+            back_off_ms: 0,
+            ..restart
+        });
+        self.record.counts.get_or_insert_default().automatic_starts += 1;
+        let context = Context {
+            initiator: Initiator::RunPolicy,
+            ..Context::default()
+        };
+        let operation = self.operation(OperationKind::Start, &context, None);
+        let message = format!(
+            "the run policy {} starts the VM, start {attempts} in a row",
+            self.spec.run_policy.name()
+        );
+        self.tell(EventSeverity::Normal, "StartedByPolicy", &message);
+        self.begin_start(operation).await;
+    }
+
+    /// A stop by request ends what the policy had in mind.
+    pub(super) async fn forget_restart(&mut self) {
+        let waited = self.record.restart.take().is_some();
+        (self.timer, self.held) = (None, false);
+        if waited || self.record.intent() == Intent::Running {
+            self.record.intent = Intent::Stopped.into();
+            self.persist().await;
+            self.publish();
+        }
+    }
+
+    /// The policy, or whether the node takes VMs, may be another.
+    pub(super) async fn reconsider(&mut self) {
+        if self.situation() != Situation::Down {
+            return self.enforce_off();
+        }
+        let last = self.record.last_exit.as_ref().map(ExitStatus::reason);
+        let waited = self.timer.is_some() || std::mem::take(&mut self.held);
+        let occasion = if waited {
+            Occasion::DaemonStart(last)
+        } else {
+            Occasion::Changed
+        };
+        let before = self.record.restart.clone();
+        self.plan(occasion, 0);
+        if before != self.record.restart {
+            self.persist().await;
+        }
+        self.publish();
+    }
+
+    /// Stops what must not run.
+    fn enforce_off(&mut self) {
+        let situation = self.situation();
+        let runs = matches!(
+            situation,
+            Situation::Running | Situation::Paused | Situation::Changing | Situation::Starting
+        );
+        if self.spec.run_policy == RunPolicy::Off && runs {
+            self.record.intent = Intent::Stopped.into();
+            let context = Context {
+                initiator: Initiator::RunPolicy,
+                ..Context::default()
+            };
+            let operation = self.operation(OperationKind::Stop, &context, None);
+            self.begin_stop(Some(GRACE), operation, Then::Stay);
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Events about the VM.
+
+use proto::v1::{EventSeverity, VmPhase};
+use tokio::time::{Duration, Instant};
+
+use super::Actor;
+use crate::{
+    event::{Draft, Object},
+    vm::describe::DISK_ERROR,
+};
+
+/// Resets by the guest are told at most so often: a guest may do nothing else.
+const RESETS: Duration = Duration::from_secs(1);
+
+impl Actor {
+    /// Tells an event, with what led to it.
+    pub(super) fn tell(&self, severity: EventSeverity, reason: &str, message: &str) {
+        let (context, operation) = self.about.clone();
+        let object = Object::Vm(self.record.name.clone(), self.uid);
+        let mut draft = Draft::normal(object, reason, message).of(context);
+        draft.severity = severity;
+        draft.operation = operation;
+        self.host.events.emit(draft);
+    }
+
+    /// Tells of the phase that was entered, if it is another than `before`.
+    pub(super) fn tell_phase(&self, before: VmPhase) {
+        let phase = self.view.phase;
+        if phase == before {
+            return;
+        }
+        let reason = self.view.reason.as_str();
+        let (reason, standard) = match phase {
+            VmPhase::Starting => ("Starting", "the VM is being started"),
+            VmPhase::Running => match before {
+                VmPhase::Starting => ("Started", "the VM runs"),
+                VmPhase::Paused => ("Resumed", "the VM runs again"),
+                _ => (reason, "the VM runs"),
+            },
+            VmPhase::Paused => (reason, "the VM is paused"),
+            VmPhase::Stopping => ("Stopping", "the VM is being stopped"),
+            VmPhase::Terminating => ("Deleting", "the VM is being deleted"),
+            VmPhase::Stopped => (reason, "the VM is stopped"),
+            VmPhase::Failed => (reason, "the VM has failed"),
+            VmPhase::Unspecified | VmPhase::Pending | VmPhase::Migrating => return,
+        };
+        let severity = if phase == VmPhase::Failed || reason == DISK_ERROR {
+            EventSeverity::Warning
+        } else {
+            EventSeverity::Normal
+        };
+        let message = match self.view.message.as_str() {
+            "" => standard,
+            message => message,
+        };
+        self.tell(severity, reason, message);
+    }
+
+    /// Tells when the run policy starts the VM next, if it waits for that.
+    pub(super) fn tell_restart(&self) {
+        let restart = self.record.restart.as_ref();
+        let waits = restart.filter(|restart| self.timer.is_some() && restart.back_off_ms != 0);
+        if let Some(restart) = waits {
+            let message = format!(
+                "the run policy {} starts the VM again in {} ms",
+                self.spec.run_policy.name(),
+                restart.back_off_ms
+            );
+            self.tell(EventSeverity::Normal, "BackOff", &message);
+        }
+    }
+
+    /// Tells of a reset by the guest.
+    pub(super) fn tell_guest_reset(&mut self) {
+        let now = Instant::now();
+        let recent = |told: Instant| now.duration_since(told) < RESETS;
+        if !self.reset_told.is_some_and(recent) {
+            self.reset_told = Some(now);
+            self.tell(EventSeverity::Normal, "GuestReset", "the guest reset its machine");
+        }
+    }
+}

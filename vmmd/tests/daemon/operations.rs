@@ -1,0 +1,445 @@
+//! Operations: what takes long, seen from beside, not waited for, and cancelled.
+
+use std::time::Duration;
+
+use proto::{
+    v1::{
+        self, ExitReason, OperationKind as K, OperationPhase as P, VmPhase,
+        operation_service_client::OperationServiceClient,
+    },
+    well_known,
+};
+use tokio_stream::StreamExt;
+use tonic::{Code, Status, transport::Channel};
+
+use crate::harness::{Daemon, connect, refusal, status, vm_pid};
+
+async fn operations(daemon: &Daemon) -> OperationServiceClient<Channel> {
+    OperationServiceClient::new(connect(daemon.folder.path()).await)
+}
+
+async fn get(daemon: &Daemon, id: &str) -> v1::Operation {
+    let request = v1::GetOperationRequest { id: id.into() };
+    let response = operations(daemon).await.get_operation(request).await;
+    response.unwrap().into_inner().operation.unwrap()
+}
+
+async fn cancel(daemon: &Daemon, id: &str) -> Result<v1::Operation, Status> {
+    let request = v1::CancelOperationRequest { id: id.into() };
+    let response = operations(daemon).await.cancel_operation(request).await;
+    Ok(response?.into_inner().operation.unwrap())
+}
+
+/// Until its end; all that was seen.
+async fn watch(daemon: &Daemon, id: &str) -> Vec<v1::Operation> {
+    let request = v1::WatchOperationRequest { id: id.into() };
+    let response = operations(daemon).await.watch_operation(request).await;
+    let stream = response.unwrap().into_inner();
+    stream
+        .map(|seen| seen.unwrap().operation.unwrap())
+        .collect()
+        .await
+}
+
+fn start(name: &str) -> v1::StartVmRequest {
+    v1::StartVmRequest {
+        name: name.into(),
+        ..Default::default()
+    }
+}
+
+fn stop(name: &str) -> v1::StopVmRequest {
+    v1::StopVmRequest {
+        name: name.into(),
+        ..Default::default()
+    }
+}
+
+fn soon() -> Option<well_known::Duration> {
+    Some(Duration::from_millis(50).into())
+}
+
+fn reason(operation: &v1::Operation) -> &str {
+    operation.error.as_ref().map_or("", |error| &error.reason)
+}
+
+#[tokio::test]
+async fn what_takes_long_is_an_operation_that_the_answer_names() {
+    let daemon = Daemon::start().await;
+    daemon.create(daemon.manifest("web", "")).await.unwrap();
+    let mut client = daemon.client();
+    let request = v1::StartVmRequest {
+        request_id: "first".into(),
+        ..start("web")
+    };
+    let started = client.start_vm(request).await.unwrap().into_inner();
+    let vm = started.vm.unwrap();
+    assert_eq!(status(&vm).operation, "", "it is over");
+    let operation = started.operation.unwrap();
+    assert_eq!((operation.kind(), operation.phase()), (K::Start, P::Completed));
+    assert_eq!((operation.vm.as_str(), operation.progress_percent), ("web", 100));
+    assert_eq!(
+        (operation.request_id.as_str(), &operation.vm_uid),
+        ("first", &vm.metadata.unwrap().uid)
+    );
+    assert!(operation.create_time.is_some() && operation.end_time.is_some());
+    assert_eq!(get(&daemon, &operation.id).await, operation);
+
+    let request = v1::RestartVmRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
+    let restarted = client.restart_vm(request).await.unwrap().into_inner();
+    assert_eq!(restarted.operation.unwrap().kind(), K::Restart);
+    let stopped = client.stop_vm(stop("web")).await.unwrap().into_inner();
+    assert_eq!(stopped.operation.unwrap().phase(), P::Completed);
+    // What is so already is none.
+    assert_eq!(
+        client.stop_vm(stop("web")).await.unwrap().into_inner().operation,
+        None
+    );
+    let request = v1::DeleteVmRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
+    let deleted = client.delete_vm(request).await.unwrap().into_inner();
+    assert_eq!(deleted.operation.unwrap().phase(), P::Completed);
+
+    let list = operations(&daemon)
+        .await
+        .list_operations(v1::ListOperationsRequest::default())
+        .await;
+    let kinds: Vec<_> = list
+        .unwrap()
+        .into_inner()
+        .operations
+        .iter()
+        .map(v1::Operation::kind)
+        .collect();
+    assert_eq!(kinds, [K::Delete, K::Stop, K::Restart, K::Start]);
+    let refused = cancel(&daemon, "nonsense").await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::NotFound, "OPERATION_NOT_FOUND".into()));
+}
+
+#[tokio::test]
+async fn who_does_not_wait_has_the_operation_as_it_has_begun_and_can_watch_it() {
+    let daemon = Daemon::start().await;
+    daemon.run("deaf", "mock.power=ignore").await;
+    let request = v1::StopVmRequest {
+        no_wait: true,
+        ..stop("deaf")
+    };
+    let begun = daemon.client().stop_vm(request).await.unwrap().into_inner();
+    let operation = begun.operation.unwrap();
+    assert_eq!((operation.kind(), operation.phase()), (K::Stop, P::InProgress));
+    let vm = begun.vm.unwrap();
+    assert_eq!(
+        (status(&vm).phase(), &status(&vm).operation),
+        (VmPhase::Stopping, &operation.id)
+    );
+    let request = v1::ListOperationsRequest {
+        vm: "deaf".into(),
+        active: true,
+    };
+    let active = operations(&daemon)
+        .await
+        .list_operations(request)
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(
+        active
+            .operations
+            .iter()
+            .map(|active| &active.id)
+            .collect::<Vec<_>>(),
+        [&operation.id]
+    );
+    // The same again is the same operation; by force it is over at once.
+    let forced = v1::StopVmRequest {
+        force: true,
+        ..stop("deaf")
+    };
+    let (seen, forced) = tokio::join!(watch(&daemon, &operation.id), async {
+        daemon.client().stop_vm(forced).await.unwrap().into_inner()
+    });
+    assert_eq!(forced.operation.unwrap().id, operation.id);
+    assert_eq!(seen.last().unwrap().phase(), P::Completed);
+}
+
+#[tokio::test]
+async fn a_cancelled_start_leaves_the_vm_stopped() {
+    let daemon = Daemon::start().await;
+    daemon
+        .create(daemon.manifest("web", "mock.boot=hang"))
+        .await
+        .unwrap();
+    let request = v1::StartVmRequest {
+        no_wait: true,
+        ..start("web")
+    };
+    let id = daemon
+        .client()
+        .start_vm(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .operation
+        .unwrap()
+        .id;
+    let cancelled = cancel(&daemon, &id).await.unwrap();
+    assert_eq!(
+        (cancelled.phase(), reason(&cancelled)),
+        (P::Cancelled, "CANCELLED")
+    );
+    let vm = daemon.get("web").await.unwrap();
+    assert_eq!(
+        (
+            status(&vm).phase(),
+            status(&vm).reason.as_str(),
+            status(&vm).operation.as_str()
+        ),
+        (VmPhase::Stopped, "StartCancelled", "")
+    );
+    assert_eq!(daemon.vmm_processes(), []);
+    assert_eq!(
+        cancel(&daemon, &id).await.unwrap(),
+        cancelled,
+        "cancelling what has ended is no error"
+    );
+}
+
+#[tokio::test]
+async fn a_start_that_is_not_complete_at_its_deadline_is_cancelled() {
+    let daemon = Daemon::start().await;
+    daemon
+        .create(daemon.manifest("web", "mock.boot=hang"))
+        .await
+        .unwrap();
+    let request = v1::StartVmRequest {
+        deadline: soon(),
+        ..start("web")
+    };
+    let refused = daemon.client().start_vm(request).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::DeadlineExceeded, "DEADLINE_EXCEEDED".into())
+    );
+    assert_eq!(
+        status(&daemon.get("web").await.unwrap()).phase(),
+        VmPhase::Stopped
+    );
+    assert_eq!(daemon.vmm_processes(), []);
+    let request = v1::StartVmRequest {
+        deadline: Some(well_known::Duration::default()),
+        ..start("web")
+    };
+    let refused = daemon.client().start_vm(request).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::InvalidArgument, "INVALID_FIELDS".into())
+    );
+}
+
+#[tokio::test]
+async fn a_cancelled_stop_leaves_the_guest_running() {
+    let daemon = Daemon::start().await;
+    let running = daemon.run("deaf", "mock.power=ignore").await;
+    let request = v1::StopVmRequest {
+        no_wait: true,
+        ..stop("deaf")
+    };
+    let id = daemon
+        .client()
+        .stop_vm(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .operation
+        .unwrap()
+        .id;
+    let cancelled = cancel(&daemon, &id).await.unwrap();
+    assert_eq!(
+        (cancelled.phase(), reason(&cancelled)),
+        (P::Cancelled, "CANCELLED")
+    );
+    assert!(cancelled.message.contains("power button"), "{cancelled:?}");
+    let vm = daemon.get("deaf").await.unwrap();
+    assert_eq!(
+        (status(&vm).phase(), vm_pid(&vm)),
+        (VmPhase::Running, vm_pid(&running))
+    );
+    // It can be stopped as before, also with a deadline that cancels.
+    let request = v1::StopVmRequest {
+        deadline: soon(),
+        ..stop("deaf")
+    };
+    let refused = daemon.client().stop_vm(request).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::DeadlineExceeded, "DEADLINE_EXCEEDED".into())
+    );
+    let stopped = daemon.kill_vm("deaf").await.unwrap();
+    assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
+}
+
+#[tokio::test]
+async fn what_ends_by_force_can_not_be_cancelled() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("stuck", "").await;
+    rustix::process::kill_process(vm_pid(&vm), rustix::process::Signal::STOP).unwrap();
+    let request = v1::StopVmRequest {
+        force: true,
+        no_wait: true,
+        ..stop("stuck")
+    };
+    let id = daemon
+        .client()
+        .stop_vm(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .operation
+        .unwrap()
+        .id;
+    let refused = cancel(&daemon, &id).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "NOT_CANCELLABLE".into())
+    );
+    assert_eq!(watch(&daemon, &id).await.last().unwrap().phase(), P::Completed);
+}
+
+#[tokio::test]
+async fn a_restart_whose_start_is_cancelled_leaves_the_vm_stopped() {
+    let daemon = Daemon::start().await;
+    daemon.run("deaf", "mock.power=ignore").await;
+    let request = v1::RestartVmRequest {
+        name: "deaf".into(),
+        no_wait: true,
+        ..Default::default()
+    };
+    let id = daemon
+        .client()
+        .restart_vm(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .operation
+        .unwrap()
+        .id;
+    // A plain stop takes it back: that is another operation.
+    let request = v1::StopVmRequest {
+        force: true,
+        ..stop("deaf")
+    };
+    let stopped = daemon.client().stop_vm(request).await.unwrap().into_inner();
+    assert_eq!(status(&stopped.vm.unwrap()).phase(), VmPhase::Stopped);
+    assert_ne!(stopped.operation.unwrap().id, id);
+    let given_up = get(&daemon, &id).await;
+    assert_eq!(
+        (given_up.phase(), reason(&given_up)),
+        (P::Cancelled, "SUPERSEDED")
+    );
+}
+
+#[tokio::test]
+async fn a_start_that_fails_says_why_in_its_operation() {
+    let daemon = Daemon::start().await;
+    daemon
+        .create(daemon.manifest("web", "mock.boot=image"))
+        .await
+        .unwrap();
+    daemon.start_vm("web").await.unwrap_err();
+    let list = operations(&daemon)
+        .await
+        .list_operations(v1::ListOperationsRequest::default())
+        .await;
+    let failed = &list.unwrap().into_inner().operations[0];
+    assert_eq!((failed.phase(), reason(failed)), (P::Failed, "IMAGE_UNUSABLE"));
+    let vm = daemon.get("web").await.unwrap();
+    assert_eq!(status(&vm).counts.unwrap().failed_starts, 1);
+    assert_eq!(
+        status(&vm).last_exit.as_ref().unwrap().reason(),
+        ExitReason::StartFailed
+    );
+}
+
+#[tokio::test]
+async fn a_create_with_start_names_the_start() {
+    let daemon = Daemon::start().await;
+    let request = v1::CreateVmRequest {
+        vm: Some(daemon.manifest("web", "")),
+        start: true,
+        ..Default::default()
+    };
+    let created = daemon.client().create_vm(request).await.unwrap().into_inner();
+    let id = created.operation.unwrap().id;
+    assert_eq!(watch(&daemon, &id).await.last().unwrap().phase(), P::Completed);
+    assert_eq!(
+        status(&daemon.get("web").await.unwrap()).phase(),
+        VmPhase::Running
+    );
+}
+
+#[tokio::test]
+async fn a_reset_by_request_keeps_the_process_and_is_no_reset_of_the_guest() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    let mut console = crate::console::Client::open(&daemon, "web").await;
+    let request = v1::ResetVmRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
+    let reset = daemon
+        .client()
+        .reset_vm(request.clone())
+        .await
+        .unwrap()
+        .into_inner()
+        .vm
+        .unwrap();
+    assert_eq!(
+        (vm_pid(&reset), status(&reset).phase()),
+        (vm_pid(&vm), VmPhase::Running)
+    );
+    assert_eq!(status(&reset).counts.unwrap().guest_resets, 0);
+    console.expect("reset by the host").await;
+    daemon.stop("web", None).await.unwrap();
+    let refused = daemon.client().reset_vm(request).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "NOT_RUNNING".into())
+    );
+}
+
+#[tokio::test]
+async fn a_vmm_of_the_protocol_version_before_is_driven_and_not_asked_what_it_does_not_know() {
+    let folder = tempfile::Builder::new()
+        .prefix("vmmd")
+        .tempdir_in("/tmp")
+        .unwrap();
+    let old = folder.path().join("old");
+    std::fs::copy(env!("CARGO_BIN_EXE_mock-vmm"), &old).unwrap();
+    let config = format!("vmm = {old:?}\n");
+    let mut daemon = Daemon::in_folder(folder, &config).await;
+    daemon.run("web", "").await;
+    let request = v1::ResetVmRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
+    for _ in 0..2 {
+        let refused = daemon.client().reset_vm(request.clone()).await.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::FailedPrecondition, "VMM_TOO_OLD".into())
+        );
+        assert!(refused.message().contains("restart"), "{refused}");
+        daemon.kill_and_restart().await;
+    }
+    let stopped = daemon.stop("web", None).await.unwrap();
+    assert_eq!(
+        status(&stopped).last_exit.as_ref().unwrap().reason(),
+        ExitReason::Stopped
+    );
+}

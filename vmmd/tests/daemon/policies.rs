@@ -1,0 +1,270 @@
+//! Run policies: what follows the end of a run, of each kind, and a restart of the daemon.
+
+use std::{io::Write, os::unix::net::UnixStream};
+
+use proto::v1::{self, ExitReason, RunPolicy, VmPhase, VmStatus};
+use rustix::process::{Signal, kill_process};
+use tonic::{Code, Status};
+
+use crate::harness::{Daemon, refusal, status, uid, vm_pid};
+
+/// So short a back-off that the next start comes at once.
+const SHORT: &str = "[restart]\nfirst_ms = 1\nmax_ms = 2\n";
+/// So long that a test sees the VM wait.
+const LONG: &str = "[restart]\nfirst_ms = 100000\n";
+
+const POLICIES: [RunPolicy; 3] = [
+    RunPolicy::AlwaysOnUnlessStopped,
+    RunPolicy::AlwaysOn,
+    RunPolicy::RerunOnFailure,
+];
+
+fn manifest(daemon: &Daemon, name: &str, policy: RunPolicy) -> v1::Vm {
+    let mut vm = daemon.manifest(name, "");
+    vm.spec.as_mut().unwrap().run_policy = policy.into();
+    vm
+}
+
+/// Makes one and sees it run.
+async fn running(daemon: &Daemon, name: &str, policy: RunPolicy) -> v1::Vm {
+    daemon.create(manifest(daemon, name, policy)).await.unwrap();
+    if policy != RunPolicy::AlwaysOn {
+        daemon.start_vm(name).await.unwrap();
+    }
+    daemon.wait_phase(name, VmPhase::Running).await;
+    daemon.get(name).await.unwrap()
+}
+
+/// Makes the guest, or the process, end.
+fn end(daemon: &Daemon, vm: &v1::Vm, how: &str) {
+    if how == "kill" {
+        return kill_process(vm_pid(vm), Signal::KILL).unwrap();
+    }
+    let socket = daemon.path(&format!("run/vms/{}/console.sock", uid(vm)));
+    let mut console = UnixStream::connect(socket).unwrap();
+    console.write_all(format!("{how}\n").as_bytes()).unwrap();
+}
+
+fn exit(status: &VmStatus) -> ExitReason {
+    status
+        .last_exit
+        .as_ref()
+        .map_or(ExitReason::Unspecified, v1::ExitStatus::reason)
+}
+
+fn waits(status: &VmStatus) -> bool {
+    status
+        .restart
+        .as_ref()
+        .is_some_and(|restart| restart.next_start_time.is_some())
+}
+
+#[tokio::test]
+async fn the_end_of_a_run_is_followed_by_what_the_policy_says() {
+    let daemon = Daemon::configured(LONG).await;
+    let ends = [
+        ("poweroff", ExitReason::GuestShutdown, VmPhase::Stopped),
+        ("panic", ExitReason::GuestPanic, VmPhase::Failed),
+        ("crash", ExitReason::GuestCrash, VmPhase::Failed),
+        ("error", ExitReason::VmmError, VmPhase::Failed),
+        ("kill", ExitReason::Lost, VmPhase::Failed),
+    ];
+    for policy in [POLICIES.as_slice(), &[RunPolicy::Manual]].concat() {
+        for (how, reason, phase) in ends {
+            let name = format!("{how}-{}", i32::from(policy));
+            let vm = running(&daemon, &name, policy).await;
+            end(&daemon, &vm, how);
+            let status = daemon.wait_phase(&name, phase).await;
+            assert_eq!(exit(&status), reason, "{policy:?} {how}");
+            let again = match policy {
+                RunPolicy::Manual => false,
+                RunPolicy::RerunOnFailure => phase == VmPhase::Failed,
+                _ => true,
+            };
+            assert_eq!(waits(&status), again, "{policy:?} {how}: {status:?}");
+            let counts = status.counts.unwrap();
+            let counted = [
+                counts.guest_shutdowns,
+                counts.guest_panics,
+                counts.guest_crashes,
+                counts.vmm_errors,
+                counts.lost,
+            ];
+            let expected = ends.map(|(_, other, _)| u64::from(other == reason));
+            assert_eq!(counted, expected, "{policy:?} {how}");
+            daemon.delete(&name, false).await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_vm_that_keeps_failing_is_started_again_and_again_and_each_start_is_counted() {
+    let daemon = Daemon::configured(SHORT).await;
+    for policy in POLICIES {
+        let name = format!("vm{}", i32::from(policy));
+        let mut vm = running(&daemon, &name, policy).await;
+        let first = status(&vm).counts.unwrap();
+        for round in 1..=3 {
+            let before = status(&vm).instance.as_ref().unwrap().pid;
+            end(&daemon, &vm, "crash");
+            let status = daemon
+                .wait(&name, |status| {
+                    let pid = status.instance.as_ref().map(|instance| instance.pid);
+                    status.phase() == VmPhase::Running && pid.is_some_and(|pid| pid != before)
+                })
+                .await;
+            let counts = status.counts.unwrap();
+            assert_eq!(
+                (counts.starts, counts.automatic_starts, counts.guest_crashes),
+                (first.starts + round, first.automatic_starts + round, round),
+                "{policy:?}"
+            );
+            let attempts = status.restart.as_ref().unwrap().attempts;
+            assert_eq!(u64::from(attempts), first.automatic_starts + round);
+            vm = daemon.get(&name).await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_stop_during_the_back_off_ends_it_and_a_start_does_not_wait_for_it() {
+    let daemon = Daemon::configured(LONG).await;
+    let vm = running(&daemon, "web", RunPolicy::AlwaysOnUnlessStopped).await;
+    end(&daemon, &vm, "kill");
+    let waiting = daemon.wait("web", waits).await;
+    assert_eq!(waiting.restart.unwrap().back_off.unwrap().seconds, 100);
+    daemon.start_vm("web").await.expect("it starts at once");
+    end(&daemon, &daemon.get("web").await.unwrap(), "poweroff");
+    daemon.wait("web", waits).await;
+    let stopped = daemon.stop("web", None).await.unwrap();
+    assert!(!waits(status(&stopped)), "{stopped:?}");
+}
+
+#[tokio::test]
+async fn a_stop_by_request_is_final_unless_the_policy_forbids_it() {
+    let daemon = Daemon::configured(SHORT).await;
+    for policy in [RunPolicy::AlwaysOnUnlessStopped, RunPolicy::RerunOnFailure] {
+        let name = format!("vm{}", i32::from(policy));
+        running(&daemon, &name, policy).await;
+        let stopped = daemon.kill_vm(&name).await.unwrap();
+        assert!(!waits(status(&stopped)), "{stopped:?}");
+    }
+    running(&daemon, "on", RunPolicy::AlwaysOn).await;
+    let refused = |result: Result<v1::Vm, Status>| refusal(&result.unwrap_err());
+    let expected = (Code::FailedPrecondition, "RUN_POLICY".to_owned());
+    assert_eq!(refused(daemon.stop("on", None).await), expected);
+    assert_eq!(refused(daemon.kill_vm("on").await), expected);
+    daemon.delete("on", true).await.unwrap();
+
+    daemon
+        .create(manifest(&daemon, "off", RunPolicy::AlwaysOff))
+        .await
+        .unwrap();
+    assert_eq!(refused(daemon.start_vm("off").await), expected);
+    let request = v1::CreateVmRequest {
+        vm: Some(manifest(&daemon, "other", RunPolicy::AlwaysOff)),
+        start: true,
+        ..Default::default()
+    };
+    assert_eq!(
+        refusal(&daemon.client().create_vm(request).await.unwrap_err()),
+        expected
+    );
+    assert!(daemon.get("other").await.is_err());
+}
+
+#[tokio::test]
+async fn a_start_that_fails_is_tried_again() {
+    let daemon = Daemon::configured(SHORT).await;
+    let mut vm = manifest(&daemon, "web", RunPolicy::AlwaysOnUnlessStopped);
+    let boot = vm.spec.as_mut().unwrap().boot.as_mut().unwrap();
+    let Some(v1::boot_spec::Source::Linux(linux)) = &mut boot.source else {
+        panic!("no kernel")
+    };
+    linux.kernel = daemon.path("later").to_str().unwrap().into();
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap_err();
+    daemon
+        .wait("web", |status| status.counts.unwrap().failed_starts > 2)
+        .await;
+    std::fs::copy(daemon.path("kernel"), daemon.path("later")).unwrap();
+    let status = daemon.wait_phase("web", VmPhase::Running).await;
+    let counts = status.counts.unwrap();
+    assert_eq!(counts.starts, counts.automatic_starts + 1);
+    assert_eq!(counts.failed_starts, counts.automatic_starts);
+}
+
+#[tokio::test]
+async fn a_back_off_and_the_counts_survive_the_daemon() {
+    let mut daemon = Daemon::configured(LONG).await;
+    let vm = running(&daemon, "web", RunPolicy::AlwaysOnUnlessStopped).await;
+    end(&daemon, &vm, "panic");
+    let before = daemon.wait("web", waits).await;
+    daemon.kill_and_restart().await;
+    let after = daemon.get("web").await.unwrap();
+    assert_eq!(
+        (&status(&after).restart, status(&after).counts),
+        (&before.restart, before.counts)
+    );
+    assert_eq!(status(&after).phase(), VmPhase::Failed);
+}
+
+#[tokio::test]
+async fn an_end_while_no_daemon_was_there_is_followed_by_a_start() {
+    let mut daemon = Daemon::configured(SHORT).await;
+    let mut pids = Vec::new();
+    for policy in [POLICIES.as_slice(), &[RunPolicy::Manual]].concat() {
+        let vm = running(&daemon, &format!("vm{}", i32::from(policy)), policy).await;
+        pids.push(vm_pid(&vm));
+    }
+    daemon.kill();
+    for pid in pids {
+        let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
+        kill_process(pid, Signal::KILL).unwrap();
+        let mut fds = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];
+        rustix::event::poll(&mut fds, None).unwrap();
+    }
+    daemon.relaunch().await;
+    for policy in POLICIES {
+        let name = format!("vm{}", i32::from(policy));
+        let status = daemon.wait_phase(&name, VmPhase::Running).await;
+        assert_eq!(
+            (exit(&status), status.counts.unwrap().lost),
+            (ExitReason::Lost, 1),
+            "{policy:?}"
+        );
+    }
+    let manual = daemon
+        .get(&format!("vm{}", i32::from(RunPolicy::Manual)))
+        .await
+        .unwrap();
+    assert_eq!(status(&manual).phase(), VmPhase::Failed);
+}
+
+#[tokio::test]
+async fn an_unknown_policy_is_refused() {
+    let daemon = Daemon::start().await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().run_policy = 77;
+    let refused = daemon.create(vm).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::InvalidArgument, "INVALID_FIELDS".into())
+    );
+    assert!(refused.message().contains("spec.runPolicy"), "{refused}");
+}
+
+#[tokio::test]
+async fn resets_of_a_guest_are_counted_over_all_runs() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    end(&daemon, &vm, "reset\nreset");
+    let resets =
+        |count| move |status: &VmStatus| status.counts.is_some_and(|counts| counts.guest_resets == count);
+    daemon.wait("web", resets(2)).await;
+    daemon.stop("web", None).await.unwrap();
+    let vm = daemon.start_vm("web").await.unwrap();
+    assert_eq!(status(&vm).counts.unwrap().guest_resets, 2);
+    end(&daemon, &vm, "reset");
+    daemon.wait("web", resets(3)).await;
+}
