@@ -126,6 +126,8 @@ impl VmSpec {
                 "boot": {"linux": linux},
                 "disks": self.disks,
                 "nics": self.nics,
+                // What a guest does to itself is looked at afterwards: nothing follows by itself.
+                "runPolicy": "RUN_POLICY_MANUAL",
             },
         });
         if !self.rate_groups.is_empty() {

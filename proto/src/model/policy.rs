@@ -35,7 +35,7 @@ impl RunPolicy {
         }
     }
 
-    /// As manifests write it.
+    /// As manifests write it, without `RUN_POLICY_`.
     pub fn name(self) -> &'static str {
         match self {
             Self::UnlessStopped => "ALWAYS_ON_UNLESS_STOPPED",
