@@ -9,6 +9,8 @@ pub struct Context {
     pub request_id: String,
     /// Who asked.
     pub initiator: Initiator,
+    /// The generation that the VM must have; any when 0.
+    pub generation: u64,
 }
 
 /// Who asked for something.

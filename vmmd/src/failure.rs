@@ -19,7 +19,7 @@ pub enum Kind {
     Exhausted,
     /// Another request came in between.
     Aborted,
-    /// A cursor is too old.
+    /// What was asked to go on from is not remembered.
     OutOfRange,
     /// The guest did not do its part in time.
     Deadline,

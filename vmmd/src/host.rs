@@ -13,6 +13,7 @@ use crate::{
     ledger::Ledger,
     network::Links,
     operation::Operations,
+    request::Requests,
     store::Store,
     text,
     vm::{files::Sources, table::Table},
@@ -37,6 +38,8 @@ pub struct Host {
     pub table: Table,
     /// Disks of the DiskService.
     pub disks: Registry,
+    /// Requests with an id.
+    pub requests: Requests,
     /// Where what happens is told.
     pub events: Events,
     /// What takes long, and how far it is.

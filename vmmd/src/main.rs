@@ -21,6 +21,7 @@ mod network;
 #[allow(dead_code, reason = "being built")]
 mod operation;
 mod paths;
+mod request;
 mod service;
 mod store;
 mod sys;
@@ -116,8 +117,9 @@ async fn run(config: Config) -> anyhow::Result<()> {
         ledger: Ledger::new(config.vm_uids, facts::memory(&meminfo, "MemTotal")),
         cgroups,
         links: Links::connect().context("connect to the kernel's network configuration")?,
-        table: vm::table::Table::default(),
+        table: vm::table::Table::new(records.history),
         disks: disk::Registry::default(),
+        requests: request::Requests::default(),
         events: event::Events::open(&config.state_dir, &boot_id),
         operations: operation::Operations::default(),
         boot_id,

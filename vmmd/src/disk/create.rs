@@ -19,6 +19,7 @@ use uuid::Uuid;
 
 use super::{copy::copy, file, finish, image, tell};
 use crate::{
+    context::Context,
     failure::{Failure, Kind},
     host::Host,
     store::{DiskRecord, DiskStage},
@@ -34,8 +35,14 @@ use crate::{
 pub async fn create(
     host: &Arc<Host>,
     request: v1::CreateDiskRequest,
+    context: &Context,
     cancel: CancellationToken,
 ) -> Result<v1::Disk, Failure> {
+    if let Some(made) = host.requests.made_disk(context)
+        && let Some(record) = host.disks.list().into_iter().find(|disk| disk.uid == made)
+    {
+        return describe(host, record).await;
+    }
     let new = NewDisk::try_from(&request)?;
     let wire = request.disk.unwrap_or_default();
     let format = if new.format == Format::Qcow2 {
@@ -58,6 +65,7 @@ pub async fn create(
         preallocation: preallocation.into(),
         backing: Vec::new(),
         stage: DiskStage::Creating.into(),
+        begun: host.requests.mark(context).into_iter().collect(),
     };
     let below = match &new.content {
         Content::OverlayOf(below) => Some(below.as_str()),
@@ -91,6 +99,10 @@ pub async fn create(
         "DiskCreated",
         format!("the disk was made, {} bytes", record.size_bytes),
     );
+    describe(host, record).await
+}
+
+async fn describe(host: &Arc<Host>, record: DiskRecord) -> Result<v1::Disk, Failure> {
     let host = Arc::clone(host);
     let described = spawn_blocking(move || host.disks.describe(&host.disk_folder(), &record)).await;
     described.map_err(|error| Failure::internal(error.to_string()))

@@ -26,18 +26,22 @@ pub use registry::Registry;
 pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, resize, shrink_refused};
 
 use crate::{
+    context::Context,
     event::{Draft, Object},
     failure::Failure,
     host::Host,
+    request,
     store::{DiskRecord, DiskStage},
     vm::store_failure,
 };
 
 /// Deletes a disk and its content.
-pub async fn delete(host: &Arc<Host>, name: &str) -> Result<(), Failure> {
+pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
     let mut record = host.disks.begin_delete(name)?;
     record.stage = DiskStage::Deleting.into();
-    if let Err(error) = host.store.put_disk(&record).await {
+    // An empty response: the next daemon carries on with what this one has begun.
+    let answered = host.requests.mark(context).map(request::done);
+    if let Err(error) = host.store.retire_disk(&record, answered).await {
         record.stage = DiskStage::Ready.into();
         host.disks.settle(record);
         return Err(store_failure(error));
@@ -108,6 +112,7 @@ pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>) {
             Ok(Err(error)) => tracing::warn!(disk = record.name, %error, "look at the disk's file"),
             _ => {}
         }
+        host.requests.adopt_disk(&record);
         host.disks.settle(record);
     }
 }

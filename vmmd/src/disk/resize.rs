@@ -13,6 +13,7 @@ use tokio::{sync::oneshot, task::spawn_blocking};
 
 use super::{create::reserve, file, image, tell};
 use crate::{
+    context::Context,
     failure::{Failure, Kind},
     host::Host,
     store::DiskRecord,
@@ -52,7 +53,7 @@ pub fn shrink_refused(name: &str, present: u64, wanted: u64) -> Failure {
 }
 
 /// Makes a disk of the DiskService larger, wherever it is used.
-pub async fn resize(host: &Arc<Host>, name: &str, size: u64) -> Result<v1::Disk, Failure> {
+pub async fn resize(host: &Arc<Host>, name: &str, size: u64, context: &Context) -> Result<v1::Disk, Failure> {
     let mut found = Violations::default();
     disk::size(&mut found, "sizeBytes", size);
     found.or(())?;
@@ -86,7 +87,7 @@ pub async fn resize(host: &Arc<Host>, name: &str, size: u64) -> Result<v1::Disk,
         return Err(Failure::precondition("DISK_IN_USE", message));
     }
     match uses.into_iter().find(|user| user.writes) {
-        Some(user) => ask_vm(host, &user.vm, user.disk, size).await?,
+        Some(user) => ask_vm(host, &user.vm, user.disk, size, context).await?,
         None => grow_record(host, &record, size).await.map(drop)?,
     }
     let (host, record) = (Arc::clone(host), host.disks.get(name)?);
@@ -95,10 +96,17 @@ pub async fn resize(host: &Arc<Host>, name: &str, size: u64) -> Result<v1::Disk,
 }
 
 /// The VM's actor keeps it from being started meanwhile, or knows how to reach the `vmm`.
-async fn ask_vm(host: &Arc<Host>, vm: &str, disk: String, size: u64) -> Result<(), Failure> {
+async fn ask_vm(
+    host: &Arc<Host>,
+    vm: &str,
+    disk: String,
+    size: u64,
+    context: &Context,
+) -> Result<(), Failure> {
     let entry = host.table.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
     let (reply, answer) = oneshot::channel();
     let command = Command::Disk {
+        context: context.clone(),
         request: DiskRequest::Resize { disk, size },
         reply,
     };

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use proto::v1::{self, disk_service_server::DiskService};
-use tokio::task::spawn_blocking;
+use tokio::task::{JoinError, spawn_blocking};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use crate::{disk, failure::Failure, host::Host, store::DiskRecord};
+use crate::{disk, failure::Failure, host::Host, request::once, store::DiskRecord};
 
 /// The service.
 #[derive(Debug)]
@@ -40,14 +40,15 @@ impl DiskService for Disks {
         &self,
         request: Request<v1::CreateDiskRequest>,
     ) -> Result<Response<v1::CreateDiskResponse>, Status> {
-        let (host, cancel) = (Arc::clone(&self.host), self.host.stopping.child_token());
-        // In a task of its own, which cleans up when the caller goes away, or the daemon ends.
-        let _gone = CancellationToken::clone(&cancel).drop_guard();
-        let created = tokio::spawn(async move { disk::create(&host, request.into_inner(), cancel).await });
-        let disk = created
-            .await
-            .map_err(|error| Failure::internal(error.to_string()))??;
-        Ok(Response::new(v1::CreateDiskResponse { disk: Some(disk) }))
+        once(&self.host, request, |host, request, context| async move {
+            let cancel = host.stopping.child_token();
+            // In a task of its own, which cleans up when the caller goes away, or the daemon ends.
+            let _gone = CancellationToken::clone(&cancel).drop_guard();
+            let create = async move { disk::create(&host, request, &context, cancel).await };
+            let disk = finished(tokio::spawn(create).await)?;
+            Ok(v1::CreateDiskResponse { disk: Some(disk) })
+        })
+        .await
     }
 
     async fn get_disk(
@@ -71,20 +72,29 @@ impl DiskService for Disks {
         &self,
         request: Request<v1::ResizeDiskRequest>,
     ) -> Result<Response<v1::ResizeDiskResponse>, Status> {
-        let v1::ResizeDiskRequest { name, size_bytes, .. } = request.into_inner();
-        let host = Arc::clone(&self.host);
-        let resized = tokio::spawn(async move { disk::resize(&host, &name, size_bytes).await }).await;
-        let disk = resized.map_err(|error| Failure::internal(error.to_string()))??;
-        Ok(Response::new(v1::ResizeDiskResponse { disk: Some(disk) }))
+        once(&self.host, request, |host, request, context| async move {
+            let v1::ResizeDiskRequest { name, size_bytes, .. } = request;
+            let resize = async move { disk::resize(&host, &name, size_bytes, &context).await };
+            let disk = finished(tokio::spawn(resize).await)?;
+            Ok(v1::ResizeDiskResponse { disk: Some(disk) })
+        })
+        .await
     }
 
     async fn delete_disk(
         &self,
         request: Request<v1::DeleteDiskRequest>,
     ) -> Result<Response<v1::DeleteDiskResponse>, Status> {
-        let (host, name) = (Arc::clone(&self.host), request.into_inner().name);
-        let deleted = tokio::spawn(async move { disk::delete(&host, &name).await }).await;
-        deleted.map_err(|error| Failure::internal(error.to_string()))??;
-        Ok(Response::new(v1::DeleteDiskResponse {}))
+        once(&self.host, request, |host, request, context| async move {
+            let delete = async move { disk::delete(&host, &request.name, &context).await };
+            finished(tokio::spawn(delete).await)?;
+            Ok(v1::DeleteDiskResponse {})
+        })
+        .await
     }
+}
+
+/// What came of a task.
+fn finished<T>(task: Result<Result<T, Failure>, JoinError>) -> Result<T, Failure> {
+    task.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
 }

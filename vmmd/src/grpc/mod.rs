@@ -2,9 +2,13 @@
 
 mod connection;
 mod console;
+mod cursor;
 mod disk;
 mod error;
 mod event;
+mod filter;
+mod list;
+mod mask;
 mod node;
 mod operation;
 mod server;

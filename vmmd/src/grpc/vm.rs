@@ -10,12 +10,13 @@ use proto::{
 use tokio::sync::oneshot;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{console, watch};
+use super::{console, list, watch};
 use crate::{
     context::Context,
     control,
     failure::{Failure, Kind},
     host::Host,
+    request::once,
     text,
     vm::{self, Answer, Command, DiskRequest, Life, Reply, Target, admission, table::Entry},
 };
@@ -81,8 +82,13 @@ impl Vms {
         Ok((vm.as_ref().clone(), operation))
     }
 
-    async fn ask_disk(&self, vm: &str, request: DiskRequest) -> Result<v1::Vm, Failure> {
-        self.send(vm, |reply| Command::Disk { request, reply }).await
+    async fn ask_disk(&self, context: Context, vm: &str, request: DiskRequest) -> Result<v1::Vm, Failure> {
+        let command = |reply| Command::Disk {
+            context,
+            request,
+            reply,
+        };
+        self.send(vm, command).await
     }
 
     async fn send(&self, name: &str, command: impl FnOnce(Reply) -> Command) -> Result<v1::Vm, Failure> {
@@ -117,11 +123,7 @@ struct Asked {
 }
 
 impl Asked {
-    fn new(request: admission::Request, request_id: String) -> Self {
-        let context = Context {
-            request_id,
-            ..Context::default()
-        };
+    fn new(request: admission::Request, context: Context) -> Self {
         Self {
             context,
             request,
@@ -168,25 +170,21 @@ impl VmService for Vms {
         &self,
         request: Request<v1::CreateVmRequest>,
     ) -> Result<Response<v1::CreateVmResponse>, Status> {
-        let v1::CreateVmRequest {
-            vm,
-            start,
-            dry_run,
-            request_id,
-        } = request.into_inner();
-        let context = Context {
-            request_id,
-            ..Context::default()
-        };
-        let vm = vm.ok_or_else(|| Failure::field("vm", "must be given"))?;
-        // In a task of its own: a caller that goes away must not leave it half done.
-        let host = Arc::clone(&self.host);
-        let created = tokio::spawn(async move { vm::create(host, vm, start, dry_run, &context).await }).await;
-        let (vm, operation) = created.map_err(|error| Failure::internal(error.to_string()))??;
-        Ok(Response::new(v1::CreateVmResponse {
-            vm: Some(vm.as_ref().clone()),
-            operation,
-        }))
+        once(&self.host, request, |host, request, context| async move {
+            let v1::CreateVmRequest {
+                vm, start, dry_run, ..
+            } = request;
+            let vm = vm.ok_or_else(|| Failure::field("vm", "must be given"))?;
+            // In a task of its own: a caller that goes away must not leave it half done.
+            let create = async move { vm::create(host, vm, start, dry_run, &context).await };
+            let created = tokio::spawn(create).await;
+            let (vm, operation) = created.map_err(|error| Failure::internal(error.to_string()))??;
+            Ok(v1::CreateVmResponse {
+                vm: Some(vm.as_ref().clone()),
+                operation,
+            })
+        })
+        .await
     }
 
     async fn get_vm(
@@ -200,19 +198,10 @@ impl VmService for Vms {
 
     async fn list_vms(
         &self,
-        _: Request<v1::ListVmsRequest>,
+        request: Request<v1::ListVmsRequest>,
     ) -> Result<Response<v1::ListVmsResponse>, Status> {
-        let vms = self
-            .host
-            .table
-            .list()
-            .iter()
-            .map(|vm| vm.as_ref().clone())
-            .collect();
-        Ok(Response::new(v1::ListVmsResponse {
-            vms,
-            ..Default::default()
-        }))
+        let listed = list::list(&self.host.table, request.get_ref())?;
+        Ok(Response::new(listed))
     }
 
     type WatchVmsStream = watch::Stream;
@@ -221,170 +210,198 @@ impl VmService for Vms {
         &self,
         request: Request<v1::WatchVmsRequest>,
     ) -> Result<Response<Self::WatchVmsStream>, Status> {
-        Ok(Response::new(watch::watch(
-            Arc::clone(&self.host),
-            request.into_inner().name,
-        )))
+        let stream = watch::watch(Arc::clone(&self.host), request.get_ref())?;
+        Ok(Response::new(stream))
     }
 
     async fn delete_vm(
         &self,
         request: Request<v1::DeleteVmRequest>,
     ) -> Result<Response<v1::DeleteVmResponse>, Status> {
-        let request = request.into_inner();
-        let force = request.force;
-        let asked = Asked {
-            deadline: deadline(request.deadline)?,
-            ..Asked::new(admission::Request::Delete { force }, request.request_id)
-        };
-        let (_, operation) = self.ask(&request.name, asked, request.no_wait).await?;
-        Ok(Response::new(v1::DeleteVmResponse { operation }))
+        once(&self.host, request, |host, request, context| async move {
+            let force = request.force;
+            let asked = Asked {
+                deadline: deadline(request.deadline)?,
+                ..Asked::new(admission::Request::Delete { force }, context)
+            };
+            let (_, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;
+            Ok(v1::DeleteVmResponse { operation })
+        })
+        .await
     }
 
     async fn start_vm(
         &self,
         request: Request<v1::StartVmRequest>,
     ) -> Result<Response<v1::StartVmResponse>, Status> {
-        let request = request.into_inner();
-        let asked = Asked {
-            deadline: deadline(request.deadline)?,
-            ..Asked::new(admission::Request::Start, request.request_id)
-        };
-        let (vm, operation) = self.ask(&request.name, asked, request.no_wait).await?;
-        Ok(Response::new(v1::StartVmResponse {
-            vm: Some(vm),
-            operation,
-        }))
+        once(&self.host, request, |host, request, context| async move {
+            let asked = Asked {
+                deadline: deadline(request.deadline)?,
+                ..Asked::new(admission::Request::Start, context)
+            };
+            let (vm, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;
+            Ok(v1::StartVmResponse {
+                vm: Some(vm),
+                operation,
+            })
+        })
+        .await
     }
 
     async fn stop_vm(
         &self,
         request: Request<v1::StopVmRequest>,
     ) -> Result<Response<v1::StopVmResponse>, Status> {
-        let request = request.into_inner();
-        let asked = Asked {
-            grace: grace(request.grace_period, request.force)?,
-            deadline: deadline(request.deadline)?,
-            ..Asked::new(admission::Request::Stop, request.request_id)
-        };
-        let (vm, operation) = self.ask(&request.name, asked, request.no_wait).await?;
-        Ok(Response::new(v1::StopVmResponse {
-            vm: Some(vm),
-            operation,
-        }))
+        once(&self.host, request, |host, request, context| async move {
+            let asked = Asked {
+                grace: grace(request.grace_period, request.force)?,
+                deadline: deadline(request.deadline)?,
+                ..Asked::new(admission::Request::Stop, context)
+            };
+            let (vm, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;
+            Ok(v1::StopVmResponse {
+                vm: Some(vm),
+                operation,
+            })
+        })
+        .await
     }
 
     async fn restart_vm(
         &self,
         request: Request<v1::RestartVmRequest>,
     ) -> Result<Response<v1::RestartVmResponse>, Status> {
-        let request = request.into_inner();
-        let asked = Asked {
-            grace: grace(request.grace_period, request.force)?,
-            deadline: deadline(request.deadline)?,
-            ..Asked::new(admission::Request::Restart, request.request_id)
-        };
-        let (vm, operation) = self.ask(&request.name, asked, request.no_wait).await?;
-        Ok(Response::new(v1::RestartVmResponse {
-            vm: Some(vm),
-            operation,
-        }))
+        once(&self.host, request, |host, request, context| async move {
+            let asked = Asked {
+                grace: grace(request.grace_period, request.force)?,
+                deadline: deadline(request.deadline)?,
+                ..Asked::new(admission::Request::Restart, context)
+            };
+            let (vm, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;
+            Ok(v1::RestartVmResponse {
+                vm: Some(vm),
+                operation,
+            })
+        })
+        .await
     }
 
     async fn reset_vm(
         &self,
         request: Request<v1::ResetVmRequest>,
     ) -> Result<Response<v1::ResetVmResponse>, Status> {
-        let v1::ResetVmRequest { name, request_id, .. } = request.into_inner();
-        let asked = Asked::new(admission::Request::Reset, request_id);
-        let (vm, _) = self.ask(&name, asked, false).await?;
-        Ok(Response::new(v1::ResetVmResponse { vm: Some(vm) }))
+        once(&self.host, request, |host, request, context| async move {
+            let asked = Asked::new(admission::Request::Reset, context);
+            let (vm, _) = Self::new(host).ask(&request.name, asked, false).await?;
+            Ok(v1::ResetVmResponse { vm: Some(vm) })
+        })
+        .await
     }
 
     async fn pause_vm(
         &self,
         request: Request<v1::PauseVmRequest>,
     ) -> Result<Response<v1::PauseVmResponse>, Status> {
-        let v1::PauseVmRequest { name, request_id, .. } = request.into_inner();
-        let asked = Asked::new(admission::Request::Pause, request_id);
-        let (vm, _) = self.ask(&name, asked, false).await?;
-        Ok(Response::new(v1::PauseVmResponse { vm: Some(vm) }))
+        once(&self.host, request, |host, request, context| async move {
+            let asked = Asked::new(admission::Request::Pause, context);
+            let (vm, _) = Self::new(host).ask(&request.name, asked, false).await?;
+            Ok(v1::PauseVmResponse { vm: Some(vm) })
+        })
+        .await
     }
 
     async fn resume_vm(
         &self,
         request: Request<v1::ResumeVmRequest>,
     ) -> Result<Response<v1::ResumeVmResponse>, Status> {
-        let v1::ResumeVmRequest { name, request_id, .. } = request.into_inner();
-        let asked = Asked::new(admission::Request::Resume, request_id);
-        let (vm, _) = self.ask(&name, asked, false).await?;
-        Ok(Response::new(v1::ResumeVmResponse { vm: Some(vm) }))
+        once(&self.host, request, |host, request, context| async move {
+            let asked = Asked::new(admission::Request::Resume, context);
+            let (vm, _) = Self::new(host).ask(&request.name, asked, false).await?;
+            Ok(v1::ResumeVmResponse { vm: Some(vm) })
+        })
+        .await
     }
 
     async fn attach_disk(
         &self,
         request: Request<v1::AttachDiskRequest>,
     ) -> Result<Response<v1::AttachDiskResponse>, Status> {
-        let v1::AttachDiskRequest { vm, disk, .. } = request.into_inner();
-        let disk = disk.ok_or_else(|| Failure::field("disk", "must be given"))?;
-        let vm = self.ask_disk(&vm, DiskRequest::Attach(disk)).await?;
-        Ok(Response::new(v1::AttachDiskResponse { vm: Some(vm) }))
+        once(&self.host, request, |host, request, context| async move {
+            let v1::AttachDiskRequest { vm, disk, .. } = request;
+            let disk = disk.ok_or_else(|| Failure::field("disk", "must be given"))?;
+            let vm = Self::new(host)
+                .ask_disk(context, &vm, DiskRequest::Attach(disk))
+                .await?;
+            Ok(v1::AttachDiskResponse { vm: Some(vm) })
+        })
+        .await
     }
 
     async fn detach_disk(
         &self,
         request: Request<v1::DetachDiskRequest>,
     ) -> Result<Response<v1::DetachDiskResponse>, Status> {
-        let v1::DetachDiskRequest {
-            vm,
-            disk,
-            timeout,
-            force,
-            ..
-        } = request.into_inner();
-        let timeout = period("timeout", timeout)?.unwrap_or(DEFAULT_EJECT);
-        let request = DiskRequest::Detach { disk, timeout, force };
-        let vm = self.ask_disk(&vm, request).await?;
-        Ok(Response::new(v1::DetachDiskResponse { vm: Some(vm) }))
+        once(&self.host, request, |host, request, context| async move {
+            let v1::DetachDiskRequest {
+                vm,
+                disk,
+                timeout,
+                force,
+                ..
+            } = request;
+            let timeout = period("timeout", timeout)?.unwrap_or(DEFAULT_EJECT);
+            let request = DiskRequest::Detach { disk, timeout, force };
+            let vm = Self::new(host).ask_disk(context, &vm, request).await?;
+            Ok(v1::DetachDiskResponse { vm: Some(vm) })
+        })
+        .await
     }
 
     async fn resize_vm_disk(
         &self,
         request: Request<v1::ResizeVmDiskRequest>,
     ) -> Result<Response<v1::ResizeVmDiskResponse>, Status> {
-        let v1::ResizeVmDiskRequest {
-            vm, disk, size_bytes, ..
-        } = request.into_inner();
-        let request = DiskRequest::Resize {
-            disk,
-            size: size_bytes,
-        };
-        let vm = self.ask_disk(&vm, request).await?;
-        Ok(Response::new(v1::ResizeVmDiskResponse { vm: Some(vm) }))
+        once(&self.host, request, |host, request, context| async move {
+            let v1::ResizeVmDiskRequest {
+                vm, disk, size_bytes, ..
+            } = request;
+            let request = DiskRequest::Resize {
+                disk,
+                size: size_bytes,
+            };
+            let vm = Self::new(host).ask_disk(context, &vm, request).await?;
+            Ok(v1::ResizeVmDiskResponse { vm: Some(vm) })
+        })
+        .await
     }
 
     async fn set_rate_limit(
         &self,
         request: Request<v1::SetRateLimitRequest>,
     ) -> Result<Response<v1::SetRateLimitResponse>, Status> {
-        let v1::SetRateLimitRequest {
-            vm, target, limit, ..
-        } = request.into_inner();
-        let mut found = Violations::default();
-        let limit = limit.unwrap_or_default();
-        let limit = RateLimit::new(&mut found, "limit", &limit);
-        let target = match target {
-            Some(v1::set_rate_limit_request::Target::Disk(name)) => Some(Target::Disk(name)),
-            Some(v1::set_rate_limit_request::Target::Group(name)) => Some(Target::Group(name)),
-            None => {
-                found.add("target", "must be given: `disk` or `group`");
-                None
-            }
-        };
-        let target = found.or(target).map_err(Failure::from)?;
-        let target = target.ok_or_else(|| Failure::field("target", "must be given"))?;
-        let vm = self.ask_disk(&vm, DiskRequest::Limit(target, limit)).await?;
-        Ok(Response::new(v1::SetRateLimitResponse { vm: Some(vm) }))
+        once(&self.host, request, |host, request, context| async move {
+            let v1::SetRateLimitRequest {
+                vm, target, limit, ..
+            } = request;
+            let mut found = Violations::default();
+            let limit = limit.unwrap_or_default();
+            let limit = RateLimit::new(&mut found, "limit", &limit);
+            let target = match target {
+                Some(v1::set_rate_limit_request::Target::Disk(name)) => Some(Target::Disk(name)),
+                Some(v1::set_rate_limit_request::Target::Group(name)) => Some(Target::Group(name)),
+                None => {
+                    found.add("target", "must be given: `disk` or `group`");
+                    None
+                }
+            };
+            let target = found.or(target).map_err(Failure::from)?;
+            let target = target.ok_or_else(|| Failure::field("target", "must be given"))?;
+            let vm = Self::new(host)
+                .ask_disk(context, &vm, DiskRequest::Limit(target, limit))
+                .await?;
+            Ok(v1::SetRateLimitResponse { vm: Some(vm) })
+        })
+        .await
     }
 
     async fn get_vm_disk_stats(

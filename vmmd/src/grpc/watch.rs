@@ -1,14 +1,29 @@
-//! `WatchVms`: what is there, then each change. A watcher that falls far behind is not dropped: it gets the
-//! difference between what it knows and what is, and may so miss states in between.
+//! `WatchVms`: what is there, or what has changed since a cursor, then each change. A watcher that falls far behind is
+//! not dropped: it gets the difference between what it knows and what is, and may so miss states in between.
+//!
+//! Always: who has applied the events up to one with a cursor has the VMs as they were then, but for those that have
+//! changed after it; so events are sent in the order of their revisions, the first look too.
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use proto::v1::{Vm, WatchEventType, WatchVmsResponse};
-use tokio::sync::{broadcast::error::RecvError, mpsc};
+use proto::v1::{Vm, WatchEventType, WatchVmsRequest, WatchVmsResponse};
+use tokio::sync::{
+    broadcast::{self, error::RecvError},
+    mpsc,
+};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use crate::{failure::Failure, host::Host, vm::table::Change};
+use super::{
+    cursor::{Cursor, expired},
+    filter::Filter,
+    mask::Mask,
+};
+use crate::{
+    failure::Failure,
+    host::Host,
+    vm::table::{Buried, Change, ChangeKind, Position, Seen, Snapshot},
+};
 
 /// The stream of events.
 pub type Stream = ReceiverStream<Result<WatchVmsResponse, Status>>;
@@ -19,99 +34,191 @@ const READY: usize = 16;
 /// What a watcher has been told of, by uid.
 type Known = BTreeMap<String, Arc<Vm>>;
 
-/// Watches all VMs, or the one called `only`.
-pub fn watch(host: Arc<Host>, only: String) -> Stream {
+/// Something to be told.
+type Event = (WatchEventType, Arc<Vm>, Position);
+
+/// Watches the VMs of the request's filter.
+pub fn watch(host: Arc<Host>, request: &WatchVmsRequest) -> Result<Stream, Failure> {
+    let filter = Filter::new(request.filter.as_ref(), &request.name)?;
+    let mask = Mask::new(&request.fields)?;
     let (sender, receiver) = mpsc::channel(READY);
+    let (first, at, snapshot, changes) = match request.cursor.as_str() {
+        "" => {
+            let (snapshot, changes) = host.table.subscribe();
+            (Vec::new(), Position::default(), snapshot, changes)
+        }
+        cursor => {
+            let from = Cursor::read("cursor", cursor, &filter)?.position(&host.table)?;
+            let (buried, snapshot, changes) = host.table.resume(from).map_err(|_| expired())?;
+            (since(from, &buried, &snapshot, &filter), from, snapshot, changes)
+        }
+    };
+    let mut known = Known::new();
+    let first = if request.cursor.is_empty() {
+        difference(&mut known, &snapshot, at, &filter)
+    } else {
+        // What has not changed since is known to who has the cursor.
+        known.extend(present(&snapshot, &filter));
+        first
+    };
+    let watcher = Watcher {
+        host: Arc::clone(&host),
+        filter,
+        mask,
+        sender: sender.clone(),
+        known,
+        at,
+    };
     tokio::spawn(async move {
         tokio::select! {
-            _ = follow(&host, &only, &sender) => {}
+            _ = watcher.follow(first, snapshot.at, changes) => {}
             () = sender.closed() => {}
             () = host.stopping.cancelled() => {
                 let _ = sender.send(Err(Failure::stopping().into())).await;
             }
         }
     });
-    ReceiverStream::new(receiver)
+    Ok(ReceiverStream::new(receiver))
 }
 
-type Sender = mpsc::Sender<Result<WatchVmsResponse, Status>>;
+struct Watcher {
+    host: Arc<Host>,
+    filter: Filter,
+    mask: Mask,
+    sender: mpsc::Sender<Result<WatchVmsResponse, Status>>,
+    known: Known,
+    /// Of the last event.
+    at: Position,
+}
 
 /// The watcher has gone.
 struct Gone;
 
-async fn follow(host: &Host, only: &str, sender: &Sender) -> Result<(), Gone> {
-    let wanted = |vm: &Vm| only.is_empty() || name(vm) == only;
-    let mut known = Known::new();
-    let (mut there, mut changes) = host.table.subscribe();
-    let mut synced = false;
-    loop {
-        there.retain(|vm| wanted(vm));
-        for (kind, vm) in difference(&mut known, &there) {
-            send(sender, kind, Some(&vm)).await?;
+impl Watcher {
+    async fn follow(
+        mut self,
+        first: Vec<Event>,
+        synced: Position,
+        mut changes: broadcast::Receiver<Change>,
+    ) -> Result<(), Gone> {
+        for (kind, vm, at) in first {
+            self.send(kind, Some(&vm), at).await?;
         }
-        if !std::mem::replace(&mut synced, true) {
-            send(sender, WatchEventType::Synced, None).await?;
-        }
+        self.send(WatchEventType::Synced, None, synced).await?;
         loop {
-            let (kind, vm) = match changes.recv().await {
-                Ok(Change::Added(vm)) => (WatchEventType::Added, vm),
-                Ok(Change::Modified(vm)) => (WatchEventType::Modified, vm),
-                Ok(Change::Deleted(vm)) => (WatchEventType::Deleted, vm),
-                Err(RecvError::Lagged(_)) => break,
+            match changes.recv().await {
+                Ok(change) => {
+                    if let Some(kind) = note(&mut self.known, &change, &self.filter) {
+                        self.send(kind, Some(&change.vm), change.at).await?;
+                    }
+                }
                 Err(RecvError::Closed) => return Ok(()),
-            };
-            if wanted(&vm) {
-                note(&mut known, kind, &vm);
-                send(sender, kind, Some(&vm)).await?;
+                Err(RecvError::Lagged(_)) => {
+                    let snapshot;
+                    (snapshot, changes) = self.host.table.subscribe();
+                    for (kind, vm, at) in difference(&mut self.known, &snapshot, self.at, &self.filter) {
+                        self.send(kind, Some(&vm), at).await?;
+                    }
+                }
             }
         }
-        (there, changes) = host.table.subscribe();
+    }
+
+    async fn send(&mut self, kind: WatchEventType, vm: Option<&Arc<Vm>>, at: Position) -> Result<(), Gone> {
+        self.at = at;
+        let response = WatchVmsResponse {
+            r#type: kind.into(),
+            vm: vm.map(|vm| self.mask.apply(vm)),
+            cursor: Cursor::new(&self.host.table, at, &self.filter).to_string(),
+        };
+        self.sender.send(Ok(response)).await.map_err(|_| Gone)
     }
 }
 
-async fn send(sender: &Sender, kind: WatchEventType, vm: Option<&Arc<Vm>>) -> Result<(), Gone> {
-    let vm = vm.map(|vm| vm.as_ref().clone());
-    let response = WatchVmsResponse {
-        r#type: kind.into(),
-        vm,
-        ..Default::default()
-    };
-    sender.send(Ok(response)).await.map_err(|_| Gone)
+/// What a change is to someone who sees the VMs of the filter only; nothing when it is about others.
+fn note(known: &mut Known, change: &Change, filter: &Filter) -> Option<WatchEventType> {
+    if change.kind != ChangeKind::Deleted && filter.matches(&change.vm) {
+        let before = known.insert(uid(&change.vm).to_owned(), Arc::clone(&change.vm));
+        return Some(match before {
+            None => WatchEventType::Added,
+            Some(_) => WatchEventType::Modified,
+        });
+    }
+    known.remove(uid(&change.vm)).map(|_| WatchEventType::Deleted)
 }
 
-fn note(known: &mut Known, kind: WatchEventType, vm: &Arc<Vm>) {
-    if kind == WatchEventType::Deleted {
-        known.remove(uid(vm));
-    } else {
-        known.insert(uid(vm).to_owned(), Arc::clone(vm));
-    }
-}
-
-/// What must be told to someone who knows `known` when `there` is all there is.
-fn difference(known: &mut Known, there: &[Arc<Vm>]) -> Vec<(WatchEventType, Arc<Vm>)> {
-    let now: Known = there
-        .iter()
-        .map(|vm| (uid(vm).to_owned(), Arc::clone(vm)))
-        .collect();
-    let mut events = Vec::new();
-    for (uid, vm) in known.iter() {
-        if !now.contains_key(uid) {
-            events.push((WatchEventType::Deleted, Arc::clone(vm)));
-        }
-    }
-    for vm in there {
-        match known.get(uid(vm)) {
-            None => events.push((WatchEventType::Added, Arc::clone(vm))),
-            Some(old) if !Arc::ptr_eq(old, vm) => events.push((WatchEventType::Modified, Arc::clone(vm))),
-            Some(_) => {}
-        }
-    }
+/// What must be told to someone who knows `known` since `at`.
+fn difference(known: &mut Known, snapshot: &Snapshot, at: Position, filter: &Filter) -> Vec<Event> {
+    let now: Known = present(snapshot, filter).collect();
+    let gone = known.iter().filter(|(uid, _)| !now.contains_key(*uid));
+    // Nothing later has been told yet.
+    let gone = gone.map(|(_, vm)| (WatchEventType::Deleted, Arc::clone(vm), at));
+    let mut events: Vec<_> = gone.collect();
+    let there = by_revision(snapshot).filter(|seen| filter.matches(&seen.vm));
+    events.extend(there.filter_map(|seen| {
+        let kind = match known.get(uid(&seen.vm)) {
+            None => WatchEventType::Added,
+            Some(old) if !Arc::ptr_eq(old, &seen.vm) => WatchEventType::Modified,
+            Some(_) => return None,
+        };
+        Some((kind, Arc::clone(&seen.vm), place(seen, snapshot)))
+    }));
     *known = now;
     events
 }
 
-fn name(vm: &Vm) -> &str {
-    vm.metadata.as_ref().map_or("", |metadata| metadata.name.as_str())
+/// What must be told to someone who has been told everything until `from`. Which VMs of the filter it knows is not known:
+/// of one that has changed and is not of the filter now, it may have to be told that it is gone.
+fn since(from: Position, buried: &[Buried], snapshot: &Snapshot, filter: &Filter) -> Vec<Event> {
+    let run = snapshot.at.run;
+    let gone = buried.iter().filter(|buried| filter.may_match(&buried.vm));
+    let gone = gone.map(|buried| {
+        let (run_of, revision) = buried.at;
+        let at = Position {
+            run: run_of,
+            revision,
+            buried: if run_of == run {
+                revision.min(snapshot.at.buried)
+            } else {
+                revision
+            },
+        };
+        (WatchEventType::Deleted, Arc::clone(&buried.vm), at)
+    });
+    let changed = by_revision(snapshot).filter(|seen| from.run != run || seen.revision > from.revision);
+    let changed = changed.filter_map(|seen| {
+        let kind = match (filter.matches(&seen.vm), filter.may_match(&seen.vm)) {
+            (true, _) if seen.made > (from.run, from.revision) => WatchEventType::Added,
+            (true, _) => WatchEventType::Modified,
+            (false, true) => WatchEventType::Deleted,
+            (false, false) => return None,
+        };
+        Some((kind, Arc::clone(&seen.vm), place(seen, snapshot)))
+    });
+    let mut events: Vec<_> = gone.chain(changed).collect();
+    events.sort_by_key(|(.., at)| (at.run, at.revision));
+    events
+}
+
+/// The VMs of the filter, by uid.
+fn present(snapshot: &Snapshot, filter: &Filter) -> impl Iterator<Item = (String, Arc<Vm>)> {
+    let there = snapshot.vms.iter().filter(|seen| filter.matches(&seen.vm));
+    there.map(|seen| (uid(&seen.vm).to_owned(), Arc::clone(&seen.vm)))
+}
+
+fn by_revision(snapshot: &Snapshot) -> impl Iterator<Item = &Seen> {
+    let mut vms: Vec<_> = snapshot.vms.iter().collect();
+    vms.sort_by_key(|seen| seen.revision);
+    vms.into_iter()
+}
+
+/// Where someone is who has been told of all states up to this one.
+fn place(seen: &Seen, snapshot: &Snapshot) -> Position {
+    Position {
+        revision: seen.revision,
+        buried: seen.revision.min(snapshot.at.buried),
+        ..snapshot.at
+    }
 }
 
 fn uid(vm: &Vm) -> &str {
@@ -119,77 +226,4 @@ fn uid(vm: &Vm) -> &str {
 }
 
 #[cfg(test)]
-mod tests {
-    use proto::v1::VmMetadata;
-
-    use super::*;
-
-    fn vm(name: &str, uid: &str) -> Arc<Vm> {
-        let metadata = VmMetadata {
-            name: name.to_owned(),
-            uid: uid.to_owned(),
-            ..Default::default()
-        };
-        Arc::new(Vm {
-            metadata: Some(metadata),
-            ..Default::default()
-        })
-    }
-
-    #[test]
-    fn the_difference_tells_what_came_changed_and_went() {
-        use WatchEventType::{Added, Deleted, Modified};
-        let mut known = Known::new();
-        let (a, b) = (vm("a", "1"), vm("b", "2"));
-        let kinds = |events: Vec<(WatchEventType, Arc<Vm>)>| -> Vec<_> {
-            events
-                .into_iter()
-                .map(|(kind, vm)| (kind, uid(&vm).to_owned()))
-                .collect()
-        };
-        let first = difference(&mut known, &[Arc::clone(&a), b]);
-        assert_eq!(kinds(first), [(Added, "1".to_owned()), (Added, "2".to_owned())]);
-        // b was deleted and made again under the same name meanwhile.
-        let second = difference(&mut known, &[Arc::clone(&a), vm("b", "3")]);
-        assert_eq!(
-            kinds(second),
-            [(Deleted, "2".to_owned()), (Added, "3".to_owned())]
-        );
-        let third = difference(&mut known, &[vm("a", "1"), vm("b", "3")]);
-        assert_eq!(
-            kinds(third),
-            [(Modified, "1".to_owned()), (Modified, "3".to_owned())]
-        );
-        assert_eq!(known.len(), 2);
-    }
-
-    proptest::proptest! {
-        /// Whatever was known: one who applies the events knows exactly what is there.
-        #[test]
-        fn the_difference_leads_from_any_knowledge_to_what_is_there(
-            before in proptest::collection::btree_set(0..20_u8, 0..20),
-            after in proptest::collection::btree_map(0..20_u8, proptest::bool::ANY, 0..20),
-        ) {
-            let old: BTreeMap<_, _> = before.iter().map(|id| (*id, vm("x", &id.to_string()))).collect();
-            let mut known: Known = old.values().map(|vm| (uid(vm).to_owned(), Arc::clone(vm))).collect();
-            let mut view = known.clone();
-            let there: Vec<_> = after
-                .iter()
-                .map(|(id, changed)| match old.get(id) {
-                    Some(vm) if !changed => Arc::clone(vm),
-                    _ => vm("x", &id.to_string()),
-                })
-                .collect();
-            for (kind, vm) in difference(&mut known, &there) {
-                let had = match kind {
-                    WatchEventType::Deleted => view.remove(uid(&vm)),
-                    _ => view.insert(uid(&vm).to_owned(), Arc::clone(&vm)),
-                };
-                proptest::prop_assert_eq!(had.is_some(), kind != WatchEventType::Added);
-            }
-            let same = view.len() == there.len()
-                && there.iter().all(|vm| view.get(uid(vm)).is_some_and(|seen| Arc::ptr_eq(seen, vm)));
-            proptest::prop_assert!(same);
-        }
-    }
-}
+mod tests;

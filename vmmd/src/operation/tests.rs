@@ -7,6 +7,7 @@ fn begin(operations: &Operations, deadline: Option<Duration>) -> Handle {
     let context = Context {
         request_id: "r".into(),
         initiator: Initiator::User(7),
+        ..Context::default()
     };
     operations.begin(K::Start, Some(("web", Uuid::nil())), &context, deadline)
 }

@@ -1,9 +1,11 @@
-//! The durable state: one redb file with a record per VM and per disk.
+//! The durable state: one redb file with a record per VM and per disk, and what is remembered of deleted VMs and of
+//! requests that were answered ([`history`]).
 //!
 //! One thread owns the file. Whatever waits when it becomes free goes into one transaction, which is durable (two
 //! phases, fsync) before anybody is answered. A write that fails changes nothing: the file is closed and opened again
 //! before the next one, since redb refuses to go on after an I/O error.
 
+mod history;
 mod record;
 
 use std::{
@@ -19,14 +21,15 @@ use redb::{
 };
 use tokio::sync::{mpsc, oneshot};
 
+pub use history::{HistoryRecords, MAX_TOMBSTONES, REQUEST_AGE_MS, RequestMark, RequestRecord, Tombstone};
 pub use record::{
     DiskRecord, DiskStage, Hardware, InstanceRecord, Intent, NicHardware, RestartRecord, VmRecord,
 };
 
 /// Version of the records' meaning that this build writes.
-pub const SCHEMA: u64 = 2;
+pub const SCHEMA: u64 = 3;
 /// `MIGRATIONS[n]` makes schema n + 2 of schema n + 1, in the transaction that also notes the new number.
-const MIGRATIONS: [Migration; 1] = [add_disks];
+const MIGRATIONS: [Migration; 2] = [add_disks, history::add];
 type Migration = fn(&WriteTransaction) -> Result<(), Error>;
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
@@ -77,6 +80,8 @@ pub struct Records {
     pub vms: Vec<VmRecord>,
     /// Disks of the DiskService.
     pub disks: Vec<DiskRecord>,
+    /// What is remembered.
+    pub history: HistoryRecords,
 }
 
 type Table = TableDefinition<'static, &'static [u8], &'static [u8]>;
@@ -85,9 +90,16 @@ type Table = TableDefinition<'static, &'static [u8], &'static [u8]>;
 enum Change {
     Put(Table, Vec<u8>, Vec<u8>),
     Remove(Table, Vec<u8>),
+    Bury(Tombstone),
+    Complete(RequestRecord),
 }
 
-type Job = (Change, oneshot::Sender<Result<(), Error>>);
+enum Job {
+    /// Changes that are made together or not at all.
+    Write(Vec<Change>, oneshot::Sender<Result<(), Error>>),
+    /// Of an answered request.
+    Read(String, oneshot::Sender<Result<Option<RequestRecord>, Error>>),
+}
 
 /// The store; clones are the same.
 #[derive(Clone, Debug)]
@@ -106,6 +118,10 @@ impl Store {
         let path = Self::file(dir);
         let database = open(&path)?;
         let records = load(&database)?;
+        let records = Records {
+            history: history::begin_run(&database, records.history)?,
+            ..records
+        };
         let (jobs, receiver) = mpsc::channel(BATCH);
         thread::Builder::new()
             .name("store".into())
@@ -120,9 +136,31 @@ impl Store {
             .await
     }
 
-    /// Removes a VM's record. Durable on return.
-    pub async fn remove(&self, uid: &[u8]) -> Result<(), Error> {
-        self.change(Change::Remove(VMS, uid.to_vec())).await
+    /// Removes a VM's record, and remembers that and the requests that are answered by it. Durable on return.
+    pub async fn bury(
+        &self,
+        uid: &[u8],
+        tombstone: Tombstone,
+        answered: Vec<RequestRecord>,
+    ) -> Result<(), Error> {
+        let mut changes = vec![Change::Remove(VMS, uid.to_vec()), Change::Bury(tombstone)];
+        changes.extend(answered.into_iter().map(Change::Complete));
+        self.changes(changes).await
+    }
+
+    /// Remembers the answer of a request. Durable on return.
+    pub async fn complete(&self, record: RequestRecord) -> Result<(), Error> {
+        self.change(Change::Complete(record)).await
+    }
+
+    /// The answer of a request, if it is remembered.
+    pub async fn request(&self, id: &str) -> Result<Option<RequestRecord>, Error> {
+        let (sender, receiver) = oneshot::channel();
+        self.jobs
+            .send(Job::Read(id.to_owned(), sender))
+            .await
+            .map_err(|_| Error::Closed)?;
+        receiver.await.map_err(|_| Error::Closed)?
     }
 
     /// Writes a disk's record, new or changed. Durable on return.
@@ -136,10 +174,26 @@ impl Store {
         self.change(Change::Remove(DISKS, uid.to_vec())).await
     }
 
+    /// Writes the record of a disk whose deletion begins, and remembers the request that is answered by that. Durable on
+    /// return.
+    pub async fn retire_disk(
+        &self,
+        record: &DiskRecord,
+        answered: Option<RequestRecord>,
+    ) -> Result<(), Error> {
+        let put = Change::Put(DISKS, record.uid.clone(), record.encode_to_vec());
+        let changes = [put].into_iter().chain(answered.map(Change::Complete));
+        self.changes(changes.collect()).await
+    }
+
     async fn change(&self, change: Change) -> Result<(), Error> {
+        self.changes(vec![change]).await
+    }
+
+    async fn changes(&self, changes: Vec<Change>) -> Result<(), Error> {
         let (sender, receiver) = oneshot::channel();
         self.jobs
-            .send((change, sender))
+            .send(Job::Write(changes, sender))
             .await
             .map_err(|_| Error::Closed)?;
         receiver.await.map_err(|_| Error::Closed)?
@@ -150,9 +204,22 @@ fn serve(path: &Path, database: Database, mut jobs: mpsc::Receiver<Job>) {
     let mut database = Some(database);
     let mut batch = Vec::new();
     while jobs.blocking_recv_many(&mut batch, BATCH) > 0 {
-        let (changes, replies): (Vec<_>, Vec<_>) = batch.drain(..).unzip();
-        let result = commit(path, &mut database, &changes);
-        match result {
+        let (mut changes, mut replies, mut reads) = (Vec::new(), Vec::new(), Vec::new());
+        for job in batch.drain(..) {
+            match job {
+                Job::Write(more, reply) => {
+                    changes.extend(more);
+                    replies.push(reply);
+                }
+                Job::Read(id, reply) => reads.push((id, reply)),
+            }
+        }
+        let written = if replies.is_empty() {
+            Ok(())
+        } else {
+            commit(path, &mut database, &changes)
+        };
+        match written {
             Ok(()) => replies.into_iter().for_each(|reply| drop(reply.send(Ok(())))),
             Err(error) => {
                 tracing::error!(%error, "the store could not be written; nothing was changed");
@@ -166,14 +233,23 @@ fn serve(path: &Path, database: Database, mut jobs: mpsc::Receiver<Job>) {
                 }
             }
         }
+        for (id, reply) in reads {
+            let found = reopened(path, &mut database).and_then(|database| history::request(database, &id));
+            let _ = reply.send(found);
+        }
     }
 }
 
-fn commit(path: &Path, database: &mut Option<Database>, changes: &[Change]) -> Result<(), Error> {
-    let database = match database {
+/// The database, opened again when it had to be closed.
+fn reopened<'a>(path: &Path, database: &'a mut Option<Database>) -> Result<&'a Database, Error> {
+    Ok(match database {
         Some(database) => database,
         none => none.insert(open(path)?),
-    };
+    })
+}
+
+fn commit(path: &Path, database: &mut Option<Database>, changes: &[Change]) -> Result<(), Error> {
+    let database = reopened(path, database)?;
     write(database, |transaction| {
         let failed = |error: redb::StorageError| Error::of("write the store", error);
         let table = |table: &Table| {
@@ -189,6 +265,8 @@ fn commit(path: &Path, database: &mut Option<Database>, changes: &[Change]) -> R
                         .map_err(failed)?;
                 }
                 Change::Remove(of, key) => drop(table(of)?.remove(key.as_slice()).map_err(failed)?),
+                Change::Bury(tombstone) => history::bury(transaction, tombstone)?,
+                Change::Complete(record) => history::complete(transaction, record)?,
             }
         }
         Ok(())
@@ -258,6 +336,7 @@ fn migrate(database: &Database, from: u64) -> Result<(), Error> {
             .open_table(VMS)
             .map_err(|error| Error::of("make the store", error))?;
         add_disks(transaction)?;
+        history::add(transaction)?;
         let mut meta = transaction
             .open_table(META)
             .map_err(|error| Error::of("make the store", error))?;
@@ -290,6 +369,7 @@ fn load(database: &Database) -> Result<Records, Error> {
     Ok(Records {
         vms: load_table(&transaction, VMS)?,
         disks: load_table(&transaction, DISKS)?,
+        history: history::load(&transaction)?,
     })
 }
 

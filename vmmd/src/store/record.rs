@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 
 use proto::v1::{ExitStatus, RunCounts, VmSpec};
 
+use super::RequestMark;
+
 /// A VM, from its creation to its deletion.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct VmRecord {
@@ -44,6 +46,15 @@ pub struct VmRecord {
     /// Starts by the run policy; not there when there was none since the last one by request.
     #[prost(message, optional, tag = "31")]
     pub restart: Option<RestartRecord>,
+    /// Requests that have been begun on this VM and may not have been answered yet.
+    #[prost(message, repeated, tag = "20")]
+    pub begun: Vec<RequestMark>,
+    /// Run of the daemon that made it; 0 when not known.
+    #[prost(uint64, tag = "21")]
+    pub made_run: u64,
+    /// Revision in that run which is not later than its creation.
+    #[prost(uint64, tag = "22")]
+    pub made_revision: u64,
 }
 
 /// What the guest sees and must never change across runs.
@@ -93,6 +104,9 @@ pub struct InstanceRecord {
     /// Disks that the guest has been asked to eject and has not ejected: when it does, they leave the spec.
     #[prost(string, repeated, tag = "6")]
     pub ejecting: Vec<String>,
+    /// Id of the request that began the run; empty when it had none.
+    #[prost(string, tag = "20")]
+    pub request_id: String,
 }
 
 /// Starts of a VM by its run policy.
@@ -152,6 +166,9 @@ pub struct DiskRecord {
     /// How far its life is.
     #[prost(enumeration = "DiskStage", tag = "9")]
     pub stage: i32,
+    /// As of a VM.
+    #[prost(message, repeated, tag = "20")]
+    pub begun: Vec<RequestMark>,
 }
 
 /// How far the life of a disk is. A record that a new daemon finds in another stage than `Ready` is removed with its

@@ -18,11 +18,11 @@ async fn what_was_acknowledged_is_there_after_a_new_start() {
     let folder = tempfile::tempdir().unwrap();
     {
         let (store, records) = Store::open(folder.path()).unwrap();
-        assert_eq!(records, Records::default());
+        assert_eq!((records.vms, records.disks), (Vec::new(), Vec::new()));
         store.put(&record(1, "a")).await.unwrap();
         store.put(&record(2, "b")).await.unwrap();
         store.put(&record(1, "c")).await.unwrap();
-        store.remove(&[2; 16]).await.unwrap();
+        store.bury(&[2; 16], tombstone(1), Vec::new()).await.unwrap();
     }
     assert_eq!(names(&reopen(folder.path()).vms), ["c"]);
 }
@@ -115,12 +115,16 @@ async fn a_record_keeps_every_field() {
             boot_id: "x".into(),
             attaching: vec!["a".into()],
             ejecting: vec!["b".into()],
+            request_id: "r".into(),
         }),
         last_exit: Some(proto::v1::ExitStatus {
             reason: 2,
             message: "m".into(),
             time: None,
         }),
+        begun: vec![mark("r")],
+        made_run: 3,
+        made_revision: 4,
         ..record(9, "full")
     };
     {
@@ -174,4 +178,105 @@ fn a_store_without_disks_is_migrated_and_keeps_its_vms() {
     let records = reopen(folder.path());
     assert_eq!((names(&records.vms), records.disks), (vec!["old"], Vec::new()));
     drop(reopen(folder.path()));
+}
+
+fn tombstone(revision: u64) -> Tombstone {
+    let metadata = proto::v1::VmMetadata {
+        name: format!("vm{revision}"),
+        ..Default::default()
+    };
+    Tombstone {
+        run: 1,
+        revision,
+        metadata: Some(metadata),
+    }
+}
+
+fn mark(id: &str) -> RequestMark {
+    RequestMark {
+        id: id.to_owned(),
+        method: "StartVm".to_owned(),
+        fingerprint: vec![7; 32],
+        begun_ms: 5,
+    }
+}
+
+fn answered(id: &str) -> RequestRecord {
+    RequestRecord {
+        mark: Some(mark(id)),
+        ended_ms: crate::text::now_ms(),
+        code: 9,
+        message: "m".to_owned(),
+        details: vec![1],
+        response: vec![2],
+    }
+}
+
+#[tokio::test]
+async fn each_opening_is_a_run_with_a_number_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = reopen(folder.path()).history;
+    let second = reopen(folder.path()).history;
+    assert_eq!((first.run, second.run), (1, 2));
+    assert_eq!(second.nonces[&1], first.nonces[&1]);
+    assert_ne!(second.nonces[&2], second.nonces[&1]);
+}
+
+#[tokio::test]
+async fn a_deletion_is_remembered_with_the_answers_that_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    {
+        let (store, _) = Store::open(folder.path()).unwrap();
+        store.put(&record(1, "a")).await.unwrap();
+        store
+            .bury(&[1; 16], tombstone(3), vec![answered("x")])
+            .await
+            .unwrap();
+        let found = store.request("x").await.unwrap().unwrap();
+        let ended_ms = found.ended_ms;
+        assert_eq!(
+            found,
+            RequestRecord {
+                ended_ms,
+                ..answered("x")
+            }
+        );
+        assert_eq!(store.request("y").await.unwrap(), None);
+    }
+    let records = reopen(folder.path());
+    assert_eq!(
+        (records.vms, records.history.tombstones),
+        (Vec::new(), vec![tombstone(3)])
+    );
+}
+
+#[tokio::test]
+async fn the_oldest_deletions_are_forgotten_and_that_is_noted() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(FILE);
+    let database = open(&path).unwrap();
+    write(&database, |transaction| {
+        (1..=MAX_TOMBSTONES + 2).try_for_each(|revision| history::bury(transaction, &tombstone(revision)))
+    })
+    .unwrap();
+    drop(database);
+    let history = reopen(folder.path()).history;
+    assert_eq!(history.trimmed, (1, 2));
+    assert_eq!(history.tombstones.first(), Some(&tombstone(3)));
+    assert_eq!(history.tombstones.len() as u64, MAX_TOMBSTONES);
+}
+
+#[tokio::test]
+async fn answers_are_forgotten_when_they_are_a_day_old() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, _) = Store::open(folder.path()).unwrap();
+    let old = RequestRecord {
+        ended_ms: crate::text::now_ms() - REQUEST_AGE_MS - 1,
+        ..answered("old")
+    };
+    store.complete(old).await.unwrap();
+    // With the next answer.
+    store.complete(answered("x")).await.unwrap();
+    assert_eq!(store.request("old").await.unwrap(), None);
+    assert!(store.request("x").await.unwrap().is_some());
 }

@@ -21,6 +21,7 @@ use super::{
     machine,
     policy::{Decision, Occasion, decide, refuses},
     start::store_failure,
+    table::Entry,
 };
 use crate::{
     context::Context,
@@ -40,6 +41,11 @@ pub async fn create(
     dry_run: bool,
     context: &Context,
 ) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
+    if let Some(made) = host.requests.made_vm(context)
+        && let Some(created) = made_before(&host, &made, start, context).await
+    {
+        return Ok(created);
+    }
     for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
         host.disks.fill_format(disk);
     }
@@ -79,6 +85,7 @@ async fn make(
     let name = manifest.name.to_string();
     let uid = Uuid::new_v4();
     let hardware = machine::allocate(&manifest.spec, || random_mac(host));
+    let (made_run, made_revision) = host.table.now();
     let record = VmRecord {
         uid: uid.as_bytes().to_vec(),
         name: name.clone(),
@@ -88,6 +95,9 @@ async fn make(
         spec: wire,
         hardware: Some(hardware),
         intent: if start { Intent::Running } else { Intent::Stopped }.into(),
+        begun: host.requests.mark(context).into_iter().collect(),
+        made_run,
+        made_revision,
         ..VmRecord::default()
     };
     let runs =
@@ -114,16 +124,37 @@ async fn make(
     if !start {
         return Ok((created, None));
     }
+    let operation = begin_start(&entry, context).await;
+    Ok((created, operation))
+}
+
+/// Starts a VM. Whether it can begin, the operation says, and the VM's status.
+async fn begin_start(entry: &Entry, context: &Context) -> Option<v1::Operation> {
     let (reply, answer) = oneshot::channel();
     let life = Life::new(context.clone(), Request::Start, reply);
-    let sent = entry.mailbox.send(Command::Life(life)).await;
-    // Whether it can begin, the operation says, and the VM's status.
-    let answer = match sent {
-        Ok(()) => answer.await.ok().and_then(Result::ok),
-        Err(_) => None,
+    entry.mailbox.send(Command::Life(life)).await.ok()?;
+    let pending = answer.await.ok()?.ok()?.pending?;
+    Some(pending.operation())
+}
+
+/// The VM that the same request made under an earlier daemon, if it is still there. A start that the other daemon did not
+/// come to is made up for.
+async fn made_before(
+    host: &Host,
+    uid: &[u8],
+    start: bool,
+    context: &Context,
+) -> Option<(Arc<v1::Vm>, Option<v1::Operation>)> {
+    let entry = host.table.find(Uuid::from_slice(uid).ok()?)?;
+    let vm = Arc::clone(&entry.state.borrow());
+    let status = vm.status.as_ref();
+    let never = status.is_some_and(|status| status.instance.is_none() && status.last_exit.is_none());
+    let operation = if start && never {
+        begin_start(&entry, context).await
+    } else {
+        None
     };
-    let pending = answer.and_then(|answer| answer.pending);
-    Ok((created, pending.map(|pending| pending.operation())))
+    Some((vm, operation))
 }
 
 fn validate(vm: &v1::Vm) -> Result<Manifest, Failure> {

@@ -2,9 +2,15 @@
 //!
 //! Nobody who reads here waits for an actor. A state is put into the table and told to the watchers under one lock,
 //! so that a watcher sees each change after its first look exactly once and in order.
+//!
+//! Each change has a revision: numbers that grow, from 1 in each run of the daemon. Deletions are remembered, those of
+//! earlier runs too ([`crate::store`]), so that who knows the state at a revision can be told what has changed since. A
+//! deletion takes a first revision before it is written to the store and another one when it is told: of who has seen the
+//! first only, a later daemon must assume that it has not seen the deletion.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    ops::Bound,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -13,6 +19,7 @@ use tokio::sync::{broadcast, mpsc, watch};
 use uuid::Uuid;
 
 use super::actor::Command;
+use crate::store::{HistoryRecords, MAX_TOMBSTONES, Tombstone};
 
 /// Changes kept for a watcher that is slow; one that falls behind further looks at everything anew.
 const CHANGES: usize = 512;
@@ -22,13 +29,34 @@ const CHANGES: usize = 512;
 pub struct Table {
     vms: Mutex<Vms>,
     changes: broadcast::Sender<Change>,
+    /// Of this run of the daemon.
+    run: u64,
+    /// By run of the daemon: a number that tells it from runs of other stores.
+    nonces: BTreeMap<u64, u64>,
 }
 
 #[derive(Debug, Default)]
 struct Vms {
-    by_name: BTreeMap<String, Entry>,
+    by_name: BTreeMap<String, Slot>,
     /// Names of VMs that are being made.
     reserved: BTreeSet<String>,
+    /// Of the last change.
+    revision: u64,
+    /// First revisions of deletions that have not been told yet.
+    being_buried: BTreeSet<u64>,
+    /// Deletions, the oldest first.
+    tombstones: VecDeque<Buried>,
+    /// The last one that was forgotten.
+    trimmed: (u64, u64),
+}
+
+#[derive(Debug)]
+struct Slot {
+    entry: Entry,
+    /// Run and revision of its creation.
+    made: (u64, u64),
+    /// Of its present state.
+    revision: u64,
 }
 
 /// How a VM is reached.
@@ -42,16 +70,71 @@ pub struct Entry {
     pub state: watch::Receiver<Arc<v1::Vm>>,
 }
 
-/// What happened to a VM, with its state after that.
+/// What happened to a VM.
 #[derive(Clone, Debug)]
-pub enum Change {
-    /// It is new.
-    Added(Arc<v1::Vm>),
-    /// Its state is another.
-    Modified(Arc<v1::Vm>),
-    /// It is gone; its last state.
-    Deleted(Arc<v1::Vm>),
+pub struct Change {
+    /// What.
+    pub kind: ChangeKind,
+    /// Its state after that, or the last one.
+    pub vm: Arc<v1::Vm>,
+    /// Where that is in the order of changes.
+    pub at: Position,
 }
+
+/// What can happen to a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChangeKind {
+    /// It is new.
+    Added,
+    /// Its state is another.
+    Modified,
+    /// It is gone.
+    Deleted,
+}
+
+/// A place in the order of changes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Position {
+    /// Run of the daemon.
+    pub run: u64,
+    /// All changes of that run up to this revision have been told.
+    pub revision: u64,
+    /// All deletions whose first revision is not later than this have been told.
+    pub buried: u64,
+}
+
+/// The state of a VM at a time.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    /// What it is.
+    pub vm: Arc<v1::Vm>,
+    /// Run and revision of its creation.
+    pub made: (u64, u64),
+    /// Of this state.
+    pub revision: u64,
+}
+
+/// A VM that was deleted.
+#[derive(Clone, Debug)]
+pub struct Buried {
+    /// What is known of it.
+    pub vm: Arc<v1::Vm>,
+    /// When that was told, or of a deletion by an earlier run: its first revision.
+    pub at: (u64, u64),
+}
+
+/// All VMs at a time.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// Sorted by name.
+    pub vms: Vec<Seen>,
+    /// Which time.
+    pub at: Position,
+}
+
+/// Why what has changed since a position can't be told: it is of another store, or from before what is remembered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Expired;
 
 /// A name that nobody else can take until this is dropped.
 #[derive(Debug)]
@@ -62,28 +145,114 @@ pub struct Reservation<'a> {
 
 impl Default for Table {
     fn default() -> Self {
-        Self {
-            vms: Mutex::default(),
-            changes: broadcast::channel(CHANGES).0,
-        }
+        let nonces = [(1, 0)].into();
+        Self::new(HistoryRecords {
+            run: 1,
+            nonces,
+            ..HistoryRecords::default()
+        })
     }
 }
 
 impl Table {
+    /// One without VMs, which remembers what the store does.
+    pub fn new(history: HistoryRecords) -> Self {
+        let tombstones = history.tombstones.into_iter().map(|tombstone| Buried {
+            at: (tombstone.run, tombstone.revision),
+            vm: Arc::new(v1::Vm {
+                metadata: tombstone.metadata,
+                ..v1::Vm::default()
+            }),
+        });
+        let vms = Vms {
+            tombstones: tombstones.collect(),
+            trimmed: history.trimmed,
+            ..Vms::default()
+        };
+        Self {
+            vms: Mutex::new(vms),
+            changes: broadcast::channel(CHANGES).0,
+            run: history.run,
+            nonces: history.nonces,
+        }
+    }
+
     /// The VM of this name.
     pub fn get(&self, name: &str) -> Option<Entry> {
-        self.vms().by_name.get(name).cloned()
+        self.vms().by_name.get(name).map(|slot| slot.entry.clone())
+    }
+
+    /// The VM with this UUID.
+    pub fn find(&self, uid: Uuid) -> Option<Entry> {
+        let vms = self.vms();
+        let mut slots = vms.by_name.values();
+        slots
+            .find(|slot| slot.entry.uid == uid)
+            .map(|slot| slot.entry.clone())
     }
 
     /// The states of all VMs, by name.
     pub fn list(&self) -> Vec<Arc<v1::Vm>> {
-        self.vms().states()
+        self.vms().by_name.values().map(Slot::state).collect()
     }
 
-    /// The states of all VMs, and all changes from then on.
-    pub fn subscribe(&self) -> (Vec<Arc<v1::Vm>>, broadcast::Receiver<Change>) {
+    /// The first `limit` VMs after a name of which `wanted` holds, whether there are more, and where in the order of
+    /// changes that was.
+    pub fn page(
+        &self,
+        after: Option<&str>,
+        limit: usize,
+        wanted: impl Fn(&v1::Vm) -> bool,
+    ) -> (Vec<Arc<v1::Vm>>, bool, Position) {
         let vms = self.vms();
-        (vms.states(), self.changes.subscribe())
+        let from = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let found = vms.by_name.range::<str, _>((from, Bound::Unbounded));
+        let mut found = found.map(|(_, slot)| slot.state()).filter(|vm| wanted(vm));
+        let page = found.by_ref().take(limit).collect();
+        (page, found.next().is_some(), self.position(&vms))
+    }
+
+    /// All VMs, and all changes from then on.
+    pub fn subscribe(&self) -> (Snapshot, broadcast::Receiver<Change>) {
+        let vms = self.vms();
+        (self.snapshot(&vms), self.changes.subscribe())
+    }
+
+    /// The same, with the deletions since `position`, the oldest first.
+    pub fn resume(
+        &self,
+        position: Position,
+    ) -> Result<(Vec<Buried>, Snapshot, broadcast::Receiver<Change>), Expired> {
+        let vms = self.vms();
+        let Position {
+            run,
+            revision,
+            buried,
+        } = position;
+        if run > self.run || (run == self.run && revision > vms.revision) {
+            return Err(Expired);
+        }
+        // Deletions of this run are remembered with the revision at which they were told.
+        let known = (run, if run == self.run { revision } else { buried });
+        if vms.trimmed > known {
+            return Err(Expired);
+        }
+        let since = vms.tombstones.iter().filter(|buried| buried.at > known);
+        Ok((
+            since.cloned().collect(),
+            self.snapshot(&vms),
+            self.changes.subscribe(),
+        ))
+    }
+
+    /// The number that tells a run of the daemon from runs of other stores, if it is known.
+    pub fn nonce(&self, run: u64) -> Option<u64> {
+        self.nonces.get(&run).copied()
+    }
+
+    /// Run of the daemon and revision.
+    pub fn now(&self) -> (u64, u64) {
+        (self.run, self.vms().revision)
     }
 
     /// Takes a name for a VM that is being made; `None` when there is one.
@@ -98,28 +267,109 @@ impl Table {
         })
     }
 
-    /// Adds a VM.
-    pub fn insert(&self, name: &str, entry: Entry) {
+    /// Adds a VM; `made` is run and revision of its creation, or not later than that.
+    pub fn insert(&self, name: &str, entry: Entry, made: (u64, u64)) {
         let mut vms = self.vms();
-        let state = Arc::clone(&entry.state.borrow());
-        vms.by_name.insert(name.to_owned(), entry);
-        let _ = self.changes.send(Change::Added(state));
+        vms.revision += 1;
+        // Of one that was made now it is known better.
+        let made = if made.0 == self.run {
+            (self.run, vms.revision)
+        } else {
+            made
+        };
+        let slot = Slot {
+            entry,
+            made,
+            revision: vms.revision,
+        };
+        let vm = slot.state();
+        vms.by_name.insert(name.to_owned(), slot);
+        self.tell(&vms, ChangeKind::Added, vm);
     }
 
     /// Publishes a VM's new state.
     pub fn publish(&self, publisher: &watch::Sender<Arc<v1::Vm>>, state: Arc<v1::Vm>) {
-        let _in_order = self.vms();
+        let mut vms = self.vms();
+        vms.revision += 1;
+        let revision = vms.revision;
         publisher.send_replace(Arc::clone(&state));
-        let _ = self.changes.send(Change::Modified(state));
+        let name = state.metadata.as_ref().map_or("", |metadata| &metadata.name);
+        if let Some(slot) = vms.by_name.get_mut(name) {
+            slot.revision = revision;
+        }
+        self.tell(&vms, ChangeKind::Modified, state);
     }
 
-    /// Removes a VM.
-    pub fn remove(&self, name: &str) {
+    /// Begins a deletion: what is to be written to the store. [`Self::remove`] follows, or [`Self::unbury`].
+    pub fn bury(&self, metadata: v1::VmMetadata) -> Tombstone {
         let mut vms = self.vms();
-        if let Some(entry) = vms.by_name.remove(name) {
-            let _ = self
-                .changes
-                .send(Change::Deleted(Arc::clone(&entry.state.borrow())));
+        vms.revision += 1;
+        let revision = vms.revision;
+        vms.being_buried.insert(revision);
+        Tombstone {
+            run: self.run,
+            revision,
+            metadata: Some(metadata),
+        }
+    }
+
+    /// Takes the beginning of a deletion back.
+    pub fn unbury(&self, revision: u64) {
+        self.vms().being_buried.remove(&revision);
+    }
+
+    /// Removes a VM whose deletion is in the store; `buried` is the revision that it has there.
+    pub fn remove(&self, name: &str, buried: u64) {
+        let mut vms = self.vms();
+        vms.being_buried.remove(&buried);
+        let Some(slot) = vms.by_name.remove(name) else {
+            return;
+        };
+        vms.revision += 1;
+        let vm = slot.state();
+        // What was last known, as after a restart: the rest is not worth its memory.
+        let remembered = v1::Vm {
+            api_version: vm.api_version.clone(),
+            kind: vm.kind.clone(),
+            metadata: vm.metadata.clone(),
+            ..v1::Vm::default()
+        };
+        let at = (self.run, vms.revision);
+        vms.tombstones.push_back(Buried {
+            vm: Arc::new(remembered),
+            at,
+        });
+        while u64::try_from(vms.tombstones.len()).is_ok_and(|count| count > MAX_TOMBSTONES) {
+            if let Some(oldest) = vms.tombstones.pop_front() {
+                vms.trimmed = oldest.at;
+            }
+        }
+        self.tell(&vms, ChangeKind::Deleted, vm);
+    }
+
+    fn tell(&self, vms: &Vms, kind: ChangeKind, vm: Arc<v1::Vm>) {
+        let at = self.position(vms);
+        let _ = self.changes.send(Change { kind, vm, at });
+    }
+
+    fn position(&self, vms: &Vms) -> Position {
+        let pending = vms.being_buried.first();
+        Position {
+            run: self.run,
+            revision: vms.revision,
+            buried: pending.map_or(vms.revision, |first| first.saturating_sub(1)),
+        }
+    }
+
+    fn snapshot(&self, vms: &Vms) -> Snapshot {
+        let seen = vms.by_name.values().map(|slot| Seen {
+            vm: slot.state(),
+            made: slot.made,
+            revision: slot.revision,
+        });
+        Snapshot {
+            vms: seen.collect(),
+            at: self.position(vms),
         }
     }
 
@@ -128,12 +378,9 @@ impl Table {
     }
 }
 
-impl Vms {
-    fn states(&self) -> Vec<Arc<v1::Vm>> {
-        self.by_name
-            .values()
-            .map(|entry| Arc::clone(&entry.state.borrow()))
-            .collect()
+impl Slot {
+    fn state(&self) -> Arc<v1::Vm> {
+        Arc::clone(&self.entry.state.borrow())
     }
 }
 
@@ -144,70 +391,4 @@ impl Drop for Reservation<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn entry(name: &str) -> (watch::Sender<Arc<v1::Vm>>, Entry) {
-        let metadata = v1::VmMetadata {
-            name: name.to_owned(),
-            ..Default::default()
-        };
-        let vm = v1::Vm {
-            metadata: Some(metadata),
-            ..Default::default()
-        };
-        let (publisher, state) = watch::channel(Arc::new(vm));
-        (
-            publisher,
-            Entry {
-                uid: Uuid::new_v4(),
-                mailbox: mpsc::channel(1).0,
-                state,
-            },
-        )
-    }
-
-    #[test]
-    fn a_name_is_given_once() {
-        let table = Table::default();
-        let reservation = table.reserve("a").unwrap();
-        assert!(table.reserve("a").is_none());
-        drop(reservation);
-        let reservation = table.reserve("a").unwrap();
-        let (_publisher, entry) = entry("a");
-        table.insert("a", entry);
-        drop(reservation);
-        assert!(table.reserve("a").is_none());
-    }
-
-    #[test]
-    fn a_watcher_sees_what_is_there_and_then_every_change_in_order() {
-        let table = Table::default();
-        let (publisher, first) = entry("a");
-        table.insert("a", first);
-        let (there, mut changes) = table.subscribe();
-        assert_eq!(there.len(), 1);
-        for phase in [2, 3] {
-            let status = v1::VmStatus {
-                phase,
-                ..Default::default()
-            };
-            let vm = v1::Vm {
-                status: Some(status),
-                ..Default::default()
-            };
-            table.publish(&publisher, Arc::new(vm));
-        }
-        table.remove("a");
-        let mut seen = Vec::new();
-        while let Ok(change) = changes.try_recv() {
-            seen.push(match change {
-                Change::Added(_) => "added".to_owned(),
-                Change::Modified(vm) => format!("{}", vm.status.as_ref().unwrap().phase),
-                Change::Deleted(_) => "deleted".to_owned(),
-            });
-        }
-        assert_eq!(seen, ["2", "3", "deleted"]);
-        assert!(table.get("a").is_none() && table.list().is_empty());
-    }
-}
+mod tests;

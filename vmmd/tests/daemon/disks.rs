@@ -31,7 +31,7 @@ impl Daemon {
         Ok(client.create_disk(request).await?.into_inner().disk.unwrap())
     }
 
-    async fn disks(&self) -> DiskServiceClient<tonic::transport::Channel> {
+    pub async fn disks(&self) -> DiskServiceClient<tonic::transport::Channel> {
         DiskServiceClient::new(connect(self.folder.path()).await)
     }
 

@@ -18,6 +18,7 @@ mod attachments;
 mod automatic;
 mod disks;
 mod plug;
+mod request;
 mod run;
 mod stop;
 mod tell;
@@ -117,6 +118,8 @@ pub enum Command {
     Reconsider,
     /// About its disks.
     Disk {
+        /// Who asks, and what for.
+        context: Context,
         /// What is asked for.
         request: DiskRequest,
         /// Where the answer goes.
@@ -200,6 +203,8 @@ impl Actor {
         let first = view.describe(host, uid, &record, &spec, instance.as_ref(), &disks);
         let (publisher, state) = watch::channel(Arc::new(first));
         let name = record.name.clone();
+        host.requests.adopt_vm(&record);
+        let made = (record.made_run, record.made_revision);
         let actor = Self {
             host: Arc::clone(host),
             uid,
@@ -223,6 +228,7 @@ impl Actor {
                 mailbox: sender,
                 state,
             },
+            made,
         );
         tokio::spawn(actor.run(occasion));
     }
@@ -285,8 +291,12 @@ impl Actor {
                 self.reconsider().await;
                 return ControlFlow::Continue(());
             }
-            Command::Disk { request, reply } => {
-                self.on_disk_request(request, reply).await;
+            Command::Disk {
+                context,
+                request,
+                reply,
+            } => {
+                self.on_disk_request(&context, request, reply).await;
                 return ControlFlow::Continue(());
             }
             Command::Client(reply) => {
@@ -299,12 +309,24 @@ impl Actor {
                 return ControlFlow::Continue(());
             }
         };
+        if let Err(failure) = self.expected(&life.context) {
+            let _ = life.reply.send(Err(failure));
+            return ControlFlow::Continue(());
+        }
+        if matches!(life.request, Request::Start | Request::Restart) && self.runs_for(&life.context) {
+            respond(life.reply, Ok(self.state()));
+            return ControlFlow::Continue(());
+        }
         if let Err(failure) = self.permitted(&life) {
             let _ = life.reply.send(Err(failure));
             return ControlFlow::Continue(());
         }
         let situation = self.situation();
-        match admit(situation, life.request) {
+        let verdict = admit(situation, life.request);
+        if !matches!(verdict, Verdict::Refuse(_)) {
+            self.admitted(&life.context);
+        }
+        match verdict {
             Verdict::Done => {
                 if life.request == Request::Stop {
                     self.forget_restart().await;

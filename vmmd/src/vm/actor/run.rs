@@ -57,6 +57,7 @@ impl Actor {
             started_ms: text::now_ms(),
             generation: self.record.generation,
             boot_id: self.host.boot_id.clone(),
+            request_id: operation.context().request_id.clone(),
             ..InstanceRecord::default()
         });
         let plan = Plan {

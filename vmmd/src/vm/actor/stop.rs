@@ -373,24 +373,27 @@ impl Actor {
         }
         let before = self.view.clone();
         self.enter(VmPhase::Terminating, "Deleting", "");
-        if let Err(error) = self.host.store.remove(&self.record.uid).await {
-            let failure = store_failure(error);
-            let phase = match before.phase {
-                VmPhase::Terminating => VmPhase::Stopped,
-                phase => phase,
-            };
-            self.enter(phase, "DeleteFailed", failure.message.clone());
-            operation.fail(&failure);
-            complete_all(also, &self.state());
-            return ControlFlow::Continue(());
-        }
+        let buried = match self.bury().await {
+            Ok(revision) => revision,
+            Err(error) => {
+                let failure = store_failure(error);
+                let phase = match before.phase {
+                    VmPhase::Terminating => VmPhase::Stopped,
+                    phase => phase,
+                };
+                self.enter(phase, "DeleteFailed", failure.message.clone());
+                operation.fail(&failure);
+                complete_all(also, &self.state());
+                return ControlFlow::Continue(());
+            }
+        };
         self.clean_up().await;
         let logs = LogDir::of(&self.host.config, self.uid);
         if let Ok(Err(error)) = spawn_blocking(move || logs.remove()).await {
             tracing::warn!(vm = self.record.name, %error, "remove the VM's logs");
         }
         self.host.disks.give_back(&self.record.name, None);
-        self.host.table.remove(&self.record.name);
+        self.host.table.remove(&self.record.name, buried);
         self.tell(EventSeverity::Normal, "Deleted", "the VM was deleted");
         operation.complete_with("the VM is deleted", self.state());
         complete_all(also, &self.state());

@@ -28,13 +28,14 @@ mod spec;
 pub use self::spec::without_disk;
 use super::{Actor, DiskRequest, Reply, answer, plug::Outcome};
 use crate::{
+    context::Context,
     control::Client,
     failure::{Failure, Kind},
     vm::admission::{self, admit_disk},
 };
 
 impl Actor {
-    pub(super) async fn on_disk_request(&mut self, request: DiskRequest, reply: Reply) {
+    pub(super) async fn on_disk_request(&mut self, context: &Context, request: DiskRequest, reply: Reply) {
         let asked = match &request {
             DiskRequest::Attach(_) => admission::DiskRequest::Attach,
             DiskRequest::Detach { .. } => admission::DiskRequest::Detach,
@@ -45,6 +46,16 @@ impl Actor {
             Ok(place) => place,
             Err(refusal) => return answer([reply], &Err(refusal.into_failure(&self.record.name))),
         };
+        if let Err(failure) = self.expected(context) {
+            return answer([reply], &Err(failure));
+        }
+        if let DiskRequest::Detach { disk, .. } = &request
+            && self.has_begun(context)
+            && !self.spec.disks.iter().any(|known| known.name.as_str() == disk)
+        {
+            return answer([reply], &Ok(self.state()));
+        }
+        self.admitted(context);
         let result = match request {
             DiskRequest::Attach(wire) => self.attach(place, wire, reply).await,
             DiskRequest::Detach { disk, timeout, force } => {

@@ -1,0 +1,121 @@
+//! Cursors of lists and watches: a place in the order of changes, of which store, for which VMs.
+
+use std::{fmt, str::FromStr};
+
+use super::filter::Filter;
+use crate::{
+    failure::{Failure, Kind},
+    vm::table::{Position, Table},
+};
+
+/// A cursor. Clients see it as text that means nothing to them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cursor {
+    /// Tells the run of the daemon from runs of other stores.
+    nonce: u64,
+    /// Everything up to here has been told.
+    position: Position,
+    /// Hash of the filter.
+    filter: u64,
+}
+
+impl Cursor {
+    /// At `position` of those that `filter` chooses.
+    pub fn new(table: &Table, position: Position, filter: &Filter) -> Self {
+        Self {
+            nonce: table.nonce(position.run).unwrap_or_default(),
+            position,
+            filter: filter.hash(),
+        }
+    }
+
+    /// Reads the cursor in a request, of the field `field`. One of another filter is refused: it says nothing of the other
+    /// VMs.
+    pub fn read(field: &str, text: &str, filter: &Filter) -> Result<Self, Failure> {
+        let Ok(cursor) = text.parse::<Self>() else {
+            return Err(Failure::field(field, "is none: give one exactly as it came"));
+        };
+        if cursor.filter != filter.hash() {
+            let problem = "is of a list or watch with another filter: give the same filter, or begin anew";
+            return Err(Failure::field(field, problem));
+        }
+        Ok(cursor)
+    }
+
+    /// Where it is, if that is a place of this store.
+    pub fn position(&self, table: &Table) -> Result<Position, Failure> {
+        if table.nonce(self.position.run) == Some(self.nonce) {
+            Ok(self.position)
+        } else {
+            Err(expired())
+        }
+    }
+}
+
+/// What a cursor is refused with when nobody knows any more what has been since.
+pub fn expired() -> Failure {
+    let message = "the cursor is of another node, or older than what the node remembers: list the VMs and watch from the \
+                   cursor of that list, or watch without one";
+    Failure::new(Kind::OutOfRange, "CURSOR_EXPIRED", message)
+}
+
+impl fmt::Display for Cursor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Position {
+            run,
+            revision,
+            buried,
+        } = self.position;
+        let Self { nonce, filter, .. } = self;
+        write!(f, "{nonce:016x}.{run:x}.{revision:x}.{buried:x}.{filter:016x}")
+    }
+}
+
+impl FromStr for Cursor {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let mut parts = text.split('.').map(|part| {
+            let digits = !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_hexdigit());
+            u64::from_str_radix(part, 16).ok().filter(|_| digits)
+        });
+        let mut next = || parts.next().flatten().ok_or(());
+        let nonce = next()?;
+        let position = Position {
+            run: next()?,
+            revision: next()?,
+            buried: next()?,
+        };
+        let filter = next()?;
+        match parts.next() {
+            None => Ok(Self {
+                nonce,
+                position,
+                filter,
+            }),
+            Some(_) => Err(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    proptest::proptest! {
+        #[test]
+        fn a_cursor_is_read_as_it_was_written(numbers in proptest::array::uniform5(proptest::num::u64::ANY)) {
+            let [nonce, run, revision, buried, filter] = numbers;
+            let cursor = Cursor { nonce, position: Position { run, revision, buried }, filter };
+            proptest::prop_assert_eq!(cursor.to_string().parse(), Ok(cursor));
+        }
+
+        #[test]
+        fn any_other_text_is_refused(text in "[0-9a-f.+-]{0,40}") {
+            if let Ok(cursor) = text.parse::<Cursor>() {
+                proptest::prop_assert_eq!(text.split('.').count(), 5);
+                proptest::prop_assert_eq!(cursor.to_string().parse(), Ok(cursor));
+            }
+        }
+    }
+}

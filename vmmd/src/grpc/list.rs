@@ -1,0 +1,49 @@
+//! `ListVms`: VMs by name, a page at a time.
+
+use proto::v1::{ListVmsRequest, ListVmsResponse};
+
+use super::{cursor::Cursor, filter::Filter, mask::Mask};
+use crate::{failure::Failure, vm::table::Table};
+
+/// Most VMs in an answer.
+const MAX_PAGE: u32 = 1000;
+
+/// Answers a request. A page begins after the last name of the one before, so that VMs that come and go meanwhile neither
+/// repeat others nor hide them. All pages have the cursor of the first: a watch from there tells what was missed since.
+pub fn list(table: &Table, request: &ListVmsRequest) -> Result<ListVmsResponse, Failure> {
+    let filter = Filter::new(request.filter.as_ref(), "")?;
+    let mask = Mask::new(&request.fields)?;
+    let limit = match request.page_size {
+        0 => MAX_PAGE,
+        size if size <= MAX_PAGE => size,
+        size => {
+            let problem = format_args!("must be at most {MAX_PAGE}, is {size}");
+            return Err(Failure::field("pageSize", problem));
+        }
+    };
+    let after = match request.page_token.as_str() {
+        "" => None,
+        token => Some(read_token(token, &filter)?),
+    };
+    let name = after.as_ref().map(|(_, name)| name.as_str());
+    let limit = usize::try_from(limit).unwrap_or(usize::MAX);
+    let (vms, more, position) = table.page(name, limit, |vm| filter.matches(vm));
+    let cursor = after.as_ref().map_or_else(
+        || Cursor::new(table, position, &filter).to_string(),
+        |(cursor, _)| cursor.to_string(),
+    );
+    let last = vms.last().and_then(|vm| vm.metadata.as_ref()).filter(|_| more);
+    let next_page_token = last.map(|last| format!("{cursor}.{}", last.name));
+    Ok(ListVmsResponse {
+        vms: vms.iter().map(|vm| mask.apply(vm)).collect(),
+        next_page_token: next_page_token.unwrap_or_default(),
+        cursor,
+    })
+}
+
+/// A token is the first page's cursor and the last name.
+fn read_token(token: &str, filter: &Filter) -> Result<(Cursor, String), Failure> {
+    let (cursor, name) = token.rsplit_once('.').unwrap_or((token, ""));
+    let cursor = Cursor::read("pageToken", cursor, filter)?;
+    Ok((cursor, name.to_owned()))
+}

@@ -1,0 +1,299 @@
+//! Requests with an id: each is carried out once, however often it is sent.
+//!
+//! ```text
+//!            begin                 answered, and the answer is final
+//!   (none) ─────────▶ under way ───────────────────────────────────────▶ answered (in the store)
+//!      ▲                │    │ the daemon ends
+//!      └────────────────┘    └──▶ left (in the record of what it is about) ──▶ under way …
+//!       a passing failure
+//! ```
+//!
+//! Who sends a request that is under way waits for the same answer. An answered one is answered as before, for a day or
+//! until [100,000](crate::store) others have been answered since. The same id with another method or other content is
+//! refused.
+//!
+//! Before the first durable effect of a request its mark (id, method, hash of the content) is in the record of the VM or
+//! disk; it is written in the same transaction, so that it costs nothing. The answer is written before the client has
+//! it, which is the one commit that an id costs. What a daemon that was killed in between leaves is carried out again
+//! by the retry, which then finds the mark:
+//!
+//! | request | a retry after the daemon was killed |
+//! |---|---|
+//! | CreateVm | a VM with the mark is the answer; with `start` it is started when it never was |
+//! | UpdateVm, SetMemoryTarget, SetRateLimit | carried out again; `generation` is not looked at, it was right when it began |
+//! | DeleteVm | the answer is written together with the removal of the record: answered |
+//! | StartVm, RestartVm | a run that the request began, and that goes on, is the answer; else carried out again |
+//! | StopVm, PauseVm, ResumeVm | carried out again; what is so already is a success |
+//! | ResetVm | carried out again when its answer was not written: nothing durable tells of a reset |
+//! | AttachDisk | carried out again; the same disk again is no error, and `generation` is not looked at |
+//! | DetachDisk | a disk that is not there any more is a success |
+//! | ResizeVmDisk, ResizeDisk | carried out again; a size that it has already is a success |
+//! | CreateDisk | a disk with the mark is the answer; a disk that was not whole was removed, and is made again |
+//! | DeleteDisk | the answer is written together with the beginning of the deletion: answered |
+//! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
+
+mod answer;
+mod mutation;
+
+use std::{
+    collections::HashMap,
+    future::Future,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use prost::Message;
+use sha2::{Digest, Sha256};
+use tokio::sync::watch;
+use tonic::{Response, Status};
+
+use self::answer::Answer;
+pub use self::{answer::done, mutation::Mutation};
+use crate::{
+    context::{Context, Initiator},
+    failure::{Failure, Kind},
+    host::Host,
+    store::{DiskRecord, REQUEST_AGE_MS, RequestMark, VmRecord},
+    text,
+};
+
+/// Longest id in bytes.
+const MAX_ID: usize = 128;
+
+/// Requests that have been begun and not been answered.
+#[derive(Debug, Default)]
+pub struct Requests {
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    under_way: HashMap<String, UnderWay>,
+    /// Begun by an earlier daemon. Some of them were answered: the store says so.
+    left: HashMap<String, Left>,
+}
+
+#[derive(Debug)]
+struct UnderWay {
+    mark: RequestMark,
+    /// Nothing until it has ended.
+    answer: watch::Receiver<Option<Answer>>,
+}
+
+#[derive(Debug)]
+struct Left {
+    mark: RequestMark,
+    /// UUID of the VM or disk that has the mark.
+    on: Vec<u8>,
+}
+
+/// What becomes of a request.
+enum Entered {
+    Begun(watch::Sender<Option<Answer>>),
+    Waiting(watch::Receiver<Option<Answer>>),
+}
+
+/// Carries a request out, or answers it as it was answered. `work` goes on when the caller goes away, if the request has an
+/// id.
+pub async fn once<Q, A, F>(
+    host: &Arc<Host>,
+    request: tonic::Request<Q>,
+    work: impl FnOnce(Arc<Host>, Q, Context) -> F + Send + 'static,
+) -> Result<Response<A>, Status>
+where
+    Q: Mutation,
+    A: Message + Default + 'static,
+    F: Future<Output = Result<A, Status>> + Send + 'static,
+{
+    let context = context(&request)?;
+    let request = request.into_inner();
+    let host = Arc::clone(host);
+    if context.request_id.is_empty() {
+        return work(host, request, context).await.map(Response::new);
+    }
+    let mark = mark(&request);
+    let mut answer = match host.requests.enter(&mark)? {
+        Entered::Waiting(answer) => answer,
+        Entered::Begun(sender) => {
+            let answer = sender.subscribe();
+            tokio::spawn(async move {
+                let _under_way = Guard(Arc::clone(&host), mark.id.clone());
+                let answer = carry_out(&host, mark, || work(Arc::clone(&host), request, context)).await;
+                sender.send_replace(Some(answer));
+            });
+            answer
+        }
+    };
+    let ended = answer.wait_for(Option::is_some).await;
+    let ended = ended.ok().and_then(|answer| answer.clone());
+    let ended = ended.ok_or_else(|| Failure::internal("the request ended without an answer"))?;
+    ended.decode().map(Response::new)
+}
+
+async fn carry_out<A, F>(host: &Host, mark: RequestMark, work: impl FnOnce() -> F) -> Answer
+where
+    A: Message,
+    F: Future<Output = Result<A, Status>>,
+{
+    match host.store.request(&mark.id).await {
+        Ok(Some(record)) if same(record.mark.as_ref(), &mark) => return Answer::from(record),
+        Ok(Some(_)) => return Answer::from(Status::from(reused(&mark.id))),
+        Ok(None) => {}
+        Err(error) => return Answer::from(Status::from(crate::vm::store_failure(error))),
+    }
+    let answer = match work().await {
+        Ok(response) => Answer::of(&response),
+        Err(status) => Answer::from(status),
+    };
+    if answer.is_final() {
+        let id = mark.id.clone();
+        // What was done stays done; without its answer a retry is carried out again.
+        if let Err(error) = host.store.complete(answer.record(mark)).await {
+            tracing::error!(request = id, %error, "the answer of a request could not be written");
+        }
+        host.requests.inner().left.remove(&id);
+    }
+    answer
+}
+
+/// Who asks, with which id, for which generation. An id that is none is refused.
+pub fn context<Q: Mutation>(request: &tonic::Request<Q>) -> Result<Context, Failure> {
+    let id = request.get_ref().request_id();
+    if id.len() > MAX_ID || !id.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ') {
+        let problem = format_args!("must be at most {MAX_ID} printable ASCII characters");
+        return Err(Failure::field("requestId", problem));
+    }
+    Ok(Context {
+        request_id: id.to_owned(),
+        initiator: request
+            .extensions()
+            .get::<Initiator>()
+            .cloned()
+            .unwrap_or_default(),
+        generation: request.get_ref().generation(),
+    })
+}
+
+fn mark<Q: Mutation>(request: &Q) -> RequestMark {
+    // Maps are sorted: the same content has the same bytes.
+    let content = request.clone().without_id().encode_to_vec();
+    RequestMark {
+        id: request.request_id().to_owned(),
+        method: Q::METHOD.to_owned(),
+        fingerprint: Sha256::digest(&content).to_vec(),
+        begun_ms: text::now_ms(),
+    }
+}
+
+fn same(known: Option<&RequestMark>, mark: &RequestMark) -> bool {
+    known.is_some_and(|known| known.method == mark.method && known.fingerprint == mark.fingerprint)
+}
+
+fn reused(id: &str) -> Failure {
+    let message =
+        format!("request id \"{id}\" was used for another request: give each request an id of its own");
+    Failure::new(Kind::Exists, "REQUEST_ID_REUSED", message)
+}
+
+/// Takes a request out of those under way.
+struct Guard(Arc<Host>, String);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.requests.inner().under_way.remove(&self.1);
+    }
+}
+
+impl Requests {
+    /// The mark of the request, while it is under way; `None` when it has no id.
+    pub fn mark(&self, context: &Context) -> Option<RequestMark> {
+        let inner = self.inner();
+        inner
+            .under_way
+            .get(&context.request_id)
+            .map(|under_way| under_way.mark.clone())
+    }
+
+    /// Whether a request with this id is under way.
+    pub fn is_under_way(&self, id: &str) -> bool {
+        self.inner().under_way.contains_key(id)
+    }
+
+    /// Adds the mark of the request to those of a VM, and forgets those that have been answered.
+    pub fn note(&self, context: &Context, begun: &mut Vec<RequestMark>) {
+        let Some(mark) = self.mark(context) else { return };
+        let inner = self.inner();
+        let open = |id: &String| inner.under_way.contains_key(id) || inner.left.contains_key(id);
+        begun.retain(|known| known.id != mark.id && open(&known.id));
+        begun.push(mark);
+    }
+
+    /// Takes over what an earlier daemon has begun on a VM.
+    pub fn adopt_vm(&self, record: &VmRecord) {
+        self.adopt(&record.begun, &record.uid);
+    }
+
+    /// Takes over what an earlier daemon has begun on a disk.
+    pub fn adopt_disk(&self, record: &DiskRecord) {
+        self.adopt(&record.begun, &record.uid);
+    }
+
+    fn adopt(&self, begun: &[RequestMark], on: &[u8]) {
+        let now = text::now_ms();
+        let mut inner = self.inner();
+        let recent = begun
+            .iter()
+            .filter(|mark| now.saturating_sub(mark.begun_ms) < REQUEST_AGE_MS);
+        inner.left.extend(recent.map(|mark| {
+            let left = Left {
+                mark: mark.clone(),
+                on: on.to_vec(),
+            };
+            (mark.id.clone(), left)
+        }));
+    }
+
+    /// UUID of the VM that the request made under an earlier daemon.
+    pub fn made_vm(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "CreateVm")
+    }
+
+    /// UUID of the disk that the request made under an earlier daemon.
+    pub fn made_disk(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "CreateDisk")
+    }
+
+    fn made(&self, context: &Context, method: &str) -> Option<Vec<u8>> {
+        let inner = self.inner();
+        let left = inner.left.get(&context.request_id)?;
+        (left.mark.method == method).then(|| left.on.clone())
+    }
+
+    fn enter(&self, mark: &RequestMark) -> Result<Entered, Failure> {
+        let mut inner = self.inner();
+        if let Some(under_way) = inner.under_way.get(&mark.id) {
+            if !same(Some(&under_way.mark), mark) {
+                return Err(reused(&mark.id));
+            }
+            return Ok(Entered::Waiting(under_way.answer.clone()));
+        }
+        if let Some(left) = inner.left.get(&mark.id)
+            && !same(Some(&left.mark), mark)
+        {
+            return Err(reused(&mark.id));
+        }
+        let (sender, answer) = watch::channel(None);
+        let under_way = UnderWay {
+            mark: mark.clone(),
+            answer,
+        };
+        inner.under_way.insert(mark.id.clone(), under_way);
+        Ok(Entered::Begun(sender))
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests;

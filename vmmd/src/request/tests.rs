@@ -1,0 +1,169 @@
+use std::collections::BTreeMap;
+
+use prost::Message as _;
+use prost_types::{DescriptorProto, FileDescriptorSet};
+use proto::v1;
+use tonic::{Code, Status};
+
+use super::{answer::Answer, mutation::METHODS, *};
+use crate::failure::Failure;
+
+/// What no request id is for: these change nothing, or are no other the second time.
+fn changes_nothing(method: &str) -> bool {
+    let prefixes = ["Get", "List", "Watch", "Check", "Diagnose"];
+    let others = ["Console", "CancelOperation"];
+    prefixes.iter().any(|prefix| method.starts_with(prefix)) || others.contains(&method)
+}
+
+fn public() -> FileDescriptorSet {
+    let mut files = FileDescriptorSet::decode(proto::DESCRIPTORS).unwrap();
+    files.file.retain(|file| file.package() == "vmmd.v1");
+    files
+}
+
+fn has(message: &DescriptorProto, field: &str) -> bool {
+    message.field.iter().any(|known| known.name() == field)
+}
+
+#[test]
+fn every_method_that_changes_something_takes_a_request_id_and_those_of_a_vm_a_generation() {
+    let files = public();
+    let messages: BTreeMap<_, _> = files
+        .file
+        .iter()
+        .flat_map(|file| &file.message_type)
+        .map(|message| (format!(".vmmd.v1.{}", message.name()), message))
+        .collect();
+    let mut found = Vec::new();
+    for service in files.file.iter().flat_map(|file| &file.service) {
+        for method in &service.method {
+            let (name, request) = (method.name(), messages[method.input_type()]);
+            if changes_nothing(name) {
+                assert!(!has(request, "request_id"), "{name} changes nothing");
+                continue;
+            }
+            assert!(has(request, "request_id"), "{name} takes no request id");
+            let of_vm = service.name() == "VmService" && name != "CreateVm";
+            assert_eq!(has(request, "generation"), of_vm, "{name}");
+            found.push((name, of_vm));
+        }
+    }
+    let mut known = METHODS.to_vec();
+    known.sort_unstable();
+    found.sort_unstable();
+    assert_eq!(found, known, "each has a `Mutation`");
+}
+
+fn start(id: &str, name: &str) -> v1::StartVmRequest {
+    v1::StartVmRequest {
+        name: name.into(),
+        request_id: id.into(),
+        ..Default::default()
+    }
+}
+
+#[test]
+fn a_mark_is_the_same_for_the_same_content_whatever_the_id() {
+    let same = |a: &RequestMark, b: &RequestMark| super::same(Some(a), b);
+    let first = mark(&start("1", "a"));
+    assert!(same(&first, &mark(&start("2", "a"))));
+    assert!(!same(&first, &mark(&start("1", "b"))));
+    let pause = v1::PauseVmRequest {
+        name: "a".into(),
+        request_id: "1".into(),
+        ..Default::default()
+    };
+    assert!(
+        !same(&first, &mark(&pause)),
+        "the bytes are the same, the method is not"
+    );
+}
+
+#[test]
+fn an_id_is_short_printable_text() {
+    let check = |id: &str| context(&tonic::Request::new(start(id, "a")));
+    for right in [
+        "",
+        "a",
+        "0198c1d2-0000-7000-8000-000000000000",
+        "a b~!",
+        &"x".repeat(128),
+    ] {
+        assert_eq!(check(right).unwrap().request_id, right);
+    }
+    for wrong in ["\n", "ä", "\u{7f}", &"x".repeat(129)] {
+        let failure = check(wrong).unwrap_err();
+        assert_eq!(failure.violations.0[0].field, "requestId", "{wrong:?}");
+    }
+}
+
+#[test]
+fn only_failures_that_stay_are_remembered() {
+    let failure = |kind, reason| Answer::from(Status::from(Failure::new(kind, reason, "m")));
+    for (is_final, kind, reason) in [
+        (true, Kind::NotFound, "VM_NOT_FOUND"),
+        (true, Kind::Exists, "VM_EXISTS"),
+        (true, Kind::Precondition, "STILL_RUNNING"),
+        (true, Kind::Aborted, "GENERATION_MISMATCH"),
+        (false, Kind::Precondition, "BUSY"),
+        (false, Kind::Aborted, "SUPERSEDED"),
+        (false, Kind::Invalid, "INVALID_FIELDS"),
+        (false, Kind::Exhausted, "STORE_FULL"),
+        (false, Kind::Deadline, "GUEST_DID_NOT_EJECT"),
+        (false, Kind::Unavailable, "DAEMON_STOPPING"),
+        (false, Kind::Internal, "INTERNAL"),
+        (false, Kind::Unimplemented, "UNIMPLEMENTED"),
+    ] {
+        assert_eq!(failure(kind, reason).is_final(), is_final, "{reason}");
+    }
+    assert!(Answer::of(&v1::DeleteVmResponse::default()).is_final());
+}
+
+#[test]
+fn an_answer_is_given_as_it_was() {
+    let status = Status::from(Failure::field("x", "is wrong"));
+    let kept = Answer::from(Answer::from(status.clone()).record(RequestMark::default()));
+    let again = kept.decode::<v1::StartVmResponse>().unwrap_err();
+    assert_eq!(
+        (again.code(), again.message()),
+        (Code::InvalidArgument, status.message())
+    );
+    assert_eq!(again.details(), status.details());
+    let response = v1::StartVmResponse {
+        vm: Some(v1::Vm {
+            kind: "Vm".into(),
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    let kept = Answer::from(Answer::of(&response).record(RequestMark::default()));
+    assert_eq!(kept.decode::<v1::StartVmResponse>().unwrap(), response);
+}
+
+#[test]
+fn marks_are_kept_while_their_request_has_no_answer() {
+    let requests = Requests::default();
+    let context = |id: &str| Context {
+        request_id: id.to_owned(),
+        ..Context::default()
+    };
+    let mut begun = vec![mark(&start("answered", "a"))];
+    requests.adopt(&[mark(&start("left", "a"))], &[1]);
+    begun.push(mark(&start("left", "a")));
+    let Entered::Begun(_sender) = requests.enter(&mark(&start("now", "a"))).unwrap() else {
+        panic!("it is new");
+    };
+    requests.note(&context("now"), &mut begun);
+    requests.note(&context("now"), &mut begun);
+    requests.note(&context(""), &mut begun);
+    let ids: Vec<_> = begun.iter().map(|mark| mark.id.as_str()).collect();
+    assert_eq!(ids, ["left", "now"]);
+    assert!(matches!(
+        requests.enter(&mark(&start("now", "a"))),
+        Ok(Entered::Waiting(_))
+    ));
+    for id in ["left", "now"] {
+        let failure = requests.enter(&mark(&start(id, "b"))).err().unwrap();
+        assert_eq!(failure.reason, "REQUEST_ID_REUSED", "{id}");
+    }
+}

@@ -1,0 +1,58 @@
+//! What goes along with a request: its id, and the generation that it expects.
+
+use super::Actor;
+use crate::{
+    context::Context,
+    failure::{Failure, Kind},
+    request, store,
+};
+
+impl Actor {
+    /// Whether the VM has the generation that the request is for. One that was begun already is not asked again: it may
+    /// have changed the generation itself.
+    pub(super) fn expected(&self, context: &Context) -> Result<(), Failure> {
+        let (wanted, present) = (context.generation, self.record.generation);
+        if wanted == 0 || wanted == present || self.has_begun(context) {
+            return Ok(());
+        }
+        let message = format!(
+            "VM \"{}\" has generation {present}, not {wanted}: look at it again, then decide anew",
+            self.record.name
+        );
+        Err(Failure::new(Kind::Aborted, "GENERATION_MISMATCH", message))
+    }
+
+    /// Notes that the request was admitted; it is written together with what it does first.
+    pub(super) fn admitted(&mut self, context: &Context) {
+        self.host.requests.note(context, &mut self.record.begun);
+    }
+
+    /// Whether the request was admitted before.
+    pub(super) fn has_begun(&self, context: &Context) -> bool {
+        let id = &context.request_id;
+        !id.is_empty() && self.record.begun.iter().any(|mark| mark.id == *id)
+    }
+
+    /// Removes the record for good, and answers those who asked for that together with it. Returns the deletion's
+    /// revision in the store.
+    pub(super) async fn bury(&self) -> Result<u64, store::Error> {
+        let metadata = self.state().metadata.clone().unwrap_or_default();
+        let tombstone = self.host.table.bury(metadata);
+        let revision = tombstone.revision;
+        let begun = self.record.begun.iter();
+        let deletions =
+            begun.filter(|mark| mark.method == "DeleteVm" && self.host.requests.is_under_way(&mark.id));
+        let answered = deletions.map(|mark| request::done(mark.clone())).collect();
+        let buried = self.host.store.bury(&self.record.uid, tombstone, answered).await;
+        if buried.is_err() {
+            self.host.table.unbury(revision);
+        }
+        buried.map(|()| revision)
+    }
+
+    /// Whether the present run was begun by the request.
+    pub(super) fn runs_for(&self, context: &Context) -> bool {
+        let run = self.record.instance.as_ref().filter(|_| self.instance.is_some());
+        !context.request_id.is_empty() && run.is_some_and(|run| run.request_id == context.request_id)
+    }
+}

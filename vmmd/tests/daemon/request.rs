@@ -1,0 +1,395 @@
+//! Request ids and generations: a request is carried out once, whatever happens to the daemon.
+
+use std::future::Future;
+
+use proto::v1::{self, VmPhase, WatchEventType, WatchVmsResponse};
+use tokio_stream::StreamExt;
+use tonic::{Code, Request, Response, Status};
+
+use crate::{
+    attach::{disk, names},
+    harness::{Daemon, refusal, status, uid, vm_pid},
+};
+
+fn create(daemon: &Daemon, id: &str, name: &str, start: bool) -> v1::CreateVmRequest {
+    v1::CreateVmRequest {
+        vm: Some(daemon.manifest(name, "")),
+        start,
+        request_id: id.into(),
+        ..Default::default()
+    }
+}
+
+fn start(id: &str, name: &str) -> v1::StartVmRequest {
+    v1::StartVmRequest {
+        name: name.into(),
+        request_id: id.into(),
+        ..Default::default()
+    }
+}
+
+fn restart(id: &str, name: &str) -> v1::RestartVmRequest {
+    v1::RestartVmRequest {
+        name: name.into(),
+        request_id: id.into(),
+        ..Default::default()
+    }
+}
+
+fn delete(id: &str, name: &str) -> v1::DeleteVmRequest {
+    v1::DeleteVmRequest {
+        name: name.into(),
+        request_id: id.into(),
+        force: true,
+        ..Default::default()
+    }
+}
+
+fn vm(response: Result<Response<v1::CreateVmResponse>, Status>) -> v1::Vm {
+    response.unwrap().into_inner().vm.unwrap()
+}
+
+#[tokio::test]
+async fn a_request_that_is_sent_again_is_answered_as_before_also_by_the_next_daemon() {
+    let mut daemon = Daemon::start().await;
+    let request = create(&daemon, "1", "a", false);
+    let first = vm(daemon.client().create_vm(request.clone()).await);
+    daemon.start_vm("a").await.unwrap();
+    assert_eq!(vm(daemon.client().create_vm(request.clone()).await), first);
+    // A failure that stays is remembered, too.
+    let again = create(&daemon, "2", "a", false);
+    let failure = daemon.client().create_vm(again.clone()).await.unwrap_err();
+    assert_eq!(refusal(&failure), (Code::AlreadyExists, "VM_EXISTS".into()));
+    daemon.client().delete_vm(delete("3", "a")).await.unwrap();
+    for restart in [false, true] {
+        if restart {
+            daemon.kill_and_restart().await;
+        }
+        assert_eq!(vm(daemon.client().create_vm(request.clone()).await), first);
+        let failure = daemon.client().create_vm(again.clone()).await.unwrap_err();
+        assert_eq!(refusal(&failure), (Code::AlreadyExists, "VM_EXISTS".into()));
+        daemon.client().delete_vm(delete("3", "a")).await.unwrap();
+        let failure = daemon.client().delete_vm(delete("", "a")).await.unwrap_err();
+        assert_eq!(failure.code(), Code::NotFound);
+        // Other content, and another method.
+        for failure in [
+            daemon.client().delete_vm(delete("3", "b")).await.unwrap_err(),
+            daemon.client().start_vm(start("3", "a")).await.unwrap_err(),
+            daemon
+                .client()
+                .create_vm(create(&daemon, "1", "a", true))
+                .await
+                .unwrap_err(),
+        ] {
+            assert_eq!(
+                refusal(&failure),
+                (Code::AlreadyExists, "REQUEST_ID_REUSED".into())
+            );
+        }
+    }
+    assert!(daemon.list().await.is_empty());
+}
+
+#[tokio::test]
+async fn a_request_that_was_wrong_leaves_its_id_free() {
+    let daemon = Daemon::start().await;
+    let mut wrong = create(&daemon, "1", "a", false);
+    wrong.vm.as_mut().unwrap().metadata.as_mut().unwrap().name = "A".into();
+    let failure = daemon.client().create_vm(wrong).await.unwrap_err();
+    assert_eq!(failure.code(), Code::InvalidArgument);
+    vm(daemon.client().create_vm(create(&daemon, "1", "a", false)).await);
+    let long = daemon
+        .client()
+        .start_vm(start(&"x".repeat(129), "a"))
+        .await
+        .unwrap_err();
+    assert_eq!(long.code(), Code::InvalidArgument);
+}
+
+#[tokio::test]
+async fn the_same_request_at_the_same_time_waits_for_the_same_answer() {
+    let daemon = Daemon::start().await;
+    daemon.create(daemon.manifest("a", "")).await.unwrap();
+    let mut calls = tokio::task::JoinSet::new();
+    for _ in 0..8 {
+        let mut client = daemon.client();
+        calls.spawn(async move { client.start_vm(start("1", "a")).await });
+    }
+    while let Some(answer) = calls.join_next().await {
+        // A start that is not the same finds the VM running sooner or later.
+        let started = answer.unwrap().unwrap().into_inner().vm.unwrap();
+        assert_eq!(status(&started).phase(), VmPhase::Running);
+    }
+    let again = daemon.client().start_vm(start("2", "a")).await.unwrap_err();
+    assert_eq!(
+        refusal(&again),
+        (Code::FailedPrecondition, "ALREADY_RUNNING".into())
+    );
+}
+
+impl Daemon {
+    /// Makes a call, kills the daemon when an event comes of which `seen` holds, and starts it anew.
+    async fn killed_at<T: Send + 'static>(
+        &mut self,
+        call: impl Future<Output = T> + Send + 'static,
+        seen: impl Fn(&WatchVmsResponse) -> bool,
+    ) {
+        let mut events = self.watch("").await;
+        while events.next().await.unwrap().unwrap().r#type() != WatchEventType::Synced {}
+        let call = tokio::spawn(call);
+        while !seen(&events.next().await.unwrap().unwrap()) {}
+        self.kill();
+        // It may have been answered or not.
+        drop(call.await);
+        self.relaunch().await;
+    }
+}
+
+fn phase(event: &WatchVmsResponse) -> VmPhase {
+    let status = event.vm.as_ref().and_then(|vm| vm.status.as_ref());
+    status.map_or(VmPhase::Unspecified, v1::VmStatus::phase)
+}
+
+#[tokio::test]
+async fn a_create_that_the_daemon_did_not_survive_makes_one_vm() {
+    let mut daemon = Daemon::start().await;
+    for (name, start) in [("a", false), ("b", true)] {
+        let request = create(&daemon, name, name, start);
+        let (mut client, first) = (daemon.client(), request.clone());
+        daemon
+            .killed_at(async move { client.create_vm(first).await }, |event| {
+                event.r#type() == WatchEventType::Added
+            })
+            .await;
+        let made = vm(daemon.client().create_vm(request.clone()).await);
+        assert_eq!(uid(&made), uid(&daemon.get(name).await.unwrap()));
+        assert_eq!(uid(&vm(daemon.client().create_vm(request).await)), uid(&made));
+    }
+    assert_eq!(daemon.list().await.len(), 2);
+}
+
+#[tokio::test]
+async fn a_start_that_the_daemon_did_not_survive_leads_to_one_run() {
+    for at in [VmPhase::Starting, VmPhase::Running] {
+        let mut daemon = Daemon::start().await;
+        daemon.create(daemon.manifest("a", "")).await.unwrap();
+        let mut client = daemon.client();
+        let call = async move { client.start_vm(start("1", "a")).await };
+        daemon.killed_at(call, |event| phase(event) == at).await;
+        let started = daemon
+            .client()
+            .start_vm(start("1", "a"))
+            .await
+            .unwrap()
+            .into_inner();
+        assert_eq!(status(&started.vm.unwrap()).phase(), VmPhase::Running, "{at:?}");
+        assert_eq!(daemon.vmm_processes().len(), 1);
+        let other = daemon.client().start_vm(start("2", "a")).await.unwrap_err();
+        assert_eq!(refusal(&other).1, "ALREADY_RUNNING");
+    }
+}
+
+#[tokio::test]
+async fn a_restart_that_the_daemon_did_not_survive_is_made_once() {
+    for at in [VmPhase::Stopping, VmPhase::Starting, VmPhase::Running] {
+        let mut daemon = Daemon::start().await;
+        let before = vm_pid(&daemon.run("a", "").await);
+        let mut client = daemon.client();
+        let call = async move { client.restart_vm(restart("1", "a")).await };
+        daemon.killed_at(call, |event| phase(event) == at).await;
+        let restarted = daemon
+            .client()
+            .restart_vm(restart("1", "a"))
+            .await
+            .unwrap()
+            .into_inner();
+        let after = vm_pid(&restarted.vm.unwrap());
+        assert_ne!(after, before, "{at:?}");
+        let again = daemon
+            .client()
+            .restart_vm(restart("1", "a"))
+            .await
+            .unwrap()
+            .into_inner();
+        assert_eq!(vm_pid(&again.vm.unwrap()), after, "{at:?}");
+        assert_eq!(vm_pid(&daemon.get("a").await.unwrap()), after, "{at:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_delete_that_the_daemon_did_not_survive_never_deletes_another_vm() {
+    let mut daemon = Daemon::start().await;
+    daemon.run("a", "").await;
+    let mut client = daemon.client();
+    let call = async move { client.delete_vm(delete("1", "a")).await };
+    let gone = |event: &WatchVmsResponse| event.r#type() == WatchEventType::Deleted;
+    daemon.killed_at(call, gone).await;
+    let new = daemon.create(daemon.manifest("a", "")).await.unwrap();
+    daemon.client().delete_vm(delete("1", "a")).await.unwrap();
+    assert_eq!(uid(&daemon.get("a").await.unwrap()), uid(&new));
+}
+
+#[tokio::test]
+async fn a_change_of_the_spec_that_the_daemon_did_not_survive_is_not_asked_for_its_generation_again() {
+    let mut daemon = Daemon::start().await;
+    daemon.create(daemon.manifest("a", "")).await.unwrap();
+    let data = disk(&daemon, "data");
+    let attach = v1::AttachDiskRequest {
+        vm: "a".into(),
+        disk: Some(data),
+        generation: 1,
+        request_id: "1".into(),
+    };
+    let detach = v1::DetachDiskRequest {
+        vm: "a".into(),
+        disk: "data".into(),
+        generation: 2,
+        request_id: "2".into(),
+        ..Default::default()
+    };
+    let changed = |generation: u64| {
+        move |event: &WatchVmsResponse| {
+            let metadata = event.vm.as_ref().and_then(|vm| vm.metadata.as_ref());
+            metadata.is_some_and(|metadata| metadata.generation == generation)
+        }
+    };
+    let (mut client, request) = (daemon.client(), attach.clone());
+    daemon
+        .killed_at(async move { client.attach_disk(request).await }, changed(2))
+        .await;
+    let attached = daemon.client().attach_disk(attach).await.unwrap().into_inner();
+    assert_eq!(names(&attached.vm.unwrap()), ["data"]);
+    let (mut client, request) = (daemon.client(), detach.clone());
+    daemon
+        .killed_at(async move { client.detach_disk(request).await }, changed(3))
+        .await;
+    let detached = daemon
+        .client()
+        .detach_disk(detach.clone())
+        .await
+        .unwrap()
+        .into_inner();
+    assert!(names(&detached.vm.unwrap()).is_empty());
+    let other = v1::DetachDiskRequest {
+        request_id: "3".into(),
+        generation: 3,
+        ..detach
+    };
+    let failure = daemon.client().detach_disk(other).await.unwrap_err();
+    assert_eq!(failure.code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn a_disk_is_made_and_deleted_once() {
+    let mut daemon = Daemon::start().await;
+    let request = v1::CreateDiskRequest {
+        disk: Some(v1::Disk {
+            name: "d".into(),
+            size_bytes: 1 << 20,
+            ..Default::default()
+        }),
+        request_id: "1".into(),
+        ..Default::default()
+    };
+    let gone = v1::DeleteDiskRequest {
+        name: "d".into(),
+        request_id: "2".into(),
+    };
+    let made = daemon
+        .disks()
+        .await
+        .create_disk(request.clone())
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(
+        daemon
+            .disks()
+            .await
+            .create_disk(request.clone())
+            .await
+            .unwrap()
+            .into_inner(),
+        made
+    );
+    daemon.disks().await.delete_disk(gone.clone()).await.unwrap();
+    daemon.kill_and_restart().await;
+    daemon.disks().await.delete_disk(gone).await.unwrap();
+    assert_eq!(
+        daemon
+            .disks()
+            .await
+            .create_disk(request)
+            .await
+            .unwrap()
+            .into_inner(),
+        made
+    );
+    let left = daemon
+        .disks()
+        .await
+        .list_disks(v1::ListDisksRequest {})
+        .await
+        .unwrap();
+    assert!(left.into_inner().disks.is_empty());
+}
+
+/// Makes each of these calls for VM `a` with a generation and an id; names them with their answers.
+macro_rules! with_generation {
+    ($daemon:expr, $generation:expr, $id:expr; $($call:ident($request:ident { $field:ident $(, $more:ident: $value:expr)* })),* $(,)?) => {{
+        let mut answers: Vec<(&str, Result<(), Status>)> = Vec::new();
+        $(
+            #[allow(clippy::needless_update, reason = "some requests have nothing else")]
+            let request = Request::new(v1::$request {
+                $field: "a".into(),
+                generation: $generation,
+                request_id: format!("{} {}", $id, stringify!($call)),
+                $($more: $value,)*
+                ..Default::default()
+            });
+            answers.push((stringify!($call), $daemon.client().$call(request).await.map(drop)));
+        )*
+        answers
+    }};
+}
+
+#[tokio::test]
+async fn each_mutation_is_refused_when_the_generation_is_another() {
+    let daemon = Daemon::start().await;
+    daemon.run("a", "").await;
+    let data = disk(&daemon, "data");
+    let before = daemon.get("a").await.unwrap();
+    let answers = with_generation!(daemon, 7, "x";
+        start_vm(StartVmRequest { name }),
+        stop_vm(StopVmRequest { name }),
+        restart_vm(RestartVmRequest { name }),
+        pause_vm(PauseVmRequest { name }),
+        resume_vm(ResumeVmRequest { name }),
+        attach_disk(AttachDiskRequest { vm, disk: Some(data) }),
+        detach_disk(DetachDiskRequest { vm, disk: "data".into() }),
+        resize_vm_disk(ResizeVmDiskRequest { vm, disk: "data".into(), size_bytes: 512 }),
+        set_rate_limit(SetRateLimitRequest { vm, target: Some(v1::set_rate_limit_request::Target::Disk("data".into())) }),
+        delete_vm(DeleteVmRequest { name, force: true }),
+    );
+    for (call, answer) in answers {
+        let failure = answer.unwrap_err();
+        let expected = (Code::Aborted, "GENERATION_MISMATCH".to_owned());
+        assert_eq!(refusal(&failure), expected, "{call}: {failure:?}");
+        assert!(
+            failure.message().contains("generation 1, not 7"),
+            "{}",
+            failure.message()
+        );
+    }
+    assert_eq!(daemon.get("a").await.unwrap(), before);
+    for (call, answer) in with_generation!(daemon, 1, "y";
+        pause_vm(PauseVmRequest { name }),
+        resume_vm(ResumeVmRequest { name }),
+        restart_vm(RestartVmRequest { name }),
+        stop_vm(StopVmRequest { name }),
+        start_vm(StartVmRequest { name }),
+        delete_vm(DeleteVmRequest { name, force: true }),
+    ) {
+        answer.unwrap_or_else(|failure| panic!("{call}: {failure:?}"));
+    }
+}
