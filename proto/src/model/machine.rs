@@ -9,6 +9,7 @@ use super::{
     Violations,
     disk::{Format, MAX_QUEUES, MAX_SERIAL, OnError, RateLimit},
     nic::Mac,
+    resources::{HugePages, MAX_NUMA_NODE, MemoryOptions},
     topology::Topology,
     vm::{MAX_CMDLINE, MAX_DISKS, MAX_MEMORY, MAX_NICS, MEMORY_STEP, MIN_MEMORY},
 };
@@ -54,6 +55,8 @@ pub struct Machine {
     pub memory_bytes: u64,
     /// Backed by a memfd instead of private memory.
     pub memory_shared: bool,
+    /// How it is got from the host.
+    pub memory: MemoryOptions,
     /// /dev/kvm.
     pub kvm: FdIndex,
     /// Kernel image.
@@ -255,6 +258,7 @@ impl Machine {
             topology,
             memory_bytes: memory,
             memory_shared: spec.memory_shared,
+            memory: memory_options(&mut claims.found, spec),
             kvm: claims.fd("kvm_fd", spec.kvm_fd),
             kernel: claims.fd("kernel.kernel_fd", kernel.kernel_fd),
             initrd: kernel.initrd_fd.map(|index| claims.fd("kernel.initrd_fd", index)),
@@ -292,6 +296,38 @@ impl Disk {
         let mut claims = Claims::of(fds);
         let disk = disk(&mut claims, wire, topology, is_group);
         claims.found.or(disk)
+    }
+}
+
+/// How a VM's RAM is got. The sizes of pages and RAM must fit, and KSM merges neither huge nor shared pages.
+fn memory_options(found: &mut Violations, spec: &vmm::MachineSpec) -> MemoryOptions {
+    let huge_pages = match spec.huge_page_bytes {
+        0 => None,
+        bytes => match HugePages::of_bytes(bytes) {
+            Some(size) if spec.memory_bytes.is_multiple_of(bytes) => Some(size),
+            _ => {
+                found.add(
+                    "huge_page_bytes",
+                    format_args!(
+                        "no pages of {bytes} bytes for {} bytes of memory",
+                        spec.memory_bytes
+                    ),
+                );
+                None
+            }
+        },
+    };
+    if spec.mergeable && (huge_pages.is_some() || spec.memory_shared) {
+        found.add("mergeable", "not with huge pages or shared memory");
+    }
+    if spec.numa_node.is_some_and(|node| node > MAX_NUMA_NODE) {
+        found.add("numa_node", format_args!("at most {MAX_NUMA_NODE}"));
+    }
+    MemoryOptions {
+        huge_pages,
+        prefault: spec.prefault,
+        mergeable: spec.mergeable,
+        numa_node: spec.numa_node,
     }
 }
 

@@ -10,6 +10,7 @@ pub mod machine;
 pub mod name;
 pub mod nic;
 pub mod policy;
+pub mod resources;
 pub mod topology;
 pub mod vm;
 

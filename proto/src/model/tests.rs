@@ -409,3 +409,33 @@ fn two_disks_or_groups_of_one_name_are_refused() {
     let refused = Machine::new(&spec, 6).unwrap_err().to_string();
     assert_eq!(refused.matches("two with that name").count(), 2, "{refused}");
 }
+
+#[test]
+fn memory_of_a_machine_is_checked_with_its_pages() {
+    let wrong = |change: fn(&mut vmm::MachineSpec)| {
+        let mut spec = machine();
+        change(&mut spec);
+        let violations = Machine::new(&spec, 4).err().unwrap_or_default();
+        violations
+            .0
+            .into_iter()
+            .map(|violation| violation.field)
+            .collect::<Vec<_>>()
+    };
+    let good = wrong(|spec| {
+        spec.huge_page_bytes = 2 << 20;
+        spec.memory_shared = true;
+        spec.prefault = true;
+        spec.numa_node = Some(0);
+    });
+    assert_eq!(good, [""; 0]);
+    assert_eq!(wrong(|spec| spec.huge_page_bytes = 4 << 20), ["huge_page_bytes"]);
+    // 256 MiB are no multiple of 1 GiB.
+    assert_eq!(wrong(|spec| spec.huge_page_bytes = 1 << 30), ["huge_page_bytes"]);
+    let both = wrong(|spec| {
+        spec.mergeable = true;
+        spec.memory_shared = true;
+        spec.numa_node = Some(5000);
+    });
+    assert_eq!(both, ["mergeable", "numa_node"]);
+}

@@ -12,6 +12,7 @@ use super::{
     name::Name,
     nic::Mac,
     policy::RunPolicy,
+    resources::{self, CpuSet, MemoryOptions},
     topology::Topology,
 };
 use crate::v1;
@@ -59,10 +60,14 @@ pub struct VmSpec {
     pub topology: Topology,
     /// What each of them gets of the node's processors.
     pub cpu: CpuShare,
+    /// The node's processors that it runs on; all when `None`.
+    pub host_cpus: Option<CpuSet>,
     /// Guest RAM in bytes.
     pub memory_bytes: u64,
     /// How it is backed.
     pub backing: Backing,
+    /// How the RAM is got.
+    pub memory: MemoryOptions,
     /// What is booted.
     pub boot: Boot,
     /// Disks in the order of the manifest.
@@ -165,9 +170,13 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             .map_err(|error| found.add("spec.cpu.cores", error))
             .ok();
         let cpu = CpuShare::new(&mut found, &spec.cpu.clone().unwrap_or_default());
-        let memory_bytes = spec.memory.map_or(0, |memory| memory.size_bytes);
+        let host_cpus = spec.cpu.as_ref().map_or("", |cpu| &cpu.host_cpus);
+        let host_cpus = resources::host_cpus(&mut found, host_cpus);
+        let memory = spec.memory.unwrap_or_default();
+        let memory_bytes = memory.size_bytes;
         memory_size(&mut found, memory_bytes);
-        let backing = backing(&mut found, spec.memory.map_or(0, |memory| memory.backing));
+        let backing = backing(&mut found, memory.backing);
+        let memory = resources::memory(&mut found, &memory, backing);
         let boot = boot(&mut found, spec.boot.as_ref());
         let disks = list(&mut found, "spec.disks", &spec.disks, MAX_DISKS, Disk::new);
         let nics = list(&mut found, "spec.nics", &spec.nics, MAX_NICS, nic);
@@ -205,8 +214,10 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             (Some(topology), Some(boot)) => found.or(Self {
                 topology,
                 cpu,
+                host_cpus,
                 memory_bytes,
                 backing,
+                memory,
                 boot,
                 disks,
                 nics,

@@ -6,6 +6,7 @@ use proto::{
     model::{
         disk::Disk,
         nic::Mac,
+        resources::HugePages,
         vm::{Backing, Boot, VmSpec},
     },
     vmm::{self, MachineSpec},
@@ -121,6 +122,10 @@ pub fn assemble(
             })
             .collect(),
         rate_groups: spec.rate_groups.iter().map(Into::into).collect(),
+        huge_page_bytes: spec.memory.huge_pages.map_or(0, HugePages::bytes),
+        prefault: spec.memory.prefault,
+        mergeable: spec.memory.mergeable,
+        numa_node: spec.memory.numa_node,
         ..Default::default()
     };
     (machine, fds.0)
@@ -202,7 +207,10 @@ mod tests {
             }),
             memory: Some(v1::MemorySpec {
                 size_bytes: 256 << 20,
-                backing: 0,
+                backing: v1::MemoryBacking::Shared.into(),
+                huge_pages: v1::HugePages::HugePages2m.into(),
+                prefault: true,
+                numa_node: Some(0),
                 ..Default::default()
             }),
             boot: Some(v1::BootSpec {
@@ -272,6 +280,7 @@ mod tests {
         let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);
         let machine = Machine::new(&machine, fds.len()).unwrap();
         assert_eq!((machine.disks.len(), machine.nics.len()), (16, 8));
+        assert_eq!((machine.memory, machine.memory_shared), (spec.memory, true));
         assert_eq!(machine.nics[1].mac, mac(&hardware, "eth1").unwrap());
         assert!(fds.len() <= proto::wire::MAX_FDS);
     }

@@ -14,6 +14,7 @@ use proto::{
     model::{
         disk::{Cache, Disk, Source},
         nic::Mac,
+        resources::HugePages,
         vm::{Attachment, Backing, Boot, Manifest, Nic},
     },
     v1, vmm,
@@ -86,6 +87,10 @@ pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
         serial_log_fd: None,
         serial_log_old_fd: None,
         rate_groups: spec.rate_groups.iter().map(Into::into).collect(),
+        huge_page_bytes: spec.memory.huge_pages.map_or(0, HugePages::bytes),
+        prefault: spec.memory.prefault,
+        mergeable: spec.memory.mergeable,
+        numa_node: spec.memory.numa_node,
         ..Default::default()
     };
     Ok((machine, fds.0))
