@@ -1,34 +1,40 @@
 //! What backs guest RAM on the host.
 //!
 //! Each region's host address is a multiple of 2 MiB, as its guest address is, so that both sides can map huge pages.
-//! Nothing is touched here: pages come with the guest's first access, private memory by transparent huge pages.
+//! Pages come with the guest's first access, private memory by transparent huge pages; with huge pages of the host, or
+//! when it is asked for, all of them are there from the beginning and stay.
 
 #![allow(unsafe_code)]
 
-use std::{fs::File, io, ops::Range, ptr::NonNull, sync::Arc};
+use std::{fs::File, io, ops::Range, sync::Arc};
 
 use devices::{GuestMemory, dirty::DirtyBitmap};
+use proto::model::resources::{HugePages, MemoryOptions};
 use rustix::{
     fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create},
-    mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap},
+    io::Errno,
+    mm::{Advice, madvise},
 };
+use tracing::warn;
 use vm_memory::{
     FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, bitmap::Bitmap,
     mmap::MmapRegionBuilder,
 };
 
-use super::layout::{RAM_ALIGNMENT, RAM_MAX, RAM_MIN, ram_ranges};
+use super::{
+    huge::{self, NotEnough},
+    layout::{RAM_ALIGNMENT, RAM_MAX, RAM_MIN, ram_ranges},
+    mapping::{Mapping, Source},
+    populate,
+};
 
 /// How RAM is backed on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
-    /// Private anonymous memory with transparent huge pages.
+    /// Private anonymous memory, with transparent huge pages unless it is made of others.
     Private,
     /// A memfd that other processes can map.
-    Shared {
-        /// Of the host's reserved huge pages (2 MiB).
-        huge_pages: bool,
-    },
+    Shared,
 }
 
 /// RAM that can't be had.
@@ -39,6 +45,18 @@ pub enum RamError {
         "a machine can't have {0} bytes of memory: it takes {RAM_MIN} to {RAM_MAX}, a multiple of {RAM_ALIGNMENT}"
     )]
     Size(u64),
+    /// There are not enough huge pages, or none of this size.
+    #[error(transparent)]
+    HugePages(#[from] NotEnough),
+    /// The host has no such NUMA node, or the VM may not have memory of it.
+    #[error("guest memory from NUMA node {node}: the host has no such node with memory that this VM may use")]
+    NumaNode {
+        /// Which.
+        node: u32,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
     /// The host refused.
     #[error("{operation} of {bytes} bytes of guest memory")]
     Host {
@@ -61,29 +79,50 @@ pub struct GuestRam {
     memory: GuestMemory,
     file: Option<Arc<File>>,
     size: u64,
+    /// All pages are there and stay; of this size at the least.
+    resident: Option<u64>,
 }
 
 impl GuestRam {
     /// `size` bytes of RAM, laid out around the MMIO hole; all zeroes, none of it touched.
     pub fn new(size: u64, backing: Backing) -> Result<Self, RamError> {
+        Self::with_options(size, backing, &MemoryOptions::default())
+    }
+
+    /// The same, got from the host in a certain way. Takes long when all of it is touched; nothing but the end of the process
+    /// ends that early.
+    pub fn with_options(size: u64, backing: Backing, options: &MemoryOptions) -> Result<Self, RamError> {
         if !(RAM_MIN..=RAM_MAX).contains(&size) || !size.is_multiple_of(RAM_ALIGNMENT) {
             return Err(RamError::Size(size));
         }
+        let page = options.huge_pages.map_or(RAM_ALIGNMENT, HugePages::bytes);
+        if !size.is_multiple_of(page) {
+            return Err(RamError::Size(size));
+        }
+        huge::check(size, options)?;
         let file = match backing {
             Backing::Private => None,
-            Backing::Shared { huge_pages } => Some(Arc::new(memfd(size, huge_pages)?)),
+            Backing::Shared => Some(Arc::new(memfd(size, options)?)),
         };
         let (low, high) = ram_ranges(size);
         let mut regions = Vec::with_capacity(2);
         let mut offset = 0;
         for range in [low, high].into_iter().filter(|range| !range.is_empty()) {
-            regions.push(region(&range, file.as_ref(), offset)?);
+            regions.push(region(&range, file.as_ref(), offset, options)?);
             offset = range.end.saturating_sub(range.start).saturating_add(offset);
         }
+        let memory = GuestMemory::from_regions(regions)?;
+        // A reservation of huge pages holds for the whole host: what a NUMA node or a control group has not shows only
+        // now, and later would be a SIGBUS.
+        let resident = (options.prefault || options.huge_pages.is_some()).then_some(page);
+        if let Some(page) = resident {
+            populate::touch(&memory, page).map_err(|error| lacking(size, options, "taking", error))?;
+        }
         Ok(Self {
-            memory: GuestMemory::from_regions(regions)?,
+            memory,
             file,
             size,
+            resident,
         })
     }
 
@@ -92,8 +131,17 @@ impl GuestRam {
         &self.memory
     }
 
-    /// Back to zeroes, none of it touched: for a machine that starts anew. With all vCPUs and devices stopped.
+    /// Back to zeroes, none of it touched unless it is to be there all the time: for a machine that starts anew. With all
+    /// vCPUs and devices stopped.
     pub fn clear(&self) -> Result<(), RamError> {
+        if let Some(page) = self.resident {
+            // What is given back may be somebody else's before it is needed again.
+            return populate::zero(&self.memory, page).map_err(|source| RamError::Host {
+                operation: "clearing",
+                bytes: self.size,
+                source,
+            });
+        }
         let host = |operation, source| RamError::Host {
             operation,
             bytes: self.size,
@@ -133,84 +181,11 @@ impl GuestRam {
     }
 }
 
-/// A mapping that begins at a multiple of 2 MiB and ends with this value.
-struct Mapping {
-    address: NonNull<u8>,
-    length: usize,
-}
-
-// SAFETY: the address is only used for unmapping, by whoever drops the value.
-unsafe impl Send for Mapping {}
-// SAFETY: there is nothing to do with a shared reference.
-unsafe impl Sync for Mapping {}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: the range was mapped by `Mapping::new`, and the region that used it is gone.
-        let unmapped = unsafe { munmap(self.address.as_ptr().cast(), self.length) };
-        debug_assert!(unmapped.is_ok(), "munmap of a mapping of ours");
-    }
-}
-
-impl Mapping {
-    fn new(length: usize, file: Option<(&File, u64)>) -> Result<Self, rustix::io::Errno> {
-        const ALIGNMENT: usize = 2 << 20;
-        let reserved = length.checked_add(ALIGNMENT).ok_or(rustix::io::Errno::NOMEM)?;
-        // SAFETY: a new mapping at an address of the kernel's choice.
-        let start = unsafe {
-            mmap_anonymous(
-                std::ptr::null_mut(),
-                reserved,
-                ProtFlags::empty(),
-                MapFlags::PRIVATE | MapFlags::NORESERVE,
-            )?
-        };
-        let skip = start.align_offset(ALIGNMENT);
-        let address = start.wrapping_byte_add(skip);
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
-        let fixed = MapFlags::FIXED | MapFlags::NORESERVE;
-        let mapped = match file {
-            // SAFETY: replaces a part of the reservation above, which nobody else knows.
-            Some((file, offset)) => unsafe {
-                mmap(
-                    address,
-                    length,
-                    protection,
-                    fixed | MapFlags::SHARED,
-                    file,
-                    offset,
-                )
-            },
-            // SAFETY: as above.
-            None => unsafe { mmap_anonymous(address, length, protection, fixed | MapFlags::PRIVATE) },
-        };
-        if let Err(errno) = mapped {
-            // SAFETY: the reservation is ours and unused.
-            let _ = unsafe { munmap(start, reserved) };
-            return Err(errno);
-        }
-        let tail = reserved.saturating_sub(skip).saturating_sub(length);
-        for (address, length) in [(start, skip), (address.wrapping_byte_add(length), tail)] {
-            if length > 0 {
-                // SAFETY: the margins of the reservation, which hold nothing.
-                let _ = unsafe { munmap(address, length) };
-            }
-        }
-        NonNull::new(address.cast())
-            .map(|address| Self { address, length })
-            .ok_or(rustix::io::Errno::NOMEM)
-    }
-
-    fn advise(&self, advice: Advice) -> Result<(), rustix::io::Errno> {
-        // SAFETY: none of the advice used here changes what the memory holds.
-        unsafe { madvise(self.address.as_ptr().cast(), self.length, advice) }
-    }
-}
-
 fn region(
     range: &Range<u64>,
     file: Option<&Arc<File>>,
     offset: u64,
+    options: &MemoryOptions,
 ) -> Result<GuestRegionMmap<DirtyBitmap>, RamError> {
     let bytes = range.end.saturating_sub(range.start);
     let host = |operation, source| RamError::Host {
@@ -219,16 +194,33 @@ fn region(
         source,
     };
     let length = usize::try_from(bytes).map_err(|_| RamError::Size(bytes))?;
-    let mapping = Mapping::new(length, file.map(|file| (file.as_ref(), offset)))
-        .map_err(|errno| host("mapping", errno.into()))?;
+    let source = Source {
+        file: file.map(|file| (file.as_ref(), offset)),
+        huge_pages: options.huge_pages,
+    };
+    let mapping =
+        Mapping::new(length, source).map_err(|errno| lacking(bytes, options, "mapping", errno.into()))?;
+    if let Some(node) = options.numa_node {
+        mapping.bind(node).map_err(|errno| RamError::NumaNode {
+            node,
+            source: errno.into(),
+        })?;
+    }
     // A core dump of the VMM holds nothing of its guest.
     mapping
         .advise(Advice::LinuxDontDump)
         .map_err(|errno| host("exclusion from core dumps", errno.into()))?;
-    // A kernel without transparent huge pages refuses this; small pages do.
-    let _ = mapping.advise(Advice::LinuxHugepage);
+    if options.huge_pages.is_none() {
+        // A kernel without transparent huge pages refuses this; small pages do.
+        let _ = mapping.advise(Advice::LinuxHugepage);
+    }
+    if options.mergeable
+        && let Err(errno) = mapping.advise(Advice::LinuxMergeable)
+    {
+        warn!(error = %errno, "the host's kernel merges no pages: it is built without KSM");
+    }
 
-    let address = mapping.address.as_ptr();
+    let address = mapping.address().as_ptr();
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let mut builder =
         MmapRegionBuilder::new_with_bitmap(length, DirtyBitmap::with_owner(length, Box::new(mapping)))
@@ -248,27 +240,32 @@ fn region(
     GuestRegionMmap::new(region, GuestAddress(range.start)).ok_or(RamError::Size(bytes))
 }
 
-fn memfd(size: u64, huge_pages: bool) -> Result<File, RamError> {
-    let host = |operation| {
-        move |errno: rustix::io::Errno| RamError::Host {
+/// What it means that memory could not be had.
+fn lacking(bytes: u64, options: &MemoryOptions, operation: &'static str, error: io::Error) -> RamError {
+    match options.huge_pages {
+        Some(size) => NotEnough::new(bytes, size, options.numa_node, Some(error)).into(),
+        None => RamError::Host {
             operation,
-            bytes: size,
-            source: errno.into(),
-        }
-    };
-    let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    if huge_pages {
-        flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+            bytes,
+            source: error,
+        },
     }
+}
+
+fn memfd(size: u64, options: &MemoryOptions) -> Result<File, RamError> {
+    let host = |operation| move |errno: Errno| lacking(size, options, operation, errno.into());
+    let flags = MemfdFlags::CLOEXEC
+        | MemfdFlags::ALLOW_SEALING
+        | match options.huge_pages {
+            None => MemfdFlags::empty(),
+            Some(HugePages::Size2M) => MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+            Some(HugePages::Size1G) => MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB,
+        };
     let file = memfd_create("guest-ram", flags).map_err(host("memfd_create"))?;
     ftruncate(&file, size).map_err(host("sizing the memfd"))?;
     // Whoever maps it can't be killed by SIGBUS through another process's ftruncate.
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
         .map_err(host("sealing the memfd"))?;
-    if huge_pages {
-        // Fails now, not by SIGBUS later, when the host has not enough huge pages.
-        fallocate(&file, FallocateFlags::empty(), 0, size).map_err(host("taking huge pages"))?;
-    }
     Ok(File::from(file))
 }
 
@@ -288,7 +285,7 @@ mod tests {
 
     #[test]
     fn ram_lies_on_both_sides_of_the_hole_at_huge_page_boundaries() {
-        for backing in [Backing::Private, Backing::Shared { huge_pages: false }] {
+        for backing in [Backing::Private, Backing::Shared] {
             let ram = GuestRam::new(5 * GIB, backing).unwrap();
             let regions: Vec<_> = ram
                 .memory()
@@ -308,7 +305,7 @@ mod tests {
     #[test]
     fn a_shared_ram_is_in_its_file_and_the_high_part_follows_the_low_one() {
         use std::os::unix::fs::FileExt;
-        let ram = GuestRam::new(3 * GIB + 2 * MIB, Backing::Shared { huge_pages: false }).unwrap();
+        let ram = GuestRam::new(3 * GIB + 2 * MIB, Backing::Shared).unwrap();
         ram.memory()
             .write_obj(0x1122_3344_u32, GuestAddress(4 * GIB + 8))
             .unwrap();
@@ -330,7 +327,7 @@ mod tests {
 
     #[test]
     fn a_cleared_ram_is_all_zeroes_and_marked_as_changed() {
-        for backing in [Backing::Private, Backing::Shared { huge_pages: false }] {
+        for backing in [Backing::Private, Backing::Shared] {
             let ram = GuestRam::new(RAM_MIN, backing).unwrap();
             ram.memory().write_obj(7_u64, GuestAddress(0x5000)).unwrap();
             ram.memory().iter().next().unwrap().get_mmap().bitmap().start();
@@ -351,5 +348,115 @@ mod tests {
         ] {
             assert!(matches!(GuestRam::new(size, Backing::Private), Err(RamError::Size(s)) if s == size));
         }
+    }
+
+    /// Bytes of RAM that the host has given, by the kernel's account of this process's mappings.
+    fn resident(ram: &GuestRam) -> u64 {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let starts: Vec<_> = host_addresses(ram)
+            .iter()
+            .map(|address| format!("{address:x}-"))
+            .collect();
+        let mut inside = false;
+        let mut sum = 0;
+        for line in smaps.lines() {
+            if line.split(' ').next().is_some_and(|word| word.contains('-')) {
+                inside = starts.iter().any(|start| line.starts_with(start));
+            } else if let Some(rest) = line.strip_prefix("Rss:").filter(|_| inside) {
+                let kib: u64 = rest.trim().trim_end_matches(" kB").parse().unwrap();
+                sum += kib << 10;
+            }
+        }
+        sum
+    }
+
+    #[test]
+    fn prefaulted_ram_is_all_there_and_stays_so_when_it_is_cleared() {
+        for backing in [Backing::Private, Backing::Shared] {
+            let lazy = GuestRam::new(RAM_MIN, backing).unwrap();
+            assert_eq!(resident(&lazy), 0);
+            let options = MemoryOptions {
+                prefault: true,
+                ..MemoryOptions::default()
+            };
+            let ram = GuestRam::with_options(RAM_MIN, backing, &options).unwrap();
+            assert_eq!(resident(&ram), RAM_MIN);
+            ram.memory().write_obj(7_u64, GuestAddress(0x5000)).unwrap();
+            ram.memory().iter().next().unwrap().get_mmap().bitmap().start();
+            ram.clear().unwrap();
+            assert_eq!(resident(&ram), RAM_MIN);
+            assert_eq!(ram.memory().read_obj::<u64>(GuestAddress(0x5000)).unwrap(), 0);
+            assert!(ram.memory().iter().next().unwrap().bitmap().dirty_at(0x5000));
+        }
+    }
+
+    #[test]
+    fn ram_is_bound_to_a_numa_node_that_exists() {
+        let on = |node| {
+            let options = MemoryOptions {
+                numa_node: Some(node),
+                ..MemoryOptions::default()
+            };
+            GuestRam::with_options(RAM_MIN, Backing::Private, &options)
+        };
+        let ram = on(0).unwrap();
+        ram.memory().write_obj(7_u64, GuestAddress(0x5000)).unwrap();
+        let start = format!("{:x} bind", host_addresses(&ram)[0]);
+        let maps = std::fs::read_to_string("/proc/self/numa_maps").unwrap();
+        assert!(maps.lines().any(|line| line.starts_with(&start)), "{maps}");
+        let refused = on(1000).unwrap_err();
+        assert!(
+            matches!(refused, RamError::NumaNode { node: 1000, .. }),
+            "{refused}"
+        );
+    }
+
+    #[test]
+    fn mergeable_ram_is_registered_with_ksm() {
+        let options = MemoryOptions {
+            mergeable: true,
+            ..MemoryOptions::default()
+        };
+        let ram = GuestRam::with_options(RAM_MIN, Backing::Private, &options).unwrap();
+        let start = format!("{:x}-", host_addresses(&ram)[0]);
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut of_ram = smaps.lines().skip_while(|line| !line.starts_with(&start));
+        let flags = of_ram.find(|line| line.starts_with("VmFlags:")).unwrap();
+        // A kernel without KSM only has it said in the log.
+        let has_ksm = std::path::Path::new("/sys/kernel/mm/ksm").exists();
+        assert_eq!(flags.split(' ').any(|flag| flag == "mg"), has_ksm, "{flags}");
+    }
+
+    #[test]
+    fn huge_pages_are_all_taken_or_it_is_said_how_many_there_are() {
+        for backing in [Backing::Private, Backing::Shared] {
+            for size in HugePages::ALL {
+                let options = MemoryOptions {
+                    huge_pages: Some(size),
+                    ..MemoryOptions::default()
+                };
+                match GuestRam::with_options(GIB, backing, &options) {
+                    Ok(ram) => {
+                        for address in host_addresses(&ram) {
+                            assert_eq!(address as u64 % size.bytes(), 0);
+                        }
+                        ram.memory().write_obj(7_u64, GuestAddress(0x5000)).unwrap();
+                        ram.clear().unwrap();
+                        assert_eq!(ram.memory().read_obj::<u64>(GuestAddress(0x5000)).unwrap(), 0);
+                    }
+                    Err(RamError::HugePages(lacking)) => {
+                        assert_eq!(lacking.needed, GIB / size.bytes());
+                        assert!(lacking.free.is_none_or(|free| free < lacking.needed), "{lacking}");
+                    }
+                    Err(error) => panic!("{backing:?} {size}: {error}"),
+                }
+            }
+        }
+        let options = MemoryOptions {
+            huge_pages: Some(HugePages::Size1G),
+            ..MemoryOptions::default()
+        };
+        let odd = GuestRam::with_options(GIB + 2 * MIB, Backing::Private, &options);
+        assert!(matches!(odd, Err(RamError::Size(_))));
     }
 }

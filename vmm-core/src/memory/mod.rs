@@ -1,8 +1,11 @@
 //! Guest-physical memory: where things are ([`layout`]) and what backs RAM ([`guest`]).
 
 pub mod guest;
+pub mod huge;
 pub mod layout;
 mod load;
+mod mapping;
+mod populate;
 
 pub use guest::{Backing, GuestRam, RamError};
 pub use load::{LoadError, load_file};

@@ -85,11 +85,11 @@ impl Builder for Assembler {
         })?;
         let mut fds = Fds::new(fds);
         let backing = if spec.memory_shared {
-            Backing::Shared { huge_pages: false }
+            Backing::Shared
         } else {
             Backing::Private
         };
-        let ram = GuestRam::new(spec.memory_bytes, backing)?;
+        let ram = GuestRam::with_options(spec.memory_bytes, backing, &spec.memory)?;
         let apic_ids = (0..spec.topology.cores()).map(|vcpu| cpuid::apic_id(spec.topology, vcpu));
         let image = Image::new(&spec, &mut fds, apic_ids.collect())?;
         let loading = Loading::start(image, ram.clone())?;

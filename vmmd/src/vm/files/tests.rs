@@ -23,7 +23,6 @@ fn case() -> Case {
         cpu: CpuShare::WHOLE,
         memory_bytes: 128 << 20,
         backing: Backing::Auto,
-        cpu: CpuShare::WHOLE,
         host_cpus: None,
         memory: Default::default(),
         boot: Boot::Linux {

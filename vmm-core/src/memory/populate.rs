@@ -1,0 +1,132 @@
+//! Work on all of guest RAM, by several threads: on one, the kernel clears some gigabytes in a second.
+
+#![allow(unsafe_code)]
+
+use std::{
+    io,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread::{self, available_parallelism},
+};
+
+use devices::GuestMemory;
+use rustix::{
+    io::Errno,
+    mm::{Advice, madvise},
+};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, bitmap::Bitmap};
+
+/// Most threads: from here on the memory's bandwidth is the limit.
+const MAX_THREADS: usize = 16;
+/// A thread takes that many bytes at a time; with larger pages, one page.
+const PIECE: usize = 64 << 20;
+
+/// Bytes of a mapping of ours that nobody else uses meanwhile.
+#[derive(Clone, Copy)]
+struct Piece {
+    address: *mut u8,
+    length: usize,
+}
+
+// SAFETY: only an address; what may be done there is the business of who does it.
+unsafe impl Send for Piece {}
+// SAFETY: as above.
+unsafe impl Sync for Piece {}
+
+/// Has the kernel provide all pages, writable and zeroed when they are new (MADV_POPULATE_WRITE). What they hold stays.
+/// Fails as the first access would: with ENOMEM, or EFAULT where that would be a SIGBUS.
+pub(super) fn touch(memory: &GuestMemory, page: u64) -> io::Result<()> {
+    in_parallel(memory, page, |piece| {
+        loop {
+            // SAFETY: the range is a part of a mapping that is alive while `memory` is; its contents don't change.
+            let done = unsafe { madvise(piece.address.cast(), piece.length, Advice::LinuxPopulateWrite) };
+            match done {
+                Err(Errno::INTR) => {}
+                done => return Ok(done?),
+            }
+        }
+    })
+}
+
+/// Writes zeroes over all of it and marks it as changed. No vCPU and no device may run.
+pub(super) fn zero(memory: &GuestMemory, page: u64) -> io::Result<()> {
+    for region in memory.iter() {
+        region.bitmap().mark_dirty(0, region.size());
+    }
+    in_parallel(memory, page, |piece| {
+        // SAFETY: the range is a part of a writable mapping that is alive while `memory` is. Nobody holds references into
+        // guest memory, and by the caller's promise nobody else writes to it.
+        unsafe { piece.address.write_bytes(0, piece.length) };
+        Ok(())
+    })
+}
+
+fn in_parallel(
+    memory: &GuestMemory,
+    page: u64,
+    work: impl Fn(Piece) -> io::Result<()> + Sync,
+) -> io::Result<()> {
+    let size = usize::try_from(page).unwrap_or(PIECE).max(PIECE);
+    let mut pieces = Vec::new();
+    for region in memory.iter() {
+        let length = region.size();
+        pieces.extend((0..length).step_by(size).map(|offset| Piece {
+            address: region.as_ptr().wrapping_add(offset),
+            length: size.min(length.saturating_sub(offset)),
+        }));
+    }
+    let threads = available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
+    let next = AtomicUsize::new(0);
+    let failed = Mutex::new(None);
+    let worker = || {
+        while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if let Err(error) = work(*piece) {
+                // The others have nothing to do any more.
+                next.store(pieces.len(), Ordering::Relaxed);
+                let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                failed.get_or_insert(error);
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 1..threads.min(pieces.len()) {
+            let started = thread::Builder::new()
+                .name("memory".to_owned())
+                .spawn_scoped(scope, worker);
+            // With fewer threads it takes longer.
+            drop(started);
+        }
+        worker();
+    });
+    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    failed.map_or(Ok(()), Err)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::atomic::AtomicU64;
+
+    use vm_memory::GuestAddress;
+
+    use super::*;
+
+    #[test]
+    fn every_byte_is_worked_on_once_and_the_first_error_ends_it() {
+        let ranges = [(GuestAddress(0), 3 * PIECE + 4096), (GuestAddress(1 << 32), 4096)];
+        let memory = GuestMemory::from_ranges(&ranges).unwrap();
+        let (bytes, calls) = (AtomicU64::new(0), AtomicU64::new(0));
+        in_parallel(&memory, 4096, |piece| {
+            bytes.fetch_add(piece.length as u64, Ordering::Relaxed);
+            calls.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(bytes.into_inner(), 3 * PIECE as u64 + 2 * 4096);
+        assert_eq!(calls.into_inner(), 5);
+        let error = in_parallel(&memory, 4096, |_| Err(io::ErrorKind::OutOfMemory.into()));
+        assert_eq!(error.unwrap_err().kind(), io::ErrorKind::OutOfMemory);
+    }
+}
