@@ -7,6 +7,7 @@ mod describe;
 pub mod ending;
 pub mod files;
 mod instance;
+pub mod limits;
 pub mod machine;
 mod policy;
 mod process;

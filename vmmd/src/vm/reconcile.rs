@@ -19,6 +19,7 @@ use super::{
     ending::{Evidence, count, judge, phase},
     files,
     instance::{Found, Instance, exit_record, find},
+    limits,
     policy::Occasion,
     start::clean_up,
 };
@@ -99,6 +100,10 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
                 pid = instance.process.pid(),
                 "attached to a running vmm"
             );
+            let (renewing, running) = (Arc::clone(&host), spec.clone());
+            if let Err(error) = spawn_blocking(move || limits::renew(&renewing, uid, &running)).await {
+                tracing::error!(vm = record.name, %error, "set the limits of a running VM anew");
+            }
             let mut instance = instance;
             for (name, ids) in files::identify(&spec, &host.sources()) {
                 instance.set_disk(&name, Some(ids));

@@ -24,6 +24,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::{
+    cgroup::plan::Plan as Limits,
     control::{self, Client},
     failure::{Failure, Kind},
     host::Host,
@@ -36,6 +37,7 @@ use crate::{
     vm::{
         files::{self, Files, Locks},
         instance::{Instance, Link, exit_record},
+        limits,
         machine::{self, Parts},
         process::Process,
     },
@@ -43,6 +45,8 @@ use crate::{
 
 /// How long a `vmm` may take from its fork to a booted machine. Loading a kernel from a slow disk is the longest part.
 const TIMEOUT: Duration = Duration::from_secs(60);
+/// Guest RAM in bytes that is touched in a second at the least, when it is to be there before the guest starts.
+const TOUCHED_PER_SECOND: u64 = 256 << 20;
 
 /// What is to be started.
 #[derive(Debug)]
@@ -62,6 +66,7 @@ struct Checked {
     kvm: OwnedFd,
     files: Files,
     executable: File,
+    limits: Limits,
 }
 
 /// What is made for it before the fork.
@@ -82,7 +87,8 @@ pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Re
     let (uid, blocking_host, spec) = (plan.uid, Arc::clone(&host), plan.spec.clone());
     let checked = blocking(move || check(&blocking_host, uid, &spec)).await?;
     let blocking_host = Arc::clone(&host);
-    let result = match blocking(move || make(&blocking_host, uid)).await {
+    let limits = checked.limits.clone();
+    let result = match blocking(move || make(&blocking_host, uid, &limits)).await {
         Ok(made) => run(&host, plan, checked, made, &cancel, began).await,
         Err(failure) => Err(failure),
     };
@@ -124,24 +130,23 @@ fn check(host: &Host, uid: Uuid, spec: &VmSpec) -> Result<Checked, Failure> {
             "an earlier process of this VM is still alive",
         ));
     }
+    let limits = limits::plan_start(host, spec)?;
     Ok(Checked {
         kvm,
         files,
         executable,
+        limits,
     })
 }
 
-fn make(host: &Host, uid: Uuid) -> Result<Made, Failure> {
+fn make(host: &Host, uid: Uuid, limits: &Limits) -> Result<Made, Failure> {
     let runtime = RuntimeDir::of(&host.config, uid);
     runtime
         .create()
         .map_err(|error| failed("make the VM's runtime directory", &error))?;
     let logs = LogDir::of(&host.config, uid);
     let (serial, log) = open_logs(&logs).map_err(|error| failed("open the VM's logs", &error))?;
-    let group = host
-        .cgroups
-        .as_ref()
-        .map(|parent| parent.create(uid).and_then(|group| group.descriptor()));
+    let group = limits::create(host, uid, limits)?.map(|group| group.descriptor());
     // Listening before the fork: the first connection waits in the queue until the vmm accepts it, so that nobody
     // has to find out when it does. The vmm listens again, which makes it the peer of later connections.
     let listen = |path: &Path| UnixListener::bind(path);
@@ -157,7 +162,7 @@ fn make(host: &Host, uid: Uuid) -> Result<Made, Failure> {
         lock: lock::create(&runtime.lock()).map_err(|error| failed("make the VM's lock", &error))?,
         group: group
             .transpose()
-            .map_err(|error| failed("make the VM's cgroup", &error))?,
+            .map_err(|error| failed("open the VM's cgroup", &error))?,
     })
 }
 
@@ -244,6 +249,7 @@ async fn run(
         kvm,
         files,
         executable,
+        limits: _,
     } = checked;
     let Made {
         random,
@@ -286,9 +292,10 @@ async fn run(
         machine: Some(machine),
         paused: false,
     };
+    let patience = patience(&spec);
     let booted = tokio::select! {
-        booted = timeout(TIMEOUT, boot_machine(&client, boot, fds)) => booted.unwrap_or_else(|_| {
-            let message = format!("the vmm did not boot the machine within {} s", TIMEOUT.as_secs());
+        booted = timeout(patience, boot_machine(&client, boot, fds)) => booted.unwrap_or_else(|_| {
+            let message = format!("the vmm did not boot the machine within {} s", patience.as_secs());
             Err(Failure::internal(message))
         }),
         () = cancel.cancelled() => Err(cancelled(&name)),
@@ -304,6 +311,9 @@ async fn run(
         Err(failure) => {
             process.kill();
             process.ended().await;
+            if out_of_memory(host, uid).await {
+                return Err(Failure::new(Kind::Exhausted, "OUT_OF_MEMORY", OUT_OF_MEMORY));
+            }
             // What it wrote itself says more than that it has gone.
             Err(if failure.reason == GONE {
                 died(&runtime, None)
@@ -312,6 +322,13 @@ async fn run(
             })
         }
     }
+}
+
+/// How long the boot may take.
+fn patience(spec: &VmSpec) -> Duration {
+    let touched = spec.memory.prefault || spec.memory.huge_pages.is_some();
+    let bytes = if touched { spec.memory_bytes } else { 0 };
+    TIMEOUT + Duration::from_secs(bytes / TOUCHED_PER_SECOND)
 }
 
 fn instance(
@@ -400,6 +417,19 @@ pub fn refused(error: &control::Error) -> Failure {
         ErrorKind::Resources => Failure::new(Kind::Exhausted, "NODE_EXHAUSTED", message),
         _ => Failure::internal(message),
     }
+}
+
+const OUT_OF_MEMORY: &str = "the kernel killed the vmm process for want of memory while it booted the machine: the node has less to give than was \
+     asked for; stop another VM, or give this one less";
+
+/// Whether that was the end of the process.
+async fn out_of_memory(host: &Arc<Host>, uid: Uuid) -> bool {
+    let host = Arc::clone(host);
+    let killed = spawn_blocking(move || {
+        let group = host.cgroups.as_ref().map(|parent| parent.group(uid));
+        group.is_some_and(|group| group.oom_killed())
+    });
+    killed.await.unwrap_or(false)
 }
 
 fn died(runtime: &RuntimeDir, signal: Option<i32>) -> Failure {

@@ -3,7 +3,7 @@
 
 mod file;
 
-use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::Path, time::Duration};
+use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::PathBuf, time::Duration};
 
 use proto::{
     model::{
@@ -29,6 +29,9 @@ const OTHER_FDS: usize = 5;
 /// How long a lock that nobody is seen to hold is waited for. The kernel ends a killed process's io_uring, which holds
 /// its files, a moment after the process is gone.
 const ENDING: Duration = Duration::from_secs(2);
+
+/// Of statfs(2).
+const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
 
 /// All files of a VM, open.
 #[derive(Debug)]
@@ -106,26 +109,39 @@ pub fn open(spec: &VmSpec, sources: &Sources<'_>, locks: Locks) -> Result<Files,
 
 /// What each disk of a VM is on, by its name, as far as that can be told without opening it.
 pub fn identify(spec: &VmSpec, sources: &Sources<'_>) -> BTreeMap<String, Vec<FileId>> {
-    let ids = |path: &Path| rustix::fs::stat(path).ok().map(|stat| identity(&stat));
     let disks = spec.disks.iter().map(|disk| {
-        let found = match &disk.source {
-            Source::Path { path, .. } => ids(path).into_iter().collect(),
-            Source::Disk { name, .. } => {
-                let resolved = sources.disks.resolve(&sources.folder, name.as_str()).ok();
-                let paths = resolved.map(|disk| {
-                    let below = disk.backing.into_iter().map(|(path, _)| path);
-                    std::iter::once(disk.path).chain(below).collect::<Vec<_>>()
-                });
-                paths
-                    .into_iter()
-                    .flatten()
-                    .filter_map(|path| ids(&path))
-                    .collect()
-            }
-        };
-        (disk.name.to_string(), found)
+        let stats = paths(disk, sources)
+            .into_iter()
+            .filter_map(|path| rustix::fs::stat(&path).ok());
+        (disk.name.to_string(), stats.map(|stat| identity(&stat)).collect())
     });
     disks.collect()
+}
+
+/// Where a disk is, and then what is below it.
+fn paths(disk: &Disk, sources: &Sources<'_>) -> Vec<PathBuf> {
+    match &disk.source {
+        Source::Path { path, .. } => vec![path.clone()],
+        Source::Disk { name, .. } => {
+            let resolved = sources.disks.resolve(&sources.folder, name.as_str()).ok();
+            let paths = resolved.map(|disk| {
+                let below = disk.backing.into_iter().map(|(path, _)| path);
+                std::iter::once(disk.path).chain(below).collect()
+            });
+            paths.unwrap_or_default()
+        }
+    }
+}
+
+/// Size in bytes of those of a VM's disks that are in the node's memory: what is written to a file on tmpfs is charged to
+/// the writer, for as long as it is there.
+pub fn bytes_in_memory(spec: &VmSpec, sources: &Sources<'_>) -> u64 {
+    let in_memory = |path: &PathBuf| rustix::fs::statfs(path).is_ok_and(|fs| fs.f_type == TMPFS_MAGIC);
+    let paths = spec.disks.iter().flat_map(|disk| paths(disk, sources));
+    paths
+        .filter(in_memory)
+        .filter_map(|path| u64::try_from(rustix::fs::stat(&path).ok()?.st_size).ok())
+        .fold(0, u64::saturating_add)
 }
 
 /// Opens and locks a disk with all that is below it; `field` is its path in the request.

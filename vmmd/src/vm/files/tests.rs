@@ -1,4 +1,7 @@
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use proto::model::{Violations, cpu::CpuShare, topology::Topology, vm::Backing};
 use proto::v1;

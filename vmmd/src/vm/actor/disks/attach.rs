@@ -8,6 +8,7 @@ use proto::{
     },
     v1::{self, AttachmentPhase},
 };
+use tokio::task::spawn_blocking;
 
 use crate::{
     control::Client,
@@ -20,7 +21,7 @@ use crate::{
             plug::{self, AttachError, Outcome},
         },
         admission::Place,
-        machine,
+        limits, machine,
         start::store_failure,
     },
 };
@@ -148,7 +149,13 @@ impl Actor {
         let serial = self.disks.serial();
         let hardware = self.record.hardware.clone().unwrap_or_default();
         let (host, of) = (std::sync::Arc::clone(&self.host), name.clone());
+        let (limited, uid, spec) = (std::sync::Arc::clone(&self.host), self.uid, self.spec.clone());
         let task = self.disks.tasks.spawn(async move {
+            // The disk's buffers take memory, its threads are tasks.
+            let renewed = spawn_blocking(move || limits::renew(&limited, uid, &spec)).await;
+            if let Err(error) = renewed {
+                tracing::error!(%uid, %error, "set the limits of a running VM anew");
+            }
             let result = plug::attach(host, client, disk, hardware).await;
             Outcome::Attached(of, serial, result)
         });

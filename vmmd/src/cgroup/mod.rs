@@ -17,9 +17,20 @@
 //!
 //! So: the daemon's own cgroup unless the configuration names another with `cgroup`, which is how a holder unit is
 //! used. Controllers are handed down there as far as the kernel lets us.
+//!
+//! # What is in it
+//!
+//! [`plan`] decides what a VM's cgroup says, from its spec and from what [`facts`] finds on the node; [`Group::apply`] writes
+//! it. A node without some controller does without, unless the spec asks for what needs it. [`usage`] reads the account.
+
+pub mod facts;
+mod overhead;
+pub mod plan;
+pub mod usage;
 
 use std::{
-    fs, io,
+    fs,
+    io::{self, Write as _},
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -31,8 +42,7 @@ use rustix::{
 };
 use uuid::Uuid;
 
-/// Controllers handed down to the VMs where that is possible.
-const CONTROLLERS: [&str; 5] = ["+cpu", "+io", "+memory", "+pids", "+cpuset"];
+use self::{plan::Setting, usage::Usage};
 
 /// How long a process may count after its end.
 const LEAVING: Duration = Duration::from_secs(2);
@@ -65,23 +75,44 @@ impl Parent {
         Ok(Some(parent))
     }
 
-    /// Lets the cgroups of VMs have the controllers that there are.
+    /// Lets the cgroups of VMs have the controllers that there are, from the top of the hierarchy down. A cgroup on the way
+    /// with processes of its own (the daemon's, say) is left as it is.
     fn hand_down(&self) {
-        for controller in CONTROLLERS {
-            // Not all controllers are there on all nodes and in all parents.
-            let _ = fs::write(self.dir.join("cgroup.subtree_control"), controller);
+        let is_cgroup = |dir: &&Path| dir.join("cgroup.subtree_control").exists();
+        let mut way: Vec<_> = self.dir.ancestors().take_while(is_cgroup).collect();
+        way.reverse();
+        for (depth, dir) in way.into_iter().enumerate() {
+            let read = |name: &str| fs::read_to_string(dir.join(name)).unwrap_or_default();
+            if depth > 0 && !read("cgroup.procs").trim().is_empty() {
+                continue;
+            }
+            let (there, handed) = (read("cgroup.controllers"), read("cgroup.subtree_control"));
+            let has = |list: &str, name: &str| list.split_whitespace().any(|word| word == name);
+            for controller in plan::Controller::ALL.map(plan::Controller::name) {
+                if has(&there, controller) && !has(&handed, controller) {
+                    // Some can't be had everywhere; the VMs that need them are told.
+                    let _ = fs::write(dir.join("cgroup.subtree_control"), format!("+{controller}"));
+                }
+            }
         }
     }
 
-    /// Makes the cgroup of a VM, empty.
-    pub fn create(&self, vm: Uuid) -> io::Result<Group> {
-        let group = self.group(vm);
+    /// Where it is, with the controllers that it can have.
+    pub fn ready(&self) -> io::Result<&Path> {
         // systemd removes the parent when its last process ends (the package's holder was killed, say).
         if !self.dir.exists() {
             fs::create_dir_all(&self.dir)?;
-            self.hand_down();
         }
-        fs::create_dir_all(&group.dir)?;
+        self.hand_down();
+        Ok(&self.dir)
+    }
+
+    /// Makes the cgroup of a VM, empty, with counters from 0: one of an earlier run would say how that ended.
+    pub fn create(&self, vm: Uuid) -> io::Result<Group> {
+        let group = self.group(vm);
+        self.ready()?;
+        group.remove()?;
+        fs::create_dir(&group.dir)?;
         Ok(group)
     }
 
@@ -119,7 +150,45 @@ impl Group {
     /// True when the kernel has killed a process in it for want of memory.
     pub fn oom_killed(&self) -> bool {
         let events = fs::read_to_string(self.dir.join("memory.events")).unwrap_or_default();
-        count(&events, "oom_kill") > 0
+        usage::count(&events, "oom_kill") > 0
+    }
+
+    /// Writes what was planned; returns what could not be, with why. What a limit of memory would take from a VM that runs
+    /// (`running`) stays: the kernel would kill it.
+    pub fn apply(&self, settings: &[Setting], running: bool) -> Vec<(Setting, io::Error)> {
+        let mut refused = Vec::new();
+        for setting in settings {
+            if running && setting.file == "memory.max" && self.would_shrink(&setting.value) {
+                continue;
+            }
+            // An empty value has to be written too.
+            let written = fs::OpenOptions::new()
+                .write(true)
+                .open(self.dir.join(&setting.file))
+                .and_then(|mut file| file.write_all(format!("{}\n", setting.value).as_bytes()));
+            if let Err(error) = written {
+                refused.push((setting.clone(), error));
+            }
+        }
+        refused
+    }
+
+    /// True when the limit of memory is higher now, or more is used than the new one allows. No limit at all is the sign of
+    /// a daemon that set none.
+    fn would_shrink(&self, limit: &str) -> bool {
+        let number = |name: &str| {
+            let text = fs::read_to_string(self.dir.join(name)).unwrap_or_default();
+            text.trim().parse::<u64>().ok()
+        };
+        let limit = limit.parse().unwrap_or(u64::MAX);
+        number("memory.max").is_some_and(|now| now > limit)
+            || number("memory.current").is_some_and(|used| used > limit)
+    }
+
+    /// What its processes have used.
+    #[allow(dead_code, reason = "for statistics, which are being built")]
+    pub fn usage(&self) -> Usage {
+        usage::read(&self.dir)
     }
 
     /// Processes in it.
@@ -148,7 +217,7 @@ impl Group {
     fn wait_until_empty(&self, deadline: Instant) -> io::Result<()> {
         let events = fs::File::open(self.dir.join("cgroup.events"))?;
         // The next change after this read is told by poll.
-        if count(&io::read_to_string(&events)?, "populated") == 0 {
+        if usage::count(&io::read_to_string(&events)?, "populated") == 0 {
             return Ok(());
         }
         let mut fds = [PollFd::new(&events, PollFlags::PRI)];
@@ -186,13 +255,13 @@ fn mount_point(mountinfo: &str) -> Option<PathBuf> {
     })
 }
 
-/// A counter of a flat keyed file.
-fn count(text: &str, key: &str) -> u64 {
-    let lines = text.lines().filter_map(|line| line.split_once(' '));
-    lines
-        .filter(|(name, _)| *name == key)
-        .find_map(|(_, value)| value.parse().ok())
-        .unwrap_or(0)
+/// Whether the memory controller counts huge pages of hugetlbfs too: an option of the mount, from Linux 6.6 on.
+pub fn huge_pages_are_memory() -> bool {
+    let mountinfo = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mut options = mountinfo
+        .lines()
+        .filter_map(|line| line.split_once(" - cgroup2 "));
+    options.any(|(_, rest)| rest.contains("memory_hugetlb_accounting"))
 }
 
 #[cfg(test)]
@@ -207,11 +276,77 @@ mod tests {
         assert_eq!(mount_point("30 23 0:26 / / rw - ext4 /dev/vda rw\n"), None);
     }
 
+    fn pretended() -> (tempfile::TempDir, Group) {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path().to_owned();
+        (folder, Group { dir })
+    }
+
+    fn set(file: &str, value: &str) -> Setting {
+        Setting {
+            file: file.into(),
+            value: value.into(),
+            field: None,
+        }
+    }
+
     #[test]
-    fn the_oom_counter_is_read_by_its_whole_name() {
-        let text = "low 0\noom 7\noom_kill 2\noom_group_kill 5\n";
-        assert_eq!(count(text, "oom_kill"), 2);
-        assert_eq!(count("", "oom_kill"), 0);
+    fn what_is_planned_is_written_and_what_is_not_there_is_told() {
+        let (_folder, group) = pretended();
+        let read = |name: &str| fs::read_to_string(group.dir.join(name)).unwrap();
+        for name in ["cpu.weight", "cpuset.cpus"] {
+            fs::write(group.dir.join(name), "").unwrap();
+        }
+        let settings = [
+            set("cpu.weight", "200"),
+            set("io.weight", "1"),
+            set("cpuset.cpus", ""),
+        ];
+        let refused = group.apply(&settings, false);
+        assert_eq!(
+            (read("cpu.weight").as_str(), read("cpuset.cpus").as_str()),
+            ("200\n", "\n")
+        );
+        let refused: Vec<_> = refused
+            .into_iter()
+            .map(|(setting, error)| (setting.file, error.kind()))
+            .collect();
+        assert_eq!(refused, [("io.weight".to_owned(), io::ErrorKind::NotFound)]);
+        assert!(!group.dir.join("io.weight").exists());
+    }
+
+    #[test]
+    fn no_memory_is_taken_from_a_vm_that_runs() {
+        for (max, used, running, expected) in [
+            ("max", 10, true, "100\n"),
+            ("max", 101, true, "max"),
+            ("50", 10, true, "100\n"),
+            ("200", 10, true, "200"),
+            ("200", 101, false, "100\n"),
+        ] {
+            let (_folder, group) = pretended();
+            fs::write(group.dir.join("memory.max"), max).unwrap();
+            fs::write(group.dir.join("memory.current"), used.to_string()).unwrap();
+            group.apply(&[set("memory.max", "100")], running);
+            let found = fs::read_to_string(group.dir.join("memory.max")).unwrap();
+            assert!(found.starts_with(expected), "{max} {used}: {found}");
+        }
+    }
+
+    #[test]
+    fn controllers_are_handed_down_from_the_top_but_not_past_processes() {
+        let root = tempfile::tempdir().unwrap();
+        let dirs = ["", "slice", "slice/unit"].map(|name| root.path().join(name));
+        for (dir, processes) in dirs.iter().zip(["1\n", "", "7\n"]) {
+            fs::create_dir_all(dir).unwrap();
+            fs::write(dir.join("cgroup.controllers"), "memory misc").unwrap();
+            fs::write(dir.join("cgroup.subtree_control"), "").unwrap();
+            fs::write(dir.join("cgroup.procs"), processes).unwrap();
+        }
+        let parent = Parent { dir: dirs[2].clone() };
+        parent.ready().unwrap();
+        let handed = dirs.map(|dir| fs::read_to_string(dir.join("cgroup.subtree_control")).unwrap());
+        assert_eq!(handed, ["+memory", "+memory", ""]);
     }
 
     #[test]
