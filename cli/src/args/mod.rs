@@ -7,9 +7,11 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::manifest::quantity;
 
 pub mod disk;
+pub mod resources;
 mod value;
 
 use self::disk::{Attach, CreateDisk, Detach, GetDisk, Limit, ResizeDisk, Stats};
+use self::resources::Resources;
 pub use self::value::{Label, Selector, duration};
 
 /// Where vmmd listens by default.
@@ -192,6 +194,9 @@ pub struct CreateVm {
     /// Guest RAM: bytes, or with a suffix as in 512Mi or 2Gi.
     #[arg(long, value_name = "SIZE", default_value = "512Mi", value_parser = quantity::bytes)]
     pub memory: u64,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub resources: Resources,
     /// Disk: a raw image or block device on the node, or disk=NAME for one that vmmd keeps, or
     /// path=/srv/a.qcow2,format=qcow2. More keys, as in `vmmctl attach`: name, serial, readonly, cache, queues,
     /// block-size, on-error, bps, iops, burst, burst-ops, rate-group, boot-order.

@@ -76,14 +76,8 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             ..v1::VmMetadata::default()
         }),
         spec: Some(v1::VmSpec {
-            cpu: Some(v1::CpuSpec {
-                cores: args.cpus,
-                ..Default::default()
-            }),
-            memory: Some(v1::MemorySpec {
-                size_bytes: args.memory,
-                ..v1::MemorySpec::default()
-            }),
+            cpu: Some(args.resources.cpu(args.cpus)),
+            memory: Some(args.resources.memory(args.memory)),
             boot: Some(v1::BootSpec {
                 source: Some(v1::boot_spec::Source::Linux(linux)),
             }),

@@ -3,7 +3,7 @@
 use proto::v1;
 
 use super::{
-    age, disk,
+    age, disk, resources,
     table::Table,
     vm::{attachment, camel, phase},
 };
@@ -90,6 +90,7 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         "Memory",
         &format!("{} ({bytes} bytes{backing})", quantity::show(bytes)),
     );
+    resources::of_vm(text, spec);
     if let Some(v1::boot_spec::Source::Linux(linux)) =
         spec.boot.as_ref().and_then(|boot| boot.source.as_ref())
     {

@@ -4,6 +4,7 @@ pub mod age;
 pub mod describe;
 pub mod disk;
 pub mod node;
+pub mod resources;
 pub mod stats;
 pub mod table;
 pub mod vm;

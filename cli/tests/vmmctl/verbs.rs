@@ -153,6 +153,49 @@ fn create_makes_a_vm_of_flags() {
 }
 
 #[test]
+fn create_says_what_the_vm_may_have_of_its_node() {
+    let daemon = Daemon::start();
+    let flags = "create big --kernel /k --cpus 2 --memory 2Gi --core-fraction 20 --core-limit 50 --host-cpus 0-3,8 \
+                 --huge-pages 1Gi --prefault --numa-node 0";
+    let flags: Vec<_> = flags.split(' ').filter(|flag| !flag.is_empty()).collect();
+    assert_eq!(run(&daemon, &flags), done("vm/big created\n"));
+    let spec = daemon.state.vm("big").spec.unwrap();
+    let cpu = spec.cpu.unwrap();
+    assert_eq!((cpu.core_fraction_percent, cpu.core_limit_percent), (20, 50));
+    assert_eq!(cpu.host_cpus, "0-3,8");
+    let memory = spec.memory.unwrap();
+    assert_eq!(memory.huge_pages(), proto::v1::HugePages::HugePages1g);
+    assert_eq!(
+        (memory.prefault, memory.mergeable, memory.numa_node),
+        (true, false, Some(0))
+    );
+    let described = run(&daemon, &["describe", "vm", "big"]).1;
+    assert!(described.contains("Huge pages:      1Gi\n"), "{described}");
+
+    let merged = ["create", "small", "--kernel", "/k", "--mergeable"];
+    assert_eq!(run(&daemon, &merged), done("vm/small created\n"));
+    assert!(daemon.state.vm("small").spec.unwrap().memory.unwrap().mergeable);
+    let both = [
+        "create",
+        "odd",
+        "--kernel",
+        "/k",
+        "--mergeable",
+        "--huge-pages",
+        "2Mi",
+    ];
+    let (code, _, errors) = run(&daemon, &both);
+    assert_ne!(code, 0);
+    assert!(errors.contains("spec.memory.mergeable"), "{errors}");
+    let (code, _, errors) = run(
+        &daemon,
+        &["create", "odd", "--kernel", "/k", "--huge-pages", "4Mi"],
+    );
+    assert_eq!(code, 2);
+    assert!(errors.contains("must be 2Mi or 1Gi"), "{errors}");
+}
+
+#[test]
 fn create_can_print_a_manifest_without_creating_anything() {
     let daemon = Daemon::start();
     let (code, manifest, _) = run(
