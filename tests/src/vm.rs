@@ -27,6 +27,8 @@ pub struct VmSpec {
     disks: Vec<Value>,
     nics: Vec<Value>,
     rate_groups: Vec<Value>,
+    /// What else the spec says, by JSON pointer.
+    more: Vec<(String, Value)>,
 }
 
 impl VmSpec {
@@ -42,6 +44,7 @@ impl VmSpec {
             disks: Vec::new(),
             nics: Vec::new(),
             rate_groups: Vec::new(),
+            more: Vec::new(),
         }
     }
 
@@ -77,6 +80,12 @@ impl VmSpec {
     /// Guest RAM that other processes can map.
     pub fn shared_memory(mut self) -> Self {
         self.shared = true;
+        self
+    }
+
+    /// Any other field of `spec`, by its JSON pointer there: "/cpu/hostCpus". What is around it is there already.
+    pub fn set(mut self, pointer: &str, value: Value) -> Self {
+        self.more.push((pointer.to_owned(), value));
         self
     }
 
@@ -132,6 +141,12 @@ impl VmSpec {
         });
         if !self.rate_groups.is_empty() {
             manifest["spec"]["rateGroups"] = json!(self.rate_groups);
+        }
+        for (pointer, value) in &self.more {
+            let (around, name) = pointer.rsplit_once('/').unwrap_or(("", pointer));
+            if let Some(around) = manifest["spec"].pointer_mut(around) {
+                around[name] = value.clone();
+            }
         }
         manifest
     }

@@ -16,6 +16,7 @@ mod node;
 mod operations;
 mod policies;
 mod request;
+mod resources;
 mod resume;
 mod robustness;
 mod survival;

@@ -1,0 +1,163 @@
+//! What a VM may have of its node: limits of its control group, out of memory, huge pages, prefault.
+
+use serde_json::json;
+use vmmd_tests::Case;
+use vmmd_tests::node::{Kernel, Node};
+use vmmd_tests::vm::{BOOT, Vm, VmSpec};
+
+/// 1 vCPU, 256 MiB; only started by request.
+fn busybox() -> VmSpec {
+    VmSpec::busybox(Kernel::Cloud612)
+}
+
+/// The folder of a VM's control group in the node.
+fn group(vm: &Vm<'_>) -> String {
+    let pid = vm.pid().expect("pid");
+    let path = vm
+        .node()
+        .sh(&format!("cut -d: -f3 /proc/{pid}/cgroup"))
+        .expect("its control group");
+    format!("/sys/fs/cgroup{}", path.trim())
+}
+
+fn read(node: &Node, path: &str) -> String {
+    let text = node.sh(&format!("cat {path}")).expect("read");
+    text.trim().to_owned()
+}
+
+#[test]
+fn a_vm_has_a_control_group_with_the_limits_of_its_spec() {
+    let case = Case::new("limits").expect("node");
+    let node = case.node();
+    let last = node.sh("echo $(($(nproc --all) - 1))").expect("processors");
+    let spec = busybox()
+        .cores(2)
+        .set("/cpu/coreFractionPercent", json!(20))
+        .set("/cpu/coreLimitPercent", json!(60))
+        .set("/cpu/hostCpus", json!(last.trim()));
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let group = group(&vm);
+    let memory = (256 + 4 + 64 + 4) << 20;
+    for (file, expected) in [
+        ("cpu.weight", "40"),
+        ("cpu.max", "120000 100000"),
+        ("cpuset.cpus", last.trim()),
+        ("memory.max", memory.to_string().as_str()),
+        ("memory.high", "max"),
+        ("memory.oom.group", "1"),
+        ("pids.max", "66"),
+    ] {
+        assert_eq!(read(node, &format!("{group}/{file}")), expected, "{file}");
+    }
+    let pid = vm.pid().expect("pid");
+    let allowed = node.sh(&format!("grep Cpus_allowed_list /proc/{pid}/task/*/status"));
+    for line in allowed.expect("threads").lines() {
+        assert!(line.ends_with(&format!("\t{}", last.trim())), "{line}");
+    }
+    node.sh(&format!("echo 1234 >{group}/cpu.weight; systemctl restart vmmd"))
+        .expect("restart the daemon");
+    assert_eq!(vm.pid().expect("the same process"), pid);
+    assert_eq!(read(node, &format!("{group}/cpu.weight")), "40");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+}
+
+#[test]
+fn a_vm_that_is_out_of_memory_ends_alone_and_is_said_to_be() {
+    let case = Case::new("oom").expect("node");
+    let victim = Vm::start(&case, "-victim", &busybox()).expect("start");
+    let other = Vm::start(&case, "-other", &busybox()).expect("start");
+    let mut console = other.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    let mut greedy = victim.console().expect("console");
+    greedy.until("GUEST-READY", BOOT).expect("boot");
+    let node = case.node();
+    let daemon = node.sh("systemctl show -p MainPID vmmd").expect("vmmd");
+    let other_pid = other.pid().expect("pid");
+    // The kernel can take nothing back: there is no swap for a guest's memory.
+    node.ssh(&format!("echo 16M >{}/memory.max", group(&victim)))
+        .expect("lower the limit");
+    victim.wait_end(60).expect("its end");
+    let reason = victim.field("/status/lastExit/reason").expect("how it ended");
+    assert_eq!(reason, "EXIT_REASON_OUT_OF_MEMORY");
+    assert_eq!(victim.phase().expect("phase"), "FAILED");
+    assert_eq!(
+        node.sh("systemctl show -p MainPID vmmd").expect("vmmd"),
+        daemon,
+        "vmmd goes on"
+    );
+    assert_eq!(other.pid().expect("pid"), other_pid);
+    console.run("echo alive", 60).expect("the other guest answers");
+    // What happened is said of that run only.
+    victim.ctl("start").expect("start again");
+    node.sh(&format!("kill -9 {}", victim.pid().expect("pid")))
+        .expect("kill");
+    victim.wait_phase("FAILED", 60).expect("its end");
+    let reason = victim.field("/status/lastExit/reason").expect("how it ended");
+    assert_eq!(reason, "EXIT_REASON_LOST");
+}
+
+#[test]
+fn huge_pages_are_taken_at_the_start_or_it_fails_with_their_number() {
+    let case = Case::new("huge").expect("node");
+    let node = case.node();
+    let spec = busybox().set("/memory/hugePages", json!("HUGE_PAGES_2M"));
+    let vm = Vm::create(&case, "", &spec).expect("create");
+    let refused = vm.try_ctl("start").expect("vmmctl");
+    assert!(!refused.success());
+    let expected = "needs 128 of 2 MiB, the node has 0 free";
+    assert!(refused.stderr.contains(expected), "{}", refused.stderr);
+
+    let pool = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+    node.sh(&format!(
+        "sync; echo 3 >/proc/sys/vm/drop_caches; echo 1 >/proc/sys/vm/compact_memory; echo 130 >{pool}/nr_hugepages"
+    ))
+    .expect("set pages aside");
+    let set_aside: u64 = read(node, &format!("{pool}/nr_hugepages"))
+        .parse()
+        .expect("number");
+    assert!(
+        set_aside >= 128,
+        "the node has only {set_aside} pages to set aside"
+    );
+    vm.ctl("start").expect("start");
+    let free: u64 = read(node, &format!("{pool}/free_hugepages"))
+        .parse()
+        .expect("number");
+    assert_eq!(free, set_aside - 128, "all are taken at once");
+    let max: u64 = read(node, &format!("{}/memory.max", group(&vm)))
+        .parse()
+        .expect("number");
+    assert!(max < 256 << 20, "huge pages are not counted as memory");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    console.type_line("reboot -f").expect("type");
+    console
+        .until("GUEST-READY", BOOT)
+        .expect("the same pages after a reset");
+    vm.ctl("stop --force").expect("stop");
+    assert_eq!(
+        read(node, &format!("{pool}/free_hugepages")),
+        set_aside.to_string(),
+        "all are given back"
+    );
+    node.sh(&format!("echo 0 >{pool}/nr_hugepages"))
+        .expect("give the pages back");
+}
+
+#[test]
+fn prefaulted_memory_is_all_there_when_the_guest_starts() {
+    let case = Case::new("prefault").expect("node");
+    let resident = |vm: &Vm<'_>| {
+        let pid = vm.pid().expect("pid");
+        let text = case
+            .node()
+            .sh(&format!("awk '/^RssAnon/ {{ print $2 }}' /proc/{pid}/status"));
+        text.expect("status").trim().parse::<u64>().expect("KiB") >> 10
+    };
+    let lazy = Vm::start(&case, "-lazy", &busybox()).expect("start");
+    assert!(resident(&lazy) < 256);
+    let spec = busybox().set("/memory/prefault", json!(true));
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    assert!(resident(&vm) >= 256);
+}
