@@ -13,6 +13,8 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
+use uuid::Uuid;
+
 use crate::failure::{Code, Failure, Result};
 
 /// How long the daemon may take to answer what is no work for it.
@@ -21,6 +23,9 @@ pub const QUICK: Duration = Duration::from_secs(30);
 pub const WORK: Duration = Duration::from_secs(180);
 /// How long it may take to copy or reserve the whole of a disk. A daemon that ends is noticed at once in any case.
 pub const COPY: Duration = Duration::from_secs(24 * 3600);
+
+/// How long a daemon that went away is given to come back before it is asked again.
+pub const RESTART: Duration = Duration::from_secs(1);
 
 /// The command that helps who names a disk that is not there.
 pub const DISKS: &str = "`vmmctl get disk` lists the disks there are";
@@ -81,16 +86,21 @@ impl Client {
         vm.ok_or_else(empty_answer)
     }
 
-    /// All VMs.
-    pub async fn list(&self) -> Result<Vec<v1::Vm>> {
-        Ok(call(
-            QUICK,
-            self.vms
-                .clone()
-                .list_vms(v1::ListVmsRequest { ..Default::default() }),
-        )
-        .await?
-        .vms)
+    /// All VMs of a filter, by name.
+    pub async fn list(&self, filter: v1::VmFilter) -> Result<Vec<v1::Vm>> {
+        let mut request = v1::ListVmsRequest {
+            filter: Some(filter),
+            ..Default::default()
+        };
+        let mut vms = Vec::new();
+        loop {
+            let page = call(QUICK, self.vms.clone().list_vms(request.clone())).await?;
+            vms.extend(page.vms);
+            if page.next_page_token.is_empty() {
+                return Ok(vms);
+            }
+            request.page_token = page.next_page_token;
+        }
     }
 
     /// The disk with this name.
@@ -126,6 +136,60 @@ pub async fn call<T>(limit: Duration, call: impl Future<Output = Result<Response
         }
     }
 }
+
+/// A request that changes something.
+pub trait Change: Clone {
+    /// Gives it an id, by which the daemon knows it again.
+    fn identify(&mut self, id: String);
+}
+
+macro_rules! changes {
+    ($($request:ident),* $(,)?) => {
+        $(impl Change for v1::$request {
+            fn identify(&mut self, id: String) {
+                self.request_id = id;
+            }
+        })*
+    };
+}
+
+changes! {
+    CreateVmRequest, DeleteVmRequest, StartVmRequest, StopVmRequest, RestartVmRequest, PauseVmRequest, ResumeVmRequest,
+    AttachDiskRequest, DetachDiskRequest, ResizeVmDiskRequest, SetRateLimitRequest,
+    CreateDiskRequest, ResizeDiskRequest, DeleteDiskRequest,
+}
+
+/// Sends a request that changes something, with an id of its own; and once more when the daemon goes away before it has
+/// answered: with the id it is not carried out twice.
+pub async fn change<Q: Change, T, F>(limit: Duration, mut request: Q, send: impl Fn(Q) -> F) -> Result<T>
+where
+    F: Future<Output = Result<Response<T>, Status>>,
+{
+    request.identify(Uuid::now_v7().to_string());
+    match call(limit, send(request.clone())).await {
+        Err(failure) if went_away(&failure) => {
+            tokio::time::sleep(RESTART).await;
+            call(limit, send(request)).await
+        }
+        answer => answer,
+    }
+}
+
+/// Whether the daemon was stopped or killed before it answered.
+pub fn went_away(failure: &Failure) -> bool {
+    failure.code == Code::Unavailable && matches!(&*failure.reason, "" | "DAEMON_STOPPING")
+}
+
+/// Sends a request with [`change`]: `send!(limit, client.vms, start_vm, request)`.
+macro_rules! send {
+    ($limit:expr, $client:ident.$service:ident, $method:ident, $request:expr) => {
+        $crate::client::change($limit, $request, |request| {
+            let mut service = $client.$service.clone();
+            async move { service.$method(request).await }
+        })
+    };
+}
+pub(crate) use send;
 
 /// Adds to a failure about a VM its name, and the command that helps.
 pub fn about_vm(failure: Failure, name: &str) -> Failure {

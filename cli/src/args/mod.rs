@@ -252,9 +252,51 @@ pub struct GetVm {
         value_delimiter = ','
     )]
     pub selectors: Vec<Selector>,
+    /// Only VMs in this phase; in any of several.
+    #[arg(
+        long = "phase",
+        value_enum,
+        value_name = "PHASE",
+        value_delimiter = ',',
+        ignore_case = true
+    )]
+    pub phases: Vec<Phase>,
     /// Leave out the line with the columns' names.
     #[arg(long)]
     pub no_headers: bool,
+}
+
+/// A phase of a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[allow(missing_docs, reason = "as in the API")]
+pub enum Phase {
+    Pending,
+    Starting,
+    Running,
+    Paused,
+    Migrating,
+    Stopping,
+    Stopped,
+    Failed,
+    Terminating,
+}
+
+impl Phase {
+    /// As the daemon takes it.
+    pub fn wire(self) -> proto::v1::VmPhase {
+        use proto::v1::VmPhase;
+        match self {
+            Self::Pending => VmPhase::Pending,
+            Self::Starting => VmPhase::Starting,
+            Self::Running => VmPhase::Running,
+            Self::Paused => VmPhase::Paused,
+            Self::Migrating => VmPhase::Migrating,
+            Self::Stopping => VmPhase::Stopping,
+            Self::Stopped => VmPhase::Stopped,
+            Self::Failed => VmPhase::Failed,
+            Self::Terminating => VmPhase::Terminating,
+        }
+    }
 }
 
 /// `describe`.

@@ -39,6 +39,16 @@ pub enum Selector {
     Has(String),
 }
 
+impl std::fmt::Display for Selector {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Is(label) => write!(f, "{}={}", label.key, label.value),
+            Self::IsNot(label) => write!(f, "{}!={}", label.key, label.value),
+            Self::Has(key) => f.write_str(key),
+        }
+    }
+}
+
 impl std::str::FromStr for Selector {
     type Err = String;
 

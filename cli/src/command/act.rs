@@ -7,7 +7,7 @@ use tokio::task::JoinSet;
 
 use crate::{
     args::Ending,
-    client::{Client, QUICK, WORK, about_vm, call},
+    client::{Client, QUICK, WORK, about_vm, send},
     failure::{Code, Failure, Result},
     output,
 };
@@ -66,7 +66,10 @@ pub async fn each(client: &Client, names: &[String], verb: &Verb) -> Result<(), 
 
 /// Stops all VMs that have a process.
 pub async fn stop_all(client: &Client, ending: Ending) -> Result<(), Vec<Failure>> {
-    let vms = client.list().await.map_err(|failure| vec![failure])?;
+    let vms = client
+        .list(v1::VmFilter::default())
+        .await
+        .map_err(|failure| vec![failure])?;
     let running = vms.into_iter().filter(|vm| {
         let phase = vm
             .status
@@ -80,7 +83,6 @@ pub async fn stop_all(client: &Client, ending: Ending) -> Result<(), Vec<Failure
 
 /// Does `verb` to one VM; the line to print, if any.
 async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>> {
-    let mut vms = client.vms.clone();
     let owned = name.to_owned();
     let done = match *verb {
         Verb::Start => {
@@ -88,7 +90,9 @@ async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>>
                 name: owned,
                 ..Default::default()
             };
-            call(WORK, vms.start_vm(request)).await.map(|_| "started")
+            send!(WORK, client.vms, start_vm, request)
+                .await
+                .map(|_| "started")
         }
         Verb::Stop(Ending { grace, force }) => {
             let request = v1::StopVmRequest {
@@ -97,7 +101,9 @@ async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>>
                 force,
                 ..Default::default()
             };
-            call(limit(grace), vms.stop_vm(request)).await.map(|_| "stopped")
+            send!(limit(grace), client.vms, stop_vm, request)
+                .await
+                .map(|_| "stopped")
         }
         Verb::Restart(Ending { grace, force }) => {
             let request = v1::RestartVmRequest {
@@ -106,25 +112,29 @@ async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>>
                 force,
                 ..Default::default()
             };
-            call(limit(grace), vms.restart_vm(request))
+            send!(limit(grace), client.vms, restart_vm, request)
                 .await
                 .map(|_| "restarted")
         }
-        Verb::Pause => call(
+        Verb::Pause => send!(
             QUICK,
-            vms.pause_vm(v1::PauseVmRequest {
+            client.vms,
+            pause_vm,
+            v1::PauseVmRequest {
                 name: owned,
                 ..Default::default()
-            }),
+            }
         )
         .await
         .map(|_| "paused"),
-        Verb::Resume => call(
+        Verb::Resume => send!(
             QUICK,
-            vms.resume_vm(v1::ResumeVmRequest {
+            client.vms,
+            resume_vm,
+            v1::ResumeVmRequest {
                 name: owned,
                 ..Default::default()
-            }),
+            }
         )
         .await
         .map(|_| "resumed"),
@@ -137,7 +147,7 @@ async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>>
                 force,
                 ..Default::default()
             };
-            match call(WORK, vms.delete_vm(request)).await {
+            match send!(WORK, client.vms, delete_vm, request).await {
                 Err(failure) if ignore_not_found && failure.code == Code::NotFound => return Ok(None),
                 result => result.map(|_| "deleted"),
             }

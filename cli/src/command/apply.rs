@@ -9,7 +9,7 @@ use super::{
     disk, vm_disk,
 };
 use crate::{
-    client::{Client, WORK, about_vm, call, empty_answer},
+    client::{Client, WORK, about_vm, empty_answer, send},
     failure::{Code, Failure, Result},
     manifest::{self, Document, Object, quantity},
     output,
@@ -121,7 +121,7 @@ async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, dry_run: bool) -> Res
             name: name.to_owned(),
             ..Default::default()
         };
-        call(WORK, client.vms.clone().start_vm(request))
+        send!(WORK, client.vms, start_vm, request)
             .await
             .map_err(|failure| about_vm(failure, name))?;
         done.push("started".into());
@@ -175,7 +175,7 @@ pub async fn create(client: &Client, vm: v1::Vm, start: bool, dry_run: bool) -> 
         dry_run,
         ..Default::default()
     };
-    let response = call(WORK, client.vms.clone().create_vm(request)).await;
+    let response = send!(WORK, client.vms, create_vm, request).await;
     let response = response.map_err(|failure| about_vm(failure, &name))?;
     let vm = response.vm.ok_or_else(empty_answer)?;
     if start && !dry_run {
@@ -191,7 +191,7 @@ async fn started(client: &Client, name: &str, vm: v1::Vm) -> Result<v1::Vm> {
         name: name.to_owned(),
         ..Default::default()
     };
-    match call(WORK, client.vms.clone().start_vm(request)).await {
+    match send!(WORK, client.vms, start_vm, request).await {
         Ok(response) => response.vm.ok_or_else(empty_answer),
         Err(failure) if &*failure.reason == "ALREADY_RUNNING" => Ok(vm),
         Err(mut failure) => {

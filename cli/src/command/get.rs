@@ -6,11 +6,14 @@ use proto::v1::{self, WatchEventType};
 
 use crate::{
     args::{GetVm, Output, Selector},
-    client::{Client, about_vm},
+    client::{Client, RESTART, went_away},
     failure::{Code, Failure, Result},
     manifest::{emit, schema},
     output::{self, table::Table, vm},
 };
+
+/// How often a watch is taken up again without an event in between.
+const TRIES: u32 = 5;
 
 /// Lists VMs once, or watches them.
 pub async fn get(client: &Client, args: &GetVm) -> Result<(), Vec<Failure>> {
@@ -18,14 +21,34 @@ pub async fn get(client: &Client, args: &GetVm) -> Result<(), Vec<Failure>> {
         return watch(client, args).await.map_err(|failure| vec![failure]);
     }
     let mut failures = Vec::new();
-    let vms = if args.names.is_empty() {
-        client.list().await.map_err(|failure| vec![failure])?
+    let vms = client.list(filter(args)).await.map_err(|failure| vec![failure])?;
+    let listed: Vec<_> = if args.names.is_empty() {
+        vms.iter().collect()
     } else {
-        named(client, &args.names, &mut failures).await
+        args.names
+            .iter()
+            .filter_map(|wanted| vms.iter().find(|vm| name(vm) == wanted))
+            .collect()
     };
-    let vms: Vec<_> = vms.iter().filter(|vm| selected(vm, &args.selectors)).collect();
-    print(&vms, args).map_err(|failure| vec![failure])?;
+    for wanted in &args.names {
+        // It may be there and not be one of the others that are asked for.
+        if !listed.iter().any(|vm| name(vm) == wanted)
+            && let Err(failure) = client.get(wanted).await
+        {
+            failures.push(failure);
+        }
+    }
+    print(&listed, args).map_err(|failure| vec![failure])?;
     super::all(failures)
+}
+
+/// What the command line asks for, as the daemon takes it.
+fn filter(args: &GetVm) -> v1::VmFilter {
+    v1::VmFilter {
+        labels: args.selectors.iter().map(ToString::to_string).collect(),
+        phases: args.phases.iter().map(|phase| phase.wire().into()).collect(),
+        names: args.names.clone(),
+    }
 }
 
 /// Shows everything about VMs.
@@ -63,10 +86,11 @@ fn print(vms: &[&v1::Vm], args: &GetVm) -> Result<()> {
         if args.names.is_empty() {
             eprintln!(
                 "There are no VMs{}.",
-                if args.selectors.is_empty() {
-                    ""
-                } else {
-                    " with these labels"
+                match (args.selectors.is_empty(), args.phases.is_empty()) {
+                    (true, true) => "",
+                    (false, true) => " with these labels",
+                    (true, false) => " in these phases",
+                    (false, false) => " with these labels in these phases",
                 }
             );
         }
@@ -96,31 +120,58 @@ pub fn print_documents(vms: &[&v1::Vm], format: Option<Output>, compact: bool) -
 
 /// Prints what there is, then each change, until the daemon or the user ends it.
 async fn watch(client: &Client, args: &GetVm) -> Result<()> {
-    let only = match args.names.as_slice() {
-        [name] => name.clone(),
-        _ => String::new(),
-    };
-    if !only.is_empty() {
-        // A watch of a VM that is not there would wait for it without a word.
-        client.get(&only).await?;
-    }
-    let request = v1::WatchVmsRequest {
-        name: only.clone(),
-        ..Default::default()
-    };
-    let stream = client.vms.clone().watch_vms(request).await;
-    let mut stream = stream
-        .map_err(|status| about_vm(status.into(), &only))?
-        .into_inner();
     let mut watcher = Watcher {
         args,
         before: Some(Vec::new()),
         table: vm::table(args.output == Some(Output::Wide)),
     };
+    if let [only] = args.names.as_slice() {
+        // A watch of a VM that is not there would wait for it without a word.
+        client.get(only).await?;
+    }
+    let mut request = v1::WatchVmsRequest {
+        filter: Some(filter(args)),
+        ..Default::default()
+    };
+    let mut tries = 0;
+    loop {
+        let ended = match follow(client, &mut request, &mut watcher, &mut tries).await {
+            Ok(()) => Failure::new(Code::Unavailable, "vmmd ended the watch")
+                .hint("it may be restarting: try again"),
+            Err(failure) => failure,
+        };
+        if &*ended.reason == "CURSOR_EXPIRED" {
+            eprintln!(
+                "vmmd does not know any more what has changed meanwhile: what there is is printed anew"
+            );
+            request.cursor.clear();
+            watcher.before = Some(Vec::new());
+            continue;
+        }
+        if !went_away(&ended) || tries == TRIES {
+            return Err(ended);
+        }
+        tries += 1;
+        eprintln!("vmmd went away; going on with the watch when it is back (try {tries} of {TRIES})");
+        tokio::time::sleep(RESTART).await;
+    }
+}
+
+/// Watches from the request's cursor until the stream ends, and notes there how far it came.
+async fn follow(
+    client: &Client,
+    request: &mut v1::WatchVmsRequest,
+    watcher: &mut Watcher<'_>,
+    tries: &mut u32,
+) -> Result<()> {
+    let stream = client.vms.clone().watch_vms(request.clone()).await;
+    let mut stream = stream?.into_inner();
     while let Some(event) = stream.message().await? {
+        *tries = 0;
+        request.cursor.clone_from(&event.cursor);
         watcher.event(event)?;
     }
-    Err(Failure::new(Code::Unavailable, "vmmd ended the watch").hint("it may be restarting: try again"))
+    Ok(())
 }
 
 struct Watcher<'a> {
@@ -134,10 +185,14 @@ impl Watcher<'_> {
     fn event(&mut self, event: v1::WatchVmsResponse) -> Result<()> {
         let kind = event.r#type();
         if kind == WatchEventType::Synced {
-            let vms = self.before.take().unwrap_or_default();
+            // Not when it goes on after a pause.
+            let Some(mut vms) = self.before.take() else {
+                return Ok(());
+            };
+            vms.sort_by(|a, b| name(a).cmp(name(b)));
             return self.begin(&vms);
         }
-        let Some(vm) = event.vm.filter(|vm| self.wanted(vm)) else {
+        let Some(vm) = event.vm else {
             return Ok(());
         };
         match &mut self.before {
@@ -152,12 +207,6 @@ impl Watcher<'_> {
             None => self.change(&vm, kind == WatchEventType::Deleted)?,
         }
         Ok(())
-    }
-
-    fn wanted(&self, vm: &v1::Vm) -> bool {
-        let names = &self.args.names;
-        (names.is_empty() || names.iter().any(|wanted| wanted == name(vm)))
-            && selected(vm, &self.args.selectors)
     }
 
     fn begin(&mut self, vms: &[v1::Vm]) -> Result<()> {
@@ -191,14 +240,6 @@ impl Watcher<'_> {
 
 fn name(vm: &v1::Vm) -> &str {
     vm.metadata.as_ref().map_or("", |metadata| &metadata.name)
-}
-
-/// Whether all selectors hold.
-fn selected(vm: &v1::Vm, selectors: &[Selector]) -> bool {
-    match &vm.metadata {
-        Some(metadata) => all_hold(selectors, &metadata.labels),
-        None => all_hold(selectors, &BTreeMap::new()),
-    }
 }
 
 /// Whether all selectors hold for these labels.

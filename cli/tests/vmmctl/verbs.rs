@@ -269,7 +269,7 @@ fn watch_prints_what_there_is_and_then_each_change() {
 }
 
 #[test]
-fn a_watch_that_the_daemon_ends_is_a_failure() {
+fn a_watch_whose_daemon_does_not_come_back_is_a_failure() {
     let daemon = Daemon::start();
     let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
         .args(["get", "vm", "-w"])
@@ -285,9 +285,12 @@ fn a_watch_that_the_daemon_ends_is_a_failure() {
     drop(daemon);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(7), "{output:?}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let lines: Vec<_> = stderr.lines().collect();
+    assert_eq!(lines.len(), 6, "{stderr}");
     assert!(
-        String::from_utf8_lossy(&output.stderr).starts_with("error: "),
-        "{output:?}"
+        lines[4].contains("try 5 of 5") && lines[5].starts_with("error: "),
+        "{stderr}"
     );
 }
 
@@ -395,4 +398,34 @@ fn node_and_version_tell_about_the_daemon() {
     );
     let yaml = run(&daemon, &["node", "-o", "yaml"]).1;
     assert!(yaml.contains("memoryBytes: 8589934592"), "{yaml}");
+}
+
+#[test]
+fn a_request_that_the_daemon_did_not_answer_is_sent_again_with_the_same_id() {
+    let daemon = Daemon::start();
+    daemon.state.put("restarting", VmPhase::Stopped, &[]);
+    assert_eq!(
+        run(&daemon, &["start", "restarting"]),
+        done("vm/restarting started\n")
+    );
+    assert_eq!(daemon.state.calls(), ["start restarting", "start restarting"]);
+}
+
+#[test]
+fn get_chooses_by_phase_and_names_what_is_not_there() {
+    let daemon = Daemon::start();
+    for (name, phase) in [
+        ("a", VmPhase::Running),
+        ("b", VmPhase::Stopped),
+        ("c", VmPhase::Paused),
+        ("d", VmPhase::Running),
+    ] {
+        daemon.state.put(name, phase, &[]);
+    }
+    let get = |args: &[&str]| run(&daemon, &[&["get", "vm", "-o", "name"], args].concat());
+    assert_eq!(get(&["--phase", "running,Paused"]), done("a\nc\nd\n"));
+    assert_eq!(get(&["d", "b", "a", "--phase=running"]), done("d\na\n"));
+    let (code, stdout, stderr) = get(&["a", "x"]);
+    assert_eq!((code, stdout.as_str()), (3, "a\n"));
+    assert!(stderr.contains("\"x\""), "{stderr}");
 }

@@ -29,6 +29,7 @@ pub struct State {
     vms: Arc<Mutex<BTreeMap<String, v1::Vm>>>,
     disks: Arc<Mutex<BTreeMap<String, v1::Disk>>>,
     calls: Arc<Mutex<Vec<String>>>,
+    ids: Arc<Mutex<Vec<String>>>,
     changes: broadcast::Sender<v1::WatchVmsResponse>,
 }
 
@@ -53,6 +54,7 @@ impl Daemon {
             vms: Arc::default(),
             disks: Arc::default(),
             calls: Arc::default(),
+            ids: Arc::default(),
             changes: broadcast::channel(64).0,
         };
         let listener = {
@@ -90,6 +92,24 @@ impl Drop for Daemon {
     }
 }
 
+fn matches(filter: &v1::VmFilter, vm: &v1::Vm) -> bool {
+    let metadata = vm.metadata.clone().unwrap_or_default();
+    let phase = vm.status.clone().unwrap_or_default().phase;
+    let label = |key: &str| metadata.labels.get(key).map(String::as_str);
+    let labels = filter.labels.iter().all(|selector| {
+        if let Some((key, value)) = selector.split_once("!=") {
+            label(key) != Some(value)
+        } else if let Some((key, value)) = selector.split_once('=') {
+            label(key) == Some(value)
+        } else {
+            label(selector).is_some()
+        }
+    });
+    labels
+        && (filter.phases.is_empty() || filter.phases.contains(&phase))
+        && (filter.names.is_empty() || filter.names.contains(&metadata.name))
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -100,6 +120,13 @@ fn refusal(code: Code, reason: &str, message: String) -> Status {
 }
 
 impl State {
+    /// How often a request with this id has come.
+    fn ids(&self, id: &str) -> usize {
+        let mut ids = lock(&self.ids);
+        ids.push(id.to_owned());
+        ids.iter().filter(|known| *known == id).count()
+    }
+
     /// Adds a VM in a phase, behind the API's back.
     pub fn put(&self, name: &str, phase: VmPhase, labels: &[(&str, &str)]) {
         let vm = v1::Vm {
@@ -251,10 +278,23 @@ impl VmService for State {
         Ok(Response::new(v1::GetVmResponse { vm }))
     }
 
-    async fn list_vms(&self, _: Request<v1::ListVmsRequest>) -> Answer<v1::ListVmsResponse> {
-        let vms = lock(&self.vms).values().cloned().collect();
+    /// Two on a page.
+    async fn list_vms(&self, request: Request<v1::ListVmsRequest>) -> Answer<v1::ListVmsResponse> {
+        let v1::ListVmsRequest {
+            filter, page_token, ..
+        } = request.into_inner();
+        let filter = filter.unwrap_or_default();
+        let vms = lock(&self.vms);
+        let wanted = vms
+            .iter()
+            .filter(|(name, vm)| **name > page_token && matches(&filter, vm));
+        let wanted: Vec<_> = wanted.map(|(_, vm)| vm.clone()).collect();
+        let more = wanted.len() > 2;
+        let vms: Vec<_> = wanted.into_iter().take(2).collect();
+        let last = vms.last().and_then(|vm| vm.metadata.clone()).filter(|_| more);
         Ok(Response::new(v1::ListVmsResponse {
             vms,
+            next_page_token: last.map(|last| last.name).unwrap_or_default(),
             ..Default::default()
         }))
     }
@@ -262,7 +302,11 @@ impl VmService for State {
     type WatchVmsStream = Events<v1::WatchVmsResponse>;
 
     async fn watch_vms(&self, request: Request<v1::WatchVmsRequest>) -> Answer<Self::WatchVmsStream> {
-        let only = request.into_inner().name;
+        let request = request.into_inner();
+        let filter = request.filter.unwrap_or_default();
+        if !request.cursor.is_empty() {
+            self.called(format!("watch from {}", request.cursor));
+        }
         let mut changes = self.changes.subscribe();
         let added = |vm: v1::Vm| v1::WatchVmsResponse {
             r#type: WatchEventType::Added.into(),
@@ -275,14 +319,8 @@ impl VmService for State {
             vm: None,
             ..Default::default()
         });
-        let wanted = move |event: &v1::WatchVmsResponse| {
-            let name = event
-                .vm
-                .as_ref()
-                .and_then(|vm| vm.metadata.as_ref())
-                .map(|metadata| &metadata.name);
-            only.is_empty() || name.is_none_or(|name| *name == only)
-        };
+        let wanted =
+            move |event: &v1::WatchVmsResponse| event.vm.as_ref().is_none_or(|vm| matches(&filter, vm));
         let (send, receive) = tokio::sync::mpsc::channel(64);
         tokio::spawn(async move {
             for event in first.into_iter().filter(&wanted) {
@@ -311,8 +349,16 @@ impl VmService for State {
     }
 
     async fn start_vm(&self, request: Request<v1::StartVmRequest>) -> Answer<v1::StartVmResponse> {
-        let name = request.into_inner().name;
+        let v1::StartVmRequest { name, request_id, .. } = request.into_inner();
+        assert!(!request_id.is_empty(), "each request has an id");
         self.called(format!("start {name}"));
+        if name == "restarting" {
+            let asked = self.ids(&request_id);
+            if asked == 1 {
+                let message = "vmmd is stopping; try again in a moment".to_owned();
+                return Err(refusal(Code::Unavailable, "DAEMON_STOPPING", message));
+            }
+        }
         if name == "greedy" {
             return Err(Status::resource_exhausted(
                 "the node has 1Gi of memory left, the VM needs 2Gi",
