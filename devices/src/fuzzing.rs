@@ -1,7 +1,10 @@
 //! What fuzz targets call: one function for each, which takes any bytes and must not panic. The targets are in
 //! `devices/fuzz`, with a corpus of seeds each; the tests here run the functions over the seeds and over generated input.
 
-pub use crate::{block::qcow2::fuzz::image as qcow2_image, virtio::blk::fuzz::queue as blk_queue};
+pub use crate::{
+    block::qcow2::fuzz::image as qcow2_image,
+    virtio::{balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue},
+};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::arithmetic_side_effects)]
@@ -26,6 +29,11 @@ mod tests {
     #[test]
     fn the_seeds_of_blk_queue_do_no_harm() {
         seeds("blk_queue", super::blk_queue);
+    }
+
+    #[test]
+    fn the_seeds_of_balloon_queue_do_no_harm() {
+        seeds("balloon_queue", super::balloon_queue);
     }
 
     #[test]
@@ -71,6 +79,11 @@ mod tests {
         #[test]
         fn no_bytes_harm_blk_queue(data in proptest::collection::vec(any::<u8>(), 0..600)) {
             super::blk_queue(&data);
+        }
+
+        #[test]
+        fn no_bytes_harm_balloon_queue(data in proptest::collection::vec(any::<u8>(), 0..600)) {
+            super::balloon_queue(&data);
         }
     }
 }

@@ -1,0 +1,218 @@
+//! Any bytes as what a hostile driver does to a balloon.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation
+)]
+
+use std::sync::atomic::Ordering;
+
+use vm_memory::{Bytes, GuestAddress};
+
+use super::{
+    BalloonOptions, PAGE,
+    config::{self, F_STATS_VQ, Role},
+    harness::{DATA, Harness, REGIONS, RINGS, SIZE},
+};
+use crate::virtio::device::VirtioDevice;
+
+/// Bytes to be used up; zeroes when there are none any more.
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn byte(&mut self) -> u8 {
+        let Some((first, rest)) = self.0.split_first() else {
+            return 0;
+        };
+        self.0 = rest;
+        *first
+    }
+
+    fn word(&mut self) -> u16 {
+        u16::from(self.byte()) | u16::from(self.byte()) << 8
+    }
+
+    fn quad(&mut self) -> u64 {
+        (0..8).fold(0, |value, at| value | u64::from(self.byte()) << (8 * at))
+    }
+
+    /// Somewhere in memory, most often.
+    fn address(&mut self) -> u64 {
+        match self.byte() % 8 {
+            0 => self.quad(),
+            1 => REGIONS[0].end - u64::from(self.byte()),
+            2 => RINGS + u64::from(self.word()) % (DATA - RINGS),
+            3 => REGIONS[1].start + u64::from(self.word() % 512) * PAGE,
+            _ => DATA + u64::from(self.word()),
+        }
+    }
+
+    fn length(&mut self) -> u32 {
+        match self.byte() % 8 {
+            0 => self.quad() as u32,
+            1 => u32::from(self.byte()),
+            2 => 0,
+            3 => 1 << 20,
+            4 => u32::from(self.byte()) * PAGE as u32,
+            _ => u32::from(self.byte()) * 4,
+        }
+    }
+
+    /// Of a page, most often one in memory.
+    fn number(&mut self) -> u32 {
+        match self.byte() % 8 {
+            0 => self.quad() as u32,
+            1 => 200 + u32::from(self.byte()),
+            2 => 1000 + u32::from(self.byte() % 32),
+            _ => 512 + u32::from(self.byte()),
+        }
+    }
+}
+
+/// A driver that may do anything.
+struct Guest<'a> {
+    input: Input<'a>,
+    harness: Harness,
+    available: Vec<u16>,
+    features: u64,
+    resets: usize,
+}
+
+/// The entry function. It panics if the balloon does what it must not: gives back what is not guest memory, counts pages
+/// that it does not have, loses a request or answers it twice, works without end, or panics itself.
+pub fn queue(data: &[u8]) {
+    let mut input = Input(data);
+    let (setting, features) = (input.byte(), input.byte());
+    let options = BalloonOptions {
+        free_page_reporting: setting & 1 == 1,
+        target: input.word().into(),
+    };
+    let offered = config::features(options.free_page_reporting);
+    let features = offered & u64::from(features) | u64::from(setting >> 1 & 1) << 29;
+    let harness = Harness::new(features, options);
+    let mut guest = Guest {
+        input,
+        available: vec![0; harness.queues().into()],
+        harness,
+        features,
+        resets: 0,
+    };
+    while !guest.input.0.is_empty() {
+        guest.step();
+        guest.check();
+    }
+    guest.harness.pause_and_resume();
+    guest.check();
+    guest.harness.reset();
+}
+
+impl Guest<'_> {
+    fn queue(&mut self) -> u16 {
+        u16::from(self.input.byte()) % self.harness.queues()
+    }
+
+    fn step(&mut self) {
+        match self.input.byte() % 16 {
+            0 => {
+                let (queue, at) = (self.queue(), self.input.word());
+                let (address, length) = (self.input.address(), self.input.length());
+                let (flags, next) = (self.input.word(), self.input.word());
+                self.harness.describe(queue, at, address, length, flags, next);
+            }
+            1 => {
+                let (address, value) = (self.input.address(), self.input.quad());
+                // Beyond memory is not the guest's either.
+                let _ = self.harness.memory.write_obj(value, GuestAddress(address));
+            }
+            2 => {
+                let (queue, head) = (self.queue(), self.input.word());
+                self.offer(queue, head);
+            }
+            3 => {
+                let (offset, width) = (self.input.byte() % 16, self.input.byte() % 8);
+                let value = self.input.quad().to_le_bytes();
+                let length = usize::from(width).min(16 - usize::from(offset));
+                self.harness.front.write_config(offset.into(), &value[..length]);
+            }
+            4 => {
+                let count = self.input.byte() % 4;
+                self.harness.host.failures.store(count.into(), Ordering::SeqCst);
+            }
+            5 => self.harness.pause_and_resume(),
+            6 => {
+                self.harness.reset();
+                self.available.fill(0);
+            }
+            7 => self.harness.asked(),
+            8 | 9 => {
+                let queue = self.queue();
+                self.harness.kick(queue);
+            }
+            10 => {
+                let queue = self.queue();
+                self.harness.kick_once(queue);
+            }
+            _ => self.request(),
+        }
+        if self.harness.resets != self.resets {
+            self.resets = self.harness.resets;
+            self.available.fill(0);
+        }
+    }
+
+    /// A request as a driver makes it, more or less.
+    fn request(&mut self) {
+        let queue = self.queue();
+        let place = DATA + u64::from(self.input.byte()) * 64;
+        let parts = 1 + u16::from(self.input.byte() % 4);
+        let head = self.input.word() % SIZE;
+        let report = Role::of(queue, self.features) == Some(Role::Report);
+        for part in 0..parts {
+            let next = u16::from(part + 1 < parts);
+            let (address, length) = if report {
+                (self.input.address(), self.input.length())
+            } else {
+                let place = place + u64::from(part) * 1024;
+                let count = self.input.byte() % 64;
+                for at in 0..u64::from(count) {
+                    let number = self.input.number();
+                    self.harness
+                        .memory
+                        .write_obj(number, GuestAddress(place + at * 4))
+                        .unwrap();
+                }
+                (place, u32::from(count) * 4)
+            };
+            let flags = next | if report { 2 } else { 0 };
+            self.harness.describe(
+                queue,
+                head + part,
+                address,
+                length,
+                flags,
+                (head + part + 1) % SIZE,
+            );
+        }
+        self.offer(queue, head);
+    }
+
+    fn offer(&mut self, queue: u16, head: u16) {
+        let index = &mut self.available[usize::from(queue)];
+        self.harness.offer(queue, *index, head);
+        *index = index.wrapping_add(1);
+    }
+
+    fn check(&self) {
+        let stats = self.harness.control.stats();
+        let memory: u64 = REGIONS.iter().map(|region| region.end - region.start).sum();
+        assert!(stats.held <= memory, "{stats:?}");
+        for queue in 0..self.harness.queues() {
+            // What is under way, or held for statistics.
+            assert!(self.harness.outstanding(queue) <= 1);
+        }
+        assert!(self.features >> F_STATS_VQ & 1 == 1 || stats.guest.is_none());
+        self.harness.host.given.lock().unwrap().clear();
+    }
+}

@@ -1,0 +1,215 @@
+//! What a balloon's front, its worker and the machine's control share.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+    time::{Duration, SystemTime},
+};
+
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::config::{Config, PAGE, PAGE_SHIFT};
+use crate::virtio::signals::Signals;
+
+/// What the guest's driver said about its memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GuestStats {
+    /// By tag (virtio 1.3, 5.5.6.3).
+    pub values: BTreeMap<u16, u64>,
+    /// When it said so.
+    pub time: SystemTime,
+}
+
+/// What is known of a balloon; all but `guest` in bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BalloonStats {
+    /// What it is to hold.
+    pub target: u64,
+    /// What it holds: pages given by the driver and not taken back.
+    pub held: u64,
+    /// What it holds by the driver's own account; only to be shown.
+    pub claimed: u64,
+    /// Given back through free page reports, since the machine was built.
+    pub reported: u64,
+    /// `None` when the driver never said anything.
+    pub guest: Option<GuestStats>,
+}
+
+/// State of a balloon that more than one thread looks at.
+pub(super) struct Shared {
+    /// In pages, as the next two.
+    target: AtomicU32,
+    actual: AtomicU32,
+    held: AtomicU64,
+    poison: AtomicU32,
+    /// In bytes.
+    reported: AtomicU64,
+    guest: Mutex<Guest>,
+    /// The driver said something, or is no longer there.
+    answered: Condvar,
+    /// There once the device is in a machine.
+    connection: OnceLock<Connection>,
+}
+
+struct Connection {
+    signals: Arc<Signals>,
+    /// Tells the worker to ask the driver for statistics.
+    wake: Arc<EventFd>,
+}
+
+#[derive(Default)]
+struct Guest {
+    /// The driver runs and has given its buffer for statistics.
+    speaks: bool,
+    /// How often it said something.
+    answers: u64,
+    stats: Option<GuestStats>,
+}
+
+impl Shared {
+    pub(super) fn new(target: u64) -> Self {
+        Self {
+            target: AtomicU32::new(pages(target)),
+            actual: AtomicU32::new(0),
+            held: AtomicU64::new(0),
+            poison: AtomicU32::new(0),
+            reported: AtomicU64::new(0),
+            guest: Mutex::default(),
+            answered: Condvar::new(),
+            connection: OnceLock::new(),
+        }
+    }
+
+    /// Connects it to the machine, once. Gives what the worker is woken with.
+    pub(super) fn connect(&self, signals: &Arc<Signals>) -> io::Result<Arc<EventFd>> {
+        let wake = Arc::new(EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)?);
+        let connection = Connection {
+            signals: Arc::clone(signals),
+            wake: Arc::clone(&wake),
+        };
+        self.connection
+            .set(connection)
+            .map_err(|_| io::Error::from(io::ErrorKind::AlreadyExists))?;
+        Ok(wake)
+    }
+
+    pub(super) fn config(&self) -> Config {
+        Config {
+            num_pages: self.target.load(Ordering::SeqCst).into(),
+            actual: self.actual.load(Ordering::SeqCst).into(),
+            free_page_hint_cmd_id: 0.into(),
+            poison_val: self.poison.load(Ordering::SeqCst).into(),
+        }
+    }
+
+    pub(super) fn set_actual(&self, pages: u32) {
+        self.actual.store(pages, Ordering::SeqCst);
+    }
+
+    pub(super) fn set_poison(&self, value: u32) {
+        self.poison.store(value, Ordering::SeqCst);
+    }
+
+    pub(super) fn poison(&self) -> u32 {
+        self.poison.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn set_held(&self, pages: u64) {
+        self.held.store(pages, Ordering::SeqCst);
+    }
+
+    pub(super) fn add_reported(&self, bytes: u64) {
+        self.reported.fetch_add(bytes, Ordering::SeqCst);
+    }
+
+    /// From now on the driver can be asked, or not any more.
+    pub(super) fn set_speaks(&self, speaks: bool) {
+        self.guest().speaks = speaks;
+        self.answered.notify_all();
+    }
+
+    /// The driver said something.
+    pub(super) fn said(&self, values: BTreeMap<u16, u64>) {
+        let mut guest = self.guest();
+        guest.answers = guest.answers.wrapping_add(1);
+        guest.stats = Some(GuestStats {
+            values,
+            time: SystemTime::now(),
+        });
+        self.answered.notify_all();
+    }
+
+    /// The driver is gone, with what it said.
+    pub(super) fn forget(&self) {
+        self.set_held(0);
+        let mut guest = self.guest();
+        guest.speaks = false;
+        guest.stats = None;
+        self.answered.notify_all();
+    }
+
+    fn guest(&self) -> MutexGuard<'_, Guest> {
+        self.guest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A handle on a balloon for everybody but its driver.
+#[derive(Clone)]
+pub struct BalloonControl {
+    pub(super) shared: Arc<Shared>,
+}
+
+impl BalloonControl {
+    /// Sets what it is to hold, in bytes (what is not a whole [`PAGE`] is cut off), and tells the driver.
+    pub fn set_target(&self, bytes: u64) {
+        self.shared.target.store(pages(bytes), Ordering::SeqCst);
+        if let Some(connection) = self.shared.connection.get() {
+            connection.signals.config_changed();
+        }
+    }
+
+    /// What is known now.
+    pub fn stats(&self) -> BalloonStats {
+        let guest = self.shared.guest().stats.clone();
+        self.with(guest)
+    }
+
+    /// The same, after the driver was asked what it has to say. Waits for it for at most `patience`; a driver that does not
+    /// answer in time, or is not there, leaves what it said last.
+    pub fn ask(&self, patience: Duration) -> BalloonStats {
+        let mut guest = self.shared.guest();
+        if let Some(connection) = self.shared.connection.get().filter(|_| guest.speaks) {
+            let before = guest.answers;
+            // Full only when it is readable anyway.
+            let _full = connection.wake.write(1);
+            (guest, _) = self
+                .shared
+                .answered
+                .wait_timeout_while(guest, patience, |guest| guest.speaks && guest.answers == before)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        let stats = guest.stats.clone();
+        drop(guest);
+        self.with(stats)
+    }
+
+    fn with(&self, guest: Option<GuestStats>) -> BalloonStats {
+        let shared = &self.shared;
+        let bytes = |pages: &AtomicU32| u64::from(pages.load(Ordering::SeqCst)).saturating_mul(PAGE);
+        BalloonStats {
+            target: bytes(&shared.target),
+            held: shared.held.load(Ordering::SeqCst).saturating_mul(PAGE),
+            claimed: bytes(&shared.actual),
+            reported: shared.reported.load(Ordering::SeqCst),
+            guest,
+        }
+    }
+}
+
+fn pages(bytes: u64) -> u32 {
+    u32::try_from(bytes >> PAGE_SHIFT).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,469 @@
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+    sync::atomic::Ordering,
+    time::Duration,
+};
+
+use proptest::prelude::*;
+use vm_memory::Bytes;
+
+use super::{
+    harness::{DATA, Harness, MockHost, REGIONS, SIZE},
+    *,
+};
+use crate::{
+    GuestMemory,
+    virtio::testing::{Area, Buffer, Driver, PATIENCE, Rig, suite::DeviceUnderTest},
+};
+
+const INFLATE: u16 = 0;
+const DEFLATE: u16 = 1;
+const STATS: u16 = 2;
+const REPORT: u16 = 3;
+const ALL: u64 = 1 << config::F_STATS_VQ
+    | 1 << config::F_DEFLATE_ON_OOM
+    | 1 << config::F_PAGE_POISON
+    | 1 << config::F_PAGE_REPORTING;
+/// Those that a Linux guest takes that does not poison its pages.
+const USUAL: u64 = ALL & !(1 << config::F_PAGE_POISON);
+const REPORTING: BalloonOptions = BalloonOptions {
+    free_page_reporting: true,
+    target: 0,
+};
+
+/// Takes everything.
+struct Anything;
+
+impl Reclaim for Anything {
+    fn reclaim(&self, _address: GuestAddress, _length: u64) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn numbers(pages: impl IntoIterator<Item = u32>) -> Vec<u8> {
+    pages.into_iter().flat_map(u32::to_le_bytes).collect()
+}
+
+struct BalloonTest(BalloonControl);
+
+impl DeviceUnderTest for BalloonTest {
+    const FEATURES: u64 = ALL;
+    const EAGER_QUEUES: &'static [u16] = &[INFLATE, DEFLATE, REPORT, 4];
+
+    fn build() -> (Self, Box<dyn VirtioDevice>) {
+        let front = Balloon::new(Box::new(Anything), REPORTING);
+        (Self(front.control()), Box::new(front))
+    }
+
+    fn probe(&mut self, driver: &mut Driver) {
+        let held = self.0.stats().held;
+        let list = || vec![Buffer::Readable(numbers(13_000..13_100))];
+        driver.request(INFLATE, &list());
+        assert_eq!(self.0.stats().held, held + 100 * PAGE);
+        driver.request(DEFLATE, &list());
+        assert_eq!(self.0.stats().held, held);
+    }
+
+    fn request(&self) -> (u16, Vec<Buffer>) {
+        (INFLATE, vec![Buffer::Readable(numbers(12_000..12_256))])
+    }
+}
+
+crate::virtio_device_tests!(BalloonTest);
+
+/// A harness with a driver that puts one request after the other into the rings.
+struct Guest {
+    harness: Harness,
+    available: [u16; 5],
+}
+
+impl Guest {
+    fn new(features: u64) -> Self {
+        Self {
+            harness: Harness::new(features, REPORTING),
+            available: [0; 5],
+        }
+    }
+
+    fn memory(&self) -> &GuestMemory {
+        &self.harness.memory
+    }
+
+    fn offer(&mut self, queue: u16, parts: &[(u64, u32)], flags: u16) {
+        for (at, (address, length)) in (0_u16..).zip(parts) {
+            let next = u16::from(usize::from(at) + 1 < parts.len());
+            self.harness
+                .describe(queue, at, *address, *length, flags | next, (at + 1) % SIZE);
+        }
+        let index = &mut self.available[usize::from(queue)];
+        self.harness.offer(queue, *index, 0);
+        *index += 1;
+    }
+
+    /// Offers a list of page numbers, which is at `DATA` then.
+    fn list(&mut self, queue: u16, pages: impl IntoIterator<Item = u32>) {
+        let bytes = numbers(pages);
+        self.memory().write_slice(&bytes, GuestAddress(DATA)).unwrap();
+        self.offer(queue, &[(DATA, bytes.len() as u32)], 0);
+    }
+
+    /// Has it worked off; gives what the host got, in pages.
+    fn given(&mut self, queue: u16, pages: impl IntoIterator<Item = u32>) -> Vec<Range<u64>> {
+        self.list(queue, pages);
+        self.harness.kick(queue);
+        assert_eq!(self.harness.outstanding(queue), 0);
+        std::mem::take(&mut *self.harness.host.given.lock().unwrap())
+    }
+
+    fn report(&mut self, parts: &[(u64, u32)]) -> Vec<Range<u64>> {
+        self.offer(REPORT, parts, 2);
+        self.harness.kick(REPORT);
+        assert_eq!(self.harness.outstanding(REPORT), 0);
+        std::mem::take(&mut *self.harness.host.given.lock().unwrap())
+    }
+
+    /// Gives the buffer with statistics.
+    fn say(&mut self, values: &[(u16, u64)]) {
+        let bytes: Vec<u8> = values
+            .iter()
+            .flat_map(|(tag, value)| [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat())
+            .collect();
+        let place = DATA + 0x8000;
+        self.memory().write_slice(&bytes, GuestAddress(place)).unwrap();
+        self.offer(STATS, &[(place, bytes.len() as u32)], 0);
+        self.harness.kick(STATS);
+    }
+
+    fn held(&self) -> u64 {
+        self.harness.control.stats().held / PAGE
+    }
+
+    fn said(&self) -> Option<BTreeMap<u16, u64>> {
+        self.harness.control.stats().guest.map(|guest| guest.values)
+    }
+}
+
+#[test]
+fn neighbouring_pages_are_given_back_in_one_piece() {
+    let mut guest = Guest::new(USUAL);
+    assert_eq!(guest.given(INFLATE, [600, 602, 601, 700]), [600..603, 700..701]);
+    assert_eq!((guest.held(), guest.harness.guest_faults), (4, 0));
+    assert_eq!(guest.given(DEFLATE, [601, 700]), []);
+    assert_eq!((guest.held(), guest.harness.guest_faults), (2, 0));
+}
+
+#[test]
+fn a_page_given_twice_counts_once_and_is_given_back_again() {
+    let mut guest = Guest::new(USUAL);
+    guest.given(INFLATE, [600, 600]);
+    assert_eq!(guest.held(), 1);
+    // The guest may have used it meanwhile.
+    assert_eq!(guest.given(INFLATE, 600..602), [600..602]);
+    assert_eq!((guest.held(), guest.harness.guest_faults), (2, 0));
+}
+
+#[test]
+fn pages_outside_memory_are_counted_as_the_guests_fault_and_the_others_are_taken() {
+    let mut guest = Guest::new(USUAL);
+    // Over the end of the first region, in the hole, over the end of memory, and at the end of the numbers.
+    let pages = (254..258).chain([300]).chain(1022..1026).chain([u32::MAX]);
+    assert_eq!(guest.given(INFLATE, pages), [254..256, 1022..1024]);
+    assert_eq!((guest.held(), guest.harness.guest_faults), (4, 1));
+}
+
+#[test]
+fn taking_back_what_was_never_given_changes_nothing() {
+    let mut guest = Guest::new(USUAL);
+    guest.given(DEFLATE, 600..700);
+    assert_eq!((guest.held(), guest.harness.guest_faults), (0, 1));
+    guest.given(INFLATE, 600..604);
+    guest.given(DEFLATE, (602..900).chain([300, u32::MAX]));
+    assert_eq!((guest.held(), guest.harness.guest_faults), (2, 2));
+}
+
+#[test]
+fn a_list_of_odd_length_or_of_nothing_is_refused_whole() {
+    let mut guest = Guest::new(USUAL);
+    for (length, flags) in [(1, 0), (7, 0), (0, 0), (4, 2)] {
+        guest.offer(INFLATE, &[(DATA, length)], flags);
+        guest.harness.kick(INFLATE);
+    }
+    assert_eq!((guest.held(), guest.harness.guest_faults), (0, 4));
+    assert_eq!(guest.harness.outstanding(INFLATE), 0);
+}
+
+#[test]
+fn a_number_may_lie_in_two_buffers() {
+    let mut guest = Guest::new(USUAL);
+    let bytes = numbers([600, 601]);
+    guest.memory().write_slice(&bytes, GuestAddress(DATA)).unwrap();
+    guest.offer(INFLATE, &[(DATA, 3), (DATA + 3, 5)], 0);
+    guest.harness.kick(INFLATE);
+    assert_eq!((guest.held(), guest.harness.guest_faults), (2, 0));
+}
+
+#[test]
+fn a_giant_list_is_worked_off_a_piece_at_a_time_and_a_pause_in_between_loses_nothing() {
+    let mut guest = Guest::new(USUAL);
+    // 512 KiB of numbers: 131,072, of which the last is a page that is not mentioned before.
+    let (place, length) = (REGIONS[1].start, 512 << 10);
+    let zeroes = vec![0; length];
+    guest.memory().write_slice(&zeroes, GuestAddress(place)).unwrap();
+    let last = GuestAddress(place + length as u64 - 4);
+    guest.memory().write_obj(1000_u32, last).unwrap();
+    guest.offer(INFLATE, &[(place, length as u32)], 0);
+    guest.harness.kicks_done = 0;
+    guest.harness.kick_once(INFLATE);
+    assert_eq!((guest.held(), guest.harness.outstanding(INFLATE)), (1, 1));
+    guest.harness.pause_and_resume();
+    assert_eq!((guest.held(), guest.harness.outstanding(INFLATE)), (2, 0));
+    assert!(guest.harness.kicks_done > 32, "{}", guest.harness.kicks_done);
+}
+
+#[test]
+fn many_small_requests_leave_their_turn_to_others() {
+    let mut guest = Guest::new(USUAL);
+    let parts: Vec<_> = (0..8).map(|_| (DATA, 4 * 1024)).collect();
+    let zeroes = vec![0; 4 * 1024];
+    guest.memory().write_slice(&zeroes, GuestAddress(DATA)).unwrap();
+    for _ in 0..8 {
+        guest.offer(INFLATE, &parts, 0);
+    }
+    guest.harness.kick_once(INFLATE);
+    assert_eq!(guest.harness.outstanding(INFLATE), 1);
+    guest.harness.run();
+    assert_eq!(guest.harness.outstanding(INFLATE), 0);
+}
+
+#[test]
+fn reported_pages_are_given_back_without_getting_into_the_balloon() {
+    let mut guest = Guest::new(USUAL);
+    let region = REGIONS[1].start;
+    let parts = [
+        (region, 8192),
+        (region + 0x1_0001, 8192),
+        (region + 0x2_0000, 100),
+    ];
+    assert_eq!(guest.report(&parts), [512..514, 529..530]);
+    let stats = guest.harness.control.stats();
+    assert_eq!((stats.held, stats.reported), (0, 3 * PAGE));
+    assert_eq!(guest.harness.guest_faults, 0);
+}
+
+#[test]
+fn a_report_that_leaves_memory_makes_the_device_ask_for_a_reset() {
+    let mut guest = Guest::new(USUAL);
+    let end = REGIONS[0].end;
+    for part in [(end - 4096, 8192), (end, 4096), (REGIONS[1].end - 1, 2)] {
+        let resets = guest.harness.resets;
+        guest.offer(REPORT, &[part], 2);
+        guest.harness.kick(REPORT);
+        guest.available = [0; 5];
+        assert_eq!(guest.harness.resets, resets + 1, "{part:x?}");
+    }
+    assert_eq!(*guest.harness.host.given.lock().unwrap(), []);
+}
+
+#[test]
+fn what_free_pages_are_filled_with_stays_in_reported_pages() {
+    for (features, poison, given) in [(ALL, 0_u32, true), (ALL, 0xaa, false), (USUAL, 0xaa, true)] {
+        let mut guest = Guest::new(features);
+        guest
+            .harness
+            .front
+            .write_config(config::POISON, &poison.to_le_bytes());
+        let ranges = guest.report(&[(REGIONS[1].start, 4096)]);
+        assert_eq!(!ranges.is_empty(), given, "{features:#x} {poison:#x}");
+        let reported = guest.harness.control.stats().reported;
+        assert_eq!(reported, if given { PAGE } else { 0 });
+        assert_eq!(guest.harness.guest_faults, 0);
+    }
+}
+
+#[test]
+fn the_host_refusing_to_take_pages_is_reported_and_the_guest_goes_on() {
+    let mut guest = Guest::new(USUAL);
+    guest.harness.host.failures.store(1, Ordering::SeqCst);
+    guest.given(INFLATE, [600]);
+    assert_eq!((guest.harness.backend_faults, guest.held()), (1, 1));
+    assert_eq!(
+        guest.given(INFLATE, [601]),
+        std::iter::once(601..602).collect::<Vec<_>>()
+    );
+    assert_eq!(guest.harness.backend_faults, 1);
+}
+
+#[test]
+fn statistics_come_when_they_are_asked_for() {
+    let mut guest = Guest::new(USUAL);
+    assert_eq!(guest.said(), None);
+    guest.say(&[(4, 100), (5, 200), (0xffff, 1)]);
+    assert_eq!(
+        guest.said(),
+        Some(BTreeMap::from([(4, 100), (5, 200), (0xffff, 1)]))
+    );
+    assert_eq!(guest.harness.outstanding(STATS), 1, "the device keeps the buffer");
+    // A second buffer is against the rules: it stays where it is.
+    guest.say(&[(4, 7)]);
+    assert_eq!(guest.said().unwrap()[&4], 100);
+    guest.harness.asked();
+    assert_eq!(guest.said().unwrap()[&4], 7);
+    guest.harness.asked();
+    assert_eq!(guest.harness.outstanding(STATS), 0);
+    guest.say(&[(4, 50)]);
+    assert_eq!(guest.said(), Some(BTreeMap::from([(4, 50)])));
+    // What the driver said before a pause is not news after it.
+    let before = guest.harness.control.stats().guest;
+    guest.harness.pause_and_resume();
+    assert_eq!(guest.harness.control.stats().guest, before);
+    guest.harness.asked();
+    assert_eq!(guest.harness.outstanding(STATS), 0);
+}
+
+#[test]
+fn statistics_of_strange_lengths_are_read_as_far_as_they_go() {
+    let mut guest = Guest::new(USUAL);
+    guest.say(&[(4, 100), (5, 200)]);
+    guest.harness.asked();
+    guest.offer(STATS, &[(DATA + 0x8000, 19)], 0);
+    guest.harness.kick(STATS);
+    assert_eq!(guest.said(), Some(BTreeMap::from([(4, 100)])));
+    guest.harness.asked();
+    guest.offer(STATS, &[(REGIONS[1].start, 1 << 20)], 0);
+    guest.harness.kick(STATS);
+    assert_eq!(guest.said(), Some(BTreeMap::from([(0, 0)])));
+    assert_eq!(guest.harness.guest_faults, 0);
+}
+
+#[test]
+fn a_reset_gives_all_pages_back_to_the_guest_and_keeps_the_target() {
+    let mut guest = Guest::new(USUAL);
+    guest.harness.control.set_target(1 << 20);
+    guest.given(INFLATE, 600..700);
+    guest
+        .harness
+        .front
+        .write_config(config::ACTUAL, &100_u32.to_le_bytes());
+    let stats = guest.harness.control.stats();
+    assert_eq!((stats.held, stats.claimed), (100 * PAGE, 100 * PAGE));
+    guest.harness.reset();
+    let stats = guest.harness.control.stats();
+    assert_eq!((stats.held, stats.claimed, stats.target), (0, 0, 1 << 20));
+}
+
+#[test]
+fn the_drivers_own_count_is_only_shown() {
+    let mut guest = Guest::new(USUAL);
+    let front = &mut guest.harness.front;
+    front.write_config(config::ACTUAL, &u32::MAX.to_le_bytes());
+    // Not of the field's width, or not writable.
+    front.write_config(config::ACTUAL, &[1]);
+    front.write_config(config::ACTUAL, &[1; 8]);
+    front.write_config(0, &[1; 4]);
+    let mut config = [0; 16];
+    front.read_config(0, &mut config);
+    assert_eq!(config, [0, 0, 0, 0, 255, 255, 255, 255, 0, 0, 0, 0, 0, 0, 0, 0]);
+    assert_eq!(guest.harness.control.stats().held, 0);
+}
+
+#[test]
+fn without_reporting_nothing_of_it_is_on_offer() {
+    let front = Balloon::new(Box::new(MockHost::default()), BalloonOptions::default());
+    let driver = Driver::new(Rig::new(Box::new(front)));
+    assert_eq!(driver.offered() & 0xff, 0b110);
+    assert_eq!(driver.rig.read(Area::Common, 0x12, 2), 3);
+}
+
+#[test]
+fn a_new_target_raises_a_configuration_interrupt() {
+    let front = Balloon::new(
+        Box::new(Anything),
+        BalloonOptions {
+            target: 3 * PAGE + 1,
+            ..REPORTING
+        },
+    );
+    let control = front.control();
+    let mut driver = Driver::new(Rig::new(Box::new(front)));
+    driver.start(USUAL);
+    assert_eq!(driver.rig.read(Area::Device, 0, 4), 3);
+    let before = driver.rig.msi.count(0);
+    control.set_target(512 << 20);
+    driver.rig.msi.wait_for(0, before + 1);
+    assert_eq!(driver.rig.read(Area::Device, 0, 4), 131_072);
+    assert_eq!(control.stats().target, 512 << 20);
+}
+
+#[test]
+fn a_driver_is_asked_across_threads_and_one_that_is_not_there_is_not_waited_for() {
+    let front = Balloon::new(Box::new(Anything), REPORTING);
+    let control = front.control();
+    let mut driver = Driver::new(Rig::new(Box::new(front)));
+    // Would wait for ever.
+    assert_eq!(control.ask(Duration::MAX).guest, None);
+    driver.start(USUAL);
+    assert_eq!(control.ask(Duration::MAX).guest, None);
+    let say = |driver: &mut Driver, value: u64| {
+        let bytes = [&4_u16.to_le_bytes()[..], &value.to_le_bytes()].concat();
+        driver.submit(STATS, &[Buffer::Readable(bytes)]);
+    };
+    say(&mut driver, 1);
+    let asker = control.clone();
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while control.stats().guest.is_none() {
+        assert!(std::time::Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+    let answer = std::thread::spawn(move || asker.ask(PATIENCE));
+    driver.wait_used(STATS);
+    say(&mut driver, 2);
+    assert_eq!(answer.join().unwrap().guest.unwrap().values[&4], 2);
+    // One that does not answer: what it said last.
+    assert_eq!(control.ask(Duration::from_millis(1)).guest.unwrap().values[&4], 2);
+    // One that goes away while it is asked.
+    let asker = control.clone();
+    let answer = std::thread::spawn(move || asker.ask(PATIENCE * 100));
+    driver.rig.reset_device();
+    assert_eq!(answer.join().unwrap().guest, None);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever lists a driver sends: the balloon holds the pages that it gave and did not take back, and the host got
+    /// each page that was given, nothing else.
+    #[test]
+    fn the_balloon_holds_what_was_given_and_not_taken_back(
+        steps in prop::collection::vec(
+            (0_u8..8, prop::collection::vec(prop_oneof![200_u32..320, 500_u32..560, 1000_u32..1040], 1..80)),
+            1..30,
+        )
+    ) {
+        let mut guest = Guest::new(USUAL);
+        let is_memory = |page: u64| REGIONS.iter().any(|region| region.contains(&(page * PAGE)));
+        // Free, or in the balloon.
+        let mut model = BTreeSet::new();
+        for (kind, pages) in steps {
+            let wanted: BTreeSet<u64> = pages.iter().map(|page| u64::from(*page)).filter(|page| is_memory(*page)).collect();
+            match kind {
+                0..=3 => {
+                    let given: Vec<_> = guest.given(INFLATE, pages).into_iter().flatten().collect();
+                    prop_assert_eq!(given, wanted.iter().copied().collect::<Vec<_>>());
+                    model.extend(wanted);
+                }
+                4..=5 => {
+                    prop_assert_eq!(guest.given(DEFLATE, pages), []);
+                    model.retain(|page| !wanted.contains(page));
+                }
+                6 => guest.harness.pause_and_resume(),
+                _ => {
+                    guest.harness.reset();
+                    guest.available = [0; 5];
+                    model.clear();
+                }
+            }
+            prop_assert_eq!(guest.held(), model.len() as u64);
+        }
+    }
+}
