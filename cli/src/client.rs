@@ -1,6 +1,6 @@
-//! The connection to vmmd on its UNIX socket.
+//! The connection to vmmd, on its UNIX socket or over TCP.
 
-use std::{future::Future, io, path::Path, time::Duration};
+use std::{fmt, future::Future, io, path::Path, sync::Arc, time::Duration};
 
 use hyper_util::rt::TokioIo;
 use proto::v1::{
@@ -10,12 +10,18 @@ use proto::v1::{
 use tokio::net::UnixStream;
 use tonic::{
     Response, Status,
+    codegen::http::Uri,
     transport::{Channel, Endpoint},
 };
 
 use uuid::Uuid;
 
-use crate::failure::{Code, Failure, Result};
+use crate::{
+    args::Connection,
+    contexts::{self, Target},
+    failure::{Code, Failure, Result},
+    tls::Remote,
+};
 
 /// How long the daemon may take to answer what is no work for it.
 pub const QUICK: Duration = Duration::from_secs(30);
@@ -42,33 +48,12 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the daemon that listens on `socket`.
-    pub async fn connect(socket: &Path) -> Result<Self> {
-        let first = tokio::time::timeout(QUICK, UnixStream::connect(socket)).await;
-        let first = first.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
-        let mut first = Some(first.map_err(|error| unreachable(socket, &error))?);
-        let path = socket.to_owned();
-        let connector = tower::service_fn(move |_: tonic::codegen::http::Uri| {
-            let (first, path) = (first.take(), path.clone());
-            async move {
-                let stream = match first {
-                    Some(stream) => stream,
-                    None => UnixStream::connect(path).await?,
-                };
-                Ok::<_, io::Error>(TokioIo::new(stream))
-            }
-        });
-        // The address is not used: the connector knows where to go.
-        let endpoint = Endpoint::from_static("http://vmmd").connect_timeout(QUICK);
-        let channel = endpoint
-            .connect_with_connector(connector)
-            .await
-            .map_err(|error| {
-                Failure::new(
-                    Code::Unavailable,
-                    format!("{} does not answer as vmmd: {error}", socket.display()),
-                )
-            })?;
+    /// Connects to the daemon that the command line means.
+    pub async fn connect(given: &Connection) -> Result<Self> {
+        let channel = match contexts::target(given)? {
+            Target::Socket(socket) => local(&socket).await?,
+            Target::Remote(remote) => over_tcp(remote).await?,
+        };
         Ok(Self {
             vms: VmServiceClient::new(channel.clone()),
             disks: DiskServiceClient::new(channel.clone()),
@@ -124,6 +109,58 @@ impl Client {
         let response = call(QUICK, self.nodes.clone().get_node(v1::GetNodeRequest {})).await?;
         response.node.ok_or_else(empty_answer)
     }
+}
+
+/// To the daemon that listens on `socket`.
+async fn local(socket: &Path) -> Result<Channel> {
+    let first = tokio::time::timeout(QUICK, UnixStream::connect(socket)).await;
+    let first = first.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
+    let mut first = Some(first.map_err(|error| unreachable(socket, &error))?);
+    let path = socket.to_owned();
+    let connector = tower::service_fn(move |_: Uri| {
+        let (first, path) = (first.take(), path.clone());
+        async move {
+            let stream = match first {
+                Some(stream) => stream,
+                None => UnixStream::connect(path).await?,
+            };
+            Ok::<_, io::Error>(TokioIo::new(stream))
+        }
+    });
+    // The address is not used: the connector knows where to go.
+    let endpoint = Endpoint::from_static("http://vmmd").connect_timeout(QUICK);
+    let channel = endpoint.connect_with_connector(connector).await;
+    channel.map_err(|error| no_vmmd(socket.display(), &error))
+}
+
+/// To the daemon of another node.
+async fn over_tcp(remote: Remote) -> Result<Channel> {
+    let config = remote.config()?;
+    let mut first = Some(remote.open(Arc::clone(&config)).await?);
+    let address = remote.address();
+    let connector = tower::service_fn(move |_: Uri| {
+        let (first, remote, config) = (first.take(), remote.clone(), Arc::clone(&config));
+        async move {
+            let stream = match first {
+                Some(stream) => stream,
+                None => {
+                    let opened = remote.open(config).await;
+                    opened.map_err(|failure| io::Error::other(failure.to_string()))?
+                }
+            };
+            Ok::<_, io::Error>(TokioIo::new(stream))
+        }
+    });
+    let endpoint = Endpoint::from_static("http://vmmd").connect_timeout(QUICK);
+    let channel = endpoint.connect_with_connector(connector).await;
+    channel.map_err(|error| no_vmmd(address, &error))
+}
+
+fn no_vmmd(place: impl fmt::Display, error: &tonic::transport::Error) -> Failure {
+    Failure::new(
+        Code::Unavailable,
+        format!("{place} does not answer as vmmd: {error}"),
+    )
 }
 
 /// Waits for the answer of a call, at most `limit`.

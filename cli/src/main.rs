@@ -4,9 +4,11 @@ mod args;
 mod client;
 mod command;
 mod console;
+mod contexts;
 mod failure;
 mod manifest;
 mod output;
+mod tls;
 
 use std::process::ExitCode;
 

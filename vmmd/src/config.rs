@@ -8,6 +8,10 @@ use std::{
 
 use serde::Deserialize;
 
+mod clients;
+
+pub use clients::{Limits, Tcp};
+
 /// Where the configuration is looked for when the command line names no other file.
 pub const DEFAULT_PATH: &str = "/etc/vmmd/config.toml";
 
@@ -40,6 +44,12 @@ pub struct Config {
     pub vm_uids: UidRange,
     /// How long starts by a run policy wait.
     pub restart: Restart,
+    /// The API over TCP. Default: not at all.
+    pub tcp: Option<Tcp>,
+    /// What clients may take.
+    pub limits: Limits,
+    /// A file for the audit log, beside the journal. Default: none.
+    pub audit_log: Option<PathBuf>,
 }
 
 /// How long starts by a run policy wait after a failure or the end of a run, in milliseconds.
@@ -96,6 +106,9 @@ impl Default for Config {
             cgroup: None,
             vm_uids: UidRange::default(),
             restart: Restart::default(),
+            tcp: None,
+            limits: Limits::default(),
+            audit_log: None,
         }
     }
 }
@@ -153,6 +166,10 @@ impl Config {
             ("vmm", self.vmm.as_ref()),
             ("kvm_device", Some(&self.kvm_device)),
             ("cgroup", self.cgroup.as_ref()),
+            ("audit_log", self.audit_log.as_ref()),
+            ("tcp.certificate", self.tcp.as_ref().map(|tcp| &tcp.certificate)),
+            ("tcp.key", self.tcp.as_ref().map(|tcp| &tcp.key)),
+            ("tcp.client_ca", self.tcp.as_ref().map(|tcp| &tcp.client_ca)),
         ];
         for (key, path) in paths {
             if path.is_some_and(|path| !path.is_absolute()) {
@@ -168,6 +185,9 @@ impl Config {
                 "restart",
                 "must have a first_ms above 0 and a max_ms not below it",
             );
+        }
+        if let Some(key) = self.limits.zero() {
+            return refuse(key, "must be at least 1");
         }
         // uid 0 is root; u32::MAX is "unchanged" to setresuid(2).
         let UidRange { first, count } = self.vm_uids;
@@ -250,6 +270,9 @@ mod tests {
             ("restart = { first_ms = 10, max_ms = 9 }", "restart"),
             ("vm_uids = { count = 0 }", "vm_uids"),
             ("vm_uids = { first = 4294967290 }", "vm_uids"),
+            ("limits = { handshakes = 0 }", "limits.handshakes"),
+            ("tcp = { listen = '[::]:7443', key = 'server.key' }", "tcp.key"),
+            ("tcp = { listen = 'everywhere' }", "listen"),
         ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(key), "{text}: {error}");

@@ -14,7 +14,7 @@ pub struct Context {
 }
 
 /// Who asked for something.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Initiator {
     /// The daemon itself: a repair.
     #[default]

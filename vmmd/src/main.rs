@@ -4,6 +4,7 @@
 //! The way of a request: [`grpc`] finds the VM in the [`vm::table`] and asks its actor, which decides
 //! ([`vm::admission`]) and acts; the [`store`] keeps what must outlive the daemon.
 
+mod auth;
 mod cgroup;
 mod config;
 #[allow(dead_code, reason = "being built")]
@@ -15,6 +16,7 @@ mod facts;
 mod failure;
 mod grpc;
 mod host;
+mod init_certs;
 mod ledger;
 mod lock;
 mod network;
@@ -26,6 +28,7 @@ mod service;
 mod store;
 mod sys;
 mod text;
+mod tls;
 mod vm;
 
 use std::{
@@ -38,15 +41,18 @@ use std::{
 };
 
 use anyhow::Context;
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::{
     runtime,
-    signal::unix::{SignalKind, signal},
+    signal::unix::{Signal, SignalKind, signal},
 };
 use tokio_util::sync::CancellationToken;
 
-use crate::{config::Config, grpc::Socket, host::Host, ledger::Ledger, network::Links, store::Store};
+use crate::{
+    auth::Audit, config::Config, grpc::Socket, host::Host, init_certs::InitCerts, ledger::Ledger,
+    network::Links, store::Store,
+};
 
 /// Threads of the runtime: the daemon waits far more than it works.
 const MAX_WORKERS: usize = 4;
@@ -55,7 +61,7 @@ const SHUTDOWN: Duration = Duration::from_secs(2);
 
 /// The per-node hypervisor daemon.
 #[derive(Debug, Parser)]
-#[command(version)]
+#[command(version, args_conflicts_with_subcommands = true)]
 struct Arguments {
     /// Configuration file [default: /etc/vmmd/config.toml, which need not exist]
     #[arg(long, value_name = "FILE")]
@@ -63,15 +69,29 @@ struct Arguments {
     /// Only check the configuration
     #[arg(long)]
     check: bool,
+    #[command(subcommand)]
+    action: Option<Action>,
+}
+
+/// What else the program does.
+#[derive(Debug, Subcommand)]
+enum Action {
+    /// Make a CA and certificates for the server and for clients, for a first setup of the API over TCP
+    InitCerts(InitCerts),
 }
 
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
+    if let Some(Action::InitCerts(arguments)) = &arguments.action {
+        return init_certs::run(arguments);
+    }
     let config = Config::load(arguments.config.as_deref())?;
     if arguments.check {
         return Ok(());
     }
     service::init_logging();
+    // Fails when there is one already.
+    let _ = rustls::crypto::ring::default_provider().install_default();
     let workers = available_parallelism().map_or(1, usize::from).min(MAX_WORKERS);
     let runtime = runtime::Builder::new_multi_thread()
         .worker_threads(workers)
@@ -90,6 +110,7 @@ fn main() -> anyhow::Result<()> {
 async fn run(config: Config) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    let hangup = signal(SignalKind::hangup())?;
     raise_descriptor_limit();
     make_dirs(&config)?;
     // Held as long as the daemon runs.
@@ -135,7 +156,10 @@ async fn run(config: Config) -> anyhow::Result<()> {
     vm::reconcile::reconcile(&host, records.vms).await;
     let socket = Socket::bind(&host.config.socket(), host.config.socket_group.as_deref())
         .with_context(|| format!("API socket {}", host.config.socket().display()))?;
-    let serving = tokio::spawn(grpc::serve(Arc::clone(&host), socket));
+    let audit = Arc::new(Audit::open(host.config.audit_log.as_deref()).context("open the audit log")?);
+    let tcp = listen(&host).await?;
+    let serving = tokio::spawn(grpc::serve(Arc::clone(&host), socket, tcp, Arc::clone(&audit)));
+    tokio::spawn(reopen(audit, hangup));
     tokio::spawn(service::watchdog());
     service::ready();
     tracing::info!(
@@ -159,6 +183,40 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let closing = Arc::clone(&host);
     let _ = tokio::task::spawn_blocking(move || closing.events.close()).await;
     served.context("serve the API")?
+}
+
+/// The listener for TCP, when there is to be one. It is there with certificates that can't be used too, and waits for
+/// others then: the socket must work in any case.
+async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<tls::Listener>> {
+    let address_file = host.config.run_dir.join("tcp.addr");
+    let Some(tcp) = host.config.tcp.clone() else {
+        let _ = fs::remove_file(address_file);
+        return Ok(None);
+    };
+    let address = tcp.listen;
+    let certificates = Arc::new(tls::Certificates::new(tcp));
+    tls::reload(host, &certificates).await;
+    let listener = tls::Listener::bind(address, Arc::clone(&certificates)).await;
+    let listener = listener.with_context(|| format!("listen on {address}"))?;
+    let bound = listener.address().context("ask for the bound address")?;
+    fs::write(&address_file, format!("{bound}\n"))
+        .with_context(|| format!("write {}", address_file.display()))?;
+    tracing::info!(address = %bound, "the API is served over TCP");
+    tokio::spawn(tls::watch(
+        Arc::clone(host),
+        certificates,
+        signal(SignalKind::hangup())?,
+    ));
+    Ok(Some(listener))
+}
+
+/// Opens the audit log anew with each `hangup`. Never ends.
+async fn reopen(audit: Arc<Audit>, mut hangup: Signal) {
+    while hangup.recv().await.is_some() {
+        if let Err(error) = audit.reopen() {
+            tracing::error!(%error, "open the audit log anew; the old file is still written to");
+        }
+    }
 }
 
 /// The folders that the daemon needs. The one with the socket can be entered by all, what is in it can't.

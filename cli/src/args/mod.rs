@@ -37,12 +37,64 @@ With several names, the code is that of the first failure; all the others are st
 #[command(name = "vmmctl", version, max_term_width = 100, after_long_help = EXIT_CODES)]
 #[command(subcommand_required = true, arg_required_else_help = true)]
 pub struct Cli {
-    /// Socket of vmmd.
-    #[arg(long, global = true, display_order = 900, env = "VMMD_SOCKET", default_value = SOCKET, value_name = "PATH")]
-    pub socket: PathBuf,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub connection: Connection,
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
+}
+
+/// Which daemon.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Which vmmd")]
+pub struct Connection {
+    /// Context of the configuration file, with how to reach a vmmd [env: VMMCTL_CONTEXT=]
+    #[arg(long, global = true, display_order = 900, value_name = "NAME")]
+    pub context: Option<String>,
+    /// Socket of a vmmd on this node [env: VMMD_SOCKET=] [default: /run/vmmd/vmmd.sock]
+    #[arg(
+        long,
+        global = true,
+        display_order = 901,
+        value_name = "PATH",
+        conflicts_with = "endpoint"
+    )]
+    pub socket: Option<PathBuf>,
+    /// A vmmd over TCP: https://HOST:PORT. Needs the next three
+    #[arg(long, global = true, display_order = 902, value_name = "URL")]
+    pub endpoint: Option<String>,
+    /// CA of the certificate of that vmmd, PEM
+    #[arg(long, global = true, display_order = 903, value_name = "FILE")]
+    pub ca: Option<PathBuf>,
+    /// Your certificate for it, PEM
+    #[arg(long, global = true, display_order = 904, value_name = "FILE")]
+    pub cert: Option<PathBuf>,
+    /// The key of your certificate, PEM
+    #[arg(long, global = true, display_order = 905, value_name = "FILE")]
+    pub key: Option<PathBuf>,
+}
+
+/// `config`.
+#[derive(Debug, Subcommand)]
+pub enum Config {
+    /// List the contexts.
+    GetContexts,
+    /// Use a context when none is named.
+    UseContext {
+        /// Name of the context.
+        name: String,
+    },
+    /// Make or change a context: with --endpoint, --ca, --cert and --key, or with --socket.
+    SetContext {
+        /// Name of the context.
+        name: String,
+    },
+    /// Delete a context.
+    DeleteContext {
+        /// Name of the context.
+        name: String,
+    },
 }
 
 /// What to do.
@@ -97,6 +149,12 @@ pub enum Command {
         /// How to print it.
         #[arg(short, long, value_enum)]
         output: Option<NodeOutput>,
+    },
+    /// Keep how to reach the vmmd of other nodes, by name.
+    Config {
+        /// What.
+        #[command(subcommand)]
+        what: Config,
     },
     /// Print the completion script for a shell.
     Completion {

@@ -2,6 +2,7 @@
 
 mod act;
 mod apply;
+mod config;
 mod create;
 mod difference;
 mod disk;
@@ -10,12 +11,10 @@ mod generate;
 mod get;
 mod vm_disk;
 
-use std::path::Path;
-
 use crate::{
     args::{
-        Cli, Command, Create, CreateVm, CreateWhat, DeleteVm, DeleteWhat, Describe, Get, NodeOutput, Resize,
-        disk::ResizeDisk,
+        Cli, Command, Connection, Create, CreateVm, CreateWhat, DeleteVm, DeleteWhat, Describe, Get,
+        NodeOutput, Resize, disk::ResizeDisk,
     },
     client::Client,
     console,
@@ -26,26 +25,27 @@ use crate::{
 
 /// Does what the command line says. A command on several VMs may fail for several reasons.
 pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
-    let socket = &cli.socket;
+    let given = &cli.connection;
     match cli.command {
+        Command::Config { what } => config::run(&what, given).map_err(one),
         Command::Completion { shell } => generate::completion(shell).map_err(one),
         Command::Generate { directory } => generate::all(&directory).map_err(one),
         Command::Version { client: true } => version(None).await.map_err(one),
         // Files are read before the daemon is asked, so that their mistakes show without one.
         Command::Apply(args) => {
             let documents = apply::read(&args.files)?;
-            let client = Client::connect(socket).await.map_err(one)?;
+            let client = Client::connect(given).await.map_err(one)?;
             apply::apply(&client, &documents, args.start, args.dry_run).await
         }
-        Command::Create(args) => create(socket, *args).await,
+        Command::Create(args) => create(given, *args).await,
         Command::Attach(args) => {
             let disk = disk_spec::from_flags(&args).map_err(one)?;
-            let client = Client::connect(socket).await.map_err(one)?;
+            let client = Client::connect(given).await.map_err(one)?;
             vm_disk::attach(&client, &args.vm, disk).await.map_err(one)
         }
         Command::Limit(args) => {
             let target = vm_disk::target(&args).map_err(one)?;
-            let client = Client::connect(socket).await.map_err(one)?;
+            let client = Client::connect(given).await.map_err(one)?;
             let done = vm_disk::limit(&client, &args, target).await;
             done.map_err(disk_spec::in_options).map_err(one)
         }
@@ -53,34 +53,34 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
             if let Command::Version { .. } = command {
                 output::line(format!("vmmctl {}", env!("CARGO_PKG_VERSION"))).map_err(one)?;
             }
-            let client = Client::connect(socket).await.map_err(one)?;
+            let client = Client::connect(given).await.map_err(one)?;
             with_daemon(&client, command).await
         }
     }
 }
 
-async fn create(socket: &Path, args: Create) -> Result<(), Vec<Failure>> {
+async fn create(given: &Connection, args: Create) -> Result<(), Vec<Failure>> {
     match args.what {
         Some(CreateWhat::Disk(args)) => {
             let request = disk::from_flags(&args).map_err(one)?;
-            let client = Client::connect(socket).await.map_err(one)?;
+            let client = Client::connect(given).await.map_err(one)?;
             let made = disk::create(&client, request).await;
             let made = made.map_err(disk_spec::in_options).map_err(one)?;
             disk::report(&made, args.output).map_err(one)
         }
-        Some(CreateWhat::Vm(args)) => create_vm(socket, &args).await,
-        None => create_vm(socket, &args.vm).await,
+        Some(CreateWhat::Vm(args)) => create_vm(given, &args).await,
+        None => create_vm(given, &args.vm).await,
     }
 }
 
-async fn create_vm(socket: &Path, args: &CreateVm) -> Result<(), Vec<Failure>> {
+async fn create_vm(given: &Connection, args: &CreateVm) -> Result<(), Vec<Failure>> {
     if args.files.is_empty() {
         let vm = create::from_flags(args).map_err(one)?;
-        let client = Client::connect(socket).await.map_err(one)?;
+        let client = Client::connect(given).await.map_err(one)?;
         create::flags(&client, vm, args).await.map_err(one)
     } else {
         let documents = apply::read(&args.files)?;
-        let client = Client::connect(socket).await.map_err(one)?;
+        let client = Client::connect(given).await.map_err(one)?;
         create::files(&client, &documents, args).await
     }
 }
@@ -129,6 +129,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         | Command::Attach(_)
         | Command::Limit(_)
         | Command::Completion { .. }
+        | Command::Config { .. }
         | Command::Generate { .. } => Ok(()),
     }
 }

@@ -4,4 +4,5 @@ mod alone;
 mod console;
 mod disks;
 mod support;
+mod tls;
 mod verbs;

@@ -1,54 +1,72 @@
-//! A client's connection, which holds one of the places that there are for connections.
+//! A client's connection: its bytes, who is at its other end, and its place.
 
 use std::{
+    future::Future,
     io,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll},
+    time::Duration,
 };
 
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::UnixStream,
-    sync::OwnedSemaphorePermit,
+    time::{Sleep, sleep},
 };
-use tonic::transport::server::{Connected, UdsConnectInfo};
+use tonic::transport::server::Connected;
 
-/// A connection with its place.
+use crate::auth::{Caller, Place};
+
+/// A connection with its place, which is free again when it is dropped.
 #[derive(Debug)]
-pub struct Connection {
-    stream: UnixStream,
-    _place: OwnedSemaphorePermit,
+pub struct Connection<S> {
+    stream: S,
+    caller: Arc<Caller>,
+    /// Until the client has said something: HTTP/2 itself waits for its first word for ever.
+    silence: Option<Pin<Box<Sleep>>>,
+    _place: Place,
 }
 
-impl Connection {
-    /// The place is free again when the connection is dropped.
-    pub fn new(stream: UnixStream, place: OwnedSemaphorePermit) -> Self {
+impl<S> Connection<S> {
+    /// It fails when its client says nothing for `silence`.
+    pub fn new(stream: S, caller: Caller, place: Place, silence: Duration) -> Self {
         Self {
             stream,
+            caller: Arc::new(caller),
+            silence: Some(Box::pin(sleep(silence))),
             _place: place,
         }
     }
 }
 
-impl Connected for Connection {
-    type ConnectInfo = UdsConnectInfo;
+impl<S> Connected for Connection<S> {
+    type ConnectInfo = Arc<Caller>;
 
     fn connect_info(&self) -> Self::ConnectInfo {
-        self.stream.connect_info()
+        Arc::clone(&self.caller)
     }
 }
 
-impl AsyncRead for Connection {
+impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(context, buffer)
+        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
+        if read.is_ready() {
+            self.silence = None;
+        } else if let Some(silence) = &mut self.silence
+            && silence.as_mut().poll(context).is_ready()
+        {
+            self.silence = None;
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
+        read
     }
 }
 
-impl AsyncWrite for Connection {
+impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

@@ -1,4 +1,4 @@
-//! The gRPC API on a UNIX socket: thin services over the table of VMs.
+//! The gRPC API on a UNIX socket and over TCP: thin services over the table of VMs.
 
 mod connection;
 mod console;
@@ -12,7 +12,11 @@ mod mask;
 mod node;
 mod operation;
 mod server;
+mod socket;
 mod vm;
 mod watch;
 
-pub use server::{Socket, serve};
+pub use connection::Connection;
+pub use error::DOMAIN;
+pub use server::serve;
+pub use socket::{ACCEPT_PAUSE, Socket};

@@ -111,7 +111,10 @@ async fn a_vmm_has_its_own_user_no_rights_and_no_descriptor_too_many() {
         .unwrap();
     let enough = locked == "unlimited" || locked.parse::<u64>().unwrap() >= 64 << 20;
     assert!(enough || !may_raise_limits(), "for rings of io_uring: {locked}");
-    assert_eq!(fs::read(format!("/proc/{pid}/environ")).unwrap(), []);
+    assert_eq!(
+        fs::read(format!("/proc/{pid}/environ")).unwrap(),
+        Vec::<u8>::new()
+    );
 
     let mut targets: Vec<_> = fs::read_dir(format!("/proc/{pid}/fd"))
         .unwrap()

@@ -74,6 +74,11 @@ impl Daemon {
         }
     }
 
+    /// Runs a task beside the daemon's.
+    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.runtime.as_ref().unwrap().spawn(task);
+    }
+
     /// `vmmctl` with this daemon.
     pub fn vmmctl(&self) -> assert_cmd::Command {
         let mut command = assert_cmd::Command::cargo_bin("vmmctl").unwrap();

@@ -1,0 +1,207 @@
+//! The bodies of calls: a request's, which must arrive in time, and a response's, whose end the audit log tells.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use http::HeaderMap;
+use http_body::{Frame, SizeHint};
+use tokio::time::{Sleep, sleep};
+use tonic::{Code, Status, body::Body};
+
+use super::audit::Record;
+use crate::failure::{Failure, Kind};
+
+/// Compressed flag and length (gRPC over HTTP/2, "Length-Prefixed-Message").
+const PREFIX: usize = 5;
+/// Most of a message that is looked at, in bytes; a larger one is refused behind us.
+const MAX_LOOK: usize = 512 << 10;
+
+/// A request's body. It fails when its message, or of a stream the first one, has not arrived in time.
+#[derive(Debug)]
+pub struct Arrival {
+    inner: Body,
+    /// Runs until what must arrive has.
+    deadline: Option<Pin<Box<Sleep>>>,
+    /// Only the first message must arrive in time.
+    stream: bool,
+    first: First,
+    record: Option<Arc<Record>>,
+}
+
+impl Arrival {
+    /// `record` is told the first message.
+    pub fn new(inner: Body, limit: Duration, stream: bool, record: Option<Arc<Record>>) -> Self {
+        Self {
+            inner,
+            deadline: Some(Box::pin(sleep(limit))),
+            stream,
+            first: First::default(),
+            record,
+        }
+    }
+
+    fn seen(&mut self, bytes: &[u8]) {
+        if !self.first.add(bytes) {
+            return;
+        }
+        if self.stream {
+            self.deadline = None;
+        }
+        if let Some(record) = self.record.take() {
+            record.arrived(self.first.message());
+        }
+        self.first = First::Done;
+    }
+}
+
+impl http_body::Body for Arrival {
+    type Data = <Body as http_body::Body>::Data;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Self::Data>, Status>>> {
+        match Pin::new(&mut self.inner).poll_frame(context) {
+            Poll::Ready(Some(Ok(frame))) => {
+                if let Some(bytes) = frame.data_ref() {
+                    self.seen(bytes);
+                }
+                Poll::Ready(Some(Ok(frame)))
+            }
+            Poll::Ready(end) => {
+                self.deadline = None;
+                Poll::Ready(end)
+            }
+            Poll::Pending => {
+                let Some(deadline) = &mut self.deadline else {
+                    return Poll::Pending;
+                };
+                if deadline.as_mut().poll(context).is_pending() {
+                    return Poll::Pending;
+                }
+                self.deadline = None;
+                let message = "the request did not arrive whole in time; send it at once";
+                let failure = Failure::new(Kind::Deadline, "REQUEST_INCOMPLETE", message);
+                Poll::Ready(Some(Err(failure.into())))
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+/// The first message of a body.
+#[derive(Debug)]
+enum First {
+    /// Of which this has come.
+    Coming(Vec<u8>),
+    /// It has been looked at.
+    Done,
+}
+
+impl Default for First {
+    fn default() -> Self {
+        Self::Coming(Vec::new())
+    }
+}
+
+impl First {
+    /// True when it is complete now.
+    fn add(&mut self, bytes: &[u8]) -> bool {
+        let Self::Coming(come) = self else { return false };
+        let room = MAX_LOOK.saturating_sub(come.len());
+        come.extend_from_slice(bytes.get(..room).unwrap_or(bytes));
+        let Some((_, length)) = come.get(..PREFIX).and_then(|prefix| prefix.split_first()) else {
+            return false;
+        };
+        let length = length
+            .iter()
+            .fold(0_usize, |length, byte| length << 8 | usize::from(*byte));
+        come.len() - PREFIX >= length || come.len() >= MAX_LOOK
+    }
+
+    fn message(&self) -> &[u8] {
+        match self {
+            Self::Coming(come) => come.get(PREFIX..).unwrap_or_default(),
+            Self::Done => &[],
+        }
+    }
+}
+
+/// A response's body, whose trailers say how the call has ended.
+#[derive(Debug)]
+pub struct Outcome {
+    inner: Body,
+    record: Arc<Record>,
+}
+
+impl Outcome {
+    /// `record` is told the end.
+    pub fn new(inner: Body, record: Arc<Record>) -> Self {
+        Self { inner, record }
+    }
+}
+
+impl http_body::Body for Outcome {
+    type Data = <Body as http_body::Body>::Data;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Self::Data>, Status>>> {
+        let polled = Pin::new(&mut self.inner).poll_frame(context);
+        if let Poll::Ready(Some(Ok(frame))) = &polled
+            && let Some(code) = frame.trailers_ref().and_then(code)
+        {
+            self.record.end(code);
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+/// How the call has ended, by the headers or trailers of its response.
+pub fn code(headers: &HeaderMap) -> Option<Code> {
+    Some(Code::from_bytes(headers.get("grpc-status")?.as_bytes()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_message_is_found_however_its_bytes_come() {
+        let bytes = b"\0\0\0\0\x04\x0a\x02ab\0\0\0\0\x01x";
+        for size in 1..=bytes.len() {
+            let mut first = First::default();
+            let done = bytes.chunks(size).position(|chunk| first.add(chunk)).unwrap();
+            assert!(first.message().starts_with(b"\x0a\x02ab"), "{size}");
+            assert!((done + 1) * size >= 9 && done * size < 9, "{size}");
+        }
+        assert!(First::default().add(&[0; 5]), "an empty message");
+        let mut endless = First::default();
+        assert!(!endless.add(&[0xff; 1000]));
+        assert!(endless.add(&vec![0; MAX_LOOK]));
+        assert_eq!(endless.message().len(), MAX_LOOK - PREFIX);
+    }
+}

@@ -1,0 +1,150 @@
+//! The layer in front of all services.
+
+use std::{
+    convert::Infallible,
+    future::Future,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use tonic::{Code, Status, body::Body};
+use tonic_types::{ErrorDetails, StatusExt};
+use tower::{Layer, Service};
+
+use super::{
+    Audit, Caller,
+    audit::{self, Record},
+    body::{Arrival, Outcome, code},
+    rule::{self, Rule},
+};
+use crate::{
+    failure::{Failure, Kind},
+    text,
+};
+
+/// What one call may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Until its request is there.
+    pub request: Duration,
+}
+
+/// Puts a guard in front of services. Their connections must have a [`Caller`].
+#[derive(Clone, Debug)]
+pub struct Guard {
+    audit: Arc<Audit>,
+    bounds: Bounds,
+}
+
+impl Guard {
+    /// One that tells `audit`.
+    pub fn new(audit: Arc<Audit>, bounds: Bounds) -> Self {
+        Self { audit, bounds }
+    }
+
+    /// The caller and the rule of a call that may be made.
+    fn admit(&self, request: &http::Request<Body>) -> Result<(Arc<Caller>, &'static Rule), Status> {
+        let path = request.uri().path();
+        let Some(caller) = request.extensions().get::<Arc<Caller>>() else {
+            return Err(Status::unauthenticated("nobody knows who asks"));
+        };
+        if !caller.bucket.take() {
+            let message = "this connection makes too many calls; make fewer a second";
+            return Err(Failure::new(Kind::Exhausted, "TOO_MANY_CALLS", message).into());
+        }
+        let refused = |status: Status| {
+            let method = text::brief(path.trim_start_matches('/'));
+            audit::denied(&self.audit, caller, method, status.code());
+            status
+        };
+        let Some(rule) = rule::find(path) else {
+            let message = format!("this vmmd has no method {}", text::brief(path));
+            return Err(refused(
+                Failure::new(Kind::Unimplemented, "METHOD_UNKNOWN", message).into(),
+            ));
+        };
+        if !caller.role.is_some_and(|role| rule.admits(role)) {
+            return Err(refused(role_required(caller, rule)));
+        }
+        Ok((Arc::clone(caller), rule))
+    }
+}
+
+fn role_required(caller: &Caller, rule: &Rule) -> Status {
+    let has = match caller.role {
+        Some(role) => format!("has the role {role}"),
+        None => format!("gives no role (a URI {}ROLE)", super::Role::URI),
+    };
+    let (_, method) = rule.method.split_once('/').unwrap_or_default();
+    let message = format!(
+        "{method} needs the role {}; the certificate of {} {has}",
+        rule.least, caller.initiator
+    );
+    let metadata = [
+        ("role".to_owned(), rule.least.to_string()),
+        ("method".to_owned(), rule.method.to_owned()),
+    ];
+    let mut details = ErrorDetails::new();
+    details.set_error_info("ROLE_REQUIRED", crate::grpc::DOMAIN, metadata);
+    Status::with_error_details(Code::PermissionDenied, message, details)
+}
+
+impl<S> Layer<S> for Guard {
+    type Service = Guarded<S>;
+
+    fn layer(&self, inner: S) -> Guarded<S> {
+        Guarded {
+            inner,
+            guard: self.clone(),
+        }
+    }
+}
+
+/// Services behind a guard.
+#[derive(Clone, Debug)]
+pub struct Guarded<S> {
+    inner: S,
+    guard: Guard,
+}
+
+type Answer = Result<http::Response<Body>, Infallible>;
+
+impl<S> Service<http::Request<Body>> for Guarded<S>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>,
+    S::Future: Send + 'static,
+{
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Answer> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
+        let (caller, rule) = match self.guard.admit(&request) {
+            Ok(admitted) => admitted,
+            Err(status) => return Box::pin(async move { Ok(status.into_http()) }),
+        };
+        request.extensions_mut().insert(caller.initiator.clone());
+        let audit = &self.guard.audit;
+        let record = rule
+            .changes
+            .map(|object| Arc::new(Record::new(audit, &caller, rule, object)));
+        let (limit, told) = (self.guard.bounds.request, record.clone());
+        let request = request.map(|body| Body::new(Arrival::new(body, limit, rule.stream, told)));
+        let answer = self.inner.call(request);
+        Box::pin(async move {
+            let answer = answer.await?;
+            let Some(record) = record else { return Ok(answer) };
+            if let Some(code) = code(answer.headers()) {
+                record.end(code);
+                return Ok(answer);
+            }
+            Ok(answer.map(|body| Body::new(Outcome::new(body, record))))
+        })
+    }
+}

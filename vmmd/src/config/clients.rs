@@ -1,0 +1,92 @@
+//! Clients: over TCP, and what each may take.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use serde::Deserialize;
+
+/// The API over TCP, always with TLS and certificates on both sides. The files are PEM.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tcp {
+    /// Address and port. With port 0, or any, what was bound is in `tcp.addr` in `run_dir`.
+    pub listen: SocketAddr,
+    /// The server's certificate and what leads from it to its CA. Default `/etc/vmmd/tls/server.crt`.
+    #[serde(default = "Tcp::default_certificate")]
+    pub certificate: PathBuf,
+    /// Its key. Default `/etc/vmmd/tls/server.key`.
+    #[serde(default = "Tcp::default_key")]
+    pub key: PathBuf,
+    /// The CAs of clients' certificates. Default `/etc/vmmd/tls/ca.crt`.
+    #[serde(default = "Tcp::default_client_ca")]
+    pub client_ca: PathBuf,
+}
+
+impl Tcp {
+    fn default_certificate() -> PathBuf {
+        "/etc/vmmd/tls/server.crt".into()
+    }
+
+    fn default_key() -> PathBuf {
+        "/etc/vmmd/tls/server.key".into()
+    }
+
+    fn default_client_ca() -> PathBuf {
+        "/etc/vmmd/tls/ca.crt".into()
+    }
+}
+
+/// What clients may take, so that none can take it from the others. Each is at least 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Limits {
+    /// Connections at once, of each listener. Default 1024.
+    pub connections: usize,
+    /// Of these, for one user id or one certificate's name. Default 128.
+    pub connections_per_client: usize,
+    /// Calls a second on one connection, and as many at once after a pause. Default 10,000.
+    pub calls_per_second: u32,
+    /// How long a client may take to send its request, in seconds. Default 10.
+    pub request_seconds: u32,
+    /// How long a TLS handshake may take, in seconds. Default 10.
+    pub handshake_seconds: u32,
+    /// Handshakes at once; one more ends the oldest. Default 64.
+    pub handshakes: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connections: 1024,
+            connections_per_client: 128,
+            calls_per_second: 10_000,
+            request_seconds: 10,
+            handshake_seconds: 10,
+            handshakes: 64,
+        }
+    }
+}
+
+impl Limits {
+    /// How long a client may take to send its request.
+    pub fn request(&self) -> Duration {
+        Duration::from_secs(self.request_seconds.into())
+    }
+
+    /// How long a TLS handshake may take.
+    pub fn handshake(&self) -> Duration {
+        Duration::from_secs(self.handshake_seconds.into())
+    }
+
+    /// The key of one that is 0.
+    pub fn zero(&self) -> Option<&'static str> {
+        let all = [
+            ("limits.connections", self.connections),
+            ("limits.connections_per_client", self.connections_per_client),
+            ("limits.calls_per_second", self.calls_per_second as usize),
+            ("limits.request_seconds", self.request_seconds as usize),
+            ("limits.handshake_seconds", self.handshake_seconds as usize),
+            ("limits.handshakes", self.handshakes),
+        ];
+        Some(all.iter().find(|(_, value)| *value == 0)?.0)
+    }
+}

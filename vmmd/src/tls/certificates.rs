@@ -1,0 +1,208 @@
+//! The server's certificate, its key, and the CAs of clients.
+
+use std::{
+    fs, io,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError, RwLock},
+};
+
+use rustls::{
+    RootCertStore, ServerConfig,
+    crypto::ring,
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+    server::{NoServerSessionStorage, WebPkiClientVerifier},
+    version::{TLS12, TLS13},
+};
+
+use crate::{config::Tcp, text};
+
+/// HTTP/2 in the ALPN (RFC 9113, 3.2).
+pub const ALPN: &[u8] = b"h2";
+
+/// Why the files can't be used. The key of the configuration says which; the path is in the log only.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// It can't be read.
+    #[error("`{0}` can't be read: {words}", words = text::words(.1))]
+    Read(&'static str, io::Error),
+    /// It is no PEM file, or does not have what it should.
+    #[error("`{0}` {1}")]
+    Content(&'static str, String),
+    /// They don't go together.
+    #[error("the certificate can't be used with its key: {0}")]
+    Pair(String),
+}
+
+/// The three files as they were read.
+#[derive(PartialEq, Eq)]
+struct Files {
+    certificate: Vec<u8>,
+    key: Vec<u8>,
+    client_ca: Vec<u8>,
+}
+
+impl Files {
+    fn read(tcp: &Tcp) -> Result<Self, Error> {
+        let read = |key, path: &Path| fs::read(path).map_err(|error| Error::Read(key, error));
+        Ok(Self {
+            certificate: read("certificate", &tcp.certificate)?,
+            key: read("key", &tcp.key)?,
+            client_ca: read("client_ca", &tcp.client_ca)?,
+        })
+    }
+}
+
+/// What new connections use.
+pub struct Certificates {
+    tcp: Tcp,
+    current: RwLock<Option<Arc<ServerConfig>>>,
+    /// What was tried last.
+    last: Mutex<Option<Files>>,
+}
+
+impl std::fmt::Debug for Certificates {
+    /// Without the key.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Certificates")
+            .field("tcp", &self.tcp)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Certificates {
+    /// None yet: no connection can be made.
+    pub fn new(tcp: Tcp) -> Self {
+        Self {
+            tcp,
+            current: RwLock::new(None),
+            last: Mutex::new(None),
+        }
+    }
+
+    /// Reads the files; false when they are as they were. When they can't be used, what was used before still is.
+    /// Blocking.
+    pub fn reload(&self) -> Result<bool, Error> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let files = match Files::read(&self.tcp) {
+            Ok(files) => files,
+            Err(error) => {
+                *last = None;
+                return Err(error);
+            }
+        };
+        if last.as_ref() == Some(&files) {
+            return Ok(false);
+        }
+        let config = server_config(&files);
+        *last = Some(files);
+        let config = config?;
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(config));
+        Ok(true)
+    }
+
+    /// For a new connection.
+    pub fn current(&self) -> Option<Arc<ServerConfig>> {
+        self.current
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Where the files are.
+    pub fn files(&self) -> [&Path; 3] {
+        [&self.tcp.certificate, &self.tcp.key, &self.tcp.client_ca]
+    }
+}
+
+fn server_config(files: &Files) -> Result<ServerConfig, Error> {
+    let chain = certificates("certificate", &files.certificate)?;
+    let key = PrivateKeyDer::from_pem_slice(&files.key)
+        .map_err(|error| Error::Content("key", format!("has no private key: {error}")))?;
+    let mut roots = RootCertStore::empty();
+    for authority in certificates("client_ca", &files.client_ca)? {
+        roots
+            .add(authority)
+            .map_err(|error| Error::Content("client_ca", format!("has a wrong certificate: {error}")))?;
+    }
+    let provider = Arc::new(ring::default_provider());
+    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider))
+        .build()
+        .map_err(|error| Error::Content("client_ca", error.to_string()))?;
+    let mut config = ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&TLS13, &TLS12])
+        .map_err(|error| Error::Pair(error.to_string()))?
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(chain, key)
+        .map_err(|error| Error::Pair(error.to_string()))?;
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    // A resumed session would not have its certificate verified again.
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.send_tls13_tickets = 0;
+    Ok(config)
+}
+
+/// At least one.
+fn certificates(key: &'static str, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, Error> {
+    let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
+    let read = read.map_err(|error| Error::Content(key, format!("is no PEM file: {error}")))?;
+    if read.is_empty() {
+        return Err(Error::Content(key, "has no certificate".into()));
+    }
+    Ok(read)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use rcgen::{CertifiedKey, generate_simple_self_signed};
+
+    use super::*;
+
+    fn pair() -> (String, String) {
+        let CertifiedKey { cert, signing_key } = generate_simple_self_signed(["node".to_owned()]).unwrap();
+        (cert.pem(), signing_key.serialize_pem())
+    }
+
+    #[test]
+    fn broken_files_are_said_and_leave_what_was_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| -> PathBuf { folder.path().join(name) };
+        let certificates = Certificates::new(Tcp {
+            listen: "127.0.0.1:0".parse().unwrap(),
+            certificate: path("crt"),
+            key: path("key"),
+            client_ca: path("ca"),
+        });
+        let refused = |what: &str| {
+            let error = certificates.reload().unwrap_err().to_string();
+            assert!(error.contains(what) && !error.contains("/tmp"), "{error}");
+        };
+        refused("`certificate` can't be read: no such file");
+        assert!(certificates.current().is_none());
+        let ((certificate, key), (other, other_key)) = (pair(), pair());
+        for (name, text) in [("crt", &certificate), ("key", &key), ("ca", &other)] {
+            fs::write(path(name), text).unwrap();
+        }
+        assert!(certificates.reload().unwrap());
+        assert!(!certificates.reload().unwrap(), "nothing has changed");
+        let first = certificates.current().unwrap();
+        for (name, text, what) in [
+            ("key", other_key.as_str(), "can't be used with its key"),
+            ("key", "garbage", "`key` has no private key"),
+            ("key", &key, ""),
+            ("ca", "", "`client_ca` has no certificate"),
+            ("ca", "-----BEGIN CERTIFICATE-----\n!\n", "`client_ca`"),
+        ] {
+            fs::write(path(name), text).unwrap();
+            if what.is_empty() {
+                assert!(certificates.reload().unwrap(), "what is right again is used");
+            } else {
+                refused(what);
+            }
+        }
+        let kept = certificates.current().unwrap();
+        assert!(!Arc::ptr_eq(&kept, &first));
+        assert_eq!(kept.alpn_protocols, [ALPN]);
+    }
+}
