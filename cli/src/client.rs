@@ -5,7 +5,7 @@ use std::{fmt, future::Future, io, path::Path, sync::Arc, time::Duration};
 use hyper_util::rt::TokioIo;
 use proto::v1::{
     self, disk_service_client::DiskServiceClient, node_service_client::NodeServiceClient,
-    vm_service_client::VmServiceClient,
+    operation_service_client::OperationServiceClient, vm_service_client::VmServiceClient,
 };
 use tokio::net::UnixStream;
 use tonic::{
@@ -45,6 +45,8 @@ pub struct Client {
     pub disks: DiskServiceClient<Channel>,
     /// Its node.
     pub nodes: NodeServiceClient<Channel>,
+    /// What takes long there.
+    pub operations: OperationServiceClient<Channel>,
 }
 
 impl Client {
@@ -57,7 +59,8 @@ impl Client {
         Ok(Self {
             vms: VmServiceClient::new(channel.clone()),
             disks: DiskServiceClient::new(channel.clone()),
-            nodes: NodeServiceClient::new(channel),
+            nodes: NodeServiceClient::new(channel.clone()),
+            operations: OperationServiceClient::new(channel),
         })
     }
 

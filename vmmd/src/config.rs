@@ -8,6 +8,11 @@ use std::{
 
 use serde::Deserialize;
 
+use crate::node::{
+    limits::{Overcommit, Pressure, Reserved},
+    sizing,
+};
+
 mod clients;
 
 pub use clients::{Limits, Tcp};
@@ -50,6 +55,14 @@ pub struct Config {
     pub limits: Limits,
     /// A file for the audit log, beside the journal. Default: none.
     pub audit_log: Option<PathBuf>,
+    /// How many times VMs may be promised what the node has.
+    pub overcommit: Overcommit,
+    /// What is the node's own and never a VM's.
+    pub reserved: Reserved,
+    /// When the node says that it runs short.
+    pub pressure: Pressure,
+    /// What sizes VMs may have; any when there are none.
+    pub sizing: Vec<sizing::Policy>,
 }
 
 /// How long starts by a run policy wait after a failure or the end of a run, in milliseconds.
@@ -109,6 +122,10 @@ impl Default for Config {
             tcp: None,
             limits: Limits::default(),
             audit_log: None,
+            overcommit: Overcommit::default(),
+            reserved: Reserved::default(),
+            pressure: Pressure::default(),
+            sizing: Vec::new(),
         }
     }
 }
@@ -188,6 +205,14 @@ impl Config {
         }
         if let Some(key) = self.limits.zero() {
             return refuse(key, "must be at least 1");
+        }
+        if let Err(problem) = self.pressure.check() {
+            return refuse("pressure", &format!(": {problem}"));
+        }
+        for (number, policy) in (1..).zip(&self.sizing) {
+            if let Err(problem) = policy.check() {
+                return refuse("sizing", &format!("number {number}: {problem}"));
+            }
         }
         // uid 0 is root; u32::MAX is "unchanged" to setresuid(2).
         let UidRange { first, count } = self.vm_uids;
@@ -273,6 +298,11 @@ mod tests {
             ("limits = { handshakes = 0 }", "limits.handshakes"),
             ("tcp = { listen = '[::]:7443', key = 'server.key' }", "tcp.key"),
             ("tcp = { listen = 'everywhere' }", "listen"),
+            ("overcommit = { memory = 0 }", "0.001 to 1000"),
+            ("pressure = { disk_percent = 100 }", "disk_percent"),
+            ("[[sizing]]\nmin_cores = 2\nmax_cores = 1", "max_cores"),
+            ("[[sizing]]\nmin_cores = 2", "max_cores"),
+            ("reserved = { memory_mib = -1 }", "memory_mib"),
         ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(key), "{text}: {error}");

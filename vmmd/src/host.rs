@@ -12,6 +12,7 @@ use crate::{
     failure::Failure,
     ledger::Ledger,
     network::Links,
+    node,
     operation::Operations,
     request::Requests,
     store::Store,
@@ -30,6 +31,10 @@ pub struct Host {
     pub store: Store,
     /// What living VMs hold.
     pub ledger: Arc<Ledger>,
+    /// What its operator has said of it.
+    pub node: node::State,
+    /// What does not change of it.
+    pub cpus: node::Cpus,
     /// Where their cgroups go.
     pub cgroups: Option<cgroup::Parent>,
     /// Network interfaces.
@@ -62,14 +67,9 @@ impl Host {
         })
     }
 
-    /// Whether VMs may be started here.
-    #[allow(
-        clippy::unused_self,
-        clippy::unnecessary_wraps,
-        reason = "nothing can forbid it yet"
-    )]
+    /// Refused as NODE_CORDONED while no VM is to be created or started here.
     pub fn schedulable(&self) -> Result<(), Failure> {
-        Ok(())
+        self.node.schedulable()
     }
 
     /// Where the files of the DiskService's disks are.

@@ -1,5 +1,6 @@
-//! What the living VMs hold of the node: user ids, memory, disks. A [`Claim`] is held from before a `vmm` is forked
-//! until it has ended, and gives everything back when it is dropped.
+//! What VMs hold of the node: user ids, processors, memory, disks. A [`Claim`] is held from before a `vmm` is forked
+//! until it has ended, and gives everything back when it is dropped. Room is found and taken under one lock, so that
+//! nothing is given twice. For a VM that is to be started by its run policy room is kept until then.
 
 use std::{
     collections::BTreeMap,
@@ -9,14 +10,13 @@ use std::{
 use crate::{
     config::UidRange,
     failure::{Failure, Kind},
+    node::{Demand, Resources},
 };
 
 /// The books of the node.
 #[derive(Debug)]
 pub struct Ledger {
     uids: UidRange,
-    /// RAM of the node in bytes.
-    memory: u64,
     books: Mutex<Books>,
 }
 
@@ -26,12 +26,14 @@ struct Books {
     claims: BTreeMap<u32, Held>,
     /// Where the search for a free user id goes on, so that one isn't used again at once.
     next: u32,
+    /// By name: what VMs will have that do not run and are to be started by their run policy.
+    expected: BTreeMap<String, Demand>,
 }
 
 #[derive(Debug)]
 struct Held {
     vm: String,
-    memory: u64,
+    demand: Demand,
     disks: Vec<FileId>,
 }
 
@@ -52,30 +54,17 @@ pub struct Claim {
 }
 
 impl Ledger {
-    /// Empty books of a node with `memory` bytes of RAM.
-    pub fn new(uids: UidRange, memory: u64) -> Arc<Self> {
+    /// Empty books.
+    pub fn new(uids: UidRange) -> Arc<Self> {
         Arc::new(Self {
             uids,
-            memory,
             books: Mutex::default(),
         })
     }
 
-    /// Takes a free user id and `memory` bytes for `vm`.
-    pub fn claim(self: &Arc<Self>, vm: &str, memory: u64) -> Result<Claim, Failure> {
+    /// Takes a free user id for `vm`, and nothing else yet.
+    pub fn claim(self: &Arc<Self>, vm: &str) -> Result<Claim, Failure> {
         let mut books = self.books();
-        let committed = books.committed();
-        if committed.saturating_add(memory) > self.memory {
-            let mib = |bytes: u64| bytes >> 20;
-            let message = format!(
-                "not enough memory: the VM needs {} MiB, the node has {} MiB of which running VMs have {} MiB; stop \
-                 another VM or give this one less",
-                mib(memory),
-                mib(self.memory),
-                mib(committed),
-            );
-            return Err(Failure::new(Kind::Exhausted, "INSUFFICIENT_MEMORY", message));
-        }
         let UidRange { first, count } = self.uids;
         let start = books.next;
         let free = (0..count)
@@ -86,33 +75,32 @@ impl Ledger {
             return Err(Failure::new(Kind::Exhausted, "NO_FREE_UID", message));
         };
         books.next = (uid - first + 1) % count;
-        books.claims.insert(
-            uid,
-            Held {
-                vm: vm.to_owned(),
-                memory,
-                disks: Vec::new(),
-            },
-        );
-        Ok(Claim {
-            ledger: Arc::clone(self),
-            uid,
-        })
+        drop(books);
+        Ok(self.adopt(vm, uid, Demand::default()))
     }
 
     /// Notes what a VM that is found running holds, whatever the books say.
-    pub fn adopt(self: &Arc<Self>, vm: &str, uid: u32, memory: u64) -> Claim {
+    pub fn adopt(self: &Arc<Self>, vm: &str, uid: u32, demand: Demand) -> Claim {
         self.books().claims.insert(
             uid,
             Held {
                 vm: vm.to_owned(),
-                memory,
+                demand,
                 disks: Vec::new(),
             },
         );
         Claim {
             ledger: Arc::clone(self),
             uid,
+        }
+    }
+
+    /// Keeps room for a VM that is to be started by its run policy, however much others have; with `None` no more.
+    pub fn expect(&self, vm: &str, demand: Option<Demand>) {
+        let mut books = self.books();
+        match demand {
+            Some(demand) => drop(books.expected.insert(vm.to_owned(), demand)),
+            None => drop(books.expected.remove(vm)),
         }
     }
 
@@ -124,13 +112,20 @@ impl Ledger {
     }
 
     /// RAM of the VMs that run now, in bytes.
-    pub fn committed(&self) -> u64 {
-        self.books().committed()
+    pub fn ram(&self) -> u64 {
+        let books = self.books();
+        let rams = books.claims.values().map(|held| held.demand.ram);
+        rams.fold(0, u64::saturating_add)
     }
 
-    /// RAM of the node in bytes.
-    pub fn memory(&self) -> u64 {
-        self.memory
+    /// What VMs have, those included that are to be started by their run policy.
+    pub fn committed(&self) -> Resources {
+        self.books().committed_beside("")
+    }
+
+    /// The same without what the VM of this name has.
+    pub fn committed_beside(&self, vm: &str) -> Resources {
+        self.books().committed_beside(vm)
     }
 
     fn books(&self) -> MutexGuard<'_, Books> {
@@ -139,10 +134,19 @@ impl Ledger {
 }
 
 impl Books {
-    fn committed(&self) -> u64 {
-        self.claims
-            .values()
-            .fold(0, |sum, held| sum.saturating_add(held.memory))
+    fn committed_beside(&self, vm: &str) -> Resources {
+        // A start that has not come to take its part yet has it kept as before.
+        let running = |name: &str| {
+            let mut held = self.claims.values().filter(|held| held.vm == name);
+            held.any(|held| held.demand != Demand::default())
+        };
+        let held = self.claims.values().map(|held| (held.vm.as_str(), &held.demand));
+        let expected = self.expected.iter().map(|(name, demand)| (name.as_str(), demand));
+        held.chain(expected.filter(|(name, _)| !running(name)))
+            .filter(|(name, _)| *name != vm)
+            .fold(Resources::default(), |sum, (_, demand)| {
+                sum.plus(demand.resources)
+            })
     }
 }
 
@@ -150,6 +154,22 @@ impl Claim {
     /// The user id.
     pub fn uid(&self) -> u32 {
         self.uid
+    }
+
+    /// Takes `demand` when `decide` has nothing against it, which is told what the other VMs have. What was held before is
+    /// given back by that; after a refusal it is as it was.
+    pub fn take(
+        &self,
+        demand: Demand,
+        decide: impl FnOnce(Resources) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        let mut books = self.ledger.books();
+        let vm = books.claims.get(&self.uid).map(|held| held.vm.clone());
+        decide(books.committed_beside(&vm.unwrap_or_default()))?;
+        if let Some(held) = books.claims.get_mut(&self.uid) {
+            held.demand = demand;
+        }
+        Ok(())
     }
 
     /// Notes the files that the VM's disks are on, for messages to others.
@@ -171,38 +191,102 @@ mod tests {
     use super::*;
 
     fn ledger(count: u32) -> Arc<Ledger> {
-        Ledger::new(UidRange { first: 100, count }, 1000)
+        Ledger::new(UidRange { first: 100, count })
+    }
+
+    fn demand(memory: u64) -> Demand {
+        let resources = Resources {
+            memory,
+            cpu_millis: 1,
+            ..Resources::default()
+        };
+        Demand {
+            resources,
+            ram: memory / 2,
+        }
+    }
+
+    /// Takes so much of 1,000.
+    fn take(claim: &Claim, memory: u64) -> Result<(), Failure> {
+        claim.take(demand(memory), |others| {
+            if others.memory.saturating_add(memory) > 1000 {
+                return Err(Failure::new(Kind::Exhausted, "INSUFFICIENT_MEMORY", "no"));
+            }
+            Ok(())
+        })
     }
 
     #[test]
     fn living_vms_have_different_user_ids_and_one_is_not_used_again_at_once() {
         let ledger = ledger(3);
-        let (a, b) = (ledger.claim("a", 1).unwrap(), ledger.claim("b", 1).unwrap());
+        let (a, b) = (ledger.claim("a").unwrap(), ledger.claim("b").unwrap());
         assert_eq!((a.uid(), b.uid()), (100, 101));
         drop(a);
-        assert_eq!(ledger.claim("c", 1).unwrap().uid(), 102);
-        let d = ledger.claim("d", 1).unwrap();
+        assert_eq!(ledger.claim("c").unwrap().uid(), 102);
+        let d = ledger.claim("d").unwrap();
         assert_eq!(d.uid(), 100);
-        let _e = ledger.claim("e", 1).unwrap();
-        assert_eq!(ledger.claim("f", 1).unwrap_err().reason, "NO_FREE_UID");
+        let _e = ledger.claim("e").unwrap();
+        assert_eq!(ledger.claim("f").unwrap_err().reason, "NO_FREE_UID");
     }
 
     #[test]
-    fn no_more_memory_is_given_than_the_node_has() {
+    fn what_is_taken_is_given_back_with_the_claim_and_a_refusal_takes_nothing() {
         let ledger = ledger(10);
-        let first = ledger.claim("a", 600).unwrap();
-        assert_eq!(ledger.claim("b", 401).unwrap_err().reason, "INSUFFICIENT_MEMORY");
-        assert_eq!(ledger.claim("b", u64::MAX).unwrap_err().kind, Kind::Exhausted);
-        let _second = ledger.claim("b", 400).unwrap();
+        let (first, second) = (ledger.claim("a").unwrap(), ledger.claim("b").unwrap());
+        take(&first, 600).unwrap();
+        assert_eq!(take(&second, 401).unwrap_err().reason, "INSUFFICIENT_MEMORY");
+        take(&second, 400).unwrap();
+        assert_eq!((ledger.committed().memory, ledger.ram()), (1000, 500));
+        assert!(take(&second, 401).is_err());
+        assert_eq!(ledger.committed_beside("a").memory, 400);
+        take(&second, 300).unwrap();
         drop(first);
-        assert_eq!(ledger.committed(), 400);
+        assert_eq!((ledger.committed(), ledger.ram()), (demand(300).resources, 150));
+    }
+
+    #[test]
+    fn nothing_is_given_twice_when_many_ask_at_once() {
+        let ledger = ledger(64);
+        let claims: Vec<_> = (0..64)
+            .map(|n| ledger.claim(&format!("vm{n}")).unwrap())
+            .collect();
+        let given = std::thread::scope(|scope| {
+            let asked: Vec<_> = claims
+                .iter()
+                .map(|claim| scope.spawn(|| take(claim, 100).is_ok()))
+                .collect();
+            asked
+                .into_iter()
+                .map(|asked| asked.join().unwrap())
+                .filter(|given| *given)
+                .count()
+        });
+        assert_eq!((given, ledger.committed().memory), (10, 1000));
+    }
+
+    #[test]
+    fn room_is_kept_for_a_vm_that_is_to_be_started_and_is_its_own() {
+        let ledger = ledger(10);
+        ledger.expect("later", Some(demand(700)));
+        let (later, other) = (ledger.claim("later").unwrap(), ledger.claim("other").unwrap());
+        drop(later);
+        assert!(take(&other, 301).is_err());
+        take(&other, 300).unwrap();
+        let later = ledger.claim("later").unwrap();
+        assert_eq!(ledger.committed().memory, 1000);
+        take(&later, 700).unwrap();
+        assert_eq!(ledger.committed().memory, 1000);
+        drop(later);
+        assert_eq!(ledger.committed().memory, 1000);
+        ledger.expect("later", None);
+        assert_eq!(ledger.committed().memory, 300);
     }
 
     #[test]
     fn the_user_of_a_disk_is_known_while_it_lives() {
         let ledger = ledger(10);
         let file = FileId { device: 1, inode: 2 };
-        let claim = ledger.claim("a", 1).unwrap();
+        let claim = ledger.claim("a").unwrap();
         claim.set_disks(vec![file]);
         assert_eq!(ledger.user_of(file).as_deref(), Some("a"));
         drop(claim);
@@ -212,11 +296,9 @@ mod tests {
     #[test]
     fn a_vm_found_running_keeps_what_it_has() {
         let ledger = ledger(2);
-        let _old = ledger.adopt("old", 100, 900);
-        assert_eq!(ledger.claim("new", 50).unwrap().uid(), 101);
-        assert_eq!(
-            ledger.claim("big", 200).unwrap_err().reason,
-            "INSUFFICIENT_MEMORY"
-        );
+        let _old = ledger.adopt("old", 100, demand(900));
+        let new = ledger.claim("new").unwrap();
+        assert_eq!(new.uid(), 101);
+        assert!(take(&new, 101).is_err());
     }
 }

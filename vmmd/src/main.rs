@@ -12,7 +12,6 @@ mod context;
 mod control;
 mod disk;
 mod event;
-mod facts;
 mod failure;
 mod grpc;
 mod host;
@@ -20,6 +19,7 @@ mod init_certs;
 mod ledger;
 mod lock;
 mod network;
+mod node;
 #[allow(dead_code, reason = "being built")]
 mod operation;
 mod paths;
@@ -121,7 +121,6 @@ async fn run(config: Config) -> anyhow::Result<()> {
         .context("look at the store")?;
     let (store, records) =
         Store::open(&config.state_dir).with_context(|| format!("store in {}", config.state_dir.display()))?;
-    let meminfo = fs::read_to_string("/proc/meminfo").context("read /proc/meminfo")?;
     let cgroups = cgroup::Parent::open(config.cgroup.as_deref()).context("make the cgroup for VMs")?;
     if cgroups.is_none() {
         tracing::warn!("the node has no cgroup v2 hierarchy: VMs run without cgroups of their own");
@@ -134,8 +133,10 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let boot_id = boot_id.trim().to_owned();
     let host = Arc::new(Host {
         vmm,
+        node: node::State::new(store.clone(), records.node),
         store,
-        ledger: Ledger::new(config.vm_uids, facts::memory(&meminfo, "MemTotal")),
+        cpus: node::Cpus::read(Path::new("/")),
+        ledger: Ledger::new(config.vm_uids),
         cgroups,
         links: Links::connect().context("connect to the kernel's network configuration")?,
         table: vm::table::Table::new(records.history),
@@ -152,6 +153,12 @@ async fn run(config: Config) -> anyhow::Result<()> {
         "DaemonStarted",
         format!("vmmd {} has started", env!("CARGO_PKG_VERSION")),
     ));
+    // Conditions are seen from the daemon's start on.
+    match node::check::look(&host).await {
+        Ok(look) => drop(look.conditions(&host).await),
+        Err(error) => tracing::warn!(%error, "look at the node"),
+    }
+    node::drain::give_up(&host).await;
     disk::restore(&host, records.disks).await;
     vm::reconcile::reconcile(&host, records.vms).await;
     let socket = Socket::bind(&host.config.socket(), host.config.socket_group.as_deref())

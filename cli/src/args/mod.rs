@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::manifest::quantity;
 
 pub mod disk;
+pub mod node;
 pub mod resources;
 mod value;
 
@@ -144,12 +145,8 @@ pub enum Command {
     Stats(Stats),
     /// Attach the terminal to a VM's serial console; ^] leaves.
     Console(Console),
-    /// Show the node: capacity, what is committed, whether KVM can be used.
-    Node {
-        /// How to print it.
-        #[arg(short, long, value_enum)]
-        output: Option<NodeOutput>,
-    },
+    /// Show the node (capacity, what is committed, conditions), take it out of use and back, ask whether a VM fits.
+    Node(node::Node),
     /// Keep how to reach the vmmd of other nodes, by name.
     Config {
         /// What.

@@ -9,6 +9,7 @@ mod disk;
 mod disk_spec;
 mod generate;
 mod get;
+mod node;
 mod vm_disk;
 
 use crate::{
@@ -121,7 +122,10 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Console(args) => console::run(client, &args.name, args.no_replay)
             .await
             .map_err(one),
-        Command::Node { output } => node(client, output).await.map_err(one),
+        Command::Node(args) => match args.what {
+            Some(verb) => node::run(client, verb).await,
+            None => show_node(client, args.output).await.map_err(one),
+        },
         Command::Version { .. } => version(Some(client)).await.map_err(one),
         // Done in `run`, without a daemon or before it is asked.
         Command::Apply(_)
@@ -160,7 +164,7 @@ async fn version(client: Option<&Client>) -> Result<()> {
     }
 }
 
-async fn node(client: &Client, format: Option<NodeOutput>) -> Result<()> {
+async fn show_node(client: &Client, format: Option<NodeOutput>) -> Result<()> {
     let node = client.node().await?;
     match format {
         None => output::print(&output::node::node(&node, jiff::Timestamp::now())),

@@ -17,6 +17,110 @@ pub fn node(node: &v1::Node, now: jiff::Timestamp) -> String {
     text.put("  available", &quantity::show(node.memory_available_bytes));
     text.put("  committed", &quantity::show(node.memory_committed_bytes));
     text.put("VMs", &format!("{} ({} running)", node.vms, node.vms_running));
+    if node.cordoned {
+        let why = match node.cordon_reason.as_str() {
+            "" => "yes".to_owned(),
+            reason => format!("yes ({reason})"),
+        };
+        text.put("Cordoned", &why);
+    }
+    let labels: Vec<_> = node
+        .labels
+        .iter()
+        .map(|(key, value)| format!("{key}={value}"))
+        .collect();
+    text.put("Labels", &labels.join(", "));
+    text.put("CPU features", &node.cpu_features.join(" "));
+    resources(&mut text, node);
+    policies(&mut text, node);
+    let numa = node.numa_nodes.iter();
+    let numa: Vec<_> = numa
+        .map(|numa| {
+            vec![
+                numa.id.to_string(),
+                numa.cpus.clone(),
+                quantity::show(numa.memory_bytes),
+            ]
+        })
+        .collect();
+    if !numa.is_empty() {
+        text.list("NUMA nodes", vec!["ID", "CPUS", "MEMORY"], &numa);
+    }
     conditions(&mut text, &node.conditions, now);
     text.0
+}
+
+/// What there is, what VMs may have, and what they have.
+fn resources(text: &mut Lines, node: &v1::Node) {
+    let (Some(capacity), Some(allocatable), Some(committed)) =
+        (node.capacity, node.allocatable, node.committed)
+    else {
+        return;
+    };
+    let cores = |millis: u64| format!("{}.{:03}", millis / 1000, millis % 1000);
+    let row = |name: &str, show: &dyn Fn(u64) -> String, of: &dyn Fn(&v1::Resources) -> u64| {
+        let amounts = [&capacity, &allocatable, &committed].map(|amounts| show(of(amounts)));
+        std::iter::once(name.to_owned())
+            .chain(amounts)
+            .collect::<Vec<_>>()
+    };
+    let rows = [
+        row("cores", &cores, &|amounts| amounts.vcpu_millis),
+        row("processor time", &cores, &|amounts| amounts.cpu_millis),
+        row("memory", &quantity::show, &|amounts| amounts.memory_bytes),
+        row("huge pages 2Mi", &quantity::show, &|amounts| {
+            amounts.huge_pages_2m_bytes
+        }),
+        row("huge pages 1Gi", &quantity::show, &|amounts| {
+            amounts.huge_pages_1g_bytes
+        }),
+        row("disk", &quantity::show, &|amounts| amounts.disk_bytes),
+    ];
+    text.list(
+        "Resources",
+        vec!["NAME", "CAPACITY", "FOR VMS", "COMMITTED"],
+        &rows,
+    );
+}
+
+/// The sizes that VMs may have; nothing when they may have any.
+fn policies(text: &mut Lines, node: &v1::Node) {
+    let range = |least: String, most: String| {
+        if least == most {
+            least
+        } else {
+            format!("{least}-{most}")
+        }
+    };
+    let rows: Vec<_> = node
+        .sizing_policies
+        .iter()
+        .map(|policy| {
+            let step = match policy.memory_step_bytes {
+                0 => "any".to_owned(),
+                step => quantity::show(step),
+            };
+            let fractions: Vec<_> = policy.core_fractions_percent.iter().map(u32::to_string).collect();
+            vec![
+                range(policy.min_cores.to_string(), policy.max_cores.to_string()),
+                range(
+                    quantity::show(policy.min_memory_bytes),
+                    quantity::show(policy.max_memory_bytes),
+                ),
+                step,
+                if fractions.is_empty() {
+                    "any".to_owned()
+                } else {
+                    fractions.join(",")
+                },
+            ]
+        })
+        .collect();
+    if !rows.is_empty() {
+        text.list(
+            "Sizes",
+            vec!["CORES", "MEMORY", "STEP", "CORE FRACTIONS %"],
+            &rows,
+        );
+    }
 }

@@ -3,6 +3,7 @@
 mod alone;
 mod console;
 mod disks;
+mod node;
 mod support;
 mod tls;
 mod verbs;

@@ -270,7 +270,7 @@ pub(super) fn name(found: &mut Violations, field: &str, name: &str) -> Option<Na
 }
 
 /// Notes what is wrong with labels; `field` is their path.
-pub(super) fn labels(found: &mut Violations, field: &str, labels: &BTreeMap<String, String>) {
+pub fn labels(found: &mut Violations, field: &str, labels: &BTreeMap<String, String>) {
     if labels.len() > MAX_LABELS {
         found.add(field, format_args!("at most {MAX_LABELS}, are {}", labels.len()));
     }

@@ -75,7 +75,7 @@ impl Task {
 
 /// Does it. When the caller goes away, the child is ended.
 pub async fn run(host: &Arc<Host>, task: Task) -> Result<(), Failure> {
-    let claim = host.ledger.claim("vmm image", 0)?;
+    let claim = host.ledger.claim("vmm image")?;
     let deadline = if task.preallocation == Preallocation::Full {
         DEADLINE_FULL
     } else {

@@ -161,33 +161,10 @@ impl Registry {
         let mut inner = self.inner();
         let mut taken = Vec::new();
         for (index, disk) in disks.iter().enumerate() {
-            let Source::Disk { name, format: said } = &disk.source else {
+            let Some(name) = disk.named() else {
                 continue;
             };
-            let at = |failure: Failure| Failure {
-                kind: Kind::Precondition,
-                message: format!("{}: {}", field(index), failure.message),
-                ..failure
-            };
-            let record = inner.ready(name.as_str()).map_err(at)?;
-            let format = format(record);
-            if said.is_some_and(|said| said != format) {
-                let words = if format == Format::Qcow2 {
-                    "DISK_FORMAT_QCOW2"
-                } else {
-                    "DISK_FORMAT_RAW"
-                };
-                let problem = format_args!("disk \"{name}\" is {words}: leave it out, or say the same");
-                return Err(Failure::field(&format!("{}.format", field(index)), problem));
-            }
-            let overlays = inner.overlays(record);
-            if !disk.read_only && !overlays.is_empty() {
-                let message = format!(
-                    "disk \"{name}\" has overlays ({overlays}) and can't be written to any more: set `readOnly`, or name \
-                     an overlay of it"
-                );
-                return Err(at(Failure::precondition("DISK_HAS_OVERLAYS", message)));
-            }
+            inner.usable(disk, &field(index))?;
             let user = Use {
                 vm: vm.to_owned(),
                 disk: disk.name.to_string(),
@@ -199,6 +176,24 @@ impl Registry {
             inner.uses.entry(name).or_default().push(user);
         }
         Ok(())
+    }
+
+    /// Bytes that all disks take when they are full.
+    pub fn promised(&self) -> u64 {
+        let inner = self.inner();
+        inner
+            .disks
+            .values()
+            .fold(0, |sum, disk| sum.saturating_add(disk.size_bytes))
+    }
+
+    /// Which of these disks [`Registry::take`] would refuse, by their numbers, and why. `field` as there.
+    pub fn refusals(&self, disks: &[Disk], field: impl Fn(usize) -> String) -> Vec<(usize, Failure)> {
+        let inner = self.inner();
+        let numbered = disks.iter().enumerate();
+        let refused =
+            numbered.filter_map(|(index, disk)| Some((index, inner.usable(disk, &field(index)).err()?)));
+        refused.collect()
     }
 
     /// Notes what the spec of a VM that is there already names.
@@ -295,6 +290,38 @@ impl Inner {
                 let message = format!("there is no disk \"{}\" on this node", text::brief(name));
                 Failure::new(Kind::NotFound, "DISK_NOT_FOUND", message)
             })
+    }
+
+    /// Whether a VM may name this disk; `field` is its path in the request.
+    fn usable(&self, disk: &Disk, field: &str) -> Result<(), Failure> {
+        let Source::Disk { name, format: said } = &disk.source else {
+            return Ok(());
+        };
+        let at = |failure: Failure| Failure {
+            kind: Kind::Precondition,
+            message: format!("{field}: {}", failure.message),
+            ..failure
+        };
+        let record = self.ready(name.as_str()).map_err(at)?;
+        let format = format(record);
+        if said.is_some_and(|said| said != format) {
+            let words = if format == Format::Qcow2 {
+                "DISK_FORMAT_QCOW2"
+            } else {
+                "DISK_FORMAT_RAW"
+            };
+            let problem = format_args!("disk \"{name}\" is {words}: leave it out, or say the same");
+            return Err(Failure::field(&format!("{field}.format"), problem));
+        }
+        let overlays = self.overlays(record);
+        if !disk.read_only && !overlays.is_empty() {
+            let message = format!(
+                "disk \"{name}\" has overlays ({overlays}) and can't be written to any more: set `readOnly`, or name \
+                 an overlay of it"
+            );
+            return Err(at(Failure::precondition("DISK_HAS_OVERLAYS", message)));
+        }
+        Ok(())
     }
 
     /// `VM "a", VM "b"`.

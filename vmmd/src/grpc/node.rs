@@ -1,172 +1,189 @@
 //! `vmmd.v1.NodeService`.
 
-use std::{
-    fs,
-    path::Path,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::sync::Arc;
 
-use proto::v1::{
-    self as v1, Condition, ConditionStatus, GetNodeRequest, GetNodeResponse, Node,
-    node_service_server::NodeService,
+use proto::{
+    model::vm::Manifest,
+    v1::{self, GetNodeRequest, GetNodeResponse, Node, node_service_server::NodeService},
 };
-use tokio::task::spawn_blocking;
 use tonic::{Request, Response, Status};
 
-use crate::{facts, failure::Failure, host::Host, text, vm::files};
+use crate::{
+    failure::Failure,
+    host::Host,
+    node::{
+        allocatable, capacity,
+        check::{self, Question},
+        drain, operate,
+    },
+    request::once,
+};
 
 /// The service.
 #[derive(Debug)]
 pub struct Nodes {
     host: Arc<Host>,
-    kvm: Arc<Since>,
 }
 
 impl Nodes {
-    /// Over the node of `host`. Looks at its conditions, which are seen since then.
+    /// Over the node of `host`.
     pub fn new(host: Arc<Host>) -> Self {
-        let kvm = Arc::<Since>::default();
-        kvm.note(kvm_available(&host.config.kvm_device), text::now_ms());
-        Self { host, kvm }
+        Self { host }
     }
 }
 
 #[tonic::async_trait]
 impl NodeService for Nodes {
     async fn get_node(&self, _: Request<GetNodeRequest>) -> Result<Response<GetNodeResponse>, Status> {
-        let vms = self.host.table.list();
-        let running = vms
-            .iter()
-            .filter(|vm| vm.status.as_ref().is_some_and(|status| status.instance.is_some()))
-            .count();
-        let count = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
-        let (device, kvm) = (self.host.config.kvm_device.clone(), Arc::clone(&self.kvm));
-        let facts = spawn_blocking(move || {
-            let condition = kvm.note(kvm_available(&device), text::now_ms());
-            (describe(), condition)
-        })
-        .await;
-        let (node, condition) = facts.map_err(|error| Failure::internal(error.to_string()))?;
-        let node = Node {
-            memory_bytes: self.host.ledger.memory(),
-            memory_committed_bytes: self.host.ledger.committed(),
-            vms: count(vms.len()),
-            vms_running: count(running),
-            conditions: vec![condition],
-            ..node
-        };
+        let node = describe(&self.host).await?;
         Ok(Response::new(GetNodeResponse { node: Some(node) }))
     }
 
     async fn update_node_labels(
         &self,
-        _: Request<v1::UpdateNodeLabelsRequest>,
+        request: Request<v1::UpdateNodeLabelsRequest>,
     ) -> Result<Response<v1::UpdateNodeLabelsResponse>, Status> {
-        Err(Failure::unimplemented("set labels").into())
+        once(&self.host, request, |host, request, context| async move {
+            let v1::UpdateNodeLabelsRequest { set, remove, .. } = request;
+            let of = Arc::clone(&host);
+            whole(async move { operate::label(&of, set, remove, &context).await }).await?;
+            let node = Some(describe(&host).await?);
+            Ok(v1::UpdateNodeLabelsResponse { node })
+        })
+        .await
     }
 
     async fn check_placement(
         &self,
-        _: Request<v1::CheckPlacementRequest>,
+        request: Request<v1::CheckPlacementRequest>,
     ) -> Result<Response<v1::CheckPlacementResponse>, Status> {
-        Err(Failure::unimplemented("check placements").into())
+        let vm = request.into_inner().vm;
+        let mut vm = vm.ok_or_else(|| Failure::field("vm", "must be given"))?;
+        // A VM as GetVm gives it may be asked about too.
+        vm.status = None;
+        for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
+            self.host.disks.fill_format(disk);
+        }
+        let manifest = Manifest::try_from(&vm).map_err(Failure::from)?;
+        let problems = check::problems(&self.host, &manifest, Question::Start).await?;
+        let problems: Vec<_> = problems
+            .into_iter()
+            .map(|problem| v1::PlacementProblem {
+                reason: problem.reason.to_owned(),
+                message: problem.message,
+                field: problem.field,
+            })
+            .collect();
+        Ok(Response::new(v1::CheckPlacementResponse {
+            fits: problems.is_empty(),
+            problems,
+        }))
     }
 
     async fn cordon_node(
         &self,
-        _: Request<v1::CordonNodeRequest>,
+        request: Request<v1::CordonNodeRequest>,
     ) -> Result<Response<v1::CordonNodeResponse>, Status> {
-        Err(Failure::unimplemented("cordon the node").into())
+        once(&self.host, request, |host, request, context| async move {
+            let v1::CordonNodeRequest { reason, .. } = request;
+            let of = Arc::clone(&host);
+            whole(async move { operate::cordon(&of, reason, &context).await }).await?;
+            let node = Some(describe(&host).await?);
+            Ok(v1::CordonNodeResponse { node })
+        })
+        .await
     }
 
     async fn uncordon_node(
         &self,
-        _: Request<v1::UncordonNodeRequest>,
+        request: Request<v1::UncordonNodeRequest>,
     ) -> Result<Response<v1::UncordonNodeResponse>, Status> {
-        Err(Failure::unimplemented("uncordon the node").into())
+        once(
+            &self.host,
+            request,
+            |host, _: v1::UncordonNodeRequest, context| async move {
+                let of = Arc::clone(&host);
+                whole(async move { operate::uncordon(&of, &context).await }).await?;
+                let node = Some(describe(&host).await?);
+                Ok(v1::UncordonNodeResponse { node })
+            },
+        )
+        .await
     }
 
     async fn drain_node(
         &self,
-        _: Request<v1::DrainNodeRequest>,
+        request: Request<v1::DrainNodeRequest>,
     ) -> Result<Response<v1::DrainNodeResponse>, Status> {
-        Err(Failure::unimplemented("drain the node").into())
+        once(&self.host, request, |host, request, context| async move {
+            let v1::DrainNodeRequest {
+                reason,
+                grace_period,
+                deadline,
+                no_wait,
+                ..
+            } = request;
+            let grace = super::vm::grace(grace_period, false)?.unwrap_or_default();
+            let deadline = super::vm::deadline(deadline)?;
+            let of = Arc::clone(&host);
+            let begun = whole(async move { drain::drain(&of, reason, grace, deadline, context).await });
+            let pending = begun.await?;
+            if !no_wait {
+                tokio::select! {
+                    ended = pending.clone().ended() => drop(ended?),
+                    () = host.stopping.cancelled() => return Err(Failure::stopping().into()),
+                }
+            }
+            Ok(v1::DrainNodeResponse {
+                operation: Some(pending.operation()),
+                remaining: drain::remaining(&host),
+            })
+        })
+        .await
     }
 }
 
-/// What a condition was when it was last looked at, and since when, in milliseconds of Unix time.
-#[derive(Debug, Default)]
-struct Since(Mutex<Option<(ConditionStatus, u64)>>);
-
-impl Since {
-    /// The condition as it is `now_ms`, with the time at which its status was first seen.
-    fn note(&self, condition: Condition, now_ms: u64) -> Condition {
-        let status = condition.status();
-        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let since = match *last {
-            Some((known, since)) if known == status => since,
-            _ => now_ms,
-        };
-        *last = Some((status, since));
-        Condition {
-            transition_time: text::timestamp(since),
-            ..condition
-        }
-    }
+/// In a task of its own: a caller that goes away must not leave it half done.
+async fn whole<T: Send + 'static>(
+    work: impl Future<Output = Result<T, Failure>> + Send + 'static,
+) -> Result<T, Failure> {
+    let done = tokio::spawn(work).await;
+    done.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
 }
 
-fn describe() -> Node {
+/// The node as it is.
+async fn describe(host: &Arc<Host>) -> Result<Node, Failure> {
+    let look = check::look(host).await?;
+    let conditions = look.conditions(host).await;
     let system = rustix::system::uname();
-    let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    Node {
+    let (facts, config, record) = (&look.facts, &host.config, host.node.record());
+    let vms = host.table.list();
+    let running = vms
+        .iter()
+        .filter(|vm| vm.status.as_ref().is_some_and(|status| status.instance.is_some()));
+    let count = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
+    let mut committed = host.ledger.committed();
+    committed.disk = host.disks.promised();
+    Ok(Node {
         name: system.nodename().to_string_lossy().into_owned(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         kernel_version: system.release().to_string_lossy().into_owned(),
-        cpu_model: facts::cpu_model(&cpuinfo),
-        cpus: facts::cpus(&cpuinfo),
-        memory_available_bytes: facts::memory(&meminfo, "MemAvailable"),
-        ..Node::default()
-    }
-}
-
-/// The daemon has no KVM code: whether the device can be opened is what it can tell. What a `vmm` finds beyond that
-/// is in the error of the start.
-fn kvm_available(device: &Path) -> Condition {
-    let (status, reason, message) = match files::open_kvm(device) {
-        Ok(_) => (ConditionStatus::True, "DeviceUsable", String::new()),
-        Err(failure) => (ConditionStatus::False, "DeviceUnusable", failure.message),
-    };
-    Condition {
-        r#type: "KvmAvailable".to_owned(),
-        status: status.into(),
-        reason: reason.to_owned(),
-        message,
-        transition_time: None,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_condition_has_its_time_until_its_status_changes() {
-        let since = Since::default();
-        let seen = |status: ConditionStatus, message: &str, now_ms| {
-            let condition = Condition {
-                status: status.into(),
-                message: message.to_owned(),
-                ..Default::default()
-            };
-            let noted = since.note(condition, now_ms);
-            assert_eq!((noted.status(), noted.message.as_str()), (status, message));
-            noted.transition_time
-        };
-        assert_eq!(seen(ConditionStatus::False, "a", 1000), text::timestamp(1000));
-        assert_eq!(seen(ConditionStatus::False, "b", 2000), text::timestamp(1000));
-        assert_eq!(seen(ConditionStatus::True, "", 3000), text::timestamp(3000));
-        assert_eq!(seen(ConditionStatus::True, "", 4000), text::timestamp(3000));
-        assert_eq!(seen(ConditionStatus::False, "a", 5000), text::timestamp(5000));
-    }
+        cpu_model: host.cpus.model.clone(),
+        cpus: facts.cpus,
+        memory_bytes: facts.memory,
+        memory_available_bytes: facts.memory_available,
+        memory_committed_bytes: host.ledger.ram(),
+        vms: count(vms.len()),
+        vms_running: count(running.count()),
+        conditions,
+        labels: record.labels,
+        capacity: Some(capacity(facts).into()),
+        allocatable: Some(allocatable(facts, &config.overcommit, &config.reserved).into()),
+        committed: Some(committed.into()),
+        cpu_features: host.cpus.features.clone(),
+        sizing_policies: config.sizing.iter().map(Into::into).collect(),
+        cordoned: record.cordoned,
+        cordon_reason: record.cordon_reason,
+        numa_nodes: facts.numa.iter().map(Into::into).collect(),
+    })
 }

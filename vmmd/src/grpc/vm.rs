@@ -134,7 +134,7 @@ impl Asked {
 }
 
 /// When an operation is cancelled, if it is.
-fn deadline(given: Option<well_known::Duration>) -> Result<Option<Duration>, Failure> {
+pub(super) fn deadline(given: Option<well_known::Duration>) -> Result<Option<Duration>, Failure> {
     let given = period("deadline", given)?;
     if given.is_some_and(|given| given.is_zero()) {
         return Err(Failure::field("deadline", "must be above 0 and at most 3600 s"));
@@ -143,7 +143,7 @@ fn deadline(given: Option<well_known::Duration>) -> Result<Option<Duration>, Fai
 }
 
 /// How long the guest may take; `None` by force.
-fn grace(given: Option<well_known::Duration>, force: bool) -> Result<Option<Duration>, Failure> {
+pub(super) fn grace(given: Option<well_known::Duration>, force: bool) -> Result<Option<Duration>, Failure> {
     let given = period("gracePeriod", given)?.unwrap_or(DEFAULT_GRACE);
     Ok((!force).then_some(given))
 }

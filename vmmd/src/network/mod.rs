@@ -21,7 +21,7 @@ use rustix::{
 };
 use uuid::Uuid;
 
-pub use link::Links;
+pub use link::{Link, Links};
 
 use crate::{failure::Failure, sys, text};
 
@@ -56,6 +56,39 @@ pub async fn open_tap(
     }
 }
 
+/// Whether what `nic` is to be attached to is there; changes nothing. Whether a tap is free shows at the start.
+pub async fn look(links: &Links, index: usize, nic: &Nic) -> Result<(), Failure> {
+    match &nic.attachment {
+        Attachment::Bridge(name) => bridge(links, index, name).await.map(drop),
+        Attachment::Tap(name) => tap(links, nic, name).await.map(drop),
+    }
+}
+
+async fn bridge(links: &Links, index: usize, bridge: &str) -> Result<Link, Failure> {
+    let field = format!("spec.nics[{index}].bridge");
+    let found = links.find(bridge).await.map_err(|error| failed(&error))?;
+    let Some(link) = found else {
+        let message = format!("{field}: there is no network interface \"{bridge}\" on the node");
+        return Err(Failure::precondition("BRIDGE_NOT_FOUND", message));
+    };
+    if !link.is_bridge {
+        let message = format!("{field}: the network interface \"{bridge}\" is not a bridge");
+        return Err(Failure::precondition("NOT_A_BRIDGE", message));
+    }
+    Ok(link)
+}
+
+async fn tap(links: &Links, nic: &Nic, tap: &str) -> Result<Link, Failure> {
+    let found = links.find(tap).await.map_err(|error| failed(&error))?;
+    found.ok_or_else(|| {
+        let message = format!(
+            "NIC \"{}\": there is no tap device \"{tap}\" on the node",
+            nic.name
+        );
+        Failure::precondition("TAP_NOT_FOUND", message)
+    })
+}
+
 async fn on_bridge(
     links: &Links,
     vm: Uuid,
@@ -64,16 +97,7 @@ async fn on_bridge(
     bridge: &str,
     mac: Mac,
 ) -> Result<Tap, Failure> {
-    let field = format!("spec.nics[{index}].bridge");
-    let found = links.find(bridge).await.map_err(|error| failed(&error))?;
-    let Some(bridge_link) = found else {
-        let message = format!("{field}: there is no network interface \"{bridge}\" on the node");
-        return Err(Failure::precondition("BRIDGE_NOT_FOUND", message));
-    };
-    if !bridge_link.is_bridge {
-        let message = format!("{field}: the network interface \"{bridge}\" is not a bridge");
-        return Err(Failure::precondition("NOT_A_BRIDGE", message));
-    }
+    let bridge_link = self::bridge(links, index, bridge).await?;
     let tap = tap_name(vm, index);
     let fd = open_tun()?;
     sys::attach_tap(&fd, &tap).map_err(|error| {
@@ -103,10 +127,7 @@ fn host_mac(mac: Mac) -> [u8; 6] {
 
 async fn existing(links: &Links, nic: &Nic, tap: &str) -> Result<Tap, Failure> {
     let name = &nic.name;
-    let Some(link) = links.find(tap).await.map_err(|error| failed(&error))? else {
-        let message = format!("NIC \"{name}\": there is no tap device \"{tap}\" on the node");
-        return Err(Failure::precondition("TAP_NOT_FOUND", message));
-    };
+    let link = self::tap(links, nic, tap).await?;
     let fd = open_tun()?;
     sys::attach_tap(&fd, tap).map_err(|error| match Errno::from_io_error(&error) {
         Some(Errno::BUSY) => {

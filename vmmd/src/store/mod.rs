@@ -23,18 +23,22 @@ use tokio::sync::{mpsc, oneshot};
 
 pub use history::{HistoryRecords, MAX_TOMBSTONES, REQUEST_AGE_MS, RequestMark, RequestRecord, Tombstone};
 pub use record::{
-    DiskRecord, DiskStage, Hardware, InstanceRecord, Intent, NicHardware, RestartRecord, VmRecord,
+    ConditionRecord, DiskRecord, DiskStage, Hardware, InstanceRecord, Intent, NicHardware, NodeRecord,
+    RestartRecord, VmRecord,
 };
 
 /// Version of the records' meaning that this build writes.
-pub const SCHEMA: u64 = 3;
+pub const SCHEMA: u64 = 4;
 /// `MIGRATIONS[n]` makes schema n + 2 of schema n + 1, in the transaction that also notes the new number.
-const MIGRATIONS: [Migration; 2] = [add_disks, history::add];
+const MIGRATIONS: [Migration; 3] = [add_disks, history::add, add_node];
 type Migration = fn(&WriteTransaction) -> Result<(), Error>;
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
 const DISKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("disks");
+const NODE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("node");
+/// Key of the one record in [`NODE`].
+const SELF: &[u8] = b"self";
 const FILE: &str = "vmmd.redb";
 /// Pages kept in memory, in bytes: records are read once, at start.
 const CACHE: usize = 1 << 20;
@@ -82,6 +86,8 @@ pub struct Records {
     pub disks: Vec<DiskRecord>,
     /// What is remembered.
     pub history: HistoryRecords,
+    /// The node.
+    pub node: NodeRecord,
 }
 
 type Table = TableDefinition<'static, &'static [u8], &'static [u8]>;
@@ -184,6 +190,12 @@ impl Store {
         let put = Change::Put(DISKS, record.uid.clone(), record.encode_to_vec());
         let changes = [put].into_iter().chain(answered.map(Change::Complete));
         self.changes(changes.collect()).await
+    }
+
+    /// Writes the node's record. Durable on return.
+    pub async fn put_node(&self, record: &NodeRecord) -> Result<(), Error> {
+        self.change(Change::Put(NODE, SELF.to_vec(), record.encode_to_vec()))
+            .await
     }
 
     async fn change(&self, change: Change) -> Result<(), Error> {
@@ -337,6 +349,7 @@ fn migrate(database: &Database, from: u64) -> Result<(), Error> {
             .map_err(|error| Error::of("make the store", error))?;
         add_disks(transaction)?;
         history::add(transaction)?;
+        add_node(transaction)?;
         let mut meta = transaction
             .open_table(META)
             .map_err(|error| Error::of("make the store", error))?;
@@ -349,6 +362,14 @@ fn migrate(database: &Database, from: u64) -> Result<(), Error> {
 /// Schema 2: disks of the DiskService, of which an older store has none.
 fn add_disks(transaction: &WriteTransaction) -> Result<(), Error> {
     let table = transaction.open_table(DISKS);
+    table
+        .map(drop)
+        .map_err(|error| Error::of("make the store", error))
+}
+
+/// Schema 4: the node itself, of which an older store says nothing.
+fn add_node(transaction: &WriteTransaction) -> Result<(), Error> {
+    let table = transaction.open_table(NODE);
     table
         .map(drop)
         .map_err(|error| Error::of("make the store", error))
@@ -370,6 +391,7 @@ fn load(database: &Database) -> Result<Records, Error> {
         vms: load_table(&transaction, VMS)?,
         disks: load_table(&transaction, DISKS)?,
         history: history::load(&transaction)?,
+        node: load_table(&transaction, NODE)?.pop().unwrap_or_default(),
     })
 }
 

@@ -136,6 +136,37 @@ pub enum Intent {
     Running = 1,
 }
 
+/// What the node's operator has said, and what was seen of the node.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct NodeRecord {
+    /// As set by UpdateNodeLabels.
+    #[prost(btree_map = "string, string", tag = "1")]
+    pub labels: BTreeMap<String, String>,
+    /// No VM is created or started.
+    #[prost(bool, tag = "2")]
+    pub cordoned: bool,
+    /// Why, for people.
+    #[prost(string, tag = "3")]
+    pub cordon_reason: String,
+    /// A drain is under way: a new daemon that finds it so tells that it has ended early.
+    #[prost(bool, tag = "4")]
+    pub draining: bool,
+    /// By type.
+    #[prost(btree_map = "string, message", tag = "5")]
+    pub conditions: BTreeMap<String, ConditionRecord>,
+}
+
+/// What a condition was when it was last looked at.
+#[derive(Clone, Copy, PartialEq, prost::Message)]
+pub struct ConditionRecord {
+    /// Its status.
+    #[prost(enumeration = "proto::v1::ConditionStatus", tag = "1")]
+    pub status: i32,
+    /// Since when, in milliseconds of Unix time.
+    #[prost(uint64, tag = "2")]
+    pub since_ms: u64,
+}
+
 /// A disk of the DiskService.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct DiskRecord {

@@ -29,10 +29,7 @@ const READER: [Range; 3] = [(100, 1), (201, 1), (203, 1)];
 /// Locks an image without waiting; false when somebody else's lock is in the way. An exclusive lock needs a descriptor
 /// that is open for writing.
 pub fn lock_file(file: impl AsFd, kind: LockKind) -> io::Result<bool> {
-    let (lock_type, ranges) = match kind {
-        LockKind::Shared => (libc::F_RDLCK, &READER[..]),
-        LockKind::Exclusive => (libc::F_WRLCK, &WRITER[..]),
-    };
+    let (lock_type, ranges) = what(kind);
     // What is taken before another range is refused goes with the descriptor, which is not used then.
     for range in ranges {
         if !lock_range(file.as_fd(), lock_type, *range)? {
@@ -58,15 +55,49 @@ pub fn lock_file_within(file: impl AsFd, kind: LockKind, limit: Duration) -> io:
     }
 }
 
-fn lock_range(file: BorrowedFd<'_>, lock_type: i32, (start, length): Range) -> io::Result<bool> {
+/// Whether [`lock_file`] would succeed now; takes nothing.
+pub fn could_lock(file: impl AsFd, kind: LockKind) -> io::Result<bool> {
+    let (lock_type, ranges) = what(kind);
+    for range in ranges {
+        if conflict(file.as_fd(), lock_type, *range)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// A kind of lock as fcntl(2) has it.
+fn what(kind: LockKind) -> (i32, &'static [Range]) {
+    match kind {
+        LockKind::Shared => (libc::F_RDLCK, &READER[..]),
+        LockKind::Exclusive => (libc::F_WRLCK, &WRITER[..]),
+    }
+}
+
+/// Whether somebody else's lock would stand in the way of this one.
+fn conflict(file: BorrowedFd<'_>, lock_type: i32, range: Range) -> io::Result<bool> {
+    let mut lock = flock(lock_type, range);
+    // SAFETY: the descriptor is open, and F_OFD_GETLK reads and writes one `flock`, which outlives the call.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
+    if result == 0 {
+        return Ok(i32::from(lock.l_type) != libc::F_UNLCK);
+    }
+    Err(io::Error::last_os_error())
+}
+
+fn flock(lock_type: i32, (start, length): Range) -> libc::flock {
     // `l_pid` must be 0 for OFD locks.
-    let lock = libc::flock {
+    libc::flock {
         l_type: i16::try_from(lock_type).unwrap_or_default(),
         l_whence: i16::try_from(libc::SEEK_SET).unwrap_or_default(),
         l_start: start,
         l_len: length,
         l_pid: 0,
-    };
+    }
+}
+
+fn lock_range(file: BorrowedFd<'_>, lock_type: i32, range: Range) -> io::Result<bool> {
+    let lock = flock(lock_type, range);
     // SAFETY: the descriptor is open, and F_OFD_SETLK reads one `flock`, which outlives the call.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) };
     if result == 0 {

@@ -6,6 +6,6 @@ mod lock;
 mod readiness;
 mod tun;
 
-pub use lock::{LockKind, lock_file, lock_file_within, lock_holder};
+pub use lock::{LockKind, could_lock, lock_file, lock_file_within, lock_holder};
 pub use readiness::watch;
 pub use tun::attach_tap;

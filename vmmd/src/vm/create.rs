@@ -3,21 +3,16 @@
 use std::sync::Arc;
 
 use proto::{
-    model::{
-        Violations,
-        nic::Mac,
-        vm::{Manifest, VmSpec},
-    },
+    model::{Violations, nic::Mac, vm::Manifest},
     v1,
 };
-use tokio::{sync::oneshot, task::spawn_blocking};
+use tokio::sync::oneshot;
 use uuid::Uuid;
 
 use super::{
     actor::{Actor, Attachments, Command, Life},
     admission::Request,
     describe::View,
-    files::{self, Locks},
     machine,
     policy::{Decision, Occasion, decide, refuses},
     start::store_failure,
@@ -28,6 +23,10 @@ use crate::{
     event::{Draft, Object},
     failure::{Failure, Kind},
     host::Host,
+    node::{
+        check::{self, Question},
+        placement,
+    },
     store::{Intent, VmRecord},
     text,
 };
@@ -55,10 +54,7 @@ pub async fn create(
         let message = format!("the VM has the run policy {}: {hint}", policy.name());
         return Err(Failure::precondition("RUN_POLICY", message));
     }
-    fits(&host, manifest.spec.memory_bytes)?;
-    if start || dry_run {
-        check_files(&host, &manifest.spec).await?;
-    }
+    admit(&host, &manifest, start, dry_run).await?;
     let name = manifest.name.to_string();
     let Some(_reservation) = host.table.reserve(&name) else {
         let message = format!("there is a VM \"{name}\" already");
@@ -179,29 +175,15 @@ fn validate(vm: &v1::Vm) -> Result<Manifest, Failure> {
     }
 }
 
-fn fits(host: &Host, memory: u64) -> Result<(), Failure> {
-    let node = host.ledger.memory();
-    if memory <= node {
-        return Ok(());
-    }
-    let description = format!("is {} MiB, more than the node's {} MiB", memory >> 20, node >> 20);
-    let failure = Failure::field("spec.memory.sizeBytes", description);
-    Err(Failure {
-        kind: Kind::Precondition,
-        reason: "INSUFFICIENT_MEMORY",
-        ..failure
-    })
-}
-
-async fn check_files(host: &Arc<Host>, spec: &VmSpec) -> Result<(), Failure> {
-    let (host, spec) = (Arc::clone(host), spec.clone());
-    let checked = spawn_blocking(move || {
-        files::open_kvm(&host.config.kvm_device)?;
-        files::open(&spec, &host.sources(), Locks::Look).map(drop)
-    });
-    checked
-        .await
-        .unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
+/// Whether the node takes such a VM.
+async fn admit(host: &Arc<Host>, manifest: &Manifest, start: bool, dry_run: bool) -> Result<(), Failure> {
+    check::could_ever(host, &manifest.spec).await?;
+    let problems = match (start, dry_run) {
+        (true, _) => check::problems(host, manifest, Question::Start).await?,
+        (false, true) => check::problems(host, manifest, Question::Create).await?,
+        (false, false) => return host.schedulable(),
+    };
+    placement::refuse(&problems)
 }
 
 /// A locally administered address that no VM of the node has.

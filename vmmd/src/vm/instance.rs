@@ -16,6 +16,7 @@ use crate::{
     host::Host,
     ledger::{Claim, FileId},
     lock,
+    node::Demand,
     paths::RuntimeDir,
     vm::process::Process,
 };
@@ -126,7 +127,7 @@ pub async fn reconnect(runtime: RuntimeDir) -> Result<Session, control::Error> {
 ///
 /// The lock tells whether it lives; which process that is, is found in several ways and believed when its owner is
 /// `user`, which no other process has.
-pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, memory: u64) -> io::Result<Found> {
+pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: Demand) -> io::Result<Found> {
     let runtime = RuntimeDir::of(&host.config, uid);
     if !lock::is_held(&runtime.lock())? {
         return Ok(Found::Ended);
@@ -177,7 +178,7 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, memory: u6
     let instance = Instance {
         process,
         link,
-        claim: host.ledger.adopt(name, user, memory),
+        claim: host.ledger.adopt(name, user, demand),
         disks: BTreeMap::new(),
         version,
         minor: hello.as_ref().map_or(0, |hello| hello.minor),

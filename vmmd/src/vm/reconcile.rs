@@ -27,6 +27,7 @@ use crate::{
     event::{Draft, Object},
     host::Host,
     lock,
+    node::Demand,
     paths::{self, LogDir, RuntimeDir},
     store::{InstanceRecord, VmRecord},
     text,
@@ -79,7 +80,7 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
         let occasion = Some((found_down(&host, &record), 0));
         return Actor::spawn(&host, uid, record, spec, view, None, occasion);
     };
-    let found = find(&host, uid, run.uid, &record.name, spec.memory_bytes).await;
+    let found = find(&host, uid, run.uid, &record.name, Demand::of(&spec)).await;
     match found {
         Ok(Found::Alive(instance, hello)) => {
             let status = hello.map(|hello| hello.status.unwrap_or_default());

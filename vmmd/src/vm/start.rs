@@ -30,6 +30,7 @@ use crate::{
     host::Host,
     ledger::{Claim, FileId},
     lock, network,
+    node::{Demand, check::Look, placement},
     paths::{LogDir, RuntimeDir},
     store::{self, VmRecord},
     sys::clone::{self, FIRST_FD, Program},
@@ -57,7 +58,7 @@ pub struct Plan {
     pub spec: VmSpec,
     /// What the store is to hold before the fork.
     pub record: VmRecord,
-    /// The user id and memory that it runs with.
+    /// The user id that it runs with; what else it needs is taken by the start.
     pub claim: Claim,
 }
 
@@ -84,8 +85,13 @@ struct Made {
 /// Starts it. `cancel` ends the attempt at any time.
 pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Result<Instance, Failure> {
     let began = Instant::now();
-    let (uid, blocking_host, spec) = (plan.uid, Arc::clone(&host), plan.spec.clone());
-    let checked = blocking(move || check(&blocking_host, uid, &spec)).await?;
+    let blocking_host = Arc::clone(&host);
+    let (plan, checked) = blocking(move || {
+        let checked = check(&blocking_host, &plan)?;
+        Ok((plan, checked))
+    })
+    .await?;
+    let uid = plan.uid;
     let blocking_host = Arc::clone(&host);
     let limits = checked.limits.clone();
     let result = match blocking(move || make(&blocking_host, uid, &limits)).await {
@@ -118,8 +124,14 @@ pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
     runtime.and(group)
 }
 
-/// Changes nothing on the node.
-fn check(host: &Host, uid: Uuid, spec: &VmSpec) -> Result<Checked, Failure> {
+/// Finds room and files, and changes nothing on the node.
+fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
+    let Plan { uid, spec, claim, .. } = plan;
+    let uid = *uid;
+    let (look, demand) = (Look::now(host), Demand::of(spec));
+    claim.take(demand, |others| {
+        placement::refuse(&placement::decide(&demand.resources, &look.picture(host, others)))
+    })?;
     let kvm = files::open_kvm(&host.config.kvm_device)?;
     let files = files::open(spec, &host.sources(), Locks::Take)?;
     let executable = host.open_vmm()?;

@@ -169,7 +169,7 @@ async fn what_the_daemon_keeps_is_closed_to_others() {
 /// Budget: 50 MiB with 200 VMs. As many as the node's memory is enough for, at most 200.
 #[tokio::test]
 async fn the_daemon_stays_small_with_many_running_vms() {
-    let daemon = Daemon::start().await;
+    let daemon = Daemon::configured("[overcommit]\ncpu = 1000\nmemory = 10\n").await;
     let node = daemon
         .nodes()
         .await

@@ -4,8 +4,10 @@
 mod attach;
 mod bad_input;
 mod console;
+mod cordon;
 mod disk_state;
 mod disks;
+mod drain;
 mod events;
 mod harness;
 mod hygiene;
@@ -16,6 +18,7 @@ mod network;
 mod node;
 mod operations;
 mod pki;
+mod placement;
 mod policies;
 mod request;
 mod resources;

@@ -547,27 +547,73 @@ impl NodeService for State {
 
     async fn update_node_labels(
         &self,
-        _: Request<v1::UpdateNodeLabelsRequest>,
+        request: Request<v1::UpdateNodeLabelsRequest>,
     ) -> Answer<v1::UpdateNodeLabelsResponse> {
-        Err(Status::unimplemented("update_node_labels"))
+        let v1::UpdateNodeLabelsRequest { set, remove, .. } = request.into_inner();
+        self.calls
+            .lock()
+            .unwrap()
+            .push(format!("label {set:?} {remove:?}"));
+        let node = Some(named());
+        Ok(Response::new(v1::UpdateNodeLabelsResponse { node }))
     }
 
+    /// More than 4 GiB do not fit.
     async fn check_placement(
         &self,
-        _: Request<v1::CheckPlacementRequest>,
+        request: Request<v1::CheckPlacementRequest>,
     ) -> Answer<v1::CheckPlacementResponse> {
-        Err(Status::unimplemented("check_placement"))
+        let spec = request.into_inner().vm.unwrap().spec.unwrap();
+        let fits = spec.memory.unwrap().size_bytes <= 4 << 30;
+        let problem = |reason: &str, message: &str| v1::PlacementProblem {
+            reason: reason.into(),
+            message: message.into(),
+            ..Default::default()
+        };
+        let problems = vec![
+            problem("NODE_CORDONED", "the node is cordoned"),
+            problem("INSUFFICIENT_MEMORY", "not enough memory"),
+        ];
+        Ok(Response::new(v1::CheckPlacementResponse {
+            fits,
+            problems: if fits { Vec::new() } else { problems },
+        }))
     }
 
-    async fn cordon_node(&self, _: Request<v1::CordonNodeRequest>) -> Answer<v1::CordonNodeResponse> {
-        Err(Status::unimplemented("cordon_node"))
+    async fn cordon_node(&self, request: Request<v1::CordonNodeRequest>) -> Answer<v1::CordonNodeResponse> {
+        let reason = request.into_inner().reason;
+        self.calls.lock().unwrap().push(format!("cordon {reason}"));
+        let node = Some(named());
+        Ok(Response::new(v1::CordonNodeResponse { node }))
     }
 
     async fn uncordon_node(&self, _: Request<v1::UncordonNodeRequest>) -> Answer<v1::UncordonNodeResponse> {
-        Err(Status::unimplemented("uncordon_node"))
+        self.calls.lock().unwrap().push("uncordon".into());
+        let node = Some(named());
+        Ok(Response::new(v1::UncordonNodeResponse { node }))
     }
 
-    async fn drain_node(&self, _: Request<v1::DrainNodeRequest>) -> Answer<v1::DrainNodeResponse> {
-        Err(Status::unimplemented("drain_node"))
+    async fn drain_node(&self, request: Request<v1::DrainNodeRequest>) -> Answer<v1::DrainNodeResponse> {
+        let request = request.into_inner();
+        let grace = request.grace_period.unwrap_or_default().seconds;
+        self.calls
+            .lock()
+            .unwrap()
+            .push(format!("drain {} {grace}", request.reason));
+        let operation = Some(v1::Operation {
+            id: "1234".into(),
+            ..Default::default()
+        });
+        Ok(Response::new(v1::DrainNodeResponse {
+            operation,
+            remaining: Vec::new(),
+        }))
+    }
+}
+
+fn named() -> v1::Node {
+    v1::Node {
+        name: "node-1".into(),
+        ..Default::default()
     }
 }

@@ -10,10 +10,11 @@ use super::{Actor, Life, work::Then};
 use crate::{
     context::{Context, Initiator},
     failure::Failure,
+    node::Demand,
     store::{Intent, RestartRecord},
     text,
     vm::{
-        admission::Situation,
+        admission::{Request, Situation},
         policy::{BackOff, Decision, Occasion, decide, refuses},
     },
 };
@@ -22,8 +23,11 @@ use crate::{
 const GRACE: Duration = Duration::from_secs(60);
 
 impl Actor {
-    /// Whether the run policy lets a request be. A refusal is told.
+    /// Whether the node and the run policy let a request be. A refusal by the policy is told.
     pub(super) fn permitted(&self, life: &Life) -> Result<(), Failure> {
+        if matches!(life.request, Request::Start | Request::Restart) {
+            self.host.schedulable()?;
+        }
         let policy = self.spec.run_policy;
         let Some(hint) = refuses(policy, life.request).filter(|_| !life.evacuate) else {
             return Ok(());
@@ -39,6 +43,13 @@ impl Actor {
 
     /// Notes what the policy makes of what has happened after a run of `ran_ms`. The record is to be written then.
     pub(super) fn plan(&mut self, occasion: Occasion, ran_ms: u64) {
+        self.schedule(occasion, ran_ms);
+        // Room is kept for what is to come, also while the node is cordoned.
+        let expected = self.timer.map(|_| Demand::of(&self.spec));
+        self.host.ledger.expect(&self.record.name, expected);
+    }
+
+    fn schedule(&mut self, occasion: Occasion, ran_ms: u64) {
         let back_off = BackOff::from(self.host.config.restart);
         let mut restart = self.record.restart.take().unwrap_or_default();
         self.timer = None;
@@ -113,6 +124,7 @@ impl Actor {
     pub(super) async fn forget_restart(&mut self) {
         let waited = self.record.restart.take().is_some();
         (self.timer, self.held) = (None, false);
+        self.host.ledger.expect(&self.record.name, None);
         if waited || self.record.intent() == Intent::Running {
             self.record.intent = Intent::Stopped.into();
             self.persist().await;

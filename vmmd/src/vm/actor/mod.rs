@@ -114,7 +114,6 @@ pub enum Command {
     /// About the life of the VM.
     Life(Life),
     /// The run policy, or whether the node takes VMs, may be another: see what follows.
-    #[allow(dead_code, reason = "nothing changes them yet")]
     Reconsider,
     /// About its disks.
     Disk {

@@ -48,7 +48,7 @@ impl Actor {
         }
         self.record.counts.get_or_insert_default().starts += 1;
         self.record.intent = Intent::Running.into();
-        let claim = match self.host.ledger.claim(&self.record.name, self.spec.memory_bytes) {
+        let claim = match self.host.ledger.claim(&self.record.name) {
             Ok(claim) => claim,
             Err(failure) => return self.start_failed(failure, operation).await,
         };
@@ -86,6 +86,7 @@ impl Actor {
         match (result, stop) {
             (Ok(instance), None) => {
                 self.instance = Some(instance);
+                self.host.ledger.expect(&self.record.name, None);
                 self.disks.clear();
                 if !operation.commit() {
                     self.undo_start(operation).await;

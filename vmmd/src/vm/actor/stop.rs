@@ -393,6 +393,7 @@ impl Actor {
             tracing::warn!(vm = self.record.name, %error, "remove the VM's logs");
         }
         self.host.disks.give_back(&self.record.name, None);
+        self.host.ledger.expect(&self.record.name, None);
         self.host.table.remove(&self.record.name, buried);
         self.tell(EventSeverity::Normal, "Deleted", "the VM was deleted");
         operation.complete_with("the VM is deleted", self.state());

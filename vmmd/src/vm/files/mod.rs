@@ -2,6 +2,7 @@
 //! the node, and a disk's lock goes away with its descriptor.
 
 mod file;
+mod look;
 
 use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::PathBuf, time::Duration};
 
@@ -13,8 +14,11 @@ use proto::{
     wire::MAX_FDS,
 };
 
-pub use self::file::{OpenFile, open_image_file, open_kvm};
 use self::file::{identity, open_image};
+pub use self::{
+    file::{OpenFile, open_image_file, open_kvm},
+    look::look,
+};
 use crate::{
     disk::{Folder, Registry},
     failure::{Failure, Kind},
@@ -73,8 +77,8 @@ pub struct Sources<'a> {
 pub enum Locks {
     /// Take them; they stay with the descriptors.
     Take,
-    /// Only look whether another VM of this daemon has the disk. For a check that must not disturb a start.
-    Look,
+    /// Neither take them nor look who has them.
+    None,
 }
 
 /// Opens and checks everything.
@@ -95,16 +99,19 @@ pub fn open(spec: &VmSpec, sources: &Sources<'_>, locks: Locks) -> Result<Files,
         files.disks.push(opened);
     }
     let of_disks: usize = files.disks.iter().map(|disk| 1 + disk.backing.len()).sum();
-    let all = OTHER_FDS + usize::from(files.initrd.is_some()) + spec.nics.len() + of_disks;
-    if all > MAX_FDS {
-        let message = format!(
-            "spec.disks: the disks and the disks below their overlays are {of_disks} files, {} too many: copy overlays \
-             into disks of their own",
-            all - MAX_FDS
-        );
-        return Err(Failure::new(Kind::Exhausted, "TOO_MANY_FILES", message));
-    }
-    Ok(files)
+    beyond(spec, of_disks).map_or(Ok(files), Err)
+}
+
+/// Refused as TOO_MANY_FILES when a VM whose disks are this many files has more than a `vmm` can be given.
+fn beyond(spec: &VmSpec, of_disks: usize) -> Option<Failure> {
+    let Boot::Linux { initrd, .. } = &spec.boot;
+    let all = OTHER_FDS + usize::from(initrd.is_some()) + spec.nics.len() + of_disks;
+    let too_many = all.checked_sub(MAX_FDS).filter(|too_many| *too_many > 0)?;
+    let message = format!(
+        "spec.disks: the disks and the disks below their overlays are {of_disks} files, {too_many} too many: copy overlays \
+         into disks of their own"
+    );
+    Some(Failure::new(Kind::Exhausted, "TOO_MANY_FILES", message))
 }
 
 /// What each disk of a VM is on, by its name, as far as that can be told without opening it.
@@ -235,7 +242,7 @@ pub fn lock(image: &OpenFile, locks: Locks, read_only: bool, ledger: &Ledger) ->
             Ok(sys::lock_file(&image.fd, kind)?
                 || !known() && sys::lock_file_within(&image.fd, kind, ENDING)?)
         }
-        Locks::Look => Ok(read_only || ledger.user_of(image.id).is_none()),
+        Locks::None => Ok(true),
     }
 }
 

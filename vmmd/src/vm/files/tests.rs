@@ -41,7 +41,7 @@ fn case() -> Case {
     Case {
         folder,
         spec,
-        ledger: Ledger::new(UidRange::default(), 1 << 30),
+        ledger: Ledger::new(UidRange::default()),
         disks: Registry::default(),
     }
 }
@@ -161,7 +161,7 @@ fn a_disk_in_use_names_its_user_and_readers_share() {
     let mut case = case();
     let files = case.open().unwrap();
     assert!(case.refused().1.contains("another program"));
-    let claim = case.ledger.claim("other", 1).unwrap();
+    let claim = case.ledger.claim("other").unwrap();
     claim.set_disks(files.disks[0].ids.clone());
     assert!(case.refused().1.contains("in use by VM \"other\""));
     drop(files);

@@ -1,0 +1,126 @@
+//! `node`: shows it, cordons it, drains it, labels it, asks it.
+
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+
+use proto::v1;
+
+use super::apply;
+use crate::{
+    args::node::{Drain, LabelChange, NodeVerb},
+    client::{Client, QUICK, call},
+    failure::{Code, Failure, Result},
+    manifest::Object,
+    output,
+};
+
+/// How long a drain may take beyond the guests' grace period; several guests are stopped at once.
+const DRAIN: Duration = Duration::from_secs(24 * 3600);
+
+/// Does it.
+pub async fn run(client: &Client, verb: NodeVerb) -> Result<(), Vec<Failure>> {
+    match verb {
+        NodeVerb::Cordon { reason } => cordon(client, reason).await.map_err(super::one),
+        NodeVerb::Uncordon => uncordon(client).await.map_err(super::one),
+        NodeVerb::Drain(args) => drain(client, args).await.map_err(super::one),
+        NodeVerb::Label { labels } => label(client, labels).await.map_err(super::one),
+        NodeVerb::Check { files } => check(client, &files).await,
+    }
+}
+
+async fn cordon(client: &Client, reason: String) -> Result<()> {
+    let request = v1::CordonNodeRequest {
+        reason,
+        ..Default::default()
+    };
+    let node = call(QUICK, client.nodes.clone().cordon_node(request)).await?.node;
+    output::line(format!("node/{} cordoned", node.unwrap_or_default().name))
+}
+
+async fn uncordon(client: &Client) -> Result<()> {
+    let request = v1::UncordonNodeRequest::default();
+    let node = call(QUICK, client.nodes.clone().uncordon_node(request))
+        .await?
+        .node;
+    output::line(format!("node/{} uncordoned", node.unwrap_or_default().name))
+}
+
+async fn label(client: &Client, labels: Vec<LabelChange>) -> Result<()> {
+    let (mut set, mut remove) = (BTreeMap::new(), Vec::new());
+    for change in labels {
+        match change {
+            LabelChange::Set(key, value) => drop(set.insert(key, value)),
+            LabelChange::Remove(key) => remove.push(key),
+        }
+    }
+    let request = v1::UpdateNodeLabelsRequest {
+        set,
+        remove,
+        ..Default::default()
+    };
+    let node = call(QUICK, client.nodes.clone().update_node_labels(request))
+        .await?
+        .node;
+    output::line(format!("node/{} labelled", node.unwrap_or_default().name))
+}
+
+async fn drain(client: &Client, args: Drain) -> Result<()> {
+    let request = v1::DrainNodeRequest {
+        reason: args.reason,
+        grace_period: args.grace.map(Into::into),
+        no_wait: true,
+        ..Default::default()
+    };
+    let begun = call(QUICK, client.nodes.clone().drain_node(request)).await?;
+    let operation = begun.operation.unwrap_or_default();
+    if args.no_wait {
+        return output::line(format!("operation/{} drains the node", operation.id));
+    }
+    let request = v1::WatchOperationRequest { id: operation.id };
+    let mut changes = call(QUICK, client.operations.clone().watch_operation(request)).await?;
+    let mut last = v1::Operation::default();
+    let watched = tokio::time::timeout(DRAIN, async {
+        while let Some(change) = changes.message().await? {
+            let now = change.operation.unwrap_or_default();
+            if (now.progress_percent, &now.message) != (last.progress_percent, &last.message) {
+                output::line(format!("{:3} %  {}", now.progress_percent, now.message))?;
+            }
+            last = now;
+        }
+        Ok::<_, Failure>(())
+    });
+    watched
+        .await
+        .map_err(|_| Failure::new(Code::Timeout, "the drain goes on after a day"))??;
+    match last.phase() {
+        v1::OperationPhase::Completed => output::line("the node is drained".to_owned()),
+        v1::OperationPhase::Cancelled => Err(Failure::new(Code::Timeout, last.message)),
+        _ => Err(Failure::new(Code::Other, last.message)),
+    }
+}
+
+async fn check(client: &Client, files: &[PathBuf]) -> Result<(), Vec<Failure>> {
+    let mut failures = Vec::new();
+    for document in apply::read(files)? {
+        // Disks are not placed.
+        let Object::Vm(vm) = document.object.clone() else {
+            continue;
+        };
+        let request = v1::CheckPlacementRequest { vm: Some(*vm) };
+        match call(QUICK, client.nodes.clone().check_placement(request)).await {
+            Ok(answer) if answer.fits => {
+                output::line(format!("{} fits", document.title())).map_err(super::one)?
+            }
+            Ok(answer) => failures.extend(answer.problems.into_iter().map(|problem| {
+                let message = format!(
+                    "{} does not fit: {} ({})",
+                    document.title(),
+                    problem.message,
+                    problem.reason
+                );
+                Failure::new(Code::Exhausted, message)
+            })),
+            Err(failure) => failures.push(document.locate(failure)),
+        }
+    }
+    super::all(failures)
+}

@@ -1,0 +1,69 @@
+//! `vmmctl node` and its verbs.
+
+use crate::support::Daemon;
+
+/// Exit code, standard output, standard error.
+fn run(daemon: &Daemon, args: &[&str], input: &str) -> (i32, String, String) {
+    let output = daemon
+        .vmmctl()
+        .arg("node")
+        .args(args)
+        .write_stdin(input)
+        .output()
+        .unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (
+        output.status.code().unwrap(),
+        text(output.stdout),
+        text(output.stderr),
+    )
+}
+
+fn manifest(name: &str, memory: &str) -> String {
+    format!(
+        "---\napiVersion: vmmd/v1\nkind: Vm\nmetadata: {{name: {name}}}\nspec:\n  cpu: {{cores: 2}}\n  memory: {{sizeBytes: \
+         {memory}}}\n  boot: {{linux: {{kernel: /boot/vmlinuz}}}}\n"
+    )
+}
+
+#[test]
+fn a_manifest_that_does_not_fit_ends_with_9_and_all_reasons() {
+    let daemon = Daemon::start();
+    let (code, out, err) = run(&daemon, &["check", "-f", "-"], &manifest("small", "1Gi"));
+    assert_eq!((code, out.as_str(), err.as_str()), (0, "vm/small fits\n", ""));
+    let both = manifest("small", "1Gi") + &manifest("large", "8Gi");
+    let (code, out, err) = run(&daemon, &["check", "-f", "-"], &both);
+    assert_eq!((code, out.as_str()), (9, "vm/small fits\n"));
+    for reason in ["NODE_CORDONED", "INSUFFICIENT_MEMORY"] {
+        assert!(
+            err.contains("vm/large does not fit") && err.contains(reason),
+            "{err}"
+        );
+    }
+}
+
+#[test]
+fn the_node_is_cordoned_labelled_and_drained_by_what_is_said() {
+    let daemon = Daemon::start();
+    let ok = |args: &[&str], expected: &str| {
+        let (code, out, err) = run(&daemon, args, "");
+        assert_eq!((code, out.as_str(), err.as_str()), (0, expected, ""), "{args:?}");
+    };
+    ok(&["cordon", "--reason", "new kernel"], "node/node-1 cordoned\n");
+    ok(&["uncordon"], "node/node-1 uncordoned\n");
+    ok(&["label", "zone=a", "old-"], "node/node-1 labelled\n");
+    ok(
+        &["drain", "--grace", "5s", "--no-wait"],
+        "operation/1234 drains the node\n",
+    );
+    let calls = daemon.state.calls();
+    let expected = [
+        "cordon new kernel",
+        "uncordon",
+        "label {\"zone\": \"a\"} [\"old\"]",
+        "drain  5",
+    ];
+    assert_eq!(calls, expected);
+    let (code, _, err) = run(&daemon, &["label", "zone"], "");
+    assert!(code == 2 && err.contains("KEY=VALUE, or KEY-"), "{err}");
+}

@@ -1,0 +1,234 @@
+//! Drains the node: cordons it and stops all VMs, several at once, each gracefully and then by force.
+//!
+//! What VMs are wanted to do is not touched: one whose run policy wants it to run is started again when the node is
+//! uncordoned. Cancelled, it lets the stops under way be cancelled too and leaves running what runs. A daemon that finds a
+//! drain of an earlier one ends it as cancelled.
+
+use std::{sync::Arc, time::Duration};
+
+use proto::v1::{OperationKind, VmPhase};
+use tokio::{sync::oneshot, task::JoinSet};
+
+use crate::{
+    context::Context,
+    event::{Draft, Object},
+    failure::{Failure, Kind},
+    host::Host,
+    node::operate,
+    operation::{Handle, Pending},
+    vm::{Command, Life, admission::Request},
+};
+
+/// Guests that are asked to power off at the same time.
+const AT_ONCE: usize = 16;
+
+/// Begins to drain the node. Refused as NODE_DRAINING while another drain is under way.
+pub async fn drain(
+    host: &Arc<Host>,
+    reason: String,
+    grace: Duration,
+    deadline: Option<Duration>,
+    context: Context,
+) -> Result<Pending, Failure> {
+    // Checked and noted in one step, so that of two drains one is refused.
+    let begin = host.node.change(|record| {
+        if record.draining {
+            let message = "the node is being drained already: wait, or cancel that operation first";
+            return Err(Failure::precondition("NODE_DRAINING", message));
+        }
+        record.draining = true;
+        Ok(())
+    });
+    begin.await?;
+    if let Err(failure) = operate::cordon(host, reason, &context).await {
+        settle(host).await;
+        return Err(failure);
+    }
+    let operation = host
+        .operations
+        .begin(OperationKind::Drain, None, &context, deadline);
+    let pending = operation.pending();
+    tell(
+        host,
+        Draft::normal(Object::Node, "DrainStarted", "all VMs are being stopped"),
+        &context,
+        &operation,
+    );
+    tokio::spawn(run(Arc::clone(host), operation, grace, context));
+    Ok(pending)
+}
+
+/// Ends a drain that an earlier daemon was at.
+pub async fn give_up(host: &Host) {
+    if host.node.record().draining {
+        settle(host).await;
+        let message = "the daemon was restarted while the node was drained: the drain is cancelled, the node stays \
+                       cordoned, and the VMs that run go on; drain it again";
+        host.events
+            .emit(Draft::warning(Object::Node, "DrainCancelled", message));
+    }
+}
+
+/// VMs with a process, or with one in the making, by name.
+pub fn remaining(host: &Host) -> Vec<String> {
+    let vms = host.table.list();
+    let running = vms.iter().filter(|vm| {
+        let status = vm.status.as_ref();
+        status.is_some_and(|status| status.instance.is_some() || status.phase() == VmPhase::Starting)
+    });
+    let names = running.filter_map(|vm| vm.metadata.as_ref());
+    names.map(|metadata| metadata.name.clone()).collect()
+}
+
+async fn run(host: Arc<Host>, operation: Handle, grace: Duration, context: Context) {
+    let all = remaining(&host).len();
+    let mut problems = Vec::new();
+    // A start that was admitted before the cordon may come up meanwhile: looked for once more.
+    for _ in 0..2 {
+        if operation.token().is_cancelled() || remaining(&host).is_empty() {
+            break;
+        }
+        problems = round(&host, &operation, grace, &context, all).await;
+    }
+    settle(&host).await;
+    let left = remaining(&host);
+    if operation.token().is_cancelled() && !left.is_empty() {
+        let message = format!(
+            "the drain was cancelled: the node stays cordoned, and these VMs go on: {}",
+            left.join(", ")
+        );
+        tell(
+            &host,
+            Draft::warning(Object::Node, "DrainCancelled", &message),
+            &context,
+            &operation,
+        );
+        operation.cancelled(message);
+    } else if left.is_empty() {
+        tell(
+            &host,
+            Draft::normal(Object::Node, "Drained", "no VM runs any more"),
+            &context,
+            &operation,
+        );
+        operation.complete("no VM runs any more");
+    } else {
+        let message = format!(
+            "these VMs still run: {} ({})",
+            left.join(", "),
+            problems.join("; ")
+        );
+        tell(
+            &host,
+            Draft::warning(Object::Node, "DrainFailed", &message),
+            &context,
+            &operation,
+        );
+        operation.fail(&Failure::new(Kind::Internal, "NODE_NOT_DRAINED", message));
+    }
+}
+
+/// Stops all VMs that run now; what went wrong with them.
+async fn round(
+    host: &Arc<Host>,
+    operation: &Handle,
+    grace: Duration,
+    context: &Context,
+    all: usize,
+) -> Vec<String> {
+    let mut waiting = remaining(host).into_iter();
+    let (mut stops, mut problems) = (JoinSet::new(), Vec::new());
+    let cancelled = operation.token();
+    loop {
+        while stops.len() < AT_ONCE && !cancelled.is_cancelled() {
+            let Some(name) = waiting.next() else { break };
+            stops.spawn(stop(
+                Arc::clone(host),
+                name,
+                grace,
+                context.clone(),
+                cancelled.clone(),
+            ));
+        }
+        let left = remaining(host);
+        operation.progress(percent(all, left.len()), format!("stopping {}", left.join(", ")));
+        match stops.join_next().await {
+            Some(Ok(Err(problem))) => problems.push(problem),
+            Some(_) => {}
+            None => return problems,
+        }
+    }
+}
+
+/// How much of it is done.
+fn percent(all: usize, left: usize) -> u32 {
+    let done = all.saturating_sub(left).saturating_mul(100);
+    u32::try_from(done.checked_div(all).unwrap_or(100)).unwrap_or(100)
+}
+
+async fn stop(
+    host: Arc<Host>,
+    name: String,
+    grace: Duration,
+    context: Context,
+    cancelled: tokio_util::sync::CancellationToken,
+) -> Result<(), String> {
+    let problem = |failure: Failure| format!("VM \"{name}\": {}", failure.message);
+    let Some(entry) = host.table.get(&name) else {
+        return Ok(());
+    };
+    let (reply, answer) = oneshot::channel();
+    let life = Life {
+        grace: Some(grace),
+        evacuate: true,
+        ..Life::new(context, Request::Stop, reply)
+    };
+    // One that is gone meanwhile runs no more.
+    if entry.mailbox.send(Command::Life(life)).await.is_err() {
+        return Ok(());
+    }
+    let Ok(answer) = answer.await else {
+        return Ok(());
+    };
+    let Some(pending) = answer.map_err(problem)?.pending else {
+        return Ok(());
+    };
+    let mut ended = Box::pin(pending.clone().ended());
+    tokio::select! {
+        ended = &mut ended => return ended.map(drop).map_err(problem),
+        () = cancelled.cancelled() => {}
+    }
+    // One that can't be cancelled any more has as good as stopped.
+    let _ = host.operations.cancel(&pending.operation().id);
+    ended.await.map(drop).map_err(problem)
+}
+
+/// Notes that no drain is under way.
+async fn settle(host: &Host) {
+    let settled = host.node.change(|record| {
+        record.draining = false;
+        Ok(())
+    });
+    if let Err(error) = settled.await {
+        tracing::error!(%error, "note the end of a drain");
+    }
+}
+
+fn tell(host: &Host, draft: Draft, context: &Context, operation: &Handle) {
+    let mut draft = draft.of(context.clone());
+    draft.operation = operation.id().to_owned();
+    host.events.emit(draft);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::percent;
+
+    #[test]
+    fn a_drain_of_nothing_is_done() {
+        assert_eq!(
+            (percent(0, 0), percent(4, 4), percent(4, 1), percent(2, 3)),
+            (100, 0, 75, 0)
+        );
+    }
+}

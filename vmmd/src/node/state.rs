@@ -1,0 +1,69 @@
+//! What the node's operator has said, durably: labels, cordon. Changes are made one after the other, in the store first.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::{
+    failure::Failure,
+    store::{NodeRecord, Store},
+    vm::store_failure,
+};
+
+/// The state.
+#[derive(Debug)]
+pub struct State {
+    store: Store,
+    record: Mutex<NodeRecord>,
+    /// Held by who changes it.
+    writer: tokio::sync::Mutex<()>,
+}
+
+impl State {
+    /// As the store has it.
+    pub fn new(store: Store, record: NodeRecord) -> Self {
+        Self {
+            store,
+            record: Mutex::new(record),
+            writer: tokio::sync::Mutex::default(),
+        }
+    }
+
+    /// What it is.
+    pub fn record(&self) -> NodeRecord {
+        self.lock().clone()
+    }
+
+    /// Changes it. Durable on return; true when anything was changed.
+    pub async fn change(
+        &self,
+        change: impl FnOnce(&mut NodeRecord) -> Result<(), Failure>,
+    ) -> Result<bool, Failure> {
+        let _writer = self.writer.lock().await;
+        let mut record = self.record();
+        change(&mut record)?;
+        if record == *self.lock() {
+            return Ok(false);
+        }
+        self.store.put_node(&record).await.map_err(store_failure)?;
+        *self.lock() = record;
+        Ok(true)
+    }
+
+    /// Refused as NODE_CORDONED while no VM is to be made or started here.
+    pub fn schedulable(&self) -> Result<(), Failure> {
+        let record = self.lock();
+        if !record.cordoned {
+            return Ok(());
+        }
+        let why = match record.cordon_reason.as_str() {
+            "" => String::new(),
+            reason => format!(" ({reason})"),
+        };
+        let message =
+            format!("the node is cordoned{why}: no VM is created or started here until it is uncordoned");
+        Err(Failure::precondition("NODE_CORDONED", message))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, NodeRecord> {
+        self.record.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,159 @@
+//! Labels and cordon.
+
+use std::collections::BTreeMap;
+
+use proto::v1::{self, ConditionStatus, VmPhase};
+use tonic::{Code, Status};
+
+use crate::harness::{Daemon, refusal, status};
+
+async fn label(
+    daemon: &Daemon,
+    set: &[(&str, &str)],
+    remove: &[&str],
+) -> Result<BTreeMap<String, String>, Status> {
+    let request = v1::UpdateNodeLabelsRequest {
+        set: set
+            .iter()
+            .map(|(key, value)| ((*key).into(), (*value).into()))
+            .collect(),
+        remove: remove.iter().map(|key| (*key).into()).collect(),
+        ..Default::default()
+    };
+    let answer = daemon.nodes().await.update_node_labels(request).await?;
+    Ok(answer.into_inner().node.unwrap().labels)
+}
+
+async fn cordon(daemon: &Daemon, reason: &str) -> v1::Node {
+    let request = v1::CordonNodeRequest {
+        reason: reason.into(),
+        ..Default::default()
+    };
+    daemon
+        .nodes()
+        .await
+        .cordon_node(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .node
+        .unwrap()
+}
+
+async fn uncordon(daemon: &Daemon) -> v1::Node {
+    let request = v1::UncordonNodeRequest::default();
+    daemon
+        .nodes()
+        .await
+        .uncordon_node(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .node
+        .unwrap()
+}
+
+async fn node(daemon: &Daemon) -> v1::Node {
+    let answer = daemon.nodes().await.get_node(v1::GetNodeRequest {}).await;
+    answer.unwrap().into_inner().node.unwrap()
+}
+
+fn labels(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+    pairs
+        .iter()
+        .map(|(key, value)| ((*key).into(), (*value).into()))
+        .collect()
+}
+
+#[tokio::test]
+async fn labels_are_set_and_removed_and_outlive_the_daemon() {
+    let mut daemon = Daemon::start().await;
+    assert_eq!(
+        label(&daemon, &[("zone", "a"), ("tier", "gold")], &["none"])
+            .await
+            .unwrap(),
+        labels(&[("zone", "a"), ("tier", "gold")])
+    );
+    let both = label(&daemon, &[("zone", "b")], &["zone"]).await.unwrap_err();
+    assert_eq!(both.code(), Code::InvalidArgument);
+    let wrong = label(&daemon, &[("a=b", "")], &[]).await.unwrap_err();
+    assert_eq!(wrong.code(), Code::InvalidArgument);
+    label(&daemon, &[("zone", "b")], &["tier"]).await.unwrap();
+    daemon.kill_and_restart().await;
+    assert_eq!(node(&daemon).await.labels, labels(&[("zone", "b")]));
+    let many: Vec<_> = (0..64).map(|number| format!("k{number}")).collect();
+    let many: Vec<_> = many.iter().map(|key| (key.as_str(), "")).collect();
+    let refused = label(&daemon, &many, &[]).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    assert_eq!(node(&daemon).await.labels, labels(&[("zone", "b")]));
+}
+
+#[tokio::test]
+async fn a_cordoned_node_creates_and_starts_nothing_and_does_everything_else() {
+    let mut daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    daemon.create(daemon.manifest("idle", "")).await.unwrap();
+    let open = node(&daemon).await;
+    let schedulable = |node: &v1::Node| {
+        let found = node
+            .conditions
+            .iter()
+            .find(|condition| condition.r#type == "Schedulable")
+            .cloned();
+        found.unwrap()
+    };
+    assert_eq!(schedulable(&open).status(), ConditionStatus::True);
+    let cordoned = cordon(&daemon, "new kernel").await;
+    assert!(cordoned.cordoned && cordoned.cordon_reason == "new kernel");
+    let condition = schedulable(&cordoned);
+    assert_eq!(condition.status(), ConditionStatus::False);
+    assert!(condition.message.contains("new kernel"), "{}", condition.message);
+    // Of two ways to say the same the later counts, and neither is an error.
+    cordon(&daemon, "").await;
+    cordon(&daemon, "new kernel").await;
+    daemon.kill_and_restart().await;
+    let after = node(&daemon).await;
+    assert!(after.cordoned, "it outlives the daemon");
+    assert_eq!(schedulable(&after).transition_time, condition.transition_time);
+
+    let no = (Code::FailedPrecondition, "NODE_CORDONED".to_owned());
+    assert_eq!(refusal(&daemon.start_vm("idle").await.unwrap_err()), no);
+    let idle = daemon.get("idle").await.unwrap();
+    assert_eq!(
+        status(&idle).phase(),
+        VmPhase::Stopped,
+        "a refusal is no failed start"
+    );
+    assert_eq!(
+        refusal(&daemon.create(daemon.manifest("new", "")).await.unwrap_err()),
+        no
+    );
+    let restart = v1::RestartVmRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
+    assert_eq!(
+        refusal(&daemon.client().restart_vm(restart).await.unwrap_err()),
+        no
+    );
+    let web = daemon.get("web").await.unwrap();
+    assert_eq!(status(&web).phase(), VmPhase::Running);
+    let request = v1::CheckPlacementRequest {
+        vm: Some(daemon.manifest("new", "")),
+    };
+    let answer = daemon
+        .nodes()
+        .await
+        .check_placement(request)
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(answer.problems[0].reason, "NODE_CORDONED");
+    daemon.stop("web", None).await.unwrap();
+    daemon.delete("web", false).await.unwrap();
+
+    let open = uncordon(&daemon).await;
+    assert!(!open.cordoned && open.cordon_reason.is_empty());
+    uncordon(&daemon).await;
+    daemon.start_vm("idle").await.unwrap();
+}

@@ -1,0 +1,133 @@
+//! Draining the node.
+
+use proto::{
+    v1::{
+        self, OperationKind, OperationPhase, RunPolicy, VmPhase,
+        operation_service_client::OperationServiceClient,
+    },
+    well_known,
+};
+use tonic::{Code, Status};
+
+use crate::harness::{Daemon, connect, refusal, status};
+
+async fn drain(daemon: &Daemon, grace_seconds: i64, no_wait: bool) -> Result<v1::DrainNodeResponse, Status> {
+    let request = v1::DrainNodeRequest {
+        reason: "new kernel".into(),
+        grace_period: Some(well_known::Duration {
+            seconds: grace_seconds,
+            nanos: 0,
+        }),
+        no_wait,
+        ..Default::default()
+    };
+    Ok(daemon.nodes().await.drain_node(request).await?.into_inner())
+}
+
+async fn uncordon(daemon: &Daemon) -> Result<(), Status> {
+    daemon
+        .nodes()
+        .await
+        .uncordon_node(v1::UncordonNodeRequest::default())
+        .await
+        .map(drop)
+}
+
+async fn cordoned(daemon: &Daemon) -> bool {
+    let answer = daemon.nodes().await.get_node(v1::GetNodeRequest {}).await;
+    answer.unwrap().into_inner().node.unwrap().cordoned
+}
+
+async fn run(daemon: &Daemon, name: &str, options: &str, policy: RunPolicy) {
+    let mut vm = daemon.manifest(name, options);
+    vm.spec.as_mut().unwrap().run_policy = policy.into();
+    daemon.create(vm).await.unwrap();
+    if policy != RunPolicy::AlwaysOn {
+        daemon.start_vm(name).await.unwrap();
+    }
+    daemon.wait_phase(name, VmPhase::Running).await;
+}
+
+#[tokio::test]
+async fn a_drained_node_runs_nothing_and_vms_come_back_as_their_run_policy_says() {
+    let daemon = Daemon::start().await;
+    run(&daemon, "always", "", RunPolicy::AlwaysOn).await;
+    run(&daemon, "unless", "", RunPolicy::AlwaysOnUnlessStopped).await;
+    run(&daemon, "manual", "", RunPolicy::Manual).await;
+    // Does nothing when it is asked to power off.
+    run(&daemon, "deaf", "mock.power=ignore", RunPolicy::Manual).await;
+    let drained = drain(&daemon, 1, false).await.unwrap();
+    let operation = drained.operation.unwrap();
+    assert_eq!(
+        (operation.kind(), operation.phase(), operation.progress_percent),
+        (OperationKind::Drain, OperationPhase::Completed, 100)
+    );
+    assert_eq!(drained.remaining, Vec::<String>::new());
+    assert_eq!(daemon.vmm_processes(), []);
+    assert!(cordoned(&daemon).await);
+    let deaf = daemon.get("deaf").await.unwrap();
+    assert_eq!(
+        status(&deaf).last_exit.as_ref().unwrap().reason(),
+        v1::ExitReason::Killed
+    );
+    uncordon(&daemon).await.unwrap();
+    daemon.wait_phase("always", VmPhase::Running).await;
+    daemon.wait_phase("unless", VmPhase::Running).await;
+    for name in ["manual", "deaf"] {
+        let vm = daemon.get(name).await.unwrap();
+        assert_eq!(status(&vm).phase(), VmPhase::Stopped, "{name}");
+    }
+}
+
+#[tokio::test]
+async fn a_cancelled_drain_leaves_running_what_runs_and_the_node_cordoned() {
+    let daemon = Daemon::start().await;
+    run(&daemon, "deaf", "mock.power=ignore", RunPolicy::Manual).await;
+    let begun = drain(&daemon, 3600, true).await.unwrap();
+    assert_eq!(begun.remaining, ["deaf"]);
+    daemon.wait_phase("deaf", VmPhase::Stopping).await;
+    let second = drain(&daemon, 3600, true).await.unwrap_err();
+    assert_eq!(
+        refusal(&second),
+        (Code::FailedPrecondition, "NODE_DRAINING".into())
+    );
+    let early = uncordon(&daemon).await.unwrap_err();
+    assert_eq!(
+        refusal(&early),
+        (Code::FailedPrecondition, "NODE_DRAINING".into())
+    );
+    let mut operations = OperationServiceClient::new(connect(daemon.folder.path()).await);
+    let id = begun.operation.unwrap().id;
+    let ended = operations
+        .cancel_operation(v1::CancelOperationRequest { id })
+        .await
+        .unwrap();
+    let operation = ended.into_inner().operation.unwrap();
+    assert_eq!(operation.phase(), OperationPhase::Cancelled);
+    assert!(operation.message.contains("deaf"), "{}", operation.message);
+    daemon.wait_phase("deaf", VmPhase::Running).await;
+    assert!(cordoned(&daemon).await);
+    uncordon(&daemon).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_drain_does_not_outlive_the_daemon_and_the_cordon_does() {
+    let mut daemon = Daemon::start().await;
+    run(&daemon, "deaf", "mock.power=ignore", RunPolicy::Manual).await;
+    drain(&daemon, 3600, true).await.unwrap();
+    daemon.wait_phase("deaf", VmPhase::Stopping).await;
+    daemon.kill_and_restart().await;
+    assert!(cordoned(&daemon).await);
+    assert_eq!(daemon.vmm_processes().len(), 1);
+    let mut events = v1::event_service_client::EventServiceClient::new(connect(daemon.folder.path()).await);
+    let request = v1::ListEventsRequest {
+        filter: Some(v1::EventFilter {
+            reasons: vec!["DrainCancelled".into()],
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    let told = events.list_events(request).await.unwrap().into_inner().events;
+    assert_eq!(told.len(), 1);
+    uncordon(&daemon).await.expect("no drain is under way any more");
+}
