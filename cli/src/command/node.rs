@@ -108,7 +108,7 @@ async fn check(client: &Client, files: &[PathBuf]) -> Result<(), Vec<Failure>> {
         let request = v1::CheckPlacementRequest { vm: Some(*vm) };
         match call(QUICK, client.nodes.clone().check_placement(request)).await {
             Ok(answer) if answer.fits => {
-                output::line(format!("{} fits", document.title())).map_err(super::one)?
+                output::line(format!("{} fits", document.title())).map_err(super::one)?;
             }
             Ok(answer) => failures.extend(answer.problems.into_iter().map(|problem| {
                 let message = format!(
