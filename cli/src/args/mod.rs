@@ -101,7 +101,7 @@ pub enum Config {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Make VMs and disks be as a manifest says: create them, attach disks, make them larger, change limits.
+    /// Make VMs and disks be as a manifest says: create them, or change those that exist.
     Apply(Apply),
     /// Create a VM or a disk from a manifest or from flags; it must not exist.
     Create(Box<Create>),
@@ -116,6 +116,12 @@ pub enum Command {
         /// Of what.
         #[command(subcommand)]
         what: Describe,
+    },
+    /// Change a VM in an editor ($VISUAL, $EDITOR or vi).
+    Edit {
+        /// Of what.
+        #[command(subcommand)]
+        what: Edit,
     },
     /// Start stopped VMs.
     Start(Names),
@@ -181,9 +187,37 @@ pub struct Apply {
     /// Start the VMs that do not run.
     #[arg(long)]
     pub start: bool,
-    /// Let the daemon check everything, and change nothing. Of new disks only the manifest is checked.
+    /// Restart the VMs that run with something that only a start can change.
     #[arg(long)]
+    pub restart: bool,
+    /// How long guests may take to let go of disks (30s when not given), and to power off with --restart (60s); at most 1h.
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub grace: Option<Duration>,
+    /// Let the daemon check everything, print what would change, and change nothing. Of new disks only the manifest is
+    /// checked.
+    #[arg(long, conflicts_with = "restart")]
     pub dry_run: bool,
+}
+
+/// `edit`.
+#[derive(Debug, Subcommand)]
+pub enum Edit {
+    /// Change a VM. When it was changed by somebody else meanwhile nothing is applied, and what was written is kept.
+    Vm(EditVm),
+}
+
+/// `edit vm`.
+#[derive(Debug, Args)]
+pub struct EditVm {
+    /// Name of the VM.
+    pub name: String,
+    /// Restart it when something is left that only a start can change.
+    #[arg(long)]
+    pub restart: bool,
+    /// How long the guest may take to let go of disks (30s when not given), and to power off with --restart (60s); at most
+    /// 1h.
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub grace: Option<Duration>,
 }
 
 /// `create`.

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use proto::v1::{self, VmPhase};
 
 use super::{
-    difference::{self, Changes, disk_differences, vm_changes},
-    disk, vm_disk,
+    difference::{self, disk_differences},
+    disk,
+    update::{self, Done, How},
 };
 use crate::{
     client::{Client, WORK, about_vm, empty_answer, send},
@@ -50,19 +51,28 @@ pub async fn apply(
     client: &Client,
     documents: &[Document],
     start: bool,
-    dry_run: bool,
+    how: How,
 ) -> Result<(), Vec<Failure>> {
     let mut failures = Vec::new();
     for document in documents {
         let done = match &document.object {
-            Object::Vm(vm) => one_vm(client, vm, start, dry_run).await,
-            Object::Disk(request) => one_disk(client, request, dry_run).await,
+            Object::Vm(vm) => one_vm(client, vm, start, how).await,
+            Object::Disk(request) => {
+                let text = one_disk(client, request, how.dry_run).await;
+                text.map(|text| Done {
+                    text,
+                    lines: Vec::new(),
+                })
+            }
         };
-        let suffix = if dry_run { " (dry run)" } else { "" };
+        let suffix = if how.dry_run { " (dry run)" } else { "" };
         match done {
             Ok(done) => {
-                let text = format!("{} {done}{suffix}", document.title());
-                output::line(text).map_err(|failure| vec![failure])?;
+                let text = format!("{} {}{suffix}", document.title(), done.text);
+                let lines = done.lines.iter().map(|line| format!("  {line}"));
+                for line in std::iter::once(text).chain(lines) {
+                    output::line(line).map_err(|failure| vec![failure])?;
+                }
             }
             Err(failure) => failures.push(document.locate(failure)),
         }
@@ -95,28 +105,25 @@ async fn one_disk(client: &Client, request: &v1::CreateDiskRequest, dry_run: boo
     Ok(format!("resized to {}", quantity::show(wanted.size_bytes)))
 }
 
-async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, dry_run: bool) -> Result<String> {
+async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, how: How) -> Result<Done> {
     let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
     let there = match client.get(name).await {
         Err(failure) if failure.code == Code::NotFound => {
-            create(client, vm.clone(), start, dry_run).await?;
-            return Ok(if start { "created and started" } else { "created" }.into());
+            create(client, vm.clone(), start, how.dry_run).await?;
+            return Ok(Done {
+                text: if start { "created and started" } else { "created" }.into(),
+                lines: Vec::new(),
+            });
         }
         result => result?,
     };
-    let changes = vm_changes(vm, &there)?;
-    if !changes.others.is_empty() {
-        return Err(difference::of_vm(name, &changes.others));
-    }
-    let mut done = change(client, name, changes, dry_run).await?;
-    if done.is_empty() {
-        done.push("unchanged".into());
-    }
+    let mut done = update::update(client, vm.clone(), &there, how).await?;
     let phase = there
         .status
         .as_ref()
         .map_or(VmPhase::Unspecified, v1::VmStatus::phase);
-    if start && !dry_run && matches!(phase, VmPhase::Pending | VmPhase::Stopped | VmPhase::Failed) {
+    let down = matches!(phase, VmPhase::Pending | VmPhase::Stopped | VmPhase::Failed);
+    if start && !how.dry_run && down {
         let request = v1::StartVmRequest {
             name: name.to_owned(),
             ..Default::default()
@@ -124,42 +131,9 @@ async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, dry_run: bool) -> Res
         send!(WORK, client.vms, start_vm, request)
             .await
             .map_err(|failure| about_vm(failure, name))?;
-        done.push("started".into());
-    }
-    Ok(done.join(", "))
-}
-
-/// Gives a VM disks and limits; what was done.
-async fn change(client: &Client, vm: &str, changes: Changes, dry_run: bool) -> Result<Vec<String>> {
-    let mut done = Vec::new();
-    for (index, disk) in changes.attach {
-        let name = disk.name.clone();
-        let attached = if dry_run {
-            "attached"
-        } else {
-            let added = vm_disk::add(client, vm, disk).await;
-            added.map_err(|failure| in_spec(failure, index))?
-        };
-        done.push(format!("disk {name} {attached}"));
-    }
-    for (target, limit) in changes.limits {
-        done.push(if dry_run {
-            vm_disk::say_limit(&target, &limit)
-        } else {
-            vm_disk::set_limit(client, vm, target, limit).await?
-        });
+        done.text += ", started";
     }
     Ok(done)
-}
-
-/// Names the fields of the disk in a request as the manifest has them.
-fn in_spec(mut failure: Failure, index: usize) -> Failure {
-    for (field, _) in &mut failure.violations {
-        if let Some(rest) = field.strip_prefix("disk.") {
-            *field = format!("spec.disks[{index}].{rest}");
-        }
-    }
-    failure
 }
 
 /// Asks the daemon to make a VM.

@@ -7,14 +7,16 @@ mod create;
 mod difference;
 mod disk;
 mod disk_spec;
+mod edit;
 mod generate;
 mod get;
 mod node;
+mod update;
 mod vm_disk;
 
 use crate::{
     args::{
-        Cli, Command, Connection, Create, CreateVm, CreateWhat, DeleteVm, DeleteWhat, Describe, Get,
+        Cli, Command, Connection, Create, CreateVm, CreateWhat, DeleteVm, DeleteWhat, Describe, Edit, Get,
         NodeOutput, Resize, disk::ResizeDisk,
     },
     client::Client,
@@ -36,7 +38,12 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::Apply(args) => {
             let documents = apply::read(&args.files)?;
             let client = Client::connect(given).await.map_err(one)?;
-            apply::apply(&client, &documents, args.start, args.dry_run).await
+            let how = update::How {
+                dry_run: args.dry_run,
+                restart: args.restart,
+                grace: args.grace,
+            };
+            apply::apply(&client, &documents, args.start, how).await
         }
         Command::Create(args) => create(given, *args).await,
         Command::Attach(args) => {
@@ -96,6 +103,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
             Describe::Vm(args) => get::describe(client, &args.names).await,
             Describe::Disk(args) => disk::describe(client, &args.names).await,
         },
+        Command::Edit { what: Edit::Vm(args) } => edit::vm(client, &args).await.map_err(one),
         Command::Detach(args) => vm_disk::detach(client, &args).await,
         Command::Resize {
             what: Resize::Disk(args),

@@ -33,8 +33,32 @@ pub fn vm(vm: &v1::Vm, now: jiff::Timestamp) -> String {
     text.put("Message", &status.message);
     instance(&mut text, &status, now);
     spec(&mut text, &vm.spec.clone().unwrap_or_default(), &status);
+    pending(&mut text, &status.pending_changes);
     conditions(&mut text, &status.conditions, now);
     text.0
+}
+
+/// What waits for the next start; nothing when nothing does.
+fn pending(text: &mut Lines, changes: &[v1::PendingChange]) {
+    let value = |text: &str| match text {
+        "" => "not set".to_owned(),
+        text => serde_json::from_str::<String>(text).unwrap_or_else(|_| text.to_owned()),
+    };
+    let rows: Vec<_> = changes
+        .iter()
+        .map(|change| {
+            vec![
+                change.path.clone(),
+                value(&change.current),
+                value(&change.desired),
+                change.message.clone(),
+            ]
+        })
+        .collect();
+    if !rows.is_empty() {
+        let headers = vec!["PATH", "CURRENT", "DESIRED", "MESSAGE"];
+        text.list("Changes at the next start", headers, &rows);
+    }
 }
 
 /// Conditions as a table under their title.

@@ -204,7 +204,7 @@ fn apply_creates_disks_before_vms_and_grows_them() {
 }
 
 #[test]
-fn apply_attaches_disks_and_changes_limits_of_a_vm() {
+fn apply_gives_a_vm_disks_and_takes_them_away() {
     let daemon = Daemon::start();
     let apply = |args: &str, text: &str| run_with_input(&daemon, &format!("apply -f - {args}"), text);
     assert_eq!(apply("", DISKS).0, 0);
@@ -219,28 +219,31 @@ fn apply_attaches_disks_and_changes_limits_of_a_vm() {
     assert_eq!(
         apply("--dry-run", &data),
         done(
-            "disk/base unchanged (dry run)\ndisk/over unchanged (dry run)\nvm/web disk data attached (dry run)\n"
+            "disk/base unchanged (dry run)\ndisk/over unchanged (dry run)\nvm/web changed (dry run)\n  spec.disks[data]: \
+             added\n"
         )
     );
     assert_eq!(daemon.state.vm("web").spec.unwrap().disks, []);
     assert_eq!(
         apply("", &data),
-        done(&format!(
-            "{disks}vm/web disk data is attached from the next start on\n"
-        ))
+        done(&format!("{disks}vm/web changed\n  spec.disks[data]: added\n"))
     );
     assert_eq!(apply("", &data), done(&format!("{disks}vm/web unchanged\n")));
     let limited = with("{name: data, disk: over, onError: pause, rateLimit: {bytesPerSecond: 5Mi}}");
     assert_eq!(
         apply("--start", &limited),
-        done(&format!("{disks}vm/web disk data: 5Mi/s, started\n"))
+        done(&format!(
+            "{disks}vm/web changed, started\n  spec.disks[data].rateLimit.bytesPerSecond: not set -> 5242880\n"
+        ))
     );
     assert_eq!(apply("", &limited), done(&format!("{disks}vm/web unchanged\n")));
-    let expected = "error: vm/web exists and differs from the manifest in what can't be changed yet; `vmmctl detach web DISK` \
-                    takes a disk away, or delete the VM (its disks stay) and apply again\n  spec.disks: data is not in \
-                    the manifest\n";
-    assert_eq!(apply("", DISKS), (4, disks.into(), expected.into()));
-    let expected = "error: disk: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks \
+    assert_eq!(
+        apply("", DISKS),
+        done(&format!(
+            "{disks}vm/web changed\n  spec.disks[data]: removed (live)\n"
+        ))
+    );
+    let expected = "error: vm/web: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks \
                     there are\n";
     let missing = with("{name: data, disk: over, onError: pause}\n  - {name: more, disk: nope}");
     assert_eq!(apply("", &missing), (5, disks.into(), expected.into()));

@@ -51,7 +51,11 @@ fn apply_creates_what_is_missing_and_leaves_alone_what_is_as_wanted() {
     let apply = || run_with_input(&daemon, &["apply", "-f", "-"], MANIFEST);
     assert_eq!(apply(), done("vm/web created\n"));
     assert_eq!(apply(), done("vm/web unchanged\n"));
-    assert_eq!(daemon.state.calls(), ["create web start=false dry_run=false"]);
+    let calls = [
+        "create web start=false dry_run=false",
+        "update web APPLY_MODE_UNSPECIFIED grace=None",
+    ];
+    assert_eq!(daemon.state.calls(), calls);
 }
 
 #[test]
@@ -66,15 +70,123 @@ fn apply_with_start_starts_what_does_not_run() {
 }
 
 #[test]
-fn apply_refuses_to_change_a_vm_and_says_what_differs_and_what_to_do() {
+fn apply_changes_a_vm_and_says_what_is_live_and_what_waits_for_a_start() {
     let daemon = Daemon::start();
-    run_with_input(&daemon, &["apply", "-f", "-"], MANIFEST);
-    let changed = MANIFEST.replace("cores: 2", "cores: 4");
-    let expected = "error: vm/web exists and differs from the manifest in what can't be changed yet; delete it (`vmmctl delete web`; its disks stay) and apply again\n  spec.cpu.cores: 2 -> 4\n";
+    let apply =
+        |args: &[&str], text: &str| run_with_input(&daemon, &[&["apply", "-f", "-"], args].concat(), text);
+    apply(&["--start"], MANIFEST);
+    let changed = MANIFEST
+        .replace("cores: 2", "cores: 4")
+        .replace("  name: web", "  name: web\n  labels: {tier: front}")
+        + "  runPolicy: manual\n";
+    let lines = "  metadata.labels.tier: not set -> front\n  spec.cpu.cores: 2 -> 4 (at the next start)\n  \
+                 spec.runPolicy: not set -> RUN_POLICY_MANUAL (live)\n";
+    let before = daemon.state.vm("web");
     assert_eq!(
-        run_with_input(&daemon, &["apply", "-f", "-"], &changed),
-        failed(4, expected)
+        apply(&["--dry-run"], &changed),
+        done(&format!("vm/web changed (dry run)\n{lines}"))
     );
+    assert_eq!(daemon.state.vm("web"), before);
+    assert_eq!(apply(&[], &changed), done(&format!("vm/web changed\n{lines}")));
+    // What waits is told each time.
+    let waits = "vm/web unchanged\n  spec.cpu.cores: 2 -> 4 (at the next start)\n";
+    assert_eq!(apply(&[], &changed), done(waits));
+    let (_, described, _) = run(&daemon, &["describe", "vm", "web"]);
+    let part = "Changes at the next start:\n  PATH             CURRENT   DESIRED   MESSAGE\n  spec.cpu.cores   2         4         -\n";
+    assert!(described.contains(part), "{described}");
+    daemon.state.put("web", VmPhase::Stopped, &[]);
+    let stopped = apply(&[], &changed).1;
+    assert!(stopped.contains("  spec.cpu.cores: 2 -> 4\n"), "{stopped}");
+}
+
+#[test]
+fn apply_with_restart_restarts_what_needs_it() {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Running, &[]);
+    let manifest = MANIFEST
+        .replace("256Mi", "1Gi")
+        .replace("  nics:\n  - {name: eth0, bridge: br0}\n", "");
+    let apply =
+        |text: &str| run_with_input(&daemon, &["apply", "-f", "-", "--restart", "--grace", "5"], text);
+    assert_eq!(apply(&manifest), done("vm/web unchanged\n"));
+    let changed = manifest.replace("cores: 2", "cores: 4");
+    assert_eq!(
+        apply(&changed),
+        done("vm/web changed, restarted\n  spec.cpu.cores: 2 -> 4\n")
+    );
+    let call = "update web APPLY_MODE_RESTART grace=Some(5)";
+    assert_eq!(daemon.state.calls(), [call, call]);
+}
+
+/// `edit vm web` with a shell command in place of an editor.
+fn edit(daemon: &Daemon, editor: &str, folder: &std::path::Path) -> (i32, String, String) {
+    let output = daemon
+        .vmmctl()
+        .args(["edit", "vm", "web"])
+        .env_remove("VISUAL")
+        .env("EDITOR", editor)
+        .env("TMPDIR", folder)
+        .output()
+        .unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (
+        output.status.code().unwrap(),
+        text(output.stdout),
+        text(output.stderr),
+    )
+}
+
+#[test]
+fn edit_applies_what_was_written() {
+    let daemon = Daemon::start();
+    let folder = tempfile::tempdir().unwrap();
+    daemon.state.put("web", VmPhase::Running, &[]);
+    assert_eq!(edit(&daemon, "true", folder.path()), done("vm/web unchanged\n"));
+    assert_eq!(daemon.state.calls(), [""; 0]);
+    let edited = edit(&daemon, "sed -i 's/cores: 2/cores: 4/'", folder.path());
+    assert_eq!(
+        edited,
+        done("vm/web changed\n  spec.cpu.cores: 2 -> 4 (at the next start)\n")
+    );
+    assert_eq!(daemon.state.vm("web").spec.unwrap().cpu.unwrap().cores, 4);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is left");
+}
+
+#[test]
+fn edit_keeps_what_was_written_when_it_cannot_be_applied() {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Stopped, &[]);
+    // Somebody else applies while the editor is open.
+    let other = tempfile::tempdir().unwrap();
+    let manifest = other.path().join("web.yaml");
+    fs::write(&manifest, MANIFEST).unwrap();
+    let conflict = format!(
+        "{} apply -f {} >/dev/null; sed -i 's/cores: 2/cores: 8/'",
+        env!("CARGO_BIN_EXE_vmmctl"),
+        manifest.display()
+    );
+    let wrong = "sed -i 's/cores: 2/cores: 99/'";
+    let renamed = "sed -i 's/name: web/name: db/'";
+    let fails = "false && true";
+    for (editor, code, words) in [
+        (wrong, 6, "spec.cpu.cores: must be 1 to 32, is 99"),
+        (renamed, 6, "a VM's name can't be changed"),
+        (fails, 1, "the editor `false && true` ended with"),
+        (&conflict, 4, "vm/web was changed by somebody else meanwhile"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let (ended, stdout, stderr) = edit(&daemon, editor, folder.path());
+        assert_eq!((ended, stdout.as_str()), (code, ""), "{stderr}");
+        assert!(stderr.contains(words), "{stderr}");
+        let files: Vec<_> = fs::read_dir(folder.path()).unwrap().collect();
+        let file = files[0].as_ref().unwrap().path();
+        assert!(
+            stderr.contains(&format!("what you wrote is in {}", file.display())),
+            "{stderr}"
+        );
+        assert!(fs::read_to_string(file).unwrap().contains("kind: Vm"));
+    }
+    assert_eq!(daemon.state.vm("web").spec.unwrap().cpu.unwrap().cores, 2);
 }
 
 #[test]

@@ -384,7 +384,8 @@ fn unique<T: ToString>(found: &mut Violations, list: &str, what: &str, values: i
     }
 }
 
-fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic> {
+/// Validates a NIC; `field` is its path: `spec.nics[1]`.
+pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic> {
     let name = name(found, &format!("{field}.name"), &nic.name);
     let attachment = match &nic.attachment {
         Some(v1::nic_spec::Attachment::Bridge(bridge)) => {

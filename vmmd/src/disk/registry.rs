@@ -7,10 +7,7 @@ use std::{
 };
 
 use proto::{
-    model::{
-        disk::{Disk, Format, Source},
-        vm::VmSpec,
-    },
+    model::disk::{Disk, Format, Source},
     v1,
 };
 use uuid::Uuid;
@@ -196,16 +193,21 @@ impl Registry {
         refused.collect()
     }
 
-    /// Notes what the spec of a VM that is there already names.
-    pub fn adopt(&self, vm: &str, spec: &VmSpec) {
+    /// Notes that these disks are all that a VM has, in its spec or in its machine.
+    pub fn hold<'a>(&self, vm: &str, disks: impl IntoIterator<Item = &'a v1::DiskSpec>) {
         let mut inner = self.inner();
-        for disk in &spec.disks {
-            if let Some(name) = disk.named() {
-                inner.uses.entry(name.to_string()).or_default().push(Use {
-                    vm: vm.to_owned(),
-                    disk: disk.name.to_string(),
-                    writes: !disk.read_only,
-                });
+        for uses in inner.uses.values_mut() {
+            uses.retain(|user| user.vm != vm);
+        }
+        for disk in disks.into_iter().filter(|disk| !disk.disk.is_empty()) {
+            let user = Use {
+                vm: vm.to_owned(),
+                disk: disk.name.clone(),
+                writes: !disk.read_only,
+            };
+            let uses = inner.uses.entry(disk.disk.clone()).or_default();
+            if !uses.contains(&user) {
+                uses.push(user);
             }
         }
     }

@@ -13,6 +13,7 @@ mod node;
 mod operation;
 mod server;
 mod socket;
+mod update;
 mod vm;
 mod watch;
 

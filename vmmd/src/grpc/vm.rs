@@ -10,7 +10,7 @@ use proto::{
 use tokio::sync::oneshot;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{console, list, watch};
+use super::{console, list, update, watch};
 use crate::{
     context::Context,
     control,
@@ -55,14 +55,26 @@ impl Vms {
         asked: Asked,
         no_wait: bool,
     ) -> Result<(v1::Vm, Option<v1::Operation>), Failure> {
+        let command = |reply| {
+            Command::Life(Life {
+                grace: asked.grace,
+                deadline: asked.deadline,
+                ..Life::new(asked.context, asked.request, reply)
+            })
+        };
+        self.operate(name, command, no_wait).await
+    }
+
+    /// Sends what may lead to an operation.
+    async fn operate(
+        &self,
+        name: &str,
+        command: impl FnOnce(oneshot::Sender<Result<Answer, Failure>>) -> Command,
+        no_wait: bool,
+    ) -> Result<(v1::Vm, Option<v1::Operation>), Failure> {
         let entry = self.find(name)?;
         let (reply, answer) = oneshot::channel();
-        let life = Life {
-            grace: asked.grace,
-            deadline: asked.deadline,
-            ..Life::new(asked.context, asked.request, reply)
-        };
-        let sent = entry.mailbox.send(Command::Life(life)).await;
+        let sent = entry.mailbox.send(command(reply)).await;
         sent.map_err(|_| self.gone(name))?;
         let answered = async {
             let Answer { vm, pending } = answer.await.map_err(|_| self.gone(name))??;
@@ -149,7 +161,7 @@ pub(super) fn grace(given: Option<well_known::Duration>, force: bool) -> Result<
 }
 
 /// A time that a guest may take, if one is given; `field` is its path in the request.
-fn period(field: &str, given: Option<well_known::Duration>) -> Result<Option<Duration>, Failure> {
+pub(super) fn period(field: &str, given: Option<well_known::Duration>) -> Result<Option<Duration>, Failure> {
     let Some(given) = given else { return Ok(None) };
     let seconds = u64::try_from(given.seconds).ok();
     let nanos = u32::try_from(given.nanos)
@@ -430,9 +442,22 @@ impl VmService for Vms {
 
     async fn update_vm(
         &self,
-        _: Request<v1::UpdateVmRequest>,
+        request: Request<v1::UpdateVmRequest>,
     ) -> Result<Response<v1::UpdateVmResponse>, Status> {
-        Err(Failure::unimplemented("change VMs").into())
+        once(&self.host, request, |host, request, context| async move {
+            let no_wait = request.no_wait;
+            let (name, update) = update::parse(&host, request, context)?;
+            if update.mode == v1::ApplyMode::DryRun {
+                update::check_files(&host, &name, &update).await?;
+            }
+            let command = |reply| Command::Update { update, reply };
+            let (vm, operation) = Self::new(host).operate(&name, command, no_wait).await?;
+            Ok(v1::UpdateVmResponse {
+                vm: Some(vm),
+                operation,
+            })
+        })
+        .await
     }
 
     async fn get_vm_stats(

@@ -148,7 +148,7 @@ fn processors(cpuinfo: &str) -> u32 {
 }
 
 /// A field of `/proc/meminfo` in bytes; 0 when it isn't there.
-fn memory(meminfo: &str, field: &str) -> u64 {
+pub fn memory(meminfo: &str, field: &str) -> u64 {
     let value = meminfo
         .lines()
         .find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));

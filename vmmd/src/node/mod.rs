@@ -8,7 +8,7 @@
 pub mod check;
 pub mod conditions;
 pub mod drain;
-mod facts;
+pub mod facts;
 pub mod limits;
 pub mod operate;
 pub mod placement;

@@ -107,6 +107,13 @@ pub struct InstanceRecord {
     /// Id of the request that began the run; empty when it had none.
     #[prost(string, tag = "20")]
     pub request_id: String,
+    /// What the machine has: the spec that it was started with, and what was changed live since. Not there in what a daemon
+    /// without updates has written: it is that of the VM then.
+    #[prost(message, optional, tag = "21")]
+    pub spec: Option<VmSpec>,
+    /// The addresses that go with it.
+    #[prost(message, optional, tag = "22")]
+    pub hardware: Option<Hardware>,
 }
 
 /// Starts of a VM by its run policy.

@@ -109,6 +109,8 @@ async fn a_record_keeps_every_field() {
         }),
         intent: Intent::Running.into(),
         instance: Some(InstanceRecord {
+            spec: None,
+            hardware: None,
             uid: 7,
             started_ms: 8,
             generation: 1,

@@ -70,6 +70,15 @@ pub enum Place {
     Machine,
 }
 
+/// What is done with an update of the spec.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Applied {
+    /// It is recorded, for the next start: there is no machine, or it is about to end.
+    Recorded,
+    /// It is recorded, and the machine is changed as far as it can be.
+    Live,
+}
+
 /// What becomes of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
@@ -146,6 +155,17 @@ pub fn admit_disk(situation: Situation, request: DiskRequest) -> Result<Place, R
         (Down, _) => Ok(Place::Spec),
         (Running | Paused | Changing, _) | (Stopping { .. }, Stats) => Ok(Place::Machine),
         (Starting | Stopping { .. }, _) => Err(Refusal::Busy(situation)),
+    }
+}
+
+/// Decides whether a spec may be changed now. A start reads it, so that it must be over; a stop is in nobody's way.
+pub fn admit_update(situation: Situation) -> Result<Applied, Refusal> {
+    use Situation::{Changing, Down, Paused, Running, Starting, Stopping, Terminating};
+    match situation {
+        Down | Stopping { .. } => Ok(Applied::Recorded),
+        Running | Paused | Changing => Ok(Applied::Live),
+        Starting => Err(Refusal::Busy(situation)),
+        Terminating => Err(Refusal::BeingDeleted),
     }
 }
 
@@ -350,6 +370,23 @@ mod tests {
                     "{request:?} when {situation:?}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn the_table_of_updates_holds() {
+        let table = [
+            (Down, Ok(Applied::Recorded)),
+            (Starting, Err(Busy(Starting))),
+            (Running, Ok(Applied::Live)),
+            (Paused, Ok(Applied::Live)),
+            (Changing, Ok(Applied::Live)),
+            (STOPPING, Ok(Applied::Recorded)),
+            (RESTARTING, Ok(Applied::Recorded)),
+            (Terminating, Err(BeingDeleted)),
+        ];
+        for (situation, expected) in table {
+            assert_eq!(admit_update(situation), expected, "{situation:?}");
         }
     }
 

@@ -187,7 +187,7 @@ async fn admit(host: &Arc<Host>, manifest: &Manifest, start: bool, dry_run: bool
 }
 
 /// A locally administered address that no VM of the node has.
-fn random_mac(host: &Host) -> Mac {
+pub(super) fn random_mac(host: &Host) -> Mac {
     let vms = host.table.list();
     let taken = |mac: &str| {
         let mut nics = vms

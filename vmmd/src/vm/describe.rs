@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use proto::{
     model::{
+        Violations,
         disk::Source,
         vm::{API_VERSION, Attachment, KIND, VmSpec},
     },
@@ -14,10 +15,11 @@ use uuid::Uuid;
 use crate::{
     host::Host,
     network,
-    store::VmRecord,
+    store::{InstanceRecord, VmRecord},
     text,
     vm::{
         actor::Attachments,
+        change::{self, Change},
         instance::{Instance, Link},
         machine, policy,
     },
@@ -40,6 +42,8 @@ pub struct View {
     block_devices: (ConditionStatus, u64),
     /// Id of the operation under way; empty when there is none.
     pub operation: String,
+    /// The same of `RestartRequired`.
+    restart_required: (ConditionStatus, u64),
 }
 
 /// Reason of a pause because a disk failed.
@@ -58,6 +62,7 @@ impl View {
             ready: (ConditionStatus::Unspecified, now),
             block_devices: (ConditionStatus::Unspecified, now),
             operation: String::new(),
+            restart_required: (ConditionStatus::Unspecified, now),
         }
     }
 
@@ -89,6 +94,11 @@ impl View {
             create_time: text::timestamp(record.created_ms),
         };
         let run = record.instance.as_ref().filter(|_| instance.is_some());
+        let left = if run.is_some() {
+            attached.left(record)
+        } else {
+            Vec::new()
+        };
         let status = v1::VmStatus {
             phase: self.phase.into(),
             reason: self.reason.clone(),
@@ -102,14 +112,18 @@ impl View {
                 vmm_version: instance.version.clone(),
             }),
             last_exit: record.last_exit.clone(),
-            conditions: vec![self.ready(instance), self.block_devices(instance, attached)],
-            nics: nics(uid, record, spec, instance.is_some()),
+            conditions: vec![
+                self.ready(instance),
+                self.block_devices(instance, attached),
+                self.restart_required(&left),
+            ],
+            nics: nics(uid, record, spec, run),
             phase_time: text::timestamp(self.phase_ms),
             disks: disks(host, record, spec, instance.is_some(), attached),
             restart: restart(record, spec),
             counts: Some(counts(record, instance)),
             operation: self.operation.clone(),
-            ..Default::default()
+            pending_changes: left.into_iter().map(pending_change).collect(),
         };
         v1::Vm {
             api_version: API_VERSION.to_owned(),
@@ -145,6 +159,27 @@ impl View {
             reason: reason.to_owned(),
             message,
             transition_time: text::timestamp(self.block_devices.1),
+        }
+    }
+
+    /// `RestartRequired`: the spec says what the running machine has not.
+    fn restart_required(&mut self, left: &[(Change, String)]) -> v1::Condition {
+        let paths: Vec<_> = left.iter().map(|(change, _)| change.path.as_str()).collect();
+        let (status, reason, message) = if left.is_empty() {
+            (ConditionStatus::False, "UpToDate", String::new())
+        } else {
+            let message = format!("the next start changes {}", paths.join(", "));
+            (ConditionStatus::True, "PendingChanges", message)
+        };
+        if self.restart_required.0 != status {
+            self.restart_required = (status, text::now_ms());
+        }
+        v1::Condition {
+            r#type: "RestartRequired".to_owned(),
+            status: status.into(),
+            reason: reason.to_owned(),
+            message,
+            transition_time: text::timestamp(self.restart_required.1),
         }
     }
 
@@ -195,7 +230,20 @@ fn counts(record: &VmRecord, instance: Option<&Instance>) -> v1::RunCounts {
     counts
 }
 
-/// Disks of a VM as the API shows them.
+fn pending_change((change, message): (Change, String)) -> v1::PendingChange {
+    let value = |json: serde_json::Value| match json {
+        serde_json::Value::Null => String::new(),
+        json => json.to_string(),
+    };
+    v1::PendingChange {
+        path: change.path,
+        current: value(change.current),
+        desired: value(change.desired),
+        message,
+    }
+}
+
+/// Disks of a VM as the API shows them: those of its spec, and then those that only its machine has.
 fn disks(
     host: &Host,
     record: &VmRecord,
@@ -204,7 +252,18 @@ fn disks(
     attached: &Attachments,
 ) -> Vec<v1::DiskStatus> {
     let slots = record.hardware.as_ref().map(|hardware| &hardware.disk_slots);
-    let described = spec.disks.iter().map(|disk| {
+    let run = record.instance.as_ref().filter(|_| running);
+    let of_run = run.and_then(|run| run.hardware.as_ref().map(|hardware| &hardware.disk_slots));
+    let in_machine = if running {
+        change::running_disks(record)
+    } else {
+        &[]
+    };
+    let only_there = in_machine
+        .iter()
+        .filter(|wire| !spec.disks.iter().any(|disk| disk.name.as_str() == wire.name))
+        .filter_map(change::validated);
+    let described = spec.disks.iter().cloned().chain(only_there).map(|disk| {
         let name = disk.name.as_str();
         let known = attached.get(name).filter(|_| running);
         let (path, size) = match &disk.source {
@@ -219,7 +278,7 @@ fn disks(
         };
         let phase = match known {
             Some(known) => known.phase,
-            None if running => AttachmentPhase::Attached,
+            None if in_machine.iter().any(|wire| wire.name == name) => AttachmentPhase::Attached,
             None => AttachmentPhase::Pending,
         };
         v1::DiskStatus {
@@ -228,8 +287,9 @@ fn disks(
             message: known.map(|known| known.message.clone()).unwrap_or_default(),
             path,
             capacity_bytes: known.map_or(0, |known| known.capacity).max(size),
-            pci_slot: slots
+            pci_slot: of_run
                 .and_then(|slots| slots.get(name))
+                .or_else(|| slots?.get(name))
                 .copied()
                 .unwrap_or_default(),
         }
@@ -264,9 +324,22 @@ pub fn camel_case(reason: &str) -> String {
         .collect()
 }
 
-fn nics(uid: Uuid, record: &VmRecord, spec: &VmSpec, running: bool) -> Vec<v1::NicStatus> {
-    let hardware = record.hardware.clone().unwrap_or_default();
-    let described = spec.nics.iter().enumerate().map(|(index, nic)| {
+/// NICs of a VM as the API shows them: those of its machine while it runs.
+fn nics(uid: Uuid, record: &VmRecord, spec: &VmSpec, run: Option<&InstanceRecord>) -> Vec<v1::NicStatus> {
+    let hardware = run
+        .and_then(|run| run.hardware.as_ref())
+        .or(record.hardware.as_ref())
+        .cloned()
+        .unwrap_or_default();
+    let of_run = run.and_then(|run| run.spec.as_ref().map(|spec| spec.nics.iter()));
+    let nics = match of_run {
+        Some(nics) => nics
+            .filter_map(|nic| proto::model::vm::nic(&mut Violations::default(), "nic", nic))
+            .collect(),
+        None => spec.nics.clone(),
+    };
+    let running = run.is_some();
+    let described = nics.iter().enumerate().map(|(index, nic)| {
         let (tap, bridge) = match &nic.attachment {
             Attachment::Bridge(bridge) => (network::tap_name(uid, index), bridge.clone()),
             Attachment::Tap(tap) => (tap.clone(), String::new()),

@@ -43,24 +43,68 @@ pub struct Parts {
 }
 
 /// Gives a new VM its PCI addresses and MACs. `random` makes a MAC that no other VM of the node has.
-pub fn allocate(spec: &VmSpec, mut random: impl FnMut() -> Mac) -> Hardware {
-    let disks = (FIRST_DISK_SLOT..).zip(&spec.disks);
-    let disk_slots = disks.map(|(slot, disk)| (disk.name.to_string(), slot)).collect();
-    let nics = (FIRST_NIC_SLOT..).zip(&spec.nics).map(|(slot, nic)| {
-        let mac = nic.mac.unwrap_or_else(&mut random);
-        (
-            nic.name.to_string(),
-            NicHardware {
-                slot,
-                mac: mac.octets().to_vec(),
-            },
-        )
-    });
-    Hardware {
+pub fn allocate(spec: &VmSpec, random: impl FnMut() -> Mac) -> Hardware {
+    let none = Hardware {
         rng_slot: RNG_SLOT,
-        disk_slots,
-        nics: nics.collect::<BTreeMap<_, _>>(),
+        ..Hardware::default()
+    };
+    reallocate(spec, &none, &none, random)
+}
+
+/// The addresses of a VM with another spec: what it has keeps its own (a NIC another MAC if the spec says so), what is new
+/// gets the lowest free one, and those of what is gone are free. `running` is what the machine has meanwhile: a disk that
+/// it is to get goes where it has none, as far as there is room.
+pub fn reallocate(
+    spec: &VmSpec,
+    old: &Hardware,
+    running: &Hardware,
+    mut random: impl FnMut() -> Mac,
+) -> Hardware {
+    let mut new = Hardware {
+        disk_slots: BTreeMap::new(),
+        nics: BTreeMap::new(),
+        ..old.clone()
+    };
+    for known in [old, running] {
+        for disk in &spec.disks {
+            let name = disk.name.as_str();
+            let slot = known.disk_slots.get(name);
+            let free = |slot: &&u32| !new.disk_slots.values().any(|other| other == *slot);
+            if let (false, Some(slot)) = (new.disk_slots.contains_key(name), slot.filter(free)) {
+                new.disk_slots.insert(name.to_owned(), *slot);
+            }
+        }
+        for nic in &spec.nics {
+            let name = nic.name.as_str();
+            let free = |nic: &&NicHardware| !new.nics.values().any(|other| other.slot == nic.slot);
+            let known = known.nics.get(name).filter(free).cloned();
+            if let (false, Some(mut known)) = (new.nics.contains_key(name), known) {
+                if let Some(mac) = nic.mac {
+                    known.mac = mac.octets().to_vec();
+                }
+                new.nics.insert(name.to_owned(), known);
+            }
+        }
     }
+    for disk in &spec.disks {
+        let name = disk.name.to_string();
+        let slot = free_slot(&[&new, running]).or_else(|| free_slot(&[&new]));
+        if let (false, Some(slot)) = (new.disk_slots.contains_key(&name), slot) {
+            new.disk_slots.insert(name, slot);
+        }
+    }
+    for nic in &spec.nics {
+        let name = nic.name.to_string();
+        if new.nics.contains_key(&name) {
+            continue;
+        }
+        let taken = |slot: &u32| new.nics.values().any(|other| other.slot == *slot);
+        if let Some(slot) = (FIRST_NIC_SLOT..FIRST_DISK_SLOT).find(|slot| !taken(slot)) {
+            let mac = nic.mac.unwrap_or_else(&mut random).octets().to_vec();
+            new.nics.insert(name, NicHardware { slot, mac });
+        }
+    }
+    new
 }
 
 /// The address of a NIC.
@@ -155,9 +199,10 @@ fn wire_disk(fds: &mut Descriptors, hardware: &Hardware, disk: &Disk, opened: Op
     }
 }
 
-/// The lowest device number that is free for another disk.
-pub fn free_slot(hardware: &Hardware) -> Option<u32> {
-    let taken = |slot: &u32| hardware.disk_slots.values().any(|other| other == slot);
+/// The lowest device number that is free for another disk in all of these.
+pub fn free_slot(hardware: &[&Hardware]) -> Option<u32> {
+    let slots = || hardware.iter().flat_map(|hardware| hardware.disk_slots.values());
+    let taken = |slot: &u32| slots().any(|other| other == slot);
     (FIRST_DISK_SLOT..FIRST_DISK_SLOT + DISK_SLOTS).find(|slot| !taken(slot))
 }
 
@@ -176,7 +221,11 @@ mod tests {
     use std::fs::File;
 
     use proto::{
-        model::{disk::Format, machine::Machine},
+        model::{
+            disk::Format,
+            machine::Machine,
+            vm::{Attachment, Nic},
+        },
         v1,
     };
 
@@ -241,16 +290,16 @@ mod tests {
         let mut spec = full();
         let disk = spec.disks.remove(3);
         let mut hardware = allocate(&spec, || Mac::local([2; 6]));
-        assert_eq!(free_slot(&hardware), Some(25));
+        assert_eq!(free_slot(&[&hardware]), Some(25));
         hardware.disk_slots.remove("disk5");
-        let slot = free_slot(&hardware).unwrap();
+        let slot = free_slot(&[&hardware]).unwrap();
         hardware.disk_slots.insert(disk.name.to_string(), slot);
         let (wire, fds) = plug(&hardware, &disk, open_disk(2));
         assert_eq!((wire.name.as_str(), wire.pci_slot, wire.fd), ("disk3", slot, 0));
         let below: Vec<_> = wire.backing.iter().map(|image| image.fd).collect();
         assert_eq!((below, fds.len()), (vec![1, 2], 3));
         hardware.disk_slots.insert("more".into(), 25);
-        assert_eq!(free_slot(&hardware), None);
+        assert_eq!(free_slot(&[&hardware]), None);
     }
 
     #[test]
@@ -293,6 +342,60 @@ mod tests {
         let after = allocate(&spec, || Mac::local([2; 6]));
         assert_eq!(before.nics, after.nics);
         assert_eq!(before.disk_slots["disk0"], after.disk_slots["disk0"]);
+    }
+
+    proptest::proptest! {
+        /// Whatever a VM has been before: what stays keeps its address, and no two have the same.
+        #[test]
+        fn addresses_never_move_and_never_clash(rounds in proptest::collection::vec((0..1_u32 << 16, 0..1_u32 << 12), 1..8)) {
+            let mut next = 0;
+            let mut hardware = Hardware::default();
+            for (disks, nics) in rounds {
+                let mut spec = full();
+                spec.disks.retain(|disk| disks >> disk.name.as_str()[4..].parse::<u32>().unwrap() & 1 == 1);
+                // Up to 8 NICs with 12 names.
+                spec.nics = (0..12).filter(|bit| nics >> bit & 1 == 1).take(8).map(|bit| Nic {
+                    name: format!("nic{bit}").as_str().try_into().unwrap(),
+                    attachment: Attachment::Bridge("br0".into()),
+                    mac: None,
+                }).collect();
+                let new = reallocate(&spec, &hardware, &hardware, || {
+                    next += 1;
+                    Mac::local([2, 0, 0, 0, next, 0])
+                });
+                proptest::prop_assert_eq!(new.disk_slots.len(), spec.disks.len());
+                proptest::prop_assert_eq!(new.nics.len(), spec.nics.len());
+                for (name, slot) in &hardware.disk_slots {
+                    proptest::prop_assert!(new.disk_slots.get(name).is_none_or(|new| new == slot));
+                }
+                for (name, nic) in &hardware.nics {
+                    proptest::prop_assert!(new.nics.get(name).is_none_or(|new| new == nic));
+                }
+                let slots: Vec<_> = new.disk_slots.values().copied().chain(new.nics.values().map(|nic| nic.slot)).collect();
+                let different: std::collections::BTreeSet<_> = slots.iter().collect();
+                proptest::prop_assert_eq!(different.len(), slots.len());
+                proptest::prop_assert!(slots.iter().all(|slot| (FIRST_NIC_SLOT..FIRST_DISK_SLOT + DISK_SLOTS).contains(slot)));
+                hardware = new;
+            }
+        }
+    }
+
+    #[test]
+    fn a_new_disk_does_not_go_where_the_machine_still_has_one() {
+        let mut spec = full();
+        spec.disks.truncate(2);
+        let running = allocate(&spec, || Mac::local([2; 6]));
+        let removed = spec.disks.remove(0);
+        let without = reallocate(&spec, &running, &running, || Mac::local([2; 6]));
+        let mut more = full().disks.remove(5);
+        more.read_only = true;
+        spec.disks.push(more);
+        let with = reallocate(&spec, &without, &running, || Mac::local([2; 6]));
+        assert_eq!((with.disk_slots["disk1"], with.disk_slots["disk5"]), (11, 12));
+        // It comes back while the machine still has it.
+        spec.disks.push(removed);
+        let again = reallocate(&spec, &without, &running, || Mac::local([2; 6]));
+        assert_eq!(again.disk_slots["disk0"], 10);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 mod actor;
 pub mod admission;
+pub mod change;
 mod create;
 mod describe;
 pub mod ending;
@@ -15,7 +16,7 @@ pub mod reconcile;
 mod start;
 pub mod table;
 
-pub use actor::{Answer, Command, DiskRequest, Life, Reply, Target, public_stats};
+pub use actor::{Answer, Command, DiskRequest, Life, Reply, Target, Update, public_stats};
 pub use create::create;
 pub use process::Process;
 pub use start::store_failure;

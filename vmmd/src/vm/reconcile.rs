@@ -15,6 +15,7 @@ use uuid::Uuid;
 
 use super::{
     actor::{Actor, without_disk},
+    change::{self, validated},
     describe::{DISK_ERROR, View},
     ending::{Evidence, count, judge, phase},
     files,
@@ -73,14 +74,20 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
             return;
         }
     };
-    host.disks.adopt(&record.name, &spec);
+    if let Some(run) = &mut record.instance {
+        run.spec = run.spec.take().or_else(|| record.spec.clone());
+        run.hardware = run.hardware.take().or_else(|| record.hardware.clone());
+    }
+    change::hold_disks(&host, &record);
     let Some(run) = record.instance.clone() else {
         tidy(&host, uid).await;
         let view = stopped_view(&record);
         let occasion = Some((found_down(&host, &record), 0));
         return Actor::spawn(&host, uid, record, spec, view, None, occasion);
     };
-    let found = find(&host, uid, run.uid, &record.name, Demand::of(&spec)).await;
+    let of_run = run.spec.as_ref().and_then(|spec| VmSpec::try_from(spec).ok());
+    let demand = Demand::of(of_run.as_ref().unwrap_or(&spec));
+    let found = find(&host, uid, run.uid, &record.name, demand).await;
     match found {
         Ok(Found::Alive(instance, hello)) => {
             let status = hello.map(|hello| hello.status.unwrap_or_default());
@@ -101,12 +108,13 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
                 pid = instance.process.pid(),
                 "attached to a running vmm"
             );
-            let (renewing, running) = (Arc::clone(&host), spec.clone());
+            let (renewing, running) = (Arc::clone(&host), change::machine(&record, &spec));
             if let Err(error) = spawn_blocking(move || limits::renew(&renewing, uid, &running)).await {
                 tracing::error!(vm = record.name, %error, "set the limits of a running VM anew");
             }
             let mut instance = instance;
-            for (name, ids) in files::identify(&spec, &host.sources()) {
+            let disks = change::running_disks(&record).iter().filter_map(validated);
+            for (name, ids) in files::identify(&disks.collect::<Vec<_>>(), &host.sources()) {
                 instance.set_disk(&name, Some(ids));
             }
             let view = match status {
@@ -160,7 +168,6 @@ fn give_up_attaching(host: &Host, record: &mut VmRecord, mut spec: VmSpec) -> Vm
         let mut changed = record.clone();
         if let Ok(without) = without_disk(&mut changed, &name) {
             (*record, spec) = (changed, without);
-            host.disks.give_back(&record.name, Some(&name));
             let object = Object::Vm(
                 record.name.clone(),
                 Uuid::from_slice(&record.uid).unwrap_or_default(),
@@ -247,6 +254,8 @@ async fn finish(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, exit: ExitSt
     count(record.counts.get_or_insert_default(), exit.reason());
     record.instance = None;
     record.last_exit = Some(exit);
+    // The disks that only the machine had are free.
+    change::hold_disks(host, record);
     match host.store.put(record).await {
         Ok(()) => {
             let host = Arc::clone(host);

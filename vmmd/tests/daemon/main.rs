@@ -26,4 +26,5 @@ mod resume;
 mod robustness;
 mod survival;
 mod tls;
+mod update;
 mod watch;

@@ -38,6 +38,8 @@ struct Inner {
     consoles: Vec<SyncSender<Arc<[u8]>>>,
     listeners: Vec<SyncSender<Event>>,
     line: Vec<u8>,
+    /// "vcpus=2 memory=134217728 nics=eth0@2": what the machine was built of.
+    machine: String,
 }
 
 impl Guest {
@@ -59,6 +61,10 @@ impl Guest {
         inner.cmdline = machine.kernel.clone().unwrap().cmdline;
         inner.serial_log = serial_log;
         inner.devices = fds;
+        let nics = machine.nics.iter();
+        let nics: Vec<_> = nics.map(|nic| format!("{}@{}", nic.name, nic.pci_slot)).collect();
+        let (vcpus, memory) = (machine.vcpus, machine.memory_bytes);
+        inner.machine = format!("vcpus={vcpus} memory={memory} nics={}", nics.join(","));
         inner.state = State::Running;
         let text = format!("booted {}\r\n", machine.name);
         inner.print(text.as_bytes());
@@ -142,6 +148,11 @@ impl Guest {
             ["crash"] => self.end(ExitKind::GuestCrash, "triple fault"),
             ["error"] => self.end(ExitKind::VmmError, "out of luck"),
             ["abort"] => process::abort(),
+            ["machine"] => {
+                let mut inner = self.lock();
+                let text = format!("{}\r\n", inner.machine);
+                inner.print(text.as_bytes());
+            }
             ["eject", name] => disks::eject(self, name, false),
             ["fail", name] => {
                 let device = format!("disk {name}");

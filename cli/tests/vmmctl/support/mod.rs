@@ -1,6 +1,7 @@
 //! A daemon made for these tests: its services on a UNIX socket, with VMs and disks in maps.
 
 mod disk;
+mod update;
 
 use std::{
     collections::BTreeMap,
@@ -167,6 +168,10 @@ impl State {
             }),
             status: Some(v1::VmStatus {
                 phase: phase.into(),
+                instance: (phase == VmPhase::Running).then(|| v1::InstanceStatus {
+                    pid: 7,
+                    ..Default::default()
+                }),
                 ..v1::VmStatus::default()
             }),
         };
@@ -264,7 +269,8 @@ impl VmService for State {
             nic.mac = "52:54:00:00:00:01".into();
         }
         let phase = if start { VmPhase::Running } else { VmPhase::Stopped };
-        vm.metadata.as_mut().unwrap().uid = "7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8".into();
+        let metadata = vm.metadata.as_mut().unwrap();
+        (metadata.uid, metadata.generation) = ("7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8".into(), 1);
         vm.status = Some(v1::VmStatus {
             phase: phase.into(),
             ..v1::VmStatus::default()
@@ -452,8 +458,12 @@ impl VmService for State {
         Ok(Response::new(v1::GetVmDiskStatsResponse { disks }))
     }
 
-    async fn update_vm(&self, _: Request<v1::UpdateVmRequest>) -> Answer<v1::UpdateVmResponse> {
-        Err(Status::unimplemented("update_vm"))
+    async fn update_vm(&self, request: Request<v1::UpdateVmRequest>) -> Answer<v1::UpdateVmResponse> {
+        let vm = Some(self.update(request.into_inner())?);
+        Ok(Response::new(v1::UpdateVmResponse {
+            vm,
+            ..Default::default()
+        }))
     }
 
     async fn reset_vm(&self, _: Request<v1::ResetVmRequest>) -> Answer<v1::ResetVmResponse> {

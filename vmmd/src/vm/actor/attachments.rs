@@ -11,7 +11,7 @@ use tokio::{
     time::Instant,
 };
 
-use super::{Reply, plug::Outcome};
+use super::{Reply, plug::Outcome, update::LiveChanges};
 
 /// The disks of one VM, and the tasks that plug, unplug or change them.
 #[derive(Debug, Default)]
@@ -21,6 +21,8 @@ pub struct Attachments {
     pub(super) tasks: JoinSet<Outcome>,
     /// Errors of disks in this run.
     pub(super) errors: Errors,
+    /// Other changes of the machine.
+    pub(super) live: LiveChanges,
     /// Counts changes of what is plugged in: an answer about it from before the last one is out of date.
     changes: u64,
 }
@@ -115,6 +117,12 @@ impl Attachments {
         self.by_name.get_mut(name)?.plug.as_mut()
     }
 
+    /// Whether an attach of this disk is under way.
+    pub(super) fn is_attaching(&self, name: &str) -> bool {
+        let plug = self.by_name.get(name).and_then(|known| known.plug.as_ref());
+        plug.is_some_and(|plug| plug.kind == PlugKind::Attach)
+    }
+
     /// Takes the plug with this serial number; `None` when another has replaced it, or it is settled.
     pub(super) fn take_plug(&mut self, name: &str, serial: u64) -> Option<Plug> {
         let place = &mut self.by_name.get_mut(name)?.plug;
@@ -139,6 +147,7 @@ impl Attachments {
     pub(super) fn clear(&mut self) {
         self.changes += 1;
         self.by_name.clear();
+        self.live.clear();
         self.errors = Errors::default();
     }
 

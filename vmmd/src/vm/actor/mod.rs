@@ -22,6 +22,7 @@ mod request;
 mod run;
 mod stop;
 mod tell;
+mod update;
 mod work;
 
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
@@ -40,6 +41,7 @@ use self::work::{Done, News, Start, Stop, Then, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
     disks::without_disk,
+    update::Update,
 };
 use crate::{
     context::Context,
@@ -123,6 +125,13 @@ pub enum Command {
         request: DiskRequest,
         /// Where the answer goes.
         reply: Reply,
+    },
+    /// About its spec as a whole.
+    Update {
+        /// What it is to be.
+        update: Box<Update>,
+        /// Where the answer goes.
+        reply: LifeReply,
     },
     /// For asking the `vmm` for the disks' counters.
     Client(oneshot::Sender<Result<Client, Failure>>),
@@ -264,6 +273,7 @@ impl Actor {
             if flow.is_break() {
                 return;
             }
+            self.settle_updates().await;
         }
     }
 
@@ -296,6 +306,10 @@ impl Actor {
                 reply,
             } => {
                 self.on_disk_request(&context, request, reply).await;
+                return ControlFlow::Continue(());
+            }
+            Command::Update { update, reply } => {
+                self.on_update(*update, reply).await;
                 return ControlFlow::Continue(());
             }
             Command::Client(reply) => {

@@ -26,6 +26,7 @@ use crate::{
     ledger::FileId,
     store::Hardware,
     vm::{
+        change::Live,
         files::{self, Locks},
         machine, start,
     },
@@ -45,6 +46,8 @@ pub enum Outcome {
     Resized(String, Reply, Result<u64, Failure>),
     /// A change of a limit; with what it was before.
     Limited(Target, Option<RateLimit>, Reply, Result<(), Failure>),
+    /// Another live change: its path, what it is, and what it was to be.
+    Applied(String, Live, serde_json::Value, Result<(), Failure>),
     /// What it is doing.
     State(Result<Status, control::Error>),
     /// What the machine has, asked after so many changes.

@@ -58,6 +58,8 @@ impl Actor {
             generation: self.record.generation,
             boot_id: self.host.boot_id.clone(),
             request_id: operation.context().request_id.clone(),
+            spec: self.record.spec.clone(),
+            hardware: self.record.hardware.clone(),
             ..InstanceRecord::default()
         });
         let plan = Plan {

@@ -21,6 +21,7 @@ use crate::{
     store::Intent,
     text,
     vm::{
+        change,
         ending::{Asked, Evidence, count, judge},
         instance::{Instance, exit_record},
         policy::Occasion,
@@ -229,6 +230,7 @@ impl Actor {
         let message = ending.exit.message.clone();
         let told = self.settle_disks();
         let ran_ms = self.end_run(&instance, ending.exit);
+        change::hold_disks(&self.host, &self.record);
         let then = if let Work::Stop(stop) = &work {
             stop.then
         } else {

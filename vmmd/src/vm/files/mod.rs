@@ -115,8 +115,8 @@ fn beyond(spec: &VmSpec, of_disks: usize) -> Option<Failure> {
 }
 
 /// What each disk of a VM is on, by its name, as far as that can be told without opening it.
-pub fn identify(spec: &VmSpec, sources: &Sources<'_>) -> BTreeMap<String, Vec<FileId>> {
-    let disks = spec.disks.iter().map(|disk| {
+pub fn identify(disks: &[Disk], sources: &Sources<'_>) -> BTreeMap<String, Vec<FileId>> {
+    let disks = disks.iter().map(|disk| {
         let stats = paths(disk, sources)
             .into_iter()
             .filter_map(|path| rustix::fs::stat(&path).ok());

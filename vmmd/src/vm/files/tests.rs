@@ -92,7 +92,10 @@ fn a_good_spec_is_opened() {
     let case = case();
     let files = case.open().unwrap();
     assert_eq!((files.disks.len(), files.initrd.is_some()), (1, false));
-    assert_eq!(files.disks[0].ids, identify(&case.spec, &case.sources())["root"]);
+    assert_eq!(
+        files.disks[0].ids,
+        identify(&case.spec.disks, &case.sources())["root"]
+    );
 }
 
 #[test]

@@ -21,6 +21,7 @@ use crate::{
             plug::{self, AttachError, Outcome},
         },
         admission::Place,
+        change::{self, Live},
         limits, machine,
         start::store_failure,
     },
@@ -52,6 +53,13 @@ impl Actor {
                 return Err((Failure::new(Kind::Exists, "DISK_EXISTS", message), reply));
             }
             return self.attach_again(client, disk, reply).await;
+        }
+        // An update has taken it from the spec, and the guest has not ejected it yet.
+        if change::running_disks(&self.record)
+            .iter()
+            .any(|known| known.name == name)
+        {
+            return Err((self.busy(&name), reply));
         }
         if let Err(failure) = self.add_to_spec(wire, &disk, client.is_some()).await {
             return Err((failure, reply));
@@ -110,7 +118,9 @@ impl Actor {
     async fn add_to_spec(&mut self, wire: v1::DiskSpec, disk: &Disk, running: bool) -> Result<(), Failure> {
         let name = disk.name.to_string();
         let hardware = self.record.hardware.clone().unwrap_or_default();
-        let slot = machine::free_slot(&hardware).filter(|_| self.spec.disks.len() < MAX_DISKS);
+        let of_run = self.record.instance.as_ref().and_then(|run| run.hardware.clone());
+        let slot = machine::free_slot(&[&hardware, &of_run.unwrap_or_default()])
+            .filter(|_| self.spec.disks.len() < MAX_DISKS);
         let Some(slot) = slot else {
             let message = format!(
                 "VM \"{}\" has {MAX_DISKS} disks, as many as there are slots: detach one first",
@@ -137,19 +147,20 @@ impl Actor {
             .disks
             .take(&self.record.name, disks, |_| "disk".to_owned())?;
         if let Err(error) = self.host.store.put(&record).await {
-            self.host.disks.give_back(&self.record.name, Some(&name));
+            change::hold_disks(&self.host, &self.record);
             return Err(store_failure(error));
         }
         (self.record, self.spec) = (record, spec);
         Ok(())
     }
 
-    fn plug_in(&mut self, client: Client, disk: Disk, waiters: Vec<Reply>) {
+    pub(in crate::vm::actor) fn plug_in(&mut self, client: Client, disk: Disk, waiters: Vec<Reply>) {
         let name = disk.name.to_string();
         let serial = self.disks.serial();
         let hardware = self.record.hardware.clone().unwrap_or_default();
         let (host, of) = (std::sync::Arc::clone(&self.host), name.clone());
-        let (limited, uid, spec) = (std::sync::Arc::clone(&self.host), self.uid, self.spec.clone());
+        let (limited, uid) = (std::sync::Arc::clone(&self.host), self.uid);
+        let spec = change::machine(&self.record, &self.spec);
         let task = self.disks.tasks.spawn(async move {
             // The disk's buffers take memory, its threads are tasks.
             let renewed = spawn_blocking(move || limits::renew(&limited, uid, &spec)).await;
@@ -184,7 +195,15 @@ impl Actor {
             }
             Err(AttachError::Refused(failure)) => {
                 tracing::info!(vm = self.record.name, disk = name, %failure, "a disk could not be attached");
-                self.drop_disk(name).await;
+                let run = self.record.instance.as_ref();
+                if run.is_some_and(|run| run.attaching.iter().any(|noted| noted == name)) {
+                    self.drop_disk(name).await;
+                } else {
+                    // An update has put it into the spec, where it stays.
+                    *self.disks.entry(name) =
+                        Attachment::new(AttachmentPhase::Pending, failure.message.clone());
+                    self.publish();
+                }
                 answer(waiters, &Err(failure));
             }
             Err(AttachError::Unknown(failure)) => {
@@ -204,13 +223,11 @@ impl Actor {
         let attachment = self.disks.entry(name);
         attachment.phase = AttachmentPhase::Attached;
         attachment.message.clear();
-        let generation = self.record.generation;
         if let Some(run) = &mut self.record.instance {
             run.attaching.retain(|noted| noted != name);
-            if run.attaching.is_empty() {
-                run.generation = generation;
-            }
         }
+        change::take_over(&mut self.record, &Live::Attach(name.to_owned()));
+        change::settle(&mut self.record);
         self.persist().await;
         self.publish();
     }

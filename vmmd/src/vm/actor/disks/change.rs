@@ -13,6 +13,7 @@ use crate::{
             plug::{self, Outcome, no_disk},
         },
         admission::Place,
+        change,
     },
 };
 
@@ -24,8 +25,13 @@ impl Actor {
         size: u64,
         reply: Reply,
     ) -> Result<(), (Failure, Reply)> {
-        let found = self.spec.disks.iter().find(|disk| disk.name.as_str() == name);
-        let Some(disk) = found.cloned() else {
+        // The one that the machine has may be another than the spec says by now.
+        let in_machine = change::running_disks(&self.record)
+            .iter()
+            .find(|disk| disk.name == name);
+        let in_spec = || self.spec.disks.iter().find(|disk| disk.name.as_str() == name);
+        let found = in_machine.and_then(change::validated);
+        let Some(disk) = found.or_else(|| in_spec().cloned()) else {
             return Err((no_disk(name), reply));
         };
         if disk.read_only {
@@ -133,18 +139,20 @@ impl Actor {
             burst_operations: limit.burst_operations,
         });
         self.change_spec(|record| {
-            let spec = record.spec.get_or_insert_default();
-            match target {
-                Target::Disk(name) => {
-                    let disk = spec.disks.iter_mut().find(|disk| disk.name == *name);
-                    if let Some(disk) = disk {
-                        disk.rate_limit = wire;
+            let of_run = record.instance.iter_mut().filter_map(|run| run.spec.as_mut());
+            for spec in record.spec.iter_mut().chain(of_run) {
+                match target {
+                    Target::Disk(name) => {
+                        let disk = spec.disks.iter_mut().find(|disk| disk.name == *name);
+                        if let Some(disk) = disk {
+                            disk.rate_limit = wire;
+                        }
                     }
-                }
-                Target::Group(name) => {
-                    let group = spec.rate_groups.iter_mut().find(|group| group.name == *name);
-                    if let Some(group) = group {
-                        group.limit = wire;
+                    Target::Group(name) => {
+                        let group = spec.rate_groups.iter_mut().find(|group| group.name == *name);
+                        if let Some(group) = group {
+                            group.limit = wire;
+                        }
                     }
                 }
             }

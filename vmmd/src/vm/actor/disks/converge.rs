@@ -7,10 +7,13 @@ use proto::{
 
 use crate::{
     failure::Failure,
-    vm::actor::{
-        Actor, Reply,
-        attachments::{Attachment, PlugKind},
-        plug::{self, Outcome},
+    vm::{
+        actor::{
+            Actor, Reply,
+            attachments::{Attachment, PlugKind},
+            plug::{self, Outcome},
+        },
+        change,
     },
 };
 
@@ -31,6 +34,10 @@ impl Actor {
             return;
         }
         let names: Vec<_> = self.spec.disks.iter().map(|disk| disk.name.to_string()).collect();
+        let of_run = change::running_disks(&self.record)
+            .iter()
+            .map(|disk| disk.name.clone());
+        let of_run: Vec<_> = of_run.collect();
         for name in &names {
             if self.disks.plug(name).is_some() {
                 continue;
@@ -39,7 +46,7 @@ impl Actor {
             let stats = present.iter().find(|stats| stats.name == *name);
             match stats {
                 Some(stats) => {
-                    if run.attaching.contains(name) {
+                    if run.attaching.contains(name) || !of_run.contains(name) {
                         self.settle_attached(name, None).await;
                     }
                     let attachment = self.disks.entry(name);
@@ -57,6 +64,8 @@ impl Actor {
                     );
                     self.drop_disk(name).await;
                 }
+                // An update has put it into the spec; the machine never had it.
+                None if !of_run.contains(name) => self.disks.entry(name).phase = AttachmentPhase::Pending,
                 None => {
                     let known = self.disks.get(name);
                     if known.is_none_or(|known| known.phase != AttachmentPhase::Pending) {
@@ -65,7 +74,16 @@ impl Actor {
                 }
             }
         }
-        for stats in present.iter().filter(|stats| !names.contains(&stats.name)) {
+        // What an update has taken from the spec is there until the guest ejects it.
+        for name in of_run.iter().filter(|name| !names.contains(name)) {
+            match present.iter().find(|stats| stats.name == *name) {
+                Some(stats) => self.disks.entry(name).capacity = stats.capacity_bytes,
+                None if self.disks.plug(name).is_none() => self.drop_disk(name).await,
+                None => {}
+            }
+        }
+        let known = |stats: &&vmm::DiskStats| names.contains(&stats.name) || of_run.contains(&stats.name);
+        for stats in present.iter().filter(|stats| !known(stats)) {
             // Left by an attach whose end nobody saw.
             tracing::warn!(
                 vm = self.record.name,

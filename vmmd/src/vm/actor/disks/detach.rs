@@ -15,6 +15,7 @@ use crate::{
             plug::{self, Outcome, no_disk},
         },
         admission::Place,
+        change::{self, Live},
     },
 };
 
@@ -27,7 +28,10 @@ impl Actor {
         force: bool,
         reply: Reply,
     ) -> Result<(), (Failure, Reply)> {
-        if !self.spec.disks.iter().any(|disk| disk.name.as_str() == name) {
+        let in_machine = change::running_disks(&self.record)
+            .iter()
+            .any(|disk| disk.name == name);
+        if !in_machine && !self.spec.disks.iter().any(|disk| disk.name.as_str() == name) {
             return Err((no_disk(name), reply));
         }
         let attachment = self.disks.get(name);
@@ -84,7 +88,14 @@ impl Actor {
         Ok(())
     }
 
-    fn unplug(&mut self, client: Client, name: &str, deadline: Instant, force: bool, waiters: Vec<Reply>) {
+    pub(in crate::vm::actor) fn unplug(
+        &mut self,
+        client: Client,
+        name: &str,
+        deadline: Instant,
+        force: bool,
+        waiters: Vec<Reply>,
+    ) {
         let serial = self.disks.serial();
         let of = name.to_owned();
         let task = self.disks.tasks.spawn(async move {
@@ -132,7 +143,12 @@ impl Actor {
             forced,
             "a disk is gone from the machine"
         );
-        if !self.spec.disks.iter().any(|disk| disk.name.as_str() == name) {
+        let in_spec = self.spec.disks.iter().any(|disk| disk.name.as_str() == name);
+        if !in_spec
+            && !change::running_disks(&self.record)
+                .iter()
+                .any(|disk| disk.name == name)
+        {
             return;
         }
         let asked = self
@@ -149,7 +165,7 @@ impl Actor {
             }
             // An answer about it is on its way, and says the last word.
             Some(plug) => self.disks.entry(&name).plug = Some(plug),
-            None if asked => self.drop_disk(&name).await,
+            None if asked || !in_spec => self.drop_disk(&name).await,
             None => self.ejected(&name),
         }
     }
@@ -159,6 +175,7 @@ impl Actor {
         if let Some(instance) = &mut self.instance {
             instance.set_disk(name, None);
         }
+        change::take_over(&mut self.record, &Live::Detach(name.to_owned()));
         self.disks.remove(name);
         *self.disks.entry(name) = Attachment::new(
             AttachmentPhase::Pending,

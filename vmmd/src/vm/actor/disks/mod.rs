@@ -81,7 +81,7 @@ impl Actor {
         })
     }
 
-    fn busy(&self, disk: &str) -> Failure {
+    pub(super) fn busy(&self, disk: &str) -> Failure {
         let message = format!(
             "disk \"{disk}\" of VM \"{}\" is being attached or detached: wait, or detach it with force",
             self.record.name
@@ -117,6 +117,9 @@ impl Actor {
                 }
                 self.publish();
                 answer([reply], &result.map(|()| self.state()));
+            }
+            Outcome::Applied(path, live, applied, result) => {
+                self.on_applied(path, &live, &applied, result).await;
             }
             Outcome::State(state) => self.on_state(state),
             Outcome::Looked(changes, Ok(_)) if changes != self.disks.changes() => self.look(),

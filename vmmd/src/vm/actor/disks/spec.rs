@@ -5,7 +5,11 @@ use proto::model::{Violations, vm::VmSpec};
 use crate::{
     failure::Failure,
     store::VmRecord,
-    vm::{actor::Actor, start::store_failure},
+    vm::{
+        actor::Actor,
+        change::{self, Live},
+        start::store_failure,
+    },
 };
 
 impl Actor {
@@ -38,7 +42,7 @@ impl Actor {
 
     pub(super) fn forget_disk(&mut self, name: &str) {
         self.disks.remove(name);
-        self.host.disks.give_back(&self.record.name, Some(name));
+        change::hold_disks(&self.host, &self.record);
         if let Some(instance) = &mut self.instance {
             instance.set_disk(name, None);
         }
@@ -49,10 +53,7 @@ impl Actor {
         let mut record = self.record.clone();
         change(&mut record);
         record.generation += 1;
-        let generation = record.generation;
-        if let Some(run) = record.instance.as_mut().filter(|run| run.attaching.is_empty()) {
-            run.generation = generation;
-        }
+        change::settle(&mut record);
         let spec = VmSpec::try_from(&*record.spec.get_or_insert_default())?;
         self.host.store.put(&record).await.map_err(store_failure)?;
         (self.record, self.spec) = (record, spec);
@@ -75,19 +76,19 @@ impl Actor {
 /// Removes a disk from a record, with its slot and what is noted of it.
 pub fn without_disk(record: &mut VmRecord, name: &str) -> Result<VmSpec, Violations> {
     let spec = record.spec.get_or_insert_default();
+    let before = spec.disks.len();
     spec.disks.retain(|disk| disk.name != name);
+    // An update may have taken it from the spec already.
+    record.generation += u64::from(spec.disks.len() < before);
     let spec = VmSpec::try_from(&*spec);
     if let Some(hardware) = &mut record.hardware {
         hardware.disk_slots.remove(name);
     }
-    record.generation += 1;
-    let generation = record.generation;
     if let Some(run) = &mut record.instance {
         run.attaching.retain(|noted| noted != name);
         run.ejecting.retain(|noted| noted != name);
-        if run.attaching.is_empty() {
-            run.generation = generation;
-        }
     }
+    change::take_over(record, &Live::Detach(name.to_owned()));
+    change::settle(record);
     spec
 }

@@ -1,0 +1,71 @@
+//! Updates of VMs: cores wait for a restart, everything else is live.
+
+use proto::v1::{self, ApplyMode, VmPhase};
+use tonic::{Code, Status};
+
+use super::{State, lock, refusal};
+
+impl State {
+    /// `UpdateVm`.
+    pub fn update(&self, request: v1::UpdateVmRequest) -> Result<v1::Vm, Status> {
+        let mode = request.apply();
+        let v1::UpdateVmRequest {
+            vm: Some(wanted),
+            grace_period,
+            ..
+        } = request
+        else {
+            return Err(Status::invalid_argument("no VM"));
+        };
+        let (metadata, mut spec) = (wanted.metadata.unwrap(), wanted.spec.unwrap());
+        let there = self.find(&metadata.name)?;
+        let known = there.metadata.clone().unwrap();
+        if ![0, known.generation].contains(&metadata.generation) {
+            let message = format!("VM \"{}\" has generation {}", known.name, known.generation);
+            return Err(refusal(Code::Aborted, "GENERATION_MISMATCH", message));
+        }
+        for disk in spec.disks.iter().filter(|disk| !disk.disk.is_empty()) {
+            if self.disk(&disk.disk).is_none() {
+                let message = format!("there is no disk \"{}\" on this node", disk.disk);
+                return Err(refusal(Code::FailedPrecondition, "DISK_NOT_FOUND", message));
+            }
+        }
+        let mut vm = there.clone();
+        let before = there.spec.unwrap();
+        for nic in spec.nics.iter_mut().filter(|nic| nic.mac.is_empty()) {
+            let same = before.nics.iter().find(|other| other.name == nic.name);
+            nic.mac = same.map(|nic| nic.mac.clone()).unwrap_or_default();
+        }
+        let cores = |spec: &v1::VmSpec| spec.cpu.as_ref().unwrap().cores;
+        let status = vm.status.as_mut().unwrap();
+        if status.phase() == VmPhase::Running && cores(&before) != cores(&spec) {
+            status.pending_changes = vec![v1::PendingChange {
+                path: "spec.cpu.cores".into(),
+                current: cores(&before).to_string(),
+                desired: cores(&spec).to_string(),
+                ..Default::default()
+            }];
+        }
+        let grace = grace_period.map(|grace| grace.seconds);
+        self.called(format!(
+            "update {} {} grace={grace:?}",
+            known.name,
+            mode.as_str_name()
+        ));
+        if mode == ApplyMode::Restart && !status.pending_changes.is_empty() {
+            status.pending_changes.clear();
+            let instance = status.instance.get_or_insert_default();
+            instance.pid += 1;
+        }
+        if before != spec || known.labels != metadata.labels {
+            let changed = vm.metadata.as_mut().unwrap();
+            changed.labels = metadata.labels;
+            changed.generation += 1;
+        }
+        vm.spec = Some(spec);
+        if mode != ApplyMode::DryRun {
+            lock(&self.vms).insert(known.name, vm.clone());
+        }
+        Ok(vm)
+    }
+}

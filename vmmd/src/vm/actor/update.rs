@@ -1,0 +1,508 @@
+//! Updates of the spec: recorded, then applied to the running machine as far as that can be done.
+//!
+//! What is to be done follows from the record alone, by what its spec says and what its run has ([`change::pending`]): a
+//! change that fails stays pending and says why; the next update, the same one too, tries it again; the next start has
+//! all of them.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use proto::{
+    model::{Violations, disk::RateLimit, vm::Manifest},
+    v1::{self, AttachmentPhase, EventSeverity},
+    vmm::{SetBalloon, request::Op},
+    well_known,
+};
+use serde_json::Value as Json;
+use tokio::time::{Instant, timeout};
+
+use super::{
+    Actor, Life, LifeReply, Target, answer,
+    attachments::{Attachments, PlugKind},
+    plug::{self, Outcome},
+    respond, superseded,
+};
+use crate::{
+    context::Context,
+    control::Client,
+    failure::Failure,
+    node::check,
+    store::VmRecord,
+    text,
+    vm::{
+        admission::{self, Applied, Request, Verdict as Admitted, admit},
+        change::{self, Change, Live, Verdict},
+        create, machine,
+        start::{refused, store_failure},
+    },
+};
+
+/// How long a `vmm` may take for one request.
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the guest may take to eject a disk when nothing is given.
+const DEFAULT_EJECT: Duration = Duration::from_secs(30);
+/// How long it may take to power off when nothing is given.
+const DEFAULT_GRACE: Duration = Duration::from_secs(60);
+
+/// What a VM is to be from now on.
+#[derive(Debug)]
+pub struct Update {
+    /// The validated manifest.
+    pub manifest: Manifest,
+    /// Its spec as it came, with the formats of disks filled in.
+    pub spec: v1::VmSpec,
+    /// Of the manifest; empty when it has none.
+    pub uid: String,
+    /// Of the manifest.
+    pub create_time: Option<well_known::Timestamp>,
+    /// Of the manifest: what the VM's must be; any when 0.
+    pub generation: u64,
+    /// What is to be done with it.
+    pub mode: v1::ApplyMode,
+    /// How long the guest may take for what it is asked.
+    pub grace: Option<Duration>,
+    /// Who asks.
+    pub context: Context,
+}
+
+/// Changes of the machine under way, beside plugs, and what became of those that are over.
+#[derive(Debug, Default)]
+pub struct LiveChanges {
+    under_way: BTreeSet<String>,
+    /// By path: why it could not be applied.
+    failed: std::collections::BTreeMap<String, String>,
+    waiters: Vec<Waiter>,
+}
+
+/// Who wants to know what has become of an update.
+#[derive(Debug)]
+struct Waiter {
+    reply: LifeReply,
+    context: Context,
+    /// To be restarted when something is left, with this much time for the guest.
+    restart: Option<Duration>,
+    /// Disks that are plugged or unplugged for it, with the serial numbers of that.
+    plugs: Vec<(String, u64)>,
+    /// Paths of what else is changed for it.
+    paths: Vec<String>,
+}
+
+impl Attachments {
+    /// What the machine does not have and is not about to get, each with why.
+    pub fn left(&self, record: &VmRecord) -> Vec<(Change, String)> {
+        let mut left = Vec::new();
+        for change in change::pending(record) {
+            let known = match &change.verdict {
+                Verdict::Live(Live::Attach(name) | Live::Detach(name)) => self.get(name),
+                _ => None,
+            };
+            let under_way = self.live.under_way.contains(&change.path);
+            if under_way || known.is_some_and(|known| known.plug.is_some()) {
+                continue;
+            }
+            let failed = self.live.failed.get(&change.path);
+            let why = known.map(|known| &known.message).or(failed);
+            left.push((change, why.cloned().unwrap_or_default()));
+        }
+        left
+    }
+}
+
+impl LiveChanges {
+    /// The run has ended, or a new one begins.
+    pub(super) fn clear(&mut self) {
+        self.under_way.clear();
+        self.failed.clear();
+    }
+}
+
+impl Actor {
+    pub(super) async fn on_update(&mut self, update: Update, reply: LifeReply) {
+        let policy = self.spec.run_policy;
+        let done = self.update(&update).await;
+        let applied = match done {
+            Ok(Some(applied)) => applied,
+            Ok(None) => return respond(reply, Ok(self.would_be(&update))),
+            Err(failure) => return respond(reply, Err(failure)),
+        };
+        let (mut plugs, mut paths) = (Vec::new(), Vec::new());
+        if applied == Applied::Live {
+            let deadline = Instant::now() + update.grace.unwrap_or(DEFAULT_EJECT);
+            self.disks.live.failed.clear();
+            (plugs, paths) = self.apply_live(deadline);
+        }
+        self.publish();
+        let restart = update.mode == v1::ApplyMode::Restart;
+        self.disks.live.waiters.push(Waiter {
+            reply,
+            restart: restart.then_some(update.grace.unwrap_or(DEFAULT_GRACE)),
+            context: update.context,
+            plugs,
+            paths,
+        });
+        if policy != self.spec.run_policy {
+            self.reconsider().await;
+        }
+    }
+
+    /// Checks an update and records it; `None` when it is only to be checked.
+    async fn update(&mut self, update: &Update) -> Result<Option<Applied>, Failure> {
+        let admitted = admission::admit_update(self.situation());
+        let applied = admitted.map_err(|refusal| refusal.into_failure(&self.record.name))?;
+        self.preconditions(update)?;
+        check::could_ever(&self.host, &update.manifest.spec).await?;
+        self.no_attach_in_between(update)?;
+        if update.mode != v1::ApplyMode::DryRun {
+            self.admitted(&update.context);
+        }
+        let record = self.with(update);
+        let taken = self.take_disks(update);
+        if taken.is_err() || update.mode == v1::ApplyMode::DryRun {
+            change::hold_disks(&self.host, &self.record);
+            return taken.map(|()| None);
+        }
+        if record == self.record {
+            return Ok(Some(applied));
+        }
+        if let Err(error) = self.host.store.put(&record).await {
+            change::hold_disks(&self.host, &self.record);
+            return Err(store_failure(error));
+        }
+        self.commit(record, update);
+        Ok(Some(applied))
+    }
+
+    fn preconditions(&self, update: &Update) -> Result<(), Failure> {
+        self.expected(&update.context)?;
+        self.expected(&Context {
+            generation: update.generation,
+            ..update.context.clone()
+        })?;
+        let mut found = Violations::default();
+        if !update.uid.is_empty() && update.uid != self.uid.to_string() {
+            let problem = format_args!(
+                "is that of another VM than \"{}\": a VM's name can't be changed",
+                self.record.name
+            );
+            found.add("metadata.uid", problem);
+        }
+        let created = text::timestamp(self.record.created_ms);
+        if update.create_time.is_some() && update.create_time != created {
+            found.add("metadata.createTime", "is set by the daemon: leave it out");
+        }
+        Ok(found.or(())?)
+    }
+
+    /// A disk that is being attached can't be changed before it is.
+    fn no_attach_in_between(&self, update: &Update) -> Result<(), Failure> {
+        let disk = |spec: &v1::VmSpec, name: &str| spec.disks.iter().find(|disk| disk.name == name).cloned();
+        let before = self.record.spec.clone().unwrap_or_default();
+        let changed = |name: &&String| disk(&before, name) != disk(&update.spec, name);
+        let mut names = names(&before).chain(names(&update.spec)).filter(changed);
+        match names.find(|name| self.disks.is_attaching(name)) {
+            Some(name) => Err(self.busy(name)),
+            None => Ok(()),
+        }
+    }
+
+    /// The record after the update; the same when it changes nothing.
+    fn with(&self, update: &Update) -> VmRecord {
+        let mut record = self.record.clone();
+        let none = crate::store::Hardware::default();
+        let old = record.hardware.clone().unwrap_or_default();
+        let of_run = record.instance.as_ref().and_then(|run| run.hardware.clone());
+        let new = machine::reallocate(
+            &update.manifest.spec,
+            &old,
+            of_run.as_ref().unwrap_or(&none),
+            || create::random_mac(&self.host),
+        );
+        let before = record.spec.clone().unwrap_or_default();
+        let same = change::compare(
+            &change::effective(&before, &old),
+            &change::effective(&update.spec, &new),
+        );
+        if !same.is_empty() || record.labels != update.manifest.labels {
+            record.labels.clone_from(&update.manifest.labels);
+            record.spec = Some(update.spec.clone());
+            record.hardware = Some(new);
+            record.generation += 1;
+        }
+        let gone: Vec<_> = change::running_disks(&record)
+            .iter()
+            .map(|disk| disk.name.clone())
+            .filter(|name| !names(&update.spec).any(|other| other == name))
+            .collect();
+        let pending = change::pending(&record);
+        if let Some(run) = &mut record.instance {
+            let kept = |name: &String| {
+                let wanted = names(&update.spec).any(|other| other == name);
+                let was_wanted = names(&before).any(|other| other == name);
+                let under_way = self.disks.get(name).is_some_and(|known| known.plug.is_some());
+                !wanted || was_wanted && under_way
+            };
+            run.ejecting.retain(kept);
+            for name in gone {
+                if !run.ejecting.contains(&name) {
+                    run.ejecting.push(name);
+                }
+            }
+        }
+        for change in pending {
+            if let Verdict::Live(live @ (Live::RunPolicy | Live::DropGroup(_))) = &change.verdict {
+                change::take_over(&mut record, live);
+            }
+        }
+        change::settle(&mut record);
+        record
+    }
+
+    /// Takes the disks of the DiskService that the VM has not yet.
+    fn take_disks(&self, update: &Update) -> Result<(), Failure> {
+        let before = self.record.spec.clone().unwrap_or_default();
+        let known: Vec<_> = change::running_disks(&self.record)
+            .iter()
+            .chain(&before.disks)
+            .map(|disk| (&disk.name, &disk.disk, disk.read_only))
+            .collect();
+        let disks = update.spec.disks.iter().zip(&update.manifest.spec.disks);
+        for (index, (wire, disk)) in disks.enumerate() {
+            if !known.contains(&(&wire.name, &wire.disk, wire.read_only)) {
+                let disks = std::slice::from_ref(disk);
+                let field = |_| format!("spec.disks[{index}].disk");
+                self.host.disks.take(&self.record.name, disks, field)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn commit(&mut self, record: VmRecord, update: &Update) {
+        let changed = record.generation != self.record.generation;
+        let removed: Vec<_> = names(&self.record.spec.clone().unwrap_or_default())
+            .filter(|name| !names(&update.spec).any(|other| other == *name))
+            .cloned()
+            .collect();
+        let back: Vec<_> = names(&update.spec)
+            .filter(|name| !self.spec.disks.iter().any(|disk| disk.name.as_str() == *name))
+            .cloned()
+            .collect();
+        self.record = record;
+        if changed {
+            self.spec = update.manifest.spec.clone();
+        }
+        for name in &removed {
+            let in_machine = change::running_disks(&self.record)
+                .iter()
+                .any(|disk| disk.name == *name);
+            if !in_machine {
+                self.disks.remove(name);
+            }
+        }
+        for name in &back {
+            self.take_back(name);
+        }
+        change::hold_disks(&self.host, &self.record);
+        if changed {
+            let message = format!("the spec has generation {} now", self.record.generation);
+            self.about = (update.context.clone(), String::new());
+            self.tell(EventSeverity::Normal, "SpecChanged", &message);
+        }
+    }
+
+    /// A disk that was to leave the machine stays.
+    fn take_back(&mut self, name: &str) {
+        let Some(known) = self.disks.get_mut(name) else {
+            return;
+        };
+        let detaching = known.plug.take_if(|plug| plug.kind != PlugKind::Attach);
+        known.message.clear();
+        if let Some(plug) = detaching {
+            known.phase = AttachmentPhase::Attached;
+            plug.task.abort();
+            answer(plug.waiters, &Err(superseded(&self.record.name)));
+        }
+    }
+
+    /// What the VM would be after an update, with the machine as far changed as that can be done.
+    fn would_be(&self, update: &Update) -> std::sync::Arc<v1::Vm> {
+        let mut record = self.with(update);
+        for change in change::pending(&record) {
+            if let Verdict::Live(live) = &change.verdict {
+                change::take_over(&mut record, live);
+            }
+        }
+        change::settle(&mut record);
+        let (instance, disks) = (self.instance.as_ref(), Attachments::default());
+        let mut view = self.view.clone();
+        let spec = &update.manifest.spec;
+        std::sync::Arc::new(view.describe(&self.host, self.uid, &record, spec, instance, &disks))
+    }
+
+    /// Begins all that a running machine can take over; the plugs and paths to be waited for.
+    fn apply_live(&mut self, deadline: Instant) -> (Vec<(String, u64)>, Vec<String>) {
+        let (mut plugs, mut paths) = (Vec::new(), Vec::new());
+        let client = self.running_client();
+        for Change {
+            path,
+            desired,
+            verdict,
+            ..
+        } in change::pending(&self.record)
+        {
+            let (live, client) = match (verdict, &client) {
+                (Verdict::Restart, _) => continue,
+                (Verdict::Live(live), Ok(client)) => (live, client.clone()),
+                (Verdict::Live(_), Err(failure)) => {
+                    self.disks.live.failed.insert(path, failure.message.clone());
+                    continue;
+                }
+            };
+            if let Live::Attach(name) | Live::Detach(name) = &live {
+                if self.disks.plug(name).is_none() {
+                    self.begin_plug(&live, client, deadline);
+                }
+                let serial = self.disks.plug(name).map(|plug| plug.serial);
+                plugs.extend(serial.map(|serial| (name.clone(), serial)));
+                continue;
+            }
+            // One that is under way is followed by another when it is over.
+            if self.disks.live.under_way.insert(path.clone()) {
+                let (spec, of) = (self.record.spec.clone().unwrap_or_default(), path.clone());
+                self.disks.tasks.spawn(async move {
+                    let result = carry_out(client, &live, &spec).await;
+                    Outcome::Applied(of, live, desired, result)
+                });
+            }
+            paths.push(path);
+        }
+        (plugs, paths)
+    }
+
+    fn begin_plug(&mut self, live: &Live, client: Client, deadline: Instant) {
+        match live {
+            Live::Attach(name) => {
+                let disk = self.spec.disks.iter().find(|disk| disk.name.as_str() == name);
+                if let Some(disk) = disk.cloned() {
+                    self.plug_in(client, disk, Vec::new());
+                }
+            }
+            Live::Detach(name) => self.unplug(client, name, deadline, false, Vec::new()),
+            _ => {}
+        }
+    }
+
+    /// A change of the machine is over; `applied` is what it was changed to.
+    pub(super) async fn on_applied(
+        &mut self,
+        path: String,
+        live: &Live,
+        applied: &Json,
+        result: Result<(), Failure>,
+    ) {
+        // Of a run that has ended meanwhile.
+        if !self.disks.live.under_way.remove(&path) {
+            return;
+        }
+        let pending = change::pending(&self.record);
+        let pending = pending.into_iter().find(|change| change.path == path);
+        match (result, pending) {
+            (Ok(()), Some(change)) if change.desired == *applied => {
+                let mut record = self.record.clone();
+                change::take_over(&mut record, live);
+                change::settle(&mut record);
+                self.record = record;
+                self.persist().await;
+            }
+            // Another update has come in between.
+            (Ok(()), _) => {
+                self.apply_live(Instant::now() + DEFAULT_EJECT);
+            }
+            (Err(failure), _) => {
+                let message = format!("{path} could not be applied: {}", failure.message);
+                self.tell(EventSeverity::Warning, "LiveChangeFailed", &message);
+                self.disks.live.failed.insert(path, failure.message);
+            }
+        }
+        self.publish();
+    }
+
+    /// Answers updates of which nothing is under way any more, and restarts where that is asked for.
+    pub(super) async fn settle_updates(&mut self) {
+        if self.disks.live.waiters.is_empty() {
+            return;
+        }
+        for waiter in std::mem::take(&mut self.disks.live.waiters) {
+            let mut plugs = waiter.plugs.iter();
+            let plugging = plugs.any(|(name, serial)| {
+                let plug = self.disks.get(name).and_then(|known| known.plug.as_ref());
+                plug.is_some_and(|plug| plug.serial == *serial)
+            });
+            let mut paths = waiter.paths.iter();
+            if plugging || paths.any(|path| self.disks.live.under_way.contains(path)) {
+                self.disks.live.waiters.push(waiter);
+            } else {
+                self.settle_update(waiter).await;
+            }
+        }
+    }
+
+    async fn settle_update(&mut self, waiter: Waiter) {
+        let Waiter {
+            reply,
+            context,
+            restart,
+            ..
+        } = waiter;
+        let left = self.disks.left(&self.record);
+        let grace = restart.filter(|_| self.instance.is_some() && !left.is_empty());
+        let situation = self.situation();
+        let admitted = admit(situation, Request::Restart);
+        let life = Life {
+            grace,
+            ..Life::new(context, Request::Restart, reply)
+        };
+        match admitted {
+            Admitted::Begin if grace.is_some() && self.permitted(&life).is_ok() => {
+                // A restart that begins never ends the actor.
+                let _ = self.begin(situation, life).await;
+            }
+            Admitted::Join if grace.is_some() => self.join(life).await,
+            _ => respond(life.reply, Ok(self.state())),
+        }
+    }
+}
+
+fn names(spec: &v1::VmSpec) -> impl Iterator<Item = &String> {
+    spec.disks.iter().map(|disk| &disk.name)
+}
+
+/// Tells a running machine of a change that is one request.
+async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec) -> Result<(), Failure> {
+    let valid = |limit: Option<v1::RateLimit>| {
+        RateLimit::new(&mut Violations::default(), "limit", &limit.unwrap_or_default())
+    };
+    match live {
+        Live::DiskLimit(name) => {
+            let disk = spec.disks.iter().find(|disk| disk.name == *name);
+            let limit = valid(disk.and_then(|disk| disk.rate_limit));
+            plug::limit(client, Target::Disk(name.clone()), limit).await
+        }
+        Live::GroupLimit(name) => {
+            let group = spec.rate_groups.iter().find(|group| group.name == *name);
+            let limit = valid(group.and_then(|group| group.limit));
+            plug::limit(client, Target::Group(name.clone()), limit).await
+        }
+        Live::BalloonTarget => {
+            let memory = spec.memory.unwrap_or_default().size_bytes;
+            // 0 leaves all of it to the guest.
+            let target = Some(spec.balloon.unwrap_or_default().target_bytes).filter(|target| *target != 0);
+            let target_bytes = memory.saturating_sub(target.unwrap_or(memory));
+            let op = Op::SetBalloon(SetBalloon { target_bytes });
+            match timeout(TIMEOUT, client.request(op, &[])).await {
+                Ok(Ok(_)) => Ok(()),
+                Ok(Err(error)) => Err(refused(&error)),
+                Err(_) => Err(Failure::internal("the vmm did not answer in time")),
+            }
+        }
+        Live::RunPolicy | Live::DropGroup(_) | Live::Attach(_) | Live::Detach(_) => Ok(()),
+    }
+}

@@ -1,0 +1,340 @@
+//! How the machine of a running VM differs from what its spec says, and what can be done about that while it runs.
+//!
+//! Both sides are compared in their canonical JSON, after what is left open has been filled in ([`effective`]): whatever
+//! field is added to the spec is compared from then on, and waits for a restart until a [`Live`] is made for it. Lists
+//! are compared by the names of their items; their order means nothing to a machine, whose addresses are kept apart.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proto::{
+    model::{
+        Violations,
+        disk::{Disk, MAX_SERIAL},
+    },
+    v1::{self, DiskErrorPolicy, DiskFormat, RunPolicy, VmSpec},
+};
+use serde_json::Value as Json;
+
+use crate::{
+    host::Host,
+    store::{Hardware, VmRecord},
+};
+
+/// Something of the spec that the machine has otherwise.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Change {
+    /// `spec.cpu.cores`, `spec.disks[data].queues`.
+    pub path: String,
+    /// What the machine has; null when it has none.
+    pub current: Json,
+    /// What the spec says; null when it says nothing.
+    pub desired: Json,
+    /// What can be done.
+    pub verdict: Verdict,
+}
+
+/// What can be done about a change while the machine runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It can be applied at once.
+    Live(Live),
+    /// The next start has it.
+    Restart,
+}
+
+/// A change that a running machine can take over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Live {
+    /// Means nothing to the machine.
+    RunPolicy,
+    /// The limit of a disk's own.
+    DiskLimit(String),
+    /// The limit of a rate group.
+    GroupLimit(String),
+    /// A rate group that no disk of the machine is in.
+    DropGroup(String),
+    /// What the balloon leaves to the guest.
+    BalloonTarget,
+    /// A disk more.
+    Attach(String),
+    /// A disk less.
+    Detach(String),
+}
+
+/// Lists whose items have names.
+const NAMED: [&str; 3] = ["spec.disks", "spec.nics", "spec.rateGroups"];
+
+/// What the machine has otherwise than the spec says; empty without a run.
+pub fn pending(record: &VmRecord) -> Vec<Change> {
+    let (Some(run), Some(desired)) = (&record.instance, &record.spec) else {
+        return Vec::new();
+    };
+    let running = run.spec.as_ref().unwrap_or(desired);
+    let none = Hardware::default();
+    let hardware = record.hardware.as_ref().unwrap_or(&none);
+    let of_run = run.hardware.as_ref().unwrap_or(hardware);
+    if running == desired && of_run == hardware {
+        return Vec::new();
+    }
+    compare(&effective(running, of_run), &effective(desired, hardware))
+}
+
+/// Notes that the machine has what the spec says, when it has.
+pub fn settle(record: &mut VmRecord) {
+    let generation = record.generation;
+    let settled = pending(record).is_empty();
+    if let Some(run) = &mut record.instance
+        && settled
+        && run.attaching.is_empty()
+    {
+        run.generation = generation;
+    }
+}
+
+/// A spec with what it leaves open: by the addresses of its NICs, and by what the messages say that it means.
+pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
+    let mut spec = spec.clone();
+    if spec.run_policy() == RunPolicy::Unspecified {
+        spec.set_run_policy(RunPolicy::AlwaysOnUnlessStopped);
+    }
+    if let Some(cpu) = &mut spec.cpu
+        && cpu.core_fraction_percent == 0
+    {
+        cpu.core_fraction_percent = 100;
+    }
+    for nic in &mut spec.nics {
+        nic.mac = match super::machine::mac(hardware, &nic.name) {
+            Some(mac) => mac.to_string(),
+            None => nic.mac.to_lowercase(),
+        };
+    }
+    for disk in &mut spec.disks {
+        if disk.serial.is_empty() {
+            disk.serial = disk.name.chars().take(MAX_SERIAL).collect();
+        }
+        disk.read_only |= disk.format() == DiskFormat::Iso;
+        disk.logical_block_bytes = disk.logical_block_bytes.max(512);
+        if disk.on_error() == DiskErrorPolicy::Unspecified {
+            disk.set_on_error(DiskErrorPolicy::Report);
+        }
+        disk.rate_limit = disk.rate_limit.filter(limits);
+    }
+    for group in &mut spec.rate_groups {
+        group.limit = group.limit.filter(limits);
+    }
+    spec
+}
+
+fn limits(limit: &v1::RateLimit) -> bool {
+    *limit != v1::RateLimit::default()
+}
+
+/// All that differs between what a machine has and what it is to have, each once; sorted by path.
+pub fn compare(running: &VmSpec, desired: &VmSpec) -> Vec<Change> {
+    let json = |spec| serde_json::to_value(spec).unwrap_or_default();
+    let mut changes = Vec::new();
+    walk("spec".to_owned(), &json(running), &json(desired), &mut changes);
+    let regrouped: BTreeSet<_> = changes
+        .iter()
+        .filter_map(|change| change.path.strip_suffix(".rateGroup").map(str::to_owned))
+        .collect();
+    for change in &mut changes {
+        let possible = match &change.verdict {
+            // Between a limit of its own and that of a group it is never without one.
+            Verdict::Live(Live::DiskLimit(_)) => change
+                .path
+                .strip_suffix(".rateLimit")
+                .is_none_or(|disk| !regrouped.contains(disk)),
+            // The groups of a machine are made when it is built.
+            Verdict::Live(Live::Attach(name)) => {
+                let disk = desired.disks.iter().find(|disk| disk.name == *name);
+                disk.is_some_and(|disk| {
+                    let mut groups = running.rate_groups.iter();
+                    disk.rate_group.is_empty() || groups.any(|group| group.name == disk.rate_group)
+                })
+            }
+            Verdict::Live(Live::DropGroup(name)) => running.disks.iter().all(|disk| disk.rate_group != *name),
+            Verdict::Live(Live::BalloonTarget) => {
+                let balloon = running.balloon.unwrap_or_default();
+                !balloon.disabled && !desired.balloon.unwrap_or_default().disabled
+            }
+            Verdict::Live(_) | Verdict::Restart => true,
+        };
+        if !possible {
+            change.verdict = Verdict::Restart;
+        }
+    }
+    changes
+}
+
+fn walk(path: String, running: &Json, desired: &Json, found: &mut Vec<Change>) {
+    if running == desired {
+        return;
+    }
+    if NAMED.contains(&path.as_str()) {
+        let (running, desired) = (by_name(running), by_name(desired));
+        let names: BTreeSet<_> = running.keys().chain(desired.keys()).copied().collect();
+        for name in names {
+            let path = format!("{path}[{name}]");
+            match (running.get(name), desired.get(name)) {
+                (Some(running), Some(desired)) => walk(path, running, desired, found),
+                (running, desired) => {
+                    let value = |side: Option<&&Json>| side.map(|json| (*json).clone()).unwrap_or_default();
+                    note(path, value(running), value(desired), found);
+                }
+            }
+        }
+        return;
+    }
+    let fields = |json: &Json| match json {
+        Json::Object(fields) => Some(fields.keys().cloned().collect()),
+        Json::Null => Some(BTreeSet::new()),
+        _ => None,
+    };
+    match (fields(running), fields(desired)) {
+        (Some(mut keys), Some(more)) if !whole(&path) && (running.is_object() || desired.is_object()) => {
+            keys.extend(more);
+            let none = &Json::Null;
+            for key in keys {
+                let (running, desired) = (running.get(&key), desired.get(&key));
+                let path = format!("{path}.{key}");
+                walk(path, running.unwrap_or(none), desired.unwrap_or(none), found);
+            }
+        }
+        _ => note(path, running.clone(), desired.clone(), found),
+    }
+}
+
+fn note(path: String, current: Json, desired: Json, found: &mut Vec<Change>) {
+    let verdict = verdict(&path, !current.is_null(), !desired.is_null());
+    found.push(Change {
+        path,
+        current,
+        desired,
+        verdict,
+    });
+}
+
+fn by_name(list: &Json) -> BTreeMap<&str, &Json> {
+    let items = list.as_array().into_iter().flatten();
+    items
+        .filter_map(|item| Some((item.get("name")?.as_str()?, item)))
+        .collect()
+}
+
+/// What is changed as a whole: a limit is one request.
+fn whole(path: &str) -> bool {
+    path.ends_with("].rateLimit") || path.starts_with("spec.rateGroups[") && path.ends_with("].limit")
+}
+
+fn verdict(path: &str, was: bool, is: bool) -> Verdict {
+    let item = |list: &str, field: &str| {
+        let name = path.strip_prefix(list)?.strip_prefix('[')?;
+        Some(name.strip_suffix(field)?.strip_suffix(']')?.to_owned())
+    };
+    let live = match (was, is) {
+        _ if path == "spec.runPolicy" => Some(Live::RunPolicy),
+        _ if path == "spec.balloon.targetBytes" => Some(Live::BalloonTarget),
+        (false, true) if path.ends_with(']') => item("spec.disks", "").map(Live::Attach),
+        (true, false) if path.ends_with(']') => item("spec.disks", "")
+            .map(Live::Detach)
+            .or_else(|| item("spec.rateGroups", "").map(Live::DropGroup)),
+        _ => item("spec.disks", ".rateLimit")
+            .map(Live::DiskLimit)
+            .or_else(|| item("spec.rateGroups", ".limit").map(Live::GroupLimit)),
+    };
+    live.map_or(Verdict::Restart, Verdict::Live)
+}
+
+/// Notes in the record of the run that the machine has taken over a change.
+pub fn take_over(record: &mut VmRecord, live: &Live) {
+    let desired = record.spec.clone().unwrap_or_default();
+    let slots = record.hardware.clone().unwrap_or_default().disk_slots;
+    let Some(run) = &mut record.instance else { return };
+    let hardware = run.hardware.get_or_insert_default();
+    let running = run.spec.get_or_insert_with(|| desired.clone());
+    match live {
+        Live::RunPolicy => running.run_policy = desired.run_policy,
+        Live::DiskLimit(name) => {
+            let wanted = desired.disks.iter().find(|disk| disk.name == *name);
+            let disk = running.disks.iter_mut().find(|disk| disk.name == *name);
+            if let (Some(disk), Some(wanted)) = (disk, wanted) {
+                disk.rate_limit = wanted.rate_limit;
+            }
+        }
+        Live::GroupLimit(name) => {
+            let wanted = desired.rate_groups.iter().find(|group| group.name == *name);
+            let group = running.rate_groups.iter_mut().find(|group| group.name == *name);
+            if let (Some(group), Some(wanted)) = (group, wanted) {
+                group.limit = wanted.limit;
+            }
+        }
+        Live::DropGroup(name) => running.rate_groups.retain(|group| group.name != *name),
+        Live::BalloonTarget => {
+            let target = desired.balloon.unwrap_or_default().target_bytes;
+            running.balloon.get_or_insert_default().target_bytes = target;
+        }
+        Live::Attach(name) => {
+            running.disks.retain(|disk| disk.name != *name);
+            let disk = desired.disks.iter().find(|disk| disk.name == *name);
+            running.disks.extend(disk.cloned());
+            if let Some(slot) = slots.get(name) {
+                hardware.disk_slots.insert(name.clone(), *slot);
+            }
+        }
+        Live::Detach(name) => {
+            running.disks.retain(|disk| disk.name != *name);
+            hardware.disk_slots.remove(name);
+        }
+    }
+}
+
+/// Disks that the machine has, by the record; none without a run.
+pub fn running_disks(record: &VmRecord) -> &[v1::DiskSpec] {
+    let run = record.instance.as_ref();
+    let spec = run.and_then(|run| run.spec.as_ref().or(record.spec.as_ref()));
+    spec.map(|spec| spec.disks.as_slice()).unwrap_or_default()
+}
+
+/// What the machine of a run takes of the node, with the disks that it is about to get: its limits go by this, not by what
+/// the spec says for the next start.
+pub fn machine(record: &VmRecord, desired: &proto::model::vm::VmSpec) -> proto::model::vm::VmSpec {
+    let Some(mut running) = record.instance.as_ref().and_then(|run| run.spec.clone()) else {
+        return desired.clone();
+    };
+    let alone = running.clone();
+    let wanted = record.spec.clone().unwrap_or_default();
+    for disk in wanted.disks {
+        if running.disks.iter().all(|other| other.name != disk.name) {
+            running.disks.push(disk);
+        }
+    }
+    for group in wanted.rate_groups {
+        if running.rate_groups.iter().all(|other| other.name != group.name) {
+            running.rate_groups.push(group);
+        }
+    }
+    // One that leaves and one that comes may have the same place in the firmware's order.
+    for disk in &mut running.disks {
+        disk.boot_order = 0;
+    }
+    let found =
+        proto::model::vm::VmSpec::try_from(&running).or_else(|_| proto::model::vm::VmSpec::try_from(&alone));
+    found.unwrap_or_else(|_| desired.clone())
+}
+
+/// The validated form of a disk of a run; it was validated when it came.
+pub fn validated(disk: &v1::DiskSpec) -> Option<Disk> {
+    Disk::new(&mut Violations::default(), "disk", disk)
+}
+
+/// Tells the DiskService which disks a VM has, in its spec or in its machine.
+pub fn hold_disks(host: &Host, record: &VmRecord) {
+    let spec = record.spec.as_ref();
+    let disks = spec.map(|spec| spec.disks.as_slice()).unwrap_or_default();
+    host.disks
+        .hold(&record.name, disks.iter().chain(running_disks(record)));
+}
+
+#[cfg(test)]
+mod tests;

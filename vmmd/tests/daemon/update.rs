@@ -1,0 +1,633 @@
+//! A VM's spec is changed: what a running machine takes over, what waits for a restart, and what is refused.
+
+use std::time::Duration;
+
+use proto::{
+    v1::{
+        self, ApplyMode, AttachmentPhase, ConditionStatus, DiskSpec, NicSpec, RateGroup, RateLimit, VmPhase,
+        nic_spec,
+    },
+    well_known,
+};
+use tonic::{Code, Status};
+use tonic_types::StatusExt;
+
+use crate::{
+    attach::{disk, names, phase},
+    console::Client,
+    harness::{Daemon, refusal, status, vm_pid},
+};
+
+fn milliseconds(milliseconds: i32) -> Option<well_known::Duration> {
+    Some(well_known::Duration {
+        seconds: 0,
+        nanos: milliseconds * 1_000_000,
+    })
+}
+
+fn request(vm: v1::Vm) -> v1::UpdateVmRequest {
+    v1::UpdateVmRequest {
+        vm: Some(vm),
+        ..Default::default()
+    }
+}
+
+impl Daemon {
+    async fn update(&self, request: v1::UpdateVmRequest) -> Result<v1::Vm, Status> {
+        Ok(self.client().update_vm(request).await?.into_inner().vm.unwrap())
+    }
+
+    /// Changes the manifest of a VM.
+    async fn change(&self, name: &str, change: impl FnOnce(&mut v1::VmSpec)) -> Result<v1::Vm, Status> {
+        self.update(request(self.changed(name, change).await)).await
+    }
+
+    async fn changed(&self, name: &str, change: impl FnOnce(&mut v1::VmSpec)) -> v1::Vm {
+        let there = self.get(name).await.unwrap();
+        let mut vm = self.manifest(name, "");
+        vm.metadata.as_mut().unwrap().labels = there.metadata.unwrap().labels;
+        vm.spec = there.spec;
+        change(vm.spec.as_mut().unwrap());
+        vm
+    }
+
+    /// What the mock's machine was built of.
+    async fn machine(&self, name: &str) -> String {
+        let mut console = Client::open(self, name).await;
+        console.type_in("machine\n").await;
+        let seen = console.expect(" nics=").await;
+        let seen = if seen.ends_with('\n') {
+            seen
+        } else {
+            seen + &console.expect("\n").await
+        };
+        let line = seen.lines().find(|line| line.starts_with("vcpus=")).unwrap();
+        line.to_owned()
+    }
+
+    async fn limit_of(&self, vm: &str, disk: &str) -> u64 {
+        let stats = self.stats(vm).await.unwrap();
+        stats.iter().find(|stats| stats.name == disk).unwrap().throttled
+    }
+}
+
+fn limit(bytes_per_second: u64) -> RateLimit {
+    RateLimit {
+        bytes_per_second,
+        ..Default::default()
+    }
+}
+
+fn cores(spec: &mut v1::VmSpec, cores: u32) {
+    spec.cpu.as_mut().unwrap().cores = cores;
+}
+
+/// `path: current -> desired`, and what is said to it.
+fn pending(vm: &v1::Vm) -> Vec<String> {
+    let changes = status(vm).pending_changes.iter();
+    changes
+        .map(|change| {
+            let v1::PendingChange {
+                path,
+                current,
+                desired,
+                ..
+            } = change;
+            format!("{path}: {current} -> {desired}")
+        })
+        .collect()
+}
+
+fn restart_required(vm: &v1::Vm) -> bool {
+    let mut conditions = status(vm).conditions.iter();
+    let condition = conditions
+        .find(|condition| condition.r#type == "RestartRequired")
+        .unwrap();
+    assert!(condition.transition_time.is_some());
+    condition.status() == ConditionStatus::True
+}
+
+fn generations(vm: &v1::Vm) -> (u64, u64) {
+    (
+        vm.metadata.as_ref().unwrap().generation,
+        status(vm).observed_generation,
+    )
+}
+
+async fn running_with_disk(daemon: &Daemon, options: &str) -> v1::Vm {
+    let mut vm = daemon.manifest("web", options);
+    let spec = vm.spec.as_mut().unwrap();
+    spec.rate_groups = vec![RateGroup {
+        name: "slow".into(),
+        limit: Some(limit(1 << 20)),
+    }];
+    let grouped = DiskSpec {
+        rate_group: "slow".into(),
+        ..disk(daemon, "grouped")
+    };
+    spec.disks = vec![disk(daemon, "root"), grouped];
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let known = |status: &v1::VmStatus| status.disks.iter().all(|disk| disk.capacity_bytes == 4096);
+    daemon.wait("web", known).await;
+    daemon.get("web").await.unwrap()
+}
+
+#[tokio::test]
+async fn limits_labels_and_the_run_policy_change_at_once() {
+    let daemon = Daemon::start().await;
+    running_with_disk(&daemon, "").await;
+    let mut vm = daemon
+        .changed("web", |spec| {
+            spec.disks[0].rate_limit = Some(limit(5000));
+            spec.rate_groups[0].limit = Some(limit(6000));
+            spec.set_run_policy(v1::RunPolicy::Manual);
+        })
+        .await;
+    let labels = &mut vm.metadata.as_mut().unwrap().labels;
+    labels.insert("tier".into(), "front".into());
+    let changed = daemon.update(request(vm.clone())).await.unwrap();
+    assert_eq!(pending(&changed), [""; 0]);
+    assert!(!restart_required(&changed));
+    assert_eq!(generations(&changed), (2, 2));
+    assert_eq!(changed.metadata.as_ref().unwrap().labels["tier"], "front");
+    assert_eq!(daemon.limit_of("web", "root").await, 5000);
+    assert_eq!(daemon.limit_of("web", "grouped").await, 6000);
+    // The same again changes nothing.
+    let again = daemon.update(request(vm)).await.unwrap();
+    assert_eq!((generations(&again), again.spec), ((2, 2), changed.spec));
+}
+
+#[tokio::test]
+async fn cores_wait_for_a_restart_and_outlive_the_daemon() {
+    let mut daemon = Daemon::start().await;
+    let started = daemon.run("web", "").await;
+    let changed = daemon.change("web", |spec| cores(spec, 4)).await.unwrap();
+    let expected = ["spec.cpu.cores: 1 -> 4"];
+    assert_eq!(pending(&changed), expected);
+    assert!(restart_required(&changed));
+    assert_eq!(generations(&changed), (2, 1));
+    daemon.kill_and_restart().await;
+    let found = daemon.get("web").await.unwrap();
+    assert_eq!(pending(&found), expected);
+    assert!(restart_required(&found));
+    assert_eq!((generations(&found), vm_pid(&found)), ((2, 1), vm_pid(&started)));
+    assert!(daemon.machine("web").await.starts_with("vcpus=1 "));
+    daemon.stop("web", None).await.unwrap();
+    let stopped = daemon.get("web").await.unwrap();
+    assert_eq!((pending(&stopped).len(), restart_required(&stopped)), (0, false));
+    let restarted = daemon.start_vm("web").await.unwrap();
+    assert_eq!(
+        (pending(&restarted).len(), restart_required(&restarted)),
+        (0, false)
+    );
+    assert_eq!(generations(&restarted), (2, 2));
+    assert!(daemon.machine("web").await.starts_with("vcpus=4 "));
+}
+
+#[tokio::test]
+async fn what_is_changed_back_needs_no_restart() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    daemon.change("web", |spec| cores(spec, 4)).await.unwrap();
+    let back = daemon.change("web", |spec| cores(spec, 1)).await.unwrap();
+    assert_eq!((pending(&back).len(), restart_required(&back)), (0, false));
+    assert_eq!(generations(&back), (3, 3));
+}
+
+#[tokio::test]
+async fn with_restart_the_machine_is_the_new_one_when_the_call_answers() {
+    let daemon = Daemon::start().await;
+    let before = running_with_disk(&daemon, "").await;
+    let restart = |vm| v1::UpdateVmRequest {
+        apply: ApplyMode::Restart.into(),
+        ..request(vm)
+    };
+    // Nothing is left that needs one.
+    let live = daemon
+        .changed("web", |spec| spec.disks[0].rate_limit = Some(limit(5000)))
+        .await;
+    let same = daemon.update(restart(live)).await.unwrap();
+    assert_eq!(vm_pid(&same), vm_pid(&before));
+    let both = daemon
+        .changed("web", |spec| {
+            cores(spec, 2);
+            spec.disks[0].rate_limit = Some(limit(6000));
+        })
+        .await;
+    let changed = daemon.update(restart(both)).await.unwrap();
+    assert_ne!(vm_pid(&changed), vm_pid(&before));
+    assert_eq!((pending(&changed).len(), generations(&changed)), (0, (3, 3)));
+    assert_eq!(status(&changed).phase(), VmPhase::Running);
+    assert!(daemon.machine("web").await.starts_with("vcpus=2 "));
+    assert_eq!(daemon.limit_of("web", "root").await, 6000);
+}
+
+#[tokio::test]
+async fn with_no_wait_the_answer_comes_when_the_restart_has_begun() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.power=ignore").await;
+    let vm = daemon.changed("web", |spec| cores(spec, 2)).await;
+    let asked = v1::UpdateVmRequest {
+        apply: ApplyMode::Restart.into(),
+        grace_period: Some(well_known::Duration {
+            seconds: 3600,
+            nanos: 0,
+        }),
+        no_wait: true,
+        ..request(vm)
+    };
+    let answered = daemon.client().update_vm(asked).await.unwrap().into_inner();
+    let operation = answered.operation.unwrap();
+    assert_eq!(operation.kind(), v1::OperationKind::Restart);
+    assert_eq!(status(&answered.vm.unwrap()).phase(), VmPhase::Stopping);
+    daemon.kill_vm("web").await.unwrap();
+}
+
+#[tokio::test]
+async fn a_run_policy_has_its_effect_when_it_is_set() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    daemon
+        .change("web", |spec| spec.set_run_policy(v1::RunPolicy::AlwaysOff))
+        .await
+        .unwrap();
+    daemon.wait_phase("web", VmPhase::Stopped).await;
+    let refused = daemon.start_vm("web").await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "RUN_POLICY".into()));
+}
+
+#[tokio::test]
+async fn a_dry_run_says_what_would_wait_and_changes_nothing() {
+    let daemon = Daemon::start().await;
+    running_with_disk(&daemon, "").await;
+    let before = daemon.get("web").await.unwrap();
+    let vm = daemon
+        .changed("web", |spec| {
+            cores(spec, 4);
+            spec.disks[0].rate_limit = Some(limit(5000));
+            spec.disks.push(disk(&daemon, "more"));
+        })
+        .await;
+    let dry = |vm| v1::UpdateVmRequest {
+        apply: ApplyMode::DryRun.into(),
+        ..request(vm)
+    };
+    let would_be = daemon.update(dry(vm.clone())).await.unwrap();
+    assert_eq!(pending(&would_be), ["spec.cpu.cores: 1 -> 4"]);
+    assert!(restart_required(&would_be));
+    assert_eq!(generations(&would_be), (2, 1));
+    assert_eq!(names(&would_be), ["root", "grouped", "more"]);
+    assert_eq!(daemon.get("web").await.unwrap(), before);
+    assert_eq!(daemon.limit_of("web", "root").await, 0);
+    assert_eq!(daemon.plugged("web").await, ["root", "grouped"]);
+    // What an update would be refused for, a dry run is too; and files are looked for.
+    let missing = daemon
+        .changed("web", |spec| {
+            spec.disks.push(DiskSpec {
+                path: "/nowhere.raw".into(),
+                ..disk(&daemon, "none")
+            });
+        })
+        .await;
+    let refused = daemon.update(dry(missing)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused:?}");
+}
+
+#[tokio::test]
+async fn a_generation_that_is_not_the_present_one_is_refused_with_both() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    daemon.change("web", |spec| cores(spec, 2)).await.unwrap();
+    let mut vm = daemon.changed("web", |spec| cores(spec, 4)).await;
+    let of_request = v1::UpdateVmRequest {
+        generation: 1,
+        ..request(vm.clone())
+    };
+    vm.metadata.as_mut().unwrap().generation = 3;
+    for (asked, other) in [(of_request, "not 1"), (request(vm.clone()), "not 3")] {
+        let refused = daemon.update(asked).await.unwrap_err();
+        assert_eq!(refusal(&refused), (Code::Aborted, "GENERATION_MISMATCH".into()));
+        assert!(refused.message().contains("generation 2"), "{refused:?}");
+        assert!(refused.message().contains(other), "{refused:?}");
+    }
+    vm.metadata.as_mut().unwrap().generation = 2;
+    let changed = daemon.update(request(vm)).await.unwrap();
+    assert_eq!(generations(&changed), (3, 1));
+}
+
+#[tokio::test]
+async fn of_two_updates_at_once_one_wins() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let with = |cores_: u32, generation| {
+        let daemon = &daemon;
+        async move {
+            let vm = daemon.changed("web", |spec| cores(spec, cores_)).await;
+            let asked = v1::UpdateVmRequest {
+                generation,
+                ..request(vm)
+            };
+            daemon.update(asked).await
+        }
+    };
+    let results: [_; 2] = tokio::join!(with(2, 1), with(4, 1)).into();
+    let refused: Vec<_> = results
+        .iter()
+        .filter_map(|result| result.as_ref().err())
+        .collect();
+    assert_eq!(refused.len(), 1, "{results:?}");
+    assert_eq!(refusal(refused[0]), (Code::Aborted, "GENERATION_MISMATCH".into()));
+    // Without generations both are carried out, one after the other.
+    let results = tokio::join!(with(6, 0), with(8, 0));
+    assert!(results.0.is_ok() && results.1.is_ok());
+    assert_eq!(generations(&daemon.get("web").await.unwrap()), (4, 1));
+}
+
+#[tokio::test]
+async fn everything_that_is_wrong_is_said_at_once_and_nothing_changes() {
+    let daemon = Daemon::start().await;
+    running_with_disk(&daemon, "").await;
+    let before = daemon.get("web").await.unwrap();
+    let mut vm = daemon
+        .changed("web", |spec| {
+            cores(spec, 0);
+            spec.memory.as_mut().unwrap().size_bytes = 1;
+            spec.disks[0].path = "relative".into();
+        })
+        .await;
+    vm.status = Some(v1::VmStatus::default());
+    let asked = v1::UpdateVmRequest {
+        apply: 9,
+        ..request(vm)
+    };
+    let refused = daemon.update(asked).await.unwrap_err();
+    let details = refused.get_error_details();
+    let fields = &details.bad_request().unwrap().field_violations;
+    let fields: Vec<_> = fields.iter().map(|violation| violation.field.as_str()).collect();
+    let expected = [
+        "apply",
+        "status",
+        "spec.cpu.cores",
+        "spec.memory.sizeBytes",
+        "spec.disks[0].path",
+    ];
+    assert_eq!(fields, expected);
+    // The name says which VM; the uid that it is the one that was meant.
+    daemon.create(daemon.manifest("db", "")).await.unwrap();
+    let mut renamed = daemon.changed("web", |_| {}).await;
+    let metadata = renamed.metadata.as_mut().unwrap();
+    metadata.uid = before.metadata.as_ref().unwrap().uid.clone();
+    metadata.name = "db".into();
+    let refused = daemon.update(request(renamed.clone())).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    assert!(refused.message().contains("can't be changed"), "{refused:?}");
+    renamed.metadata.as_mut().unwrap().name = "none".into();
+    let refused = daemon.update(request(renamed)).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::NotFound, "VM_NOT_FOUND".into()));
+    let greedy = daemon
+        .changed("web", |spec| {
+            spec.memory.as_mut().unwrap().size_bytes = 16 << 30;
+            spec.disks.push(DiskSpec {
+                disk: "none".into(),
+                path: String::new(),
+                ..disk(&daemon, "x")
+            });
+        })
+        .await;
+    let refused = daemon.update(request(greedy)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+    assert_eq!(daemon.get("web").await.unwrap(), before);
+}
+
+#[tokio::test]
+async fn a_stopped_vm_is_changed_for_its_next_start() {
+    let daemon = Daemon::start().await;
+    daemon.create(daemon.manifest("web", "")).await.unwrap();
+    let changed = daemon
+        .change("web", |spec| {
+            cores(spec, 2);
+            spec.disks.push(disk(&daemon, "data"));
+        })
+        .await
+        .unwrap();
+    assert_eq!((pending(&changed).len(), generations(&changed)), (0, (2, 0)));
+    assert_eq!(phase(status(&changed), "data"), Some(AttachmentPhase::Pending));
+    daemon.start_vm("web").await.unwrap();
+    assert!(daemon.machine("web").await.starts_with("vcpus=2 "));
+    assert_eq!(daemon.plugged("web").await, ["data"]);
+}
+
+#[tokio::test]
+async fn a_vm_on_its_way_down_is_changed_and_one_on_its_way_up_is_not() {
+    let daemon = Daemon::start().await;
+    daemon.run("down", "mock.power=ignore").await;
+    let (stopped, changed) = tokio::join!(daemon.stop("down", Some(Duration::from_secs(3600))), async {
+        daemon.wait_phase("down", VmPhase::Stopping).await;
+        let changed = daemon.change("down", |spec| cores(spec, 2)).await;
+        daemon.kill_vm("down").await.unwrap();
+        changed
+    });
+    stopped.unwrap();
+    assert_eq!(generations(&changed.unwrap()), (2, 1));
+    daemon.start_vm("down").await.unwrap();
+    assert!(daemon.machine("down").await.starts_with("vcpus=2 "));
+
+    daemon
+        .create(daemon.manifest("up", "mock.boot=hang"))
+        .await
+        .unwrap();
+    let (started, refused) = tokio::join!(daemon.start_vm("up"), async {
+        daemon.wait_phase("up", VmPhase::Starting).await;
+        let refused = daemon.change("up", |spec| cores(spec, 2)).await;
+        daemon.kill_vm("up").await.unwrap();
+        refused
+    });
+    started.unwrap_err();
+    let refused = refusal(&refused.unwrap_err());
+    assert_eq!(refused, (Code::FailedPrecondition, "BUSY".into()));
+}
+
+#[tokio::test]
+async fn disks_come_and_go_with_the_spec_while_the_vm_runs() {
+    let daemon = Daemon::start().await;
+    running_with_disk(&daemon, "").await;
+    let changed = daemon
+        .change("web", |spec| {
+            spec.disks.remove(0);
+            spec.disks.push(disk(&daemon, "data"));
+        })
+        .await
+        .unwrap();
+    assert_eq!((pending(&changed), generations(&changed)), (vec![], (2, 2)));
+    assert_eq!(daemon.plugged("web").await, ["grouped", "data"]);
+    let slots = |vm: &v1::Vm| -> Vec<_> {
+        let disks = status(vm).disks.iter();
+        disks.map(|disk| (disk.name.clone(), disk.pci_slot)).collect()
+    };
+    // "grouped" keeps its own; while both were there, "data" could not be where "root" was.
+    let expected = [("grouped".to_owned(), 11), ("data".to_owned(), 12)];
+    assert_eq!(slots(&changed), expected);
+    let restarted = {
+        daemon.stop("web", None).await.unwrap();
+        daemon.start_vm("web").await.unwrap()
+    };
+    assert_eq!(slots(&restarted), expected);
+}
+
+#[tokio::test]
+async fn a_disk_that_the_guest_keeps_is_pending_and_says_so_until_it_is_ejected() {
+    let mut daemon = Daemon::start().await;
+    running_with_disk(&daemon, "mock.eject=ignore").await;
+    let without = daemon.changed("web", |spec| drop(spec.disks.remove(0))).await;
+    let patient = |vm: v1::Vm| v1::UpdateVmRequest {
+        grace_period: milliseconds(50),
+        ..request(vm)
+    };
+    let kept = daemon.update(patient(without.clone())).await.unwrap();
+    assert_eq!(names(&kept), ["grouped"]);
+    assert_eq!(status(&kept).pending_changes.len(), 1);
+    let change = status(&kept).pending_changes[0].clone();
+    assert_eq!(
+        (change.path.as_str(), change.desired.as_str()),
+        ("spec.disks[root]", "")
+    );
+    assert!(change.current.contains("/root.raw"), "{change:?}");
+    assert!(change.message.contains("did not eject"), "{change:?}");
+    assert!(restart_required(&kept));
+    assert_eq!(generations(&kept), (2, 1));
+    assert_eq!(phase(status(&kept), "root"), Some(AttachmentPhase::Attached));
+    assert_eq!(daemon.plugged("web").await, ["root", "grouped"]);
+    // It is not taken from the guest by another daemon.
+    daemon.kill_and_restart().await;
+    let known = |status: &v1::VmStatus| status.disks.iter().all(|disk| disk.capacity_bytes == 4096);
+    daemon.wait("web", known).await;
+    assert_eq!(daemon.plugged("web").await, ["root", "grouped"]);
+    assert_eq!(pending(&daemon.get("web").await.unwrap()).len(), 1);
+    // The same manifest asks the guest again.
+    let again = daemon.update(patient(without)).await.unwrap();
+    assert_eq!((pending(&again).len(), generations(&again)), (1, (2, 1)));
+    let mut console = Client::open(&daemon, "web").await;
+    console.type_in("eject root\n").await;
+    let settled = |status: &v1::VmStatus| status.disks.len() == 1 && status.pending_changes.is_empty();
+    daemon.wait("web", settled).await;
+    let vm = daemon.get("web").await.unwrap();
+    assert_eq!((generations(&vm), restart_required(&vm)), ((2, 2), false));
+}
+
+#[tokio::test]
+async fn a_disk_that_comes_back_before_the_guest_ejected_it_stays() {
+    let daemon = Daemon::start().await;
+    running_with_disk(&daemon, "mock.eject=ignore").await;
+    let root = disk(&daemon, "root");
+    let without = daemon.changed("web", |spec| drop(spec.disks.remove(0))).await;
+    let kept = daemon
+        .update(v1::UpdateVmRequest {
+            grace_period: milliseconds(50),
+            ..request(without)
+        })
+        .await
+        .unwrap();
+    assert_eq!(pending(&kept).len(), 1);
+    let refused = daemon.attach("web", root.clone()).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "BUSY".into()));
+    let back = daemon.change("web", |spec| spec.disks.push(root)).await.unwrap();
+    assert_eq!((pending(&back).len(), generations(&back)), (0, (3, 3)));
+    let told = status(&back)
+        .disks
+        .iter()
+        .find(|disk| disk.name == "root")
+        .unwrap();
+    assert_eq!((told.pci_slot, told.message.as_str()), (10, ""));
+    // And force takes one from the machine that is no longer in the spec.
+    daemon
+        .update(v1::UpdateVmRequest {
+            grace_period: milliseconds(50),
+            ..request(daemon.changed("web", |spec| spec.disks.truncate(1)).await)
+        })
+        .await
+        .unwrap();
+    let gone = daemon.detach("web", "root", 0, true).await.unwrap();
+    assert_eq!((pending(&gone).len(), generations(&gone)), (0, (4, 4)));
+    assert_eq!(daemon.plugged("web").await, ["grouped"]);
+}
+
+#[tokio::test]
+async fn of_several_changes_one_that_fails_is_told_and_the_others_are_made() {
+    let daemon = Daemon::start().await;
+    running_with_disk(&daemon, "mock.limit=refuse").await;
+    let changed = daemon
+        .change("web", |spec| {
+            spec.disks[0].rate_limit = Some(limit(5000));
+            spec.disks.push(DiskSpec {
+                path: "/nowhere.raw".into(),
+                ..disk(&daemon, "bad")
+            });
+            spec.disks.push(disk(&daemon, "good"));
+        })
+        .await
+        .unwrap();
+    assert_eq!(daemon.plugged("web").await, ["root", "grouped", "good"]);
+    let said: Vec<_> = status(&changed)
+        .pending_changes
+        .iter()
+        .map(|change| (change.path.as_str(), change.message.is_empty()))
+        .collect();
+    assert_eq!(
+        said,
+        [("spec.disks[bad]", false), ("spec.disks[root].rateLimit", false)]
+    );
+    assert!(restart_required(&changed));
+    assert_eq!(phase(status(&changed), "bad"), Some(AttachmentPhase::Pending));
+    assert_eq!(generations(&changed), (2, 1));
+}
+
+#[tokio::test]
+async fn an_update_that_waits_for_the_guest_is_in_nobodys_way_and_ends_with_the_vm() {
+    let daemon = Daemon::start().await;
+    running_with_disk(&daemon, "mock.eject=ignore").await;
+    let without = daemon.changed("web", |spec| drop(spec.disks.remove(0))).await;
+    let (updated, ()) = tokio::join!(daemon.update(request(without)), async {
+        let detaching = |status: &v1::VmStatus| phase(status, "root") == Some(AttachmentPhase::Detaching);
+        let told = daemon.wait("web", detaching).await;
+        assert_eq!(told.pending_changes.len(), 0, "it is under way");
+        let other = daemon.change("web", |spec| cores(spec, 2)).await;
+        drop(other);
+        daemon.kill_vm("web").await.unwrap();
+    });
+    let vm = updated.unwrap();
+    assert_eq!(names(&vm), ["grouped"]);
+    daemon.start_vm("web").await.unwrap();
+    assert_eq!(daemon.plugged("web").await, ["grouped"]);
+}
+
+#[tokio::test]
+async fn hardware_addresses_never_move() {
+    let daemon = Daemon::start().await;
+    let nic = |name: &str| NicSpec {
+        name: name.into(),
+        attachment: Some(nic_spec::Attachment::Bridge("none0".into())),
+        ..Default::default()
+    };
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().nics = vec![nic("a"), nic("b")];
+    daemon.create(vm).await.unwrap();
+    let macs = |vm: &v1::Vm| -> Vec<_> {
+        let nics = status(vm).nics.iter();
+        nics.map(|nic| (nic.name.clone(), nic.mac.clone())).collect()
+    };
+    let before = macs(&daemon.get("web").await.unwrap());
+    let changed = daemon
+        .change("web", |spec| spec.nics = vec![nic("c"), nic("b")])
+        .await
+        .unwrap();
+    let after = macs(&changed);
+    assert_eq!((after[1].clone(), after.len()), (before[1].clone(), 2));
+    assert_ne!(after[0].1, before[1].1);
+    // The MAC that a VM has anyway is no change.
+    let said = daemon
+        .change("web", |spec| spec.nics[1].mac = before[1].1.to_uppercase())
+        .await
+        .unwrap();
+    assert_eq!(generations(&said), (2, 0));
+}
