@@ -4,10 +4,13 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use proto::v1::RunPolicy;
+
 use crate::manifest::quantity;
 
 pub mod disk;
 pub mod node;
+pub mod operation;
 pub mod resources;
 mod value;
 
@@ -124,7 +127,15 @@ pub enum Command {
         what: Edit,
     },
     /// Start stopped VMs.
-    Start(Names),
+    Start(Start),
+    /// Press the reset button of running VMs: their guests are not asked.
+    Reset(Names),
+    /// Do something with an operation.
+    Operation {
+        /// What.
+        #[command(subcommand)]
+        what: operation::Operation,
+    },
     /// Ask guests to power off; kill those that have not when the grace period ends.
     Stop(Stop),
     /// Stop VMs, then start them.
@@ -260,7 +271,7 @@ pub struct CreateVm {
         short,
         long = "filename",
         value_name = "FILE",
-        conflicts_with_all = ["kernel", "initrd", "cmdline", "cpus", "memory", "disks", "rate_groups", "nics", "labels"]
+        conflicts_with_all = ["kernel", "initrd", "cmdline", "cpus", "memory", "disks", "rate_groups", "nics", "run_policy", "labels"]
     )]
     pub files: Vec<PathBuf>,
     /// Kernel on the node: a bzImage, or an ELF with a PVH entry.
@@ -297,6 +308,10 @@ pub struct CreateVm {
     /// Network interface: bridge=br0 or tap=tap0 [,mac=52:54:00:12:34:56][,name=eth0].
     #[arg(long = "nic", value_name = "KEY=VALUE,…")]
     pub nics: Vec<String>,
+    /// When the node starts it by itself: always-on-unless-stopped (when not given), always-on, rerun-on-failure, manual,
+    /// always-off.
+    #[arg(long, value_name = "POLICY", value_parser = operation::run_policy)]
+    pub run_policy: Option<RunPolicy>,
     /// Label.
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,
@@ -320,6 +335,9 @@ pub enum Get {
     /// List the disks that vmmd keeps.
     #[command(visible_alias = "disks")]
     Disk(GetDisk),
+    /// List what takes long: what is under way, and what has ended in the last hour.
+    #[command(visible_alias = "operations")]
+    Operation(operation::GetOperation),
 }
 
 /// `get vm`.
@@ -422,9 +440,23 @@ pub struct Names {
     pub names: Vec<String>,
 }
 
+/// `start`.
+#[derive(Debug, Args)]
+pub struct Start {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub names: Names,
+    /// Do not wait for the end: print the operation that has begun.
+    #[arg(long)]
+    pub no_wait: bool,
+}
+
 /// How a guest is made to end.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct Ending {
+    /// Do not wait for the end: print the operation that has begun.
+    #[arg(long)]
+    pub no_wait: bool,
     /// How long guests may take to power off, at most 1h (60s when not given).
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub grace: Option<Duration>,
@@ -442,6 +474,9 @@ pub struct Stop {
     /// All VMs that run.
     #[arg(long, conflicts_with = "names")]
     pub all: bool,
+    /// The node goes down: VMs whose run policy starts them are started when it is up again.
+    #[arg(long)]
+    pub evacuate: bool,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub ending: Ending,
@@ -508,6 +543,9 @@ pub struct DeleteVm {
     /// Kill them first when they run.
     #[arg(long)]
     pub force: bool,
+    /// Do not wait for the end: print the operation that has begun.
+    #[arg(long)]
+    pub no_wait: bool,
     /// Do not fail for VMs that are not there.
     #[arg(long)]
     pub ignore_not_found: bool,

@@ -19,9 +19,14 @@ const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug)]
 pub enum Verb {
     /// Start it.
-    Start,
-    /// Stop it.
-    Stop(Ending),
+    Start {
+        /// Do not wait for the end.
+        no_wait: bool,
+    },
+    /// Stop it; because the node goes down.
+    Stop(Ending, bool),
+    /// Press its reset button.
+    Reset,
     /// Stop it, then start it.
     Restart(Ending),
     /// Hold its vCPUs.
@@ -34,6 +39,8 @@ pub enum Verb {
         force: bool,
         /// One that is not there is no failure.
         ignore_not_found: bool,
+        /// Do not wait for the end.
+        no_wait: bool,
     },
 }
 
@@ -65,7 +72,7 @@ pub async fn each(client: &Client, names: &[String], verb: &Verb) -> Result<(), 
 }
 
 /// Stops all VMs that have a process.
-pub async fn stop_all(client: &Client, ending: Ending) -> Result<(), Vec<Failure>> {
+pub async fn stop_all(client: &Client, ending: Ending, evacuate: bool) -> Result<(), Vec<Failure>> {
     let vms = client
         .list(v1::VmFilter::default())
         .await
@@ -78,43 +85,64 @@ pub async fn stop_all(client: &Client, ending: Ending) -> Result<(), Vec<Failure
         !matches!(phase, VmPhase::Pending | VmPhase::Stopped | VmPhase::Failed)
     });
     let names: Vec<_> = running.filter_map(|vm| Some(vm.metadata?.name)).collect();
-    each(client, &names, &Verb::Stop(ending)).await
+    each(client, &names, &Verb::Stop(ending, evacuate)).await
 }
 
 /// Does `verb` to one VM; the line to print, if any.
 async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>> {
     let owned = name.to_owned();
     let done = match *verb {
-        Verb::Start => {
+        Verb::Start { no_wait } => {
             let request = v1::StartVmRequest {
                 name: owned,
+                no_wait,
                 ..Default::default()
             };
-            send!(WORK, client.vms, start_vm, request)
-                .await
-                .map(|_| "started")
+            let answer = send!(WORK, client.vms, start_vm, request).await;
+            answer.map(|answer| told("started", "starting", no_wait, answer.operation))
         }
-        Verb::Stop(Ending { grace, force }) => {
+        Verb::Stop(
+            Ending {
+                grace,
+                force,
+                no_wait,
+            },
+            evacuate,
+        ) => {
             let request = v1::StopVmRequest {
                 name: owned,
                 grace_period: grace.map(Into::into),
                 force,
+                evacuate,
+                no_wait,
                 ..Default::default()
             };
-            send!(limit(grace), client.vms, stop_vm, request)
-                .await
-                .map(|_| "stopped")
+            let answer = send!(limit(grace), client.vms, stop_vm, request).await;
+            answer.map(|answer| told("stopped", "stopping", no_wait, answer.operation))
         }
-        Verb::Restart(Ending { grace, force }) => {
+        Verb::Restart(Ending {
+            grace,
+            force,
+            no_wait,
+        }) => {
             let request = v1::RestartVmRequest {
                 name: owned,
                 grace_period: grace.map(Into::into),
                 force,
+                no_wait,
                 ..Default::default()
             };
-            send!(limit(grace), client.vms, restart_vm, request)
+            let answer = send!(limit(grace), client.vms, restart_vm, request).await;
+            answer.map(|answer| told("restarted", "restarting", no_wait, answer.operation))
+        }
+        Verb::Reset => {
+            let request = v1::ResetVmRequest {
+                name: owned,
+                ..Default::default()
+            };
+            send!(QUICK, client.vms, reset_vm, request)
                 .await
-                .map(|_| "restarted")
+                .map(|_| "reset".to_owned())
         }
         Verb::Pause => send!(
             QUICK,
@@ -126,7 +154,7 @@ async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>>
             }
         )
         .await
-        .map(|_| "paused"),
+        .map(|_| "paused".to_owned()),
         Verb::Resume => send!(
             QUICK,
             client.vms,
@@ -137,25 +165,35 @@ async fn one(client: &Client, name: &str, verb: &Verb) -> Result<Option<String>>
             }
         )
         .await
-        .map(|_| "resumed"),
+        .map(|_| "resumed".to_owned()),
         Verb::Delete {
             force,
             ignore_not_found,
+            no_wait,
         } => {
             let request = v1::DeleteVmRequest {
                 name: owned,
                 force,
+                no_wait,
                 ..Default::default()
             };
             match send!(WORK, client.vms, delete_vm, request).await {
                 Err(failure) if ignore_not_found && failure.code == Code::NotFound => return Ok(None),
-                result => result.map(|_| "deleted"),
+                result => result.map(|answer| told("deleted", "deleting", no_wait, answer.operation)),
             }
         }
     };
     match done {
         Ok(done) => Ok(Some(format!("vm/{name} {done}"))),
         Err(failure) => Err(about_vm(failure, name)),
+    }
+}
+
+/// What was done; or, when that was not waited for, what has begun.
+fn told(done: &str, begun: &str, no_wait: bool, operation: Option<v1::Operation>) -> String {
+    match operation.filter(|_| no_wait) {
+        Some(operation) => format!("{begun} (operation/{})", operation.id),
+        None => done.to_owned(),
     }
 }
 

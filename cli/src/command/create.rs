@@ -84,6 +84,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             disks: disks.collect::<Result<_>>()?,
             nics: nics.collect::<Result<_>>()?,
             rate_groups: groups.collect::<Result<_>>()?,
+            run_policy: args.run_policy.unwrap_or_default().into(),
             ..Default::default()
         }),
         status: None,

@@ -11,13 +11,14 @@ mod edit;
 mod generate;
 mod get;
 mod node;
+mod operation;
 mod update;
 mod vm_disk;
 
 use crate::{
     args::{
         Cli, Command, Connection, Create, CreateVm, CreateWhat, DeleteVm, DeleteWhat, Describe, Edit, Get,
-        NodeOutput, Resize, disk::ResizeDisk,
+        NodeOutput, Resize, disk::ResizeDisk, operation::Operation,
     },
     client::Client,
     console,
@@ -98,6 +99,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Get { what } => match what {
             Get::Vm(args) => get::get(client, &args).await,
             Get::Disk(args) => disk::list(client, &args).await,
+            Get::Operation(args) => operation::get(client, &args).await.map_err(one),
         },
         Command::Describe { what } => match what {
             Describe::Vm(args) => get::describe(client, &args.names).await,
@@ -112,9 +114,19 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
             .map_err(disk_spec::in_options)
             .map_err(one),
         Command::Stats(args) => vm_disk::stats(client, &args).await,
-        Command::Start(args) => act::each(client, &args.names, &act::Verb::Start).await,
-        Command::Stop(args) if args.all => act::stop_all(client, args.ending).await,
-        Command::Stop(args) => act::each(client, &args.names, &act::Verb::Stop(args.ending)).await,
+        Command::Start(args) => {
+            let no_wait = args.no_wait;
+            act::each(client, &args.names.names, &act::Verb::Start { no_wait }).await
+        }
+        Command::Stop(args) if args.all => act::stop_all(client, args.ending, args.evacuate).await,
+        Command::Stop(args) => {
+            let verb = act::Verb::Stop(args.ending, args.evacuate);
+            act::each(client, &args.names, &verb).await
+        }
+        Command::Reset(args) => act::each(client, &args.names, &act::Verb::Reset).await,
+        Command::Operation {
+            what: Operation::Cancel { id },
+        } => operation::cancel(client, &id).await.map_err(one),
         Command::Restart(args) => {
             act::each(client, &args.names.names, &act::Verb::Restart(args.ending)).await
         }
@@ -150,6 +162,7 @@ async fn delete(client: &Client, args: &DeleteVm) -> Result<(), Vec<Failure>> {
     let verb = act::Verb::Delete {
         force: args.force,
         ignore_not_found: args.ignore_not_found,
+        no_wait: args.no_wait,
     };
     act::each(client, &args.names.names, &verb).await
 }

@@ -31,6 +31,12 @@ pub fn vm(vm: &v1::Vm, now: jiff::Timestamp) -> String {
     text.put("Since", &when(status.phase_time.as_ref(), now));
     text.put("Reason", &status.reason);
     text.put("Message", &status.message);
+    text.put("Operation", &status.operation);
+    let policy = vm.spec.as_ref().map(v1::VmSpec::run_policy).unwrap_or_default();
+    if policy != v1::RunPolicy::Unspecified {
+        text.put("Run policy", &camel(policy.as_str_name(), "RUN_POLICY_"));
+    }
+    restart(&mut text, &status);
     instance(&mut text, &status, now);
     spec(&mut text, &vm.spec.clone().unwrap_or_default(), &status);
     pending(&mut text, &status.pending_changes);
@@ -80,6 +86,36 @@ pub fn conditions(text: &mut Lines, conditions: &[v1::Condition], now: jiff::Tim
         vec!["TYPE", "STATUS", "REASON", "AGE", "MESSAGE"],
         &rows,
     );
+}
+
+/// Starts by the run policy, and what the runs were.
+fn restart(text: &mut Lines, status: &v1::VmStatus) {
+    if let Some(restart) = status.restart.as_ref().filter(|restart| restart.attempts > 0) {
+        text.put("Restarts", &format!("{} in a row", restart.attempts));
+    }
+    let next = status
+        .restart
+        .as_ref()
+        .and_then(|restart| restart.next_start_time.as_ref());
+    if next.is_some() {
+        text.put("Next start", &age::exact(next));
+    }
+    let Some(counts) = status.counts else { return };
+    let counted = [
+        (counts.starts, "starts"),
+        (counts.automatic_starts, "by the run policy"),
+        (counts.failed_starts, "failed"),
+        (counts.guest_shutdowns, "power-offs"),
+        (counts.guest_resets, "resets"),
+        (counts.guest_panics, "panics"),
+        (counts.guest_crashes, "crashes"),
+        (counts.vmm_errors, "errors of the vmm"),
+        (counts.out_of_memory, "out of memory"),
+        (counts.lost, "lost"),
+    ];
+    let counted = counted.into_iter().filter(|(count, _)| *count > 0);
+    let parts: Vec<_> = counted.map(|(count, what)| format!("{count} {what}")).collect();
+    text.put("Counts", &parts.join(", "));
 }
 
 fn instance(text: &mut Lines, status: &v1::VmStatus, now: jiff::Timestamp) {

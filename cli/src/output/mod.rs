@@ -4,6 +4,7 @@ pub mod age;
 pub mod describe;
 pub mod disk;
 pub mod node;
+pub mod operation;
 pub mod resources;
 pub mod stats;
 pub mod table;

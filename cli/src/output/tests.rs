@@ -314,3 +314,67 @@ fn rows_that_come_later_are_padded_to_the_columns_of_the_first() {
         "NAME        PHASE\nlong-name   Running\na           -"
     );
 }
+
+#[test]
+fn what_a_run_policy_does_and_has_done_is_described() {
+    let status = v1::VmStatus {
+        operation: "op-1".into(),
+        restart: Some(v1::RestartStatus {
+            attempts: 3,
+            next_start_time: ago(0),
+            back_off: None,
+        }),
+        counts: Some(v1::RunCounts {
+            starts: 4,
+            automatic_starts: 3,
+            guest_crashes: 4,
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    let vm = v1::Vm {
+        spec: Some(v1::VmSpec {
+            run_policy: v1::RunPolicy::RerunOnFailure.into(),
+            ..Default::default()
+        }),
+        status: Some(status),
+        ..Default::default()
+    };
+    let text = describe::vm(&vm, now());
+    for line in [
+        "Operation:       op-1",
+        "Run policy:      RerunOnFailure",
+        "Restarts:        3 in a row",
+        "Next start:      2027-",
+        "Counts:          4 starts, 3 by the run policy, 4 crashes",
+    ] {
+        assert!(text.contains(line), "{line}: {text}");
+    }
+}
+
+#[test]
+fn an_operation_is_a_row() {
+    let operation = v1::Operation {
+        id: "op-1".into(),
+        kind: v1::OperationKind::Stop.into(),
+        vm: "web".into(),
+        phase: v1::OperationPhase::InProgress.into(),
+        progress_percent: 50,
+        create_time: ago(5),
+        initiator: "uid 0".into(),
+        message: "ending the vmm process".into(),
+        ..Default::default()
+    };
+    let row = super::operation::row(&operation, now());
+    let expected = [
+        "op-1",
+        "Stop",
+        "web",
+        "InProgress",
+        "50%",
+        "5s",
+        "uid 0",
+        "ending the vmm process",
+    ];
+    assert_eq!(row, expected);
+}

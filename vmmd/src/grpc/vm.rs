@@ -59,6 +59,7 @@ impl Vms {
             Command::Life(Life {
                 grace: asked.grace,
                 deadline: asked.deadline,
+                evacuate: asked.evacuate,
                 ..Life::new(asked.context, asked.request, reply)
             })
         };
@@ -132,6 +133,7 @@ struct Asked {
     request: admission::Request,
     grace: Option<Duration>,
     deadline: Option<Duration>,
+    evacuate: bool,
 }
 
 impl Asked {
@@ -141,6 +143,7 @@ impl Asked {
             request,
             grace: None,
             deadline: None,
+            evacuate: false,
         }
     }
 }
@@ -268,6 +271,7 @@ impl VmService for Vms {
             let asked = Asked {
                 grace: grace(request.grace_period, request.force)?,
                 deadline: deadline(request.deadline)?,
+                evacuate: request.evacuate,
                 ..Asked::new(admission::Request::Stop, context)
             };
             let (vm, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;

@@ -268,3 +268,38 @@ async fn resets_of_a_guest_are_counted_over_all_runs() {
     end(&daemon, &vm, "reset");
     daemon.wait("web", resets(3)).await;
 }
+
+#[tokio::test]
+async fn a_vm_that_makes_room_for_the_nodes_shutdown_stays_wanted() {
+    let mut daemon = Daemon::configured(SHORT).await;
+    running(&daemon, "on", RunPolicy::AlwaysOn).await;
+    running(&daemon, "web", RunPolicy::AlwaysOnUnlessStopped).await;
+    running(&daemon, "manual", RunPolicy::Manual).await;
+    for name in ["on", "web", "manual"] {
+        let request = v1::StopVmRequest {
+            name: name.into(),
+            evacuate: true,
+            ..Default::default()
+        };
+        let stopped = daemon
+            .client()
+            .stop_vm(request)
+            .await
+            .unwrap()
+            .into_inner()
+            .vm
+            .unwrap();
+        assert_eq!(
+            (status(&stopped).phase(), waits(status(&stopped))),
+            (VmPhase::Stopped, false)
+        );
+    }
+    daemon.kill_and_restart().await;
+    for name in ["on", "web"] {
+        daemon.wait_phase(name, VmPhase::Running).await;
+    }
+    assert_eq!(
+        status(&daemon.get("manual").await.unwrap()).phase(),
+        VmPhase::Stopped
+    );
+}

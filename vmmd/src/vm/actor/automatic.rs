@@ -87,6 +87,14 @@ impl Actor {
         self.enforce_off();
     }
 
+    /// What the policy has in mind waits until the node takes VMs again, or is started anew.
+    pub(super) fn hold(&mut self) {
+        self.held |= self.timer.take().is_some();
+        if let Some(restart) = &mut self.record.restart {
+            (restart.next_ms, restart.back_off_ms) = (0, 0);
+        }
+    }
+
     /// The time has come.
     pub(super) async fn on_due(&mut self) {
         self.timer = None;

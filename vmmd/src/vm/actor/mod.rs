@@ -187,6 +187,8 @@ pub struct Actor {
     timer: Option<Instant>,
     /// The run policy would start it, but the node takes no VMs.
     held: bool,
+    /// The stop under way makes room: the run policy waits until the node takes VMs again.
+    evacuated: bool,
     /// When a reset by the guest was last told of.
     reset_told: Option<Instant>,
     disks: Attachments,
@@ -224,6 +226,7 @@ impl Actor {
             about: Default::default(),
             timer: None,
             held: false,
+            evacuated: false,
             reset_told: None,
             disks,
             mailbox,
@@ -341,8 +344,10 @@ impl Actor {
         }
         match verdict {
             Verdict::Done => {
-                if life.request == Request::Stop {
-                    self.forget_restart().await;
+                match life.request {
+                    Request::Stop if life.evacuate => self.hold(),
+                    Request::Stop => self.forget_restart().await,
+                    _ => {}
                 }
                 respond(life.reply, Ok(self.state()));
             }
@@ -376,6 +381,7 @@ impl Actor {
             OperationKind::Delete if down => flow = self.delete(operation, Vec::new()).await,
             OperationKind::Delete => self.begin_stop(None, operation, Then::Delete),
             _ => {
+                self.evacuated = life.evacuate;
                 if !life.evacuate {
                     self.intend(Intent::Stopped).await;
                 }

@@ -41,7 +41,7 @@ const RESET_MINOR: u32 = 2;
 impl Actor {
     pub(super) async fn begin_start(&mut self, operation: Handle) {
         self.timer = None;
-        self.held = false;
+        (self.held, self.evacuated) = (false, false);
         // Somebody wants it now: what went wrong before does not count.
         if operation.context().initiator != Initiator::RunPolicy {
             self.record.restart = None;

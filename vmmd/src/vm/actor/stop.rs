@@ -241,6 +241,9 @@ impl Actor {
         let deleting = then == Then::Delete;
         if then == Then::Stay {
             self.plan(Occasion::Ended(reason), ran_ms);
+            if std::mem::take(&mut self.evacuated) {
+                self.hold();
+            }
         }
         // The exit record stays where it is as long as it is nowhere else.
         if deleting || self.persist().await {

@@ -1,0 +1,64 @@
+//! `get operation` and `operation`.
+
+use clap::{Args, Subcommand};
+use proto::v1::RunPolicy;
+
+/// `get operation`.
+#[derive(Debug, Args)]
+pub struct GetOperation {
+    /// Only that with this id.
+    pub id: Option<String>,
+    /// Only those of this VM.
+    #[arg(long, conflicts_with = "id")]
+    pub vm: Option<String>,
+    /// Only those that have not ended.
+    #[arg(long, conflicts_with = "id")]
+    pub active: bool,
+    /// Go on printing the changes of the one that is named until it has ended.
+    #[arg(short, long, requires = "id")]
+    pub watch: bool,
+    /// Leave out the line with the columns' names.
+    #[arg(long)]
+    pub no_headers: bool,
+}
+
+/// `operation`.
+#[derive(Debug, Subcommand)]
+pub enum Operation {
+    /// End it early: a start leaves the VM stopped, a graceful stop leaves it running.
+    Cancel {
+        /// Its id, as `get operation` shows it.
+        id: String,
+    },
+}
+
+/// A run policy: `manual` or `RUN_POLICY_MANUAL`.
+pub fn run_policy(text: &str) -> Result<RunPolicy, String> {
+    let word = text.to_ascii_uppercase().replace('-', "_");
+    let name = format!("RUN_POLICY_{}", word.trim_start_matches("RUN_POLICY_"));
+    RunPolicy::from_str_name(&name)
+        .filter(|policy| *policy != RunPolicy::Unspecified)
+        .ok_or_else(|| {
+            "must be one of always-on-unless-stopped, always-on, rerun-on-failure, manual, always-off".into()
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_policy_is_read_in_both_ways_of_writing() {
+        for (text, policy) in [
+            ("manual", RunPolicy::Manual),
+            ("always-on", RunPolicy::AlwaysOn),
+            ("ALWAYS_OFF", RunPolicy::AlwaysOff),
+            ("RUN_POLICY_RERUN_ON_FAILURE", RunPolicy::RerunOnFailure),
+        ] {
+            assert_eq!(run_policy(text), Ok(policy));
+        }
+        for wrong in ["", "unspecified", "never"] {
+            assert!(run_policy(wrong).is_err(), "{wrong}");
+        }
+    }
+}
