@@ -194,7 +194,7 @@ macro_rules! changes {
 }
 
 changes! {
-    CreateVmRequest, DeleteVmRequest, StartVmRequest, StopVmRequest, RestartVmRequest, PauseVmRequest, ResumeVmRequest,
+    CreateVmRequest, UpdateVmRequest, DeleteVmRequest, StartVmRequest, StopVmRequest, RestartVmRequest, PauseVmRequest, ResumeVmRequest,
     ResetVmRequest,
     AttachDiskRequest, DetachDiskRequest, ResizeVmDiskRequest, SetRateLimitRequest,
     CreateDiskRequest, ResizeDiskRequest, DeleteDiskRequest,

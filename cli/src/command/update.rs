@@ -6,7 +6,7 @@ use proto::v1::{self, ApplyMode, VmPhase};
 
 use super::difference;
 use crate::{
-    client::{Client, DISKS, WORK, about_vm, call, empty_answer},
+    client::{Client, DISKS, WORK, about_vm, empty_answer, send},
     failure::Result,
 };
 
@@ -48,7 +48,7 @@ pub async fn update(client: &Client, wanted: v1::Vm, there: &v1::Vm, how: How) -
         ..Default::default()
     };
     let limit = how.grace.unwrap_or(DEFAULT_GRACE) + WORK;
-    let answer = call(limit, client.vms.clone().update_vm(request)).await;
+    let answer = send!(limit, client.vms, update_vm, request).await;
     let answer = answer.map_err(|failure| match &*failure.reason {
         "DISK_NOT_FOUND" => failure.about("vm", &name).hint(DISKS),
         _ => about_vm(failure, &name),
