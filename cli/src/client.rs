@@ -4,8 +4,9 @@ use std::{fmt, future::Future, io, path::Path, sync::Arc, time::Duration};
 
 use hyper_util::rt::TokioIo;
 use proto::v1::{
-    self, disk_service_client::DiskServiceClient, node_service_client::NodeServiceClient,
-    operation_service_client::OperationServiceClient, vm_service_client::VmServiceClient,
+    self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
+    node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
+    vm_service_client::VmServiceClient,
 };
 use tokio::net::UnixStream;
 use tonic::{
@@ -45,6 +46,8 @@ pub struct Client {
     pub disks: DiskServiceClient<Channel>,
     /// Its node.
     pub nodes: NodeServiceClient<Channel>,
+    /// What has happened on it.
+    pub events: EventServiceClient<Channel>,
     /// What takes long there.
     pub operations: OperationServiceClient<Channel>,
 }
@@ -60,6 +63,7 @@ impl Client {
             vms: VmServiceClient::new(channel.clone()),
             disks: DiskServiceClient::new(channel.clone()),
             nodes: NodeServiceClient::new(channel.clone()),
+            events: EventServiceClient::new(channel.clone()),
             operations: OperationServiceClient::new(channel),
         })
     }
@@ -105,6 +109,32 @@ impl Client {
     pub async fn list_disks(&self) -> Result<Vec<v1::Disk>> {
         let request = v1::ListDisksRequest {};
         Ok(call(QUICK, self.disks.clone().list_disks(request)).await?.disks)
+    }
+
+    /// What a running VM uses and has done.
+    pub async fn stats(&self, name: &str) -> Result<v1::VmStats> {
+        let request = v1::GetVmStatsRequest {
+            name: name.to_owned(),
+        };
+        let response = call(QUICK, self.vms.clone().get_vm_stats(request)).await;
+        let stats = response.map_err(|failure| about_vm(failure, name))?.stats;
+        stats.ok_or_else(empty_answer)
+    }
+
+    /// The newest events of a VM.
+    pub async fn events_of(&self, vm: &str, limit: u32) -> Result<Vec<v1::Event>> {
+        let filter = v1::EventFilter {
+            object_kind: "Vm".into(),
+            object_name: vm.to_owned(),
+            ..Default::default()
+        };
+        let request = v1::ListEventsRequest {
+            filter: Some(filter),
+            limit,
+        };
+        Ok(call(QUICK, self.events.clone().list_events(request))
+            .await?
+            .events)
     }
 
     /// The node.

@@ -63,6 +63,8 @@ pub struct Config {
     pub pressure: Pressure,
     /// What sizes VMs may have; any when there are none.
     pub sizing: Vec<sizing::Policy>,
+    /// Figures for Prometheus.
+    pub metrics: Metrics,
 }
 
 /// How long starts by a run policy wait after a failure or the end of a run, in milliseconds.
@@ -85,6 +87,14 @@ impl Default for Restart {
             reset_after_ms: 600_000,
         }
     }
+}
+
+/// Where figures for Prometheus are told.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Metrics {
+    /// `127.0.0.1:9753`, or the absolute path of a UNIX socket. Nowhere by default. Whoever reaches it reads the figures.
+    pub listen: Option<String>,
 }
 
 /// A range of user ids that nothing else on the node uses; each living VM has one of its own.
@@ -126,6 +136,7 @@ impl Default for Config {
             reserved: Reserved::default(),
             pressure: Pressure::default(),
             sizing: Vec::new(),
+            metrics: Metrics::default(),
         }
     }
 }
@@ -214,6 +225,13 @@ impl Config {
                 return refuse("sizing", &format!("number {number}: {problem}"));
             }
         }
+        let listen = self.metrics.listen.as_deref().unwrap_or("/");
+        if !listen.starts_with('/') && listen.parse::<std::net::SocketAddr>().is_err() {
+            return refuse(
+                "metrics.listen",
+                "must be an address with a port such as 127.0.0.1:9753, or an absolute path",
+            );
+        }
         // uid 0 is root; u32::MAX is "unchanged" to setresuid(2).
         let UidRange { first, count } = self.vm_uids;
         if first == 0 || count == 0 || first.checked_add(count).is_none() {
@@ -293,6 +311,7 @@ mod tests {
             ("vm_uids = { first = 0 }", "vm_uids"),
             ("restart = { first_ms = 0 }", "restart"),
             ("restart = { first_ms = 10, max_ms = 9 }", "restart"),
+            ("metrics = { listen = 'localhost' }", "metrics.listen"),
             ("vm_uids = { count = 0 }", "vm_uids"),
             ("vm_uids = { first = 4294967290 }", "vm_uids"),
             ("limits = { handshakes = 0 }", "limits.handshakes"),

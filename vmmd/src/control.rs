@@ -13,8 +13,9 @@ use std::{
 
 use proto::{
     vmm::{
-        DiskStats, Error as RemoteError, Event, GetDiskStats, Hello, HelloReply, Message, Request, Response,
-        Status, message::Kind, request::Op, response::Result as Outcome,
+        DiskStats, Error as RemoteError, ErrorKind, Event, GetDiskStats, GetMachineStats, Hello, HelloReply,
+        MachineStats, Message, Request, Response, Status, message::Kind, request::Op,
+        response::Result as Outcome,
     },
     wire,
 };
@@ -130,6 +131,19 @@ impl Client {
         match self.call(Op::GetDiskStats(GetDiskStats {}), &[]).await? {
             Outcome::DiskStats(reply) => Ok(reply.disks),
             _ => Err(Error::Unexpected("something else than its disks")),
+        }
+    }
+
+    /// All counters of the machine. A `vmm` of before minor version 2 tells those of its disks alone.
+    pub async fn machine_stats(&self) -> Result<MachineStats, Error> {
+        match self.call(Op::GetMachineStats(GetMachineStats {}), &[]).await {
+            Ok(Outcome::MachineStats(stats)) => Ok(stats),
+            Err(Error::Refused(error)) if error.kind() == ErrorKind::Invalid => Ok(MachineStats {
+                disks: self.disk_stats().await?,
+                ..MachineStats::default()
+            }),
+            Err(error) => Err(error),
+            Ok(_) => Err(Error::Unexpected("something else than its counters")),
         }
     }
 
@@ -265,7 +279,7 @@ fn dispatch(shared: &Shared, message: Message, events: &mpsc::Sender<Event>) {
 mod tests {
     use std::os::unix::net::{UnixListener, UnixStream as StdStream};
 
-    use proto::vmm::{ErrorKind, GetStatus, GuestReset, event};
+    use proto::vmm::{GetStatus, GuestReset, event};
 
     use super::*;
 

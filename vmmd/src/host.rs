@@ -17,7 +17,7 @@ use crate::{
     request::Requests,
     store::Store,
     text,
-    vm::{files::Sources, table::Table},
+    vm::{clients::Clients, files::Sources, table::Table},
 };
 
 /// The node as the VM actors and the services see it.
@@ -41,6 +41,8 @@ pub struct Host {
     pub links: Links,
     /// All VMs.
     pub table: Table,
+    /// For asking their `vmm` processes what no actor has to know of.
+    pub clients: Clients,
     /// Disks of the DiskService.
     pub disks: Registry,
     /// Requests with an id.

@@ -18,6 +18,7 @@ mod host;
 mod init_certs;
 mod ledger;
 mod lock;
+mod metrics;
 mod network;
 mod node;
 #[allow(dead_code, reason = "being built")]
@@ -25,6 +26,7 @@ mod operation;
 mod paths;
 mod request;
 mod service;
+mod stats;
 mod store;
 mod sys;
 mod text;
@@ -140,6 +142,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         cgroups,
         links: Links::connect().context("connect to the kernel's network configuration")?,
         table: vm::table::Table::new(records.history),
+        clients: vm::clients::Clients::default(),
         disks: disk::Registry::default(),
         requests: request::Requests::default(),
         events: event::Events::open(&config.state_dir, &boot_id),
@@ -163,6 +166,11 @@ async fn run(config: Config) -> anyhow::Result<()> {
     vm::reconcile::reconcile(&host, records.vms).await;
     let socket = Socket::bind(&host.config.socket(), host.config.socket_group.as_deref())
         .with_context(|| format!("API socket {}", host.config.socket().display()))?;
+    if let Some(listen) = &host.config.metrics.listen {
+        let listener = metrics::Listener::bind(listen).await;
+        let listener = listener.with_context(|| format!("listen for Prometheus on {listen}"))?;
+        tokio::spawn(listener.serve(Arc::clone(&host)));
+    }
     let audit = Arc::new(Audit::open(host.config.audit_log.as_deref()).context("open the audit log")?);
     let tcp = listen(&host).await?;
     let serving = tokio::spawn(grpc::serve(Arc::clone(&host), socket, tcp, Arc::clone(&audit)));

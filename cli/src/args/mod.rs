@@ -10,6 +10,7 @@ use crate::manifest::quantity;
 
 pub mod disk;
 pub mod node;
+pub mod observe;
 pub mod operation;
 pub mod resources;
 mod value;
@@ -158,8 +159,16 @@ pub enum Command {
     },
     /// Change how much may flow through a disk of a VM, or through a group of them.
     Limit(Limit),
-    /// Show what the disks of a running VM have done: requests, bytes, errors, latency.
+    /// Show what a running VM uses and has done: processors, memory, NICs, disks with their latencies.
     Stats(Stats),
+    /// Show what running VMs use of the node, again and again.
+    Top(observe::Top),
+    /// Show what has happened on the node.
+    Events(observe::Events),
+    /// Print what a guest wrote to its serial port, or the log of its vmm.
+    Logs(observe::Logs),
+    /// Collect everything about a VM into one archive, for whoever is to find out what is wrong.
+    Diagnose(observe::Diagnose),
     /// Attach the terminal to a VM's serial console; ^] leaves.
     Console(Console),
     /// Show the node (capacity, what is committed, conditions), take it out of use and back, ask whether a VM fits.

@@ -15,6 +15,9 @@ use crate::{
 /// How often a watch is taken up again without an event in between.
 const TRIES: u32 = 5;
 
+/// As many events are in the description of a VM.
+const LAST_EVENTS: u32 = 10;
+
 /// Lists VMs once, or watches them.
 pub async fn get(client: &Client, args: &GetVm) -> Result<(), Vec<Failure>> {
     if args.watch {
@@ -56,7 +59,17 @@ pub async fn describe(client: &Client, names: &[String]) -> Result<(), Vec<Failu
     let mut failures = Vec::new();
     let vms = named(client, names, &mut failures).await;
     let now = jiff::Timestamp::now();
-    let texts: Vec<_> = vms.iter().map(|vm| output::describe::vm(vm, now)).collect();
+    let mut texts = Vec::new();
+    for vm in &vms {
+        let mut text = output::describe::Lines(output::describe::vm(vm, now));
+        // A daemon of before them says what it does without.
+        if let Ok(events) = client.events_of(name(vm), LAST_EVENTS).await {
+            let rows: Vec<_> = events.iter().map(output::event::row).collect();
+            let columns = vec!["TIME", "SEVERITY", "OBJECT", "REASON", "MESSAGE"];
+            text.list("Last events", columns, &rows);
+        }
+        texts.push(text.0);
+    }
     output::print(&texts.join("\n")).map_err(|failure| vec![failure])?;
     super::all(failures)
 }

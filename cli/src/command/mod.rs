@@ -4,14 +4,18 @@ mod act;
 mod apply;
 mod config;
 mod create;
+mod diagnose;
 mod difference;
 mod disk;
 mod disk_spec;
 mod edit;
+mod events;
 mod generate;
 mod get;
+mod logs;
 mod node;
 mod operation;
+mod top;
 mod update;
 mod vm_disk;
 
@@ -113,6 +117,10 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
             .await
             .map_err(disk_spec::in_options)
             .map_err(one),
+        Command::Top(args) => top::top(client, &args).await.map_err(one),
+        Command::Events(args) => events::events(client, &args).await.map_err(one),
+        Command::Logs(args) => logs::logs(client, &args).await.map_err(one),
+        Command::Diagnose(args) => diagnose::diagnose(client, &args).await.map_err(one),
         Command::Stats(args) => vm_disk::stats(client, &args).await,
         Command::Start(args) => {
             let no_wait = args.no_wait;

@@ -171,6 +171,9 @@ async fn present(client: &Client, vm: &str, target: &Target) -> Result<v1::RateL
 
 /// Prints what a VM's disks have done.
 pub async fn stats(client: &Client, args: &Stats) -> Result<(), Vec<Failure>> {
+    if args.disks.is_empty() {
+        return vm_stats(client, args).await.map_err(super::one);
+    }
     let request = v1::GetVmDiskStatsRequest { vm: args.vm.clone() };
     let answer = call(QUICK, client.vms.clone().get_vm_disk_stats(request)).await;
     let mut stats = answer.map_err(|failure| vec![about_vm(failure, &args.vm)])?;
@@ -180,9 +183,7 @@ pub async fn stats(client: &Client, args: &Stats) -> Result<(), Vec<Failure>> {
         Failure::new(Code::NotFound, message).hint(disks_of(&args.vm))
     });
     let failures = missing.collect();
-    if !args.disks.is_empty() {
-        stats.disks.retain(|disk| args.disks.contains(&disk.name));
-    }
+    stats.disks.retain(|disk| args.disks.contains(&disk.name));
     let print = || match args.output {
         None if stats.disks.is_empty() => Ok(()),
         None => output::print(&output::stats::table(&stats.disks)),
@@ -190,10 +191,17 @@ pub async fn stats(client: &Client, args: &Stats) -> Result<(), Vec<Failure>> {
         Some(NodeOutput::Json) => output::line(format!("{:#}", emit::json(&stats)?)),
     };
     print().map_err(super::one)?;
-    if stats.disks.is_empty() && args.disks.is_empty() && args.output.is_none() {
-        eprintln!("vm/{} has no disks.", args.vm);
-    }
     super::all(failures)
+}
+
+/// Prints what the VM as a whole has done.
+async fn vm_stats(client: &Client, args: &Stats) -> Result<()> {
+    let stats = client.stats(&args.vm).await?;
+    match args.output {
+        None => output::print(&output::stats::vm(&stats)),
+        Some(NodeOutput::Yaml) => output::print(&emit::yaml(&stats, schema::VM_STATS)?),
+        Some(NodeOutput::Json) => output::line(format!("{:#}", emit::json(&stats)?)),
+    }
 }
 
 /// Adds to a failure about a VM's disk the command that helps.

@@ -14,6 +14,8 @@ pub const VM: &str = ".vmmd.v1.Vm";
 pub const DISK: &str = "disk manifest";
 /// Counters of a VM's disks.
 pub const DISK_STATS: &str = ".vmmd.v1.GetVmDiskStatsResponse";
+/// All counters of a VM.
+pub const VM_STATS: &str = ".vmmd.v1.VmStats";
 /// The node's description.
 pub const NODE: &str = ".vmmd.v1.Node";
 

@@ -3,11 +3,13 @@
 pub mod age;
 pub mod describe;
 pub mod disk;
+pub mod event;
 pub mod node;
 pub mod operation;
 pub mod resources;
 pub mod stats;
 pub mod table;
+pub mod top;
 pub mod vm;
 
 #[cfg(test)]

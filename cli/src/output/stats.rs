@@ -2,10 +2,69 @@
 
 use std::time::Duration;
 
-use proto::v1::{DiskOperationStats, DiskStats};
+use proto::{
+    v1::{DiskOperationStats, DiskStats, VmStats},
+    well_known,
+};
 
-use super::table::Table;
+use super::{describe::Lines, table::Table};
 use crate::manifest::quantity;
+
+/// Everything that a VM counts.
+pub fn vm(stats: &VmStats) -> String {
+    let mut text = Lines::default();
+    let cpu = stats.cpu.clone().unwrap_or_default();
+    let time = |time: Option<well_known::Duration>| {
+        short(Duration::try_from(time.unwrap_or_default()).unwrap_or_default())
+    };
+    text.put("Name", &stats.name);
+    text.put("CPU user", &time(cpu.user_time));
+    text.put("CPU system", &time(cpu.system_time));
+    text.put("CPU throttled", &time(cpu.throttled_time));
+    let memory = stats.memory.unwrap_or_default();
+    text.put("Memory", &quantity::show(memory.size_bytes));
+    text.put("  Used", &quantity::show(memory.used_bytes));
+    if memory.limit_bytes != 0 {
+        text.put("  Limit", &quantity::show(memory.limit_bytes));
+    }
+    if let Some(balloon) = memory.balloon {
+        text.put("  Balloon", &quantity::show(balloon.actual_bytes));
+        text.put("  Balloon target", &quantity::show(balloon.target_bytes));
+    }
+    let vcpus = cpu
+        .vcpus
+        .iter()
+        .map(|vcpu| vec![vcpu.index.to_string(), time(vcpu.time), time(vcpu.steal_time)]);
+    text.list("vCPUs", vec!["VCPU", "TIME", "STEAL"], &vcpus.collect::<Vec<_>>());
+    let mut exits: Vec<_> = cpu.exits.iter().filter(|(_, count)| **count > 0).collect();
+    exits.sort();
+    let exits = exits
+        .into_iter()
+        .map(|(name, count)| vec![name.clone(), count.to_string()]);
+    text.list("KVM", vec!["COUNTER", "COUNT"], &exits.collect::<Vec<_>>());
+    let nics = stats.nics.iter().map(|nic| {
+        vec![
+            nic.name.clone(),
+            nic.received_packets.to_string(),
+            quantity::show(nic.received_bytes),
+            nic.received_dropped.to_string(),
+            nic.sent_packets.to_string(),
+            quantity::show(nic.sent_bytes),
+            nic.sent_dropped.to_string(),
+        ]
+    });
+    let headers = vec!["NIC", "RECEIVED", "BYTES", "DROPPED", "SENT", "BYTES", "DROPPED"];
+    text.list("NICs", headers, &nics.collect::<Vec<_>>());
+    if stats.disks.is_empty() {
+        text.put("Disks", "none");
+    } else {
+        text.title("Disks");
+        for line in table(&stats.disks).lines() {
+            text.0.push_str(&format!("  {line}\n"));
+        }
+    }
+    text.0
+}
 
 /// One row for each disk as a whole, and one for each kind of request that there was.
 pub fn table(disks: &[DiskStats]) -> String {

@@ -4,6 +4,7 @@ mod alone;
 mod console;
 mod disks;
 mod node;
+mod observe;
 mod support;
 mod tls;
 mod verbs;

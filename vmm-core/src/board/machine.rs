@@ -6,16 +6,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use devices::{component::Component, interrupt::IrqLine, pci::PciRoot, serial::SerialPort};
+use devices::{
+    component::Component, interrupt::IrqLine, pci::PciRoot, serial::SerialPort, virtio::net::NetStats,
+};
 use proto::{
     model::disk::RateLimit,
     vmm::{self, ErrorKind},
 };
 use tracing::{error, warn};
 
-use super::{boot::Entry, disks::Disks, image::Image};
+use super::{boot::Entry, disks::Disks, image::Image, stats};
 use crate::{
-    kvm::{AddressSpaces, Clock, IrqChipState, Vm},
+    kvm::{AddressSpaces, Clock, IrqChipState, StatsReader, Vm},
     lifecycle::{self, Detached, Failure, LimitTarget},
     memory::GuestRam,
     vcpu::Vcpus,
@@ -31,12 +33,15 @@ pub struct Machine {
     pub(super) components: Vec<Box<dyn Component>>,
     pub(super) disks: Disks,
     pub(super) serial: SerialPort,
+    /// What each NIC counts, by its name.
+    pub(super) nics: Vec<(String, Arc<NetStats>)>,
     pub(super) pci: Arc<PciRoot>,
     pub(super) spaces: AddressSpaces,
     pub(super) power_button: Arc<dyn IrqLine>,
     pub(super) image: Image,
     pub(super) ram: GuestRam,
     pub(super) vm: Arc<Vm>,
+    pub(super) vm_stats: Option<StatsReader>,
     /// The interrupt controllers after power-on.
     pub(super) irqchip: IrqChipState,
     /// kvmclock at the pause.
@@ -182,6 +187,10 @@ impl lifecycle::Machine for Machine {
 
     fn disk_stats(&self) -> Vec<vmm::DiskStats> {
         self.disks.stats()
+    }
+
+    fn stats(&self) -> vmm::MachineStats {
+        stats::of(self)
     }
 
     fn holds_requests(&self) -> bool {

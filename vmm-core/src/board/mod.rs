@@ -11,6 +11,7 @@ mod disks;
 pub mod image;
 pub mod machine;
 pub mod smbios;
+mod stats;
 
 use devices::bus::BusError;
 use proto::vmm::ErrorKind;

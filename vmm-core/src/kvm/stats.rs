@@ -24,6 +24,8 @@ pub struct Stat {
     pub name: String,
     /// Since the VM's start, or now, by kind of figure.
     pub value: u64,
+    /// It counts from the VM's start on.
+    pub cumulative: bool,
 }
 
 /// Reads figures, without disturbing the guest, from any thread. What they are is asked for at the first read.
@@ -38,6 +40,7 @@ struct Field {
     name: String,
     /// In the file.
     offset: u64,
+    cumulative: bool,
 }
 
 /// The kernel names statistics with at most 47 characters and has about 60 of them; what claims more is not a
@@ -83,6 +86,7 @@ impl StatsReader {
             Some(Stat {
                 name: field.name.clone(),
                 value: u64::from_ne_bytes(*data.get(at..)?.first_chunk()?),
+                cumulative: field.cumulative,
             })
         };
         Ok(fields.iter().filter_map(value).collect())
@@ -121,6 +125,7 @@ fn describe(file: &impl FileExt) -> io::Result<Vec<Field>> {
         fields.push(Field {
             name: String::from_utf8_lossy(name).into_owned(),
             offset: u64::from(data).saturating_add(offset.into()),
+            cumulative: flags & KVM_STATS_TYPE_MASK == KVM_STATS_TYPE_CUMULATIVE,
         });
     }
     Ok(fields)

@@ -11,7 +11,7 @@ use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec};
 use tracing::{debug, info, warn};
 
 use super::{
-    Builder, Failure, Input, Machine, Notice, Notifier, Request, Token,
+    Answer, Builder, Failure, Input, Machine, Notice, Notifier, Request, Token,
     admission::{Action, Admission, State, admit},
     publisher::{Audience, Publisher, exit_record},
 };
@@ -147,7 +147,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             | Request::DetachDisk { .. }
             | Request::ResizeDisk { .. }
             | Request::SetRateLimit { .. }
-            | Request::GetDiskStats => Action::Disk,
+            | Request::GetDiskStats
+            | Request::GetMachineStats => Action::Disk,
         };
         let result = match admit(self.publisher.state(), action) {
             Admission::Already => Ok(()),
@@ -176,7 +177,13 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 }
                 Request::GetDiskStats => {
                     let stats = self.machine().map(|it| it.disk_stats()).unwrap_or_default();
-                    self.publisher.reply_stats(token, stats);
+                    self.publisher.reply_with(token, Answer::DiskStats(stats));
+                    return Next::GoOn;
+                }
+                Request::GetMachineStats => {
+                    let stats = self.machine().map(|it| it.stats()).unwrap_or_default();
+                    self.publisher
+                        .reply_with(token, Answer::MachineStats(Box::new(stats)));
                     return Next::GoOn;
                 }
             },

@@ -9,7 +9,7 @@ use std::{os::fd::OwnedFd, sync::mpsc::Sender};
 
 use proto::{
     model::disk::RateLimit,
-    vmm::{Disk, DiskStats, ErrorKind, MachineSpec, Status},
+    vmm::{Disk, DiskStats, ErrorKind, MachineSpec, MachineStats, Status},
 };
 
 /// Names a request, so that its answer finds the way back; the asker chooses it.
@@ -84,6 +84,8 @@ pub enum Request {
     },
     /// Asks for the counters of all disks.
     GetDiskStats,
+    /// Asks for all counters.
+    GetMachineStats,
 }
 
 /// What has a rate limit.
@@ -102,6 +104,8 @@ pub enum Answer {
     Status(Status),
     /// Counters of the disks, in order of their slots.
     DiskStats(Vec<DiskStats>),
+    /// All counters.
+    MachineStats(Box<MachineStats>),
 }
 
 /// A disk that is gone: its image is closed and unlocked.
@@ -218,6 +222,8 @@ pub trait Machine {
     fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure>;
     /// Counters of all disks.
     fn disk_stats(&self) -> Vec<DiskStats>;
+    /// All counters.
+    fn stats(&self) -> MachineStats;
     /// Whether a disk keeps requests that failed ([`Notice::DiskHeld`]).
     fn holds_requests(&self) -> bool;
     /// Stops the vCPUs and lets the devices finish and flush what they took. There is no way back.

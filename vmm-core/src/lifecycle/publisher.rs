@@ -3,8 +3,8 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use proto::vmm::{
-    DeviceError, DiskDetached, DiskStats, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset,
-    PauseReason, StateChanged, Status, event::Kind,
+    DeviceError, DiskDetached, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset, PauseReason,
+    StateChanged, Status, event::Kind,
 };
 
 use super::{Answer, Detached, Failure, Token, admission::State};
@@ -108,8 +108,8 @@ impl<A: Audience> Publisher<A> {
     }
 
     /// Answers a request for counters.
-    pub fn reply_stats(&self, token: Token, disks: Vec<DiskStats>) {
-        self.audience.reply(token, Ok(Answer::DiskStats(disks)));
+    pub fn reply_with(&self, token: Token, counters: Answer) {
+        self.audience.reply(token, Ok(counters));
     }
 
     fn send(&self, kind: Kind) {

@@ -112,6 +112,13 @@ impl Machine for TestMachine {
         }]
     }
 
+    fn stats(&self) -> MachineStats {
+        MachineStats {
+            disks: self.disk_stats(),
+            ..MachineStats::default()
+        }
+    }
+
     fn holds_requests(&self) -> bool {
         self.holds.load(Ordering::SeqCst)
     }
@@ -179,6 +186,9 @@ impl Audience for Log {
 
     fn reply(&self, token: Token, answer: Result<Answer, Failure>) {
         self.add(match answer {
+            Ok(Answer::MachineStats(stats)) => {
+                format!("{} all stats of {}", token.request, stats.disks[0].name)
+            }
             Ok(Answer::DiskStats(disks)) => format!("{} stats of {}", token.request, disks[0].name),
             Ok(Answer::Status(status)) => {
                 format!("{} ok {:?} {}", token.request, status.state(), status.name)
@@ -555,18 +565,20 @@ fn sizes_limits_and_counters_reach_the_machine() {
                 },
             ),
             request(4, Request::GetDiskStats),
+            request(6, Request::GetMachineStats),
             request(5, Request::Stop),
         ],
         |_| (),
     );
     assert_eq!(
-        log[3..8],
+        log[3..9],
         [
             "resize data Some(4096)",
             "2 ok Running web",
             "limit Group(\"slow\") 100",
             "3 ok Running web",
             "4 stats of data",
+            "6 all stats of data",
         ]
     );
 }

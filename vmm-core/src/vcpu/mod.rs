@@ -15,6 +15,7 @@
 //! - A parked vCPU has no access half done.
 //! - No lock is held while waiting for a vCPU.
 
+mod schedule;
 #[cfg(test)]
 mod tests;
 mod thread;
@@ -28,6 +29,7 @@ use std::{
 use kvm_bindings::{CpuId, kvm_regs, kvm_sregs};
 
 use crate::kvm::{AddressSpaces, Crash, KvmError, StatsReader, Vcpu, Vm, install_handler, interrupt};
+pub use schedule::ThreadTimes;
 use thread::{Call, Shared, VcpuThread};
 
 /// Something that a vCPU tells the machine. Sent from the vCPU's thread, with no lock held.
@@ -220,6 +222,14 @@ impl Vcpus {
     /// KVM's statistics of each vCPU, readable while it runs; none on kernels before 5.14.
     pub fn stats(&self) -> impl Iterator<Item = Option<&StatsReader>> {
         self.handles.iter().map(|handle| handle.stats.as_ref())
+    }
+
+    /// Times of the threads of all vCPUs, readable while they run; zeros where the kernel does not tell them.
+    pub fn times(&self) -> impl Iterator<Item = ThreadTimes> {
+        self.handles.iter().map(|handle| {
+            let times = handle.shared.schedule.get().map(schedule::Schedule::read);
+            times.and_then(Result::ok).unwrap_or_default()
+        })
     }
 
     /// What left KVM for this process so far, of each vCPU.

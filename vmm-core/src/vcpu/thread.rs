@@ -3,7 +3,7 @@
 use std::{
     io,
     sync::{
-        Arc, Condvar, Mutex, PoisonError,
+        Arc, Condvar, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
         mpsc,
     },
@@ -13,7 +13,7 @@ use std::{
 use devices::bus::Effect;
 use kvm_bindings::CpuId;
 
-use super::{ExitCounts, Outside, Report, ReportKind};
+use super::{ExitCounts, Outside, Report, ReportKind, schedule::Schedule};
 use crate::kvm::{Exit, Kicker, KvmError, Vcpu, VcpuState};
 
 /// Device models are shallow; what is not touched costs nothing.
@@ -45,6 +45,8 @@ pub(super) struct Shared {
     /// Written by the thread only.
     accesses: AtomicU64,
     interruptions: AtomicU64,
+    /// What the scheduler has given to the thread; set when that begins.
+    pub(super) schedule: OnceLock<Schedule>,
 }
 
 impl Shared {
@@ -55,6 +57,7 @@ impl Shared {
             changed: Condvar::new(),
             accesses: AtomicU64::new(0),
             interruptions: AtomicU64::new(0),
+            schedule: OnceLock::new(),
         }
     }
 
@@ -152,6 +155,9 @@ impl VcpuThread {
             .name(format!("vcpu-{}", self.index))
             .stack_size(STACK_BYTES)
             .spawn(move || {
+                if let Ok(schedule) = Schedule::of_this_thread() {
+                    let _ = farewell.0.schedule.set(schedule);
+                }
                 let _farewell = farewell;
                 self.serve(&calls);
             })

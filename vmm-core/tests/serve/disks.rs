@@ -3,8 +3,8 @@
 use std::fs::{File, OpenOptions};
 
 use proto::vmm::{
-    DetachDisk, ErrorKind, GetDiskStats, Pause, ResizeDisk, Resume, State, Stop, event, request::Op,
-    response::Result as Answer,
+    DetachDisk, ErrorKind, GetDiskStats, GetMachineStats, Pause, ResizeDisk, Resume, State, Stop, event,
+    request::Op, response::Result as Answer,
 };
 
 use crate::{boot, guest, kind, process::Client, process::Vmm, state};
@@ -36,6 +36,29 @@ fn capacities(client: &mut Client) -> Vec<(String, u64)> {
         }
         other => panic!("{other:?}"),
     }
+}
+
+#[test]
+fn a_machine_counts_its_exits_and_the_time_of_its_vcpus() {
+    let dir = tempfile::tempdir().unwrap();
+    let vmm = Vmm::start();
+    let mut client = vmm.client();
+    let stats = Op::GetMachineStats(GetMachineStats {});
+    assert_eq!(kind(&client.ask(stats.clone())), ErrorKind::State);
+    boot(&mut client, &guest::program(guest::HALT));
+    client.attach(&image(&dir, "a"), "a", 5);
+    client.ask(Op::Pause(Pause {}));
+    let Answer::MachineStats(stats) = client.ask(stats) else {
+        panic!("no counters");
+    };
+    assert_eq!(stats.vcpus.len(), 1);
+    assert!(stats.vcpus[0].time_ns > 0, "{stats:?}");
+    assert!(
+        stats.exits.get("exits").is_some_and(|exits| *exits > 0),
+        "{stats:?}"
+    );
+    assert_eq!(stats.disks.len(), 1);
+    client.ask(Op::Stop(Stop {}));
 }
 
 #[test]

@@ -106,6 +106,7 @@ pub const RULES: &[Rule] = {
         Rule::new("vmmd.v1.VmService/SetRateLimit", Operator).changes(VM),
         Rule::new("vmmd.v1.VmService/SetMemoryTarget", Operator).changes(VM),
         // What the guest prints, and its keyboard.
+        Rule::new("vmmd.v1.VmService/GetVmLogs", Operator),
         Rule::new("vmmd.v1.VmService/Console", Operator)
             .changes(OPENED_VM)
             .stream(),

@@ -191,6 +191,11 @@ impl Group {
         usage::read(&self.dir)
     }
 
+    /// The content of one of its files, if that is there.
+    pub fn read(&self, file: &str) -> Option<String> {
+        fs::read_to_string(self.dir.join(file)).ok()
+    }
+
     /// Processes in it.
     pub fn processes(&self) -> Vec<u32> {
         let text = fs::read_to_string(self.dir.join("cgroup.procs")).unwrap_or_default();

@@ -14,6 +14,7 @@ mod history;
 mod journal;
 
 use std::{
+    collections::BTreeMap,
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
@@ -74,6 +75,8 @@ struct Inner {
     /// `None` when it can't be written: then events live as long as the daemon.
     journal: Option<Journal>,
     flood: Flood,
+    /// By reason, since the daemon's start.
+    counts: BTreeMap<String, u64>,
 }
 
 impl Object {
@@ -168,6 +171,7 @@ impl Events {
             history,
             journal,
             flood: Flood::default(),
+            counts: BTreeMap::new(),
         };
         Self {
             shared: Arc::new(Shared {
@@ -203,6 +207,11 @@ impl Events {
         })
     }
 
+    /// How many there were since the daemon's start, by reason.
+    pub fn counts(&self) -> BTreeMap<String, u64> {
+        self.shared.lock().counts.clone()
+    }
+
     /// Writes what the kernel still has in memory to the disk: the last act of a daemon that ends as it should. Blocking.
     pub fn close(&self) {
         let mut inner = self.shared.lock();
@@ -225,6 +234,7 @@ impl Shared {
     fn emit(self: &Arc<Self>, draft: Draft) {
         log(&draft);
         let mut inner = self.lock();
+        *inner.counts.entry(draft.reason.clone()).or_default() += 1;
         match inner.flood.take(draft) {
             flood::Verdict::Tell(draft) => inner.add(draft.into_event(1)),
             flood::Verdict::Hold { first: false } => return,

@@ -8,6 +8,7 @@ mod error;
 mod event;
 mod filter;
 mod list;
+mod logs;
 mod mask;
 mod node;
 mod operation;

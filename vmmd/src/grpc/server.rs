@@ -28,6 +28,7 @@ use super::{
 use crate::{
     auth::{Audit, Bounds, Guard},
     host::Host,
+    metrics::Counted,
     tls,
 };
 
@@ -130,6 +131,7 @@ async fn serve_on<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
         .http2_max_local_error_reset_streams(Some(MAX_ERROR_RESETS))
         .http2_keepalive_interval(keepalive)
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
+        .layer(tower::layer::layer_fn(Counted::new))
         .layer(guard.clone())
         .add_routes(routes.clone())
         .serve_with_incoming_shutdown(ReceiverStream::new(incoming), stopping.clone().cancelled_owned());

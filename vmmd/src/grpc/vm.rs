@@ -10,14 +10,14 @@ use proto::{
 use tokio::sync::oneshot;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{console, list, update, watch};
+use super::{console, list, logs, update, watch};
 use crate::{
     context::Context,
     control,
     failure::{Failure, Kind},
     host::Host,
     request::once,
-    text,
+    stats, text,
     vm::{self, Answer, Command, DiskRequest, Life, Reply, Target, admission, table::Entry},
 };
 
@@ -466,9 +466,22 @@ impl VmService for Vms {
 
     async fn get_vm_stats(
         &self,
-        _: Request<v1::GetVmStatsRequest>,
+        request: Request<v1::GetVmStatsRequest>,
     ) -> Result<Response<v1::GetVmStatsResponse>, Status> {
-        Err(Failure::unimplemented("count").into())
+        let name = &request.get_ref().name;
+        let stats = Some(stats::of(&self.host, name, &self.find(name)?).await?);
+        Ok(Response::new(v1::GetVmStatsResponse { stats }))
+    }
+
+    type GetVmLogsStream = logs::Stream;
+
+    async fn get_vm_logs(
+        &self,
+        request: Request<v1::GetVmLogsRequest>,
+    ) -> Result<Response<Self::GetVmLogsStream>, Status> {
+        let entry = self.find(&request.get_ref().name)?;
+        let stream = logs::open(&self.host, entry.uid, request.get_ref()).await?;
+        Ok(Response::new(stream))
     }
 
     async fn set_memory_target(

@@ -12,6 +12,10 @@ use std::{
     fs::File,
     io,
     path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
 };
 
@@ -111,6 +115,7 @@ enum Job {
 #[derive(Clone, Debug)]
 pub struct Store {
     jobs: mpsc::Sender<Job>,
+    commits: Arc<AtomicU64>,
 }
 
 impl Store {
@@ -129,11 +134,18 @@ impl Store {
             ..records
         };
         let (jobs, receiver) = mpsc::channel(BATCH);
+        let commits = Arc::<AtomicU64>::default();
+        let counter = Arc::clone(&commits);
         thread::Builder::new()
             .name("store".into())
-            .spawn(move || serve(&path, database, receiver))
+            .spawn(move || serve(&path, database, receiver, &counter))
             .map_err(|error| Error::Failed("start the store's thread", error.to_string()))?;
-        Ok((Self { jobs }, records))
+        Ok((Self { jobs, commits }, records))
+    }
+
+    /// Transactions that were made durable since it was opened.
+    pub fn commits(&self) -> u64 {
+        self.commits.load(Ordering::Relaxed)
     }
 
     /// Writes a VM's record, new or changed. Durable on return.
@@ -212,7 +224,7 @@ impl Store {
     }
 }
 
-fn serve(path: &Path, database: Database, mut jobs: mpsc::Receiver<Job>) {
+fn serve(path: &Path, database: Database, mut jobs: mpsc::Receiver<Job>, commits: &AtomicU64) {
     let mut database = Some(database);
     let mut batch = Vec::new();
     while jobs.blocking_recv_many(&mut batch, BATCH) > 0 {
@@ -232,7 +244,10 @@ fn serve(path: &Path, database: Database, mut jobs: mpsc::Receiver<Job>) {
             commit(path, &mut database, &changes)
         };
         match written {
-            Ok(()) => replies.into_iter().for_each(|reply| drop(reply.send(Ok(())))),
+            Ok(()) => {
+                commits.fetch_add(u64::from(!replies.is_empty()), Ordering::Relaxed);
+                replies.into_iter().for_each(|reply| drop(reply.send(Ok(()))));
+            }
             Err(error) => {
                 tracing::error!(%error, "the store could not be written; nothing was changed");
                 database = None;

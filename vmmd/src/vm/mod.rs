@@ -3,6 +3,7 @@
 mod actor;
 pub mod admission;
 pub mod change;
+pub mod clients;
 mod create;
 mod describe;
 pub mod ending;

@@ -7,7 +7,8 @@ use std::{
 
 use proto::vmm::{
     AttachDisk, DetachDisk, Disk, DiskDetached, DiskStats, DiskStatsReply, Error, ErrorKind, ImageFormat,
-    OperationStats, ResizeDisk, SetRateLimit, event, response::Result as Outcome, set_rate_limit::Target,
+    MachineStats, NicStats, OperationStats, ResizeDisk, SetRateLimit, VcpuStats, event,
+    response::Result as Outcome, set_rate_limit::Target,
 };
 
 use crate::guest::Guest;
@@ -170,6 +171,35 @@ pub fn stats(guest: &Guest) -> Option<Outcome> {
     }
     let disks = guest.disks().iter().map(Plugged::stats).collect();
     Some(Outcome::DiskStats(DiskStatsReply { disks }))
+}
+
+/// As [`stats`], with numbers that tests know.
+pub fn machine_stats(guest: &Guest) -> Option<Outcome> {
+    match guest.option("mock.stats").as_deref() {
+        Some("refuse" | "old") => return refuse(ErrorKind::Invalid, "unknown request"),
+        Some("hang") => return None,
+        _ => {}
+    }
+    let exits = [("exits", 1000), ("io_exits", 400), ("halt_exits", 7)];
+    Some(Outcome::MachineStats(MachineStats {
+        vcpus: vec![VcpuStats {
+            index: 0,
+            time_ns: 2_500_000_000,
+            wait_ns: 250_000_000,
+        }],
+        exits: exits.map(|(name, count)| (name.to_owned(), count)).into(),
+        nics: vec![NicStats {
+            name: "eth0".into(),
+            received_packets: 1,
+            received_bytes: 2,
+            received_dropped: 3,
+            sent_packets: 4,
+            sent_bytes: 5,
+            sent_dropped: 6,
+        }],
+        balloon: None,
+        disks: guest.disks().iter().map(Plugged::stats).collect(),
+    }))
 }
 
 fn refuse(kind: ErrorKind, message: &str) -> Option<Outcome> {

@@ -1,6 +1,7 @@
 //! A daemon made for these tests: its services on a UNIX socket, with VMs and disks in maps.
 
 mod disk;
+mod observe;
 mod update;
 
 use std::{
@@ -13,6 +14,7 @@ use std::{
 use proto::v1::{
     self, VmPhase, WatchEventType, console_request, console_response,
     disk_service_server::DiskServiceServer,
+    event_service_server::EventServiceServer,
     node_service_server::{NodeService, NodeServiceServer},
     vm_service_server::{VmService, VmServiceServer},
 };
@@ -32,6 +34,8 @@ pub struct State {
     calls: Arc<Mutex<Vec<String>>>,
     ids: Arc<Mutex<Vec<String>>>,
     changes: broadcast::Sender<v1::WatchVmsResponse>,
+    events: broadcast::Sender<v1::Event>,
+    samples: Arc<Mutex<u64>>,
 }
 
 /// A daemon that listens until it is dropped.
@@ -57,6 +61,8 @@ impl Daemon {
             calls: Arc::default(),
             ids: Arc::default(),
             changes: broadcast::channel(64).0,
+            events: broadcast::channel(64).0,
+            samples: Arc::default(),
         };
         let listener = {
             let _inside = runtime.enter();
@@ -65,6 +71,7 @@ impl Daemon {
         let server = tonic::transport::Server::builder()
             .add_service(VmServiceServer::new(state.clone()))
             .add_service(DiskServiceServer::new(state.clone()))
+            .add_service(EventServiceServer::new(state.clone()))
             .add_service(NodeServiceServer::new(state.clone()));
         runtime.spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));
         Self {
@@ -470,8 +477,15 @@ impl VmService for State {
         Err(Status::unimplemented("reset_vm"))
     }
 
-    async fn get_vm_stats(&self, _: Request<v1::GetVmStatsRequest>) -> Answer<v1::GetVmStatsResponse> {
-        Err(Status::unimplemented("get_vm_stats"))
+    async fn get_vm_stats(&self, request: Request<v1::GetVmStatsRequest>) -> Answer<v1::GetVmStatsResponse> {
+        let stats = Some(self.all_stats(&request.into_inner().name)?);
+        Ok(Response::new(v1::GetVmStatsResponse { stats }))
+    }
+
+    type GetVmLogsStream = Events<v1::GetVmLogsResponse>;
+
+    async fn get_vm_logs(&self, request: Request<v1::GetVmLogsRequest>) -> Answer<Self::GetVmLogsStream> {
+        self.logs(&request.into_inner())
     }
 
     async fn set_memory_target(

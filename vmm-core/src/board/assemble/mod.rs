@@ -26,6 +26,7 @@ use devices::{
     virtio::{
         device::VirtioDevice,
         fault::{DeviceEvent, EventSink, LogLimit},
+        net::NetStats,
         transport::{Parts, VirtioPciDevice},
     },
 };
@@ -108,6 +109,7 @@ struct Assembly {
     hotplug: Arc<HotPlug>,
     sockets: Sockets,
     components: Vec<Box<dyn Component>>,
+    nics: Vec<(String, Arc<NetStats>)>,
 }
 
 /// What virtio devices are built with and put into, when the machine is built and later.
@@ -164,6 +166,7 @@ impl Assembly {
             spaces,
             hotplug,
             components: Vec::new(),
+            nics: Vec::new(),
         })
     }
 
@@ -198,12 +201,14 @@ impl Assembly {
             components: self.components,
             disks,
             serial,
+            nics: self.nics,
             pci: self.sockets.pci,
             spaces: self.spaces,
             power_button,
             image,
             ram: self.ram,
             irqchip,
+            vm_stats: self.vm.stats(),
             vm: self.vm,
             paused_clock: None,
             on_reset: Box::new(move || panicked.store(false, Ordering::Relaxed)),

@@ -19,5 +19,6 @@ pub(super) fn build(assembly: &mut Assembly, spec: &model::machine::Nic) -> Resu
         message: format!("{name}: {}", with_causes(&error)),
     })?;
     let device = Net::new(Box::new(tap), &spec.name, spec.mac.octets(), spec.mtu);
+    assembly.nics.push((spec.name.to_string(), device.stats()));
     assembly.add_virtio(&name, spec.slot, Box::new(device))
 }

@@ -481,6 +481,8 @@ impl Actor {
             Work::Start(start) => start.operation.id().to_owned(),
             Work::None | Work::Change(_) => String::new(),
         };
+        let client = self.instance.as_ref().and_then(Instance::client);
+        self.host.clients.set(self.uid, client);
         let instance = self.instance.as_ref();
         let vm = self.view.describe(
             &self.host,

@@ -28,6 +28,7 @@ pub(super) fn request(op: Op, fds: Vec<OwnedFd>) -> Result<Request, &'static str
             limit: (&set.limit.ok_or("SetRateLimit without a limit")?).into(),
         },
         Op::GetDiskStats(_) => Request::GetDiskStats,
+        Op::GetMachineStats(_) => Request::GetMachineStats,
         _ => return Err("unknown request"),
     })
 }

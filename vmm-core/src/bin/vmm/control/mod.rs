@@ -4,6 +4,7 @@
 
 mod connection;
 mod disk;
+mod trace;
 
 use std::{
     collections::BTreeMap,
@@ -51,7 +52,13 @@ const MAX_UNDER_WAY: usize = 16;
 const BACKLOG: i32 = 16;
 
 /// What this program can do beyond the first version of the protocol.
-const FEATURES: [&str; 4] = ["disk-hotplug", "disk-resize", "disk-limits", "disk-stats"];
+const FEATURES: [&str; 5] = [
+    "disk-hotplug",
+    "disk-resize",
+    "disk-limits",
+    "disk-stats",
+    "machine-stats",
+];
 
 /// Descriptors that are waited for besides the connections'.
 const FIXED_FDS: usize = 3;
@@ -231,6 +238,7 @@ impl Server {
                         Ok(lifecycle::Answer::DiskStats(disks)) => {
                             Answer::DiskStats(DiskStatsReply { disks })
                         }
+                        Ok(lifecycle::Answer::MachineStats(stats)) => Answer::MachineStats(*stats),
                         Err(failure) => error(failure.kind, failure.message),
                     };
                     self.respond(token, answer);
@@ -326,6 +334,9 @@ impl Server {
             connection: number,
             request: request.id,
         };
+        if let Some(op) = request.op.as_ref().filter(|_| !request.trace_id.is_empty()) {
+            info!(trace_id = request.trace_id, op = trace::name(op), "asked");
+        }
         let request = match request.op {
             Some(Op::Hello(hello)) => return self.hello(token, hello.major),
             _ if !connection.greeted => {

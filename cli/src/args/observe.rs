@@ -1,0 +1,85 @@
+//! The command line of what is for looking at a node and its VMs.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::{Args, ValueEnum};
+
+use super::duration;
+
+/// `events`.
+#[derive(Debug, Args)]
+pub struct Events {
+    /// Go on printing events as they happen, over restarts of vmmd too.
+    #[arg(short, long)]
+    pub watch: bool,
+    /// Only those of this VM.
+    #[arg(long, value_name = "NAME")]
+    pub vm: Option<String>,
+    /// Only those at least this severe.
+    #[arg(long, value_enum)]
+    pub severity: Option<Severity>,
+    /// As many of the newest at most.
+    #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub limit: u32,
+    /// How to print them: one JSON document a line.
+    #[arg(short, long, value_enum)]
+    pub output: Option<LineOutput>,
+}
+
+/// How severe an event is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Severity {
+    /// Anything.
+    Normal,
+    /// What somebody should look at.
+    Warning,
+}
+
+/// How a stream of things is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LineOutput {
+    /// Canonical JSON, one document a line.
+    Json,
+}
+
+/// `top`.
+#[derive(Debug, Args)]
+pub struct Top {
+    /// Only these VMs; all that run when none is named.
+    pub names: Vec<String>,
+    /// Print the table once, from two samples, and end; the default when the output is no terminal.
+    #[arg(short = '1', long)]
+    pub once: bool,
+    /// Time between two samples.
+    #[arg(short, long, value_name = "DURATION", default_value = "2s", value_parser = duration)]
+    pub interval: Duration,
+}
+
+/// `logs`.
+#[derive(Debug, Args)]
+pub struct Logs {
+    /// Name of the VM.
+    pub name: String,
+    /// Go on printing what is added.
+    #[arg(short, long)]
+    pub follow: bool,
+    /// What the guest wrote to its serial port (when nothing is said).
+    #[arg(long, conflicts_with = "vmm")]
+    pub serial: bool,
+    /// What the vmm process that runs it had to say.
+    #[arg(long)]
+    pub vmm: bool,
+    /// Of the run before the last one.
+    #[arg(long, conflicts_with = "follow")]
+    pub previous: bool,
+}
+
+/// `diagnose`.
+#[derive(Debug, Args)]
+pub struct Diagnose {
+    /// Name of the VM.
+    pub name: String,
+    /// Archive to write, a .tar.gz; it must not exist.
+    #[arg(short, long, value_name = "FILE")]
+    pub output: PathBuf,
+}

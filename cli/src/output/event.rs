@@ -1,0 +1,31 @@
+//! Events as a table.
+
+use proto::v1;
+
+use super::{age, table::Table, vm::camel};
+
+/// One with the columns of [`row`].
+pub fn table() -> Table {
+    Table::new(vec!["TIME", "SEVERITY", "OBJECT", "REASON", "MESSAGE"])
+}
+
+/// An event as a row.
+pub fn row(event: &v1::Event) -> Vec<String> {
+    let kind = event.object_kind.to_lowercase();
+    let object = if event.object_name.is_empty() {
+        kind
+    } else {
+        format!("{kind}/{}", event.object_name)
+    };
+    let message = match event.count {
+        0 | 1 => event.message.clone(),
+        count => format!("{} ({count} times)", event.message),
+    };
+    vec![
+        age::exact(event.time.as_ref()),
+        camel(event.severity().as_str_name(), "EVENT_SEVERITY_"),
+        object,
+        event.reason.clone(),
+        message,
+    ]
+}

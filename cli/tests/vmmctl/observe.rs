@@ -1,0 +1,153 @@
+//! What happened, what VMs use, and what is kept for finding out why.
+
+use std::{
+    collections::BTreeMap,
+    io::{BufRead as _, BufReader, Read as _},
+    process::{Command, Stdio},
+};
+
+use proto::v1::VmPhase;
+
+use crate::support::Daemon;
+
+fn with_vm() -> Daemon {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Running, &[]);
+    daemon
+}
+
+fn run(daemon: &Daemon, args: &str) -> (i32, String, String) {
+    let output = daemon.vmmctl().args(args.split(' ')).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (
+        output.status.code().unwrap(),
+        text(output.stdout),
+        text(output.stderr),
+    )
+}
+
+#[test]
+fn events_are_a_table_or_a_document_a_line() {
+    let daemon = with_vm();
+    insta::assert_snapshot!(run(&daemon, "events").1, @r#"
+TIME                   SEVERITY   OBJECT   REASON       MESSAGE
+2023-11-14T22:13:21Z   Normal     vm/web   Started      what happened was Started
+2023-11-14T22:13:22Z   Warning    vm/web   GuestPanic   what happened was GuestPanic (2 times)
+"#);
+    let warnings = run(&daemon, "events --severity warning -o json").1;
+    assert_eq!(warnings.lines().count(), 1);
+    let json: serde_json::Value = serde_json::from_str(&warnings).unwrap();
+    assert_eq!(json["reason"], "GuestPanic");
+    assert!(!run(&daemon, "events --vm db").1.contains("Started"));
+    assert!(run(&daemon, "describe vm web").1.contains("Last events:"));
+}
+
+#[test]
+fn a_watch_of_events_goes_on_by_its_cursor_when_the_daemon_is_back() {
+    let daemon = with_vm();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
+        .env("VMMD_SOCKET", &daemon.socket)
+        .args(["events", "-w", "-o", "json"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut reason = || {
+        let line = lines.next().unwrap().unwrap();
+        let json: serde_json::Value = serde_json::from_str(&line).unwrap();
+        json["reason"].as_str().unwrap().to_owned()
+    };
+    assert_eq!([reason(), reason()], ["Started", "GuestPanic"]);
+    while daemon.state.event_watchers() == 0 {
+        std::thread::yield_now();
+    }
+    daemon.state.tell(7, "Ended");
+    assert_eq!(reason(), "Ended");
+    // It ends the first stream, and the second begins where that was.
+    daemon.state.tell(8, "Last");
+    let mut said = BufReader::new(child.stderr.take().unwrap()).lines();
+    assert!(said.next().unwrap().unwrap().contains("going on when it is back"));
+    while daemon.state.calls().len() < 2 {
+        std::thread::yield_now();
+    }
+    assert_eq!(
+        daemon.state.calls(),
+        ["watch events from c2", "watch events from c7"]
+    );
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn top_shows_rates_between_two_samples() {
+    let daemon = with_vm();
+    daemon.state.put("idle", VmPhase::Stopped, &[]);
+    insta::assert_snapshot!(run(&daemon, "top -1 -i 10ms").1, @r#"
+NAME   CPU%    STEAL%   MEMORY   READ/S   WRITE/S   IOPS   RX/S   TX/S   EXITS/S
+web    150.0   5.0      300Mi    0        0         0      1Mi    0      1000
+"#);
+    let (code, _, problem) = run(&daemon, "top -1 nope");
+    assert_eq!(code, 3);
+    assert!(problem.contains("there is no VM \"nope\""), "{problem}");
+}
+
+#[test]
+fn logs_are_printed_as_they_are() {
+    let daemon = with_vm();
+    assert_eq!(run(&daemon, "logs web").1, "serial one\nserial two\n");
+    assert_eq!(
+        run(&daemon, "logs web --vmm --previous").1,
+        "previous vmm one\nprevious vmm two\n"
+    );
+    assert_eq!(run(&daemon, "logs nope").0, 3);
+}
+
+/// The files of an archive by name.
+fn unpack(path: &std::path::Path) -> BTreeMap<String, String> {
+    let file = flate2::read::GzDecoder::new(std::fs::File::open(path).unwrap());
+    let mut archive = tar::Archive::new(file);
+    let files = archive.entries().unwrap().map(|entry| {
+        let mut entry = entry.unwrap();
+        let name = entry.path().unwrap().to_str().unwrap().to_owned();
+        let mut text = String::new();
+        entry.read_to_string(&mut text).unwrap();
+        (name, text)
+    });
+    files.collect()
+}
+
+#[test]
+fn an_archive_has_everything_that_can_be_had_and_says_what_cannot() {
+    let daemon = with_vm();
+    daemon.state.put("bare", VmPhase::Stopped, &[]);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("web.tar.gz");
+    let command = format!("diagnose web -o {}", path.display());
+    let (code, _, problems) = run(&daemon, &command);
+    // This daemon knows no operations.
+    assert_eq!((code, problems.lines().count()), (0, 1), "{problems}");
+    let files = unpack(&path);
+    for (file, text) in [
+        ("vm.json", "\"web\""),
+        ("events.json", "GuestPanic"),
+        ("stats.json", "\"usedBytes\""),
+        ("node.json", "node-1"),
+        ("serial.log", "serial two"),
+        ("vmm.previous.log", "previous vmm one"),
+        ("README", "left out: operations.json"),
+    ] {
+        assert!(files[&format!("web/{file}")].contains(text), "{file}: {files:?}");
+    }
+    let (code, _, problem) = run(&daemon, &command);
+    assert_eq!(code, 6, "{problem}");
+
+    let path = folder.path().join("bare.tar.gz");
+    let (code, _, problems) = run(&daemon, &format!("diagnose bare -o {}", path.display()));
+    assert_eq!(code, 0);
+    assert!(
+        problems.contains("stats.json") && problems.contains("no log today"),
+        "{problems}"
+    );
+    assert!(!unpack(&path).contains_key("bare/vmm.log"));
+}

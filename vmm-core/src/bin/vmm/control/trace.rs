@@ -1,0 +1,24 @@
+//! What requests are called in the log.
+
+use proto::vmm::request::Op;
+
+/// One CamelCase word.
+pub(super) fn name(op: &Op) -> &'static str {
+    match op {
+        Op::Hello(_) => "Hello",
+        Op::Boot(_) => "Boot",
+        Op::Pause(_) => "Pause",
+        Op::Resume(_) => "Resume",
+        Op::PowerButton(_) => "PowerButton",
+        Op::Stop(_) => "Stop",
+        Op::GetStatus(_) => "GetStatus",
+        Op::AttachDisk(_) => "AttachDisk",
+        Op::DetachDisk(_) => "DetachDisk",
+        Op::ResizeDisk(_) => "ResizeDisk",
+        Op::SetRateLimit(_) => "SetRateLimit",
+        Op::GetDiskStats(_) => "GetDiskStats",
+        Op::ResetMachine(_) => "ResetMachine",
+        Op::SetBalloon(_) => "SetBalloon",
+        Op::GetMachineStats(_) => "GetMachineStats",
+    }
+}

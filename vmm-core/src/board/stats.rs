@@ -1,0 +1,55 @@
+//! What a machine counts, put together from its parts. Nothing of it disturbs the guest.
+
+use std::{collections::BTreeMap, sync::atomic::Ordering};
+
+use devices::virtio::net::NetStats;
+use proto::vmm::{MachineStats, NicStats, VcpuStats};
+
+use super::machine::Machine;
+use crate::kvm::StatsReader;
+
+/// All counters.
+pub(super) fn of(machine: &Machine) -> MachineStats {
+    let vcpus = (0..).zip(machine.vcpus.times()).map(|(index, times)| VcpuStats {
+        index,
+        time_ns: times.running_ns,
+        wait_ns: times.waiting_ns,
+    });
+    let readers = machine.vcpus.stats().flatten().chain(&machine.vm_stats);
+    MachineStats {
+        vcpus: vcpus.collect(),
+        exits: sum(readers).into_iter().collect(),
+        nics: machine
+            .nics
+            .iter()
+            .map(|(name, stats)| nic(name, stats))
+            .collect(),
+        balloon: None,
+        disks: machine.disks.stats(),
+    }
+}
+
+/// What KVM has counted since the start, added up by name.
+fn sum<'a>(readers: impl Iterator<Item = &'a StatsReader>) -> BTreeMap<String, u64> {
+    let mut sums = BTreeMap::new();
+    // A file that can't be read is one counter less, as on an older kernel.
+    for stat in readers.filter_map(|reader| reader.read().ok()).flatten() {
+        if stat.cumulative {
+            let sum: &mut u64 = sums.entry(stat.name).or_default();
+            *sum = sum.saturating_add(stat.value);
+        }
+    }
+    sums
+}
+
+fn nic(name: &str, stats: &NetStats) -> NicStats {
+    NicStats {
+        name: name.to_owned(),
+        received_packets: stats.received.load(Ordering::Relaxed),
+        received_bytes: stats.received_bytes.load(Ordering::Relaxed),
+        received_dropped: stats.receive_dropped.load(Ordering::Relaxed),
+        sent_packets: stats.sent.load(Ordering::Relaxed),
+        sent_bytes: stats.sent_bytes.load(Ordering::Relaxed),
+        sent_dropped: stats.send_dropped.load(Ordering::Relaxed),
+    }
+}

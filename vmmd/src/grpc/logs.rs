@@ -1,0 +1,165 @@
+//! `GetVmLogs`: what is in a VM's log files, and what comes to be in them.
+
+use std::{
+    fs::File,
+    io::{self, Read, Seek, SeekFrom},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use proto::v1::{GetVmLogsRequest, GetVmLogsResponse, VmLog};
+use rustix::fs::inotify;
+use tokio::{io::unix::AsyncFd, sync::mpsc, task::spawn_blocking};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
+use uuid::Uuid;
+
+use crate::{failure::Failure, host::Host, paths::LogDir, sys, text};
+
+/// The stream of a log.
+pub type Stream = ReceiverStream<Result<GetVmLogsResponse, Status>>;
+
+type Sender = mpsc::Sender<Result<GetVmLogsResponse, Status>>;
+
+/// Bytes in one message.
+const CHUNK: usize = 64 << 10;
+/// Messages ready for a caller that reads slowly.
+const READY: usize = 4;
+
+/// Opens a log. One that does not exist (yet) is empty.
+pub async fn open(host: &Arc<Host>, uid: Uuid, request: &GetVmLogsRequest) -> Result<Stream, Failure> {
+    let dir = LogDir::of(&host.config, uid);
+    let (follow, previous, tail) = (request.follow, request.previous, request.tail_bytes);
+    let paths = match VmLog::try_from(request.log) {
+        Ok(VmLog::Serial | VmLog::Unspecified) if follow => {
+            let problem = "only the vmm's log can be followed; for the serial port there is the console";
+            return Err(Failure::field("follow", problem));
+        }
+        Ok(VmLog::Serial | VmLog::Unspecified) if previous => vec![dir.serial_previous()],
+        Ok(VmLog::Serial | VmLog::Unspecified) => vec![dir.serial_old(), dir.serial()],
+        Ok(VmLog::Vmm) if previous && follow => {
+            return Err(Failure::field(
+                "follow",
+                "nothing is added to the log of a run that has ended",
+            ));
+        }
+        Ok(VmLog::Vmm) if previous => vec![dir.vmm_previous()],
+        Ok(VmLog::Vmm) => vec![dir.vmm()],
+        Err(_) => return Err(Failure::field("log", "is none that this vmmd knows")),
+    };
+    let (sender, receiver) = mpsc::channel(READY);
+    let stopping = host.stopping.clone();
+    tokio::spawn(async move {
+        let last = paths.last().cloned();
+        // Watched before it is read: nothing that is written meanwhile is missed.
+        let watch = last
+            .filter(|_| follow)
+            .map(|path| Watch::new(&path).map(|watch| (watch, path)));
+        let sent = tokio::select! {
+            sent = send(paths, tail, &sender) => sent,
+            () = sender.closed() => return,
+        };
+        let result = match (sent, watch.transpose()) {
+            (Ok(position), Ok(Some((watch, path)))) => tokio::select! {
+                result = watch.follow(path, position, &sender) => result,
+                () = sender.closed() => return,
+                () = stopping.cancelled() => {
+                    let _ = sender.send(Err(Failure::stopping().into())).await;
+                    return;
+                }
+            },
+            (Ok(_), Ok(None)) => Ok(()),
+            (Err(error), _) | (_, Err(error)) => Err(error),
+        };
+        if let Err(error) = result {
+            let failure = Failure::internal(format!("read the log: {}", text::words(&error)));
+            let _ = sender.send(Err(failure.into())).await;
+        }
+    });
+    Ok(ReceiverStream::new(receiver))
+}
+
+/// Sends files one after the other; gives how far the last one was read.
+async fn send(paths: Vec<PathBuf>, tail: u64, sender: &Sender) -> io::Result<u64> {
+    let sender = sender.clone();
+    let sent = spawn_blocking(move || {
+        let lengths: Vec<u64> = paths.iter().map(|path| length(path)).collect();
+        let all: u64 = lengths.iter().sum();
+        let mut skip = if tail == 0 { 0 } else { all.saturating_sub(tail) };
+        let mut position = 0;
+        for (path, length) in paths.iter().zip(lengths) {
+            let from = skip.min(length);
+            skip -= from;
+            position = send_from(path, from, &sender)?;
+        }
+        Ok(position)
+    });
+    sent.await.unwrap_or_else(|error| Err(io::Error::other(error)))
+}
+
+fn length(path: &Path) -> u64 {
+    path.metadata().map_or(0, |metadata| metadata.len())
+}
+
+/// Sends a file from a position to its end, where that is. Blocking.
+fn send_from(path: &Path, from: u64, sender: &Sender) -> io::Result<u64> {
+    let mut file = match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
+        file => file?,
+    };
+    // Another run's, which has begun meanwhile.
+    let from = if file.metadata()?.len() < from { 0 } else { from };
+    file.seek(SeekFrom::Start(from))?;
+    let mut position = from;
+    let mut buffer = vec![0; CHUNK];
+    loop {
+        let read = file.read(&mut buffer)?;
+        let Some(data) = buffer.get(..read).filter(|data| !data.is_empty()) else {
+            return Ok(position);
+        };
+        position += data.len() as u64;
+        let data = data.to_vec();
+        if sender.blocking_send(Ok(GetVmLogsResponse { data })).is_err() {
+            return Ok(position);
+        }
+    }
+}
+
+/// Tells when something is written to a file.
+struct Watch(AsyncFd<std::os::fd::OwnedFd>);
+
+impl Watch {
+    fn new(path: &Path) -> io::Result<Self> {
+        let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
+        let fd = inotify::init(flags)?;
+        // The folder: the file may not exist yet, and is another in the next run.
+        let folder = path.parent().unwrap_or(path);
+        let events =
+            inotify::WatchFlags::MODIFY | inotify::WatchFlags::CREATE | inotify::WatchFlags::MOVED_TO;
+        match inotify::add_watch(&fd, folder, events) {
+            // A VM that never ran has no folder; it has no run to follow either.
+            Err(rustix::io::Errno::NOENT) | Ok(_) => {}
+            Err(error) => return Err(error.into()),
+        }
+        Ok(Self(sys::watch(fd)?))
+    }
+
+    /// Sends what is added, until the caller goes away.
+    async fn follow(self, path: PathBuf, mut position: u64, sender: &Sender) -> io::Result<()> {
+        loop {
+            let mut ready = self.0.readable().await?;
+            let mut buffer = [0; 4096];
+            match rustix::io::read(self.0.get_ref(), &mut buffer) {
+                Ok(_) => {}
+                Err(rustix::io::Errno::AGAIN) => {
+                    ready.clear_ready();
+                    continue;
+                }
+                Err(error) => return Err(error.into()),
+            }
+            let (path, sender) = (path.clone(), sender.clone());
+            let sent = spawn_blocking(move || send_from(&path, position, &sender)).await;
+            position = sent.unwrap_or_else(|error| Err(io::Error::other(error)))?;
+        }
+    }
+}

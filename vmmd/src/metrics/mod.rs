@@ -1,0 +1,112 @@
+//! Figures for Prometheus, on a listener of their own. What they are is in docs/src/metrics.md, which a test holds to.
+//!
+//! Nothing is kept for VMs: each scrape asks all of them at once, so that the series of a VM end with it, and one that does not answer
+//! within [`SCRAPE`] costs its own series alone.
+
+mod families;
+mod listener;
+mod process;
+mod rpc;
+mod vm;
+
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use proto::v1;
+use tokio::task::JoinSet;
+
+use self::families::Families;
+use crate::{host::Host, stats};
+
+pub use self::{listener::Listener, rpc::Counted};
+
+/// How long a `vmm` may take for a scrape; Prometheus waits 10 s.
+const SCRAPE: Duration = Duration::from_secs(3);
+
+/// What the daemon counts of itself, for its whole life.
+static RPCS: OnceLock<rpc::Calls> = OnceLock::new();
+
+fn rpcs() -> &'static rpc::Calls {
+    RPCS.get_or_init(rpc::Calls::default)
+}
+
+/// A VM in a scrape.
+struct Sample {
+    vm: Arc<v1::Vm>,
+    /// Of one that runs and answers.
+    stats: Option<v1::VmStats>,
+}
+
+/// All figures as they are now, in the text format (OpenMetrics 1.0).
+pub async fn gather(host: &Arc<Host>) -> String {
+    let mut asked = JoinSet::new();
+    for vm in host.table.list() {
+        let host = Arc::clone(host);
+        asked.spawn(async move {
+            let name = vm.metadata.as_ref().map_or("", |metadata| metadata.name.as_str());
+            let runs = vm.status.as_ref().is_some_and(|status| status.instance.is_some());
+            let entry = host.table.get(name).filter(|_| runs);
+            let stats = match &entry {
+                Some(entry) => tokio::time::timeout(SCRAPE, stats::of(&host, name, entry))
+                    .await
+                    .ok(),
+                None => None,
+            };
+            let stats = stats.and_then(Result::ok);
+            Sample { vm, stats }
+        });
+    }
+    let mut samples = asked.join_all().await;
+    samples.sort_by(|one, other| name(&one.vm).cmp(name(&other.vm)));
+    let mut families = Families::default();
+    vm::add(&mut families, &samples);
+    rpcs().add(&mut families);
+    daemon(&mut families, host);
+    process::add(&mut families);
+    families.text()
+}
+
+fn name(vm: &v1::Vm) -> &str {
+    vm.metadata.as_ref().map_or("", |metadata| metadata.name.as_str())
+}
+
+fn daemon(families: &mut Families, host: &Host) {
+    families.gauge(
+        "vmmd_build_info",
+        "The daemon's version; always 1",
+        &[("version", env!("CARGO_PKG_VERSION"))],
+        1.0,
+    );
+    for operation in host.operations.list("", true) {
+        let kind = operation
+            .kind()
+            .as_str_name()
+            .trim_start_matches("OPERATION_KIND_")
+            .to_lowercase();
+        families.gauge_add(
+            "vmmd_operations_active",
+            "Operations that have not ended",
+            &[("kind", &kind)],
+            1.0,
+        );
+    }
+    for (reason, count) in host.events.counts() {
+        families.counter(
+            "vmmd_events",
+            "Events since the daemon's start, those of a flood all counted; reason Repaired is what it has repaired",
+            &[("reason", &reason)],
+            count,
+        );
+    }
+    families.counter(
+        "vmmd_store_commits",
+        "Transactions that the store has made durable since the daemon's start",
+        &[],
+        host.store.commits(),
+    );
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,135 @@
+//! What a VM uses and has done: what its `vmm` counts, and what the kernel counts of its processes.
+//!
+//! Nothing here waits for the VM's actor; a `vmm` that does not answer costs its own caller [`TIMEOUT`].
+
+mod usage;
+
+use std::{collections::HashMap, sync::Arc, time::Duration};
+
+use proto::{
+    v1::{self, VmPhase},
+    vmm, well_known,
+};
+use tokio::task::spawn_blocking;
+use uuid::Uuid;
+
+pub use self::usage::Usage;
+use crate::{
+    control,
+    failure::{Failure, Kind},
+    host::Host,
+    text,
+    vm::{public_stats, table::Entry},
+};
+
+/// How long a `vmm` may take to count.
+pub const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The counters of a VM that runs.
+pub async fn of(host: &Arc<Host>, name: &str, entry: &Entry) -> Result<v1::VmStats, Failure> {
+    let vm = Arc::clone(&entry.state.borrow());
+    let status = vm.status.clone().unwrap_or_default();
+    let pid = status.instance.as_ref().map(|instance| instance.pid);
+    let Some(client) = host.clients.get(entry.uid) else {
+        return Err(match pid {
+            Some(_) => unresponsive(name, "it can't be reached"),
+            None => not_running(name, status.phase()),
+        });
+    };
+    let counted = tokio::time::timeout(TIMEOUT, client.machine_stats()).await;
+    let counted = counted.unwrap_or(Err(control::Error::Unexpected("not in time")));
+    let counted = counted.map_err(|error| unresponsive(name, &text::chain(&error)))?;
+    let usage = usage(host, entry.uid, pid).await;
+    let size = vm.spec.as_ref().and_then(|spec| spec.memory.as_ref());
+    Ok(public(
+        name,
+        counted,
+        &usage,
+        size.map_or(0, |memory| memory.size_bytes),
+    ))
+}
+
+async fn usage(host: &Arc<Host>, uid: Uuid, pid: Option<u32>) -> Usage {
+    let host = Arc::clone(host);
+    let read = spawn_blocking(move || {
+        let group = host.cgroups.as_ref().map(|parent| parent.group(uid));
+        Usage::read(group.as_ref(), pid)
+    });
+    read.await.unwrap_or_default()
+}
+
+fn unresponsive(name: &str, why: &str) -> Failure {
+    let message =
+        format!("the vmm of VM \"{name}\" does not answer: {why}; try again, or stop the VM by force");
+    Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message)
+}
+
+fn not_running(name: &str, phase: VmPhase) -> Failure {
+    let phase = phase.as_str_name().trim_start_matches("VM_PHASE_").to_lowercase();
+    let message = format!("VM \"{name}\" is {phase} and counts nothing: start it first");
+    Failure::precondition("NOT_RUNNING", message)
+}
+
+fn public(name: &str, counted: vmm::MachineStats, usage: &Usage, memory: u64) -> v1::VmStats {
+    let vcpus = counted.vcpus.into_iter().map(|vcpu| v1::VcpuStats {
+        index: vcpu.index,
+        time: duration(vcpu.time_ns),
+        steal_time: duration(vcpu.wait_ns),
+    });
+    let nics = counted.nics.into_iter().map(|nic| v1::NicStats {
+        name: nic.name,
+        received_packets: nic.received_packets,
+        received_bytes: nic.received_bytes,
+        received_dropped: nic.received_dropped,
+        sent_packets: nic.sent_packets,
+        sent_bytes: nic.sent_bytes,
+        sent_dropped: nic.sent_dropped,
+    });
+    v1::VmStats {
+        name: name.to_owned(),
+        time: text::timestamp(text::now_ms()),
+        cpu: Some(v1::CpuStats {
+            user_time: duration(usage.user_ns),
+            system_time: duration(usage.system_ns),
+            vcpus: vcpus.collect(),
+            throttled_time: duration(usage.throttled_ns),
+            exits: counted.exits.into_iter().collect(),
+        }),
+        memory: Some(v1::MemoryStats {
+            size_bytes: memory,
+            used_bytes: usage.memory_bytes,
+            limit_bytes: usage.memory_limit_bytes,
+            balloon: counted.balloon.map(balloon),
+        }),
+        disks: counted.disks.into_iter().map(public_stats).collect(),
+        nics: nics.collect(),
+    }
+}
+
+/// Tags as in virtio 1.3, 5.5.6.3.
+fn balloon(stats: vmm::BalloonStats) -> v1::BalloonStats {
+    let guest: HashMap<u32, u64> = stats.guest.into_iter().collect();
+    let tag = |tag: u32| guest.get(&tag).copied().unwrap_or_default();
+    v1::BalloonStats {
+        actual_bytes: stats.actual_bytes,
+        target_bytes: stats.target_bytes,
+        reported_bytes: stats.reported_bytes,
+        guest_swap_in_bytes: tag(0),
+        guest_swap_out_bytes: tag(1),
+        guest_major_faults: tag(2),
+        guest_minor_faults: tag(3),
+        guest_free_bytes: tag(4),
+        guest_total_bytes: tag(5),
+        guest_available_bytes: tag(6),
+        guest_disk_caches_bytes: tag(7),
+        guest_time: text::timestamp(stats.guest_time_ms),
+    }
+}
+
+fn duration(nanos: u64) -> Option<well_known::Duration> {
+    let time = Duration::from_nanos(nanos);
+    Some(well_known::Duration {
+        seconds: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
+        nanos: i32::try_from(time.subsec_nanos()).unwrap_or(0),
+    })
+}

@@ -1,0 +1,133 @@
+//! What a VM uses and has done, and what its logs hold.
+
+use proto::v1;
+use tokio_stream::StreamExt;
+use tonic::{Code, Status};
+
+use crate::harness::{Daemon, PATIENCE, refusal};
+
+async fn stats(daemon: &Daemon, name: &str) -> Result<v1::VmStats, Status> {
+    let request = v1::GetVmStatsRequest { name: name.into() };
+    Ok(daemon
+        .client()
+        .get_vm_stats(request)
+        .await?
+        .into_inner()
+        .stats
+        .unwrap())
+}
+
+#[tokio::test]
+async fn a_running_vm_is_counted_by_its_vmm_and_by_the_kernel() {
+    let mut daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    for _ in 0..2 {
+        let stats = stats(&daemon, "web").await.unwrap();
+        let cpu = stats.cpu.unwrap();
+        let vcpu = &cpu.vcpus[0];
+        assert_eq!(vcpu.time.unwrap().seconds, 2);
+        assert_eq!(vcpu.steal_time.unwrap().nanos, 250_000_000);
+        assert_eq!(cpu.exits["io_exits"], 400);
+        let memory = stats.memory.unwrap();
+        assert_eq!(memory.size_bytes, 128 << 20);
+        assert!(memory.used_bytes > 0, "{memory:?}");
+        assert_eq!(stats.nics[0].sent_dropped, 6);
+        assert!(stats.time.is_some());
+        // The same of a daemon that found the VM running.
+        daemon.kill_and_restart().await;
+    }
+}
+
+#[tokio::test]
+async fn a_vmm_of_before_this_request_tells_of_its_disks_and_the_kernel_of_the_rest() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.stats=old").await;
+    let stats = stats(&daemon, "web").await.unwrap();
+    assert!(stats.cpu.unwrap().vcpus.is_empty());
+    assert!(stats.memory.unwrap().used_bytes > 0);
+}
+
+#[tokio::test]
+async fn what_cannot_be_counted_says_why() {
+    let daemon = Daemon::start().await;
+    daemon
+        .create(daemon.manifest("web", "mock.stats=hang"))
+        .await
+        .unwrap();
+    let refused = stats(&daemon, "web").await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "NOT_RUNNING".into())
+    );
+    let refused = stats(&daemon, "none").await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::NotFound, "VM_NOT_FOUND".into()));
+    daemon.start_vm("web").await.unwrap();
+    let refused = stats(&daemon, "web").await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::Unavailable, "VMM_UNRESPONSIVE".into()));
+}
+
+async fn logs(daemon: &Daemon, request: v1::GetVmLogsRequest) -> Result<String, Status> {
+    let mut stream = daemon.client().get_vm_logs(request).await?.into_inner();
+    let mut bytes = Vec::new();
+    while let Some(message) = stream.next().await {
+        bytes.extend(message?.data);
+    }
+    Ok(String::from_utf8(bytes).unwrap())
+}
+
+fn request(log: v1::VmLog) -> v1::GetVmLogsRequest {
+    v1::GetVmLogsRequest {
+        name: "web".into(),
+        log: log.into(),
+        ..Default::default()
+    }
+}
+
+#[tokio::test]
+async fn logs_are_read_whole_or_their_end_of_this_run_or_the_one_before() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let serial = request(v1::VmLog::Serial);
+    assert_eq!(logs(&daemon, serial.clone()).await.unwrap(), "booted web\r\n");
+    let tail = v1::GetVmLogsRequest {
+        tail_bytes: 5,
+        ..serial.clone()
+    };
+    assert_eq!(logs(&daemon, tail).await.unwrap(), "web\r\n");
+    let previous = v1::GetVmLogsRequest {
+        previous: true,
+        ..serial.clone()
+    };
+    assert_eq!(logs(&daemon, previous.clone()).await.unwrap(), "");
+    daemon.kill_vm("web").await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    assert_eq!(logs(&daemon, previous).await.unwrap(), "booted web\r\n");
+    let follow = v1::GetVmLogsRequest {
+        follow: true,
+        ..serial
+    };
+    let refused = logs(&daemon, follow).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+}
+
+#[tokio::test]
+async fn a_vmms_log_is_followed_as_it_grows() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    let path = daemon.path(&format!("log/vms/{}/vmm.log", crate::harness::uid(&vm)));
+    let follow = v1::GetVmLogsRequest {
+        follow: true,
+        ..request(v1::VmLog::Vmm)
+    };
+    let mut stream = daemon.client().get_vm_logs(follow).await.unwrap().into_inner();
+    let mut seen = String::new();
+    for line in ["first line\n", "second line\n"] {
+        let mut file = std::fs::File::options().append(true).open(&path).unwrap();
+        std::io::Write::write_all(&mut file, line.as_bytes()).unwrap();
+        while !seen.ends_with(line) {
+            let message = tokio::time::timeout(PATIENCE, stream.next()).await.unwrap();
+            seen += std::str::from_utf8(&message.unwrap().unwrap().data).unwrap();
+        }
+    }
+    assert_eq!(seen.matches("first").count(), 1);
+}
