@@ -29,6 +29,7 @@ pub struct VmSpec {
     rate_groups: Vec<Value>,
     /// What else the spec says, by JSON pointer.
     more: Vec<(String, Value)>,
+    balloon: Option<Value>,
 }
 
 impl VmSpec {
@@ -45,6 +46,7 @@ impl VmSpec {
             nics: Vec::new(),
             rate_groups: Vec::new(),
             more: Vec::new(),
+            balloon: None,
         }
     }
 
@@ -101,6 +103,12 @@ impl VmSpec {
         self
     }
 
+    /// A balloon that is not as the daemon would make it.
+    pub fn balloon(mut self, balloon: &Value) -> Self {
+        self.balloon = Some(balloon.clone());
+        self
+    }
+
     /// A raw disk.
     pub fn disk(mut self, name: &str, path: &str, read_only: bool) -> Self {
         self.disks
@@ -147,6 +155,9 @@ impl VmSpec {
             if let Some(around) = manifest["spec"].pointer_mut(around) {
                 around[name] = value.clone();
             }
+        }
+        if let Some(balloon) = &self.balloon {
+            manifest["spec"]["balloon"] = balloon.clone();
         }
         manifest
     }

@@ -9,6 +9,7 @@ use proto::v1::RunPolicy;
 use crate::manifest::quantity;
 
 pub mod disk;
+pub mod memory;
 pub mod node;
 pub mod observe;
 pub mod operation;
@@ -156,6 +157,12 @@ pub enum Command {
         /// Of what.
         #[command(subcommand)]
         what: Resize,
+    },
+    /// Change what a VM has to do with.
+    Set {
+        /// Of what.
+        #[command(subcommand)]
+        what: memory::Set,
     },
     /// Change how much may flow through a disk of a VM, or through a group of them.
     Limit(Limit),
@@ -321,6 +328,12 @@ pub struct CreateVm {
     /// always-off.
     #[arg(long, value_name = "POLICY", value_parser = operation::run_policy)]
     pub run_policy: Option<RunPolicy>,
+    /// The guest can't be asked to give memory back.
+    #[arg(long, conflicts_with_all = ["files", "free_page_reporting"])]
+    pub no_balloon: bool,
+    /// The node gets pages that the guest has freed back at once.
+    #[arg(long, conflicts_with = "files")]
+    pub free_page_reporting: bool,
     /// Label.
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,

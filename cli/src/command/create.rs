@@ -8,7 +8,7 @@ use proto::{
 use super::{
     apply, disk,
     disk_spec::{self, usage},
-    get,
+    get, memory,
 };
 use crate::{
     args::{CreateVm, Output},
@@ -85,6 +85,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             nics: nics.collect::<Result<_>>()?,
             rate_groups: groups.collect::<Result<_>>()?,
             run_policy: args.run_policy.unwrap_or_default().into(),
+            balloon: memory::from_flags(args.no_balloon, args.free_page_reporting),
             ..Default::default()
         }),
         status: None,

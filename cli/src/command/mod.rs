@@ -13,6 +13,7 @@ mod events;
 mod generate;
 mod get;
 mod logs;
+mod memory;
 mod node;
 mod operation;
 mod top;
@@ -22,7 +23,7 @@ mod vm_disk;
 use crate::{
     args::{
         Cli, Command, Connection, Create, CreateVm, CreateWhat, DeleteVm, DeleteWhat, Describe, Edit, Get,
-        NodeOutput, Resize, disk::ResizeDisk, operation::Operation,
+        NodeOutput, Resize, disk::ResizeDisk, memory::Set, operation::Operation,
     },
     client::Client,
     console,
@@ -121,6 +122,9 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Events(args) => events::events(client, &args).await.map_err(one),
         Command::Logs(args) => logs::logs(client, &args).await.map_err(one),
         Command::Diagnose(args) => diagnose::diagnose(client, &args).await.map_err(one),
+        Command::Set {
+            what: Set::Memory(args),
+        } => memory::set(client, &args).await.map_err(one),
         Command::Stats(args) => vm_disk::stats(client, &args).await,
         Command::Start(args) => {
             let no_wait = args.no_wait;

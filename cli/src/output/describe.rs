@@ -151,6 +151,7 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         &format!("{} ({bytes} bytes{backing})", quantity::show(bytes)),
     );
     resources::of_vm(text, spec);
+    text.put("Balloon", &balloon(spec.balloon.as_ref()));
     if let Some(v1::boot_spec::Source::Linux(linux)) =
         spec.boot.as_ref().and_then(|boot| boot.source.as_ref())
     {
@@ -171,6 +172,24 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         })
         .collect();
     text.list("NICs", vec!["NAME", "ATTACHED TO", "MAC", "TAP"], &nics);
+}
+
+/// What is said of the balloon, if anything is: "64Mi left to the guest, free page reporting".
+fn balloon(spec: Option<&v1::BalloonSpec>) -> String {
+    let Some(spec) = spec else {
+        return String::new();
+    };
+    if spec.disabled {
+        return "none".to_owned();
+    }
+    let mut said = Vec::new();
+    if spec.target_bytes != 0 {
+        said.push(format!("{} left to the guest", quantity::show(spec.target_bytes)));
+    }
+    if spec.free_page_reporting {
+        said.push("free page reporting".to_owned());
+    }
+    said.join(", ")
 }
 
 /// A time and how long ago it was; empty when it is not known.

@@ -541,3 +541,50 @@ fn get_chooses_by_phase_and_names_what_is_not_there() {
     assert_eq!((code, stdout.as_str()), (3, "a\n"));
     assert!(stderr.contains("\"x\""), "{stderr}");
 }
+
+#[test]
+fn set_memory_changes_the_target_and_describe_shows_it() {
+    let daemon = Daemon::start();
+    run_with_input(&daemon, &["apply", "-f", "-"], MANIFEST);
+    assert_eq!(
+        run(&daemon, &["set", "memory", "web", "--target", "128Mi"]),
+        done("vm/web is asked to do with 128Mi\n")
+    );
+    let (code, text, _) = run(&daemon, &["describe", "vm", "web"]);
+    assert_eq!(code, 0);
+    assert!(
+        text.lines()
+            .any(|line| line.starts_with("Balloon:") && line.ends_with("128Mi left to the guest")),
+        "{text}"
+    );
+    assert_eq!(
+        run(&daemon, &["set", "memory", "web", "--all"]),
+        done("vm/web gets all of its memory back\n")
+    );
+    let calls = daemon.state.calls();
+    assert_eq!(calls[1..], ["memory target web 134217728", "memory target web 0"]);
+    for wrong in [
+        &["set", "memory", "web"][..],
+        &["set", "memory", "web", "--all", "--target", "1Gi"],
+    ] {
+        assert_eq!(run(&daemon, wrong).0, 2);
+    }
+    assert_eq!(run(&daemon, &["set", "memory", "none", "--all"]).0, 3);
+}
+
+#[test]
+fn create_takes_what_is_said_of_the_balloon() {
+    let daemon = Daemon::start();
+    let create = |flag: &str| {
+        let args = ["create", "web", "--kernel", "/k", flag, "--dry-run", "-o", "json"];
+        let (code, text, problems) = run(&daemon, &args);
+        assert_eq!(code, 0, "{problems}");
+        let vm: serde_json::Value = serde_json::from_str(&text).unwrap();
+        vm["spec"]["balloon"].clone()
+    };
+    assert_eq!(create("--no-balloon"), serde_json::json!({"disabled": true}));
+    assert_eq!(
+        create("--free-page-reporting"),
+        serde_json::json!({"freePageReporting": true})
+    );
+}

@@ -75,6 +75,19 @@ pub struct Machine {
     pub rng: Rng,
     /// The serial log and the file that takes its older half.
     pub serial_log: Option<(FdIndex, FdIndex)>,
+    /// The balloon, if it has one.
+    pub balloon: Option<Balloon>,
+}
+
+/// The balloon.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Balloon {
+    /// Where it is.
+    pub slot: PciSlot,
+    /// The guest reports free pages.
+    pub free_page_reporting: bool,
+    /// What it is to hold at first, in bytes: whole pages of 4 KiB, at most the machine's memory.
+    pub target_bytes: u64,
 }
 
 /// Most rate groups of a machine.
@@ -279,6 +292,7 @@ impl Machine {
                 fd: claims.fd("rng_fd", spec.rng_fd),
             },
             serial_log,
+            balloon: spec.balloon.as_ref().map(|wire| balloon(&mut claims, wire, spec)),
         };
         claims.found.or(machine)
     }
@@ -328,6 +342,26 @@ fn memory_options(found: &mut Violations, spec: &vmm::MachineSpec) -> MemoryOpti
         prefault: spec.prefault,
         mergeable: spec.mergeable,
         numa_node: spec.numa_node,
+    }
+}
+
+fn balloon(claims: &mut Claims, wire: &vmm::Balloon, spec: &vmm::MachineSpec) -> Balloon {
+    let target = wire.target_bytes;
+    if target > spec.memory_bytes || !target.is_multiple_of(4096) {
+        claims
+            .found
+            .add("balloon.target_bytes", format_args!("unsupported size {target}"));
+    }
+    if spec.huge_page_bytes != 0 {
+        claims.found.add(
+            "balloon",
+            "not with huge pages, which can't be given back in part",
+        );
+    }
+    Balloon {
+        slot: claims.slot("balloon.pci_slot", wire.pci_slot),
+        free_page_reporting: wire.free_page_reporting,
+        target_bytes: target,
     }
 }
 

@@ -1,4 +1,5 @@
 use super::{
+    balloon::Balloon,
     cpu::CpuShare,
     disk::{Format, OnError},
     machine::{self, DiskLimit, Machine},
@@ -79,6 +80,56 @@ fn core_fractions_and_limits_are_percent_of_a_processor_and_the_limit_is_not_bel
             "{fraction} {limit}"
         );
     }
+}
+
+#[test]
+fn a_vm_has_a_balloon_unless_it_wants_none_or_has_huge_pages() {
+    let of = |balloon: Option<v1::BalloonSpec>, huge: v1::HugePages| {
+        let mut vm = manifest();
+        let spec = vm.spec.as_mut().unwrap();
+        spec.balloon = balloon;
+        spec.memory.as_mut().unwrap().huge_pages = huge.into();
+        Manifest::try_from(&vm)
+            .map(|manifest| manifest.spec.balloon)
+            .map_err(|found| found.0.into_iter().map(|one| one.field).collect::<Vec<_>>())
+    };
+    let (none, huge) = (v1::HugePages::Unspecified, v1::HugePages::HugePages2m);
+    let spec = |disabled, free_page_reporting, target_bytes| {
+        Some(v1::BalloonSpec {
+            disabled,
+            free_page_reporting,
+            target_bytes,
+        })
+    };
+    let balloon = |free_page_reporting, target_bytes| {
+        Ok(Some(Balloon {
+            free_page_reporting,
+            target_bytes,
+        }))
+    };
+    assert_eq!(of(None, none), balloon(false, None));
+    assert_eq!(of(None, huge), Ok(None));
+    assert_eq!(of(spec(true, false, 0), none), Ok(None));
+    assert_eq!(of(spec(true, false, 0), huge), Ok(None));
+    assert_eq!(of(spec(false, true, 0), none), balloon(true, None));
+    for target in [64 << 20, 66 << 20, 256 << 20] {
+        assert_eq!(of(spec(false, false, target), none), balloon(false, Some(target)));
+    }
+    const TARGET: &str = "spec.balloon.targetBytes";
+    for target in [1, (64 << 20) + 4096, 62 << 20, 258 << 20, u64::MAX] {
+        assert_eq!(of(spec(false, false, target), none), Err(vec![TARGET.into()]));
+    }
+    assert_eq!(of(spec(false, false, 0), huge), Err(vec!["spec.balloon".into()]));
+    assert_eq!(
+        of(spec(true, true, 0), none),
+        Err(vec!["spec.balloon.disabled".into()])
+    );
+    let balloon = Balloon {
+        free_page_reporting: true,
+        target_bytes: Some(64 << 20),
+    };
+    assert_eq!(balloon.held_bytes(256 << 20), 192 << 20);
+    assert_eq!(Balloon::default().held_bytes(256 << 20), 0);
 }
 
 #[test]
@@ -292,6 +343,35 @@ fn a_machine_names_each_descriptor_and_slot_once_and_only_what_came() {
         let mut spec = machine();
         spec.disks[0].pci_slot = slot;
         assert!(Machine::new(&spec, 4).is_err(), "{slot}");
+    }
+}
+
+#[test]
+fn a_balloon_holds_whole_pages_of_the_machines_memory_and_not_huge_ones() {
+    let with = |slot: u32, target: u64, huge_page_bytes: u64| {
+        let spec = vmm::MachineSpec {
+            balloon: Some(vmm::Balloon {
+                pci_slot: slot,
+                target_bytes: target,
+                free_page_reporting: true,
+            }),
+            huge_page_bytes,
+            ..machine()
+        };
+        Machine::new(&spec, 4).map(|machine| machine.balloon.map(|balloon| balloon.target_bytes))
+    };
+    assert_eq!(Machine::new(&machine(), 4).unwrap().balloon, None);
+    for target in [0, 4096, 256 << 20] {
+        assert_eq!(with(26, target, 0).unwrap(), Some(target));
+    }
+    for (slot, target, huge) in [
+        (26, 4095, 0),
+        (26, (256 << 20) + 4096, 0),
+        (26, 0, 2 << 20),
+        (1, 0, 0),
+        (32, 0, 0),
+    ] {
+        assert!(with(slot, target, huge).is_err(), "{slot} {target} {huge}");
     }
 }
 

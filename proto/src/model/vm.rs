@@ -7,6 +7,7 @@ use std::{
 
 use super::{
     Violations,
+    balloon::Balloon,
     cpu::CpuShare,
     disk::{Disk, Limit, RateGroup, Source},
     name::Name,
@@ -29,6 +30,8 @@ pub const MIN_MEMORY: u64 = 128 * MIB;
 pub const MAX_MEMORY: u64 = 16 << 30;
 /// Guest RAM is a multiple of this many bytes.
 pub const MEMORY_STEP: u64 = 2 * MIB;
+/// The least that a guest can be left with by its balloon, in bytes: below it hardly anything runs.
+pub const MIN_TARGET: u64 = 64 * MIB;
 /// Longest kernel command line in bytes (Linux' COMMAND_LINE_SIZE on x86 is 2,048 with the final NUL).
 pub const MAX_CMDLINE: usize = 2047;
 /// Most disks of a VM.
@@ -78,6 +81,8 @@ pub struct VmSpec {
     pub rate_groups: Vec<RateGroup>,
     /// When it is started without having been asked to.
     pub run_policy: RunPolicy,
+    /// The balloon, if it has one.
+    pub balloon: Option<Balloon>,
 }
 
 /// How guest RAM is backed on the host.
@@ -208,6 +213,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             spec.rate_groups.iter().map(|group| group.name.as_str()),
         );
         disks_together(&mut found, &disks, spec);
+        let balloon = Balloon::new(&mut found, spec);
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
         match (topology, boot) {
@@ -223,6 +229,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 nics,
                 rate_groups,
                 run_policy,
+                balloon,
             }),
             _ => Err(found),
         }

@@ -23,11 +23,12 @@ pub use storage::initrd as storage_initrd;
 const BUILDER_VERSION: u32 = 1;
 
 /// Modules that `/init` of the busybox guests loads, as far as the kernel has them as modules.
-const MODULES: [&str; 10] = [
+const MODULES: [&str; 11] = [
     "virtio_pci",
     "virtio_blk",
     "virtio_net",
     "virtio-rng",
+    "virtio_balloon",
     "button",
     "evdev",
     "pvpanic-mmio",

@@ -7,7 +7,14 @@ use std::{
 };
 
 use devices::{
-    component::Component, interrupt::IrqLine, pci::PciRoot, serial::SerialPort, virtio::net::NetStats,
+    component::Component,
+    interrupt::IrqLine,
+    pci::PciRoot,
+    serial::SerialPort,
+    virtio::{
+        balloon::{BalloonControl, PAGE},
+        net::NetStats,
+    },
 };
 use proto::{
     model::disk::RateLimit,
@@ -31,6 +38,7 @@ pub struct Machine {
     pub(super) vcpus: Vcpus,
     /// In the order of assembly. All but the disks, and the serial port, which has an end of its own.
     pub(super) components: Vec<Box<dyn Component>>,
+    pub(super) balloon: Option<BalloonControl>,
     pub(super) disks: Disks,
     pub(super) serial: SerialPort,
     /// What each NIC counts, by its name.
@@ -183,6 +191,22 @@ impl lifecycle::Machine for Machine {
 
     fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure> {
         self.disks.set_rate_limit(target, limit)
+    }
+
+    fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {
+        let refuse = |kind, message: &str| Failure {
+            kind,
+            message: message.to_owned(),
+        };
+        let Some(balloon) = &self.balloon else {
+            return Err(refuse(ErrorKind::NotFound, "the machine has no balloon"));
+        };
+        if bytes > self.ram.size() || !bytes.is_multiple_of(PAGE) {
+            let message = "a balloon holds at most the machine's memory, and whole pages of 4 KiB";
+            return Err(refuse(ErrorKind::Invalid, message));
+        }
+        balloon.set_target(bytes);
+        Ok(())
     }
 
     fn disk_stats(&self) -> Vec<vmm::DiskStats> {

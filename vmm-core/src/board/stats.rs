@@ -1,11 +1,12 @@
-//! What a machine counts, put together from its parts. Nothing of it disturbs the guest.
+//! What a machine counts, put together from its parts. Nothing of it disturbs the guest, but that its balloon asks for
+//! what it has to say.
 
 use std::{collections::BTreeMap, sync::atomic::Ordering};
 
 use devices::virtio::net::NetStats;
 use proto::vmm::{MachineStats, NicStats, VcpuStats};
 
-use super::machine::Machine;
+use super::{assemble::balloon, machine::Machine};
 use crate::kvm::StatsReader;
 
 /// All counters.
@@ -24,7 +25,7 @@ pub(super) fn of(machine: &Machine) -> MachineStats {
             .iter()
             .map(|(name, stats)| nic(name, stats))
             .collect(),
-        balloon: None,
+        balloon: machine.balloon.as_ref().map(balloon::stats),
         disks: machine.disks.stats(),
     }
 }

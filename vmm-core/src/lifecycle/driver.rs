@@ -147,6 +147,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             | Request::DetachDisk { .. }
             | Request::ResizeDisk { .. }
             | Request::SetRateLimit { .. }
+            | Request::SetBalloon(_)
             | Request::GetDiskStats
             | Request::GetMachineStats => Action::Disk,
         };
@@ -175,6 +176,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 Request::SetRateLimit { target, limit } => {
                     self.machine().and_then(|it| it.set_rate_limit(&target, limit))
                 }
+                Request::SetBalloon(bytes) => self.machine().and_then(|it| it.set_balloon(bytes)),
                 Request::GetDiskStats => {
                     let stats = self.machine().map(|it| it.disk_stats()).unwrap_or_default();
                     self.publisher.reply_with(token, Answer::DiskStats(stats));

@@ -82,6 +82,8 @@ pub enum Request {
         /// To what.
         limit: RateLimit,
     },
+    /// Changes how many bytes the balloon is to hold.
+    SetBalloon(u64),
     /// Asks for the counters of all disks.
     GetDiskStats,
     /// Asks for all counters.
@@ -220,6 +222,8 @@ pub trait Machine {
     fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure>;
     /// Changes a limit.
     fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure>;
+    /// Changes how many bytes the balloon is to hold, and tells the guest.
+    fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure>;
     /// Counters of all disks.
     fn disk_stats(&self) -> Vec<DiskStats>;
     /// All counters.

@@ -105,6 +105,11 @@ impl Machine for TestMachine {
         Ok(())
     }
 
+    fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {
+        self.log.add(format!("balloon {bytes}"));
+        Ok(())
+    }
+
     fn disk_stats(&self) -> Vec<DiskStats> {
         vec![DiskStats {
             name: "data".into(),
@@ -566,12 +571,13 @@ fn sizes_limits_and_counters_reach_the_machine() {
             ),
             request(4, Request::GetDiskStats),
             request(6, Request::GetMachineStats),
+            request(7, Request::SetBalloon(1 << 20)),
             request(5, Request::Stop),
         ],
         |_| (),
     );
     assert_eq!(
-        log[3..9],
+        log[3..11],
         [
             "resize data Some(4096)",
             "2 ok Running web",
@@ -579,6 +585,8 @@ fn sizes_limits_and_counters_reach_the_machine() {
             "3 ok Running web",
             "4 stats of data",
             "6 all stats of data",
+            "balloon 1048576",
+            "7 ok Running web",
         ]
     );
 }

@@ -6,6 +6,8 @@ pub mod layout;
 mod load;
 mod mapping;
 mod populate;
+mod reclaim;
 
 pub use guest::{Backing, GuestRam, RamError};
 pub use load::{LoadError, load_file};
+pub use reclaim::RamReclaim;

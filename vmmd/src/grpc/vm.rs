@@ -486,9 +486,21 @@ impl VmService for Vms {
 
     async fn set_memory_target(
         &self,
-        _: Request<v1::SetMemoryTargetRequest>,
+        request: Request<v1::SetMemoryTargetRequest>,
     ) -> Result<Response<v1::SetMemoryTargetResponse>, Status> {
-        Err(Failure::unimplemented("set a memory target").into())
+        once(&self.host, request, |host, request, context| async move {
+            let v1::SetMemoryTargetRequest {
+                name, target_bytes, ..
+            } = request;
+            let command = |reply| Command::MemoryTarget {
+                context,
+                bytes: target_bytes,
+                reply,
+            };
+            let vm = Self::new(host).send(&name, command).await?;
+            Ok(v1::SetMemoryTargetResponse { vm: Some(vm) })
+        })
+        .await
     }
 
     type ConsoleStream = console::Stream;

@@ -20,12 +20,14 @@ use crate::{
 };
 
 /// Device numbers of platform v1 (0 is the host bridge). Each kind has its own range, so that what is added to a VM
-/// later never moves what it has; 26 to 31 are left.
+/// later never moves what it has; 27 to 31 are left.
 const RNG_SLOT: u32 = 1;
 const FIRST_NIC_SLOT: u32 = 2;
 const FIRST_DISK_SLOT: u32 = 10;
 /// As many as a VM may have disks.
 const DISK_SLOTS: u32 = 16;
+/// Of the balloon. Not in the record: no VM ever has it elsewhere, and one gets or loses it between two runs.
+const BALLOON_SLOT: u32 = 26;
 
 /// All that a `vmm` gets beside the spec.
 #[derive(Debug)]
@@ -170,7 +172,9 @@ pub fn assemble(
         prefault: spec.memory.prefault,
         mergeable: spec.memory.mergeable,
         numa_node: spec.memory.numa_node,
-        ..Default::default()
+        balloon: spec
+            .balloon
+            .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
     };
     (machine, fds.0)
 }

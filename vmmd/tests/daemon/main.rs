@@ -3,6 +3,7 @@
 
 mod attach;
 mod bad_input;
+mod balloon;
 mod console;
 mod cordon;
 mod disk_state;

@@ -18,6 +18,7 @@ use proto::{
 };
 
 use crate::{
+    balloon,
     disks::{self, Plugged},
     guest::Guest,
 };
@@ -104,6 +105,7 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
             guest.status()
         }
         Op::GetMachineStats(_) if !old() => return disks::machine_stats(guest),
+        Op::SetBalloon(request) if !old() => return balloon::set(guest, request),
         Op::ResetMachine(_) | Op::SetBalloon(_) | Op::GetMachineStats(_) => {
             return refuse(ErrorKind::Invalid, "unknown request");
         }

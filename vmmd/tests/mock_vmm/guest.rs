@@ -15,7 +15,10 @@ use proto::vmm::{
     State, StateChanged, Status, event::Kind,
 };
 
-use crate::disks::{self, Plugged};
+use crate::{
+    balloon,
+    disks::{self, Plugged},
+};
 
 pub struct Guest {
     inner: Mutex<Inner>,
@@ -68,7 +71,15 @@ impl Guest {
         inner.state = State::Running;
         let text = format!("booted {}\r\n", machine.name);
         inner.print(text.as_bytes());
+        if let Some(text) = balloon::boot(machine) {
+            inner.print(text.as_bytes());
+        }
         inner.status()
+    }
+
+    /// Onto the console.
+    pub fn print(&self, text: &str) {
+        self.lock().print(text.as_bytes());
     }
 
     pub fn status(&self) -> Status {

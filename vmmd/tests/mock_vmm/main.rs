@@ -16,6 +16,7 @@
 //! it makes what looks like an image, see [`image`].
 #![allow(clippy::unwrap_used, reason = "a test's helper may fail loudly")]
 
+mod balloon;
 mod console;
 mod control;
 mod disks;

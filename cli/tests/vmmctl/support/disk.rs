@@ -36,7 +36,7 @@ impl State {
         Err(refusal(Code::NotFound, "DISK_NOT_FOUND", message))
     }
 
-    fn store(&self, name: &str, vm: v1::Vm) -> v1::Vm {
+    pub(super) fn store(&self, name: &str, vm: v1::Vm) -> v1::Vm {
         lock(&self.vms).insert(name.into(), vm.clone());
         vm
     }

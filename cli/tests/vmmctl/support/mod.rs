@@ -490,9 +490,17 @@ impl VmService for State {
 
     async fn set_memory_target(
         &self,
-        _: Request<v1::SetMemoryTargetRequest>,
+        request: Request<v1::SetMemoryTargetRequest>,
     ) -> Answer<v1::SetMemoryTargetResponse> {
-        Err(Status::unimplemented("set_memory_target"))
+        let v1::SetMemoryTargetRequest {
+            name, target_bytes, ..
+        } = request.into_inner();
+        self.called(format!("memory target {name} {target_bytes}"));
+        let mut vm = self.find(&name)?;
+        let spec = vm.spec.get_or_insert_default();
+        spec.balloon.get_or_insert_default().target_bytes = target_bytes;
+        let vm = Some(self.store(&name, vm));
+        Ok(Response::new(v1::SetMemoryTargetResponse { vm }))
     }
 
     type ConsoleStream = Events<v1::ConsoleResponse>;

@@ -1,6 +1,7 @@
 //! Builds platform v1 from a spec and open descriptors. Each kind of device has its builder in a file beside this one
 //! and one line in [`Assembly::build`].
 
+pub(super) mod balloon;
 pub(super) mod disk;
 mod legacy;
 mod nic;
@@ -24,6 +25,7 @@ use devices::{
     pci::{HotPlug, PciError, PciRoot, PciWindows, hotplug, root::ECAM_SIZE},
     serial::Terminal,
     virtio::{
+        balloon::BalloonControl,
         device::VirtioDevice,
         fault::{DeviceEvent, EventSink, LogLimit},
         net::NetStats,
@@ -110,6 +112,7 @@ struct Assembly {
     sockets: Sockets,
     components: Vec<Box<dyn Component>>,
     nics: Vec<(String, Arc<NetStats>)>,
+    balloon: Option<BalloonControl>,
 }
 
 /// What virtio devices are built with and put into, when the machine is built and later.
@@ -167,6 +170,7 @@ impl Assembly {
             hotplug,
             components: Vec::new(),
             nics: Vec::new(),
+            balloon: None,
         })
     }
 
@@ -184,6 +188,9 @@ impl Assembly {
         let serial = serial::build(&mut self, spec, console)?;
         legacy::build(&mut self)?;
         rng::build(&mut self, &spec.rng)?;
+        if let Some(spec) = &spec.balloon {
+            balloon::build(&mut self, spec)?;
+        }
         let mut disks = Disks::new(self.sockets.clone(), Arc::clone(&self.hotplug), spec);
         for disk in &spec.disks {
             disks.fit(disk, &mut self.fds)?;
@@ -199,6 +206,7 @@ impl Assembly {
         let mut machine = Machine {
             vcpus,
             components: self.components,
+            balloon: self.balloon,
             disks,
             serial,
             nics: self.nics,

@@ -16,6 +16,7 @@
 
 mod attachments;
 mod automatic;
+mod balloon;
 mod disks;
 mod plug;
 mod request;
@@ -132,6 +133,15 @@ pub enum Command {
         update: Box<Update>,
         /// Where the answer goes.
         reply: LifeReply,
+    },
+    /// About how much of its memory the guest keeps, in bytes; 0 is all of it.
+    MemoryTarget {
+        /// What it is part of.
+        context: Context,
+        /// How much.
+        bytes: u64,
+        /// Where the answer goes.
+        reply: Reply,
     },
     /// For asking the `vmm` for the disks' counters.
     Client(oneshot::Sender<Result<Client, Failure>>),
@@ -313,6 +323,14 @@ impl Actor {
             }
             Command::Update { update, reply } => {
                 self.on_update(*update, reply).await;
+                return ControlFlow::Continue(());
+            }
+            Command::MemoryTarget {
+                context,
+                bytes,
+                reply,
+            } => {
+                self.on_memory_target(&context, bytes, reply).await;
                 return ControlFlow::Continue(());
             }
             Command::Client(reply) => {

@@ -48,6 +48,8 @@ pub enum Outcome {
     Limited(Target, Option<RateLimit>, Reply, Result<(), Failure>),
     /// Another live change: its path, what it is, and what it was to be.
     Applied(String, Live, serde_json::Value, Result<(), Failure>),
+    /// A change of the memory target; with what it was before, in bytes.
+    Target(u64, Reply, Result<(), Failure>),
     /// What it is doing.
     State(Result<Status, control::Error>),
     /// What the machine has, asked after so many changes.

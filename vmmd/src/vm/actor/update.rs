@@ -7,17 +7,21 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use proto::{
-    model::{Violations, disk::RateLimit, vm::Manifest},
+    model::{
+        Violations,
+        disk::RateLimit,
+        vm::{Manifest, VmSpec},
+    },
     v1::{self, AttachmentPhase, EventSeverity},
-    vmm::{SetBalloon, request::Op},
     well_known,
 };
 use serde_json::Value as Json;
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
 use super::{
     Actor, Life, LifeReply, Target, answer,
     attachments::{Attachments, PlugKind},
+    balloon,
     plug::{self, Outcome},
     respond, superseded,
 };
@@ -32,7 +36,7 @@ use crate::{
         admission::{self, Applied, Request, Verdict as Admitted, admit},
         change::{self, Change, Live, Verdict},
         create, machine,
-        start::{refused, store_failure},
+        start::store_failure,
     },
 };
 
@@ -492,16 +496,9 @@ async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec) -> Result<(),
             plug::limit(client, Target::Group(name.clone()), limit).await
         }
         Live::BalloonTarget => {
-            let memory = spec.memory.unwrap_or_default().size_bytes;
-            // 0 leaves all of it to the guest.
-            let target = Some(spec.balloon.unwrap_or_default().target_bytes).filter(|target| *target != 0);
-            let target_bytes = memory.saturating_sub(target.unwrap_or(memory));
-            let op = Op::SetBalloon(SetBalloon { target_bytes });
-            match timeout(TIMEOUT, client.request(op, &[])).await {
-                Ok(Ok(_)) => Ok(()),
-                Ok(Err(error)) => Err(refused(&error)),
-                Err(_) => Err(Failure::internal("the vmm did not answer in time")),
-            }
+            let valid = VmSpec::try_from(spec).ok();
+            let held = valid.and_then(|spec| Some(spec.balloon?.held_bytes(spec.memory_bytes)));
+            balloon::tell(client, held.unwrap_or(0)).await
         }
         Live::RunPolicy | Live::DropGroup(_) | Live::Attach(_) | Live::Detach(_) => Ok(()),
     }

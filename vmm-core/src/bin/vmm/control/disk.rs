@@ -1,4 +1,4 @@
-//! What clients ask about disks, as the driver takes it.
+//! What clients ask about disks and other devices, as the driver takes it.
 
 use std::os::fd::OwnedFd;
 
@@ -27,6 +27,7 @@ pub(super) fn request(op: Op, fds: Vec<OwnedFd>) -> Result<Request, &'static str
             },
             limit: (&set.limit.ok_or("SetRateLimit without a limit")?).into(),
         },
+        Op::SetBalloon(set) => Request::SetBalloon(set.target_bytes),
         Op::GetDiskStats(_) => Request::GetDiskStats,
         Op::GetMachineStats(_) => Request::GetMachineStats,
         _ => return Err("unknown request"),

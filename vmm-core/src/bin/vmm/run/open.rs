@@ -22,10 +22,12 @@ use proto::{
 
 use crate::sys;
 
-/// PCI device numbers: the entropy device, then disks, then NICs, each with room for as many as there may be.
+/// PCI device numbers: the entropy device, then disks, then NICs, each with room for as many as there may be, then the
+/// balloon.
 const RNG_SLOT: u32 = 1;
 const FIRST_DISK_SLOT: u32 = 2;
 const FIRST_NIC_SLOT: u32 = 18;
+const BALLOON_SLOT: u32 = 26;
 
 /// A machine's spec with the descriptors that it names.
 pub type Resolved = (vmm::MachineSpec, Vec<OwnedFd>);
@@ -91,7 +93,9 @@ pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
         prefault: spec.memory.prefault,
         mergeable: spec.memory.mergeable,
         numa_node: spec.memory.numa_node,
-        ..Default::default()
+        balloon: spec
+            .balloon
+            .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
     };
     Ok((machine, fds.0))
 }

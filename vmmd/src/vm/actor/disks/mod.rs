@@ -121,6 +121,7 @@ impl Actor {
             Outcome::Applied(path, live, applied, result) => {
                 self.on_applied(path, &live, &applied, result).await;
             }
+            Outcome::Target(before, reply, result) => self.on_target(before, reply, result).await,
             Outcome::State(state) => self.on_state(state),
             Outcome::Looked(changes, Ok(_)) if changes != self.disks.changes() => self.look(),
             Outcome::Looked(_, Ok(disks)) => self.converge(&disks).await,

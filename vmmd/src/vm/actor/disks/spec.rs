@@ -49,7 +49,10 @@ impl Actor {
     }
 
     /// Writes a changed spec; nothing is changed when that fails.
-    pub(super) async fn change_spec(&mut self, change: impl FnOnce(&mut VmRecord)) -> Result<(), Failure> {
+    pub(in crate::vm::actor) async fn change_spec(
+        &mut self,
+        change: impl FnOnce(&mut VmRecord),
+    ) -> Result<(), Failure> {
         let mut record = self.record.clone();
         change(&mut record);
         record.generation += 1;

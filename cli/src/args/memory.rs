@@ -1,0 +1,29 @@
+//! The command line of what is about a VM's memory.
+
+use clap::{Args, Subcommand};
+
+use crate::manifest::quantity;
+
+/// What is set.
+#[derive(Debug, Subcommand)]
+pub enum Set {
+    /// Set how much of its memory a VM keeps; what it can spare of the rest goes back to the node.
+    Memory(SetMemory),
+}
+
+/// `set memory`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl set memory web --target 512Mi
+  vmmctl set memory web --all")]
+pub struct SetMemory {
+    /// Name of the VM.
+    pub name: String,
+    /// What is left to the guest: 64Mi to its memory, a multiple of 2Mi.
+    #[arg(long, value_name = "SIZE", value_parser = quantity::bytes, required_unless_present = "all")]
+    pub target: Option<u64>,
+    /// The guest gets all of its memory back.
+    #[arg(long, conflicts_with = "target")]
+    pub all: bool,
+}

@@ -1,0 +1,55 @@
+//! The balloon.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use devices::virtio::balloon::{Balloon, BalloonControl, BalloonOptions};
+use proto::{model, vmm};
+
+use super::{Assembly, Failure};
+use crate::memory::RamReclaim;
+
+/// How long a guest is waited for when it is asked what it has to say: it holds up the thread that asks. One that answers
+/// later is heard the next time.
+const PATIENCE: Duration = Duration::from_millis(250);
+/// What the guest said is not asked for again within this time.
+const FRESH: Duration = Duration::from_secs(1);
+
+pub(super) fn build(assembly: &mut Assembly, spec: &model::machine::Balloon) -> Result<(), Failure> {
+    let options = BalloonOptions {
+        free_page_reporting: spec.free_page_reporting,
+        target: spec.target_bytes,
+    };
+    let device = Balloon::new(Box::new(RamReclaim::new(&assembly.ram)), options);
+    assembly.balloon = Some(device.control());
+    assembly.add_virtio("balloon", spec.slot, Box::new(device))
+}
+
+/// What is known of a balloon, with what its guest has to say by now.
+pub(in crate::board) fn stats(balloon: &BalloonControl) -> vmm::BalloonStats {
+    let known = balloon.stats();
+    let said = known.guest.as_ref().map(|guest| guest.time);
+    let fresh = said.is_some_and(|said| said.elapsed().is_ok_and(|age| age < FRESH));
+    let stats = if fresh { known } else { balloon.ask(PATIENCE) };
+    let guest = stats
+        .guest
+        .unwrap_or_else(|| devices::virtio::balloon::GuestStats {
+            values: std::collections::BTreeMap::new(),
+            time: UNIX_EPOCH,
+        });
+    vmm::BalloonStats {
+        actual_bytes: stats.held,
+        target_bytes: stats.target,
+        reported_bytes: stats.reported,
+        guest: guest
+            .values
+            .into_iter()
+            .map(|(tag, value)| (tag.into(), value))
+            .collect(),
+        guest_time_ms: unix_ms(guest.time),
+    }
+}
+
+fn unix_ms(time: SystemTime) -> u64 {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}

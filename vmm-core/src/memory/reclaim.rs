@@ -1,0 +1,121 @@
+//! Giving pages of guest RAM back to the host, for the balloon.
+
+#![allow(unsafe_code)]
+
+use std::{io, sync::Arc};
+
+use devices::{GuestMemory, virtio::balloon::Reclaim};
+use rustix::{
+    fs::{FallocateFlags, fallocate},
+    mm::{Advice, madvise},
+};
+use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress, bitmap::Bitmap};
+
+use super::GuestRam;
+
+/// Drops pages of RAM that lies in ordinary pages: private ones by MADV_DONTNEED, those of a memfd by a hole in it, which
+/// takes them from everybody who maps it. Huge pages of hugetlbfs can't be dropped in part.
+#[derive(Debug)]
+pub struct RamReclaim {
+    memory: GuestMemory,
+    file: Option<Arc<std::fs::File>>,
+}
+
+impl RamReclaim {
+    /// For the pages of `ram`.
+    pub fn new(ram: &GuestRam) -> Self {
+        Self {
+            memory: ram.memory().clone(),
+            file: ram.file().cloned(),
+        }
+    }
+}
+
+impl Reclaim for RamReclaim {
+    fn reclaim(&self, address: GuestAddress, length: u64) -> io::Result<()> {
+        let outside = || io::Error::from(io::ErrorKind::InvalidInput);
+        let region = self.memory.find_region(address).ok_or_else(outside)?;
+        let start = address.0.wrapping_sub(region.start_addr().0);
+        let (offset, size) = (
+            usize::try_from(start).map_err(|_| outside())?,
+            usize::try_from(length).map_err(|_| outside())?,
+        );
+        if start.checked_add(length).is_none_or(|end| end > region.len()) {
+            return Err(outside());
+        }
+        region.bitmap().mark_dirty(offset, size);
+        if let (Some(file), Some(place)) = (&self.file, region.file_offset()) {
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            return Ok(fallocate(
+                file,
+                flags,
+                place.start().saturating_add(start),
+                length,
+            )?);
+        }
+        let pointer = region
+            .get_host_address(MemoryRegionAddress(start))
+            .map_err(io::Error::other)?;
+        // SAFETY: the range was checked to lie in a private anonymous mapping of ours, which `memory` keeps alive; reading
+        // it gives zeroes from then on. Nobody holds references into guest memory.
+        Ok(unsafe { madvise(pointer.cast(), size, Advice::LinuxDontNeed) }?)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use vm_memory::Bytes;
+
+    use super::{
+        super::{Backing, layout::*},
+        *,
+    };
+
+    /// Pages of the first 64 KiB of a region that are in memory.
+    fn resident(ram: &GuestRam, region: usize) -> usize {
+        let address = ram.memory().iter().nth(region).unwrap().as_ptr();
+        let mut pages = [0_u8; 16];
+        // SAFETY: the range is mapped, and there is a byte for each of its pages.
+        let result = unsafe { libc::mincore(address.cast(), 16 * 4096, pages.as_mut_ptr()) };
+        assert_eq!(result, 0);
+        pages.iter().filter(|page| **page & 1 == 1).count()
+    }
+
+    #[test]
+    fn pages_go_back_to_the_host_and_read_as_zeroes_while_their_neighbours_stay() {
+        for backing in [Backing::Private, Backing::Shared] {
+            let ram = GuestRam::new(3 * GIB + RAM_ALIGNMENT, backing).unwrap();
+            let reclaim = RamReclaim::new(&ram);
+            for (region, start) in [(0, 0), (1, 4 * GIB)] {
+                let memory = ram.memory();
+                let start = GuestAddress(start);
+                memory.write_slice(&[7; 16 * 4096], start).unwrap();
+                assert_eq!(resident(&ram, region), 16);
+                memory.iter().nth(region).unwrap().get_mmap().bitmap().start();
+                reclaim.reclaim(GuestAddress(start.0 + 4096), 3 * 4096).unwrap();
+                assert!(memory.iter().nth(region).unwrap().bitmap().dirty_at(2 * 4096));
+                assert_eq!(resident(&ram, region), 13, "{backing:?}");
+                let mut bytes = [1; 5 * 4096];
+                memory.read_slice(&mut bytes, start).unwrap();
+                let expected = [[7; 4096], [0; 4096], [0; 4096], [0; 4096], [7; 4096]];
+                assert!(bytes == *expected.as_flattened(), "{backing:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn ranges_that_leave_a_region_are_refused() {
+        let ram = GuestRam::new(RAM_MIN, Backing::Private).unwrap();
+        let reclaim = RamReclaim::new(&ram);
+        for (address, length) in [
+            (RAM_MIN, 4096),
+            (RAM_MIN - 4096, 8192),
+            (0, u64::MAX - 4095),
+            (u64::MAX - 4095, 4096),
+        ] {
+            let result = reclaim.reclaim(GuestAddress(address), length);
+            assert!(result.is_err(), "{address:x} {length:x}");
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! The memory target: how much of its memory a guest is left with.
+
+use proto::v1::{self, BalloonSpec, HugePages};
+use tonic::{Code, Status};
+
+use crate::{
+    console::Client,
+    harness::{Daemon, refusal, status},
+};
+
+const MIB: u64 = 1 << 20;
+
+impl Daemon {
+    async fn memory_target(&self, vm: &str, target_bytes: u64) -> Result<v1::Vm, Status> {
+        let request = v1::SetMemoryTargetRequest {
+            name: vm.into(),
+            target_bytes,
+            ..Default::default()
+        };
+        let answer = self.client().set_memory_target(request).await?;
+        Ok(answer.into_inner().vm.unwrap())
+    }
+}
+
+fn target(vm: &v1::Vm) -> u64 {
+    let balloon = vm.spec.as_ref().unwrap().balloon;
+    balloon.map_or(0, |balloon| balloon.target_bytes)
+}
+
+fn size(vm: &v1::Vm) -> u64 {
+    vm.spec.as_ref().unwrap().memory.unwrap().size_bytes
+}
+
+#[tokio::test]
+async fn a_memory_target_reaches_a_running_guest_and_holds_for_later_runs() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.create(daemon.manifest("web", "")).await.unwrap();
+    let memory = size(&vm);
+    assert_eq!(
+        target(&daemon.memory_target("web", 64 * MIB).await.unwrap()),
+        64 * MIB
+    );
+    daemon.start_vm("web").await.unwrap();
+    let mut console = Client::open(&daemon, "web").await;
+    console
+        .expect(&format!("balloon {}\r\n", memory - 64 * MIB))
+        .await;
+    let vm = daemon.memory_target("web", 96 * MIB).await.unwrap();
+    assert_eq!(target(&vm), 96 * MIB);
+    console
+        .expect(&format!("balloon {}\r\n", memory - 96 * MIB))
+        .await;
+    assert_eq!(
+        status(&vm).observed_generation,
+        vm.metadata.as_ref().unwrap().generation
+    );
+    let vm = daemon.memory_target("web", 0).await.unwrap();
+    assert_eq!(target(&vm), 0);
+    console.expect("balloon 0\r\n").await;
+}
+
+#[tokio::test]
+async fn a_target_that_is_not_possible_is_refused_and_changes_nothing() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    let memory = size(&vm);
+    for bytes in [1, 62 * MIB, 64 * MIB + 4096, memory + 2 * MIB, u64::MAX] {
+        let refused = daemon.memory_target("web", bytes).await.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::InvalidArgument, "INVALID_FIELDS".into()),
+            "{bytes}"
+        );
+        assert!(refused.message().contains("targetBytes"), "{refused}");
+    }
+    assert_eq!(target(&daemon.get("web").await.unwrap()), 0);
+    let refused = daemon.memory_target("none", 0).await.unwrap_err();
+    assert_eq!(refused.code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn without_a_balloon_there_is_no_target() {
+    let daemon = Daemon::start().await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().balloon = Some(BalloonSpec {
+        disabled: true,
+        ..Default::default()
+    });
+    daemon.create(vm).await.unwrap();
+    let refused = daemon.memory_target("web", 64 * MIB).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NO_BALLOON".into()));
+
+    let mut vm = daemon.manifest("huge", "");
+    let spec = vm.spec.as_mut().unwrap();
+    spec.memory.as_mut().unwrap().huge_pages = HugePages::HugePages2m.into();
+    spec.balloon = Some(BalloonSpec::default());
+    let refused = daemon.create(vm).await.unwrap_err();
+    assert!(refused.message().contains("spec.balloon"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_machine_that_has_no_balloon_yet_keeps_the_target_that_it_had() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.balloon=missing").await;
+    let refused = daemon.memory_target("web", 64 * MIB).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NO_BALLOON".into()));
+    assert!(refused.message().contains("restart"), "{refused}");
+    assert_eq!(target(&daemon.get("web").await.unwrap()), 0);
+}
