@@ -86,7 +86,6 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             rate_groups: groups.collect::<Result<_>>()?,
             run_policy: args.run_policy.unwrap_or_default().into(),
             balloon: memory::from_flags(args.no_balloon, args.free_page_reporting),
-            ..Default::default()
         }),
         status: None,
     };

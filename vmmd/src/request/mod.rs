@@ -116,8 +116,10 @@ where
         Entered::Begun(sender) => {
             let answer = sender.subscribe();
             tokio::spawn(async move {
-                let _under_way = Guard(Arc::clone(&host), mark.id.clone());
+                let under_way = Guard(Arc::clone(&host), mark.id.clone());
                 let answer = carry_out(&host, mark, || work(Arc::clone(&host), request, context)).await;
+                // Who has the answer may use an id that it leaves free.
+                drop(under_way);
                 sender.send_replace(Some(answer));
             });
             answer

@@ -15,6 +15,7 @@ use crate::{
     failure::{Failure, Kind},
     vm::{
         admission::{self, Place, admit_disk},
+        change::{self, Live},
         start,
     },
 };
@@ -50,9 +51,12 @@ impl Actor {
 
     /// What came of it: a target that the machine did not take is taken back.
     pub(super) async fn on_target(&mut self, before: u64, reply: Reply, result: Result<(), Failure>) {
-        if result.is_err()
-            && let Err(failure) = self.store_target(before).await
-        {
+        if result.is_ok() {
+            // The machine has what the spec says.
+            change::take_over(&mut self.record, &Live::BalloonTarget);
+            change::settle(&mut self.record);
+            self.persist().await;
+        } else if let Err(failure) = self.store_target(before).await {
             tracing::error!(vm = self.record.name, %failure, "a memory target that was refused stays in the spec");
         }
         self.publish();

@@ -40,8 +40,6 @@ use crate::{
     },
 };
 
-/// How long a `vmm` may take for one request.
-const TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the guest may take to eject a disk when nothing is given.
 const DEFAULT_EJECT: Duration = Duration::from_secs(30);
 /// How long it may take to power off when nothing is given.
