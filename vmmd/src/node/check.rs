@@ -92,12 +92,15 @@ pub async fn could_ever(host: &Arc<Host>, spec: &VmSpec) -> Result<(), Failure> 
         reason: "SIZE_NOT_ALLOWED",
         ..violations.into()
     })?;
-    let alone = Picture {
+    let mut alone = Picture {
         cordoned: None,
         no_kvm: None,
         disk_reserved: 0,
         ..look(host).await?.picture(host, Resources::default())
     };
+    // An operator can set more of them aside at any time.
+    alone.allocatable.huge_2m = u64::MAX;
+    alone.allocatable.huge_1g = u64::MAX;
     let problems = decide(&Demand::of(spec).resources, &alone);
     let mut refused = placement::refuse(&problems).map_err(|failure| Failure {
         kind: Kind::Precondition,

@@ -1,6 +1,9 @@
 //! Amounts of what VMs are given of the node.
 
-use proto::{model::vm::VmSpec, v1};
+use proto::{
+    model::{resources::HugePages, vm::VmSpec},
+    v1,
+};
 
 use super::{
     Facts,
@@ -42,12 +45,18 @@ impl Demand {
     pub fn of(spec: &VmSpec) -> Self {
         let ram = spec.memory_bytes;
         let cores = spec.topology.cores();
-        let resources = Resources {
+        let mut resources = Resources {
             vcpu_millis: u64::from(cores) * 1000,
             cpu_millis: spec.cpu.millis(cores),
-            memory: ram.saturating_add(VMM_OVERHEAD),
+            memory: VMM_OVERHEAD,
             ..Resources::default()
         };
+        let from = match spec.memory.huge_pages {
+            None => &mut resources.memory,
+            Some(HugePages::Size2M) => &mut resources.huge_2m,
+            Some(HugePages::Size1G) => &mut resources.huge_1g,
+        };
+        *from = from.saturating_add(ram);
         Self { resources, ram }
     }
 }
@@ -169,5 +178,13 @@ mod tests {
             ..Resources::default()
         };
         assert_eq!((demand.resources, demand.ram), (expected, 512 << 20));
+        let mut huge = spec(2, 512, 20);
+        huge.memory.huge_pages = Some(HugePages::Size2M);
+        let expected = Resources {
+            memory: VMM_OVERHEAD,
+            huge_2m: 512 << 20,
+            ..expected
+        };
+        assert_eq!(Demand::of(&huge).resources, expected);
     }
 }
