@@ -7,7 +7,6 @@
 mod auth;
 mod cgroup;
 mod config;
-#[allow(dead_code, reason = "being built")]
 mod context;
 mod control;
 mod disk;
@@ -21,7 +20,6 @@ mod lock;
 mod metrics;
 mod network;
 mod node;
-#[allow(dead_code, reason = "being built")]
 mod operation;
 mod paths;
 mod request;

@@ -26,7 +26,6 @@
 pub mod facts;
 mod overhead;
 pub mod plan;
-pub mod usage;
 
 use std::{
     fs,
@@ -42,7 +41,7 @@ use rustix::{
 };
 use uuid::Uuid;
 
-use self::{plan::Setting, usage::Usage};
+use self::plan::Setting;
 
 /// How long a process may count after its end.
 const LEAVING: Duration = Duration::from_secs(2);
@@ -150,7 +149,7 @@ impl Group {
     /// True when the kernel has killed a process in it for want of memory.
     pub fn oom_killed(&self) -> bool {
         let events = fs::read_to_string(self.dir.join("memory.events")).unwrap_or_default();
-        usage::count(&events, "oom_kill") > 0
+        count(&events, "oom_kill") > 0
     }
 
     /// Writes what was planned; returns what could not be, with why. What a limit of memory would take from a VM that runs
@@ -185,12 +184,6 @@ impl Group {
             || number("memory.current").is_some_and(|used| used > limit)
     }
 
-    /// What its processes have used.
-    #[allow(dead_code, reason = "for statistics, which are being built")]
-    pub fn usage(&self) -> Usage {
-        usage::read(&self.dir)
-    }
-
     /// The content of one of its files, if that is there.
     pub fn read(&self, file: &str) -> Option<String> {
         fs::read_to_string(self.dir.join(file)).ok()
@@ -222,7 +215,7 @@ impl Group {
     fn wait_until_empty(&self, deadline: Instant) -> io::Result<()> {
         let events = fs::File::open(self.dir.join("cgroup.events"))?;
         // The next change after this read is told by poll.
-        if usage::count(&io::read_to_string(&events)?, "populated") == 0 {
+        if count(&io::read_to_string(&events)?, "populated") == 0 {
             return Ok(());
         }
         let mut fds = [PollFd::new(&events, PollFlags::PRI)];
@@ -267,6 +260,15 @@ pub fn huge_pages_are_memory() -> bool {
         .lines()
         .filter_map(|line| line.split_once(" - cgroup2 "));
     options.any(|(_, rest)| rest.contains("memory_hugetlb_accounting"))
+}
+
+/// A counter of a flat keyed file; 0 when it isn't there.
+pub fn count(text: &str, key: &str) -> u64 {
+    let lines = text.lines().filter_map(|line| line.split_once(' '));
+    lines
+        .filter(|(name, _)| *name == key)
+        .find_map(|(_, value)| value.trim().parse().ok())
+        .unwrap_or(0)
 }
 
 #[cfg(test)]

@@ -165,11 +165,6 @@ impl Handle {
         &self.id
     }
 
-    /// The operation as it is.
-    pub fn operation(&self) -> v1::Operation {
-        self.state.borrow().clone()
-    }
-
     /// What led to it.
     pub fn context(&self) -> &Context {
         &self.context

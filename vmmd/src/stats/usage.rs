@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::cgroup::Group;
+use crate::cgroup::{Group, count};
 
 /// Clock ticks of a second in /proc: USER_HZ, which is the same on all kernels (asm-generic/param.h).
 const TICKS: u64 = 100;
@@ -49,13 +49,7 @@ impl Usage {
 
 /// Files of Documentation/admin-guide/cgroup-v2.rst.
 fn of_cgroup(cpu: &str, current: &str, max: &str) -> Usage {
-    let nanos = |key: &str| {
-        let fields = cpu.lines().filter_map(|line| line.split_once(' '));
-        let micros = fields
-            .filter(|(name, _)| *name == key)
-            .find_map(|(_, value)| value.parse().ok());
-        micros.unwrap_or(0_u64).saturating_mul(1000)
-    };
+    let nanos = |key| count(cpu, key).saturating_mul(1000);
     Usage {
         user_ns: nanos("user_usec"),
         system_ns: nanos("system_usec"),
