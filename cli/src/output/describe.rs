@@ -32,10 +32,11 @@ pub fn vm(vm: &v1::Vm, now: jiff::Timestamp) -> String {
     text.put("Reason", &status.reason);
     text.put("Message", &status.message);
     text.put("Operation", &status.operation);
-    let policy = vm.spec.as_ref().map(v1::VmSpec::run_policy).unwrap_or_default();
-    if policy != v1::RunPolicy::Unspecified {
-        text.put("Run policy", &camel(policy.as_str_name(), "RUN_POLICY_"));
-    }
+    let policy = match vm.spec.as_ref().map(v1::VmSpec::run_policy).unwrap_or_default() {
+        v1::RunPolicy::Unspecified => v1::RunPolicy::AlwaysOnUnlessStopped,
+        policy => policy,
+    };
+    text.put("Run policy", &camel(policy.as_str_name(), "RUN_POLICY_"));
     restart(&mut text, &status);
     instance(&mut text, &status, now);
     spec(&mut text, &vm.spec.clone().unwrap_or_default(), &status);

@@ -213,6 +213,7 @@ Created:         2027-01-15T06:53:20Z (66m ago)
 Generation:      1
 Phase:           Running
 Reason:          GuestRunning
+Run policy:      AlwaysOnUnlessStopped
 Instance:
   PID:           4711
   User:          990001
@@ -258,6 +259,7 @@ fn a_vm_without_anything_can_be_described() {
     insta::assert_snapshot!(describe::vm(&v1::Vm::default(), now()), @r#"
 Generation:      0
 Phase:           Unknown
+Run policy:      AlwaysOnUnlessStopped
 CPUs:            0
 Memory:          0 (0 bytes)
 Disks:           none

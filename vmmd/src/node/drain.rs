@@ -151,7 +151,9 @@ async fn round(
             ));
         }
         let left = remaining(host);
-        operation.progress(percent(all, left.len()), format!("stopping {}", left.join(", ")));
+        if !left.is_empty() {
+            operation.progress(percent(all, left.len()), format!("stopping {}", left.join(", ")));
+        }
         match stops.join_next().await {
             Some(Ok(Err(problem))) => problems.push(problem),
             Some(_) => {}

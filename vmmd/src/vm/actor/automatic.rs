@@ -146,14 +146,21 @@ impl Actor {
             return self.enforce_off();
         }
         let last = self.record.last_exit.as_ref().map(ExitStatus::reason);
-        let waited = self.timer.is_some() || std::mem::take(&mut self.held);
-        let occasion = if waited {
+        let held = std::mem::take(&mut self.held);
+        let occasion = if held || self.timer.is_some() {
             Occasion::DaemonStart(last)
         } else {
             Occasion::Changed
         };
         let before = self.record.restart.clone();
         self.plan(occasion, 0);
+        if held && self.timer.is_some() {
+            // The node stood in the way, not the VM: there is nothing to wait for.
+            let restart = self.record.restart.get_or_insert_default();
+            restart.attempts = before.as_ref().map_or(0, |before| before.attempts);
+            (restart.next_ms, restart.back_off_ms) = (text::now_ms(), 0);
+            self.timer = Some(Instant::now());
+        }
         if before != self.record.restart {
             self.persist().await;
         }
