@@ -23,9 +23,7 @@ fn rss(vm: &Vm<'_>) -> u64 {
     let pid = vm.pid().expect("pid");
     let text = vm
         .node()
-        .sh(&format!(
-            "sed -n 's/^VmRSS: *\\([0-9]*\\) kB/\\1/p' /proc/{pid}/status"
-        ))
+        .sh(&format!("awk '/^VmRSS:/ {{ print $2 }}' /proc/{pid}/status"))
         .expect("status of the process");
     text.trim().parse().expect("VmRSS")
 }
@@ -35,7 +33,7 @@ fn wait_rss_below(vm: &Vm<'_>, kib: u64) {
     let pid = vm.pid().expect("pid");
     vm.node()
         .sh(&format!(
-            "timeout {PATIENCE} sh -c 'until [ $(sed -n \"s/^VmRSS: *\\([0-9]*\\) kB/\\1/p\" /proc/{pid}/status) -lt {kib} ]; \
+            "timeout {PATIENCE} sh -c 'until [ $(awk \"/^VmRSS:/ {{ print \\$2 }}\" /proc/{pid}/status) -lt {kib} ]; \
              do sleep 0.2; done'"
         ))
         .unwrap_or_else(|error| panic!("RSS is {} KiB, not below {kib}: {error}", rss(vm)));
