@@ -121,7 +121,8 @@ pub const RULES: &[Rule] = {
         Rule::new("vmmd.v1.DiskService/CreateDisk", Admin).changes(WHOLE_DISK),
         Rule::new("vmmd.v1.DiskService/DeleteDisk", Admin).changes(DISK),
         Rule::new("vmmd.v1.NodeService/GetNode", Viewer).and_peers(),
-        Rule::new("vmmd.v1.NodeService/CheckPlacement", Viewer).and_peers(),
+        // Looks at the files that the manifest names.
+        Rule::new("vmmd.v1.NodeService/CheckPlacement", Admin).and_peers(),
         Rule::new("vmmd.v1.NodeService/CordonNode", Operator).changes(NODE),
         Rule::new("vmmd.v1.NodeService/UncordonNode", Operator).changes(NODE),
         Rule::new("vmmd.v1.NodeService/DrainNode", Operator).changes(NODE),

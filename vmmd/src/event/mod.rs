@@ -126,7 +126,6 @@ impl Draft {
     }
 
     /// The same, led to by a request.
-    #[allow(dead_code, reason = "requests do not carry their context yet")]
     pub fn of(self, context: Context) -> Self {
         Self { context, ..self }
     }

@@ -8,9 +8,10 @@ use proto::{model, vmm};
 use super::{Assembly, Failure};
 use crate::memory::RamReclaim;
 
-/// How long a guest is waited for when it is asked what it has to say: it holds up the thread that asks. One that answers
-/// later is heard the next time.
-const PATIENCE: Duration = Duration::from_millis(250);
+/// How long a guest is waited for when it is asked what it has to say. Drivers answer from their interrupt's work queue, within
+/// a millisecond; one that does not holds up the thread that drives its machine for no longer than this, and is heard the
+/// next time.
+const PATIENCE: Duration = Duration::from_millis(20);
 /// What the guest said is not asked for again within this time.
 const FRESH: Duration = Duration::from_secs(1);
 
