@@ -324,12 +324,21 @@ impl Disk {
     }
 
     /// How far from `offset` on writing gives nothing up.
+    ///
+    /// A cluster that reads as zeroes may have a place of its own that was kept ([`Clear::Zero`](clear)). imago takes it when
+    /// asked for this cluster alone; as a part of more it may give it up for one that follows the cluster before.
     fn unallocated(&self, access: &FormatAccess<Layer>, offset: u64, length: u64) -> io::Result<u64> {
         let mut found = 0_u64;
         while found < length {
             let left = length.saturating_sub(found);
             let (mapping, run) = access.get_shallow_mapping(offset.saturating_add(found), left)?;
+            let zeroes = matches!(mapping, ShallowMapping::Zero { explicit: true, .. });
+            if zeroes && found == 0 {
+                let rest = offset.checked_rem(self.cluster).unwrap_or(0);
+                return Ok(run.min(self.cluster.saturating_sub(rest)));
+            }
             if run == 0
+                || zeroes
                 || matches!(
                     mapping,
                     ShallowMapping::Special { .. } | ShallowMapping::Raw { .. }

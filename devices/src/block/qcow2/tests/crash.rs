@@ -239,7 +239,7 @@ fn check_crash(before: &[u8], done: &[Done], events: &[Event], at: usize, overla
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
     #[test]
     fn whenever_the_host_dies_the_image_is_consistent_and_holds_what_was_flushed(
@@ -261,6 +261,35 @@ proptest! {
         for _ in 0..12 {
             let at = rng.next_u32() as usize % (events.len() + 1);
             check_crash(&before, &done, &events, at, overlay, &mut rng);
+        }
+    }
+}
+
+/// What lies behind zeroes that kept their space is not used for anything else as long as the file says that it is theirs.
+#[test]
+fn a_write_that_begins_before_kept_zeroes_gives_nothing_up_too_early() {
+    let steps = [
+        Step::Write(80, 16),
+        Step::Flush,
+        Step::Zero(80, 16, false),
+        Step::Flush,
+        Step::Write(72, 24),
+        Step::Grow,
+        Step::Flush,
+    ];
+    let recorder = created(CreateOptions {
+        size: SECTORS * SECTOR,
+        cluster_size: 1 << 12,
+        preallocation: Preallocation::Off,
+        backing: None,
+    });
+    let before = recorder.content();
+    let done = play(&recorder, &steps, false);
+    let events = recorder.events.lock().unwrap().clone();
+    let mut rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[7; 32]);
+    for at in 0..=events.len() {
+        for _ in 0..16 {
+            check_crash(&before, &done, &events, at, false, &mut rng);
         }
     }
 }
