@@ -102,7 +102,7 @@ pub async fn create(
     describe(host, record).await
 }
 
-async fn describe(host: &Arc<Host>, record: DiskRecord) -> Result<v1::Disk, Failure> {
+pub async fn describe(host: &Arc<Host>, record: DiskRecord) -> Result<v1::Disk, Failure> {
     let host = Arc::clone(host);
     let described = spawn_blocking(move || host.disks.describe(&host.disk_folder(), &record)).await;
     described.map_err(|error| Failure::internal(error.to_string()))

@@ -17,6 +17,7 @@ mod resize;
 
 use std::sync::Arc;
 
+use proto::v1;
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
 
@@ -39,12 +40,10 @@ use crate::{
 pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
     let mut record = host.disks.begin_delete(name)?;
     record.stage = DiskStage::Deleting.into();
-    // An empty response: the next daemon carries on with what this one has begun.
-    let answered = host.requests.mark(context).map(request::done);
-    if let Err(error) = host.store.retire_disk(&record, answered).await {
+    if let Err(failure) = retire(host, &record, context).await {
         record.stage = DiskStage::Ready.into();
         host.disks.settle(record);
-        return Err(store_failure(error));
+        return Err(failure);
     }
     finish(host, &record).await;
     tell(
@@ -54,6 +53,26 @@ pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(
         "the disk was deleted with what was on it",
     );
     Ok(())
+}
+
+/// Writes that the disk goes, together with the answer to who asked for that: the next daemon carries on with what this
+/// one has begun. Who asked an earlier daemon for the disk's creation is answered as well: its retry must not make
+/// another one.
+async fn retire(host: &Arc<Host>, record: &DiskRecord, context: &Context) -> Result<(), Failure> {
+    let mark = host.requests.mark(context);
+    let mut answered: Vec<_> = mark
+        .map(|mark| request::done(mark, &v1::DeleteDiskResponse::default()))
+        .into_iter()
+        .collect();
+    let creation = request::unanswered(host, &record.begun, "CreateDisk").await;
+    if let Some(mark) = creation.map_err(store_failure)? {
+        let disk = create::describe(host, record.clone()).await?;
+        answered.push(request::done(mark, &v1::CreateDiskResponse { disk: Some(disk) }));
+    }
+    host.store
+        .retire_disk(record, answered)
+        .await
+        .map_err(store_failure)
 }
 
 /// Tells an event of a disk.

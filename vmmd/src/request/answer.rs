@@ -13,9 +13,9 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct Answer(Result<Vec<u8>, Status>);
 
-/// The record of a request that was answered with an empty response.
-pub fn done(mark: RequestMark) -> RequestRecord {
-    Answer(Ok(Vec::new())).record(mark)
+/// The record of a request that is answered so.
+pub fn done(mark: RequestMark, response: &impl Message) -> RequestRecord {
+    Answer::of(response).record(mark)
 }
 
 impl Answer {

@@ -19,7 +19,7 @@
 //!
 //! | request | a retry after the daemon was killed |
 //! |---|---|
-//! | CreateVm | a VM with the mark is the answer; with `start` it is started when it never was |
+//! | CreateVm | a VM with the mark is the answer, also when it has been deleted since; with `start` it is started when it never was |
 //! | UpdateVm, SetMemoryTarget, SetRateLimit | carried out again; `generation` is not looked at, it was right when it began |
 //! | DeleteVm | the answer is written together with the removal of the record: answered |
 //! | StartVm, RestartVm | a run that the request began, and that goes on, is the answer; else carried out again |
@@ -28,7 +28,7 @@
 //! | AttachDisk | carried out again; the same disk again is no error, and `generation` is not looked at |
 //! | DetachDisk | a disk that is not there any more is a success |
 //! | ResizeVmDisk, ResizeDisk | carried out again; a size that it has already is a success |
-//! | CreateDisk | a disk with the mark is the answer; a disk that was not whole was removed, and is made again |
+//! | CreateDisk | a disk with the mark is the answer, also when it has been deleted since; one that was not whole was removed, and is made again |
 //! | DeleteDisk | the answer is written together with the beginning of the deletion: answered |
 //! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
 
@@ -45,14 +45,16 @@ use prost::Message;
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 use tonic::{Response, Status};
+use tracing::Instrument;
+use uuid::Uuid;
 
 use self::answer::Answer;
 pub use self::{answer::done, mutation::Mutation};
 use crate::{
-    context::{Context, Initiator},
+    context::{self, Context, Initiator},
     failure::{Failure, Kind},
     host::Host,
-    store::{DiskRecord, REQUEST_AGE_MS, RequestMark, VmRecord},
+    store::{self, DiskRecord, REQUEST_AGE_MS, RequestMark, VmRecord},
     text,
 };
 
@@ -107,21 +109,24 @@ where
     let context = context(&request)?;
     let request = request.into_inner();
     let host = Arc::clone(host);
+    let span = context::span(&context.trace);
     if context.request_id.is_empty() {
-        return work(host, request, context).await.map(Response::new);
+        let answer = work(host, request, context).instrument(span);
+        return answer.await.map(Response::new);
     }
     let mark = mark(&request);
     let mut answer = match host.requests.enter(&mark)? {
         Entered::Waiting(answer) => answer,
         Entered::Begun(sender) => {
             let answer = sender.subscribe();
-            tokio::spawn(async move {
+            let whole = async move {
                 let under_way = Guard(Arc::clone(&host), mark.id.clone());
                 let answer = carry_out(&host, mark, || work(Arc::clone(&host), request, context)).await;
                 // Who has the answer may use an id that it leaves free.
                 drop(under_way);
                 sender.send_replace(Some(answer));
-            });
+            };
+            tokio::spawn(whole.instrument(span));
             answer
         }
     };
@@ -164,8 +169,13 @@ pub fn context<Q: Mutation>(request: &tonic::Request<Q>) -> Result<Context, Fail
         let problem = format_args!("must be at most {MAX_ID} printable ASCII characters");
         return Err(Failure::field("requestId", problem));
     }
+    let trace = match id {
+        "" => Uuid::new_v4().simple().to_string(),
+        id => id.to_owned(),
+    };
     Ok(Context {
         request_id: id.to_owned(),
+        trace,
         initiator: request
             .extensions()
             .get::<Initiator>()
@@ -196,6 +206,20 @@ fn reused(id: &str) -> Failure {
     Failure::new(Kind::Exists, "REQUEST_ID_REUSED", message)
 }
 
+/// Of the requests that have been begun on something, the one with this method that nobody was answered: that would be
+/// carried out anew by a retry if the thing were gone.
+pub async fn unanswered(
+    host: &Host,
+    begun: &[RequestMark],
+    method: &str,
+) -> Result<Option<RequestMark>, store::Error> {
+    let Some(mark) = begun.iter().find(|mark| mark.method == method) else {
+        return Ok(None);
+    };
+    let answered = !host.requests.is_open(&mark.id) || host.store.request(&mark.id).await?.is_some();
+    Ok((!answered).then(|| mark.clone()))
+}
+
 /// Takes a request out of those under way.
 struct Guard(Arc<Host>, String);
 
@@ -218,6 +242,12 @@ impl Requests {
     /// Whether a request with this id is under way.
     pub fn is_under_way(&self, id: &str) -> bool {
         self.inner().under_way.contains_key(id)
+    }
+
+    /// Whether a request with this id may have no answer.
+    fn is_open(&self, id: &str) -> bool {
+        let inner = self.inner();
+        inner.under_way.contains_key(id) || inner.left.contains_key(id)
     }
 
     /// Adds the mark of the request to those of a VM, and forgets those that have been answered.

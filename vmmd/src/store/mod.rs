@@ -194,13 +194,11 @@ impl Store {
 
     /// Writes the record of a disk whose deletion begins, and remembers the request that is answered by that. Durable on
     /// return.
-    pub async fn retire_disk(
-        &self,
-        record: &DiskRecord,
-        answered: Option<RequestRecord>,
-    ) -> Result<(), Error> {
+    pub async fn retire_disk(&self, record: &DiskRecord, answered: Vec<RequestRecord>) -> Result<(), Error> {
         let put = Change::Put(DISKS, record.uid.clone(), record.encode_to_vec());
-        let changes = [put].into_iter().chain(answered.map(Change::Complete));
+        let changes = [put]
+            .into_iter()
+            .chain(answered.into_iter().map(Change::Complete));
         self.changes(changes.collect()).await
     }
 

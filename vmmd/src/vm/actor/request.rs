@@ -1,5 +1,7 @@
 //! What goes along with a request: its id, and the generation that it expects.
 
+use proto::v1;
+
 use super::Actor;
 use crate::{
     context::Context,
@@ -33,16 +35,26 @@ impl Actor {
         !id.is_empty() && self.record.begun.iter().any(|mark| mark.id == *id)
     }
 
-    /// Removes the record for good, and answers those who asked for that together with it. Returns the deletion's
-    /// revision in the store.
+    /// Removes the record for good, and answers those who asked for that together with it. Who asked an earlier daemon for
+    /// the VM's creation is answered as well: its retry must not make another one. Returns the deletion's revision in the
+    /// store.
     pub(super) async fn bury(&self) -> Result<u64, store::Error> {
-        let metadata = self.state().metadata.clone().unwrap_or_default();
-        let tombstone = self.host.table.bury(metadata);
-        let revision = tombstone.revision;
+        let vm = self.state();
+        let requests = &self.host.requests;
         let begun = self.record.begun.iter();
-        let deletions =
-            begun.filter(|mark| mark.method == "DeleteVm" && self.host.requests.is_under_way(&mark.id));
-        let answered = deletions.map(|mark| request::done(mark.clone())).collect();
+        let deletions = begun.filter(|mark| mark.method == "DeleteVm" && requests.is_under_way(&mark.id));
+        let mut answered: Vec<_> = deletions
+            .map(|mark| request::done(mark.clone(), &v1::DeleteVmResponse::default()))
+            .collect();
+        if let Some(mark) = request::unanswered(&self.host, &self.record.begun, "CreateVm").await? {
+            let response = v1::CreateVmResponse {
+                vm: Some(vm.as_ref().clone()),
+                operation: None,
+            };
+            answered.push(request::done(mark, &response));
+        }
+        let tombstone = self.host.table.bury(vm.metadata.clone().unwrap_or_default());
+        let revision = tombstone.revision;
         let buried = self.host.store.bury(&self.record.uid, tombstone, answered).await;
         if buried.is_err() {
             self.host.table.unbury(revision);
