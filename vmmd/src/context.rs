@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use tracing::Span;
+
 /// What goes along with a request from where it came in to what it leads to: operations, events, logs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Context {
@@ -11,6 +13,9 @@ pub struct Context {
     pub initiator: Initiator,
     /// The generation that the VM must have; any when 0.
     pub generation: u64,
+    /// Ties log messages together, those of the `vmm` included: the request's id, or one made up for a request without.
+    /// Empty for what the daemon does by itself.
+    pub trace: String,
 }
 
 /// Who asked for something.
@@ -35,6 +40,15 @@ impl fmt::Display for Initiator {
             Self::User(uid) => write!(f, "uid {uid}"),
             Self::Certificate(name) => f.write_str(name),
         }
+    }
+}
+
+/// The span of what a request leads to.
+pub fn span(trace: &str) -> Span {
+    if trace.is_empty() {
+        Span::none()
+    } else {
+        tracing::info_span!("request", id = trace)
     }
 }
 

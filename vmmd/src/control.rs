@@ -56,6 +56,8 @@ pub enum Error {
 #[derive(Clone, Debug)]
 pub struct Client {
     shared: Arc<Shared>,
+    /// Goes along with each request.
+    trace: String,
     _reader: Arc<DropGuard>,
 }
 
@@ -89,10 +91,17 @@ impl Client {
         Ok((
             Self {
                 shared,
+                trace: String::new(),
                 _reader: Arc::new(dropped.drop_guard()),
             },
             receiver,
         ))
+    }
+
+    /// The same connection, for what is part of the request with this trace id.
+    pub fn traced(self, trace: &str) -> Self {
+        let trace = trace.to_owned();
+        Self { trace, ..self }
     }
 
     /// Who listens at the other end: process and user id at the time of its listen(2).
@@ -167,7 +176,7 @@ impl Client {
             kind: Some(Kind::Request(Request {
                 id,
                 op: Some(op),
-                ..Request::default()
+                trace_id: self.trace.clone(),
             })),
         };
         self.send(&wire::encode(&message)?, fds).await?;

@@ -26,7 +26,7 @@ use crate::{
 use proto::model::topology::Topology;
 
 /// Nothing here takes that long; a test that waits in vain fails instead of hanging.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(100);
 const CODE: u64 = 0x10_0000;
 const MMIO: u64 = layout::MMIO32.start;
 

@@ -18,7 +18,7 @@ const KINDS: usize = 256;
 #[derive(Debug)]
 pub enum Verdict {
     /// Tell it.
-    Tell(Draft),
+    Tell(Box<Draft>),
     /// It is held back. `first` of its period: somebody must [`sweep`](Flood::sweep) when that is over.
     Hold {
         /// See there.
@@ -67,7 +67,7 @@ impl Flood {
         }
         if kind.told < MOST {
             kind.told += 1;
-            return Verdict::Tell(draft);
+            return Verdict::Tell(Box::new(draft));
         }
         let first = kind.held.is_none();
         let count = kind.held.take().map_or(1, |(count, _)| count.saturating_add(1));

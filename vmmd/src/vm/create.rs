@@ -56,7 +56,7 @@ pub async fn create(
     }
     admit(&host, &manifest, start, dry_run).await?;
     let name = manifest.name.to_string();
-    let Some(_reservation) = host.table.reserve(&name) else {
+    let Some(_reservation) = host.table.reserve(&name).await else {
         let message = format!("there is a VM \"{name}\" already");
         return Err(Failure::new(Kind::Exists, "VM_EXISTS", message));
     };

@@ -60,6 +60,8 @@ pub struct Plan {
     pub record: VmRecord,
     /// The user id that it runs with; what else it needs is taken by the start.
     pub claim: Claim,
+    /// Of the request that it is part of.
+    pub trace: String,
 }
 
 /// What the VM needs of what is there.
@@ -235,6 +237,7 @@ async fn run(
         spec,
         record,
         claim,
+        trace,
     } = plan;
     let name = record.name.clone();
     let hardware = record.hardware.clone().unwrap_or_default();
@@ -252,6 +255,7 @@ async fn run(
     let (client, events) = Client::connect(&runtime.control())
         .await
         .map_err(|error| failed("connect to the control socket", &error))?;
+    let client = client.traced(&trace);
     if cancel.is_cancelled() {
         return Err(cancelled(&name));
     }

@@ -11,11 +11,12 @@
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     ops::Bound,
+    pin::pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use proto::v1;
-use tokio::sync::{broadcast, mpsc, watch};
+use tokio::sync::{Notify, broadcast, mpsc, watch};
 use uuid::Uuid;
 
 use super::actor::Command;
@@ -28,6 +29,8 @@ const CHANGES: usize = 512;
 #[derive(Debug)]
 pub struct Table {
     vms: Mutex<Vms>,
+    /// Some name is not reserved any more.
+    released: Notify,
     changes: broadcast::Sender<Change>,
     /// Of this run of the daemon.
     run: u64,
@@ -171,6 +174,7 @@ impl Table {
         };
         Self {
             vms: Mutex::new(vms),
+            released: Notify::new(),
             changes: broadcast::channel(CHANGES).0,
             run: history.run,
             nonces: history.nonces,
@@ -255,16 +259,27 @@ impl Table {
         (self.run, self.vms().revision)
     }
 
-    /// Takes a name for a VM that is being made; `None` when there is one.
-    pub fn reserve(&self, name: &str) -> Option<Reservation<'_>> {
-        let mut vms = self.vms();
-        if vms.by_name.contains_key(name) || !vms.reserved.insert(name.to_owned()) {
-            return None;
+    /// Takes a name for a VM that is being made; `None` when there is one. Waits for others who are making one with this
+    /// name: only then it is known whether there is one.
+    pub async fn reserve(&self, name: &str) -> Option<Reservation<'_>> {
+        loop {
+            let mut released = pin!(self.released.notified());
+            // What is released from here on is heard.
+            released.as_mut().enable();
+            {
+                let mut vms = self.vms();
+                if vms.by_name.contains_key(name) {
+                    return None;
+                }
+                if vms.reserved.insert(name.to_owned()) {
+                    return Some(Reservation {
+                        table: self,
+                        name: name.to_owned(),
+                    });
+                }
+            }
+            released.await;
         }
-        Some(Reservation {
-            table: self,
-            name: name.to_owned(),
-        })
     }
 
     /// Adds a VM; `made` is run and revision of its creation, or not later than that.
@@ -387,6 +402,7 @@ impl Slot {
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         self.table.vms().reserved.remove(&self.name);
+        self.table.released.notify_waiters();
     }
 }
 

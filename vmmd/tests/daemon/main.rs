@@ -4,6 +4,7 @@
 mod attach;
 mod bad_input;
 mod balloon;
+mod chaos;
 mod console;
 mod cordon;
 mod disk_state;

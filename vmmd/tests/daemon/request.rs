@@ -169,6 +169,30 @@ async fn a_create_that_the_daemon_did_not_survive_makes_one_vm() {
 }
 
 #[tokio::test]
+async fn a_create_that_the_daemon_did_not_survive_does_not_bring_a_deleted_vm_back() {
+    let mut daemon = Daemon::start().await;
+    for (name, start) in [("a", false), ("b", true)] {
+        let request = create(&daemon, name, name, start);
+        let (mut client, first) = (daemon.client(), request.clone());
+        daemon
+            .killed_at(async move { client.create_vm(first).await }, |event| {
+                event.r#type() == WatchEventType::Added
+            })
+            .await;
+        let made = uid(&daemon.get(name).await.unwrap());
+        daemon.delete(name, true).await.unwrap();
+        for restart in [false, true] {
+            if restart {
+                daemon.kill_and_restart().await;
+            }
+            let answered = vm(daemon.client().create_vm(request.clone()).await);
+            assert_eq!(uid(&answered), made);
+            assert!(daemon.get(name).await.is_err(), "{name} was made again");
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_start_that_the_daemon_did_not_survive_leads_to_one_run() {
     for at in [VmPhase::Starting, VmPhase::Running] {
         let mut daemon = Daemon::start().await;
@@ -277,6 +301,39 @@ async fn a_change_of_the_spec_that_the_daemon_did_not_survive_is_not_asked_for_i
     };
     let failure = daemon.client().detach_disk(other).await.unwrap_err();
     assert_eq!(failure.code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn the_id_of_a_request_is_in_the_vmms_log() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.create(daemon.manifest("a", "")).await.unwrap();
+    daemon
+        .client()
+        .start_vm(start("of the start", "a"))
+        .await
+        .unwrap();
+    let pause = v1::PauseVmRequest {
+        name: "a".into(),
+        ..Default::default()
+    };
+    daemon.client().pause_vm(pause).await.unwrap();
+    let log = daemon.path(&format!("log/vms/{}/vmm.log", uid(&vm)));
+    let asked = || {
+        let log = std::fs::read_to_string(&log).unwrap();
+        let asked = log
+            .lines()
+            .filter_map(|line| line.strip_prefix("asked as part of "));
+        let mut asked: Vec<_> = asked.map(|id| id.trim_matches('"').to_owned()).collect();
+        asked.dedup();
+        asked
+    };
+    let [first, pause] = asked().try_into().unwrap();
+    assert_eq!(first, "of the start");
+    assert_eq!(pause.len(), 32, "one was made up: {pause}");
+    let request = restart("of the restart", "a");
+    daemon.client().restart_vm(request).await.unwrap();
+    // The new process has a new log.
+    assert_eq!(asked(), ["of the restart"]);
 }
 
 #[tokio::test]

@@ -174,7 +174,7 @@ async fn a_daemon_killed_in_the_middle_of_anything_leaves_a_consistent_state() {
 
 /// A guest that was asked to power off before the daemon was killed may do so at any moment after it: what is told and
 /// what is there agree in the end.
-async fn consistent(daemon: &Daemon) {
+pub async fn consistent(daemon: &Daemon) {
     let began = std::time::Instant::now();
     while let Some(difference) = difference(daemon).await {
         assert!(began.elapsed() < Duration::from_secs(20), "{difference}");
@@ -203,9 +203,43 @@ async fn difference(daemon: &Daemon) -> Option<String> {
             "{running} VMs run, {folders} folders and {cgroups} cgroups are there"
         ));
     }
-    let settled = [VmPhase::Running, VmPhase::Stopped, VmPhase::Failed];
+    let settled = [
+        VmPhase::Running,
+        VmPhase::Paused,
+        VmPhase::Stopped,
+        VmPhase::Failed,
+    ];
     let unsettled = vms.iter().find(|vm| !settled.contains(&status(vm).phase()));
     unsettled.map(|vm| format!("{vm:?}"))
+}
+
+#[tokio::test]
+async fn a_stop_that_the_daemon_did_not_survive_goes_on() {
+    let mut daemon = Daemon::start().await;
+    daemon.run("slow", "mock.power=ignore").await;
+    daemon.run("paused", "").await;
+    let mut client = daemon.client();
+    let pause = v1::PauseVmRequest {
+        name: "paused".into(),
+        ..Default::default()
+    };
+    client.pause_vm(pause).await.unwrap();
+    let stop = v1::StopVmRequest {
+        name: "slow".into(),
+        no_wait: true,
+        ..Default::default()
+    };
+    client.stop_vm(stop).await.unwrap();
+    daemon.kill_and_restart().await;
+    let stopping = daemon.wait_phase("slow", VmPhase::Stopping).await;
+    assert!(stopping.instance.is_some());
+    // Who asks again is told of its end, and can hasten it.
+    daemon.kill_vm("slow").await.unwrap();
+    // The other was only paused.
+    assert_eq!(
+        status(&daemon.get("paused").await.unwrap()).phase(),
+        VmPhase::Paused
+    );
 }
 
 #[tokio::test]

@@ -40,9 +40,15 @@ pub fn serve(guest: &Guest, stream: &UnixStream) {
         });
         let mut frames = wire::Receiver::new();
         while let Ok(Some((message, fds))) = wire::receive(stream, &mut frames) {
-            let Some(Kind::Request(Request { id, op: Some(op), .. })) = message.kind else {
+            let Some(Kind::Request(Request {
+                id,
+                op: Some(op),
+                trace_id,
+            })) = message.kind
+            else {
                 return;
             };
+            eprintln!("asked as part of \"{trace_id}\"");
             if matches!(op, Op::Hello(_)) {
                 guest.listen(sender.clone());
             }
@@ -128,16 +134,17 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
         Ok(machine) => machine,
         Err(problems) => return refuse(ErrorKind::Invalid, &problems.to_string()),
     };
-    let word = machine
-        .cmdline
-        .split(' ')
-        .find_map(|word| word.strip_prefix("mock.boot="));
-    match word {
+    let mut words = machine.cmdline.split(' ');
+    match words.clone().find_map(|word| word.strip_prefix("mock.boot=")) {
         Some("image") => return refuse(ErrorKind::Image, "the kernel is no bzImage"),
         Some("kvm") => return refuse(ErrorKind::Kvm, "the host's KVM can't run guests"),
         Some("exit") => guest.end(ExitKind::StartFailed, "no luck at all"),
         Some("hang") => return None,
         _ => {}
+    }
+    let alone = words.find_map(|word| word.strip_prefix("mock.alone="));
+    if alone.is_some_and(|word| !guest.take_name(&format!("{word} {}", wire.name))) {
+        return refuse(ErrorKind::Invalid, "the machine runs already");
     }
     let mut fds: Vec<_> = fds.into_iter().map(Some).collect();
     let log = machine

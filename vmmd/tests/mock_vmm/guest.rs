@@ -3,9 +3,16 @@
 use std::{
     fs::File,
     io::Write,
-    os::{fd::OwnedFd, unix::fs::FileExt},
+    os::{
+        fd::OwnedFd,
+        linux::net::SocketAddrExt,
+        unix::{
+            fs::FileExt,
+            net::{SocketAddr, UnixListener},
+        },
+    },
     process,
-    sync::{Arc, Mutex, MutexGuard, mpsc::SyncSender},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, mpsc::SyncSender},
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -24,6 +31,8 @@ pub struct Guest {
     inner: Mutex<Inner>,
     disks: Mutex<Vec<Plugged>>,
     exit: File,
+    /// Held as long as the process lives.
+    name: OnceLock<UnixListener>,
 }
 
 #[derive(Default)]
@@ -55,7 +64,15 @@ impl Guest {
             inner: Mutex::new(inner),
             disks: Mutex::default(),
             exit,
+            name: OnceLock::new(),
         }
+    }
+
+    /// Whether no other process has this name; it is this one's from now on.
+    pub fn take_name(&self, name: &str) -> bool {
+        let address = SocketAddr::from_abstract_name(name).unwrap();
+        let listener = UnixListener::bind_addr(&address);
+        listener.is_ok_and(|listener| self.name.set(listener).is_ok())
     }
 
     pub fn boot(&self, machine: &MachineSpec, serial_log: Option<File>, fds: Vec<OwnedFd>) -> Status {

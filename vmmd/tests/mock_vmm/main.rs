@@ -6,6 +6,7 @@
 //! - `mock.power=ignore`: the guest does nothing when its power button is pressed.
 //! - `mock.boot=image|kvm|exit|hang`: `Boot` is refused, the process ends, or nothing comes back.
 //! - `mock.pause=hang`: `Pause` is never answered.
+//! - `mock.alone=WORD`: `Boot` is refused while a machine of the same name with the same word runs.
 //! - `mock.attach`, `mock.eject`, `mock.limit`, `mock.stats`: see [`disks`]. `mock.event=none`: no word of an ejected
 //!   disk. `mock.resume=fails`: a disk fails again in the moment of a resume.
 //!

@@ -85,6 +85,7 @@ impl Actor {
             self.tell_restart();
         }
         self.enforce_off();
+        self.resume_stop();
     }
 
     /// What the policy has in mind waits until the node takes VMs again, or is started anew.
@@ -169,19 +170,38 @@ impl Actor {
 
     /// Stops what must not run.
     fn enforce_off(&mut self) {
-        let situation = self.situation();
-        let runs = matches!(
-            situation,
-            Situation::Running | Situation::Paused | Situation::Changing | Situation::Starting
-        );
-        if self.spec.run_policy == RunPolicy::Off && runs {
+        if self.spec.run_policy == RunPolicy::Off && self.runs() {
             self.record.intent = Intent::Stopped.into();
-            let context = Context {
-                initiator: Initiator::RunPolicy,
-                ..Context::default()
-            };
-            let operation = self.operation(OperationKind::Stop, &context, None);
-            self.begin_stop(Some(GRACE), operation, Then::Stay);
+            self.stop_as(Initiator::RunPolicy);
         }
+    }
+
+    /// Goes on with a stop that an earlier daemon had begun, once the guest can be asked.
+    pub(super) fn resume_stop(&mut self) {
+        let reachable = self
+            .instance
+            .as_ref()
+            .is_some_and(|instance| instance.client().is_some());
+        if self.record.intent() == Intent::Stopped && reachable && self.runs() {
+            let message = "a stop had been asked for before the daemon was started anew: it goes on";
+            self.tell(EventSeverity::Normal, "StopResumed", message);
+            self.stop_as(Initiator::Daemon);
+        }
+    }
+
+    fn runs(&self) -> bool {
+        matches!(
+            self.situation(),
+            Situation::Running | Situation::Paused | Situation::Changing | Situation::Starting
+        )
+    }
+
+    fn stop_as(&mut self, initiator: Initiator) {
+        let context = Context {
+            initiator,
+            ..Context::default()
+        };
+        let operation = self.operation(OperationKind::Stop, &context, None);
+        self.begin_stop(Some(GRACE), operation, Then::Stay);
     }
 }

@@ -17,6 +17,7 @@
 mod attachments;
 mod automatic;
 mod balloon;
+mod command;
 mod disks;
 mod plug;
 mod request;
@@ -29,24 +30,25 @@ mod work;
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
 use proto::{
-    model::{disk::RateLimit, vm::VmSpec},
+    model::vm::VmSpec,
     v1::{self, OperationKind, VmPhase},
 };
 use tokio::{
-    sync::{mpsc, oneshot, watch},
+    sync::{mpsc, watch},
     time::Instant,
 };
+use tracing::Instrument;
 use uuid::Uuid;
 
 use self::work::{Done, News, Start, Stop, Then, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
+    command::{Answer, Command, DiskRequest, Life, LifeReply, Reply, Target},
     disks::without_disk,
     update::Update,
 };
 use crate::{
-    context::Context,
-    control::Client,
+    context::{self, Context},
     failure::{Failure, Kind},
     host::Host,
     operation::{Handle, Pending},
@@ -63,124 +65,6 @@ use crate::{
 /// Commands that wait for the actor at most; more wait at their senders.
 const MAILBOX: usize = 32;
 
-/// Where an answer goes: the VM's state after the request, or why not.
-pub type Reply = oneshot::Sender<Result<Arc<v1::Vm>, Failure>>;
-
-/// Where the answer to a request about a VM's life goes. It comes when the request is admitted, with the operation that
-/// has begun, or that it has joined, if it takes long.
-pub type LifeReply = oneshot::Sender<Result<Answer, Failure>>;
-
-/// What a request about a VM's life has led to.
-#[derive(Clone, Debug)]
-pub struct Answer {
-    /// The VM now.
-    pub vm: Arc<v1::Vm>,
-    /// What is under way; `None` when all is done.
-    pub pending: Option<Pending>,
-}
-
-/// A request about the life of a VM.
-#[derive(Debug)]
-pub struct Life {
-    /// Who asks, and what for.
-    pub context: Context,
-    /// What is asked for.
-    pub request: Request,
-    /// Of a stop or restart: how long the guest may take; none at all by force.
-    pub grace: Option<Duration>,
-    /// When the operation is cancelled; never without.
-    pub deadline: Option<Duration>,
-    /// Of a stop: the node is drained. No run policy refuses it, and it is not the end of what is wanted: the policy may
-    /// start the VM when the node takes VMs again.
-    pub evacuate: bool,
-    /// Where the answer goes.
-    pub reply: LifeReply,
-}
-
-impl Life {
-    /// A request without more.
-    pub fn new(context: Context, request: Request, reply: LifeReply) -> Self {
-        Self {
-            context,
-            request,
-            grace: None,
-            deadline: None,
-            evacuate: false,
-            reply,
-        }
-    }
-}
-
-/// A request with what belongs to it.
-#[derive(Debug)]
-pub enum Command {
-    /// About the life of the VM.
-    Life(Life),
-    /// The run policy, or whether the node takes VMs, may be another: see what follows.
-    Reconsider,
-    /// About its disks.
-    Disk {
-        /// Who asks, and what for.
-        context: Context,
-        /// What is asked for.
-        request: DiskRequest,
-        /// Where the answer goes.
-        reply: Reply,
-    },
-    /// About its spec as a whole.
-    Update {
-        /// What it is to be.
-        update: Box<Update>,
-        /// Where the answer goes.
-        reply: LifeReply,
-    },
-    /// About how much of its memory the guest keeps, in bytes; 0 is all of it.
-    MemoryTarget {
-        /// What it is part of.
-        context: Context,
-        /// How much.
-        bytes: u64,
-        /// Where the answer goes.
-        reply: Reply,
-    },
-    /// For asking the `vmm` for the disks' counters.
-    Client(oneshot::Sender<Result<Client, Failure>>),
-}
-
-/// What is asked of a VM's disks.
-#[derive(Debug)]
-pub enum DiskRequest {
-    /// Add it.
-    Attach(v1::DiskSpec),
-    /// Take it away.
-    Detach {
-        /// Its name in the VM.
-        disk: String,
-        /// How long the guest may take.
-        timeout: Duration,
-        /// Take it away then, whatever the guest does.
-        force: bool,
-    },
-    /// Make it larger.
-    Resize {
-        /// Its name in the VM.
-        disk: String,
-        /// In bytes; 0 takes what a block device has.
-        size: u64,
-    },
-    /// Change how much may flow.
-    Limit(Target, RateLimit),
-}
-
-/// Whose limit is changed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Target {
-    /// That of a disk.
-    Disk(String),
-    /// That of a rate group.
-    Group(String),
-}
-
 /// The actor.
 #[derive(Debug)]
 pub struct Actor {
@@ -193,6 +77,8 @@ pub struct Actor {
     work: Work,
     /// What the operation under way, or the last one, is part of: for events.
     about: (Context, String),
+    /// Of what is being handled.
+    trace: String,
     /// When the run policy starts it.
     timer: Option<Instant>,
     /// The run policy would start it, but the node takes no VMs.
@@ -204,6 +90,16 @@ pub struct Actor {
     disks: Attachments,
     mailbox: mpsc::Receiver<Command>,
     publisher: watch::Sender<Arc<v1::Vm>>,
+}
+
+/// What it acts on.
+enum Next {
+    Command(Command),
+    Done(Done),
+    Outcome(plug::Outcome),
+    News(News),
+    /// The run policy's time has come.
+    Due,
 }
 
 impl Actor {
@@ -234,6 +130,7 @@ impl Actor {
             instance,
             work: Work::None,
             about: Default::default(),
+            trace: String::new(),
             timer: None,
             held: false,
             evacuated: false,
@@ -267,27 +164,44 @@ impl Actor {
                 timer,
                 ..
             } = &mut self;
-            let flow = tokio::select! {
+            let next = tokio::select! {
                 command = mailbox.recv() => match command {
-                    Some(command) => self.on_command(command).await,
-                    None => ControlFlow::Break(()),
+                    Some(command) => Next::Command(command),
+                    None => return,
                 },
-                done = work.next() => self.on_done(done).await,
-                outcome = disks.next() => {
-                    self.on_outcome(outcome).await;
-                    ControlFlow::Continue(())
-                }
-                news = work::news(instance) => self.on_news(news).await,
-                () = work::until(*timer) => {
-                    self.on_due().await;
-                    ControlFlow::Continue(())
-                }
+                done = work.next() => Next::Done(done),
+                outcome = disks.next() => Next::Outcome(outcome),
+                news = work::news(instance) => Next::News(news),
+                () = work::until(*timer) => Next::Due,
             };
-            if flow.is_break() {
+            self.trace = match &next {
+                Next::Command(command) => command.trace(),
+                _ => &self.about.0.trace,
+            }
+            .to_owned();
+            let span = context::span(&self.trace);
+            let flow = async {
+                let flow = self.on(next).await;
+                if flow.is_continue() {
+                    self.settle_updates().await;
+                }
+                flow
+            };
+            if flow.instrument(span).await.is_break() {
                 return;
             }
-            self.settle_updates().await;
         }
+    }
+
+    async fn on(&mut self, next: Next) -> ControlFlow<()> {
+        match next {
+            Next::Command(command) => return self.on_command(command).await,
+            Next::Done(done) => return self.on_done(done).await,
+            Next::News(news) => return self.on_news(news).await,
+            Next::Outcome(outcome) => self.on_outcome(outcome).await,
+            Next::Due => self.on_due().await,
+        }
+        ControlFlow::Continue(())
     }
 
     fn situation(&self) -> Situation {

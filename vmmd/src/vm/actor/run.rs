@@ -7,6 +7,7 @@ use proto::{
     vmm::{Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op},
 };
 use tokio_util::sync::CancellationToken;
+use tracing::Instrument;
 
 use super::{
     Actor, LifeReply,
@@ -67,10 +68,11 @@ impl Actor {
             spec: self.spec.clone(),
             record: self.record.clone(),
             claim,
+            trace: operation.context().trace.clone(),
         };
         let cancel = CancellationToken::new();
         operation.progress(50, "making the vmm process and booting the machine");
-        let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()));
+        let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()).in_current_span());
         self.work = Work::Start(Start {
             task,
             cancel,
@@ -190,10 +192,11 @@ impl Actor {
             }
             _ => Op::Resume(Resume {}),
         };
-        let task = tokio::spawn(async move {
+        let change = async move {
             let result = tokio::time::timeout(CHANGE_TIMEOUT, client.request(op, &[])).await;
             result.unwrap_or(Err(control::Error::Unexpected("not in time")))
-        });
+        };
+        let task = tokio::spawn(change.in_current_span());
         self.work = Work::Change(Change {
             task,
             reply,
@@ -357,6 +360,7 @@ impl Actor {
                     self.take_state(&status);
                 }
                 self.look();
+                self.resume_stop();
             }
             Err(error) => {
                 let error = text::chain(&error);

@@ -122,7 +122,7 @@ impl Actor {
     }
 
     fn client(&self) -> Option<Client> {
-        self.instance.as_ref()?.client()
+        Some(self.instance.as_ref()?.client()?.traced(&self.trace))
     }
 
     fn ask_or_end(&self, grace: Option<Duration>, paused: bool, stop: &mut Stop) {

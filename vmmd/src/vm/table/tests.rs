@@ -36,16 +36,28 @@ fn name(vm: &v1::Vm) -> String {
     vm.metadata.clone().unwrap_or_default().name
 }
 
-#[test]
-fn a_name_is_given_once() {
+async fn waits(future: &mut (impl Future + Unpin)) -> bool {
+    tokio::select! {
+        biased;
+        _ = future => false,
+        () = std::future::ready(()) => true,
+    }
+}
+
+#[tokio::test]
+async fn a_name_is_given_once() {
     let table = Table::default();
-    let reservation = table.reserve("a").unwrap();
-    assert!(table.reserve("a").is_none());
+    let reservation = table.reserve("a").await.unwrap();
+    let (mut second, mut third) = (Box::pin(table.reserve("a")), Box::pin(table.reserve("a")));
+    assert!(waits(&mut second).await && waits(&mut third).await);
+    // The first made none.
     drop(reservation);
-    let reservation = table.reserve("a").unwrap();
+    let reservation = second.await.unwrap();
+    assert!(waits(&mut third).await);
     let _publisher = add(&table, "a");
     drop(reservation);
-    assert!(table.reserve("a").is_none());
+    assert!(third.await.is_none());
+    assert!(table.reserve("a").await.is_none());
 }
 
 #[test]

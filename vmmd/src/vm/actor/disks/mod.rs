@@ -75,7 +75,8 @@ impl Actor {
             let refusal = admission::Refusal::NotRunning;
             return Err(refusal.into_failure(&self.record.name));
         };
-        instance.client().ok_or_else(|| {
+        let client = instance.client().map(|client| client.traced(&self.trace));
+        client.ok_or_else(|| {
             let message = format!("the vmm process of VM \"{}\" doesn't answer", self.record.name);
             Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message)
         })

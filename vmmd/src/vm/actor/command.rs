@@ -1,0 +1,142 @@
+//! What the actor is asked, and how it answers.
+
+use std::{sync::Arc, time::Duration};
+
+use proto::{model::disk::RateLimit, v1};
+use tokio::sync::oneshot;
+
+use super::Update;
+use crate::{
+    context::Context, control::Client, failure::Failure, operation::Pending, vm::admission::Request,
+};
+
+/// Where an answer goes: the VM's state after the request, or why not.
+pub type Reply = oneshot::Sender<Result<Arc<v1::Vm>, Failure>>;
+
+/// Where the answer to a request about a VM's life goes. It comes when the request is admitted, with the operation that
+/// has begun, or that it has joined, if it takes long.
+pub type LifeReply = oneshot::Sender<Result<Answer, Failure>>;
+
+/// What a request about a VM's life has led to.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// The VM now.
+    pub vm: Arc<v1::Vm>,
+    /// What is under way; `None` when all is done.
+    pub pending: Option<Pending>,
+}
+
+/// A request about the life of a VM.
+#[derive(Debug)]
+pub struct Life {
+    /// Who asks, and what for.
+    pub context: Context,
+    /// What is asked for.
+    pub request: Request,
+    /// Of a stop or restart: how long the guest may take; none at all by force.
+    pub grace: Option<Duration>,
+    /// When the operation is cancelled; never without.
+    pub deadline: Option<Duration>,
+    /// Of a stop: the node is drained. No run policy refuses it, and it is not the end of what is wanted: the policy may
+    /// start the VM when the node takes VMs again.
+    pub evacuate: bool,
+    /// Where the answer goes.
+    pub reply: LifeReply,
+}
+
+impl Life {
+    /// A request without more.
+    pub fn new(context: Context, request: Request, reply: LifeReply) -> Self {
+        Self {
+            context,
+            request,
+            grace: None,
+            deadline: None,
+            evacuate: false,
+            reply,
+        }
+    }
+}
+
+/// A request with what belongs to it.
+#[derive(Debug)]
+pub enum Command {
+    /// About the life of the VM.
+    Life(Life),
+    /// The run policy, or whether the node takes VMs, may be another: see what follows.
+    Reconsider,
+    /// About its disks.
+    Disk {
+        /// Who asks, and what for.
+        context: Context,
+        /// What is asked for.
+        request: DiskRequest,
+        /// Where the answer goes.
+        reply: Reply,
+    },
+    /// About its spec as a whole.
+    Update {
+        /// What it is to be.
+        update: Box<Update>,
+        /// Where the answer goes.
+        reply: LifeReply,
+    },
+    /// About how much of its memory the guest keeps, in bytes; 0 is all of it.
+    MemoryTarget {
+        /// What it is part of.
+        context: Context,
+        /// How much.
+        bytes: u64,
+        /// Where the answer goes.
+        reply: Reply,
+    },
+    /// For asking the `vmm` for the disks' counters.
+    Client(oneshot::Sender<Result<Client, Failure>>),
+}
+
+/// What is asked of a VM's disks.
+#[derive(Debug)]
+pub enum DiskRequest {
+    /// Add it.
+    Attach(v1::DiskSpec),
+    /// Take it away.
+    Detach {
+        /// Its name in the VM.
+        disk: String,
+        /// How long the guest may take.
+        timeout: Duration,
+        /// Take it away then, whatever the guest does.
+        force: bool,
+    },
+    /// Make it larger.
+    Resize {
+        /// Its name in the VM.
+        disk: String,
+        /// In bytes; 0 takes what a block device has.
+        size: u64,
+    },
+    /// Change how much may flow.
+    Limit(Target, RateLimit),
+}
+
+/// Whose limit is changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// That of a disk.
+    Disk(String),
+    /// That of a rate group.
+    Group(String),
+}
+
+impl Command {
+    /// The trace id of the request; empty when it has none.
+    pub fn trace(&self) -> &str {
+        match self {
+            Self::Life(Life { context, .. })
+            | Self::Disk { context, .. }
+            | Self::MemoryTarget { context, .. } => &context.trace,
+            Self::Update { update, .. } => &update.context.trace,
+            Self::Reconsider | Self::Client(_) => "",
+        }
+    }
+}

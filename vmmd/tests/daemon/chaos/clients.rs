@@ -1,0 +1,176 @@
+//! The clients of one round: what they send, and what comes of it.
+
+use std::{
+    collections::BTreeMap,
+    future::Future,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+};
+
+use proto::v1;
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::{sync::Notify, time::timeout};
+use tonic::Status;
+
+use super::{
+    calls::{self, Answer, Call, Client, Kind, NEVER, Request, is_final, looks, name, reason, wrong},
+    model::{Look, Time},
+};
+use crate::harness::PATIENCE;
+
+/// A call that was made, and what came of it.
+pub struct Made {
+    pub client: usize,
+    pub call: Call,
+    pub mark: u64,
+    pub generation: u64,
+    pub request: Option<Request>,
+    pub begin: Time,
+    pub end: Time,
+    /// Nothing when the daemon was killed before it came.
+    pub answer: Option<Answer>,
+    pub looks: BTreeMap<u8, Look>,
+}
+
+/// What the clients have in common.
+pub struct Scene {
+    pub manifest: v1::Vm,
+    pub clock: AtomicU64,
+    pub killed: AtomicBool,
+    pub answers: AtomicUsize,
+    pub answered: Notify,
+    /// Numbers of requests.
+    pub next: AtomicU64,
+    pub made: Mutex<Vec<Made>>,
+    pub generations: BTreeMap<u8, u64>,
+}
+
+impl Scene {
+    pub fn now(&self) -> Time {
+        self.clock.fetch_add(1, Ordering::SeqCst)
+    }
+
+    /// An answer, if there is one. Only a daemon that was killed may owe one.
+    pub fn came(&self, answer: Answer) -> Option<Answer> {
+        match answer {
+            Err(status) if reason(&status).is_none() => {
+                assert!(
+                    self.killed.load(Ordering::SeqCst),
+                    "lost without cause: {status:?}"
+                );
+                None
+            }
+            answer => Some(answer),
+        }
+    }
+}
+
+pub async fn in_time<T>(what: impl std::fmt::Debug, future: impl Future<Output = T>) -> T {
+    match timeout(PATIENCE, future).await {
+        Ok(value) => value,
+        Err(_) => panic!("{what:?} was not answered in time"),
+    }
+}
+
+/// What one client does until it is done or the daemon is gone.
+pub async fn client(number: usize, scene: Arc<Scene>, mut client: Client, calls: Vec<Call>) {
+    for call in calls {
+        if scene.killed.load(Ordering::SeqCst) {
+            return;
+        }
+        let mark = scene.next.fetch_add(1, Ordering::SeqCst);
+        let generation = scene.generations[&call.vm];
+        let request = call.request(
+            scene.manifest.clone(),
+            mark,
+            format!("request {mark}"),
+            generation,
+        );
+        let mut made = Made {
+            client: number,
+            generation: if call.generation { generation } else { 0 },
+            mark,
+            begin: scene.now(),
+            end: NEVER,
+            answer: None,
+            looks: BTreeMap::new(),
+            request,
+            call,
+        };
+        in_time(made.call.clone(), carry_out(&scene, &mut client, &mut made)).await;
+        scene.made.lock().unwrap().push(made);
+        scene.answers.fetch_add(1, Ordering::SeqCst);
+        scene.answered.notify_one();
+    }
+}
+
+async fn carry_out(scene: &Scene, client: &mut Client, made: &mut Made) {
+    let answer = if let Some(request) = &made.request {
+        let (mut other, twice) = (client.clone(), made.call.twice);
+        let second = async {
+            match twice {
+                true => scene.came(request.send(&mut other).await),
+                false => None,
+            }
+        };
+        let (first, second) = tokio::join!(async { scene.came(request.send(client).await) }, second);
+        match (first, second) {
+            (Some(first), Some(second)) if is_final(&first) && is_final(&second) => {
+                assert_eq!(plain(&first), plain(&second), "two answers to {request:?}");
+                Some(first)
+            }
+            // What was refused because of something else under way is carried out by the next attempt.
+            (Some(_), Some(second)) if is_final(&second) => Some(second),
+            (first, second) => first.or(second),
+        }
+    } else {
+        scene.came(look(scene, client, made).await.map(|()| Vec::new()))
+    };
+    // A process that was killed is found to be gone later.
+    if answer.is_some() && made.call.kind != Kind::Die {
+        made.end = scene.now();
+    }
+    made.answer = answer;
+}
+
+/// Calls that change nothing, and the end of a process.
+async fn look(scene: &Scene, client: &mut Client, made: &mut Made) -> Result<(), Status> {
+    let get = v1::GetVmRequest {
+        name: name(made.call.vm),
+    };
+    match made.call.kind {
+        Kind::List => {
+            let listed = client.list_vms(v1::ListVmsRequest::default()).await?;
+            made.looks = looks(&listed.into_inner().vms);
+        }
+        Kind::Illegal(which) => wrong(client, which, scene.manifest.clone()).await?,
+        Kind::Get | Kind::Die => {
+            let found = match client.get_vm(get).await {
+                Ok(found) => found.into_inner().vm,
+                Err(status) if reason(&status).as_deref() == Some("VM_NOT_FOUND") => None,
+                Err(status) => return Err(status),
+            };
+            if made.call.kind == Kind::Die {
+                let instance = found.and_then(|vm| vm.status?.instance);
+                let pid = instance.and_then(|instance| Pid::from_raw(instance.pid.try_into().ok()?));
+                // It may have ended by itself.
+                let _ended = pid.map(|pid| kill_process(pid, Signal::KILL));
+            } else {
+                let look = found.as_ref().map_or(Look::Absent, calls::look);
+                made.looks.insert(made.call.vm, look);
+            }
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// What two answers to the same request have in common.
+pub fn plain(answer: &Answer) -> Result<&[u8], (tonic::Code, &str)> {
+    match answer {
+        Ok(response) => Ok(response),
+        Err(status) => Err((status.code(), status.message())),
+    }
+}

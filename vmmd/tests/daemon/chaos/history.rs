@@ -1,0 +1,83 @@
+//! Calls as operations of the model.
+
+use prost::Message;
+use proto::v1;
+
+use super::{
+    calls::{Answer, Kind, NEVER, refused},
+    clients::Made,
+    model::{Look, Op, Step, Time},
+};
+
+impl Made {
+    pub fn op(&self, begin: Time, end: Time, steps: Vec<Step>, partial: bool) -> Op {
+        Op {
+            name: format!("client {} {:?} {}", self.client, self.call, self.mark),
+            begin,
+            end,
+            ways: vec![steps],
+            partial,
+            repeats: None,
+            disturbed: false,
+        }
+    }
+
+    /// What it is in the model.
+    pub fn ops(&self, begin: Time, end: Time, answer: Option<&Answer>, repeats: Option<usize>) -> Vec<Op> {
+        let uid = match (answer, self.call.kind) {
+            (Some(Ok(response)), Kind::Create { .. }) => {
+                let response = v1::CreateVmResponse::decode(response.as_slice()).unwrap();
+                Some(response.vm.unwrap().metadata.unwrap().uid)
+            }
+            _ => None,
+        };
+        let steps = self.call.steps(self.mark, uid);
+        let whole = |end, partial| Op {
+            repeats,
+            ..self.op(begin, end, steps.clone(), partial)
+        };
+        let mut ops = match answer {
+            None => vec![whole(NEVER, true)],
+            Some(Ok(_)) if self.call.kind == Kind::Die => vec![whole(NEVER, true)],
+            Some(Ok(_)) => vec![whole(end, false)],
+            Some(Err(status)) => {
+                let (look, disturbed, partial) = refused(&self.call, status, self.generation);
+                let steps = if partial { steps } else { vec![Step::Look(look)] };
+                vec![Op {
+                    disturbed,
+                    ..self.op(begin, end, steps, partial)
+                }]
+            }
+        };
+        // The start of a new VM is not waited for.
+        let begun = answer.is_none_or(Result::is_ok);
+        if self.call.kind == (Kind::Create { start: true }) && begun {
+            ops.push(self.op(begin, NEVER, vec![Step::Start], true));
+        }
+        ops
+    }
+}
+
+type Doing = fn(&Step) -> bool;
+
+/// Those that were answered well may have joined others that did the same at the same time.
+pub fn join(ops: &[Op]) -> Vec<Op> {
+    let mut joined = ops.to_vec();
+    for (index, op) in joined.iter_mut().enumerate() {
+        let same = |steps: &[Step], step: Doing| steps.iter().any(step);
+        let kinds: [(Doing, Look); 2] = [
+            (|step| matches!(step, Step::Start), Look::NotDown),
+            (|step| matches!(step, Step::Remove), Look::Absent),
+        ];
+        for (kind, look) in kinds {
+            let mut others = ops.iter().enumerate().filter(|(other, _)| *other != index);
+            let with = others.any(|(_, other)| {
+                other.begin < op.end && op.begin < other.end && other.ways.iter().any(|way| same(way, kind))
+            });
+            if with && !op.partial && same(&op.ways[0], kind) {
+                op.ways.push(vec![Step::Look(look)]);
+            }
+        }
+    }
+    joined
+}

@@ -1,0 +1,385 @@
+//! What may have happened to one VM's name: is there an order of all that was asked, in keeping with when it was asked
+//! and answered, in which each answer is right and which ends with what is there now?
+//!
+//! A call is one or more steps, each of which happens at one moment between the call and its answer. Of a call without an
+//! answer any number of its steps may have happened, or none.
+
+use std::collections::HashSet;
+
+/// A moment, as a number that grows.
+pub type Time = u64;
+
+/// What a name stands for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum State {
+    Absent,
+    There(Vm),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Vm {
+    /// `None` as long as nobody was told.
+    pub uid: Option<String>,
+    pub generation: u64,
+    /// What was last written into it.
+    pub mark: u64,
+    pub run: Run,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Run {
+    Down,
+    Up,
+    Paused,
+}
+
+#[derive(Clone, Debug)]
+pub enum Step {
+    Create {
+        uid: Option<String>,
+        mark: u64,
+    },
+    Start,
+    /// Also by itself.
+    Stop,
+    /// A guest that is to hear something must run.
+    Wake,
+    Pause,
+    Resume,
+    Remove,
+    Update {
+        mark: u64,
+    },
+    Look(Look),
+}
+
+/// What was seen.
+#[derive(Clone, Debug)]
+pub enum Look {
+    Absent,
+    Present,
+    Down,
+    NotDown,
+    Paused,
+    /// The generation is another.
+    Not(u64),
+    /// All of it, but for a run that is on the way up or down.
+    Whole {
+        uid: String,
+        generation: u64,
+        mark: u64,
+        run: Option<Run>,
+    },
+}
+
+/// A call.
+#[derive(Clone, Debug)]
+pub struct Op {
+    /// For messages.
+    pub name: String,
+    pub begin: Time,
+    pub end: Time,
+    /// One of these has happened.
+    pub ways: Vec<Vec<Step>>,
+    /// Perhaps not to its end.
+    pub partial: bool,
+    /// The call that this one repeats, with the same request id: nothing is done again that was done to its end.
+    pub repeats: Option<usize>,
+    /// It can only be so when another call is under way.
+    pub disturbed: bool,
+}
+
+impl State {
+    fn after(&self, step: &Step, foreign: &HashSet<String>) -> Option<Self> {
+        let there = match self {
+            Self::Absent => None,
+            Self::There(vm) => Some(vm),
+        };
+        let run = |run| there.map(|vm| Self::There(Vm { run, ..vm.clone() }));
+        match step {
+            Step::Create { uid, mark } => there.is_none().then(|| {
+                Self::There(Vm {
+                    uid: uid.clone(),
+                    generation: 1,
+                    mark: *mark,
+                    run: Run::Down,
+                })
+            }),
+            Step::Start if there?.run == Run::Down => run(Run::Up),
+            Step::Start => None,
+            Step::Stop => run(Run::Down),
+            Step::Wake if there?.run == Run::Down => Some(self.clone()),
+            Step::Wake => run(Run::Up),
+            Step::Pause if there?.run != Run::Down => run(Run::Paused),
+            Step::Resume if there?.run != Run::Down => run(Run::Up),
+            Step::Pause | Step::Resume => None,
+            Step::Remove => there.map(|_| Self::Absent),
+            Step::Update { mark } => there.map(|vm| {
+                Self::There(Vm {
+                    mark: *mark,
+                    generation: vm.generation + 1,
+                    ..vm.clone()
+                })
+            }),
+            Step::Look(look) => self.seen(look, foreign),
+        }
+    }
+
+    fn seen(&self, look: &Look, foreign: &HashSet<String>) -> Option<Self> {
+        let vm = match self {
+            Self::Absent => return matches!(look, Look::Absent).then_some(Self::Absent),
+            Self::There(vm) => vm,
+        };
+        let right = match look {
+            Look::Absent => false,
+            Look::Present => true,
+            Look::Down => vm.run == Run::Down,
+            Look::NotDown => vm.run != Run::Down,
+            Look::Paused => vm.run == Run::Paused,
+            Look::Not(generation) => vm.generation != *generation,
+            Look::Whole {
+                uid,
+                generation,
+                mark,
+                run,
+            } => {
+                let same = vm
+                    .uid
+                    .as_ref()
+                    .map_or(!foreign.contains(uid), |known| known == uid);
+                if !same
+                    || (vm.generation, vm.mark) != (*generation, *mark)
+                    || run.is_some_and(|run| run != vm.run)
+                {
+                    return None;
+                }
+                let uid = Some(uid.clone());
+                return Some(Self::There(Vm { uid, ..vm.clone() }));
+            }
+        };
+        right.then(|| self.clone())
+    }
+}
+
+/// How far a call is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Progress {
+    Waits,
+    Within {
+        way: u8,
+        steps: u8,
+    },
+    /// To its end.
+    Whole,
+    /// It ended early, or had nothing left to do.
+    Over,
+}
+
+/// The state at the end of all calls, as `now` tells it; nothing when there is no order that explains it. `foreign` are
+/// uids that belong to others.
+pub fn explain(from: &State, ops: &[Op], now: &Look, foreign: &HashSet<String>) -> Option<State> {
+    for op in ops.iter().filter(|op| op.disturbed) {
+        let others = ops.iter().filter(|other| !std::ptr::eq(*other, op));
+        let mut others = others.filter(|other| !other.only_looks());
+        if !others.any(|other| other.begin < op.end && op.begin < other.end) {
+            eprintln!("{} was disturbed by nobody", op.name);
+            return None;
+        }
+    }
+    let mut search = Search {
+        ops,
+        now,
+        foreign,
+        seen: HashSet::new(),
+    };
+    search.go(from, &mut vec![Progress::Waits; ops.len()])
+}
+
+impl Op {
+    fn only_looks(&self) -> bool {
+        let mut steps = self.ways.iter().flatten();
+        steps.all(|step| matches!(step, Step::Look(_)))
+    }
+}
+
+struct Search<'a> {
+    ops: &'a [Op],
+    now: &'a Look,
+    foreign: &'a HashSet<String>,
+    seen: HashSet<(State, Vec<Progress>)>,
+}
+
+impl Search<'_> {
+    fn go(&mut self, state: &State, progress: &mut Vec<Progress>) -> Option<State> {
+        if !self.seen.insert((state.clone(), progress.clone())) {
+            return None;
+        }
+        let over = |progress: Progress| matches!(progress, Progress::Whole | Progress::Over);
+        if progress.iter().all(|progress| over(*progress)) {
+            return state.seen(self.now, self.foreign);
+        }
+        for (index, op) in self.ops.iter().enumerate() {
+            let before = progress[index];
+            let earlier = |(other, at): (&Op, &Progress)| other.end < op.begin && !over(*at);
+            if over(before) || self.ops.iter().zip(&*progress).any(earlier) {
+                continue;
+            }
+            let repeated = op.repeats.is_some_and(|first| progress[first] == Progress::Whole);
+            if op.partial || (repeated && before == Progress::Waits) {
+                progress[index] = Progress::Over;
+                let end = self.go(state, progress);
+                progress[index] = before;
+                if end.is_some() {
+                    return end;
+                }
+            }
+            // What makes and changes is done once only; what says how it is to be may be done again.
+            let once = |step: &Step| matches!(step, Step::Create { .. } | Step::Remove | Step::Update { .. });
+            if repeated && op.ways.iter().flatten().any(once) {
+                continue;
+            }
+            for (way, steps) in op.ways.iter().enumerate() {
+                let done = match before {
+                    Progress::Within { way: chosen, steps } if usize::from(chosen) == way => {
+                        usize::from(steps)
+                    }
+                    Progress::Waits => 0,
+                    _ => continue,
+                };
+                let next = match steps.get(done) {
+                    Some(step) => state.after(step, self.foreign),
+                    None => Some(state.clone()),
+                };
+                let Some(next) = next else { continue };
+                progress[index] = if done + 1 >= steps.len() {
+                    Progress::Whole
+                } else {
+                    Progress::Within {
+                        way: u8::try_from(way).unwrap(),
+                        steps: u8::try_from(done + 1).unwrap(),
+                    }
+                };
+                let end = self.go(&next, progress);
+                progress[index] = before;
+                if end.is_some() {
+                    return end;
+                }
+            }
+        }
+        None
+    }
+}
+
+mod tests {
+    use super::*;
+
+    fn op(begin: Time, end: Time, steps: &[Step]) -> Op {
+        Op {
+            name: "test".into(),
+            begin,
+            end,
+            ways: vec![steps.to_vec()],
+            partial: false,
+            repeats: None,
+            disturbed: false,
+        }
+    }
+
+    fn create(uid: Option<&str>) -> Step {
+        Step::Create {
+            uid: uid.map(Into::into),
+            mark: 0,
+        }
+    }
+
+    fn whole(uid: &str, run: Run) -> Look {
+        Look::Whole {
+            uid: uid.into(),
+            generation: 1,
+            mark: 0,
+            run: Some(run),
+        }
+    }
+
+    fn explained(ops: &[Op], now: &Look) -> bool {
+        explain(&State::Absent, ops, now, &HashSet::new()).is_some()
+    }
+
+    fn unanswered(op: Op) -> Op {
+        Op { partial: true, ..op }
+    }
+
+    #[test]
+    fn what_was_acknowledged_is_there() {
+        let made = op(1, 2, &[create(Some("a"))]);
+        assert!(explained(std::slice::from_ref(&made), &whole("a", Run::Down)));
+        assert!(!explained(std::slice::from_ref(&made), &Look::Absent));
+        assert!(!explained(std::slice::from_ref(&made), &whole("b", Run::Down)));
+        assert!(!explained(std::slice::from_ref(&made), &whole("a", Run::Up)));
+        let deleted = op(3, 4, &[Step::Remove]);
+        assert!(!explained(
+            &[made.clone(), deleted.clone()],
+            &whole("a", Run::Down)
+        ));
+        assert!(explained(&[made.clone(), deleted], &Look::Absent));
+        // Nobody can have made two of them.
+        assert!(!explained(
+            &[made, op(1, 9, &[create(Some("b"))])],
+            &whole("b", Run::Down)
+        ));
+    }
+
+    #[test]
+    fn what_was_not_answered_may_have_happened_in_part() {
+        let lost = unanswered(op(1, 9, &[create(None), Step::Start]));
+        for now in [Look::Absent, whole("a", Run::Down), whole("a", Run::Up)] {
+            assert!(explained(std::slice::from_ref(&lost), &now), "{now:?}");
+        }
+        assert!(!explained(std::slice::from_ref(&lost), &whole("a", Run::Paused)));
+        let foreign = HashSet::from(["a".to_owned()]);
+        assert!(explain(&State::Absent, &[lost], &whole("a", Run::Down), &foreign).is_none());
+    }
+
+    #[test]
+    fn a_request_is_carried_out_once() {
+        let first = unanswered(op(1, 2, &[create(None)]));
+        let again = Op {
+            repeats: Some(0),
+            ..op(5, 6, &[create(None)])
+        };
+        let deleted = op(3, 4, &[Step::Remove]);
+        // As the deletion was answered, the first had made it: it is gone.
+        let ops = [first, again, deleted];
+        assert!(explained(&ops, &Look::Absent));
+        assert!(!explained(&ops, &whole("a", Run::Down)));
+    }
+
+    #[test]
+    fn looks_are_in_the_order_in_which_they_were_made() {
+        let made = op(1, 2, &[create(Some("a"))]);
+        let looks = |first, second| {
+            let ops = [
+                made.clone(),
+                op(3, 8, &[Step::Start]),
+                op(4, 5, &[Step::Look(whole("a", first))]),
+                op(6, 7, &[Step::Look(whole("a", second))]),
+            ];
+            explained(&ops, &whole("a", Run::Up))
+        };
+        assert!(looks(Run::Down, Run::Up));
+        assert!(!looks(Run::Up, Run::Down));
+    }
+
+    #[test]
+    fn nobody_is_disturbed_by_nobody() {
+        let made = op(1, 2, &[create(Some("a"))]);
+        let busy = |begin, end| Op {
+            disturbed: true,
+            ..unanswered(op(begin, end, &[Step::Start]))
+        };
+        let stop = op(4, 6, &[Step::Stop]);
+        let explained = |busy| explained(&[made.clone(), stop.clone(), busy], &whole("a", Run::Down));
+        assert!(explained(busy(3, 5)));
+        assert!(!explained(busy(7, 8)));
+    }
+}
