@@ -193,10 +193,10 @@ impl Requests<'_> {
                     looks += 1;
                     assert!(looks < 1 << 32, "no answer");
                     // The device's thread may want this processor.
-                    if looks % 1024 == 0 {
-                        yield_now()
+                    if looks.is_multiple_of(1024) {
+                        yield_now();
                     } else {
-                        spin_loop()
+                        spin_loop();
                     }
                 }
             }

@@ -8,13 +8,12 @@ use std::sync::atomic::{Ordering, fence};
 use virtio_bindings::virtio_ring::{
     VRING_AVAIL_F_NO_INTERRUPT, VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE,
 };
-use virtio_queue::{Queue as SplitQueue, QueueT};
 use vm_memory::GuestAddress;
 
 use super::{
     chain::{Chain, MAX_SEGMENTS, Segment},
     fault::RingError,
-    table::{DESCRIPTOR, Descriptor, Table, is_memory},
+    table::{DESCRIPTOR, Descriptor, Extent, Table},
     window::Window,
 };
 use crate::GuestMemory;
@@ -45,10 +44,10 @@ pub struct QueueState {
 /// A virtqueue in use.
 #[derive(Debug)]
 pub struct Queue {
-    index: u16,
-    /// How far it has been worked off; the rings themselves are in the windows.
-    ring: SplitQueue,
+    /// Checked; how far it has been worked off.
+    state: QueueState,
     memory: GuestMemory,
+    extent: Extent,
     desc: Window,
     avail: Window,
     used: Window,
@@ -76,9 +75,9 @@ impl Queue {
         memory: GuestMemory,
     ) -> Result<Self, RingError> {
         let size = state.size;
-        let bad_size = |_| RingError::Size(size);
-        let mut ring = SplitQueue::new(max_size.min(MAX_SIZE)).map_err(bad_size)?;
-        ring.try_set_size(size).map_err(bad_size)?;
+        if !size.is_power_of_two() || size > max_size.min(MAX_SIZE) {
+            return Err(RingError::Size(size));
+        }
         let entries = u64::from(size);
         // Lengths with the event fields behind the rings: 2.7.5 to 2.7.8.
         let parts = [
@@ -109,19 +108,9 @@ impl Queue {
         };
         let [desc, avail, used] = parts.map(window);
         let (desc, avail, used) = (desc?, avail?, used?);
-        let place = |part, address| move |_| RingError::Placement { part, address };
-        ring.try_set_desc_table_address(GuestAddress(state.desc_table))
-            .map_err(place("descriptor table", state.desc_table))?;
-        ring.try_set_avail_ring_address(GuestAddress(state.avail_ring))
-            .map_err(place("available ring", state.avail_ring))?;
-        ring.try_set_used_ring_address(GuestAddress(state.used_ring))
-            .map_err(place("used ring", state.used_ring))?;
-        ring.set_next_avail(state.next_avail);
-        ring.set_next_used(state.next_used);
-        ring.set_ready(true);
         Ok(Self {
-            index: state.index,
-            ring,
+            state: *state,
+            extent: Extent::of(&memory),
             memory,
             desc,
             avail,
@@ -138,25 +127,17 @@ impl Queue {
 
     /// The queue's number in its device.
     pub fn index(&self) -> u16 {
-        self.index
+        self.state.index
     }
 
     /// Number of descriptors.
     pub fn size(&self) -> u16 {
-        self.ring.size()
+        self.state.size
     }
 
     /// What another queue can be made of that goes on where this one is.
     pub fn state(&self) -> QueueState {
-        QueueState {
-            index: self.index,
-            size: self.ring.size(),
-            desc_table: self.ring.desc_table(),
-            avail_ring: self.ring.avail_ring(),
-            used_ring: self.ring.used_ring(),
-            next_avail: self.ring.next_avail(),
-            next_used: self.ring.next_used(),
-        }
+        self.state
     }
 
     /// Takes the next available chain into `chain`; says whether there was one. All its buffers lie in guest memory.
@@ -165,11 +146,11 @@ impl Queue {
             self.exhausted = true;
             return Ok(false);
         };
-        let next = self.ring.next_avail();
+        let next = self.state.next_avail;
         if next == self.avail_seen {
             // Also orders what is read of the ring and the buffers after it.
             let index = self.avail_index()?;
-            if index.wrapping_sub(next) > self.ring.size() {
+            if index.wrapping_sub(next) > self.state.size {
                 return Err(RingError::AvailableIndex(next));
             }
             if index == next {
@@ -178,11 +159,11 @@ impl Queue {
             self.avail_seen = index;
         }
         let head = load(&self.avail, self.slot(next).wrapping_mul(2).wrapping_add(4))?;
-        if head >= self.ring.size() {
+        if head >= self.state.size {
             return Err(RingError::HeadIndex(head));
         }
         self.fill(chain, head)?;
-        self.ring.set_next_avail(next.wrapping_add(1));
+        self.state.next_avail = next.wrapping_add(1);
         self.budget = budget;
         Ok(true)
     }
@@ -190,16 +171,16 @@ impl Queue {
     /// Where in a ring the entry with that free-running index is.
     fn slot(&self, index: u16) -> u64 {
         // The size is a power of two.
-        u64::from(index & self.ring.size().wrapping_sub(1))
+        u64::from(index & self.state.size.wrapping_sub(1))
     }
 
     /// Walks the chain once.
     fn fill(&self, chain: &mut Chain, head: u16) -> Result<(), RingError> {
         chain.clear(head);
         let broken = || RingError::Chain(head);
-        let mut table = Table::of(&self.desc, self.ring.size());
+        let mut table = Table::of(&self.desc, self.state.size);
         let (mut index, mut indirect, mut total) = (head, false, 0_u32);
-        let (mut left, mut count) = (self.ring.size(), 0_usize);
+        let (mut left, mut count) = (self.state.size, 0_usize);
         loop {
             // As many steps as there are descriptors: more is a loop.
             left = left.checked_sub(1).ok_or_else(broken)?;
@@ -231,12 +212,11 @@ impl Queue {
                 return Err(RingError::Order(head));
             }
             if length > 0 {
-                let place = GuestAddress(address);
-                if !is_memory(&self.memory, place, length) {
+                if !self.extent.holds(address, length) {
                     return Err(RingError::Buffer { address, length });
                 }
                 chain.segments.push(Segment {
-                    address: place,
+                    address: GuestAddress(address),
                     length,
                 });
                 if writable {
@@ -256,8 +236,7 @@ impl Queue {
     /// Puts the `count` chains taken last back, to be taken again. Only chains that were not given back by
     /// [`add_used`](Self::add_used) may be.
     pub fn unpop(&mut self, count: u16) {
-        self.ring
-            .set_next_avail(self.ring.next_avail().wrapping_sub(count));
+        self.state.next_avail = self.state.next_avail.wrapping_sub(count);
     }
 
     /// Gives the chain with that head back to the driver, with `written` bytes written to its writable part from the
@@ -270,10 +249,10 @@ impl Queue {
     /// The same, but the driver sees it only at the next [`show_used`](Self::show_used): one write of the index that its
     /// processor watches, for several chains.
     pub fn put_used(&mut self, head: u16, written: u32) -> Result<(), RingError> {
-        if head >= self.ring.size() {
+        if head >= self.state.size {
             return Err(RingError::HeadIndex(head));
         }
-        let next = self.ring.next_used();
+        let next = self.state.next_used;
         let element = self.slot(next).wrapping_mul(8).wrapping_add(4);
         let length = element.wrapping_add(4);
         let stored = self
@@ -281,7 +260,7 @@ impl Queue {
             .store(element, u32::from(head).to_le(), Ordering::Relaxed)
             .and_then(|()| self.used.store(length, written.to_le(), Ordering::Relaxed));
         stored.ok_or(RingError::Memory)?;
-        self.ring.set_next_used(next.wrapping_add(1));
+        self.state.next_used = next.wrapping_add(1);
         self.unshown = true;
         Ok(())
     }
@@ -289,7 +268,7 @@ impl Queue {
     /// Shows the driver what was put into the used ring.
     pub fn show_used(&mut self) -> Result<(), RingError> {
         if std::mem::take(&mut self.unshown) {
-            let index = self.ring.next_used().to_le();
+            let index = self.state.next_used.to_le();
             self.used
                 .store(2, index, Ordering::Release)
                 .ok_or(RingError::Memory)?;
@@ -300,8 +279,8 @@ impl Queue {
 
     /// Gives several chains back so that the driver sees all of them or none (a packet in merged buffers).
     pub fn add_used_together(&mut self, used: &[(u16, u32)]) -> Result<(), RingError> {
-        let (begin, unshown) = (self.ring.next_used(), self.unshown);
-        let most = usize::from(self.ring.size());
+        let (begin, unshown) = (self.state.next_used, self.unshown);
+        let most = usize::from(self.state.size);
         let result = used.iter().enumerate().try_for_each(|(at, (head, written))| {
             if at >= most {
                 return Err(RingError::HeadIndex(*head));
@@ -309,7 +288,7 @@ impl Queue {
             self.put_used(*head, *written)
         });
         if result.is_err() {
-            self.ring.set_next_used(begin);
+            self.state.next_used = begin;
             self.unshown = unshown;
         }
         result?;
@@ -322,14 +301,14 @@ impl Queue {
         if !std::mem::take(&mut self.unsignalled) {
             return Ok(false);
         }
-        let (old, new) = (self.signalled_used, self.ring.next_used());
+        let (old, new) = (self.signalled_used, self.state.next_used);
         self.signalled_used = new;
         // The used index must be visible before the driver's wish is read: it writes its wish, then looks at the index.
         fence(Ordering::SeqCst);
         if self.event_idx {
             let event = load(
                 &self.avail,
-                u64::from(self.ring.size()).wrapping_mul(2).wrapping_add(4),
+                u64::from(self.state.size).wrapping_mul(2).wrapping_add(4),
             )?;
             return Ok(new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old));
         }
@@ -347,20 +326,20 @@ impl Queue {
     /// to those taken (2.7.10).
     pub fn enable_notification_after(&mut self, unnotified: u16) -> Result<bool, RingError> {
         if self.event_idx {
-            self.set_avail_event(self.ring.next_avail().wrapping_add(unnotified))?;
+            self.set_avail_event(self.state.next_avail.wrapping_add(unnotified))?;
         } else {
             self.set_no_notify(false)?;
         }
         // The wish must be visible before the index is read: the driver writes its index, then reads the wish.
         fence(Ordering::SeqCst);
-        Ok(self.avail_index()? != self.ring.next_avail())
+        Ok(self.avail_index()? != self.state.next_avail)
     }
 
     /// Tells the driver that no notifications are needed.
     pub fn disable_notification(&mut self) -> Result<(), RingError> {
         if self.event_idx {
             // At a buffer that was taken already.
-            return self.set_avail_event(self.ring.next_avail().wrapping_sub(1));
+            return self.set_avail_event(self.state.next_avail.wrapping_sub(1));
         }
         self.set_no_notify(true)
     }
@@ -369,12 +348,8 @@ impl Queue {
     pub fn available(&self) -> u16 {
         let available = self
             .avail_index()
-            .map_or(0, |index| index.wrapping_sub(self.ring.next_avail()));
-        if available > self.ring.size() {
-            0
-        } else {
-            available
-        }
+            .map_or(0, |index| index.wrapping_sub(self.state.next_avail));
+        if available > self.state.size { 0 } else { available }
     }
 
     fn avail_index(&self) -> Result<u16, RingError> {
@@ -384,7 +359,7 @@ impl Queue {
 
     /// Writes the field behind the used ring that says when to notify.
     fn set_avail_event(&self, index: u16) -> Result<(), RingError> {
-        let offset = u64::from(self.ring.size()).wrapping_mul(8).wrapping_add(4);
+        let offset = u64::from(self.state.size).wrapping_mul(8).wrapping_add(4);
         self.used
             .store(offset, index.to_le(), Ordering::Relaxed)
             .ok_or(RingError::Memory)

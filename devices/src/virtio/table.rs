@@ -1,6 +1,8 @@
 //! Descriptor tables in guest memory (virtio 1.3, 2.7.5).
 
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+use std::ops::Range;
+
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::{chain::GuestSlice, window::Window};
 use crate::GuestMemory;
@@ -75,10 +77,32 @@ impl<'a> Table<'a> {
     }
 }
 
-/// Whether all of a buffer is guest memory.
-pub(super) fn is_memory(memory: &GuestMemory, address: GuestAddress, length: u32) -> bool {
-    let length = length as usize;
-    // Mostly it lies in one region, which is quicker to find out.
-    GuestMemoryBackend::get_slice(memory, address, length).is_ok()
-        || GuestMemoryBackend::check_range(memory, address, length)
+/// Where there is guest memory: ranges of addresses with gaps between them, for looking up many buffers.
+#[derive(Debug)]
+pub(super) struct Extent(Vec<Range<u64>>);
+
+impl Extent {
+    pub(super) fn of(memory: &GuestMemory) -> Self {
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        // They are in order.
+        for region in memory.iter() {
+            let start = region.start_addr().0;
+            let end = start.saturating_add(region.len());
+            match ranges.last_mut() {
+                Some(last) if last.end == start => last.end = end,
+                _ => ranges.push(start..end),
+            }
+        }
+        Self(ranges)
+    }
+
+    /// Whether all of a buffer is in it.
+    pub(super) fn holds(&self, address: u64, length: u32) -> bool {
+        let Some(end) = address.checked_add(length.into()) else {
+            return false;
+        };
+        self.0
+            .iter()
+            .any(|range| range.start <= address && end <= range.end)
+    }
 }
