@@ -5,7 +5,7 @@
 //! driver is a thread here. Both read into the same guest memory. They take turns; figures are medians of the rounds.
 //!
 //! `cargo bench -p vmmd-devices --features testing --bench blk_rings -- [--file PATH] [--mib N] [--millis N] [--rounds N]
-//! [--depth N] [--cache cached|direct]`
+//! [--depth N] [--cache cached|direct] [--driver polling|interrupts]`
 //! prints a table on stderr and one JSON object on stdout. CPU time is that of the thread that serves the disk: the
 //! device's worker, or the loop.
 
@@ -30,6 +30,8 @@ use std::{
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
+
+use guest::Wait;
 
 /// Bytes of a request.
 const BLOCK: u64 = 4096;
@@ -86,6 +88,7 @@ struct Options {
     rounds: usize,
     depths: Vec<u16>,
     caches: Vec<&'static str>,
+    drivers: Vec<Wait>,
     temporary: bool,
 }
 
@@ -97,6 +100,7 @@ fn options() -> Options {
         rounds: 5,
         depths: vec![1, 32],
         caches: vec!["cached", "direct"],
+        drivers: vec![Wait::Polling, Wait::Interrupts],
         temporary: true,
     };
     let mut arguments = std::env::args().skip(1);
@@ -119,7 +123,10 @@ fn options() -> Options {
             "--rounds" => options.rounds = number().max(1) as usize,
             "--depth" => options.depths = vec![number().clamp(1, 64) as u16],
             "--cache" => options.caches.retain(|cache| *cache == value),
-            _ => panic!("{argument} is unknown: --file, --mib, --millis, --rounds, --depth, --cache"),
+            "--driver" => options.drivers.retain(|driver| driver.name() == value),
+            _ => {
+                panic!("{argument} is unknown: --file, --mib, --millis, --rounds, --depth, --cache, --driver")
+            }
         }
     }
     options
@@ -152,6 +159,28 @@ fn median(mut runs: Vec<Figures>) -> Figures {
     runs[runs.len() / 2]
 }
 
+/// Shows what was measured, and gives it as JSON.
+fn row(cache: &str, depth: u16, driver: Wait, alone: Figures, served: Figures) -> String {
+    let ratio = served.per_second() / alone.per_second();
+    let kicks = served.kicks as f64 / served.requests as f64;
+    let driver = driver.name();
+    eprintln!(
+        "{:<30} {:>10.0}/s {:>15.0}/s {ratio:>18.2} {:>8.0} | {:.0}, kicks/request {kicks:.3}",
+        format!("{cache}, depth {depth}, {driver}"),
+        alone.per_second(),
+        served.per_second(),
+        alone.cpu_nanos(),
+        served.cpu_nanos(),
+    );
+    format!(
+        r#"{{"cache":"{cache}","depth":{depth},"driver":"{driver}","block_bytes":{BLOCK},"ring_per_second":{:.0},"virtio_per_second":{:.0},"ratio":{ratio:.3},"ring_cpu_ns":{:.0},"virtio_cpu_ns":{:.0},"kicks_per_request":{kicks:.4}}}"#,
+        alone.per_second(),
+        served.per_second(),
+        alone.cpu_nanos(),
+        served.cpu_nanos(),
+    )
+}
+
 fn main() {
     let options = options();
     if options.temporary {
@@ -168,29 +197,15 @@ fn main() {
                 eprintln!("{cache}: the file system has no direct I/O");
                 continue;
             };
-            let (mut alone, mut served) = (Vec::new(), Vec::new());
-            for _ in 0..options.rounds {
-                let file = || open(&options.file, direct).unwrap();
-                alone.push(plain::run(&file(), bytes, depth, options.time));
-                served.push(guest::run(file(), bytes, depth, options.time));
+            for driver in options.drivers.clone() {
+                let (mut alone, mut served) = (Vec::new(), Vec::new());
+                for _ in 0..options.rounds {
+                    let file = || open(&options.file, direct).unwrap();
+                    alone.push(plain::run(&file(), bytes, depth, options.time));
+                    served.push(guest::run(file(), bytes, depth, driver, options.time));
+                }
+                rows.push(row(cache, depth, driver, median(alone), median(served)));
             }
-            let (alone, served) = (median(alone), median(served));
-            let ratio = served.per_second() / alone.per_second();
-            let kicks = served.kicks as f64 / served.requests as f64;
-            eprintln!(
-                "{cache}, depth {depth:<3} {:>24.0}/s {:>15.0}/s {ratio:>18.2} {:>8.0} | {:.0}, kicks/request {kicks:.3}",
-                alone.per_second(),
-                served.per_second(),
-                alone.cpu_nanos(),
-                served.cpu_nanos(),
-            );
-            rows.push(format!(
-                r#"{{"cache":"{cache}","depth":{depth},"block_bytes":{BLOCK},"ring_per_second":{:.0},"virtio_per_second":{:.0},"ratio":{ratio:.3},"ring_cpu_ns":{:.0},"virtio_cpu_ns":{:.0},"kicks_per_request":{kicks:.4}}}"#,
-                alone.per_second(),
-                served.per_second(),
-                alone.cpu_nanos(),
-                served.cpu_nanos(),
-            ));
         }
     }
     println!(r#"{{"benchmark":"blk_rings","rows":[{}]}}"#, rows.join(","));

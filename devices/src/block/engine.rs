@@ -1,6 +1,6 @@
 //! How requests on an image are carried out: they are submitted, and complete later, in any order.
 
-use std::{io, time::Instant};
+use std::{io, os::fd::RawFd, time::Instant};
 
 use vmm_sys_util::eventfd::EventFd;
 
@@ -84,6 +84,23 @@ pub trait Engine: Send {
     /// after that signals it anew, so that it can be watched edge-triggered and need not be read. `None` when they have
     /// completed as soon as `commit` returns.
     fn event(&self) -> Option<&EventFd>;
+    /// Does what [`commit`](Self::commit) does and sleeps until requests may have completed, `other` is readable, or a
+    /// signal comes. False when it did neither, or not all: who wants to sleep does so otherwise. `other` has to be
+    /// readable when [`event`](Self::event) is.
+    fn commit_and_sleep(&mut self, _other: RawFd) -> io::Result<bool> {
+        Ok(false)
+    }
+    /// Whether `other` was readable since this was asked last. Known when [`completed`](Self::completed) has given `None`.
+    /// Until it was asked, nobody sleeps.
+    fn other_called(&mut self) -> bool {
+        false
+    }
+    /// Looks after `other` no more: to be called before who wants to sleep does so otherwise, without requests under way.
+    fn forget_other(&mut self) {}
+    /// Whether requests often have completed as soon as [`commit`](Self::commit) returns.
+    fn is_prompt(&self) -> bool {
+        true
+    }
     /// Waits until a request completes, nothing is under way, or `deadline` passes.
     fn wait(&mut self, deadline: Instant) -> io::Result<()>;
 }

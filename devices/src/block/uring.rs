@@ -4,11 +4,12 @@
 //! These leave the ring for the pool: discards of block devices, zeroings that the file system has no call for, and what
 //! direct I/O does not take as it is, or not now (see [`direct`](super::direct)).
 
-use std::{io, ops::Range, sync::Arc, time::Instant};
+use std::{io, ops::Range, os::fd::RawFd, sync::Arc, time::Instant};
 
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{
+    direct::Alignment,
     engine::{Completion, Engine, Operation, Request},
     pool::{Job, Mailbox, Pool, copy, event},
     target::{Kind, Target, unsupported, zeroing},
@@ -287,6 +288,25 @@ impl Engine for UringEngine {
 
     fn event(&self) -> Option<&EventFd> {
         Some(self.mailbox.event())
+    }
+
+    fn commit_and_sleep(&mut self, other: RawFd) -> io::Result<bool> {
+        if !self.ended.is_empty() || self.unsent || self.ring.under_way() == 0 {
+            return Ok(false);
+        }
+        self.ring.wait_beside(other)
+    }
+
+    fn other_called(&mut self) -> bool {
+        self.ring.other_called()
+    }
+
+    fn forget_other(&mut self) {
+        self.ring.forget_other();
+    }
+
+    fn is_prompt(&self) -> bool {
+        self.target.alignment() == Alignment::NONE
     }
 
     fn wait(&mut self, deadline: Instant) -> io::Result<()> {

@@ -9,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-use vm_memory::{GuestMemoryBackend, VolatileSlice};
+use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileSlice};
 
 use crate::{
     GuestMemory,
@@ -101,17 +101,26 @@ impl Iovecs {
     }
 
     fn push(&mut self, address: u64, length: u32) -> Result<(), TooShort> {
-        let pieces =
-            GuestMemoryBackend::get_slices(&*self.memory, vm_memory::GuestAddress(address), length as usize);
-        for piece in pieces {
-            let piece = piece.map_err(|_| TooShort)?;
-            let entry = libc::iovec {
-                iov_base: piece.ptr_guard_mut().as_ptr().cast(),
-                iov_len: piece.len(),
-            };
-            self.length = self.length.checked_add(piece.len()).ok_or(TooShort)?;
-            self.entries.push(entry);
+        let (address, length) = (GuestAddress(address), length as usize);
+        // Mostly it lies in one region, which is quicker.
+        if let Ok(piece) = GuestMemoryBackend::get_slice(&*self.memory, address, length) {
+            let base = piece.ptr_guard_mut().as_ptr();
+            return self.push_entry(base, length);
         }
+        let memory = Arc::clone(&self.memory);
+        for piece in GuestMemoryBackend::get_slices(&*memory, address, length) {
+            let piece = piece.map_err(|_| TooShort)?;
+            self.push_entry(piece.ptr_guard_mut().as_ptr(), piece.len())?;
+        }
+        Ok(())
+    }
+
+    fn push_entry(&mut self, base: *mut u8, length: usize) -> Result<(), TooShort> {
+        self.length = self.length.checked_add(length).ok_or(TooShort)?;
+        self.entries.push(libc::iovec {
+            iov_base: base.cast(),
+            iov_len: length,
+        });
         Ok(())
     }
 

@@ -4,24 +4,32 @@
 //! io_uring_enter, and nowhere else (IORING_SETUP_DEFER_TASKRUN): no other CPU touches the completion queue, and the
 //! event can be switched off while that thread is awake. The kernel says in the ring that there is something to
 //! gather, and signals the event if it is on; both sides do so behind full barriers, so that no wake-up is lost.
+//!
+//! There the thread can also sleep inside of io_uring_enter ([`Ring::wait_beside`]), for completions and for one other
+//! descriptor, which a poll request in the ring stands for: to hand calls over, sleep and gather is one system call then.
 
 use std::{
     fs::File,
     io,
-    os::fd::AsRawFd,
+    os::fd::{AsRawFd, RawFd},
     sync::{
         Arc,
         atomic::{Ordering, fence},
     },
 };
 
-use io_uring::{IoUring, opcode, squeue, types};
+use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::Iovecs;
 
 /// The file's place among the registered ones.
 const FILE: types::Fixed = types::Fixed(0);
+
+/// User data of poll requests: this bit, and which one it is. Indices of calls have 32 bits.
+const POLL: u64 = 1 << 32;
+/// A poll request among the indices of calls.
+const POLL_INDEX: u32 = u32::MAX;
 
 /// What the kernel is to do with the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +80,7 @@ pub struct Ring {
     event: Arc<EventFd>,
     held: Vec<Option<Held>>,
     free: Vec<u32>,
-    /// Indices of calls that were pushed since the last submission.
+    /// Indices of calls that were pushed since the last submission, and [`POLL_INDEX`].
     pushed: Vec<u32>,
     /// The kernel takes no calls any more: those in `pushed` can be abandoned.
     dead: bool,
@@ -82,6 +90,12 @@ pub struct Ring {
     deferred: bool,
     /// The kernel signals the event.
     armed: bool,
+    /// Number of the poll request that is in the ring.
+    poll: Option<u32>,
+    /// Of the next one.
+    next_poll: u32,
+    /// The one in the ring found something.
+    called: bool,
 }
 
 impl std::fmt::Debug for Ring {
@@ -136,6 +150,9 @@ impl Ring {
             disabled: deferred,
             deferred,
             armed: true,
+            poll: None,
+            next_poll: 0,
+            called: false,
         })
     }
 
@@ -198,32 +215,24 @@ impl Ring {
             return Ok(());
         }
         let result = self.enter();
-        match &result {
-            Ok(()) => self.pushed.clear(),
-            Err(error) => {
-                // The kernel takes calls in order.
-                let left = self.ring.submission().len();
-                self.pushed.drain(..self.pushed.len().saturating_sub(left));
-                self.dead |= !matches!(
-                    error.raw_os_error(),
-                    Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM)
-                );
-            }
+        self.note_handed();
+        if let Err(error) = &result {
+            self.dead |= !is_passing(error);
         }
         result
+    }
+
+    /// Forgets those in `pushed` that the kernel has taken, which it does in order.
+    fn note_handed(&mut self) {
+        let left = self.ring.submission().len();
+        self.pushed.drain(..self.pushed.len().saturating_sub(left));
     }
 
     fn enter(&mut self) -> io::Result<()> {
         if self.dead {
             return Err(io::Error::from_raw_os_error(libc::EBADFD));
         }
-        if self.disabled {
-            self.ring.submitter().register_enable_rings()?;
-            self.disabled = false;
-        }
-        if self.deferred && std::mem::take(&mut self.armed) {
-            self.ring.completion().disable_eventfd();
-        }
+        self.wake_up()?;
         loop {
             match self.ring.submit() {
                 Ok(_) if self.ring.submission().is_empty() => return Ok(()),
@@ -235,21 +244,93 @@ impl Ring {
         }
     }
 
+    /// The thread is awake and gathers by itself.
+    fn wake_up(&mut self) -> io::Result<()> {
+        if self.disabled {
+            self.ring.submitter().register_enable_rings()?;
+            self.disabled = false;
+        }
+        if self.deferred && std::mem::take(&mut self.armed) {
+            self.ring.completion().disable_eventfd();
+        }
+        Ok(())
+    }
+
+    /// Hands what was pushed to the kernel and waits until a call comes back, `other` is readable, or a signal comes. False
+    /// when it did not wait: the ring can't wait for both, or the kernel takes nothing, which [`submit`](Self::submit)
+    /// finds out about.
+    ///
+    /// `other` is polled until [`forget_other`](Self::forget_other) or until it is readable, which
+    /// [`other_called`](Self::other_called) tells.
+    pub fn wait_beside(&mut self, other: RawFd) -> io::Result<bool> {
+        if !self.deferred || self.dead || self.called {
+            return Ok(false);
+        }
+        self.wake_up()?;
+        if self.poll.is_none() {
+            let events = u32::try_from(libc::POLLIN).unwrap_or(0);
+            let entry = opcode::PollAdd::new(types::Fd(other), events)
+                .build()
+                .user_data(POLL | u64::from(self.next_poll));
+            // SAFETY: the entry points to no memory. The kernel holds on to the descriptor's file as long as it polls.
+            if unsafe { self.ring.submission().push(&entry) }.is_err() {
+                return Ok(false);
+            }
+            self.pushed.push(POLL_INDEX);
+            self.poll = Some(self.next_poll);
+            self.next_poll = self.next_poll.wrapping_add(1);
+        }
+        let result = self.ring.submit_and_wait(1);
+        self.note_handed();
+        match result {
+            Ok(_) => Ok(true),
+            Err(error) => Ok(error.kind() == io::ErrorKind::Interrupted),
+        }
+    }
+
+    /// Whether what [`wait_beside`](Self::wait_beside) polls was readable, since this was asked last. Known once
+    /// [`returned`](Self::returned) has given `None`.
+    pub fn other_called(&mut self) -> bool {
+        std::mem::take(&mut self.called)
+    }
+
+    /// Nothing is polled any more.
+    pub fn forget_other(&mut self) {
+        self.called = false;
+        if let Some(number) = self.poll.take() {
+            let which = types::CancelBuilder::user_data(POLL | u64::from(number));
+            // If it is not there any more, it is on its way to the completion queue, where nobody knows it.
+            let _gone = self.ring.submitter().register_sync_cancel(None, which);
+        }
+    }
+
     /// A call that the kernel never saw and never will, with its tag.
     pub fn abandoned(&mut self) -> Option<(u32, Iovecs)> {
         if !self.dead {
             return None;
         }
-        let index = self.pushed.pop()?;
-        let Held { tag, buffers } = self.held.get_mut(index as usize)?.take()?;
-        self.free.push(index);
-        Some((tag, buffers))
+        loop {
+            let index = self.pushed.pop()?;
+            let held = self.held.get_mut(index as usize).and_then(Option::take);
+            // `None` is a poll request.
+            if let Some(Held { tag, buffers }) = held {
+                self.free.push(index);
+                return Some((tag, buffers));
+            }
+        }
     }
 
     /// A call that came back. Makes a system call only where the kernel has something to gather.
     pub fn returned(&mut self) -> Option<Return> {
         loop {
             let entry = self.ring.completion().next();
+            if let Some(number) = entry.as_ref().and_then(poll_number) {
+                if self.poll == Some(number) {
+                    self.poll = None;
+                    self.called = true;
+                }
+                continue;
+            }
             if let Some(entry) = entry {
                 let index = u32::try_from(entry.user_data()).ok()?;
                 let Held { tag, buffers } = self.held.get_mut(index as usize)?.take()?;
@@ -259,6 +340,9 @@ impl Ring {
                     result: entry.result(),
                     buffers,
                 });
+            }
+            if self.under_way() == 0 {
+                return None;
             }
             let (taskrun, overflow) = {
                 let queue = self.ring.submission();
@@ -305,6 +389,20 @@ impl Drop for Ring {
             std::mem::forget(std::mem::take(&mut self.held));
         }
     }
+}
+
+/// Whether the kernel may take calls again after that.
+fn is_passing(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM)
+    )
+}
+
+/// Which poll request that is the completion of, if it is one.
+fn poll_number(entry: &cqueue::Entry) -> Option<u32> {
+    let number = entry.user_data().checked_sub(POLL)?;
+    u32::try_from(number).ok()
 }
 
 fn build(call: Call, buffers: &Iovecs) -> squeue::Entry {

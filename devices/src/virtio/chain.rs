@@ -83,7 +83,7 @@ impl Chain {
             let (now, rest) = std::mem::take(&mut left)
                 .split_at_mut_checked(length as usize)
                 .ok_or(TooShort)?;
-            memory.read_slice(now, address).map_err(|_| TooShort)?;
+            copy_out(memory, address, now)?;
             left = rest;
         }
         Ok(())
@@ -138,9 +138,10 @@ impl Chain {
     pub fn write_last(&self, memory: &GuestMemory, byte: u8) -> Result<(), TooShort> {
         let last = self.writable().last().ok_or(TooShort)?;
         let end = last.address.0.wrapping_add(u64::from(last.length));
-        memory
-            .write_obj(byte, GuestAddress(end.wrapping_sub(1)))
-            .map_err(|_| TooShort)
+        GuestMemoryBackend::get_slice(memory, GuestAddress(end.wrapping_sub(1)), 1)
+            .map_err(|_| TooShort)?
+            .copy_from(&[byte]);
+        Ok(())
     }
 
     /// Notes in the dirty bitmap that `length` bytes of the writable part from `offset` on were written behind its
@@ -160,6 +161,17 @@ impl Chain {
         self.readable = 0;
         self.readable_len = 0;
         self.writable_len = 0;
+    }
+}
+
+fn copy_out(memory: &GuestMemory, address: GuestAddress, data: &mut [u8]) -> Result<(), TooShort> {
+    // Mostly it lies in one region, which is quicker.
+    match GuestMemoryBackend::get_slice(memory, address, data.len()) {
+        Ok(slice) => {
+            slice.copy_to(data);
+            Ok(())
+        }
+        Err(_) => memory.read_slice(data, address).map_err(|_| TooShort),
     }
 }
 

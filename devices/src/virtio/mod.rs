@@ -15,9 +15,11 @@ pub mod queue;
 pub mod rng;
 pub mod session;
 pub mod signals;
+mod table;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod transport;
+mod window;
 mod worker;
 
 #[cfg(test)]

@@ -5,13 +5,16 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
-use virtio_queue::{Queue as SplitQueue, QueueT};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+use virtio_bindings::virtio_ring::{
+    VRING_AVAIL_F_NO_INTERRUPT, VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE,
+};
+use vm_memory::GuestAddress;
 
 use super::{
-    chain::{Chain, GuestSlice, MAX_SEGMENTS, Segment},
+    chain::{Chain, MAX_SEGMENTS, Segment},
     fault::RingError,
+    table::{DESCRIPTOR, Descriptor, Extent, Table},
+    window::Window,
 };
 use crate::GuestMemory;
 
@@ -41,9 +44,13 @@ pub struct QueueState {
 /// A virtqueue in use.
 #[derive(Debug)]
 pub struct Queue {
-    index: u16,
-    ring: SplitQueue,
+    /// Checked; how far it has been worked off.
+    state: QueueState,
     memory: GuestMemory,
+    extent: Extent,
+    desc: Window,
+    avail: Window,
+    used: Window,
     event_idx: bool,
     /// The available index when it was last looked at: what is before it can be taken.
     avail_seen: u16,
@@ -51,6 +58,8 @@ pub struct Queue {
     signalled_used: u16,
     /// Whether something was added since then.
     unsignalled: bool,
+    /// Whether something was added that the used index does not show yet.
+    unshown: bool,
     /// Chains that may be taken before [`pop`](Self::pop) pretends that there are none.
     budget: u32,
     exhausted: bool,
@@ -66,9 +75,9 @@ impl Queue {
         memory: GuestMemory,
     ) -> Result<Self, RingError> {
         let size = state.size;
-        let bad_size = |_| RingError::Size(size);
-        let mut ring = SplitQueue::new(max_size.min(MAX_SIZE)).map_err(bad_size)?;
-        ring.try_set_size(size).map_err(bad_size)?;
+        if !size.is_power_of_two() || size > max_size.min(MAX_SIZE) {
+            return Err(RingError::Size(size));
+        }
         let entries = u64::from(size);
         // Lengths with the event fields behind the rings: 2.7.5 to 2.7.8.
         let parts = [
@@ -91,32 +100,26 @@ impl Queue {
                 entries.saturating_mul(8).saturating_add(6),
             ),
         ];
-        for (part, address, align, length) in parts {
-            let fits = usize::try_from(length)
-                .is_ok_and(|length| GuestMemoryBackend::check_range(&memory, GuestAddress(address), length));
-            if !address.is_multiple_of(align) || !fits {
-                return Err(RingError::Placement { part, address });
-            }
-        }
-        let place = |part, address| move |_| RingError::Placement { part, address };
-        ring.try_set_desc_table_address(GuestAddress(state.desc_table))
-            .map_err(place("descriptor table", state.desc_table))?;
-        ring.try_set_avail_ring_address(GuestAddress(state.avail_ring))
-            .map_err(place("available ring", state.avail_ring))?;
-        ring.try_set_used_ring_address(GuestAddress(state.used_ring))
-            .map_err(place("used ring", state.used_ring))?;
-        ring.set_event_idx(event_idx);
-        ring.set_next_avail(state.next_avail);
-        ring.set_next_used(state.next_used);
-        ring.set_ready(true);
+        let window = |(part, address, align, length): (_, u64, u64, u64)| {
+            let found = Window::new(&memory, address, length);
+            found
+                .filter(|_| address.is_multiple_of(align))
+                .ok_or(RingError::Placement { part, address })
+        };
+        let [desc, avail, used] = parts.map(window);
+        let (desc, avail, used) = (desc?, avail?, used?);
         Ok(Self {
-            index: state.index,
-            ring,
+            state: *state,
+            extent: Extent::of(&memory),
             memory,
+            desc,
+            avail,
+            used,
             event_idx,
             avail_seen: state.next_avail,
             signalled_used: state.next_used,
             unsignalled: false,
+            unshown: false,
             budget: u32::MAX,
             exhausted: false,
         })
@@ -124,25 +127,17 @@ impl Queue {
 
     /// The queue's number in its device.
     pub fn index(&self) -> u16 {
-        self.index
+        self.state.index
     }
 
     /// Number of descriptors.
     pub fn size(&self) -> u16 {
-        self.ring.size()
+        self.state.size
     }
 
     /// What another queue can be made of that goes on where this one is.
     pub fn state(&self) -> QueueState {
-        QueueState {
-            index: self.index,
-            size: self.ring.size(),
-            desc_table: self.ring.desc_table(),
-            avail_ring: self.ring.avail_ring(),
-            used_ring: self.ring.used_ring(),
-            next_avail: self.ring.next_avail(),
-            next_used: self.ring.next_used(),
-        }
+        self.state
     }
 
     /// Takes the next available chain into `chain`; says whether there was one. All its buffers lie in guest memory.
@@ -151,11 +146,11 @@ impl Queue {
             self.exhausted = true;
             return Ok(false);
         };
-        let next = self.ring.next_avail();
+        let next = self.state.next_avail;
         if next == self.avail_seen {
             // Also orders what is read of the ring and the buffers after it.
             let index = self.avail_index()?;
-            if index.wrapping_sub(next) > self.ring.size() {
+            if index.wrapping_sub(next) > self.state.size {
                 return Err(RingError::AvailableIndex(next));
             }
             if index == next {
@@ -163,25 +158,29 @@ impl Queue {
             }
             self.avail_seen = index;
         }
-        let slot = u64::from(next.checked_rem(self.ring.size()).unwrap_or(0));
-        let place = slot.wrapping_mul(2).wrapping_add(4);
-        let head = self.load(self.ring.avail_ring().wrapping_add(place))?;
-        if head >= self.ring.size() {
+        let head = load(&self.avail, self.slot(next).wrapping_mul(2).wrapping_add(4))?;
+        if head >= self.state.size {
             return Err(RingError::HeadIndex(head));
         }
         self.fill(chain, head)?;
-        self.ring.set_next_avail(next.wrapping_add(1));
+        self.state.next_avail = next.wrapping_add(1);
         self.budget = budget;
         Ok(true)
+    }
+
+    /// Where in a ring the entry with that free-running index is.
+    fn slot(&self, index: u16) -> u64 {
+        // The size is a power of two.
+        u64::from(index & self.state.size.wrapping_sub(1))
     }
 
     /// Walks the chain once.
     fn fill(&self, chain: &mut Chain, head: u16) -> Result<(), RingError> {
         chain.clear(head);
         let broken = || RingError::Chain(head);
-        let mut table = Table::new(&self.memory, self.ring.desc_table(), self.ring.size());
+        let mut table = Table::of(&self.desc, self.state.size);
         let (mut index, mut indirect, mut total) = (head, false, 0_u32);
-        let (mut left, mut count) = (table.entries, 0_usize);
+        let (mut left, mut count) = (self.state.size, 0_usize);
         loop {
             // As many steps as there are descriptors: more is a loop.
             left = left.checked_sub(1).ok_or_else(broken)?;
@@ -199,7 +198,7 @@ impl Queue {
                 if indirect || !length.is_multiple_of(DESCRIPTOR) {
                     return Err(broken());
                 }
-                table = Table::new(&self.memory, address, entries);
+                table = Table::indirect(&self.memory, address, entries);
                 (index, indirect, left) = (0, true, entries);
                 continue;
             }
@@ -213,12 +212,11 @@ impl Queue {
                 return Err(RingError::Order(head));
             }
             if length > 0 {
-                let place = GuestAddress(address);
-                if !GuestMemoryBackend::check_range(&self.memory, place, length as usize) {
+                if !self.extent.holds(address, length) {
                     return Err(RingError::Buffer { address, length });
                 }
                 chain.segments.push(Segment {
-                    address: place,
+                    address: GuestAddress(address),
                     length,
                 });
                 if writable {
@@ -238,125 +236,140 @@ impl Queue {
     /// Puts the `count` chains taken last back, to be taken again. Only chains that were not given back by
     /// [`add_used`](Self::add_used) may be.
     pub fn unpop(&mut self, count: u16) {
-        self.ring
-            .set_next_avail(self.ring.next_avail().wrapping_sub(count));
+        self.state.next_avail = self.state.next_avail.wrapping_sub(count);
     }
 
     /// Gives the chain with that head back to the driver, with `written` bytes written to its writable part from the
     /// beginning.
     pub fn add_used(&mut self, head: u16, written: u32) -> Result<(), RingError> {
-        self.ring
-            .add_used(&self.memory, head, written)
-            .map_err(|_| RingError::HeadIndex(head))?;
-        self.unsignalled = true;
+        self.put_used(head, written)?;
+        self.show_used()
+    }
+
+    /// The same, but the driver sees it only at the next [`show_used`](Self::show_used): one write of the index that its
+    /// processor watches, for several chains.
+    pub fn put_used(&mut self, head: u16, written: u32) -> Result<(), RingError> {
+        if head >= self.state.size {
+            return Err(RingError::HeadIndex(head));
+        }
+        let next = self.state.next_used;
+        let element = self.slot(next).wrapping_mul(8).wrapping_add(4);
+        let length = element.wrapping_add(4);
+        let stored = self
+            .used
+            .store(element, u32::from(head).to_le(), Ordering::Relaxed)
+            .and_then(|()| self.used.store(length, written.to_le(), Ordering::Relaxed));
+        stored.ok_or(RingError::Memory)?;
+        self.state.next_used = next.wrapping_add(1);
+        self.unshown = true;
+        Ok(())
+    }
+
+    /// Shows the driver what was put into the used ring.
+    pub fn show_used(&mut self) -> Result<(), RingError> {
+        if std::mem::take(&mut self.unshown) {
+            let index = self.state.next_used.to_le();
+            self.used
+                .store(2, index, Ordering::Release)
+                .ok_or(RingError::Memory)?;
+            self.unsignalled = true;
+        }
         Ok(())
     }
 
     /// Gives several chains back so that the driver sees all of them or none (a packet in merged buffers).
     pub fn add_used_together(&mut self, used: &[(u16, u32)]) -> Result<(), RingError> {
-        let Some(((last_head, last_written), first)) = used.split_last() else {
-            return Ok(());
-        };
-        let (size, begin) = (self.ring.size(), self.ring.next_used());
-        let mut next = begin;
-        for (head, written) in first {
-            if *head >= size || next.wrapping_sub(begin) >= size {
+        let (begin, unshown) = (self.state.next_used, self.unshown);
+        let most = usize::from(self.state.size);
+        let result = used.iter().enumerate().try_for_each(|(at, (head, written))| {
+            if at >= most {
                 return Err(RingError::HeadIndex(*head));
             }
-            let slot = u64::from(next.checked_rem(size).unwrap_or(0));
-            let address = self
-                .ring
-                .used_ring()
-                .wrapping_add(slot.wrapping_mul(8))
-                .wrapping_add(4);
-            let element = u64::from(*head) | u64::from(*written) << 32;
-            self.memory
-                .write_obj(element.to_le(), GuestAddress(address))
-                .map_err(|_| RingError::Memory)?;
-            next = next.wrapping_add(1);
+            self.put_used(*head, *written)
+        });
+        if result.is_err() {
+            self.state.next_used = begin;
+            self.unshown = unshown;
         }
-        self.ring.set_next_used(next);
-        self.add_used(*last_head, *last_written)
+        result?;
+        self.show_used()
     }
 
     /// Whether the driver wants an interrupt for what was added since the last call (2.7.7.2).
     pub fn needs_interrupt(&mut self) -> Result<bool, RingError> {
+        self.show_used()?;
         if !std::mem::take(&mut self.unsignalled) {
             return Ok(false);
         }
-        let (old, new) = (self.signalled_used, self.ring.next_used());
+        let (old, new) = (self.signalled_used, self.state.next_used);
         self.signalled_used = new;
         // The used index must be visible before the driver's wish is read: it writes its wish, then looks at the index.
         fence(Ordering::SeqCst);
-        let avail = self.ring.avail_ring();
         if self.event_idx {
-            let offset = u64::from(self.ring.size()).wrapping_mul(2).wrapping_add(4);
-            let event = self.load(avail.wrapping_add(offset))?;
+            let event = load(
+                &self.avail,
+                u64::from(self.state.size).wrapping_mul(2).wrapping_add(4),
+            )?;
             return Ok(new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old));
         }
-        let flags = self.load(avail)?;
+        let flags = load(&self.avail, 0)?;
         Ok(u32::from(flags) & VRING_AVAIL_F_NO_INTERRUPT == 0)
     }
 
     /// Asks the driver to notify when it makes the next buffer available. When this says true, there are some
     /// already, and a notification may not come.
     pub fn enable_notification(&mut self) -> Result<bool, RingError> {
-        self.ring
-            .enable_notification(&self.memory)
-            .map_err(|_| RingError::Memory)
+        self.enable_notification_after(0)
     }
 
     /// The same, but a driver with EVENT_IDX is asked to notify only when it has added more than `unnotified` buffers
     /// to those taken (2.7.10).
     pub fn enable_notification_after(&mut self, unnotified: u16) -> Result<bool, RingError> {
-        if !self.event_idx || unnotified == 0 {
-            return self.enable_notification();
+        if self.event_idx {
+            self.set_avail_event(self.state.next_avail.wrapping_add(unnotified))?;
+        } else {
+            self.set_no_notify(false)?;
         }
-        self.set_avail_event(self.ring.next_avail().wrapping_add(unnotified))?;
         // The wish must be visible before the index is read: the driver writes its index, then reads the wish.
         fence(Ordering::SeqCst);
-        Ok(self.avail_index()? != self.ring.next_avail())
+        Ok(self.avail_index()? != self.state.next_avail)
     }
 
     /// Tells the driver that no notifications are needed.
     pub fn disable_notification(&mut self) -> Result<(), RingError> {
         if self.event_idx {
             // At a buffer that was taken already.
-            return self.set_avail_event(self.ring.next_avail().wrapping_sub(1));
+            return self.set_avail_event(self.state.next_avail.wrapping_sub(1));
         }
-        self.ring
-            .disable_notification(&self.memory)
-            .map_err(|_| RingError::Memory)
+        self.set_no_notify(true)
     }
 
     /// How many chains are available; 0 if the ring makes no sense, which [`pop`](Self::pop) tells.
     pub fn available(&self) -> u16 {
         let available = self
             .avail_index()
-            .map_or(0, |index| index.wrapping_sub(self.ring.next_avail()));
-        if available > self.ring.size() {
-            0
-        } else {
-            available
-        }
+            .map_or(0, |index| index.wrapping_sub(self.state.next_avail));
+        if available > self.state.size { 0 } else { available }
     }
 
     fn avail_index(&self) -> Result<u16, RingError> {
-        let address = GuestAddress(self.ring.avail_ring().wrapping_add(2));
-        let value: u16 = self
-            .memory
-            .load(address, Ordering::Acquire)
-            .map_err(|_| RingError::Memory)?;
-        Ok(u16::from_le(value))
+        let value: Option<u16> = self.avail.load(2, Ordering::Acquire);
+        value.map(u16::from_le).ok_or(RingError::Memory)
     }
 
     /// Writes the field behind the used ring that says when to notify.
     fn set_avail_event(&self, index: u16) -> Result<(), RingError> {
-        let offset = u64::from(self.ring.size()).wrapping_mul(8).wrapping_add(4);
-        let address = GuestAddress(self.ring.used_ring().wrapping_add(offset));
-        self.memory
-            .store(index.to_le(), address, Ordering::Relaxed)
-            .map_err(|_| RingError::Memory)
+        let offset = u64::from(self.state.size).wrapping_mul(8).wrapping_add(4);
+        self.used
+            .store(offset, index.to_le(), Ordering::Relaxed)
+            .ok_or(RingError::Memory)
+    }
+
+    /// Sets or clears VRING_USED_F_NO_NOTIFY, the only flag of the used ring.
+    fn set_no_notify(&self, quiet: bool) -> Result<(), RingError> {
+        self.used
+            .store(0, u16::from(quiet).to_le(), Ordering::Relaxed)
+            .ok_or(RingError::Memory)
     }
 
     /// Lets `pop` take that many chains, no more.
@@ -369,67 +382,9 @@ impl Queue {
     pub(super) fn exhausted(&self) -> bool {
         self.exhausted
     }
-
-    fn load(&self, address: u64) -> Result<u16, RingError> {
-        let value: u16 = self
-            .memory
-            .load(GuestAddress(address), Ordering::Relaxed)
-            .map_err(|_| RingError::Memory)?;
-        Ok(u16::from_le(value))
-    }
 }
 
-/// Bytes of a descriptor (2.7.5).
-const DESCRIPTOR: u32 = 16;
-const VRING_DESC_F_NEXT: u16 = 1;
-const VRING_DESC_F_WRITE: u16 = 2;
-const VRING_DESC_F_INDIRECT: u16 = 4;
-
-struct Descriptor {
-    address: u64,
-    length: u32,
-    flags: u16,
-    next: u16,
-}
-
-/// A descriptor table; found in memory once, if it is in one piece.
-struct Table<'a> {
-    memory: &'a GuestMemory,
-    address: u64,
-    entries: u16,
-    slice: Option<GuestSlice<'a>>,
-}
-
-impl<'a> Table<'a> {
-    fn new(memory: &'a GuestMemory, address: u64, entries: u16) -> Self {
-        let length = usize::from(entries).saturating_mul(DESCRIPTOR as usize);
-        Self {
-            memory,
-            address,
-            entries,
-            slice: GuestMemoryBackend::get_slice(memory, GuestAddress(address), length).ok(),
-        }
-    }
-
-    /// `None` when there is none with that index, or its memory is not there.
-    fn get(&self, index: u16) -> Option<Descriptor> {
-        if index >= self.entries {
-            return None;
-        }
-        let offset = u64::from(index).wrapping_mul(DESCRIPTOR.into());
-        let [address, rest]: [u64; 2] = match &self.slice {
-            Some(slice) => slice.read_obj(usize::try_from(offset).ok()?).ok()?,
-            None => {
-                let place = GuestAddress(self.address.checked_add(offset)?);
-                self.memory.read_obj(place).ok()?
-            }
-        };
-        let rest = u64::from_le(rest);
-        Some(Descriptor {
-            address: u64::from_le(address),
-            length: u32::try_from(rest & u64::from(u32::MAX)).ok()?,
-            flags: u16::try_from(rest >> 32 & 0xffff).ok()?,
-            next: u16::try_from(rest >> 48).ok()?,
-        })
-    }
+fn load(window: &Window, offset: u64) -> Result<u16, RingError> {
+    let value: Option<u16> = window.load(offset, Ordering::Relaxed);
+    value.map(u16::from_le).ok_or(RingError::Memory)
 }

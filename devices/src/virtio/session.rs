@@ -125,6 +125,16 @@ impl Session {
         self.on(queue, (), |ring| ring.add_used(head, written))
     }
 
+    /// [`Queue::put_used`].
+    pub fn put_used(&mut self, queue: u16, head: u16, written: u32) -> Result<(), Fault> {
+        self.on(queue, (), |ring| ring.put_used(head, written))
+    }
+
+    /// [`Queue::show_used`].
+    pub fn show_used(&mut self, queue: u16) -> Result<(), Fault> {
+        self.on(queue, (), Queue::show_used)
+    }
+
     /// Has the handler's `kick` called for that queue, soon.
     pub fn kick_again(&mut self, queue: u16) {
         if let Some(Some(slot)) = self.slots.get_mut(usize::from(queue)) {
@@ -141,13 +151,10 @@ impl Session {
         Ok(())
     }
 
-    /// The same, but the driver need not notify for the first `unnotified` buffers that it adds (with EVENT_IDX): for
-    /// a handler that something else will make look at the queue soon.
-    pub fn ask_for_kick_after(&mut self, queue: u16, unnotified: u16) -> Result<(), Fault> {
-        if self.on(queue, false, |ring| ring.enable_notification_after(unnotified))? {
-            self.kick_again(queue);
-        }
-        Ok(())
+    /// Asks the driver to notify, with EVENT_IDX not for the first `unnotified` buffers that it adds: for a handler that
+    /// something else will make look at the queue soon. True when there are buffers already.
+    pub fn is_left_after_asking(&mut self, queue: u16, unnotified: u16) -> Result<bool, Fault> {
+        self.on(queue, false, |ring| ring.enable_notification_after(unnotified))
     }
 
     /// Tells the driver that no notifications are needed, outside of `kick` (where they are off).
@@ -193,6 +200,12 @@ impl Session {
     pub fn unwatch(&self, fd: &impl AsRawFd) -> Result<(), Fault> {
         self.control(ControlOperation::Delete, fd.as_raw_fd(), 0, EventSet::empty())
             .map_err(|error| Fault::Backend("stop watching a file descriptor", error))
+    }
+
+    /// Readable when the framework has an event to look after: the driver's notification, a command, or one that is
+    /// [watched](Self::watch).
+    pub fn events(&self) -> RawFd {
+        self.epoll.as_raw_fd()
     }
 
     /// Sends the interrupts that are due now, before the handler returns.

@@ -7,6 +7,7 @@
 use std::{
     collections::HashSet,
     io,
+    os::fd::RawFd,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -90,6 +91,21 @@ impl Qcow2Engine {
         }
     }
 
+    /// Has the threads begin with what was submitted for them.
+    fn commit_jobs(&mut self) {
+        if !self.submitted.is_empty()
+            && let Err(error) = self.pool.begin(&mut self.submitted)
+        {
+            for Job { request, mailbox } in self.submitted.drain(..) {
+                mailbox.put(Completion {
+                    token: request.token,
+                    result: Err(copy(&error)),
+                    buffers: request.buffers,
+                });
+            }
+        }
+    }
+
     /// A request that the ring or a thread is done with.
     fn next(&mut self) -> Option<Completion> {
         if let Some(completion) = self.ring.as_mut().and_then(Engine::completed) {
@@ -123,17 +139,7 @@ impl Engine for Qcow2Engine {
     }
 
     fn commit(&mut self) -> io::Result<()> {
-        if !self.submitted.is_empty()
-            && let Err(error) = self.pool.begin(&mut self.submitted)
-        {
-            for Job { request, mailbox } in self.submitted.drain(..) {
-                mailbox.put(Completion {
-                    token: request.token,
-                    result: Err(copy(&error)),
-                    buffers: request.buffers,
-                });
-            }
-        }
+        self.commit_jobs();
         match self.ring.as_mut() {
             Some(ring) => ring.commit(),
             None => Ok(()),
@@ -155,6 +161,28 @@ impl Engine for Qcow2Engine {
 
     fn event(&self) -> Option<&EventFd> {
         Some(self.mailbox.event())
+    }
+
+    fn commit_and_sleep(&mut self, other: RawFd) -> io::Result<bool> {
+        self.commit_jobs();
+        match self.ring.as_mut() {
+            Some(ring) if self.ended.is_empty() => ring.commit_and_sleep(other),
+            _ => Ok(false),
+        }
+    }
+
+    fn other_called(&mut self) -> bool {
+        self.ring.as_mut().is_some_and(Engine::other_called)
+    }
+
+    fn forget_other(&mut self) {
+        if let Some(ring) = self.ring.as_mut() {
+            ring.forget_other();
+        }
+    }
+
+    fn is_prompt(&self) -> bool {
+        self.ring.as_ref().is_some_and(Engine::is_prompt)
     }
 
     fn wait(&mut self, deadline: Instant) -> io::Result<()> {

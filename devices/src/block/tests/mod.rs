@@ -13,6 +13,7 @@ mod faults;
 mod hosts;
 pub(super) mod model;
 mod sharing;
+mod sleeping;
 
 use std::{
     fs::{self, File},

@@ -6,9 +6,9 @@
 //! answers were told, the window in which the worker looks grows until it covers that time; when one comes late, there
 //! is no window any more. A disk that is used now and then, or not at all, is never looked at.
 //!
-//! Between two looks the worker yields its processor, which may be the one that the vCPU needs. Is it taken away for long,
-//! then there are more threads than processors, and a worker that is woken gets on sooner than one that yields: it stops
-//! looking, and does not learn for a while.
+//! After the first moments the worker yields its processor between two looks, as it may be the one that the vCPU needs.
+//! Is it taken away for long, then there are more threads than processors, and a worker that is woken gets on sooner than
+//! one that yields: it stops looking, and does not learn for a while.
 
 use std::time::{Duration, Instant};
 
@@ -23,11 +23,25 @@ const CONTENDED: Duration = Duration::from_micros(50);
 /// Notifications that nothing is learnt from after that.
 const REST: u32 = 256;
 
+/// So long the worker looks without yielding: a driver that polls answers in that time.
+const AT_ONCE: Duration = Duration::from_micros(2);
+
 /// With so many requests under way, answers wait for others a moment.
 const MANY: usize = 8;
 /// How long at most: half of what an interrupt costs a guest on a nested hypervisor, and little beside the latency of
 /// a disk that has so many requests under way. It is spent looking, so it must not be long.
 const MAX_PILE: Duration = Duration::from_micros(20);
+
+/// What to do when there is nothing to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Look {
+    /// Go to sleep.
+    No,
+    /// Look again at once.
+    Now,
+    /// Let others run, then look again.
+    Yield,
+}
 
 /// What one worker has learnt.
 #[derive(Debug, Default)]
@@ -81,17 +95,23 @@ impl Pace {
         self.owed > 0 && !self.window.is_zero() && self.told.is_some()
     }
 
-    /// Whether to yield and look at the ring again instead of going to sleep.
-    pub(super) fn look_again(&mut self, now: Instant) -> bool {
+    /// Whether to look at the ring again instead of going to sleep, and how.
+    pub(super) fn look_again(&mut self, now: Instant) -> Look {
         let last = self.looked.replace(now).unwrap_or(now);
         if now.saturating_duration_since(last) > CONTENDED {
             self.window = Duration::ZERO;
             self.rest = REST;
         }
-        self.may_look()
-            && self
-                .told
-                .is_some_and(|told| now.saturating_duration_since(told) < self.window)
+        match self.told.map(|told| now.saturating_duration_since(told)) {
+            Some(since) if self.may_look() && since < self.window => {
+                if since < AT_ONCE {
+                    Look::Now
+                } else {
+                    Look::Yield
+                }
+            }
+            _ => Look::No,
+        }
     }
 
     /// Nothing is known any more.
@@ -108,7 +128,12 @@ pub(super) fn pile_up(answers: usize, under_way: usize, since: Instant, now: Ins
 
 /// Whether it is worth asking for the time.
 pub(super) fn may_pile_up(answers: usize, under_way: usize) -> bool {
-    answers > 0 && under_way >= MANY && answers.saturating_mul(4) < under_way
+    answers > 0 && is_many(under_way) && answers.saturating_mul(4) < under_way
+}
+
+/// Whether so many are under way that others complete soon.
+pub(super) fn is_many(under_way: usize) -> bool {
+    under_way >= MANY
 }
 
 /// How many requests a driver may add without notifying, when completions of others will make the worker look anyway.
@@ -127,19 +152,23 @@ mod tests {
     fn the_window_grows_to_cover_quick_successions_and_only_them() {
         let (mut pace, mut now) = (Pace::default(), Instant::now());
         pace.told(1, now);
-        assert!(!pace.look_again(now), "looked without having learnt anything");
+        assert_eq!(
+            pace.look_again(now),
+            Look::No,
+            "looked without having learnt anything"
+        );
         for window in [25, 50, 100, 200, 200] {
             now += 150 * US;
             pace.notified(now);
             pace.taken(1);
             pace.told(1, now);
-            assert!(pace.look_again(now + (window - 1) * US), "{window}");
-            assert!(!pace.look_again(now + window * US), "{window}");
-            assert!(!pace.look_again(now + window * US), "{window}");
+            assert_eq!(pace.look_again(now + (window - 1) * US), Look::Yield, "{window}");
+            assert_eq!(pace.look_again(now + window * US), Look::No, "{window}");
+            assert_eq!(pace.look_again(now + window * US), Look::No, "{window}");
         }
         pace.notified(now + 1000 * US);
         pace.told(1, now);
-        assert!(!pace.look_again(now));
+        assert_eq!(pace.look_again(now), Look::No);
     }
 
     #[test]
@@ -147,9 +176,9 @@ mod tests {
         let (mut pace, mut now) = (Pace::default(), Instant::now());
         let mut round = |pace: &mut Pace| {
             pace.told(1, now);
-            let looks = pace.look_again(now);
+            let looks = pace.look_again(now) != Look::No;
             now += 120 * US;
-            let looks_on = looks && pace.look_again(now);
+            let looks_on = looks && pace.look_again(now) != Look::No;
             pace.notified(now);
             pace.taken(1);
             (looks, looks_on)
@@ -170,9 +199,9 @@ mod tests {
         pace.notified(now + 10 * US);
         pace.taken(1);
         pace.told(0, now);
-        assert!(pace.look_again(now));
+        assert_eq!(pace.look_again(now), Look::Now);
         pace.taken(1);
-        assert!(!pace.look_again(now));
+        assert_eq!(pace.look_again(now), Look::No);
     }
 
     #[test]

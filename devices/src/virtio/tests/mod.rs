@@ -13,4 +13,5 @@ mod framework;
 mod puppet;
 mod queue;
 mod removal;
+mod rings;
 mod transport;

@@ -33,11 +33,12 @@ fn limited(limiter: &Arc<Limiter>) -> (Arc<Storage>, Driver, BlkControl) {
 
 fn submit_reads(driver: &mut Driver, queue: u16, count: u64) {
     for sector in 0..count {
-        driver.submit(
+        driver.offer(
             queue,
             &[Buffer::Readable(header(IN, sector)), Buffer::Writable(513)],
         );
     }
+    driver.kick(queue);
 }
 
 fn answers(driver: &mut Driver, queue: u16) {

@@ -1,0 +1,109 @@
+//! Sleeping in the ring, for completions and for something else.
+
+use std::os::fd::AsRawFd as _;
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::*;
+
+fn event() -> EventFd {
+    EventFd::new(EFD_NONBLOCK).unwrap()
+}
+
+/// A read of 4 KiB is submitted, and slept on; says whether that was possible.
+fn sleep_on_a_read(engine: &mut dyn Engine, memory: &Arc<GuestMemory>, other: &EventFd) -> bool {
+    engine.submit(request(memory, 1, Operation::Read { offset: 0 }, 0, 4096));
+    engine.commit_and_sleep(other.as_raw_fd()).unwrap()
+}
+
+/// Takes what was submitted, and what else there is.
+fn take_one(engine: &mut dyn Engine) {
+    while engine.in_flight() > 0 {
+        if let Some(completion) = engine.completed() {
+            completion.result.unwrap();
+        } else {
+            engine.wait(late()).unwrap();
+        }
+    }
+    assert!(engine.completed().is_none());
+}
+
+fn ring() -> Option<(Setup, Box<dyn Engine>)> {
+    let setup = Setup::new(Which::Uring, Cache::Buffered, 1 << 20)?;
+    let engine = setup.engine();
+    Some((setup, engine))
+}
+
+#[test]
+fn who_sleeps_is_woken_by_a_completion() {
+    let Some((_setup, mut engine)) = ring() else {
+        return;
+    };
+    let (memory, other) = (memory(), event());
+    for _ in 0..3 {
+        assert!(sleep_on_a_read(&mut *engine, &memory, &other));
+        take_one(&mut *engine);
+        assert!(!engine.other_called());
+    }
+    assert!(
+        !engine.commit_and_sleep(other.as_raw_fd()).unwrap(),
+        "slept for nothing"
+    );
+}
+
+#[test]
+fn the_other_calls_once_and_nobody_sleeps_before_it_is_asked_about() {
+    let Some((_setup, mut engine)) = ring() else {
+        return;
+    };
+    let (memory, other) = (memory(), event());
+    assert!(sleep_on_a_read(&mut *engine, &memory, &other));
+    take_one(&mut *engine);
+    other.write(1).unwrap();
+    assert!(sleep_on_a_read(&mut *engine, &memory, &other));
+    take_one(&mut *engine);
+    assert!(!sleep_on_a_read(&mut *engine, &memory, &other));
+    engine.commit().unwrap();
+    take_one(&mut *engine);
+    assert!(engine.other_called());
+    assert!(!engine.other_called());
+    other.read().unwrap();
+    assert!(sleep_on_a_read(&mut *engine, &memory, &other));
+    take_one(&mut *engine);
+    assert!(!engine.other_called());
+}
+
+#[test]
+fn what_was_forgotten_does_not_call() {
+    let Some((_setup, mut engine)) = ring() else {
+        return;
+    };
+    let (memory, former, other) = (memory(), event(), event());
+    assert!(sleep_on_a_read(&mut *engine, &memory, &former));
+    take_one(&mut *engine);
+    engine.forget_other();
+    former.write(1).unwrap();
+    for _ in 0..3 {
+        assert!(sleep_on_a_read(&mut *engine, &memory, &other));
+        take_one(&mut *engine);
+        assert!(!engine.other_called());
+    }
+    other.write(1).unwrap();
+    assert!(sleep_on_a_read(&mut *engine, &memory, &other));
+    take_one(&mut *engine);
+    assert!(engine.other_called());
+}
+
+#[test]
+fn who_can_not_sleep_so_says_so_and_loses_nothing() {
+    for which in [Which::OldUring, Which::Threads] {
+        let Some(setup) = Setup::new(which, Cache::Buffered, 1 << 20) else {
+            continue;
+        };
+        let (mut engine, memory, other) = (setup.engine(), memory(), event());
+        assert!(!sleep_on_a_read(&mut *engine, &memory, &other));
+        engine.commit().unwrap();
+        take_one(&mut *engine);
+        assert!(!engine.other_called());
+    }
+}

@@ -1,0 +1,80 @@
+//! A part of guest memory that is used again and again, found once.
+//!
+//! What is in it is the guest's to change at any time, as everywhere in guest memory: each access is volatile or atomic.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use vm_memory::{
+    AtomicAccess, ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap,
+    MemoryRegionAddress,
+};
+
+use crate::{GuestMemory, dirty::DirtyBitmap};
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Window {
+    memory: GuestMemory,
+    address: GuestAddress,
+    /// The region that all of it lies in, and where in it. Regions may follow each other, and a ring lie in two.
+    region: Option<(Arc<GuestRegionMmap<DirtyBitmap>>, MemoryRegionAddress)>,
+}
+
+impl Window {
+    /// `None` unless all of it is guest memory.
+    pub(super) fn new(memory: &GuestMemory, address: u64, length: u64) -> Option<Self> {
+        let start = GuestAddress(address);
+        if !GuestMemoryBackend::check_range(memory, start, usize::try_from(length).ok()?) {
+            return None;
+        }
+        let end = address.checked_add(length)?;
+        let region = memory.find_region(start).and_then(|found| {
+            let (base, size) = (found.start_addr(), found.len());
+            let offset = address.checked_sub(base.0)?;
+            let fits = end.checked_sub(base.0)? <= size;
+            // The collection hands out its shares of regions this way only.
+            let share = || Some(memory.remove_region(base, size).ok()?.1);
+            let region = fits.then(share).flatten()?;
+            Some((region, MemoryRegionAddress(offset)))
+        });
+        Some(Self {
+            memory: memory.clone(),
+            address: start,
+            region,
+        })
+    }
+
+    /// The number at `offset`, in one access.
+    pub(super) fn load<T: AtomicAccess>(&self, offset: u64, order: Ordering) -> Option<T> {
+        match self.place(offset) {
+            Ok((region, place)) => region.load(place, order).ok(),
+            Err(address) => self.memory.load(address, order).ok(),
+        }
+    }
+
+    /// Writes the number at `offset`, in one access.
+    pub(super) fn store<T: AtomicAccess>(&self, offset: u64, value: T, order: Ordering) -> Option<()> {
+        match self.place(offset) {
+            Ok((region, place)) => region.store(value, place, order).ok(),
+            Err(address) => self.memory.store(value, address, order).ok(),
+        }
+    }
+
+    /// A copy of what is at `offset`.
+    pub(super) fn read<T: ByteValued>(&self, offset: u64) -> Option<T> {
+        match self.place(offset) {
+            Ok((region, place)) => region.read_obj(place).ok(),
+            Err(address) => self.memory.read_obj(address).ok(),
+        }
+    }
+
+    fn place(
+        &self,
+        offset: u64,
+    ) -> Result<(&GuestRegionMmap<DirtyBitmap>, MemoryRegionAddress), GuestAddress> {
+        match &self.region {
+            Some((region, start)) => Ok((region, MemoryRegionAddress(start.0.wrapping_add(offset)))),
+            None => Err(GuestAddress(self.address.0.wrapping_add(offset))),
+        }
+    }
+}
