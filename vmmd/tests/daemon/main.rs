@@ -30,4 +30,5 @@ mod stats;
 mod survival;
 mod tls;
 mod update;
+mod versions;
 mod watch;
