@@ -60,11 +60,18 @@ test: nextest node-tool ## Run all tests, those in the test node included; insta
 	$(NODE) build
 	$(NODE) --name test with -- $(CARGO) nextest run --locked --workspace --profile ci
 
+# Parts that need no node run while there is none.
+BENCH_HERE = $(filter $(or $(ONLY),rings daemon),rings daemon)
+BENCH_NODE = $(filter $(or $(ONLY),start disk),start disk)
+comma := ,
+list = $(subst $() ,$(comma),$(strip $(1)))
+BENCH = target/debug/bench $(if $(PUBLISH),--publish) --only
+
 .PHONY: bench
-bench: node-tool deb ## Measure vmmd beside QEMU in the test node and print the ratios (ONLY=start, disk or rings: a part of them)
+bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, disk, rings or daemon: a part)
 	$(CARGO) build -q -p vmmd-tests --bin bench
-	$(CARGO) bench -q --locked -p vmmd-devices --features testing --bench blk_rings --no-run
-	$(NODE) --name bench with -- target/debug/bench $(if $(PUBLISH),--publish) $(if $(ONLY),--only $(ONLY))
+	$(if $(BENCH_HERE),$(BENCH) $(call list,$(BENCH_HERE)))
+	$(if $(BENCH_NODE),$(NODE) --name bench with -- $(BENCH) $(call list,$(BENCH_NODE)))
 
 .PHONY: lint
 lint: ## Check formatting, lints, what depends on what, and (when installed) licences and the API's style

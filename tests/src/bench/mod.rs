@@ -1,61 +1,86 @@
-//! Benchmarks: the same guest under our `vmm` and under QEMU in the same node, in turn, as ratios. They print a table
-//! and never fail because of a figure.
+//! Benchmarks: the same guest under our `vmm` and under QEMU in the same node, in turn, as ratios; and what needs no guest,
+//! on this machine. They print tables and never fail because of a figure.
 
 mod daemon;
 mod disk;
+mod fleet;
 mod rings;
 mod start;
 mod table;
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use crate::Node;
+use crate::wait::Deadline;
+use crate::{Node, paths, run};
 
 /// The benchmarks that can be run alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Part {
-    /// Start to init, and StartVm.
+    /// Start to init, and StartVm. In the node.
     Start,
-    /// Requests to a disk.
+    /// Requests to a disk. In the node.
     Disk,
-    /// A disk's rings without a guest.
+    /// A disk's rings without a guest. On this machine.
     Rings,
+    /// The daemon with many VMs. On this machine.
+    Daemon,
 }
 
-/// Runs every benchmark, or only one, and returns the report in Markdown.
-pub fn run(node: &Node, runs: u32, only: Option<Part>) -> Result<String> {
-    let wanted = |part: Part| only.is_none_or(|only| only == part);
-    let mut report = String::new();
-    if wanted(Part::Start) {
-        report += &start::run(node, runs)?;
-        report += &daemon::run(runs)?;
+impl Part {
+    /// Runs it and returns its report in Markdown.
+    pub fn run(self, runs: u32) -> Result<String> {
+        match self {
+            Part::Start => Ok(start::run(&Node::get()?, runs)? + &daemon::run(runs)?),
+            Part::Disk => disk::run(&Node::get()?, runs),
+            Part::Rings => rings::run(),
+            Part::Daemon => fleet::run(),
+        }
     }
-    if wanted(Part::Disk) {
-        report += &disk::run(node, runs)?;
+
+    fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
     }
-    if wanted(Part::Rings) {
-        report += &rings::run()?;
-    }
-    Ok(report)
 }
 
-/// Writes `report` into the docs between the marks that are there for it.
-pub fn publish(report: &str, page: &Path) -> Result<()> {
-    const BEGIN: &str = "<!-- bench: begin -->\n";
-    const END: &str = "<!-- bench: end -->\n";
+/// Writes a part's report into `page` between the marks that are there for it.
+pub fn publish(part: Part, report: &str, page: &Path) -> Result<()> {
     let text = std::fs::read_to_string(page).with_context(|| format!("read {}", page.display()))?;
-    let parts = text
-        .split_once(BEGIN)
-        .and_then(|(head, rest)| Some((head, rest.split_once(END)?.1)));
-    let (head, tail) = parts.with_context(|| format!("{} has no marks for the report", page.display()))?;
-    std::fs::write(page, format!("{head}{BEGIN}{report}{END}{tail}")).context("write the report")
+    let text = published(part, report, &text).with_context(|| {
+        let name = part.name();
+        format!("{} has no marks for the report of {name}", page.display())
+    })?;
+    std::fs::write(page, text).context("write the report")
+}
+
+fn published(part: Part, report: &str, page: &str) -> Option<String> {
+    let begin = format!("<!-- {}: begin -->\n", part.name());
+    let end = format!("<!-- {}: end -->\n", part.name());
+    let (head, rest) = page.split_once(&begin)?;
+    let (_, tail) = rest.split_once(&end)?;
+    Some(format!("{head}{begin}{report}{end}{tail}"))
+}
+
+/// Runs a benchmark of one of our crates on this machine, building it first, and returns the figures that it prints.
+fn native(package: &str, name: &str, arguments: &[&str]) -> Result<String> {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command
+        .args(["bench", "-q", "--locked", "-p", package, "--bench", name])
+        .args(arguments)
+        // What the daemon logs in production.
+        .env("RUST_LOG", "info")
+        .current_dir(paths::workspace_dir());
+    let text = run::check(&mut command, Deadline::seconds(1800))?;
+    let line = text.lines().find(|line| line.contains(&format!("\"{name}\"")));
+    line.map(str::to_owned)
+        .context("the benchmark printed no figures")
 }
 
 /// The page of the docs that holds the report.
 pub fn page() -> PathBuf {
-    crate::paths::workspace_dir().join("docs/src/benchmarks.md")
+    paths::workspace_dir().join("docs/src/benchmarks.md")
 }
 
 /// The median; of an even number the lower of the two in the middle. 0 of nothing.
@@ -70,12 +95,32 @@ fn median(values: impl IntoIterator<Item = f64>) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::median;
+    use super::{Part, median, published};
 
     #[test]
     fn the_median_is_the_value_in_the_middle() {
         assert!((median([3.0, 1.0, 2.0]) - 2.0).abs() < f64::EPSILON);
         assert!((median([4.0, 1.0, 3.0, 2.0]) - 2.0).abs() < f64::EPSILON);
         assert!(median([]).abs() < f64::EPSILON);
+    }
+
+    #[test]
+    fn a_report_replaces_the_one_of_the_same_part_only() {
+        let page = "a\n<!-- start: begin -->\nold\n<!-- start: end -->\nb\n<!-- daemon: begin -->\n<!-- daemon: end -->\n";
+        let once = published(Part::Start, "new\n", page).expect("marks");
+        assert_eq!(
+            published(Part::Daemon, "too\n", &once).expect("marks"),
+            "a\n<!-- start: begin -->\nnew\n<!-- start: end -->\nb\n<!-- daemon: begin -->\ntoo\n<!-- daemon: end -->\n"
+        );
+        assert_eq!(published(Part::Disk, "x", page), None);
+    }
+
+    #[test]
+    fn the_page_has_marks_for_each_part() {
+        use clap::ValueEnum;
+        let page = std::fs::read_to_string(super::page()).expect("the page");
+        for part in Part::value_variants() {
+            assert!(published(*part, "", &page).is_some(), "{part:?}");
+        }
     }
 }

@@ -1,14 +1,13 @@
 //! A disk's rings without a guest, beside the same io_uring without virtio: the benchmark of the crate `devices`, which
 //! runs on this machine and not in the node.
 
-use std::process::Command;
-
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use super::table::{Row, render};
-use crate::wait::Deadline;
-use crate::{paths, run};
+use super::{
+    native,
+    table::{Row, render},
+};
 
 #[derive(Deserialize)]
 struct Report {
@@ -28,23 +27,9 @@ struct Figures {
 
 /// Runs it, building it first, and renders.
 pub fn run() -> Result<String> {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command
-        .args([
-            "bench",
-            "-q",
-            "--locked",
-            "-p",
-            "vmmd-devices",
-            "--features",
-            "testing",
-        ])
-        .args(["--bench", "blk_rings"])
-        .current_dir(paths::workspace_dir());
-    let text = run::check(&mut command, Deadline::seconds(1800))?;
-    let line = text.lines().find(|line| line.contains("\"blk_rings\""));
-    let report = serde_json::from_str(line.context("the benchmark printed no figures")?);
-    Ok(render_report(&report.context("read the benchmark's figures")?))
+    let line = native("vmmd-devices", "blk_rings", &["--features", "testing"])?;
+    let report = serde_json::from_str(&line).context("read the benchmark's figures")?;
+    Ok(render_report(&report))
 }
 
 fn render_report(report: &Report) -> String {

@@ -6,6 +6,7 @@
 //! before the next one, since redb refuses to go on after an I/O error.
 
 mod history;
+mod migration;
 mod record;
 
 use std::{
@@ -25,17 +26,14 @@ use redb::{
 };
 use tokio::sync::{mpsc, oneshot};
 
+use migration::{migrate, schema};
+
 pub use history::{HistoryRecords, MAX_TOMBSTONES, REQUEST_AGE_MS, RequestMark, RequestRecord, Tombstone};
+pub use migration::SCHEMA;
 pub use record::{
     ConditionRecord, DiskRecord, DiskStage, Hardware, InstanceRecord, Intent, NicHardware, NodeRecord,
     RestartRecord, VmRecord,
 };
-
-/// Version of the records' meaning that this build writes.
-pub const SCHEMA: u64 = 4;
-/// `MIGRATIONS[n]` makes schema n + 2 of schema n + 1, in the transaction that also notes the new number.
-const MIGRATIONS: [Migration; 3] = [add_disks, history::add, add_node];
-type Migration = fn(&WriteTransaction) -> Result<(), Error>;
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
@@ -334,60 +332,6 @@ fn open(path: &Path) -> Result<Database, Error> {
     Ok(database)
 }
 
-/// The file's schema; 0 when it is new.
-fn schema(database: &Database) -> Result<u64, Error> {
-    let failed = |error: redb::Error| Error::of("read the store", error);
-    let transaction = database.begin_read().map_err(|error| failed(error.into()))?;
-    match transaction.open_table(META) {
-        Err(redb::TableError::TableDoesNotExist(_)) => Ok(0),
-        Err(error) => Err(failed(error.into())),
-        Ok(table) => {
-            let value = table.get("schema").map_err(|error| failed(error.into()))?;
-            Ok(value.map_or(0, |value| value.value()))
-        }
-    }
-}
-
-fn migrate(database: &Database, from: u64) -> Result<(), Error> {
-    write(database, |transaction| {
-        let steps = MIGRATIONS
-            .iter()
-            .skip(usize::try_from(from).unwrap_or(usize::MAX).saturating_sub(1));
-        // A new file (schema 0) has nothing to migrate.
-        for step in steps.filter(|_| from > 0) {
-            step(transaction)?;
-        }
-        transaction
-            .open_table(VMS)
-            .map_err(|error| Error::of("make the store", error))?;
-        add_disks(transaction)?;
-        history::add(transaction)?;
-        add_node(transaction)?;
-        let mut meta = transaction
-            .open_table(META)
-            .map_err(|error| Error::of("make the store", error))?;
-        meta.insert("schema", SCHEMA)
-            .map_err(|error| Error::of("make the store", error))?;
-        Ok(())
-    })
-}
-
-/// Schema 2: disks of the DiskService, of which an older store has none.
-fn add_disks(transaction: &WriteTransaction) -> Result<(), Error> {
-    let table = transaction.open_table(DISKS);
-    table
-        .map(drop)
-        .map_err(|error| Error::of("make the store", error))
-}
-
-/// Schema 4: the node itself, of which an older store says nothing.
-fn add_node(transaction: &WriteTransaction) -> Result<(), Error> {
-    let table = transaction.open_table(NODE);
-    table
-        .map(drop)
-        .map_err(|error| Error::of("make the store", error))
-}
-
 /// Makes the new file's name durable.
 fn sync_folder(path: &Path) {
     let folder = path.parent().map(PathBuf::from).unwrap_or_default();
@@ -416,11 +360,13 @@ fn load_table<R: Message + Default>(transaction: &ReadTransaction, table: Table)
     let mut records = Vec::new();
     for row in table.iter().map_err(|error| failed(error.into()))? {
         let (_, value) = row.map_err(|error| failed(error.into()))?;
-        let record = R::decode(value.value())
-            .map_err(|error| Error::Failed("read the store: undecodable record", error.to_string()))?;
-        records.push(record);
+        records.push(decode(value.value())?);
     }
     Ok(records)
+}
+
+fn decode<R: Message + Default>(value: &[u8]) -> Result<R, Error> {
+    R::decode(value).map_err(|error| Error::Failed("read the store: undecodable record", error.to_string()))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-use super::*;
+use super::{migration::MIGRATIONS, *};
 
 fn record(uid: u8, name: &str) -> VmRecord {
     VmRecord {
@@ -163,23 +163,61 @@ async fn disks_are_kept_beside_vms_also_with_the_same_key() {
     );
 }
 
-/// As the daemon before disks made it.
+/// As the daemon before disks and run policies made it.
 #[test]
-fn a_store_without_disks_is_migrated_and_keeps_its_vms() {
+fn a_store_of_the_first_schema_keeps_its_vms_and_what_is_down_is_not_wanted() {
     let folder = tempfile::tempdir().unwrap();
     let database = Database::create(folder.path().join(FILE)).unwrap();
+    let wanted = |uid, name, instance| VmRecord {
+        intent: Intent::Running.into(),
+        instance,
+        ..record(uid, name)
+    };
+    let old = [
+        record(1, "old"),
+        wanted(2, "down", None),
+        wanted(3, "up", Some(InstanceRecord::default())),
+    ];
     write(&database, |transaction| {
-        let value = record(1, "old").encode_to_vec();
         let mut vms = transaction.open_table(VMS).unwrap();
-        vms.insert([1; 16].as_slice(), value.as_slice()).unwrap();
+        for record in &old {
+            vms.insert(record.uid.as_slice(), record.encode_to_vec().as_slice())
+                .unwrap();
+        }
         transaction.open_table(META).unwrap().insert("schema", 1).unwrap();
         Ok(())
     })
     .unwrap();
     drop(database);
     let records = reopen(folder.path());
-    assert_eq!((names(&records.vms), records.disks), (vec!["old"], Vec::new()));
+    let [same, mut down, up] = old;
+    down.set_intent(Intent::Stopped);
+    assert_eq!(
+        (records.vms, records.disks),
+        (vec![same, down.clone(), up], Vec::new())
+    );
     drop(reopen(folder.path()));
+}
+
+/// What a daemon with run policies wrote means what it says.
+#[test]
+fn a_store_of_the_third_schema_keeps_what_is_wanted() {
+    let folder = tempfile::tempdir().unwrap();
+    let database = open(&folder.path().join(FILE)).unwrap();
+    let failed = VmRecord {
+        intent: Intent::Running.into(),
+        ..record(1, "failed")
+    };
+    write(&database, |transaction| {
+        let mut vms = transaction.open_table(VMS).unwrap();
+        vms.insert([1; 16].as_slice(), failed.encode_to_vec().as_slice())
+            .unwrap();
+        transaction.open_table(META).unwrap().insert("schema", 3).unwrap();
+        Ok(())
+    })
+    .unwrap();
+    drop(database);
+    assert_eq!(reopen(folder.path()).vms, [failed]);
 }
 
 fn tombstone(revision: u64) -> Tombstone {

@@ -11,7 +11,7 @@ use crate::{
 const MIB: u64 = 1 << 20;
 
 impl Daemon {
-    async fn memory_target(&self, vm: &str, target_bytes: u64) -> Result<v1::Vm, Status> {
+    pub async fn memory_target(&self, vm: &str, target_bytes: u64) -> Result<v1::Vm, Status> {
         let request = v1::SetMemoryTargetRequest {
             name: vm.into(),
             target_bytes,

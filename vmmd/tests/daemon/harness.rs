@@ -66,7 +66,8 @@ impl Daemon {
         Self::with(folder, extra, None).await
     }
 
-    async fn with(folder: tempfile::TempDir, extra: &str, namespace: Option<String>) -> Self {
+    /// With all that can be chosen.
+    pub async fn with(folder: tempfile::TempDir, extra: &str, namespace: Option<String>) -> Self {
         let number = std::process::id() * 8 + NEXT.fetch_add(1, Ordering::Relaxed);
         let first = 1_000_000_000 + number % 3_000_000 * 250;
         let cgroup = cgroup_mount().map(|mount| mount.join(format!("vmmd-test-{number}")));
@@ -375,8 +376,13 @@ pub fn command(folder: &Path, namespace: Option<&str>) -> Command {
     };
     command.arg("--config").arg(folder.join("config.toml"));
     command
-        .env("RUST_LOG", "debug,h2=info,hyper=info")
+        .env(
+            "RUST_LOG",
+            std::env::var_os("RUST_LOG").unwrap_or_else(|| "debug,h2=info,hyper=info".into()),
+        )
         .stdin(Stdio::null());
+    // Paths of a VM can be below /proc/self/cwd, where each test has files of its own.
+    command.current_dir(folder);
     // Its messages are the test's.
     command.process_group(0);
     command

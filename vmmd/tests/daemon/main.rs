@@ -31,4 +31,5 @@ mod stats;
 mod survival;
 mod tls;
 mod update;
+mod versions;
 mod watch;

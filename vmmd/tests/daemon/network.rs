@@ -1,6 +1,9 @@
 //! Taps on a bridge, in a network namespace of the test's own.
 
-use std::process::Command;
+use std::{
+    process::Command,
+    sync::atomic::{AtomicU32, Ordering},
+};
 
 use proto::v1::{NicSpec, nic_spec::Attachment};
 use tonic::Code;
@@ -8,11 +11,13 @@ use tonic::Code;
 use crate::harness::{Daemon, refusal, status};
 
 /// A network namespace, removed when dropped.
-struct Namespace(String);
+pub struct Namespace(pub String);
 
 impl Namespace {
-    fn new() -> Self {
-        let name = format!("vmmd-test-{}", std::process::id());
+    pub fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("vmmd-test-{}-{number}", std::process::id());
         assert!(
             Command::new("ip")
                 .args(["netns", "add", &name])
@@ -23,7 +28,7 @@ impl Namespace {
         Self(name)
     }
 
-    fn ip(&self, arguments: &str) -> String {
+    pub fn ip(&self, arguments: &str) -> String {
         let output = Command::new("ip")
             .args(["-n", &self.0])
             .args(arguments.split(' '))
@@ -33,7 +38,7 @@ impl Namespace {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    fn ports(&self, bridge: &str) -> Vec<String> {
+    pub fn ports(&self, bridge: &str) -> Vec<String> {
         let text = self.ip(&format!("-o link show master {bridge}"));
         text.lines()
             .map(|line| line.split(": ").nth(1).unwrap().to_owned())

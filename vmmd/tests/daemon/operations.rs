@@ -412,34 +412,3 @@ async fn a_reset_by_request_keeps_the_process_and_is_no_reset_of_the_guest() {
         (Code::FailedPrecondition, "NOT_RUNNING".into())
     );
 }
-
-#[tokio::test]
-async fn a_vmm_of_the_protocol_version_before_is_driven_and_not_asked_what_it_does_not_know() {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
-    let old = folder.path().join("old");
-    std::fs::copy(env!("CARGO_BIN_EXE_mock-vmm"), &old).unwrap();
-    let config = format!("vmm = {old:?}\n");
-    let mut daemon = Daemon::in_folder(folder, &config).await;
-    daemon.run("web", "").await;
-    let request = v1::ResetVmRequest {
-        name: "web".into(),
-        ..Default::default()
-    };
-    for _ in 0..2 {
-        let refused = daemon.client().reset_vm(request.clone()).await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::FailedPrecondition, "VMM_TOO_OLD".into())
-        );
-        assert!(refused.message().contains("restart"), "{refused}");
-        daemon.kill_and_restart().await;
-    }
-    let stopped = daemon.stop("web", None).await.unwrap();
-    assert_eq!(
-        status(&stopped).last_exit.as_ref().unwrap().reason(),
-        ExitReason::Stopped
-    );
-}

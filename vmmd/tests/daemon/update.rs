@@ -38,7 +38,7 @@ impl Daemon {
     }
 
     /// Changes the manifest of a VM.
-    async fn change(&self, name: &str, change: impl FnOnce(&mut v1::VmSpec)) -> Result<v1::Vm, Status> {
+    pub async fn change(&self, name: &str, change: impl FnOnce(&mut v1::VmSpec)) -> Result<v1::Vm, Status> {
         self.update(request(self.changed(name, change).await)).await
     }
 

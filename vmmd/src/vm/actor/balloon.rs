@@ -8,7 +8,7 @@ use proto::{
 };
 use tokio::time::timeout;
 
-use super::{Actor, Reply, answer, plug::Outcome};
+use super::{Actor, Reply, answer, plug::Outcome, run::SECOND_MINOR};
 use crate::{
     context::Context,
     control::{self, Client},
@@ -80,7 +80,10 @@ impl Actor {
         found.or(())?;
         match place {
             Place::Spec => Ok(None),
-            Place::Machine => self.running_client().map(Some),
+            Place::Machine => {
+                self.knows_minor(SECOND_MINOR, "change how much memory its guest is left with")?;
+                self.running_client().map(Some)
+            }
         }
     }
 

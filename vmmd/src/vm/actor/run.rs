@@ -36,8 +36,8 @@ use crate::{
 
 /// How long a pause or resume may take; the guest's I/O under way is waited for.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(30);
-/// The private protocol's minor version that has `ResetMachine`.
-const RESET_MINOR: u32 = 2;
+/// The private protocol's minor version that has `ResetMachine` and `SetBalloon`.
+pub(super) const SECOND_MINOR: u32 = 2;
 
 impl Actor {
     pub(super) async fn begin_start(&mut self, operation: Handle) {
@@ -185,7 +185,7 @@ impl Actor {
         let op = match request {
             Request::Pause => Op::Pause(Pause {}),
             Request::Reset => {
-                if let Err(failure) = self.knows_minor(RESET_MINOR, "reset") {
+                if let Err(failure) = self.knows_minor(SECOND_MINOR, "reset") {
                     return respond(reply, Err(failure));
                 }
                 Op::ResetMachine(ResetMachine {})
@@ -206,7 +206,7 @@ impl Actor {
     }
 
     /// Whether the VM's `vmm` speaks a minor version of the private protocol; refused as VMM_TOO_OLD when it does not.
-    fn knows_minor(&self, minor: u32, what: &str) -> Result<(), Failure> {
+    pub(super) fn knows_minor(&self, minor: u32, what: &str) -> Result<(), Failure> {
         let has = self.instance.as_ref().map_or(0, |instance| instance.minor);
         if has >= minor {
             return Ok(());

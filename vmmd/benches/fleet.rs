@@ -1,0 +1,150 @@
+//! What many VMs cost the daemon: its memory, what it does while nobody asks for anything, and how long its answers take.
+//! The VMs are mock `vmm` processes, the daemon is the one that is packaged.
+//!
+//! `RUST_LOG=info cargo bench -p vmmd --bench fleet -- [--vms N] [--idle SECONDS]` prints one JSON object on stdout. Needs
+//! root, as the daemon does.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_precision_loss,
+    reason = "a benchmark may fail loudly, and its counts are far below 2^52"
+)]
+
+#[allow(dead_code, reason = "the tests of the daemon use more of it")]
+#[path = "../tests/daemon/harness.rs"]
+mod harness;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    future::Future,
+    time::{Duration, Instant},
+};
+
+use clap::Parser;
+use serde_json::json;
+
+use harness::Daemon;
+
+/// More than the machine has: mock guests need none of it.
+const CONFIG: &str = "[overcommit]\ncpu = 1000\nvcpu = 1000\nmemory = 1000\n";
+/// Calls that are measured of each kind that changes nothing.
+const CALLS: usize = 2000;
+
+#[derive(Parser)]
+struct Arguments {
+    /// How many VMs.
+    #[arg(long, default_value_t = 200)]
+    vms: usize,
+    /// For how many seconds nobody asks for anything.
+    #[arg(long, default_value_t = 60)]
+    idle: u64,
+    /// Given by cargo.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() {
+    let Arguments { vms, idle, .. } = Arguments::parse();
+    let daemon = Daemon::configured(CONFIG).await;
+    let empty = memory(&daemon);
+
+    let (mut create, mut start) = (Calls::new("CreateVm"), Calls::new("StartVm"));
+    for number in 0..vms {
+        let name = format!("vm{number:03}");
+        create
+            .time(daemon.create(daemon.manifest(&name, "")))
+            .await
+            .unwrap();
+        start.time(daemon.start_vm(&name)).await.unwrap();
+    }
+    let (mut get, mut list) = (Calls::new("GetVm"), Calls::new("ListVms"));
+    for number in 0..CALLS {
+        let name = format!("vm{:03}", number % vms);
+        get.time(daemon.get(&name)).await.unwrap();
+        assert_eq!(list.time(daemon.list()).await.len(), vms);
+    }
+    let full = memory(&daemon);
+
+    let before = threads(&daemon);
+    tokio::time::sleep(Duration::from_secs(idle)).await;
+    let after = threads(&daemon);
+    let (cpu_ns, wakeups) = after.iter().fold((0, 0), |sum, (thread, after)| {
+        let before = before.get(thread).copied().unwrap_or_default();
+        (sum.0 + after.0 - before.0, sum.1 + after.1 - before.1)
+    });
+    let calls = [get, list, create, start].map(Calls::figures);
+    let report = json!({
+        "benchmark": "fleet",
+        "vms": vms,
+        "calls": calls,
+        "empty_pss_kib": empty.1,
+        "rss_kib": full.0,
+        "pss_kib": full.1,
+        "idle_seconds": idle,
+        "idle_cpu_ms": cpu_ns as f64 / 1e6,
+        "idle_wakeups": wakeups,
+    });
+    println!("{report}");
+}
+
+/// How long each call of one kind took.
+struct Calls {
+    name: &'static str,
+    took: Vec<Duration>,
+}
+
+impl Calls {
+    fn new(name: &'static str) -> Self {
+        let took = Vec::new();
+        Self { name, took }
+    }
+
+    async fn time<T>(&mut self, call: impl Future<Output = T>) -> T {
+        let began = Instant::now();
+        let result = call.await;
+        self.took.push(began.elapsed());
+        result
+    }
+
+    fn figures(mut self) -> serde_json::Value {
+        self.took.sort();
+        let at = |percent: usize| {
+            let rank = (self.took.len() * percent).div_ceil(100).max(1);
+            self.took[rank - 1].as_secs_f64() * 1000.0
+        };
+        json!({"call": self.name, "count": self.took.len(), "p50_ms": at(50), "p99_ms": at(99)})
+    }
+}
+
+/// RSS and PSS of the daemon in KiB.
+fn memory(daemon: &Daemon) -> (u64, u64) {
+    let text = fs::read_to_string(proc(daemon, "smaps_rollup")).unwrap();
+    (number(&text, "Rss:"), number(&text, "Pss:"))
+}
+
+/// Of each thread of the daemon: nanoseconds of CPU time, and how often it has gone to sleep.
+fn threads(daemon: &Daemon) -> BTreeMap<String, (u64, u64)> {
+    let threads = fs::read_dir(proc(daemon, "task")).unwrap();
+    let read = |path: std::path::PathBuf| {
+        let schedstat = fs::read_to_string(path.join("schedstat")).ok()?;
+        let status = fs::read_to_string(path.join("status")).ok()?;
+        let cpu_ns = schedstat.split(' ').next()?.parse().ok()?;
+        let name = path.file_name()?.to_str()?.to_owned();
+        Some((name, (cpu_ns, number(&status, "voluntary_ctxt_switches:"))))
+    };
+    threads
+        .filter_map(|thread| read(thread.unwrap().path()))
+        .collect()
+}
+
+fn proc(daemon: &Daemon, file: &str) -> String {
+    format!("/proc/{}/{file}", daemon.pid().as_raw_nonzero())
+}
+
+/// The number in a line "NAME   number …".
+fn number(text: &str, name: &str) -> u64 {
+    let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+    line.split_whitespace().next().unwrap().parse().unwrap()
+}
