@@ -5,6 +5,7 @@
 
 mod families;
 mod listener;
+mod node;
 mod process;
 mod rpc;
 mod vm;
@@ -18,7 +19,7 @@ use proto::v1;
 use tokio::task::JoinSet;
 
 use self::families::Families;
-use crate::{host::Host, stats};
+use crate::{host::Host, node::describe, stats};
 
 pub use self::{listener::Listener, rpc::Counted};
 
@@ -62,6 +63,10 @@ pub async fn gather(host: &Arc<Host>) -> String {
     samples.sort_by(|one, other| name(&one.vm).cmp(name(&other.vm)));
     let mut families = Families::default();
     vm::add(&mut families, &samples);
+    match describe(host).await {
+        Ok(node) => node::add(&mut families, &node),
+        Err(failure) => tracing::warn!(error = failure.message, "figures of the node"),
+    }
     rpcs().add(&mut families);
     daemon(&mut families, host);
     process::add(&mut families);

@@ -47,6 +47,15 @@ fn everything() -> String {
     };
     let mut families = Families::default();
     vm::add(&mut families, &[sample]);
+    let node = v1::Node {
+        capacity: Some(v1::Resources::default()),
+        conditions: vec![v1::Condition {
+            status: v1::ConditionStatus::True.into(),
+            ..Default::default()
+        }],
+        ..Default::default()
+    };
+    node::add(&mut families, &node);
     process::add(&mut families);
     families.text()
 }
@@ -95,14 +104,14 @@ fn every_family_is_documented_with_its_type() {
     for (name, kind) in &told {
         assert_eq!(documented.get(name), Some(kind), "{name}");
     }
-    let of_vms = |types: &BTreeMap<String, String>| -> BTreeSet<String> {
+    let of_those = |types: &BTreeMap<String, String>| -> BTreeSet<String> {
         types
             .keys()
-            .filter(|name| name.starts_with("vmmd_vm_"))
+            .filter(|name| name.starts_with("vmmd_vm_") || name.starts_with("vmmd_node_"))
             .cloned()
             .collect()
     };
-    assert_eq!(of_vms(&documented), of_vms(&told), "documented but not told");
+    assert_eq!(of_those(&documented), of_those(&told), "documented but not told");
 }
 
 #[test]

@@ -7,6 +7,7 @@
 
 pub mod check;
 pub mod conditions;
+mod describe;
 pub mod drain;
 pub mod facts;
 pub mod limits;
@@ -17,6 +18,7 @@ pub mod sizing;
 mod state;
 
 pub use self::{
+    describe::describe,
     facts::{Cpus, Facts},
     resources::{Demand, Resources, allocatable, capacity},
     state::State,

@@ -41,6 +41,8 @@ async fn a_scrape_tells_of_every_vm_and_the_series_of_a_vm_go_with_it() {
         "vmmd_vm_nic_dropped_packets_total{vm=\"web\",nic=\"eth0\",direction=\"transmit\"} 6",
         "vmmd_rpcs_total{method=\"VmService/StartVm\",code=\"OK\"} 1",
         "vmmd_events_total{reason=\"DaemonStarted\"} 1",
+        "vmmd_node_vcpus{of=\"committed\"} 1.0",
+        "vmmd_node_condition{condition=\"Schedulable\"} 1.0",
     ] {
         assert!(text.contains(line), "{line}\n{text}");
     }
