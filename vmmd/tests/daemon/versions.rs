@@ -120,6 +120,8 @@ async fn vms_of_the_first_release_can_do_all_that_new_ones_can() {
         refusal(&error),
         (Code::FailedPrecondition, "IMAGE_UNUSABLE".into())
     );
+    // Its policy would start it again in a moment.
+    daemon.stop("refused", None).await.unwrap();
     for vm in &told {
         let name = name(vm);
         let changed = daemon.change(name, |spec| {
