@@ -23,8 +23,9 @@ const CONTENDED: Duration = Duration::from_micros(50);
 /// Notifications that nothing is learnt from after that.
 const REST: u32 = 256;
 
-/// So long the worker looks without yielding: a driver that polls answers in that time.
-const AT_ONCE: Duration = Duration::from_micros(2);
+/// So long the worker looks without yielding: a driver that polls answers in that time, and a yield costs as much as a
+/// request that the page cache answers.
+const AT_ONCE: Duration = Duration::from_micros(10);
 
 /// With so many requests under way, answers wait for others a moment.
 const MANY: usize = 8;
