@@ -69,7 +69,7 @@ pub struct Completion {
 /// What completes is taken until [`completed`](Self::completed) gives `None`: only then
 /// [`event`](Self::event) tells of the next.
 pub trait Engine: Send {
-    /// Begins a request; it may wait for [`commit`](Self::commit). Not more at once than
+    /// Begins a request; it may wait for [`commit`](Self::commit), and may complete at once. Not more at once than
     /// [`depth`](Self::depth).
     fn submit(&mut self, request: Request);
     /// Hands all that was submitted to the host. Requests that the host does not take complete with the reason.
@@ -81,8 +81,9 @@ pub trait Engine: Send {
     /// Most requests at once.
     fn depth(&self) -> usize;
     /// Readable when requests may have completed since [`completed`](Self::completed) last gave `None`; each completion
-    /// after that signals it anew, so that it can be watched edge-triggered and need not be read. `None` when they have
-    /// completed as soon as `commit` returns.
+    /// after that signals it anew, so that it can be watched edge-triggered and need not be read. It need not tell of what
+    /// completes within `submit` and `commit`: `completed` is asked after them. `None` when all have completed as soon as
+    /// `commit` returns.
     fn event(&self) -> Option<&EventFd>;
     /// Does what [`commit`](Self::commit) does and sleeps until requests may have completed, `other` is readable, or a
     /// signal comes. False when it did neither, or not all: who wants to sleep does so otherwise. `other` has to be

@@ -1,5 +1,6 @@
 //! Disk images: what they are made of ([`image`]), and how requests are carried out on them ([`engine`]).
 
+mod cached;
 mod direct;
 pub mod engine;
 mod geometry;

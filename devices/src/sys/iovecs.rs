@@ -218,6 +218,20 @@ impl Iovecs {
         )
     }
 
+    /// Fills the front of the list from `file` at byte `offset`, as far as the page cache has it, and takes that off the
+    /// list (RWF_NOWAIT). Returns how many bytes; fails with EAGAIN when there are none, and with EOPNOTSUPP where the file
+    /// system does not know.
+    pub fn read_cached_at(&mut self, file: impl AsFd, offset: u64) -> io::Result<usize> {
+        let fd = file.as_fd().as_raw_fd();
+        let offset =
+            libc::off_t::try_from(offset).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        let (entries, count) = self.call_window();
+        // SAFETY: as in `read_exact_at`.
+        let done = checked(|| unsafe { libc::preadv2(fd, entries, count, offset, libc::RWF_NOWAIT) })?;
+        self.skip(done);
+        Ok(done)
+    }
+
     /// Writes the list to `file` at byte `offset`, wholly; with `stable` it is on stable storage on return
     /// (RWF_DSYNC). Uses the list up.
     pub fn write_all_at(&mut self, file: impl AsFd, offset: u64, stable: bool) -> io::Result<()> {

@@ -10,17 +10,6 @@ use super::*;
 
 const SIZE: u64 = 64 << 10;
 
-fn read(offset: u64) -> Operation {
-    Operation::Read { offset }
-}
-
-fn write(offset: u64) -> Operation {
-    Operation::Write {
-        offset,
-        stable: false,
-    }
-}
-
 #[rstest]
 fn a_file_that_was_cut_off_is_an_error_where_it_ends(
     #[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which,

@@ -43,6 +43,17 @@ fn late() -> Instant {
     Instant::now() + PATIENCE
 }
 
+fn read(offset: u64) -> Operation {
+    Operation::Read { offset }
+}
+
+fn write(offset: u64) -> Operation {
+    Operation::Write {
+        offset,
+        stable: false,
+    }
+}
+
 /// Who does the work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Which {
