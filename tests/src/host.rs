@@ -39,10 +39,19 @@ impl Accel {
     }
 
     /// QEMU's arguments for it.
+    ///
+    /// Emulated, some features make everything slower: with ERMS kernels copy and clear memory with byte-wise string
+    /// instructions, which are carried out a byte at a time; with LA57 each walk of page tables has a level more, and of
+    /// nested ones eleven (35 accesses for 24); SMAP, protection keys and MPX end a translated block wherever they are used.
     pub fn qemu_args(self) -> [&'static str; 4] {
         match self {
             Accel::Kvm => ["-accel", "kvm", "-cpu", "host"],
-            Accel::Tcg => ["-accel", "tcg,thread=multi", "-cpu", "max,+svm"],
+            Accel::Tcg => [
+                "-accel",
+                "tcg,thread=multi",
+                "-cpu",
+                "max,+svm,-la57,-erms,-smap,-pku,-mpx",
+            ],
         }
     }
 

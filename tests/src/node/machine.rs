@@ -31,7 +31,7 @@ impl Default for Size {
     fn default() -> Self {
         Size {
             cpus: 2,
-            memory_mib: 8192,
+            memory_mib: 14_336,
         }
     }
 }
