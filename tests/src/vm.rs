@@ -201,6 +201,13 @@ impl<'case> Vm<'case> {
         ))
     }
 
+    /// Makes it be like this from now on, as far as it can be without a restart.
+    pub fn apply(&self, spec: &VmSpec) -> Result<()> {
+        let manifest = spec.manifest(&self.name).to_string();
+        let apply = format!("vmmctl apply -f - <<'MANIFEST'\n{manifest}\nMANIFEST\n");
+        self.case.node().sh(&apply).map(drop)
+    }
+
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name

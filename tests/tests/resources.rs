@@ -60,6 +60,25 @@ fn a_vm_has_a_control_group_with_the_limits_of_its_spec() {
     assert_eq!(read(node, &format!("{group}/cpu.weight")), "40");
     let mut console = vm.console().expect("console");
     console.until("GUEST-READY", BOOT).expect("boot");
+
+    let others = spec
+        .set("/cpu/coreFractionPercent", json!(30))
+        .set("/cpu/coreLimitPercent", json!(80))
+        .set("/cpu/hostCpus", json!(""));
+    vm.apply(&others).expect("other shares");
+    assert_eq!(
+        vm.field("/status/pendingChanges").expect("changes"),
+        "",
+        "all are had at once"
+    );
+    for (file, expected) in [
+        ("cpu.weight", "60"),
+        ("cpu.max", "160000 100000"),
+        ("cpuset.cpus", ""),
+    ] {
+        assert_eq!(read(node, &format!("{group}/{file}")), expected, "{file}");
+    }
+    console.run("true", 60).expect("the guest goes on");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! The gRPC API on a UNIX socket and over TCP: thin services over the table of VMs.
 
+mod ask;
 mod connection;
 mod console;
 mod cursor;
@@ -12,6 +13,7 @@ mod logs;
 mod mask;
 mod node;
 mod operation;
+mod period;
 mod server;
 mod socket;
 mod update;

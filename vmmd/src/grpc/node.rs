@@ -122,8 +122,8 @@ impl NodeService for Nodes {
                 no_wait,
                 ..
             } = request;
-            let grace = super::vm::grace(grace_period, false)?.unwrap_or_default();
-            let deadline = super::vm::deadline(deadline)?;
+            let grace = super::period::grace(grace_period, false)?.unwrap_or_default();
+            let deadline = super::period::deadline(deadline)?;
             let of = Arc::clone(&host);
             let begun = whole(async move { drain::drain(&of, reason, grace, deadline, context).await });
             let pending = begun.await?;

@@ -33,7 +33,7 @@ pub fn parse(
         found.add("apply", format_args!("unknown value {apply}"));
         ApplyMode::Unspecified
     });
-    let grace = super::vm::period("gracePeriod", grace_period).unwrap_or_else(|failure| {
+    let grace = super::period::period("gracePeriod", grace_period).unwrap_or_else(|failure| {
         found.0.extend(failure.violations.0);
         None
     });

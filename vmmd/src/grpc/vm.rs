@@ -5,26 +5,24 @@ use std::{sync::Arc, time::Duration};
 use proto::{
     model::{Violations, disk::RateLimit},
     v1::{self, vm_service_server::VmService},
-    well_known,
 };
 use tokio::sync::oneshot;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{console, list, logs, update, watch};
+use super::{
+    ask::Asked,
+    console, list, logs,
+    period::{deadline, grace, period},
+    update, watch,
+};
 use crate::{
-    context::Context,
     control,
     failure::{Failure, Kind},
     host::Host,
     request::once,
     stats, text,
-    vm::{self, Answer, Command, DiskRequest, Life, Reply, Target, admission, table::Entry},
+    vm::{self, Command, DiskRequest, Target, admission, table::Entry},
 };
-
-/// Grace period when none is given.
-const DEFAULT_GRACE: Duration = Duration::from_secs(60);
-/// Longest grace period.
-const MAX_GRACE: Duration = Duration::from_secs(3600);
 
 /// How long the guest may take to eject a disk when nothing is given.
 const DEFAULT_EJECT: Duration = Duration::from_secs(30);
@@ -34,7 +32,7 @@ const STATS_TIMEOUT: Duration = Duration::from_secs(5);
 /// The service.
 #[derive(Debug)]
 pub struct Vms {
-    host: Arc<Host>,
+    pub(super) host: Arc<Host>,
 }
 
 impl Vms {
@@ -43,139 +41,8 @@ impl Vms {
         Self { host }
     }
 
-    fn find(&self, name: &str) -> Result<Entry, Failure> {
+    pub(super) fn find(&self, name: &str) -> Result<Entry, Failure> {
         self.host.table.get(name).ok_or_else(|| Failure::no_vm(name))
-    }
-
-    /// Asks a VM's actor, and waits for the end of the operation that follows unless `no_wait`. What was begun goes on
-    /// when the caller goes away.
-    async fn ask(
-        &self,
-        name: &str,
-        asked: Asked,
-        no_wait: bool,
-    ) -> Result<(v1::Vm, Option<v1::Operation>), Failure> {
-        let command = |reply| {
-            Command::Life(Life {
-                grace: asked.grace,
-                deadline: asked.deadline,
-                evacuate: asked.evacuate,
-                ..Life::new(asked.context, asked.request, reply)
-            })
-        };
-        self.operate(name, command, no_wait).await
-    }
-
-    /// Sends what may lead to an operation.
-    async fn operate(
-        &self,
-        name: &str,
-        command: impl FnOnce(oneshot::Sender<Result<Answer, Failure>>) -> Command,
-        no_wait: bool,
-    ) -> Result<(v1::Vm, Option<v1::Operation>), Failure> {
-        let entry = self.find(name)?;
-        let (reply, answer) = oneshot::channel();
-        let sent = entry.mailbox.send(command(reply)).await;
-        sent.map_err(|_| self.gone(name))?;
-        let answered = async {
-            let Answer { vm, pending } = answer.await.map_err(|_| self.gone(name))??;
-            let Some(pending) = pending else {
-                return Ok::<_, Failure>((vm, None));
-            };
-            if no_wait {
-                return Ok((vm, Some(pending.operation())));
-            }
-            let ended = pending.clone().ended().await?;
-            Ok((ended.unwrap_or(vm), Some(pending.operation())))
-        };
-        let (vm, operation) = tokio::select! {
-            answered = answered => answered?,
-            () = self.host.stopping.cancelled() => return Err(Failure::stopping()),
-        };
-        Ok((vm.as_ref().clone(), operation))
-    }
-
-    async fn ask_disk(&self, context: Context, vm: &str, request: DiskRequest) -> Result<v1::Vm, Failure> {
-        let command = |reply| Command::Disk {
-            context,
-            request,
-            reply,
-        };
-        self.send(vm, command).await
-    }
-
-    async fn send(&self, name: &str, command: impl FnOnce(Reply) -> Command) -> Result<v1::Vm, Failure> {
-        let entry = self.find(name)?;
-        let (reply, answer) = oneshot::channel();
-        entry
-            .mailbox
-            .send(command(reply))
-            .await
-            .map_err(|_| self.gone(name))?;
-        tokio::select! {
-            answer = answer => Ok(answer.map_err(|_| self.gone(name))??.as_ref().clone()),
-            () = self.host.stopping.cancelled() => Err(Failure::stopping()),
-        }
-    }
-
-    fn gone(&self, name: &str) -> Failure {
-        if self.host.stopping.is_cancelled() {
-            Failure::stopping()
-        } else {
-            Failure::no_vm(name)
-        }
-    }
-}
-
-/// What is asked of a VM's life.
-struct Asked {
-    context: Context,
-    request: admission::Request,
-    grace: Option<Duration>,
-    deadline: Option<Duration>,
-    evacuate: bool,
-}
-
-impl Asked {
-    fn new(request: admission::Request, context: Context) -> Self {
-        Self {
-            context,
-            request,
-            grace: None,
-            deadline: None,
-            evacuate: false,
-        }
-    }
-}
-
-/// When an operation is cancelled, if it is.
-pub(super) fn deadline(given: Option<well_known::Duration>) -> Result<Option<Duration>, Failure> {
-    let given = period("deadline", given)?;
-    if given.is_some_and(|given| given.is_zero()) {
-        return Err(Failure::field("deadline", "must be above 0 and at most 3600 s"));
-    }
-    Ok(given)
-}
-
-/// How long the guest may take; `None` by force.
-pub(super) fn grace(given: Option<well_known::Duration>, force: bool) -> Result<Option<Duration>, Failure> {
-    let given = period("gracePeriod", given)?.unwrap_or(DEFAULT_GRACE);
-    Ok((!force).then_some(given))
-}
-
-/// A time that a guest may take, if one is given; `field` is its path in the request.
-pub(super) fn period(field: &str, given: Option<well_known::Duration>) -> Result<Option<Duration>, Failure> {
-    let Some(given) = given else { return Ok(None) };
-    let seconds = u64::try_from(given.seconds).ok();
-    let nanos = u32::try_from(given.nanos)
-        .ok()
-        .filter(|nanos| *nanos < 1_000_000_000);
-    let duration = seconds
-        .zip(nanos)
-        .map(|(seconds, nanos)| Duration::new(seconds, nanos));
-    match duration.filter(|duration| *duration <= MAX_GRACE) {
-        Some(duration) => Ok(Some(duration)),
-        None => Err(Failure::field(field, "must be 0 to 3600 s")),
     }
 }
 
@@ -512,35 +379,5 @@ impl VmService for Vms {
         Ok(Response::new(
             console::open(Arc::clone(&self.host), request.into_inner()).await?,
         ))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn period(seconds: i64, nanos: i32) -> Option<well_known::Duration> {
-        Some(well_known::Duration { seconds, nanos })
-    }
-
-    #[test]
-    fn a_grace_period_is_at_most_an_hour_and_never_negative() {
-        assert_eq!(grace(None, false).unwrap(), Some(DEFAULT_GRACE));
-        assert_eq!(grace(None, true).unwrap(), None);
-        assert_eq!(grace(period(3600, 0), false).unwrap(), Some(MAX_GRACE));
-        assert_eq!(
-            grace(period(0, 500_000_000), false).unwrap(),
-            Some(Duration::from_millis(500))
-        );
-        assert_eq!(grace(period(5, 0), true).unwrap(), None);
-        for wrong in [
-            period(-1, 0),
-            period(3600, 1),
-            period(0, -1),
-            period(0, i32::MAX),
-            period(i64::MAX, 0),
-        ] {
-            assert!(grace(wrong, false).is_err(), "{wrong:?}");
-        }
     }
 }

@@ -1,5 +1,5 @@
-//! What a VM may take of the node, put into effect: when it is started, when it gets another disk, and when a daemon
-//! finds it running. All blocking.
+//! What a VM may take of the node, put into effect: when it is started, when it gets another disk or other shares of the
+//! processors, and when a daemon finds it running. All blocking.
 
 use std::{io, path::Path};
 
@@ -50,14 +50,21 @@ pub fn create(host: &Host, uid: Uuid, plan: &Plan) -> Result<Option<Group>, Fail
     Ok(Some(group))
 }
 
-/// Puts into effect what a running VM's spec says now. What can't be is in the log: the VM goes on.
+/// Puts into effect what a running VM may have from now on.
+pub fn set(host: &Host, uid: Uuid, spec: &VmSpec) -> Result<(), Failure> {
+    let plan = plan(host, spec)?;
+    match &host.cgroups {
+        Some(parent) => apply(&parent.group(uid), uid, &plan, true),
+        None => Ok(()),
+    }
+}
+
+/// Puts into effect once more what a running VM may have. What can't be is in the log: the VM goes on.
 pub fn renew(host: &Host, uid: Uuid, spec: &VmSpec) {
-    let Some(parent) = &host.cgroups else {
+    if host.cgroups.is_none() {
         return;
-    };
-    let group = parent.group(uid);
-    let renewed = plan(host, spec).and_then(|plan| apply(&group, uid, &plan, true));
-    if let Err(failure) = renewed {
+    }
+    if let Err(failure) = set(host, uid, spec) {
         tracing::warn!(%uid, %failure, "the limits of a running VM could not be set anew");
     }
 }

@@ -13,7 +13,7 @@ const MIB: u64 = 1 << 20;
 /// What a VM takes beside its guest's RAM.
 const OVERHEAD: u64 = 8 * MIB;
 
-async fn node(daemon: &Daemon) -> v1::Node {
+pub async fn node(daemon: &Daemon) -> v1::Node {
     let answer = daemon.nodes().await.get_node(v1::GetNodeRequest {}).await;
     answer.unwrap().into_inner().node.unwrap()
 }
@@ -31,7 +31,7 @@ async fn reasons(daemon: &Daemon, vm: v1::Vm) -> Vec<String> {
 }
 
 /// Configuration with which VMs may have this much.
-fn room(memory: u64, cpu_millis: u64) -> String {
+pub fn room(memory: u64, cpu_millis: u64) -> String {
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap();
     let field = |name: &str| {
         let line = meminfo

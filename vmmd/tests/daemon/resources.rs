@@ -6,7 +6,10 @@ use proto::v1::{self, HugePages, VmPhase};
 use rstest::rstest;
 use tonic::Code;
 
-use crate::harness::{Daemon, refusal};
+use crate::{
+    harness::{Daemon, refusal, status, vm_pid},
+    placement::{node, room},
+};
 
 fn cpu(vm: &mut v1::Vm) -> &mut v1::CpuSpec {
     vm.spec.as_mut().unwrap().cpu.as_mut().unwrap()
@@ -96,4 +99,105 @@ async fn a_vm_has_the_limits_of_its_spec_and_keeps_them_over_a_restart_of_the_da
     daemon.kill_and_restart().await;
     daemon.wait_phase("web", VmPhase::Running).await;
     check(&daemon);
+}
+
+/// What the cgroup of the one VM says, where this machine has such a file.
+fn limit(daemon: &Daemon, file: &str) -> Option<String> {
+    let groups = daemon.cgroups();
+    let text = groups
+        .iter()
+        .find_map(|group| fs::read_to_string(group.join(file)).ok())?;
+    Some(text.trim().to_owned())
+}
+
+/// What waits for the next start, with the reason why it could not be had at once.
+fn waiting(vm: &v1::Vm) -> Vec<(String, String)> {
+    let changes = status(vm).pending_changes.iter();
+    changes
+        .map(|change| (change.path.clone(), change.message.clone()))
+        .collect()
+}
+
+#[tokio::test]
+async fn a_running_vm_has_other_shares_of_the_processors_at_once_and_keeps_them() {
+    let mut daemon = Daemon::start().await;
+    let mut vm = daemon.manifest("web", "");
+    cpu(&mut vm).core_fraction_percent = 20;
+    daemon.create(vm).await.unwrap();
+    let started = daemon.start_vm("web").await.unwrap();
+    let changed = daemon
+        .change("web", |spec| {
+            spec.cpu.as_mut().unwrap().core_fraction_percent = 50;
+        })
+        .await
+        .unwrap();
+    assert_eq!(waiting(&changed), []);
+    assert_eq!(status(&changed).observed_generation, 2);
+    let has_half = async |daemon: &Daemon| {
+        let committed = node(daemon).await.committed.unwrap();
+        assert_eq!(committed.cpu_millis, 500);
+        assert!(limit(daemon, "cpu.weight").is_none_or(|weight| weight == "50"));
+    };
+    has_half(&daemon).await;
+    daemon.kill_and_restart().await;
+    has_half(&daemon).await;
+    let found = daemon.get("web").await.unwrap();
+    assert_eq!((waiting(&found), vm_pid(&found)), (vec![], vm_pid(&started)));
+
+    // A cap, and which processors, need controllers, which not every machine hands down.
+    let capped = daemon
+        .change("web", |spec| {
+            let cpu = spec.cpu.as_mut().unwrap();
+            (cpu.core_fraction_percent, cpu.core_limit_percent) = (30, 80);
+            cpu.host_cpus = "0".into();
+        })
+        .await
+        .unwrap();
+    match (limit(&daemon, "cpu.max"), limit(&daemon, "cpuset.cpus")) {
+        (Some(most), Some(cpus)) => {
+            assert_eq!(waiting(&capped), []);
+            assert_eq!((most.as_str(), cpus.as_str()), ("80000 100000", "0"));
+            assert_eq!(limit(&daemon, "cpu.weight").unwrap(), "30");
+        }
+        _ => {
+            let waiting = waiting(&capped);
+            assert_eq!(waiting.len(), 3, "{waiting:?}");
+            for (_, why) in waiting {
+                assert!(why.contains("needs the control group controller"), "{why}");
+            }
+            has_half(&daemon).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn more_processor_time_than_is_left_waits_and_nothing_of_it_is_had() {
+    let daemon = Daemon::configured(&room(512 << 20, 1000)).await;
+    for name in ["web", "other"] {
+        let mut vm = daemon.manifest(name, "");
+        cpu(&mut vm).core_fraction_percent = 40;
+        daemon.create(vm).await.unwrap();
+        daemon.start_vm(name).await.unwrap();
+    }
+    let fraction = async |percent| {
+        let change = |spec: &mut v1::VmSpec| spec.cpu.as_mut().unwrap().core_fraction_percent = percent;
+        daemon.change("web", change).await.unwrap()
+    };
+    let changed = fraction(70).await;
+    let waiting_for = waiting(&changed);
+    let [(path, why)] = waiting_for.as_slice() else {
+        panic!("{waiting_for:?}")
+    };
+    assert_eq!(path, "spec.cpu.coreFractionPercent");
+    assert!(
+        why.starts_with("not enough processor time: the VM needs 700"),
+        "{why}"
+    );
+    assert_eq!(node(&daemon).await.committed.unwrap().cpu_millis, 800);
+    daemon.stop("other", None).await.unwrap();
+    // The same again, now that there is room.
+    assert_eq!(waiting(&fraction(70).await), []);
+    assert_eq!(node(&daemon).await.committed.unwrap().cpu_millis, 700);
+    assert_eq!(waiting(&fraction(10).await), []);
+    assert_eq!(node(&daemon).await.committed.unwrap().cpu_millis, 100);
 }

@@ -20,6 +20,7 @@ mod balloon;
 mod command;
 mod disks;
 mod plug;
+mod processors;
 mod request;
 mod run;
 mod stop;

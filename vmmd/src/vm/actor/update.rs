@@ -71,7 +71,7 @@ pub struct Update {
 pub struct LiveChanges {
     under_way: BTreeSet<String>,
     /// By path: why it could not be applied.
-    failed: std::collections::BTreeMap<String, String>,
+    pub(super) failed: std::collections::BTreeMap<String, String>,
     waiters: Vec<Waiter>,
 }
 
@@ -130,6 +130,7 @@ impl Actor {
         if applied == Applied::Live {
             let deadline = Instant::now() + update.grace.unwrap_or(DEFAULT_EJECT);
             self.disks.live.failed.clear();
+            self.apply_processors().await;
             (plugs, paths) = self.apply_live(deadline);
         }
         self.publish();
@@ -351,7 +352,8 @@ impl Actor {
         } in change::pending(&self.record)
         {
             let (live, client) = match (verdict, &client) {
-                (Verdict::Restart, _) => continue,
+                // See `apply_processors`.
+                (Verdict::Restart | Verdict::Live(Live::Processors), _) => continue,
                 (Verdict::Live(live), Ok(client)) => (live, client.clone()),
                 (Verdict::Live(_), Err(failure)) => {
                     self.disks.live.failed.insert(path, failure.message.clone());
@@ -498,6 +500,6 @@ async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec) -> Result<(),
             let held = valid.and_then(|spec| Some(spec.balloon?.held_bytes(spec.memory_bytes)));
             balloon::tell(client, held.unwrap_or(0)).await
         }
-        Live::RunPolicy | Live::DropGroup(_) | Live::Attach(_) | Live::Detach(_) => Ok(()),
+        Live::RunPolicy | Live::DropGroup(_) | Live::Processors | Live::Attach(_) | Live::Detach(_) => Ok(()),
     }
 }

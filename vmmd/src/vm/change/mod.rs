@@ -55,11 +55,20 @@ pub enum Live {
     DropGroup(String),
     /// What the balloon leaves to the guest.
     BalloonTarget,
+    /// Shares and caps of the node's processors, and which of them.
+    Processors,
     /// A disk more.
     Attach(String),
     /// A disk less.
     Detach(String),
 }
+
+/// What [`Live::Processors`] is about.
+const PROCESSORS: [&str; 3] = [
+    "spec.cpu.coreFractionPercent",
+    "spec.cpu.coreLimitPercent",
+    "spec.cpu.hostCpus",
+];
 
 /// Lists whose items have names.
 const NAMED: [&str; 3] = ["spec.disks", "spec.nics", "spec.rateGroups"];
@@ -235,6 +244,7 @@ fn verdict(path: &str, was: bool, is: bool) -> Verdict {
     let live = match (was, is) {
         _ if path == "spec.runPolicy" => Some(Live::RunPolicy),
         _ if path == "spec.balloon.targetBytes" => Some(Live::BalloonTarget),
+        _ if PROCESSORS.contains(&path) => Some(Live::Processors),
         (false, true) if path.ends_with(']') => item("spec.disks", "").map(Live::Attach),
         (true, false) if path.ends_with(']') => item("spec.disks", "")
             .map(Live::Detach)
@@ -273,6 +283,13 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
         Live::BalloonTarget => {
             let target = desired.balloon.unwrap_or_default().target_bytes;
             running.balloon.get_or_insert_default().target_bytes = target;
+        }
+        Live::Processors => {
+            let wanted = desired.cpu.unwrap_or_default();
+            let cpu = running.cpu.get_or_insert_default();
+            cpu.core_fraction_percent = wanted.core_fraction_percent;
+            cpu.core_limit_percent = wanted.core_limit_percent;
+            cpu.host_cpus = wanted.host_cpus;
         }
         Live::Attach(name) => {
             running.disks.retain(|disk| disk.name != *name);

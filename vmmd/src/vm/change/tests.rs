@@ -94,7 +94,17 @@ fn each_kind_of_change_has_its_verdict() {
         (|s| s.cpu.as_mut().unwrap().cores = 4, &["spec.cpu.cores restart"]),
         (
             |s| s.cpu.as_mut().unwrap().core_limit_percent = 50,
-            &["spec.cpu.coreLimitPercent restart"],
+            &["spec.cpu.coreLimitPercent Processors"],
+        ),
+        (
+            |s| {
+                let cpu = s.cpu.as_mut().unwrap();
+                (cpu.core_fraction_percent, cpu.host_cpus) = (20, "0".into());
+            },
+            &[
+                "spec.cpu.coreFractionPercent Processors",
+                "spec.cpu.hostCpus Processors",
+            ],
         ),
         (
             |s| s.memory.as_mut().unwrap().size_bytes = 512 << 20,

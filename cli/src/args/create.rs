@@ -1,0 +1,153 @@
+//! What VMs and disks are to be: `apply`, `create`, `edit`.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::{Args, Subcommand};
+
+use proto::v1::RunPolicy;
+
+use super::{Label, Output, disk::CreateDisk, duration, operation, resources::Resources};
+use crate::manifest::quantity;
+
+/// `apply`.
+#[derive(Debug, Args)]
+pub struct Apply {
+    /// Manifest with VMs and disks as YAML or JSON; `-` is standard input. May be given several times.
+    #[arg(short, long = "filename", value_name = "FILE", required = true)]
+    pub files: Vec<PathBuf>,
+    /// Start the VMs that do not run.
+    #[arg(long)]
+    pub start: bool,
+    /// Restart the VMs that run with something that only a start can change.
+    #[arg(long)]
+    pub restart: bool,
+    /// How long guests may take to let go of disks (30s when not given), and to power off with --restart (60s); at most 1h.
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub grace: Option<Duration>,
+    /// Let the daemon check everything, print what would change, and change nothing. Of new disks only the manifest is
+    /// checked.
+    #[arg(long, conflicts_with = "restart")]
+    pub dry_run: bool,
+}
+
+/// `edit`.
+#[derive(Debug, Subcommand)]
+pub enum Edit {
+    /// Change a VM. When it was changed by somebody else meanwhile nothing is applied, and what was written is kept.
+    Vm(EditVm),
+}
+
+/// `edit vm`.
+#[derive(Debug, Args)]
+pub struct EditVm {
+    /// Name of the VM.
+    pub name: String,
+    /// Restart it when something is left that only a start can change.
+    #[arg(long)]
+    pub restart: bool,
+    /// How long the guest may take to let go of disks (30s when not given), and to power off with --restart (60s); at most
+    /// 1h.
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub grace: Option<Duration>,
+}
+
+/// `create`.
+#[derive(Debug, Args)]
+#[command(
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
+    disable_help_subcommand = true
+)]
+#[command(override_usage = "\
+vmmctl create NAME --kernel PATH [OPTIONS]
+       vmmctl create -f FILE [OPTIONS]
+       vmmctl create disk NAME [OPTIONS]")]
+pub struct Create {
+    /// Of what; a VM when nothing is said.
+    #[command(subcommand)]
+    pub what: Option<CreateWhat>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub vm: CreateVm,
+}
+
+/// What is created.
+#[derive(Debug, Subcommand)]
+pub enum CreateWhat {
+    /// Create a VM: the same as without this word.
+    Vm(CreateVm),
+    /// Create a disk: empty, a copy of a file, or an overlay of another disk.
+    Disk(CreateDisk),
+}
+
+/// `create vm`.
+#[derive(Debug, Args)]
+pub struct CreateVm {
+    /// Name of the VM.
+    #[arg(required_unless_present = "files", conflicts_with = "files")]
+    pub name: Option<String>,
+    /// Manifest with VMs and disks as YAML or JSON; `-` is standard input. May be given several times.
+    #[arg(
+        short,
+        long = "filename",
+        value_name = "FILE",
+        conflicts_with_all = ["kernel", "initrd", "cmdline", "cpus", "memory", "disks", "rate_groups", "nics", "run_policy", "labels"]
+    )]
+    pub files: Vec<PathBuf>,
+    /// Kernel on the node: a bzImage, or an ELF with a PVH entry.
+    #[arg(long, value_name = "PATH", required_unless_present = "files")]
+    pub kernel: Option<String>,
+    /// Initial RAM disk on the node.
+    #[arg(long, value_name = "PATH")]
+    pub initrd: Option<String>,
+    /// Kernel command line.
+    #[arg(
+        long,
+        value_name = "TEXT",
+        default_value = "console=ttyS0",
+        allow_hyphen_values = true
+    )]
+    pub cmdline: String,
+    /// Virtual CPUs.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub cpus: u32,
+    /// Guest RAM: bytes, or with a suffix as in 512Mi or 2Gi.
+    #[arg(long, value_name = "SIZE", default_value = "512Mi", value_parser = quantity::bytes)]
+    pub memory: u64,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub resources: Resources,
+    /// Disk: a raw image or block device on the node, or disk=NAME for one that vmmd keeps, or
+    /// path=/srv/a.qcow2,format=qcow2. More keys, as in `vmmctl attach`: name, serial, readonly, cache, queues,
+    /// block-size, on-error, bps, iops, burst, burst-ops, rate-group, boot-order.
+    #[arg(long = "disk", value_name = "PATH|KEY=VALUE,…")]
+    pub disks: Vec<String>,
+    /// Limit that several disks share (rate-group=NAME in --disk): name=NAME[,bps=100Mi][,iops=500][,burst=…][,burst-ops=…].
+    #[arg(long = "rate-group", value_name = "KEY=VALUE,…")]
+    pub rate_groups: Vec<String>,
+    /// Network interface: bridge=br0 or tap=tap0 [,mac=52:54:00:12:34:56][,name=eth0].
+    #[arg(long = "nic", value_name = "KEY=VALUE,…")]
+    pub nics: Vec<String>,
+    /// When the node starts it by itself: always-on-unless-stopped (when not given), always-on, rerun-on-failure, manual,
+    /// always-off.
+    #[arg(long, value_name = "POLICY", value_parser = operation::run_policy)]
+    pub run_policy: Option<RunPolicy>,
+    /// The guest can't be asked to give memory back.
+    #[arg(long, conflicts_with_all = ["files", "free_page_reporting"])]
+    pub no_balloon: bool,
+    /// The node gets pages that the guest has freed back at once.
+    #[arg(long, conflicts_with = "files")]
+    pub free_page_reporting: bool,
+    /// Label.
+    #[arg(short, long = "label", value_name = "KEY=VALUE")]
+    pub labels: Vec<Label>,
+    /// Start it too.
+    #[arg(long)]
+    pub start: bool,
+    /// Let the daemon check everything, and change nothing.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Print what was made (with --dry-run: what would be) in this form.
+    #[arg(short, long, value_enum)]
+    pub output: Option<Output>,
+}

@@ -1,0 +1,124 @@
+//! Asking the actor of a VM.
+
+use std::time::Duration;
+
+use proto::v1;
+use tokio::sync::oneshot;
+
+use super::vm::Vms;
+use crate::{
+    context::Context,
+    failure::Failure,
+    vm::{Answer, Command, DiskRequest, Life, Reply, admission},
+};
+
+/// What is asked of a VM's life.
+pub(super) struct Asked {
+    pub(super) context: Context,
+    pub(super) request: admission::Request,
+    pub(super) grace: Option<Duration>,
+    pub(super) deadline: Option<Duration>,
+    pub(super) evacuate: bool,
+}
+
+impl Asked {
+    pub(super) fn new(request: admission::Request, context: Context) -> Self {
+        Self {
+            context,
+            request,
+            grace: None,
+            deadline: None,
+            evacuate: false,
+        }
+    }
+}
+
+impl Vms {
+    /// Asks a VM's actor, and waits for the end of the operation that follows unless `no_wait`. What was begun goes on
+    /// when the caller goes away.
+    pub(super) async fn ask(
+        &self,
+        name: &str,
+        asked: Asked,
+        no_wait: bool,
+    ) -> Result<(v1::Vm, Option<v1::Operation>), Failure> {
+        let command = |reply| {
+            Command::Life(Life {
+                grace: asked.grace,
+                deadline: asked.deadline,
+                evacuate: asked.evacuate,
+                ..Life::new(asked.context, asked.request, reply)
+            })
+        };
+        self.operate(name, command, no_wait).await
+    }
+
+    /// Sends what may lead to an operation.
+    pub(super) async fn operate(
+        &self,
+        name: &str,
+        command: impl FnOnce(oneshot::Sender<Result<Answer, Failure>>) -> Command,
+        no_wait: bool,
+    ) -> Result<(v1::Vm, Option<v1::Operation>), Failure> {
+        let entry = self.find(name)?;
+        let (reply, answer) = oneshot::channel();
+        let sent = entry.mailbox.send(command(reply)).await;
+        sent.map_err(|_| self.gone(name))?;
+        let answered = async {
+            let Answer { vm, pending } = answer.await.map_err(|_| self.gone(name))??;
+            let Some(pending) = pending else {
+                return Ok::<_, Failure>((vm, None));
+            };
+            if no_wait {
+                return Ok((vm, Some(pending.operation())));
+            }
+            let ended = pending.clone().ended().await?;
+            Ok((ended.unwrap_or(vm), Some(pending.operation())))
+        };
+        let (vm, operation) = tokio::select! {
+            answered = answered => answered?,
+            () = self.host.stopping.cancelled() => return Err(Failure::stopping()),
+        };
+        Ok((vm.as_ref().clone(), operation))
+    }
+
+    pub(super) async fn ask_disk(
+        &self,
+        context: Context,
+        vm: &str,
+        request: DiskRequest,
+    ) -> Result<v1::Vm, Failure> {
+        let command = |reply| Command::Disk {
+            context,
+            request,
+            reply,
+        };
+        self.send(vm, command).await
+    }
+
+    pub(super) async fn send(
+        &self,
+        name: &str,
+        command: impl FnOnce(Reply) -> Command,
+    ) -> Result<v1::Vm, Failure> {
+        let entry = self.find(name)?;
+        let (reply, answer) = oneshot::channel();
+        entry
+            .mailbox
+            .send(command(reply))
+            .await
+            .map_err(|_| self.gone(name))?;
+        tokio::select! {
+            answer = answer => Ok(answer.map_err(|_| self.gone(name))??.as_ref().clone()),
+            () = self.host.stopping.cancelled() => Err(Failure::stopping()),
+        }
+    }
+
+    pub(super) fn gone(&self, name: &str) -> Failure {
+        if self.host.stopping.is_cancelled() {
+            Failure::stopping()
+        } else {
+            Failure::no_vm(name)
+        }
+    }
+}

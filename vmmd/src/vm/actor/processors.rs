@@ -1,0 +1,80 @@
+//! What a running VM may have of the node's processors, changed at once: its cgroup says it, the machine does not know.
+
+use std::sync::Arc;
+
+use proto::v1::EventSeverity;
+use tokio::task::spawn_blocking;
+
+use super::Actor;
+use crate::{
+    failure::Failure,
+    node::{Demand, check, placement},
+    store::VmRecord,
+    vm::{
+        change::{self, Live, Verdict},
+        limits,
+    },
+};
+
+impl Actor {
+    /// Gives a running VM what its spec says now. When the node has not so much, it keeps what it had, and says why.
+    pub(super) async fn apply_processors(&mut self) {
+        let ours = |change: &change::Change| change.verdict == Verdict::Live(Live::Processors);
+        let paths: Vec<_> = change::pending(&self.record)
+            .into_iter()
+            .filter(ours)
+            .map(|change| change.path)
+            .collect();
+        if paths.is_empty() || self.instance.is_none() {
+            return;
+        }
+        let mut record = self.record.clone();
+        change::take_over(&mut record, &Live::Processors);
+        match self.give_processors(&record).await {
+            Ok(()) => {
+                change::settle(&mut record);
+                self.record = record;
+                self.persist().await;
+            }
+            Err(failure) => {
+                let message = format!("{} could not be applied: {}", paths.join(", "), failure.message);
+                self.tell(EventSeverity::Warning, "LiveChangeFailed", &message);
+                for path in paths {
+                    self.disks.live.failed.insert(path, failure.message.clone());
+                }
+            }
+        }
+    }
+
+    /// All of it, or nothing.
+    async fn give_processors(&self, record: &VmRecord) -> Result<(), Failure> {
+        let Some(instance) = &self.instance else {
+            return Ok(());
+        };
+        let before = change::machine(&self.record, &self.spec);
+        let wanted = change::machine(record, &self.spec);
+        let (held, demand) = (Demand::of(&before), Demand::of(&wanted));
+        let look = check::look(&self.host).await?;
+        instance.claim.take(demand, |others| {
+            if demand.resources.cpu_millis <= held.resources.cpu_millis {
+                return Ok(());
+            }
+            // What else the VM has, it has already, and keeps also where no VM may be started.
+            let picture = look.picture(&self.host, others);
+            let mut problems = placement::decide(&demand.resources, &picture);
+            problems.retain(|problem| problem.reason == "INSUFFICIENT_CPU");
+            placement::refuse(&problems)
+        })?;
+        let (host, uid) = (Arc::clone(&self.host), self.uid);
+        let set = spawn_blocking(move || {
+            limits::set(&host, uid, &wanted).inspect_err(|_| limits::renew(&host, uid, &before))
+        });
+        let set = set
+            .await
+            .unwrap_or_else(|error| Err(Failure::internal(error.to_string())));
+        if set.is_err() {
+            instance.claim.take(held, |_| Ok(()))?;
+        }
+        set
+    }
+}
