@@ -3,7 +3,7 @@
 //! nothing is given twice. For a VM that is to be started by its run policy room is kept until then.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -26,6 +26,8 @@ struct Books {
     claims: BTreeMap<u32, Held>,
     /// Where the search for a free user id goes on, so that one isn't used again at once.
     next: u32,
+    /// User ids that processes have which are no VM's that is known.
+    strangers: BTreeSet<u32>,
     /// By name: what VMs will have that do not run and are to be started by their run policy.
     expected: BTreeMap<String, Demand>,
 }
@@ -69,7 +71,7 @@ impl Ledger {
         let start = books.next;
         let free = (0..count)
             .map(|step| first + (start + step) % count)
-            .find(|uid| !books.claims.contains_key(uid));
+            .find(|uid| !books.claims.contains_key(uid) && !books.strangers.contains(uid));
         let Some(uid) = free else {
             let message = format!("all {count} user ids for VMs are in use: make `vm_uids` larger");
             return Err(Failure::new(Kind::Exhausted, "NO_FREE_UID", message));
@@ -77,6 +79,14 @@ impl Ledger {
         books.next = (uid - first + 1) % count;
         drop(books);
         Ok(self.adopt(vm, uid, Demand::default()))
+    }
+
+    /// No VM gets this user id as long as the daemon lives: a process has it that is none of a known VM.
+    pub fn set_aside(&self, uid: u32) {
+        let UidRange { first, count } = self.uids;
+        if uid.checked_sub(first).is_some_and(|index| index < count) {
+            self.books().strangers.insert(uid);
+        }
     }
 
     /// Notes what a VM that is found running holds, whatever the books say.
@@ -227,6 +237,17 @@ mod tests {
         assert_eq!(d.uid(), 100);
         let _e = ledger.claim("e").unwrap();
         assert_eq!(ledger.claim("f").unwrap_err().reason, "NO_FREE_UID");
+    }
+
+    #[test]
+    fn a_strangers_user_id_is_given_to_nobody() {
+        let ledger = ledger(3);
+        for uid in [0, 99, 101, 103] {
+            ledger.set_aside(uid);
+        }
+        let claims = ["a", "b"].map(|vm| ledger.claim(vm).unwrap());
+        assert_eq!(claims.each_ref().map(Claim::uid), [100, 102]);
+        assert_eq!(ledger.claim("c").unwrap_err().reason, "NO_FREE_UID");
     }
 
     #[test]

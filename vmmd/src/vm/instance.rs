@@ -52,6 +52,22 @@ pub struct Instance {
 }
 
 impl Instance {
+    /// One that an earlier daemon has started.
+    fn new(process: Process, link: Link, claim: Claim, hello: Option<&HelloReply>) -> Self {
+        let status = hello.and_then(|hello| hello.status.as_ref());
+        Self {
+            process,
+            link,
+            claim,
+            disks: BTreeMap::new(),
+            version: hello.map(|hello| hello.build.clone()).unwrap_or_default(),
+            minor: hello.map_or(0, |hello| hello.minor),
+            panicked: false,
+            guest_resets: status.map_or(0, |status| status.guest_resets),
+            ended: None,
+        }
+    }
+
     /// Notes what a disk is on, or that it is gone.
     pub fn set_disk(&mut self, name: &str, ids: Option<Vec<FileId>>) {
         match ids {
@@ -126,11 +142,22 @@ pub async fn reconnect(runtime: RuntimeDir) -> Result<Session, control::Error> {
 /// Looks for a process that an earlier daemon has started for the VM `uid` as `user`.
 ///
 /// The lock tells whether it lives; which process that is, is found in several ways and believed when its owner is
-/// `user`, which no other process has.
+/// `user`, which no other process has. When the lock was removed there is no way to talk to it, but it is not forgotten: a
+/// second process of the VM would be worse.
 pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: Demand) -> io::Result<Found> {
     let runtime = RuntimeDir::of(&host.config, uid);
     if !lock::is_held(&runtime.lock())? {
-        return Ok(Found::Ended);
+        let Some(process) = stray(host, uid, user).await else {
+            return Ok(Found::Ended);
+        };
+        tracing::error!(
+            vm = name,
+            pid = process.pid(),
+            "the files of a running vmm were removed: it can only be killed"
+        );
+        let claim = host.ledger.adopt(name, user, demand);
+        let instance = Instance::new(process, Link::Lost, claim, None);
+        return Ok(Found::Alive(Box::new(instance), None));
     }
     let peer = match Client::connect(&runtime.control()).await {
         Ok((client, _)) => client.peer().ok().map(|(pid, _)| pid),
@@ -170,23 +197,39 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
         return Ok(Found::Ended);
     }
     let process = process.unwrap_or_else(|| Err(io::Error::other("the VM's process can't be found")))?;
-    let version = hello
-        .as_ref()
-        .map(|hello| hello.build.clone())
-        .unwrap_or_default();
-    let status = hello.as_ref().and_then(|hello| hello.status.as_ref());
-    let instance = Instance {
-        process,
-        link,
-        claim: host.ledger.adopt(name, user, demand),
-        disks: BTreeMap::new(),
-        version,
-        minor: hello.as_ref().map_or(0, |hello| hello.minor),
-        panicked: false,
-        guest_resets: status.map_or(0, |status| status.guest_resets),
-        ended: None,
-    };
+    let claim = host.ledger.adopt(name, user, demand);
+    let instance = Instance::new(process, link, claim, hello.as_ref());
     Ok(Found::Alive(Box::new(instance), hello))
+}
+
+/// A process of a VM that holds no lock any more and does not end either: somebody has removed its lock.
+async fn stray(host: &Host, uid: Uuid, user: u32) -> Option<Process> {
+    let pids = match &host.cgroups {
+        Some(parent) => parent.group(uid).processes(),
+        None => all_processes().collect(),
+    };
+    for pid in pids {
+        let process = match owner(pid) {
+            Ok(owner) if owner == user => Process::open(pid).ok(),
+            _ => None,
+        };
+        if let Some(process) = process
+            && timeout(DYING, process.ended()).await.is_err()
+        {
+            return Some(process);
+        }
+    }
+    None
+}
+
+fn all_processes() -> impl Iterator<Item = u32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+}
+
+/// The user of each process there is.
+pub fn users_of_processes() -> impl Iterator<Item = u32> {
+    all_processes().filter_map(|pid| owner(pid).ok())
 }
 
 /// The user that a process runs as.

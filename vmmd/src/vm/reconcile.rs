@@ -19,7 +19,7 @@ use super::{
     describe::{DISK_ERROR, View},
     ending::{Evidence, count, judge, phase},
     files,
-    instance::{Found, Instance, exit_record, find},
+    instance::{Found, Instance, exit_record, find, users_of_processes},
     limits,
     policy::Occasion,
     start::clean_up,
@@ -36,6 +36,13 @@ use crate::{
 
 /// Brings all VMs of the store under control.
 pub async fn reconcile(host: &Arc<Host>, records: Vec<VmRecord>) {
+    let users: BTreeSet<_> = records
+        .iter()
+        .filter_map(|record| Some(record.instance.as_ref()?.uid))
+        .collect();
+    for user in users_of_processes().filter(|user| !users.contains(user)) {
+        host.ledger.set_aside(user);
+    }
     let mut known = BTreeSet::new();
     let mut tasks = JoinSet::new();
     for record in records {
@@ -282,17 +289,21 @@ fn stopped_view(record: &VmRecord) -> View {
     }
 }
 
+fn unknown_process(host: &Host, uid: Uuid) {
+    let message = format!(
+        "a vmm process runs for a VM {uid} that this node does not know: it is left alone; end it if nobody needs it"
+    );
+    host.events
+        .emit(Draft::warning(Object::Node, "UnknownProcess", message));
+}
+
 fn remove_leftovers(host: &Host, known: &BTreeSet<Uuid>) -> std::io::Result<()> {
     let foreign = |uid: &Uuid| !known.contains(uid);
     let mut alive = BTreeSet::new();
     for uid in paths::list(&host.config.run_dir)?.into_iter().filter(foreign) {
         let runtime = RuntimeDir::of(&host.config, uid);
         if lock::is_held(&runtime.lock())? {
-            let message = format!(
-                "a vmm process runs for a VM {uid} that this node does not know: it is left alone; end it if nobody needs it"
-            );
-            host.events
-                .emit(Draft::warning(Object::Node, "UnknownProcess", message));
+            unknown_process(host, uid);
             alive.insert(uid);
         } else {
             runtime.remove()?;
@@ -309,8 +320,14 @@ fn remove_leftovers(host: &Host, known: &BTreeSet<Uuid>) -> std::io::Result<()> 
     }
     if let Some(parent) = &host.cgroups {
         for uid in parent.list()?.into_iter().filter(foreign) {
-            if !alive.contains(&uid) {
-                parent.group(uid).remove()?;
+            if alive.contains(&uid) {
+                continue;
+            }
+            // One whose files were removed, unless it ends just now.
+            if let Err(error) = parent.group(uid).remove() {
+                tracing::warn!(%uid, %error, "remove a cgroup");
+                unknown_process(host, uid);
+            } else {
                 let message = format!("the cgroup of a VM {uid} that is no more was removed");
                 repaired(host, Object::Node, message);
             }

@@ -23,6 +23,7 @@ mod operations;
 mod pki;
 mod placement;
 mod policies;
+mod reconcile;
 mod request;
 mod resources;
 mod resume;

@@ -1,0 +1,141 @@
+//! Whatever a daemon finds when it starts, of what VMs consist of: it ends in the truth, and no VM runs twice.
+
+use std::{fs, os::unix::fs::MetadataExt as _};
+
+use proto::v1::{ConditionStatus, VmPhase};
+use rstest::rstest;
+use rustix::process::{Pid, Signal, kill_process};
+use tonic::Code;
+
+use crate::{
+    harness::{Daemon, refusal, status, uid, vm_pid},
+    survival::consistent,
+};
+
+/// A run: what the store says of it, its process, and its files, in every combination.
+#[rstest]
+#[tokio::test]
+async fn what_is_left_of_a_run_is_taken_for_what_it_is(
+    #[values(true, false)] alive: bool,
+    #[values(true, false)] runtime_files: bool,
+    #[values(true, false)] logs: bool,
+    #[values(true, false)] cgroup: bool,
+) {
+    let mut daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    let (pid, folder) = (vm_pid(&vm), format!("vms/{}", uid(&vm)));
+    daemon.run("other", "").await;
+    let groups = daemon.cgroups();
+    daemon.kill();
+    if !alive {
+        kill_process(pid, Signal::KILL).unwrap();
+        while daemon.vmm_processes().contains(&pid) {
+            tokio::task::yield_now().await;
+        }
+    }
+    if !runtime_files {
+        fs::remove_dir_all(daemon.path("run").join(&folder)).unwrap();
+    }
+    if !logs {
+        fs::remove_dir_all(daemon.path("log").join(&folder)).unwrap();
+    }
+    if !cgroup {
+        for group in groups.iter().filter(|group| group.ends_with(uid(&vm))) {
+            // A living process keeps its own.
+            assert_eq!(fs::remove_dir(group).is_err(), alive);
+        }
+    }
+    daemon.relaunch().await;
+
+    let found = daemon.get("web").await.unwrap();
+    let state = status(&found);
+    if alive {
+        assert_eq!((state.phase(), vm_pid(&found)), (VmPhase::Running, pid));
+        let reachable = state.conditions[0].status() == ConditionStatus::True;
+        assert_eq!(reachable, runtime_files, "{:?}", state.conditions);
+        // There is no second one.
+        let again = daemon.start_vm("web").await.unwrap_err();
+        assert_eq!(refusal(&again).0, Code::FailedPrecondition, "{again:?}");
+        assert_eq!(daemon.vmm_processes().len(), 2);
+        let killed = daemon.kill_vm("web").await.unwrap();
+        assert_eq!(status(&killed).phase(), VmPhase::Stopped);
+    } else {
+        assert_eq!(state.phase(), VmPhase::Failed);
+    }
+    consistent(&daemon).await;
+    daemon.start_vm("web").await.unwrap();
+    consistent(&daemon).await;
+    let other = daemon.get("other").await.unwrap();
+    assert_eq!(status(&other).phase(), VmPhase::Running);
+}
+
+/// The same without a record: the VM was made after the store that the daemon is given.
+#[rstest]
+#[tokio::test]
+async fn what_is_left_of_a_vm_that_nobody_knows_is_removed_unless_it_lives(
+    #[values(true, false)] alive: bool,
+    #[values(true, false)] runtime_files: bool,
+    #[values(true, false)] logs: bool,
+) {
+    let mut daemon = Daemon::start().await;
+    daemon.kill();
+    let (state, before) = (daemon.path("state"), daemon.path("state-before"));
+    copy(&state, &before);
+    daemon.relaunch().await;
+    let vm = daemon.run("web", "").await;
+    let (pid, folder) = (vm_pid(&vm), format!("vms/{}", uid(&vm)));
+    let [run, log] = ["run", "log"].map(|name| daemon.path(name).join(&folder));
+    let groups = daemon.cgroups();
+    daemon.kill();
+    if !alive {
+        kill_process(pid, Signal::KILL).unwrap();
+        while daemon.vmm_processes().contains(&pid) {
+            tokio::task::yield_now().await;
+        }
+    }
+    if !runtime_files {
+        fs::remove_dir_all(&run).unwrap();
+    }
+    if !logs {
+        fs::remove_dir_all(&log).unwrap();
+    }
+    fs::remove_dir_all(&state).unwrap();
+    fs::rename(&before, &state).unwrap();
+    daemon.relaunch().await;
+
+    assert!(daemon.get("web").await.is_err());
+    let left = daemon.vmm_processes();
+    assert_eq!(left.contains(&pid), alive, "what lives is left alone");
+    assert_eq!(run.exists(), alive && runtime_files);
+    assert_eq!(log.exists(), alive && runtime_files && logs);
+    assert!(groups.iter().all(|group| group.exists() == alive));
+    let user = |pid: Pid| {
+        fs::metadata(format!("/proc/{}", pid.as_raw_nonzero()))
+            .unwrap()
+            .uid()
+    };
+    let next = vm_pid(&daemon.run("next", "").await);
+    assert!(!alive || user(next) != user(pid), "its user is nobody else's");
+    daemon.delete("next", true).await.unwrap();
+    if alive {
+        kill_process(pid, Signal::KILL).unwrap();
+        while daemon.vmm_processes().contains(&pid) {
+            tokio::task::yield_now().await;
+        }
+        daemon.kill_and_restart().await;
+        assert!(!run.exists() && !log.exists() && groups.iter().all(|group| !group.exists()));
+    }
+}
+
+fn copy(from: &std::path::Path, to: &std::path::Path) {
+    fs::create_dir(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let to = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy(&entry.path(), &to);
+        } else {
+            fs::copy(entry.path(), to).unwrap();
+        }
+    }
+}
