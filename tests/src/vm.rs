@@ -341,7 +341,11 @@ impl Drop for Vm<'_> {
             let _ = self
                 .case
                 .node()
-                .ssh(&format!("vmmctl describe vm {0} >&2", self.name))
+                .ssh(&format!(
+                    "vmmctl describe vm {0} >&2; vmmctl stats {0} >&2; \
+                     top -H -b -n 2 -d 2 $(pgrep -x vmm | sed 's/^/-p/') >&2",
+                    self.name
+                ))
                 .map(|output| eprint!("{}", output.stderr));
         }
         // What a failed test leaves is reported by the test of leftovers.

@@ -117,7 +117,8 @@ impl Connection {
     pub fn copy_in(&self, from: &Path, to: &str, mode: u32, deadline: Deadline) -> Result<()> {
         let input = File::open(from).with_context(|| format!("open {}", from.display()))?;
         let script =
-            format!("umask 077; cat > '{to}.part' && chmod {mode:o} '{to}.part' && mv -f '{to}.part' '{to}'");
+            // Two tests may bring the same file at once.
+            format!("part=$(mktemp '{to}.XXXXXX') && cat > $part && chmod {mode:o} $part && mv -f $part '{to}'");
         let output = run::output_with_input(
             self.command().args(["--", &script]),
             Some(Box::new(input)),

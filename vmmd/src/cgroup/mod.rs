@@ -160,16 +160,32 @@ impl Group {
             if running && setting.file == "memory.max" && self.would_shrink(&setting.value) {
                 continue;
             }
+            let value = if running && setting.value.is_empty() {
+                self.all_there_are(&setting.file)
+            } else {
+                setting.value.clone()
+            };
             // An empty value has to be written too.
             let written = fs::OpenOptions::new()
                 .write(true)
                 .open(self.dir.join(&setting.file))
-                .and_then(|mut file| file.write_all(format!("{}\n", setting.value).as_bytes()));
+                .and_then(|mut file| file.write_all(format!("{value}\n").as_bytes()));
             if let Err(error) = written {
                 refused.push((setting.clone(), error));
             }
         }
         refused
+    }
+
+    /// What stands for "as the parent has it" in a group with processes: there the kernel takes no empty set in the place of
+    /// another (ENOSPC, `validate_change` in kernel/cgroup/cpuset.c).
+    fn all_there_are(&self, file: &str) -> String {
+        let read = |dir: &Path, file: &str| fs::read_to_string(dir.join(file)).unwrap_or_default();
+        if read(&self.dir, file).trim().is_empty() {
+            return String::new();
+        }
+        let parent = self.dir.parent().unwrap_or(&self.dir);
+        read(parent, &format!("{file}.effective")).trim().to_owned()
     }
 
     /// True when the limit of memory is higher now, or more is used than the new one allows. No limit at all is the sign of
@@ -320,6 +336,24 @@ mod tests {
             .collect();
         assert_eq!(refused, [("io.weight".to_owned(), io::ErrorKind::NotFound)]);
         assert!(!group.dir.join("io.weight").exists());
+    }
+
+    #[test]
+    fn a_running_vm_that_may_have_all_processors_again_is_given_each() {
+        let parent = tempfile::tempdir().unwrap();
+        let dir = parent.path().join("vm");
+        fs::create_dir(&dir).unwrap();
+        fs::write(parent.path().join("cpuset.cpus.effective"), "0-2\n").unwrap();
+        let group = Group { dir };
+        for (before, running, expected) in [("2\n", true, "0-2\n"), ("\n", true, "\n"), ("2\n", false, "\n")]
+        {
+            let file = group.dir.join("cpuset.cpus");
+            // A file of a cgroup has no rest of what it was before.
+            fs::write(&file, before).unwrap();
+            assert!(group.apply(&[set("cpuset.cpus", "")], running).is_empty());
+            let found = fs::read_to_string(&file).unwrap();
+            assert!(found.starts_with(expected), "{before:?} {running}: {found:?}");
+        }
     }
 
     #[test]
