@@ -274,7 +274,7 @@ impl Ring {
                 .user_data(POLL | u64::from(self.next_poll));
             // SAFETY: the entry points to no memory. The kernel holds on to the descriptor's file as long as it polls.
             if unsafe { self.ring.submission().push(&entry) }.is_err() {
-                return Ok(false);
+                return self.stay_awake();
             }
             self.pushed.push(POLL_INDEX);
             self.poll = Some(self.next_poll);
@@ -284,8 +284,19 @@ impl Ring {
         self.note_handed();
         match result {
             Ok(_) => Ok(true),
-            Err(error) => Ok(error.kind() == io::ErrorKind::Interrupted),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(true),
+            // It may pass (EAGAIN, EBUSY).
+            Err(_) => self.stay_awake(),
         }
+    }
+
+    /// There was no sleep: who sleeps otherwise then is woken by the event, also for what came while that was off.
+    fn stay_awake(&mut self) -> io::Result<bool> {
+        self.ring.completion().enable_eventfd();
+        fence(Ordering::SeqCst);
+        self.armed = true;
+        self.event.write(1)?;
+        Ok(false)
     }
 
     /// Whether what [`wait_beside`](Self::wait_beside) polls was readable, since this was asked last. Known once

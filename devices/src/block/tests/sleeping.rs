@@ -129,3 +129,19 @@ fn what_the_page_cache_has_is_read_at_once() {
         assert_eq!(engine.in_flight(), 0);
     }
 }
+
+/// The ring had no room for what it was to wait for beside the requests, or the kernel took nothing.
+#[test]
+fn who_could_not_sleep_this_time_is_woken_where_it_sleeps_then() {
+    let Some((_setup, mut engine)) = ring() else {
+        return;
+    };
+    let (memory, other) = (memory(), event());
+    for token in 0..u32::try_from(engine.depth()).unwrap() {
+        engine.submit(request(&memory, token, write(0), 0, 4096));
+    }
+    assert!(!engine.commit_and_sleep(other.as_raw_fd()).unwrap());
+    assert_ne!(engine.event().unwrap().read().unwrap(), 0, "the event is silent");
+    engine.commit().unwrap();
+    take_one(&mut *engine);
+}
