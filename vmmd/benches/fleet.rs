@@ -1,4 +1,5 @@
-//! What many VMs cost the daemon: its memory, what it does while nobody asks for anything, and how long its answers take.
+//! What many VMs cost the daemon: its memory, what it does while nobody asks for anything, how long its answers take, and
+//! how soon after a kill it has them under control again.
 //! The VMs are mock `vmm` processes, the daemon is the one that is packaged.
 //!
 //! `RUST_LOG=info cargo bench -p vmmd --bench fleet -- [--vms N] [--idle SECONDS]` prints one JSON object on stdout. Needs
@@ -22,14 +23,18 @@ use std::{
 };
 
 use clap::Parser;
+use proto::v1::{self, ConditionStatus};
 use serde_json::json;
 
-use harness::Daemon;
+use harness::{Daemon, status};
 
 /// More than the machine has: mock guests need none of it.
 const CONFIG: &str = "[overcommit]\ncpu = 1000\nvcpu = 1000\nmemory = 1000\n";
 /// Calls that are measured of each kind that changes nothing.
 const CALLS: usize = 2000;
+
+/// How often the daemon is killed.
+const KILLS: usize = 20;
 
 #[derive(Parser)]
 struct Arguments {
@@ -47,7 +52,7 @@ struct Arguments {
 #[tokio::main(flavor = "current_thread")]
 async fn main() {
     let Arguments { vms, idle, .. } = Arguments::parse();
-    let daemon = Daemon::configured(CONFIG).await;
+    let mut daemon = Daemon::configured(CONFIG).await;
     let empty = memory(&daemon);
 
     let (mut create, mut start) = (Calls::new("CreateVm"), Calls::new("StartVm"));
@@ -74,7 +79,12 @@ async fn main() {
         let before = before.get(thread).copied().unwrap_or_default();
         (sum.0 + after.0 - before.0, sum.1 + after.1 - before.1)
     });
-    let calls = [get, list, create, start].map(Calls::figures);
+    let mut restart = Calls::new("Restart");
+    for _ in 0..KILLS {
+        daemon.kill();
+        restart.time(back(&mut daemon, vms)).await;
+    }
+    let calls = [get, list, create, start, restart].map(Calls::figures);
     let report = json!({
         "benchmark": "fleet",
         "vms": vms,
@@ -87,6 +97,15 @@ async fn main() {
         "idle_wakeups": wakeups,
     });
     println!("{report}");
+}
+
+/// Starts a daemon that was killed; it is back when all VMs are under its control.
+async fn back(daemon: &mut Daemon, vms: usize) {
+    daemon.relaunch().await;
+    let ready = |vm: &v1::Vm| status(vm).conditions[0].status() == ConditionStatus::True;
+    while daemon.list().await.iter().filter(|vm| ready(vm)).count() < vms {
+        tokio::task::yield_now().await;
+    }
 }
 
 /// How long each call of one kind took.

@@ -11,6 +11,9 @@ const MEMORY: f64 = 50.0;
 /// Longest answer to a call other than the work that it starts, in milliseconds.
 const CALL: f64 = 5.0;
 
+/// Until a daemon that was killed has its VMs under control again, in milliseconds.
+const CONTROL: f64 = 2000.0;
+
 #[derive(Deserialize)]
 struct Report {
     vms: u32,
@@ -66,6 +69,10 @@ fn render(report: &Report) -> String {
             "ListVms" => (format!("ListVms, {vms} VMs"), format!("{CALL:.0}")),
             // The work that it starts is a process with a machine.
             "StartVm" => ("StartVm, until the mock runs".to_owned(), String::new()),
+            "Restart" => (
+                format!("start after a kill, until all {vms} VMs are under control"),
+                format!("{CONTROL:.0}"),
+            ),
             name => (name.to_owned(), format!("{CALL:.0}")),
         };
         text += &format!(
@@ -86,7 +93,8 @@ mod tests {
         let line = r#"{"benchmark":"fleet","vms":200,"calls":[
             {"call":"GetVm","count":10,"p50_ms":0.25,"p99_ms":1.5},
             {"call":"ListVms","count":10,"p50_ms":2,"p99_ms":3},
-            {"call":"StartVm","count":200,"p50_ms":7,"p99_ms":9}],
+            {"call":"StartVm","count":200,"p50_ms":7,"p99_ms":9},
+            {"call":"Restart","count":20,"p50_ms":70,"p99_ms":90}],
             "empty_pss_kib":10240,"rss_kib":30720,"pss_kib":25600,"idle_seconds":60,"idle_cpu_ms":1.25,"idle_wakeups":3}"#;
         let text = render(&serde_json::from_str(line).expect("figures"));
         for row in [
@@ -97,6 +105,7 @@ mod tests {
             "| GetVm | 10 | 0.25 | 1.50 | 5 |",
             "| ListVms, 200 VMs | 10 | 2.00 | 3.00 | 5 |",
             "| StartVm, until the mock runs | 200 | 7.00 | 9.00 |  |",
+            "| start after a kill, until all 200 VMs are under control | 20 | 70.00 | 90.00 | 2000 |",
         ] {
             assert!(text.contains(row), "no {row:?} in {text}");
         }
