@@ -20,8 +20,8 @@ use super::machine::Machine;
 /// The environment variable that names the keeper's socket.
 pub const KEEPER_VARIABLE: &str = "VMMD_NODE_KEEPER";
 
-/// How many nodes a keeper replaces before it says that something else is wrong.
-const REPLACEMENTS: u32 = 3;
+/// How many nodes are replaced before it is said that something else is wrong.
+pub const REPLACEMENTS: u32 = 3;
 
 /// What the console of a node shows that died in one of these ways. The kernel panics by itself when a processor is stuck
 /// (`softlockup_panic` on its command line).
@@ -65,16 +65,21 @@ impl Keeper {
     }
 }
 
+/// What the emulator is known for, when the node with that console died of it.
+pub fn signature(console: &Path) -> Option<&'static str> {
+    let console = fs::read_to_string(console).unwrap_or_default();
+    SIGNATURES
+        .into_iter()
+        .find(|signature| console.contains(signature))
+}
+
 fn replace(dir: &Path, replaced: &mut u32, boot: &mut impl FnMut() -> Result<Node>) -> Result<()> {
     let Some(failed) = Machine::failed(dir)? else {
         // Another one asked before.
         return Ok(());
     };
-    let console = fs::read_to_string(failed.console_log()).unwrap_or_default();
-    let signature = SIGNATURES
-        .iter()
-        .find(|signature| console.contains(**signature))
-        .context("it did not die of what the emulator is known for")?;
+    let signature =
+        signature(&failed.console_log()).context("it did not die of what the emulator is known for")?;
     ensure!(
         *replaced < REPLACEMENTS,
         "it was replaced {REPLACEMENTS} times already"

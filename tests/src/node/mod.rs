@@ -97,7 +97,19 @@ impl Node {
         let lock = File::create(dir.join("lock"))?;
         lock.lock().context("wait for another boot of this node")?;
         let (image, guests) = images()?;
-        let machine = Machine::start(name, &dir, &image, Some(&guests.disk()), size, tied)?;
+        let start = || Machine::start(name, &dir, &image, Some(&guests.disk()), size, tied);
+        let mut started = start();
+        for _ in 0..keeper::REPLACEMENTS {
+            if started.is_ok() {
+                break;
+            }
+            let Some(signature) = keeper::signature(&dir.join("console.log")) else {
+                break;
+            };
+            eprintln!("node: the emulator lost the node while it booted ({signature}): once more");
+            started = start();
+        }
+        let machine = started?;
         let connection = Connection::of(&machine);
         let node = Node { machine, connection };
         if let Err(error) = node.connection.open(&ssh_key()?, &dir.join("ssh.log")) {
