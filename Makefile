@@ -60,6 +60,10 @@ test: nextest node-tool ## Run all tests, those in the test node included; insta
 	$(NODE) build
 	$(NODE) --name test with -- $(CARGO) nextest run --locked --workspace --profile ci
 
+.PHONY: fleet
+fleet: nextest node-tool deb ## Run the test of many idle guests while vmmd is killed, with 50 of them also where the node is emulated
+	VMMD_FLEET=50 $(NODE) --name fleet with -- $(CARGO) nextest run --locked -p vmmd-tests --success-output immediate -E 'binary(fleet)'
+
 # Parts that need no node run while there is none.
 BENCH_HERE = $(filter $(or $(ONLY),rings daemon),rings daemon)
 BENCH_NODE = $(filter $(or $(ONLY),start disk),start disk)

@@ -311,13 +311,6 @@ fn remove_leftovers(host: &Host, known: &BTreeSet<Uuid>) -> std::io::Result<()> 
             repaired(host, Object::Node, message);
         }
     }
-    for uid in paths::list(&host.config.log_dir)?.into_iter().filter(foreign) {
-        if !alive.contains(&uid) {
-            LogDir::of(&host.config, uid).remove()?;
-            let message = format!("the logs of a VM {uid} that is no more were removed");
-            repaired(host, Object::Node, message);
-        }
-    }
     if let Some(parent) = &host.cgroups {
         for uid in parent.list()?.into_iter().filter(foreign) {
             if alive.contains(&uid) {
@@ -327,10 +320,18 @@ fn remove_leftovers(host: &Host, known: &BTreeSet<Uuid>) -> std::io::Result<()> 
             if let Err(error) = parent.group(uid).remove() {
                 tracing::warn!(%uid, %error, "remove a cgroup");
                 unknown_process(host, uid);
+                alive.insert(uid);
             } else {
                 let message = format!("the cgroup of a VM {uid} that is no more was removed");
                 repaired(host, Object::Node, message);
             }
+        }
+    }
+    for uid in paths::list(&host.config.log_dir)?.into_iter().filter(foreign) {
+        if !alive.contains(&uid) {
+            LogDir::of(&host.config, uid).remove()?;
+            let message = format!("the logs of a VM {uid} that is no more were removed");
+            repaired(host, Object::Node, message);
         }
     }
     Ok(())
