@@ -108,22 +108,14 @@ pub async fn client(number: usize, scene: Arc<Scene>, mut client: Client, calls:
 
 async fn carry_out(scene: &Scene, client: &mut Client, made: &mut Made) {
     let answer = if let Some(request) = &made.request {
-        let (mut other, twice) = (client.clone(), made.call.twice);
-        let second = async {
-            match twice {
-                true => scene.came(request.send(&mut other).await),
-                false => None,
-            }
-        };
-        let (first, second) = tokio::join!(async { scene.came(request.send(client).await) }, second);
-        match (first, second) {
-            (Some(first), Some(second)) if is_final(&first) && is_final(&second) => {
-                assert_eq!(plain(&first), plain(&second), "two answers to {request:?}");
-                Some(first)
-            }
-            // What was refused because of something else under way is carried out by the next attempt.
-            (Some(_), Some(second)) if is_final(&second) => Some(second),
-            (first, second) => first.or(second),
+        let mut other = client.clone();
+        let first = async { scene.came(request.send(client).await) };
+        if made.call.twice {
+            let second = async { scene.came(request.send(&mut other).await) };
+            let (first, second) = tokio::join!(first, second);
+            of_two(first, second)
+        } else {
+            first.await
         }
     } else {
         scene.came(look(scene, client, made).await.map(|()| Vec::new()))
@@ -133,6 +125,27 @@ async fn carry_out(scene: &Scene, client: &mut Client, made: &mut Made) {
         made.end = scene.now();
     }
     made.answer = answer;
+}
+
+/// What came of a request that was sent twice at the same time.
+fn of_two(first: Option<Answer>, second: Option<Answer>) -> Option<Answer> {
+    match (first, second) {
+        (Some(first), Some(second)) if is_final(&first) && is_final(&second) => {
+            assert_eq!(plain(&first), plain(&second), "two answers to one request");
+            Some(first)
+        }
+        // What was refused because of something else under way is carried out by the other attempt,
+        (Some(one), Some(other)) => {
+            let weight = |answer: &Answer| match answer {
+                answer if is_final(answer) => 2,
+                Err(status) if reason(status).as_deref() == Some("BUSY") => 0,
+                _ => 1,
+            };
+            Some(std::cmp::max_by_key(one, other, weight))
+        }
+        // and perhaps by one that was never answered.
+        (answer, None) | (None, answer) => answer.filter(is_final),
+    }
 }
 
 /// Calls that change nothing, and the end of a process.
@@ -172,5 +185,41 @@ pub fn plain(answer: &Answer) -> Result<&[u8], (tonic::Code, &str)> {
     match answer {
         Ok(response) => Ok(response),
         Err(status) => Err((status.code(), status.message())),
+    }
+}
+
+mod tests {
+    use tonic::Code;
+    use tonic_types::{ErrorDetails, StatusExt};
+
+    use super::*;
+
+    fn refused(code: Code, reason: &str) -> Option<Answer> {
+        let details = ErrorDetails::with_error_info(reason, "vmmd", []);
+        Some(Err(Status::with_error_details(code, "", details)))
+    }
+
+    #[test]
+    fn one_of_two_attempts_that_was_not_answered_may_have_been_carried_out() {
+        let busy = || refused(Code::FailedPrecondition, "BUSY");
+        let cut = || refused(Code::Aborted, "SUPERSEDED");
+        let missing = || refused(Code::NotFound, "VM_NOT_FOUND");
+        let done = || Some(Ok(Vec::new()));
+        for (first, second, expected) in [
+            (busy(), None, None),
+            (None, None, None),
+            (done(), None, done()),
+            (missing(), None, missing()),
+            (busy(), done(), done()),
+            (busy(), missing(), missing()),
+            (busy(), busy(), busy()),
+            (busy(), cut(), cut()),
+            (cut(), missing(), missing()),
+            (done(), done(), done()),
+        ] {
+            for answer in [of_two(first.clone(), second.clone()), of_two(second, first)] {
+                assert_eq!(answer.as_ref().map(plain), expected.as_ref().map(plain));
+            }
+        }
     }
 }
