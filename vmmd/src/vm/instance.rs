@@ -121,6 +121,10 @@ pub enum Found {
 /// Connects and says hello; waits as long as the process lives.
 pub async fn connect(runtime: RuntimeDir) -> Result<Session, control::Error> {
     let (client, events) = Client::connect(&runtime.control()).await?;
+    greet(client, events).await
+}
+
+async fn greet(client: Client, events: mpsc::Receiver<Event>) -> Result<Session, control::Error> {
     let hello = client.hello().await?;
     Ok(Session {
         client,
@@ -159,12 +163,13 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
         let instance = Instance::new(process, Link::Lost, claim, None);
         return Ok(Found::Alive(Box::new(instance), None));
     }
-    let peer = match Client::connect(&runtime.control()).await {
-        Ok((client, _)) => client.peer().ok().map(|(pid, _)| pid),
-        Err(_) => None,
-    };
     let lock_path = runtime.lock();
-    let mut connecting = tokio::spawn(connect(runtime));
+    let connected = Client::connect(&runtime.control()).await;
+    let peer = connected.as_ref().ok().and_then(|(client, _)| client.peer().ok());
+    let mut connecting = tokio::spawn(async {
+        let (client, events) = connected?;
+        greet(client, events).await
+    });
     let (link, hello) = match timeout(ATTACH_TIMEOUT, &mut connecting).await {
         Ok(Ok(Ok(Session {
             client,
@@ -183,7 +188,7 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
         .map(|parent| parent.group(uid).processes())
         .unwrap_or_default();
     let told = hello.as_ref().map(|hello| hello.pid);
-    let mut candidates = peer.into_iter().chain(group).chain(told);
+    let mut candidates = peer.map(|(pid, _)| pid).into_iter().chain(group).chain(told);
     let process = candidates
         .find(|pid| owner(*pid).is_ok_and(|owner| owner == user))
         .map(Process::open);
