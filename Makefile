@@ -66,13 +66,13 @@ fleet: nextest node-tool deb ## Run the test of many idle guests while vmmd is k
 
 # Parts that need no node run while there is none.
 BENCH_HERE = $(filter $(or $(ONLY),rings daemon),rings daemon)
-BENCH_NODE = $(filter $(or $(ONLY),start disk),start disk)
+BENCH_NODE = $(filter $(or $(ONLY),start disk ends),start disk ends)
 comma := ,
 list = $(subst $() ,$(comma),$(strip $(1)))
 BENCH = target/debug/bench $(if $(PUBLISH),--publish) --only
 
 .PHONY: bench
-bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, disk, rings or daemon: a part)
+bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, disk, ends, rings or daemon: a part)
 	$(CARGO) build -q -p vmmd-tests --bin bench
 	$(if $(BENCH_HERE),$(BENCH) $(call list,$(BENCH_HERE)))
 	$(if $(BENCH_NODE),$(NODE) --name bench with -- $(BENCH) $(call list,$(BENCH_NODE)))

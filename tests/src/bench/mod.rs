@@ -3,6 +3,7 @@
 
 mod daemon;
 mod disk;
+mod ends;
 mod fleet;
 mod rings;
 mod start;
@@ -23,6 +24,8 @@ pub enum Part {
     Start,
     /// Requests to a disk. In the node.
     Disk,
+    /// How soon the end of a run is told. In the node.
+    Ends,
     /// A disk's rings without a guest. On this machine.
     Rings,
     /// The daemon with many VMs. On this machine.
@@ -35,6 +38,7 @@ impl Part {
         match self {
             Part::Start => Ok(start::run(&Node::get()?, runs)? + &daemon::run(runs)?),
             Part::Disk => disk::run(&Node::get()?, runs),
+            Part::Ends => ends::run(runs),
             Part::Rings => rings::run(),
             Part::Daemon => fleet::run(),
         }
