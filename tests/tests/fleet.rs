@@ -84,7 +84,8 @@ impl<'case> Fleet<'case> {
             fleet.logs.insert(text("/metadata/name"), log);
         }
         // Two at a time: the node has as many processors. A log's follower ends with the next line after the first.
-        let one = "vmmctl start $0 && timeout 300 tail -n +1 -F $1 2>/dev/null | grep -q -m 1 \"^up 2 \"";
+        let one = "vmmctl start $0 && timeout 300 tail -n +1 -F $1 2>/dev/null | grep -q -m 1 \"^up 2 \" || \
+                   { echo \"$0 did not come up:\"; tail -n 20 $1; exit 1; }";
         let boots = fleet.logs.iter().map(|(name, log)| format!("{name} {log}"));
         let boots = boots.collect::<Vec<_>>().join("\n");
         let script = format!("xargs -P 2 -n 2 sh -c '{one}' <<'VMS'\n{boots}\nVMS\n");
@@ -202,6 +203,14 @@ impl<'case> Fleet<'case> {
 
 impl Drop for Fleet<'_> {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            // A guest whose kernel has panicked has begun to count anew, and its log goes with the VM.
+            let logs = self.logs.values().cloned().collect::<Vec<_>>().join(" ");
+            let shown = self
+                .node
+                .ssh(&format!("grep -H -A 30 -E 'Kernel panic|BUG:|Oops' {logs}"));
+            let _ = shown.map(|output| eprintln!("{}", output.stdout));
+        }
         // Each fails only when there is no node any more.
         let names = self.names.join(" ");
         let _ = self
