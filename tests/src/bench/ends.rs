@@ -116,6 +116,7 @@ fn measure(case: &Case, vm: &Vm<'_>, end: &End) -> Result<[f64; 2]> {
     ensure!(line.contains(before), "no {before} in {line}");
     let status = time(&line)?;
     let event = time(&told(&mut events, &format!("\"reason\":\"{}\"", end.event))?)?;
+    ensure!(status >= began && event >= began, "told before it happened");
     if vm.phase()? == "RUNNING" {
         vm.ctl("stop --force")?;
     }

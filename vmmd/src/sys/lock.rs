@@ -42,6 +42,15 @@ pub fn lock_file(file: impl AsFd, kind: LockKind) -> io::Result<bool> {
 /// As [`lock_file`], but looks again until `limit` has passed. There is no event to wait for: fcntl(2) that waits for a lock
 /// can't be given a limit, and would take it when nobody wants it any more.
 pub fn lock_file_within(file: impl AsFd, kind: LockKind, limit: Duration) -> io::Result<bool> {
+    look_again(file, kind, limit, thread::sleep)
+}
+
+fn look_again(
+    file: impl AsFd,
+    kind: LockKind,
+    limit: Duration,
+    mut pause: impl FnMut(Duration),
+) -> io::Result<bool> {
     const AGAIN: Duration = Duration::from_millis(10);
     let deadline = Instant::now() + limit;
     loop {
@@ -51,7 +60,7 @@ pub fn lock_file_within(file: impl AsFd, kind: LockKind, limit: Duration) -> io:
         if Instant::now() >= deadline {
             return Ok(false);
         }
-        thread::sleep(AGAIN);
+        pause(AGAIN);
     }
 }
 
@@ -160,12 +169,10 @@ mod tests {
         let (first, second) = (file.reopen().unwrap(), file.reopen().unwrap());
         assert!(lock_file(&first, LockKind::Exclusive).unwrap());
         assert!(!lock_file_within(&second, LockKind::Exclusive, Duration::ZERO).unwrap());
-        let holder = thread::spawn(move || {
-            thread::sleep(Duration::from_millis(30));
-            drop(first);
-        });
-        assert!(lock_file_within(&second, LockKind::Exclusive, Duration::from_secs(60)).unwrap());
-        holder.join().unwrap();
+        let mut holder = Some(first);
+        let limit = Duration::from_secs(60);
+        assert!(look_again(&second, LockKind::Exclusive, limit, |_| drop(holder.take())).unwrap());
+        assert!(holder.is_none(), "it was taken while somebody had it");
     }
 
     #[test]
