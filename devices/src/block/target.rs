@@ -1,24 +1,25 @@
 //! The file or block device behind a raw image, and how a request is carried out on it by waiting for it.
 
+mod bounce;
+
 use std::{
     fs::File,
     io,
     ops::Range,
-    os::unix::fs::{FileExt as _, FileTypeExt as _},
+    os::unix::fs::FileTypeExt as _,
     sync::{
         Mutex,
         atomic::{AtomicI32, AtomicU64, Ordering},
     },
 };
 
-use rustix::{
-    fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl},
-    io::{ReadWriteFlags, pwritev2},
-};
+use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl};
+
+pub(super) use bounce::Bounce;
 
 use super::{
     SECTOR,
-    direct::{Alignment, BUFFER_BYTES, Buffer, Ranges},
+    direct::{Alignment, Ranges},
     engine::Operation,
     image::OpenError,
 };
@@ -43,6 +44,8 @@ pub(super) struct Target {
     alignment: Alignment,
     /// Held while blocks are changed, if requests may change parts of blocks.
     changing: Option<Ranges>,
+    /// Behind the end of the file there are zeroes, and writes extend it.
+    extended: bool,
     /// In bytes.
     capacity: AtomicU64,
     /// Held while the size is changed.
@@ -96,6 +99,20 @@ impl Target {
         Self::with(file, kind, capacity, alignment)
     }
 
+    /// Of a file that is no disk by itself: behind its end there are zeroes, and writes extend it.
+    pub(super) fn extended_by_writes(file: File, alignment: Alignment) -> Self {
+        Self {
+            file,
+            kind: Kind::File,
+            alignment,
+            changing: alignment.is_coarse().then(Ranges::default),
+            extended: true,
+            capacity: AtomicU64::default(),
+            growing: Mutex::default(),
+            lost: AtomicI32::default(),
+        }
+    }
+
     fn with(file: File, kind: Kind, capacity: u64, alignment: Alignment) -> Result<Self, OpenError> {
         if !capacity.is_multiple_of(alignment.offset.into()) {
             return Err(OpenError::DirectSize {
@@ -108,6 +125,7 @@ impl Target {
             kind,
             alignment,
             changing: alignment.is_coarse().then(Ranges::default),
+            extended: false,
             capacity: capacity.into(),
             growing: Mutex::default(),
             lost: AtomicI32::new(0),
@@ -226,13 +244,25 @@ impl Target {
         buffers: &mut Iovecs,
         bounce: &mut Bounce,
     ) -> io::Result<()> {
-        let change = self.changes(operation, buffers);
-        if let Some((changing, range)) = &change {
+        let change = self.changes(operation, buffers).map(|(_, range)| range);
+        self.while_held(change, || {
+            let result = self.carry_out(operation, buffers, bounce);
+            self.settled(operation, result)
+        })
+    }
+
+    /// Changes a range while nobody else changes anything in its blocks.
+    pub(super) fn alone<T>(&self, offset: u64, length: u64, change: impl FnOnce() -> T) -> T {
+        self.while_held(Some(self.alignment.around(offset, length)), change)
+    }
+
+    fn while_held<T>(&self, range: Option<Range<u64>>, action: impl FnOnce() -> T) -> T {
+        let held = self.changing.as_ref().zip(range);
+        if let Some((changing, range)) = &held {
             changing.lock(range);
         }
-        let result = self.carry_out(operation, buffers, bounce);
-        let result = self.settled(operation, result);
-        if let Some((changing, range)) = &change {
+        let result = action();
+        if let Some((changing, range)) = &held {
             changing.unlock(range);
         }
         result
@@ -258,64 +288,6 @@ impl Target {
         }
     }
 
-    /// Reads bytes through a buffer and hands them on, piece by piece.
-    pub(super) fn read(
-        &self,
-        offset: u64,
-        length: u64,
-        bounce: &mut Bounce,
-        mut to: impl FnMut(&[u8]),
-    ) -> io::Result<()> {
-        for Piece { blocks, bytes } in self.pieces(offset, length) {
-            let buffer = bounce.get(span(&blocks));
-            self.file.read_exact_at(buffer, blocks.start)?;
-            to(part(buffer, &blocks, &bytes));
-        }
-        Ok(())
-    }
-
-    /// Writes bytes through a buffer, which are asked for piece by piece; keeps what else is in their blocks.
-    fn write(
-        &self,
-        offset: u64,
-        length: u64,
-        stable: bool,
-        bounce: &mut Bounce,
-        mut from: impl FnMut(&mut [u8]),
-    ) -> io::Result<()> {
-        let unit = u64::from(self.alignment.offset);
-        for Piece { blocks, bytes } in self.pieces(offset, length) {
-            let buffer = bounce.get(span(&blocks));
-            let last = blocks.end.saturating_sub(unit);
-            if bytes.start > blocks.start {
-                let block = blocks.start..blocks.start.saturating_add(unit);
-                self.file
-                    .read_exact_at(part(buffer, &blocks, &block), block.start)?;
-            }
-            if bytes.end < blocks.end && (last > blocks.start || bytes.start == blocks.start) {
-                self.file
-                    .read_exact_at(part(buffer, &blocks, &(last..blocks.end)), last)?;
-            }
-            from(part(buffer, &blocks, &bytes));
-            write_all_at(&self.file, buffer, blocks.start, stable)?;
-        }
-        Ok(())
-    }
-
-    /// A request cut so that the blocks of each piece fit into a buffer.
-    fn pieces(&self, offset: u64, length: u64) -> impl Iterator<Item = Piece> {
-        let end = offset.saturating_add(length);
-        let mut at = offset;
-        std::iter::from_fn(move || {
-            let left = end.checked_sub(at).filter(|left| *left > 0)?;
-            let mut blocks = self.alignment.around(at, left);
-            blocks.end = blocks.end.min(blocks.start.saturating_add(BUFFER_BYTES as u64));
-            let bytes = at..end.min(blocks.end);
-            at = bytes.end;
-            Some(Piece { blocks, bytes })
-        })
-    }
-
     fn discard(&self, offset: u64, length: u64) -> io::Result<()> {
         let result = match self.kind {
             Kind::File => repeat(|| fallocate(&self.file, zeroing(true), offset, length)),
@@ -331,7 +303,15 @@ impl Target {
         }
     }
 
-    fn write_zeroes(&self, offset: u64, length: u64, unmap: bool, bounce: &mut Bounce) -> io::Result<()> {
+    /// Makes bytes within the file read as zeroes, and gives their space back with `unmap`. To be done
+    /// [`alone`](Self::alone).
+    pub(super) fn write_zeroes(
+        &self,
+        offset: u64,
+        length: u64,
+        unmap: bool,
+        bounce: &mut Bounce,
+    ) -> io::Result<()> {
         if length == 0 {
             return Ok(());
         }
@@ -343,52 +323,6 @@ impl Target {
         }
         self.write(offset, length, false, bounce, |data| data.fill(0))
     }
-}
-
-/// A buffer that is made when it is needed first.
-#[derive(Debug, Default)]
-pub(super) struct Bounce(Option<Buffer>);
-
-impl Bounce {
-    fn get(&mut self, length: usize) -> &mut [u8] {
-        self.0.get_or_insert_with(Buffer::new).get(length)
-    }
-}
-
-/// Some bytes, and the blocks around them.
-struct Piece {
-    blocks: Range<u64>,
-    bytes: Range<u64>,
-}
-
-/// At most what fits into a buffer.
-fn span(range: &Range<u64>) -> usize {
-    usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(usize::MAX)
-}
-
-/// The part of a buffer that holds `bytes`, when the whole holds `blocks`.
-fn part<'a>(buffer: &'a mut [u8], blocks: &Range<u64>, bytes: &Range<u64>) -> &'a mut [u8] {
-    let start = span(&(blocks.start..bytes.start));
-    let end = span(&(blocks.start..bytes.end));
-    buffer.get_mut(start..end).unwrap_or_default()
-}
-
-fn write_all_at(file: &File, data: &[u8], offset: u64, stable: bool) -> io::Result<()> {
-    let flags = if stable {
-        ReadWriteFlags::DSYNC
-    } else {
-        ReadWriteFlags::empty()
-    };
-    let (mut data, mut offset) = (data, offset);
-    while !data.is_empty() {
-        let count = rustix::io::retry_on_intr(|| pwritev2(file, &[io::IoSlice::new(data)], offset, flags))?;
-        if count == 0 {
-            return Err(io::ErrorKind::WriteZero.into());
-        }
-        data = data.get(count..).unwrap_or_default();
-        offset = offset.saturating_add(count as u64);
-    }
-    Ok(())
 }
 
 /// What the file is (or is, as no disk can be), and its size in bytes.

@@ -27,6 +27,7 @@ mod stage;
     clippy::cast_possible_truncation
 )]
 mod tests;
+mod uncached;
 
 use std::{
     fs::File,
@@ -46,6 +47,7 @@ pub use header::{Header, Refusal};
 
 use super::{
     SECTOR,
+    direct::Alignment,
     engine::Engine,
     image::{Geometry, Image, OpenError},
     target::Target,
@@ -57,6 +59,7 @@ use layer::Layer;
 use medium::Medium;
 use pool::Pool;
 use stage::{Base, Stage};
+use uncached::Uncached;
 
 /// An image below an overlay, which is only read.
 #[derive(Debug)]
@@ -81,22 +84,33 @@ impl Qcow2Image {
     /// Checks and locks what was opened, as [`RawImage::open`](super::RawImage::open) does; `backing` are the images
     /// below it, the nearest first, as many as the headers say. Clusters that leaked are freed.
     ///
-    /// `O_DIRECT` is taken off the descriptors: tables are read and written by the page cache.
+    /// With `O_DIRECT` the image's data and tables go past the host's page cache, else through it. What lies below goes
+    /// through it in any case: several VMs have it in common.
     pub fn open(fd: OwnedFd, read_only: bool, backing: Vec<Backing>) -> Result<Self, OpenError> {
         let file = prepare(fd, read_only)?;
         let mut chain = Vec::new();
         for backing in backing {
             chain.push(match backing {
-                Backing::Raw(fd) => Below::Raw(Arc::new(prepare(fd, true)?)),
-                Backing::Qcow2(fd) => Below::Qcow2(Arc::new(prepare(fd, true)?)),
+                Backing::Raw(fd) => Below::Raw(Arc::new(cached(prepare(fd, true)?)?)),
+                Backing::Qcow2(fd) => Below::Qcow2(Arc::new(cached(prepare(fd, true)?)?)),
             });
         }
-        let file = Arc::new(file);
+        if let Some(target) = past_page_cache(&file, read_only) {
+            return Self::open_uncached(target, read_only, chain);
+        }
+        let file = Arc::new(cached(file)?);
         let image = Self::open_on(Arc::clone(&file) as Arc<dyn Medium>, read_only, chain)?;
-        Ok(Self {
-            target: for_rings(&file, read_only),
-            ..image
-        })
+        let target = for_rings(&file, read_only);
+        Ok(Self { target, ..image })
+    }
+
+    fn open_uncached(target: Arc<Target>, read_only: bool, below: Vec<Below>) -> Result<Self, OpenError> {
+        let medium = Arc::new(Uncached::new(Arc::clone(&target)));
+        let image = Self::open_on(medium, read_only, below)?;
+        fill_up(&target.file, read_only, target.alignment().offset.into())
+            .map_err(|error| OpenError::Host("make the image end with a whole block", error))?;
+        let target = Some(target);
+        Ok(Self { target, ..image })
     }
 
     fn open_on(medium: Arc<dyn Medium>, read_only: bool, below: Vec<Below>) -> Result<Self, OpenError> {
@@ -186,10 +200,6 @@ fn prepare(fd: OwnedFd, read_only: bool) -> Result<File, OpenError> {
     if flags.contains(OFlags::APPEND) {
         return Err(OpenError::Access("writing at any place, but for appending"));
     }
-    if flags.contains(OFlags::DIRECT) {
-        fcntl_setfl(&file, flags.difference(OFlags::DIRECT))
-            .map_err(host("open the image for the page cache"))?;
-    }
     let kind = if read_only {
         LockKind::Read
     } else {
@@ -202,14 +212,49 @@ fn prepare(fd: OwnedFd, read_only: bool) -> Result<File, OpenError> {
     }
 }
 
+/// The file, to be used through the page cache.
+fn cached(file: File) -> Result<File, OpenError> {
+    let host = |error: rustix::io::Errno| OpenError::Host("open the image for the page cache", error.into());
+    let flags = fcntl_getfl(&file).map_err(host)?;
+    if flags.contains(OFlags::DIRECT) {
+        fcntl_setfl(&file, flags.difference(OFlags::DIRECT)).map_err(host)?;
+    }
+    Ok(file)
+}
+
+/// The same file past the page cache, if it was opened so and can be used so: a file that stays as it is has to consist of
+/// whole blocks for that.
+fn past_page_cache(file: &File, read_only: bool) -> Option<Arc<Target>> {
+    if !fcntl_getfl(file).ok()?.contains(OFlags::DIRECT) {
+        return None;
+    }
+    let alignment = Alignment::of(file).ok()?;
+    let whole = file
+        .metadata()
+        .ok()?
+        .len()
+        .is_multiple_of(alignment.offset.into());
+    if read_only && !whole {
+        return None;
+    }
+    let target = Target::extended_by_writes(file.try_clone().ok()?, alignment);
+    Some(Arc::new(target))
+}
+
 /// The same file for rings, if it can be used so: they want whole sectors.
 fn for_rings(file: &File, read_only: bool) -> Option<Arc<Target>> {
-    let length = file.metadata().ok()?.len();
-    if !read_only && !length.is_multiple_of(SECTOR) {
-        file.set_len(length.next_multiple_of(SECTOR)).ok()?;
-    }
+    fill_up(file, read_only, SECTOR).ok()?;
     let target = Target::new(file.try_clone().ok()?).ok()?;
     Some(Arc::new(target))
+}
+
+/// Makes the file end with a whole block, if it is there to be written.
+fn fill_up(file: &File, read_only: bool, block: u64) -> io::Result<()> {
+    let length = file.metadata()?.len();
+    if !read_only && !length.is_multiple_of(block) {
+        file.set_len(length.next_multiple_of(block))?;
+    }
+    Ok(())
 }
 
 fn read_error(error: io::Error) -> OpenError {

@@ -28,16 +28,20 @@ use crate::block::{
     uring::UringEngine,
 };
 
-fn file(path: &Path, flags: i32) -> File {
+pub(super) fn file(path: &Path, flags: i32) -> File {
     let mut options = File::options();
     let options = options.read(true).write(true).create(true).truncate(false);
     options.custom_flags(flags).open(path).unwrap()
 }
 
 fn create(path: &Path, size: u64) {
+    create_in(path, size, create::CLUSTER_SIZE);
+}
+
+pub(super) fn create_in(path: &Path, size: u64, cluster_size: u32) {
     let options = CreateOptions {
         size,
-        cluster_size: create::CLUSTER_SIZE,
+        cluster_size,
         preallocation: Preallocation::Off,
         backing: None,
     };
@@ -48,14 +52,14 @@ fn open(path: &Path) -> Qcow2Image {
     Qcow2Image::open(file(path, 0).into(), false, Vec::new()).unwrap()
 }
 
-fn report(path: &Path) -> check::Report {
+pub(super) fn report(path: &Path) -> check::Report {
     let file = file(path, 0);
     let header = Header::read(&file).unwrap().unwrap();
     check::inspect(&file, &header).unwrap().unwrap().report
 }
 
 /// What QEMU says of it, where that is installed.
-fn ask_qemu(path: &Path) {
+pub(super) fn ask_qemu(path: &Path) {
     let output = Command::new("qemu-img").arg("check").arg("-q").arg(path).output();
     if let Ok(output) = output {
         // 3: leaks only (qemu-img(1)).
@@ -115,18 +119,6 @@ fn descriptors_that_can_not_be_used_are_refused() {
     let append = File::options().read(true).append(true).open(&path).unwrap();
     assert!(error(append, false).contains("appending"));
     assert!(Qcow2Image::open(File::open(&path).unwrap().into(), true, Vec::new()).is_ok());
-}
-
-#[test]
-fn a_descriptor_with_direct_io_is_used_through_the_page_cache() {
-    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
-    let path = folder.path().join("disk");
-    create(&path, 1 << 20);
-    let disk = Qcow2Image::open(file(&path, libc::O_DIRECT).into(), false, Vec::new()).unwrap();
-    let mut guest = Guest::new(&disk);
-    guest.write(512, &[1; 512]).unwrap();
-    guest.flush().unwrap();
-    assert_eq!(guest.read(512, 512).unwrap(), [1; 512]);
 }
 
 #[test]
@@ -203,6 +195,8 @@ proptest! {
 
 /// Environment: the image that a child process writes to until it is killed.
 const VICTIM: &str = "VMMD_TEST_QCOW2_VICTIM";
+/// How it opens it.
+const VICTIMS_FLAGS: &str = "VMMD_TEST_QCOW2_VICTIMS_FLAGS";
 const VICTIM_SECTORS: u64 = 32 << 10;
 
 /// The place and content of the writer's `number`th write.
@@ -220,7 +214,9 @@ fn victim() {
     let Some(path) = std::env::var_os(VICTIM) else {
         return;
     };
-    let disk = open(Path::new(&path));
+    let flags = std::env::var(VICTIMS_FLAGS).unwrap().parse().unwrap();
+    let file = file(Path::new(&path), flags);
+    let disk = Qcow2Image::open(file.into(), false, Vec::new()).unwrap();
     let mut guest = Guest::new(&disk);
     let seed = fs::metadata(&path).unwrap().ino();
     for number in 1.. {
@@ -248,7 +244,7 @@ fn victim() {
 
 #[test]
 fn a_killed_process_leaves_a_consistent_image_with_all_that_was_flushed() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     let path = folder.path().join("disk");
     for round in 0..6_u64 {
         let _ = fs::remove_file(&path);
@@ -257,6 +253,7 @@ fn a_killed_process_leaves_a_consistent_image_with_all_that_was_flushed() {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "block::qcow2::tests::files::victim", "--nocapture"])
             .env(VICTIM, &path)
+            .env(VICTIMS_FLAGS, [0, libc::O_DIRECT][round as usize % 2].to_string())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();

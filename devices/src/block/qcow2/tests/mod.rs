@@ -7,3 +7,4 @@ mod model;
 mod refusals;
 mod requests;
 mod support;
+mod uncached;
