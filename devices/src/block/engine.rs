@@ -1,6 +1,10 @@
 //! How requests on an image are carried out: they are submitted, and complete later, in any order.
 
-use std::{io, os::fd::RawFd, time::Instant};
+use std::{
+    io,
+    os::fd::RawFd,
+    time::{Duration, Instant},
+};
 
 use vmm_sys_util::eventfd::EventFd;
 
@@ -89,6 +93,12 @@ pub trait Engine: Send {
     /// signal comes. False when it did neither, or not all: who wants to sleep does so otherwise. `other` has to be
     /// readable when [`event`](Self::event) is.
     fn commit_and_sleep(&mut self, _other: RawFd) -> io::Result<bool> {
+        Ok(false)
+    }
+    /// Sleeps until that many requests more have completed than [`completed`](Self::completed) has told of, but not much
+    /// longer than `limit`. All was committed. With `other` that counts as one when it is readable, see
+    /// [`commit_and_sleep`](Self::commit_and_sleep). False when it can't: it did not sleep then.
+    fn sleep_for(&mut self, _requests: usize, _other: Option<RawFd>, _limit: Duration) -> io::Result<bool> {
         Ok(false)
     }
     /// Whether `other` was readable since this was asked last. Known when [`completed`](Self::completed) has given `None`.

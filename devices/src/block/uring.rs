@@ -4,7 +4,13 @@
 //! These leave the ring for the pool: discards of block devices, zeroings that the file system has no call for, and what
 //! direct I/O does not take as it is, or not now (see [`direct`](super::direct)).
 
-use std::{io, ops::Range, os::fd::RawFd, sync::Arc, time::Instant};
+use std::{
+    io,
+    ops::Range,
+    os::fd::RawFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use vmm_sys_util::eventfd::EventFd;
 
@@ -345,6 +351,15 @@ impl Engine for UringEngine {
             return Ok(false);
         }
         self.ring.wait_beside(other)
+    }
+
+    fn sleep_for(&mut self, requests: usize, other: Option<RawFd>, limit: Duration) -> io::Result<bool> {
+        let awaited = self.ring.under_way().saturating_add(usize::from(other.is_some()));
+        // What is in the pool is not waited for: the limit is for that.
+        if !self.ended.is_empty() || self.alone.is_some() || self.unsent || awaited < requests {
+            return Ok(false);
+        }
+        self.ring.wait_for(requests, other, limit)
     }
 
     fn other_called(&mut self) -> bool {

@@ -16,6 +16,7 @@ use std::{
         Arc,
         atomic::{Ordering, fence},
     },
+    time::Duration,
 };
 
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
@@ -263,11 +264,22 @@ impl Ring {
     /// `other` is polled until [`forget_other`](Self::forget_other) or until it is readable, which
     /// [`other_called`](Self::other_called) tells.
     pub fn wait_beside(&mut self, other: RawFd) -> io::Result<bool> {
+        self.wait(1, Some(other), None)
+    }
+
+    /// Waits until so many calls more have come back than [`returned`](Self::returned) has given, or a signal comes, and no
+    /// longer than `limit`. `other`, polled as by [`wait_beside`](Self::wait_beside), counts as a call. False when it did
+    /// not wait.
+    pub fn wait_for(&mut self, calls: usize, other: Option<RawFd>, limit: Duration) -> io::Result<bool> {
+        self.wait(calls, other, Some(limit))
+    }
+
+    fn wait(&mut self, calls: usize, other: Option<RawFd>, limit: Option<Duration>) -> io::Result<bool> {
         if !self.deferred || self.dead || self.called {
             return Ok(false);
         }
         self.wake_up()?;
-        if self.poll.is_none() {
+        if let (None, Some(other)) = (self.poll, other) {
             let events = u32::try_from(libc::POLLIN).unwrap_or(0);
             let entry = opcode::PollAdd::new(types::Fd(other), events)
                 .build()
@@ -280,11 +292,18 @@ impl Ring {
             self.poll = Some(self.next_poll);
             self.next_poll = self.next_poll.wrapping_add(1);
         }
-        let result = self.ring.submit_and_wait(1);
+        let result = match limit {
+            None => self.ring.submit_and_wait(calls),
+            Some(limit) => {
+                let limit = types::Timespec::from(limit);
+                let arguments = types::SubmitArgs::new().timespec(&limit);
+                self.ring.submitter().submit_with_args(calls, &arguments)
+            }
+        };
         self.note_handed();
         match result {
             Ok(_) => Ok(true),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(true),
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ETIME | libc::EINTR)) => Ok(true),
             // It may pass (EAGAIN, EBUSY).
             Err(_) => self.stay_awake(),
         }

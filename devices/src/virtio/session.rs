@@ -208,8 +208,9 @@ impl Session {
         self.epoll.as_raw_fd()
     }
 
-    /// Sends the interrupts that are due now, before the handler returns.
-    pub fn flush_interrupts(&mut self) -> Result<(), Fault> {
+    /// Sends the interrupts that are due now, before the handler returns. Says whether there were any.
+    pub fn flush_interrupts(&mut self) -> Result<bool, Fault> {
+        let mut sent = false;
         for slot in self.slots.iter_mut().flatten() {
             let queue = slot.queue.index();
             if slot
@@ -219,9 +220,10 @@ impl Session {
             {
                 Counters::bump(&self.counters.interrupts);
                 self.signals.queue_interrupt(queue);
+                sent = true;
             }
         }
-        Ok(())
+        Ok(sent)
     }
 
     /// Tells the driver that the device's configuration space changed.

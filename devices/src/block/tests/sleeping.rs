@@ -1,10 +1,13 @@
 //! Sleeping in the ring, for completions and for something else.
 
-use std::os::fd::AsRawFd as _;
+use std::{os::fd::AsRawFd as _, time::Duration};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::*;
+
+/// A test that sleeps so long has failed.
+const LONG: Duration = Duration::from_secs(1000);
 
 fn event() -> EventFd {
     EventFd::new(EFD_NONBLOCK).unwrap()
@@ -103,8 +106,48 @@ fn who_can_not_sleep_so_says_so_and_loses_nothing() {
         let (mut engine, memory, other) = (setup.engine(), memory(), event());
         assert!(!sleep_on_a_write(&mut *engine, &memory, &other));
         engine.commit().unwrap();
+        assert!(!engine.sleep_for(1, None, LONG).unwrap());
         take_one(&mut *engine);
         assert!(!engine.other_called());
+    }
+}
+
+#[test]
+fn who_sleeps_for_several_finds_them_all() {
+    let Some((_setup, mut engine)) = ring() else {
+        return;
+    };
+    let memory = memory();
+    for several in [1, 8, 32] {
+        for token in 0..several {
+            engine.submit(request(&memory, token, write(u64::from(token) * 4096), 0, 4096));
+        }
+        engine.commit().unwrap();
+        assert!(engine.sleep_for(several as usize, None, LONG).unwrap());
+        for _ in 0..several {
+            engine
+                .completed()
+                .expect("it was woken too early")
+                .result
+                .unwrap();
+        }
+        assert!(engine.completed().is_none());
+    }
+}
+
+#[test]
+fn nobody_sleeps_for_more_than_there_are_nor_longer_than_wanted() {
+    let Some((_setup, mut engine)) = ring() else {
+        return;
+    };
+    let memory = memory();
+    assert!(!engine.sleep_for(1, None, LONG).unwrap());
+    for _ in 0..20 {
+        engine.submit(request(&memory, 1, write(0), 0, 4096));
+        engine.commit().unwrap();
+        assert!(!engine.sleep_for(2, None, LONG).unwrap());
+        engine.sleep_for(1, None, Duration::from_nanos(1)).unwrap();
+        take_one(&mut *engine);
     }
 }
 

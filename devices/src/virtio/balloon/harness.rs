@@ -212,7 +212,7 @@ impl Harness {
             other => other,
         };
         match result.and_then(|()| session.flush_interrupts()) {
-            Ok(()) => {}
+            Ok(_) => {}
             Err(Fault::Backend(..)) => self.backend_faults += 1,
             // It needs a reset.
             Err(Fault::Ring { .. }) => {

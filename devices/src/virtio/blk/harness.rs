@@ -316,7 +316,7 @@ impl Harness {
             other => other,
         };
         match result.and_then(|()| session.flush_interrupts()) {
-            Ok(()) | Err(Fault::Guest { .. }) => {}
+            Ok(_) | Err(Fault::Guest { .. }) => {}
             Err(Fault::Backend(..)) => self.reported += 1,
             Err(Fault::Held(..)) => self.held += 1,
             // It needs a reset.

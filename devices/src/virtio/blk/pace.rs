@@ -27,11 +27,28 @@ const REST: u32 = 256;
 /// request that the page cache answers.
 const AT_ONCE: Duration = Duration::from_micros(10);
 
-/// With so many requests under way, answers wait for others a moment.
+/// When the driver has so many requests, answers wait for others a moment.
 const MANY: usize = 8;
-/// How long at most: half of what an interrupt costs a guest on a nested hypervisor, and little beside the latency of
-/// a disk that has so many requests under way. It is spent looking, so it must not be long.
-const MAX_PILE: Duration = Duration::from_micros(20);
+/// For that part of what requests take at most, since it is what the disk's latency grows by.
+const PILE_PART: u32 = 4;
+/// And for so many times what it takes to send an interrupt, which is what is saved, to us and more so to the guest: a
+/// microsecond where the processor delivers it, a hundred on a nested hypervisor.
+const WORTH: u32 = 32;
+/// So long they may always wait. It is spent looking, as to go to sleep and to wake up takes as long.
+const MIN_PILE: Duration = Duration::from_micros(20);
+/// And never longer than that.
+const MAX_PILE: Duration = Duration::from_millis(2);
+
+/// What to do with answers that the driver was not told of, when nothing else is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pile {
+    /// Tell.
+    No,
+    /// Look for others at once.
+    Look,
+    /// Sleep until there are so many more, but no longer than that.
+    Sleep(usize, Duration),
+}
 
 /// What to do when there is nothing to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,6 +73,10 @@ pub(super) struct Pace {
     looked: Option<Instant>,
     /// Notifications that nothing is learnt from.
     rest: u32,
+    /// What reads and writes take, on average.
+    latency: Duration,
+    /// What it takes to send an interrupt, on average.
+    interrupt: Duration,
 }
 
 impl Pace {
@@ -115,21 +136,61 @@ impl Pace {
         }
     }
 
+    /// A read or a write took so long.
+    pub(super) fn took(&mut self, time: Duration) {
+        learn(&mut self.latency, time);
+    }
+
+    /// It took so long to send an interrupt.
+    pub(super) fn interrupted(&mut self, time: Duration) {
+        learn(&mut self.interrupt, time);
+    }
+
+    /// How long answers wait for others at most.
+    fn patience(&self) -> Duration {
+        let part = self.latency.checked_div(PILE_PART).unwrap_or_default();
+        let worth = self.interrupt.saturating_mul(WORTH);
+        part.min(worth).clamp(MIN_PILE, MAX_PILE)
+    }
+
+    /// Whether answers, the first of which waits for so long already, wait for more: with many others under way or soon
+    /// expected, until they are a quarter of all.
+    pub(super) fn pile_up(&mut self, answers: usize, under_way: usize, waited: Duration) -> Pile {
+        let all = answers.saturating_add(under_way).saturating_add(self.owed);
+        let wanted = all.div_ceil(4);
+        if answers == 0 || all < MANY || answers >= wanted {
+            return Pile::No;
+        }
+        let patience = self.patience();
+        let left = patience.saturating_sub(waited);
+        if left.is_zero() {
+            // The driver may have less to do than before.
+            self.owed = self.owed.wrapping_div(2);
+            Pile::No
+        } else if patience <= MIN_PILE {
+            Pile::Look
+        } else {
+            Pile::Sleep(wanted.saturating_sub(answers), left)
+        }
+    }
+
+    /// Whether it is worth asking for the time.
+    pub(super) fn may_pile_up(&self, answers: usize, under_way: usize) -> bool {
+        answers > 0 && answers.saturating_add(under_way).saturating_add(self.owed) >= MANY
+    }
+
     /// Nothing is known any more.
     pub(super) fn forget(&mut self) {
         *self = Self::default();
     }
 }
 
-/// Whether answers, the first of which is ready since `since`, wait for more: with many others under way, until they
-/// are a quarter as many.
-pub(super) fn pile_up(answers: usize, under_way: usize, since: Instant, now: Instant) -> bool {
-    may_pile_up(answers, under_way) && now.saturating_duration_since(since) < MAX_PILE
-}
-
-/// Whether it is worth asking for the time.
-pub(super) fn may_pile_up(answers: usize, under_way: usize) -> bool {
-    answers > 0 && is_many(under_way) && answers.saturating_mul(4) < under_way
+/// Moves an average of about the last eight.
+fn learn(average: &mut Duration, value: Duration) {
+    let eighth = |time: Duration| time.checked_div(8).unwrap_or_default();
+    *average = average
+        .saturating_sub(eighth(*average))
+        .saturating_add(eighth(value));
 }
 
 /// Whether so many are under way that others complete soon.
@@ -206,11 +267,67 @@ mod tests {
     }
 
     #[test]
-    fn answers_pile_up_only_with_many_requests_under_way_and_not_for_long() {
-        let now = Instant::now();
-        assert!(!pile_up(1, 0, now, now) && !pile_up(1, 7, now, now) && !pile_up(0, 100, now, now));
-        assert!(pile_up(1, 8, now, now) && pile_up(3, 16, now, now) && !pile_up(4, 16, now, now));
-        assert!(!pile_up(1, 8, now, now + MAX_PILE));
+    fn answers_pile_up_only_when_the_driver_has_many_requests_and_not_for_long() {
+        let mut pace = Pace::default();
+        for (answers, under_way) in [(0, 100), (1, 0), (1, 6), (4, 12), (100, 0)] {
+            let pile = pace.pile_up(answers, under_way, Duration::ZERO);
+            assert_eq!(pile, Pile::No, "{answers} of {under_way}");
+        }
+        assert_eq!(pace.pile_up(1, 7, Duration::ZERO), Pile::Look);
+        assert_eq!(pace.pile_up(3, 13, Duration::ZERO), Pile::Look);
+        assert_eq!(pace.pile_up(1, 7, MIN_PILE), Pile::No);
         assert_eq!((unnotified(1), unnotified(3), unnotified(32)), (0, 1, 16));
+    }
+
+    fn patience(latency: Duration, interrupt: Duration) -> Duration {
+        let mut pace = Pace::default();
+        for _ in 0..400 {
+            pace.took(latency);
+            pace.interrupted(interrupt);
+        }
+        pace.patience()
+    }
+
+    #[test]
+    fn patience_is_a_part_of_the_latency_and_what_an_interrupt_is_worth() {
+        let close = |found: Duration, expected: Duration| {
+            assert!(
+                found <= expected && expected - found < US,
+                "{found:?}, not {expected:?}"
+            );
+        };
+        // A fast disk; a slow one, where an interrupt costs little, or much, or less than nothing is worth.
+        close(patience(100 * US, 2 * US), 25 * US);
+        close(patience(5000 * US, 2 * US), 64 * US);
+        close(patience(5000 * US, 100 * US), 1250 * US);
+        close(
+            patience(Duration::from_secs(3600), Duration::from_secs(1)),
+            MAX_PILE,
+        );
+        close(patience(10 * US, US), MIN_PILE);
+    }
+
+    #[test]
+    fn with_patience_it_sleeps_for_a_quarter_of_what_the_driver_has_then_expects_less() {
+        let (mut pace, now) = (Pace::default(), Instant::now());
+        for _ in 0..400 {
+            pace.took(4000 * US);
+            pace.interrupted(100 * US);
+        }
+        let sleeps = |pile, wanted| matches!(pile, Pile::Sleep(more, _) if more == wanted);
+        assert!(sleeps(pace.pile_up(1, 31, 100 * US), 7), "8 of 32");
+        // It was told of all, and one has come back.
+        pace.told(32, now);
+        pace.taken(1);
+        assert!(sleeps(pace.pile_up(1, 0, 100 * US), 7), "31 may come");
+        for owed in [15, 7] {
+            assert_eq!(pace.pile_up(1, 0, MAX_PILE), Pile::No, "it was in vain");
+            assert!(sleeps(
+                pace.pile_up(1, 0, 100 * US),
+                (owed + 1_usize).div_ceil(4) - 1
+            ));
+        }
+        assert_eq!(pace.pile_up(1, 0, MAX_PILE), Pile::No);
+        assert!(!pace.may_pile_up(1, 0), "the driver has few requests");
     }
 }

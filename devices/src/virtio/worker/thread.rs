@@ -171,7 +171,7 @@ impl Worker {
     fn finish(&mut self, session: &mut Session, result: Result<(), Fault>) -> Health {
         let flushed = session.flush_interrupts();
         match result.and(flushed) {
-            Ok(()) => Health::Good,
+            Ok(_) => Health::Good,
             Err(fault) => self.shared.judge(session, fault),
         }
     }

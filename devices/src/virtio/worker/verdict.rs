@@ -34,7 +34,7 @@ impl Shared {
                     .add_used(queue, head, 0)
                     .and_then(|()| session.flush_interrupts());
                 match returned {
-                    Ok(()) => Health::Good,
+                    Ok(_) => Health::Good,
                     Err(fault) => {
                         Counters::bump(&self.counters.ring_faults);
                         self.need_reset(&fault);

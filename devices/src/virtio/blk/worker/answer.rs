@@ -159,6 +159,9 @@ impl BlkHandler {
             };
             let took = now.saturating_duration_since(work.since);
             counters.answered(kind, bytes, took, status == Status::Ok);
+            if matches!(work.plan, Plan::Read { .. } | Plan::Write { .. }) {
+                self.pace.took(took);
+            }
         }
         let (head, unsettled) = (work.chain.head(), std::mem::take(&mut work.unsettled));
         self.free.push(token);

@@ -14,7 +14,7 @@ use super::{
     OnError,
     control::Shared,
     hold::{Kept, Work},
-    pace::{self, Look, Pace},
+    pace::{self, Look, Pace, Pile},
     request::{ID_LENGTH, Limits},
     throttle::Throttle,
 };
@@ -181,8 +181,7 @@ impl BlkHandler {
                 }
                 continue;
             }
-            if !busy && self.piles_up() {
-                std::hint::spin_loop();
+            if !busy && self.piles_up(session)? {
                 continue;
             }
             self.tell(session)?;
@@ -201,14 +200,42 @@ impl BlkHandler {
         taken > 0 && !self.engine.is_prompt() && !pace::is_many(under_way) && !self.pace.may_look()
     }
 
-    fn piles_up(&mut self) -> bool {
+    /// Whether the driver is told later; waits a moment for more to tell it.
+    fn piles_up(&mut self, session: &mut Session) -> Result<bool, Fault> {
         let under_way = self.engine.in_flight();
-        if !pace::may_pile_up(self.untold, under_way) {
-            return false;
+        if self.called || !self.pace.may_pile_up(self.untold, under_way) {
+            return Ok(false);
         }
         let now = self.clock.now();
         let since = self.untold_since.unwrap_or(now);
-        pace::pile_up(self.untold, under_way, since, now)
+        let waited = now.saturating_duration_since(since);
+        let (more, limit) = match self.pace.pile_up(self.untold, under_way, waited) {
+            Pile::No => return Ok(false),
+            Pile::Look => {
+                std::hint::spin_loop();
+                return Ok(true);
+            }
+            Pile::Sleep(more, limit) => (more, limit),
+        };
+        let mut requests = more;
+        let mut other = None;
+        if under_way < more && !self.waits() {
+            let unnotified = u16::try_from(more.saturating_sub(1)).unwrap_or(u16::MAX);
+            if session.is_left_after_asking(self.queue, unnotified)? {
+                session.suppress_kicks(self.queue)?;
+                return Ok(true);
+            }
+            other = Some(session.events());
+            requests = under_way.max(1);
+        }
+        let slept = self
+            .engine
+            .sleep_for(requests, other, limit)
+            .map_err(|error| Fault::Backend("wait for requests", error))?;
+        if other.is_some() {
+            session.suppress_kicks(self.queue)?;
+        }
+        Ok(slept)
     }
 
     /// Whether requests are expected so soon that the worker stays awake; gives others its processor if they want it.
@@ -216,8 +243,6 @@ impl BlkHandler {
         if self.waits() {
             return false;
         }
-        // A clock read before the interrupt was sent says nothing of the time since.
-        self.clock.next_round();
         if !self.pace.may_look() {
             return false;
         }
@@ -291,9 +316,17 @@ impl BlkHandler {
         if answers == 0 {
             return Ok(());
         }
+        // A clock read before the answers were given says nothing of the time since.
+        self.clock.next_round();
+        let before = self.clock.now();
+        let sent = session.flush_interrupts()?;
+        self.clock.next_round();
         let now = self.clock.now();
+        if sent {
+            self.pace.interrupted(now.saturating_duration_since(before));
+        }
         self.pace.told(answers, now);
-        session.flush_interrupts()
+        Ok(())
     }
 
     fn commit(&mut self) -> Result<(), Fault> {
