@@ -1,9 +1,10 @@
 //! What a request to a disk costs: the same fio jobs in the same guest under each subject, with KVM's counters and the
 //! process' CPU time around each job.
 
-use std::fs;
+use std::{collections::BTreeMap, fs};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 use serde::Serialize;
 
 use crate::{kvm_stats, run::Running, vmm::Subject};
@@ -79,18 +80,21 @@ pub struct Cost {
     exits_per_request: f64,
     /// CPU time of the VMM's process beside that in which the guest ran, in all its threads, without that of fio's start.
     host_cpu_us_per_request: f64,
+    /// KVM's counters that moved, `exits` also among them, without those of fio's start.
+    kvm_per_request: BTreeMap<String, f64>,
 }
 
-/// A moment's counters of the process.
+/// A moment's counters of the process, or what they moved by.
+#[derive(Clone, Default)]
 struct Counters {
-    exits: u64,
+    kvm: kvm_stats::Counters,
     cpu_us: f64,
 }
 
 impl Counters {
     #[allow(clippy::cast_precision_loss, reason = "small numbers")]
     fn read(pid: u32) -> Result<Self> {
-        let exits = kvm_stats::read(pid)?.get("exits").copied().unwrap_or(0);
+        let kvm = kvm_stats::read(pid)?;
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).context("read the process' times")?;
         // proc(5): after the command in parentheses utime is the 12th field, stime the 13th, guest_time the 41st; utime
         // includes guest_time.
@@ -108,26 +112,67 @@ impl Counters {
         };
         let host = (ticks(11) + ticks(12)).saturating_sub(ticks(40));
         Ok(Self {
-            exits,
+            kvm,
             cpu_us: host as f64 * 1e6 / rustix::param::clock_ticks_per_second() as f64,
         })
     }
+
+    fn since(&self, before: &Self) -> Self {
+        let moved = |(name, after): (&String, &u64)| {
+            let by = after.saturating_sub(before.kvm.get(name).copied().unwrap_or(0));
+            (by > 0).then(|| (name.clone(), by))
+        };
+        Self {
+            kvm: self.kvm.iter().filter_map(moved).collect(),
+            cpu_us: (self.cpu_us - before.cpu_us).max(0.0),
+        }
+    }
 }
 
-/// Boots the subject's guest once and runs all jobs on its first disk.
-pub fn run(subject: &Subject) -> Result<Vec<Cost>> {
+/// Puts the process' vCPU on one processor and all its other threads, with those that they start, on another. Where the
+/// scheduler has them on the same one a request takes half as long again, and it leaves them there for a whole job, or not:
+/// that would be measured, and nothing else.
+fn part(pid: u32) -> Result<()> {
+    let allowed = sched_getaffinity(None).context("look which processors there are")?;
+    let mut processors = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu));
+    let (Some(vcpu), Some(others)) = (processors.next(), processors.next()) else {
+        bail!("two processors are needed, one for the guest and one for its VMM");
+    };
+    let mut found = false;
+    for task in fs::read_dir(format!("/proc/{pid}/task")).context("list the threads")? {
+        let task = task?;
+        let name = fs::read_to_string(task.path().join("comm")).context("read a thread's name")?;
+        // Ours, and QEMU's.
+        let is_vcpu = name.starts_with("vcpu-") || name.contains("/KVM");
+        found |= is_vcpu;
+        let mut set = CpuSet::new();
+        set.set(if is_vcpu { vcpu } else { others });
+        let thread = task.file_name().to_string_lossy().parse().ok();
+        let thread = thread.and_then(Pid::from_raw).context("a thread's number")?;
+        sched_setaffinity(Some(thread), &set).context("place a thread")?;
+    }
+    ensure!(found, "no thread is called like a vCPU's");
+    Ok(())
+}
+
+/// Boots the subject's guest once and runs on its first disk all jobs whose name contains `wanted`.
+pub fn run(subject: &Subject, wanted: &str) -> Result<Vec<Cost>> {
     let mut running = Running::new(subject)?;
     running
         .wait_for("GUEST-READY")
         .with_context(|| format!("{} boots", subject.name))?;
+    part(running.pid())?;
     let mut costs: Vec<Cost> = Vec::new();
-    let mut start = (0.0, 0.0);
-    for job in &JOBS {
-        let (cost, exits, cpu) = job
-            .run(&mut running, start)
+    let mut start = Counters::default();
+    for job in JOBS
+        .iter()
+        .filter(|job| job.name == "start" || job.name.contains(wanted))
+    {
+        let (cost, whole) = job
+            .run(&mut running, &start)
             .with_context(|| format!("{}: {}", subject.name, job.name))?;
         if job.name == "start" {
-            start = (exits, cpu);
+            start = whole;
         } else {
             costs.push(cost);
         }
@@ -136,9 +181,9 @@ pub fn run(subject: &Subject) -> Result<Vec<Cost>> {
 }
 
 impl Job {
-    /// Returns also the exits and the CPU time of the whole.
+    /// Returns also what the whole of it cost.
     #[allow(clippy::cast_precision_loss, reason = "small numbers")]
-    fn run(&self, running: &mut Running, start: (f64, f64)) -> Result<(Cost, f64, f64)> {
+    fn run(&self, running: &mut Running, start: &Counters) -> Result<(Cost, Counters)> {
         let kib = self.block_kib * self.requests;
         // The counters are read between the two lines that the shell prints: what is typed and shown is outside of them.
         // fio's runtime in milliseconds is field 9 of its terse output for reads, 50 for writes (fio(1), TERSE OUTPUT).
@@ -167,15 +212,18 @@ impl Job {
             .filter_map(|field| field.trim().parse::<u64>().ok())
             .sum();
         let requests = self.requests as f64;
-        let exits = after.exits.saturating_sub(before.exits) as f64;
-        let cpu = after.cpu_us - before.cpu_us;
+        let whole = after.since(&before);
+        let own = whole.since(start);
+        let kvm = own.kvm.into_iter();
+        let kvm: BTreeMap<String, f64> = kvm.map(|(name, by)| (name, by as f64 / requests)).collect();
         let cost = Cost {
             job: self.name,
             requests: self.requests,
             us_per_request: milliseconds as f64 * 1000.0 / requests,
-            exits_per_request: (exits - start.0).max(0.0) / requests,
-            host_cpu_us_per_request: (cpu - start.1).max(0.0) / requests,
+            exits_per_request: kvm.get("exits").copied().unwrap_or(0.0),
+            host_cpu_us_per_request: own.cpu_us / requests,
+            kvm_per_request: kvm,
         };
-        Ok((cost, exits, cpu))
+        Ok((cost, whole))
     }
 }

@@ -45,6 +45,9 @@ enum Command {
         /// A qcow2 of the same size whose clusters are all allocated; it is written to.
         #[arg(long)]
         qcow2: PathBuf,
+        /// Only fio jobs whose name contains this.
+        #[arg(long, default_value = "")]
+        job: String,
     },
 }
 
@@ -101,8 +104,14 @@ fn main() -> Result<()> {
         Command::Start { common, idle } => common.measure(&vmm::subjects(&common.programs())?, |subject| {
             run::start(subject, idle)
         }),
-        Command::Disk { common, raw, qcow2 } => {
-            common.measure(&vmm::with_disks(&common.programs(), &raw, &qcow2)?, disk::run)
+        Command::Disk {
+            common,
+            raw,
+            qcow2,
+            job,
+        } => {
+            let subjects = vmm::with_disks(&common.programs(), &raw, &qcow2)?;
+            common.measure(&subjects, |subject| disk::run(subject, &job))
         }
     }
 }

@@ -124,6 +124,8 @@ fn qemu(name: &'static str, programs: &Programs, machine: &str, disk: Option<Dis
     arguments.extend(fixed.map(OsString::from));
     for (option, value) in [
         ("-m", "256M"),
+        // Threads have names.
+        ("-name", "measure,debug-threads=on"),
         ("-machine", machine),
         ("-serial", "stdio"),
         ("-device", "virtio-rng-pci"),

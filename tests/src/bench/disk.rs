@@ -78,8 +78,8 @@ pub fn run(node: &Node, runs: u32) -> Result<String> {
 fn report(lines: &[Line], runs: u32) -> String {
     let mut text = format!(
         "### Disk\n\n1 vCPU, 1 queue, fio with io_uring in the same guest, an allocated image of {SIZE} MiB past the node's \
-         page cache, but for qcow2 under vmm, which goes through it; QEMU with aio=io_uring and an I/O thread; medians of \
-         {runs} runs in turn. Time and CPU are in microseconds of this node; host CPU is the VMM's beside the guest's.\n\n"
+         page cache; QEMU with aio=io_uring and an I/O thread; the vCPU on one processor, the VMM's other threads on \
+         another; medians of {runs} runs in turn. Time and CPU are in microseconds of this node; host CPU is the VMM's beside the guest's.\n\n"
     );
     for (title, subjects) in TABLES {
         let names: Vec<&str> = subjects.iter().map(|(_, name)| *name).collect();
