@@ -173,6 +173,31 @@ fn what_the_page_cache_has_is_read_at_once() {
     }
 }
 
+#[test]
+fn without_requests_the_other_or_the_limit_ends_the_sleep() {
+    let Some((_setup, mut engine)) = ring() else {
+        return;
+    };
+    let (memory, other) = (memory(), event());
+    let fd = Some(other.as_raw_fd());
+    engine.commit().unwrap();
+    for _ in 0..3 {
+        assert!(engine.sleep_for(1, fd, Duration::from_millis(1)).unwrap());
+        assert!(engine.completed().is_none());
+        assert!(!engine.other_called());
+    }
+    other.write(1).unwrap();
+    assert!(engine.sleep_for(1, fd, LONG).unwrap());
+    assert!(engine.completed().is_none());
+    assert!(engine.other_called());
+    other.read().unwrap();
+    engine.submit(request(&memory, 1, write(0), 0, 4096));
+    engine.commit().unwrap();
+    assert!(engine.sleep_for(1, fd, LONG).unwrap());
+    take_one(&mut *engine);
+    assert!(!engine.other_called());
+}
+
 /// The ring had no room for what it was to wait for beside the requests, or the kernel took nothing.
 #[test]
 fn who_could_not_sleep_this_time_is_woken_where_it_sleeps_then() {
