@@ -1,7 +1,7 @@
 //! A descriptor chain, checked and split into its two parts (virtio 1.3, 2.7.4).
 
 use vm_memory::{
-    Bytes, GuestAddress, GuestMemoryBackend, VolatileSlice,
+    Bytes, GuestAddress, GuestMemoryBackend, VolatileMemory, VolatileSlice,
     bitmap::{Bitmap, MS},
 };
 use zerocopy::{FromBytes, IntoBytes};
@@ -100,6 +100,20 @@ impl Chain {
         Ok(value)
     }
 
+    /// A copy of the first 16 bytes of the readable part, where block devices have their header.
+    pub fn read_front(&self, memory: &GuestMemory) -> Result<[u8; 16], TooShort> {
+        if let Some(first) = self.readable().first()
+            && first.length >= 16
+            && let Ok(slice) = GuestMemoryBackend::get_slice(memory, first.address, 16)
+            && let Ok(front) = slice.get_ref(0)
+        {
+            return Ok(front.load());
+        }
+        let mut front = [0; 16];
+        self.read(memory, 0, &mut front)?;
+        Ok(front)
+    }
+
     /// Copies into the writable part, from `offset` bytes into it.
     pub fn write(&self, memory: &GuestMemory, offset: u32, data: &[u8]) -> Result<(), TooShort> {
         let mut left = data;
@@ -138,9 +152,9 @@ impl Chain {
     pub fn write_last(&self, memory: &GuestMemory, byte: u8) -> Result<(), TooShort> {
         let last = self.writable().last().ok_or(TooShort)?;
         let end = last.address.0.wrapping_add(u64::from(last.length));
-        GuestMemoryBackend::get_slice(memory, GuestAddress(end.wrapping_sub(1)), 1)
-            .map_err(|_| TooShort)?
-            .copy_from(&[byte]);
+        let slice = GuestMemoryBackend::get_slice(memory, GuestAddress(end.wrapping_sub(1)), 1);
+        let slice = slice.map_err(|_| TooShort)?;
+        slice.get_ref(0).map_err(|_| TooShort)?.store(byte);
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, VolatileMemory};
 
 use super::{chain::GuestSlice, window::Window};
 use crate::GuestMemory;
@@ -62,7 +62,7 @@ impl<'a> Table<'a> {
         let offset = u64::from(index).wrapping_mul(DESCRIPTOR.into());
         let [address, rest]: [u64; 2] = match &self.place {
             Place::Window(window) => window.read(offset)?,
-            Place::Slice(slice) => slice.read_obj(usize::try_from(offset).ok()?).ok()?,
+            Place::Slice(slice) => slice.get_ref(usize::try_from(offset).ok()?).ok()?.load(),
             Place::Scattered(memory, address) => {
                 memory.read_obj(GuestAddress(address.checked_add(offset)?)).ok()?
             }

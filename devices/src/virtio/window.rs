@@ -6,7 +6,7 @@ use std::sync::{Arc, atomic::Ordering};
 
 use vm_memory::{
     AtomicAccess, ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap,
-    MemoryRegionAddress,
+    MemoryRegionAddress, VolatileMemory,
 };
 
 use crate::{GuestMemory, dirty::DirtyBitmap};
@@ -63,7 +63,14 @@ impl Window {
     /// A copy of what is at `offset`.
     pub(super) fn read<T: ByteValued>(&self, offset: u64) -> Option<T> {
         match self.place(offset) {
-            Ok((region, place)) => region.read_obj(place).ok(),
+            Ok((region, place)) => Some(
+                region
+                    .get_slice(place, size_of::<T>())
+                    .ok()?
+                    .get_ref(0)
+                    .ok()?
+                    .load(),
+            ),
             Err(address) => self.memory.read_obj(address).ok(),
         }
     }

@@ -30,10 +30,10 @@ const AT_ONCE: Duration = Duration::from_micros(10);
 /// When the driver has so many requests, answers wait for others a moment.
 const MANY: usize = 8;
 /// For that part of what requests take at most, since it is what the disk's latency grows by.
-const PILE_PART: u32 = 4;
+const PILE_PART: u64 = 4;
 /// And for so many times what it takes to send an interrupt, which is what is saved, to us and more so to the guest: a
 /// microsecond where the processor delivers it, a hundred on a nested hypervisor.
-const WORTH: u32 = 32;
+const WORTH: u64 = 32;
 /// So long they may always wait. It is spent looking, as to go to sleep and to wake up takes as long.
 const MIN_PILE: Duration = Duration::from_micros(20);
 /// And never longer than that.
@@ -73,10 +73,10 @@ pub(super) struct Pace {
     looked: Option<Instant>,
     /// Notifications that nothing is learnt from.
     rest: u32,
-    /// What reads and writes take, on average.
-    latency: Duration,
-    /// What it takes to send an interrupt, on average.
-    interrupt: Duration,
+    /// What reads and writes take, on average, in nanoseconds.
+    latency: u64,
+    /// What it takes to send an interrupt, on average, in nanoseconds.
+    interrupt: u64,
 }
 
 impl Pace {
@@ -136,21 +136,21 @@ impl Pace {
         }
     }
 
-    /// A read or a write took so long.
-    pub(super) fn took(&mut self, time: Duration) {
-        learn(&mut self.latency, time);
+    /// A read or a write took so many nanoseconds.
+    pub(super) fn took(&mut self, nanos: u64) {
+        learn(&mut self.latency, nanos);
     }
 
-    /// It took so long to send an interrupt.
-    pub(super) fn interrupted(&mut self, time: Duration) {
-        learn(&mut self.interrupt, time);
+    /// It took so many nanoseconds to send an interrupt.
+    pub(super) fn interrupted(&mut self, nanos: u64) {
+        learn(&mut self.interrupt, nanos);
     }
 
     /// How long answers wait for others at most.
     fn patience(&self) -> Duration {
-        let part = self.latency.checked_div(PILE_PART).unwrap_or_default();
+        let part = self.latency.wrapping_div(PILE_PART);
         let worth = self.interrupt.saturating_mul(WORTH);
-        part.min(worth).clamp(MIN_PILE, MAX_PILE)
+        Duration::from_nanos(part.min(worth)).clamp(MIN_PILE, MAX_PILE)
     }
 
     /// Whether answers, the first of which waits for so long already, wait for more: with many others under way or soon
@@ -186,11 +186,9 @@ impl Pace {
 }
 
 /// Moves an average of about the last eight.
-fn learn(average: &mut Duration, value: Duration) {
-    let eighth = |time: Duration| time.checked_div(8).unwrap_or_default();
-    *average = average
-        .saturating_sub(eighth(*average))
-        .saturating_add(eighth(value));
+fn learn(average: &mut u64, value: u64) {
+    let others = average.wrapping_sub(average.wrapping_div(8));
+    *average = others.saturating_add(value.wrapping_div(8));
 }
 
 /// Whether so many are under way that others complete soon.
@@ -204,7 +202,7 @@ pub(super) fn unnotified(under_way: usize) -> u16 {
 }
 
 #[cfg(test)]
-#[allow(clippy::arithmetic_side_effects)]
+#[allow(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 mod tests {
     use super::*;
 
@@ -282,8 +280,8 @@ mod tests {
     fn patience(latency: Duration, interrupt: Duration) -> Duration {
         let mut pace = Pace::default();
         for _ in 0..400 {
-            pace.took(latency);
-            pace.interrupted(interrupt);
+            pace.took(latency.as_nanos() as u64);
+            pace.interrupted(interrupt.as_nanos() as u64);
         }
         pace.patience()
     }
@@ -311,8 +309,8 @@ mod tests {
     fn with_patience_it_sleeps_for_a_quarter_of_what_the_driver_has_then_expects_less() {
         let (mut pace, now) = (Pace::default(), Instant::now());
         for _ in 0..400 {
-            pace.took(4000 * US);
-            pace.interrupted(100 * US);
+            pace.took(4_000_000);
+            pace.interrupted(100_000);
         }
         let sleeps = |pile, wanted| matches!(pile, Pile::Sleep(more, _) if more == wanted);
         assert!(sleeps(pace.pile_up(1, 31, 100 * US), 7), "8 of 32");

@@ -1,6 +1,6 @@
 //! Dealing with what has completed, and answering.
 
-use std::io;
+use std::{io, time::Duration};
 
 use super::BlkHandler;
 use crate::{
@@ -157,7 +157,7 @@ impl BlkHandler {
                 Plan::Read { length, .. } | Plan::Write { length, .. } => length.into(),
                 _ => work.ranges.iter().map(|range| range.length).sum(),
             };
-            let took = now.saturating_duration_since(work.since);
+            let took = nanos(now.saturating_duration_since(work.since));
             counters.answered(kind, bytes, took, status == Status::Ok);
             if matches!(work.plan, Plan::Read { .. } | Plan::Write { .. }) {
                 self.pace.took(took);
@@ -174,4 +174,10 @@ impl BlkHandler {
         }
         Ok(())
     }
+}
+
+pub(super) fn nanos(time: Duration) -> u64 {
+    time.as_secs()
+        .saturating_mul(1_000_000_000)
+        .saturating_add(time.subsec_nanos().into())
 }

@@ -323,7 +323,8 @@ impl BlkHandler {
         self.clock.next_round();
         let now = self.clock.now();
         if sent {
-            self.pace.interrupted(now.saturating_duration_since(before));
+            self.pace
+                .interrupted(answer::nanos(now.saturating_duration_since(before)));
         }
         self.pace.told(answers, now);
         Ok(())

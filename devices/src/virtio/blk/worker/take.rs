@@ -87,7 +87,7 @@ impl BlkHandler {
             });
         };
         let capacity = self.shared.capacity.load(Ordering::Acquire);
-        let header = chain.read_obj::<Header>(memory, 0);
+        let header: Result<Header, _> = chain.read_front(memory).map(|front| zerocopy::transmute!(front));
         let outgoing = chain.readable_len().checked_sub(HEADER);
         work.plan = match (header, outgoing) {
             (Ok(header), Some(outgoing)) => self.limits.plan(capacity, &header, outgoing, incoming),
