@@ -98,6 +98,11 @@ impl Qcow2Image {
         if let Some(target) = past_page_cache(&file, read_only) {
             return Self::open_uncached(target, read_only, chain);
         }
+        if fcntl_getfl(&file).is_ok_and(|flags| flags.contains(OFlags::DIRECT)) {
+            tracing::warn!(
+                "a qcow2 image goes through the page cache: its file does not end with a whole block, or direct I/O can't be had"
+            );
+        }
         let file = Arc::new(cached(file)?);
         let image = Self::open_on(Arc::clone(&file) as Arc<dyn Medium>, read_only, chain)?;
         let target = for_rings(&file, read_only);

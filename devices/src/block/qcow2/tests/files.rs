@@ -24,7 +24,7 @@ use super::{
 use crate::block::{
     Backing, Image, Operation, Qcow2Image, SECTOR,
     pool::Pool as RawPool,
-    tests::model::{SECTORS, run_on, steps},
+    tests::model::{SECTORS, Step, run_on, steps},
     uring::UringEngine,
 };
 
@@ -171,6 +171,19 @@ fn what_lies_in_one_piece_is_read_and_written_without_threads() {
     assert!(disk.pool.threads() > 0);
 }
 
+/// An image of [`SECTORS`] sectors, all of them written or not, and what is left of it.
+pub(super) fn does_what_a_disk_does(path: &Path, disk: Qcow2Image, steps: Vec<Step>, written: bool) {
+    let size = (SECTORS * SECTOR) as usize;
+    let mut guest = Guest::new(&disk);
+    if written {
+        guest.write(0, &vec![0; size]).unwrap();
+    }
+    run_on(disk.engine().unwrap(), steps, || guest.read(0, size).unwrap());
+    drop((guest, disk));
+    let found = report(path);
+    assert_eq!((found.corruptions, found.leaks), (0, 0), "{found:?}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
 
@@ -179,17 +192,9 @@ proptest! {
     fn an_image_in_a_file_does_what_a_disk_does(steps in steps(false), written: bool) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disk");
-        let size = SECTORS * SECTOR;
-        create(&path, size);
+        create(&path, SECTORS * SECTOR);
         let disk = open(&path);
-        let mut guest = Guest::new(&disk);
-        if written {
-            guest.write(0, &vec![0; size as usize]).unwrap();
-        }
-        run_on(disk.engine().unwrap(), steps, || guest.read(0, size as usize).unwrap());
-        drop((guest, disk));
-        let found = report(&path);
-        prop_assert_eq!((found.corruptions, found.leaks), (0, 0), "{:?}", found);
+        does_what_a_disk_does(&path, disk, steps, written);
     }
 }
 

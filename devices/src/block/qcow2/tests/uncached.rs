@@ -12,14 +12,14 @@ use tempfile::TempDir;
 
 use super::{
     super::{Uncached, create::CLUSTER_SIZE, medium::Medium},
-    files::{ask_qemu, create_in, file, report},
+    files::{ask_qemu, create_in, does_what_a_disk_does, file},
     support::Guest,
 };
 use crate::block::{
-    Backing, Image, Qcow2Image, SECTOR,
+    Backing, Qcow2Image, SECTOR,
     direct::Alignment,
     target::Target,
-    tests::model::{SECTORS, run_on, steps},
+    tests::model::{SECTORS, steps},
 };
 
 /// As of a disk with blocks of 4 KiB.
@@ -179,20 +179,12 @@ proptest! {
     ) {
         let folder = folder();
         let path = folder.path().join("disk");
-        let size = SECTORS * SECTOR;
-        create_in(&path, size, cluster);
+        create_in(&path, SECTORS * SECTOR, cluster);
         let disk = if large_blocks {
             Qcow2Image::open_uncached(coarse(&path), false, Vec::new()).unwrap()
         } else {
             open(&path)
         };
-        let mut guest = Guest::new(&disk);
-        if written {
-            guest.write(0, &vec![0; size as usize]).unwrap();
-        }
-        run_on(disk.engine().unwrap(), steps, || guest.read(0, size as usize).unwrap());
-        drop((guest, disk));
-        let found = report(&path);
-        prop_assert_eq!((found.corruptions, found.leaks), (0, 0), "{:?}", found);
+        does_what_a_disk_does(&path, disk, steps, written);
     }
 }
