@@ -96,9 +96,9 @@ pub trait Engine: Send {
         Ok(false)
     }
     /// Sleeps until that many requests more have completed than [`completed`](Self::completed) has told of, but not much
-    /// longer than `limit`. All was committed. With `other` that counts as one when it is readable, see
+    /// longer than `limit`. All was committed. `other` counts as one when it is readable, see
     /// [`commit_and_sleep`](Self::commit_and_sleep). False when it can't: it did not sleep then.
-    fn sleep_for(&mut self, _requests: usize, _other: Option<RawFd>, _limit: Duration) -> io::Result<bool> {
+    fn sleep_for(&mut self, _requests: usize, _other: RawFd, _limit: Duration) -> io::Result<bool> {
         Ok(false)
     }
     /// Whether `other` was readable since this was asked last. Known when [`completed`](Self::completed) has given `None`.

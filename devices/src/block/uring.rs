@@ -353,9 +353,9 @@ impl Engine for UringEngine {
         self.ring.wait_beside(other)
     }
 
-    fn sleep_for(&mut self, requests: usize, other: Option<RawFd>, limit: Duration) -> io::Result<bool> {
-        let awaited = self.ring.under_way().saturating_add(usize::from(other.is_some()));
+    fn sleep_for(&mut self, requests: usize, other: RawFd, limit: Duration) -> io::Result<bool> {
         // What is in the pool is not waited for: the limit is for that.
+        let awaited = self.ring.under_way().saturating_add(1);
         if !self.ended.is_empty() || self.alone.is_some() || self.unsent || awaited < requests {
             return Ok(false);
         }

@@ -264,22 +264,22 @@ impl Ring {
     /// `other` is polled until [`forget_other`](Self::forget_other) or until it is readable, which
     /// [`other_called`](Self::other_called) tells.
     pub fn wait_beside(&mut self, other: RawFd) -> io::Result<bool> {
-        self.wait(1, Some(other), None)
+        self.wait(1, other, None)
     }
 
     /// Waits until so many calls more have come back than [`returned`](Self::returned) has given, or a signal comes, and no
     /// longer than `limit`. `other`, polled as by [`wait_beside`](Self::wait_beside), counts as a call. False when it did
     /// not wait.
-    pub fn wait_for(&mut self, calls: usize, other: Option<RawFd>, limit: Duration) -> io::Result<bool> {
+    pub fn wait_for(&mut self, calls: usize, other: RawFd, limit: Duration) -> io::Result<bool> {
         self.wait(calls, other, Some(limit))
     }
 
-    fn wait(&mut self, calls: usize, other: Option<RawFd>, limit: Option<Duration>) -> io::Result<bool> {
+    fn wait(&mut self, calls: usize, other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
         if !self.deferred || self.dead || self.called {
             return Ok(false);
         }
         self.wake_up()?;
-        if let (None, Some(other)) = (self.poll, other) {
+        if self.poll.is_none() {
             let events = u32::try_from(libc::POLLIN).unwrap_or(0);
             let entry = opcode::PollAdd::new(types::Fd(other), events)
                 .build()

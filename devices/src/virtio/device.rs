@@ -69,6 +69,9 @@ pub trait QueueHandler: Send {
     /// something is missing to go on. A flood can't keep the thread here: `pop` gives none when the batch is
     /// large enough, and the framework looks after other queues and commands before it calls again. After an error
     /// that the device survives it is called again, so the request that caused it must have been taken.
+    ///
+    /// A handler of a single queue may sleep, here and in `event`, while [`Session::events`] is not readable. What was
+    /// readable when it was called it is not told of again: it looks after all that it watches before it sleeps.
     fn kick(&mut self, session: &mut Session, queue: u16) -> Result<Progress, Fault>;
     /// A watched file descriptor is ready. It is level-triggered, so the work done here is to be bounded. One that was
     /// just unwatched may still come once.

@@ -12,7 +12,7 @@ mod vmm;
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
@@ -86,6 +86,10 @@ impl Common {
     /// Measures all subjects in turn and prints a line for each result.
     fn measure<T: Serialize>(&self, subjects: &[Subject], one: impl Fn(&Subject) -> Result<T>) -> Result<()> {
         let wanted = |subject: &&Subject| self.only.as_deref().is_none_or(|only| subject.name == only);
+        if !subjects.iter().any(|subject| wanted(&subject)) {
+            let names: Vec<&str> = subjects.iter().map(|subject| subject.name).collect();
+            bail!("--only takes one of {}", names.join(", "));
+        }
         for number in 0..self.runs {
             for subject in subjects.iter().filter(wanted) {
                 let result = one(subject)?;

@@ -171,7 +171,7 @@ impl Engine for Qcow2Engine {
         }
     }
 
-    fn sleep_for(&mut self, requests: usize, other: Option<RawFd>, limit: Duration) -> io::Result<bool> {
+    fn sleep_for(&mut self, requests: usize, other: RawFd, limit: Duration) -> io::Result<bool> {
         match self.ring.as_mut() {
             Some(ring) if self.ended.is_empty() => ring.sleep_for(requests, other, limit),
             _ => Ok(false),

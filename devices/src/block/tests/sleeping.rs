@@ -106,7 +106,7 @@ fn who_can_not_sleep_so_says_so_and_loses_nothing() {
         let (mut engine, memory, other) = (setup.engine(), memory(), event());
         assert!(!sleep_on_a_write(&mut *engine, &memory, &other));
         engine.commit().unwrap();
-        assert!(!engine.sleep_for(1, None, LONG).unwrap());
+        assert!(!engine.sleep_for(1, other.as_raw_fd(), LONG).unwrap());
         take_one(&mut *engine);
         assert!(!engine.other_called());
     }
@@ -117,13 +117,17 @@ fn who_sleeps_for_several_finds_them_all() {
     let Some((_setup, mut engine)) = ring() else {
         return;
     };
-    let memory = memory();
+    let (memory, other) = (memory(), event());
     for several in [1, 8, 32] {
         for token in 0..several {
             engine.submit(request(&memory, token, write(u64::from(token) * 4096), 0, 4096));
         }
         engine.commit().unwrap();
-        assert!(engine.sleep_for(several as usize, None, LONG).unwrap());
+        assert!(
+            engine
+                .sleep_for(several as usize, other.as_raw_fd(), LONG)
+                .unwrap()
+        );
         for _ in 0..several {
             engine
                 .completed()
@@ -140,13 +144,14 @@ fn nobody_sleeps_for_more_than_there_are_nor_longer_than_wanted() {
     let Some((_setup, mut engine)) = ring() else {
         return;
     };
-    let memory = memory();
-    assert!(!engine.sleep_for(1, None, LONG).unwrap());
+    let (memory, other) = (memory(), event());
+    let fd = other.as_raw_fd();
+    assert!(!engine.sleep_for(2, fd, LONG).unwrap());
     for _ in 0..20 {
         engine.submit(request(&memory, 1, write(0), 0, 4096));
         engine.commit().unwrap();
-        assert!(!engine.sleep_for(2, None, LONG).unwrap());
-        engine.sleep_for(1, None, Duration::from_nanos(1)).unwrap();
+        assert!(!engine.sleep_for(3, fd, LONG).unwrap());
+        engine.sleep_for(1, fd, Duration::from_nanos(1)).unwrap();
         take_one(&mut *engine);
     }
 }
@@ -179,7 +184,7 @@ fn without_requests_the_other_or_the_limit_ends_the_sleep() {
         return;
     };
     let (memory, other) = (memory(), event());
-    let fd = Some(other.as_raw_fd());
+    let fd = other.as_raw_fd();
     engine.commit().unwrap();
     for _ in 0..3 {
         assert!(engine.sleep_for(1, fd, Duration::from_millis(1)).unwrap());

@@ -29,15 +29,15 @@ const AT_ONCE: Duration = Duration::from_micros(10);
 
 /// When the driver has so many requests, answers wait for others a moment.
 const MANY: usize = 8;
-/// For that part of what requests take at most, since it is what the disk's latency grows by.
-const PILE_PART: u64 = 4;
-/// And for so many times what it takes to send an interrupt, which is what is saved, to us and more so to the guest: a
-/// microsecond where the processor delivers it, a hundred on a nested hypervisor.
-const WORTH: u64 = 32;
+/// Until they are that part of all.
+const PILE_PART: usize = 4;
+/// And for so many times what it takes to send an interrupt at most, which is what is saved, to us and more so to the
+/// guest: a microsecond where the processor delivers it, a hundred on a nested hypervisor.
+const WORTH: u64 = 64;
 /// So long they may always wait. It is spent looking, as to go to sleep and to wake up takes as long.
 const MIN_PILE: Duration = Duration::from_micros(20);
 /// And never longer than that.
-const MAX_PILE: Duration = Duration::from_millis(2);
+const MAX_PILE: Duration = Duration::from_millis(4);
 
 /// What to do with answers that the driver was not told of, when nothing else is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +46,7 @@ pub(super) enum Pile {
     No,
     /// Look for others at once.
     Look,
-    /// Sleep until there are so many more, but no longer than that.
+    /// Sleep until there are so many more, but no longer than that. The driver need not notify: it goes on meanwhile.
     Sleep(usize, Duration),
 }
 
@@ -73,8 +73,10 @@ pub(super) struct Pace {
     looked: Option<Instant>,
     /// Notifications that nothing is learnt from.
     rest: u32,
-    /// What reads and writes take, on average, in nanoseconds.
-    latency: u64,
+    /// When requests were last taken.
+    taken: Option<Instant>,
+    /// From one request to the next, on average, in nanoseconds.
+    gap: u64,
     /// What it takes to send an interrupt, on average, in nanoseconds.
     interrupt: u64,
 }
@@ -87,9 +89,21 @@ impl Pace {
         self.looked = None;
     }
 
-    /// That many requests were taken.
-    pub(super) fn taken(&mut self, requests: usize) {
+    /// That many requests were taken, one at least.
+    pub(super) fn taken(&mut self, requests: usize, now: Instant) {
         self.owed = self.owed.saturating_sub(requests);
+        self.looked = None;
+        if let Some(last) = self.taken.replace(now) {
+            let since = now.saturating_duration_since(last).min(MAX_PILE);
+            learn(
+                &mut self.gap,
+                nanos(since).checked_div(requests as u64).unwrap_or(0),
+            );
+        }
+    }
+
+    /// Requests were answered.
+    pub(super) fn answered(&mut self) {
         self.looked = None;
     }
 
@@ -136,41 +150,45 @@ impl Pace {
         }
     }
 
-    /// A read or a write took so many nanoseconds.
-    pub(super) fn took(&mut self, nanos: u64) {
-        learn(&mut self.latency, nanos);
+    /// It took so long to send an interrupt.
+    pub(super) fn interrupted(&mut self, took: Duration) {
+        learn(&mut self.interrupt, nanos(took));
     }
 
-    /// It took so many nanoseconds to send an interrupt.
-    pub(super) fn interrupted(&mut self, nanos: u64) {
-        learn(&mut self.interrupt, nanos);
-    }
-
-    /// How long answers wait for others at most.
-    fn patience(&self) -> Duration {
-        let part = self.latency.wrapping_div(PILE_PART);
+    /// How long answers wait for so many at most: as long as these take to come, which is that part of what each request
+    /// takes, as the driver sees it.
+    fn patience(&self, wanted: usize) -> Duration {
         let worth = self.interrupt.saturating_mul(WORTH);
-        Duration::from_nanos(part.min(worth)).clamp(MIN_PILE, MAX_PILE)
+        Duration::from_nanos(self.time_of(wanted).min(worth)).clamp(MIN_PILE, MAX_PILE)
+    }
+
+    /// In which so many requests come, in nanoseconds.
+    fn time_of(&self, requests: usize) -> u64 {
+        self.gap.saturating_mul(requests as u64)
     }
 
     /// Whether answers, the first of which waits for so long already, wait for more: with many others under way or soon
     /// expected, until they are a quarter of all.
-    pub(super) fn pile_up(&mut self, answers: usize, under_way: usize, waited: Duration) -> Pile {
+    pub(super) fn pile_up(&mut self, answers: usize, under_way: usize, since: Instant, now: Instant) -> Pile {
         let all = answers.saturating_add(under_way).saturating_add(self.owed);
-        let wanted = all.div_ceil(4);
+        let wanted = all.div_ceil(PILE_PART);
         if answers == 0 || all < MANY || answers >= wanted {
             return Pile::No;
         }
-        let patience = self.patience();
-        let left = patience.saturating_sub(waited);
+        let patience = self.patience(wanted);
+        let left = patience.saturating_sub(now.saturating_duration_since(since));
         if left.is_zero() {
-            // The driver may have less to do than before.
-            self.owed = self.owed.wrapping_div(2);
+            let silent = |taken| now.saturating_duration_since(taken) >= patience.div_f32(2.0);
+            if self.taken.is_none_or(silent) {
+                // It waits for these: it has less to do than before.
+                self.owed = self.owed.wrapping_div(2);
+            }
             Pile::No
         } else if patience <= MIN_PILE {
             Pile::Look
         } else {
-            Pile::Sleep(wanted.saturating_sub(answers), left)
+            let more = wanted.saturating_sub(answers);
+            Pile::Sleep(more, left.min(Duration::from_nanos(self.time_of(more))))
         }
     }
 
@@ -189,6 +207,13 @@ impl Pace {
 fn learn(average: &mut u64, value: u64) {
     let others = average.wrapping_sub(average.wrapping_div(8));
     *average = others.saturating_add(value.wrapping_div(8));
+}
+
+/// A span in nanoseconds.
+pub(super) fn nanos(time: Duration) -> u64 {
+    time.as_secs()
+        .saturating_mul(1_000_000_000)
+        .saturating_add(time.subsec_nanos().into())
 }
 
 /// Whether so many are under way that others complete soon.
@@ -220,7 +245,7 @@ mod tests {
         for window in [25, 50, 100, 200, 200] {
             now += 150 * US;
             pace.notified(now);
-            pace.taken(1);
+            pace.taken(1, now);
             pace.told(1, now);
             assert_eq!(pace.look_again(now + (window - 1) * US), Look::Yield, "{window}");
             assert_eq!(pace.look_again(now + window * US), Look::No, "{window}");
@@ -240,7 +265,7 @@ mod tests {
             now += 120 * US;
             let looks_on = looks && pace.look_again(now) != Look::No;
             pace.notified(now);
-            pace.taken(1);
+            pace.taken(1, now);
             (looks, looks_on)
         };
         for expected in [(false, false), (true, false)] {
@@ -257,75 +282,117 @@ mod tests {
         let (mut pace, now) = (Pace::default(), Instant::now());
         pace.told(2, now);
         pace.notified(now + 10 * US);
-        pace.taken(1);
+        pace.taken(1, now);
         pace.told(0, now);
         assert_eq!(pace.look_again(now), Look::Now);
-        pace.taken(1);
+        pace.taken(1, now);
         assert_eq!(pace.look_again(now), Look::No);
     }
 
     #[test]
     fn answers_pile_up_only_when_the_driver_has_many_requests_and_not_for_long() {
-        let mut pace = Pace::default();
+        let (mut pace, now) = (Pace::default(), Instant::now());
         for (answers, under_way) in [(0, 100), (1, 0), (1, 6), (4, 12), (100, 0)] {
-            let pile = pace.pile_up(answers, under_way, Duration::ZERO);
+            let pile = pace.pile_up(answers, under_way, now, now);
             assert_eq!(pile, Pile::No, "{answers} of {under_way}");
         }
-        assert_eq!(pace.pile_up(1, 7, Duration::ZERO), Pile::Look);
-        assert_eq!(pace.pile_up(3, 13, Duration::ZERO), Pile::Look);
-        assert_eq!(pace.pile_up(1, 7, MIN_PILE), Pile::No);
+        assert_eq!(pace.pile_up(1, 7, now, now), Pile::Look);
+        assert_eq!(pace.pile_up(3, 13, now, now), Pile::Look);
+        assert_eq!(pace.pile_up(1, 7, now, now + MIN_PILE), Pile::No);
         assert_eq!((unnotified(1), unnotified(3), unnotified(32)), (0, 1, 16));
     }
 
-    fn patience(latency: Duration, interrupt: Duration) -> Duration {
-        let mut pace = Pace::default();
+    /// Has learnt how far requests are apart and what an interrupt takes; the last request came at the time it gives.
+    fn learnt(gap: Duration, interrupt: Duration) -> (Pace, Instant) {
+        let (mut pace, mut now) = (Pace::default(), Instant::now());
         for _ in 0..400 {
-            pace.took(latency.as_nanos() as u64);
-            pace.interrupted(interrupt.as_nanos() as u64);
+            now += gap;
+            pace.taken(1, now);
+            pace.interrupted(interrupt);
         }
-        pace.patience()
+        (pace, now)
+    }
+
+    fn is_close(found: Duration, expected: Duration) -> bool {
+        found <= expected && expected - found < expected.div_f32(50.0) + US
     }
 
     #[test]
-    fn patience_is_a_part_of_the_latency_and_what_an_interrupt_is_worth() {
-        let close = |found: Duration, expected: Duration| {
+    fn patience_is_the_time_of_those_waited_for_and_no_more_than_an_interrupt_is_worth() {
+        for (gap, interrupt, expected) in [
+            // A fast disk; a slow one, where an interrupt costs little, or much, or less than nothing is worth.
+            (5 * US, 2 * US, 40 * US),
+            (160 * US, 2 * US, 128 * US),
+            (160 * US, 100 * US, 1280 * US),
+            (Duration::from_secs(3600), Duration::from_secs(1), MAX_PILE),
+            (2 * US, US, MIN_PILE),
+        ] {
+            let (pace, _) = learnt(gap, interrupt);
+            let patience = pace.patience(8);
+            assert!(is_close(patience, expected), "{patience:?}, not {expected:?}");
+        }
+    }
+
+    #[test]
+    fn requests_that_come_together_are_not_far_apart() {
+        let (mut pace, mut now) = learnt(US, US);
+        for _ in 0..100 {
+            now += 800 * US;
+            pace.taken(8, now);
+        }
+        let gap = Duration::from_nanos(pace.time_of(1));
+        assert!(is_close(gap, 100 * US), "{gap:?}");
+    }
+
+    #[test]
+    fn with_patience_it_sleeps_for_a_quarter_of_what_the_driver_has() {
+        let (mut pace, now) = learnt(100 * US, 100 * US);
+        // As long as the rest take to come, and no longer than the first may wait.
+        for (under_way, waited, more, limit) in [(31, 0, 7, 700), (31, 700, 7, 100), (15, 50, 3, 300)] {
+            let pile = pace.pile_up(1, under_way, now, now + waited * US);
+            let near = |found: Duration| found.abs_diff(limit * US) < 20 * US;
             assert!(
-                found <= expected && expected - found < US,
-                "{found:?}, not {expected:?}"
+                matches!(pile, Pile::Sleep(found, sleep) if found == more && near(sleep)),
+                "{pile:?}, not {more} in {limit} us"
             );
-        };
-        // A fast disk; a slow one, where an interrupt costs little, or much, or less than nothing is worth.
-        close(patience(100 * US, 2 * US), 25 * US);
-        close(patience(5000 * US, 2 * US), 64 * US);
-        close(patience(5000 * US, 100 * US), 1250 * US);
-        close(
-            patience(Duration::from_secs(3600), Duration::from_secs(1)),
-            MAX_PILE,
-        );
-        close(patience(10 * US, US), MIN_PILE);
+        }
+        assert_eq!(pace.pile_up(8, 24, now, now), Pile::No, "there they are");
     }
 
     #[test]
-    fn with_patience_it_sleeps_for_a_quarter_of_what_the_driver_has_then_expects_less() {
-        let (mut pace, now) = (Pace::default(), Instant::now());
-        for _ in 0..400 {
-            pace.took(4_000_000);
-            pace.interrupted(100_000);
-        }
-        let sleeps = |pile, wanted| matches!(pile, Pile::Sleep(more, _) if more == wanted);
-        assert!(sleeps(pace.pile_up(1, 31, 100 * US), 7), "8 of 32");
-        // It was told of all, and one has come back.
+    fn a_driver_that_goes_on_asking_is_expected_to_and_one_that_waits_is_not() {
+        let (mut pace, mut now) = learnt(100 * US, 100 * US);
         pace.told(32, now);
-        pace.taken(1);
-        assert!(sleeps(pace.pile_up(1, 0, 100 * US), 7), "31 may come");
-        for owed in [15, 7] {
-            assert_eq!(pace.pile_up(1, 0, MAX_PILE), Pile::No, "it was in vain");
-            assert!(sleeps(
-                pace.pile_up(1, 0, 100 * US),
-                (owed + 1_usize).div_ceil(4) - 1
-            ));
+        let first = now;
+        // It has asked for 6 meanwhile, which are answered: 26 more will come.
+        for _ in 0..6 {
+            now += 100 * US;
+            pace.taken(1, now);
         }
-        assert_eq!(pace.pile_up(1, 0, MAX_PILE), Pile::No);
+        assert!(matches!(pace.pile_up(6, 0, first, now), Pile::Sleep(2, _)));
+        now += 200 * US;
+        assert_eq!(
+            pace.pile_up(6, 0, first, now),
+            Pile::No,
+            "the first has waited enough"
+        );
+        pace.told(6, now);
+        assert!(
+            matches!(pace.pile_up(1, 0, now, now), Pile::Sleep(8, _)),
+            "9 of 33"
+        );
+        // From now on it asks for one at a time.
+        for owed in [32, 16, 8] {
+            now += 100 * US;
+            pace.taken(1, now);
+            assert!(pace.may_pile_up(1, 0), "{owed} are expected");
+            let answered = now;
+            now += MAX_PILE;
+            assert_eq!(pace.pile_up(1, 0, answered, now), Pile::No);
+            pace.told(1, now);
+        }
+        now += 100 * US;
+        pace.taken(1, now);
         assert!(!pace.may_pile_up(1, 0), "the driver has few requests");
     }
 }

@@ -113,19 +113,23 @@ impl Worker {
                     return Next::Dead;
                 }
             };
-            for event in events.get(..count).unwrap_or_default() {
-                let health = match Session::wake_of(event) {
-                    Some(Wake::Command) => match self.obey(&mut session) {
-                        Some(next) => return next,
-                        None => Health::Good,
-                    },
-                    Some(Wake::Queue(queue)) => {
+            let events = events.get(..count).unwrap_or_default();
+            let wakes = events.iter().filter_map(Session::wake_of);
+            // Commands come first: a handler that sleeps in the meantime is not woken again for them.
+            if wakes.clone().any(|wake| wake == Wake::Command)
+                && let Some(next) = self.obey(&mut session)
+            {
+                return next;
+            }
+            for wake in wakes {
+                let health = match wake {
+                    Wake::Command => Health::Good,
+                    Wake::Queue(queue) => {
                         Counters::bump(&self.shared.counters.kicks);
                         session.kick_again(queue);
                         Health::Good
                     }
-                    Some(Wake::Handler(token)) => self.event(&mut session, token),
-                    None => Health::Good,
+                    Wake::Handler(token) => self.event(&mut session, token),
                 };
                 match health {
                     Health::Good => {}

@@ -1,6 +1,6 @@
 //! Several queues, other block sizes, sizes that change, discards, and what the configuration says of them.
 
-use std::os::unix::fs::MetadataExt;
+use std::{fs, os::unix::fs::MetadataExt, path::PathBuf};
 
 use super::*;
 use crate::component::Component as _;
@@ -369,5 +369,28 @@ fn a_pause_in_mid_flight_on_all_queues_loses_nothing() {
                     .all(|byte| *byte == round)
             );
         }
+    }
+}
+
+/// Where the thread with that name sleeps: the number of its system call (proc(5), /proc/pid/syscall), if it does.
+fn sleeps_in(name: &str) -> Option<libc::c_long> {
+    let tasks = fs::read_dir("/proc/self/task").unwrap();
+    let named =
+        |path: &PathBuf| fs::read_to_string(path.join("comm")).is_ok_and(|found| found.trim() == name);
+    let task = tasks.map(|task| task.unwrap().path()).find(named)?;
+    let call = fs::read_to_string(task.join("syscall")).ok()?;
+    call.split_whitespace().next()?.parse().ok()
+}
+
+/// Who sleeps in the ring counts as waiting for the disk.
+#[test]
+fn a_worker_without_requests_does_not_look_like_one_that_waits_for_the_disk() {
+    let disk = Disk::new(SECTORS);
+    let mut driver = disk.driver(false);
+    driver.start(ALL);
+    for seed in 0..3 {
+        assert_eq!(write(&mut driver, 0, &pattern(seed, 4096)), OK);
+        until(|| sleeps_in("blk-root-q0") == Some(libc::SYS_epoll_wait));
+        assert_eq!(read(&mut driver, 0, 4096), (pattern(seed, 4096), OK));
     }
 }

@@ -1,6 +1,6 @@
 //! Dealing with what has completed, and answering.
 
-use std::{io, time::Duration};
+use std::io;
 
 use super::BlkHandler;
 use crate::{
@@ -10,6 +10,7 @@ use crate::{
         blk::{
             OnError,
             hold::Work,
+            pace,
             request::{Plan, Status},
         },
         fault::Fault,
@@ -157,11 +158,8 @@ impl BlkHandler {
                 Plan::Read { length, .. } | Plan::Write { length, .. } => length.into(),
                 _ => work.ranges.iter().map(|range| range.length).sum(),
             };
-            let took = nanos(now.saturating_duration_since(work.since));
+            let took = pace::nanos(now.saturating_duration_since(work.since));
             counters.answered(kind, bytes, took, status == Status::Ok);
-            if matches!(work.plan, Plan::Read { .. } | Plan::Write { .. }) {
-                self.pace.took(took);
-            }
         }
         let (head, unsettled) = (work.chain.head(), std::mem::take(&mut work.unsettled));
         self.free.push(token);
@@ -174,10 +172,4 @@ impl BlkHandler {
         }
         Ok(())
     }
-}
-
-pub(super) fn nanos(time: Duration) -> u64 {
-    time.as_secs()
-        .saturating_mul(1_000_000_000)
-        .saturating_add(time.subsec_nanos().into())
 }

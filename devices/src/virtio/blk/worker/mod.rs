@@ -88,6 +88,8 @@ pub(super) struct BlkHandler {
     /// Answers that the driver was not told of, and when the first of them was given.
     untold: usize,
     untold_since: Option<Instant>,
+    /// It has waited for requests in the ring, in vain.
+    rested: bool,
     /// The next kick is not the driver's.
     own_kick: bool,
     /// The session has events that the framework is to look after.
@@ -125,6 +127,7 @@ impl BlkHandler {
             unanswered: 0,
             untold: 0,
             untold_since: None,
+            rested: false,
             own_kick: false,
             called: false,
             fault: None,
@@ -161,6 +164,12 @@ impl BlkHandler {
             self.clock.next_round();
             let answered = self.complete(session, memory)?;
             self.notice_call();
+            if self.called && answered == 0 && self.engine.in_flight() == 0 {
+                // What there is to do is the framework's to say.
+                self.called = false;
+                self.call_again(session);
+                return self.tell(session);
+            }
             let taken = self.take(session, memory, left)?;
             left = left.saturating_sub(taken);
             if left == 0 || self.fault.is_some() {
@@ -169,8 +178,11 @@ impl BlkHandler {
                 return self.tell(session);
             }
             let busy = answered > 0 || taken > 0;
-            if busy {
-                self.pace.taken(taken);
+            if taken > 0 {
+                self.rested = false;
+                self.pace.taken(taken, self.clock.now());
+            } else if busy {
+                self.pace.answered();
             }
             if busy && !self.sleeps_on(taken) {
                 self.commit()?;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{BlkHandler, answer};
+use super::BlkHandler;
 use crate::virtio::{
     blk::pace::{self, Look, Pile},
     fault::Fault,
@@ -12,6 +12,10 @@ use crate::virtio::{
 /// Where requests are done within the call that hands them over, the driver is told of answers at the latest when the first
 /// of them has waited that long.
 const MAX_WAIT: Duration = Duration::from_micros(250);
+
+/// So long a worker without requests waits for the next one in the ring, which costs fewer system calls. The kernel counts
+/// it as waiting for the disk (in_iowait, and so /proc/pressure/io), which an idle disk must not look like.
+const STAY: Duration = Duration::from_millis(5);
 
 impl BlkHandler {
     /// Whether to hand what was just taken to the host and sleep in one go: when nothing else is to be expected.
@@ -28,8 +32,7 @@ impl BlkHandler {
         }
         let now = self.clock.now();
         let since = self.untold_since.unwrap_or(now);
-        let waited = now.saturating_duration_since(since);
-        let (more, limit) = match self.pace.pile_up(self.untold, under_way, waited) {
+        let (more, limit) = match self.pace.pile_up(self.untold, under_way, since, now) {
             Pile::No => return Ok(false),
             Pile::Look => {
                 std::hint::spin_loop();
@@ -37,25 +40,10 @@ impl BlkHandler {
             }
             Pile::Sleep(more, limit) => (more, limit),
         };
-        let mut requests = more;
-        let mut other = None;
-        if under_way < more && !self.waits() {
-            let unnotified = u16::try_from(more.saturating_sub(1)).unwrap_or(u16::MAX);
-            if session.is_left_after_asking(self.queue, unnotified)? {
-                session.suppress_kicks(self.queue)?;
-                return Ok(true);
-            }
-            other = Some(session.events());
-            requests = under_way.max(1);
-        }
-        let slept = self
-            .engine
-            .sleep_for(requests, other, limit)
-            .map_err(|error| Fault::Backend("wait for requests", error))?;
-        if other.is_some() {
-            session.suppress_kicks(self.queue)?;
-        }
-        Ok(slept)
+        let requests = under_way.clamp(1, more);
+        self.engine
+            .sleep_for(requests, session.events(), limit)
+            .map_err(|error| Fault::Backend("wait for requests", error))
     }
 
     /// Whether requests are expected so soon that the worker stays awake; gives others its processor if they want it.
@@ -79,8 +67,8 @@ impl BlkHandler {
         self.is_full() || self.throttle.waiting.is_some()
     }
 
-    /// Asks to be notified, and sleeps as long as requests are under way. False when the framework is to sleep, or
-    /// something else called. With `fresh`, requests were taken that the host was not handed yet.
+    /// Asks to be notified, and sleeps. False when the framework is to sleep, or something else called. With `fresh`,
+    /// requests were taken that the host was not handed yet.
     pub(super) fn sleep(&mut self, session: &mut Session, fresh: bool) -> Result<bool, Fault> {
         let under_way = self.engine.in_flight();
         if !self.waits() {
@@ -91,17 +79,8 @@ impl BlkHandler {
                 return Ok(true);
             }
         }
-        if under_way == 0 {
-            self.engine.forget_other();
-            return Ok(false);
-        }
         self.publish(session);
-        let slept = !self.called
-            && self
-                .engine
-                .commit_and_sleep(session.events())
-                .map_err(|error| Fault::Backend("wait for requests", error))?;
-        if slept {
+        if !self.called && self.sleeps_in_ring(session, under_way)? {
             session.suppress_kicks(self.queue)?;
             return Ok(true);
         }
@@ -111,7 +90,22 @@ impl BlkHandler {
             return Ok(true);
         }
         self.called = false;
+        if under_way == 0 {
+            self.engine.forget_other();
+        }
         Ok(false)
+    }
+
+    /// Sleeps where the engine can, without requests only for a while.
+    fn sleeps_in_ring(&mut self, session: &Session, under_way: usize) -> Result<bool, Fault> {
+        let slept = if under_way > 0 {
+            self.engine.commit_and_sleep(session.events())
+        } else if std::mem::replace(&mut self.rested, true) {
+            Ok(false)
+        } else {
+            self.engine.sleep_for(1, session.events(), STAY)
+        };
+        slept.map_err(|error| Fault::Backend("wait for requests", error))
     }
 
     /// Something that the session listens to called while the worker slept: most likely the driver.
@@ -143,8 +137,7 @@ impl BlkHandler {
         self.clock.next_round();
         let now = self.clock.now();
         if sent {
-            self.pace
-                .interrupted(answer::nanos(now.saturating_duration_since(before)));
+            self.pace.interrupted(now.saturating_duration_since(before));
         }
         self.pace.told(answers, now);
         Ok(())
