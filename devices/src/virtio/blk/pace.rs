@@ -34,8 +34,11 @@ const PILE_PART: usize = 4;
 /// And for so many times what it takes to send an interrupt at most, which is what is saved, to us and more so to the
 /// guest: a microsecond where the processor delivers it, a hundred on a nested hypervisor.
 const WORTH: u64 = 64;
-/// So long they may always wait. It is spent looking, as to go to sleep and to wake up takes as long.
+/// So long they may always wait.
 const MIN_PILE: Duration = Duration::from_micros(20);
+/// Less than that is spent looking: to go to sleep and to wake up takes as long, with the slack that the kernel gives
+/// timers (prctl(2), PR_SET_TIMERSLACK).
+const NAP: Duration = Duration::from_micros(50);
 /// And never longer than that.
 const MAX_PILE: Duration = Duration::from_millis(4);
 
@@ -67,7 +70,7 @@ pub(super) struct Pace {
     window: Duration,
     /// When the driver was last told of answers, if it has owed requests since.
     told: Option<Instant>,
-    /// Answers after which no request has come yet.
+    /// Answers after which no request has come yet. The driver can see them before it is told of them.
     owed: usize,
     /// The last look, if nothing has happened since.
     looked: Option<Instant>,
@@ -82,9 +85,14 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    /// The driver was told of that many answers.
-    pub(super) fn told(&mut self, answers: usize, now: Instant) {
-        self.owed = self.owed.saturating_add(answers);
+    /// A request was answered.
+    pub(super) fn answered(&mut self) {
+        self.owed = self.owed.saturating_add(1);
+        self.looked = None;
+    }
+
+    /// The driver was told of answers.
+    pub(super) fn told(&mut self, now: Instant) {
         self.told = Some(now);
         self.looked = None;
     }
@@ -100,11 +108,6 @@ impl Pace {
                 nanos(since).checked_div(requests as u64).unwrap_or(0),
             );
         }
-    }
-
-    /// Requests were answered.
-    pub(super) fn answered(&mut self) {
-        self.looked = None;
     }
 
     /// The worker slept and was notified.
@@ -167,10 +170,10 @@ impl Pace {
         self.gap.saturating_mul(requests as u64)
     }
 
-    /// Whether answers, the first of which waits for so long already, wait for more: with many others under way or soon
-    /// expected, until they are a quarter of all.
+    /// Whether answers that the driver was not told of, the first of which was given at `since`, wait for more: with many
+    /// others under way or soon expected, until they are a quarter of all.
     pub(super) fn pile_up(&mut self, answers: usize, under_way: usize, since: Instant, now: Instant) -> Pile {
-        let all = answers.saturating_add(under_way).saturating_add(self.owed);
+        let all = self.all(under_way);
         let wanted = all.div_ceil(PILE_PART);
         if answers == 0 || all < MANY || answers >= wanted {
             return Pile::No;
@@ -183,18 +186,25 @@ impl Pace {
                 // It waits for these: it has less to do than before.
                 self.owed = self.owed.wrapping_div(2);
             }
-            Pile::No
-        } else if patience <= MIN_PILE {
+            return Pile::No;
+        }
+        let more = wanted.saturating_sub(answers);
+        let limit = left.min(Duration::from_nanos(self.time_of(more)));
+        if limit < NAP {
             Pile::Look
         } else {
-            let more = wanted.saturating_sub(answers);
-            Pile::Sleep(more, left.min(Duration::from_nanos(self.time_of(more))))
+            Pile::Sleep(more, limit)
         }
     }
 
     /// Whether it is worth asking for the time.
     pub(super) fn may_pile_up(&self, answers: usize, under_way: usize) -> bool {
-        answers > 0 && answers.saturating_add(under_way).saturating_add(self.owed) >= MANY
+        answers > 0 && self.all(under_way) >= MANY
+    }
+
+    /// Requests that the driver has, as far as is known.
+    fn all(&self, under_way: usize) -> usize {
+        self.owed.saturating_add(under_way)
     }
 
     /// Nothing is known any more.
@@ -233,10 +243,19 @@ mod tests {
 
     const US: Duration = Duration::from_micros(1);
 
+    fn answer(pace: &mut Pace, answers: usize) {
+        (0..answers).for_each(|_| pace.answered());
+    }
+
+    fn tell(pace: &mut Pace, answers: usize, now: Instant) {
+        answer(pace, answers);
+        pace.told(now);
+    }
+
     #[test]
     fn the_window_grows_to_cover_quick_successions_and_only_them() {
         let (mut pace, mut now) = (Pace::default(), Instant::now());
-        pace.told(1, now);
+        tell(&mut pace, 1, now);
         assert_eq!(
             pace.look_again(now),
             Look::No,
@@ -246,13 +265,13 @@ mod tests {
             now += 150 * US;
             pace.notified(now);
             pace.taken(1, now);
-            pace.told(1, now);
+            tell(&mut pace, 1, now);
             assert_eq!(pace.look_again(now + (window - 1) * US), Look::Yield, "{window}");
             assert_eq!(pace.look_again(now + window * US), Look::No, "{window}");
             assert_eq!(pace.look_again(now + window * US), Look::No, "{window}");
         }
         pace.notified(now + 1000 * US);
-        pace.told(1, now);
+        tell(&mut pace, 1, now);
         assert_eq!(pace.look_again(now), Look::No);
     }
 
@@ -260,7 +279,7 @@ mod tests {
     fn a_worker_that_loses_its_processor_stops_looking_for_a_while() {
         let (mut pace, mut now) = (Pace::default(), Instant::now());
         let mut round = |pace: &mut Pace| {
-            pace.told(1, now);
+            tell(pace, 1, now);
             let looks = pace.look_again(now) != Look::No;
             now += 120 * US;
             let looks_on = looks && pace.look_again(now) != Look::No;
@@ -280,10 +299,10 @@ mod tests {
     #[test]
     fn nobody_is_looked_for_who_owes_nothing() {
         let (mut pace, now) = (Pace::default(), Instant::now());
-        pace.told(2, now);
+        tell(&mut pace, 2, now);
         pace.notified(now + 10 * US);
         pace.taken(1, now);
-        pace.told(0, now);
+        tell(&mut pace, 0, now);
         assert_eq!(pace.look_again(now), Look::Now);
         pace.taken(1, now);
         assert_eq!(pace.look_again(now), Look::No);
@@ -291,14 +310,19 @@ mod tests {
 
     #[test]
     fn answers_pile_up_only_when_the_driver_has_many_requests_and_not_for_long() {
-        let (mut pace, now) = (Pace::default(), Instant::now());
+        let now = Instant::now();
+        let pile = |answers, under_way, waited| {
+            let mut pace = Pace::default();
+            answer(&mut pace, answers);
+            pace.pile_up(answers, under_way, now, now + waited)
+        };
         for (answers, under_way) in [(0, 100), (1, 0), (1, 6), (4, 12), (100, 0)] {
-            let pile = pace.pile_up(answers, under_way, now, now);
-            assert_eq!(pile, Pile::No, "{answers} of {under_way}");
+            let found = pile(answers, under_way, Duration::ZERO);
+            assert_eq!(found, Pile::No, "{answers} of {under_way}");
         }
-        assert_eq!(pace.pile_up(1, 7, now, now), Pile::Look);
-        assert_eq!(pace.pile_up(3, 13, now, now), Pile::Look);
-        assert_eq!(pace.pile_up(1, 7, now, now + MIN_PILE), Pile::No);
+        assert_eq!(pile(1, 7, Duration::ZERO), Pile::Look);
+        assert_eq!(pile(3, 13, Duration::ZERO), Pile::Look);
+        assert_eq!(pile(1, 7, MIN_PILE), Pile::No);
         assert_eq!((unnotified(1), unnotified(3), unnotified(32)), (0, 1, 16));
     }
 
@@ -347,6 +371,7 @@ mod tests {
     #[test]
     fn with_patience_it_sleeps_for_a_quarter_of_what_the_driver_has() {
         let (mut pace, now) = learnt(100 * US, 100 * US);
+        answer(&mut pace, 1);
         // As long as the rest take to come, and no longer than the first may wait.
         for (under_way, waited, more, limit) in [(31, 0, 7, 700), (31, 700, 7, 100), (15, 50, 3, 300)] {
             let pile = pace.pile_up(1, under_way, now, now + waited * US);
@@ -356,43 +381,56 @@ mod tests {
                 "{pile:?}, not {more} in {limit} us"
             );
         }
+        answer(&mut pace, 7);
         assert_eq!(pace.pile_up(8, 24, now, now), Pile::No, "there they are");
+    }
+
+    #[test]
+    fn a_driver_that_looks_for_answers_by_itself_owes_no_more_than_it_has() {
+        let (mut pace, now) = learnt(100 * US, 100 * US);
+        for _ in 0..10 {
+            // It replaces them before it is told of them.
+            answer(&mut pace, 16);
+            pace.taken(16, now);
+            pace.told(now);
+        }
+        answer(&mut pace, 2);
+        assert!(
+            matches!(pace.pile_up(2, 14, now, now), Pile::Sleep(2, _)),
+            "4 of 16"
+        );
     }
 
     #[test]
     fn a_driver_that_goes_on_asking_is_expected_to_and_one_that_waits_is_not() {
         let (mut pace, mut now) = learnt(100 * US, 100 * US);
-        pace.told(32, now);
+        tell(&mut pace, 32, now);
         let first = now;
         // It has asked for 6 meanwhile, which are answered: 26 more will come.
         for _ in 0..6 {
             now += 100 * US;
             pace.taken(1, now);
         }
+        answer(&mut pace, 6);
         assert!(matches!(pace.pile_up(6, 0, first, now), Pile::Sleep(2, _)));
         now += 200 * US;
-        assert_eq!(
-            pace.pile_up(6, 0, first, now),
-            Pile::No,
-            "the first has waited enough"
-        );
-        pace.told(6, now);
-        assert!(
-            matches!(pace.pile_up(1, 0, now, now), Pile::Sleep(8, _)),
-            "9 of 33"
-        );
+        let pile = pace.pile_up(6, 0, first, now);
+        assert_eq!(pile, Pile::No, "the first has waited enough");
+        pace.told(now);
         // From now on it asks for one at a time.
         for owed in [32, 16, 8] {
             now += 100 * US;
             pace.taken(1, now);
-            assert!(pace.may_pile_up(1, 0), "{owed} are expected");
             let answered = now;
+            pace.answered();
+            assert!(pace.may_pile_up(1, 0), "{owed} are expected");
             now += MAX_PILE;
             assert_eq!(pace.pile_up(1, 0, answered, now), Pile::No);
-            pace.told(1, now);
+            pace.told(now);
         }
         now += 100 * US;
         pace.taken(1, now);
+        pace.answered();
         assert!(!pace.may_pile_up(1, 0), "the driver has few requests");
     }
 }

@@ -165,6 +165,7 @@ impl BlkHandler {
         self.free.push(token);
         self.unanswered = self.unanswered.saturating_sub(1);
         session.put_used(self.queue, head, length)?;
+        self.pace.answered();
         self.untold = self.untold.saturating_add(1);
         self.untold_since.get_or_insert(now);
         if unsettled {

@@ -181,8 +181,6 @@ impl BlkHandler {
             if taken > 0 {
                 self.rested = false;
                 self.pace.taken(taken, self.clock.now());
-            } else if busy {
-                self.pace.answered();
             }
             if busy && !self.sleeps_on(taken) {
                 self.commit()?;

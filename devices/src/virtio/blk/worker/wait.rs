@@ -139,7 +139,7 @@ impl BlkHandler {
         if sent {
             self.pace.interrupted(now.saturating_duration_since(before));
         }
-        self.pace.told(answers, now);
+        self.pace.told(now);
         Ok(())
     }
 }
