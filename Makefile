@@ -64,6 +64,18 @@ test: nextest node-tool ## Run all tests, those in the test node included; insta
 fleet: nextest node-tool deb ## Run the test of many idle guests while vmmd is killed, with 50 of them also where the node is emulated
 	VMMD_FLEET=50 $(NODE) --name fleet with -- $(CARGO) nextest run --locked -p vmmd-tests --success-output immediate -E 'binary(fleet)'
 
+FUZZ ?= blk_queue
+FUZZ_SECONDS ?= 60
+FOUND = $(CURDIR)/target/fuzz/corpus/$(FUZZ)
+
+# What libFuzzer finds stays in target/; the seeds in the tree are what the tests go through. The compiler is told to take
+# flags that are not stable yet.
+.PHONY: fuzz
+fuzz: ## Fuzz a part of a device with libFuzzer (FUZZ=blk_queue, qcow2_image or balloon_queue; FUZZ_SECONDS=60)
+	@command -v cargo-fuzz >/dev/null || $(CARGO) install --locked cargo-fuzz
+	mkdir -p $(FOUND)
+	cd devices && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --target-dir ../target/fuzz $(FUZZ) $(FOUND) fuzz/corpus/$(FUZZ) -- -max_total_time=$(FUZZ_SECONDS)
+
 # Parts that need no node run while there is none.
 BENCH_HERE = $(filter $(or $(ONLY),rings daemon),rings daemon)
 BENCH_NODE = $(filter $(or $(ONLY),start disk ends),start disk ends)

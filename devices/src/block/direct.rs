@@ -146,6 +146,19 @@ impl Ranges {
         held.push(range.clone());
     }
 
+    /// Does something while it holds a range. After a panic, which the pools' threads survive, the range is free again.
+    pub(super) fn while_held<T>(&self, range: &Range<u64>, action: impl FnOnce() -> T) -> T {
+        struct Held<'a>(&'a Ranges, &'a Range<u64>);
+        impl Drop for Held<'_> {
+            fn drop(&mut self) {
+                self.0.unlock(self.1);
+            }
+        }
+        self.lock(range);
+        let _held = Held(self, range);
+        action()
+    }
+
     /// Gives a taken range back.
     pub(super) fn unlock(&self, range: &Range<u64>) {
         let mut held = self.locked();
@@ -200,6 +213,17 @@ mod tests {
             waiter.join().unwrap();
         });
         assert!(!ranges.try_lock(&(39..40)));
+    }
+
+    #[test]
+    fn a_range_is_free_after_a_panic_of_its_holder() {
+        let ranges = Ranges::default();
+        std::thread::scope(|scope| {
+            let holder = scope.spawn(|| ranges.while_held(&(0..10), || unreachable!("on purpose")));
+            holder.join().unwrap_err();
+        });
+        assert!(!ranges.while_held(&(0..10), || ranges.try_lock(&(5..6))));
+        assert!(ranges.try_lock(&(0..10)));
     }
 
     #[test]

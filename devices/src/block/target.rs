@@ -257,15 +257,10 @@ impl Target {
     }
 
     fn while_held<T>(&self, range: Option<Range<u64>>, action: impl FnOnce() -> T) -> T {
-        let held = self.changing.as_ref().zip(range);
-        if let Some((changing, range)) = &held {
-            changing.lock(range);
+        match self.changing.as_ref().zip(range) {
+            Some((changing, range)) => changing.while_held(&range, action),
+            None => action(),
         }
-        let result = action();
-        if let Some((changing, range)) = &held {
-            changing.unlock(range);
-        }
-        result
     }
 
     fn carry_out(&self, operation: Operation, buffers: &mut Iovecs, bounce: &mut Bounce) -> io::Result<()> {

@@ -26,6 +26,14 @@ const MAX_SNAPSHOTS: u32 = 65536;
 /// Longest name of a backing file ("Header", bytes 16-19).
 const MAX_BACKING_NAME: u32 = 1023;
 
+/// Header extensions ("Header extensions").
+const EXTENSIONS_END: u32 = 0;
+const FEATURE_NAMES: u32 = 0x6803_f857;
+/// Bytes of an entry of the table of feature names ("Feature name table").
+const FEATURE_NAME: u32 = 48;
+/// Most extensions; five are defined.
+const MAX_EXTENSIONS: usize = 256;
+
 /// Incompatible features ("Header", bytes 72-79).
 const DIRTY: u64 = 1 << 0;
 const CORRUPT: u64 = 1 << 1;
@@ -115,6 +123,8 @@ pub struct Header {
     pub encrypted: bool,
     /// Not 0: something else than deflate.
     pub compression: u8,
+    /// Its own, without extensions.
+    length: u32,
     incompatible: u64,
     autoclear: u64,
 }
@@ -173,6 +183,7 @@ impl Header {
                 Some(kind) if v3 && length > V3_LENGTH => *kind,
                 _ => 0,
             },
+            length,
             incompatible: if v3 { fields.u64(72) } else { 0 },
             autoclear: if v3 { fields.u64(88) } else { 0 },
         };
@@ -273,6 +284,36 @@ impl Header {
             (false, true) => Err(Refusal::NoBacking),
             _ => Ok(()),
         }
+    }
+
+    /// Whether the header's extensions make sense, for an image that [can be used](Self::check_usable). Version 2 may have
+    /// some too, which nobody looks at.
+    pub fn check_extensions(&self, medium: &dyn Medium) -> io::Result<Result<(), Refusal>> {
+        let damaged = |reason: String| Ok(Err(Refusal::Header(reason)));
+        if self.version < 3 {
+            return Ok(Ok(()));
+        }
+        let mut at = u64::from(self.length);
+        for _ in 0..MAX_EXTENSIONS {
+            let mut head = [0; 8];
+            medium.read_at(&mut head, at)?;
+            let (kind, length) = (Fields(&head).u32(0), Fields(&head).u32(4));
+            let data = at.saturating_add(8);
+            let end = data.saturating_add(length.into());
+            if end > self.cluster_size() {
+                return damaged("its extensions reach beyond the first cluster".to_owned());
+            }
+            if kind == EXTENSIONS_END {
+                return Ok(Ok(()));
+            }
+            if kind == FEATURE_NAMES && !length.is_multiple_of(FEATURE_NAME) {
+                return damaged(format!(
+                    "the table of feature names has {length} bytes, which are no whole entries"
+                ));
+            }
+            at = end.next_multiple_of(8);
+        }
+        damaged(format!("it has more than {MAX_EXTENSIONS} extensions"))
     }
 
     /// Whether it was not closed by a program that keeps refcounts lazily.

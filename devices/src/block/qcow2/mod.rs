@@ -269,6 +269,7 @@ fn read_error(error: io::Error) -> OpenError {
 fn open_disk(medium: Arc<dyn Medium>, read_only: bool, below: Vec<Below>) -> Result<Disk, OpenError> {
     let header = Header::read(&*medium).map_err(read_error)??;
     header.check_usable(!read_only, !below.is_empty())?;
+    header.check_extensions(&*medium).map_err(read_error)??;
     if header.size == 0 {
         return Err(OpenError::Empty);
     }
@@ -326,6 +327,7 @@ fn open_below(below: Vec<Below>) -> Result<Option<FormatAccess<Layer>>, OpenErro
             Below::Qcow2(medium) => {
                 let header = Header::read(&*medium).map_err(read_error)??;
                 header.check_usable(false, lower.is_some())?;
+                header.check_extensions(&*medium).map_err(read_error)??;
                 open_layer(Layer::direct(medium), false, lower)?
             }
         });

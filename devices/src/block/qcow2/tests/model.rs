@@ -9,7 +9,7 @@ use super::{
     support::{Guest, Recorder, created, image, open, try_open},
 };
 use crate::block::{
-    Image, SECTOR,
+    Image, Qcow2Image, SECTOR,
     qcow2::{
         Below,
         create::{CreateOptions, Preallocation},
@@ -61,15 +61,12 @@ proptest! {
     }
 }
 
-#[test]
-fn several_engines_write_to_parts_of_the_same_clusters_at_once() {
+/// Each writes every fourth sector, and reads it back; one of them discards and flushes far away.
+pub(super) fn several_engines_write_at_once(disk: &Qcow2Image) {
     const ROUNDS: u64 = 300;
-    let recorder = image(8 << 20, 64 << 10);
-    let disk = open(&recorder);
-    // Each writes every fourth sector, and reads it back; one of them discards and flushes far away.
     thread::scope(|scope| {
         for lane in 0..4_u64 {
-            let mut guest = Guest::new(&disk);
+            let mut guest = Guest::new(disk);
             scope.spawn(move || {
                 for round in 0..ROUNDS {
                     let offset = (round * 37 % 1024 * 4 + lane) * SECTOR;
@@ -91,7 +88,7 @@ fn several_engines_write_to_parts_of_the_same_clusters_at_once() {
             });
         }
     });
-    let mut guest = Guest::new(&disk);
+    let mut guest = Guest::new(disk);
     for lane in 0..4_u64 {
         for round in 0..ROUNDS {
             let offset = (round * 37 % 1024 * 4 + lane) * SECTOR;
@@ -99,7 +96,14 @@ fn several_engines_write_to_parts_of_the_same_clusters_at_once() {
             assert_eq!(guest.read(offset, data.len()).unwrap(), data);
         }
     }
-    drop((guest, disk));
+}
+
+#[test]
+fn several_engines_write_to_parts_of_the_same_clusters_at_once() {
+    let recorder = image(8 << 20, 64 << 10);
+    let disk = open(&recorder);
+    several_engines_write_at_once(&disk);
+    drop(disk);
     let found = report(&recorder);
     assert_eq!((found.corruptions, found.leaks), (0, 0), "{found:?}");
 }

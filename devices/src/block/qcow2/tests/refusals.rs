@@ -17,6 +17,45 @@ fn refusal(read_only: bool, changes: &[(u64, &[u8])]) -> String {
 }
 
 #[test]
+fn extensions_of_the_header_that_make_no_sense_are_refused() {
+    let extension = |kind: u32, length: u32| [kind.to_be_bytes(), length.to_be_bytes()].concat();
+    let names = 0x6803_f857;
+    for (extensions, reason) in [
+        (
+            extension(names, 49),
+            "the table of feature names has 49 bytes, which are no whole entries",
+        ),
+        (
+            [extension(1, 3), vec![0; 8], extension(names, 1)].concat(),
+            "the table of feature names has 1 bytes, which are no whole entries",
+        ),
+        (
+            extension(1, 4096 - 111),
+            "its extensions reach beyond the first cluster",
+        ),
+        (
+            extension(0, u32::MAX),
+            "its extensions reach beyond the first cluster",
+        ),
+        (extension(1, 0).repeat(300), "it has more than 256 extensions"),
+    ] {
+        let reason = format!("the qcow2 header is damaged: {reason}");
+        assert_eq!(refusal(false, &[(104, &extensions)]), reason);
+        assert_eq!(refusal(true, &[(104, &extensions)]), reason);
+    }
+    let recorder = image(4 << 20, 4096);
+    let sound = [
+        extension(names, 48),
+        vec![0; 48],
+        extension(1, 3),
+        vec![0; 8],
+        extension(0, 0),
+    ];
+    recorder.patch(104, &sound.concat());
+    try_open(&recorder, false, Vec::new()).unwrap();
+}
+
+#[test]
 fn a_header_that_can_not_be_used_is_refused_with_the_reason() {
     for (offset, data, reason) in [
         (0, &b"QFI\xfa"[..], "not a qcow2 image"),

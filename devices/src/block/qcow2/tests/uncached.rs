@@ -13,6 +13,7 @@ use tempfile::TempDir;
 use super::{
     super::{Uncached, create::CLUSTER_SIZE, medium::Medium},
     files::{ask_qemu, create_in, does_what_a_disk_does, file},
+    model::several_engines_write_at_once,
     support::Guest,
 };
 use crate::block::{
@@ -164,6 +165,20 @@ fn bytes_of_any_place_and_length_are_read_and_written() {
     let mut found = vec![9; 10_000];
     medium.read_at(&mut found, 297_000).unwrap();
     assert!(found == model[297_000..307_000]);
+}
+
+/// Clusters that are smaller than blocks: data of one engine lies in a block with data of another, and with tables.
+#[test]
+fn several_engines_write_to_parts_of_the_same_blocks_at_once() {
+    let folder = folder();
+    for cluster in [512, 4096, CLUSTER_SIZE] {
+        let path = folder.path().join(cluster.to_string());
+        create_in(&path, 8 << 20, cluster);
+        let disk = Qcow2Image::open_uncached(coarse(&path), false, Vec::new()).unwrap();
+        several_engines_write_at_once(&disk);
+        drop(disk);
+        ask_qemu(&path);
+    }
 }
 
 proptest! {

@@ -195,6 +195,9 @@ fn check(args: &Check) -> Result<(Value, i32)> {
         let header = header(&file)?;
         // It is checked as what will be written to.
         header.check_usable(true, header.backing)?;
+        header
+            .check_extensions(&file)
+            .context("read the qcow2 header")??;
         let inspection = check::inspect(&file, &header).context("read the tables")??;
         if args.repair && inspection.report.corruptions == 0 && inspection.report.leaks != 0 {
             inspection.free_leaks(&file, &header).context("free leaks")?;
