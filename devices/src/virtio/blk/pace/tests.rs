@@ -1,0 +1,211 @@
+//! What is learnt from which times.
+
+use super::*;
+
+const US: Duration = Duration::from_micros(1);
+
+fn answer(pace: &mut Pace, answers: usize) {
+    (0..answers).for_each(|_| pace.answered());
+}
+
+fn tell(pace: &mut Pace, answers: usize, now: Instant) {
+    answer(pace, answers);
+    pace.told(now);
+}
+
+#[test]
+fn the_window_grows_to_cover_quick_successions_and_only_them() {
+    let (mut pace, mut now) = (Pace::default(), Instant::now());
+    tell(&mut pace, 1, now);
+    assert_eq!(
+        pace.look_again(now),
+        Look::No,
+        "looked without having learnt anything"
+    );
+    for window in [25, 50, 100, 200, 200] {
+        now += 150 * US;
+        pace.notified(now);
+        pace.taken(1, now);
+        tell(&mut pace, 1, now);
+        assert_eq!(pace.look_again(now + (window - 1) * US), Look::Yield, "{window}");
+        assert_eq!(pace.look_again(now + window * US), Look::No, "{window}");
+        assert_eq!(pace.look_again(now + window * US), Look::No, "{window}");
+    }
+    pace.notified(now + 1000 * US);
+    tell(&mut pace, 1, now);
+    assert_eq!(pace.look_again(now), Look::No);
+}
+
+#[test]
+fn a_worker_that_loses_its_processor_stops_looking_for_a_while() {
+    let (mut pace, mut now) = (Pace::default(), Instant::now());
+    let mut round = |pace: &mut Pace| {
+        tell(pace, 1, now);
+        let looks = pace.look_again(now) != Look::No;
+        now += 120 * US;
+        let looks_on = looks && pace.look_again(now) != Look::No;
+        pace.notified(now);
+        pace.taken(1, now);
+        (looks, looks_on)
+    };
+    for expected in [(false, false), (true, false)] {
+        assert_eq!(round(&mut pace), expected);
+    }
+    for _ in 0..REST {
+        assert_eq!(round(&mut pace), (false, false));
+    }
+    assert_eq!(round(&mut pace), (true, false), "it may learn again");
+}
+
+#[test]
+fn nobody_is_looked_for_who_owes_nothing() {
+    let (mut pace, now) = (Pace::default(), Instant::now());
+    tell(&mut pace, 2, now);
+    pace.notified(now + 10 * US);
+    pace.taken(1, now);
+    tell(&mut pace, 0, now);
+    assert_eq!(pace.look_again(now), Look::Now);
+    pace.taken(1, now);
+    assert_eq!(pace.look_again(now), Look::No);
+}
+
+#[test]
+fn answers_pile_up_only_when_the_driver_has_many_requests_and_not_for_long() {
+    let now = Instant::now();
+    let pile = |answers, under_way, waited| {
+        let mut pace = Pace::default();
+        answer(&mut pace, answers);
+        pace.pile_up(answers, under_way, now, now + waited)
+    };
+    for (answers, under_way) in [(0, 100), (1, 0), (1, 6), (4, 12), (100, 0)] {
+        let found = pile(answers, under_way, Duration::ZERO);
+        assert_eq!(found, Pile::No, "{answers} of {under_way}");
+    }
+    assert_eq!(pile(1, 7, Duration::ZERO), Pile::Look);
+    assert_eq!(pile(3, 13, Duration::ZERO), Pile::Look);
+    assert_eq!(pile(1, 7, MIN_PILE), Pile::No);
+    assert_eq!((unnotified(1), unnotified(3), unnotified(32)), (0, 1, 16));
+}
+
+/// Has learnt how far requests are apart and what an interrupt takes; the last request came at the time it gives.
+fn learnt(gap: Duration, interrupt: Duration) -> (Pace, Instant) {
+    let (mut pace, mut now) = (Pace::default(), Instant::now());
+    for _ in 0..400 {
+        now += gap;
+        pace.taken(1, now);
+        pace.interrupted(interrupt);
+    }
+    (pace, now)
+}
+
+fn is_close(found: Duration, expected: Duration) -> bool {
+    found <= expected && expected - found < expected.div_f32(50.0) + US
+}
+
+#[test]
+fn patience_is_the_time_of_those_waited_for_and_no_more_than_an_interrupt_is_worth() {
+    for (gap, interrupt, expected) in [
+        // A fast disk; a slow one, where an interrupt costs little, or much, or less than nothing is worth.
+        (5 * US, 2 * US, 40 * US),
+        (160 * US, 2 * US, 128 * US),
+        (160 * US, 100 * US, 1280 * US),
+        (Duration::from_secs(3600), Duration::from_secs(1), MAX_PILE),
+        (2 * US, US, MIN_PILE),
+    ] {
+        let (pace, _) = learnt(gap, interrupt);
+        let patience = pace.patience(8);
+        assert!(is_close(patience, expected), "{patience:?}, not {expected:?}");
+    }
+}
+
+#[test]
+fn requests_that_come_together_are_not_far_apart() {
+    let (mut pace, mut now) = learnt(US, US);
+    for _ in 0..100 {
+        now += 800 * US;
+        pace.taken(8, now);
+    }
+    let gap = Duration::from_nanos(pace.time_of(1));
+    assert!(is_close(gap, 100 * US), "{gap:?}");
+}
+
+#[test]
+fn with_patience_it_sleeps_for_a_quarter_of_what_the_driver_has() {
+    let (mut pace, now) = learnt(100 * US, 100 * US);
+    answer(&mut pace, 1);
+    // As long as the rest take to come, and no longer than the first may wait.
+    for (under_way, waited, more, limit) in [(31, 0, 7, 700), (31, 700, 7, 100), (15, 50, 3, 300)] {
+        let pile = pace.pile_up(1, under_way, now, now + waited * US);
+        let near = |found: Duration| found.abs_diff(limit * US) < 20 * US;
+        assert!(
+            matches!(pile, Pile::Sleep(found, sleep) if found == more && near(sleep)),
+            "{pile:?}, not {more} in {limit} us"
+        );
+    }
+    answer(&mut pace, 7);
+    assert_eq!(pace.pile_up(8, 24, now, now), Pile::No, "there they are");
+}
+
+#[test]
+fn no_more_than_a_nap_is_spent_looking() {
+    // The next request is due any moment, but others may wait long.
+    let (mut pace, now) = learnt(10 * US, 100 * US);
+    answer(&mut pace, 63);
+    for (waited, pile) in [
+        (Duration::ZERO, Pile::Sleep(1, NAP)),
+        (500 * US, Pile::Sleep(1, NAP)),
+        (630 * US, Pile::Look),
+        (640 * US, Pile::No),
+    ] {
+        assert_eq!(pace.pile_up(63, 193, now, now + waited), pile, "{waited:?}");
+    }
+}
+
+#[test]
+fn a_driver_that_looks_for_answers_by_itself_owes_no_more_than_it_has() {
+    let (mut pace, now) = learnt(100 * US, 100 * US);
+    for _ in 0..10 {
+        // It replaces them before it is told of them.
+        answer(&mut pace, 16);
+        pace.taken(16, now);
+        pace.told(now);
+    }
+    answer(&mut pace, 2);
+    assert!(
+        matches!(pace.pile_up(2, 14, now, now), Pile::Sleep(2, _)),
+        "4 of 16"
+    );
+}
+
+#[test]
+fn a_driver_that_goes_on_asking_is_expected_to_and_one_that_waits_is_not() {
+    let (mut pace, mut now) = learnt(100 * US, 100 * US);
+    tell(&mut pace, 32, now);
+    let first = now;
+    // It has asked for 6 meanwhile, which are answered: 26 more will come.
+    for _ in 0..6 {
+        now += 100 * US;
+        pace.taken(1, now);
+    }
+    answer(&mut pace, 6);
+    assert!(matches!(pace.pile_up(6, 0, first, now), Pile::Sleep(2, _)));
+    now += 200 * US;
+    let pile = pace.pile_up(6, 0, first, now);
+    assert_eq!(pile, Pile::No, "the first has waited enough");
+    pace.told(now);
+    // From now on it asks for one at a time.
+    for owed in [32, 16, 8] {
+        now += 100 * US;
+        pace.taken(1, now);
+        let answered = now;
+        pace.answered();
+        assert!(pace.may_pile_up(1, 0), "{owed} are expected");
+        now += MAX_PILE;
+        assert_eq!(pace.pile_up(1, 0, answered, now), Pile::No);
+        pace.told(now);
+    }
+    now += 100 * US;
+    pace.taken(1, now);
+    pace.answered();
+    assert!(!pace.may_pile_up(1, 0), "the driver has few requests");
+}
