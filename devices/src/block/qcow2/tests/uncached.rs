@@ -65,7 +65,8 @@ fn with_o_direct_nothing_goes_through_the_page_cache() {
     guest.write(512, &[1; 512]).unwrap();
     guest.flush().unwrap();
     assert_eq!(guest.read(512, 512).unwrap(), [1; 512]);
-    drop((guest, disk));
+    // All of them: the locks belong to the open file.
+    drop((guest, disk, observer));
     ask_qemu(&path);
 }
 
