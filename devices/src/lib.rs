@@ -14,6 +14,7 @@ pub mod interrupt;
 pub mod legacy;
 pub mod net;
 pub mod pci;
+pub mod ram;
 pub mod rate;
 pub mod serial;
 pub mod sys;

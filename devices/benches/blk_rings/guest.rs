@@ -3,10 +3,8 @@
 
 use std::{
     fs::{self, File},
-    hint::spin_loop,
     path::PathBuf,
     sync::atomic::{AtomicU16, AtomicU32, Ordering, fence},
-    thread::yield_now,
     time::Duration,
 };
 
@@ -20,7 +18,7 @@ use devices::{
 };
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend as _, VolatileMemory as _, VolatileSlice};
 
-use super::{BLOCK, DATA, Figures, Offsets, cpu_time, repeat};
+use super::{BLOCK, DATA, Figures, Offsets, between_looks, cpu_time, repeat};
 
 /// Tables, headers and status bytes of requests, one page for each.
 const HEADERS: u64 = 24 << 20;
@@ -52,6 +50,8 @@ struct Requests<'a> {
     size: u16,
     avail: Slice<'a>,
     used: Slice<'a>,
+    /// From [`HEADERS`] on.
+    headers: Slice<'a>,
     next_avail: u16,
     last_used: u16,
     offsets: Offsets,
@@ -82,6 +82,7 @@ pub(super) fn run(file: File, bytes: u64, depth: u16, wait: Wait, time: Duration
         size,
         avail: slice(ring.avail, 6 + 2 * usize::from(size)),
         used: slice(ring.used, 6 + 8 * usize::from(size)),
+        headers: slice(HEADERS, usize::from(depth) * PAGE as usize),
         memory: &memory,
         driver,
         next_avail: 0,
@@ -139,9 +140,9 @@ impl Requests<'_> {
     }
 
     fn offer(&mut self, slot: u16) {
-        let header = HEADERS + u64::from(slot) * PAGE + 64;
+        let header = usize::from(slot) * PAGE as usize + 64;
         let sector = self.offsets.next() / 512;
-        self.memory.write_obj([0, sector], GuestAddress(header)).unwrap();
+        self.headers.get_ref(header).unwrap().store([0, sector]);
         let place = 4 + 2 * usize::from(self.next_avail % self.size);
         self.avail16(place).store(slot, Ordering::Relaxed);
         self.next_avail = self.next_avail.wrapping_add(1);
@@ -169,8 +170,8 @@ impl Requests<'_> {
             let place = 4 + 8 * usize::from(self.last_used % self.size);
             let element = self.used.get_atomic_ref::<AtomicU32>(place).unwrap();
             let slot = element.load(Ordering::Relaxed) as u16;
-            let status = HEADERS + u64::from(slot) * PAGE + 96;
-            assert_eq!(self.memory.read_obj::<u8>(GuestAddress(status)).unwrap(), 0);
+            let status = usize::from(slot) * PAGE as usize + 96;
+            assert_eq!(self.headers.get_ref::<u8>(status).unwrap().load(), 0);
             self.last_used = self.last_used.wrapping_add(1);
             self.offer(slot);
             count += 1;
@@ -191,13 +192,8 @@ impl Requests<'_> {
                 let mut looks = 0_u64;
                 while !moved() {
                     looks += 1;
-                    assert!(looks < 1 << 32, "no answer");
-                    // The device's thread may want this processor.
-                    if looks.is_multiple_of(1024) {
-                        yield_now();
-                    } else {
-                        spin_loop();
-                    }
+                    assert!(looks < 1 << 30, "no answer");
+                    between_looks(looks);
                 }
             }
             Wait::Interrupts => {

@@ -1,14 +1,47 @@
 //! The same reads on a ring, with nothing around it.
 
-use std::{fs::File, os::fd::AsRawFd as _, path::Path, time::Duration};
+use std::{
+    fs::File,
+    os::fd::AsRawFd as _,
+    path::Path,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    thread,
+    time::Duration,
+};
 
 use io_uring::{IoUring, opcode, types};
 use vm_memory::{GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap};
 
-use super::{BLOCK, DATA, Figures, Offsets, cpu_time, repeat};
+use super::{BLOCK, DATA, Figures, Offsets, between_looks, cpu_time, repeat};
 
+/// With a thread beside it that looks at its progress all the time, as a driver that polls looks at the used ring: where
+/// two processors share a core, as hyperthreads do, that takes part of it from both.
+pub(super) fn run_watched(file: &File, bytes: u64, depth: u16, time: Duration) -> Figures {
+    let (progress, over) = (AtomicU64::new(0), AtomicBool::new(false));
+    thread::scope(|scope| {
+        scope.spawn(|| watch(&progress, &over));
+        let figures = run(file, bytes, depth, time, |requests| {
+            progress.store(requests, Ordering::Release);
+        });
+        over.store(true, Ordering::Release);
+        figures
+    })
+}
+
+fn watch(progress: &AtomicU64, over: &AtomicBool) {
+    let mut looks = 0;
+    while !over.load(Ordering::Relaxed) {
+        let seen = progress.load(Ordering::Acquire);
+        while progress.load(Ordering::Acquire) == seen && !over.load(Ordering::Relaxed) {
+            looks += 1;
+            between_looks(looks);
+        }
+    }
+}
+
+/// `done` is told how many requests were carried out, each time there are more.
 #[allow(unsafe_code)]
-pub(super) fn run(file: &File, bytes: u64, depth: u16, time: Duration) -> Figures {
+pub(super) fn run(file: &File, bytes: u64, depth: u16, time: Duration, done: impl Fn(u64)) -> Figures {
     let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 64 << 20)]).unwrap();
     let mut ring = IoUring::builder()
         .setup_single_issuer()
@@ -33,15 +66,16 @@ pub(super) fn run(file: &File, bytes: u64, depth: u16, time: Duration) -> Figure
     let thread = Path::new("/proc/thread-self");
     let begin = cpu_time(thread);
     let mut requests = 0;
-    let mut done = Vec::new();
+    let mut back = Vec::new();
     let elapsed = repeat(time, || {
         ring.submit_and_wait(1).unwrap();
-        done.extend(ring.completion().map(|entry| (entry.user_data(), entry.result())));
-        for (slot, result) in done.drain(..) {
+        back.extend(ring.completion().map(|entry| (entry.user_data(), entry.result())));
+        for (slot, result) in back.drain(..) {
             assert_eq!(result, BLOCK as i32);
             ask(&mut ring, slot);
             requests += 1;
         }
+        done(requests);
     });
     let cpu = cpu_time(thread).saturating_sub(begin);
     ring.submit_and_wait(depth.into()).unwrap();

@@ -53,8 +53,9 @@ pub struct Request {
     pub token: u32,
     /// What is to be done.
     pub operation: Operation,
-    /// Guest memory to read from or write to; comes back, used up, with the completion.
-    pub buffers: Iovecs,
+    /// Guest memory to read from or write to; comes back, used up, with the completion. It goes through several hands: a
+    /// box is moved in one register.
+    pub buffers: Box<Iovecs>,
 }
 
 /// A request that is done with. The guest memory that it wrote is not marked in the dirty bitmap yet.
@@ -65,7 +66,7 @@ pub struct Completion {
     /// How it went. After an error the buffers' content is undefined.
     pub result: io::Result<()>,
     /// The request's, used up.
-    pub buffers: Iovecs,
+    pub buffers: Box<Iovecs>,
 }
 
 /// Carries out requests. It is made anywhere, and used by one thread from the first [`commit`](Self::commit) on.

@@ -255,7 +255,7 @@ mod tests {
             engine.submit(Request {
                 token: 1,
                 operation: Operation::Read { offset: 4096 },
-                buffers,
+                buffers: Box::new(buffers),
             });
             engine.commit().unwrap();
             engine.wait(Instant::now() + Duration::from_secs(20)).unwrap();

@@ -31,7 +31,7 @@ use crate::sys::{
 const DEPTH: u32 = 256;
 
 /// A request in the ring, by its tag.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Running {
     token: u32,
     /// What is left of it.
@@ -173,7 +173,7 @@ impl UringEngine {
         }
     }
 
-    fn push(&mut self, running: Running, buffers: Iovecs, patient: bool) {
+    fn push(&mut self, running: Running, buffers: Box<Iovecs>, patient: bool) {
         let (token, operation) = (running.token, running.operation);
         let Some(call) = self.call(operation, &buffers) else {
             self.let_go(running.changes);
@@ -197,7 +197,7 @@ impl UringEngine {
     }
 
     /// Ends the request with that tag.
-    fn finish(&mut self, tag: u32, result: io::Result<()>, buffers: Iovecs) {
+    fn finish(&mut self, tag: u32, result: io::Result<()>, buffers: Box<Iovecs>) {
         let Some(running) = self.running.get_mut(tag as usize) else {
             return;
         };
@@ -211,7 +211,7 @@ impl UringEngine {
         });
     }
 
-    fn give_to_pool(&mut self, token: u32, operation: Operation, buffers: Iovecs) {
+    fn give_to_pool(&mut self, token: u32, operation: Operation, buffers: Box<Iovecs>) {
         self.pooled = self.pooled.saturating_add(1);
         let request = Request {
             token,

@@ -12,7 +12,7 @@ use std::{
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileSlice};
 
 use crate::{
-    GuestMemory,
+    GuestMemory, ram,
     virtio::chain::{Segment, TooShort},
 };
 
@@ -73,6 +73,18 @@ impl Iovecs {
 
     /// Appends `length` bytes of `segments` from `offset` bytes into them on. After an error the list is as before.
     pub fn append(&mut self, segments: &[Segment], offset: u32, length: u32) -> Result<(), TooShort> {
+        // Mostly it is one piece of the first one, in one region.
+        if length > 0
+            && let Some(first) = segments.first()
+            && first
+                .length
+                .checked_sub(offset)
+                .is_some_and(|rest| rest >= length)
+            && let Some(address) = first.address.0.checked_add(offset.into())
+            && let Some(piece) = ram::slice(&self.memory, GuestAddress(address), length as usize)
+        {
+            return self.push_entry(piece.ptr_guard_mut().as_ptr(), piece.len());
+        }
         let before = (self.entries.len(), self.length);
         let result = self.try_append(segments, offset, length);
         if result.is_err() {
@@ -103,7 +115,7 @@ impl Iovecs {
     fn push(&mut self, address: u64, length: u32) -> Result<(), TooShort> {
         let (address, length) = (GuestAddress(address), length as usize);
         // Mostly it lies in one region, which is quicker.
-        if let Ok(piece) = GuestMemoryBackend::get_slice(&*self.memory, address, length) {
+        if let Some(piece) = ram::slice(&self.memory, address, length) {
             let base = piece.ptr_guard_mut().as_ptr();
             return self.push_entry(base, length);
         }
@@ -126,7 +138,10 @@ impl Iovecs {
 
     /// Takes the first `count` bytes off the list.
     pub fn skip(&mut self, count: usize) {
-        let mut left = count.min(self.length);
+        if count >= self.length {
+            return self.clear();
+        }
+        let mut left = count;
         self.length = self.length.saturating_sub(left);
         let mut consumed = 0_usize;
         for entry in self.entries.iter_mut().skip(1) {

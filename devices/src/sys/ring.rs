@@ -27,9 +27,9 @@ use super::Iovecs;
 /// The file's place among the registered ones.
 const FILE: types::Fixed = types::Fixed(0);
 
-/// User data of poll requests: this bit, and which one it is. Indices of calls have 32 bits.
+/// User data of poll requests: this bit, and which one it is. Tags of calls have 32 bits.
 const POLL: u64 = 1 << 32;
-/// A poll request among the indices of calls.
+/// A poll request among the tags of calls.
 const POLL_INDEX: u32 = u32::MAX;
 
 /// What the kernel is to do with the file.
@@ -65,23 +65,20 @@ pub struct Return {
     /// What the system call gives: a count, or the negative error number.
     pub result: i32,
     /// The call's.
-    pub buffers: Iovecs,
-}
-
-struct Held {
-    tag: u32,
-    buffers: Iovecs,
+    pub buffers: Box<Iovecs>,
 }
 
 /// The ring. Used by one thread from the first [`submit`](Self::submit) on.
 ///
-/// Invariant: the buffers of each call that the kernel may know of are in `held`, at the index that is the call's user data.
+/// Invariant: the buffers of each call that the kernel may know of are in `held`, at the index that is the call's tag and
+/// its user data.
 pub struct Ring {
     ring: IoUring,
     event: Arc<EventFd>,
-    held: Vec<Option<Held>>,
-    free: Vec<u32>,
-    /// Indices of calls that were pushed since the last submission, and [`POLL_INDEX`].
+    held: Vec<Option<Box<Iovecs>>>,
+    /// Calls in `held`.
+    under_way: usize,
+    /// Tags of calls that were pushed since the last submission, and [`POLL_INDEX`].
     pushed: Vec<u32>,
     /// The kernel takes no calls any more: those in `pushed` can be abandoned.
     dead: bool,
@@ -145,7 +142,7 @@ impl Ring {
             ring,
             event,
             held: Vec::new(),
-            free: Vec::new(),
+            under_way: 0,
             pushed: Vec::new(),
             dead: false,
             disabled: deferred,
@@ -164,48 +161,59 @@ impl Ring {
 
     /// Calls that [`returned`](Self::returned) has not given.
     pub fn under_way(&self) -> usize {
-        self.held.len().saturating_sub(self.free.len())
+        self.under_way
     }
 
     /// Puts a call into the ring; `patient` has it done by a kernel thread that may wait. When the ring is full even
-    /// after a submission, the buffers come back.
+    /// after a submission, the buffers come back; also when a call with that tag is under way, and when the tag is larger
+    /// than the number of those used before, as they are indices.
     pub fn push(
         &mut self,
         tag: u32,
         call: Call,
-        buffers: Iovecs,
+        buffers: Box<Iovecs>,
         patient: bool,
-    ) -> Result<(), (Iovecs, io::Error)> {
-        let index = match self.free.pop() {
-            Some(index) => index,
-            None => {
-                self.held.push(None);
-                u32::try_from(self.held.len().saturating_sub(1)).unwrap_or(u32::MAX)
-            }
-        };
-        let mut entry = build(call, &buffers).user_data(index.into());
+    ) -> Result<(), (Box<Iovecs>, io::Error)> {
+        let index = tag as usize;
+        if index == self.held.len() {
+            self.held.push(None);
+        }
+        if self.held.get(index).is_none_or(Option::is_some) {
+            return Err((buffers, io::ErrorKind::InvalidInput.into()));
+        }
+        let mut entry = build(call, &buffers).user_data(tag.into());
         if patient {
             entry = entry.flags(squeue::Flags::ASYNC);
         }
-        if self.ring.submission().is_full()
-            && let Err(error) = self.submit()
-        {
-            self.free.push(index);
-            return Err((buffers, error));
+        let push = |ring: &mut IoUring| {
+            // SAFETY: what the entry points to is owned by `buffers`: the list of pieces on the heap, which stays where it
+            // is, and mappings of guest memory. Both live in `held` until the call has come back (or for ever, see
+            // `drop`), and nothing in Rust holds references into guest memory. The file is registered with the ring.
+            unsafe { ring.submission().push(&entry) }.is_ok()
+        };
+        if !push(&mut self.ring) {
+            // It is full.
+            let pushed = self.submit().and_then(|()| match push(&mut self.ring) {
+                true => Ok(()),
+                false => Err(io::ErrorKind::ResourceBusy.into()),
+            });
+            if let Err(error) = pushed {
+                return Err((buffers, error));
+            }
         }
-        // SAFETY: what the entry points to is owned by `buffers`: the list of pieces on the heap, which stays where it
-        // is, and mappings of guest memory. Both live in `held` until the call has come back (or for ever, see `drop`),
-        // and nothing in Rust holds references into guest memory. The file is registered with the ring.
-        let pushed = unsafe { self.ring.submission().push(&entry) };
-        if pushed.is_err() {
-            self.free.push(index);
-            return Err((buffers, io::ErrorKind::ResourceBusy.into()));
+        self.pushed.push(tag);
+        if let Some(place) = self.held.get_mut(index) {
+            *place = Some(buffers);
         }
-        self.pushed.push(index);
-        if let Some(place) = self.held.get_mut(index as usize) {
-            *place = Some(Held { tag, buffers });
-        }
+        self.under_way = self.under_way.saturating_add(1);
         Ok(())
+    }
+
+    /// The buffers of a call that is not under way any more.
+    fn release(&mut self, tag: u32) -> Option<Box<Iovecs>> {
+        let buffers = self.held.get_mut(tag as usize)?.take()?;
+        self.under_way = self.under_way.saturating_sub(1);
+        Some(buffers)
     }
 
     /// Hands what was pushed to the kernel, with one system call, or none when that is nothing. After EAGAIN, EBUSY and
@@ -336,16 +344,14 @@ impl Ring {
     }
 
     /// A call that the kernel never saw and never will, with its tag.
-    pub fn abandoned(&mut self) -> Option<(u32, Iovecs)> {
+    pub fn abandoned(&mut self) -> Option<(u32, Box<Iovecs>)> {
         if !self.dead {
             return None;
         }
         loop {
-            let index = self.pushed.pop()?;
-            let held = self.held.get_mut(index as usize).and_then(Option::take);
-            // `None` is a poll request.
-            if let Some(Held { tag, buffers }) = held {
-                self.free.push(index);
+            let tag = self.pushed.pop()?;
+            // A poll request has none.
+            if let Some(buffers) = self.release(tag) {
                 return Some((tag, buffers));
             }
         }
@@ -363,9 +369,8 @@ impl Ring {
                 continue;
             }
             if let Some(entry) = entry {
-                let index = u32::try_from(entry.user_data()).ok()?;
-                let Held { tag, buffers } = self.held.get_mut(index as usize)?.take()?;
-                self.free.push(index);
+                let tag = u32::try_from(entry.user_data()).ok()?;
+                let buffers = self.release(tag)?;
                 return Some(Return {
                     tag,
                     result: entry.result(),
@@ -470,3 +475,7 @@ fn build(call: Call, buffers: &Iovecs) -> squeue::Entry {
             .build(),
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

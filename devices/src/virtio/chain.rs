@@ -1,12 +1,12 @@
 //! A descriptor chain, checked and split into its two parts (virtio 1.3, 2.7.4).
 
-use vm_memory::{
-    Bytes, GuestAddress, GuestMemoryBackend, VolatileMemory, VolatileSlice,
-    bitmap::{Bitmap, MS},
-};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, VolatileMemory, bitmap::Bitmap};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::{GuestMemory, dirty};
+use crate::{
+    GuestMemory, dirty,
+    ram::{self, GuestSlice},
+};
 
 /// Most buffers in one chain. Linux' drivers stay below; the spec's own limit is the queue's size, which drivers with
 /// indirect tables do not keep.
@@ -25,9 +25,6 @@ pub struct Segment {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the request's buffers are too short")]
 pub struct TooShort;
-
-/// A slice of guest memory that marks what is written through it in the dirty bitmap.
-pub type GuestSlice<'a> = VolatileSlice<'a, MS<'a, GuestMemory>>;
 
 /// The buffers of one request: first those that the device reads, then those that it writes.
 ///
@@ -101,13 +98,15 @@ impl Chain {
     }
 
     /// A copy of the first 16 bytes of the readable part, where block devices have their header.
+    #[inline]
     pub fn read_front(&self, memory: &GuestMemory) -> Result<[u8; 16], TooShort> {
         if let Some(first) = self.readable().first()
             && first.length >= 16
-            && let Ok(slice) = GuestMemoryBackend::get_slice(memory, first.address, 16)
-            && let Ok(front) = slice.get_ref(0)
+            && let Some(slice) = ram::slice(memory, first.address, 16)
+            && let Ok(front) = slice.get_ref::<[u64; 2]>(0)
         {
-            return Ok(front.load());
+            // Two loads; bytes would be loaded one by one.
+            return Ok(zerocopy::transmute!(front.load()));
         }
         let mut front = [0; 16];
         self.read(memory, 0, &mut front)?;
@@ -152,18 +151,21 @@ impl Chain {
     pub fn write_last(&self, memory: &GuestMemory, byte: u8) -> Result<(), TooShort> {
         let last = self.writable().last().ok_or(TooShort)?;
         let end = last.address.0.wrapping_add(u64::from(last.length));
-        let slice = GuestMemoryBackend::get_slice(memory, GuestAddress(end.wrapping_sub(1)), 1);
-        let slice = slice.map_err(|_| TooShort)?;
+        let slice = ram::slice(memory, GuestAddress(end.wrapping_sub(1)), 1).ok_or(TooShort)?;
         slice.get_ref(0).map_err(|_| TooShort)?.store(byte);
         Ok(())
     }
 
     /// Notes in the dirty bitmap that `length` bytes of the writable part from `offset` on were written behind its
     /// back.
+    #[inline]
     pub fn mark_written(&self, memory: &GuestMemory, offset: u32, length: u32) {
-        if !dirty::is_used() {
-            return;
+        if dirty::is_used() {
+            self.mark(memory, offset, length);
         }
+    }
+
+    fn mark(&self, memory: &GuestMemory, offset: u32, length: u32) {
         for slice in self.writable_slices(memory, offset, length).flatten() {
             slice.bitmap().mark_dirty(0, slice.len());
         }
@@ -180,12 +182,12 @@ impl Chain {
 
 fn copy_out(memory: &GuestMemory, address: GuestAddress, data: &mut [u8]) -> Result<(), TooShort> {
     // Mostly it lies in one region, which is quicker.
-    match GuestMemoryBackend::get_slice(memory, address, data.len()) {
-        Ok(slice) => {
+    match ram::slice(memory, address, data.len()) {
+        Some(slice) => {
             slice.copy_to(data);
             Ok(())
         }
-        Err(_) => memory.read_slice(data, address).map_err(|_| TooShort),
+        None => memory.read_slice(data, address).map_err(|_| TooShort),
     }
 }
 

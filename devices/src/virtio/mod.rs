@@ -19,6 +19,7 @@ mod table;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod transport;
+mod walk;
 mod window;
 mod worker;
 

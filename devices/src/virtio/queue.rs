@@ -5,17 +5,9 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use virtio_bindings::virtio_ring::{
-    VRING_AVAIL_F_NO_INTERRUPT, VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE,
-};
-use vm_memory::GuestAddress;
+use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 
-use super::{
-    chain::{Chain, MAX_SEGMENTS, Segment},
-    fault::RingError,
-    table::{DESCRIPTOR, Descriptor, Extent, Table},
-    window::Window,
-};
+use super::{chain::Chain, fault::RingError, table::Extent, walk::walk, window::Window};
 use crate::GuestMemory;
 
 /// Largest queue that a device may offer.
@@ -162,7 +154,14 @@ impl Queue {
         if head >= self.state.size {
             return Err(RingError::HeadIndex(head));
         }
-        self.fill(chain, head)?;
+        walk(
+            chain,
+            &self.desc,
+            self.state.size,
+            head,
+            &self.memory,
+            &self.extent,
+        )?;
         self.state.next_avail = next.wrapping_add(1);
         self.budget = budget;
         Ok(true)
@@ -172,65 +171,6 @@ impl Queue {
     fn slot(&self, index: u16) -> u64 {
         // The size is a power of two.
         u64::from(index & self.state.size.wrapping_sub(1))
-    }
-
-    /// Walks the chain once.
-    fn fill(&self, chain: &mut Chain, head: u16) -> Result<(), RingError> {
-        chain.clear(head);
-        let broken = || RingError::Chain(head);
-        let mut table = Table::of(&self.desc, self.state.size);
-        let (mut index, mut indirect, mut total) = (head, false, 0_u32);
-        let (mut left, mut count) = (self.state.size, 0_usize);
-        loop {
-            // As many steps as there are descriptors: more is a loop.
-            left = left.checked_sub(1).ok_or_else(broken)?;
-            let descriptor = table.get(index).ok_or_else(broken)?;
-            let Descriptor {
-                address,
-                length,
-                flags,
-                next,
-            } = descriptor;
-            if flags & VRING_DESC_F_INDIRECT != 0 {
-                // One level, whole descriptors (2.7.5.3).
-                let entries = length.checked_div(DESCRIPTOR).unwrap_or(0);
-                let entries = u16::try_from(entries).map_err(|_| broken())?;
-                if indirect || !length.is_multiple_of(DESCRIPTOR) {
-                    return Err(broken());
-                }
-                table = Table::indirect(&self.memory, address, entries);
-                (index, indirect, left) = (0, true, entries);
-                continue;
-            }
-            total = total.checked_add(length).ok_or_else(broken)?;
-            count = count.saturating_add(1);
-            if count > MAX_SEGMENTS {
-                return Err(RingError::ChainLength(head));
-            }
-            let writable = flags & VRING_DESC_F_WRITE != 0;
-            if !writable && chain.segments.len() > chain.readable {
-                return Err(RingError::Order(head));
-            }
-            if length > 0 {
-                if !self.extent.holds(address, length) {
-                    return Err(RingError::Buffer { address, length });
-                }
-                chain.segments.push(Segment {
-                    address: GuestAddress(address),
-                    length,
-                });
-                if writable {
-                    chain.writable_len = chain.writable_len.saturating_add(length);
-                } else {
-                    chain.readable = chain.segments.len();
-                    chain.readable_len = chain.readable_len.saturating_add(length);
-                }
-            }
-            if flags & VRING_DESC_F_NEXT == 0 {
-                return Ok(());
-            }
-            index = next;
-        }
     }
 
     /// Puts the `count` chains taken last back, to be taken again. Only chains that were not given back by
@@ -254,11 +194,10 @@ impl Queue {
         }
         let next = self.state.next_used;
         let element = self.slot(next).wrapping_mul(8).wrapping_add(4);
-        let length = element.wrapping_add(4);
+        // The driver does not look at it before the used index says so.
         let stored = self
             .used
-            .store(element, u32::from(head).to_le(), Ordering::Relaxed)
-            .and_then(|()| self.used.store(length, written.to_le(), Ordering::Relaxed));
+            .write(element, [u32::from(head).to_le(), written.to_le()]);
         stored.ok_or(RingError::Memory)?;
         self.state.next_used = next.wrapping_add(1);
         self.unshown = true;

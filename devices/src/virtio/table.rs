@@ -2,9 +2,8 @@
 
 use std::ops::Range;
 
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, VolatileMemory};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
-use super::{chain::GuestSlice, window::Window};
 use crate::GuestMemory;
 
 /// Bytes of a descriptor (2.7.5).
@@ -19,67 +18,34 @@ pub(super) struct Descriptor {
     pub next: u16,
 }
 
-/// A descriptor table.
-pub(super) struct Table<'a> {
-    entries: u16,
-    place: Place<'a>,
-}
-
-/// Where a descriptor table is.
-enum Place<'a> {
-    /// The queue's own.
-    Window(&'a Window),
-    /// An indirect one, in one piece.
-    Slice(GuestSlice<'a>),
-    /// An indirect one in several pieces, or not in memory.
-    Scattered(&'a GuestMemory, u64),
-}
-
-impl<'a> Table<'a> {
-    /// The queue's own.
-    pub(super) fn of(window: &'a Window, entries: u16) -> Self {
-        Self {
-            entries,
-            place: Place::Window(window),
-        }
-    }
-
-    /// An indirect one.
-    pub(super) fn indirect(memory: &'a GuestMemory, address: u64, entries: u16) -> Self {
-        let length = usize::from(entries).saturating_mul(DESCRIPTOR as usize);
-        let place = match GuestMemoryBackend::get_slice(memory, GuestAddress(address), length) {
-            Ok(slice) => Place::Slice(slice),
-            Err(_) => Place::Scattered(memory, address),
-        };
-        Self { entries, place }
-    }
-
-    /// `None` when there is none with that index, or its memory is not there.
-    pub(super) fn get(&self, index: u16) -> Option<Descriptor> {
-        if index >= self.entries {
-            return None;
-        }
-        let offset = u64::from(index).wrapping_mul(DESCRIPTOR.into());
-        let [address, rest]: [u64; 2] = match &self.place {
-            Place::Window(window) => window.read(offset)?,
-            Place::Slice(slice) => slice.get_ref(usize::try_from(offset).ok()?).ok()?.load(),
-            Place::Scattered(memory, address) => {
-                memory.read_obj(GuestAddress(address.checked_add(offset)?)).ok()?
-            }
-        };
+impl From<[u64; 2]> for Descriptor {
+    /// As it lies in memory.
+    #[inline]
+    #[allow(clippy::cast_possible_truncation)]
+    fn from([address, rest]: [u64; 2]) -> Self {
         let rest = u64::from_le(rest);
-        Some(Descriptor {
+        Self {
             address: u64::from_le(address),
-            length: u32::try_from(rest & u64::from(u32::MAX)).ok()?,
-            flags: u32::try_from(rest >> 32 & 0xffff).ok()?,
-            next: u16::try_from(rest >> 48).ok()?,
-        })
+            length: rest as u32,
+            flags: u32::from((rest >> 32) as u16),
+            next: (rest >> 48) as u16,
+        }
     }
+}
+
+/// Where in a table the descriptor with that index is, in bytes.
+#[inline]
+pub(super) fn place(index: u16) -> u64 {
+    u64::from(index).wrapping_mul(DESCRIPTOR.into())
 }
 
 /// Where there is guest memory: ranges of addresses with gaps between them, for looking up many buffers.
 #[derive(Debug)]
-pub(super) struct Extent(Vec<Range<u64>>);
+pub(super) struct Extent {
+    /// The largest, where most buffers are.
+    main: Range<u64>,
+    others: Vec<Range<u64>>,
+}
 
 impl Extent {
     pub(super) fn of(memory: &GuestMemory) -> Self {
@@ -93,16 +59,20 @@ impl Extent {
                 _ => ranges.push(start..end),
             }
         }
-        Self(ranges)
+        ranges.sort_by_key(|range| range.end.saturating_sub(range.start));
+        Self {
+            main: ranges.pop().unwrap_or_default(),
+            others: ranges,
+        }
     }
 
     /// Whether all of a buffer is in it.
+    #[inline]
     pub(super) fn holds(&self, address: u64, length: u32) -> bool {
         let Some(end) = address.checked_add(length.into()) else {
             return false;
         };
-        self.0
-            .iter()
-            .any(|range| range.start <= address && end <= range.end)
+        let within = |range: &Range<u64>| range.start <= address && end <= range.end;
+        within(&self.main) || self.others.iter().any(within)
     }
 }

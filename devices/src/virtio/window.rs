@@ -75,6 +75,18 @@ impl Window {
         }
     }
 
+    /// Writes `value` to `offset`.
+    pub(super) fn write<T: ByteValued>(&self, offset: u64, value: T) -> Option<()> {
+        match self.place(offset) {
+            Ok((region, place)) => {
+                let slice = region.get_slice(place, size_of::<T>()).ok()?;
+                slice.get_ref(0).ok()?.store(value);
+                Some(())
+            }
+            Err(address) => self.memory.write_obj(value, address).ok(),
+        }
+    }
+
     fn place(
         &self,
         offset: u64,

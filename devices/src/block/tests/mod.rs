@@ -175,7 +175,7 @@ fn request(
     Request {
         token,
         operation,
-        buffers,
+        buffers: Box::new(buffers),
     }
 }
 

@@ -249,7 +249,7 @@ impl Model {
         self.engine.submit(Request {
             token,
             operation,
-            buffers,
+            buffers: Box::new(buffers),
         });
         assert_eq!(self.engine.in_flight(), self.under_way.len());
     }

@@ -15,7 +15,7 @@
 //! but done again: flushes of all queues wait until all such writes have succeeded. A flush that failed is kept like
 //! any other request.
 
-use std::{collections::VecDeque, time::Instant};
+use std::collections::VecDeque;
 
 use super::{
     control::Shared,
@@ -32,20 +32,21 @@ pub(super) struct Work {
     pub ranges: Vec<Range>,
     /// The one being done.
     pub range: usize,
-    /// When it was taken.
-    pub since: Instant,
+    /// When it was taken, in nanoseconds by its worker's clock.
+    pub since: u64,
     /// It is counted as unsettled.
     pub unsettled: bool,
 }
 
 impl Work {
-    pub(super) fn new(now: Instant) -> Self {
+    /// None yet.
+    pub(super) fn empty() -> Self {
         Self {
             chain: Chain::new(),
             plan: Plan::Flush,
             ranges: Vec::new(),
             range: 0,
-            since: now,
+            since: 0,
             unsettled: false,
         }
     }

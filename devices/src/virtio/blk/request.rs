@@ -172,7 +172,7 @@ impl Range {
 /// What a disk allows, but for its size.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// Bytes in a logical block: 512 or 4096. Requests are whole blocks.
+    /// Bytes in a logical block: 512 or 4096, a power of two in any case. Requests are whole blocks.
     pub block: u32,
     pub read_only: bool,
     /// Discards are on offer.
@@ -264,10 +264,11 @@ impl Limits {
 
     /// The byte at which `length` bytes begin, if they are whole blocks within the disk.
     fn place(&self, capacity: u64, sector: u64, length: u64) -> Option<u64> {
-        let block = u64::from(self.block);
+        // It is a power of two.
+        let within_block = u64::from(self.block).wrapping_sub(1);
         let offset = sector.checked_mul(SECTOR)?;
         let end = offset.checked_add(length)?;
-        (length.is_multiple_of(block) && offset.is_multiple_of(block) && end <= capacity).then_some(offset)
+        ((length | offset) & within_block == 0 && end <= capacity).then_some(offset)
     }
 }
 

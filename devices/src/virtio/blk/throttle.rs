@@ -56,6 +56,11 @@ impl Throttle {
             .map(|(limiter, wake)| limiter.join(Arc::clone(wake)));
     }
 
+    /// Whether there is a limit.
+    pub(super) fn limits(&self) -> bool {
+        self.tenant.is_some()
+    }
+
     /// How long a request of that cost has to wait; it is paid for when there is nothing to wait for.
     pub(super) fn wait_for(&self, cost: Cost, now: impl FnOnce() -> Instant) -> Option<Duration> {
         let tenant = self.tenant.as_ref()?;

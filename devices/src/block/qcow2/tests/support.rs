@@ -205,7 +205,7 @@ impl Guest {
         self.engine.submit(Request {
             token: 7,
             operation,
-            buffers,
+            buffers: Box::new(buffers),
         });
         self.engine.commit().unwrap();
         self.engine

@@ -272,6 +272,27 @@ fn a_request_without_room_for_the_status_comes_back_empty() {
     assert_eq!(read(&mut driver, 0, 512).1, OK);
 }
 
+/// The one behind it is taken from the ring by then.
+#[test]
+fn requests_behind_one_that_makes_no_sense_are_served() {
+    let disk = Disk::new(SECTORS);
+    let mut driver = disk.driver(false);
+    let sound = || [Buffer::Readable(header(IN, 0)), Buffer::Writable(513)];
+    for _ in 0..3 {
+        driver.offer(0, &sound());
+        driver.offer(0, &[Buffer::Readable(header(IN, 0))]);
+        driver.offer(0, &[Buffer::Readable(header(OUT, 0))]);
+        driver.offer(0, &sound());
+    }
+    driver.kick(0);
+    let mut written = Vec::new();
+    while driver.under_way(0) > 0 {
+        written.push(driver.wait_used(0).0.written);
+    }
+    written.sort_unstable();
+    assert_eq!(written, [[0; 6], [513; 6]].concat());
+}
+
 #[test]
 fn what_a_read_puts_into_memory_is_marked_dirty() {
     let disk = Disk::new(SECTORS);

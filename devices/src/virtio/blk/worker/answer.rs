@@ -10,13 +10,15 @@ use crate::{
         blk::{
             OnError,
             hold::Work,
-            pace,
             request::{Plan, Status},
         },
         fault::Fault,
         session::Session,
     },
 };
+
+/// After so many answers the driver may see them, and goes on meanwhile if it looks: a cache line of the used ring.
+const SHOWN: usize = 8;
 
 impl BlkHandler {
     pub(super) fn answer_without_engine(
@@ -52,7 +54,7 @@ impl BlkHandler {
 
     /// Moves the request out of its slot, which is free then.
     fn take_work(&mut self, token: u32) -> Work {
-        let empty = Work::new(self.clock.now());
+        let empty = Work::empty();
         self.free.push(token);
         match self.slots.get_mut(token as usize) {
             Some(slot) => std::mem::replace(&mut slot.work, empty),
@@ -90,6 +92,9 @@ impl BlkHandler {
                     }
                 }
                 Err(error) => self.fail(session, memory, token, error)?,
+            }
+            if count.is_multiple_of(SHOWN) {
+                session.show_used(self.queue)?;
             }
         }
         session.show_used(self.queue)?;
@@ -145,7 +150,7 @@ impl BlkHandler {
         token: u32,
         status: Status,
     ) -> Result<(), Fault> {
-        let now = self.clock.now();
+        let now = self.clock.nanos();
         let Some(slot) = self.slots.get_mut(token as usize) else {
             return Ok(());
         };
@@ -158,7 +163,7 @@ impl BlkHandler {
                 Plan::Read { length, .. } | Plan::Write { length, .. } => length.into(),
                 _ => work.ranges.iter().map(|range| range.length).sum(),
             };
-            let took = pace::nanos(now.saturating_duration_since(work.since));
+            let took = now.saturating_sub(work.since);
             counters.answered(kind, bytes, took, status == Status::Ok);
         }
         let (head, unsettled) = (work.chain.head(), std::mem::take(&mut work.unsettled));
@@ -167,7 +172,9 @@ impl BlkHandler {
         session.put_used(self.queue, head, length)?;
         self.pace.answered();
         self.untold = self.untold.saturating_add(1);
-        self.untold_since.get_or_insert(now);
+        if self.untold_since.is_none() {
+            self.untold_since = Some(self.clock.now());
+        }
         if unsettled {
             self.shared.remove_unsettled();
         }

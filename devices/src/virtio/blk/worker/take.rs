@@ -6,6 +6,7 @@ use super::{BlkHandler, Slot, TIMER};
 use crate::{
     GuestMemory,
     block::{Operation, Request},
+    ram,
     sys::Iovecs,
     virtio::{
         blk::{
@@ -25,8 +26,11 @@ impl BlkHandler {
         memory: &Arc<GuestMemory>,
         most: usize,
     ) -> Result<usize, Fault> {
+        // None completes meanwhile.
+        let room = self.engine.depth().saturating_sub(self.engine.in_flight());
+        let most = most.min(room);
         let mut taken = 0_usize;
-        while taken < most && !self.is_full() {
+        while taken < most {
             let Some(work) = self.kept.next(&self.shared) else {
                 break;
             };
@@ -38,33 +42,84 @@ impl BlkHandler {
             self.begin(session, memory, token)?;
         }
         if let Some(token) = self.throttle.waiting {
-            if self.is_full() || self.has_to_wait(session, token)? {
+            if taken == most || self.has_to_wait(session, token)? {
                 return Ok(taken);
             }
             taken = taken.saturating_add(1);
             self.begin(session, memory, token)?;
         }
-        while taken < most && !self.is_full() {
-            let token = self.free_slot(memory);
-            let Some(slot) = self.slots.get_mut(token as usize) else {
-                break;
-            };
-            let popped = session.pop(self.queue, &mut slot.work.chain);
-            if !matches!(popped, Ok(true)) {
-                self.free.push(token);
-                popped?;
-                break;
-            }
-            slot.work.since = self.clock.now();
+        let new = self.take_new(session, memory, most.saturating_sub(taken))?;
+        Ok(taken.saturating_add(new))
+    }
+
+    /// Takes up to `most` requests from the ring; gives how many.
+    ///
+    /// Each is taken before the one ahead of it is looked at: its header, which another processor wrote, is on its way
+    /// meanwhile.
+    fn take_new(
+        &mut self,
+        session: &mut Session,
+        memory: &Arc<GuestMemory>,
+        most: usize,
+    ) -> Result<usize, Fault> {
+        let mut taken = 0_usize;
+        let mut next = if most > 0 {
+            self.pop(session, memory)?
+        } else {
+            None
+        };
+        while let Some(token) = next {
             taken = taken.saturating_add(1);
-            self.unanswered = self.unanswered.saturating_add(1);
-            self.plan(memory, token)?;
-            if self.has_to_wait(session, token)? {
-                break;
+            let following = if taken < most {
+                self.pop(session, memory)
+            } else {
+                Ok(None)
+            };
+            let goes_on = self.plan_and_begin(session, memory, token);
+            if !matches!(goes_on, Ok(true)) {
+                if let Ok(Some(token)) = following {
+                    session.unpop(self.queue);
+                    self.free.push(token);
+                }
+                return goes_on.map(|_| taken);
             }
-            self.begin(session, memory, token)?;
+            next = following?;
         }
         Ok(taken)
+    }
+
+    /// Takes a request from the ring into a slot, if there is one.
+    fn pop(&mut self, session: &mut Session, memory: &Arc<GuestMemory>) -> Result<Option<u32>, Fault> {
+        let token = self.free_slot(memory);
+        let Some(slot) = self.slots.get_mut(token as usize) else {
+            return Ok(None);
+        };
+        let popped = session.pop(self.queue, &mut slot.work.chain);
+        if !matches!(popped, Ok(true)) {
+            self.free.push(token);
+            return popped.map(|_| None);
+        }
+        if let Some(header) = slot.work.chain.readable().first() {
+            ram::fetch(memory, header.address);
+        }
+        slot.work.since = self.clock.nanos();
+        Ok(Some(token))
+    }
+
+    /// Has the request in slot `token`, which was just taken from the ring, carried out; false when it has to wait.
+    fn plan_and_begin(
+        &mut self,
+        session: &mut Session,
+        memory: &GuestMemory,
+        token: u32,
+    ) -> Result<bool, Fault> {
+        self.unanswered = self.unanswered.saturating_add(1);
+        self.plan(memory, token)?;
+        if self.throttle.limits() && self.has_to_wait(session, token)? {
+            return Ok(false);
+        }
+        self.begin(session, memory, token)?;
+        Ok(true)
     }
 
     /// Decides what is to be done for the request in slot `token`, which was just taken from the ring.
@@ -204,10 +259,9 @@ impl BlkHandler {
             return token;
         }
         let token = u32::try_from(self.slots.len()).unwrap_or(u32::MAX);
-        let now = self.clock.now();
         self.slots.push(Slot {
-            work: Work::new(now),
-            buffers: Some(Iovecs::new(Arc::clone(memory))),
+            work: Work::empty(),
+            buffers: Some(Box::new(Iovecs::new(Arc::clone(memory)))),
         });
         token
     }

@@ -1,0 +1,90 @@
+use std::fs;
+
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::EFD_NONBLOCK;
+
+use super::*;
+use crate::{GuestMemory, virtio::chain::Segment};
+
+struct Rig {
+    ring: Ring,
+    memory: Arc<GuestMemory>,
+}
+
+/// On a file of 4 KiB of sevens; `None` where there is no io_uring.
+fn rig() -> Option<Rig> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("file");
+    fs::write(&path, [7; 4096]).unwrap();
+    let event = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+    let ring = match Ring::new(&File::open(path).unwrap(), 4, event) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) => return None,
+        ring => ring.unwrap(),
+    };
+    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x10_0000)]).unwrap();
+    Some(Rig {
+        ring,
+        memory: Arc::new(memory),
+    })
+}
+
+impl Rig {
+    fn buffers(&self, address: u64, length: u32) -> Box<Iovecs> {
+        let mut buffers = Box::new(Iovecs::new(Arc::clone(&self.memory)));
+        let address = GuestAddress(address);
+        buffers.append(&[Segment { address, length }], 0, length).unwrap();
+        buffers
+    }
+
+    /// Pushes a read of a KiB to the `tag`th KiB of memory.
+    fn push(&mut self, tag: u32) -> Result<(), io::ErrorKind> {
+        let buffers = self.buffers(u64::from(tag % 64) << 10, 1024);
+        let pushed = self.ring.push(tag, Call::Read(0), buffers, false);
+        pushed.map_err(|(buffers, error)| {
+            assert_eq!(buffers.len(), 1024, "the buffers come back");
+            error.kind()
+        })
+    }
+
+    fn tags(&mut self) -> Vec<u32> {
+        self.ring.submit().unwrap();
+        let mut tags = Vec::new();
+        while self.ring.under_way() > 0 {
+            if let Some(back) = self.ring.returned() {
+                assert_eq!((back.result, back.buffers.len()), (1024, 1024));
+                tags.push(back.tag);
+            }
+        }
+        tags.sort_unstable();
+        tags
+    }
+}
+
+#[test]
+fn a_tag_stands_for_one_call_at_a_time() {
+    let Some(mut rig) = rig() else { return };
+    assert_eq!(rig.push(1), Err(io::ErrorKind::InvalidInput), "not the next one");
+    for tag in 0..3 {
+        rig.push(tag).unwrap();
+    }
+    for tag in [0, 2, 4, u32::MAX] {
+        assert_eq!(rig.push(tag), Err(io::ErrorKind::InvalidInput), "{tag}");
+    }
+    assert_eq!(rig.ring.under_way(), 3);
+    assert_eq!(rig.tags(), [0, 1, 2]);
+    rig.push(1).unwrap();
+    rig.push(3).unwrap();
+    assert_eq!(rig.tags(), [1, 3]);
+    let mut read = [0; 4096];
+    rig.memory.read_slice(&mut read, GuestAddress(0)).unwrap();
+    assert_eq!(read, [7; 4096]);
+}
+
+#[test]
+fn more_calls_than_the_ring_has_room_for_are_handed_over_in_between() {
+    let Some(mut rig) = rig() else { return };
+    for tag in 0..50 {
+        rig.push(tag).unwrap();
+    }
+    assert_eq!(rig.tags(), (0..50).collect::<Vec<_>>());
+}
