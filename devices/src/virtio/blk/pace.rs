@@ -29,7 +29,9 @@ const AT_ONCE: Duration = Duration::from_micros(10);
 
 /// When the driver has so many requests, answers wait for others a moment.
 const MANY: usize = 8;
-/// Until they are that part of all.
+/// From so many on they do while the driver has not yet replaced others that it was told of.
+const FEW: usize = 4;
+/// Until they are that part of all, and two at least.
 const PILE_PART: usize = 4;
 /// And for so many times what it takes to send an interrupt at most, which is what is saved, to us and more so to the
 /// guest: a microsecond where the processor delivers it, a hundred on a nested hypervisor.
@@ -173,9 +175,8 @@ impl Pace {
     /// Whether answers that the driver was not told of, the first of which was given at `since`, wait for more: with many
     /// others under way or soon expected, until they are a quarter of all.
     pub(super) fn pile_up(&mut self, answers: usize, under_way: usize, since: Instant, now: Instant) -> Pile {
-        let all = self.all(under_way);
-        let wanted = all.div_ceil(PILE_PART);
-        if answers == 0 || all < MANY || answers >= wanted {
+        let wanted = self.all(under_way).div_ceil(PILE_PART).max(2);
+        if answers >= wanted || !self.may_pile_up(answers, under_way) {
             return Pile::No;
         }
         let patience = self.patience(wanted);
@@ -199,7 +200,8 @@ impl Pace {
 
     /// Whether it is worth asking for the time.
     pub(super) fn may_pile_up(&self, answers: usize, under_way: usize) -> bool {
-        answers > 0 && self.all(under_way) >= MANY
+        let all = self.all(under_way);
+        answers > 0 && (all >= MANY || all >= FEW && self.owed > answers)
     }
 
     /// Requests that the driver has, as far as is known.

@@ -194,7 +194,7 @@ fn a_driver_that_goes_on_asking_is_expected_to_and_one_that_waits_is_not() {
     assert_eq!(pile, Pile::No, "the first has waited enough");
     pace.told(now);
     // From now on it asks for one at a time.
-    for owed in [32, 16, 8] {
+    for owed in [32, 16, 8, 4] {
         now += 100 * US;
         pace.taken(1, now);
         let answered = now;
@@ -208,4 +208,29 @@ fn a_driver_that_goes_on_asking_is_expected_to_and_one_that_waits_is_not() {
     pace.taken(1, now);
     pace.answered();
     assert!(!pace.may_pile_up(1, 0), "the driver has few requests");
+}
+
+#[test]
+fn a_driver_with_few_requests_is_told_when_it_has_nothing_else_to_do() {
+    let (mut pace, now) = learnt(100 * US, 100 * US);
+    pace.answered();
+    assert!(!pace.may_pile_up(1, 3), "it has replaced all others");
+    pace.told(now);
+    // It has not asked again yet.
+    pace.answered();
+    assert!(matches!(pace.pile_up(1, 2, now, now), Pile::Sleep(1, _)));
+    pace.answered();
+    assert_eq!(pace.pile_up(2, 1, now, now), Pile::No, "two are enough");
+    let (mut pace, now) = learnt(100 * US, 100 * US);
+    tell(&mut pace, 1, now);
+    pace.answered();
+    assert!(pace.may_pile_up(1, 2));
+    pace.taken(1, now);
+    assert!(
+        !pace.may_pile_up(1, 3),
+        "it goes on by itself, and has done what it was told"
+    );
+    tell(&mut pace, 1, now);
+    pace.answered();
+    assert!(!pace.may_pile_up(1, 0), "three are too few to wait");
 }
