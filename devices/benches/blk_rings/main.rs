@@ -3,8 +3,8 @@
 //! 4 KiB random reads from one file, at several depths, through the page cache and past it: first by a loop that does
 //! nothing but submit and reap on a ring of its own, then through a virtio-blk device with its worker thread, whose
 //! driver is a thread here. Both read into the same guest memory, and have another thread beside them that does the same:
-//! a driver that polls, or for the loop one that looks at its progress. They take turns; figures are medians of the
-//! rounds.
+//! a driver that polls, or for the loop one that looks at its progress. (The loop without such a thread is measured as
+//! well, and told beside it.) They take turns; figures are medians of the rounds.
 //!
 //! `cargo bench -p vmmd-devices --features testing --bench blk_rings -- [--file PATH] [--mib N] [--millis N] [--rounds N]
 //! [--depth N] [--cache cached|direct] [--driver polling|interrupts]`
@@ -164,20 +164,24 @@ fn median(mut runs: Vec<Figures>) -> Figures {
 }
 
 /// Shows what was measured, and gives it as JSON.
-fn row(cache: &str, depth: u16, driver: Wait, alone: Figures, served: Figures) -> String {
+///
+/// `unwatched` is the loop without a thread beside it.
+fn row(cache: &str, depth: u16, driver: Wait, [unwatched, alone, served]: [Figures; 3]) -> String {
     let ratio = served.per_second() / alone.per_second();
     let kicks = served.kicks as f64 / served.requests as f64;
     let driver = driver.name();
     eprintln!(
-        "{:<30} {:>10.0}/s {:>15.0}/s {ratio:>18.2} {:>8.0} | {:.0}, kicks/request {kicks:.3}",
+        "{:<30} {:>10.0}/s {:>10.0}/s {:>10.0}/s {ratio:>6.2} {:>8.0} | {:.0}, kicks/request {kicks:.3}",
         format!("{cache}, depth {depth}, {driver}"),
+        unwatched.per_second(),
         alone.per_second(),
         served.per_second(),
         alone.cpu_nanos(),
         served.cpu_nanos(),
     );
     format!(
-        r#"{{"cache":"{cache}","depth":{depth},"driver":"{driver}","block_bytes":{BLOCK},"ring_per_second":{:.0},"virtio_per_second":{:.0},"ratio":{ratio:.3},"ring_cpu_ns":{:.0},"virtio_cpu_ns":{:.0},"kicks_per_request":{kicks:.4}}}"#,
+        r#"{{"cache":"{cache}","depth":{depth},"driver":"{driver}","block_bytes":{BLOCK},"unwatched_ring_per_second":{:.0},"ring_per_second":{:.0},"virtio_per_second":{:.0},"ratio":{ratio:.3},"ring_cpu_ns":{:.0},"virtio_cpu_ns":{:.0},"kicks_per_request":{kicks:.4}}}"#,
+        unwatched.per_second(),
         alone.per_second(),
         served.per_second(),
         alone.cpu_nanos(),
@@ -192,7 +196,7 @@ fn main() {
     }
     let mut rows = Vec::new();
     eprintln!(
-        "4 KiB random reads                ring alone        virtio-blk              ratio   CPU ns/request"
+        "4 KiB random reads             ring alone, watched    virtio-blk        ratio   CPU ns/request"
     );
     for cache in options.caches {
         let direct = cache == "direct";
@@ -202,16 +206,19 @@ fn main() {
                 continue;
             };
             for driver in options.drivers.clone() {
-                let (mut alone, mut served) = (Vec::new(), Vec::new());
+                let (mut unwatched, mut alone, mut served) = (Vec::new(), Vec::new(), Vec::new());
                 for _ in 0..options.rounds {
                     let file = || open(&options.file, direct).unwrap();
+                    let nobody = plain::run(&file(), bytes, depth, options.time, |_| ());
+                    unwatched.push(nobody);
                     alone.push(match driver {
                         Wait::Polling => plain::run_watched(&file(), bytes, depth, options.time),
-                        Wait::Interrupts => plain::run(&file(), bytes, depth, options.time, |_| ()),
+                        Wait::Interrupts => nobody,
                     });
                     served.push(guest::run(file(), bytes, depth, driver, options.time));
                 }
-                rows.push(row(cache, depth, driver, median(alone), median(served)));
+                let figures = [unwatched, alone, served].map(median);
+                rows.push(row(cache, depth, driver, figures));
             }
         }
     }
