@@ -8,54 +8,31 @@
 //! There the thread can also sleep inside of io_uring_enter ([`Ring::wait_beside`]), for completions and for one other
 //! descriptor, which a poll request in the ring stands for: to hand calls over, sleep and gather is one system call then.
 
+mod call;
+mod sleep;
+
 use std::{
     fs::File,
     io,
-    os::fd::{AsRawFd, RawFd},
+    os::fd::AsRawFd,
     sync::{
         Arc,
         atomic::{Ordering, fence},
     },
-    time::Duration,
 };
 
-use io_uring::{IoUring, cqueue, opcode, squeue, types};
+use io_uring::{IoUring, cqueue, squeue};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::Iovecs;
+pub use call::Call;
 
-/// The file's place among the registered ones.
-const FILE: types::Fixed = types::Fixed(0);
+use super::Iovecs;
+use call::build;
 
 /// User data of poll requests: this bit, and which one it is. Tags of calls have 32 bits.
 const POLL: u64 = 1 << 32;
 /// A poll request among the tags of calls.
 const POLL_INDEX: u32 = u32::MAX;
-
-/// What the kernel is to do with the file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Call {
-    /// preadv at this byte.
-    Read(u64),
-    /// pwritev2 at this byte.
-    Write {
-        /// In bytes.
-        offset: u64,
-        /// With RWF_DSYNC.
-        stable: bool,
-    },
-    /// fdatasync.
-    Sync,
-    /// fallocate.
-    Allocate {
-        /// FALLOC_FL_*.
-        mode: i32,
-        /// In bytes.
-        offset: u64,
-        /// In bytes.
-        length: u64,
-    },
-}
 
 /// A call that came back.
 #[derive(Debug)]
@@ -265,84 +242,6 @@ impl Ring {
         Ok(())
     }
 
-    /// Hands what was pushed to the kernel and waits until a call comes back, `other` is readable, or a signal comes. False
-    /// when it did not wait: the ring can't wait for both, or the kernel takes nothing, which [`submit`](Self::submit)
-    /// finds out about.
-    ///
-    /// `other` is polled until [`forget_other`](Self::forget_other) or until it is readable, which
-    /// [`other_called`](Self::other_called) tells.
-    pub fn wait_beside(&mut self, other: RawFd) -> io::Result<bool> {
-        self.wait(1, other, None)
-    }
-
-    /// Waits until so many calls more have come back than [`returned`](Self::returned) has given, or a signal comes, and no
-    /// longer than `limit`. `other`, polled as by [`wait_beside`](Self::wait_beside), counts as a call. False when it did
-    /// not wait.
-    pub fn wait_for(&mut self, calls: usize, other: RawFd, limit: Duration) -> io::Result<bool> {
-        self.wait(calls, other, Some(limit))
-    }
-
-    fn wait(&mut self, calls: usize, other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
-        if !self.deferred || self.dead || self.called {
-            return Ok(false);
-        }
-        self.wake_up()?;
-        if self.poll.is_none() {
-            let events = u32::try_from(libc::POLLIN).unwrap_or(0);
-            let entry = opcode::PollAdd::new(types::Fd(other), events)
-                .build()
-                .user_data(POLL | u64::from(self.next_poll));
-            // SAFETY: the entry points to no memory. The kernel holds on to the descriptor's file as long as it polls.
-            if unsafe { self.ring.submission().push(&entry) }.is_err() {
-                return self.stay_awake();
-            }
-            self.pushed.push(POLL_INDEX);
-            self.poll = Some(self.next_poll);
-            self.next_poll = self.next_poll.wrapping_add(1);
-        }
-        let result = match limit {
-            None => self.ring.submit_and_wait(calls),
-            Some(limit) => {
-                let limit = types::Timespec::from(limit);
-                let arguments = types::SubmitArgs::new().timespec(&limit);
-                self.ring.submitter().submit_with_args(calls, &arguments)
-            }
-        };
-        self.note_handed();
-        match result {
-            Ok(_) => Ok(true),
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ETIME | libc::EINTR)) => Ok(true),
-            // It may pass (EAGAIN, EBUSY).
-            Err(_) => self.stay_awake(),
-        }
-    }
-
-    /// There was no sleep: who sleeps otherwise then is woken by the event, also for what came while that was off.
-    fn stay_awake(&mut self) -> io::Result<bool> {
-        self.ring.completion().enable_eventfd();
-        fence(Ordering::SeqCst);
-        self.armed = true;
-        // Full only when it is readable anyway.
-        let _full = self.event.write(1);
-        Ok(false)
-    }
-
-    /// Whether what [`wait_beside`](Self::wait_beside) polls was readable, since this was asked last. Known once
-    /// [`returned`](Self::returned) has given `None`.
-    pub fn other_called(&mut self) -> bool {
-        std::mem::take(&mut self.called)
-    }
-
-    /// Nothing is polled any more.
-    pub fn forget_other(&mut self) {
-        self.called = false;
-        if let Some(number) = self.poll.take() {
-            let which = types::CancelBuilder::user_data(POLL | u64::from(number));
-            // If it is not there any more, it is on its way to the completion queue, where nobody knows it.
-            let _gone = self.ring.submitter().register_sync_cancel(None, which);
-        }
-    }
-
     /// A call that the kernel never saw and never will, with its tag.
     pub fn abandoned(&mut self) -> Option<(u32, Box<Iovecs>)> {
         if !self.dead {
@@ -439,41 +338,6 @@ fn is_passing(error: &io::Error) -> bool {
 fn poll_number(entry: &cqueue::Entry) -> Option<u32> {
     let number = entry.user_data().checked_sub(POLL)?;
     u32::try_from(number).ok()
-}
-
-fn build(call: Call, buffers: &Iovecs) -> squeue::Entry {
-    match call {
-        Call::Read(offset) => match buffers.only() {
-            Some((base, length)) => opcode::Read::new(FILE, base, length).offset(offset).build(),
-            None => {
-                let (entries, count) = buffers.window();
-                opcode::Readv::new(FILE, entries, count).offset(offset).build()
-            }
-        },
-        Call::Write { offset, stable } => {
-            let flags = if stable { libc::RWF_DSYNC } else { 0 };
-            match buffers.only() {
-                Some((base, length)) => opcode::Write::new(FILE, base, length)
-                    .offset(offset)
-                    .rw_flags(flags)
-                    .build(),
-                None => {
-                    let (entries, count) = buffers.window();
-                    opcode::Writev::new(FILE, entries, count)
-                        .offset(offset)
-                        .rw_flags(flags)
-                        .build()
-                }
-            }
-        }
-        Call::Sync => opcode::Fsync::new(FILE)
-            .flags(types::FsyncFlags::DATASYNC)
-            .build(),
-        Call::Allocate { mode, offset, length } => opcode::Fallocate::new(FILE, length)
-            .offset(offset)
-            .mode(mode)
-            .build(),
-    }
 }
 
 #[cfg(test)]
