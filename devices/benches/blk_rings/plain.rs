@@ -20,12 +20,20 @@ pub(super) fn run_watched(file: &File, bytes: u64, depth: u16, time: Duration) -
     let (progress, over) = (AtomicU64::new(0), AtomicBool::new(false));
     thread::scope(|scope| {
         scope.spawn(|| watch(&progress, &over));
-        let figures = run(file, bytes, depth, time, |requests| {
+        // Also when it panics: the scope waits for the thread.
+        let _end = End(&over);
+        run(file, bytes, depth, time, |requests| {
             progress.store(requests, Ordering::Release);
-        });
-        over.store(true, Ordering::Release);
-        figures
+        })
     })
+}
+
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
 }
 
 fn watch(progress: &AtomicU64, over: &AtomicBool) {

@@ -341,5 +341,5 @@ fn poll_number(entry: &cqueue::Entry) -> Option<u32> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, clippy::arithmetic_side_effects)]
 mod tests;

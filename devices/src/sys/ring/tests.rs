@@ -1,10 +1,13 @@
-use std::fs;
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
 
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
 use super::*;
-use crate::{GuestMemory, virtio::chain::Segment};
+use crate::{GuestMemory, sys::event::wait_for, virtio::chain::Segment};
 
 struct Rig {
     ring: Ring,
@@ -49,10 +52,14 @@ impl Rig {
     fn tags(&mut self) -> Vec<u32> {
         self.ring.submit().unwrap();
         let mut tags = Vec::new();
+        let deadline = Instant::now() + Duration::from_secs(100);
         while self.ring.under_way() > 0 {
             if let Some(back) = self.ring.returned() {
                 assert_eq!((back.result, back.buffers.len()), (1024, 1024));
                 tags.push(back.tag);
+            } else {
+                assert!(Instant::now() < deadline, "only {tags:?} came back");
+                wait_for(self.ring.event(), deadline).unwrap();
             }
         }
         tags.sort_unstable();
