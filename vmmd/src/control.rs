@@ -52,6 +52,16 @@ pub enum Error {
     Io(#[from] io::Error),
 }
 
+impl Error {
+    /// Nothing came back, for the connection broke.
+    pub fn is_lost(&self) -> bool {
+        matches!(
+            self,
+            Self::Closed | Self::Io(_) | Self::Wire(wire::Error::Io(_) | wire::Error::Truncated)
+        )
+    }
+}
+
 /// A connection to a `vmm`. Clones are the same connection; it is closed with the last.
 #[derive(Clone, Debug)]
 pub struct Client {

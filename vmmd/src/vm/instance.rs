@@ -24,7 +24,7 @@ use crate::{
 /// How long a `vmm` that an earlier daemon left may take to answer before the daemon goes on without it.
 pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 /// After a connection is lost for good, how long the process is expected to end before that is reported.
-const DYING: Duration = Duration::from_secs(1);
+pub const DYING: Duration = Duration::from_secs(1);
 /// Longest exit record in bytes.
 const MAX_EXIT_RECORD: u64 = 64 << 10;
 
@@ -192,8 +192,9 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
     let process = candidates
         .find(|pid| owner(*pid).is_ok_and(|owner| owner == user))
         .map(Process::open);
-    // A lock that nobody is found to hold may be a copy in a child that is just being made.
-    let ended = if process.is_some() {
+    // A lock that nobody is found to hold may be a copy in a child that is just being made; and a process that can't be
+    // talked to is, as a rule, one that ends in this moment.
+    let ended = if process.is_some() && !matches!(link, Link::Lost) {
         !lock::is_held(&lock_path)?
     } else {
         lock::released(&lock_path).await?

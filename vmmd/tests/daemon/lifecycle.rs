@@ -327,6 +327,25 @@ async fn a_killed_process_is_noticed_by_event() {
 }
 
 #[tokio::test]
+async fn what_is_asked_of_a_vmm_in_the_moment_of_its_end_finds_it_ended() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let mut console = crate::console::Client::open(&daemon, "web").await;
+    console.type_in("fade\n").await;
+    console.expect("fading").await;
+    let request = v1::PauseVmRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
+    let refused = daemon.client().pause_vm(request).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "NOT_RUNNING".into())
+    );
+    daemon.wait_phase("web", VmPhase::Failed).await;
+}
+
+#[tokio::test]
 async fn a_reset_of_the_guest_is_counted_in_the_same_run() {
     let daemon = Daemon::start().await;
     let vm = daemon.run("web", "").await;

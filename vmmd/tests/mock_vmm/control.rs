@@ -4,7 +4,7 @@ use std::{
     fs::File,
     os::{fd::OwnedFd, unix::net::UnixStream},
     process,
-    sync::{Mutex, mpsc::sync_channel},
+    sync::{Arc, Mutex, mpsc::sync_channel},
     thread,
 };
 
@@ -23,7 +23,10 @@ use crate::{
     guest::Guest,
 };
 
-pub fn serve(guest: &Guest, stream: &UnixStream) {
+pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
+    if !guest.is_controlled_by(stream) {
+        return;
+    }
     let (sender, receiver) = sync_channel(64);
     let sending = Mutex::new(());
     thread::scope(|scope| {

@@ -3,17 +3,19 @@
 use std::{
     fs::File,
     io::Write,
+    net::Shutdown,
     os::{
         fd::OwnedFd,
         linux::net::SocketAddrExt,
         unix::{
             fs::FileExt,
-            net::{SocketAddr, UnixListener},
+            net::{SocketAddr, UnixListener, UnixStream},
         },
     },
     process,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, mpsc::SyncSender},
-    time::{SystemTime, UNIX_EPOCH},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, Weak, mpsc::SyncSender},
+    thread,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use prost::Message;
@@ -27,9 +29,14 @@ use crate::{
     disks::{self, Plugged},
 };
 
+/// From the end of its connections to the end of the process.
+const FADING: Duration = Duration::from_millis(150);
+
 pub struct Guest {
     inner: Mutex<Inner>,
     disks: Mutex<Vec<Plugged>>,
+    /// Nothing when it has given up its control connections.
+    controls: Mutex<Option<Vec<Weak<UnixStream>>>>,
     exit: File,
     /// Held as long as the process lives.
     name: OnceLock<UnixListener>,
@@ -63,9 +70,20 @@ impl Guest {
         Self {
             inner: Mutex::new(inner),
             disks: Mutex::default(),
+            controls: Mutex::new(Some(Vec::new())),
             exit,
             name: OnceLock::new(),
         }
+    }
+
+    /// Notes a control connection; false when there are to be none any more.
+    pub fn is_controlled_by(&self, stream: &Arc<UnixStream>) -> bool {
+        let mut controls = self.controls.lock().unwrap();
+        let Some(controls) = controls.as_mut() else {
+            return false;
+        };
+        controls.push(Arc::downgrade(stream));
+        true
     }
 
     /// Whether no other process has this name; it is this one's from now on.
@@ -176,6 +194,15 @@ impl Guest {
             ["crash"] => self.end(ExitKind::GuestCrash, "triple fault"),
             ["error"] => self.end(ExitKind::VmmError, "out of luck"),
             ["abort"] => process::abort(),
+            ["fade"] => {
+                let controls = self.controls.lock().unwrap().take().unwrap_or_default();
+                for stream in controls.iter().filter_map(Weak::upgrade) {
+                    let _ = stream.shutdown(Shutdown::Both);
+                }
+                self.print("fading\r\n");
+                thread::sleep(FADING);
+                process::abort();
+            }
             ["machine"] => {
                 let mut inner = self.lock();
                 let text = format!("{}\r\n", inner.machine);

@@ -12,7 +12,7 @@
 //!
 //! An executable called `silent` never answers anything, one called `old` speaks minor version 1. A reset by request is
 //! echoed as `reset by the host`. Lines typed on the console are commands to the guest:
-//! `poweroff`, `panic`, `crash`, `error`, `abort`, `reset`, `print N` (N bytes), `pause` (as of itself), `eject NAME`,
+//! `poweroff`, `panic`, `crash`, `error`, `abort`, `fade` (its control connections end, a moment later the process), `reset`, `print N` (N bytes), `pause` (as of itself), `eject NAME`,
 //! `fail NAME` (a disk reports an error), `stall NAME` (a disk pauses the machine), `machine` (prints what it was built of); all others are echoed. As `vmm image`
 //! it makes what looks like an image, see [`image`].
 #![allow(clippy::unwrap_used, reason = "a test's helper may fail loudly")]
@@ -68,7 +68,7 @@ fn main() {
     });
     for stream in control.incoming() {
         let guest = Arc::clone(&guest);
-        thread::spawn(move || control::serve(&guest, &stream.unwrap()));
+        thread::spawn(move || control::serve(&guest, &Arc::new(stream.unwrap())));
     }
 }
 

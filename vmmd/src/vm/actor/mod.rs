@@ -50,6 +50,7 @@ pub use self::{
 };
 use crate::{
     context::{self, Context},
+    control,
     failure::{Failure, Kind},
     host::Host,
     operation::{Handle, Pending},
@@ -376,7 +377,18 @@ impl Actor {
     async fn on_done(&mut self, done: Done) -> ControlFlow<()> {
         match done {
             Done::Started(result) => return self.on_started(result).await,
-            Done::Changed(result) => self.on_changed(result),
+            Done::Changed(result) => {
+                if result.as_ref().is_err_and(control::Error::is_lost)
+                    && let Some(news) = self.dying().await
+                {
+                    let ended = matches!(news, News::Ended(_));
+                    let flow = self.on_news(news).await;
+                    if ended || flow.is_break() {
+                        return flow;
+                    }
+                }
+                self.on_changed(result);
+            }
             Done::Deadline => self.on_deadline(),
             Done::Cancelled => self.on_cancel().await,
         }
@@ -387,7 +399,12 @@ impl Actor {
         match news {
             News::Ended(signal) => return self.on_exit(signal).await,
             News::Event(event) => self.on_event(event).await,
-            News::Disconnected => self.on_disconnected(),
+            News::Disconnected => {
+                self.on_disconnected();
+                if let Some(news) = self.dying().await {
+                    return Box::pin(self.on_news(news)).await;
+                }
+            }
             News::Connected(result) => self.on_connected(result),
         }
         ControlFlow::Continue(())

@@ -6,6 +6,7 @@ use proto::{
     v1::{EventSeverity, ExitReason, ExitStatus, VmPhase},
     vmm::{Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op},
 };
+use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 
@@ -14,7 +15,7 @@ use super::{
     attachments::Errors,
     plug::Outcome,
     respond,
-    work::{Change, Start, Stop, Then, Work},
+    work::{self, Change, News, Start, Stop, Then, Work},
 };
 use crate::{
     context::Initiator,
@@ -193,7 +194,7 @@ impl Actor {
             _ => Op::Resume(Resume {}),
         };
         let change = async move {
-            let result = tokio::time::timeout(CHANGE_TIMEOUT, client.request(op, &[])).await;
+            let result = timeout(CHANGE_TIMEOUT, client.request(op, &[])).await;
             result.unwrap_or(Err(control::Error::Unexpected("not in time")))
         };
         let task = tokio::spawn(change.in_current_span());
@@ -338,6 +339,20 @@ impl Actor {
         let runtime = crate::paths::RuntimeDir::of(&self.host.config, self.uid);
         if let Some(instance) = &mut self.instance {
             instance.link = Link::Connecting(tokio::spawn(instance::reconnect(runtime)));
+        }
+    }
+
+    /// Whose connection breaks ends as a rule, and what is asked of it in that moment is to find it ended: waits for the
+    /// news of that, or of a new connection, as long as that takes as a rule.
+    pub(super) async fn dying(&mut self) -> Option<News> {
+        let deadline = Instant::now() + instance::DYING;
+        loop {
+            let news = timeout_at(deadline, work::news(&mut self.instance)).await.ok()?;
+            match news {
+                News::Event(event) => self.on_event(event).await,
+                News::Disconnected => self.on_disconnected(),
+                News::Ended(_) | News::Connected(_) => return Some(news),
+            }
         }
     }
 
