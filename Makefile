@@ -56,8 +56,7 @@ unit: nextest ## Run the tests that need no node: units, properties, the daemon 
 .PHONY: test
 test: nextest node-tool ## Run all tests, those in the test node included; installs what is missing
 	$(CARGO) nextest run --locked --workspace --no-run
-	vmmd/package/build-deb.sh
-	$(NODE) build
+	$(NODE) build & images=$$!; vmmd/package/build-deb.sh || { wait $$images; exit 1; }; wait $$images
 	$(NODE) --name test with -- $(CARGO) nextest run --locked --workspace --profile ci
 
 .PHONY: fleet

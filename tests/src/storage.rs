@@ -69,10 +69,7 @@ impl From<Disk> for Value {
 impl Case {
     /// A guest with fio, file systems and `blkcheck`; see [`guest::storage_initrd`]. 1 vCPU, no disk yet.
     pub fn storage_guest(&self, kernel: Kernel) -> Result<VmSpec> {
-        Ok(VmSpec::new(
-            self.node().guests().vmlinuz(kernel),
-            Some(self.storage_initrd(kernel)?),
-        ))
+        Ok(VmSpec::quick(kernel, self.storage_initrd(kernel)?))
     }
 
     /// That guest's initramfs in the node: its path.

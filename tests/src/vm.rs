@@ -1,7 +1,6 @@
 //! VMs in the node, as a client has them: made, started and watched with `vmmctl`, looked into over the console.
 
-use std::io::Write;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+mod console;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -10,7 +9,9 @@ use crate::Case;
 use crate::node::{Guests, Kernel};
 use crate::run::Output;
 use crate::storage::Disk;
-use crate::wait::{Deadline, Follow};
+use crate::wait::Deadline;
+
+pub use console::Console;
 
 /// How long a guest may take to come up in a slow node.
 pub const BOOT: u64 = 150;
@@ -32,6 +33,11 @@ pub struct VmSpec {
     balloon: Option<Value>,
 }
 
+/// What a guest's kernel need not do where each of its instructions is emulated: try out its ciphers and read the keys that
+/// it was built with, together a third of the time until it runs `init`. `tests/boot.rs` starts kernels without this.
+const QUICK: &str = "cryptomgr.notests \
+    initcall_blacklist=init_encrypted,jent_mod_init,crypto_kdf108_init,load_system_certificate_list,sed_opal_init";
+
 impl VmSpec {
     /// A kernel image and an initial RAM disk in the node; 1 vCPU, 256 MiB, no disk, no NIC.
     pub fn new(kernel: impl Into<String>, initrd: Option<String>) -> Self {
@@ -50,9 +56,15 @@ impl VmSpec {
         }
     }
 
-    /// A kernel with its busybox initramfs.
+    /// A kernel with its busybox initramfs, see [`Self::quick`].
     pub fn busybox(kernel: Kernel) -> Self {
-        Self::new(Guests.vmlinuz(kernel), Some(Guests.initrd(kernel)))
+        Self::quick(kernel, Guests.initrd(kernel))
+    }
+
+    /// A kernel with an initramfs, as quickly at work as it can be: it is not unpacked by itself, and leaves out what no
+    /// test needs.
+    pub fn quick(kernel: Kernel, initrd: String) -> Self {
+        Self::new(Guests.vmlinux(kernel), Some(initrd)).cmdline(QUICK)
     }
 
     /// Adds to the kernel's command line.
@@ -353,86 +365,6 @@ impl Drop for Vm<'_> {
             .case
             .node()
             .ssh(&format!("vmmctl delete --force --ignore-not-found {}", self.name));
-    }
-}
-
-/// A serial console, or any program in the node that is talked to.
-pub struct Console {
-    child: Child,
-    input: ChildStdin,
-    output: Follow<ChildStdout>,
-    commands: u32,
-}
-
-impl Console {
-    /// Runs a command in the node whose input and output are a console's.
-    pub fn open(case: &Case, command: &str) -> Result<Self> {
-        Self::spawn(case.node().ssh_command().args(["--", command]))
-    }
-
-    /// Runs a command whose input and output are a console's.
-    pub fn spawn(command: &mut Command) -> Result<Self> {
-        let mut child = command
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .context("start the console")?;
-        let input = child.stdin.take().context("the console's input")?;
-        let output = Follow::new(child.stdout.take().context("the console's output")?);
-        Ok(Console {
-            child,
-            input,
-            output,
-            commands: 0,
-        })
-    }
-
-    /// Reads on until `wanted` has come; see [`Follow::until`].
-    pub fn until(&mut self, wanted: &str, seconds: u64) -> Result<String> {
-        self.output.until(wanted, Deadline::seconds(seconds))
-    }
-
-    /// Types a line.
-    pub fn type_line(&mut self, line: &str) -> Result<()> {
-        self.input.write_all(line.as_bytes()).context("type")?;
-        self.input.write_all(b"\n").context("type")?;
-        self.input.flush().context("type")
-    }
-
-    /// Runs a command in the guest's shell and returns what it printed; it must end with 0.
-    pub fn run(&mut self, command: &str, seconds: u64) -> Result<String> {
-        self.commands += 1;
-        let (begin, end) = (
-            format!("begin-{}:", self.commands),
-            format!(":end-{}=", self.commands),
-        );
-        // The marks are put together in the guest, so that the echo of what is typed does not have them.
-        self.type_line(&format!(
-            "printf '%s-%s:' begin {n}; {command}; printf ':%s-%s=%s;' end {n} $?",
-            n = self.commands
-        ))?;
-        self.until(&begin, seconds)?;
-        let text = self.until(&end, seconds)?;
-        let status = self.until(";", seconds)?;
-        let text = text.trim_end_matches(&end).replace("\r\n", "\n");
-        ensure!(
-            status == "0;",
-            "`{command}` in the guest ended with {status} {text}"
-        );
-        Ok(text)
-    }
-
-    /// All that was read so far.
-    pub fn text(&self) -> String {
-        self.output.text()
-    }
-}
-
-impl Drop for Console {
-    fn drop(&mut self) {
-        // Both fail only when it has ended already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

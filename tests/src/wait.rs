@@ -142,6 +142,8 @@ pub struct Follow<R> {
     bytes: Vec<u8>,
     /// Where the last thing that was waited for ends.
     done: usize,
+    /// What tells that nothing more will come.
+    end: Option<&'static str>,
 }
 
 impl<R: Read + AsFd> Follow<R> {
@@ -151,6 +153,15 @@ impl<R: Read + AsFd> Follow<R> {
             stream,
             bytes: Vec::new(),
             done: 0,
+            end: None,
+        }
+    }
+
+    /// As [`Self::new`]; when `end` comes before what is waited for, that is not waited for any longer.
+    pub fn ends_with(stream: R, end: &'static str) -> Self {
+        Follow {
+            end: Some(end),
+            ..Self::new(stream)
         }
     }
 
@@ -164,6 +175,12 @@ impl<R: Read + AsFd> Follow<R> {
                 let found = fresh.get(..at + wanted.len()).unwrap_or_default();
                 self.done += found.len();
                 return Ok(String::from_utf8_lossy(found).into_owned());
+            }
+            if let Some(end) = self.end.filter(|end| find(fresh, end.as_bytes()).is_some()) {
+                bail!(
+                    "{end:?} came before {wanted:?}; read so far:\n{}",
+                    tail(&self.text(), 60)
+                );
             }
             if !readable(&self.stream, deadline)? {
                 bail!(
@@ -241,5 +258,31 @@ mod tests {
             .expect_err("the end");
         assert!(error.to_string().contains("ended"), "{error}");
         assert_eq!(follow.text(), "login: x login: y");
+    }
+
+    #[test]
+    fn nothing_more_is_waited_for_when_the_end_has_come() {
+        let (mut writer, reader) = UnixStream::pair().expect("socket pair");
+        let mut follow = Follow::ends_with(reader, "end Kernel panic");
+        writer
+            .write_all(b"oops. ---[ end Kernel panic ]--- more")
+            .expect("write");
+        assert_eq!(
+            follow.until("oops.", Deadline::seconds(5)).expect("before"),
+            "oops."
+        );
+        let error = follow
+            .until("GUEST-READY", Deadline::seconds(60))
+            .expect_err("the end");
+        assert!(
+            error.to_string().contains("came before \"GUEST-READY\""),
+            "{error}"
+        );
+        assert_eq!(
+            follow
+                .until("Kernel panic", Deadline::seconds(5))
+                .expect("the end itself"),
+            " ---[ end Kernel panic"
+        );
     }
 }

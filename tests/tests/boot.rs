@@ -79,9 +79,9 @@ fn boots(topic: &str, kernel: &str, initrd: &str, cores: u32, memory_mib: u64) {
 #[rstest]
 fn an_unmodified_kernel_boots_to_a_shell(
     #[values(Kernel::Cloud612, Kernel::Cloud61, Kernel::Generic61)] kernel: Kernel,
-    #[values(1, 4)] cores: u32,
-    #[values(256, 5120)] memory_mib: u64,
+    #[values((1, 256), (4, 5120))] machine: (u32, u64),
 ) {
+    let (cores, memory_mib) = machine;
     let topic = format!("boot-{}c-{}m", cores, memory_mib);
     boots(
         &topic,

@@ -9,7 +9,7 @@ target=${CARGO_TARGET_DIR:-target}
 cargo=${CARGO:-cargo}
 
 # Apart, so that features that only the daemon needs (gRPC) are not switched on in the crates that vmm shares with it.
-"$cargo" build --release --locked -p vmmd -p vmmctl
+"$cargo" build --release --locked -p vmmd -p vmmctl --bin vmmd --bin vmmctl
 "$cargo" build --release --locked -p vmm-core --bin vmm
 
 version=$("$cargo" pkgid -p vmmd)

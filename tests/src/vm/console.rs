@@ -1,0 +1,92 @@
+//! A serial console, as somebody at the keyboard has it.
+
+use std::io::Write;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::Case;
+use crate::wait::{Deadline, Follow};
+
+/// A serial console, or any program in the node that is talked to.
+pub struct Console {
+    child: Child,
+    input: ChildStdin,
+    output: Follow<ChildStdout>,
+    commands: u32,
+}
+
+/// The last line that a guest's kernel prints, after everything there is to know.
+const PANIC: &str = "end Kernel panic - not syncing";
+
+impl Console {
+    /// Runs a command in the node whose input and output are a console's.
+    pub fn open(case: &Case, command: &str) -> Result<Self> {
+        Self::spawn(case.node().ssh_command().args(["--", command]))
+    }
+
+    /// Runs a command whose input and output are a console's.
+    pub fn spawn(command: &mut Command) -> Result<Self> {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("start the console")?;
+        let input = child.stdin.take().context("the console's input")?;
+        let output = Follow::ends_with(child.stdout.take().context("the console's output")?, PANIC);
+        Ok(Console {
+            child,
+            input,
+            output,
+            commands: 0,
+        })
+    }
+
+    /// Reads on until `wanted` has come; see [`Follow::until`].
+    pub fn until(&mut self, wanted: &str, seconds: u64) -> Result<String> {
+        self.output.until(wanted, Deadline::seconds(seconds))
+    }
+
+    /// Types a line.
+    pub fn type_line(&mut self, line: &str) -> Result<()> {
+        self.input.write_all(line.as_bytes()).context("type")?;
+        self.input.write_all(b"\n").context("type")?;
+        self.input.flush().context("type")
+    }
+
+    /// Runs a command in the guest's shell and returns what it printed; it must end with 0.
+    pub fn run(&mut self, command: &str, seconds: u64) -> Result<String> {
+        self.commands += 1;
+        let (begin, end) = (
+            format!("begin-{}:", self.commands),
+            format!(":end-{}=", self.commands),
+        );
+        // The marks are put together in the guest, so that the echo of what is typed does not have them.
+        self.type_line(&format!(
+            "printf '%s-%s:' begin {n}; {command}; printf ':%s-%s=%s;' end {n} $?",
+            n = self.commands
+        ))?;
+        self.until(&begin, seconds)?;
+        let text = self.until(&end, seconds)?;
+        let status = self.until(";", seconds)?;
+        let text = text.trim_end_matches(&end).replace("\r\n", "\n");
+        ensure!(
+            status == "0;",
+            "`{command}` in the guest ended with {status} {text}"
+        );
+        Ok(text)
+    }
+
+    /// All that was read so far.
+    pub fn text(&self) -> String {
+        self.output.text()
+    }
+}
+
+impl Drop for Console {
+    fn drop(&mut self) {
+        // Both fail only when it has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
