@@ -67,6 +67,9 @@ pub(super) struct Host {
     pub eager: bool,
     /// Most requests at once.
     pub depth: usize,
+    /// The driver's memory, and what the used ring's index was each time that the worker asked for a completion.
+    pub watched: Option<GuestMemory>,
+    pub seen: Vec<u16>,
 }
 
 impl Host {
@@ -185,7 +188,12 @@ impl Engine for Mock {
         Ok(())
     }
     fn completed(&mut self) -> Option<Completion> {
-        self.host.lock().unwrap().done.pop()
+        let mut host = self.host.lock().unwrap();
+        if let Some(memory) = &host.watched {
+            let index = memory.read_obj(GuestAddress(USED + 2)).unwrap();
+            host.seen.push(index);
+        }
+        host.done.pop()
     }
     fn in_flight(&self) -> usize {
         let host = self.host.lock().unwrap();
@@ -413,5 +421,7 @@ pub(super) fn host(capacity: u64, read_only: bool, block: u32) -> Host {
         failures: 0,
         eager: false,
         depth: 8,
+        watched: None,
+        seen: Vec::new(),
     }
 }

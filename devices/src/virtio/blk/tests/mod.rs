@@ -1,6 +1,8 @@
 mod hold;
 mod model;
 mod queues;
+mod rings;
+mod shown;
 mod storage;
 mod throttle;
 
