@@ -4,6 +4,8 @@
 //! These leave the ring for the pool: discards of block devices, zeroings that the file system has no call for, and what
 //! direct I/O does not take as it is, or not now (see [`direct`](super::direct)).
 
+mod verdict;
+
 use std::{
     io,
     ops::Range,
@@ -14,12 +16,13 @@ use std::{
 
 use vmm_sys_util::eventfd::EventFd;
 
+use self::verdict::{Verdict, judge};
 use super::{
     cached::Cached,
     direct::Alignment,
     engine::{Completion, Engine, Operation, Request},
     pool::{Job, Mailbox, Pool, copy, event},
-    target::{Kind, Target, unsupported, zeroing},
+    target::{Kind, Target, zeroing},
 };
 use crate::sys::{
     Iovecs,
@@ -388,64 +391,6 @@ impl Engine for UringEngine {
             wait_for(self.mailbox.event(), deadline)?;
         }
         Ok(())
-    }
-}
-
-/// What to do when a call came back.
-enum Verdict {
-    /// Its request is at its end.
-    Over(io::Result<()>),
-    /// That is left to be done; `patient` by a kernel thread that may wait.
-    Again { operation: Operation, patient: bool },
-    /// The pool may know another way.
-    Elsewhere,
-}
-
-fn judge(operation: Operation, result: i32, buffers: &mut Iovecs) -> Verdict {
-    if let Ok(count) = u32::try_from(result) {
-        return advance(operation, count, buffers);
-    }
-    let error = io::Error::from_raw_os_error(result.saturating_neg());
-    let is_allocation = matches!(
-        operation,
-        Operation::Discard { .. } | Operation::WriteZeroes { .. }
-    );
-    match error.kind() {
-        io::ErrorKind::Interrupted => Verdict::Again {
-            operation,
-            patient: false,
-        },
-        io::ErrorKind::WouldBlock => Verdict::Again {
-            operation,
-            patient: true,
-        },
-        _ if is_allocation && unsupported(&error) => Verdict::Elsewhere,
-        _ => Verdict::Over(Err(error)),
-    }
-}
-
-/// When `count` bytes of an operation are done.
-fn advance(operation: Operation, count: u32, buffers: &mut Iovecs) -> Verdict {
-    let (offset, at_end) = match operation {
-        Operation::Read { offset } => (offset, io::ErrorKind::UnexpectedEof),
-        Operation::Write { offset, .. } => (offset, io::ErrorKind::WriteZero),
-        _ => return Verdict::Over(Ok(())),
-    };
-    buffers.skip(count as usize);
-    if buffers.is_empty() {
-        return Verdict::Over(Ok(()));
-    }
-    if count == 0 {
-        return Verdict::Over(Err(at_end.into()));
-    }
-    let offset = offset.saturating_add(count.into());
-    let operation = match operation {
-        Operation::Write { stable, .. } => Operation::Write { offset, stable },
-        _ => Operation::Read { offset },
-    };
-    Verdict::Again {
-        operation,
-        patient: false,
     }
 }
 
