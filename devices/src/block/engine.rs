@@ -49,7 +49,8 @@ pub enum Operation {
 /// A request, with what it works on.
 #[derive(Debug)]
 pub struct Request {
-    /// Says which one it is when it completes. Unique among those under way.
+    /// Says which one it is when it completes. Unique among those under way, and small, as an engine may have a list by it:
+    /// the caller counts from 0 and takes those that are free again first.
     pub token: u32,
     /// What is to be done.
     pub operation: Operation,

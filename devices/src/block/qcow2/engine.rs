@@ -5,7 +5,6 @@
 //! ([`Disk::place`](super::disk::Disk::place)), so that nobody takes them away.
 
 use std::{
-    collections::HashSet,
     io,
     os::fd::RawFd,
     sync::Arc,
@@ -35,8 +34,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub(super) struct Qcow2Engine {
     pool: Arc<Pool>,
     ring: Option<UringEngine>,
-    /// Writes in the ring, by token.
-    writes: HashSet<u32>,
+    /// Whether a request in the ring writes, by its token: these are small numbers.
+    writes: Vec<bool>,
     /// Where the threads' completions lie; its event is the ring's.
     mailbox: Arc<Mailbox>,
     /// For the threads at the next commit.
@@ -61,7 +60,7 @@ impl Qcow2Engine {
         Ok(Self {
             pool,
             ring,
-            writes: HashSet::new(),
+            writes: Vec::new(),
             mailbox: Arc::new(Mailbox::new(event)),
             submitted: Vec::new(),
             pooled: 0,
@@ -91,6 +90,11 @@ impl Qcow2Engine {
         }
     }
 
+    /// Whether that request, which was in the ring, has written.
+    fn was_write(&self, token: u32) -> bool {
+        self.writes.get(token as usize).copied().unwrap_or(false)
+    }
+
     /// Has the threads begin with what was submitted for them.
     fn commit_jobs(&mut self) {
         if !self.submitted.is_empty()
@@ -109,7 +113,8 @@ impl Qcow2Engine {
     /// A request that the ring or a thread is done with.
     fn next(&mut self) -> Option<Completion> {
         if let Some(completion) = self.ring.as_mut().and_then(Engine::completed) {
-            self.pool.unplace(self.writes.remove(&completion.token));
+            let written = self.was_write(completion.token);
+            self.pool.unplace(written);
             return Some(completion);
         }
         let completion = self.mailbox.take()?;
@@ -124,8 +129,12 @@ impl Engine for Qcow2Engine {
             && let Some(operation) = self.place(&request)
             && let Some(ring) = self.ring.as_mut()
         {
-            if matches!(operation, Operation::Write { .. }) {
-                self.writes.insert(request.token);
+            let index = request.token as usize;
+            if index >= self.writes.len() {
+                self.writes.resize(index.saturating_add(1), false);
+            }
+            if let Some(write) = self.writes.get_mut(index) {
+                *write = matches!(operation, Operation::Write { .. });
             }
             request.operation = operation;
             ring.submit(request);
@@ -214,7 +223,8 @@ impl Drop for Qcow2Engine {
         let deadline = Instant::now().checked_add(PATIENCE);
         while let Some(ring) = self.ring.as_mut().filter(|ring| ring.in_flight() > 0) {
             if let Some(completion) = ring.completed() {
-                self.pool.unplace(self.writes.remove(&completion.token));
+                let written = self.was_write(completion.token);
+                self.pool.unplace(written);
                 continue;
             }
             let Some(deadline) = deadline.filter(|deadline| Instant::now() < *deadline) else {
