@@ -52,7 +52,8 @@ nextest:
 unit: nextest ## Run the tests that need no node: units, properties, the daemon with a mock vmm
 	$(CARGO) nextest run --locked --workspace --exclude vmmd-tests
 
-# The test programs are built before the node comes up: an emulated node shares the processors with the compiler.
+# The test programs are built before the node comes up: an emulated node shares the processors with the compiler. Its images
+# wait for downloads and disks as much as for a processor, and are made beside the package.
 .PHONY: test
 test: nextest node-tool ## Run all tests, those in the test node included; installs what is missing
 	$(CARGO) nextest run --locked --workspace --no-run

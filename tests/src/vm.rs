@@ -34,7 +34,7 @@ pub struct VmSpec {
 }
 
 /// What a guest's kernel need not do where each of its instructions is emulated: try out its ciphers and read the keys that
-/// it was built with, together a third of the time until it runs `init`. `tests/boot.rs` starts kernels without this.
+/// it was built with, about an eighth of the time until it runs `init`. `tests/boot.rs` starts kernels without this.
 const QUICK: &str = "cryptomgr.notests \
     initcall_blacklist=init_encrypted,jent_mod_init,crypto_kdf108_init,load_system_certificate_list,sed_opal_init";
 
@@ -61,8 +61,8 @@ impl VmSpec {
         Self::quick(kernel, Guests.initrd(kernel))
     }
 
-    /// A kernel with an initramfs, as quickly at work as it can be: it is not unpacked by itself, and leaves out what no
-    /// test needs.
+    /// A kernel with an initramfs, for tests that are not about booting: it comes as an ELF file, so that the guest need not
+    /// unpack it, and leaves out what no test needs.
     pub fn quick(kernel: Kernel, initrd: String) -> Self {
         Self::new(Guests.vmlinux(kernel), Some(initrd)).cmdline(QUICK)
     }

@@ -170,6 +170,7 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
         let (client, events) = connected?;
         greet(client, events).await
     });
+    let mut broken = false;
     let (link, hello) = match timeout(ATTACH_TIMEOUT, &mut connecting).await {
         Ok(Ok(Ok(Session {
             client,
@@ -178,6 +179,7 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
         }))) => (Link::Up(client, events), Some(hello)),
         Ok(failed) => {
             tracing::warn!(vm = name, ?failed, "a running vmm can't be talked to");
+            broken = failed.is_ok_and(|session| session.is_err_and(|error| error.is_lost()));
             (Link::Lost, None)
         }
         Err(_) => (Link::Connecting(connecting), None),
@@ -192,9 +194,9 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
     let process = candidates
         .find(|pid| owner(*pid).is_ok_and(|owner| owner == user))
         .map(Process::open);
-    // A lock that nobody is found to hold may be a copy in a child that is just being made; and a process that can't be
-    // talked to is, as a rule, one that ends in this moment.
-    let ended = if process.is_some() && !matches!(link, Link::Lost) {
+    // A lock that nobody is found to hold may be a copy in a child that is just being made; and a process whose
+    // connection breaks is, as a rule, one that ends in this moment.
+    let ended = if process.is_some() && !broken {
         !lock::is_held(&lock_path)?
     } else {
         lock::released(&lock_path).await?

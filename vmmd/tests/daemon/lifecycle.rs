@@ -188,14 +188,7 @@ async fn a_process_that_does_not_react_at_all_is_killed() {
 async fn a_paused_vm_can_be_stopped_gracefully() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
-    daemon
-        .client()
-        .pause_vm(v1::PauseVmRequest {
-            name: "web".into(),
-            ..Default::default()
-        })
-        .await
-        .unwrap();
+    daemon.pause("web").await.unwrap();
     let stopped = daemon.stop("web", None).await.unwrap();
     assert_eq!(
         status(&stopped).last_exit.as_ref().unwrap().reason(),
@@ -276,14 +269,7 @@ async fn requests_to_a_stopped_vm_are_answered_by_what_it_is() {
         .stop("web", None)
         .await
         .expect("a stop of a stopped VM is done already");
-    let refused = daemon
-        .client()
-        .pause_vm(v1::PauseVmRequest {
-            name: "web".into(),
-            ..Default::default()
-        })
-        .await
-        .unwrap_err();
+    let refused = daemon.pause("web").await.unwrap_err();
     assert_eq!(
         refusal(&refused),
         (Code::FailedPrecondition, "NOT_RUNNING".into())
@@ -333,15 +319,24 @@ async fn what_is_asked_of_a_vmm_in_the_moment_of_its_end_finds_it_ended() {
     let mut console = crate::console::Client::open(&daemon, "web").await;
     console.type_in("fade\n").await;
     console.expect("fading").await;
-    let request = v1::PauseVmRequest {
-        name: "web".into(),
-        ..Default::default()
-    };
-    let refused = daemon.client().pause_vm(request).await.unwrap_err();
+    let refused = daemon.pause("web").await.unwrap_err();
     assert_eq!(
         refusal(&refused),
         (Code::FailedPrecondition, "NOT_RUNNING".into())
     );
+    daemon.wait_phase("web", VmPhase::Failed).await;
+}
+
+#[tokio::test]
+async fn a_vmm_that_ends_while_it_is_asked_is_said_to_have_ended() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.pause=fade").await;
+    let refused = daemon.pause("web").await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "NOT_RUNNING".into())
+    );
+    assert!(refused.message().contains("ended meanwhile"), "{refused}");
     daemon.wait_phase("web", VmPhase::Failed).await;
 }
 

@@ -160,21 +160,6 @@ async fn vms_of_the_first_release_can_do_all_that_new_ones_can() {
     );
 }
 
-async fn pause(daemon: &Daemon, name: &str) -> v1::Vm {
-    let request = v1::PauseVmRequest {
-        name: name.into(),
-        ..Default::default()
-    };
-    daemon
-        .client()
-        .pause_vm(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .vm
-        .unwrap()
-}
-
 async fn resume(daemon: &Daemon, name: &str) -> v1::Vm {
     let request = v1::ResumeVmRequest {
         name: name.into(),
@@ -224,7 +209,10 @@ async fn a_vmm_of_the_protocol_version_before_is_driven_until_a_restart_replaces
         let mut console = Client::open(&daemon, "web").await;
         console.type_in(&format!("round {round}\n")).await;
         console.expect(&format!("round {round}\r\n")).await;
-        assert_eq!(status(&pause(&daemon, "web").await).phase(), VmPhase::Paused);
+        assert_eq!(
+            status(&daemon.pause("web").await.unwrap()).phase(),
+            VmPhase::Paused
+        );
         daemon.kill_and_restart().await;
         assert_eq!(status(&daemon.get("web").await.unwrap()).phase(), VmPhase::Paused);
         assert_eq!(status(&resume(&daemon, "web").await).phase(), VmPhase::Running);

@@ -86,7 +86,8 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
             }));
         }
         Op::Boot(boot) => return boot_machine(guest, &boot, fds),
-        Op::Pause(_) if guest.option("mock.pause").is_some() => return None,
+        Op::Pause(_) if guest.option("mock.pause").as_deref() == Some("hang") => return None,
+        Op::Pause(_) if guest.option("mock.pause").as_deref() == Some("fade") => guest.fade(),
         Op::Pause(_) => change(guest, State::Paused)?,
         Op::Resume(_) => {
             let status = change(guest, State::Running)?;

@@ -194,15 +194,7 @@ impl Guest {
             ["crash"] => self.end(ExitKind::GuestCrash, "triple fault"),
             ["error"] => self.end(ExitKind::VmmError, "out of luck"),
             ["abort"] => process::abort(),
-            ["fade"] => {
-                let controls = self.controls.lock().unwrap().take().unwrap_or_default();
-                for stream in controls.iter().filter_map(Weak::upgrade) {
-                    let _ = stream.shutdown(Shutdown::Both);
-                }
-                self.print("fading\r\n");
-                thread::sleep(FADING);
-                process::abort();
-            }
+            ["fade"] => self.fade(),
             ["machine"] => {
                 let mut inner = self.lock();
                 let text = format!("{}\r\n", inner.machine);
@@ -232,6 +224,17 @@ impl Guest {
             }
             _ => self.lock().print(format!("{line}\r\n").as_bytes()),
         }
+    }
+
+    /// Ends as a killed process does, only slower: first what it has open, then itself.
+    pub fn fade(&self) -> ! {
+        let controls = self.controls.lock().unwrap().take().unwrap_or_default();
+        for stream in controls.iter().filter_map(Weak::upgrade) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        self.print("fading\r\n");
+        thread::sleep(FADING);
+        process::abort();
     }
 
     /// Ends the process with a record.

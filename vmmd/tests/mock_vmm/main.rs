@@ -5,15 +5,16 @@
 //!
 //! - `mock.power=ignore`: the guest does nothing when its power button is pressed.
 //! - `mock.boot=image|kvm|exit|hang`: `Boot` is refused, the process ends, or nothing comes back.
-//! - `mock.pause=hang`: `Pause` is never answered.
+//! - `mock.pause=hang|fade`: `Pause` is never answered, or the process ends as by `fade`.
 //! - `mock.alone=WORD`: `Boot` is refused while a machine of the same name with the same word runs.
 //! - `mock.attach`, `mock.eject`, `mock.limit`, `mock.stats`: see [`disks`]. `mock.event=none`: no word of an ejected
 //!   disk. `mock.resume=fails`: a disk fails again in the moment of a resume.
 //!
 //! An executable called `silent` never answers anything, one called `old` speaks minor version 1. A reset by request is
 //! echoed as `reset by the host`. Lines typed on the console are commands to the guest:
-//! `poweroff`, `panic`, `crash`, `error`, `abort`, `fade` (its control connections end, a moment later the process), `reset`, `print N` (N bytes), `pause` (as of itself), `eject NAME`,
-//! `fail NAME` (a disk reports an error), `stall NAME` (a disk pauses the machine), `machine` (prints what it was built of); all others are echoed. As `vmm image`
+//! `poweroff`, `panic`, `crash`, `error`, `abort`, `fade` (its control connections end, a moment later the process),
+//! `reset`, `print N` (N bytes), `pause` (as of itself), `eject NAME`, `fail NAME` (a disk reports an error), `stall NAME`
+//! (a disk pauses the machine), `machine` (prints what it was built of); all others are echoed. As `vmm image`
 //! it makes what looks like an image, see [`image`].
 #![allow(clippy::unwrap_used, reason = "a test's helper may fail loudly")]
 
