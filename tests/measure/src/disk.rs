@@ -1,5 +1,8 @@
 //! What a request to a disk costs: the same fio jobs in the same guest under each subject, with KVM's counters and the
 //! process' CPU time around each job.
+//!
+//! All guests are up all the time, and a short job goes through all of them before it is its next turn: how fast such a
+//! machine is changes within a minute, and would else be taken for a difference between the subjects.
 
 use std::{collections::BTreeMap, fs};
 
@@ -9,6 +12,9 @@ use serde::Serialize;
 
 use crate::{kvm_stats, run::Running, vmm::Subject};
 
+/// How often fio is started for nothing, to know what that costs.
+const STARTS: u32 = 3;
+
 /// A fio job. `requests` of it are what everything is divided by.
 struct Job {
     name: &'static str,
@@ -17,55 +23,57 @@ struct Job {
     requests: u64,
 }
 
-/// Each transfers a fixed number of bytes. A job of one request comes first: what it costs is the cost of fio's start.
-const JOBS: [Job; 8] = [
-    Job {
-        name: "start",
-        options: "--rw=randread",
-        block_kib: 4,
-        requests: 1,
-    },
+/// What it costs is the cost of fio's start.
+const START: Job = Job {
+    name: "start",
+    options: "--rw=randread",
+    block_kib: 4,
+    requests: 1,
+};
+
+/// Each transfers a fixed number of bytes.
+const JOBS: [Job; 7] = [
     Job {
         name: "randread-qd1",
         options: "--rw=randread",
         block_kib: 4,
-        requests: 1500,
+        requests: 750,
     },
     Job {
         name: "randwrite-qd1",
         options: "--rw=randwrite",
         block_kib: 4,
-        requests: 1500,
+        requests: 750,
     },
     Job {
         name: "randread-qd32",
         options: "--rw=randread --iodepth=32",
         block_kib: 4,
-        requests: 6000,
+        requests: 3000,
     },
     Job {
         name: "randwrite-qd32",
         options: "--rw=randwrite --iodepth=32",
         block_kib: 4,
-        requests: 6000,
+        requests: 3000,
     },
     Job {
         name: "read-128k",
         options: "--rw=read --iodepth=4",
         block_kib: 128,
-        requests: 800,
+        requests: 400,
     },
     Job {
         name: "write-128k",
         options: "--rw=write --iodepth=4",
         block_kib: 128,
-        requests: 800,
+        requests: 400,
     },
     Job {
         name: "write-fsync",
         options: "--rw=randwrite --fsync=1",
         block_kib: 4,
-        requests: 400,
+        requests: 200,
     },
 ];
 
@@ -117,6 +125,19 @@ impl Counters {
         })
     }
 
+    fn add(&mut self, other: &Self) {
+        for (name, by) in &other.kvm {
+            *self.kvm.entry(name.clone()).or_default() += by;
+        }
+        self.cpu_us += other.cpu_us;
+    }
+
+    fn divided_by(mut self, by: u32) -> Self {
+        self.kvm.values_mut().for_each(|value| *value /= u64::from(by));
+        self.cpu_us /= f64::from(by);
+        self
+    }
+
     fn since(&self, before: &Self) -> Self {
         let moved = |(name, after): (&String, &u64)| {
             let by = after.saturating_sub(before.kvm.get(name).copied().unwrap_or(0));
@@ -155,29 +176,79 @@ fn part(pid: u32) -> Result<()> {
     Ok(())
 }
 
-/// Boots the subject's guest once and runs on its first disk all jobs whose name contains `wanted`.
-pub fn run(subject: &Subject, wanted: &str) -> Result<Vec<Cost>> {
-    let mut running = Running::new(subject)?;
-    running
-        .wait_for("GUEST-READY")
-        .with_context(|| format!("{} boots", subject.name))?;
-    part(running.pid())?;
-    let mut costs: Vec<Cost> = Vec::new();
-    let mut start = Counters::default();
-    for job in JOBS
+/// A subject's guest, which waits for jobs.
+struct Guest<'a> {
+    subject: &'a Subject,
+    running: Running,
+    /// What fio's start costs.
+    start: Counters,
+}
+
+impl<'a> Guest<'a> {
+    fn job(&mut self, job: &Job) -> Result<(Cost, Counters)> {
+        job.run(&mut self.running, &self.start)
+            .with_context(|| format!("{}: {}", self.subject.name, job.name))
+    }
+
+    /// Begins to boot.
+    fn new(subject: &'a Subject) -> Result<Self> {
+        Ok(Self {
+            subject,
+            running: Running::new(subject)?,
+            start: Counters::default(),
+        })
+    }
+
+    /// Waits until it is up, and has each thread stay where it is.
+    fn settle(&mut self) -> Result<()> {
+        self.running
+            .wait_for("GUEST-READY")
+            .with_context(|| format!("{} boots", self.subject.name))?;
+        part(self.running.pid())
+    }
+
+    /// Learns what fio's start costs.
+    fn learn(&mut self) -> Result<()> {
+        // The first one reads the program.
+        self.job(&START)?;
+        let mut sum = Counters::default();
+        for _ in 0..STARTS {
+            sum.add(&self.job(&START)?.1);
+        }
+        self.start = sum.divided_by(STARTS);
+        Ok(())
+    }
+}
+
+/// Boots all subjects' guests once and runs on their disks all jobs whose name contains `wanted`, `turns` times each.
+/// `each` is told of each cost, and of the turn.
+pub fn run(
+    subjects: &[&Subject],
+    wanted: &str,
+    turns: u32,
+    each: impl Fn(&Subject, u32, Cost),
+) -> Result<()> {
+    let mut guests: Vec<Guest<'_>> = subjects
         .iter()
-        .filter(|job| job.name == "start" || job.name.contains(wanted))
-    {
-        let (cost, whole) = job
-            .run(&mut running, &start)
-            .with_context(|| format!("{}: {}", subject.name, job.name))?;
-        if job.name == "start" {
-            start = whole;
-        } else {
-            costs.push(cost);
+        .map(|subject| Guest::new(subject))
+        .collect::<Result<_>>()?;
+    guests.iter_mut().try_for_each(Guest::settle)?;
+    guests.iter_mut().try_for_each(Guest::learn)?;
+    for job in JOBS.iter().filter(|job| job.name.contains(wanted)) {
+        for turn in 0..turns {
+            for guest in &mut guests {
+                let (cost, _) = guest.job(job)?;
+                each(guest.subject, turn, cost);
+            }
+            // None is always the one that comes after the same other.
+            if turn % 2 == 0 {
+                guests.reverse();
+            } else {
+                guests.rotate_left(1);
+            }
         }
     }
-    Ok(costs)
+    Ok(())
 }
 
 impl Job {

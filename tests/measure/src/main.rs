@@ -1,5 +1,5 @@
 //! `measure start`: starts the same kernel and initrd under our `vmm` and under QEMU (microvm and q35), in turn, and
-//! prints one JSON object a run. `measure disk` does the same with fio on a disk in the guest. It runs as root in the
+//! prints one JSON object a run. `measure disk` does the same with fio on a disk in guests that run beside each other. It runs as root in the
 //! test node; `make bench` copies it there, runs it and makes the tables. Its figures are compared with each other only:
 //! absolute times of an emulated node mean nothing.
 
@@ -10,13 +10,13 @@ mod run;
 mod trace;
 mod vmm;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
-use vmm::{Programs, Subject};
+use vmm::{Copied, Image, Programs, Subject};
 
 #[derive(Parser)]
 #[command(about = "Measures VMMs beside each other")]
@@ -39,12 +39,15 @@ enum Command {
     Disk {
         #[command(flatten)]
         common: Common,
-        /// A raw image whose space is all allocated; it is written to.
+        /// A raw image whose space is all allocated. Each guest gets a copy, beside it.
         #[arg(long)]
         raw: PathBuf,
-        /// A qcow2 of the same size whose clusters are all allocated; it is written to.
+        /// A qcow2 of the same size whose clusters are all allocated.
         #[arg(long)]
         qcow2: PathBuf,
+        /// How often each guest that was booted does each job.
+        #[arg(long, default_value_t = 3)]
+        turns: u32,
         /// Only fio jobs whose name contains this.
         #[arg(long, default_value = "")]
         job: String,
@@ -65,12 +68,12 @@ struct Common {
     /// QEMU's program.
     #[arg(long, default_value = "/usr/bin/qemu-system-x86_64")]
     qemu: PathBuf,
-    /// How often each is run.
+    /// How often each is started.
     #[arg(long, default_value_t = 5)]
     runs: u32,
-    /// Only this one, by the name that is printed.
+    /// Only this one, by the name that is printed; can be given several times.
     #[arg(long)]
-    only: Option<String>,
+    only: Vec<String>,
 }
 
 impl Common {
@@ -83,39 +86,64 @@ impl Common {
         }
     }
 
-    /// Measures all subjects in turn and prints a line for each result.
-    fn measure<T: Serialize>(&self, subjects: &[Subject], one: impl Fn(&Subject) -> Result<T>) -> Result<()> {
-        let wanted = |subject: &&Subject| self.only.as_deref().is_none_or(|only| subject.name == only);
-        if !subjects.iter().any(|subject| wanted(&subject)) {
-            let names: Vec<&str> = subjects.iter().map(|subject| subject.name).collect();
-            bail!("--only takes one of {}", names.join(", "));
+    /// Those of `subjects` that are to be measured.
+    fn wanted<'a>(&self, subjects: &'a [Subject]) -> Result<Vec<&'a Subject>> {
+        let wanted =
+            |subject: &&Subject| self.only.is_empty() || self.only.iter().any(|only| subject.name == only);
+        let names: Vec<&str> = subjects.iter().map(|subject| subject.name).collect();
+        if let Some(unknown) = self.only.iter().find(|only| !names.contains(&only.as_str())) {
+            bail!("--only {unknown}: it takes {}", names.join(", "));
         }
+        Ok(subjects.iter().filter(wanted).collect())
+    }
+
+    /// Measures all subjects in turn.
+    fn start(&self, idle: u64) -> Result<()> {
+        let subjects = vmm::subjects(&self.programs())?;
+        let subjects = self.wanted(&subjects)?;
         for number in 0..self.runs {
-            for subject in subjects.iter().filter(wanted) {
-                let result = one(subject)?;
-                println!(
-                    "{}",
-                    serde_json::json!({ "vmm": subject.name, "run": number, "result": result })
-                );
+            for subject in &subjects {
+                print(subject, number, &run::start(subject, idle)?);
             }
+        }
+        Ok(())
+    }
+
+    /// Measures all subjects beside each other.
+    fn disk(&self, raw: &Path, qcow2: &Path, job: &str, turns: u32) -> Result<()> {
+        let subjects = vmm::with_disks(&self.programs(), raw, qcow2)?;
+        let subjects = self.wanted(&subjects)?;
+        for number in 0..self.runs {
+            let images = subjects.iter().filter_map(|subject| subject.image.as_ref());
+            let _images: Vec<Copied> = images.map(Image::copy).collect::<Result<_>>()?;
+            disk::run(&subjects, job, turns, |subject, turn, cost| {
+                print(
+                    subject,
+                    number.saturating_mul(turns).saturating_add(turn),
+                    &[cost],
+                );
+            })?;
         }
         Ok(())
     }
 }
 
+fn print(subject: &Subject, run: u32, result: &impl Serialize) {
+    println!(
+        "{}",
+        serde_json::json!({ "vmm": subject.name, "run": run, "result": result })
+    );
+}
+
 fn main() -> Result<()> {
     match Arguments::parse().command {
-        Command::Start { common, idle } => common.measure(&vmm::subjects(&common.programs())?, |subject| {
-            run::start(subject, idle)
-        }),
+        Command::Start { common, idle } => common.start(idle),
         Command::Disk {
             common,
             raw,
             qcow2,
+            turns,
             job,
-        } => {
-            let subjects = vmm::with_disks(&common.programs(), &raw, &qcow2)?;
-            common.measure(&subjects, |subject| disk::run(subject, &job))
-        }
+        } => common.disk(&raw, &qcow2, &job, turns),
     }
 }

@@ -23,6 +23,34 @@ pub struct Subject {
     pub program: PathBuf,
     /// Its arguments.
     pub arguments: Vec<OsString>,
+    /// The image of its disk, if it has one.
+    pub image: Option<Image>,
+}
+
+/// A subject's own copy of an image, as several can't write to one.
+pub struct Image {
+    template: PathBuf,
+    path: PathBuf,
+}
+
+/// The copy is there until this is dropped.
+pub struct Copied(PathBuf);
+
+impl Image {
+    /// Makes the copy.
+    pub fn copy(&self) -> Result<Copied> {
+        let copied = Copied(self.path.clone());
+        fs::copy(&self.template, &self.path)
+            .and_then(|_| fs::File::open(&self.path)?.sync_all())
+            .with_context(|| format!("copy {} to {}", self.template.display(), self.path.display()))?;
+        Ok(copied)
+    }
+}
+
+impl Drop for Copied {
+    fn drop(&mut self) {
+        fs::remove_file(&self.0).ok();
+    }
 }
 
 /// The programs and what they boot.
@@ -42,8 +70,19 @@ pub struct Programs {
 pub struct Disk<'a> {
     /// "raw" or "qcow2".
     pub format: &'a str,
-    /// The image.
-    pub path: &'a Path,
+    /// What each subject gets a copy of.
+    pub template: &'a Path,
+}
+
+impl Disk<'_> {
+    fn image(&self, subject: &str) -> Image {
+        let mut path = self.template.as_os_str().to_owned();
+        path.push(format!(".{subject}"));
+        Image {
+            template: self.template.to_owned(),
+            path: path.into(),
+        }
+    }
 }
 
 /// All of them without a disk.
@@ -59,11 +98,11 @@ pub fn subjects(programs: &Programs) -> Result<Vec<Subject>> {
 pub fn with_disks(programs: &Programs, raw: &Path, qcow2: &Path) -> Result<Vec<Subject>> {
     let raw = Some(Disk {
         format: "raw",
-        path: raw,
+        template: raw,
     });
     let qcow2 = Some(Disk {
         format: "qcow2",
-        path: qcow2,
+        template: qcow2,
     });
     Ok(vec![
         ours("vmm-raw", programs, raw)?,
@@ -93,10 +132,11 @@ fn ours(name: &'static str, programs: &Programs, disk: Option<Disk<'_>>) -> Resu
             "boot": {"linux": {"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": cmdline(disk)}},
         },
     });
-    if let Some(disk) = disk {
+    let image = disk.map(|disk| disk.image(name));
+    if let (Some(disk), Some(image)) = (disk, &image) {
         let format = format!("DISK_FORMAT_{}", disk.format.to_uppercase());
         manifest["spec"]["disks"] = serde_json::json!([{
-            "name": "data", "path": disk.path, "format": format, "cache": "DISK_CACHE_NONE", "queues": 1,
+            "name": "data", "path": image.path, "format": format, "cache": "DISK_CACHE_NONE", "queues": 1,
         }]);
     }
     fs::write(&spec, manifest.to_string()).context("write the manifest")?;
@@ -104,6 +144,7 @@ fn ours(name: &'static str, programs: &Programs, disk: Option<Disk<'_>>) -> Resu
         name,
         program: programs.vmm.clone(),
         arguments: vec!["run".into(), "--spec".into(), spec.into_os_string()],
+        image,
     })
 }
 
@@ -135,10 +176,11 @@ fn qemu(name: &'static str, programs: &Programs, machine: &str, disk: Option<Dis
     }
     let (kernel, initrd) = (programs.kernel.clone().into(), programs.initrd.clone().into());
     arguments.extend(["-kernel".into(), kernel, "-initrd".into(), initrd]);
-    if let Some(disk) = disk {
+    let image = disk.map(|disk| disk.image(name));
+    if let (Some(disk), Some(image)) = (disk, &image) {
         let drive = format!(
             "if=none,id=data,file={},format={},cache=none,aio=io_uring,discard=unmap",
-            disk.path.display(),
+            image.path.display(),
             disk.format
         );
         for (option, value) in [
@@ -153,5 +195,6 @@ fn qemu(name: &'static str, programs: &Programs, machine: &str, disk: Option<Dis
         name,
         program: programs.qemu.clone(),
         arguments,
+        image,
     }
 }

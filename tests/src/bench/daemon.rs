@@ -54,14 +54,8 @@ pub fn run(runs: u32) -> Result<String> {
         milliseconds(&|entry| &entry.vmm),
     );
     let rows = [
-        Row {
-            name: "vmmd: checks, files, store, taps, fork".into(),
-            values: vec![daemon],
-        },
-        Row {
-            name: "vmm: fork to a running machine".into(),
-            values: vec![vmm],
-        },
+        Row::new("vmmd: checks, files, store, taps, fork", vec![daemon]),
+        Row::new("vmm: fork to a running machine", vec![vmm]),
     ];
     Ok(format!(
         "### StartVm\n\nWhose time a start is, in milliseconds of this node; medians of {runs}. vmmd's share is \

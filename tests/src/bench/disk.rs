@@ -3,10 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
-use super::{
-    median,
-    table::{Row, render},
-};
+use super::table::{Row, render};
 use crate::{Case, Node, node::Kernel, programs, storage::Format, wait::Deadline};
 
 /// Size of the images in MiB.
@@ -30,9 +27,15 @@ const TABLES: [(&str, &[(&str, &str)]); 2] = [
     ("qcow2 image", &[("vmm-qcow2", "vmm"), ("q35-qcow2", "q35")]),
 ];
 
+/// How often each guest does a job before the next job. Then all are booted again, until there were as many turns as runs
+/// are wanted.
+const TURNS: u32 = 3;
+
 #[derive(Deserialize)]
 struct Line {
     vmm: String,
+    /// Counts turns in all boots.
+    run: u32,
     result: Vec<Cost>,
 }
 
@@ -56,11 +59,13 @@ pub fn run(node: &Node, runs: u32) -> Result<String> {
     node.sh(&format!(
         "for i in 'raw {raw}' 'qcow2 {qcow2}'; do qemu-io -f $i -c 'write -P 0x5a 0 {SIZE}M' >/dev/null || exit; done; sync"
     ))?;
+    let boots = runs.div_ceil(TURNS);
     let command = format!(
-        "/root/measure disk --kernel {} --initrd {initrd} --vmm /usr/lib/vmmd/vmm --raw {raw} --qcow2 {qcow2} --runs {runs}",
+        "/root/measure disk --kernel {} --initrd {initrd} --vmm /usr/lib/vmmd/vmm --raw {raw} --qcow2 {qcow2} --runs {boots} \
+         --turns {TURNS}",
         node.guests().vmlinuz(Kernel::Cloud612),
     );
-    let output = node.ssh_within(&command, Deadline::seconds(u64::from(runs) * 1200))?;
+    let output = node.ssh_within(&command, Deadline::seconds(u64::from(boots) * 1800))?;
     ensure!(
         output.success(),
         "measure in the node: {}{}",
@@ -72,28 +77,30 @@ pub fn run(node: &Node, runs: u32) -> Result<String> {
         .lines()
         .map(serde_json::from_str)
         .collect::<Result<Vec<Line>, _>>();
-    Ok(report(&lines.context("read what measure printed")?, runs))
+    Ok(report(&lines.context("read what measure printed")?, boots))
 }
 
-fn report(lines: &[Line], runs: u32) -> String {
+fn report(lines: &[Line], boots: u32) -> String {
     let mut text = format!(
         "### Disk\n\n1 vCPU, 1 queue, fio with io_uring in the same guest, an allocated image of {SIZE} MiB past the node's \
          page cache; QEMU with aio=io_uring and an I/O thread; the vCPU on one processor, the VMM's other threads on \
-         another; medians of {runs} runs in turn. Time and CPU are in microseconds of this node; host CPU is the VMM's beside the guest's.\n\n"
+         another. All guests are up; each job goes through all of them {TURNS} times, in each of {boots} boots. Figures are medians, \
+         ratios are medians of each turn's ratio. Time and CPU are in microseconds of this node; host CPU is the VMM's beside the guest's.\n\n"
     );
     for (title, subjects) in TABLES {
         let names: Vec<&str> = subjects.iter().map(|(_, name)| *name).collect();
         let table = |value: fn(&Cost) -> f64| {
-            let rows = JOBS.map(|(job, name)| Row {
-                name: name.to_owned(),
-                values: subjects
-                    .iter()
-                    .map(|(subject, _)| {
-                        let results = lines.iter().filter(|line| line.vmm == *subject);
-                        let costs = results.flat_map(|line| &line.result);
-                        median(costs.filter(|cost| cost.job == job).map(value))
-                    })
-                    .collect(),
+            let rows = JOBS.map(|(job, name)| {
+                let of = |subject: &str| -> Vec<(u32, f64)> {
+                    let results = lines.iter().filter(|line| line.vmm == *subject);
+                    let costs = results.flat_map(|line| line.result.iter().map(move |cost| (line.run, cost)));
+                    costs
+                        .filter(|(_, cost)| cost.job == job)
+                        .map(|(run, cost)| (run, value(cost)))
+                        .collect()
+                };
+                let turns: Vec<_> = subjects.iter().map(|(subject, _)| of(subject)).collect();
+                Row::of_turns(name, &turns)
             });
             render(&names, &rows)
         };

@@ -87,14 +87,17 @@ pub fn page() -> PathBuf {
     paths::workspace_dir().join("docs/src/benchmarks.md")
 }
 
-/// The median; of an even number the lower of the two in the middle. 0 of nothing.
+/// The median; of an even number what is between the two in the middle. 0 of nothing.
 fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);
-    values
-        .get(values.len().saturating_sub(1) / 2)
-        .copied()
-        .unwrap_or(0.0)
+    let at = |index: usize| values.get(index).copied().unwrap_or(0.0);
+    let half = values.len() / 2;
+    if values.len().is_multiple_of(2) {
+        at(half.saturating_sub(1)).midpoint(at(half))
+    } else {
+        at(half)
+    }
 }
 
 #[cfg(test)]
@@ -104,7 +107,7 @@ mod tests {
     #[test]
     fn the_median_is_the_value_in_the_middle() {
         assert!((median([3.0, 1.0, 2.0]) - 2.0).abs() < f64::EPSILON);
-        assert!((median([4.0, 1.0, 3.0, 2.0]) - 2.0).abs() < f64::EPSILON);
+        assert!((median([4.0, 1.0, 3.0, 2.0]) - 2.5).abs() < f64::EPSILON);
         assert!(median([]).abs() < f64::EPSILON);
     }
 

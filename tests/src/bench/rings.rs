@@ -36,12 +36,12 @@ pub fn run() -> Result<String> {
 
 fn render_report(report: &Report) -> String {
     let rows = report.rows.iter().flat_map(|figures| {
-        let row = |what: &str, values: [f64; 2]| Row {
-            name: format!(
-                "{}, depth {}, {}: {what}",
-                figures.cache, figures.depth, figures.driver
-            ),
-            values: values.to_vec(),
+        let row = |what: &str, values: [f64; 2]| {
+            let of = (&figures.cache, figures.depth, &figures.driver);
+            Row::new(
+                format!("{}, depth {}, {}: {what}", of.0, of.1, of.2),
+                values.to_vec(),
+            )
         };
         let unwatched = [figures.virtio_per_second, figures.unwatched_ring_per_second];
         let rows = [

@@ -66,19 +66,12 @@ pub fn run(node: &Node, runs: u32) -> Result<String> {
 }
 
 fn report(lines: &[Line], runs: u32) -> String {
-    let row = |name: &str, value: &dyn Fn(&Start) -> f64| Row {
-        name: name.to_owned(),
-        values: NAMES
-            .iter()
-            .map(|vmm| {
-                median(
-                    lines
-                        .iter()
-                        .filter(|line| line.vmm == *vmm)
-                        .map(|line| value(&line.result)),
-                )
-            })
-            .collect(),
+    let row = |name: &str, value: &dyn Fn(&Start) -> f64| {
+        let of = |vmm: &str| {
+            let results = lines.iter().filter(|line| line.vmm == vmm);
+            median(results.map(|line| value(&line.result)))
+        };
+        Row::new(name, NAMES.map(of).to_vec())
     };
     let times = [
         row("process start to first guest instruction, ms", &|start| {

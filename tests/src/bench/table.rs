@@ -2,12 +2,57 @@
 
 use std::fmt::Write;
 
+use super::median;
+
 /// Figures of one kind: of ours first, then of the others in the order of the header.
 pub struct Row {
     /// What it is, with its unit.
     pub name: String,
     /// The medians.
     pub values: Vec<f64>,
+    /// Ours to each other, where that is not the quotient of the medians.
+    pub ratios: Option<Vec<Option<f64>>>,
+}
+
+impl Row {
+    /// A row whose ratios are those of the medians.
+    pub fn new(name: impl Into<String>, values: Vec<f64>) -> Self {
+        Self {
+            name: name.into(),
+            values,
+            ratios: None,
+        }
+    }
+
+    /// Of figures that were measured in turn, by the turn's number: ours first, then each other's. Only those of the same
+    /// turn are compared.
+    pub fn of_turns(name: impl Into<String>, turns: &[Vec<(u32, f64)>]) -> Self {
+        let values = turns
+            .iter()
+            .map(|figures| median(figures.iter().map(|(_, figure)| *figure)));
+        let ours = turns.first().map_or(&[][..], Vec::as_slice);
+        let ratio = |theirs: &Vec<(u32, f64)>| {
+            let ratios = ours.iter().filter_map(|(turn, figure)| {
+                let (_, other) = theirs.iter().find(|(number, _)| number == turn)?;
+                (*other > 0.0).then(|| figure / other)
+            });
+            let ratios: Vec<f64> = ratios.collect();
+            (!ratios.is_empty()).then(|| median(ratios))
+        };
+        Self {
+            name: name.into(),
+            values: values.collect(),
+            ratios: Some(turns.iter().skip(1).map(ratio).collect()),
+        }
+    }
+
+    fn ratio(&self, other: usize) -> Option<f64> {
+        if let Some(ratios) = &self.ratios {
+            return *ratios.get(other.checked_sub(1)?)?;
+        }
+        let (ours, other) = (self.values.first()?, self.values.get(other)?);
+        (*other > 0.0).then(|| ours / other)
+    }
 }
 
 /// The table. `names` are the columns' VMMs, ours first. A ratio below 1 means that ours needs less.
@@ -27,13 +72,11 @@ pub fn render(names: &[&str], rows: &[Row]) -> String {
         for value in &row.values {
             write!(text, " {} |", figure(*value)).ok();
         }
-        let ours = row.values.first().copied().unwrap_or(0.0);
-        for other in row.values.iter().skip(1) {
-            if *other == 0.0 {
-                text += " – |";
-            } else {
-                write!(text, " {:.2} |", ours / other).ok();
-            }
+        for other in 1..row.values.len() {
+            match row.ratio(other) {
+                Some(ratio) => write!(text, " {ratio:.2} |").ok(),
+                None => write!(text, " – |").ok(),
+            };
         }
         text.push('\n');
     }
@@ -63,10 +106,7 @@ mod tests {
 
     #[test]
     fn a_row_has_each_value_and_the_ratio_of_ours_to_each_other() {
-        let rows = [Row {
-            name: "exits".into(),
-            values: vec![3000.0, 6000.0, 24_000.0],
-        }];
+        let rows = [Row::new("exits", vec![3000.0, 6000.0, 24_000.0])];
         let table = render(&["vmm", "microvm", "q35"], &rows);
         assert_eq!(
             table.lines().last(),
@@ -77,10 +117,19 @@ mod tests {
 
     #[test]
     fn what_the_other_does_not_have_has_no_ratio() {
-        let rows = [Row {
-            name: "x".into(),
-            values: vec![1.5, 0.0],
-        }];
+        let rows = [Row::new("x", vec![1.5, 0.0])];
         assert!(render(&["vmm", "q35"], &rows).ends_with("| 1.50 | 0.00 | – |\n"));
+        let rows = [Row::of_turns("x", &[vec![(0, 1.5)], vec![(1, 3.0)]])];
+        assert!(render(&["vmm", "q35"], &rows).ends_with("| 1.50 | 3.00 | – |\n"));
+    }
+
+    #[test]
+    fn what_was_measured_in_turn_is_compared_within_its_turn() {
+        // The machine was ten times slower in the second turn, and ours ran last in it.
+        let ours = vec![(0, 1.0), (2, 3.0), (1, 20.0)];
+        let theirs = vec![(0, 2.0), (1, 40.0), (2, 3.0)];
+        let row = Row::of_turns("x", &[ours, theirs]);
+        assert_eq!(row.values, [3.0, 3.0]);
+        assert_eq!(row.ratios, Some(vec![Some(0.5)]));
     }
 }
