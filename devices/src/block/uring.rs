@@ -27,16 +27,15 @@ use super::{
 use crate::sys::{
     Iovecs,
     event::wait_for,
-    ring::{Call, Return, Ring},
+    ring::{Call, Held, Return, Ring},
 };
 
 /// Most requests at once: a virtqueue's size.
 const DEPTH: u32 = 256;
 
-/// A request in the ring, by its tag.
+/// What is known of a request in the ring. Its tag there is its token.
 #[derive(Debug)]
 struct Running {
-    token: u32,
     /// What is left of it.
     operation: Operation,
     /// What it holds of the image's [`changing`](Target::changing) ranges.
@@ -46,12 +45,10 @@ struct Running {
 /// An engine on a ring of its own.
 #[derive(Debug)]
 pub(super) struct UringEngine {
-    ring: Ring,
+    ring: Ring<Running>,
     target: Arc<Target>,
     pool: Arc<Pool>,
     mailbox: Arc<Mailbox>,
-    running: Vec<Running>,
-    free: Vec<u32>,
     /// Requests that ended without having been in the ring.
     ended: Vec<Completion>,
     cached: Cached,
@@ -78,15 +75,13 @@ impl UringEngine {
         Ok(Self::on(ring, target, pool))
     }
 
-    fn on(ring: Ring, target: Arc<Target>, pool: Arc<Pool>) -> Self {
+    fn on(ring: Ring<Running>, target: Arc<Target>, pool: Arc<Pool>) -> Self {
         Self {
             mailbox: Arc::new(Mailbox::new(Arc::clone(ring.event()))),
             cached: Cached::new(target.alignment() == Alignment::NONE),
             ring,
             target,
             pool,
-            running: Vec::new(),
-            free: Vec::new(),
             alone: None,
             ended: Vec::new(),
             pooled: 0,
@@ -158,12 +153,8 @@ impl UringEngine {
         };
         let changes = change.map(|(_, range)| range);
         if now {
-            let running = Running {
-                token,
-                operation,
-                changes,
-            };
-            self.push(running, buffers, false);
+            let note = Running { operation, changes };
+            self.push(token, Held { note, buffers }, false);
         } else {
             self.give_to_pool(token, operation, buffers);
         }
@@ -176,41 +167,24 @@ impl UringEngine {
         }
     }
 
-    fn push(&mut self, running: Running, buffers: Box<Iovecs>, patient: bool) {
-        let (token, operation) = (running.token, running.operation);
-        let Some(call) = self.call(operation, &buffers) else {
-            self.let_go(running.changes);
-            return self.give_to_pool(token, operation, buffers);
+    fn push(&mut self, token: u32, held: Held<Running>, patient: bool) {
+        let operation = held.note.operation;
+        let Some(call) = self.call(operation, &held.buffers) else {
+            self.let_go(held.note.changes);
+            return self.give_to_pool(token, operation, held.buffers);
         };
-        let tag = match self.free.pop() {
-            Some(tag) => {
-                if let Some(place) = self.running.get_mut(tag as usize) {
-                    *place = running;
-                }
-                tag
-            }
-            None => {
-                self.running.push(running);
-                u32::try_from(self.running.len().saturating_sub(1)).unwrap_or(u32::MAX)
-            }
-        };
-        if let Err((buffers, error)) = self.ring.push(tag, call, buffers, patient) {
-            self.finish(tag, Err(error), buffers);
+        if let Err((held, error)) = self.ring.push(token, call, held, patient) {
+            self.finish(token, Err(error), held);
         }
     }
 
-    /// Ends the request with that tag.
-    fn finish(&mut self, tag: u32, result: io::Result<()>, buffers: Box<Iovecs>) {
-        let Some(running) = self.running.get_mut(tag as usize) else {
-            return;
-        };
-        let (token, changes) = (running.token, running.changes.take());
-        self.free.push(tag);
-        self.let_go(changes);
+    /// Ends a request.
+    fn finish(&mut self, token: u32, result: io::Result<()>, held: Held<Running>) {
+        self.let_go(held.note.changes);
         self.ended.push(Completion {
             token,
             result,
-            buffers,
+            buffers: held.buffers,
         });
     }
 
@@ -228,32 +202,20 @@ impl UringEngine {
     }
 
     /// What becomes of a call that came back: the request's end, or nothing yet.
-    fn judge(&mut self, back: Return) -> Option<Completion> {
-        let Return {
-            tag,
-            result,
-            mut buffers,
-        } = back;
-        let running = self.running.get_mut(tag as usize)?;
-        let verdict = judge(running.operation, result, &mut buffers);
-        let (token, changes) = (running.token, running.changes.take());
-        let before = running.operation;
-        self.free.push(tag);
-        let result = match verdict {
-            Verdict::Over(result) => self.target.settled(before, result),
+    fn judge(&mut self, back: Return<Running>) -> Option<Completion> {
+        let (token, Held { note, mut buffers }) = (back.tag, back.held);
+        let Running { operation, changes } = note;
+        let result = match judge(operation, back.result, &mut buffers) {
+            Verdict::Over(result) => self.target.settled(operation, result),
             Verdict::Again { operation, patient } => {
                 self.unsent = true;
-                let running = Running {
-                    token,
-                    operation,
-                    changes,
-                };
-                self.push(running, buffers, patient);
+                let note = Running { operation, changes };
+                self.push(token, Held { note, buffers }, patient);
                 return None;
             }
             Verdict::Elsewhere => {
                 self.let_go(changes);
-                self.give_to_pool(token, before, buffers);
+                self.give_to_pool(token, operation, buffers);
                 return None;
             }
         };
@@ -279,8 +241,8 @@ impl UringEngine {
             // It is tried again when completions are looked for.
             self.unsent = true;
         }
-        while let Some((tag, buffers)) = self.ring.abandoned() {
-            self.finish(tag, Err(copy(&error)), buffers);
+        while let Some((token, held)) = self.ring.abandoned() {
+            self.finish(token, Err(copy(&error)), held);
         }
         let _on = self.mailbox.event().write(1);
     }

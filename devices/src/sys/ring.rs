@@ -33,26 +33,37 @@ use call::build;
 const POLL: u64 = 1 << 32;
 /// A poll request among the tags of calls.
 const POLL_INDEX: u32 = u32::MAX;
+/// Above all tags.
+const MAX_TAG: u32 = 1 << 16;
 
 /// A call that came back.
 #[derive(Debug)]
-pub struct Return {
+pub struct Return<T> {
     /// The caller's number for it.
     pub tag: u32,
     /// What the system call gives: a count, or the negative error number.
     pub result: i32,
-    /// The call's.
+    /// What the call was pushed with.
+    pub held: Held<T>,
+}
+
+/// What a ring keeps for a call.
+#[derive(Debug)]
+pub struct Held<T> {
+    /// What the caller wants to know again when it comes back.
+    pub note: T,
+    /// What it works on.
     pub buffers: Box<Iovecs>,
 }
 
 /// The ring. Used by one thread from the first [`submit`](Self::submit) on.
 ///
-/// Invariant: the buffers of each call that the kernel may know of are in `held`, at the index that is the call's tag and
+/// `T` is what the caller notes of each call. Invariant: the buffers of each call that the kernel may know of are in `held`, at the index that is the call's tag and
 /// its user data.
-pub struct Ring {
+pub struct Ring<T> {
     ring: IoUring,
     event: Arc<EventFd>,
-    held: Vec<Option<Box<Iovecs>>>,
+    held: Vec<Option<Held<T>>>,
     /// Calls in `held`.
     under_way: usize,
     /// Tags of calls that were pushed since the last submission, and [`POLL_INDEX`].
@@ -73,7 +84,7 @@ pub struct Ring {
     called: bool,
 }
 
-impl std::fmt::Debug for Ring {
+impl<T> std::fmt::Debug for Ring<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Ring")
             .field("under_way", &self.under_way())
@@ -82,7 +93,7 @@ impl std::fmt::Debug for Ring {
     }
 }
 
-impl Ring {
+impl<T> Ring<T> {
     /// A ring on `file` for up to `depth` calls at once. `event`, which must not block, is signalled when calls come back.
     ///
     /// Fails with ENOSYS or EPERM where io_uring is not there or forbidden.
@@ -142,29 +153,29 @@ impl Ring {
     }
 
     /// Puts a call into the ring; `patient` has it done by a kernel thread that may wait. When the ring is full even
-    /// after a submission, the buffers come back; also when a call with that tag is under way, and when the tag is larger
-    /// than the number of those used before, as they are indices.
+    /// after a submission, what it was to be pushed with comes back; also when a call with that tag is under way, and when
+    /// the tag is 65,536 or more, as there is a list by it.
     pub fn push(
         &mut self,
         tag: u32,
         call: Call,
-        buffers: Box<Iovecs>,
+        held: Held<T>,
         patient: bool,
-    ) -> Result<(), (Box<Iovecs>, io::Error)> {
+    ) -> Result<(), (Held<T>, io::Error)> {
         let index = tag as usize;
-        if index == self.held.len() {
-            self.held.push(None);
+        if index >= self.held.len() && tag < MAX_TAG {
+            self.held.resize_with(index.saturating_add(1), || None);
         }
         if self.held.get(index).is_none_or(Option::is_some) {
-            return Err((buffers, io::ErrorKind::InvalidInput.into()));
+            return Err((held, io::ErrorKind::InvalidInput.into()));
         }
-        let mut entry = build(call, &buffers).user_data(tag.into());
+        let mut entry = build(call, &held.buffers).user_data(tag.into());
         if patient {
             entry = entry.flags(squeue::Flags::ASYNC);
         }
         let push = |ring: &mut IoUring| {
-            // SAFETY: what the entry points to is owned by `buffers`: the list of pieces on the heap, which stays where it
-            // is, and mappings of guest memory. Both live in `held` until the call has come back (or for ever, see
+            // SAFETY: what the entry points to is owned by `held.buffers`: the list of pieces on the heap, which stays where it
+            // is, and mappings of guest memory. Both live in `self.held` until the call has come back (or for ever, see
             // `drop`), and nothing in Rust holds references into guest memory. The file is registered with the ring.
             unsafe { ring.submission().push(&entry) }.is_ok()
         };
@@ -175,22 +186,22 @@ impl Ring {
                 false => Err(io::ErrorKind::ResourceBusy.into()),
             });
             if let Err(error) = pushed {
-                return Err((buffers, error));
+                return Err((held, error));
             }
         }
         self.pushed.push(tag);
         if let Some(place) = self.held.get_mut(index) {
-            *place = Some(buffers);
+            *place = Some(held);
         }
         self.under_way = self.under_way.saturating_add(1);
         Ok(())
     }
 
-    /// The buffers of a call that is not under way any more.
-    fn release(&mut self, tag: u32) -> Option<Box<Iovecs>> {
-        let buffers = self.held.get_mut(tag as usize)?.take()?;
+    /// What is kept for a call that is not under way any more.
+    fn release(&mut self, tag: u32) -> Option<Held<T>> {
+        let held = self.held.get_mut(tag as usize)?.take()?;
         self.under_way = self.under_way.saturating_sub(1);
-        Some(buffers)
+        Some(held)
     }
 
     /// Hands what was pushed to the kernel, with one system call, or none when that is nothing. After EAGAIN, EBUSY and
@@ -243,21 +254,21 @@ impl Ring {
     }
 
     /// A call that the kernel never saw and never will, with its tag.
-    pub fn abandoned(&mut self) -> Option<(u32, Box<Iovecs>)> {
+    pub fn abandoned(&mut self) -> Option<(u32, Held<T>)> {
         if !self.dead {
             return None;
         }
         loop {
             let tag = self.pushed.pop()?;
             // A poll request has none.
-            if let Some(buffers) = self.release(tag) {
-                return Some((tag, buffers));
+            if let Some(held) = self.release(tag) {
+                return Some((tag, held));
             }
         }
     }
 
     /// A call that came back. Makes a system call only where the kernel has something to gather.
-    pub fn returned(&mut self) -> Option<Return> {
+    pub fn returned(&mut self) -> Option<Return<T>> {
         loop {
             let entry = self.ring.completion().next();
             if let Some(number) = entry.as_ref().and_then(poll_number) {
@@ -269,11 +280,11 @@ impl Ring {
             }
             if let Some(entry) = entry {
                 let tag = u32::try_from(entry.user_data()).ok()?;
-                let buffers = self.release(tag)?;
+                let held = self.release(tag)?;
                 return Some(Return {
                     tag,
                     result: entry.result(),
-                    buffers,
+                    held,
                 });
             }
             if self.under_way() == 0 {
@@ -315,7 +326,7 @@ impl Ring {
     }
 }
 
-impl Drop for Ring {
+impl<T> Drop for Ring<T> {
     fn drop(&mut self) {
         // The file would else be closed some time after the ring. Another thread than the ring's can't do that.
         let _later = self.ring.submitter().unregister_files();

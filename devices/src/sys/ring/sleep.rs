@@ -11,7 +11,7 @@ use io_uring::{opcode, types};
 
 use super::{POLL, POLL_INDEX, Ring};
 
-impl Ring {
+impl<T> Ring<T> {
     /// Hands what was pushed to the kernel and waits until a call comes back, `other` is readable, or a signal comes. False
     /// when it did not wait: the ring can't wait for both, or the kernel takes nothing, which [`submit`](Self::submit)
     /// finds out about.
