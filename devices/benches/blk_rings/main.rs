@@ -4,7 +4,8 @@
 //! nothing but submit and reap on a ring of its own, then through a virtio-blk device with its worker thread, whose
 //! driver is a thread here. Both read into the same guest memory, and have another thread beside them that does the same:
 //! a driver that polls, or for the loop one that looks at its progress. (The loop without such a thread is measured as
-//! well, and told beside it.) They take turns; figures are medians of the rounds.
+//! well, and told beside it.) They take turns, in short rounds, as the speed of a machine that others share changes all the
+//! time; figures are medians of the rounds, ratios are medians of each round's ratio.
 //!
 //! `cargo bench -p vmmd-devices --features testing --bench blk_rings -- [--file PATH] [--mib N] [--millis N] [--rounds N]
 //! [--depth N] [--cache cached|direct] [--driver polling|interrupts]`
@@ -100,8 +101,8 @@ fn options() -> Options {
     let mut options = Options {
         file: std::env::temp_dir().join(format!("blk-rings-{}", std::process::id())),
         bytes: 256 << 20,
-        time: Duration::from_millis(500),
-        rounds: 5,
+        time: Duration::from_millis(100),
+        rounds: 25,
         depths: vec![1, 32],
         caches: vec!["cached", "direct"],
         drivers: vec![Wait::Polling, Wait::Interrupts],
@@ -158,35 +159,52 @@ fn cpu_time(thread: &Path) -> Duration {
     Duration::from_nanos(nanos.expect("schedstat"))
 }
 
-fn median(mut runs: Vec<Figures>) -> Figures {
-    runs.sort_by(|a, b| a.per_second().total_cmp(&b.per_second()));
-    runs[runs.len() / 2]
+/// The loop without a thread beside it, the loop, and the device.
+type Round = [Figures; 3];
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
 
 /// Shows what was measured, and gives it as JSON.
-///
-/// `unwatched` is the loop without a thread beside it.
-fn row(cache: &str, depth: u16, driver: Wait, [unwatched, alone, served]: [Figures; 3]) -> String {
-    let ratio = served.per_second() / alone.per_second();
-    let kicks = served.kicks as f64 / served.requests as f64;
-    let driver = driver.name();
+fn row(cache: &str, depth: u16, driver: Wait, rounds: &[Round]) -> String {
+    let of = |figure: &dyn Fn(&Round) -> f64| median(rounds.iter().map(figure));
+    let rates = [0, 1, 2].map(|kind| of(&|round| round[kind].per_second()));
+    let cpus = [1, 2].map(|kind| of(&|round| round[kind].cpu_nanos()));
+    let ratio = of(&|[_, alone, served]| served.per_second() / alone.per_second());
+    let unwatched_ratio = of(&|[unwatched, _, served]| served.per_second() / unwatched.per_second());
+    let cpu_ratio = of(&|[_, alone, served]| served.cpu_nanos() / alone.cpu_nanos());
+    let kicks = of(&|[_, _, served]| served.kicks as f64 / served.requests as f64);
+    let (driver, [unwatched, alone, served], [alone_cpu, served_cpu]) = (driver.name(), rates, cpus);
     eprintln!(
-        "{:<30} {:>10.0}/s {:>10.0}/s {:>10.0}/s {ratio:>6.2} {:>8.0} | {:.0}, kicks/request {kicks:.3}",
+        "{:<30} {unwatched:>10.0}/s {alone:>10.0}/s {served:>10.0}/s {ratio:>6.2} {alone_cpu:>8.0} | {served_cpu:.0}, \
+         kicks/request {kicks:.3}",
         format!("{cache}, depth {depth}, {driver}"),
-        unwatched.per_second(),
-        alone.per_second(),
-        served.per_second(),
-        alone.cpu_nanos(),
-        served.cpu_nanos(),
     );
     format!(
-        r#"{{"cache":"{cache}","depth":{depth},"driver":"{driver}","block_bytes":{BLOCK},"unwatched_ring_per_second":{:.0},"ring_per_second":{:.0},"virtio_per_second":{:.0},"ratio":{ratio:.3},"ring_cpu_ns":{:.0},"virtio_cpu_ns":{:.0},"kicks_per_request":{kicks:.4}}}"#,
-        unwatched.per_second(),
-        alone.per_second(),
-        served.per_second(),
-        alone.cpu_nanos(),
-        served.cpu_nanos(),
+        r#"{{"cache":"{cache}","depth":{depth},"driver":"{driver}","block_bytes":{BLOCK},"unwatched_ring_per_second":{unwatched:.0},"ring_per_second":{alone:.0},"virtio_per_second":{served:.0},"ratio":{ratio:.3},"unwatched_ratio":{unwatched_ratio:.3},"ring_cpu_ns":{alone_cpu:.0},"virtio_cpu_ns":{served_cpu:.0},"cpu_ratio":{cpu_ratio:.3},"kicks_per_request":{kicks:.4}}}"#,
     )
+}
+
+/// All three once, the device before the loop or after it.
+fn round(
+    file: impl Fn() -> File,
+    bytes: u64,
+    depth: u16,
+    driver: Wait,
+    time: Duration,
+    first: bool,
+) -> Round {
+    let served = || guest::run(file(), bytes, depth, driver, time);
+    let before = first.then(served);
+    let unwatched = plain::run(&file(), bytes, depth, time, |_| ());
+    let alone = match driver {
+        Wait::Polling => plain::run_watched(&file(), bytes, depth, time),
+        Wait::Interrupts => unwatched,
+    };
+    [unwatched, alone, before.unwrap_or_else(served)]
 }
 
 fn main() {
@@ -206,19 +224,10 @@ fn main() {
                 continue;
             };
             for driver in options.drivers.clone() {
-                let (mut unwatched, mut alone, mut served) = (Vec::new(), Vec::new(), Vec::new());
-                for _ in 0..options.rounds {
-                    let file = || open(&options.file, direct).unwrap();
-                    let nobody = plain::run(&file(), bytes, depth, options.time, |_| ());
-                    unwatched.push(nobody);
-                    alone.push(match driver {
-                        Wait::Polling => plain::run_watched(&file(), bytes, depth, options.time),
-                        Wait::Interrupts => nobody,
-                    });
-                    served.push(guest::run(file(), bytes, depth, driver, options.time));
-                }
-                let figures = [unwatched, alone, served].map(median);
-                rows.push(row(cache, depth, driver, figures));
+                let file = || open(&options.file, direct).unwrap();
+                let round = |number: usize| round(file, bytes, depth, driver, options.time, number % 2 == 1);
+                let rounds: Vec<Round> = (0..options.rounds).map(round).collect();
+                rows.push(row(cache, depth, driver, &rounds));
             }
         }
     }

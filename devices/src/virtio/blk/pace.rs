@@ -43,6 +43,9 @@ const MIN_PILE: Duration = Duration::from_micros(20);
 const NAP: Duration = Duration::from_micros(50);
 /// And never longer than that.
 const MAX_PILE: Duration = Duration::from_millis(4);
+/// A driver that did not want an interrupt so many times in a row looks by itself: there is none to be saved, and what it
+/// asks for while the worker waits for more would be late.
+const UNWANTED: u32 = 8;
 
 /// What to do with answers that the driver was not told of, when nothing else is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,6 +87,8 @@ pub(super) struct Pace {
     gap: u64,
     /// What it takes to send an interrupt, on average, in nanoseconds.
     interrupt: u64,
+    /// How many times in a row the driver did not want one.
+    unwanted: u32,
 }
 
 impl Pace {
@@ -158,6 +163,12 @@ impl Pace {
     /// It took so long to send an interrupt.
     pub(super) fn interrupted(&mut self, took: Duration) {
         learn(&mut self.interrupt, nanos(took));
+        self.unwanted = 0;
+    }
+
+    /// The driver was to be told, and did not want an interrupt.
+    pub(super) fn unwanted(&mut self) {
+        self.unwanted = self.unwanted.saturating_add(1);
     }
 
     /// How long answers wait for so many at most: as long as these take to come, which is that part of what each request
@@ -201,7 +212,7 @@ impl Pace {
     /// Whether it is worth asking for the time.
     pub(super) fn may_pile_up(&self, answers: usize, under_way: usize) -> bool {
         let all = self.all(under_way);
-        answers > 0 && (all >= MANY || all >= FEW && self.owed > answers)
+        answers > 0 && self.unwanted < UNWANTED && (all >= MANY || all >= FEW && self.owed > answers)
     }
 
     /// Requests that the driver has, as far as is known.

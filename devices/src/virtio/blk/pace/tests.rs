@@ -234,3 +234,15 @@ fn a_driver_with_few_requests_is_told_when_it_has_nothing_else_to_do() {
     pace.answered();
     assert!(!pace.may_pile_up(1, 0), "three are too few to wait");
 }
+
+#[test]
+fn a_driver_that_wants_no_interrupts_is_not_waited_for() {
+    let mut pace = Pace::default();
+    for _ in 0..UNWANTED {
+        assert!(pace.may_pile_up(1, 32), "it may want the next one");
+        pace.unwanted();
+    }
+    assert!(!pace.may_pile_up(1, 32));
+    pace.interrupted(US);
+    assert!(pace.may_pile_up(1, 32), "it sleeps again");
+}

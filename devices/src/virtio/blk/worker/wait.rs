@@ -138,6 +138,8 @@ impl BlkHandler {
         let now = self.clock.now();
         if sent {
             self.pace.interrupted(now.saturating_duration_since(before));
+        } else {
+            self.pace.unwanted();
         }
         self.pace.told(now);
         Ok(())
