@@ -1,7 +1,7 @@
 //! `measure start`: starts the same kernel and initrd under our `vmm` and under QEMU (microvm and q35), in turn, and
-//! prints one JSON object a run. `measure disk` does the same with fio on a disk in guests that run beside each other. It runs as root in the
-//! test node; `make bench` copies it there, runs it and makes the tables. Its figures are compared with each other only:
-//! absolute times of an emulated node mean nothing.
+//! prints one JSON object a run. `measure disk` does the same with fio on a disk, in guests that are up beside each other.
+//! It runs as root in the test node; `make bench` copies it there, runs it and makes the tables. Its figures are compared
+//! with each other only: absolute times of an emulated node mean nothing.
 
 mod disk;
 mod kvm_stats;
