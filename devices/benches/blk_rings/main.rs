@@ -5,7 +5,8 @@
 //! driver is a thread here. Both read into the same guest memory, and have another thread beside them that does the same:
 //! a driver that polls, or for the loop one that looks at its progress. (The loop without such a thread is measured as
 //! well, and told beside it.) They take turns, in short rounds, as the speed of a machine that others share changes all the
-//! time; figures are medians of the rounds, ratios are medians of each round's ratio.
+//! time; figures are medians of the rounds, ratios are medians of each round's ratio. How long a number takes from one
+//! processor to the other and back is told as well: each request goes that way, and the loop's don't.
 //!
 //! `cargo bench -p vmmd-devices --features testing --bench blk_rings -- [--file PATH] [--mib N] [--millis N] [--rounds N]
 //! [--depth N] [--cache cached|direct] [--driver polling|interrupts]`
@@ -24,6 +25,7 @@
 )]
 
 mod guest;
+mod handoff;
 mod plain;
 
 use std::{
@@ -231,7 +233,13 @@ fn main() {
             }
         }
     }
-    println!(r#"{{"benchmark":"blk_rings","rows":[{}]}}"#, rows.join(","));
+    let handoffs = (0..options.rounds).map(|_| handoff::there_and_back(options.time));
+    let handoff = median(handoffs);
+    eprintln!("a number to the other processor and back: {handoff:.0} ns");
+    println!(
+        r#"{{"benchmark":"blk_rings","handoff_ns":{handoff:.0},"rows":[{}]}}"#,
+        rows.join(",")
+    );
     if options.temporary {
         let _gone = fs::remove_file(&options.file);
     }

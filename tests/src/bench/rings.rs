@@ -11,6 +11,8 @@ use super::{
 
 #[derive(Deserialize)]
 struct Report {
+    /// A number to the other processor and back.
+    handoff_ns: f64,
     rows: Vec<Figures>,
 }
 
@@ -70,9 +72,11 @@ fn render_report(report: &Report) -> String {
          benchmark, beside a loop on io_uring alone; on the machine that runs the node. CPU time is that of the thread \
          that serves the disk. A driver that polls looks at the used ring all the time; beside the loop a thread looks at \
          its progress as often then, since it takes its part of the core where two processors share one. A driver with \
-         interrupts sleeps, and waking that thread is measured along. At depth 1 the driver's own work is part of each \
-         request's time. They take turns, a tenth of a second each; figures are medians, ratios are medians of each \
+         interrupts sleeps, and waking that thread is measured along. Driver and worker are on two processors: a number \
+         takes {:.0} ns to the other one and back, and at depth 1 each request's time has such a way in it, and the \
+         driver's own work. They take turns, a tenth of a second each; figures are medians, ratios are medians of each \
          turn's ratio.\n\n{}\n",
+        report.handoff_ns,
         render(&["virtio-blk", "ring alone"], &rows)
     )
 }
@@ -83,10 +87,11 @@ mod tests {
 
     #[test]
     fn requests_and_cpu_time_have_their_ratio() {
-        let line = r#"{"benchmark":"blk_rings","rows":[{"cache":"direct","depth":32,"driver":"polling","block_bytes":4096,
+        let line = r#"{"benchmark":"blk_rings","handoff_ns":321,"rows":[{"cache":"direct","depth":32,"driver":"polling","block_bytes":4096,
             "ring_per_second":1000,"unwatched_ring_per_second":1200,"virtio_per_second":900,"ratio":0.92,"unwatched_ratio":0.74,"ring_cpu_ns":500,
             "virtio_cpu_ns":600,"cpu_ratio":1.3,"kicks_per_request":0.1}]}"#;
         let text = render_report(&serde_json::from_str(line).expect("figures"));
+        assert!(text.contains("takes 321 ns to the other"), "{text}");
         assert!(
             text.contains("| direct, depth 32, polling: requests/s | 900 | 1,000 | 0.92 |"),
             "{text}"
