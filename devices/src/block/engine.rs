@@ -50,7 +50,7 @@ pub enum Operation {
 #[derive(Debug)]
 pub struct Request {
     /// Says which one it is when it completes. Unique among those under way, and small, as an engine may have a list by it:
-    /// the caller counts from 0 and takes those that are free again first.
+    /// the caller counts from 0 and takes those that are free again first. One of 65,536 or more may fail.
     pub token: u32,
     /// What is to be done.
     pub operation: Operation,

@@ -58,7 +58,9 @@ pub struct Held<T> {
 
 /// The ring. Used by one thread from the first [`submit`](Self::submit) on.
 ///
-/// `T` is what the caller notes of each call. Invariant: the buffers of each call that the kernel may know of are in `held`, at the index that is the call's tag and
+/// `T` is what the caller notes of each call.
+///
+/// Invariant: the buffers of each call that the kernel may know of are in `held`, at the index that is the call's tag and
 /// its user data.
 pub struct Ring<T> {
     ring: IoUring,
@@ -174,8 +176,8 @@ impl<T> Ring<T> {
             entry = entry.flags(squeue::Flags::ASYNC);
         }
         let push = |ring: &mut IoUring| {
-            // SAFETY: what the entry points to is owned by `held.buffers`: the list of pieces on the heap, which stays where it
-            // is, and mappings of guest memory. Both live in `self.held` until the call has come back (or for ever, see
+            // SAFETY: what the entry points to is owned by `held.buffers`: the list of pieces on the heap, which stays where
+            // it is, and mappings of guest memory. Both live in `self.held` until the call has come back (or for ever, see
             // `drop`), and nothing in Rust holds references into guest memory. The file is registered with the ring.
             unsafe { ring.submission().push(&entry) }.is_ok()
         };
