@@ -29,9 +29,17 @@ pub fn slice(memory: &GuestMemory, address: GuestAddress, length: usize) -> Opti
 /// Has the processor fetch the cache line at `address`, to be changed, while it goes on. Nothing happens where there is no
 /// guest memory.
 #[inline]
-pub fn fetch(memory: &GuestMemory, address: GuestAddress) {
+pub fn fetch_to_change(memory: &GuestMemory, address: GuestAddress) {
     if let Some(place) = slice(memory, address, 1) {
-        sys::fetch(&place);
+        sys::fetch_to_change(&place);
+    }
+}
+
+/// The same, to be read.
+#[inline]
+pub fn fetch_to_read(memory: &GuestMemory, address: GuestAddress) {
+    if let Some(place) = slice(memory, address, 1) {
+        sys::fetch_to_read(&place);
     }
 }
 
@@ -74,7 +82,8 @@ mod tests {
         let memory = memory(2);
         memory.write_obj(7_u64, GuestAddress(0x1000)).unwrap();
         for address in [0, 0x1000, 0x2fff, 0x3000, u64::MAX] {
-            fetch(&memory, GuestAddress(address));
+            fetch_to_change(&memory, GuestAddress(address));
+            fetch_to_read(&memory, GuestAddress(address));
         }
         assert_eq!(memory.read_obj::<u64>(GuestAddress(0x1000)).unwrap(), 7);
     }

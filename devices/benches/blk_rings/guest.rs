@@ -16,7 +16,7 @@ use devices::{
         testing::{Driver, Rig},
     },
 };
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend as _, VolatileMemory as _, VolatileSlice};
+use vm_memory::{GuestAddress, GuestMemoryBackend as _, VolatileMemory as _, VolatileSlice};
 
 use super::{BLOCK, DATA, Figures, Offsets, between_looks, cpu_time, repeat};
 
@@ -46,10 +46,11 @@ impl Wait {
 struct Requests<'a> {
     wait: Wait,
     driver: Driver,
-    memory: &'a GuestMemory,
     size: u16,
     avail: Slice<'a>,
     used: Slice<'a>,
+    /// The descriptor table.
+    desc: Slice<'a>,
     /// From [`HEADERS`] on.
     headers: Slice<'a>,
     next_avail: u16,
@@ -82,8 +83,8 @@ pub(super) fn run(file: File, bytes: u64, depth: u16, wait: Wait, time: Duration
         size,
         avail: slice(ring.avail, 6 + 2 * usize::from(size)),
         used: slice(ring.used, 6 + 8 * usize::from(size)),
+        desc: slice(ring.desc, 16 * usize::from(size)),
         headers: slice(HEADERS, usize::from(depth) * PAGE as usize),
-        memory: &memory,
         driver,
         next_avail: 0,
         last_used: 0,
@@ -91,7 +92,6 @@ pub(super) fn run(file: File, bytes: u64, depth: u16, wait: Wait, time: Duration
         kicks: 0,
     };
     for slot in 0..depth {
-        requests.describe(slot);
         requests.offer(slot);
     }
     requests.kick_if_wanted(0);
@@ -119,27 +119,34 @@ fn worker() -> PathBuf {
         .expect("the worker's thread")
 }
 
+/// A descriptor's address, length, flags and next one, as they lie in memory.
+fn descriptor((address, length, flags, next): (u64, u32, u16, u16)) -> [u64; 2] {
+    [
+        address,
+        u64::from(length) | u64::from(flags) << 32 | u64::from(next) << 48,
+    ]
+}
+
 impl Requests<'_> {
-    /// The parts of a request that stay the same.
+    /// Writes a request's descriptors, as drivers do for each request.
     fn describe(&self, slot: u16) {
         let page = HEADERS + u64::from(slot) * PAGE;
         let data = DATA + u64::from(slot) * BLOCK;
         let (header, status) = (page + 64, page + 96);
-        let table = [(header, 16, 1, 1), (data, BLOCK as u32, 3, 2), (status, 1, 2, 0)];
+        let table = [(header, 16, 1, 1), (data, BLOCK as u32, 3, 2), (status, 1, 2, 0)].map(descriptor);
+        let place = usize::from(slot) * PAGE as usize;
         for (at, entry) in table.into_iter().enumerate() {
-            self.descriptor(page + at as u64 * 16, entry);
+            self.headers.get_ref(place + at * 16).unwrap().store(entry);
         }
-        let place = self.driver.rings[0].desc + u64::from(slot) * 16;
-        self.descriptor(place, (page, 48, 4, 0));
-    }
-
-    fn descriptor(&self, place: u64, (address, length, flags, next): (u64, u32, u16, u16)) {
-        let place = GuestAddress(place);
-        let rest = u64::from(length) | u64::from(flags) << 32 | u64::from(next) << 48;
-        self.memory.write_obj([address, rest], place).unwrap();
+        let place = usize::from(slot) * 16;
+        self.desc
+            .get_ref(place)
+            .unwrap()
+            .store(descriptor((page, 48, 4, 0)));
     }
 
     fn offer(&mut self, slot: u16) {
+        self.describe(slot);
         let header = usize::from(slot) * PAGE as usize + 64;
         let sector = self.offsets.next() / 512;
         self.headers.get_ref(header).unwrap().store([0, sector]);

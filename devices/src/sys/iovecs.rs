@@ -137,10 +137,17 @@ impl Iovecs {
     }
 
     /// Takes the first `count` bytes off the list.
+    #[inline]
     pub fn skip(&mut self, count: usize) {
         if count >= self.length {
+            // Mostly.
             return self.clear();
         }
+        self.skip_part(count);
+    }
+
+    /// Less than all.
+    fn skip_part(&mut self, count: usize) {
         let mut left = count;
         self.length = self.length.saturating_sub(left);
         let mut consumed = 0_usize;

@@ -16,7 +16,7 @@ use crate::ram::GuestSlice;
 
 /// Has the processor fetch the cache line that a slice of guest memory begins in, to be changed, while it goes on.
 #[inline]
-pub fn fetch(slice: &GuestSlice<'_>) {
+pub fn fetch_to_change(slice: &GuestSlice<'_>) {
     #[cfg(target_arch = "x86_64")]
     {
         let place = slice.ptr_guard_mut();
@@ -26,5 +26,17 @@ pub fn fetch(slice: &GuestSlice<'_>) {
         unsafe {
             std::arch::asm!("prefetchw [{}]", in(reg) place.as_ptr(), options(nostack, preserves_flags, readonly));
         }
+    }
+}
+
+/// The same, to be read.
+#[inline]
+pub fn fetch_to_read(slice: &GuestSlice<'_>) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let place = slice.ptr_guard();
+        // SAFETY: it is a hint, which reads and writes nothing and cannot fault, wherever it points.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(place.as_ptr().cast()) };
     }
 }

@@ -171,22 +171,14 @@ impl<T> Ring<T> {
         if self.held.get(index).is_none_or(Option::is_some) {
             return Err((held, io::ErrorKind::InvalidInput.into()));
         }
-        let mut entry = build(call, &held.buffers).user_data(tag.into());
-        if patient {
-            entry = entry.flags(squeue::Flags::ASYNC);
-        }
-        let push = |ring: &mut IoUring| {
-            // SAFETY: what the entry points to is owned by `held.buffers`: the list of pieces on the heap, which stays where
-            // it is, and mappings of guest memory. Both live in `self.held` until the call has come back (or for ever, see
-            // `drop`), and nothing in Rust holds references into guest memory. The file is registered with the ring.
-            unsafe { ring.submission().push(&entry) }.is_ok()
-        };
-        if !push(&mut self.ring) {
+        if !self.enqueue(tag, call, &held.buffers, patient) {
             // It is full.
-            let pushed = self.submit().and_then(|()| match push(&mut self.ring) {
-                true => Ok(()),
-                false => Err(io::ErrorKind::ResourceBusy.into()),
-            });
+            let pushed = self
+                .submit()
+                .and_then(|()| match self.enqueue(tag, call, &held.buffers, patient) {
+                    true => Ok(()),
+                    false => Err(io::ErrorKind::ResourceBusy.into()),
+                });
             if let Err(error) = pushed {
                 return Err((held, error));
             }
@@ -197,6 +189,21 @@ impl<T> Ring<T> {
         }
         self.under_way = self.under_way.saturating_add(1);
         Ok(())
+    }
+
+    /// Puts the entry of a call into the submission queue; false when that is full.
+    ///
+    /// The entry is built anew for each try: nothing else points to it, so that it is built in registers.
+    #[inline(always)]
+    fn enqueue(&mut self, tag: u32, call: Call, buffers: &Iovecs, patient: bool) -> bool {
+        let mut entry = build(call, buffers).user_data(tag.into());
+        if patient {
+            entry = entry.flags(squeue::Flags::ASYNC);
+        }
+        // SAFETY: what the entry points to is owned by `buffers`: the list of pieces on the heap, which stays where it is, and
+        // mappings of guest memory. Both live in `self.held` until the call has come back (or for ever, see `drop`), and
+        // nothing in Rust holds references into guest memory. The file is registered with the ring.
+        unsafe { self.ring.submission().push(&entry) }.is_ok()
     }
 
     /// What is kept for a call that is not under way any more.

@@ -5,6 +5,7 @@
 //! thread and never seen by anybody else: it takes requests from queues. The [`worker`] framework runs the backs, the
 //! transport tells it when: DRIVER_OK starts them, a reset or a pause stops them.
 
+mod ahead;
 pub mod balloon;
 pub mod blk;
 pub mod chain;

@@ -7,7 +7,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 
-use super::{chain::Chain, fault::RingError, table::Extent, walk::walk, window::Window};
+use super::{ahead::Heads, chain::Chain, fault::RingError, table::Extent, walk::walk, window::Window};
 use crate::GuestMemory;
 
 /// Largest queue that a device may offer.
@@ -46,6 +46,7 @@ pub struct Queue {
     event_idx: bool,
     /// The available index when it was last looked at: what is before it can be taken.
     avail_seen: u16,
+    heads: Heads,
     /// `next_used` when the driver was last told, or found not to want to be.
     signalled_used: u16,
     /// Whether something was added since then.
@@ -109,6 +110,7 @@ impl Queue {
             used,
             event_idx,
             avail_seen: state.next_avail,
+            heads: Heads::default(),
             signalled_used: state.next_used,
             unsignalled: false,
             unshown: false,
@@ -150,7 +152,10 @@ impl Queue {
             }
             self.avail_seen = index;
         }
-        let head = load(&self.avail, self.slot(next).wrapping_mul(2).wrapping_add(4))?;
+        let head = match self.heads.get(next) {
+            Some(head) => head,
+            None => self.read_heads(next)?,
+        };
         if head >= self.state.size {
             return Err(RingError::HeadIndex(head));
         }
@@ -165,6 +170,15 @@ impl Queue {
         self.state.next_avail = next.wrapping_add(1);
         self.budget = budget;
         Ok(true)
+    }
+
+    /// Reads the head of the next chain, and some after it.
+    fn read_heads(&mut self, next: u16) -> Result<u16, RingError> {
+        let available = self.avail_seen.wrapping_sub(next);
+        let rings = [&self.avail, &self.desc];
+        self.heads
+            .read(next, available, self.state.size, rings, &self.memory);
+        self.heads.get(next).ok_or(RingError::Memory)
     }
 
     /// Where in a ring the entry with that free-running index is.
@@ -292,7 +306,7 @@ impl Queue {
     }
 
     fn avail_index(&self) -> Result<u16, RingError> {
-        let value: Option<u16> = self.avail.load(2, Ordering::Acquire);
+        let value = self.avail.load(2, Ordering::Acquire);
         value.map(u16::from_le).ok_or(RingError::Memory)
     }
 
@@ -324,6 +338,6 @@ impl Queue {
 }
 
 fn load(window: &Window, offset: u64) -> Result<u16, RingError> {
-    let value: Option<u16> = window.load(offset, Ordering::Relaxed);
+    let value = window.load(offset, Ordering::Relaxed);
     value.map(u16::from_le).ok_or(RingError::Memory)
 }

@@ -2,14 +2,17 @@
 //!
 //! What is in it is the guest's to change at any time, as everywhere in guest memory: each access is volatile or atomic.
 
-use std::sync::{Arc, atomic::Ordering};
-
-use vm_memory::{
-    AtomicAccess, ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap,
-    MemoryRegionAddress, VolatileMemory,
+use std::sync::{
+    Arc,
+    atomic::{AtomicU16, Ordering},
 };
 
-use crate::{GuestMemory, dirty::DirtyBitmap};
+use vm_memory::{
+    ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap,
+    MemoryRegionAddress, VolatileMemory, bitmap::Bitmap,
+};
+
+use crate::{GuestMemory, dirty::DirtyBitmap, sys};
 
 /// See the module.
 #[derive(Debug)]
@@ -45,17 +48,29 @@ impl Window {
     }
 
     /// The number at `offset`, in one access.
-    pub(super) fn load<T: AtomicAccess>(&self, offset: u64, order: Ordering) -> Option<T> {
+    #[inline]
+    pub(super) fn load(&self, offset: u64, order: Ordering) -> Option<u16> {
         match self.place(offset) {
-            Ok((region, place)) => region.load(place, order).ok(),
+            Ok((region, place)) => {
+                let slice = region.get_slice(place, size_of::<u16>()).ok()?;
+                let number: &AtomicU16 = slice.get_atomic_ref(0).ok()?;
+                Some(number.load(order))
+            }
             Err(address) => self.memory.load(address, order).ok(),
         }
     }
 
     /// Writes the number at `offset`, in one access.
-    pub(super) fn store<T: AtomicAccess>(&self, offset: u64, value: T, order: Ordering) -> Option<()> {
+    #[inline]
+    pub(super) fn store(&self, offset: u64, value: u16, order: Ordering) -> Option<()> {
         match self.place(offset) {
-            Ok((region, place)) => region.store(value, place, order).ok(),
+            Ok((region, place)) => {
+                let slice = region.get_slice(place, size_of::<u16>()).ok()?;
+                let number: &AtomicU16 = slice.get_atomic_ref(0).ok()?;
+                number.store(value, order);
+                slice.bitmap().mark_dirty(0, size_of::<u16>());
+                Some(())
+            }
             Err(address) => self.memory.store(value, address, order).ok(),
         }
     }
@@ -84,6 +99,16 @@ impl Window {
                 Some(())
             }
             Err(address) => self.memory.write_obj(value, address).ok(),
+        }
+    }
+
+    /// Has the processor fetch the cache line at `offset`, to be read, while it goes on.
+    #[inline]
+    pub(super) fn fetch(&self, offset: u64) {
+        if let Ok((region, place)) = self.place(offset)
+            && let Ok(slice) = region.get_slice(place, 1)
+        {
+            sys::fetch_to_read(&slice);
         }
     }
 

@@ -10,6 +10,7 @@
 )]
 
 mod framework;
+mod order;
 mod puppet;
 mod queue;
 mod removal;

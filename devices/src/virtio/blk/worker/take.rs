@@ -100,7 +100,7 @@ impl BlkHandler {
             return popped.map(|_| None);
         }
         if let Some(header) = slot.work.chain.readable().first() {
-            ram::fetch(memory, header.address);
+            ram::fetch_to_change(memory, header.address);
         }
         slot.work.since = self.clock.nanos();
         Ok(Some(token))
