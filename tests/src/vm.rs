@@ -346,6 +346,11 @@ impl<'case> Vm<'case> {
     }
 }
 
+/// Where in the kernel each thread of each `vmm` is, on stderr.
+const THREADS: &str = r#"for thread in $(pgrep -x vmm | sed 's,.*,/proc/&/task/*,'); do
+    echo "$thread $(cat $thread/comm 2>/dev/null):" $(head -n 6 $thread/stack 2>/dev/null) >&2
+done"#;
+
 impl Drop for Vm<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
@@ -355,7 +360,7 @@ impl Drop for Vm<'_> {
                 .node()
                 .ssh(&format!(
                     "vmmctl describe vm {0} >&2; vmmctl stats {0} >&2; \
-                     top -H -b -n 2 -d 2 $(pgrep -x vmm | sed 's/^/-p/') >&2",
+                     top -H -b -n 2 -d 2 $(pgrep -x vmm | sed 's/^/-p/') >&2; {THREADS}",
                     self.name
                 ))
                 .map(|output| eprint!("{}", output.stderr));
