@@ -45,7 +45,12 @@ fn a_machine_counts_its_exits_and_the_time_of_its_vcpus() {
     let mut client = vmm.client();
     let stats = Op::GetMachineStats(GetMachineStats {});
     assert_eq!(kind(&client.ask(stats.clone())), ErrorKind::State);
-    boot(&mut client, &guest::program(guest::HALT));
+    boot(
+        &mut client,
+        &guest::program(&[guest::PRINT_HI, guest::HALT].concat()),
+    );
+    // A vCPU that is paused at once has never run.
+    vmm.wait_for_serial("hi");
     client.attach(&image(&dir, "a"), "a", 5);
     client.ask(Op::Pause(Pause {}));
     let Answer::MachineStats(stats) = client.ask(stats) else {
