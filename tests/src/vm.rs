@@ -1,6 +1,7 @@
 //! VMs in the node, as a client has them: made, started and watched with `vmmctl`, looked into over the console.
 
 mod console;
+mod report;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -346,24 +347,11 @@ impl<'case> Vm<'case> {
     }
 }
 
-/// Where in the kernel each thread of each `vmm` is, on stderr.
-const THREADS: &str = r#"for thread in $(pgrep -x vmm | sed 's,.*,/proc/&/task/*,'); do
-    echo "$thread $(cat $thread/comm 2>/dev/null):" $(head -n 6 $thread/stack 2>/dev/null) >&2
-done"#;
-
 impl Drop for Vm<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             // Before it is gone; the case reports what is left.
-            let _ = self
-                .case
-                .node()
-                .ssh(&format!(
-                    "vmmctl describe vm {0} >&2; vmmctl stats {0} >&2; \
-                     top -H -b -n 2 -d 2 $(pgrep -x vmm | sed 's/^/-p/') >&2; {THREADS}",
-                    self.name
-                ))
-                .map(|output| eprint!("{}", output.stderr));
+            report::report(self.case.node(), &self.name);
         }
         // What a failed test leaves is reported by the test of leftovers.
         let _ = self
