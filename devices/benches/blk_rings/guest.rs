@@ -20,9 +20,16 @@ use vm_memory::{GuestAddress, GuestMemoryBackend as _, VolatileMemory as _, Vola
 
 use super::{BLOCK, DATA, Figures, Offsets, between_looks, cpu_time, repeat};
 
-/// Tables, headers and status bytes of requests, one page for each.
-const HEADERS: u64 = 24 << 20;
-const PAGE: u64 = 4096;
+/// Indirect tables of requests, one behind the other as Linux' allocator for small objects has them. In pages of their own
+/// they would all compete for the same few places of a processor's cache.
+const TABLES: u64 = 24 << 20;
+const TABLE: usize = 64;
+/// Headers and status bytes of requests, in one cache line each, as far apart as Linux' block layer has them (its own
+/// `struct request` comes before each of the driver's).
+const HEADERS: u64 = 25 << 20;
+const HEADER: usize = 448;
+/// Where the status byte is from the header on.
+const STATUS: usize = 16;
 
 /// How the driver waits for answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +58,8 @@ struct Requests<'a> {
     used: Slice<'a>,
     /// The descriptor table.
     desc: Slice<'a>,
+    /// From [`TABLES`] on.
+    tables: Slice<'a>,
     /// From [`HEADERS`] on.
     headers: Slice<'a>,
     next_avail: u16,
@@ -84,7 +93,8 @@ pub(super) fn run(file: File, bytes: u64, depth: u16, wait: Wait, time: Duration
         avail: slice(ring.avail, 6 + 2 * usize::from(size)),
         used: slice(ring.used, 6 + 8 * usize::from(size)),
         desc: slice(ring.desc, 16 * usize::from(size)),
-        headers: slice(HEADERS, usize::from(depth) * PAGE as usize),
+        tables: slice(TABLES, usize::from(depth) * TABLE),
+        headers: slice(HEADERS, usize::from(depth) * HEADER),
         driver,
         next_avail: 0,
         last_used: 0,
@@ -130,26 +140,27 @@ fn descriptor((address, length, flags, next): (u64, u32, u16, u16)) -> [u64; 2] 
 impl Requests<'_> {
     /// Writes a request's descriptors, as drivers do for each request.
     fn describe(&self, slot: u16) {
-        let page = HEADERS + u64::from(slot) * PAGE;
+        let (table, header) = (usize::from(slot) * TABLE, usize::from(slot) * HEADER);
         let data = DATA + u64::from(slot) * BLOCK;
-        let (header, status) = (page + 64, page + 96);
-        let table = [(header, 16, 1, 1), (data, BLOCK as u32, 3, 2), (status, 1, 2, 0)].map(descriptor);
-        let place = usize::from(slot) * PAGE as usize;
-        for (at, entry) in table.into_iter().enumerate() {
-            self.headers.get_ref(place + at * 16).unwrap().store(entry);
+        let header = HEADERS + header as u64;
+        let status = header + STATUS as u64;
+        let entries = [(header, 16, 1, 1), (data, BLOCK as u32, 3, 2), (status, 1, 2, 0)].map(descriptor);
+        for (at, entry) in entries.into_iter().enumerate() {
+            self.tables.get_ref(table + at * 16).unwrap().store(entry);
         }
-        let place = usize::from(slot) * 16;
         self.desc
-            .get_ref(place)
+            .get_ref(usize::from(slot) * 16)
             .unwrap()
-            .store(descriptor((page, 48, 4, 0)));
+            .store(descriptor((TABLES + table as u64, 48, 4, 0)));
     }
 
     fn offer(&mut self, slot: u16) {
         self.describe(slot);
-        let header = usize::from(slot) * PAGE as usize + 64;
         let sector = self.offsets.next() / 512;
-        self.headers.get_ref(header).unwrap().store([0, sector]);
+        self.headers
+            .get_ref(usize::from(slot) * HEADER)
+            .unwrap()
+            .store([0, sector]);
         let place = 4 + 2 * usize::from(self.next_avail % self.size);
         self.avail16(place).store(slot, Ordering::Relaxed);
         self.next_avail = self.next_avail.wrapping_add(1);
@@ -177,7 +188,7 @@ impl Requests<'_> {
             let place = 4 + 8 * usize::from(self.last_used % self.size);
             let element = self.used.get_atomic_ref::<AtomicU32>(place).unwrap();
             let slot = element.load(Ordering::Relaxed) as u16;
-            let status = usize::from(slot) * PAGE as usize + 96;
+            let status = usize::from(slot) * HEADER + STATUS;
             assert_eq!(self.headers.get_ref::<u8>(status).unwrap().load(), 0);
             self.last_used = self.last_used.wrapping_add(1);
             self.offer(slot);
