@@ -18,7 +18,7 @@ use devices::{
 };
 use vm_memory::{GuestAddress, GuestMemoryBackend as _, VolatileMemory as _, VolatileSlice};
 
-use super::{BLOCK, DATA, Figures, Offsets, between_looks, cpu_time, repeat};
+use super::{BLOCK, DATA, Figures, Offsets, between_looks, cpu_time, places::Places, repeat};
 
 /// Indirect tables of requests, one behind the other as Linux' allocator for small objects has them. In pages of their own
 /// they would all compete for the same few places of a processor's cache.
@@ -70,7 +70,8 @@ struct Requests<'a> {
 
 type Slice<'a> = VolatileSlice<'a, vm_memory::bitmap::MS<'a, GuestMemory>>;
 
-pub(super) fn run(file: File, bytes: u64, depth: u16, wait: Wait, time: Duration) -> Figures {
+pub(super) fn run(file: File, bytes: u64, depth: u16, wait: Wait, time: Duration, places: Places) -> Figures {
+    places.ask();
     let image = RawImage::open(file.into(), true).unwrap();
     let options = BlkOptions {
         name: "bench".into(),
@@ -108,6 +109,8 @@ pub(super) fn run(file: File, bytes: u64, depth: u16, wait: Wait, time: Duration
     requests.turn();
     // It has its name since it answered.
     let worker = worker();
+    places.has_serve(&worker);
+    requests.turn();
     let begin = cpu_time(&worker);
     let mut count = 0;
     let elapsed = repeat(time, || count += requests.turn());

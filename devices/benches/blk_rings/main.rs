@@ -5,8 +5,9 @@
 //! driver is a thread here. Both read into the same guest memory, and have another thread beside them that does the same:
 //! a driver that polls, or for the loop one that looks at its progress. (The loop without such a thread is measured as
 //! well, and told beside it.) They take turns, in short rounds, as the speed of a machine that others share changes all the
-//! time; figures are medians of the rounds, ratios are medians of each round's ratio. How long a number takes from one
-//! processor to the other and back is told as well: each request goes that way, and the loop's don't.
+//! time, and each processor's (see [`turns`] and [`places`]); figures are medians of the rounds, ratios are medians of each
+//! round's ratio. How long a number takes from one processor to the other and back is told as well: each request goes that
+//! way, and the loop's don't.
 //!
 //! `cargo bench -p vmmd-devices --features testing --bench blk_rings -- [--file PATH] [--mib N] [--millis N] [--rounds N]
 //! [--depth N] [--cache cached|direct] [--driver polling|interrupts]`
@@ -26,7 +27,9 @@
 
 mod guest;
 mod handoff;
+mod places;
 mod plain;
+mod turns;
 
 use std::{
     fs::{self, File},
@@ -39,6 +42,8 @@ use std::{
 };
 
 use guest::Wait;
+use places::{Places, processors, restore};
+use turns::Turns;
 
 /// Bytes of a request.
 const BLOCK: u64 = 4096;
@@ -103,8 +108,8 @@ fn options() -> Options {
     let mut options = Options {
         file: std::env::temp_dir().join(format!("blk-rings-{}", std::process::id())),
         bytes: 256 << 20,
-        time: Duration::from_millis(100),
-        rounds: 25,
+        time: Duration::from_millis(25),
+        rounds: 100,
         depths: vec![1, 32],
         caches: vec!["cached", "direct"],
         drivers: vec![Wait::Polling, Wait::Interrupts],
@@ -171,7 +176,8 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
 }
 
 /// Shows what was measured, and gives it as JSON.
-fn row(cache: &str, depth: u16, driver: Wait, rounds: &[Round]) -> String {
+fn row(cache: &str, depth: u16, driver: Wait, turns: &Turns<Round>) -> String {
+    let (rounds, disturbed) = (&turns.counted, turns.disturbed);
     let of = |figure: &dyn Fn(&Round) -> f64| median(rounds.iter().map(figure));
     let rates = [0, 1, 2].map(|kind| of(&|round| round[kind].per_second()));
     let cpus = [1, 2].map(|kind| of(&|round| round[kind].cpu_nanos()));
@@ -179,14 +185,15 @@ fn row(cache: &str, depth: u16, driver: Wait, rounds: &[Round]) -> String {
     let unwatched_ratio = of(&|[unwatched, _, served]| served.per_second() / unwatched.per_second());
     let cpu_ratio = of(&|[_, alone, served]| served.cpu_nanos() / alone.cpu_nanos());
     let kicks = of(&|[_, _, served]| served.kicks as f64 / served.requests as f64);
+    let counted = rounds.len();
     let (driver, [unwatched, alone, served], [alone_cpu, served_cpu]) = (driver.name(), rates, cpus);
     eprintln!(
         "{:<30} {unwatched:>10.0}/s {alone:>10.0}/s {served:>10.0}/s {ratio:>6.2} {alone_cpu:>8.0} | {served_cpu:.0}, \
-         kicks/request {kicks:.3}",
+         kicks/request {kicks:.3}, {counted} turns counted and {disturbed} disturbed",
         format!("{cache}, depth {depth}, {driver}"),
     );
     format!(
-        r#"{{"cache":"{cache}","depth":{depth},"driver":"{driver}","block_bytes":{BLOCK},"unwatched_ring_per_second":{unwatched:.0},"ring_per_second":{alone:.0},"virtio_per_second":{served:.0},"ratio":{ratio:.3},"unwatched_ratio":{unwatched_ratio:.3},"ring_cpu_ns":{alone_cpu:.0},"virtio_cpu_ns":{served_cpu:.0},"cpu_ratio":{cpu_ratio:.3},"kicks_per_request":{kicks:.4}}}"#,
+        r#"{{"cache":"{cache}","depth":{depth},"driver":"{driver}","block_bytes":{BLOCK},"unwatched_ring_per_second":{unwatched:.0},"ring_per_second":{alone:.0},"virtio_per_second":{served:.0},"ratio":{ratio:.3},"unwatched_ratio":{unwatched_ratio:.3},"ring_cpu_ns":{alone_cpu:.0},"virtio_cpu_ns":{served_cpu:.0},"cpu_ratio":{cpu_ratio:.3},"kicks_per_request":{kicks:.4},"turns":{counted},"disturbed":{disturbed}}}"#,
     )
 }
 
@@ -197,16 +204,21 @@ fn round(
     depth: u16,
     driver: Wait,
     time: Duration,
-    first: bool,
+    number: usize,
 ) -> Round {
-    let served = || guest::run(file(), bytes, depth, driver, time);
-    let before = first.then(served);
+    let all = processors();
+    let places = Places::new(&all, number / 2 % 2 == 1);
+    let served = || guest::run(file(), bytes, depth, driver, time, places);
+    let before = (number % 2 == 1).then(served);
+    places.serve();
     let unwatched = plain::run(&file(), bytes, depth, time, |_| ());
     let alone = match driver {
-        Wait::Polling => plain::run_watched(&file(), bytes, depth, time),
+        Wait::Polling => plain::run_watched(&file(), bytes, depth, time, places),
         Wait::Interrupts => unwatched,
     };
-    [unwatched, alone, before.unwrap_or_else(served)]
+    let served = before.unwrap_or_else(served);
+    restore(&all);
+    [unwatched, alone, served]
 }
 
 fn main() {
@@ -227,9 +239,8 @@ fn main() {
             };
             for driver in options.drivers.clone() {
                 let file = || open(&options.file, direct).unwrap();
-                let round = |number: usize| round(file, bytes, depth, driver, options.time, number % 2 == 1);
-                let rounds: Vec<Round> = (0..options.rounds).map(round).collect();
-                rows.push(row(cache, depth, driver, &rounds));
+                let round = |number: usize| round(file, bytes, depth, driver, options.time, number);
+                rows.push(row(cache, depth, driver, &turns::take(options.rounds, round)));
             }
         }
     }

@@ -12,14 +12,17 @@ use std::{
 use io_uring::{IoUring, opcode, types};
 use vm_memory::{GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap};
 
-use super::{BLOCK, DATA, Figures, Offsets, between_looks, cpu_time, repeat};
+use super::{BLOCK, DATA, Figures, Offsets, between_looks, cpu_time, places::Places, repeat};
 
 /// With a thread beside it that looks at its progress all the time, as a driver that polls looks at the used ring: where
 /// two processors share a core, as hyperthreads do, that takes part of it from both.
-pub(super) fn run_watched(file: &File, bytes: u64, depth: u16, time: Duration) -> Figures {
+pub(super) fn run_watched(file: &File, bytes: u64, depth: u16, time: Duration, places: Places) -> Figures {
     let (progress, over) = (AtomicU64::new(0), AtomicBool::new(false));
     thread::scope(|scope| {
-        scope.spawn(|| watch(&progress, &over));
+        scope.spawn(|| {
+            places.ask();
+            watch(&progress, &over);
+        });
         // Also when it panics: the scope waits for the thread.
         let _end = End(&over);
         run(file, bytes, depth, time, |requests| {

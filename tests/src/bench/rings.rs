@@ -74,8 +74,9 @@ fn render_report(report: &Report) -> String {
          its progress as often then, since it takes its part of the core where two processors share one. A driver with \
          interrupts sleeps, and waking that thread is measured along. Driver and worker are on two processors: a number \
          takes {:.0} ns to the other one and back, and at depth 1 each request's time has such a way in it, and the \
-         driver's own work. They take turns, a tenth of a second each; figures are medians, ratios are medians of each \
-         turn's ratio.\n\n{}\n",
+         driver's own work. Worker and loop take turns of a fortieth of a second on the same processor, which \
+         changes from turn to turn; a turn in which the host took a processor away is not counted. Figures are medians, \
+         ratios are medians of each turn's ratio.\n\n{}\n",
         report.handoff_ns,
         render(&["virtio-blk", "ring alone"], &rows)
     )
