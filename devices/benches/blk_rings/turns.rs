@@ -9,11 +9,7 @@ use std::fs;
 /// Of all processors together, in hundredths of a second; 0 where the kernel does not tell (proc_stat(5), `steal`).
 fn stolen() -> u64 {
     let text = fs::read_to_string("/proc/stat").unwrap_or_default();
-    stolen_in(&text)
-}
-
-fn stolen_in(stat: &str) -> u64 {
-    let all = stat.lines().find_map(|line| line.strip_prefix("cpu "));
+    let all = text.lines().find_map(|line| line.strip_prefix("cpu "));
     let steal = all.and_then(|line| line.split_whitespace().nth(7));
     steal.and_then(|word| word.parse().ok()).unwrap_or(0)
 }
@@ -25,32 +21,28 @@ pub(super) struct Turns<T> {
     pub(super) disturbed: usize,
 }
 
-/// Takes `count` turns that nobody disturbs, and three times as many at most; `turn` is told the number of each. If there
-/// are too few then for a median, disturbed ones are counted too.
+/// Takes `count` turns that nobody disturbs, and three times as many at most; `turn` is told the number of each.
+///
+/// Panics when there are too few then for a median: a quarter of `count`.
 pub(super) fn take<T>(count: usize, mut turn: impl FnMut(usize) -> T) -> Turns<T> {
-    take_beside(count, stolen, &mut turn)
-}
-
-fn take_beside<T>(count: usize, stolen: impl Fn() -> u64, turn: &mut dyn FnMut(usize) -> T) -> Turns<T> {
-    let (mut counted, mut others) = (Vec::new(), Vec::new());
-    for number in 0..count.saturating_mul(3) {
+    let (mut counted, mut disturbed) = (Vec::new(), 0);
+    for number in 0..count * 3 {
         let before = stolen();
         let result = turn(number);
         // A tick may have begun long before.
-        let list = if stolen().saturating_sub(before) > 1 {
-            &mut others
+        if stolen() - before > 1 {
+            disturbed += 1;
         } else {
-            &mut counted
-        };
-        list.push(result);
+            counted.push(result);
+        }
         if counted.len() == count {
             break;
         }
     }
-    let mut disturbed = others.len();
-    if counted.len() < count.div_ceil(4) {
-        counted.append(&mut others);
-        disturbed = 0;
-    }
+    assert!(
+        counted.len() >= count.div_ceil(4),
+        "the host took processors away in {disturbed} turns, only {} are left: try again when it is less busy",
+        counted.len()
+    );
     Turns { counted, disturbed }
 }
