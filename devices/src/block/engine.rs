@@ -82,6 +82,11 @@ pub trait Engine: Send {
     fn commit(&mut self) -> io::Result<()>;
     /// A request that completed.
     fn completed(&mut self) -> Option<Completion>;
+    /// The same, of those only that are known without asking the host, which may take a system call. `None` says nothing
+    /// of others, and the event need not tell of them: [`completed`](Self::completed) is asked later.
+    fn at_hand(&mut self) -> Option<Completion> {
+        self.completed()
+    }
     /// Requests submitted of which [`completed`](Self::completed) has not told.
     fn in_flight(&self) -> usize;
     /// Most requests at once.

@@ -294,6 +294,18 @@ impl Engine for UringEngine {
         }
     }
 
+    fn at_hand(&mut self) -> Option<Completion> {
+        loop {
+            if let Some(completion) = self.ended.pop() {
+                return Some(completion);
+            }
+            let back = self.ring.at_hand()?;
+            if let Some(completion) = self.judge(back) {
+                return Some(completion);
+            }
+        }
+    }
+
     fn in_flight(&self) -> usize {
         self.ring
             .under_way()
@@ -312,7 +324,9 @@ impl Engine for UringEngine {
 
     fn commit_and_sleep(&mut self, other: RawFd) -> io::Result<bool> {
         self.begin_alone();
-        if !self.ended.is_empty() || self.unsent || self.ring.under_way() == 0 {
+        // What the pool is done with has called already, perhaps before `other` was looked at last.
+        let told = !self.ended.is_empty() || !self.mailbox.is_empty();
+        if told || self.unsent || self.ring.under_way() == 0 {
             return Ok(false);
         }
         self.ring.wait_beside(other)

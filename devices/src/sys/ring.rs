@@ -279,22 +279,8 @@ impl<T> Ring<T> {
     /// A call that came back. Makes a system call only where the kernel has something to gather.
     pub fn returned(&mut self) -> Option<Return<T>> {
         loop {
-            let entry = self.ring.completion().next();
-            if let Some(number) = entry.as_ref().and_then(poll_number) {
-                if self.poll == Some(number) {
-                    self.poll = None;
-                    self.called = true;
-                }
-                continue;
-            }
-            if let Some(entry) = entry {
-                let tag = u32::try_from(entry.user_data()).ok()?;
-                let held = self.release(tag)?;
-                return Some(Return {
-                    tag,
-                    result: entry.result(),
-                    held,
-                });
+            if let Some(back) = self.at_hand() {
+                return Some(back);
             }
             if self.under_way() == 0 {
                 return None;
@@ -313,6 +299,29 @@ impl<T> Ring<T> {
                 fence(Ordering::SeqCst);
                 self.armed = true;
             }
+        }
+    }
+
+    /// A call that came back and is in the completion queue. Without one the kernel may have others, and the event need not
+    /// tell of them: [`returned`](Self::returned) is asked later.
+    #[inline]
+    pub fn at_hand(&mut self) -> Option<Return<T>> {
+        loop {
+            let entry = self.ring.completion().next()?;
+            if let Some(number) = poll_number(&entry) {
+                if self.poll == Some(number) {
+                    self.poll = None;
+                    self.called = true;
+                }
+                continue;
+            }
+            let tag = u32::try_from(entry.user_data()).ok()?;
+            let held = self.release(tag)?;
+            return Some(Return {
+                tag,
+                result: entry.result(),
+                held,
+            });
         }
     }
 

@@ -283,7 +283,7 @@ impl Model {
     }
 
     fn reap(&mut self) {
-        while let Some(completion) = self.engine.completed() {
+        while let Some(completion) = self.engine.at_hand().or_else(|| self.engine.completed()) {
             self.check(completion);
         }
         assert_eq!(self.engine.in_flight(), self.under_way.len());

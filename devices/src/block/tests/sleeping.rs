@@ -5,6 +5,7 @@ use std::{os::fd::AsRawFd as _, time::Duration};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::*;
+use crate::sys::event::wait_for;
 
 /// A test that sleeps so long has failed.
 const LONG: Duration = Duration::from_secs(1000);
@@ -215,6 +216,23 @@ fn who_could_not_sleep_this_time_is_woken_where_it_sleeps_then() {
     }
     assert!(!engine.commit_and_sleep(other.as_raw_fd()).unwrap());
     assert_ne!(engine.event().unwrap().read().unwrap(), 0, "the event is silent");
+    engine.commit().unwrap();
+    take_one(&mut *engine);
+}
+
+#[test]
+fn nobody_sleeps_beside_what_the_pool_is_done_with() {
+    let Some(setup) = Setup::new(Which::Uring, Cache::Coarse, 1 << 20) else {
+        return;
+    };
+    let (mut engine, memory, other) = (setup.engine(), memory(), event());
+    // Not aligned: a thread does it.
+    engine.submit(request(&memory, 0, read(512), 512, 512));
+    engine.commit().unwrap();
+    // It has called, and is not looked for.
+    wait_for(engine.event().unwrap(), late()).unwrap();
+    engine.submit(request(&memory, 1, write(0), 0, 4096));
+    assert!(!engine.commit_and_sleep(other.as_raw_fd()).unwrap());
     engine.commit().unwrap();
     take_one(&mut *engine);
 }

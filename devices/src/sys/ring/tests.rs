@@ -1,5 +1,7 @@
 use std::{
     fs,
+    io::Write as _,
+    os::fd::OwnedFd,
     time::{Duration, Instant},
 };
 
@@ -20,8 +22,12 @@ fn rig() -> Option<Rig> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     fs::write(&path, [7; 4096]).unwrap();
+    rig_on(&File::open(path).unwrap())
+}
+
+fn rig_on(file: &File) -> Option<Rig> {
     let event = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
-    let ring = match Ring::new(&File::open(path).unwrap(), 4, event) {
+    let ring = match Ring::new(file, 4, event) {
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) => return None,
         ring => ring.unwrap(),
     };
@@ -96,4 +102,27 @@ fn more_calls_than_the_ring_has_room_for_are_handed_over_in_between() {
         rig.push(tag).unwrap();
     }
     assert_eq!(rig.tags(), (0..50).collect::<Vec<_>>());
+}
+
+#[test]
+fn what_has_to_be_gathered_is_not_at_hand() {
+    let (reader, mut writer) = io::pipe().unwrap();
+    let Some(mut rig) = rig_on(&File::from(OwnedFd::from(reader))) else {
+        return;
+    };
+    for tag in 0..2 {
+        rig.push(tag).unwrap();
+    }
+    rig.ring.submit().unwrap();
+    assert!(rig.ring.returned().is_none());
+    writer.write_all(&[7; 2048]).unwrap();
+    if rig.ring.deferred {
+        assert!(rig.ring.at_hand().is_none());
+    }
+    // The event is on, and nobody gathers.
+    let first = rig.ring.returned().unwrap().tag;
+    // It was gathered with the first.
+    let second = rig.ring.at_hand().unwrap().tag;
+    assert_eq!(first + second, 1);
+    assert!(rig.ring.at_hand().is_none() && rig.ring.returned().is_none());
 }

@@ -249,10 +249,12 @@ proptest! {
         read_only in prop::bool::weighted(0.1),
         hold: bool,
         eager: bool,
+        shy: bool,
     ) {
         let block = if large_blocks { 4096 } else { 512 };
         let mut host = host(CAPACITY, read_only, block);
         host.eager = eager;
+        host.shy = shy;
         // One after the other: else requests that are done again could overtake each other.
         host.depth = 1;
         let options = BlkOptions {

@@ -115,6 +115,11 @@ impl Rings {
         Some(head)
     }
 
+    /// What was noted since the last call.
+    pub(super) fn seen(&self) -> Vec<(u16, usize)> {
+        std::mem::take(&mut self.harness.host.lock().unwrap().seen)
+    }
+
     /// Answers since the last call.
     pub(super) fn answers(&mut self) -> Vec<(u16, u8, Vec<u8>)> {
         let memory = self.harness.memory.clone();

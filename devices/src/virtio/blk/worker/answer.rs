@@ -62,15 +62,19 @@ impl BlkHandler {
         }
     }
 
-    /// Deals with what has completed; gives how many requests.
+    /// Deals with what has completed; gives how many requests. With some, there may be others that the host has not been
+    /// asked for: first the driver's next requests are handed over, so that the disk does not run dry meanwhile.
     pub(super) fn complete(&mut self, session: &mut Session, memory: &GuestMemory) -> Result<usize, Fault> {
         let mut count = 0_usize;
         while let Some(Completion {
             token,
             result,
             buffers,
-        }) = self.engine.completed()
-        {
+        }) = if count == 0 {
+            self.engine.completed()
+        } else {
+            self.engine.at_hand()
+        } {
             count = count.saturating_add(1);
             let Some(slot) = self.slots.get_mut(token as usize) else {
                 continue;
