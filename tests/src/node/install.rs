@@ -34,13 +34,14 @@ pub fn newest_package() -> Result<Option<PathBuf>> {
 
 impl Node {
     /// Installs a package and starts its service, or restarts it when it runs. Its configuration is that of the package, but
-    /// for VMs with far more processors than the node has.
+    /// for VMs with far more processors than the node has; dpkg keeps that when it installs the same configuration again.
     pub fn install(&self, package: &Path) -> Result<()> {
         self.copy_in(package, "/run/vmmd.deb")?;
         self.sh(
             "dpkg --force-confnew --force-unsafe-io -i /run/vmmd.deb >/run/vmmd-install.log 2>&1 \
                  || { cat /run/vmmd-install.log >&2; exit 1; }; rm /run/vmmd.deb
-             printf '\\n[overcommit]\\ncpu = 100.0\\n' >>/etc/vmmd/config.toml",
+             grep -q '^\\[overcommit\\]' /etc/vmmd/config.toml \
+                 || printf '\\n[overcommit]\\ncpu = 100.0\\n' >>/etc/vmmd/config.toml",
         )
         .context("install vmmd's package in the node")?;
         self.restart_daemon()
