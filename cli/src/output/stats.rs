@@ -79,7 +79,7 @@ pub fn table(disks: &[DiskStats]) -> String {
         let present = |(name, stats): (_, &Option<DiskOperationStats>)| Some((name, stats.clone()?));
         let kinds: Vec<(&str, _)> = kinds.into_iter().filter_map(present).collect();
         let all = sum(kinds.iter().map(|(_, stats)| stats));
-        let gauges = [disk.in_flight, disk.throttled, disk.held].map(|count| count.to_string());
+        let gauges = [disk.waiting, disk.in_flight, disk.throttled, disk.held].map(|count| count.to_string());
         rows.push([row(&disk.name, "all", &all), gauges.to_vec()].concat());
         for (name, stats) in kinds.iter().filter(|(_, stats)| stats.requests != 0) {
             rows.push([row(&disk.name, name, stats), vec![String::new(); gauges.len()]].concat());
@@ -93,6 +93,7 @@ pub fn table(disks: &[DiskStats]) -> String {
         "ERRORS",
         "MEAN",
         "P99",
+        "WAITING",
         "IN FLIGHT",
         "THROTTLED",
         "HELD",

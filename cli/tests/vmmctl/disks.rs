@@ -481,10 +481,10 @@ fn statistics_are_a_table_with_latencies() {
         assert!(all.contains(line), "{line}\n{all}");
     }
     insta::assert_snapshot!(run(&daemon, "stats web data").1, @r#"
-DISK   KIND    REQUESTS   BYTES   ERRORS   MEAN   P99      IN FLIGHT   THROTTLED   HELD
-data   all     1010       4.9Mi   2        90us   <256us   3           1           0
-data   read    1000       3.9Mi   0        90us   <256us   -           -           -
-data   write   10         1Mi     2        90us   <64us    -           -           -
+DISK   KIND    REQUESTS   BYTES   ERRORS   MEAN   P99      WAITING   IN FLIGHT   THROTTLED   HELD
+data   all     1010       4.9Mi   2        90us   <256us   2         3           1           0
+data   read    1000       3.9Mi   0        90us   <256us   -         -           -           -
+data   write   10         1Mi     2        90us   <64us    -         -           -           -
 "#);
     let (code, table, problem) = run(&daemon, "stats web data nope");
     assert_eq!((code, table), (3, run(&daemon, "stats web data").1));

@@ -11,6 +11,7 @@ pub mod blk;
 pub mod chain;
 pub mod device;
 pub mod fault;
+mod gauge;
 pub mod net;
 pub mod queue;
 pub mod rng;

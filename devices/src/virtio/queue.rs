@@ -7,7 +7,9 @@ use std::sync::atomic::{Ordering, fence};
 
 use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 
-use super::{ahead::Heads, chain::Chain, fault::RingError, table::Extent, walk::walk, window::Window};
+use super::{
+    ahead::Heads, chain::Chain, fault::RingError, gauge::Gauge, table::Extent, walk::walk, window::Window,
+};
 use crate::GuestMemory;
 
 /// Largest queue that a device may offer.
@@ -303,6 +305,11 @@ impl Queue {
             .avail_index()
             .map_or(0, |index| index.wrapping_sub(self.state.next_avail));
         if available > self.state.size { 0 } else { available }
+    }
+
+    /// What tells others how many chains are available.
+    pub(super) fn gauge(&self) -> Gauge {
+        Gauge::new(self.avail.clone(), self.state.size, self.state.next_avail)
     }
 
     fn avail_index(&self) -> Result<u16, RingError> {

@@ -15,7 +15,7 @@ use vm_memory::{
 use crate::{GuestMemory, dirty::DirtyBitmap, sys};
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Window {
     memory: GuestMemory,
     address: GuestAddress,

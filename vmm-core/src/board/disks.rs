@@ -348,5 +348,6 @@ fn stats(disk: &Fitted) -> vmm::DiskStats {
         in_flight: stats.in_flight,
         throttled: stats.throttled,
         held: stats.held,
+        waiting: stats.waiting,
     }
 }

@@ -228,6 +228,11 @@ fn disk_of(families: &mut Families, vm: &str, disk: &v1::DiskStats) {
             disk.held,
         ),
         (
+            "vmmd_vm_disk_waiting",
+            "Requests that the guest made available and that were not taken from it yet",
+            disk.waiting,
+        ),
+        (
             "vmmd_vm_disk_capacity_bytes",
             "Size of a disk",
             disk.capacity_bytes,

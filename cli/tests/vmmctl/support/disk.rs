@@ -164,6 +164,7 @@ impl State {
             in_flight: 3,
             throttled: 1,
             held: 0,
+            waiting: 2,
         });
         Ok(disks.collect())
     }

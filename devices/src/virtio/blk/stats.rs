@@ -3,7 +3,12 @@
 //! Each queue counts for itself, in memory of its own: there is one writer, so that counting is a load and a store. A
 //! reader adds the queues up; figures of one moment they are only roughly.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{
+    Arc, Mutex, PoisonError,
+    atomic::{AtomicU64, Ordering},
+};
+
+use crate::virtio::gauge::Gauge;
 
 /// Number of latency buckets.
 pub const BUCKETS: usize = 24;
@@ -35,6 +40,8 @@ pub struct BlkStats {
     pub throttled: u64,
     /// Requests that failed and are kept to be tried again, and flushes that wait for them.
     pub held: u64,
+    /// Requests that the driver made available and no worker has taken.
+    pub waiting: u64,
 }
 
 /// What one kind of requests came to.
@@ -86,6 +93,8 @@ pub(super) struct QueueCounters {
     in_flight: AtomicU64,
     throttled: AtomicU64,
     held: AtomicU64,
+    /// Of the ring, while the queue is served.
+    ring: Mutex<Option<Arc<Gauge>>>,
 }
 
 impl QueueCounters {
@@ -120,6 +129,16 @@ impl QueueCounters {
     pub(super) fn set_held(&self, count: usize) {
         set(&self.held, count);
     }
+
+    /// The queue is served from now on, or no longer.
+    pub(super) fn set_ring(&self, gauge: Option<Arc<Gauge>>) {
+        *self.ring.lock().unwrap_or_else(PoisonError::into_inner) = gauge;
+    }
+
+    fn waiting(&self) -> u64 {
+        let ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        ring.as_ref().map_or(0, |ring| ring.waiting().into())
+    }
 }
 
 /// The sum over queues.
@@ -137,6 +156,7 @@ pub(super) fn sum<'a>(queues: impl Iterator<Item = &'a QueueCounters>) -> BlkSta
         ] {
             *to = to.saturating_add(from.load(Ordering::Relaxed));
         }
+        stats.waiting = stats.waiting.saturating_add(queue.waiting());
     }
     stats
 }

@@ -139,6 +139,35 @@ fn chains_can_be_put_back_and_taken_again() {
 }
 
 #[test]
+fn what_waits_to_be_taken_is_shown_to_others() {
+    let memory = memory();
+    let started = QueueState {
+        next_avail: u16::MAX - 1,
+        ..STATE
+    };
+    let gauge = Queue::new(&started, 16, false, memory.clone()).unwrap().gauge();
+    // Indexes run free.
+    let index = GuestAddress(STATE.avail_ring + 2);
+    for (available, waiting) in [
+        (u16::MAX - 1, 0),
+        (u16::MAX, 1),
+        (3, 5),
+        (14, 16),
+        (15, 0),
+        (9999, 0),
+    ] {
+        memory.write_obj(available, index).unwrap();
+        assert_eq!(gauge.waiting(), waiting, "{available}");
+    }
+    memory.write_obj(3_u16, index).unwrap();
+    gauge.set_taken(2);
+    assert_eq!(gauge.waiting(), 1);
+    // What was put back waits again.
+    gauge.set_taken(0);
+    assert_eq!(gauge.waiting(), 3);
+}
+
+#[test]
 fn several_chains_are_given_back_at_once_and_count_for_the_interrupt() {
     let memory = memory();
     let state = QueueState {

@@ -212,6 +212,7 @@ pub fn public_stats(stats: vmm::DiskStats) -> v1::DiskStats {
         in_flight: stats.in_flight,
         throttled: stats.throttled,
         held: stats.held,
+        waiting: stats.waiting,
     }
 }
 

@@ -300,6 +300,7 @@ proptest! {
             let stats = rings.harness.control.stats();
             prop_assert_eq!(stats.held as usize, model.failed.len() + model.flushes.len());
             prop_assert_eq!(stats.in_flight, stats.held);
+            prop_assert_eq!(stats.waiting, 0);
         }
         let mut content = vec![0; model.content.len()];
         rings.harness.host.lock().unwrap().file.read_exact_at(&mut content, 0).unwrap();

@@ -57,16 +57,20 @@ fn requests_over_the_limit_wait_until_it_is_lifted_and_the_worker_serves_on() {
     // What waits is in the ring; only the first of each queue was taken.
     until(|| control.stats().in_flight == 2);
     assert!(control.stats().throttled >= 2);
+    until(|| control.stats().waiting == 8);
     // A pause does not wait for them, and they wait on after it.
     driver.rig.pause();
-    assert_eq!((control.stats().in_flight, control.stats().throttled), (0, 0));
+    let stats = control.stats();
+    assert_eq!((stats.in_flight, stats.throttled, stats.waiting), (0, 0, 0));
     driver.rig.device.resume().unwrap();
     until(|| control.stats().throttled == 10);
+    until(|| control.stats().waiting == 8);
     assert_eq!(storage.asked().len(), 1);
     limiter.set(unlimited());
     answers(&mut driver, 0);
     answers(&mut driver, 1);
     until(|| control.stats().throttled == 0);
+    until(|| control.stats().waiting == 0);
     assert_eq!(storage.done().len(), 11);
 }
 

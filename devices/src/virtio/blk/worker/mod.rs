@@ -26,6 +26,8 @@ use crate::{
     virtio::{
         device::{Drained, Progress, QueueHandler},
         fault::Fault,
+        gauge::Gauge,
+        queue::Queue,
         session::{EventSet, Session},
     },
 };
@@ -94,6 +96,8 @@ pub(super) struct BlkHandler {
     slots: Vec<Slot>,
     free: Vec<u32>,
     memory: Option<Arc<GuestMemory>>,
+    /// Shows others what is in the ring; there as long as `memory` is.
+    gauge: Option<Arc<Gauge>>,
     /// Without a negotiated flush the cache is write-through (5.2.6.2): each write is stable when answered.
     stable_writes: bool,
     /// Negotiated.
@@ -137,6 +141,7 @@ impl BlkHandler {
             slots: Vec::new(),
             free: Vec::new(),
             memory: None,
+            gauge: None,
             stable_writes: true,
             discard: false,
             write_zeroes: false,
@@ -241,6 +246,17 @@ impl BlkHandler {
             None => 0,
         };
         counters.set_throttled(throttled);
+        if let (Some(gauge), Some(ring)) = (&self.gauge, session.queue(self.queue)) {
+            gauge.set_taken(ring.state().next_avail);
+        }
+    }
+
+    /// Shows others what is in the ring, or that it is not served.
+    fn show_ring(&mut self, ring: Option<&Queue>) {
+        self.gauge = ring.map(|ring| Arc::new(ring.gauge()));
+        if let Some(counters) = self.shared.counters(self.queue) {
+            counters.set_ring(self.gauge.clone());
+        }
     }
 
     /// The request that waits for its rate limit goes back into the ring: it is the one taken last.
@@ -292,6 +308,7 @@ impl QueueHandler for BlkHandler {
         self.discard = session.has_feature(VIRTIO_BLK_F_DISCARD);
         self.write_zeroes = session.has_feature(VIRTIO_BLK_F_WRITE_ZEROES);
         self.memory = Some(Arc::new(session.memory().clone()));
+        self.show_ring(session.queue(self.queue).map(|ring| &*ring));
         self.slots.clear();
         self.free.clear();
         self.pace.forget();
@@ -335,6 +352,7 @@ impl QueueHandler for BlkHandler {
             // Nothing holds on to guest memory any more.
             self.slots.clear();
             self.free.clear();
+            self.show_ring(None);
             self.kept.paused();
             // The next session listens elsewhere.
             self.engine.forget_other();
@@ -345,6 +363,7 @@ impl QueueHandler for BlkHandler {
 
     fn reset(&mut self) {
         self.memory = None;
+        self.show_ring(None);
         self.kept.forget(&self.shared);
         self.unanswered = 0;
         if let Some(counters) = self.shared.counters(self.queue) {
