@@ -110,9 +110,12 @@ impl Qcow2Engine {
         }
     }
 
-    /// A request that the ring or a thread is done with.
-    fn next(&mut self) -> Option<Completion> {
-        if let Some(completion) = self.ring.as_mut().and_then(Engine::completed) {
+    /// A request that the ring or a thread is done with. `ask` is how the ring is asked.
+    fn next(&mut self, ask: fn(&mut UringEngine) -> Option<Completion>) -> Option<Completion> {
+        if let Some(completion) = self.ended.pop() {
+            return Some(completion);
+        }
+        if let Some(completion) = self.ring.as_mut().and_then(ask) {
             let written = self.was_write(completion.token);
             self.pool.unplace(written);
             return Some(completion);
@@ -156,7 +159,11 @@ impl Engine for Qcow2Engine {
     }
 
     fn completed(&mut self) -> Option<Completion> {
-        self.ended.pop().or_else(|| self.next())
+        self.next(UringEngine::completed)
+    }
+
+    fn at_hand(&mut self) -> Option<Completion> {
+        self.next(UringEngine::at_hand)
     }
 
     fn in_flight(&self) -> usize {
@@ -175,7 +182,8 @@ impl Engine for Qcow2Engine {
     fn commit_and_sleep(&mut self, other: RawFd) -> io::Result<bool> {
         self.commit_jobs();
         match self.ring.as_mut() {
-            Some(ring) if self.ended.is_empty() => ring.commit_and_sleep(other),
+            // What the threads are done with has called already, perhaps before `other` was looked at last.
+            Some(ring) if self.ended.is_empty() && self.mailbox.is_empty() => ring.commit_and_sleep(other),
             _ => Ok(false),
         }
     }

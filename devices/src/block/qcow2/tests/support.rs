@@ -180,7 +180,7 @@ pub fn try_open(
 /// A guest with one engine, which does one request after another.
 pub struct Guest {
     memory: Arc<GuestMemory>,
-    engine: Box<dyn Engine>,
+    pub engine: Box<dyn Engine>,
 }
 
 const MEMORY: usize = 8 << 20;
@@ -193,7 +193,8 @@ impl Guest {
         }
     }
 
-    pub fn request(&mut self, operation: Operation, length: usize) -> io::Result<()> {
+    /// Begins a request on the first `length` bytes of memory.
+    pub fn submit(&mut self, token: u32, operation: Operation, length: usize) {
         let mut buffers = Iovecs::new(Arc::clone(&self.memory));
         if length > 0 {
             let segment = Segment {
@@ -203,10 +204,26 @@ impl Guest {
             buffers.append(&[segment], 0, length as u32).unwrap();
         }
         self.engine.submit(Request {
-            token: 7,
+            token,
             operation,
             buffers: Box::new(buffers),
         });
+    }
+
+    /// Takes all that was submitted, which succeeds.
+    pub fn take_all(&mut self) {
+        let late = Instant::now() + Duration::from_secs(60);
+        while self.engine.in_flight() > 0 {
+            assert!(Instant::now() < late, "it takes longer than a minute");
+            self.engine.wait(late).unwrap();
+            while let Some(completion) = self.engine.completed() {
+                completion.result.unwrap();
+            }
+        }
+    }
+
+    pub fn request(&mut self, operation: Operation, length: usize) -> io::Result<()> {
+        self.submit(7, operation, length);
         self.engine.commit().unwrap();
         self.engine
             .wait(Instant::now() + Duration::from_secs(60))
