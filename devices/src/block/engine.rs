@@ -96,10 +96,10 @@ pub trait Engine: Send {
     /// completes within `submit` and `commit`: `completed` is asked after them. `None` when all have completed as soon as
     /// `commit` returns.
     fn event(&self) -> Option<&EventFd>;
-    /// Does what [`commit`](Self::commit) does and sleeps until requests may have completed, `other` is readable, or a
-    /// signal comes. False when it did neither, or not all: who wants to sleep does so otherwise. `other` has to be
-    /// readable when [`event`](Self::event) is.
-    fn commit_and_sleep(&mut self, _other: RawFd) -> io::Result<bool> {
+    /// Does what [`commit`](Self::commit) does and sleeps until requests may have completed, `other` is readable, a signal
+    /// comes, or `limit` has passed, if there is one. False when it did neither, or not all: who wants to sleep does so
+    /// otherwise. `other` has to be readable when [`event`](Self::event) is.
+    fn commit_and_sleep(&mut self, _other: RawFd, _limit: Option<Duration>) -> io::Result<bool> {
         Ok(false)
     }
     /// Sleeps until that many requests more have completed than [`completed`](Self::completed) has told of, but not much

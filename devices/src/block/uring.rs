@@ -322,14 +322,14 @@ impl Engine for UringEngine {
         Some(self.mailbox.event())
     }
 
-    fn commit_and_sleep(&mut self, other: RawFd) -> io::Result<bool> {
+    fn commit_and_sleep(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
         self.begin_alone();
         // What the pool is done with has called already, perhaps before `other` was looked at last.
         let told = !self.ended.is_empty() || !self.mailbox.is_empty();
         if told || self.unsent || self.ring.under_way() == 0 {
             return Ok(false);
         }
-        self.ring.wait_beside(other)
+        self.ring.wait_beside(other, limit)
     }
 
     fn sleep_for(&mut self, requests: usize, other: RawFd, limit: Duration) -> io::Result<bool> {

@@ -16,6 +16,7 @@ use anyhow::{Result, bail};
 use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
+use disk::News;
 use vmm::{Copied, Image, Programs, Subject};
 
 #[derive(Parser)]
@@ -116,12 +117,15 @@ impl Common {
         for number in 0..self.runs {
             let images = subjects.iter().filter_map(|subject| subject.image.as_ref());
             let _images: Vec<Copied> = images.map(Image::copy).collect::<Result<_>>()?;
-            disk::run(&subjects, job, turns, |subject, turn, cost| {
-                print(
-                    subject,
-                    number.saturating_mul(turns).saturating_add(turn),
-                    &[cost],
-                );
+            disk::run(&subjects, job, turns, |subject, turn, news| {
+                let run = number.saturating_mul(turns).saturating_add(turn);
+                match news {
+                    News::Cost(cost) => print(subject, run, &[cost]),
+                    News::StoodStill { job } => println!(
+                        "{}",
+                        serde_json::json!({ "vmm": subject.name, "run": run, "stood_still": job })
+                    ),
+                }
             })?;
         }
         Ok(())

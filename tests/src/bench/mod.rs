@@ -89,26 +89,52 @@ pub fn page() -> PathBuf {
 
 /// The median; of an even number what is between the two in the middle. 0 of nothing.
 fn median(values: impl IntoIterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.into_iter().collect();
-    values.sort_by(f64::total_cmp);
-    let at = |index: usize| values.get(index).copied().unwrap_or(0.0);
-    let half = values.len() / 2;
-    if values.len().is_multiple_of(2) {
-        at(half.saturating_sub(1)).midpoint(at(half))
-    } else {
-        at(half)
-    }
+    let values: Vec<f64> = values.into_iter().collect();
+    quantile(&values, 0.5)
+}
+
+/// What that part of the values is below, from 0 to 1, between two of them as it falls. 0 of nothing.
+#[allow(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a place in a list"
+)]
+fn quantile(values: &[f64], part: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let place = part * sorted.len().saturating_sub(1) as f64;
+    let below = place as usize;
+    let at = |index: usize| sorted.get(index).copied().unwrap_or(0.0);
+    let above = at((below + 1).min(sorted.len().saturating_sub(1)));
+    at(below) + (above - at(below)) * place.fract()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Part, median, published};
+    use super::{Part, median, published, quantile};
 
     #[test]
     fn the_median_is_the_value_in_the_middle() {
         assert!((median([3.0, 1.0, 2.0]) - 2.0).abs() < f64::EPSILON);
         assert!((median([4.0, 1.0, 3.0, 2.0]) - 2.5).abs() < f64::EPSILON);
         assert!(median([]).abs() < f64::EPSILON);
+    }
+
+    #[test]
+    fn a_quarter_lies_below_the_first_quartile() {
+        for (part, value) in [
+            (0.0, 1.0),
+            (0.25, 2.0),
+            (0.5, 3.0),
+            (0.75, 4.0),
+            (1.0, 5.0),
+            (0.6, 3.4),
+        ] {
+            let found = quantile(&[5.0, 1.0, 4.0, 2.0, 3.0], part);
+            assert!((found - value).abs() < 1e-9, "{part}: {found}");
+        }
+        assert!((quantile(&[7.0], 0.25) - 7.0).abs() < f64::EPSILON);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use serde::Deserialize;
 
 use super::{
     native,
-    table::{Row, render},
+    table::{Ratio, Row, render},
 };
 
 #[derive(Deserialize)]
@@ -47,7 +47,10 @@ fn render_report(report: &Report) -> String {
                 figures.cache, figures.depth, figures.driver
             ),
             values: values.to_vec(),
-            ratios: Some(vec![Some(ratio)]),
+            ratios: Some(vec![Some(Ratio {
+                value: ratio,
+                quartiles: None,
+            })]),
         };
         let rate = |ring: f64| [figures.virtio_per_second, ring];
         let unwatched = || {

@@ -1,8 +1,8 @@
 //! Tables in Markdown: a row a figure, a column a VMM, and ratios of ours to each other one.
 
-use std::fmt::Write;
+use std::fmt::{self, Write};
 
-use super::median;
+use super::{median, quantile};
 
 /// Figures of one kind: of ours first, then of the others in the order of the header.
 pub struct Row {
@@ -11,7 +11,36 @@ pub struct Row {
     /// The medians.
     pub values: Vec<f64>,
     /// Ours to each other, where that is not the quotient of the medians.
-    pub ratios: Option<Vec<Option<f64>>>,
+    pub ratios: Option<Vec<Option<Ratio>>>,
+}
+
+/// A ratio; of several their median.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ratio {
+    /// What it is.
+    pub value: f64,
+    /// Of several, between which the middle half of them lies.
+    pub quartiles: Option<(f64, f64)>,
+}
+
+impl Ratio {
+    /// `None` of nothing.
+    fn of(ratios: &[f64]) -> Option<Self> {
+        (!ratios.is_empty()).then(|| Self {
+            value: quantile(ratios, 0.5),
+            quartiles: Some((quantile(ratios, 0.25), quantile(ratios, 0.75))),
+        })
+    }
+}
+
+impl fmt::Display for Ratio {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.2}", self.value)?;
+        match self.quartiles {
+            Some((low, high)) => write!(f, " ({low:.2}–{high:.2})"),
+            None => Ok(()),
+        }
+    }
 }
 
 impl Row {
@@ -37,7 +66,7 @@ impl Row {
                 (*other > 0.0).then(|| figure / other)
             });
             let ratios: Vec<f64> = ratios.collect();
-            (!ratios.is_empty()).then(|| median(ratios))
+            Ratio::of(&ratios)
         };
         Self {
             name: name.into(),
@@ -46,12 +75,15 @@ impl Row {
         }
     }
 
-    fn ratio(&self, other: usize) -> Option<f64> {
+    fn ratio(&self, other: usize) -> Option<Ratio> {
         if let Some(ratios) = &self.ratios {
             return *ratios.get(other.checked_sub(1)?)?;
         }
         let (ours, other) = (self.values.first()?, self.values.get(other)?);
-        (*other > 0.0).then(|| ours / other)
+        (*other > 0.0).then(|| Ratio {
+            value: ours / other,
+            quartiles: None,
+        })
     }
 }
 
@@ -74,7 +106,7 @@ pub fn render(names: &[&str], rows: &[Row]) -> String {
         }
         for other in 1..row.values.len() {
             match row.ratio(other) {
-                Some(ratio) => write!(text, " {ratio:.2} |").ok(),
+                Some(ratio) => write!(text, " {ratio} |").ok(),
                 None => write!(text, " – |").ok(),
             };
         }
@@ -130,6 +162,11 @@ mod tests {
         let theirs = vec![(0, 2.0), (1, 40.0), (2, 3.0)];
         let row = Row::of_turns("x", &[ours, theirs]);
         assert_eq!(row.values, [3.0, 3.0]);
-        assert_eq!(row.ratios, Some(vec![Some(0.5)]));
+        let ratio = Ratio {
+            value: 0.5,
+            quartiles: Some((0.5, 0.75)),
+        };
+        assert_eq!(row.ratios, Some(vec![Some(ratio)]));
+        assert!(render(&["vmm", "q35"], &[row]).ends_with("| 3.00 | 3.00 | 0.50 (0.50–0.75) |\n"));
     }
 }

@@ -179,11 +179,13 @@ impl Engine for Qcow2Engine {
         Some(self.mailbox.event())
     }
 
-    fn commit_and_sleep(&mut self, other: RawFd) -> io::Result<bool> {
+    fn commit_and_sleep(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
         self.commit_jobs();
         match self.ring.as_mut() {
             // What the threads are done with has called already, perhaps before `other` was looked at last.
-            Some(ring) if self.ended.is_empty() && self.mailbox.is_empty() => ring.commit_and_sleep(other),
+            Some(ring) if self.ended.is_empty() && self.mailbox.is_empty() => {
+                ring.commit_and_sleep(other, limit)
+            }
             _ => Ok(false),
         }
     }

@@ -17,7 +17,7 @@ fn event() -> EventFd {
 /// A write of 4 KiB is submitted, and slept on; says whether that was possible.
 fn sleep_on_a_write(engine: &mut dyn Engine, memory: &Arc<GuestMemory>, other: &EventFd) -> bool {
     engine.submit(request(memory, 1, write(0), 0, 4096));
-    engine.commit_and_sleep(other.as_raw_fd()).unwrap()
+    engine.commit_and_sleep(other.as_raw_fd(), None).unwrap()
 }
 
 /// Takes what was submitted, and what else there is.
@@ -50,7 +50,7 @@ fn who_sleeps_is_woken_by_a_completion() {
         assert!(!engine.other_called());
     }
     assert!(
-        !engine.commit_and_sleep(other.as_raw_fd()).unwrap(),
+        !engine.commit_and_sleep(other.as_raw_fd(), None).unwrap(),
         "slept for nothing"
     );
 }
@@ -173,7 +173,7 @@ fn what_the_page_cache_has_is_read_at_once() {
     for _ in 0..3 {
         engine.submit(request(&memory, 1, read(0), 0, 4096));
         assert_eq!(engine.in_flight(), 1);
-        assert!(!engine.commit_and_sleep(other.as_raw_fd()).unwrap());
+        assert!(!engine.commit_and_sleep(other.as_raw_fd(), None).unwrap());
         engine.completed().unwrap().result.unwrap();
         assert_eq!(engine.in_flight(), 0);
     }
@@ -214,7 +214,7 @@ fn who_could_not_sleep_this_time_is_woken_where_it_sleeps_then() {
     for token in 0..u32::try_from(engine.depth()).unwrap() {
         engine.submit(request(&memory, token, write(0), 0, 4096));
     }
-    assert!(!engine.commit_and_sleep(other.as_raw_fd()).unwrap());
+    assert!(!engine.commit_and_sleep(other.as_raw_fd(), None).unwrap());
     assert_ne!(engine.event().unwrap().read().unwrap(), 0, "the event is silent");
     engine.commit().unwrap();
     take_one(&mut *engine);
@@ -232,7 +232,7 @@ fn nobody_sleeps_beside_what_the_pool_is_done_with() {
     // It has called, and is not looked for.
     wait_for(engine.event().unwrap(), late()).unwrap();
     engine.submit(request(&memory, 1, write(0), 0, 4096));
-    assert!(!engine.commit_and_sleep(other.as_raw_fd()).unwrap());
+    assert!(!engine.commit_and_sleep(other.as_raw_fd(), None).unwrap());
     engine.commit().unwrap();
     take_one(&mut *engine);
 }

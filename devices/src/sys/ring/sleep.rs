@@ -12,14 +12,14 @@ use io_uring::{opcode, types};
 use super::{POLL, POLL_INDEX, Ring};
 
 impl<T> Ring<T> {
-    /// Hands what was pushed to the kernel and waits until a call comes back, `other` is readable, or a signal comes. False
-    /// when it did not wait: the ring can't wait for both, or the kernel takes nothing, which [`submit`](Self::submit)
-    /// finds out about.
+    /// Hands what was pushed to the kernel and waits until a call comes back, `other` is readable, a signal comes, or
+    /// `limit` has passed. False when it did not wait: the ring can't wait for both, or the kernel takes nothing, which
+    /// [`submit`](Self::submit) finds out about.
     ///
     /// `other` is polled until [`forget_other`](Self::forget_other) or until it is readable, which
     /// [`other_called`](Self::other_called) tells.
-    pub fn wait_beside(&mut self, other: RawFd) -> io::Result<bool> {
-        self.wait(1, other, None)
+    pub fn wait_beside(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
+        self.wait(1, other, limit)
     }
 
     /// Waits until so many calls more have come back than [`returned`](Self::returned) has given, or a signal comes, and no

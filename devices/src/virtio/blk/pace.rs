@@ -27,12 +27,13 @@ const REST: u32 = 256;
 /// request that the page cache answers.
 const AT_ONCE: Duration = Duration::from_micros(10);
 
-/// When the driver has so many requests, answers wait for others a moment.
+/// With so many requests under way, others complete soon.
 const MANY: usize = 8;
-/// From so many on they do while the driver has not yet replaced others that it was told of.
+/// When the driver has so many requests, answers wait for others as long as it has not yet replaced those that it was told
+/// of: it has something to do. One that has nothing to do is told at once, or its processor would stand still.
 const FEW: usize = 4;
-/// Until they are that part of all, and two at least.
-const PILE_PART: usize = 4;
+/// Until they are that part of all, and two at least. While the driver works on these, the disk has the rest.
+const PILE_PART: usize = 8;
 /// And for so many times what it takes to send an interrupt at most, which is what is saved, to us and more so to the
 /// guest: a microsecond where the processor delivers it, a hundred on a nested hypervisor.
 const WORTH: u64 = 64;
@@ -47,6 +48,17 @@ const MAX_PILE: Duration = Duration::from_millis(4);
 /// asks for while the worker waits for more would be late.
 const UNWANTED: u32 = 8;
 
+/// Requests that were not notified wait so many times what is between two requests at most, for a completion: they come as
+/// often as requests, but several at once.
+const DOZE_GAPS: usize = 16;
+/// And never longer than that.
+const MAX_DOZE: Duration = Duration::from_millis(4);
+/// Where this is more between two requests, notifications cost little.
+const FAR: Duration = Duration::from_millis(1);
+/// Where requests waited until the limit, what is under way takes long (a flush, perhaps, beside reads): so many sleeps
+/// after that the driver notifies of each.
+const ALERT: u32 = 256;
+
 /// What to do with answers that the driver was not told of, when nothing else is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pile {
@@ -56,6 +68,15 @@ pub(super) enum Pile {
     Look,
     /// Sleep until there are so many more, but no longer than that. The driver need not notify: it goes on meanwhile.
     Sleep(usize, Duration),
+}
+
+/// How to sleep beside requests under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Doze {
+    /// Requests that the driver may add without notifying.
+    pub unnotified: u16,
+    /// When to look at the ring at the latest.
+    pub limit: Duration,
 }
 
 /// What to do when there is nothing to do.
@@ -89,6 +110,8 @@ pub(super) struct Pace {
     interrupt: u64,
     /// How many times in a row the driver did not want one.
     unwanted: u32,
+    /// Sleeps in which the driver is to notify of each request.
+    alert: u32,
 }
 
 impl Pace {
@@ -183,10 +206,19 @@ impl Pace {
         self.gap.saturating_mul(requests as u64)
     }
 
-    /// Whether answers that the driver was not told of, the first of which was given at `since`, wait for more: with many
-    /// others under way or soon expected, until they are a quarter of all.
+    /// So many answers are told at once.
+    fn wanted(&self, under_way: usize) -> usize {
+        self.all(under_way).div_ceil(PILE_PART).max(2)
+    }
+
+    /// Whether the driver is to be told of so many answers before anything else is done.
+    pub(super) fn is_enough(&self, answers: usize, under_way: usize) -> bool {
+        answers > 0 && self.unwanted < UNWANTED && answers >= self.wanted(under_way)
+    }
+
+    /// Whether answers that the driver was not told of, the first of which was given at `since`, wait for more.
     pub(super) fn pile_up(&mut self, answers: usize, under_way: usize, since: Instant, now: Instant) -> Pile {
-        let wanted = self.all(under_way).div_ceil(PILE_PART).max(2);
+        let wanted = self.wanted(under_way);
         if answers >= wanted || !self.may_pile_up(answers, under_way) {
             return Pile::No;
         }
@@ -211,13 +243,32 @@ impl Pace {
 
     /// Whether it is worth asking for the time.
     pub(super) fn may_pile_up(&self, answers: usize, under_way: usize) -> bool {
-        let all = self.all(under_way);
-        answers > 0 && self.unwanted < UNWANTED && (all >= MANY || all >= FEW && self.owed > answers)
+        answers > 0 && self.unwanted < UNWANTED && self.all(under_way) >= FEW && self.owed > answers
     }
 
     /// Requests that the driver has, as far as is known.
     fn all(&self, under_way: usize) -> usize {
         self.owed.saturating_add(under_way)
+    }
+
+    /// How to sleep with so many requests under way: there is no notification for as many others, as a completion makes the
+    /// worker look, and when none comes the limit does.
+    pub(super) fn doze(&mut self, under_way: usize) -> Option<Doze> {
+        let unnotified = u16::try_from(under_way).ok().filter(|count| *count > 0)?;
+        if let Some(alert) = self.alert.checked_sub(1) {
+            self.alert = alert;
+            return None;
+        }
+        let limit = Duration::from_nanos(self.time_of(DOZE_GAPS));
+        (self.gap <= nanos(FAR)).then_some(Doze {
+            unnotified,
+            limit: limit.clamp(MIN_PILE, MAX_DOZE),
+        })
+    }
+
+    /// Requests have waited in the ring while nothing completed.
+    pub(super) fn overslept(&mut self) {
+        self.alert = ALERT;
     }
 
     /// Nothing is known any more.
@@ -242,11 +293,6 @@ pub(super) fn nanos(time: Duration) -> u64 {
 /// Whether so many are under way that others complete soon.
 pub(super) fn is_many(under_way: usize) -> bool {
     under_way >= MANY
-}
-
-/// How many requests a driver may add without notifying, when completions of others will make the worker look anyway.
-pub(super) fn unnotified(under_way: usize) -> u16 {
-    u16::try_from(under_way.wrapping_div(2)).unwrap_or(u16::MAX)
 }
 
 #[cfg(test)]

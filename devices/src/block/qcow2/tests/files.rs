@@ -193,7 +193,7 @@ fn nobody_sleeps_beside_what_a_thread_is_done_with() {
     };
     // Who sleeps is woken by the ring's own.
     guest.submit(0, write, 4096);
-    let sleeps = guest.engine.commit_and_sleep(other.as_raw_fd()).unwrap();
+    let sleeps = guest.engine.commit_and_sleep(other.as_raw_fd(), None).unwrap();
     guest.engine.commit().unwrap();
     guest.take_all();
     // A thread's completion has called, and is not looked for.
@@ -203,7 +203,7 @@ fn nobody_sleeps_beside_what_a_thread_is_done_with() {
     let late = Instant::now() + Duration::from_secs(60);
     wait_for(guest.engine.event().unwrap(), late).unwrap();
     guest.submit(1, write, 4096);
-    assert!(!guest.engine.commit_and_sleep(other.as_raw_fd()).unwrap());
+    assert!(!guest.engine.commit_and_sleep(other.as_raw_fd(), None).unwrap());
     guest.engine.commit().unwrap();
     guest.take_all();
     assert_eq!(guest.engine.in_flight(), 0);

@@ -4,18 +4,20 @@ use std::{
     collections::HashSet,
     fs::File,
     io,
-    sync::{Arc, Mutex},
-    time::Instant,
+    os::fd::RawFd,
+    sync::{Arc, Mutex, atomic::Ordering},
+    time::{Duration, Instant},
 };
 
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::USED;
+use super::{AVAIL, SIZE, USED};
 use crate::{
     GuestMemory,
     block::{Completion, Engine, Geometry, Image, Operation, Request},
+    virtio::fault::Counters,
 };
 
 /// How the host does what it is asked for; shared with the engine.
@@ -39,6 +41,14 @@ pub struct Host {
     /// many requests were waiting.
     pub watched: Option<GuestMemory>,
     pub seen: Vec<(u16, usize)>,
+    /// Where interrupts are counted, and how many there were each time that requests were handed over.
+    pub told: Option<Arc<Counters>>,
+    pub commits: Vec<u64>,
+    /// How the worker wanted to sleep in the engine, if it may, and of which buffer the driver was to notify then. It sleeps
+    /// when that has a limit, which passes.
+    pub naps: Option<Vec<(Option<Duration>, u16)>>,
+    /// What the available index becomes while it sleeps.
+    pub comes_late: Option<u16>,
 }
 
 impl Host {
@@ -154,6 +164,11 @@ impl Engine for Mock {
         }
     }
     fn commit(&mut self) -> io::Result<()> {
+        let mut host = self.host.lock().unwrap();
+        if let Some(counters) = &host.told {
+            let interrupts = counters.interrupts.load(Ordering::Relaxed);
+            host.commits.push(interrupts);
+        }
         Ok(())
     }
     fn completed(&mut self) -> Option<Completion> {
@@ -180,6 +195,20 @@ impl Engine for Mock {
         let eager = self.host.lock().unwrap().eager;
         (!eager).then_some(&self.event)
     }
+    fn commit_and_sleep(&mut self, _other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
+        let mut host = self.host.lock().unwrap();
+        let (Some(memory), true) = (host.watched.clone(), host.naps.is_some()) else {
+            return Ok(false);
+        };
+        let place = GuestAddress(USED + 4 + 8 * u64::from(SIZE));
+        let event = memory.read_obj(place).unwrap();
+        host.naps.iter_mut().for_each(|naps| naps.push((limit, event)));
+        if let (Some(index), true) = (host.comes_late, limit.is_some()) {
+            host.comes_late = None;
+            memory.write_obj(index, GuestAddress(AVAIL + 2)).unwrap();
+        }
+        Ok(limit.is_some())
+    }
     fn wait(&mut self, _deadline: Instant) -> io::Result<()> {
         self.host.lock().unwrap().finish(0);
         Ok(())
@@ -203,5 +232,9 @@ pub fn host(capacity: u64, read_only: bool, block: u32) -> Host {
         depth: 8,
         watched: None,
         seen: Vec::new(),
+        told: None,
+        commits: Vec::new(),
+        naps: None,
+        comes_late: None,
     }
 }

@@ -70,21 +70,82 @@ fn nobody_is_looked_for_who_owes_nothing() {
 }
 
 #[test]
-fn answers_pile_up_only_when_the_driver_has_many_requests_and_not_for_long() {
+fn answers_pile_up_only_while_the_driver_has_others_to_work_on_and_not_for_long() {
     let now = Instant::now();
-    let pile = |answers, under_way, waited| {
+    let pile = |told, answers, under_way, waited| {
         let mut pace = Pace::default();
-        answer(&mut pace, answers);
+        answer(&mut pace, told + answers);
         pace.pile_up(answers, under_way, now, now + waited)
     };
-    for (answers, under_way) in [(0, 100), (1, 0), (1, 6), (4, 12), (100, 0)] {
-        let found = pile(answers, under_way, Duration::ZERO);
-        assert_eq!(found, Pile::No, "{answers} of {under_way}");
+    for (told, answers, under_way) in [
+        (1, 0, 100),
+        (1, 1, 1),
+        (0, 1, 100),
+        (0, 3, 29),
+        (1, 2, 13),
+        (4, 4, 24),
+    ] {
+        let found = pile(told, answers, under_way, Duration::ZERO);
+        assert_eq!(found, Pile::No, "{told} told, {answers} of {under_way}");
     }
-    assert_eq!(pile(1, 7, Duration::ZERO), Pile::Look);
-    assert_eq!(pile(3, 13, Duration::ZERO), Pile::Look);
-    assert_eq!(pile(1, 7, MIN_PILE), Pile::No);
-    assert_eq!((unnotified(1), unnotified(3), unnotified(32)), (0, 1, 16));
+    assert_eq!(pile(1, 1, 2, Duration::ZERO), Pile::Look);
+    assert_eq!(pile(1, 3, 28, Duration::ZERO), Pile::Look);
+    assert_eq!(pile(1, 1, 7, MIN_PILE), Pile::No);
+}
+
+#[test]
+fn a_worker_dozes_beside_requests_for_as_long_as_some_take_to_come() {
+    for (gap, limit) in [
+        (US, Some(MIN_PILE)),
+        (100 * US, Some(1600 * US)),
+        (900 * US, Some(MAX_DOZE)),
+        (1100 * US, None),
+    ] {
+        let (mut pace, _) = learnt(gap, US);
+        assert_eq!(pace.doze(0), None);
+        for under_way in [1, 31] {
+            let doze = pace.doze(under_way);
+            assert_eq!(doze.is_some(), limit.is_some(), "{gap:?}");
+            if let (Some(doze), Some(limit)) = (doze, limit) {
+                assert_eq!(usize::from(doze.unnotified), under_way);
+                assert!(is_close(doze.limit, limit), "{doze:?}, not {limit:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_worker_that_overslept_does_not_doze_for_a_while() {
+    let mut pace = Pace::default();
+    assert!(pace.doze(3).is_some());
+    pace.overslept();
+    for _ in 0..ALERT {
+        assert_eq!(pace.doze(0), None, "that is no sleep beside others");
+        assert_eq!(pace.doze(3), None);
+    }
+    assert!(pace.doze(3).is_some());
+}
+
+#[test]
+fn enough_answers_are_told_whatever_else_there_is_to_do() {
+    let mut pace = Pace::default();
+    answer(&mut pace, 32);
+    for (answers, under_way, enough) in [
+        (0, 0, false),
+        (3, 0, false),
+        (4, 0, true),
+        (32, 0, true),
+        (7, 32, false),
+        (8, 32, true),
+    ] {
+        assert_eq!(
+            pace.is_enough(answers, under_way),
+            enough,
+            "{answers} of {under_way}"
+        );
+    }
+    (0..UNWANTED).for_each(|_| pace.unwanted());
+    assert!(!pace.is_enough(32, 0), "it looks for them by itself");
 }
 
 /// Has learnt how far requests are apart and what an interrupt takes; the last request came at the time it gives.
@@ -130,11 +191,12 @@ fn requests_that_come_together_are_not_far_apart() {
 }
 
 #[test]
-fn with_patience_it_sleeps_for_a_quarter_of_what_the_driver_has() {
+fn with_patience_it_sleeps_for_an_eighth_of_what_the_driver_has() {
     let (mut pace, now) = learnt(100 * US, 100 * US);
-    answer(&mut pace, 1);
+    // Of one it was told.
+    answer(&mut pace, 2);
     // As long as the rest take to come, and no longer than the first may wait.
-    for (under_way, waited, more, limit) in [(31, 0, 7, 700), (31, 700, 7, 100), (15, 50, 3, 300)] {
+    for (under_way, waited, more, limit) in [(62, 0, 7, 700), (62, 700, 7, 100), (30, 50, 3, 300)] {
         let pile = pace.pile_up(1, under_way, now, now + waited * US);
         let near = |found: Duration| found.abs_diff(limit * US) < 20 * US;
         assert!(
@@ -143,21 +205,21 @@ fn with_patience_it_sleeps_for_a_quarter_of_what_the_driver_has() {
         );
     }
     answer(&mut pace, 7);
-    assert_eq!(pace.pile_up(8, 24, now, now), Pile::No, "there they are");
+    assert_eq!(pace.pile_up(8, 55, now, now), Pile::No, "there they are");
 }
 
 #[test]
 fn no_more_than_a_nap_is_spent_looking() {
     // The next request is due any moment, but others may wait long.
     let (mut pace, now) = learnt(10 * US, 100 * US);
-    answer(&mut pace, 63);
+    answer(&mut pace, 64);
     for (waited, pile) in [
         (Duration::ZERO, Pile::Sleep(1, NAP)),
         (500 * US, Pile::Sleep(1, NAP)),
         (630 * US, Pile::Look),
         (640 * US, Pile::No),
     ] {
-        assert_eq!(pace.pile_up(63, 193, now, now + waited), pile, "{waited:?}");
+        assert_eq!(pace.pile_up(63, 448, now, now + waited), pile, "{waited:?}");
     }
 }
 
@@ -170,19 +232,25 @@ fn a_driver_that_looks_for_answers_by_itself_owes_no_more_than_it_has() {
         pace.taken(16, now);
         pace.told(now);
     }
+    answer(&mut pace, 1);
+    assert_eq!(
+        pace.pile_up(1, 15, now, now),
+        Pile::No,
+        "it has nothing else to do"
+    );
     answer(&mut pace, 2);
     assert!(
-        matches!(pace.pile_up(2, 14, now, now), Pile::Sleep(2, _)),
-        "4 of 16"
+        matches!(pace.pile_up(2, 29, now, now), Pile::Sleep(2, _)),
+        "4 of 32"
     );
 }
 
 #[test]
 fn a_driver_that_goes_on_asking_is_expected_to_and_one_that_waits_is_not() {
     let (mut pace, mut now) = learnt(100 * US, 100 * US);
-    tell(&mut pace, 32, now);
+    tell(&mut pace, 64, now);
     let first = now;
-    // It has asked for 6 meanwhile, which are answered: 26 more will come.
+    // It has asked for 6 meanwhile, which are answered: 58 more will come.
     for _ in 0..6 {
         now += 100 * US;
         pace.taken(1, now);
@@ -194,7 +262,7 @@ fn a_driver_that_goes_on_asking_is_expected_to_and_one_that_waits_is_not() {
     assert_eq!(pile, Pile::No, "the first has waited enough");
     pace.told(now);
     // From now on it asks for one at a time.
-    for owed in [32, 16, 8, 4] {
+    for owed in [64, 32, 16, 8, 4] {
         now += 100 * US;
         pace.taken(1, now);
         let answered = now;
@@ -238,6 +306,7 @@ fn a_driver_with_few_requests_is_told_when_it_has_nothing_else_to_do() {
 #[test]
 fn a_driver_that_wants_no_interrupts_is_not_waited_for() {
     let mut pace = Pace::default();
+    answer(&mut pace, 2);
     for _ in 0..UNWANTED {
         assert!(pace.may_pile_up(1, 32), "it may want the next one");
         pace.unwanted();

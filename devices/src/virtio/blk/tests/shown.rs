@@ -1,5 +1,6 @@
 //! When the driver can see answers, how long the worker waits for more of them, and what it does first.
 
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::{
@@ -27,9 +28,13 @@ fn read() -> Ask {
 /// All reads are under way, and from now on it is noted what the driver sees each time that the worker looks for a
 /// completion.
 fn reading() -> Rings {
+    reading_with(FEATURES)
+}
+
+fn reading_with(features: u64) -> Rings {
     let mut storage = host(1 << 20, false, 512);
     storage.depth = usize::from(READS);
-    let mut rings = Rings::new(Harness::new(storage, options(), FEATURES));
+    let mut rings = Rings::new(Harness::new(storage, options(), features));
     for _ in 0..READS {
         rings.offer(&read()).expect("room in the ring");
     }
@@ -91,4 +96,71 @@ fn the_drivers_next_request_goes_before_the_host_is_asked_for_more() {
     assert_eq!(rings.answers().len(), 3);
     rings.harness.finish_all();
     assert_eq!(rings.answers().len(), left + 2);
+}
+
+#[test]
+fn enough_answers_are_told_before_the_next_requests_are_handed_over() {
+    // Of 20, three are an eighth.
+    for (answers, told) in [(2, 0), (3, 1), (8, 1)] {
+        let mut rings = reading();
+        {
+            let mut host = rings.harness.host.lock().unwrap();
+            (0..answers).for_each(|_| assert!(host.finish(0)));
+            host.told = Some(rings.harness.counters.clone());
+        }
+        for _ in 0..2 {
+            rings.offer(&read()).expect("room in the ring");
+        }
+        rings.harness.event();
+        let commits = std::mem::take(&mut rings.harness.host.lock().unwrap().commits);
+        assert_eq!(commits.first(), Some(&told), "{answers} answers: {commits:?}");
+        assert_eq!(rings.answers().len(), answers);
+    }
+}
+
+/// Has the host do so many of the reads; gives whether each sleep beside the others had a limit, and of which buffer the
+/// driver was to notify.
+fn naps(rings: &mut Rings, finish: u16) -> Vec<(bool, u16)> {
+    {
+        let mut host = rings.harness.host.lock().unwrap();
+        (0..finish).for_each(|_| assert!(host.finish(0)));
+        host.naps = Some(Vec::new());
+    }
+    rings.harness.event();
+    let naps = rings.harness.host.lock().unwrap().naps.take().unwrap();
+    naps.into_iter()
+        .map(|(limit, event)| (limit.is_some(), event))
+        .collect()
+}
+
+#[test]
+fn with_requests_under_way_the_driver_notifies_of_fewer_for_a_while() {
+    let mut rings = reading_with(FEATURES | 1 << VIRTIO_RING_F_EVENT_IDX);
+    // It looks at the ring when one of those completes, or a while later; then it wants to hear of each.
+    let left = READS - 3;
+    assert_eq!(naps(&mut rings, 3), [(true, READS + left), (false, READS)]);
+    assert_eq!(naps(&mut rings, 0), [(false, READS)], "nothing came of it");
+    assert_eq!(
+        naps(&mut rings, left - 1),
+        [(true, READS + 1), (false, READS)],
+        "something did"
+    );
+    assert_eq!(rings.answers().len(), usize::from(READS - 1));
+}
+
+#[test]
+fn a_worker_that_let_requests_wait_has_the_driver_notify_of_each() {
+    let mut rings = reading_with(FEATURES | 1 << VIRTIO_RING_F_EVENT_IDX);
+    rings.offer(&read()).expect("room in the ring");
+    // It comes while the worker sleeps, and nothing completes.
+    let index = GuestAddress(AVAIL + 2);
+    rings.harness.memory.write_obj(READS, index).unwrap();
+    rings.harness.host.lock().unwrap().comes_late = Some(READS + 1);
+    let left = READS - 2;
+    assert_eq!(naps(&mut rings, 2), [(true, READS + left), (false, READS + 1)]);
+    for _ in 0..3 {
+        assert_eq!(naps(&mut rings, 2), [(false, READS + 1)]);
+    }
+    rings.harness.finish_all();
+    assert_eq!(rings.answers().len(), usize::from(READS) + 1);
 }

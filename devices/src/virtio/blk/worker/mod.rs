@@ -114,6 +114,8 @@ pub(super) struct BlkHandler {
     untold_since: Option<Instant>,
     /// It has waited for requests in the ring, in vain.
     rested: bool,
+    /// It has slept beside requests under way, and nothing came of it yet.
+    dozed: bool,
     /// The next kick is not the driver's.
     own_kick: bool,
     /// The session has events that the framework is to look after.
@@ -153,6 +155,7 @@ impl BlkHandler {
             untold: 0,
             untold_since: None,
             rested: false,
+            dozed: false,
             own_kick: false,
             called: false,
             fault: None,
@@ -203,9 +206,17 @@ impl BlkHandler {
                 return self.tell(session);
             }
             let busy = answered > 0 || taken > 0;
+            if self.dozed && answered == 0 && taken > 0 && !self.called {
+                self.pace.overslept();
+            }
+            self.dozed &= !busy;
             if taken > 0 {
                 self.rested = false;
                 self.pace.taken(taken, self.clock.now());
+            }
+            if self.pace.is_enough(self.untold, self.engine.in_flight()) {
+                // Handing requests over may take longer than the driver needs to begin with these.
+                self.tell(session)?;
             }
             if busy && !self.sleeps_on(taken) {
                 self.commit()?;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::BlkHandler;
 use crate::virtio::{
-    blk::pace::{self, Look, Pile},
+    blk::pace::{self, Doze, Look, Pile},
     fault::Fault,
     session::Session,
 };
@@ -70,14 +70,14 @@ impl BlkHandler {
     /// Asks to be notified, and sleeps. False when the framework is to sleep, or something else called. With `fresh`,
     /// requests were taken that the host was not handed yet.
     pub(super) fn sleep(&mut self, session: &mut Session, fresh: bool) -> Result<bool, Fault> {
+        if self.dozes(session)? {
+            return Ok(true);
+        }
         let under_way = self.engine.in_flight();
-        if !self.waits() {
-            let unnotified = pace::unnotified(under_way);
-            if session.is_left_after_asking(self.queue, unnotified)? {
-                session.suppress_kicks(self.queue)?;
-                self.commit()?;
-                return Ok(true);
-            }
+        if !self.waits() && session.is_left_after_asking(self.queue, 0)? {
+            session.suppress_kicks(self.queue)?;
+            self.commit()?;
+            return Ok(true);
         }
         self.publish(session);
         if !self.called && self.sleeps_in_ring(session, under_way)? {
@@ -96,10 +96,34 @@ impl BlkHandler {
         Ok(false)
     }
 
+    /// Sleeps for a while beside requests under way, which make it look at the ring when they complete: the driver need not
+    /// notify of as many others. False when it did not sleep, or has just done so for nothing.
+    fn dozes(&mut self, session: &mut Session) -> Result<bool, Fault> {
+        if self.called || self.dozed || self.waits() {
+            return Ok(false);
+        }
+        let Some(Doze { unnotified, limit }) = self.pace.doze(self.engine.in_flight()) else {
+            return Ok(false);
+        };
+        if session.is_left_after_asking(self.queue, unnotified)? {
+            session.suppress_kicks(self.queue)?;
+            self.commit()?;
+            return Ok(true);
+        }
+        self.publish(session);
+        let slept = self.engine.commit_and_sleep(session.events(), Some(limit));
+        if slept.map_err(|error| Fault::Backend("wait for requests", error))? {
+            self.dozed = true;
+            session.suppress_kicks(self.queue)?;
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
     /// Sleeps where the engine can, without requests only for a while.
     fn sleeps_in_ring(&mut self, session: &Session, under_way: usize) -> Result<bool, Fault> {
         let slept = if under_way > 0 {
-            self.engine.commit_and_sleep(session.events())
+            self.engine.commit_and_sleep(session.events(), None)
         } else if std::mem::replace(&mut self.rested, true) {
             Ok(false)
         } else {

@@ -1,0 +1,141 @@
+//! A subject's guest that runs only when it is its turn.
+
+use std::{
+    fs, thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::{
+    process::{Signal, WaitId, WaitIdOptions, kill_process, waitid},
+    thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity},
+};
+
+use super::{
+    counters::{Counters, disk_bytes},
+    job::Job,
+};
+use crate::{run::Running, vmm::Subject};
+
+/// How long it runs in one go. The longest silence that a guest sees is this times the number of the others, far from what
+/// its kernel would complain of.
+const SLICE: Duration = Duration::from_millis(250);
+/// When fio has not begun by then, it won't.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// A job has begun when it has made so many requests.
+const BEGUN: u64 = 100;
+
+/// See the module.
+pub struct Guest<'a> {
+    /// What it is a guest of.
+    pub subject: &'a Subject,
+    running: Running,
+    pid: Pid,
+}
+
+impl<'a> Guest<'a> {
+    /// Begins to boot.
+    pub fn new(subject: &'a Subject) -> Result<Self> {
+        let running = Running::new(subject)?;
+        let pid = i32::try_from(running.pid()).ok().and_then(Pid::from_raw);
+        Ok(Self {
+            subject,
+            pid: pid.context("a process has a number")?,
+            running,
+        })
+    }
+
+    /// Waits until it is up, has each thread stay where it is, and stops it.
+    pub fn settle(&mut self) -> Result<()> {
+        self.running
+            .wait_for("GUEST-READY")
+            .with_context(|| format!("{} boots", self.subject.name))?;
+        self.part()?;
+        self.stop()
+    }
+
+    /// Begins a job; when it goes on, the guest is stopped.
+    pub fn begin(&mut self, job: &Job) -> Result<()> {
+        let before = disk_bytes(self.running.pid())?;
+        self.go_on()?;
+        self.running
+            .type_line(&format!("{} & echo BEGINS-$((1 + 1))", job.command()))?;
+        self.running.wait_for("BEGINS-2")?;
+        let begin = Instant::now();
+        while job.requests(disk_bytes(self.running.pid())? - before) < BEGUN {
+            if begin.elapsed() > PATIENCE {
+                self.running.type_line("cat /tmp/fio; echo TOLD-$((1 + 1))")?;
+                let text = self.running.text_until("TOLD-2")?;
+                bail!("{}: {} does not begin: {text}", self.subject.name, job.name);
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        self.stop()
+    }
+
+    /// Ends the job that was begun. The guest is stopped.
+    pub fn end(&mut self) -> Result<()> {
+        self.go_on()?;
+        self.running
+            .type_line("kill $!; wait $!; echo ENDED-$((1 + 1))")?;
+        self.running.wait_for("ENDED-2")?;
+        self.stop()
+    }
+
+    /// Lets it run for a moment; gives how long that was, and what it cost.
+    pub fn slice(&mut self) -> Result<(Duration, Counters)> {
+        let before = Counters::read(self.running.pid())?;
+        let begin = Instant::now();
+        self.go_on()?;
+        thread::sleep(SLICE);
+        self.stop()?;
+        let time = begin.elapsed();
+        Ok((time, Counters::read(self.running.pid())?.since(&before)))
+    }
+
+    fn go_on(&self) -> Result<()> {
+        kill_process(self.pid, Signal::CONT).context("have a VMM go on")
+    }
+
+    /// Returns when all its threads have stopped.
+    fn stop(&self) -> Result<()> {
+        kill_process(self.pid, Signal::STOP).context("stop a VMM")?;
+        let stopped = WaitIdOptions::STOPPED | WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+        let status = waitid(WaitId::Pid(self.pid), stopped).context("wait until a VMM has stopped")?;
+        ensure!(
+            status.is_some_and(|status| status.stopped()),
+            "{} has ended",
+            self.subject.name
+        );
+        // So that it is told of the next time as well.
+        waitid(WaitId::Pid(self.pid), WaitIdOptions::STOPPED).context("wait for a VMM")?;
+        Ok(())
+    }
+
+    /// Puts the process' vCPU on one processor and all its other threads, with those that they start, on another. Where
+    /// the scheduler has them on the same one a request takes half as long again, and it leaves them there for a while, or
+    /// not: that would be measured, and nothing else.
+    fn part(&self) -> Result<()> {
+        let allowed = sched_getaffinity(None).context("look which processors there are")?;
+        let mut processors = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu));
+        let (Some(vcpu), Some(others)) = (processors.next(), processors.next()) else {
+            bail!("two processors are needed, one for the guest and one for its VMM");
+        };
+        let mut found = false;
+        let tasks = format!("/proc/{}/task", self.running.pid());
+        for task in fs::read_dir(tasks).context("list the threads")? {
+            let task = task?;
+            let name = fs::read_to_string(task.path().join("comm")).context("read a thread's name")?;
+            // Ours, and QEMU's.
+            let is_vcpu = name.starts_with("vcpu-") || name.contains("/KVM");
+            found |= is_vcpu;
+            let mut set = CpuSet::new();
+            set.set(if is_vcpu { vcpu } else { others });
+            let thread = task.file_name().to_string_lossy().parse().ok();
+            let thread = thread.and_then(Pid::from_raw).context("a thread's number")?;
+            sched_setaffinity(Some(thread), &set).context("place a thread")?;
+        }
+        ensure!(found, "no thread is called like a vCPU's");
+        Ok(())
+    }
+}
