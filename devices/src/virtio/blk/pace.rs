@@ -10,7 +10,11 @@
 //! Is it taken away for long, then there are more threads than processors, and a worker that is woken gets on sooner than
 //! one that yields: it stops looking, and does not learn for a while.
 
+mod trial;
+
 use std::time::{Duration, Instant};
+
+use self::trial::Trial;
 
 /// The smallest window.
 const MIN_WINDOW: Duration = Duration::from_micros(25);
@@ -112,6 +116,8 @@ pub(super) struct Pace {
     unwanted: u32,
     /// Sleeps in which the driver is to notify of each request.
     alert: u32,
+    /// Whether it pays that it does not.
+    trial: Trial,
 }
 
 impl Pace {
@@ -131,6 +137,7 @@ impl Pace {
     pub(super) fn taken(&mut self, requests: usize, now: Instant) {
         self.owed = self.owed.saturating_sub(requests);
         self.looked = None;
+        self.trial.taken(requests, now);
         if let Some(last) = self.taken.replace(now) {
             let since = now.saturating_duration_since(last).min(MAX_PILE);
             learn(
@@ -251,10 +258,13 @@ impl Pace {
         self.owed.saturating_add(under_way)
     }
 
-    /// How to sleep with so many requests under way: there is no notification for as many others, as a completion makes the
-    /// worker look, and when none comes the limit does.
+    /// How to sleep with so many requests under way, where that pays: there is no notification for as many others, as a
+    /// completion makes the worker look, and when none comes the limit does.
     pub(super) fn doze(&mut self, under_way: usize) -> Option<Doze> {
         let unnotified = u16::try_from(under_way).ok().filter(|count| *count > 0)?;
+        if !self.trial.may_wait() {
+            return None;
+        }
         if let Some(alert) = self.alert.checked_sub(1) {
             self.alert = alert;
             return None;

@@ -102,6 +102,9 @@ fn a_worker_dozes_beside_requests_for_as_long_as_some_take_to_come() {
         (1100 * US, None),
     ] {
         let (mut pace, _) = learnt(gap, US);
+        pace.trial = Trial::default();
+        assert_eq!(pace.doze(3), None, "it may not pay");
+        pace.trial = Trial::of_waiting();
         assert_eq!(pace.doze(0), None);
         for under_way in [1, 31] {
             let doze = pace.doze(under_way);
@@ -116,7 +119,10 @@ fn a_worker_dozes_beside_requests_for_as_long_as_some_take_to_come() {
 
 #[test]
 fn a_worker_that_overslept_does_not_doze_for_a_while() {
-    let mut pace = Pace::default();
+    let mut pace = Pace {
+        trial: Trial::of_waiting(),
+        ..Pace::default()
+    };
     assert!(pace.doze(3).is_some());
     pace.overslept();
     for _ in 0..ALERT {
