@@ -96,7 +96,7 @@ pub(super) struct BlkHandler {
     slots: Vec<Slot>,
     free: Vec<u32>,
     memory: Option<Arc<GuestMemory>>,
-    /// Shows others what is in the ring; there as long as `memory` is.
+    /// Shows others what is in the ring; there from a start until it has drained.
     gauge: Option<Arc<Gauge>>,
     /// Without a negotiated flush the cache is write-through (5.2.6.2): each write is stable when answered.
     stable_writes: bool,
