@@ -1,12 +1,12 @@
 //! The file or block device behind a raw image, and how a request is carried out on it by waiting for it.
 
 mod bounce;
+mod kind;
 
 use std::{
     fs::File,
     io,
     ops::Range,
-    os::unix::fs::FileTypeExt as _,
     sync::{
         Mutex,
         atomic::{AtomicI32, AtomicU64, Ordering},
@@ -16,6 +16,8 @@ use std::{
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl};
 
 pub(super) use bounce::Bounce;
+pub(super) use kind::Kind;
+use kind::measure;
 
 use super::{
     SECTOR,
@@ -24,16 +26,6 @@ use super::{
     image::OpenError,
 };
 use crate::sys::{Iovecs, blockdev};
-
-/// What it is that holds the bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    File,
-    BlockDevice {
-        /// In bytes: what discards and zeroings have to be multiples of.
-        logical_block: u32,
-    },
-}
 
 /// Shared by an image and its engines.
 #[derive(Debug)]
@@ -317,34 +309,6 @@ impl Target {
             }
         }
         self.write(offset, length, false, bounce, |data| data.fill(0))
-    }
-}
-
-/// What the file is (or is, as no disk can be), and its size in bytes.
-fn measure(file: &File) -> io::Result<(Result<Kind, &'static str>, u64)> {
-    let metadata = file.metadata()?;
-    let file_type = metadata.file_type();
-    if file_type.is_file() {
-        return Ok((Ok(Kind::File), metadata.len()));
-    }
-    if file_type.is_block_device() {
-        let logical_block = blockdev::logical_block(file)?;
-        return Ok((Ok(Kind::BlockDevice { logical_block }), blockdev::size(file)?));
-    }
-    Ok((Err(kind_name(file_type)), 0))
-}
-
-fn kind_name(kind: std::fs::FileType) -> &'static str {
-    if kind.is_dir() {
-        "directory"
-    } else if kind.is_char_device() {
-        "character device"
-    } else if kind.is_fifo() {
-        "pipe"
-    } else if kind.is_socket() {
-        "socket"
-    } else {
-        "file of unknown kind"
     }
 }
 

@@ -13,19 +13,29 @@
 //!
 //! Locks, in this order: `mapped`, then one function's. `slots` is held for a look only.
 
+mod bridge;
+mod mechanism;
+mod seat;
+
 use std::{
     ops::Range,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock,
-        atomic::{AtomicBool, AtomicU32, Ordering},
+        atomic::{AtomicU32, Ordering},
     },
 };
 
+pub(super) use self::seat::BarDevice;
+use self::{
+    bridge::HostBridge,
+    mechanism::{Ecam, Ports},
+    seat::{Grave, Seat},
+};
 use super::{
-    config::{BarKind, ConfigSpace, Header, Window},
+    config::{BarKind, Window},
     function::{PciFunction, SharedFunction},
 };
-use crate::bus::{Bus, BusDevice, Effect, SharedDevice};
+use crate::bus::{Bus, Effect, SharedDevice};
 
 /// Number of devices on the bus.
 pub const SLOTS: usize = 32;
@@ -35,11 +45,6 @@ pub const ECAM_SIZE: u64 = 1 << 20;
 pub const FIRST_PORT: u64 = 0xcf8;
 /// Number of ports: CONFIG_ADDRESS and CONFIG_DATA.
 pub const PORTS: u64 = 8;
-
-/// Bytes of a function's configuration space in ECAM.
-const FUNCTION_SIZE: u64 = 1 << 12;
-/// CONFIG_ADDRESS: accesses to CONFIG_DATA go to configuration space.
-const ADDRESS_ENABLE: u32 = 1 << 31;
 
 /// Guest-physical addresses that belong to PCI.
 #[derive(Clone, Debug)]
@@ -66,28 +71,6 @@ pub enum PciError {
     },
 }
 
-/// A function in a slot, as accesses find it.
-pub(super) struct Seat {
-    function: SharedFunction,
-    /// Changed with the function locked.
-    gone: AtomicBool,
-}
-
-impl Seat {
-    fn new(function: SharedFunction) -> Arc<Self> {
-        Arc::new(Self {
-            function,
-            gone: AtomicBool::new(false),
-        })
-    }
-
-    /// Uses the function, unless it is gone.
-    fn access<R>(&self, access: impl FnOnce(&mut dyn PciFunction) -> R) -> Option<R> {
-        let mut function = lock(&self.function);
-        (!self.gone.load(Ordering::Relaxed)).then(|| access(&mut *function))
-    }
-}
-
 struct Mapping {
     slot: usize,
     bar: usize,
@@ -100,20 +83,6 @@ struct Mapped {
     bars: Vec<Mapping>,
     /// Where BARs were of functions that were taken away from a driver.
     graves: Vec<Window>,
-}
-
-/// Stands where the BAR of a function was that was taken away from its driver. It reads as zero: a virtio driver that
-/// finds its device gone still resets it, and waits until the status is zero (virtio 1.3, 4.1.4.3.2); Linux waits for ever.
-struct Grave;
-
-impl BusDevice for Grave {
-    fn read(&mut self, _offset: u64, data: &mut [u8]) {
-        data.fill(0);
-    }
-
-    fn write(&mut self, _offset: u64, _data: &[u8]) -> Effect {
-        Effect::None
-    }
 }
 
 /// See the module.
@@ -370,149 +339,4 @@ fn take(range: &mut Range<u64>, size: u64) -> Option<u64> {
     let end = address.checked_add(size).filter(|end| *end <= range.end)?;
     range.start = end;
     Some(address)
-}
-
-/// Slot and register that an ECAM offset means; `None` where there is no function.
-fn ecam_target(offset: u64, length: usize) -> Option<(usize, usize)> {
-    let register = usize::try_from(offset & FUNCTION_SIZE.wrapping_sub(1)).ok()?;
-    let number = offset >> 12;
-    let whole = register.checked_add(length)? <= 4096;
-    (number & 7 == 0 && whole).then_some((usize::try_from(number >> 3).ok()?, register))
-}
-
-struct Ecam(Arc<PciRoot>);
-
-impl BusDevice for Ecam {
-    fn read(&mut self, offset: u64, data: &mut [u8]) {
-        match ecam_target(offset, data.len()) {
-            Some((slot, register)) => self.0.read_config(slot, register, data),
-            None => data.fill(0xff),
-        }
-    }
-
-    fn write(&mut self, offset: u64, data: &[u8]) -> Effect {
-        match ecam_target(offset, data.len()) {
-            Some((slot, register)) => self.0.write_config(slot, register, data),
-            None => Effect::None,
-        }
-    }
-}
-
-struct Ports(Arc<PciRoot>);
-
-impl Ports {
-    /// Slot and register that an access to CONFIG_DATA means.
-    fn target(&self, offset: u64, length: usize) -> Option<(usize, usize)> {
-        let byte = usize::try_from(offset.checked_sub(4)?).ok()?;
-        let address = self.0.config_address.load(Ordering::Relaxed);
-        let whole = matches!(length, 1 | 2 | 4) && byte.checked_add(length)? <= 4;
-        // Bus 0, function 0.
-        let here = address & ADDRESS_ENABLE != 0 && address & 0x00ff_0700 == 0;
-        let slot = usize::try_from(address >> 11 & 0x1f).ok()?;
-        let register = usize::try_from(address & 0xfc).ok()?.checked_add(byte)?;
-        (whole && here).then_some((slot, register))
-    }
-}
-
-impl BusDevice for Ports {
-    fn read(&mut self, offset: u64, data: &mut [u8]) {
-        data.fill(0xff);
-        if offset == 0 {
-            if let Ok(address) = <&mut [u8; 4]>::try_from(data) {
-                *address = self.0.config_address.load(Ordering::Relaxed).to_le_bytes();
-            }
-        } else if let Some((slot, register)) = self.target(offset, data.len()) {
-            self.0.read_config(slot, register, data);
-        }
-    }
-
-    fn write(&mut self, offset: u64, data: &[u8]) -> Effect {
-        if offset == 0 {
-            if let Ok(address) = <[u8; 4]>::try_from(data) {
-                // Reserved bits are zero.
-                let address = u32::from_le_bytes(address) & 0x80ff_fffc;
-                self.0.config_address.store(address, Ordering::Relaxed);
-            }
-            return Effect::None;
-        }
-        match self.target(offset, data.len()) {
-            Some((slot, register)) => self.0.write_config(slot, register, data),
-            None => Effect::None,
-        }
-    }
-}
-
-/// A BAR on the MMIO bus.
-pub(super) struct BarDevice {
-    pub(super) seat: Arc<Seat>,
-    pub(super) bar: usize,
-}
-
-impl BusDevice for BarDevice {
-    fn read(&mut self, offset: u64, data: &mut [u8]) {
-        let read = self
-            .seat
-            .access(|function| function.read_bar(self.bar, offset, data));
-        if read.is_none() {
-            data.fill(0xff);
-        }
-    }
-
-    fn write(&mut self, offset: u64, data: &[u8]) -> Effect {
-        self.seat
-            .access(|function| function.write_bar(self.bar, offset, data))
-            .unwrap_or_default()
-    }
-}
-
-/// The function at slot 0: what EDK2's CloudHv platform recognises.
-struct HostBridge {
-    config: ConfigSpace,
-}
-
-impl HostBridge {
-    fn new() -> Self {
-        let header = Header {
-            vendor: 0x8086,
-            device: 0x0d57,
-            class: 0x06_00_00,
-            ..Header::default()
-        };
-        Self {
-            config: ConfigSpace::new(&header),
-        }
-    }
-}
-
-impl PciFunction for HostBridge {
-    fn config(&self) -> &ConfigSpace {
-        &self.config
-    }
-
-    fn config_mut(&mut self) -> &mut ConfigSpace {
-        &mut self.config
-    }
-
-    fn read_config(&mut self, offset: usize, data: &mut [u8]) {
-        self.config.read(offset, data);
-    }
-
-    fn write_config(&mut self, offset: usize, data: &[u8]) -> Effect {
-        self.config.write(offset, data);
-        Effect::None
-    }
-
-    fn read_bar(&mut self, _bar: usize, _offset: u64, data: &mut [u8]) {
-        data.fill(0xff);
-    }
-
-    fn write_bar(&mut self, _bar: usize, _offset: u64, _data: &[u8]) -> Effect {
-        Effect::None
-    }
-
-    fn bar_moved(&mut self, _bar: usize, _address: Option<u64>) {}
-
-    fn reset(&mut self) {
-        self.config.reset();
-    }
 }

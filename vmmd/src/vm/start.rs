@@ -1,44 +1,42 @@
 //! Brings a VM up: from its spec to a booted `vmm`. Whatever fails, everything made on the way is gone again when the
 //! failure is returned.
 
+mod failures;
+mod fork;
+mod prepare;
+
 use std::{
     collections::BTreeMap,
-    ffi::CString,
-    fs::{self, File},
     io,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::{fs::OpenOptionsExt, net::UnixListener},
-    },
-    path::Path,
+    os::fd::OwnedFd,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use proto::{
     model::{nic::Mac, vm::VmSpec},
-    vmm::{Boot, ErrorKind, HelloReply, request::Op},
+    vmm::{Boot, HelloReply, request::Op},
 };
 use tokio::{sync::mpsc, task::spawn_blocking, time::timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+pub use self::failures::{refused, store_failure};
+use self::{
+    failures::{GONE, OUT_OF_MEMORY, cancelled, died, failed, out_of_memory},
+    fork::{Spawn, spawn},
+    prepare::{Checked, Made, check, make},
+};
 use crate::{
-    cgroup::plan::Plan as Limits,
-    control::{self, Client},
+    control::Client,
     failure::{Failure, Kind},
     host::Host,
     ledger::{Claim, FileId},
-    lock, network,
-    node::{Demand, check::Look, placement},
-    paths::{LogDir, RuntimeDir},
-    store::{self, VmRecord},
-    sys::clone::{self, FIRST_FD, Program},
-    text,
+    network,
+    paths::RuntimeDir,
+    store::VmRecord,
     vm::{
-        files::{self, Files, Locks},
-        instance::{Instance, Link, exit_record},
-        limits,
+        instance::{Instance, Link},
         machine::{self, Parts},
         process::Process,
     },
@@ -62,26 +60,6 @@ pub struct Plan {
     pub claim: Claim,
     /// Of the request that it is part of.
     pub trace: String,
-}
-
-/// What the VM needs of what is there.
-struct Checked {
-    kvm: OwnedFd,
-    files: Files,
-    executable: File,
-    limits: Limits,
-}
-
-/// What is made for it before the fork.
-struct Made {
-    random: OwnedFd,
-    serial: (OwnedFd, OwnedFd),
-    control: UnixListener,
-    console: UnixListener,
-    exit: File,
-    lock: File,
-    log: File,
-    group: Option<OwnedFd>,
 }
 
 /// Starts it. `cancel` ends the attempt at any time.
@@ -124,104 +102,6 @@ pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
         .as_ref()
         .map_or(Ok(()), |parent| parent.group(uid).remove());
     runtime.and(group)
-}
-
-/// Finds room and files, and changes nothing on the node.
-fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
-    let Plan { uid, spec, claim, .. } = plan;
-    let uid = *uid;
-    let (look, demand) = (Look::now(host), Demand::of(spec));
-    claim.take(demand, |others| {
-        placement::refuse(&placement::decide(&demand.resources, &look.picture(host, others)))
-    })?;
-    let kvm = files::open_kvm(&host.config.kvm_device)?;
-    let files = files::open(spec, &host.sources(), Locks::Take)?;
-    let executable = host.open_vmm()?;
-    let lock = RuntimeDir::of(&host.config, uid).lock();
-    if lock::is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {
-        return Err(Failure::precondition(
-            "OLD_PROCESS_ALIVE",
-            "an earlier process of this VM is still alive",
-        ));
-    }
-    let limits = limits::plan_start(host, spec)?;
-    Ok(Checked {
-        kvm,
-        files,
-        executable,
-        limits,
-    })
-}
-
-fn make(host: &Host, uid: Uuid, limits: &Limits) -> Result<Made, Failure> {
-    let runtime = RuntimeDir::of(&host.config, uid);
-    runtime
-        .create()
-        .map_err(|error| failed("make the VM's runtime directory", &error))?;
-    let logs = LogDir::of(&host.config, uid);
-    let (serial, log) = open_logs(&logs).map_err(|error| failed("open the VM's logs", &error))?;
-    let group = limits::create(host, uid, limits)?.map(|group| group.descriptor());
-    // Listening before the fork: the first connection waits in the queue until the vmm accepts it, so that nobody
-    // has to find out when it does. The vmm listens again, which makes it the peer of later connections.
-    let listen = |path: &Path| UnixListener::bind(path);
-    Ok(Made {
-        serial,
-        log,
-        random: File::open("/dev/urandom")
-            .map_err(|error| failed("open the random source", &error))?
-            .into(),
-        control: listen(&runtime.control()).map_err(|error| failed("make the control socket", &error))?,
-        console: listen(&runtime.console()).map_err(|error| failed("make the console socket", &error))?,
-        exit: private_file(&runtime.exit()).map_err(|error| failed("make the exit record", &error))?,
-        lock: lock::create(&runtime.lock()).map_err(|error| failed("make the VM's lock", &error))?,
-        group: group
-            .transpose()
-            .map_err(|error| failed("open the VM's cgroup", &error))?,
-    })
-}
-
-fn failed(operation: &str, error: &io::Error) -> Failure {
-    let message = format!("{operation}: {}", text::words(error));
-    match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            Failure::new(Kind::Exhausted, "NODE_DISK_FULL", message)
-        }
-        _ => Failure::internal(message),
-    }
-}
-
-fn private_file(path: &Path) -> io::Result<File> {
-    File::options()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(path)
-}
-
-/// Moves the logs of the last run aside and makes new ones.
-fn open_logs(logs: &LogDir) -> io::Result<((OwnedFd, OwnedFd), File)> {
-    logs.create()?;
-    for (current, previous) in [
-        (logs.serial(), logs.serial_previous()),
-        (logs.vmm(), logs.vmm_previous()),
-    ] {
-        match fs::rename(current, previous) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-    }
-    let serial = (
-        private_file(&logs.serial())?.into(),
-        private_file(&logs.serial_old())?.into(),
-    );
-    let log = File::options()
-        .append(true)
-        .create(true)
-        .mode(0o600)
-        .open(logs.vmm())?;
-    Ok((serial, log))
 }
 
 async fn run(
@@ -369,115 +249,9 @@ fn instance(
     }
 }
 
-struct Spawn {
-    executable: File,
-    control: UnixListener,
-    console: UnixListener,
-    exit: File,
-    lock: File,
-    log: File,
-    group: Option<OwnedFd>,
-    uid: u32,
-}
-
-/// Forks the `vmm`. The daemon's copies of what it gets are closed with `spawn`, above all the lock's.
-fn spawn(spawn: &Spawn) -> Result<clone::Child, Failure> {
-    let options = ["--control-fd", "--console-fd", "--exit-fd", "--lock-fd"];
-    let mut arguments = vec![c"vmm".to_owned(), c"serve".to_owned()];
-    for (number, option) in (FIRST_FD..).zip(options) {
-        arguments.extend(CString::new(option).ok());
-        arguments.extend(CString::new(number.to_string()).ok());
-    }
-    let program = Program {
-        executable: spawn.executable.as_fd(),
-        arguments: &arguments,
-        fds: &[
-            spawn.control.as_fd(),
-            spawn.console.as_fd(),
-            spawn.exit.as_fd(),
-            spawn.lock.as_fd(),
-        ],
-        output: None,
-        log: spawn.log.as_fd(),
-        uid: spawn.uid,
-        cgroup: spawn.group.as_ref().map(AsFd::as_fd),
-    };
-    clone::spawn(&program).map_err(|error| failed("start the vmm", &error))
-}
-
 async fn boot_machine(client: &Client, boot: Boot, fds: Vec<OwnedFd>) -> Result<HelloReply, Failure> {
     let hello = client.hello().await.map_err(|error| refused(&error))?;
     let booted = client.request(Op::Boot(boot), &fds).await;
     booted.map_err(|error| refused(&error))?;
     Ok(hello)
-}
-
-/// Reason of a failure that only says that the connection is gone.
-const GONE: &str = "VMM_GONE";
-
-/// What a client is told when a `vmm` does not do what it was asked.
-pub fn refused(error: &control::Error) -> Failure {
-    let control::Error::Refused(remote) = error else {
-        let reason = if matches!(error, control::Error::Closed) {
-            GONE
-        } else {
-            "VMM_FAILED"
-        };
-        return Failure::new(Kind::Internal, reason, text::chain(error));
-    };
-    let message = remote.message.clone();
-    match remote.kind() {
-        ErrorKind::Image => Failure::precondition("IMAGE_UNUSABLE", message),
-        ErrorKind::InUse => Failure::precondition("DISK_IN_USE", message),
-        ErrorKind::Kvm => Failure::precondition("KVM_UNUSABLE", message),
-        ErrorKind::Resources => Failure::new(Kind::Exhausted, "NODE_EXHAUSTED", message),
-        _ => Failure::internal(message),
-    }
-}
-
-const OUT_OF_MEMORY: &str = "the kernel killed the vmm process for want of memory while it booted the machine: the node has less to give than was \
-     asked for; stop another VM, or give this one less";
-
-/// Whether that was the end of the process.
-async fn out_of_memory(host: &Arc<Host>, uid: Uuid) -> bool {
-    let host = Arc::clone(host);
-    let killed = spawn_blocking(move || {
-        let group = host.cgroups.as_ref().map(|parent| parent.group(uid));
-        group.is_some_and(|group| group.oom_killed())
-    });
-    killed.await.unwrap_or(false)
-}
-
-fn died(runtime: &RuntimeDir, signal: Option<i32>) -> Failure {
-    let message = match (exit_record(&runtime.exit()), signal) {
-        (Some(record), _) if !record.message.is_empty() => record.message,
-        (_, Some(signal)) => {
-            format!("the vmm process was killed by signal {signal} while it booted the machine")
-        }
-        _ => "the vmm process ended before the machine was booted; its log says more".to_owned(),
-    };
-    Failure::new(Kind::Internal, "VMM_FAILED", message)
-}
-
-fn cancelled(name: &str) -> Failure {
-    Failure::new(
-        Kind::Aborted,
-        "START_CANCELLED",
-        format!("VM \"{name}\" was stopped while it was being started"),
-    )
-}
-
-/// What a client is told when the store can't be written.
-pub fn store_failure(error: store::Error) -> Failure {
-    match error {
-        store::Error::Full => Failure::new(
-            Kind::Exhausted,
-            "STORE_FULL",
-            "the file system of the daemon's state is full: nothing was changed; make room and try again",
-        ),
-        error => {
-            tracing::error!(%error, "write the store");
-            Failure::internal("the daemon's store can't be written: nothing was changed; its log says more")
-        }
-    }
 }

@@ -11,10 +11,7 @@ use imago::{
     storage::drivers::CommonStorageHelper,
 };
 
-use super::{
-    medium::Medium,
-    stage::{Base, Stage},
-};
+use super::{base::Base, medium::Medium, stage::Stage};
 
 /// One image file of a chain. Clones share it.
 #[derive(Debug, Clone)]

@@ -5,6 +5,7 @@
 //! What a guest's flush confirmed survives the death of the process and of the host. What it wrote since may be lost,
 //! but the image stays consistent: at worst clusters leak, which the next opening for writing repairs.
 
+mod base;
 pub mod check;
 pub mod create;
 mod disk;
@@ -53,12 +54,13 @@ use super::{
     target::Target,
 };
 use crate::sys::lock::{LockKind, holder, lock_image};
+use base::Base;
 use disk::{Disk, Traits};
 use engine::Qcow2Engine;
 use layer::Layer;
 use medium::Medium;
 use pool::Pool;
-use stage::{Base, Stage};
+use stage::Stage;
 use uncached::Uncached;
 
 /// An image below an overlay, which is only read.

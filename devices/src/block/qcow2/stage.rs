@@ -20,13 +20,10 @@ use std::{
     collections::{BTreeMap, HashMap},
     io,
     num::NonZeroU64,
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::Arc,
 };
 
-use super::{header::Header, medium::Medium, refcount::Width};
+use super::{base::Base, header::Header, refcount::Width};
 
 /// Tables are changed in pieces of at most this many bytes.
 const PAGE: NonZeroU64 = NonZeroU64::new(4096).unwrap();
@@ -36,52 +33,6 @@ const MANY_PAGES: usize = 4096;
 pub(super) const L1_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// Bits of a refcount table entry that are an offset ("Refcount table entry").
 pub(super) const REFCOUNT_OFFSET: u64 = !0x1ff;
-
-/// A file, and whether something was written to it that may not be stable.
-#[derive(Debug)]
-pub(super) struct Base {
-    pub(super) medium: Arc<dyn Medium>,
-    unsynced: AtomicBool,
-    /// The errno of a sync that failed. The kernel may have dropped what it could not write, and call the next sync a
-    /// success (fsync(2), "EIO"): from then on nothing settles.
-    lost: Mutex<Option<i32>>,
-}
-
-impl Base {
-    pub(super) fn new(medium: Arc<dyn Medium>) -> Self {
-        Self {
-            medium,
-            unsynced: AtomicBool::new(false),
-            lost: Mutex::new(None),
-        }
-    }
-
-    /// To be called when something was written, or may have been.
-    pub(super) fn written(&self) {
-        self.unsynced.store(true, Ordering::Release);
-    }
-
-    fn write(&self, data: &[u8], offset: u64) -> io::Result<()> {
-        let result = self.medium.write_at(data, offset);
-        self.written();
-        result
-    }
-
-    /// On return all is stable of which [`written`](Self::written) was told before the call.
-    pub(super) fn settle(&self) -> io::Result<()> {
-        // Whoever finds nothing to do must have waited for another thread that does it.
-        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(number) = *lost {
-            return Err(io::Error::from_raw_os_error(number));
-        }
-        if !self.unsynced.swap(false, Ordering::AcqRel) {
-            return Ok(());
-        }
-        self.medium
-            .sync()
-            .inspect_err(|error| *lost = Some(error.raw_os_error().unwrap_or(libc::EIO)))
-    }
-}
 
 /// What a cluster holds, as far as the tables say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,37 +4,33 @@
 //! change that fails stays pending and says why; the next update, the same one too, tries it again; the next start has
 //! all of them.
 
-use std::{collections::BTreeSet, time::Duration};
+mod live;
+
+use std::time::Duration;
 
 use proto::{
-    model::{
-        Violations,
-        disk::RateLimit,
-        vm::{Manifest, VmSpec},
-    },
+    model::{Violations, vm::Manifest},
     v1::{self, AttachmentPhase, EventSeverity},
     well_known,
 };
-use serde_json::Value as Json;
 use tokio::time::Instant;
 
+pub use self::live::LiveChanges;
+use self::live::Waiter;
 use super::{
-    Actor, Life, LifeReply, Target, answer,
+    Actor, LifeReply, answer,
     attachments::{Attachments, PlugKind},
-    balloon,
-    plug::{self, Outcome},
     respond, superseded,
 };
 use crate::{
     context::Context,
-    control::Client,
     failure::Failure,
     node::check,
     store::VmRecord,
     text,
     vm::{
-        admission::{self, Applied, Request, Verdict as Admitted, admit},
-        change::{self, Change, Live, Verdict},
+        admission::{self, Applied},
+        change::{self, Live, Verdict},
         create, machine,
         start::store_failure,
     },
@@ -66,57 +62,6 @@ pub struct Update {
     pub context: Context,
 }
 
-/// Changes of the machine under way, beside plugs, and what became of those that are over.
-#[derive(Debug, Default)]
-pub struct LiveChanges {
-    under_way: BTreeSet<String>,
-    /// By path: why it could not be applied.
-    pub(super) failed: std::collections::BTreeMap<String, String>,
-    waiters: Vec<Waiter>,
-}
-
-/// Who wants to know what has become of an update.
-#[derive(Debug)]
-struct Waiter {
-    reply: LifeReply,
-    context: Context,
-    /// To be restarted when something is left, with this much time for the guest.
-    restart: Option<Duration>,
-    /// Disks that are plugged or unplugged for it, with the serial numbers of that.
-    plugs: Vec<(String, u64)>,
-    /// Paths of what else is changed for it.
-    paths: Vec<String>,
-}
-
-impl Attachments {
-    /// What the machine does not have and is not about to get, each with why.
-    pub fn left(&self, record: &VmRecord) -> Vec<(Change, String)> {
-        let mut left = Vec::new();
-        for change in change::pending(record) {
-            let known = match &change.verdict {
-                Verdict::Live(Live::Attach(name) | Live::Detach(name)) => self.get(name),
-                _ => None,
-            };
-            let under_way = self.live.under_way.contains(&change.path);
-            if under_way || known.is_some_and(|known| known.plug.is_some()) {
-                continue;
-            }
-            let failed = self.live.failed.get(&change.path);
-            let why = known.map(|known| &known.message).or(failed);
-            left.push((change, why.cloned().unwrap_or_default()));
-        }
-        left
-    }
-}
-
-impl LiveChanges {
-    /// The run has ended, or a new one begins.
-    pub(super) fn clear(&mut self) {
-        self.under_way.clear();
-        self.failed.clear();
-    }
-}
-
 impl Actor {
     pub(super) async fn on_update(&mut self, update: Update, reply: LifeReply) {
         let policy = self.spec.run_policy;
@@ -135,7 +80,7 @@ impl Actor {
         }
         self.publish();
         let restart = update.mode == v1::ApplyMode::Restart;
-        self.disks.live.waiters.push(Waiter {
+        self.disks.live.wait(Waiter {
             reply,
             restart: restart.then_some(update.grace.unwrap_or(DEFAULT_GRACE)),
             context: update.context,
@@ -339,167 +284,8 @@ impl Actor {
         let spec = &update.manifest.spec;
         std::sync::Arc::new(view.describe(&self.host, self.uid, &record, spec, instance, &disks))
     }
-
-    /// Begins all that a running machine can take over; the plugs and paths to be waited for.
-    fn apply_live(&mut self, deadline: Instant) -> (Vec<(String, u64)>, Vec<String>) {
-        let (mut plugs, mut paths) = (Vec::new(), Vec::new());
-        let client = self.running_client();
-        for Change {
-            path,
-            desired,
-            verdict,
-            ..
-        } in change::pending(&self.record)
-        {
-            let (live, client) = match (verdict, &client) {
-                // See `apply_processors`.
-                (Verdict::Restart | Verdict::Live(Live::Processors), _) => continue,
-                (Verdict::Live(live), Ok(client)) => (live, client.clone()),
-                (Verdict::Live(_), Err(failure)) => {
-                    self.disks.live.failed.insert(path, failure.message.clone());
-                    continue;
-                }
-            };
-            if let Live::Attach(name) | Live::Detach(name) = &live {
-                if self.disks.plug(name).is_none() {
-                    self.begin_plug(&live, client, deadline);
-                }
-                let serial = self.disks.plug(name).map(|plug| plug.serial);
-                plugs.extend(serial.map(|serial| (name.clone(), serial)));
-                continue;
-            }
-            // One that is under way is followed by another when it is over.
-            if self.disks.live.under_way.insert(path.clone()) {
-                let (spec, of) = (self.record.spec.clone().unwrap_or_default(), path.clone());
-                self.disks.tasks.spawn(async move {
-                    let result = carry_out(client, &live, &spec).await;
-                    Outcome::Applied(of, live, desired, result)
-                });
-            }
-            paths.push(path);
-        }
-        (plugs, paths)
-    }
-
-    fn begin_plug(&mut self, live: &Live, client: Client, deadline: Instant) {
-        match live {
-            Live::Attach(name) => {
-                let disk = self.spec.disks.iter().find(|disk| disk.name.as_str() == name);
-                if let Some(disk) = disk.cloned() {
-                    self.plug_in(client, disk, Vec::new());
-                }
-            }
-            Live::Detach(name) => self.unplug(client, name, deadline, false, Vec::new()),
-            _ => {}
-        }
-    }
-
-    /// A change of the machine is over; `applied` is what it was changed to.
-    pub(super) async fn on_applied(
-        &mut self,
-        path: String,
-        live: &Live,
-        applied: &Json,
-        result: Result<(), Failure>,
-    ) {
-        // Of a run that has ended meanwhile.
-        if !self.disks.live.under_way.remove(&path) {
-            return;
-        }
-        let pending = change::pending(&self.record);
-        let pending = pending.into_iter().find(|change| change.path == path);
-        match (result, pending) {
-            (Ok(()), Some(change)) if change.desired == *applied => {
-                let mut record = self.record.clone();
-                change::take_over(&mut record, live);
-                change::settle(&mut record);
-                self.record = record;
-                self.persist().await;
-            }
-            // Another update has come in between.
-            (Ok(()), _) => {
-                self.apply_live(Instant::now() + DEFAULT_EJECT);
-            }
-            (Err(failure), _) => {
-                let message = format!("{path} could not be applied: {}", failure.message);
-                self.tell(EventSeverity::Warning, "LiveChangeFailed", &message);
-                self.disks.live.failed.insert(path, failure.message);
-            }
-        }
-        self.publish();
-    }
-
-    /// Answers updates of which nothing is under way any more, and restarts where that is asked for.
-    pub(super) async fn settle_updates(&mut self) {
-        if self.disks.live.waiters.is_empty() {
-            return;
-        }
-        for waiter in std::mem::take(&mut self.disks.live.waiters) {
-            let mut plugs = waiter.plugs.iter();
-            let plugging = plugs.any(|(name, serial)| {
-                let plug = self.disks.get(name).and_then(|known| known.plug.as_ref());
-                plug.is_some_and(|plug| plug.serial == *serial)
-            });
-            let mut paths = waiter.paths.iter();
-            if plugging || paths.any(|path| self.disks.live.under_way.contains(path)) {
-                self.disks.live.waiters.push(waiter);
-            } else {
-                self.settle_update(waiter).await;
-            }
-        }
-    }
-
-    async fn settle_update(&mut self, waiter: Waiter) {
-        let Waiter {
-            reply,
-            context,
-            restart,
-            ..
-        } = waiter;
-        let left = self.disks.left(&self.record);
-        let grace = restart.filter(|_| self.instance.is_some() && !left.is_empty());
-        let situation = self.situation();
-        let admitted = admit(situation, Request::Restart);
-        let life = Life {
-            grace,
-            ..Life::new(context, Request::Restart, reply)
-        };
-        match admitted {
-            Admitted::Begin if grace.is_some() && self.permitted(&life).is_ok() => {
-                // A restart that begins never ends the actor.
-                let _ = self.begin(situation, life).await;
-            }
-            Admitted::Join if grace.is_some() => self.join(life).await,
-            _ => respond(life.reply, Ok(self.state())),
-        }
-    }
 }
 
 fn names(spec: &v1::VmSpec) -> impl Iterator<Item = &String> {
     spec.disks.iter().map(|disk| &disk.name)
-}
-
-/// Tells a running machine of a change that is one request.
-async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec) -> Result<(), Failure> {
-    let valid = |limit: Option<v1::RateLimit>| {
-        RateLimit::new(&mut Violations::default(), "limit", &limit.unwrap_or_default())
-    };
-    match live {
-        Live::DiskLimit(name) => {
-            let disk = spec.disks.iter().find(|disk| disk.name == *name);
-            let limit = valid(disk.and_then(|disk| disk.rate_limit));
-            plug::limit(client, Target::Disk(name.clone()), limit).await
-        }
-        Live::GroupLimit(name) => {
-            let group = spec.rate_groups.iter().find(|group| group.name == *name);
-            let limit = valid(group.and_then(|group| group.limit));
-            plug::limit(client, Target::Group(name.clone()), limit).await
-        }
-        Live::BalloonTarget => {
-            let valid = VmSpec::try_from(spec).ok();
-            let held = valid.and_then(|spec| Some(spec.balloon?.held_bytes(spec.memory_bytes)));
-            balloon::tell(client, held.unwrap_or(0)).await
-        }
-        Live::RunPolicy | Live::DropGroup(_) | Live::Processors | Live::Attach(_) | Live::Detach(_) => Ok(()),
-    }
 }

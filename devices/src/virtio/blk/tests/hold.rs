@@ -1,6 +1,7 @@
 //! Requests that the host can't carry out, on a disk that keeps them.
 
 use super::{
+    engines::BadImage,
     storage::{CAPACITY, Storage},
     *,
 };

@@ -2,6 +2,8 @@
 
 use std::{fs, os::unix::fs::MetadataExt, path::PathBuf};
 
+use rstest::rstest;
+
 use super::*;
 use crate::component::Component as _;
 

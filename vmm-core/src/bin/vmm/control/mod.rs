@@ -4,6 +4,8 @@
 
 mod connection;
 mod disk;
+mod outbox;
+mod requests;
 mod trace;
 
 use std::{
@@ -20,24 +22,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
-    vmm::{
-        DiskStatsReply, Error, ErrorKind, Event, HelloReply, Message, Response, Status, event, message::Kind,
-        request::Op, response::Result as Answer,
-    },
-    wire,
+use proto::vmm::{
+    DiskStatsReply, Error, ErrorKind, Event, Message, Response, Status, event, message::Kind,
+    response::Result as Answer,
 };
 use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
     net::listen,
 };
-use tracing::{debug, info, warn};
-use vmm_core::lifecycle::{
-    self, Failure, Input, Request, Token,
-    publisher::{Audience, initial_status},
-};
+use tracing::{info, warn};
+use vmm_core::lifecycle::{self, Input, Request, Token, publisher::initial_status};
 
 use connection::{Broken, Connection};
+pub use outbox::Outbox;
+use outbox::Outgoing;
 
 /// How long the first client may take to say Hello. A daemon that died between starting a `vmm` and connecting to
 /// it does so again when it is started anew.
@@ -46,62 +44,13 @@ const FIRST_HELLO: Duration = Duration::from_secs(60);
 const LAST_FLUSH: Duration = Duration::from_millis(250);
 /// Connections at once.
 const MAX_CONNECTIONS: usize = 32;
-/// Unanswered requests of one connection.
-const MAX_UNDER_WAY: usize = 16;
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 16;
-
-/// What this program can do beyond the first version of the protocol.
-const FEATURES: [&str; 5] = [
-    "disk-hotplug",
-    "disk-resize",
-    "disk-limits",
-    "disk-stats",
-    "machine-stats",
-];
 
 /// Descriptors that are waited for besides the connections'.
 const FIXED_FDS: usize = 3;
 /// The connection number of the process itself, which no client has.
 const OURSELVES: u64 = u64::MAX;
-
-/// What the driver has for the clients.
-#[derive(Debug)]
-enum Outgoing {
-    Event(Event),
-    Reply(Token, Result<lifecycle::Answer, Failure>),
-    Finish,
-}
-
-/// The driver's way to the clients.
-#[derive(Clone, Debug)]
-pub struct Outbox {
-    outgoing: Sender<Outgoing>,
-    wake: Arc<OwnedFd>,
-}
-
-impl Outbox {
-    fn put(&self, outgoing: Outgoing) {
-        // Both fail only when the control thread is gone, and with it all clients.
-        let _ = self.outgoing.send(outgoing);
-        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
-    }
-
-    /// Lets the thread end when all clients have been sent what is for them, or soon anyway.
-    pub fn finish(&self) {
-        self.put(Outgoing::Finish);
-    }
-}
-
-impl Audience for Outbox {
-    fn event(&self, event: Event) {
-        self.put(Outgoing::Event(event));
-    }
-
-    fn reply(&self, token: Token, answer: Result<lifecycle::Answer, Failure>) {
-        self.put(Outgoing::Reply(token, answer));
-    }
-}
 
 /// The state of the control thread.
 #[derive(Debug)]
@@ -137,10 +86,7 @@ impl Server {
         listener.set_nonblocking(true)?;
         let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let (sender, outgoing) = channel();
-        let outbox = Outbox {
-            outgoing: sender,
-            wake: Arc::clone(&wake),
-        };
+        let outbox = Outbox::new(sender, Arc::clone(&wake));
         let server = Self {
             listener,
             wake,
@@ -319,96 +265,6 @@ impl Server {
             Some(connection) if !connection.closing => connection.next_message(),
             _ => Ok(None),
         }
-    }
-
-    fn take(&mut self, number: u64, message: Message, fds: Vec<OwnedFd>) {
-        let Some(connection) = self.connections.get_mut(&number) else {
-            return;
-        };
-        let Some(Kind::Request(request)) = message.kind else {
-            debug!(number, "a client sent something else than a request");
-            connection.closing = true;
-            return self.settle(number, Ok(()));
-        };
-        let token = Token {
-            connection: number,
-            request: request.id,
-        };
-        if let Some(op) = request.op.as_ref().filter(|_| !request.trace_id.is_empty()) {
-            info!(trace_id = request.trace_id, op = trace::name(op), "asked");
-        }
-        let request = match request.op {
-            Some(Op::Hello(hello)) => return self.hello(token, hello.major),
-            _ if !connection.greeted => {
-                return self.refuse(token, ErrorKind::State, "Hello comes first".to_owned());
-            }
-            Some(Op::GetStatus(_)) => {
-                let status = self.status.clone();
-                return self.respond(token, Answer::Status(status));
-            }
-            Some(Op::Boot(boot)) => match boot.machine {
-                Some(spec) => Request::Boot {
-                    spec: Box::new(spec),
-                    fds,
-                    paused: boot.paused,
-                },
-                None => {
-                    let missing = "Boot without a machine".to_owned();
-                    return self.respond(token, error(ErrorKind::Invalid, missing));
-                }
-            },
-            Some(Op::Pause(_)) => Request::Pause,
-            Some(Op::Resume(_)) => Request::Resume,
-            Some(Op::PowerButton(_)) => Request::PowerButton,
-            Some(Op::ResetMachine(_)) => Request::Reset,
-            Some(Op::Stop(_)) => Request::Stop,
-            Some(op) => match disk::request(op, fds) {
-                Ok(request) => request,
-                Err(missing) => return self.respond(token, error(ErrorKind::Invalid, missing.to_owned())),
-            },
-            None => {
-                let unknown = "unknown request".to_owned();
-                return self.respond(token, error(ErrorKind::Invalid, unknown));
-            }
-        };
-        if connection.under_way >= MAX_UNDER_WAY {
-            let many = format!("{MAX_UNDER_WAY} requests are under way already");
-            return self.respond(token, error(ErrorKind::Resources, many));
-        }
-        connection.under_way += 1;
-        let _ = self.inputs.send(Input::Request(token, request));
-    }
-
-    fn hello(&mut self, token: Token, major: u32) {
-        if major != wire::MAJOR {
-            let message = format!(
-                "protocol version {major} is not served, this is {}.{}",
-                wire::MAJOR,
-                wire::MINOR
-            );
-            return self.refuse(token, ErrorKind::Invalid, message);
-        }
-        if let Some(connection) = self.connections.get_mut(&token.connection) {
-            connection.greeted = true;
-        }
-        self.first_hello = None;
-        let reply = HelloReply {
-            major: wire::MAJOR,
-            minor: wire::MINOR,
-            build: env!("CARGO_PKG_VERSION").to_owned(),
-            features: FEATURES.map(str::to_owned).into(),
-            status: Some(self.status.clone()),
-            pid: std::process::id(),
-        };
-        self.respond(token, Answer::Hello(reply));
-    }
-
-    /// Answers with an error and closes the connection.
-    fn refuse(&mut self, token: Token, kind: ErrorKind, message: String) {
-        if let Some(connection) = self.connections.get_mut(&token.connection) {
-            connection.closing = true;
-        }
-        self.respond(token, error(kind, message));
     }
 
     fn respond(&mut self, token: Token, answer: Answer) {

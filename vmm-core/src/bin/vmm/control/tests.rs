@@ -5,13 +5,18 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use proto::vmm::{
-    self, Boot, DeviceError, GetStatus, Hello, MachineSpec, PowerButton, State, StateChanged, Stop,
+use proto::{
+    vmm::{
+        self, Boot, DeviceError, GetStatus, Hello, MachineSpec, PowerButton, State, StateChanged, Stop,
+        request::Op,
+    },
+    wire,
 };
 use rstest::rstest;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, socket};
+use vmm_core::lifecycle::publisher::Audience as _;
 
-use super::*;
+use super::{requests::MAX_UNDER_WAY, *};
 
 /// A running server and the driver's ends of its channels.
 struct Fixture {

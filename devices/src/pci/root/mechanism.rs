@@ -1,0 +1,81 @@
+//! The two ways to configuration spaces: ECAM, and ports 0xCF8 and 0xCFC.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use super::PciRoot;
+use crate::bus::{BusDevice, Effect};
+
+/// Bytes of a function's configuration space in ECAM.
+const FUNCTION_SIZE: u64 = 1 << 12;
+/// CONFIG_ADDRESS: accesses to CONFIG_DATA go to configuration space.
+const ADDRESS_ENABLE: u32 = 1 << 31;
+
+/// Slot and register that an ECAM offset means; `None` where there is no function.
+fn ecam_target(offset: u64, length: usize) -> Option<(usize, usize)> {
+    let register = usize::try_from(offset & FUNCTION_SIZE.wrapping_sub(1)).ok()?;
+    let number = offset >> 12;
+    let whole = register.checked_add(length)? <= 4096;
+    (number & 7 == 0 && whole).then_some((usize::try_from(number >> 3).ok()?, register))
+}
+
+pub(super) struct Ecam(pub(super) Arc<PciRoot>);
+
+impl BusDevice for Ecam {
+    fn read(&mut self, offset: u64, data: &mut [u8]) {
+        match ecam_target(offset, data.len()) {
+            Some((slot, register)) => self.0.read_config(slot, register, data),
+            None => data.fill(0xff),
+        }
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) -> Effect {
+        match ecam_target(offset, data.len()) {
+            Some((slot, register)) => self.0.write_config(slot, register, data),
+            None => Effect::None,
+        }
+    }
+}
+
+pub(super) struct Ports(pub(super) Arc<PciRoot>);
+
+impl Ports {
+    /// Slot and register that an access to CONFIG_DATA means.
+    fn target(&self, offset: u64, length: usize) -> Option<(usize, usize)> {
+        let byte = usize::try_from(offset.checked_sub(4)?).ok()?;
+        let address = self.0.config_address.load(Ordering::Relaxed);
+        let whole = matches!(length, 1 | 2 | 4) && byte.checked_add(length)? <= 4;
+        // Bus 0, function 0.
+        let here = address & ADDRESS_ENABLE != 0 && address & 0x00ff_0700 == 0;
+        let slot = usize::try_from(address >> 11 & 0x1f).ok()?;
+        let register = usize::try_from(address & 0xfc).ok()?.checked_add(byte)?;
+        (whole && here).then_some((slot, register))
+    }
+}
+
+impl BusDevice for Ports {
+    fn read(&mut self, offset: u64, data: &mut [u8]) {
+        data.fill(0xff);
+        if offset == 0 {
+            if let Ok(address) = <&mut [u8; 4]>::try_from(data) {
+                *address = self.0.config_address.load(Ordering::Relaxed).to_le_bytes();
+            }
+        } else if let Some((slot, register)) = self.target(offset, data.len()) {
+            self.0.read_config(slot, register, data);
+        }
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) -> Effect {
+        if offset == 0 {
+            if let Ok(address) = <[u8; 4]>::try_from(data) {
+                // Reserved bits are zero.
+                let address = u32::from_le_bytes(address) & 0x80ff_fffc;
+                self.0.config_address.store(address, Ordering::Relaxed);
+            }
+            return Effect::None;
+        }
+        match self.target(offset, data.len()) {
+            Some((slot, register)) => self.0.write_config(slot, register, data),
+            None => Effect::None,
+        }
+    }
+}

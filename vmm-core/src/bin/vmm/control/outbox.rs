@@ -1,0 +1,52 @@
+//! What the driver has for the clients, and its way to them.
+
+use std::{
+    os::fd::OwnedFd,
+    sync::{Arc, mpsc::Sender},
+};
+
+use proto::vmm::Event;
+use vmm_core::lifecycle::{self, Failure, Token, publisher::Audience};
+
+/// What the driver has for the clients.
+#[derive(Debug)]
+pub(super) enum Outgoing {
+    Event(Event),
+    Reply(Token, Result<lifecycle::Answer, Failure>),
+    Finish,
+}
+
+/// The driver's way to the clients.
+#[derive(Clone, Debug)]
+pub struct Outbox {
+    outgoing: Sender<Outgoing>,
+    wake: Arc<OwnedFd>,
+}
+
+impl Outbox {
+    /// Puts into `outgoing`, and signals `wake` each time.
+    pub(super) fn new(outgoing: Sender<Outgoing>, wake: Arc<OwnedFd>) -> Self {
+        Self { outgoing, wake }
+    }
+
+    fn put(&self, outgoing: Outgoing) {
+        // Both fail only when the control thread is gone, and with it all clients.
+        let _ = self.outgoing.send(outgoing);
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    /// Lets the thread end when all clients have been sent what is for them, or soon anyway.
+    pub fn finish(&self) {
+        self.put(Outgoing::Finish);
+    }
+}
+
+impl Audience for Outbox {
+    fn event(&self, event: Event) {
+        self.put(Outgoing::Event(event));
+    }
+
+    fn reply(&self, token: Token, answer: Result<lifecycle::Answer, Failure>) {
+        self.put(Outgoing::Reply(token, answer));
+    }
+}

@@ -1,0 +1,52 @@
+//! The fork.
+
+use std::{
+    ffi::CString,
+    fs::File,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixListener,
+    },
+};
+
+use super::failures::failed;
+use crate::{
+    failure::Failure,
+    sys::clone::{self, FIRST_FD, Program},
+};
+
+pub(super) struct Spawn {
+    pub(super) executable: File,
+    pub(super) control: UnixListener,
+    pub(super) console: UnixListener,
+    pub(super) exit: File,
+    pub(super) lock: File,
+    pub(super) log: File,
+    pub(super) group: Option<OwnedFd>,
+    pub(super) uid: u32,
+}
+
+/// Forks the `vmm`. The daemon's copies of what it gets are closed with `spawn`, above all the lock's.
+pub(super) fn spawn(spawn: &Spawn) -> Result<clone::Child, Failure> {
+    let options = ["--control-fd", "--console-fd", "--exit-fd", "--lock-fd"];
+    let mut arguments = vec![c"vmm".to_owned(), c"serve".to_owned()];
+    for (number, option) in (FIRST_FD..).zip(options) {
+        arguments.extend(CString::new(option).ok());
+        arguments.extend(CString::new(number.to_string()).ok());
+    }
+    let program = Program {
+        executable: spawn.executable.as_fd(),
+        arguments: &arguments,
+        fds: &[
+            spawn.control.as_fd(),
+            spawn.console.as_fd(),
+            spawn.exit.as_fd(),
+            spawn.lock.as_fd(),
+        ],
+        output: None,
+        log: spawn.log.as_fd(),
+        uid: spawn.uid,
+        cgroup: spawn.group.as_ref().map(AsFd::as_fd),
+    };
+    clone::spawn(&program).map_err(|error| failed("start the vmm", &error))
+}

@@ -1,0 +1,135 @@
+//! What a VM needs before its process is forked.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::{
+        fd::OwnedFd,
+        unix::{fs::OpenOptionsExt, net::UnixListener},
+    },
+    path::Path,
+};
+
+use uuid::Uuid;
+
+use super::{Plan, failures::failed};
+use crate::{
+    cgroup::plan::Plan as Limits,
+    failure::Failure,
+    host::Host,
+    lock,
+    node::{Demand, check::Look, placement},
+    paths::{LogDir, RuntimeDir},
+    vm::{
+        files::{self, Files, Locks},
+        limits,
+    },
+};
+
+/// What the VM needs of what is there.
+pub(super) struct Checked {
+    pub(super) kvm: OwnedFd,
+    pub(super) files: Files,
+    pub(super) executable: File,
+    pub(super) limits: Limits,
+}
+
+/// What is made for it before the fork.
+pub(super) struct Made {
+    pub(super) random: OwnedFd,
+    pub(super) serial: (OwnedFd, OwnedFd),
+    pub(super) control: UnixListener,
+    pub(super) console: UnixListener,
+    pub(super) exit: File,
+    pub(super) lock: File,
+    pub(super) log: File,
+    pub(super) group: Option<OwnedFd>,
+}
+
+/// Finds room and files, and changes nothing on the node.
+pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
+    let Plan { uid, spec, claim, .. } = plan;
+    let uid = *uid;
+    let (look, demand) = (Look::now(host), Demand::of(spec));
+    claim.take(demand, |others| {
+        placement::refuse(&placement::decide(&demand.resources, &look.picture(host, others)))
+    })?;
+    let kvm = files::open_kvm(&host.config.kvm_device)?;
+    let files = files::open(spec, &host.sources(), Locks::Take)?;
+    let executable = host.open_vmm()?;
+    let lock = RuntimeDir::of(&host.config, uid).lock();
+    if lock::is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {
+        return Err(Failure::precondition(
+            "OLD_PROCESS_ALIVE",
+            "an earlier process of this VM is still alive",
+        ));
+    }
+    let limits = limits::plan_start(host, spec)?;
+    Ok(Checked {
+        kvm,
+        files,
+        executable,
+        limits,
+    })
+}
+
+pub(super) fn make(host: &Host, uid: Uuid, limits: &Limits) -> Result<Made, Failure> {
+    let runtime = RuntimeDir::of(&host.config, uid);
+    runtime
+        .create()
+        .map_err(|error| failed("make the VM's runtime directory", &error))?;
+    let logs = LogDir::of(&host.config, uid);
+    let (serial, log) = open_logs(&logs).map_err(|error| failed("open the VM's logs", &error))?;
+    let group = limits::create(host, uid, limits)?.map(|group| group.descriptor());
+    // Listening before the fork: the first connection waits in the queue until the vmm accepts it, so that nobody
+    // has to find out when it does. The vmm listens again, which makes it the peer of later connections.
+    let listen = |path: &Path| UnixListener::bind(path);
+    Ok(Made {
+        serial,
+        log,
+        random: File::open("/dev/urandom")
+            .map_err(|error| failed("open the random source", &error))?
+            .into(),
+        control: listen(&runtime.control()).map_err(|error| failed("make the control socket", &error))?,
+        console: listen(&runtime.console()).map_err(|error| failed("make the console socket", &error))?,
+        exit: private_file(&runtime.exit()).map_err(|error| failed("make the exit record", &error))?,
+        lock: lock::create(&runtime.lock()).map_err(|error| failed("make the VM's lock", &error))?,
+        group: group
+            .transpose()
+            .map_err(|error| failed("open the VM's cgroup", &error))?,
+    })
+}
+
+fn private_file(path: &Path) -> io::Result<File> {
+    File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(path)
+}
+
+/// Moves the logs of the last run aside and makes new ones.
+fn open_logs(logs: &LogDir) -> io::Result<((OwnedFd, OwnedFd), File)> {
+    logs.create()?;
+    for (current, previous) in [
+        (logs.serial(), logs.serial_previous()),
+        (logs.vmm(), logs.vmm_previous()),
+    ] {
+        match fs::rename(current, previous) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    let serial = (
+        private_file(&logs.serial())?.into(),
+        private_file(&logs.serial_old())?.into(),
+    );
+    let log = File::options()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .open(logs.vmm())?;
+    Ok((serial, log))
+}
