@@ -52,16 +52,16 @@ const MAX_PILE: Duration = Duration::from_millis(4);
 /// asks for while the worker waits for more would be late.
 const UNWANTED: u32 = 8;
 
-/// Requests that were not notified wait so many times what is between two requests at most, for a completion: they come as
-/// often as requests, but several at once.
-const DOZE_GAPS: usize = 16;
-/// And never longer than that.
+/// A worker that the driver need not notify of each request looks at the ring at the latest when as many have come as so
+/// many times all that the driver has: by then what is under way has completed, or the driver has notified.
+const DOZE_ROUNDS: usize = 2;
+/// And never later than that.
 const MAX_DOZE: Duration = Duration::from_millis(4);
 /// Where this is more between two requests, notifications cost little.
 const FAR: Duration = Duration::from_millis(1);
-/// Where requests waited until the limit, what is under way takes long (a flush, perhaps, beside reads): so many sleeps
-/// after that the driver notifies of each.
-const ALERT: u32 = 256;
+/// Where requests waited until then, the driver has less to do than was thought, or what is under way takes long (a flush,
+/// perhaps, beside reads): so many sleeps after that it notifies of each.
+const ALERT: u32 = 64;
 
 /// What to do with answers that the driver was not told of, when nothing else is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,11 +70,16 @@ pub(super) enum Pile {
     No,
     /// Look for others at once.
     Look,
-    /// Sleep until there are so many more, but no longer than that. The driver need not notify: it goes on meanwhile.
-    Sleep(usize, Duration),
+    /// Sleep until there are `more`, but no longer than `limit`. The driver goes on meanwhile. Where so many do not come from
+    /// what is under way, it is to notify when it has added more than `unnotified` requests; else it need not.
+    Sleep {
+        more: usize,
+        limit: Duration,
+        unnotified: Option<u16>,
+    },
 }
 
-/// How to sleep beside requests under way.
+/// How to sleep while the driver is busy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Doze {
     /// Requests that the driver may add without notifying.
@@ -242,9 +247,13 @@ impl Pace {
         let more = wanted.saturating_sub(answers);
         let limit = left.min(Duration::from_nanos(self.time_of(more)).max(NAP));
         if limit < NAP {
-            Pile::Look
-        } else {
-            Pile::Sleep(more, limit)
+            return Pile::Look;
+        }
+        let to_do = self.owed.saturating_sub(answers);
+        Pile::Sleep {
+            more,
+            limit,
+            unnotified: (under_way < more).then(|| before_half(to_do)),
         }
     }
 
@@ -258,33 +267,48 @@ impl Pace {
         self.owed.saturating_add(under_way)
     }
 
-    /// How to sleep with so many requests under way, where that pays: there is no notification for as many others, as a
-    /// completion makes the worker look, and when none comes the limit does.
+    /// How to sleep with so many requests under way and all answers told, while the driver has others to add and where that
+    /// pays. It need not notify of as many as are under way, as a completion makes the worker look. If it has more to add,
+    /// it is to notify when it has half of them: the disk works on these while it adds the rest. Told of each, the worker
+    /// would hand them over one by one, and the driver would be told of each one's answer.
     pub(super) fn doze(&mut self, under_way: usize) -> Option<Doze> {
-        let unnotified = u16::try_from(under_way).ok().filter(|count| *count > 0)?;
-        if !self.trial.may_wait() {
+        let unnotified = if under_way < self.owed {
+            before_half(self.owed)
+        } else {
+            u16::try_from(under_way).unwrap_or(u16::MAX)
+        };
+        if self.owed == 0 || unnotified == 0 || !self.trial.may_wait() {
             return None;
         }
         if let Some(alert) = self.alert.checked_sub(1) {
             self.alert = alert;
             return None;
         }
-        let limit = Duration::from_nanos(self.time_of(DOZE_GAPS));
+        let round = self.time_of(self.all(under_way));
+        let limit = Duration::from_nanos(round.saturating_mul(DOZE_ROUNDS as u64));
         (self.gap <= nanos(FAR)).then_some(Doze {
             unnotified,
             limit: limit.clamp(MIN_PILE, MAX_DOZE),
         })
     }
 
-    /// Requests have waited in the ring while nothing completed.
-    pub(super) fn overslept(&mut self) {
-        self.alert = ALERT;
+    /// A doze has ended by its limit, and so many requests have waited in the ring.
+    pub(super) fn overslept(&mut self, waited: usize) {
+        self.owed = 0;
+        if waited > 0 {
+            self.alert = ALERT;
+        }
     }
 
     /// Nothing is known any more.
     pub(super) fn forget(&mut self) {
         *self = Self::default();
     }
+}
+
+/// How many fewer than half of so many requests: those that come before the one that is to be notified of.
+fn before_half(requests: usize) -> u16 {
+    u16::try_from(requests.saturating_sub(1).div_euclid(2)).unwrap_or(u16::MAX)
 }
 
 /// Moves an average of about the last eight.

@@ -89,6 +89,21 @@ impl Host {
         }
     }
 
+    /// Notes that the worker wants to sleep.
+    fn nap(&mut self, limit: Option<Duration>) -> bool {
+        let (Some(memory), Some(naps)) = (&self.watched, &mut self.naps) else {
+            return false;
+        };
+        let place = GuestAddress(USED + 4 + 8 * u64::from(SIZE));
+        naps.push((limit, memory.read_obj(place).unwrap()));
+        if limit.is_some()
+            && let Some(index) = self.comes_late.take()
+        {
+            memory.write_obj(index, GuestAddress(AVAIL + 2)).unwrap();
+        }
+        limit.is_some()
+    }
+
     /// What a host may rely on.
     fn check(&self, request: &Request) {
         let tokens: HashSet<u32> = self.waiting.iter().map(|request| request.token).collect();
@@ -196,18 +211,11 @@ impl Engine for Mock {
         (!eager).then_some(&self.event)
     }
     fn commit_and_sleep(&mut self, _other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
-        let mut host = self.host.lock().unwrap();
-        let (Some(memory), true) = (host.watched.clone(), host.naps.is_some()) else {
-            return Ok(false);
-        };
-        let place = GuestAddress(USED + 4 + 8 * u64::from(SIZE));
-        let event = memory.read_obj(place).unwrap();
-        host.naps.iter_mut().for_each(|naps| naps.push((limit, event)));
-        if let (Some(index), true) = (host.comes_late, limit.is_some()) {
-            host.comes_late = None;
-            memory.write_obj(index, GuestAddress(AVAIL + 2)).unwrap();
-        }
-        Ok(limit.is_some())
+        Ok(self.host.lock().unwrap().nap(limit))
+    }
+    fn sleep_for(&mut self, _requests: usize, _other: RawFd, limit: Duration) -> io::Result<bool> {
+        // Beside requests it does not know how to count them.
+        Ok(self.in_flight() == 0 && self.host.lock().unwrap().nap(Some(limit)))
     }
     fn wait(&mut self, _deadline: Instant) -> io::Result<()> {
         self.host.lock().unwrap().finish(0);

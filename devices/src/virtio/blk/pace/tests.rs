@@ -93,43 +93,89 @@ fn answers_pile_up_only_while_the_driver_has_others_to_work_on_and_not_for_long(
     assert_eq!(pile(1, 1, 7, MIN_PILE), Pile::No);
 }
 
+/// Has learnt that requests come so far apart, that it pays when they are not notified, and that the driver has so many
+/// answers to replace.
+fn dozing(gap: Duration, owed: usize) -> Pace {
+    let (mut pace, _) = learnt(gap, US);
+    pace.trial = Trial::of_waiting();
+    answer(&mut pace, owed);
+    pace
+}
+
 #[test]
-fn a_worker_dozes_beside_requests_for_as_long_as_some_take_to_come() {
-    for (gap, limit) in [
-        (US, Some(MIN_PILE)),
-        (100 * US, Some(1600 * US)),
-        (900 * US, Some(MAX_DOZE)),
-        (1100 * US, None),
+fn the_driver_notifies_of_half_of_what_it_has_to_add_unless_as_many_are_under_way() {
+    for (owed, under_way, unnotified) in [
+        // It is not expected to add any.
+        (0, 0, None),
+        (0, 31, None),
+        // Each is notified of.
+        (1, 0, None),
+        (2, 0, None),
+        (2, 1, None),
+        // Half, and that is the second, the third, and the 16th.
+        (3, 0, Some(1)),
+        (5, 4, Some(2)),
+        (32, 0, Some(15)),
+        (31, 1, Some(15)),
+        // None, as one of those completes.
+        (1, 1, Some(1)),
+        (1, 31, Some(31)),
+        (16, 16, Some(16)),
     ] {
-        let (mut pace, _) = learnt(gap, US);
-        pace.trial = Trial::default();
-        assert_eq!(pace.doze(3), None, "it may not pay");
-        pace.trial = Trial::of_waiting();
-        assert_eq!(pace.doze(0), None);
-        for under_way in [1, 31] {
-            let doze = pace.doze(under_way);
-            assert_eq!(doze.is_some(), limit.is_some(), "{gap:?}");
-            if let (Some(doze), Some(limit)) = (doze, limit) {
-                assert_eq!(usize::from(doze.unnotified), under_way);
-                assert!(is_close(doze.limit, limit), "{doze:?}, not {limit:?}");
-            }
+        let doze = dozing(US, owed).doze(under_way);
+        assert_eq!(
+            doze.map(|doze| doze.unnotified),
+            unnotified,
+            "{owed} to do, {under_way} under way"
+        );
+    }
+    let mut pace = dozing(US, 32);
+    pace.trial = Trial::default();
+    assert_eq!(pace.doze(0), None, "it may not pay");
+    assert_eq!(pace.doze(32), None);
+}
+
+#[test]
+fn a_worker_dozes_while_requests_go_round_twice() {
+    for (gap, under_way, limit) in [
+        (US, 1, Some(MIN_PILE)),
+        (100 * US, 0, Some(800 * US)),
+        (100 * US, 12, Some(3200 * US)),
+        (900 * US, 12, Some(MAX_DOZE)),
+        (1100 * US, 12, None),
+    ] {
+        let doze = dozing(gap, 4).doze(under_way);
+        assert_eq!(doze.is_some(), limit.is_some(), "{gap:?}");
+        if let (Some(doze), Some(limit)) = (doze, limit) {
+            assert!(is_close(doze.limit, limit), "{doze:?}, not {limit:?}");
         }
     }
 }
 
 #[test]
 fn a_worker_that_overslept_does_not_doze_for_a_while() {
-    let mut pace = Pace {
-        trial: Trial::of_waiting(),
-        ..Pace::default()
-    };
+    let mut pace = dozing(US, 3);
     assert!(pace.doze(3).is_some());
-    pace.overslept();
+    pace.overslept(1);
     for _ in 0..ALERT {
-        assert_eq!(pace.doze(0), None, "that is no sleep beside others");
+        assert_eq!(pace.doze(3), None, "it was told of no answer since");
+        pace.answered();
         assert_eq!(pace.doze(3), None);
+        pace.taken(1, Instant::now());
     }
+    pace.answered();
     assert!(pace.doze(3).is_some());
+}
+
+#[test]
+fn a_driver_that_adds_nothing_for_long_has_nothing_to_do() {
+    let mut pace = dozing(US, 32);
+    assert!(pace.doze(0).is_some());
+    pace.overslept(0);
+    assert_eq!(pace.doze(0), None);
+    assert!(!pace.may_pile_up(1, 31), "it waits for that one");
+    answer(&mut pace, 3);
+    assert!(pace.doze(0).is_some(), "it has again");
 }
 
 #[test]
@@ -206,7 +252,7 @@ fn with_patience_it_sleeps_for_an_eighth_of_what_the_driver_has() {
         let pile = pace.pile_up(1, under_way, now, now + waited * US);
         let near = |found: Duration| found.abs_diff(limit * US) < 20 * US;
         assert!(
-            matches!(pile, Pile::Sleep(found, sleep) if found == more && near(sleep)),
+            matches!(pile, Pile::Sleep { more: found, limit: sleep, unnotified: None } if found == more && near(sleep)),
             "{pile:?}, not {more} in {limit} us"
         );
     }
@@ -215,13 +261,34 @@ fn with_patience_it_sleeps_for_an_eighth_of_what_the_driver_has() {
 }
 
 #[test]
+fn where_too_few_are_under_way_answers_wait_until_the_driver_has_added_half() {
+    let (mut pace, now) = learnt(100 * US, 100 * US);
+    answer(&mut pace, 32);
+    // Four are told at once, and it has the others to do.
+    for (answers, under_way, unnotified) in
+        [(1, 2, Some(15)), (2, 0, Some(14)), (2, 1, Some(14)), (2, 3, None)]
+    {
+        let pile = pace.pile_up(answers, under_way, now, now);
+        assert!(
+            matches!(pile, Pile::Sleep { unnotified: found, .. } if found == unnotified),
+            "{answers} of {under_way}: {pile:?}"
+        );
+    }
+}
+
+#[test]
 fn no_more_than_a_nap_is_spent_looking() {
     // The next request is due any moment, but others may wait long.
     let (mut pace, now) = learnt(10 * US, 100 * US);
     answer(&mut pace, 64);
+    let nap = Pile::Sleep {
+        more: 1,
+        limit: NAP,
+        unnotified: None,
+    };
     for (waited, pile) in [
-        (Duration::ZERO, Pile::Sleep(1, NAP)),
-        (500 * US, Pile::Sleep(1, NAP)),
+        (Duration::ZERO, nap),
+        (500 * US, nap),
         (630 * US, Pile::Look),
         (640 * US, Pile::No),
     ] {
@@ -246,7 +313,7 @@ fn a_driver_that_looks_for_answers_by_itself_owes_no_more_than_it_has() {
     );
     answer(&mut pace, 2);
     assert!(
-        matches!(pace.pile_up(2, 29, now, now), Pile::Sleep(2, _)),
+        matches!(pace.pile_up(2, 29, now, now), Pile::Sleep { more: 2, .. }),
         "4 of 32"
     );
 }
@@ -262,7 +329,10 @@ fn a_driver_that_goes_on_asking_is_expected_to_and_one_that_waits_is_not() {
         pace.taken(1, now);
     }
     answer(&mut pace, 6);
-    assert!(matches!(pace.pile_up(6, 0, first, now), Pile::Sleep(2, _)));
+    assert!(matches!(
+        pace.pile_up(6, 0, first, now),
+        Pile::Sleep { more: 2, .. }
+    ));
     now += 200 * US;
     let pile = pace.pile_up(6, 0, first, now);
     assert_eq!(pile, Pile::No, "the first has waited enough");
@@ -292,7 +362,10 @@ fn a_driver_with_few_requests_is_told_when_it_has_nothing_else_to_do() {
     pace.told(now);
     // It has not asked again yet.
     pace.answered();
-    assert!(matches!(pace.pile_up(1, 2, now, now), Pile::Sleep(1, _)));
+    assert!(matches!(
+        pace.pile_up(1, 2, now, now),
+        Pile::Sleep { more: 1, .. }
+    ));
     pace.answered();
     assert_eq!(pace.pile_up(2, 1, now, now), Pile::No, "two are enough");
     let (mut pace, now) = learnt(100 * US, 100 * US);

@@ -1,4 +1,4 @@
-//! Whether it pays to have requests wait in the ring until another completes: found out by doing both in turn.
+//! Whether it pays to have requests wait in the ring until others are there or one completes: found out by doing both in turn.
 //!
 //! Where the driver is what everybody waits for, each notification costs it time, and a request that waits in the ring costs
 //! nothing: others keep it busy. Where the disk is, two drivers' threads that wait for each other's requests would halve
@@ -13,7 +13,7 @@ const LENGTH: usize = 128;
 /// After a silence as long as that it says nothing: it begins anew.
 const SILENCE: Duration = Duration::from_millis(4);
 /// Trials of what is better before the other is tried again.
-const OFTEN: u32 = 16;
+const OFTEN: u32 = 32;
 /// The same where the other was far worse.
 const SELDOM: u32 = 64;
 
@@ -81,7 +81,7 @@ impl Trial {
             return;
         }
         // What is hardly worse in time is better in all else.
-        let better = waiting <= apart.saturating_add(apart.wrapping_div(32));
+        let better = waiting <= apart.saturating_add(apart.wrapping_div(16));
         if self.waiting != better {
             self.waiting = better;
             let far = apart.abs_diff(waiting) > apart.wrapping_div(8);

@@ -1,5 +1,7 @@
 //! When the driver can see answers, how long the worker waits for more of them, and what it does first.
 
+use std::time::Duration;
+
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vm_memory::{Bytes, GuestAddress};
 
@@ -118,7 +120,7 @@ fn enough_answers_are_told_before_the_next_requests_are_handed_over() {
     }
 }
 
-/// Has the host do so many of the reads; gives whether each sleep beside the others had a limit, and of which buffer the
+/// Has the host do so many of the reads; gives whether each sleep after that had a limit, and of which buffer the
 /// driver was to notify.
 fn naps(rings: &mut Rings, finish: u16) -> Vec<(bool, u16)> {
     {
@@ -163,9 +165,60 @@ fn with_requests_under_way_the_driver_notifies_of_fewer_for_a_while() {
     let left = READS - 3;
     assert_eq!(naps(&mut rings, 3), [(true, but(left)), (false, index)]);
     assert_eq!(naps(&mut rings, 0), [(false, index)], "nothing came of it");
-    let some = naps(&mut rings, left - 1);
-    assert_eq!(some, [(true, but(1)), (false, index)], "something did");
-    assert_eq!(rings.answers().len(), usize::from(READS - 1));
+    let some = naps(&mut rings, 4);
+    assert_eq!(some, [(true, but(left - 4)), (false, index)], "something did");
+    assert_eq!(rings.answers().len(), usize::from(READS - left) + 4);
+}
+
+#[test]
+fn with_few_requests_under_way_the_driver_notifies_when_it_has_added_half_of_the_others() {
+    for (finished, unnotified) in [(11, 5), (READS - 1, 9), (READS, 9)] {
+        let (mut rings, index) = dozing();
+        let naps = naps(&mut rings, finished);
+        assert_eq!(naps[0], (true, index.wrapping_add(unnotified)), "{finished}");
+        // It has added none in time: from now on it is to notify of each.
+        assert_eq!(naps[1].1, index, "{finished}");
+        assert_eq!(naps.len(), 2);
+    }
+}
+
+#[test]
+fn a_driver_that_notifies_has_not_waited() {
+    let (mut rings, index) = dozing();
+    assert_eq!(naps(&mut rings, READS).len(), 2);
+    assert_eq!(rings.answers().len(), usize::from(READS));
+    for _ in 0..READS {
+        rings.offer(&read()).expect("room in the ring");
+    }
+    rings.harness.kick();
+    let index = index.wrapping_add(READS);
+    assert_eq!(naps(&mut rings, 11)[0], (true, index.wrapping_add(5)));
+}
+
+#[test]
+fn while_answers_wait_a_busy_driver_notifies_when_it_has_added_half() {
+    let mut rings = reading_with(FEATURES | 1 << VIRTIO_RING_F_EVENT_IDX);
+    let mut seen = Vec::new();
+    // Answers wait only where requests are far enough apart that a sleep pays; this machine may take longer than they wait.
+    for _ in 0..1000 {
+        rings.harness.finish_all();
+        rings.answers();
+        for _ in 0..READS {
+            rings.offer(&read()).expect("room in the ring");
+        }
+        std::thread::sleep(Duration::from_millis(1));
+        rings.harness.kick();
+        rings.harness.finish_all();
+        // Told of 20, it adds one, which is answered.
+        rings.offer(&read()).expect("room in the ring");
+        rings.harness.kick();
+        seen = naps(&mut rings, 1);
+        let index: u16 = rings.harness.memory.read_obj(GuestAddress(AVAIL + 2)).unwrap();
+        if seen.first() == Some(&(true, index.wrapping_add(9))) {
+            return;
+        }
+    }
+    panic!("{seen:?}");
 }
 
 #[test]

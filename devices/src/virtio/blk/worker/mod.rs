@@ -114,7 +114,7 @@ pub(super) struct BlkHandler {
     untold_since: Option<Instant>,
     /// It has waited for requests in the ring, in vain.
     rested: bool,
-    /// It has slept beside requests under way, and nothing came of it yet.
+    /// It has dozed, and nothing came of it yet.
     dozed: bool,
     /// The next kick is not the driver's.
     own_kick: bool,
@@ -187,6 +187,8 @@ impl BlkHandler {
     fn rounds(&mut self, session: &mut Session, memory: &Arc<GuestMemory>) -> Result<(), Fault> {
         session.suppress_kicks(self.queue)?;
         self.throttle.refresh(&self.shared, self.queue);
+        // Whatever it slept for, it was called.
+        self.dozed = false;
         let mut left = BATCH;
         loop {
             self.clock.next_round();
@@ -206,8 +208,8 @@ impl BlkHandler {
                 return self.tell(session);
             }
             let busy = answered > 0 || taken > 0;
-            if self.dozed && answered == 0 && taken > 0 && !self.called {
-                self.pace.overslept();
+            if self.dozed && answered == 0 && !self.called {
+                self.pace.overslept(taken);
             }
             self.dozed &= !busy;
             if taken > 0 {

@@ -32,18 +32,30 @@ impl BlkHandler {
         }
         let now = self.clock.now();
         let since = self.untold_since.unwrap_or(now);
-        let (more, limit) = match self.pace.pile_up(self.untold, under_way, since, now) {
+        let (more, limit, unnotified) = match self.pace.pile_up(self.untold, under_way, since, now) {
             Pile::No => return Ok(false),
             Pile::Look => {
                 std::hint::spin_loop();
                 return Ok(true);
             }
-            Pile::Sleep(more, limit) => (more, limit),
+            Pile::Sleep {
+                more,
+                limit,
+                unnotified,
+            } => (more, limit, unnotified),
         };
+        if let Some(unnotified) = unnotified
+            && session.is_left_after_asking(self.queue, unnotified)?
+        {
+            session.suppress_kicks(self.queue)?;
+            return Ok(true);
+        }
         let requests = under_way.clamp(1, more);
-        self.engine
-            .sleep_for(requests, session.events(), limit)
-            .map_err(|error| Fault::Backend("wait for requests", error))
+        let slept = self.engine.sleep_for(requests, session.events(), limit);
+        if unnotified.is_some() {
+            session.suppress_kicks(self.queue)?;
+        }
+        slept.map_err(|error| Fault::Backend("wait for requests", error))
     }
 
     /// Whether requests are expected so soon that the worker stays awake; gives others its processor if they want it.
@@ -96,13 +108,14 @@ impl BlkHandler {
         Ok(false)
     }
 
-    /// Sleeps for a while beside requests under way, which make it look at the ring when they complete: the driver need not
-    /// notify of as many others. False when it did not sleep, or has just done so for nothing.
+    /// Sleeps for a while as [`Pace::doze`](pace::Pace::doze) says. False when it did not sleep, or has just done so for
+    /// nothing.
     fn dozes(&mut self, session: &mut Session) -> Result<bool, Fault> {
         if self.called || self.dozed || self.waits() {
             return Ok(false);
         }
-        let Some(Doze { unnotified, limit }) = self.pace.doze(self.engine.in_flight()) else {
+        let under_way = self.engine.in_flight();
+        let Some(Doze { unnotified, limit }) = self.pace.doze(under_way) else {
             return Ok(false);
         };
         if session.is_left_after_asking(self.queue, unnotified)? {
@@ -111,7 +124,11 @@ impl BlkHandler {
             return Ok(true);
         }
         self.publish(session);
-        let slept = self.engine.commit_and_sleep(session.events(), Some(limit));
+        let slept = if under_way > 0 {
+            self.engine.commit_and_sleep(session.events(), Some(limit))
+        } else {
+            self.engine.sleep_for(1, session.events(), limit)
+        };
         if slept.map_err(|error| Fault::Backend("wait for requests", error))? {
             self.dozed = true;
             session.suppress_kicks(self.queue)?;
