@@ -9,7 +9,13 @@ use super::{
     IN, options,
     rings::{Ask, Rings},
 };
-use crate::virtio::blk::harness::{AVAIL, Harness, host};
+use crate::{
+    rate::{Limiter, Limits},
+    virtio::blk::{
+        BlkOptions,
+        harness::{AVAIL, Harness, host},
+    },
+};
 
 /// Reads under way at once.
 const READS: u16 = 20;
@@ -34,9 +40,13 @@ fn reading() -> Rings {
 }
 
 fn reading_with(features: u64) -> Rings {
+    reading_as(features, options())
+}
+
+fn reading_as(features: u64, options: BlkOptions) -> Rings {
     let mut storage = host(1 << 20, false, 512);
     storage.depth = usize::from(READS);
-    let mut rings = Rings::new(Harness::new(storage, options(), features));
+    let mut rings = Rings::new(Harness::new(storage, options, features));
     for _ in 0..READS {
         rings.offer(&read()).expect("room in the ring");
     }
@@ -219,6 +229,39 @@ fn while_answers_wait_a_busy_driver_notifies_when_it_has_added_half() {
         }
     }
     panic!("{seen:?}");
+}
+
+#[test]
+fn answers_do_not_wait_for_what_a_rate_limit_leaves_in_the_ring() {
+    const ROUNDS: u16 = 30;
+    let limits = Limits {
+        operations_per_second: 1,
+        burst_operations: u64::from(READS * ROUNDS),
+        ..Limits::default()
+    };
+    let options = BlkOptions {
+        limiter: Some(Limiter::new(limits)),
+        ..options()
+    };
+    let mut rings = reading_as(FEATURES, options);
+    for round in 1..=ROUNDS {
+        while rings.harness.host.lock().unwrap().finish(0) {}
+        rings.harness.event();
+        assert_eq!(rings.answers().len(), usize::from(READS));
+        // The worker learns that waiting pays.
+        std::thread::sleep(Duration::from_millis(1));
+        // At last one is done, one has to wait for the limit, and one is in the ring behind it.
+        for _ in 0..if round < ROUNDS { READS } else { 3 } {
+            rings.offer(&read()).expect("room in the ring");
+        }
+        rings.harness.kick();
+    }
+    assert_eq!(rings.harness.host.lock().unwrap().waiting.len(), 1);
+    rings.seen();
+    naps(&mut rings, 1);
+    let looks = rings.seen().len();
+    assert!(looks <= 6, "it has looked for completions {looks} times");
+    assert_eq!(rings.answers().len(), 1);
 }
 
 #[test]

@@ -44,11 +44,15 @@ impl BlkHandler {
                 unnotified,
             } => (more, limit, unnotified),
         };
-        if let Some(unnotified) = unnotified
-            && session.is_left_after_asking(self.queue, unnotified)?
-        {
-            session.suppress_kicks(self.queue)?;
-            return Ok(true);
+        if let Some(unnotified) = unnotified {
+            if self.waits() {
+                // What the driver adds is left in the ring: no answers come of it.
+                return Ok(false);
+            }
+            if session.is_left_after_asking(self.queue, unnotified)? {
+                session.suppress_kicks(self.queue)?;
+                return Ok(true);
+            }
         }
         let requests = under_way.clamp(1, more);
         let slept = self.engine.sleep_for(requests, session.events(), limit);
