@@ -104,7 +104,7 @@ impl Common {
         let subjects = self.wanted(&subjects)?;
         for number in 0..self.runs {
             for subject in &subjects {
-                print(subject, number, &run::start(subject, idle)?);
+                print(subject.name, number, &run::start(subject, idle)?);
             }
         }
         Ok(())
@@ -123,7 +123,7 @@ impl Common {
                     News::Cost(cost) => print(subject, run, &[cost]),
                     News::StoodStill { job } => println!(
                         "{}",
-                        serde_json::json!({ "vmm": subject.name, "run": run, "stood_still": job })
+                        serde_json::json!({ "vmm": subject, "run": run, "stood_still": job })
                     ),
                 }
             })?;
@@ -132,10 +132,10 @@ impl Common {
     }
 }
 
-fn print(subject: &Subject, run: u32, result: &impl Serialize) {
+fn print(subject: &str, run: u32, result: &impl Serialize) {
     println!(
         "{}",
-        serde_json::json!({ "vmm": subject.name, "run": run, "result": result })
+        serde_json::json!({ "vmm": subject, "run": run, "result": result })
     );
 }
 

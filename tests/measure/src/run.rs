@@ -1,12 +1,14 @@
 //! One run of one subject.
 
 use std::{
+    error, fmt,
     io::{BufRead, BufReader, Write},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     time::Duration,
 };
 
 use anyhow::{Context, Result, bail};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
 
 use crate::{
@@ -26,11 +28,35 @@ pub struct Start {
     pss_guest_kib: u64,
 }
 
+/// A guest that prints nothing for so long while something is waited for prints nothing any more. Five that boot beside
+/// each other on an emulated node are silent for seconds.
+const SILENCE: Duration = Duration::from_secs(120);
+
+/// It printed nothing for too long.
+#[derive(Debug)]
+pub struct Silent {
+    marker: String,
+    text: String,
+}
+
+impl fmt::Display for Silent {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            formatter,
+            "it fell silent before it printed {}:\n{}",
+            self.marker, self.text
+        )
+    }
+}
+
+impl error::Error for Silent {}
+
 /// A running subject; killed when dropped.
 pub struct Running {
     child: Child,
     input: ChildStdin,
     lines: BufReader<ChildStdout>,
+    silence: Duration,
 }
 
 impl Running {
@@ -44,7 +70,12 @@ impl Running {
             .with_context(|| format!("start {}", subject.program.display()))?;
         let lines = BufReader::new(child.stdout.take().context("no standard output")?);
         let input = child.stdin.take().context("no standard input")?;
-        Ok(Self { child, input, lines })
+        Ok(Self {
+            child,
+            input,
+            lines,
+            silence: SILENCE,
+        })
     }
 
     /// Its process.
@@ -60,27 +91,50 @@ impl Running {
         self.input.flush().context("type")
     }
 
-    /// Reads on until a line has the marker, and returns that line.
+    /// Reads on until a line has the marker, and returns that line. Fails with [`Silent`] when nothing comes any more.
     pub fn wait_for(&mut self, marker: &str) -> Result<String> {
         let text = self.text_until(marker)?;
         Ok(text.lines().next_back().unwrap_or_default().to_owned())
     }
 
-    /// Reads on until a line has the marker, and returns all lines up to it.
+    /// Reads on until a line has the marker, and returns all lines up to it. Fails with [`Silent`] when nothing comes any
+    /// more.
     pub fn text_until(&mut self, marker: &str) -> Result<String> {
         let mut text = String::new();
         let mut line = Vec::new();
         loop {
-            line.clear();
-            if self.lines.read_until(b'\n', &mut line)? == 0 {
+            if self.lines.buffer().is_empty() && !self.has_more()? {
+                text += &String::from_utf8_lossy(&line);
+                bail!(Silent {
+                    marker: marker.to_owned(),
+                    text
+                });
+            }
+            let read = self.lines.fill_buf()?;
+            if read.is_empty() {
+                text += &String::from_utf8_lossy(&line);
                 bail!("it ended before it printed {marker}:\n{text}");
             }
-            let line = String::from_utf8_lossy(&line);
-            text += &line;
-            if line.contains(marker) {
-                return Ok(text);
+            let end = read.iter().position(|byte| *byte == b'\n');
+            let taken = end.map_or(read.len(), |end| end + 1);
+            line.extend(read.iter().take(taken));
+            self.lines.consume(taken);
+            if end.is_some() {
+                let read = String::from_utf8_lossy(&line);
+                text += &read;
+                if read.contains(marker) {
+                    return Ok(text);
+                }
+                line.clear();
             }
         }
+    }
+
+    /// Waits until it has printed more, or has ended; not for ever.
+    fn has_more(&self) -> Result<bool> {
+        let mut polled = [PollFd::new(self.lines.get_ref(), PollFlags::IN)];
+        let silence = Timespec::try_from(self.silence)?;
+        Ok(poll(&mut polled, Some(&silence)).context("wait for what it prints")? > 0)
     }
 }
 
@@ -130,4 +184,50 @@ fn measure(subject: &Subject, idle: u64, first_instruction_us: u128) -> Result<S
         pss_beyond_guest_kib,
         pss_guest_kib,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A subject that is a shell script.
+    fn running(script: &str) -> Running {
+        let subject = Subject {
+            name: "script",
+            program: "/bin/sh".into(),
+            arguments: vec!["-c".into(), script.into()],
+            image: None,
+        };
+        Running::new(&subject).expect("starts")
+    }
+
+    #[test]
+    fn lines_are_read_up_to_the_marker_and_no_further() {
+        let mut running = running("printf 'a\\nb MARK c\\nrest'; printf ' MARK\\n'");
+        assert_eq!(running.text_until("MARK").expect("comes"), "a\nb MARK c\n");
+        assert_eq!(running.wait_for("MARK").expect("comes"), "rest MARK");
+    }
+
+    #[test]
+    fn one_that_ends_is_told_from_one_that_falls_silent() {
+        let mut ends = running("echo before; printf half");
+        let error = ends.wait_for("MARK").expect_err("it ended");
+        assert!(!error.is::<Silent>());
+        assert_eq!(
+            error.to_string(),
+            "it ended before it printed MARK:\nbefore\nhalf"
+        );
+
+        let mut silent = running("echo before; printf half; exec sleep 600");
+        silent.silence = Duration::from_millis(500);
+        let error = silent
+            .wait_for("MARK")
+            .context("boots")
+            .expect_err("nothing comes");
+        assert!(error.is::<Silent>());
+        assert!(
+            format!("{error:#}").ends_with("printed MARK:\nbefore\nhalf"),
+            "{error:#}"
+        );
+    }
 }

@@ -136,7 +136,7 @@ fn stood_still(lines: &[Line]) -> String {
     }
     names.sort_unstable();
     format!(
-        " Turns that do not count, because a guest stood still: {} ({}).",
+        " Turns and boots that do not count, because a guest stood still: {} ({}).",
         names.len(),
         names.join(", ")
     )

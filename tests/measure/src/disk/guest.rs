@@ -1,7 +1,7 @@
 //! A subject's guest that runs only when it is its turn.
 
 use std::{
-    fs, thread,
+    error, fmt, fs, thread,
     time::{Duration, Instant},
 };
 
@@ -15,7 +15,10 @@ use super::{
     counters::{Counters, disk_bytes},
     job::Job,
 };
-use crate::{run::Running, vmm::Subject};
+use crate::{
+    run::{Running, Silent},
+    vmm::Subject,
+};
 
 /// How long it runs in one go. The longest silence that a guest sees is this times the number of the others, far from what
 /// its kernel would complain of.
@@ -25,7 +28,22 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// A job has begun when it has made so many requests.
 const BEGUN: u64 = 100;
 
-/// See the module.
+/// A guest does nothing any more.
+#[derive(Debug)]
+pub struct StoodStill {
+    /// The subject's name.
+    pub subject: &'static str,
+}
+
+impl fmt::Display for StoodStill {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}: its guest stands still", self.subject)
+    }
+}
+
+impl error::Error for StoodStill {}
+
+/// See the module. What waits for the guest fails with [`StoodStill`] when it does nothing any more.
 pub struct Guest<'a> {
     /// What it is a guest of.
     pub subject: &'a Subject,
@@ -47,9 +65,7 @@ impl<'a> Guest<'a> {
 
     /// Waits until it is up, has each thread stay where it is, and stops it.
     pub fn settle(&mut self) -> Result<()> {
-        self.running
-            .wait_for("GUEST-READY")
-            .with_context(|| format!("{} boots", self.subject.name))?;
+        self.wait_for("GUEST-READY")?;
         self.part()?;
         self.stop()
     }
@@ -60,12 +76,12 @@ impl<'a> Guest<'a> {
         self.go_on()?;
         self.running
             .type_line(&format!("{} & echo BEGINS-$((1 + 1))", job.command()))?;
-        self.running.wait_for("BEGINS-2")?;
+        self.wait_for("BEGINS-2")?;
         let begin = Instant::now();
         while job.requests(disk_bytes(self.running.pid())? - before) < BEGUN {
             if begin.elapsed() > PATIENCE {
                 self.running.type_line("cat /tmp/fio; echo TOLD-$((1 + 1))")?;
-                let text = self.running.text_until("TOLD-2")?;
+                let text = self.wait_for("TOLD-2")?;
                 bail!("{}: {} does not begin: {text}", self.subject.name, job.name);
             }
             thread::sleep(Duration::from_millis(10));
@@ -78,19 +94,45 @@ impl<'a> Guest<'a> {
         self.go_on()?;
         self.running
             .type_line("kill $!; wait $!; echo ENDED-$((1 + 1))")?;
-        self.running.wait_for("ENDED-2")?;
+        self.wait_for("ENDED-2")?;
         self.stop()
     }
 
-    /// Lets it run for a moment; gives how long that was, and what it cost.
-    pub fn slice(&mut self) -> Result<(Duration, Counters)> {
+    /// Lets it run for a moment; gives how long that was, and what it cost. There were requests.
+    pub fn slice(&mut self, job: &Job) -> Result<(Duration, Counters)> {
         let before = Counters::read(self.running.pid())?;
-        let begin = Instant::now();
-        self.go_on()?;
-        thread::sleep(SLICE);
-        self.stop()?;
-        let time = begin.elapsed();
-        Ok((time, Counters::read(self.running.pid())?.since(&before)))
+        let mut time = Duration::ZERO;
+        // The host may have taken the processor away for all of one.
+        for _ in 0..2 {
+            let begin = Instant::now();
+            self.go_on()?;
+            thread::sleep(SLICE);
+            self.stop()?;
+            time += begin.elapsed();
+            let cost = Counters::read(self.running.pid())?.since(&before);
+            if job.requests(cost.disk_bytes) > 0 {
+                return Ok((time, cost));
+            }
+        }
+        bail!(self.stood_still())
+    }
+
+    /// Gives what was printed up to a line that has the marker.
+    fn wait_for(&mut self, marker: &str) -> Result<String> {
+        self.running.text_until(marker).map_err(|error| {
+            if error.is::<Silent>() {
+                eprintln!("{}: {error}", self.subject.name);
+                self.stood_still().into()
+            } else {
+                error.context(self.subject.name)
+            }
+        })
+    }
+
+    fn stood_still(&self) -> StoodStill {
+        StoodStill {
+            subject: self.subject.name,
+        }
     }
 
     fn go_on(&self) -> Result<()> {

@@ -6,18 +6,23 @@
 //! stopped. Nothing of a job's beginning and end is in the figures.
 //!
 //! An emulated processor may let a guest down: an interrupt while these are off, after which its kernel waits for ever for a
-//! lock that it holds itself. Such a turn does not count, and it is told whose guest it was.
+//! lock that it holds itself. Such a turn does not count, and it is told whose guest it was; so with one that falls silent
+//! while it boots.
 
 mod counters;
 mod guest;
 mod job;
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{collections::BTreeMap, ops::Range, time::Duration};
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
 
-use self::{counters::Counters, guest::Guest, job::JOBS};
+use self::{
+    counters::Counters,
+    guest::{Guest, StoodStill},
+    job::{JOBS, Job},
+};
 use crate::vmm::Subject;
 
 /// How often each guest runs in a turn.
@@ -43,7 +48,7 @@ const MAX_FALLS: u32 = 5;
 pub enum News {
     /// A job's cost in a turn.
     Cost(Box<Cost>),
-    /// The guest did nothing any more in a turn, which does not count. All are booted anew.
+    /// The guest did nothing any more, in a turn, which does not count, or before. All are booted anew.
     StoodStill {
         /// The job.
         job: &'static str,
@@ -51,44 +56,50 @@ pub enum News {
 }
 
 /// Boots all subjects' guests and runs on their disks all jobs whose name contains `wanted`, for that many turns. `each` is
-/// told what happened in which turn.
-pub fn run(
-    subjects: &[&Subject],
-    wanted: &str,
-    turns: u32,
-    each: impl Fn(&Subject, u32, News),
-) -> Result<()> {
-    let mut up: Option<Vec<Guest<'_>>> = None;
+/// told what happened to which subject in which turn.
+pub fn run(subjects: &[&Subject], wanted: &str, turns: u32, each: impl Fn(&str, u32, News)) -> Result<()> {
+    let mut up = None;
     for job in JOBS.iter().filter(|job| job.name.contains(wanted)) {
-        let (mut turn, mut falls) = (0, 0);
-        while turn < turns {
-            let mut guests = match up.take() {
-                Some(guests) => guests,
-                None => boot(subjects)?,
-            };
-            guests.iter_mut().try_for_each(|guest| guest.begin(job))?;
-            let mut still = None;
-            while turn < turns && still.is_none() {
-                still = self::turn(&mut guests, job, |subject, cost| {
-                    each(subject, turn, News::Cost(Box::new(cost)));
-                })?;
-                turn += u32::from(still.is_none());
-            }
-            if let Some(subject) = still {
-                each(subject, turn, News::StoodStill { job: job.name });
-                falls += 1;
-                ensure!(
-                    falls < MAX_FALLS,
-                    "guests stand still again and again in {}",
-                    job.name
-                );
-            } else {
-                guests.iter_mut().try_for_each(Guest::end)?;
-                up = Some(guests);
+        let mut left = 0..turns;
+        let mut falls = 0;
+        while left.start < left.end {
+            match some_turns(up.take(), subjects, job, &mut left, &each) {
+                Ok(guests) => up = Some(guests),
+                Err(error) => {
+                    let still: StoodStill = error.downcast()?;
+                    each(still.subject, left.start, News::StoodStill { job: job.name });
+                    falls += 1;
+                    ensure!(
+                        falls < MAX_FALLS,
+                        "guests stand still again and again in {}",
+                        job.name
+                    );
+                }
             }
         }
     }
     Ok(())
+}
+
+/// Has those that are up, or all that are booted then, do a job in turns, until none is left of these or a guest stands
+/// still.
+fn some_turns<'a>(
+    up: Option<Vec<Guest<'a>>>,
+    subjects: &[&'a Subject],
+    job: &Job,
+    left: &mut Range<u32>,
+    each: impl Fn(&str, u32, News),
+) -> Result<Vec<Guest<'a>>> {
+    let mut guests = up.map_or_else(|| boot(subjects), Ok)?;
+    guests.iter_mut().try_for_each(|guest| guest.begin(job))?;
+    while left.start < left.end {
+        turn(&mut guests, job, |subject, cost| {
+            each(subject, left.start, News::Cost(Box::new(cost)));
+        })?;
+        left.next();
+    }
+    guests.iter_mut().try_for_each(Guest::end)?;
+    Ok(guests)
 }
 
 /// Boots them beside each other; all are stopped then.
@@ -101,29 +112,17 @@ fn boot<'a>(subjects: &[&'a Subject]) -> Result<Vec<Guest<'a>>> {
     Ok(guests)
 }
 
-/// One turn of all; gives the first that did nothing, and tells of no cost then.
-fn turn<'a>(
-    guests: &mut [Guest<'a>],
-    job: &job::Job,
-    each: impl Fn(&Subject, Cost),
-) -> Result<Option<&'a Subject>> {
+/// One turn of all. When a guest stands still it tells of no cost.
+fn turn(guests: &mut [Guest<'_>], job: &Job, each: impl Fn(&str, Cost)) -> Result<()> {
     let mut order: Vec<usize> = (0..guests.len()).collect();
     let mut sums = vec![(Duration::ZERO, Counters::default()); guests.len()];
     for slice in 0..SLICES {
-        'guests: for number in &order {
-            let (Some(guest), Some((time, sum))) = (guests.get_mut(*number), sums.get_mut(*number)) else {
-                continue;
-            };
-            // The host may have taken the processor away for all of one.
-            for _ in 0..2 {
-                let (took, cost) = guest.slice()?;
+        for number in &order {
+            if let (Some(guest), Some((time, sum))) = (guests.get_mut(*number), sums.get_mut(*number)) {
+                let (took, cost) = guest.slice(job)?;
                 *time += took;
                 sum.add(&cost);
-                if job.requests(cost.disk_bytes) > 0 {
-                    continue 'guests;
-                }
             }
-            return Ok(Some(guest.subject));
         }
         // None is always the one that comes after the same other.
         if slice % 2 == 0 {
@@ -133,14 +132,14 @@ fn turn<'a>(
         }
     }
     for (guest, (time, sum)) in guests.iter().zip(sums) {
-        each(guest.subject, cost(job, time, sum));
+        each(guest.subject.name, cost(job, time, sum));
     }
-    Ok(None)
+    Ok(())
 }
 
 /// For each request. There were some.
 #[allow(clippy::cast_precision_loss, reason = "small numbers")]
-fn cost(job: &job::Job, time: Duration, sum: Counters) -> Cost {
+fn cost(job: &Job, time: Duration, sum: Counters) -> Cost {
     let requests = job.requests(sum.disk_bytes);
     let each = |value: f64| value / requests as f64;
     let kvm: BTreeMap<String, f64> = sum
