@@ -73,6 +73,10 @@ pub(super) struct Harness {
 
 impl Harness {
     pub(super) fn new(host: Host, options: BlkOptions, features: u64) -> Self {
+        Self::with_interrupts(host, options, features, &MockMsi::default())
+    }
+
+    pub(super) fn with_interrupts(host: Host, options: BlkOptions, features: u64, msi: &MockMsi) -> Self {
         let ranges = [
             (GuestAddress(0), REGION as usize),
             (GuestAddress(HOLE_END), REGION as usize),
@@ -83,8 +87,12 @@ impl Harness {
             event: EventFd::new(EFD_NONBLOCK).unwrap(),
         };
         let mut front = Blk::new(Box::new(image), options);
-        let msix = Msix::new(&MockMsi::default(), 2).unwrap();
+        let mut msix = Msix::new(msi, 2).unwrap();
+        // Enabled; the first vector is not masked.
+        msix.write_message_control(1 << 15);
+        msix.write_table(12, &0_u32.to_le_bytes());
         let signals = Arc::new(Signals::new(Arc::clone(msix.vectors()), 1));
+        signals.set_queue_vector(0, 0);
         let handler = front.workers(&signals).unwrap().remove(0).handler;
         let mut harness = Self {
             memory: GuestMemory::from_ranges(&ranges).unwrap(),

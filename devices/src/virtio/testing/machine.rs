@@ -7,7 +7,7 @@ use std::{
         Arc, Condvar, Mutex,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use vmm_sys_util::eventfd::EventFd;
@@ -31,9 +31,18 @@ pub struct MockMsi {
     delivered: Arc<Delivered>,
     /// Vectors in use.
     allocated: Arc<AtomicU64>,
+    takes: Duration,
 }
 
 impl MockMsi {
+    /// One on which it takes that long to send an interrupt, as where a hypervisor runs on another one.
+    pub fn slow(takes: Duration) -> Self {
+        Self {
+            takes,
+            ..Self::default()
+        }
+    }
+
     /// How many messages with that data were delivered.
     pub fn count(&self, data: u32) -> u64 {
         self.delivered
@@ -80,6 +89,7 @@ struct MockVector {
     message: Mutex<Option<MsiMessage>>,
     delivered: Arc<Delivered>,
     allocated: Arc<AtomicU64>,
+    takes: Duration,
 }
 
 impl MsiController for MockMsi {
@@ -89,6 +99,7 @@ impl MsiController for MockMsi {
             message: Mutex::new(None),
             delivered: Arc::clone(&self.delivered),
             allocated: Arc::clone(&self.allocated),
+            takes: self.takes,
         }))
     }
 }
@@ -100,6 +111,9 @@ impl MsiVector for MockVector {
     }
 
     fn trigger(&self) {
+        if !self.takes.is_zero() {
+            std::thread::sleep(self.takes);
+        }
         if let Some(message) = *self.message.lock().unwrap() {
             *self
                 .delivered

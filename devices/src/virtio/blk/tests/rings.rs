@@ -120,7 +120,7 @@ impl Rings {
         std::mem::take(&mut self.harness.host.lock().unwrap().seen)
     }
 
-    /// Answers since the last call.
+    /// Answers since the last call. The driver wants to be told of the next one.
     pub(super) fn answers(&mut self) -> Vec<(u16, u8, Vec<u8>)> {
         let memory = self.harness.memory.clone();
         let used: u16 = memory.read_obj(GuestAddress(USED + 2)).unwrap();
@@ -140,6 +140,8 @@ impl Rings {
             let status = bytes.pop().unwrap();
             answers.push((head, status, bytes));
         }
+        let used_event = GuestAddress(AVAIL + 4 + u64::from(SIZE) * 2);
+        memory.write_obj(self.seen, used_event).unwrap();
         answers
     }
 }

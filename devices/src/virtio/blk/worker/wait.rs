@@ -30,6 +30,14 @@ impl BlkHandler {
         if self.called || !self.pace.may_pile_up(self.untold, under_way) {
             return Ok(false);
         }
+        if self.waits()
+            && !self
+                .pace
+                .is_enough(self.untold.saturating_add(under_way), under_way)
+        {
+            // Too few are under way, and no answers come of what the driver adds: it is left in the ring.
+            return Ok(false);
+        }
         let now = self.clock.now();
         let since = self.untold_since.unwrap_or(now);
         let (more, limit, unnotified) = match self.pace.pile_up(self.untold, under_way, since, now) {
@@ -44,15 +52,11 @@ impl BlkHandler {
                 unnotified,
             } => (more, limit, unnotified),
         };
-        if let Some(unnotified) = unnotified {
-            if self.waits() {
-                // What the driver adds is left in the ring: no answers come of it.
-                return Ok(false);
-            }
-            if session.is_left_after_asking(self.queue, unnotified)? {
-                session.suppress_kicks(self.queue)?;
-                return Ok(true);
-            }
+        if let Some(unnotified) = unnotified
+            && session.is_left_after_asking(self.queue, unnotified)?
+        {
+            session.suppress_kicks(self.queue)?;
+            return Ok(true);
         }
         let requests = under_way.clamp(1, more);
         let slept = self.engine.sleep_for(requests, session.events(), limit);
