@@ -16,7 +16,7 @@ use super::{
     job::Job,
 };
 use crate::{
-    run::{Running, Silent},
+    run::{Running, Unheard},
     vmm::Subject,
 };
 
@@ -120,7 +120,7 @@ impl<'a> Guest<'a> {
     /// Gives what was printed up to a line that has the marker.
     fn wait_for(&mut self, marker: &str) -> Result<String> {
         self.running.text_until(marker).map_err(|error| {
-            if error.is::<Silent>() {
+            if error.is::<Unheard>() {
                 eprintln!("{}: {error}", self.subject.name);
                 self.stood_still().into()
             } else {

@@ -6,8 +6,8 @@
 //! stopped. Nothing of a job's beginning and end is in the figures.
 //!
 //! An emulated processor may let a guest down: an interrupt while these are off, after which its kernel waits for ever for a
-//! lock that it holds itself. Such a turn does not count, and it is told whose guest it was; so with one that falls silent
-//! while it boots.
+//! lock that it holds itself. Such a turn does not count, and it is told whose guest it was; so with one that does
+//! not get up.
 
 mod counters;
 mod guest;

@@ -30,12 +30,9 @@ impl BlkHandler {
         if self.called || !self.pace.may_pile_up(self.untold, under_way) {
             return Ok(false);
         }
-        if self.waits()
-            && !self
-                .pace
-                .is_enough(self.untold.saturating_add(under_way), under_way)
-        {
-            // Too few are under way, and no answers come of what the driver adds: it is left in the ring.
+        let at_most = self.untold.saturating_add(under_way);
+        if self.waits() && !self.pace.is_enough(at_most, under_way) {
+            // No answers come of what the driver adds: it is left in the ring.
             return Ok(false);
         }
         let now = self.clock.now();
