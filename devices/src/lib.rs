@@ -18,6 +18,7 @@ pub mod ram;
 pub mod rate;
 pub mod serial;
 pub mod sys;
+pub mod thread;
 pub mod virtio;
 
 /// Guest memory as every part of the project has it. Writes through it are marked in the bitmap that live

@@ -22,13 +22,13 @@ use super::{
     engine::{Completion, Engine, Request},
     target::{Bounce, Target},
 };
-use crate::sys::event::wait_for;
+use crate::{
+    sys::event::wait_for,
+    thread::{self, ThreadKind},
+};
 
 /// Most threads of an image: what keeps a disk busy that does several requests at once, at little memory.
 const MAX_THREADS: usize = 16;
-
-/// They run nothing deep.
-const STACK_BYTES: usize = 128 << 10;
 
 /// Most requests of a [`PoolEngine`] at once.
 const DEPTH: usize = 256;
@@ -143,10 +143,7 @@ impl Pool {
 
     fn add_thread(&self, state: &mut State) -> io::Result<()> {
         let shared = Arc::clone(&self.shared);
-        let thread = std::thread::Builder::new()
-            .name("blk-pool".into())
-            .stack_size(STACK_BYTES)
-            .spawn(move || shared.serve())?;
+        let thread = thread::spawn(ThreadKind::Storage, "blk-pool", move || shared.serve())?;
         state.threads.push(thread);
         // It takes a job, or finds none, before it counts itself.
         state.idle = state.idle.saturating_add(1);

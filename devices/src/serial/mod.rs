@@ -1,7 +1,7 @@
 //! The serial port: a 16550A whose output is kept in memory and served to any number of readers.
 //!
 //! ```text
-//!  vCPU threads                                      thread "aux"
+//!  vCPU threads                                      thread "serial"
 //!  THR write ──▶ Uart ──▶ History (ring, 256 KiB) ──▶ Server ──▶ log file, terminal, console clients
 //!  RBR read  ◀── Uart ◀── input, as the guest makes room ◀──────────┘
 //! ```

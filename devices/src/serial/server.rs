@@ -28,6 +28,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use self::worker::Worker;
 use super::{log::Log, uart::Uart};
+use crate::thread::{self, ThreadKind};
 
 /// Most clients at once.
 pub const MAX_CLIENTS: usize = 16;
@@ -70,9 +71,7 @@ impl Server {
     pub fn start(uart: Arc<Mutex<Uart>>, setup: Setup) -> io::Result<Self> {
         let stop = EventFd::new(EFD_NONBLOCK)?;
         let mut worker = Worker::new(uart, setup, stop.try_clone()?)?;
-        let thread = std::thread::Builder::new()
-            .name("aux".into())
-            .spawn(move || worker.run())?;
+        let thread = thread::spawn(ThreadKind::Serial, "serial", move || worker.run())?;
         Ok(Self {
             stop,
             thread: Some(thread),

@@ -19,7 +19,6 @@ use std::{
         Arc,
         mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel},
     },
-    thread,
     time::{Duration, Instant},
 };
 
@@ -27,6 +26,7 @@ use devices::{
     component::Component,
     pci::HotPlug,
     rate::Limiter,
+    thread::{self, ThreadKind},
     virtio::{
         blk::{BlkControl, OperationStats},
         transport::VirtioPciDevice,
@@ -199,7 +199,7 @@ impl Disks {
             notifier.notify(Notice::Unplugged);
         };
         // Without a thread it is dropped here: that waits for the disk's threads too, but not long.
-        if let Err(error) = thread::Builder::new().name("unplug".to_owned()).spawn(end) {
+        if let Err(error) = thread::spawn(ThreadKind::Helper, "unplug", end) {
             error!(disk = name, %error, "starting a thread that ends a disk");
             self.sockets.notifier.notify(Notice::Unplugged);
         }

@@ -1,12 +1,13 @@
 //! What lies in RAM when the guest begins: firmware tables, kernel, initial RAM disk. Built anew at each reset; the
 //! files stay open, not in memory.
 
-use std::{
-    fs::File,
-    thread::{self, JoinHandle},
-};
+use std::{fs::File, thread::JoinHandle};
 
-use devices::{GuestMemory, legacy, pci::hotplug};
+use devices::{
+    GuestMemory, legacy,
+    pci::hotplug,
+    thread::{self, ThreadKind},
+};
 use proto::{
     model::{self, topology::Topology},
     vmm::ErrorKind,
@@ -118,7 +119,7 @@ impl Loading {
     /// Begins to load `image` into `ram`.
     pub(super) fn start(image: Image, ram: GuestRam) -> Result<Self, Failure> {
         let load = move || image.load(&ram).map(|entry| (image, entry));
-        let thread = thread::Builder::new().name("loader".to_owned()).spawn(load);
+        let thread = thread::spawn(ThreadKind::Helper, "loader", load);
         thread.map(Self).map_err(|error| Failure {
             kind: ErrorKind::Resources,
             message: format!("starting a thread for loading the kernel: {error}"),

@@ -8,10 +8,13 @@ use std::{
         Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
-    thread::{self, available_parallelism},
+    thread,
 };
 
-use devices::GuestMemory;
+use devices::{
+    GuestMemory,
+    thread::{ThreadKind, spawn_scoped},
+};
 use rustix::{
     io::Errno,
     mm::{Advice, madvise},
@@ -63,6 +66,13 @@ pub(super) fn zero(memory: &GuestMemory, page: u64) -> io::Result<()> {
     })
 }
 
+/// Processors that this thread may run on. Not [`thread::available_parallelism`]: that one opens files of cgroups.
+fn processors() -> usize {
+    let allowed = rustix::thread::sched_getaffinity(None);
+    let count = allowed.map_or(1, |processors| processors.count());
+    usize::try_from(count).unwrap_or(1).max(1)
+}
+
 fn in_parallel(
     memory: &GuestMemory,
     page: u64,
@@ -77,7 +87,7 @@ fn in_parallel(
             length: size.min(length.saturating_sub(offset)),
         }));
     }
-    let threads = available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
+    let threads = processors().min(MAX_THREADS);
     let next = AtomicUsize::new(0);
     let failed = Mutex::new(None);
     let worker = || {
@@ -92,9 +102,7 @@ fn in_parallel(
     };
     thread::scope(|scope| {
         for _ in 1..threads.min(pieces.len()) {
-            let started = thread::Builder::new()
-                .name("memory".to_owned())
-                .spawn_scoped(scope, worker);
+            let started = spawn_scoped(scope, ThreadKind::Helper, "memory", worker);
             // With fewer threads it takes longer.
             drop(started);
         }

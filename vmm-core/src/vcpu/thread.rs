@@ -7,17 +7,17 @@ use std::{
         atomic::{AtomicU64, Ordering},
         mpsc,
     },
-    thread::{Builder, JoinHandle},
+    thread::JoinHandle,
 };
 
-use devices::bus::Effect;
+use devices::{
+    bus::Effect,
+    thread::{self, ThreadKind},
+};
 use kvm_bindings::CpuId;
 
 use super::{ExitCounts, Outside, Report, ReportKind, schedule::Schedule};
 use crate::kvm::{Exit, Kicker, KvmError, Vcpu, VcpuState};
-
-/// Device models are shallow; what is not touched costs nothing.
-const STACK_BYTES: usize = 512 << 10;
 
 /// What a parked vCPU can be told.
 pub(super) enum Call {
@@ -151,16 +151,13 @@ impl VcpuThread {
     /// Starts it, parked. It ends when the sender of `calls` is dropped.
     pub(super) fn spawn(self, calls: mpsc::Receiver<Call>) -> io::Result<JoinHandle<()>> {
         let farewell = Farewell(Arc::clone(&self.shared));
-        Builder::new()
-            .name(format!("vcpu-{}", self.index))
-            .stack_size(STACK_BYTES)
-            .spawn(move || {
-                if let Ok(schedule) = Schedule::of_this_thread() {
-                    let _ = farewell.0.schedule.set(schedule);
-                }
-                let _farewell = farewell;
-                self.serve(&calls);
-            })
+        thread::spawn(ThreadKind::Vcpu, format!("vcpu-{}", self.index), move || {
+            if let Ok(schedule) = Schedule::of_this_thread() {
+                let _ = farewell.0.schedule.set(schedule);
+            }
+            let _farewell = farewell;
+            self.serve(&calls);
+        })
     }
 
     fn serve(mut self, calls: &mpsc::Receiver<Call>) {

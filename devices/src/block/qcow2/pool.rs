@@ -8,7 +8,7 @@ use std::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
     time::Duration,
 };
 
@@ -19,12 +19,11 @@ use crate::{
         pool::Job,
     },
     sys::Iovecs,
+    thread::{self, ThreadKind},
 };
 
 /// Requests of one image that are carried out at once.
 const THREADS: usize = 4;
-/// imago goes a little deep, and a panic of it must be told.
-const STACK_BYTES: usize = 512 << 10;
 /// How long the end of an image waits for requests under way.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long changes of tables may wait for the guest's flush.
@@ -128,8 +127,7 @@ impl Pool {
         while threads.len() < THREADS {
             let shared = Arc::clone(&self.shared);
             let name = format!("qcow2-{}", threads.len());
-            let builder = thread::Builder::new().name(name).stack_size(STACK_BYTES);
-            match builder.spawn(move || shared.work()) {
+            match thread::spawn(ThreadKind::Storage, name, move || shared.work()) {
                 Ok(thread) => threads.push(thread),
                 // Fewer are slower.
                 Err(error) if threads.is_empty() => return Err(error),

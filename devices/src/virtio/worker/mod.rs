@@ -36,7 +36,7 @@ use super::{
     queue::QueueState,
     signals::Signals,
 };
-use crate::GuestMemory;
+use crate::{GuestMemory, thread::ThreadKind};
 
 /// How long an ending worker is waited for before it is left alone.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -126,7 +126,7 @@ impl Workers {
                 wake: Arc::clone(&wake),
             };
             let (alive, ended) = mpsc::channel::<()>();
-            let thread = std::thread::Builder::new().name(spec.name).spawn(move || {
+            let thread = crate::thread::spawn(ThreadKind::Worker, spec.name, move || {
                 let _until_the_end = alive;
                 worker.run();
             })?;

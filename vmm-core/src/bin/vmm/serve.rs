@@ -4,10 +4,10 @@ use std::{
     fs::File,
     os::fd::{AsRawFd, OwnedFd, RawFd},
     sync::mpsc::channel,
-    thread,
 };
 
 use anyhow::{Context, Result};
+use devices::thread::{self, ThreadKind};
 use rustix::net::listen;
 use vmm_core::{
     board::assemble::{Assembler, Console},
@@ -35,9 +35,7 @@ pub fn serve(args: &Serve) -> Result<i32> {
     let signals = sys::termination_signals().context("taking termination signals")?;
     let (server, outbox) =
         Server::new(control, signals, inputs.clone()).context("listening on the control socket")?;
-    let thread = thread::Builder::new()
-        .name("control".to_owned())
-        .spawn(move || server.run())
+    let thread = thread::spawn(ThreadKind::Control, "control", move || server.run())
         .context("starting the control thread")?;
 
     let assembler = Assembler::new(Console::Socket(console));

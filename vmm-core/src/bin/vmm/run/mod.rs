@@ -8,10 +8,10 @@ use std::{
     io,
     os::fd::{AsFd, OwnedFd},
     sync::mpsc::{Sender, channel},
-    thread,
 };
 
 use anyhow::{Context, Result, bail};
+use devices::thread::{self, ThreadKind};
 use proto::vmm::{Event, ExitKind};
 use rustix::event::{PollFd, PollFlags, poll};
 use vmm_core::{
@@ -74,7 +74,7 @@ pub fn run(args: &Run) -> Result<i32> {
 /// Has the driver stop the machine at a termination signal, or when the escape was typed.
 fn stop_when_asked(signals: OwnedFd, escape: EventFd, inputs: Sender<Input>) -> io::Result<()> {
     let escape = OwnedFd::from(sys::into_file(escape));
-    thread::Builder::new().name("signals".to_owned()).spawn(move || {
+    thread::spawn(ThreadKind::Control, "signals", move || {
         let mut fds = [signals.as_fd(), escape.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         while let Err(rustix::io::Errno::INTR) = poll(&mut fds, None) {}
         let _ = inputs.send(Input::Request(TOKEN, Request::Stop));

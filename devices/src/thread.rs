@@ -1,0 +1,149 @@
+//! The one way in which this process makes threads.
+//!
+//! Each thread has a [`ThreadKind`], which says what it may do. Before its body, each new thread runs the process's
+//! *entry*, if one was set: `vmm` limits the thread's system calls there. This crate knows nothing of the limits.
+
+use std::{
+    fmt, io,
+    sync::OnceLock,
+    thread::{Builder, JoinHandle, Scope, ScopedJoinHandle},
+};
+
+/// What a thread is for. Threads of one kind have the same rights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ThreadKind {
+    /// Drives the machine's life and makes most other threads; the process's first thread.
+    Main,
+    /// Serves the control socket, or waits for signals.
+    Control,
+    /// Runs a vCPU.
+    Vcpu,
+    /// Runs queues of a virtio device. Makes the threads of its image's pool.
+    Worker,
+    /// Carries out requests to an image by waiting for them.
+    Storage,
+    /// Serves the serial port.
+    Serial,
+    /// Does one thing for the main thread and ends: loads a kernel, prepares memory, opens or closes an image.
+    Helper,
+}
+
+impl ThreadKind {
+    /// All kinds.
+    pub const ALL: [Self; 7] = [
+        Self::Main,
+        Self::Control,
+        Self::Vcpu,
+        Self::Worker,
+        Self::Storage,
+        Self::Serial,
+        Self::Helper,
+    ];
+
+    /// Name for logs and exit records.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Main => "main",
+            Self::Control => "control",
+            Self::Vcpu => "vcpu",
+            Self::Worker => "worker",
+            Self::Storage => "storage",
+            Self::Serial => "serial",
+            Self::Helper => "helper",
+        }
+    }
+
+    /// Bytes of stack; `None` for the process's default. What a thread does not touch costs address space only.
+    const fn stack(self) -> Option<usize> {
+        match self {
+            // Device models, imago and the report of a panic go a little deep.
+            Self::Vcpu | Self::Storage | Self::Helper => Some(512 << 10),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for ThreadKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+type Entry = Box<dyn Fn(ThreadKind) + Send + Sync>;
+
+static ENTRY: OnceLock<Entry> = OnceLock::new();
+
+/// Sets what each new thread runs first. To be called once, before the first [`spawn`]; false when there is an entry
+/// already, which stays.
+///
+/// The entry has to end the process when it fails: the thread's body runs when it returns.
+pub fn set_entry(entry: impl Fn(ThreadKind) + Send + Sync + 'static) -> bool {
+    ENTRY.set(Box::new(entry)).is_ok()
+}
+
+/// Starts a thread. `name` is what the kernel and logs show of it (the kernel the first 15 bytes).
+pub fn spawn<T: Send + 'static>(
+    kind: ThreadKind,
+    name: impl Into<String>,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    builder(kind, name.into()).spawn(move || {
+        enter(kind);
+        body()
+    })
+}
+
+/// Starts a thread that ends before `scope` does.
+pub fn spawn_scoped<'scope, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    kind: ThreadKind,
+    name: impl Into<String>,
+    body: impl FnOnce() -> T + Send + 'scope,
+) -> io::Result<ScopedJoinHandle<'scope, T>> {
+    builder(kind, name.into()).spawn_scoped(scope, move || {
+        enter(kind);
+        body()
+    })
+}
+
+fn builder(kind: ThreadKind, name: String) -> Builder {
+    let builder = Builder::new().name(name);
+    match kind.stack() {
+        Some(bytes) => builder.stack_size(bytes),
+        None => builder,
+    }
+}
+
+fn enter(kind: ThreadKind) {
+    if let Some(entry) = ENTRY.get() {
+        entry(kind);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    thread_local! {
+        static ENTERED: Cell<Option<ThreadKind>> = const { Cell::new(None) };
+    }
+
+    #[test]
+    fn every_new_thread_runs_the_entry_before_its_body_with_its_kind() {
+        assert!(set_entry(|kind| ENTERED.set(Some(kind))));
+        assert!(!set_entry(|_| ENTERED.set(None)), "there is one entry");
+        for kind in ThreadKind::ALL {
+            let thread = spawn(kind, "by-kind", || ENTERED.get()).unwrap();
+            assert_eq!(thread.join().unwrap(), Some(kind));
+            let scoped = std::thread::scope(|scope| {
+                let thread = spawn_scoped(scope, kind, "scoped", || ENTERED.get()).unwrap();
+                thread.join().unwrap()
+            });
+            assert_eq!(scoped, Some(kind));
+        }
+        assert_eq!(ENTERED.get(), None, "not this thread");
+    }
+}
