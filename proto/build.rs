@@ -12,6 +12,8 @@ const FILES: &[&str] = &[
     "vmmd/v1/operation.proto",
     "vmmd/v1/event.proto",
     "vmm/v1/control.proto",
+    "vmm/state/v1/devices.proto",
+    "vmm/state/v1/machine.proto",
 ];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

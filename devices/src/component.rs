@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use crate::state::{Section, StateError};
+
 /// Why a part could not do as it was told. The machine names the part.
 #[derive(Debug, thiserror::Error)]
 pub enum ComponentError {
@@ -19,8 +21,11 @@ pub enum ComponentError {
 /// A part of the machine with a life: devices with workers, interrupt controllers, clocks.
 ///
 /// Order of a pause: the vCPUs stop, then the devices in the order of assembly, then interrupt controllers and
-/// clocks. Resume is the reverse. A reset is done with all vCPUs stopped: devices, then interrupt controllers. No
-/// method has a silent default. Saving and restoring state join this trait with snapshots.
+/// clocks. Resume is the reverse. A reset is done with all vCPUs stopped: devices, then interrupt controllers.
+///
+/// A save happens while the component is paused and changes nothing that a guest sees: the component may resume
+/// afterwards. A restore happens on a component that was built like the saved one and has never run; guest memory is
+/// complete before it. No method has a default.
 pub trait Component: Send {
     /// What it is called in messages: "disk root", "serial".
     fn name(&self) -> &str;
@@ -31,4 +36,10 @@ pub trait Component: Send {
     fn resume(&mut self) -> Result<(), ComponentError>;
     /// To the state after power-on.
     fn reset(&mut self) -> Result<(), ComponentError>;
+    /// The state of the paused component. [`StateError::NotMigratable`] when it can't be saved now, or never.
+    fn save(&self) -> Result<Section, StateError>;
+    /// Takes over a state that [`save`](Self::save) gave, possibly in another process. Afterwards the component is
+    /// paused; [`resume`](Self::resume) goes on. The section is untrusted. After an error the component is safe to
+    /// drop, and to reset; it may hold parts of the state.
+    fn restore(&mut self, section: &Section) -> Result<(), StateError>;
 }

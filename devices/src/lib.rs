@@ -17,6 +17,7 @@ pub mod pci;
 pub mod ram;
 pub mod rate;
 pub mod serial;
+pub mod state;
 pub mod sys;
 pub mod thread;
 pub mod virtio;

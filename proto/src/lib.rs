@@ -1,7 +1,8 @@
 //! The public API of vmmd ([`v1`]), the private protocol between vmmd and a `vmm` process ([`vmm`]) with its
-//! framing ([`wire`]), and the validated forms of both ([`model`]).
+//! framing ([`wire`]), the validated forms of both ([`model`]), and the saved state of machines ([`state`]).
 
 pub mod model;
+pub mod state;
 pub mod wire;
 
 /// `vmmd.v1`: the public API.

@@ -27,6 +27,7 @@ use std::{
 use crate::{
     bus::{Bus, BusError},
     component::{Component, ComponentError},
+    state::{Section, StateError},
 };
 
 /// All of them.
@@ -86,6 +87,20 @@ impl Component for LegacyDevices {
         self.rtc.lock().unwrap_or_else(PoisonError::into_inner).reset();
         self.i8042.lock().unwrap_or_else(PoisonError::into_inner).reset();
         Ok(())
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Err(StateError::not_migratable(
+            self.name(),
+            "saving it is not implemented yet",
+        ))
+    }
+
+    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
+        Err(StateError::not_migratable(
+            self.name(),
+            "restoring it is not implemented yet",
+        ))
     }
 }
 

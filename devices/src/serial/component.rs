@@ -14,6 +14,7 @@ use super::{
 use crate::{
     component::{Component, ComponentError},
     interrupt::IrqLine,
+    state::{Section, StateError},
 };
 
 /// The port and its server.
@@ -71,5 +72,19 @@ impl Component for SerialPort {
     fn reset(&mut self) -> Result<(), ComponentError> {
         self.uart().reset();
         Ok(())
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Err(StateError::not_migratable(
+            self.name(),
+            "saving it is not implemented yet",
+        ))
+    }
+
+    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
+        Err(StateError::not_migratable(
+            self.name(),
+            "restoring it is not implemented yet",
+        ))
     }
 }

@@ -24,6 +24,7 @@ use crate::{
     component::{Component, ComponentError},
     interrupt::{MsiController, NotifyRegistry},
     pci::{PciFunction, SharedFunction, msix::Msix, root::lock},
+    state::{Section, StateError},
 };
 
 /// How long a reset of the machine waits for requests under way.
@@ -155,5 +156,19 @@ impl Component for VirtioPciDevice {
         function.core.reset(deadline)?;
         function.reset();
         Ok(())
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Err(StateError::not_migratable(
+            self.name(),
+            "saving it is not implemented yet",
+        ))
+    }
+
+    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
+        Err(StateError::not_migratable(
+            self.name(),
+            "restoring it is not implemented yet",
+        ))
     }
 }

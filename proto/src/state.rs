@@ -1,0 +1,146 @@
+//! `vmm.state.v1`: the saved state of a machine.
+//!
+//! A saved machine is a list of [`Section`]s, one for each component. The payload of a section is one message; its
+//! kind says which one, its version which format. All messages that may be a payload are listed at the end of
+//! this file with their kind and version. A section that is read back is untrusted.
+
+use std::io;
+
+use prost::DecodeError;
+
+pub use generated::*;
+
+#[allow(missing_docs, clippy::all, clippy::pedantic)]
+mod generated {
+    include!(concat!(env!("OUT_DIR"), "/vmm.state.v1.rs"));
+}
+
+/// A message that is the saved state of one component.
+pub trait Saved: prost::Message + Default {
+    /// What the component is: "serial", "virtio-blk". Never changes once released.
+    const KIND: &'static str;
+    /// Version of the format that this program writes, from 1. It also reads all older ones.
+    const VERSION: u32;
+}
+
+/// Why a state can't be saved or restored.
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    /// The component can't be saved, now or ever.
+    #[error("{component} can't be saved: {reason}")]
+    NotMigratable {
+        /// Name of the component.
+        component: String,
+        /// Why.
+        reason: String,
+    },
+    /// The section is of another component.
+    #[error("section `{id}` is of kind `{found}` instead of `{wanted}`")]
+    WrongKind {
+        /// The section's id.
+        id: String,
+        /// The section's kind.
+        found: String,
+        /// The kind that was to be restored.
+        wanted: &'static str,
+    },
+    /// The section was written by a newer program, or its version makes no sense.
+    #[error("section `{id}` of kind `{kind}` has version {found}; versions 1 to {known} are known")]
+    UnknownVersion {
+        /// The section's id.
+        id: String,
+        /// The section's kind.
+        kind: &'static str,
+        /// The section's version.
+        found: u32,
+        /// The latest version that this program knows.
+        known: u32,
+    },
+    /// The payload is no such message.
+    #[error("section `{id}` can't be decoded")]
+    Decode {
+        /// The section's id.
+        id: String,
+        /// What is wrong with the encoding.
+        source: DecodeError,
+    },
+    /// A field has a value that the component can't have.
+    #[error("field `{field}`: {why}")]
+    Invalid {
+        /// Name of the field in the message.
+        field: &'static str,
+        /// What is wrong with its value.
+        why: String,
+    },
+    /// The host refused something that saving or restoring needs.
+    #[error("{0}")]
+    Host(&'static str, #[source] io::Error),
+}
+
+impl StateError {
+    /// The component can't be saved: `reason` completes the sentence.
+    pub fn not_migratable(component: &str, reason: impl Into<String>) -> Self {
+        Self::NotMigratable {
+            component: component.to_owned(),
+            reason: reason.into(),
+        }
+    }
+
+    /// `field` has a value that can't be.
+    pub fn invalid(field: &'static str, why: impl Into<String>) -> Self {
+        Self::Invalid {
+            field,
+            why: why.into(),
+        }
+    }
+}
+
+impl Section {
+    /// The section of the component `id` with that state.
+    pub fn new<M: Saved>(id: &str, message: &M) -> Self {
+        Self {
+            kind: M::KIND.to_owned(),
+            version: M::VERSION,
+            id: id.to_owned(),
+            payload: message.encode_to_vec(),
+        }
+    }
+
+    /// The state in the section, if the section is of that kind and of a known version.
+    pub fn open<M: Saved>(&self) -> Result<M, StateError> {
+        if self.kind != M::KIND {
+            return Err(StateError::WrongKind {
+                id: self.id.clone(),
+                found: self.kind.clone(),
+                wanted: M::KIND,
+            });
+        }
+        if !(1..=M::VERSION).contains(&self.version) {
+            return Err(StateError::UnknownVersion {
+                id: self.id.clone(),
+                kind: M::KIND,
+                found: self.version,
+                known: M::VERSION,
+            });
+        }
+        M::decode(self.payload.as_slice()).map_err(|source| StateError::Decode {
+            id: self.id.clone(),
+            source,
+        })
+    }
+}
+
+/// Kind and version of each message that may be a payload.
+macro_rules! saved {
+    ($($message:ident: $kind:literal, $version:literal;)*) => {
+        $(impl Saved for $message {
+            const KIND: &'static str = $kind;
+            const VERSION: u32 = $version;
+        })*
+
+        /// All kinds with the version that this program writes.
+        pub const KINDS: &[(&str, u32)] = &[$(($kind, $version)),*];
+    };
+}
+
+saved! {}
