@@ -133,7 +133,7 @@ fn worker() -> PathBuf {
 }
 
 /// A descriptor's address, length, flags and next one, as they lie in memory.
-fn descriptor((address, length, flags, next): (u64, u32, u16, u16)) -> [u64; 2] {
+pub(super) fn descriptor((address, length, flags, next): (u64, u32, u16, u16)) -> [u64; 2] {
     [
         address,
         u64::from(length) | u64::from(flags) << 32 | u64::from(next) << 48,

@@ -9,6 +9,9 @@
 //! round's ratio. How long a number takes from one processor to the other and back is told as well: each request goes that
 //! way, and the loop's don't.
 //!
+//! Before that the queue alone is measured, beside that of the crate virtio-queue (see [`queues`]); `--only queues` leaves
+//! the disk out.
+//!
 //! `cargo bench -p vmmd-devices --features testing --bench blk_rings -- [--file PATH] [--mib N] [--millis N] [--rounds N]
 //! [--depth N] [--cache cached|direct] [--driver polling|interrupts]`
 //! prints a table on stderr and one JSON object on stdout. CPU time is that of the thread that serves the disk: the
@@ -29,6 +32,7 @@ mod guest;
 mod handoff;
 mod places;
 mod plain;
+mod queues;
 mod turns;
 
 use std::{
@@ -135,9 +139,12 @@ fn options() -> Options {
             "--rounds" => options.rounds = number().max(1) as usize,
             "--depth" => options.depths = vec![number().clamp(1, 64) as u16],
             "--cache" => options.caches.retain(|cache| *cache == value),
+            "--only" if value == "queues" => options.caches.clear(),
             "--driver" => options.drivers.retain(|driver| driver.name() == value),
             _ => {
-                panic!("{argument} is unknown: --file, --mib, --millis, --rounds, --depth, --cache, --driver")
+                panic!(
+                    "{argument} is unknown: --file, --mib, --millis, --rounds, --depth, --cache, --driver, --only"
+                )
             }
         }
     }
@@ -222,10 +229,16 @@ fn round(
 }
 
 fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    if let [_, "--serve", ..] = arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        return queues::serve(&arguments[2..]);
+    }
     let options = options();
-    if options.temporary {
+    let fills = options.temporary && !options.caches.is_empty();
+    if fills {
         fill(&options.file, options.bytes);
     }
+    let queues = queues::run(options.time / 5, options.rounds);
     let mut rows = Vec::new();
     eprintln!(
         "4 KiB random reads             ring alone, watched    virtio-blk        ratio   CPU ns/request"
@@ -248,10 +261,11 @@ fn main() {
     let handoff = median(handoffs);
     eprintln!("a number to the other processor and back: {handoff:.0} ns");
     println!(
-        r#"{{"benchmark":"blk_rings","handoff_ns":{handoff:.0},"rows":[{}]}}"#,
-        rows.join(",")
+        r#"{{"benchmark":"blk_rings","handoff_ns":{handoff:.0},"rows":[{}],"queues":[{}]}}"#,
+        rows.join(","),
+        queues.join(",")
     );
-    if options.temporary {
+    if fills {
         let _gone = fs::remove_file(&options.file);
     }
 }

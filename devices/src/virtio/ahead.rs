@@ -7,11 +7,8 @@
 
 use std::sync::atomic::Ordering;
 
-use virtio_bindings::virtio_ring::VRING_DESC_F_INDIRECT;
-use vm_memory::GuestAddress;
-
 use super::{
-    table::{Descriptor, place},
+    table::{descriptor, place},
     window::Window,
 };
 use crate::{GuestMemory, ram};
@@ -73,11 +70,11 @@ impl Heads {
             .take(self.count.into())
             .filter(|head| **head < size)
         {
-            let Some(descriptor) = desc.read::<[u64; 2]>(place(*head)).map(Descriptor::from) else {
+            let Some(descriptor) = desc.read::<[u64; 2]>(place(*head)).map(descriptor) else {
                 continue;
             };
-            if descriptor.flags & VRING_DESC_F_INDIRECT != 0 {
-                ram::fetch_to_read(memory, GuestAddress(descriptor.address));
+            if descriptor.refers_to_indirect_table() {
+                ram::fetch_to_read(memory, descriptor.addr());
             }
         }
     }

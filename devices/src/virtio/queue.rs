@@ -15,6 +15,11 @@ use crate::GuestMemory;
 /// Largest queue that a device may offer.
 pub const MAX_SIZE: u16 = 1024;
 
+/// Names of a queue's parts in errors.
+const DESC: &str = "descriptor table";
+const AVAIL: &str = "available ring";
+const USED: &str = "used ring";
+
 /// Where a queue is and how far it has been worked off: all there is to know about it while no worker runs. Plain data;
 /// untrusted until [`Queue::new`] has checked it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -69,40 +74,19 @@ impl Queue {
         event_idx: bool,
         memory: GuestMemory,
     ) -> Result<Self, RingError> {
-        let size = state.size;
-        if !size.is_power_of_two() || size > max_size.min(MAX_SIZE) {
-            return Err(RingError::Size(size));
-        }
-        let entries = u64::from(size);
+        check(state, max_size, event_idx)?;
+        let entries = u64::from(state.size);
         // Lengths with the event fields behind the rings: 2.7.5 to 2.7.8.
-        let parts = [
-            (
-                "descriptor table",
-                state.desc_table,
-                16,
-                entries.saturating_mul(16),
-            ),
-            (
-                "available ring",
-                state.avail_ring,
-                2,
-                entries.saturating_mul(2).saturating_add(6),
-            ),
-            (
-                "used ring",
-                state.used_ring,
-                4,
-                entries.saturating_mul(8).saturating_add(6),
-            ),
-        ];
-        let window = |(part, address, align, length): (_, u64, u64, u64)| {
-            let found = Window::new(&memory, address, length);
-            found
-                .filter(|_| address.is_multiple_of(align))
-                .ok_or(RingError::Placement { part, address })
+        let window = |part, address, length| {
+            Window::new(&memory, address, length).ok_or(RingError::Placement { part, address })
         };
-        let [desc, avail, used] = parts.map(window);
-        let (desc, avail, used) = (desc?, avail?, used?);
+        let desc = window(DESC, state.desc_table, entries.saturating_mul(16))?;
+        let avail = window(
+            AVAIL,
+            state.avail_ring,
+            entries.saturating_mul(2).saturating_add(6),
+        )?;
+        let used = window(USED, state.used_ring, entries.saturating_mul(8).saturating_add(6))?;
         Ok(Self {
             state: *state,
             extent: Extent::of(&memory),
@@ -341,6 +325,38 @@ impl Queue {
     /// Whether `pop` gave none because the budget was used up.
     pub(super) fn exhausted(&self) -> bool {
         self.exhausted
+    }
+}
+
+/// Checks the size and how the parts are aligned, as the crate virtio-queue checks the state of a queue that it is to make.
+fn check(state: &QueueState, max_size: u16, event_idx_enabled: bool) -> Result<(), RingError> {
+    let QueueState {
+        size,
+        desc_table,
+        avail_ring,
+        used_ring,
+        next_avail,
+        next_used,
+        index: _,
+    } = *state;
+    let checked = virtio_queue::Queue::try_from(virtio_queue::QueueState {
+        max_size: max_size.min(MAX_SIZE),
+        size,
+        ready: true,
+        event_idx_enabled,
+        desc_table,
+        avail_ring,
+        used_ring,
+        next_avail,
+        next_used,
+    });
+    let misplaced = |part, address| Err(RingError::Placement { part, address });
+    match checked {
+        Ok(_) => Ok(()),
+        Err(virtio_queue::Error::InvalidDescTableAlign) => misplaced(DESC, desc_table),
+        Err(virtio_queue::Error::InvalidAvailRingAlign) => misplaced(AVAIL, avail_ring),
+        Err(virtio_queue::Error::InvalidUsedRingAlign) => misplaced(USED, used_ring),
+        Err(_) => Err(RingError::Size(size)),
     }
 }
 

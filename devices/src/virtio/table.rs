@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+pub(super) use virtio_queue::desc::split::Descriptor;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use crate::GuestMemory;
@@ -9,28 +10,18 @@ use crate::GuestMemory;
 /// Bytes of a descriptor (2.7.5).
 pub(super) const DESCRIPTOR: u32 = 16;
 
-/// A copy of one (2.7.5).
-pub(super) struct Descriptor {
-    pub address: u64,
-    pub length: u32,
-    /// VRING_DESC_F_*.
-    pub flags: u32,
-    pub next: u16,
-}
-
-impl From<[u64; 2]> for Descriptor {
-    /// As it lies in memory.
-    #[inline]
-    #[allow(clippy::cast_possible_truncation)]
-    fn from([address, rest]: [u64; 2]) -> Self {
-        let rest = u64::from_le(rest);
-        Self {
-            address: u64::from_le(address),
-            length: rest as u32,
-            flags: u32::from((rest >> 32) as u16),
-            next: (rest >> 48) as u16,
-        }
-    }
+/// A copy of a descriptor that lies in memory as these two words. They are read in two loads; reading the structure would be
+/// four.
+#[inline]
+#[allow(clippy::cast_possible_truncation)]
+pub(super) fn descriptor([address, rest]: [u64; 2]) -> Descriptor {
+    let rest = u64::from_le(rest);
+    Descriptor::new(
+        u64::from_le(address),
+        rest as u32,
+        (rest >> 32) as u16,
+        (rest >> 48) as u16,
+    )
 }
 
 /// Where in a table the descriptor with that index is, in bytes.

@@ -2,13 +2,12 @@
 //!
 //! Done for each request of each device: what is in the loop stays in registers.
 
-use virtio_bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 use vm_memory::{Bytes, GuestAddress, VolatileMemory};
 
 use super::{
     chain::{Chain, MAX_SEGMENTS, Segment},
     fault::RingError,
-    table::{DESCRIPTOR, Descriptor, Extent, place},
+    table::{DESCRIPTOR, Extent, descriptor, place},
     window::Window,
 };
 use crate::{GuestMemory, ram};
@@ -110,16 +109,11 @@ impl Walk<'_> {
         // As many steps as there are descriptors: more is a loop.
         for _ in 0..entries {
             let found = if index < entries { read(index) } else { None };
-            let Some(Descriptor {
-                address,
-                length,
-                flags,
-                next,
-            }) = found.map(Descriptor::from)
-            else {
+            let Some(found) = found.map(descriptor) else {
                 return End::Broken;
             };
-            if flags & VRING_DESC_F_INDIRECT != 0 {
+            let (address, length) = (found.addr().0, found.len());
+            if found.refers_to_indirect_table() {
                 return End::Indirect { address, length };
             }
             let Some(total) = self.total.checked_add(length) else {
@@ -130,7 +124,7 @@ impl Walk<'_> {
             if self.count > MAX_SEGMENTS {
                 return End::Long;
             }
-            let writable = flags & VRING_DESC_F_WRITE != 0;
+            let writable = found.is_write_only();
             if !writable && self.segments.len() > self.readable {
                 return End::Disorder;
             }
@@ -147,10 +141,10 @@ impl Walk<'_> {
                     self.readable_len = total;
                 }
             }
-            if flags & VRING_DESC_F_NEXT == 0 {
+            if !found.has_next() {
                 return End::Last;
             }
-            index = next;
+            index = found.next();
         }
         End::Broken
     }

@@ -9,6 +9,7 @@
     clippy::cast_possible_truncation
 )]
 
+mod beside;
 mod framework;
 mod order;
 mod puppet;
