@@ -17,9 +17,11 @@ const FIRST_CAPABILITY: usize = 0x40;
 
 /// Command: the function decodes memory accesses.
 const COMMAND_MEMORY: u16 = 1 << 1;
+/// Command: the function may read and write memory, and send interrupts by that.
+const COMMAND_MASTER: u16 = 1 << 2;
 /// Command: what a guest may write. There are no I/O BARs, so I/O decoding can't be turned on. Memory, bus master,
 /// parity error response, SERR, INTx disable.
-const COMMAND_WRITABLE: u16 = COMMAND_MEMORY | 1 << 2 | 1 << 6 | 1 << 8 | 1 << 10;
+const COMMAND_WRITABLE: u16 = COMMAND_MEMORY | COMMAND_MASTER | 1 << 6 | 1 << 8 | 1 << 10;
 /// Status: there is a list of capabilities.
 const STATUS_CAPABILITIES: u8 = 1 << 4;
 /// BAR type: 64 bits wide.
@@ -253,6 +255,11 @@ impl ConfigSpace {
                 size: bar.size,
             })
         })
+    }
+
+    /// Whether the function is enabled as a bus master.
+    pub fn is_bus_master(&self) -> bool {
+        self.read_u16(COMMAND) & COMMAND_MASTER != 0
     }
 
     /// To the state after power-on.

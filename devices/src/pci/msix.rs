@@ -1,8 +1,8 @@
 //! MSI-X: the capability, its table and its pending bits (PCI 3.0, 6.8.2).
 //!
 //! Two halves. [`Msix`] is the registers, owned by the PCI function. [`MsixVectors`] is what workers raise interrupts
-//! through: atomics only. A vector is *open* when MSI-X is enabled, the function is not masked and the vector is not
-//! masked; only then it is connected. An interrupt raised on a vector that is not open stays pending until it opens.
+//! through: atomics only. A vector is *open* when MSI-X is enabled, the function is a bus master and not masked, and the
+//! vector is not masked; only then it is connected. An interrupt raised on a vector that is not open stays pending until it opens.
 //! Invariant: once a raise has returned, the message was sent or the pending bit is set (or MSI-X is disabled).
 
 use std::{
@@ -106,6 +106,7 @@ pub struct Msix {
     shared: Arc<MsixVectors>,
     table: Vec<Entry>,
     control: u16,
+    bus_master: bool,
 }
 
 impl Msix {
@@ -130,6 +131,7 @@ impl Msix {
             shared,
             table: vec![RESET_ENTRY; count],
             control: 0,
+            bus_master: false,
         })
     }
 
@@ -171,6 +173,14 @@ impl Msix {
         self.shared
             .enabled
             .store(new & CONTROL_ENABLE != 0, Ordering::SeqCst);
+        for index in 0..self.table.len() {
+            self.settle(index);
+        }
+    }
+
+    /// Whether the function may write to memory, and with that send messages. It may not after power-on.
+    pub fn set_bus_master(&mut self, on: bool) {
+        self.bus_master = on;
         for index in 0..self.table.len() {
             self.settle(index);
         }
@@ -242,6 +252,7 @@ impl Msix {
 
     /// To the state after power-on.
     pub fn reset(&mut self) {
+        self.bus_master = false;
         self.write_message_control(0);
         self.table.fill(RESET_ENTRY);
         for vector in &self.shared.vectors {
@@ -260,7 +271,8 @@ impl Msix {
         let (Some(entry), Some(vector)) = (self.table.get_mut(index), self.shared.vectors.get(index)) else {
             return;
         };
-        let open = self.control & (CONTROL_ENABLE | CONTROL_FUNCTION_MASK) == CONTROL_ENABLE
+        let open = self.bus_master
+            && self.control & (CONTROL_ENABLE | CONTROL_FUNCTION_MASK) == CONTROL_ENABLE
             && entry.control & VECTOR_MASKED == 0;
         let wanted = open.then_some(entry.message);
         if wanted == entry.connected {

@@ -17,7 +17,7 @@ use std::{
     os::fd::OwnedFd,
     sync::{
         Arc,
-        mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel},
+        mpsc::{Receiver, RecvTimeoutError, channel},
     },
     time::{Duration, Instant},
 };
@@ -63,8 +63,19 @@ pub(super) struct Fitted {
 struct Leaving {
     name: String,
     forced: bool,
-    /// Disconnected when it is gone.
+    /// Says that it is gone. Disconnected without that when it will never be: requests are under way for ever.
     gone: Receiver<()>,
+    state: LeavingState,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum LeavingState {
+    /// Requests are under way.
+    Draining,
+    /// Its threads have ended and its image is closed.
+    Gone,
+    /// Nobody knows what its requests do.
+    Lost,
 }
 
 /// See the module.
@@ -163,7 +174,7 @@ impl Disks {
         let deadline = Instant::now() + FORCE_TIMEOUT;
         if self
             .leaving
-            .iter()
+            .iter_mut()
             .all(|disk| disk.name != name || disk.wait(deadline))
         {
             return Ok(());
@@ -194,22 +205,32 @@ impl Disks {
         let notifier = self.sockets.notifier.clone();
         let name = disk.name.clone();
         let end = move || {
-            disk.device.end();
+            match disk.device.end() {
+                Ok(()) => {
+                    // Nobody receives this when the machine is gone.
+                    let _machine_is_gone = here.send(());
+                }
+                Err(error) => error!(disk = disk.name, %error, "a disk can't be ended"),
+            }
             drop(here);
             notifier.notify(Notice::Unplugged);
         };
-        // Without a thread it is dropped here: that waits for the disk's threads too, but not long.
+        // Without a thread the disk is dropped here, which does not wait until it is drained: it is never told as gone.
         if let Err(error) = thread::spawn(ThreadKind::Helper, "unplug", end) {
             error!(disk = name, %error, "starting a thread that ends a disk");
-            self.sockets.notifier.notify(Notice::Unplugged);
         }
-        self.leaving.push(Leaving { name, forced, gone });
+        self.leaving.push(Leaving {
+            name,
+            forced,
+            gone,
+            state: LeavingState::Draining,
+        });
     }
 
     /// See [`Machine::collect_detached`](crate::lifecycle::Machine::collect_detached).
     pub fn collect_detached(&mut self) -> Vec<Detached> {
         self.sweep();
-        let gone = self.leaving.extract_if(.., |disk| disk.is_gone());
+        let gone = self.leaving.extract_if(.., |disk| disk.wait(Instant::now()));
         gone.map(|disk| Detached {
             name: disk.name,
             forced: disk.forced,
@@ -220,7 +241,11 @@ impl Disks {
     /// Waits until nothing that is off the bus touches guest memory or an image any more.
     pub fn wait_for_leaving(&mut self, deadline: Instant) -> Result<(), Failure> {
         self.sweep();
-        match self.leaving.iter().find(|disk| !disk.wait(deadline)) {
+        match self
+            .leaving
+            .iter_mut()
+            .find_map(|disk| (!disk.wait(deadline)).then_some(disk))
+        {
             None => Ok(()),
             Some(disk) => Err(Failure {
                 kind: ErrorKind::Internal,
@@ -309,14 +334,17 @@ impl Disks {
 }
 
 impl Leaving {
-    fn is_gone(&self) -> bool {
-        self.gone.try_recv() == Err(TryRecvError::Disconnected)
-    }
-
-    /// Whether it is gone by then.
-    fn wait(&self, deadline: Instant) -> bool {
-        let left = deadline.saturating_duration_since(Instant::now());
-        self.gone.recv_timeout(left) == Err(RecvTimeoutError::Disconnected)
+    /// Whether it is gone by then. One that is lost is not waited for.
+    fn wait(&mut self, deadline: Instant) -> bool {
+        if self.state == LeavingState::Draining {
+            let left = deadline.saturating_duration_since(Instant::now());
+            self.state = match self.gone.recv_timeout(left) {
+                Ok(()) => LeavingState::Gone,
+                Err(RecvTimeoutError::Timeout) => LeavingState::Draining,
+                Err(RecvTimeoutError::Disconnected) => LeavingState::Lost,
+            };
+        }
+        self.state == LeavingState::Gone
     }
 }
 

@@ -18,6 +18,7 @@ const MASK_ALL: u16 = 1 << 14;
 /// A table whose vector n sends the data n, all unmasked, MSI-X enabled.
 fn open_table(msi: &MockMsi, count: usize) -> Msix {
     let mut msix = Msix::new(msi, count).unwrap();
+    msix.set_bus_master(true);
     for vector in 0..count as u64 {
         msix.write_table(vector * 16, &0xfee0_0000_u64.to_le_bytes());
         msix.write_table(vector * 16 + 8, &vector.to_le_bytes());
@@ -46,6 +47,27 @@ fn an_open_vector_sends_its_message_and_one_that_does_not_exist_says_so() {
     assert_eq!((msi.count(0), msi.count(1), msi.count(2)), (0, 0, 1));
     assert!(!msix.vectors().raise(3));
     assert!(!msix.vectors().raise(0xffff));
+}
+
+#[test]
+fn what_is_raised_while_the_function_is_no_bus_master_is_pending_and_sent_once_when_it_is_one() {
+    let msi = MockMsi::default();
+    let mut msix = open_table(&msi, 2);
+    msix.set_bus_master(false);
+    for _ in 0..3 {
+        assert!(msix.vectors().raise(0));
+    }
+    // Neither unmasking nor enabling sends it.
+    msix.write_table(12, &1_u32.to_le_bytes());
+    msix.write_table(12, &0_u32.to_le_bytes());
+    assert_eq!((msi.count(0), pending(&msix)), (0, 1));
+    msix.set_bus_master(true);
+    assert_eq!((msi.count(0), pending(&msix)), (1, 0));
+    msix.reset();
+    msix.write_table(12, &0_u32.to_le_bytes());
+    msix.write_message_control(ENABLED);
+    assert!(msix.vectors().raise(0));
+    assert_eq!((msi.count(0), pending(&msix)), (1, 1), "a reset ends it");
 }
 
 #[test]
@@ -178,6 +200,7 @@ fn no_interrupt_is_lost_to_masking_at_the_same_time() {
     const ROUNDS: u64 = 20_000;
     let vector = Arc::new(Lossy::default());
     let mut msix = Msix::new(&Lone(Arc::clone(&vector)), 1).unwrap();
+    msix.set_bus_master(true);
     msix.write_table(12, &0_u32.to_le_bytes());
     msix.write_message_control(ENABLED);
     let vectors = Arc::clone(msix.vectors());

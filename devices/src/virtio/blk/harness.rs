@@ -89,6 +89,7 @@ impl Harness {
         let mut front = Blk::new(Box::new(image), options);
         let mut msix = Msix::new(msi, 2).unwrap();
         // Enabled; the first vector is not masked.
+        msix.set_bus_master(true);
         msix.write_message_control(1 << 15);
         msix.write_table(12, &0_u32.to_le_bytes());
         let signals = Arc::new(Signals::new(Arc::clone(msix.vectors()), 1));

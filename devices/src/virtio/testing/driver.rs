@@ -106,7 +106,8 @@ impl Ring {
         memory.read_obj::<u16>(GuestAddress(self.used)).unwrap() & 1 == 0
     }
 
-    fn has_used(&self, memory: &GuestMemory) -> bool {
+    /// Whether the device gave something back that was not taken yet.
+    pub fn has_used(&self, memory: &GuestMemory) -> bool {
         memory
             .load::<u16>(GuestAddress(self.used + 2), Ordering::Acquire)
             .unwrap()

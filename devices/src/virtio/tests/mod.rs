@@ -11,6 +11,7 @@
 
 mod beside;
 mod framework;
+mod master;
 mod order;
 mod puppet;
 mod queue;

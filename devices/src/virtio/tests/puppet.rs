@@ -7,7 +7,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -37,7 +37,14 @@ pub struct Strings {
     pub resets: AtomicU64,
     /// Requests taken.
     pub taken: AtomicU64,
+    /// Calls of `drain`, each of which waits for a moment only.
+    pub drains: AtomicU64,
+    /// The handler was dropped with requests under way.
+    pub abandoned: AtomicBool,
 }
+
+/// How long a call of `drain` waits at most.
+const DRAIN: Duration = Duration::from_millis(5);
 
 impl Strings {
     fn new() -> Arc<Self> {
@@ -50,12 +57,20 @@ impl Strings {
             starts: AtomicU64::new(0),
             resets: AtomicU64::new(0),
             taken: AtomicU64::new(0),
+            drains: AtomicU64::new(0),
+            abandoned: AtomicBool::new(false),
         })
     }
 
     /// Waits until that many requests were taken since the device was made.
     pub fn wait_for_taken(&self, count: u64) {
         until(|| self.taken.load(Ordering::SeqCst) >= count);
+    }
+
+    /// Waits until the handler was told that many times more to drain.
+    pub fn wait_for_drains(&self, count: u64) {
+        let goal = self.drains.load(Ordering::SeqCst) + count;
+        until(|| self.drains.load(Ordering::SeqCst) >= goal);
     }
 
     /// The backend answers all that it holds, and what comes from now on.
@@ -145,6 +160,14 @@ impl Hand {
     }
 }
 
+impl Drop for Hand {
+    fn drop(&mut self) {
+        if !self.held.is_empty() {
+            self.strings.abandoned.store(true, Ordering::SeqCst);
+        }
+    }
+}
+
 impl QueueHandler for Hand {
     fn start(&mut self, session: &mut Session) -> Result<(), Fault> {
         assert!(self.held.is_empty(), "started with requests from before");
@@ -182,6 +205,8 @@ impl QueueHandler for Hand {
     }
 
     fn drain(&mut self, session: &mut Session, deadline: Instant) -> Result<Drained, Fault> {
+        self.strings.drains.fetch_add(1, Ordering::SeqCst);
+        let deadline = deadline.min(Instant::now() + DRAIN);
         while !self.held.is_empty() && !self.is_released() {
             if Instant::now() >= deadline {
                 return Ok(Drained::Late);

@@ -3,13 +3,18 @@
 use std::{
     sync::{Arc, atomic::Ordering, mpsc::channel},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::puppet::puppet;
 use crate::{
+    component::{Component, ComponentError},
     pci::SharedFunction,
-    virtio::testing::{Area, Buffer, Driver, Rig},
+    virtio::{
+        fault::DeviceEvent,
+        testing::{Area, Buffer, Driver, Rig},
+        tests::puppet::until,
+    },
 };
 
 /// Where the rig has its device.
@@ -46,7 +51,7 @@ fn a_running_device_answers_what_it_took_then_ends_its_threads_and_frees_what_it
     let late: SharedFunction = device.function();
     let (done, ended) = channel();
     let ending = thread::spawn(move || {
-        device.end();
+        device.end().unwrap();
         done.send(()).unwrap();
     });
     assert!(
@@ -77,7 +82,124 @@ fn an_idle_and_a_paused_device_end_at_once() {
         }
         assert!(driver.rig.root.remove(SLOT, &driver.rig.mmio));
         let Driver { rig, .. } = driver;
-        rig.device.end();
+        rig.device.end().unwrap();
         assert!(strings.iter().all(|strings| Arc::strong_count(strings) == 1));
     }
+}
+
+/// What takes the device away while its driver's reset is under way.
+fn end_in_the_middle_of_a_reset(before_end: impl FnOnce(&mut Rig)) {
+    let (mut driver, strings, _) = puppet();
+    let [first, _] = &strings;
+    driver.start(0);
+    first.hold.store(true, Ordering::SeqCst);
+    driver.submit(0, &ask());
+    first.wait_for_taken(1);
+    driver.rig.write(Area::Common, 0x14, 1, 0);
+    first.wait_for_drains(1);
+
+    before_end(&mut driver.rig);
+    driver.rig.root.remove_by_force(SLOT, &driver.rig.mmio);
+    let Driver { rig, .. } = driver;
+    let Rig { device, .. } = rig;
+    let (done, ended) = channel();
+    let ending = thread::spawn(move || {
+        let result = device.end();
+        done.send(()).unwrap();
+        result
+    });
+    // The second stop joins the first: the handler is drained on and on.
+    for _ in 0..20 {
+        first.wait_for_drains(1);
+        assert!(
+            ended.try_recv().is_err(),
+            "told as ended with a request under way"
+        );
+    }
+    assert!(!first.abandoned.load(Ordering::SeqCst));
+    first.let_go();
+    ending.join().unwrap().unwrap();
+    assert!(!first.abandoned.load(Ordering::SeqCst));
+    assert!(strings.iter().all(|strings| Arc::strong_count(strings) == 1));
+}
+
+#[test]
+fn a_device_that_is_removed_in_the_middle_of_a_reset_ends_only_when_its_requests_have() {
+    end_in_the_middle_of_a_reset(|_| {});
+}
+
+#[test]
+fn a_device_whose_pause_was_late_in_the_middle_of_a_reset_ends_only_when_its_requests_have() {
+    end_in_the_middle_of_a_reset(|rig| {
+        let result = rig.device.pause(Instant::now() + Duration::from_millis(20));
+        assert!(matches!(result, Err(ComponentError::DrainTimeout)), "{result:?}");
+    });
+}
+
+#[test]
+fn a_machine_reset_joins_the_drivers_own_and_ends_only_when_the_requests_have() {
+    let (mut driver, [first, _], _) = puppet();
+    driver.start(0);
+    first.hold.store(true, Ordering::SeqCst);
+    driver.submit(0, &ask());
+    first.wait_for_taken(1);
+    driver.rig.write(Area::Common, 0x14, 1, 0);
+    let (done, ended) = channel();
+    thread::scope(|scope| {
+        let device = &mut driver.rig.device;
+        scope.spawn(move || done.send(device.reset()).unwrap());
+        for _ in 0..20 {
+            first.wait_for_drains(1);
+            assert!(ended.try_recv().is_err(), "reset with a request under way");
+        }
+        first.let_go();
+        ended.recv().unwrap().unwrap();
+    });
+    assert_eq!(first.resets.load(Ordering::SeqCst), 1);
+    assert_eq!(driver.rig.status(), 0);
+}
+
+#[test]
+fn a_device_that_is_dropped_while_the_hosts_storage_hangs_keeps_what_its_requests_need() {
+    // In the middle of a reset, while it serves, and after a fault of its ring.
+    for how in ["resetting", "serving", "broken"] {
+        let (mut driver, strings, _) = puppet();
+        let [first, _] = &strings;
+        driver.start(0);
+        first.hold.store(true, Ordering::SeqCst);
+        driver.submit(0, &ask());
+        first.wait_for_taken(1);
+        match how {
+            "resetting" => {
+                driver.rig.write(Area::Common, 0x14, 1, 0);
+                first.wait_for_drains(1);
+            }
+            "broken" => {
+                driver.rings[0].set_avail_index(&driver.rig.memory, 1000);
+                driver.kick(0);
+                driver.wait_needs_reset();
+            }
+            _ => {}
+        }
+        drop(driver);
+        assert_eq!(Arc::strong_count(first), 2, "{how}: the handler was let go");
+        first.wait_for_drains(2);
+        first.let_go();
+        until(|| Arc::strong_count(first) == 1);
+        assert!(!first.abandoned.load(Ordering::SeqCst), "{how}");
+    }
+}
+
+#[test]
+fn a_device_with_a_dead_worker_is_never_told_as_ended() {
+    let (mut driver, [first, second], _) = puppet();
+    driver.start(0);
+    first.panic.store(true, Ordering::SeqCst);
+    driver.submit(0, &ask());
+    assert!(matches!(driver.rig.sink.wait(), DeviceEvent::Failed(_)));
+    let Driver { rig, .. } = driver;
+    let result = rig.device.end();
+    assert!(matches!(result, Err(ComponentError::WorkerGone)), "{result:?}");
+    assert_eq!(Arc::strong_count(&first), 2, "what it holds is kept");
+    assert_eq!(Arc::strong_count(&second), 1, "the others have ended");
 }

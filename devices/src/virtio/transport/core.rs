@@ -12,6 +12,8 @@
 //! when all of them are, so nothing touches guest memory after it. Until then the status keeps its last value and
 //! all writes but a reset are dropped; a vCPU waits here for a moment only.
 //!
+//! Bus-master enable is beside this: in each phase the workers know whether they may touch guest memory.
+//!
 //! Registers have their natural widths, 64-bit ones may be accessed in halves. What is not a register's width, or
 //! comes at the wrong time, or makes no sense, reads as ones and does nothing.
 
@@ -39,6 +41,9 @@ pub(super) const COMMON_SIZE: u64 = 0x38;
 
 /// How long a vCPU waits for a reset that it asked for before it has to ask again.
 const RESET_WAIT: Duration = Duration::from_millis(20);
+
+/// How long a vCPU that clears bus-master enable waits for the requests under way.
+const HALT_WAIT: Duration = Duration::from_millis(20);
 
 /// Device status (2.1).
 const ACKNOWLEDGE: u8 = 1;
@@ -312,7 +317,7 @@ impl Core {
             Phase::Idle => return self.clear(),
             Phase::Running | Phase::Paused(_) => {
                 self.shared.signals.set_driver_ok(false);
-                self.phase = Phase::Resetting(self.workers.stop());
+                self.phase = Phase::Resetting(self.workers.reset());
             }
             Phase::Resetting(_) | Phase::Dead => {}
         }
@@ -376,6 +381,18 @@ impl Core {
             self.workers.start(states, self.accepted);
             self.phase = Phase::Running;
         }
+    }
+
+    /// The driver enables or disables the function as a bus master. While it is none, the device takes no requests and
+    /// touches no guest memory. Requests under way when it is disabled are waited for, but for a moment only.
+    pub(super) fn set_bus_master(&self, on: bool) {
+        let deadline = Instant::now().checked_add(HALT_WAIT);
+        self.workers.set_bus_master(on, deadline.filter(|_| !on));
+    }
+
+    /// [`set_bus_master`](Self::set_bus_master) to off without waiting, in a reset.
+    pub(super) fn forget_bus_master(&self) {
+        self.workers.set_bus_master(false, None);
     }
 
     /// Resets and waits for it.

@@ -83,14 +83,15 @@ impl VirtioPciDevice {
     }
 
     /// Ends it, after it was taken off the bus: what it has under way first, then its threads; what it held open is
-    /// closed. This takes as long as that takes, so it is not for a thread that others wait for.
-    pub fn end(self) {
+    /// closed. This takes as long as that takes, so it is not for a thread that others wait for. On an error
+    /// ([`ComponentError::WorkerGone`]) requests may be under way for ever.
+    pub fn end(self) -> Result<(), ComponentError> {
         let workers = {
             let mut function = lock(&self.function);
             function.reset();
             function.core.retire()
         };
-        workers.end();
+        workers.end().map_err(|_| ComponentError::WorkerGone)
     }
 
     /// For [`PciRoot::add`](crate::pci::PciRoot::add).

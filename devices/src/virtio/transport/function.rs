@@ -61,6 +61,8 @@ pub(super) struct VirtioFunction {
     notify: Arc<dyn NotifyRegistry>,
     /// Where the BAR is on the bus.
     address: Option<u64>,
+    /// Bus-master enable as the workers and the interrupts know it.
+    bus_master: bool,
 }
 
 impl VirtioFunction {
@@ -75,7 +77,26 @@ impl VirtioFunction {
             access_capability,
             notify,
             address: None,
+            bus_master: false,
         })
+    }
+
+    /// Makes the workers and the interrupts agree with bus-master enable in the configuration. An interrupt is a write
+    /// to memory too, so it stays pending while the function is no bus master (PCI 3.0, 6.2.2 and 6.8).
+    fn apply_bus_master(&mut self) {
+        let on = self.config.is_bus_master();
+        if on == self.bus_master {
+            return;
+        }
+        self.bus_master = on;
+        if on {
+            self.msix.set_bus_master(true);
+            self.core.set_bus_master(true);
+        } else {
+            // Requests that end in time still have their interrupts.
+            self.core.set_bus_master(false);
+            self.msix.set_bus_master(false);
+        }
     }
 
     fn write_notify(&self, offset: u64) {
@@ -203,6 +224,7 @@ impl PciFunction for VirtioFunction {
 
     fn write_config(&mut self, offset: usize, data: &[u8]) -> Effect {
         self.config.write(offset, data);
+        self.apply_bus_master();
         let control = self.config.read_u16(self.msix_capability.saturating_add(2));
         if control != self.msix.message_control() {
             self.msix.write_message_control(control);
@@ -273,6 +295,8 @@ impl PciFunction for VirtioFunction {
     fn reset(&mut self) {
         self.config.reset();
         self.msix.reset();
+        self.bus_master = false;
+        self.core.forget_bus_master();
     }
 }
 

@@ -3,17 +3,26 @@
 //! ```text
 //!            Start                      ring fault, failed start
 //!  parked ──────────▶ serving ──────────────────────────────────▶ broken
-//!    ▲                 │    │                                        │
-//!    └──── Stop ───────┘    └── panic, Fault::Bug ──▶ dead           │
-//!    ▲                                                               │
-//!    └──────────────────────── Stop ─────────────────────────────────┘
+//!    ▲                 │ ▲  │                                        │
+//!    │    master off,  │ │  └── panic, Fault::Bug ──▶ dead           │
+//!    │    drained      ▼ │ master on                                 │
+//!    ├── Pause,Reset ─ halted                                        │
+//!    │                                                               │
+//!    └── Pause, Reset: drained ──────────────────────────────────────┘
 //! ```
 //!
 //! Made when the VM is built; from then on a worker does what its command channel says. *Parked*: waits for a
 //! command, touches neither guest memory nor the backend. *Serving*: owns a [`Session`]; between any two calls of the
-//! handler it looks for commands. *Broken*: DEVICE_NEEDS_RESET is set; waits to be stopped. *Dead*: the VM is
-//! failing; a stop is answered with an error. Once a stop was answered with queue states, the worker is parked.
+//! handler it looks for commands. *Halted*: as parked, but it goes on when the driver enables the function as a bus
+//! master. *Broken*: DEVICE_NEEDS_RESET is set; waits to be stopped. *Dead*: the VM is failing; a stop is answered with
+//! an error.
+//!
+//! Invariant: a worker answers a pause or a reset with success, and drops its handler, only when the handler is drained.
+//! No command ends a drain early but for the one that gave the reason for it: a pause by its deadline, bus-master enable
+//! by being set again. Commands that come meanwhile join the drain that is under way ([`stop`]). A thread whose owner
+//! does not wait any more drains on until the process ends.
 
+mod stop;
 mod thread;
 mod verdict;
 
@@ -56,7 +65,7 @@ pub(super) struct Shared {
     pub log_limit: LogLimit,
 }
 
-/// Why a worker did not stop.
+/// Why a worker did not pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StopError {
     /// The deadline passed; it serves on.
@@ -65,18 +74,34 @@ pub(super) enum StopError {
     Gone,
 }
 
-type StopResult = Result<Vec<QueueState>, StopError>;
+/// A worker is dead: its handler was not drained and never will be, so requests may still be under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a worker thread is dead, requests that it took may still be under way")]
+pub(crate) struct Gone;
+
+type PauseResult = Result<Vec<QueueState>, StopError>;
+type ResetResult = Result<(), Gone>;
 
 enum Command {
     Start {
         states: Vec<QueueState>,
         features: u64,
     },
-    Stop {
-        /// Until when, for a pause. A reset (`None`) takes as long as it takes.
-        deadline: Option<Instant>,
-        reply: SyncSender<StopResult>,
+    /// Drain until `deadline`, or serve on.
+    Pause {
+        deadline: Instant,
+        reply: SyncSender<PauseResult>,
     },
+    /// Drain for as long as it takes, then reset the handler.
+    Reset {
+        reply: SyncSender<ResetResult>,
+    },
+    /// The driver enabled or disabled the function as a bus master. The reply says that the worker does as it was told.
+    BusMaster {
+        on: bool,
+        reply: SyncSender<()>,
+    },
+    /// Drain for as long as it takes, then end the thread.
     Exit,
 }
 
@@ -124,6 +149,7 @@ impl Workers {
                 handler: spec.handler,
                 commands,
                 wake: Arc::clone(&wake),
+                bus_master: false,
             };
             let (alive, ended) = mpsc::channel::<()>();
             let thread = crate::thread::spawn(ThreadKind::Worker, spec.name, move || {
@@ -149,35 +175,45 @@ impl Workers {
         }
     }
 
-    /// Begins to stop all for a reset; the answer comes in its own time.
-    pub fn stop(&self) -> Stopping {
-        let stop = |handle: &Handle| {
+    /// Begins to reset all; the answer comes in its own time. A reset that is under way already goes on, and answers
+    /// this one too.
+    pub fn reset(&self) -> Stopping {
+        let reset = |handle: &Handle| {
             let (reply, answer) = mpsc::sync_channel(1);
-            handle.send(Command::Stop {
-                deadline: None,
-                reply,
-            });
+            handle.send(Command::Reset { reply });
             answer
         };
         Stopping {
-            waiting: self.handles.iter().map(stop).collect(),
+            waiting: self.handles.iter().map(reset).collect(),
             gone: false,
         }
     }
 
+    /// Has all take requests and touch guest memory, or not, from now on and over all later starts. Returns when all
+    /// do as they are told, or at `deadline`; what is under way then ends in its own time.
+    pub fn set_bus_master(&self, on: bool, deadline: Option<Instant>) {
+        let tell = |handle: &Handle| {
+            let (reply, answer) = mpsc::sync_channel(1);
+            handle.send(Command::BusMaster { on, reply });
+            answer
+        };
+        let answers: Vec<_> = self.handles.iter().map(tell).collect();
+        let Some(deadline) = deadline else { return };
+        for answer in answers {
+            let _done_or_late = answer.recv_timeout(deadline.saturating_duration_since(Instant::now()));
+        }
+    }
+
     /// Stops all until `deadline`, or none. Workers that stopped are started again when another can't.
-    pub fn pause(&self, deadline: Instant, features: u64) -> StopResult {
+    pub fn pause(&self, deadline: Instant, features: u64) -> PauseResult {
         let stop = |handle: &Handle| {
             // Without a buffer: the worker stops only if the answer is taken.
             let (reply, answer) = mpsc::sync_channel(0);
-            handle.send(Command::Stop {
-                deadline: Some(deadline),
-                reply,
-            });
+            handle.send(Command::Pause { deadline, reply });
             answer
         };
         let answers: Vec<_> = self.handles.iter().map(stop).collect();
-        let results: Vec<StopResult> = answers
+        let results: Vec<PauseResult> = answers
             .iter()
             .map(
                 |answer| match answer.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
@@ -208,16 +244,16 @@ impl Workers {
     }
 
     /// Ends all for good, for as long as it takes: first what is under way, then the threads, and with them the backs
-    /// and what these hold open.
-    pub fn end(mut self) {
-        let mut stopping = self.stop();
-        while !stopping.wait(later(EXIT_TIMEOUT)) && !stopping.gone() {}
+    /// and what these hold open. An error when a worker is dead: then requests may be under way for ever.
+    pub fn end(mut self) -> Result<(), Gone> {
+        let drained = self.reset().wait_all();
         for handle in &mut self.handles {
             handle.send(Command::Exit);
             if handle.thread.take().is_some_and(|thread| thread.join().is_err()) {
                 tracing::error!("a worker ended with a panic");
             }
         }
+        drained
     }
 }
 
@@ -231,10 +267,11 @@ impl Drop for Workers {
             let Some(thread) = handle.thread.take() else {
                 continue;
             };
-            // A thread that hangs in the host's kernel must not hang its owner.
+            // A thread that waits for the host's storage must not hold up its owner. It keeps all that its requests
+            // need, guest memory too, until they end or the process does.
             let left = deadline.saturating_duration_since(Instant::now());
             if handle.ended.recv_timeout(left) == Err(RecvTimeoutError::Timeout) {
-                tracing::warn!("a worker does not end");
+                tracing::warn!("a worker is left behind with requests under way");
             } else if thread.join().is_err() {
                 tracing::error!("a worker ended with a panic");
             }
@@ -242,9 +279,9 @@ impl Drop for Workers {
     }
 }
 
-/// A stop for a reset, under way.
+/// A reset under way.
 pub(super) struct Stopping {
-    waiting: Vec<Receiver<StopResult>>,
+    waiting: Vec<Receiver<ResetResult>>,
     gone: bool,
 }
 
@@ -260,8 +297,8 @@ impl Stopping {
                 answer.recv_timeout(left).map_err(as_try)
             };
             match result {
-                Ok(Ok(_)) => false,
-                Ok(Err(_)) | Err(TryRecvError::Disconnected) => {
+                Ok(Ok(())) => false,
+                Ok(Err(Gone)) | Err(TryRecvError::Disconnected) => {
                     *gone = true;
                     false
                 }
@@ -269,6 +306,14 @@ impl Stopping {
             }
         });
         self.waiting.is_empty() && !self.gone
+    }
+
+    /// Waits for all workers, however long they take.
+    fn wait_all(self) -> Result<(), Gone> {
+        let parked = |answer: &Receiver<ResetResult>| matches!(answer.recv(), Ok(Ok(())));
+        // Also after one that is dead the others are waited for.
+        let undrained = self.waiting.iter().filter(|answer| !parked(answer)).count();
+        if undrained == 0 { Ok(()) } else { Err(Gone) }
     }
 
     /// Whether a worker is dead, so that it will never be stopped.
@@ -283,6 +328,7 @@ fn as_try(error: RecvTimeoutError) -> TryRecvError {
         RecvTimeoutError::Disconnected => TryRecvError::Disconnected,
     }
 }
+
 fn later(span: Duration) -> Instant {
     let now = Instant::now();
     now.checked_add(span).unwrap_or(now)

@@ -1,35 +1,28 @@
 //! What one worker thread does.
 
-use std::{
-    sync::{
-        Arc,
-        mpsc::{Receiver, SyncSender, TryRecvError},
-    },
-    time::{Duration, Instant},
+use std::sync::{
+    Arc,
+    mpsc::{Receiver, TryRecvError},
 };
 
 use vmm_sys_util::{epoll::EpollEvent, eventfd::EventFd};
 
 use super::{
     super::{
-        device::{Drained, Progress, QueueHandler},
+        device::{Progress, QueueHandler},
         fault::{Counters, Fault},
         queue::{Queue, QueueState},
         session::{Session, Setup, Wake},
     },
-    Command, Shared, StopError, StopResult, later,
+    Command, Gone, Shared, StopError,
+    stop::StopRequest,
     verdict::{Health, guard},
 };
 
-/// How long a drain may take before commands are looked at again, when it has to succeed.
-const DRAIN_ROUND: Duration = Duration::from_millis(500);
-/// Faults in a row during a drain, after which the handler is taken for defective.
-const MAX_DRAIN_FAULTS: u32 = 64;
-
-/// How a session ended.
-enum Next {
+/// How a session ended. In all but `Dead` the handler is drained.
+pub(super) enum Next {
     Park,
-    /// A pause whose asker is gone: serve on.
+    /// Serve again from these states: after a pause whose asker is gone, or once the function is a bus master.
     Again(Vec<QueueState>, u64),
     Dead,
     Exit,
@@ -41,45 +34,87 @@ pub(super) struct Worker {
     pub handler: Box<dyn QueueHandler>,
     pub commands: Receiver<Command>,
     pub wake: Arc<EventFd>,
+    /// Whether the function may read and write guest memory (PCI 3.0, 6.2.2: bus master). While it may not, no session
+    /// begins.
+    pub bus_master: bool,
 }
 
 impl Worker {
     pub(super) fn run(mut self) {
         while let Ok(command) = self.commands.recv() {
-            match command {
+            let next = match command {
                 Command::Start { states, features } => {
-                    let mut next = self.serve(&states, features);
+                    let mut next = Next::Again(states, features);
                     while let Next::Again(states, features) = next {
-                        next = self.serve(&states, features);
+                        next = match self.halt(&states) {
+                            None => self.serve(&states, features),
+                            Some(end) => end,
+                        };
                     }
-                    match next {
-                        Next::Park | Next::Again(..) => {}
-                        Next::Dead => return self.refuse(),
-                        Next::Exit => return,
-                    }
+                    next
                 }
-                Command::Stop { deadline, reply } => {
-                    if deadline.is_none() && !self.reset_handler() {
-                        return self.refuse();
-                    }
-                    let _nobody_waits = reply.send(Ok(Vec::new()));
+                // Parked already.
+                command => self.obey_parked(command, &[]).unwrap_or(Next::Park),
+            };
+            match next {
+                Next::Park | Next::Again(..) => {}
+                Next::Dead => return self.refuse(),
+                Next::Exit => return,
+            }
+        }
+    }
+
+    /// Answers for a dead handler. What it holds is not dropped: a destructor could panic again, or wait, and requests
+    /// under way may still need it.
+    fn refuse(self) {
+        std::mem::forget(self.handler);
+        while let Ok(command) = self.commands.recv() {
+            match command {
+                Command::Start { .. } | Command::BusMaster { .. } => {}
+                Command::Pause { reply, .. } => {
+                    let _nobody_waits = reply.send(Err(StopError::Gone));
+                }
+                Command::Reset { reply } => {
+                    let _nobody_waits = reply.send(Err(Gone));
                 }
                 Command::Exit => return,
             }
         }
     }
 
-    /// Answers for a dead handler. What it holds is not dropped: a destructor could panic again, or wait.
-    fn refuse(self) {
-        std::mem::forget(self.handler);
-        while let Ok(command) = self.commands.recv() {
-            match command {
-                Command::Start { .. } => {}
-                Command::Stop { reply, .. } => {
-                    let _nobody_waits = reply.send(Err(StopError::Gone));
-                }
-                Command::Exit => return,
+    /// Waits, drained and with queues as `states` say, until the function is a bus master. `None` when it is.
+    fn halt(&mut self, states: &[QueueState]) -> Option<Next> {
+        while !self.bus_master {
+            let Ok(command) = self.commands.recv() else {
+                return Some(Next::Exit);
+            };
+            if let Some(next) = self.obey_parked(command, states) {
+                return Some(next);
             }
+        }
+        None
+    }
+
+    /// Does as a command says while the handler is drained and there is no session; `states` are the queues' of the
+    /// session that may follow. `None` when the worker waits on.
+    fn obey_parked(&mut self, command: Command, states: &[QueueState]) -> Option<Next> {
+        match command {
+            Command::Start { .. } => None,
+            Command::Pause { reply, .. } => reply.send(Ok(states.to_vec())).is_ok().then_some(Next::Park),
+            Command::Reset { reply } => {
+                if !self.reset_handler() {
+                    let _nobody_waits = reply.send(Err(Gone));
+                    return Some(Next::Dead);
+                }
+                let _nobody_waits = reply.send(Ok(()));
+                Some(Next::Park)
+            }
+            Command::BusMaster { on, reply } => {
+                self.bus_master = on;
+                let _nobody_waits = reply.send(());
+                None
+            }
+            Command::Exit => Some(Next::Exit),
         }
     }
 
@@ -183,95 +218,31 @@ impl Worker {
     /// Does what the command channel says; gives how the session ends, if it does.
     fn obey(&mut self, session: &mut Session) -> Option<Next> {
         loop {
-            match self.commands.try_recv() {
-                Ok(Command::Start { .. }) => {}
-                Ok(Command::Stop { deadline, reply }) => {
-                    if let Some(next) = self.stop(session, deadline, &reply) {
-                        return Some(next);
-                    }
-                }
-                Ok(Command::Exit) | Err(TryRecvError::Disconnected) => {
-                    let deadline = later(DRAIN_ROUND);
-                    let _late_or_not = guard(|| self.handler.drain(session, deadline));
-                    return Some(Next::Exit);
-                }
+            let command = match self.commands.try_recv() {
+                Ok(command) => command,
+                Err(TryRecvError::Disconnected) => Command::Exit,
                 Err(TryRecvError::Empty) => return None,
-            }
-        }
-    }
-
-    /// `None` when the session goes on.
-    fn stop(
-        &mut self,
-        session: &mut Session,
-        deadline: Option<Instant>,
-        reply: &SyncSender<StopResult>,
-    ) -> Option<Next> {
-        let mut faults = 0_u32;
-        session.lift_budgets();
-        loop {
-            let round = deadline.unwrap_or_else(|| later(DRAIN_ROUND));
-            match guard(|| self.handler.drain(session, round)) {
-                Ok(Drained::Quiet) => return self.stopped(session, deadline.is_some(), reply),
-                Ok(Drained::Late) => {}
-                Err(fault) => {
-                    faults = faults.saturating_add(1);
-                    let fault = if faults < MAX_DRAIN_FAULTS {
-                        fault
-                    } else {
-                        Fault::Bug(format!("draining does not end: {fault}"))
-                    };
-                    if self.shared.judge(session, fault) == Health::Dead {
-                        let _nobody_waits = reply.send(Err(StopError::Gone));
-                        return Some(Next::Dead);
-                    }
-                }
-            }
-            match deadline {
-                Some(deadline) if Instant::now() >= deadline => {
-                    // What was made ready meanwhile is not lost: the rings say it.
-                    let _nobody_waits = reply.send(Err(StopError::Late));
-                    return None;
-                }
-                Some(_) => {}
-                // The machine may be going away while the host's storage hangs.
-                None => match self.commands.try_recv() {
-                    Ok(Command::Exit) | Err(TryRecvError::Disconnected) => return Some(Next::Exit),
-                    Ok(Command::Stop { reply, .. }) => {
-                        let _nobody_waits = reply.send(Err(StopError::Late));
-                    }
-                    Ok(Command::Start { .. }) | Err(TryRecvError::Empty) => {}
-                },
-            }
-        }
-    }
-
-    fn stopped(
-        &mut self,
-        session: &mut Session,
-        pause: bool,
-        reply: &SyncSender<StopResult>,
-    ) -> Option<Next> {
-        if pause {
-            if let Err(fault) = session.flush_interrupts() {
-                self.shared.judge(session, fault);
-            }
-            let states = session.states();
-            return match reply.send(Ok(states.clone())) {
-                Ok(()) => Some(Next::Park),
-                Err(_) => Some(Next::Again(states, session.features())),
             };
+            if let Some(next) = self.obey_one(session, command) {
+                return Some(next);
+            }
         }
-        if !self.reset_handler() {
-            let _nobody_waits = reply.send(Err(StopError::Gone));
-            return Some(Next::Dead);
+    }
+
+    fn obey_one(&mut self, session: &mut Session, command: Command) -> Option<Next> {
+        if matches!(command, Command::Start { .. }) {
+            return None;
         }
-        let _nobody_waits = reply.send(Ok(session.states()));
-        Some(Next::Park)
+        let mut request = StopRequest::default();
+        self.join(&mut request, command);
+        if request.is_empty() {
+            return None;
+        }
+        self.stop(session, request)
     }
 
     /// False when the handler is dead.
-    fn reset_handler(&mut self) -> bool {
+    pub(super) fn reset_handler(&mut self) -> bool {
         match guard(|| {
             self.handler.reset();
             Ok(())
@@ -296,30 +267,19 @@ impl Worker {
         self.broken(session)
     }
 
-    /// Waits to be stopped.
+    /// Waits to be stopped. What is under way ends meanwhile, or in the drain.
     fn broken(&mut self, mut session: Option<Session>) -> Next {
-        while let Ok(command) = self.commands.recv() {
-            match (command, &mut session) {
-                (Command::Start { .. }, _) => {}
-                (Command::Exit, _) => return Next::Exit,
-                (Command::Stop { deadline, reply }, Some(session)) => {
-                    match self.stop(session, deadline, &reply) {
-                        // Still broken.
-                        None | Some(Next::Again(..)) => {}
-                        Some(next) => return next,
-                    }
-                }
-                (Command::Stop { deadline, reply }, None) => {
-                    if deadline.is_none() && !self.reset_handler() {
-                        let _nobody_waits = reply.send(Err(StopError::Gone));
-                        return Next::Dead;
-                    }
-                    if reply.send(Ok(Vec::new())).is_ok() {
-                        return Next::Park;
-                    }
-                }
+        loop {
+            let command = self.commands.recv().unwrap_or(Command::Exit);
+            let next = match &mut session {
+                Some(session) => self.obey_one(session, command),
+                None => self.obey_parked(command, &[]),
+            };
+            match next {
+                // Still broken, drained or not: what is left is a reset.
+                None | Some(Next::Again(..)) => {}
+                Some(next) => return next,
             }
         }
-        Next::Exit
     }
 }
