@@ -16,7 +16,10 @@ mod stats;
 use devices::bus::BusError;
 use proto::vmm::ErrorKind;
 
-use crate::{board::boot::BootError, kvm::KvmError, lifecycle::Failure, memory::RamError, vcpu::VcpuError};
+use crate::{
+    board::boot::BootError, kvm::KvmError, kvm::SlotError, lifecycle::Failure, memory::RamError,
+    vcpu::VcpuError,
+};
 
 /// First I/O port of COM1.
 pub const COM1_PORT: u16 = 0x3f8;
@@ -40,6 +43,7 @@ macro_rules! failure_from {
 }
 
 failure_from!(KvmError, |_| ErrorKind::Kvm);
+failure_from!(SlotError, |_| ErrorKind::Kvm);
 failure_from!(RamError, |_| ErrorKind::Resources);
 failure_from!(BusError, |_| ErrorKind::Internal);
 failure_from!(BootError, |error| match error {

@@ -3,20 +3,18 @@
 use std::{
     fmt,
     os::fd::AsRawFd,
-    sync::{Arc, Mutex, OnceLock},
+    sync::{Arc, Mutex},
 };
 
 use devices::interrupt::{IrqLine, LevelLine, MsiController, NotifyRegistry};
-use kvm_bindings::{
-    KVM_CLOCK_TSC_STABLE, KVM_PIT_SPEAKER_DUMMY, kvm_clock_data, kvm_pit_config, kvm_userspace_memory_region,
-};
+use kvm_bindings::{KVM_CLOCK_TSC_STABLE, KVM_PIT_SPEAKER_DUMMY, kvm_clock_data, kvm_pit_config};
 use kvm_ioctls::{Cap, VmFd};
-use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use super::{
     host::{Host, KvmError},
     irqchip,
     msi::{MsiRoutes, RoutedMsiController},
+    slots::{SlotError, Slots},
     stats::StatsReader,
     vcpu::Vcpu,
     vcpu_state::MsrNumbers,
@@ -25,10 +23,10 @@ use crate::memory::{GuestRam, layout};
 
 /// A virtual machine. vCPUs, interrupts and notifications hold on to it.
 pub struct Vm {
-    /// Before `ram`: KVM lets go of the memory before it is unmapped.
+    /// Before `slots`: KVM lets go of the memory before it is unmapped.
     fd: VmFd,
+    pub(super) slots: Slots,
     pub(super) routes: Mutex<MsiRoutes>,
-    ram: OnceLock<GuestRam>,
     msr_numbers: MsrNumbers,
     max_vcpus: usize,
 }
@@ -78,10 +76,11 @@ impl Vm {
             .get_msr_index_list()
             .map_err(KvmError::ioctl("KVM_GET_MSR_INDEX_LIST"))?;
         let routes = fd.check_extension_int(Cap::IrqRouting);
+        let slots = Slots::new(&fd)?;
         Ok(Arc::new(Self {
             fd,
+            slots,
             routes: Mutex::new(MsiRoutes::new(u32::try_from(routes).unwrap_or(0))),
-            ram: OnceLock::new(),
             msr_numbers: MsrNumbers::new(indices.as_slice()),
             max_vcpus: host.kvm().get_max_vcpus(),
         }))
@@ -91,27 +90,10 @@ impl Vm {
         &self.fd
     }
 
-    /// Gives the guest its RAM: one memory slot per region. Once in a VM's life.
-    pub fn set_ram(&self, ram: &GuestRam) -> Result<(), KvmError> {
-        // The VM keeps the mapping alive: KVM uses it as long as the VM exists.
-        if self.ram.set(ram.clone()).is_err() {
-            return Err(KvmError::Ioctl {
-                operation: "a second KVM_SET_USER_MEMORY_REGION",
-                source: std::io::ErrorKind::AlreadyExists.into(),
-            });
-        }
-        for (slot, region) in (0..).zip(ram.memory().iter()) {
-            let slot = kvm_userspace_memory_region {
-                slot,
-                flags: 0,
-                guest_phys_addr: region.start_addr().0,
-                memory_size: region.len(),
-                userspace_addr: region.as_ptr().addr() as u64,
-            };
-            // SAFETY: the range is mapped as long as the region lives, and `self.ram` holds it for as long as KVM
-            // knows it. What the guest writes there is seen through volatile accesses only.
-            unsafe { self.fd.set_user_memory_region(slot) }
-                .map_err(KvmError::ioctl("KVM_SET_USER_MEMORY_REGION"))?;
+    /// Gives the guest its RAM: one memory slot per region.
+    pub fn set_ram(&self, ram: &GuestRam) -> Result<(), SlotError> {
+        for region in ram.regions() {
+            self.add_slot(region)?;
         }
         Ok(())
     }

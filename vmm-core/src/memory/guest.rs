@@ -77,6 +77,8 @@ pub enum RamError {
 #[derive(Clone, Debug)]
 pub struct GuestRam {
     memory: GuestMemory,
+    /// Those of `memory`, for memory slots.
+    regions: Vec<Arc<GuestRegionMmap<DirtyBitmap>>>,
     file: Option<Arc<File>>,
     size: u64,
     /// All pages are there and stay; of this size at the least.
@@ -108,10 +110,10 @@ impl GuestRam {
         let mut regions = Vec::with_capacity(2);
         let mut offset = 0;
         for range in [low, high].into_iter().filter(|range| !range.is_empty()) {
-            regions.push(region(&range, file.as_ref(), offset, options)?);
+            regions.push(Arc::new(region(&range, file.as_ref(), offset, options)?));
             offset = range.end.saturating_sub(range.start).saturating_add(offset);
         }
-        let memory = GuestMemory::from_regions(regions)?;
+        let memory = GuestMemory::from_arc_regions(regions.clone())?;
         // A reservation of huge pages holds for the whole host: what a NUMA node or a control group has not shows only
         // now, and later would be a SIGBUS.
         let resident = (options.prefault || options.huge_pages.is_some()).then_some(page);
@@ -120,6 +122,7 @@ impl GuestRam {
         }
         Ok(Self {
             memory,
+            regions,
             file,
             size,
             resident,
@@ -129,6 +132,11 @@ impl GuestRam {
     /// For devices: cheap to clone, and keeps the mapping alive.
     pub fn memory(&self) -> &GuestMemory {
         &self.memory
+    }
+
+    /// Its regions, in order of addresses.
+    pub fn regions(&self) -> &[Arc<GuestRegionMmap<DirtyBitmap>>] {
+        &self.regions
     }
 
     /// Back to zeroes, none of it touched unless it is to be there all the time: for a machine that starts anew. With all

@@ -1,6 +1,8 @@
 //! Tiny guests on the machine's own KVM: 32-bit code with integer instructions only, which even a backend that
 //! emulates every instruction runs.
 
+mod slots;
+
 use std::{
     sync::{
         Mutex,
