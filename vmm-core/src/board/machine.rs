@@ -25,7 +25,7 @@ use tracing::{error, warn};
 use super::{boot::Entry, disks::Disks, image::Image, stats};
 use crate::{
     kvm::{AddressSpaces, Clock, IrqChipState, StatsReader, Vm},
-    lifecycle::{self, Detached, Failure, LimitTarget},
+    lifecycle::{self, Detached, Failure, LimitTarget, Progress, Token},
     memory::GuestRam,
     vcpu::Vcpus,
 };
@@ -173,16 +173,24 @@ impl lifecycle::Machine for Machine {
         self.power_button.pulse();
     }
 
-    fn attach_disk(&mut self, disk: &vmm::Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
-        self.disks.attach(disk, fds)
+    fn attach_disk(&mut self, token: Token, disk: &vmm::Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
+        self.disks.attach(token, disk, fds)
     }
 
-    fn detach_disk(&mut self, name: &str, force: bool) -> Result<(), Failure> {
-        self.disks.detach(name, force)
+    fn detach_disk(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
+        self.disks.detach(token, name, force)
     }
 
     fn collect_detached(&mut self) -> Vec<Detached> {
         self.disks.collect_detached()
+    }
+
+    fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)> {
+        self.disks.collect_answers()
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        self.disks.next_deadline()
     }
 
     fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure> {

@@ -11,7 +11,7 @@ use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec};
 use tracing::{debug, info, warn};
 
 use super::{
-    Answer, Builder, Failure, Input, Machine, Notice, Notifier, Request, Token,
+    Answer, Builder, Failure, Input, Machine, Notice, Notifier, Progress, Request, Token,
     admission::{Action, Admission, State, admit},
     publisher::{Audience, Publisher, exit_record},
 };
@@ -29,6 +29,8 @@ pub struct Driver<A, B> {
     log_limit: LogLimit,
     /// The machine could not be paused after a disk's error: when it is tried again, and the error.
     pause_again: Option<(Instant, DiskError)>,
+    /// Requests that the machine answers later.
+    pending: Vec<Token>,
 }
 
 /// Why a disk holds requests.
@@ -61,6 +63,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             panicked: false,
             log_limit: LogLimit::new(),
             pause_again: None,
+            pending: Vec::new(),
         }
     }
 
@@ -70,7 +73,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             let input = match self.next_input() {
                 Ok(input) => input,
                 Err(RecvTimeoutError::Timeout) => {
-                    if let Some((_, error)) = self.pause_again.take() {
+                    self.collect();
+                    if let Some((_, error)) = self.pause_again.take_if(|(when, _)| Instant::now() >= *when) {
                         self.pause_for_error(error);
                     }
                     continue;
@@ -90,8 +94,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     }
 
     fn next_input(&self) -> Result<Input, RecvTimeoutError> {
-        match &self.pause_again {
-            Some((when, _)) => self
+        let again = self.pause_again.as_ref().map(|(when, _)| *when);
+        let answer = self.machine.as_ref().and_then(|machine| machine.next_deadline());
+        match again.into_iter().chain(answer).min() {
+            Some(when) => self
                 .inputs
                 .recv_timeout(when.saturating_duration_since(Instant::now())),
             None => self.inputs.recv().map_err(|_| RecvTimeoutError::Disconnected),
@@ -119,6 +125,13 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         asker: Option<Token>,
         before_publishing: impl FnOnce(&ExitRecord),
     ) -> ExitRecord {
+        for token in std::mem::take(&mut self.pending) {
+            let failure = Failure {
+                kind: ErrorKind::State,
+                message: "the machine ended before this was done".to_owned(),
+            };
+            self.publisher.reply(token, Err(failure));
+        }
         if let Some(machine) = &mut self.machine {
             machine.halt();
         }
@@ -164,11 +177,16 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 Request::Pause => self.pause(),
                 Request::Resume => self.resume(),
                 Request::PowerButton => self.machine().map(Machine::press_power_button),
-                Request::AttachDisk { disk, fds } => self.machine().and_then(|it| it.attach_disk(&disk, fds)),
+                Request::AttachDisk { disk, fds } => {
+                    let begun = self
+                        .machine()
+                        .and_then(|it| it.attach_disk(token, &disk, fds))
+                        .map(|()| Progress::Pending);
+                    return self.answer(token, begun);
+                }
                 Request::DetachDisk { name, force } => {
-                    let result = self.machine().and_then(|it| it.detach_disk(&name, force));
-                    self.tell_detached();
-                    result
+                    let begun = self.machine().and_then(|it| it.detach_disk(token, &name, force));
+                    return self.answer(token, begun);
                 }
                 Request::ResizeDisk { name, capacity } => {
                     self.machine().and_then(|it| it.resize_disk(&name, capacity))
@@ -269,6 +287,32 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
     }
 
+    /// Answers a request, unless that comes later; before it, tells what it led to at once.
+    fn answer(&mut self, token: Token, result: Result<Progress, Failure>) -> Next {
+        let result = match result {
+            Ok(Progress::Pending) => {
+                self.pending.push(token);
+                self.collect();
+                return Next::GoOn;
+            }
+            Ok(Progress::Done) => Ok(()),
+            Err(failure) => Err(failure),
+        };
+        self.collect();
+        self.publisher.reply(token, result);
+        Next::GoOn
+    }
+
+    /// Tells which disks are gone, then answers the requests that were pending and are done.
+    fn collect(&mut self) {
+        self.tell_detached();
+        let answers = self.machine().map(|it| it.collect_answers()).unwrap_or_default();
+        for (token, result) in answers {
+            self.pending.retain(|pending| *pending != token);
+            self.publisher.reply(token, result);
+        }
+    }
+
     fn tell_detached(&mut self) {
         let gone = self.machine().map(|it| it.collect_detached()).unwrap_or_default();
         for disk in gone {
@@ -320,8 +364,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 self.pause_for_error(DiskError { device, message });
                 Next::GoOn
             }
-            Notice::Unplugged => {
-                self.tell_detached();
+            Notice::Unplugged | Notice::ImageOpened => {
+                self.collect();
                 Next::GoOn
             }
         }
@@ -345,7 +389,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         if asker.is_none() {
             self.publisher.guest_reset();
         }
-        self.tell_detached();
+        self.collect();
         // Of several vCPUs each may have asked for the reset that just happened, or panicked before it.
         let waiting: Vec<_> = self
             .inputs

@@ -5,7 +5,7 @@ pub mod admission;
 pub mod driver;
 pub mod publisher;
 
-use std::{os::fd::OwnedFd, sync::mpsc::Sender};
+use std::{os::fd::OwnedFd, sync::mpsc::Sender, time::Instant};
 
 use proto::{
     model::disk::RateLimit,
@@ -119,6 +119,15 @@ pub struct Detached {
     pub forced: bool,
 }
 
+/// How far a request of a machine has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// It is done.
+    Done,
+    /// It goes on elsewhere; [`Machine::collect_answers`] gives its answer.
+    Pending,
+}
+
 /// What a machine tells its driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notice {
@@ -146,6 +155,8 @@ pub enum Notice {
         /// What happened.
         message: String,
     },
+    /// An image is open, or can't be opened: see [`Machine::collect_answers`].
+    ImageOpened,
     /// The guest ejected something, or something that was taken away is gone for good: see
     /// [`Machine::collect_detached`].
     Unplugged,
@@ -211,13 +222,20 @@ pub trait Machine {
     fn start(&mut self) -> Result<(), Failure>;
     /// Presses the power button.
     fn press_power_button(&mut self);
-    /// Plugs a disk in and tells the guest, which may be paused.
-    fn attach_disk(&mut self, disk: &Disk, fds: Vec<OwnedFd>) -> Result<(), Failure>;
+    /// Begins to plug a disk in: its image is opened elsewhere, for as long as that takes. Then it is plugged in and the
+    /// guest is told, which may be paused or have been reset meanwhile. The answer comes with
+    /// [`collect_answers`](Self::collect_answers); an error here is the answer.
+    fn attach_disk(&mut self, token: Token, disk: &Disk, fds: Vec<OwnedFd>) -> Result<(), Failure>;
     /// Asks the guest for a disk. With `force` takes it away at once: it is gone on success, and when that takes too long it
-    /// goes later.
-    fn detach_disk(&mut self, name: &str, force: bool) -> Result<(), Failure>;
+    /// goes later. A disk whose image is not open yet is not attached at all: whoever asked for that gets an error.
+    fn detach_disk(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure>;
     /// Looks after the disks that the guest ejected; gives those that are gone since it was asked last.
     fn collect_detached(&mut self) -> Vec<Detached>;
+    /// Plugs in the disks whose images are open by now; gives the answers of requests that were pending. To be asked after
+    /// [`collect_detached`](Self::collect_detached), and at [`next_deadline`](Self::next_deadline).
+    fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)>;
+    /// When a request that is pending has waited long enough.
+    fn next_deadline(&self) -> Option<Instant>;
     /// Makes a disk larger, and tells the guest.
     fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure>;
     /// Changes a limit.

@@ -29,11 +29,18 @@ struct TestMachine {
     holds: Arc<AtomicBool>,
     /// Gone and not yet told.
     detached: Arc<Mutex<Vec<Detached>>>,
+    slow: Option<Token>,
+    deadline: Option<(Token, Instant)>,
+    answers: Vec<(Token, Result<(), Failure>)>,
 }
 
 impl Machine for TestMachine {
     fn pause(&mut self) -> Result<(), Failure> {
         self.log.add("pause");
+        if let Some(token) = self.slow.take() {
+            self.answers.push((token, Ok(())));
+            self.inputs.send(Input::Notice(Notice::ImageOpened)).unwrap();
+        }
         if self.pause_fails {
             return Err(Failure {
                 kind: ErrorKind::Internal,
@@ -68,13 +75,23 @@ impl Machine for TestMachine {
         self.log.add("button");
     }
 
-    fn attach_disk(&mut self, disk: &Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
+    /// A disk "slow" is open after the next pause, and detached by force when its deadline comes.
+    fn attach_disk(&mut self, token: Token, disk: &Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
         self.log.add(format!("attach {} {}", disk.name, fds.len()));
+        if disk.name == "slow" {
+            self.slow = Some(token);
+        } else {
+            self.answers.push((token, Ok(())));
+        }
         Ok(())
     }
 
-    fn detach_disk(&mut self, name: &str, force: bool) -> Result<(), Failure> {
+    fn detach_disk(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
         self.log.add(format!("detach {name}"));
+        if name == "slow" && force {
+            self.deadline = Some((token, Instant::now()));
+            return Ok(Progress::Pending);
+        }
         if name == "none" {
             return Err(Failure {
                 kind: ErrorKind::NotFound,
@@ -86,8 +103,20 @@ impl Machine for TestMachine {
                 name: name.to_owned(),
                 forced: true,
             });
+            self.answers.push((token, Ok(())));
+            return Ok(Progress::Pending);
         }
-        Ok(())
+        Ok(Progress::Done)
+    }
+
+    fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)> {
+        let late = self.deadline.take_if(|(_, deadline)| Instant::now() > *deadline);
+        self.answers.extend(late.map(|(token, _)| (token, Ok(()))));
+        std::mem::take(&mut self.answers)
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        self.deadline.map(|(_, deadline)| deadline)
     }
 
     fn collect_detached(&mut self) -> Vec<Detached> {
@@ -162,6 +191,9 @@ impl Builder for TestBuilder {
             pause_fails: self.pause_fails,
             holds: Arc::clone(&self.holds),
             detached: Arc::clone(&self.detached),
+            slow: None,
+            deadline: None,
+            answers: Vec::new(),
         }))
     }
 }
@@ -500,6 +532,87 @@ fn disks_come_and_go_while_the_guest_runs_and_while_it_is_paused() {
         ],
         "the event comes before the answer"
     );
+}
+
+#[test]
+fn an_image_that_is_slow_to_open_holds_up_nothing_and_is_answered_when_it_is_attached() {
+    let (log, _) = run(
+        vec![
+            request(1, boot(false)),
+            request(2, attach("slow")),
+            request(3, attach("data")),
+            request(4, Request::GetDiskStats),
+            request(5, Request::Pause),
+            // The image is open now.
+            request(6, Request::Resume),
+            Input::Notice(Notice::ImageOpened),
+            request(7, Request::Stop),
+        ],
+        |_| (),
+    );
+    assert_eq!(
+        log[3..12],
+        [
+            "attach slow 0",
+            "attach data 0",
+            "3 ok Running web",
+            "4 stats of data",
+            "pause",
+            "is Paused",
+            "5 ok Paused web",
+            "resume",
+            "is Running",
+        ]
+    );
+    assert_eq!(
+        log.iter().filter(|line| line.starts_with("2 ")).count(),
+        1,
+        "{log:?}"
+    );
+    assert!(log.contains(&"2 ok Running web".to_owned()), "{log:?}");
+}
+
+#[test]
+fn a_machine_that_ends_answers_what_is_pending() {
+    let (log, _) = run(
+        vec![
+            request(1, boot(false)),
+            request(2, attach("slow")),
+            Input::Notice(Notice::Reset),
+            request(3, Request::Stop),
+        ],
+        |_| (),
+    );
+    let of = |line: &str| log.iter().position(|found| found == line).unwrap();
+    assert!(
+        of("reset") < of("2 State") && of("2 State") < of("halt"),
+        "{log:?}"
+    );
+}
+
+#[test]
+fn a_request_that_is_pending_is_answered_at_its_deadline_without_a_notice() {
+    let (sender, receiver) = channel();
+    let log = Log::default();
+    let builder = TestBuilder {
+        log: log.clone(),
+        inputs: sender.clone(),
+        pause_fails: false,
+        fails: false,
+        holds: Arc::default(),
+        detached: Arc::default(),
+    };
+    let (notifier, audience) = (Notifier::new(sender.clone()), log.clone());
+    let thread = std::thread::spawn(move || Driver::new(receiver, notifier, audience, builder).run(|_| ()));
+    sender.send(request(1, boot(false))).unwrap();
+    sender.send(request(2, detach("slow", true))).unwrap();
+    let start = Instant::now();
+    while !log.0.lock().unwrap().contains(&"2 ok Running web".to_owned()) {
+        assert!(start.elapsed().as_secs() < 20);
+        std::thread::yield_now();
+    }
+    sender.send(request(3, Request::Stop)).unwrap();
+    thread.join().unwrap();
 }
 
 #[test]

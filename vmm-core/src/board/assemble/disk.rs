@@ -21,18 +21,22 @@ use crate::{board::disks::Fitted, lifecycle::with_causes};
 /// The machine's rate groups, by name.
 pub(in crate::board) type Groups = BTreeMap<String, Arc<Limiter>>;
 
-/// Opens the image of `spec`, and puts a disk with it into its PCI slot.
-pub(in crate::board) fn build(
+/// Opens the image of `spec`, which takes as long as its file takes.
+pub(in crate::board) fn open(spec: &Disk, fds: &mut Fds) -> Result<Box<dyn Image>, Failure> {
+    open_image(spec, fds).map_err(|failure| Failure {
+        message: format!("disk {}: {}", spec.name, failure.message),
+        ..failure
+    })
+}
+
+/// Puts a disk with this image into its PCI slot.
+pub(in crate::board) fn plug(
     sockets: &Sockets,
     groups: &Groups,
     spec: &Disk,
-    fds: &mut Fds,
+    image: Box<dyn Image>,
 ) -> Result<Fitted, Failure> {
     let name = format!("disk {}", spec.name);
-    let image = open(spec, fds).map_err(|failure| Failure {
-        message: format!("{name}: {}", failure.message),
-        ..failure
-    })?;
     let (limiter, group) = match &spec.limit {
         DiskLimit::None => (None, None),
         DiskLimit::Own(limit) => (Some(Limiter::new(limits(*limit))), None),
@@ -72,7 +76,7 @@ pub(in crate::board) fn limits(limit: RateLimit) -> Limits {
     }
 }
 
-fn open(spec: &Disk, fds: &mut Fds) -> Result<Box<dyn Image>, Failure> {
+fn open_image(spec: &Disk, fds: &mut Fds) -> Result<Box<dyn Image>, Failure> {
     let fd = fds.take(spec.fd)?;
     match spec.format {
         Format::Raw => Ok(Box::new(RawImage::open(fd, spec.read_only).map_err(failure)?)),

@@ -268,6 +268,28 @@ impl Assembly {
 }
 
 impl Sockets {
+    /// Of a machine without KVM and without vCPUs.
+    #[cfg(test)]
+    pub(super) fn of(
+        memory: GuestMemory,
+        msi: Arc<dyn MsiController>,
+        notify: Arc<dyn NotifyRegistry>,
+        notifier: Notifier,
+    ) -> Self {
+        let windows = PciWindows {
+            low: layout::MMIO32,
+            high: layout::mmio64(1 << 30),
+        };
+        Self {
+            memory,
+            msi,
+            notify,
+            pci: PciRoot::new(windows),
+            mmio: Arc::new(Bus::new()),
+            notifier,
+        }
+    }
+
     /// Puts a virtio device into a PCI slot.
     pub(super) fn plug(
         &self,

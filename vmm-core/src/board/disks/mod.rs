@@ -1,9 +1,14 @@
 //! The disks of a machine, which come and go while it lives.
 //!
 //! ```text
-//!            attach              eject, force, reset           image closed
-//!  (nothing) ──────▶ fitted ─────────────────────────▶ leaving ─────────────▶ told as detached
+//!            attach             image open          eject, force, reset           image closed
+//!  (nothing) ──────▶ opening ──────────▶ fitted ─────────────────────────▶ leaving ─────────────▶ told as detached
+//!                       └──────────────────────── detach ────────────────────▲
 //! ```
+//!
+//! An *opening* disk has its name and its slot, and is on no bus: a thread opens its image, however long its host takes,
+//! and nobody waits for that. Pauses, resumes and resets meanwhile don't touch it, and the disk is plugged in after them.
+//! A detach, and the end of the machine, cancel it.
 //!
 //! A *fitted* disk has its function on the PCI bus. The guest's eject takes the function off the bus on the vCPU's
 //! thread, and nothing more; what follows is done by the owner of this struct when it is told: a fitted disk whose
@@ -12,13 +17,15 @@
 //! a deadline: who takes it away by force, a pause and a reset (it may still write to guest memory), and the end of the
 //! machine.
 
+mod leaving;
+mod opening;
+#[cfg(test)]
+mod tests;
+
 use std::{
     io,
     os::fd::OwnedFd,
-    sync::{
-        Arc,
-        mpsc::{Receiver, RecvTimeoutError, channel},
-    },
+    sync::{Arc, mpsc::channel},
     time::{Duration, Instant},
 };
 
@@ -38,11 +45,15 @@ use proto::{
 };
 use tracing::error;
 
+use self::{
+    leaving::{Leaving, Phase},
+    opening::{Opener, Opening},
+};
 use super::assemble::{
     Fds, Sockets,
     disk::{self, Groups},
 };
-use crate::lifecycle::{Detached, Failure, LimitTarget, Notice};
+use crate::lifecycle::{Detached, Failure, LimitTarget, Notice, Progress, Token};
 
 /// How long a disk that is taken away by force may take for its requests under way before whoever asked is told that
 /// it takes longer.
@@ -59,33 +70,19 @@ pub(super) struct Fitted {
     pub group: Option<String>,
 }
 
-/// A disk that is off the bus.
-struct Leaving {
-    name: String,
-    forced: bool,
-    /// Says that it is gone. Disconnected without that when it will never be: requests are under way for ever.
-    gone: Receiver<()>,
-    state: LeavingState,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum LeavingState {
-    /// Requests are under way.
-    Draining,
-    /// Its threads have ended and its image is closed.
-    Gone,
-    /// Nobody knows what its requests do.
-    Lost,
-}
-
 /// See the module.
 pub(super) struct Disks {
+    opening: Vec<Opening>,
     fitted: Vec<Fitted>,
     leaving: Vec<Leaving>,
     groups: Groups,
     topology: Topology,
     sockets: Sockets,
     hotplug: Arc<HotPlug>,
+    /// How images of disks that are attached are opened.
+    opener: Opener,
+    /// Answers that nobody collected yet.
+    answers: Vec<(Token, Result<(), Failure>)>,
 }
 
 impl Disks {
@@ -93,19 +90,39 @@ impl Disks {
     pub fn new(sockets: Sockets, hotplug: Arc<HotPlug>, spec: &machine::Machine) -> Self {
         let groups = spec.rate_groups.iter();
         let groups = groups.map(|(name, limit)| (name.clone(), Limiter::new(disk::limits(*limit))));
-        Self {
-            fitted: Vec::new(),
-            leaving: Vec::new(),
-            groups: groups.collect(),
-            topology: spec.topology,
+        Self::with(
             sockets,
             hotplug,
+            groups.collect(),
+            spec.topology,
+            Arc::new(disk::open),
+        )
+    }
+
+    fn with(
+        sockets: Sockets,
+        hotplug: Arc<HotPlug>,
+        groups: Groups,
+        topology: Topology,
+        opener: Opener,
+    ) -> Self {
+        Self {
+            opening: Vec::new(),
+            fitted: Vec::new(),
+            leaving: Vec::new(),
+            groups,
+            topology,
+            sockets,
+            hotplug,
+            opener,
+            answers: Vec::new(),
         }
     }
 
     /// Puts in a disk that is there when the machine is switched on.
     pub fn fit(&mut self, spec: &machine::Disk, fds: &mut Fds) -> Result<(), Failure> {
-        let fitted = disk::build(&self.sockets, &self.groups, spec, fds)?;
+        let image = disk::open(spec, fds)?;
+        let fitted = disk::plug(&self.sockets, &self.groups, spec, image)?;
         self.fitted.push(fitted);
         Ok(())
     }
@@ -118,7 +135,7 @@ impl Disks {
     }
 
     /// See [`Machine::attach_disk`](crate::lifecycle::Machine::attach_disk).
-    pub fn attach(&mut self, wire: &vmm::Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
+    pub fn attach(&mut self, token: Token, wire: &vmm::Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
         let spec = machine::Disk::new(wire, fds.len(), self.topology, |group| {
             self.groups.contains_key(group)
         });
@@ -133,6 +150,9 @@ impl Disks {
             })
         };
         self.sweep();
+        if self.opening.iter().any(|opening| opening.spec.name == spec.name) {
+            return refused(format!("a disk {} is being attached already", spec.name));
+        }
         if self.fitted.iter().any(|disk| disk.name == spec.name) {
             return refused(format!("there is a disk {} already", spec.name));
         }
@@ -140,17 +160,49 @@ impl Disks {
             return refused(format!("a disk {} is still being taken away", spec.name));
         }
         let slot = spec.slot.number();
-        if self.sockets.pci.is_taken(slot) {
+        let reserved = |opening: &Opening| opening.spec.slot.number() == slot;
+        if self.sockets.pci.is_taken(slot) || self.opening.iter().any(reserved) {
             return refused(format!("PCI device {slot} is taken"));
         }
-        self.fit(&spec, &mut Fds::new(fds))?;
-        self.hotplug.plugged(slot);
+        let notifier = self.sockets.notifier.clone();
+        let opening = Opening::begin(&self.opener, token, spec, Fds::new(fds), notifier)?;
+        self.opening.push(opening);
         Ok(())
     }
 
+    /// Plugs in the disks whose images are open, and has those answered whose images can't be opened.
+    fn plug_opened(&mut self) {
+        let mut opened = Vec::new();
+        self.opening.retain(|opening| match opening.take() {
+            None => true,
+            Some(image) => {
+                opened.push((opening.token, opening.spec.clone(), image));
+                false
+            }
+        });
+        for (token, spec, image) in opened {
+            let result = image
+                .and_then(|image| disk::plug(&self.sockets, &self.groups, &spec, image))
+                .map(|fitted| {
+                    self.hotplug.plugged(fitted.slot);
+                    self.fitted.push(fitted);
+                });
+            self.answers.push((token, result));
+        }
+    }
+
     /// See [`Machine::detach_disk`](crate::lifecycle::Machine::detach_disk).
-    pub fn detach(&mut self, name: &str, force: bool) -> Result<(), Failure> {
+    pub fn detach(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
         self.sweep();
+        if let Some(index) = self.opening.iter().position(|opening| opening.spec.name == name) {
+            let opening = self.opening.remove(index);
+            let failure = Failure {
+                kind: ErrorKind::State,
+                message: format!("disk {name} was detached before its image was open"),
+            };
+            self.answers.push((opening.token, Err(failure)));
+            self.leaving.push(opening.cancel(force));
+        }
         match self.fitted.iter().position(|disk| disk.name == name) {
             Some(index) if force => {
                 let disk = self.fitted.remove(index);
@@ -163,29 +215,17 @@ impl Disks {
                 if let Some(disk) = self.fitted.get(index) {
                     self.hotplug.ask(disk.slot);
                 }
-                return Ok(());
             }
             None if self.leaving.iter().any(|disk| disk.name == name) => {}
             None => return Err(not_found(name)),
         }
-        if !force {
-            return Ok(());
+        match self.leaving.iter_mut().find(|disk| disk.name == name) {
+            Some(disk) if force => {
+                disk.waiting.push((token, Instant::now() + FORCE_TIMEOUT));
+                Ok(Progress::Pending)
+            }
+            _ => Ok(Progress::Done),
         }
-        let deadline = Instant::now() + FORCE_TIMEOUT;
-        if self
-            .leaving
-            .iter_mut()
-            .all(|disk| disk.name != name || disk.wait(deadline))
-        {
-            return Ok(());
-        }
-        Err(Failure {
-            kind: ErrorKind::Internal,
-            message: format!(
-                "disk {name} is taken away from the guest, but requests to its image did not end in time; the image is \
-                 closed when they do"
-            ),
-        })
     }
 
     /// Has those leave that the guest ejected.
@@ -219,40 +259,51 @@ impl Disks {
         if let Err(error) = thread::spawn(ThreadKind::Helper, "unplug", end) {
             error!(disk = name, %error, "starting a thread that ends a disk");
         }
-        self.leaving.push(Leaving {
-            name,
-            forced,
-            gone,
-            state: LeavingState::Draining,
-        });
+        self.leaving.push(Leaving::new(name, forced, true, gone));
     }
 
     /// See [`Machine::collect_detached`](crate::lifecycle::Machine::collect_detached).
     pub fn collect_detached(&mut self) -> Vec<Detached> {
         self.sweep();
-        let gone = self.leaving.extract_if(.., |disk| disk.wait(Instant::now()));
-        gone.map(|disk| Detached {
-            name: disk.name,
-            forced: disk.forced,
+        let gone = self
+            .leaving
+            .extract_if(.., |disk| disk.look(Instant::now()) == Phase::Gone);
+        gone.map(|disk| {
+            let waiting = disk.waiting.into_iter();
+            self.answers.extend(waiting.map(|(token, _)| (token, Ok(()))));
+            Detached {
+                name: disk.name,
+                forced: disk.forced,
+            }
         })
         .collect()
     }
 
-    /// Waits until nothing that is off the bus touches guest memory or an image any more.
+    /// See [`Machine::collect_answers`](crate::lifecycle::Machine::collect_answers).
+    pub fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)> {
+        self.plug_opened();
+        let now = Instant::now();
+        for disk in &mut self.leaving {
+            self.answers.extend(disk.give_up(now));
+        }
+        std::mem::take(&mut self.answers)
+    }
+
+    /// See [`Machine::next_deadline`](crate::lifecycle::Machine::next_deadline).
+    pub fn next_deadline(&self) -> Option<Instant> {
+        let waiting = self.leaving.iter().flat_map(|disk| &disk.waiting);
+        waiting.map(|(_, deadline)| *deadline).min()
+    }
+
+    /// Waits until nothing that is off the bus touches guest memory any more.
     pub fn wait_for_leaving(&mut self, deadline: Instant) -> Result<(), Failure> {
         self.sweep();
-        match self
-            .leaving
-            .iter_mut()
-            .find_map(|disk| (!disk.wait(deadline)).then_some(disk))
-        {
+        let mut devices = self.leaving.iter_mut().filter(|disk| disk.has_device);
+        match devices.find_map(|disk| (disk.look(deadline) != Phase::Gone).then_some(&disk.name)) {
             None => Ok(()),
-            Some(disk) => Err(Failure {
+            Some(name) => Err(Failure {
                 kind: ErrorKind::Internal,
-                message: format!(
-                    "requests of disk {}, which is being taken away, did not end",
-                    disk.name
-                ),
+                message: format!("requests of disk {name}, which is being taken away, did not end"),
             }),
         }
     }
@@ -330,21 +381,6 @@ impl Disks {
     /// See [`Machine::holds_requests`](crate::lifecycle::Machine::holds_requests).
     pub fn holds_requests(&self) -> bool {
         self.fitted.iter().any(|disk| disk.control.stats().held > 0)
-    }
-}
-
-impl Leaving {
-    /// Whether it is gone by then. One that is lost is not waited for.
-    fn wait(&mut self, deadline: Instant) -> bool {
-        if self.state == LeavingState::Draining {
-            let left = deadline.saturating_duration_since(Instant::now());
-            self.state = match self.gone.recv_timeout(left) {
-                Ok(()) => LeavingState::Gone,
-                Err(RecvTimeoutError::Timeout) => LeavingState::Draining,
-                Err(RecvTimeoutError::Disconnected) => LeavingState::Lost,
-            };
-        }
-        self.state == LeavingState::Gone
     }
 }
 

@@ -1,0 +1,266 @@
+//! Disks of a machine without KVM, whose images are opened when a test says so.
+
+use std::{
+    io,
+    sync::{
+        Mutex,
+        mpsc::{Receiver, Sender},
+    },
+};
+
+use devices::{
+    GuestMemory,
+    block::RawImage,
+    interrupt::{LevelLine, MsiController, MsiMessage, MsiVector, NotifyAddress, NotifyRegistry},
+};
+use vm_memory::GuestAddress;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::*;
+use crate::lifecycle::{Input, Notifier};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+struct Silent;
+
+impl LevelLine for Silent {
+    fn set(&self, _high: bool) {}
+}
+
+impl MsiVector for Silent {
+    fn connect(&self, _message: Option<MsiMessage>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn trigger(&self) {}
+
+    fn event(&self) -> Option<&EventFd> {
+        None
+    }
+}
+
+impl MsiController for Silent {
+    fn allocate(&self) -> io::Result<Arc<dyn MsiVector>> {
+        Ok(Arc::new(Self))
+    }
+}
+
+impl NotifyRegistry for Silent {
+    fn register(&self, _address: NotifyAddress, _event: &EventFd) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn unregister(&self, _address: NotifyAddress, _event: &EventFd) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Disks, the notices that come of them, and what opens an image or makes it fail.
+struct Rig {
+    disks: Disks,
+    notices: Receiver<Input>,
+    open: Sender<Result<(), Failure>>,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let (sender, notices) = channel();
+        let silent = Arc::new(Silent);
+        let sockets = Sockets::of(memory, silent.clone(), silent.clone(), Notifier::new(sender));
+        let (open, told) = channel::<Result<(), Failure>>();
+        let told = Mutex::new(told);
+        let opener: Opener = Arc::new(move |_, _| {
+            told.lock().unwrap().recv().unwrap()?;
+            let file = tempfile::tempfile().unwrap();
+            file.set_len(1 << 20).unwrap();
+            Ok(Box::new(RawImage::open(file.into(), false).unwrap()))
+        });
+        let topology = Topology::for_cores(1).unwrap();
+        let disks = Disks::with(sockets, HotPlug::new(silent), Groups::new(), topology, opener);
+        Self { disks, notices, open }
+    }
+
+    fn attach(&mut self, request: u64, name: &str, slot: u32) -> Result<(), Failure> {
+        let disk = vmm::Disk {
+            name: name.into(),
+            pci_slot: slot,
+            ..vmm::Disk::default()
+        };
+        let fd = tempfile::tempfile().unwrap().into();
+        self.disks.attach(token(request), &disk, vec![fd])
+    }
+
+    fn detach(&mut self, request: u64, name: &str, force: bool) -> Result<Progress, Failure> {
+        self.disks.detach(token(request), name, force)
+    }
+
+    /// Waits for the next notice.
+    fn notice(&self) -> Notice {
+        match self.notices.recv_timeout(PATIENCE).unwrap() {
+            Input::Notice(notice) => notice,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Requests that are answered by now, and how.
+    fn answers(&mut self) -> Vec<(u64, Result<(), ErrorKind>)> {
+        let answers = self.disks.collect_answers().into_iter();
+        answers
+            .map(|(token, result)| (token.request, result.map_err(|failure| failure.kind)))
+            .collect()
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.disks.stats().into_iter().map(|disk| disk.name).collect()
+    }
+}
+
+fn token(request: u64) -> Token {
+    Token {
+        connection: 1,
+        request,
+    }
+}
+
+fn soon() -> Instant {
+    Instant::now() + PATIENCE
+}
+
+fn gone(name: &str, forced: bool) -> Vec<Detached> {
+    let name = name.to_owned();
+    vec![Detached { name, forced }]
+}
+
+#[test]
+fn a_disk_is_attached_when_its_image_is_open_and_nobody_waits_for_that() {
+    let mut rig = Rig::new();
+    rig.attach(1, "data", 5).unwrap();
+    // A pause and a reset find nothing to wait for.
+    rig.disks.wait_for_leaving(Instant::now()).unwrap();
+    rig.disks.reset(Instant::now()).unwrap();
+    assert_eq!(rig.answers(), []);
+    assert!(rig.names().is_empty());
+    assert!(!rig.disks.sockets.pci.is_taken(5));
+    rig.open.send(Ok(())).unwrap();
+    assert_eq!(rig.notice(), Notice::ImageOpened);
+    assert_eq!(rig.answers(), [(1, Ok(()))]);
+    assert_eq!(rig.names(), ["data"]);
+    assert!(rig.disks.sockets.pci.is_taken(5));
+}
+
+#[test]
+fn names_and_slots_are_taken_while_an_image_is_being_opened_and_free_when_that_fails() {
+    let mut rig = Rig::new();
+    rig.attach(1, "data", 5).unwrap();
+    for (name, slot) in [("data", 6), ("other", 5)] {
+        assert_eq!(rig.attach(2, name, slot).unwrap_err().kind, ErrorKind::State);
+    }
+    assert_eq!(
+        rig.disks.resize("data", None).unwrap_err().kind,
+        ErrorKind::NotFound
+    );
+    let failure = Failure {
+        kind: ErrorKind::Image,
+        message: "no qcow2 image".into(),
+    };
+    rig.open.send(Err(failure)).unwrap();
+    assert_eq!(rig.notice(), Notice::ImageOpened);
+    assert_eq!(rig.answers(), [(1, Err(ErrorKind::Image))]);
+    rig.attach(3, "data", 5).unwrap();
+    rig.open.send(Ok(())).unwrap();
+    assert_eq!(rig.notice(), Notice::ImageOpened);
+    assert_eq!(rig.answers(), [(3, Ok(()))]);
+}
+
+#[test]
+fn a_detach_cancels_an_attach_and_is_done_when_the_image_is_closed() {
+    for force in [false, true] {
+        let mut rig = Rig::new();
+        rig.attach(1, "data", 5).unwrap();
+        let expected = if force { Progress::Pending } else { Progress::Done };
+        assert_eq!(rig.detach(2, "data", force), Ok(expected));
+        assert_eq!(rig.disks.collect_detached(), []);
+        assert_eq!(rig.answers(), [(1, Err(ErrorKind::State))]);
+        assert_eq!(rig.disks.next_deadline().is_some(), force);
+        // Its image may be locked, so the name stays taken; but nobody waits for a disk that was never there.
+        assert_eq!(rig.attach(3, "data", 5).unwrap_err().kind, ErrorKind::State);
+        rig.disks.wait_for_leaving(Instant::now()).unwrap();
+        rig.open.send(Ok(())).unwrap();
+        assert_eq!(rig.notice(), Notice::ImageOpened);
+        assert_eq!(rig.notice(), Notice::Unplugged);
+        assert_eq!(rig.disks.collect_detached(), gone("data", force));
+        let answered: &[_] = if force { &[(2, Ok(()))] } else { &[] };
+        assert_eq!(rig.answers(), answered);
+        assert_eq!(rig.disks.next_deadline(), None);
+        assert!(rig.names().is_empty());
+        rig.attach(4, "data", 5).unwrap();
+    }
+}
+
+#[test]
+fn a_machine_that_ends_leaves_an_image_to_the_thread_that_opens_it() {
+    let mut rig = Rig::new();
+    rig.attach(1, "data", 5).unwrap();
+    let Rig { disks, notices, open } = rig;
+    drop(disks);
+    open.send(Ok(())).unwrap();
+    // The thread ends: nobody holds the other end any more.
+    while notices.recv_timeout(PATIENCE).is_ok() {}
+    assert_eq!(
+        notices.recv_timeout(PATIENCE).unwrap_err(),
+        std::sync::mpsc::RecvTimeoutError::Disconnected
+    );
+}
+
+#[test]
+fn a_disk_that_is_taken_away_by_force_is_answered_when_it_is_gone() {
+    let mut rig = Rig::new();
+    rig.attach(1, "data", 5).unwrap();
+    rig.open.send(Ok(())).unwrap();
+    assert_eq!(rig.notice(), Notice::ImageOpened);
+    assert_eq!(rig.answers(), [(1, Ok(()))]);
+    assert_eq!(rig.detach(2, "data", true), Ok(Progress::Pending));
+    assert_eq!(rig.notice(), Notice::Unplugged);
+    rig.disks.wait_for_leaving(soon()).unwrap();
+    assert_eq!(rig.disks.collect_detached(), gone("data", true));
+    assert_eq!(rig.answers(), [(2, Ok(()))]);
+    assert_eq!(rig.detach(3, "data", true).unwrap_err().kind, ErrorKind::NotFound);
+}
+
+#[test]
+fn a_disk_with_requests_under_way_is_never_told_as_gone_and_holds_up_whoever_needs_the_memory() {
+    let mut rig = Rig::new();
+    let (tell_gone, receiver) = channel();
+    let mut leaving = Leaving::new("data".into(), true, true, receiver);
+    leaving.waiting.push((token(1), Instant::now()));
+    leaving.waiting.push((token(2), soon()));
+    rig.disks.leaving.push(leaving);
+    assert_eq!(rig.disks.collect_detached(), []);
+    assert_eq!(
+        rig.answers(),
+        [(1, Err(ErrorKind::Internal))],
+        "its time has come"
+    );
+    assert!(rig.disks.wait_for_leaving(Instant::now()).is_err());
+    assert!(rig.disks.reset(Instant::now()).is_err());
+    tell_gone.send(()).unwrap();
+    rig.disks.wait_for_leaving(Instant::now()).unwrap();
+    assert_eq!(rig.disks.collect_detached(), gone("data", true));
+    assert_eq!(rig.answers(), [(2, Ok(()))]);
+}
+
+#[test]
+fn a_disk_that_can_not_be_ended_is_lost_and_never_told_as_gone() {
+    let mut rig = Rig::new();
+    let (tell_gone, receiver) = channel();
+    let mut leaving = Leaving::new("data".into(), true, true, receiver);
+    leaving.waiting.push((token(1), soon()));
+    rig.disks.leaving.push(leaving);
+    drop(tell_gone);
+    // At once: there is nothing to wait for.
+    assert!(rig.disks.wait_for_leaving(soon()).is_err());
+    assert_eq!(rig.disks.collect_detached(), []);
+    assert_eq!(rig.answers(), [(1, Err(ErrorKind::Internal))]);
+    assert!(rig.disks.wait_for_leaving(soon()).is_err());
+}
