@@ -1,22 +1,36 @@
 //! The disk in an image: what each request does.
 //!
-//! Two locks keep imago in order. `access` is shared by whoever reads or writes clusters where they are, and exclusive
-//! for whoever takes clusters away. `tables` is shared for look-ups and exclusive for changes of tables: imago's caches
-//! write each other back in a certain order only as long as nobody changes them meanwhile. Where a cluster lies stays
-//! true while `access` is held, so that data is read and written in place without `tables`. `access` is taken first.
+//! What keeps imago in order, in the order in which it is taken:
+//!
+//! 1. `ranges`: where a cluster lies stays true for whoever uses its range, so that data is read and written in place
+//!    without a lock. Who takes clusters away has their range alone.
+//! 2. `access`: shared by all requests, exclusive for growing.
+//! 3. `turns`: an L2 table is changed, or locked by imago, by one request at a time.
+//! 4. `tables`: shared for look-ups and exclusive for changes of tables: imago's caches write each other back in a
+//!    certain order only as long as nobody changes them meanwhile.
+//!
+//! A write that allocates holds `tables` while the cluster is allocated and again while the L2 table begins to name it,
+//! and not while the data is written; a commit in between finds a cluster that is counted and not named, which at worst
+//! leaks. A flush and a look-up wait for no data.
 
 mod clear;
+mod ranges;
+mod turns;
 
 use std::{
     io,
     sync::{
-        Condvar, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
 use imago::{FormatAccess, Mapping, ShallowMapping};
 
+use self::{
+    ranges::{Ranges, Use},
+    turns::Turns,
+};
 use super::{layer::Layer, medium::Medium, stage::Stage};
 use crate::sys::Iovecs;
 
@@ -26,7 +40,9 @@ const BOUNCE: u64 = 2 << 20;
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Disk {
+    ranges: Ranges,
     access: RwLock<FormatAccess<Layer>>,
+    turns: Turns,
     tables: RwLock<Tables>,
     /// The image's own file, not those of its backing images.
     layer: Layer,
@@ -39,10 +55,6 @@ pub(super) struct Disk {
     capacity: AtomicU64,
     /// Something panicked: nobody knows what state the tables in memory are in.
     failed: AtomicBool,
-    /// Requests in rings, whose clusters nobody may take away.
-    placed: Mutex<usize>,
-    /// There are none any more, or the image failed.
-    unplaced: Condvar,
     /// The file is at least so long, in bytes.
     length: AtomicU64,
     /// There are changes of tables that no commit has brought to the file.
@@ -56,6 +68,15 @@ struct Tables {
     /// Clusters were allocated since the last commit: none may be given up before the next, which would not see that they
     /// have been in use, and leave them their space in the file.
     allocated: bool,
+}
+
+/// Where in the file a range lies, for a request in a ring.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    /// In bytes.
+    pub(super) offset: u64,
+    range: Use,
+    write: bool,
 }
 
 /// What an image is, for [`Disk::new`].
@@ -85,7 +106,9 @@ fn bytes(length: u64) -> usize {
 impl Disk {
     pub(super) fn new(access: FormatAccess<Layer>, layer: Layer, traits: Traits) -> Self {
         Self {
+            ranges: Ranges::default(),
             access: RwLock::new(access),
+            turns: Turns::default(),
             tables: RwLock::default(),
             layer,
             cluster: traits.cluster,
@@ -94,8 +117,6 @@ impl Disk {
             below: traits.below,
             capacity: AtomicU64::new(traits.capacity),
             failed: AtomicBool::new(false),
-            placed: Mutex::default(),
-            unplaced: Condvar::new(),
             length: AtomicU64::new(0),
             uncommitted: AtomicBool::new(false),
         }
@@ -114,19 +135,31 @@ impl Disk {
     /// From now on every request fails.
     pub(super) fn fail(&self) {
         self.failed.store(true, Ordering::Release);
-        let _guard = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
-        self.unplaced.notify_all();
+        self.ranges.fail();
     }
 
     /// Where in the file a range lies, if it is in one piece and, with `write`, can be written there. It stays there
     /// until [`unplace`](Self::unplace). Nothing waits here for other requests.
-    pub(super) fn place(&self, offset: u64, length: u64, write: bool) -> Option<u64> {
+    pub(super) fn place(&self, offset: u64, length: u64, write: bool) -> Option<Place> {
         let allowed = if write {
             self.check_change(offset, length)
         } else {
             self.check(offset, length)
         };
         allowed.ok()?;
+        let range = self.ranges.try_enter(offset..offset.checked_add(length)?)?;
+        let found = self.find(offset, length, write);
+        if found.is_none() {
+            self.ranges.leave(range);
+        }
+        Some(Place {
+            offset: found?,
+            range,
+            write,
+        })
+    }
+
+    fn find(&self, offset: u64, length: u64, write: bool) -> Option<u64> {
         let access = self.access.try_read().ok()?;
         let tables = self.tables.try_read().ok()?;
         let (mapping, run) = access.get_shallow_mapping(offset, length).ok()?;
@@ -144,31 +177,21 @@ impl Disk {
         if !write && !self.reaches(at.checked_add(length)?) {
             return None;
         }
-        let mut placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
-        *placed = placed.saturating_add(1);
         Some(at)
     }
 
-    /// A range that was placed is used no more; whether it was, or may have been, written to.
-    pub(super) fn unplace(&self, written: bool) {
-        if written {
+    /// A range that was placed is used no more. If it was for a write, it was written to, or may have been.
+    pub(super) fn unplace(&self, place: &Place) {
+        if place.write {
             self.layer.base().written();
         }
-        let mut placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
-        *placed = placed.saturating_sub(1);
-        if *placed == 0 {
-            self.unplaced.notify_all();
-        }
+        self.ranges.leave(place.range);
     }
 
-    /// Waits until no request is in a ring. To be called with `access` held exclusively, so that none comes.
-    fn wait_for_rings(&self) -> io::Result<()> {
-        let mut placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
-        while *placed > 0 {
-            self.check(0, 0)?;
-            placed = self.unplaced.wait(placed).unwrap_or_else(PoisonError::into_inner);
-        }
-        Ok(())
+    /// Which L2 table is for `offset`: an L2 table is a cluster of entries of 8 bytes, each for a cluster.
+    fn l2_table(&self, offset: u64) -> u64 {
+        let covered = self.cluster.saturating_mul(self.cluster / 8);
+        offset.checked_div(covered).unwrap_or(0)
     }
 
     /// Whether the file is at least so long: it never becomes shorter.
@@ -206,22 +229,36 @@ impl Disk {
 
     /// Fills `buffers` from byte `offset` on. Uses the list up.
     pub(super) fn read(&self, buffers: &mut Iovecs, offset: u64) -> io::Result<()> {
-        self.check(offset, buffers.len() as u64)?;
+        let length = buffers.len() as u64;
+        self.check(offset, length)?;
+        let _range = self.ranges.enter(offset..offset.saturating_add(length))?;
         let access = shared(&self.access);
-        let mut offset = offset;
+        let (mut offset, mut turn) = (offset, None);
         while !buffers.is_empty() {
             let tables = shared(&self.tables);
             let (mapping, length) = access.get_mapping(offset, buffers.len() as u64)?;
             let length = match mapping {
                 Mapping::Raw {
-                    storage, offset: at, ..
+                    storage,
+                    offset: at,
+                    writable,
+                    ..
                 } => {
-                    drop(tables);
+                    // A write to another part of a cluster that is not only this one's gives it up.
+                    let may_go =
+                        !writable && !self.read_only && std::ptr::eq(storage.base(), self.layer.base());
+                    let _stays = may_go.then_some(tables);
                     storage
                         .base()
                         .medium
                         .read_guest(&mut buffers.split_front(bytes(length)), at)?;
                     length
+                }
+                // imago locks the L2 table of a compressed cluster while it reads that.
+                Mapping::Special { .. } if turn.is_none() && self.is_compressed(&access, offset)? => {
+                    drop(tables);
+                    turn = Some(self.turns.take(self.l2_table(offset)));
+                    continue;
                 }
                 Mapping::Special { .. } => {
                     let length = length.min(BOUNCE);
@@ -239,16 +276,24 @@ impl Disk {
                 // It ends before its last sector does only when it is broken.
                 _ => return Err(io::ErrorKind::UnexpectedEof.into()),
             };
+            turn = None;
             offset = advance(offset, length)?;
         }
         Ok(())
     }
 
+    /// Whether what is at `offset` is compressed in this file, and may change.
+    fn is_compressed(&self, access: &FormatAccess<Layer>, offset: u64) -> io::Result<bool> {
+        let (mapping, _) = access.get_shallow_mapping(offset, 1)?;
+        Ok(!self.read_only && matches!(mapping, ShallowMapping::Special { .. }))
+    }
+
     /// Writes `buffers` from byte `offset` on. Uses the list up.
     pub(super) fn write(&self, buffers: &mut Iovecs, offset: u64) -> io::Result<()> {
-        self.check_change(offset, buffers.len() as u64)?;
-        let access = shared(&self.access);
         let length = buffers.len() as u64;
+        self.check_change(offset, length)?;
+        let _range = self.ranges.enter(offset..offset.saturating_add(length))?;
+        let access = shared(&self.access);
         self.put(&access, offset, length, &mut |medium, at, length| {
             medium.write_guest(&mut buffers.split_front(bytes(length)), at)
         })
@@ -298,28 +343,40 @@ impl Disk {
         length: u64,
         write: &mut dyn FnMut(&dyn Medium, u64, u64) -> io::Result<()>,
     ) -> io::Result<u64> {
+        let _turn = self.turns.take(self.l2_table(offset));
         let mut tables = exclusive(&self.tables);
         self.commit_before_allocation(access, &mut tables)?;
         let (mapping, run) = access.get_shallow_mapping(offset, length)?;
-        let length = match mapping {
+        let (length, gives_up) = match mapping {
             // Somebody else was quicker.
-            ShallowMapping::Raw { writable: true, .. } => run,
+            ShallowMapping::Raw { writable: true, .. } => (run, false),
             // What it has is given up: compressed data, or a cluster that is not its own.
-            ShallowMapping::Special { .. } | ShallowMapping::Raw { .. } => {
-                tables.given_up = true;
-                run
-            }
-            _ => self.unallocated(access, offset, length)?,
+            ShallowMapping::Special { .. } | ShallowMapping::Raw { .. } => (run, true),
+            _ => (self.unallocated(access, offset, length)?, false),
         };
         self.uncommitted.store(true, Ordering::Release);
         tables.allocated = true;
         let mapping = access.prepare_data_mapping(offset, length, true)?;
+        drop(tables);
+
         let length = mapping.length();
         let base = mapping.storage().base();
         let result = write(&*base.medium, mapping.offset(), length);
         base.written();
-        result?;
-        access.commit_data_mapping(mapping)?;
+
+        // A commit meanwhile knew nothing of what changes now.
+        let mut tables = exclusive(&self.tables);
+        self.uncommitted.store(true, Ordering::Release);
+        tables.allocated = true;
+        tables.given_up |= gives_up;
+        match result {
+            Ok(()) => access.commit_data_mapping(mapping)?,
+            // What was allocated is free again; what the range held before is untouched.
+            Err(error) => {
+                drop(mapping);
+                return Err(error);
+            }
+        }
         Ok(length)
     }
 

@@ -13,7 +13,7 @@ use std::{
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::pool::Pool;
+use super::{disk::Place, pool::Pool};
 use crate::{
     block::{
         engine::{Completion, Engine, Operation, Request},
@@ -34,8 +34,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub(super) struct Qcow2Engine {
     pool: Arc<Pool>,
     ring: Option<UringEngine>,
-    /// Whether a request in the ring writes, by its token: these are small numbers.
-    writes: Vec<bool>,
+    /// Where the requests in the ring are carried out, by their tokens: these are small numbers.
+    places: Vec<Option<Place>>,
     /// Where the threads' completions lie; its event is the ring's.
     mailbox: Arc<Mailbox>,
     /// For the threads at the next commit.
@@ -60,7 +60,7 @@ impl Qcow2Engine {
         Ok(Self {
             pool,
             ring,
-            writes: Vec::new(),
+            places: Vec::new(),
             mailbox: Arc::new(Mailbox::new(event)),
             submitted: Vec::new(),
             pooled: 0,
@@ -69,30 +69,33 @@ impl Qcow2Engine {
     }
 
     /// Where in the file a request can be carried out as it is.
-    fn place(&self, request: &Request) -> Option<Operation> {
+    fn place(&self, request: &Request) -> Option<(Place, Operation)> {
         let length = request.buffers.len() as u64;
         match request.operation {
             Operation::Read { offset } => {
-                let offset = self.pool.place(offset, length, false)?;
-                Some(Operation::Read { offset })
+                let place = self.pool.place(offset, length, false)?;
+                Some((place, Operation::Read { offset: place.offset }))
             }
             Operation::Write {
                 offset,
                 stable: false,
             } => {
-                let offset = self.pool.place(offset, length, true)?;
-                Some(Operation::Write {
-                    offset,
+                let place = self.pool.place(offset, length, true)?;
+                let write = Operation::Write {
+                    offset: place.offset,
                     stable: false,
-                })
+                };
+                Some((place, write))
             }
             _ => None,
         }
     }
 
-    /// Whether that request, which was in the ring, has written.
-    fn was_write(&self, token: u32) -> bool {
-        self.writes.get(token as usize).copied().unwrap_or(false)
+    /// The ring is done with that request.
+    fn unplace(&mut self, token: u32) {
+        if let Some(place) = self.places.get_mut(token as usize).and_then(Option::take) {
+            self.pool.unplace(&place);
+        }
     }
 
     /// Has the threads begin with what was submitted for them.
@@ -116,8 +119,7 @@ impl Qcow2Engine {
             return Some(completion);
         }
         if let Some(completion) = self.ring.as_mut().and_then(ask) {
-            let written = self.was_write(completion.token);
-            self.pool.unplace(written);
+            self.unplace(completion.token);
             return Some(completion);
         }
         let completion = self.mailbox.take()?;
@@ -129,15 +131,15 @@ impl Qcow2Engine {
 impl Engine for Qcow2Engine {
     fn submit(&mut self, mut request: Request) {
         if self.ring.is_some()
-            && let Some(operation) = self.place(&request)
+            && let Some((place, operation)) = self.place(&request)
             && let Some(ring) = self.ring.as_mut()
         {
             let index = request.token as usize;
-            if index >= self.writes.len() {
-                self.writes.resize(index.saturating_add(1), false);
+            if index >= self.places.len() {
+                self.places.resize(index.saturating_add(1), None);
             }
-            if let Some(write) = self.writes.get_mut(index) {
-                *write = matches!(operation, Operation::Write { .. });
+            if let Some(slot) = self.places.get_mut(index) {
+                *slot = Some(place);
             }
             request.operation = operation;
             ring.submit(request);
@@ -233,8 +235,7 @@ impl Drop for Qcow2Engine {
         let deadline = Instant::now().checked_add(PATIENCE);
         while let Some(ring) = self.ring.as_mut().filter(|ring| ring.in_flight() > 0) {
             if let Some(completion) = ring.completed() {
-                let written = self.was_write(completion.token);
-                self.pool.unplace(written);
+                self.unplace(completion.token);
                 continue;
             }
             let Some(deadline) = deadline.filter(|deadline| Instant::now() < *deadline) else {

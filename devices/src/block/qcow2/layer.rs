@@ -6,7 +6,7 @@ use std::{
 };
 
 use imago::{
-    Storage,
+    FormatAccess, Storage,
     io_buffers::{IoVector, IoVectorMut},
     storage::drivers::CommonStorageHelper,
 };
@@ -123,4 +123,22 @@ impl Storage for Layer {
     fn get_storage_helper(&self) -> &CommonStorageHelper {
         &self.0.helper
     }
+}
+
+// imago asks for sole access to the image where it takes clusters away, as somebody may still use a mapping that it gave
+// before. The users of a range exclude each other here (`disk::ranges`), so that requests elsewhere go on.
+
+/// Gives up the clusters of a range, of which nobody uses a mapping: it shows what lies below. `length` is within one L2
+/// table.
+#[allow(unsafe_code)]
+pub(super) fn unmap(access: &FormatAccess<Layer>, offset: u64, length: u64) -> io::Result<()> {
+    // SAFETY: nobody uses a mapping of the range, as the caller has it alone; memory does not depend on it.
+    unsafe { access.discard_to_backing_unsafe(offset, length) }
+}
+
+/// Gives up the clusters of a range, of which nobody uses a mapping: it reads as zeroes.
+#[allow(unsafe_code)]
+pub(super) fn unmap_to_zero(access: &FormatAccess<Layer>, offset: u64, length: u64) -> io::Result<()> {
+    // SAFETY: as above.
+    unsafe { access.discard_to_zero_unsafe(offset, length) }
 }

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use super::disk::Disk;
+use super::disk::{Disk, Place};
 use crate::{
     block::{
         engine::{Completion, Operation, Request},
@@ -97,7 +97,7 @@ impl Pool {
     }
 
     /// See [`Disk::place`]; a panic is an error of the image.
-    pub(super) fn place(&self, offset: u64, length: u64, write: bool) -> Option<u64> {
+    pub(super) fn place(&self, offset: u64, length: u64, write: bool) -> Option<Place> {
         let disk = &self.shared.disk;
         catch_unwind(AssertUnwindSafe(|| disk.place(offset, length, write))).unwrap_or_else(|_| {
             disk.fail();
@@ -106,8 +106,8 @@ impl Pool {
     }
 
     /// See [`Disk::unplace`].
-    pub(super) fn unplace(&self, written: bool) {
-        self.shared.disk.unplace(written);
+    pub(super) fn unplace(&self, place: &Place) {
+        self.shared.disk.unplace(place);
     }
 
     /// From now on every request fails.

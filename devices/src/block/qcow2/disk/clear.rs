@@ -4,7 +4,7 @@ use std::{io, sync::atomic::Ordering};
 
 use imago::{Mapping, ShallowMapping, format::PreallocateMode};
 
-use super::{Disk, advance, bytes, exclusive, shared};
+use super::{super::layer, Disk, advance, bytes, exclusive, shared};
 
 /// Zeroes are written in pieces of at most this size.
 const ZEROES: u64 = 1 << 20;
@@ -66,6 +66,7 @@ impl Disk {
 
     /// Writes zeroes from `offset` to `end`, where there is anything else.
     fn put_zeroes(&self, offset: u64, end: u64) -> io::Result<()> {
+        let _range = self.ranges.enter(offset..end)?;
         let access = shared(&self.access);
         let zeroes = vec![0; bytes(end.saturating_sub(offset).min(ZEROES))];
         let mut offset = offset;
@@ -86,11 +87,15 @@ impl Disk {
 
     /// Clears whole clusters from `start` to `end`, where there is anything to clear.
     fn clear(&self, start: u64, end: u64, how: Clear) -> io::Result<()> {
-        let mut access = exclusive(&self.access);
-        self.wait_for_rings()?;
-        let mut tables = exclusive(&self.tables);
+        if start >= end {
+            return Ok(());
+        }
+        let _alone = self.ranges.clear(start..end)?;
+        let access = shared(&self.access);
         let mut offset = start;
         while offset < end {
+            let _turn = self.turns.take(self.l2_table(offset));
+            let mut tables = exclusive(&self.tables);
             let (mapping, run) = access.get_shallow_mapping(offset, end.saturating_sub(offset))?;
             // What has no entry in an L2 table of this file, perhaps not even a table.
             let unallocated = matches!(
@@ -114,8 +119,8 @@ impl Disk {
                 // Where there is no L2 table yet, one is made.
                 tables.allocated |= unallocated;
                 match how {
-                    Clear::Discard if self.below.is_none() => access.discard_to_backing(offset, run)?,
-                    Clear::Discard | Clear::Unmap => access.discard_to_zero(offset, run)?,
+                    Clear::Discard if self.below.is_none() => layer::unmap(&access, offset, run)?,
+                    Clear::Discard | Clear::Unmap => layer::unmap_to_zero(&access, offset, run)?,
                     Clear::Zero => access.write_zeroes(offset, run)?,
                 }
             }

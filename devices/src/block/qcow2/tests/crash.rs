@@ -52,9 +52,9 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 /// What the image below an overlay holds everywhere.
-const BELOW: u64 = 0xb0b0;
+pub(super) const BELOW: u64 = 0xb0b0;
 
-fn open(recorder: &Arc<Recorder>, overlay: bool) -> Qcow2Image {
+pub(super) fn open(recorder: &Arc<Recorder>, overlay: bool) -> Qcow2Image {
     let mut below = Vec::new();
     if overlay {
         let words = (0..SECTORS * SECTOR / 8).flat_map(|_| BELOW.to_le_bytes());
@@ -160,7 +160,7 @@ fn allowed(done: &[Done], at: usize, first: u64) -> BTreeMap<u64, Option<BTreeSe
 }
 
 /// What the disk holds after a crash before event `at`.
-fn crashed(before: &[u8], events: &[Event], at: usize, rng: &mut TestRng) -> Vec<u8> {
+pub(super) fn crashed(before: &[u8], events: &[Event], at: usize, rng: &mut TestRng) -> Vec<u8> {
     let mut content = before.to_vec();
     let synced = events[..at]
         .iter()

@@ -2,6 +2,8 @@
 
 mod crash;
 mod files;
+mod held;
+mod lanes;
 mod layers;
 mod model;
 mod refusals;

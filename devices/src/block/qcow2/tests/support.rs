@@ -3,7 +3,7 @@
 use std::{
     io,
     sync::{
-        Arc, Mutex,
+        Arc, Condvar, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -40,6 +40,11 @@ pub struct Recorder {
     pub limit: Mutex<Option<u64>>,
     /// Fails the next sync.
     pub fails_once: AtomicBool,
+    /// The guest's reads and writes of data that begins with this byte wait until there is none.
+    held: Mutex<Option<u8>>,
+    /// How many wait.
+    waiting: Mutex<usize>,
+    changed: Condvar,
 }
 
 impl Recorder {
@@ -60,6 +65,43 @@ impl Recorder {
             &mut self.content.lock().unwrap(),
             &Event::Write(offset, data.to_vec()),
         );
+    }
+
+    /// From now on the guest's reads and writes of data that begins with `byte` wait.
+    pub fn hold(&self, byte: u8) {
+        *self.held.lock().unwrap() = Some(byte);
+    }
+
+    /// Waits until one does.
+    pub fn wait_for_held(&self) {
+        let waiting = self.waiting.lock().unwrap();
+        let limit = Duration::from_secs(60);
+        let (_waiting, timeout) = self
+            .changed
+            .wait_timeout_while(waiting, limit, |waiting| *waiting == 0)
+            .unwrap();
+        assert!(!timeout.timed_out(), "nothing is held");
+    }
+
+    /// Those who wait go on.
+    pub fn let_go(&self) {
+        *self.held.lock().unwrap() = None;
+        drop(self.waiting.lock().unwrap());
+        self.changed.notify_all();
+    }
+
+    fn pass(&self, data: &[u8]) {
+        let mut waiting = self.waiting.lock().unwrap();
+        let is_held = || {
+            data.first()
+                .is_some_and(|byte| *self.held.lock().unwrap() == Some(*byte))
+        };
+        if is_held() {
+            *waiting += 1;
+            self.changed.notify_all();
+            let mut waiting = self.changed.wait_while(waiting, |_| is_held()).unwrap();
+            *waiting -= 1;
+        }
     }
 
     fn record(&self, event: Event) {
@@ -115,6 +157,7 @@ impl Medium for Recorder {
     fn read_guest(&self, buffers: &mut Iovecs, offset: u64) -> io::Result<()> {
         let mut data = vec![0; buffers.len()];
         self.read_at(&mut data, offset)?;
+        self.pass(&data);
         buffers.put(&data);
         Ok(())
     }
@@ -122,6 +165,7 @@ impl Medium for Recorder {
     fn write_guest(&self, buffers: &mut Iovecs, offset: u64) -> io::Result<()> {
         let mut data = vec![0; buffers.len()];
         buffers.take(&mut data);
+        self.pass(&data);
         self.write_at(&data, offset)
     }
 
