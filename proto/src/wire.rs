@@ -31,15 +31,18 @@ pub const MAX_FDS: usize = 64;
 /// Why a peer can't be talked to any more.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The frame's length is 0 or above [`MAX_FRAME`].
-    #[error("frame of {0} bytes, allowed are 1 to {MAX_FRAME}")]
+    /// The frame's length is 0 or above [`Limits::frame_bytes`].
+    #[error("frame of {0} bytes, which is empty or too long")]
     FrameLength(usize),
     /// The bytes are no message.
     #[error("undecodable message")]
     Decode(#[from] prost::DecodeError),
     /// More descriptors than one message may carry.
-    #[error("more than {MAX_FDS} file descriptors with one message")]
+    #[error("too many file descriptors with one message")]
     TooManyFds,
+    /// More fields than the receiver decodes.
+    #[error("message with more than {0} fields")]
+    TooManyFields(usize),
     /// The peer closed the connection in the middle of a frame.
     #[error("connection closed in the middle of a message")]
     Truncated,
@@ -101,18 +104,54 @@ pub enum Read {
     Closed,
 }
 
+/// What a receiver takes from its peer. Beyond a limit the connection is of no use any more.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Longest encoded message in bytes, at most [`MAX_FRAME`].
+    pub frame_bytes: usize,
+    /// Most fields of one message, those of nested messages included. A field of two bytes can become a structure of
+    /// hundreds of bytes: the number of fields, not the length of the frame, bounds the memory that decoding takes.
+    pub fields: usize,
+    /// Most file descriptors that are held for one message, at most [`MAX_FDS`].
+    pub fds: usize,
+}
+
+impl Limits {
+    /// For a peer that is trusted: as much as the protocol allows.
+    pub const TRUSTED: Self = Self {
+        frame_bytes: MAX_FRAME,
+        fields: usize::MAX,
+        fds: MAX_FDS,
+    };
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self::TRUSTED
+    }
+}
+
 /// Puts messages together from what a socket delivers.
 #[derive(Debug, Default)]
 pub struct Receiver {
+    limits: Limits,
     buffer: Vec<u8>,
     /// Descriptors with the position in `buffer` of the last byte that came with them.
     fds: VecDeque<(usize, OwnedFd)>,
 }
 
 impl Receiver {
-    /// An empty one.
+    /// For a trusted peer.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// For a peer that may send at most `limits`.
+    pub fn limited(limits: Limits) -> Self {
+        Self {
+            limits,
+            ..Self::default()
+        }
     }
 
     /// Does one receive. Errors of kind `WouldBlock` mean that a non-blocking socket has nothing.
@@ -135,7 +174,7 @@ impl Receiver {
                 self.fds.extend(fds.map(|fd| (last, fd)));
             }
         }
-        if received.flags.contains(ReturnFlags::CTRUNC) || self.fds.len() > MAX_FDS {
+        if received.flags.contains(ReturnFlags::CTRUNC) || self.fds.len() > self.limits.fds {
             return Err(Error::TooManyFds);
         }
         if received.bytes == 0 {
@@ -159,12 +198,15 @@ impl Receiver {
             return Ok(None);
         };
         let length = u32::from_le_bytes(*head) as usize;
-        if length == 0 || length > MAX_FRAME {
+        if length == 0 || length > self.limits.frame_bytes {
             return Err(Error::FrameLength(length));
         }
         let Some(body) = self.buffer.get(4..4 + length) else {
             return Ok(None);
         };
+        if self.limits.fields < length && !has_at_most(body, self.limits.fields) {
+            return Err(Error::TooManyFields(self.limits.fields));
+        }
         let message = Message::decode(body)?;
         let end = 4 + length;
         self.buffer.drain(..end);
@@ -177,6 +219,60 @@ impl Receiver {
         }
         Ok(Some((message, own)))
     }
+}
+
+/// Whether an encoded message has at most that many fields, nested ones included.
+///
+/// The encoding does not tell a nested message from a string or packed numbers, so everything that has a length counts as
+/// the fields that it could be read as: that counts too many, at most one for two bytes, and never too few.
+fn has_at_most(message: &[u8], fields: usize) -> bool {
+    let mut left = fields;
+    count_fields(message, &mut left, NESTING).is_some()
+}
+
+/// More than the depth to which [`Message`] is nested: message, response, machine, disk, operation.
+const NESTING: u32 = 8;
+
+/// Takes the fields of `message` off `left`, up to where a decoder would give up; `None` when there are more than that.
+fn count_fields(mut message: &[u8], left: &mut usize, depth: u32) -> Option<()> {
+    while let Some((content, rest)) = next_field(message) {
+        message = rest;
+        *left = left.checked_sub(1)?;
+        if let (Some(content), Some(depth)) = (content, depth.checked_sub(1)) {
+            count_fields(content, left, depth)?;
+        }
+    }
+    Some(())
+}
+
+/// Splits a field off an encoded message: its content if that has a length of its own, and what follows the field. The
+/// begin and the end of a group are fields without content. `None` at the end, and where no field follows.
+fn next_field(message: &[u8]) -> Option<(Option<&[u8]>, &[u8])> {
+    let (tag, rest) = varint(message)?;
+    match tag & 7 {
+        0 => Some((None, varint(rest)?.1)),
+        1 => Some((None, rest.get(8..)?)),
+        2 => {
+            let (length, rest) = varint(rest)?;
+            let (content, rest) = rest.split_at_checked(usize::try_from(length).ok()?)?;
+            Some((Some(content), rest))
+        }
+        3 | 4 => Some((None, rest)),
+        5 => Some((None, rest.get(4..)?)),
+        _ => None,
+    }
+}
+
+/// A variable-length integer, and what follows it.
+fn varint(bytes: &[u8]) -> Option<(u64, &[u8])> {
+    let mut value = 0_u64;
+    for (at, byte) in bytes.iter().enumerate().take(10) {
+        value |= u64::from(byte & 0x7f).checked_shl(u32::try_from(at).ok()? * 7)?;
+        if byte & 0x80 == 0 {
+            return Some((value, bytes.get(at + 1..)?));
+        }
+    }
+    None
 }
 
 /// Receives a whole message over a blocking socket; `None` when the peer has closed it.
@@ -226,6 +322,60 @@ mod tests {
         let (second, fds) = receive(&b, &mut receiver).unwrap().unwrap();
         assert_eq!((second, fds.len()), (hello(2), 0));
         assert!(receive(&b, &mut receiver).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_limited_receiver_refuses_a_message_of_very_many_fields_before_it_is_decoded() {
+        use crate::vmm::{DiskStats, DiskStatsReply, Response, response::Result as Outcome};
+        let limits = Limits {
+            frame_bytes: MAX_FRAME,
+            fields: 1000,
+            fds: 0,
+        };
+        let reply = |disks: usize| Message {
+            kind: Some(Kind::Response(Response {
+                id: 1,
+                result: Some(Outcome::DiskStats(DiskStatsReply {
+                    disks: vec![DiskStats::default(); disks],
+                })),
+            })),
+        };
+        let received = |frame: &[u8]| {
+            let (a, b) = UnixStream::pair().unwrap();
+            let sent = std::thread::spawn({
+                let frame = frame.to_vec();
+                move || {
+                    let _refused_early = (&a).write_all(&frame);
+                }
+            });
+            let result = receive(&b, &mut Receiver::limited(limits));
+            drop(b);
+            sent.join().unwrap();
+            result
+        };
+        // Message, response, id and reply are fields too.
+        assert!(received(&encode(&reply(996)).unwrap()).is_ok());
+        let many = encode(&reply(400_000)).unwrap();
+        assert!(matches!(received(&many), Err(Error::TooManyFields(1000))));
+        // Hidden behind a group that a decoder skips.
+        let mut hidden = vec![0xfb, 0x01, 0xfc, 0x01];
+        hidden.extend_from_slice(&many[4..]);
+        let mut frame = u32::try_from(hidden.len()).unwrap().to_le_bytes().to_vec();
+        frame.extend_from_slice(&hidden);
+        assert!(Message::decode(hidden.as_slice()).is_ok());
+        assert!(matches!(received(&frame), Err(Error::TooManyFields(1000))));
+    }
+
+    #[test]
+    fn a_limited_receiver_holds_no_descriptors() {
+        let (a, b) = UnixStream::pair().unwrap();
+        send_all(&a, &hello(1), &[a.as_fd()]).unwrap();
+        let limits = Limits {
+            fds: 0,
+            ..Limits::TRUSTED
+        };
+        let result = receive(&b, &mut Receiver::limited(limits));
+        assert!(matches!(result, Err(Error::TooManyFds)));
     }
 
     #[test]
@@ -296,7 +446,7 @@ mod tests {
     proptest::proptest! {
         #[test]
         fn no_bytes_make_the_receiver_panic(bytes: Vec<u8>) {
-            let mut receiver = Receiver { buffer: bytes, fds: VecDeque::new() };
+            let mut receiver = Receiver { buffer: bytes, ..Receiver::new() };
             while let Ok(Some(_)) = receiver.next_message() {}
         }
     }

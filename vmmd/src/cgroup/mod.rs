@@ -39,9 +39,14 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::{Mode, OFlags},
 };
+use tokio::{
+    io::Interest,
+    time::{sleep, timeout},
+};
 use uuid::Uuid;
 
 use self::plan::Setting;
+use crate::sys;
 
 /// How long a process may count after its end.
 const LEAVING: Duration = Duration::from_secs(2);
@@ -211,11 +216,51 @@ impl Group {
         text.lines().filter_map(|line| line.parse().ok()).collect()
     }
 
-    /// Removes it; nothing may run in it any more. Blocking.
+    /// Kills every process in it, those that are being forked too (cgroup.kill, Linux 5.14). Nothing when there is none.
+    fn kill(&self) {
+        let killed = fs::write(self.dir.join("cgroup.kill"), "1");
+        if let Err(error) = killed
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(%error, cgroup = %self.dir.display(), "kill the processes of a cgroup");
+        }
+    }
+
+    /// Kills what is left in it and waits until it is empty: only then has the run of a VM ended, and what it held can be
+    /// given to others. A `vmm` that a guest took over may have forked; its children are in the same cgroup.
+    ///
+    /// Waits as long as it takes: a process in uninterruptible sleep (on a dead file system, say) still holds what it had
+    /// open. Cancel-safe.
+    pub async fn end(&self) {
+        let mut told = false;
+        let begin = Instant::now();
+        while let Ok(events) = fs::File::open(self.dir.join("cgroup.events")) {
+            // A change after this read is told by poll.
+            let populated = io::read_to_string(&events).is_ok_and(|text| count(&text, "populated") != 0);
+            if !populated {
+                return;
+            }
+            self.kill();
+            if begin.elapsed() > LEAVING && !std::mem::replace(&mut told, true) {
+                tracing::warn!(cgroup = %self.dir.display(), "processes of a VM that has ended do not die: waiting for them");
+            }
+            let changed = async {
+                let events = sys::watch_changes(events.into())?;
+                events.ready(Interest::PRIORITY).await.map(drop)
+            };
+            if let Ok(Err(error)) = timeout(LEAVING, changed).await {
+                tracing::warn!(%error, cgroup = %self.dir.display(), "watch a cgroup");
+                sleep(LEAVING).await;
+            }
+        }
+    }
+
+    /// Kills what is in it, and removes it. Blocking.
     ///
     /// A process may count for a moment after its end was told: that is waited for, but not long.
     pub fn remove(&self) -> io::Result<()> {
         let deadline = Instant::now() + LEAVING;
+        self.kill();
         loop {
             match fs::remove_dir(&self.dir) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),

@@ -28,6 +28,10 @@ use crate::{context::Context, text};
 
 pub use self::history::{Cursor, Expired};
 
+/// Longest message of an event in bytes: a sentence. So an event always fits a frame of the journal, and the history in memory
+/// is bounded.
+const LONGEST_MESSAGE: usize = 1024;
+
 /// What an event is about.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Object {
@@ -139,7 +143,7 @@ impl Draft {
             object_name: self.object.name().to_owned(),
             object_uid: self.object.uid(),
             reason: self.reason,
-            message: self.message,
+            message: text::one_line(&self.message, LONGEST_MESSAGE),
             request_id: self.context.request_id,
             operation: self.operation,
             count,
@@ -231,11 +235,13 @@ impl Shared {
     }
 
     fn emit(self: &Arc<Self>, draft: Draft) {
-        log(&draft);
         let mut inner = self.lock();
         *inner.counts.entry(draft.reason.clone()).or_default() += 1;
         match inner.flood.take(draft) {
-            flood::Verdict::Tell(draft) => inner.add(draft.into_event(1)),
+            flood::Verdict::Tell(draft) => {
+                log(&draft, 1);
+                inner.add(draft.into_event(1));
+            }
             flood::Verdict::Hold { first: false } => return,
             flood::Verdict::Hold { first: true } => {
                 drop(inner);
@@ -262,6 +268,7 @@ impl Shared {
     fn sweep(&self) {
         let mut inner = self.lock();
         for (draft, count) in inner.flood.sweep() {
+            log(&draft, count);
             inner.add(draft.into_event(count));
         }
         self.news.send_replace(inner.history.last());
@@ -273,12 +280,21 @@ impl Inner {
         let (sequence, event) = self.history.add(event);
         let Some(journal) = &mut self.journal else { return };
         if let Err(error) = journal.append(sequence, &event) {
+            // An event that is no frame costs itself alone.
+            let broken = error.kind() != std::io::ErrorKind::InvalidInput;
             let error = text::words(&error);
-            tracing::error!(
-                error,
-                "an event could not be written: events are lost with the daemon from now on"
-            );
-            self.journal = None;
+            if broken {
+                tracing::error!(
+                    error,
+                    "an event could not be written: events are lost with the daemon from now on"
+                );
+                self.journal = None;
+            } else {
+                tracing::error!(
+                    error,
+                    "an event is too long for the journal and is lost with the daemon"
+                );
+            }
         }
     }
 }
@@ -312,7 +328,8 @@ impl Follower {
     }
 }
 
-fn log(draft: &Draft) {
+/// To the daemon's log, after the flood control: what is told as one event is one line.
+fn log(draft: &Draft, count: u64) {
     let Draft {
         object,
         severity,
@@ -323,9 +340,9 @@ fn log(draft: &Draft) {
     } = draft;
     let (kind, name, request) = (object.kind(), object.name(), &context.request_id);
     if *severity == EventSeverity::Warning {
-        tracing::warn!(kind, name, reason, request, operation, "{message}");
+        tracing::warn!(kind, name, reason, request, operation, count, "{message}");
     } else {
-        tracing::info!(kind, name, reason, request, operation, "{message}");
+        tracing::info!(kind, name, reason, request, operation, count, "{message}");
     }
 }
 

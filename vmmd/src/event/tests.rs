@@ -29,6 +29,25 @@ fn events_and_cursors_outlive_a_daemon_that_is_killed() {
 }
 
 #[test]
+fn an_event_of_any_length_is_cut_and_the_journal_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let events = Events::open(folder.path(), "boot");
+    let mut long = draft("Long");
+    long.message = "m\u{1b}[2J".repeat(100_000);
+    events.emit(long);
+    // Nothing but the message comes from outside; should anything else be this long, that event alone is lost.
+    let mut odd = draft("Odd");
+    odd.operation = "o".repeat(100_000);
+    events.emit(odd);
+    events.emit(draft("Next"));
+    drop(events);
+    let events = Events::open(folder.path(), "boot");
+    assert_eq!(reasons(&events), ["Long", "Next"]);
+    let message = &events.list(9, |_| true).0[0].message;
+    assert!(message.len() <= LONGEST_MESSAGE && !message.contains(char::is_control));
+}
+
+#[test]
 fn a_damaged_end_costs_that_end_alone() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("events.log");

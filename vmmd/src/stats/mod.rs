@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 pub use self::usage::Usage;
 use crate::{
-    control,
+    control::{self, bounds},
     failure::{Failure, Kind},
     host::Host,
     text,
@@ -39,6 +39,7 @@ pub async fn of(host: &Arc<Host>, name: &str, entry: &Entry) -> Result<v1::VmSta
     let counted = tokio::time::timeout(TIMEOUT, client.machine_stats()).await;
     let counted = counted.unwrap_or(Err(control::Error::Unexpected("not in time")));
     let counted = counted.map_err(|error| unresponsive(name, &text::chain(&error)))?;
+    let counted = bounds::of_vm(counted, &vm);
     let usage = usage(host, entry.uid, pid).await;
     let size = vm.spec.as_ref().and_then(|spec| spec.memory.as_ref());
     Ok(public(

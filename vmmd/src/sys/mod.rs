@@ -7,5 +7,5 @@ mod readiness;
 mod tun;
 
 pub use lock::{LockKind, could_lock, lock_file, lock_file_within, lock_holder};
-pub use readiness::watch;
+pub use readiness::{watch, watch_changes};
 pub use tun::attach_tap;

@@ -1,4 +1,7 @@
 //! What the end of a `vmm` process means for its VM. A pure function of all that is known of it.
+//!
+//! A `vmm` that its guest took over writes the exit record that it likes. So what the daemon and the kernel saw themselves
+//! (a restart of the node, the kernel's kill for want of memory, a signal) outranks the record.
 
 use proto::{
     v1::{ExitReason, ExitStatus, RunCounts, VmPhase},
@@ -63,9 +66,11 @@ pub struct Ending {
 
 /// Decides.
 pub fn judge(evidence: &Evidence) -> Ending {
-    let (reason, message) = match &evidence.record {
-        Some(record) => recorded(record, evidence.asked),
-        None => (without_record(evidence), lost_message(evidence)),
+    let (reason, message) = match (seen(evidence), &evidence.record) {
+        (Some(reason), _) => (reason, seen_message(evidence, reason)),
+        (None, Some(record)) => recorded(record, evidence.asked),
+        (None, None) if evidence.asked.to_end() => (ExitReason::Killed, killed_message(evidence.asked)),
+        (None, None) => (ExitReason::Lost, seen_message(evidence, ExitReason::Lost)),
     };
     let time = evidence.record.as_ref().map_or(0, |record| record.time_unix_ms);
     let time = text::timestamp(if time == 0 { text::now_ms() } else { time });
@@ -107,42 +112,51 @@ fn recorded(record: &ExitRecord, asked: Asked) -> (ExitReason, String) {
         ExitKind::StartFailed => ExitReason::StartFailed,
         ExitKind::VmmError | ExitKind::Unspecified => ExitReason::VmmError,
     };
-    let message = match (record.kind(), asked) {
-        (ExitKind::Stopped, Asked::Overdue) => OVERDUE.to_owned(),
-        // That it was told to stop is nothing new.
-        (ExitKind::Stopped, _) => String::new(),
+    let message = match record.kind() {
+        ExitKind::Stopped => killed_message(asked),
         _ => record.message.clone(),
     };
     (reason, message)
 }
 
-fn without_record(evidence: &Evidence) -> ExitReason {
+/// What was seen from outside, if that alone says how the process ended.
+fn seen(evidence: &Evidence) -> Option<ExitReason> {
+    let killed = evidence.signal == Some(libc::SIGKILL);
+    let errs = |record: &ExitRecord| record.kind() == ExitKind::VmmError;
     if evidence.node_restarted {
-        ExitReason::NodeRestart
-    } else if evidence.asked.to_end() {
-        ExitReason::Killed
-    } else if evidence.oom_killed {
-        ExitReason::OutOfMemory
+        Some(ExitReason::NodeRestart)
+    } else if killed && evidence.asked.to_end() {
+        Some(ExitReason::Killed)
+    } else if evidence.oom_killed && !evidence.asked.to_end() {
+        Some(ExitReason::OutOfMemory)
+    } else if killed {
+        Some(ExitReason::Lost)
+    } else if evidence.signal.is_some() && !evidence.record.as_ref().is_some_and(errs) {
+        // A vmm that dies of a fault of its own may have said of which.
+        Some(ExitReason::Lost)
     } else {
-        ExitReason::Lost
+        None
     }
 }
 
-fn lost_message(evidence: &Evidence) -> String {
-    if evidence.node_restarted {
-        return "the node was restarted while the VM ran".to_owned();
+fn seen_message(evidence: &Evidence, reason: ExitReason) -> String {
+    match (reason, evidence.signal) {
+        (ExitReason::NodeRestart, _) => "the node was restarted while the VM ran".to_owned(),
+        (ExitReason::Killed, _) => killed_message(evidence.asked),
+        (ExitReason::OutOfMemory, _) => {
+            "the VM's memory ran out on the node and the kernel killed the vmm process".to_owned()
+        }
+        (_, Some(signal)) => format!("the vmm process was killed by signal {signal}"),
+        (_, None) => "the vmm process vanished without a record".to_owned(),
     }
-    match evidence.asked {
-        Asked::Kill => return String::new(),
-        Asked::Overdue => return OVERDUE.to_owned(),
-        Asked::Nothing | Asked::PowerOff => {}
-    }
-    if evidence.oom_killed {
-        return "the VM's memory ran out on the node and the kernel killed the vmm process".to_owned();
-    }
-    match evidence.signal {
-        Some(signal) => format!("the vmm process was killed by signal {signal}"),
-        None => "the vmm process vanished without a record".to_owned(),
+}
+
+fn killed_message(asked: Asked) -> String {
+    // That it was told to stop is nothing new.
+    if asked == Asked::Overdue {
+        OVERDUE.to_owned()
+    } else {
+        String::new()
     }
 }
 
@@ -280,12 +294,39 @@ mod tests {
             );
             assert!(ending.exit.message.contains(word), "{ending:?}");
         }
-        // What the process wrote itself says more.
-        let ending = judge(&Evidence {
+    }
+
+    #[test]
+    fn what_was_seen_outranks_what_the_process_wrote() {
+        use ExitKind as K;
+        use ExitReason as R;
+        let oom = |kind| Evidence {
             oom_killed: true,
-            ..record(ExitKind::PowerOff)
-        });
-        assert_eq!(ending.exit.reason(), R::GuestShutdown);
+            ..record(kind)
+        };
+        let signal = |kind, signal| Evidence {
+            signal: Some(signal),
+            ..record(kind)
+        };
+        for (evidence, asked, reason) in [
+            (oom(K::PowerOff), Asked::Nothing, R::OutOfMemory),
+            (oom(K::PowerOff), Asked::PowerOff, R::OutOfMemory),
+            (oom(K::Stopped), Asked::Kill, R::Killed),
+            (signal(K::PowerOff, libc::SIGKILL), Asked::Nothing, R::Lost),
+            (signal(K::PowerOff, libc::SIGKILL), Asked::Kill, R::Killed),
+            (signal(K::GuestPanic, libc::SIGKILL), Asked::Overdue, R::Killed),
+            (signal(K::PowerOff, libc::SIGSEGV), Asked::Nothing, R::Lost),
+            (signal(K::PowerOff, libc::SIGSEGV), Asked::Kill, R::Lost),
+            // It says of what it dies, and the signal does not contradict that.
+            (signal(K::VmmError, libc::SIGBUS), Asked::Nothing, R::VmmError),
+            (signal(K::VmmError, libc::SIGKILL), Asked::Nothing, R::Lost),
+        ] {
+            let ending = judge(&Evidence {
+                asked,
+                ..evidence.clone()
+            });
+            assert_eq!(ending.exit.reason(), reason, "{evidence:?} {asked:?}");
+        }
     }
 
     #[test]

@@ -1,9 +1,18 @@
 //! One run of a VM: its process, the connection to it, and what it holds of the node.
 
-use std::{collections::BTreeMap, fs, io, os::unix::fs::MetadataExt, path::Path, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{self, Read as _},
+    os::unix::fs::MetadataExt,
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
 
 use prost::Message;
 use proto::vmm::{Event, ExitRecord, HelloReply};
+use rustix::fs::{Mode, OFlags};
 use tokio::{
     sync::mpsc,
     task::JoinHandle,
@@ -12,7 +21,8 @@ use tokio::{
 use uuid::Uuid;
 
 use crate::{
-    control::{self, Client},
+    cgroup::Group,
+    control::{self, Client, bounds},
     host::Host,
     ledger::{Claim, FileId},
     lock,
@@ -33,6 +43,10 @@ const MAX_EXIT_RECORD: u64 = 64 << 10;
 pub struct Instance {
     /// The process.
     pub process: Process,
+    /// Its cgroup, where the node has them.
+    pub group: Option<Group>,
+    /// The process has ended; by which signal, where that is known.
+    pub exited: Option<Option<i32>>,
     /// How it is talked to.
     pub link: Link,
     /// What it holds; given back when the instance is dropped.
@@ -53,10 +67,18 @@ pub struct Instance {
 
 impl Instance {
     /// One that an earlier daemon has started.
-    fn new(process: Process, link: Link, claim: Claim, hello: Option<&HelloReply>) -> Self {
+    fn new(
+        process: Process,
+        group: Option<Group>,
+        link: Link,
+        claim: Claim,
+        hello: Option<&HelloReply>,
+    ) -> Self {
         let status = hello.and_then(|hello| hello.status.as_ref());
         Self {
             process,
+            group,
+            exited: None,
             link,
             claim,
             disks: BTreeMap::new(),
@@ -66,6 +88,19 @@ impl Instance {
             guest_resets: status.map_or(0, |status| status.guest_resets),
             ended: None,
         }
+    }
+
+    /// Waits for the end of the run: of the process, and of whatever else is in its cgroup, which is killed. Returns the signal
+    /// that ended the process, where that is known. Cancel-safe.
+    pub async fn ended(&mut self) -> Option<i32> {
+        let signal = match self.exited {
+            Some(signal) => signal,
+            None => *self.exited.insert(self.process.ended().await),
+        };
+        if let Some(group) = &self.group {
+            group.end().await;
+        }
+        signal
     }
 
     /// Notes what a disk is on, or that it is gone.
@@ -160,7 +195,7 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
             "the files of a running vmm were removed: it can only be killed"
         );
         let claim = host.ledger.adopt(name, user, demand);
-        let instance = Instance::new(process, Link::Lost, claim, None);
+        let instance = Instance::new(process, group(host, uid), Link::Lost, claim, None);
         return Ok(Found::Alive(Box::new(instance), None));
     }
     let lock_path = runtime.lock();
@@ -184,13 +219,11 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
         }
         Err(_) => (Link::Connecting(connecting), None),
     };
-    let group = host
-        .cgroups
-        .as_ref()
-        .map(|parent| parent.group(uid).processes())
+    let in_group = group(host, uid)
+        .map(|group| group.processes())
         .unwrap_or_default();
     let told = hello.as_ref().map(|hello| hello.pid);
-    let mut candidates = peer.map(|(pid, _)| pid).into_iter().chain(group).chain(told);
+    let mut candidates = peer.map(|(pid, _)| pid).into_iter().chain(in_group).chain(told);
     let process = candidates
         .find(|pid| owner(*pid).is_ok_and(|owner| owner == user))
         .map(Process::open);
@@ -206,8 +239,13 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
     }
     let process = process.unwrap_or_else(|| Err(io::Error::other("the VM's process can't be found")))?;
     let claim = host.ledger.adopt(name, user, demand);
-    let instance = Instance::new(process, link, claim, hello.as_ref());
+    let instance = Instance::new(process, group(host, uid), link, claim, hello.as_ref());
     Ok(Found::Alive(Box::new(instance), hello))
+}
+
+/// The cgroup of a VM, where the node has them.
+fn group(host: &Host, uid: Uuid) -> Option<Group> {
+    Some(host.cgroups.as_ref()?.group(uid))
 }
 
 /// A process of a VM that holds no lock any more and does not end either: somebody has removed its lock.
@@ -245,13 +283,21 @@ fn owner(pid: u32) -> io::Result<u32> {
     Ok(fs::metadata(format!("/proc/{pid}"))?.uid())
 }
 
-/// What the process wrote about its end.
+/// What the process wrote about its end. The file is the process's own, so at most [`MAX_EXIT_RECORD`] bytes are read, and
+/// of a regular file only.
 pub fn exit_record(path: &Path) -> Option<ExitRecord> {
-    if fs::metadata(path).ok()?.len() > MAX_EXIT_RECORD {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = fs::File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
+    if !file.metadata().ok()?.is_file() {
         return None;
     }
-    let bytes = fs::read(path).ok().filter(|bytes| !bytes.is_empty())?;
-    ExitRecord::decode(bytes.as_slice()).ok()
+    let mut bytes = Vec::new();
+    file.take(MAX_EXIT_RECORD + 1).read_to_end(&mut bytes).ok()?;
+    if bytes.is_empty() || bytes.len() as u64 > MAX_EXIT_RECORD {
+        return None;
+    }
+    let record = ExitRecord::decode(bytes.as_slice()).ok()?;
+    Some(bounds::exit_record(&record))
 }
 
 #[cfg(test)]

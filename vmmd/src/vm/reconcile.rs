@@ -214,9 +214,9 @@ async fn tidy(host: &Arc<Host>, uid: Uuid) {
 }
 
 /// Ends a process that the last daemon had forked but not told what to be.
-async fn abandon(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, instance: Instance) {
+async fn abandon(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, mut instance: Instance) {
     instance.process.kill();
-    instance.process.ended().await;
+    instance.ended().await;
     let exit = ExitStatus {
         reason: ExitReason::StartFailed.into(),
         message: "the daemon ended while it started the VM".to_owned(),

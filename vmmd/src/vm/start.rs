@@ -28,6 +28,7 @@ use self::{
     prepare::{Checked, Made, check, make},
 };
 use crate::{
+    cgroup::Group,
     control::Client,
     failure::{Failure, Kind},
     host::Host,
@@ -202,11 +203,15 @@ async fn run(
             // What of a start is the daemon's and what the vmm's; benchmarks read it.
             let (daemon_us, vmm_us) = ((forked - began).as_micros(), forked.elapsed().as_micros());
             tracing::info!(vm = name, daemon_us, vmm_us, "started");
-            Ok(instance(process, client, events, claim, ids, hello))
+            let group = host.cgroups.as_ref().map(|parent| parent.group(uid));
+            Ok(instance((process, group), client, events, claim, ids, hello))
         }
         Err(failure) => {
             process.kill();
             process.ended().await;
+            if let Some(parent) = &host.cgroups {
+                parent.group(uid).end().await;
+            }
             if out_of_memory(host, uid).await {
                 return Err(Failure::new(Kind::Exhausted, "OUT_OF_MEMORY", OUT_OF_MEMORY));
             }
@@ -228,7 +233,7 @@ fn patience(spec: &VmSpec) -> Duration {
 }
 
 fn instance(
-    process: Process,
+    (process, group): (Process, Option<Group>),
     client: Client,
     events: mpsc::Receiver<proto::vmm::Event>,
     claim: Claim,
@@ -238,6 +243,8 @@ fn instance(
     let link = Link::Up(client, events);
     Instance {
         process,
+        group,
+        exited: None,
         link,
         claim,
         disks,

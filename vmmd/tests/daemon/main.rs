@@ -12,6 +12,7 @@ mod disks;
 mod drain;
 mod events;
 mod harness;
+mod hostile_vmm;
 mod hygiene;
 mod lifecycle;
 mod limits;

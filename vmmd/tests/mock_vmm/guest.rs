@@ -27,6 +27,7 @@ use proto::vmm::{
 use crate::{
     balloon,
     disks::{self, Plugged},
+    lies,
 };
 
 /// From the end of its connections to the end of the process.
@@ -195,6 +196,11 @@ impl Guest {
             ["error"] => self.end(ExitKind::VmmError, "out of luck"),
             ["abort"] => process::abort(),
             ["fade"] => self.fade(),
+            ["fork"] => lies::fork(self),
+            ["lie", word] => {
+                let controls = self.controls.lock().unwrap().clone().unwrap_or_default();
+                lies::tell(self, word, &controls);
+            }
             ["machine"] => {
                 let mut inner = self.lock();
                 let text = format!("{}\r\n", inner.machine);
@@ -235,6 +241,11 @@ impl Guest {
         self.print("fading\r\n");
         thread::sleep(FADING);
         process::abort();
+    }
+
+    /// Where the exit record goes.
+    pub fn exit_file(&self) -> &File {
+        &self.exit
     }
 
     /// Ends the process with a record.

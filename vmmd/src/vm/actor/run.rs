@@ -296,7 +296,6 @@ impl Actor {
                 }
             }
             Some(event::Kind::GuestReset(reset)) => {
-                tracing::info!(vm, resets = reset.guest_resets, "the guest reset itself");
                 if let Some(instance) = &mut self.instance {
                     instance.guest_resets = reset.guest_resets;
                     instance.panicked = false;

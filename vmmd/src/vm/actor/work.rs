@@ -179,7 +179,7 @@ pub async fn until(deadline: Option<Instant>) {
 /// News of a process.
 #[derive(Debug)]
 pub enum News {
-    /// It has ended; by which signal, where that is known.
+    /// It has ended, and all else in its cgroup; by which signal, where that is known.
     Ended(Option<i32>),
     /// It says something.
     Event(Event),
@@ -191,14 +191,21 @@ pub enum News {
 
 /// Waits for news; forever when there is no process.
 pub async fn news(instance: &mut Option<Instance>) -> News {
-    let Some(Instance { process, link, .. }) = instance else {
+    let Some(instance) = instance else {
         return future::pending().await;
     };
+    // What it said before its end comes first only while it lives: the rest of its cgroup may take long to die.
+    if instance.exited.is_some() {
+        return News::Ended(instance.ended().await);
+    }
     tokio::select! {
         biased;
-        signal = process.ended() => News::Ended(signal),
-        news = link_news(link) => news,
+        signal = instance.process.ended() => {
+            instance.exited = Some(signal);
+        }
+        news = link_news(&mut instance.link) => return news,
     }
+    News::Ended(instance.ended().await)
 }
 
 async fn link_news(link: &mut Link) -> News {

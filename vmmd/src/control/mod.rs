@@ -2,6 +2,9 @@
 //!
 //! A [`Client`] is shared by all who ask; a task reads what comes back and hands each response to its request, and
 //! events to the VM's actor. The task ends, and all waiting requests with it, when the connection closes.
+//! Nothing that comes back is trusted: it is read within [`bounds::LIMITS`] and passes through [`bounds`].
+
+pub mod bounds;
 
 use std::{
     collections::HashMap,
@@ -9,6 +12,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
     sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
 };
 
 use proto::{
@@ -29,6 +33,11 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 /// Events kept until the actor takes them. A `vmm` that floods loses events; no state depends on them alone.
 const EVENTS: usize = 64;
 
+/// Messages that a `vmm` may send in [`BURST_TIME`]; the daemon reads the next ones later. One of ours sends a few.
+const BURST: u32 = 1000;
+/// See [`BURST`].
+const BURST_TIME: Duration = Duration::from_secs(1);
+
 /// Why a `vmm` did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -44,6 +53,9 @@ pub enum Error {
     /// It speaks another protocol.
     #[error("the vmm speaks protocol version {0}, this daemon {ours}", ours = wire::MAJOR)]
     Version(u32),
+    /// What came back is nothing that a `vmm` of ours says.
+    #[error(transparent)]
+    OutOfBounds(#[from] bounds::Lie),
     /// Sending or receiving failed.
     #[error("talk to the vmm")]
     Wire(#[from] wire::Error),
@@ -241,13 +253,22 @@ impl Drop for Forget<'_> {
 }
 
 async fn read(shared: Arc<Shared>, events: mpsc::Sender<Event>, dropped: CancellationToken) {
-    let mut receiver = wire::Receiver::new();
+    let mut receiver = wire::Receiver::limited(bounds::LIMITS);
     let ended = tokio::select! {
         result = read_all(&shared, &mut receiver, &events) => result,
         () = dropped.cancelled() => Ok(()),
     };
     if let Err(error) = ended {
-        tracing::debug!(error = %crate::text::chain(&error), "control connection lost");
+        let text = crate::text::chain(&error);
+        match error {
+            Error::OutOfBounds(_) | Error::Wire(wire::Error::TooManyFields(_) | wire::Error::TooManyFds) => {
+                tracing::warn!(
+                    error = text,
+                    "the connection to a vmm is closed because of what it sent"
+                );
+            }
+            _ => tracing::debug!(error = text, "control connection lost"),
+        }
     }
     let mut waiting = shared.lock();
     waiting.closed = true;
@@ -259,9 +280,13 @@ async fn read_all(
     receiver: &mut wire::Receiver,
     events: &mpsc::Sender<Event>,
 ) -> Result<(), Error> {
+    let mut burst = Burst::default();
     loop {
         while let Some((message, _)) = receiver.next_message()? {
-            dispatch(shared, message, events);
+            dispatch(shared, message, events)?;
+            if let Some(rest) = burst.over(Instant::now()) {
+                tokio::time::sleep(rest).await;
+            }
         }
         let stream = &shared.stream;
         let read = stream.async_io(Interest::READABLE, || match receiver.read(stream) {
@@ -274,7 +299,27 @@ async fn read_all(
     }
 }
 
-fn dispatch(shared: &Shared, message: Message, events: &mpsc::Sender<Event>) {
+/// Counts messages, so that a flood takes little of the daemon's time.
+#[derive(Debug, Default)]
+struct Burst {
+    since: Option<Instant>,
+    messages: u32,
+}
+
+impl Burst {
+    /// Counts one more; says how long to wait before the next is read.
+    fn over(&mut self, now: Instant) -> Option<Duration> {
+        let since = *self.since.get_or_insert(now);
+        let passed = now.saturating_duration_since(since);
+        if passed >= BURST_TIME {
+            (self.since, self.messages) = (Some(now), 0);
+        }
+        self.messages += 1;
+        (self.messages > BURST).then(|| BURST_TIME.saturating_sub(passed))
+    }
+}
+
+fn dispatch(shared: &Shared, message: Message, events: &mpsc::Sender<Event>) -> Result<(), bounds::Lie> {
     match message.kind {
         Some(Kind::Response(Response {
             id,
@@ -282,16 +327,17 @@ fn dispatch(shared: &Shared, message: Message, events: &mpsc::Sender<Event>) {
         })) => {
             let waiting = shared.lock().requests.remove(&id);
             if let Some(sender) = waiting {
-                let _ = sender.send(result);
+                let _ = sender.send(bounds::response(result)?);
             }
         }
         Some(Kind::Event(event)) => {
-            if events.try_send(event).is_err() {
+            if events.try_send(bounds::event(event)?).is_err() {
                 tracing::debug!("event dropped");
             }
         }
         _ => tracing::debug!("message without meaning ignored"),
     }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -323,6 +369,38 @@ mod tests {
             }
         });
         (folder, path)
+    }
+
+    #[test]
+    fn of_a_flood_a_thousand_messages_are_read_in_a_second() {
+        let (mut burst, start) = (Burst::default(), Instant::now());
+        for _ in 0..BURST {
+            assert_eq!(burst.over(start), None);
+        }
+        let later = start + Duration::from_millis(400);
+        assert_eq!(burst.over(later), Some(Duration::from_millis(600)));
+        assert_eq!(burst.over(start + BURST_TIME), None);
+    }
+
+    #[tokio::test]
+    async fn a_lie_ends_the_connection_and_nothing_of_it_is_used() {
+        let (_folder, path) = serve(|id, _| {
+            let error = proto::vmm::DeviceError {
+                device: "disk \u{1b}[2J".into(),
+                message: String::new(),
+            };
+            let event = Event {
+                kind: Some(event::Kind::DeviceError(error)),
+            };
+            let lie = Message {
+                kind: Some(Kind::Event(event)),
+            };
+            Some(vec![lie, response(id, Outcome::Status(Status::default()))])
+        });
+        let (client, mut events) = Client::connect(&path).await.unwrap();
+        let asked = client.request(Op::GetStatus(GetStatus {}), &[]).await;
+        assert!(matches!(asked, Err(Error::Closed)), "{asked:?}");
+        assert!(events.recv().await.is_none());
     }
 
     fn response(id: u64, result: Outcome) -> Message {

@@ -1,0 +1,129 @@
+//! A `vmm` that its guest took over: what it says and leaves behind costs its own VM alone.
+
+use std::fs;
+
+use proto::v1::{self, ExitReason, VmPhase};
+
+use crate::{
+    console::Client,
+    harness::{Daemon, status, uid, vm_pid},
+};
+
+/// Has the mock of a VM do something, and waits until it has.
+async fn command(daemon: &Daemon, name: &str, line: &str, done: &str) {
+    let mut console = Client::open(daemon, name).await;
+    console.type_in(&format!("{line}\n")).await;
+    console.expect(done).await;
+}
+
+/// A line of the status of the daemon's process, in KiB.
+fn memory_kib(daemon: &Daemon, field: &str) -> u64 {
+    let pid = daemon.pid().as_raw_nonzero();
+    let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix(field)).unwrap();
+    line.trim_end_matches(" kB").trim().parse().unwrap()
+}
+
+/// The daemon's own record of each VM can be told as JSON.
+fn assert_tellable(vms: &[v1::Vm]) {
+    for vm in vms {
+        serde_json::to_string(vm).unwrap();
+        let message = &status(vm).message;
+        assert!(
+            message.len() <= 4096 && !message.contains(char::is_control),
+            "{message:?}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn what_a_vmm_leaves_behind_dies_with_its_run() {
+    let daemon = Daemon::start().await;
+    let ends = [("poweroff", VmPhase::Stopped), ("abort", VmPhase::Failed)];
+    for (number, (end, phase)) in ends.into_iter().enumerate() {
+        let name = format!("vm{number}");
+        let vm = daemon.run(&name, "").await;
+        command(&daemon, &name, "fork", "forked").await;
+        assert_eq!(daemon.vmm_processes().len(), 2);
+        let mut console = Client::open(&daemon, &name).await;
+        console.type_in(&format!("{end}\n")).await;
+        daemon.wait_phase(&name, phase).await;
+        // Whoever sees the VM as ended can rely on it.
+        assert!(daemon.vmm_processes().is_empty(), "{end}");
+        assert!(daemon.cgroups().is_empty(), "{end}");
+        assert!(!daemon.path(&format!("run/vms/{}", uid(&vm))).exists());
+    }
+}
+
+#[tokio::test]
+async fn a_lie_ends_the_connection_and_neither_the_vm_nor_the_daemon() {
+    let daemon = Daemon::start().await;
+    daemon.run("honest", "").await;
+    let liar = daemon.run("liar", "").await;
+    for lie in ["text", "device", "disk", "many", "long", "garbage", "flood"] {
+        command(&daemon, "liar", &format!("lie {lie}"), &format!("lied {lie}")).await;
+        // The connection is made anew, and the VM is as it was.
+        let ready = |status: &v1::VmStatus| {
+            let mut conditions = status.conditions.iter();
+            conditions.any(|condition| {
+                condition.r#type == "Ready" && condition.status() == v1::ConditionStatus::True
+            })
+        };
+        daemon.wait("liar", ready).await;
+        let vms = daemon.list().await;
+        assert_eq!(vms.len(), 2, "{lie}");
+        assert_tellable(&vms);
+        let pid = vms.iter().find(|vm| uid(vm) == uid(&liar)).map(vm_pid);
+        assert_eq!(pid, Some(vm_pid(&liar)), "{lie}");
+    }
+    daemon.pause("honest").await.unwrap();
+    daemon.kill_vm("liar").await.unwrap();
+}
+
+#[tokio::test]
+async fn what_the_daemon_saw_outranks_the_exit_record() {
+    let daemon = Daemon::start().await;
+    for (lie, reason, phase) in [
+        ("kind", ExitReason::Lost, VmPhase::Failed),
+        ("time", ExitReason::GuestShutdown, VmPhase::Stopped),
+    ] {
+        daemon.run(lie, "").await;
+        let mut console = Client::open(&daemon, lie).await;
+        console.type_in(&format!("lie {lie}\n")).await;
+        let status = daemon.wait_phase(lie, phase).await;
+        let exit = status.last_exit.unwrap();
+        assert_eq!(exit.reason(), reason, "{exit:?}");
+        assert_tellable(&daemon.list().await);
+    }
+}
+
+#[tokio::test]
+async fn the_daemons_memory_is_bounded_whatever_its_vms_say() {
+    let daemon = Daemon::start().await;
+    const LIARS: usize = 16;
+    for number in 0..LIARS {
+        daemon.run(&format!("liar{number}"), "").await;
+    }
+    let before = memory_kib(&daemon, "VmRSS:");
+    for lie in ["many", "long", "text", "disk", "flood"] {
+        let mut told = tokio::task::JoinSet::new();
+        for number in 0..LIARS {
+            let name = format!("liar{number}");
+            let mut console = Client::open(&daemon, &name).await;
+            told.spawn(async move {
+                console.type_in(&format!("lie {lie}\n")).await;
+                console.expect(&format!("lied {lie}")).await;
+            });
+        }
+        while let Some(told) = told.join_next().await {
+            told.unwrap();
+        }
+    }
+    let most = memory_kib(&daemon, "VmHWM:");
+    // Without bounds a single message became 144 MiB.
+    assert!(
+        most < before + (96 << 10),
+        "{before} KiB before, {most} KiB at most"
+    );
+    assert_eq!(daemon.list().await.len(), LIARS);
+}

@@ -1,0 +1,116 @@
+//! What a `vmm` may say that its guest took over.
+
+use std::{
+    io::Write,
+    os::unix::{fs::FileExt, net::UnixStream},
+    process::{self, Command, Stdio},
+    sync::{Arc, Weak},
+};
+
+use prost::Message as _;
+use proto::{
+    vmm::{
+        DeviceError, DiskDetached, DiskStats, DiskStatsReply, Event, ExitRecord, Message, Response,
+        event::Kind as EventKind, message::Kind, response::Result as Outcome,
+    },
+    wire,
+};
+
+use crate::guest::Guest;
+
+/// Leaves a child behind that has nothing to do with this process but its user and its cgroup.
+pub fn fork(guest: &Guest) {
+    let mut sleep = Command::new("/bin/sleep");
+    sleep
+        .arg("1000")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    // Nobody waits for it: that is the point.
+    std::mem::forget(sleep.spawn().unwrap());
+    guest.print("forked\r\n");
+}
+
+/// Tells a lie.
+pub fn tell(guest: &Guest, word: &str, controls: &[Weak<UnixStream>]) {
+    match word {
+        // Long, with what clears a terminal.
+        "text" => guest.tell(error("disk root", &"\u{1b}[2J\n".repeat(30_000))),
+        "device" => guest.tell(error("disk \u{1b}[2J", "m")),
+        "disk" => guest.tell(EventKind::DiskDetached(DiskDetached {
+            name: "d".repeat(100_000),
+            forced: false,
+        })),
+        "flood" => {
+            for number in 0..3000 {
+                let kind = Some(error("disk root", &format!("error {number}")));
+                let event = Message {
+                    kind: Some(Kind::Event(Event { kind })),
+                };
+                send_to_all(controls, &event);
+            }
+        }
+        // Two bytes for each of many structures.
+        "many" => send_to_all(controls, &disks(100_000)),
+        "long" => send_to_all(controls, &disks(500_000)),
+        "garbage" => {
+            for stream in controls.iter().filter_map(Weak::upgrade) {
+                let _ = (&*stream).write_all(&[0xff; 64]);
+            }
+        }
+        // Ends with a record of a time that nobody can write down.
+        "time" => {
+            let record = ExitRecord {
+                kind: 1,
+                message: "bye".into(),
+                time_unix_ms: u64::MAX,
+            };
+            guest
+                .exit_file()
+                .write_all_at(&record.encode_to_vec(), 0)
+                .unwrap();
+            process::exit(0);
+        }
+        // Killed, but it says that all was well.
+        "kind" => {
+            let record = ExitRecord {
+                kind: 1,
+                message: "all is well".into(),
+                time_unix_ms: 1,
+            };
+            guest
+                .exit_file()
+                .write_all_at(&record.encode_to_vec(), 0)
+                .unwrap();
+            let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+        }
+        _ => {}
+    }
+    guest.print(&format!("lied {word}\r\n"));
+}
+
+fn error(device: &str, message: &str) -> EventKind {
+    EventKind::DeviceError(DeviceError {
+        device: device.into(),
+        message: message.into(),
+    })
+}
+
+/// A reply that nobody asked for.
+fn disks(count: usize) -> Message {
+    Message {
+        kind: Some(Kind::Response(Response {
+            id: u64::MAX,
+            result: Some(Outcome::DiskStats(DiskStatsReply {
+                disks: vec![DiskStats::default(); count],
+            })),
+        })),
+    }
+}
+
+fn send_to_all(controls: &[Weak<UnixStream>], message: &Message) {
+    for stream in controls.iter().filter_map(Weak::upgrade) {
+        let stream: Arc<UnixStream> = stream;
+        let _ = wire::send_all(&*stream, message, &[]);
+    }
+}
