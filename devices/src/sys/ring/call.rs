@@ -32,6 +32,16 @@ pub enum Call {
     },
 }
 
+/// The operations of the entries that [`build`] makes.
+pub(super) const OPCODES: [u8; 6] = [
+    opcode::Read::CODE,
+    opcode::Readv::CODE,
+    opcode::Write::CODE,
+    opcode::Writev::CODE,
+    opcode::Fsync::CODE,
+    opcode::Fallocate::CODE,
+];
+
 /// The entry that makes a call on the file and `buffers`. It points to these.
 pub(super) fn build(call: Call, buffers: &Iovecs) -> squeue::Entry {
     match call {

@@ -126,3 +126,39 @@ fn what_has_to_be_gathered_is_not_at_hand() {
     assert_eq!(first + second, 1);
     assert!(rig.ring.at_hand().is_none() && rig.ring.returned().is_none());
 }
+
+#[test]
+fn a_ring_refuses_all_that_it_is_not_used_for() {
+    let Some(deferred) = rig() else { return };
+    let file = tempfile::tempfile().unwrap();
+    let event = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+    let undeferred = Ring::<u32>::undeferred(&file, 4, event).unwrap();
+    for mut ring in [deferred.ring, undeferred] {
+        ring.wake_up().unwrap();
+        let path = c"/etc/passwd".as_ptr();
+        let here = io_uring::types::Fd(libc::AT_FDCWD);
+        let nowhere = io_uring::types::Fd(-1);
+        let read = || opcode::Read::new(io_uring::types::Fixed(0), std::ptr::null_mut(), 0).build();
+        for (entry, allowed) in [
+            (read(), true),
+            (read().flags(squeue::Flags::ASYNC), true),
+            (opcode::Nop::new().build(), false),
+            (opcode::OpenAt::new(here, path).build(), false),
+            (
+                opcode::Socket::new(libc::AF_INET, libc::SOCK_STREAM, 0).build(),
+                false,
+            ),
+            (opcode::Connect::new(nowhere, std::ptr::null(), 0).build(), false),
+            (opcode::Close::new(nowhere).build(), false),
+            (read().flags(squeue::Flags::IO_LINK), false),
+        ] {
+            // SAFETY: nothing is read or written: lengths are 0, and the path is a constant.
+            unsafe { ring.ring.submission().push(&entry) }.unwrap();
+            ring.ring.submit_and_wait(1).unwrap();
+            let result = ring.ring.completion().next().unwrap().result();
+            assert_eq!(result != -libc::EACCES, allowed, "{entry:?}: {result}");
+        }
+        let error = ring.ring.submitter().register_probe(&mut io_uring::Probe::new());
+        assert_eq!(error.unwrap_err().raw_os_error(), Some(libc::EACCES));
+    }
+}
