@@ -1,8 +1,8 @@
 //! How the host likes an image to be used.
 
-use std::{fs, os::unix::fs::MetadataExt as _};
+use std::os::unix::fs::MetadataExt as _;
 
-use rustix::fs::{FallocateFlags, fallocate, major, minor};
+use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{
     image::Geometry,
@@ -20,8 +20,9 @@ const MAX_BLOCK: u32 = 64 << 10;
 /// Larger ones are of no use to a guest, which splits its requests below that.
 const MAX_OPTIMAL_IO: u32 = 16 << 20;
 
-/// Of an image that is read only nothing is discarded.
-pub(super) fn of(target: &Target, read_only: bool) -> Geometry {
+/// Of an image that is read only nothing is discarded. `discard` is what the queue of a block device says of discards, in
+/// bytes; 0 when it can't.
+pub(super) fn of(target: &Target, read_only: bool, discard: Option<u32>) -> Geometry {
     let (physical, optimal) = match target.kind {
         Kind::File => {
             let blocks = target
@@ -49,7 +50,7 @@ pub(super) fn of(target: &Target, read_only: bool) -> Geometry {
     Geometry {
         physical_block,
         optimal_io,
-        discard_granularity: discard_granularity(target, physical_block).filter(|_| !read_only),
+        discard_granularity: discard_granularity(target, physical_block, discard).filter(|_| !read_only),
     }
 }
 
@@ -62,7 +63,7 @@ fn block(size: u32) -> u32 {
     }
 }
 
-fn discard_granularity(target: &Target, physical_block: u32) -> Option<u32> {
+fn discard_granularity(target: &Target, physical_block: u32, queue: Option<u32>) -> Option<u32> {
     match target.kind {
         Kind::File => {
             // Behind the end there is nothing to punch a hole into; the answer tells whether it could be done.
@@ -73,23 +74,11 @@ fn discard_granularity(target: &Target, physical_block: u32) -> Option<u32> {
                 _ => Some(physical_block),
             }
         }
-        Kind::BlockDevice { .. } => match queue_limit(target, "discard_granularity") {
+        Kind::BlockDevice { .. } => match queue {
             Some(0) => None,
             Some(size) => Some(block(size).max(physical_block)),
-            // It can't be read in every sandbox. Discards that the device has not are taken and do nothing.
+            // Discards that the device has not are taken and do nothing.
             None => Some(physical_block),
         },
     }
-}
-
-/// A value of the block device's queue, or of that of the disk that it is a partition of.
-fn queue_limit(target: &Target, name: &str) -> Option<u32> {
-    let device = target.file.metadata().ok()?.rdev();
-    let folder = format!("/sys/dev/block/{}:{}", major(device), minor(device));
-    ["queue", "../queue"]
-        .iter()
-        .find_map(|queue| fs::read_to_string(format!("{folder}/{queue}/{name}")).ok())?
-        .trim()
-        .parse()
-        .ok()
 }

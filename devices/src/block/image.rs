@@ -59,11 +59,8 @@ pub enum OpenError {
     #[error("not open for {0}")]
     Access(&'static str),
     /// Somebody else has locked it.
-    #[error("in use by {}", .0.as_deref().unwrap_or("another VM or program"))]
-    InUse(
-        /// Who it is, where the host tells: "qemu-img (process 4711)".
-        Option<String>,
-    ),
+    #[error("in use by another VM or program")]
+    InUse,
     /// It can't be used as a qcow2 image.
     #[error(transparent)]
     Qcow2(#[from] super::qcow2::Refusal),

@@ -17,7 +17,7 @@ use super::{
     target::{Bounce, Target},
     uring::UringEngine,
 };
-use crate::sys::lock::{LockKind, holder, lock_image};
+use crate::sys::lock::{LockKind, lock_image};
 
 /// Where the standard identifier of the first volume descriptor is: sector 16 of 2 KiB, byte 1 (ECMA-119, 8.1).
 const VOLUME_ID_AT: u64 = 16 * 2048 + 1;
@@ -30,6 +30,8 @@ pub struct RawImage {
     target: Arc<Target>,
     pool: Arc<Pool>,
     read_only: bool,
+    /// What the block device's queue says of discards, where somebody looked.
+    discard_granularity: Option<u32>,
     /// That there is no io_uring is said once.
     told: Once,
 }
@@ -50,7 +52,7 @@ impl RawImage {
         };
         match lock_image(&target.file, kind) {
             Ok(true) => {}
-            Ok(false) => return Err(OpenError::InUse(holder(&target.file, kind))),
+            Ok(false) => return Err(OpenError::InUse),
             Err(error) => return Err(OpenError::Host("lock the image", error)),
         }
         let target = Arc::new(target);
@@ -58,8 +60,16 @@ impl RawImage {
             pool: Arc::new(Pool::new(Arc::clone(&target))),
             target,
             read_only,
+            discard_granularity: None,
             told: Once::new(),
         })
+    }
+
+    /// With what the queue of a block device says of discards, in bytes; 0 when it can't discard. This process can't
+    /// look at that itself.
+    pub fn with_discard_granularity(mut self, bytes: Option<u32>) -> Self {
+        self.discard_granularity = bytes;
+        self
     }
 
     /// [`open`](Self::open) for reading, and a check that there is a CD or DVD in it.
@@ -107,7 +117,7 @@ impl Image for RawImage {
     }
 
     fn geometry(&self) -> Geometry {
-        geometry::of(&self.target, self.read_only)
+        geometry::of(&self.target, self.read_only, self.discard_granularity)
     }
 
     fn engine(&self) -> io::Result<Box<dyn Engine>> {

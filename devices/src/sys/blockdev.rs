@@ -1,9 +1,11 @@
 //! Requests to block devices (`linux/fs.h`).
 
 use std::{
-    io,
+    fs, io,
     os::fd::{AsFd, AsRawFd},
 };
+
+use rustix::fs::{FileType, major, minor};
 
 // _IO(0x12, n) and _IOR(0x12, n, size_t), which libc does not name for Linux.
 const BLKSSZGET: libc::c_ulong = 0x1268;
@@ -49,6 +51,18 @@ pub fn physical_block(device: impl AsFd) -> io::Result<u32> {
 /// Best size of requests in bytes; 0 when nothing is known.
 pub fn optimal_io(device: impl AsFd) -> io::Result<u32> {
     get(device, BLKIOOPT)
+}
+
+/// What the queue of the block device, or of the disk that it is a partition of, says of discards: in bytes, 0 when it
+/// can't. `None` for a file, and where that can't be told. Opens files of /sys, which a `vmm` in its sandbox can't.
+pub fn discard_granularity(device: impl AsFd) -> Option<u32> {
+    let stat = rustix::fs::fstat(device).ok()?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::BlockDevice {
+        return None;
+    }
+    let folder = format!("/sys/dev/block/{}:{}", major(stat.st_rdev), minor(stat.st_rdev));
+    let read = |queue| fs::read_to_string(format!("{folder}/{queue}/discard_granularity")).ok();
+    read("queue").or_else(|| read("../queue"))?.trim().parse().ok()
 }
 
 /// One of the requests that give an int.

@@ -134,6 +134,8 @@ pub struct Disk {
     pub queues: u16,
     /// Bytes of a logical block: 512 or 4096.
     pub logical_block: u32,
+    /// What the queue of a block device says of discards, in bytes; 0 when it can't. `None` when nobody looked.
+    pub discard_granularity: Option<u32>,
     /// What an error of the host leads to.
     pub on_error: OnError,
     /// What limits it.
@@ -342,6 +344,7 @@ fn memory_options(found: &mut Violations, spec: &vmm::MachineSpec) -> MemoryOpti
         prefault: spec.prefault,
         mergeable: spec.mergeable,
         numa_node: spec.numa_node,
+        free_huge_pages: spec.free_huge_pages,
     }
 }
 
@@ -406,6 +409,7 @@ fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: imp
                 512
             }
         },
+        discard_granularity: wire.discard_granularity_bytes,
         on_error: match vmm::OnError::try_from(wire.on_error) {
             Ok(vmm::OnError::Unspecified | vmm::OnError::Report) => OnError::Report,
             Ok(vmm::OnError::Pause) => OnError::Pause,

@@ -22,6 +22,8 @@ pub struct MemoryOptions {
     pub mergeable: bool,
     /// The NUMA node that all of it comes from.
     pub numa_node: Option<u32>,
+    /// Huge pages that the node has free of those; `None` when nobody looked. No part of a manifest.
+    pub free_huge_pages: Option<u64>,
 }
 
 /// Sizes of huge pages that RAM can be made of.
@@ -182,6 +184,7 @@ pub(super) fn memory(found: &mut Violations, memory: &v1::MemorySpec, backing: B
         prefault: memory.prefault,
         mergeable: memory.mergeable,
         numa_node: memory.numa_node,
+        free_huge_pages: None,
     }
 }
 

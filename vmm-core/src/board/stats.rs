@@ -13,8 +13,9 @@ use crate::kvm::StatsReader;
 pub(super) fn of(machine: &Machine) -> MachineStats {
     let vcpus = (0..).zip(machine.vcpus.times()).map(|(index, times)| VcpuStats {
         index,
-        time_ns: times.running_ns,
-        wait_ns: times.waiting_ns,
+        time_ns: times.map_or(0, |(_, running_ns)| running_ns),
+        wait_ns: 0,
+        thread: times.map(|(thread, _)| thread),
     });
     let readers = machine.vcpus.stats().flatten().chain(&machine.vm_stats);
     MachineStats {

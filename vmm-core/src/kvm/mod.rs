@@ -5,6 +5,7 @@
 
 #![allow(unsafe_code)]
 
+mod clock;
 mod crash;
 mod host;
 mod irqchip;
@@ -19,6 +20,7 @@ mod vm;
 #[cfg(test)]
 pub(crate) mod tests;
 
+pub use clock::ThreadClock;
 pub use crash::Crash;
 pub use host::{Host, KvmError};
 pub use irqchip::IrqChipState;

@@ -22,13 +22,13 @@ pub struct NotEnough {
 }
 
 impl NotEnough {
-    /// For `ram` bytes of RAM.
-    pub(super) fn new(ram: u64, size: HugePages, numa_node: Option<u32>, source: Option<io::Error>) -> Self {
+    /// For `ram` bytes of RAM in pages of `size`.
+    pub(super) fn new(ram: u64, size: HugePages, options: &MemoryOptions, source: Option<io::Error>) -> Self {
         Self {
             needed: ram.checked_div(size.bytes()).unwrap_or(0),
             size,
-            free: free(size, numa_node),
-            numa_node,
+            free: options.free_huge_pages,
+            numa_node: options.numa_node,
             source,
         }
     }
@@ -50,20 +50,20 @@ impl NotEnough {
     }
 }
 
-/// Refuses `ram` bytes of RAM for which there are not enough pages, as far as that can be told beforehand.
+/// Refuses `ram` bytes of RAM for which there are not enough pages, as far as is known beforehand.
 pub(super) fn check(ram: u64, options: &MemoryOptions) -> Result<(), NotEnough> {
     let Some(size) = options.huge_pages else {
         return Ok(());
     };
-    let lacking = NotEnough::new(ram, size, options.numa_node, None);
+    let lacking = NotEnough::new(ram, size, options, None);
     match lacking.free {
         Some(free) if free < lacking.needed => Err(lacking),
         _ => Ok(()),
     }
 }
 
-/// Pages that nobody has and nobody is promised.
-fn free(size: HugePages, numa_node: Option<u32>) -> Option<u64> {
+/// Pages that nobody has and nobody is promised. Opens files of /sys, which a `vmm` in its sandbox can't.
+pub fn free(size: HugePages, numa_node: Option<u32>) -> Option<u64> {
     let pool = format!("hugepages-{}kB", size.bytes() >> 10);
     let read = |path: String| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let all = format!("/sys/kernel/mm/hugepages/{pool}");

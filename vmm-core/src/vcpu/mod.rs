@@ -15,7 +15,6 @@
 //! - A parked vCPU has no access half done.
 //! - No lock is held while waiting for a vCPU.
 
-mod schedule;
 #[cfg(test)]
 mod tests;
 mod thread;
@@ -29,7 +28,6 @@ use std::{
 use kvm_bindings::{CpuId, kvm_regs, kvm_sregs};
 
 use crate::kvm::{AddressSpaces, Crash, KvmError, StatsReader, Vcpu, Vm, install_handler, interrupt};
-pub use schedule::ThreadTimes;
 use thread::{Call, Shared, VcpuThread};
 
 /// Something that a vCPU tells the machine. Sent from the vCPU's thread, with no lock held.
@@ -224,11 +222,11 @@ impl Vcpus {
         self.handles.iter().map(|handle| handle.stats.as_ref())
     }
 
-    /// Times of the threads of all vCPUs, readable while they run; zeros where the kernel does not tell them.
-    pub fn times(&self) -> impl Iterator<Item = ThreadTimes> {
+    /// Ids of the threads of all vCPUs and their processor time, in nanoseconds; `None` for one that has not begun.
+    pub fn times(&self) -> impl Iterator<Item = Option<(u32, u64)>> {
         self.handles.iter().map(|handle| {
-            let times = handle.shared.schedule.get().map(schedule::Schedule::read);
-            times.and_then(Result::ok).unwrap_or_default()
+            let clock = handle.shared.clock.get()?;
+            Some((clock.thread(), clock.read()))
         })
     }
 

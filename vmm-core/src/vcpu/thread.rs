@@ -16,8 +16,8 @@ use devices::{
 };
 use kvm_bindings::CpuId;
 
-use super::{ExitCounts, Outside, Report, ReportKind, schedule::Schedule};
-use crate::kvm::{Exit, Kicker, KvmError, Vcpu, VcpuState};
+use super::{ExitCounts, Outside, Report, ReportKind};
+use crate::kvm::{Exit, Kicker, KvmError, ThreadClock, Vcpu, VcpuState};
 
 /// What a parked vCPU can be told.
 pub(super) enum Call {
@@ -45,8 +45,8 @@ pub(super) struct Shared {
     /// Written by the thread only.
     accesses: AtomicU64,
     interruptions: AtomicU64,
-    /// What the scheduler has given to the thread; set when that begins.
-    pub(super) schedule: OnceLock<Schedule>,
+    /// Processor time of the thread; set when that begins.
+    pub(super) clock: OnceLock<ThreadClock>,
 }
 
 impl Shared {
@@ -57,7 +57,7 @@ impl Shared {
             changed: Condvar::new(),
             accesses: AtomicU64::new(0),
             interruptions: AtomicU64::new(0),
-            schedule: OnceLock::new(),
+            clock: OnceLock::new(),
         }
     }
 
@@ -152,9 +152,7 @@ impl VcpuThread {
     pub(super) fn spawn(self, calls: mpsc::Receiver<Call>) -> io::Result<JoinHandle<()>> {
         let farewell = Farewell(Arc::clone(&self.shared));
         thread::spawn(ThreadKind::Vcpu, format!("vcpu-{}", self.index), move || {
-            if let Ok(schedule) = Schedule::of_this_thread() {
-                let _ = farewell.0.schedule.set(schedule);
-            }
+            let _ = farewell.0.clock.set(ThreadClock::of_this_thread());
             let _farewell = farewell;
             self.serve(&calls);
         })

@@ -95,6 +95,11 @@ fn huge_page_sizes(sysfs: &Path) -> Vec<(String, u64)> {
     sizes
 }
 
+/// Huge pages that are free of those that `spec` asks for; `None` when it asks for none or that can't be told.
+pub fn free_huge_pages_of(spec: &VmSpec) -> Option<u64> {
+    free_huge_pages(Path::new("/sys"), spec.memory.huge_pages?, spec.memory.numa_node)
+}
+
 /// 0 when the node has no pages of this size; `None` when that can't be told.
 fn free_huge_pages(sysfs: &Path, size: HugePages, node: Option<u32>) -> Option<u64> {
     let pool = format!("hugepages-{}kB", size.bytes() >> 10);

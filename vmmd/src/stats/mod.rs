@@ -14,6 +14,7 @@ use tokio::task::spawn_blocking;
 use uuid::Uuid;
 
 pub use self::usage::Usage;
+use self::usage::waiting_ns;
 use crate::{
     control::{self, bounds},
     failure::{Failure, Kind},
@@ -39,8 +40,11 @@ pub async fn of(host: &Arc<Host>, name: &str, entry: &Entry) -> Result<v1::VmSta
     let counted = tokio::time::timeout(TIMEOUT, client.machine_stats()).await;
     let counted = counted.unwrap_or(Err(control::Error::Unexpected("not in time")));
     let counted = counted.map_err(|error| unresponsive(name, &text::chain(&error)))?;
-    let counted = bounds::of_vm(counted, &vm);
-    let usage = usage(host, entry.uid, pid).await;
+    let mut counted = bounds::of_vm(counted, &vm);
+    let (usage, waiting) = usage(host, entry.uid, pid, threads(&counted)).await;
+    for (vcpu, waiting) in counted.vcpus.iter_mut().zip(waiting) {
+        vcpu.wait_ns = waiting.unwrap_or(vcpu.wait_ns);
+    }
     let size = vm.spec.as_ref().and_then(|spec| spec.memory.as_ref());
     Ok(public(
         name,
@@ -50,11 +54,24 @@ pub async fn of(host: &Arc<Host>, name: &str, entry: &Entry) -> Result<v1::VmSta
     ))
 }
 
-async fn usage(host: &Arc<Host>, uid: Uuid, pid: Option<u32>) -> Usage {
+/// The threads of the vCPUs, as the `vmm` names them.
+fn threads(counted: &vmm::MachineStats) -> Vec<Option<u32>> {
+    counted.vcpus.iter().map(|vcpu| vcpu.thread).collect()
+}
+
+/// What the kernel counts of a VM's processes, and how long each of its `threads` waited for a processor. What is no
+/// thread of the process has no time.
+async fn usage(
+    host: &Arc<Host>,
+    uid: Uuid,
+    pid: Option<u32>,
+    threads: Vec<Option<u32>>,
+) -> (Usage, Vec<Option<u64>>) {
     let host = Arc::clone(host);
     let read = spawn_blocking(move || {
         let group = host.cgroups.as_ref().map(|parent| parent.group(uid));
-        Usage::read(group.as_ref(), pid)
+        let waiting = threads.into_iter().map(|thread| waiting_ns(pid?, thread?));
+        (Usage::read(group.as_ref(), pid), waiting.collect())
     });
     read.await.unwrap_or_default()
 }

@@ -47,6 +47,13 @@ impl Usage {
     }
 }
 
+/// Nanoseconds for which a thread of a process could have run and the host ran something else (the second number of
+/// schedstat; the kernel's Documentation/scheduler/sched-stats.rst).
+pub(super) fn waiting_ns(pid: u32, thread: u32) -> Option<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/task/{thread}/schedstat")).ok()?;
+    text.split_ascii_whitespace().nth(1)?.parse().ok()
+}
+
 /// Files of Documentation/admin-guide/cgroup-v2.rst.
 fn of_cgroup(cpu: &str, current: &str, max: &str) -> Usage {
     let nanos = |key| count(cpu, key).saturating_mul(1000);

@@ -14,6 +14,7 @@ use proto::{
 use uuid::Uuid;
 
 use crate::{
+    cgroup::facts,
     network::Tap,
     store::{Hardware, NicHardware},
     vm::files::{Files, OpenDisk},
@@ -172,6 +173,7 @@ pub fn assemble(
         prefault: spec.memory.prefault,
         mergeable: spec.memory.mergeable,
         numa_node: spec.memory.numa_node,
+        free_huge_pages: facts::free_huge_pages_of(spec),
         balloon: spec
             .balloon
             .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
@@ -199,6 +201,7 @@ fn wire_disk(fds: &mut Descriptors, hardware: &Hardware, disk: &Disk, opened: Op
                 format: vmm::ImageFormat::from(format).into(),
             })
             .collect(),
+        discard_granularity_bytes: opened.discard_granularity,
         ..disk.machine(opened.format)
     }
 }
@@ -228,6 +231,7 @@ mod tests {
         model::{
             disk::Format,
             machine::Machine,
+            resources::MemoryOptions,
             vm::{Attachment, Nic},
         },
         v1,
@@ -283,6 +287,7 @@ mod tests {
     fn open_disk(below: usize) -> OpenDisk {
         OpenDisk {
             fd: null(),
+            discard_granularity: None,
             format: Format::Qcow2,
             backing: (0..below).map(|_| (null(), Format::Raw)).collect(),
             ids: Vec::new(),
@@ -333,7 +338,11 @@ mod tests {
         let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);
         let machine = Machine::new(&machine, fds.len()).unwrap();
         assert_eq!((machine.disks.len(), machine.nics.len()), (16, 8));
-        assert_eq!((machine.memory, machine.memory_shared), (spec.memory, true));
+        let memory = MemoryOptions {
+            free_huge_pages: facts::free_huge_pages_of(&spec),
+            ..spec.memory
+        };
+        assert_eq!((machine.memory, machine.memory_shared), (memory, true));
         assert_eq!(machine.nics[1].mac, mac(&hardware, "eth1").unwrap());
         assert!(fds.len() <= proto::wire::MAX_FDS);
     }

@@ -186,6 +186,7 @@ pub fn machine_stats(guest: &Guest) -> Option<Outcome> {
             index: 0,
             time_ns: 2_500_000_000,
             wait_ns: 250_000_000,
+            thread: None,
         }],
         exits: exits.map(|(name, count)| (name.to_owned(), count)).into(),
         nics: vec![NicStats {

@@ -53,7 +53,7 @@ use super::{
     image::{Geometry, Image, OpenError},
     target::Target,
 };
-use crate::sys::lock::{LockKind, holder, lock_image};
+use crate::sys::lock::{LockKind, lock_image};
 use base::Base;
 use disk::{Disk, Traits};
 use engine::Qcow2Engine;
@@ -214,7 +214,7 @@ fn prepare(fd: OwnedFd, read_only: bool) -> Result<File, OpenError> {
     };
     match lock_image(&file, kind) {
         Ok(true) => Ok(file),
-        Ok(false) => Err(OpenError::InUse(holder(&file, kind))),
+        Ok(false) => Err(OpenError::InUse),
         Err(error) => Err(OpenError::Host("lock the image", error)),
     }
 }

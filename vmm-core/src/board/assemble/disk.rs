@@ -79,7 +79,10 @@ pub(in crate::board) fn limits(limit: RateLimit) -> Limits {
 fn open_image(spec: &Disk, fds: &mut Fds) -> Result<Box<dyn Image>, Failure> {
     let fd = fds.take(spec.fd)?;
     match spec.format {
-        Format::Raw => Ok(Box::new(RawImage::open(fd, spec.read_only).map_err(failure)?)),
+        Format::Raw => {
+            let image = RawImage::open(fd, spec.read_only).map_err(failure)?;
+            Ok(Box::new(image.with_discard_granularity(spec.discard_granularity)))
+        }
         Format::Iso => Ok(Box::new(RawImage::open_iso(fd).map_err(failure)?)),
         Format::Qcow2 => {
             let mut backing = Vec::with_capacity(spec.backing.len());
@@ -102,7 +105,7 @@ fn failure(error: OpenError) -> Failure {
     Failure {
         kind: match error {
             OpenError::Host(..) => ErrorKind::Resources,
-            OpenError::InUse(_) => ErrorKind::InUse,
+            OpenError::InUse => ErrorKind::InUse,
             _ => ErrorKind::Image,
         },
         message: with_causes(&error),

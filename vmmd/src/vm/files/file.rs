@@ -1,7 +1,7 @@
 //! Opens one file: the device of KVM, a kernel, an initial RAM disk, an image or a block device.
 
 use std::{
-    io,
+    fs, io,
     os::{
         fd::{AsFd, OwnedFd},
         unix::fs::FileTypeExt,
@@ -11,7 +11,7 @@ use std::{
 
 use proto::model::disk::Cache;
 use rustix::{
-    fs::{Mode, OFlags},
+    fs::{Mode, OFlags, major, minor},
     io::Errno,
 };
 
@@ -28,6 +28,20 @@ pub struct OpenFile {
     pub size: u64,
     /// It is no file but a device.
     pub block_device: bool,
+}
+
+impl OpenFile {
+    /// What the queue of the block device, or of the disk that it is a partition of, says of discards: in bytes, 0 when
+    /// it can't.
+    pub fn discard_granularity(&self) -> Option<u32> {
+        if !self.block_device {
+            return None;
+        }
+        let device = rustix::fs::fstat(&self.fd).ok()?.st_rdev;
+        let folder = format!("/sys/dev/block/{}:{}", major(device), minor(device));
+        let read = |queue| fs::read_to_string(format!("{folder}/{queue}/discard_granularity")).ok();
+        read("queue").or_else(|| read("../queue"))?.trim().parse().ok()
+    }
 }
 
 /// Opens the device through which KVM is used.

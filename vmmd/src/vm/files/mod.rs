@@ -57,6 +57,8 @@ pub struct OpenDisk {
     pub format: Format,
     /// What is below it, the nearest first, open for reading.
     pub backing: Vec<(OwnedFd, Format)>,
+    /// What its queue says of discards, if it is a block device.
+    pub discard_granularity: Option<u32>,
     /// What is behind all of them.
     pub ids: Vec<FileId>,
 }
@@ -185,6 +187,7 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
     }
     take(&label, &image, disk.read_only, sources.ledger, locks)?;
     let mut opened = OpenDisk {
+        discard_granularity: image.discard_granularity(),
         fd: image.fd,
         format,
         backing: Vec::new(),

@@ -9,7 +9,11 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail};
-use devices::sys::tap;
+use devices::sys::{
+    blockdev,
+    lock::{LockKind, holder, lock_image},
+    tap,
+};
 use proto::{
     model::{
         disk::{Cache, Disk, Source},
@@ -21,6 +25,7 @@ use proto::{
 };
 
 use crate::sys;
+use vmm_core::memory::huge;
 
 /// PCI device numbers: the entropy device, then disks, then NICs, each with room for as many as there may be, then the
 /// balloon.
@@ -93,6 +98,10 @@ pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
         prefault: spec.memory.prefault,
         mergeable: spec.memory.mergeable,
         numa_node: spec.memory.numa_node,
+        free_huge_pages: spec
+            .memory
+            .huge_pages
+            .and_then(|size| huge::free(size, spec.memory.numa_node)),
         balloon: spec
             .balloon
             .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
@@ -142,7 +151,23 @@ fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
     };
     let file = open_image(path, !disk.read_only, disk.cache)
         .with_context(|| format!("disk {}: opening {}", disk.name, path.display()))?;
+    let kind = if disk.read_only {
+        LockKind::Read
+    } else {
+        LockKind::Write
+    };
+    // The lock stays with the descriptor. Only here can it be said who has it.
+    if !lock_image(&file, kind).with_context(|| format!("disk {}: locking its image", disk.name))? {
+        let holder = holder(&file, kind);
+        bail!(
+            "disk {}: {} is in use by {}",
+            disk.name,
+            path.display(),
+            holder.as_deref().unwrap_or("another VM or program")
+        );
+    }
     Ok(vmm::Disk {
+        discard_granularity_bytes: blockdev::discard_granularity(&file),
         fd: fds.add(file),
         pci_slot: slot,
         ..disk.machine(*format)
