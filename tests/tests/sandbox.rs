@@ -51,7 +51,7 @@ fn a_vmm_has_its_own_uid_no_capabilities_and_only_the_descriptors_it_needs() {
         for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
             assert_eq!(field(set), ["0000000000000000"], "{set}");
         }
-        assert_eq!(field("NoNewPrivs"), ["1"]);
+        threads_are_limited(node, pid);
         uids.push(uid[0].to_owned());
         assert_eq!(
             node.sh(&format!("cat /proc/{pid}/environ")).expect("environ"),
@@ -64,6 +64,30 @@ fn a_vmm_has_its_own_uid_no_capabilities_and_only_the_descriptors_it_needs() {
     node.sh(&format!("cat /proc/{}/cgroup", first.pid().expect("pid")))
         .expect("cgroup");
     drop((first, second));
+}
+
+/// Of every thread: no new privileges, and three system call filters (two of the main thread, which has none of a kind).
+fn threads_are_limited(node: &vmmd_tests::Node, pid: u32) {
+    let fields = "Name|NoNewPrivs|Seccomp|Seccomp_filters";
+    let threads = node
+        .sh(&format!(
+            "for task in /proc/{pid}/task/*; do grep -E '^({fields}):' $task/status | cut -f2 | paste -sd ' '; done"
+        ))
+        .expect("threads");
+    for thread in threads.lines() {
+        let expected = if thread.starts_with("vmm ") {
+            "1 2 2"
+        } else {
+            "1 2 3"
+        };
+        assert!(thread.ends_with(expected), "{thread}");
+    }
+    for name in ["vmm", "control", "serial", "vcpu-0", "blk-data-q0", "rng"] {
+        assert!(
+            threads.lines().any(|thread| thread.starts_with(name)),
+            "{name}: {threads}"
+        );
+    }
 }
 
 /// Every descriptor is one that a machine with one disk and one NIC needs.

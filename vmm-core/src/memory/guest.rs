@@ -24,6 +24,7 @@ use vm_memory::{
 use super::{
     huge::{self, NotEnough},
     layout::{RAM_ALIGNMENT, RAM_MAX, RAM_MIN, ram_ranges},
+    locate,
     mapping::{Mapping, Source},
     populate,
 };
@@ -229,6 +230,7 @@ fn region(
     }
 
     let address = mapping.address().as_ptr();
+    locate::insert(address as usize, length, range.start);
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let mut builder =
         MmapRegionBuilder::new_with_bitmap(length, DirtyBitmap::with_owner(length, Box::new(mapping)))
@@ -251,7 +253,7 @@ fn region(
 /// What it means that memory could not be had.
 fn lacking(bytes: u64, options: &MemoryOptions, operation: &'static str, error: io::Error) -> RamError {
     match options.huge_pages {
-        Some(size) => NotEnough::new(bytes, size, options.numa_node, Some(error)).into(),
+        Some(size) => NotEnough::new(bytes, size, options, Some(error)).into(),
         None => RamError::Host {
             operation,
             bytes,
@@ -441,6 +443,7 @@ mod tests {
             for size in HugePages::ALL {
                 let options = MemoryOptions {
                     huge_pages: Some(size),
+                    free_huge_pages: huge::free(size, None),
                     ..MemoryOptions::default()
                 };
                 match GuestRam::with_options(GIB, backing, &options) {

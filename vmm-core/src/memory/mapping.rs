@@ -10,7 +10,7 @@ use rustix::{
     mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap},
 };
 
-use super::layout::RAM_ALIGNMENT;
+use super::{layout::RAM_ALIGNMENT, locate};
 
 /// Linux's `MPOL_BIND` (set_mempolicy(2)).
 const MPOL_BIND: libc::c_int = 2;
@@ -37,6 +37,7 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        locate::remove(self.address.as_ptr() as usize);
         // SAFETY: the range was mapped by `Mapping::new`, and the region that used it is gone.
         let unmapped = unsafe { munmap(self.address.as_ptr().cast(), self.length) };
         debug_assert!(unmapped.is_ok(), "munmap of a mapping of ours");

@@ -4,6 +4,7 @@ pub mod guest;
 pub mod huge;
 pub mod layout;
 mod load;
+pub mod locate;
 mod mapping;
 mod populate;
 mod reclaim;

@@ -4,6 +4,7 @@
 mod disks;
 mod guest;
 mod process;
+mod sandbox;
 
 use std::os::unix::process::ExitStatusExt;
 

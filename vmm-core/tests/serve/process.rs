@@ -52,7 +52,17 @@ impl Vmm {
         )
     }
 
+    /// One that does a forbidden deed, "KIND:DEED", with these options of `vmm serve`; what it prints is kept.
+    pub fn attempting(deed: &str, more: &[&str]) -> Self {
+        let user = [&format!("--reuid={UID}"), "--bounding-set=-all"];
+        Self::spawn(&user, more, &[("VMM_ATTEMPT", deed)], Stdio::piped())
+    }
+
     fn with_options(options: &[&str], stderr: Stdio) -> Self {
+        Self::spawn(options, &[], &[], stderr)
+    }
+
+    fn spawn(options: &[&str], more: &[&str], environment: &[(&str, &str)], stderr: Stdio) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let open = |name: &str| {
             let mut options = OpenOptions::new();
@@ -71,6 +81,8 @@ impl Vmm {
             command.args([option, number]);
         }
         inherit(&mut command, &inherited);
+        let more = if more.is_empty() { &["--seccomp=on"] } else { more };
+        command.args(more).envs(environment.iter().copied());
         let child = command
             .stdin(Stdio::null())
             .stderr(stderr)
@@ -154,11 +166,44 @@ impl Vmm {
 
     /// /proc/PID/status, by field.
     pub fn proc_status(&self) -> BTreeMap<String, String> {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
-        let fields = status.lines().filter_map(|line| line.split_once(':'));
-        fields
-            .map(|(name, value)| (name.to_owned(), value.trim().to_owned()))
+        fields(&fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap())
+    }
+
+    /// /proc/PID/task/TID/status of each thread, by field.
+    pub fn thread_statuses(&self) -> Vec<BTreeMap<String, String>> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        // One may end meanwhile.
+        tasks
+            .filter_map(|task| {
+                Some(fields(
+                    &fs::read_to_string(task.ok()?.path().join("status")).ok()?,
+                ))
+            })
             .collect()
+    }
+
+    /// The same, when they are as `settled` wants them.
+    pub fn thread_statuses_when(
+        &self,
+        settled: impl Fn(&[BTreeMap<String, String>]) -> bool,
+    ) -> Vec<BTreeMap<String, String>> {
+        let begun = std::time::Instant::now();
+        loop {
+            let threads = self.thread_statuses();
+            if settled(&threads) {
+                return threads;
+            }
+            assert!(begun.elapsed() < PATIENCE, "{threads:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// All that it printed until it ended.
+    pub fn standard_error(&mut self) -> String {
+        let mut said = String::new();
+        let mut stderr = self.child.stderr.take().expect("it was started with a pipe");
+        stderr.read_to_string(&mut said).unwrap();
+        said
     }
 
     pub fn thread_names(&self) -> Vec<String> {
@@ -193,6 +238,13 @@ pub fn refused(options: &[&str]) -> String {
         .read_to_string(&mut message)
         .unwrap();
     message
+}
+
+fn fields(status: &str) -> BTreeMap<String, String> {
+    let fields = status.lines().filter_map(|line| line.split_once(':'));
+    fields
+        .map(|(name, value)| (name.to_owned(), value.trim().to_owned()))
+        .collect()
 }
 
 fn setpriv(options: &[&str]) -> Command {

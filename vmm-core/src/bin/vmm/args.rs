@@ -2,7 +2,7 @@
 
 use std::{os::fd::RawFd, path::PathBuf};
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 
 /// One virtual machine on KVM.
 ///
@@ -44,6 +44,21 @@ pub struct Run {
     /// Writes the exit record, an encoded vmm.v1.ExitRecord, to this file
     #[arg(long, value_name = "FILE")]
     pub exit_record: Option<PathBuf>,
+    /// What follows a system call that a thread has no need of
+    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+    pub seccomp: Seccomp,
+}
+
+/// What follows a system call that is not on the list of the thread's kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Seccomp {
+    /// The process ends, with an exit record
+    On,
+    /// The kernel logs it (audit, type 1326): to find out what a list lacks
+    #[default]
+    Log,
+    /// Nothing: for developers only
+    Off,
 }
 
 /// `vmm serve`: every descriptor is inherited.
@@ -61,4 +76,7 @@ pub struct Serve {
     /// Locked file; held open until the process ends, so that the lock tells whether it lives
     #[arg(long, value_name = "FD")]
     pub lock_fd: RawFd,
+    /// What follows a system call that a thread has no need of
+    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+    pub seccomp: Seccomp,
 }

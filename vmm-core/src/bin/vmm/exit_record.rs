@@ -1,10 +1,11 @@
 //! The exit record: how the run ended, written once to the file that the daemon gave.
 //!
-//! Also written from the panic hook, when neither the allocator nor a lock may be relied on: the message is encoded
+//! Also written from the panic hook and from handlers of signals ([`fatal`](crate::sys::fatal)), when neither the allocator nor a lock may be relied on: the message is encoded
 //! by hand into a buffer on the stack, and one `pwrite` puts it into the file.
 
 use std::{
     fs::File,
+    io,
     os::unix::fs::FileExt,
     panic::{self, PanicHookInfo},
     sync::{
@@ -78,6 +79,28 @@ fn is_vital(thread: Option<&str>) -> bool {
     thread.is_some_and(|name| matches!(name, "main" | "control") || name.starts_with("vcpu-"))
 }
 
+/// Writes an error of this process, unless a record was written before, and ends it: for a thread that can't go on and
+/// that nobody waits for.
+pub fn fail(message: &str) -> ! {
+    let mut text = Text::default();
+    text.push(message);
+    write_failure(&text);
+    std::process::exit(crate::exit_code::ERROR);
+}
+
+/// Writes an error of this process to the record, unless one was written before, and to standard error. What it calls
+/// is async-signal-safe.
+pub fn write_failure(message: &Text) {
+    if let Some(file) = FILE.get() {
+        file.write(ExitKind::VmmError, message.as_str(), now_unix_ms());
+    }
+    let mut line = Text::default();
+    line.push("vmm: ");
+    line.push(cut(message.as_str(), MAX_TEXT - 6));
+    line.push("\n");
+    let _ = rustix::io::write(io::stderr(), line.as_str().as_bytes());
+}
+
 fn on_vital_panic(info: &PanicHookInfo<'_>) -> ! {
     if let Some(file) = FILE.get() {
         let mut message = Text::default();
@@ -87,7 +110,7 @@ fn on_vital_panic(info: &PanicHookInfo<'_>) -> ! {
                 .map_or("an unknown place", |location| location.file()),
         );
         message.push(", line ");
-        message.push_number(info.location().map_or(0, |location| location.line()));
+        message.push_number(info.location().map_or(0, |location| location.line().into()));
         file.write(ExitKind::VmmError, message.as_str(), now_unix_ms());
     }
     // Ends all threads at once; no destructor runs into what the panic left behind.
@@ -100,37 +123,54 @@ fn now_unix_ms() -> u64 {
         .map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
 }
 
+/// Longest [`Text`] in bytes.
+const MAX_TEXT: usize = 256;
+
 /// Text of limited length without an allocation.
-struct Text {
-    bytes: [u8; 256],
+pub struct Text {
+    bytes: [u8; MAX_TEXT],
     length: usize,
 }
 
 impl Default for Text {
     fn default() -> Self {
         Self {
-            bytes: [0; 256],
+            bytes: [0; MAX_TEXT],
             length: 0,
         }
     }
 }
 
 impl Text {
-    fn push(&mut self, text: &str) {
+    /// Adds what fits.
+    pub fn push(&mut self, text: &str) {
         let text = cut(text, self.bytes.len() - self.length);
         self.bytes[self.length..self.length + text.len()].copy_from_slice(text.as_bytes());
         self.length += text.len();
     }
 
-    fn push_number(&mut self, mut number: u32) {
-        let mut digits = [b'0'; 10];
+    /// Adds a decimal number.
+    pub fn push_number(&mut self, number: u64) {
+        self.push_digits(number, 10);
+    }
+
+    /// Adds a hexadecimal number with its prefix.
+    pub fn push_hex(&mut self, number: u64) {
+        self.push("0x");
+        self.push_digits(number, 16);
+    }
+
+    fn push_digits(&mut self, mut number: u64, base: u64) {
+        const DIGITS: &[u8; 16] = b"0123456789abcdef";
+        // The decimal digits of u64::MAX.
+        let mut digits = [b'0'; 20];
         let mut first = digits.len();
         loop {
             first -= 1;
-            #[allow(clippy::cast_possible_truncation, reason = "below 10")]
-            let digit = (number % 10) as u8;
-            digits[first] += digit;
-            number /= 10;
+            #[allow(clippy::cast_possible_truncation, reason = "below 16")]
+            let digit = (number % base) as usize;
+            digits[first] = DIGITS[digit];
+            number /= base;
             if number == 0 {
                 break;
             }
@@ -138,7 +178,8 @@ impl Text {
         self.push(str::from_utf8(&digits[first..]).unwrap_or_default());
     }
 
-    fn as_str(&self) -> &str {
+    /// As it is.
+    pub fn as_str(&self) -> &str {
         str::from_utf8(&self.bytes[..self.length]).unwrap_or_default()
     }
 }
@@ -239,8 +280,10 @@ mod tests {
         text.push("line ");
         text.push_number(0);
         text.push(" ");
-        text.push_number(u32::MAX);
-        assert_eq!(text.as_str(), "line 0 4294967295");
+        text.push_number(u64::MAX);
+        text.push(" ");
+        text.push_hex(u64::MAX);
+        assert_eq!(text.as_str(), "line 0 18446744073709551615 0xffffffffffffffff");
         text.push(&"x".repeat(1000));
         assert_eq!(text.as_str().len(), 256);
     }

@@ -36,6 +36,9 @@ fn main() {
     let cli = Cli::parse();
     init_log(&cli.command);
     exit_record::install_panic_hook();
+    if let Err(error) = sys::fatal::install() {
+        tracing::warn!(%error, "a signal that ends this process leaves no exit record");
+    }
     let result = match &cli.command {
         Command::Run(args) => run::run(args),
         Command::Serve(args) => serve::serve(args),

@@ -1,15 +1,20 @@
 //! The rights that the process gives up, and the check that it has none that it should not have.
 //!
-//! Order: descriptors (inherited, or opened by `vmm run`), then uid and capabilities, then threads. Landlock comes
-//! before the threads and seccomp in each of them, when they come.
+//! Order: descriptors (inherited, or opened by `vmm run`), uid and capabilities ([`check_inherited`], [`drop_rights`]),
+//! Landlock and the main thread's seccomp filter ([`close_in`]), then threads, each with the filter of its kind.
+
+mod landlock;
+mod lists;
+mod seccomp;
 
 use std::os::fd::RawFd;
 
 use anyhow::{Context, Result, bail};
 use caps::{CapSet, Capability};
 use rustix::process::{DumpableBehavior, Resource, Rlimit, getuid, set_dumpable_behavior, setrlimit};
+use tracing::warn;
 
-use crate::sys;
+use crate::{args::Seccomp, sys};
 
 /// The user that `vmm run` becomes when it was started as root: "nobody".
 const NOBODY: u32 = 65534;
@@ -54,6 +59,64 @@ pub fn drop_rights() -> Result<()> {
         caps::clear(None, set).with_context(|| format!("clearing the {set:?} capability set"))?;
     }
     lock_down()
+}
+
+/// From now on this process opens nothing and makes nothing but threads. To be called when everything is open, before
+/// the first thread is made.
+pub fn close_in(mode: Seccomp) -> Result<Sandbox> {
+    let landlock = landlock::enforce()?;
+    match landlock {
+        Level::Full => {}
+        Level::Partial => {
+            warn!("the host's kernel has an early Landlock: it does not limit all that this one can");
+        }
+        Level::None => {
+            warn!("the host's kernel has no Landlock: paths are kept from this process by seccomp alone");
+        }
+    }
+    sys::forbid_backtraces();
+    seccomp::enforce(mode)?;
+    Ok(Sandbox {
+        landlock,
+        seccomp: mode,
+    })
+}
+
+/// What holds this process in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sandbox {
+    /// What of Landlock the kernel has.
+    pub landlock: Level,
+    /// What happens at a system call outside a thread's list.
+    pub seccomp: Seccomp,
+}
+
+/// How much of a restriction the host's kernel can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    /// All that was asked for.
+    Full,
+    /// A part.
+    Partial,
+    /// Nothing.
+    None,
+}
+
+impl Sandbox {
+    /// For the daemon, as features of this process: what it can tell an operator.
+    pub fn features(self) -> Vec<&'static str> {
+        let landlock = match self.landlock {
+            Level::Full => Some("landlock"),
+            Level::Partial => Some("landlock-partial"),
+            Level::None => None,
+        };
+        let seccomp = match self.seccomp {
+            Seccomp::On => Some("seccomp"),
+            Seccomp::Log => Some("seccomp-log"),
+            Seccomp::Off => None,
+        };
+        landlock.into_iter().chain(seccomp).collect()
+    }
 }
 
 fn drop_bounding_set() -> Result<()> {

@@ -33,8 +33,9 @@ pub fn serve(args: &Serve) -> Result<i32> {
 
     let (inputs, received) = channel();
     let signals = sys::termination_signals().context("taking termination signals")?;
-    let (server, outbox) =
+    let (mut server, outbox) =
         Server::new(control, signals, inputs.clone()).context("listening on the control socket")?;
+    server.set_sandbox(sandbox::close_in(args.seccomp)?);
     let thread = thread::spawn(ThreadKind::Control, "control", move || server.run())
         .context("starting the control thread")?;
 

@@ -2,6 +2,10 @@
 
 #![allow(unsafe_code)]
 
+#[cfg(debug_assertions)]
+pub mod attempt;
+pub mod fatal;
+
 use std::{
     ffi::c_int,
     io,
@@ -41,6 +45,14 @@ fn close_range(first: RawFd, last: RawFd) -> io::Result<()> {
         Err(io::Error::last_os_error())
     } else {
         Ok(())
+    }
+}
+
+/// Sees to it that the report of a panic opens no files: no backtrace. To be called before there is a second thread.
+pub fn forbid_backtraces() {
+    for name in ["RUST_BACKTRACE", "RUST_LIB_BACKTRACE"] {
+        // SAFETY: there is no other thread that could read the environment meanwhile.
+        unsafe { std::env::remove_var(name) };
     }
 }
 

@@ -33,6 +33,7 @@ use rustix::{
 use tracing::{info, warn};
 use vmm_core::lifecycle::{self, Input, Request, Token, publisher::initial_status};
 
+use crate::sandbox::Sandbox;
 use connection::{Broken, Connection};
 pub use outbox::Outbox;
 use outbox::Outgoing;
@@ -68,6 +69,8 @@ pub struct Server {
     status: Status,
     /// By when the first client must have said Hello; `None` when one has.
     first_hello: Option<Instant>,
+    /// What holds this process in, as features of HelloReply.
+    sandbox: Vec<&'static str>,
 }
 
 /// What poll(2) said of one connection.
@@ -97,8 +100,14 @@ impl Server {
             accepted: 0,
             status: initial_status(),
             first_hello: Some(Instant::now() + FIRST_HELLO),
+            sandbox: Vec::new(),
         };
         Ok((server, outbox))
+    }
+
+    /// Clients are told what holds this process in.
+    pub fn set_sandbox(&mut self, sandbox: Sandbox) {
+        self.sandbox = sandbox.features();
     }
 
     /// Serves until [`Outbox::finish`].

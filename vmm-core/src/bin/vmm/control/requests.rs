@@ -98,7 +98,11 @@ impl Server {
             major: wire::MAJOR,
             minor: wire::MINOR,
             build: env!("CARGO_PKG_VERSION").to_owned(),
-            features: FEATURES.map(str::to_owned).into(),
+            features: FEATURES
+                .iter()
+                .chain(&self.sandbox)
+                .map(|&name| name.to_owned())
+                .collect(),
             status: Some(self.status.clone()),
             pid: std::process::id(),
         };

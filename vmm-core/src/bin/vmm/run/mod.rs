@@ -56,6 +56,7 @@ pub fn run(args: &Run) -> Result<i32> {
         paused: false,
     };
     let _ = inputs.send(Input::Request(TOKEN, boot));
+    sandbox::close_in(args.seccomp)?;
     stop_when_asked(signals, escape, inputs.clone()).context("starting a thread for signals")?;
 
     let assembler = Assembler::new(Console::Terminal(terminal));

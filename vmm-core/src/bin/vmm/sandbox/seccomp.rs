@@ -1,0 +1,126 @@
+//! System calls by kind of thread: [`lists`](super::lists) as BPF programs.
+//!
+//! The main thread's filter is the union of all lists: whoever makes a thread has to be allowed what the new thread is,
+//! as filters only add up. Each new thread installs the filter of its kind before its body. One more filter, of all
+//! threads, has clone3(2) fail with ENOSYS: its flags are in memory, where no filter sees them, and glibc then calls clone(2).
+
+use std::{collections::BTreeMap, sync::OnceLock};
+
+use anyhow::{Context, Result, anyhow, bail};
+use devices::thread::{ThreadKind, set_entry};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    TargetArch, apply_filter,
+};
+
+use super::lists::{Arguments, Entry, of};
+use crate::args::Seccomp;
+
+/// What happens outside the lists; set when the process is limited.
+static OTHERWISE: OnceLock<SeccompAction> = OnceLock::new();
+
+/// One program for each of [`ThreadKind::ALL`], made when the first thread of the kind begins.
+static PROGRAMS: [OnceLock<BpfProgram>; ThreadKind::ALL.len()] =
+    [const { OnceLock::new() }; ThreadKind::ALL.len()];
+
+/// Limits the main thread, and each thread that is made from now on. To be called once, by the main thread, before it
+/// makes another.
+pub fn enforce(mode: Seccomp) -> Result<()> {
+    let otherwise = match mode {
+        Seccomp::Off => None,
+        Seccomp::Log => Some(SeccompAction::Log),
+        Seccomp::On => Some(SeccompAction::Trap),
+    };
+    if let Some(otherwise) = otherwise {
+        OTHERWISE
+            .set(otherwise)
+            .map_err(|_| anyhow!("system calls are limited already"))?;
+        let no_clone3 = SeccompFilter::new(
+            BTreeMap::from([(libc::SYS_clone3, Vec::new())]),
+            SeccompAction::Allow,
+            SeccompAction::Errno(libc::ENOSYS.unsigned_abs()),
+            TargetArch::x86_64,
+        )?;
+        apply_filter(&BpfProgram::try_from(no_clone3)?).context("limiting clone3")?;
+    }
+    if !set_entry(enter) {
+        bail!("threads run something else first");
+    }
+    enter(ThreadKind::Main);
+    Ok(())
+}
+
+/// What a new thread runs first. A thread that can't be limited ends the process.
+fn enter(kind: ThreadKind) {
+    if let Some(otherwise) = OTHERWISE.get()
+        && let Err(error) = limit(kind, otherwise)
+    {
+        crate::exit_record::fail(&format!(
+            "limiting the system calls of a {kind} thread: {error:#}"
+        ));
+    }
+    #[cfg(debug_assertions)]
+    crate::sys::attempt::run(kind);
+}
+
+fn limit(kind: ThreadKind, otherwise: &SeccompAction) -> Result<()> {
+    let place = ThreadKind::ALL.iter().zip(&PROGRAMS).find(|(of, _)| **of == kind);
+    let (_, place) = place.ok_or_else(|| anyhow!("there is no list for it"))?;
+    let program = match place.get() {
+        Some(program) => program,
+        None => {
+            let program = compile(&entries(kind), otherwise)?;
+            place.get_or_init(|| program)
+        }
+    };
+    Ok(apply_filter(program)?)
+}
+
+/// The list of a kind; the main thread's has all others besides.
+pub(super) fn entries(kind: ThreadKind) -> Vec<&'static Entry> {
+    let mut lists: Vec<&'static [Entry]> = Vec::new();
+    let kinds = match kind {
+        // What a vCPU's thread does goes through this list too, and most often: it comes first.
+        ThreadKind::Main => [&[ThreadKind::Vcpu][..], &ThreadKind::ALL].concat(),
+        kind => vec![kind],
+    };
+    for list in kinds.into_iter().flat_map(of) {
+        if !lists.iter().any(|known| std::ptr::eq(*known, list)) {
+            lists.push(list);
+        }
+    }
+    lists.into_iter().flatten().collect()
+}
+
+fn compile(entries: &[&Entry], otherwise: &SeccompAction) -> Result<BpfProgram> {
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
+    for entry in entries.iter().filter(|entry| entry.arguments != Arguments::Any) {
+        let more = rules_of(&entry.arguments)?;
+        rules.entry(entry.call).or_default().extend(more);
+    }
+    // A call without rules is allowed with any arguments.
+    for entry in entries.iter().filter(|entry| entry.arguments == Arguments::Any) {
+        rules.insert(entry.call, Vec::new());
+    }
+    let filter = SeccompFilter::new(rules, otherwise.clone(), SeccompAction::Allow, TargetArch::x86_64)?;
+    Ok(filter.try_into()?)
+}
+
+fn rules_of(arguments: &Arguments) -> Result<Vec<SeccompRule>> {
+    let condition = |index, operator, value| {
+        let condition = SeccompCondition::new(index, SeccompCmpArgLen::Dword, operator, value)?;
+        Ok(SeccompRule::new(vec![condition])?)
+    };
+    match arguments {
+        Arguments::Any => Ok(Vec::new()),
+        Arguments::OneOf(index, values) => values
+            .iter()
+            .map(|value| condition(*index, SeccompCmpOp::Eq, *value))
+            .collect(),
+        Arguments::Low16(index, values) => values
+            .iter()
+            .map(|value| condition(*index, SeccompCmpOp::MaskedEq(0xffff), *value))
+            .collect(),
+        Arguments::Without(index, bits) => Ok(vec![condition(*index, SeccompCmpOp::MaskedEq(*bits), 0)?]),
+    }
+}

@@ -1,0 +1,153 @@
+//! Does what the sandbox forbids, when a test asks for it: as somebody would who took a thread over. Debug builds only.
+//!
+//! The environment variable `VMM_ATTEMPT` names the kind of thread and the deed: `worker:execve`. It is done when the
+//! first thread of that kind is about to run its body. What it returned, if it did, goes to standard error.
+
+use std::{env, fs::File, io, os::fd::AsRawFd, ptr};
+
+use devices::thread::ThreadKind;
+use libc::{c_long, c_ulong};
+use vmm_core::memory::locate;
+
+/// What is called when the kind of the calling thread is the one that a test wants.
+pub fn run(kind: ThreadKind) {
+    let Ok(wanted) = env::var("VMM_ATTEMPT") else {
+        return;
+    };
+    let Some(deed) = wanted
+        .strip_prefix(kind.name())
+        .and_then(|rest| rest.strip_prefix(':'))
+    else {
+        return;
+    };
+    let result = attempt(deed);
+    match result {
+        Ok(value) => eprintln!("attempt {deed}: {value}"),
+        Err(error) => eprintln!("attempt {deed}: errno {}", error.raw_os_error().unwrap_or(0)),
+    }
+}
+
+fn attempt(deed: &str) -> io::Result<c_long> {
+    match deed {
+        "bus-file" | "bus-guest" => return touch_missing_page(deed == "bus-guest"),
+        "tcp" => return connect(),
+        "segv" => return Ok(read(ptr::without_provenance(0x10))),
+        // SAFETY: ends the process; no memory is touched.
+        "ill" => unsafe { std::arch::asm!("ud2", options(noreturn)) },
+        "abort" => std::process::abort(),
+        "overflow" => return Ok(overflow(0)),
+        _ => {}
+    }
+    let (call, arguments) = call(deed);
+    let [a, b, c, d, e, f] = arguments;
+    // SAFETY: the calls in `call` are forbidden, or read no more than constants with a NUL and change nothing that this
+    // process relies on.
+    let result = unsafe { libc::syscall(call, a, b, c, d, e, f) };
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(result)
+    }
+}
+
+fn call(deed: &str) -> (c_long, [c_ulong; 6]) {
+    const PATH: c_ulong = 0;
+    let path = |path: &'static std::ffi::CStr| path.as_ptr() as c_ulong;
+    let number = |value: i32| c_ulong::from(value.cast_unsigned());
+    // Whether there is such a process makes no difference: the call is not made.
+    let other = 1;
+    let exec = number(libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC);
+    let private = number(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    let (call, some): (c_long, &[c_ulong]) = match deed {
+        "open" => (libc::SYS_open, &[path(c"/etc/passwd"), PATH]),
+        "openat" => (libc::SYS_openat, &[number(libc::AT_FDCWD), path(c"/etc/passwd")]),
+        "socket" => (
+            libc::SYS_socket,
+            &[number(libc::AF_INET), number(libc::SOCK_STREAM)],
+        ),
+        "unix-socket" => (
+            libc::SYS_socket,
+            &[number(libc::AF_UNIX), number(libc::SOCK_STREAM)],
+        ),
+        "netlink" => (
+            libc::SYS_socket,
+            &[number(libc::AF_NETLINK), number(libc::SOCK_RAW)],
+        ),
+        "fork" => (libc::SYS_fork, &[]),
+        "vfork" => (libc::SYS_vfork, &[]),
+        "clone-process" => (libc::SYS_clone, &[number(libc::SIGCHLD)]),
+        "clone3" => (libc::SYS_clone3, &[0, 0]),
+        "execve" => (libc::SYS_execve, &[path(c"/bin/true"), 0, 0]),
+        "ptrace" => (
+            libc::SYS_ptrace,
+            &[number(libc::PTRACE_ATTACH.cast_signed()), other],
+        ),
+        "process_vm_readv" => (libc::SYS_process_vm_readv, &[other, 0, 0, 0, 0, 0]),
+        "kill" => (libc::SYS_kill, &[other, 0]),
+        "tgkill" => (libc::SYS_tgkill, &[other, other, number(libc::SIGTERM)]),
+        "mount" => (
+            libc::SYS_mount,
+            &[path(c"none"), path(c"/tmp"), path(c"tmpfs"), 0, 0],
+        ),
+        "unshare" => (libc::SYS_unshare, &[number(libc::CLONE_NEWUSER)]),
+        "setns" => (libc::SYS_setns, &[0, 0]),
+        "bpf" => (libc::SYS_bpf, &[0, 0, 0]),
+        "userfaultfd" => (libc::SYS_userfaultfd, &[0]),
+        "io_uring_setup" => (libc::SYS_io_uring_setup, &[0, 0]),
+        "mmap-exec" => (libc::SYS_mmap, &[0, 4096, exec, private, number(-1), 0]),
+        "mprotect-exec" => (libc::SYS_mprotect, &[0, 0, exec]),
+        "tiocsti" => (libc::SYS_ioctl, &[0, libc::TIOCSTI, path(c"x")]),
+        "kvm-create" => (libc::SYS_ioctl, &[0, 0xae01, 0]),
+        "dumpable" => (libc::SYS_prctl, &[number(libc::PR_SET_DUMPABLE), 1]),
+        "signal-handler" => (libc::SYS_rt_sigaction, &[number(libc::SIGSYS), 0, 0, 8]),
+        // No such call.
+        _ => (-1, &[]),
+    };
+    let mut arguments = [0; 6];
+    for (argument, value) in arguments.iter_mut().zip(some) {
+        *argument = *value;
+    }
+    (call, arguments)
+}
+
+/// Connects to a port of this host that nobody listens on.
+fn connect() -> io::Result<c_long> {
+    std::net::TcpStream::connect(("127.0.0.1", 1)).map(|_| 0)
+}
+
+/// Reads a page of a mapped file that has become shorter.
+fn touch_missing_page(guest: bool) -> io::Result<c_long> {
+    const LENGTH: usize = 4096;
+    let file = File::from(rustix::fs::memfd_create(
+        "short",
+        rustix::fs::MemfdFlags::CLOEXEC,
+    )?);
+    file.set_len(LENGTH as u64)?;
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let page = unsafe {
+        libc::mmap(
+            ptr::null_mut(),
+            LENGTH,
+            libc::PROT_READ,
+            libc::MAP_SHARED,
+            file.as_raw_fd(),
+            0,
+        )
+    };
+    file.set_len(0)?;
+    if guest {
+        locate::insert(page as usize, LENGTH, 0x7000);
+    }
+    Ok(read(page.cast_const().cast::<u8>().wrapping_add(0x123)))
+}
+
+fn read(address: *const u8) -> c_long {
+    // SAFETY: it is the purpose of this call that the page is not there; nothing of Rust's is at the address.
+    unsafe { address.read_volatile() }.into()
+}
+
+#[allow(unconditional_recursion, reason = "the stack is to overflow")]
+fn overflow(depth: c_long) -> c_long {
+    let room = std::hint::black_box([depth; 512]);
+    overflow(depth.wrapping_add(1)).wrapping_add(room[0])
+}
