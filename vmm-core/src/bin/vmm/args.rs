@@ -53,9 +53,9 @@ pub struct Run {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Seccomp {
     /// The process ends, with an exit record
+    #[default]
     On,
     /// The kernel logs it (audit, type 1326): to find out what a list lacks
-    #[default]
     Log,
     /// Nothing: for developers only
     Off,
