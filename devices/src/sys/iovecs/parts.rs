@@ -1,8 +1,13 @@
 //! Lists in parts.
 
-use std::{mem, ptr, sync::Arc};
+use std::{mem, sync::Arc};
+
+use vm_memory::VolatileSlice;
 
 use super::{EMPTY, Iovecs};
+
+/// What guest memory is filled with, a page at a time.
+static ZEROES: [u8; 4096] = [0; 4096];
 
 impl Iovecs {
     /// Takes the first `count` bytes off the list, or all that there are, as a list of their own.
@@ -33,7 +38,16 @@ impl Iovecs {
     pub fn zero(&mut self) {
         for entry in self.entries.iter().skip(1) {
             // SAFETY: the entry is mapped guest memory of that many bytes (see the type's invariant).
-            unsafe { ptr::write_bytes(entry.iov_base.cast::<u8>(), 0, entry.iov_len) };
+            let guest = unsafe { VolatileSlice::new(entry.iov_base.cast(), entry.iov_len) };
+            let mut rest = guest;
+            while !rest.is_empty() {
+                // The guest may use this memory meanwhile: the same volatile writes as for data.
+                rest.copy_from(&ZEROES);
+                let Ok(next) = rest.offset(ZEROES.len().min(rest.len())) else {
+                    break;
+                };
+                rest = next;
+            }
         }
         self.entries.truncate(0);
         self.entries.push(EMPTY);
@@ -42,7 +56,11 @@ impl Iovecs {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+#[allow(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects
+)]
 mod tests {
     use vm_memory::{Bytes, GuestAddress};
 
@@ -79,6 +97,24 @@ mod tests {
         whole.take(&mut back);
         assert_eq!(back[..], data[..]);
         assert_eq!(memory.read_obj::<u8>(GuestAddress(10)).unwrap(), 0);
+    }
+
+    #[test]
+    fn zeroes_fill_pieces_of_any_length_and_nothing_beside_them() {
+        for length in [1, 4095, 4096, 4097, 12_288, 20_001_u32] {
+            let memory = Arc::new(GuestMemory::from_ranges(&[(GuestAddress(0), 0x8000)]).unwrap());
+            memory.write_slice(&[9; 0x8000], GuestAddress(0)).unwrap();
+            let mut list = Iovecs::new(Arc::clone(&memory));
+            let address = GuestAddress(3);
+            list.append(&[Segment { address, length }], 0, length).unwrap();
+            list.zero();
+            let mut content = vec![1; 0x8000];
+            memory.read_slice(&mut content, GuestAddress(0)).unwrap();
+            let end = 3 + length as usize;
+            assert_eq!(content[..3], [9; 3]);
+            assert!(content[3..end].iter().all(|byte| *byte == 0), "{length}");
+            assert!(content[end..].iter().all(|byte| *byte == 9), "{length}");
+        }
     }
 
     #[test]
