@@ -143,4 +143,10 @@ macro_rules! saved {
     };
 }
 
-saved! {}
+saved! {
+    MachineHeader: "machine", 1;
+    Vcpu: "vcpu", 1;
+    InterruptControllers: "interrupt-controllers", 1;
+    Pit: "pit", 1;
+    Clock: "kvmclock", 1;
+}

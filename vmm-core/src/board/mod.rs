@@ -53,5 +53,5 @@ failure_from!(BootError, |error| match error {
 failure_from!(VcpuError, |error| match error {
     VcpuError::Kvm { .. } => ErrorKind::Kvm,
     VcpuError::Thread { .. } => ErrorKind::Resources,
-    VcpuError::Gone(_) | VcpuError::Running => ErrorKind::Internal,
+    VcpuError::Gone(_) | VcpuError::Running | VcpuError::State { .. } => ErrorKind::Internal,
 });

@@ -71,6 +71,7 @@ fn kvmclock_can_be_set_back() {
     let then = vm.clock().unwrap();
     vm.set_clock(Clock {
         nanoseconds: then.nanoseconds + 3_600_000_000_000,
+        ..then
     })
     .unwrap();
     assert!(vm.clock().unwrap().nanoseconds > then.nanoseconds + 3_500_000_000_000);

@@ -1,4 +1,4 @@
-//! The whole state of a vCPU: read after creation, it is what a machine reset goes back to.
+//! The whole state of a vCPU: read after creation, it is what a machine reset goes back to. `saved` has the form that moves.
 
 use kvm_bindings::{
     Msrs, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events,
@@ -45,10 +45,18 @@ fn mtrrs() -> impl Iterator<Item = u32> {
         .chain([MTRR_DEFAULT_TYPE])
 }
 
+/// How many machine-check banks a vCPU has.
+pub const MACHINE_CHECK_BANKS: u8 = 2;
+
+/// `IA32_MC0_CTL` and what follows: control, status, address and miscellaneous of each bank. State that KVM's list leaves out.
+fn machine_check_banks() -> impl Iterator<Item = u32> {
+    0x400..0x400 + 4 * u32::from(MACHINE_CHECK_BANKS)
+}
+
 impl MsrNumbers {
     pub(super) fn new(indices: &[u32]) -> Self {
         let indices = indices.iter().copied().filter(|msr| !is_never_offered(*msr));
-        let mut numbers: Vec<_> = indices.chain(mtrrs()).collect();
+        let mut numbers: Vec<_> = indices.chain(mtrrs()).chain(machine_check_banks()).collect();
         numbers.sort_unstable();
         numbers.dedup();
         Self(numbers)
@@ -96,6 +104,11 @@ impl VcpuState {
             lapic: fd.get_lapic().map_err(KvmError::ioctl("KVM_GET_LAPIC"))?,
             msrs: read_msrs(vcpu)?,
         })
+    }
+
+    /// The MSRs that are state of this vCPU: what it can read of those that count as state on this host.
+    pub(super) fn msr_indices(&self) -> impl Iterator<Item = u32> {
+        self.msrs.iter().map(|msr| msr.index)
     }
 
     /// Brings a new vCPU, whose CPUID is set, to the state after power-on, and reads it: as KVM makes it, with what

@@ -7,13 +7,17 @@ use std::{
 };
 
 use devices::interrupt::{IrqLine, LevelLine, MsiController, NotifyRegistry};
-use kvm_bindings::{KVM_CLOCK_TSC_STABLE, KVM_PIT_SPEAKER_DUMMY, kvm_clock_data, kvm_pit_config};
+use kvm_bindings::{
+    KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, KVM_CLOCK_TSC_STABLE, KVM_PIT_SPEAKER_DUMMY, kvm_clock_data,
+    kvm_pit_config,
+};
 use kvm_ioctls::{Cap, VmFd};
 
 use super::{
     host::{Host, KvmError},
     irqchip,
     msi::{MsiRoutes, RoutedMsiController},
+    saved,
     slots::{SlotError, Slots},
     stats::StatsReader,
     vcpu::Vcpu,
@@ -29,6 +33,7 @@ pub struct Vm {
     pub(super) routes: Mutex<MsiRoutes>,
     msr_numbers: MsrNumbers,
     max_vcpus: usize,
+    has_pit: bool,
 }
 
 impl fmt::Debug for Vm {
@@ -44,11 +49,19 @@ impl fmt::Debug for Vm {
 pub struct Clock {
     /// Nanoseconds since the VM's creation, less its pauses.
     pub nanoseconds: u64,
+    /// The host's real time at that moment, in nanoseconds since 1970, where the kernel tells (5.16 and later).
+    pub realtime_ns: Option<u64>,
+    /// The host's time stamp counter at that moment, where the kernel tells.
+    pub host_tsc: Option<u64>,
 }
 
 impl Vm {
     /// Makes a VM with in-kernel interrupt controllers, and a PIT if guests can't do without one on this host.
     pub fn create(host: &Host) -> Result<Arc<Self>, KvmError> {
+        Self::create_with(host, host.needs_pit())
+    }
+
+    pub(super) fn create_with(host: &Host, has_pit: bool) -> Result<Arc<Self>, KvmError> {
         let fd = loop {
             match host.kvm().create_vm() {
                 // The kernel gives up for signals while it registers with its MMU notifiers.
@@ -63,7 +76,7 @@ impl Vm {
             .map_err(KvmError::ioctl("KVM_SET_TSS_ADDR"))?;
         fd.create_irq_chip()
             .map_err(KvmError::ioctl("KVM_CREATE_IRQCHIP"))?;
-        if host.needs_pit() {
+        if has_pit {
             let config = kvm_pit_config {
                 flags: KVM_PIT_SPEAKER_DUMMY,
                 ..Default::default()
@@ -76,6 +89,7 @@ impl Vm {
             .get_msr_index_list()
             .map_err(KvmError::ioctl("KVM_GET_MSR_INDEX_LIST"))?;
         let routes = fd.check_extension_int(Cap::IrqRouting);
+        saved::enable_events(&fd)?;
         let slots = Slots::new(&fd)?;
         Ok(Arc::new(Self {
             fd,
@@ -83,6 +97,7 @@ impl Vm {
             routes: Mutex::new(MsiRoutes::new(u32::try_from(routes).unwrap_or(0))),
             msr_numbers: MsrNumbers::new(indices.as_slice()),
             max_vcpus: host.kvm().get_max_vcpus(),
+            has_pit,
         }))
     }
 
@@ -111,6 +126,11 @@ impl Vm {
             .create_vcpu(id.into())
             .map_err(KvmError::ioctl("KVM_CREATE_VCPU"))?;
         Ok(Vcpu::new(Arc::clone(self), fd, id))
+    }
+
+    /// Whether the guest has a PIT.
+    pub fn has_pit(&self) -> bool {
+        self.has_pit
     }
 
     /// How many vCPUs a VM can have on this host.
@@ -151,10 +171,12 @@ impl Vm {
         let data = self.fd.get_clock().map_err(KvmError::ioctl("KVM_GET_CLOCK"))?;
         Ok(Clock {
             nanoseconds: data.clock,
+            realtime_ns: (data.flags & KVM_CLOCK_REALTIME != 0).then_some(data.realtime),
+            host_tsc: (data.flags & KVM_CLOCK_HOST_TSC != 0).then_some(data.host_tsc),
         })
     }
 
-    /// Sets kvmclock; before vCPUs run again. Each vCPU tells its guest that it was stopped
+    /// Sets kvmclock to where it was, however long ago that is; before vCPUs run again. Each vCPU tells its guest that it was stopped
     /// (`KVM_KVMCLOCK_CTRL`) by itself.
     pub fn set_clock(&self, clock: Clock) -> Result<(), KvmError> {
         let data = kvm_clock_data {

@@ -26,9 +26,10 @@ use std::{
 };
 
 use kvm_bindings::{CpuId, kvm_regs, kvm_sregs};
+use proto::state::{self, StateError};
 
 use crate::kvm::{AddressSpaces, Crash, KvmError, StatsReader, Vcpu, Vm, install_handler, interrupt};
-use thread::{Call, Shared, VcpuThread};
+use thread::{Call, Parked, Shared, VcpuThread};
 
 /// Something that a vCPU tells the machine. Sent from the vCPU's thread, with no lock held.
 #[derive(Debug)]
@@ -86,6 +87,14 @@ pub enum VcpuError {
         vcpu: usize,
         /// Why.
         source: KvmError,
+    },
+    /// Its state can't be saved, or not be restored.
+    #[error("vCPU {vcpu}")]
+    State {
+        /// Counted from 0.
+        vcpu: usize,
+        /// Why.
+        source: StateError,
     },
     /// The thread is gone (it panicked).
     #[error("the thread of vCPU {0} is gone")]
@@ -208,13 +217,42 @@ impl Vcpus {
         call: impl FnOnce(&mut Vcpu) -> Result<R, KvmError> + Send + 'static,
     ) -> Result<R, VcpuError> {
         let handle = self.handles.get(index).ok_or(VcpuError::Gone(index))?;
-        let (reply, replied) = mpsc::channel();
-        let call = move |vcpu: Result<&mut Vcpu, KvmError>| {
-            // Nobody waits for the answer only when the caller is gone.
-            let _ = reply.send(vcpu.and_then(call));
-        };
-        handle.send(index, Call::With(Box::new(call)))?;
+        let replied = handle.call(index, move |parked| call(parked.vcpu))?;
         handle.receive(index, &replied)
+    }
+
+    /// The state of all, which are stopped, in the form in which it moves.
+    pub fn save(&mut self) -> Result<Vec<state::Vcpu>, VcpuError> {
+        let mut pending = Vec::with_capacity(self.handles.len());
+        for (index, handle) in self.handles.iter().enumerate() {
+            pending.push(handle.call(index, |parked| Ok(parked.vcpu.save(parked.power_on)))?);
+        }
+        let pending = self.handles.iter().zip(pending).enumerate();
+        let saved = pending.map(|(index, (handle, replied))| {
+            let state = |source| VcpuError::State { vcpu: index, source };
+            handle.receive(index, &replied)?.map_err(state)
+        });
+        saved.collect()
+    }
+
+    /// Puts all, which have never run, into a saved state: one for each. On an error some are in it.
+    pub fn restore(&mut self, saved: Vec<state::Vcpu>) -> Result<(), VcpuError> {
+        let state = |vcpu| move |source| VcpuError::State { vcpu, source };
+        let (found, wanted) = (saved.len(), self.handles.len());
+        if found != wanted {
+            let why = format!("there are {found} for {wanted} vCPUs");
+            return Err(state(0)(StateError::invalid("vcpus", why)));
+        }
+        let mut shift = None;
+        for (index, (handle, saved)) in self.handles.iter().zip(saved).enumerate() {
+            let replied = handle.call(index, move |parked| {
+                *parked.has_run = true;
+                Ok(parked.vcpu.restore(parked.power_on, saved, shift))
+            })?;
+            let done = handle.receive(index, &replied)?.map_err(state(index))?;
+            shift.get_or_insert(done);
+        }
+        Ok(())
     }
 
     /// KVM's statistics of each vCPU, readable while it runs; none on kernels before 5.14.
@@ -237,6 +275,21 @@ impl Vcpus {
 }
 
 impl Handle {
+    /// Has the vCPU's thread run `call`; the reply comes by the channel.
+    fn call<R: Send + 'static>(
+        &self,
+        vcpu: usize,
+        call: impl FnOnce(Parked<'_>) -> Result<R, KvmError> + Send + 'static,
+    ) -> Result<mpsc::Receiver<Result<R, KvmError>>, VcpuError> {
+        let (reply, replied) = mpsc::channel();
+        let call = move |parked: Result<Parked<'_>, KvmError>| {
+            // Nobody waits for the reply only when the caller is gone.
+            let _ = reply.send(parked.and_then(call));
+        };
+        self.send(vcpu, Call::With(Box::new(call)))?;
+        Ok(replied)
+    }
+
     fn receive<R>(&self, vcpu: usize, replied: &mpsc::Receiver<Result<R, KvmError>>) -> Result<R, VcpuError> {
         match replied.recv() {
             Ok(result) => result.map_err(|source| VcpuError::Kvm { vcpu, source }),

@@ -2,6 +2,7 @@
 //! emulates every instruction runs.
 
 mod slots;
+mod state;
 
 use std::{
     sync::{

@@ -17,7 +17,7 @@ use devices::{
 use kvm_bindings::CpuId;
 
 use super::{ExitCounts, Outside, Report, ReportKind};
-use crate::kvm::{Exit, Kicker, KvmError, ThreadClock, Vcpu, VcpuState};
+use crate::kvm::{Exit, Kicker, KvmError, MACHINE_CHECK_BANKS, ThreadClock, Vcpu, VcpuState};
 
 /// What a parked vCPU can be told.
 pub(super) enum Call {
@@ -27,7 +27,16 @@ pub(super) enum Call {
     Reset(mpsc::Sender<Result<(), KvmError>>),
     /// Anything else. The error is why the vCPU could not be set up.
     #[allow(clippy::type_complexity)]
-    With(Box<dyn FnOnce(Result<&mut Vcpu, KvmError>) + Send>),
+    With(Box<dyn FnOnce(Result<Parked<'_>, KvmError>) + Send>),
+}
+
+/// What a call has of a vCPU.
+pub(super) struct Parked<'a> {
+    pub(super) vcpu: &'a mut Vcpu,
+    /// Its state after power-on.
+    pub(super) power_on: &'a VcpuState,
+    /// Whether the guest ran: then it is told that it was stopped when it goes on.
+    pub(super) has_run: &'a mut bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,7 +186,11 @@ impl VcpuThread {
                     self.has_run = false;
                     let _ = reply.send(state.restore(&self.vcpu));
                 }
-                (Call::With(call), Ok(_)) => call(Ok(&mut self.vcpu)),
+                (Call::With(call), Ok(power_on)) => call(Ok(Parked {
+                    vcpu: &mut self.vcpu,
+                    power_on,
+                    has_run: &mut self.has_run,
+                })),
                 (Call::Reset(reply), Err(_)) => {
                     let failed = std::mem::replace(&mut power_on, Err(not_set_up()));
                     let _ = reply.send(failed.map(|_| ()));
@@ -192,7 +205,6 @@ impl VcpuThread {
     }
 
     fn set_up(&self) -> Result<VcpuState, KvmError> {
-        const MACHINE_CHECK_BANKS: u8 = 2;
         self.vcpu.set_cpuid(&self.cpuid)?;
         self.vcpu.set_machine_check_banks(MACHINE_CHECK_BANKS)?;
         VcpuState::power_on(&self.vcpu)
