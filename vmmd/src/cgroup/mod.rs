@@ -115,7 +115,7 @@ impl Parent {
     pub fn create(&self, vm: Uuid) -> io::Result<Group> {
         let group = self.group(vm);
         self.ready()?;
-        group.remove()?;
+        group.clear()?;
         fs::create_dir(&group.dir)?;
         Ok(group)
     }
@@ -256,11 +256,16 @@ impl Group {
     }
 
     /// Kills what is in it, and removes it. Blocking.
+    pub fn clear(&self) -> io::Result<()> {
+        self.kill();
+        self.remove()
+    }
+
+    /// Removes it; nothing may run in it any more. Blocking.
     ///
     /// A process may count for a moment after its end was told: that is waited for, but not long.
     pub fn remove(&self) -> io::Result<()> {
         let deadline = Instant::now() + LEAVING;
-        self.kill();
         loop {
             match fs::remove_dir(&self.dir) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),

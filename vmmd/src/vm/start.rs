@@ -101,7 +101,7 @@ pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
     let group = host
         .cgroups
         .as_ref()
-        .map_or(Ok(()), |parent| parent.group(uid).remove());
+        .map_or(Ok(()), |parent| parent.group(uid).clear());
     runtime.and(group)
 }
 

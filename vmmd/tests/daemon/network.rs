@@ -52,7 +52,7 @@ impl Drop for Namespace {
     }
 }
 
-fn nic(name: &str, attachment: Attachment) -> NicSpec {
+pub fn nic(name: &str, attachment: Attachment) -> NicSpec {
     NicSpec {
         name: name.into(),
         attachment: Some(attachment),

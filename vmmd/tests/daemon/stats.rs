@@ -1,10 +1,13 @@
 //! What a VM uses and has done, and what its logs hold.
 
-use proto::v1;
+use proto::v1::{self, nic_spec::Attachment};
 use tokio_stream::StreamExt;
 use tonic::{Code, Status};
 
-use crate::harness::{Daemon, PATIENCE, refusal};
+use crate::{
+    harness::{Daemon, PATIENCE, refusal},
+    network::{Namespace, nic},
+};
 
 async fn stats(daemon: &Daemon, name: &str) -> Result<v1::VmStats, Status> {
     let request = v1::GetVmStatsRequest { name: name.into() };
@@ -19,8 +22,13 @@ async fn stats(daemon: &Daemon, name: &str) -> Result<v1::VmStats, Status> {
 
 #[tokio::test]
 async fn a_running_vm_is_counted_by_its_vmm_and_by_the_kernel() {
-    let mut daemon = Daemon::start().await;
-    daemon.run("web", "").await;
+    let network = Namespace::new();
+    network.ip("tuntap add tap9 mode tap");
+    let mut daemon = Daemon::in_network(&network.0).await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().nics = vec![nic("eth0", Attachment::Tap("tap9".into()))];
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
     for _ in 0..2 {
         let stats = stats(&daemon, "web").await.unwrap();
         let cpu = stats.cpu.unwrap();
