@@ -1,12 +1,14 @@
 //! ACPI PCI hot-plug: the registers that the DSDT's methods use, and what the host asks through them.
 //!
+//! Each bus has three registers, those of bus *b* at 12 *b*:
+//!
 //! | offset | register | read | write |
 //! |---|---|---|---|
 //! | 0 | CHECK | slots to look at: a function came; cleared by the read | nothing |
 //! | 4 | ASKED | slots that the guest is asked to give back, or that are empty by force; cleared by the read | nothing |
 //! | 8 | EJECT | zero | slots that the guest gives back |
 //!
-//! Bit *n* is device *n* of bus 0. Registers are read and written whole (32 bits); all else reads as ones and does
+//! Bit *n* is device *n* of the bus. Registers are read and written whole (32 bits); all else reads as ones and does
 //! nothing. The interrupt is a level: high while CHECK or ASKED holds anything, so that nothing is lost on a guest that
 //! is still booting. What is read is forgotten here, but not that a slot was *requested*:
 //!
@@ -23,7 +25,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::root::{SLOTS, lock};
+use super::root::{BUSES, DEVICES, SLOTS, is_slot, lock};
 use crate::{
     bus::{BusDevice, Effect, SharedDevice},
     interrupt::LevelLine,
@@ -31,8 +33,11 @@ use crate::{
 
 /// First I/O port of the registers.
 pub const PORT: u16 = 0xae00;
+/// Ports of one bus.
+pub const BUS_PORTS: u8 = 12;
 /// Number of ports.
-pub const PORTS: u8 = 12;
+#[allow(clippy::cast_possible_truncation, reason = "three buses")]
+pub const PORTS: u8 = BUS_PORTS * BUSES as u8;
 
 /// Offset of CHECK.
 const CHECK: u64 = 0;
@@ -41,17 +46,19 @@ const ASKED: u64 = 4;
 /// Offset of EJECT.
 const EJECT: u64 = 8;
 
-/// Sets of slots, a bit each.
+/// Sets of slots: bit *n* is slot *n*, so that each bus has a word of 32 bits.
+type Set = u128;
+
 #[derive(Debug, Default)]
 struct State {
-    check: u32,
-    asked: u32,
-    requested: u32,
-    ejecting: u32,
+    check: Set,
+    asked: Set,
+    requested: Set,
+    ejecting: Set,
 }
 
 impl State {
-    fn forget(&mut self, bit: u32) {
+    fn forget(&mut self, bit: Set) {
         for set in [
             &mut self.check,
             &mut self.asked,
@@ -69,22 +76,42 @@ pub struct HotPlug {
     line: Arc<dyn LevelLine>,
 }
 
-/// A slot's bit; slot 0, the host bridge, has none.
-fn bit(slot: u8) -> u32 {
-    match slot {
-        0 => 0,
-        _ => 1_u32.checked_shl(slot.into()).unwrap_or(0),
+/// A slot's bit; what is no slot, such as the host bridge's place, has none.
+fn bit(slot: u8) -> Set {
+    if is_slot(slot.into()) {
+        1_u128.checked_shl(slot.into()).unwrap_or(0)
+    } else {
+        0
     }
 }
 
-fn slots(set: u32) -> impl Iterator<Item = u8> {
-    (1_u8..32).filter(move |slot| set & bit(*slot) != 0)
+fn slots(set: Set) -> impl Iterator<Item = u8> {
+    (0..u8::MAX).filter(move |slot| set & bit(*slot) != 0)
+}
+
+/// The slots of a bus that are in a set, as its registers show them.
+fn word(set: Set, bus: u32) -> u32 {
+    let shifted = set.checked_shr(bus.saturating_mul(u32::BITS)).unwrap_or(0);
+    u32::try_from(shifted & Set::from(u32::MAX)).unwrap_or(0)
+}
+
+/// The set that a bus's register shows as `word`.
+fn set_of(word: u32, bus: u32) -> Set {
+    let word = Set::from(word);
+    word.checked_shl(bus.saturating_mul(u32::BITS)).unwrap_or(0)
+}
+
+/// Bus and register that an offset means; `None` for all that is not the beginning of a register.
+fn register(offset: u64) -> Option<(u32, u64)> {
+    const LENGTH: u64 = BUS_PORTS as u64;
+    let bus = u32::try_from(offset / LENGTH).ok()?;
+    ((bus as usize) < BUSES).then_some((bus, offset % LENGTH))
 }
 
 impl HotPlug {
     /// With nothing to tell; interrupts the guest through `line`.
     pub fn new(line: Arc<dyn LevelLine>) -> Arc<Self> {
-        const { assert!(SLOTS == 32) };
+        const { assert!(DEVICES == 32 && SLOTS <= 128) };
         Arc::new(Self {
             state: Mutex::default(),
             line,
@@ -161,9 +188,15 @@ impl HotPlug {
     }
 
     fn read(&self, offset: u64) -> Option<u32> {
-        match offset {
-            CHECK => Some(self.change(|state| std::mem::take(&mut state.check))),
-            ASKED => Some(self.change(|state| std::mem::take(&mut state.asked))),
+        let (bus, register) = register(offset)?;
+        let take = |set: &mut Set| {
+            let word = word(*set, bus);
+            *set &= !set_of(word, bus);
+            word
+        };
+        match register {
+            CHECK => Some(self.change(|state| take(&mut state.check))),
+            ASKED => Some(self.change(|state| take(&mut state.asked))),
             EJECT => Some(0),
             _ => None,
         }
@@ -183,11 +216,11 @@ impl BusDevice for Registers {
     }
 
     fn write(&mut self, offset: u64, data: &[u8]) -> Effect {
-        let (EJECT, Ok(value)) = (offset, <[u8; 4]>::try_from(data)) else {
+        let (Some((bus, EJECT)), Ok(value)) = (register(offset), <[u8; 4]>::try_from(data)) else {
             return Effect::None;
         };
         let mut state = self.0.state();
-        state.ejecting |= u32::from_le_bytes(value) & state.requested;
+        state.ejecting |= set_of(u32::from_le_bytes(value), bus) & state.requested;
         if state.ejecting == 0 {
             Effect::None
         } else {
@@ -248,8 +281,13 @@ mod tests {
 
         /// Writes to EJECT and carries the effect out; gives what was taken.
         fn eject(&self, value: u32) -> Vec<u8> {
+            self.eject_of(0, value)
+        }
+
+        /// The same of another bus.
+        fn eject_of(&self, bus: u64, value: u32) -> Vec<u8> {
             let mut taken = Vec::new();
-            match lock(&self.registers).write(EJECT, &value.to_le_bytes()) {
+            match lock(&self.registers).write(12 * bus + EJECT, &value.to_le_bytes()) {
                 Effect::None => {}
                 Effect::Eject => self.hotplug.eject(|slot| taken.push(slot)),
                 other => panic!("{other:?}"),
@@ -330,6 +368,31 @@ mod tests {
         assert_eq!(rig.hotplug.reset(), []);
     }
 
+    #[test]
+    fn each_bus_has_registers_of_its_own_and_one_line() {
+        let rig = Rig::new();
+        rig.hotplug.plugged(33);
+        rig.hotplug.ask(95);
+        assert!(rig.high());
+        assert_eq!((rig.read(CHECK), rig.read(ASKED)), (0, 0));
+        assert_eq!(
+            (rig.read(12 + CHECK), rig.read(12 + ASKED), rig.read(24 + CHECK)),
+            (1 << 1, 0, 0)
+        );
+        assert!(rig.high(), "something of bus 2 is left");
+        assert_eq!(rig.read(24 + ASKED), 1 << 31);
+        assert!(!rig.high());
+        assert_eq!((rig.eject(u32::MAX), rig.eject_of(1, u32::MAX)), (vec![], vec![]));
+        assert_eq!(rig.eject_of(2, u32::MAX), [95]);
+        // There is no fourth bus, and no slot with device number 0.
+        for slot in [0, 32, 64, 96, 127, 128, u8::MAX] {
+            rig.hotplug.ask(slot);
+            rig.hotplug.plugged(slot);
+        }
+        assert!(!rig.high());
+        assert_eq!(rig.read(36), u32::MAX);
+    }
+
     #[derive(Clone, Debug)]
     enum Step {
         Plug(u8),
@@ -343,11 +406,11 @@ mod tests {
     fn step() -> impl Strategy<Value = Step> {
         prop_oneof![
             any::<u8>().prop_map(Step::Plug),
-            (0_u8..34).prop_map(Step::Ask),
-            (0_u8..34).prop_map(Step::Withdraw),
-            (0_u64..16, 1_usize..=8).prop_map(|(offset, width)| Step::Read(offset, width)),
-            (0_u64..16, prop::collection::vec(any::<u8>(), 1..=8)).prop_map(|(o, d)| Step::Write(o, d)),
-            any::<[u8; 4]>().prop_map(|data| Step::Write(EJECT, data.into())),
+            (0_u8..98).prop_map(Step::Ask),
+            (0_u8..98).prop_map(Step::Withdraw),
+            (0_u64..40, 1_usize..=8).prop_map(|(offset, width)| Step::Read(offset, width)),
+            (0_u64..40, prop::collection::vec(any::<u8>(), 1..=8)).prop_map(|(o, d)| Step::Write(o, d)),
+            (0_u64..3, any::<[u8; 4]>()).prop_map(|(bus, data)| Step::Write(12 * bus + EJECT, data.into())),
             Just(Step::Reset),
         ]
     }
@@ -376,7 +439,7 @@ mod tests {
                     Step::Read(offset, width) => {
                         let mut data = vec![0; width];
                         lock(&rig.registers).read(offset, &mut data);
-                        if width != 4 || !matches!(offset, CHECK | ASKED | EJECT) {
+                        if width != 4 || offset >= 36 || !matches!(offset % 12, CHECK | ASKED | EJECT) {
                             prop_assert_eq!(data, vec![0xff; width]);
                         }
                     }
@@ -386,14 +449,14 @@ mod tests {
                         }
                     }
                     Step::Reset => {
-                        let expected: Vec<u8> = asked.iter().copied().filter(|slot| (1..32).contains(slot)).collect();
+                        let expected: Vec<u8> = asked.iter().copied().filter(|slot| *slot < 96 && slot % 32 != 0).collect();
                         prop_assert_eq!(rig.hotplug.reset(), expected);
                         asked.clear();
                     }
                 }
                 let state = rig.hotplug.state();
                 prop_assert_eq!(rig.high(), state.check | state.asked != 0);
-                prop_assert_eq!((state.check | state.asked | state.requested | state.ejecting) & 1, 0);
+                prop_assert_eq!((state.check | state.asked | state.requested | state.ejecting) & 0x1_0000_0001_0000_0001, 0);
             }
         }
     }

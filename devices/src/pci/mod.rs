@@ -1,4 +1,4 @@
-//! PCI: configuration space, functions, MSI-X, the root bus, and hot-plug.
+//! PCI: configuration space, functions, MSI-X, the root buses, and hot-plug.
 
 pub mod config;
 pub mod function;

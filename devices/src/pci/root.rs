@@ -1,4 +1,10 @@
-//! The root bus: bus 0 with up to 32 single-function devices, reached through ECAM and through ports 0xCF8/0xCFC.
+//! The root buses: buses 0 to 2 with up to 32 single-function devices each, reached through ECAM and through ports
+//! 0xCF8/0xCFC.
+//!
+//! A *slot* is a bus and a device number in one: `bus << 5 | device`, the upper bits of a PCI routing id. Each bus has a
+//! host bridge of its own in the ACPI namespace, and no bridge leads from one to another: every slot can be plugged by
+//! itself, and its address never depends on what else there is. Device 0 of each bus is no slot; on bus 0 it is the
+//! host bridge that firmware looks for.
 //!
 //! It owns the map from slots to functions, and the knowledge which BARs are on the MMIO bus. The two may differ for a
 //! moment: a write to a configuration space changes the registers and returns [`Effect::Remap`]; then the caller, with
@@ -37,10 +43,14 @@ use super::{
 };
 use crate::bus::{Bus, Effect, SharedDevice};
 
-/// Number of devices on the bus.
-pub const SLOTS: usize = 32;
-/// Bytes of ECAM for one bus.
-pub const ECAM_SIZE: u64 = 1 << 20;
+/// Number of root buses.
+pub const BUSES: usize = 3;
+/// Device numbers of a bus (PCI 3.0, 3.2.2.3.1).
+pub const DEVICES: usize = 32;
+/// Slots of all buses, those of the device numbers 0 included.
+pub const SLOTS: usize = BUSES * DEVICES;
+/// Bytes of ECAM: 1 MiB for each bus (PCI Express 5.0, 7.2.2).
+pub const ECAM_SIZE: u64 = (BUSES as u64) << 20;
 /// First of the [`PORTS`] ports of the configuration mechanism.
 pub const FIRST_PORT: u64 = 0xcf8;
 /// Number of ports: CONFIG_ADDRESS and CONFIG_DATA.
@@ -55,10 +65,27 @@ pub struct PciWindows {
     pub high: Range<u64>,
 }
 
+impl PciWindows {
+    /// The part of a bus, of the low and of the high window. Bus 0 has all of the low one, for it alone has devices with
+    /// 32-bit BARs, and the first half of the high one. The others have a quarter of the high one each. A bus that does
+    /// not exist has nothing.
+    pub fn of_bus(&self, bus: usize) -> (Range<u64>, Range<u64>) {
+        let Range { start, end } = self.high;
+        let quarter = end.saturating_sub(start) / 4;
+        let at = |quarters: u64| start.saturating_add(quarter.saturating_mul(quarters));
+        match bus {
+            0 => (self.low.clone(), start..at(2)),
+            1 => (0..0, at(2)..at(3)),
+            2 => (0..0, at(3)..end),
+            _ => (0..0, 0..0),
+        }
+    }
+}
+
 /// A device that can't be added.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PciError {
-    /// Slot 0 is the host bridge's, 31 is the last.
+    /// Device 0 of a bus is no slot, 95 is the last slot.
     #[error("PCI slot {0} does not exist or is taken")]
     Slot(u8),
     /// A BAR is larger than a slot's share of the address space.
@@ -94,7 +121,7 @@ pub struct PciRoot {
 }
 
 impl PciRoot {
-    /// A bus with the host bridge alone.
+    /// Buses with the host bridge alone.
     pub fn new(windows: PciWindows) -> Arc<Self> {
         let bridge: SharedFunction = Arc::new(Mutex::new(HostBridge::new()));
         let mut slots = [const { None }; SLOTS];
@@ -109,17 +136,19 @@ impl PciRoot {
         })
     }
 
-    /// Puts a function into a slot (1 to 31) and gives its BARs addresses. These depend on the slot and the function
+    /// Puts a function into a slot and gives its BARs addresses. These depend on the slot and the function
     /// alone, so that they are the same whatever else there is.
     pub fn add(&self, slot: u8, function: SharedFunction) -> Result<(), PciError> {
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
-        let Some(place @ None) = slots.get_mut(usize::from(slot)) else {
+        let number = usize::from(slot);
+        let Some(place @ None) = slots.get_mut(number).filter(|_| is_slot(number)) else {
             return Err(PciError::Slot(slot));
         };
         {
             let mut function = lock(&function);
             let bars: Vec<_> = function.config().bars().collect();
-            let (mut low, mut high) = (share(&self.windows.low, slot), share(&self.windows.high, slot));
+            let (low, high) = self.windows.of_bus(number / DEVICES);
+            let (mut low, mut high) = (share(&low, number % DEVICES), share(&high, number % DEVICES));
             for (bar, kind, size) in bars {
                 let placed = match kind {
                     BarKind::Memory32 => take(&mut low, size),
@@ -133,7 +162,7 @@ impl PciRoot {
         Ok(())
     }
 
-    /// Takes the function in a slot (1 to 31) off the bus, with its BARs and notifications; says whether there was one.
+    /// Takes the function in a slot off its bus, with its BARs and notifications; says whether there was one.
     /// When it returns, no access reaches the function any more, and the slot is free.
     pub fn remove(&self, slot: u8, mmio: &Bus) -> bool {
         self.take_off(slot, mmio, false)
@@ -150,7 +179,10 @@ impl PciRoot {
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
         let seat = {
             let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
-            slots.get_mut(slot).filter(|_| slot != 0).and_then(Option::take)
+            slots
+                .get_mut(slot)
+                .filter(|_| is_slot(slot))
+                .and_then(Option::take)
         };
         let Some(seat) = seat else {
             return false;
@@ -244,7 +276,7 @@ impl PciRoot {
         }
     }
 
-    /// The bus and its functions' configuration to the state after power-on, with all vCPUs stopped and after the
+    /// The buses and their functions' configuration to the state after power-on, with all vCPUs stopped and after the
     /// devices were reset.
     pub fn reset(&self, mmio: &Bus) {
         self.config_address.store(0, Ordering::Relaxed);
@@ -320,16 +352,16 @@ pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A slot's part of a window.
-fn share(window: &Range<u64>, slot: u8) -> Range<u64> {
-    let length = window
-        .end
-        .saturating_sub(window.start)
-        .checked_div(SLOTS as u64)
-        .unwrap_or(0);
-    let start = window
-        .start
-        .saturating_add(length.saturating_mul(u64::from(slot)));
+/// Whether a number is that of a slot, in which functions come and go.
+pub(super) fn is_slot(number: usize) -> bool {
+    number < SLOTS && !number.is_multiple_of(DEVICES)
+}
+
+/// A device's part of its bus's window.
+fn share(window: &Range<u64>, device: usize) -> Range<u64> {
+    const PARTS: u64 = DEVICES as u64;
+    let length = window.end.saturating_sub(window.start) / PARTS;
+    let start = window.start.saturating_add(length.saturating_mul(device as u64));
     start..start.saturating_add(length)
 }
 

@@ -187,7 +187,14 @@ fn the_ports_reach_the_same_registers_as_ecam() {
         (port(0xcf8, 4), port(0xcfc, 4), port(0xcfe, 2), port(0xcfd, 1)),
         (0x8000_0800, 0x0001_1234, 1, 0x12)
     );
-    for address in [0x0000_0800_u32, 0x8001_0800, 0x8000_0900, 0x8000_1000] {
+    for address in [
+        0x0000_0800_u32,
+        0x8001_0800,
+        0x8003_0800,
+        0x80ff_0800,
+        0x8000_0900,
+        0x8000_1000,
+    ] {
         let _effect = machine.pio.write(0xcf8, &address.to_le_bytes());
         assert_eq!(port(0xcfc, 4), u32::MAX, "{address:#x}");
     }
@@ -201,15 +208,59 @@ fn the_ports_reach_the_same_registers_as_ecam() {
 #[test]
 fn bars_have_addresses_after_power_on_that_depend_on_the_slot_alone() {
     let (alone, _) = with_cards(&[5]);
-    let (together, _) = with_cards(&[1, 2, 5, 31]);
+    let slots = [1, 2, 5, 31, 33, 63, 65, 95];
+    let (together, _) = with_cards(&slots);
     assert_eq!(alone.bar64(5), together.bar64(5));
-    let mut seen: Vec<_> = [1, 2, 5, 31].iter().map(|slot| together.bar64(*slot)).collect();
+    let mut seen: Vec<_> = slots
+        .iter()
+        .map(|slot| together.bar64(u64::from(*slot)))
+        .collect();
     assert!(
         seen.iter()
             .all(|address| HIGH.contains(address) && address % 0x8000 == 0)
     );
     seen.dedup();
-    assert_eq!(seen.len(), 4);
+    assert_eq!(seen.len(), 8);
+}
+
+#[test]
+fn a_device_of_another_bus_is_reached_in_both_ways_and_lies_in_its_bus_window() {
+    let (machine, _cards) = with_cards(&[33, 95]);
+    assert_eq!(
+        (machine.config(33, 0), machine.config(95, 0)),
+        (0x0021_1234, 0x005f_1234)
+    );
+    for absent in [1, 31, 32, 34, 64, 94] {
+        assert_eq!(machine.config(absent, 0), u32::MAX, "{absent}");
+    }
+    for (address, expected) in [
+        (0x8001_0800_u32, 0x0021_1234),
+        (0x8002_f800, 0x005f_1234),
+        (0x8000_0800, u32::MAX),
+        (0x8001_0000, u32::MAX),
+    ] {
+        let _effect = machine.pio.write(0xcf8, &address.to_le_bytes());
+        let mut data = [0; 4];
+        machine.pio.read(0xcfc, &mut data);
+        assert_eq!(u32::from_le_bytes(data), expected, "{address:#x}");
+    }
+    let windows = PciWindows { low: LOW, high: HIGH };
+    for (slot, bus) in [(33, 1), (95, 2)] {
+        let (low, high) = windows.of_bus(bus);
+        assert!(low.is_empty() && high.contains(&machine.bar64(slot)));
+        assert_eq!(u64::from(machine.config(slot, 0) >> 16), slot);
+        assert_eq!(machine.read(machine.bar64(slot), 1), slot);
+    }
+}
+
+#[test]
+fn the_windows_of_the_buses_lie_in_the_machines_and_do_not_overlap() {
+    let windows = PciWindows { low: LOW, high: HIGH };
+    let (low, first) = windows.of_bus(0);
+    let (second, third) = (windows.of_bus(1).1, windows.of_bus(2).1);
+    assert_eq!((low, first.start, first.end), (LOW, HIGH.start, second.start));
+    assert_eq!((second.end, third.end), (third.start, HIGH.end));
+    assert_eq!(windows.of_bus(3), (0..0, 0..0));
 }
 
 #[test]
@@ -227,7 +278,7 @@ fn a_64_bit_bar_goes_below_4_gib_when_there_is_nothing_above_and_too_large_ones_
             size: 1 << 40
         })
     );
-    for slot in [0, 1, 32, 255] {
+    for slot in [0, 1, 32, 64, 96, 255] {
         assert_eq!(root.add(slot, Card::shared(1, &[])), Err(PciError::Slot(slot)));
     }
 }

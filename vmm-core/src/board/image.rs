@@ -5,7 +5,7 @@ use std::{fs::File, thread::JoinHandle};
 
 use devices::{
     GuestMemory, legacy,
-    pci::hotplug,
+    pci::{PciWindows, hotplug},
     thread::{self, ThreadKind},
 };
 use proto::{
@@ -77,7 +77,7 @@ impl Image {
             uuid: spec.uuid,
             serial: spec.uuid.to_string(),
             topology: spec.topology,
-            platform: platform(apic_ids, spec.memory_bytes),
+            platform: platform(apic_ids, &pci_windows(spec.memory_bytes)),
         })
     }
 
@@ -137,21 +137,32 @@ impl Loading {
     }
 }
 
-fn platform(apic_ids: Vec<u32>, ram: u64) -> Platform {
-    let mmio64 = layout::mmio64(ram);
+/// Where the BARs of a machine with `ram` bytes of RAM may be.
+pub(super) fn pci_windows(ram: u64) -> PciWindows {
+    PciWindows {
+        low: layout::MMIO32,
+        high: layout::mmio64(ram),
+    }
+}
+
+fn platform(apic_ids: Vec<u32>, windows: &PciWindows) -> Platform {
+    let mmio64 = std::array::from_fn(|bus| {
+        let (_, high) = windows.of_bus(bus);
+        high.start..=high.end - 1
+    });
     Platform {
         apic_ids,
         local_apic: low(layout::LOCAL_APIC),
         io_apic: low(layout::IO_APIC),
         ecam: low(layout::ECAM.start)..=low(layout::ECAM.end - 1),
         mmio32: low(layout::MMIO32.start)..=low(layout::MMIO32.end - 1),
-        mmio64: mmio64.start..=mmio64.end - 1,
+        mmio64,
         com1: (COM1_PORT, COM1_GSI),
         power_port: port(legacy::pm::POWER_PORT),
         reset_value: legacy::pm::RESET_VALUE,
         power_button_gsi: POWER_BUTTON_GSI,
         pvpanic_port: port(legacy::pvpanic::PORT),
-        hotplug_ports: (hotplug::PORT, hotplug::PORTS),
+        hotplug_port: hotplug::PORT,
         hotplug_gsi: HOTPLUG_GSI,
     }
 }

@@ -8,7 +8,7 @@
 //! 0009_fc00 ─ 0010_0000  reserved: ACPI tables at 000e_0000, SMBIOS at 000f_0000
 //! 0010_0000 ─ c000_0000  RAM
 //! c000_0000 ─ e800_0000  32-bit BARs                       ┐ the hole that
-//! e800_0000 ─ e810_0000  ECAM of bus 0                     ┘ firmware knows
+//! e800_0000 ─ e830_0000  ECAM of buses 0 to 2              ┘ firmware knows
 //! f800_0000 ─ f800_4000  KVM's identity map and task state segment
 //! fec0_0000, fee0_0000   I/O APIC, local APICs
 //! 1_0000_0000 ─          RAM above 3 GiB
@@ -16,6 +16,8 @@
 //! ```
 
 use std::ops::Range;
+
+use devices::pci::root::ECAM_SIZE;
 
 /// A mebibyte in bytes.
 pub const MIB: u64 = 1 << 20;
@@ -47,8 +49,8 @@ pub const SMBIOS: Range<u64> = 0xf_0000..0x10_0000;
 
 /// 32-bit BARs: the hole up to the configuration space.
 pub const MMIO32: Range<u64> = HOLE_START..0xe800_0000;
-/// PCI configuration space of bus 0 (ECAM), 1 MiB, within the hole as firmware knows it.
-pub const ECAM: Range<u64> = 0xe800_0000..0xe810_0000;
+/// PCI configuration space of all buses (ECAM), 1 MiB each, within the hole as firmware knows it.
+pub const ECAM: Range<u64> = 0xe800_0000..0xe800_0000 + ECAM_SIZE;
 /// One page for KVM's identity map (`KVM_SET_IDENTITY_MAP_ADDR`), behind the hole; guests never see it.
 pub const KVM_IDENTITY_MAP: u64 = 0xf800_0000;
 /// Three pages for KVM's task state segment (`KVM_SET_TSS_ADDR`).

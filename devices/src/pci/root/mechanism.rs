@@ -44,9 +44,9 @@ impl Ports {
         let byte = usize::try_from(offset.checked_sub(4)?).ok()?;
         let address = self.0.config_address.load(Ordering::Relaxed);
         let whole = matches!(length, 1 | 2 | 4) && byte.checked_add(length)? <= 4;
-        // Bus 0, function 0.
-        let here = address & ADDRESS_ENABLE != 0 && address & 0x00ff_0700 == 0;
-        let slot = usize::try_from(address >> 11 & 0x1f).ok()?;
+        // Function 0; a slot is bus and device number.
+        let here = address & ADDRESS_ENABLE != 0 && address & 0x0700 == 0;
+        let slot = usize::try_from(address >> 11 & 0x1fff).ok()?;
         let register = usize::try_from(address & 0xfc).ok()?.checked_add(byte)?;
         (whole && here).then_some((slot, register))
     }

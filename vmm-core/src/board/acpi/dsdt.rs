@@ -1,5 +1,7 @@
 //! The DSDT's definition block: devices that can't be discovered, in AML.
 
+use std::ops::RangeInclusive;
+
 use acpi_tables::{
     Aml,
     aml::{
@@ -22,7 +24,9 @@ pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
     Name::new(Path::new("_S5_"), &off).to_aml_bytes(&mut aml);
 
     let mut devices = Vec::with_capacity(4096);
-    pci_host_bridge(platform, &mut devices);
+    for (bus, window) in (0_u8..).zip(&platform.mmio64) {
+        pci_host_bridge(platform, bus, window, &mut devices);
+    }
     motherboard_resources(platform, &mut devices);
     serial_port(platform, &mut devices);
     power_button(platform, &mut devices);
@@ -32,46 +36,51 @@ pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
     aml
 }
 
-/// PCI segment 0 with bus 0 only. No `_PRT`: devices have MSI-X and no interrupt pins. No `_OSC`: hot-plug and
-/// errors are not handed to the native PCI Express mechanisms.
-fn pci_host_bridge(platform: &Platform, aml: &mut Vec<u8>) {
-    let (mmio32, mmio64) = (&platform.mmio32, &platform.mmio64);
+/// A root bus of PCI segment 0. No `_PRT`: devices have MSI-X and no interrupt pins. No `_OSC`: hot-plug and errors are not
+/// handed to the native PCI Express mechanisms. Windows of different host bridges do not overlap: a guest's tree of
+/// resources has each address once.
+fn pci_host_bridge(platform: &Platform, bus: u8, mmio64: &RangeInclusive<u64>, aml: &mut Vec<u8>) {
+    let number = AddressSpace::<u16>::new_bus_number(bus.into(), bus.into());
+    let mmio32 = AddressSpace::new_memory(
+        AddressSpaceCacheable::NotCacheable,
+        true,
+        *platform.mmio32.start(),
+        *platform.mmio32.end(),
+        None,
+    );
+    let mmio64 = AddressSpace::new_memory(
+        AddressSpaceCacheable::NotCacheable,
+        true,
+        *mmio64.start(),
+        *mmio64.end(),
+        None,
+    );
+    let mut resources: Vec<&dyn Aml> = vec![&number, &mmio64];
+    if bus == 0 {
+        resources.push(&mmio32);
+    }
     Device::new(
-        Path::new("PCI0"),
+        Path::new(&host_bridge(bus)),
         vec![
             &Name::new(Path::new("_HID"), &EISAName::new("PNP0A08")),
             &Name::new(Path::new("_CID"), &EISAName::new("PNP0A03")),
             &Name::new(Path::new("_SEG"), &ZERO),
-            &Name::new(Path::new("_BBN"), &ZERO),
-            &Name::new(Path::new("_UID"), &ZERO),
-            &Name::new(
-                Path::new("_CRS"),
-                &ResourceTemplate::new(vec![
-                    &AddressSpace::<u16>::new_bus_number(0, 0),
-                    &AddressSpace::new_memory(
-                        AddressSpaceCacheable::NotCacheable,
-                        true,
-                        *mmio32.start(),
-                        *mmio32.end(),
-                        None,
-                    ),
-                    &AddressSpace::new_memory(
-                        AddressSpaceCacheable::NotCacheable,
-                        true,
-                        *mmio64.start(),
-                        *mmio64.end(),
-                        None,
-                    ),
-                ]),
-            ),
+            &Name::new(Path::new("_BBN"), &bus),
+            &Name::new(Path::new("_UID"), &bus),
+            &Name::new(Path::new("_CRS"), &ResourceTemplate::new(resources)),
         ],
     )
     .to_aml_bytes(aml);
 }
 
+/// The name of a bus's host bridge.
+pub(super) fn host_bridge(bus: u8) -> String {
+    format!("PCI{bus}")
+}
+
 /// What is taken without belonging to a device: a guest uses the ECAM only if it is reserved here.
 fn motherboard_resources(platform: &Platform, aml: &mut Vec<u8>) {
-    let (hotplug, hotplug_length) = platform.hotplug_ports;
+    let hotplug = platform.hotplug_port;
     let ecam_length = platform.ecam.end() - platform.ecam.start() + 1;
     Device::new(
         Path::new("MBRD"),
@@ -83,7 +92,7 @@ fn motherboard_resources(platform: &Platform, aml: &mut Vec<u8>) {
                 &ResourceTemplate::new(vec![
                     &Memory32Fixed::new(true, *platform.ecam.start(), ecam_length),
                     &IO::new(platform.power_port, platform.power_port, 1, 1),
-                    &IO::new(hotplug, hotplug, 1, hotplug_length),
+                    &IO::new(hotplug, hotplug, 1, devices::pci::hotplug::PORTS),
                 ]),
             ),
         ],

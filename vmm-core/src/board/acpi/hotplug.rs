@@ -1,12 +1,14 @@
 //! PCI hot-plug in the DSDT: a device per slot, the registers of [`devices::pci::hotplug`], and the generic event
-//! device that is told of them.
+//! device that is told of them. Each host bridge has the slots and the registers of its bus:
 //!
 //! ```text
-//! GED1._EVT ── PCI0.PCNT ──┬── DVNT(CHK_, device check)   ── Notify(Snn_, 1)
-//!                          └── DVNT(ASK_, eject request)  ── Notify(Snn_, 3) … Snn_._EJ0 ── EJCT
+//! GED1._EVT ──┬─ PCI0.PCNT ──┬── DVNT(CHK_, device check)   ── Notify(Snn_, 1)
+//!             │              └── DVNT(ASK_, eject request)  ── Notify(Snn_, 3) … Snn_._EJ0 ── EJCT
+//!             ├─ PCI1.PCNT ── …
+//!             └─ PCI2.PCNT ── …
 //! ```
 //!
-//! Only function 0 of bus 0's devices is there, and each slot can be plugged; slot 0 is the host bridge's.
+//! Devices have function 0 only, and each slot can be plugged; device 0 of a bus is no slot.
 
 use acpi_tables::{
     Aml,
@@ -17,32 +19,38 @@ use acpi_tables::{
     },
 };
 
-use super::Platform;
+use devices::pci::{hotplug::BUS_PORTS, root::DEVICES};
+
+use super::{Platform, dsdt::host_bridge};
 
 /// Notification values (ACPI 6.5, table 5.148): something came or went; the guest is asked to give it back.
 const DEVICE_CHECK: u8 = 1;
 const EJECT_REQUEST: u8 = 3;
 
-/// PCI devices that have a slot.
+/// Devices of a bus that have a slot.
 const SLOTS: std::ops::RangeInclusive<u32> = 1..=31;
+const _: () = assert!(DEVICES == 32);
 
 /// Bits of a register.
 const REGISTER: usize = 32;
 
 pub(super) fn slots_and_events(platform: &Platform, aml: &mut Vec<u8>) {
-    let mut bus = Vec::with_capacity(4096);
-    registers(platform, &mut bus);
-    for slot in SLOTS {
-        device(slot, &mut bus);
+    let buses: Vec<u8> = (0_u8..).zip(&platform.mmio64).map(|(bus, _)| bus).collect();
+    for bus in &buses {
+        let mut slots = Vec::with_capacity(4096);
+        registers(platform, *bus, &mut slots);
+        for device in SLOTS {
+            slot(*bus, device, &mut slots);
+        }
+        notify_slots(&mut slots);
+        aml.extend(Scope::raw(Path::new(&host_bridge(*bus)), slots));
     }
-    notify_slots(&mut bus);
-    aml.extend(Scope::raw(Path::new("PCI0"), bus));
-    event_device(platform, aml);
+    event_device(platform, &buses, aml);
 }
 
-fn registers(platform: &Platform, aml: &mut Vec<u8>) {
-    let (port, length) = platform.hotplug_ports;
-    OpRegion::new(Path::new("HPRG"), OpRegionSpace::SystemIO, &port, &length).to_aml_bytes(aml);
+fn registers(platform: &Platform, bus: u8, aml: &mut Vec<u8>) {
+    let port = platform.hotplug_port + u16::from(bus) * u16::from(BUS_PORTS);
+    OpRegion::new(Path::new("HPRG"), OpRegionSpace::SystemIO, &port, &BUS_PORTS).to_aml_bytes(aml);
     let fields = [*b"CHK_", *b"ASK_", *b"EJCT"].map(|name| FieldEntry::Named(name, REGISTER));
     Field::new(
         Path::new("HPRG"),
@@ -54,14 +62,15 @@ fn registers(platform: &Platform, aml: &mut Vec<u8>) {
     .to_aml_bytes(aml);
 }
 
-/// `_ADR` is device and function (6.1.1), `_SUN` the slot's number for people (6.1.11).
-fn device(slot: u32, aml: &mut Vec<u8>) {
-    let (address, mask) = (slot << 16, 1_u32 << slot);
+/// `_ADR` is device and function (6.1.1), `_SUN` the slot's number for people, which is unique in the machine (6.1.11).
+fn slot(bus: u8, device: u32, aml: &mut Vec<u8>) {
+    let (address, mask) = (device << 16, 1_u32 << device);
+    let number = u32::from(bus) << 5 | device;
     Device::new(
-        name(slot),
+        name(device),
         vec![
             &Name::new(Path::new("_ADR"), &address),
-            &Name::new(Path::new("_SUN"), &slot),
+            &Name::new(Path::new("_SUN"), &number),
             &Method::new(
                 Path::new("_EJ0"),
                 1,
@@ -95,7 +104,12 @@ fn notify_slots(aml: &mut Vec<u8>) {
 }
 
 /// Its interrupt is a level, so that what happens while the guest boots is told when its driver is there.
-fn event_device(platform: &Platform, aml: &mut Vec<u8>) {
+fn event_device(platform: &Platform, buses: &[u8], aml: &mut Vec<u8>) {
+    let calls: Vec<MethodCall<'_>> = buses
+        .iter()
+        .map(|bus| MethodCall::new(Path::new(&format!("\\_SB_.{}.PCNT", host_bridge(*bus))), vec![]))
+        .collect();
+    let calls = calls.iter().map(|call| call as &dyn Aml).collect();
     let interrupt = Interrupt::new(true, false, false, false, platform.hotplug_gsi);
     Device::new(
         Path::new("GED1"),
@@ -103,12 +117,7 @@ fn event_device(platform: &Platform, aml: &mut Vec<u8>) {
             &Name::new(Path::new("_HID"), &"ACPI0013"),
             &Name::new(Path::new("_UID"), &1_u8),
             &Name::new(Path::new("_CRS"), &ResourceTemplate::new(vec![&interrupt])),
-            &Method::new(
-                Path::new("_EVT"),
-                1,
-                true,
-                vec![&MethodCall::new(Path::new("\\_SB_.PCI0.PCNT"), vec![])],
-            ),
+            &Method::new(Path::new("_EVT"), 1, true, calls),
         ],
     )
     .to_aml_bytes(aml);

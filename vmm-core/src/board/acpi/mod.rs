@@ -11,6 +11,7 @@ mod tables;
 use std::ops::RangeInclusive;
 
 use acpi_tables::{Aml, rsdp::Rsdp, xsdt::XSDT};
+use devices::pci::root::BUSES;
 
 use tables::{OEM_ID, OEM_REVISION, OEM_TABLE_ID};
 
@@ -23,12 +24,12 @@ pub struct Platform {
     pub local_apic: u32,
     /// Base of the I/O APIC, whose first input is GSI 0.
     pub io_apic: u32,
-    /// Configuration space of PCI bus 0 (1 MiB, PCI Express 5.0, 7.2.2).
+    /// Configuration space of all PCI buses (1 MiB for each, PCI Express 5.0, 7.2.2).
     pub ecam: RangeInclusive<u32>,
-    /// Where 32-bit BARs may be.
+    /// Where 32-bit BARs of bus 0 may be.
     pub mmio32: RangeInclusive<u32>,
-    /// Where 64-bit BARs may be, above all RAM.
-    pub mmio64: RangeInclusive<u64>,
+    /// Where 64-bit BARs of each bus may be, above all RAM.
+    pub mmio64: [RangeInclusive<u64>; BUSES],
     /// First I/O port and GSI of COM1 (8 ports).
     pub com1: (u16, u32),
     /// I/O port of the sleep control, sleep status and reset register, one byte.
@@ -39,8 +40,8 @@ pub struct Platform {
     pub power_button_gsi: u32,
     /// I/O port of pvpanic, one byte.
     pub pvpanic_port: u16,
-    /// First I/O port of PCI hot-plug ([`devices::pci::hotplug`]), and number of ports.
-    pub hotplug_ports: (u16, u8),
+    /// First I/O port of PCI hot-plug ([`devices::pci::hotplug`]).
+    pub hotplug_port: u16,
     /// GSI that is high while there is something to read there.
     pub hotplug_gsi: u32,
 }

@@ -7,8 +7,13 @@ use acpi_tables::{
     mcfg::MCFG,
     sdt::Sdt,
 };
+use devices::pci::root::BUSES;
 
 use super::Platform;
+
+/// The last PCI bus.
+#[allow(clippy::cast_possible_truncation, reason = "three buses")]
+const LAST_BUS: u8 = BUSES as u8 - 1;
 
 pub(super) const OEM_ID: [u8; 6] = *b"VMMD  ";
 pub(super) const OEM_TABLE_ID: [u8; 8] = *b"PLATFRM1";
@@ -111,7 +116,7 @@ pub(super) fn madt(platform: &Platform) -> Vec<u8> {
 /// MCFG (PCI Firmware Specification 3.3, 4.1.2).
 pub(super) fn mcfg(platform: &Platform) -> Vec<u8> {
     let mut mcfg = MCFG::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
-    mcfg.add_ecam(u64::from(*platform.ecam.start()), 0, 0, 0);
+    mcfg.add_ecam(u64::from(*platform.ecam.start()), 0, 0, LAST_BUS);
     let mut bytes = Vec::new();
     mcfg.to_aml_bytes(&mut bytes);
     bytes

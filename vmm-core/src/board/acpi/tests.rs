@@ -9,15 +9,19 @@ fn platform(cpus: u32) -> Platform {
         apic_ids: (0..cpus).collect(),
         local_apic: 0xfee0_0000,
         io_apic: 0xfec0_0000,
-        ecam: 0xe800_0000..=0xe80f_ffff,
+        ecam: 0xe800_0000..=0xe82f_ffff,
         mmio32: 0xc000_0000..=0xe7ff_ffff,
-        mmio64: 0x2_0000_0000..=0x3f_ffff_ffff,
+        mmio64: [
+            0x20_0000_0000..=0x2f_ffff_ffff,
+            0x30_0000_0000..=0x37_ffff_ffff,
+            0x38_0000_0000..=0x3f_ffff_ffff,
+        ],
         com1: (0x3f8, 4),
         power_port: 0x600,
         reset_value: 1,
         power_button_gsi: 5,
         pvpanic_port: 0x505,
-        hotplug_ports: (0xae00, 12),
+        hotplug_port: 0xae00,
         hotplug_gsi: 16,
     }
 }
@@ -117,10 +121,10 @@ fn the_madt_lists_each_cpu_once_with_its_apic_id() {
 }
 
 #[test]
-fn the_mcfg_covers_bus_0_only() {
+fn the_mcfg_covers_the_three_buses() {
     let mcfg = &walk(&build(&platform(1), BASE))["MCFG"];
     assert_eq!(u64_at(mcfg, 44), 0xe800_0000);
-    assert_eq!(mcfg[52..56], [0, 0, 0, 0], "segment 0, buses 0 to 0");
+    assert_eq!(mcfg[52..56], [0, 0, 0, 2], "segment 0, buses 0 to 2");
 }
 
 #[test]
@@ -136,7 +140,8 @@ fn the_dsdt_has_every_device_and_the_sleep_state() {
     let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
     let has = |needle: &[u8]| dsdt.windows(needle.len()).any(|window| window == needle);
     for name in [
-        "_S5_", "PCI0", "MBRD", "COM1", "PWRB", "GED0", "_EVT", "PEVT", "QEMU0001", "ACPI0013",
+        "_S5_", "PCI0", "PCI1", "PCI2", "MBRD", "COM1", "PWRB", "GED0", "_EVT", "PEVT", "QEMU0001",
+        "ACPI0013",
     ] {
         assert!(has(name.as_bytes()), "{name}");
     }
@@ -163,15 +168,27 @@ fn has(bytes: &[u8], needle: &[u8]) -> bool {
     bytes.windows(needle.len()).any(|window| window == needle)
 }
 
+/// The scope of a host bridge in which its slots are.
+fn slots_of(dsdt: &[u8], bus: u32) -> &[u8] {
+    // ScopeOp, two bytes of length, the name (ACPI 6.5, 20.2.5.1).
+    let name = format!("PCI{bus}");
+    let start = (0..dsdt.len() - 8)
+        .find(|at| dsdt[*at] == 0x10 && dsdt[*at + 3..*at + 7] == *name.as_bytes())
+        .unwrap_or_else(|| panic!("no scope {name}"));
+    assert_eq!(dsdt[start + 1] >> 6, 1, "one more byte of length");
+    let length = usize::from(dsdt[start + 1] & 0xf) | usize::from(dsdt[start + 2]) << 4;
+    &dsdt[start..start + 1 + length]
+}
+
 #[test]
-fn each_slot_has_its_address_its_number_and_a_way_to_eject_it() {
+fn each_slot_of_each_bus_has_its_address_its_number_and_a_way_to_eject_it() {
     let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
-    for slot in 1_u32..32 {
-        let device = device(dsdt, &format!("S{slot:02}_"));
+    for (bus, slot) in (0_u32..3).flat_map(|bus| (1_u32..32).map(move |slot| (bus, slot))) {
+        let device = device(slots_of(dsdt, bus), &format!("S{slot:02}_"));
         let mut address = b"_ADR\x0c".to_vec();
         address.extend((slot << 16).to_le_bytes());
         assert!(has(device, &address), "_ADR of {slot}");
-        let number: &[u8] = match u8::try_from(slot).unwrap() {
+        let number: &[u8] = match u8::try_from(bus * 32 + slot).unwrap() {
             1 => b"_SUN\x01",
             other => &[b"_SUN".as_slice(), &[0x0a, other]].concat(),
         };
@@ -191,24 +208,59 @@ fn each_slot_has_its_address_its_number_and_a_way_to_eject_it() {
 }
 
 #[test]
-fn events_of_slots_come_by_their_own_device_and_reach_each_slot() {
+fn events_of_slots_come_by_their_own_device_and_reach_each_slot_of_each_bus() {
     let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
     let events = device(dsdt, "GED1");
     // Extended interrupt: consumer, level, active high, exclusive; one, GSI 16 (ACPI 6.5, 6.4.3.6).
     assert!(has(events, &[0x89, 6, 0, 1, 1, 16, 0, 0, 0]));
-    assert!(has(events, b"\\\x2f\x03_SB_PCI0PCNT"));
+    assert!(has(
+        events,
+        b"\\\x2f\x03_SB_PCI0PCNT\\\x2f\x03_SB_PCI1PCNT\\\x2f\x03_SB_PCI2PCNT"
+    ));
     assert!(has(device(dsdt, "GED0"), &[0x89, 6, 0, 3, 1, 5, 0, 0, 0]));
-    // SystemIO region of 12 bytes, three fields of 32 bits with dword access, not locked, written as zeroes.
-    assert!(has(dsdt, b"\x5b\x80HPRG\x01\x0b\x00\xae\x0a\x0c"));
-    assert!(has(dsdt, b"HPRG\x43CHK_\x20ASK_\x20EJCT\x20"));
-    assert!(has(dsdt, b"DVNTCHK_\x01DVNTASK_\x0a\x03"));
-    for slot in 1..32 {
-        // Notify(Snn_, Arg1).
-        let call = [b"\x86".as_slice(), format!("S{slot:02}_").as_bytes(), b"\x69"].concat();
-        assert!(has(dsdt, &call), "{slot}");
+    for bus in 0..3_u8 {
+        let slots = slots_of(dsdt, bus.into());
+        // SystemIO region of 12 bytes, three fields of 32 bits with dword access, not locked, written as zeroes.
+        let region = [&b"\x5b\x80HPRG\x01\x0b"[..], &[12 * bus, 0xae, 0x0a, 0x0c]].concat();
+        assert!(has(slots, &region), "the registers of bus {bus}");
+        assert!(has(slots, b"HPRG\x43CHK_\x20ASK_\x20EJCT\x20"));
+        assert!(has(slots, b"DVNTCHK_\x01DVNTASK_\x0a\x03"));
+        for slot in 1..32 {
+            // Notify(Snn_, Arg1).
+            let call = [b"\x86".as_slice(), format!("S{slot:02}_").as_bytes(), b"\x69"].concat();
+            assert!(has(slots, &call), "{slot}");
+        }
     }
     // The ports are reserved.
-    assert!(has(dsdt, &[0x47, 1, 0x00, 0xae, 0x00, 0xae, 1, 12]));
+    assert!(has(dsdt, &[0x47, 1, 0x00, 0xae, 0x00, 0xae, 1, 36]));
+}
+
+#[test]
+fn each_bus_has_a_host_bridge_with_its_number_and_a_window_of_its_own() {
+    let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
+    for (bus, window) in (0_u8..).zip(&platform(1).mmio64) {
+        let bridge = device(dsdt, &format!("PCI{bus}"));
+        assert!(has(bridge, &bus_numbers(bus)), "bus numbers of {bus}");
+        // QWord memory: producer, not cacheable, read and write; its least and its greatest address.
+        let addresses = [window.start().to_le_bytes(), window.end().to_le_bytes()].concat();
+        assert!(has(bridge, &addresses), "window of {bus}");
+        assert_eq!(
+            has(bridge, &0xc000_0000_u32.to_le_bytes()),
+            bus == 0,
+            "32-bit BARs of {bus}"
+        );
+        let number: &[u8] = match bus {
+            0 => b"_BBN\x00",
+            1 => b"_BBN\x01",
+            _ => b"_BBN\x0a\x02",
+        };
+        assert!(has(bridge, number), "_BBN of {bus}");
+    }
+}
+
+/// Granularity, least, greatest, translation and length of a word address space (ACPI 6.5, 6.4.3.5.3).
+fn bus_numbers(bus: u8) -> [u8; 10] {
+    [0, 0, bus, 0, bus, 0, 0, 0, 1, 0]
 }
 
 #[test]

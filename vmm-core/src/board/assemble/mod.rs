@@ -22,7 +22,7 @@ use devices::{
     bus::Bus,
     component::Component,
     interrupt::{IrqLine, MsiController, NotifyRegistry},
-    pci::{HotPlug, PciError, PciRoot, PciWindows, hotplug, root::ECAM_SIZE},
+    pci::{HotPlug, PciError, PciRoot, hotplug, root::ECAM_SIZE},
     serial::Terminal,
     virtio::{
         balloon::BalloonControl,
@@ -41,7 +41,7 @@ use proto::{
 use super::{
     cpuid,
     disks::Disks,
-    image::{Image, Loading},
+    image::{Image, Loading, pci_windows},
     machine::Machine,
 };
 use crate::{
@@ -136,11 +136,7 @@ impl Assembly {
         let host = Host::from_fd(fds.take(spec.kvm)?)?;
         let vm = Vm::create(&host)?;
         vm.set_ram(&ram)?;
-        let windows = PciWindows {
-            low: layout::MMIO32,
-            high: layout::mmio64(spec.memory_bytes),
-        };
-        let pci = PciRoot::new(windows);
+        let pci = PciRoot::new(pci_windows(spec.memory_bytes));
         let spaces = AddressSpaces {
             pio: Arc::new(Bus::new()),
             mmio: Arc::new(Bus::new()),
