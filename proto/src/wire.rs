@@ -1,7 +1,8 @@
 //! Framing of the private protocol: a 4-byte little-endian length, then one encoded [`Message`], with file
-//! descriptors attached to the frame's first byte (SCM_RIGHTS).
+//! descriptors attached to the frame's first bytes (SCM_RIGHTS): up to 253 to the last that are sent with descriptors, and
+//! 253 to each one before.
 //!
-//! Blocking and non-blocking sockets are both served: [`send`] and [`Receiver::read`] do one system call each and
+//! Blocking and non-blocking sockets are both served: [`Sending::send`] and [`Receiver::read`] do one system call each and
 //! leave waiting to the caller.
 
 use std::{
@@ -22,11 +23,13 @@ use crate::vmm::Message;
 /// Version of the protocol spoken by this build. A `vmm` serves every minor version of its major one.
 pub const MAJOR: u32 = 1;
 /// See [`MAJOR`].
-pub const MINOR: u32 = 2;
+pub const MINOR: u32 = 3;
 /// Longest encoded message in bytes.
 pub const MAX_FRAME: usize = 1 << 20;
-/// Most file descriptors with one frame (Linux' SCM_MAX_FD is 253).
-pub const MAX_FDS: usize = 64;
+/// Most file descriptors with one frame.
+pub const MAX_FDS: usize = 512;
+/// Most file descriptors that go with one system call (Linux' SCM_MAX_FD).
+const FDS_PER_CALL: usize = 253;
 
 /// Why a peer can't be talked to any more.
 #[derive(Debug, thiserror::Error)]
@@ -64,33 +67,66 @@ pub fn encode(message: &Message) -> Result<Vec<u8>, Error> {
     Ok(frame)
 }
 
-/// Sends as much of `frame` as the socket takes, with `fds` on its first byte; returns how much that was.
-/// `fds` is for the frame's beginning only: call with an empty list for what is left.
-pub fn send(socket: impl AsFd, frame: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
-    if fds.len() > MAX_FDS {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, Error::TooManyFds));
+/// What is left to send of one frame and its descriptors.
+#[derive(Debug)]
+pub struct Sending<'a> {
+    frame: &'a [u8],
+    fds: &'a [BorrowedFd<'a>],
+}
+
+impl<'a> Sending<'a> {
+    /// All of `frame`, with `fds`: at most [`MAX_FDS`].
+    pub fn new(frame: &'a [u8], fds: &'a [BorrowedFd<'a>]) -> Result<Self, Error> {
+        if fds.len() > MAX_FDS {
+            return Err(Error::TooManyFds);
+        }
+        Ok(Self { frame, fds })
     }
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() {
-        ancillary.push(SendAncillaryMessage::ScmRights(fds));
+
+    /// Bytes of the frame that are not sent yet.
+    pub fn left(&self) -> usize {
+        self.frame.len()
     }
-    Ok(rustix::io::retry_on_intr(|| {
-        sendmsg(
-            &socket,
-            &[io::IoSlice::new(frame)],
-            &mut ancillary,
-            SendFlags::NOSIGNAL,
-        )
-    })?)
+
+    /// Whether all of it is sent.
+    pub fn is_done(&self) -> bool {
+        self.frame.is_empty()
+    }
+
+    /// Does one send: the rest of the frame with the rest of its descriptors, as much as the socket takes; or, while there
+    /// are more descriptors than one call takes, a byte with as many.
+    pub fn send(&mut self, socket: impl AsFd) -> io::Result<()> {
+        let (fds, left) = self.fds.split_at(self.fds.len().min(FDS_PER_CALL));
+        let bytes = if left.is_empty() {
+            self.frame
+        } else {
+            self.frame.get(..1).unwrap_or_default()
+        };
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_PER_CALL))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            ancillary.push(SendAncillaryMessage::ScmRights(fds));
+        }
+        let sent = rustix::io::retry_on_intr(|| {
+            sendmsg(
+                &socket,
+                &[io::IoSlice::new(bytes)],
+                &mut ancillary,
+                SendFlags::NOSIGNAL,
+            )
+        })?;
+        self.frame = self.frame.get(sent..).unwrap_or_default();
+        self.fds = left;
+        Ok(())
+    }
 }
 
 /// Sends a whole message over a blocking socket.
 pub fn send_all(socket: impl AsFd, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
     let frame = encode(message)?;
-    let mut sent = send(&socket, &frame, fds)?;
-    while let Some(rest) = frame.get(sent..).filter(|rest| !rest.is_empty()) {
-        sent += send(&socket, rest, &[])?;
+    let mut sending = Sending::new(&frame, fds)?;
+    while !sending.is_done() {
+        sending.send(&socket)?;
     }
     Ok(())
 }
@@ -157,7 +193,7 @@ impl Receiver {
     /// Does one receive. Errors of kind `WouldBlock` mean that a non-blocking socket has nothing.
     pub fn read(&mut self, socket: impl AsFd) -> Result<Read, Error> {
         let mut bytes = [0; 16 << 10];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_PER_CALL))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let received = rustix::io::retry_on_intr(|| {
             recvmsg(
@@ -397,6 +433,38 @@ mod tests {
             let expected = [vec![0; usize::try_from(ahead).unwrap()], vec![1, 0, 2]].concat();
             assert_eq!(counts, expected);
         }
+    }
+
+    #[test]
+    fn as_many_descriptors_as_there_may_be_arrive_in_order_with_their_message() {
+        let file = tempfile_like();
+        for count in [1, 252, 253, 254, 506, 507, MAX_FDS] {
+            let (a, b) = UnixStream::pair().unwrap();
+            let copies: Vec<OwnedFd> = (0..count).map(|_| file.try_clone().unwrap()).collect();
+            let mut fds: Vec<BorrowedFd<'_>> = copies.iter().map(AsFd::as_fd).collect();
+            *fds.last_mut().unwrap() = a.as_fd();
+            send_all(&a, &hello(1), &[a.as_fd()]).unwrap();
+            send_all(&a, &hello(2), &fds).unwrap();
+            send_all(&a, &hello(3), &[]).unwrap();
+            let mut receiver = Receiver::new();
+            let mut counts = Vec::new();
+            for id in 1..=3 {
+                let (message, received) = receive(&b, &mut receiver).unwrap().unwrap();
+                assert_eq!(message, hello(id));
+                if id == 2 {
+                    let kind = |fd: &OwnedFd| {
+                        rustix::fs::FileType::from_raw_mode(rustix::fs::fstat(fd).unwrap().st_mode)
+                    };
+                    let sockets = received.iter().map(|fd| kind(fd) == rustix::fs::FileType::Socket);
+                    let last: Vec<bool> = (1..=count).map(|number| number == count).collect();
+                    assert_eq!(sockets.collect::<Vec<_>>(), last);
+                }
+                counts.push(received.len());
+            }
+            assert_eq!(counts, [1, count, 0]);
+        }
+        let fds = vec![file.as_fd(); MAX_FDS + 1];
+        assert!(matches!(Sending::new(b"x", &fds), Err(Error::TooManyFds)));
     }
 
     #[test]

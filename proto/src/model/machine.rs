@@ -1,5 +1,5 @@
 //! The validated form of what a machine is built of: a [`vmm::MachineSpec`](crate::vmm::MachineSpec) in which every
-//! fd index names one of the descriptors that came with it, and every PCI device number is in range and used once.
+//! fd index names one of the descriptors that came with it, and every PCI slot is in range and used once.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,38 +9,16 @@ use super::{
     Violations,
     disk::{Format, MAX_QUEUES, MAX_SERIAL, OnError, RateLimit},
     nic::Mac,
+    pci::PciSlot,
     resources::{HugePages, MAX_NUMA_NODE, MemoryOptions},
     topology::Topology,
-    vm::{MAX_CMDLINE, MAX_DISKS, MAX_MEMORY, MAX_NICS, MEMORY_STEP, MIN_MEMORY},
+    vm::{MAX_CMDLINE, MAX_DISKS_AND_NICS, MAX_MEMORY, MEMORY_STEP, MIN_MEMORY},
 };
 use crate::vmm;
 
 /// Index into the list of descriptors that came with the message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FdIndex(pub usize);
-
-/// A device number on PCI bus 0, 1 to 31 (0 is the host bridge).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PciSlot(u8);
-
-impl PciSlot {
-    /// The device number.
-    pub fn number(self) -> u8 {
-        self.0
-    }
-}
-
-impl TryFrom<u32> for PciSlot {
-    type Error = u32;
-
-    fn try_from(number: u32) -> Result<Self, u32> {
-        u8::try_from(number)
-            .ok()
-            .filter(|slot| (1..32).contains(slot))
-            .map(Self)
-            .ok_or(number)
-    }
-}
 
 /// What a machine is built of.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -203,13 +181,12 @@ impl Claims {
 
     fn slot(&mut self, field: &str, number: u32) -> PciSlot {
         if !self.slots.insert(number) {
-            self.found
-                .add(field, format_args!("PCI device {number} is taken"));
+            self.found.add(field, format_args!("PCI slot {number} is taken"));
         }
         PciSlot::try_from(number).unwrap_or_else(|number| {
-            self.found
-                .add(field, format_args!("must be 1 to 31, is {number}"));
-            PciSlot(31)
+            let wrong = format_args!("must be 1 to 95 and no multiple of 32, is {number}");
+            self.found.add(field, wrong);
+            PciSlot::LAST
         })
     }
 }
@@ -243,7 +220,7 @@ impl Machine {
             claims.found.add("kernel.cmdline", "too long, or with NUL");
         }
         let groups = spec.rate_groups.len();
-        if spec.disks.len() > MAX_DISKS || spec.nics.len() > MAX_NICS || groups > MAX_RATE_GROUPS {
+        if spec.disks.len() + spec.nics.len() > MAX_DISKS_AND_NICS || groups > MAX_RATE_GROUPS {
             claims.found.add("disks, nics, rate_groups", "too many");
             return Err(claims.found);
         }

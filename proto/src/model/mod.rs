@@ -10,6 +10,7 @@ pub mod disk;
 pub mod machine;
 pub mod name;
 pub mod nic;
+pub mod pci;
 pub mod policy;
 pub mod resources;
 pub mod topology;

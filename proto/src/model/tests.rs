@@ -339,7 +339,7 @@ fn a_machine_names_each_descriptor_and_slot_once_and_only_what_came() {
             .to_string()
             .contains("same descriptor")
     );
-    for slot in [0, 1, 32, u32::MAX] {
+    for slot in [0, 1, 32, 64, 96, u32::MAX] {
         let mut spec = machine();
         spec.disks[0].pci_slot = slot;
         assert!(Machine::new(&spec, 4).is_err(), "{slot}");
@@ -437,7 +437,7 @@ fn all_that_is_wrong_with_a_disk_is_said_at_once() {
         rate_limit: Some(vmm::RateLimit::default()),
         rate_group: "none".into(),
         serial: "x".repeat(21),
-        pci_slot: 32,
+        pci_slot: 96,
         backing: vec![vmm::BackingImage {
             fd: 0,
             format: vmm::ImageFormat::Iso.into(),
@@ -460,7 +460,7 @@ fn all_that_is_wrong_with_a_disk_is_said_at_once() {
         "unknown on_error 7",
         "a limit of its own and a rate group",
         "there is no rate group none",
-        "must be 1 to 31, is 32",
+        "must be 1 to 95 and no multiple of 32, is 96",
     ] {
         assert!(refused.contains(part), "{part}: {refused}");
     }

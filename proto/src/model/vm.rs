@@ -34,12 +34,10 @@ pub const MEMORY_STEP: u64 = 2 * MIB;
 pub const MIN_TARGET: u64 = 64 * MIB;
 /// Longest kernel command line in bytes (Linux' COMMAND_LINE_SIZE on x86 is 2,048 with the final NUL).
 pub const MAX_CMDLINE: usize = 2047;
-/// Most disks of a VM.
-pub const MAX_DISKS: usize = 16;
+/// Most disks and NICs of a VM together.
+pub const MAX_DISKS_AND_NICS: usize = 64;
 /// Most rate groups of a VM.
 pub const MAX_RATE_GROUPS: usize = 16;
-/// Most NICs of a VM.
-pub const MAX_NICS: usize = 8;
 /// Longest name of a network interface in bytes (Linux' IFNAMSIZ less the final NUL).
 pub const MAX_IFNAME: usize = 15;
 /// Most labels of a VM.
@@ -183,8 +181,19 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let backing = backing(&mut found, memory.backing);
         let memory = resources::memory(&mut found, &memory, backing);
         let boot = boot(&mut found, spec.boot.as_ref());
-        let disks = list(&mut found, "spec.disks", &spec.disks, MAX_DISKS, Disk::new);
-        let nics = list(&mut found, "spec.nics", &spec.nics, MAX_NICS, nic);
+        let disks = list(
+            &mut found,
+            "spec.disks",
+            &spec.disks,
+            MAX_DISKS_AND_NICS,
+            Disk::new,
+        );
+        let nics = list(&mut found, "spec.nics", &spec.nics, MAX_DISKS_AND_NICS, nic);
+        let together = disks.len() + nics.len();
+        if together > MAX_DISKS_AND_NICS {
+            let most = format_args!("at most {MAX_DISKS_AND_NICS} disks and NICs together, are {together}");
+            found.add("spec.disks", most);
+        }
         let run_policy = RunPolicy::new(&mut found, spec.run_policy);
         let field = "spec.rateGroups";
         let rate_groups = list(

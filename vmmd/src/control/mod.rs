@@ -212,15 +212,12 @@ impl Client {
     async fn send(&self, frame: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
         let stream = &self.shared.stream;
         let _whole = self.shared.sending.lock().await;
-        let mut rest = frame;
-        let mut fds = fds;
-        while !rest.is_empty() {
-            let sent = stream
-                .async_io(Interest::WRITABLE, || wire::send(stream, rest, fds))
+        let mut sending = wire::Sending::new(frame, fds)?;
+        while !sending.is_done() {
+            stream
+                .async_io(Interest::WRITABLE, || sending.send(stream))
                 .await
                 .map_err(closed)?;
-            rest = rest.get(sent..).unwrap_or_default();
-            fds = &[];
         }
         Ok(())
     }

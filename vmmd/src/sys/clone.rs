@@ -117,8 +117,8 @@ fn clone_args(cgroup: Option<BorrowedFd<'_>>, pidfd: &mut RawFd) -> libc::clone_
     args
 }
 
-/// Memory that a `vmm` may lock, in bytes: 256 rings (16 disks with 16 queues each) with room for their buffers.
-const LOCKED_MEMORY: u64 = 64 << 20;
+/// Memory that a `vmm` may lock, in bytes: 1,024 rings (64 disks with 16 queues each) with room for their buffers.
+const LOCKED_MEMORY: u64 = 256 << 20;
 
 /// linux/sched.h; they don't fit into the C library's `int` constants.
 const CLONE_CLEAR_SIGHAND: u64 = 0x1_0000_0000;

@@ -1,11 +1,16 @@
 //! What a `vmm` is told to build: the spec with descriptors instead of paths and addresses instead of defaults.
 
-use std::{collections::BTreeMap, os::fd::OwnedFd};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+    os::fd::OwnedFd,
+};
 
 use proto::{
     model::{
         disk::Disk,
         nic::Mac,
+        pci,
         resources::HugePages,
         vm::{Backing, Boot, VmSpec},
     },
@@ -20,13 +25,11 @@ use crate::{
     vm::files::{Files, OpenDisk},
 };
 
-/// Device numbers of platform v1 (0 is the host bridge). Each kind has its own range, so that what is added to a VM
-/// later never moves what it has; 27 to 31 are left.
+/// PCI slots of platform v1 on bus 0, whose device 0 is the host bridge. Each kind has its own range, so that what is added
+/// to a VM later never moves what it has; 27 to 31 are left. Disks and NICs that find no room there go to further buses.
 const RNG_SLOT: u32 = 1;
-const FIRST_NIC_SLOT: u32 = 2;
-const FIRST_DISK_SLOT: u32 = 10;
-/// As many as a VM may have disks.
-const DISK_SLOTS: u32 = 16;
+const NIC_SLOTS: Range<u32> = 2..10;
+const DISK_SLOTS: Range<u32> = 10..26;
 /// Of the balloon. Not in the record: no VM ever has it elsewhere, and one gets or loses it between two runs.
 const BALLOON_SLOT: u32 = 26;
 
@@ -72,16 +75,16 @@ pub fn reallocate(
         for disk in &spec.disks {
             let name = disk.name.as_str();
             let slot = known.disk_slots.get(name);
-            let free = |slot: &&u32| !new.disk_slots.values().any(|other| other == *slot);
-            if let (false, Some(slot)) = (new.disk_slots.contains_key(name), slot.filter(free)) {
+            let free = slot.filter(|slot| !taken(&[&new]).contains(slot));
+            if let (false, Some(slot)) = (new.disk_slots.contains_key(name), free) {
                 new.disk_slots.insert(name.to_owned(), *slot);
             }
         }
         for nic in &spec.nics {
             let name = nic.name.as_str();
-            let free = |nic: &&NicHardware| !new.nics.values().any(|other| other.slot == nic.slot);
-            let known = known.nics.get(name).filter(free).cloned();
-            if let (false, Some(mut known)) = (new.nics.contains_key(name), known) {
+            let known = known.nics.get(name);
+            let free = known.filter(|nic| !taken(&[&new]).contains(&nic.slot)).cloned();
+            if let (false, Some(mut known)) = (new.nics.contains_key(name), free) {
                 if let Some(mac) = nic.mac {
                     known.mac = mac.octets().to_vec();
                 }
@@ -101,13 +104,23 @@ pub fn reallocate(
         if new.nics.contains_key(&name) {
             continue;
         }
-        let taken = |slot: &u32| new.nics.values().any(|other| other.slot == *slot);
-        if let Some(slot) = (FIRST_NIC_SLOT..FIRST_DISK_SLOT).find(|slot| !taken(slot)) {
+        let taken = taken(&[&new]);
+        let mut slots = NIC_SLOTS.chain(pci::further().rev());
+        if let Some(slot) = slots.find(|slot| !taken.contains(slot)) {
             let mac = nic.mac.unwrap_or_else(&mut random).octets().to_vec();
             new.nics.insert(name, NicHardware { slot, mac });
         }
     }
     new
+}
+
+/// The slots of all disks and NICs.
+fn taken(hardware: &[&Hardware]) -> BTreeSet<u32> {
+    let slots = hardware.iter().flat_map(|hardware| {
+        let disks = hardware.disk_slots.values().copied();
+        disks.chain(hardware.nics.values().map(|nic| nic.slot))
+    });
+    slots.collect()
 }
 
 /// The address of a NIC.
@@ -206,11 +219,11 @@ fn wire_disk(fds: &mut Descriptors, hardware: &Hardware, disk: &Disk, opened: Op
     }
 }
 
-/// The lowest device number that is free for another disk in all of these.
+/// The lowest slot that is free for another disk in all of these.
 pub fn free_slot(hardware: &[&Hardware]) -> Option<u32> {
-    let slots = || hardware.iter().flat_map(|hardware| hardware.disk_slots.values());
-    let taken = |slot: &u32| slots().any(|other| other == slot);
-    (FIRST_DISK_SLOT..FIRST_DISK_SLOT + DISK_SLOTS).find(|slot| !taken(slot))
+    let taken = taken(hardware);
+    let mut slots = DISK_SLOTS.chain(pci::further());
+    slots.find(|slot| !taken.contains(slot))
 }
 
 #[derive(Default)]
@@ -239,15 +252,19 @@ mod tests {
 
     use super::*;
 
-    /// A spec with as many disks and NICs as there can be.
+    /// A spec with as many disks and NICs as bus 0 has room for.
     fn full() -> VmSpec {
-        let disks = (0..16).map(|index| v1::DiskSpec {
+        of(16, 8)
+    }
+
+    fn of(disks: usize, nics: usize) -> VmSpec {
+        let disks = (0..disks).map(|index| v1::DiskSpec {
             name: format!("disk{index}"),
             path: format!("/d{index}"),
             format: v1::DiskFormat::Raw.into(),
             ..Default::default()
         });
-        let nics = (0..8).map(|index| v1::NicSpec {
+        let nics = (0..nics).map(|index| v1::NicSpec {
             name: format!("eth{index}"),
             attachment: Some(v1::nic_spec::Attachment::Bridge("br0".into())),
             ..Default::default()
@@ -308,43 +325,59 @@ mod tests {
         let below: Vec<_> = wire.backing.iter().map(|image| image.fd).collect();
         assert_eq!((below, fds.len()), (vec![1, 2], 3));
         hardware.disk_slots.insert("more".into(), 25);
-        assert_eq!(free_slot(&[&hardware]), None);
+        assert_eq!(free_slot(&[&hardware]), Some(33), "the first of the next bus");
     }
 
     #[test]
-    fn the_largest_vm_makes_a_machine_that_is_valid_to_the_other_side() {
-        let spec = full();
-        let mut last = 0;
-        let hardware = allocate(&spec, || {
-            last += 1;
-            Mac::local([2, 0, 0, 0, last, 0])
-        });
-        let parts = Parts {
-            kvm: null(),
-            random: null(),
-            files: Files {
-                kernel: null(),
-                initrd: Some(null()),
-                disks: (0..16).map(|index| open_disk(index % 2)).collect(),
-            },
-            taps: (0..8)
-                .map(|_| Tap {
-                    fd: null(),
-                    mtu: 1500,
-                })
-                .collect(),
-            serial: (null(), null()),
-        };
-        let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);
-        let machine = Machine::new(&machine, fds.len()).unwrap();
-        assert_eq!((machine.disks.len(), machine.nics.len()), (16, 8));
-        let memory = MemoryOptions {
-            free_huge_pages: facts::free_huge_pages_of(&spec),
-            ..spec.memory
-        };
-        assert_eq!((machine.memory, machine.memory_shared), (memory, true));
-        assert_eq!(machine.nics[1].mac, mac(&hardware, "eth1").unwrap());
-        assert!(fds.len() <= proto::wire::MAX_FDS);
+    fn the_largest_vms_make_machines_that_are_valid_to_the_other_side() {
+        for (disks, nics) in [(64, 0), (0, 64), (16, 48), (56, 8), (32, 32), (60, 4)] {
+            let spec = of(disks, nics);
+            let mut last = 0;
+            let hardware = allocate(&spec, || {
+                last += 1;
+                Mac::local([2, 0, 0, 0, last, 0])
+            });
+            let tap = || Tap {
+                fd: null(),
+                mtu: 1500,
+            };
+            let parts = Parts {
+                kvm: null(),
+                random: null(),
+                files: Files {
+                    kernel: null(),
+                    initrd: Some(null()),
+                    disks: (0..disks).map(|_| open_disk(6)).collect(),
+                },
+                taps: (0..nics).map(|_| tap()).collect(),
+                serial: (null(), null()),
+            };
+            let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);
+            assert!(fds.len() <= proto::wire::MAX_FDS);
+            let machine = Machine::new(&machine, fds.len()).unwrap();
+            assert_eq!((machine.disks.len(), machine.nics.len()), (disks, nics));
+            let memory = MemoryOptions {
+                free_huge_pages: facts::free_huge_pages_of(&spec),
+                ..spec.memory
+            };
+            assert_eq!((machine.memory, machine.memory_shared), (memory, true));
+            if nics > 1 {
+                assert_eq!(machine.nics[1].mac, mac(&hardware, "eth1").unwrap());
+            }
+        }
+    }
+
+    #[test]
+    fn disks_and_nics_beyond_bus_0_fill_the_others_from_both_ends() {
+        let hardware = allocate(&of(18, 10), || Mac::local([2; 6]));
+        let disks: Vec<u32> = (0..18)
+            .map(|disk| hardware.disk_slots[&format!("disk{disk}")])
+            .collect();
+        let nics: Vec<u32> = (0..10)
+            .map(|nic| hardware.nics[&format!("eth{nic}")].slot)
+            .collect();
+        assert_eq!(disks, (10..26).chain([33, 34]).collect::<Vec<_>>());
+        assert_eq!(nics, (2..10).chain([95, 94]).collect::<Vec<_>>());
     }
 
     #[test]
@@ -360,14 +393,17 @@ mod tests {
     proptest::proptest! {
         /// Whatever a VM has been before: what stays keeps its address, and no two have the same.
         #[test]
-        fn addresses_never_move_and_never_clash(rounds in proptest::collection::vec((0..1_u32 << 16, 0..1_u32 << 12), 1..8)) {
+        fn addresses_never_move_and_never_clash(
+            rounds in proptest::collection::vec((proptest::bits::u64::ANY, proptest::bits::u64::ANY, 0..=64_usize), 1..8)
+        ) {
             let mut next = 0;
             let mut hardware = Hardware::default();
-            for (disks, nics) in rounds {
-                let mut spec = full();
+            let all = of(64, 0);
+            for (disks, nics, most_disks) in rounds {
+                let mut spec = all.clone();
                 spec.disks.retain(|disk| disks >> disk.name.as_str()[4..].parse::<u32>().unwrap() & 1 == 1);
-                // Up to 8 NICs with 12 names.
-                spec.nics = (0..12).filter(|bit| nics >> bit & 1 == 1).take(8).map(|bit| Nic {
+                spec.disks.truncate(most_disks);
+                spec.nics = (0..64).filter(|bit| nics >> bit & 1 == 1).take(64 - spec.disks.len()).map(|bit| Nic {
                     name: format!("nic{bit}").as_str().try_into().unwrap(),
                     attachment: Attachment::Bridge("br0".into()),
                     mac: None,
@@ -385,9 +421,10 @@ mod tests {
                     proptest::prop_assert!(new.nics.get(name).is_none_or(|new| new == nic));
                 }
                 let slots: Vec<_> = new.disk_slots.values().copied().chain(new.nics.values().map(|nic| nic.slot)).collect();
-                let different: std::collections::BTreeSet<_> = slots.iter().collect();
+                let different: BTreeSet<_> = slots.iter().collect();
                 proptest::prop_assert_eq!(different.len(), slots.len());
-                proptest::prop_assert!(slots.iter().all(|slot| (FIRST_NIC_SLOT..FIRST_DISK_SLOT + DISK_SLOTS).contains(slot)));
+                let reserved = [RNG_SLOT, BALLOON_SLOT];
+                proptest::prop_assert!(slots.iter().all(|slot| pci::PciSlot::try_from(*slot).is_ok() && !reserved.contains(slot)));
                 hardware = new;
             }
         }

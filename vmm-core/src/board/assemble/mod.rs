@@ -34,7 +34,7 @@ use devices::{
 };
 use kvm_bindings::CpuId;
 use proto::{
-    model::{self, machine::FdIndex, machine::PciSlot},
+    model::{self, machine::FdIndex, pci::PciSlot},
     vmm::{ErrorKind, MachineSpec},
 };
 

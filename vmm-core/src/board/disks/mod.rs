@@ -162,7 +162,7 @@ impl Disks {
         let slot = spec.slot.number();
         let reserved = |opening: &Opening| opening.spec.slot.number() == slot;
         if self.sockets.pci.is_taken(slot) || self.opening.iter().any(reserved) {
-            return refused(format!("PCI device {slot} is taken"));
+            return refused(format!("PCI slot {slot} is taken"));
         }
         let notifier = self.sockets.notifier.clone();
         let opening = Opening::begin(&self.opener, token, spec, Fds::new(fds), notifier)?;

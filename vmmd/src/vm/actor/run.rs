@@ -39,6 +39,8 @@ use crate::{
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The private protocol's minor version that has `ResetMachine` and `SetBalloon`.
 pub(super) const SECOND_MINOR: u32 = 2;
+/// The one that has PCI slots on other buses than 0.
+pub(super) const THIRD_MINOR: u32 = 3;
 
 impl Actor {
     pub(super) async fn begin_start(&mut self, operation: Handle) {

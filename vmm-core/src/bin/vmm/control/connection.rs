@@ -10,7 +10,7 @@ use std::{
 
 use proto::{
     vmm::Message,
-    wire::{self, Read, Receiver},
+    wire::{self, Read, Receiver, Sending},
 };
 
 /// Most bytes that wait for a client to read them. One that lets more pile up is disconnected: it can't slow the
@@ -90,13 +90,15 @@ impl Connection {
 
     /// Sends as much as the socket takes now.
     pub fn flush(&mut self) -> Result<(), Broken> {
-        while self.waiting() > 0 {
-            match wire::send(&self.socket, &self.backlog[self.sent..], &[]) {
-                Ok(sent) => self.sent += sent,
+        let mut sending = Sending::new(&self.backlog[self.sent..], &[])?;
+        while !sending.is_done() {
+            match sending.send(&self.socket) {
+                Ok(()) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) => return Err(Broken::Wire(error.into())),
             }
         }
+        self.sent = self.backlog.len() - sending.left();
         if self.waiting() == 0 {
             self.backlog = Vec::new();
             self.sent = 0;

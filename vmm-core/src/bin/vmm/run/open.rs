@@ -18,6 +18,7 @@ use proto::{
     model::{
         disk::{Cache, Disk, Source},
         nic::Mac,
+        pci,
         resources::HugePages,
         vm::{Attachment, Backing, Boot, Manifest, Nic},
     },
@@ -27,11 +28,10 @@ use proto::{
 use crate::sys;
 use vmm_core::memory::huge;
 
-/// PCI device numbers: the entropy device, then disks, then NICs, each with room for as many as there may be, then the
-/// balloon.
+/// PCI slots: on bus 0 the entropy device, then disks, then NICs, then the balloon; more disks and NICs on further buses.
 const RNG_SLOT: u32 = 1;
-const FIRST_DISK_SLOT: u32 = 2;
-const FIRST_NIC_SLOT: u32 = 18;
+const DISK_SLOTS: std::ops::Range<u32> = 2..18;
+const NIC_SLOTS: std::ops::Range<u32> = 18..26;
 const BALLOON_SLOT: u32 = 26;
 
 /// A machine's spec with the descriptors that it names.
@@ -81,11 +81,13 @@ pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
             },
             cmdline: cmdline.clone(),
         }),
-        disks: (FIRST_DISK_SLOT..)
+        disks: DISK_SLOTS
+            .chain(pci::further())
             .zip(&spec.disks)
             .map(|(slot, disk)| open_disk(&mut fds, slot, disk))
             .collect::<Result<_>>()?,
-        nics: (FIRST_NIC_SLOT..)
+        nics: NIC_SLOTS
+            .chain(pci::further().rev())
             .zip(&spec.nics)
             .map(|(slot, nic)| open_nic(&mut fds, slot, name, nic))
             .collect::<Result<_>>()?,

@@ -4,7 +4,8 @@ use proto::{
     model::{
         Violations,
         disk::Disk,
-        vm::{MAX_DISKS, VmSpec},
+        pci,
+        vm::{MAX_DISKS_AND_NICS, VmSpec},
     },
     v1::{self, AttachmentPhase},
 };
@@ -19,6 +20,7 @@ use crate::{
             Actor, Reply, answer,
             attachments::{Attachment, Plug, PlugKind},
             plug::{self, AttachError, Outcome},
+            run::THIRD_MINOR,
         },
         admission::Place,
         change::{self, Live},
@@ -120,10 +122,10 @@ impl Actor {
         let hardware = self.record.hardware.clone().unwrap_or_default();
         let of_run = self.record.instance.as_ref().and_then(|run| run.hardware.clone());
         let slot = machine::free_slot(&[&hardware, &of_run.unwrap_or_default()])
-            .filter(|_| self.spec.disks.len() < MAX_DISKS);
+            .filter(|_| self.spec.disks.len() + self.spec.nics.len() < MAX_DISKS_AND_NICS);
         let Some(slot) = slot else {
             let message = format!(
-                "VM \"{}\" has {MAX_DISKS} disks, as many as there are slots: detach one first",
+                "VM \"{}\" has {MAX_DISKS_AND_NICS} disks and NICs, as many as there are slots: detach one first",
                 self.record.name
             );
             return Err(Failure::new(Kind::Exhausted, "NO_FREE_SLOT", message));
@@ -161,13 +163,24 @@ impl Actor {
         let (host, of) = (std::sync::Arc::clone(&self.host), name.clone());
         let (limited, uid) = (std::sync::Arc::clone(&self.host), self.uid);
         let spec = change::machine(&self.record, &self.spec);
+        let further = hardware
+            .disk_slots
+            .get(&name)
+            .is_some_and(|slot| pci::is_further(*slot));
+        let known = match further {
+            true => self.knows_minor(THIRD_MINOR, "take more disks than its first PCI bus has room for"),
+            false => Ok(()),
+        };
         let task = self.disks.tasks.spawn(async move {
             // The disk's buffers take memory, its threads are tasks.
             let renewed = spawn_blocking(move || limits::renew(&limited, uid, &spec)).await;
             if let Err(error) = renewed {
                 tracing::error!(%uid, %error, "set the limits of a running VM anew");
             }
-            let result = plug::attach(host, client, disk, hardware).await;
+            let result = match known {
+                Ok(()) => plug::attach(host, client, disk, hardware).await,
+                Err(failure) => Err(AttachError::Refused(failure)),
+            };
             Outcome::Attached(of, serial, result)
         });
         let attachment = self.disks.entry(&name);

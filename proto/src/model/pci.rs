@@ -1,0 +1,64 @@
+//! Where PCI devices of platform v1 are.
+//!
+//! A slot is a bus and a device number in one: `bus << 5 | device`, so that the numbers of bus 0, which were all that
+//! there was at first, mean what they did. Bus 0 has a range for each kind of device. Buses 1 and 2 are for the disks and
+//! NICs that find no number there: disks take them from the bottom, NICs from the top. So a new disk moves no NIC, also
+//! where addresses follow from the order in a manifest alone.
+
+/// Device numbers of a bus.
+const DEVICES: u8 = 32;
+/// The first number beyond those of the last bus, 2.
+const END: u8 = 3 * DEVICES;
+
+/// A place for a device: 1 to 95, but for the multiples of 32. Device 0 of bus 0 is the host bridge, of other buses
+/// nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PciSlot(u8);
+
+impl PciSlot {
+    /// The last one.
+    pub const LAST: Self = Self(END - 1);
+
+    /// Bus and device number: `bus << 5 | device`.
+    pub fn number(self) -> u8 {
+        self.0
+    }
+}
+
+impl TryFrom<u32> for PciSlot {
+    type Error = u32;
+
+    fn try_from(number: u32) -> Result<Self, u32> {
+        u8::try_from(number)
+            .ok()
+            .filter(|slot| *slot < END && !slot.is_multiple_of(DEVICES))
+            .map(Self)
+            .ok_or(number)
+    }
+}
+
+/// Whether a slot is on another bus than 0.
+pub fn is_further(slot: u32) -> bool {
+    slot >= u32::from(DEVICES)
+}
+
+/// The slots of buses 1 and 2, upwards.
+pub fn further() -> impl DoubleEndedIterator<Item = u32> {
+    (u32::from(DEVICES)..u32::from(END)).filter(|slot| !slot.is_multiple_of(u32::from(DEVICES)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_is_any_device_of_three_buses_but_the_first() {
+        let valid: Vec<u32> = (0..300).filter(|slot| PciSlot::try_from(*slot).is_ok()).collect();
+        let expected: Vec<u32> = (1..32).chain(33..64).chain(65..96).collect();
+        assert_eq!(valid, expected);
+        assert_eq!(PciSlot::try_from(u32::MAX), Err(u32::MAX));
+        let further: Vec<u32> = further().collect();
+        assert_eq!(further, expected[31..]);
+        assert!(further.iter().all(|slot| is_further(*slot)) && !is_further(31));
+    }
+}
