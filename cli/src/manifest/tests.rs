@@ -364,11 +364,11 @@ fn anchors_and_aliases_stand_for_what_they_name() {
     "frequency: 2",
     "vm.yaml:12: spec.cpu.frequency: unknown field; known here: `cores`, `coreFractionPercent`, `coreLimitPercent`, `hostCpus`"
 )]
-#[case::no_cpus("cores: 2", "cores: 0", "vm.yaml:12: spec.cpu.cores: must be 1 to 32, is 0")]
+#[case::no_cpus("cores: 2", "cores: 0", "vm.yaml:12: spec.cpu.cores: must be 1 to 254, is 0")]
 #[case::many_cpus(
     "cores: 2",
     "cores: 10000",
-    "vm.yaml:12: spec.cpu.cores: must be 1 to 32, is 10000"
+    "vm.yaml:12: spec.cpu.cores: must be 1 to 254, is 10000"
 )]
 #[case::negative(
     "cores: 2",
@@ -388,7 +388,7 @@ fn anchors_and_aliases_stand_for_what_they_name() {
 #[case::little_memory(
     "256Mi",
     "1Mi",
-    "vm.yaml:14: spec.memory.sizeBytes: must be 128 MiB to 16 GiB (134217728 to 17179869184), is 1048576"
+    "vm.yaml:14: spec.memory.sizeBytes: must be 128 MiB to 4 TiB (134217728 to 4398046511104), is 1048576"
 )]
 #[case::unknown_enum(
     "format: raw",

@@ -359,7 +359,7 @@ fn why_a_disk_can_not_be_attached_is_said_with_what_to_do() {
     assert_eq!(run(&daemon, "attach web --disk nope"), failed(5, expected));
     let expected = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
     assert_eq!(run(&daemon, "attach nope --disk data"), failed(3, expected));
-    let expected = "error: VM \"web\" has 16 disks, as many as there are slots: detach one first; `vmmctl describe vm web` \
+    let expected = "error: VM \"web\" has 64 disks and NICs, as many as there are slots: detach one first; `vmmctl describe vm web` \
                     shows them\n";
     assert_eq!(
         run(&daemon, "attach web --disk data --name one-too-many"),

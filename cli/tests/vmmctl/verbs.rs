@@ -165,11 +165,11 @@ fn edit_keeps_what_was_written_when_it_cannot_be_applied() {
         env!("CARGO_BIN_EXE_vmmctl"),
         manifest.display()
     );
-    let wrong = "sed -i 's/cores: 2/cores: 99/'";
+    let wrong = "sed -i 's/cores: 2/cores: 999/'";
     let renamed = "sed -i 's/name: web/name: db/'";
     let fails = "false && true";
     for (editor, code, words) in [
-        (wrong, 6, "spec.cpu.cores: must be 1 to 32, is 99"),
+        (wrong, 6, "spec.cpu.cores: must be 1 to 254, is 999"),
         (renamed, 6, "a VM's name can't be changed"),
         (fails, 1, "the editor `false && true` ended with"),
         (&conflict, 4, "vm/web was changed by somebody else meanwhile"),

@@ -23,7 +23,7 @@ use std::fmt;
 pub struct Violation {
     /// Path as a manifest has it: `spec.disks[1].path`.
     pub field: String,
-    /// What is wrong and what is allowed: "must be 1 to 32, is 0".
+    /// What is wrong and what is allowed: "must be 1 to 254, is 0".
     pub description: String,
 }
 

@@ -187,12 +187,12 @@ fn memory_is_128_mib_to_16_gib_in_steps_of_2_mib() {
         127 << 20,
         (128 << 20) + 4096,
         (256 << 20) + (1 << 20),
-        (16 << 30) + (2 << 20),
+        (4 << 40) + (2 << 20),
         u64::MAX,
     ] {
         assert!(refused(bytes), "{bytes}");
     }
-    for bytes in [128 << 20, 130 << 20, 3 << 30, 5 << 30, 16 << 30] {
+    for bytes in [128 << 20, 130 << 20, 3 << 30, 5 << 30, 16 << 30, 4 << 40] {
         assert!(!refused(bytes), "{bytes}");
     }
 }
@@ -268,11 +268,32 @@ fn groups_and_boot_orders_fit_together() {
 
 #[test]
 fn topology_follows_the_rule_of_platform_v1() {
-    for (cores, sockets) in [(1, 1), (3, 1), (16, 1), (18, 2), (32, 2)] {
+    for (cores, sockets) in [
+        (1, 1),
+        (3, 1),
+        (16, 1),
+        (17, 1),
+        (18, 2),
+        (32, 2),
+        (33, 1),
+        (34, 2),
+        (36, 4),
+        (64, 4),
+        (66, 2),
+        (68, 4),
+        (72, 8),
+        (248, 8),
+        (249, 1),
+        (250, 2),
+        (252, 4),
+        (254, 2),
+    ] {
         assert_eq!(Topology::for_cores(cores).unwrap().sockets, sockets, "{cores}");
+    }
+    for cores in 1..=254 {
         assert_eq!(Topology::for_cores(cores).unwrap().cores(), cores);
     }
-    for cores in [0, 17, 31, 33, 10_000, u32::MAX] {
+    for cores in [0, 255, 256, 10_000, u32::MAX] {
         assert!(Topology::for_cores(cores).is_err(), "{cores}");
     }
 }

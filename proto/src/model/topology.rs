@@ -3,7 +3,7 @@
 /// Sockets and cores of a VM; one thread per core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Topology {
-    /// 1 to 8.
+    /// 1, 2, 4 or 8.
     pub sockets: u32,
     /// Cores in each socket.
     pub cores_per_socket: u32,
@@ -11,52 +11,33 @@ pub struct Topology {
 
 /// A number of cores that the platform doesn't have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum InvalidCores {
-    /// Out of range.
-    #[error("must be 1 to {max}, is {cores}")]
-    Range {
-        /// What was asked for.
-        cores: u32,
-        /// Most that there can be.
-        max: u32,
-    },
-    /// Does not divide evenly over the sockets.
-    #[error("must be a multiple of {sockets} (that many sockets above {above} cores), is {cores}")]
-    Uneven {
-        /// What was asked for.
-        cores: u32,
-        /// Sockets at this size.
-        sockets: u32,
-        /// Last size with fewer sockets.
-        above: u32,
-    },
+#[error("must be 1 to {max}, is {cores}", max = Topology::MAX_CORES)]
+pub struct InvalidCores {
+    /// What was asked for.
+    pub cores: u32,
 }
 
 impl Topology {
-    /// Most virtual CPUs of a VM at present.
-    pub const MAX_CORES: u32 = 32;
+    /// Most virtual CPUs of a VM: as many as local APICs have ids below 255, the broadcast (Intel SDM vol. 3, 11.6.1).
+    /// Interrupts reach each of them without remapping: an I/O APIC's input and a message of MSI name the destination in
+    /// eight bits.
+    pub const MAX_CORES: u32 = 254;
 
-    /// 1–16 cores are one socket; 17–32 two; 33–64 four; more eight. The count must divide evenly.
+    /// 1–16 cores are one socket, 17–32 two, 33–64 four, more eight; a count that does not divide evenly has half as many
+    /// sockets, until it does.
+    ///
+    /// So each count from 1 to 254 has a topology in which all sockets are alike, and, since the number of sockets is a power
+    /// of two, one whose local APIC ids (socket above core, each in whole bits) stay below 255.
     pub fn for_cores(cores: u32) -> Result<Self, InvalidCores> {
-        if cores == 0 || cores > Self::MAX_CORES {
-            return Err(InvalidCores::Range {
-                cores,
-                max: Self::MAX_CORES,
-            });
-        }
-        let (sockets, above) = match cores {
-            1..=16 => (1, 0),
-            17..=32 => (2, 16),
-            33..=64 => (4, 32),
-            _ => (8, 64),
+        let most = match cores {
+            1..=16 => 1,
+            17..=32 => 2,
+            33..=64 => 4,
+            65..=Self::MAX_CORES => 8,
+            _ => return Err(InvalidCores { cores }),
         };
-        if !cores.is_multiple_of(sockets) {
-            return Err(InvalidCores::Uneven {
-                cores,
-                sockets,
-                above,
-            });
-        }
+        // The power of two up to `most` that divides the count.
+        let sockets = 1 << cores.trailing_zeros().min(u32::trailing_zeros(most));
         Ok(Self {
             sockets,
             cores_per_socket: cores / sockets,

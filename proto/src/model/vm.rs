@@ -27,7 +27,7 @@ const MIB: u64 = 1 << 20;
 /// Least guest RAM in bytes.
 pub const MIN_MEMORY: u64 = 128 * MIB;
 /// Most guest RAM in bytes.
-pub const MAX_MEMORY: u64 = 16 << 30;
+pub const MAX_MEMORY: u64 = 4 << 40;
 /// Guest RAM is a multiple of this many bytes.
 pub const MEMORY_STEP: u64 = 2 * MIB;
 /// The least that a guest can be left with by its balloon, in bytes: below it hardly anything runs.
@@ -306,7 +306,7 @@ fn memory_size(found: &mut Violations, bytes: u64) {
     if !(MIN_MEMORY..=MAX_MEMORY).contains(&bytes) {
         found.add(
             field,
-            format_args!("must be 128 MiB to 16 GiB ({MIN_MEMORY} to {MAX_MEMORY}), is {bytes}"),
+            format_args!("must be 128 MiB to 4 TiB ({MIN_MEMORY} to {MAX_MEMORY}), is {bytes}"),
         );
     } else if !bytes.is_multiple_of(MEMORY_STEP) {
         found.add(

@@ -240,7 +240,11 @@ fn memory(table: &mut Table, ram: u64) {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+#[allow(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::cast_possible_truncation
+)]
 mod tests {
     use super::*;
 
@@ -340,7 +344,9 @@ mod tests {
             (short, u32::from_le_bytes(*bytes[0x1c..].first_chunk().unwrap()))
         };
         assert_eq!(size(256 * layout::MIB), (256, 0));
+        assert_eq!(size(32_767 * layout::MIB), (0x7fff, 32_767));
         assert_eq!(size(64 * layout::GIB), (0x7fff, 65_536));
+        assert_eq!(size(layout::RAM_MAX), (0x7fff, 4_194_304));
         assert_eq!(
             of_kind(
                 &System {
@@ -361,6 +367,35 @@ mod tests {
             u64::from_le_bytes(*high[0x17..].first_chunk().unwrap()),
             6 * layout::GIB - 1
         );
+    }
+
+    #[test]
+    fn the_largest_machine_is_told_without_an_overflow_and_fits() {
+        let ram = layout::RAM_MAX;
+        for (sockets, cores_per_socket) in [(8, 31), (2, 127), (1, 253)] {
+            let system = System {
+                sockets,
+                cores_per_socket,
+                ram,
+                ..SYSTEM
+            };
+            assert!(build(&system).len() as u64 <= layout::SMBIOS.end - layout::SMBIOS.start);
+            let processors = of_kind(&system, 4);
+            assert_eq!(processors.len() as u32, sockets);
+            for (bytes, _) in processors {
+                let count = cores_per_socket.to_le_bytes();
+                // Core, enabled and thread count in a byte each, and in two (7.5, offsets 0x23 and 0x2a).
+                assert_eq!(bytes[0x23..0x26], [count[0]; 3]);
+                assert_eq!(bytes[0x2a..0x30], [count[0], count[1]].repeat(3));
+            }
+            let (array, _) = of_kind(&system, 16).remove(0);
+            assert_eq!(array[0x7..0xb], [0, 0, 0, 0x80], "see the extended capacity");
+            assert_eq!(u64::from_le_bytes(*array[0xf..].first_chunk().unwrap()), ram);
+            let high = of_kind(&system, 19).remove(1).0;
+            assert_eq!(high[4..12], [0xff; 8], "see the extended addresses");
+            let end = u64::from_le_bytes(*high[0x17..].first_chunk().unwrap());
+            assert_eq!(end, layout::GIB + ram - 1);
+        }
     }
 
     #[test]

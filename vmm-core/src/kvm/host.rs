@@ -38,6 +38,14 @@ pub enum KvmError {
         /// As KVM says.
         max: usize,
     },
+    /// An id that no vCPU of this host's KVM can have.
+    #[error("this host's KVM has no vCPU {id}: ids are below {end}")]
+    VcpuId {
+        /// As asked for.
+        id: u32,
+        /// As KVM says.
+        end: usize,
+    },
     /// An ioctl failed.
     #[error("{operation} failed")]
     Ioctl {
@@ -141,6 +149,17 @@ impl Host {
         self.kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
             .map_err(KvmError::ioctl("KVM_GET_SUPPORTED_CPUID"))
+    }
+
+    /// Width of a physical address of guests (CPUID leaf 0x8000_0008, EAX, bits 7:0; 36 without it, Intel SDM vol. 3,
+    /// 4.1.4).
+    pub fn physical_address_bits(&self) -> Result<u32, KvmError> {
+        let supported = self.supported_cpuid()?;
+        let leaf = supported
+            .as_slice()
+            .iter()
+            .find(|entry| entry.function == 0x8000_0008);
+        Ok(leaf.map_or(36, |leaf| leaf.eax & 0xff))
     }
 
     /// Whether local APIC timers can count to a TSC value (`KVM_CAP_TSC_DEADLINE_TIMER`).

@@ -29,7 +29,7 @@ fn an_open_kvm_is_taken() {
         .open("/dev/kvm")
         .expect("these tests need KVM");
     let host = Host::from_fd(kvm.as_fd().try_clone_to_owned().unwrap()).unwrap();
-    assert!(Vm::create(&host).unwrap().max_vcpus() >= 32);
+    assert!(Vm::create(&host).unwrap().max_vcpus() >= 254);
 }
 
 #[test]
@@ -63,6 +63,30 @@ fn a_second_ram_is_refused() {
     let ram = GuestRam::new(RAM_MIN, Backing::Private).unwrap();
     vm.set_ram(&ram).unwrap();
     assert!(vm.set_ram(&ram).is_err());
+}
+
+#[test]
+fn the_most_ram_that_fits_the_host_can_be_built_without_having_it() {
+    use vm_memory::{Bytes as _, GuestAddress, GuestMemoryBackend as _};
+
+    use crate::memory::{
+        Backing, GuestRam,
+        layout::{MIB, RAM_MAX, TooLarge, fits},
+    };
+    let host = host();
+    let ram = match fits(RAM_MAX, host.physical_address_bits().unwrap()) {
+        Ok(()) => RAM_MAX,
+        Err(TooLarge { most, .. }) => most * MIB,
+    };
+    for backing in [Backing::Private, Backing::Shared] {
+        let memory = GuestRam::new(ram, backing).unwrap();
+        let vm = Vm::create(&host).unwrap();
+        vm.set_ram(&memory).unwrap();
+        let last = memory.memory().last_addr().0;
+        let end = GuestAddress(last - 7);
+        memory.memory().write_obj(0x1234_5678_u64, end).unwrap();
+        assert_eq!(memory.memory().read_obj::<u64>(end).unwrap(), 0x1234_5678);
+    }
 }
 
 #[test]

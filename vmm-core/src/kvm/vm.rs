@@ -34,6 +34,8 @@ pub struct Vm {
     msr_numbers: MsrNumbers,
     max_vcpus: usize,
     has_pit: bool,
+    /// Ids of vCPUs are below it.
+    max_vcpu_id: usize,
 }
 
 impl fmt::Debug for Vm {
@@ -98,6 +100,7 @@ impl Vm {
             msr_numbers: MsrNumbers::new(indices.as_slice()),
             max_vcpus: host.kvm().get_max_vcpus(),
             has_pit,
+            max_vcpu_id: host.kvm().get_max_vcpu_id(),
         }))
     }
 
@@ -115,10 +118,10 @@ impl Vm {
 
     /// Makes vCPU `id`, whose local APIC id it also is.
     pub fn create_vcpu(self: &Arc<Self>, id: u32) -> Result<Vcpu, KvmError> {
-        if usize::try_from(id).is_ok_and(|id| id >= self.max_vcpus.max(256)) {
-            return Err(KvmError::TooManyVcpus {
-                wanted: usize::try_from(id).unwrap_or(usize::MAX).saturating_add(1),
-                max: self.max_vcpus,
+        if usize::try_from(id).is_ok_and(|id| id >= self.max_vcpu_id) {
+            return Err(KvmError::VcpuId {
+                id,
+                end: self.max_vcpu_id,
             });
         }
         let fd = self

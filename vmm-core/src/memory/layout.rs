@@ -29,7 +29,7 @@ pub const RAM_ALIGNMENT: u64 = 2 * MIB;
 /// The least RAM that a machine has, in bytes.
 pub const RAM_MIN: u64 = 128 * MIB;
 /// The most RAM that a machine has, in bytes.
-pub const RAM_MAX: u64 = 16 * GIB;
+pub const RAM_MAX: u64 = 4096 * GIB;
 
 /// Where low RAM ends at the latest and the MMIO hole begins (`CLOUDHV_MMIO_HOLE_ADDRESS`).
 pub const HOLE_START: u64 = 0xc000_0000;
@@ -79,6 +79,35 @@ pub fn mmio64(ram: u64) -> Range<u64> {
     start..start.saturating_add(MMIO64_LENGTH)
 }
 
+/// A machine that needs more address space than its host's processors have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the processors of this host have {bits} bits of physical address: with what PCI takes above it, RAM can be at most {most} \
+     MiB, and is to be {} MiB",
+    ram / MIB
+)]
+pub struct TooLarge {
+    /// RAM in bytes.
+    pub ram: u64,
+    /// Width of a physical address.
+    pub bits: u32,
+    /// Most RAM that fits, in MiB.
+    pub most: u64,
+}
+
+/// Whether all of a machine's address space is below `1 << bits`: an address beyond it can't be mapped (Intel SDM vol. 3, 4.1.4;
+/// EPT and NPT have the same width).
+pub fn fits(ram: u64, bits: u32) -> Result<(), TooLarge> {
+    let end = 1_u64.checked_shl(bits).unwrap_or(u64::MAX);
+    if mmio64(ram).end <= end {
+        return Ok(());
+    }
+    let window = end.saturating_sub(MMIO64_LENGTH) / MMIO64_LENGTH * MMIO64_LENGTH;
+    let most = HOLE_START.saturating_add(window.saturating_sub(HIGH_RAM_START));
+    let most = if window < HIGH_RAM_START { 0 } else { most / MIB };
+    Err(TooLarge { ram, bits, most })
+}
+
 /// What firmware or a kernel may use of a range (ACPI 6.5, 15: address range types).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeKind {
@@ -126,9 +155,36 @@ mod tests {
         assert_eq!(ram_ranges(5 * GIB), (0..3 * GIB, 4 * GIB..6 * GIB));
     }
 
+    #[test]
+    fn a_machine_fits_the_width_of_the_hosts_addresses_or_the_most_that_does_is_told() {
+        assert_eq!(fits(RAM_MAX, 43), Ok(()));
+        assert_eq!(fits(RAM_MAX, 52), Ok(()));
+        assert_eq!(fits(60 * GIB, 37), Ok(()));
+        for (ram, bits) in [
+            (RAM_MAX, 42),
+            (RAM_MAX, 40),
+            (64 * GIB, 37),
+            (RAM_MIN, 36),
+            (RAM_MIN, 32),
+        ] {
+            let error = fits(ram, bits).unwrap_err();
+            assert_eq!((error.ram, error.bits), (ram, bits));
+            if error.most > 0 {
+                assert_eq!(fits(error.most * MIB, bits), Ok(()), "{error}");
+                assert!(fits(error.most * MIB + RAM_ALIGNMENT, bits).is_err(), "{error}");
+            }
+        }
+        assert_eq!(fits(RAM_MAX, 40).unwrap_err().most, 959 * 1024);
+        assert_eq!(
+            fits(RAM_MAX, 40).unwrap_err().to_string(),
+            "the processors of this host have 40 bits of physical address: with what PCI takes above it, RAM can be at most \
+             982016 MiB, and is to be 4194304 MiB"
+        );
+    }
+
     proptest! {
         #[test]
-        fn the_map_holds_all_ram_but_the_reserved_part_in_order_without_overlap(units in 64_u64..8192) {
+        fn the_map_holds_all_ram_but_the_reserved_part_in_order_without_overlap(units in 64_u64..=RAM_MAX / RAM_ALIGNMENT) {
             let ram = units * RAM_ALIGNMENT;
             let map = memory_map(ram);
             let mut last = 0;

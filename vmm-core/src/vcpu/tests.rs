@@ -296,6 +296,48 @@ fn all_vcpus_of_a_large_machine_stop_and_run_together() {
     assert!(rig.reports.try_recv().is_err());
 }
 
+/// What 254 vCPUs are for: each is there, under the local APIC id that the topology says, and the last of them starts when
+/// the first one sends it INIT and a startup IPI.
+#[test]
+fn the_last_vcpu_of_the_largest_machine_starts_when_the_first_says_so() {
+    const FLAG: u64 = 0x9000;
+    // Real mode at 0x8000: mov word [0x9000], 1; hlt; jmp $-1.
+    let startup = [0xc7, 0x06, 0x00, 0x90, 1, 0, 0xf4, 0xeb, 0xfd];
+    let topology = Topology::for_cores(254).unwrap();
+    let id = cpuid::apic_id(topology, 253);
+    assert_eq!(id, 254);
+    let mut rig = rig(
+        254,
+        &code(&[
+            // mov dword [0xfee00310], id << 24; INIT and startup IPI with vector 8; wait for the flag.
+            &[
+                0xc7,
+                0x05,
+                0x10,
+                0x03,
+                0xe0,
+                0xfe,
+                0,
+                0,
+                0,
+                u8::try_from(id).unwrap(),
+            ],
+            &[0xc7, 0x05, 0x00, 0x03, 0xe0, 0xfe, 0x00, 0x45, 0x00, 0x00],
+            &[0xc7, 0x05, 0x00, 0x03, 0xe0, 0xfe, 0x08, 0x46, 0x00, 0x00],
+            // cmp dword [0x9000], 0; je -9.
+            &[0x83, 0x3d, 0x00, 0x90, 0x00, 0x00, 0x00, 0x74, 0xf7],
+            &END,
+        ]),
+    );
+    rig.ram
+        .memory()
+        .write_slice(&startup, GuestAddress(0x8000))
+        .unwrap();
+    let _end = rig.probe(&rig.spaces.pio, 0x80, 1, Effect::PowerOff);
+    rig.run_to_end();
+    assert_eq!(rig.word(FLAG), 1);
+}
+
 #[test]
 fn a_call_is_refused_while_the_vcpu_runs() {
     let mut rig = rig(1, &SPIN);

@@ -13,12 +13,12 @@ use serde::Deserialize;
 pub struct Policy {
     /// From 1.
     pub min_cores: u32,
-    /// Up to 32.
+    /// Up to 254.
     pub max_cores: u32,
     /// From 128 MiB.
     #[serde(default = "min_memory")]
     pub min_memory_mib: u64,
-    /// Up to 16 GiB.
+    /// Up to 4 TiB.
     #[serde(default = "max_memory")]
     pub max_memory_mib: u64,
     /// The memory is a multiple of this; of anything that a VM can have when 0.

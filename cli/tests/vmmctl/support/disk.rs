@@ -54,7 +54,8 @@ impl State {
             self.find_disk(&disk.disk).map_err(missing)?;
         }
         if disk.name == TOO_MANY {
-            let message = "VM \"web\" has 16 disks, as many as there are slots: detach one first".to_owned();
+            let message =
+                "VM \"web\" has 64 disks and NICs, as many as there are slots: detach one first".to_owned();
             return Err(refusal(Code::ResourceExhausted, "NO_FREE_SLOT", message));
         }
         let status = vm.status.as_mut().unwrap();

@@ -1,6 +1,9 @@
 use std::collections::BTreeMap;
 
+use proto::model::topology::Topology;
+
 use super::*;
+use crate::{board::cpuid::apic_id, memory::layout};
 
 const BASE: u64 = 0xe0000;
 
@@ -118,6 +121,31 @@ fn the_madt_lists_each_cpu_once_with_its_apic_id() {
         .map(|uid| (uid, if uid == 2 { 40 } else { uid }, 1))
         .collect();
     assert_eq!((ids, io_apics), (expected, 1));
+}
+
+#[test]
+fn the_largest_machine_has_local_apics_that_old_kernels_know_and_its_tables_fit() {
+    for cores in [1, 2, 16, 17, 64, 248, 254] {
+        let topology = Topology::for_cores(cores).unwrap();
+        let platform = Platform {
+            apic_ids: (0..cores).map(|vcpu| apic_id(topology, vcpu)).collect(),
+            ..platform(1)
+        };
+        let tables = build(&platform, BASE);
+        assert!(tables.bytes.len() as u64 <= layout::ACPI.end - layout::ACPI.start);
+        let madt = &walk(&tables)["APIC"];
+        let mut entries = &madt[44..];
+        let mut ids = Vec::new();
+        while let [kind, length, ..] = *entries {
+            let (entry, rest) = entries.split_at(usize::from(length));
+            assert_ne!(kind, 9, "an x2APIC");
+            if kind == 0 {
+                ids.push(u32::from(entry[3]));
+            }
+            entries = rest;
+        }
+        assert_eq!(ids, platform.apic_ids);
+    }
 }
 
 #[test]

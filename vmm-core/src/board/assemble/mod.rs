@@ -45,7 +45,7 @@ use super::{
     machine::Machine,
 };
 use crate::{
-    kvm::{AddressSpaces, Host, IrqChipState, Vm},
+    kvm::{AddressSpaces, Host, IrqChipState, KvmError, Vm},
     lifecycle::{self, Builder, Failure, Notice, Notifier},
     memory::{Backing, GuestRam, layout},
     vcpu::{Outside, Report, ReportKind, Vcpus},
@@ -135,6 +135,7 @@ impl Assembly {
     ) -> Result<Self, Failure> {
         let host = Host::from_fd(fds.take(spec.kvm)?)?;
         let vm = Vm::create(&host)?;
+        holds(&host, &vm, spec)?;
         vm.set_ram(&ram)?;
         let pci = PciRoot::new(pci_windows(spec.memory_bytes));
         let spaces = AddressSpaces {
@@ -272,15 +273,11 @@ impl Sockets {
         notify: Arc<dyn NotifyRegistry>,
         notifier: Notifier,
     ) -> Self {
-        let windows = PciWindows {
-            low: layout::MMIO32,
-            high: layout::mmio64(1 << 30),
-        };
         Self {
             memory,
             msi,
             notify,
-            pci: PciRoot::new(windows),
+            pci: PciRoot::new(pci_windows(1 << 30)),
             mmio: Arc::new(Bus::new()),
             notifier,
         }
@@ -315,6 +312,19 @@ impl Sockets {
             .map_err(|error| pci_failure(name, &error))?;
         Ok(device)
     }
+}
+
+/// Whether a machine of this size fits what the host's processors and KVM can do.
+fn holds(host: &Host, vm: &Vm, spec: &model::machine::Machine) -> Result<(), Failure> {
+    let wanted = usize::try_from(spec.topology.cores()).unwrap_or(usize::MAX);
+    let max = vm.max_vcpus();
+    if wanted > max {
+        return Err(KvmError::TooManyVcpus { wanted, max }.into());
+    }
+    layout::fits(spec.memory_bytes, host.physical_address_bits()?).map_err(|error| Failure {
+        kind: ErrorKind::Resources,
+        message: error.to_string(),
+    })
 }
 
 /// The descriptors that came with the spec; each is taken once.

@@ -149,8 +149,8 @@ fn adjust(entry: &mut kvm_cpuid_entry2, vendor: Vendor, topology: Topology, tsc_
             if cores > 1 {
                 entry.edx |= bit::HTT;
             }
-            // Line size of CLFLUSH stays; APIC ids in the package; the id itself is the vCPU's own.
-            entry.ebx = entry.ebx & 0xff00 | slots << 16;
+            // Line size of CLFLUSH stays; APIC ids in the package, as many as eight bits hold; the id itself is the vCPU's own.
+            entry.ebx = entry.ebx & 0xff00 | slots.min(0xff) << 16;
         }
         (4, _) => set_cache_sharing(entry, topology, true),
         (6, _) => {

@@ -282,7 +282,7 @@ spec:
             (MINIMAL.replace("cores", "coars"), "coars"),
             (
                 MINIMAL.replace("cores: 2", "cores: 10000"),
-                "spec.cpu.cores: must be 1 to 32",
+                "spec.cpu.cores: must be 1 to 254",
             ),
             (MINIMAL.replace("web", "a/b"), "metadata.name"),
             (format!("{MINIMAL}status: {{reason: x}}\n"), "status"),
