@@ -237,7 +237,7 @@ mod tests {
         for (wrong, key) in [
             (policy((0, 2), (512, 2048, 512), &[5]), "min_cores"),
             (policy((3, 2), (512, 2048, 512), &[5]), "max_cores"),
-            (policy((1, 33), (512, 2048, 512), &[5]), "max_cores"),
+            (policy((1, 255), (512, 2048, 512), &[5]), "max_cores"),
             (policy((1, 2), (1, 2048, 512), &[5]), "min_memory_mib"),
             (policy((1, 2), (512, 511, 512), &[5]), "max_memory_mib"),
             (policy((1, 2), (512, 1 << 60, 512), &[5]), "max_memory_mib"),

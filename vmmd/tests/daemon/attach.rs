@@ -231,10 +231,10 @@ async fn a_disk_of_another_running_vm_is_refused_with_its_name() {
 }
 
 #[tokio::test]
-async fn there_are_sixteen_slots_and_then_a_clear_error() {
+async fn there_is_room_for_sixty_four_disks_and_then_a_clear_error() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
-    for index in 0..16 {
+    for index in 0..64 {
         daemon
             .attach("web", disk(&daemon, &format!("d{index}")))
             .await

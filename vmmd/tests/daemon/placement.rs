@@ -152,7 +152,7 @@ async fn all_that_stands_against_a_vm_is_said_at_once() {
 #[tokio::test]
 async fn a_manifest_that_is_wrong_in_itself_is_refused_with_its_fields() {
     let daemon = Daemon::start().await;
-    let refused = check(&daemon, sized(&daemon, "web", 99, 128, 0))
+    let refused = check(&daemon, sized(&daemon, "web", 255, 128, 0))
         .await
         .unwrap_err();
     assert_eq!(
