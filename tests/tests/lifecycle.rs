@@ -51,10 +51,13 @@ fn a_guest_that_panics_and_halts_is_told_apart() {
 }
 
 #[test]
-fn a_triple_fault_ends_the_run_as_a_crash() {
+fn a_triple_fault_ends_the_run_as_a_crash_where_the_spec_says_so() {
     // reboot=triple makes the kernel reset the machine by an invalid IDT; for the machine that is a crash of the CPU.
     let case = Case::new("triple").expect("node");
-    let spec = busybox().cmdline("reboot=triple").script("reboot");
+    let spec = busybox()
+        .set("/onCrash", "CRASH_POLICY_STOP".into())
+        .cmdline("reboot=triple")
+        .script("reboot");
     let vm = Vm::start(&case, "", &spec).expect("start");
     vm.wait_end(BOOT).expect("the end");
     let ended = (
@@ -62,6 +65,24 @@ fn a_triple_fault_ends_the_run_as_a_crash() {
         vm.field("/status/lastExit/reason").expect("reason"),
     );
     assert_eq!(ended, ("FAILED".into(), "EXIT_REASON_GUEST_CRASH".into()));
+}
+
+#[test]
+fn a_triple_fault_resets_the_machine_as_it_does_a_pc() {
+    let case = Case::new("triple-reset").expect("node");
+    let vm = Vm::start(&case, "", &busybox().cmdline("reboot=triple")).expect("start");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("first boot");
+    let pid = vm.pid().expect("pid");
+    console.type_line("reboot").expect("type");
+    console.until("GUEST-READY", BOOT).expect("next boot");
+    assert_eq!(vm.pid().expect("pid"), pid);
+    let instance = vm.get().expect("get")["status"]["instance"].clone();
+    assert_eq!(instance["crashResets"], "1", "{instance}");
+    assert!(
+        instance["guestResets"].is_null() || instance["guestResets"] == "0",
+        "{instance}"
+    );
 }
 
 #[test]

@@ -23,7 +23,7 @@ fn vm(code: &[u8]) -> TempDir {
     let kernel = dir.path().join("kernel");
     std::fs::write(&kernel, guest::program(code)).unwrap();
     let manifest = format!(
-        "{{apiVersion: vmmd/v1, kind: Vm, metadata: {{name: web}}, spec: {{cpu: {{cores: 1}}, \
+        "{{apiVersion: vmmd/v1, kind: Vm, metadata: {{name: web}}, spec: {{onCrash: CRASH_POLICY_STOP, cpu: {{cores: 1}}, \
          memory: {{sizeBytes: 134217728}}, boot: {{linux: {{kernel: {}}}}}}}}}",
         kernel.display()
     );

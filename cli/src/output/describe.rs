@@ -109,6 +109,7 @@ fn restart(text: &mut Lines, status: &v1::VmStatus) {
         (counts.guest_shutdowns, "power-offs"),
         (counts.guest_resets, "resets"),
         (counts.guest_panics, "panics"),
+        (counts.crash_resets, "resets after a crash"),
         (counts.guest_crashes, "crashes"),
         (counts.vmm_errors, "errors of the vmm"),
         (counts.out_of_memory, "out of memory"),
@@ -126,6 +127,9 @@ fn instance(text: &mut Lines, status: &v1::VmStatus, now: jiff::Timestamp) {
         text.put("  User", &instance.uid.to_string());
         text.put("  Started", &when(instance.start_time.as_ref(), now));
         text.put("  Guest resets", &instance.guest_resets.to_string());
+        if instance.crash_resets > 0 {
+            text.put("  After a crash", &instance.crash_resets.to_string());
+        }
         text.put("  vmm version", &instance.vmm_version);
     }
     if let Some(exit) = &status.last_exit {

@@ -10,6 +10,7 @@ use super::{
     disk::{Format, MAX_QUEUES, MAX_SERIAL, OnError, RateLimit},
     nic::Mac,
     pci::PciSlot,
+    policy::OnCrash,
     resources::{HugePages, MAX_NUMA_NODE, MemoryOptions},
     topology::Topology,
     vm::{MAX_CMDLINE, MAX_DISKS_AND_NICS, MAX_MEMORY, MEMORY_STEP, MIN_MEMORY},
@@ -55,6 +56,8 @@ pub struct Machine {
     pub serial_log: Option<(FdIndex, FdIndex)>,
     /// The balloon, if it has one.
     pub balloon: Option<Balloon>,
+    /// What follows on a triple fault.
+    pub on_crash: OnCrash,
 }
 
 /// The balloon.
@@ -272,6 +275,7 @@ impl Machine {
             },
             serial_log,
             balloon: spec.balloon.as_ref().map(|wire| balloon(&mut claims, wire, spec)),
+            on_crash: OnCrash::of_machine(&mut claims.found, spec.on_crash),
         };
         claims.found.or(machine)
     }

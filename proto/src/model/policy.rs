@@ -1,7 +1,7 @@
-//! When a VM is started without having been asked to.
+//! When a VM is started, and its machine reset, without anybody having asked.
 
 use super::Violations;
-use crate::v1;
+use crate::{v1, vmm};
 
 /// What the node does when a VM has ended, and when the node has been restarted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -43,6 +43,51 @@ impl RunPolicy {
             Self::OnFailure => "RERUN_ON_FAILURE",
             Self::Manual => "MANUAL",
             Self::Off => "ALWAYS_OFF",
+        }
+    }
+}
+
+/// What follows when a vCPU shuts down (triple fault).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnCrash {
+    /// The machine is reset, as PCs are.
+    #[default]
+    Restart,
+    /// The run ends.
+    Stop,
+}
+
+impl OnCrash {
+    /// Notes a value of the API that does not exist.
+    pub(super) fn new(found: &mut Violations, value: i32) -> Self {
+        match v1::CrashPolicy::try_from(value) {
+            Ok(v1::CrashPolicy::Unspecified | v1::CrashPolicy::Restart) => Self::Restart,
+            Ok(v1::CrashPolicy::Stop) => Self::Stop,
+            Err(_) => {
+                found.add("spec.onCrash", format_args!("unknown value {value}"));
+                Self::default()
+            }
+        }
+    }
+
+    /// Notes a value of the private protocol that does not exist.
+    pub(super) fn of_machine(found: &mut Violations, value: i32) -> Self {
+        match vmm::OnCrash::try_from(value) {
+            Ok(vmm::OnCrash::Unspecified | vmm::OnCrash::Restart) => Self::Restart,
+            Ok(vmm::OnCrash::Stop) => Self::Stop,
+            Err(_) => {
+                found.add("on_crash", format_args!("unknown value {value}"));
+                Self::default()
+            }
+        }
+    }
+}
+
+impl From<OnCrash> for vmm::OnCrash {
+    fn from(policy: OnCrash) -> Self {
+        match policy {
+            OnCrash::Restart => Self::Restart,
+            OnCrash::Stop => Self::Stop,
         }
     }
 }

@@ -12,7 +12,7 @@ use super::{
     disk::{Disk, Limit, RateGroup, Source},
     name::Name,
     nic::Mac,
-    policy::RunPolicy,
+    policy::{OnCrash, RunPolicy},
     resources::{self, CpuSet, MemoryOptions},
     topology::Topology,
 };
@@ -79,6 +79,8 @@ pub struct VmSpec {
     pub rate_groups: Vec<RateGroup>,
     /// When it is started without having been asked to.
     pub run_policy: RunPolicy,
+    /// What follows on a triple fault.
+    pub on_crash: OnCrash,
     /// The balloon, if it has one.
     pub balloon: Option<Balloon>,
 }
@@ -195,6 +197,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             found.add("spec.disks", most);
         }
         let run_policy = RunPolicy::new(&mut found, spec.run_policy);
+        let on_crash = OnCrash::new(&mut found, spec.on_crash);
         let field = "spec.rateGroups";
         let rate_groups = list(
             &mut found,
@@ -238,6 +241,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 nics,
                 rate_groups,
                 run_policy,
+                on_crash,
                 balloon,
             }),
             _ => Err(found),

@@ -7,7 +7,7 @@ use std::{
 };
 
 use devices::virtio::fault::LogLimit;
-use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec};
+use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec, OnCrash};
 use tracing::{debug, info, warn};
 
 use super::{
@@ -25,6 +25,8 @@ pub struct Driver<A, B> {
     machine: Option<Box<dyn Machine>>,
     /// The guest's kernel panicked and has not been reset since.
     panicked: bool,
+    /// The run ends with a triple fault, which else resets the machine.
+    stops_on_crash: bool,
     /// Of lines about what a guest can do again and again.
     log_limit: LogLimit,
     /// The machine could not be paused after a disk's error: when it is tried again, and the error.
@@ -44,6 +46,16 @@ struct DiskError {
 /// stay unanswered.
 const PAUSE_AGAIN: Duration = Duration::from_secs(10);
 
+/// Why the machine is reset.
+enum ResetCause {
+    /// The guest asked for it.
+    Guest,
+    /// A triple fault: what happened.
+    Crash(String),
+    /// A client asked for it, who waits for the answer.
+    Request(Token),
+}
+
 /// Whether the machine goes on.
 enum Next {
     GoOn,
@@ -61,6 +73,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             builder,
             machine: None,
             panicked: false,
+            stops_on_crash: false,
             log_limit: LogLimit::new(),
             pause_again: None,
             pending: Vec::new(),
@@ -173,7 +186,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Admission::Go => match request {
                 Request::Stop => return Next::End(self.stopped(), Some(token)),
                 Request::Boot { spec, fds, paused } => return self.boot(token, &spec, fds, paused),
-                Request::Reset => return self.reset(Some(token)),
+                Request::Reset => return self.reset(ResetCause::Request(token)),
                 Request::Pause => self.pause(),
                 Request::Resume => self.resume(),
                 Request::PowerButton => self.machine().map(Machine::press_power_button),
@@ -214,6 +227,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 
     fn boot(&mut self, token: Token, spec: &MachineSpec, fds: Vec<OwnedFd>, paused: bool) -> Next {
         self.publisher.set_name(&spec.name);
+        self.stops_on_crash = spec.on_crash() == OnCrash::Stop;
         let started = self
             .builder
             .build(spec, fds, self.notifier.clone())
@@ -341,7 +355,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         match notice {
             Notice::PowerOff if self.panicked => Next::End(self.panic_record(), None),
             Notice::PowerOff => Next::End(exit_record(ExitKind::PowerOff, "the guest powered off"), None),
-            Notice::Reset => self.reset(None),
+            Notice::Reset => self.reset(ResetCause::Guest),
+            Notice::TripleFault(message) if !self.stops_on_crash => self.reset(ResetCause::Crash(message)),
             Notice::GuestPanicked => {
                 if !self.panicked {
                     if self.log_limit.allow().is_some() {
@@ -352,8 +367,12 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 }
                 Next::GoOn
             }
-            Notice::GuestCrashed(_) if self.panicked => Next::End(self.panic_record(), None),
-            Notice::GuestCrashed(message) => Next::End(exit_record(ExitKind::GuestCrash, message), None),
+            Notice::TripleFault(_) | Notice::GuestCrashed(_) if self.panicked => {
+                Next::End(self.panic_record(), None)
+            }
+            Notice::TripleFault(message) | Notice::GuestCrashed(message) => {
+                Next::End(exit_record(ExitKind::GuestCrash, message), None)
+            }
             Notice::VmmFailed(message) => Next::End(exit_record(ExitKind::VmmError, message), None),
             Notice::DeviceError { device, message } => {
                 debug!(device, message, "device error");
@@ -371,24 +390,21 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
     }
 
-    /// The machine is reset, by the guest or because `asker` asks for it: the same process goes on with it. A paused machine
-    /// stays paused.
-    fn reset(&mut self, asker: Option<Token>) -> Next {
+    /// The machine is reset and the same process goes on with it. A paused machine stays paused. A guest that resets or
+    /// crashes in a loop is not held back, as on a PC: each time is counted, the log takes a few lines of them.
+    fn reset(&mut self, cause: ResetCause) -> Next {
+        let asker = match cause {
+            ResetCause::Request(token) => Some(token),
+            ResetCause::Guest | ResetCause::Crash(_) => None,
+        };
         let running = self.publisher.state() == State::Running;
         let result = self.machine().and_then(Machine::reset);
         if let Err(failure) = result {
             return self.failed_reset("reset", failure, asker);
         }
-        if asker.is_some() {
-            info!("the machine was reset by request");
-        } else if let Some(left_out) = self.log_limit.allow() {
-            info!(%left_out, "the guest reset itself");
-        }
         self.panicked = false;
         self.pause_again = None;
-        if asker.is_none() {
-            self.publisher.guest_reset();
-        }
+        self.publish_reset(cause);
         self.collect();
         // Of several vCPUs each may have asked for the reset that just happened, or panicked before it.
         let waiting: Vec<_> = self
@@ -408,6 +424,24 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             }
         }
         Next::GoOn
+    }
+
+    fn publish_reset(&mut self, cause: ResetCause) {
+        match cause {
+            ResetCause::Request(_) => info!("the machine was reset by request"),
+            ResetCause::Guest => {
+                if let Some(left_out) = self.log_limit.allow() {
+                    info!(%left_out, "the guest reset itself");
+                }
+                self.publisher.guest_reset();
+            }
+            ResetCause::Crash(message) => {
+                if let Some(left_out) = self.log_limit.allow() {
+                    warn!(%left_out, message, "the machine was reset because the guest crashed");
+                }
+                self.publisher.crash_reset(message);
+            }
+        }
     }
 
     fn failed_reset(&mut self, operation: &str, failure: Failure, asker: Option<Token>) -> Next {
@@ -438,6 +472,12 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 fn is_of_the_guest(input: &Input) -> bool {
     matches!(
         input,
-        Input::Notice(Notice::PowerOff | Notice::Reset | Notice::GuestPanicked | Notice::GuestCrashed(_))
+        Input::Notice(
+            Notice::PowerOff
+                | Notice::Reset
+                | Notice::GuestPanicked
+                | Notice::TripleFault(_)
+                | Notice::GuestCrashed(_)
+        )
     )
 }

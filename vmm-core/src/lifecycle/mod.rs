@@ -137,7 +137,9 @@ pub enum Notice {
     Reset,
     /// The guest's kernel said that it panicked.
     GuestPanicked,
-    /// A vCPU can't go on: triple fault, emulation failure. Holds what happened.
+    /// A vCPU shut down. Holds which: "vCPU 0: triple fault".
+    TripleFault(String),
+    /// A vCPU can't go on: emulation failure, a state that the processor refuses. Holds what happened.
     GuestCrashed(String),
     /// The host or the vmm failed. Holds what happened.
     VmmFailed(String),

@@ -3,8 +3,8 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use proto::vmm::{
-    DeviceError, DiskDetached, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset, PauseReason,
-    StateChanged, Status, event::Kind,
+    CrashReset, DeviceError, DiskDetached, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset,
+    PauseReason, StateChanged, Status, event::Kind,
 };
 
 use super::{Answer, Detached, Failure, Token, admission::State};
@@ -73,6 +73,15 @@ impl<A: Audience> Publisher<A> {
         self.status.guest_resets += 1;
         self.send(Kind::GuestReset(GuestReset {
             guest_resets: self.status.guest_resets,
+        }));
+    }
+
+    /// The machine was reset after a triple fault.
+    pub fn crash_reset(&mut self, message: String) {
+        self.status.crash_resets += 1;
+        self.send(Kind::CrashReset(CrashReset {
+            crash_resets: self.status.crash_resets,
+            message,
         }));
     }
 

@@ -4,7 +4,7 @@ use std::sync::{
     mpsc::{Sender, channel},
 };
 
-use proto::vmm::{Event, ExitKind, ExitRecord, PauseReason, event::Kind};
+use proto::vmm::{Event, ExitKind, ExitRecord, OnCrash, PauseReason, event::Kind};
 
 use super::{driver::Driver, publisher::Audience, *};
 
@@ -214,6 +214,7 @@ impl Audience for Log {
                 }
             }
             Kind::GuestReset(reset) => format!("guest reset {}", reset.guest_resets),
+            Kind::CrashReset(reset) => format!("crash reset {}: {}", reset.crash_resets, reset.message),
             Kind::GuestPanicked(_) => "guest panicked".into(),
             Kind::DeviceError(error) => format!("{}: {}", error.device, error.message),
             Kind::Ended(ended) => format!("ended {:?}", ended.exit.unwrap().kind()),
@@ -243,8 +244,13 @@ fn token(request: u64) -> Token {
 }
 
 fn boot(paused: bool) -> Request {
+    boot_with(OnCrash::Unspecified, paused)
+}
+
+fn boot_with(on_crash: OnCrash, paused: bool) -> Request {
     let spec = Box::new(MachineSpec {
         name: "web".into(),
+        on_crash: on_crash.into(),
         ..MachineSpec::default()
     });
     Request::Boot {
@@ -252,6 +258,10 @@ fn boot(paused: bool) -> Request {
         fds: Vec::new(),
         paused,
     }
+}
+
+fn triple_fault() -> Input {
+    Input::Notice(Notice::TripleFault("vCPU 0: triple fault".into()))
 }
 
 /// Puts all inputs in the queue, runs the driver to its end, and gives what happened in order.
@@ -417,20 +427,98 @@ fn a_guest_that_resets_after_its_panic_is_not_called_panicked_later() {
 }
 
 #[test]
-fn a_triple_fault_is_a_crash_and_a_failure_of_the_host_is_ours() {
-    for (notice, kind) in [
+fn a_triple_fault_ends_a_run_that_is_to_stop_and_a_failure_of_the_host_is_ours() {
+    let crashed = Notice::GuestCrashed("vCPU 0: emulation failure".into());
+    let failed = Notice::VmmFailed("KVM_RUN: bad address".into());
+    for (notice, on_crash, kind) in [
+        (triple_fault(), OnCrash::Stop, ExitKind::GuestCrash),
         (
-            Notice::GuestCrashed("vCPU 0: triple fault".into()),
+            Input::Notice(crashed.clone()),
+            OnCrash::Stop,
             ExitKind::GuestCrash,
         ),
-        (
-            Notice::VmmFailed("KVM_RUN: bad address".into()),
-            ExitKind::VmmError,
-        ),
+        (Input::Notice(crashed), OnCrash::Restart, ExitKind::GuestCrash),
+        (Input::Notice(failed), OnCrash::Restart, ExitKind::VmmError),
     ] {
-        let (_, record) = run(vec![request(1, boot(false)), Input::Notice(notice)], |_| ());
+        let (log, record) = run(vec![request(1, boot_with(on_crash, false)), notice], |_| ());
         assert_eq!(record.kind(), kind);
         assert!(record.message.contains(": "));
+        assert!(!log.contains(&"reset".to_owned()), "{log:?}");
+    }
+}
+
+#[test]
+fn a_triple_fault_resets_the_machine_unless_it_is_to_stop_and_is_counted_apart() {
+    for on_crash in [OnCrash::Unspecified, OnCrash::Restart] {
+        let (log, record) = run(
+            vec![
+                request(1, boot_with(on_crash, false)),
+                triple_fault(),
+                Input::Notice(Notice::Reset),
+                request(2, Request::Stop),
+            ],
+            |_| (),
+        );
+        assert_eq!(
+            log[3..6],
+            ["reset", "crash reset 1: vCPU 0: triple fault", "start"],
+            "{log:?}"
+        );
+        assert!(!log.contains(&"guest reset 2".to_owned()), "{log:?}");
+        assert_eq!(record.kind(), ExitKind::Stopped);
+    }
+}
+
+#[test]
+fn each_turn_of_a_crash_loop_is_counted() {
+    const TURNS: usize = 100;
+    let (sender, receiver) = channel();
+    let log = Log::default();
+    let builder = TestBuilder {
+        log: log.clone(),
+        inputs: sender.clone(),
+        pause_fails: false,
+        fails: false,
+        holds: Arc::default(),
+        detached: Arc::default(),
+    };
+    let (notifier, audience) = (Notifier::new(sender.clone()), log.clone());
+    // A driver stays on the thread that made it.
+    let thread = std::thread::spawn(move || Driver::new(receiver, notifier, audience, builder).run(|_| ()));
+    let starts = |log: &Log| {
+        let lines = log.0.lock().unwrap();
+        lines.iter().filter(|line| *line == "start").count()
+    };
+    sender.send(request(1, boot(false))).unwrap();
+    for turn in 1..=TURNS {
+        // A crash that is told while the machine is being reset would belong to that reset.
+        while starts(&log) < turn {
+            std::thread::yield_now();
+        }
+        sender.send(triple_fault()).unwrap();
+    }
+    while starts(&log) <= TURNS {
+        std::thread::yield_now();
+    }
+    sender.send(request(2, Request::Stop)).unwrap();
+    assert_eq!(thread.join().unwrap().kind(), ExitKind::Stopped);
+    let last = format!("crash reset {TURNS}: vCPU 0: triple fault");
+    assert!(log.take().contains(&last));
+}
+
+#[test]
+fn a_guest_that_crashes_after_its_panic_starts_anew_or_has_panicked() {
+    for (on_crash, kind) in [
+        (OnCrash::Restart, ExitKind::Stopped),
+        (OnCrash::Stop, ExitKind::GuestPanic),
+    ] {
+        let inputs = vec![
+            request(1, boot_with(on_crash, false)),
+            Input::Notice(Notice::GuestPanicked),
+            triple_fault(),
+            request(2, Request::Stop),
+        ];
+        assert_eq!(run(inputs, |_| ()).1.kind(), kind);
     }
 }
 

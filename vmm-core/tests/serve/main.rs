@@ -9,8 +9,8 @@ mod sandbox;
 use std::os::unix::process::ExitStatusExt;
 
 use proto::vmm::{
-    Boot, ErrorKind, ExitKind, GetStatus, Hello, Pause, PowerButton, Resume, State, Stop, event, request::Op,
-    response::Result as Answer,
+    Boot, ErrorKind, ExitKind, GetStatus, Hello, MachineSpec, OnCrash, Pause, PowerButton, Resume, State,
+    Stop, event, request::Op, response::Result as Answer,
 };
 use rstest::rstest;
 
@@ -81,7 +81,15 @@ fn ends_of_the_guests_own_making_are_told_apart(
 ) {
     let mut vmm = Vmm::start();
     let mut client = vmm.client();
-    boot(&mut client, &guest::program(code));
+    let stop = Boot {
+        machine: Some(MachineSpec {
+            on_crash: OnCrash::Stop.into(),
+            ..MachineSpec::default()
+        }),
+        paused: false,
+    };
+    let answer = client.boot(&guest::program(code), &stop);
+    assert_eq!(state(&answer), State::Running);
     assert_eq!(client.wait_for_end().kind(), kind);
     assert_eq!(vmm.wait().code(), Some(exit));
     assert_eq!(vmm.exit_record().kind(), kind);
@@ -103,6 +111,27 @@ fn a_guest_that_resets_goes_on_in_the_same_process() {
     assert_eq!(client.wait_for_end().kind(), ExitKind::PowerOff);
     assert_eq!(vmm.wait().code(), Some(0));
     assert_eq!(vmm.serial_log(), "hihi");
+}
+
+#[test]
+fn a_guest_that_crashes_starts_anew_in_the_same_process() {
+    let mut vmm = Vmm::start();
+    let mut client = vmm.client();
+    boot(
+        &mut client,
+        &guest::program(&[guest::PRINT_HI, guest::TRIPLE_FAULT].concat()),
+    );
+    for turn in 1..=3 {
+        let message = client.wait_for_event(|kind| match kind {
+            event::Kind::CrashReset(reset) if reset.crash_resets == turn => Some(reset.message.clone()),
+            _ => None,
+        });
+        assert_eq!(message, "vCPU 0: triple fault");
+    }
+    client.ask(Op::Stop(Stop {}));
+    vmm.wait();
+    assert_eq!(vmm.exit_record().kind(), ExitKind::Stopped);
+    assert!(vmm.serial_log().starts_with("hihihi"));
 }
 
 #[test]

@@ -375,6 +375,7 @@ impl Client {
             rng_fd: 2,
             serial_log_fd: Some(3),
             serial_log_old_fd: Some(4),
+            on_crash: boot.machine.as_ref().map_or(0, |machine| machine.on_crash),
             ..MachineSpec::default()
         };
         let op = Op::Boot(Boot {

@@ -87,7 +87,8 @@ pub fn event(mut event: Event) -> Result<Event, Lie> {
         Some(event::Kind::DiskDetached(gone)) => {
             check_name(&gone.name, "a disk without a proper name")?;
         }
-        Some(event::Kind::GuestReset(_) | event::Kind::GuestPanicked(_)) | None => {}
+        Some(event::Kind::GuestReset(_) | event::Kind::CrashReset(_) | event::Kind::GuestPanicked(_))
+        | None => {}
     }
     Ok(event)
 }
@@ -138,6 +139,7 @@ fn bound_status(status: &Status) -> Status {
     Status {
         state: status.state().into(),
         guest_resets: status.guest_resets,
+        crash_resets: status.crash_resets,
         // The daemon knows the VM by its own record.
         name: String::new(),
         pause_reason: status.pause_reason().into(),

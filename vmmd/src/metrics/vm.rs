@@ -85,6 +85,12 @@ fn state(families: &mut Families, vm: &str, status: &v1::VmStatus) {
         &[("vm", vm)],
         counts.guest_resets,
     );
+    families.counter(
+        "vmmd_vm_crash_resets",
+        "Resets of the machine after a triple fault since the VM's creation",
+        &[("vm", vm)],
+        counts.crash_resets,
+    );
 }
 
 fn processors(families: &mut Families, vm: &str, cpu: &v1::CpuStats) {

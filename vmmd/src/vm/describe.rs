@@ -109,6 +109,7 @@ impl View {
                 uid: instance.claim.uid(),
                 start_time: run.and_then(|run| text::timestamp(run.started_ms)),
                 guest_resets: instance.guest_resets,
+                crash_resets: instance.crash_resets,
                 vmm_version: instance.version.clone(),
             }),
             last_exit: record.last_exit.clone(),
@@ -227,6 +228,7 @@ fn restart(record: &VmRecord, spec: &VmSpec) -> Option<v1::RestartStatus> {
 fn counts(record: &VmRecord, instance: Option<&Instance>) -> v1::RunCounts {
     let mut counts = record.counts.unwrap_or_default();
     counts.guest_resets += instance.map_or(0, |instance| instance.guest_resets);
+    counts.crash_resets += instance.map_or(0, |instance| instance.crash_resets);
     counts
 }
 

@@ -59,6 +59,8 @@ pub struct Instance {
     pub minor: u32,
     /// Resets that the guest did in this run.
     pub guest_resets: u64,
+    /// Resets after a triple fault in this run.
+    pub crash_resets: u64,
     /// The guest's kernel has panicked and has not been reset since.
     pub panicked: bool,
     /// How it said that it ends, before it did.
@@ -86,6 +88,7 @@ impl Instance {
             minor: hello.map_or(0, |hello| hello.minor),
             panicked: false,
             guest_resets: status.map_or(0, |status| status.guest_resets),
+            crash_resets: status.map_or(0, |status| status.crash_resets),
             ended: None,
         }
     }

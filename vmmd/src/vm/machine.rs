@@ -190,6 +190,7 @@ pub fn assemble(
         balloon: spec
             .balloon
             .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
+        on_crash: vmm::OnCrash::from(spec.on_crash).into(),
     };
     (machine, fds.0)
 }

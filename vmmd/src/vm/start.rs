@@ -251,6 +251,7 @@ fn instance(
         version: hello.build,
         minor: hello.minor,
         guest_resets: 0,
+        crash_resets: 0,
         panicked: false,
         ended: None,
     }

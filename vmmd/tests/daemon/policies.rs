@@ -303,3 +303,50 @@ async fn a_vm_that_makes_room_for_the_nodes_shutdown_stays_wanted() {
         VmPhase::Stopped
     );
 }
+
+#[tokio::test]
+async fn a_crash_resets_the_machine_and_is_counted_apart_from_resets_and_ends() {
+    let mut daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    end(&daemon, &vm, "triple\ntriple\nreset");
+    let counted = |crashes, resets| {
+        move |status: &VmStatus| {
+            let counts = status.counts.unwrap_or_default();
+            (counts.crash_resets, counts.guest_resets) == (crashes, resets)
+        }
+    };
+    let status = daemon.wait("web", counted(2, 1)).await;
+    assert_eq!(status.phase(), VmPhase::Running);
+    assert_eq!(status.instance.as_ref().unwrap().crash_resets, 2);
+    assert_eq!(status.counts.unwrap().guest_crashes, 0);
+    daemon.kill_and_restart().await;
+    daemon.wait("web", counted(2, 1)).await;
+    daemon.stop("web", None).await.unwrap();
+    daemon.wait("web", counted(2, 1)).await;
+    let vm = daemon.start_vm("web").await.unwrap();
+    end(&daemon, &vm, "triple");
+    daemon.wait("web", counted(3, 1)).await;
+}
+
+#[tokio::test]
+async fn a_crash_ends_the_run_of_a_vm_that_is_to_stop() {
+    let daemon = Daemon::configured(LONG).await;
+    let mut vm = manifest(&daemon, "web", RunPolicy::Manual);
+    vm.spec.as_mut().unwrap().on_crash = v1::CrashPolicy::Stop.into();
+    daemon.create(vm).await.unwrap();
+    let vm = daemon.start_vm("web").await.unwrap();
+    end(&daemon, &vm, "triple");
+    let status = daemon.wait_phase("web", VmPhase::Failed).await;
+    assert_eq!(exit(&status), ExitReason::GuestCrash);
+    let counts = status.counts.unwrap();
+    assert_eq!((counts.crash_resets, counts.guest_crashes), (0, 1));
+}
+
+#[tokio::test]
+async fn an_unknown_crash_policy_is_refused() {
+    let daemon = Daemon::start().await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().on_crash = 77;
+    let refused = daemon.create(vm).await.unwrap_err();
+    assert!(refused.message().contains("spec.onCrash"), "{refused}");
+}

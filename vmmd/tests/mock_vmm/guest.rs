@@ -20,8 +20,8 @@ use std::{
 
 use prost::Message;
 use proto::vmm::{
-    DeviceError, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset, MachineSpec, PauseReason,
-    State, StateChanged, Status, event::Kind,
+    CrashReset, DeviceError, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset, MachineSpec,
+    OnCrash, PauseReason, State, StateChanged, Status, event::Kind,
 };
 
 use crate::{
@@ -49,6 +49,8 @@ struct Inner {
     name: String,
     cmdline: String,
     resets: u64,
+    crash_resets: u64,
+    on_crash: OnCrash,
     history: Vec<u8>,
     serial_log: Option<File>,
     /// Why it is paused, if by a disk.
@@ -97,6 +99,7 @@ impl Guest {
     pub fn boot(&self, machine: &MachineSpec, serial_log: Option<File>, fds: Vec<OwnedFd>) -> Status {
         let mut inner = self.lock();
         inner.name.clone_from(&machine.name);
+        inner.on_crash = machine.on_crash();
         inner.cmdline = machine.kernel.clone().unwrap().cmdline;
         inner.serial_log = serial_log;
         inner.devices = fds;
@@ -192,6 +195,7 @@ impl Guest {
                 self.lock().tell(Kind::GuestPanicked(GuestPanicked {}));
                 self.end(ExitKind::GuestPanic, "the guest's kernel panicked");
             }
+            ["triple"] => self.triple_fault(),
             ["crash"] => self.end(ExitKind::GuestCrash, "triple fault"),
             ["error"] => self.end(ExitKind::VmmError, "out of luck"),
             ["abort"] => process::abort(),
@@ -230,6 +234,22 @@ impl Guest {
             }
             _ => self.lock().print(format!("{line}\r\n").as_bytes()),
         }
+    }
+
+    /// What the spec says about a vCPU that shuts down.
+    fn triple_fault(&self) {
+        let message = "vCPU 0: triple fault";
+        let mut inner = self.lock();
+        if inner.on_crash == OnCrash::Stop {
+            drop(inner);
+            self.end(ExitKind::GuestCrash, message);
+        }
+        inner.crash_resets += 1;
+        let crash_resets = inner.crash_resets;
+        inner.tell(Kind::CrashReset(CrashReset {
+            crash_resets,
+            message: message.into(),
+        }));
     }
 
     /// Ends as a killed process does, only slower: first what it has open, then itself.
@@ -272,6 +292,7 @@ impl Inner {
         Status {
             state: self.state.into(),
             guest_resets: self.resets,
+            crash_resets: self.crash_resets,
             name: self.name.clone(),
             exit: None,
             pause_reason: match (self.state, self.pause_message.is_empty()) {

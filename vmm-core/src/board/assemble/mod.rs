@@ -45,7 +45,7 @@ use super::{
     machine::Machine,
 };
 use crate::{
-    kvm::{AddressSpaces, Host, IrqChipState, KvmError, Vm},
+    kvm::{AddressSpaces, Crash, Host, IrqChipState, KvmError, Vm},
     lifecycle::{self, Builder, Failure, Notice, Notifier},
     memory::{Backing, GuestRam, layout},
     vcpu::{Outside, Report, ReportKind, Vcpus},
@@ -384,6 +384,7 @@ fn notice(report: &Report) -> Notice {
         ReportKind::PowerOff => Notice::PowerOff,
         ReportKind::GuestPanicked => Notice::GuestPanicked,
         ReportKind::Crashed(crash) if crash.is_host_unusable() => Notice::VmmFailed(crash.to_string()),
+        ReportKind::Crashed(crash @ Crash::TripleFault) => Notice::TripleFault(of_vcpu(crash)),
         ReportKind::Crashed(crash) => Notice::GuestCrashed(of_vcpu(crash)),
         ReportKind::Failed(error) => Notice::VmmFailed(of_vcpu(&lifecycle::with_causes(error))),
     }

@@ -98,6 +98,7 @@ fn text_is_cut_to_one_line_and_numbers_out_of_their_set_are_unknown() {
         }),
         name: "n".repeat(1 << 16),
         guest_resets: 7,
+        crash_resets: 3,
     };
     let Ok(Outcome::Status(bound)) = response(Outcome::Status(status)) else {
         panic!("a status");
@@ -114,7 +115,10 @@ fn text_is_cut_to_one_line_and_numbers_out_of_their_set_are_unknown() {
         (exit.message.len(), exit.message.capacity() <= 2 * TEXT),
         (TEXT, true)
     );
-    assert_eq!((bound.name.as_str(), bound.guest_resets), ("", 7));
+    assert_eq!(
+        (bound.name.as_str(), bound.guest_resets, bound.crash_resets),
+        ("", 7, 3)
+    );
 }
 
 #[test]

@@ -89,6 +89,8 @@ pub struct Actor {
     evacuated: bool,
     /// When a reset by the guest was last told of.
     reset_told: Option<Instant>,
+    /// The same of resets after a crash.
+    crash_told: Option<Instant>,
     disks: Attachments,
     mailbox: mpsc::Receiver<Command>,
     publisher: watch::Sender<Arc<v1::Vm>>,
@@ -137,6 +139,7 @@ impl Actor {
             held: false,
             evacuated: false,
             reset_told: None,
+            crash_told: None,
             disks,
             mailbox,
             publisher,

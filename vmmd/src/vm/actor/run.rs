@@ -305,6 +305,14 @@ impl Actor {
                 self.tell_guest_reset();
                 self.publish();
             }
+            Some(event::Kind::CrashReset(reset)) => {
+                if let Some(instance) = &mut self.instance {
+                    instance.crash_resets = reset.crash_resets;
+                    instance.panicked = false;
+                }
+                self.tell_crash_reset(&reset.message);
+                self.publish();
+            }
             Some(event::Kind::GuestPanicked(_)) => {
                 let (phase, message) = (self.view.phase, "the guest's kernel has panicked");
                 if let Some(instance) = &mut self.instance
@@ -372,6 +380,7 @@ impl Actor {
                 instance.version = hello.build;
                 instance.minor = hello.minor;
                 instance.guest_resets = status.guest_resets;
+                instance.crash_resets = status.crash_resets;
                 if matches!(self.work, Work::None) {
                     self.take_state(&status);
                 }

@@ -272,6 +272,7 @@ impl Actor {
     fn end_run(&mut self, instance: &Instance, exit: ExitStatus) -> u64 {
         let counts = self.record.counts.get_or_insert_default();
         counts.guest_resets += instance.guest_resets;
+        counts.crash_resets += instance.crash_resets;
         // A panic is counted when it is told of.
         if !(exit.reason() == ExitReason::GuestPanic && instance.panicked) {
             count(counts, exit.reason());

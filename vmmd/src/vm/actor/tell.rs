@@ -72,11 +72,28 @@ impl Actor {
 
     /// Tells of a reset by the guest.
     pub(super) fn tell_guest_reset(&mut self) {
-        let now = Instant::now();
-        let recent = |told: Instant| now.duration_since(told) < RESETS;
-        if !self.reset_told.is_some_and(recent) {
+        if let Some(now) = due(self.reset_told) {
             self.reset_told = Some(now);
             self.tell(EventSeverity::Normal, "GuestReset", "the guest reset its machine");
         }
     }
+
+    /// Tells of a reset after a triple fault. A guest can crash a thousand times a second: neither the events nor the log
+    /// take each of them.
+    pub(super) fn tell_crash_reset(&mut self, what: &str) {
+        if let Some(now) = due(self.crash_told) {
+            self.crash_told = Some(now);
+            let vm = self.record.name.as_str();
+            tracing::warn!(vm, what, "the machine was reset because the guest crashed");
+            let message = format!("{what}: the machine was reset (onCrash: restart)");
+            self.tell(EventSeverity::Warning, "GuestCrashReset", &message);
+        }
+    }
+}
+
+/// Now, unless the last event of its kind is recent.
+fn due(told: Option<Instant>) -> Option<Instant> {
+    let now = Instant::now();
+    let recent = |told: Instant| now.duration_since(told) < RESETS;
+    (!told.is_some_and(recent)).then_some(now)
 }

@@ -11,7 +11,7 @@ use proto::{
         Violations,
         disk::{Disk, MAX_SERIAL},
     },
-    v1::{self, DiskErrorPolicy, DiskFormat, RunPolicy, VmSpec},
+    v1::{self, CrashPolicy, DiskErrorPolicy, DiskFormat, RunPolicy, VmSpec},
 };
 use serde_json::Value as Json;
 
@@ -105,6 +105,9 @@ pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
     let mut spec = spec.clone();
     if spec.run_policy() == RunPolicy::Unspecified {
         spec.set_run_policy(RunPolicy::AlwaysOnUnlessStopped);
+    }
+    if spec.on_crash() == CrashPolicy::Unspecified {
+        spec.set_on_crash(CrashPolicy::Restart);
     }
     if let Some(cpu) = &mut spec.cpu
         && cpu.core_fraction_percent == 0

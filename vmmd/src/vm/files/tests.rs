@@ -37,6 +37,7 @@ fn case() -> Case {
         nics: Vec::new(),
         rate_groups: Vec::new(),
         run_policy: proto::model::policy::RunPolicy::default(),
+        on_crash: proto::model::policy::OnCrash::default(),
         balloon: None,
     };
     Case {

@@ -209,6 +209,7 @@ impl Server {
                 self.status = changed.status.clone().unwrap_or_default();
             }
             Some(event::Kind::GuestReset(reset)) => self.status.guest_resets = reset.guest_resets,
+            Some(event::Kind::CrashReset(reset)) => self.status.crash_resets = reset.crash_resets,
             _ => {}
         }
         let message = Message {

@@ -107,6 +107,7 @@ pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
         balloon: spec
             .balloon
             .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
+        on_crash: vmm::OnCrash::from(spec.on_crash).into(),
     };
     Ok((machine, fds.0))
 }
