@@ -21,14 +21,18 @@ fn with_guest(topic: &str, attack: impl FnOnce(&Vm<'_>, &mut Console)) {
     let bridge = case.bridge().expect("a bridge");
     node.sh(&format!(
         "\
-         yes vmmd | head -c 1048576 >{folder}/disk.raw && cp {folder}/disk.raw {folder}/before.raw"
+         yes vmmd | head -c 1048576 >{folder}/disk.raw && cp {folder}/disk.raw {folder}/before.raw && \
+         truncate -s 1M {folder}/scratch.raw"
     ))
-    .expect("a bridge and a disk");
+    .expect("the disks");
     let spec = VmSpec::new(
         node.guests().vmlinuz(Kernel::Cloud612),
         Some(format!("{folder}/initrd")),
     )
+    // Its own kernel lets it reach configuration space as a whole.
+    .cmdline("iomem=relaxed")
     .disk("data", &format!("{folder}/disk.raw"), true)
+    .disk("scratch", &format!("{folder}/scratch.raw"), false)
     .nic("eth0", &bridge);
     let vm = Vm::start(&case, "", &spec).expect("start");
     let mut console = vm.console().expect("console");
@@ -66,6 +70,9 @@ fn with_guest(topic: &str, attack: impl FnOnce(&Vm<'_>, &mut Console)) {
             60,
         )
         .expect("the disk");
+    let write = "yes again | head -c 65536 >/dev/vdb && sync && echo 3 >/proc/sys/vm/drop_caches && \
+                 yes again | head -c 65536 | cmp -n 65536 - /dev/vdb";
+    console.run(write, 60).expect("the disk that can be written to");
     console
         .run("dd if=/dev/hwrng of=/dev/null bs=512 count=4", 60)
         .expect("the entropy device");
@@ -81,37 +88,84 @@ fn with_guest(topic: &str, attack: impl FnOnce(&Vm<'_>, &mut Console)) {
     vm.ctl("stop --grace 60s").expect("stop");
 }
 
-fn phase(console: &mut Console, phase: &str) {
+fn phase(console: &mut Console, phase: &str) -> String {
     let text = console
         .run(&format!("hostile {phase}"), 400)
         .expect("the phase ends with success");
     assert!(text.contains("HOSTILE DONE"), "{text}");
+    text
+}
+
+/// The number before `unit` in each line of a guest's report that has both words.
+fn counts(text: &str, word: &str, unit: &str) -> Vec<u64> {
+    let lines = text.lines().filter(|line| line.contains(word));
+    let number = |line: &str| line.split(unit).next()?.split_whitespace().last()?.parse().ok();
+    lines
+        .filter(|line| line.contains(unit))
+        .filter_map(number)
+        .collect()
+}
+
+/// Accesses in widths 1, 2, 4 (and 8) to each of `bytes` bytes that end within them.
+fn accesses(bytes: u64, widths: &[u64]) -> u64 {
+    widths.iter().map(|width| bytes + 1 - width).sum()
 }
 
 #[test]
 fn nonsense_in_pci_config_space_is_harmless() {
-    with_guest("hostile-cfg", |_, console| phase(console, "config"));
+    with_guest("hostile-cfg", |_, console| {
+        let text = phase(console, "config");
+        let walked = counts(&text, "HOSTILE config", " accesses walked");
+        // The host bridge, two disks, the NIC, the entropy device and the balloon.
+        assert!(walked.len() >= 6, "{text}");
+        let whole = accesses(4096, &[1, 2, 4]);
+        assert!(walked.iter().all(|count| *count == whole), "{text}");
+        let text = phase(console, "absent");
+        let there = walked.len() as u64;
+        let (functions, absent) = (
+            counts(&text, "HOSTILE absent", " survived"),
+            counts(&text, "HOSTILE absent", " accesses"),
+        );
+        assert_eq!(absent, [2 * (functions[0] - there)], "{text}");
+    });
 }
 
 #[test]
 fn nonsense_in_every_register_is_harmless() {
-    with_guest("hostile-mmio", |_, console| phase(console, "mmio"));
+    with_guest("hostile-mmio", |_, console| {
+        let text = phase(console, "mmio");
+        let (bytes, walked) = (
+            counts(&text, "HOSTILE mmio", " bytes"),
+            counts(&text, "HOSTILE mmio", " accesses walked"),
+        );
+        assert!(bytes.len() >= 5, "{text}");
+        let whole: Vec<u64> = bytes
+            .iter()
+            .map(|bytes| accesses(*bytes, &[1, 2, 4, 8]))
+            .collect();
+        assert_eq!(walked, whole, "{text}");
+    });
 }
 
 #[test]
 fn broken_rings_and_chains_are_harmless_and_a_reset_mends_the_device() {
-    with_guest("hostile-rings", |_, console| phase(console, "rings"));
+    with_guest("hostile-rings", |_, console| {
+        phase(console, "rings");
+    });
 }
 
 #[test]
 fn nonsense_in_every_port_is_harmless_and_a_reset_of_the_machine_mends_all() {
     with_guest("hostile-ports", |vm, console| {
-        console.type_line("hostile ports").expect("type");
-        console.until("HOSTILE DONE", 400).expect("the ports are walked");
+        console.type_line("hostile ports pic pit").expect("type");
+        let mut text = console.until("HOSTILE DONE", 400).expect("the ports are walked");
         console.type_line("hostile fatal-ports").expect("type");
-        console
+        text += &console
             .until("now the reset", 120)
             .expect("the ports that could end it");
+        let walked = counts(&text, "HOSTILE", " of 196604 port accesses survived");
+        assert_eq!(walked.len(), 4, "{text}");
+        assert_eq!(walked.iter().sum::<u64>(), 196_604, "{text}");
         console
             .until("GUEST-READY", BOOT)
             .expect("the machine boots again");

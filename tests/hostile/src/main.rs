@@ -1,10 +1,12 @@
 //! `hostile PHASE…`: misuses the virtual machine that it runs in. It is put into a guest's initramfs and run as root,
 //! with no driver bound to the virtio devices that it works on.
 //!
-//! Phases: `config` (PCI config space), `mmio` (every byte of every BAR in wrong widths), `rings` (broken descriptor
-//! chains on every queue), `ports` (every I/O port), `fatal-ports` (those that may end the machine). After each phase
-//! and device it prints `HOSTILE <phase> <device> survived`, after `rings` also that the device works again after a
-//! reset. It ends with `HOSTILE DONE`, or with `HOSTILE FAILED: …`. All numbers come from a seeded generator: a run
+//! Phases: `config` (all of the PCI configuration space of each function), `absent` (that of functions that are not there),
+//! `mmio` (every byte of every BAR in wrong widths), `rings` (broken descriptor chains on every queue), `ports` (every I/O
+//! port but those of the next), `pic` and `pit` (the interrupt controllers and the timer, which the kernel here has no use
+//! for once it is up), `fatal-ports` (those that may end the machine). After each phase
+//! and device it prints `HOSTILE <phase> <device> survived` and how many accesses it made, after `rings` also that the device
+//! works again after a reset. It ends with `HOSTILE DONE`, or with `HOSTILE FAILED: …`. All numbers come from a seeded generator: a run
 //! can be repeated.
 
 mod pci;
@@ -19,7 +21,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let phases: Vec<String> = std::env::args().skip(1).collect();
     if phases.is_empty() {
-        eprintln!("usage: hostile [config|mmio|rings|ports|fatal-ports]…");
+        eprintln!("usage: hostile [config|absent|mmio|rings|ports|pic|pit|fatal-ports]…");
         return ExitCode::from(2);
     }
     for phase in &phases {

@@ -34,6 +34,52 @@ pub struct Virtio {
     pub notify_multiplier: usize,
 }
 
+/// Configuration space of all functions, as the MCFG table says where it is (PCI Firmware 3.2, 4.1.2).
+///
+/// sysfs has 256 bytes only of a function without a PCI Express capability. The guest's kernel must have been started with
+/// `iomem=relaxed`.
+pub struct Ecam {
+    memory: File,
+    base: u64,
+    buses: usize,
+}
+
+/// Bytes of a function's configuration space.
+const SPACE: usize = 4096;
+
+impl Ecam {
+    /// Finds it.
+    pub fn open() -> io::Result<Self> {
+        let table = fs::read("/sys/firmware/acpi/tables/MCFG")?;
+        let entry = table
+            .get(44..)
+            .and_then(|entries| entries.first_chunk::<16>())
+            .ok_or_else(|| io::Error::other("an MCFG table without an entry"))?;
+        let (base, buses) = entry.split_at(8);
+        let base = base.iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte));
+        let (first, last) = match buses {
+            [_, _, first, last, ..] => (usize::from(*first), usize::from(*last)),
+            _ => (0, 0),
+        };
+        let memory = OpenOptions::new().read(true).write(true).open("/dev/mem")?;
+        Ok(Self {
+            memory,
+            base,
+            buses: last + 1 - first,
+        })
+    }
+
+    /// How many functions there can be.
+    pub fn functions(&self) -> usize {
+        self.buses * 256
+    }
+
+    /// The space of the function with that number: bus, device and function in one.
+    pub fn function(&self, number: usize) -> io::Result<Mapping> {
+        Mapping::of_place(&self.memory, self.base + number as u64 * SPACE as u64, SPACE)
+    }
+}
+
 /// All functions of the machine, without host bridges where `virtio_only`.
 pub fn functions(virtio_only: bool) -> io::Result<Vec<Function>> {
     let mut found = Vec::new();
@@ -58,6 +104,17 @@ pub fn functions(virtio_only: bool) -> io::Result<Vec<Function>> {
 }
 
 impl Function {
+    /// Its bus, device and function number in one, from a name such as `0000:00:1f.2`.
+    pub fn number(&self) -> io::Result<usize> {
+        let hex = |text: Option<&str>| usize::from_str_radix(text.unwrap_or_default(), 16).ok();
+        let mut parts = self.name.split([':', '.']).skip(1);
+        let parts = [(); 3].map(|()| hex(parts.next()));
+        match parts {
+            [Some(bus), Some(device), Some(function)] => Ok(bus << 8 | device << 3 | function),
+            _ => Err(io::Error::other(format!("{} is no function's name", self.name))),
+        }
+    }
+
     /// Reads 1 to 4 bytes of config space.
     pub fn read(&self, offset: u64, width: usize) -> io::Result<u32> {
         let mut bytes = [0; 4];

@@ -10,11 +10,10 @@ pub fn run(phase: &str) -> io::Result<()> {
         "config" => each(phase, false, config),
         "mmio" => each(phase, true, mmio),
         "rings" => each(phase, true, rings::attack),
-        "ports" => {
-            port::walk()?;
-            println!("HOSTILE ports survived");
-            Ok(())
-        }
+        "absent" => absent(),
+        "ports" => port::plain(),
+        "pic" => port::pic(),
+        "pit" => port::pit(),
         "fatal-ports" => port::fatal(),
         other => Err(io::Error::other(format!("no phase named {other}"))),
     }
@@ -35,22 +34,67 @@ fn each(phase: &str, virtio_only: bool, attack: impl Fn(&pci::Function) -> io::R
     Ok(())
 }
 
-/// Random writes in random widths all over config space: BARs, command, MSI-X control, capabilities.
+/// All of the function's 4 KiB of configuration space in every width, aligned or not, then random writes.
 fn config(function: &pci::Function) -> io::Result<()> {
     let mut random = Random::new(0x636f_6e66);
     let saved = function.save()?;
+    let space = pci::Ecam::open()?.function(function.number()?)?;
+    let mut count = 0;
+    for offset in 0..space.len() {
+        for width in [1, 2, 4]
+            .into_iter()
+            .filter(|width| offset + width <= space.len())
+        {
+            space.write(offset, width, random.nasty());
+            space.read(offset, width);
+            count += 1;
+        }
+        // A function that is moved over the registers of others would take the test's own console away.
+        if offset < 0x40 || offset < 0x100 && offset % 16 == 15 {
+            function.restore(&saved)?;
+        }
+    }
+    println!("HOSTILE config {} {count} accesses walked", function.name);
     for round in 0..2000 {
         let width = 1 << random.below(3);
         let offset = random.next() % (256 - width as u64);
         #[allow(clippy::cast_possible_truncation, reason = "any bits will do")]
         function.write(offset, width, random.nasty() as u32)?;
         function.read(random.next() % 252, width)?;
-        // A function that is moved over the registers of others would take the test's own console away at some
-        // point; back to the start now and then.
         if round % 16 == 0 {
             function.restore(&saved)?;
         }
     }
+    Ok(())
+}
+
+/// Configuration space of all functions that are not there: the first and the last dword of each read as ones, whatever is
+/// written there.
+fn absent() -> io::Result<()> {
+    let ecam = pci::Ecam::open()?;
+    let there: Vec<usize> = pci::functions(false)?
+        .iter()
+        .map(pci::Function::number)
+        .collect::<io::Result<_>>()?;
+    let mut count = 0;
+    for number in (0..ecam.functions()).filter(|number| !there.contains(number)) {
+        let space = ecam.function(number)?;
+        for offset in [0, space.len() - 4] {
+            space.write(offset, 4, 0x1234_5678);
+            let value = space.read(offset, 4);
+            if value != u64::from(u32::MAX) {
+                return Err(io::Error::other(format!(
+                    "function {number:#x} is not there and reads {value:#x}"
+                )));
+            }
+            count += 1;
+        }
+    }
+    println!(
+        "HOSTILE absent {count} accesses, {} functions there of {} survived",
+        there.len(),
+        ecam.functions()
+    );
     Ok(())
 }
 
@@ -59,11 +103,15 @@ fn mmio(function: &pci::Function) -> io::Result<()> {
     function.enable()?;
     let mut random = Random::new(0x6d6d_696f);
     for (index, bar) in function.bars()? {
-        // Beyond a page the areas repeat: one offset in 13 there.
-        for offset in (0..bar.len()).filter(|offset| *offset < 0x400 || offset % 13 == 0) {
-            for width in [1, 2, 4, 8] {
+        let mut count = 0;
+        for offset in 0..bar.len() {
+            for width in [1, 2, 4, 8]
+                .into_iter()
+                .filter(|width| offset + width <= bar.len())
+            {
                 bar.read(offset, width);
                 bar.write(offset, width, random.nasty());
+                count += 1;
             }
         }
         for _ in 0..4000 {
@@ -71,7 +119,7 @@ fn mmio(function: &pci::Function) -> io::Result<()> {
             bar.write(offset, 1 << (random.next() % 4), random.nasty());
         }
         println!(
-            "HOSTILE mmio {} BAR {index} of {} bytes walked",
+            "HOSTILE mmio {} BAR {index} of {} bytes {count} accesses walked",
             function.name,
             bar.len()
         );

@@ -18,19 +18,25 @@ pub struct Mapping {
 impl Mapping {
     /// Maps a whole BAR through its `resourceN` file.
     pub fn of_file(file: &File, length: usize) -> io::Result<Self> {
-        Self::map(length, libc::MAP_SHARED, file.as_raw_fd())
+        Self::map(length, libc::MAP_SHARED, file.as_raw_fd(), 0)
+    }
+
+    /// Maps `length` bytes of a file (`/dev/mem`: of physical memory) from `place` on, a whole page.
+    pub fn of_place(file: &File, place: u64, length: usize) -> io::Result<Self> {
+        let place = libc::off_t::try_from(place).map_err(io::Error::other)?;
+        Self::map(length, libc::MAP_SHARED, file.as_raw_fd(), place)
     }
 
     /// Memory of `length` bytes that stays where it is.
     pub fn memory(length: usize) -> io::Result<Self> {
         let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_POPULATE | libc::MAP_LOCKED;
-        Self::map(length, flags, -1)
+        Self::map(length, flags, -1, 0)
     }
 
-    fn map(length: usize, flags: i32, fd: i32) -> io::Result<Self> {
+    fn map(length: usize, flags: i32, fd: i32, place: libc::off_t) -> io::Result<Self> {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
-        let base = unsafe { libc::mmap(ptr::null_mut(), length, protection, flags, fd, 0) };
+        let base = unsafe { libc::mmap(ptr::null_mut(), length, protection, flags, fd, place) };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
@@ -99,6 +105,13 @@ impl Mapping {
             ));
         }
         Ok(frame * 4096 + address % 4096)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this value's own, and nothing borrows from it any more.
+        unsafe { libc::munmap(self.base.cast(), self.length) };
     }
 }
 
