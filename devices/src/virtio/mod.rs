@@ -16,6 +16,7 @@ pub mod net;
 pub mod queue;
 pub mod rng;
 pub mod session;
+mod shared;
 pub mod signals;
 mod table;
 #[cfg(any(test, feature = "testing"))]

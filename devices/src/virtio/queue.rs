@@ -5,10 +5,15 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
-
 use super::{
-    ahead::Heads, chain::Chain, fault::RingError, gauge::Gauge, table::Extent, walk::walk, window::Window,
+    ahead::Heads,
+    chain::Chain,
+    fault::RingError,
+    gauge::Gauge,
+    shared::{self, Field, Fields},
+    table::Extent,
+    walk::walk,
+    window::Window,
 };
 use crate::GuestMemory;
 
@@ -129,7 +134,7 @@ impl Queue {
         let next = self.state.next_avail;
         if next == self.avail_seen {
             // Also orders what is read of the ring and the buffers after it.
-            let index = self.avail_index()?;
+            let index = shared::available(self)?;
             if index.wrapping_sub(next) > self.state.size {
                 return Err(RingError::AvailableIndex(next));
             }
@@ -207,10 +212,7 @@ impl Queue {
     /// Shows the driver what was put into the used ring.
     pub fn show_used(&mut self) -> Result<(), RingError> {
         if std::mem::take(&mut self.unshown) {
-            let index = self.state.next_used.to_le();
-            self.used
-                .store(2, index, Ordering::Release)
-                .ok_or(RingError::Memory)?;
+            shared::publish(self, self.state.next_used)?;
             self.unsignalled = true;
         }
         Ok(())
@@ -242,17 +244,7 @@ impl Queue {
         }
         let (old, new) = (self.signalled_used, self.state.next_used);
         self.signalled_used = new;
-        // The used index must be visible before the driver's wish is read: it writes its wish, then looks at the index.
-        fence(Ordering::SeqCst);
-        if self.event_idx {
-            let event = load(
-                &self.avail,
-                u64::from(self.state.size).wrapping_mul(2).wrapping_add(4),
-            )?;
-            return Ok(new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old));
-        }
-        let flags = load(&self.avail, 0)?;
-        Ok(u32::from(flags) & VRING_AVAIL_F_NO_INTERRUPT == 0)
+        shared::wants_interrupt(self, self.event_idx, old, new)
     }
 
     /// Asks the driver to notify when it makes the next buffer available. When this says true, there are some
@@ -264,56 +256,23 @@ impl Queue {
     /// The same, but a driver with EVENT_IDX is asked to notify only when it has added more than `unnotified` buffers
     /// to those taken (2.7.10).
     pub fn enable_notification_after(&mut self, unnotified: u16) -> Result<bool, RingError> {
-        if self.event_idx {
-            self.set_avail_event(self.state.next_avail.wrapping_add(unnotified))?;
-        } else {
-            self.set_no_notify(false)?;
-        }
-        // The wish must be visible before the index is read: the driver writes its index, then reads the wish.
-        fence(Ordering::SeqCst);
-        Ok(self.avail_index()? != self.state.next_avail)
+        shared::ask_to_notify(self, self.event_idx, self.state.next_avail, unnotified)
     }
 
     /// Tells the driver that no notifications are needed.
     pub fn disable_notification(&mut self) -> Result<(), RingError> {
-        if self.event_idx {
-            // At a buffer that was taken already.
-            return self.set_avail_event(self.state.next_avail.wrapping_sub(1));
-        }
-        self.set_no_notify(true)
+        shared::ask_not_to_notify(self, self.event_idx, self.state.next_avail)
     }
 
     /// How many chains are available; 0 if the ring makes no sense, which [`pop`](Self::pop) tells.
     pub fn available(&self) -> u16 {
-        let available = self
-            .avail_index()
-            .map_or(0, |index| index.wrapping_sub(self.state.next_avail));
+        let available = shared::available(self).map_or(0, |index| index.wrapping_sub(self.state.next_avail));
         if available > self.state.size { 0 } else { available }
     }
 
     /// What tells others how many chains are available.
     pub(super) fn gauge(&self) -> Gauge {
         Gauge::new(self.avail.clone(), self.state.size, self.state.next_avail)
-    }
-
-    fn avail_index(&self) -> Result<u16, RingError> {
-        let value = self.avail.load(2, Ordering::Acquire);
-        value.map(u16::from_le).ok_or(RingError::Memory)
-    }
-
-    /// Writes the field behind the used ring that says when to notify.
-    fn set_avail_event(&self, index: u16) -> Result<(), RingError> {
-        let offset = u64::from(self.state.size).wrapping_mul(8).wrapping_add(4);
-        self.used
-            .store(offset, index.to_le(), Ordering::Relaxed)
-            .ok_or(RingError::Memory)
-    }
-
-    /// Sets or clears VRING_USED_F_NO_NOTIFY, the only flag of the used ring.
-    fn set_no_notify(&self, quiet: bool) -> Result<(), RingError> {
-        self.used
-            .store(0, u16::from(quiet).to_le(), Ordering::Relaxed)
-            .ok_or(RingError::Memory)
     }
 
     /// Lets `pop` take that many chains, no more.
@@ -360,7 +319,41 @@ fn check(state: &QueueState, max_size: u16, event_idx_enabled: bool) -> Result<(
     }
 }
 
-fn load(window: &Window, offset: u64) -> Result<u16, RingError> {
-    let value = window.load(offset, Ordering::Relaxed);
-    value.map(u16::from_le).ok_or(RingError::Memory)
+impl Queue {
+    /// The ring that a field is in, and where.
+    #[inline(always)]
+    fn place(&self, field: Field) -> (&Window, u64) {
+        let size = u64::from(self.state.size);
+        match field {
+            Field::AvailFlags => (&self.avail, 0),
+            Field::AvailIndex => (&self.avail, 2),
+            // Behind the ring's entries: 2.7.6, 2.7.8.
+            Field::UsedEvent => (&self.avail, size.wrapping_mul(2).wrapping_add(4)),
+            Field::UsedFlags => (&self.used, 0),
+            Field::UsedIndex => (&self.used, 2),
+            Field::AvailEvent => (&self.used, size.wrapping_mul(8).wrapping_add(4)),
+        }
+    }
+}
+
+impl Fields for Queue {
+    type Error = RingError;
+
+    #[inline(always)]
+    fn load(&self, field: Field, order: Ordering) -> Result<u16, RingError> {
+        let (ring, offset) = self.place(field);
+        let value = ring.load(offset, order);
+        value.map(u16::from_le).ok_or(RingError::Memory)
+    }
+
+    #[inline(always)]
+    fn store(&self, field: Field, value: u16, order: Ordering) -> Result<(), RingError> {
+        let (ring, offset) = self.place(field);
+        ring.store(offset, value.to_le(), order).ok_or(RingError::Memory)
+    }
+
+    #[inline(always)]
+    fn fence(&self) {
+        fence(Ordering::SeqCst);
+    }
 }

@@ -13,6 +13,7 @@ mod beside;
 mod framework;
 mod master;
 mod order;
+mod order_model;
 mod puppet;
 mod queue;
 mod removal;

@@ -1,0 +1,102 @@
+//! The fields of a ring that driver and device both use while the other one runs, and in which order they must be seen
+//! (virtio 1.3, 2.7.6 to 2.7.10, 2.7.13).
+//!
+//! Each side writes what it has and then reads the other's wish; each writes its wish and then reads what the other has. With a
+//! full fence between the two, at least one side sees the other: no interrupt and no notification is lost. The functions are
+//! generic so that the very same code runs on guest memory and in loom's model of memory (`tests/order_model.rs`).
+
+use std::sync::atomic::Ordering;
+
+use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
+
+/// A 16-bit field of the available ring or the used ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Field {
+    /// `flags` of the available ring: the driver's wish without EVENT_IDX.
+    AvailFlags,
+    /// `idx` of the available ring.
+    AvailIndex,
+    /// `used_event`: the driver's wish with EVENT_IDX.
+    UsedEvent,
+    /// `flags` of the used ring: the device's wish without EVENT_IDX.
+    UsedFlags,
+    /// `idx` of the used ring.
+    UsedIndex,
+    /// `avail_event`: the device's wish with EVENT_IDX.
+    AvailEvent,
+}
+
+/// The fields of one queue.
+pub(super) trait Fields {
+    /// Why a field can't be used.
+    type Error;
+
+    /// Reads a field, in one access.
+    fn load(&self, field: Field, order: Ordering) -> Result<u16, Self::Error>;
+
+    /// Writes a field, in one access.
+    fn store(&self, field: Field, value: u16, order: Ordering) -> Result<(), Self::Error>;
+
+    /// What was written before it is visible to all before what is read after it is read.
+    fn fence(&self);
+}
+
+/// The index up to which the driver has made chains available. What it wrote before is read after this.
+#[inline(always)]
+pub(super) fn available<F: Fields>(fields: &F) -> Result<u16, F::Error> {
+    fields.load(Field::AvailIndex, Ordering::Acquire)
+}
+
+/// Shows the driver the used entries before `index`, which were written before.
+#[inline(always)]
+pub(super) fn publish<F: Fields>(fields: &F, index: u16) -> Result<(), F::Error> {
+    fields.store(Field::UsedIndex, index, Ordering::Release)
+}
+
+/// Whether the driver wants an interrupt for the used entries from `old` to `new`, which were published (2.7.7.2).
+#[inline(always)]
+pub(super) fn wants_interrupt<F: Fields>(
+    fields: &F,
+    event_idx: bool,
+    old: u16,
+    new: u16,
+) -> Result<bool, F::Error> {
+    fields.fence();
+    if event_idx {
+        let event = fields.load(Field::UsedEvent, Ordering::Relaxed)?;
+        return Ok(new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old));
+    }
+    let flags = fields.load(Field::AvailFlags, Ordering::Relaxed)?;
+    Ok(u32::from(flags) & VRING_AVAIL_F_NO_INTERRUPT == 0)
+}
+
+/// Asks the driver to notify: of the first buffer after `taken`, or with EVENT_IDX of the one that is `unnotified` further on
+/// (2.7.10). Says whether there is one already.
+#[inline(always)]
+pub(super) fn ask_to_notify<F: Fields>(
+    fields: &F,
+    event_idx: bool,
+    taken: u16,
+    unnotified: u16,
+) -> Result<bool, F::Error> {
+    let (field, wish) = if event_idx {
+        (Field::AvailEvent, taken.wrapping_add(unnotified))
+    } else {
+        (Field::UsedFlags, 0)
+    };
+    fields.store(field, wish, Ordering::Relaxed)?;
+    fields.fence();
+    Ok(available(fields)? != taken)
+}
+
+/// Tells the driver that no notifications are needed. It may miss that for a while.
+#[inline(always)]
+pub(super) fn ask_not_to_notify<F: Fields>(fields: &F, event_idx: bool, taken: u16) -> Result<(), F::Error> {
+    // At a buffer that was taken already, or VRING_USED_F_NO_NOTIFY.
+    let (field, wish) = if event_idx {
+        (Field::AvailEvent, taken.wrapping_sub(1))
+    } else {
+        (Field::UsedFlags, 1)
+    };
+    fields.store(field, wish, Ordering::Relaxed)
+}
