@@ -106,9 +106,20 @@ fn counts(text: &str, word: &str, unit: &str) -> Vec<u64> {
         .collect()
 }
 
-/// Accesses in widths 1, 2, 4 (and 8) to each of `bytes` bytes that end within them.
+/// Accesses of a walk over `bytes` bytes: each byte in all of `widths` in the first 256 bytes of a page, behind them in one of
+/// the widths in turn; only those that end within the bytes.
 fn accesses(bytes: u64, widths: &[u64]) -> u64 {
-    widths.iter().map(|width| bytes + 1 - width).sum()
+    let at = |offset: u64| match offset % 4096 {
+        0..256 => widths.to_vec(),
+        _ => vec![widths[usize::try_from(offset).expect("small") % widths.len()]],
+    };
+    let fits = |offset: u64| {
+        at(offset)
+            .into_iter()
+            .filter(move |width| offset + width <= bytes)
+            .count() as u64
+    };
+    (0..bytes).map(fits).sum()
 }
 
 #[test]
