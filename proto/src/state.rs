@@ -149,4 +149,6 @@ saved! {
     InterruptControllers: "interrupt-controllers", 1;
     Pit: "pit", 1;
     Clock: "kvmclock", 1;
+    Serial: "serial", 1;
+    LegacyDevices: "legacy", 1;
 }

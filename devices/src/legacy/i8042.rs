@@ -8,7 +8,10 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use crate::bus::{BusDevice, Effect};
+use crate::{
+    bus::{BusDevice, Effect},
+    state::{StateError, check, message, narrow},
+};
 
 /// Data port.
 pub const DATA_PORT: u64 = 0x60;
@@ -73,6 +76,33 @@ impl I8042 {
         *self = Self::default();
     }
 
+    pub(super) fn save(&self) -> message::I8042 {
+        message::I8042 {
+            config: self.config.into(),
+            output_port: self.output_port.into(),
+            answers: self.answers.iter().copied().collect(),
+            pending: self.pending.map(u32::from),
+        }
+    }
+
+    pub(super) fn restore(&mut self, saved: &message::I8042) -> Result<(), StateError> {
+        check(saved.answers.len() <= MAX_ANSWERS, "i8042.answers", "too many")?;
+        let pending = saved.pending.map(|command| narrow("i8042.pending", command));
+        let pending = pending.transpose()?;
+        check(
+            pending.is_none_or(takes_data),
+            "i8042.pending",
+            "no command that takes a byte of data",
+        )?;
+        *self = Self {
+            config: narrow("i8042.config", saved.config)?,
+            output_port: narrow("i8042.output_port", saved.output_port)?,
+            answers: saved.answers.iter().copied().collect(),
+            pending,
+        };
+        Ok(())
+    }
+
     fn status(&self) -> u8 {
         if self.answers.is_empty() {
             STATUS_SYSTEM
@@ -93,7 +123,7 @@ impl I8042 {
         self.pending = None;
         match command {
             READ_CONFIG => self.answer(self.config),
-            WRITE_CONFIG | WRITE_OUTPUT_PORT | WRITE_AUX_OUTPUT | WRITE_AUX => self.pending = Some(command),
+            _ if takes_data(command) => self.pending = Some(command),
             DISABLE_AUX => self.config |= 1 << 5,
             ENABLE_AUX => self.config &= !(1 << 5),
             DISABLE_KEYBOARD => self.config |= 1 << 4,
@@ -123,6 +153,14 @@ impl I8042 {
         }
         Effect::None
     }
+}
+
+/// Whether the byte that is next written to the data port belongs to `command`.
+fn takes_data(command: u8) -> bool {
+    matches!(
+        command,
+        WRITE_CONFIG | WRITE_OUTPUT_PORT | WRITE_AUX_OUTPUT | WRITE_AUX
+    )
 }
 
 /// The controller at its data port.
@@ -170,6 +208,8 @@ impl BusDevice for CommandPort {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn controller() -> (DataPort, CommandPort) {
@@ -242,5 +282,102 @@ mod tests {
             assert_eq!(command.write(0, &[0xaa]), Effect::None);
         }
         assert_eq!(command.0.lock().unwrap().answers.len(), MAX_ANSWERS);
+    }
+
+    proptest! {
+        #[test]
+        fn a_restored_controller_behaves_as_its_twin_that_was_not_saved(
+            before in accesses(),
+            after in accesses(),
+        ) {
+            let mut twin = controller();
+            run(&mut twin, &before);
+            let saved = lock(&twin.0.0).save();
+            let mut restored = controller();
+            lock(&restored.0.0).restore(&saved).unwrap();
+            prop_assert_eq!(run(&mut restored, &after), run(&mut twin, &after));
+            prop_assert_eq!(lock(&restored.0.0).save(), lock(&twin.0.0).save());
+        }
+    }
+
+    /// An access of the command port, or of the data port; a write if there is a value.
+    type Access = (bool, Option<u8>);
+
+    fn accesses() -> impl Strategy<Value = Vec<Access>> {
+        let commands = prop::sample::select(vec![
+            READ_CONFIG,
+            WRITE_CONFIG,
+            DISABLE_AUX,
+            ENABLE_KEYBOARD,
+            SELF_TEST,
+            READ_OUTPUT_PORT,
+            WRITE_OUTPUT_PORT,
+            WRITE_AUX,
+        ]);
+        let write = prop_oneof![commands, any::<u8>()];
+        prop::collection::vec((any::<bool>(), prop::option::of(write)), 0..40)
+    }
+
+    /// What each access read, or had as its effect.
+    fn run(ports: &mut (DataPort, CommandPort), accesses: &[Access]) -> Vec<(u8, Effect)> {
+        let access = |(is_command, value): &Access| {
+            let port: &mut dyn BusDevice = if *is_command { &mut ports.1 } else { &mut ports.0 };
+            match value {
+                Some(value) => (0, port.write(0, &[*value])),
+                None => (read(port), Effect::None),
+            }
+        };
+        accesses.iter().map(access).collect()
+    }
+
+    #[test]
+    fn a_saved_state_that_no_controller_has_is_refused_and_changes_nothing() {
+        let good = I8042::default().save();
+        let refused = [
+            (
+                "i8042.config",
+                message::I8042 {
+                    config: 256,
+                    ..good.clone()
+                },
+            ),
+            (
+                "i8042.output_port",
+                message::I8042 {
+                    output_port: 256,
+                    ..good.clone()
+                },
+            ),
+            (
+                "i8042.answers",
+                message::I8042 {
+                    answers: vec![0; 5],
+                    ..good.clone()
+                },
+            ),
+            (
+                "i8042.pending",
+                message::I8042 {
+                    pending: Some(0x160),
+                    ..good.clone()
+                },
+            ),
+            (
+                "i8042.pending",
+                message::I8042 {
+                    pending: Some(0xaa),
+                    ..good.clone()
+                },
+            ),
+        ];
+        for (name, saved) in refused {
+            let mut controller = I8042::default();
+            let error = controller.restore(&saved).unwrap_err();
+            assert!(
+                matches!(error, StateError::Invalid { field, .. } if field == name),
+                "{error}"
+            );
+            assert_eq!(controller.save(), good);
+        }
     }
 }

@@ -20,14 +20,14 @@ pub mod pvpanic;
 pub mod rtc;
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
 
 use crate::{
     bus::{Bus, BusError},
     component::{Component, ComponentError},
-    state::{Section, StateError},
+    state::{Section, StateError, message, required},
 };
 
 /// All of them.
@@ -73,35 +73,43 @@ impl Component for LegacyDevices {
     }
 
     fn pause(&mut self, _deadline: Instant) -> Result<(), ComponentError> {
-        self.timer.lock().unwrap_or_else(PoisonError::into_inner).pause();
+        lock(&self.timer).pause();
         Ok(())
     }
 
     fn resume(&mut self) -> Result<(), ComponentError> {
-        self.timer.lock().unwrap_or_else(PoisonError::into_inner).resume();
+        lock(&self.timer).resume();
         Ok(())
     }
 
     /// The clock and its memory have a battery, and the timer counts on.
     fn reset(&mut self) -> Result<(), ComponentError> {
-        self.rtc.lock().unwrap_or_else(PoisonError::into_inner).reset();
-        self.i8042.lock().unwrap_or_else(PoisonError::into_inner).reset();
+        lock(&self.rtc).reset();
+        lock(&self.i8042).reset();
         Ok(())
     }
 
+    /// pvpanic and the power register hold nothing.
     fn save(&self) -> Result<Section, StateError> {
-        Err(StateError::not_migratable(
-            self.name(),
-            "saving it is not implemented yet",
-        ))
+        let state = message::LegacyDevices {
+            i8042: Some(lock(&self.i8042).save()),
+            rtc: Some(lock(&self.rtc).save()),
+            pm_timer: Some(lock(&self.timer).save()),
+        };
+        Ok(Section::new(self.name(), &state))
     }
 
-    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
-        Err(StateError::not_migratable(
-            self.name(),
-            "restoring it is not implemented yet",
-        ))
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        let saved: message::LegacyDevices = section.open()?;
+        lock(&self.i8042).restore(required("i8042", saved.i8042.as_ref())?)?;
+        lock(&self.rtc).restore(required("rtc", saved.rtc.as_ref())?)?;
+        lock(&self.timer).restore(required("pm_timer", saved.pm_timer.as_ref())?);
+        Ok(())
     }
+}
+
+fn lock<T>(device: &Mutex<T>) -> MutexGuard<'_, T> {
+    device.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -142,5 +150,98 @@ mod tests {
         devices.resume().unwrap();
         let before = timer();
         while timer() == before {}
+    }
+
+    #[test]
+    fn restored_devices_go_on_where_the_saved_ones_stopped() {
+        let (bus, mut saved) = (Bus::new(), LegacyDevices::new());
+        saved.map(&bus).unwrap();
+        // A byte that waits, a command that waits for its byte, a byte of CMOS memory.
+        assert_eq!(bus.write(0x64, &[0xaa]), Effect::None);
+        assert_eq!(bus.write(0x64, &[0xd1]), Effect::None);
+        assert_eq!(bus.write(0x70, &[0x7f]), Effect::None);
+        assert_eq!(bus.write(0x71, &[0xa5]), Effect::None);
+        let timer = |bus: &Bus| {
+            let mut data = [0; 4];
+            bus.read(0x608, &mut data);
+            u32::from_le_bytes(data)
+        };
+        // The restored timer, just built, is far behind.
+        while timer(&bus) < 4000 {}
+        saved.pause(Instant::now()).unwrap();
+        let (section, stopped_at) = (saved.save().unwrap(), timer(&bus));
+        drop((bus, saved));
+
+        let (bus, mut restored) = (Bus::new(), LegacyDevices::new());
+        restored.map(&bus).unwrap();
+        restored.restore(&section).unwrap();
+        assert_eq!(timer(&bus), stopped_at);
+        assert_eq!(restored.save().unwrap(), section);
+        restored.resume().unwrap();
+        while timer(&bus) == stopped_at {}
+        let read = |port| {
+            let mut data = [0];
+            bus.read(port, &mut data);
+            data[0]
+        };
+        assert_eq!(read(0x60), 0x55);
+        assert_eq!((read(0x70), read(0x71)), (0x7f, 0xa5));
+        // Output port with the reset line low.
+        assert_eq!(bus.write(0x60, &[0xfe]), Effect::Reset);
+    }
+
+    #[test]
+    fn a_section_without_one_of_the_devices_or_of_another_kind_is_refused() {
+        let section = LegacyDevices::new().save().unwrap();
+        let whole: message::LegacyDevices = section.open().unwrap();
+        let lacking = [
+            (
+                "i8042",
+                message::LegacyDevices {
+                    i8042: None,
+                    ..whole.clone()
+                },
+            ),
+            (
+                "rtc",
+                message::LegacyDevices {
+                    rtc: None,
+                    ..whole.clone()
+                },
+            ),
+            (
+                "pm_timer",
+                message::LegacyDevices {
+                    pm_timer: None,
+                    ..whole
+                },
+            ),
+        ];
+        for (name, lacking) in lacking {
+            let error = LegacyDevices::new().restore(&Section::new("legacy devices", &lacking));
+            assert!(matches!(error, Err(StateError::Invalid { field, .. }) if field == name));
+        }
+        let other = Section::new("legacy devices", &message::Serial::default());
+        let error = LegacyDevices::new().restore(&other);
+        assert!(matches!(error, Err(StateError::WrongKind { .. })));
+    }
+
+    #[test]
+    fn a_state_of_version_1_is_still_read() {
+        let mut rtc = vec![0x08, 0x0a, 0x12, 0x80, 0x01];
+        rtc.extend([0x26; 128]);
+        let mut payload = vec![0x0a, 0x09, 0x08, 0x34, 0x10, 0x03, 0x1a, 0x01, 0x55, 0x20, 0x60];
+        payload.extend([0x12, 0x85, 0x01]);
+        payload.extend(rtc);
+        payload.extend([0x1a, 0x03, 0x08, 0xe8, 0x07]);
+        let section = Section {
+            kind: "legacy".into(),
+            version: 1,
+            id: "legacy devices".into(),
+            payload,
+        };
+        let mut devices = LegacyDevices::new();
+        devices.restore(&section).unwrap();
+        assert_eq!(devices.save().unwrap(), section);
     }
 }

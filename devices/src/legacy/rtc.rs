@@ -5,7 +5,10 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::bus::{BusDevice, Effect};
+use crate::{
+    bus::{BusDevice, Effect},
+    state::{StateError, check, message, narrow},
+};
 
 /// First port: the index (written); the second is the data.
 pub const PORT: u64 = 0x70;
@@ -81,6 +84,24 @@ impl Rtc {
         self.index = 0;
         let b = self.stored(REGISTER_B) & !B_INTERRUPTS;
         self.store(REGISTER_B, b);
+    }
+
+    pub(super) fn save(&self) -> message::Rtc {
+        message::Rtc {
+            index: self.index.into(),
+            memory: self.memory.to_vec(),
+        }
+    }
+
+    pub(super) fn restore(&mut self, saved: &message::Rtc) -> Result<(), StateError> {
+        let index: u8 = narrow("rtc.index", saved.index)?;
+        check(usize::from(index) < SIZE, "rtc.index", "no such register")?;
+        let memory = saved.memory.as_slice().try_into();
+        self.memory = memory.map_err(|_| StateError::invalid("rtc.memory", "it does not have 128 bytes"))?;
+        self.index = index;
+        let a = self.stored(REGISTER_A) & !A_UPDATE;
+        self.store(REGISTER_A, a);
+        Ok(())
     }
 
     fn stored(&self, index: u8) -> u8 {
@@ -352,5 +373,81 @@ mod tests {
                 read(&mut rtc, index);
             }
         }
+
+        #[test]
+        fn a_restored_clock_behaves_as_its_twin_that_was_not_saved(
+            before: Vec<(u8, Option<u8>)>,
+            after: Vec<(u8, Option<u8>)>,
+        ) {
+            let run = |rtc: &mut Rtc, steps: &[(u8, Option<u8>)]| -> Vec<u8> {
+                let step = |(index, value): &(u8, Option<u8>)| {
+                    if let Some(value) = value {
+                        write(rtc, *index, *value);
+                    }
+                    let mut selected = [0];
+                    rtc.read(1, &mut selected);
+                    selected[0]
+                };
+                steps.iter().map(step).collect()
+            };
+            let mut twin = Rtc::new(leap_day);
+            run(&mut twin, &before);
+            let mut restored = Rtc::new(leap_day);
+            restored.restore(&twin.save()).unwrap();
+            prop_assert_eq!(run(&mut restored, &[(0, None)]), run(&mut twin, &[(0, None)]));
+            prop_assert_eq!(run(&mut restored, &after), run(&mut twin, &after));
+            for index in 0..128 {
+                prop_assert_eq!(read(&mut restored, index), read(&mut twin, index), "register {:#x}", index);
+            }
+        }
+    }
+
+    #[test]
+    fn a_saved_state_that_no_clock_has_is_refused_or_mended() {
+        let good = Rtc::new(leap_day).save();
+        let refused = [
+            (
+                "rtc.index",
+                message::Rtc {
+                    index: 128,
+                    ..good.clone()
+                },
+            ),
+            (
+                "rtc.index",
+                message::Rtc {
+                    index: 256,
+                    ..good.clone()
+                },
+            ),
+            (
+                "rtc.memory",
+                message::Rtc {
+                    memory: vec![0; 127],
+                    ..good.clone()
+                },
+            ),
+            (
+                "rtc.memory",
+                message::Rtc {
+                    memory: vec![0; 129],
+                    ..good.clone()
+                },
+            ),
+        ];
+        for (name, saved) in refused {
+            let mut rtc = Rtc::new(leap_day);
+            let error = rtc.restore(&saved).unwrap_err();
+            assert!(
+                matches!(error, StateError::Invalid { field, .. } if field == name),
+                "{error}"
+            );
+            assert_eq!(rtc.save(), good);
+        }
+        // The update flag is not stored: it would never go.
+        let mut rtc = Rtc::new(leap_day);
+        let memory = vec![0xff; 128];
+        rtc.restore(&message::Rtc { memory, index: 0 }).unwrap();
+        assert_eq!(read(&mut rtc, REGISTER_A), 0x7f);
     }
 }

@@ -1,6 +1,7 @@
 //! Tests of the registers and of the server.
 
 mod server;
+mod state;
 mod uart;
 
 use std::sync::{
