@@ -149,6 +149,11 @@ saved! {
     InterruptControllers: "interrupt-controllers", 1;
     Pit: "pit", 1;
     Clock: "kvmclock", 1;
+    VirtioPci: "virtio-pci", 1;
+    VirtioRng: "virtio-rng", 1;
+    VirtioRngQueue: "virtio-rng-queue", 1;
+    VirtioNet: "virtio-net", 1;
+    VirtioNetQueues: "virtio-net-queues", 1;
     Serial: "serial", 1;
     LegacyDevices: "legacy", 1;
 }

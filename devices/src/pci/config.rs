@@ -3,6 +3,8 @@
 //! Every byte has a mask of the bits that the guest may write; nothing else about a write is special here. Sizing a
 //! BAR works by its mask alone: the bits below its size are not writable.
 
+use crate::state::{StateError, message};
+
 /// Bytes of the space: that of a conventional function. Of PCI Express' 4 KiB the rest reads as all ones, as on a
 /// conventional bus (PCI Express 5.0, 7.2.2), which tells a kernel not to look for extended capabilities there.
 pub const CONFIG_SIZE: usize = 256;
@@ -265,6 +267,29 @@ impl ConfigSpace {
     /// To the state after power-on.
     pub fn reset(&mut self) {
         self.bytes = self.initial;
+    }
+
+    /// All bytes.
+    pub fn save(&self) -> message::PciConfig {
+        message::PciConfig {
+            bytes: self.bytes.to_vec(),
+        }
+    }
+
+    /// Takes over a saved state. The bits that a guest can't write have to be the same: they are what the function is.
+    pub fn restore(&mut self, saved: &message::PciConfig) -> Result<(), StateError> {
+        let bytes: [u8; CONFIG_SIZE] = saved
+            .bytes
+            .as_slice()
+            .try_into()
+            .map_err(|_| StateError::invalid("pci.bytes", "the length is not 256"))?;
+        let differ = |((new, own), writable): ((&u8, &u8), &u8)| (new ^ own) & !writable != 0;
+        if let Some(at) = bytes.iter().zip(&self.bytes).zip(&self.writable).position(differ) {
+            let why = format!("the function has other read-only bits at {at:#x}");
+            return Err(StateError::invalid("pci.bytes", why));
+        }
+        self.bytes = bytes;
+        Ok(())
     }
 
     fn set(&mut self, offset: usize, data: &[u8]) {

@@ -15,7 +15,10 @@ use std::{
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::interrupt::{MsiController, MsiMessage, MsiVector};
+use crate::{
+    interrupt::{MsiController, MsiMessage, MsiVector},
+    state::{StateError, check, message},
+};
 
 /// Most vectors in a table (11 bits hold the count less one).
 pub const MAX_VECTORS: usize = 2048;
@@ -258,6 +261,51 @@ impl Msix {
         for vector in &self.shared.vectors {
             vector.pending.store(false, Ordering::SeqCst);
         }
+    }
+
+    /// The table and the pending bits. Message control is in the configuration space.
+    pub fn save(&self) -> message::Msix {
+        let entries = self.table.iter().zip(&self.shared.vectors);
+        let entry = |(entry, vector): (&Entry, &Vector)| message::MsixEntry {
+            address: entry.message.address,
+            data: entry.message.data,
+            control: entry.control,
+            pending: vector.pending.load(Ordering::SeqCst),
+        };
+        message::Msix {
+            entries: entries.map(entry).collect(),
+        }
+    }
+
+    /// Takes over a saved state, with message control as the restored configuration space has it. The function is no bus
+    /// master yet, so no message is sent: [`set_bus_master`](Self::set_bus_master) sends what is pending.
+    pub fn restore(&mut self, saved: &message::Msix, message_control: u16) -> Result<(), StateError> {
+        check(
+            saved.entries.len() == self.table.len(),
+            "msix.entries",
+            "not as many as the function has",
+        )?;
+        for entry in &saved.entries {
+            check(entry.address & 3 == 0, "msix.entries.address", "not aligned")?;
+            check(
+                entry.control & !VECTOR_MASKED == 0,
+                "msix.entries.control",
+                "unknown bits are set",
+            )?;
+        }
+        self.reset();
+        for (entry, saved) in self.table.iter_mut().zip(&saved.entries) {
+            entry.message = MsiMessage {
+                address: saved.address,
+                data: saved.data,
+            };
+            entry.control = saved.control;
+        }
+        self.write_message_control(message_control);
+        for (vector, saved) in self.shared.vectors.iter().zip(&saved.entries) {
+            vector.pending.store(saved.pending, Ordering::SeqCst);
+        }
+        Ok(())
     }
 
     fn locate(&self, offset: u64) -> Option<(usize, usize)> {

@@ -3,6 +3,10 @@
 use std::{io, sync::Arc, time::Instant};
 
 use super::{fault::Fault, session::Session, signals::Signals};
+use crate::{
+    GuestMemory,
+    state::{Section, StateError},
+};
 
 /// What a device is (virtio 1.3, 5: device IDs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +47,11 @@ pub trait VirtioDevice: Send {
     /// The backs, one for each worker thread. Called once, when the VM is built. What changes the configuration space
     /// later, other than the driver, tells so through `signals`.
     fn workers(&mut self, signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>>;
+    /// State of the front. The transport saves its registers and the configuration space itself.
+    fn save(&self) -> Result<Section, StateError>;
+    /// Takes over the state of a front; the section is untrusted. The device has never run. Afterwards the transport
+    /// compares the configuration space with the saved one.
+    fn restore(&mut self, section: &Section) -> Result<(), StateError>;
 }
 
 /// A worker thread to be made, and what it does.
@@ -55,8 +64,8 @@ pub struct WorkerSpec {
     pub handler: Box<dyn QueueHandler>,
 }
 
-/// The back of a device, owned by its worker thread. The framework calls one method at a time; none is called
-/// outside of `start` … `drain`.
+/// The back of a device, owned by its worker thread. The framework calls one method at a time. Outside of `start` …
+/// `drain` it calls only `reset`, `save` and `restore`.
 ///
 /// Whatever was put into used rings is signalled to the driver after each call, as its notification suppression
 /// demands, so handlers don't raise interrupts.
@@ -83,6 +92,10 @@ pub trait QueueHandler: Send {
     fn drain(&mut self, session: &mut Session, deadline: Instant) -> Result<Drained, Fault>;
     /// The driver reset the device: forgets what it had set up. Called after `drain`, and not for a mere pause.
     fn reset(&mut self);
+    /// State of the drained back. The framework saves the progress of the queues.
+    fn save(&self) -> Result<Section, StateError>;
+    /// Takes over the state of a back; the section is untrusted. The back was never started.
+    fn restore(&mut self, section: &Section, memory: &GuestMemory) -> Result<(), StateError>;
 }
 
 /// What [`QueueHandler::kick`] leaves behind.

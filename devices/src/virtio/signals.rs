@@ -81,6 +81,19 @@ impl Signals {
         self.isr.swap(0, Ordering::SeqCst)
     }
 
+    /// The ISR status as it is.
+    pub(super) fn isr(&self) -> u8 {
+        self.isr.load(Ordering::SeqCst)
+    }
+
+    /// Takes over a saved state without an interrupt.
+    pub(super) fn restore(&self, isr: u8, generation: u8, needs_reset: bool, driver_ok: bool) {
+        self.isr.store(isr, Ordering::SeqCst);
+        self.generation.store(generation, Ordering::SeqCst);
+        self.needs_reset.store(needs_reset, Ordering::SeqCst);
+        self.set_driver_ok(driver_ok);
+    }
+
     /// Vector for configuration changes.
     pub fn config_vector(&self) -> u16 {
         self.config_vector.load(Ordering::Acquire)

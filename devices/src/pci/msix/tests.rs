@@ -235,3 +235,57 @@ fn no_interrupt_is_lost_to_masking_at_the_same_time() {
     });
     assert_eq!(raised.load(Ordering::SeqCst), ROUNDS);
 }
+
+#[test]
+fn a_restored_table_sends_what_was_pending_once_and_only_when_the_function_is_a_bus_master() {
+    let msi = MockMsi::default();
+    let mut saved = open_table(&msi, 3);
+    // Masked, with another message than the others.
+    saved.write_table(16 + 8, &0x77_u32.to_le_bytes());
+    saved.write_table(16 + 12, &1_u32.to_le_bytes());
+    assert!(saved.vectors().raise(1));
+    saved.set_bus_master(false);
+    assert!(saved.vectors().raise(2));
+    let state = saved.save();
+    drop(saved);
+
+    let msi = MockMsi::default();
+    let mut msix = Msix::new(&msi, 3).unwrap();
+    msix.restore(&state, ENABLED).unwrap();
+    assert_eq!(msix.save(), state);
+    assert_eq!((pending(&msix), word(&msix, 16 + 8)), (0b110, 0x77));
+    let sent = |msi: &MockMsi| (msi.count(0), msi.count(2), msi.count(0x77));
+    assert_eq!(sent(&msi), (0, 0, 0));
+    msix.set_bus_master(true);
+    assert_eq!((sent(&msi), pending(&msix)), ((0, 1, 0), 0b010));
+    assert!(msix.vectors().raise(0));
+    msix.write_table(16 + 12, &0_u32.to_le_bytes());
+    assert_eq!((sent(&msi), pending(&msix)), ((1, 1, 1), 0));
+}
+
+#[test]
+fn a_saved_table_that_the_function_can_not_have_is_refused_and_changes_nothing() {
+    let msi = MockMsi::default();
+    let good = open_table(&msi, 2).save();
+    let with = |change: fn(&mut Vec<message::MsixEntry>)| {
+        let mut entries = good.entries.clone();
+        change(&mut entries);
+        message::Msix { entries }
+    };
+    let refused = [
+        ("msix.entries", with(|entries| entries.truncate(1))),
+        ("msix.entries", with(|entries| entries.push(entries[0]))),
+        ("msix.entries.address", with(|entries| entries[1].address |= 2)),
+        ("msix.entries.control", with(|entries| entries[1].control = 2)),
+    ];
+    for (name, saved) in refused {
+        let mut msix = Msix::new(&msi, 2).unwrap();
+        let fresh = msix.save();
+        let error = msix.restore(&saved, ENABLED).unwrap_err();
+        assert!(
+            matches!(error, StateError::Invalid { field, .. } if field == name),
+            "{error}"
+        );
+        assert_eq!(msix.save(), fresh);
+    }
+}

@@ -35,6 +35,7 @@ use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes},
     signals::Signals,
 };
+use crate::state::{Section, StateError};
 
 /// Gives guest memory back to the host.
 pub trait Reclaim: Send {
@@ -131,6 +132,20 @@ impl VirtioDevice for Balloon {
             queues: (0..queues).collect(),
             handler: Box::new(handler),
         }])
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Err(StateError::not_migratable(
+            "the balloon",
+            "saving it is not implemented yet",
+        ))
+    }
+
+    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
+        Err(StateError::not_migratable(
+            "the balloon",
+            "restoring it is not implemented yet",
+        ))
     }
 }
 

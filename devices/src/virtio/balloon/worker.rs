@@ -21,6 +21,7 @@ use super::{
 };
 use crate::{
     GuestMemory,
+    state::{Section, StateError},
     virtio::{
         chain::Chain,
         device::{Drained, Progress, QueueHandler},
@@ -295,6 +296,20 @@ impl QueueHandler for BalloonHandler {
             job.active = false;
         }
         self.shared.forget();
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Err(StateError::not_migratable(
+            "the balloon",
+            "saving it is not implemented yet",
+        ))
+    }
+
+    fn restore(&mut self, _section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
+        Err(StateError::not_migratable(
+            "the balloon",
+            "restoring it is not implemented yet",
+        ))
     }
 }
 

@@ -37,7 +37,11 @@ use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes},
     signals::Signals,
 };
-use crate::{block::Image, rate::Limiter};
+use crate::{
+    block::Image,
+    rate::Limiter,
+    state::{Section, StateError},
+};
 
 /// Most queues of a disk.
 pub const MAX_QUEUES: u16 = 16;
@@ -173,6 +177,20 @@ impl VirtioDevice for Blk {
                 })
             })
             .collect()
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Err(StateError::not_migratable(
+            "a disk",
+            "saving it is not implemented yet",
+        ))
+    }
+
+    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
+        Err(StateError::not_migratable(
+            "a disk",
+            "restoring it is not implemented yet",
+        ))
     }
 }
 

@@ -16,6 +16,8 @@ mod driver;
 mod machine;
 mod rig;
 #[cfg(test)]
+pub mod saved;
+#[cfg(test)]
 pub mod suite;
 
 pub use driver::{Buffer, Driver, Ring, Used};

@@ -14,6 +14,7 @@ use crate::{
         PciRoot, PciWindows,
         root::{ECAM_SIZE, FIRST_PORT, PORTS},
     },
+    state::{Section, StateError},
     virtio::{
         device::VirtioDevice,
         transport::{Parts, VirtioPciDevice},
@@ -68,7 +69,30 @@ impl Rig {
             (GuestAddress(0), HOLE as usize),
             (GuestAddress(HOLE_END), (MEMORY_END - HOLE_END) as usize),
         ];
-        let memory = GuestMemory::from_ranges(&ranges).unwrap();
+        let mut rig = Self::with_memory(GuestMemory::from_ranges(&ranges).unwrap(), device);
+        rig.probe();
+        rig
+    }
+
+    /// The same machine in another process, as it were: `device` on the same memory, restored from `section`. Its driver
+    /// goes on where it was.
+    pub fn restored(&self, device: Box<dyn VirtioDevice>, section: &Section) -> Result<Self, StateError> {
+        let mut rig = Self {
+            ioeventfd: self.ioeventfd,
+            bar: self.bar,
+            common: self.common,
+            notify_area: self.notify_area,
+            isr: self.isr,
+            device_area: self.device_area,
+            msix: self.msix,
+            ..Self::with_memory(self.memory.clone(), device)
+        };
+        rig.device.restore(section)?;
+        rig.root.remap(&rig.mmio);
+        Ok(rig)
+    }
+
+    fn with_memory(memory: GuestMemory, device: Box<dyn VirtioDevice>) -> Self {
         let (msi, notify, sink): (Arc<MockMsi>, Arc<MockNotify>, Arc<MockSink>) = Default::default();
         let parts = Parts {
             name: "test".into(),
@@ -83,7 +107,7 @@ impl Rig {
         let (mmio, pio) = (Bus::new(), Bus::new());
         mmio.insert(ECAM, ECAM_SIZE, root.ecam()).unwrap();
         pio.insert(FIRST_PORT, PORTS, root.ports()).unwrap();
-        let mut rig = Self {
+        Self {
             memory,
             mmio,
             pio,
@@ -99,9 +123,7 @@ impl Rig {
             isr: 0,
             device_area: None,
             msix: 0,
-        };
-        rig.probe();
-        rig
+        }
     }
 
     /// Finds the capabilities, turns decoding and MSI-X on, gives each vector its own message (its number as data).

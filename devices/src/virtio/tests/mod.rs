@@ -18,4 +18,5 @@ mod puppet;
 mod queue;
 mod removal;
 mod rings;
+mod state;
 mod transport;

@@ -34,7 +34,10 @@ use super::super::{
     signals::{NO_VECTOR, Signals},
     worker::{Shared, StopError, Stopping, Workers},
 };
-use crate::component::ComponentError;
+use crate::{
+    component::ComponentError,
+    state::{Section, StateError},
+};
 
 /// Bytes of the common configuration: up to and with `queue_device` (no optional fields are offered).
 pub(super) const COMMON_SIZE: u64 = 0x38;
@@ -46,12 +49,12 @@ const RESET_WAIT: Duration = Duration::from_millis(20);
 const HALT_WAIT: Duration = Duration::from_millis(20);
 
 /// Device status (2.1).
-const ACKNOWLEDGE: u8 = 1;
-const DRIVER: u8 = 2;
-const DRIVER_OK: u8 = 4;
-const FEATURES_OK: u8 = 8;
+pub(super) const ACKNOWLEDGE: u8 = 1;
+pub(super) const DRIVER: u8 = 2;
+pub(super) const DRIVER_OK: u8 = 4;
+pub(super) const FEATURES_OK: u8 = 8;
 const NEEDS_RESET: u8 = 64;
-const FAILED: u8 = 128;
+pub(super) const FAILED: u8 = 128;
 
 /// What the transport and the rings offer for every device.
 const TRANSPORT_FEATURES: u64 =
@@ -59,12 +62,12 @@ const TRANSPORT_FEATURES: u64 =
 
 /// What the driver sets up of a queue.
 #[derive(Clone, Copy, Default)]
-struct QueueSetup {
-    size: u16,
-    enabled: bool,
-    desc: u64,
-    driver: u64,
-    device: u64,
+pub(super) struct QueueSetup {
+    pub size: u16,
+    pub enabled: bool,
+    pub desc: u64,
+    pub driver: u64,
+    pub device: u64,
 }
 
 impl QueueSetup {
@@ -84,7 +87,7 @@ impl QueueSetup {
     }
 }
 
-enum Phase {
+pub(super) enum Phase {
     Idle,
     Running,
     Paused(Vec<QueueState>),
@@ -97,18 +100,18 @@ enum Phase {
 pub(crate) struct Core {
     pub(super) device: Box<dyn VirtioDevice>,
     pub(super) shared: Arc<Shared>,
-    workers: Workers,
-    phase: Phase,
+    pub(super) workers: Workers,
+    pub(super) phase: Phase,
     /// Without NEEDS_RESET, which is in the signals.
-    status: u8,
-    offered: u64,
-    accepted: u64,
+    pub(super) status: u8,
+    pub(super) offered: u64,
+    pub(super) accepted: u64,
     /// The driver acknowledged a feature beyond the 64 that there are.
-    accepted_beyond: bool,
-    device_feature_select: u32,
-    driver_feature_select: u32,
-    queue_select: u16,
-    queues: Vec<QueueSetup>,
+    pub(super) accepted_beyond: bool,
+    pub(super) device_feature_select: u32,
+    pub(super) driver_feature_select: u32,
+    pub(super) queue_select: u16,
+    pub(super) queues: Vec<QueueSetup>,
 }
 
 impl Core {
@@ -274,7 +277,8 @@ impl Core {
         if self.status & !status != 0 {
             return;
         }
-        if status & !self.status & FEATURES_OK != 0 && !self.features_are_acceptable() {
+        let acceptable = acceptable(self.accepted, self.accepted_beyond, self.offered);
+        if status & !self.status & FEATURES_OK != 0 && !acceptable {
             status &= !FEATURES_OK;
         }
         if status & DRIVER_OK != 0 && status & FEATURES_OK == 0 {
@@ -285,12 +289,6 @@ impl Core {
         if started && matches!(self.phase, Phase::Idle) {
             self.start();
         }
-    }
-
-    fn features_are_acceptable(&self) -> bool {
-        !self.accepted_beyond
-            && self.accepted & !self.offered == 0
-            && self.accepted & 1 << VIRTIO_F_VERSION_1 != 0
     }
 
     fn start(&mut self) {
@@ -452,6 +450,19 @@ impl VirtioDevice for Gone {
     fn workers(&mut self, _signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>> {
         Ok(Vec::new())
     }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Err(StateError::not_migratable("the device", "it is removed"))
+    }
+
+    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
+        Err(StateError::not_migratable("the device", "it is removed"))
+    }
+}
+
+/// Whether a driver may set FEATURES_OK (2.2.2, 6.1).
+pub(super) fn acceptable(accepted: u64, beyond: bool, offered: u64) -> bool {
+    !beyond && accepted & !offered == 0 && accepted & 1 << VIRTIO_F_VERSION_1 != 0
 }
 
 /// 32 bits of `value`: the lower ones for 0, the upper ones for 1, none for others.

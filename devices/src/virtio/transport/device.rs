@@ -145,7 +145,7 @@ impl Component for VirtioPciDevice {
     }
 
     fn resume(&mut self) -> Result<(), ComponentError> {
-        lock(&self.function).core.resume();
+        lock(&self.function).resume();
         Ok(())
     }
 
@@ -160,16 +160,13 @@ impl Component for VirtioPciDevice {
     }
 
     fn save(&self) -> Result<Section, StateError> {
-        Err(StateError::not_migratable(
-            self.name(),
-            "saving it is not implemented yet",
-        ))
+        Ok(Section::new(&self.name, &lock(&self.function).save()?))
     }
 
-    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
-        Err(StateError::not_migratable(
-            self.name(),
-            "restoring it is not implemented yet",
-        ))
+    /// [`PciRoot::remap`](crate::pci::PciRoot::remap) has to follow, before the machine goes on: it puts the BAR where the
+    /// restored configuration says.
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        let saved = section.open()?;
+        lock(&self.function).restore(&saved)
     }
 }

@@ -54,15 +54,15 @@ const ACCESS_DATA: usize = 16;
 /// See the module.
 pub(super) struct VirtioFunction {
     pub core: Core,
-    config: ConfigSpace,
-    msix: Msix,
-    msix_capability: usize,
+    pub(super) config: ConfigSpace,
+    pub(super) msix: Msix,
+    pub(super) msix_capability: usize,
     access_capability: usize,
     notify: Arc<dyn NotifyRegistry>,
     /// Where the BAR is on the bus.
     address: Option<u64>,
     /// Bus-master enable as the workers and the interrupts know it.
-    bus_master: bool,
+    pub(super) bus_master: bool,
 }
 
 impl VirtioFunction {
@@ -83,7 +83,7 @@ impl VirtioFunction {
 
     /// Makes the workers and the interrupts agree with bus-master enable in the configuration. An interrupt is a write
     /// to memory too, so it stays pending while the function is no bus master (PCI 3.0, 6.2.2 and 6.8).
-    fn apply_bus_master(&mut self) {
+    pub(super) fn apply_bus_master(&mut self) {
         let on = self.config.is_bus_master();
         if on == self.bus_master {
             return;

@@ -2,10 +2,11 @@
 //!
 //! [`core`](self::core) is the device's life as its driver drives it: status, features, queues, start and reset of the
 //! workers. [`function`](self::function) is the PCI function around it: identity, capabilities, the BAR and
-//! what lies in it. [`VirtioPciDevice`] is what the machine holds.
+//! what lies in it. [`state`] is their saved state. [`VirtioPciDevice`] is what the machine holds.
 
 pub(crate) mod core;
 mod device;
 mod function;
+mod state;
 
 pub use device::{Parts, VirtioPciDevice};

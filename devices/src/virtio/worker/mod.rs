@@ -22,6 +22,7 @@
 //! by being set again. Commands that come meanwhile join the drain that is under way ([`stop`]). A thread whose owner
 //! does not wait any more drains on until the process ends.
 
+mod state;
 mod stop;
 mod thread;
 mod verdict;
@@ -40,7 +41,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use self::thread::Worker;
 use super::{
-    device::WorkerSpec,
+    device::{QueueHandler, WorkerSpec},
     fault::{Counters, EventSink, LogLimit},
     queue::QueueState,
     signals::Signals,
@@ -82,6 +83,8 @@ pub(crate) struct Gone;
 type PauseResult = Result<Vec<QueueState>, StopError>;
 type ResetResult = Result<(), Gone>;
 
+type Visit = Box<dyn FnOnce(&mut dyn QueueHandler) + Send>;
+
 enum Command {
     Start {
         states: Vec<QueueState>,
@@ -101,6 +104,8 @@ enum Command {
         on: bool,
         reply: SyncSender<()>,
     },
+    /// Call this with the parked handler. A worker that is not parked drops the call.
+    Visit(Visit),
     /// Drain for as long as it takes, then end the thread.
     Exit,
 }

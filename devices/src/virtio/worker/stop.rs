@@ -50,10 +50,11 @@ impl StopRequest {
 }
 
 impl Worker {
-    /// Takes a command while there is a session. A start is none: the worker was started.
+    /// Takes a command while there is a session. A start is none: the worker was started. Nor is a visit: the handler
+    /// is not parked.
     pub(super) fn join(&mut self, request: &mut StopRequest, command: Command) {
         match command {
-            Command::Start { .. } => {}
+            Command::Start { .. } | Command::Visit(_) => {}
             Command::Pause { reply, .. } if request.is_for_good() => {
                 let _nobody_waits = reply.send(Err(StopError::Late));
             }

@@ -70,7 +70,7 @@ impl Worker {
         std::mem::forget(self.handler);
         while let Ok(command) = self.commands.recv() {
             match command {
-                Command::Start { .. } | Command::BusMaster { .. } => {}
+                Command::Start { .. } | Command::BusMaster { .. } | Command::Visit(_) => {}
                 Command::Pause { reply, .. } => {
                     let _nobody_waits = reply.send(Err(StopError::Gone));
                 }
@@ -113,6 +113,15 @@ impl Worker {
                 self.bus_master = on;
                 let _nobody_waits = reply.send(());
                 None
+            }
+            Command::Visit(visit) => {
+                let visited = guard(|| {
+                    visit(&mut *self.handler);
+                    Ok(())
+                });
+                let fault = visited.err()?;
+                self.shared.report_bug(&fault);
+                Some(Next::Dead)
             }
             Command::Exit => Some(Next::Exit),
         }

@@ -22,6 +22,7 @@ use super::{
 use crate::{
     GuestMemory,
     block::Engine,
+    state::{Section, StateError},
     sys::Iovecs,
     virtio::{
         device::{Drained, Progress, QueueHandler},
@@ -384,5 +385,19 @@ impl QueueHandler for BlkHandler {
             counters.set_held(0);
             counters.set_throttled(0);
         }
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Err(StateError::not_migratable(
+            "a disk",
+            "saving it is not implemented yet",
+        ))
+    }
+
+    fn restore(&mut self, _section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
+        Err(StateError::not_migratable(
+            "a disk",
+            "restoring it is not implemented yet",
+        ))
     }
 }
