@@ -135,17 +135,11 @@ impl VirtioDevice for Balloon {
     }
 
     fn save(&self) -> Result<Section, StateError> {
-        Err(StateError::not_migratable(
-            "the balloon",
-            "saving it is not implemented yet",
-        ))
+        Ok(Section::new("balloon", &self.shared.save()))
     }
 
-    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
-        Err(StateError::not_migratable(
-            "the balloon",
-            "restoring it is not implemented yet",
-        ))
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        self.shared.restore(&section.open()?)
     }
 }
 

@@ -14,6 +14,7 @@ use super::{
 };
 use crate::{
     GuestMemory,
+    component::Component,
     virtio::testing::{Area, Buffer, Driver, PATIENCE, Rig, suite::DeviceUnderTest},
 };
 
@@ -71,6 +72,7 @@ impl DeviceUnderTest for BalloonTest {
 }
 
 crate::virtio_device_tests!(BalloonTest);
+crate::virtio_saved_device_tests!(BalloonTest);
 
 /// A harness with a driver that puts one request after the other into the rings.
 struct Guest {
@@ -469,4 +471,95 @@ proptest! {
             prop_assert_eq!(guest.held(), model.len() as u64);
         }
     }
+}
+
+#[test]
+fn a_restored_balloon_knows_its_pages_its_statistics_and_its_target() {
+    let (control, front) = BalloonTest::build();
+    control.0.set_target(8 << 20);
+    let mut driver = Driver::new(Rig::new(front));
+    driver.start(USUAL);
+    driver.rig.write(Area::Device, 4, 4, 200);
+    // Pages beside the hole and at both ends of a word; one of them leaves again.
+    let pages = || (0..130).chain([4095]).chain(4352..4354).chain([16_383]);
+    driver.request(INFLATE, &[Buffer::Readable(numbers(pages()))]);
+    driver.request(DEFLATE, &[Buffer::Readable(numbers([64]))]);
+    let statistics = [&5_u16.to_le_bytes()[..], &77_u64.to_le_bytes()].concat();
+    driver.submit(STATS, &[Buffer::Readable(statistics.clone())]);
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while control.0.stats().guest.is_none() {
+        assert!(std::time::Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+    driver.rig.pause();
+    let before = control.0.stats();
+    assert_eq!(before.held, 133 * PAGE);
+
+    let section = driver.rig.device.save().unwrap();
+    let (restored, front) = BalloonTest::build();
+    driver.rig = driver.rig.restored(front, &section).unwrap();
+    let now = restored.0.stats();
+    assert_eq!(
+        (now.target, now.held, now.claimed, now.reported),
+        (before.target, before.held, before.claimed, before.reported)
+    );
+    assert_eq!(now.guest, before.guest);
+    driver.rig.device.resume().unwrap();
+    // Each page comes out, and only once.
+    let faults = |driver: &Driver| driver.rig.device.counters().guest_faults.load(Ordering::Relaxed);
+    driver.request(
+        DEFLATE,
+        &[Buffer::Readable(numbers(pages().filter(|page| *page != 64)))],
+    );
+    assert_eq!((restored.0.stats().held, faults(&driver)), (0, 0));
+    driver.request(DEFLATE, &[Buffer::Readable(numbers([64]))]);
+    assert_eq!(faults(&driver), 1);
+    // The buffer for statistics is still the device's: it comes back when somebody asks. The device has taken it: all queues
+    // had their turn between the two requests.
+    let ask = std::thread::spawn(move || restored.0.ask(PATIENCE));
+    driver.wait_used(STATS);
+    driver.submit(STATS, &[Buffer::Readable(statistics)]);
+    assert_eq!(ask.join().unwrap().guest.unwrap().values[&5], 77);
+}
+
+proptest! {
+    #[test]
+    fn a_set_of_pages_is_the_same_after_a_restore(
+        runs in prop::collection::vec((0_u64..132_000, prop_oneof![1_u64..300, 30_000..70_000_u64]), 0..8)
+    ) {
+        // Some pieces of 32,768 pages, at no multiple of that.
+        let ranges = [(GuestAddress(0), 1 << 20), (GuestAddress(3 << 20), 512 << 20)];
+        let memory = GuestMemory::from_ranges(&ranges).unwrap();
+        let mut set = pages::PageSet::new(&memory);
+        for (start, length) in runs {
+            set.insert(&(start..start + length));
+        }
+        let restored = pages::PageSet::restored(&memory, &set.save()).unwrap();
+        prop_assert_eq!(restored.len(), set.len());
+        prop_assert_eq!(restored.save(), set.save());
+    }
+}
+
+#[test]
+fn pages_that_memory_does_not_have_or_that_are_given_twice_are_refused() {
+    let memory = Guest::new(0).harness.memory.clone();
+    let piece = |first, bits: &[u8]| crate::state::message::PageBitmap {
+        first,
+        bits: bits.to_vec(),
+    };
+    let refused = [
+        vec![piece(u64::MAX, &[1])],
+        vec![piece(u64::MAX - 3, &[0, 1])],
+        vec![piece(1 << 40, &[0xff])],
+        vec![piece(0, &[6]), piece(1, &[1])],
+    ];
+    for saved in refused {
+        assert!(pages::PageSet::restored(&memory, &saved).is_err(), "{saved:?}");
+    }
+    assert_eq!(
+        pages::PageSet::restored(&memory, &[piece(0, &[0xe7])])
+            .unwrap()
+            .len(),
+        6
+    );
 }

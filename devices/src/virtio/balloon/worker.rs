@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     GuestMemory,
-    state::{Section, StateError},
+    state::{Section, StateError, message},
     virtio::{
         chain::Chain,
         device::{Drained, Progress, QueueHandler},
@@ -299,17 +299,21 @@ impl QueueHandler for BalloonHandler {
     }
 
     fn save(&self) -> Result<Section, StateError> {
-        Err(StateError::not_migratable(
-            "the balloon",
-            "saving it is not implemented yet",
-        ))
+        let state = message::VirtioBalloonQueues {
+            pages: self.pages.save(),
+            put_back: self.put_back,
+            asked: self.asked,
+        };
+        Ok(Section::new("balloon", &state))
     }
 
-    fn restore(&mut self, _section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
-        Err(StateError::not_migratable(
-            "the balloon",
-            "restoring it is not implemented yet",
-        ))
+    fn restore(&mut self, section: &Section, memory: &GuestMemory) -> Result<(), StateError> {
+        let saved: message::VirtioBalloonQueues = section.open()?;
+        self.pages = PageSet::restored(memory, &saved.pages)?;
+        self.shared.set_held(self.pages.len());
+        self.put_back = saved.put_back;
+        self.asked = saved.asked;
+        Ok(())
     }
 }
 
