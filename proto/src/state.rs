@@ -156,6 +156,7 @@ saved! {
     VirtioRngQueue: "virtio-rng-queue", 1;
     VirtioNet: "virtio-net", 1;
     VirtioNetQueues: "virtio-net-queues", 1;
+    HotPlug: "hot-plug", 1;
     Serial: "serial", 1;
     LegacyDevices: "legacy", 1;
 }

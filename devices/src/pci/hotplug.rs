@@ -23,6 +23,8 @@
 //! A guest can eject only what it was asked for, so no value that it writes reaches another slot. The host keeps
 //! the state's lock while it takes a function off the bus: a slot that is in use again is never ejected by an older write.
 
+mod state;
+
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::root::{BUSES, DEVICES, SLOTS, is_slot, lock};
@@ -49,7 +51,7 @@ const EJECT: u64 = 8;
 /// Sets of slots: bit *n* is slot *n*, so that each bus has a word of 32 bits.
 type Set = u128;
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct State {
     check: Set,
     asked: Set,
