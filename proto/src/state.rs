@@ -150,6 +150,8 @@ saved! {
     Pit: "pit", 1;
     Clock: "kvmclock", 1;
     VirtioPci: "virtio-pci", 1;
+    VirtioBlk: "virtio-blk", 1;
+    VirtioBlkQueue: "virtio-blk-queue", 1;
     VirtioBalloon: "virtio-balloon", 1;
     VirtioBalloonQueues: "virtio-balloon-queues", 1;
     VirtioRng: "virtio-rng", 1;

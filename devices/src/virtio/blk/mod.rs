@@ -40,7 +40,7 @@ use super::{
 use crate::{
     block::Image,
     rate::Limiter,
-    state::{Section, StateError},
+    state::{Section, StateError, check, message},
 };
 
 /// Most queues of a disk.
@@ -180,17 +180,23 @@ impl VirtioDevice for Blk {
     }
 
     fn save(&self) -> Result<Section, StateError> {
-        Err(StateError::not_migratable(
-            "a disk",
-            "saving it is not implemented yet",
-        ))
+        let capacity = self.shared.capacity.load(Ordering::SeqCst);
+        Ok(Section::new(&self.name, &message::VirtioBlk { capacity }))
     }
 
-    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
-        Err(StateError::not_migratable(
-            "a disk",
-            "restoring it is not implemented yet",
-        ))
+    /// An image that is larger than the driver knows keeps the size that the driver knows until it is grown.
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        let message::VirtioBlk { capacity } = section.open()?;
+        let block = u64::from(self.limits.block);
+        check(
+            capacity.is_multiple_of(block),
+            "capacity",
+            "not a multiple of the logical block",
+        )?;
+        let image = self.shared.capacity.load(Ordering::SeqCst);
+        check(capacity <= image, "capacity", "the image is smaller")?;
+        self.shared.capacity.store(capacity, Ordering::SeqCst);
+        Ok(())
     }
 }
 

@@ -210,3 +210,20 @@ fn a_discard_that_the_host_can_not_do_at_all_is_not_kept() {
     assert_eq!(request(&mut driver, zeroes, 0).1, UNSUPP);
     assert_eq!(held(&driver), 0);
 }
+
+#[test]
+fn a_disk_that_keeps_requests_is_not_saved_until_they_are_done() {
+    let storage = Storage::new();
+    let (mut driver, control) = storage.disk(2, OnError::Hold);
+    storage.set_full(true);
+    driver.submit(1, &out(1));
+    until(|| control.stats().held == 1);
+    driver.rig.pause();
+    let error = driver.rig.device.save().unwrap_err().to_string();
+    assert!(error.contains("keeps requests"), "{error}");
+    storage.set_full(false);
+    driver.rig.device.resume().unwrap();
+    answers(&mut driver, 1, 1);
+    driver.rig.pause();
+    assert!(driver.rig.device.save().is_ok());
+}

@@ -162,3 +162,22 @@ fn until(what: impl Fn() -> bool) {
 }
 
 crate::virtio_device_tests!(Disk);
+crate::virtio_saved_device_tests!(Disk);
+
+#[test]
+fn a_restored_disk_has_the_size_that_its_driver_knows_and_a_smaller_image_is_refused() {
+    use crate::component::Component as _;
+
+    let disk = Disk::new(SECTORS);
+    let mut driver = Driver::new(Rig::new(disk.front(false)));
+    driver.start(ALL);
+    let known = driver.rig.read(Area::Device, 0, 8);
+    driver.rig.pause();
+    let section = driver.rig.device.save().unwrap();
+    let smaller = Disk::new(SECTORS - 8);
+    let error = driver.rig.restored(smaller.front(false), &section).err().unwrap();
+    assert_eq!(error.to_string(), "field `capacity`: the image is smaller");
+    let larger = Disk::new(SECTORS + 8);
+    driver.rig = driver.rig.restored(larger.front(false), &section).unwrap();
+    assert_eq!(driver.rig.read(Area::Device, 0, 8), known);
+}

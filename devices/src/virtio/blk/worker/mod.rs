@@ -22,7 +22,7 @@ use super::{
 use crate::{
     GuestMemory,
     block::Engine,
-    state::{Section, StateError},
+    state::{Section, StateError, message},
     sys::Iovecs,
     virtio::{
         device::{Drained, Progress, QueueHandler},
@@ -388,16 +388,15 @@ impl QueueHandler for BlkHandler {
     }
 
     fn save(&self) -> Result<Section, StateError> {
-        Err(StateError::not_migratable(
-            "a disk",
-            "saving it is not implemented yet",
-        ))
+        if self.kept.len() > 0 {
+            let why = "it keeps requests that the host could not carry out";
+            return Err(StateError::not_migratable("a disk", why));
+        }
+        let id = self.queue.to_string();
+        Ok(Section::new(&id, &message::VirtioBlkQueue {}))
     }
 
-    fn restore(&mut self, _section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
-        Err(StateError::not_migratable(
-            "a disk",
-            "restoring it is not implemented yet",
-        ))
+    fn restore(&mut self, section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
+        section.open::<message::VirtioBlkQueue>().map(|_| ())
     }
 }
