@@ -153,7 +153,7 @@ mod tests {
             "{text}"
         );
         assert!(
-            text.contains("| entropy, 1 descriptor, 16 at once: ns | 25 | 100 | 0.24 |"),
+            text.contains("| entropy, 1 descriptor, 16 at once: ns | 25.0 | 100 | 0.24 |"),
             "{text}"
         );
         assert!(
