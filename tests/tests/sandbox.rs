@@ -66,8 +66,12 @@ fn a_vmm_has_its_own_uid_no_capabilities_and_only_the_descriptors_it_needs() {
     drop((first, second));
 }
 
-/// Of every thread: no new privileges, and three system call filters (two of the main thread, which has none of a kind).
+/// Of every thread: no new privileges, and three system call filters (two of the main thread, which has none of a kind) beside
+/// those that the daemon has from its unit and hands down.
 fn threads_are_limited(node: &vmmd_tests::Node, pid: u32) {
+    let daemons = "awk '/^Seccomp_filters:/ { print $2 }' /proc/$(systemctl show -p MainPID --value vmmd.service)/status";
+    let text = node.sh(daemons).expect("the daemon's status");
+    let inherited: u32 = text.trim().parse().expect("a number of filters");
     let fields = "Name|NoNewPrivs|Seccomp|Seccomp_filters";
     let threads = node
         .sh(&format!(
@@ -76,12 +80,9 @@ fn threads_are_limited(node: &vmmd_tests::Node, pid: u32) {
         .expect("threads");
     // KVM's recovery of huge pages is a thread of the kernel's in this process.
     for thread in threads.lines().filter(|thread| !thread.starts_with("kvm-")) {
-        let expected = if thread.starts_with("vmm ") {
-            "1 2 2"
-        } else {
-            "1 2 3"
-        };
-        assert!(thread.ends_with(expected), "{thread}");
+        let own = if thread.starts_with("vmm ") { 2 } else { 3 };
+        let expected = format!(" 1 2 {}", inherited + own);
+        assert!(thread.ends_with(&expected), "{thread}, expected{expected}");
     }
     for name in ["vmm", "control", "serial", "vcpu-0", "blk-data-q0", "rng"] {
         assert!(
