@@ -4,4 +4,28 @@
 //! version (`proto/src/state.rs` lists them). A section that is read back is untrusted: each component checks each
 //! field and names the one that is wrong ([`StateError::Invalid`]).
 
+pub use proto::state as message;
 pub use proto::state::{Saved, Section, StateError};
+
+/// `value` of `field` as a narrower type.
+pub(crate) fn narrow<T, V: TryInto<T> + Copy + std::fmt::Display>(
+    field: &'static str,
+    value: V,
+) -> Result<T, StateError> {
+    let error = |_| StateError::invalid(field, format!("{value} is too large"));
+    value.try_into().map_err(error)
+}
+
+/// An error about `field` unless `holds`.
+pub(crate) fn check(holds: bool, field: &'static str, why: &str) -> Result<(), StateError> {
+    if holds {
+        Ok(())
+    } else {
+        Err(StateError::invalid(field, why))
+    }
+}
+
+/// The message in `field`, which is never absent.
+pub(crate) fn required<'a, M>(field: &'static str, message: Option<&'a M>) -> Result<&'a M, StateError> {
+    message.ok_or_else(|| StateError::invalid(field, "it is absent"))
+}

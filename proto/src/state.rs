@@ -143,4 +143,18 @@ macro_rules! saved {
     };
 }
 
-saved! {}
+saved! {
+    VirtioPci: "virtio-pci", 1;
+    VirtioBlk: "virtio-blk", 1;
+    VirtioBlkQueue: "virtio-blk-queue", 1;
+    VirtioBalloon: "virtio-balloon", 1;
+    VirtioBalloonQueues: "virtio-balloon-queues", 1;
+    VirtioRng: "virtio-rng", 1;
+    VirtioRngQueue: "virtio-rng-queue", 1;
+    VirtioNet: "virtio-net", 1;
+    VirtioNetQueues: "virtio-net-queues", 1;
+    PciRoot: "pci-root", 1;
+    HotPlug: "hot-plug", 1;
+    Serial: "serial", 1;
+    LegacyDevices: "legacy", 1;
+}

@@ -8,7 +8,10 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use crate::bus::{BusDevice, Effect};
+use crate::{
+    bus::{BusDevice, Effect},
+    state::{StateError, check, message, narrow},
+};
 
 /// Data port.
 pub const DATA_PORT: u64 = 0x60;
@@ -71,6 +74,29 @@ impl I8042 {
     /// As after power-on.
     pub fn reset(&mut self) {
         *self = Self::default();
+    }
+
+    pub(super) fn save(&self) -> message::I8042 {
+        message::I8042 {
+            config: self.config.into(),
+            output_port: self.output_port.into(),
+            answers: self.answers.iter().copied().collect(),
+            pending: self.pending.map(u32::from),
+        }
+    }
+
+    pub(super) fn restore(&mut self, saved: &message::I8042) -> Result<(), StateError> {
+        check(saved.answers.len() <= MAX_ANSWERS, "i8042.answers", "too many")?;
+        *self = Self {
+            config: narrow("i8042.config", saved.config)?,
+            output_port: narrow("i8042.output_port", saved.output_port)?,
+            answers: saved.answers.iter().copied().collect(),
+            pending: saved
+                .pending
+                .map(|command| narrow("i8042.pending", command))
+                .transpose()?,
+        };
+        Ok(())
     }
 
     fn status(&self) -> u8 {

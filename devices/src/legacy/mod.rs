@@ -20,14 +20,14 @@ pub mod pvpanic;
 pub mod rtc;
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
 
 use crate::{
     bus::{Bus, BusError},
     component::{Component, ComponentError},
-    state::{Section, StateError},
+    state::{Section, StateError, message, required},
 };
 
 /// All of them.
@@ -73,35 +73,43 @@ impl Component for LegacyDevices {
     }
 
     fn pause(&mut self, _deadline: Instant) -> Result<(), ComponentError> {
-        self.timer.lock().unwrap_or_else(PoisonError::into_inner).pause();
+        lock(&self.timer).pause();
         Ok(())
     }
 
     fn resume(&mut self) -> Result<(), ComponentError> {
-        self.timer.lock().unwrap_or_else(PoisonError::into_inner).resume();
+        lock(&self.timer).resume();
         Ok(())
     }
 
     /// The clock and its memory have a battery, and the timer counts on.
     fn reset(&mut self) -> Result<(), ComponentError> {
-        self.rtc.lock().unwrap_or_else(PoisonError::into_inner).reset();
-        self.i8042.lock().unwrap_or_else(PoisonError::into_inner).reset();
+        lock(&self.rtc).reset();
+        lock(&self.i8042).reset();
         Ok(())
     }
 
+    /// pvpanic and the power register hold nothing.
     fn save(&self) -> Result<Section, StateError> {
-        Err(StateError::not_migratable(
-            self.name(),
-            "saving it is not implemented yet",
-        ))
+        let state = message::LegacyDevices {
+            i8042: Some(lock(&self.i8042).save()),
+            rtc: Some(lock(&self.rtc).save()),
+            pm_timer: Some(lock(&self.timer).save()),
+        };
+        Ok(Section::new(self.name(), &state))
     }
 
-    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
-        Err(StateError::not_migratable(
-            self.name(),
-            "restoring it is not implemented yet",
-        ))
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        let saved: message::LegacyDevices = section.open()?;
+        lock(&self.i8042).restore(required("i8042", saved.i8042.as_ref())?)?;
+        lock(&self.rtc).restore(required("rtc", saved.rtc.as_ref())?)?;
+        lock(&self.timer).restore(required("pm_timer", saved.pm_timer.as_ref())?);
+        Ok(())
     }
+}
+
+fn lock<T>(device: &Mutex<T>) -> MutexGuard<'_, T> {
+    device.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::{
 use crate::{
     bus::{BusDevice, Effect},
     interrupt::IrqLine,
+    state::message,
 };
 
 /// Port of the [`PowerRegister`], as on EDK2's CloudHv platform.
@@ -76,6 +77,19 @@ impl PmTimer {
     /// Lets it go on.
     pub fn resume(&mut self) {
         self.since.get_or_insert_with(Instant::now);
+    }
+
+    pub(super) fn save(&self) -> message::PmTimer {
+        let counted = u64::try_from(self.elapsed().as_nanos());
+        message::PmTimer {
+            counted: counted.unwrap_or(u64::MAX),
+        }
+    }
+
+    /// It is paused afterwards.
+    pub(super) fn restore(&mut self, saved: &message::PmTimer) {
+        self.counted = Duration::from_nanos(saved.counted);
+        self.since = None;
     }
 
     fn elapsed(&self) -> Duration {

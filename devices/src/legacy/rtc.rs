@@ -5,7 +5,10 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::bus::{BusDevice, Effect};
+use crate::{
+    bus::{BusDevice, Effect},
+    state::{StateError, check, message, narrow},
+};
 
 /// First port: the index (written); the second is the data.
 pub const PORT: u64 = 0x70;
@@ -81,6 +84,24 @@ impl Rtc {
         self.index = 0;
         let b = self.stored(REGISTER_B) & !B_INTERRUPTS;
         self.store(REGISTER_B, b);
+    }
+
+    pub(super) fn save(&self) -> message::Rtc {
+        message::Rtc {
+            index: self.index.into(),
+            memory: self.memory.to_vec(),
+        }
+    }
+
+    pub(super) fn restore(&mut self, saved: &message::Rtc) -> Result<(), StateError> {
+        let index: u8 = narrow("rtc.index", saved.index)?;
+        check(usize::from(index) < SIZE, "rtc.index", "no such register")?;
+        let memory = saved.memory.as_slice().try_into();
+        self.memory = memory.map_err(|_| StateError::invalid("rtc.memory", "not 128 bytes"))?;
+        self.index = index;
+        let a = self.stored(REGISTER_A) & !A_UPDATE;
+        self.store(REGISTER_A, a);
+        Ok(())
     }
 
     fn stored(&self, index: u8) -> u8 {

@@ -27,6 +27,7 @@ use super::root::{SLOTS, lock};
 use crate::{
     bus::{BusDevice, Effect, SharedDevice},
     interrupt::LevelLine,
+    state::{Section, StateError, check, message},
 };
 
 /// First I/O port of the registers.
@@ -147,6 +148,41 @@ impl HotPlug {
             *state = State::default();
         });
         slots(requested).collect()
+    }
+
+    /// What is to be read and what the guest was asked for. The machine's vCPUs are stopped.
+    pub fn save(&self) -> Section {
+        let state = self.state();
+        let bus = message::HotPlugBus {
+            check: state.check,
+            asked: state.asked,
+            requested: state.requested,
+            ejecting: state.ejecting,
+        };
+        Section::new("hot-plug", &message::HotPlug { buses: vec![bus] })
+    }
+
+    /// Takes over a saved state and sets the interrupt line accordingly.
+    pub fn restore(&self, section: &Section) -> Result<(), StateError> {
+        let saved: message::HotPlug = section.open()?;
+        let [bus] = saved.buses.as_slice() else {
+            return Err(StateError::invalid("buses", "not as many as the machine has"));
+        };
+        let new = State {
+            check: bus.check,
+            asked: bus.asked,
+            requested: bus.requested,
+            ejecting: bus.ejecting,
+        };
+        let all = new.check | new.asked | new.requested | new.ejecting;
+        check(all & 1 == 0, "buses", "device 0 can't be plugged")?;
+        check(
+            new.ejecting & !new.requested == 0,
+            "buses.ejecting",
+            "a slot that was not asked for",
+        )?;
+        self.change(|state| *state = new);
+        Ok(())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

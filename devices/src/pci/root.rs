@@ -16,6 +16,7 @@
 mod bridge;
 mod mechanism;
 mod seat;
+mod state;
 
 use std::{
     ops::Range,
@@ -197,9 +198,14 @@ impl PciRoot {
     /// Makes the MMIO bus agree with the BARs. To be called after [`Effect::Remap`], with no lock held, before the vCPU
     /// goes on.
     pub fn remap(&self, mmio: &Bus) {
+        self.remap_in_order(mmio, &[]);
+    }
+
+    /// The same; those of the BARs that are in `first` come onto the bus before the others, in that order.
+    fn remap_in_order(&self, mmio: &Bus, first: &[Mapping]) {
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
         let seats = self.seats();
-        let wanted: Vec<(Arc<Seat>, Mapping)> = seats
+        let mut wanted: Vec<(Arc<Seat>, Mapping)> = seats
             .iter()
             .flat_map(|(slot, seat)| {
                 let windows = lock(&seat.function).config().windows();
@@ -216,6 +222,8 @@ impl PciRoot {
                 })
             })
             .collect();
+        let place = |new: &Mapping| first.iter().position(|first| same(first, new));
+        wanted.sort_by_key(|(_, new)| place(new).unwrap_or(usize::MAX));
         let Mapped { bars, graves } = &mut *mapped;
         bars.retain(|old| {
             let stays = wanted.iter().any(|(_, new)| same(old, new));

@@ -75,16 +75,10 @@ impl Component for SerialPort {
     }
 
     fn save(&self) -> Result<Section, StateError> {
-        Err(StateError::not_migratable(
-            self.name(),
-            "saving it is not implemented yet",
-        ))
+        Ok(Section::new(self.name(), &self.uart().save()))
     }
 
-    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
-        Err(StateError::not_migratable(
-            self.name(),
-            "restoring it is not implemented yet",
-        ))
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        self.uart().restore(&section.open()?)
     }
 }

@@ -14,6 +14,7 @@ pub mod history;
 pub mod log;
 mod output;
 pub mod server;
+mod state;
 pub mod uart;
 
 pub use component::SerialPort;

@@ -22,7 +22,7 @@ use crate::{
 /// Depth of the receiver FIFO in bytes.
 const FIFO: usize = 16;
 /// Input that waits for room in the FIFO, in bytes.
-const BACKLOG: usize = 4096;
+pub(super) const BACKLOG: usize = 4096;
 
 /// Registers by offset. Some have another meaning when [`Lcr::DLAB`] is set, or when written.
 mod reg {
@@ -42,7 +42,7 @@ mod reg {
 bitflags::bitflags! {
     /// Interrupt enable, and the causes that are there.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    struct Ier: u8 {
+    pub(super) struct Ier: u8 {
         const RECEIVED = 1;
         const TRANSMITTER_EMPTY = 1 << 1;
         const LINE_STATUS = 1 << 2;
@@ -50,7 +50,7 @@ bitflags::bitflags! {
     }
 
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    struct Fcr: u8 {
+    pub(super) struct Fcr: u8 {
         const ENABLE = 1;
         const CLEAR_RECEIVER = 1 << 1;
         const CLEAR_TRANSMITTER = 1 << 2;
@@ -60,14 +60,14 @@ bitflags::bitflags! {
     }
 
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    struct Lcr: u8 {
+    pub(super) struct Lcr: u8 {
         /// Divisor latch access.
         const DLAB = 1 << 7;
         const _ = !0;
     }
 
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    struct Mcr: u8 {
+    pub(super) struct Mcr: u8 {
         const DTR = 1;
         const RTS = 1 << 1;
         const OUT1 = 1 << 2;
@@ -85,7 +85,7 @@ bitflags::bitflags! {
 
     /// The upper half is the state of the lines, the lower half says which changed.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    struct Msr: u8 {
+    pub(super) struct Msr: u8 {
         const DELTA_CTS = 1;
         const DELTA_DSR = 1 << 1;
         /// The ring indicator went from on to off.
@@ -120,9 +120,9 @@ mod iir {
 pub struct Uart {
     irq: Arc<dyn IrqLine>,
     history: Arc<History>,
-    registers: Registers,
+    pub(super) registers: Registers,
     /// Input that the guest has not been shown yet.
-    backlog: VecDeque<u8>,
+    pub(super) backlog: VecDeque<u8>,
     /// No input is let in.
     paused: bool,
     /// A sender was told that there is no room: `room` is signalled when there is.
@@ -131,22 +131,22 @@ pub struct Uart {
 }
 
 /// What a reset puts back.
-struct Registers {
-    ier: Ier,
-    fcr: Fcr,
-    lcr: Lcr,
-    mcr: Mcr,
-    msr: Msr,
-    scratch: u8,
-    divisor: [u8; 2],
-    overrun: bool,
+pub(super) struct Registers {
+    pub ier: Ier,
+    pub fcr: Fcr,
+    pub lcr: Lcr,
+    pub mcr: Mcr,
+    pub msr: Msr,
+    pub scratch: u8,
+    pub divisor: [u8; 2],
+    pub overrun: bool,
     /// The transmitter became empty and the guest has not been told.
-    transmitted: bool,
-    fifo: VecDeque<u8>,
+    pub transmitted: bool,
+    pub fifo: VecDeque<u8>,
 }
 
 impl Registers {
-    fn new() -> Self {
+    pub fn new() -> Self {
         Self {
             ier: Ier::empty(),
             fcr: Fcr::empty(),
@@ -172,7 +172,7 @@ impl Registers {
         causes & self.ier
     }
 
-    fn depth(&self) -> usize {
+    pub fn depth(&self) -> usize {
         if self.fcr.contains(Fcr::ENABLE) { FIFO } else { 1 }
     }
 

@@ -167,6 +167,14 @@ impl Session {
         self.queue(queue).map_or(0, |ring| ring.available().into())
     }
 
+    /// Reads a chain that was taken before a save; see [`Queue::read_chain`]. A queue that is not there has none.
+    pub fn read_chain(&mut self, queue: u16, head: u16, chain: &mut Chain) -> Result<(), Fault> {
+        let absent = RingError::HeadIndex(head);
+        let ring = self.queue(queue).ok_or(absent);
+        ring.and_then(|ring| ring.read_chain(head, chain))
+            .map_err(|error| Fault::Ring { queue, error })
+    }
+
     /// Puts the chain taken last back, to be taken again; see [`Queue::unpop`].
     pub fn unpop(&mut self, queue: u16) {
         if let Some(ring) = self.queue(queue) {

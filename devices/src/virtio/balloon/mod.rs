@@ -35,6 +35,7 @@ use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes},
     signals::Signals,
 };
+use crate::state::{Section, StateError};
 
 /// Gives guest memory back to the host.
 pub trait Reclaim: Send {
@@ -131,6 +132,14 @@ impl VirtioDevice for Balloon {
             queues: (0..queues).collect(),
             handler: Box::new(handler),
         }])
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Ok(Section::new("balloon", &self.shared.save()))
+    }
+
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        self.shared.restore(&section.open()?)
     }
 }
 

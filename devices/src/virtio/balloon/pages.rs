@@ -8,9 +8,14 @@ use std::ops::Range;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use super::config::PAGE_SHIFT;
-use crate::GuestMemory;
+use crate::{
+    GuestMemory,
+    state::{StateError, check, message},
+};
 
 const WORD_BITS: u64 = 64;
+/// Words in a piece of a saved set: 32,768 pages.
+const CHUNK: usize = 512;
 
 /// A set of pages of guest memory.
 #[derive(Debug, Default)]
@@ -81,6 +86,59 @@ impl PageSet {
         }
         self.len = self.len.saturating_sub(removed);
         removed
+    }
+
+    /// The pages in it, in pieces of [`CHUNK`] words; those without any are left out.
+    pub(super) fn save(&self) -> Vec<message::PageBitmap> {
+        let mut pieces = Vec::new();
+        for region in &self.regions {
+            let mut first = region.pages.start;
+            for words in region.words.chunks(CHUNK) {
+                let mut bits: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+                let length = bits
+                    .iter()
+                    .rposition(|byte| *byte != 0)
+                    .map_or(0, |last| last.saturating_add(1));
+                bits.truncate(length);
+                if !bits.is_empty() {
+                    pieces.push(message::PageBitmap { first, bits });
+                }
+                first = first.saturating_add((CHUNK as u64).saturating_mul(WORD_BITS));
+            }
+        }
+        pieces
+    }
+
+    /// A set of pages of `memory` as it was saved.
+    pub(super) fn restored(memory: &GuestMemory, saved: &[message::PageBitmap]) -> Result<Self, StateError> {
+        let mut set = Self::new(memory);
+        for piece in saved {
+            for (at, byte) in (0_u64..).zip(&piece.bits) {
+                let mut left = *byte;
+                while left != 0 {
+                    // A run of ones from the lowest.
+                    let start = left.trailing_zeros();
+                    let ones = (left >> start).trailing_ones();
+                    let run = u8::MAX.checked_shr(8_u32.saturating_sub(ones)).unwrap_or(0) << start;
+                    left &= !run;
+                    let first = at
+                        .checked_mul(8)
+                        .and_then(|bit| bit.checked_add(start.into()))
+                        .and_then(|bit| bit.checked_add(piece.first));
+                    let end = first.and_then(|first| first.checked_add(ones.into()));
+                    let (Some(first), Some(end)) = (first, end) else {
+                        return Err(StateError::invalid("pages.first", "beyond the address space"));
+                    };
+                    let added = set.insert(&(first..end));
+                    check(
+                        added == u64::from(ones),
+                        "pages",
+                        "pages outside memory, or given twice",
+                    )?;
+                }
+            }
+        }
+        Ok(set)
     }
 
     /// Removes all.

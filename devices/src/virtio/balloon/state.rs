@@ -7,13 +7,16 @@ use std::{
         Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU32, AtomicU64, Ordering},
     },
-    time::{Duration, SystemTime},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::config::{Config, PAGE, PAGE_SHIFT};
-use crate::virtio::signals::Signals;
+use crate::{
+    state::{StateError, message, narrow},
+    virtio::signals::Signals,
+};
 
 /// What the guest's driver said about its memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -152,6 +155,37 @@ impl Shared {
         self.answered.notify_all();
     }
 
+    pub(super) fn save(&self) -> message::VirtioBalloon {
+        let stats = self.guest().stats.clone();
+        message::VirtioBalloon {
+            target: self.target.load(Ordering::SeqCst),
+            actual: self.actual.load(Ordering::SeqCst),
+            poison: self.poison(),
+            reported: self.reported.load(Ordering::SeqCst),
+            statistics: stats.map(|stats| message::VirtioBalloonStatistics {
+                time: nanos(stats.time),
+                values: stats
+                    .values
+                    .iter()
+                    .map(|(tag, value)| message::VirtioBalloonStatistic {
+                        tag: (*tag).into(),
+                        value: *value,
+                    })
+                    .collect(),
+            }),
+        }
+    }
+
+    pub(super) fn restore(&self, saved: &message::VirtioBalloon) -> Result<(), StateError> {
+        let stats = saved.statistics.as_ref().map(guest_stats).transpose()?;
+        self.target.store(saved.target, Ordering::SeqCst);
+        self.set_actual(saved.actual);
+        self.set_poison(saved.poison);
+        self.reported.store(saved.reported, Ordering::SeqCst);
+        self.guest().stats = stats;
+        Ok(())
+    }
+
     fn guest(&self) -> MutexGuard<'_, Guest> {
         self.guest.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -208,6 +242,23 @@ impl BalloonControl {
             guest,
         }
     }
+}
+
+/// Since the Unix epoch.
+fn nanos(time: SystemTime) -> u64 {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn guest_stats(saved: &message::VirtioBalloonStatistics) -> Result<GuestStats, StateError> {
+    let values = saved.values.iter();
+    let values = values.map(|each| Ok((narrow("statistics.values.tag", each.tag)?, each.value)));
+    Ok(GuestStats {
+        values: values.collect::<Result<_, StateError>>()?,
+        time: UNIX_EPOCH
+            .checked_add(Duration::from_nanos(saved.time))
+            .ok_or_else(|| StateError::invalid("statistics.time", "too late"))?,
+    })
 }
 
 fn pages(bytes: u64) -> u32 {

@@ -21,6 +21,7 @@ use super::{
 };
 use crate::{
     GuestMemory,
+    state::{Section, StateError, message},
     virtio::{
         chain::Chain,
         device::{Drained, Progress, QueueHandler},
@@ -295,6 +296,24 @@ impl QueueHandler for BalloonHandler {
             job.active = false;
         }
         self.shared.forget();
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        let state = message::VirtioBalloonQueues {
+            pages: self.pages.save(),
+            put_back: self.put_back,
+            asked: self.asked,
+        };
+        Ok(Section::new("balloon", &state))
+    }
+
+    fn restore(&mut self, section: &Section, memory: &GuestMemory) -> Result<(), StateError> {
+        let saved: message::VirtioBalloonQueues = section.open()?;
+        self.pages = PageSet::restored(memory, &saved.pages)?;
+        self.shared.set_held(self.pages.len());
+        self.put_back = saved.put_back;
+        self.asked = saved.asked;
+        Ok(())
     }
 }
 

@@ -52,13 +52,24 @@ impl Work {
     }
 }
 
+/// A request of a restored device that has not been read anew.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Restored {
+    /// Head of its descriptor chain.
+    pub head: u16,
+    /// It is counted as unsettled.
+    pub unsettled: bool,
+}
+
 /// What one worker keeps.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     failed: Vec<Work>,
     flushes: Vec<Work>,
     /// To be submitted before anything new.
-    again: VecDeque<Work>,
+    pub(super) again: VecDeque<Work>,
+    /// Read at the next start, behind `again`.
+    pub(super) restored: VecDeque<Restored>,
     /// Somebody was told that requests are kept, since the last pause.
     reported: bool,
 }
@@ -102,6 +113,12 @@ impl Kept {
             .len()
             .saturating_add(self.flushes.len())
             .saturating_add(self.again.len())
+            .saturating_add(self.restored.len())
+    }
+
+    /// All that were read, in the order in which they are tried again.
+    pub(super) fn all(&self) -> impl Iterator<Item = &Work> {
+        self.again.iter().chain(&self.failed).chain(&self.flushes)
     }
 
     /// The driver wants none of them any more.
@@ -111,10 +128,13 @@ impl Kept {
             .drain(..)
             .chain(self.flushes.drain(..))
             .chain(self.again.drain(..));
-        for work in all {
-            if work.unsettled {
-                shared.remove_unsettled();
-            }
+        let restored = self.restored.drain(..).map(|kept| kept.unsettled);
+        for _ in all
+            .map(|work| work.unsettled)
+            .chain(restored)
+            .filter(|unsettled| *unsettled)
+        {
+            shared.remove_unsettled();
         }
         self.reported = false;
     }

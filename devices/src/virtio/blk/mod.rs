@@ -12,6 +12,7 @@ mod harness;
 mod hold;
 mod pace;
 mod request;
+mod state;
 mod stats;
 mod throttle;
 mod worker;
@@ -37,7 +38,11 @@ use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes},
     signals::Signals,
 };
-use crate::{block::Image, rate::Limiter};
+use crate::{
+    block::Image,
+    rate::Limiter,
+    state::{Section, StateError},
+};
 
 /// Most queues of a disk.
 pub const MAX_QUEUES: u16 = 16;
@@ -173,6 +178,14 @@ impl VirtioDevice for Blk {
                 })
             })
             .collect()
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Ok(self.saved())
+    }
+
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        self.take_over(section)
     }
 }
 

@@ -19,7 +19,10 @@ use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes},
     signals::Signals,
 };
-use crate::net::NetBackend;
+use crate::{
+    net::NetBackend,
+    state::{Section, StateError, message},
+};
 pub use stats::NetStats;
 
 /// The front of a network interface.
@@ -87,6 +90,15 @@ impl VirtioDevice for Net {
             queues: vec![RECEIVE, TRANSMIT],
             handler: Box::new(handler),
         }])
+    }
+
+    /// Address and MTU are in the configuration space, which the transport compares.
+    fn save(&self) -> Result<Section, StateError> {
+        Ok(Section::new("net", &message::VirtioNet {}))
+    }
+
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        section.open::<message::VirtioNet>().map(|_| ())
     }
 }
 

@@ -14,6 +14,7 @@ use super::{
 use crate::{
     GuestMemory,
     net::NetBackend,
+    state::{StateError, check, message, narrow},
     sys::Iovecs,
     virtio::{chain::Chain, device::Progress, fault::Fault, session::Session},
 };
@@ -46,6 +47,38 @@ pub(super) struct Receiver {
     pub readable: bool,
 }
 
+/// What stays over a pause.
+#[derive(Default)]
+pub(super) struct Pending {
+    /// A packet that waits for buffers, with its header; or nothing.
+    packet: Vec<u8>,
+    /// Most bytes of buffers that the driver ever had ready.
+    peak: usize,
+}
+
+impl Pending {
+    pub(super) fn save(&self) -> message::VirtioNetQueues {
+        message::VirtioNetQueues {
+            pending: self.packet.clone(),
+            peak: u64::try_from(self.peak).unwrap_or(u64::MAX),
+        }
+    }
+
+    pub(super) fn restored(saved: &message::VirtioNetQueues) -> Result<Self, StateError> {
+        let (header, longest) = (HEADER as usize, HEADER.saturating_add(MAX_FRAME) as usize);
+        let length = saved.pending.len();
+        check(
+            length == 0 || length > header && length <= longest,
+            "pending",
+            "no packet is that long",
+        )?;
+        Ok(Self {
+            packet: saved.pending.clone(),
+            peak: narrow("peak", saved.peak)?,
+        })
+    }
+}
+
 /// What a round achieved.
 enum Round {
     Packet,
@@ -64,6 +97,7 @@ impl Receiver {
         mergeable: bool,
         large: bool,
         mtu: u16,
+        pending: Pending,
     ) -> Self {
         // Ethernet header with a VLAN tag.
         let frame = if large {
@@ -80,8 +114,8 @@ impl Receiver {
             used: Vec::new(),
             mergeable,
             longest: frame.saturating_add(HEADER) as usize,
-            peak: 0,
-            pending: Vec::new(),
+            peak: pending.peak,
+            pending: pending.packet,
             readable: true,
         }
     }
@@ -239,17 +273,15 @@ impl Receiver {
         Ok(())
     }
 
-    /// Puts unused buffers back into the queue.
-    pub fn put_back(&mut self, session: &mut Session) {
+    /// Puts unused buffers back into the queue; gives what stays over a pause.
+    pub fn put_back(mut self, session: &mut Session) -> Pending {
         let count = u16::try_from(self.taken.len()).unwrap_or(u16::MAX);
         if let Some(queue) = session.queue(RECEIVE) {
             queue.unpop(count);
         }
-        self.taken.clear();
-        self.buffers.clear();
-        if !self.pending.is_empty() {
-            self.pending.clear();
-            NetStats::add(&self.stats.receive_dropped, 1);
+        Pending {
+            packet: std::mem::take(&mut self.pending),
+            peak: self.peak,
         }
     }
 }

@@ -6,12 +6,14 @@ use virtio_bindings::virtio_net::VIRTIO_NET_F_MRG_RXBUF;
 
 use super::{
     config::{RECEIVE, TRANSMIT, offloads},
-    receive::Receiver,
+    receive::{Pending, Receiver},
     stats::NetStats,
     transmit::Sender,
 };
 use crate::{
+    GuestMemory,
     net::{NetBackend, Offloads},
+    state::{Section, StateError},
     virtio::{
         device::{Drained, Progress, QueueHandler},
         fault::Fault,
@@ -29,6 +31,8 @@ pub(super) struct NetHandler {
     stats: Arc<NetStats>,
     /// From start to drain.
     running: Option<(Receiver, Sender)>,
+    /// Kept over a pause.
+    pending: Pending,
     /// Whether the host's descriptor is watched for taking packets too.
     watches_output: bool,
 }
@@ -40,6 +44,7 @@ impl NetHandler {
             mtu,
             stats,
             running: None,
+            pending: Pending::default(),
             watches_output: false,
         }
     }
@@ -80,6 +85,7 @@ impl QueueHandler for NetHandler {
             mergeable,
             large,
             self.mtu,
+            std::mem::take(&mut self.pending),
         );
         self.running = Some((receiver, Sender::new(memory, Arc::clone(&self.stats))));
         self.watches_output = false;
@@ -111,16 +117,26 @@ impl QueueHandler for NetHandler {
     }
 
     fn drain(&mut self, session: &mut Session, _deadline: Instant) -> Result<Drained, Fault> {
-        if let Some((mut receiver, _)) = self.running.take() {
-            receiver.put_back(session);
+        if let Some((receiver, _)) = self.running.take() {
+            self.pending = receiver.put_back(session);
         }
         Ok(Drained::Quiet)
     }
 
     fn reset(&mut self) {
         self.running = None;
+        self.pending = Pending::default();
         if let Err(error) = self.backend.set_offloads(Offloads::empty()) {
             tracing::warn!(%error, "turn the network's offloads off");
         }
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Ok(Section::new("net", &self.pending.save()))
+    }
+
+    fn restore(&mut self, section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
+        self.pending = Pending::restored(&section.open()?)?;
+        Ok(())
     }
 }

@@ -11,7 +11,10 @@ use super::{
     session::Session,
     signals::Signals,
 };
-use crate::GuestMemory;
+use crate::{
+    GuestMemory,
+    state::{Section, StateError, message},
+};
 
 /// The device's only queue.
 const REQUESTS: u16 = 0;
@@ -66,6 +69,14 @@ impl VirtioDevice for Rng {
             handler,
         }])
     }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Ok(Section::new("rng", &message::VirtioRng {}))
+    }
+
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        section.open::<message::VirtioRng>().map(|_| ())
+    }
 }
 
 struct RngHandler {
@@ -118,6 +129,14 @@ impl QueueHandler for RngHandler {
     }
 
     fn reset(&mut self) {}
+
+    fn save(&self) -> Result<Section, StateError> {
+        Ok(Section::new("rng", &message::VirtioRngQueue {}))
+    }
+
+    fn restore(&mut self, section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
+        section.open::<message::VirtioRngQueue>().map(|_| ())
+    }
 }
 
 #[cfg(test)]

@@ -12,13 +12,17 @@ use std::{
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::virtio::{
-    chain::Chain,
-    device::{DeviceKind, Drained, Progress, QueueHandler, VirtioDevice, WorkerSpec, read_bytes},
-    fault::Fault,
-    session::{EventSet, Session},
-    signals::Signals,
-    testing::{Driver, PATIENCE, Rig},
+use crate::{
+    GuestMemory,
+    state::{Section, StateError},
+    virtio::{
+        chain::Chain,
+        device::{DeviceKind, Drained, Progress, QueueHandler, VirtioDevice, WorkerSpec, read_bytes},
+        fault::Fault,
+        session::{EventSet, Session},
+        signals::Signals,
+        testing::{Driver, PATIENCE, Rig},
+    },
 };
 
 /// How one worker behaves; shared with the test.
@@ -125,6 +129,12 @@ impl VirtioDevice for Puppet {
         self.config.lock().unwrap()[offset..offset + data.len()].copy_from_slice(data);
     }
     fn reset(&mut self) {}
+    fn save(&self) -> Result<Section, StateError> {
+        Err(StateError::not_migratable("puppet", "it hangs on strings"))
+    }
+    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
+        Err(StateError::not_migratable("puppet", "it hangs on strings"))
+    }
     fn workers(&mut self, _signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>> {
         let spec = |(queue, strings): (u16, &Arc<Strings>)| WorkerSpec {
             name: format!("puppet-{queue}"),
@@ -220,5 +230,13 @@ impl QueueHandler for Hand {
     fn reset(&mut self) {
         assert!(self.held.is_empty());
         self.strings.resets.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Err(StateError::not_migratable("puppet", "it hangs on strings"))
+    }
+
+    fn restore(&mut self, _section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
+        Err(StateError::not_migratable("puppet", "it hangs on strings"))
     }
 }

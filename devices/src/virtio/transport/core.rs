@@ -454,6 +454,11 @@ impl VirtioDevice for Gone {
     }
 }
 
+/// Whether a driver may set FEATURES_OK (2.2.2, 6.1).
+pub(super) fn acceptable(accepted: u64, beyond: bool, offered: u64) -> bool {
+    !beyond && accepted & !offered == 0 && accepted & 1 << VIRTIO_F_VERSION_1 != 0
+}
+
 /// 32 bits of `value`: the lower ones for 0, the upper ones for 1, none for others.
 fn half(value: u64, select: u32) -> u64 {
     match select {

@@ -53,7 +53,7 @@ impl BlkHandler {
     }
 
     /// Moves the request out of its slot, which is free then.
-    fn take_work(&mut self, token: u32) -> Work {
+    pub(in crate::virtio::blk) fn take_work(&mut self, token: u32) -> Work {
         let empty = Work::empty();
         self.free.push(token);
         match self.slots.get_mut(token as usize) {

@@ -22,6 +22,7 @@ use super::{
 use crate::{
     GuestMemory,
     block::Engine,
+    state::{Section, StateError},
     sys::Iovecs,
     virtio::{
         device::{Drained, Progress, QueueHandler},
@@ -44,14 +45,14 @@ const BATCH: usize = 128;
 pub(super) type Identity = [u8; ID_LENGTH];
 
 /// A request under way; kept for the next one, which saves allocations.
-struct Slot {
-    work: Work,
+pub(super) struct Slot {
+    pub work: Work,
     /// `None` while the engine has them.
     buffers: Option<Box<Iovecs>>,
 }
 
 /// The time, asked for at most once in a round.
-struct Clock {
+pub(super) struct Clock {
     begin: Instant,
     now: Option<(Instant, u64)>,
 }
@@ -67,7 +68,7 @@ impl Clock {
     }
 
     /// Nanoseconds since the worker was made: quicker to compute with than an `Instant`.
-    fn nanos(&mut self) -> u64 {
+    pub fn nanos(&mut self) -> u64 {
         self.look().1
     }
 
@@ -86,16 +87,16 @@ impl Clock {
 
 /// The back.
 pub(super) struct BlkHandler {
-    queue: u16,
+    pub(super) queue: u16,
     engine: Box<dyn Engine>,
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     limits: Limits,
     identity: Identity,
     on_error: OnError,
     /// By token. Emptied at each start: the buffers hold on to guest memory.
-    slots: Vec<Slot>,
+    pub(super) slots: Vec<Slot>,
     free: Vec<u32>,
-    memory: Option<Arc<GuestMemory>>,
+    pub(super) memory: Option<Arc<GuestMemory>>,
     /// Shows others what is in the ring; there from a start until it has drained.
     gauge: Option<Arc<Gauge>>,
     /// Without a negotiated flush the cache is write-through (5.2.6.2): each write is stable when answered.
@@ -103,12 +104,12 @@ pub(super) struct BlkHandler {
     /// Negotiated.
     discard: bool,
     write_zeroes: bool,
-    kept: Kept,
+    pub(super) kept: Kept,
     throttle: Throttle,
     pace: Pace,
-    clock: Clock,
+    pub(super) clock: Clock,
     /// Requests taken and not answered.
-    unanswered: usize,
+    pub(super) unanswered: usize,
     /// Answers that the driver was not told of, and when the first of them was given.
     untold: usize,
     untold_since: Option<Instant>,
@@ -332,9 +333,10 @@ impl QueueHandler for BlkHandler {
             session.watch(event, COMPLETIONS, edges)?;
         }
         match self.shared.wake_of(self.queue) {
-            Some(wake) => session.watch(&**wake, WAKE, edges),
-            None => Ok(()),
+            Some(wake) => session.watch(&**wake, WAKE, edges)?,
+            None => {}
         }
+        self.read_restored(session)
     }
 
     fn kick(&mut self, session: &mut Session, _queue: u16) -> Result<Progress, Fault> {
@@ -384,5 +386,13 @@ impl QueueHandler for BlkHandler {
             counters.set_held(0);
             counters.set_throttled(0);
         }
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        self.saved()
+    }
+
+    fn restore(&mut self, section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
+        self.take_over(section)
     }
 }

@@ -123,7 +123,7 @@ impl BlkHandler {
     }
 
     /// Decides what is to be done for the request in slot `token`, which was just taken from the ring.
-    fn plan(&mut self, memory: &GuestMemory, token: u32) -> Result<(), Fault> {
+    pub(in crate::virtio::blk) fn plan(&mut self, memory: &GuestMemory, token: u32) -> Result<(), Fault> {
         let Some(slot) = self.slots.get_mut(token as usize) else {
             return Ok(());
         };
@@ -254,7 +254,7 @@ impl BlkHandler {
     }
 
     /// A slot that nobody uses.
-    fn free_slot(&mut self, memory: &Arc<GuestMemory>) -> u32 {
+    pub(in crate::virtio::blk) fn free_slot(&mut self, memory: &Arc<GuestMemory>) -> u32 {
         if let Some(token) = self.free.pop() {
             return token;
         }
