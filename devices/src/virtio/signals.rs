@@ -1,9 +1,10 @@
 //! What workers tell the driver, and where: used buffers, configuration changes, the wish to be reset.
 //!
-//! Shared by the transport and the workers of a device. All of it is atomics: raising an interrupt takes no lock.
+//! Shared by the transport and the workers of a device. Raising an interrupt takes no lock: all is atomics but for the
+//! generation of the configuration space, which nobody reads while the space changes.
 
 use std::sync::{
-    Arc,
+    Arc, Mutex, PoisonError,
     atomic::{AtomicBool, AtomicU8, AtomicU16, Ordering},
 };
 
@@ -24,7 +25,7 @@ pub struct Signals {
     config_vector: AtomicU16,
     queue_vectors: Vec<AtomicU16>,
     isr: AtomicU8,
-    generation: AtomicU8,
+    generation: Mutex<u8>,
     needs_reset: AtomicBool,
     driver_ok: AtomicBool,
 }
@@ -37,7 +38,7 @@ impl Signals {
             config_vector: AtomicU16::new(NO_VECTOR),
             queue_vectors: (0..queues).map(|_| AtomicU16::new(NO_VECTOR)).collect(),
             isr: AtomicU8::new(0),
-            generation: AtomicU8::new(0),
+            generation: Mutex::new(0),
             needs_reset: AtomicBool::new(false),
             driver_ok: AtomicBool::new(false),
         }
@@ -53,11 +54,21 @@ impl Signals {
 
     /// The configuration space (or the status) changed: raises the generation and tells a driver that is there.
     pub fn config_changed(&self) {
-        self.generation.fetch_add(1, Ordering::SeqCst);
+        self.change_config(|| ());
+    }
+
+    /// Changes the configuration space by `change`, raises the generation and tells a driver that is there. A driver that
+    /// has read anything new finds another generation afterwards, and reads again (4.1.4.3.1).
+    pub fn change_config<T>(&self, change: impl FnOnce() -> T) -> T {
+        let mut generation = self.generation.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = change();
+        *generation = generation.wrapping_add(1);
+        drop(generation);
         if self.driver_ok.load(Ordering::SeqCst) {
             self.isr.fetch_or(ISR_CONFIG, Ordering::SeqCst);
             self.msix.raise(self.config_vector());
         }
+        result
     }
 
     /// The device can't go on until it is reset (2.1.1).
@@ -71,9 +82,9 @@ impl Signals {
         self.needs_reset.load(Ordering::SeqCst)
     }
 
-    /// Generation of the configuration space (4.1.4.3, `config_generation`).
+    /// Generation of the configuration space (4.1.4.3, `config_generation`). Waits while the space is being changed.
     pub fn generation(&self) -> u8 {
-        self.generation.load(Ordering::SeqCst)
+        *self.generation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What a read of the ISR status gives; it is cleared by that.
@@ -89,7 +100,7 @@ impl Signals {
     /// Takes over a saved state without an interrupt.
     pub(super) fn restore(&self, isr: u8, generation: u8, needs_reset: bool, driver_ok: bool) {
         self.isr.store(isr, Ordering::SeqCst);
-        self.generation.store(generation, Ordering::SeqCst);
+        *self.generation.lock().unwrap_or_else(PoisonError::into_inner) = generation;
         self.needs_reset.store(needs_reset, Ordering::SeqCst);
         self.set_driver_ok(driver_ok);
     }
@@ -147,5 +158,32 @@ impl Signals {
         } else {
             NO_VECTOR
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::{sync::mpsc, time::Duration};
+
+    use super::*;
+    use crate::{pci::msix::Msix, virtio::testing::MockMsi};
+
+    #[test]
+    fn nobody_reads_the_old_generation_once_the_configuration_has_begun_to_change() {
+        let msix = Msix::new(&MockMsi::default(), 1).unwrap();
+        let signals = Arc::new(Signals::new(Arc::clone(msix.vectors()), 1));
+        let (begin, other) = (signals.generation(), Arc::clone(&signals));
+        let (sender, receiver) = mpsc::channel();
+        let reader = signals.change_config(|| {
+            let reader = std::thread::spawn(move || sender.send(other.generation()).unwrap());
+            assert!(
+                receiver.recv_timeout(Duration::from_millis(50)).is_err(),
+                "it did not wait"
+            );
+            reader
+        });
+        assert_eq!(receiver.recv().unwrap(), begin.wrapping_add(1));
+        reader.join().unwrap();
     }
 }

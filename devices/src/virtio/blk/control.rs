@@ -153,13 +153,15 @@ impl BlkControl {
         image.grow(capacity)?;
         let size = image.capacity();
         let now = size.saturating_sub(size.checked_rem(block).unwrap_or(0));
-        let before = self.shared.capacity.fetch_max(now, Ordering::SeqCst);
-        drop(image);
-        if now > before
-            && let Some(connection) = self.shared.connection.get()
-        {
-            connection.signals.config_changed();
+        // Under the image's lock nobody else changes it.
+        if now > self.capacity() {
+            let store = || self.shared.capacity.store(now, Ordering::SeqCst);
+            match self.shared.connection.get() {
+                Some(connection) => connection.signals.change_config(store),
+                None => store(),
+            }
         }
+        drop(image);
         Ok(())
     }
 
