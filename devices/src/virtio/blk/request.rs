@@ -107,19 +107,17 @@ impl Plan {
         }
     }
 
-    /// What a rate limit counts it as. Flushes are free: they move no data, and a guest that waits for one holds locks.
-    pub(super) fn cost(&self) -> Cost {
-        match *self {
-            Self::Read { length, .. } | Self::Write { length, .. } => Cost {
-                bytes: length.into(),
-                operations: 1,
-            },
-            Self::Discard { .. } | Self::WriteZeroes { .. } => Cost {
-                bytes: 0,
-                operations: 1,
-            },
-            Self::Flush | Self::Identify { .. } | Self::Answer(_) => Cost::default(),
-        }
+    /// What a rate limit counts it as, with these ranges. Flushes are free: they move no data, and a guest that waits for
+    /// one holds locks. A discard moves no data either: it is a hint, and the host does nothing where it can't. Zeroes are
+    /// counted as if they were written: only the host finds out whether they have to be.
+    pub(super) fn cost(&self, ranges: &[Range]) -> Cost {
+        let bytes = match *self {
+            Self::Read { length, .. } | Self::Write { length, .. } => length.into(),
+            Self::WriteZeroes { .. } => ranges.iter().map(|range| range.length).sum(),
+            Self::Discard { .. } => 0,
+            Self::Flush | Self::Identify { .. } | Self::Answer(_) => return Cost::default(),
+        };
+        Cost { bytes, operations: 1 }
     }
 
     /// Whether it changes what is on the disk.

@@ -157,3 +157,20 @@ fn disks_share_a_limiter() {
     answers(&mut two, 0);
     answers(&mut one, 0);
 }
+
+#[test]
+fn zeroes_cost_as_many_bytes_as_if_they_were_written_and_a_discard_none() {
+    use crate::virtio::blk::request::{Plan, Range};
+    let range = Range {
+        offset: 0,
+        length: 64 << 20,
+        unmap: false,
+    };
+    let cost = |plan: Plan| {
+        let cost = plan.cost(&[range; 32]);
+        (cost.bytes, cost.operations)
+    };
+    assert_eq!(cost(Plan::WriteZeroes { ranges: 512 }), (2 << 30, 1));
+    assert_eq!(cost(Plan::Discard { ranges: 512 }), (0, 1));
+    assert_eq!(cost(Plan::Flush), (0, 0));
+}

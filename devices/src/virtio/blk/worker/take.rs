@@ -189,8 +189,9 @@ impl BlkHandler {
         let Some(slot) = self.slots.get(token as usize) else {
             return Ok(false);
         };
+        let cost = slot.work.plan.cost(&slot.work.ranges);
         let clock = &mut self.clock;
-        match self.throttle.wait_for(slot.work.plan.cost(), || clock.now()) {
+        match self.throttle.wait_for(cost, || clock.now()) {
             None => {
                 self.throttle.waiting = None;
                 Ok(false)
