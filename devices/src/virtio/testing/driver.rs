@@ -36,6 +36,8 @@ pub enum Buffer {
 pub struct Used {
     pub head: u16,
     pub written: u32,
+    /// The last writable byte, whether it counts as written or not: some devices have their status there.
+    pub last: Option<u8>,
 }
 
 /// One queue as its driver keeps it.
@@ -331,9 +333,10 @@ impl Driver {
         }
         let slot = ring.used + 4 + u64::from(ring.last_used % ring.size) * 8;
         let element: u64 = memory.read_obj(GuestAddress(slot)).unwrap();
-        let used = Used {
+        let mut used = Used {
             head: element as u16,
             written: (element >> 32) as u32,
+            last: None,
         };
         ring.last_used = ring.last_used.wrapping_add(1);
         if ring.event_idx {
@@ -356,6 +359,7 @@ impl Driver {
             used.written as usize <= written.len(),
             "more written than there is room for: {used:?}"
         );
+        used.last = written.last().copied();
         written.truncate(used.written as usize);
         Some((used, written))
     }

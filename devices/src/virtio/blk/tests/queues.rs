@@ -297,7 +297,7 @@ fn large_requests_in_many_buffers_are_done_whole_and_too_many_buffers_are_refuse
         let mut buffers = vec![Buffer::Readable(header(kind, 0))];
         buffers.resize(256, part);
         buffers.push(Buffer::Writable(1));
-        assert_eq!(driver.request(0, &buffers).1.pop(), Some(IOERR));
+        assert_eq!(driver.request(0, &buffers).0.last, Some(IOERR));
     }
     assert!(disk.content()[..4096].iter().all(|byte| *byte == 0));
     assert_eq!(read(&mut driver, 0, 512).1, OK);

@@ -6,7 +6,7 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::{
-    IN, options,
+    FLUSH, GET_ID, IN, options,
     rings::{Ask, Rings},
 };
 use crate::{
@@ -14,7 +14,7 @@ use crate::{
     virtio::{
         blk::{
             BlkOptions,
-            harness::{AVAIL, Harness, host},
+            harness::{AVAIL, Harness, USED, host},
         },
         testing::MockMsi,
     },
@@ -289,4 +289,36 @@ fn a_worker_that_let_requests_wait_has_the_driver_notify_of_each() {
     }
     rings.harness.finish_all();
     assert_eq!(rings.answers().len(), usize::from(READS) + 1);
+}
+
+#[test]
+fn the_used_length_is_what_was_written_from_the_beginning() {
+    let length = |ask: &Ask, fails: bool| {
+        let mut rings = Rings::new(Harness::new(host(1 << 20, false, 512), options(), FEATURES));
+        rings.harness.host.lock().unwrap().failures = usize::from(fails);
+        rings.offer(ask).expect("room in the ring");
+        rings.harness.kick();
+        rings.harness.finish_all();
+        rings
+            .harness
+            .memory
+            .read_obj::<u32>(GuestAddress(USED + 8))
+            .unwrap()
+    };
+    let ask = |kind, incoming| Ask {
+        kind,
+        incoming,
+        ..read()
+    };
+    assert_eq!(length(&read(), false), 513);
+    assert_eq!(length(&read(), true), 0, "nothing is known of a failed read");
+    assert_eq!(length(&ask(GET_ID, 20), false), 21);
+    assert_eq!(
+        length(&ask(GET_ID, 100), false),
+        20,
+        "the status is behind what was not written"
+    );
+    assert_eq!(length(&ask(GET_ID, 3), false), 4);
+    assert_eq!(length(&ask(FLUSH, 0), false), 1);
+    assert_eq!(length(&ask(99, 8), false), 0);
 }

@@ -159,7 +159,7 @@ impl BlkHandler {
             return Ok(());
         };
         let work = &mut slot.work;
-        let length = work.chain.writable_len();
+        let length = used_length(work, status);
         // Cannot fail: the chain was checked when it was taken.
         let _ = work.chain.write_last(memory, status.byte());
         if let (Some(kind), Some(counters)) = (work.plan.kind(), self.shared.counters(self.queue)) {
@@ -183,5 +183,21 @@ impl BlkHandler {
             self.shared.remove_unsettled();
         }
         Ok(())
+    }
+}
+
+/// The length in the used element: bytes that were written from the beginning of the writable part on, at least (virtio 1.3,
+/// 2.7.8.2). The status is the last byte, so it counts only when all before it was written; of a failed read nothing is
+/// known.
+fn used_length(work: &Work, status: Status) -> u32 {
+    let data = match work.plan {
+        Plan::Read { length, .. } | Plan::Identify { length } if status == Status::Ok => length,
+        _ => 0,
+    };
+    let all = work.chain.writable_len();
+    if all.checked_sub(1) == Some(data) {
+        all
+    } else {
+        data
     }
 }
