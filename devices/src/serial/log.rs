@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::{self, Seek as _},
+    io,
     os::unix::fs::FileExt as _,
 };
 
@@ -10,6 +10,9 @@ use crate::virtio::fault::LogLimit;
 
 /// Bytes in each of the two files when nothing else is asked for.
 pub const DEFAULT_LIMIT: u64 = 1 << 20;
+
+/// Bytes that are copied at once to the older file.
+const PIECE: usize = 64 << 10;
 
 /// A log in two files: when the current one is full, its content replaces that of the older one. Works on open files
 /// alone, so that no path is needed. It never fails: what can't be written (a full file system) is counted and left
@@ -86,16 +89,24 @@ impl Log {
         self.length = 0;
     }
 
-    fn keep_older(&mut self) -> io::Result<()> {
-        let Some(older) = &mut self.older else {
+    fn keep_older(&self) -> io::Result<()> {
+        let Some(older) = &self.older else {
             return Ok(());
         };
         older.set_len(0)?;
-        older.rewind()?;
-        self.current.rewind()?;
-        // Between files this is copy_file_range or sendfile.
-        io::copy(&mut self.current, older)?;
-        Ok(())
+        // Not io::copy, which tries calls that no thread of a limited process may make (copy_file_range, sendfile, splice).
+        let mut piece = vec![0; PIECE];
+        let mut offset = 0;
+        loop {
+            let count = match self.current.read_at(&mut piece, offset) {
+                Ok(0) => return Ok(()),
+                Ok(count) => count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            };
+            older.write_all_at(piece.get(..count).unwrap_or_default(), offset)?;
+            offset = offset.saturating_add(count as u64);
+        }
     }
 
     fn complain(&self, what: &str, error: Option<io::Error>) {
@@ -109,7 +120,7 @@ impl Log {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::io::{Read, Write};
+    use std::io::{Read, Seek as _, Write};
 
     use super::*;
 

@@ -55,6 +55,20 @@ fn a_guest_prints_and_powers_off_and_the_record_says_so() {
 }
 
 #[test]
+fn a_serial_log_that_is_full_becomes_the_older_one_and_the_guest_goes_on() {
+    let mut vmm = Vmm::start();
+    vmm.fill_serial_log((1 << 20) - 1);
+    let mut client = vmm.client();
+    boot(
+        &mut client,
+        &guest::program(&[guest::PRINT_HI, guest::POWER_OFF].concat()),
+    );
+    assert_eq!(client.wait_for_end().kind(), ExitKind::PowerOff);
+    vmm.wait();
+    assert_eq!(vmm.serial_log(), "i");
+}
+
+#[test]
 fn the_console_replays_what_was_printed_and_takes_input() {
     let vmm = Vmm::start();
     let mut client = vmm.client();

@@ -137,6 +137,11 @@ impl Vmm {
         String::from_utf8(read_all(&self.serial)).unwrap()
     }
 
+    /// Has the serial log begin with this many bytes from an earlier run. To be called before the boot.
+    pub fn fill_serial_log(&self, length: u64) {
+        self.serial.set_len(length).unwrap();
+    }
+
     /// Waits until the guest has printed this.
     pub fn wait_for_serial(&self, text: &str) {
         let mut console = self.console();
