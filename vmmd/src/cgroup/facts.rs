@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, fs, path::Path};
 
 use proto::model::{
-    resources::{CpuSet, HugePages},
+    resources::{CpuSet, HugePages, MemoryOptions},
     vm::VmSpec,
 };
 
@@ -95,9 +95,9 @@ fn huge_page_sizes(sysfs: &Path) -> Vec<(String, u64)> {
     sizes
 }
 
-/// Huge pages that are free of those that `spec` asks for; `None` when it asks for none or that can't be told.
-pub fn free_huge_pages_of(spec: &VmSpec) -> Option<u64> {
-    free_huge_pages(Path::new("/sys"), spec.memory.huge_pages?, spec.memory.numa_node)
+/// Huge pages that are free of those that `memory` asks for; `None` when it asks for none or that can't be told.
+pub fn free_huge_pages_for(memory: MemoryOptions) -> Option<u64> {
+    free_huge_pages(Path::new(SYSFS), memory.huge_pages?, memory.numa_node)
 }
 
 /// 0 when the node has no pages of this size; `None` when that can't be told.

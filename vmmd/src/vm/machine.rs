@@ -19,7 +19,6 @@ use proto::{
 use uuid::Uuid;
 
 use crate::{
-    cgroup::facts,
     network::Tap,
     store::{Hardware, NicHardware},
     vm::files::{Files, OpenDisk},
@@ -46,6 +45,8 @@ pub struct Parts {
     pub taps: Vec<Tap>,
     /// The serial log and the file for its older half.
     pub serial: (OwnedFd, OwnedFd),
+    /// Pages that are free in the pool that its memory is to come from, as far as that can be told.
+    pub free_huge_pages: Option<u64>,
 }
 
 /// Gives a new VM its PCI addresses and MACs. `random` makes a MAC that no other VM of the node has.
@@ -186,7 +187,7 @@ pub fn assemble(
         prefault: spec.memory.prefault,
         mergeable: spec.memory.mergeable,
         numa_node: spec.memory.numa_node,
-        free_huge_pages: facts::free_huge_pages_of(spec),
+        free_huge_pages: parts.free_huge_pages,
         balloon: spec
             .balloon
             .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
@@ -352,13 +353,14 @@ mod tests {
                 },
                 taps: (0..nics).map(|_| tap()).collect(),
                 serial: (null(), null()),
+                free_huge_pages: Some(7),
             };
             let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);
             assert!(fds.len() <= proto::wire::MAX_FDS);
             let machine = Machine::new(&machine, fds.len()).unwrap();
             assert_eq!((machine.disks.len(), machine.nics.len()), (disks, nics));
             let memory = MemoryOptions {
-                free_huge_pages: facts::free_huge_pages_of(&spec),
+                free_huge_pages: Some(7),
                 ..spec.memory
             };
             assert_eq!((machine.memory, machine.memory_shared), (memory, true));

@@ -28,7 +28,7 @@ use self::{
     prepare::{Checked, Made, check, make},
 };
 use crate::{
-    cgroup::Group,
+    cgroup::{Group, facts},
     control::Client,
     failure::{Failure, Kind},
     host::Host,
@@ -168,7 +168,9 @@ async fn run(
         group,
         uid: claim.uid(),
     };
-    let process = blocking(move || spawn(&program)).await?;
+    let memory = spec.memory;
+    let (process, free_huge_pages) =
+        blocking(move || Ok((spawn(&program)?, facts::free_huge_pages_for(memory)))).await?;
     let forked = Instant::now();
     let process =
         Process::new(process.pid, process.pidfd).map_err(|error| failed("watch the vmm", &error))?;
@@ -183,6 +185,7 @@ async fn run(
             files,
             taps,
             serial,
+            free_huge_pages,
         },
     );
     let boot = Boot {
