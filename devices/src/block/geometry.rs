@@ -1,14 +1,12 @@
 //! How the host likes an image to be used.
 
-use std::os::unix::fs::MetadataExt as _;
-
 use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{
     image::Geometry,
     target::{Kind, Target, unsupported},
 };
-use crate::sys::blockdev;
+use crate::sys::{blockdev, file};
 
 /// Taken where the host says nothing, or nothing of use: the page size, and nearly every file system's block.
 const USUAL_BLOCK: u32 = 4096;
@@ -25,11 +23,7 @@ const MAX_OPTIMAL_IO: u32 = 16 << 20;
 pub(super) fn of(target: &Target, read_only: bool, discard: Option<u32>) -> Geometry {
     let (physical, optimal) = match target.kind {
         Kind::File => {
-            let blocks = target
-                .file
-                .metadata()
-                .ok()
-                .and_then(|data| u32::try_from(data.blksize()).ok());
+            let blocks = file::status(&target.file).ok().map(|status| status.block);
             match blocks.filter(|size| size.is_power_of_two()) {
                 Some(size) if size <= MAX_BLOCK => (size, 0),
                 Some(size) => (USUAL_BLOCK, size),

@@ -1,12 +1,8 @@
 //! The serial log: the end of what a port printed, in two files of bounded size.
 
-use std::{
-    fs::File,
-    io,
-    os::unix::fs::FileExt as _,
-};
+use std::{fs::File, io, os::unix::fs::FileExt as _};
 
-use crate::virtio::fault::LogLimit;
+use crate::{sys::file, virtio::fault::LogLimit};
 
 /// Bytes in each of the two files when nothing else is asked for.
 pub const DEFAULT_LIMIT: u64 = 1 << 20;
@@ -31,7 +27,7 @@ impl Log {
     /// Goes on at the end of `current`. Both files are open for reading and writing, and belong to this log alone;
     /// without `older` what is full is thrown away. Each file holds at most `limit` bytes (at least 1).
     pub fn new(current: File, older: Option<File>, limit: u64) -> io::Result<Self> {
-        let length = current.metadata()?.len();
+        let length = file::length(&current)?;
         Ok(Self {
             current,
             older,

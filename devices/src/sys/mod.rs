@@ -5,6 +5,7 @@
 
 pub mod blockdev;
 pub mod event;
+pub mod file;
 mod iovecs;
 pub mod lock;
 pub mod ring;

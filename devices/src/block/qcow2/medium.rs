@@ -4,7 +4,7 @@ use std::{fmt, fs::File, io, os::unix::fs::FileExt};
 
 use rustix::fs::{FallocateFlags, fallocate};
 
-use crate::sys::Iovecs;
+use crate::sys::{Iovecs, file};
 
 /// A file's bytes. Behind its end there are zeroes, and a write extends it. Any thread may use it.
 pub trait Medium: fmt::Debug + Send + Sync {
@@ -31,7 +31,7 @@ const ZEROES: usize = 64 << 10;
 
 impl Medium for File {
     fn size(&self) -> io::Result<u64> {
-        Ok(self.metadata()?.len())
+        file::length(self)
     }
 
     fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
@@ -72,7 +72,7 @@ impl Medium for File {
     }
 
     fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
-        let end = self.metadata()?.len();
+        let end = file::length(self)?;
         let length = end.saturating_sub(offset).min(length);
         if length == 0 {
             return Ok(());

@@ -42,7 +42,7 @@ use imago::{
     DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, format::drivers::FormatDriverInstance,
     qcow2::Qcow2, raw::Raw,
 };
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl};
 
 pub use header::{Header, Refusal};
 
@@ -53,7 +53,10 @@ use super::{
     image::{Geometry, Image, OpenError},
     target::Target,
 };
-use crate::sys::lock::{LockKind, lock_image};
+use crate::sys::{
+    file,
+    lock::{LockKind, lock_image},
+};
 use base::Base;
 use disk::{Disk, Traits};
 use engine::Qcow2Engine;
@@ -185,11 +188,9 @@ enum Below {
 /// Sees to it that a descriptor is one of a file that can be used so, and locks it.
 fn prepare(fd: OwnedFd, read_only: bool) -> Result<File, OpenError> {
     let file = File::from(fd);
-    let metadata = file
-        .metadata()
-        .map_err(|error| OpenError::Host("look at the image", error))?;
-    if !metadata.is_file() {
-        return Err(OpenError::Kind(if metadata.is_dir() {
+    let status = file::status(&file).map_err(|error| OpenError::Host("look at the image", error))?;
+    if status.kind != FileType::RegularFile {
+        return Err(OpenError::Kind(if status.kind == FileType::Directory {
             "directory"
         } else {
             "device or the like, which can't hold a qcow2 image"
@@ -236,11 +237,7 @@ fn past_page_cache(file: &File, read_only: bool) -> Option<Arc<Target>> {
         return None;
     }
     let alignment = Alignment::of(file).ok()?;
-    let whole = file
-        .metadata()
-        .ok()?
-        .len()
-        .is_multiple_of(alignment.offset.into());
+    let whole = file::length(file).ok()?.is_multiple_of(alignment.offset.into());
     if read_only && !whole {
         return None;
     }
@@ -257,7 +254,7 @@ fn for_rings(file: &File, read_only: bool) -> Option<Arc<Target>> {
 
 /// Makes the file end with a whole block, if it is there to be written.
 fn fill_up(file: &File, read_only: bool, block: u64) -> io::Result<()> {
-    let length = file.metadata()?.len();
+    let length = file::length(file)?;
     if !read_only && !length.is_multiple_of(block) {
         file.set_len(length.next_multiple_of(block))?;
     }

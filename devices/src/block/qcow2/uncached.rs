@@ -17,7 +17,7 @@ use crate::{
         engine::Operation,
         target::{Bounce, Target},
     },
-    sys::Iovecs,
+    sys::{Iovecs, file},
 };
 
 /// Buffers that are kept for the next request: one for each thread of the pool, and one for whoever opens or closes.
@@ -68,7 +68,7 @@ impl Uncached {
 
 impl Medium for Uncached {
     fn size(&self) -> io::Result<u64> {
-        Ok(self.target.file.metadata()?.len())
+        file::length(&self.target.file)
     }
 
     fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {

@@ -13,7 +13,8 @@ mod tests;
 
 use std::{fs::File, io, ops::Range, os::unix::fs::FileExt};
 
-use devices::GuestMemory;
+use devices::{GuestMemory, sys::file};
+use rustix::fs::FileType;
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::memory::{LoadError, layout, load_file};
@@ -148,16 +149,14 @@ struct Image<'a> {
 
 impl<'a> Image<'a> {
     fn new(what: &'static str, file: &'a File) -> Result<Self, BootError> {
-        let metadata = file
-            .metadata()
-            .map_err(|source| BootError::Read { what, source })?;
-        if !metadata.is_file() {
+        let status = file::status(file).map_err(|source| BootError::Read { what, source })?;
+        if status.kind != FileType::RegularFile {
             return Err(BootError::NotAFile(what));
         }
         Ok(Self {
             what,
             file,
-            length: metadata.len(),
+            length: status.length,
         })
     }
 
