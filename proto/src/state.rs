@@ -15,7 +15,7 @@ mod generated {
     include!(concat!(env!("OUT_DIR"), "/vmm.state.v1.rs"));
 }
 
-/// A message that is the saved state of one component.
+/// A message that is the saved state of one component, and the payload of a [`Section`].
 pub trait Saved: prost::Message + Default {
     /// What the component is: "serial", "virtio-blk". Never changes once released.
     const KIND: &'static str;
@@ -63,6 +63,28 @@ pub enum StateError {
         id: String,
         /// What is wrong with the encoding.
         source: DecodeError,
+    },
+    /// The machine has a component that the state lacks.
+    #[error("the state has no section `{id}`")]
+    Missing {
+        /// The section's id.
+        id: String,
+    },
+    /// The state has a component that the machine lacks.
+    #[error("the machine has nothing that section `{id}` of kind `{kind}` is the state of")]
+    Unused {
+        /// The section's id.
+        id: String,
+        /// The section's kind.
+        kind: String,
+    },
+    /// Two components of the state are the same one.
+    #[error("section `{id}` of kind `{kind}` is there twice")]
+    Twice {
+        /// The section's id.
+        id: String,
+        /// The section's kind.
+        kind: String,
     },
     /// A field has a value that the component can't have.
     #[error("field `{field}`: {why}")]
@@ -158,6 +180,7 @@ saved! {
     VirtioRngQueue: "virtio-rng-queue", 1;
     VirtioNet: "virtio-net", 1;
     VirtioNetQueues: "virtio-net-queues", 1;
+    PciRoot: "pci-root", 1;
     HotPlug: "hot-plug", 1;
     Serial: "serial", 1;
     LegacyDevices: "legacy", 1;

@@ -22,6 +22,7 @@
 mod bridge;
 mod mechanism;
 mod seat;
+mod state;
 
 use std::{
     ops::Range,
@@ -35,7 +36,7 @@ pub(super) use self::seat::BarDevice;
 use self::{
     bridge::HostBridge,
     mechanism::{Ecam, Ports},
-    seat::{Grave, Seat},
+    seat::{Seat, ZeroBar},
 };
 use super::{
     config::{BarKind, Window},
@@ -109,7 +110,7 @@ struct Mapping {
 struct Mapped {
     bars: Vec<Mapping>,
     /// Where BARs were of functions that were taken away from a driver.
-    graves: Vec<Window>,
+    withdrawn: Vec<Window>,
 }
 
 /// See the module.
@@ -189,7 +190,7 @@ impl PciRoot {
         };
         let mut function = lock(&seat.function);
         seat.gone.store(true, Ordering::Relaxed);
-        let Mapped { bars, graves } = &mut *mapped;
+        let Mapped { bars, withdrawn } = &mut *mapped;
         bars.retain(|mapping| {
             if mapping.slot != slot {
                 return true;
@@ -197,8 +198,8 @@ impl PciRoot {
             let Window { address, size } = mapping.window;
             function.bar_moved(mapping.bar, None);
             mmio.remove(address);
-            if by_force && mmio.insert(address, size, Arc::new(Mutex::new(Grave))).is_ok() {
-                graves.push(mapping.window);
+            if by_force && mmio.insert(address, size, Arc::new(Mutex::new(ZeroBar))).is_ok() {
+                withdrawn.push(mapping.window);
             }
             false
         });
@@ -248,7 +249,7 @@ impl PciRoot {
                 })
             })
             .collect();
-        let Mapped { bars, graves } = &mut *mapped;
+        let Mapped { bars, withdrawn } = &mut *mapped;
         bars.retain(|old| {
             let stays = wanted.iter().any(|(_, new)| same(old, new));
             if !stays {
@@ -260,17 +261,11 @@ impl PciRoot {
             stays
         });
         for (seat, new) in wanted {
-            let Window { address, size } = new.window;
             if bars.iter().any(|old| same(old, &new)) || !self.allows(new.window) {
                 continue;
             }
-            graves.retain(|grave| !overlap(*grave, new.window) || !mmio.remove(grave.address));
-            let device = Arc::new(Mutex::new(BarDevice {
-                seat: Arc::clone(&seat),
-                bar: new.bar,
-            }));
-            if mmio.insert(address, size, device).is_ok() {
-                lock(&seat.function).bar_moved(new.bar, Some(address));
+            withdrawn.retain(|old| !overlap(*old, new.window) || !mmio.remove(old.address));
+            if map(&seat, &new, mmio) {
                 bars.push(new);
             }
         }
@@ -281,8 +276,8 @@ impl PciRoot {
     pub fn reset(&self, mmio: &Bus) {
         self.config_address.store(0, Ordering::Relaxed);
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
-        for grave in mapped.graves.drain(..) {
-            mmio.remove(grave.address);
+        for window in mapped.withdrawn.drain(..) {
+            mmio.remove(window.address);
         }
         drop(mapped);
         for (_, seat) in self.seats() {
@@ -337,6 +332,20 @@ impl PciRoot {
             .and_then(|seat| seat.access(write))
             .unwrap_or_default()
     }
+}
+
+/// Puts a BAR on the MMIO bus and tells its function; says whether there was room.
+fn map(seat: &Arc<Seat>, mapping: &Mapping, mmio: &Bus) -> bool {
+    let Window { address, size } = mapping.window;
+    let device = Arc::new(Mutex::new(BarDevice {
+        seat: Arc::clone(seat),
+        bar: mapping.bar,
+    }));
+    let placed = mmio.insert(address, size, device).is_ok();
+    if placed {
+        lock(&seat.function).bar_moved(mapping.bar, Some(address));
+    }
+    placed
 }
 
 fn overlap(a: Window, b: Window) -> bool {

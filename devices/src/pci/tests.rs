@@ -17,6 +17,7 @@ use super::{
 use crate::bus::{Bus, BusDevice, Effect};
 
 mod removal;
+mod saved;
 
 const ECAM: u64 = 0xe800_0000;
 const LOW: std::ops::Range<u64> = 0xc000_0000..0xe000_0000;

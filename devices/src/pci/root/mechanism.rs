@@ -7,6 +7,8 @@ use crate::bus::{BusDevice, Effect};
 
 /// Bytes of a function's configuration space in ECAM.
 const FUNCTION_SIZE: u64 = 1 << 12;
+/// CONFIG_ADDRESS: the bits that are not reserved (PCI 3.0, 3.2.2.3.2).
+pub(super) const ADDRESS_BITS: u32 = 0x80ff_fffc;
 /// CONFIG_ADDRESS: accesses to CONFIG_DATA go to configuration space.
 const ADDRESS_ENABLE: u32 = 1 << 31;
 
@@ -68,7 +70,7 @@ impl BusDevice for Ports {
         if offset == 0 {
             if let Ok(address) = <[u8; 4]>::try_from(data) {
                 // Reserved bits are zero.
-                let address = u32::from_le_bytes(address) & 0x80ff_fffc;
+                let address = u32::from_le_bytes(address) & ADDRESS_BITS;
                 self.0.config_address.store(address, Ordering::Relaxed);
             }
             return Effect::None;

@@ -58,9 +58,9 @@ impl BusDevice for BarDevice {
 
 /// Stands where the BAR of a function was that was taken away from its driver. It reads as zero: a virtio driver that
 /// finds its device gone still resets it, and waits until the status is zero (virtio 1.3, 4.1.4.3.2); Linux waits for ever.
-pub(super) struct Grave;
+pub(super) struct ZeroBar;
 
-impl BusDevice for Grave {
+impl BusDevice for ZeroBar {
     fn read(&mut self, _offset: u64, data: &mut [u8]) {
         data.fill(0);
     }
