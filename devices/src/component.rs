@@ -26,6 +26,12 @@ pub enum ComponentError {
 /// A save happens while the component is paused and changes nothing that a guest sees: the component may resume
 /// afterwards. A restore happens on a component that was built like the saved one and has never run; guest memory is
 /// complete before it. No method has a default.
+///
+/// Order of a save: devices in the order of a pause, the PCI root buses and hot-plug registers, interrupt controllers and
+/// PIT, vCPUs, kvmclock. Interrupts go that way, so one that moves meanwhile is in the part that is saved later. Order of a
+/// restore: vCPUs, interrupt controllers and PIT, devices, the PCI root buses (which need the functions' BARs), hot-plug registers:
+/// no part hands an interrupt to another whose state is still to be overwritten. kvmclock and interrupts that wait in a device
+/// go on with the resume.
 pub trait Component: Send {
     /// What it is called in messages: "disk root", "serial".
     fn name(&self) -> &str;

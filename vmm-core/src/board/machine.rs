@@ -9,7 +9,7 @@ use std::{
 use devices::{
     component::Component,
     interrupt::IrqLine,
-    pci::PciRoot,
+    pci::{HotPlug, PciRoot},
     serial::SerialPort,
     virtio::{
         balloon::{BalloonControl, PAGE},
@@ -18,6 +18,7 @@ use devices::{
 };
 use proto::{
     model::disk::RateLimit,
+    state::MachineHeader,
     vmm::{self, ErrorKind},
 };
 use tracing::{error, warn};
@@ -43,7 +44,10 @@ pub struct Machine {
     pub(super) serial: SerialPort,
     /// What each NIC counts, by its name.
     pub(super) nics: Vec<(String, Arc<NetStats>)>,
+    /// PCI slots of those components that have one, by their names.
+    pub(super) slots: Vec<(u8, String)>,
     pub(super) pci: Arc<PciRoot>,
+    pub(super) hotplug: Arc<HotPlug>,
     pub(super) spaces: AddressSpaces,
     pub(super) power_button: Arc<dyn IrqLine>,
     pub(super) image: Image,
@@ -54,6 +58,8 @@ pub struct Machine {
     pub(super) irqchip: IrqChipState,
     /// kvmclock at the pause.
     pub(super) paused_clock: Option<Clock>,
+    /// What it was built as, but for the devices.
+    pub(super) header: MachineHeader,
     /// Is told that the guest starts anew.
     pub(super) on_reset: Box<dyn Fn()>,
 }
@@ -65,7 +71,7 @@ impl Machine {
     }
 
     /// All that there are now, in the order in which they pause; the serial port is the last.
-    fn parts(&mut self) -> Vec<&mut dyn Component> {
+    pub(super) fn parts(&mut self) -> Vec<&mut dyn Component> {
         let mut parts: Vec<&mut dyn Component> = Vec::new();
         for component in &mut self.components {
             parts.push(component.as_mut());

@@ -2,6 +2,7 @@
 //!
 //! [`assemble`] builds a [`machine::Machine`] from a spec and open descriptors. What the guest is told of it is in
 //! [`acpi`], [`cpuid`] and [`smbios`]; [`boot`] loads what it runs, and [`image`] does all that anew at each reset.
+//! [`saved`] has its state in the form in which it moves.
 
 pub mod acpi;
 pub mod assemble;
@@ -10,6 +11,9 @@ pub mod cpuid;
 mod disks;
 pub mod image;
 pub mod machine;
+#[cfg(any(test, feature = "testing"))]
+pub mod rebuilt;
+mod saved;
 pub mod smbios;
 mod stats;
 

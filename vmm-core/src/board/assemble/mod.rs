@@ -34,7 +34,8 @@ use devices::{
 };
 use kvm_bindings::CpuId;
 use proto::{
-    model::{self, machine::FdIndex, pci::PciSlot},
+    model::{self, Violations, machine::FdIndex, pci::PciSlot},
+    state,
     vmm::{ErrorKind, MachineSpec},
 };
 
@@ -43,6 +44,7 @@ use super::{
     disks::Disks,
     image::{Image, Loading, pci_windows},
     machine::Machine,
+    saved,
 };
 use crate::{
     kvm::{AddressSpaces, Crash, Host, IrqChipState, KvmError, Vm},
@@ -73,6 +75,59 @@ impl Assembler {
             console: Some(console),
         }
     }
+
+    /// Builds a machine as `spec` says, which is switched on and does not run yet.
+    pub(super) fn assemble(
+        &mut self,
+        spec: &MachineSpec,
+        fds: Vec<OwnedFd>,
+        notifier: Notifier,
+    ) -> Result<Machine, Failure> {
+        let spec =
+            model::machine::Machine::new(spec, fds.len()).map_err(|violations| invalid(&violations))?;
+        let mut fds = Fds::new(fds);
+        let backing = if spec.memory_shared {
+            Backing::Shared
+        } else {
+            Backing::Private
+        };
+        let ram = GuestRam::with_options(spec.memory_bytes, backing, &spec.memory)?;
+        let loading = Loading::start(image(&spec, &mut fds)?, ram.clone())?;
+        let assembly = Assembly::new(&spec, fds, ram, notifier)?;
+        let (mut machine, entry) = assembly.build(&spec, self.console.take(), || loading.finish())?;
+        machine.enter_at(entry)?;
+        Ok(machine)
+    }
+
+    /// Builds a machine as `spec` says, with `ram` for its memory, and puts it into a saved state; it is paused then. The
+    /// spec has all devices of the saved machine at their addresses, those too that were attached later. `ram` holds what
+    /// the saved machine's held. `saved` is untrusted.
+    pub fn restore(
+        &mut self,
+        spec: &MachineSpec,
+        fds: Vec<OwnedFd>,
+        notifier: Notifier,
+        ram: GuestRam,
+        saved: state::Machine,
+    ) -> Result<Machine, Failure> {
+        let spec =
+            model::machine::Machine::new(spec, fds.len()).map_err(|violations| invalid(&violations))?;
+        let mut fds = Fds::new(fds);
+        if ram.size() != spec.memory_bytes {
+            return Err(Failure {
+                kind: ErrorKind::Invalid,
+                message: format!(
+                    "the machine has {} bytes of memory, and {} are to be restored",
+                    spec.memory_bytes,
+                    ram.size()
+                ),
+            });
+        }
+        let image = image(&spec, &mut fds)?;
+        let assembly = Assembly::new(&spec, fds, ram, notifier)?;
+        let (machine, ()) = assembly.build(&spec, self.console.take(), || Ok((image, ())))?;
+        machine.restore(saved)
+    }
 }
 
 impl Builder for Assembler {
@@ -82,23 +137,20 @@ impl Builder for Assembler {
         fds: Vec<OwnedFd>,
         notifier: Notifier,
     ) -> Result<Box<dyn lifecycle::Machine>, Failure> {
-        let spec = model::machine::Machine::new(spec, fds.len()).map_err(|violations| Failure {
-            kind: ErrorKind::Invalid,
-            message: violations.to_string(),
-        })?;
-        let mut fds = Fds::new(fds);
-        let backing = if spec.memory_shared {
-            Backing::Shared
-        } else {
-            Backing::Private
-        };
-        let ram = GuestRam::with_options(spec.memory_bytes, backing, &spec.memory)?;
-        let apic_ids = (0..spec.topology.cores()).map(|vcpu| cpuid::apic_id(spec.topology, vcpu));
-        let image = Image::new(&spec, &mut fds, apic_ids.collect())?;
-        let loading = Loading::start(image, ram.clone())?;
-        let assembly = Assembly::new(&spec, fds, ram, notifier)?;
-        Ok(Box::new(assembly.build(&spec, self.console.take(), loading)?))
+        Ok(Box::new(self.assemble(spec, fds, notifier)?))
     }
+}
+
+fn invalid(violations: &Violations) -> Failure {
+    Failure {
+        kind: ErrorKind::Invalid,
+        message: violations.to_string(),
+    }
+}
+
+fn image(spec: &model::machine::Machine, fds: &mut Fds) -> Result<Image, Failure> {
+    let apic_ids = (0..spec.topology.cores()).map(|vcpu| cpuid::apic_id(spec.topology, vcpu));
+    Image::new(spec, fds, apic_ids.collect())
 }
 
 /// A machine under construction: what its devices are built with and added to.
@@ -112,6 +164,8 @@ struct Assembly {
     sockets: Sockets,
     components: Vec<Box<dyn Component>>,
     nics: Vec<(String, Arc<NetStats>)>,
+    /// Of the components that have one.
+    slots: Vec<(u8, String)>,
     balloon: Option<BalloonControl>,
 }
 
@@ -167,17 +221,20 @@ impl Assembly {
             hotplug,
             components: Vec::new(),
             nics: Vec::new(),
+            slots: Vec::new(),
             balloon: None,
         })
     }
 
-    fn build(
+    /// Builds everything. `image` gives what a reset loads, with what the caller wants to know of it; it is called last.
+    fn build<T>(
         mut self,
         spec: &model::machine::Machine,
         console: Option<Console>,
-        loading: Loading,
-    ) -> Result<Machine, Failure> {
+        image: impl FnOnce() -> Result<(Image, T), Failure>,
+    ) -> Result<(Machine, T), Failure> {
         let cpuids = cpuid::build(&self.host, spec.topology)?;
+        let header = saved::header(spec.memory_bytes, &cpuids);
         // The vCPUs' threads set them up while the devices are made.
         let panicked = Arc::new(AtomicBool::new(false));
         let vcpus = self.vcpus(cpuids, Arc::clone(&panicked))?;
@@ -199,15 +256,17 @@ impl Assembly {
 
         let power_button = self.irq_line(super::POWER_BUTTON_GSI)?;
         let irqchip = IrqChipState::capture(&self.vm)?;
-        let (image, entry) = loading.finish()?;
-        let mut machine = Machine {
+        let (image, known) = image()?;
+        let machine = Machine {
             vcpus,
             components: self.components,
             balloon: self.balloon,
             disks,
             serial,
             nics: self.nics,
+            slots: self.slots,
             pci: self.sockets.pci,
+            hotplug: self.hotplug,
             spaces: self.spaces,
             power_button,
             image,
@@ -216,10 +275,10 @@ impl Assembly {
             vm_stats: self.vm.stats(),
             vm: self.vm,
             paused_clock: None,
+            header,
             on_reset: Box::new(move || panicked.store(false, Ordering::Relaxed)),
         };
-        machine.enter_at(entry)?;
-        Ok(machine)
+        Ok((machine, known))
     }
 
     fn vcpus(&self, cpuids: Vec<(u32, CpuId)>, panicked: Arc<AtomicBool>) -> Result<Vcpus, Failure> {
@@ -255,6 +314,7 @@ impl Assembly {
         device: Box<dyn VirtioDevice>,
     ) -> Result<(), Failure> {
         let device = self.sockets.plug(name, slot, device)?;
+        self.slots.push((slot.number(), name.to_owned()));
         self.components.push(Box::new(device));
         Ok(())
     }

@@ -134,6 +134,13 @@ impl Disks {
             .map(|disk| &mut disk.device as &mut dyn Component)
     }
 
+    /// Slots of the disks that the guest has, by the names of their components.
+    pub fn slots(&self) -> impl Iterator<Item = (u8, String)> {
+        self.fitted
+            .iter()
+            .map(|disk| (disk.slot, disk.device.name().to_owned()))
+    }
+
     /// See [`Machine::attach_disk`](crate::lifecycle::Machine::attach_disk).
     pub fn attach(&mut self, token: Token, wire: &vmm::Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
         let spec = machine::Disk::new(wire, fds.len(), self.topology, |group| {

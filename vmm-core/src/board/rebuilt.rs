@@ -1,0 +1,229 @@
+//! A machine that is thrown away and restored at each resume, for tests: saved, dropped with all its threads and
+//! descriptors, built anew from its spec, and restored from the encoded state. Only its memory is handed over. Whatever works on
+//! such a machine across a pause works across a migration.
+//!
+//! Disks that were attached after the start are not in the spec, so a machine with one is not restored.
+
+use std::{
+    io,
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+use prost::Message;
+use proto::{
+    model::disk::RateLimit,
+    state,
+    vmm::{self, ErrorKind, MachineSpec},
+};
+
+use super::{
+    assemble::{Assembler, Console},
+    machine::Machine,
+};
+use crate::lifecycle::{
+    self, Builder, Detached, Failure, LimitTarget, Machine as _, Notifier, Progress, Token,
+};
+
+/// Makes the console of each machine.
+pub type Consoles = Box<dyn FnMut() -> io::Result<Console>>;
+
+/// Builds machines that are restored at each resume.
+pub struct Rebuilder {
+    consoles: Option<Consoles>,
+    restores: Arc<AtomicU64>,
+}
+
+impl Rebuilder {
+    /// For one machine, whose consoles `consoles` makes.
+    pub fn new(consoles: Consoles) -> Self {
+        Self {
+            consoles: Some(consoles),
+            restores: Arc::default(),
+        }
+    }
+
+    /// How often the machine was restored.
+    pub fn restores(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.restores)
+    }
+
+    pub(super) fn assemble(
+        &mut self,
+        spec: &MachineSpec,
+        fds: Vec<OwnedFd>,
+        notifier: Notifier,
+    ) -> Result<Rebuilt, Failure> {
+        let Some(consoles) = self.consoles.take() else {
+            return Err(gone("there was a machine already"));
+        };
+        let mut rebuilt = Rebuilt {
+            machine: None,
+            spec: spec.clone(),
+            fds,
+            notifier,
+            consoles,
+            restores: self.restores(),
+        };
+        let machine =
+            rebuilt
+                .assembler()?
+                .assemble(&rebuilt.spec, rebuilt.clone_fds()?, rebuilt.notifier.clone())?;
+        rebuilt.machine = Some(machine);
+        Ok(rebuilt)
+    }
+}
+
+impl Builder for Rebuilder {
+    fn build(
+        &mut self,
+        spec: &MachineSpec,
+        fds: Vec<OwnedFd>,
+        notifier: Notifier,
+    ) -> Result<Box<dyn lifecycle::Machine>, Failure> {
+        Ok(Box::new(self.assemble(spec, fds, notifier)?))
+    }
+}
+
+fn gone(why: &str) -> Failure {
+    Failure {
+        kind: ErrorKind::State,
+        message: why.to_owned(),
+    }
+}
+
+/// See the module.
+pub struct Rebuilt {
+    /// `None` after a restore that failed.
+    pub(super) machine: Option<Machine>,
+    spec: MachineSpec,
+    /// Each machine has duplicates of them.
+    fds: Vec<OwnedFd>,
+    notifier: Notifier,
+    consoles: Consoles,
+    restores: Arc<AtomicU64>,
+}
+
+impl Rebuilt {
+    fn machine(&mut self) -> Result<&mut Machine, Failure> {
+        self.machine
+            .as_mut()
+            .ok_or_else(|| gone("the machine could not be restored"))
+    }
+
+    fn assembler(&mut self) -> Result<Assembler, Failure> {
+        let console = (self.consoles)();
+        let console = console.map_err(|error| Failure::new(ErrorKind::Resources, &error))?;
+        Ok(Assembler::new(console))
+    }
+
+    fn clone_fds(&self) -> Result<Vec<OwnedFd>, Failure> {
+        let fds = self.fds.iter().map(OwnedFd::try_clone);
+        fds.collect::<Result<_, _>>()
+            .map_err(|error| Failure::new(ErrorKind::Resources, &error))
+    }
+
+    /// Puts another machine in the place of the paused one, as a migration does.
+    pub(super) fn rebuild(&mut self) -> Result<(), Failure> {
+        let machine = self.machine()?;
+        let (saved, ram) = (machine.save()?.encode_to_vec(), machine.ram.clone());
+        // What the guest printed comes out.
+        machine.halt();
+        self.machine = None;
+        let saved = state::Machine::decode(saved.as_slice());
+        let saved = saved.map_err(|error| Failure::new(ErrorKind::Internal, &error))?;
+        let (fds, notifier) = (self.clone_fds()?, self.notifier.clone());
+        let restored = self.assembler()?.restore(&self.spec, fds, notifier, ram, saved)?;
+        self.machine = Some(restored);
+        self.restores.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl lifecycle::Machine for Rebuilt {
+    fn pause(&mut self) -> Result<(), Failure> {
+        self.machine()?.pause()
+    }
+
+    fn resume(&mut self) -> Result<(), Failure> {
+        self.rebuild()?;
+        self.machine()?.resume()
+    }
+
+    fn reset(&mut self) -> Result<(), Failure> {
+        self.machine()?.reset()
+    }
+
+    fn start(&mut self) -> Result<(), Failure> {
+        self.machine()?.start()
+    }
+
+    fn press_power_button(&mut self) {
+        if let Some(machine) = &mut self.machine {
+            machine.press_power_button();
+        }
+    }
+
+    fn attach_disk(&mut self, token: Token, disk: &vmm::Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
+        self.machine()?.attach_disk(token, disk, fds)
+    }
+
+    fn detach_disk(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
+        self.machine()?.detach_disk(token, name, force)
+    }
+
+    fn collect_detached(&mut self) -> Vec<Detached> {
+        let machine = self.machine.as_mut();
+        machine
+            .map(lifecycle::Machine::collect_detached)
+            .unwrap_or_default()
+    }
+
+    fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)> {
+        let machine = self.machine.as_mut();
+        machine
+            .map(lifecycle::Machine::collect_answers)
+            .unwrap_or_default()
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        self.machine.as_ref()?.next_deadline()
+    }
+
+    fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure> {
+        self.machine()?.resize_disk(name, capacity)
+    }
+
+    fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure> {
+        self.machine()?.set_rate_limit(target, limit)
+    }
+
+    fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {
+        self.machine()?.set_balloon(bytes)
+    }
+
+    fn disk_stats(&self) -> Vec<vmm::DiskStats> {
+        let machine = self.machine.as_ref();
+        machine.map(lifecycle::Machine::disk_stats).unwrap_or_default()
+    }
+
+    fn stats(&self) -> vmm::MachineStats {
+        let machine = self.machine.as_ref();
+        machine.map(lifecycle::Machine::stats).unwrap_or_default()
+    }
+
+    fn holds_requests(&self) -> bool {
+        let machine = self.machine.as_ref();
+        machine.is_some_and(lifecycle::Machine::holds_requests)
+    }
+
+    fn halt(&mut self) {
+        if let Some(machine) = &mut self.machine {
+            machine.halt();
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! The state of a whole machine: one section for each component, and a header that says what the machine was built as.
+//!
+//! Snapshots and migrations use this and nothing else. Guest memory and the content of disks are not part of it: both have to
+//! be complete when the state is restored.
+//!
+//! The order of a save and of a restore, and why, is written at [`Component`](devices::component::Component).
+//!
+//! A state that is read back is untrusted. Before anything is changed, the header is compared, and each section has found its
+//! component. A restore consumes the machine: one that failed can only be dropped.
+
+mod header;
+mod sections;
+#[cfg(test)]
+mod tests;
+
+use proto::{
+    state::{self, MachineHeader, Section, StateError},
+    vmm::ErrorKind,
+};
+
+pub(super) use self::header::header;
+use self::sections::Sections;
+use super::machine::Machine;
+use crate::lifecycle::{Failure, with_causes};
+
+/// Ids of the sections that belong to no device.
+const HEADER: &str = "machine";
+const CONTROLLERS: &str = "interrupt-controllers";
+const PIT: &str = "pit";
+const CLOCK: &str = "kvmclock";
+const PCI_ROOT: &str = "pci-root";
+const HOT_PLUG: &str = "hot-plug";
+
+fn vcpu(index: usize) -> String {
+    format!("vcpu {index}")
+}
+
+/// Makes a failure of `operation` on `part`.
+fn failed<E: Into<StateError>>(operation: &str, part: &str) -> impl Fn(E) -> Failure {
+    move |error| {
+        let error = error.into();
+        Failure {
+            kind: match error {
+                StateError::NotMigratable { .. } => ErrorKind::State,
+                StateError::Host(..) => ErrorKind::Internal,
+                _ => ErrorKind::Invalid,
+            },
+            message: format!("{operation} {part}: {}", with_causes(&error)),
+        }
+    }
+}
+
+/// What is restored beside the components, decoded.
+struct Core {
+    vcpus: Vec<state::Vcpu>,
+    controllers: state::InterruptControllers,
+    pit: Option<state::Pit>,
+    clock: state::Clock,
+}
+
+impl Core {
+    fn take(sections: &mut Sections, vcpus: usize, has_pit: bool) -> Result<Self, StateError> {
+        Ok(Self {
+            vcpus: (0..vcpus)
+                .map(|index| sections.open(&vcpu(index)))
+                .collect::<Result<_, _>>()?,
+            controllers: sections.open(CONTROLLERS)?,
+            pit: has_pit.then(|| sections.open(PIT)).transpose()?,
+            clock: sections.open(CLOCK)?,
+        })
+    }
+}
+
+impl Machine {
+    /// The state of the paused machine, which may go on afterwards.
+    pub fn save(&mut self) -> Result<state::Machine, Failure> {
+        let Some(clock) = self.paused_clock else {
+            return Err(Failure {
+                kind: ErrorKind::State,
+                message: "a machine that runs can't be saved".to_owned(),
+            });
+        };
+        let mut sections = vec![Section::new(HEADER, &self.current_header())];
+        for part in self.parts() {
+            let section = part.save().map_err(failed("saving", part.name()))?;
+            sections.push(section);
+        }
+        sections.push(self.pci.save().map_err(failed("saving", PCI_ROOT))?);
+        sections.push(self.hotplug.save().map_err(failed("saving", HOT_PLUG))?);
+        let controllers = self.vm.save_interrupt_controllers();
+        let controllers = controllers.map_err(failed("saving", CONTROLLERS))?;
+        sections.push(Section::new(CONTROLLERS, &controllers));
+        if let Some(pit) = self.vm.save_pit().map_err(failed("saving", PIT))? {
+            sections.push(Section::new(PIT, &pit));
+        }
+        for (index, saved) in self.vcpus.save()?.iter().enumerate() {
+            sections.push(Section::new(&vcpu(index), saved));
+        }
+        sections.push(Section::new(CLOCK, &state::Clock::from(clock)));
+        Ok(state::Machine { sections })
+    }
+
+    /// Takes over a saved state. The machine was built the same and has never run; its memory is complete. It is paused
+    /// afterwards.
+    pub(super) fn restore(mut self, saved: state::Machine) -> Result<Self, Failure> {
+        const CHECKING: (&str, &str) = ("checking", "the machine's state");
+        let (core, parts, pci, hotplug) = self.take_apart(saved).map_err(failed(CHECKING.0, CHECKING.1))?;
+        self.paused_clock = Some(core.clock.into());
+        self.vcpus.restore(core.vcpus)?;
+        let controllers = self.vm.restore_interrupt_controllers(&core.controllers);
+        controllers.map_err(failed("restoring", CONTROLLERS))?;
+        if let Some(pit) = &core.pit {
+            self.vm.restore_pit(pit).map_err(failed("restoring", PIT))?;
+        }
+        for (part, section) in self.parts().into_iter().zip(&parts) {
+            let restored = part.restore(section);
+            restored.map_err(failed("restoring", part.name()))?;
+        }
+        let restored = self.pci.restore(&pci, &self.spaces.mmio);
+        restored.map_err(failed("restoring", PCI_ROOT))?;
+        let restored = self.hotplug.restore(&hotplug);
+        restored.map_err(failed("restoring", HOT_PLUG))?;
+        Ok(self)
+    }
+
+    /// The sections for all that the machine has, and nothing else: those of the parts in the order of
+    /// [`parts`](Self::parts), then those of the buses and of hot-plug.
+    fn take_apart(
+        &mut self,
+        saved: state::Machine,
+    ) -> Result<(Core, Vec<Section>, Section, Section), StateError> {
+        let mut sections = Sections::new(saved.sections)?;
+        header::compare(&self.current_header(), &sections.open(HEADER)?)?;
+        let core = Core::take(&mut sections, self.vcpus.len(), self.vm.has_pit())?;
+        let parts = self.parts();
+        let parts = parts.iter().map(|part| sections.take(part.name()));
+        let parts = parts.collect::<Result<_, _>>()?;
+        let (pci, hotplug) = (sections.take(PCI_ROOT)?, sections.take(HOT_PLUG)?);
+        sections.finish()?;
+        Ok((core, parts, pci, hotplug))
+    }
+
+    /// With the devices that there are now.
+    fn current_header(&self) -> MachineHeader {
+        let device = |(slot, name): (u8, String)| state::PciDevice {
+            slot: slot.into(),
+            name,
+        };
+        let fixed = self.slots.iter().cloned();
+        let mut devices: Vec<_> = fixed.chain(self.disks.slots()).map(device).collect();
+        devices.sort_by_key(|device| device.slot);
+        MachineHeader {
+            devices,
+            ..self.header.clone()
+        }
+    }
+}
