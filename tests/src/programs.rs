@@ -11,25 +11,33 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// Builds `program` of the workspace's `package`, linked statically, and returns where it is.
 pub fn build_static(package: &str, program: &str) -> Result<PathBuf> {
-    let status = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
-        .args([
-            "build",
-            "--quiet",
-            "--locked",
-            "-j2",
-            "--release",
-            "--target",
-            TARGET,
-            "-p",
-            package,
-            "--bin",
-            program,
-        ])
+    let mut command = cargo(package, program);
+    command
+        .arg("--release")
         .env("RUSTFLAGS", "-C target-feature=+crt-static")
-        .env_remove("CARGO_ENCODED_RUSTFLAGS")
-        .current_dir(paths::workspace_dir())
-        .status()
-        .context("start cargo")?;
+        .env_remove("CARGO_ENCODED_RUSTFLAGS");
+    finish(command, program, "release")
+}
+
+/// Builds `program` of the workspace's `package` for development with these features, beside the build that has none, and returns
+/// where it is.
+pub fn build_with(package: &str, program: &str, features: &[&str]) -> Result<PathBuf> {
+    let mut command = cargo(package, program);
+    command.args(["--features", &features.join(",")]);
+    finish(command, program, "debug")
+}
+
+fn cargo(package: &str, program: &str) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command
+        .args(["build", "--quiet", "--locked", "-j2", "--target", TARGET])
+        .args(["-p", package, "--bin", program])
+        .current_dir(paths::workspace_dir());
+    command
+}
+
+fn finish(mut command: Command, program: &str, profile: &str) -> Result<PathBuf> {
+    let status = command.status().context("start cargo")?;
     ensure!(status.success(), "building {program} failed");
-    Ok(paths::target_dir().join(TARGET).join("release").join(program))
+    Ok(paths::target_dir().join(TARGET).join(profile).join(program))
 }

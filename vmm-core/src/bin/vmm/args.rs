@@ -47,6 +47,10 @@ pub struct Run {
     /// What follows a system call that a thread has no need of
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub seccomp: Seccomp,
+    /// Throws the machine away and restores it, with so many milliseconds in between
+    #[cfg(feature = "testing")]
+    #[arg(long, value_name = "MS")]
+    pub restore_every: Option<u64>,
 }
 
 /// What follows a system call that is not on the list of the thread's kind.

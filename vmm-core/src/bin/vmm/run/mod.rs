@@ -1,6 +1,8 @@
 //! `vmm run`: a machine in the foreground, without the daemon.
 
 mod open;
+#[cfg(feature = "testing")]
+mod restores;
 pub mod terminal;
 
 use std::{
@@ -12,11 +14,13 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use devices::thread::{self, ThreadKind};
-use proto::vmm::{Event, ExitKind};
+use proto::vmm::ExitKind;
 use rustix::event::{PollFd, PollFlags, poll};
+use vmm_core::lifecycle::{Input, Notifier, Request, Token, driver::Driver};
+#[cfg(not(feature = "testing"))]
 use vmm_core::{
     board::assemble::{Assembler, Console},
-    lifecycle::{Answer, Failure, Input, Notifier, Request, Token, driver::Driver, publisher::Audience},
+    lifecycle::{Answer, Failure, publisher::Audience},
 };
 use vmm_sys_util::eventfd::EventFd;
 
@@ -30,10 +34,12 @@ const TOKEN: Token = Token {
 };
 
 /// Nobody listens either: the log and the exit code say what there is to know.
+#[cfg(not(feature = "testing"))]
 struct Nobody;
 
+#[cfg(not(feature = "testing"))]
 impl Audience for Nobody {
-    fn event(&self, _event: Event) {}
+    fn event(&self, _event: proto::vmm::Event) {}
     fn reply(&self, _token: Token, _answer: Result<Answer, Failure>) {}
 }
 
@@ -59,11 +65,19 @@ pub fn run(args: &Run) -> Result<i32> {
     sandbox::close_in(args.seccomp)?;
     stop_when_asked(signals, escape, inputs.clone()).context("starting a thread for signals")?;
 
-    let assembler = Assembler::new(Console::Terminal(terminal));
-    let driver = Driver::new(received, Notifier::new(inputs), Nobody, assembler);
+    #[cfg(not(feature = "testing"))]
+    let (audience, builder) = (Nobody, Assembler::new(Console::Terminal(terminal)));
+    #[cfg(feature = "testing")]
+    let (audience, builder, restores) = {
+        let every = args.restore_every.map(std::time::Duration::from_millis);
+        restores::begin(every, terminal, inputs.clone()).context("starting a thread for restores")?
+    };
+    let driver = Driver::new(received, Notifier::new(inputs), audience, builder);
     let raw = RawMode::enter().context("setting the terminal's mode")?;
     let record = driver.run(exit_record::write);
     drop(raw);
+    #[cfg(feature = "testing")]
+    restores.finish()?;
     match record.kind() {
         ExitKind::PowerOff | ExitKind::Stopped => {}
         ExitKind::StartFailed => bail!("starting VM {}: {}", manifest.name, record.message),

@@ -1,0 +1,101 @@
+//! `vmm run --restore-every`: the machine is thrown away and restored again and again while its guest runs. For tests.
+
+use std::{
+    io,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicU64, Ordering},
+        mpsc::{RecvTimeoutError, Sender, channel},
+    },
+    time::Duration,
+};
+
+use anyhow::{Result, bail};
+use devices::{
+    serial::Terminal,
+    thread::{self, ThreadKind},
+};
+use proto::vmm::Event;
+use vmm_core::{
+    board::{assemble::Console, rebuilt::Rebuilder},
+    lifecycle::{Answer, Failure, Input, Request, Token, publisher::Audience},
+};
+
+const TOKEN: Token = Token {
+    connection: 1,
+    request: 0,
+};
+
+/// Hears how pauses and resumes end.
+pub struct Listener(Sender<Result<(), Failure>>);
+
+impl Audience for Listener {
+    fn event(&self, _event: Event) {}
+
+    fn reply(&self, token: Token, answer: Result<Answer, Failure>) {
+        if token == TOKEN {
+            // Nobody waits for it when the run is over.
+            let _ = self.0.send(answer.map(|_| ()));
+        }
+    }
+}
+
+/// What became of the restores.
+pub struct Restores {
+    count: Arc<AtomicU64>,
+    failure: Arc<OnceLock<Failure>>,
+}
+
+impl Restores {
+    /// At the end of the run: an error if the machine could not be restored once.
+    pub fn finish(&self) -> Result<()> {
+        eprintln!("vmm: restored {} times", self.count.load(Ordering::Relaxed));
+        match self.failure.get() {
+            Some(failure) => bail!("a restore failed: {}", failure.message),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Has the machine that is built on `terminal` paused and resumed by requests to `inputs`, with that time in between.
+pub fn begin(
+    every: Option<Duration>,
+    terminal: Terminal,
+    inputs: Sender<Input>,
+) -> io::Result<(Listener, Rebuilder, Restores)> {
+    let consoles = move || {
+        let escape = terminal.escape.as_ref();
+        let escape = escape.map(|(byte, event)| event.try_clone().map(|event| (*byte, event)));
+        Ok(Console::Terminal(Terminal {
+            input: terminal.input.try_clone()?,
+            output: terminal.output.try_clone()?,
+            escape: escape.transpose()?,
+        }))
+    };
+    let rebuilder = Rebuilder::new(Box::new(consoles));
+    let failure = Arc::new(OnceLock::new());
+    let restores = Restores {
+        count: rebuilder.restores(),
+        failure: Arc::clone(&failure),
+    };
+    let (sender, replies) = channel();
+    let Some(every) = every else {
+        return Ok((Listener(sender), rebuilder, restores));
+    };
+    thread::spawn(ThreadKind::Control, "restores", move || {
+        while let Err(RecvTimeoutError::Timeout) = replies.recv_timeout(every) {
+            for request in [Request::Pause, Request::Resume] {
+                let asked = inputs.send(Input::Request(TOKEN, request));
+                let (Ok(()), Ok(answer)) = (asked, replies.recv()) else {
+                    return;
+                };
+                if let Err(error) = answer {
+                    let _first = failure.set(error);
+                    let _the_run_is_over = inputs.send(Input::Request(TOKEN, Request::Stop));
+                    return;
+                }
+            }
+        }
+    })?;
+    Ok((Listener(sender), rebuilder, restores))
+}
