@@ -84,9 +84,7 @@ pub trait Engine: Send {
     fn completed(&mut self) -> Option<Completion>;
     /// The same, of those only that are known without asking the host, which may take a system call. `None` says nothing
     /// of others, and the event need not tell of them: [`completed`](Self::completed) is asked later.
-    fn at_hand(&mut self) -> Option<Completion> {
-        self.completed()
-    }
+    fn at_hand(&mut self) -> Option<Completion>;
     /// Requests submitted of which [`completed`](Self::completed) has not told.
     fn in_flight(&self) -> usize;
     /// Most requests at once.
@@ -98,27 +96,15 @@ pub trait Engine: Send {
     fn event(&self) -> Option<&EventFd>;
     /// Does what [`commit`](Self::commit) does and sleeps until requests may have completed, `other` is readable, a signal
     /// comes, or `limit` has passed, if there is one. False when it did neither, or not all: who wants to sleep does so
-    /// otherwise. `other` has to be readable when [`event`](Self::event) is.
-    fn commit_and_sleep(&mut self, _other: RawFd, _limit: Option<Duration>) -> io::Result<bool> {
-        Ok(false)
-    }
-    /// Sleeps until that many requests more have completed than [`completed`](Self::completed) has told of, but not much
-    /// longer than `limit`. All was committed. `other` counts as one when it is readable, see
-    /// [`commit_and_sleep`](Self::commit_and_sleep). False when it can't: it did not sleep then.
-    fn sleep_for(&mut self, _requests: usize, _other: RawFd, _limit: Duration) -> io::Result<bool> {
-        Ok(false)
-    }
+    /// otherwise. `other` has to be readable when [`event`](Self::event) is. Without requests in flight it needs a limit.
+    fn commit_and_sleep(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool>;
     /// Whether `other` was readable since this was asked last. Known when [`completed`](Self::completed) has given `None`.
     /// Until it was asked, nobody sleeps.
-    fn other_called(&mut self) -> bool {
-        false
-    }
-    /// Looks after `other` no more: to be called before who wants to sleep does so otherwise, without requests under way.
-    fn forget_other(&mut self) {}
+    fn other_called(&mut self) -> bool;
+    /// Looks after `other` no more: to be called before who wants to sleep does so otherwise, without requests in flight.
+    fn forget_other(&mut self);
     /// Whether requests often have completed as soon as [`commit`](Self::commit) returns.
-    fn is_prompt(&self) -> bool {
-        true
-    }
+    fn is_prompt(&self) -> bool;
     /// Waits until a request completes, nothing is under way, or `deadline` passes.
     fn wait(&mut self, deadline: Instant) -> io::Result<()>;
 }

@@ -7,12 +7,14 @@
 use std::{
     collections::VecDeque,
     io,
+    os::fd::RawFd,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
     thread::JoinHandle,
+    time::Duration,
     time::Instant,
 };
 
@@ -256,6 +258,25 @@ impl PoolEngine {
 }
 
 impl Engine for PoolEngine {
+    fn at_hand(&mut self) -> Option<Completion> {
+        self.completed()
+    }
+
+    /// It sleeps nowhere but in [`wait`](Engine::wait).
+    fn commit_and_sleep(&mut self, _other: RawFd, _limit: Option<Duration>) -> io::Result<bool> {
+        Ok(false)
+    }
+
+    fn other_called(&mut self) -> bool {
+        false
+    }
+
+    fn forget_other(&mut self) {}
+
+    fn is_prompt(&self) -> bool {
+        true
+    }
+
     fn submit(&mut self, request: Request) {
         self.in_flight = self.in_flight.saturating_add(1);
         self.submitted.push(Job {

@@ -326,19 +326,10 @@ impl Engine for UringEngine {
         self.begin_alone();
         // What the pool is done with has called already, perhaps before `other` was looked at last.
         let told = !self.ended.is_empty() || !self.mailbox.is_empty();
-        if told || self.unsent || self.ring.under_way() == 0 {
+        if told || self.unsent || self.ring.under_way() == 0 && limit.is_none() {
             return Ok(false);
         }
         self.ring.wait_beside(other, limit)
-    }
-
-    fn sleep_for(&mut self, requests: usize, other: RawFd, limit: Duration) -> io::Result<bool> {
-        // What is in the pool is not waited for: the limit is for that.
-        let awaited = self.ring.under_way().saturating_add(1);
-        if !self.ended.is_empty() || self.alone.is_some() || self.unsent || awaited < requests {
-            return Ok(false);
-        }
-        self.ring.wait_for(requests, other, limit)
     }
 
     fn other_called(&mut self) -> bool {

@@ -250,13 +250,7 @@ impl Queue {
     /// Asks the driver to notify when it makes the next buffer available. When this says true, there are some
     /// already, and a notification may not come.
     pub fn enable_notification(&mut self) -> Result<bool, RingError> {
-        self.enable_notification_after(0)
-    }
-
-    /// The same, but a driver with EVENT_IDX is asked to notify only when it has added more than `unnotified` buffers
-    /// to those taken (2.7.10).
-    pub fn enable_notification_after(&mut self, unnotified: u16) -> Result<bool, RingError> {
-        shared::ask_to_notify(self, self.event_idx, self.state.next_avail, unnotified)
+        shared::ask_to_notify(self, self.event_idx, self.state.next_avail)
     }
 
     /// Tells the driver that no notifications are needed.

@@ -151,10 +151,9 @@ impl Session {
         Ok(())
     }
 
-    /// Asks the driver to notify, with EVENT_IDX not for the first `unnotified` buffers that it adds: for a handler that
-    /// something else will make look at the queue soon. True when there are buffers already.
-    pub fn is_left_after_asking(&mut self, queue: u16, unnotified: u16) -> Result<bool, Fault> {
-        self.on(queue, false, |ring| ring.enable_notification_after(unnotified))
+    /// Asks the driver to notify, for a handler that has taken all and looks for itself. True when there are buffers already.
+    pub fn is_left_after_asking(&mut self, queue: u16) -> Result<bool, Fault> {
+        self.on(queue, false, Queue::enable_notification)
     }
 
     /// Tells the driver that no notifications are needed, outside of `kick` (where they are off).

@@ -70,17 +70,11 @@ pub(super) fn wants_interrupt<F: Fields>(
     Ok(u32::from(flags) & VRING_AVAIL_F_NO_INTERRUPT == 0)
 }
 
-/// Asks the driver to notify: of the first buffer after `taken`, or with EVENT_IDX of the one that is `unnotified` further on
-/// (2.7.10). Says whether there is one already.
+/// Asks the driver to notify of the first buffer after `taken` (2.7.10). Says whether there is one already.
 #[inline(always)]
-pub(super) fn ask_to_notify<F: Fields>(
-    fields: &F,
-    event_idx: bool,
-    taken: u16,
-    unnotified: u16,
-) -> Result<bool, F::Error> {
+pub(super) fn ask_to_notify<F: Fields>(fields: &F, event_idx: bool, taken: u16) -> Result<bool, F::Error> {
     let (field, wish) = if event_idx {
-        (Field::AvailEvent, taken.wrapping_add(unnotified))
+        (Field::AvailEvent, taken)
     } else {
         (Field::UsedFlags, 0)
     };

@@ -192,13 +192,6 @@ impl Engine for Qcow2Engine {
         }
     }
 
-    fn sleep_for(&mut self, requests: usize, other: RawFd, limit: Duration) -> io::Result<bool> {
-        match self.ring.as_mut() {
-            Some(ring) if self.ended.is_empty() => ring.sleep_for(requests, other, limit),
-            _ => Ok(false),
-        }
-    }
-
     fn other_called(&mut self) -> bool {
         self.ring.as_mut().is_some_and(Engine::other_called)
     }

@@ -107,53 +107,9 @@ fn who_can_not_sleep_so_says_so_and_loses_nothing() {
         let (mut engine, memory, other) = (setup.engine(), memory(), event());
         assert!(!sleep_on_a_write(&mut *engine, &memory, &other));
         engine.commit().unwrap();
-        assert!(!engine.sleep_for(1, other.as_raw_fd(), LONG).unwrap());
+        assert!(!engine.commit_and_sleep(other.as_raw_fd(), Some(LONG)).unwrap());
         take_one(&mut *engine);
         assert!(!engine.other_called());
-    }
-}
-
-#[test]
-fn who_sleeps_for_several_finds_them_all() {
-    let Some((_setup, mut engine)) = ring() else {
-        return;
-    };
-    let (memory, other) = (memory(), event());
-    for several in [1, 8, 32] {
-        for token in 0..several {
-            engine.submit(request(&memory, token, write(u64::from(token) * 4096), 0, 4096));
-        }
-        engine.commit().unwrap();
-        assert!(
-            engine
-                .sleep_for(several as usize, other.as_raw_fd(), LONG)
-                .unwrap()
-        );
-        for _ in 0..several {
-            engine
-                .completed()
-                .expect("it was woken too early")
-                .result
-                .unwrap();
-        }
-        assert!(engine.completed().is_none());
-    }
-}
-
-#[test]
-fn nobody_sleeps_for_more_than_there_are_nor_longer_than_wanted() {
-    let Some((_setup, mut engine)) = ring() else {
-        return;
-    };
-    let (memory, other) = (memory(), event());
-    let fd = other.as_raw_fd();
-    assert!(!engine.sleep_for(2, fd, LONG).unwrap());
-    for _ in 0..20 {
-        engine.submit(request(&memory, 1, write(0), 0, 4096));
-        engine.commit().unwrap();
-        assert!(!engine.sleep_for(3, fd, LONG).unwrap());
-        engine.sleep_for(1, fd, Duration::from_nanos(1)).unwrap();
-        take_one(&mut *engine);
     }
 }
 
@@ -187,19 +143,27 @@ fn without_requests_the_other_or_the_limit_ends_the_sleep() {
     let (memory, other) = (memory(), event());
     let fd = other.as_raw_fd();
     engine.commit().unwrap();
+    assert!(
+        !engine.commit_and_sleep(fd, None).unwrap(),
+        "nothing would wake it but the other"
+    );
     for _ in 0..3 {
-        assert!(engine.sleep_for(1, fd, Duration::from_millis(1)).unwrap());
+        assert!(
+            engine
+                .commit_and_sleep(fd, Some(Duration::from_millis(1)))
+                .unwrap()
+        );
         assert!(engine.completed().is_none());
         assert!(!engine.other_called());
     }
     other.write(1).unwrap();
-    assert!(engine.sleep_for(1, fd, LONG).unwrap());
+    assert!(engine.commit_and_sleep(fd, Some(LONG)).unwrap());
     assert!(engine.completed().is_none());
     assert!(engine.other_called());
     other.read().unwrap();
     engine.submit(request(&memory, 1, write(0), 0, 4096));
     engine.commit().unwrap();
-    assert!(engine.sleep_for(1, fd, LONG).unwrap());
+    assert!(engine.commit_and_sleep(fd, Some(LONG)).unwrap());
     take_one(&mut *engine);
     assert!(!engine.other_called());
 }

@@ -19,17 +19,6 @@ impl<T> Ring<T> {
     /// `other` is polled until [`forget_other`](Self::forget_other) or until it is readable, which
     /// [`other_called`](Self::other_called) tells.
     pub fn wait_beside(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
-        self.wait(1, other, limit)
-    }
-
-    /// Waits until so many calls more have come back than [`returned`](Self::returned) has given, or a signal comes, and no
-    /// longer than `limit`. `other`, polled as by [`wait_beside`](Self::wait_beside), counts as a call. False when it did
-    /// not wait.
-    pub fn wait_for(&mut self, calls: usize, other: RawFd, limit: Duration) -> io::Result<bool> {
-        self.wait(calls, other, Some(limit))
-    }
-
-    fn wait(&mut self, calls: usize, other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
         if !self.deferred || self.dead || self.called {
             return Ok(false);
         }
@@ -48,11 +37,11 @@ impl<T> Ring<T> {
             self.next_poll = self.next_poll.wrapping_add(1);
         }
         let result = match limit {
-            None => self.ring.submit_and_wait(calls),
+            None => self.ring.submit_and_wait(1),
             Some(limit) => {
                 let limit = types::Timespec::from(limit);
                 let arguments = types::SubmitArgs::new().timespec(&limit);
-                self.ring.submitter().submit_with_args(calls, &arguments)
+                self.ring.submitter().submit_with_args(1, &arguments)
             }
         };
         self.note_handed();

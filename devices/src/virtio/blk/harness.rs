@@ -73,10 +73,6 @@ pub(super) struct Harness {
 
 impl Harness {
     pub(super) fn new(host: Host, options: BlkOptions, features: u64) -> Self {
-        Self::with_interrupts(host, options, features, &MockMsi::default())
-    }
-
-    pub(super) fn with_interrupts(host: Host, options: BlkOptions, features: u64, msi: &MockMsi) -> Self {
         let ranges = [
             (GuestAddress(0), REGION as usize),
             (GuestAddress(HOLE_END), REGION as usize),
@@ -87,7 +83,7 @@ impl Harness {
             event: EventFd::new(EFD_NONBLOCK).unwrap(),
         };
         let mut front = Blk::new(Box::new(image), options);
-        let mut msix = Msix::new(msi, 2).unwrap();
+        let mut msix = Msix::new(&MockMsi::default(), 2).unwrap();
         // Enabled; the first vector is not masked.
         msix.set_bus_master(true);
         msix.write_message_control(1 << 15);

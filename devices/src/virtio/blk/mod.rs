@@ -11,6 +11,7 @@ pub mod fuzz;
 mod harness;
 mod hold;
 mod pace;
+mod plan;
 mod request;
 mod stats;
 mod throttle;

@@ -57,7 +57,7 @@ pub(super) struct RangeHeader {
     pub flags: U32,
 }
 
-/// Answers (5.2.6).
+/// The status byte of a request (5.2.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Status {
     Ok,
@@ -91,8 +91,8 @@ pub(super) enum Plan {
     WriteZeroes { ranges: u32 },
     /// Give the first `length` bytes of the identification.
     Identify { length: u32 },
-    /// Nothing: that is the answer, and the request was in order or not.
-    Answer(Status),
+    /// Nothing: it completes with that status, whether it was in order or not.
+    Complete(Status),
 }
 
 impl Plan {
@@ -103,7 +103,7 @@ impl Plan {
             Self::Write { .. } => Some(Kind::Write),
             Self::Flush => Some(Kind::Flush),
             Self::Discard { .. } | Self::WriteZeroes { .. } => Some(Kind::Discard),
-            Self::Identify { .. } | Self::Answer(_) => None,
+            Self::Identify { .. } | Self::Complete(_) => None,
         }
     }
 
@@ -115,7 +115,7 @@ impl Plan {
             Self::Read { length, .. } | Self::Write { length, .. } => length.into(),
             Self::WriteZeroes { .. } => ranges.iter().map(|range| range.length).sum(),
             Self::Discard { .. } => 0,
-            Self::Flush | Self::Identify { .. } | Self::Answer(_) => return Cost::default(),
+            Self::Flush | Self::Identify { .. } | Self::Complete(_) => return Cost::default(),
         };
         Cost { bytes, operations: 1 }
     }
@@ -135,7 +135,7 @@ impl Plan {
             Self::Write { .. } => "write to the image",
             Self::Discard { .. } => "discard a part of the image",
             Self::WriteZeroes { .. } => "write zeroes to the image",
-            Self::Flush | Self::Identify { .. } | Self::Answer(_) => "flush the image",
+            Self::Flush | Self::Identify { .. } | Self::Complete(_) => "flush the image",
         }
     }
 }
@@ -184,21 +184,21 @@ impl Limits {
         let sector = header.sector.get();
         match header.kind.get() {
             VIRTIO_BLK_T_IN => match self.place(capacity, sector, incoming.into()) {
-                Some(_) if incoming == 0 => Plan::Answer(Status::Ok),
+                Some(_) if incoming == 0 => Plan::Complete(Status::Ok),
                 Some(offset) => Plan::Read {
                     offset,
                     length: incoming,
                 },
-                None => Plan::Answer(Status::IoError),
+                None => Plan::Complete(Status::IoError),
             },
             VIRTIO_BLK_T_OUT => match self.place(capacity, sector, outgoing.into()) {
-                _ if self.read_only => Plan::Answer(Status::IoError),
-                Some(_) if outgoing == 0 => Plan::Answer(Status::Ok),
+                _ if self.read_only => Plan::Complete(Status::IoError),
+                Some(_) if outgoing == 0 => Plan::Complete(Status::Ok),
                 Some(offset) => Plan::Write {
                     offset,
                     length: outgoing,
                 },
-                None => Plan::Answer(Status::IoError),
+                None => Plan::Complete(Status::IoError),
             },
             VIRTIO_BLK_T_FLUSH => Plan::Flush,
             VIRTIO_BLK_T_GET_ID => {
@@ -208,21 +208,21 @@ impl Limits {
                 }
             }
             kind @ (VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES) => self.plan_ranges(kind, outgoing),
-            _ => Plan::Answer(Status::Unsupported),
+            _ => Plan::Complete(Status::Unsupported),
         }
     }
 
     fn plan_ranges(&self, kind: u32, outgoing: u32) -> Plan {
         let zeroes = kind == VIRTIO_BLK_T_WRITE_ZEROES;
         if self.read_only {
-            return Plan::Answer(Status::IoError);
+            return Plan::Complete(Status::IoError);
         }
         if !zeroes && !self.discard {
-            return Plan::Answer(Status::Unsupported);
+            return Plan::Complete(Status::Unsupported);
         }
         let most = u32::try_from(MAX_RANGES).unwrap_or(1).saturating_mul(RANGE);
         if outgoing == 0 || outgoing > most || !outgoing.is_multiple_of(RANGE) {
-            return Plan::Answer(Status::IoError);
+            return Plan::Complete(Status::IoError);
         }
         if zeroes {
             Plan::WriteZeroes { ranges: outgoing }

@@ -7,7 +7,7 @@ use std::{
         Arc, Condvar, Mutex,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use vmm_sys_util::eventfd::EventFd;
@@ -31,18 +31,9 @@ pub struct MockMsi {
     delivered: Arc<Delivered>,
     /// Vectors in use.
     allocated: Arc<AtomicU64>,
-    takes: Duration,
 }
 
 impl MockMsi {
-    /// One on which it takes that long to send an interrupt, as where a hypervisor runs on another one.
-    pub fn slow(takes: Duration) -> Self {
-        Self {
-            takes,
-            ..Self::default()
-        }
-    }
-
     /// How many messages with that data were delivered.
     pub fn count(&self, data: u32) -> u64 {
         self.delivered
@@ -89,7 +80,6 @@ struct MockVector {
     message: Mutex<Option<MsiMessage>>,
     delivered: Arc<Delivered>,
     allocated: Arc<AtomicU64>,
-    takes: Duration,
 }
 
 impl MsiController for MockMsi {
@@ -99,7 +89,6 @@ impl MsiController for MockMsi {
             message: Mutex::new(None),
             delivered: Arc::clone(&self.delivered),
             allocated: Arc::clone(&self.allocated),
-            takes: self.takes,
         }))
     }
 }
@@ -111,9 +100,6 @@ impl MsiVector for MockVector {
     }
 
     fn trigger(&self) {
-        if !self.takes.is_zero() {
-            std::thread::sleep(self.takes);
-        }
         if let Some(message) = *self.message.lock().unwrap() {
             *self
                 .delivered

@@ -169,7 +169,7 @@ fn notifications(without: Without, event_idx: bool) {
         }
     };
     let device = move |ring: &Ring| {
-        if ask_to_notify(ring, event_idx, 0, 0).unwrap() {
+        if ask_to_notify(ring, event_idx, 0).unwrap() {
             assert_eq!(available(ring).unwrap(), 1);
             Ring::read(&ring.avail);
             ring.notified.store(true, Ordering::Relaxed);

@@ -261,20 +261,12 @@ fn with_the_event_index_notifications_are_off_on_or_on_after_some_buffers() {
         let mut queue = Queue::new(&state, 16, true, memory.clone()).unwrap();
         queue.disable_notification().unwrap();
         assert!((1..=16).all(|ahead| !notifies(&memory, start, index(ahead))));
-        assert!(!queue.enable_notification_after(0).unwrap());
+        assert!(!queue.enable_notification().unwrap());
         assert!(notifies(&memory, start, index(1)));
-        assert!(!queue.enable_notification_after(3).unwrap());
-        for (ahead, wanted) in [(1, false), (3, false), (4, true), (5, true)] {
-            assert_eq!(
-                notifies(&memory, start, index(ahead)),
-                wanted,
-                "{start} + {ahead}"
-            );
-        }
-        assert!(!notifies(&memory, index(4), index(5)));
+        assert!(!notifies(&memory, index(1), index(2)));
         // What is there already is told, whether it would have been notified or not.
         set(1);
-        assert!(queue.enable_notification_after(3).unwrap());
+        assert!(queue.enable_notification().unwrap());
         assert_eq!(queue.available(), 1);
         set(17);
         assert_eq!(queue.available(), 0);

@@ -13,7 +13,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::{AVAIL, SIZE, USED};
+use super::USED;
 use crate::{
     GuestMemory,
     block::{Completion, Engine, Geometry, Image, Operation, Request},
@@ -44,11 +44,6 @@ pub struct Host {
     /// Where interrupts are counted, and how many there were each time that requests were handed over.
     pub told: Option<Arc<Counters>>,
     pub commits: Vec<u64>,
-    /// How the worker wanted to sleep in the engine, if it may, and of which buffer the driver was to notify then. It sleeps
-    /// when that has a limit, which passes.
-    pub naps: Option<Vec<(Option<Duration>, u16)>>,
-    /// What the available index becomes while it sleeps.
-    pub comes_late: Option<u16>,
 }
 
 impl Host {
@@ -87,21 +82,6 @@ impl Host {
                 Ok(fallocate(&self.file, flags, offset, length)?)
             }
         }
-    }
-
-    /// Notes that the worker wants to sleep.
-    fn nap(&mut self, limit: Option<Duration>) -> bool {
-        let (Some(memory), Some(naps)) = (&self.watched, &mut self.naps) else {
-            return false;
-        };
-        let place = GuestAddress(USED + 4 + 8 * u64::from(SIZE));
-        naps.push((limit, memory.read_obj(place).unwrap()));
-        if limit.is_some()
-            && let Some(index) = self.comes_late.take()
-        {
-            memory.write_obj(index, GuestAddress(AVAIL + 2)).unwrap();
-        }
-        limit.is_some()
     }
 
     /// What a host may rely on.
@@ -210,12 +190,16 @@ impl Engine for Mock {
         let eager = self.host.lock().unwrap().eager;
         (!eager).then_some(&self.event)
     }
-    fn commit_and_sleep(&mut self, _other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
-        Ok(self.host.lock().unwrap().nap(limit))
+    /// The worker sleeps nowhere: the test wakes it.
+    fn commit_and_sleep(&mut self, _other: RawFd, _limit: Option<Duration>) -> io::Result<bool> {
+        Ok(false)
     }
-    fn sleep_for(&mut self, _requests: usize, _other: RawFd, limit: Duration) -> io::Result<bool> {
-        // Beside requests it does not know how to count them.
-        Ok(self.in_flight() == 0 && self.host.lock().unwrap().nap(Some(limit)))
+    fn other_called(&mut self) -> bool {
+        false
+    }
+    fn forget_other(&mut self) {}
+    fn is_prompt(&self) -> bool {
+        true
     }
     fn wait(&mut self, _deadline: Instant) -> io::Result<()> {
         self.host.lock().unwrap().finish(0);
@@ -242,7 +226,5 @@ pub fn host(capacity: u64, read_only: bool, block: u32) -> Host {
         seen: Vec::new(),
         told: None,
         commits: Vec::new(),
-        naps: None,
-        comes_late: None,
     }
 }

@@ -1,5 +1,7 @@
 //! Engines that fail, and engines that take their time.
 
+use std::{os::fd::RawFd, time::Duration};
+
 use super::*;
 use crate::block::{Completion, Engine, Geometry, Request};
 
@@ -37,6 +39,25 @@ struct BadEngine {
 }
 
 impl Engine for BadEngine {
+    fn at_hand(&mut self) -> Option<Completion> {
+        self.completed()
+    }
+
+    /// It sleeps nowhere but in [`wait`](Engine::wait).
+    fn commit_and_sleep(&mut self, _other: RawFd, _limit: Option<Duration>) -> io::Result<bool> {
+        Ok(false)
+    }
+
+    fn other_called(&mut self) -> bool {
+        false
+    }
+
+    fn forget_other(&mut self) {}
+
+    fn is_prompt(&self) -> bool {
+        true
+    }
+
     fn submit(&mut self, request: Request) {
         let result = Err(self.kind.into());
         self.done.push(Completion {
@@ -140,6 +161,25 @@ impl Image for SlowImage {
 }
 
 impl Engine for SlowEngine {
+    fn at_hand(&mut self) -> Option<Completion> {
+        self.completed()
+    }
+
+    /// It sleeps nowhere but in [`wait`](Engine::wait).
+    fn commit_and_sleep(&mut self, _other: RawFd, _limit: Option<Duration>) -> io::Result<bool> {
+        Ok(false)
+    }
+
+    fn other_called(&mut self) -> bool {
+        false
+    }
+
+    fn forget_other(&mut self) {}
+
+    fn is_prompt(&self) -> bool {
+        true
+    }
+
     fn submit(&mut self, request: Request) {
         let operation = request.operation;
         self.0.waiting.lock().unwrap().push(request);

@@ -290,13 +290,13 @@ proptest! {
                 prop_assert!(!read_only && kind == WRITE_ZEROES);
                 prop_assert!(ranges == outgoing && ranges % 16 == 0 && (1..=32).contains(&(ranges / 16)));
             }
-            Plan::Answer(Status::Ok) => {
+            Plan::Complete(Status::Ok) => {
                 prop_assert!(kind == IN && incoming == 0 || kind == OUT && outgoing == 0);
             }
-            Plan::Answer(Status::Unsupported) => {
+            Plan::Complete(Status::Unsupported) => {
                 prop_assert!(![IN, OUT, FLUSH, GET_ID, WRITE_ZEROES].contains(&kind));
             }
-            Plan::Answer(Status::IoError) => prop_assert!([IN, OUT, DISCARD, WRITE_ZEROES].contains(&kind)),
+            Plan::Complete(Status::IoError) => prop_assert!([IN, OUT, DISCARD, WRITE_ZEROES].contains(&kind)),
         }
     }
 }

@@ -3,10 +3,12 @@
 use std::{
     collections::VecDeque,
     io,
+    os::fd::RawFd,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
     time::Instant,
 };
 
@@ -122,6 +124,25 @@ struct StorageEngine {
 }
 
 impl Engine for StorageEngine {
+    fn at_hand(&mut self) -> Option<Completion> {
+        self.completed()
+    }
+
+    /// It sleeps nowhere but in [`wait`](Engine::wait).
+    fn commit_and_sleep(&mut self, _other: RawFd, _limit: Option<Duration>) -> io::Result<bool> {
+        Ok(false)
+    }
+
+    fn other_called(&mut self) -> bool {
+        false
+    }
+
+    fn forget_other(&mut self) {}
+
+    fn is_prompt(&self) -> bool {
+        true
+    }
+
     fn submit(&mut self, request: Request) {
         self.storage.asked.lock().unwrap().push(request.operation);
         self.waiting.push_back(request);

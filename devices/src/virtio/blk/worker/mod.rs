@@ -1,13 +1,15 @@
-//! The worker of one queue: takes requests, has them carried out, answers.
+//! The worker of one queue: the rounds in which it completes and takes requests, its sleep, and its life.
 //!
-//! A request is in exactly one place: in a slot that the engine knows (*under way*), in the slot that
-//! [`throttle`](super::throttle) names, or among the [kept](super::hold). It is answered when it leaves all of them.
+//! A request is in exactly one place: in a slot that the engine knows (*in flight*), in the slot that
+//! [`throttle`](super::throttle) names, or among the [kept](super::hold). It completes when it leaves all of them; until
+//! then it is *outstanding*. Its path is in [`requests`].
 
-mod answer;
-mod take;
-mod wait;
+mod requests;
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_WRITE_ZEROES};
 
@@ -15,7 +17,8 @@ use super::{
     OnError,
     control::Shared,
     hold::{Kept, Work},
-    pace::{self, Pace},
+    pace::{MANY, Pace},
+    plan::Negotiated,
     request::{ID_LENGTH, Limits},
     throttle::Throttle,
 };
@@ -41,10 +44,14 @@ const TIMER: u32 = 2;
 /// Requests that are taken before others have their turn (commands, above all).
 const BATCH: usize = 128;
 
+/// So long a worker without requests waits for the next one in the ring, which costs fewer system calls. The kernel counts
+/// it as waiting for the disk (in_iowait, and so /proc/pressure/io), which an idle disk must not look like.
+const STAY: Duration = Duration::from_millis(5);
+
 /// What the driver is told the disk is.
 pub(super) type Identity = [u8; ID_LENGTH];
 
-/// A request under way; kept for the next one, which saves allocations.
+/// A request in flight; kept for the next one, which saves allocations.
 struct Slot {
     work: Work,
     /// `None` while the engine has them.
@@ -54,30 +61,28 @@ struct Slot {
 /// The time, asked for at most once in a round.
 struct Clock {
     begin: Instant,
-    now: Option<(Instant, u64)>,
+    now: Option<Instant>,
 }
 
 impl Clock {
     fn new() -> Self {
-        let begin = Instant::now();
-        Self { begin, now: None }
+        Self {
+            begin: Instant::now(),
+            now: None,
+        }
     }
 
     fn now(&mut self) -> Instant {
-        self.look().0
+        *self.now.get_or_insert_with(Instant::now)
     }
 
     /// Nanoseconds since the worker was made: quicker to compute with than an `Instant`.
     fn nanos(&mut self) -> u64 {
-        self.look().1
-    }
-
-    fn look(&mut self) -> (Instant, u64) {
-        let begin = self.begin;
-        *self.now.get_or_insert_with(|| {
-            let now = Instant::now();
-            (now, pace::nanos(now.saturating_duration_since(begin)))
-        })
+        let since = self.now().saturating_duration_since(self.begin);
+        since
+            .as_secs()
+            .saturating_mul(1_000_000_000)
+            .saturating_add(since.subsec_nanos().into())
     }
 
     fn next_round(&mut self) {
@@ -85,7 +90,7 @@ impl Clock {
     }
 }
 
-/// The back.
+/// The device side of one queue.
 pub(super) struct BlkHandler {
     queue: u16,
     engine: Box<dyn Engine>,
@@ -99,26 +104,17 @@ pub(super) struct BlkHandler {
     memory: Option<Arc<GuestMemory>>,
     /// Shows others what is in the ring; there from a start until it has drained.
     gauge: Option<Arc<Gauge>>,
-    /// Without a negotiated flush the cache is write-through (5.2.6.2): each write is stable when answered.
-    stable_writes: bool,
-    /// Negotiated.
-    discard: bool,
-    write_zeroes: bool,
+    negotiated: Negotiated,
     kept: Kept,
     throttle: Throttle,
     pace: Pace,
     clock: Clock,
-    /// Requests taken and not answered.
-    unanswered: usize,
-    /// Answers that the driver was not told of, and when the first of them was given.
-    untold: usize,
-    untold_since: Option<Instant>,
+    /// Requests taken that have not completed.
+    outstanding: usize,
+    /// Requests that completed in this round.
+    completions: usize,
     /// It has waited for requests in the ring, in vain.
     rested: bool,
-    /// It has dozed, and nothing came of it yet.
-    dozed: bool,
-    /// The next kick is not the driver's.
-    own_kick: bool,
     /// The session has events that the framework is to look after.
     called: bool,
     /// What the framework is told at the end of a round.
@@ -145,29 +141,20 @@ impl BlkHandler {
             free: Vec::new(),
             memory: None,
             gauge: None,
-            stable_writes: true,
-            discard: false,
-            write_zeroes: false,
+            negotiated: Negotiated::default(),
             kept: Kept::default(),
             throttle: Throttle::default(),
             pace: Pace::default(),
             clock: Clock::new(),
-            unanswered: 0,
-            untold: 0,
-            untold_since: None,
+            outstanding: 0,
+            completions: 0,
             rested: false,
-            dozed: false,
-            own_kick: false,
             called: false,
             fault: None,
         }
     }
 
-    fn is_full(&self) -> bool {
-        self.engine.in_flight() >= self.engine.depth()
-    }
-
-    /// Takes and answers until there is nothing to do, then sees to it that it is called again when there is.
+    /// Completes and takes requests until there is nothing to do, then sees to it that it is called again when there is.
     fn run(&mut self, session: &mut Session) -> Result<Progress, Fault> {
         let Some(memory) = self.memory.clone() else {
             return Ok(Progress::Done);
@@ -176,7 +163,7 @@ impl BlkHandler {
         self.publish(session);
         if result.is_err() {
             // What was taken is not forgotten, nor what is left in the ring.
-            self.call_again(session);
+            session.kick_again(self.queue);
         }
         result?;
         match self.fault.take() {
@@ -188,57 +175,123 @@ impl BlkHandler {
     fn rounds(&mut self, session: &mut Session, memory: &Arc<GuestMemory>) -> Result<(), Fault> {
         session.suppress_kicks(self.queue)?;
         self.throttle.refresh(&self.shared, self.queue);
-        // Whatever it slept for, it was called.
-        self.dozed = false;
         let mut left = BATCH;
         loop {
             self.clock.next_round();
-            let answered = self.complete(session, memory)?;
-            self.notice_call();
-            if self.called && answered == 0 && self.engine.in_flight() == 0 {
+            let completed = self.complete(session, memory)?;
+            self.called |= self.engine.other_called();
+            if self.called && completed == 0 && self.engine.in_flight() == 0 {
                 // What there is to do is the framework's to say.
                 self.called = false;
-                self.call_again(session);
-                return self.tell(session);
+                session.kick_again(self.queue);
+                return self.signal(session);
             }
             let taken = self.take(session, memory, left)?;
             left = left.saturating_sub(taken);
             if left == 0 || self.fault.is_some() {
                 self.commit()?;
-                self.call_again(session);
-                return self.tell(session);
+                session.kick_again(self.queue);
+                return self.signal(session);
             }
-            let busy = answered > 0 || taken > 0;
-            if self.dozed && answered == 0 && !self.called {
-                self.pace.overslept(taken);
+            let busy = completed > 0 || taken > 0;
+            self.rested &= taken == 0;
+            let held = self.holds(taken);
+            if !held {
+                self.signal(session)?;
             }
-            self.dozed &= !busy;
-            if taken > 0 {
-                self.rested = false;
-                self.pace.taken(taken, self.clock.now());
-            }
-            if self.pace.is_enough(self.untold, self.engine.in_flight()) {
-                // Handing requests over may take longer than the driver needs to begin with these.
-                self.tell(session)?;
-            }
-            if busy && !self.sleeps_on(taken) {
+            if busy && !self.sleeps_on(taken, held) {
                 self.commit()?;
-                if self.engine.event().is_none() && self.untold_too_long() {
-                    self.tell(session)?;
-                }
                 continue;
             }
-            if !busy && self.piles_up(session)? {
-                continue;
-            }
-            self.tell(session)?;
-            if !busy && self.looks_again() {
+            if !busy && (held || self.polls()) {
+                std::thread::yield_now();
                 continue;
             }
             if !self.sleep(session, busy)? {
                 return Ok(());
             }
         }
+    }
+
+    /// Tells the policy what the round found; whether completions are held back.
+    fn holds(&mut self, taken: usize) -> bool {
+        let completed = std::mem::take(&mut self.completions);
+        if completed == 0 && taken == 0 && self.pace.held() == 0 {
+            return false;
+        }
+        let now = self.clock.nanos();
+        self.pace.found(completed, taken, now);
+        let in_flight = self.engine.in_flight();
+        // What is left in the ring does not show whether the driver is busy.
+        !self.called && !self.waits() && self.pace.holds(in_flight, now)
+    }
+
+    /// Whether to stay awake: something is expected soon.
+    fn polls(&mut self) -> bool {
+        let in_flight = self.engine.in_flight() > 0;
+        !self.called && !self.waits() && self.pace.polls(in_flight, self.clock.nanos())
+    }
+
+    /// Whether to hand what was just taken to the host and to sleep in one system call: when nothing else is expected soon.
+    fn sleeps_on(&self, taken: usize, held: bool) -> bool {
+        let in_flight = self.engine.in_flight();
+        taken > 0 && !held && !self.engine.is_prompt() && in_flight < MANY && !self.pace.may_poll(true)
+    }
+
+    /// Whether requests in the ring are left there: completions or the timer make the worker go on.
+    fn waits(&self) -> bool {
+        self.engine.in_flight() >= self.engine.depth() || self.throttle.waiting.is_some()
+    }
+
+    /// Asks to be notified, and sleeps. False when the framework is to sleep, or has something to do. With `fresh`,
+    /// requests were taken that the host was not handed yet.
+    fn sleep(&mut self, session: &mut Session, fresh: bool) -> Result<bool, Fault> {
+        if !self.waits() && session.is_left_after_asking(self.queue)? {
+            session.suppress_kicks(self.queue)?;
+            self.commit()?;
+            return Ok(true);
+        }
+        self.publish(session);
+        let in_flight = self.engine.in_flight();
+        self.pace.sleeps(in_flight > 0, self.clock.nanos());
+        if !self.called && self.sleeps_in_engine(session, in_flight)? {
+            session.suppress_kicks(self.queue)?;
+            return Ok(true);
+        }
+        if fresh {
+            // What completes after this is noticed only when it was looked for.
+            self.commit()?;
+            return Ok(true);
+        }
+        self.called = false;
+        if in_flight == 0 {
+            self.engine.forget_other();
+        }
+        Ok(false)
+    }
+
+    /// Sleeps where the engine can, without requests only for a while.
+    fn sleeps_in_engine(&mut self, session: &Session, in_flight: usize) -> Result<bool, Fault> {
+        let limit = (in_flight == 0).then_some(STAY);
+        if in_flight == 0 && std::mem::replace(&mut self.rested, true) {
+            return Ok(false);
+        }
+        self.engine
+            .commit_and_sleep(session.events(), limit)
+            .map_err(|error| Fault::Backend("wait for requests", error))
+    }
+
+    /// Raises an interrupt for what completed, if the driver wants one.
+    fn signal(&mut self, session: &mut Session) -> Result<(), Fault> {
+        let completed = std::mem::take(&mut self.completions);
+        if completed > 0 {
+            self.pace.found(completed, 0, self.clock.nanos());
+        }
+        if self.pace.held() > 0 {
+            self.pace.signalled();
+            session.flush_interrupts()?;
+        }
+        Ok(())
     }
 
     fn commit(&mut self) -> Result<(), Fault> {
@@ -252,7 +305,7 @@ impl BlkHandler {
         let Some(counters) = self.shared.counters(self.queue) else {
             return;
         };
-        counters.set_in_flight(self.unanswered);
+        counters.set_in_flight(self.outstanding);
         counters.set_held(self.kept.len());
         let throttled = match self.throttle.waiting {
             // All that is in the ring waits behind it.
@@ -278,14 +331,9 @@ impl BlkHandler {
         if let Some(token) = self.throttle.give_up() {
             session.unpop(self.queue);
             self.free.push(token);
-            self.unanswered = self.unanswered.saturating_sub(1);
-            self.call_again(session);
+            self.outstanding = self.outstanding.saturating_sub(1);
+            session.kick_again(self.queue);
         }
-    }
-
-    fn call_again(&mut self, session: &mut Session) {
-        self.own_kick = true;
-        session.kick_again(self.queue);
     }
 
     fn wait_for_all(&mut self, session: &mut Session, deadline: Instant) -> Result<Drained, Fault> {
@@ -300,7 +348,7 @@ impl BlkHandler {
             }
             self.clock.next_round();
             self.complete(session, &memory)?;
-            self.notice_call();
+            self.called |= self.engine.other_called();
             // Ranges may follow each other.
             self.commit()?;
             if self.engine.in_flight() == 0 {
@@ -318,14 +366,17 @@ impl BlkHandler {
 
 impl QueueHandler for BlkHandler {
     fn start(&mut self, session: &mut Session) -> Result<(), Fault> {
-        self.stable_writes = !session.has_feature(VIRTIO_BLK_F_FLUSH);
-        self.discard = session.has_feature(VIRTIO_BLK_F_DISCARD);
-        self.write_zeroes = session.has_feature(VIRTIO_BLK_F_WRITE_ZEROES);
+        self.negotiated = Negotiated {
+            stable_writes: !session.has_feature(VIRTIO_BLK_F_FLUSH),
+            discard: session.has_feature(VIRTIO_BLK_F_DISCARD),
+            write_zeroes: session.has_feature(VIRTIO_BLK_F_WRITE_ZEROES),
+        };
         self.memory = Some(Arc::new(session.memory().clone()));
         self.show_ring(session.queue(self.queue).map(|ring| &*ring));
         self.slots.clear();
         self.free.clear();
-        self.pace.forget();
+        self.pace = Pace::default();
+        self.completions = 0;
         self.throttle.start();
         self.kept.restart();
         let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
@@ -339,10 +390,6 @@ impl QueueHandler for BlkHandler {
     }
 
     fn kick(&mut self, session: &mut Session, _queue: u16) -> Result<Progress, Fault> {
-        if !std::mem::take(&mut self.own_kick) {
-            self.clock.next_round();
-            self.pace.notified(self.clock.now());
-        }
         self.run(session)
     }
 
@@ -353,8 +400,9 @@ impl QueueHandler for BlkHandler {
     fn drain(&mut self, session: &mut Session, deadline: Instant) -> Result<Drained, Fault> {
         self.put_back(session);
         let drained = self.wait_for_all(session, deadline);
-        self.untold = 0;
-        self.untold_since = None;
+        // The session raises the interrupt for what completed.
+        self.completions = 0;
+        self.pace = Pace::default();
         self.publish(session);
         if drained.is_ok()
             && let Some(fault) = self.fault.take()
@@ -379,7 +427,7 @@ impl QueueHandler for BlkHandler {
         self.memory = None;
         self.show_ring(None);
         self.kept.forget(&self.shared);
-        self.unanswered = 0;
+        self.outstanding = 0;
         if let Some(counters) = self.shared.counters(self.queue) {
             counters.set_in_flight(0);
             counters.set_held(0);

@@ -1,0 +1,99 @@
+//! What is to be done for a chain that was taken from the ring: all of it is copied and checked before any of it is done.
+
+use super::{
+    hold::Work,
+    request::{HEADER, Header, Limits, Plan, RANGE, Range, RangeHeader, Status, few_enough},
+};
+use crate::{GuestMemory, virtio::chain::Chain};
+
+/// What the driver accepted of the features on offer.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Negotiated {
+    /// Without a negotiated flush the cache is write-through (5.2.6.2): each write is stable when it completes.
+    pub stable_writes: bool,
+    pub discard: bool,
+    pub write_zeroes: bool,
+}
+
+impl Work {
+    /// Plans the request in the chain, on a disk of `capacity` bytes; false when it has no place for the status.
+    pub(super) fn plan(
+        &mut self,
+        limits: &Limits,
+        negotiated: Negotiated,
+        capacity: u64,
+        memory: &GuestMemory,
+    ) -> bool {
+        self.ranges.clear();
+        self.range = 0;
+        self.unsettled = false;
+        let Some(incoming) = self.chain.writable_len().checked_sub(1) else {
+            return false;
+        };
+        self.plan = match self.planned(limits, negotiated, capacity, incoming, memory) {
+            Ok(plan) => plan,
+            Err(status) => Plan::Complete(status),
+        };
+        true
+    }
+
+    fn planned(
+        &mut self,
+        limits: &Limits,
+        negotiated: Negotiated,
+        capacity: u64,
+        incoming: u32,
+        memory: &GuestMemory,
+    ) -> Result<Plan, Status> {
+        let chain = &self.chain;
+        let header: Header = chain
+            .read_front(memory)
+            .map(|front| zerocopy::transmute!(front))
+            .map_err(|_| Status::IoError)?;
+        let outgoing = chain.readable_len().checked_sub(HEADER).ok_or(Status::IoError)?;
+        let plan = limits.plan(capacity, &header, outgoing, incoming);
+        let accepted = match plan {
+            Plan::Read { length, .. } => few_enough(chain.writable(), 0, length),
+            Plan::Write { length, .. } => few_enough(chain.readable(), HEADER, length),
+            Plan::Discard { .. } if !negotiated.discard => return Err(Status::Unsupported),
+            Plan::WriteZeroes { .. } if !negotiated.write_zeroes => return Err(Status::Unsupported),
+            _ => true,
+        };
+        if !accepted {
+            return Err(Status::IoError);
+        }
+        let (zeroes, length) = match plan {
+            Plan::Discard { ranges } => (false, ranges),
+            Plan::WriteZeroes { ranges } => (true, ranges),
+            _ => return Ok(plan),
+        };
+        read_ranges(chain, memory, length, &mut self.ranges, |range| {
+            limits.range(capacity, zeroes, range)
+        })?;
+        Ok(if self.ranges.is_empty() {
+            Plan::Complete(Status::Ok)
+        } else {
+            plan
+        })
+    }
+}
+
+/// Reads the `length` bytes of ranges behind the header.
+fn read_ranges(
+    chain: &Chain,
+    memory: &GuestMemory,
+    length: u32,
+    ranges: &mut Vec<Range>,
+    check: impl Fn(&RangeHeader) -> Result<Option<Range>, Status>,
+) -> Result<(), Status> {
+    let mut at = HEADER;
+    let end = HEADER.saturating_add(length);
+    while at < end {
+        let range = chain
+            .read_obj::<RangeHeader>(memory, at)
+            .map_err(|_| Status::IoError)?;
+        ranges.extend(check(&range)?);
+        at = at.saturating_add(RANGE);
+    }
+    Ok(())
+}
