@@ -5,6 +5,7 @@ mod daemon;
 mod disk;
 mod ends;
 mod fleet;
+mod pacing;
 mod rings;
 mod start;
 mod table;
@@ -28,6 +29,8 @@ pub enum Part {
     Ends,
     /// A disk's rings without a guest. On this machine.
     Rings,
+    /// When a disk's worker polls and interrupts, by simulation. On this machine.
+    Pacing,
     /// The daemon with many VMs. On this machine.
     Daemon,
 }
@@ -40,6 +43,7 @@ impl Part {
             Part::Disk => disk::run(&Node::get()?, runs),
             Part::Ends => ends::run(runs),
             Part::Rings => rings::run(),
+            Part::Pacing => pacing::run(),
             Part::Daemon => fleet::run(),
         }
     }
@@ -69,9 +73,14 @@ fn published(part: Part, report: &str, page: &str) -> Option<String> {
 
 /// Runs a benchmark of one of our crates on this machine, building it first, and returns the figures that it prints.
 fn native(package: &str, name: &str, arguments: &[&str]) -> Result<String> {
+    let bench = ["bench", "-q", "--locked", "-p", package, "--bench", name];
+    figures(name, &[&bench, arguments].concat())
+}
+
+/// Runs cargo with these arguments and returns the line with the figures of that name.
+fn figures(name: &str, arguments: &[&str]) -> Result<String> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command
-        .args(["bench", "-q", "--locked", "-p", package, "--bench", name])
         .args(arguments)
         // What the daemon logs in production.
         .env("RUST_LOG", "info")

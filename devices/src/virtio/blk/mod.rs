@@ -13,6 +13,14 @@ mod hold;
 mod pace;
 mod plan;
 mod request;
+#[cfg(test)]
+#[allow(
+    clippy::arithmetic_side_effects,
+    clippy::cast_precision_loss,
+    clippy::expect_used,
+    clippy::indexing_slicing
+)]
+mod simulation;
 mod stats;
 mod throttle;
 mod worker;

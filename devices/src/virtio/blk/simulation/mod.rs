@@ -1,0 +1,108 @@
+//! The pace judged by a discrete-event model of driver, worker and device, over a grid of devices, hosts and loads, beside
+//! three other policies.
+//!
+//! The tests go through a part of the grid. `cargo run --release -p vmmd-devices --example pacing` goes through all of it.
+
+mod current;
+mod machine;
+mod old;
+mod others;
+
+use std::thread;
+
+use self::{
+    current::Current,
+    machine::{Outcome, run},
+    old::Old,
+    others::{AlwaysPoll, NeverHold},
+};
+
+pub use self::machine::Point;
+
+const US: u64 = 1000;
+
+/// All points of the grid.
+pub(super) fn grid() -> Vec<Point> {
+    let mut points = Vec::new();
+    for processors in [1, 2] {
+        for serial in [false, true] {
+            for latency in [10, 30, 100, 300, 1000, 10_000] {
+                for exit in [1000, 7000, 50_000] {
+                    for interrupt in [500, 7000, 100_000] {
+                        points.extend([1, 4, 16, 32, 128].map(|depth| Point {
+                            latency: latency * US,
+                            exit,
+                            interrupt,
+                            depth,
+                            processors,
+                            serial,
+                        }));
+                    }
+                }
+            }
+        }
+    }
+    points
+}
+
+/// What came of one point with each policy.
+pub(super) struct Row {
+    pub(super) point: Point,
+    old: Outcome,
+    never: Outcome,
+    always: Outcome,
+    new: Outcome,
+}
+
+impl Row {
+    fn of(point: Point) -> Self {
+        let requests = 1500 + 10 * point.depth;
+        Self {
+            point,
+            old: run(point, requests, &mut Old::new()),
+            never: run(point, requests, &mut NeverHold),
+            always: run(point, requests, &mut AlwaysPoll),
+            new: run(point, requests, &mut Current::default()),
+        }
+    }
+
+    /// Throughput as a part of the best of the three others: of the policy itself, of the old one, of never holding
+    /// completions back, of always polling.
+    pub(super) fn parts(&self) -> [f64; 4] {
+        let of = [self.new, self.old, self.never, self.always].map(|outcome| outcome.throughput);
+        let best = of.iter().skip(1).copied().fold(0.0, f64::max);
+        of.map(|throughput| throughput / best)
+    }
+
+    /// What the policy adds to the p99 of never holding back, as a part of the time that the device has a request, its
+    /// queue included.
+    pub(super) fn added(&self) -> f64 {
+        (self.new.p99 as f64 - self.never.p99 as f64) / self.never.device as f64
+    }
+}
+
+/// Simulates all of `points`, on two threads.
+pub(super) fn simulate(points: &[Point]) -> Vec<Row> {
+    let rows = |points: &[Point]| points.iter().copied().map(Row::of).collect::<Vec<_>>();
+    let (one, other) = points.split_at(points.len() / 2);
+    thread::scope(|scope| {
+        let first = scope.spawn(|| rows(one));
+        let second = rows(other);
+        let mut all = first.join().expect("a half of the grid");
+        all.extend(second);
+        all
+    })
+}
+
+/// Which part of `rows` is so.
+pub(super) fn share<'a>(rows: impl IntoIterator<Item = &'a Row>, is: impl Fn(&Row) -> bool) -> f64 {
+    let (mut all, mut some) = (0_u32, 0_u32);
+    for row in rows {
+        all += 1;
+        some += u32::from(is(row));
+    }
+    f64::from(some) / f64::from(all)
+}
+
+#[cfg(test)]
+mod tests;

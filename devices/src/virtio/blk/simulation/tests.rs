@@ -1,0 +1,21 @@
+//! What the policy holds to, at a part of the grid that has each value of each dimension.
+
+use super::*;
+
+/// Every so many points are simulated.
+const STRIDE: usize = 13;
+
+#[test]
+fn the_policy_is_near_the_best_of_three_others_at_nine_points_of_ten_and_adds_little_latency() {
+    let points: Vec<Point> = grid().into_iter().step_by(STRIDE).collect();
+    let rows = simulate(&points);
+    let near = |part: f64| share(&rows, |row| row.parts()[0] >= part);
+    assert!(near(0.95) >= 0.9, "{}", near(0.95));
+    assert!(near(0.85) >= 0.95, "{}", near(0.85));
+    for row in &rows {
+        let [part, ..] = row.parts();
+        assert!(part >= 0.6, "{:?}: {part}", row.point);
+    }
+    let little = share(&rows, |row| row.added() <= 0.1);
+    assert!(little >= 0.98, "{little}");
+}
