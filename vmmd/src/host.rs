@@ -17,7 +17,7 @@ use crate::{
     request::Requests,
     store::Store,
     text,
-    vm::{clients::Clients, files::Sources, table::Table},
+    vm::{LogGuard, clients::Clients, files::Sources, table::Table},
 };
 
 /// The node as the VM actors and the services see it.
@@ -49,6 +49,8 @@ pub struct Host {
     pub requests: Requests,
     /// Where what happens is told.
     pub events: Events,
+    /// Bounds what VMs write to their logs.
+    pub logs: LogGuard,
     /// What takes long, and how far it is.
     pub operations: Operations,
     /// Of the running kernel.

@@ -131,6 +131,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     }
     let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let boot_id = boot_id.trim().to_owned();
+    let events = event::Events::open(&config.state_dir, &boot_id);
     let host = Arc::new(Host {
         vmm,
         node: node::State::new(store.clone(), records.node),
@@ -143,7 +144,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
         clients: vm::clients::Clients::default(),
         disks: disk::Registry::default(),
         requests: request::Requests::default(),
-        events: event::Events::open(&config.state_dir, &boot_id),
+        logs: vm::LogGuard::start(events.clone()).context("watch the logs of VMs")?,
+        events,
         operations: operation::Operations::default(),
         boot_id,
         stopping: CancellationToken::new(),

@@ -63,6 +63,11 @@ impl LogDir {
         Self(config.log_dir.join("vms").join(uid.to_string()))
     }
 
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
     /// What the guest wrote to its serial port.
     pub fn serial(&self) -> PathBuf {
         self.0.join("serial.log")

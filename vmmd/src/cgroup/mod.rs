@@ -49,7 +49,7 @@ use self::plan::Setting;
 use crate::sys;
 
 /// How long a process may count after its end.
-const LEAVING: Duration = Duration::from_secs(2);
+pub const LEAVING: Duration = Duration::from_secs(2);
 
 /// The directory below which the VMs' cgroups are.
 #[derive(Clone, Debug)]
@@ -232,8 +232,6 @@ impl Group {
     /// Waits as long as it takes: a process in uninterruptible sleep (on a dead file system, say) still holds what it had
     /// open. Cancel-safe.
     pub async fn end(&self) {
-        let mut told = false;
-        let begin = Instant::now();
         while let Ok(events) = fs::File::open(self.dir.join("cgroup.events")) {
             // A change after this read is told by poll.
             let populated = io::read_to_string(&events).is_ok_and(|text| count(&text, "populated") != 0);
@@ -241,9 +239,6 @@ impl Group {
                 return;
             }
             self.kill();
-            if begin.elapsed() > LEAVING && !std::mem::replace(&mut told, true) {
-                tracing::warn!(cgroup = %self.dir.display(), "processes of a VM that has ended do not die: waiting for them");
-            }
             let changed = async {
                 let events = sys::watch_changes(events.into())?;
                 events.ready(Interest::PRIORITY).await.map(drop)

@@ -60,8 +60,8 @@ pub struct Draft {
     pub operation: String,
 }
 
-/// All events of the node.
-#[derive(Debug)]
+/// All events of the node. Clones are the same.
+#[derive(Clone, Debug)]
 pub struct Events {
     shared: Arc<Shared>,
 }

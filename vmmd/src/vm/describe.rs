@@ -49,6 +49,12 @@ pub struct View {
 /// Reason of a pause because a disk failed.
 pub const DISK_ERROR: &str = "DiskError";
 
+/// Reason of the event, and of `Ready`, when a process of an ended run does not die.
+pub const LINGERING: &str = "LeftoversAlive";
+/// What is said then.
+pub const LINGERING_MESSAGE: &str = "the vmm process has ended, but another process in its cgroup was killed and does not die (as on a \
+     file system that hangs): the VM holds its disks and its user id until it has";
+
 impl View {
     /// A VM in this phase from now on.
     pub fn new(phase: VmPhase, reason: impl Into<String>, message: impl Into<String>) -> Self {
@@ -186,7 +192,11 @@ impl View {
 
     /// `Ready`: the guest runs and its `vmm` answers.
     fn ready(&mut self, instance: Option<&Instance>) -> v1::Condition {
-        let (status, reason, message) = match (self.phase, instance.map(|instance| &instance.link)) {
+        let link = instance.map(|instance| &instance.link);
+        let (status, reason, message) = match (self.phase, link) {
+            _ if instance.is_some_and(|instance| instance.lingering) => {
+                (ConditionStatus::False, LINGERING, LINGERING_MESSAGE)
+            }
             (VmPhase::Running, Some(Link::Up(..))) => (ConditionStatus::True, "Running", ""),
             (VmPhase::Running | VmPhase::Paused, Some(Link::Connecting(_))) => (
                 ConditionStatus::Unknown,

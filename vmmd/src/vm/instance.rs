@@ -63,6 +63,8 @@ pub struct Instance {
     pub crash_resets: u64,
     /// The guest's kernel has panicked and has not been reset since.
     pub panicked: bool,
+    /// The process has ended, and something else in its cgroup does not die.
+    pub lingering: bool,
     /// How it said that it ends, before it did.
     pub ended: Option<ExitRecord>,
 }
@@ -87,6 +89,7 @@ impl Instance {
             version: hello.map(|hello| hello.build.clone()).unwrap_or_default(),
             minor: hello.map_or(0, |hello| hello.minor),
             panicked: false,
+            lingering: false,
             guest_resets: status.map_or(0, |status| status.guest_resets),
             crash_resets: status.map_or(0, |status| status.crash_resets),
             ended: None,

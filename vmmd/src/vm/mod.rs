@@ -10,6 +10,7 @@ pub mod ending;
 pub mod files;
 mod instance;
 pub mod limits;
+mod log_guard;
 pub mod machine;
 mod policy;
 mod process;
@@ -19,5 +20,6 @@ pub mod table;
 
 pub use actor::{Answer, Command, DiskRequest, Life, Reply, Target, Update, public_stats};
 pub use create::create;
+pub use log_guard::LogGuard;
 pub use process::Process;
 pub use start::store_failure;

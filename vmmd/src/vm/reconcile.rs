@@ -116,7 +116,12 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
                 "attached to a running vmm"
             );
             let (renewing, running) = (Arc::clone(&host), change::machine(&record, &spec));
-            if let Err(error) = spawn_blocking(move || limits::renew(&renewing, uid, &running)).await {
+            let name = record.name.clone();
+            let renewed = spawn_blocking(move || {
+                renewing.logs.watch(uid, &name, LogDir::of(&renewing.config, uid));
+                limits::renew(&renewing, uid, &running);
+            });
+            if let Err(error) = renewed.await {
                 tracing::error!(vm = record.name, %error, "set the limits of a running VM anew");
             }
             let mut instance = instance;

@@ -74,8 +74,8 @@ pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Re
     .await?;
     let uid = plan.uid;
     let blocking_host = Arc::clone(&host);
-    let limits = checked.limits.clone();
-    let result = match blocking(move || make(&blocking_host, uid, &limits)).await {
+    let (name, limits) = (plan.record.name.clone(), checked.limits.clone());
+    let result = match blocking(move || make(&blocking_host, uid, &name, &limits)).await {
         Ok(made) => run(&host, plan, checked, made, &cancel, began).await,
         Err(failure) => Err(failure),
     };
@@ -97,6 +97,7 @@ async fn blocking<T: Send + 'static>(
 
 /// Removes what a run leaves on the node. Its process must have ended.
 pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
+    host.logs.forget(uid);
     let runtime = RuntimeDir::of(&host.config, uid).remove();
     let group = host
         .cgroups
@@ -256,6 +257,7 @@ fn instance(
         guest_resets: 0,
         crash_resets: 0,
         panicked: false,
+        lingering: false,
         ended: None,
     }
 }

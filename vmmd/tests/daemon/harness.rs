@@ -11,7 +11,10 @@ use std::{
 
 use hyper_util::rt::TokioIo;
 use proto::{
-    v1::{self, node_service_client::NodeServiceClient, vm_service_client::VmServiceClient},
+    v1::{
+        self, event_service_client::EventServiceClient, node_service_client::NodeServiceClient,
+        vm_service_client::VmServiceClient,
+    },
     well_known,
 };
 use rustix::process::{Pid, Signal, kill_process};
@@ -51,6 +54,30 @@ impl Daemon {
             .tempdir_in("/tmp")
             .unwrap();
         Self::with(folder, "", Some(namespace.to_owned())).await
+    }
+
+    /// One whose log, as it would be in the journal, is in `log.txt`.
+    pub async fn with_log(extra: &str) -> Self {
+        let folder = tempfile::Builder::new()
+            .prefix("vmmd")
+            .tempdir_in("/tmp")
+            .unwrap();
+        fs::write(folder.path().join("log.txt"), "").unwrap();
+        Self::in_folder(folder, extra).await
+    }
+
+    /// Events with this reason, the oldest first.
+    pub async fn events(&self, reason: &str) -> Vec<v1::Event> {
+        let mut client = EventServiceClient::new(connect(self.folder.path()).await);
+        let request = v1::ListEventsRequest {
+            limit: 1000,
+            ..Default::default()
+        };
+        let events = client.list_events(request).await.unwrap().into_inner().events;
+        events
+            .into_iter()
+            .filter(|event| event.reason == reason)
+            .collect()
     }
 
     /// With more lines of configuration.
@@ -389,6 +416,11 @@ pub fn command(folder: &Path, namespace: Option<&str>) -> Command {
             std::env::var_os("RUST_LOG").unwrap_or_else(|| "debug,h2=info,hyper=info".into()),
         )
         .stdin(Stdio::null());
+    let log = folder.join("log.txt");
+    if log.exists() {
+        let log = fs::File::options().append(true).open(log).unwrap();
+        command.env("RUST_LOG", "info").stderr(log);
+    }
     // Paths of a VM can be below /proc/self/cwd, where each test has files of its own.
     command.current_dir(folder);
     // Its messages are the test's.

@@ -1,12 +1,12 @@
 //! A `vmm` that its guest took over: what it says and leaves behind costs its own VM alone.
 
-use std::fs;
+use std::{fs, time::Duration};
 
 use proto::v1::{self, ExitReason, VmPhase};
 
 use crate::{
     console::Client,
-    harness::{Daemon, status, uid, vm_pid},
+    harness::{Daemon, PATIENCE, status, uid, vm_pid},
 };
 
 /// Has the mock of a VM do something, and waits until it has.
@@ -98,9 +98,56 @@ async fn what_the_daemon_saw_outranks_the_exit_record() {
 }
 
 #[tokio::test]
+async fn what_a_vmm_writes_into_its_logs_is_bounded() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("liar", "").await;
+    command(&daemon, "liar", "lie logs", "lied logs").await;
+    let logs = daemon.path(&format!("log/vms/{}", uid(&vm)));
+    let began = std::time::Instant::now();
+    for log in ["vmm.log", "serial.log"] {
+        // 16 MiB were written.
+        while fs::metadata(logs.join(log)).unwrap().len() > 2 << 20 {
+            assert!(began.elapsed() < PATIENCE, "{log} stays as long as it was");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+    let events = daemon.events("LogTruncated").await;
+    assert!(!events.is_empty());
+    assert!(
+        fs::metadata(logs.join("vmm.log")).unwrap().len() >= 64 << 10,
+        "its end is kept"
+    );
+}
+
+/// Lines of the daemon's log, in the levels that go to the journal.
+fn lines(daemon: &Daemon) -> Vec<String> {
+    let text = fs::read_to_string(daemon.path("log.txt")).unwrap();
+    text.lines().map(str::to_owned).collect()
+}
+
+#[tokio::test]
+async fn a_flood_of_one_vm_leaves_the_audit_log_where_it_is() {
+    let daemon = Daemon::with_log("").await;
+    daemon.run("liar", "").await;
+    daemon.run("honest", "").await;
+    daemon.pause("honest").await.unwrap();
+    let before = lines(&daemon).len();
+    for lie in ["flood", "flap", "text", "flood", "flap", "device", "flap"] {
+        command(&daemon, "liar", &format!("lie {lie}"), &format!("lied {lie}")).await;
+    }
+    // All of it was read when this is answered.
+    daemon.kill_vm("liar").await.unwrap();
+    let all = lines(&daemon);
+    // 15,000 messages; of each kind of event 30 are told in a minute.
+    assert!(all.len() - before < 400, "{} lines", all.len() - before);
+    let audited = |line: &&String| line.contains("audit") && line.contains("PauseVm");
+    assert_eq!(all.iter().filter(audited).count(), 1);
+}
+
+#[tokio::test]
 async fn the_daemons_memory_is_bounded_whatever_its_vms_say() {
     let daemon = Daemon::start().await;
-    const LIARS: usize = 16;
+    const LIARS: usize = 64;
     for number in 0..LIARS {
         daemon.run(&format!("liar{number}"), "").await;
     }

@@ -121,6 +121,13 @@ impl Guest {
         self.lock().print(text.as_bytes());
     }
 
+    /// Into the serial log alone, however long that becomes.
+    pub fn print_to_log(&self, bytes: &[u8]) {
+        if let Some(log) = &mut self.lock().serial_log {
+            log.write_all(bytes).unwrap();
+        }
+    }
+
     pub fn status(&self) -> Status {
         self.lock().status()
     }

@@ -10,8 +10,8 @@ use std::{
 use prost::Message as _;
 use proto::{
     vmm::{
-        DeviceError, DiskDetached, DiskStats, DiskStatsReply, Event, ExitRecord, Message, Response,
-        event::Kind as EventKind, message::Kind, response::Result as Outcome,
+        DeviceError, DiskDetached, DiskStats, DiskStatsReply, Event, ExitRecord, Message, Response, State,
+        StateChanged, Status, event::Kind as EventKind, message::Kind, response::Result as Outcome,
     },
     wire,
 };
@@ -48,6 +48,33 @@ pub fn tell(guest: &Guest, word: &str, controls: &[Weak<UnixStream>]) {
                     kind: Some(Kind::Event(Event { kind })),
                 };
                 send_to_all(controls, &event);
+            }
+        }
+        // Paused and running, over and over again.
+        "flap" => {
+            for number in 0..3000 {
+                let state = if number % 2 == 0 {
+                    State::Paused
+                } else {
+                    State::Running
+                };
+                let status = Some(Status {
+                    state: state.into(),
+                    ..Status::default()
+                });
+                let kind = Some(EventKind::StateChanged(StateChanged { status }));
+                let event = Message {
+                    kind: Some(Kind::Event(Event { kind })),
+                };
+                send_to_all(controls, &event);
+            }
+        }
+        // Into its log files, as fast as it can.
+        "logs" => {
+            let line = [b'x'; 64 << 10];
+            for _ in 0..256 {
+                std::io::stderr().write_all(&line).unwrap();
+                guest.print_to_log(&line);
             }
         }
         // Two bytes for each of many structures.

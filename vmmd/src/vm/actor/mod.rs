@@ -401,6 +401,7 @@ impl Actor {
     async fn on_news(&mut self, news: News) -> ControlFlow<()> {
         match news {
             News::Ended(signal) => return self.on_exit(signal).await,
+            News::Lingering => self.on_lingering(),
             News::Event(event) => self.on_event(event).await,
             News::Disconnected => {
                 self.on_disconnected();
@@ -416,7 +417,7 @@ impl Actor {
     fn enter(&mut self, phase: VmPhase, reason: impl Into<String>, message: impl Into<String>) {
         let before = self.view.phase;
         self.view.enter(phase, reason, message);
-        tracing::info!(
+        tracing::debug!(
             vm = self.record.name,
             phase = phase.as_str_name(),
             reason = self.view.reason,

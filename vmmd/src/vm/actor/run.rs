@@ -27,7 +27,7 @@ use crate::{
     text,
     vm::{
         admission::Request,
-        describe::{DISK_ERROR, camel_case},
+        describe::{DISK_ERROR, LINGERING, LINGERING_MESSAGE, camel_case},
         ending::{Asked, count},
         instance::{self, Instance, Link, Session},
         policy::Occasion,
@@ -344,6 +344,12 @@ impl Actor {
         }
     }
 
+    /// The VM holds its disks, its user id and its room until the last process of the run is gone.
+    pub(super) fn on_lingering(&mut self) {
+        self.tell(EventSeverity::Warning, LINGERING, LINGERING_MESSAGE);
+        self.publish();
+    }
+
     pub(super) fn on_disconnected(&mut self) {
         let runtime = crate::paths::RuntimeDir::of(&self.host.config, self.uid);
         if let Some(instance) = &mut self.instance {
@@ -360,6 +366,7 @@ impl Actor {
             match news {
                 News::Event(event) => self.on_event(event).await,
                 News::Disconnected => self.on_disconnected(),
+                News::Lingering => self.on_lingering(),
                 News::Ended(_) | News::Connected(_) => return Some(news),
             }
         }

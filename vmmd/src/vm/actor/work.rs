@@ -1,16 +1,17 @@
 //! What an actor has under way, and what it hears of its process.
 
-use std::future;
+use std::future::{self, Future};
 
 use proto::vmm::{Event, Status};
 use tokio::{
     task::JoinHandle,
-    time::{Instant, sleep_until},
+    time::{Duration, Instant, sleep, sleep_until},
 };
 use tokio_util::sync::CancellationToken;
 
 use super::LifeReply;
 use crate::{
+    cgroup::LEAVING,
     control,
     failure::Failure,
     operation::Handle,
@@ -181,6 +182,8 @@ pub async fn until(deadline: Option<Instant>) {
 pub enum News {
     /// It has ended, and all else in its cgroup; by which signal, where that is known.
     Ended(Option<i32>),
+    /// It has ended, but something else in its cgroup was killed and does not die.
+    Lingering,
     /// It says something.
     Event(Event),
     /// The connection is gone.
@@ -195,17 +198,33 @@ pub async fn news(instance: &mut Option<Instance>) -> News {
         return future::pending().await;
     };
     // What it said before its end comes first only while it lives: the rest of its cgroup may take long to die.
-    if instance.exited.is_some() {
-        return News::Ended(instance.ended().await);
+    if instance.exited.is_none() {
+        tokio::select! {
+            biased;
+            signal = instance.process.ended() => instance.exited = Some(signal),
+            news = link_news(&mut instance.link) => return news,
+        }
     }
+    let mut lingering = instance.lingering;
+    let news = end_of_run(instance.ended(), LEAVING, &mut lingering).await;
+    instance.lingering = lingering;
+    news
+}
+
+/// Waits for the end of a run whose process has ended; says once when that takes long.
+async fn end_of_run(
+    ended: impl Future<Output = Option<i32>>,
+    patience: Duration,
+    lingering: &mut bool,
+) -> News {
     tokio::select! {
         biased;
-        signal = instance.process.ended() => {
-            instance.exited = Some(signal);
+        signal = ended => News::Ended(signal),
+        () = sleep(patience), if !*lingering => {
+            *lingering = true;
+            News::Lingering
         }
-        news = link_news(&mut instance.link) => return news,
     }
-    News::Ended(instance.ended().await)
 }
 
 async fn link_news(link: &mut Link) -> News {
@@ -216,5 +235,23 @@ async fn link_news(link: &mut Link) -> News {
             News::Connected(result.unwrap_or(Err(control::Error::Closed)))
         }
         Link::Lost => future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_run_whose_rest_does_not_die_is_told_once_and_still_waited_for() {
+        let mut lingering = false;
+        let news = end_of_run(future::ready(Some(9)), LEAVING, &mut lingering).await;
+        assert!(matches!(news, News::Ended(Some(9))) && !lingering);
+        let news = end_of_run(future::pending(), Duration::ZERO, &mut lingering).await;
+        assert!(matches!(news, News::Lingering) && lingering);
+        // From now on there is nothing to tell but the end.
+        let mut waiting = Box::pin(end_of_run(future::pending(), Duration::ZERO, &mut lingering));
+        let more = tokio::time::timeout(Duration::from_millis(10), &mut waiting).await;
+        assert!(more.is_err());
     }
 }

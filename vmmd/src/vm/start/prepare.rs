@@ -73,13 +73,14 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     })
 }
 
-pub(super) fn make(host: &Host, uid: Uuid, limits: &Limits) -> Result<Made, Failure> {
+pub(super) fn make(host: &Host, uid: Uuid, name: &str, limits: &Limits) -> Result<Made, Failure> {
     let runtime = RuntimeDir::of(&host.config, uid);
     runtime
         .create()
         .map_err(|error| failed("make the VM's runtime directory", &error))?;
     let logs = LogDir::of(&host.config, uid);
     let (serial, log) = open_logs(&logs).map_err(|error| failed("open the VM's logs", &error))?;
+    host.logs.watch(uid, name, logs);
     let group = limits::create(host, uid, limits)?.map(|group| group.descriptor());
     // Listening before the fork: the first connection waits in the queue until the vmm accepts it, so that nobody
     // has to find out when it does. The vmm listens again, which makes it the peer of later connections.
