@@ -4,6 +4,8 @@ use std::fmt;
 
 use tracing::Span;
 
+use crate::store::RequestKey;
+
 /// What goes along with a request from where it came in to what it leads to: operations, events, logs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Context {
@@ -32,6 +34,18 @@ pub enum Initiator {
     Certificate(String),
 }
 
+impl Initiator {
+    /// Whose request ids these are: different for each, which what is shown to people need not be.
+    pub fn scope(&self) -> String {
+        match self {
+            Self::Daemon | Self::RunPolicy => "vmmd:".to_owned(),
+            Self::User(uid) => format!("uid:{uid}"),
+            // NUL separates it from the id.
+            Self::Certificate(name) => format!("cert:{}", name.replace('\0', "")),
+        }
+    }
+}
+
 impl fmt::Display for Initiator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -53,6 +67,11 @@ pub fn span(trace: &str) -> Span {
 }
 
 impl Context {
+    /// What tells the request from those of others.
+    pub fn key(&self) -> RequestKey {
+        RequestKey::new(&self.initiator.scope(), &self.request_id)
+    }
+
     /// Of what the daemon does by itself.
     pub fn daemon() -> Self {
         Self::default()

@@ -81,6 +81,15 @@ impl Failure {
         Self::new(Kind::NotFound, "VM_NOT_FOUND", message)
     }
 
+    /// What looks after the VM has failed and is made anew. Not NOT_FOUND: the VM is there, and may run.
+    pub fn unavailable(name: &str) -> Self {
+        let message = format!(
+            "what looks after VM \"{}\" is being made anew; try again in a moment",
+            crate::text::brief(name)
+        );
+        Self::new(Kind::Unavailable, "VM_UNAVAILABLE", message)
+    }
+
     /// The daemon is about to end.
     pub fn stopping() -> Self {
         Self::new(

@@ -14,6 +14,7 @@ use crate::{
     network::Links,
     node,
     operation::Operations,
+    pool::Pools,
     request::Requests,
     store::Store,
     text,
@@ -49,6 +50,8 @@ pub struct Host {
     pub requests: Requests,
     /// Where what happens is told.
     pub events: Events,
+    /// Where blocking work on files of others is done.
+    pub pools: Pools,
     /// Bounds what VMs write to their logs.
     pub logs: LogGuard,
     /// What takes long, and how far it is.

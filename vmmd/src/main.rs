@@ -22,6 +22,7 @@ mod network;
 mod node;
 mod operation;
 mod paths;
+mod pool;
 mod request;
 mod service;
 mod stats;
@@ -95,7 +96,7 @@ fn main() -> anyhow::Result<()> {
     let workers = available_parallelism().map_or(1, usize::from).min(MAX_WORKERS);
     let runtime = runtime::Builder::new_multi_thread()
         .worker_threads(workers)
-        .max_blocking_threads(16)
+        .max_blocking_threads(pool::THREADS)
         .enable_all()
         .build()
         .context("start the runtime")?;
@@ -146,6 +147,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         requests: request::Requests::default(),
         logs: vm::LogGuard::start(events.clone()).context("watch the logs of VMs")?,
         events,
+        pools: pool::Pools::new(config.limits.files()),
         operations: operation::Operations::default(),
         boot_id,
         stopping: CancellationToken::new(),

@@ -24,7 +24,7 @@
 //! it. A node without some controller does without, unless the spec asks for what needs it. [`usage`] reads the account.
 
 pub mod facts;
-mod overhead;
+pub mod overhead;
 pub mod plan;
 
 use std::{

@@ -51,6 +51,8 @@ pub struct Limits {
     pub handshake_seconds: u32,
     /// Handshakes at once; one more ends the oldest. Default 64.
     pub handshakes: usize,
+    /// How long the files that a request or a VM names may take to be found and opened, in seconds. Default 10.
+    pub file_seconds: u32,
 }
 
 impl Default for Limits {
@@ -62,6 +64,7 @@ impl Default for Limits {
             request_seconds: 10,
             handshake_seconds: 10,
             handshakes: 64,
+            file_seconds: 10,
         }
     }
 }
@@ -77,6 +80,11 @@ impl Limits {
         Duration::from_secs(self.handshake_seconds.into())
     }
 
+    /// How long files may take to be found and opened.
+    pub fn files(&self) -> Duration {
+        Duration::from_secs(self.file_seconds.into())
+    }
+
     /// The key of one that is 0.
     pub fn zero(&self) -> Option<&'static str> {
         let all = [
@@ -86,6 +94,7 @@ impl Limits {
             ("limits.request_seconds", self.request_seconds as usize),
             ("limits.handshake_seconds", self.handshake_seconds as usize),
             ("limits.handshakes", self.handshakes),
+            ("limits.file_seconds", self.file_seconds as usize),
         ];
         Some(all.iter().find(|(_, value)| *value == 0)?.0)
     }

@@ -13,7 +13,6 @@ use proto::{
     v1,
 };
 use rustix::fs::{FallocateFlags, fallocate};
-use tokio::task::spawn_blocking;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -25,7 +24,7 @@ use crate::{
     store::{DiskRecord, DiskStage},
     text,
     vm::{
-        files::{self, Locks},
+        files::{self, Locks, Use},
         store_failure,
     },
 };
@@ -103,9 +102,12 @@ pub async fn create(
 }
 
 pub async fn describe(host: &Arc<Host>, record: DiskRecord) -> Result<v1::Disk, Failure> {
-    let host = Arc::clone(host);
-    let described = spawn_blocking(move || host.disks.describe(&host.disk_folder(), &record)).await;
-    described.map_err(|error| Failure::internal(error.to_string()))
+    let (of, folder) = (Arc::clone(host), host.disk_folder());
+    let describing = host
+        .pools
+        .files
+        .run(&[folder.root()], move || of.disks.describe(&folder, &record));
+    describing.await
 }
 
 fn cancelled() -> Failure {
@@ -124,22 +126,29 @@ async fn make(
 ) -> Result<(), Failure> {
     match (&new.content, new.format) {
         (Content::RawFile(path), _) => {
-            let (host, path, new, record_of, cancel) = (
+            let (of, path, new, record_of, stop) = (
                 Arc::clone(host),
                 path.clone(),
                 new.clone(),
                 record.clone(),
                 cancel.clone(),
             );
-            let copied = spawn_blocking(move || copy_file(&host, &path, &new, &record_of, &cancel)).await;
-            record.size_bytes = copied.map_err(|error| Failure::internal(error.to_string()))??;
+            let paths = [path.clone(), host.disk_folder().root()];
+            let copying = host
+                .pools
+                .bulk
+                .run(&paths, move || copy_file(&of, &path, &new, &record_of, &stop));
+            record.size_bytes = copying.await??;
             Ok(())
         }
         (_, Format::Qcow2) => make_qcow2(host, new, record, cancel).await,
         (_, Format::Raw | Format::Iso) => {
-            let (host, new, record) = (Arc::clone(host), new.clone(), record.clone());
-            let made = spawn_blocking(move || make_raw(&host, &new, &record));
-            made.await.map_err(|error| Failure::internal(error.to_string()))?
+            let (of, new, record) = (Arc::clone(host), new.clone(), record.clone());
+            let paths = [host.disk_folder().root()];
+            host.pools
+                .bulk
+                .run(&paths, move || make_raw(&of, &new, &record))
+                .await?
         }
     }
 }
@@ -173,7 +182,7 @@ fn copy_file(
     cancel: &CancellationToken,
 ) -> Result<u64, Failure> {
     let label = format!("rawFile: \"{}\"", path.display());
-    let source = files::open_image_file(&label, path, Cache::Writeback, true)?;
+    let source = files::open_image_file(&label, path, Cache::Writeback, Use::Read)?;
     if !files::lock(&source, Locks::Take, true, &host.ledger).map_err(|error| file::failed("lock", &error))? {
         let user = files::user(&source, &host.ledger);
         let message = format!("{label} is in use by {user}, which may write to it");
@@ -228,17 +237,17 @@ async fn make_qcow2(
     }
     let operation = format!("make disk \"{}\"", new.name);
     let (of, folder_of) = (record.clone(), folder.clone());
-    let opened = spawn_blocking(move || -> io::Result<(File, Vec<(OwnedFd, Format)>)> {
-        let backing = below
-            .into_iter()
-            .map(|(path, format)| Ok((File::open(path)?.into(), format)));
-        let backing = backing.collect::<io::Result<_>>()?;
-        Ok((folder_of.create(&of)?, backing))
-    });
-    let (image, backing) = opened
-        .await
-        .unwrap_or_else(|error| Err(io::Error::other(error)))
-        .map_err(|error| file::failed(&operation, &error))?;
+    let opened = host.pools.bulk.run(
+        &[folder.root()],
+        move || -> io::Result<(File, Vec<(OwnedFd, Format)>)> {
+            let backing = below
+                .into_iter()
+                .map(|(path, format)| Ok((File::open(path)?.into(), format)));
+            let backing = backing.collect::<io::Result<_>>()?;
+            Ok((folder_of.create(&of)?, backing))
+        },
+    );
+    let (image, backing) = opened.await?.map_err(|error| file::failed(&operation, &error))?;
     let own = image
         .try_clone()
         .map_err(|error| file::failed(&operation, &error))?;
@@ -254,8 +263,6 @@ async fn make_qcow2(
         made = image::run(host, task) => made?,
         () = cancel.cancelled() => return Err(cancelled()),
     }
-    let synced = spawn_blocking(move || folder.sync(&own)).await;
-    synced
-        .unwrap_or_else(|error| Err(io::Error::other(error)))
-        .map_err(|error| file::failed(&operation, &error))
+    let syncing = host.pools.bulk.run(&[folder.root()], move || folder.sync(&own));
+    syncing.await?.map_err(|error| file::failed(&operation, &error))
 }

@@ -32,6 +32,11 @@ impl Folder {
         Self(state_dir.join("disks"))
     }
 
+    /// The folder itself.
+    pub fn root(&self) -> PathBuf {
+        self.0.clone()
+    }
+
     /// The file of a disk.
     pub fn path(&self, record: &DiskRecord) -> PathBuf {
         let uid = Uuid::from_slice(&record.uid).unwrap_or_default();

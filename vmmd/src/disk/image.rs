@@ -108,9 +108,7 @@ pub async fn run(host: &Arc<Host>, task: Task) -> Result<(), Failure> {
     let child = child
         .await
         .unwrap_or_else(|error| Err(failed(&io::Error::other(error))))?;
-    let child = Child(Some(
-        Process::new(child.pid, child.pidfd).map_err(|error| failed(&error))?,
-    ));
+    let child = Child(Some(child.watched(Process::new).map_err(|error| failed(&error))?));
     let (output, errors) = (
         pipe::Receiver::from_owned_fd(output).map_err(|error| failed(&error))?,
         pipe::Receiver::from_owned_fd(errors).map_err(|error| failed(&error))?,

@@ -9,9 +9,12 @@ use proto::{
     },
     v1,
 };
-use tokio::{sync::oneshot, task::spawn_blocking};
+use tokio::sync::oneshot;
 
-use super::{create::reserve, file, image, tell};
+use super::{
+    create::{describe, reserve},
+    file, image, tell,
+};
 use crate::{
     context::Context,
     failure::{Failure, Kind},
@@ -19,7 +22,7 @@ use crate::{
     store::DiskRecord,
     vm::{
         Command, DiskRequest,
-        files::{self, Locks},
+        files::{self, Locks, Use},
         store_failure,
     },
 };
@@ -90,9 +93,8 @@ pub async fn resize(host: &Arc<Host>, name: &str, size: u64, context: &Context) 
         Some(user) => ask_vm(host, &user.vm, user.disk, size, context).await?,
         None => grow_record(host, &record, size).await.map(drop)?,
     }
-    let (host, record) = (Arc::clone(host), host.disks.get(name)?);
-    let described = spawn_blocking(move || host.disks.describe(&host.disk_folder(), &record)).await;
-    described.map_err(|error| Failure::internal(error.to_string()))
+    let record = host.disks.get(name)?;
+    describe(host, record).await
 }
 
 /// The VM's actor keeps it from being started meanwhile, or knows how to reach the `vmm`.
@@ -167,13 +169,13 @@ pub async fn reserve_growth(host: &Arc<Host>, record: &DiskRecord, size: u64) ->
         return Ok(());
     }
     let (path, start) = (host.disk_folder().path(record), record.size_bytes);
-    let reserved = spawn_blocking(move || {
+    let paths = [path.clone()];
+    let reserved = host.pools.bulk.run(&paths, move || {
         let file = File::options().write(true).open(path)?;
         reserve(&file, start, size.saturating_sub(start), Preallocation::Full)
     });
     reserved
-        .await
-        .unwrap_or_else(|error| Err(io::Error::other(error)))
+        .await?
         .map_err(|error| file::failed(&format!("make disk \"{}\" larger", record.name), &error))
 }
 
@@ -181,8 +183,10 @@ pub async fn reserve_growth(host: &Arc<Host>, record: &DiskRecord, size: u64) ->
 pub async fn grow(host: &Arc<Host>, growing: Growing, size: u64) -> Result<u64, Failure> {
     let blocking_host = Arc::clone(host);
     let of = growing.clone();
-    let opened = spawn_blocking(move || grow_raw(&blocking_host, &of, size)).await;
-    let (image, backing) = match opened.map_err(|error| Failure::internal(error.to_string()))?? {
+    let growing_raw = host.pools.bulk.run(std::slice::from_ref(&growing.path), move || {
+        grow_raw(&blocking_host, &of, size)
+    });
+    let (image, backing) = match growing_raw.await?? {
         Grown::Done(size) => return Ok(size),
         Grown::Image(image, backing) => (image, backing),
     };
@@ -211,7 +215,7 @@ fn grow_raw(host: &Host, growing: &Growing, size: u64) -> Result<Grown, Failure>
     let operation = format!("make disk \"{name}\" larger");
     let failed = |error: io::Error| file::failed(&operation, &error);
     let field = format!("disk \"{name}\"");
-    let open = files::open_image_file(&field, path, Cache::Writeback, false)?;
+    let open = files::open_image_file(&field, path, Cache::Writeback, Use::Write)?;
     if !files::lock(&open, Locks::Take, false, &host.ledger).map_err(failed)? {
         let user = files::user(&open, &host.ledger);
         let message = format!("disk \"{name}\" is in use by {user}");

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use proto::v1::{self, disk_service_server::DiskService};
-use tokio::task::{JoinError, spawn_blocking};
+use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
@@ -23,14 +23,12 @@ impl Disks {
 
     async fn describe(&self, records: Vec<DiskRecord>) -> Result<Vec<v1::Disk>, Failure> {
         let host = Arc::clone(&self.host);
-        let described = spawn_blocking(move || {
+        let described = self.host.pools.files.run(&[host.disk_folder().root()], move || {
             let folder = host.disk_folder();
             let described = records.iter().map(|record| host.disks.describe(&folder, record));
             described.collect()
         });
-        described
-            .await
-            .map_err(|error| Failure::internal(error.to_string()))
+        described.await
     }
 }
 

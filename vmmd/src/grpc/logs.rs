@@ -79,49 +79,63 @@ pub async fn open(host: &Arc<Host>, uid: Uuid, request: &GetVmLogsRequest) -> Re
     Ok(ReceiverStream::new(receiver))
 }
 
+/// Does what blocks for a moment.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
+    let done = spawn_blocking(work).await;
+    done.unwrap_or_else(|error| Err(io::Error::other(error)))
+}
+
 /// Sends files one after the other; gives how far the last one was read.
 async fn send(paths: Vec<PathBuf>, tail: u64, sender: &Sender) -> io::Result<u64> {
-    let sender = sender.clone();
-    let sent = spawn_blocking(move || {
-        let lengths: Vec<u64> = paths.iter().map(|path| length(path)).collect();
-        let all: u64 = lengths.iter().sum();
-        let mut skip = if tail == 0 { 0 } else { all.saturating_sub(tail) };
-        let mut position = 0;
-        for (path, length) in paths.iter().zip(lengths) {
-            let from = skip.min(length);
-            skip -= from;
-            position = send_from(path, from, &sender)?;
-        }
-        Ok(position)
-    });
-    sent.await.unwrap_or_else(|error| Err(io::Error::other(error)))
+    let of = paths.clone();
+    let lengths: Vec<u64> = blocking(move || Ok(of.iter().map(|path| length(path)).collect())).await?;
+    let all: u64 = lengths.iter().sum();
+    let mut skip = if tail == 0 { 0 } else { all.saturating_sub(tail) };
+    let mut position = 0;
+    for (path, length) in paths.into_iter().zip(lengths) {
+        let from = skip.min(length);
+        skip -= from;
+        position = send_from(path, from, sender).await?;
+    }
+    Ok(position)
 }
 
 fn length(path: &Path) -> u64 {
     path.metadata().map_or(0, |metadata| metadata.len())
 }
 
-/// Sends a file from a position to its end, where that is. Blocking.
-fn send_from(path: &Path, from: u64, sender: &Sender) -> io::Result<u64> {
-    let mut file = match File::open(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
-        file => file?,
+/// Sends a file from a position to its end, where that is. Each chunk is read when the caller has room for it: one that
+/// does not read costs neither a thread nor more memory.
+async fn send_from(path: PathBuf, from: u64, sender: &Sender) -> io::Result<u64> {
+    let opened = blocking(move || match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        file => {
+            let mut file = file?;
+            // Another run's, which has begun meanwhile.
+            let from = if file.metadata()?.len() < from { 0 } else { from };
+            file.seek(SeekFrom::Start(from))?;
+            Ok(Some((file, from)))
+        }
+    });
+    let Some((mut file, mut position)) = opened.await? else {
+        return Ok(0);
     };
-    // Another run's, which has begun meanwhile.
-    let from = if file.metadata()?.len() < from { 0 } else { from };
-    file.seek(SeekFrom::Start(from))?;
-    let mut position = from;
-    let mut buffer = vec![0; CHUNK];
     loop {
-        let read = file.read(&mut buffer)?;
-        let Some(data) = buffer.get(..read).filter(|data| !data.is_empty()) else {
+        let Ok(room) = sender.reserve().await else {
             return Ok(position);
         };
-        position += data.len() as u64;
-        let data = data.to_vec();
-        if sender.blocking_send(Ok(GetVmLogsResponse { data })).is_err() {
+        let (back, data) = blocking(move || {
+            let mut data = Vec::with_capacity(CHUNK);
+            file.by_ref().take(CHUNK as u64).read_to_end(&mut data)?;
+            Ok((file, data))
+        })
+        .await?;
+        file = back;
+        if data.is_empty() {
             return Ok(position);
         }
+        position += data.len() as u64;
+        room.send(Ok(GetVmLogsResponse { data }));
     }
 }
 
@@ -157,9 +171,7 @@ impl Watch {
                 }
                 Err(error) => return Err(error.into()),
             }
-            let (path, sender) = (path.clone(), sender.clone());
-            let sent = spawn_blocking(move || send_from(&path, position, &sender)).await;
-            position = sent.unwrap_or_else(|error| Err(io::Error::other(error)))?;
+            position = send_from(path.clone(), position, sender).await?;
         }
     }
 }

@@ -6,7 +6,6 @@ use proto::{
     model::{Violations, vm::Manifest},
     v1::{self, ApplyMode},
 };
-use tokio::task::spawn_blocking;
 
 use crate::{
     context::Context,
@@ -72,7 +71,11 @@ pub fn parse(
 
 /// For a dry run: whether the files are there.
 pub async fn check_files(host: &Arc<Host>, name: &str, update: &Update) -> Result<(), Failure> {
-    let (host, name, spec) = (Arc::clone(host), name.to_owned(), update.manifest.spec.clone());
-    let found = spawn_blocking(move || files::look(&spec, &host.sources(), &name)).await;
-    placement::refuse(&found.map_err(|error| Failure::internal(error.to_string()))?)
+    let (of, name, spec) = (Arc::clone(host), name.to_owned(), update.manifest.spec.clone());
+    let paths = files::named(&spec, &host.sources());
+    let looking = host
+        .pools
+        .files
+        .run(&paths, move || files::look(&spec, &of.sources(), &name));
+    placement::refuse(&looking.await?)
 }

@@ -138,7 +138,8 @@ pub async fn problems(
     }
     found.extend(nics(host, spec).await?);
     let (blocking, manifest) = (Arc::clone(host), manifest.clone());
-    let files = spawn_blocking(move || {
+    let paths = files::named(spec, &host.sources());
+    let files = host.pools.files.run(&paths, move || {
         let mut found = disks(&blocking, &manifest);
         let files = files::look(&manifest.spec, &blocking.sources(), manifest.name.as_str());
         // A disk that is not there is missed by both.
@@ -150,11 +151,7 @@ pub async fn problems(
         );
         found
     });
-    found.extend(
-        files
-            .await
-            .map_err(|error| Failure::internal(error.to_string()))?,
-    );
+    found.extend(files.await?);
     Ok(found)
 }
 

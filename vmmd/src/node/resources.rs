@@ -9,10 +9,7 @@ use super::{
     Facts,
     limits::{Overcommit, Reserved},
 };
-
-/// Memory of a `vmm` process beyond the guest's RAM, in bytes: 3.63 MiB were measured at idle (docs/src/benchmarks.md,
-/// "private memory beyond guest RAM"), and each vCPU and device adds a thread's stack and queue.
-pub const VMM_OVERHEAD: u64 = 8 << 20;
+use crate::cgroup::overhead;
 
 /// Amounts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -48,7 +45,8 @@ impl Demand {
         let mut resources = Resources {
             vcpu_millis: u64::from(cores) * 1000,
             cpu_millis: spec.cpu.millis(cores),
-            memory: VMM_OVERHEAD,
+            // As the VM's cgroup allows: what is promised to all is never more than there is.
+            memory: overhead::memory(spec),
             ..Resources::default()
         };
         let from = match spec.memory.huge_pages {
@@ -170,18 +168,19 @@ mod tests {
 
     #[test]
     fn a_vm_needs_its_cores_their_fraction_and_its_ram_with_what_the_vmm_takes() {
-        let demand = Demand::of(&spec(2, 512, 20));
+        let small = spec(2, 512, 20);
+        let (demand, overhead) = (Demand::of(&small), overhead::memory(&small));
         let expected = Resources {
             vcpu_millis: 2000,
             cpu_millis: 400,
-            memory: (512 << 20) + VMM_OVERHEAD,
+            memory: (512 << 20) + overhead,
             ..Resources::default()
         };
         assert_eq!((demand.resources, demand.ram), (expected, 512 << 20));
         let mut huge = spec(2, 512, 20);
         huge.memory.huge_pages = Some(HugePages::Size2M);
         let expected = Resources {
-            memory: VMM_OVERHEAD,
+            memory: overhead,
             huge_2m: 512 << 20,
             ..expected
         };

@@ -291,7 +291,7 @@ impl Pending {
         match outcome {
             Some(outcome) => outcome,
             None if ended && self.operation().phase() == OperationPhase::Completed => Ok(None),
-            None => Err(Failure::internal(GIVEN_UP)),
+            None => Err(Failure::new(Kind::Unavailable, "OPERATION_GIVEN_UP", GIVEN_UP)),
         }
     }
 }

@@ -160,7 +160,7 @@ async fn who_waits_is_told_what_came_of_it() {
     let handle = begin(&operations, None);
     let pending = handle.pending();
     drop(handle);
-    assert_eq!(pending.ended().await.unwrap_err().reason, "INTERNAL");
+    assert_eq!(pending.ended().await.unwrap_err().reason, "OPERATION_GIVEN_UP");
 }
 
 #[test]

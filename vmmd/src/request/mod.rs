@@ -8,9 +8,9 @@
 //!       a passing failure
 //! ```
 //!
-//! Who sends a request that is under way waits for the same answer. An answered one is answered as before, for a day or
-//! until [100,000](crate::store) others have been answered since. The same id with another method or other content is
-//! refused.
+//! Ids are of their callers: two callers may use the same. Who sends a request that is under way waits for the same answer. An
+//! answered one is answered as before, for a day, or for an hour when [100,000](crate::store) others have been answered
+//! since. The same id with another method or other content is refused.
 //!
 //! Before the first durable effect of a request its mark (id, method, hash of the content) is in the record of the VM or
 //! disk; it is written in the same transaction, so that it costs nothing. The answer is written before the client has
@@ -54,7 +54,7 @@ use crate::{
     context::{self, Context, Initiator},
     failure::{Failure, Kind},
     host::Host,
-    store::{self, DiskRecord, REQUEST_AGE_MS, RequestMark, VmRecord},
+    store::{self, DiskRecord, REQUEST_AGE_MS, RequestKey, RequestMark, VmRecord},
     text,
 };
 
@@ -69,9 +69,9 @@ pub struct Requests {
 
 #[derive(Debug, Default)]
 struct Inner {
-    under_way: HashMap<String, UnderWay>,
+    under_way: HashMap<RequestKey, UnderWay>,
     /// Begun by an earlier daemon. Some of them were answered: the store says so.
-    left: HashMap<String, Left>,
+    left: HashMap<RequestKey, Left>,
 }
 
 #[derive(Debug)]
@@ -114,13 +114,13 @@ where
         let answer = work(host, request, context).instrument(span);
         return answer.await.map(Response::new);
     }
-    let mark = mark(&request);
+    let mark = mark(&request, &context.initiator);
     let mut answer = match host.requests.enter(&mark)? {
         Entered::Waiting(answer) => answer,
         Entered::Begun(sender) => {
             let answer = sender.subscribe();
             let whole = async move {
-                let under_way = Guard(Arc::clone(&host), mark.id.clone());
+                let under_way = Guard(Arc::clone(&host), mark.key());
                 let answer = carry_out(&host, mark, || work(Arc::clone(&host), request, context)).await;
                 // Who has the answer may use an id that it leaves free.
                 drop(under_way);
@@ -141,7 +141,7 @@ where
     A: Message,
     F: Future<Output = Result<A, Status>>,
 {
-    match host.store.request(&mark.id).await {
+    match host.store.request(mark.key()).await {
         Ok(Some(record)) if same(record.mark.as_ref(), &mark) => return Answer::from(record),
         Ok(Some(_)) => return Answer::from(Status::from(reused(&mark.id))),
         Ok(None) => {}
@@ -152,12 +152,12 @@ where
         Err(status) => Answer::from(status),
     };
     if answer.is_final() {
-        let id = mark.id.clone();
+        let (id, key) = (mark.id.clone(), mark.key());
         // What was done stays done; without its answer a retry is carried out again.
         if let Err(error) = host.store.complete(answer.record(mark)).await {
             tracing::error!(request = id, %error, "the answer of a request could not be written");
         }
-        host.requests.inner().left.remove(&id);
+        host.requests.inner().left.remove(&key);
     }
     answer
 }
@@ -185,7 +185,7 @@ pub fn context<Q: Mutation>(request: &tonic::Request<Q>) -> Result<Context, Fail
     })
 }
 
-fn mark<Q: Mutation>(request: &Q) -> RequestMark {
+fn mark<Q: Mutation>(request: &Q, caller: &Initiator) -> RequestMark {
     // Maps are sorted: the same content has the same bytes.
     let content = request.clone().without_id().encode_to_vec();
     RequestMark {
@@ -193,6 +193,7 @@ fn mark<Q: Mutation>(request: &Q) -> RequestMark {
         method: Q::METHOD.to_owned(),
         fingerprint: Sha256::digest(&content).to_vec(),
         begun_ms: text::now_ms(),
+        caller: caller.scope(),
     }
 }
 
@@ -216,12 +217,12 @@ pub async fn unanswered(
     let Some(mark) = begun.iter().find(|mark| mark.method == method) else {
         return Ok(None);
     };
-    let answered = !host.requests.is_open(&mark.id) || host.store.request(&mark.id).await?.is_some();
+    let answered = !host.requests.is_open(&mark.key()) || host.store.request(mark.key()).await?.is_some();
     Ok((!answered).then(|| mark.clone()))
 }
 
 /// Takes a request out of those under way.
-struct Guard(Arc<Host>, String);
+struct Guard(Arc<Host>, RequestKey);
 
 impl Drop for Guard {
     fn drop(&mut self) {
@@ -235,27 +236,27 @@ impl Requests {
         let inner = self.inner();
         inner
             .under_way
-            .get(&context.request_id)
+            .get(&context.key())
             .map(|under_way| under_way.mark.clone())
     }
 
-    /// Whether a request with this id is under way.
-    pub fn is_under_way(&self, id: &str) -> bool {
-        self.inner().under_way.contains_key(id)
+    /// Whether this request is under way.
+    pub fn is_under_way(&self, key: &RequestKey) -> bool {
+        self.inner().under_way.contains_key(key)
     }
 
-    /// Whether a request with this id may have no answer.
-    fn is_open(&self, id: &str) -> bool {
+    /// Whether this request may have no answer.
+    fn is_open(&self, key: &RequestKey) -> bool {
         let inner = self.inner();
-        inner.under_way.contains_key(id) || inner.left.contains_key(id)
+        inner.under_way.contains_key(key) || inner.left.contains_key(key)
     }
 
     /// Adds the mark of the request to those of a VM, and forgets those that have been answered.
     pub fn note(&self, context: &Context, begun: &mut Vec<RequestMark>) {
         let Some(mark) = self.mark(context) else { return };
         let inner = self.inner();
-        let open = |id: &String| inner.under_way.contains_key(id) || inner.left.contains_key(id);
-        begun.retain(|known| known.id != mark.id && open(&known.id));
+        let open = |key: &RequestKey| inner.under_way.contains_key(key) || inner.left.contains_key(key);
+        begun.retain(|known| known.key() != mark.key() && open(&known.key()));
         begun.push(mark);
     }
 
@@ -280,7 +281,7 @@ impl Requests {
                 mark: mark.clone(),
                 on: on.to_vec(),
             };
-            (mark.id.clone(), left)
+            (mark.key(), left)
         }));
     }
 
@@ -296,19 +297,22 @@ impl Requests {
 
     fn made(&self, context: &Context, method: &str) -> Option<Vec<u8>> {
         let inner = self.inner();
-        let left = inner.left.get(&context.request_id)?;
+        let left = inner.left.get(&context.key()).or_else(|| {
+            // What an earlier release began, when an id was for everybody.
+            inner.left.get(&RequestKey::new("", &context.request_id))
+        })?;
         (left.mark.method == method).then(|| left.on.clone())
     }
 
     fn enter(&self, mark: &RequestMark) -> Result<Entered, Failure> {
         let mut inner = self.inner();
-        if let Some(under_way) = inner.under_way.get(&mark.id) {
+        if let Some(under_way) = inner.under_way.get(&mark.key()) {
             if !same(Some(&under_way.mark), mark) {
                 return Err(reused(&mark.id));
             }
             return Ok(Entered::Waiting(under_way.answer.clone()));
         }
-        if let Some(left) = inner.left.get(&mark.id)
+        if let Some(left) = inner.left.get(&mark.key())
             && !same(Some(&left.mark), mark)
         {
             return Err(reused(&mark.id));
@@ -318,7 +322,7 @@ impl Requests {
             mark: mark.clone(),
             answer,
         };
-        inner.under_way.insert(mark.id.clone(), under_way);
+        inner.under_way.insert(mark.key(), under_way);
         Ok(Entered::Begun(sender))
     }
 

@@ -54,6 +54,10 @@ fn every_method_that_changes_something_takes_a_request_id_and_those_of_a_vm_a_ge
     assert_eq!(found, known, "each has a `Mutation`");
 }
 
+fn mark<Q: Mutation>(request: &Q) -> RequestMark {
+    super::mark(request, &Initiator::Daemon)
+}
+
 fn start(id: &str, name: &str) -> v1::StartVmRequest {
     v1::StartVmRequest {
         name: name.into(),
@@ -166,4 +170,26 @@ fn marks_are_kept_while_their_request_has_no_answer() {
         let failure = requests.enter(&mark(&start(id, "b"))).err().unwrap();
         assert_eq!(failure.reason, "REQUEST_ID_REUSED", "{id}");
     }
+}
+
+#[test]
+fn an_id_is_its_callers_own() {
+    let requests = Requests::default();
+    let by = |caller| super::mark(&start("1", "a"), &caller);
+    let callers = [
+        Initiator::User(0),
+        Initiator::User(1),
+        Initiator::Certificate("uid:0".into()),
+    ];
+    let mut senders = Vec::new();
+    for caller in &callers {
+        let Entered::Begun(sender) = requests.enter(&by(caller.clone())).unwrap() else {
+            panic!("{caller:?} waits for the request of another");
+        };
+        senders.push(sender);
+    }
+    assert!(matches!(
+        requests.enter(&by(Initiator::User(0))),
+        Ok(Entered::Waiting(_))
+    ));
 }

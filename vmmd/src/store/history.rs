@@ -14,8 +14,10 @@ use crate::text;
 
 /// Deletions that are remembered.
 pub const MAX_TOMBSTONES: u64 = 4096;
-/// Answered requests that are remembered.
+/// Answered requests that are remembered, beside those of the last [`REQUEST_PROMISE_MS`].
 const MAX_REQUESTS: u64 = 100_000;
+/// For how long each is remembered, in milliseconds: an hour, as the API promises.
+const REQUEST_PROMISE_MS: u64 = 3600 * 1000;
 /// For how long they are, in milliseconds: a day.
 pub const REQUEST_AGE_MS: u64 = 24 * 3600 * 1000;
 /// Most answers that are forgotten together with the arrival of another.
@@ -62,6 +64,40 @@ pub struct RequestMark {
     /// Unix time in milliseconds.
     #[prost(uint64, tag = "4")]
     pub begun_ms: u64,
+    /// Who gave it: "uid:0", "cert:alice". Empty in what an earlier release wrote, where an id was for everybody.
+    #[prost(string, tag = "5")]
+    pub caller: String,
+}
+
+impl RequestMark {
+    /// What tells the request from those of others: ids are of their callers.
+    pub fn key(&self) -> RequestKey {
+        RequestKey::new(&self.caller, &self.id)
+    }
+}
+
+/// A request's caller and id.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct RequestKey(String);
+
+impl RequestKey {
+    /// Of an id that a caller gave. Neither has a NUL in it; without a caller it is as earlier releases have it.
+    pub fn new(caller: &str, id: &str) -> Self {
+        Self(if caller.is_empty() {
+            id.to_owned()
+        } else {
+            format!("{caller}\0{id}")
+        })
+    }
+
+    /// As earlier releases have it.
+    fn of_everybody(&self) -> &str {
+        self.0.rsplit('\0').next().unwrap_or_default()
+    }
+
+    fn as_bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
 }
 
 /// A request that was answered.
@@ -185,9 +221,10 @@ pub fn complete(transaction: &WriteTransaction, record: &RequestRecord) -> Resul
     let opened = |error: redb::TableError| Error::of("open the store", error);
     let Some(mark) = &record.mark else { return Ok(()) };
     let mut requests = transaction.open_table(REQUESTS).map_err(opened)?;
+    let key = mark.key();
     let value = record.encode_to_vec();
     let before = requests
-        .insert(mark.id.as_bytes(), value.as_slice())
+        .insert(key.as_bytes(), value.as_slice())
         .map_err(failed)?
         .is_some();
     if before {
@@ -197,14 +234,14 @@ pub fn complete(transaction: &WriteTransaction, record: &RequestRecord) -> Resul
     let last = order.last().map_err(failed)?;
     let last = last.and_then(|(key, _)| key.value().try_into().ok().map(u64::from_be_bytes));
     let next = last.map_or(0, |last| last + 1).to_be_bytes();
-    let entry = [record.ended_ms.to_be_bytes().as_slice(), mark.id.as_bytes()].concat();
+    let entry = [record.ended_ms.to_be_bytes().as_slice(), key.as_bytes()].concat();
     order.insert(next.as_slice(), entry.as_slice()).map_err(failed)?;
     let now = text::now_ms();
     for _ in 0..FORGOTTEN_AT_ONCE {
         let full = order.len().map_err(failed)? > MAX_REQUESTS;
         let oldest = order.first().map_err(failed)?;
-        let old = oldest.is_some_and(|(_, entry)| now.saturating_sub(ended(entry.value())) > REQUEST_AGE_MS);
-        if !full && !old {
+        let age = oldest.map_or(0, |(_, entry)| now.saturating_sub(ended(entry.value())));
+        if age <= REQUEST_AGE_MS && !(full && age > REQUEST_PROMISE_MS) {
             break;
         }
         if let Some((_, entry)) = order.pop_first().map_err(failed)? {
@@ -221,13 +258,15 @@ fn ended(entry: &[u8]) -> u64 {
 }
 
 /// The answer of a request, if it is remembered.
-pub fn request(database: &Database, id: &str) -> Result<Option<RequestRecord>, Error> {
+pub fn request(database: &Database, key: &RequestKey) -> Result<Option<RequestRecord>, Error> {
     let transaction = database.begin_read().map_err(failed)?;
     let table = transaction.open_table(REQUESTS).map_err(failed)?;
-    let Some(value) = table.get(id.as_bytes()).map_err(failed)? else {
-        return Ok(None);
-    };
-    let record = RequestRecord::decode(value.value())
-        .map_err(|error| Error::Failed("read the store: undecodable request", error.to_string()))?;
-    Ok(Some(record))
+    for key in [key.as_bytes(), key.of_everybody().as_bytes()] {
+        if let Some(value) = table.get(key).map_err(failed)? {
+            let record = RequestRecord::decode(value.value())
+                .map_err(|error| Error::Failed("read the store: undecodable request", error.to_string()))?;
+            return Ok(Some(record));
+        }
+    }
+    Ok(None)
 }

@@ -28,11 +28,13 @@ use tokio::sync::{mpsc, oneshot};
 
 use migration::{migrate, schema};
 
-pub use history::{HistoryRecords, MAX_TOMBSTONES, REQUEST_AGE_MS, RequestMark, RequestRecord, Tombstone};
+pub use history::{
+    HistoryRecords, MAX_TOMBSTONES, REQUEST_AGE_MS, RequestKey, RequestMark, RequestRecord, Tombstone,
+};
 pub use migration::SCHEMA;
 pub use record::{
     ConditionRecord, DiskRecord, DiskStage, Hardware, InstanceRecord, Intent, NicHardware, NodeRecord,
-    RestartRecord, VmRecord,
+    RestartRecord, StopRecord, VmRecord,
 };
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
@@ -106,7 +108,7 @@ enum Job {
     /// Changes that are made together or not at all.
     Write(Vec<Change>, oneshot::Sender<Result<(), Error>>),
     /// Of an answered request.
-    Read(String, oneshot::Sender<Result<Option<RequestRecord>, Error>>),
+    Read(RequestKey, oneshot::Sender<Result<Option<RequestRecord>, Error>>),
 }
 
 /// The store; clones are the same.
@@ -170,10 +172,10 @@ impl Store {
     }
 
     /// The answer of a request, if it is remembered.
-    pub async fn request(&self, id: &str) -> Result<Option<RequestRecord>, Error> {
+    pub async fn request(&self, key: RequestKey) -> Result<Option<RequestRecord>, Error> {
         let (sender, receiver) = oneshot::channel();
         self.jobs
-            .send(Job::Read(id.to_owned(), sender))
+            .send(Job::Read(key, sender))
             .await
             .map_err(|_| Error::Closed)?;
         receiver.await.map_err(|_| Error::Closed)?

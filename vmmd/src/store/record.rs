@@ -46,6 +46,9 @@ pub struct VmRecord {
     /// Starts by the run policy; not there when there was none since the last one by request.
     #[prost(message, optional, tag = "31")]
     pub restart: Option<RestartRecord>,
+    /// A stop that was asked for and is not done; not there when there is none.
+    #[prost(message, optional, tag = "32")]
+    pub stop: Option<StopRecord>,
     /// Requests that have been begun on this VM and may not have been answered yet.
     #[prost(message, repeated, tag = "20")]
     pub begun: Vec<RequestMark>,
@@ -131,6 +134,29 @@ pub struct RestartRecord {
     /// Of the node's kernel when it was set.
     #[prost(string, tag = "4")]
     pub boot_id: String,
+}
+
+/// A stop under way, for the next daemon to go on with.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct StopRecord {
+    /// When the guest's time is over, in milliseconds of Unix time.
+    #[prost(uint64, tag = "1")]
+    pub deadline_ms: u64,
+    /// How much time the guest was given, in milliseconds; 0 for a stop by force.
+    #[prost(uint64, tag = "2")]
+    pub grace_ms: u64,
+    /// The user id of who asked over the UNIX socket.
+    #[prost(uint32, optional, tag = "3")]
+    pub user: Option<u32>,
+    /// The certificate's name of who asked over TCP; empty when nobody did.
+    #[prost(string, tag = "4")]
+    pub certificate: String,
+    /// The run policy wants it.
+    #[prost(bool, tag = "5")]
+    pub policy: bool,
+    /// As the client gave it.
+    #[prost(string, tag = "6")]
+    pub request_id: String,
 }
 
 /// What was last asked for.

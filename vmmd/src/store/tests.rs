@@ -238,6 +238,7 @@ fn mark(id: &str) -> RequestMark {
         method: "StartVm".to_owned(),
         fingerprint: vec![7; 32],
         begun_ms: 5,
+        caller: String::new(),
     }
 }
 
@@ -272,7 +273,7 @@ async fn a_deletion_is_remembered_with_the_answers_that_it_is() {
             .bury(&[1; 16], tombstone(3), vec![answered("x")])
             .await
             .unwrap();
-        let found = store.request("x").await.unwrap().unwrap();
+        let found = store.request(RequestKey::new("", "x")).await.unwrap().unwrap();
         let ended_ms = found.ended_ms;
         assert_eq!(
             found,
@@ -281,7 +282,7 @@ async fn a_deletion_is_remembered_with_the_answers_that_it_is() {
                 ..answered("x")
             }
         );
-        assert_eq!(store.request("y").await.unwrap(), None);
+        assert_eq!(store.request(RequestKey::new("", "y")).await.unwrap(), None);
     }
     let records = reopen(folder.path());
     assert_eq!(
@@ -317,6 +318,6 @@ async fn answers_are_forgotten_when_they_are_a_day_old() {
     store.complete(old).await.unwrap();
     // With the next answer.
     store.complete(answered("x")).await.unwrap();
-    assert_eq!(store.request("old").await.unwrap(), None);
-    assert!(store.request("x").await.unwrap().is_some());
+    assert_eq!(store.request(RequestKey::new("", "old")).await.unwrap(), None);
+    assert!(store.request(RequestKey::new("", "x")).await.unwrap().is_some());
 }

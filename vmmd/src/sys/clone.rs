@@ -49,13 +49,33 @@ pub struct Program<'a> {
     pub cgroup: Option<BorrowedFd<'a>>,
 }
 
-/// A started process.
+/// A started process that nobody watches yet: it is killed and reaped when this is dropped before [`Child::watched`].
 #[derive(Debug)]
 pub struct Child {
-    /// Process id; valid until it is reaped.
-    pub pid: u32,
+    pid: u32,
     /// Names the process for good. Readable when it has ended.
-    pub pidfd: OwnedFd,
+    pidfd: Option<OwnedFd>,
+}
+
+impl Child {
+    /// Hands the process over to `watch`, which is given its pidfd. When that fails the process is killed.
+    pub fn watched<T>(mut self, watch: impl FnOnce(u32, OwnedFd) -> io::Result<T>) -> io::Result<T> {
+        let Some(pidfd) = &self.pidfd else {
+            return Err(io::ErrorKind::NotFound.into());
+        };
+        let watched = watch(self.pid, pidfd.try_clone()?)?;
+        self.pidfd = None;
+        Ok(watched)
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        let Some(pidfd) = self.pidfd.take() else { return };
+        let _ = rustix::process::pidfd_send_signal(&pidfd, rustix::process::Signal::KILL);
+        // Killed before it did anything: it ends at once.
+        reap(&pidfd);
+    }
 }
 
 /// Starts `program`; returns when the child executes it, or with what the child could not do.
@@ -97,7 +117,7 @@ pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
         // Closed by the exec without a word.
         Err(_) => Ok(Child {
             pid: u32::try_from(pid).unwrap_or_default(),
-            pidfd,
+            pidfd: Some(pidfd),
         }),
     }
 }

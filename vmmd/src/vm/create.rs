@@ -120,16 +120,36 @@ async fn make(
     if !start {
         return Ok((created, None));
     }
-    let operation = begin_start(&entry, context).await;
+    let operation = begin_start(host, &entry, &name, context).await;
     Ok((created, operation))
 }
 
-/// Starts a VM. Whether it can begin, the operation says, and the VM's status.
-async fn begin_start(entry: &Entry, context: &Context) -> Option<v1::Operation> {
+/// Starts a VM. One that is refused is an operation that has failed, and an event: the VM is there, and its creation a success.
+/// Nothing when the VM runs already.
+async fn begin_start(host: &Host, entry: &Entry, name: &str, context: &Context) -> Option<v1::Operation> {
     let (reply, answer) = oneshot::channel();
     let life = Life::new(context.clone(), Request::Start, reply);
-    entry.mailbox.send(Command::Life(life)).await.ok()?;
-    let pending = answer.await.ok()?.ok()?.pending?;
+    let sent = entry.mailbox.send(Command::Life(life)).await;
+    let answered = match sent {
+        Ok(()) => answer.await.ok(),
+        Err(_) => None,
+    };
+    let failure = match answered {
+        Some(Ok(answer)) => return Some(answer.pending?.operation()),
+        Some(Err(failure)) => failure,
+        None => Failure::unavailable(name),
+    };
+    let vm = Some((name, entry.uid));
+    let operation = host.operations.begin(v1::OperationKind::Start, vm, context, None);
+    let pending = operation.pending();
+    let message = format!(
+        "the VM was created, but its start was refused: {}",
+        failure.message
+    );
+    let mut draft = Draft::warning(Object::Vm(name.to_owned(), entry.uid), "StartRefused", message);
+    draft.operation = operation.id().to_owned();
+    host.events.emit(draft.of(context.clone()));
+    operation.fail(&failure);
     Some(pending.operation())
 }
 
@@ -146,7 +166,8 @@ async fn made_before(
     let status = vm.status.as_ref();
     let never = status.is_some_and(|status| status.instance.is_none() && status.last_exit.is_none());
     let operation = if start && never {
-        begin_start(&entry, context).await
+        let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
+        begin_start(host, &entry, name, context).await
     } else {
         None
     };

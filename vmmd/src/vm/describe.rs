@@ -20,7 +20,8 @@ use crate::{
     vm::{
         actor::Attachments,
         change::{self, Change},
-        instance::{Instance, Link},
+        instance::Instance,
+        link::State,
         machine, policy,
     },
 };
@@ -192,18 +193,18 @@ impl View {
 
     /// `Ready`: the guest runs and its `vmm` answers.
     fn ready(&mut self, instance: Option<&Instance>) -> v1::Condition {
-        let link = instance.map(|instance| &instance.link);
+        let link = instance.map(|instance| &instance.link.state);
         let (status, reason, message) = match (self.phase, link) {
             _ if instance.is_some_and(|instance| instance.lingering) => {
                 (ConditionStatus::False, LINGERING, LINGERING_MESSAGE)
             }
-            (VmPhase::Running, Some(Link::Up(..))) => (ConditionStatus::True, "Running", ""),
-            (VmPhase::Running | VmPhase::Paused, Some(Link::Connecting(_))) => (
+            (VmPhase::Running, Some(State::Up(..))) => (ConditionStatus::True, "Running", ""),
+            (VmPhase::Running | VmPhase::Paused, Some(State::Connecting(_))) => (
                 ConditionStatus::Unknown,
                 "Unresponsive",
                 "the vmm process lives but doesn't answer",
             ),
-            (VmPhase::Running | VmPhase::Paused, Some(Link::Lost)) => (
+            (VmPhase::Running | VmPhase::Paused, Some(State::Unreachable)) => (
                 ConditionStatus::Unknown,
                 "ControlLost",
                 "the vmm process lives but can't be controlled: it can only be stopped with force",

@@ -11,30 +11,27 @@ use std::{
 };
 
 use prost::Message;
-use proto::vmm::{Event, ExitRecord, HelloReply};
+use proto::vmm::{ExitRecord, HelloReply};
 use rustix::fs::{Mode, OFlags};
-use tokio::{
-    sync::mpsc,
-    task::JoinHandle,
-    time::{sleep, timeout},
-};
+use tokio::time::timeout;
 use uuid::Uuid;
 
 use crate::{
     cgroup::Group,
-    control::{self, Client, bounds},
+    control::{Client, bounds},
     host::Host,
     ledger::{Claim, FileId},
     lock,
     node::Demand,
     paths::RuntimeDir,
-    vm::process::Process,
+    vm::{
+        link::{DYING, Link, Session, State, greet},
+        process::Process,
+    },
 };
 
 /// How long a `vmm` that an earlier daemon left may take to answer before the daemon goes on without it.
 pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
-/// After a connection is lost for good, how long the process is expected to end before that is reported.
-pub const DYING: Duration = Duration::from_secs(1);
 /// Longest exit record in bytes.
 const MAX_EXIT_RECORD: u64 = 64 << 10;
 
@@ -121,33 +118,8 @@ impl Instance {
 
     /// For asking it, while it answers.
     pub fn client(&self) -> Option<Client> {
-        match &self.link {
-            Link::Up(client, _) => Some(client.clone()),
-            Link::Connecting(_) | Link::Lost => None,
-        }
+        self.link.client()
     }
-}
-
-/// The connection to a `vmm`.
-#[derive(Debug)]
-pub enum Link {
-    /// It answers.
-    Up(Client, mpsc::Receiver<Event>),
-    /// It has not answered yet, or the connection was lost and is made anew.
-    Connecting(JoinHandle<Result<Session, control::Error>>),
-    /// It can't be talked to any more.
-    Lost,
-}
-
-/// A connection on which both sides have said hello.
-#[derive(Debug)]
-pub struct Session {
-    /// For requests.
-    pub client: Client,
-    /// What it tells unasked.
-    pub events: mpsc::Receiver<Event>,
-    /// What it said.
-    pub hello: HelloReply,
 }
 
 /// What was found of a run when the daemon started.
@@ -157,31 +129,6 @@ pub enum Found {
     Alive(Box<Instance>, Option<HelloReply>),
     /// It has ended.
     Ended,
-}
-
-/// Connects and says hello; waits as long as the process lives.
-pub async fn connect(runtime: RuntimeDir) -> Result<Session, control::Error> {
-    let (client, events) = Client::connect(&runtime.control()).await?;
-    greet(client, events).await
-}
-
-async fn greet(client: Client, events: mpsc::Receiver<Event>) -> Result<Session, control::Error> {
-    let hello = client.hello().await?;
-    Ok(Session {
-        client,
-        events,
-        hello,
-    })
-}
-
-/// As [`connect`], for a connection that was lost: when it can't be made, most likely the process is about to end,
-/// and the news of that is left time to come first.
-pub async fn reconnect(runtime: RuntimeDir) -> Result<Session, control::Error> {
-    let result = connect(runtime).await;
-    if result.is_err() {
-        sleep(DYING).await;
-    }
-    result
 }
 
 /// Looks for a process that an earlier daemon has started for the VM `uid` as `user`.
@@ -201,7 +148,8 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
             "the files of a running vmm were removed: it can only be killed"
         );
         let claim = host.ledger.adopt(name, user, demand);
-        let instance = Instance::new(process, group(host, uid), Link::Lost, claim, None);
+        let link = State::Unreachable.into();
+        let instance = Instance::new(process, group(host, uid), link, claim, None);
         return Ok(Found::Alive(Box::new(instance), None));
     }
     let lock_path = runtime.lock();
@@ -217,13 +165,15 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
             client,
             events,
             hello,
-        }))) => (Link::Up(client, events), Some(hello)),
+        }))) => (State::Up(client, events).into(), Some(hello)),
         Ok(failed) => {
             tracing::warn!(vm = name, ?failed, "a running vmm can't be talked to");
             broken = failed.is_ok_and(|session| session.is_err_and(|error| error.is_lost()));
-            (Link::Lost, None)
+            let mut link = Link::from(State::Unreachable);
+            link.retry(RuntimeDir::of(&host.config, uid));
+            (link, None)
         }
-        Err(_) => (Link::Connecting(connecting), None),
+        Err(_) => (State::Connecting(connecting).into(), None),
     };
     let in_group = group(host, uid)
         .map(|group| group.processes())

@@ -10,6 +10,7 @@ pub mod ending;
 pub mod files;
 mod instance;
 pub mod limits;
+mod link;
 mod log_guard;
 pub mod machine;
 mod policy;

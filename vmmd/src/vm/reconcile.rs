@@ -15,12 +15,10 @@ use uuid::Uuid;
 
 use super::{
     actor::{Actor, without_disk},
-    change::{self, validated},
+    change,
     describe::{DISK_ERROR, View},
     ending::{Evidence, count, judge, phase},
-    files,
     instance::{Found, Instance, exit_record, find, users_of_processes},
-    limits,
     policy::Occasion,
     start::clean_up,
 };
@@ -115,19 +113,12 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
                 pid = instance.process.pid(),
                 "attached to a running vmm"
             );
-            let (renewing, running) = (Arc::clone(&host), change::machine(&record, &spec));
-            let name = record.name.clone();
-            let renewed = spawn_blocking(move || {
-                renewing.logs.watch(uid, &name, LogDir::of(&renewing.config, uid));
-                limits::renew(&renewing, uid, &running);
+            let (watching, name) = (Arc::clone(&host), record.name.clone());
+            let watched = spawn_blocking(move || {
+                watching.logs.watch(uid, &name, LogDir::of(&watching.config, uid));
             });
-            if let Err(error) = renewed.await {
-                tracing::error!(vm = record.name, %error, "set the limits of a running VM anew");
-            }
-            let mut instance = instance;
-            let disks = change::running_disks(&record).iter().filter_map(validated);
-            for (name, ids) in files::identify(&disks.collect::<Vec<_>>(), &host.sources()) {
-                instance.set_disk(&name, Some(ids));
+            if let Err(error) = watched.await {
+                tracing::error!(vm = record.name, %error, "watch the logs of a running VM");
             }
             let view = match status {
                 Some(status) if status.state() == State::Paused => paused_view(&status),

@@ -37,7 +37,9 @@ use crate::{
     paths::RuntimeDir,
     store::VmRecord,
     vm::{
-        instance::{Instance, Link},
+        files,
+        instance::Instance,
+        link::State,
         machine::{self, Parts},
         process::Process,
     },
@@ -67,11 +69,17 @@ pub struct Plan {
 pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Result<Instance, Failure> {
     let began = Instant::now();
     let blocking_host = Arc::clone(&host);
-    let (plan, checked) = blocking(move || {
+    let name = plan.record.name.clone();
+    let paths = files::named(&plan.spec, &host.sources());
+    let checking = host.pools.starts.run(&paths, move || {
         let checked = check(&blocking_host, &plan)?;
-        Ok((plan, checked))
-    })
-    .await?;
+        Ok::<_, Failure>((plan, checked))
+    });
+    // Nothing is there yet that would have to be removed.
+    let (plan, checked) = tokio::select! {
+        checked = checking => checked??,
+        () = cancel.cancelled() => return Err(cancelled(&name)),
+    };
     let uid = plan.uid;
     let blocking_host = Arc::clone(&host);
     let (name, limits) = (plan.record.name.clone(), checked.limits.clone());
@@ -173,8 +181,9 @@ async fn run(
     let (process, free_huge_pages) =
         blocking(move || Ok((spawn(&program)?, facts::free_huge_pages_for(memory)))).await?;
     let forked = Instant::now();
-    let process =
-        Process::new(process.pid, process.pidfd).map_err(|error| failed("watch the vmm", &error))?;
+    let process = process
+        .watched(Process::new)
+        .map_err(|error| failed("watch the vmm", &error))?;
     let (machine, fds) = machine::assemble(
         uid,
         &name,
@@ -244,7 +253,7 @@ fn instance(
     disks: BTreeMap<String, Vec<FileId>>,
     hello: HelloReply,
 ) -> Instance {
-    let link = Link::Up(client, events);
+    let link = State::Up(client, events).into();
     Instance {
         process,
         group,

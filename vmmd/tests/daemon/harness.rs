@@ -13,7 +13,7 @@ use hyper_util::rt::TokioIo;
 use proto::{
     v1::{
         self, event_service_client::EventServiceClient, node_service_client::NodeServiceClient,
-        vm_service_client::VmServiceClient,
+        operation_service_client::OperationServiceClient, vm_service_client::VmServiceClient,
     },
     well_known,
 };
@@ -64,6 +64,13 @@ impl Daemon {
             .unwrap();
         fs::write(folder.path().join("log.txt"), "").unwrap();
         Self::in_folder(folder, extra).await
+    }
+
+    pub async fn operation(&self, id: &str) -> v1::Operation {
+        let mut client = OperationServiceClient::new(connect(self.folder.path()).await);
+        let request = v1::GetOperationRequest { id: id.into() };
+        let response = client.get_operation(request).await.unwrap().into_inner();
+        response.operation.unwrap()
     }
 
     /// Events with this reason, the oldest first.

@@ -4,6 +4,7 @@
 mod attach;
 mod bad_input;
 mod balloon;
+mod blocking;
 mod chaos;
 mod console;
 mod cordon;
@@ -12,6 +13,7 @@ mod disks;
 mod drain;
 mod events;
 mod harness;
+mod host_devices;
 mod hostile_vmm;
 mod hygiene;
 mod lifecycle;

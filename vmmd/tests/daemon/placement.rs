@@ -10,8 +10,8 @@ use tonic_types::StatusExt;
 use crate::harness::{Daemon, refusal, status};
 
 const MIB: u64 = 1 << 20;
-/// What a VM takes beside its guest's RAM.
-const OVERHEAD: u64 = 8 * MIB;
+/// What a VM of 128 MiB with one core takes beside its guest's RAM.
+const OVERHEAD: u64 = (64 + 128 / 64 + 2) * MIB;
 
 pub async fn node(daemon: &Daemon) -> v1::Node {
     let answer = daemon.nodes().await.get_node(v1::GetNodeRequest {}).await;
@@ -87,7 +87,8 @@ async fn the_node_tells_capacity_what_vms_may_have_and_what_they_have_also_after
     let expected = v1::Resources {
         vcpu_millis: 2000,
         cpu_millis: 500,
-        memory_bytes: 128 * MIB + OVERHEAD,
+        // A core more.
+        memory_bytes: 128 * MIB + OVERHEAD + 2 * MIB,
         ..Default::default()
     };
     assert_eq!(node(&daemon).await.committed.unwrap(), expected);
@@ -258,7 +259,7 @@ async fn a_start_that_does_not_fit_says_how_much_is_missing_and_can_be_made_when
         refusal(&refused),
         (Code::ResourceExhausted, "INSUFFICIENT_MEMORY".into())
     );
-    assert!(refused.message().contains("needs 208 MiB"), "{refused}");
+    assert!(refused.message().contains("needs 270 MiB"), "{refused}");
     let failed = daemon.get("b").await.unwrap();
     assert_eq!(
         (status(&failed).phase(), status(&failed).reason.as_str()),

@@ -2,7 +2,10 @@
 
 use std::{fs, time::Duration};
 
-use proto::v1::{self, ConditionStatus, ExitReason, VmPhase};
+use proto::{
+    v1::{self, ConditionStatus, ExitReason, VmPhase},
+    well_known,
+};
 use rustix::process::{Signal, kill_process};
 
 use crate::{
@@ -328,4 +331,55 @@ async fn what_belongs_to_no_vm_is_removed_at_the_start() {
             "foreign things are left alone"
         );
     }
+}
+
+#[tokio::test]
+async fn a_stop_keeps_its_deadline_and_who_asked_over_a_restart() {
+    let mut daemon = Daemon::start().await;
+    let before = daemon.run("slow", "mock.power=ignore").await;
+    let stop = v1::StopVmRequest {
+        name: "slow".into(),
+        grace_period: Some(well_known::Duration { seconds: 4, nanos: 0 }),
+        no_wait: true,
+        request_id: "mine".into(),
+        ..Default::default()
+    };
+    daemon.client().stop_vm(stop).await.unwrap();
+    let began = std::time::Instant::now();
+    daemon.kill_and_restart().await;
+    let stopping = daemon.wait_phase("slow", VmPhase::Stopping).await;
+    let operation = daemon.operation(&stopping.operation).await;
+    assert_eq!(
+        (operation.initiator.as_str(), operation.request_id.as_str()),
+        ("uid 0", "mine")
+    );
+    assert_eq!(daemon.vmm_processes(), [vm_pid(&before)]);
+    let stopped = daemon.wait_phase("slow", VmPhase::Stopped).await;
+    // Not a minute, which is what a stop without a word has, and not at once.
+    assert!(began.elapsed() < Duration::from_secs(20) && began.elapsed() >= Duration::from_secs(3));
+    let exit = stopped.last_exit.unwrap();
+    assert!(exit.message.contains("grace period"), "{exit:?}");
+}
+
+#[tokio::test]
+async fn a_guest_whose_vmm_does_not_answer_has_its_time_all_the_same() {
+    let mut daemon = Daemon::start().await;
+    let stuck = vm_pid(&daemon.run("stuck", "").await);
+    kill_process(stuck, Signal::STOP).unwrap();
+    daemon.kill_and_restart().await;
+    let mut client = daemon.client();
+    let stop = tokio::spawn(async move {
+        let request = v1::StopVmRequest {
+            name: "stuck".into(),
+            ..Default::default()
+        };
+        client.stop_vm(request).await
+    });
+    daemon.wait_phase("stuck", VmPhase::Stopping).await;
+    assert_eq!(daemon.vmm_processes(), [stuck]);
+    // It answers again, and is asked then.
+    kill_process(stuck, Signal::CONT).unwrap();
+    let vm = stop.await.unwrap().unwrap().into_inner().vm.unwrap();
+    let exit = status(&vm).last_exit.clone().unwrap();
+    assert_eq!(exit.reason(), ExitReason::Stopped, "{exit:?}");
 }

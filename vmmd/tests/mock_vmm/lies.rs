@@ -79,7 +79,7 @@ pub fn tell(guest: &Guest, word: &str, controls: &[Weak<UnixStream>]) {
         }
         // Two bytes for each of many structures.
         "many" => send_to_all(controls, &disks(100_000)),
-        "long" => send_to_all(controls, &disks(500_000)),
+        "long" => send_to_all(controls, &disks(140_000)),
         "garbage" => {
             for stream in controls.iter().filter_map(Weak::upgrade) {
                 let _ = (&*stream).write_all(&[0xff; 64]);

@@ -21,7 +21,8 @@ fn run(script: &str, fds: &[BorrowedFd<'_>]) -> String {
         cgroup: None,
     };
     let child = spawn(&program).unwrap();
-    reap(&child.pidfd);
+    let pidfd = child.watched(|_, pidfd| Ok(pidfd)).unwrap();
+    reap(&pidfd);
     let mut text = String::new();
     log.seek(SeekFrom::Start(0)).unwrap();
     log.read_to_string(&mut text).unwrap();
@@ -127,4 +128,30 @@ fn root_is_refused() {
         cgroup: None,
     };
     assert!(spawn(&program).is_err());
+}
+
+#[test]
+fn a_child_that_nobody_watches_is_killed_and_reaped() {
+    let (log, shell) = (tempfile::tempfile().unwrap(), File::open("/bin/sh").unwrap());
+    let start = || {
+        let program = Program {
+            executable: shell.as_fd(),
+            arguments: &[c"sh".into(), c"-c".into(), c"sleep 1000".into()],
+            fds: &[],
+            output: None,
+            log: log.as_fd(),
+            uid: 1_900_000_001,
+            cgroup: None,
+        };
+        spawn(&program).unwrap()
+    };
+    let child = start();
+    let pid = child.pid;
+    drop(child);
+    assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists());
+    let child = start();
+    let pid = child.pid;
+    let watched = child.watched(|_, _| Err::<(), _>(io::ErrorKind::Other.into()));
+    assert!(watched.is_err());
+    assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists());
 }

@@ -1,12 +1,9 @@
 //! What the VM's run policy does: starts after a back-off, at the node's boot, at the VM's creation; and what it refuses.
 
-use proto::{
-    model::policy::RunPolicy,
-    v1::{EventSeverity, ExitStatus, OperationKind},
-};
+use proto::v1::{EventSeverity, ExitStatus, OperationKind};
 use tokio::time::{Duration, Instant};
 
-use super::{Actor, Life, work::Then};
+use super::{Actor, Life};
 use crate::{
     context::{Context, Initiator},
     failure::Failure,
@@ -18,9 +15,6 @@ use crate::{
         policy::{BackOff, Decision, Occasion, decide, refuses},
     },
 };
-
-/// How long the guest of a VM that must not run any more may take to power off: as when a stop says nothing.
-const GRACE: Duration = Duration::from_secs(60);
 
 impl Actor {
     /// Whether the node and the run policy let a request be. A refusal by the policy is told.
@@ -168,40 +162,10 @@ impl Actor {
         self.publish();
     }
 
-    /// Stops what must not run.
-    fn enforce_off(&mut self) {
-        if self.spec.run_policy == RunPolicy::Off && self.runs() {
-            self.record.intent = Intent::Stopped.into();
-            self.stop_as(Initiator::RunPolicy);
-        }
-    }
-
-    /// Goes on with a stop that an earlier daemon had begun, once the guest can be asked.
-    pub(super) fn resume_stop(&mut self) {
-        let reachable = self
-            .instance
-            .as_ref()
-            .is_some_and(|instance| instance.client().is_some());
-        if self.record.intent() == Intent::Stopped && reachable && self.runs() {
-            let message = "a stop had been asked for before the daemon was started anew: it goes on";
-            self.tell(EventSeverity::Normal, "StopResumed", message);
-            self.stop_as(Initiator::Daemon);
-        }
-    }
-
-    fn runs(&self) -> bool {
+    pub(super) fn runs(&self) -> bool {
         matches!(
             self.situation(),
             Situation::Running | Situation::Paused | Situation::Changing | Situation::Starting
         )
-    }
-
-    fn stop_as(&mut self, initiator: Initiator) {
-        let context = Context {
-            initiator,
-            ..Context::default()
-        };
-        let operation = self.operation(OperationKind::Stop, &context, None);
-        self.begin_stop(Some(GRACE), operation, Then::Stay);
     }
 }

@@ -8,7 +8,7 @@ use proto::{
 };
 use tokio::time::timeout;
 
-use super::{Actor, Reply, answer, plug::Outcome, run::SECOND_MINOR};
+use super::{Actor, Reply, answer, plug::Outcome, run::SECOND_MINOR, succession::After};
 use crate::{
     context::Context,
     control::{self, Client},
@@ -43,21 +43,41 @@ impl Actor {
             .spec
             .balloon
             .map_or(0, |balloon| balloon.held_bytes(self.spec.memory_bytes));
+        let live = &mut self.disks.live;
+        let number = live.target.begin(before.unwrap_or(0));
+        let mut turn = live.row.join();
         self.disks.tasks.spawn(async move {
+            turn.come().await;
             let result = tell(client, held).await;
-            Outcome::Target(before.unwrap_or(0), reply, result)
+            Outcome::Target(number, target, reply, result)
         });
     }
 
-    /// What came of it: a target that the machine did not take is taken back.
-    pub(super) async fn on_target(&mut self, before: u64, reply: Reply, result: Result<(), Failure>) {
-        if result.is_ok() {
-            // The machine has what the spec says.
-            change::take_over(&mut self.record, &Live::BalloonTarget);
-            change::settle(&mut self.record);
-            self.persist().await;
-        } else if let Err(failure) = self.store_target(before).await {
-            tracing::error!(vm = self.record.name, %failure, "a memory target that was refused stays in the spec");
+    /// What came of it: a target that the machine did not take is taken back, unless there is a newer one.
+    pub(super) async fn on_target(
+        &mut self,
+        number: u64,
+        target: u64,
+        reply: Reply,
+        result: Result<(), Failure>,
+    ) {
+        match self
+            .disks
+            .live
+            .target
+            .end(number, result.is_ok().then_some(target))
+        {
+            After::Newest => {
+                change::take_over(&mut self.record, &Live::BalloonTarget);
+                change::settle(&mut self.record);
+                self.persist().await;
+            }
+            After::Superseded => {}
+            After::Restore(before) => {
+                if let Err(failure) = self.store_target(before).await {
+                    tracing::error!(vm = self.record.name, %failure, "a memory target that was refused stays in the spec");
+                }
+            }
         }
         self.publish();
         answer([reply], &result.map(|()| self.state()));

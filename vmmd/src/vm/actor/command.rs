@@ -120,7 +120,7 @@ pub enum DiskRequest {
 }
 
 /// Whose limit is changed.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Target {
     /// That of a disk.
     Disk(String),

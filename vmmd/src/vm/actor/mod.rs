@@ -19,11 +19,13 @@ mod automatic;
 mod balloon;
 mod command;
 mod disks;
+mod pending_stop;
 mod plug;
 mod processors;
 mod request;
 mod run;
 mod stop;
+mod succession;
 mod tell;
 mod update;
 mod work;
@@ -158,6 +160,7 @@ impl Actor {
 
     async fn run(mut self, occasion: Option<(Occasion, u64)>) {
         // What an earlier daemon left.
+        self.look_after();
         self.look();
         self.resume_policy(occasion).await;
         loop {
@@ -320,7 +323,7 @@ impl Actor {
             _ => {
                 self.evacuated = life.evacuate;
                 if !life.evacuate {
-                    self.intend(Intent::Stopped).await;
+                    self.note_stop(life.grace, &life.context).await;
                 }
                 self.begin_stop(life.grace, operation, Then::Stay);
             }
@@ -365,6 +368,7 @@ impl Actor {
         } else {
             self.turn_into_stop(&life).await
         };
+        self.note_haste(life.grace).await;
         self.hasten(life.grace);
         self.joined(life, pending);
     }

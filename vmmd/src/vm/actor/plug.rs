@@ -1,6 +1,6 @@
 //! The tasks that plug, unplug and change disks. They know nothing of the actor: what comes of them is an [`Outcome`].
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use proto::{
     model::{
@@ -12,10 +12,7 @@ use proto::{
         set_rate_limit,
     },
 };
-use tokio::{
-    task::spawn_blocking,
-    time::{Instant, sleep_until, timeout},
-};
+use tokio::time::{Instant, sleep_until, timeout};
 
 use super::{Reply, Target};
 use crate::{
@@ -44,14 +41,16 @@ pub enum Outcome {
     Detached(String, u64, Result<(), Failure>),
     /// A resize: the disk's new size.
     Resized(String, Reply, Result<u64, Failure>),
-    /// A change of a limit; with what it was before.
-    Limited(Target, Option<RateLimit>, Reply, Result<(), Failure>),
+    /// A change of a limit to this; with its number.
+    Limited(Target, u64, RateLimit, Reply, Result<(), Failure>),
     /// Another live change: its path, what it is, and what it was to be.
     Applied(String, Live, serde_json::Value, Result<(), Failure>),
-    /// A change of the memory target; with what it was before, in bytes.
-    Target(u64, Reply, Result<(), Failure>),
+    /// A change of the memory target to this many bytes; with its number.
+    Target(u64, u64, Reply, Result<(), Failure>),
     /// What it is doing.
     State(Result<Status, control::Error>),
+    /// What the disks are on that the machine had when the daemon started.
+    Identified(BTreeMap<String, Vec<FileId>>),
     /// What the machine has, asked after so many changes.
     Looked(u64, Result<Vec<DiskStats>, control::Error>),
 }
@@ -73,14 +72,13 @@ pub async fn attach(
     hardware: Hardware,
 ) -> Result<Vec<FileId>, AttachError> {
     let name = disk.name.to_string();
-    let opened = spawn_blocking(move || {
-        let opened = files::open_disk("disk", &disk, &host.sources(), Locks::Take)?;
+    let (of, paths) = (Arc::clone(&host), files::paths(&disk, &host.sources()));
+    let opening = host.pools.files.run(&paths, move || {
+        let opened = files::open_disk("disk", &disk, &of.sources(), Locks::Take)?;
         let ids = opened.ids.clone();
         Ok((machine::plug(&hardware, &disk, opened), ids))
     });
-    let opened = opened
-        .await
-        .unwrap_or_else(|error| Err(Failure::internal(error.to_string())));
+    let opened = opening.await.and_then(|opened| opened);
     let ((wire, fds), ids) = opened.map_err(AttachError::Refused)?;
     let op = Op::AttachDisk(AttachDisk { disk: Some(wire) });
     let answer = timeout(TIMEOUT, client.request(op, &fds)).await;
@@ -160,12 +158,12 @@ pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> R
         .map_or(0, |stats| stats.capacity_bytes);
     let block_device = match &disk.source {
         Source::Path { path, .. } => {
-            let path = path.clone();
-            let device = spawn_blocking(move || {
+            let (path, paths) = (path.clone(), [path.clone()]);
+            let looking = host.pools.files.run(&paths, move || {
                 use std::os::unix::fs::FileTypeExt;
                 std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
             });
-            device.await.unwrap_or(false)
+            looking.await?
         }
         Source::Disk { .. } => false,
     };

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use proto::v1::EventSeverity;
-use tokio::task::spawn_blocking;
 
 use super::Actor;
 use crate::{
@@ -12,7 +11,7 @@ use crate::{
     store::VmRecord,
     vm::{
         change::{self, Live, Verdict},
-        limits,
+        files, limits,
     },
 };
 
@@ -66,12 +65,11 @@ impl Actor {
             placement::refuse(&problems)
         })?;
         let (host, uid) = (Arc::clone(&self.host), self.uid);
-        let set = spawn_blocking(move || {
+        let paths = files::named(&wanted, &self.host.sources());
+        let setting = self.host.pools.files.run(&paths, move || {
             limits::set(&host, uid, &wanted).inspect_err(|_| limits::renew(&host, uid, &before))
         });
-        let set = set
-            .await
-            .unwrap_or_else(|error| Err(Failure::internal(error.to_string())));
+        let set = setting.await.and_then(|set| set);
         if set.is_err() {
             instance.claim.take(held, |_| Ok(()))?;
         }

@@ -31,8 +31,8 @@ impl Actor {
 
     /// Whether the request was admitted before.
     pub(super) fn has_begun(&self, context: &Context) -> bool {
-        let id = &context.request_id;
-        !id.is_empty() && self.record.begun.iter().any(|mark| mark.id == *id)
+        let key = context.key();
+        !context.request_id.is_empty() && self.record.begun.iter().any(|mark| mark.key() == key)
     }
 
     /// Removes the record for good, and answers those who asked for that together with it. Who asked an earlier daemon for
@@ -42,7 +42,7 @@ impl Actor {
         let vm = self.state();
         let requests = &self.host.requests;
         let begun = self.record.begun.iter();
-        let deletions = begun.filter(|mark| mark.method == "DeleteVm" && requests.is_under_way(&mark.id));
+        let deletions = begun.filter(|mark| mark.method == "DeleteVm" && requests.is_under_way(&mark.key()));
         let mut answered: Vec<_> = deletions
             .map(|mark| request::done(mark.clone(), &v1::DeleteVmResponse::default()))
             .collect();

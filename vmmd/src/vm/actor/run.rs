@@ -1,6 +1,6 @@
 //! Start, pause, resume, and what a running `vmm` tells.
 
-use std::{ops::ControlFlow, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, ops::ControlFlow, sync::Arc, time::Duration};
 
 use proto::{
     v1::{EventSeverity, ExitReason, ExitStatus, VmPhase},
@@ -22,14 +22,19 @@ use crate::{
     control,
     event::{Draft, Object},
     failure::{Failure, Kind},
+    ledger::FileId,
     operation::Handle,
     store::{InstanceRecord, Intent},
     text,
     vm::{
         admission::Request,
+        change,
         describe::{DISK_ERROR, LINGERING, LINGERING_MESSAGE, camel_case},
         ending::{Asked, count},
-        instance::{self, Instance, Link, Session},
+        files,
+        instance::Instance,
+        limits,
+        link::{self, Session},
         policy::Occasion,
         start::{Plan, start},
     },
@@ -52,6 +57,7 @@ impl Actor {
         }
         self.record.counts.get_or_insert_default().starts += 1;
         self.record.intent = Intent::Running.into();
+        self.record.stop = None;
         let claim = match self.host.ledger.claim(&self.record.name) {
             Ok(claim) => claim,
             Err(failure) => return self.start_failed(failure, operation).await,
@@ -344,6 +350,40 @@ impl Actor {
         }
     }
 
+    /// Looks at what a machine that an earlier daemon started has of the node, and sets its limits anew. Nobody waits for
+    /// that: its files may be where nothing answers.
+    pub(super) fn look_after(&mut self) {
+        if self.instance.is_none() {
+            return;
+        }
+        let (host, uid) = (Arc::clone(&self.host), self.uid);
+        let machine = change::machine(&self.record, &self.spec);
+        self.disks.tasks.spawn(async move {
+            let of = Arc::clone(&host);
+            let paths = files::named(&machine, &host.sources());
+            let looking = host.pools.files.run(&paths, move || {
+                limits::renew(&of, uid, &machine);
+                files::identify(&machine.disks, &of.sources())
+            });
+            Outcome::Identified(looking.await.unwrap_or_else(|failure| {
+                tracing::warn!(%uid, %failure, "look at the files of a running VM");
+                BTreeMap::new()
+            }))
+        });
+    }
+
+    pub(super) fn on_identified(&mut self, disks: BTreeMap<String, Vec<FileId>>) {
+        let Some(instance) = &mut self.instance else {
+            return;
+        };
+        for (name, ids) in disks {
+            // What was plugged meanwhile is known better.
+            if !instance.disks.contains_key(&name) {
+                instance.set_disk(&name, Some(ids));
+            }
+        }
+    }
+
     /// The VM holds its disks, its user id and its room until the last process of the run is gone.
     pub(super) fn on_lingering(&mut self) {
         self.tell(EventSeverity::Warning, LINGERING, LINGERING_MESSAGE);
@@ -353,14 +393,14 @@ impl Actor {
     pub(super) fn on_disconnected(&mut self) {
         let runtime = crate::paths::RuntimeDir::of(&self.host.config, self.uid);
         if let Some(instance) = &mut self.instance {
-            instance.link = Link::Connecting(tokio::spawn(instance::reconnect(runtime)));
+            instance.link.retry(runtime);
         }
     }
 
     /// Whose connection breaks ends as a rule, and what is asked of it in that moment is to find it ended: waits for the
     /// news of that, or of a new connection, as long as that takes as a rule.
     pub(super) async fn dying(&mut self) -> Option<News> {
-        let deadline = Instant::now() + instance::DYING;
+        let deadline = Instant::now() + link::DYING;
         loop {
             let news = timeout_at(deadline, work::news(&mut self.instance)).await.ok()?;
             match news {
@@ -383,7 +423,7 @@ impl Actor {
                 hello,
             }) => {
                 let status = hello.status.unwrap_or_default();
-                instance.link = Link::Up(client, events);
+                instance.link.up(client, events);
                 instance.version = hello.build;
                 instance.minor = hello.minor;
                 instance.guest_resets = status.guest_resets;
@@ -392,16 +432,18 @@ impl Actor {
                     self.take_state(&status);
                 }
                 self.look();
-                self.resume_stop();
+                if self.waits_for_guest() {
+                    self.press_button(status.state() == State::Paused);
+                }
             }
             Err(error) => {
-                let error = text::chain(&error);
-                tracing::error!(
+                tracing::debug!(
                     vm = self.record.name,
-                    error,
-                    "the vmm can't be controlled any more"
+                    error = text::chain(&error),
+                    "connect to a vmm"
                 );
-                instance.link = Link::Lost;
+                let runtime = crate::paths::RuntimeDir::of(&self.host.config, self.uid);
+                instance.link.retry(runtime);
             }
         }
         self.publish();

@@ -101,7 +101,7 @@ impl Actor {
         let pending = operation.pending();
         operation.progress(0, "waiting for the guest to power off");
         if !life.evacuate {
-            self.intend(Intent::Stopped).await;
+            self.note_stop(life.grace, &life.context).await;
         }
         let gives_way = superseded(&self.record.name);
         let stop = match &mut self.work {
@@ -126,22 +126,22 @@ impl Actor {
     }
 
     fn ask_or_end(&self, grace: Option<Duration>, paused: bool, stop: &mut Stop) {
-        match (grace, self.client()) {
-            (Some(grace), Some(client)) => {
-                stop.stage = Stage::Asked;
-                stop.deadline = Some(Instant::now() + grace);
-                // A paused guest could not hear it.
-                let resume = paused.then_some(Op::Resume(Resume {}));
-                send(
-                    client,
-                    resume
-                        .into_iter()
-                        .chain([Op::PowerButton(PowerButton {})])
-                        .collect(),
-                );
-            }
-            _ => self.end(stop),
-        }
+        let Some(grace) = grace else {
+            return self.end(stop);
+        };
+        stop.stage = Stage::Asked;
+        stop.deadline = Some(Instant::now() + grace);
+        self.press_button(paused);
+    }
+
+    /// Asks the guest to power off. While the `vmm` does not answer nobody can be asked: that is done when the connection is
+    /// made anew, and the guest has its time all the same.
+    pub(super) fn press_button(&self, paused: bool) {
+        let Some(client) = self.client() else { return };
+        // A paused guest could not hear it.
+        let resume = paused.then_some(Op::Resume(Resume {}));
+        let ops = resume.into_iter().chain([Op::PowerButton(PowerButton {})]);
+        send(client, ops.collect());
     }
 
     /// Tells the `vmm` to end; kills it when it can't be told.
@@ -277,6 +277,7 @@ impl Actor {
         if !(exit.reason() == ExitReason::GuestPanic && instance.panicked) {
             count(counts, exit.reason());
         }
+        self.record.stop = None;
         self.record.last_exit = Some(exit);
         let run = self.record.instance.take().unwrap_or_default();
         text::now_ms().saturating_sub(run.started_ms)
@@ -350,6 +351,7 @@ impl Actor {
             Work::Stop(stop) if stop.stage == Stage::Asked => {
                 let message = "the stop was cancelled: the guest runs on. Its power button had been pressed already, so \
                                that it may still power itself off";
+                self.record.stop = None;
                 self.intend(Intent::Running).await;
                 self.enter(VmPhase::Running, "StopCancelled", message);
                 stop.operation.cancelled(message);

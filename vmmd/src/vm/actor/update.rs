@@ -234,6 +234,7 @@ impl Actor {
             .cloned()
             .collect();
         self.record = record;
+        self.disks.live.supersede();
         if changed {
             self.spec = update.manifest.spec.clone();
         }

@@ -17,7 +17,8 @@ use crate::{
     operation::Handle,
     vm::{
         ending::Asked,
-        instance::{Instance, Link, Session},
+        instance::Instance,
+        link::{Link, Session, State},
     },
 };
 
@@ -228,13 +229,13 @@ async fn end_of_run(
 }
 
 async fn link_news(link: &mut Link) -> News {
-    match link {
-        Link::Up(_, events) => events.recv().await.map_or(News::Disconnected, News::Event),
-        Link::Connecting(task) => {
+    match &mut link.state {
+        State::Up(_, events) => events.recv().await.map_or(News::Disconnected, News::Event),
+        State::Connecting(task) => {
             let result = task.await;
             News::Connected(result.unwrap_or(Err(control::Error::Closed)))
         }
-        Link::Lost => future::pending().await,
+        State::Unreachable => future::pending().await,
     }
 }
 

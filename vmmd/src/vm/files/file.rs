@@ -7,6 +7,8 @@ use std::{
         unix::fs::FileTypeExt,
     },
     path::Path,
+    thread,
+    time::{Duration, Instant},
 };
 
 use proto::model::disk::Cache;
@@ -15,6 +17,7 @@ use rustix::{
     io::Errno,
 };
 
+use super::{ENDING, in_use};
 use crate::{failure::Failure, ledger::FileId, text};
 
 /// An image or block device, open.
@@ -96,21 +99,42 @@ pub(super) fn open_image(field: &str, what: &'static str, path: &Path) -> Result
     Ok(fd)
 }
 
+/// What an image is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// To be read.
+    Read,
+    /// To be written to: refused as DISK_IN_USE while the node uses it, and of a block device nobody else can have that
+    /// claim as long as the file is open.
+    Write,
+    /// To find out whether it could be opened for writing.
+    Look,
+}
+
 /// Opens an image file or block device; `label` begins the message when that can't be.
-pub fn open_image_file(label: &str, path: &Path, cache: Cache, read_only: bool) -> Result<OpenFile, Failure> {
+pub fn open_image_file(label: &str, path: &Path, cache: Cache, how: Use) -> Result<OpenFile, Failure> {
     let refuse = |reason, problem: &str| Failure::precondition(reason, format!("{label} {problem}"));
-    let access = if read_only { OFlags::RDONLY } else { OFlags::RDWR };
+    let access = match how {
+        Use::Read => OFlags::RDONLY,
+        // open(2): of a block device, not while the system uses it (mounted, say). Of a file it means nothing.
+        Use::Write => OFlags::RDWR | OFlags::EXCL,
+        Use::Look => OFlags::RDWR,
+    };
     let opened = match cache {
-        Cache::Writeback => open_file(path, access),
-        Cache::None => open_file(path, access | OFlags::DIRECT),
-        Cache::Auto => match open_file(path, access | OFlags::DIRECT) {
+        Cache::Writeback => open_claimed(path, access),
+        Cache::None => open_claimed(path, access | OFlags::DIRECT),
+        Cache::Auto => match open_claimed(path, access | OFlags::DIRECT) {
             // open(2): what is behind the path can't do O_DIRECT.
-            Err(Errno::INVAL) => open_file(path, access),
+            Err(Errno::INVAL) => open_claimed(path, access),
             opened => opened,
         },
     };
     let fd = opened.map_err(|errno| match errno {
         Errno::NOENT | Errno::NOTDIR => refuse("DISK_NOT_FOUND", "does not exist on the node"),
+        Errno::BUSY => {
+            let user = node_user(path).unwrap_or_else(|| "another program, which has it for itself".to_owned());
+            refuse("DISK_IN_USE", &format!("is in use by {user}"))
+        }
         Errno::ISDIR => refuse("DISK_UNUSABLE", "is a directory"),
         Errno::ROFS => refuse(
             "DISK_UNUSABLE",
@@ -147,6 +171,14 @@ pub fn open_image_file(label: &str, path: &Path, cache: Cache, read_only: bool) 
         ));
     };
     let stat = rustix::fs::fstat(&fd).map_err(|errno| unreadable(errno.into()))?;
+    // An exclusive claim on a block device was refused already.
+    let claimed = block_device && how == Use::Write;
+    if how != Use::Read
+        && !claimed
+        && let Some(user) = in_use::user(&stat)
+    {
+        return Err(refuse("DISK_IN_USE", &format!("is in use by {user}")));
+    }
     Ok(OpenFile {
         id: identity(&stat),
         fd,
@@ -155,16 +187,41 @@ pub fn open_image_file(label: &str, path: &Path, cache: Cache, read_only: bool) 
     })
 }
 
+/// As [`open_file`], but waits a moment for a block device that nobody is seen to use: the kernel may still be closing the
+/// files of a process that has just ended.
+fn open_claimed(path: &Path, access: OFlags) -> Result<OwnedFd, Errno> {
+    const AGAIN: Duration = Duration::from_millis(10);
+    let deadline = Instant::now() + ENDING;
+    loop {
+        match open_file(path, access) {
+            Err(Errno::BUSY) if Instant::now() < deadline && node_user(path).is_none() => {
+                thread::sleep(AGAIN);
+            }
+            opened => return opened,
+        }
+    }
+}
+
+/// Who on the node uses a file, beside VMs.
+fn node_user(path: &Path) -> Option<String> {
+    in_use::user(&rustix::fs::stat(path).ok()?)
+}
+
 /// Opens without waiting for the other end of a FIFO or a carrier.
 fn open_file(path: &Path, access: OFlags) -> Result<OwnedFd, Errno> {
     let flags = access | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let fd = rustix::fs::open(path, flags, Mode::empty())?;
-    rustix::fs::fcntl_setfl(&fd, access)?;
+    rustix::fs::fcntl_setfl(&fd, access.difference(OFlags::EXCL))?;
     Ok(fd)
 }
 
 fn metadata(fd: &OwnedFd) -> io::Result<std::fs::Metadata> {
     std::fs::File::from(fd.as_fd().try_clone_to_owned()?).metadata()
+}
+
+/// What is at a path, if anything is.
+pub(super) fn identity_at(path: &Path) -> Option<FileId> {
+    Some(identity(&rustix::fs::stat(path).ok()?))
 }
 
 pub(super) fn identity(stat: &rustix::fs::Stat) -> FileId {

@@ -2,6 +2,7 @@
 //! the node, and a disk's lock goes away with its descriptor.
 
 mod file;
+mod in_use;
 mod look;
 
 use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::PathBuf, time::Duration};
@@ -14,9 +15,9 @@ use proto::{
     wire::MAX_FDS,
 };
 
-use self::file::{identity, open_image};
+use self::file::{identity, identity_at, open_image};
 pub use self::{
-    file::{OpenFile, open_image_file, open_kvm},
+    file::{OpenFile, Use, open_image_file, open_kvm},
     look::look,
 };
 use crate::{
@@ -127,8 +128,16 @@ pub fn identify(disks: &[Disk], sources: &Sources<'_>) -> BTreeMap<String, Vec<F
     disks.collect()
 }
 
+/// All that a VM's spec names, for choosing where to look for it.
+pub fn named(spec: &VmSpec, sources: &Sources<'_>) -> Vec<PathBuf> {
+    let Boot::Linux { kernel, initrd, .. } = &spec.boot;
+    let boot = std::iter::once(kernel).chain(initrd).cloned();
+    boot.chain(spec.disks.iter().flat_map(|disk| paths(disk, sources)))
+        .collect()
+}
+
 /// Where a disk is, and then what is below it.
-fn paths(disk: &Disk, sources: &Sources<'_>) -> Vec<PathBuf> {
+pub fn paths(disk: &Disk, sources: &Sources<'_>) -> Vec<PathBuf> {
     match &disk.source {
         Source::Path { path, .. } => vec![path.clone()],
         Source::Disk { name, .. } => {
@@ -173,7 +182,23 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
             (label, resolved.path, resolved.format, resolved.backing)
         }
     };
-    let image = open_image_file(&label, &path, disk.cache, disk.read_only)?;
+    let how = match (disk.read_only, locks) {
+        (true, _) => Use::Read,
+        (false, Locks::Take) => Use::Write,
+        (false, Locks::None) => Use::Look,
+    };
+    let image = open_image_file(&label, &path, disk.cache, how).map_err(|failure| {
+        // A block device that another VM has.
+        let id = Some(failure.reason).filter(|reason| *reason == "DISK_IN_USE");
+        let vm = id.and_then(|_| sources.ledger.user_of(identity_at(&path)?));
+        match vm {
+            Some(vm) => Failure {
+                message: format!("{label} is in use by VM \"{vm}\""),
+                ..failure
+            },
+            None => failure,
+        }
+    })?;
     // The length of a qcow2 file says nothing about what is in it.
     if format != Format::Qcow2 {
         let unit = u64::from(disk.logical_block).max(SECTOR);
@@ -195,7 +220,7 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
     };
     for (path, format) in below {
         let label = format!("{label}: a disk below it");
-        let image = open_image_file(&label, &path, disk.cache, true)?;
+        let image = open_image_file(&label, &path, disk.cache, Use::Read)?;
         take(&label, &image, true, sources.ledger, locks)?;
         opened.ids.push(image.id);
         opened.backing.push((image.fd, format));

@@ -9,7 +9,6 @@ use proto::{
     },
     v1::{self, AttachmentPhase},
 };
-use tokio::task::spawn_blocking;
 
 use crate::{
     control::Client,
@@ -24,7 +23,7 @@ use crate::{
         },
         admission::Place,
         change::{self, Live},
-        limits, machine,
+        files, limits, machine,
         start::store_failure,
     },
 };
@@ -173,8 +172,12 @@ impl Actor {
         };
         let task = self.disks.tasks.spawn(async move {
             // The disk's buffers take memory, its threads are tasks.
-            let renewed = spawn_blocking(move || limits::renew(&limited, uid, &spec)).await;
-            if let Err(error) = renewed {
+            let paths = files::named(&spec, &host.sources());
+            let renewing = host
+                .pools
+                .files
+                .run(&paths, move || limits::renew(&limited, uid, &spec));
+            if let Err(error) = renewing.await {
                 tracing::error!(%uid, %error, "set the limits of a running VM anew");
             }
             let result = match known {

@@ -92,9 +92,13 @@ impl Actor {
             answer([reply], &Ok(self.state()));
             return Ok(());
         };
+        let live = &mut self.disks.live;
+        let number = live.limits.entry(target.clone()).or_default().begin(before);
+        let mut turn = live.row.join();
         self.disks.tasks.spawn(async move {
+            turn.come().await;
             let result = plug::limit(client, target.clone(), limit).await;
-            Outcome::Limited(target, before, reply, result)
+            Outcome::Limited(target, number, limit, reply, result)
         });
         Ok(())
     }

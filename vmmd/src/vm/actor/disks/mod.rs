@@ -26,7 +26,7 @@ mod detach;
 mod spec;
 
 pub use self::spec::without_disk;
-use super::{Actor, DiskRequest, Reply, answer, plug::Outcome};
+use super::{Actor, DiskRequest, Reply, answer, plug::Outcome, succession::After};
 use crate::{
     context::Context,
     control::Client,
@@ -110,8 +110,10 @@ impl Actor {
                 }
                 answer([reply], &result.map(|_| self.state()));
             }
-            Outcome::Limited(target, before, reply, result) => {
-                if result.is_err()
+            Outcome::Limited(target, number, limit, reply, result) => {
+                let changes = self.disks.live.limits.entry(target.clone()).or_default();
+                let taken = result.is_ok().then_some(Some(limit));
+                if let After::Restore(before) = changes.end(number, taken)
                     && let Err(failure) = self.store_limit(&target, before).await
                 {
                     tracing::error!(vm = self.record.name, %failure, "a limit that was refused stays in the spec");
@@ -122,8 +124,11 @@ impl Actor {
             Outcome::Applied(path, live, applied, result) => {
                 self.on_applied(path, &live, &applied, result).await;
             }
-            Outcome::Target(before, reply, result) => self.on_target(before, reply, result).await,
+            Outcome::Target(number, target, reply, result) => {
+                self.on_target(number, target, reply, result).await;
+            }
             Outcome::State(state) => self.on_state(state),
+            Outcome::Identified(disks) => self.on_identified(disks),
             Outcome::Looked(changes, Ok(_)) if changes != self.disks.changes() => self.look(),
             Outcome::Looked(_, Ok(disks)) => self.converge(&disks).await,
             Outcome::Looked(_, Err(error)) => {

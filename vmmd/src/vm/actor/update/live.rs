@@ -19,6 +19,7 @@ use super::{
         balloon,
         plug::{self, Outcome},
         respond,
+        succession::{Row, Succession},
     },
     DEFAULT_EJECT,
 };
@@ -37,6 +38,12 @@ use crate::{
 #[derive(Debug, Default)]
 pub struct LiveChanges {
     under_way: BTreeSet<String>,
+    /// Limits that are changed by a request of their own.
+    pub(in super::super) limits: BTreeMap<Target, Succession<Option<RateLimit>>>,
+    /// The same of the memory target.
+    pub(in super::super) target: Succession<u64>,
+    /// Requests to the machine about limits and the memory target: they must reach it in their order.
+    pub(in super::super) row: Row,
     /// By path: why it could not be applied.
     pub(in super::super) failed: BTreeMap<String, String>,
     waiters: Vec<Waiter>,
@@ -79,8 +86,15 @@ impl Attachments {
 impl LiveChanges {
     /// The run has ended, or a new one begins.
     pub(in super::super) fn clear(&mut self) {
+        self.supersede();
         self.under_way.clear();
         self.failed.clear();
+    }
+
+    /// The spec was written as a whole: a change that was begun before and fails takes nothing of it back.
+    pub(super) fn supersede(&mut self) {
+        self.limits.values_mut().for_each(Succession::supersede);
+        self.target.supersede();
     }
 
     /// Answers when nothing is under way any more that is waited for.
@@ -121,7 +135,9 @@ impl Actor {
             // One that is under way is followed by another when it is over.
             if self.disks.live.under_way.insert(path.clone()) {
                 let (spec, of) = (self.record.spec.clone().unwrap_or_default(), path.clone());
+                let mut turn = self.disks.live.row.join();
                 self.disks.tasks.spawn(async move {
+                    turn.come().await;
                     let result = carry_out(client, &live, &spec).await;
                     Outcome::Applied(of, live, desired, result)
                 });

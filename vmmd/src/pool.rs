@@ -1,0 +1,239 @@
+//! Where work that blocks on files of others is done, apart from everything else.
+//!
+//! A file system whose server is gone answers nothing, and whoever asks it waits in the kernel, where nobody can end the
+//! wait. So such work has places of its own: some in all, and of these few for work on the same file systems. One that is
+//! dead takes these, and work on others goes on; a VM whose kernel is on a good one and whose disk is on a dead one takes none of
+//! the places of those who use the good one alone. A place is taken until the work has really ended, also when its caller has stopped waiting.
+//!
+//! The daemon's own files (its folders, cgroups, /proc) are touched on the runtime's other blocking threads.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    fs,
+    os::unix::ffi::OsStringExt,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    task::spawn_blocking,
+    time::timeout,
+};
+
+use crate::failure::{Failure, Kind};
+
+/// Blocking threads of the runtime: those of all pools, and [`OTHERS`].
+pub const THREADS: usize = STARTS + FILES + BULK + OTHERS;
+/// Threads for what touches nothing but the daemon's own files.
+const OTHERS: usize = 32;
+/// Starts that look for their files at once.
+const STARTS: usize = 96;
+/// Look-ups of files at once, for whoever asks about one.
+const FILES: usize = 96;
+/// Copies, reservations and the like at once.
+const BULK: usize = 32;
+/// Work on the same file systems gets one of so many places of a pool.
+const SHARE: usize = 6;
+
+/// All pools.
+#[derive(Debug)]
+pub struct Pools {
+    /// The files of VMs that are being started.
+    pub starts: Pool,
+    /// Files that somebody asks about.
+    pub files: Pool,
+    /// Work on whole disks. It has no deadline: a copy takes as long as it takes.
+    pub bulk: Pool,
+}
+
+/// Places for one kind of work.
+#[derive(Debug)]
+pub struct Pool {
+    places: Arc<Semaphore>,
+    /// For work on the same file systems.
+    each: usize,
+    deadline: Option<Duration>,
+    /// By the mount points that work is on.
+    shares: Mutex<HashMap<BTreeSet<PathBuf>, Arc<Semaphore>>>,
+}
+
+impl Pools {
+    /// Pools in which a file may take as long as `deadline` to be found and opened.
+    pub fn new(deadline: Duration) -> Self {
+        Self {
+            starts: Pool::new(STARTS, Some(deadline)),
+            files: Pool::new(FILES, Some(deadline)),
+            bulk: Pool::new(BULK, None),
+        }
+    }
+}
+
+impl Pool {
+    fn new(places: usize, deadline: Option<Duration>) -> Self {
+        Self {
+            places: Arc::new(Semaphore::new(places)),
+            each: (places / SHARE).max(1),
+            deadline,
+            shares: Mutex::default(),
+        }
+    }
+
+    /// Does what blocks on `paths`. When the deadline passes, or the caller goes away, the work goes on alone, and what it
+    /// returns is dropped.
+    pub fn run<'a, T: Send + 'static, W: FnOnce() -> T + Send + 'static>(
+        &'a self,
+        paths: &[PathBuf],
+        work: W,
+    ) -> impl Future<Output = Result<T, Failure>> + Send + use<'a, T, W> {
+        let mountinfo = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        self.run_on(mounts(&mountinfo, paths), work)
+    }
+
+    async fn run_on<T: Send + 'static>(
+        &self,
+        mounts: BTreeSet<PathBuf>,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, Failure> {
+        let whole = async {
+            let places = self.take(&mounts).await;
+            let done = spawn_blocking(move || {
+                let _places = places;
+                work()
+            });
+            done.await.map_err(|error| Failure::internal(error.to_string()))
+        };
+        match self.deadline {
+            None => whole.await,
+            Some(deadline) => timeout(deadline, whole).await.unwrap_or_else(|_| {
+                let names: Vec<_> = mounts.iter().map(|mount| mount.display().to_string()).collect();
+                let message = format!(
+                    "the files on {} did not answer within {} s: look at what is mounted there, and try again",
+                    names.join(", "),
+                    deadline.as_secs()
+                );
+                Err(Failure::new(Kind::Unavailable, "FILES_DO_NOT_ANSWER", message))
+            }),
+        }
+    }
+
+    /// That among its like comes first, so that who waits for a slow file system takes none of the places of all.
+    async fn take(&self, mounts: &BTreeSet<PathBuf>) -> Vec<OwnedSemaphorePermit> {
+        let like = {
+            let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
+            // What nobody uses need not be remembered.
+            shares.retain(|_, places| Arc::strong_count(places) > 1);
+            let new = || Arc::new(Semaphore::new(self.each));
+            Arc::clone(shares.entry(mounts.clone()).or_insert_with(new))
+        };
+        let mut places = Vec::new();
+        for of in [like, Arc::clone(&self.places)] {
+            places.extend(of.acquire_owned().await);
+        }
+        places
+    }
+}
+
+/// Where the file systems of `paths` are mounted, by the paths alone: a link may lead elsewhere, but to follow it would be to
+/// ask the file system.
+fn mounts(mountinfo: &str, paths: &[PathBuf]) -> BTreeSet<PathBuf> {
+    // proc_pid_mountinfo(5): field 5 is the mount point.
+    let points: Vec<_> = mountinfo
+        .lines()
+        .filter_map(|line| line.split(' ').nth(4))
+        .map(unescaped)
+        .collect();
+    let of = |path: &PathBuf| {
+        let above = points.iter().filter(|point| path.starts_with(point));
+        above
+            .max_by_key(|point| point.components().count())
+            .map_or_else(|| Path::new("/").to_owned(), Clone::clone)
+    };
+    paths.iter().map(of).collect()
+}
+
+/// A path of mountinfo, in which blanks and the like are `\040`.
+pub fn unescaped(text: &str) -> PathBuf {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [first, after @ ..] = rest {
+        let octal = after.get(..3).filter(|_| *first == b'\\');
+        let octal = octal.and_then(|digits| std::str::from_utf8(digits).ok());
+        let byte = octal.and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        rest = if byte.is_some() {
+            rest.get(4..).unwrap_or_default()
+        } else {
+            after
+        };
+        bytes.push(byte.unwrap_or(*first));
+    }
+    std::ffi::OsString::from_vec(bytes).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    const MOUNTINFO: &str = "\
+        22 1 254:0 / / rw - ext4 /dev/vda rw\n\
+        23 22 0:40 / /mnt/nfs rw - nfs4 server:/a rw\n\
+        24 22 0:41 / /mnt/nfs\\040two rw - nfs4 server:/b rw\n\
+        25 23 0:42 / /mnt/nfs/below rw - nfs4 server:/c rw\n";
+
+    fn of(paths: &[&str]) -> BTreeSet<PathBuf> {
+        mounts(MOUNTINFO, &paths.iter().map(PathBuf::from).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_path_is_on_the_mount_nearest_above_it() {
+        for (path, mount) in [
+            ("/a", "/"),
+            ("/mnt/nfs/a", "/mnt/nfs"),
+            ("/mnt/nfsx", "/"),
+            ("/mnt/nfs two/a", "/mnt/nfs two"),
+            ("/mnt/nfs/below/a/b", "/mnt/nfs/below"),
+        ] {
+            assert_eq!(of(&[path]), [PathBuf::from(mount)].into(), "{path}");
+        }
+        assert_eq!(of(&["/a", "/b", "/mnt/nfs/c"]).len(), 2);
+    }
+
+    #[tokio::test]
+    async fn a_file_system_that_hangs_takes_its_own_places_and_no_others() {
+        let pool = Arc::new(Pool::new(SHARE * 2, Some(Duration::from_secs(10))));
+        let short = Pool {
+            deadline: Some(Duration::from_millis(1)),
+            ..Pool::new(SHARE, None)
+        };
+        let (end, hang) = mpsc::channel::<()>();
+        let hang = Arc::new(Mutex::new(hang));
+        let mut hanging = Vec::new();
+        for _ in 0..10 {
+            let (pool, hang) = (Arc::clone(&pool), Arc::clone(&hang));
+            hanging.push(tokio::spawn(async move {
+                let work = move || hang.lock().unwrap().recv().is_err();
+                pool.run_on(of(&["/mnt/nfs/a"]), work).await
+            }));
+        }
+        // Both places of the file system are taken; eight more wait for them.
+        while pool.places.available_permits() > SHARE * 2 - 2 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(pool.run_on(of(&["/a"]), || 7).await, Ok(7));
+        let of_hang = Arc::clone(&hang);
+        let failed = short
+            .run_on(of(&["/mnt/nfs/a"]), move || drop(of_hang.lock()))
+            .await;
+        let failure = failed.unwrap_err();
+        assert_eq!(failure.reason, "FILES_DO_NOT_ANSWER");
+        assert!(failure.message.contains("/mnt/nfs"), "{failure}");
+        assert_eq!(short.places.available_permits(), SHARE - 1, "it is still at work");
+        drop(end);
+        for hanging in hanging {
+            assert!(hanging.await.unwrap().unwrap());
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! A stop that is noted in the VM's record, so that it outlives the daemon with its deadline and with who asked for it.
+
+use proto::v1::{EventSeverity, OperationKind};
+use tokio::time::Duration;
+
+use super::{
+    Actor,
+    work::{Then, Work},
+};
+use crate::{
+    context::{Context, Initiator},
+    store::{Intent, StopRecord},
+    text,
+};
+
+/// How long the guest of a VM that must not run any more may take to power off: as when a stop says nothing.
+const GRACE: Duration = Duration::from_secs(60);
+
+impl StopRecord {
+    /// A stop that begins now; `None` is one by force.
+    fn new(grace: Option<Duration>, context: &Context) -> Self {
+        let grace = grace.unwrap_or_default().as_millis();
+        let grace_ms = u64::try_from(grace).unwrap_or(u64::MAX);
+        let (mut user, mut certificate, mut policy) = (None, String::new(), false);
+        match &context.initiator {
+            Initiator::Daemon => {}
+            Initiator::RunPolicy => policy = true,
+            Initiator::User(uid) => user = Some(*uid),
+            Initiator::Certificate(name) => certificate.clone_from(name),
+        }
+        Self {
+            deadline_ms: text::now_ms().saturating_add(grace_ms),
+            grace_ms,
+            user,
+            certificate,
+            policy,
+            request_id: context.request_id.clone(),
+        }
+    }
+
+    /// Who asked, and with which request.
+    fn context(&self) -> Context {
+        let initiator = match (self.user, self.certificate.as_str()) {
+            (Some(uid), _) => Initiator::User(uid),
+            (None, "") if self.policy => Initiator::RunPolicy,
+            (None, "") => Initiator::Daemon,
+            (None, name) => Initiator::Certificate(name.to_owned()),
+        };
+        Context {
+            request_id: self.request_id.clone(),
+            trace: self.request_id.clone(),
+            initiator,
+            generation: 0,
+        }
+    }
+
+    /// What is left of the guest's time at `now_ms`. A clock that was set back gives no more than there was.
+    fn left(&self, now_ms: u64) -> Duration {
+        Duration::from_millis(self.deadline_ms.saturating_sub(now_ms).min(self.grace_ms))
+    }
+}
+
+impl Actor {
+    /// Notes durably that the VM is not to run any more, and until when its guest has time.
+    pub(super) async fn note_stop(&mut self, grace: Option<Duration>, context: &Context) {
+        self.record.intent = Intent::Stopped.into();
+        self.record.stop = Some(StopRecord::new(grace, context));
+        self.persist().await;
+    }
+
+    /// Notes that the guest has less time than was noted.
+    pub(super) async fn note_haste(&mut self, grace: Option<Duration>) {
+        let Some(stop) = &mut self.record.stop else { return };
+        let sooner = StopRecord::new(grace, &stop.context());
+        if sooner.deadline_ms < stop.deadline_ms {
+            *stop = sooner;
+            self.persist().await;
+        }
+    }
+
+    /// Goes on with a stop that an earlier daemon had begun. Its guest is asked again as soon as its `vmm` answers.
+    pub(super) fn resume_stop(&mut self) {
+        if self.record.intent() != Intent::Stopped || !self.runs() {
+            return;
+        }
+        let noted = self.record.stop.clone();
+        // An earlier release noted no more than that it is not to run.
+        let stop = noted.unwrap_or_else(|| StopRecord::new(Some(GRACE), &Context::daemon()));
+        let left = Some(stop.left(text::now_ms())).filter(|_| stop.grace_ms != 0);
+        let message = "a stop had been asked for before the daemon was started anew: it goes on";
+        self.tell(EventSeverity::Normal, "StopResumed", message);
+        self.stop_as(left, &stop.context());
+    }
+
+    /// Stops what must not run.
+    pub(super) fn enforce_off(&mut self) {
+        if self.spec.run_policy == proto::model::policy::RunPolicy::Off && self.runs() {
+            let context = Context {
+                initiator: Initiator::RunPolicy,
+                ..Context::default()
+            };
+            self.record.intent = Intent::Stopped.into();
+            self.record.stop = Some(StopRecord::new(Some(GRACE), &context));
+            self.stop_as(Some(GRACE), &context);
+        }
+    }
+
+    fn stop_as(&mut self, grace: Option<Duration>, context: &Context) {
+        let operation = self.operation(OperationKind::Stop, context, None);
+        self.begin_stop(grace, operation, Then::Stay);
+    }
+
+    /// Whether a stop waits for the guest to power off.
+    pub(super) fn waits_for_guest(&self) -> bool {
+        matches!(&self.work, Work::Stop(stop) if stop.stage == super::work::Stage::Asked)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_asked_and_when_the_time_is_over_are_kept() {
+        for initiator in [
+            Initiator::Daemon,
+            Initiator::RunPolicy,
+            Initiator::User(7),
+            Initiator::Certificate("alice".into()),
+        ] {
+            let context = Context {
+                request_id: "r".into(),
+                trace: "r".into(),
+                initiator,
+                generation: 0,
+            };
+            let stop = StopRecord::new(Some(Duration::from_secs(10)), &context);
+            assert_eq!(stop.context(), context);
+            assert_eq!(stop.left(stop.deadline_ms - 4000), Duration::from_secs(4));
+            assert_eq!(stop.left(stop.deadline_ms + 1), Duration::ZERO);
+            assert_eq!(stop.left(0), Duration::from_secs(10), "a clock that was set back");
+        }
+    }
+}

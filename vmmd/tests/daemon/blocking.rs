@@ -1,0 +1,154 @@
+//! What blocks one caller or one VM leaves the others alone: readers that don't read, and file systems that don't answer.
+
+use std::{
+    ffi::CString,
+    fs::{self, File},
+    os::fd::AsRawFd,
+    path::{Path, PathBuf},
+};
+
+use proto::v1::{self, VmPhase};
+use rustix::mount::{MountFlags, UnmountFlags};
+use tokio::time::timeout;
+use tonic::Code;
+
+use crate::harness::{Daemon, PATIENCE, connect, refusal, status, uid, vm_pid};
+
+/// A file system over a folder whose server never answers. Unmounted, and all who wait for it let go, when it is dropped.
+struct Dead {
+    path: PathBuf,
+    _server: File,
+}
+
+impl Dead {
+    fn over(path: &Path) -> Self {
+        let server = File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/fuse")
+            .expect("the test needs FUSE");
+        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", server.as_raw_fd());
+        let options = CString::new(options).unwrap();
+        rustix::mount::mount("dead", path, "fuse", MountFlags::empty(), &*options).unwrap();
+        Self {
+            path: path.to_owned(),
+            _server: server,
+        }
+    }
+}
+
+impl Drop for Dead {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(&self.path, UnmountFlags::DETACH);
+    }
+}
+
+fn with_disk(daemon: &Daemon, name: &str, path: &Path) -> v1::Vm {
+    let mut vm = daemon.manifest(name, "");
+    vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
+        name: "root".into(),
+        path: path.to_str().unwrap().into(),
+        format: v1::DiskFormat::Raw.into(),
+        ..Default::default()
+    });
+    vm
+}
+
+#[tokio::test]
+async fn readers_of_logs_that_do_not_read_hold_up_nobody() {
+    let daemon = Daemon::start().await;
+    let loud = daemon.run("loud", "").await;
+    let log = daemon.path(&format!("log/vms/{}/serial.log", uid(&loud)));
+    fs::write(log, vec![b'x'; 1_500_000]).unwrap();
+    let mut streams = Vec::new();
+    for _ in 0..40 {
+        let mut client = v1::vm_service_client::VmServiceClient::new(connect(daemon.folder.path()).await);
+        let request = v1::GetVmLogsRequest {
+            name: "loud".into(),
+            ..Default::default()
+        };
+        streams.push(client.get_vm_logs(request).await.unwrap().into_inner());
+    }
+    for stream in &mut streams {
+        // It has begun; the rest stays where it is.
+        stream.message().await.unwrap().unwrap();
+    }
+    timeout(PATIENCE, daemon.run("other", ""))
+        .await
+        .expect("a start waits for readers of logs");
+    daemon.delete("other", true).await.unwrap();
+    // One that does read gets all of it.
+    let mut stream = streams.pop().unwrap();
+    let mut length = 0;
+    while let Some(message) = stream.message().await.unwrap() {
+        length += message.data.len();
+    }
+    assert!(length > 1 << 20, "{length}");
+}
+
+#[tokio::test]
+async fn a_dead_file_system_delays_only_its_own_vms() {
+    let daemon = Daemon::configured("limits = { file_seconds = 1 }\n").await;
+    let folder = daemon.path("nfs");
+    fs::create_dir(&folder).unwrap();
+    let disk = folder.join("disk");
+    fs::write(&disk, [0; 4096]).unwrap();
+    const HUNG: usize = 24;
+    for number in 0..HUNG {
+        let vm = with_disk(&daemon, &format!("hung{number}"), &disk);
+        daemon.create(vm).await.unwrap();
+    }
+    let dead = Dead::over(&folder);
+    let mut starts = tokio::task::JoinSet::new();
+    for number in 0..HUNG {
+        let mut client = daemon.client();
+        let request = v1::StartVmRequest {
+            name: format!("hung{number}"),
+            ..Default::default()
+        };
+        starts.spawn(async move { client.start_vm(request).await });
+    }
+    timeout(PATIENCE, daemon.run("other", ""))
+        .await
+        .expect("a start waits for the files of others");
+    while let Some(start) = starts.join_next().await {
+        let refused = start.unwrap().unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::Unavailable, "FILES_DO_NOT_ANSWER".into())
+        );
+    }
+    assert_eq!(
+        status(&daemon.get("hung0").await.unwrap()).phase(),
+        VmPhase::Failed
+    );
+    // Those who wait in the kernel are let go with it.
+    drop(dead);
+    daemon.start_vm("hung1").await.unwrap();
+}
+
+#[tokio::test]
+async fn a_daemon_comes_up_beside_a_dead_file_system() {
+    let mut daemon = Daemon::configured("limits = { file_seconds = 1 }\n").await;
+    let folder = daemon.path("nfs");
+    fs::create_dir(&folder).unwrap();
+    let disk = folder.join("disk");
+    fs::write(&disk, [0; 4096]).unwrap();
+    daemon.create(with_disk(&daemon, "there", &disk)).await.unwrap();
+    let there = daemon.start_vm("there").await.unwrap();
+    let other = daemon.run("other", "").await;
+    let dead = Dead::over(&folder);
+    timeout(PATIENCE, daemon.kill_and_restart())
+        .await
+        .expect("the daemon's start waits for the files of a VM");
+    for (name, before) in [("there", &there), ("other", &other)] {
+        let vm = daemon.get(name).await.unwrap();
+        assert_eq!(
+            (vm_pid(&vm), status(&vm).phase()),
+            (vm_pid(before), VmPhase::Running)
+        );
+    }
+    daemon.stop("there", None).await.unwrap();
+    drop(dead);
+    daemon.start_vm("there").await.unwrap();
+}
