@@ -66,6 +66,9 @@ pub enum RingError {
     /// The head's index is not below the queue's size.
     #[error("descriptor index {0} is out of range")]
     HeadIndex(u16),
+    /// More chains are taken and not given back than the queue has descriptors: some are there twice. Holds the head of one.
+    #[error("descriptor chain {0} is made available again before it was given back")]
+    Outstanding(u16),
     /// The chain is empty, loops, points outside its table, nests indirect tables, or is longer than 2³² bytes.
     #[error("descriptor chain {0} is broken")]
     Chain(u16),

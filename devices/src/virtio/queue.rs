@@ -147,6 +147,14 @@ impl Queue {
             Some(head) => head,
             None => self.read_heads(next)?,
         };
+        self.read_chain(head, chain)?;
+        self.state.next_avail = next.wrapping_add(1);
+        self.budget = budget;
+        Ok(true)
+    }
+
+    /// Reads the chain with that head into `chain`: one that is being taken, or was taken from this queue before it was saved.
+    pub fn read_chain(&self, head: u16, chain: &mut Chain) -> Result<(), RingError> {
         if head >= self.state.size {
             return Err(RingError::HeadIndex(head));
         }
@@ -157,10 +165,7 @@ impl Queue {
             head,
             &self.memory,
             &self.extent,
-        )?;
-        self.state.next_avail = next.wrapping_add(1);
-        self.budget = budget;
-        Ok(true)
+        )
     }
 
     /// Reads the head of the next chain, and some after it.

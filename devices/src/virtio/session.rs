@@ -120,6 +120,15 @@ impl Session {
         self.on(queue, false, |ring| ring.pop(chain))
     }
 
+    /// [`Queue::read_chain`]. A queue that is not there has no chains.
+    pub fn read_chain(&mut self, queue: u16, head: u16, chain: &mut Chain) -> Result<(), Fault> {
+        let absent = Err(RingError::HeadIndex(head));
+        let read = self
+            .queue(queue)
+            .map_or(absent, |ring| ring.read_chain(head, chain));
+        read.map_err(|error| Fault::Ring { queue, error })
+    }
+
     /// [`Queue::add_used`].
     pub fn add_used(&mut self, queue: u16, head: u16, written: u32) -> Result<(), Fault> {
         self.on(queue, (), |ring| ring.add_used(head, written))

@@ -7,7 +7,9 @@
 //!            writes are kept          none is kept any more
 //! ```
 //!
-//! A kept request holds its descriptors and what was copied of it, nothing of guest memory: the lists stay over a pause.
+//! A kept request holds its descriptors and what was copied of it, nothing of guest memory: the lists stay over a pause. Of a
+//! device that was restored only the heads are known; their chains are read at its first start, before anything is taken from the
+//! ring. A request can't be kept twice, so a queue keeps at most as many as it has descriptors.
 //!
 //! A driver may take a flush that succeeds for a promise about everything before it, and on some file systems an error
 //! in writing shows up once, at a flush. So as long as a write, discard or zeroing of *any* queue is kept (it is
@@ -52,6 +54,15 @@ impl Work {
     }
 }
 
+/// A kept request of a device that was restored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Restored {
+    /// Index of its first descriptor.
+    pub head: u16,
+    /// It is counted as unsettled.
+    pub unsettled: bool,
+}
+
 /// What one worker keeps.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
@@ -59,6 +70,8 @@ pub(super) struct Kept {
     flushes: Vec<Work>,
     /// To be submitted before anything new.
     again: VecDeque<Work>,
+    /// To be read at the next start; they come before all others.
+    restored: VecDeque<Restored>,
     /// Somebody was told that requests are kept, since the last pause.
     reported: bool,
 }
@@ -102,20 +115,43 @@ impl Kept {
             .len()
             .saturating_add(self.flushes.len())
             .saturating_add(self.again.len())
+            .saturating_add(self.restored.len())
+    }
+
+    /// All of them, in the order in which they are tried again.
+    pub(super) fn all(&self) -> impl Iterator<Item = Restored> {
+        let read = self.again.iter().chain(&self.failed).chain(&self.flushes);
+        let read = read.map(|work| Restored {
+            head: work.chain.head(),
+            unsettled: work.unsettled,
+        });
+        read.chain(self.restored.iter().copied())
+    }
+
+    /// Takes over what another worker kept.
+    pub(super) fn restore(&mut self, kept: Vec<Restored>, shared: &Shared) {
+        for _ in kept.iter().filter(|kept| kept.unsettled) {
+            shared.add_unsettled();
+        }
+        self.restored = kept.into();
+    }
+
+    /// The next one that was restored, to be read and given to [`read_again`](Self::read_again).
+    pub(super) fn restored(&self) -> Option<Restored> {
+        self.restored.front().copied()
+    }
+
+    /// [`restored`](Self::restored) was read.
+    pub(super) fn read_again(&mut self, work: Work) {
+        self.restored.pop_front();
+        self.again.push_back(work);
     }
 
     /// The driver wants none of them any more.
     pub(super) fn forget(&mut self, shared: &Shared) {
-        let all = self
-            .failed
-            .drain(..)
-            .chain(self.flushes.drain(..))
-            .chain(self.again.drain(..));
-        for work in all {
-            if work.unsettled {
-                shared.remove_unsettled();
-            }
+        for _ in self.all().filter(|kept| kept.unsettled) {
+            shared.remove_unsettled();
         }
-        self.reported = false;
+        *self = Self::default();
     }
 }

@@ -21,6 +21,7 @@ mod request;
     clippy::indexing_slicing
 )]
 mod simulation;
+mod state;
 mod stats;
 mod throttle;
 mod worker;

@@ -1,5 +1,7 @@
 //! Requests that the host can't carry out, on a disk that keeps them.
 
+use vm_memory::{Bytes, GuestAddress};
+
 use super::{
     engines::BadImage,
     storage::{CAPACITY, Storage},
@@ -211,19 +213,127 @@ fn a_discard_that_the_host_can_not_do_at_all_is_not_kept() {
     assert_eq!(held(&driver), 0);
 }
 
+fn holding(queues: u16) -> BlkOptions {
+    BlkOptions {
+        queues,
+        on_error: OnError::Hold,
+        ..options()
+    }
+}
+
 #[test]
-fn a_disk_that_keeps_requests_is_not_saved_until_they_are_done() {
+fn kept_requests_are_done_in_order_by_a_restored_disk_and_flushes_wait_for_those_of_all_queues() {
+    let storage = Storage::new();
+    let (mut driver, control) = storage.disk(2, OnError::Hold);
+    storage.set_full(true);
+    for sector in 1..=5 {
+        driver.submit(1, &out(sector));
+    }
+    until(|| control.stats().held == 5);
+    driver.submit(0, &flush());
+    until(|| control.stats().held == 6);
+    driver.rig.pause();
+    // More than once, and once without a resume in between.
+    for resumed in [false, true, false] {
+        let control = storage.restored(&mut driver, holding(2));
+        assert_eq!((control.stats().held, control.stats().in_flight), (6, 6));
+        if resumed {
+            let asked = storage.asked().len();
+            driver.rig.device.resume().unwrap();
+            until(|| storage.asked().len() == asked + 5 && control.stats().held == 6);
+            driver.rig.pause();
+        }
+    }
+    storage.set_full(false);
+    driver.submit(1, &out(6));
+    let control = storage.restored(&mut driver, holding(2));
+    driver.rig.device.resume().unwrap();
+    answers(&mut driver, 1, 6);
+    answers(&mut driver, 0, 1);
+    let done = storage.done();
+    let writes: Vec<_> = done
+        .iter()
+        .filter(|done| **done != Operation::Flush)
+        .copied()
+        .collect();
+    assert_eq!(writes, (1..=6).map(written).collect::<Vec<_>>());
+    assert!(
+        done.iter().position(|done| *done == Operation::Flush) >= Some(5),
+        "{done:?}"
+    );
+    until(|| control.stats().in_flight == 0);
+    assert_eq!(control.stats().held, 0);
+    assert_eq!(driver.rig.status(), 0xf);
+}
+
+#[test]
+fn a_reset_forgets_what_a_restored_disk_keeps_and_flushes_flow_again() {
     let storage = Storage::new();
     let (mut driver, control) = storage.disk(2, OnError::Hold);
     storage.set_full(true);
     driver.submit(1, &out(1));
     until(|| control.stats().held == 1);
     driver.rig.pause();
-    let error = driver.rig.device.save().unwrap_err().to_string();
-    assert!(error.contains("keeps requests"), "{error}");
-    storage.set_full(false);
-    driver.rig.device.resume().unwrap();
-    answers(&mut driver, 1, 1);
+    let control = storage.restored(&mut driver, holding(2));
+    driver.rig.reset_machine();
+    driver.relocate();
+    driver.start(ALL);
+    assert_eq!(control.stats().held, 0);
+    assert_eq!(driver.request(0, &flush()).1, [OK]);
+}
+
+#[test]
+fn a_kept_request_whose_chain_is_broken_when_it_is_read_again_makes_the_device_ask_for_a_reset() {
+    let storage = Storage::new();
+    let (mut driver, control) = storage.disk(1, OnError::Hold);
+    storage.set_full(true);
+    driver.submit(0, &out(1));
+    until(|| control.stats().held == 1);
     driver.rig.pause();
-    assert!(driver.rig.device.save().is_ok());
+    let head = driver.rings[0].desc;
+    let zeroes: [u8; 16 * 16] = [0; 16 * 16];
+    driver
+        .rig
+        .memory
+        .write_slice(&zeroes, GuestAddress(head))
+        .unwrap();
+    storage.restored(&mut driver, holding(1));
+    driver.rig.device.resume().unwrap();
+    driver.wait_needs_reset();
+    storage.set_full(false);
+    driver.relocate();
+    driver.start(ALL);
+    assert_eq!(driver.request(0, &flush()).1, [OK], "nothing is unsettled");
+}
+
+#[test]
+fn a_request_that_is_made_available_again_and_again_is_kept_no_more_often_than_the_queue_has_descriptors() {
+    let storage = Storage::new();
+    let (mut driver, control) = storage.disk(1, OnError::Hold);
+    storage.set_full(true);
+    driver.submit(0, &out(1));
+    until(|| control.stats().held == 1);
+    // All other entries of the available ring name the same head.
+    let (size, avail, memory) = (
+        driver.rings[0].size,
+        driver.rings[0].avail,
+        driver.rig.memory.clone(),
+    );
+    let head: u16 = memory.read_obj(GuestAddress(avail + 4)).unwrap();
+    for entry in 1..u64::from(size) {
+        memory
+            .write_obj(head, GuestAddress(avail + 4 + entry * 2))
+            .unwrap();
+    }
+    driver.rings[0].set_avail_index(&memory, size);
+    driver.kick(0);
+    until(|| control.stats().held == u64::from(size));
+    driver.rings[0].set_avail_index(&memory, size + 1);
+    driver.kick(0);
+    driver.wait_needs_reset();
+    assert_eq!(control.stats().held, u64::from(size));
+    storage.set_full(false);
+    driver.relocate();
+    driver.start(ALL);
+    assert_eq!(driver.request(0, &out(2)).1, [OK]);
 }

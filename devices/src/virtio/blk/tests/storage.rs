@@ -17,6 +17,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::options;
 use crate::{
     block::{Completion, Engine, Geometry, Image, Operation, Request},
+    component::Component as _,
     virtio::{
         blk::{Blk, BlkControl, BlkOptions, OnError},
         testing::{Driver, Rig},
@@ -65,6 +66,16 @@ impl Storage {
         let mut driver = Driver::new(Rig::new(Box::new(front)));
         driver.start(super::ALL);
         (driver, control)
+    }
+
+    /// Another disk of that storage in the place of the driver's, with the state that the old one had; paused.
+    pub fn restored(self: &Arc<Self>, driver: &mut Driver, options: BlkOptions) -> BlkControl {
+        let section = driver.rig.device.save().unwrap();
+        let front = Blk::new(Box::new(StorageImage(self.clone())), options);
+        let control = front.control();
+        driver.rig = driver.rig.restored(Box::new(front), &section).unwrap();
+        assert_eq!(driver.rig.device.save().unwrap(), section);
+        control
     }
 
     pub fn set_full(&self, full: bool) {

@@ -25,7 +25,7 @@ use super::{
 use crate::{
     GuestMemory,
     block::Engine,
-    state::{Section, StateError, message},
+    state::{Section, StateError},
     sys::Iovecs,
     virtio::{
         device::{Drained, Progress, QueueHandler},
@@ -59,7 +59,7 @@ struct Slot {
 }
 
 /// The time, asked for at most once in a round.
-struct Clock {
+pub(super) struct Clock {
     begin: Instant,
     now: Option<Instant>,
 }
@@ -77,7 +77,7 @@ impl Clock {
     }
 
     /// Nanoseconds since the worker was made: quicker to compute with than an `Instant`.
-    fn nanos(&mut self) -> u64 {
+    pub(super) fn nanos(&mut self) -> u64 {
         let since = self.now().saturating_duration_since(self.begin);
         since
             .as_secs()
@@ -92,10 +92,12 @@ impl Clock {
 
 /// The device side of one queue.
 pub(super) struct BlkHandler {
-    queue: u16,
+    pub(super) queue: u16,
+    /// Descriptors of the queue. No more requests are outstanding: each has one at least (2.7.5).
+    pub(super) size: usize,
     engine: Box<dyn Engine>,
-    shared: Arc<Shared>,
-    limits: Limits,
+    pub(super) shared: Arc<Shared>,
+    pub(super) limits: Limits,
     identity: Identity,
     on_error: OnError,
     /// By token. Emptied at each start: the buffers hold on to guest memory.
@@ -104,13 +106,13 @@ pub(super) struct BlkHandler {
     memory: Option<Arc<GuestMemory>>,
     /// Shows others what is in the ring; there from a start until it has drained.
     gauge: Option<Arc<Gauge>>,
-    negotiated: Negotiated,
-    kept: Kept,
+    pub(super) negotiated: Negotiated,
+    pub(super) kept: Kept,
     throttle: Throttle,
     pace: Pace,
-    clock: Clock,
+    pub(super) clock: Clock,
     /// Requests taken that have not completed.
-    outstanding: usize,
+    pub(super) outstanding: usize,
     /// Requests that completed in this round.
     completions: usize,
     /// It has waited for requests in the ring, in vain.
@@ -132,6 +134,7 @@ impl BlkHandler {
     ) -> Self {
         Self {
             queue,
+            size: 0,
             engine,
             shared,
             limits,
@@ -371,14 +374,18 @@ impl QueueHandler for BlkHandler {
             discard: session.has_feature(VIRTIO_BLK_F_DISCARD),
             write_zeroes: session.has_feature(VIRTIO_BLK_F_WRITE_ZEROES),
         };
-        self.memory = Some(Arc::new(session.memory().clone()));
-        self.show_ring(session.queue(self.queue).map(|ring| &*ring));
+        let memory = Arc::new(session.memory().clone());
+        self.memory = Some(Arc::clone(&memory));
+        let ring = session.queue(self.queue).map(|ring| &*ring);
+        self.size = ring.map_or(0, |ring| ring.size().into());
+        self.show_ring(ring);
         self.slots.clear();
         self.free.clear();
         self.pace = Pace::default();
         self.completions = 0;
         self.throttle.start();
         self.kept.restart();
+        self.read_restored(session, &memory)?;
         let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
         if let Some(event) = self.engine.event() {
             session.watch(event, COMPLETIONS, edges)?;
@@ -436,15 +443,10 @@ impl QueueHandler for BlkHandler {
     }
 
     fn save(&self) -> Result<Section, StateError> {
-        if self.kept.len() > 0 {
-            let why = "it keeps requests that the host could not carry out";
-            return Err(StateError::not_migratable("a disk", why));
-        }
-        let id = self.queue.to_string();
-        Ok(Section::new(&id, &message::VirtioBlkQueue {}))
+        Ok(Section::new(&self.queue.to_string(), &self.kept.save()))
     }
 
     fn restore(&mut self, section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
-        section.open::<message::VirtioBlkQueue>().map(|_| ())
+        self.restore_kept(&section.open()?)
     }
 }

@@ -17,7 +17,7 @@ use crate::{
             hold::Work,
             request::{HEADER, Plan, Status},
         },
-        fault::Fault,
+        fault::{Fault, RingError},
         session::Session,
     },
 };
@@ -121,12 +121,26 @@ impl BlkHandler {
         token: u32,
     ) -> Result<bool, Fault> {
         self.outstanding = self.outstanding.saturating_add(1);
+        if self.outstanding > self.size {
+            return Err(self.refuse_more(token));
+        }
         self.plan(memory, token)?;
         if self.throttle.limits() && self.has_to_wait(session, token)? {
             return Ok(false);
         }
         self.begin(session, memory, token)?;
         Ok(true)
+    }
+
+    /// The driver made a chain available again that it does not have: else requests that are kept would have no end.
+    fn refuse_more(&mut self, token: u32) -> Fault {
+        self.outstanding = self.outstanding.saturating_sub(1);
+        self.free.push(token);
+        let head = self.slots.get(token as usize).map(|slot| slot.work.chain.head());
+        Fault::Ring {
+            queue: self.queue,
+            error: RingError::Outstanding(head.unwrap_or_default()),
+        }
     }
 
     /// Decides what is to be done for the request in slot `token`, which was just taken from the ring.
