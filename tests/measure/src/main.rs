@@ -1,12 +1,16 @@
 //! `measure start`: starts the same kernel and initrd under our `vmm` and under QEMU (microvm and q35), in turn, and
 //! prints one JSON object a run. `measure disk` does the same with fio on a disk, in guests that are up beside each other.
+//! `measure memory` boots it with its RAM backed in different ways.
 //! It runs as root in the test node; `make bench` copies it there, runs it and makes the tables. Its figures are compared
 //! with each other only: absolute times of an emulated node mean nothing.
 
+mod access;
+mod backing;
 mod disk;
 mod kvm_stats;
 mod memory;
 mod run;
+mod tiny;
 mod trace;
 mod vmm;
 
@@ -36,6 +40,14 @@ enum Command {
         #[arg(long, default_value_t = 10)]
         idle: u64,
     },
+    /// Time to the first instruction alone.
+    First {
+        #[command(flatten)]
+        common: Common,
+        /// Of a kernel of some bytes without an initial RAM disk.
+        #[arg(long)]
+        tiny: bool,
+    },
     /// Time, VM exits and host CPU time for each request to a disk.
     Disk {
         #[command(flatten)]
@@ -52,6 +64,31 @@ enum Command {
         /// Only fio jobs whose name contains this.
         #[arg(long, default_value = "")]
         job: String,
+    },
+    /// Boots of a guest whose RAM is backed in different ways, what it then costs that the guest touches memory, and what the
+    /// host gets back from the balloon. The initial RAM disk has this program in /bin.
+    Memory {
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Touches memory for the first time, then reads it at random.
+    Access {
+        /// How much of it.
+        #[arg(long)]
+        mib: usize,
+        /// What backs it.
+        #[arg(long, value_enum, default_value = "private")]
+        backing: access::Backing,
+    },
+    /// Writes a kernel of some bytes that halts.
+    Tiny {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The memory of running VMMs.
+    Look {
+        /// Their processes.
+        pids: Vec<u32>,
     },
 }
 
@@ -83,7 +120,7 @@ impl Common {
             vmm: self.vmm.clone(),
             qemu: self.qemu.clone(),
             kernel: self.kernel.clone(),
-            initrd: self.initrd.clone(),
+            initrd: Some(self.initrd.clone()),
         }
     }
 
@@ -100,11 +137,33 @@ impl Common {
 
     /// Measures all subjects in turn.
     fn start(&self, idle: u64) -> Result<()> {
-        let subjects = vmm::subjects(&self.programs())?;
-        let subjects = self.wanted(&subjects)?;
+        let programs = self.programs();
+        let subjects = vmm::subjects(&programs)?;
         for number in 0..self.runs {
-            for subject in &subjects {
+            for subject in self.wanted(&subjects)? {
                 print(subject.name, number, &run::start(subject, idle)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Times to the first instruction of all subjects in turn, of a kernel of some bytes or of the guest.
+    fn first(&self, tiny: bool) -> Result<()> {
+        let programs = self.programs();
+        let programs = if tiny {
+            programs.with_tiny_kernel()?
+        } else {
+            programs
+        };
+        let subjects = vmm::subjects(&programs)?;
+        for number in 0..self.runs {
+            for subject in self.wanted(&subjects)? {
+                let us = run::first_instruction(subject)?;
+                print(
+                    subject.name,
+                    number,
+                    &serde_json::json!({ "first_instruction_us": us }),
+                );
             }
         }
         Ok(())
@@ -142,6 +201,7 @@ fn print(subject: &str, run: u32, result: &impl Serialize) {
 fn main() -> Result<()> {
     match Arguments::parse().command {
         Command::Start { common, idle } => common.start(idle),
+        Command::First { common, tiny } => common.first(tiny),
         Command::Disk {
             common,
             raw,
@@ -149,5 +209,19 @@ fn main() -> Result<()> {
             turns,
             job,
         } => common.disk(&raw, &qcow2, &job, turns),
+        Command::Memory { common } => backing::run(&common.programs(), common.runs, |name, run, cost| {
+            print(name, run, cost);
+        }),
+        Command::Access { mib, backing } => {
+            println!("{}", serde_json::to_string(&access::run(mib, backing)?)?);
+            Ok(())
+        }
+        Command::Tiny { path } => Ok(std::fs::write(path, tiny::kernel())?),
+        Command::Look { pids } => {
+            for pid in pids {
+                println!("{}", serde_json::to_string(&memory::of(pid)?)?);
+            }
+            Ok(())
+        }
     }
 }

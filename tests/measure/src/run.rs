@@ -13,7 +13,8 @@ use serde::Serialize;
 
 use crate::{
     kvm_stats::{self, Counters},
-    memory, trace,
+    memory::{self, Memory},
+    trace,
     vmm::Subject,
 };
 
@@ -24,8 +25,7 @@ pub struct Start {
     init_us: u128,
     exits_to_init: Counters,
     idle_exits_per_second: f64,
-    pss_beyond_guest_kib: u64,
-    pss_guest_kib: u64,
+    memory: Memory,
 }
 
 /// What a guest has not printed by then it won't print any more: it may have fallen silent, or complain of itself for ever.
@@ -154,7 +154,8 @@ pub fn start(subject: &Subject, idle: u64) -> Result<Start> {
     measure(subject, idle, first_instruction_us).with_context(|| format!("{}: start to init", subject.name))
 }
 
-fn first_instruction(subject: &Subject) -> Result<u128> {
+/// Microseconds from just before the process is started until its guest's first instruction.
+pub fn first_instruction(subject: &Subject) -> Result<u128> {
     let tracer = trace::FirstEntry::new()?;
     let begin = trace::now();
     let _running = Running::new(subject)?;
@@ -177,14 +178,12 @@ fn measure(subject: &Subject, idle: u64, first_instruction_us: u128) -> Result<S
     let exits = |counters: &Counters| counters.get("exits").copied().unwrap_or(0);
     #[allow(clippy::cast_precision_loss, reason = "small numbers")]
     let idle_exits_per_second = exits(&after).saturating_sub(exits(&before)) as f64 / idle as f64;
-    let (pss_guest_kib, pss_beyond_guest_kib) = memory::pss(pid)?;
     Ok(Start {
         first_instruction_us,
         init_us,
         exits_to_init,
         idle_exits_per_second,
-        pss_beyond_guest_kib,
-        pss_guest_kib,
+        memory: memory::of(pid)?,
     })
 }
 

@@ -8,6 +8,9 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use crate::tiny;
 
 /// Guest RAM of each in bytes.
 pub const MEMORY: u64 = 256 << 20;
@@ -61,8 +64,22 @@ pub struct Programs {
     pub qemu: PathBuf,
     /// A bzImage.
     pub kernel: PathBuf,
-    /// An initial RAM disk.
-    pub initrd: PathBuf,
+    /// An initial RAM disk, if it has one.
+    pub initrd: Option<PathBuf>,
+}
+
+impl Programs {
+    /// The same with a kernel of some bytes that halts: what they take until its first instruction is their own.
+    pub fn with_tiny_kernel(&self) -> Result<Self> {
+        let kernel = std::env::temp_dir().join("measure-tiny");
+        fs::write(&kernel, tiny::kernel()).context("write the tiny kernel")?;
+        Ok(Self {
+            kernel,
+            initrd: None,
+            vmm: self.vmm.clone(),
+            qemu: self.qemu.clone(),
+        })
+    }
 }
 
 /// A disk of the guest, past the page cache of the node, with one queue and one thread of the VMM's for it.
@@ -88,10 +105,24 @@ impl Disk<'_> {
 /// All of them without a disk.
 pub fn subjects(programs: &Programs) -> Result<Vec<Subject>> {
     Ok(vec![
-        ours("vmm", programs, None)?,
+        ours("vmm", programs, None, json!({}))?,
         qemu("microvm", programs, MICROVM, None),
         qemu("q35", programs, "q35", None),
     ])
+}
+
+/// Ours without a disk, with `spec.memory` and `spec.balloon` as they are given.
+pub fn with_memory(
+    name: &'static str,
+    programs: &Programs,
+    memory: &Value,
+    balloon: Option<Value>,
+) -> Result<Subject> {
+    let mut more = json!({"memory": memory});
+    if let Some(balloon) = balloon {
+        more["balloon"] = balloon;
+    }
+    ours(name, programs, None, more)
 }
 
 /// All of them with a disk: raw under each, qcow2 under ours and q35.
@@ -105,10 +136,10 @@ pub fn with_disks(programs: &Programs, raw: &Path, qcow2: &Path) -> Result<Vec<S
         template: qcow2,
     });
     Ok(vec![
-        ours("vmm-raw", programs, raw)?,
+        ours("vmm-raw", programs, raw, json!({}))?,
         qemu("microvm-raw", programs, MICROVM, raw),
         qemu("q35-raw", programs, "q35", raw),
-        ours("vmm-qcow2", programs, qcow2)?,
+        ours("vmm-qcow2", programs, qcow2, json!({}))?,
         qemu("q35-qcow2", programs, "q35", qcow2),
     ])
 }
@@ -120,22 +151,29 @@ fn cmdline(disk: Option<Disk<'_>>) -> String {
     }
 }
 
-fn ours(name: &'static str, programs: &Programs, disk: Option<Disk<'_>>) -> Result<Subject> {
+/// `more` takes the place of fields of the spec.
+fn ours(name: &'static str, programs: &Programs, disk: Option<Disk<'_>>, more: Value) -> Result<Subject> {
     let spec = std::env::temp_dir().join(format!("measure-{name}.yaml"));
-    let mut manifest = serde_json::json!({
+    let mut manifest = json!({
         "apiVersion": "vmmd/v1",
         "kind": "Vm",
         "metadata": {"name": "measure"},
         "spec": {
             "cpu": {"cores": 1},
             "memory": {"sizeBytes": MEMORY},
-            "boot": {"linux": {"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": cmdline(disk)}},
+            "boot": {"linux": {"kernel": programs.kernel, "cmdline": cmdline(disk)}},
         },
     });
+    if let Some(initrd) = &programs.initrd {
+        manifest["spec"]["boot"]["linux"]["initrd"] = json!(initrd);
+    }
+    if let (Value::Object(spec), Value::Object(more)) = (&mut manifest["spec"], more) {
+        spec.extend(more);
+    }
     let image = disk.map(|disk| disk.image(name));
     if let (Some(disk), Some(image)) = (disk, &image) {
         let format = format!("DISK_FORMAT_{}", disk.format.to_uppercase());
-        manifest["spec"]["disks"] = serde_json::json!([{
+        manifest["spec"]["disks"] = json!([{
             "name": "data", "path": image.path, "format": format, "cache": "DISK_CACHE_NONE", "queues": 1,
         }]);
     }
@@ -174,8 +212,10 @@ fn qemu(name: &'static str, programs: &Programs, machine: &str, disk: Option<Dis
     ] {
         arguments.extend([option.into(), value.into()]);
     }
-    let (kernel, initrd) = (programs.kernel.clone().into(), programs.initrd.clone().into());
-    arguments.extend(["-kernel".into(), kernel, "-initrd".into(), initrd]);
+    arguments.extend(["-kernel".into(), programs.kernel.clone().into()]);
+    if let Some(initrd) = &programs.initrd {
+        arguments.extend(["-initrd".into(), initrd.clone().into()]);
+    }
     let image = disk.map(|disk| disk.image(name));
     if let (Some(disk), Some(image)) = (disk, &image) {
         let drive = format!(

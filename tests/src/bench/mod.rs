@@ -5,6 +5,7 @@ mod daemon;
 mod disk;
 mod ends;
 mod fleet;
+mod memory;
 mod pacing;
 mod rings;
 mod start;
@@ -23,6 +24,8 @@ use crate::{Node, paths, run};
 pub enum Part {
     /// Start to init, and StartVm. In the node.
     Start,
+    /// What backs guest RAM, and the memory of a `vmm` beside it. In the node, and a part on this machine.
+    Memory,
     /// Requests to a disk. In the node.
     Disk,
     /// How soon the end of a run is told. In the node.
@@ -40,6 +43,7 @@ impl Part {
     pub fn run(self, runs: u32) -> Result<String> {
         match self {
             Part::Start => Ok(start::run(&Node::get()?, runs)? + &daemon::run(runs)?),
+            Part::Memory => memory::run(&Node::get()?, runs),
             Part::Disk => disk::run(&Node::get()?, runs),
             Part::Ends => ends::run(runs),
             Part::Rings => rings::run(),

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result};
-use serde::Deserialize;
+use serde::{Deserialize, de::DeserializeOwned};
 
 use super::{
     median,
@@ -24,9 +24,14 @@ const NO_EXITS: [&str; 6] = [
 ];
 
 #[derive(Deserialize)]
-struct Line {
+struct Line<T> {
     vmm: String,
-    result: Start,
+    result: T,
+}
+
+#[derive(Deserialize)]
+struct First {
+    first_instruction_us: f64,
 }
 
 #[derive(Deserialize)]
@@ -35,8 +40,15 @@ struct Start {
     init_us: f64,
     exits_to_init: BTreeMap<String, u64>,
     idle_exits_per_second: f64,
-    pss_beyond_guest_kib: f64,
-    pss_guest_kib: f64,
+    memory: Memory,
+}
+
+#[derive(Deserialize)]
+struct Memory {
+    guest_kib: f64,
+    written_kib: f64,
+    unshared_files_kib: f64,
+    shared_kib: f64,
 }
 
 /// Measures and renders.
@@ -44,48 +56,64 @@ pub fn run(node: &Node, runs: u32) -> Result<String> {
     let measure = programs::build_static("vmmd-measure", "measure")?;
     node.copy_in(&measure, "/root/measure")?;
     let guests = node.guests();
-    let command = format!(
-        "/root/measure start --kernel {} --initrd {} --vmm /usr/lib/vmmd/vmm --runs {runs}",
+    let of_guest = format!(
+        "--kernel {} --initrd {} --vmm /usr/lib/vmmd/vmm --runs {runs}",
         guests.vmlinuz(Kernel::Cloud612),
         guests.initrd(Kernel::Cloud612),
     );
-    let output = node.ssh_within(&command, Deadline::seconds(u64::from(runs) * 600))?;
+    let starts = measured(node, &format!("start {of_guest}"), runs)?;
+    let tiny = measured(node, &format!("first --tiny {of_guest}"), runs)?;
+    Ok(report(&starts, &tiny, runs))
+}
+
+/// What `measure` prints in the node.
+fn measured<T: DeserializeOwned>(node: &Node, arguments: &str, runs: u32) -> Result<Vec<Line<T>>> {
+    let deadline = Deadline::seconds(u64::from(runs) * 600);
+    let output = node.ssh_within(&format!("/root/measure {arguments}"), deadline)?;
     anyhow::ensure!(
         output.success(),
         "measure in the node: {}{}",
         output.stdout,
         output.stderr
     );
-    let lines = output
-        .stdout
-        .lines()
-        .map(serde_json::from_str)
-        .collect::<Result<Vec<Line>, _>>();
-    let lines = lines.context("read what measure printed")?;
-    Ok(report(&lines, runs))
+    let lines = output.stdout.lines().map(serde_json::from_str);
+    lines
+        .collect::<Result<_, _>>()
+        .context("read what measure printed")
 }
 
-fn report(lines: &[Line], runs: u32) -> String {
-    let row = |name: &str, value: &dyn Fn(&Start) -> f64| {
-        let of = |vmm: &str| {
-            let results = lines.iter().filter(|line| line.vmm == vmm);
-            median(results.map(|line| value(&line.result)))
-        };
-        Row::new(name, NAMES.map(of).to_vec())
+/// The median of a figure of each VMM.
+fn medians<T>(lines: &[Line<T>], value: impl Fn(&T) -> f64) -> Vec<f64> {
+    let of = |vmm: &str| {
+        let results = lines.iter().filter(|line| line.vmm == vmm);
+        median(results.map(|line| value(&line.result)))
     };
+    NAMES.map(of).to_vec()
+}
+
+fn report(lines: &[Line<Start>], tiny: &[Line<First>], runs: u32) -> String {
+    let row = |name: &str, value: &dyn Fn(&Start) -> f64| Row::new(name, medians(lines, value));
     let times = [
         row("process start to first guest instruction, ms", &|start| {
             start.first_instruction_us / 1000.0
         }),
+        Row::new(
+            "the same with a kernel of some bytes, no initramfs, ms",
+            medians(tiny, |first| first.first_instruction_us / 1000.0),
+        ),
         row("process start to init, ms", &|start| start.init_us / 1000.0),
         row("VM exits to init", &|start| counter(start, "exits")),
         row("nested page faults to init", &|start| counter(start, "pf_taken")),
         row("idle VM exits/s", &|start| start.idle_exits_per_second),
-        row("private memory beyond guest RAM at idle (PSS), MiB", &|start| {
-            start.pss_beyond_guest_kib / 1024.0
+        row("memory beyond guest RAM at idle: written, MiB", &|start| {
+            start.memory.written_kib / 1024.0
         }),
-        row("guest RAM in use at idle (PSS), MiB", &|start| {
-            start.pss_guest_kib / 1024.0
+        row(
+            "memory beyond guest RAM at idle: program and libraries, MiB",
+            &|start| (start.memory.unshared_files_kib + start.memory.shared_kib) / 1024.0,
+        ),
+        row("guest RAM in use at idle, MiB", &|start| {
+            start.memory.guest_kib / 1024.0
         }),
     ];
     let kinds: BTreeSet<&str> = lines

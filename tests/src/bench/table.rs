@@ -115,6 +115,29 @@ pub fn render(names: &[&str], rows: &[Row]) -> String {
     text
 }
 
+/// The table without ratios: columns that are not compared with the first one.
+pub fn plain(names: &[&str], rows: &[Row]) -> String {
+    let mut text = format!(
+        "| | {} |\n|---|{}\n",
+        names.join(" | "),
+        "---:|".repeat(names.len())
+    );
+    for row in rows {
+        let figures = row.values.iter().map(|value| match value.is_nan() {
+            true => "–".to_owned(),
+            false => figure(*value),
+        });
+        writeln!(
+            text,
+            "| {} | {} |",
+            row.name,
+            figures.collect::<Vec<_>>().join(" | ")
+        )
+        .ok();
+    }
+    text
+}
+
 /// A figure with three digits that matter, and commas between thousands.
 fn figure(value: f64) -> String {
     if value < 100.0 {
@@ -145,6 +168,15 @@ mod tests {
             Some("| exits | 3,000 | 6,000 | 24,000 | 0.50 | 0.12 |")
         );
         assert_eq!(table.lines().nth(1), Some("|---|---:|---:|---:|---:|---:|"));
+    }
+
+    #[test]
+    fn a_plain_table_has_no_ratios_and_a_dash_for_what_was_not_measured() {
+        let rows = [Row::new("x", vec![3000.0, f64::NAN])];
+        assert_eq!(
+            plain(&["a", "b"], &rows),
+            "| | a | b |\n|---|---:|---:|\n| x | 3,000 | – |\n"
+        );
     }
 
     #[test]
