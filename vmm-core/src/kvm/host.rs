@@ -4,6 +4,7 @@ use std::{
     fs::OpenOptions,
     io,
     os::fd::{FromRawFd, IntoRawFd, OwnedFd},
+    sync::OnceLock,
 };
 
 use kvm_bindings::{CpuId, KVM_API_VERSION, KVM_CAP_IOEVENTFD_ANY_LENGTH, KVM_MAX_CPUID_ENTRIES};
@@ -91,6 +92,8 @@ const REQUIRED: &[(Cap, &str)] = &[
 #[derive(Debug)]
 pub struct Host {
     kvm: Kvm,
+    /// Asked for once: KVM executes CPUID some 60 times for it, each of which leaves a host that is a guest itself.
+    supported: OnceLock<CpuId>,
 }
 
 impl Host {
@@ -137,7 +140,10 @@ impl Host {
         if kvm.check_extension_raw(KVM_CAP_IOEVENTFD_ANY_LENGTH.into()) <= 0 {
             return Err(KvmError::Capability("KVM_CAP_IOEVENTFD_ANY_LENGTH"));
         }
-        Ok(Self { kvm })
+        Ok(Self {
+            kvm,
+            supported: OnceLock::new(),
+        })
     }
 
     pub(crate) fn kvm(&self) -> &Kvm {
@@ -146,9 +152,14 @@ impl Host {
 
     /// What CPUID can say on this host (`KVM_GET_SUPPORTED_CPUID`).
     pub fn supported_cpuid(&self) -> Result<CpuId, KvmError> {
-        self.kvm
+        if let Some(supported) = self.supported.get() {
+            return Ok(supported.clone());
+        }
+        let supported = self
+            .kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-            .map_err(KvmError::ioctl("KVM_GET_SUPPORTED_CPUID"))
+            .map_err(KvmError::ioctl("KVM_GET_SUPPORTED_CPUID"))?;
+        Ok(self.supported.get_or_init(|| supported).clone())
     }
 
     /// Width of a physical address of guests (CPUID leaf 0x8000_0008, EAX, bits 7:0; 36 without it, Intel SDM vol. 3,

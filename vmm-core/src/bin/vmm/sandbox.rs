@@ -3,6 +3,7 @@
 //! Order: descriptors (inherited, or opened by `vmm run`), uid and capabilities ([`check_inherited`], [`drop_rights`]),
 //! Landlock and the main thread's seccomp filter ([`close_in`]), then threads, each with the filter of its kind.
 
+mod capabilities;
 mod landlock;
 mod lists;
 mod seccomp;
@@ -19,26 +20,18 @@ use crate::{args::Seccomp, sys};
 /// The user that `vmm run` becomes when it was started as root: "nobody".
 const NOBODY: u32 = 65534;
 
-const SETS: [CapSet; 5] = [
-    CapSet::Ambient,
-    CapSet::Bounding,
-    CapSet::Effective,
-    CapSet::Inheritable,
-    CapSet::Permitted,
-];
-
 /// Under the daemon: everything was dropped before the exec. Checks that it was.
 pub fn check_inherited(keep: &[RawFd]) -> Result<()> {
     if getuid().is_root() {
         bail!("`vmm serve` does not run as root: start it under a user of its own (vmmd does)");
     }
-    for set in SETS {
-        let held = caps::read(None, set).context("reading the capability sets")?;
-        if !held.is_empty() {
-            bail!(
-                "`vmm serve` runs without capabilities, but its {set:?} set holds {held:?}: clear it before the exec"
-            );
-        }
+    let sets = capabilities::held().context("reading the capability sets")?;
+    if let Some(set) = sets.into_iter().find(|set| set.bits != 0) {
+        bail!(
+            "`vmm serve` runs without capabilities, but its {} set holds {:?}: clear it before the exec",
+            set.name,
+            set.known().collect::<Vec<_>>()
+        );
     }
     sys::close_others(keep).context("closing inherited descriptors")?;
     lock_down()
@@ -120,17 +113,15 @@ impl Sandbox {
 }
 
 fn drop_bounding_set() -> Result<()> {
-    let held: Vec<Capability> = caps::read(None, CapSet::Bounding)
-        .context("reading the bounding set")?
-        .into_iter()
-        .collect();
+    let [_, bounding, effective, ..] = capabilities::held().context("reading the capability sets")?;
     // In a container some may be missing, among them the right to drop others; what can't be dropped can't be
     // gained back either, since no_new_privs is set below.
-    if caps::has_cap(None, CapSet::Effective, Capability::CAP_SETPCAP).unwrap_or(false) {
-        for capability in held {
-            caps::drop(None, CapSet::Bounding, capability)
-                .with_context(|| format!("dropping {capability} from the bounding set"))?;
-        }
+    if effective.bits & Capability::CAP_SETPCAP.bitmask() == 0 {
+        return Ok(());
+    }
+    for capability in bounding.known() {
+        caps::drop(None, CapSet::Bounding, capability)
+            .with_context(|| format!("dropping {capability} from the bounding set"))?;
     }
     Ok(())
 }
