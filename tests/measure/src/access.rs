@@ -14,6 +14,8 @@ use rustix::{
 };
 use serde::Serialize;
 
+use crate::memory;
+
 /// Accesses in a round, and rounds; the median round counts.
 const ACCESSES: u32 = 1 << 18;
 const ROUNDS: usize = 9;
@@ -38,6 +40,8 @@ pub struct Access {
     collapse_us: u64,
     /// Page faults of the process meanwhile.
     faults: u64,
+    /// How much of it then is in huge pages, when it is at least as much as the least that a guest has.
+    huge_kib: u64,
     /// A read of a word in a random page.
     read_ns: f64,
 }
@@ -45,27 +49,33 @@ pub struct Access {
 /// Does it with that many MiB.
 pub fn run(mib: usize, backing: Backing) -> Result<Access> {
     let length = mib << 20;
-    let memory = map(length, backing)?;
+    let start = map(length, backing)?;
     let (begin, before) = (cpu_time(), faults()?);
     for offset in (0..length).step_by(page_size()) {
         // SAFETY: inside a writable mapping of `length` bytes that nobody else knows and that is never unmapped.
-        unsafe { memory.wrapping_add(offset).write_volatile(1) };
+        unsafe { start.wrapping_add(offset).write_volatile(1) };
     }
     let touched = cpu_time();
     if backing == Backing::Collapsed {
         // SAFETY: changes the pages behind the mapping, not what they hold.
-        if unsafe { libc::madvise(memory.cast(), length, libc::MADV_COLLAPSE) } != 0 {
-            return Err(io::Error::last_os_error()).context("MADV_COLLAPSE");
+        if unsafe { libc::madvise(start.cast(), length, libc::MADV_COLLAPSE) } != 0 {
+            // The host has not that many huge pages: the rest stays as it is.
+            let error = io::Error::last_os_error();
+            if !matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::EAGAIN)) {
+                return Err(error).context("MADV_COLLAPSE");
+            }
         }
     }
     let collapsed = cpu_time();
     let faults = faults()? - before;
-    let mut rounds: Vec<Duration> = (0..ROUNDS).map(|_| read(memory, length)).collect();
+    let huge_kib = memory::of(std::process::id())?.guest_huge_kib;
+    let mut rounds: Vec<Duration> = (0..ROUNDS).map(|_| read(start, length)).collect();
     rounds.sort();
     Ok(Access {
         touch_us: micros(touched - begin),
         collapse_us: micros(collapsed - touched),
         faults,
+        huge_kib,
         read_ns: rounds[ROUNDS / 2].as_secs_f64() * 1e9 / f64::from(ACCESSES),
     })
 }
@@ -75,7 +85,7 @@ fn micros(time: Duration) -> u64 {
 }
 
 /// A round of reads, each of whose addresses depends on the one before.
-fn read(memory: *mut u8, length: usize) -> Duration {
+fn read(start: *mut u8, length: usize) -> Duration {
     let pages = (length / page_size()) as u64;
     let begin = cpu_time();
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
@@ -86,7 +96,7 @@ fn read(memory: *mut u8, length: usize) -> Duration {
         // The page by the upper bits, the word in it by the lower ones.
         let page = ((state >> 32) * pages) >> 32;
         let offset = page * page_size() as u64 + (state & (page_size() as u64 - 8));
-        let word = memory
+        let word = start
             .wrapping_add(usize::try_from(offset).unwrap_or(0))
             .cast::<u64>();
         // SAFETY: aligned and inside a mapping of `length` bytes that is never unmapped.

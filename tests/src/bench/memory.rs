@@ -35,7 +35,7 @@ const ACCESSES: [(&str, &str); 3] = [
     ("collapsed", "memfd, collapsed"),
 ];
 /// How much memory of this machine is touched, in MiB.
-const ACCESS_MIB: u32 = 1024;
+const ACCESS_MIB: u32 = 512;
 
 /// As many VMs are up at once.
 const VMS: usize = 50;
@@ -73,6 +73,7 @@ struct Access {
     touch_us: f64,
     collapse_us: f64,
     faults: f64,
+    huge_kib: f64,
     read_ns: f64,
 }
 
@@ -186,6 +187,7 @@ fn here(runs: u32) -> Result<String> {
     let rows = [
         row("page faults", &|access| access.faults),
         row("first touch, ms", &|access| access.touch_us / 1000.0),
+        row("in huge pages then, MiB", &|access| access.huge_kib / 1024.0),
         row("MADV_COLLAPSE, ms", &|access| access.collapse_us / 1000.0),
         row("read of a word in a random page, ns", &|access| access.read_ns),
     ];

@@ -3,6 +3,7 @@
 //! Order: descriptors (inherited, or opened by `vmm run`), uid and capabilities ([`check_inherited`], [`drop_rights`]),
 //! Landlock and the main thread's seccomp filter ([`close_in`]), then threads, each with the filter of its kind.
 
+mod bpf;
 mod capabilities;
 mod landlock;
 mod lists;

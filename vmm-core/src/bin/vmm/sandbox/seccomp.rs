@@ -8,12 +8,12 @@ use std::{collections::BTreeMap, sync::OnceLock};
 
 use anyhow::{Context, Result, anyhow, bail};
 use devices::thread::{ThreadKind, set_entry};
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch, apply_filter,
-};
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_filter};
 
-use super::lists::{Arguments, Entry, of};
+use super::{
+    bpf,
+    lists::{Entry, of},
+};
 use crate::args::Seccomp;
 
 /// What happens outside the lists; set when the process is limited.
@@ -69,7 +69,7 @@ fn limit(kind: ThreadKind, otherwise: &SeccompAction) -> Result<()> {
     let program = match place.get() {
         Some(program) => program,
         None => {
-            let program = compile(&entries(kind), otherwise)?;
+            let program = bpf::program(&entries(kind), otherwise.clone().into())?;
             place.get_or_init(|| program)
         }
     };
@@ -90,37 +90,4 @@ pub(super) fn entries(kind: ThreadKind) -> Vec<&'static Entry> {
         }
     }
     lists.into_iter().flatten().collect()
-}
-
-fn compile(entries: &[&Entry], otherwise: &SeccompAction) -> Result<BpfProgram> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
-    for entry in entries.iter().filter(|entry| entry.arguments != Arguments::Any) {
-        let more = rules_of(&entry.arguments)?;
-        rules.entry(entry.call).or_default().extend(more);
-    }
-    // A call without rules is allowed with any arguments.
-    for entry in entries.iter().filter(|entry| entry.arguments == Arguments::Any) {
-        rules.insert(entry.call, Vec::new());
-    }
-    let filter = SeccompFilter::new(rules, otherwise.clone(), SeccompAction::Allow, TargetArch::x86_64)?;
-    Ok(filter.try_into()?)
-}
-
-fn rules_of(arguments: &Arguments) -> Result<Vec<SeccompRule>> {
-    let condition = |index, operator, value| {
-        let condition = SeccompCondition::new(index, SeccompCmpArgLen::Dword, operator, value)?;
-        Ok(SeccompRule::new(vec![condition])?)
-    };
-    match arguments {
-        Arguments::Any => Ok(Vec::new()),
-        Arguments::OneOf(index, values) => values
-            .iter()
-            .map(|value| condition(*index, SeccompCmpOp::Eq, *value))
-            .collect(),
-        Arguments::Low16(index, values) => values
-            .iter()
-            .map(|value| condition(*index, SeccompCmpOp::MaskedEq(0xffff), *value))
-            .collect(),
-        Arguments::Without(index, bits) => Ok(vec![condition(*index, SeccompCmpOp::MaskedEq(*bits), 0)?]),
-    }
 }
