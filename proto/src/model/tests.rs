@@ -133,6 +133,29 @@ fn a_vm_has_a_balloon_unless_it_wants_none_or_has_huge_pages() {
 }
 
 #[test]
+fn memory_is_shared_when_it_is_asked_for_or_costs_nothing() {
+    use v1::{HugePages, MemoryBacking};
+    for (backing, huge_pages, shared) in [
+        (MemoryBacking::Unspecified, HugePages::Unspecified, false),
+        (MemoryBacking::Unspecified, HugePages::HugePages2m, true),
+        (MemoryBacking::Private, HugePages::HugePages2m, false),
+        (MemoryBacking::Private, HugePages::Unspecified, false),
+        (MemoryBacking::Shared, HugePages::Unspecified, true),
+    ] {
+        let mut vm = manifest();
+        let memory = vm.spec.as_mut().unwrap().memory.as_mut().unwrap();
+        memory.backing = backing.into();
+        memory.huge_pages = huge_pages.into();
+        let manifest = Manifest::try_from(&vm).unwrap();
+        assert_eq!(
+            manifest.spec.shares_memory(),
+            shared,
+            "{backing:?} {huge_pages:?}"
+        );
+    }
+}
+
+#[test]
 fn json_with_an_unknown_field_is_refused_by_name() {
     let json = r#"{"apiVersion": "vmmd/v1", "spec": {"cpus": 3}}"#;
     let error = serde_json::from_str::<v1::Vm>(json).unwrap_err().to_string();

@@ -85,10 +85,21 @@ pub struct VmSpec {
     pub balloon: Option<Balloon>,
 }
 
+impl VmSpec {
+    /// Whether guest RAM is a memfd that other processes can map, or private to the VM's process.
+    pub fn shares_memory(&self) -> bool {
+        match self.backing {
+            Backing::Auto => self.memory.huge_pages.is_some(),
+            Backing::Private => false,
+            Backing::Shared => true,
+        }
+    }
+}
+
 /// How guest RAM is backed on the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backing {
-    /// Private unless a device needs it shared.
+    /// What costs nothing: shared when it is made of huge pages that the node has set aside, else private.
     #[default]
     Auto,
     /// Private anonymous memory with transparent huge pages.

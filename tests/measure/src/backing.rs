@@ -37,10 +37,10 @@ struct Backing {
     balloon: bool,
 }
 
-const BACKINGS: [Backing; 4] = [
+const BACKINGS: [Backing; 5] = [
     Backing {
         name: "private",
-        memory: |_| {},
+        memory: |memory| memory["backing"] = json!("MEMORY_BACKING_PRIVATE"),
         setting: (SHMEM_ENABLED, "never"),
         balloon: true,
     },
@@ -57,12 +57,21 @@ const BACKINGS: [Backing; 4] = [
         balloon: true,
     },
     Backing {
+        name: "hugetlb-private",
+        memory: |memory| {
+            memory["backing"] = json!("MEMORY_BACKING_PRIVATE");
+            memory["hugePages"] = json!("HUGE_PAGES_2M");
+        },
+        // Of 2 MiB each: as many as RAM has.
+        setting: (HUGE_PAGES, "256"),
+        balloon: false,
+    },
+    Backing {
         name: "hugetlb",
         memory: |memory| {
             memory["backing"] = json!("MEMORY_BACKING_SHARED");
             memory["hugePages"] = json!("HUGE_PAGES_2M");
         },
-        // Of 2 MiB each: as many as RAM has.
         setting: (HUGE_PAGES, "256"),
         balloon: false,
     },

@@ -21,11 +21,12 @@ use crate::{
 };
 
 /// `measure`'s names of what backs guest RAM, and the columns' names.
-const BACKINGS: [(&str, &str); 4] = [
+const BACKINGS: [(&str, &str); 5] = [
     ("private", "private, THP"),
     ("shared", "memfd, small pages"),
     ("shared-huge", "memfd, THP allowed"),
-    ("hugetlb", "memfd, huge pages of the host"),
+    ("hugetlb-private", "private, the host's huge pages"),
+    ("hugetlb", "memfd, the host's huge pages"),
 ];
 
 /// `measure`'s names of what backs the memory of a process, and the columns' names.

@@ -12,7 +12,7 @@ use proto::{
         nic::Mac,
         pci,
         resources::HugePages,
-        vm::{Backing, Boot, VmSpec},
+        vm::{Boot, VmSpec},
     },
     vmm::{self, MachineSpec},
 };
@@ -150,7 +150,7 @@ pub fn assemble(
         uuid: uid.as_bytes().to_vec(),
         vcpus: spec.topology.cores(),
         memory_bytes: spec.memory_bytes,
-        memory_shared: spec.backing == Backing::Shared,
+        memory_shared: spec.shares_memory(),
         kvm_fd: fds.add(parts.kvm),
         rng_fd: fds.add(parts.random),
         rng_pci_slot: hardware.rng_slot,

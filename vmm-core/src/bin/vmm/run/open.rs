@@ -20,7 +20,7 @@ use proto::{
         nic::Mac,
         pci,
         resources::HugePages,
-        vm::{Attachment, Backing, Boot, Manifest, Nic},
+        vm::{Attachment, Boot, Manifest, Nic},
     },
     v1, vmm,
 };
@@ -71,7 +71,7 @@ pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
             .to_vec(),
         vcpus: spec.topology.cores(),
         memory_bytes: spec.memory_bytes,
-        memory_shared: spec.backing == Backing::Shared,
+        memory_shared: spec.shares_memory(),
         kvm_fd: fds.add(open_kvm()?),
         kernel: Some(vmm::Kernel {
             kernel_fd: fds.add(open("kernel", kernel, false)?),
