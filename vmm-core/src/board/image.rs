@@ -160,6 +160,7 @@ fn platform(apic_ids: Vec<u32>, windows: &PciWindows) -> Platform {
         com1: (COM1_PORT, COM1_GSI),
         power_port: port(legacy::pm::POWER_PORT),
         reset_value: legacy::pm::RESET_VALUE,
+        power_button_port: port(legacy::pm::BUTTON_PORT),
         power_button_gsi: POWER_BUTTON_GSI,
         pvpanic_port: port(legacy::pvpanic::PORT),
         hotplug_port: hotplug::PORT,

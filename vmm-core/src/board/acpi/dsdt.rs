@@ -5,17 +5,18 @@ use std::ops::RangeInclusive;
 use acpi_tables::{
     Aml,
     aml::{
-        AddressSpace, AddressSpaceCacheable, Device, EISAName, IO, Interrupt, Memory32Fixed, Method, Name,
-        Notify, Package, Path, ResourceTemplate, Scope, ZERO,
+        AddressSpace, AddressSpaceCacheable, And, Device, EISAName, Field, FieldAccessType, FieldEntry,
+        FieldLockRule, FieldUpdateRule, IO, If, Interrupt, Memory32Fixed, Method, Name, Notify, ONE,
+        OpRegion, OpRegionSpace, Package, Path, ResourceTemplate, Scope, Store, ZERO,
     },
 };
 
-use devices::legacy::pm::SLEEP_TYPE_S5;
+use devices::legacy::pm::{BUTTON_PRESSED, SLEEP_TYPE_S5};
 
 use super::{Platform, hotplug};
 
 /// Notification value for a pressed power button (ACPI 6.5, table 5.152).
-const BUTTON_PRESSED: u8 = 0x80;
+const NOTIFY_BUTTON_PRESSED: u8 = 0x80;
 
 pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
     let mut aml = Vec::with_capacity(4096);
@@ -80,7 +81,7 @@ pub(super) fn host_bridge(bus: u8) -> String {
 
 /// What is taken without belonging to a device: a guest uses the ECAM only if it is reserved here.
 fn motherboard_resources(platform: &Platform, aml: &mut Vec<u8>) {
-    let hotplug = platform.hotplug_port;
+    let (button, hotplug) = (platform.power_button_port, platform.hotplug_port);
     let ecam_length = platform.ecam.end() - platform.ecam.start() + 1;
     Device::new(
         Path::new("MBRD"),
@@ -92,6 +93,7 @@ fn motherboard_resources(platform: &Platform, aml: &mut Vec<u8>) {
                 &ResourceTemplate::new(vec![
                     &Memory32Fixed::new(true, *platform.ecam.start(), ecam_length),
                     &IO::new(platform.power_port, platform.power_port, 1, 1),
+                    &IO::new(button, button, 1, 1),
                     &IO::new(hotplug, hotplug, 1, devices::pci::hotplug::PORTS),
                 ]),
             ),
@@ -120,8 +122,8 @@ fn serial_port(platform: &Platform, aml: &mut Vec<u8>) {
     .to_aml_bytes(aml);
 }
 
-/// The power button and the generic event device (ACPI 6.5, 5.6.9) that tells of it. The interrupt has one meaning,
-/// so that the guest asks no register what happened.
+/// The power button and the generic event device (ACPI 6.5, 5.6.9) that tells of it. The press is cleared before the guest is
+/// notified, so that the next one is another event.
 fn power_button(platform: &Platform, aml: &mut Vec<u8>) {
     Device::new(
         Path::new("PWRB"),
@@ -131,6 +133,7 @@ fn power_button(platform: &Platform, aml: &mut Vec<u8>) {
         ],
     )
     .to_aml_bytes(aml);
+    let status = Path::new("PBST");
     Device::new(
         Path::new("GED0"),
         vec![
@@ -140,17 +143,36 @@ fn power_button(platform: &Platform, aml: &mut Vec<u8>) {
                 Path::new("_CRS"),
                 &ResourceTemplate::new(vec![&Interrupt::new(
                     true,
-                    true,
+                    false,
                     false,
                     false,
                     platform.power_button_gsi,
                 )]),
             ),
+            &OpRegion::new(
+                Path::new("PBRG"),
+                OpRegionSpace::SystemIO,
+                &platform.power_button_port,
+                &ONE,
+            ),
+            &Field::new(
+                Path::new("PBRG"),
+                FieldAccessType::Byte,
+                FieldLockRule::NoLock,
+                FieldUpdateRule::WriteAsZeroes,
+                vec![FieldEntry::Named(*b"PBST", 8)],
+            ),
             &Method::new(
                 Path::new("_EVT"),
                 1,
                 true,
-                vec![&Notify::new(&Path::new("\\_SB_.PWRB"), &BUTTON_PRESSED)],
+                vec![&If::new(
+                    &And::new(&ZERO, &status, &BUTTON_PRESSED),
+                    vec![
+                        &Store::new(&status, &BUTTON_PRESSED),
+                        &Notify::new(&Path::new("\\_SB_.PWRB"), &NOTIFY_BUTTON_PRESSED),
+                    ],
+                )],
             ),
         ],
     )

@@ -36,7 +36,9 @@ pub struct Platform {
     pub power_port: u16,
     /// What is written there to reset the machine.
     pub reset_value: u8,
-    /// GSI that is pulsed when the power button is pressed.
+    /// I/O port of the power button's status register ([`devices::legacy::pm::PowerButton`]), one byte.
+    pub power_button_port: u16,
+    /// GSI that is high while the register says that the power button was pressed.
     pub power_button_gsi: u32,
     /// I/O port of pvpanic, one byte.
     pub pvpanic_port: u16,

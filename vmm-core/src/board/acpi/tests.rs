@@ -22,7 +22,8 @@ fn platform(cpus: u32) -> Platform {
         com1: (0x3f8, 4),
         power_port: 0x600,
         reset_value: 1,
-        power_button_gsi: 5,
+        power_button_port: 0x604,
+        power_button_gsi: 17,
         pvpanic_port: 0x505,
         hotplug_port: 0xae00,
         hotplug_gsi: 16,
@@ -245,7 +246,6 @@ fn events_of_slots_come_by_their_own_device_and_reach_each_slot_of_each_bus() {
         events,
         b"\\\x2f\x03_SB_PCI0PCNT\\\x2f\x03_SB_PCI1PCNT\\\x2f\x03_SB_PCI2PCNT"
     ));
-    assert!(has(device(dsdt, "GED0"), &[0x89, 6, 0, 3, 1, 5, 0, 0, 0]));
     for bus in 0..3_u8 {
         let slots = slots_of(dsdt, bus.into());
         // SystemIO region of 12 bytes, three fields of 32 bits with dword access, not locked, written as zeroes.
@@ -261,6 +261,21 @@ fn events_of_slots_come_by_their_own_device_and_reach_each_slot_of_each_bus() {
     }
     // The ports are reserved.
     assert!(has(dsdt, &[0x47, 1, 0x00, 0xae, 0x00, 0xae, 1, 36]));
+}
+
+#[test]
+fn the_power_button_is_a_level_and_its_event_clears_the_status_before_it_notifies() {
+    let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
+    let events = device(dsdt, "GED0");
+    assert!(has(events, &[0x89, 6, 0, 1, 1, 17, 0, 0, 0]));
+    // A region of one byte of system I/O at 0x604 with a field of eight bits: byte access, not locked.
+    assert!(has(events, b"\x5b\x80PBRG\x01\x0b\x04\x06\x01"));
+    assert!(has(events, b"PBRG\x41PBST\x08"));
+    // If (PBST & 1) { PBST = 1; Notify (\_SB.PWRB, 0x80) }
+    assert!(has(events, b"\x7bPBST\x01\x00"));
+    assert!(has(events, b"\x70\x01PBST\x86\x5c\x2e_SB_PWRB\x0a\x80"));
+    // The port is reserved.
+    assert!(has(dsdt, &[0x47, 1, 0x04, 0x06, 0x04, 0x06, 1, 1]));
 }
 
 #[test]

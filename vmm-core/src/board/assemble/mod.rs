@@ -240,7 +240,7 @@ impl Assembly {
         let vcpus = self.vcpus(cpuids, Arc::clone(&panicked))?;
 
         let serial = serial::build(&mut self, spec, console)?;
-        legacy::build(&mut self)?;
+        let power_button = legacy::build(&mut self)?;
         rng::build(&mut self, &spec.rng)?;
         if let Some(spec) = &spec.balloon {
             balloon::build(&mut self, spec)?;
@@ -254,7 +254,6 @@ impl Assembly {
         }
         self.sockets.pci.remap(&self.spaces.mmio);
 
-        let power_button = self.irq_line(super::POWER_BUTTON_GSI)?;
         let irqchip = IrqChipState::capture(&self.vm)?;
         let (image, known) = image()?;
         let machine = Machine {
