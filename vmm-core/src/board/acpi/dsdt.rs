@@ -25,8 +25,8 @@ pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
     Name::new(Path::new("_S5_"), &off).to_aml_bytes(&mut aml);
 
     let mut devices = Vec::with_capacity(4096);
-    for (bus, window) in (0_u8..).zip(&platform.mmio64) {
-        pci_host_bridge(platform, bus, window, &mut devices);
+    for (bus, windows) in (0_u8..).zip(&platform.mmio64) {
+        pci_host_bridge(platform, bus, windows, &mut devices);
     }
     motherboard_resources(platform, &mut devices);
     serial_port(platform, &mut devices);
@@ -40,7 +40,7 @@ pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
 /// A root bus of PCI segment 0. No `_PRT`: devices have MSI-X and no interrupt pins. No `_OSC`: hot-plug and errors are not
 /// handed to the native PCI Express mechanisms. Windows of different host bridges do not overlap: a guest's tree of
 /// resources has each address once.
-fn pci_host_bridge(platform: &Platform, bus: u8, mmio64: &RangeInclusive<u64>, aml: &mut Vec<u8>) {
+fn pci_host_bridge(platform: &Platform, bus: u8, mmio64: &[RangeInclusive<u64>], aml: &mut Vec<u8>) {
     let number = AddressSpace::<u16>::new_bus_number(bus.into(), bus.into());
     let mmio32 = AddressSpace::new_memory(
         AddressSpaceCacheable::NotCacheable,
@@ -49,14 +49,13 @@ fn pci_host_bridge(platform: &Platform, bus: u8, mmio64: &RangeInclusive<u64>, a
         *platform.mmio32.end(),
         None,
     );
-    let mmio64 = AddressSpace::new_memory(
-        AddressSpaceCacheable::NotCacheable,
-        true,
-        *mmio64.start(),
-        *mmio64.end(),
-        None,
-    );
-    let mut resources: Vec<&dyn Aml> = vec![&number, &mmio64];
+    let window = |window: &RangeInclusive<u64>| {
+        let (first, last) = (*window.start(), *window.end());
+        AddressSpace::new_memory(AddressSpaceCacheable::NotCacheable, true, first, last, None)
+    };
+    let mmio64: Vec<_> = mmio64.iter().map(window).collect();
+    let mut resources: Vec<&dyn Aml> = vec![&number];
+    resources.extend(mmio64.iter().map(|window| window as &dyn Aml));
     if bus == 0 {
         resources.push(&mmio32);
     }

@@ -29,7 +29,7 @@ pub struct Platform {
     /// Where 32-bit BARs of bus 0 may be.
     pub mmio32: RangeInclusive<u32>,
     /// Where 64-bit BARs of each bus may be, above all RAM.
-    pub mmio64: [RangeInclusive<u64>; BUSES],
+    pub mmio64: [Vec<RangeInclusive<u64>>; BUSES],
     /// First I/O port and GSI of COM1 (8 ports).
     pub com1: (u16, u32),
     /// I/O port of the sleep control, sleep status and reset register, one byte.
