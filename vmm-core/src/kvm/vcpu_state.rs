@@ -31,7 +31,6 @@ fn is_never_offered(msr: u32) -> bool {
             | 0x38d..=0x390
             | 0x3f1
             | 0x4c1..=0x4c8
-            | 0xc001_0000..=0xc001_0007
             | 0xc001_0200..=0xc001_020b
             | 0xc000_0300..=0xc000_0303
     )
@@ -53,9 +52,16 @@ fn machine_check_banks() -> impl Iterator<Item = u32> {
     0x400..0x400 + 4 * u32::from(MACHINE_CHECK_BANKS)
 }
 
+/// AMD's oldest performance counters and their selectors (AMD64 APM vol. 2, 13.2.1): a guest has them unless the VM was made without
+/// any counters.
+fn is_legacy_counter(msr: u32) -> bool {
+    matches!(msr, 0xc001_0000..=0xc001_0007)
+}
+
 impl MsrNumbers {
-    pub(super) fn new(indices: &[u32]) -> Self {
-        let indices = indices.iter().copied().filter(|msr| !is_never_offered(*msr));
+    pub(super) fn new(indices: &[u32], has_counters: bool) -> Self {
+        let is_state = |msr: &u32| !is_never_offered(*msr) && (has_counters || !is_legacy_counter(*msr));
+        let indices = indices.iter().copied().filter(is_state);
         let mut numbers: Vec<_> = indices.chain(mtrrs()).chain(machine_check_banks()).collect();
         numbers.sort_unstable();
         numbers.dedup();
@@ -198,4 +204,17 @@ fn msrs(entries: &[kvm_msr_entry]) -> Result<Msrs, KvmError> {
         operation: "building a list of MSRs",
         source: std::io::ErrorKind::OutOfMemory.into(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_counters_of_a_vm_that_has_any_are_state() {
+        let list = [0x10, 0xc1, 0x186, 0xc001_0000, 0xc001_0004, 0xc001_0200];
+        let has = |has_counters| MsrNumbers::new(&list, has_counters).0.contains(&0xc001_0004);
+        assert!(has(true));
+        assert!(!has(false));
+    }
 }
