@@ -3,7 +3,7 @@
 //! | I/O ports | device | what the guest is told in ACPI |
 //! |---|---|---|
 //! | 0x60, 0x64 | [`i8042`] | FADT: no 8042 |
-//! | 0x70, 0x71 | [`rtc`] | FADT: no CMOS RTC; it is there for firmware and kernels without ACPI |
+//! | 0x70, 0x71 | [`rtc`] | DSDT: PNP0B00; FADT: where the century is |
 //! | 0x505 | [`pvpanic`] | DSDT: QEMU0001 |
 //! | 0x600 | [`pm::PowerRegister`] | FADT: reset register (value 1), sleep control and status register |
 //! | 0x604 | [`pm::PowerButton`] | DSDT: the generic event device GED0 |

@@ -165,6 +165,7 @@ fn platform(apic_ids: Vec<u32>, windows: &PciWindows) -> Platform {
         reset_value: legacy::pm::RESET_VALUE,
         power_button_port: port(legacy::pm::BUTTON_PORT),
         power_button_gsi: POWER_BUTTON_GSI,
+        rtc_port: port(legacy::rtc::PORT),
         pvpanic_port: port(legacy::pvpanic::PORT),
         hotplug_port: hotplug::PORT,
         hotplug_gsi: HOTPLUG_GSI,

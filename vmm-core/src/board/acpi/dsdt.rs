@@ -13,6 +13,9 @@ use acpi_tables::{
 
 use devices::legacy::pm::{BUTTON_PRESSED, SLEEP_TYPE_S5};
 
+/// Index and data.
+const RTC_PORTS: u8 = 2;
+
 use super::{Platform, hotplug};
 
 /// Notification value for a pressed power button (ACPI 6.5, table 5.152).
@@ -31,6 +34,7 @@ pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
     motherboard_resources(platform, &mut devices);
     serial_port(platform, &mut devices);
     power_button(platform, &mut devices);
+    clock(platform, &mut devices);
     pvpanic(platform, &mut devices);
     hotplug::slots_and_events(platform, &mut devices);
     aml.extend(Scope::raw(Path::new("\\_SB_"), devices));
@@ -172,6 +176,22 @@ fn power_button(platform: &Platform, aml: &mut Vec<u8>) {
                         &Notify::new(&Path::new("\\_SB_.PWRB"), &NOTIFY_BUTTON_PRESSED),
                     ],
                 )],
+            ),
+        ],
+    )
+    .to_aml_bytes(aml);
+}
+
+/// The CMOS clock, without an interrupt.
+fn clock(platform: &Platform, aml: &mut Vec<u8>) {
+    let port = platform.rtc_port;
+    Device::new(
+        Path::new("RTC0"),
+        vec![
+            &Name::new(Path::new("_HID"), &EISAName::new("PNP0B00")),
+            &Name::new(
+                Path::new("_CRS"),
+                &ResourceTemplate::new(vec![&IO::new(port, port, 1, RTC_PORTS)]),
             ),
         ],
     )

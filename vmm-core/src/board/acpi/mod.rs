@@ -40,6 +40,8 @@ pub struct Platform {
     pub power_button_port: u16,
     /// GSI that is high while the register says that the power button was pressed.
     pub power_button_gsi: u32,
+    /// First I/O port of the CMOS clock (2 ports).
+    pub rtc_port: u16,
     /// I/O port of pvpanic, one byte.
     pub pvpanic_port: u16,
     /// First I/O port of PCI hot-plug ([`devices::pci::hotplug`]).

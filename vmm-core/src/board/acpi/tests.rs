@@ -24,6 +24,7 @@ fn platform(cpus: u32) -> Platform {
         reset_value: 1,
         power_button_port: 0x604,
         power_button_gsi: 17,
+        rtc_port: 0x70,
         pvpanic_port: 0x505,
         hotplug_port: 0xae00,
         hotplug_gsi: 16,
@@ -93,6 +94,8 @@ fn the_fadt_is_hardware_reduced_and_names_the_power_register() {
         assert_eq!(u64_at(fadt, offset + 4), 0x600);
     }
     assert_eq!(fadt[128], 1, "reset value");
+    assert_eq!(fadt[108], 0x32, "the century's register in the clock");
+    assert_eq!(u32_at(fadt, 109) & 1 << 5, 0, "CMOS_RTC_NOT_PRESENT");
     assert_eq!(
         u32_at(fadt, 76),
         0,
@@ -169,7 +172,7 @@ fn the_dsdt_has_every_device_and_the_sleep_state() {
     let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
     let has = |needle: &[u8]| dsdt.windows(needle.len()).any(|window| window == needle);
     for name in [
-        "_S5_", "PCI0", "PCI1", "PCI2", "MBRD", "COM1", "PWRB", "GED0", "_EVT", "PEVT", "QEMU0001",
+        "_S5_", "PCI0", "PCI1", "PCI2", "MBRD", "COM1", "PWRB", "GED0", "_EVT", "RTC0", "PEVT", "QEMU0001",
         "ACPI0013",
     ] {
         assert!(has(name.as_bytes()), "{name}");
