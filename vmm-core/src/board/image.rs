@@ -19,7 +19,7 @@ use super::{
     COM1_GSI, COM1_PORT, HOTPLUG_GSI, POWER_BUTTON_GSI,
     acpi::{self, Platform},
     assemble::Fds,
-    boot::{BootParams, BootSource, Entry},
+    boot::{BootParams, BootSource, Entry, Format},
     smbios::{self, System},
 };
 use crate::{
@@ -80,6 +80,11 @@ impl Image {
             topology: spec.topology,
             platform: platform(apic_ids, windows),
         })
+    }
+
+    /// Whether the kernel is known to be Linux, before it is loaded.
+    pub(super) fn is_linux(&self) -> Result<bool, Failure> {
+        Ok(self.source.format()? == Format::Linux)
     }
 
     /// Writes everything into `ram`, which is all zeroes; says how the bootstrap processor begins.

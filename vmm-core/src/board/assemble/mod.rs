@@ -22,7 +22,10 @@ use devices::{
     bus::Bus,
     component::Component,
     interrupt::{IrqLine, MsiController, NotifyRegistry},
-    pci::{HotPlug, PciError, PciRoot, PciWindows, hotplug, root::ECAM_SIZE},
+    pci::{
+        HotPlug, PciError, PciRoot, PciWindows, hotplug,
+        root::{ECAM_SIZE, FIRST_PORT, PORTS},
+    },
     serial::Terminal,
     virtio::{
         balloon::BalloonControl,
@@ -93,8 +96,11 @@ impl Assembler {
         };
         let ram = GuestRam::with_options(spec.memory_bytes, backing, &spec.memory)?;
         let (host, windows) = ground(&spec, &mut fds)?;
-        let loading = Loading::start(image(&spec, &mut fds, &windows)?, ram.clone())?;
+        let image = image(&spec, &mut fds, &windows)?;
+        let is_linux = image.is_linux()?;
+        let loading = Loading::start(image, ram.clone())?;
         let assembly = Assembly::new(&spec, host, windows, fds, ram, notifier)?;
+        assembly.map_pci_ports(is_linux)?;
         let (mut machine, entry) = assembly.build(&spec, self.console.take(), || loading.finish())?;
         machine.enter_at(entry)?;
         Ok(machine)
@@ -127,6 +133,7 @@ impl Assembler {
         let (host, windows) = ground(&spec, &mut fds)?;
         let image = image(&spec, &mut fds, &windows)?;
         let assembly = Assembly::new(&spec, host, windows, fds, ram, notifier)?;
+        assembly.map_pci_ports(image.is_linux()?)?;
         let (machine, ()) = assembly.build(&spec, self.console.take(), || Ok((image, ())))?;
         machine.restore(saved)
     }
@@ -206,8 +213,6 @@ impl Assembly {
             pio: Arc::new(Bus::new()),
             mmio: Arc::new(Bus::new()),
         };
-        // Without the ports of the older mechanism a kernel does all its configuration accesses through ECAM, one
-        // exit each instead of two.
         spaces.mmio.insert(layout::ECAM.start, ECAM_SIZE, root.ecam())?;
         let hotplug = HotPlug::new(vm.level_line(super::HOTPLUG_GSI));
         let registers = hotplug.registers();
@@ -237,6 +242,17 @@ impl Assembly {
     }
 
     /// Builds everything. `image` gives what a reset loads, with what the caller wants to know of it; it is called last.
+    /// Maps the ports of the older way to PCI configuration spaces. Linux prefers them where they are, and pays two exits for each
+    /// access instead of one. Without them it uses ECAM, also in the oldest kernels; so a Linux that is booted directly does
+    /// without.
+    fn map_pci_ports(&self, is_linux: bool) -> Result<(), Failure> {
+        if is_linux {
+            return Ok(());
+        }
+        let ports = self.sockets.pci.ports();
+        Ok(self.spaces.pio.insert(FIRST_PORT, PORTS, ports)?)
+    }
+
     fn build<T>(
         mut self,
         spec: &model::machine::Machine,
