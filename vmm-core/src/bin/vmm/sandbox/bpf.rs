@@ -26,55 +26,57 @@ pub fn program(entries: &[&Entry], otherwise: u32) -> Result<BpfProgram> {
         let call = u32::try_from(entry.call).context("the number of a system call")?;
         calls.entry(call).or_default().push(&entry.arguments);
     }
-    let calls = calls
-        .into_iter()
-        .map(|(call, rules)| Ok((call, body(&rules, otherwise)?)));
-    let calls = calls.collect::<Result<Vec<_>>>()?;
+    let calls: Vec<_> = calls.into_iter().collect();
     let mut program = vec![
         load(offset_of!(seccomp_data, arch)),
         compare(BPF_JEQ, ARCHITECTURE, 1, 0),
         give(SECCOMP_RET_KILL_PROCESS),
         load(offset_of!(seccomp_data, nr)),
     ];
-    program.extend(search(&calls, otherwise));
+    search(&mut program, &calls, otherwise)?;
+    program.shrink_to_fit();
     Ok(program)
 }
 
-/// Goes to the body of the call whose number was loaded.
-fn search(calls: &[(u32, BpfProgram)], otherwise: u32) -> BpfProgram {
+/// Finds the call whose number was loaded, and checks it.
+fn search(program: &mut BpfProgram, calls: &[(u32, Vec<&Arguments>)], otherwise: u32) -> Result<()> {
     match calls {
-        [] => vec![give(otherwise)],
-        [(call, body)] => {
-            let mut program = vec![compare(BPF_JEQ, *call, 1, 0), give(otherwise)];
-            program.extend(body.iter().cloned());
-            program
+        [] => program.push(give(otherwise)),
+        [(call, rules)] => {
+            program.extend([compare(BPF_JEQ, *call, 1, 0), give(otherwise)]);
+            check(program, rules, otherwise)?;
         }
         calls => {
             let (lower, upper) = calls.split_at(calls.len() / 2);
-            let (first, lower) = (upper[0].0, search(lower, otherwise));
             // A comparison can't jump far.
-            let mut program = vec![compare(BPF_JGE, first, 0, 1), jump(lower.len())];
-            program.extend(lower);
-            program.extend(search(upper, otherwise));
-            program
+            program.push(compare(BPF_JGE, upper[0].0, 0, 1));
+            let far = program.len();
+            program.push(jump(0));
+            search(program, lower, otherwise)?;
+            program[far] = jump(program.len() - far - 1);
+            search(program, upper, otherwise)?;
         }
     }
+    Ok(())
 }
 
 /// Allows the call when one of the rules does.
-fn body(rules: &[&Arguments], otherwise: u32) -> Result<BpfProgram> {
-    let mut program = Vec::new();
+fn check(program: &mut BpfProgram, rules: &[&Arguments], otherwise: u32) -> Result<()> {
+    if rules.iter().any(|rule| **rule == Arguments::Any) {
+        program.push(give(SECCOMP_RET_ALLOW));
+        return Ok(());
+    }
     for rule in rules {
         match rule {
-            Arguments::Any => return Ok(vec![give(SECCOMP_RET_ALLOW)]),
+            Arguments::Any => {}
             Arguments::OneOf(index, values) => {
                 program.push(argument(*index));
-                program.extend(one_of(values)?);
+                one_of(program, values)?;
             }
             Arguments::Low16(index, values) => {
                 program.push(argument(*index));
                 program.push(instruction(BPF_ALU | BPF_AND | BPF_K, 0, 0, 0xffff));
-                program.extend(one_of(values)?);
+                one_of(program, values)?;
             }
             Arguments::Without(index, bits) => {
                 program.push(argument(*index));
@@ -84,20 +86,18 @@ fn body(rules: &[&Arguments], otherwise: u32) -> Result<BpfProgram> {
         }
     }
     program.push(give(otherwise));
-    Ok(program)
+    Ok(())
 }
 
 /// Allows the call when what was loaded is one of these, and goes on behind itself when not.
-fn one_of(values: &[u64]) -> Result<BpfProgram> {
-    let mut program = Vec::with_capacity(values.len() + 2);
+fn one_of(program: &mut BpfProgram, values: &[u64]) -> Result<()> {
     for (index, value) in values.iter().enumerate() {
         // Over the other values and the jump behind them.
         let far = u8::try_from(values.len() - index).context("a list of more than 255 values")?;
         program.push(compare(BPF_JEQ, low(*value), far, 0));
     }
-    program.push(jump(1));
-    program.push(give(SECCOMP_RET_ALLOW));
-    Ok(program)
+    program.extend([jump(1), give(SECCOMP_RET_ALLOW)]);
+    Ok(())
 }
 
 #[allow(clippy::cast_possible_truncation, reason = "lists are of the lower 32 bits")]
