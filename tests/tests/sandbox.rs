@@ -1,7 +1,10 @@
-//! A `vmm` of the daemon's seen from outside: whose it is, what it may do, what it holds.
+//! A `vmm` of the daemon's seen from outside: whose it is, what it may do, what it holds, and how it ends when one of its
+//! threads does what it must not.
 
+use rstest::rstest;
 use vmmd_tests::Case;
 use vmmd_tests::node::Kernel;
+use vmmd_tests::storage::Format;
 use vmmd_tests::vm::{BOOT, Vm, VmSpec};
 
 #[test]
@@ -59,6 +62,13 @@ fn a_vmm_has_its_own_uid_no_capabilities_and_only_the_descriptors_it_needs() {
             "its environment is empty"
         );
         descriptors(node, pid, &folder);
+        let limits = node.sh(&format!("cat /proc/{pid}/limits")).expect("limits");
+        let core = limits
+            .lines()
+            .find(|line| line.starts_with("Max core file size"))
+            .expect("a limit");
+        let words: Vec<&str> = core.split_whitespace().collect();
+        assert_eq!(words[4..6], ["0", "0"], "no core dump has a guest's memory");
     }
     assert_ne!(uids[0], uids[1], "each has its own uid");
     node.sh(&format!("cat /proc/{}/cgroup", first.pid().expect("pid")))
@@ -66,22 +76,28 @@ fn a_vmm_has_its_own_uid_no_capabilities_and_only_the_descriptors_it_needs() {
     drop((first, second));
 }
 
-/// Of every thread: no new privileges, and three system call filters (two of the main thread, which has none of a kind) beside
-/// those that the daemon has from its unit and hands down.
+/// Of every thread: its user, no capabilities, no new privileges, and three system call filters (two of the main thread, which
+/// has none of a kind) beside those that the daemon has from its unit and hands down.
 fn threads_are_limited(node: &vmmd_tests::Node, pid: u32) {
     let daemons = "awk '/^Seccomp_filters:/ { print $2 }' /proc/$(systemctl show -p MainPID --value vmmd.service)/status";
     let text = node.sh(daemons).expect("the daemon's status");
     let inherited: u32 = text.trim().parse().expect("a number of filters");
-    let fields = "Name|NoNewPrivs|Seccomp|Seccomp_filters";
+    let user = node
+        .sh(&format!("awk '/^Uid:/ {{ print $2 }}' /proc/{pid}/status"))
+        .expect("the process's status");
+    let user = user.trim();
+    let fields = "Name|Uid|CapEff|CapPrm|CapBnd|NoNewPrivs|Seccomp|Seccomp_filters";
     let threads = node
         .sh(&format!(
-            "for task in /proc/{pid}/task/*; do grep -E '^({fields}):' $task/status | cut -f2 | paste -sd ' '; done"
+            "for task in /proc/{pid}/task/*; do grep -E '^({fields}):' $task/status | cut -f2- | paste -sd ' '; done"
         ))
         .expect("threads");
     // KVM's recovery of huge pages is a thread of the kernel's in this process.
     for thread in threads.lines().filter(|thread| !thread.starts_with("kvm-")) {
         let own = if thread.starts_with("vmm ") { 2 } else { 3 };
-        let expected = format!(" 1 2 {}", inherited + own);
+        let none = "0000000000000000";
+        let users = format!("{user}\t{user}\t{user}\t{user}");
+        let expected = format!(" {users} {none} {none} {none} 1 2 {}", inherited + own);
         assert!(thread.ends_with(&expected), "{thread}, expected{expected}");
     }
     for name in ["vmm", "control", "serial", "vcpu-0", "blk-data-q0", "rng"] {
@@ -124,4 +140,40 @@ fn descriptors(node: &vmmd_tests::Node, pid: u32, folder: &str) {
         .filter(|target| target.starts_with("socket:"))
         .count();
     assert!(sockets <= 6, "{listing}");
+}
+
+/// strace(1) has the thread make another call than it wants to: getuid(2), which is on no list. What a program that was taken
+/// over would try, and what of it fails, is in `vmm-core/tests/serve/sandbox.rs`.
+#[rstest]
+#[case("vcpu-0", "ioctl")]
+#[case("control", "ppoll,restart_syscall")]
+#[case("serial", "epoll_wait")]
+#[case("blk-data-q0", "epoll_wait,io_uring_enter,futex")]
+#[case("vmm", "futex,restart_syscall")]
+fn a_thread_that_makes_a_call_outside_its_list_ends_the_vm_and_the_daemon_says_so(
+    #[case] thread: &str,
+    #[case] call: &str,
+) {
+    let case = Case::new("sandbox-deed").expect("node");
+    let node = case.node();
+    let image = case.image("data", Format::Raw, 8).expect("image");
+    let spec = VmSpec::busybox(Kernel::Cloud612).disk("data", &image, false);
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let pid = vm.pid().expect("pid");
+    let found = node
+        .sh(&format!(
+            "grep -lx {thread} /proc/{pid}/task/*/comm | cut -d/ -f5"
+        ))
+        .expect("threads");
+    node.sh(&format!(
+        "timeout 60 strace -qq -o /dev/null -p {} -e inject={call}:retval=0:syscall=getuid",
+        found.trim()
+    ))
+    .expect("strace, until the thread has gone");
+    vm.wait_end(60).expect("the end");
+    assert_eq!(vm.phase().expect("phase"), "FAILED");
+    let exit = |field: &str| vm.field(&format!("/status/lastExit/{field}")).expect("the exit");
+    assert_eq!(exit("reason"), "EXIT_REASON_VMM_ERROR");
+    let expected = format!("seccomp: thread {thread} made system call 102 (");
+    assert!(exit("message").starts_with(&expected), "{}", exit("message"));
 }

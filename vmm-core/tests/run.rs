@@ -11,6 +11,7 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
+use rstest::rstest;
 use rustix::{
     pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt},
     termios::{LocalModes, tcgetattr},
@@ -19,14 +20,20 @@ use tempfile::TempDir;
 
 /// A folder with a kernel and a manifest that boots it.
 fn vm(code: &[u8]) -> TempDir {
+    vm_with(code, "", "")
+}
+
+/// The same with more of `spec.memory` and of `spec`, each beginning with a comma; DIR in it is the folder.
+fn vm_with(code: &[u8], memory: &str, more: &str) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let kernel = dir.path().join("kernel");
     std::fs::write(&kernel, guest::program(code)).unwrap();
     let manifest = format!(
         "{{apiVersion: vmmd/v1, kind: Vm, metadata: {{name: web}}, spec: {{onCrash: CRASH_POLICY_STOP, cpu: {{cores: 1}}, \
-         memory: {{sizeBytes: 134217728}}, boot: {{linux: {{kernel: {}}}}}}}}}",
+         memory: {{sizeBytes: 134217728{memory}}}, boot: {{linux: {{kernel: {}}}}}{more}}}}}",
         kernel.display()
-    );
+    )
+    .replace("DIR", &dir.path().display().to_string());
     std::fs::write(dir.path().join("vm.yaml"), manifest).unwrap();
     dir
 }
@@ -55,6 +62,31 @@ fn the_exit_code_says_how_the_run_ended() {
     let crash = run(guest::TRIPLE_FAULT);
     assert_eq!(crash.status.code(), Some(2));
     assert_eq!(stderr(&crash), "vmm: VM web: vCPU 0: triple fault\n");
+}
+
+/// Each has the vmm make other system calls when it starts, behind its filters.
+#[rstest]
+#[case::shared(", backing: MEMORY_BACKING_SHARED, prefault: true")]
+#[case::mergeable(", mergeable: true, prefault: true")]
+#[case::bound(", numaNode: 0")]
+fn all_kinds_of_memory_and_images_start_behind_the_filters(#[case] memory: &str) {
+    let disks = ", disks: [{name: raw, path: DIR/raw, format: DISK_FORMAT_RAW}, \
+         {name: layered, path: DIR/layered, format: DISK_FORMAT_QCOW2}]";
+    let dir = vm_with(&[guest::PRINT_HI, guest::POWER_OFF].concat(), memory, disks);
+    let raw = File::create(dir.path().join("raw")).unwrap();
+    raw.set_len(1 << 20).unwrap();
+    let made = Command::new("sh")
+        .args([
+            "-c",
+            "exec \"$0\" image create --format qcow2 --size 1048576 --fd 3 3<>layered",
+        ])
+        .arg(env!("CARGO_BIN_EXE_vmm"))
+        .current_dir(dir.path())
+        .status()
+        .unwrap();
+    assert!(made.success());
+    let output = command(&dir).stdin(Stdio::null()).output().unwrap();
+    assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(0), ""));
 }
 
 #[test]

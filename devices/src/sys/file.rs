@@ -1,6 +1,7 @@
 //! What an open file is: by fstat(2) alone.
 //!
-//! std asks with statx(2) and an empty path. That call takes any path, so that the threads of a limited process may not make it.
+//! std asks with statx(2) and an empty path. That call takes any path, and the threads of a limited
+//! process that carry out requests may not make it.
 
 use std::{fs::File, io};
 

@@ -6,8 +6,10 @@
 mod bpf;
 mod capabilities;
 mod landlock;
-mod lists;
+pub mod lists;
 mod seccomp;
+#[cfg(test)]
+mod tests;
 
 use std::os::fd::RawFd;
 

@@ -35,13 +35,7 @@ pub fn enforce(mode: Seccomp) -> Result<()> {
         OTHERWISE
             .set(otherwise)
             .map_err(|_| anyhow!("system calls are limited already"))?;
-        let no_clone3 = SeccompFilter::new(
-            BTreeMap::from([(libc::SYS_clone3, Vec::new())]),
-            SeccompAction::Allow,
-            SeccompAction::Errno(libc::ENOSYS.unsigned_abs()),
-            TargetArch::x86_64,
-        )?;
-        apply_filter(&BpfProgram::try_from(no_clone3)?).context("limiting clone3")?;
+        apply_filter(&no_clone3()?).context("limiting clone3")?;
     }
     if !set_entry(enter) {
         bail!("threads run something else first");
@@ -90,4 +84,15 @@ pub(super) fn entries(kind: ThreadKind) -> Vec<&'static Entry> {
         }
     }
     lists.into_iter().flatten().collect()
+}
+
+/// For all threads: clone3 is not there.
+pub(super) fn no_clone3() -> Result<BpfProgram> {
+    let filter = SeccompFilter::new(
+        BTreeMap::from([(libc::SYS_clone3, Vec::new())]),
+        SeccompAction::Allow,
+        SeccompAction::Errno(libc::ENOSYS.unsigned_abs()),
+        TargetArch::x86_64,
+    )?;
+    Ok(filter.try_into()?)
 }

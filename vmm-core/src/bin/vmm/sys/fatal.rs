@@ -7,7 +7,7 @@ use std::ffi::{c_int, c_void};
 
 use vmm_core::memory::locate;
 
-use crate::{exit_code, exit_record, exit_record::Text};
+use crate::{exit_code, exit_record, exit_record::Text, sandbox::lists};
 
 /// `si_code` of a SIGSYS that a seccomp filter sent (linux/asm-generic/siginfo.h).
 const SYS_SECCOMP: c_int = 1;
@@ -138,7 +138,7 @@ fn register(context: *const c_void, register: c_int) -> u64 {
     value.unwrap_or_default().cast_unsigned()
 }
 
-/// Names of calls that are worth one: those that somebody who took the process over would make.
+/// Names of calls that are worth one: those that somebody who took the process over would make, and those on lists.
 fn name(call: libc::c_long) -> &'static str {
     match call {
         libc::SYS_open => "open",
@@ -147,7 +147,6 @@ fn name(call: libc::c_long) -> &'static str {
         libc::SYS_socket => "socket",
         libc::SYS_connect => "connect",
         libc::SYS_bind => "bind",
-        libc::SYS_clone => "clone",
         libc::SYS_fork => "fork",
         libc::SYS_vfork => "vfork",
         libc::SYS_execve => "execve",
@@ -156,18 +155,14 @@ fn name(call: libc::c_long) -> &'static str {
         libc::SYS_process_vm_readv => "process_vm_readv",
         libc::SYS_process_vm_writev => "process_vm_writev",
         libc::SYS_kill => "kill",
-        libc::SYS_tgkill => "tgkill",
         libc::SYS_mount => "mount",
         libc::SYS_unshare => "unshare",
         libc::SYS_setns => "setns",
         libc::SYS_bpf => "bpf",
-        libc::SYS_mmap => "mmap",
-        libc::SYS_mprotect => "mprotect",
-        libc::SYS_madvise => "madvise",
-        libc::SYS_ioctl => "ioctl",
-        libc::SYS_fcntl => "fcntl",
-        libc::SYS_prctl => "prctl",
-        libc::SYS_io_uring_setup => "io_uring_setup",
-        _ => "not on its list",
+        libc::SYS_newfstatat => "newfstatat",
+        libc::SYS_statx => "statx",
+        libc::SYS_userfaultfd => "userfaultfd",
+        libc::SYS_keyctl => "keyctl",
+        call => lists::name_of(call).unwrap_or("on no list"),
     }
 }
