@@ -8,7 +8,7 @@
 use std::sync::atomic::Ordering;
 
 use super::{
-    table::{descriptor, place},
+    descriptor::{descriptor, place},
     window::Window,
 };
 use crate::{GuestMemory, ram};

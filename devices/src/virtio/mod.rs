@@ -10,6 +10,7 @@ pub mod balloon;
 mod bell;
 pub mod blk;
 pub mod chain;
+mod descriptor;
 pub mod device;
 pub mod fault;
 mod gauge;
@@ -19,11 +20,9 @@ pub mod rng;
 pub mod session;
 mod shared;
 pub mod signals;
-mod table;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod transport;
-mod walk;
 mod window;
 mod worker;
 

@@ -8,11 +8,10 @@ use std::sync::atomic::{Ordering, fence};
 use super::{
     ahead::Heads,
     chain::Chain,
+    descriptor::{Extent, walk},
     fault::RingError,
     gauge::Gauge,
     shared::{self, Field, Fields},
-    table::Extent,
-    walk::walk,
     window::Window,
 };
 use crate::GuestMemory;
