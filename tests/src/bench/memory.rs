@@ -158,7 +158,7 @@ fn render_backings(lines: Vec<Line>, runs: u32) -> Result<String> {
     Ok(format!(
         "### What backs guest RAM\n\n1 vCPU, 512 MiB, the kernel and initramfs of the start rows, under `vmm` in the node; \
          medians of {runs} runs in turn. Debian's setting of `shmem_enabled` is `{shmem}`; the third column's is `advise`. \
-         The page tables of the emulated processor make no difference between huge and small pages to a read.\n\n{}\n",
+         How long a read takes on an emulated processor tells little of its page tables; the second table has that.\n\n{}\n",
         plain(&BACKINGS.map(|(_, name)| name), &rows),
     ))
 }
@@ -291,4 +291,68 @@ fn render_vmms(columns: &[Vec<Memory>; 3]) -> String {
          as there is a second VM.\n\n{}\n",
         plain(&["1 VM, guest up", "1 VM, halted", &many], &rows),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn memory(kib: u64) -> Value {
+        json!({
+            "guest_kib": kib, "guest_huge_kib": 1024, "written_kib": 600, "unshared_files_kib": 20, "shared_kib": 6000,
+            "pss_kib": 700,
+        })
+    }
+
+    #[test]
+    fn every_backing_has_its_column_and_a_dash_for_the_balloon_that_it_can_not_have() {
+        let line = |vmm: &str, given_back: Option<u64>| {
+            let result = json!({
+                "init_us": 8_000_000, "to_init": {"exits": 6000, "pf_taken": 90}, "idle": memory(102_400),
+                "access": {"touch_us": 5000, "collapse_us": 0, "faults": 128, "huge_kib": 0, "read_ns": 40.0},
+                "of_access": {"pf_taken": 128}, "touched": memory(409_600),
+                "given_back": given_back.map(memory), "host_gained_kib": given_back.map(|_| 204_800),
+            });
+            let vmm = vmm.to_owned();
+            Line { vmm, result }
+        };
+        let host = Line {
+            vmm: "host".to_owned(),
+            result: json!({"shmem_enabled": "always [never] deny"}),
+        };
+        let lines = BACKINGS.map(|(name, _)| line(name, (!name.starts_with("hugetlb")).then_some(204_800)));
+        let text = render_backings([host].into_iter().chain(lines).collect(), 1).expect("a table");
+        for row in [
+            "is `always [never] deny`",
+            "| VM exits to init | 6,000 | 6,000 | 6,000 | 6,000 | 6,000 |",
+            "| process start to init, ms | 8,000 | 8,000 | 8,000 | 8,000 | 8,000 |",
+            "| guest RAM in use when the guest is up, MiB | 100 | 100 | 100 | 100 | 100 |",
+            "| given back when the balloon took 320 MiB, MiB | 200 | 200 | 200 | – | – |",
+        ] {
+            assert!(text.contains(row), "no {row:?} in {text}");
+        }
+    }
+
+    #[test]
+    fn what_a_vmm_has_written_is_told_from_what_it_shares() {
+        let of = |count: usize| {
+            let memories = (0..count).map(|_| serde_json::from_value(memory(4096)).expect("memory"));
+            memories.collect::<Vec<Memory>>()
+        };
+        let text = render_vmms(&[of(1), of(1), of(VMS)]);
+        assert!(
+            text.contains("| 1 VM, guest up | 1 VM, halted | 50 VMs, halted, each |"),
+            "{text}"
+        );
+        assert!(
+            text.contains("| written by it (Private_Dirty) | 600 | 600 | 600 |"),
+            "{text}"
+        );
+        assert!(
+            text.contains("| shared with other processes, mostly program text | 6,000 | 6,000 | 6,000 |"),
+            "{text}"
+        );
+    }
 }
