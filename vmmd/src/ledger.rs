@@ -5,6 +5,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
 };
 
 use crate::{
@@ -26,6 +27,8 @@ struct Books {
     claims: BTreeMap<u32, Held>,
     /// Where the search for a free user id goes on, so that one isn't used again at once.
     next: u32,
+    /// Of the last claim.
+    serial: u64,
     /// User ids that processes have which are no VM's that is known.
     strangers: BTreeSet<u32>,
     /// By name: what VMs will have that do not run and are to be started by their run policy.
@@ -35,6 +38,10 @@ struct Books {
 #[derive(Debug)]
 struct Held {
     vm: String,
+    /// Tells claims of one user id apart.
+    serial: u64,
+    /// Its claim went in a panic: whoever looks after the VM next has the rest of it.
+    abandoned: bool,
     demand: Demand,
     disks: Vec<FileId>,
 }
@@ -53,6 +60,7 @@ pub struct FileId {
 pub struct Claim {
     ledger: Arc<Ledger>,
     uid: u32,
+    serial: u64,
 }
 
 impl Ledger {
@@ -91,18 +99,30 @@ impl Ledger {
 
     /// Notes what a VM that is found running holds, whatever the books say.
     pub fn adopt(self: &Arc<Self>, vm: &str, uid: u32, demand: Demand) -> Claim {
-        self.books().claims.insert(
-            uid,
-            Held {
-                vm: vm.to_owned(),
-                demand,
-                disks: Vec::new(),
-            },
-        );
+        let mut books = self.books();
+        books.serial += 1;
+        let serial = books.serial;
+        let held = Held {
+            vm: vm.to_owned(),
+            serial,
+            abandoned: false,
+            demand,
+            disks: Vec::new(),
+        };
+        books.claims.insert(uid, held);
+        drop(books);
         Claim {
             ledger: Arc::clone(self),
             uid,
+            serial,
         }
+    }
+
+    /// Gives back what the VM's claims had that were lost in a panic and not adopted since.
+    pub fn release_abandoned(&self, vm: &str) {
+        self.books()
+            .claims
+            .retain(|_, held| !(held.abandoned && held.vm == vm));
     }
 
     /// Keeps room for a VM that is to be started by its run policy, however much others have; with `None` no more.
@@ -192,7 +212,17 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        self.ledger.books().claims.remove(&self.uid);
+        let mut books = self.ledger.books();
+        let ours = books
+            .claims
+            .get_mut(&self.uid)
+            .filter(|held| held.serial == self.serial);
+        match ours {
+            // Its vmm may live: nobody else may have its user id.
+            Some(held) if thread::panicking() => held.abandoned = true,
+            Some(_) => drop(books.claims.remove(&self.uid)),
+            None => {}
+        }
     }
 }
 
@@ -312,6 +342,35 @@ mod tests {
         assert_eq!(ledger.user_of(file).as_deref(), Some("a"));
         drop(claim);
         assert_eq!(ledger.user_of(file), None);
+    }
+
+    #[tokio::test]
+    async fn what_a_task_that_panics_holds_is_given_to_nobody_else() {
+        let ledger = ledger(1);
+        let claim = ledger.claim("a").unwrap();
+        take(&claim, 700).unwrap();
+        let panics = tokio::spawn(async move {
+            tokio::task::yield_now().await;
+            assert_ne!(claim.uid(), 100, "it is");
+        });
+        assert!(panics.await.unwrap_err().is_panic());
+        assert_eq!(ledger.committed().memory, 700);
+        assert_eq!(ledger.claim("b").unwrap_err().reason, "NO_FREE_UID");
+        let again = ledger.adopt("a", 100, demand(700));
+        ledger.release_abandoned("a");
+        assert_eq!(ledger.committed().memory, 700, "it is adopted");
+        drop(again);
+        assert_eq!(ledger.committed().memory, 0);
+    }
+
+    #[test]
+    fn a_claim_that_was_adopted_by_another_takes_nothing_from_it() {
+        let ledger = ledger(1);
+        let old = ledger.claim("a").unwrap();
+        let new = ledger.adopt("a", 100, demand(700));
+        drop(old);
+        assert_eq!(ledger.committed().memory, 700);
+        drop(new);
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod control;
 mod disk;
 mod event;
 mod failure;
+mod fault;
 mod grpc;
 mod host;
 mod init_certs;
@@ -47,6 +48,7 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::{
     runtime,
     signal::unix::{Signal, SignalKind, signal},
+    task::JoinSet,
 };
 use tokio_util::sync::CancellationToken;
 
@@ -165,7 +167,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     }
     node::drain::give_up(&host).await;
     disk::restore(&host, records.disks).await;
-    vm::reconcile::reconcile(&host, records.vms).await;
+    vm::reconcile::reconcile(&host, records.vms, records.unreadable).await;
     let socket = Socket::bind(&host.config.socket(), host.config.socket_group.as_deref())
         .with_context(|| format!("API socket {}", host.config.socket().display()))?;
     if let Some(listen) = &host.config.metrics.listen {
@@ -175,9 +177,12 @@ async fn run(config: Config) -> anyhow::Result<()> {
     }
     let audit = Arc::new(Audit::open(host.config.audit_log.as_deref()).context("open the audit log")?);
     let tcp = listen(&host).await?;
-    let serving = tokio::spawn(grpc::serve(Arc::clone(&host), socket, tcp, Arc::clone(&audit)));
-    tokio::spawn(reopen(audit, hangup));
-    tokio::spawn(service::watchdog());
+    let mut serving = tokio::spawn(grpc::serve(Arc::clone(&host), socket, tcp, Arc::clone(&audit)));
+    // None of these ends before the daemon does.
+    let mut parts = JoinSet::new();
+    parts.spawn(reopen(audit, hangup));
+    parts.spawn(service::watchdog(host.store.clone()));
+    parts.spawn(service::tell_failures(host.store.clone(), host.events.clone()));
     service::ready();
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
@@ -187,6 +192,9 @@ async fn run(config: Config) -> anyhow::Result<()> {
     tokio::select! {
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
+        // Whatever it is: systemd starts the daemon anew, and VMs run on.
+        ended = parts.join_next() => anyhow::bail!("a part of the daemon has ended: {ended:?}"),
+        ended = &mut serving => anyhow::bail!("the API is not served any more: {ended:?}"),
     }
     tracing::info!("stopping; running VMs go on");
     service::stopping();

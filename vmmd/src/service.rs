@@ -1,14 +1,19 @@
 //! What ties the daemon to systemd: readiness, the watchdog and the journal.
 
 use std::{
-    env,
+    env, future,
     io::{self, IsTerminal},
     time::Duration,
 };
 
 use sd_notify::NotifyState;
-use tokio::time::interval;
+use tokio::time::{interval, timeout};
 use tracing_subscriber::{EnvFilter, layer::SubscriberExt, util::SubscriberInitExt};
+
+use crate::{
+    event::{Draft, Events, Object},
+    store::Store,
+};
 
 /// Sends log messages to the journal when systemd has connected stderr to it, otherwise to stderr. What is logged is
 /// chosen by `RUST_LOG`, by default `info`.
@@ -39,15 +44,57 @@ pub fn stopping() {
     notify(NotifyState::Stopping);
 }
 
-/// Tells systemd twice per watchdog period that the daemon's tasks still run; returns at once without a watchdog.
-pub async fn watchdog() {
+/// How long a part of the daemon may take to answer when it is asked whether it works.
+const PULSE: Duration = Duration::from_secs(5);
+/// How often that is asked, for the health service.
+const PULSES: Duration = Duration::from_secs(5);
+
+/// Whether the daemon can do its work: its store answers, and a blocking thread is to be had. A full disk is no reason to
+/// restart it, and does not count.
+pub async fn works(store: &Store) -> bool {
+    let asked = async {
+        let thread = tokio::task::spawn_blocking(|| ());
+        store.ping().await.is_ok() && thread.await.is_ok()
+    };
+    timeout(PULSE, asked).await.unwrap_or(false)
+}
+
+/// Tells `changed` whether the daemon works, whenever that changes. Never ends.
+pub async fn pulse(store: Store, mut changed: impl AsyncFnMut(bool)) {
+    let mut before = true;
+    let mut ticks = interval(PULSES);
+    loop {
+        ticks.tick().await;
+        let now = works(&store).await;
+        if now != before {
+            changed(now).await;
+            before = now;
+        }
+    }
+}
+
+/// Tells the events of a store whose thread has panicked. Ends with the store.
+pub async fn tell_failures(store: Store, events: Events) {
+    let mut failures = store.failures();
+    while failures.changed().await.is_ok() {
+        let message = "the thread of the store has failed and was made anew; the log has the cause";
+        events.emit(Draft::warning(Object::Node, "StoreFailed", message));
+    }
+}
+
+/// Tells systemd twice per watchdog period that the daemon works; never returns. Without a watchdog it tells nothing.
+pub async fn watchdog(store: Store) {
     let Some(period) = sd_notify::watchdog_enabled() else {
-        return;
+        return future::pending().await;
     };
     let mut ticks = interval((period / 2).max(Duration::from_millis(1)));
     loop {
         ticks.tick().await;
-        notify(NotifyState::Watchdog);
+        if works(&store).await {
+            notify(NotifyState::Watchdog);
+        } else {
+            tracing::error!("the daemon does not work: systemd is to restart it; VMs run on");
+        }
     }
 }
 

@@ -117,6 +117,8 @@ impl Vms {
     pub(super) fn gone(&self, name: &str) -> Failure {
         if self.host.stopping.is_cancelled() {
             Failure::stopping()
+        } else if self.host.table.get(name).is_some() {
+            Failure::unavailable(name)
         } else {
             Failure::no_vm(name)
         }

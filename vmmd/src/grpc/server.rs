@@ -14,7 +14,8 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::{service::Routes, transport::Server};
+use tonic::{server::NamedService, service::Routes, transport::Server};
+use tonic_health::ServingStatus;
 
 use super::{
     connection::Connection,
@@ -29,7 +30,7 @@ use crate::{
     auth::{Audit, Bounds, Guard},
     host::Host,
     metrics::Counted,
-    tls,
+    service, tls,
 };
 
 /// Most calls at once on one connection, streams included.
@@ -63,6 +64,23 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
     reporter.set_serving::<DiskServiceServer<Disks>>().await;
     reporter.set_serving::<OperationServiceServer<Operations>>().await;
     reporter.set_serving::<EventServiceServer<EventLog>>().await;
+    let store = host.store.clone();
+    tokio::spawn(service::pulse(store, async move |works| {
+        let status = if works {
+            ServingStatus::Serving
+        } else {
+            ServingStatus::NotServing
+        };
+        // "" is the server as a whole.
+        for name in [
+            "",
+            VmServiceServer::<Vms>::NAME,
+            NodeServiceServer::<Nodes>::NAME,
+            DiskServiceServer::<Disks>::NAME,
+        ] {
+            reporter.set_service_status(name, status).await;
+        }
+    }));
     let reflection = |builder: tonic_reflection::server::Builder<'static>| {
         builder
             .register_encoded_file_descriptor_set(proto::DESCRIPTORS)

@@ -59,6 +59,22 @@ impl Demand {
     }
 }
 
+impl Demand {
+    /// Of a spec that is not valid: what it says of RAM and cores, as far as that can be.
+    pub fn unchecked(spec: &v1::VmSpec) -> Self {
+        let ram = spec.memory.as_ref().map_or(0, |memory| memory.size_bytes);
+        let cores = spec.cpu.as_ref().map_or(0, |cpu| cpu.cores);
+        let millis = u64::from(cores) * 1000;
+        let resources = Resources {
+            vcpu_millis: millis,
+            cpu_millis: millis,
+            memory: ram,
+            ..Resources::default()
+        };
+        Self { resources, ram }
+    }
+}
+
 impl Resources {
     /// Both together.
     #[must_use]

@@ -9,7 +9,7 @@ use redb::{
     Database, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata, WriteTransaction,
 };
 
-use super::{Error, META, Table, load_table, write};
+use super::{Error, META, Table, readable, write};
 use crate::text;
 
 /// Deletions that are remembered.
@@ -165,7 +165,7 @@ pub fn load(transaction: &ReadTransaction) -> Result<HistoryRecords, Error> {
     Ok(HistoryRecords {
         run: number(RUN)?,
         nonces,
-        tombstones: load_table(transaction, TOMBSTONES)?,
+        tombstones: readable(transaction, TOMBSTONES)?,
         trimmed: (number(TRIMMED_RUN)?, number(TRIMMED_REVISION)?),
     })
 }

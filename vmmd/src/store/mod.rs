@@ -12,6 +12,7 @@ mod record;
 use std::{
     fs::File,
     io,
+    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -22,10 +23,12 @@ use std::{
 
 use prost::Message;
 use redb::{
-    Database, Durability, ReadTransaction, ReadableDatabase, ReadableTable, TableDefinition, WriteTransaction,
+    Database, Durability, ReadTransaction, ReadableDatabase, ReadableTable, TableDefinition,
+    TableHandle as _, WriteTransaction,
 };
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
+use crate::fault;
 use migration::{migrate, schema};
 
 pub use history::{
@@ -86,12 +89,25 @@ impl Error {
 pub struct Records {
     /// VMs.
     pub vms: Vec<VmRecord>,
+    /// VMs whose records can't be decoded.
+    pub unreadable: Vec<Unreadable>,
     /// Disks of the DiskService.
     pub disks: Vec<DiskRecord>,
     /// What is remembered.
     pub history: HistoryRecords,
     /// The node.
     pub node: NodeRecord,
+}
+
+/// A VM of which no more is known.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Unreadable {
+    /// The record's key: the VM's UUID.
+    pub uid: Vec<u8>,
+    /// As far as it can be read; empty when it can't.
+    pub name: String,
+    /// What is wrong.
+    pub error: String,
 }
 
 type Table = TableDefinition<'static, &'static [u8], &'static [u8]>;
@@ -107,6 +123,8 @@ enum Change {
 enum Job {
     /// Changes that are made together or not at all.
     Write(Vec<Change>, oneshot::Sender<Result<(), Error>>),
+    /// A VM's record, by its key.
+    Vm(Vec<u8>, oneshot::Sender<Result<Option<VmRecord>, Error>>),
     /// Of an answered request.
     Read(RequestKey, oneshot::Sender<Result<Option<RequestRecord>, Error>>),
 }
@@ -116,6 +134,7 @@ enum Job {
 pub struct Store {
     jobs: mpsc::Sender<Job>,
     commits: Arc<AtomicU64>,
+    failures: watch::Receiver<u64>,
 }
 
 impl Store {
@@ -136,16 +155,42 @@ impl Store {
         let (jobs, receiver) = mpsc::channel(BATCH);
         let commits = Arc::<AtomicU64>::default();
         let counter = Arc::clone(&commits);
+        let (failed, failures) = watch::channel(0);
         thread::Builder::new()
             .name("store".into())
-            .spawn(move || serve(&path, database, receiver, &counter))
+            .spawn(move || supervise(&path, database, receiver, &counter, &failed))
             .map_err(|error| Error::Failed("start the store's thread", error.to_string()))?;
-        Ok((Self { jobs, commits }, records))
+        let store = Self {
+            jobs,
+            commits,
+            failures,
+        };
+        Ok((store, records))
     }
 
     /// Transactions that were made durable since it was opened.
     pub fn commits(&self) -> u64 {
         self.commits.load(Ordering::Relaxed)
+    }
+
+    /// Changes each time when the store's thread has panicked and goes on. What it was asked in that moment has failed.
+    pub fn failures(&self) -> watch::Receiver<u64> {
+        self.failures.clone()
+    }
+
+    /// Returns when the store answers; whether it can be written it does not say.
+    pub async fn ping(&self) -> Result<(), Error> {
+        self.vm(&[]).await.map(drop)
+    }
+
+    /// The record of a VM, if there is one. One that can't be decoded is an error.
+    pub async fn vm(&self, uid: &[u8]) -> Result<Option<VmRecord>, Error> {
+        let (sender, receiver) = oneshot::channel();
+        self.jobs
+            .send(Job::Vm(uid.to_vec(), sender))
+            .await
+            .map_err(|_| Error::Closed)?;
+        receiver.await.map_err(|_| Error::Closed)?
     }
 
     /// Writes a VM's record, new or changed. Durable on return.
@@ -222,11 +267,31 @@ impl Store {
     }
 }
 
-fn serve(path: &Path, database: Database, mut jobs: mpsc::Receiver<Job>, commits: &AtomicU64) {
+/// Serves until nobody can ask any more. A panic costs those who were being answered; the file is opened again.
+fn supervise(
+    path: &Path,
+    database: Database,
+    mut jobs: mpsc::Receiver<Job>,
+    commits: &AtomicU64,
+    failed: &watch::Sender<u64>,
+) {
     let mut database = Some(database);
+    loop {
+        let mut served = database.take();
+        let ended = catch_unwind(AssertUnwindSafe(|| serve(path, &mut served, &mut jobs, commits)));
+        if ended.is_ok() {
+            return;
+        }
+        tracing::error!("the store's thread has panicked: the file is opened again");
+        failed.send_modify(|failures| *failures += 1);
+    }
+}
+
+fn serve(path: &Path, database: &mut Option<Database>, jobs: &mut mpsc::Receiver<Job>, commits: &AtomicU64) {
     let mut batch = Vec::new();
     while jobs.blocking_recv_many(&mut batch, BATCH) > 0 {
         let (mut changes, mut replies, mut reads) = (Vec::new(), Vec::new(), Vec::new());
+        let mut vms = Vec::new();
         for job in batch.drain(..) {
             match job {
                 Job::Write(more, reply) => {
@@ -234,12 +299,13 @@ fn serve(path: &Path, database: Database, mut jobs: mpsc::Receiver<Job>, commits
                     replies.push(reply);
                 }
                 Job::Read(id, reply) => reads.push((id, reply)),
+                Job::Vm(uid, reply) => vms.push((uid, reply)),
             }
         }
         let written = if replies.is_empty() {
             Ok(())
         } else {
-            commit(path, &mut database, &changes)
+            commit(path, database, &changes)
         };
         match written {
             Ok(()) => {
@@ -248,7 +314,7 @@ fn serve(path: &Path, database: Database, mut jobs: mpsc::Receiver<Job>, commits
             }
             Err(error) => {
                 tracing::error!(%error, "the store could not be written; nothing was changed");
-                database = None;
+                *database = None;
                 for reply in replies {
                     let same = match &error {
                         Error::Failed(operation, cause) => Error::Failed(operation, cause.clone()),
@@ -259,8 +325,11 @@ fn serve(path: &Path, database: Database, mut jobs: mpsc::Receiver<Job>, commits
             }
         }
         for (id, reply) in reads {
-            let found = reopened(path, &mut database).and_then(|database| history::request(database, &id));
+            let found = reopened(path, database).and_then(|database| history::request(database, &id));
             let _ = reply.send(found);
+        }
+        for (uid, reply) in vms {
+            let _ = reply.send(reopened(path, database).and_then(|database| vm(database, &uid)));
         }
     }
 }
@@ -274,6 +343,7 @@ fn reopened<'a>(path: &Path, database: &'a mut Option<Database>) -> Result<&'a D
 }
 
 fn commit(path: &Path, database: &mut Option<Database>, changes: &[Change]) -> Result<(), Error> {
+    fault::point(path.parent().unwrap_or(path), "store");
     let database = reopened(path, database)?;
     write(database, |transaction| {
         let failed = |error: redb::StorageError| Error::of("write the store", error);
@@ -346,25 +416,85 @@ fn load(database: &Database) -> Result<Records, Error> {
     let transaction = database
         .begin_read()
         .map_err(|error| Error::of("read the store", error))?;
+    let (vms, unreadable) = load_table(&transaction, VMS)?;
     Ok(Records {
-        vms: load_table(&transaction, VMS)?,
-        disks: load_table(&transaction, DISKS)?,
+        vms,
+        unreadable: unreadable.into_iter().map(salvage).collect(),
+        disks: readable(&transaction, DISKS)?,
         history: history::load(&transaction)?,
-        node: load_table(&transaction, NODE)?.pop().unwrap_or_default(),
+        node: readable(&transaction, NODE)?.pop().unwrap_or_default(),
     })
 }
 
-fn load_table<R: Message + Default>(transaction: &ReadTransaction, table: Table) -> Result<Vec<R>, Error> {
+fn vm(database: &Database, uid: &[u8]) -> Result<Option<VmRecord>, Error> {
+    let failed = |error: redb::Error| Error::of("read the store", error);
+    let transaction = database.begin_read().map_err(|error| failed(error.into()))?;
+    let table = transaction
+        .open_table(VMS)
+        .map_err(|error| failed(error.into()))?;
+    let value = table.get(uid).map_err(|error| failed(error.into()))?;
+    value.map(|value| decode(value.value())).transpose()
+}
+
+/// What can be read of a VM's record all the same: a field is kept although one behind it is damaged.
+fn salvage(row: BadRow) -> Unreadable {
+    #[derive(Clone, PartialEq, prost::Message)]
+    struct Name {
+        #[prost(string, tag = "2")]
+        name: String,
+    }
+    let mut known = Name::default();
+    let _ = known.merge(row.value.as_slice());
+    Unreadable {
+        uid: row.key,
+        name: known.name,
+        error: row.error,
+    }
+}
+
+/// A record that can't be decoded.
+struct BadRow {
+    key: Vec<u8>,
+    value: Vec<u8>,
+    error: String,
+}
+
+/// Records; what can't be decoded is left out, and logged.
+fn readable<R: Message + Default>(transaction: &ReadTransaction, table: Table) -> Result<Vec<R>, Error> {
+    let (records, bad) = load_table(transaction, table)?;
+    for BadRow { key, error, .. } in bad {
+        tracing::error!(
+            table = table.name(),
+            ?key,
+            error,
+            "a record of the store can't be read and is left out"
+        );
+    }
+    Ok(records)
+}
+
+/// The records of a table, and those that can't be decoded.
+fn load_table<R: Message + Default>(
+    transaction: &ReadTransaction,
+    table: Table,
+) -> Result<(Vec<R>, Vec<BadRow>), Error> {
     let failed = |error: redb::Error| Error::of("read the store", error);
     let table = transaction
         .open_table(table)
         .map_err(|error| failed(error.into()))?;
-    let mut records = Vec::new();
+    let (mut records, mut bad) = (Vec::new(), Vec::new());
     for row in table.iter().map_err(|error| failed(error.into()))? {
-        let (_, value) = row.map_err(|error| failed(error.into()))?;
-        records.push(decode(value.value())?);
+        let (key, value) = row.map_err(|error| failed(error.into()))?;
+        match R::decode(value.value()) {
+            Ok(record) => records.push(record),
+            Err(error) => bad.push(BadRow {
+                key: key.value().to_vec(),
+                value: value.value().to_vec(),
+                error: error.to_string(),
+            }),
+        }
     }
-    Ok(records)
+    Ok((records, bad))
 }
 
 fn decode<R: Message + Default>(value: &[u8]) -> Result<R, Error> {

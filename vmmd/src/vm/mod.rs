@@ -17,7 +17,9 @@ mod policy;
 mod process;
 pub mod reconcile;
 mod start;
+mod supervisor;
 pub mod table;
+mod unusable;
 
 pub use actor::{Answer, Command, DiskRequest, Life, Reply, Target, Update, public_stats};
 pub use create::create;

@@ -3,7 +3,10 @@
 //! All VMs at once, so that one that doesn't answer costs the others nothing. What belongs to no record is removed,
 //! unless a process lives there: that is left alone and reported.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
 
 use proto::{
     model::vm::VmSpec,
@@ -21,6 +24,7 @@ use super::{
     instance::{Found, Instance, exit_record, find, users_of_processes},
     policy::Occasion,
     start::clean_up,
+    unusable::{self, Why},
 };
 use crate::{
     event::{Draft, Object},
@@ -28,12 +32,12 @@ use crate::{
     lock,
     node::Demand,
     paths::{self, LogDir, RuntimeDir},
-    store::{InstanceRecord, VmRecord},
+    store::{InstanceRecord, Unreadable, VmRecord},
     text,
 };
 
 /// Brings all VMs of the store under control.
-pub async fn reconcile(host: &Arc<Host>, records: Vec<VmRecord>) {
+pub async fn reconcile(host: &Arc<Host>, records: Vec<VmRecord>, unreadable: Vec<Unreadable>) {
     let users: BTreeSet<_> = records
         .iter()
         .filter_map(|record| Some(record.instance.as_ref()?.uid))
@@ -42,18 +46,29 @@ pub async fn reconcile(host: &Arc<Host>, records: Vec<VmRecord>) {
         host.ledger.set_aside(user);
     }
     let mut known = BTreeSet::new();
-    let mut tasks = JoinSet::new();
+    let (mut tasks, mut under_way) = (JoinSet::new(), HashMap::new());
     for record in records {
         let Ok(uid) = Uuid::from_slice(&record.uid) else {
             tracing::error!(vm = record.name, "record without a valid uid ignored");
             continue;
         };
         known.insert(uid);
-        tasks.spawn(restore(Arc::clone(host), uid, record));
+        let task = tasks.spawn(restore(Arc::clone(host), uid, record.clone()));
+        under_way.insert(task.id(), (uid, record));
     }
-    while let Some(result) = tasks.join_next().await {
+    for bad in unreadable {
+        let Ok(uid) = Uuid::from_slice(&bad.uid) else {
+            continue;
+        };
+        known.insert(uid);
+        take_unreadable(host, uid, bad);
+    }
+    while let Some(result) = tasks.join_next_with_id().await {
         if let Err(error) = result {
             tracing::error!(%error, "a VM could not be restored");
+            if let Some((uid, record)) = under_way.remove(&error.id()) {
+                unusable::not_restored(host, uid, record);
+            }
         }
     }
     let host = Arc::clone(host);
@@ -63,7 +78,25 @@ pub async fn reconcile(host: &Arc<Host>, records: Vec<VmRecord>) {
     }
 }
 
-async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
+/// A VM of whose record no more than the key can be relied on. A process that it may have keeps its user id: that is no other
+/// VM's, and was set aside.
+fn take_unreadable(host: &Arc<Host>, uid: Uuid, bad: Unreadable) {
+    let name = if bad.name.is_empty() || host.table.get(&bad.name).is_some() {
+        let uid = uid.simple().to_string();
+        format!("unreadable-{}", uid.get(..8).unwrap_or_default())
+    } else {
+        bad.name
+    };
+    let record = VmRecord {
+        uid: bad.uid,
+        name,
+        ..VmRecord::default()
+    };
+    unusable::spawn(host, uid, record, Why::Record(bad.error), None);
+}
+
+/// Takes a VM over as its record and its process are.
+pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
     for disk in record.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
         // As an attach of the same disk has it.
         host.disks.fill_format(disk);
@@ -71,12 +104,11 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
     let spec = match record.spec.as_ref().map(VmSpec::try_from) {
         Some(Ok(spec)) => spec,
         problem => {
-            tracing::error!(
-                vm = record.name,
-                ?problem,
-                "a stored spec is not valid any more: VM ignored"
-            );
-            return;
+            let problem = match problem {
+                Some(Err(violations)) => violations.to_string(),
+                _ => "there is none".to_owned(),
+            };
+            return unusable::take_over(&host, uid, record, Why::Spec(problem)).await;
         }
     };
     if let Some(run) = &mut record.instance {
@@ -142,12 +174,8 @@ async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
         }
         Err(error) => {
             tracing::error!(vm = record.name, %error, "a vmm that lives can't be found");
-            let message = format!(
-                "a process of this VM is alive but can't be reached: {}",
-                text::words(&error)
-            );
-            let view = View::new(VmPhase::Failed, "Unreachable", message);
-            Actor::spawn(&host, uid, record, spec, view, None, None);
+            let why = Why::Unreachable(text::words(&error));
+            unusable::spawn(&host, uid, record, why, None);
         }
     }
 }

@@ -60,6 +60,8 @@ struct Slot {
     made: (u64, u64),
     /// Of its present state.
     revision: u64,
+    /// How often in a row what looks after it has failed.
+    failures: u32,
 }
 
 /// How a VM is reached.
@@ -282,7 +284,8 @@ impl Table {
         }
     }
 
-    /// Adds a VM; `made` is run and revision of its creation, or not later than that.
+    /// Adds a VM, or another actor in the place of one that has failed; `made` is run and revision of the VM's creation, or
+    /// not later than that.
     pub fn insert(&self, name: &str, entry: Entry, made: (u64, u64)) {
         let mut vms = self.vms();
         vms.revision += 1;
@@ -292,14 +295,38 @@ impl Table {
         } else {
             made
         };
+        let revision = vms.revision;
+        let before = vms.by_name.get(name);
+        let (kind, made, failures) = match before {
+            Some(before) => (ChangeKind::Modified, before.made, before.failures),
+            None => (ChangeKind::Added, made, 0),
+        };
         let slot = Slot {
             entry,
             made,
-            revision: vms.revision,
+            revision,
+            failures,
         };
         let vm = slot.state();
         vms.by_name.insert(name.to_owned(), slot);
-        self.tell(&vms, ChangeKind::Added, vm);
+        self.tell(&vms, kind, vm);
+    }
+
+    /// Notes that what looks after a VM has failed; returns how often by now.
+    pub fn failed(&self, name: &str) -> u32 {
+        let mut vms = self.vms();
+        vms.by_name.get_mut(name).map_or(0, |slot| {
+            slot.failures = slot.failures.saturating_add(1);
+            slot.failures
+        })
+    }
+
+    /// Removes a VM whose record is gone already.
+    pub fn drop_out(&self, name: &str) {
+        let metadata = self.vms().by_name.get(name).map(Slot::state);
+        let metadata = metadata.and_then(|vm| vm.metadata.clone()).unwrap_or_default();
+        let tombstone = self.bury(metadata);
+        self.remove(name, tombstone.revision);
     }
 
     /// Publishes a VM's new state.

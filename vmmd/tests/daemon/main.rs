@@ -32,6 +32,7 @@ mod resources;
 mod resume;
 mod robustness;
 mod stats;
+mod supervision;
 mod survival;
 mod tls;
 mod update;

@@ -54,6 +54,7 @@ use crate::{
     context::{self, Context},
     control,
     failure::{Failure, Kind},
+    fault,
     host::Host,
     operation::{Handle, Pending},
     store::{Intent, VmRecord},
@@ -62,6 +63,7 @@ use crate::{
         describe::View,
         instance::Instance,
         policy::Occasion,
+        supervisor,
         table::Entry,
     },
 };
@@ -155,7 +157,7 @@ impl Actor {
             },
             made,
         );
-        tokio::spawn(actor.run(occasion));
+        supervisor::spawn(Arc::clone(host), uid, name, actor.run(occasion));
     }
 
     async fn run(mut self, occasion: Option<(Occasion, u64)>) {
@@ -189,6 +191,7 @@ impl Actor {
             .to_owned();
             let span = context::span(&self.trace);
             let flow = async {
+                fault::point(&self.host.config.run_dir, &self.record.name);
                 let flow = self.on(next).await;
                 if flow.is_continue() {
                     self.settle_updates().await;

@@ -84,6 +84,7 @@ impl Actor {
         let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()).in_current_span());
         self.work = Work::Start(Start {
             task,
+            _with_actor: cancel.clone().drop_guard(),
             cancel,
             operation,
             heard: false,

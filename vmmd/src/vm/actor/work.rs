@@ -7,7 +7,7 @@ use tokio::{
     task::JoinHandle,
     time::{Duration, Instant, sleep, sleep_until},
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::LifeReply;
 use crate::{
@@ -43,6 +43,8 @@ pub struct Start {
     pub task: JoinHandle<Result<Instance, Failure>>,
     /// Ends it early.
     pub cancel: CancellationToken,
+    /// So does the end of the actor: what nobody waits for is not to come up.
+    pub _with_actor: DropGuard,
     /// What it is part of.
     pub operation: Handle,
     /// Its operation's cancel was heard.

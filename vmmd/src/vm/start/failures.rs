@@ -88,6 +88,11 @@ pub fn store_failure(error: store::Error) -> Failure {
             "STORE_FULL",
             "the file system of the daemon's state is full: nothing was changed; make room and try again",
         ),
+        store::Error::Closed => Failure::new(
+            Kind::Unavailable,
+            "STORE_UNAVAILABLE",
+            "the daemon's store has failed and is opened again: nothing is known of the change; look, and try again",
+        ),
         error => {
             tracing::error!(%error, "write the store");
             Failure::internal("the daemon's store can't be written: nothing was changed; its log says more")

@@ -1,0 +1,252 @@
+//! Parts of the daemon that panic, and VMs that it can't take over as usual: what is there stays visible and in one hand.
+
+use std::fs::{self, File};
+
+use prost::Message as _;
+use proto::v1::{self, VmPhase};
+use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
+use rustix::{
+    fs::{FlockOperation, flock},
+    process::{Signal, kill_process},
+};
+use tonic::{Code, Status};
+
+use crate::{
+    console::Client,
+    harness::{Daemon, PATIENCE, refusal, status, uid, vm_pid},
+};
+
+impl Daemon {
+    /// The actor of a VM panics when it is used next.
+    fn arm(&self, name: &str) {
+        self.arm_in("run", name);
+    }
+
+    /// The part of the daemon with this name panics when it is used next.
+    fn arm_in(&self, folder: &str, name: &str) {
+        let folder = self.path(folder).join("fault");
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join(name), "").unwrap();
+    }
+
+    /// Changes what the store has of a VM, while no daemon runs.
+    fn change_record(&self, uid: &str, change: impl FnOnce(&mut Vec<u8>)) {
+        const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
+        let key = uuid::Uuid::parse_str(uid).unwrap();
+        let database = Database::open(self.path("state/vmmd.redb")).unwrap();
+        let read = database.begin_read().unwrap();
+        let mut value = {
+            let table = read.open_table(VMS).unwrap();
+            assert!(table.iter().unwrap().count() > 0);
+            table
+                .get(key.as_bytes().as_slice())
+                .unwrap()
+                .unwrap()
+                .value()
+                .to_vec()
+        };
+        change(&mut value);
+        let write = database.begin_write().unwrap();
+        {
+            let mut table = write.open_table(VMS).unwrap();
+            table.insert(key.as_bytes().as_slice(), value.as_slice()).unwrap();
+        }
+        write.commit().unwrap();
+    }
+}
+
+/// Asks again while the daemon says that it will be there in a moment; nothing else may be said.
+async fn until_available<T, F: Future<Output = Result<T, Status>>>(mut ask: impl FnMut() -> F) -> T {
+    let began = std::time::Instant::now();
+    loop {
+        match ask().await {
+            Ok(answer) => return answer,
+            Err(refused) => assert_eq!(refused.code(), Code::Unavailable, "{refused:?}"),
+        }
+        assert!(began.elapsed() < PATIENCE);
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test]
+async fn an_actor_that_panics_is_made_anew_and_nobody_is_told_that_its_vm_is_gone() {
+    let daemon = Daemon::start().await;
+    let before = daemon.run("web", "").await;
+    let other = daemon.run("other", "").await;
+    for _ in 0..3 {
+        daemon.arm("web");
+        let refused = daemon.pause("web").await.unwrap_err();
+        assert_eq!(refusal(&refused), (Code::Unavailable, "VM_UNAVAILABLE".into()));
+        let paused = until_available(|| daemon.pause("web")).await;
+        assert_eq!(
+            (vm_pid(&paused), status(&paused).phase()),
+            (vm_pid(&before), VmPhase::Paused)
+        );
+        // Its user id is nobody else's.
+        let user = |vm: &v1::Vm| status(vm).instance.as_ref().unwrap().uid;
+        assert_eq!(user(&paused), user(&before));
+        assert_ne!(user(&daemon.run("next", "").await), user(&before));
+        daemon.delete("next", true).await.unwrap();
+        let request = v1::ResumeVmRequest {
+            name: "web".into(),
+            ..Default::default()
+        };
+        daemon.client().resume_vm(request).await.unwrap();
+    }
+    assert_eq!(daemon.events("SupervisorFailed").await.len(), 3);
+    assert_eq!(vm_pid(&daemon.get("other").await.unwrap()), vm_pid(&other));
+    // It is looked after as before.
+    let mut console = Client::open(&daemon, "web").await;
+    console.type_in("poweroff\n").await;
+    daemon.wait_phase("web", VmPhase::Stopped).await;
+    assert_eq!(daemon.vmm_processes(), [vm_pid(&other)]);
+}
+
+#[tokio::test]
+async fn an_actor_that_panics_in_a_start_leaves_no_second_process() {
+    let daemon = Daemon::start().await;
+    daemon
+        .create(daemon.manifest("web", "mock.boot=hang"))
+        .await
+        .unwrap();
+    let mut client = daemon.client();
+    let start = tokio::spawn(async move {
+        let request = v1::StartVmRequest {
+            name: "web".into(),
+            ..Default::default()
+        };
+        client.start_vm(request).await
+    });
+    daemon.wait_phase("web", VmPhase::Starting).await;
+    while daemon.vmm_processes().is_empty() {
+        tokio::task::yield_now().await;
+    }
+    daemon.arm("web");
+    let refused = daemon.pause("web").await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
+    assert_eq!(start.await.unwrap().unwrap_err().code(), Code::Unavailable);
+    daemon
+        .wait("web", |status| {
+            status.instance.is_none() && status.phase() != VmPhase::Starting
+        })
+        .await;
+    let began = std::time::Instant::now();
+    while !daemon.vmm_processes().is_empty() {
+        assert!(began.elapsed() < PATIENCE);
+        tokio::task::yield_now().await;
+    }
+    until_available(|| daemon.delete("web", true)).await;
+}
+
+#[tokio::test]
+async fn a_store_that_panics_costs_one_answer() {
+    let daemon = Daemon::start().await;
+    daemon.arm_in("state", "store");
+    let refused = daemon.create(daemon.manifest("web", "")).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::Unavailable, "STORE_UNAVAILABLE".into()));
+    daemon.run("web", "").await;
+    assert_eq!(daemon.events("StoreFailed").await.len(), 1);
+}
+
+#[tokio::test]
+async fn a_record_that_cannot_be_read_costs_its_own_vm() {
+    let mut daemon = Daemon::start().await;
+    let fine = daemon.run("fine", "").await;
+    let broken = daemon.create(daemon.manifest("broken", "")).await.unwrap();
+    daemon.kill();
+    daemon.change_record(&uid(&broken), |value| {
+        value.extend([0x32, 0xff, 0xff]);
+    });
+    daemon.relaunch().await;
+    assert_eq!(vm_pid(&daemon.get("fine").await.unwrap()), vm_pid(&fine));
+    let found = daemon.get("broken").await.unwrap();
+    assert_eq!(
+        (uid(&found), status(&found).phase()),
+        (uid(&broken), VmPhase::Failed)
+    );
+    assert_eq!(status(&found).reason, "RecordUnreadable");
+    let refused = daemon.start_vm("broken").await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "RECORD_UNREADABLE".into())
+    );
+    let refused = daemon.create(daemon.manifest("broken", "")).await.unwrap_err();
+    assert_eq!(refused.code(), Code::AlreadyExists, "its name is taken");
+    // It is as it was after another restart, and can be deleted.
+    daemon.kill_and_restart().await;
+    daemon.delete("broken", false).await.unwrap();
+    daemon.kill_and_restart().await;
+    assert_eq!(daemon.get("broken").await.unwrap_err().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn a_vm_whose_spec_is_not_valid_any_more_keeps_what_it_holds() {
+    let mut daemon = Daemon::start().await;
+    let before = daemon.run("old", "").await;
+    daemon.kill();
+    daemon.change_record(&uid(&before), |value| {
+        let cpu = v1::CpuSpec {
+            cores: 100_000,
+            ..Default::default()
+        };
+        let spec = v1::VmSpec {
+            cpu: Some(cpu),
+            ..Default::default()
+        };
+        // Field 6 is the spec; what comes later is merged into it.
+        value.push(6 << 3 | 2);
+        spec.encode_length_delimited(value).unwrap();
+    });
+    daemon.relaunch().await;
+    let found = daemon.get("old").await.unwrap();
+    assert_eq!(
+        (status(&found).phase(), status(&found).reason.as_str()),
+        (VmPhase::Failed, "SpecInvalid")
+    );
+    assert_eq!(vm_pid(&found), vm_pid(&before));
+    let user = |vm: &v1::Vm| status(vm).instance.as_ref().unwrap().uid;
+    assert_eq!(user(&found), user(&before));
+    assert_ne!(user(&daemon.run("new", "").await), user(&before));
+    let refused = daemon.delete("old", false).await.unwrap_err();
+    assert_eq!(refusal(&refused).1, "STILL_RUNNING");
+    let stopped = daemon.kill_vm("old").await.unwrap();
+    assert!(status(&stopped).instance.is_none());
+    daemon.delete("old", false).await.unwrap();
+    assert_eq!(daemon.vmm_processes().len(), 1);
+}
+
+#[tokio::test]
+async fn a_vm_whose_process_cannot_be_found_is_seen_and_taken_over_when_it_can() {
+    let mut daemon = Daemon::start().await;
+    let before = daemon.run("lost", "").await;
+    daemon.kill();
+    let pid = vm_pid(&before);
+    let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
+    kill_process(pid, Signal::KILL).unwrap();
+    let mut fds = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];
+    rustix::event::poll(&mut fds, None).unwrap();
+    // Somebody holds its lock, and nobody knows who.
+    let lock = File::open(daemon.path(&format!("run/vms/{}/lock", uid(&before)))).unwrap();
+    flock(&lock, FlockOperation::NonBlockingLockExclusive).unwrap();
+    daemon.relaunch().await;
+    let found = daemon.get("lost").await.unwrap();
+    assert_eq!(
+        (status(&found).phase(), status(&found).reason.as_str()),
+        (VmPhase::Failed, "Unreachable")
+    );
+    for refused in [
+        daemon.start_vm("lost").await.err(),
+        daemon.delete("lost", true).await.err(),
+    ] {
+        assert_eq!(
+            refusal(&refused.unwrap()),
+            (Code::FailedPrecondition, "UNREACHABLE".into())
+        );
+    }
+    let user = status(&before).instance.as_ref().unwrap().uid;
+    let other = daemon.run("other", "").await;
+    assert_ne!(status(&other).instance.as_ref().unwrap().uid, user);
+    drop(lock);
+    daemon.wait("lost", |status| status.reason == "Lost").await;
+    daemon.start_vm("lost").await.unwrap();
+}
