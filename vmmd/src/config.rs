@@ -36,8 +36,12 @@ pub struct Config {
     pub log_dir: PathBuf,
     /// The socket of the API. Default `vmmd.sock` in `run_dir`.
     pub socket: Option<PathBuf>,
-    /// Group that may use the socket beside root. Default `vmmd`; when that group doesn't exist, root only.
+    /// Group whose members are admins on the socket, as root is. Default `vmmd`; when that group doesn't exist, root only.
     pub socket_group: Option<String>,
+    /// Group whose members are operators on the socket. Default: none.
+    pub operator_group: Option<String>,
+    /// Group whose members are viewers on the socket. Default: none.
+    pub viewer_group: Option<String>,
     /// The `vmm` program. Default: `vmm` beside the daemon's own binary, or else `/usr/lib/vmmd/vmm`.
     pub vmm: Option<PathBuf>,
     /// Default `/dev/kvm`.
@@ -124,6 +128,8 @@ impl Default for Config {
             log_dir: "/var/log/vmmd".into(),
             socket: None,
             socket_group: None,
+            operator_group: None,
+            viewer_group: None,
             vmm: None,
             kvm_device: "/dev/kvm".into(),
             cgroup: None,
@@ -198,6 +204,10 @@ impl Config {
             ("tcp.certificate", self.tcp.as_ref().map(|tcp| &tcp.certificate)),
             ("tcp.key", self.tcp.as_ref().map(|tcp| &tcp.key)),
             ("tcp.client_ca", self.tcp.as_ref().map(|tcp| &tcp.client_ca)),
+            (
+                "tcp.revoked",
+                self.tcp.as_ref().and_then(|tcp| tcp.revoked.as_ref()),
+            ),
         ];
         for (key, path) in paths {
             if path.is_some_and(|path| !path.is_absolute()) {

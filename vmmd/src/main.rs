@@ -168,7 +168,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     node::drain::give_up(&host).await;
     disk::restore(&host, records.disks).await;
     vm::reconcile::reconcile(&host, records.vms, records.unreadable).await;
-    let socket = Socket::bind(&host.config.socket(), host.config.socket_group.as_deref())
+    let socket = Socket::bind(&host.config.socket(), &host.config)
         .with_context(|| format!("API socket {}", host.config.socket().display()))?;
     if let Some(listen) = &host.config.metrics.listen {
         let listener = metrics::Listener::bind(listen).await;
@@ -180,7 +180,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let mut serving = tokio::spawn(grpc::serve(Arc::clone(&host), socket, tcp, Arc::clone(&audit)));
     // None of these ends before the daemon does.
     let mut parts = JoinSet::new();
-    parts.spawn(reopen(audit, hangup));
+    parts.spawn(reopen(Arc::clone(&audit), hangup));
     parts.spawn(service::watchdog(host.store.clone()));
     parts.spawn(service::tell_failures(host.store.clone(), host.events.clone()));
     service::ready();
@@ -205,6 +205,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     ));
     host.stopping.cancel();
     let served = serving.await;
+    audit.flush().await;
     let closing = Arc::clone(&host);
     let _ = tokio::task::spawn_blocking(move || closing.events.close()).await;
     served.context("serve the API")?
@@ -238,7 +239,7 @@ async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<tls::Listener>> {
 /// Opens the audit log anew with each `hangup`. Never ends.
 async fn reopen(audit: Arc<Audit>, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
-        if let Err(error) = audit.reopen() {
+        if let Err(error) = audit.reopen().await {
             tracing::error!(%error, "open the audit log anew; the old file is still written to");
         }
     }

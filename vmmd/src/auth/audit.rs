@@ -1,19 +1,25 @@
 //! The audit log: one line for each call that changes something, and for each that was refused for want of a right.
 //! It goes to the tracing target `audit` and, when configured, to a file as JSON. It has names, never contents.
+//!
+//! Lines are written by a thread of their own: neither a slow disk nor a slow journal delays a call.
 
 use std::{
     fs::File,
     io::{self, Write},
+    num::NonZeroU64,
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
+        mpsc::{Receiver, SyncSender, sync_channel},
     },
+    thread,
     time::Instant,
 };
 
 use serde::Serialize;
+use tokio::sync::oneshot;
 use tonic::Code;
 
 use super::{
@@ -22,11 +28,24 @@ use super::{
     rule::Rule,
 };
 
+/// Lines that wait to be written at most.
+const WAITING: usize = 16 << 10;
+
 /// Where lines go.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Audit {
-    path: Option<PathBuf>,
-    file: Mutex<Option<File>>,
+    jobs: SyncSender<Job>,
+    /// Lines that found no room since the last one that did.
+    lost: AtomicU64,
+}
+
+/// What the thread does.
+enum Job {
+    Write(Box<Line>),
+    /// Open the file anew.
+    Reopen(oneshot::Sender<io::Result<()>>),
+    /// Say when all before is written.
+    Flush(oneshot::Sender<()>),
 }
 
 /// What a line is about.
@@ -45,58 +64,104 @@ enum Kind {
 
 /// One line.
 #[derive(Debug, Serialize)]
-struct Line<'a> {
+struct Line {
     time: String,
     event: Kind,
-    who: &'a str,
-    role: &'a str,
-    peer: &'a str,
-    method: &'a str,
-    object: &'a str,
-    request_id: &'a str,
-    #[serde(skip_serializing_if = "str::is_empty")]
-    code: &'a str,
+    who: String,
+    role: &'static str,
+    peer: String,
+    method: String,
+    object: String,
+    request_id: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    code: String,
     milliseconds: u64,
+    /// Lines before this one that were lost.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lost: Option<NonZeroU64>,
 }
 
 impl Audit {
-    /// Opens the file, if there is to be one. It is appended to and, when it is made, readable to its owner and group.
+    /// Opens the file, if there is to be one, and starts the thread. The file is appended to and, when it is made, readable to
+    /// its owner and group.
     pub fn open(path: Option<&Path>) -> io::Result<Self> {
+        let file = path.map(append).transpose()?;
+        let path = path.map(Path::to_owned);
+        let (jobs, receiver) = sync_channel(WAITING);
+        thread::Builder::new()
+            .name("audit".into())
+            .spawn(move || serve(path.as_ref(), file, &receiver))?;
         Ok(Self {
-            path: path.map(Path::to_owned),
-            file: Mutex::new(path.map(append).transpose()?),
+            jobs,
+            lost: AtomicU64::new(0),
         })
     }
 
     /// Opens the file anew, after it was renamed by whoever rotates logs. When that fails the old one stays.
-    pub fn reopen(&self) -> io::Result<()> {
-        if let Some(path) = &self.path {
-            let file = append(path)?;
-            *lock(&self.file) = Some(file);
-        }
-        Ok(())
+    pub async fn reopen(&self) -> io::Result<()> {
+        let (sender, receiver) = oneshot::channel();
+        self.ask(Job::Reopen(sender)).await;
+        receiver
+            .await
+            .unwrap_or_else(|error| Err(io::Error::other(error)))
     }
 
-    fn write(&self, line: &Line<'_>) {
-        tracing::info!(
-            target: "audit",
-            event = ?line.event,
-            who = line.who,
-            role = line.role,
-            peer = line.peer,
-            method = line.method,
-            object = line.object,
-            request = line.request_id,
-            code = line.code,
-            milliseconds = line.milliseconds,
-        );
-        let mut file = lock(&self.file);
-        let Some(file) = file.as_mut() else { return };
-        // One write(2), so that lines of a daemon that ends are whole.
-        let written = serde_json::to_string(line).map_err(io::Error::from);
-        if let Err(error) = written.and_then(|text| file.write_all(format!("{text}\n").as_bytes())) {
-            tracing::error!(%error, "write the audit log");
+    /// Waits until all that was told is written.
+    pub async fn flush(&self) {
+        let (sender, receiver) = oneshot::channel();
+        self.ask(Job::Flush(sender)).await;
+        let _ = receiver.await;
+    }
+
+    async fn ask(&self, job: Job) {
+        let jobs = self.jobs.clone();
+        // There may be no room for it for a while.
+        let _ = tokio::task::spawn_blocking(move || jobs.send(job).is_ok()).await;
+    }
+
+    fn write(&self, mut line: Line) {
+        let lost = self.lost.swap(0, Ordering::Relaxed);
+        line.lost = NonZeroU64::new(lost);
+        if self.jobs.try_send(Job::Write(Box::new(line))).is_err() {
+            self.lost.fetch_add(lost + 1, Ordering::Relaxed);
         }
+    }
+}
+
+fn serve(path: Option<&PathBuf>, mut file: Option<File>, jobs: &Receiver<Job>) {
+    while let Ok(job) = jobs.recv() {
+        match job {
+            Job::Write(line) => write(file.as_mut(), &line),
+            Job::Reopen(reply) => {
+                let opened = path.map(|path| append(path)).transpose();
+                let _ = reply.send(opened.map(|opened| file = opened));
+            }
+            Job::Flush(reply) => {
+                let _ = reply.send(());
+            }
+        }
+    }
+}
+
+fn write(file: Option<&mut File>, line: &Line) {
+    tracing::info!(
+        target: "audit",
+        event = ?line.event,
+        who = line.who,
+        role = line.role,
+        peer = line.peer,
+        method = line.method,
+        object = line.object,
+        request = line.request_id,
+        code = line.code,
+        milliseconds = line.milliseconds,
+        lost = line.lost.map_or(0, NonZeroU64::get),
+    );
+    let Some(file) = file else { return };
+    // One write(2), so that lines of a daemon that ends are whole.
+    let written = serde_json::to_string(line).map_err(io::Error::from);
+    if let Err(error) = written.and_then(|text| file.write_all(format!("{text}\n").as_bytes())) {
+        tracing::error!(%error, "write the audit log");
     }
 }
 
@@ -124,14 +189,14 @@ pub struct Record {
 }
 
 impl Record {
-    /// Of a call that changes `object`.
+    /// Of a call that changes or reads `object`.
     pub fn new(audit: &Arc<Audit>, caller: &Arc<Caller>, rule: &'static Rule, object: Object) -> Self {
         Self {
             audit: Arc::clone(audit),
             caller: Arc::clone(caller),
             method: rule.method,
             object,
-            stream: rule.stream,
+            stream: rule.long,
             began: Instant::now(),
             subject: Mutex::new((object.kind.to_owned(), String::new())),
             ended: AtomicBool::new(false),
@@ -197,17 +262,18 @@ fn tell(
     code: &str,
     began: Instant,
 ) {
-    audit.write(&Line {
+    audit.write(Line {
         time: jiff::Timestamp::now().to_string(),
         event,
-        who: &caller.initiator.to_string(),
+        who: caller.initiator.to_string(),
         role: caller.role.map_or("none", super::Role::name),
-        peer: &caller.address,
-        method,
-        object,
-        request_id,
-        code,
+        peer: caller.address.clone(),
+        method: method.to_owned(),
+        object: object.to_owned(),
+        request_id: request_id.to_owned(),
+        code: code.to_owned(),
         milliseconds: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
+        lost: None,
     });
 }
 
@@ -242,8 +308,8 @@ mod tests {
         })
     }
 
-    #[test]
-    fn a_call_is_one_line_of_json_however_it_ends_and_a_file_that_moved_is_made_anew() {
+    #[tokio::test]
+    async fn a_call_is_one_line_of_json_however_it_ends_and_a_file_that_moved_is_made_anew() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("audit.log");
         let audit = Arc::new(Audit::open(Some(&path)).unwrap());
@@ -258,6 +324,7 @@ mod tests {
         record.end(Code::NotFound);
         drop(record);
         drop(Record::new(&audit, &caller(), rule, object));
+        audit.flush().await;
         let lines: Vec<serde_json::Value> = fs::read_to_string(&path)
             .unwrap()
             .lines()
@@ -283,13 +350,52 @@ mod tests {
             (&"vm".into(), &"CANCELLED".into())
         );
         fs::rename(&path, folder.path().join("audit.log.1")).unwrap();
-        audit.reopen().unwrap();
+        audit.reopen().await.unwrap();
         denied(&audit, &caller(), "x/Y", Code::PermissionDenied);
+        audit.flush().await;
         let text = fs::read_to_string(&path).unwrap();
         assert_eq!(text.lines().count(), 1);
         assert!(
             text.contains("\"denied\"") && text.contains("PERMISSION_DENIED"),
             "{text}"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_disk_that_does_not_take_lines_delays_nobody_and_what_is_lost_is_counted() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("audit.fifo");
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &path,
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::RWXU,
+            0,
+        )
+        .unwrap();
+        // As long as nobody reads it takes 64 KiB, and then nothing.
+        let mut reader = File::options().read(true).write(true).open(&path).unwrap();
+        let audit = Audit::open(Some(&path)).unwrap();
+        let some = WAITING + 2000;
+        for _ in 0..some {
+            denied(&audit, &caller(), "x/Y", Code::PermissionDenied);
+        }
+        assert!(audit.lost.load(Ordering::Relaxed) > 0);
+        thread::spawn(move || io::copy(&mut reader, &mut io::sink()));
+        audit.flush().await;
+        assert_eq!(
+            audit
+                .jobs
+                .try_send(Job::Flush(oneshot::channel().0))
+                .err()
+                .map(drop),
+            None
+        );
+        denied(&audit, &caller(), "x/Y", Code::PermissionDenied);
+        assert_eq!(
+            audit.lost.load(Ordering::Relaxed),
+            0,
+            "it is told with the next line"
         );
     }
 }

@@ -79,7 +79,7 @@ fn role_required(caller: &Caller, rule: &Rule) -> Status {
     };
     let (_, method) = rule.method.split_once('/').unwrap_or_default();
     let message = format!(
-        "{method} needs the role {}; the certificate of {} {has}",
+        "{method} needs the role {}; {} {has}",
         rule.least, caller.initiator
     );
     let metadata = [
@@ -132,7 +132,7 @@ where
         request.extensions_mut().insert(caller.initiator.clone());
         let audit = &self.guard.audit;
         let record = rule
-            .changes
+            .audited()
             .map(|object| Arc::new(Record::new(audit, &caller, rule, object)));
         let (limit, told) = (self.guard.bounds.request, record.clone());
         let request = request.map(|body| Body::new(Arrival::new(body, limit, rule.stream, told)));

@@ -16,6 +16,10 @@ pub struct Rule {
     pub peer: bool,
     /// What it changes; `None` when it only reads. Changes are in the audit log.
     pub changes: Option<Object>,
+    /// What it reads that is worth a line in the audit log: what a guest printed, or whether a file of the node is there.
+    pub reads: Option<Object>,
+    /// Whether its answer may go on for long: then its beginning is told too.
+    pub long: bool,
     /// Whether the client sends a stream of messages.
     pub stream: bool,
 }
@@ -35,6 +39,8 @@ impl Rule {
             least,
             peer: false,
             changes: None,
+            reads: None,
+            long: false,
             stream: false,
         }
     }
@@ -50,8 +56,27 @@ impl Rule {
         }
     }
 
+    const fn reads(self, object: Object) -> Self {
+        Self {
+            reads: Some(object),
+            ..self
+        }
+    }
+
+    /// What a line of the audit log is about; `None` when there is none.
+    pub fn audited(&self) -> Option<Object> {
+        self.changes.or(self.reads)
+    }
+
     const fn stream(self) -> Self {
-        Self { stream: true, ..self }
+        Self {
+            stream: true,
+            ..self.long()
+        }
+    }
+
+    const fn long(self) -> Self {
+        Self { long: true, ..self }
     }
 }
 
@@ -106,7 +131,9 @@ pub const RULES: &[Rule] = {
         Rule::new("vmmd.v1.VmService/SetRateLimit", Operator).changes(VM),
         Rule::new("vmmd.v1.VmService/SetMemoryTarget", Operator).changes(VM),
         // What the guest prints, and its keyboard.
-        Rule::new("vmmd.v1.VmService/GetVmLogs", Operator),
+        Rule::new("vmmd.v1.VmService/GetVmLogs", Operator)
+            .reads(VM)
+            .long(),
         Rule::new("vmmd.v1.VmService/Console", Operator)
             .changes(OPENED_VM)
             .stream(),
@@ -122,7 +149,9 @@ pub const RULES: &[Rule] = {
         Rule::new("vmmd.v1.DiskService/DeleteDisk", Admin).changes(DISK),
         Rule::new("vmmd.v1.NodeService/GetNode", Viewer).and_peers(),
         // Looks at the files that the manifest names.
-        Rule::new("vmmd.v1.NodeService/CheckPlacement", Admin).and_peers(),
+        Rule::new("vmmd.v1.NodeService/CheckPlacement", Admin)
+            .and_peers()
+            .reads(WHOLE_VM),
         Rule::new("vmmd.v1.NodeService/CordonNode", Operator).changes(NODE),
         Rule::new("vmmd.v1.NodeService/UncordonNode", Operator).changes(NODE),
         Rule::new("vmmd.v1.NodeService/DrainNode", Operator).changes(NODE),

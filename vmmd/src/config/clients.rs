@@ -19,6 +19,9 @@ pub struct Tcp {
     /// The CAs of clients' certificates. Default `/etc/vmmd/tls/ca.crt`.
     #[serde(default = "Tcp::default_client_ca")]
     pub client_ca: PathBuf,
+    /// Lists of certificates that were revoked by these CAs (CRLs, RFC 5280). Default: none.
+    #[serde(default)]
+    pub revoked: Option<PathBuf>,
 }
 
 impl Tcp {
@@ -49,7 +52,10 @@ pub struct Limits {
     pub request_seconds: u32,
     /// How long a TLS handshake may take, in seconds. Default 10.
     pub handshake_seconds: u32,
-    /// Handshakes at once; one more ends the oldest. Default 64.
+    /// How long a connection over TCP may be, in seconds: then it takes no further calls, and the client makes another one, with
+    /// its certificate checked anew. Calls under way have a tenth of that time to end. Default 43,200 (12 hours).
+    pub connection_seconds: u32,
+    /// Handshakes at once; one more ends one of the address that has most. Default 64.
     pub handshakes: usize,
     /// How long the files that a request or a VM names may take to be found and opened, in seconds. Default 10.
     pub file_seconds: u32,
@@ -63,6 +69,7 @@ impl Default for Limits {
             calls_per_second: 10_000,
             request_seconds: 10,
             handshake_seconds: 10,
+            connection_seconds: 43_200,
             handshakes: 64,
             file_seconds: 10,
         }
@@ -80,6 +87,11 @@ impl Limits {
         Duration::from_secs(self.handshake_seconds.into())
     }
 
+    /// How long a connection over TCP may be.
+    pub fn connection(&self) -> Duration {
+        Duration::from_secs(self.connection_seconds.into())
+    }
+
     /// How long files may take to be found and opened.
     pub fn files(&self) -> Duration {
         Duration::from_secs(self.file_seconds.into())
@@ -93,6 +105,7 @@ impl Limits {
             ("limits.calls_per_second", self.calls_per_second as usize),
             ("limits.request_seconds", self.request_seconds as usize),
             ("limits.handshake_seconds", self.handshake_seconds as usize),
+            ("limits.connection_seconds", self.connection_seconds as usize),
             ("limits.handshakes", self.handshakes),
             ("limits.file_seconds", self.file_seconds as usize),
         ];

@@ -13,9 +13,13 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     time::{Sleep, sleep},
 };
+use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::transport::server::Connected;
 
-use crate::auth::{Caller, Place};
+use crate::{
+    auth::{Caller, Place},
+    tls::Peer,
+};
 
 /// A connection with its place, which is free again when it is dropped.
 #[derive(Debug)]
@@ -24,6 +28,8 @@ pub struct Connection<S> {
     caller: Arc<Caller>,
     /// Until the client has said something: HTTP/2 itself waits for its first word for ever.
     silence: Option<Pin<Box<Sleep>>>,
+    /// Until its certificate is not good any more.
+    gone: Option<(Arc<Peer>, Pin<Box<WaitForCancellationFutureOwned>>)>,
     _place: Place,
 }
 
@@ -34,7 +40,17 @@ impl<S> Connection<S> {
             stream,
             caller: Arc::new(caller),
             silence: Some(Box::pin(sleep(silence))),
+            gone: None,
             _place: place,
+        }
+    }
+
+    /// It also fails when the certificate of its client is not good any more.
+    pub fn until_gone(self, peer: Arc<Peer>) -> Self {
+        let gone = Box::pin(peer.gone().clone().cancelled_owned());
+        Self {
+            gone: Some((peer, gone)),
+            ..self
         }
     }
 }
@@ -53,6 +69,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if let Some((_, gone)) = &mut self.gone
+            && gone.as_mut().poll(context).is_ready()
+        {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
         let read = Pin::new(&mut self.stream).poll_read(context, buffer);
         if read.is_ready() {
             self.silence = None;

@@ -121,7 +121,8 @@ pub async fn serve(
     let stopping = &host.stopping;
     // Who is on the same node can't vanish, and may be held for long by ^Z.
     let local = serve_on(&routes, &guard, None, local, stopping);
-    let remote = serve_on(&routes, &guard, Some(KEEPALIVE), remote, stopping);
+    let bounds = Some((KEEPALIVE, limits.connection()));
+    let remote = serve_on(&routes, &guard, bounds, remote, stopping);
     // Without TCP the stream of its connections ends at once.
     let result = tokio::try_join!(local, remote);
     accepting.abort();
@@ -135,11 +136,15 @@ pub async fn serve(
 async fn serve_on<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     routes: &Routes,
     guard: &Guard,
-    keepalive: Option<Duration>,
+    remote: Option<(Duration, Duration)>,
     incoming: mpsc::Receiver<io::Result<Connection<S>>>,
     stopping: &CancellationToken,
 ) -> Result<(), tonic::transport::Error> {
-    let serving = Server::builder()
+    let mut server = Server::builder();
+    if let Some((_, age)) = remote {
+        server = server.max_connection_age(age).max_connection_age_grace(age / 10);
+    }
+    let serving = server
         .max_concurrent_streams(MAX_STREAMS)
         .http2_max_header_list_size(MAX_HEADERS)
         .max_frame_size(MAX_FRAME)
@@ -147,7 +152,7 @@ async fn serve_on<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
         .initial_connection_window_size(CONNECTION_WINDOW)
         .http2_max_pending_accept_reset_streams(Some(MAX_PENDING_RESETS))
         .http2_max_local_error_reset_streams(Some(MAX_ERROR_RESETS))
-        .http2_keepalive_interval(keepalive)
+        .http2_keepalive_interval(remote.map(|(keepalive, _)| keepalive))
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
         .layer(tower::layer::layer_fn(Counted::new))
         .layer(guard.clone())

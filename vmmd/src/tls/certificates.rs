@@ -2,17 +2,19 @@
 
 use std::{
     fs, io,
-    path::Path,
-    sync::{Arc, Mutex, PoisonError, RwLock},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError, RwLock, Weak},
 };
 
 use rustls::{
     RootCertStore, ServerConfig,
     crypto::ring,
-    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
-    server::{NoServerSessionStorage, WebPkiClientVerifier},
+    pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, UnixTime, pem::PemObject},
+    server::{NoServerSessionStorage, WebPkiClientVerifier, danger::ClientCertVerifier},
     version::{TLS12, TLS13},
 };
+
+use tokio_util::sync::CancellationToken;
 
 use crate::{config::Tcp, text};
 
@@ -39,6 +41,7 @@ struct Files {
     certificate: Vec<u8>,
     key: Vec<u8>,
     client_ca: Vec<u8>,
+    revoked: Option<Vec<u8>>,
 }
 
 impl Files {
@@ -48,14 +51,49 @@ impl Files {
             certificate: read("certificate", &tcp.certificate)?,
             key: read("key", &tcp.key)?,
             client_ca: read("client_ca", &tcp.client_ca)?,
+            revoked: tcp
+                .revoked
+                .as_ref()
+                .map(|path| read("revoked", path))
+                .transpose()?,
         })
     }
 }
 
-/// What new connections use.
+/// What is made of the files.
+#[derive(Clone)]
+struct Loaded {
+    config: Arc<ServerConfig>,
+    verifier: Arc<dyn ClientCertVerifier>,
+}
+
+/// The other end of a connection: it is to end when its certificate is not good any more.
+#[derive(Debug)]
+pub struct Peer {
+    chain: Vec<CertificateDer<'static>>,
+    gone: CancellationToken,
+}
+
+impl Peer {
+    /// Is cancelled when the connection is to end.
+    pub fn gone(&self) -> &CancellationToken {
+        &self.gone
+    }
+
+    fn is_good(&self, verifier: &dyn ClientCertVerifier) -> bool {
+        let Some((own, others)) = self.chain.split_first() else {
+            return false;
+        };
+        verifier.verify_client_cert(own, others, UnixTime::now()).is_ok()
+    }
+}
+
+/// What connections use.
 pub struct Certificates {
     tcp: Tcp,
-    current: RwLock<Option<Arc<ServerConfig>>>,
+    current: RwLock<Option<Loaded>>,
+    /// Who is connected.
+    peers: Mutex<Vec<Weak<Peer>>>,
     /// What was tried last.
     last: Mutex<Option<Files>>,
 }
@@ -75,6 +113,7 @@ impl Certificates {
         Self {
             tcp,
             current: RwLock::new(None),
+            peers: Mutex::default(),
             last: Mutex::new(None),
         }
     }
@@ -93,15 +132,47 @@ impl Certificates {
         if last.as_ref() == Some(&files) {
             return Ok(false);
         }
-        let config = server_config(&files);
+        let loaded = load(&files);
         *last = Some(files);
-        let config = config?;
-        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(config));
+        let loaded = loaded?;
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Some(loaded.clone());
+        self.check_peers(loaded.verifier.as_ref());
         Ok(true)
     }
 
     /// For a new connection.
     pub fn current(&self) -> Option<Arc<ServerConfig>> {
+        Some(self.loaded()?.config)
+    }
+
+    /// Notes who has connected, with the certificates that the handshake has verified. `None` when they have become bad meanwhile.
+    pub fn admit(&self, chain: &[CertificateDer<'_>]) -> Option<Arc<Peer>> {
+        let peer = Arc::new(Peer {
+            chain: chain
+                .iter()
+                .map(|certificate| certificate.clone().into_owned())
+                .collect(),
+            gone: CancellationToken::new(),
+        });
+        // Noted before it is checked: a reload in between finds it.
+        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        peers.retain(|peer| peer.strong_count() > 0);
+        peers.push(Arc::downgrade(&peer));
+        drop(peers);
+        let good = peer.is_good(self.loaded()?.verifier.as_ref());
+        good.then_some(peer)
+    }
+
+    fn check_peers(&self, verifier: &dyn ClientCertVerifier) {
+        let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        let bad = peers
+            .iter()
+            .filter_map(Weak::upgrade)
+            .filter(|peer| !peer.is_good(verifier));
+        bad.for_each(|peer| peer.gone.cancel());
+    }
+
+    fn loaded(&self) -> Option<Loaded> {
         self.current
             .read()
             .unwrap_or_else(PoisonError::into_inner)
@@ -109,12 +180,17 @@ impl Certificates {
     }
 
     /// Where the files are.
-    pub fn files(&self) -> [&Path; 3] {
-        [&self.tcp.certificate, &self.tcp.key, &self.tcp.client_ca]
+    pub fn files(&self) -> Vec<&Path> {
+        let always = [&self.tcp.certificate, &self.tcp.key, &self.tcp.client_ca];
+        always
+            .into_iter()
+            .chain(&self.tcp.revoked)
+            .map(PathBuf::as_path)
+            .collect()
     }
 }
 
-fn server_config(files: &Files) -> Result<ServerConfig, Error> {
+fn load(files: &Files) -> Result<Loaded, Error> {
     let chain = certificates("certificate", &files.certificate)?;
     let key = PrivateKeyDer::from_pem_slice(&files.key)
         .map_err(|error| Error::Content("key", format!("has no private key: {error}")))?;
@@ -125,20 +201,36 @@ fn server_config(files: &Files) -> Result<ServerConfig, Error> {
             .map_err(|error| Error::Content("client_ca", format!("has a wrong certificate: {error}")))?;
     }
     let provider = Arc::new(ring::default_provider());
+    let revoked: Result<Vec<_>, _> = files
+        .revoked
+        .iter()
+        .flat_map(|pem| CertificateRevocationListDer::pem_slice_iter(pem))
+        .collect();
+    let revoked = revoked.map_err(|error| Error::Content("revoked", format!("is no PEM file: {error}")))?;
+    if files.revoked.is_some() && revoked.is_empty() {
+        return Err(Error::Content("revoked", "has no list".into()));
+    }
     let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider))
+        .with_crls(revoked)
+        .only_check_end_entity_revocation()
+        // A CA without a list has revoked nothing.
+        .allow_unknown_revocation_status()
         .build()
         .map_err(|error| Error::Content("client_ca", error.to_string()))?;
     let mut config = ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&TLS13, &TLS12])
         .map_err(|error| Error::Pair(error.to_string()))?
-        .with_client_cert_verifier(verifier)
+        .with_client_cert_verifier(Arc::clone(&verifier))
         .with_single_cert(chain, key)
         .map_err(|error| Error::Pair(error.to_string()))?;
     config.alpn_protocols = vec![ALPN.to_vec()];
     // A resumed session would not have its certificate verified again.
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;
-    Ok(config)
+    Ok(Loaded {
+        config: Arc::new(config),
+        verifier,
+    })
 }
 
 /// At least one.
@@ -153,8 +245,6 @@ fn certificates(key: &'static str, pem: &[u8]) -> Result<Vec<CertificateDer<'sta
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-
     use rcgen::{CertifiedKey, generate_simple_self_signed};
 
     use super::*;
@@ -173,6 +263,7 @@ mod tests {
             certificate: path("crt"),
             key: path("key"),
             client_ca: path("ca"),
+            revoked: None,
         });
         let refused = |what: &str| {
             let error = certificates.reload().unwrap_err().to_string();

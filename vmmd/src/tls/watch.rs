@@ -49,9 +49,8 @@ pub async fn reload(host: &Host, certificates: &Arc<Certificates>) {
             (EventSeverity::Normal, "CertificatesLoaded", message)
         }
         Ok(Err(error)) => {
-            let [certificate, key, client_ca] = certificates.files().map(Path::display);
             let error = text::chain(&error);
-            tracing::error!(%certificate, %key, %client_ca, "load the certificates: {error}");
+            tracing::error!(files = ?certificates.files(), "load the certificates: {error}");
             let then = match certificates.current() {
                 Some(_) => "the ones before are still used",
                 None => "there are no connections over TCP",

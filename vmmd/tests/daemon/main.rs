@@ -31,6 +31,7 @@ mod request;
 mod resources;
 mod resume;
 mod robustness;
+mod roles;
 mod stats;
 mod supervision;
 mod survival;

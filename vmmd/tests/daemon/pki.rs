@@ -3,7 +3,10 @@
 use std::{
     fs,
     path::Path,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -23,6 +26,8 @@ use tonic::transport::{Channel, Endpoint, Uri};
 
 use crate::harness::Daemon;
 
+static NEXT_SERIAL: AtomicU64 = AtomicU64::new(1000);
+
 /// A CA.
 pub struct Pki {
     authority: Issuer<'static, KeyPair>,
@@ -33,6 +38,7 @@ pub struct Pki {
 pub struct Leaf {
     certificate: rcgen::Certificate,
     key: KeyPair,
+    serial: rcgen::SerialNumber,
 }
 
 fn named(name: &str) -> DistinguishedName {
@@ -47,7 +53,7 @@ impl Pki {
         let mut params = CertificateParams::default();
         params.distinguished_name = named(name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let certificate = params.self_signed(&key).unwrap();
         Self {
             authority: Issuer::new(params, key),
@@ -89,9 +95,35 @@ impl Pki {
     fn issue(&self, name: &str, mut params: CertificateParams, purpose: ExtendedKeyUsagePurpose) -> Leaf {
         params.distinguished_name = named(name);
         params.extended_key_usages = vec![purpose];
+        let serial: rcgen::SerialNumber = NEXT_SERIAL.fetch_add(1, Ordering::Relaxed).into();
+        params.serial_number = Some(serial.clone());
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.authority).unwrap();
-        Leaf { certificate, key }
+        Leaf {
+            certificate,
+            key,
+            serial,
+        }
+    }
+
+    /// A list of revoked certificates of this CA.
+    pub fn revoke(&self, leaves: &[&Leaf]) -> String {
+        let now = rcgen::date_time_ymd(2020, 1, 1);
+        let revoked = leaves.iter().map(|leaf| rcgen::RevokedCertParams {
+            serial_number: leaf.serial.clone(),
+            revocation_time: now,
+            reason_code: None,
+            invalidity_date: None,
+        });
+        let params = rcgen::CertificateRevocationListParams {
+            this_update: now,
+            next_update: rcgen::date_time_ymd(2120, 1, 1),
+            crl_number: 1_u64.into(),
+            issuing_distribution_point: None,
+            revoked_certs: revoked.collect(),
+            key_identifier_method: rcgen::KeyIdMethod::Sha256,
+        };
+        params.signed_by(&self.authority).unwrap().pem().unwrap()
     }
 
     /// A new `server.crt`, `server.key` and `ca.crt` in `dir`, each by a rename.
@@ -136,9 +168,15 @@ impl Pki {
 
 /// A client that connects when it is used.
 pub fn lazy(address: String, config: ClientConfig) -> Channel {
-    let config = Arc::new(config);
+    counting(address, config, &Arc::default())
+}
+
+/// The same; counts its connections.
+pub fn counting(address: String, config: ClientConfig, connections: &Arc<AtomicU32>) -> Channel {
+    let (config, connections) = (Arc::new(config), Arc::clone(connections));
     let connector = tower::service_fn(move |_: Uri| {
         let (address, config) = (address.clone(), Arc::clone(&config));
+        connections.fetch_add(1, Ordering::Relaxed);
         async move { open(&address, config).await.map(TokioIo::new) }
     });
     Endpoint::from_static("http://vmmd").connect_with_connector_lazy(connector)
@@ -178,6 +216,19 @@ pub async fn serve(pki: &Pki, extra: &str) -> Daemon {
         .unwrap();
     pki.install(&folder.path().join("tls"), &pki.server("node"));
     let config = configuration(folder.path(), extra);
+    Daemon::in_folder(folder, &config).await
+}
+
+/// The same with one more file in the table `tcp`.
+pub async fn serve_with(pki: &Pki, extra: &str, key: &str, content: &str) -> Daemon {
+    let folder = tempfile::Builder::new()
+        .prefix("vmmd")
+        .tempdir_in("/tmp")
+        .unwrap();
+    pki.install(&folder.path().join("tls"), &pki.server("node"));
+    let path = folder.path().join("tls").join(key);
+    replace(&path, content);
+    let config = configuration(folder.path(), extra) + &format!("{key} = {path:?}\n");
     Daemon::in_folder(folder, &config).await
 }
 

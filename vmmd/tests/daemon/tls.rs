@@ -181,9 +181,9 @@ async fn new_certificates_are_used_for_new_connections_once_they_are_there() {
     })
     .await;
     list(&old.channel(&daemon, Some(&alice))).await.unwrap_err();
-    list(&before)
-        .await
-        .expect("a connection stays as it was accepted");
+    // A connection whose certificate is not good any more has ended.
+    let ended = list(&before).await.unwrap_err();
+    assert!(is_no_connection(&ended), "{ended:?}");
     // Also when it is asked for, and written in place.
     fs::write(dir.join("ca.crt"), old.certificate.pem()).unwrap();
     kill_process(daemon.pid(), Signal::HUP).unwrap();
@@ -367,4 +367,47 @@ fn made_client(daemon: &Daemon, name: &str) -> Channel {
     let mut config = config.unwrap();
     config.alpn_protocols = vec![b"h2".to_vec()];
     pki::lazy(pki::address(daemon), config)
+}
+
+#[tokio::test]
+async fn a_revoked_certificate_ends_its_connections_and_makes_no_more() {
+    let pki = Pki::new("ca");
+    let (alice, bob) = (pki.role("alice", "viewer"), pki.role("bob", "viewer"));
+    let daemon = pki::serve_with(&pki, "", "revoked", &pki.revoke(&[])).await;
+    let (of_alice, of_bob) = (
+        pki.channel(&daemon, Some(&alice)),
+        pki.channel(&daemon, Some(&bob)),
+    );
+    list(&of_alice).await.unwrap();
+    list(&of_bob).await.unwrap();
+    let mut watch = VmServiceClient::new(of_alice.clone())
+        .watch_vms(v1::WatchVmsRequest::default())
+        .await
+        .unwrap()
+        .into_inner();
+    pki::replace(&daemon.path("tls/revoked"), &pki.revoke(&[&alice]));
+    let ended = timeout(PATIENCE, async {
+        while let Ok(Some(_)) = watch.message().await {}
+    });
+    ended.await.expect("what is under way ends");
+    let refused = list(&of_alice).await.unwrap_err();
+    assert!(is_no_connection(&refused), "{refused:?}");
+    list(&of_bob).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_old_connection_is_made_anew() {
+    let pki = Pki::new("ca");
+    let daemon = pki::serve(&pki, "limits = { connection_seconds = 1 }\n").await;
+    let leaf = pki.role("alice", "viewer");
+    let connects = std::sync::Arc::new(std::sync::atomic::AtomicU32::new(0));
+    let channel = pki::counting(pki::address(&daemon), pki.tls(Some(&leaf)), &connects);
+    until("a second connection", || async {
+        // A call may meet the end of its connection.
+        let _ = list(&channel).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        connects.load(std::sync::atomic::Ordering::Relaxed) > 1
+    })
+    .await;
+    list(&channel).await.unwrap();
 }

@@ -67,7 +67,7 @@ fn what_rules_say_of_the_messages_is_so() {
             "{} changes something",
             rule.method
         );
-        let Some(object) = rule.changes else { continue };
+        let Some(object) = rule.audited() else { continue };
         let mut message = Some(request);
         for (index, number) in object.path.iter().enumerate() {
             let fields = &message
@@ -116,7 +116,7 @@ fn the_documented_table_is_this_one() {
             yes(rule.admits(Role::Operator)),
             yes(rule.admits(Role::Admin)),
             yes(rule.admits(Role::Peer)),
-            yes(rule.changes.is_some())
+            yes(rule.audited().is_some())
         );
     }
     let page = include_str!("../../../../docs/src/security.md");
