@@ -3,10 +3,13 @@
 use std::{fmt, future::Future, io, path::Path, sync::Arc, time::Duration};
 
 use hyper_util::rt::TokioIo;
-use proto::v1::{
-    self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
-    node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
-    vm_service_client::VmServiceClient,
+use proto::{
+    rule::Mutation,
+    v1::{
+        self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
+        node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
+        vm_service_client::VmServiceClient,
+    },
 };
 use tokio::net::UnixStream;
 use tonic::{
@@ -207,36 +210,13 @@ pub async fn call<T>(limit: Duration, call: impl Future<Output = Result<Response
     }
 }
 
-/// A request that changes something.
-pub trait Change: Clone {
-    /// Gives it an id, by which the daemon knows it again.
-    fn identify(&mut self, id: String);
-}
-
-macro_rules! changes {
-    ($($request:ident),* $(,)?) => {
-        $(impl Change for v1::$request {
-            fn identify(&mut self, id: String) {
-                self.request_id = id;
-            }
-        })*
-    };
-}
-
-changes! {
-    CreateVmRequest, UpdateVmRequest, DeleteVmRequest, StartVmRequest, StopVmRequest, RestartVmRequest, PauseVmRequest, ResumeVmRequest,
-    ResetVmRequest,
-    AttachDiskRequest, DetachDiskRequest, ResizeVmDiskRequest, SetRateLimitRequest,
-    CreateDiskRequest, ResizeDiskRequest, DeleteDiskRequest,
-}
-
 /// Sends a request that changes something, with an id of its own; and once more when the daemon goes away before it has
 /// answered: with the id it is not carried out twice.
-pub async fn change<Q: Change, T, F>(limit: Duration, mut request: Q, send: impl Fn(Q) -> F) -> Result<T>
+pub async fn change<Q: Mutation, T, F>(limit: Duration, mut request: Q, send: impl Fn(Q) -> F) -> Result<T>
 where
     F: Future<Output = Result<Response<T>, Status>>,
 {
-    request.identify(Uuid::now_v7().to_string());
+    request.set_request_id(Uuid::now_v7().to_string());
     match call(limit, send(request.clone())).await {
         Err(failure) if went_away(&failure) => {
             tokio::time::sleep(RESTART).await;

@@ -34,7 +34,6 @@ mod places;
 mod plain;
 mod queues;
 mod turns;
-mod work;
 
 use std::{
     fs::{self, File},

@@ -64,7 +64,6 @@ fn packages() -> Result<PathBuf> {
         Root {
             variant: "extract",
             packages: &packages,
-            more_sources: None,
             overlay: None,
             customize: None,
         }

@@ -189,7 +189,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// Of a call that changes or reads `object`.
+    /// Of a call that is about `object`.
     pub fn new(audit: &Arc<Audit>, caller: &Arc<Caller>, rule: &'static Rule, object: Object) -> Self {
         Self {
             audit: Arc::clone(audit),
@@ -318,7 +318,7 @@ mod tests {
             0
         );
         let rule = rule::find("/vmmd.v1.VmService/StartVm").unwrap();
-        let object = rule.changes.unwrap();
+        let object = rule.audited.unwrap();
         let record = Record::new(&audit, &caller(), rule, object);
         record.arrived(b"\x0a\x03web\x7a\x02r1");
         record.end(Code::NotFound);

@@ -132,7 +132,7 @@ where
         request.extensions_mut().insert(caller.initiator.clone());
         let audit = &self.guard.audit;
         let record = rule
-            .audited()
+            .audited
             .map(|object| Arc::new(Record::new(audit, &caller, rule, object)));
         let (limit, told) = (self.guard.bounds.request, record.clone());
         let request = request.map(|body| Body::new(Arrival::new(body, limit, rule.stream, told)));

@@ -1,5 +1,7 @@
 //! What a request is about, read from its bytes: enough for the audit log, whatever the message is.
 
+use proto::rule::REQUEST_ID;
+
 /// Where the name of a request's object is.
 #[derive(Clone, Copy, Debug)]
 pub struct Object {
@@ -8,9 +10,6 @@ pub struct Object {
     /// Field numbers from the request to the name; empty when the object has none.
     pub path: &'static [u32],
 }
-
-/// Field number of `request_id` in every request that has one.
-pub const REQUEST_ID: u32 = 15;
 
 /// Longest name or id that is repeated, in bytes.
 const MAX: usize = 100;

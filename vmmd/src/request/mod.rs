@@ -33,7 +33,6 @@
 //! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
 
 mod answer;
-mod mutation;
 
 use std::{
     collections::HashMap,
@@ -42,6 +41,7 @@ use std::{
 };
 
 use prost::Message;
+use proto::rule::Mutation;
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 use tonic::{Response, Status};
@@ -49,7 +49,7 @@ use tracing::Instrument;
 use uuid::Uuid;
 
 use self::answer::Answer;
-pub use self::{answer::done, mutation::Mutation};
+pub use self::answer::done;
 use crate::{
     context::{self, Context, Initiator},
     failure::{Failure, Kind},
@@ -187,11 +187,12 @@ pub fn context<Q: Mutation>(request: &tonic::Request<Q>) -> Result<Context, Fail
 
 fn mark<Q: Mutation>(request: &Q, caller: &Initiator) -> RequestMark {
     // Maps are sorted: the same content has the same bytes.
-    let content = request.clone().without_id().encode_to_vec();
+    let mut content = request.clone();
+    content.set_request_id(String::new());
     RequestMark {
         id: request.request_id().to_owned(),
         method: Q::METHOD.to_owned(),
-        fingerprint: Sha256::digest(&content).to_vec(),
+        fingerprint: Sha256::digest(content.encode_to_vec()).to_vec(),
         begun_ms: text::now_ms(),
         caller: caller.scope(),
     }

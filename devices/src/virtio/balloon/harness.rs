@@ -27,7 +27,6 @@ use crate::{
     GuestMemory,
     pci::msix::Msix,
     virtio::{
-        bell::Bell,
         device::{Drained, Progress, QueueHandler, VirtioDevice},
         fault::{Counters, Fault},
         queue::{Queue, QueueState},
@@ -97,7 +96,7 @@ pub(super) struct Harness {
     features: u64,
     signals: Arc<Signals>,
     kicks: Vec<Arc<EventFd>>,
-    bell: Arc<Bell>,
+    command: EventFd,
     states: Vec<QueueState>,
 }
 
@@ -128,7 +127,7 @@ impl Harness {
             features: features | 1 << 32,
             signals,
             kicks: (0..queues).map(event).collect(),
-            bell: Arc::new(Bell::new().unwrap()),
+            command: EventFd::new(EFD_NONBLOCK).unwrap(),
             states: (0..queues as u16).map(fresh).collect(),
         };
         harness.start();
@@ -277,7 +276,7 @@ impl Harness {
             states: &self.states,
             max_sizes: &sizes,
             kicks: &self.kicks,
-            bell: &self.bell,
+            command: &self.command,
             signals: self.signals.clone(),
             counters: Arc::new(Counters::default()),
         };

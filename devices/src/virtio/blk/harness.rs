@@ -27,7 +27,6 @@ use crate::{
     GuestMemory,
     pci::msix::Msix,
     virtio::{
-        bell::Bell,
         device::{Drained, Progress, QueueHandler, VirtioDevice},
         fault::{Counters, Fault},
         queue::{Queue, QueueState},
@@ -66,7 +65,7 @@ pub(super) struct Harness {
     features: u64,
     signals: Arc<Signals>,
     kicks: Vec<Arc<EventFd>>,
-    bell: Arc<Bell>,
+    command: EventFd,
     state: QueueState,
     /// It keeps the image.
     _front: Blk,
@@ -104,7 +103,7 @@ impl Harness {
             features,
             signals,
             kicks: vec![Arc::new(EventFd::new(EFD_NONBLOCK).unwrap())],
-            bell: Arc::new(Bell::new().unwrap()),
+            command: EventFd::new(EFD_NONBLOCK).unwrap(),
             state: fresh(),
             _front: front,
         };
@@ -231,7 +230,7 @@ impl Harness {
             states: &[self.state],
             max_sizes: &[SIZE],
             kicks: &self.kicks,
-            bell: &self.bell,
+            command: &self.command,
             signals: self.signals.clone(),
             counters: self.counters.clone(),
         };

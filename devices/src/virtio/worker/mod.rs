@@ -37,11 +37,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use vmm_sys_util::eventfd::EventFd;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use self::thread::Worker;
 use super::{
-    bell::Bell,
     device::{QueueHandler, WorkerSpec},
     fault::{Counters, EventSink, LogLimit},
     queue::QueueState,
@@ -114,7 +113,7 @@ enum Command {
 struct Handle {
     queues: Vec<u16>,
     commands: Sender<Command>,
-    bell: Arc<Bell>,
+    wake: Arc<EventFd>,
     /// Disconnected when the thread has ended.
     ended: Receiver<()>,
     /// `None` once it was waited for.
@@ -124,7 +123,7 @@ struct Handle {
 impl Handle {
     fn send(&self, command: Command) {
         // Fails only if the thread is gone; the missing answer tells that.
-        if self.commands.send(command).is_ok() && self.bell.ring().is_err() {
+        if self.commands.send(command).is_ok() && self.wake.write(1).is_err() {
             tracing::error!("a worker's eventfd refused a write");
         }
     }
@@ -149,12 +148,12 @@ impl Workers {
         };
         for spec in specs {
             let (sender, commands) = mpsc::channel();
-            let bell = Arc::new(Bell::new()?);
+            let wake = Arc::new(EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)?);
             let worker = Worker {
                 shared: Arc::clone(shared),
                 handler: spec.handler,
                 commands,
-                bell: Arc::clone(&bell),
+                wake: Arc::clone(&wake),
                 bus_master: false,
             };
             let (alive, ended) = mpsc::channel::<()>();
@@ -166,7 +165,7 @@ impl Workers {
             workers.handles.push(Handle {
                 queues: spec.queues,
                 commands: sender,
-                bell,
+                wake,
                 ended,
                 thread,
             });

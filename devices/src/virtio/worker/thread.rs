@@ -5,11 +5,10 @@ use std::sync::{
     mpsc::{Receiver, TryRecvError},
 };
 
-use vmm_sys_util::epoll::EpollEvent;
+use vmm_sys_util::{epoll::EpollEvent, eventfd::EventFd};
 
 use super::{
     super::{
-        bell::Bell,
         device::{Progress, QueueHandler},
         fault::{Counters, Fault},
         queue::{Queue, QueueState},
@@ -34,7 +33,7 @@ pub(super) struct Worker {
     pub shared: Arc<Shared>,
     pub handler: Box<dyn QueueHandler>,
     pub commands: Receiver<Command>,
-    pub bell: Arc<Bell>,
+    pub wake: Arc<EventFd>,
     /// Whether the function may read and write guest memory (PCI 3.0, 6.2.2: bus master). While it may not, no session
     /// begins.
     pub bus_master: bool,
@@ -135,7 +134,7 @@ impl Worker {
             states,
             max_sizes: &self.shared.max_sizes,
             kicks: &self.shared.kicks,
-            bell: &self.bell,
+            command: &self.wake,
             signals: Arc::clone(&self.shared.signals),
             counters: Arc::clone(&self.shared.counters),
         };
@@ -227,7 +226,6 @@ impl Worker {
 
     /// Does what the command channel says; gives how the session ends, if it does.
     fn obey(&mut self, session: &mut Session) -> Option<Next> {
-        self.bell.silence();
         loop {
             let command = match self.commands.try_recv() {
                 Ok(command) => command,

@@ -1,19 +1,15 @@
-//! The table against the protocol files and the documentation.
+//! The table against what is served and the documentation.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use prost::Message;
-use prost_types::{DescriptorProto, FileDescriptorSet, MethodDescriptorProto, field_descriptor_proto::Type};
+use prost_types::FileDescriptorSet;
 
 use super::*;
-use crate::auth::object::REQUEST_ID;
 
-/// All methods that are served, by path, and all messages, by name.
-fn served() -> (
-    BTreeMap<String, MethodDescriptorProto>,
-    BTreeMap<String, DescriptorProto>,
-) {
-    let (mut methods, mut messages) = (BTreeMap::new(), BTreeMap::new());
+/// The paths of all methods that are served, and whether their clients send streams.
+fn served() -> BTreeMap<String, bool> {
+    let mut methods = BTreeMap::new();
     for set in [
         proto::DESCRIPTORS,
         tonic_health::pb::FILE_DESCRIPTOR_SET,
@@ -25,77 +21,33 @@ fn served() -> (
             for service in &file.service {
                 for method in &service.method {
                     let path = format!("{package}.{}/{}", service.name(), method.name());
-                    methods.insert(path, method.clone());
+                    methods.insert(path, method.client_streaming());
                 }
-            }
-            for message in &file.message_type {
-                messages.insert(format!(".{package}.{}", message.name()), message.clone());
             }
         }
     }
-    (methods, messages)
+    methods
 }
 
 #[test]
 fn every_method_has_one_rule_and_every_rule_a_method() {
-    let (methods, _) = served();
-    let ruled: BTreeSet<_> = RULES.iter().map(|rule| rule.method.to_owned()).collect();
-    assert_eq!(ruled.len(), RULES.len(), "a method has two rules");
-    let methods: BTreeSet<_> = methods.into_keys().collect();
+    let methods = served();
     assert!(methods.len() > 30, "{methods:?}");
-    let without: Vec<_> = methods.difference(&ruled).collect();
-    assert!(without.is_empty(), "methods without a rule: {without:?}");
-    let gone: Vec<_> = ruled.difference(&methods).collect();
-    assert!(gone.is_empty(), "rules without a method: {gone:?}");
-}
-
-#[test]
-fn what_rules_say_of_the_messages_is_so() {
-    let (methods, messages) = served();
-    for rule in RULES {
-        let method = &methods[rule.method];
-        assert_eq!(rule.stream, method.client_streaming(), "{}", rule.method);
-        let request = &messages[method.input_type()];
-        let id = request.field.iter().find(|field| field.name() == "request_id");
-        assert!(
-            id.is_none_or(|id| id.number() == i32::try_from(REQUEST_ID).unwrap()),
-            "{}",
-            rule.method
-        );
-        assert!(
-            id.is_none() || rule.changes.is_some(),
-            "{} changes something",
-            rule.method
-        );
-        let Some(object) = rule.audited() else { continue };
-        let mut message = Some(request);
-        for (index, number) in object.path.iter().enumerate() {
-            let fields = &message
-                .unwrap_or_else(|| panic!("{}: no message", rule.method))
-                .field;
-            let number = i32::try_from(*number).unwrap();
-            let field = fields.iter().find(|field| field.number() == number).unwrap();
-            message = messages.get(field.type_name());
-            if index + 1 == object.path.len() {
-                assert_eq!(field.r#type(), Type::String, "{}", rule.method);
-                assert!(["name", "vm", "id"].contains(&field.name()), "{}", rule.method);
-            }
-        }
-    }
+    let ruled: BTreeMap<_, _> = RULES
+        .iter()
+        .map(|rule| (rule.method.to_owned(), rule.stream))
+        .collect();
+    assert_eq!(ruled.len(), RULES.len(), "a method has two rules");
+    assert_eq!(ruled, methods);
 }
 
 #[test]
 fn roles_contain_each_other_and_a_peer_is_apart() {
-    for rule in RULES {
+    for rule in RULES.iter() {
         for (less, more) in [(Role::Viewer, Role::Operator), (Role::Operator, Role::Admin)] {
             assert!(!rule.admits(less) || rule.admits(more), "{}", rule.method);
         }
         assert!(rule.admits(Role::Admin), "{}", rule.method);
-        assert!(
-            !(rule.peer && rule.changes.is_some()),
-            "{}: peers change nothing",
-            rule.method
-        );
     }
     assert!(find("/vmmd.v1.VmService/GetVm").is_some());
     for path in ["vmmd.v1.VmService/GetVm", "/vmmd.v1.VmService/getVm", "/", ""] {
@@ -107,7 +59,7 @@ fn roles_contain_each_other_and_a_peer_is_apart() {
 fn the_documented_table_is_this_one() {
     let mut table =
         String::from("| method | viewer | operator | admin | peer | audited |\n|---|---|---|---|---|---|\n");
-    for rule in RULES {
+    for rule in RULES.iter() {
         let yes = |yes: bool| if yes { "yes" } else { "" };
         let method = rule.method.trim_start_matches("vmmd.v1.");
         table += &format!(
@@ -116,7 +68,7 @@ fn the_documented_table_is_this_one() {
             yes(rule.admits(Role::Operator)),
             yes(rule.admits(Role::Admin)),
             yes(rule.admits(Role::Peer)),
-            yes(rule.audited().is_some())
+            yes(rule.audited.is_some())
         );
     }
     let page = include_str!("../../../../docs/src/security.md");

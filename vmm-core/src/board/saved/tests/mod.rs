@@ -1,6 +1,5 @@
 //! Whole machines on the host's own KVM that are saved, thrown away, built anew and restored.
 
-mod golden;
 mod refusals;
 mod walk;
 

@@ -8,20 +8,15 @@ use super::*;
 use crate::memory::{Backing, GuestRam};
 
 /// What a machine was built of, its memory and its state.
-pub(super) struct Saved {
+struct Saved {
     spec: MachineSpec,
     fds: Vec<OwnedFd>,
     ram: GuestRam,
-    pub state: state::Machine,
+    state: state::Machine,
 }
 
 impl Saved {
-    pub fn new(vcpus: u32) -> Self {
-        Self::with(vcpus, |_| {})
-    }
-
-    /// With what `program` did to the paused machine.
-    pub fn with(vcpus: u32, program: fn(&Machine)) -> Self {
+    fn new(vcpus: u32) -> Self {
         let (spec, fds) = spec(vcpus, &ECHO);
         let (inputs, _notices) = channel();
         let (mut near, mut consoles) = console();
@@ -32,7 +27,6 @@ impl Saved {
         near.write_all(b"a").unwrap();
         near.read_exact(&mut [0]).unwrap();
         machine.pause().unwrap();
-        program(&machine);
         let state = machine.save().unwrap();
         let ram = machine.ram.clone();
         machine.halt();
@@ -44,7 +38,7 @@ impl Saved {
         }
     }
 
-    pub fn restore(&self, state: state::Machine) -> Result<Machine, Failure> {
+    fn restore(&self, state: state::Machine) -> Result<Machine, Failure> {
         let (_near, mut consoles) = console();
         let (inputs, _notices) = channel();
         let fds = self.fds.iter().map(|fd| fd.try_clone().unwrap()).collect();

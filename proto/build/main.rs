@@ -1,11 +1,12 @@
-//! Compiles the protocol files with protox (no protoc needed) into prost messages, their canonical JSON form
-//! and, with the feature `grpc`, tonic clients and servers.
+//! Compiles the protocol files with protox (no protoc needed) into prost messages, their canonical JSON form, the rules of
+//! the public methods and, with the feature `grpc`, tonic clients and servers.
+
+mod rules;
 
 use std::{env, fs, path::PathBuf};
 
-use prost::Message;
-
 const FILES: &[&str] = &[
+    "vmmd/v1/rule.proto",
     "vmmd/v1/vm.proto",
     "vmmd/v1/disk.proto",
     "vmmd/v1/node.proto",
@@ -21,9 +22,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for file in FILES {
         println!("cargo:rerun-if-changed={}", root.join(file).display());
     }
-    let descriptors = protox::compile(FILES, [&root])?;
+    println!("cargo:rerun-if-changed={}", root.join("build").display());
+    let mut compiler = protox::Compiler::new([&root])?;
+    compiler.include_imports(true).include_source_info(true);
+    compiler.open_files(FILES)?;
     let out = PathBuf::from(env::var("OUT_DIR")?);
-    fs::write(out.join("descriptors.bin"), descriptors.encode_to_vec())?;
+    // As the compiler encodes them: a set of prost's types has lost the rules, which are extensions.
+    let encoded = compiler.encode_file_descriptor_set();
+    fs::write(out.join("descriptors.bin"), &encoded)?;
+    fs::write(
+        out.join("rules.rs"),
+        rules::generate(&compiler.descriptor_pool())?,
+    )?;
 
     let grpc = env::var_os("CARGO_FEATURE_GRPC").is_some();
     let mut config = prost_build::Config::new();
@@ -33,9 +43,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .build_client(grpc)
         .build_server(grpc)
         .compile_well_known_types(true)
-        .compile_fds_with_config(descriptors.clone(), config)?;
+        .compile_fds_with_config(compiler.file_descriptor_set(), config)?;
     pbjson_build::Builder::new()
-        .register_descriptors(&descriptors.encode_to_vec())?
+        .register_descriptors(&encoded)?
         .btree_map(["."])
         .build(&[".vmmd.v1"])?;
     Ok(())

@@ -1,0 +1,196 @@
+//! From the rules in the protocol files to the table and the trait implementations that the programs go by.
+
+use std::fmt::Write as _;
+
+use protox::prost_reflect::{
+    DescriptorPool, DynamicMessage, ExtensionDescriptor, Kind, MessageDescriptor, MethodDescriptor,
+    ReflectMessage as _,
+};
+
+/// The package whose methods need rules.
+const PACKAGE: &str = "vmmd.v1";
+
+/// Field number of `request_id` in every request that has one.
+const REQUEST_ID: u32 = 15;
+
+/// The content of `rules.rs`.
+///
+/// # Errors
+///
+/// Which method has no rule, or one that its messages contradict.
+pub fn generate(pool: &DescriptorPool) -> Result<String, String> {
+    let option = pool
+        .get_extension_by_name("vmmd.v1.rule")
+        .ok_or("the protocol files don't define the option vmmd.v1.rule")?;
+    let (mut table, mut mutations) = (String::new(), String::new());
+    for service in pool
+        .services()
+        .filter(|service| service.package_name() == PACKAGE)
+    {
+        for method in service.methods() {
+            let rule =
+                Rule::of(&method, &option).map_err(|problem| format!("{}: {problem}", method.full_name()))?;
+            table += &rule.entry(&method);
+            if rule.by_request_id() {
+                mutations += &mutation(&method);
+            }
+        }
+    }
+    Ok(format!(
+        "/// Field number of `request_id` in every request that has one.\n\
+         pub const REQUEST_ID: u32 = {REQUEST_ID};\n\
+         /// The rule of every method of the public API, in the order of the protocol files.\n\
+         pub const METHOD_RULES: &[MethodRule] = &[\n{table}];\n{mutations}"
+    ))
+}
+
+/// An option of one method, as the generated table says it.
+struct Rule {
+    role: String,
+    effect: String,
+    peers: bool,
+    idempotent: bool,
+    kind: String,
+    name: Vec<u32>,
+}
+
+impl Rule {
+    fn of(method: &MethodDescriptor, option: &ExtensionDescriptor) -> Result<Self, String> {
+        let options = method.options();
+        if !options.has_extension(option) {
+            return Err("has no rule: say `option (rule) = {role: …, effect: …}`".into());
+        }
+        let rule = options.get_extension(option);
+        let rule = rule.as_message().ok_or("its rule is no message")?;
+        let request = method.input();
+        let found = Self {
+            role: value(rule, "role")?,
+            effect: value(rule, "effect")?,
+            peers: flag(rule, "peers"),
+            idempotent: flag(rule, "idempotent"),
+            kind: text(rule, "kind"),
+            name: numbers(&request, &text(rule, "name_field"))?,
+        };
+        let change = found.effect == "Change";
+        if found.kind.is_empty() && change {
+            return Err("changes something and does not say what kind of thing".into());
+        }
+        if found.kind.is_empty() && !found.name.is_empty() {
+            return Err("has a `name_field` without a `kind`".into());
+        }
+        if found.peers && change {
+            return Err("lets peers change something".into());
+        }
+        if found.idempotent && !change {
+            return Err("is `idempotent` without being a change".into());
+        }
+        match request.get_field_by_name("request_id") {
+            Some(_) if !found.by_request_id() => {
+                return Err("has a request_id, which only a change that is not `idempotent` needs".into());
+            }
+            Some(field) if field.number() != REQUEST_ID || field.kind() != Kind::String => {
+                return Err(format!("its request_id is not the string {REQUEST_ID}"));
+            }
+            None if found.by_request_id() => return Err("changes something and takes no request_id".into()),
+            _ => {}
+        }
+        Ok(found)
+    }
+
+    /// Whether its request has an id by which it is carried out once.
+    fn by_request_id(&self) -> bool {
+        self.effect == "Change" && !self.idempotent
+    }
+
+    fn entry(&self, method: &MethodDescriptor) -> String {
+        format!(
+            "    MethodRule {{ method: {:?}, role: Role::{}, peers: {}, effect: MethodEffect::{}, kind: {:?}, \
+             name: &{:?}, client_streams: {}, server_streams: {} }},\n",
+            format!("{}/{}", method.parent_service().full_name(), method.name()),
+            self.role,
+            self.peers,
+            self.effect,
+            self.kind,
+            self.name,
+            method.is_client_streaming(),
+            method.is_server_streaming(),
+        )
+    }
+}
+
+/// Of an enum field, its value in the generated code: `Viewer` of `ROLE_VIEWER`.
+fn value(rule: &DynamicMessage, field: &str) -> Result<String, String> {
+    let descriptor = rule.descriptor().get_field_by_name(field);
+    let Some(Kind::Enum(known)) = descriptor.map(|field| field.kind()) else {
+        return Err(format!("its rule has no enum {field}"));
+    };
+    let number = rule
+        .get_field_by_name(field)
+        .and_then(|value| value.as_enum_number())
+        .unwrap_or_default();
+    let prefix = known
+        .values()
+        .find_map(|value| value.name().strip_suffix("UNSPECIFIED").map(str::to_owned));
+    let name = known.get_value(number).filter(|_| number != 0);
+    let name = name.ok_or_else(|| format!("its rule says no {field}"))?;
+    let name = name
+        .name()
+        .trim_start_matches(&prefix.unwrap_or_default())
+        .to_owned();
+    Ok(name.split('_').map(capitalized).collect())
+}
+
+fn capitalized(word: &str) -> String {
+    let (first, rest) = word.split_at(word.len().min(1));
+    format!("{first}{}", rest.to_ascii_lowercase())
+}
+
+fn flag(rule: &DynamicMessage, field: &str) -> bool {
+    rule.get_field_by_name(field)
+        .and_then(|value| value.as_bool())
+        .unwrap_or_default()
+}
+
+fn text(rule: &DynamicMessage, field: &str) -> String {
+    rule.get_field_by_name(field)
+        .and_then(|value| value.as_str().map(str::to_owned))
+        .unwrap_or_default()
+}
+
+/// The field numbers of a path such as `vm.metadata.name`, which leads to a string.
+fn numbers(request: &MessageDescriptor, path: &str) -> Result<Vec<u32>, String> {
+    if path.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut numbers = Vec::new();
+    let mut kind = Kind::Message(request.clone());
+    for name in path.split('.') {
+        let field = match &kind {
+            Kind::Message(message) => message.get_field_by_name(name),
+            _ => None,
+        };
+        let field = field.ok_or_else(|| format!("its request has no field {path}"))?;
+        numbers.push(field.number());
+        kind = field.kind();
+    }
+    match kind {
+        Kind::String => Ok(numbers),
+        _ => Err(format!("{path} is no string")),
+    }
+}
+
+fn mutation(method: &MethodDescriptor) -> String {
+    let request = method.input();
+    let generation = match request.get_field_by_name("generation") {
+        Some(_) => "self.generation",
+        None => "0",
+    };
+    let mut code = String::new();
+    let _ = writeln!(code, "impl Mutation for v1::{} {{", request.name());
+    let _ = writeln!(code, "    const METHOD: &'static str = {:?};", method.name());
+    code += "    fn request_id(&self) -> &str { &self.request_id }\n";
+    code += "    fn set_request_id(&mut self, id: String) { self.request_id = id; }\n";
+    let _ = writeln!(code, "    fn generation(&self) -> u64 {{ {generation} }}");
+    code += "}\n";
+    code
+}
