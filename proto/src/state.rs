@@ -183,5 +183,5 @@ saved! {
     PciRoot: "pci-root", 1;
     HotPlug: "hot-plug", 1;
     Serial: "serial", 1;
-    LegacyDevices: "legacy", 1;
+    LegacyDevices: "legacy", 2;
 }

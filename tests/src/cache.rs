@@ -55,6 +55,12 @@ impl Inputs {
         Ok(self)
     }
 
+    /// Adds another artefact, or a folder in it: its name is made of its own inputs, and the same in each build tree.
+    pub fn add_artefact(&mut self, path: &Path) -> &mut Self {
+        let name = path.strip_prefix(paths::test_node_dir()).unwrap_or(path);
+        self.add("artefact", name.to_string_lossy().as_bytes())
+    }
+
     fn hash(&self) -> String {
         self.0
             .clone()

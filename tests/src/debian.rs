@@ -15,6 +15,9 @@ pub struct Root<'a> {
     pub variant: &'a str,
     /// Packages beside what the variant holds.
     pub packages: &'a [String],
+    /// apt sources beside [`sources`], for packages that only another release of Debian has. What both have comes in the
+    /// newer version.
+    pub more_sources: Option<PathBuf>,
     /// A folder whose files are laid over the root before packages are configured, and again at the end.
     pub overlay: Option<PathBuf>,
     /// A script that is run at the end with the root folder as its argument.
@@ -70,6 +73,7 @@ impl Root<'_> {
             command.arg(format!("--customize-hook={}", customize.display()));
         }
         command.arg("bookworm").arg(target).arg(sources());
+        command.args(&self.more_sources);
         run::check(&mut command, Deadline::seconds(1200)).map(drop)
     }
 }

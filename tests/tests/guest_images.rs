@@ -24,7 +24,7 @@ fn every_kernel_boots_to_a_shell_and_hears_the_power_button() {
             &case,
             &Guests.vmlinuz(kernel),
             &Guests.initrd(kernel),
-            "",
+            kernel.arguments(),
             &format!("-monitor unix:{monitor},server=on,wait=off"),
         );
         let deadline = Deadline::seconds(100);

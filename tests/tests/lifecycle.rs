@@ -181,6 +181,23 @@ fn stop_presses_the_power_button_and_kills_what_does_not_listen() {
 }
 
 #[test]
+fn a_press_of_the_power_button_before_the_guest_has_its_driver_is_seen_once_it_has() {
+    let case = Case::new("early-press").expect("node");
+    let spec = busybox().script("grep ACPI:Ged /proc/interrupts");
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let mut console = vm.console().expect("console");
+    // Pressed at once; what the guest's init does about it is not waited for.
+    vm.ctl("stop --grace 300s --no-wait").expect("stop");
+    let text = console.until("GUEST-RUN-EXIT 0", BOOT).expect("boot");
+    // Input 17 of the I/O APIC, and how often it interrupted the only processor.
+    let count = text.lines().find_map(|line| {
+        let (number, rest) = line.trim_start().split_once(':')?;
+        (number == "17").then(|| rest.split_ascii_whitespace().next())?
+    });
+    assert_eq!(count, Some("1"), "{text}");
+}
+
+#[test]
 fn restart_gives_a_new_process_and_delete_wants_force_while_it_runs() {
     let case = Case::new("restart").expect("node");
     let vm = Vm::start(&case, "", &busybox()).expect("start");

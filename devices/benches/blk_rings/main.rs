@@ -34,6 +34,7 @@ mod places;
 mod plain;
 mod queues;
 mod turns;
+mod work;
 
 use std::{
     fs::{self, File},

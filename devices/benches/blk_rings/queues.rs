@@ -2,6 +2,9 @@
 //! deciding about the interrupt costs. One thread is the driver and the device; what the driver's part costs alone is measured
 //! too and taken off.
 //!
+//! Two devices are measured with what they do for a request as well (see [`Work`]), the system call for it included: in time,
+//! that is, since callgrind counts no instructions of the kernel.
+//!
 //! The crate's iterators are used as they are. Ours also finds out that all buffers lie in guest memory, that readable ones come
 //! first, and that the chain is whole; a device on the crate's queue would have to do that itself.
 //!
@@ -26,7 +29,12 @@ use devices::{
 use virtio_queue::{QueueOwnedT as _, QueueT as _};
 use vm_memory::{GuestAddress, GuestMemoryBackend as _, VolatileMemory as _, VolatileSlice};
 
-use super::{cpu_time, guest::descriptor, median, repeat, turns};
+use super::{
+    cpu_time,
+    guest::descriptor,
+    median, repeat, turns,
+    work::{Hand, REQUEST, Work},
+};
 
 /// Entries of the queue.
 const SIZE: u16 = 256;
@@ -53,15 +61,26 @@ struct Shape {
     name: &'static str,
     buffers: &'static [(u32, u16)],
     indirect: bool,
+    work: Work,
 }
 
 const BLOCK_REQUEST: &[(u32, u16)] = &[(16, 0), (4096, WRITE), (1, WRITE)];
-const SHAPES: [Shape; 5] = [
+const SHAPES: [Shape; 7] = [
     shape("block, 3 descriptors", BLOCK_REQUEST, false),
     shape("block, 3 in an indirect table", BLOCK_REQUEST, true),
     shape("network, 2 descriptors", &[(12, 0), (1500, 0)], false),
     shape("network, 1 descriptor", &[(1526, WRITE)], false),
     shape("entropy, 1 descriptor", &[(64, WRITE)], false),
+    whole(
+        "entropy, whole request of 64 bytes",
+        &[(64, WRITE)],
+        Work::Entropy,
+    ),
+    whole(
+        "balloon, whole request of 256 pages",
+        &[(REQUEST, 0)],
+        Work::Balloon,
+    ),
 ];
 /// Chains that are available at once.
 const BATCHES: [u16; 2] = [1, 16];
@@ -71,7 +90,20 @@ const fn shape(name: &'static str, buffers: &'static [(u32, u16)], indirect: boo
         name,
         buffers,
         indirect,
+        work: Work::Queue,
     }
+}
+
+const fn whole(name: &'static str, buffers: &'static [(u32, u16)], work: Work) -> Shape {
+    Shape {
+        work,
+        ..shape(name, buffers, false)
+    }
+}
+
+/// Where the buffers of a chain are.
+fn buffer(number: u64) -> u64 {
+    BUFFERS + number * 0x2000
 }
 
 /// Who is on the device's side.
@@ -123,7 +155,7 @@ impl<'a> Rings<'a> {
                 number * shape.buffers.len() as u16
             };
             for (at, (length, flags)) in (0_u16..).zip(shape.buffers) {
-                let address = BUFFERS + u64::from(number) * 0x2000 + u64::from(at) * 0x10;
+                let address = buffer(number.into()) + u64::from(at) * 0x10;
                 let last = usize::from(at) + 1 == shape.buffers.len();
                 let (more, base) = (if last { 0 } else { NEXT }, if shape.indirect { 0 } else { head });
                 let entry = descriptor((address, *length, flags | more, base + at + 1));
@@ -156,7 +188,7 @@ impl<'a> Rings<'a> {
 
 /// Takes all that is available and gives it back. Says how many chains, and how many bytes their buffers have.
 trait Device {
-    fn serve(&mut self, memory: &GuestMemory) -> (u16, u64);
+    fn serve(&mut self, memory: &GuestMemory, hand: &mut Hand) -> (u16, u64);
 }
 
 struct Ours {
@@ -165,13 +197,14 @@ struct Ours {
 }
 
 impl Device for Ours {
-    fn serve(&mut self, _memory: &GuestMemory) -> (u16, u64) {
+    fn serve(&mut self, memory: &GuestMemory, hand: &mut Hand) -> (u16, u64) {
         let (mut count, mut bytes) = (0, 0);
         self.queue.disable_notification().unwrap();
         while self.queue.pop(&mut self.chain).unwrap() {
             for segment in self.chain.readable().iter().chain(self.chain.writable()) {
                 bytes += u64::from(black_box(segment).length);
             }
+            hand.ours(memory, &self.chain);
             let written = self.chain.writable_len();
             self.queue.add_used(self.chain.head(), written).unwrap();
             count += 1;
@@ -183,7 +216,7 @@ impl Device for Ours {
 }
 
 impl Device for virtio_queue::Queue {
-    fn serve(&mut self, memory: &GuestMemory) -> (u16, u64) {
+    fn serve(&mut self, memory: &GuestMemory, hand: &mut Hand) -> (u16, u64) {
         let (mut count, mut bytes) = (0, 0);
         self.disable_notification(memory).unwrap();
         while let Some(chain) = self.iter(memory).unwrap().next() {
@@ -191,6 +224,7 @@ impl Device for virtio_queue::Queue {
             for descriptor in chain {
                 let length = black_box(&descriptor).len();
                 bytes += u64::from(length);
+                hand.theirs(memory, &descriptor);
                 if descriptor.is_write_only() {
                     written += length;
                 }
@@ -207,7 +241,7 @@ impl Device for virtio_queue::Queue {
 struct Nobody(u16, u64);
 
 impl Device for Nobody {
-    fn serve(&mut self, _memory: &GuestMemory) -> (u16, u64) {
+    fn serve(&mut self, _memory: &GuestMemory, _hand: &mut Hand) -> (u16, u64) {
         (self.0, self.1)
     }
 }
@@ -217,21 +251,27 @@ struct Bench<'a> {
     rings: Rings<'a>,
     shape: &'a Shape,
     batch: u16,
+    hand: Hand,
 }
 
 impl<'a> Bench<'a> {
     fn new(memory: &'a GuestMemory, shape: &'a Shape, batch: u16) -> Self {
+        let hand = Hand::new(shape.work);
+        for number in 0..u64::from(SIZE) {
+            hand.prepare(memory, GuestAddress(buffer(number)));
+        }
         Self {
             memory,
             rings: Rings::new(memory),
             shape,
             batch,
+            hand,
         }
     }
 
     fn turn(&mut self, device: &mut impl Device) {
         self.rings.offer(self.shape, self.batch);
-        let (count, bytes) = device.serve(self.memory);
+        let (count, bytes) = device.serve(self.memory, &mut self.hand);
         let length: u64 = self
             .shape
             .buffers

@@ -98,7 +98,7 @@ pub trait Engine: Send {
     /// comes, or `limit` has passed, if there is one. False when it did neither, or not all: who wants to sleep does so
     /// otherwise. `other` has to be readable when [`event`](Self::event) is. Without requests in flight it needs a limit.
     fn commit_and_sleep(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool>;
-    /// Whether `other` was readable since this was asked last. Known when [`completed`](Self::completed) has given `None`.
+    /// Whether `other` became readable, once more perhaps, since this was asked last. Known when [`completed`](Self::completed) has given `None`.
     /// Until it was asked, nobody sleeps.
     fn other_called(&mut self) -> bool;
     /// Looks after `other` no more: to be called before who wants to sleep does so otherwise, without requests in flight.

@@ -1,10 +1,12 @@
 //! The keyboard controller, as far as it is needed to reset the machine and to be found without a keyboard.
 //!
-//! A driver that probes it gets an answer to each command at once, and none from a keyboard or mouse: both ports fail
-//! their test, so that Linux does not wait for devices on them.
+//! A driver that probes it gets an answer to each command at once: the controller and the interfaces of both ports are well,
+//! and nothing is plugged in. Its interrupts are not connected. ACPI says that there is no controller, so kernels that believe ACPI
+//! do not look for keyboard and mouse.
 
 use std::{
     collections::VecDeque,
+    iter::repeat,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -22,6 +24,8 @@ pub const COMMAND_PORT: u64 = 0x64;
 const STATUS_OUTPUT_FULL: u8 = 1;
 /// Status: the controller passed its self-test.
 const STATUS_SYSTEM: u8 = 1 << 2;
+/// Status: the byte that waits came from the auxiliary port, the mouse's.
+const STATUS_AUX: u8 = 1 << 5;
 
 /// Configuration byte: system flag; both devices' clocks off.
 const CONFIG_DEFAULT: u8 = 1 << 2 | 1 << 4 | 1 << 5;
@@ -44,17 +48,27 @@ const DISABLE_KEYBOARD: u8 = 0xad;
 const ENABLE_KEYBOARD: u8 = 0xae;
 const READ_OUTPUT_PORT: u8 = 0xd0;
 const WRITE_OUTPUT_PORT: u8 = 0xd1;
+/// The next byte is put into the data port as if the keyboard, or the mouse, had sent it.
+const WRITE_KEYBOARD_OUTPUT: u8 = 0xd2;
 const WRITE_AUX_OUTPUT: u8 = 0xd3;
 const WRITE_AUX: u8 = 0xd4;
 /// 0xf0 to 0xff pulse the output port's low bits whose bit in the command is 0.
 const PULSE: u8 = 0xf0;
+
+/// A byte that waits in the data port.
+#[derive(Clone, Copy, Debug)]
+struct Answer {
+    byte: u8,
+    /// Whether it came from the auxiliary port.
+    is_aux: bool,
+}
 
 /// The controller.
 #[derive(Debug)]
 pub struct I8042 {
     config: u8,
     output_port: u8,
-    answers: VecDeque<u8>,
+    answers: VecDeque<Answer>,
     /// The command that the next byte in the data port belongs to.
     pending: Option<u8>,
 }
@@ -80,13 +94,20 @@ impl I8042 {
         message::I8042 {
             config: self.config.into(),
             output_port: self.output_port.into(),
-            answers: self.answers.iter().copied().collect(),
+            answers: self.answers.iter().map(|answer| answer.byte).collect(),
             pending: self.pending.map(u32::from),
+            aux_answers: self.answers.iter().map(|answer| answer.is_aux).collect(),
         }
     }
 
     pub(super) fn restore(&mut self, saved: &message::I8042) -> Result<(), StateError> {
         check(saved.answers.len() <= MAX_ANSWERS, "i8042.answers", "too many")?;
+        // Version 1 has none: no answer came from the auxiliary port.
+        check(
+            saved.aux_answers.is_empty() || saved.aux_answers.len() == saved.answers.len(),
+            "i8042.aux_answers",
+            "not one for each answer",
+        )?;
         let pending = saved.pending.map(|command| narrow("i8042.pending", command));
         let pending = pending.transpose()?;
         check(
@@ -94,32 +115,41 @@ impl I8042 {
             "i8042.pending",
             "no command that takes a byte of data",
         )?;
+        let aux = saved.aux_answers.iter().copied().chain(repeat(false));
+        let answers = saved.answers.iter().zip(aux);
+        let answers = answers.map(|(byte, is_aux)| Answer { byte: *byte, is_aux });
         *self = Self {
             config: narrow("i8042.config", saved.config)?,
             output_port: narrow("i8042.output_port", saved.output_port)?,
-            answers: saved.answers.iter().copied().collect(),
+            answers: answers.collect(),
             pending,
         };
         Ok(())
     }
 
     fn status(&self) -> u8 {
-        if self.answers.is_empty() {
-            STATUS_SYSTEM
-        } else {
-            STATUS_SYSTEM | STATUS_OUTPUT_FULL
+        match self.answers.front() {
+            None => STATUS_SYSTEM,
+            Some(Answer { is_aux: false, .. }) => STATUS_SYSTEM | STATUS_OUTPUT_FULL,
+            Some(Answer { is_aux: true, .. }) => STATUS_SYSTEM | STATUS_OUTPUT_FULL | STATUS_AUX,
         }
     }
 
     fn answer(&mut self, byte: u8) {
+        self.put(byte, false);
+    }
+
+    fn put(&mut self, byte: u8, is_aux: bool) {
         if self.answers.len() < MAX_ANSWERS {
-            self.answers.push_back(byte);
+            self.answers.push_back(Answer { byte, is_aux });
         }
     }
 
     fn command(&mut self, command: u8) -> Effect {
         const CLOCK_OFF: u8 = 0xfe;
         const PASSED: u8 = 0x55;
+        /// Clock and data lines are neither stuck high nor low.
+        const INTERFACE_WELL: u8 = 0;
         self.pending = None;
         match command {
             READ_CONFIG => self.answer(self.config),
@@ -128,8 +158,7 @@ impl I8042 {
             ENABLE_AUX => self.config &= !(1 << 5),
             DISABLE_KEYBOARD => self.config |= 1 << 4,
             ENABLE_KEYBOARD => self.config &= !(1 << 4),
-            // 4: data line stuck high. Nothing is plugged in.
-            TEST_AUX | TEST_KEYBOARD => self.answer(4),
+            TEST_AUX | TEST_KEYBOARD => self.answer(INTERFACE_WELL),
             SELF_TEST => self.answer(PASSED),
             READ_OUTPUT_PORT => self.answer(self.output_port),
             PULSE..=CLOCK_OFF if command & OUTPUT_NOT_RESET == 0 => return Effect::Reset,
@@ -147,8 +176,9 @@ impl I8042 {
                 }
                 self.output_port = byte;
             }
-            // What is put in the buffer as if the mouse had sent it: Linux tests for a mouse port this way and must
-            // not find one, so it is dropped. What is for a keyboard or mouse goes nowhere.
+            Some(WRITE_KEYBOARD_OUTPUT) => self.put(byte, false),
+            Some(WRITE_AUX_OUTPUT) => self.put(byte, true),
+            // What is for a keyboard or mouse goes nowhere.
             _ => {}
         }
         Effect::None
@@ -159,7 +189,7 @@ impl I8042 {
 fn takes_data(command: u8) -> bool {
     matches!(
         command,
-        WRITE_CONFIG | WRITE_OUTPUT_PORT | WRITE_AUX_OUTPUT | WRITE_AUX
+        WRITE_CONFIG | WRITE_OUTPUT_PORT | WRITE_KEYBOARD_OUTPUT | WRITE_AUX_OUTPUT | WRITE_AUX
     )
 }
 
@@ -176,7 +206,7 @@ fn lock(controller: &Mutex<I8042>) -> MutexGuard<'_, I8042> {
 impl BusDevice for DataPort {
     fn read(&mut self, _offset: u64, data: &mut [u8]) {
         match data {
-            [byte] => *byte = lock(&self.0).answers.pop_front().unwrap_or(0),
+            [byte] => *byte = lock(&self.0).answers.pop_front().map_or(0, |answer| answer.byte),
             _ => data.fill(0xff),
         }
     }
@@ -239,19 +269,34 @@ mod tests {
     }
 
     #[test]
-    fn the_self_test_passes_and_no_device_is_found() {
+    fn all_tests_pass_and_no_device_is_found() {
         let (mut data, mut command) = controller();
-        for (asked, answer) in [(0xaa, 0x55), (0xab, 4), (0xa9, 4), (0x20, 0x34)] {
+        for (asked, answer) in [(0xaa, 0x55), (0xab, 0), (0xa9, 0), (0x20, 0x34)] {
             assert_eq!(read(&mut command) & 1, 0);
             assert_eq!(command.write(0, &[asked]), Effect::None);
             assert_eq!(read(&mut command) & 1, 1);
             assert_eq!(read(&mut data), answer, "{asked:#x}");
         }
-        // A byte for the mouse, or looped back as if from it, has no answer.
-        for asked in [0xd3, 0xd4] {
+        // A byte for the keyboard or the mouse has no answer.
+        for asked in [None, Some(0xd4)] {
+            if let Some(asked) = asked {
+                assert_eq!(command.write(0, &[asked]), Effect::None);
+            }
+            assert_eq!(data.write(0, &[0xf2]), Effect::None);
+            assert_eq!(read(&mut command) & 1, 0);
+        }
+    }
+
+    /// Linux takes a controller whose auxiliary port does not loop back for one of a time before the mouse port.
+    #[test]
+    fn bytes_are_looped_back_as_if_a_device_had_sent_them() {
+        let (mut data, mut command) = controller();
+        for (asked, status) in [(0xd2, 0x05), (0xd3, 0x25)] {
             assert_eq!(command.write(0, &[asked]), Effect::None);
             assert_eq!(data.write(0, &[0x5a]), Effect::None);
-            assert_eq!(read(&mut command) & 1, 0);
+            assert_eq!(read(&mut command), status, "{asked:#x}");
+            assert_eq!(read(&mut data), 0x5a);
+            assert_eq!(read(&mut command), 0x04);
         }
     }
 
@@ -312,6 +357,7 @@ mod tests {
             SELF_TEST,
             READ_OUTPUT_PORT,
             WRITE_OUTPUT_PORT,
+            WRITE_AUX_OUTPUT,
             WRITE_AUX,
         ]);
         let write = prop_oneof![commands, any::<u8>()];
@@ -352,6 +398,13 @@ mod tests {
                 "i8042.answers",
                 message::I8042 {
                     answers: vec![0; 5],
+                    ..good.clone()
+                },
+            ),
+            (
+                "i8042.aux_answers",
+                message::I8042 {
+                    aux_answers: vec![true],
                     ..good.clone()
                 },
             ),

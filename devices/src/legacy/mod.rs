@@ -3,14 +3,15 @@
 //! | I/O ports | device | what the guest is told in ACPI |
 //! |---|---|---|
 //! | 0x60, 0x64 | [`i8042`] | FADT: no 8042 |
-//! | 0x70, 0x71 | [`rtc`] | FADT: no CMOS RTC; it is there for firmware and kernels without ACPI |
+//! | 0x70, 0x71 | [`rtc`] | DSDT: PNP0B00; FADT: where the century is |
 //! | 0x505 | [`pvpanic`] | DSDT: QEMU0001 |
 //! | 0x600 | [`pm::PowerRegister`] | FADT: reset register (value 1), sleep control and status register |
+//! | 0x604 | [`pm::PowerButton`] | DSDT: the generic event device GED0 |
 //! | 0x608 | [`pm::PmTimer`] | nothing: for EDK2, which knows it by its address |
 //!
 //! The ACPI is hardware-reduced (ACPI 6.5, 4.1), so there are no PM1 event and control blocks and no SCI. The power
-//! button ([`pm::PowerButton`]) is an interrupt of its own that a generic event device (5.6.9) turns into a
-//! notification of the PNP0C0C device; there is no register to ask what happened.
+//! button ([`pm::PowerButton`]) has an interrupt and a status register of its own, which a generic event device (5.6.9) turns into
+//! a notification of the PNP0C0C device.
 //!
 //! Port 0x80 (POST codes, which some kernels write for a delay) is nobody's: the bus drops what is written there.
 
@@ -27,23 +28,36 @@ use std::{
 use crate::{
     bus::{Bus, BusError},
     component::{Component, ComponentError},
+    interrupt::LevelLine,
     state::{Section, StateError, message, required},
 };
 
 /// All of them.
-#[derive(Default)]
 pub struct LegacyDevices {
     rtc: Arc<Mutex<rtc::Rtc>>,
     i8042: Arc<Mutex<i8042::I8042>>,
     pvpanic: Arc<Mutex<pvpanic::PvPanic>>,
     power: Arc<Mutex<pm::PowerRegister>>,
     timer: Arc<Mutex<pm::PmTimer>>,
+    button: Arc<pm::PowerButton>,
 }
 
 impl LegacyDevices {
-    /// As after power-on.
-    pub fn new() -> Self {
-        Self::default()
+    /// As after power-on, with the power button at the interrupt `button`.
+    pub fn new(button: Arc<dyn LevelLine>) -> Self {
+        Self {
+            rtc: Arc::default(),
+            i8042: Arc::default(),
+            pvpanic: Arc::default(),
+            power: Arc::default(),
+            timer: Arc::default(),
+            button: pm::PowerButton::new(button),
+        }
+    }
+
+    /// The power button, for whoever presses it.
+    pub fn power_button(&self) -> Arc<pm::PowerButton> {
+        Arc::clone(&self.button)
     }
 
     /// Maps them on the I/O bus.
@@ -62,6 +76,7 @@ impl LegacyDevices {
         pio.insert(rtc::PORT, rtc::LENGTH, self.rtc.clone())?;
         pio.insert(pvpanic::PORT, 1, self.pvpanic.clone())?;
         pio.insert(pm::POWER_PORT, 1, self.power.clone())?;
+        pio.insert(pm::BUTTON_PORT, 1, self.button.register())?;
         pio.insert(pm::TIMER_PORT, pm::TIMER_LENGTH, self.timer.clone())
     }
 }
@@ -82,7 +97,7 @@ impl Component for LegacyDevices {
         Ok(())
     }
 
-    /// The clock and its memory have a battery, and the timer counts on.
+    /// The clock and its memory have a battery, the timer counts on, and a press of the button stays.
     fn reset(&mut self) -> Result<(), ComponentError> {
         lock(&self.rtc).reset();
         lock(&self.i8042).reset();
@@ -95,6 +110,7 @@ impl Component for LegacyDevices {
             i8042: Some(lock(&self.i8042).save()),
             rtc: Some(lock(&self.rtc).save()),
             pm_timer: Some(lock(&self.timer).save()),
+            power_button: Some(self.button.save()),
         };
         Ok(Section::new(self.name(), &state))
     }
@@ -104,23 +120,47 @@ impl Component for LegacyDevices {
         lock(&self.i8042).restore(required("i8042", saved.i8042.as_ref())?)?;
         lock(&self.rtc).restore(required("rtc", saved.rtc.as_ref())?)?;
         lock(&self.timer).restore(required("pm_timer", saved.pm_timer.as_ref())?);
+        // Version 1 has none: its button was an edge that left nothing behind.
+        self.button.restore(saved.power_button.unwrap_or_default());
         Ok(())
     }
 }
 
-fn lock<T>(device: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock<T: ?Sized>(device: &Mutex<T>) -> MutexGuard<'_, T> {
     device.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
     use crate::bus::Effect;
 
+    /// An interrupt line that nobody listens to.
+    #[derive(Default)]
+    pub(super) struct Line(AtomicBool);
+
+    impl Line {
+        pub(super) fn is_high(&self) -> bool {
+            self.0.load(Ordering::SeqCst)
+        }
+    }
+
+    impl LevelLine for Line {
+        fn set(&self, high: bool) {
+            self.0.store(high, Ordering::SeqCst);
+        }
+    }
+
+    fn legacy_devices() -> LegacyDevices {
+        LegacyDevices::new(Arc::new(Line::default()))
+    }
+
     #[test]
     fn each_is_at_the_platforms_address() {
-        let (bus, devices) = (Bus::new(), LegacyDevices::new());
+        let (bus, devices) = (Bus::new(), legacy_devices());
         devices.map(&bus).unwrap();
         assert_eq!(bus.write(0x64, &[0xfe]), Effect::Reset);
         assert_eq!(bus.write(0x600, &[1]), Effect::Reset);
@@ -137,7 +177,7 @@ mod tests {
 
     #[test]
     fn a_pause_stops_the_timer_and_a_reset_leaves_the_machine_usable() {
-        let (bus, mut devices) = (Bus::new(), LegacyDevices::new());
+        let (bus, mut devices) = (Bus::new(), legacy_devices());
         devices.map(&bus).unwrap();
         let timer = || {
             let mut data = [0; 4];
@@ -154,8 +194,9 @@ mod tests {
 
     #[test]
     fn restored_devices_go_on_where_the_saved_ones_stopped() {
-        let (bus, mut saved) = (Bus::new(), LegacyDevices::new());
+        let (bus, mut saved) = (Bus::new(), legacy_devices());
         saved.map(&bus).unwrap();
+        saved.power_button().press();
         // A byte that waits, a command that waits for its byte, a byte of CMOS memory.
         assert_eq!(bus.write(0x64, &[0xaa]), Effect::None);
         assert_eq!(bus.write(0x64, &[0xd1]), Effect::None);
@@ -172,7 +213,7 @@ mod tests {
         let (section, stopped_at) = (saved.save().unwrap(), timer(&bus));
         drop((bus, saved));
 
-        let (bus, mut restored) = (Bus::new(), LegacyDevices::new());
+        let (bus, mut restored) = (Bus::new(), legacy_devices());
         restored.map(&bus).unwrap();
         restored.restore(&section).unwrap();
         assert_eq!(timer(&bus), stopped_at);
@@ -186,13 +227,14 @@ mod tests {
         };
         assert_eq!(read(0x60), 0x55);
         assert_eq!((read(0x70), read(0x71)), (0x7f, 0xa5));
+        assert_eq!(read(0x604), 1);
         // Output port with the reset line low.
         assert_eq!(bus.write(0x60, &[0xfe]), Effect::Reset);
     }
 
     #[test]
     fn a_section_without_one_of_the_devices_or_of_another_kind_is_refused() {
-        let section = LegacyDevices::new().save().unwrap();
+        let section = legacy_devices().save().unwrap();
         let whole: message::LegacyDevices = section.open().unwrap();
         let lacking = [
             (
@@ -218,11 +260,11 @@ mod tests {
             ),
         ];
         for (name, lacking) in lacking {
-            let error = LegacyDevices::new().restore(&Section::new("legacy devices", &lacking));
+            let error = legacy_devices().restore(&Section::new("legacy devices", &lacking));
             assert!(matches!(error, Err(StateError::Invalid { field, .. }) if field == name));
         }
         let other = Section::new("legacy devices", &message::Serial::default());
-        let error = LegacyDevices::new().restore(&other);
+        let error = legacy_devices().restore(&other);
         assert!(matches!(error, Err(StateError::WrongKind { .. })));
     }
 
@@ -240,8 +282,23 @@ mod tests {
             id: "legacy devices".into(),
             payload,
         };
-        let mut devices = LegacyDevices::new();
+        let mut devices = legacy_devices();
+        devices.power_button().press();
         devices.restore(&section).unwrap();
-        assert_eq!(devices.save().unwrap(), section);
+        let now: message::LegacyDevices = devices.save().unwrap().open().unwrap();
+        assert_eq!(now.power_button, Some(message::PowerButton { pressed: false }));
+        let old: message::LegacyDevices = section.open().unwrap();
+        let i8042 = now.i8042.map(|i8042| message::I8042 {
+            aux_answers: Vec::new(),
+            ..i8042
+        });
+        let (rtc, pm_timer, power_button) = (now.rtc, now.pm_timer, None);
+        let now = message::LegacyDevices {
+            i8042,
+            rtc,
+            pm_timer,
+            power_button,
+        };
+        assert_eq!(now, old);
     }
 }

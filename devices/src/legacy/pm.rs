@@ -1,13 +1,14 @@
 //! ACPI: sleep, reset, the power-management timer, the power button.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard},
     time::{Duration, Instant},
 };
 
+use super::lock;
 use crate::{
-    bus::{BusDevice, Effect},
-    interrupt::IrqLine,
+    bus::{BusDevice, Effect, SharedDevice},
+    interrupt::LevelLine,
     state::message,
 };
 
@@ -128,29 +129,90 @@ impl BusDevice for PmTimer {
     }
 }
 
-/// The power button: each press is an edge of an interrupt that means nothing else (see the module `legacy`).
+/// Port of the [`PowerButton`]'s status register, one byte.
+pub const BUTTON_PORT: u64 = 0x604;
+
+/// Status register: the button was pressed. Set by a press, cleared by writing a one, as PWRBTN_STS is in the fixed
+/// registers of a machine that is not hardware-reduced (ACPI 6.5, 4.8.3.1.1).
+pub const BUTTON_PRESSED: u8 = 1;
+
+/// The power button: a press sets a bit in the status register, and the interrupt line is high while the bit is set. A press while
+/// the guest has the interrupt masked, or no driver yet, is seen when it unmasks the interrupt.
+///
+/// A press that no guest has cleared outlives a reset of the machine: whoever wants a guest to power off may do so while it
+/// reboots.
 pub struct PowerButton {
-    line: Arc<dyn IrqLine>,
+    pressed: Mutex<bool>,
+    line: Arc<dyn LevelLine>,
 }
 
 impl PowerButton {
-    /// One at that interrupt.
-    pub fn new(line: Arc<dyn IrqLine>) -> Self {
-        Self { line }
+    /// One that is not pressed, at that interrupt.
+    pub fn new(line: Arc<dyn LevelLine>) -> Arc<Self> {
+        Arc::new(Self {
+            pressed: Mutex::new(false),
+            line,
+        })
+    }
+
+    /// The status register, to be mapped at [`BUTTON_PORT`].
+    pub fn register(self: &Arc<Self>) -> SharedDevice {
+        Arc::new(Mutex::new(ButtonRegister(Arc::clone(self))))
     }
 
     /// Presses and releases it.
     pub fn press(&self) {
-        self.line.pulse();
+        self.set(true);
+    }
+
+    /// Sets the interrupt line anew: interrupt controllers that were reset have forgotten the level of their inputs.
+    pub fn refresh(&self) {
+        self.line.set(*self.pressed());
+    }
+
+    pub(super) fn save(&self) -> message::PowerButton {
+        let pressed = *self.pressed();
+        message::PowerButton { pressed }
+    }
+
+    pub(super) fn restore(&self, saved: message::PowerButton) {
+        self.set(saved.pressed);
+    }
+
+    fn set(&self, new: bool) {
+        let mut pressed = self.pressed();
+        *pressed = new;
+        // With the lock held: the line never stays at an older state.
+        self.line.set(new);
+    }
+
+    fn pressed(&self) -> MutexGuard<'_, bool> {
+        lock(&self.pressed)
+    }
+}
+
+struct ButtonRegister(Arc<PowerButton>);
+
+impl BusDevice for ButtonRegister {
+    fn read(&mut self, _offset: u64, data: &mut [u8]) {
+        match data {
+            [byte] => *byte = if *self.0.pressed() { BUTTON_PRESSED } else { 0 },
+            _ => data.fill(0xff),
+        }
+    }
+
+    fn write(&mut self, _offset: u64, data: &[u8]) -> Effect {
+        if matches!(data, [value] if value & BUTTON_PRESSED != 0) {
+            self.0.set(false);
+        }
+        Effect::None
     }
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::arithmetic_side_effects)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-
-    use super::*;
+    use super::{super::tests::Line, *};
 
     #[test]
     fn of_all_values_only_reset_and_soft_off_have_an_effect() {
@@ -203,18 +265,53 @@ mod tests {
         assert_eq!(timer.write(0, &[0; 4]), Effect::None);
     }
 
+    fn read(button: &Arc<PowerButton>) -> u8 {
+        let mut data = [0xff];
+        lock(&button.register()).read(0, &mut data);
+        data[0]
+    }
+
+    fn write(button: &Arc<PowerButton>, data: &[u8]) {
+        assert_eq!(lock(&button.register()).write(0, data), Effect::None);
+    }
+
     #[test]
-    fn each_press_of_the_button_is_an_edge() {
-        struct Line(AtomicUsize);
-        impl IrqLine for Line {
-            fn pulse(&self) {
-                self.0.fetch_add(1, Ordering::Relaxed);
-            }
-        }
-        let line = Arc::new(Line(AtomicUsize::new(0)));
+    fn a_press_stays_until_the_guest_clears_it() {
+        let line = Arc::new(Line::default());
         let button = PowerButton::new(line.clone());
+        assert_eq!((read(&button), line.is_high()), (0, false));
         button.press();
         button.press();
-        assert_eq!(line.0.load(Ordering::Relaxed), 2);
+        assert_eq!((read(&button), line.is_high()), (1, true));
+        // Zeroes, other bits and other widths clear nothing.
+        write(&button, &[0xfe]);
+        write(&button, &[1, 0]);
+        let mut word = [0; 2];
+        lock(&button.register()).read(0, &mut word);
+        assert_eq!((read(&button), line.is_high(), word), (1, true, [0xff; 2]));
+        write(&button, &[1]);
+        assert_eq!((read(&button), line.is_high()), (0, false));
+        button.press();
+        assert_eq!((read(&button), line.is_high()), (1, true));
+    }
+
+    #[test]
+    fn a_press_reaches_interrupt_controllers_that_were_reset_and_a_restored_machine() {
+        for pressed in [false, true] {
+            let line = Arc::new(Line::default());
+            let button = PowerButton::new(line.clone());
+            if pressed {
+                button.press();
+            }
+            line.set(!pressed);
+            button.refresh();
+            assert_eq!(line.is_high(), pressed);
+
+            let other = Arc::new(Line::default());
+            let restored = PowerButton::new(other.clone());
+            restored.press();
+            restored.restore(button.save());
+            assert_eq!((read(&restored), other.is_high()), (pressed.into(), pressed));
+        }
     }
 }

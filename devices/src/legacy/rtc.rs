@@ -29,8 +29,8 @@ const REGISTER_A: u8 = 0x0a;
 const REGISTER_B: u8 = 0x0b;
 const REGISTER_C: u8 = 0x0c;
 const REGISTER_D: u8 = 0x0d;
-/// Where the FADT's CENTURY has it on a PC.
-const CENTURY: u8 = 0x32;
+/// Index of the register that holds the century, which the FADT tells (ACPI 6.5, 5.2.9: CENTURY).
+pub const CENTURY: u8 = 0x32;
 
 /// Register A: update in progress; and the divider of a 32,768 Hz clock with a periodic rate of 1,024 Hz.
 const A_UPDATE: u8 = 1 << 7;

@@ -62,8 +62,11 @@ pub const PORTS: u64 = 8;
 pub struct PciWindows {
     /// Below 4 GiB.
     pub low: Range<u64>,
-    /// Above the end of memory; empty if there is none.
+    /// Above the end of memory, where BARs are after power-on; empty if there is none.
     pub high: Range<u64>,
+    /// All from the end of memory to the end of the address space, where a guest may put BARs: firmware has its own idea of where they
+    /// belong. Holds `high`.
+    pub reach: Range<u64>,
 }
 
 impl PciWindows {
@@ -80,6 +83,18 @@ impl PciWindows {
             2 => (0..0, at(3)..end),
             _ => (0..0, 0..0),
         }
+    }
+
+    /// The parts of `reach` that are a bus's, in order of addresses. What is outside `high` is bus 0's, the only one that firmware
+    /// knows.
+    pub fn reach_of_bus(&self, bus: usize) -> Vec<Range<u64>> {
+        let (_, own) = self.of_bus(bus);
+        let ranges = if bus == 0 {
+            vec![self.reach.start..own.end, self.high.end..self.reach.end]
+        } else {
+            vec![own]
+        };
+        ranges.into_iter().filter(|range| !range.is_empty()).collect()
     }
 }
 
@@ -290,7 +305,7 @@ impl PciRoot {
         let Some(end) = window.address.checked_add(window.size) else {
             return false;
         };
-        [&self.windows.low, &self.windows.high]
+        [&self.windows.low, &self.windows.reach]
             .iter()
             .any(|range| range.start <= window.address && end <= range.end)
     }

@@ -22,6 +22,8 @@ mod saved;
 const ECAM: u64 = 0xe800_0000;
 const LOW: std::ops::Range<u64> = 0xc000_0000..0xe000_0000;
 const HIGH: std::ops::Range<u64> = 0x10_0000_0000..0x20_0000_0000;
+/// Where a guest may put BARs above 4 GiB.
+const REACH: std::ops::Range<u64> = 0x2_0000_0000..0x100_0000_0000;
 /// Another device's range inside the low window, such as an interrupt controller's.
 const FOREIGN: u64 = 0xd000_0000;
 
@@ -85,6 +87,14 @@ impl PciFunction for Card {
     }
 }
 
+fn windows() -> PciWindows {
+    PciWindows {
+        low: LOW,
+        high: HIGH,
+        reach: REACH,
+    }
+}
+
 struct Foreign;
 
 impl BusDevice for Foreign {
@@ -104,7 +114,7 @@ struct Machine {
 
 impl Machine {
     fn new() -> Self {
-        let root = PciRoot::new(PciWindows { low: LOW, high: HIGH });
+        let root = PciRoot::new(windows());
         let (mmio, pio) = (Bus::new(), Bus::new());
         mmio.insert(ECAM, ECAM_SIZE, root.ecam()).unwrap();
         mmio.insert(FOREIGN, 0x1000, Arc::new(Mutex::new(Foreign)))
@@ -245,7 +255,7 @@ fn a_device_of_another_bus_is_reached_in_both_ways_and_lies_in_its_bus_window() 
         machine.pio.read(0xcfc, &mut data);
         assert_eq!(u32::from_le_bytes(data), expected, "{address:#x}");
     }
-    let windows = PciWindows { low: LOW, high: HIGH };
+    let windows = windows();
     for (slot, bus) in [(33, 1), (95, 2)] {
         let (low, high) = windows.of_bus(bus);
         assert!(low.is_empty() && high.contains(&machine.bar64(slot)));
@@ -255,8 +265,36 @@ fn a_device_of_another_bus_is_reached_in_both_ways_and_lies_in_its_bus_window() 
 }
 
 #[test]
+fn all_that_a_guest_may_use_is_one_bus_s_and_its_own_part_among_it() {
+    let windows = windows();
+    let mut all: Vec<_> = (0..4).flat_map(|bus| windows.reach_of_bus(bus)).collect();
+    all.sort_by_key(|range| range.start);
+    assert_eq!(all.first().unwrap().start, REACH.start);
+    assert_eq!(all.last().unwrap().end, REACH.end);
+    assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start));
+    for bus in 0..3 {
+        let (_, own) = windows.of_bus(bus);
+        let holds = |range: &std::ops::Range<u64>| range.start <= own.start && own.end <= range.end;
+        assert_eq!(
+            windows
+                .reach_of_bus(bus)
+                .iter()
+                .filter(|range| holds(range))
+                .count(),
+            1
+        );
+    }
+    let none = PciWindows {
+        low: LOW,
+        high: 0..0,
+        reach: 0..0,
+    };
+    assert!(none.reach_of_bus(0).is_empty());
+}
+
+#[test]
 fn the_windows_of_the_buses_lie_in_the_machines_and_do_not_overlap() {
-    let windows = PciWindows { low: LOW, high: HIGH };
+    let windows = windows();
     let (low, first) = windows.of_bus(0);
     let (second, third) = (windows.of_bus(1).1, windows.of_bus(2).1);
     assert_eq!((low, first.start, first.end), (LOW, HIGH.start, second.start));
@@ -266,7 +304,11 @@ fn the_windows_of_the_buses_lie_in_the_machines_and_do_not_overlap() {
 
 #[test]
 fn a_64_bit_bar_goes_below_4_gib_when_there_is_nothing_above_and_too_large_ones_are_refused() {
-    let root = PciRoot::new(PciWindows { low: LOW, high: 0..0 });
+    let root = PciRoot::new(PciWindows {
+        low: LOW,
+        high: 0..0,
+        reach: 0..0,
+    });
     let card = Card::shared(1, &CARD);
     root.add(1, card.clone()).unwrap();
     lock(&card).config.write(4, &[2]);
@@ -308,7 +350,8 @@ fn sizing_a_bar_reads_its_size_and_leaves_no_trace() {
 fn a_bar_moves_where_the_guest_says_and_answers_nowhere_else() {
     let (machine, cards) = with_cards(&[1]);
     let old = machine.bar64(1);
-    for new in [HIGH.start, HIGH.end - 0x8000, LOW.start, LOW.end - 0x8000] {
+    let places = [REACH.start, HIGH.start, HIGH.end - 0x8000, REACH.end - 0x8000];
+    for new in places.into_iter().chain([LOW.start, LOW.end - 0x8000]) {
         machine.set_bar64(1, new);
         assert_eq!(machine.read(new, 1), 1, "{new:#x}");
         assert_eq!(machine.read(new + 0x7fff, 1), 1);
@@ -336,7 +379,8 @@ fn a_bar_is_never_put_over_memory_or_another_device() {
         ECAM + 0x8000,
         0xfee0_0000,
         0x1_0000_0000,
-        HIGH.end,
+        REACH.start - 0x8000,
+        REACH.end,
         !0x7fff,
         LOW.end,
     ] {
@@ -429,7 +473,7 @@ proptest! {
             placed.sort_unstable();
             for address in &placed {
                 let end = address + 0x8000;
-                prop_assert!(LOW.contains(address) && end <= LOW.end || HIGH.contains(address) && end <= HIGH.end);
+                prop_assert!(LOW.contains(address) && end <= LOW.end || REACH.contains(address) && end <= REACH.end);
             }
             prop_assert!(placed.windows(2).all(|pair| pair[1] - pair[0] >= 0x8000));
             prop_assert_eq!(machine.read(FOREIGN, 1), 0xee);

@@ -82,7 +82,7 @@ pub struct Ring<T> {
     poll: Option<u32>,
     /// Of the next one.
     next_poll: u32,
-    /// The one in the ring found something.
+    /// It has found something.
     called: bool,
 }
 
@@ -314,8 +314,10 @@ impl<T> Ring<T> {
             let entry = self.ring.completion().next()?;
             if let Some(number) = poll_number(&entry) {
                 if self.poll == Some(number) {
-                    self.poll = None;
                     self.called = true;
+                    if !cqueue::more(entry.flags()) {
+                        self.poll = None;
+                    }
                 }
                 continue;
             }

@@ -7,6 +7,7 @@
 
 mod ahead;
 pub mod balloon;
+mod bell;
 pub mod blk;
 pub mod chain;
 mod descriptor;

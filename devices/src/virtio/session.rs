@@ -14,6 +14,7 @@ use vmm_sys_util::{
 pub use vmm_sys_util::epoll::EventSet;
 
 use super::{
+    bell::Bell,
     chain::Chain,
     fault::{Counters, Fault, RingError},
     queue::{Queue, QueueState},
@@ -52,12 +53,13 @@ pub struct Session {
     /// By the queue's number; `None` for those that the driver did not enable or another worker serves.
     slots: Vec<Option<Slot>>,
     epoll: Epoll,
+    bell: Arc<Bell>,
     signals: Arc<Signals>,
     counters: Arc<Counters>,
 }
 
 impl Session {
-    /// Makes queues of `states` and listens to `kicks` (by queue number) and to `command`.
+    /// Makes queues of `states` and listens to `kicks` (by queue number) and to `bell`.
     pub(super) fn new(setup: Setup<'_>) -> Result<Self, Fault> {
         let epoll = Epoll::new().map_err(|error| Fault::Backend("create an epoll instance", error))?;
         let mut session = Self {
@@ -65,10 +67,11 @@ impl Session {
             features: setup.features,
             slots: Vec::new(),
             epoll,
+            bell: Arc::clone(setup.bell),
             signals: setup.signals,
             counters: setup.counters,
         };
-        session.listen(setup.command, TAG_COMMAND)?;
+        session.listen(setup.bell.event(), TAG_COMMAND)?;
         let event_idx = session.has_feature(virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX);
         for state in setup.states {
             let at = usize::from(state.index);
@@ -216,6 +219,16 @@ impl Session {
         self.epoll.as_raw_fd()
     }
 
+    /// Whether there is a command for the worker, which the framework has to look after: the handler has to return soon.
+    pub fn has_command(&self) -> bool {
+        self.bell.has_rung()
+    }
+
+    /// Counts a notification of the driver that the handler has seen by itself.
+    pub fn count_kick(&self) {
+        Counters::bump(&self.counters.kicks);
+    }
+
     /// Sends the interrupts that are due now, before the handler returns. Says whether there were any.
     pub fn flush_interrupts(&mut self) -> Result<bool, Fault> {
         let mut sent = false;
@@ -342,7 +355,7 @@ pub(super) struct Setup<'a> {
     pub max_sizes: &'a [u16],
     /// Of all queues of the device.
     pub kicks: &'a [Arc<EventFd>],
-    pub command: &'a EventFd,
+    pub bell: &'a Arc<Bell>,
     pub signals: Arc<Signals>,
     pub counters: Arc<Counters>,
 }

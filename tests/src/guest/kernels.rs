@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use crate::cache::{self, Inputs};
 use crate::debian::{self, Root};
 use crate::node::Kernel;
+use crate::paths;
 
 /// Raise it to fetch newer versions of the packages.
 const BUILDER_VERSION: u32 = 2;
@@ -16,20 +17,26 @@ const BUILDER_VERSION: u32 = 2;
 pub fn packages() -> Result<PathBuf> {
     let packages = [
         "linux-image-6.12-cloud-amd64",
+        "linux-image-6.12-amd64",
         "linux-image-cloud-amd64",
         "linux-image-amd64",
+        // Debian 11 has had its last update, so this name stays as it is.
+        "linux-image-5.10.0-46-cloud-amd64",
         "busybox-static",
     ]
     .map(str::to_owned);
+    let bullseye = paths::crate_dir().join("guest/bullseye.sources");
     let mut inputs = Inputs::new(BUILDER_VERSION);
     inputs
         .add("packages", packages.join(" ").as_bytes())
-        .add_file(&debian::sources())?;
+        .add_file(&debian::sources())?
+        .add_file(&bullseye)?;
     let dir = cache::get_or_build("guest-packages", &inputs, |out| {
         let root = out.join("root");
         Root {
             variant: "extract",
             packages: &packages,
+            more_sources: Some(bullseye),
             overlay: None,
             customize: None,
         }
@@ -49,6 +56,8 @@ pub fn version(packages: &Path, kernel: Kernel) -> Result<String> {
         Kernel::Cloud612 => ("6.12.", true),
         Kernel::Cloud61 => ("6.1.", true),
         Kernel::Generic61 => ("6.1.", false),
+        Kernel::Generic612 => ("6.12.", false),
+        Kernel::Cloud510 => ("5.10.", true),
     };
     fs::read_dir(packages.join("lib/modules"))
         .context("read the modules of the guest kernels")?

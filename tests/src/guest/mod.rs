@@ -63,11 +63,10 @@ pub fn images() -> Result<Images> {
     inputs
         .add_file(&source.join("init"))?
         .add_file(&source.join("udhcpc"))?;
-    // The names of these folders are made of their own inputs.
     inputs
-        .add("packages", packages.to_string_lossy().as_bytes())
+        .add_artefact(&packages)
         .add("modules", MODULES.join(" ").as_bytes())
-        .add("disk", disk.to_string_lossy().as_bytes());
+        .add_artefact(&disk);
     let dir = cache::get_or_build("guests", &inputs, |out| build(&packages, &disk, &source, out))?;
     Ok(Images { dir })
 }
@@ -95,7 +94,7 @@ fn custom_initrd(name: &str, kernel: Kernel, modules: &[&str], files: &[Extra]) 
     let packages = kernels::packages()?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
     inputs
-        .add("packages", packages.to_string_lossy().as_bytes())
+        .add_artefact(&packages)
         .add("modules", modules.join(" ").as_bytes());
     inputs
         .add_file(&source.join("init"))?

@@ -64,6 +64,7 @@ fn packages() -> Result<PathBuf> {
         Root {
             variant: "extract",
             packages: &packages,
+            more_sources: None,
             overlay: None,
             customize: None,
         }

@@ -81,6 +81,7 @@ fn build(source: &Path, key: &Path, out: &Path) -> Result<()> {
     Root {
         variant: "minbase",
         packages: &debian::packages(&source.join("packages"))?,
+        more_sources: None,
         overlay: Some(source.join("overlay")),
         customize: Some(source.join("customize.sh")),
     }

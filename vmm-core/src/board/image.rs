@@ -19,7 +19,7 @@ use super::{
     COM1_GSI, COM1_PORT, HOTPLUG_GSI, POWER_BUTTON_GSI,
     acpi::{self, Platform},
     assemble::Fds,
-    boot::{BootParams, BootSource, Entry},
+    boot::{BootParams, BootSource, Entry, Format},
     smbios::{self, System},
 };
 use crate::{
@@ -58,11 +58,12 @@ pub struct Image {
 }
 
 impl Image {
-    /// Takes the files of `spec`. The vCPUs have the local APIC ids `apic_ids`.
+    /// Takes the files of `spec`. The vCPUs have the local APIC ids `apic_ids`, the PCI buses these windows.
     pub(super) fn new(
         spec: &model::machine::Machine,
         fds: &mut Fds,
         apic_ids: Vec<u32>,
+        windows: &PciWindows,
     ) -> Result<Self, Failure> {
         let source = BootSource {
             kernel: File::from(fds.take(spec.kernel)?),
@@ -77,8 +78,13 @@ impl Image {
             uuid: spec.uuid,
             serial: spec.uuid.to_string(),
             topology: spec.topology,
-            platform: platform(apic_ids, &pci_windows(spec.memory_bytes)),
+            platform: platform(apic_ids, windows),
         })
+    }
+
+    /// Whether the kernel is known to be Linux, before it is loaded.
+    pub(super) fn is_linux(&self) -> Result<bool, Failure> {
+        Ok(self.source.format()? == Format::Linux)
     }
 
     /// Writes everything into `ram`, which is all zeroes; says how the bootstrap processor begins.
@@ -137,18 +143,20 @@ impl Loading {
     }
 }
 
-/// Where the BARs of a machine with `ram` bytes of RAM may be.
-pub(super) fn pci_windows(ram: u64) -> PciWindows {
+/// Where the BARs of a machine with `ram` bytes of RAM may be, whose physical addresses have `bits` bits.
+pub(super) fn pci_windows(ram: u64, bits: u32) -> PciWindows {
+    let (_, high_ram) = layout::ram_ranges(ram);
     PciWindows {
         low: layout::MMIO32,
         high: layout::mmio64(ram),
+        reach: high_ram.end..1_u64.checked_shl(bits).unwrap_or(u64::MAX),
     }
 }
 
 fn platform(apic_ids: Vec<u32>, windows: &PciWindows) -> Platform {
     let mmio64 = std::array::from_fn(|bus| {
-        let (_, high) = windows.of_bus(bus);
-        high.start..=high.end - 1
+        let reach = windows.reach_of_bus(bus).into_iter();
+        reach.map(|range| range.start..=range.end - 1).collect()
     });
     Platform {
         apic_ids,
@@ -160,7 +168,9 @@ fn platform(apic_ids: Vec<u32>, windows: &PciWindows) -> Platform {
         com1: (COM1_PORT, COM1_GSI),
         power_port: port(legacy::pm::POWER_PORT),
         reset_value: legacy::pm::RESET_VALUE,
+        power_button_port: port(legacy::pm::BUTTON_PORT),
         power_button_gsi: POWER_BUTTON_GSI,
+        rtc_port: port(legacy::rtc::PORT),
         pvpanic_port: port(legacy::pvpanic::PORT),
         hotplug_port: hotplug::PORT,
         hotplug_gsi: HOTPLUG_GSI,

@@ -8,7 +8,7 @@ use std::{
 
 use devices::{
     component::Component,
-    interrupt::IrqLine,
+    legacy::pm::PowerButton,
     pci::{HotPlug, PciRoot},
     serial::SerialPort,
     virtio::{
@@ -49,7 +49,7 @@ pub struct Machine {
     pub(super) pci: Arc<PciRoot>,
     pub(super) hotplug: Arc<HotPlug>,
     pub(super) spaces: AddressSpaces,
-    pub(super) power_button: Arc<dyn IrqLine>,
+    pub(super) power_button: Arc<PowerButton>,
     pub(super) image: Image,
     pub(super) ram: GuestRam,
     pub(super) vm: Arc<Vm>,
@@ -164,6 +164,7 @@ impl lifecycle::Machine for Machine {
         }
         self.pci.reset(&self.spaces.mmio);
         self.irqchip.restore(&self.vm)?;
+        self.power_button.refresh();
         self.vcpus.reset()?;
         self.ram.clear()?;
         (self.on_reset)();
@@ -176,7 +177,7 @@ impl lifecycle::Machine for Machine {
     }
 
     fn press_power_button(&mut self) {
-        self.power_button.pulse();
+        self.power_button.press();
     }
 
     fn attach_disk(&mut self, token: Token, disk: &vmm::Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {

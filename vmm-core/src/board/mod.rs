@@ -29,10 +29,10 @@ use crate::{
 pub const COM1_PORT: u16 = 0x3f8;
 /// Interrupt of COM1, an input of the I/O APIC.
 pub const COM1_GSI: u32 = 4;
-/// Interrupt of the generic event device that tells of the power button.
-pub const POWER_BUTTON_GSI: u32 = 5;
 /// Interrupt of the generic event device that tells of PCI slots: an input that no ISA device ever had, level-triggered.
 pub const HOTPLUG_GSI: u32 = 16;
+/// Interrupt of the generic event device that tells of the power button: such an input too, level-triggered.
+pub const POWER_BUTTON_GSI: u32 = 17;
 
 /// What goes wrong while a machine is built or driven is told as the driver tells it.
 macro_rules! failure_from {

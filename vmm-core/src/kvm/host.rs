@@ -7,7 +7,9 @@ use std::{
     sync::OnceLock,
 };
 
-use kvm_bindings::{CpuId, KVM_API_VERSION, KVM_CAP_IOEVENTFD_ANY_LENGTH, KVM_MAX_CPUID_ENTRIES};
+use kvm_bindings::{
+    CpuId, KVM_API_VERSION, KVM_CAP_IOEVENTFD_ANY_LENGTH, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2,
+};
 use kvm_ioctls::{Cap, Kvm};
 
 /// KVM can't be used, or not in this way. Messages say what is wrong and, where somebody can help, what to do.
@@ -66,6 +68,15 @@ impl KvmError {
             source: errno.into(),
         }
     }
+}
+
+/// Width of a physical address, as CPUID tells (leaf 0x8000_0008, EAX, bits 7:0; 36 without it, Intel SDM vol. 3, 4.1.4).
+pub(crate) fn address_bits(cpuid: &[kvm_cpuid_entry2]) -> u32 {
+    address_leaf(cpuid).map_or(36, |leaf| leaf.eax & 0xff)
+}
+
+fn address_leaf(cpuid: &[kvm_cpuid_entry2]) -> Option<&kvm_cpuid_entry2> {
+    cpuid.iter().find(|entry| entry.function == 0x8000_0008)
 }
 
 /// What every VM needs.
@@ -162,15 +173,16 @@ impl Host {
         Ok(self.supported.get_or_init(|| supported).clone())
     }
 
-    /// Width of a physical address of guests (CPUID leaf 0x8000_0008, EAX, bits 7:0; 36 without it, Intel SDM vol. 3,
-    /// 4.1.4).
+    /// Width of the physical addresses of guests that can be mapped: what CPUID tells, or less where nested paging has fewer levels
+    /// (leaf 0x8000_0008, EAX, bits 23:16, which are zero when they do not say; AMD64 APM vol. 3, E.4.7).
     pub fn physical_address_bits(&self) -> Result<u32, KvmError> {
         let supported = self.supported_cpuid()?;
-        let leaf = supported
-            .as_slice()
-            .iter()
-            .find(|entry| entry.function == 0x8000_0008);
-        Ok(leaf.map_or(36, |leaf| leaf.eax & 0xff))
+        let bits = address_bits(supported.as_slice());
+        let leaf = address_leaf(supported.as_slice());
+        Ok(match leaf.map_or(0, |leaf| leaf.eax >> 16 & 0xff) {
+            0 => bits,
+            mappable => bits.min(mappable),
+        })
     }
 
     /// Whether local APIC timers can count to a TSC value (`KVM_CAP_TSC_DEADLINE_TIMER`).

@@ -104,3 +104,38 @@ impl IrqChipState {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use devices::legacy::pm::PowerButton;
+
+    use super::{super::Host, *};
+
+    const BUTTON: u32 = 17;
+
+    /// Whether the input of the power button is pending in the I/O APIC, where all inputs are masked after power-on.
+    fn is_pending(vm: &Vm) -> bool {
+        let IrqChipState([_, _, chip]) = IrqChipState::capture(vm).unwrap();
+        // SAFETY: the chip was read as an I/O APIC.
+        let ioapic = unsafe { chip.chip.ioapic };
+        ioapic.irr & 1 << BUTTON != 0
+    }
+
+    #[test]
+    fn a_press_is_pending_at_a_masked_input_also_after_a_reset_of_the_controllers() {
+        let host = Host::open().unwrap_or_else(|error| panic!("these tests need KVM: {error}"));
+        let vm = Vm::create(&host).unwrap();
+        let power_on = IrqChipState::capture(&vm).unwrap();
+        let button = PowerButton::new(vm.level_line(BUTTON));
+        assert!(!is_pending(&vm));
+        button.press();
+        assert!(is_pending(&vm));
+        power_on.restore(&vm).unwrap();
+        assert!(!is_pending(&vm), "the controllers have forgotten it");
+        button.refresh();
+        assert!(is_pending(&vm));
+        let register = button.register();
+        let _none = register.lock().unwrap().write(0, &[1]);
+        assert!(!is_pending(&vm));
+    }
+}

@@ -23,6 +23,7 @@ pub(crate) mod tests;
 
 pub use clock::ThreadClock;
 pub use crash::Crash;
+pub(crate) use host::address_bits;
 pub use host::{Host, KvmError};
 pub use irqchip::IrqChipState;
 pub use kick::Kicker;

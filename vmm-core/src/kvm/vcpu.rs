@@ -77,10 +77,13 @@ impl Vcpu {
             .map_err(KvmError::ioctl("KVM_SET_CPUID2"))
     }
 
-    /// Sets how many machine-check banks it has; before the first entry. KVM's default of 32 costs a kernel some 200
-    /// exits to boot; bank 1 is where a memory error would be reported.
+    /// Sets how many machine-check banks it has, or the most that KVM has; before the first entry. KVM's default of 32 costs a
+    /// kernel some 200 exits to boot.
     pub fn set_machine_check_banks(&self, banks: u8) -> Result<(), KvmError> {
-        if !self.vm.fd().check_extension(Cap::Mce) {
+        // How many there can be; 0 on a KVM without machine checks.
+        let most = self.vm.fd().check_extension_int(Cap::Mce);
+        let banks = banks.min(u8::try_from(most).unwrap_or(0));
+        if banks == 0 {
             return Ok(());
         }
         // `MCG_CAP` (Intel SDM vol. 3, 16.3.1.1): the count, no optional features.

@@ -14,8 +14,45 @@ pub struct MsrNumbers(Vec<u32>);
 /// `MSR_IA32_TSC`. Written 0 at a reset, which KVM takes as "in step with the other vCPUs".
 const TSC: u32 = 0x10;
 
-/// `MSR_MTRRdefType`.
-const MTRR_DEFAULT_TYPE: u32 = 0x2ff;
+/// The memory type range registers (Intel SDM vol. 3, 12.11.2) as firmware leaves them, SeaBIOS on QEMU's q35 for one: RAM is cached,
+/// the hole that video memory has below 1 MiB and the one below 4 GiB are not. KVM itself does not look at them, but kernels before
+/// 6.2 leave the page attribute table alone where they are off, and then have no write-combining.
+mod mtrr {
+    use crate::memory::layout::{GIB, HIGH_RAM_START, HOLE_START};
+
+    /// `IA32_MTRR_PHYSBASE0` and `IA32_MTRR_PHYSMASK0`.
+    const BASE_0: u32 = 0x200;
+    const MASK_0: u32 = 0x201;
+    /// `IA32_MTRR_FIX16K_A0000`.
+    const FIXED_VIDEO: u32 = 0x259;
+    /// `IA32_MTRR_DEF_TYPE`, and its bits for the fixed ranges and for all of the registers.
+    pub(super) const DEFAULT_TYPE: u32 = 0x2ff;
+    const ENABLED: u64 = 1 << 11;
+    const FIXED_ENABLED: u64 = 1 << 10;
+    /// A mask's bit for its range to be in use.
+    const VALID: u64 = 1 << 11;
+    const UNCACHEABLE: u64 = 0;
+    const WRITE_BACK: u64 = 6;
+    /// Eight fixed ranges.
+    const ALL_WRITE_BACK: u64 = WRITE_BACK * 0x0101_0101_0101_0101;
+
+    /// One range, as its length is a power of two and its start a multiple of that.
+    const _: () = assert!(HIGH_RAM_START - HOLE_START == GIB && HOLE_START.is_multiple_of(GIB));
+
+    /// What firmware sets in an MTRR; `None` for all other MSRs, and for ranges that are not in use. Physical addresses have `bits`
+    /// bits.
+    pub(super) fn value(msr: u32, bits: u32) -> Option<u64> {
+        let end = 1_u64.checked_shl(bits).unwrap_or(0);
+        match msr {
+            BASE_0 => Some(HOLE_START | UNCACHEABLE),
+            MASK_0 => Some(end.wrapping_sub(GIB) | VALID),
+            FIXED_VIDEO => Some(UNCACHEABLE),
+            0x250 | 0x258 | 0x268..=0x26f => Some(ALL_WRITE_BACK),
+            DEFAULT_TYPE => Some(ENABLED | FIXED_ENABLED | WRITE_BACK),
+            _ => None,
+        }
+    }
+}
 /// `IA32_MISC_ENABLE`, and its bit for fast string operations; Linux does without them when it is clear.
 const MISC_ENABLE: u32 = 0x1a0;
 const FAST_STRINGS: u64 = 1;
@@ -31,7 +68,6 @@ fn is_never_offered(msr: u32) -> bool {
             | 0x38d..=0x390
             | 0x3f1
             | 0x4c1..=0x4c8
-            | 0xc001_0000..=0xc001_0007
             | 0xc001_0200..=0xc001_020b
             | 0xc000_0300..=0xc000_0303
     )
@@ -42,20 +78,27 @@ fn mtrrs() -> impl Iterator<Item = u32> {
     (0x200..=0x20f)
         .chain([0x250, 0x258, 0x259])
         .chain(0x268..=0x26f)
-        .chain([MTRR_DEFAULT_TYPE])
+        .chain([mtrr::DEFAULT_TYPE])
 }
 
-/// How many machine-check banks a vCPU has.
-pub const MACHINE_CHECK_BANKS: u8 = 2;
+/// How many machine-check banks a vCPU has: as many as QEMU's (`MCE_BANKS_DEF` of its `target/i386/cpu.h`).
+pub const MACHINE_CHECK_BANKS: u8 = 10;
 
 /// `IA32_MC0_CTL` and what follows: control, status, address and miscellaneous of each bank. State that KVM's list leaves out.
 fn machine_check_banks() -> impl Iterator<Item = u32> {
     0x400..0x400 + 4 * u32::from(MACHINE_CHECK_BANKS)
 }
 
+/// AMD's oldest performance counters and their selectors (AMD64 APM vol. 2, 13.2.1): a guest has them unless the VM was made without
+/// any counters.
+fn is_legacy_counter(msr: u32) -> bool {
+    matches!(msr, 0xc001_0000..=0xc001_0007)
+}
+
 impl MsrNumbers {
-    pub(super) fn new(indices: &[u32]) -> Self {
-        let indices = indices.iter().copied().filter(|msr| !is_never_offered(*msr));
+    pub(super) fn new(indices: &[u32], has_counters: bool) -> Self {
+        let is_state = |msr: &u32| !is_never_offered(*msr) && (has_counters || !is_legacy_counter(*msr));
+        let indices = indices.iter().copied().filter(is_state);
         let mut numbers: Vec<_> = indices.chain(mtrrs()).chain(machine_check_banks()).collect();
         numbers.sort_unstable();
         numbers.dedup();
@@ -111,16 +154,22 @@ impl VcpuState {
         self.msrs.iter().map(|msr| msr.index)
     }
 
-    /// Brings a new vCPU, whose CPUID is set, to the state after power-on, and reads it: as KVM makes it, with what
-    /// firmware would have set up before a kernel sees it.
-    pub fn power_on(vcpu: &Vcpu) -> Result<Self, KvmError> {
+    /// Brings a new vCPU, whose CPUID is set and says that physical addresses have `bits` bits, to the state after power-on, and
+    /// reads it: as KVM makes it, with what firmware would have set up before a kernel sees it.
+    pub fn power_on(vcpu: &Vcpu, bits: u32) -> Result<Self, KvmError> {
         let mut state = Self::capture(vcpu)?;
-        // The memory type range registers stay off: KVM does not look at them, and a kernel that finds them on reads
-        // and writes all of them, on each processor, at an exit each (121 to boot Linux 6.12 with one).
-        for msr in state.msrs.iter_mut().filter(|msr| msr.index == MISC_ENABLE) {
-            msr.data |= FAST_STRINGS;
-            write_msrs(vcpu, &[*msr])?;
+        let firmware = |msr: &kvm_msr_entry| match msr.index {
+            MISC_ENABLE => Some(msr.data | FAST_STRINGS),
+            index => mtrr::value(index, bits),
+        };
+        let mut changed = Vec::new();
+        for msr in &mut state.msrs {
+            if let Some(data) = firmware(msr) {
+                msr.data = data;
+                changed.push(*msr);
+            }
         }
+        write_msrs(vcpu, &changed)?;
         // What it is already: but only this puts a vCPU into KVM's map of APIC ids, where its INIT is looked for.
         vcpu.fd()
             .set_lapic(&state.lapic)
@@ -198,4 +247,72 @@ fn msrs(entries: &[kvm_msr_entry]) -> Result<Msrs, KvmError> {
         operation: "building a list of MSRs",
         source: std::io::ErrorKind::OutOfMemory.into(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The memory type that the registers give an address (Intel SDM vol. 3, 12.11.4.1).
+    fn memory_type(address: u64, bits: u32) -> u64 {
+        let value = |msr| mtrr::value(msr, bits).expect("a register that is set");
+        assert_eq!(value(0x2ff) >> 10 & 3, 3, "fixed ranges and all are on");
+        let fixed = match address {
+            0..0x8_0000 => Some((0x250, address >> 16)),
+            0x8_0000..0xc_0000 => Some((0x258, (address - 0x8_0000) >> 14)),
+            0xc_0000..0x10_0000 => Some((0x268, (address - 0xc_0000) >> 12)),
+            _ => None,
+        };
+        if let Some((first, range)) = fixed {
+            let (msr, byte) = (first + u32::try_from(range / 8).unwrap(), range % 8);
+            return value(msr) >> (8 * byte) & 0xff;
+        }
+        let (base, mask) = (value(0x200), value(0x201));
+        assert_eq!(mask >> bits, 0, "reserved bits");
+        assert_ne!(mask & 1 << 11, 0, "the range is in use");
+        let mask = mask & !0xfff;
+        if address & mask == base & mask {
+            base & 0xff
+        } else {
+            value(0x2ff) & 0xff
+        }
+    }
+
+    #[test]
+    fn ram_is_cached_and_what_is_not_ram_below_4_gib_is_not() {
+        const GIB: u64 = 1 << 30;
+        for bits in [36, 39, 46, 52] {
+            let last = (1 << bits) - 1;
+            for (address, cached) in [
+                (0, true),
+                (0x9_ffff, true),
+                (0xa_0000, false),
+                (0xb_ffff, false),
+                (0xc_0000, true),
+                (0xf_ffff, true),
+                (0x10_0000, true),
+                (3 * GIB - 1, true),
+                (3 * GIB, false),
+                (4 * GIB - 1, false),
+                (4 * GIB, true),
+                (7 * GIB, true),
+                (last, true),
+            ] {
+                let expected = if cached { 6 } else { 0 };
+                assert_eq!(
+                    memory_type(address, bits),
+                    expected,
+                    "{address:#x} of {bits} bits"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn the_counters_of_a_vm_that_has_any_are_state() {
+        let list = [0x10, 0xc1, 0x186, 0xc001_0000, 0xc001_0004, 0xc001_0200];
+        let has = |has_counters| MsrNumbers::new(&list, has_counters).0.contains(&0xc001_0004);
+        assert!(has(true));
+        assert!(!has(false));
+    }
 }

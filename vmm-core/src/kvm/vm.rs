@@ -8,8 +8,8 @@ use std::{
 
 use devices::interrupt::{IrqLine, LevelLine, MsiController, NotifyRegistry};
 use kvm_bindings::{
-    KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, KVM_CLOCK_TSC_STABLE, KVM_PIT_SPEAKER_DUMMY, kvm_clock_data,
-    kvm_pit_config,
+    KVM_CAP_PMU_CAPABILITY, KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, KVM_CLOCK_TSC_STABLE,
+    KVM_PIT_SPEAKER_DUMMY, KVM_PMU_CAP_DISABLE, kvm_clock_data, kvm_enable_cap, kvm_pit_config,
 };
 use kvm_ioctls::{Cap, VmFd};
 
@@ -57,6 +57,22 @@ pub struct Clock {
     pub host_tsc: Option<u64>,
 }
 
+/// Takes the performance counters away, where the kernel can (5.18 and later); says whether it did. CPUID tells of none, but
+/// the oldest of AMD's need no bit there: a guest finds them by trying.
+fn disable_counters(fd: &VmFd) -> Result<bool, KvmError> {
+    let supported = fd.check_extension_raw(KVM_CAP_PMU_CAPABILITY.into());
+    if u32::try_from(supported).unwrap_or(0) & KVM_PMU_CAP_DISABLE == 0 {
+        return Ok(false);
+    }
+    fd.enable_cap(&kvm_enable_cap {
+        cap: KVM_CAP_PMU_CAPABILITY,
+        args: [KVM_PMU_CAP_DISABLE.into(), 0, 0, 0],
+        ..Default::default()
+    })
+    .map_err(KvmError::ioctl("KVM_ENABLE_CAP of KVM_PMU_CAP_DISABLE"))?;
+    Ok(true)
+}
+
 impl Vm {
     /// Makes a VM with in-kernel interrupt controllers, and a PIT if guests can't do without one on this host.
     pub fn create(host: &Host) -> Result<Arc<Self>, KvmError> {
@@ -86,6 +102,7 @@ impl Vm {
             fd.create_pit2(config)
                 .map_err(KvmError::ioctl("KVM_CREATE_PIT2"))?;
         }
+        let has_counters = !disable_counters(&fd)?;
         let indices = host
             .kvm()
             .get_msr_index_list()
@@ -97,7 +114,7 @@ impl Vm {
             fd,
             slots,
             routes: Mutex::new(MsiRoutes::new(u32::try_from(routes).unwrap_or(0))),
-            msr_numbers: MsrNumbers::new(indices.as_slice()),
+            msr_numbers: MsrNumbers::new(indices.as_slice(), has_counters),
             max_vcpus: host.kvm().get_max_vcpus(),
             has_pit,
             max_vcpu_id: host.kvm().get_max_vcpu_id(),

@@ -17,7 +17,7 @@ use devices::{
 use kvm_bindings::CpuId;
 
 use super::{ExitCounts, Outside, Report, ReportKind};
-use crate::kvm::{Exit, Kicker, KvmError, MACHINE_CHECK_BANKS, ThreadClock, Vcpu, VcpuState};
+use crate::kvm::{Exit, Kicker, KvmError, MACHINE_CHECK_BANKS, ThreadClock, Vcpu, VcpuState, address_bits};
 
 /// What a parked vCPU can be told.
 pub(super) enum Call {
@@ -207,7 +207,7 @@ impl VcpuThread {
     fn set_up(&self) -> Result<VcpuState, KvmError> {
         self.vcpu.set_cpuid(&self.cpuid)?;
         self.vcpu.set_machine_check_banks(MACHINE_CHECK_BANKS)?;
-        VcpuState::power_on(&self.vcpu)
+        VcpuState::power_on(&self.vcpu, address_bits(self.cpuid.as_slice()))
     }
 
     /// Runs the guest until it is stopped, crashes or ends itself.

@@ -2,7 +2,10 @@
 
 use std::{os::fd::AsRawFd as _, time::Duration};
 
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::{
+    epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
+    eventfd::{EFD_NONBLOCK, EventFd},
+};
 
 use super::*;
 use crate::sys::event::wait_for;
@@ -199,4 +202,26 @@ fn nobody_sleeps_beside_what_the_pool_is_done_with() {
     assert!(!engine.commit_and_sleep(other.as_raw_fd(), None).unwrap());
     engine.commit().unwrap();
     take_one(&mut *engine);
+}
+
+#[test]
+fn an_epoll_instance_that_nobody_asks_calls_for_each_event() {
+    let Some((_setup, mut engine)) = ring() else {
+        return;
+    };
+    let (kick, epoll) = (event(), Epoll::new().unwrap());
+    let edges = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, 0);
+    epoll.ctl(ControlOperation::Add, kick.as_raw_fd(), edges).unwrap();
+    engine.commit().unwrap();
+    for _ in 0..5 {
+        kick.write(1).unwrap();
+        assert!(engine.commit_and_sleep(epoll.as_raw_fd(), Some(LONG)).unwrap());
+        assert!(engine.completed().is_none());
+        assert!(engine.other_called());
+        // It was ready all the time, and that is no event.
+        let short = Some(Duration::from_millis(1));
+        assert!(engine.commit_and_sleep(epoll.as_raw_fd(), short).unwrap());
+        assert!(engine.completed().is_none());
+        assert!(!engine.other_called());
+    }
 }

@@ -16,8 +16,8 @@ impl<T> Ring<T> {
     /// `limit` has passed. False when it did not wait: the ring can't wait for both, or the kernel takes nothing, which
     /// [`submit`](Self::submit) finds out about.
     ///
-    /// `other` is polled until [`forget_other`](Self::forget_other) or until it is readable, which
-    /// [`other_called`](Self::other_called) tells.
+    /// From then on `other` is polled until [`forget_other`](Self::forget_other): each time that it becomes readable, or would
+    /// if it were not, [`other_called`](Self::other_called) tells. Nobody needs to read it in between.
     pub fn wait_beside(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
         if !self.deferred || self.dead || self.called {
             return Ok(false);
@@ -26,6 +26,7 @@ impl<T> Ring<T> {
         if self.poll.is_none() {
             let events = u32::try_from(libc::POLLIN).unwrap_or(0);
             let entry = opcode::PollAdd::new(types::Fd(other), events)
+                .multi(true)
                 .build()
                 .user_data(POLL | u64::from(self.next_poll));
             // SAFETY: the entry points to no memory. The kernel holds on to the descriptor's file as long as it polls.
@@ -63,7 +64,7 @@ impl<T> Ring<T> {
         Ok(false)
     }
 
-    /// Whether what [`wait_beside`](Self::wait_beside) polls was readable, since this was asked last. Known once
+    /// Whether what [`wait_beside`](Self::wait_beside) polls became readable, since this was asked last. Known once
     /// [`returned`](Self::returned) has given `None`.
     pub fn other_called(&mut self) -> bool {
         std::mem::take(&mut self.called)

@@ -27,6 +27,7 @@ use crate::{
     GuestMemory,
     pci::msix::Msix,
     virtio::{
+        bell::Bell,
         device::{Drained, Progress, QueueHandler, VirtioDevice},
         fault::{Counters, Fault},
         queue::{Queue, QueueState},
@@ -96,7 +97,7 @@ pub(super) struct Harness {
     features: u64,
     signals: Arc<Signals>,
     kicks: Vec<Arc<EventFd>>,
-    command: EventFd,
+    bell: Arc<Bell>,
     states: Vec<QueueState>,
 }
 
@@ -127,7 +128,7 @@ impl Harness {
             features: features | 1 << 32,
             signals,
             kicks: (0..queues).map(event).collect(),
-            command: EventFd::new(EFD_NONBLOCK).unwrap(),
+            bell: Arc::new(Bell::new().unwrap()),
             states: (0..queues as u16).map(fresh).collect(),
         };
         harness.start();
@@ -276,7 +277,7 @@ impl Harness {
             states: &self.states,
             max_sizes: &sizes,
             kicks: &self.kicks,
-            command: &self.command,
+            bell: &self.bell,
             signals: self.signals.clone(),
             counters: Arc::new(Counters::default()),
         };

@@ -72,7 +72,7 @@ impl DeviceUnderTest for BalloonTest {
 }
 
 crate::virtio_device_tests!(BalloonTest);
-crate::virtio_saved_device_tests!(BalloonTest);
+crate::virtio_saved_device_tests!(BalloonTest, "virtio-balloon");
 
 /// A harness with a driver that puts one request after the other into the rings.
 struct Guest {

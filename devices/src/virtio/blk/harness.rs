@@ -27,6 +27,7 @@ use crate::{
     GuestMemory,
     pci::msix::Msix,
     virtio::{
+        bell::Bell,
         device::{Drained, Progress, QueueHandler, VirtioDevice},
         fault::{Counters, Fault},
         queue::{Queue, QueueState},
@@ -65,7 +66,7 @@ pub(super) struct Harness {
     features: u64,
     signals: Arc<Signals>,
     kicks: Vec<Arc<EventFd>>,
-    command: EventFd,
+    bell: Arc<Bell>,
     state: QueueState,
     /// It keeps the image.
     _front: Blk,
@@ -103,7 +104,7 @@ impl Harness {
             features,
             signals,
             kicks: vec![Arc::new(EventFd::new(EFD_NONBLOCK).unwrap())],
-            command: EventFd::new(EFD_NONBLOCK).unwrap(),
+            bell: Arc::new(Bell::new().unwrap()),
             state: fresh(),
             _front: front,
         };
@@ -230,7 +231,7 @@ impl Harness {
             states: &[self.state],
             max_sizes: &[SIZE],
             kicks: &self.kicks,
-            command: &self.command,
+            bell: &self.bell,
             signals: self.signals.clone(),
             counters: self.counters.clone(),
         };

@@ -190,7 +190,7 @@ impl DeviceUnderTest for Peer {
 }
 
 crate::virtio_device_tests!(Peer);
-crate::virtio_saved_device_tests!(Peer);
+crate::virtio_saved_device_tests!(Peer, "virtio-net");
 
 fn running(features: u64) -> (Peer, Driver) {
     let (peer, front) = Peer::new();

@@ -28,7 +28,7 @@ impl DeviceUnderTest for RngTest {
 }
 
 crate::virtio_device_tests!(RngTest);
-crate::virtio_saved_device_tests!(RngTest);
+crate::virtio_saved_device_tests!(RngTest, "virtio-rng");
 
 fn running(source: File) -> Driver {
     let mut driver = Driver::new(Rig::new(Box::new(Rng::new(source))));

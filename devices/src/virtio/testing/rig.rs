@@ -102,7 +102,11 @@ impl Rig {
             sink: sink.clone(),
         };
         let device = VirtioPciDevice::new(parts, device).unwrap();
-        let root = PciRoot::new(PciWindows { low: LOW, high: HIGH });
+        let root = PciRoot::new(PciWindows {
+            low: LOW,
+            high: HIGH,
+            reach: HIGH,
+        });
         root.add(SLOT, device.function()).unwrap();
         let (mmio, pio) = (Bus::new(), Bus::new());
         mmio.insert(ECAM, ECAM_SIZE, root.ecam()).unwrap();

@@ -2,6 +2,7 @@
 //! makes tests of it.
 
 use proptest::{prelude::*, sample::Index};
+use prost::Message;
 
 use super::{Area, Driver, Rig, suite::DeviceUnderTest};
 use crate::{
@@ -12,10 +13,16 @@ use crate::{
 const EVENT_IDX: u64 = 1 << 29;
 const INDIRECT: u64 = 1 << 28;
 
-/// Makes the tests for a type that is a [`DeviceUnderTest`] and can be saved.
+/// Makes the tests for a type that is a [`DeviceUnderTest`] and can be saved. A saved state of it is in the file of that name in
+/// the folder `golden` of this package.
 #[macro_export]
 macro_rules! virtio_saved_device_tests {
-    ($device:ty) => {
+    ($device:ty, $golden:literal) => {
+        #[test]
+        fn a_state_of_the_first_version_is_still_taken() {
+            $crate::virtio::testing::saved::a_state_of_the_first_version_is_still_taken::<$device>($golden);
+        }
+
         $crate::virtio_saved_device_tests!(@ $device:
             a_restored_device_goes_on_with_all_its_requests,
             a_device_is_restored_in_each_stage_of_its_setup,
@@ -41,6 +48,33 @@ fn replace<T: DeviceUnderTest>(driver: &mut Driver) -> (T, Section) {
     driver.rig = driver.rig.restored(front, &section).unwrap();
     assert_eq!(driver.rig.device.save().unwrap(), section);
     (device, section)
+}
+
+/// The stored state restores, and is saved again as the same bytes; the device works after a reset.
+pub fn a_state_of_the_first_version_is_still_taken<T: DeviceUnderTest>(name: &str) {
+    let path = format!("{}/golden/{name}.bin", env!("CARGO_MANIFEST_DIR"));
+    let (mut device, front) = T::build();
+    let mut driver = Driver::new(Rig::new(front));
+    if std::env::var_os("VMMD_WRITE_GOLDEN").is_some() {
+        driver.start(T::FEATURES | EVENT_IDX | INDIRECT);
+        device.probe(&mut driver);
+        driver.rig.pause();
+        std::fs::write(&path, driver.rig.device.save().unwrap().encode_to_vec()).unwrap();
+    }
+    let golden = std::fs::read(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
+    let section = Section::decode(golden.as_slice()).unwrap();
+    let state: message::VirtioPci = section.open().unwrap();
+    assert!(state.transport.is_some_and(|transport| transport.running));
+    let (mut device, front) = T::build();
+    let mut driver = Driver::new(driver.rig.restored(front, &section).unwrap());
+    assert!(
+        driver.rig.device.save().unwrap().encode_to_vec() == golden,
+        "{name} is saved otherwise"
+    );
+    driver.rig.device.resume().unwrap();
+    driver.rig.reset_machine();
+    driver.start(T::FEATURES);
+    device.probe(&mut driver);
 }
 
 pub fn a_restored_device_goes_on_with_all_its_requests<T: DeviceUnderTest>() {

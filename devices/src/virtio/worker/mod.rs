@@ -37,10 +37,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+use vmm_sys_util::eventfd::EventFd;
 
 use self::thread::Worker;
 use super::{
+    bell::Bell,
     device::{QueueHandler, WorkerSpec},
     fault::{Counters, EventSink, LogLimit},
     queue::QueueState,
@@ -113,7 +114,7 @@ enum Command {
 struct Handle {
     queues: Vec<u16>,
     commands: Sender<Command>,
-    wake: Arc<EventFd>,
+    bell: Arc<Bell>,
     /// Disconnected when the thread has ended.
     ended: Receiver<()>,
     /// `None` once it was waited for.
@@ -123,7 +124,7 @@ struct Handle {
 impl Handle {
     fn send(&self, command: Command) {
         // Fails only if the thread is gone; the missing answer tells that.
-        if self.commands.send(command).is_ok() && self.wake.write(1).is_err() {
+        if self.commands.send(command).is_ok() && self.bell.ring().is_err() {
             tracing::error!("a worker's eventfd refused a write");
         }
     }
@@ -148,12 +149,12 @@ impl Workers {
         };
         for spec in specs {
             let (sender, commands) = mpsc::channel();
-            let wake = Arc::new(EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)?);
+            let bell = Arc::new(Bell::new()?);
             let worker = Worker {
                 shared: Arc::clone(shared),
                 handler: spec.handler,
                 commands,
-                wake: Arc::clone(&wake),
+                bell: Arc::clone(&bell),
                 bus_master: false,
             };
             let (alive, ended) = mpsc::channel::<()>();
@@ -165,7 +166,7 @@ impl Workers {
             workers.handles.push(Handle {
                 queues: spec.queues,
                 commands: sender,
-                wake,
+                bell,
                 ended,
                 thread,
             });

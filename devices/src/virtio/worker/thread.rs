@@ -5,10 +5,11 @@ use std::sync::{
     mpsc::{Receiver, TryRecvError},
 };
 
-use vmm_sys_util::{epoll::EpollEvent, eventfd::EventFd};
+use vmm_sys_util::epoll::EpollEvent;
 
 use super::{
     super::{
+        bell::Bell,
         device::{Progress, QueueHandler},
         fault::{Counters, Fault},
         queue::{Queue, QueueState},
@@ -33,7 +34,7 @@ pub(super) struct Worker {
     pub shared: Arc<Shared>,
     pub handler: Box<dyn QueueHandler>,
     pub commands: Receiver<Command>,
-    pub wake: Arc<EventFd>,
+    pub bell: Arc<Bell>,
     /// Whether the function may read and write guest memory (PCI 3.0, 6.2.2: bus master). While it may not, no session
     /// begins.
     pub bus_master: bool,
@@ -134,7 +135,7 @@ impl Worker {
             states,
             max_sizes: &self.shared.max_sizes,
             kicks: &self.shared.kicks,
-            command: &self.wake,
+            bell: &self.bell,
             signals: Arc::clone(&self.shared.signals),
             counters: Arc::clone(&self.shared.counters),
         };
@@ -226,6 +227,7 @@ impl Worker {
 
     /// Does what the command channel says; gives how the session ends, if it does.
     fn obey(&mut self, session: &mut Session) -> Option<Next> {
+        self.bell.silence();
         loop {
             let command = match self.commands.try_recv() {
                 Ok(command) => command,

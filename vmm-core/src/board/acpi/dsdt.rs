@@ -5,17 +5,21 @@ use std::ops::RangeInclusive;
 use acpi_tables::{
     Aml,
     aml::{
-        AddressSpace, AddressSpaceCacheable, Device, EISAName, IO, Interrupt, Memory32Fixed, Method, Name,
-        Notify, Package, Path, ResourceTemplate, Scope, ZERO,
+        AddressSpace, AddressSpaceCacheable, And, Device, EISAName, Field, FieldAccessType, FieldEntry,
+        FieldLockRule, FieldUpdateRule, IO, If, Interrupt, Memory32Fixed, Method, Name, Notify, ONE,
+        OpRegion, OpRegionSpace, Package, Path, ResourceTemplate, Scope, Store, ZERO,
     },
 };
 
-use devices::legacy::pm::SLEEP_TYPE_S5;
+use devices::legacy::pm::{BUTTON_PRESSED, SLEEP_TYPE_S5};
+
+/// Index and data.
+const RTC_PORTS: u8 = 2;
 
 use super::{Platform, hotplug};
 
 /// Notification value for a pressed power button (ACPI 6.5, table 5.152).
-const BUTTON_PRESSED: u8 = 0x80;
+const NOTIFY_BUTTON_PRESSED: u8 = 0x80;
 
 pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
     let mut aml = Vec::with_capacity(4096);
@@ -24,12 +28,13 @@ pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
     Name::new(Path::new("_S5_"), &off).to_aml_bytes(&mut aml);
 
     let mut devices = Vec::with_capacity(4096);
-    for (bus, window) in (0_u8..).zip(&platform.mmio64) {
-        pci_host_bridge(platform, bus, window, &mut devices);
+    for (bus, windows) in (0_u8..).zip(&platform.mmio64) {
+        pci_host_bridge(platform, bus, windows, &mut devices);
     }
     motherboard_resources(platform, &mut devices);
     serial_port(platform, &mut devices);
     power_button(platform, &mut devices);
+    clock(platform, &mut devices);
     pvpanic(platform, &mut devices);
     hotplug::slots_and_events(platform, &mut devices);
     aml.extend(Scope::raw(Path::new("\\_SB_"), devices));
@@ -39,7 +44,7 @@ pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
 /// A root bus of PCI segment 0. No `_PRT`: devices have MSI-X and no interrupt pins. No `_OSC`: hot-plug and errors are not
 /// handed to the native PCI Express mechanisms. Windows of different host bridges do not overlap: a guest's tree of
 /// resources has each address once.
-fn pci_host_bridge(platform: &Platform, bus: u8, mmio64: &RangeInclusive<u64>, aml: &mut Vec<u8>) {
+fn pci_host_bridge(platform: &Platform, bus: u8, mmio64: &[RangeInclusive<u64>], aml: &mut Vec<u8>) {
     let number = AddressSpace::<u16>::new_bus_number(bus.into(), bus.into());
     let mmio32 = AddressSpace::new_memory(
         AddressSpaceCacheable::NotCacheable,
@@ -48,14 +53,13 @@ fn pci_host_bridge(platform: &Platform, bus: u8, mmio64: &RangeInclusive<u64>, a
         *platform.mmio32.end(),
         None,
     );
-    let mmio64 = AddressSpace::new_memory(
-        AddressSpaceCacheable::NotCacheable,
-        true,
-        *mmio64.start(),
-        *mmio64.end(),
-        None,
-    );
-    let mut resources: Vec<&dyn Aml> = vec![&number, &mmio64];
+    let window = |window: &RangeInclusive<u64>| {
+        let (first, last) = (*window.start(), *window.end());
+        AddressSpace::new_memory(AddressSpaceCacheable::NotCacheable, true, first, last, None)
+    };
+    let mmio64: Vec<_> = mmio64.iter().map(window).collect();
+    let mut resources: Vec<&dyn Aml> = vec![&number];
+    resources.extend(mmio64.iter().map(|window| window as &dyn Aml));
     if bus == 0 {
         resources.push(&mmio32);
     }
@@ -80,7 +84,7 @@ pub(super) fn host_bridge(bus: u8) -> String {
 
 /// What is taken without belonging to a device: a guest uses the ECAM only if it is reserved here.
 fn motherboard_resources(platform: &Platform, aml: &mut Vec<u8>) {
-    let hotplug = platform.hotplug_port;
+    let (button, hotplug) = (platform.power_button_port, platform.hotplug_port);
     let ecam_length = platform.ecam.end() - platform.ecam.start() + 1;
     Device::new(
         Path::new("MBRD"),
@@ -92,6 +96,7 @@ fn motherboard_resources(platform: &Platform, aml: &mut Vec<u8>) {
                 &ResourceTemplate::new(vec![
                     &Memory32Fixed::new(true, *platform.ecam.start(), ecam_length),
                     &IO::new(platform.power_port, platform.power_port, 1, 1),
+                    &IO::new(button, button, 1, 1),
                     &IO::new(hotplug, hotplug, 1, devices::pci::hotplug::PORTS),
                 ]),
             ),
@@ -120,8 +125,8 @@ fn serial_port(platform: &Platform, aml: &mut Vec<u8>) {
     .to_aml_bytes(aml);
 }
 
-/// The power button and the generic event device (ACPI 6.5, 5.6.9) that tells of it. The interrupt has one meaning,
-/// so that the guest asks no register what happened.
+/// The power button and the generic event device (ACPI 6.5, 5.6.9) that tells of it. The press is cleared before the guest is
+/// notified, so that the next one is another event.
 fn power_button(platform: &Platform, aml: &mut Vec<u8>) {
     Device::new(
         Path::new("PWRB"),
@@ -131,6 +136,7 @@ fn power_button(platform: &Platform, aml: &mut Vec<u8>) {
         ],
     )
     .to_aml_bytes(aml);
+    let status = Path::new("PBST");
     Device::new(
         Path::new("GED0"),
         vec![
@@ -140,17 +146,52 @@ fn power_button(platform: &Platform, aml: &mut Vec<u8>) {
                 Path::new("_CRS"),
                 &ResourceTemplate::new(vec![&Interrupt::new(
                     true,
-                    true,
+                    false,
                     false,
                     false,
                     platform.power_button_gsi,
                 )]),
             ),
+            &OpRegion::new(
+                Path::new("PBRG"),
+                OpRegionSpace::SystemIO,
+                &platform.power_button_port,
+                &ONE,
+            ),
+            &Field::new(
+                Path::new("PBRG"),
+                FieldAccessType::Byte,
+                FieldLockRule::NoLock,
+                FieldUpdateRule::WriteAsZeroes,
+                vec![FieldEntry::Named(*b"PBST", 8)],
+            ),
             &Method::new(
                 Path::new("_EVT"),
                 1,
                 true,
-                vec![&Notify::new(&Path::new("\\_SB_.PWRB"), &BUTTON_PRESSED)],
+                vec![&If::new(
+                    &And::new(&ZERO, &status, &BUTTON_PRESSED),
+                    vec![
+                        &Store::new(&status, &BUTTON_PRESSED),
+                        &Notify::new(&Path::new("\\_SB_.PWRB"), &NOTIFY_BUTTON_PRESSED),
+                    ],
+                )],
+            ),
+        ],
+    )
+    .to_aml_bytes(aml);
+}
+
+/// The CMOS clock, without an interrupt.
+fn clock(platform: &Platform, aml: &mut Vec<u8>) {
+    let port = platform.rtc_port;
+    Device::new(
+        Path::new("RTC0"),
+        vec![
+            &Name::new(Path::new("_HID"), &EISAName::new("PNP0B00")),
+            &Name::new(
+                Path::new("_CRS"),
+                &ResourceTemplate::new(vec![&IO::new(port, port, 1, RTC_PORTS)]),
             ),
         ],
     )

@@ -29,15 +29,19 @@ pub struct Platform {
     /// Where 32-bit BARs of bus 0 may be.
     pub mmio32: RangeInclusive<u32>,
     /// Where 64-bit BARs of each bus may be, above all RAM.
-    pub mmio64: [RangeInclusive<u64>; BUSES],
+    pub mmio64: [Vec<RangeInclusive<u64>>; BUSES],
     /// First I/O port and GSI of COM1 (8 ports).
     pub com1: (u16, u32),
     /// I/O port of the sleep control, sleep status and reset register, one byte.
     pub power_port: u16,
     /// What is written there to reset the machine.
     pub reset_value: u8,
-    /// GSI that is pulsed when the power button is pressed.
+    /// I/O port of the power button's status register ([`devices::legacy::pm::PowerButton`]), one byte.
+    pub power_button_port: u16,
+    /// GSI that is high while the register says that the power button was pressed.
     pub power_button_gsi: u32,
+    /// First I/O port of the CMOS clock (2 ports).
+    pub rtc_port: u16,
     /// I/O port of pvpanic, one byte.
     pub pvpanic_port: u16,
     /// First I/O port of PCI hot-plug ([`devices::pci::hotplug`]).

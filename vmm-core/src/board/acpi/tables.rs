@@ -7,7 +7,7 @@ use acpi_tables::{
     mcfg::MCFG,
     sdt::Sdt,
 };
-use devices::pci::root::BUSES;
+use devices::{legacy::rtc::CENTURY, pci::root::BUSES};
 
 use super::Platform;
 
@@ -46,8 +46,6 @@ pub(super) fn dsdt(definition_block: &[u8]) -> Vec<u8> {
 mod boot_arch {
     pub const VGA_NOT_PRESENT: u16 = 1 << 2;
     pub const NO_ASPM: u16 = 1 << 4;
-    /// The RTC is there for firmware; a guest kernel has the time from kvmclock, to the nanosecond and without exits.
-    pub const CMOS_RTC_NOT_PRESENT: u16 = 1 << 5;
 }
 
 /// FADT (ACPI 6.5, 5.2.9).
@@ -70,8 +68,8 @@ pub(super) fn fadt(platform: &Platform, dsdt: u64) -> Vec<u8> {
         .flag(Flags::PwrButton)
         .flag(Flags::SlpButton)
         .flag(Flags::FixRtc);
-    builder.iapc_boot_arch =
-        (boot_arch::VGA_NOT_PRESENT | boot_arch::NO_ASPM | boot_arch::CMOS_RTC_NOT_PRESENT).into();
+    builder.iapc_boot_arch = (boot_arch::VGA_NOT_PRESENT | boot_arch::NO_ASPM).into();
+    builder.century = CENTURY;
     builder.reset_reg = power;
     builder.reset_value = platform.reset_value;
     builder.sleep_control_reg = power;

@@ -15,14 +15,16 @@ fn platform(cpus: u32) -> Platform {
         ecam: 0xe800_0000..=0xe82f_ffff,
         mmio32: 0xc000_0000..=0xe7ff_ffff,
         mmio64: [
-            0x20_0000_0000..=0x2f_ffff_ffff,
-            0x30_0000_0000..=0x37_ffff_ffff,
-            0x38_0000_0000..=0x3f_ffff_ffff,
+            vec![0x01_0000_0000..=0x2f_ffff_ffff, 0x40_0000_0000..=0xff_ffff_ffff],
+            vec![0x30_0000_0000..=0x37_ffff_ffff],
+            vec![0x38_0000_0000..=0x3f_ffff_ffff],
         ],
         com1: (0x3f8, 4),
         power_port: 0x600,
         reset_value: 1,
-        power_button_gsi: 5,
+        power_button_port: 0x604,
+        power_button_gsi: 17,
+        rtc_port: 0x70,
         pvpanic_port: 0x505,
         hotplug_port: 0xae00,
         hotplug_gsi: 16,
@@ -92,6 +94,8 @@ fn the_fadt_is_hardware_reduced_and_names_the_power_register() {
         assert_eq!(u64_at(fadt, offset + 4), 0x600);
     }
     assert_eq!(fadt[128], 1, "reset value");
+    assert_eq!(fadt[108], 0x32, "the century's register in the clock");
+    assert_eq!(u32_at(fadt, 109) & 1 << 5, 0, "CMOS_RTC_NOT_PRESENT");
     assert_eq!(
         u32_at(fadt, 76),
         0,
@@ -168,7 +172,7 @@ fn the_dsdt_has_every_device_and_the_sleep_state() {
     let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
     let has = |needle: &[u8]| dsdt.windows(needle.len()).any(|window| window == needle);
     for name in [
-        "_S5_", "PCI0", "PCI1", "PCI2", "MBRD", "COM1", "PWRB", "GED0", "_EVT", "PEVT", "QEMU0001",
+        "_S5_", "PCI0", "PCI1", "PCI2", "MBRD", "COM1", "PWRB", "GED0", "_EVT", "RTC0", "PEVT", "QEMU0001",
         "ACPI0013",
     ] {
         assert!(has(name.as_bytes()), "{name}");
@@ -245,7 +249,6 @@ fn events_of_slots_come_by_their_own_device_and_reach_each_slot_of_each_bus() {
         events,
         b"\\\x2f\x03_SB_PCI0PCNT\\\x2f\x03_SB_PCI1PCNT\\\x2f\x03_SB_PCI2PCNT"
     ));
-    assert!(has(device(dsdt, "GED0"), &[0x89, 6, 0, 3, 1, 5, 0, 0, 0]));
     for bus in 0..3_u8 {
         let slots = slots_of(dsdt, bus.into());
         // SystemIO region of 12 bytes, three fields of 32 bits with dword access, not locked, written as zeroes.
@@ -264,14 +267,31 @@ fn events_of_slots_come_by_their_own_device_and_reach_each_slot_of_each_bus() {
 }
 
 #[test]
+fn the_power_button_is_a_level_and_its_event_clears_the_status_before_it_notifies() {
+    let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
+    let events = device(dsdt, "GED0");
+    assert!(has(events, &[0x89, 6, 0, 1, 1, 17, 0, 0, 0]));
+    // A region of one byte of system I/O at 0x604 with a field of eight bits: byte access, not locked.
+    assert!(has(events, b"\x5b\x80PBRG\x01\x0b\x04\x06\x01"));
+    assert!(has(events, b"PBRG\x41PBST\x08"));
+    // If (PBST & 1) { PBST = 1; Notify (\_SB.PWRB, 0x80) }
+    assert!(has(events, b"\x7bPBST\x01\x00"));
+    assert!(has(events, b"\x70\x01PBST\x86\x5c\x2e_SB_PWRB\x0a\x80"));
+    // The port is reserved.
+    assert!(has(dsdt, &[0x47, 1, 0x04, 0x06, 0x04, 0x06, 1, 1]));
+}
+
+#[test]
 fn each_bus_has_a_host_bridge_with_its_number_and_a_window_of_its_own() {
     let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
-    for (bus, window) in (0_u8..).zip(&platform(1).mmio64) {
+    for (bus, windows) in (0_u8..).zip(&platform(1).mmio64) {
         let bridge = device(dsdt, &format!("PCI{bus}"));
         assert!(has(bridge, &bus_numbers(bus)), "bus numbers of {bus}");
         // QWord memory: producer, not cacheable, read and write; its least and its greatest address.
-        let addresses = [window.start().to_le_bytes(), window.end().to_le_bytes()].concat();
-        assert!(has(bridge, &addresses), "window of {bus}");
+        for window in windows {
+            let addresses = [window.start().to_le_bytes(), window.end().to_le_bytes()].concat();
+            assert!(has(bridge, &addresses), "window of {bus}");
+        }
         assert_eq!(
             has(bridge, &0xc000_0000_u32.to_le_bytes()),
             bus == 0,

@@ -22,7 +22,10 @@ use devices::{
     bus::Bus,
     component::Component,
     interrupt::{IrqLine, MsiController, NotifyRegistry},
-    pci::{HotPlug, PciError, PciRoot, hotplug, root::ECAM_SIZE},
+    pci::{
+        HotPlug, PciError, PciRoot, PciWindows, hotplug,
+        root::{ECAM_SIZE, FIRST_PORT, PORTS},
+    },
     serial::Terminal,
     virtio::{
         balloon::BalloonControl,
@@ -92,8 +95,12 @@ impl Assembler {
             Backing::Private
         };
         let ram = GuestRam::with_options(spec.memory_bytes, backing, &spec.memory)?;
-        let loading = Loading::start(image(&spec, &mut fds)?, ram.clone())?;
-        let assembly = Assembly::new(&spec, fds, ram, notifier)?;
+        let (host, windows) = ground(&spec, &mut fds)?;
+        let image = image(&spec, &mut fds, &windows)?;
+        let is_linux = image.is_linux()?;
+        let loading = Loading::start(image, ram.clone())?;
+        let assembly = Assembly::new(&spec, host, windows, fds, ram, notifier)?;
+        assembly.map_pci_ports(is_linux)?;
         let (mut machine, entry) = assembly.build(&spec, self.console.take(), || loading.finish())?;
         machine.enter_at(entry)?;
         Ok(machine)
@@ -123,8 +130,10 @@ impl Assembler {
                 ),
             });
         }
-        let image = image(&spec, &mut fds)?;
-        let assembly = Assembly::new(&spec, fds, ram, notifier)?;
+        let (host, windows) = ground(&spec, &mut fds)?;
+        let image = image(&spec, &mut fds, &windows)?;
+        let assembly = Assembly::new(&spec, host, windows, fds, ram, notifier)?;
+        assembly.map_pci_ports(image.is_linux()?)?;
         let (machine, ()) = assembly.build(&spec, self.console.take(), || Ok((image, ())))?;
         machine.restore(saved)
     }
@@ -148,9 +157,16 @@ fn invalid(violations: &Violations) -> Failure {
     }
 }
 
-fn image(spec: &model::machine::Machine, fds: &mut Fds) -> Result<Image, Failure> {
+/// The host's KVM, and the addresses that the machine's PCI buses have on it.
+fn ground(spec: &model::machine::Machine, fds: &mut Fds) -> Result<(Host, PciWindows), Failure> {
+    let host = Host::from_fd(fds.take(spec.kvm)?)?;
+    let windows = pci_windows(spec.memory_bytes, host.physical_address_bits()?);
+    Ok((host, windows))
+}
+
+fn image(spec: &model::machine::Machine, fds: &mut Fds, windows: &PciWindows) -> Result<Image, Failure> {
     let apic_ids = (0..spec.topology.cores()).map(|vcpu| cpuid::apic_id(spec.topology, vcpu));
-    Image::new(spec, fds, apic_ids.collect())
+    Image::new(spec, fds, apic_ids.collect(), windows)
 }
 
 /// A machine under construction: what its devices are built with and added to.
@@ -183,22 +199,21 @@ pub(super) struct Sockets {
 impl Assembly {
     fn new(
         spec: &model::machine::Machine,
-        mut fds: Fds,
+        host: Host,
+        windows: PciWindows,
+        fds: Fds,
         ram: GuestRam,
         notifier: Notifier,
     ) -> Result<Self, Failure> {
-        let host = Host::from_fd(fds.take(spec.kvm)?)?;
         let vm = Vm::create(&host)?;
         holds(&host, &vm, spec)?;
         vm.set_ram(&ram)?;
-        let pci = PciRoot::new(pci_windows(spec.memory_bytes));
+        let root = PciRoot::new(windows);
         let spaces = AddressSpaces {
             pio: Arc::new(Bus::new()),
             mmio: Arc::new(Bus::new()),
         };
-        // Without the ports of the older mechanism a kernel does all its configuration accesses through ECAM, one
-        // exit each instead of two.
-        spaces.mmio.insert(layout::ECAM.start, ECAM_SIZE, pci.ecam())?;
+        spaces.mmio.insert(layout::ECAM.start, ECAM_SIZE, root.ecam())?;
         let hotplug = HotPlug::new(vm.level_line(super::HOTPLUG_GSI));
         let registers = hotplug.registers();
         spaces
@@ -211,7 +226,7 @@ impl Assembly {
                 memory: ram.memory().clone(),
                 msi: vm.msi_controller(),
                 notify: vm.notify_registry(),
-                pci,
+                pci: root,
                 mmio: Arc::clone(&spaces.mmio),
                 notifier,
             },
@@ -227,6 +242,17 @@ impl Assembly {
     }
 
     /// Builds everything. `image` gives what a reset loads, with what the caller wants to know of it; it is called last.
+    /// Maps the ports of the older way to PCI configuration spaces. Linux prefers them where they are, and pays two exits for each
+    /// access instead of one. Without them it uses ECAM, also in the oldest kernels; so a Linux that is booted directly does
+    /// without.
+    fn map_pci_ports(&self, is_linux: bool) -> Result<(), Failure> {
+        if is_linux {
+            return Ok(());
+        }
+        let ports = self.sockets.pci.ports();
+        Ok(self.spaces.pio.insert(FIRST_PORT, PORTS, ports)?)
+    }
+
     fn build<T>(
         mut self,
         spec: &model::machine::Machine,
@@ -240,7 +266,7 @@ impl Assembly {
         let vcpus = self.vcpus(cpuids, Arc::clone(&panicked))?;
 
         let serial = serial::build(&mut self, spec, console)?;
-        legacy::build(&mut self)?;
+        let power_button = legacy::build(&mut self)?;
         rng::build(&mut self, &spec.rng)?;
         if let Some(spec) = &spec.balloon {
             balloon::build(&mut self, spec)?;
@@ -254,7 +280,6 @@ impl Assembly {
         }
         self.sockets.pci.remap(&self.spaces.mmio);
 
-        let power_button = self.irq_line(super::POWER_BUTTON_GSI)?;
         let irqchip = IrqChipState::capture(&self.vm)?;
         let (image, known) = image()?;
         let machine = Machine {
@@ -337,7 +362,7 @@ impl Sockets {
             memory,
             msi,
             notify,
-            pci: PciRoot::new(pci_windows(1 << 30)),
+            pci: PciRoot::new(pci_windows(1 << 30, 40)),
             mmio: Arc::new(Bus::new()),
             notifier,
         }

@@ -32,6 +32,15 @@ pub struct BootSource {
     pub cmdline: String,
 }
 
+/// A kind of kernel file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// A bzImage, which is Linux and nothing else.
+    Linux,
+    /// An ELF with a PVH entry: Linux, another kernel, or firmware.
+    Pvh,
+}
+
 /// What of the machine the kernel is told.
 #[derive(Clone, Copy, Debug)]
 pub struct BootParams {
@@ -126,16 +135,15 @@ impl BootSource {
             initrd,
             cmdline: &self.cmdline,
         };
-        let mut magic = [0; 4];
-        job.kernel.read(&mut magic, 0)?;
-        if magic == *b"\x7fELF" {
-            return pvh::load(&job);
+        match job.kernel.format()? {
+            Format::Pvh => pvh::load(&job),
+            Format::Linux => linux::load(&job),
         }
-        job.kernel.read(&mut magic, linux::MAGIC_OFFSET)?;
-        if magic == *b"HdrS" {
-            return linux::load(&job);
-        }
-        Err(BootError::UnknownFormat)
+    }
+
+    /// What kind of file the kernel is.
+    pub fn format(&self) -> Result<Format, BootError> {
+        Image::new("kernel", &self.kernel)?.format()
     }
 }
 
@@ -158,6 +166,20 @@ impl<'a> Image<'a> {
             file,
             length: status.length,
         })
+    }
+
+    /// What the magic of a kernel file says that it is.
+    fn format(&self) -> Result<Format, BootError> {
+        let mut magic = [0; 4];
+        self.read(&mut magic, 0)?;
+        if magic == *b"\x7fELF" {
+            return Ok(Format::Pvh);
+        }
+        self.read(&mut magic, linux::MAGIC_OFFSET)?;
+        if magic == *b"HdrS" {
+            return Ok(Format::Linux);
+        }
+        Err(BootError::UnknownFormat)
     }
 
     /// Small parts (headers). A file that is too short for a magic is truncated too.

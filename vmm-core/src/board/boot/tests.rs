@@ -109,6 +109,22 @@ fn boot(kernel: &[u8]) -> Result<Entry, BootError> {
 }
 
 #[test]
+fn a_bzimage_is_linux_and_an_elf_may_be_anything() {
+    let format = |bytes: &[u8]| {
+        let source = BootSource {
+            kernel: file(bytes),
+            initrd: None,
+            cmdline: String::new(),
+        };
+        source.format()
+    };
+    assert_eq!(format(&bzimage()).unwrap(), Format::Linux);
+    assert_eq!(format(&elf()).unwrap(), Format::Pvh);
+    assert!(matches!(format(&[0; 4096]), Err(BootError::UnknownFormat)));
+    assert!(matches!(format(&[0; 3]), Err(BootError::Truncated("kernel"))));
+}
+
+#[test]
 fn a_bzimage_is_entered_in_long_mode_with_its_zero_page() {
     let initrd = vec![b'i'; 5000];
     let loaded = boot_with(&bzimage(), Some(&initrd), "console=ttyS0", PARAMS);

@@ -69,9 +69,8 @@ mod bit {
     pub(super) const HOST_ONLY_1D: u32 = 1 << 21 | 1 << 22 | 1 << 29 | 1 << 31;
     /// Leaf 6, EAX: the APIC timer always runs. KVM's does.
     pub(super) const ARAT: u32 = 1 << 2;
-    /// Leaf 7, EBX: SGX, processor trace, and TSC_ADJUST, which Linux reads each second that it idles, at an exit; KVM
-    /// keeps the counters in step by itself.
-    pub(super) const HOST_ONLY_7B: u32 = 1 << 1 | 1 << 2 | 1 << 25;
+    /// Leaf 7, EBX: SGX, processor trace.
+    pub(super) const HOST_ONLY_7B: u32 = 1 << 2 | 1 << 25;
     /// Leaf 7, ECX: ENQCMD, SGX launch control.
     pub(super) const HOST_ONLY_7C: u32 = 1 << 29 | 1 << 30;
     /// Leaf 7, EDX: AMX-BF16, AMX-TILE, AMX-INT8.

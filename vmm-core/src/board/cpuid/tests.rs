@@ -73,6 +73,7 @@ fn what_a_guest_must_not_see_is_gone() {
         assert_eq!(one.ecx & bit::VMX, 0);
         assert_eq!(one.ecx & bit::HYPERVISOR, bit::HYPERVISOR);
         assert_eq!(find(&entries, 7, 0).edx & bit::AMX_7D, 0);
+        assert_eq!(find(&entries, 7, 0).ebx & (1 << 1), 1 << 1, "TSC_ADJUST");
         assert_eq!(find(&entries, 0x8000_0001, 0).ecx & (1 << 2), 0, "SVM");
         assert_eq!(find(&entries, 6, 0).eax, bit::ARAT);
         for leaf in [0xa, 0x14, 0x15, 0x1f, 0x8000_0007, 0x8000_000a, 0x8000_0022] {

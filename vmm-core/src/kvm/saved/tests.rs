@@ -1,5 +1,6 @@
 use std::sync::Arc;
 
+use prost::Message;
 use proto::state::{InterruptControllers, Pit};
 
 use super::{super::*, *};
@@ -86,6 +87,23 @@ fn a_pit_that_can_not_be_is_refused() {
     let message = refused(|pit| pit.channels[0].mode = 256);
     assert_eq!(message, "field `channels.mode`: 0x100 is out of range");
     assert!(refused(|pit| pit.channels.clear()).starts_with("field `channels`"));
+}
+
+/// The state of a PIT, as a program with version 1 encoded it.
+const PIT: [u8; 25] = [
+    0x0a, 0x06, 0x08, 0x80, 0x80, 0x04, 0x60, 0x01, // channel 0: count 0x10000, its gate is open
+    0x0a, 0x04, 0x08, 0xff, 0xff, 0x03, // channel 1: count 0xffff
+    0x0a, 0x07, 0x08, 0xb4, 0x24, 0x48, 0x03, 0x60,
+    0x01, // channel 2: count 0x1234, both bytes, its gate is open
+    0x10, 0x02, // the speaker's data is on
+];
+
+#[test]
+fn a_pit_of_the_first_version_is_still_taken() {
+    let saved = Pit::decode(PIT.as_slice()).unwrap();
+    let vm = vm(true);
+    vm.restore_pit(&saved).unwrap();
+    assert_eq!(vm.save_pit().unwrap().unwrap().encode_to_vec(), PIT);
 }
 
 #[test]

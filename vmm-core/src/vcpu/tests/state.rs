@@ -343,6 +343,28 @@ fn a_vcpu_that_waits_to_be_started_still_does_after_a_restore() {
 }
 
 #[test]
+fn a_vcpu_begins_as_firmware_leaves_it_also_after_a_reset() {
+    let mut rig = rig(2, &SPIN);
+    let check = |vcpus: Vec<state::Vcpu>| {
+        for vcpu in vcpus {
+            let value = |index| {
+                vcpu.msrs
+                    .iter()
+                    .find(|msr| msr.index == index)
+                    .map(|msr| msr.value)
+            };
+            assert_eq!(value(0x2ff), Some(0xc06), "MTRRs are on, memory is write-back");
+            assert_eq!(value(0x200), Some(0xc000_0000), "the hole is not");
+            // Banks 0 to 9.
+            assert!(value(0x427).is_some() && value(0x428).is_none());
+        }
+    };
+    check(rig.vcpus.save().unwrap());
+    rig.vcpus.reset().unwrap();
+    check(rig.vcpus.save().unwrap());
+}
+
+#[test]
 fn a_reset_of_a_restored_machine_gives_a_fresh_one() {
     let mut fresh = rig(1, &counting_guest());
     let first = fresh.vcpus.call_one(0, |vcpu| vcpu.registers()).unwrap();

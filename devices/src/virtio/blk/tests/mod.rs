@@ -165,7 +165,7 @@ fn until(what: impl Fn() -> bool) {
 }
 
 crate::virtio_device_tests!(Disk);
-crate::virtio_saved_device_tests!(Disk);
+crate::virtio_saved_device_tests!(Disk, "virtio-blk");
 
 #[test]
 fn a_restored_disk_has_the_size_that_its_driver_knows_and_a_smaller_image_is_refused() {

@@ -50,7 +50,7 @@ impl DeviceUnderTest for FourQueues {
 }
 
 crate::virtio_device_tests!(FourQueues);
-crate::virtio_saved_device_tests!(FourQueues);
+crate::virtio_saved_device_tests!(FourQueues, "virtio-blk-4-queues");
 
 fn config(driver: &Driver, offset: u64, width: usize) -> u64 {
     driver.rig.read(Area::Device, offset, width)

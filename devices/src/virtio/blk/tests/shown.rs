@@ -12,7 +12,7 @@ use crate::{
     rate::{Limiter, Limits},
     virtio::blk::{
         BlkOptions,
-        harness::{AVAIL, Harness, USED, host},
+        harness::{Harness, USED, host},
     },
 };
 
@@ -76,25 +76,6 @@ fn a_driver_that_looks_sees_the_first_of_many_answers_before_the_last() {
     let seen: Vec<u16> = rings.seen().into_iter().map(|(index, _)| index).collect();
     assert_eq!(seen[..shown.len()], shown);
     assert_eq!(rings.answers().len(), usize::from(READS));
-}
-
-#[test]
-fn completions_are_not_held_for_a_driver_that_wants_no_interrupts() {
-    let mut rings = reading();
-    // VRING_AVAIL_F_NO_INTERRUPT
-    rings
-        .harness
-        .memory
-        .write_obj(1_u16, GuestAddress(AVAIL))
-        .unwrap();
-    let mut looks = Vec::new();
-    for _ in 0..READS / 2 {
-        rings.harness.host.lock().unwrap().finish(0);
-        rings.harness.event();
-        looks.push(rings.seen().len());
-    }
-    // There is a completion; there is none; there is still none, and it sleeps.
-    assert_eq!(looks[usize::from(READS / 2) - 1], 3, "{looks:?}");
 }
 
 #[test]

@@ -117,7 +117,7 @@ pub(super) struct BlkHandler {
     completions: usize,
     /// It has waited for requests in the ring, in vain.
     rested: bool,
-    /// The session has events that the framework is to look after.
+    /// The session has a command that the framework is to look after.
     called: bool,
     /// What the framework is told at the end of a round.
     fault: Option<Fault>,
@@ -182,7 +182,7 @@ impl BlkHandler {
         loop {
             self.clock.next_round();
             let completed = self.complete(session, memory)?;
-            self.called |= self.engine.other_called();
+            self.heed_call(session);
             if self.called && completed == 0 && self.engine.in_flight() == 0 {
                 // What there is to do is the framework's to say.
                 self.called = false;
@@ -213,6 +213,19 @@ impl BlkHandler {
             if !self.sleep(session, busy)? {
                 return Ok(());
             }
+        }
+    }
+
+    /// Something that the session listens to called. But for commands, which are the framework's, what that means is found
+    /// out by going on: the driver's notification, a timer, another limiter, what others are done with.
+    fn heed_call(&mut self, session: &mut Session) {
+        if !self.engine.other_called() {
+            return;
+        }
+        self.called |= session.has_command();
+        self.throttle.refresh(&self.shared, self.queue);
+        if session.available(self.queue) > 0 {
+            session.count_kick();
         }
     }
 

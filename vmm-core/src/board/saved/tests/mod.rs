@@ -1,5 +1,6 @@
 //! Whole machines on the host's own KVM that are saved, thrown away, built anew and restored.
 
+mod golden;
 mod refusals;
 mod walk;
 

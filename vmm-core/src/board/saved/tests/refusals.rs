@@ -8,15 +8,20 @@ use super::*;
 use crate::memory::{Backing, GuestRam};
 
 /// What a machine was built of, its memory and its state.
-struct Saved {
+pub(super) struct Saved {
     spec: MachineSpec,
     fds: Vec<OwnedFd>,
     ram: GuestRam,
-    state: state::Machine,
+    pub state: state::Machine,
 }
 
 impl Saved {
-    fn new(vcpus: u32) -> Self {
+    pub fn new(vcpus: u32) -> Self {
+        Self::with(vcpus, |_| {})
+    }
+
+    /// With what `program` did to the paused machine.
+    pub fn with(vcpus: u32, program: fn(&Machine)) -> Self {
         let (spec, fds) = spec(vcpus, &ECHO);
         let (inputs, _notices) = channel();
         let (mut near, mut consoles) = console();
@@ -27,6 +32,7 @@ impl Saved {
         near.write_all(b"a").unwrap();
         near.read_exact(&mut [0]).unwrap();
         machine.pause().unwrap();
+        program(&machine);
         let state = machine.save().unwrap();
         let ram = machine.ram.clone();
         machine.halt();
@@ -38,7 +44,7 @@ impl Saved {
         }
     }
 
-    fn restore(&self, state: state::Machine) -> Result<Machine, Failure> {
+    pub fn restore(&self, state: state::Machine) -> Result<Machine, Failure> {
         let (_near, mut consoles) = console();
         let (inputs, _notices) = channel();
         let fds = self.fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
