@@ -6,6 +6,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 CARGO ?= cargo
+# Tools that .ci/setup installs come first.
+export PATH := $(CURDIR)/target/tools/bin:$(PATH)
 JOBS ?= $(shell nproc)
 export CARGO_BUILD_JOBS = $(JOBS)
 
@@ -44,24 +46,24 @@ demo-shell: node-tool deb ## The same, but leave you on the VM's console
 
 # --- testing ---
 
-.PHONY: nextest
-nextest:
-	@command -v cargo-nextest >/dev/null || $(CARGO) install --locked cargo-nextest
+.PHONY: tools
+tools:
+	@.ci/setup
 
 .PHONY: unit
-unit: nextest ## Run the tests that need no node: units, properties, the daemon with a mock vmm
+unit: tools ## Run the tests that need no node: units, properties, the daemon with a mock vmm
 	$(CARGO) nextest run --locked --workspace --exclude vmmd-tests
 
 # The test programs are built before the node comes up: an emulated node shares the processors with the compiler. Its images
 # wait for downloads and disks as much as for a processor, and are made beside the package.
 .PHONY: test
-test: nextest node-tool ## Run all tests, those in the test node included; installs what is missing
+test: tools node-tool ## Run all tests, those in the test node included; installs what is missing
 	$(CARGO) nextest run --locked --workspace --no-run
 	$(NODE) build & images=$$!; vmmd/package/build-deb.sh || { wait $$images; exit 1; }; wait $$images
 	$(NODE) --name test with -- $(CARGO) nextest run --locked --workspace --profile ci
 
 .PHONY: fleet
-fleet: nextest node-tool deb ## Run the test of many idle guests while vmmd is killed, with 50 of them also where the node is emulated
+fleet: tools node-tool deb ## Run the test of many idle guests while vmmd is killed, with 50 of them also where the node is emulated
 	VMMD_FLEET=50 $(NODE) --name fleet with -- $(CARGO) nextest run --locked -p vmmd-tests --success-output immediate -E 'binary(fleet)'
 
 FUZZ ?= blk_queue
@@ -90,17 +92,15 @@ bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the tes
 	$(if $(BENCH_NODE),$(NODE) --name bench with -- $(BENCH) $(call list,$(BENCH_NODE)))
 
 .PHONY: lint
-lint: ## Check formatting, lints, what depends on what, and (when installed) licences and the API's style
+lint: tools ## Check formatting, lints, documentation, what depends on what, scripts, spelling, links and the API's compatibility
 	$(CARGO) fmt --all --check
 	.ci/check-tree
+	.ci/lint-text
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
-	@if command -v cargo-deny >/dev/null; then $(CARGO) deny --all-features check bans licenses sources; \
-	else echo "cargo-deny is not installed (make deny installs it): licences not checked"; fi
-	@if command -v buf >/dev/null; then buf lint; \
-	else echo "buf is not installed (npm install -g @bufbuild/buf): the API's style not checked"; fi
+	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" $(CARGO) doc --quiet --locked --workspace --no-deps --document-private-items
 
 .PHONY: deny
-deny: ## Check licences and banned crates; installs cargo-deny when it is missing
+deny: ## Check licences and banned crates; installs cargo-deny when it is missing, which takes minutes
 	@command -v cargo-deny >/dev/null || $(CARGO) install --locked cargo-deny
 	$(CARGO) deny --all-features check bans licenses sources
 

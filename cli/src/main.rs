@@ -1,5 +1,9 @@
 //! `vmmctl`, the operator's tool for vmmd.
 
+#[allow(
+    rustdoc::broken_intra_doc_links,
+    reason = "these comments are help texts, which have brackets"
+)]
 mod args;
 mod client;
 mod command;

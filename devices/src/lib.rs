@@ -25,3 +25,15 @@ pub mod virtio;
 /// Guest memory as every part of the project has it. Writes through it are marked in the bitmap that live
 /// migration reads (KVM's dirty log does not see the VMM's own writes); it costs nothing while nobody migrates.
 pub type GuestMemory = vm_memory::GuestMemoryMmap<dirty::DirtyBitmap>;
+
+/// A test needs `what`, which this host does not have. Where continuous integration runs (`CI` is set) that fails the test; a
+/// developer's machine may lack it, and the test says so and returns.
+#[cfg(test)]
+#[allow(clippy::needless_pass_by_value, reason = "given to map_err")]
+pub(crate) fn lacking(what: &str, error: impl std::fmt::Display) {
+    assert!(
+        std::env::var_os("CI").is_none(),
+        "this host has no {what}: {error}"
+    );
+    eprintln!("not tested, this host has no {what}: {error}");
+}

@@ -1,4 +1,4 @@
-//! The validated form of what a machine is built of: a [`vmm::MachineSpec`](crate::vmm::MachineSpec) in which every
+//! The validated form of what a machine is built of: a [`vmm::MachineSpec`] in which every
 //! fd index names one of the descriptors that came with it, and every PCI slot is in range and used once.
 
 use std::collections::{BTreeMap, BTreeSet};

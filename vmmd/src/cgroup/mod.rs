@@ -21,7 +21,7 @@
 //! # What is in it
 //!
 //! [`plan`] decides what a VM's cgroup says, from its spec and from what [`facts`] finds on the node; [`Group::apply`] writes
-//! it. A node without some controller does without, unless the spec asks for what needs it. [`usage`] reads the account.
+//! it. A node without some controller does without, unless the spec asks for what needs it.
 
 pub mod facts;
 pub mod overhead;
@@ -272,7 +272,7 @@ impl Group {
         }
     }
 
-    /// Waits for `populated 0` (Documentation/admin-guide/cgroup-v2.rst, "[Un]populated Notification").
+    /// Waits for `populated 0` (Documentation/admin-guide/cgroup-v2.rst, "\[Un\]populated Notification").
     fn wait_until_empty(&self, deadline: Instant) -> io::Result<()> {
         let events = fs::File::open(self.dir.join("cgroup.events"))?;
         // The next change after this read is told by poll.

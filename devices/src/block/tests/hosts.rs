@@ -1,22 +1,87 @@
-//! What needs a certain host. Run with `--run-ignored all` and the variables that say what to use.
+//! What needs a file system of a certain size, or a block device whose content may be lost. The tests make both, as root.
 
-use std::env;
+use std::process::Command;
 
 use rstest::rstest;
+use tempfile::TempDir;
 use vm_memory::Bytes;
 
 use super::*;
 
+/// Runs a command that only root may run; `None` where it fails, which fails the test in continuous integration.
+fn as_root(program: &str, arguments: &[&str]) -> Option<String> {
+    match Command::new(program).args(arguments).output() {
+        Ok(output) if output.status.success() => {
+            Some(String::from_utf8(output.stdout).unwrap().trim().to_owned())
+        }
+        Ok(output) => {
+            lacking(program, String::from_utf8_lossy(&output.stderr));
+            None
+        }
+        Err(error) => {
+            lacking(program, error);
+            None
+        }
+    }
+}
+
+/// A loop device over a new file, gone when it is dropped.
+struct Loop {
+    device: String,
+    _file: NamedTempFile,
+}
+
+impl Loop {
+    fn new(size: u64) -> Option<Self> {
+        let file = NamedTempFile::new().unwrap();
+        file.as_file().set_len(size).unwrap();
+        let path = file.path().to_str().unwrap();
+        let device = as_root("losetup", &["--find", "--show", path])?;
+        Some(Self { device, _file: file })
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.device]).status();
+    }
+}
+
+/// ext4 of 48 MiB, gone when it is dropped.
+struct SmallFs {
+    folder: TempDir,
+    _device: Loop,
+}
+
+impl SmallFs {
+    fn new() -> Option<Self> {
+        let device = Loop::new(48 << 20)?;
+        let folder = tempfile::tempdir().unwrap();
+        // Without a journal, blocks that were given back can be taken at once.
+        as_root("mkfs.ext4", &["-q", "-m0", "-O^has_journal", &device.device])?;
+        as_root("mount", &[&device.device, folder.path().to_str().unwrap()])?;
+        Some(Self {
+            folder,
+            _device: device,
+        })
+    }
+}
+
+impl Drop for SmallFs {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.folder.path()).status();
+    }
+}
+
 /// Blocks run out in the middle: who wrote them has them, the others get ENOSPC, and none of it is the end.
 #[rstest]
-#[ignore = "needs VMMD_TEST_SMALL_DIR, a directory on a file system with less than 64 MiB"]
 fn a_full_file_system_is_an_error_until_there_is_space(
     #[values(Which::Uring, Which::Threads)] which: Which,
     #[values(Cache::Buffered, Cache::Direct, Cache::Coarse)] cache: Cache,
 ) {
     const BLOCK: u32 = 256 << 10;
-    let folder = PathBuf::from(env::var_os("VMMD_TEST_SMALL_DIR").unwrap());
-    let path = folder.join("disk");
+    let Some(small) = SmallFs::new() else { return };
+    let path = small.folder.path().join("disk");
     File::create(&path).unwrap().set_len(64 << 20).unwrap();
     let Some(setup) = Setup::on(which, cache, &path) else {
         return;
@@ -50,12 +115,16 @@ fn a_full_file_system_is_an_error_until_there_is_space(
     let content = setup.content();
     let written = (BLOCK as usize * 2)..(BLOCK as usize * (block as usize + 1));
     assert!(content[written].iter().all(|byte| *byte == 7));
-    fs::remove_file(path).unwrap();
 }
 
 fn on_device(which: Which, cache: Cache, steps: Vec<model::Step>) {
-    let path = PathBuf::from(env::var_os("VMMD_TEST_BLOCK_DEVICE").unwrap());
-    let mut setup = Setup::on(which, Cache::Buffered, &path).unwrap();
+    let Some(device) = Loop::new(model::SECTORS * SECTOR) else {
+        return;
+    };
+    let path = Path::new(&device.device);
+    let Some(mut setup) = Setup::on(which, Cache::Buffered, path) else {
+        return;
+    };
     let zero = Operation::WriteZeroes {
         offset: 0,
         length: setup.target.capacity(),
@@ -65,7 +134,7 @@ fn on_device(which: Which, cache: Cache, steps: Vec<model::Step>) {
         .result
         .unwrap();
     if cache != Cache::Buffered {
-        setup = Setup::on(which, cache, &path).unwrap();
+        setup = Setup::on(which, cache, path).unwrap();
     }
     model::run(&setup, steps);
 }
@@ -74,19 +143,16 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
     #[test]
-    #[ignore = "overwrites VMMD_TEST_BLOCK_DEVICE, a block device of 1 MiB"]
     fn the_ring_works_on_block_devices(steps in model::steps(false)) {
         on_device(Which::Uring, Cache::Buffered, steps);
     }
 
     #[test]
-    #[ignore = "overwrites VMMD_TEST_BLOCK_DEVICE, a block device of 1 MiB"]
     fn the_ring_works_on_block_devices_past_the_page_cache(steps in model::steps(false)) {
         on_device(Which::Uring, Cache::Direct, steps);
     }
 
     #[test]
-    #[ignore = "overwrites VMMD_TEST_BLOCK_DEVICE, a block device of 1 MiB"]
     fn threads_work_on_block_devices_past_the_page_cache(steps in model::steps(false)) {
         on_device(Which::Threads, Cache::Direct, steps);
     }

@@ -34,7 +34,7 @@ use super::{
     target::Target,
     uring::UringEngine,
 };
-use crate::{GuestMemory, sys::Iovecs, virtio::chain::Segment};
+use crate::{GuestMemory, lacking, sys::Iovecs, virtio::chain::Segment};
 
 /// How long a test waits for what has to come, before it fails.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -74,9 +74,6 @@ enum Cache {
     Coarse,
 }
 
-/// The ring can't be tested where the kernel forbids it; where it has to be tested, this is set.
-const REQUIRE_URING: &str = "VMMD_TEST_REQUIRE_IO_URING";
-
 /// An image and how it is used.
 struct Setup {
     which: Which,
@@ -86,7 +83,7 @@ struct Setup {
 }
 
 impl Setup {
-    /// A new image; `None` where the host can't do that.
+    /// A new image; `None` where the host can't do that, which fails the test in continuous integration.
     fn new(which: Which, cache: Cache, size: u64) -> Option<Self> {
         let temporary = NamedTempFile::new().unwrap();
         temporary.as_file().set_len(size).unwrap();
@@ -107,6 +104,7 @@ impl Setup {
             .write(true)
             .custom_flags(flags)
             .open(path)
+            .map_err(|error| lacking("O_DIRECT on the file system of temporary files", error))
             .ok()?;
         let target = match cache {
             Cache::Coarse => {
@@ -127,8 +125,7 @@ impl Setup {
         if which != Which::Threads
             && let Err(error) = UringEngine::new(Arc::clone(&setup.target), setup.pool())
         {
-            assert!(std::env::var_os(REQUIRE_URING).is_none(), "no io_uring: {error}");
-            eprintln!("not tested, the kernel refuses io_uring: {error}");
+            lacking("io_uring", error);
             return None;
         }
         Some(setup)

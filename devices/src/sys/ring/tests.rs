@@ -9,7 +9,7 @@ use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
 use super::*;
-use crate::{GuestMemory, sys::event::wait_for, virtio::chain::Segment};
+use crate::{GuestMemory, lacking, sys::event::wait_for, virtio::chain::Segment};
 
 struct Rig {
     /// Notes the tag, once more.
@@ -28,7 +28,10 @@ fn rig() -> Option<Rig> {
 fn rig_on(file: &File) -> Option<Rig> {
     let event = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
     let ring = match Ring::new(file, 4, event) {
-        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) => return None,
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) => {
+            lacking("io_uring", error);
+            return None;
+        }
         ring => ring.unwrap(),
     };
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x10_0000)]).unwrap();

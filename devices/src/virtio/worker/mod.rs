@@ -12,7 +12,7 @@
 //! ```
 //!
 //! Made when the VM is built; from then on a worker does what its command channel says. *Parked*: waits for a
-//! command, touches neither guest memory nor the backend. *Serving*: owns a [`Session`]; between any two calls of the
+//! command, touches neither guest memory nor the backend. *Serving*: owns a session; between any two calls of the
 //! handler it looks for commands. *Halted*: as parked, but it goes on when the driver enables the function as a bus
 //! master. *Broken*: DEVICE_NEEDS_RESET is set; waits to be stopped. *Dead*: the VM is failing; a stop is answered with
 //! an error.
