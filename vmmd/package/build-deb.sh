@@ -43,6 +43,7 @@ put_gz() {
 
 put 755 "$release/vmmd" usr/lib/vmmd/vmmd
 put 755 "$release/vmm" usr/lib/vmmd/vmm
+put 755 "$here/stop-guests" usr/lib/vmmd/stop-guests
 put 755 "$release/vmmctl" usr/bin/vmmctl
 mkdir -p "$root/usr/sbin"
 ln -s ../lib/vmmd/vmmd "$root/usr/sbin/vmmd"

@@ -59,6 +59,8 @@ use crate::{
 
 /// Threads of the runtime: the daemon waits far more than it works.
 const MAX_WORKERS: usize = 4;
+/// In the runtime folder: the bound address of the API over TCP, as long as that is served.
+const ADDRESS_FILE: &str = "tcp.addr";
 /// How long blocking work under way may take when the daemon ends.
 const SHUTDOWN: Duration = Duration::from_secs(2);
 
@@ -205,6 +207,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     ));
     host.stopping.cancel();
     let served = serving.await;
+    let _ = fs::remove_file(host.config.run_dir.join(ADDRESS_FILE));
     audit.flush().await;
     let closing = Arc::clone(&host);
     let _ = tokio::task::spawn_blocking(move || closing.events.close()).await;
@@ -214,7 +217,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
 /// The listener for TCP, when there is to be one. It is there with certificates that can't be used too, and waits for
 /// others then: the socket must work in any case.
 async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<tls::Listener>> {
-    let address_file = host.config.run_dir.join("tcp.addr");
+    let address_file = host.config.run_dir.join(ADDRESS_FILE);
     let Some(tcp) = host.config.tcp.clone() else {
         let _ = fs::remove_file(address_file);
         return Ok(None);

@@ -11,7 +11,10 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -30,7 +33,7 @@ use tokio::{
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// Events kept until the actor takes them. A `vmm` that floods loses events; no state depends on them alone.
+/// Events kept until the actor takes them. More are dropped, and the actor is told that it has missed some.
 const EVENTS: usize = 64;
 
 /// Messages that a `vmm` may send in [`BURST_TIME`]; the daemon reads the next ones later. One of ours sends a few.
@@ -50,6 +53,9 @@ pub enum Error {
     /// What came back makes no sense.
     #[error("the vmm answered {0}")]
     Unexpected(&'static str),
+    /// Nothing came back in this time.
+    #[error("the vmm did not answer within {} s", .0.as_secs())]
+    Timeout(Duration),
     /// It speaks another protocol.
     #[error("the vmm speaks protocol version {0}, this daemon {ours}", ours = wire::MAJOR)]
     Version(u32),
@@ -71,6 +77,51 @@ impl Error {
             self,
             Self::Closed | Self::Io(_) | Self::Wire(wire::Error::Io(_) | wire::Error::Truncated)
         )
+    }
+}
+
+/// What a `vmm` says without being asked.
+#[derive(Debug)]
+pub enum Notice {
+    /// An event.
+    Event(Event),
+    /// Events were dropped because nobody took them in time: what they said has to be asked for.
+    Missed,
+}
+
+/// The notices of one connection.
+#[derive(Debug)]
+pub struct Notices {
+    queue: mpsc::Receiver<Event>,
+    missed: Arc<AtomicBool>,
+}
+
+impl Notices {
+    /// Waits for the next one; `None` when the connection is gone. Cancel-safe.
+    pub async fn next(&mut self) -> Option<Notice> {
+        // Events are dropped while the queue is full, so whoever has emptied it finds the flag.
+        if let Ok(event) = self.queue.try_recv() {
+            return Some(Notice::Event(event));
+        }
+        if self.missed.swap(false, Ordering::AcqRel) {
+            return Some(Notice::Missed);
+        }
+        self.queue.recv().await.map(Notice::Event)
+    }
+}
+
+/// Where the reader of a connection puts events.
+#[derive(Debug)]
+struct Outlet {
+    queue: mpsc::Sender<Event>,
+    missed: Arc<AtomicBool>,
+}
+
+impl Outlet {
+    fn put(&self, event: Event) {
+        if self.queue.try_send(event).is_err() {
+            self.missed.store(true, Ordering::Release);
+        }
     }
 }
 
@@ -100,23 +151,28 @@ struct Waiting {
 
 impl Client {
     /// Connects to a listening socket; does not wait for the other side to accept.
-    pub async fn connect(socket: &Path) -> io::Result<(Self, mpsc::Receiver<Event>)> {
+    pub async fn connect(socket: &Path) -> io::Result<(Self, Notices)> {
         let stream = UnixStream::connect(socket).await?;
         let shared = Arc::new(Shared {
             stream,
             sending: AsyncMutex::default(),
             waiting: Mutex::default(),
         });
-        let (events, receiver) = mpsc::channel(EVENTS);
+        let (sender, queue) = mpsc::channel(EVENTS);
+        let missed = Arc::<AtomicBool>::default();
+        let outlet = Outlet {
+            queue: sender,
+            missed: Arc::clone(&missed),
+        };
         let dropped = CancellationToken::new();
-        tokio::spawn(read(Arc::clone(&shared), events, dropped.clone()));
+        tokio::spawn(read(Arc::clone(&shared), outlet, dropped.clone()));
         Ok((
             Self {
                 shared,
                 trace: String::new(),
                 _reader: Arc::new(dropped.drop_guard()),
             },
-            receiver,
+            Notices { queue, missed },
         ))
     }
 
@@ -213,13 +269,30 @@ impl Client {
         let stream = &self.shared.stream;
         let _whole = self.shared.sending.lock().await;
         let mut sending = wire::Sending::new(frame, fds)?;
+        let mut part = Part { stream, begun: false };
         while !sending.is_done() {
             stream
                 .async_io(Interest::WRITABLE, || sending.send(stream))
                 .await
                 .map_err(closed)?;
+            part.begun = !sending.is_done();
         }
         Ok(())
+    }
+}
+
+/// A frame that is being sent. When the caller goes away in the middle of it, the connection ends: the rest of the frame would be
+/// missing, and the `vmm` would take the next one for it.
+struct Part<'a> {
+    stream: &'a UnixStream,
+    begun: bool,
+}
+
+impl Drop for Part<'_> {
+    fn drop(&mut self) {
+        if self.begun {
+            let _ = rustix::net::shutdown(self.stream, rustix::net::Shutdown::Both);
+        }
     }
 }
 
@@ -249,10 +322,10 @@ impl Drop for Forget<'_> {
     }
 }
 
-async fn read(shared: Arc<Shared>, events: mpsc::Sender<Event>, dropped: CancellationToken) {
+async fn read(shared: Arc<Shared>, outlet: Outlet, dropped: CancellationToken) {
     let mut receiver = wire::Receiver::limited(bounds::LIMITS);
     let ended = tokio::select! {
-        result = read_all(&shared, &mut receiver, &events) => result,
+        result = read_all(&shared, &mut receiver, &outlet) => result,
         () = dropped.cancelled() => Ok(()),
     };
     if let Err(error) = ended {
@@ -272,15 +345,11 @@ async fn read(shared: Arc<Shared>, events: mpsc::Sender<Event>, dropped: Cancell
     waiting.requests.clear();
 }
 
-async fn read_all(
-    shared: &Shared,
-    receiver: &mut wire::Receiver,
-    events: &mpsc::Sender<Event>,
-) -> Result<(), Error> {
+async fn read_all(shared: &Shared, receiver: &mut wire::Receiver, outlet: &Outlet) -> Result<(), Error> {
     let mut burst = Burst::default();
     loop {
         while let Some((message, _)) = receiver.next_message()? {
-            dispatch(shared, message, events)?;
+            dispatch(shared, message, outlet)?;
             if let Some(rest) = burst.over(Instant::now()) {
                 tokio::time::sleep(rest).await;
             }
@@ -316,7 +385,7 @@ impl Burst {
     }
 }
 
-fn dispatch(shared: &Shared, message: Message, events: &mpsc::Sender<Event>) -> Result<(), bounds::Lie> {
+fn dispatch(shared: &Shared, message: Message, outlet: &Outlet) -> Result<(), bounds::Lie> {
     match message.kind {
         Some(Kind::Response(Response {
             id,
@@ -327,11 +396,7 @@ fn dispatch(shared: &Shared, message: Message, events: &mpsc::Sender<Event>) -> 
                 let _ = sender.send(bounds::response(result)?);
             }
         }
-        Some(Kind::Event(event)) => {
-            if events.try_send(bounds::event(event)?).is_err() {
-                tracing::debug!("event dropped");
-            }
-        }
+        Some(Kind::Event(event)) => outlet.put(bounds::event(event)?),
         _ => tracing::debug!("message without meaning ignored"),
     }
     Ok(())
@@ -397,7 +462,7 @@ mod tests {
         let (client, mut events) = Client::connect(&path).await.unwrap();
         let asked = client.request(Op::GetStatus(GetStatus {}), &[]).await;
         assert!(matches!(asked, Err(Error::Closed)), "{asked:?}");
-        assert!(events.recv().await.is_none());
+        assert!(events.next().await.is_none());
     }
 
     fn response(id: u64, result: Outcome) -> Message {
@@ -430,7 +495,7 @@ mod tests {
         for id in 1..=3 {
             let status = client.request(Op::GetStatus(GetStatus {}), &[]).await.unwrap();
             assert_eq!(status.guest_resets, id);
-            assert!(events.recv().await.is_some());
+            assert!(events.next().await.is_some());
         }
     }
 
@@ -443,8 +508,69 @@ mod tests {
             .await
             .unwrap_err();
         assert!(matches!(error, Error::Closed), "{error:?}");
-        assert!(events.recv().await.is_none());
+        assert!(events.next().await.is_none());
         assert!(matches!(client.hello().await, Err(Error::Closed)));
+    }
+
+    #[tokio::test]
+    async fn a_request_that_is_given_up_midway_ends_the_connection_and_garbles_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        let (client, mut events) = Client::connect(&path).await.unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        // More than the socket takes of it while nobody reads.
+        let long = client.clone().traced(&"x".repeat(wire::MAX_FRAME - 100));
+        let given_up = tokio::time::timeout(Duration::from_millis(50), long.hello()).await;
+        assert!(given_up.is_err(), "{given_up:?}");
+        assert!(matches!(client.hello().await, Err(Error::Closed)));
+        assert!(events.next().await.is_none());
+        let mut receiver = wire::Receiver::new();
+        assert!(matches!(
+            wire::receive(&stream, &mut receiver),
+            Err(wire::Error::Truncated)
+        ));
+        // One that was given up before its first byte costs nothing.
+        let (client, _events) = Client::connect(&path).await.unwrap();
+        let busy = client.shared.sending.lock().await;
+        let given_up = tokio::time::timeout(Duration::from_millis(10), client.hello()).await;
+        assert!(given_up.is_err());
+        drop(busy);
+        let given_up = tokio::time::timeout(Duration::from_millis(10), client.hello()).await;
+        assert!(given_up.is_err(), "it was sent, and nobody answers");
+    }
+
+    #[tokio::test]
+    async fn who_takes_events_too_slowly_is_told_that_some_were_missed() {
+        let (_folder, path) = serve(|id, _| {
+            let reset = |guest_resets| Message {
+                kind: Some(Kind::Event(Event {
+                    kind: Some(event::Kind::GuestReset(GuestReset { guest_resets })),
+                })),
+            };
+            let flood = (0..EVENTS as u64 + 5).map(reset);
+            Some(
+                flood
+                    .chain([response(id, Outcome::Status(Status::default()))])
+                    .collect(),
+            )
+        });
+        let (client, mut notices) = Client::connect(&path).await.unwrap();
+        client.request(Op::GetStatus(GetStatus {}), &[]).await.unwrap();
+        for number in 0..EVENTS as u64 {
+            let notice = notices.next().await.unwrap();
+            let Notice::Event(Event {
+                kind: Some(event::Kind::GuestReset(reset)),
+            }) = notice
+            else {
+                panic!("{notice:?}");
+            };
+            assert_eq!(reset.guest_resets, number);
+        }
+        assert!(matches!(notices.next().await, Some(Notice::Missed)));
+        // That is said once.
+        let more = tokio::time::timeout(Duration::from_millis(10), notices.next()).await;
+        assert!(more.is_err(), "{more:?}");
     }
 
     #[tokio::test]

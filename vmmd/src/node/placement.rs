@@ -109,13 +109,19 @@ fn amounts(demand: &Resources, allocatable: &Resources, committed: &Resources) -
     });
     short
         .map(|(reason, (what, unit, size), field, [needed, there, taken])| {
-            let message = format!(
-                "not enough {what}: the VM needs {} {unit}, VMs may have {} of which others have {}; stop another VM or \
-                 give this one less",
-                needed.div_ceil(size),
-                there / size,
-                taken.div_ceil(size),
-            );
+            let (needs, all) = (needed.div_ceil(size), there / size);
+            let message = if needed > there {
+                format!(
+                    "not enough {what}: the VM needs {needs} {unit}, all VMs together may have {all} on this node, so that it \
+                     never fits here; give it less, or take another node"
+                )
+            } else {
+                format!(
+                    "not enough {what}: the VM needs {needs} {unit}, VMs may have {all} of which others have {} now; stop \
+                     another VM or give this one less",
+                    taken.div_ceil(size),
+                )
+            };
             exhausted(reason, message, field)
         })
         .collect()
@@ -298,8 +304,8 @@ pub mod tests {
             (Kind::Exhausted, "INSUFFICIENT_VCPUS")
         );
         for words in [
-            "needs 2000 thousandths of a core",
-            "needs 300 MiB, VMs may have 512 of which others have 256",
+            "needs 2000 thousandths of a core, all VMs together may have 1000 on this node, so that it never fits here",
+            "needs 300 MiB, VMs may have 512 of which others have 256 now; stop another VM",
         ] {
             assert!(failure.message.contains(words), "{failure}");
         }

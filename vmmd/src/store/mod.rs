@@ -27,6 +27,7 @@ use redb::{
     TableHandle as _, WriteTransaction,
 };
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
 
 use crate::fault;
 use migration::{migrate, schema};
@@ -115,6 +116,8 @@ type Table = TableDefinition<'static, &'static [u8], &'static [u8]>;
 #[derive(Clone)]
 enum Change {
     Put(Table, Vec<u8>, Vec<u8>),
+    /// Unless that is cancelled when its turn comes.
+    PutUnless(CancellationToken, Vec<u8>, Vec<u8>),
     Remove(Table, Vec<u8>),
     Bury(Tombstone),
     Complete(RequestRecord),
@@ -197,6 +200,15 @@ impl Store {
     pub async fn put(&self, record: &VmRecord) -> Result<(), Error> {
         self.change(Change::Put(VMS, record.uid.clone(), record.encode_to_vec()))
             .await
+    }
+
+    /// Writes a VM's record unless `cancelled` is by the time it is written: whoever cancels first and then writes the record
+    /// himself is not overwritten. Durable on return; false when it was not written.
+    pub async fn put_unless(&self, cancelled: &CancellationToken, record: &VmRecord) -> Result<bool, Error> {
+        let (key, value) = (record.uid.clone(), record.encode_to_vec());
+        self.change(Change::PutUnless(cancelled.clone(), key, value))
+            .await?;
+        Ok(!cancelled.is_cancelled())
     }
 
     /// Removes a VM's record, and remembers that and the requests that are answered by it. Durable on return.
@@ -356,6 +368,12 @@ fn commit(path: &Path, database: &mut Option<Database>, changes: &[Change]) -> R
             match change {
                 Change::Put(of, key, value) => {
                     table(of)?
+                        .insert(key.as_slice(), value.as_slice())
+                        .map_err(failed)?;
+                }
+                Change::PutUnless(cancelled, ..) if cancelled.is_cancelled() => {}
+                Change::PutUnless(_, key, value) => {
+                    table(&VMS)?
                         .insert(key.as_slice(), value.as_slice())
                         .map_err(failed)?;
                 }

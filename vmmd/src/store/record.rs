@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use proto::v1::{ExitStatus, RunCounts, VmSpec};
+use proto::v1::{ExitReason, ExitStatus, RunCounts, VmSpec};
 
 use super::RequestMark;
 
@@ -49,6 +49,9 @@ pub struct VmRecord {
     /// A stop that was asked for and is not done; not there when there is none.
     #[prost(message, optional, tag = "32")]
     pub stop: Option<StopRecord>,
+    /// The node has ended its last run to make room, for a reboot say: what is wanted of it is as it was.
+    #[prost(bool, tag = "33")]
+    pub evacuated: bool,
     /// Requests that have been begun on this VM and may not have been answered yet.
     #[prost(message, repeated, tag = "20")]
     pub begun: Vec<RequestMark>,
@@ -134,6 +137,16 @@ pub struct RestartRecord {
     /// Of the node's kernel when it was set.
     #[prost(string, tag = "4")]
     pub boot_id: String,
+}
+
+impl VmRecord {
+    /// How its last run ended, for the run policy: a run that the node has ended did not end as the VM wanted.
+    pub fn ending(&self) -> Option<ExitReason> {
+        if self.evacuated {
+            return Some(ExitReason::NodeRestart);
+        }
+        self.last_exit.as_ref().map(ExitStatus::reason)
+    }
 }
 
 /// A stop under way, for the next daemon to go on with.

@@ -77,6 +77,25 @@ fn there_is_a_migration_for_each_older_schema() {
     assert_eq!(u64::try_from(MIGRATIONS.len()).unwrap(), SCHEMA - 1);
 }
 
+#[tokio::test]
+async fn who_cancels_and_then_writes_is_not_overwritten() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, _) = Store::open(folder.path()).unwrap();
+    let of = |name: &str| VmRecord {
+        uid: vec![1; 16],
+        name: name.into(),
+        ..VmRecord::default()
+    };
+    let cancelled = CancellationToken::new();
+    assert!(store.put_unless(&cancelled, &of("first")).await.unwrap());
+    assert_eq!(store.vm(&[1; 16]).await.unwrap(), Some(of("first")));
+    // It is decided when the write's turn comes, which is after the other's.
+    cancelled.cancel();
+    store.put(&of("other")).await.unwrap();
+    assert!(!store.put_unless(&cancelled, &of("stale")).await.unwrap());
+    assert_eq!(store.vm(&[1; 16]).await.unwrap(), Some(of("other")));
+}
+
 #[test]
 fn garbage_in_place_of_the_store_is_an_error() {
     let folder = tempfile::tempdir().unwrap();

@@ -95,8 +95,6 @@ pub enum Verdict {
 /// Why not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// A start of a VM that runs.
-    AlreadyRunning,
     /// A start of a VM that is paused.
     IsPaused,
     /// It doesn't run.
@@ -131,12 +129,12 @@ pub fn admit(situation: Situation, request: Request) -> Verdict {
         (Starting, Stop) => Begin,
         (Starting, Restart | Pause | Resume | Reset) => busy(),
 
-        (Running | Changing, Start) => refuse(Refusal::AlreadyRunning),
+        (Running, Start) => Done,
         (Paused, Start | Reset) => refuse(Refusal::IsPaused),
         (Running | Paused | Changing, Stop | Restart) => Begin,
         (Running, Pause | Reset) | (Paused, Resume) => Begin,
         (Running, Resume) | (Paused, Pause) => Done,
-        (Changing, Pause | Resume | Reset) => busy(),
+        (Changing, Start | Pause | Resume | Reset) => busy(),
 
         (Stopping { .. }, Stop) => Join,
         (Stopping { restarting: true }, Restart) => Join,
@@ -173,7 +171,6 @@ impl Refusal {
     /// The same for the client.
     pub fn into_failure(self, name: &str) -> Failure {
         let (reason, problem) = match self {
-            Self::AlreadyRunning => ("ALREADY_RUNNING", "is running already"),
             Self::IsPaused => ("VM_PAUSED", "is paused: resume it instead"),
             Self::NotRunning => ("NOT_RUNNING", "is not running: start it first"),
             Self::StillRunning => (
@@ -226,7 +223,7 @@ mod tests {
         (
             Running,
             [
-                Refuse(AlreadyRunning),
+                Done,
                 Begin,
                 Begin,
                 Begin,
@@ -252,7 +249,7 @@ mod tests {
         (
             Changing,
             [
-                Refuse(AlreadyRunning),
+                Refuse(Busy(Changing)),
                 Begin,
                 Begin,
                 Refuse(Busy(Changing)),

@@ -50,12 +50,6 @@ pub struct View {
 /// Reason of a pause because a disk failed.
 pub const DISK_ERROR: &str = "DiskError";
 
-/// Reason of the event, and of `Ready`, when a process of an ended run does not die.
-pub const LINGERING: &str = "LeftoversAlive";
-/// What is said then.
-pub const LINGERING_MESSAGE: &str = "the vmm process has ended, but another process in its cgroup was killed and does not die (as on a \
-     file system that hangs): the VM holds its disks and its user id until it has";
-
 impl View {
     /// A VM in this phase from now on.
     pub fn new(phase: VmPhase, reason: impl Into<String>, message: impl Into<String>) -> Self {
@@ -194,22 +188,21 @@ impl View {
     /// `Ready`: the guest runs and its `vmm` answers.
     fn ready(&mut self, instance: Option<&Instance>) -> v1::Condition {
         let link = instance.map(|instance| &instance.link.state);
-        let (status, reason, message) = match (self.phase, link) {
-            _ if instance.is_some_and(|instance| instance.lingering) => {
-                (ConditionStatus::False, LINGERING, LINGERING_MESSAGE)
-            }
-            (VmPhase::Running, Some(State::Up(..))) => (ConditionStatus::True, "Running", ""),
-            (VmPhase::Running | VmPhase::Paused, Some(State::Connecting(_))) => (
+        let lingering = instance.and_then(|instance| instance.lingering);
+        let (status, reason, message) = match (lingering, self.phase, link) {
+            (Some(what), ..) => (ConditionStatus::False, what.reason(), what.message()),
+            (_, VmPhase::Running, Some(State::Up(..))) => (ConditionStatus::True, "Running", ""),
+            (_, VmPhase::Running | VmPhase::Paused, Some(State::Connecting(_))) => (
                 ConditionStatus::Unknown,
                 "Unresponsive",
                 "the vmm process lives but doesn't answer",
             ),
-            (VmPhase::Running | VmPhase::Paused, Some(State::Unreachable)) => (
+            (_, VmPhase::Running | VmPhase::Paused, Some(State::Unreachable)) => (
                 ConditionStatus::Unknown,
                 "ControlLost",
                 "the vmm process lives but can't be controlled: it can only be stopped with force",
             ),
-            (phase, _) => (ConditionStatus::False, phase_word(phase), ""),
+            (_, phase, _) => (ConditionStatus::False, phase_word(phase), ""),
         };
         if self.ready.0 != status {
             self.ready = (status, text::now_ms());

@@ -35,6 +35,39 @@ pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest exit record in bytes.
 const MAX_EXIT_RECORD: u64 = 64 << 10;
 
+/// What was killed and does not die, as on a file system that does not answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lingering {
+    /// The `vmm` itself.
+    Vmm,
+    /// Something else in its cgroup.
+    Leftovers,
+}
+
+impl Lingering {
+    /// For programs: of the condition and the event.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::Vmm => "VmmAlive",
+            Self::Leftovers => "LeftoversAlive",
+        }
+    }
+
+    /// For people.
+    pub fn message(self) -> &'static str {
+        match self {
+            Self::Vmm => {
+                "the vmm process was killed and does not die (as on a file system that does not answer): the VM holds its \
+                 disks, its user id and its room until it is gone"
+            }
+            Self::Leftovers => {
+                "the vmm process has ended, but another process in its cgroup was killed and does not die (as on a \
+                 file system that does not answer): the VM holds its disks, its user id and its room until it is gone"
+            }
+        }
+    }
+}
+
 /// A living `vmm`.
 #[derive(Debug)]
 pub struct Instance {
@@ -60,8 +93,8 @@ pub struct Instance {
     pub crash_resets: u64,
     /// The guest's kernel has panicked and has not been reset since.
     pub panicked: bool,
-    /// The process has ended, and something else in its cgroup does not die.
-    pub lingering: bool,
+    /// What of the run was killed and does not die, if anything.
+    pub lingering: Option<Lingering>,
     /// How it said that it ends, before it did.
     pub ended: Option<ExitRecord>,
 }
@@ -86,7 +119,7 @@ impl Instance {
             version: hello.map(|hello| hello.build.clone()).unwrap_or_default(),
             minor: hello.map_or(0, |hello| hello.minor),
             panicked: false,
-            lingering: false,
+            lingering: None,
             guest_resets: status.map_or(0, |status| status.guest_resets),
             crash_resets: status.map_or(0, |status| status.crash_resets),
             ended: None,
@@ -156,16 +189,16 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
     let connected = Client::connect(&runtime.control()).await;
     let peer = connected.as_ref().ok().and_then(|(client, _)| client.peer().ok());
     let mut connecting = tokio::spawn(async {
-        let (client, events) = connected?;
-        greet(client, events).await
+        let (client, notices) = connected?;
+        greet(client, notices).await
     });
     let mut broken = false;
     let (link, hello) = match timeout(ATTACH_TIMEOUT, &mut connecting).await {
         Ok(Ok(Ok(Session {
             client,
-            events,
+            notices,
             hello,
-        }))) => (State::Up(client, events).into(), Some(hello)),
+        }))) => (State::Up(client, notices).into(), Some(hello)),
         Ok(failed) => {
             tracing::warn!(vm = name, ?failed, "a running vmm can't be talked to");
             broken = failed.is_ok_and(|session| session.is_err_and(|error| error.is_lost()));

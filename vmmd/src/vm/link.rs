@@ -2,15 +2,14 @@
 
 use std::time::Duration;
 
-use proto::vmm::{Event, HelloReply};
+use proto::vmm::HelloReply;
 use tokio::{
-    sync::mpsc,
     task::JoinHandle,
     time::{Instant, sleep},
 };
 
 use crate::{
-    control::{self, Client},
+    control::{self, Client, Notices},
     paths::RuntimeDir,
 };
 
@@ -37,7 +36,7 @@ pub struct Link {
 #[derive(Debug)]
 pub enum State {
     /// It answers.
-    Up(Client, mpsc::Receiver<Event>),
+    Up(Client, Notices),
     /// It has not answered yet, or the connection was lost and is made anew.
     Connecting(JoinHandle<Result<Session, control::Error>>),
     /// Its socket was removed: there is no way to talk to it.
@@ -50,7 +49,7 @@ pub struct Session {
     /// For requests.
     pub client: Client,
     /// What it tells unasked.
-    pub events: mpsc::Receiver<Event>,
+    pub notices: Notices,
     /// What it said.
     pub hello: HelloReply,
 }
@@ -68,8 +67,8 @@ impl From<State> for Link {
 
 impl Link {
     /// It answers.
-    pub fn up(&mut self, client: Client, events: mpsc::Receiver<Event>) {
-        self.state = State::Up(client, events);
+    pub fn up(&mut self, client: Client, notices: Notices) {
+        self.state = State::Up(client, notices);
         self.since = Some(Instant::now());
     }
 
@@ -114,16 +113,16 @@ fn wait(failures: u32, held: Option<Duration>) -> Duration {
 
 /// Connects and says hello; waits as long as the process lives.
 pub async fn connect(runtime: RuntimeDir) -> Result<Session, control::Error> {
-    let (client, events) = Client::connect(&runtime.control()).await?;
-    greet(client, events).await
+    let (client, notices) = Client::connect(&runtime.control()).await?;
+    greet(client, notices).await
 }
 
 /// Says hello.
-pub async fn greet(client: Client, events: mpsc::Receiver<Event>) -> Result<Session, control::Error> {
+pub async fn greet(client: Client, notices: Notices) -> Result<Session, control::Error> {
     let hello = client.hello().await?;
     Ok(Session {
         client,
-        events,
+        notices,
         hello,
     })
 }

@@ -182,7 +182,7 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
 
 /// What a VM's run policy is to judge when it has no process.
 fn found_down(host: &Host, record: &VmRecord) -> Occasion {
-    let last = record.last_exit.as_ref().map(ExitStatus::reason);
+    let last = record.ending();
     let waited = record.restart.as_ref();
     if waited.is_some_and(|restart| restart.boot_id != host.boot_id) {
         Occasion::NodeBoot(last)

@@ -9,6 +9,7 @@ use std::{
     collections::BTreeMap,
     io,
     os::fd::OwnedFd,
+    pin::pin,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -17,7 +18,7 @@ use proto::{
     model::{nic::Mac, vm::VmSpec},
     vmm::{Boot, HelloReply, request::Op},
 };
-use tokio::{sync::mpsc, task::spawn_blocking, time::timeout};
+use tokio::{task::spawn_blocking, time::timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -28,8 +29,9 @@ use self::{
     prepare::{Checked, Made, check, make},
 };
 use crate::{
-    cgroup::{Group, facts},
-    control::Client,
+    cgroup::{Group, LEAVING, facts},
+    control::{Client, Notices},
+    event::{Draft, Object},
     failure::{Failure, Kind},
     host::Host,
     ledger::{Claim, FileId},
@@ -38,7 +40,7 @@ use crate::{
     store::VmRecord,
     vm::{
         files,
-        instance::Instance,
+        instance::{Instance, Lingering},
         link::State,
         machine::{self, Parts},
         process::Process,
@@ -142,14 +144,18 @@ async fn run(
         taps.push(network::open_tap(&host.links, uid, &name, index, nic, mac).await?);
     }
     let runtime = RuntimeDir::of(&host.config, uid);
-    let (client, events) = Client::connect(&runtime.control())
+    let (client, notices) = Client::connect(&runtime.control())
         .await
         .map_err(|error| failed("connect to the control socket", &error))?;
     let client = client.traced(&trace);
     if cancel.is_cancelled() {
         return Err(cancelled(&name));
     }
-    host.store.put(&record).await.map_err(store_failure)?;
+    // A stop cancels the start before it writes the record.
+    let written = host.store.put_unless(cancel, &record).await;
+    if !written.map_err(store_failure)? {
+        return Err(cancelled(&name));
+    }
 
     let Checked {
         kvm,
@@ -217,14 +223,10 @@ async fn run(
             let (daemon_us, vmm_us) = ((forked - began).as_micros(), forked.elapsed().as_micros());
             tracing::info!(vm = name, daemon_us, vmm_us, "started");
             let group = host.cgroups.as_ref().map(|parent| parent.group(uid));
-            Ok(instance((process, group), client, events, claim, ids, hello))
+            Ok(instance((process, group), client, notices, claim, ids, hello))
         }
         Err(failure) => {
-            process.kill();
-            process.ended().await;
-            if let Some(parent) = &host.cgroups {
-                parent.group(uid).end().await;
-            }
+            end(host, uid, &name, &process).await;
             if out_of_memory(host, uid).await {
                 return Err(Failure::new(Kind::Exhausted, "OUT_OF_MEMORY", OUT_OF_MEMORY));
             }
@@ -238,6 +240,23 @@ async fn run(
     }
 }
 
+/// Kills what was made and waits until all of it is gone. When that takes long, it is told.
+async fn end(host: &Host, uid: Uuid, name: &str, process: &Process) {
+    process.kill();
+    let mut ending = pin!(async {
+        process.ended().await;
+        if let Some(parent) = &host.cgroups {
+            parent.group(uid).end().await;
+        }
+    });
+    if timeout(LEAVING, &mut ending).await.is_err() {
+        let object = Object::Vm(name.to_owned(), uid);
+        let (reason, message) = (Lingering::Vmm.reason(), Lingering::Vmm.message());
+        host.events.emit(Draft::warning(object, reason, message));
+        ending.await;
+    }
+}
+
 /// How long the boot may take.
 fn patience(spec: &VmSpec) -> Duration {
     let touched = spec.memory.prefault || spec.memory.huge_pages.is_some();
@@ -248,12 +267,12 @@ fn patience(spec: &VmSpec) -> Duration {
 fn instance(
     (process, group): (Process, Option<Group>),
     client: Client,
-    events: mpsc::Receiver<proto::vmm::Event>,
+    notices: Notices,
     claim: Claim,
     disks: BTreeMap<String, Vec<FileId>>,
     hello: HelloReply,
 ) -> Instance {
-    let link = State::Up(client, events).into();
+    let link = State::Up(client, notices).into();
     Instance {
         process,
         group,
@@ -266,7 +285,7 @@ fn instance(
         guest_resets: 0,
         crash_resets: 0,
         panicked: false,
-        lingering: false,
+        lingering: None,
         ended: None,
     }
 }

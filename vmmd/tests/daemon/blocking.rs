@@ -3,7 +3,8 @@
 use std::{
     ffi::CString,
     fs::{self, File},
-    os::fd::AsRawFd,
+    io::{Read, Write},
+    os::{fd::AsRawFd, unix::fs::PermissionsExt},
     path::{Path, PathBuf},
 };
 
@@ -12,12 +13,15 @@ use rustix::mount::{MountFlags, UnmountFlags};
 use tokio::time::timeout;
 use tonic::Code;
 
-use crate::harness::{Daemon, PATIENCE, connect, refusal, status, uid, vm_pid};
+use crate::{
+    console::Client,
+    harness::{Daemon, PATIENCE, connect, refusal, status, uid, vm_pid},
+};
 
 /// A file system over a folder whose server never answers. Unmounted, and all who wait for it let go, when it is dropped.
 struct Dead {
     path: PathBuf,
-    _server: File,
+    server: File,
 }
 
 impl Dead {
@@ -27,13 +31,38 @@ impl Dead {
             .write(true)
             .open("/dev/fuse")
             .expect("the test needs FUSE");
-        let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", server.as_raw_fd());
+        let options = format!(
+            "fd={},rootmode=40000,user_id=0,group_id=0,allow_other",
+            server.as_raw_fd()
+        );
         let options = CString::new(options).unwrap();
         rustix::mount::mount("dead", path, "fuse", MountFlags::empty(), &*options).unwrap();
         Self {
             path: path.to_owned(),
-            _server: server,
+            server,
         }
+    }
+
+    /// Does as if it worked (`struct fuse_init_out`, Linux's uapi/linux/fuse.h), so that what comes next is sent to the server.
+    /// Whoever waits for the answer to a request that was sent can't be killed.
+    fn greet(&mut self) {
+        let request = self.request();
+        let mut reply = [80_u32.to_le_bytes(), [0; 4]].concat();
+        reply.extend(&request[8..16]);
+        // Version 7.31.
+        reply.extend([7_u32.to_le_bytes(), 31_u32.to_le_bytes()].concat());
+        reply.resize(80, 0);
+        // The largest write, after the readahead and the flags, of which there are none.
+        reply[36..40].copy_from_slice(&4096_u32.to_le_bytes());
+        self.server.write_all(&reply).unwrap();
+    }
+
+    /// The next request of the kernel, which is left as it is.
+    fn request(&mut self) -> Vec<u8> {
+        let mut request = vec![0; 1 << 16];
+        let length = self.server.read(&mut request).unwrap();
+        request.truncate(length);
+        request
     }
 }
 
@@ -151,4 +180,40 @@ async fn a_daemon_comes_up_beside_a_dead_file_system() {
     daemon.stop("there", None).await.unwrap();
     drop(dead);
     daemon.start_vm("there").await.unwrap();
+}
+
+#[tokio::test]
+async fn a_vmm_that_does_not_die_is_told_and_keeps_what_it_holds() {
+    let daemon = Daemon::start().await;
+    // Its user comes there.
+    fs::set_permissions(daemon.folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let folder = daemon.path("nfs");
+    fs::create_dir(&folder).unwrap();
+    let mut dead = Dead::over(&folder);
+    dead.greet();
+    let before = daemon.run("web", "").await;
+    let mut console = Client::open(&daemon, "web").await;
+    console
+        .type_in(&format!("stick {}/file\n", folder.display()))
+        .await;
+    console.expect("stuck").await;
+    dead.request();
+    let stop = v1::StopVmRequest {
+        name: "web".into(),
+        force: true,
+        no_wait: true,
+        ..Default::default()
+    };
+    daemon.client().stop_vm(stop).await.unwrap();
+    let lingering = |status: &v1::VmStatus| status.conditions[0].reason == "VmmAlive";
+    let stopping = daemon.wait("web", lingering).await;
+    assert_eq!(stopping.phase(), VmPhase::Stopping);
+    assert_eq!(daemon.events("VmmAlive").await.len(), 1);
+    // It holds its user id, and can't be started a second time.
+    let user = |vm: &v1::Vm| status(vm).instance.as_ref().unwrap().uid;
+    assert_ne!(user(&daemon.run("other", "").await), user(&before));
+    assert_eq!(refusal(&daemon.start_vm("web").await.unwrap_err()).1, "BUSY");
+    drop(dead);
+    daemon.wait_phase("web", VmPhase::Stopped).await;
+    daemon.start_vm("web").await.unwrap();
 }

@@ -158,6 +158,32 @@ async fn a_guest_that_ignores_the_power_button_is_killed_after_the_grace_period(
         "{:?}",
         stopped.status
     );
+    // Who only looks at the operation is told too.
+    daemon.start_vm("deaf").await.unwrap();
+    let request = v1::StopVmRequest {
+        name: "deaf".into(),
+        grace_period: Some(proto::well_known::Duration {
+            seconds: 0,
+            nanos: 1_000_000,
+        }),
+        ..Default::default()
+    };
+    let answer = daemon.client().stop_vm(request).await.unwrap().into_inner();
+    let message = answer.operation.unwrap().message;
+    assert!(
+        message.contains("killed") && message.contains("grace period"),
+        "{message}"
+    );
+}
+
+#[tokio::test]
+async fn a_pause_that_the_vmm_does_not_answer_says_whose_fault_it_is() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("web", "mock.pause=hang").await;
+    let refused = daemon.pause("web").await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::Unavailable, "VMM_UNRESPONSIVE".into()));
+    let pid = vm_pid(&vm).as_raw_nonzero();
+    assert!(refused.message().contains(&format!("(pid {pid})")), "{refused}");
 }
 
 #[tokio::test]
@@ -242,14 +268,11 @@ async fn a_stop_ends_a_start_that_hangs() {
 }
 
 #[tokio::test]
-async fn starting_a_running_vm_and_deleting_it_without_force_are_refused_and_change_nothing() {
+async fn starting_a_running_vm_does_nothing_and_deleting_it_without_force_is_refused() {
     let daemon = Daemon::start().await;
     let running = daemon.run("web", "").await;
-    let refused = daemon.start_vm("web").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "ALREADY_RUNNING".into())
-    );
+    let again = daemon.start_vm("web").await.unwrap();
+    assert_eq!(vm_pid(&again), vm_pid(&running));
     let refused = daemon.delete("web", false).await.unwrap_err();
     assert_eq!(
         refusal(&refused),

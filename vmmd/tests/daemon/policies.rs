@@ -154,6 +154,10 @@ async fn a_stop_by_request_is_final_unless_the_policy_forbids_it() {
     let expected = (Code::FailedPrecondition, "RUN_POLICY".to_owned());
     assert_eq!(refused(daemon.stop("on", None).await), expected);
     assert_eq!(refused(daemon.kill_vm("on").await), expected);
+    // Nobody is sent to a stop that is refused.
+    let deletion = daemon.delete("on", false).await.unwrap_err();
+    assert_eq!(refusal(&deletion).1, "STILL_RUNNING");
+    assert!(!deletion.message().contains("stop it first"), "{deletion}");
     daemon.delete("on", true).await.unwrap();
 
     daemon
@@ -275,33 +279,57 @@ async fn a_vm_that_makes_room_for_the_nodes_shutdown_stays_wanted() {
     running(&daemon, "on", RunPolicy::AlwaysOn).await;
     running(&daemon, "web", RunPolicy::AlwaysOnUnlessStopped).await;
     running(&daemon, "manual", RunPolicy::Manual).await;
-    for name in ["on", "web", "manual"] {
-        let request = v1::StopVmRequest {
-            name: name.into(),
-            evacuate: true,
-            ..Default::default()
-        };
-        let stopped = daemon
-            .client()
-            .stop_vm(request)
-            .await
-            .unwrap()
-            .into_inner()
-            .vm
-            .unwrap();
+    running(&daemon, "rerun", RunPolicy::RerunOnFailure).await;
+    for name in ["on", "web", "manual", "rerun"] {
+        let stopped = evacuate(&daemon, name).await;
         assert_eq!(
             (status(&stopped).phase(), waits(status(&stopped))),
             (VmPhase::Stopped, false)
         );
     }
     daemon.kill_and_restart().await;
-    for name in ["on", "web"] {
+    for name in ["on", "web", "rerun"] {
         daemon.wait_phase(name, VmPhase::Running).await;
     }
     assert_eq!(
         status(&daemon.get("manual").await.unwrap()).phase(),
         VmPhase::Stopped
     );
+    // That it was evacuated once is forgotten: the guest decides again.
+    let vm = daemon.get("rerun").await.unwrap();
+    end(&daemon, &vm, "poweroff");
+    daemon.wait_phase("rerun", VmPhase::Stopped).await;
+    daemon.kill_and_restart().await;
+    let status = status(&daemon.get("rerun").await.unwrap()).clone();
+    assert_eq!((status.phase(), waits(&status)), (VmPhase::Stopped, false));
+}
+
+async fn evacuate(daemon: &Daemon, name: &str) -> v1::Vm {
+    let request = v1::StopVmRequest {
+        name: name.into(),
+        evacuate: true,
+        ..Default::default()
+    };
+    let answer = daemon.client().stop_vm(request).await.unwrap();
+    answer.into_inner().vm.unwrap()
+}
+
+#[tokio::test]
+async fn who_stops_a_vm_that_makes_room_does_not_want_it_back() {
+    let mut daemon = Daemon::configured(SHORT).await;
+    let mut vm = daemon.manifest("web", "mock.power=ignore");
+    vm.spec.as_mut().unwrap().run_policy = RunPolicy::AlwaysOnUnlessStopped.into();
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let (evacuated, killed) = tokio::join!(evacuate(&daemon, "web"), async {
+        daemon.wait_phase("web", VmPhase::Stopping).await;
+        daemon.kill_vm("web").await
+    });
+    assert_eq!(status(&evacuated).phase(), VmPhase::Stopped);
+    assert!(!waits(status(&killed.unwrap())));
+    daemon.kill_and_restart().await;
+    let status = status(&daemon.get("web").await.unwrap()).clone();
+    assert_eq!((status.phase(), waits(&status)), (VmPhase::Stopped, false));
 }
 
 #[tokio::test]

@@ -411,3 +411,11 @@ async fn an_old_connection_is_made_anew() {
     .await;
     list(&channel).await.unwrap();
 }
+
+#[tokio::test]
+async fn the_bound_address_is_told_as_long_as_somebody_listens_there() {
+    let mut daemon = pki::serve(&Pki::new("ca"), "").await;
+    assert!(pki::address(&daemon).starts_with("127.0.0.1:"));
+    daemon.terminate();
+    assert!(!daemon.path("run/tcp.addr").exists());
+}

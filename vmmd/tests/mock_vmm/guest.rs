@@ -208,6 +208,10 @@ impl Guest {
             ["abort"] => process::abort(),
             ["fade"] => self.fade(),
             ["fork"] => lies::fork(self),
+            ["stick", path] => {
+                lies::stick(path);
+                self.print("stuck\r\n");
+            }
             ["lie", word] => {
                 let controls = self.controls.lock().unwrap().clone().unwrap_or_default();
                 lies::tell(self, word, &controls);

@@ -31,6 +31,12 @@ pub fn fork(guest: &Guest) {
     guest.print("forked\r\n");
 }
 
+/// Asks a file system that does not answer, on a thread of its own: as long as it waits, nothing ends the process.
+pub fn stick(path: &str) {
+    let path = path.to_owned();
+    std::thread::spawn(move || std::fs::metadata(path));
+}
+
 /// Tells a lie.
 pub fn tell(guest: &Guest, word: &str, controls: &[Weak<UnixStream>]) {
     match word {

@@ -14,7 +14,7 @@
 //! echoed as `reset by the host`. Lines typed on the console are commands to the guest:
 //! `poweroff`, `panic`, `crash`, `error`, `abort`, `fade` (its control connections end, a moment later the process),
 //! `reset`, `print N` (N bytes), `pause` (as of itself), `eject NAME`, `fail NAME` (a disk reports an error), `stall NAME`
-//! (a disk pauses the machine), `machine` (prints what it was built of), `fork` (leaves a child behind), `lie WORD` (says what
+//! (a disk pauses the machine), `machine` (prints what it was built of), `fork` (leaves a child behind), `stick PATH` (asks a file system), `lie WORD` (says what
 //! no `vmm` says, see [`lies`]); all others are echoed. As `vmm image`
 //! it makes what looks like an image, see [`image`].
 #![allow(clippy::unwrap_used, reason = "a test's helper may fail loudly")]

@@ -1,6 +1,6 @@
 //! What the VM's run policy does: starts after a back-off, at the node's boot, at the VM's creation; and what it refuses.
 
-use proto::v1::{EventSeverity, ExitStatus, OperationKind};
+use proto::v1::{EventSeverity, OperationKind};
 use tokio::time::{Duration, Instant};
 
 use super::{Actor, Life};
@@ -11,7 +11,7 @@ use crate::{
     store::{Intent, RestartRecord},
     text,
     vm::{
-        admission::{Request, Situation},
+        admission::{Refusal, Request, Situation},
         policy::{BackOff, Decision, Occasion, decide, refuses},
     },
 };
@@ -33,6 +33,21 @@ impl Actor {
         );
         self.tell(EventSeverity::Warning, "RefusedByPolicy", &message);
         Err(Failure::precondition("RUN_POLICY", message))
+    }
+
+    /// The same for the client. Nobody is told to stop a VM that its policy lets nobody stop.
+    pub(super) fn refused(&self, refusal: Refusal) -> Failure {
+        let policy = self.spec.run_policy;
+        if refusal == Refusal::StillRunning && refuses(policy, Request::Stop).is_some() {
+            let message = format!(
+                "VM \"{}\" is running, and its run policy {} lets nobody stop it: delete it with force, or change the policy \
+                 and stop it",
+                self.record.name,
+                policy.name()
+            );
+            return Failure::precondition("STILL_RUNNING", message);
+        }
+        refusal.into_failure(&self.record.name)
     }
 
     /// Notes what the policy makes of what has happened after a run of `ran_ms`. The record is to be written then.
@@ -130,6 +145,7 @@ impl Actor {
         self.host.ledger.expect(&self.record.name, None);
         if waited || self.record.intent() == Intent::Running {
             self.record.intent = Intent::Stopped.into();
+            self.record.evacuated = false;
             self.persist().await;
             self.publish();
         }
@@ -140,7 +156,7 @@ impl Actor {
         if self.situation() != Situation::Down {
             return self.enforce_off();
         }
-        let last = self.record.last_exit.as_ref().map(ExitStatus::reason);
+        let last = self.record.ending();
         let held = std::mem::take(&mut self.held);
         let occasion = if held || self.timer.is_some() {
             Occasion::DaemonStart(last)

@@ -95,6 +95,10 @@ pub struct Actor {
     reset_told: Option<Instant>,
     /// The same of resets after a crash.
     crash_told: Option<Instant>,
+    /// The `vmm` was asked what it is doing, and has not answered.
+    asks_state: bool,
+    /// It is to be asked once more then.
+    asks_again: bool,
     disks: Attachments,
     mailbox: mpsc::Receiver<Command>,
     publisher: watch::Sender<Arc<v1::Vm>>,
@@ -144,6 +148,8 @@ impl Actor {
             evacuated: false,
             reset_told: None,
             crash_told: None,
+            asks_state: false,
+            asks_again: false,
             disks,
             mailbox,
             publisher,
@@ -276,12 +282,14 @@ impl Actor {
             respond(life.reply, Ok(self.state()));
             return ControlFlow::Continue(());
         }
-        if let Err(failure) = self.permitted(&life) {
+        let situation = self.situation();
+        let verdict = admit(situation, life.request);
+        // A start that has nothing to do needs no permission. A stop of a VM that is down does: it ends what the policy has in mind.
+        let nothing_to_do = life.request == Request::Start && verdict == Verdict::Done;
+        if !nothing_to_do && let Err(failure) = self.permitted(&life) {
             let _ = life.reply.send(Err(failure));
             return ControlFlow::Continue(());
         }
-        let situation = self.situation();
-        let verdict = admit(situation, life.request);
         if !matches!(verdict, Verdict::Refuse(_)) {
             self.admitted(&life.context);
         }
@@ -294,9 +302,7 @@ impl Actor {
                 }
                 respond(life.reply, Ok(self.state()));
             }
-            Verdict::Refuse(refusal) => {
-                respond(life.reply, Err(refusal.into_failure(&self.record.name)));
-            }
+            Verdict::Refuse(refusal) => respond(life.reply, Err(self.refused(refusal))),
             Verdict::Join => self.join(life).await,
             Verdict::Begin => return self.begin(situation, life).await,
         }
@@ -315,6 +321,10 @@ impl Actor {
             }
         };
         let down = situation == Situation::Down;
+        if let Work::Start(start) = &self.work {
+            // First of all: from now on the start writes no record.
+            start.cancel.cancel();
+        }
         let operation = self.operation(kind, &life.context, life.deadline);
         let pending = operation.pending();
         let mut flow = ControlFlow::Continue(());
@@ -367,7 +377,12 @@ impl Actor {
             _ => stop.then == Then::Stay && !stop.undoes,
         };
         let pending = if same {
-            stop.operation.pending()
+            let pending = stop.operation.pending();
+            // Who stops a VM that only makes room does not want it to come up again.
+            if life.request == Request::Stop && !life.evacuate && std::mem::take(&mut self.evacuated) {
+                self.note_stop(life.grace, &life.context).await;
+            }
+            pending
         } else {
             self.turn_into_stop(&life).await
         };
@@ -408,8 +423,8 @@ impl Actor {
     async fn on_news(&mut self, news: News) -> ControlFlow<()> {
         match news {
             News::Ended(signal) => return self.on_exit(signal).await,
-            News::Lingering => self.on_lingering(),
-            News::Event(event) => self.on_event(event).await,
+            News::Lingering(what) => self.on_lingering(what),
+            News::Notice(notice) => self.on_notice(notice).await,
             News::Disconnected => {
                 self.on_disconnected();
                 if let Some(news) = self.dying().await {

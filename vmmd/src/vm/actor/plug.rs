@@ -30,7 +30,8 @@ use crate::{
 };
 
 /// How long a `vmm` may take for one request about disks: opening an image with large tables is the longest.
-const TIMEOUT: Duration = Duration::from_secs(30);
+/// A client has more patience than that, so that it hears whose fault it is.
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// What came of a task.
 #[derive(Debug)]

@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     context::Initiator,
-    control,
+    control::{self, Notice},
     event::{Draft, Object},
     failure::{Failure, Kind},
     ledger::FileId,
@@ -29,10 +29,10 @@ use crate::{
     vm::{
         admission::Request,
         change,
-        describe::{DISK_ERROR, LINGERING, LINGERING_MESSAGE, camel_case},
+        describe::{DISK_ERROR, camel_case},
         ending::{Asked, count},
         files,
-        instance::Instance,
+        instance::{Instance, Lingering},
         limits,
         link::{self, Session},
         policy::Occasion,
@@ -41,7 +41,10 @@ use crate::{
 };
 
 /// How long a pause or resume may take; the guest's I/O under way is waited for.
-const CHANGE_TIMEOUT: Duration = Duration::from_secs(30);
+/// A client has more patience than that, so that it hears whose fault it is.
+const CHANGE_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long a `vmm` may take to say what it is doing.
+const STATE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The private protocol's minor version that has `ResetMachine` and `SetBalloon`.
 pub(super) const SECOND_MINOR: u32 = 2;
 /// The one that has PCI slots on other buses than 0.
@@ -51,6 +54,8 @@ impl Actor {
     pub(super) async fn begin_start(&mut self, operation: Handle) {
         self.timer = None;
         (self.held, self.evacuated) = (false, false);
+        (self.asks_state, self.asks_again) = (false, false);
+        self.record.evacuated = false;
         // Somebody wants it now: what went wrong before does not count.
         if operation.context().initiator != Initiator::RunPolicy {
             self.record.restart = None;
@@ -204,7 +209,7 @@ impl Actor {
         };
         let change = async move {
             let result = timeout(CHANGE_TIMEOUT, client.request(op, &[])).await;
-            result.unwrap_or(Err(control::Error::Unexpected("not in time")))
+            result.unwrap_or(Err(control::Error::Timeout(CHANGE_TIMEOUT)))
         };
         let task = tokio::spawn(change.in_current_span());
         self.work = Work::Change(Change {
@@ -249,27 +254,83 @@ impl Actor {
                 respond(reply, Ok(self.state()));
             }
             Err(error) => {
-                let message = format!("VM \"{}\": {}", self.record.name, text::chain(&error));
+                let failure = self.unchanged(&error);
                 self.check_state(said);
-                respond(reply, Err(Failure::internal(message)));
+                respond(reply, Err(failure));
             }
         }
+    }
+
+    /// What a client is told when a pause, resume or reset was not done.
+    fn unchanged(&self, error: &control::Error) -> Failure {
+        let name = &self.record.name;
+        if let control::Error::Timeout(limit) = error {
+            let pid = self
+                .instance
+                .as_ref()
+                .map_or(0, |instance| instance.process.pid());
+            let message = format!(
+                "the vmm process of VM \"{name}\" (pid {pid}) did not answer within {} s, and may still do it: look at the \
+                 VM's status; a stop with force ends it",
+                limit.as_secs()
+            );
+            return Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message);
+        }
+        Failure::internal(format!("VM \"{name}\": {}", text::chain(error)))
     }
 
     /// A disk may have failed again in the moment of a resume. Which came first, the event does not say; the `vmm` does.
     fn check_state(&mut self, said: Option<Status>) {
         let by_disk = said.is_some_and(|status| status.pause_reason() == PauseReason::DiskError);
-        if by_disk && let Ok(client) = self.running_client() {
-            self.disks
-                .tasks
-                .spawn(async move { Outcome::State(client.request(Op::GetStatus(GetStatus {}), &[]).await) });
+        if by_disk {
+            self.ask_state();
+        }
+    }
+
+    /// Asks the `vmm` what it is doing. While it has not answered, it is not asked a second time at once.
+    fn ask_state(&mut self) {
+        if self.asks_state {
+            self.asks_again = true;
+            return;
+        }
+        if let Ok(client) = self.running_client() {
+            (self.asks_state, self.asks_again) = (true, false);
+            self.disks.tasks.spawn(async move {
+                let asked = timeout(STATE_TIMEOUT, client.request(Op::GetStatus(GetStatus {}), &[])).await;
+                Outcome::State(asked.unwrap_or(Err(control::Error::Timeout(STATE_TIMEOUT))))
+            });
         }
     }
 
     /// What the `vmm` is doing, unless something is under way whose end will say.
     pub(super) fn on_state(&mut self, state: Result<Status, control::Error>) {
-        if let (Ok(status), Work::None) = (state, &self.work) {
-            self.take_state(&status);
+        self.asks_state = false;
+        if let Ok(status) = state {
+            if let Some(instance) = &mut self.instance {
+                instance.guest_resets = status.guest_resets;
+                instance.crash_resets = status.crash_resets;
+            }
+            if let Work::None = &self.work {
+                self.take_state(&status);
+            }
+            self.publish();
+        }
+        if self.asks_again {
+            self.ask_state();
+        }
+    }
+
+    pub(super) async fn on_notice(&mut self, notice: Notice) {
+        match notice {
+            Notice::Event(event) => self.on_event(event).await,
+            Notice::Missed => {
+                tracing::debug!(
+                    vm = self.record.name,
+                    "events of a vmm were missed: it is asked what it has"
+                );
+                self.ask_state();
+                self.look();
+            }
         }
     }
 
@@ -297,6 +358,8 @@ impl Actor {
         match event.kind {
             Some(event::Kind::StateChanged(changed)) => {
                 let status = changed.status.unwrap_or_default();
+                // An answer that is on its way may be older.
+                self.asks_again |= self.asks_state;
                 match &mut self.work {
                     Work::None => self.take_state(&status),
                     // The answer to a request is waited for.
@@ -386,8 +449,11 @@ impl Actor {
     }
 
     /// The VM holds its disks, its user id and its room until the last process of the run is gone.
-    pub(super) fn on_lingering(&mut self) {
-        self.tell(EventSeverity::Warning, LINGERING, LINGERING_MESSAGE);
+    pub(super) fn on_lingering(&mut self, what: Lingering) {
+        if let Some(instance) = &mut self.instance {
+            instance.lingering = Some(what);
+        }
+        self.tell(EventSeverity::Warning, what.reason(), what.message());
         self.publish();
     }
 
@@ -405,9 +471,9 @@ impl Actor {
         loop {
             let news = timeout_at(deadline, work::news(&mut self.instance)).await.ok()?;
             match news {
-                News::Event(event) => self.on_event(event).await,
+                News::Notice(notice) => self.on_notice(notice).await,
                 News::Disconnected => self.on_disconnected(),
-                News::Lingering => self.on_lingering(),
+                News::Lingering(what) => self.on_lingering(what),
                 News::Ended(_) | News::Connected(_) => return Some(news),
             }
         }
@@ -420,11 +486,11 @@ impl Actor {
         match result {
             Ok(Session {
                 client,
-                events,
+                notices,
                 hello,
             }) => {
                 let status = hello.status.unwrap_or_default();
-                instance.link.up(client, events);
+                instance.link.up(client, notices);
                 instance.version = hello.build;
                 instance.minor = hello.minor;
                 instance.guest_resets = status.guest_resets;

@@ -13,6 +13,7 @@ use super::{
     work::{Change, Stage, Stop, Then, Work},
 };
 use crate::{
+    cgroup::LEAVING,
     control::Client,
     failure::Failure,
     lock,
@@ -23,7 +24,7 @@ use crate::{
     vm::{
         change,
         ending::{Asked, Evidence, count, judge},
-        instance::{Instance, exit_record},
+        instance::{Instance, Lingering, exit_record},
         policy::Occasion,
         start::{clean_up, store_failure},
     },
@@ -100,6 +101,7 @@ impl Actor {
         let operation = self.operation(OperationKind::Stop, &life.context, life.deadline);
         let pending = operation.pending();
         operation.progress(0, "waiting for the guest to power off");
+        self.evacuated = life.evacuate;
         if !life.evacuate {
             self.note_stop(life.grace, &life.context).await;
         }
@@ -163,7 +165,7 @@ impl Actor {
     fn kill(&self, stop: &mut Stop) {
         stop.asked = stop.asked.ended();
         stop.stage = Stage::Killed;
-        stop.deadline = None;
+        stop.deadline = Some(Instant::now() + LEAVING);
         if let Some(instance) = &self.instance {
             instance.process.kill();
         }
@@ -201,9 +203,22 @@ impl Actor {
                 );
                 self.end(&mut stop);
             }
-            Stage::Ending | Stage::Killed => self.kill(&mut stop),
+            Stage::Ending => self.kill(&mut stop),
+            // Its end is waited for, however long that takes.
+            Stage::Killed => {
+                stop.deadline = None;
+                stop.operation.progress(50, Lingering::Vmm.message());
+                if self
+                    .instance
+                    .as_ref()
+                    .is_some_and(|instance| instance.exited.is_none())
+                {
+                    self.on_lingering(Lingering::Vmm);
+                }
+            }
         }
         self.work = Work::Stop(stop);
+        self.publish();
     }
 
     /// The process has ended.
@@ -240,8 +255,10 @@ impl Actor {
         };
         let deleting = then == Then::Delete;
         if then == Then::Stay {
-            self.plan(Occasion::Ended(reason), ran_ms);
-            if std::mem::take(&mut self.evacuated) {
+            self.record.evacuated = std::mem::take(&mut self.evacuated);
+            let ending = self.record.ending().unwrap_or(reason);
+            self.plan(Occasion::Ended(ending), ran_ms);
+            if self.record.evacuated {
                 self.hold();
             }
         }
@@ -320,8 +337,9 @@ impl Actor {
         if then == Then::Delete {
             return self.delete(operation, also).await;
         }
+        let message = self.stopped_message();
         for other in also {
-            other.complete_with("the VM is stopped", self.state());
+            other.complete_with(&message, self.state());
         }
         match then {
             Then::Start => {
@@ -333,11 +351,20 @@ impl Actor {
                 if undoes {
                     operation.cancelled("the start was cancelled: the VM is stopped");
                 } else {
-                    operation.complete_with("the VM is stopped", self.state());
+                    operation.complete_with(&message, self.state());
                 }
             }
         }
         ControlFlow::Continue(())
+    }
+
+    /// What has become of a VM that was to stop: whoever asked for time for the guest is told when that was not enough.
+    fn stopped_message(&self) -> String {
+        let exit = self.record.last_exit.as_ref();
+        match exit.map(|exit| (exit.reason(), exit.message.as_str())) {
+            Some((ExitReason::Killed, why)) if !why.is_empty() => format!("the VM was killed: {why}"),
+            _ => "the VM is stopped".to_owned(),
+        }
     }
 
     /// The operation under way is to end early, where that is possible.

@@ -2,7 +2,7 @@
 
 use std::future::{self, Future};
 
-use proto::vmm::{Event, Status};
+use proto::vmm::Status;
 use tokio::{
     task::JoinHandle,
     time::{Duration, Instant, sleep, sleep_until},
@@ -12,12 +12,12 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use super::LifeReply;
 use crate::{
     cgroup::LEAVING,
-    control,
+    control::{self, Notice},
     failure::Failure,
     operation::Handle,
     vm::{
         ending::Asked,
-        instance::Instance,
+        instance::{Instance, Lingering},
         link::{Link, Session, State},
     },
 };
@@ -185,10 +185,10 @@ pub async fn until(deadline: Option<Instant>) {
 pub enum News {
     /// It has ended, and all else in its cgroup; by which signal, where that is known.
     Ended(Option<i32>),
-    /// It has ended, but something else in its cgroup was killed and does not die.
-    Lingering,
+    /// Something of it was killed and does not die.
+    Lingering(Lingering),
     /// It says something.
-    Event(Event),
+    Notice(Notice),
     /// The connection is gone.
     Disconnected,
     /// The connection was made anew, or could not be.
@@ -208,31 +208,22 @@ pub async fn news(instance: &mut Option<Instance>) -> News {
             news = link_news(&mut instance.link) => return news,
         }
     }
-    let mut lingering = instance.lingering;
-    let news = end_of_run(instance.ended(), LEAVING, &mut lingering).await;
-    instance.lingering = lingering;
-    news
+    let told = instance.lingering == Some(Lingering::Leftovers);
+    end_of_run(instance.ended(), LEAVING, told).await
 }
 
-/// Waits for the end of a run whose process has ended; says once when that takes long.
-async fn end_of_run(
-    ended: impl Future<Output = Option<i32>>,
-    patience: Duration,
-    lingering: &mut bool,
-) -> News {
+/// Waits for the end of a run whose process has ended; says when that takes long, unless that was `told`.
+async fn end_of_run(ended: impl Future<Output = Option<i32>>, patience: Duration, told: bool) -> News {
     tokio::select! {
         biased;
         signal = ended => News::Ended(signal),
-        () = sleep(patience), if !*lingering => {
-            *lingering = true;
-            News::Lingering
-        }
+        () = sleep(patience), if !told => News::Lingering(Lingering::Leftovers),
     }
 }
 
 async fn link_news(link: &mut Link) -> News {
     match &mut link.state {
-        State::Up(_, events) => events.recv().await.map_or(News::Disconnected, News::Event),
+        State::Up(_, notices) => notices.next().await.map_or(News::Disconnected, News::Notice),
         State::Connecting(task) => {
             let result = task.await;
             News::Connected(result.unwrap_or(Err(control::Error::Closed)))
@@ -247,13 +238,12 @@ mod tests {
 
     #[tokio::test]
     async fn a_run_whose_rest_does_not_die_is_told_once_and_still_waited_for() {
-        let mut lingering = false;
-        let news = end_of_run(future::ready(Some(9)), LEAVING, &mut lingering).await;
-        assert!(matches!(news, News::Ended(Some(9))) && !lingering);
-        let news = end_of_run(future::pending(), Duration::ZERO, &mut lingering).await;
-        assert!(matches!(news, News::Lingering) && lingering);
+        let news = end_of_run(future::ready(Some(9)), LEAVING, false).await;
+        assert!(matches!(news, News::Ended(Some(9))));
+        let news = end_of_run(future::pending(), Duration::ZERO, false).await;
+        assert!(matches!(news, News::Lingering(Lingering::Leftovers)));
         // From now on there is nothing to tell but the end.
-        let mut waiting = Box::pin(end_of_run(future::pending(), Duration::ZERO, &mut lingering));
+        let mut waiting = Box::pin(end_of_run(future::pending(), Duration::ZERO, true));
         let more = tokio::time::timeout(Duration::from_millis(10), &mut waiting).await;
         assert!(more.is_err());
     }

@@ -219,7 +219,6 @@ pub fn refused(call: &Call, status: &Status, generation: u64) -> (Look, bool, bo
     let (look, disturbed, partial) = match reason.as_str() {
         "VM_NOT_FOUND" => (Look::Absent, false, false),
         "VM_EXISTS" => (Look::Present, false, false),
-        "ALREADY_RUNNING" => (Look::NotDown, false, false),
         "VM_PAUSED" => (Look::Paused, false, false),
         "NOT_RUNNING" => (Look::Down, false, false),
         "GENERATION_MISMATCH" => (Look::Not(generation), false, false),

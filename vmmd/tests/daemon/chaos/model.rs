@@ -106,6 +106,8 @@ impl State {
                 })
             }),
             Step::Start if there?.run == Run::Down => run(Run::Up),
+            // Of one that runs it does nothing.
+            Step::Start if there?.run == Run::Up => Some(self.clone()),
             Step::Start => None,
             Step::Stop => run(Run::Down),
             Step::Wake if there?.run == Run::Down => Some(self.clone()),
