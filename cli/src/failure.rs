@@ -11,7 +11,7 @@ pub enum Code {
     Other = 1,
     /// The command line is wrong.
     Usage = 2,
-    /// There is no such VM or disk.
+    /// There is no such VM, disk, operation, or file of the node.
     NotFound = 3,
     /// It exists already, or differs from what is asked for.
     Conflict = 4,
@@ -25,8 +25,24 @@ pub enum Code {
     Permission = 8,
     /// The node has not enough of something.
     Exhausted = 9,
-    /// No answer in time, or cancelled.
+    /// No answer in time.
     Timeout = 10,
+    /// It was cancelled.
+    Cancelled = 11,
+    /// The certificate of the daemon can't be trusted, or the connection is no TLS of one.
+    Untrusted = 12,
+    /// It was done, but a guest that was to power off had to be killed.
+    Killed = 13,
+}
+
+impl Code {
+    /// What `failure:` is called for a person.
+    pub fn severity(self) -> &'static str {
+        match self {
+            Self::Killed => "warning",
+            _ => "error",
+        }
+    }
 }
 
 /// Why a command failed.
@@ -105,22 +121,29 @@ impl From<tonic::Status> for Failure {
         if let Some(lost) = transport(&status) {
             return lost;
         }
+        let details = status.get_error_details();
+        let reason = details
+            .error_info()
+            .map(|info| info.reason.as_str())
+            .unwrap_or_default();
         let code = match status.code() {
+            // What a request names is not there: by the request's own name, or by a name or path in a spec.
             Grpc::NotFound => Code::NotFound,
+            Grpc::FailedPrecondition if reason.ends_with("_NOT_FOUND") => Code::NotFound,
             Grpc::AlreadyExists | Grpc::Aborted => Code::Conflict,
             Grpc::FailedPrecondition => Code::Precondition,
             Grpc::InvalidArgument | Grpc::OutOfRange => Code::Invalid,
             Grpc::Unavailable => Code::Unavailable,
             Grpc::PermissionDenied | Grpc::Unauthenticated => Code::Permission,
             Grpc::ResourceExhausted => Code::Exhausted,
-            Grpc::DeadlineExceeded | Grpc::Cancelled => Code::Timeout,
+            Grpc::DeadlineExceeded => Code::Timeout,
+            Grpc::Cancelled => Code::Cancelled,
             _ => Code::Other,
         };
         let message = match status.message() {
             "" => format!("vmmd answered: {}", status.code().description()),
             message => message.to_owned(),
         };
-        let details = status.get_error_details();
         let violations = details
             .bad_request()
             .map(|bad| bad.field_violations.as_slice())
@@ -129,10 +152,7 @@ impl From<tonic::Status> for Failure {
             .iter()
             .map(|item| (item.field.clone(), item.description.clone()));
         let failure = Self {
-            reason: details
-                .error_info()
-                .map(|info| info.reason.as_str().into())
-                .unwrap_or_default(),
+            reason: reason.into(),
             violations: violations.collect(),
             ..Self::new(code, message)
         };
@@ -140,7 +160,9 @@ impl From<tonic::Status> for Failure {
             Grpc::Unimplemented => {
                 failure.hint("this vmmd may be older than this vmmctl: compare with `vmmctl version`")
             }
-            Grpc::Internal | Grpc::Unknown | Grpc::DataLoss => failure.hint("see `journalctl -u vmmd`"),
+            Grpc::Internal | Grpc::Unknown | Grpc::DataLoss => {
+                failure.hint("see `journalctl -u vmmd` on the node")
+            }
             _ => failure,
         }
     }
@@ -151,7 +173,9 @@ impl From<tonic::Status> for Failure {
 fn transport(status: &tonic::Status) -> Option<Failure> {
     status.source()?;
     let failure = Failure::new(Code::Unavailable, "lost the connection to vmmd");
-    Some(failure.hint("it may be restarting (VMs go on running): try again, or see `systemctl status vmmd`"))
+    Some(failure.hint(
+        "it may be restarting (VMs go on running): try again, or see `systemctl status vmmd` on the node",
+    ))
 }
 
 /// The text without control characters, so that what a daemon or a file says can't act on the terminal.

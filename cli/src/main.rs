@@ -31,7 +31,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(failures) => {
             for failure in &failures {
-                eprintln!("error: {failure}");
+                eprintln!("{}: {failure}", failure.code.severity());
             }
             ExitCode::from(failures.first().map_or(Code::Other, |failure| failure.code) as u8)
         }

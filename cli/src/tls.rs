@@ -142,7 +142,9 @@ impl Remote {
         let refused = |message: String| Failure::new(Code::Permission, message);
         match tls {
             Some(rustls::Error::InvalidCertificate(wrong)) => {
-                let about = |what: &str| unavailable(format!("the certificate of {address} {what}"));
+                let about = |what: &str| {
+                    Failure::new(Code::Untrusted, format!("the certificate of {address} {what}"))
+                };
                 use CertificateError as C;
                 match wrong {
                     C::Expired | C::ExpiredContext { .. } => {
@@ -181,11 +183,12 @@ impl Remote {
                         refused(format!("{address} refuses {cert}"))
                     }
                     _ => unavailable(format!("{address} ended the TLS handshake: {alert:?}"))
-                        .hint("its log says why: `journalctl -u vmmd`"),
+                        .hint("`journalctl -u vmmd` on the node says why"),
                 }
             }
             Some(rustls::Error::InvalidMessage(_)) => {
-                unavailable(format!("{address} does not speak TLS")).hint("is that the port of vmmd?")
+                Failure::new(Code::Untrusted, format!("{address} does not speak TLS"))
+                    .hint("is that the port of vmmd?")
             }
             Some(error) => unavailable(format!("no TLS connection to {address}: {error}")),
             None if matches!(
@@ -194,7 +197,7 @@ impl Remote {
             ) =>
             {
                 unavailable(format!("{address} closed the connection"))
-                    .hint("is that the port of vmmd? its log says why: `journalctl -u vmmd`")
+                    .hint("is that the port of vmmd? `journalctl -u vmmd` on the node says why")
             }
             None => unavailable(format!("no TLS connection to {address}: {error}")),
         }

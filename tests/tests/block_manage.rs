@@ -193,7 +193,7 @@ struct Kept<'node>(&'node Node, Vec<String>);
 impl Drop for Kept<'_> {
     fn drop(&mut self) {
         for name in self.1.iter().rev() {
-            let _ = self.0.ssh(&format!("vmmctl delete disk {name} 2>/dev/null"));
+            let _ = self.0.ssh(&format!("vmmctl delete disk -y {name} 2>/dev/null"));
         }
     }
 }
@@ -276,7 +276,7 @@ fn the_nodes_own_disks_are_made_listed_grown_used_and_deleted() {
 
     // What is used stays.
     for (name, user) in [(qcow2, vm.name()), (overlay, vm.name()), (copy, overlay.as_str())] {
-        let output = node.ssh(&format!("vmmctl delete disk {name}")).expect("ssh");
+        let output = node.ssh(&format!("vmmctl delete disk -y {name}")).expect("ssh");
         refused(&output, 5, &[user]);
     }
     vm.ctl("stop --force").expect("stop");
@@ -285,7 +285,7 @@ fn the_nodes_own_disks_are_made_listed_grown_used_and_deleted() {
     let paths: Vec<String> = names.iter().map(|name| path(name)).collect();
     drop(vm);
     for name in names.iter().rev() {
-        node.sh(&format!("vmmctl delete disk {name}")).expect("delete");
+        node.sh(&format!("vmmctl delete disk -y {name}")).expect("delete");
     }
     drop(kept);
     for path in paths {

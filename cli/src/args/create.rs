@@ -6,8 +6,9 @@ use clap::{Args, Subcommand};
 
 use proto::v1::RunPolicy;
 
-use super::{Label, Output, disk::CreateDisk, duration, operation, resources::Resources};
-use crate::manifest::quantity;
+use super::{
+    Label, Output, Timeout, disk::CreateDisk, duration, operation, resources::Resources, size, vm_name,
+};
 
 /// `apply`.
 #[derive(Debug, Args)]
@@ -28,6 +29,9 @@ pub struct Apply {
     /// checked.
     #[arg(long, conflicts_with = "restart")]
     pub dry_run: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }
 
 /// `edit`.
@@ -41,6 +45,7 @@ pub enum Edit {
 #[derive(Debug, Args)]
 pub struct EditVm {
     /// Name of the VM.
+    #[arg(value_parser = vm_name)]
     pub name: String,
     /// Restart it when something is left that only a start can change.
     #[arg(long)]
@@ -49,6 +54,9 @@ pub struct EditVm {
     /// 1h.
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub grace: Option<Duration>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }
 
 /// `create`.
@@ -84,7 +92,7 @@ pub enum CreateWhat {
 #[derive(Debug, Args)]
 pub struct CreateVm {
     /// Name of the VM.
-    #[arg(required_unless_present = "files", conflicts_with = "files")]
+    #[arg(value_parser = vm_name, required_unless_present = "files", conflicts_with = "files")]
     pub name: Option<String>,
     /// Manifest with VMs and disks as YAML or JSON; `-` is standard input. May be given several times.
     #[arg(
@@ -112,7 +120,7 @@ pub struct CreateVm {
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub cpus: u32,
     /// Guest RAM: bytes, or with a suffix as in 512Mi or 2Gi.
-    #[arg(long, value_name = "SIZE", default_value = "512Mi", value_parser = quantity::bytes)]
+    #[arg(long, value_name = "SIZE", default_value = "512Mi", value_parser = size)]
     pub memory: u64,
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -150,4 +158,7 @@ pub struct CreateVm {
     /// Print what was made (with --dry-run: what would be) in this form.
     #[arg(short, long, value_enum)]
     pub output: Option<Output>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::{Label, NodeOutput, Output, Selector, duration};
+use super::{Label, NodeOutput, Output, Selector, Timeout, disk_name, duration, size, vm_name};
 use crate::manifest::quantity;
 
 /// `create disk`.
@@ -17,9 +17,10 @@ Examples:
   vmmctl create disk web-root --overlay-of base --size 40Gi")]
 pub struct CreateDisk {
     /// Name of the disk.
+    #[arg(value_parser = disk_name)]
     pub name: String,
     /// What the guest sees, as in 10Gi; not needed with --from-file or --overlay-of.
-    #[arg(long, value_name = "SIZE", value_parser = quantity::bytes, required_unless_present_any = ["from_file", "overlay_of"])]
+    #[arg(long, value_name = "SIZE", value_parser = size, required_unless_present_any = ["from_file", "overlay_of"])]
     pub size: Option<u64>,
     /// How it is kept: raw when not given, qcow2 for an overlay.
     #[arg(long, value_enum)]
@@ -31,7 +32,7 @@ pub struct CreateDisk {
     #[arg(long, value_name = "PATH", conflicts_with = "overlay_of")]
     pub from_file: Option<String>,
     /// Keep only what differs from this disk, which can't be written to or deleted while the overlay is there.
-    #[arg(long, value_name = "DISK")]
+    #[arg(long, value_name = "DISK", value_parser = disk_name)]
     pub overlay_of: Option<String>,
     /// Label.
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
@@ -39,6 +40,9 @@ pub struct CreateDisk {
     /// Print what was made in this form.
     #[arg(short, long, value_enum)]
     pub output: Option<Output>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }
 
 /// How a disk that vmmd keeps is stored.
@@ -65,6 +69,7 @@ pub enum Preallocation {
 #[derive(Debug, Args)]
 pub struct GetDisk {
     /// Only these; all when none is named.
+    #[arg(value_parser = disk_name)]
     pub names: Vec<String>,
     /// How to print them.
     #[arg(short, long, value_enum)]
@@ -91,16 +96,20 @@ Examples:
   vmmctl resize disk db --vm web --rescan           # a block device that has grown")]
 pub struct ResizeDisk {
     /// Name of the disk: among those that vmmd keeps, or with --vm in that VM.
+    #[arg(value_parser = disk_name)]
     pub name: String,
     /// The VM in whose spec the disk is; for files and block devices that the spec names by path.
-    #[arg(long)]
+    #[arg(long, value_parser = vm_name)]
     pub vm: Option<String>,
     /// The new size, as in 20Gi; never smaller than now.
-    #[arg(long, value_name = "SIZE", value_parser = quantity::bytes, required_unless_present = "rescan")]
+    #[arg(long, value_name = "SIZE", value_parser = size, required_unless_present = "rescan")]
     pub size: Option<u64>,
     /// Take the size that a block device of the node has by now.
     #[arg(long, requires = "vm", conflicts_with = "size")]
     pub rescan: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }
 
 /// `attach`.
@@ -118,9 +127,10 @@ Examples:
 )]
 pub struct Attach {
     /// Name of the VM.
+    #[arg(value_parser = vm_name)]
     pub vm: String,
     /// A disk that vmmd keeps.
-    #[arg(long, required_unless_present = "path", conflicts_with_all = ["path", "format"])]
+    #[arg(long, value_parser = disk_name, required_unless_present = "path", conflicts_with_all = ["path", "format"])]
     pub disk: Option<String>,
     /// An image file or a block device of the node.
     #[arg(long, value_name = "PATH", requires = "format")]
@@ -158,6 +168,9 @@ pub struct Attach {
     /// Firmware tries disks in this order, from 1; others not at all.
     #[arg(long, value_name = "N")]
     pub boot_order: Option<u32>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }
 
 /// What an image is.
@@ -210,6 +223,7 @@ pub struct Limits {
 #[derive(Debug, Args)]
 pub struct Detach {
     /// Name of the VM.
+    #[arg(value_parser = vm_name)]
     pub vm: String,
     /// Names of disks in the VM.
     #[arg(required = true, value_name = "DISK")]
@@ -237,6 +251,7 @@ Examples:
 )]
 pub struct Limit {
     /// Name of the VM.
+    #[arg(value_parser = vm_name)]
     pub vm: String,
     /// Name of a disk in the VM.
     #[arg(long, required_unless_present = "group", conflicts_with = "group")]
@@ -250,12 +265,16 @@ pub struct Limit {
     /// Take all limits away. Otherwise those that are not named stay.
     #[arg(long, conflicts_with_all = ["bps", "iops", "burst", "burst_ops"])]
     pub none: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }
 
 /// `stats`.
 #[derive(Debug, Args)]
 pub struct Stats {
     /// Name of the VM.
+    #[arg(value_parser = vm_name)]
     pub vm: String,
     /// Only these disks; all when none is named.
     #[arg(value_name = "DISK")]

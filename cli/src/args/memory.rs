@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand};
 
-use crate::manifest::quantity;
+use super::{Timeout, size, vm_name};
 
 /// What is set.
 #[derive(Debug, Subcommand)]
@@ -19,11 +19,15 @@ Examples:
   vmmctl set memory web --all")]
 pub struct SetMemory {
     /// Name of the VM.
+    #[arg(value_parser = vm_name)]
     pub name: String,
     /// What is left to the guest: 64Mi to its memory, a multiple of 2Mi.
-    #[arg(long, value_name = "SIZE", value_parser = quantity::bytes, required_unless_present = "all")]
+    #[arg(long, value_name = "SIZE", value_parser = size, required_unless_present = "all")]
     pub target: Option<u64>,
     /// The guest gets all of its memory back.
     #[arg(long, conflicts_with = "target")]
     pub all: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }

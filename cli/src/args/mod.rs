@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::command::{diff::Diff, label, patch::Patch, wait::Wait};
+
 mod create;
 pub mod disk;
 pub mod memory;
@@ -12,15 +14,17 @@ pub mod observe;
 pub mod operation;
 pub mod resources;
 mod show;
+mod targets;
 mod value;
 mod verbs;
 
 pub use self::create::{Apply, Create, CreateVm, CreateWhat, Edit, EditVm};
 use self::disk::{Attach, Detach, Limit, ResizeDisk, Stats};
-pub use self::show::{Describe, Get, GetVm, NodeOutput, Output};
-pub use self::value::{Label, Selector, duration};
+pub use self::show::{Describe, Get, GetVm, NodeOutput, Output, Phase};
+pub use self::targets::{Targets, Timeout, Yes};
+pub use self::value::{Label, Selector, disk_name, duration, operation_id, size, vm_name};
 pub use self::verbs::{
-    Console, Delete, DeleteVm, DeleteWhat, DiskNames, Ending, Names, Restart, Start, Stop,
+    Act, Console, Delete, DeleteDisk, DeleteVm, DeleteWhat, DiskNames, Ending, Names, Restart, Start, Stop,
 };
 
 /// Where vmmd listens by default.
@@ -31,14 +35,17 @@ Exit codes:
   0  done
   1  another error
   2  wrong command line
-  3  there is no such VM or disk
+  3  there is no such VM, disk, operation, or file of the node
   4  it exists already, or differs from what is asked for
   5  not possible in its present state
   6  a manifest, a value or a file is not valid
-  7  vmmd can't be reached
+  7  vmmd can't be reached, or ended the connection
   8  not allowed
   9  the node has not enough memory or space, the VM no free slot, or the like
-  10 no answer in time (also of a guest that does not let go of a disk), or cancelled
+  10 no answer in time (also of a guest that does not let go of a disk)
+  11 cancelled
+  12 the certificate of vmmd can't be trusted
+  13 done, but a guest that was to power off had to be killed
 With several names, the code is that of the first failure; all the others are still tried.";
 
 /// Creates, starts, stops and watches virtual machines and their disks through vmmd.
@@ -131,10 +138,18 @@ pub enum Command {
         #[command(subcommand)]
         what: Edit,
     },
+    /// Print what `apply` would change; ends with 4 when that is something.
+    Diff(Diff),
+    /// Change fields of a VM by a merge patch, or one by one.
+    Patch(Box<Patch>),
+    /// Set (KEY=VALUE) and remove (KEY-) labels of VMs.
+    Label(label::Label),
+    /// Wait until VMs are as they are to be, or an operation has ended.
+    Wait(Wait),
     /// Start stopped VMs.
     Start(Start),
     /// Press the reset button of running VMs: their guests are not asked.
-    Reset(Names),
+    Reset(Act),
     /// Do something with an operation.
     Operation {
         /// What.
@@ -146,9 +161,9 @@ pub enum Command {
     /// Stop VMs, then start them.
     Restart(Restart),
     /// Hold the vCPUs of running VMs.
-    Pause(Names),
+    Pause(Act),
     /// Let paused VMs go on.
-    Resume(Names),
+    Resume(Act),
     /// Delete stopped VMs (their disks stay), or disks with what is on them.
     Delete(Delete),
     /// Add a disk to a VM; one that runs gets it at once.

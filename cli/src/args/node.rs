@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use super::{NodeOutput, duration};
+use super::{NodeOutput, Timeout, duration};
 
 /// `node`.
 #[derive(Debug, Args)]
@@ -26,9 +26,12 @@ pub enum NodeVerb {
         /// Why, for people.
         #[arg(long, value_name = "TEXT", default_value = "")]
         reason: String,
+        #[command(flatten)]
+        #[allow(missing_docs)]
+        timeout: Timeout,
     },
     /// Create and start VMs here again; those whose run policy wants it are started.
-    Uncordon,
+    Uncordon(Timeout),
     /// Cordon the node and stop all VMs; they start again after `uncordon` when their run policy wants it.
     Drain(Drain),
     /// Set (KEY=VALUE) and remove (KEY-) labels of the node.
@@ -36,6 +39,9 @@ pub enum NodeVerb {
         /// Labels.
         #[arg(required = true, value_name = "KEY=VALUE|KEY-")]
         labels: Vec<LabelChange>,
+        #[command(flatten)]
+        #[allow(missing_docs)]
+        timeout: Timeout,
     },
     /// Say whether VMs of a manifest could be created and started here now, or all that stands against them (exit code 9).
     Check {
@@ -57,6 +63,9 @@ pub struct Drain {
     /// Return when it has begun.
     #[arg(long)]
     pub no_wait: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }
 
 /// A change of labels.

@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 
-use super::duration;
+use super::{duration, vm_name};
 
 /// `events`.
 #[derive(Debug, Args)]
@@ -13,7 +13,7 @@ pub struct Events {
     #[arg(short, long)]
     pub watch: bool,
     /// Only those of this VM.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = vm_name)]
     pub vm: Option<String>,
     /// Only those at least this severe.
     #[arg(long, value_enum)]
@@ -46,6 +46,7 @@ pub enum LineOutput {
 #[derive(Debug, Args)]
 pub struct Top {
     /// Only these VMs; all that run when none is named.
+    #[arg(value_parser = vm_name)]
     pub names: Vec<String>,
     /// Print the table once, from two samples, and end; the default when the output is no terminal.
     #[arg(short = '1', long)]
@@ -59,6 +60,7 @@ pub struct Top {
 #[derive(Debug, Args)]
 pub struct Logs {
     /// Name of the VM.
+    #[arg(value_parser = vm_name)]
     pub name: String,
     /// Go on printing what is added.
     #[arg(short, long)]
@@ -78,6 +80,7 @@ pub struct Logs {
 #[derive(Debug, Args)]
 pub struct Diagnose {
     /// Name of the VM.
+    #[arg(value_parser = vm_name)]
     pub name: String,
     /// Archive to write, a .tar.gz; it must not exist.
     #[arg(short, long, value_name = "FILE")]

@@ -3,13 +3,16 @@
 use clap::{Args, Subcommand};
 use proto::v1::RunPolicy;
 
+use super::{Timeout, operation_id, vm_name};
+
 /// `get operation`.
 #[derive(Debug, Args)]
 pub struct GetOperation {
     /// Only that with this id.
+    #[arg(value_parser = operation_id)]
     pub id: Option<String>,
     /// Only those of this VM.
-    #[arg(long, conflicts_with = "id")]
+    #[arg(long, conflicts_with = "id", value_parser = vm_name)]
     pub vm: Option<String>,
     /// Only those that have not ended.
     #[arg(long, conflicts_with = "id")]
@@ -28,7 +31,11 @@ pub enum Operation {
     /// End it early: a start leaves the VM stopped, a graceful stop leaves it running.
     Cancel {
         /// Its id, as `get operation` shows it.
+        #[arg(value_parser = operation_id)]
         id: String,
+        #[command(flatten)]
+        #[allow(missing_docs)]
+        timeout: Timeout,
     },
 }
 

@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{DiskNames, Names, Selector, disk::GetDisk, operation};
+use super::{DiskNames, Names, Selector, disk::GetDisk, operation, vm_name};
 
 /// `get`.
 #[derive(Debug, Subcommand)]
@@ -22,6 +22,7 @@ pub enum Get {
 #[derive(Debug, Args)]
 pub struct GetVm {
     /// Only these; all when none is named.
+    #[arg(value_parser = vm_name)]
     pub names: Vec<String>,
     /// How to print them.
     #[arg(short, long, value_enum)]

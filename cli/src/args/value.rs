@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::manifest::quantity;
+
 /// Longest time that the daemon waits for a guest.
 const MAX_WAIT: Duration = Duration::from_secs(3600);
 
@@ -63,6 +65,40 @@ impl std::str::FromStr for Selector {
         } else {
             Ok(Self::Has(text.to_owned()))
         }
+    }
+}
+
+/// The name of a VM: `web` or, as `-o name` prints it, `vm/web`.
+pub fn vm_name(text: &str) -> Result<String, String> {
+    named(text, &["vm", "vms"], "a VM")
+}
+
+/// The name of a disk that vmmd keeps: `data` or `disk/data`.
+pub fn disk_name(text: &str) -> Result<String, String> {
+    named(text, &["disk", "disks"], "a disk")
+}
+
+/// The id of an operation, alone or after `operation/`.
+pub fn operation_id(text: &str) -> Result<String, String> {
+    named(text, &["operation", "operations"], "an operation")
+}
+
+fn named(text: &str, kinds: &[&str], what: &str) -> Result<String, String> {
+    match text.split_once('/') {
+        None => Ok(text.to_owned()),
+        Some((kind, name)) if kinds.contains(&kind) => Ok(name.to_owned()),
+        Some(_) => Err(format!("is not {what}: give NAME or {}/NAME", kinds[0])),
+    }
+}
+
+/// An amount of memory or space. A few bytes are hardly meant: somebody has left out the unit.
+pub fn size(text: &str) -> Result<u64, String> {
+    let bytes = quantity::bytes(text).map_err(|error| error.to_string())?;
+    let plain = text.bytes().all(|byte| byte.is_ascii_digit());
+    if plain && (1..1 << 20).contains(&bytes) {
+        Err(format!("is {bytes} bytes: did you mean {bytes}Mi or {bytes}Gi?"))
+    } else {
+        Ok(bytes)
     }
 }
 

@@ -1,25 +1,36 @@
 //! What is done to VMs and disks that exist: `start`, `stop`, `restart`, `delete`, `console`.
 
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use super::duration;
+use super::{Selector, Targets, Timeout, Yes, disk_name, duration, vm_name};
 
 /// Names of disks.
 #[derive(Debug, Args)]
 pub struct DiskNames {
-    /// Names of disks.
-    #[arg(required = true, value_name = "NAME")]
+    /// Names of disks, as NAME or disk/NAME.
+    #[arg(required = true, value_name = "NAME", value_parser = disk_name)]
     pub names: Vec<String>,
 }
 
 /// Names of VMs.
 #[derive(Debug, Args)]
 pub struct Names {
-    /// Names of VMs.
-    #[arg(required = true, value_name = "NAME")]
+    /// Names of VMs, as NAME or vm/NAME.
+    #[arg(required = true, value_name = "NAME", value_parser = vm_name)]
     pub names: Vec<String>,
+}
+
+/// `reset`, `pause`, `resume`.
+#[derive(Debug, Args)]
+pub struct Act {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub targets: Targets,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }
 
 /// `start`.
@@ -27,7 +38,10 @@ pub struct Names {
 pub struct Start {
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub names: Names,
+    pub targets: Targets,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
     /// Do not wait for the end: print the operation that has begun.
     #[arg(long)]
     pub no_wait: bool,
@@ -50,12 +64,12 @@ pub struct Ending {
 /// `stop`.
 #[derive(Debug, Args)]
 pub struct Stop {
-    /// Names of VMs.
-    #[arg(required_unless_present = "all", value_name = "NAME")]
-    pub names: Vec<String>,
-    /// All VMs that run.
-    #[arg(long, conflicts_with = "names")]
-    pub all: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub targets: Targets,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
     /// The node goes down: VMs whose run policy starts them are started when it is up again.
     #[arg(long)]
     pub evacuate: bool,
@@ -69,7 +83,10 @@ pub struct Stop {
 pub struct Restart {
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub names: Names,
+    pub targets: Targets,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub ending: Ending,
@@ -84,6 +101,8 @@ pub struct Restart {
 )]
 #[command(override_usage = "\
 vmmctl delete [OPTIONS] NAME…
+       vmmctl delete [OPTIONS] -l SELECTOR|--all
+       vmmctl delete [OPTIONS] -f FILE
        vmmctl delete disk [OPTIONS] NAME…")]
 pub struct Delete {
     /// Of what; VMs when nothing is said.
@@ -114,6 +133,12 @@ pub struct DeleteDisk {
     /// Do not fail for disks that are not there.
     #[arg(long)]
     pub ignore_not_found: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub yes: Yes,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }
 
 /// `delete vm`.
@@ -121,22 +146,55 @@ pub struct DeleteDisk {
 pub struct DeleteVm {
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub names: Names,
+    pub doomed: Doomed,
     /// Kill them first when they run.
     #[arg(long)]
     pub force: bool,
+    /// Delete the disks that vmmd keeps and that their specs name too, with what is on them.
+    #[arg(long, conflicts_with_all = ["files", "no_wait"])]
+    pub with_disks: bool,
     /// Do not wait for the end: print the operation that has begun.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "files")]
     pub no_wait: bool,
-    /// Do not fail for VMs that are not there.
+    /// Do not fail for VMs and disks that are not there.
     #[arg(long)]
     pub ignore_not_found: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub yes: Yes,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
+}
+
+/// What is to be deleted.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub struct Doomed {
+    /// Names of VMs, as NAME or vm/NAME.
+    #[arg(value_name = "NAME", value_parser = vm_name)]
+    pub names: Vec<String>,
+    /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
+    #[arg(
+        short = 'l',
+        long = "selector",
+        value_name = "SELECTOR",
+        value_delimiter = ','
+    )]
+    pub selectors: Vec<Selector>,
+    /// All VMs.
+    #[arg(long)]
+    pub all: bool,
+    /// VMs and disks of a manifest, VMs first; `-` is standard input. May be given several times.
+    #[arg(short, long = "filename", value_name = "FILE")]
+    pub files: Vec<PathBuf>,
 }
 
 /// `console`.
 #[derive(Debug, Args)]
 pub struct Console {
     /// Name of the VM.
+    #[arg(value_parser = vm_name)]
     pub name: String,
     /// Leave out what was printed before.
     #[arg(long)]

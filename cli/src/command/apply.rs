@@ -2,15 +2,16 @@
 
 use std::path::PathBuf;
 
-use proto::v1::{self, VmPhase};
+use proto::v1;
 
 use super::{
+    act,
     difference::{self, disk_differences},
-    disk,
+    disk, interrupt, parallel,
     update::{self, Done, How},
 };
 use crate::{
-    client::{Client, WORK, about_vm, empty_answer, send},
+    client::{Client, QUICK, WORK, about_vm, call, empty_answer, send},
     failure::{Code, Failure, Result},
     manifest::{self, Document, Object, quantity},
     output,
@@ -46,7 +47,8 @@ pub fn read(files: &[PathBuf]) -> Result<Vec<Document>, Vec<Failure>> {
     }
 }
 
-/// Applies each document; one that fails does not keep the others from being tried.
+/// Applies each document: disks one after another, as they may be overlays of each other, then VMs side by side. One that
+/// fails does not keep the others from being tried.
 pub async fn apply(
     client: &Client,
     documents: &[Document],
@@ -54,30 +56,57 @@ pub async fn apply(
     how: How,
 ) -> Result<(), Vec<Failure>> {
     let mut failures = Vec::new();
-    for document in documents {
-        let done = match &document.object {
-            Object::Vm(vm) => one_vm(client, vm, start, how).await,
-            Object::Disk(request) => {
-                let text = one_disk(client, request, how.dry_run).await;
-                text.map(|text| Done {
-                    text,
-                    lines: Vec::new(),
-                })
-            }
-        };
-        let suffix = if how.dry_run { " (dry run)" } else { "" };
+    let mut tell = |document: &Document, done: Result<Done>| {
         match done {
-            Ok(done) => {
-                let text = format!("{} {}{suffix}", document.title(), done.text);
-                let lines = done.lines.iter().map(|line| format!("  {line}"));
-                for line in std::iter::once(text).chain(lines) {
-                    output::line(line).map_err(|failure| vec![failure])?;
-                }
-            }
+            Ok(done) => report(document, &done, how)?,
             Err(failure) => failures.push(document.locate(failure)),
         }
+        Ok(())
+    };
+    let (disks, vms): (Vec<_>, Vec<_>) = documents
+        .iter()
+        .partition(|document| matches!(document.object, Object::Disk(_)));
+    for document in disks {
+        tell(document, one(client, &document.object, start, how).await).map_err(super::one)?;
     }
+    let work = |index: usize| {
+        let (client, object) = (
+            client.clone(),
+            vms.get(index).map(|document| document.object.clone()),
+        );
+        async move {
+            let done = match &object {
+                Some(object) => one(&client, object, start, how).await,
+                None => Ok(Done::default()),
+            };
+            (index, done)
+        }
+    };
+    let all = (0..vms.len()).collect();
+    let applied = parallel::side_by_side(all, parallel::AT_ONCE, work, |(index, done)| {
+        vms.get(index).map_or(Ok(()), |document| tell(document, done))
+    });
+    interrupt::guarded(client, applied).await.map_err(super::one)?;
     super::all(failures)
+}
+
+fn report(document: &Document, done: &Done, how: How) -> Result<()> {
+    let suffix = if how.dry_run { " (dry run)" } else { "" };
+    output::line(format!("{} {}{suffix}", document.title(), done.text))?;
+    done.lines
+        .iter()
+        .try_for_each(|line| output::line(format!("  {line}")))
+}
+
+/// Applies one document; with `dry_run` only says what would come of it.
+pub async fn one(client: &Client, object: &Object, start: bool, how: How) -> Result<Done> {
+    match object {
+        Object::Vm(vm) => one_vm(client, vm, start, how).await,
+        Object::Disk(request) => Ok(Done {
+            text: one_disk(client, request, how.dry_run).await?,
+            lines: Vec::new(),
+        }),
+    }
 }
 
 /// Makes a disk that is not there, makes one larger that is smaller than wanted.
@@ -97,7 +126,7 @@ async fn one_disk(client: &Client, request: &v1::CreateDiskRequest, dry_run: boo
         return Err(difference::of_disk(&wanted.name, &differences));
     }
     if wanted.size_bytes <= there.size_bytes {
-        return Ok("unchanged".into());
+        return Ok(update::UNCHANGED.into());
     }
     if !dry_run {
         disk::resize(client, &wanted.name, wanted.size_bytes).await?;
@@ -110,30 +139,43 @@ async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, how: How) -> Result<D
     let there = match client.get(name).await {
         Err(failure) if failure.code == Code::NotFound => {
             create(client, vm.clone(), start, how.dry_run).await?;
+            let lines = if start || how.dry_run {
+                Vec::new()
+            } else {
+                obstacles(client, vm).await
+            };
             return Ok(Done {
                 text: if start { "created and started" } else { "created" }.into(),
-                lines: Vec::new(),
+                lines,
             });
         }
         result => result?,
     };
     let mut done = update::update(client, vm.clone(), &there, how).await?;
-    let phase = there
-        .status
-        .as_ref()
-        .map_or(VmPhase::Unspecified, v1::VmStatus::phase);
-    let down = matches!(phase, VmPhase::Pending | VmPhase::Stopped | VmPhase::Failed);
-    if start && !how.dry_run && down {
+    if start && !how.dry_run && act::is_down(act::phase(&there)) {
         let request = v1::StartVmRequest {
             name: name.to_owned(),
             ..Default::default()
         };
-        send!(WORK, client.vms, start_vm, request)
+        send!(client.limit(WORK), client.vms, start_vm, request)
             .await
             .map_err(|failure| about_vm(failure, name))?;
         done.text += ", started";
     }
     Ok(done)
+}
+
+/// Why a VM that was created could not be started now, a line each. Its manifest is right: files, disks or bridges may come
+/// later, or others make room.
+pub async fn obstacles(client: &Client, vm: &v1::Vm) -> Vec<String> {
+    let request = v1::CheckPlacementRequest { vm: Some(vm.clone()) };
+    // A courtesy: a daemon that does not answer it has made the VM all the same.
+    let Ok(answer) = call(QUICK, client.nodes.clone().check_placement(request)).await else {
+        return Vec::new();
+    };
+    let line =
+        |problem: v1::PlacementProblem| format!("can't start yet: {} ({})", problem.message, problem.reason);
+    answer.problems.into_iter().map(line).collect()
 }
 
 /// Asks the daemon to make a VM.
@@ -149,7 +191,7 @@ pub async fn create(client: &Client, vm: v1::Vm, start: bool, dry_run: bool) -> 
         dry_run,
         ..Default::default()
     };
-    let response = send!(WORK, client.vms, create_vm, request).await;
+    let response = send!(client.limit(WORK), client.vms, create_vm, request).await;
     let response = response.map_err(|failure| about_vm(failure, &name))?;
     let vm = response.vm.ok_or_else(empty_answer)?;
     if start && !dry_run {
@@ -165,7 +207,7 @@ async fn started(client: &Client, name: &str, vm: v1::Vm) -> Result<v1::Vm> {
         name: name.to_owned(),
         ..Default::default()
     };
-    match send!(WORK, client.vms, start_vm, request).await {
+    match send!(client.limit(WORK), client.vms, start_vm, request).await {
         Ok(response) => response.vm.ok_or_else(empty_answer),
         Err(failure) if &*failure.reason == "ALREADY_RUNNING" => Ok(vm),
         Err(mut failure) => {

@@ -8,7 +8,7 @@ use proto::{
 use super::{
     apply, disk,
     disk_spec::{self, usage},
-    get, memory,
+    get, interrupt, memory,
 };
 use crate::{
     args::{CreateVm, Output},
@@ -23,10 +23,7 @@ pub async fn files(client: &Client, documents: &[Document], args: &CreateVm) -> 
     let mut failures = Vec::new();
     for document in documents {
         let done = match document.object.clone() {
-            Object::Vm(vm) => match apply::create(client, *vm, args.start, args.dry_run).await {
-                Ok(vm) => Ok(report(&vm, args)),
-                Err(failure) => Err(failure),
-            },
+            Object::Vm(made) => vm(client, *made, args).await.map(Ok),
             Object::Disk(_) if args.dry_run => {
                 Ok(output::line(format!("{} created (dry run)", document.title())))
             }
@@ -43,9 +40,16 @@ pub async fn files(client: &Client, documents: &[Document], args: &CreateVm) -> 
     super::all(failures)
 }
 
-/// Creates a VM made of flags.
-pub async fn flags(client: &Client, vm: v1::Vm, args: &CreateVm) -> Result<()> {
-    report(&apply::create(client, vm, args.start, args.dry_run).await?, args)
+/// Creates a VM.
+pub async fn vm(client: &Client, vm: v1::Vm, args: &CreateVm) -> Result<()> {
+    let creation = apply::create(client, vm.clone(), args.start, args.dry_run);
+    report(&interrupt::guarded(client, creation).await?, args)?;
+    if !args.start && !args.dry_run {
+        for line in apply::obstacles(client, &vm).await {
+            eprintln!("warning: {line}");
+        }
+    }
+    Ok(())
 }
 
 /// The VM that the flags describe.

@@ -65,7 +65,7 @@ pub fn from_flags(args: &CreateDisk) -> Result<v1::CreateDiskRequest> {
 /// Asks the daemon to make a disk.
 pub async fn create(client: &Client, request: v1::CreateDiskRequest) -> Result<v1::Disk> {
     let name = request.disk.as_ref().map(|disk| disk.name.clone());
-    let response = send!(COPY, client.disks, create_disk, request).await;
+    let response = send!(client.limit(COPY), client.disks, create_disk, request).await;
     let response = response.map_err(|failure| about_disk(failure, &name.unwrap_or_default()))?;
     response.disk.ok_or_else(empty_answer)
 }
@@ -85,7 +85,7 @@ pub async fn resize(client: &Client, name: &str, size: u64) -> Result<v1::Disk> 
         size_bytes: size,
         ..Default::default()
     };
-    let response = send!(WORK, client.disks, resize_disk, request).await;
+    let response = send!(client.limit(WORK), client.disks, resize_disk, request).await;
     let response = response.map_err(|failure| about_disk(failure, name))?;
     response.disk.ok_or_else(empty_answer)
 }
@@ -98,7 +98,7 @@ pub async fn delete(client: &Client, names: &[String], ignore_not_found: bool) -
             name: name.to_owned(),
             ..Default::default()
         };
-        match send!(WORK, client.disks, delete_disk, request).await {
+        match send!(client.limit(WORK), client.disks, delete_disk, request).await {
             Ok(_) => output::line(format!("disk/{name} deleted")).map_err(super::one)?,
             Err(failure) if ignore_not_found && failure.code == Code::NotFound => {}
             Err(failure) => failures.push(about_disk(failure, name)),
@@ -187,7 +187,9 @@ fn print_documents(disks: &[&v1::Disk], format: Option<Output>) -> Result<()> {
                 output::print(&format!("{separator}{yaml}"))?;
             }
             Some(Output::Json) => output::line(format!("{:#}", disk::manifest(disk)?))?,
-            Some(Output::Name | Output::Wide) | None => output::line(disk.name.clone())?,
+            Some(Output::Name | Output::Wide) | None => {
+                output::line(format!("disk/{}", disk.name))?;
+            }
         }
     }
     Ok(())

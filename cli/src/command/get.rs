@@ -125,7 +125,7 @@ pub fn print_documents(vms: &[&v1::Vm], format: Option<Output>, compact: bool) -
             }
             Some(Output::Json) if compact => output::line(emit::json(vm)?.to_string())?,
             Some(Output::Json) => output::line(format!("{:#}", emit::json(vm)?))?,
-            Some(Output::Name | Output::Wide) | None => output::line(name(vm))?,
+            Some(Output::Name | Output::Wide) | None => output::line(format!("vm/{}", name(vm)))?,
         }
     }
     Ok(())

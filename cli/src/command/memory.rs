@@ -4,7 +4,7 @@ use proto::v1;
 
 use crate::{
     args::memory::SetMemory,
-    client::{Client, WORK, about_vm, call},
+    client::{Client, WORK, about_vm, send},
     failure::Result,
     manifest::quantity,
     output,
@@ -18,7 +18,7 @@ pub async fn set(client: &Client, args: &SetMemory) -> Result<()> {
         target_bytes: target,
         ..Default::default()
     };
-    let answer = call(WORK, client.vms.clone().set_memory_target(request)).await;
+    let answer = send!(client.limit(WORK), client.vms, set_memory_target, request).await;
     answer.map_err(|failure| about_vm(failure, &args.name))?;
     let name = &args.name;
     if target == 0 {

@@ -3,8 +3,11 @@
 mod act;
 mod apply;
 mod config;
+mod confirm;
 mod create;
+mod delete;
 mod diagnose;
+pub mod diff;
 mod difference;
 mod disk;
 mod disk_spec;
@@ -12,18 +15,23 @@ mod edit;
 mod events;
 mod generate;
 mod get;
+mod interrupt;
+pub mod label;
 mod logs;
 mod memory;
 mod node;
 mod operation;
+mod parallel;
+pub mod patch;
 mod top;
 mod update;
 mod vm_disk;
+pub mod wait;
 
 use crate::{
     args::{
-        Cli, Command, Connection, Create, CreateVm, CreateWhat, DeleteVm, DeleteWhat, Describe, Edit, Get,
-        NodeOutput, Resize, disk::ResizeDisk, memory::Set, operation::Operation,
+        Cli, Command, Connection, Create, CreateVm, CreateWhat, Delete, DeleteVm, DeleteWhat, Describe, Edit,
+        Get, NodeOutput, Resize, Targets, Timeout, disk::ResizeDisk, memory::Set, operation::Operation,
     },
     client::Client,
     console,
@@ -43,7 +51,7 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         // Files are read before the daemon is asked, so that their mistakes show without one.
         Command::Apply(args) => {
             let documents = apply::read(&args.files)?;
-            let client = Client::connect(given).await.map_err(one)?;
+            let client = connect(given, args.timeout).await?;
             let how = update::How {
                 dry_run: args.dry_run,
                 restart: args.restart,
@@ -54,14 +62,30 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::Create(args) => create(given, *args).await,
         Command::Attach(args) => {
             let disk = disk_spec::from_flags(&args).map_err(one)?;
-            let client = Client::connect(given).await.map_err(one)?;
+            let client = connect(given, args.timeout).await?;
             vm_disk::attach(&client, &args.vm, disk).await.map_err(one)
         }
         Command::Limit(args) => {
             let target = vm_disk::target(&args).map_err(one)?;
-            let client = Client::connect(given).await.map_err(one)?;
+            let client = connect(given, args.timeout).await?;
             let done = vm_disk::limit(&client, &args, target).await;
             done.map_err(disk_spec::in_options).map_err(one)
+        }
+        Command::Diff(args) => {
+            let documents = apply::read(&args.files)?;
+            let client = Client::connect(given).await.map_err(one)?;
+            diff::diff(&client, &documents).await
+        }
+        Command::Delete(args) => delete(given, args).await,
+        Command::Label(args) => {
+            let (targets, changes) = label::read(&args).map_err(one)?;
+            let client = connect(given, args.timeout).await?;
+            label::label(&client, &targets, &changes).await
+        }
+        Command::Patch(args) => {
+            let merge = patch::read(&args).map_err(one)?;
+            let client = connect(given, args.timeout).await?;
+            patch::patch(&client, &args, merge.as_ref()).await.map_err(one)
         }
         command => {
             if let Command::Version { .. } = command {
@@ -73,11 +97,38 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
     }
 }
 
+/// Connects; changes may take that long.
+async fn connect(given: &Connection, timeout: Timeout) -> Result<Client, Vec<Failure>> {
+    let client = Client::connect(given).await.map_err(one)?;
+    Ok(client.with_timeout(timeout.timeout))
+}
+
+async fn delete(given: &Connection, args: Delete) -> Result<(), Vec<Failure>> {
+    match args.what {
+        Some(DeleteWhat::Disk(args)) => {
+            let client = connect(given, args.timeout).await?;
+            delete::disks(&client, &args).await
+        }
+        Some(DeleteWhat::Vm(args)) => delete_vms(given, &args).await,
+        None => delete_vms(given, &args.vms).await,
+    }
+}
+
+async fn delete_vms(given: &Connection, args: &DeleteVm) -> Result<(), Vec<Failure>> {
+    let documents = apply::read(&args.doomed.files)?;
+    let client = connect(given, args.timeout).await?;
+    if args.doomed.files.is_empty() {
+        delete::vms(&client, args).await
+    } else {
+        delete::files(&client, &documents, args).await
+    }
+}
+
 async fn create(given: &Connection, args: Create) -> Result<(), Vec<Failure>> {
     match args.what {
         Some(CreateWhat::Disk(args)) => {
             let request = disk::from_flags(&args).map_err(one)?;
-            let client = Client::connect(given).await.map_err(one)?;
+            let client = connect(given, args.timeout).await?;
             let made = disk::create(&client, request).await;
             let made = made.map_err(disk_spec::in_options).map_err(one)?;
             disk::report(&made, args.output).map_err(one)
@@ -90,11 +141,11 @@ async fn create(given: &Connection, args: Create) -> Result<(), Vec<Failure>> {
 async fn create_vm(given: &Connection, args: &CreateVm) -> Result<(), Vec<Failure>> {
     if args.files.is_empty() {
         let vm = create::from_flags(args).map_err(one)?;
-        let client = Client::connect(given).await.map_err(one)?;
-        create::flags(&client, vm, args).await.map_err(one)
+        let client = connect(given, args.timeout).await?;
+        create::vm(&client, vm, args).await.map_err(one)
     } else {
         let documents = apply::read(&args.files)?;
-        let client = Client::connect(given).await.map_err(one)?;
+        let client = connect(given, args.timeout).await?;
         create::files(&client, &documents, args).await
     }
 }
@@ -110,11 +161,14 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
             Describe::Vm(args) => get::describe(client, &args.names).await,
             Describe::Disk(args) => disk::describe(client, &args.names).await,
         },
-        Command::Edit { what: Edit::Vm(args) } => edit::vm(client, &args).await.map_err(one),
+        Command::Edit { what: Edit::Vm(args) } => {
+            let client = &client.with_timeout(args.timeout.timeout);
+            edit::vm(client, &args).await.map_err(one)
+        }
         Command::Detach(args) => vm_disk::detach(client, &args).await,
         Command::Resize {
             what: Resize::Disk(args),
-        } => resize(client, &args)
+        } => resize(&client.with_timeout(args.timeout.timeout), &args)
             .await
             .map_err(disk_spec::in_options)
             .map_err(one),
@@ -124,33 +178,34 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Diagnose(args) => diagnose::diagnose(client, &args).await.map_err(one),
         Command::Set {
             what: Set::Memory(args),
-        } => memory::set(client, &args).await.map_err(one),
+        } => memory::set(&client.with_timeout(args.timeout.timeout), &args)
+            .await
+            .map_err(one),
         Command::Stats(args) => vm_disk::stats(client, &args).await,
         Command::Start(args) => {
-            let no_wait = args.no_wait;
-            act::each(client, &args.names.names, &act::Verb::Start { no_wait }).await
+            let verb = act::Verb::Start {
+                no_wait: args.no_wait,
+            };
+            act(client, &args.targets, args.timeout, &verb).await
         }
-        Command::Stop(args) if args.all => act::stop_all(client, args.ending, args.evacuate).await,
         Command::Stop(args) => {
             let verb = act::Verb::Stop(args.ending, args.evacuate);
-            act::each(client, &args.names, &verb).await
+            act(client, &args.targets, args.timeout, &verb).await
         }
-        Command::Reset(args) => act::each(client, &args.names, &act::Verb::Reset).await,
-        Command::Operation {
-            what: Operation::Cancel { id },
-        } => operation::cancel(client, &id).await.map_err(one),
         Command::Restart(args) => {
-            act::each(client, &args.names.names, &act::Verb::Restart(args.ending)).await
+            let verb = act::Verb::Restart(args.ending);
+            act(client, &args.targets, args.timeout, &verb).await
         }
-        Command::Pause(args) => act::each(client, &args.names, &act::Verb::Pause).await,
-        Command::Resume(args) => act::each(client, &args.names, &act::Verb::Resume).await,
-        Command::Delete(args) => match args.what {
-            Some(DeleteWhat::Disk(args)) => {
-                disk::delete(client, &args.names.names, args.ignore_not_found).await
-            }
-            Some(DeleteWhat::Vm(args)) => delete(client, &args).await,
-            None => delete(client, &args.vms).await,
-        },
+        Command::Reset(args) => act(client, &args.targets, args.timeout, &act::Verb::Reset).await,
+        Command::Pause(args) => act(client, &args.targets, args.timeout, &act::Verb::Pause).await,
+        Command::Resume(args) => act(client, &args.targets, args.timeout, &act::Verb::Resume).await,
+        Command::Wait(args) => wait::wait(client, &args).await,
+        Command::Operation {
+            what: Operation::Cancel { id, timeout },
+        } => {
+            let client = &client.with_timeout(timeout.timeout);
+            operation::cancel(client, &id).await.map_err(one)
+        }
         Command::Console(args) => console::run(client, &args.name, args.no_replay)
             .await
             .map_err(one),
@@ -164,19 +219,23 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         | Command::Create(_)
         | Command::Attach(_)
         | Command::Limit(_)
+        | Command::Diff(_)
+        | Command::Delete(_)
+        | Command::Label(_)
+        | Command::Patch(_)
         | Command::Completion { .. }
         | Command::Config { .. }
         | Command::Generate { .. } => Ok(()),
     }
 }
 
-async fn delete(client: &Client, args: &DeleteVm) -> Result<(), Vec<Failure>> {
-    let verb = act::Verb::Delete {
-        force: args.force,
-        ignore_not_found: args.ignore_not_found,
-        no_wait: args.no_wait,
-    };
-    act::each(client, &args.names.names, &verb).await
+async fn act(
+    client: &Client,
+    targets: &Targets,
+    timeout: Timeout,
+    verb: &act::Verb,
+) -> Result<(), Vec<Failure>> {
+    act::targets(&client.with_timeout(timeout.timeout), targets, verb).await
 }
 
 async fn resize(client: &Client, args: &ResizeDisk) -> Result<()> {

@@ -4,10 +4,10 @@ use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use proto::v1;
 
-use super::apply;
+use super::{apply, interrupt, operation};
 use crate::{
     args::node::{Drain, LabelChange, NodeVerb},
-    client::{Client, QUICK, call},
+    client::{Client, QUICK, call, send},
     failure::{Code, Failure, Result},
     manifest::Object,
     output,
@@ -19,10 +19,19 @@ const DRAIN: Duration = Duration::from_secs(24 * 3600);
 /// Does it.
 pub async fn run(client: &Client, verb: NodeVerb) -> Result<(), Vec<Failure>> {
     match verb {
-        NodeVerb::Cordon { reason } => cordon(client, reason).await.map_err(super::one),
-        NodeVerb::Uncordon => uncordon(client).await.map_err(super::one),
+        NodeVerb::Cordon { reason, timeout } => {
+            let client = &client.with_timeout(timeout.timeout);
+            cordon(client, reason).await.map_err(super::one)
+        }
+        NodeVerb::Uncordon(timeout) => {
+            let client = &client.with_timeout(timeout.timeout);
+            uncordon(client).await.map_err(super::one)
+        }
         NodeVerb::Drain(args) => drain(client, args).await.map_err(super::one),
-        NodeVerb::Label { labels } => label(client, labels).await.map_err(super::one),
+        NodeVerb::Label { labels, timeout } => {
+            let client = &client.with_timeout(timeout.timeout);
+            label(client, labels).await.map_err(super::one)
+        }
         NodeVerb::Check { files } => check(client, &files).await,
     }
 }
@@ -32,13 +41,15 @@ async fn cordon(client: &Client, reason: String) -> Result<()> {
         reason,
         ..Default::default()
     };
-    let node = call(QUICK, client.nodes.clone().cordon_node(request)).await?.node;
+    let node = send!(client.limit(QUICK), client.nodes, cordon_node, request)
+        .await?
+        .node;
     output::line(format!("node/{} cordoned", node.unwrap_or_default().name))
 }
 
 async fn uncordon(client: &Client) -> Result<()> {
     let request = v1::UncordonNodeRequest::default();
-    let node = call(QUICK, client.nodes.clone().uncordon_node(request))
+    let node = send!(client.limit(QUICK), client.nodes, uncordon_node, request)
         .await?
         .node;
     output::line(format!("node/{} uncordoned", node.unwrap_or_default().name))
@@ -57,7 +68,7 @@ async fn label(client: &Client, labels: Vec<LabelChange>) -> Result<()> {
         remove,
         ..Default::default()
     };
-    let node = call(QUICK, client.nodes.clone().update_node_labels(request))
+    let node = send!(client.limit(QUICK), client.nodes, update_node_labels, request)
         .await?
         .node;
     output::line(format!("node/{} labelled", node.unwrap_or_default().name))
@@ -70,32 +81,28 @@ async fn drain(client: &Client, args: Drain) -> Result<()> {
         no_wait: true,
         ..Default::default()
     };
-    let begun = call(QUICK, client.nodes.clone().drain_node(request)).await?;
+    let begun = send!(QUICK, client.nodes, drain_node, request).await?;
     let operation = begun.operation.unwrap_or_default();
     if args.no_wait {
         return output::line(format!("operation/{} drains the node", operation.id));
     }
-    let request = v1::WatchOperationRequest { id: operation.id };
-    let mut changes = call(QUICK, client.operations.clone().watch_operation(request)).await?;
-    let mut last = v1::Operation::default();
-    let watched = tokio::time::timeout(DRAIN, async {
-        while let Some(change) = changes.message().await? {
-            let now = change.operation.unwrap_or_default();
-            if (now.progress_percent, &now.message) != (last.progress_percent, &last.message) {
-                output::line(format!("{:3} %  {}", now.progress_percent, now.message))?;
-            }
-            last = now;
+    let limit = args.timeout.timeout.unwrap_or(DRAIN);
+    let id = operation.id;
+    let mut last = (0, String::new());
+    let watched = operation::follow(client, &id, |now| {
+        if (now.progress_percent, &now.message) != (last.0, &last.1) {
+            output::line(format!("{:3} %  {}", now.progress_percent, now.message))?;
+            last = (now.progress_percent, now.message.clone());
         }
-        Ok::<_, Failure>(())
+        Ok(())
     });
-    watched
-        .await
-        .map_err(|_| Failure::new(Code::Timeout, "the drain goes on after a day"))??;
-    match last.phase() {
-        v1::OperationPhase::Completed => output::line("the node is drained".to_owned()),
-        v1::OperationPhase::Cancelled => Err(Failure::new(Code::Timeout, last.message)),
-        _ => Err(Failure::new(Code::Other, last.message)),
+    let hint = format!("`vmmctl get operation {id} -w` follows it, `vmmctl operation cancel {id}` ends it");
+    let watched = tokio::time::timeout(limit, watched);
+    match interrupt::guarded_operation(&hint, watched).await {
+        Ok(ended) => operation::outcome(ended?).map(drop)?,
+        Err(_) => return Err(Failure::new(Code::Timeout, "the drain goes on").hint(hint)),
     }
+    output::line("the node is drained")
 }
 
 async fn check(client: &Client, files: &[PathBuf]) -> Result<(), Vec<Failure>> {
@@ -117,7 +124,8 @@ async fn check(client: &Client, files: &[PathBuf]) -> Result<(), Vec<Failure>> {
                     problem.message,
                     problem.reason
                 );
-                Failure::new(Code::Exhausted, message)
+                let missing = problem.reason.ends_with("_NOT_FOUND");
+                Failure::new(if missing { Code::NotFound } else { Code::Exhausted }, message)
             })),
             Err(failure) => failures.push(document.locate(failure)),
         }

@@ -4,7 +4,7 @@ use proto::v1::{self, OperationPhase};
 
 use crate::{
     args::operation::GetOperation,
-    client::{Client, WORK, call, empty_answer},
+    client::{Client, QUICK, RESTART, TRIES, WORK, call, empty_answer, went_away},
     failure::{Code, Failure, Result},
     output::{self, operation},
 };
@@ -34,29 +34,89 @@ pub async fn get(client: &Client, args: &GetOperation) -> Result<()> {
         let row = operation::row(&found.ok_or_else(empty_answer)?, now);
         return output::print(&operation::table().whole(&[row], !args.no_headers));
     }
-    let request = v1::WatchOperationRequest { id: id.clone() };
-    let stream = client.operations.clone().watch_operation(request).await;
-    let mut stream = stream.map_err(|status| about(status.into(), id))?.into_inner();
     let mut table = operation::table();
     let mut first = !args.no_headers;
-    while let Some(seen) = stream.message().await? {
-        let seen = seen.operation.ok_or_else(empty_answer)?;
-        let row = operation::row(&seen, jiff::Timestamp::now());
-        output::print(&table.whole(&[row], first))?;
-        first = false;
-        match seen.phase() {
-            OperationPhase::Completed => return Ok(()),
-            OperationPhase::Failed | OperationPhase::Cancelled => return Err(ended(seen)),
-            _ => {}
+    let ended = follow(client, id, |seen| {
+        let row = operation::row(seen, jiff::Timestamp::now());
+        let header = std::mem::take(&mut first);
+        output::print(&table.whole(&[row], header))
+    });
+    outcome(ended.await?).map(drop)
+}
+
+/// Calls `seen` with an operation as it is and after each of its changes, over restarts of the daemon; returns it when it has
+/// ended.
+pub async fn follow(
+    client: &Client,
+    id: &str,
+    mut seen: impl FnMut(&v1::Operation) -> Result<()>,
+) -> Result<v1::Operation> {
+    let mut tries = 0;
+    loop {
+        let lost = match watch(client, id, &mut tries, &mut seen).await {
+            Ok(Some(ended)) => return Ok(ended),
+            Ok(None) => Failure::new(Code::Unavailable, "vmmd ended the watch")
+                .hint("it may be restarting: try again"),
+            Err(failure) => about(failure, id),
+        };
+        if !went_away(&lost) || tries == TRIES {
+            return Err(lost);
+        }
+        tries += 1;
+        tokio::time::sleep(RESTART).await;
+    }
+}
+
+/// Watches an operation until it or the stream has ended.
+async fn watch(
+    client: &Client,
+    id: &str,
+    tries: &mut u32,
+    seen: &mut impl FnMut(&v1::Operation) -> Result<()>,
+) -> Result<Option<v1::Operation>> {
+    let request = v1::WatchOperationRequest { id: id.to_owned() };
+    let mut stream = call(QUICK, client.operations.clone().watch_operation(request)).await?;
+    while let Some(change) = stream.message().await? {
+        *tries = 0;
+        let operation = change.operation.ok_or_else(empty_answer)?;
+        seen(&operation)?;
+        if has_ended(&operation) {
+            return Ok(Some(operation));
         }
     }
-    Err(Failure::new(Code::Unavailable, "vmmd ended the watch").hint("it may be restarting: try again"))
+    Ok(None)
+}
+
+/// Waits for the end of an operation.
+pub async fn until_ended(client: &Client, id: &str) -> Result<v1::Operation> {
+    outcome(follow(client, id, |_| Ok(())).await?)
+}
+
+fn has_ended(operation: &v1::Operation) -> bool {
+    use OperationPhase::{Cancelled, Completed, Failed};
+    matches!(operation.phase(), Completed | Failed | Cancelled)
+}
+
+/// An operation that has ended; a failure when it is not complete.
+pub fn outcome(ended: v1::Operation) -> Result<v1::Operation> {
+    let code = match ended.phase() {
+        OperationPhase::Failed => Code::Other,
+        OperationPhase::Cancelled => Code::Cancelled,
+        _ => return Ok(ended),
+    };
+    let message = ended.error.map_or(ended.message, |error| error.message);
+    Err(Failure::new(code, message).about("operation", &ended.id))
 }
 
 /// Ends one early.
 pub async fn cancel(client: &Client, id: &str) -> Result<()> {
     let request = v1::CancelOperationRequest { id: id.to_owned() };
-    let response = call(WORK, client.operations.clone().cancel_operation(request)).await;
+    // The second time is no other than the first.
+    let response = client.again(client.limit(WORK), || {
+        let (mut operations, request) = (client.operations.clone(), request.clone());
+        async move { operations.cancel_operation(request).await }
+    });
+    let response = response.await;
     let ended = response.map_err(|failure| about(failure, id))?.operation;
     let ended = ended.ok_or_else(empty_answer)?;
     let how = match ended.phase() {
@@ -69,11 +129,6 @@ pub async fn cancel(client: &Client, id: &str) -> Result<()> {
         message => format!(": {message}"),
     };
     output::line(format!("operation/{id} {how}{message}"))
-}
-
-fn ended(operation: v1::Operation) -> Failure {
-    let message = operation.error.map_or(operation.message, |error| error.message);
-    Failure::new(Code::Other, message).about("operation", &operation.id)
 }
 
 fn about(failure: Failure, id: &str) -> Failure {

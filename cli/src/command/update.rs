@@ -13,6 +13,12 @@ use crate::{
 /// What the daemon gives a guest to power off when nothing is said.
 const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 
+/// What is said of a VM that is as wanted.
+pub const UNCHANGED: &str = "unchanged";
+
+/// How often a change is made anew of what somebody else has changed meanwhile.
+const TRIES: u32 = 5;
+
 /// How a VM is changed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct How {
@@ -25,7 +31,7 @@ pub struct How {
 }
 
 /// What came of it.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, Default, PartialEq)]
 pub struct Done {
     /// In a few words.
     pub text: String,
@@ -48,13 +54,36 @@ pub async fn update(client: &Client, wanted: v1::Vm, there: &v1::Vm, how: How) -
         ..Default::default()
     };
     let limit = how.grace.unwrap_or(DEFAULT_GRACE) + WORK;
-    let answer = send!(limit, client.vms, update_vm, request).await;
+    let answer = send!(client.limit(limit), client.vms, update_vm, request).await;
     let answer = answer.map_err(|failure| match &*failure.reason {
         "DISK_NOT_FOUND" => failure.about("vm", &name).hint(DISKS),
         _ => about_vm(failure, &name),
     });
     let vm = answer?.vm;
     said(there, &vm.ok_or_else(empty_answer)?)
+}
+
+/// Makes a VM what `wanted` makes of it. When somebody else changes it between the two, it is read and changed anew.
+pub async fn rewrite(
+    client: &Client,
+    name: &str,
+    how: How,
+    wanted: impl Fn(&v1::Vm) -> Result<v1::Vm>,
+) -> Result<Done> {
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        let there = client.get(name).await?;
+        let mut vm = wanted(&there)?;
+        let known = there.metadata.clone().unwrap_or_default();
+        let metadata = vm.metadata.get_or_insert_default();
+        (metadata.uid, metadata.generation) = (known.uid, known.generation);
+        vm.status = None;
+        match update(client, vm, &there, how).await {
+            Err(failure) if &*failure.reason == "GENERATION_MISMATCH" && tries < TRIES => {}
+            done => return done,
+        }
+    }
 }
 
 /// What to say of a VM that was `there` and is `now`.
@@ -98,7 +127,7 @@ fn said(there: &v1::Vm, now: &v1::Vm) -> Result<Done> {
         }
     }
     let mut text = if differences.is_empty() {
-        "unchanged"
+        UNCHANGED
     } else {
         "changed"
     }

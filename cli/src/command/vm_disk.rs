@@ -35,7 +35,7 @@ pub async fn add(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<&'stat
         disk: Some(disk),
         ..Default::default()
     };
-    let answer = send!(WORK, client.vms, attach_disk, request).await;
+    let answer = send!(client.limit(WORK), client.vms, attach_disk, request).await;
     let answer = answer.map_err(|failure| match failure.code {
         Code::NotFound if !is_about_vm(&failure) => failure.hint(DISKS),
         _ if kept && &*failure.reason == "DISK_NOT_FOUND" => failure.hint(DISKS),
@@ -64,7 +64,7 @@ pub async fn detach(client: &Client, args: &Detach) -> Result<(), Vec<Failure>> 
             ..Default::default()
         };
         let limit = args.timeout.unwrap_or(DEFAULT_TIMEOUT) + WORK;
-        match send!(limit, client.vms, detach_disk, request).await {
+        match send!(client.limit(limit), client.vms, detach_disk, request).await {
             Ok(_) => output::line(format!("vm/{} disk {disk} detached", args.vm)).map_err(super::one)?,
             Err(failure) if failure.code == Code::Timeout && !args.force => {
                 let hint = format!(
@@ -87,7 +87,7 @@ pub async fn resize(client: &Client, vm: &str, disk: &str, size: Option<u64>) ->
         size_bytes: size.unwrap_or_default(),
         ..Default::default()
     };
-    let answer = send!(WORK, client.vms, resize_vm_disk, request).await;
+    let answer = send!(client.limit(WORK), client.vms, resize_vm_disk, request).await;
     let answer = answer.map_err(|failure| about(failure, vm, disk))?;
     let status = answer.vm.and_then(|vm| vm.status).unwrap_or_default();
     let now = status.disks.iter().find(|status| status.name == disk);
@@ -136,7 +136,7 @@ pub async fn set_limit(client: &Client, vm: &str, target: Target, limit: v1::Rat
         limit: Some(limit),
         ..Default::default()
     };
-    let answer = send!(WORK, client.vms, set_rate_limit, request).await;
+    let answer = send!(client.limit(WORK), client.vms, set_rate_limit, request).await;
     answer.map_err(|failure| about(failure, vm, &name))?;
     Ok(done)
 }

@@ -89,7 +89,7 @@ fn a_peer_that_does_not_speak_grpc_is_an_error_and_no_hang() {
 
 #[rstest]
 #[case::no_verb(&[])]
-#[case::unknown_verb(&["list"])]
+#[case::unknown_verb(&["frobnicate"])]
 #[case::no_name(&["start"])]
 #[case::grace_and_force(&["stop", "a", "--grace", "5s", "--force"])]
 #[case::long_grace(&["stop", "a", "--grace", "2h"])]

@@ -82,17 +82,17 @@ Overlay of:      base
 Path:            /var/lib/vmmd/disks/over
 Used by:         no VM
 "#);
-    assert_eq!(run(&daemon, "get disk -l tier=gold -o name"), done("base\n"));
+    assert_eq!(run(&daemon, "get disk -l tier=gold -o name"), done("disk/base\n"));
     let refused = "error: disk \"base\" has overlays (over): delete those first\n";
-    assert_eq!(run(&daemon, "delete disk base"), failed(5, refused));
+    assert_eq!(run(&daemon, "delete disk base -y"), failed(5, refused));
     assert_eq!(
-        run(&daemon, "delete disk over base"),
+        run(&daemon, "delete disk over base --yes"),
         done("disk/over deleted\ndisk/base deleted\n")
     );
     let missing =
         "error: there is no disk \"over\" on this node; `vmmctl get disk` lists the disks there are\n";
-    assert_eq!(run(&daemon, "delete disk over"), failed(3, missing));
-    assert_eq!(run(&daemon, "delete disk over --ignore-not-found"), done(""));
+    assert_eq!(run(&daemon, "delete disk over -y"), failed(3, missing));
+    assert_eq!(run(&daemon, "delete disk over -y --ignore-not-found"), done(""));
     let exists = "error: there is a disk \"copy\" already; `vmmctl describe disk copy` shows it\n";
     assert_eq!(run(&daemon, "create disk copy --size 1Mi"), failed(4, exists));
 }
@@ -102,7 +102,7 @@ fn deleting_a_disk_touches_no_vm_of_that_name() {
     let daemon = with_vm();
     daemon.state.put("data", VmPhase::Stopped, &[]);
     daemon.state.put("disk", VmPhase::Stopped, &[]);
-    assert_eq!(run(&daemon, "delete disk data"), done("disk/data deleted\n"));
+    assert_eq!(run(&daemon, "delete disk data -y"), done("disk/data deleted\n"));
     assert_eq!(daemon.state.phase("data"), Some(VmPhase::Stopped));
     assert_eq!(run(&daemon, "delete vm disk"), done("vm/disk deleted\n"));
     assert_eq!(run(&daemon, "delete data"), done("vm/data deleted\n"));
@@ -246,7 +246,7 @@ fn apply_gives_a_vm_disks_and_takes_them_away() {
     let expected = "error: vm/web: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks \
                     there are\n";
     let missing = with("{name: data, disk: over, onError: pause}\n  - {name: more, disk: nope}");
-    assert_eq!(apply("", &missing), (5, disks.into(), expected.into()));
+    assert_eq!(apply("", &missing), (3, disks.into(), expected.into()));
 }
 
 #[test]
@@ -356,7 +356,7 @@ fn why_a_disk_can_not_be_attached_is_said_with_what_to_do() {
     let daemon = with_vm();
     let expected =
         "error: disk: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks there are\n";
-    assert_eq!(run(&daemon, "attach web --disk nope"), failed(5, expected));
+    assert_eq!(run(&daemon, "attach web --disk nope"), failed(3, expected));
     let expected = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
     assert_eq!(run(&daemon, "attach nope --disk data"), failed(3, expected));
     let expected = "error: VM \"web\" has 64 disks and NICs, as many as there are slots: detach one first; `vmmctl describe vm web` \
@@ -393,8 +393,8 @@ fn wrong_values_are_told_of_the_options() {
             "error: --burst: needs --bps: without that limit everything flows at once\n",
         ),
         (
-            "create disk data --size 1000",
-            "error: --size: must be a multiple of 512 from 512 to 70368744177664 (64 TiB), is 1000\n",
+            "create disk data --size 1048577",
+            "error: --size: must be a multiple of 512 from 512 to 70368744177664 (64 TiB), is 1048577\n",
         ),
         (
             "create disk data --from-file /a --format qcow2",

@@ -1,6 +1,8 @@
 //! The program `vmmctl` from outside, against a daemon made for the tests.
 
 mod alone;
+mod change;
+mod choose;
 mod console;
 mod disks;
 mod node;
@@ -8,3 +10,4 @@ mod observe;
 mod support;
 mod tls;
 mod verbs;
+mod wait;

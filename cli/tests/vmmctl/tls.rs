@@ -200,7 +200,7 @@ fn contexts_name_daemons_and_one_of_them_is_used() {
     let case = Case::new();
     let port = front(&case.daemon, &case.pki);
     let endpoint = format!("https://localhost:{port}");
-    assert_eq!(case.get(&endpoint, &case.pki).1, "web\n");
+    assert_eq!(case.get(&endpoint, &case.pki).1, "vm/web\n");
     let home = case.folder.path();
     let ok = |args: &[&str]| {
         let (code, out, err) = vmmctl(home, args);
@@ -219,7 +219,7 @@ fn contexts_name_daemons_and_one_of_them_is_used() {
     assert_eq!(ok(&[&set[..], &files].concat()), "context/far set\n");
     let socket = case.daemon.socket.to_str().unwrap();
     ok(&["config", "set-context", "near", "--socket", socket]);
-    assert_eq!(ok(&["get", "vm", "-o", "name", "--context", "far"]), "web\n");
+    assert_eq!(ok(&["get", "vm", "-o", "name", "--context", "far"]), "vm/web\n");
     assert_eq!(vmmctl(home, &["get", "vm", "--context", "nowhere"]).0, Some(3));
     ok(&["config", "use-context", "far"]);
     // Paths are kept whole: another folder is no other context.
@@ -229,7 +229,7 @@ fn contexts_name_daemons_and_one_of_them_is_used() {
         far.starts_with('*') && far.contains(&endpoint) && far.contains(home.to_str().unwrap()),
         "{listed}"
     );
-    assert_eq!(ok(&["get", "vm", "-o", "name"]), "web\n");
+    assert_eq!(ok(&["get", "vm", "-o", "name"]), "vm/web\n");
     ok(&["config", "delete-context", "far"]);
     let listed = ok(&["config", "get-contexts"]);
     assert!(!listed.contains("far") && !listed.contains('*'), "{listed}");
@@ -260,7 +260,7 @@ fn each_failure_of_tls_is_said_in_its_own_words() {
     case.fails(
         &format!("https://127.0.0.1:{port}"),
         &case.pki,
-        7,
+        12,
         "for other names than \"127.0.0.1\"",
     );
     other.issue(
@@ -273,7 +273,7 @@ fn each_failure_of_tls_is_said_in_its_own_words() {
     case.fails(
         &format!("https://localhost:{foreign}"),
         &case.pki,
-        7,
+        12,
         "from another CA",
     );
     case.pki.issue(
@@ -286,7 +286,7 @@ fn each_failure_of_tls_is_said_in_its_own_words() {
     case.fails(
         &format!("https://localhost:{expired}"),
         &case.pki,
-        7,
+        12,
         "has expired",
     );
     // No TLS at all.
@@ -294,7 +294,7 @@ fn each_failure_of_tls_is_said_in_its_own_words() {
     case.fails(
         &format!("https://localhost:{http}"),
         &case.pki,
-        7,
+        12,
         "does not speak TLS",
     );
     let mute = other_server(b"");

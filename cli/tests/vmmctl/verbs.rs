@@ -6,7 +6,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use crate::support::Daemon;
+use crate::support::{Daemon, done, failed, run, run_with_input};
 use proto::v1::{VmPhase, WatchEventType};
 
 const MANIFEST: &str = "\
@@ -21,29 +21,6 @@ spec:
   nics:
   - {name: eth0, bridge: br0}
 ";
-
-/// Runs vmmctl; its exit code, standard output and standard error.
-fn run(daemon: &Daemon, args: &[&str]) -> (i32, String, String) {
-    run_with_input(daemon, args, "")
-}
-
-fn run_with_input(daemon: &Daemon, args: &[&str], input: &str) -> (i32, String, String) {
-    let output = daemon.vmmctl().args(args).write_stdin(input).output().unwrap();
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    (
-        output.status.code().unwrap(),
-        text(output.stdout),
-        text(output.stderr),
-    )
-}
-
-fn done(stdout: &str) -> (i32, String, String) {
-    (0, stdout.to_owned(), String::new())
-}
-
-fn failed(code: i32, stderr: &str) -> (i32, String, String) {
-    (code, String::new(), stderr.to_owned())
-}
 
 #[test]
 fn apply_creates_what_is_missing_and_leaves_alone_what_is_as_wanted() {
@@ -335,11 +312,11 @@ fn get_lists_and_selects() {
                  web-2   Stopped   2      1Gi      -        -\n";
     assert_eq!(run(&daemon, &["get", "vm"]), done(table));
     let names = |args: &[&str]| run(&daemon, &[&["get", "vms", "-o", "name"], args].concat());
-    assert_eq!(names(&["-l", "tier=front"]), done("web-1\nweb-2\n"));
-    assert_eq!(names(&["-l", "tier=front,zone!=a"]), done("web-2\n"));
-    assert_eq!(names(&["-l", "zone"]), done("web-1\n"));
+    assert_eq!(names(&["-l", "tier=front"]), done("vm/web-1\nvm/web-2\n"));
+    assert_eq!(names(&["-l", "tier=front,zone!=a"]), done("vm/web-2\n"));
+    assert_eq!(names(&["-l", "zone"]), done("vm/web-1\n"));
     let missing = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
-    assert_eq!(names(&["db", "nope"]), (3, "db\n".into(), missing.into()));
+    assert_eq!(names(&["db", "nope"]), (3, "vm/db\n".into(), missing.into()));
     let json: serde_json::Value =
         serde_json::from_str(&run(&daemon, &["get", "vm", "-o", "json"]).1).unwrap();
     assert_eq!(json[1]["status"]["phase"], "VM_PHASE_RUNNING");
@@ -451,9 +428,9 @@ fn each_of_several_names_has_its_own_result_and_the_first_failure_gives_the_code
     daemon.state.put("a", VmPhase::Stopped, &[]);
     daemon.state.put("b", VmPhase::Running, &[]);
     daemon.state.put("c", VmPhase::Stopped, &[]);
-    let (code, stdout, stderr) = run(&daemon, &["start", "a", "b", "nope", "c"]);
-    assert_eq!((code, stdout.as_str()), (5, "vm/a started\nvm/c started\n"));
-    let expected = "error: VM \"b\" is VM_PHASE_RUNNING\n\
+    let (code, stdout, stderr) = run(&daemon, &["delete", "a", "vm/b", "nope", "c"]);
+    assert_eq!((code, stdout.as_str()), (5, "vm/a deleted\nvm/c deleted\n"));
+    let expected = "error: VM \"b\" is VM_PHASE_RUNNING; `vmmctl stop b`, or `vmmctl delete --force b`\n\
                     error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
     assert_eq!(stderr, expected);
 }
@@ -468,7 +445,8 @@ fn stop_all_stops_what_runs_and_nothing_else() {
         run(&daemon, &["stop", "--all", "--force"]),
         done("vm/b stopped\nvm/c stopped\n")
     );
-    assert_eq!(run(&daemon, &["stop", "--all"]), done(""));
+    let nothing = (0, String::new(), "There are no VMs to stop.\n".to_owned());
+    assert_eq!(run(&daemon, &["stop", "--all"]), nothing);
 }
 
 #[test]
@@ -535,10 +513,10 @@ fn get_chooses_by_phase_and_names_what_is_not_there() {
         daemon.state.put(name, phase, &[]);
     }
     let get = |args: &[&str]| run(&daemon, &[&["get", "vm", "-o", "name"], args].concat());
-    assert_eq!(get(&["--phase", "running,Paused"]), done("a\nc\nd\n"));
-    assert_eq!(get(&["d", "b", "a", "--phase=running"]), done("d\na\n"));
+    assert_eq!(get(&["--phase", "running,Paused"]), done("vm/a\nvm/c\nvm/d\n"));
+    assert_eq!(get(&["d", "b", "a", "--phase=running"]), done("vm/d\nvm/a\n"));
     let (code, stdout, stderr) = get(&["a", "x"]);
-    assert_eq!((code, stdout.as_str()), (3, "a\n"));
+    assert_eq!((code, stdout.as_str()), (3, "vm/a\n"));
     assert!(stderr.contains("\"x\""), "{stderr}");
 }
 

@@ -2,13 +2,15 @@
 
 mod disk;
 mod observe;
+mod operation;
 mod update;
 
 use std::{
     collections::BTreeMap,
-    path::PathBuf,
+    path::{Path, PathBuf},
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use proto::v1::{
@@ -16,6 +18,7 @@ use proto::v1::{
     disk_service_server::DiskServiceServer,
     event_service_server::EventServiceServer,
     node_service_server::{NodeService, NodeServiceServer},
+    operation_service_server::OperationServiceServer,
     vm_service_server::{VmService, VmServiceServer},
 };
 use tokio::{net::UnixListener, sync::broadcast};
@@ -36,6 +39,43 @@ pub struct State {
     changes: broadcast::Sender<v1::WatchVmsResponse>,
     events: broadcast::Sender<v1::Event>,
     samples: Arc<Mutex<u64>>,
+    operations: Arc<Mutex<BTreeMap<String, v1::Operation>>>,
+    play: Arc<Mutex<Play>>,
+}
+
+/// How the daemon behaves.
+#[derive(Default)]
+struct Play {
+    slow_starts: bool,
+    starts: usize,
+    most_starts: usize,
+    exit: Option<v1::ExitReason>,
+    changes_before_updates: usize,
+}
+
+/// Runs vmmctl; its exit code, standard output and standard error.
+pub fn run(daemon: &Daemon, args: &[&str]) -> (i32, String, String) {
+    run_with_input(daemon, args, "")
+}
+
+pub fn run_with_input(daemon: &Daemon, args: &[&str], input: &str) -> (i32, String, String) {
+    let output = daemon.vmmctl().args(args).write_stdin(input).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (
+        output.status.code().unwrap(),
+        text(output.stdout),
+        text(output.stderr),
+    )
+}
+
+/// What a command that has nothing to say on standard error ends with.
+pub fn done(stdout: &str) -> (i32, String, String) {
+    (0, stdout.to_owned(), String::new())
+}
+
+/// What a command that has nothing to say on standard output ends with.
+pub fn failed(code: i32, stderr: &str) -> (i32, String, String) {
+    (code, String::new(), stderr.to_owned())
 }
 
 /// A daemon that listens until it is dropped.
@@ -50,11 +90,6 @@ impl Daemon {
     pub fn start() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("vmmd.sock");
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .enable_all()
-            .build()
-            .unwrap();
         let state = State {
             vms: Arc::default(),
             disks: Arc::default(),
@@ -63,23 +98,24 @@ impl Daemon {
             changes: broadcast::channel(64).0,
             events: broadcast::channel(64).0,
             samples: Arc::default(),
+            operations: Arc::default(),
+            play: Arc::default(),
         };
-        let listener = {
-            let _inside = runtime.enter();
-            UnixListener::bind(&socket).unwrap()
-        };
-        let server = tonic::transport::Server::builder()
-            .add_service(VmServiceServer::new(state.clone()))
-            .add_service(DiskServiceServer::new(state.clone()))
-            .add_service(EventServiceServer::new(state.clone()))
-            .add_service(NodeServiceServer::new(state.clone()));
-        runtime.spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));
         Self {
+            runtime: Some(serve(&socket, &state)),
             socket,
             state,
             _folder: folder,
-            runtime: Some(runtime),
         }
+    }
+
+    /// Drops all connections and listens anew, as after a crash.
+    pub fn restart(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+        std::fs::remove_file(&self.socket).unwrap();
+        self.runtime = Some(serve(&self.socket, &self.state));
     }
 
     /// Runs a task beside the daemon's.
@@ -95,6 +131,27 @@ impl Daemon {
             .timeout(std::time::Duration::from_secs(30));
         command
     }
+}
+
+/// Serves `state` on `socket` as long as the runtime is there.
+fn serve(socket: &Path, state: &State) -> tokio::runtime::Runtime {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    let listener = {
+        let _inside = runtime.enter();
+        UnixListener::bind(socket).unwrap()
+    };
+    let server = tonic::transport::Server::builder()
+        .add_service(VmServiceServer::new(state.clone()))
+        .add_service(DiskServiceServer::new(state.clone()))
+        .add_service(EventServiceServer::new(state.clone()))
+        .add_service(OperationServiceServer::new(state.clone()))
+        .add_service(NodeServiceServer::new(state.clone()));
+    runtime.spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));
+    runtime
 }
 
 impl Drop for Daemon {
@@ -179,10 +236,45 @@ impl State {
                     pid: 7,
                     ..Default::default()
                 }),
+                conditions: vec![ready(name, phase)],
                 ..v1::VmStatus::default()
             }),
         };
         lock(&self.vms).insert(name.into(), vm);
+    }
+
+    /// Starts take a moment.
+    pub fn slow_starts(&self) {
+        lock(&self.play).slow_starts = true;
+    }
+
+    /// How many starts were under way at a time, at most.
+    pub fn most_starts(&self) -> usize {
+        lock(&self.play).most_starts
+    }
+
+    /// Stops end so from now on.
+    pub fn end_with(&self, exit: v1::ExitReason) {
+        lock(&self.play).exit = Some(exit);
+    }
+
+    /// That many times, somebody else changes a VM just before an update comes.
+    pub fn change_before_updates(&self, times: usize) {
+        lock(&self.play).changes_before_updates = times;
+    }
+
+    /// A start that takes a moment, and one more beside the others.
+    async fn start_slowly(&self) {
+        {
+            let mut play = lock(&self.play);
+            if !play.slow_starts {
+                return;
+            }
+            play.starts += 1;
+            play.most_starts = play.most_starts.max(play.starts);
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        lock(&self.play).starts -= 1;
     }
 
     /// The phase of a VM, if it is there.
@@ -367,9 +459,24 @@ impl VmService for State {
     }
 
     async fn start_vm(&self, request: Request<v1::StartVmRequest>) -> Answer<v1::StartVmResponse> {
-        let v1::StartVmRequest { name, request_id, .. } = request.into_inner();
+        let v1::StartVmRequest {
+            name,
+            request_id,
+            deadline,
+            ..
+        } = request.into_inner();
         assert!(!request_id.is_empty(), "each request has an id");
-        self.called(format!("start {name}"));
+        let deadline = deadline.map(|deadline| format!(" deadline={}", deadline.seconds));
+        if name == "endless" {
+            self.operation_of("op-1", &name, &request_id);
+        }
+        self.called(format!("start {name}{}", deadline.unwrap_or_default()));
+        self.start_slowly().await;
+        match name.as_str() {
+            "endless" => std::future::pending().await,
+            "cancelled" => return Err(Status::cancelled("the start was cancelled")),
+            _ => {}
+        }
         if name == "restarting" {
             let asked = self.ids(&request_id);
             if asked == 1 {
@@ -398,10 +505,14 @@ impl VmService for State {
         } = request.into_inner();
         let grace = grace_period.map(|grace| grace.seconds);
         self.called(format!("stop {name} grace={grace:?} force={force}"));
-        let vm = self.change(&name, &[VmPhase::Running, VmPhase::Paused], VmPhase::Stopped)?;
+        let mut vm = self.change(&name, &[VmPhase::Running, VmPhase::Paused], VmPhase::Stopped)?;
+        let exit = lock(&self.play).exit;
+        if let (Some(status), Some(exit)) = (vm.as_mut().and_then(|vm| vm.status.as_mut()), exit) {
+            status.last_exit.get_or_insert_default().set_reason(exit);
+        }
         Ok(Response::new(v1::StopVmResponse {
             vm,
-            ..Default::default()
+            operation: Some(v1::Operation::default()),
         }))
     }
 
@@ -422,6 +533,9 @@ impl VmService for State {
     }
 
     async fn pause_vm(&self, request: Request<v1::PauseVmRequest>) -> Answer<v1::PauseVmResponse> {
+        if request.get_ref().name == "silent" {
+            std::future::pending::<()>().await;
+        }
         let vm = self.change(&request.into_inner().name, &[VmPhase::Running], VmPhase::Paused)?;
         Ok(Response::new(v1::PauseVmResponse { vm }))
     }
@@ -640,6 +754,20 @@ impl NodeService for State {
             operation,
             remaining: Vec::new(),
         }))
+    }
+}
+
+/// Whether the guest runs and its vmm answers: of the VM called `silent` nobody knows.
+fn ready(name: &str, phase: VmPhase) -> v1::Condition {
+    let status = match (name, phase) {
+        ("silent", _) => v1::ConditionStatus::Unknown,
+        (_, VmPhase::Running) => v1::ConditionStatus::True,
+        _ => v1::ConditionStatus::False,
+    };
+    v1::Condition {
+        r#type: "Ready".into(),
+        status: status.into(),
+        ..Default::default()
     }
 }
 

@@ -6,6 +6,21 @@ use tonic::{Code, Status};
 use super::{State, lock, refusal};
 
 impl State {
+    /// Somebody else changes the VM, if that is to be.
+    fn change_in_between(&self, name: &str) -> Result<(), Status> {
+        let mut play = lock(&self.play);
+        if play.changes_before_updates > 0 {
+            play.changes_before_updates -= 1;
+            let mut vm = self.find(name)?;
+            let metadata = vm.metadata.as_mut().unwrap();
+            metadata.generation += 1;
+            let label = format!("other-{}", play.changes_before_updates);
+            metadata.labels.insert(label, String::new());
+            self.store(name, vm);
+        }
+        Ok(())
+    }
+
     /// `UpdateVm`.
     pub fn update(&self, request: v1::UpdateVmRequest) -> Result<v1::Vm, Status> {
         let mode = request.apply();
@@ -18,6 +33,7 @@ impl State {
             return Err(Status::invalid_argument("no VM"));
         };
         let (metadata, mut spec) = (wanted.metadata.unwrap(), wanted.spec.unwrap());
+        self.change_in_between(&metadata.name)?;
         let there = self.find(&metadata.name)?;
         let known = there.metadata.clone().unwrap();
         if ![0, known.generation].contains(&metadata.generation) {

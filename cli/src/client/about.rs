@@ -1,0 +1,83 @@
+//! What a failure is about, and the command that helps.
+
+use std::time::Duration;
+
+use proto::v1;
+
+use super::{Client, call, call::NO_ANSWER};
+use crate::failure::{Code, Failure};
+
+/// The command that helps who names a disk that is not there.
+pub const DISKS: &str = "`vmmctl get disk` lists the disks there are";
+
+/// How long to ask for the reason of an answer that did not come.
+const PROBE: Duration = Duration::from_secs(5);
+
+impl Client {
+    /// Finds out who did not answer in time: vmmd, or the process of the VM that the call was about.
+    pub async fn name_the_silent(&self, failure: Failure, vm: &str) -> Failure {
+        if &*failure.reason != NO_ANSWER {
+            return failure;
+        }
+        let request = v1::GetVmRequest { name: vm.to_owned() };
+        let Ok(answer) = call(PROBE, self.vms.clone().get_vm(request)).await else {
+            return failure;
+        };
+        let status = answer.vm.and_then(|vm| vm.status).unwrap_or_default();
+        let ready = status
+            .conditions
+            .into_iter()
+            .find(|condition| condition.r#type == "Ready");
+        let silent = ready.is_some_and(|ready| ready.status() == v1::ConditionStatus::Unknown);
+        let message = if silent {
+            format!("the vmm process of vm/{vm} does not answer (vmmd does)")
+        } else {
+            format!("vm/{vm}: {} (vmmd itself answers)", failure.message)
+        };
+        let hint = if silent {
+            format!("`vmmctl logs --vmm {vm}` may say why; `vmmctl stop --force {vm}` ends it")
+        } else {
+            format!("`vmmctl get operation --vm {vm}` shows what is under way")
+        };
+        Failure {
+            hint: Some(hint.into()),
+            message,
+            ..failure
+        }
+    }
+}
+
+/// Adds to a failure about a VM its name, and the command that helps.
+pub fn about_vm(failure: Failure, name: &str) -> Failure {
+    let hint = match &*failure.reason {
+        "STILL_RUNNING" => format!("`vmmctl stop {name}`, or `vmmctl delete --force {name}`"),
+        "NOT_RUNNING" => format!("`vmmctl start {name}`"),
+        "RUN_POLICY" => format!("`vmmctl describe vm {name}` shows the run policy"),
+        "VMM_TOO_OLD" => format!("`vmmctl restart {name}`"),
+        "VM_PAUSED" => format!("`vmmctl resume {name}`"),
+        "VM_EXISTS" => format!("`vmmctl describe vm {name}` shows it"),
+        "KVM_UNAVAILABLE" | "KVM_UNUSABLE" | "INSUFFICIENT_MEMORY" => {
+            "`vmmctl node` shows what there is".into()
+        }
+        "" | "VM_NOT_FOUND" if failure.code == Code::NotFound => {
+            "`vmmctl get vm` lists the VMs there are".into()
+        }
+        _ => return failure.about("vm", name),
+    };
+    failure.about("vm", name).hint(hint)
+}
+
+/// Adds to a failure about a disk of the node its name, and the command that helps.
+pub fn about_disk(failure: Failure, name: &str) -> Failure {
+    let hint = match failure.code {
+        Code::NotFound => DISKS.into(),
+        Code::Conflict => format!("`vmmctl describe disk {name}` shows it"),
+        _ => return failure.about("disk", name),
+    };
+    failure.about("disk", name).hint(hint)
+}
+
+/// An answer without its content, which a daemon never sends.
+pub fn empty_answer() -> Failure {
+    Failure::new(Code::Other, "vmmd sent an empty answer").hint("compare versions with `vmmctl version`")
+}

@@ -1,0 +1,132 @@
+//! How calls are made: bounded in time, and changes carried out once however often they are sent.
+
+use std::{future::Future, sync::PoisonError, time::Duration};
+
+use proto::rule::Mutation;
+use tokio::time::Instant;
+use tonic::{Response, Status};
+use uuid::Uuid;
+
+use super::Client;
+use crate::failure::{Code, Failure, Result};
+
+/// How long the daemon may take to answer what is no work for it.
+pub const QUICK: Duration = Duration::from_secs(30);
+/// How long it may take for what is: building a machine, ending a process, on a loaded node.
+pub const WORK: Duration = Duration::from_secs(180);
+/// How long it may take to copy or reserve the whole of a disk. A daemon that ends is noticed at once in any case.
+pub const COPY: Duration = Duration::from_secs(24 * 3600);
+
+/// How long a daemon that went away is given to come back before it is asked again.
+pub const RESTART: Duration = Duration::from_secs(1);
+/// How often a daemon that went away is asked again.
+pub const TRIES: u32 = 5;
+
+/// Reason of a failure: the answer did not come in time.
+pub const NO_ANSWER: &str = "NO_ANSWER";
+
+/// Waits for the answer of a call, at most `limit`.
+pub async fn call<T>(limit: Duration, call: impl Future<Output = Result<Response<T>, Status>>) -> Result<T> {
+    match tokio::time::timeout(limit, call).await {
+        Ok(answer) => Ok(answer?.into_inner()),
+        Err(_) => {
+            let message = format!("no answer from vmmd within {} s", limit.as_secs());
+            let failure = Failure {
+                reason: NO_ANSWER.into(),
+                ..Failure::new(Code::Timeout, message)
+            };
+            Err(failure.hint("`journalctl -u vmmd` on the node may say why"))
+        }
+    }
+}
+
+/// Whether the daemon was stopped or killed before it answered.
+pub fn went_away(failure: &Failure) -> bool {
+    failure.code == Code::Unavailable && matches!(&*failure.reason, "" | "DAEMON_STOPPING")
+}
+
+/// Notes the id of a change, and takes it away when the change has ended, or nobody waits for it any more.
+struct UnderWay<'a>(&'a Client, String);
+
+impl<'a> UnderWay<'a> {
+    fn begin(client: &'a Client, id: String) -> Self {
+        let mut ids = client.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+        ids.insert(id.clone());
+        Self(client, id)
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        let mut ids = self.0.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+        ids.remove(&self.1);
+    }
+}
+
+impl Client {
+    /// Sends a request that changes something, with an id of its own; and again when the daemon goes away before it has
+    /// answered: with the id it is not carried out twice. `limit` is how long all of it may take.
+    pub async fn change<Q: Mutation, T, F>(
+        &self,
+        limit: Duration,
+        mut request: Q,
+        send: impl Fn(Q) -> F,
+    ) -> Result<T>
+    where
+        F: Future<Output = Result<Response<T>, Status>>,
+    {
+        let id = Uuid::now_v7().to_string();
+        request.set_request_id(id.clone());
+        let _under_way = UnderWay::begin(self, id);
+        self.again(limit, || send(request.clone())).await
+    }
+
+    /// Makes a call that may be made any number of times, again when the daemon goes away before it has answered.
+    pub async fn again<T, F>(&self, limit: Duration, send: impl Fn() -> F) -> Result<T>
+    where
+        F: Future<Output = Result<Response<T>, Status>>,
+    {
+        let end = Instant::now() + limit;
+        for _ in 0..TRIES {
+            let left = end.saturating_duration_since(Instant::now());
+            match call(left, send()).await {
+                Err(failure) if went_away(&failure) && left > RESTART => {
+                    tokio::time::sleep(RESTART).await;
+                }
+                Err(failure) if &*failure.reason == NO_ANSWER => {
+                    let message = format!("no answer from vmmd within {} s", limit.as_secs());
+                    return Err(Failure { message, ..failure });
+                }
+                answer => return answer,
+            }
+        }
+        call(end.saturating_duration_since(Instant::now()), send()).await
+    }
+
+    /// How long a change may take that takes `usual` at most when the user does not say.
+    pub fn limit(&self, usual: Duration) -> Duration {
+        self.timeout.unwrap_or(usual)
+    }
+
+    /// How long the user lets changes take, when they said so.
+    pub fn timeout(&self) -> Option<Duration> {
+        self.timeout
+    }
+
+    /// Ids of the changes that are under way.
+    pub fn under_way(&self) -> Vec<String> {
+        let ids = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+        ids.iter().cloned().collect()
+    }
+}
+
+/// Sends a request with [`Client::change`]: `send!(limit, client.vms, start_vm, request)`.
+macro_rules! send {
+    ($limit:expr, $client:ident.$service:ident, $method:ident, $request:expr) => {
+        $client.change($limit, $request, |request| {
+            let mut service = $client.$service.clone();
+            async move { service.$method(request).await }
+        })
+    };
+}
+pub(crate) use send;

@@ -1,0 +1,112 @@
+//! `delete`: VMs by name, by label or of a manifest; disks.
+
+use std::collections::BTreeSet;
+
+use super::{act, confirm, disk};
+use crate::{
+    args::{DeleteDisk, DeleteVm, Targets},
+    client::Client,
+    failure::{Code, Failure, Result},
+    manifest::{Document, Object},
+};
+
+/// Names that are spelled out in a question at most.
+const MAX_NAMES: usize = 10;
+
+/// Deletes VMs, and with `--with-disks` their disks.
+pub async fn vms(client: &Client, args: &DeleteVm) -> Result<(), Vec<Failure>> {
+    let targets = Targets {
+        names: args.doomed.names.clone(),
+        selectors: args.doomed.selectors.clone(),
+        all: args.doomed.all,
+    };
+    let names = act::names(client, &targets, |_| true).await.map_err(super::one)?;
+    if names.is_empty() {
+        eprintln!("There are no VMs to delete.");
+        return Ok(());
+    }
+    let disks = if args.with_disks {
+        disks_of(client, &names, args.ignore_not_found).await?
+    } else {
+        Vec::new()
+    };
+    if args.doomed.all || !disks.is_empty() {
+        let mut text = format!("This deletes {}", listed("vm", &names));
+        if !disks.is_empty() {
+            text += &format!(" and {} with what is on them", listed("disk", &disks));
+        }
+        confirm::ask(args.yes, &format!("{text}.")).map_err(super::one)?;
+    }
+    act::each(client, names, &verb(args)).await?;
+    disk::delete(client, &disks, args.ignore_not_found).await
+}
+
+/// Deletes the VMs of manifests, then their disks: those that come later first, as they may be overlays of earlier ones.
+pub async fn files(client: &Client, documents: &[Document], args: &DeleteVm) -> Result<(), Vec<Failure>> {
+    let name = |document: &Document| document.name().to_owned();
+    let (vms, disks): (Vec<_>, Vec<_>) = documents
+        .iter()
+        .partition(|document| matches!(document.object, Object::Vm(_)));
+    let disks: Vec<_> = disks.into_iter().rev().map(name).collect();
+    if !disks.is_empty() {
+        let text = format!("This deletes {} with what is on them.", listed("disk", &disks));
+        confirm::ask(args.yes, &text).map_err(super::one)?;
+    }
+    act::each(client, vms.into_iter().map(name).collect(), &verb(args)).await?;
+    disk::delete(client, &disks, args.ignore_not_found).await
+}
+
+/// Deletes disks that vmmd keeps.
+pub async fn disks(client: &Client, args: &DeleteDisk) -> Result<(), Vec<Failure>> {
+    let names = &args.names.names;
+    let text = format!("This deletes {} with what is on them.", listed("disk", names));
+    confirm::ask(args.yes, &text).map_err(super::one)?;
+    disk::delete(client, names, args.ignore_not_found).await
+}
+
+fn verb(args: &DeleteVm) -> act::Verb {
+    act::Verb::Delete {
+        force: args.force,
+        ignore_not_found: args.ignore_not_found,
+        no_wait: args.no_wait,
+    }
+}
+
+/// The disks that vmmd keeps and that the specs of these VMs name.
+async fn disks_of(
+    client: &Client,
+    vms: &[String],
+    ignore_not_found: bool,
+) -> Result<Vec<String>, Vec<Failure>> {
+    let (mut disks, mut failures) = (BTreeSet::new(), Vec::new());
+    for name in vms {
+        match client.get(name).await {
+            Ok(vm) => {
+                let kept = vm
+                    .spec
+                    .unwrap_or_default()
+                    .disks
+                    .into_iter()
+                    .map(|disk| disk.disk);
+                disks.extend(kept.filter(|name| !name.is_empty()));
+            }
+            Err(failure) if ignore_not_found && failure.code == Code::NotFound => {}
+            Err(failure) => failures.push(failure),
+        }
+    }
+    super::all(failures)?;
+    Ok(disks.into_iter().collect())
+}
+
+/// `vm/a, vm/b and 3 more`.
+fn listed(kind: &str, names: &[String]) -> String {
+    let shown: Vec<_> = names
+        .iter()
+        .take(MAX_NAMES)
+        .map(|name| format!("{kind}/{name}"))
+        .collect();
+    match names.len().saturating_sub(MAX_NAMES) {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
+    }
+}

@@ -1,0 +1,88 @@
+//! ^C while the daemon is at work: that goes on, and the user hears so.
+
+use std::{collections::BTreeSet, future::Future, time::Duration};
+
+use proto::v1;
+
+use crate::{
+    client::{Client, call},
+    failure::{Code, Failure},
+};
+
+/// How long to look for what goes on.
+const LOOK: Duration = Duration::from_secs(2);
+/// As the shell reports a program that SIGINT ended.
+const INTERRUPTED: i32 = 130;
+
+/// Does `work`. When the user interrupts it, says what of it goes on in the daemon, and ends the program.
+pub async fn guarded<T>(client: &Client, work: impl Future<Output = T>) -> T {
+    tokio::select! {
+        done = work => done,
+        Ok(()) = tokio::signal::ctrl_c() => {
+            for line in goes_on(client).await {
+                eprintln!("{line}");
+            }
+            std::process::exit(INTERRUPTED)
+        }
+    }
+}
+
+/// Follows an operation that is known. When the user interrupts it, says that it goes on, and ends the program.
+pub async fn guarded_operation<T>(hint: &str, work: impl Future<Output = T>) -> T {
+    tokio::select! {
+        done = work => done,
+        Ok(()) = tokio::signal::ctrl_c() => {
+            eprintln!("it goes on; {hint}");
+            std::process::exit(INTERRUPTED)
+        }
+    }
+}
+
+/// A line for each operation that goes on.
+async fn goes_on(client: &Client) -> Vec<String> {
+    let ids: BTreeSet<_> = client.under_way().into_iter().collect();
+    if ids.is_empty() {
+        return Vec::new();
+    }
+    let request = v1::ListOperationsRequest {
+        active: true,
+        ..Default::default()
+    };
+    let listed = call(LOOK, client.operations.clone().list_operations(request)).await;
+    let Ok(listed) = listed else {
+        let text = "what vmmd has begun goes on";
+        return vec![
+            Failure::new(Code::Other, text)
+                .hint("`vmmctl get operation` shows it")
+                .to_string(),
+        ];
+    };
+    let ours = listed
+        .operations
+        .into_iter()
+        .filter(|operation| ids.contains(&operation.request_id));
+    let lines: Vec<_> = ours.map(|operation| line(&operation)).collect();
+    if lines.is_empty() {
+        return vec!["what vmmd has begun goes on; `vmmctl get vm` shows what came of it".to_owned()];
+    }
+    lines
+}
+
+fn line(operation: &v1::Operation) -> String {
+    let what = match operation.kind() {
+        v1::OperationKind::Start => "start",
+        v1::OperationKind::Stop => "stop",
+        v1::OperationKind::Restart => "restart",
+        v1::OperationKind::Delete => "deletion",
+        v1::OperationKind::Drain => "drain",
+        v1::OperationKind::Unspecified => "operation",
+    };
+    let subject = match operation.vm.as_str() {
+        "" => format!("the {what}"),
+        vm => format!("the {what} of vm/{vm}"),
+    };
+    let id = &operation.id;
+    format!(
+        "{subject} goes on; `vmmctl get operation {id} -w` follows it, `vmmctl operation cancel {id}` ends it"
+    )
+}

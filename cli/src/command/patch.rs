@@ -1,0 +1,377 @@
+//! `patch`: changes fields of VMs without their whole manifests.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use clap::{ArgGroup, Args};
+use proto::v1;
+use serde_json::{Map, Value as Json};
+
+use super::update::{self, How};
+use crate::{
+    args::{Timeout, duration, vm_name},
+    client::Client,
+    failure::{Code, Failure, Result},
+    manifest::{self, Object, emit},
+    output,
+};
+
+/// Longest patch that is read, in bytes.
+const MAX_FILE: u64 = 4 << 20;
+
+/// `patch`.
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("change").required(true).multiple(true))]
+#[command(after_help = "\
+Examples:
+  vmmctl patch web --set spec.cpu.cores=4
+  vmmctl patch web --set spec.memory.sizeBytes=2Gi --restart
+  vmmctl patch web --set 'spec.disks[data].rateLimit.operationsPerSecond=500'
+  vmmctl patch web --set metadata.labels.tier=null
+  vmmctl patch web -p '{spec: {runPolicy: manual}}'")]
+pub struct Patch {
+    /// Name of the VM.
+    #[arg(value_parser = vm_name)]
+    pub name: String,
+    /// A merge patch (RFC 7396) in JSON or YAML: its fields replace those of the VM, null takes one away, a list replaces a list.
+    #[arg(short, long, value_name = "PATCH", group = "change")]
+    pub patch: Option<String>,
+    /// A file with a merge patch; `-` is standard input.
+    #[arg(long, value_name = "FILE", group = "change", conflicts_with = "patch")]
+    pub patch_file: Option<PathBuf>,
+    /// One field, as in spec.cpu.cores=4. Items of lists by name or number: spec.disks[data].readOnly=true. `null` takes it
+    /// away; a dot in a key is written `\\.`. May be given several times.
+    #[arg(long, value_name = "PATH=VALUE", group = "change")]
+    pub set: Vec<Set>,
+    /// Restart it when something is left that only a start can change.
+    #[arg(long)]
+    pub restart: bool,
+    /// Let the daemon check everything, print what would change, and change nothing.
+    #[arg(long, conflicts_with = "restart")]
+    pub dry_run: bool,
+    /// How long the guest may take to let go of disks (30s when not given), and to power off with --restart (60s); at most
+    /// 1h.
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub grace: Option<Duration>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
+}
+
+/// A step of a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Step {
+    /// Into a field.
+    Field(String),
+    /// Into an item of a list: its name, or its number.
+    Item(String),
+}
+
+/// A field and its value.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Set {
+    path: Vec<Step>,
+    value: Json,
+}
+
+impl std::str::FromStr for Set {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (path, value) = steps(text)?;
+        let value = serde_saphyr::from_str(value).map_err(|error| format!("the value: {error}"))?;
+        Ok(Self { path, value })
+    }
+}
+
+/// The steps of a path up to the `=`, and what comes after that.
+fn steps(text: &str) -> Result<(Vec<Step>, &str), String> {
+    let syntax = || "must be PATH=VALUE, as in spec.cpu.cores=4".to_owned();
+    let (mut path, mut word) = (Vec::new(), String::new());
+    // Where a name is complete: after an item.
+    let mut after_item = false;
+    let mut letters = text.char_indices();
+    while let Some((at, letter)) = letters.next() {
+        match letter {
+            '\\' => word.push(letters.next().ok_or_else(syntax)?.1),
+            '.' | '[' | '=' => {
+                match std::mem::take(&mut word) {
+                    field if !field.is_empty() && !after_item => path.push(Step::Field(field)),
+                    field if field.is_empty() && after_item => {}
+                    _ => return Err(syntax()),
+                }
+                after_item = false;
+                if letter == '=' {
+                    return Ok((path, text.get(at + 1..).unwrap_or_default()));
+                }
+                if letter == '[' {
+                    let item: String = letters
+                        .by_ref()
+                        .map(|(_, letter)| letter)
+                        .take_while(|letter| *letter != ']')
+                        .collect();
+                    if item.is_empty() {
+                        return Err(syntax());
+                    }
+                    path.push(Step::Item(item));
+                    after_item = true;
+                }
+            }
+            letter => word.push(letter),
+        }
+    }
+    Err(syntax())
+}
+
+/// The merge patch of the command line, if there is one. Needs no daemon.
+pub fn read(args: &Patch) -> Result<Option<Json>> {
+    let text = match (&args.patch, &args.patch_file) {
+        (Some(text), _) => text.clone(),
+        (None, Some(path)) => read_file(path).map_err(|error| {
+            Failure::new(Code::Invalid, format!("can't read {}: {error}", path.display()))
+        })?,
+        (None, None) => return Ok(None),
+    };
+    let patch: Json = serde_saphyr::from_str(&text)
+        .map_err(|error| Failure::new(Code::Invalid, format!("the patch is no JSON or YAML: {error}")))?;
+    if patch.is_object() {
+        Ok(Some(patch))
+    } else {
+        Err(Failure::new(
+            Code::Invalid,
+            "the patch must be an object, as in {spec: {cpu: {cores: 4}}}",
+        ))
+    }
+}
+
+fn read_file(path: &Path) -> io::Result<String> {
+    use io::Read as _;
+    let mut text = String::new();
+    if path == Path::new("-") {
+        io::stdin().lock().take(MAX_FILE).read_to_string(&mut text)?;
+    } else {
+        fs::File::open(path)?.take(MAX_FILE).read_to_string(&mut text)?;
+    }
+    Ok(text)
+}
+
+/// Changes the VM.
+pub async fn patch(client: &Client, args: &Patch, merge: Option<&Json>) -> Result<()> {
+    let how = How {
+        dry_run: args.dry_run,
+        restart: args.restart,
+        grace: args.grace,
+    };
+    let done = update::rewrite(client, &args.name, how, |there| patched(there, merge, &args.set)).await?;
+    let suffix = if args.dry_run { " (dry run)" } else { "" };
+    output::line(format!("vm/{} {}{suffix}", args.name, done.text))?;
+    done.lines
+        .iter()
+        .try_for_each(|line| output::line(format!("  {line}")))
+}
+
+/// The VM as it is to be.
+fn patched(there: &v1::Vm, merge: Option<&Json>, sets: &[Set]) -> Result<v1::Vm> {
+    let mut vm = there.clone();
+    manifest::strip(&mut vm);
+    let mut json = emit::json(&vm)?;
+    if let Some(merge) = merge {
+        merge_into(&mut json, merge);
+    }
+    for set in sets {
+        put(&mut json, &set.path, &set.value)?;
+    }
+    // As a manifest, so that values may be written as in one.
+    let documents = manifest::parse(&json.to_string(), "the patched VM")?;
+    match documents.into_iter().next().map(|document| document.object) {
+        Some(Object::Vm(vm)) => Ok(*vm),
+        _ => Err(Failure::new(
+            Code::Invalid,
+            "a patch can't make something else of a VM",
+        )),
+    }
+}
+
+/// A merge patch (RFC 7396, section 2).
+fn merge_into(target: &mut Json, patch: &Json) {
+    let Json::Object(patch) = patch else {
+        *target = patch.clone();
+        return;
+    };
+    if !target.is_object() {
+        *target = Json::Object(Map::new());
+    }
+    if let Json::Object(target) = target {
+        for (key, value) in patch {
+            if value.is_null() {
+                target.remove(key);
+            } else {
+                merge_into(target.entry(key).or_insert(Json::Null), value);
+            }
+        }
+    }
+}
+
+/// Sets one field.
+fn put(target: &mut Json, path: &[Step], value: &Json) -> Result<()> {
+    let (mut at, mut seen) = (target, String::new());
+    let Some((last, before)) = path.split_last() else {
+        return Ok(());
+    };
+    for step in before {
+        at = enter(at, step, &mut seen)?;
+    }
+    match (last, value) {
+        (Step::Field(key), Json::Null) => {
+            at.as_object_mut().map(|fields| fields.remove(key));
+            Ok(())
+        }
+        (Step::Item(_), Json::Null) => {
+            let position = position(at, last, &seen)?;
+            at.as_array_mut().map(|items| items.remove(position));
+            Ok(())
+        }
+        _ => {
+            *enter(at, last, &mut seen)? = value.clone();
+            Ok(())
+        }
+    }
+}
+
+/// Where a step leads; fields that are not there are made.
+fn enter<'a>(at: &'a mut Json, step: &Step, seen: &mut String) -> Result<&'a mut Json> {
+    match step {
+        Step::Field(key) => {
+            if at.is_null() {
+                *at = Json::Object(Map::new());
+            }
+            let Json::Object(fields) = at else {
+                return Err(Failure::new(Code::Invalid, format!("{seen} has no fields")));
+            };
+            if !seen.is_empty() {
+                seen.push('.');
+            }
+            seen.push_str(key);
+            Ok(fields.entry(key.clone()).or_insert(Json::Null))
+        }
+        Step::Item(item) => {
+            let position = position(at, step, seen)?;
+            seen.push_str(&format!("[{item}]"));
+            let items = at.as_array_mut().and_then(|items| items.get_mut(position));
+            items.ok_or_else(|| Failure::new(Code::Invalid, format!("{seen} is not there")))
+        }
+    }
+}
+
+/// Which item of a list a step means.
+fn position(at: &Json, step: &Step, seen: &str) -> Result<usize> {
+    let Step::Item(item) = step else {
+        return Err(Failure::new(Code::Invalid, format!("{seen} is a list")));
+    };
+    let Json::Array(items) = at else {
+        return Err(Failure::new(
+            Code::Invalid,
+            format!("{seen} is no list with an item \"{item}\""),
+        ));
+    };
+    let named = items
+        .iter()
+        .position(|other| other.get("name").and_then(Json::as_str) == Some(item));
+    let numbered = || item.parse().ok().filter(|number| *number < items.len());
+    named.or_else(numbered).ok_or_else(|| {
+        let names: Vec<_> = items
+            .iter()
+            .filter_map(|item| item.get("name")?.as_str())
+            .collect();
+        let failure = Failure::new(Code::Invalid, format!("{seen} has no item \"{item}\""));
+        failure.hint(format!(
+            "it has {}",
+            if names.is_empty() {
+                "none".into()
+            } else {
+                names.join(", ")
+            }
+        ))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_merge_patch_does_what_the_examples_of_rfc_7396_say() {
+        for (target, patch, expected) in [
+            (json!({"a": "b"}), json!({"a": "c"}), json!({"a": "c"})),
+            (json!({"a": "b"}), json!({"b": "c"}), json!({"a": "b", "b": "c"})),
+            (json!({"a": "b", "b": "c"}), json!({"a": null}), json!({"b": "c"})),
+            (json!({"a": ["b"]}), json!({"a": "c"}), json!({"a": "c"})),
+            (
+                json!({"a": {"b": "c"}}),
+                json!({"a": {"b": "d", "c": null}}),
+                json!({"a": {"b": "d"}}),
+            ),
+            (json!({"a": [{"b": "c"}]}), json!({"a": [1]}), json!({"a": [1]})),
+            (json!({"e": null}), json!({"a": 1}), json!({"e": null, "a": 1})),
+            (
+                json!({}),
+                json!({"a": {"bb": {"ccc": null}}}),
+                json!({"a": {"bb": {}}}),
+            ),
+        ] {
+            let mut merged = target;
+            merge_into(&mut merged, &patch);
+            assert_eq!(merged, expected, "{patch}");
+        }
+    }
+
+    #[test]
+    fn a_field_is_set_by_its_path() {
+        let there = json!({"spec": {"cpu": {"cores": 2}, "disks": [{"name": "root"}, {"name": "data", "readOnly": true}]}});
+        for (set, expected) in [
+            (
+                "spec.cpu.cores=4",
+                json!({"spec": {"cpu": {"cores": 4}, "disks": there["spec"]["disks"]}}),
+            ),
+            (
+                "spec.cpu=null",
+                json!({"spec": {"disks": there["spec"]["disks"]}}),
+            ),
+            (
+                "spec.disks[data].readOnly=false",
+                json!({"spec": {"cpu": {"cores": 2}, "disks": [{"name": "root"}, {"name": "data", "readOnly": false}]}}),
+            ),
+            (
+                "spec.disks[0]=null",
+                json!({"spec": {"cpu": {"cores": 2}, "disks": [there["spec"]["disks"][1]]}}),
+            ),
+            (
+                r"metadata.labels.example\.com/tier=front=1",
+                json!({"metadata": {"labels": {"example.com/tier": "front=1"}}, "spec": there["spec"]}),
+            ),
+        ] {
+            let parsed: Set = set.parse().unwrap();
+            let mut json = there.clone();
+            put(&mut json, &parsed.path, &parsed.value).unwrap();
+            assert_eq!(json, expected, "{set}");
+        }
+        for (set, words) in [
+            ("spec.disks[other].readOnly=true", "it has root, data"),
+            ("spec.disks[7]=null", "has no item \"7\""),
+            ("spec.cpu.cores.more=1", "spec.cpu.cores has no fields"),
+            ("spec.cpu[a]=1", "is no list"),
+        ] {
+            let parsed: Set = set.parse().unwrap();
+            let failure = put(&mut there.clone(), &parsed.path, &parsed.value).unwrap_err();
+            assert!(failure.to_string().contains(words), "{set}: {failure}");
+        }
+        for wrong in ["", "spec", "=1", "a..b=1", "a[]=1", "a[0]b=1", ".a=1"] {
+            assert!(wrong.parse::<Set>().is_err(), "{wrong}");
+        }
+    }
+}

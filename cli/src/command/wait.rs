@@ -1,0 +1,375 @@
+//! `wait`: until VMs are as they are to be, or an operation has ended. By the daemon's watches, over its restarts.
+
+use std::{collections::BTreeSet, str::FromStr, time::Duration};
+
+use clap::{Args, ValueEnum as _};
+use proto::v1::{self, ConditionStatus, WatchEventType};
+use tokio::time::{Instant, sleep, timeout_at};
+
+use super::{act, operation};
+use crate::{
+    args::{Phase, Selector, Targets, duration, operation_id, vm_name},
+    client::{Client, QUICK, RESTART, call, went_away},
+    failure::{Code, Failure, Result},
+    output::{self, vm},
+};
+
+/// `wait`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl wait web --for condition=Ready
+  vmmctl wait web db --for phase=Stopped --timeout 5m
+  vmmctl wait -l tier=front --for phase=Running
+  vmmctl wait web --for deleted
+  vmmctl wait web --for operation
+  vmmctl wait operation/0197c1f0-8a5e-7b63-9c0e-3d1f2a4b5c6d")]
+pub struct Wait {
+    /// Names of VMs, as NAME or vm/NAME, or operations as operation/ID.
+    #[arg(value_name = "NAME|operation/ID", required_unless_present_any = ["selectors", "all"])]
+    pub subjects: Vec<Subject>,
+    /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
+    #[arg(
+        short = 'l',
+        long = "selector",
+        value_name = "SELECTOR",
+        value_delimiter = ',',
+        conflicts_with = "subjects"
+    )]
+    pub selectors: Vec<Selector>,
+    /// All VMs that there are now.
+    #[arg(long, conflicts_with_all = ["subjects", "selectors"])]
+    pub all: bool,
+    /// condition=TYPE[=true|false|unknown], phase=PHASE, deleted, or operation: no operation on the VM is under way.
+    #[arg(long = "for", value_name = "STATE", required_unless_present = "subjects")]
+    pub wanted: Option<Wanted>,
+    /// How long to wait, at most 1h.
+    #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = duration)]
+    pub timeout: Duration,
+}
+
+/// What is waited for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Subject {
+    /// A VM by its name.
+    Vm(String),
+    /// An operation by its id.
+    Operation(String),
+}
+
+impl FromStr for Subject {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.starts_with("operation/") || text.starts_with("operations/") {
+            operation_id(text).map(Self::Operation)
+        } else {
+            vm_name(text).map(Self::Vm)
+        }
+    }
+}
+
+/// How a VM is to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// A condition of this type has this status.
+    Condition(String, ConditionStatus),
+    /// In this phase.
+    Phase(v1::VmPhase),
+    /// Not there.
+    Deleted,
+    /// Nothing is under way.
+    Idle,
+}
+
+impl FromStr for Wanted {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (what, rest) = text.split_once('=').unwrap_or((text, ""));
+        match (what, rest) {
+            ("deleted", "") => Ok(Self::Deleted),
+            ("operation", "") => Ok(Self::Idle),
+            ("phase", phase) => Phase::from_str(phase, true).map(|phase| Self::Phase(phase.wire())),
+            ("condition", condition) if !condition.is_empty() => {
+                let (kind, status) = condition.split_once('=').unwrap_or((condition, "true"));
+                let status = match status.to_lowercase().as_str() {
+                    "true" => ConditionStatus::True,
+                    "false" => ConditionStatus::False,
+                    "unknown" => ConditionStatus::Unknown,
+                    _ => return Err("a condition is true, false or unknown".into()),
+                };
+                Ok(Self::Condition(kind.to_owned(), status))
+            }
+            _ => {
+                Err("must be condition=TYPE, condition=TYPE=false, phase=PHASE, deleted or operation".into())
+            }
+        }
+    }
+}
+
+impl Wanted {
+    fn holds(&self, vm: &v1::Vm) -> bool {
+        let status = vm.status.as_ref();
+        match self {
+            Self::Condition(kind, wanted) => status.is_some_and(|status| {
+                let mut conditions = status.conditions.iter();
+                conditions.any(|condition| {
+                    condition.r#type.eq_ignore_ascii_case(kind) && condition.status() == *wanted
+                })
+            }),
+            Self::Phase(phase) => act::phase(vm) == *phase,
+            Self::Deleted | Self::Idle => false,
+        }
+    }
+
+    /// What a VM is for which it holds.
+    fn text(&self) -> String {
+        match self {
+            Self::Condition(kind, status) => format!("has {kind}={}", condition_word(*status)),
+            Self::Phase(phase) => format!("is {}", vm::camel(phase.as_str_name(), "VM_PHASE_")),
+            Self::Deleted => "is deleted".into(),
+            Self::Idle => "has no operation under way".into(),
+        }
+    }
+}
+
+fn condition_word(status: ConditionStatus) -> String {
+    vm::camel(status.as_str_name(), "CONDITION_STATUS_").to_lowercase()
+}
+
+/// Waits for all of them.
+pub async fn wait(client: &Client, args: &Wait) -> Result<(), Vec<Failure>> {
+    let end = Instant::now() + args.timeout;
+    let (mut vms, mut operations) = (Vec::new(), Vec::new());
+    for subject in &args.subjects {
+        match subject {
+            Subject::Vm(name) => vms.push(name.clone()),
+            Subject::Operation(id) => operations.push(id.clone()),
+        }
+    }
+    if args.subjects.is_empty() {
+        let targets = Targets {
+            names: Vec::new(),
+            selectors: args.selectors.clone(),
+            all: args.all,
+        };
+        vms = act::names(client, &targets, |_| true).await.map_err(super::one)?;
+    }
+    if vms.is_empty() && operations.is_empty() {
+        eprintln!("There are no VMs to wait for.");
+        return Ok(());
+    }
+    let mut failures = Vec::new();
+    match (&args.wanted, vms.is_empty()) {
+        (_, true) => {}
+        (None, false) => {
+            let message = "say what to wait for with --for";
+            return Err(vec![Failure::new(Code::Usage, message)]);
+        }
+        (Some(Wanted::Idle), false) => failures.extend(all_idle(client, &vms, end).await),
+        (Some(wanted), false) => failures.extend(all_are(client, vms, wanted, end).await),
+    }
+    for id in operations {
+        let waited = timeout_at(end, operation::until_ended(client, &id)).await;
+        match waited.unwrap_or_else(|_| Err(late(format!("operation/{id} has not ended")))) {
+            Ok(_) => output::line(format!("operation/{id} is complete")).map_err(super::one)?,
+            Err(failure) => failures.push(failure),
+        }
+    }
+    super::all(failures)
+}
+
+fn late(text: String) -> Failure {
+    Failure::new(Code::Timeout, format!("{text} in time"))
+}
+
+/// Waits until no operation on these VMs is under way.
+async fn all_idle(client: &Client, vms: &[String], end: Instant) -> Vec<Failure> {
+    let mut failures = Vec::new();
+    for name in vms {
+        let waited = timeout_at(end, idle(client, name)).await;
+        let waited = waited.unwrap_or_else(|_| Err(late(format!("an operation on vm/{name} has not ended"))));
+        let told = waited.and_then(|()| output::line(format!("vm/{name} {}", Wanted::Idle.text())));
+        failures.extend(told.err());
+    }
+    failures
+}
+
+async fn idle(client: &Client, name: &str) -> Result<()> {
+    client.get(name).await?;
+    loop {
+        let request = v1::ListOperationsRequest {
+            vm: name.to_owned(),
+            active: true,
+        };
+        let listed = client.again(QUICK, || {
+            let mut operations = client.operations.clone();
+            let request = request.clone();
+            async move { operations.list_operations(request).await }
+        });
+        let Some(operation) = listed.await?.operations.into_iter().next() else {
+            return Ok(());
+        };
+        match operation::until_ended(client, &operation.id).await {
+            // How it ended is not asked; and it may be forgotten by now.
+            Err(failure) if went_away(&failure) => return Err(failure),
+            _ => {}
+        }
+    }
+}
+
+/// Waits until all these VMs are as wanted; prints each.
+async fn all_are(client: &Client, vms: Vec<String>, wanted: &Wanted, end: Instant) -> Vec<Failure> {
+    let mut waiting = Waiting {
+        wanted,
+        left: vms.into_iter().collect(),
+        last: None,
+        failures: Vec::new(),
+    };
+    match timeout_at(end, waiting.run(client)).await {
+        Ok(Ok(())) => {}
+        Ok(Err(failure)) => waiting.failures.push(failure),
+        Err(_) => {
+            for name in std::mem::take(&mut waiting.left) {
+                let mut failure = late(format!("vm/{name} was not as wanted ({})", wanted.text()));
+                if let Ok(vm) = client.get(&name).await {
+                    failure.message += &format!(": it {}", state(&vm, wanted));
+                }
+                waiting.failures.push(failure);
+            }
+        }
+    }
+    waiting.failures
+}
+
+/// How a VM is, as far as that was asked.
+fn state(vm: &v1::Vm, wanted: &Wanted) -> String {
+    let status = vm.status.clone().unwrap_or_default();
+    if let Wanted::Condition(kind, _) = wanted {
+        let mut conditions = status.conditions.iter();
+        return match conditions.find(|condition| condition.r#type.eq_ignore_ascii_case(kind)) {
+            Some(condition) => format!(
+                "has {kind}={} ({})",
+                condition_word(condition.status()),
+                condition.reason
+            ),
+            None => format!("has no condition {kind}"),
+        };
+    }
+    format!("is {}", vm::phase(&status))
+}
+
+/// VMs that are waited for.
+struct Waiting<'a> {
+    wanted: &'a Wanted,
+    /// Names of those that are not as wanted yet.
+    left: BTreeSet<String>,
+    /// Those of `left` that the present watch has not shown yet; nothing once it has shown all that there are.
+    last: Option<BTreeSet<String>>,
+    failures: Vec<Failure>,
+}
+
+impl Waiting<'_> {
+    async fn run(&mut self, client: &Client) -> Result<()> {
+        while !self.left.is_empty() {
+            match self.watch(client).await {
+                Err(failure) if went_away(&failure) => sleep(RESTART).await,
+                result => result?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Watches from the present state on until none is left, or the watch ends.
+    async fn watch(&mut self, client: &Client) -> Result<()> {
+        let request = v1::WatchVmsRequest {
+            filter: Some(v1::VmFilter {
+                names: self.left.iter().cloned().collect(),
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        self.last = Some(self.left.clone());
+        let mut stream = call(QUICK, client.vms.clone().watch_vms(request)).await?;
+        while let Some(event) = stream.message().await? {
+            self.event(&event)?;
+            if self.left.is_empty() {
+                return Ok(());
+            }
+        }
+        Err(Failure::new(Code::Unavailable, "vmmd ended the watch"))
+    }
+
+    fn event(&mut self, event: &v1::WatchVmsResponse) -> Result<()> {
+        if event.r#type() == WatchEventType::Synced {
+            let absent = self.last.take().unwrap_or_default();
+            return absent
+                .iter()
+                .try_for_each(|name| self.is_gone(name, "is not there"));
+        }
+        let Some(vm) = &event.vm else { return Ok(()) };
+        let name = vm.metadata.clone().unwrap_or_default().name;
+        if let Some(unseen) = &mut self.last {
+            unseen.remove(&name);
+        }
+        if event.r#type() == WatchEventType::Deleted {
+            return self.is_gone(&name, "was deleted");
+        }
+        if self.left.contains(&name) && self.wanted.holds(vm) {
+            self.done(&name)?;
+        }
+        Ok(())
+    }
+
+    fn is_gone(&mut self, name: &str, how: &str) -> Result<()> {
+        if *self.wanted == Wanted::Deleted {
+            return self.done(name);
+        }
+        if self.left.remove(name) {
+            let failure = Failure::new(Code::NotFound, format!("vm/{name} {how}"));
+            self.failures
+                .push(failure.hint("`vmmctl get vm` lists the VMs there are"));
+        }
+        Ok(())
+    }
+
+    fn done(&mut self, name: &str) -> Result<()> {
+        if self.left.remove(name) {
+            output::line(format!("vm/{name} {}", self.wanted.text()))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_waited_for_is_read() {
+        let ready = |status| Wanted::Condition("Ready".into(), status);
+        for (text, wanted) in [
+            ("condition=Ready", ready(ConditionStatus::True)),
+            ("condition=Ready=False", ready(ConditionStatus::False)),
+            ("phase=running", Wanted::Phase(v1::VmPhase::Running)),
+            ("deleted", Wanted::Deleted),
+            ("operation", Wanted::Idle),
+        ] {
+            assert_eq!(text.parse(), Ok(wanted), "{text}");
+        }
+        for wrong in [
+            "",
+            "condition",
+            "condition=",
+            "condition=Ready=maybe",
+            "phase=Happy",
+            "deleted=yes",
+        ] {
+            assert!(wrong.parse::<Wanted>().is_err(), "{wrong}");
+        }
+        assert_eq!("vm/web".parse(), Ok(Subject::Vm("web".into())));
+        assert_eq!("operation/1".parse(), Ok(Subject::Operation("1".into())));
+        assert!("disk/a".parse::<Subject>().is_err());
+    }
+}

@@ -1,0 +1,92 @@
+//! Operations, which end when somebody watches or cancels them.
+
+use proto::v1::{self, OperationPhase, operation_service_server::OperationService};
+use tonic::{Code, Request, Response, Status};
+
+use super::{Answer, Events, State, lock, refusal};
+
+impl State {
+    /// Begins one on a VM.
+    pub fn operation(&self, id: &str, vm: &str) {
+        self.operation_of(id, vm, "");
+    }
+
+    /// Begins one for a request.
+    pub fn operation_of(&self, id: &str, vm: &str, request_id: &str) {
+        let operation = v1::Operation {
+            id: id.into(),
+            vm: vm.into(),
+            request_id: request_id.into(),
+            kind: v1::OperationKind::Start.into(),
+            phase: OperationPhase::InProgress.into(),
+            ..Default::default()
+        };
+        lock(&self.operations).insert(id.into(), operation);
+    }
+
+    fn find_operation(&self, id: &str) -> Result<v1::Operation, Status> {
+        let found = lock(&self.operations).get(id).cloned();
+        let message = || format!("there is no operation \"{id}\"");
+        found.ok_or_else(|| refusal(Code::NotFound, "OPERATION_NOT_FOUND", message()))
+    }
+
+    fn end(&self, id: &str, phase: OperationPhase) -> Result<v1::Operation, Status> {
+        let mut operation = self.find_operation(id)?;
+        operation.phase = phase.into();
+        lock(&self.operations).insert(id.into(), operation.clone());
+        Ok(operation)
+    }
+}
+
+#[tonic::async_trait]
+impl OperationService for State {
+    async fn get_operation(
+        &self,
+        request: Request<v1::GetOperationRequest>,
+    ) -> Answer<v1::GetOperationResponse> {
+        let operation = Some(self.find_operation(&request.get_ref().id)?);
+        Ok(Response::new(v1::GetOperationResponse { operation }))
+    }
+
+    async fn list_operations(
+        &self,
+        request: Request<v1::ListOperationsRequest>,
+    ) -> Answer<v1::ListOperationsResponse> {
+        let v1::ListOperationsRequest { vm, active } = request.into_inner();
+        let operations = lock(&self.operations).values().cloned().collect::<Vec<_>>();
+        let wanted = |operation: &v1::Operation| {
+            let under_way = operation.phase() == OperationPhase::InProgress;
+            (vm.is_empty() || operation.vm == vm) && (under_way || !active)
+        };
+        Ok(Response::new(v1::ListOperationsResponse {
+            operations: operations.into_iter().filter(wanted).collect(),
+        }))
+    }
+
+    type WatchOperationStream = Events<v1::WatchOperationResponse>;
+
+    async fn watch_operation(
+        &self,
+        request: Request<v1::WatchOperationRequest>,
+    ) -> Answer<Self::WatchOperationStream> {
+        let id = request.into_inner().id;
+        let seen = [
+            self.find_operation(&id)?,
+            self.end(&id, OperationPhase::Completed)?,
+        ];
+        let sent = seen.map(|operation| {
+            Ok(v1::WatchOperationResponse {
+                operation: Some(operation),
+            })
+        });
+        Ok(Response::new(Box::pin(tokio_stream::iter(sent))))
+    }
+
+    async fn cancel_operation(
+        &self,
+        request: Request<v1::CancelOperationRequest>,
+    ) -> Answer<v1::CancelOperationResponse> {
+        let operation = Some(self.end(&request.get_ref().id, OperationPhase::Cancelled)?);
+        Ok(Response::new(v1::CancelOperationResponse { operation }))
+    }
+}
