@@ -7,6 +7,7 @@ use std::{env, fs, path::PathBuf};
 
 const FILES: &[&str] = &[
     "vmmd/v1/rule.proto",
+    "vmmd/v1/meta.proto",
     "vmmd/v1/vm.proto",
     "vmmd/v1/disk.proto",
     "vmmd/v1/node.proto",

@@ -13,6 +13,12 @@ const PACKAGE: &str = "vmmd.v1";
 /// Field number of `request_id` in every request that has one.
 const REQUEST_ID: u32 = 15;
 
+/// Field number of `preconditions` in every request that changes an object.
+const PRECONDITIONS: u32 = 14;
+
+/// Kinds of things that are objects: messages with an `ObjectMetadata`.
+const OBJECTS: &[&str] = &["vm"];
+
 /// The content of `rules.rs`.
 ///
 /// # Errors
@@ -94,7 +100,35 @@ impl Rule {
             None if found.by_request_id() => return Err("changes something and takes no request_id".into()),
             _ => {}
         }
+        found.check_preconditions(method)?;
         Ok(found)
+    }
+
+    /// A change of an object takes preconditions; its creation, and what changes no object, has nothing to check.
+    fn check_preconditions(&self, method: &MethodDescriptor) -> Result<(), String> {
+        let creates = method.name().starts_with("Create");
+        let needed = OBJECTS.contains(&self.kind.as_str()) && self.by_request_id() && !creates;
+        let field = method.input().get_field_by_name("preconditions");
+        match (field, needed) {
+            (None, false) => Ok(()),
+            (None, true) => Err(format!(
+                "changes an object and takes no `Preconditions preconditions = {PRECONDITIONS}`"
+            )),
+            (Some(_), false) => Err("takes preconditions and changes no object".into()),
+            (Some(field), true) => {
+                let is_message = |kind: Kind| match kind {
+                    Kind::Message(message) => message.full_name() == "vmmd.v1.Preconditions",
+                    _ => false,
+                };
+                if field.number() == PRECONDITIONS && is_message(field.kind()) {
+                    Ok(())
+                } else {
+                    Err(format!(
+                        "its preconditions are not `Preconditions preconditions = {PRECONDITIONS}`"
+                    ))
+                }
+            }
+        }
     }
 
     /// Whether its request has an id by which it is carried out once.
@@ -181,16 +215,19 @@ fn numbers(request: &MessageDescriptor, path: &str) -> Result<Vec<u32>, String> 
 
 fn mutation(method: &MethodDescriptor) -> String {
     let request = method.input();
-    let generation = match request.get_field_by_name("generation") {
-        Some(_) => "self.generation",
-        None => "0",
+    let preconditions = match request.get_field_by_name("preconditions") {
+        Some(_) => "self.preconditions.as_ref()",
+        None => "None",
     };
     let mut code = String::new();
     let _ = writeln!(code, "impl Mutation for v1::{} {{", request.name());
     let _ = writeln!(code, "    const METHOD: &'static str = {:?};", method.name());
     code += "    fn request_id(&self) -> &str { &self.request_id }\n";
     code += "    fn set_request_id(&mut self, id: String) { self.request_id = id; }\n";
-    let _ = writeln!(code, "    fn generation(&self) -> u64 {{ {generation} }}");
+    let _ = writeln!(
+        code,
+        "    fn preconditions(&self) -> Option<&v1::Preconditions> {{ {preconditions} }}"
+    );
     code += "}\n";
     code
 }

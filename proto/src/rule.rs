@@ -37,8 +37,9 @@ pub trait Mutation: Message + Clone + Default + Send + 'static {
     /// Gives it an id, or with an empty one takes it away.
     fn set_request_id(&mut self, id: String);
 
-    /// The generation that the VM must have; any when 0, or when the request is not about a VM that there is.
-    fn generation(&self) -> u64;
+    /// What must be true of the object that the request changes; `None` when the client says nothing, or when the request changes
+    /// no object that there is.
+    fn preconditions(&self) -> Option<&v1::Preconditions>;
 }
 
 include!(concat!(env!("OUT_DIR"), "/rules.rs"));

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use proto::v1::Preconditions;
 use tracing::Span;
 
 use crate::store::RequestKey;
@@ -13,8 +14,8 @@ pub struct Context {
     pub request_id: String,
     /// Who asked.
     pub initiator: Initiator,
-    /// The generation that the VM must have; any when 0.
-    pub generation: u64,
+    /// What must be true of the object that is to be changed.
+    pub preconditions: Preconditions,
     /// Ties log messages together, those of the `vmm` included: the request's id, or one made up for a request without.
     /// Empty for what the daemon does by itself.
     pub trace: String,

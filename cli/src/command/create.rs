@@ -70,14 +70,14 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
     let vm = v1::Vm {
         api_version: API_VERSION.into(),
         kind: KIND.into(),
-        metadata: Some(v1::VmMetadata {
+        metadata: Some(v1::ObjectMetadata {
             name: args.name.clone().unwrap_or_default(),
             labels: args
                 .labels
                 .iter()
                 .map(|label| (label.key.clone(), label.value.clone()))
                 .collect(),
-            ..v1::VmMetadata::default()
+            ..v1::ObjectMetadata::default()
         }),
         spec: Some(v1::VmSpec {
             cpu: Some(args.resources.cpu(args.cpus)),

@@ -55,7 +55,7 @@ pub async fn vm(client: &Client, args: &EditVm) -> Result<()> {
                 .try_for_each(|line| output::line(format!("  {line}")))
         }
         Err(mut failure) => {
-            if &*failure.reason == "GENERATION_MISMATCH" {
+            if ["GENERATION_MISMATCH", "UID_MISMATCH"].contains(&&*failure.reason) {
                 failure.message = format!("vm/{} was changed by somebody else meanwhile", args.name);
             }
             let kept = format!("what you wrote is in {}", file.display());

@@ -111,12 +111,13 @@ fn web() -> v1::Vm {
     v1::Vm {
         api_version: "vmmd/v1".into(),
         kind: "Vm".into(),
-        metadata: Some(v1::VmMetadata {
+        metadata: Some(v1::ObjectMetadata {
             name: "web".into(),
             uid: "7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8".into(),
             generation: 1,
             labels: [("tier".to_owned(), "front".to_owned())].into(),
             create_time: ago(4000),
+            ..Default::default()
         }),
         spec: Some(v1::VmSpec {
             cpu: Some(v1::CpuSpec {
@@ -189,9 +190,9 @@ fn web() -> v1::Vm {
 #[test]
 fn a_table_has_one_line_per_vm_and_aligned_columns() {
     let empty = v1::Vm {
-        metadata: Some(v1::VmMetadata {
+        metadata: Some(v1::ObjectMetadata {
             name: "a-much-longer-name".into(),
-            ..v1::VmMetadata::default()
+            ..v1::ObjectMetadata::default()
         }),
         ..v1::Vm::default()
     };

@@ -8,6 +8,7 @@ pub mod balloon;
 pub mod cpu;
 pub mod disk;
 pub mod machine;
+pub mod metadata;
 pub mod name;
 pub mod nic;
 pub mod pci;

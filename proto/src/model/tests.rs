@@ -40,7 +40,7 @@ fn fields_refused(change: impl FnOnce(&mut v1::Vm)) -> Vec<String> {
 #[test]
 fn a_good_manifest_is_taken_as_it_is() {
     let manifest = Manifest::try_from(&manifest()).unwrap();
-    assert_eq!(manifest.name.as_str(), "web-1");
+    assert_eq!(manifest.metadata.name.as_str(), "web-1");
     assert_eq!(manifest.spec.topology.cores(), 2);
     assert_eq!(manifest.spec.disks[0].serial, "root");
     let Boot::Linux { initrd, .. } = manifest.spec.boot;

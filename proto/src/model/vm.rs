@@ -10,6 +10,7 @@ use super::{
     balloon::Balloon,
     cpu::CpuShare,
     disk::{Disk, Limit, RateGroup, Source},
+    metadata::Metadata,
     name::Name,
     nic::Mac,
     policy::{OnCrash, RunPolicy},
@@ -40,16 +41,12 @@ pub const MAX_DISKS_AND_NICS: usize = 64;
 pub const MAX_RATE_GROUPS: usize = 16;
 /// Longest name of a network interface in bytes (Linux' IFNAMSIZ less the final NUL).
 pub const MAX_IFNAME: usize = 15;
-/// Most labels of a VM.
-pub const MAX_LABELS: usize = 64;
 
-/// A manifest: the name, labels and spec that a client asks for.
+/// A manifest: what a client asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
-    /// Name of the VM.
-    pub name: Name,
-    /// Labels of the VM.
-    pub labels: BTreeMap<String, String>,
+    /// Name of the VM, and what is kept beside its spec.
+    pub metadata: Metadata,
     /// What is wanted.
     pub spec: VmSpec,
 }
@@ -156,8 +153,7 @@ impl TryFrom<&v1::Vm> for Manifest {
             }
         }
         let metadata = vm.metadata.clone().unwrap_or_default();
-        let name = name(&mut found, "metadata.name", &metadata.name);
-        labels(&mut found, "metadata.labels", &metadata.labels);
+        let metadata = Metadata::new(&mut found, "metadata", &metadata);
         let spec = match vm.spec.as_ref() {
             Some(spec) => VmSpec::try_from(spec).map_err(|more| found.0.extend(more.0)).ok(),
             None => {
@@ -165,12 +161,8 @@ impl TryFrom<&v1::Vm> for Manifest {
                 None
             }
         };
-        match (name, spec) {
-            (Some(name), Some(spec)) => found.or(Self {
-                name,
-                labels: metadata.labels,
-                spec,
-            }),
+        match (metadata, spec) {
+            (Some(metadata), Some(spec)) => found.or(Self { metadata, spec }),
             _ => Err(found),
         }
     }
@@ -298,22 +290,6 @@ pub(super) fn name(found: &mut Violations, field: &str, name: &str) -> Option<Na
     Name::try_from(name)
         .map_err(|error| found.add(field, format_args!("{error}, is \"{name}\"")))
         .ok()
-}
-
-/// Notes what is wrong with labels; `field` is their path.
-pub fn labels(found: &mut Violations, field: &str, labels: &BTreeMap<String, String>) {
-    if labels.len() > MAX_LABELS {
-        found.add(field, format_args!("at most {MAX_LABELS}, are {}", labels.len()));
-    }
-    for (key, value) in labels {
-        let fits = |text: &str, max| text.len() <= max && !text.chars().any(char::is_control);
-        if key.is_empty() || key.contains('=') || !fits(key, 253) || !fits(value, 253) {
-            found.add(
-                format_args!("{field}[{key:?}]"),
-                "key and value must be at most 253 bytes without control characters, the key not empty and without '='",
-            );
-        }
-    }
 }
 
 fn memory_size(found: &mut Violations, bytes: u64) {

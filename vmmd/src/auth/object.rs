@@ -91,7 +91,7 @@ mod tests {
     fn the_name_and_the_id_are_found_among_other_fields() {
         let vm = v1::Vm {
             api_version: "vmmd/v1".into(),
-            metadata: Some(v1::VmMetadata {
+            metadata: Some(v1::ObjectMetadata {
                 name: "web\n".into(),
                 generation: 7,
                 ..Default::default()

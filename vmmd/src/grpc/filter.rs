@@ -115,7 +115,7 @@ fn selector(text: &str) -> Option<Selector> {
 
 #[cfg(test)]
 mod tests {
-    use proto::v1::{VmMetadata, VmStatus};
+    use proto::v1::{ObjectMetadata, VmStatus};
 
     use super::*;
 
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn all_that_a_filter_says_must_hold() {
-        let metadata = VmMetadata {
+        let metadata = ObjectMetadata {
             name: "a".into(),
             labels: [("app".into(), "web".into()), ("odd".into(), "x!=y".into())].into(),
             ..Default::default()

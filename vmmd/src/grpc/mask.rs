@@ -134,7 +134,7 @@ impl Kept {
 
 #[cfg(test)]
 mod tests {
-    use proto::v1::{CpuSpec, DiskSpec, VmMetadata, VmPhase, VmSpec, VmStatus};
+    use proto::v1::{CpuSpec, DiskSpec, ObjectMetadata, VmPhase, VmSpec, VmStatus};
 
     use super::*;
 
@@ -147,7 +147,7 @@ mod tests {
         Vm {
             api_version: "vmmd/v1".into(),
             kind: "Vm".into(),
-            metadata: Some(VmMetadata {
+            metadata: Some(ObjectMetadata {
                 name: "a".into(),
                 uid: "u".into(),
                 labels: [("k".into(), "v".into())].into(),

@@ -61,7 +61,7 @@ pub fn parse(
         spec: vm.spec.unwrap_or_default(),
         uid: metadata.uid,
         create_time: metadata.create_time,
-        generation: metadata.generation,
+        generation: (metadata.generation != 0).then_some(metadata.generation),
         mode,
         grace,
         context,

@@ -30,7 +30,7 @@ fn everything() -> String {
         ..Default::default()
     };
     let vm = v1::Vm {
-        metadata: Some(v1::VmMetadata {
+        metadata: Some(v1::ObjectMetadata {
             name: "web".into(),
             ..Default::default()
         }),

@@ -120,7 +120,7 @@ pub async fn problems(
     manifest: &Manifest,
     question: Question,
 ) -> Result<Vec<Problem>, Failure> {
-    let (name, spec) = (manifest.name.as_str(), &manifest.spec);
+    let (name, spec) = (manifest.metadata.name.as_str(), &manifest.spec);
     let look = look(host).await?;
     look.conditions(host).await;
     let demand = Demand::of(spec).resources;
@@ -141,7 +141,11 @@ pub async fn problems(
     let paths = files::named(spec, &host.sources());
     let files = host.pools.files.run(&paths, move || {
         let mut found = disks(&blocking, &manifest);
-        let files = files::look(&manifest.spec, &blocking.sources(), manifest.name.as_str());
+        let files = files::look(
+            &manifest.spec,
+            &blocking.sources(),
+            manifest.metadata.name.as_str(),
+        );
         // A disk that is not there is missed by both.
         let known: Vec<_> = found.iter().map(|problem| problem.message.clone()).collect();
         found.extend(

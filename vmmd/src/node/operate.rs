@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use proto::model::{
     Violations,
-    vm::{MAX_LABELS, labels},
+    metadata::{MAX_PAIRS, labels},
 };
 
 use crate::{
@@ -38,9 +38,9 @@ pub async fn label(
     let changed = host.node.change(|record| {
         record.labels.retain(|key, _| !remove.contains(key));
         record.labels.extend(set);
-        if record.labels.len() > MAX_LABELS {
+        if record.labels.len() > MAX_PAIRS {
             let problem = format_args!(
-                "would make {} labels of the node, at most {MAX_LABELS}",
+                "would make {} labels of the node, at most {MAX_PAIRS}",
                 record.labels.len()
             );
             return Err(Failure::field("set", problem));

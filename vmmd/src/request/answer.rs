@@ -36,7 +36,7 @@ impl Answer {
         match status.code() {
             Code::NotFound | Code::AlreadyExists => true,
             Code::FailedPrecondition => reason != "BUSY",
-            Code::Aborted => reason == "GENERATION_MISMATCH",
+            Code::Aborted => matches!(reason, "GENERATION_MISMATCH" | "UID_MISMATCH"),
             _ => false,
         }
     }

@@ -20,12 +20,12 @@
 //! | request | a retry after the daemon was killed |
 //! |---|---|
 //! | CreateVm | a VM with the mark is the answer, also when it has been deleted since; with `start` it is started when it never was |
-//! | UpdateVm, SetMemoryTarget, SetRateLimit | carried out again; `generation` is not looked at, it was right when it began |
+//! | UpdateVm, SetMemoryTarget, SetRateLimit | carried out again; `preconditions.generation` is not looked at, it was right when it began |
 //! | DeleteVm | the answer is written together with the removal of the record: answered |
 //! | StartVm, RestartVm | a run that the request began, and that goes on, is the answer; else carried out again |
 //! | StopVm, PauseVm, ResumeVm | carried out again; what is so already is a success |
 //! | ResetVm | carried out again when its answer was not written: nothing durable tells of a reset |
-//! | AttachDisk | carried out again; the same disk again is no error, and `generation` is not looked at |
+//! | AttachDisk | carried out again; the same disk again is no error, and `preconditions.generation` is not looked at |
 //! | DetachDisk | a disk that is not there any more is a success |
 //! | ResizeVmDisk, ResizeDisk | carried out again; a size that it has already is a success |
 //! | CreateDisk | a disk with the mark is the answer, also when it has been deleted since; one that was not whole was removed, and is made again |
@@ -33,6 +33,7 @@
 //! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
 
 mod answer;
+pub mod preconditions;
 
 use std::{
     collections::HashMap,
@@ -162,7 +163,7 @@ where
     answer
 }
 
-/// Who asks, with which id, for which generation. An id that is none is refused.
+/// Who asks, with which id, with which preconditions. An id that is none is refused.
 pub fn context<Q: Mutation>(request: &tonic::Request<Q>) -> Result<Context, Failure> {
     let id = request.get_ref().request_id();
     if id.len() > MAX_ID || !id.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ') {
@@ -181,7 +182,7 @@ pub fn context<Q: Mutation>(request: &tonic::Request<Q>) -> Result<Context, Fail
             .get::<Initiator>()
             .cloned()
             .unwrap_or_default(),
-        generation: request.get_ref().generation(),
+        preconditions: request.get_ref().preconditions().cloned().unwrap_or_default(),
     })
 }
 

@@ -1,32 +1,8 @@
-use std::collections::BTreeMap;
-
-use prost::Message as _;
-use prost_types::{DescriptorProto, FileDescriptorSet};
 use proto::v1;
 use tonic::{Code, Status};
 
 use super::{answer::Answer, *};
 use crate::failure::Failure;
-
-#[test]
-fn a_change_of_a_vm_takes_a_generation() {
-    let files = FileDescriptorSet::decode(proto::DESCRIPTORS).unwrap();
-    let public = files.file.iter().filter(|file| file.package() == "vmmd.v1");
-    let messages: BTreeMap<_, _> = public
-        .clone()
-        .flat_map(|file| &file.message_type)
-        .map(|message| (format!(".vmmd.v1.{}", message.name()), message))
-        .collect();
-    let has =
-        |message: &DescriptorProto, field: &str| message.field.iter().any(|known| known.name() == field);
-    for service in public.flat_map(|file| &file.service) {
-        for method in &service.method {
-            let (name, request) = (method.name(), messages[method.input_type()]);
-            let of_vm = service.name() == "VmService" && has(request, "request_id") && name != "CreateVm";
-            assert_eq!(has(request, "generation"), of_vm, "{name}");
-        }
-    }
-}
 
 fn mark<Q: Mutation>(request: &Q) -> RequestMark {
     super::mark(request, &Initiator::Daemon)
@@ -83,6 +59,7 @@ fn only_failures_that_stay_are_remembered() {
         (true, Kind::Exists, "VM_EXISTS"),
         (true, Kind::Precondition, "STILL_RUNNING"),
         (true, Kind::Aborted, "GENERATION_MISMATCH"),
+        (true, Kind::Aborted, "UID_MISMATCH"),
         (false, Kind::Precondition, "BUSY"),
         (false, Kind::Aborted, "SUPERSEDED"),
         (false, Kind::Invalid, "INVALID_FIELDS"),

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use prost::Message;
-use proto::v1::VmMetadata;
+use proto::v1::ObjectMetadata;
 use redb::{
     Database, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata, WriteTransaction,
 };
@@ -46,7 +46,7 @@ pub struct Tombstone {
     pub revision: u64,
     /// What was last known of it.
     #[prost(message, optional, tag = "3")]
-    pub metadata: Option<VmMetadata>,
+    pub metadata: Option<ObjectMetadata>,
 }
 
 /// A request that has been begun.

@@ -26,6 +26,12 @@ pub struct VmRecord {
     #[prost(btree_map = "string, string", tag = "5")]
     pub labels: BTreeMap<String, String>,
     /// As in the manifest.
+    #[prost(btree_map = "string, string", tag = "40")]
+    pub annotations: BTreeMap<String, String>,
+    /// As in the manifest.
+    #[prost(string, tag = "41")]
+    pub owner: String,
+    /// As in the manifest.
     #[prost(message, optional, tag = "6")]
     pub spec: Option<VmSpec>,
     /// Given once, the same in each run.

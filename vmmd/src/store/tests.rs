@@ -240,7 +240,7 @@ fn a_store_of_the_third_schema_keeps_what_is_wanted() {
 }
 
 fn tombstone(revision: u64) -> Tombstone {
-    let metadata = proto::v1::VmMetadata {
+    let metadata = proto::v1::ObjectMetadata {
         name: format!("vm{revision}"),
         ..Default::default()
     };

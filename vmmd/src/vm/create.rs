@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use proto::{
-    model::{Violations, nic::Mac, vm::Manifest},
+    model::{Violations, metadata, nic::Mac, vm::Manifest},
     v1,
 };
 use tokio::sync::oneshot;
@@ -55,7 +55,7 @@ pub async fn create(
         return Err(Failure::precondition("RUN_POLICY", message));
     }
     admit(&host, &manifest, start, dry_run).await?;
-    let name = manifest.name.to_string();
+    let name = manifest.metadata.name.to_string();
     let Some(_reservation) = host.table.reserve(&name).await else {
         let message = format!("there is a VM \"{name}\" already");
         return Err(Failure::new(Kind::Exists, "VM_EXISTS", message));
@@ -78,7 +78,7 @@ async fn make(
     dry_run: bool,
     context: &Context,
 ) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
-    let name = manifest.name.to_string();
+    let name = manifest.metadata.name.to_string();
     let uid = Uuid::new_v4();
     let hardware = machine::allocate(&manifest.spec, || random_mac(host));
     let (made_run, made_revision) = host.table.now();
@@ -87,7 +87,9 @@ async fn make(
         name: name.clone(),
         generation: 1,
         created_ms: text::now_ms(),
-        labels: manifest.labels,
+        labels: manifest.metadata.labels,
+        annotations: manifest.metadata.annotations,
+        owner: manifest.metadata.owner,
         spec: wire,
         hardware: Some(hardware),
         intent: if start { Intent::Running } else { Intent::Stopped }.into(),
@@ -176,17 +178,10 @@ async fn made_before(
 
 fn validate(vm: &v1::Vm) -> Result<Manifest, Failure> {
     let mut found = Violations::default();
-    let metadata = vm.metadata.clone().unwrap_or_default();
-    for (field, set) in [
-        ("status", vm.status.is_some()),
-        ("metadata.uid", !metadata.uid.is_empty()),
-        ("metadata.generation", metadata.generation != 0),
-        ("metadata.createTime", metadata.create_time.is_some()),
-    ] {
-        if set {
-            found.add(field, "is set by the daemon: leave it out");
-        }
+    if vm.status.is_some() {
+        found.add("status", "is set by the daemon: leave it out");
     }
+    metadata::refuse_given(&mut found, "metadata", &vm.metadata.clone().unwrap_or_default());
     match Manifest::try_from(vm) {
         Ok(manifest) => Ok(found.or(manifest)?),
         Err(more) => {

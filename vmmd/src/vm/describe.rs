@@ -87,11 +87,13 @@ impl View {
         instance: Option<&Instance>,
         attached: &Attachments,
     ) -> v1::Vm {
-        let metadata = v1::VmMetadata {
+        let metadata = v1::ObjectMetadata {
             name: record.name.clone(),
             uid: uid.to_string(),
             generation: record.generation,
             labels: record.labels.clone(),
+            annotations: record.annotations.clone(),
+            owner: record.owner.clone(),
             create_time: text::timestamp(record.created_ms),
         };
         let run = record.instance.as_ref().filter(|_| instance.is_some());

@@ -343,7 +343,7 @@ impl Table {
     }
 
     /// Begins a deletion: what is to be written to the store. [`Self::remove`] follows, or [`Self::unbury`].
-    pub fn bury(&self, metadata: v1::VmMetadata) -> Tombstone {
+    pub fn bury(&self, metadata: v1::ObjectMetadata) -> Tombstone {
         let mut vms = self.vms();
         vms.revision += 1;
         let revision = vms.revision;

@@ -25,6 +25,7 @@ use super::{
     table::Entry,
 };
 use crate::{
+    context::Context,
     event::{Draft, Object},
     failure::Failure,
     host::Host,
@@ -32,6 +33,7 @@ use crate::{
     lock,
     node::Demand,
     paths::{LogDir, RuntimeDir},
+    request::preconditions,
     store::{Intent, VmRecord},
     text,
 };
@@ -211,7 +213,13 @@ impl Unusable {
     /// Carries out a command; true when the VM is gone.
     async fn on(&mut self, command: Command) -> bool {
         let life = match command {
-            Command::Life(life) => life,
+            Command::Life(life) => match self.expected(&life.context) {
+                Ok(()) => life,
+                Err(failure) => {
+                    let _ = life.reply.send(Err(failure));
+                    return false;
+                }
+            },
             Command::Reconsider => return false,
             Command::Disk { reply, .. } | Command::MemoryTarget { reply, .. } => {
                 let _ = reply.send(Err(self.refusal()));
@@ -237,6 +245,15 @@ impl Unusable {
                 false
             }
         }
+    }
+
+    /// Checks the preconditions of a request.
+    fn expected(&self, context: &Context) -> Result<(), Failure> {
+        let present = v1::Preconditions {
+            uid: self.uid.to_string(),
+            generation: Some(self.record.generation),
+        };
+        preconditions::check("VM", &self.record.name, &context.preconditions, &present)
     }
 
     fn refusal(&self) -> Failure {
@@ -373,11 +390,13 @@ impl Unusable {
             counts: self.record.counts,
             ..Default::default()
         };
-        let metadata = v1::VmMetadata {
+        let metadata = v1::ObjectMetadata {
             name: self.record.name.clone(),
             uid: self.uid.to_string(),
             generation: self.record.generation,
             labels: self.record.labels.clone(),
+            annotations: self.record.annotations.clone(),
+            owner: self.record.owner.clone(),
             create_time: text::timestamp(self.record.created_ms),
         };
         v1::Vm {

@@ -192,7 +192,7 @@ impl Daemon {
         v1::Vm {
             api_version: "vmmd/v1".into(),
             kind: "Vm".into(),
-            metadata: Some(v1::VmMetadata {
+            metadata: Some(v1::ObjectMetadata {
                 name: name.into(),
                 ..Default::default()
             }),
@@ -475,6 +475,14 @@ pub fn status(vm: &v1::Vm) -> &v1::VmStatus {
 pub fn vm_pid(vm: &v1::Vm) -> Pid {
     let pid = status(vm).instance.as_ref().unwrap().pid;
     Pid::from_raw(i32::try_from(pid).unwrap()).unwrap()
+}
+
+/// The precondition that the VM has this generation.
+pub fn generation(generation: u64) -> Option<v1::Preconditions> {
+    Some(v1::Preconditions {
+        generation: Some(generation),
+        ..Default::default()
+    })
 }
 
 pub fn uid(vm: &v1::Vm) -> String {

@@ -5,10 +5,11 @@ use std::future::Future;
 use proto::v1::{self, VmPhase, WatchEventType, WatchVmsResponse};
 use tokio_stream::StreamExt;
 use tonic::{Code, Request, Response, Status};
+use tonic_types::StatusExt as _;
 
 use crate::{
     attach::{disk, names},
-    harness::{Daemon, refusal, status, uid, vm_pid},
+    harness::{Daemon, generation, refusal, status, uid, vm_pid},
 };
 
 fn create(daemon: &Daemon, id: &str, name: &str, start: bool) -> v1::CreateVmRequest {
@@ -258,13 +259,13 @@ async fn a_change_of_the_spec_that_the_daemon_did_not_survive_is_not_asked_for_i
     let attach = v1::AttachDiskRequest {
         vm: "a".into(),
         disk: Some(data),
-        generation: 1,
+        preconditions: generation(1),
         request_id: "1".into(),
     };
     let detach = v1::DetachDiskRequest {
         vm: "a".into(),
         disk: "data".into(),
-        generation: 2,
+        preconditions: generation(2),
         request_id: "2".into(),
         ..Default::default()
     };
@@ -293,7 +294,7 @@ async fn a_change_of_the_spec_that_the_daemon_did_not_survive_is_not_asked_for_i
     assert!(names(&detached.vm.unwrap()).is_empty());
     let other = v1::DetachDiskRequest {
         request_id: "3".into(),
-        generation: 3,
+        preconditions: generation(3),
         ..detach
     };
     let failure = daemon.client().detach_disk(other).await.unwrap_err();
@@ -388,15 +389,15 @@ async fn a_disk_is_made_and_deleted_once() {
     assert!(left.into_inner().disks.is_empty());
 }
 
-/// Makes each of these calls for VM `a` with a generation and an id; names them with their answers.
-macro_rules! with_generation {
-    ($daemon:expr, $generation:expr, $id:expr; $($call:ident($request:ident { $field:ident $(, $more:ident: $value:expr)* })),* $(,)?) => {{
+/// Makes each of these calls for VM `a` with preconditions and an id; names them with their answers.
+macro_rules! with_preconditions {
+    ($daemon:expr, $preconditions:expr, $id:expr; $($call:ident($request:ident { $field:ident $(, $more:ident: $value:expr)* })),* $(,)?) => {{
         let mut answers: Vec<(&str, Result<(), Status>)> = Vec::new();
         $(
             #[allow(clippy::needless_update, reason = "some requests have nothing else")]
             let request = Request::new(v1::$request {
                 $field: "a".into(),
-                generation: $generation,
+                preconditions: $preconditions,
                 request_id: format!("{} {}", $id, stringify!($call)),
                 $($more: $value,)*
                 ..Default::default()
@@ -413,7 +414,7 @@ async fn each_mutation_is_refused_when_the_generation_is_another() {
     daemon.run("a", "").await;
     let data = disk(&daemon, "data");
     let before = daemon.get("a").await.unwrap();
-    let answers = with_generation!(daemon, 7, "x";
+    let answers = with_preconditions!(daemon, generation(7), "x";
         start_vm(StartVmRequest { name }),
         stop_vm(StopVmRequest { name }),
         restart_vm(RestartVmRequest { name }),
@@ -436,7 +437,7 @@ async fn each_mutation_is_refused_when_the_generation_is_another() {
         );
     }
     assert_eq!(daemon.get("a").await.unwrap(), before);
-    for (call, answer) in with_generation!(daemon, 1, "y";
+    for (call, answer) in with_preconditions!(daemon, generation(1), "y";
         pause_vm(PauseVmRequest { name }),
         resume_vm(ResumeVmRequest { name }),
         restart_vm(RestartVmRequest { name }),
@@ -446,4 +447,79 @@ async fn each_mutation_is_refused_when_the_generation_is_another() {
     ) {
         answer.unwrap_or_else(|failure| panic!("{call}: {failure:?}"));
     }
+}
+
+#[tokio::test]
+async fn a_delayed_delete_does_not_hit_a_successor_of_the_same_name() {
+    let daemon = Daemon::start().await;
+    let first = daemon.create(daemon.manifest("a", "")).await.unwrap();
+    let delayed = v1::DeleteVmRequest {
+        name: "a".into(),
+        force: true,
+        preconditions: Some(v1::Preconditions {
+            uid: uid(&first),
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    daemon.client().delete_vm(delayed.clone()).await.unwrap();
+    let second = daemon.create(daemon.manifest("a", "")).await.unwrap();
+    let failure = daemon.client().delete_vm(delayed.clone()).await.unwrap_err();
+    assert_eq!(refusal(&failure), (Code::Aborted, "UID_MISMATCH".to_owned()));
+    assert!(failure.message().contains(&uid(&second)), "{failure:?}");
+    assert_eq!(daemon.get("a").await.unwrap(), second);
+    let of_second = v1::DeleteVmRequest {
+        preconditions: Some(v1::Preconditions {
+            uid: uid(&second),
+            ..Default::default()
+        }),
+        ..delayed
+    };
+    daemon.client().delete_vm(of_second).await.unwrap();
+}
+
+#[tokio::test]
+async fn labels_annotations_and_owner_are_kept_and_changed_with_the_manifest() {
+    let mut daemon = Daemon::start().await;
+    let mut vm = daemon.manifest("a", "");
+    let metadata = vm.metadata.as_mut().unwrap();
+    metadata.owner = "controller/7".into();
+    metadata.annotations = [("note".to_owned(), "first\nline".to_owned())].into();
+    daemon.create(vm.clone()).await.unwrap();
+    daemon.kill_and_restart().await;
+    let kept = daemon.get("a").await.unwrap().metadata.unwrap();
+    let wanted = vm.metadata.as_mut().unwrap();
+    assert_eq!(
+        (&kept.owner, &kept.annotations),
+        (&wanted.owner, &wanted.annotations)
+    );
+    wanted.owner.clear();
+    wanted.annotations.insert("more".into(), String::new());
+    let asked = v1::UpdateVmRequest {
+        vm: Some(vm.clone()),
+        ..Default::default()
+    };
+    let changed = daemon.client().update_vm(asked).await.unwrap().into_inner();
+    let changed = changed.vm.unwrap().metadata.unwrap();
+    assert_eq!((changed.owner.as_str(), changed.annotations.len()), ("", 2));
+    assert_eq!(changed.generation, kept.generation + 1);
+    let wanted = vm.metadata.as_mut().unwrap();
+    wanted.owner = "x".repeat(254);
+    wanted.annotations = [("=".into(), String::new()), ("k".into(), "x".repeat(64 << 10))].into();
+    let asked = v1::UpdateVmRequest {
+        vm: Some(vm),
+        ..Default::default()
+    };
+    let refused = daemon.client().update_vm(asked).await.unwrap_err();
+    let details = refused.get_error_details();
+    let fields = details.bad_request().unwrap().field_violations.iter();
+    let fields: Vec<_> = fields.map(|violation| violation.field.as_str()).collect();
+    assert_eq!(
+        fields,
+        [
+            "metadata.annotations[\"=\"]",
+            "metadata.annotations",
+            "metadata.owner"
+        ]
+    );
 }

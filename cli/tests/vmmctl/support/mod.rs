@@ -202,7 +202,7 @@ impl State {
         let vm = v1::Vm {
             api_version: "vmmd/v1".into(),
             kind: "Vm".into(),
-            metadata: Some(v1::VmMetadata {
+            metadata: Some(v1::ObjectMetadata {
                 name: name.into(),
                 uid: "7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8".into(),
                 generation: 1,
@@ -211,6 +211,7 @@ impl State {
                     .map(|(key, value)| (key.to_string(), value.to_string()))
                     .collect(),
                 create_time: None,
+                ..Default::default()
             }),
             spec: Some(v1::VmSpec {
                 cpu: Some(v1::CpuSpec {

@@ -5,8 +5,9 @@ use std::{collections::BTreeMap, fmt, path::PathBuf};
 use super::{
     super::{
         Violations,
+        metadata::labels,
         name::Name,
-        vm::{absolute, labels, name},
+        vm::{absolute, name},
     },
     Format, unknown,
 };

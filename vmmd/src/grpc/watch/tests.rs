@@ -1,9 +1,9 @@
-use proto::v1::{VmFilter, VmMetadata};
+use proto::v1::{ObjectMetadata, VmFilter};
 
 use super::*;
 
 fn vm(name: &str, uid: &str) -> Arc<Vm> {
-    let metadata = VmMetadata {
+    let metadata = ObjectMetadata {
         name: name.to_owned(),
         uid: uid.to_owned(),
         ..Default::default()

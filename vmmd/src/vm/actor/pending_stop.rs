@@ -50,7 +50,7 @@ impl StopRecord {
             request_id: self.request_id.clone(),
             trace: self.request_id.clone(),
             initiator,
-            generation: 0,
+            preconditions: Default::default(),
         }
     }
 
@@ -132,7 +132,7 @@ mod tests {
                 request_id: "r".into(),
                 trace: "r".into(),
                 initiator,
-                generation: 0,
+                preconditions: Default::default(),
             };
             let stop = StopRecord::new(Some(Duration::from_secs(10)), &context);
             assert_eq!(stop.context(), context);

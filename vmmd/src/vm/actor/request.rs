@@ -1,27 +1,27 @@
-//! What goes along with a request: its id, and the generation that it expects.
+//! What goes along with a request: its id, and its preconditions.
 
 use proto::v1;
 
 use super::Actor;
 use crate::{
     context::Context,
-    failure::{Failure, Kind},
-    request, store,
+    failure::Failure,
+    request::{self, preconditions},
+    store,
 };
 
 impl Actor {
-    /// Whether the VM has the generation that the request is for. One that was begun already is not asked again: it may
-    /// have changed the generation itself.
+    /// Checks the preconditions of a request. The generation is not compared again for a request that was begun already: the
+    /// request may have changed the generation itself.
     pub(super) fn expected(&self, context: &Context) -> Result<(), Failure> {
-        let (wanted, present) = (context.generation, self.record.generation);
-        if wanted == 0 || wanted == present || self.has_begun(context) {
-            return Ok(());
+        let mut present = v1::Preconditions {
+            uid: self.uid.to_string(),
+            generation: Some(self.record.generation),
+        };
+        if self.has_begun(context) {
+            present.generation = None;
         }
-        let message = format!(
-            "VM \"{}\" has generation {present}, not {wanted}: look at it again, then decide anew",
-            self.record.name
-        );
-        Err(Failure::new(Kind::Aborted, "GENERATION_MISMATCH", message))
+        preconditions::check("VM", &self.record.name, &context.preconditions, &present)
     }
 
     /// Notes that the request was admitted; it is written together with what it does first.

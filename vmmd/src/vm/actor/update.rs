@@ -52,8 +52,8 @@ pub struct Update {
     pub uid: String,
     /// Of the manifest.
     pub create_time: Option<well_known::Timestamp>,
-    /// Of the manifest: what the VM's must be; any when 0.
-    pub generation: u64,
+    /// Of the manifest: what the VM's must be, if it has one.
+    pub generation: Option<u64>,
     /// What is to be done with it.
     pub mode: v1::ApplyMode,
     /// How long the guest may take for what it is asked.
@@ -121,18 +121,15 @@ impl Actor {
 
     fn preconditions(&self, update: &Update) -> Result<(), Failure> {
         self.expected(&update.context)?;
-        self.expected(&Context {
+        let of_manifest = v1::Preconditions {
+            uid: update.uid.clone(),
             generation: update.generation,
+        };
+        self.expected(&Context {
+            preconditions: of_manifest,
             ..update.context.clone()
         })?;
         let mut found = Violations::default();
-        if !update.uid.is_empty() && update.uid != self.uid.to_string() {
-            let problem = format_args!(
-                "is that of another VM than \"{}\": a VM's name can't be changed",
-                self.record.name
-            );
-            found.add("metadata.uid", problem);
-        }
         let created = text::timestamp(self.record.created_ms);
         if update.create_time.is_some() && update.create_time != created {
             found.add("metadata.createTime", "is set by the daemon: leave it out");
@@ -169,8 +166,14 @@ impl Actor {
             &change::effective(&before, &old),
             &change::effective(&update.spec, &new),
         );
-        if !same.is_empty() || record.labels != update.manifest.labels {
-            record.labels.clone_from(&update.manifest.labels);
+        let metadata = &update.manifest.metadata;
+        let kept = record.labels == metadata.labels
+            && record.annotations == metadata.annotations
+            && record.owner == metadata.owner;
+        if !same.is_empty() || !kept {
+            record.labels.clone_from(&metadata.labels);
+            record.annotations.clone_from(&metadata.annotations);
+            record.owner.clone_from(&metadata.owner);
             record.spec = Some(update.spec.clone());
             record.hardware = Some(new);
             record.generation += 1;

@@ -1,7 +1,7 @@
 use super::*;
 
 fn vm(name: &str, phase: i32) -> Arc<v1::Vm> {
-    let metadata = v1::VmMetadata {
+    let metadata = v1::ObjectMetadata {
         name: name.to_owned(),
         ..Default::default()
     };
@@ -28,7 +28,7 @@ fn add(table: &Table, name: &str) -> watch::Sender<Arc<v1::Vm>> {
 }
 
 fn delete(table: &Table, name: &str) {
-    let tombstone = table.bury(v1::VmMetadata::default());
+    let tombstone = table.bury(v1::ObjectMetadata::default());
     table.remove(name, tombstone.revision);
 }
 
@@ -150,7 +150,7 @@ fn what_was_forgotten_makes_older_positions_expire() {
 fn a_deletion_that_was_written_and_not_told_is_told_by_the_next_daemon() {
     let table = Table::default();
     let _publisher = add(&table, "a");
-    let tombstone = table.bury(v1::VmMetadata {
+    let tombstone = table.bury(v1::ObjectMetadata {
         name: "a".to_owned(),
         ..Default::default()
     });

@@ -138,7 +138,10 @@ impl Call {
         metadata.name = name(self.vm);
         metadata.labels = [(MARK.to_owned(), mark.to_string())].into();
         let request_id = if self.id { id } else { String::new() };
-        let generation = if self.generation { generation } else { 0 };
+        let preconditions = self.generation.then(|| v1::Preconditions {
+            generation: Some(generation),
+            ..Default::default()
+        });
         let name = name(self.vm);
         let grace_period = Some(well_known::Duration {
             seconds: 0,
@@ -146,7 +149,7 @@ impl Call {
         });
         macro_rules! plain {
             ($variant:ident($request:ident) $($field:ident: $value:expr),*) => {
-                Request::$variant(v1::$request { name, generation, request_id, $($field: $value,)* ..Default::default() })
+                Request::$variant(v1::$request { name, preconditions, request_id, $($field: $value,)* ..Default::default() })
             };
         }
         #[allow(clippy::needless_update, reason = "some requests have nothing else")]
@@ -166,7 +169,7 @@ impl Call {
             Kind::Delete { force } => plain!(Delete(DeleteVmRequest) force: force),
             Kind::Update => Request::Update(v1::UpdateVmRequest {
                 vm: Some(vm),
-                generation,
+                preconditions,
                 request_id,
                 ..Default::default()
             }),

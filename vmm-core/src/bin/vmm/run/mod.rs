@@ -80,8 +80,8 @@ pub fn run(args: &Run) -> Result<i32> {
     restores.finish()?;
     match record.kind() {
         ExitKind::PowerOff | ExitKind::Stopped => {}
-        ExitKind::StartFailed => bail!("starting VM {}: {}", manifest.name, record.message),
-        _ => eprintln!("vmm: VM {}: {}", manifest.name, record.message),
+        ExitKind::StartFailed => bail!("starting VM {}: {}", manifest.metadata.name, record.message),
+        _ => eprintln!("vmm: VM {}: {}", manifest.metadata.name, record.message),
     }
     Ok(exit_code::of(record.kind()))
 }

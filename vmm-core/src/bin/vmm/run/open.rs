@@ -56,7 +56,7 @@ pub fn manifest(path: &Path) -> Result<Manifest> {
 /// Opens everything that the machine needs.
 pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
     let mut fds = Fds::default();
-    let name = manifest.name.as_str();
+    let name = manifest.metadata.name.as_str();
     let spec = &manifest.spec;
     let Boot::Linux {
         kernel,
