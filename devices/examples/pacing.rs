@@ -23,23 +23,26 @@ fn group(name: &str, rows: &[Row], is: impl Fn(&Point) -> bool) -> String {
     let of = |policy: usize, least: f64| share(some.iter().copied(), |row| row.parts()[policy] >= least);
     let worst = some.iter().map(|row| row.parts()[0]).fold(f64::MAX, f64::min);
     format!(
-        r#"{{"name":"{name}","points":{},"new":{:.4},"old":{:.4},"never":{:.4},"always":{:.4},"least":{:.4},"worst":{worst:.4},"latency":{:.4}}}"#,
+        r#"{{"name":"{name}","points":{},"new":{:.4},"old":{:.4},"never":{:.4},"always":{:.4},"least":{:.4},"worst":{worst:.4},"reachable":{:.4},"latency":{:.4},"brief":{:.4}}}"#,
         some.len(),
         of(0, 0.95),
         of(1, 0.95),
         of(2, 0.95),
         of(3, 0.95),
         of(0, 0.85),
+        of(4, 0.85),
         share(some.iter().copied(), |row| row.added() <= 0.1),
+        share(some.iter().copied(), Row::holds_briefly),
     )
 }
 
 /// The points at which the policy is far from the best, or adds latency.
 fn print_far(rows: &[Row]) {
     for row in rows {
-        let [part, ..] = row.parts();
+        let [part, .., reachable] = row.parts();
         if part < 0.85 || row.added() > 0.1 {
-            eprintln!("{:?}: {part:.2}, p99 {:+.2}", row.point, row.added());
+            let added = row.added();
+            eprintln!("{:?}: {part:.2} of {reachable:.2}, p99 {added:+.2}", row.point);
         }
     }
 }

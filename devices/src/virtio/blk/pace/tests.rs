@@ -1,5 +1,7 @@
 //! What is learnt from which times.
 
+#![allow(clippy::arithmetic_side_effects)]
+
 use super::*;
 
 const US: u64 = 1000;
@@ -91,7 +93,7 @@ fn completions_are_held_only_for_a_driver_that_is_busy() {
     pace.signalled();
     now += 30 * US;
     pace.found(1, 1, now);
-    assert!(pace.holds(32, now), "it is at it");
+    assert!(pace.holds(32, now), "it has 15 to replace");
     assert!(pace.holds(32, now + 40 * US));
     assert!(!pace.holds(32, now + 50 * US), "it has fallen silent");
 }
@@ -122,4 +124,18 @@ fn a_driver_that_adds_nothing_before_the_worker_sleeps_has_fewer_requests_than_b
     (0..6).for_each(|_| pace.sleeps(true, now));
     pace.found(1, 1, now);
     assert!(!pace.holds(1, now));
+}
+
+#[test]
+fn a_driver_that_sees_completions_before_an_interrupt_is_not_taken_for_busy_afterwards() {
+    let (mut pace, mut now) = learnt(100 * US);
+    for _ in 0..50 {
+        now += 100 * US;
+        pace.found(1, 0, now);
+        // The driver polls, and replaced it meanwhile.
+        pace.found(0, 1, now + 10 * US);
+        pace.signalled();
+    }
+    pace.found(1, 0, now + 20 * US);
+    assert!(!pace.holds(32, now + 20 * US), "it has nothing else to replace");
 }

@@ -57,8 +57,13 @@ pub(super) struct Outcome {
     /// Of the time from taking a request's predecessor's completion to taking its own, in nanoseconds: the driver could
     /// have added it then.
     pub p99: u64,
+    /// Median of the same time.
+    pub median: u64,
     /// Median of the time that the device had a request, its queue included, in nanoseconds.
     pub device: u64,
+    /// 99th percentile of how long completions waited for their interrupt after the round that found the first of them,
+    /// in nanoseconds.
+    pub held: u64,
 }
 
 /// What a worker does after one round.
@@ -94,9 +99,24 @@ impl Worker<'_> {
         self.machine.device.len()
     }
 
+    /// Requests that the driver keeps outstanding. A worker can't know.
+    pub(super) fn depth(&self) -> usize {
+        self.machine.point.depth
+    }
+
+    /// Whether the driver has requests to add and is at it. A worker can't know.
+    pub(super) fn driver_is_busy(&self) -> bool {
+        let machine = &self.machine;
+        let runs = machine.threads[VCPU].state != State::Asleep && machine.driver != Driver::Halts;
+        runs && !machine.to_add.is_empty()
+    }
+
     /// Raises an interrupt if the driver wants one; says whether it did.
     pub(super) fn signal(&mut self) -> bool {
         let (old, new) = (self.machine.signalled, self.machine.used);
+        if let Some(since) = self.machine.unsignalled_since.take() {
+            self.machine.holds.push(self.machine.now - since);
+        }
         self.machine.signalled = new;
         if !(old..new).contains(&self.machine.used_event) {
             return false;
@@ -174,8 +194,10 @@ struct Machine {
     free_at: u64,
     idle_since: Option<u64>,
     // Figures.
+    unsignalled_since: Option<u64>,
     latencies: Vec<u64>,
     device_times: Vec<u64>,
+    holds: Vec<u64>,
 }
 
 impl Machine {
@@ -210,8 +232,10 @@ impl Machine {
             device: BinaryHeap::new(),
             free_at: 0,
             idle_since: None,
+            unsignalled_since: None,
             latencies: Vec::new(),
             device_times: Vec::new(),
+            holds: Vec::new(),
         }
     }
 
@@ -389,6 +413,7 @@ impl Machine {
             }
             self.device.pop();
             completed += 1;
+            self.unsignalled_since.get_or_insert(self.now);
             self.device_times.push(done - handed);
             self.completed.push_back(added);
             self.used += 1;
@@ -465,9 +490,12 @@ pub(super) fn run(point: Point, requests: usize, policy: &mut impl Policy) -> Ou
     let count = latencies.len();
     latencies.sort_unstable();
     machine.device_times.sort_unstable();
+    machine.holds.sort_unstable();
     Outcome {
         throughput: count as f64 * 1e9 / (machine.now - since) as f64,
         p99: latencies[count * 99 / 100],
+        median: latencies[count / 2],
         device: machine.device_times[machine.device_times.len() / 2],
+        held: machine.holds[machine.holds.len() * 99 / 100],
     }
 }

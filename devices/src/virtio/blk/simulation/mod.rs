@@ -1,5 +1,5 @@
 //! The pace judged by a discrete-event model of driver, worker and device, over a grid of devices, hosts and loads, beside
-//! three other policies.
+//! three other policies and one that knows what a worker can't.
 //!
 //! The tests go through a part of the grid. `cargo run --release -p vmmd-devices --example pacing` goes through all of it.
 
@@ -11,7 +11,7 @@ mod others;
 use std::thread;
 
 use self::{
-    current::Current,
+    current::{Current, Informed},
     machine::{Outcome, run},
     old::Old,
     others::{AlwaysPoll, NeverHold},
@@ -51,6 +51,7 @@ pub(super) struct Row {
     old: Outcome,
     never: Outcome,
     always: Outcome,
+    informed: Outcome,
     new: Outcome,
 }
 
@@ -62,16 +63,25 @@ impl Row {
             old: run(point, requests, &mut Old::new()),
             never: run(point, requests, &mut NeverHold),
             always: run(point, requests, &mut AlwaysPoll),
+            informed: run(point, requests, &mut Informed::default()),
             new: run(point, requests, &mut Current::default()),
         }
     }
 
-    /// Throughput as a part of the best of the three others: of the policy itself, of the old one, of never holding
-    /// completions back, of always polling.
-    pub(super) fn parts(&self) -> [f64; 4] {
-        let of = [self.new, self.old, self.never, self.always].map(|outcome| outcome.throughput);
-        let best = of.iter().skip(1).copied().fold(0.0, f64::max);
-        of.map(|throughput| throughput / best)
+    /// Throughput as a part of the best of three others: of the policy itself, of these (the old one, never holding
+    /// completions back, always polling), and of the policy that knows what a worker can't.
+    pub(super) fn parts(&self) -> [f64; 5] {
+        let [old, never, always] = [self.old, self.never, self.always].map(|outcome| outcome.throughput);
+        let best = old.max(never).max(always);
+        [self.new.throughput, old, never, always, self.informed.throughput]
+            .map(|throughput| throughput / best)
+    }
+
+    /// Whether completions were never held back longer than a sixteenth of what requests take from the driver's point of
+    /// view. A worker finds out that it is time when it is done with a round.
+    pub(super) fn holds_briefly(&self) -> bool {
+        const ROUND: u64 = 5 * US;
+        self.new.held <= self.new.median / 16 + ROUND
     }
 
     /// What the policy adds to the p99 of never holding back, as a part of the time that the device has a request, its

@@ -206,7 +206,11 @@ impl BlkHandler {
                 self.commit()?;
                 continue;
             }
-            if !busy && (held || self.polls()) {
+            if held && !busy {
+                std::hint::spin_loop();
+                continue;
+            }
+            if !busy && self.polls() {
                 std::thread::yield_now();
                 continue;
             }
@@ -232,11 +236,13 @@ impl BlkHandler {
     /// Tells the policy what the round found; whether completions are held back.
     fn holds(&mut self, taken: usize) -> bool {
         let completed = std::mem::take(&mut self.completions);
-        if completed == 0 && taken == 0 && self.pace.held() == 0 {
+        if completed == 0 && taken == 0 && self.pace.unsignalled() == 0 {
             return false;
         }
         let now = self.clock.nanos();
-        self.pace.found(completed, taken, now);
+        if completed > 0 || taken > 0 {
+            self.pace.found(completed, taken, now);
+        }
         let in_flight = self.engine.in_flight();
         // What is left in the ring does not show whether the driver is busy.
         !self.called && !self.waits() && self.pace.holds(in_flight, now)
@@ -303,7 +309,7 @@ impl BlkHandler {
         if completed > 0 {
             self.pace.found(completed, 0, self.clock.nanos());
         }
-        if self.pace.held() > 0 {
+        if self.pace.unsignalled() > 0 {
             self.pace.signalled();
             session.flush_interrupts()?;
         }
