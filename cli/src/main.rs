@@ -7,9 +7,12 @@
 mod args;
 mod client;
 mod command;
+mod complete;
 mod console;
 mod contexts;
 mod failure;
+#[cfg(test)]
+mod hints;
 mod manifest;
 mod output;
 mod tls;
@@ -21,6 +24,7 @@ use clap::Parser as _;
 use crate::failure::{Code, Failure};
 
 fn main() -> ExitCode {
+    complete::answer();
     let cli = args::Cli::parse();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let result = match runtime {

@@ -316,7 +316,7 @@ fn a_disk_that_can_not_be_made_leaves_nothing() {
             format!("create disk {name} --overlay-of no-such-disk"),
             "no-such-disk",
         ),
-        (format!("create disk {name} --size 1000"), "512"),
+        (format!("create disk {name} --size 1048577"), "512"),
     ] {
         let output = node.ssh(&format!("vmmctl {command}")).expect("ssh");
         refused(

@@ -173,7 +173,9 @@ fn stop_presses_the_power_button_and_kills_what_does_not_listen() {
         .expect("console")
         .until("GUEST-READY", BOOT)
         .expect("boot");
-    deaf.ctl("stop --grace 2s").expect("stop");
+    let stopped = deaf.try_ctl("stop --grace 2s").expect("ssh");
+    assert_eq!(stopped.status.code(), Some(13), "{}", stopped.stderr);
+    assert!(stopped.stderr.contains("was killed"), "{}", stopped.stderr);
     assert_eq!(
         deaf.field("/status/lastExit/reason").expect("reason"),
         "EXIT_REASON_KILLED"

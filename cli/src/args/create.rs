@@ -7,8 +7,10 @@ use clap::{Args, Subcommand};
 use proto::v1::RunPolicy;
 
 use super::{
-    Label, Output, Timeout, disk::CreateDisk, duration, operation, resources::Resources, size, vm_name,
+    FORMAT, HELP, Label, Output, Timeout, disk::CreateDisk, duration, operation, resources::Resources, size,
+    vm_name,
 };
+use crate::complete;
 
 /// `apply`.
 #[derive(Debug, Args)]
@@ -35,9 +37,26 @@ pub struct Apply {
 }
 
 /// `edit`.
+#[derive(Debug, Args)]
+#[command(
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
+    disable_help_subcommand = true
+)]
+pub struct Edit {
+    /// Of what; a VM when nothing is said.
+    #[command(subcommand)]
+    pub what: Option<EditWhat>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub vm: Option<EditVm>,
+}
+
+/// What is edited.
 #[derive(Debug, Subcommand)]
-pub enum Edit {
-    /// Change a VM. When it was changed by somebody else meanwhile nothing is applied, and what was written is kept.
+pub enum EditWhat {
+    /// Change a VM: the same as without this word. When it was changed by somebody else meanwhile nothing is applied, and what
+    /// was written is kept.
     Vm(EditVm),
 }
 
@@ -45,7 +64,7 @@ pub enum Edit {
 #[derive(Debug, Args)]
 pub struct EditVm {
     /// Name of the VM.
-    #[arg(value_parser = vm_name)]
+    #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
     /// Restart it when something is left that only a start can change.
     #[arg(long)]
@@ -92,7 +111,7 @@ pub enum CreateWhat {
 #[derive(Debug, Args)]
 pub struct CreateVm {
     /// Name of the VM.
-    #[arg(value_parser = vm_name, required_unless_present = "files", conflicts_with = "files")]
+    #[arg(value_parser = vm_name, add = complete::vms(), required_unless_present = "files", conflicts_with = "files")]
     pub name: Option<String>,
     /// Manifest with VMs and disks as YAML or JSON; `-` is standard input. May be given several times.
     #[arg(
@@ -156,7 +175,7 @@ pub struct CreateVm {
     #[arg(long)]
     pub dry_run: bool,
     /// Print what was made (with --dry-run: what would be) in this form.
-    #[arg(short, long, value_enum)]
+    #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
     #[command(flatten)]
     #[allow(missing_docs)]

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::{Label, NodeOutput, Output, Selector, Timeout, disk_name, duration, size, vm_name};
+use super::{FORMAT, HELP, Label, Output, Selector, Timeout, disk_name, duration, size, vm_name};
+use crate::complete;
 use crate::manifest::quantity;
 
 /// `create disk`.
@@ -17,7 +18,7 @@ Examples:
   vmmctl create disk web-root --overlay-of base --size 40Gi")]
 pub struct CreateDisk {
     /// Name of the disk.
-    #[arg(value_parser = disk_name)]
+    #[arg(value_parser = disk_name, add = complete::disks())]
     pub name: String,
     /// What the guest sees, as in 10Gi; not needed with --from-file or --overlay-of.
     #[arg(long, value_name = "SIZE", value_parser = size, required_unless_present_any = ["from_file", "overlay_of"])]
@@ -32,13 +33,13 @@ pub struct CreateDisk {
     #[arg(long, value_name = "PATH", conflicts_with = "overlay_of")]
     pub from_file: Option<String>,
     /// Keep only what differs from this disk, which can't be written to or deleted while the overlay is there.
-    #[arg(long, value_name = "DISK", value_parser = disk_name)]
+    #[arg(long, value_name = "DISK", value_parser = disk_name, add = complete::disks())]
     pub overlay_of: Option<String>,
     /// Label.
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,
     /// Print what was made in this form.
-    #[arg(short, long, value_enum)]
+    #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -69,10 +70,10 @@ pub enum Preallocation {
 #[derive(Debug, Args)]
 pub struct GetDisk {
     /// Only these; all when none is named.
-    #[arg(value_parser = disk_name)]
+    #[arg(value_parser = disk_name, add = complete::disks())]
     pub names: Vec<String>,
     /// How to print them.
-    #[arg(short, long, value_enum)]
+    #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
     /// Only disks with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
     #[arg(
@@ -96,10 +97,10 @@ Examples:
   vmmctl resize disk db --vm web --rescan           # a block device that has grown")]
 pub struct ResizeDisk {
     /// Name of the disk: among those that vmmd keeps, or with --vm in that VM.
-    #[arg(value_parser = disk_name)]
+    #[arg(value_parser = disk_name, add = complete::disks())]
     pub name: String,
     /// The VM in whose spec the disk is; for files and block devices that the spec names by path.
-    #[arg(long, value_parser = vm_name)]
+    #[arg(long, value_parser = vm_name, add = complete::vms())]
     pub vm: Option<String>,
     /// The new size, as in 20Gi; never smaller than now.
     #[arg(long, value_name = "SIZE", value_parser = size, required_unless_present = "rescan")]
@@ -127,10 +128,10 @@ Examples:
 )]
 pub struct Attach {
     /// Name of the VM.
-    #[arg(value_parser = vm_name)]
+    #[arg(value_parser = vm_name, add = complete::vms())]
     pub vm: String,
     /// A disk that vmmd keeps.
-    #[arg(long, value_parser = disk_name, required_unless_present = "path", conflicts_with_all = ["path", "format"])]
+    #[arg(long, value_parser = disk_name, add = complete::disks(), required_unless_present = "path", conflicts_with_all = ["path", "format"])]
     pub disk: Option<String>,
     /// An image file or a block device of the node.
     #[arg(long, value_name = "PATH", requires = "format")]
@@ -223,7 +224,7 @@ pub struct Limits {
 #[derive(Debug, Args)]
 pub struct Detach {
     /// Name of the VM.
-    #[arg(value_parser = vm_name)]
+    #[arg(value_parser = vm_name, add = complete::vms())]
     pub vm: String,
     /// Names of disks in the VM.
     #[arg(required = true, value_name = "DISK")]
@@ -251,7 +252,7 @@ Examples:
 )]
 pub struct Limit {
     /// Name of the VM.
-    #[arg(value_parser = vm_name)]
+    #[arg(value_parser = vm_name, add = complete::vms())]
     pub vm: String,
     /// Name of a disk in the VM.
     #[arg(long, required_unless_present = "group", conflicts_with = "group")]
@@ -274,12 +275,12 @@ pub struct Limit {
 #[derive(Debug, Args)]
 pub struct Stats {
     /// Name of the VM.
-    #[arg(value_parser = vm_name)]
+    #[arg(value_parser = vm_name, add = complete::vms())]
     pub vm: String,
     /// Only these disks; all when none is named.
     #[arg(value_name = "DISK")]
     pub disks: Vec<String>,
     /// How to print them.
-    #[arg(short, long, value_enum)]
-    pub output: Option<NodeOutput>,
+    #[arg(short, long, value_name = FORMAT, help = HELP)]
+    pub output: Option<Output>,
 }

@@ -3,6 +3,7 @@
 use clap::{Args, Subcommand};
 
 use super::{Timeout, size, vm_name};
+use crate::complete;
 
 /// What is set.
 #[derive(Debug, Subcommand)]
@@ -19,7 +20,7 @@ Examples:
   vmmctl set memory web --all")]
 pub struct SetMemory {
     /// Name of the VM.
-    #[arg(value_parser = vm_name)]
+    #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
     /// What is left to the guest: 64Mi to its memory, a multiple of 2Mi.
     #[arg(long, value_name = "SIZE", value_parser = size, required_unless_present = "all")]

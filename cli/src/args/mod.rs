@@ -18,14 +18,15 @@ mod targets;
 mod value;
 mod verbs;
 
-pub use self::create::{Apply, Create, CreateVm, CreateWhat, Edit, EditVm};
+pub use self::create::{Apply, Create, CreateVm, CreateWhat, Edit, EditVm, EditWhat};
 use self::disk::{Attach, Detach, Limit, ResizeDisk, Stats};
-pub use self::show::{Describe, Get, GetVm, NodeOutput, Output, Phase};
+pub use self::show::{Describe, DescribeWhat, FORMAT, Get, GetVm, GetWhat, HELP, Phase};
 pub use self::targets::{Targets, Timeout, Yes};
-pub use self::value::{Label, Selector, disk_name, duration, operation_id, size, vm_name};
+pub use self::value::{Label, Selector, age, disk_name, duration, operation_id, size, vm_name};
 pub use self::verbs::{
     Act, Console, Delete, DeleteDisk, DeleteVm, DeleteWhat, DiskNames, Ending, Names, Restart, Start, Stop,
 };
+pub use crate::output::format::Output;
 
 /// Where vmmd listens by default.
 pub const SOCKET: &str = "/run/vmmd/vmmd.sock";
@@ -66,7 +67,7 @@ pub struct Cli {
 #[command(next_help_heading = "Which vmmd")]
 pub struct Connection {
     /// Context of the configuration file, with how to reach a vmmd [env: VMMCTL_CONTEXT=]
-    #[arg(long, global = true, display_order = 900, value_name = "NAME")]
+    #[arg(long, global = true, display_order = 900, value_name = "NAME", add = crate::complete::contexts())]
     pub context: Option<String>,
     /// Socket of a vmmd on this node [env: VMMD_SOCKET=] [default: /run/vmmd/vmmd.sock]
     #[arg(
@@ -120,30 +121,21 @@ pub enum Command {
     Apply(Apply),
     /// Create a VM or a disk from a manifest or from flags; it must not exist.
     Create(Box<Create>),
-    /// List VMs or disks.
-    Get {
-        /// Of what.
-        #[command(subcommand)]
-        what: Get,
-    },
-    /// Show everything about a VM or a disk.
-    Describe {
-        /// Of what.
-        #[command(subcommand)]
-        what: Describe,
-    },
+    /// List VMs, disks or operations.
+    #[command(visible_alias = "list")]
+    Get(Get),
+    /// Show everything about a VM, a disk or the node.
+    Describe(Describe),
     /// Change a VM in an editor ($VISUAL, $EDITOR or vi).
-    Edit {
-        /// Of what.
-        #[command(subcommand)]
-        what: Edit,
-    },
+    Edit(Edit),
     /// Print what `apply` would change; ends with 4 when that is something.
     Diff(Diff),
     /// Change fields of a VM by a merge patch, or one by one.
     Patch(Box<Patch>),
     /// Set (KEY=VALUE) and remove (KEY-) labels of VMs.
     Label(label::Label),
+    /// Set (KEY=VALUE) and remove (KEY-) annotations of VMs.
+    Annotate(label::Label),
     /// Wait until VMs are as they are to be, or an operation has ended.
     Wait(Wait),
     /// Start stopped VMs.

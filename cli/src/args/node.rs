@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use super::{NodeOutput, Timeout, duration};
+use super::{FORMAT, HELP, Output, Timeout, duration};
 
 /// `node`.
 #[derive(Debug, Args)]
@@ -14,8 +14,8 @@ pub struct Node {
     #[command(subcommand)]
     pub what: Option<NodeVerb>,
     /// How to print it.
-    #[arg(short, long, value_enum)]
-    pub output: Option<NodeOutput>,
+    #[arg(short, long, value_name = FORMAT, help = HELP)]
+    pub output: Option<Output>,
 }
 
 /// What is done to the node.

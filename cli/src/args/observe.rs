@@ -4,7 +4,8 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 
-use super::{duration, vm_name};
+use super::{age, duration, vm_name};
+use crate::complete;
 
 /// `events`.
 #[derive(Debug, Args)]
@@ -13,7 +14,7 @@ pub struct Events {
     #[arg(short, long)]
     pub watch: bool,
     /// Only those of this VM.
-    #[arg(long, value_name = "NAME", value_parser = vm_name)]
+    #[arg(long, value_name = "NAME", value_parser = vm_name, add = complete::vms())]
     pub vm: Option<String>,
     /// Only those at least this severe.
     #[arg(long, value_enum)]
@@ -46,7 +47,7 @@ pub enum LineOutput {
 #[derive(Debug, Args)]
 pub struct Top {
     /// Only these VMs; all that run when none is named.
-    #[arg(value_parser = vm_name)]
+    #[arg(value_parser = vm_name, add = complete::vms())]
     pub names: Vec<String>,
     /// Print the table once, from two samples, and end; the default when the output is no terminal.
     #[arg(short = '1', long)]
@@ -58,11 +59,16 @@ pub struct Top {
 
 /// `logs`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl logs web --tail 50 -f
+  vmmctl logs web --vmm --since 10m
+  vmmctl logs web --previous")]
 pub struct Logs {
     /// Name of the VM.
-    #[arg(value_parser = vm_name)]
+    #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// Go on printing what is added.
+    /// Go on printing what is added, over restarts of vmmd too.
     #[arg(short, long)]
     pub follow: bool,
     /// What the guest wrote to its serial port (when nothing is said).
@@ -74,13 +80,22 @@ pub struct Logs {
     /// Of the run before the last one.
     #[arg(long, conflicts_with = "follow")]
     pub previous: bool,
+    /// Only the last lines of what there is.
+    #[arg(long, value_name = "LINES")]
+    pub tail: Option<usize>,
+    /// Only what is not older than this, as in 30s or 2h. Lines of the serial port have no times, those of the vmm have.
+    #[arg(long, value_name = "DURATION", value_parser = age, requires = "vmm")]
+    pub since: Option<Duration>,
+    /// Print control characters and sequences of the guest too: they act on your terminal.
+    #[arg(long)]
+    pub raw: bool,
 }
 
 /// `diagnose`.
 #[derive(Debug, Args)]
 pub struct Diagnose {
     /// Name of the VM.
-    #[arg(value_parser = vm_name)]
+    #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
     /// Archive to write, a .tar.gz; it must not exist.
     #[arg(short, long, value_name = "FILE")]

@@ -4,15 +4,16 @@ use clap::{Args, Subcommand};
 use proto::v1::RunPolicy;
 
 use super::{Timeout, operation_id, vm_name};
+use crate::complete;
 
 /// `get operation`.
 #[derive(Debug, Args)]
 pub struct GetOperation {
     /// Only that with this id.
-    #[arg(value_parser = operation_id)]
+    #[arg(value_parser = operation_id, add = complete::operations())]
     pub id: Option<String>,
     /// Only those of this VM.
-    #[arg(long, conflicts_with = "id", value_parser = vm_name)]
+    #[arg(long, conflicts_with = "id", value_parser = vm_name, add = complete::vms())]
     pub vm: Option<String>,
     /// Only those that have not ended.
     #[arg(long, conflicts_with = "id")]
@@ -31,7 +32,7 @@ pub enum Operation {
     /// End it early: a start leaves the VM stopped, a graceful stop leaves it running.
     Cancel {
         /// Its id, as `get operation` shows it.
-        #[arg(value_parser = operation_id)]
+        #[arg(value_parser = operation_id, add = complete::operations())]
         id: String,
         #[command(flatten)]
         #[allow(missing_docs)]

@@ -3,11 +3,29 @@
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::{DiskNames, Names, Selector, disk::GetDisk, operation, vm_name};
+use crate::complete;
+use crate::output::format::Output;
 
 /// `get`.
+#[derive(Debug, Args)]
+#[command(
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
+    disable_help_subcommand = true
+)]
+pub struct Get {
+    /// Of what; VMs when nothing is said.
+    #[command(subcommand)]
+    pub what: Option<GetWhat>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub vms: GetVm,
+}
+
+/// What is listed.
 #[derive(Debug, Subcommand)]
-pub enum Get {
-    /// List VMs.
+pub enum GetWhat {
+    /// List VMs: the same as without this word.
     #[command(visible_alias = "vms")]
     Vm(GetVm),
     /// List the disks that vmmd keeps.
@@ -16,16 +34,32 @@ pub enum Get {
     /// List what takes long: what is under way, and what has ended in the last hour.
     #[command(visible_alias = "operations")]
     Operation(operation::GetOperation),
+    /// Show the node.
+    Node(GetNode),
 }
+
+/// `get node`.
+#[derive(Debug, Args)]
+pub struct GetNode {
+    /// How to print it.
+    #[arg(short, long, value_name = FORMAT, help = HELP)]
+    pub output: Option<Output>,
+}
+
+/// Name of the value of `--output`.
+pub const FORMAT: &str = "FORMAT";
+/// What the value of `--output` may be.
+pub const HELP: &str = "How to print: wide, yaml, json, name, jsonpath='{.metadata.name}' (a line each), or \
+                        custom-columns=NAME:.metadata.name,PHASE:.status.phase";
 
 /// `get vm`.
 #[derive(Debug, Args)]
 pub struct GetVm {
     /// Only these; all when none is named.
-    #[arg(value_parser = vm_name)]
+    #[arg(value_parser = vm_name, add = complete::vms())]
     pub names: Vec<String>,
     /// How to print them.
-    #[arg(short, long, value_enum)]
+    #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
     /// Go on printing changes as they happen.
     #[arg(short, long)]
@@ -86,34 +120,30 @@ impl Phase {
 }
 
 /// `describe`.
+#[derive(Debug, Args)]
+#[command(
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
+    disable_help_subcommand = true
+)]
+pub struct Describe {
+    /// Of what; VMs when nothing is said.
+    #[command(subcommand)]
+    pub what: Option<DescribeWhat>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub vms: Names,
+}
+
+/// What is described.
 #[derive(Debug, Subcommand)]
-pub enum Describe {
-    /// Show everything about VMs.
+pub enum DescribeWhat {
+    /// Show everything about VMs: the same as without this word.
     #[command(visible_alias = "vms")]
     Vm(Names),
     /// Show everything about disks that vmmd keeps.
     #[command(visible_alias = "disks")]
     Disk(DiskNames),
-}
-
-/// How VMs and disks are printed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Output {
-    /// A table with more columns.
-    Wide,
-    /// Manifests that can be applied again.
-    Yaml,
-    /// Canonical JSON.
-    Json,
-    /// Names alone.
-    Name,
-}
-
-/// How what is no manifest is printed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum NodeOutput {
-    /// YAML.
-    Yaml,
-    /// Canonical JSON.
-    Json,
+    /// Show everything about the node.
+    Node,
 }

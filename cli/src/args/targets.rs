@@ -5,13 +5,14 @@ use std::time::Duration;
 use clap::Args;
 
 use super::{Selector, duration, vm_name};
+use crate::complete;
 
 /// VMs by name, by label, or all.
 #[derive(Clone, Debug, Args)]
 #[group(required = true, multiple = false)]
 pub struct Targets {
     /// Names of VMs, as NAME or vm/NAME.
-    #[arg(value_name = "NAME", value_parser = vm_name)]
+    #[arg(value_name = "NAME", value_parser = vm_name, add = complete::vms())]
     pub names: Vec<String>,
     /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
     #[arg(

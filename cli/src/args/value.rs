@@ -104,17 +104,20 @@ pub fn size(text: &str) -> Result<u64, String> {
 
 /// `60s`, `2m`, `1m30s`, or a number of seconds; at most an hour.
 pub fn duration(text: &str) -> Result<Duration, String> {
-    let duration = match text.parse::<u64>() {
-        Ok(seconds) => Duration::from_secs(seconds),
-        Err(_) => {
-            let parsed = text.parse::<jiff::SignedDuration>().ok();
-            let parsed = parsed.and_then(|duration| Duration::try_from(duration).ok());
-            parsed.ok_or("must be a duration such as 60s or 2m")?
-        }
-    };
+    let duration = age(text)?;
     if duration > MAX_WAIT {
         Err("must be at most 1h".into())
     } else {
         Ok(duration)
     }
+}
+
+/// `60s`, `2h`, `1m30s`, or a number of seconds.
+pub fn age(text: &str) -> Result<Duration, String> {
+    if let Ok(seconds) = text.parse() {
+        return Ok(Duration::from_secs(seconds));
+    }
+    let parsed = text.parse::<jiff::SignedDuration>().ok();
+    let parsed = parsed.and_then(|duration| Duration::try_from(duration).ok());
+    parsed.ok_or_else(|| "must be a duration such as 60s or 2m".to_owned())
 }

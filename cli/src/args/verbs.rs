@@ -5,12 +5,13 @@ use std::{path::PathBuf, time::Duration};
 use clap::{Args, Subcommand};
 
 use super::{Selector, Targets, Timeout, Yes, disk_name, duration, vm_name};
+use crate::complete;
 
 /// Names of disks.
 #[derive(Debug, Args)]
 pub struct DiskNames {
     /// Names of disks, as NAME or disk/NAME.
-    #[arg(required = true, value_name = "NAME", value_parser = disk_name)]
+    #[arg(required = true, value_name = "NAME", value_parser = disk_name, add = complete::disks())]
     pub names: Vec<String>,
 }
 
@@ -18,7 +19,7 @@ pub struct DiskNames {
 #[derive(Debug, Args)]
 pub struct Names {
     /// Names of VMs, as NAME or vm/NAME.
-    #[arg(required = true, value_name = "NAME", value_parser = vm_name)]
+    #[arg(required = true, value_name = "NAME", value_parser = vm_name, add = complete::vms())]
     pub names: Vec<String>,
 }
 
@@ -172,7 +173,7 @@ pub struct DeleteVm {
 #[group(required = true, multiple = false)]
 pub struct Doomed {
     /// Names of VMs, as NAME or vm/NAME.
-    #[arg(value_name = "NAME", value_parser = vm_name)]
+    #[arg(value_name = "NAME", value_parser = vm_name, add = complete::vms())]
     pub names: Vec<String>,
     /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
     #[arg(
@@ -194,7 +195,7 @@ pub struct Doomed {
 #[derive(Debug, Args)]
 pub struct Console {
     /// Name of the VM.
-    #[arg(value_parser = vm_name)]
+    #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
     /// Leave out what was printed before.
     #[arg(long)]

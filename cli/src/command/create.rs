@@ -15,7 +15,7 @@ use crate::{
     client::Client,
     failure::{Code, Failure, Result},
     manifest::{Document, Object},
-    output,
+    output::{self, format::Layout},
 };
 
 /// Creates what manifests describe.
@@ -28,7 +28,7 @@ pub async fn files(client: &Client, documents: &[Document], args: &CreateVm) -> 
                 Ok(output::line(format!("{} created (dry run)", document.title())))
             }
             Object::Disk(request) => match disk::create(client, *request).await {
-                Ok(made) => Ok(disk::report(&made, args.output)),
+                Ok(made) => Ok(disk::report(&made, args.output.as_ref())),
                 Err(failure) => Err(failure),
             },
         };
@@ -114,9 +114,9 @@ fn report(vm: &v1::Vm, args: &CreateVm) -> Result<()> {
         .as_ref()
         .map(|metadata| metadata.name.as_str())
         .unwrap_or_default();
-    match args.output {
-        Some(Output::Yaml | Output::Json | Output::Name) => get::print_documents(&[vm], args.output, false),
-        Some(Output::Wide) | None => {
+    match &args.output {
+        Some(output) if *output != Output::Wide => get::print_documents(&[vm], output, Layout::default()),
+        _ => {
             let started = if args.start { " and started" } else { "" };
             let suffix = if args.dry_run { " (dry run)" } else { "" };
             output::line(format!("vm/{name} created{started}{suffix}"))

@@ -13,8 +13,11 @@ use crate::{
     },
     client::{COPY, Client, WORK, about_disk, empty_answer, send},
     failure::{Code, Failure, Result},
-    manifest::{disk, emit, schema},
-    output,
+    manifest::{disk, schema},
+    output::{
+        self,
+        format::{self, Document, Layout},
+    },
 };
 
 /// The request that the flags describe.
@@ -71,10 +74,10 @@ pub async fn create(client: &Client, request: v1::CreateDiskRequest) -> Result<v
 }
 
 /// Says that a disk was made.
-pub fn report(disk: &v1::Disk, format: Option<Output>) -> Result<()> {
-    match format {
-        Some(Output::Yaml | Output::Json | Output::Name) => print_documents(&[disk], format),
-        Some(Output::Wide) | None => output::line(format!("disk/{} created", disk.name)),
+pub fn report(disk: &v1::Disk, output: Option<&Output>) -> Result<()> {
+    match output {
+        Some(output) if *output != Output::Wide => print_documents(&[disk], output, Layout::default()),
+        _ => output::line(format!("disk/{} created", disk.name)),
     }
 }
 
@@ -146,18 +149,15 @@ async fn named(client: &Client, names: &[String], failures: &mut Vec<Failure>) -
 }
 
 fn print(disks: &[&v1::Disk], args: &GetDisk) -> Result<()> {
-    let wide = match args.output {
-        None => false,
-        Some(Output::Wide) => true,
-        Some(Output::Json) if args.names.len() != 1 => {
-            let list = disks
-                .iter()
-                .map(|disk| disk::manifest(disk))
-                .collect::<Result<Vec<_>>>()?;
-            return output::line(format!("{:#}", serde_json::Value::Array(list)));
-        }
-        output => return print_documents(disks, output),
-    };
+    if let Some(output) = args.output.as_ref().filter(|output| **output != Output::Wide) {
+        let layout = Layout {
+            list: args.names.len() != 1,
+            no_headers: args.no_headers,
+            ..Layout::default()
+        };
+        return print_documents(disks, output, layout);
+    }
+    let wide = args.output.is_some();
     if disks.is_empty() {
         if args.names.is_empty() {
             let which = if args.selectors.is_empty() {
@@ -178,19 +178,14 @@ fn print(disks: &[&v1::Disk], args: &GetDisk) -> Result<()> {
 }
 
 /// Prints disks as documents one after another.
-fn print_documents(disks: &[&v1::Disk], format: Option<Output>) -> Result<()> {
-    for disk in disks {
-        match format {
-            Some(Output::Yaml) => {
-                let separator = if disks.len() > 1 { "---\n" } else { "" };
-                let yaml = emit::yaml(&disk::manifest(disk)?, schema::DISK)?;
-                output::print(&format!("{separator}{yaml}"))?;
-            }
-            Some(Output::Json) => output::line(format!("{:#}", disk::manifest(disk)?))?,
-            Some(Output::Name | Output::Wide) | None => {
-                output::line(format!("disk/{}", disk.name))?;
-            }
-        }
-    }
-    Ok(())
+fn print_documents(disks: &[&v1::Disk], output: &Output, layout: Layout) -> Result<()> {
+    let document = |disk: &&v1::Disk| {
+        Ok(Document {
+            title: format!("disk/{}", disk.name),
+            json: disk::manifest(disk)?,
+            schema: schema::DISK,
+        })
+    };
+    let documents: Vec<_> = disks.iter().map(document).collect::<Result<_>>()?;
+    format::documents(&documents, output, layout)
 }

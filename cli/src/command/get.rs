@@ -9,7 +9,12 @@ use crate::{
     client::{Client, RESTART, went_away},
     failure::{Code, Failure, Result},
     manifest::{emit, schema},
-    output::{self, table::Table, vm},
+    output::{
+        self,
+        format::{self, Document, Layout},
+        table::Table,
+        vm,
+    },
 };
 
 /// How often a watch is taken up again without an event in between.
@@ -86,15 +91,15 @@ async fn named(client: &Client, names: &[String], failures: &mut Vec<Failure>) -
 }
 
 fn print(vms: &[&v1::Vm], args: &GetVm) -> Result<()> {
-    let wide = match args.output {
-        None => false,
-        Some(Output::Wide) => true,
-        Some(Output::Json) if args.names.len() != 1 => {
-            let list = vms.iter().map(emit::json).collect::<Result<Vec<_>>>()?;
-            return output::line(format!("{:#}", serde_json::Value::Array(list)));
-        }
-        output => return print_documents(vms, output, false),
-    };
+    if let Some(output) = args.output.as_ref().filter(|output| **output != Output::Wide) {
+        let layout = Layout {
+            list: args.names.len() != 1,
+            no_headers: args.no_headers,
+            ..Layout::default()
+        };
+        return print_documents(vms, output, layout);
+    }
+    let wide = args.output.is_some();
     if vms.is_empty() {
         if args.names.is_empty() {
             eprintln!(
@@ -114,21 +119,17 @@ fn print(vms: &[&v1::Vm], args: &GetVm) -> Result<()> {
     output::print(&vm::table(wide).whole(&rows, !args.no_headers))
 }
 
-/// Prints VMs as documents one after another; `compact` puts a JSON document on one line.
-pub fn print_documents(vms: &[&v1::Vm], format: Option<Output>, compact: bool) -> Result<()> {
-    let separate = vms.len() > 1 || compact;
-    for vm in vms {
-        match format {
-            Some(Output::Yaml) => {
-                let separator = if separate { "---\n" } else { "" };
-                output::print(&format!("{separator}{}", emit::yaml(vm, schema::VM)?))?;
-            }
-            Some(Output::Json) if compact => output::line(emit::json(vm)?.to_string())?,
-            Some(Output::Json) => output::line(format!("{:#}", emit::json(vm)?))?,
-            Some(Output::Name | Output::Wide) | None => output::line(format!("vm/{}", name(vm)))?,
-        }
-    }
-    Ok(())
+/// Prints VMs as documents one after another.
+pub fn print_documents(vms: &[&v1::Vm], output: &Output, layout: Layout) -> Result<()> {
+    let document = |vm: &&v1::Vm| {
+        Ok(Document {
+            title: format!("vm/{}", name(vm)),
+            json: emit::json(vm)?,
+            schema: schema::VM,
+        })
+    };
+    let documents: Vec<_> = vms.iter().map(document).collect::<Result<_>>()?;
+    format::documents(&documents, output, layout)
 }
 
 /// Prints what there is, then each change, until the daemon or the user ends it.
@@ -136,7 +137,10 @@ async fn watch(client: &Client, args: &GetVm) -> Result<()> {
     let mut watcher = Watcher {
         args,
         before: Some(Vec::new()),
-        table: vm::table(args.output == Some(Output::Wide)),
+        table: match &args.output {
+            Some(Output::Columns(columns)) => format::table(columns),
+            output => vm::table(output.is_some()),
+        },
     };
     if let [only] = args.names.as_slice() {
         // A watch of a VM that is not there would wait for it without a word.
@@ -223,33 +227,46 @@ impl Watcher<'_> {
     }
 
     fn begin(&mut self, vms: &[v1::Vm]) -> Result<()> {
-        let rows = vms.iter().map(|vm| self.row(vm)).collect::<Vec<_>>();
-        if self.documents() {
-            return print_documents(&vms.iter().collect::<Vec<_>>(), self.args.output, true);
+        if let Some(output) = self.documents() {
+            return print_documents(&vms.iter().collect::<Vec<_>>(), output, STREAM);
         }
+        let rows = vms.iter().map(|vm| self.row(vm)).collect::<Result<Vec<_>>>()?;
         output::print(&self.table.whole(&rows, !self.args.no_headers))
     }
 
     fn change(&mut self, vm: &v1::Vm, deleted: bool) -> Result<()> {
-        if self.documents() {
-            return print_documents(&[vm], self.args.output, true);
+        if let Some(output) = self.documents() {
+            return print_documents(&[vm], output, STREAM);
         }
-        let mut row = self.row(vm);
-        if let Some(phase) = row.get_mut(1).filter(|_| deleted) {
+        let mut row = self.row(vm)?;
+        let own = matches!(self.args.output, Some(Output::Columns(_)));
+        if let Some(phase) = row.get_mut(1).filter(|_| deleted && !own) {
             "Deleted".clone_into(phase);
         }
         self.table.fit(&row);
         output::line(self.table.row(&row))
     }
 
-    fn row(&self, vm: &v1::Vm) -> Vec<String> {
-        vm::row(vm, self.args.output == Some(Output::Wide), jiff::Timestamp::now())
+    fn row(&self, vm: &v1::Vm) -> Result<Vec<String>> {
+        match &self.args.output {
+            Some(Output::Columns(columns)) => Ok(format::row(columns, &emit::json(vm)?)),
+            output => Ok(vm::row(vm, output.is_some(), jiff::Timestamp::now())),
+        }
     }
 
-    fn documents(&self) -> bool {
-        matches!(self.args.output, Some(Output::Yaml | Output::Json | Output::Name))
+    /// The output that is no table.
+    fn documents(&self) -> Option<&Output> {
+        let output = self.args.output.as_ref();
+        output.filter(|output| !matches!(output, Output::Wide | Output::Columns(_)))
     }
 }
+
+/// As a watch prints documents.
+const STREAM: Layout = Layout {
+    list: false,
+    stream: true,
+    no_headers: true,
+};
 
 fn name(vm: &v1::Vm) -> &str {
     vm.metadata.as_ref().map_or("", |metadata| &metadata.name)

@@ -1,4 +1,4 @@
-//! `label`: sets and takes away labels of VMs.
+//! `label`, `annotate`: set and take away labels and annotations of VMs.
 
 use clap::Args;
 use proto::v1;
@@ -10,25 +10,21 @@ use super::{
 use crate::{
     args::{Selector, Targets, Timeout, node::LabelChange, vm_name},
     client::Client,
+    complete,
     failure::{Code, Failure, Result},
     output,
 };
 
-/// `label`.
+/// `label`, `annotate`.
 #[derive(Debug, Args)]
-#[command(
-    override_usage = "\
-vmmctl label NAME… KEY=VALUE|KEY-… [OPTIONS]
-       vmmctl label -l SELECTOR KEY=VALUE|KEY-… [OPTIONS]
-       vmmctl label --all KEY=VALUE|KEY-… [OPTIONS]",
-    after_help = "\
+#[command(after_help = "\
 Examples:
   vmmctl label web db tier=front old-
-  vmmctl label -l tier=front zone=a"
-)]
+  vmmctl label -l tier=front zone=a
+  vmmctl annotate web contact=ops@example.com")]
 pub struct Label {
     /// Names of VMs, then what to set (KEY=VALUE) and to take away (KEY-).
-    #[arg(required = true, value_name = "NAME|KEY=VALUE|KEY-")]
+    #[arg(required = true, value_name = "NAME|KEY=VALUE|KEY-", add = complete::vms())]
     pub words: Vec<String>,
     /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
     #[arg(
@@ -44,6 +40,24 @@ pub struct Label {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub timeout: Timeout,
+}
+
+/// What is changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// Labels.
+    Labels,
+    /// Annotations.
+    Annotations,
+}
+
+impl What {
+    fn done(self) -> &'static str {
+        match self {
+            Self::Labels => "labelled",
+            Self::Annotations => "annotated",
+        }
+    }
 }
 
 /// What the words of the command line mean. Needs no daemon.
@@ -69,7 +83,7 @@ pub fn read(args: &Label) -> Result<(Targets, Vec<LabelChange>)> {
     let by_filter = args.all || !args.selectors.is_empty();
     match (targets.names.is_empty(), by_filter) {
         _ if changes.is_empty() => Err(usage(
-            "say what to change: KEY=VALUE, or KEY- to take a label away".into(),
+            "say what to change: KEY=VALUE, or KEY- to take it away".into(),
         )),
         (true, false) => Err(usage("say of which VMs: by name, -l SELECTOR, or --all".into())),
         (false, true) => Err(usage(
@@ -79,17 +93,22 @@ pub fn read(args: &Label) -> Result<(Targets, Vec<LabelChange>)> {
     }
 }
 
-/// Changes the labels.
-pub async fn label(client: &Client, targets: &Targets, changes: &[LabelChange]) -> Result<(), Vec<Failure>> {
+/// Changes them.
+pub async fn label(
+    client: &Client,
+    what: What,
+    targets: &Targets,
+    changes: &[LabelChange],
+) -> Result<(), Vec<Failure>> {
     let names = act::names(client, targets, |_| true).await.map_err(super::one)?;
     if names.is_empty() {
-        eprintln!("There are no VMs to label.");
+        eprintln!("There are no such VMs.");
     }
     let work = |name: String| {
         let (client, changes) = (client.clone(), changes.to_vec());
         async move {
-            let changed = |there: &v1::Vm| Ok(labelled(there, &changes));
-            let done = update::rewrite(&client, &name, How::default(), changed).await;
+            let wanted = |there: &v1::Vm| Ok(changed(there, what, &changes));
+            let done = update::rewrite(&client, &name, How::default(), wanted).await;
             (name, done)
         }
     };
@@ -97,7 +116,7 @@ pub async fn label(client: &Client, targets: &Targets, changes: &[LabelChange]) 
     let printed = parallel::side_by_side(names, parallel::AT_ONCE, work, |(name, done)| {
         match done {
             Ok(done) if done.text == update::UNCHANGED => output::line(format!("vm/{name} unchanged"))?,
-            Ok(_) => output::line(format!("vm/{name} labelled"))?,
+            Ok(_) => output::line(format!("vm/{name} {}", what.done()))?,
             Err(failure) => failures.push(failure),
         }
         Ok(())
@@ -106,13 +125,17 @@ pub async fn label(client: &Client, targets: &Targets, changes: &[LabelChange]) 
     super::all(failures)
 }
 
-fn labelled(there: &v1::Vm, changes: &[LabelChange]) -> v1::Vm {
+fn changed(there: &v1::Vm, what: What, changes: &[LabelChange]) -> v1::Vm {
     let mut vm = there.clone();
-    let labels = &mut vm.metadata.get_or_insert_default().labels;
+    let metadata = vm.metadata.get_or_insert_default();
+    let pairs = match what {
+        What::Labels => &mut metadata.labels,
+        What::Annotations => &mut metadata.annotations,
+    };
     for change in changes {
         match change {
-            LabelChange::Set(key, value) => drop(labels.insert(key.clone(), value.clone())),
-            LabelChange::Remove(key) => drop(labels.remove(key)),
+            LabelChange::Set(key, value) => drop(pairs.insert(key.clone(), value.clone())),
+            LabelChange::Remove(key) => drop(pairs.remove(key)),
         }
     }
     vm

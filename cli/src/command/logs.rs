@@ -1,6 +1,10 @@
 //! `logs`: what a guest, or its vmm, has written.
 
-use std::io::{self, Write as _};
+use std::{
+    collections::VecDeque,
+    io::{self, Write as _},
+    time::Duration,
+};
 
 use proto::v1::{self, VmLog, console_request, console_response};
 use tokio::sync::mpsc;
@@ -8,36 +12,95 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::{
     args::observe::Logs,
-    client::{Client, about_vm},
-    failure::{Failure, Result},
-    output::write_failed,
+    client::{Client, QUICK, RESTART, TRIES, about_vm, call, went_away},
+    console::Seen,
+    failure::{Code, Failure, Result},
+    output::{clean::Cleaner, write_failed},
 };
 
-/// Prints a log as it is.
+/// Prints a log.
 pub async fn logs(client: &Client, args: &Logs) -> Result<()> {
-    if args.follow && !args.vmm {
-        return follow_serial(client, &args.name).await;
+    let mut printer = Printer::new(args);
+    if args.follow {
+        return follow(client, args, &mut printer).await;
     }
+    let mut stream = open(client, args, false).await?;
+    let mut all = History::new(args);
+    while let Some(message) = stream.message().await.map_err(|status| failed(status, args))? {
+        if let Some(now) = all.add(&message.data) {
+            printer.print(&now)?;
+        }
+    }
+    printer.print(&all.end())
+}
+
+fn failed(status: tonic::Status, args: &Logs) -> Failure {
+    about_vm(status.into(), &args.name)
+}
+
+/// Opens a log that is in files.
+async fn open(client: &Client, args: &Logs, follow: bool) -> Result<tonic::Streaming<v1::GetVmLogsResponse>> {
     let request = v1::GetVmLogsRequest {
         name: args.name.clone(),
         log: if args.vmm { VmLog::Vmm } else { VmLog::Serial }.into(),
         previous: args.previous,
-        follow: args.follow,
+        follow,
         tail_bytes: 0,
     };
-    let failed = |status: tonic::Status| about_vm(Failure::from(status), &args.name);
-    let stream = client.vms.clone().get_vm_logs(request).await.map_err(failed)?;
-    let mut stream = stream.into_inner();
-    while let Some(message) = stream.message().await.map_err(failed)? {
-        print(&message.data)?;
+    let opened = call(QUICK, client.vms.clone().get_vm_logs(request)).await;
+    opened.map_err(|failure| about_vm(failure, &args.name))
+}
+
+/// Prints what there is and what comes, until the run has ended or somebody ends it.
+async fn follow(client: &Client, args: &Logs, printer: &mut Printer) -> Result<()> {
+    let mut tries = 0;
+    loop {
+        let before = printer.printed;
+        let followed = if args.vmm {
+            follow_vmm(client, args, printer).await
+        } else {
+            follow_serial(client, args, printer).await
+        };
+        let lost = match followed {
+            Ok(()) => return Ok(()),
+            Err(failure) => failure,
+        };
+        if printer.printed != before {
+            tries = 0;
+        }
+        if !went_away(&lost) || tries == TRIES {
+            return Err(lost);
+        }
+        tries += 1;
+        if tries == 1 {
+            eprintln!("vmmd went away; going on when it is back");
+        }
+        tokio::time::sleep(RESTART).await;
     }
-    Ok(())
+}
+
+/// A vmm's log: what is in the file now, and what is added to it.
+async fn follow_vmm(client: &Client, args: &Logs, printer: &mut Printer) -> Result<()> {
+    let mut stream = open(client, args, false).await?;
+    let mut there = Vec::new();
+    while let Some(message) = stream.message().await.map_err(|status| failed(status, args))? {
+        there.extend(message.data);
+    }
+    printer.replay(&there, args)?;
+    let mut known = there.len();
+    let mut stream = open(client, args, true).await?;
+    while let Some(message) = stream.message().await.map_err(|status| failed(status, args))? {
+        let skip = known.min(message.data.len());
+        known -= skip;
+        printer.add(message.data.get(skip..).unwrap_or_default())?;
+    }
+    Err(Failure::new(Code::Unavailable, "vmmd ended the log"))
 }
 
 /// The console without input: what it has kept, and what comes.
-async fn follow_serial(client: &Client, name: &str) -> Result<()> {
+async fn follow_serial(client: &Client, args: &Logs, printer: &mut Printer) -> Result<()> {
     let open = v1::ConsoleOpen {
-        name: name.to_owned(),
+        name: args.name.clone(),
         no_replay: false,
     };
     let (requests, queue) = mpsc::channel(1);
@@ -46,27 +109,181 @@ async fn follow_serial(client: &Client, name: &str) -> Result<()> {
     };
     // There is room for one.
     let _ = requests.try_send(open);
-    let failed = |status: tonic::Status| about_vm(Failure::from(status), name);
-    let stream = client
-        .vms
-        .clone()
-        .console(ReceiverStream::new(queue))
-        .await
-        .map_err(failed)?;
-    let mut stream = stream.into_inner();
-    while let Some(message) = stream.message().await.map_err(failed)? {
+    let opened = call(QUICK, client.vms.clone().console(ReceiverStream::new(queue))).await;
+    let mut stream = opened.map_err(|failure| about_vm(failure, &args.name))?;
+    let (mut kept, mut missing) = (Vec::new(), 0);
+    while let Some(message) = stream.message().await.map_err(|status| failed(status, args))? {
         match message.message {
-            Some(console_response::Message::Output(bytes)) => print(&bytes)?,
-            Some(console_response::Message::Closed(_)) => break,
-            Some(console_response::Message::Opened(_)) | None => {}
+            Some(console_response::Message::Opened(opened)) => missing = opened.replay_bytes,
+            Some(console_response::Message::Output(bytes)) if missing > 0 => {
+                missing = missing.saturating_sub(bytes.len() as u64);
+                kept.extend(bytes);
+                if missing == 0 {
+                    printer.replay(&std::mem::take(&mut kept), args)?;
+                }
+            }
+            Some(console_response::Message::Output(bytes)) => printer.add(&bytes)?,
+            Some(console_response::Message::Closed(_)) => return printer.replay(&kept, args),
+            None => {}
         }
     }
     drop(requests);
-    Ok(())
+    Err(Failure::new(Code::Unavailable, "vmmd ended the console"))
 }
 
-fn print(bytes: &[u8]) -> Result<()> {
-    let mut stdout = io::stdout().lock();
-    let written = stdout.write_all(bytes).and_then(|()| stdout.flush());
-    written.map_err(|error| write_failed(&error))
+/// Prints, and knows what it has printed.
+struct Printer {
+    clean: Option<Cleaner>,
+    seen: Seen,
+    /// How many bytes.
+    printed: usize,
+}
+
+impl Printer {
+    fn new(args: &Logs) -> Self {
+        Self {
+            clean: (!args.raw).then(Cleaner::default),
+            seen: Seen::default(),
+            printed: 0,
+        }
+    }
+
+    /// Prints what is new in what the daemon has kept; the first time, as much of it as was asked for.
+    fn replay(&mut self, kept: &[u8], args: &Logs) -> Result<()> {
+        if self.printed > 0 {
+            let new = self.seen.unseen(kept).to_vec();
+            return self.add(&new);
+        }
+        let mut history = History::new(args);
+        let now = history.add(kept).unwrap_or_default();
+        self.seen.note(kept);
+        self.printed += kept.len();
+        self.print(&now)?;
+        self.print(&history.end())
+    }
+
+    /// Prints what was added.
+    fn add(&mut self, bytes: &[u8]) -> Result<()> {
+        self.seen.note(bytes);
+        self.printed += bytes.len();
+        self.print(bytes)
+    }
+
+    fn print(&mut self, bytes: &[u8]) -> Result<()> {
+        let clean = self.clean.as_mut().map(|cleaner| cleaner.clean(bytes));
+        let mut stdout = io::stdout().lock();
+        let written = stdout
+            .write_all(clean.as_deref().unwrap_or(bytes))
+            .and_then(|()| stdout.flush());
+        written.map_err(|error| write_failed(&error))
+    }
+}
+
+/// What of a log's past is printed.
+struct History {
+    tail: Option<usize>,
+    /// Lines before it are left out.
+    from: Option<jiff::Timestamp>,
+    lines: VecDeque<Vec<u8>>,
+    /// The last line, which may go on.
+    open: Vec<u8>,
+}
+
+impl History {
+    fn new(args: &Logs) -> Self {
+        Self {
+            tail: args.tail,
+            from: args.since.map(before_now),
+            lines: VecDeque::new(),
+            open: Vec::new(),
+        }
+    }
+
+    /// Takes more; gives what can be printed by now.
+    fn add(&mut self, bytes: &[u8]) -> Option<Vec<u8>> {
+        if self.tail.is_none() && self.from.is_none() {
+            return Some(bytes.to_vec());
+        }
+        for part in bytes.split_inclusive(|byte| *byte == b'\n') {
+            self.open.extend_from_slice(part);
+            if part.ends_with(b"\n") {
+                let line = std::mem::take(&mut self.open);
+                self.line(line);
+            }
+        }
+        None
+    }
+
+    fn line(&mut self, line: Vec<u8>) {
+        if let (Some(from), Some(time)) = (self.from, time_of(&line)) {
+            if time < from {
+                return;
+            }
+            // What follows is not older, times or not.
+            self.from = None;
+        } else if self.from.is_some() {
+            return;
+        }
+        self.lines.push_back(line);
+        if self.tail.is_some_and(|most| self.lines.len() > most) {
+            self.lines.pop_front();
+        }
+    }
+
+    /// The rest.
+    fn end(&mut self) -> Vec<u8> {
+        let open = std::mem::take(&mut self.open);
+        if !open.is_empty() {
+            self.line(open);
+        }
+        self.lines.drain(..).flatten().collect()
+    }
+}
+
+fn before_now(age: Duration) -> jiff::Timestamp {
+    jiff::Timestamp::now()
+        .checked_sub(age)
+        .unwrap_or(jiff::Timestamp::MIN)
+}
+
+/// The time with which a line begins.
+fn time_of(line: &[u8]) -> Option<jiff::Timestamp> {
+    let word = line.split(|byte| *byte == b' ').next()?;
+    std::str::from_utf8(word).ok()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(tail: Option<usize>, from: Option<&str>, parts: &[&str]) -> String {
+        let mut history = History {
+            tail,
+            from: from.map(|from| from.parse().unwrap()),
+            lines: VecDeque::new(),
+            open: Vec::new(),
+        };
+        let mut now: Vec<u8> = parts
+            .iter()
+            .filter_map(|part| history.add(part.as_bytes()))
+            .flatten()
+            .collect();
+        now.extend(history.end());
+        String::from_utf8(now).unwrap()
+    }
+
+    #[test]
+    fn the_past_is_cut_by_lines_and_by_time() {
+        assert_eq!(of(None, None, &["a\nb"]), "a\nb");
+        assert_eq!(of(Some(2), None, &["a\nb\n", "c\nd"]), "c\nd");
+        assert_eq!(of(Some(0), None, &["a\nb\n"]), "");
+        assert_eq!(of(Some(5), None, &["a", "b\n"]), "ab\n");
+        let log = "2026-01-01T10:00:00Z old\n  of it\n2026-01-01T11:00:00.5Z new\n  of it\n";
+        assert_eq!(
+            of(None, Some("2026-01-01T10:30:00Z"), &[log]),
+            "2026-01-01T11:00:00.5Z new\n  of it\n"
+        );
+        assert_eq!(of(Some(1), Some("2026-01-01T10:30:00Z"), &[log]), "  of it\n");
+        assert_eq!(of(None, Some("2027-01-01T00:00:00Z"), &[log]), "");
+    }
 }

@@ -30,14 +30,18 @@ pub mod wait;
 
 use crate::{
     args::{
-        Cli, Command, Connection, Create, CreateVm, CreateWhat, Delete, DeleteVm, DeleteWhat, Describe, Edit,
-        Get, NodeOutput, Resize, Targets, Timeout, disk::ResizeDisk, memory::Set, operation::Operation,
+        Cli, Command, Connection, Create, CreateVm, CreateWhat, Delete, DeleteVm, DeleteWhat, Describe,
+        DescribeWhat, Edit, EditWhat, Get, GetWhat, Output, Resize, Targets, Timeout, disk::ResizeDisk,
+        memory::Set, operation::Operation,
     },
     client::Client,
     console,
     failure::{Failure, Result},
     manifest::{emit, quantity, schema},
-    output,
+    output::{
+        self,
+        format::{self, Document, Layout},
+    },
 };
 
 /// Does what the command line says. A command on several VMs may fail for several reasons.
@@ -77,11 +81,8 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
             diff::diff(&client, &documents).await
         }
         Command::Delete(args) => delete(given, args).await,
-        Command::Label(args) => {
-            let (targets, changes) = label::read(&args).map_err(one)?;
-            let client = connect(given, args.timeout).await?;
-            label::label(&client, &targets, &changes).await
-        }
+        Command::Label(args) => label(given, label::What::Labels, &args).await,
+        Command::Annotate(args) => label(given, label::What::Annotations, &args).await,
         Command::Patch(args) => {
             let merge = patch::read(&args).map_err(one)?;
             let client = connect(given, args.timeout).await?;
@@ -124,6 +125,12 @@ async fn delete_vms(given: &Connection, args: &DeleteVm) -> Result<(), Vec<Failu
     }
 }
 
+async fn label(given: &Connection, what: label::What, args: &label::Label) -> Result<(), Vec<Failure>> {
+    let (targets, changes) = label::read(args).map_err(one)?;
+    let client = connect(given, args.timeout).await?;
+    label::label(&client, what, &targets, &changes).await
+}
+
 async fn create(given: &Connection, args: Create) -> Result<(), Vec<Failure>> {
     match args.what {
         Some(CreateWhat::Disk(args)) => {
@@ -131,7 +138,7 @@ async fn create(given: &Connection, args: Create) -> Result<(), Vec<Failure>> {
             let client = connect(given, args.timeout).await?;
             let made = disk::create(&client, request).await;
             let made = made.map_err(disk_spec::in_options).map_err(one)?;
-            disk::report(&made, args.output).map_err(one)
+            disk::report(&made, args.output.as_ref()).map_err(one)
         }
         Some(CreateWhat::Vm(args)) => create_vm(given, &args).await,
         None => create_vm(given, &args.vm).await,
@@ -152,16 +159,28 @@ async fn create_vm(given: &Connection, args: &CreateVm) -> Result<(), Vec<Failur
 
 async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failure>> {
     match command {
-        Command::Get { what } => match what {
-            Get::Vm(args) => get::get(client, &args).await,
-            Get::Disk(args) => disk::list(client, &args).await,
-            Get::Operation(args) => operation::get(client, &args).await.map_err(one),
+        Command::Get(Get { what, vms }) => match what {
+            None => get::get(client, &vms).await,
+            Some(GetWhat::Vm(args)) => get::get(client, &args).await,
+            Some(GetWhat::Disk(args)) => disk::list(client, &args).await,
+            Some(GetWhat::Operation(args)) => operation::get(client, &args).await.map_err(one),
+            Some(GetWhat::Node(args)) => show_node(client, args.output.as_ref()).await.map_err(one),
         },
-        Command::Describe { what } => match what {
-            Describe::Vm(args) => get::describe(client, &args.names).await,
-            Describe::Disk(args) => disk::describe(client, &args.names).await,
+        Command::Describe(Describe { what, vms }) => match what {
+            None => get::describe(client, &vms.names).await,
+            Some(DescribeWhat::Vm(args)) => get::describe(client, &args.names).await,
+            Some(DescribeWhat::Disk(args)) => disk::describe(client, &args.names).await,
+            Some(DescribeWhat::Node) => show_node(client, None).await.map_err(one),
         },
-        Command::Edit { what: Edit::Vm(args) } => {
+        Command::Edit(Edit { what, vm }) => {
+            let args = match what {
+                Some(EditWhat::Vm(args)) => Some(args),
+                None => vm,
+            };
+            // The command line is refused without one.
+            let Some(args) = args else {
+                return Ok(());
+            };
             let client = &client.with_timeout(args.timeout.timeout);
             edit::vm(client, &args).await.map_err(one)
         }
@@ -211,7 +230,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
             .map_err(one),
         Command::Node(args) => match args.what {
             Some(verb) => node::run(client, verb).await,
-            None => show_node(client, args.output).await.map_err(one),
+            None => show_node(client, args.output.as_ref()).await.map_err(one),
         },
         Command::Version { .. } => version(Some(client)).await.map_err(one),
         // Done in `run`, without a daemon or before it is asked.
@@ -222,6 +241,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         | Command::Diff(_)
         | Command::Delete(_)
         | Command::Label(_)
+        | Command::Annotate(_)
         | Command::Patch(_)
         | Command::Completion { .. }
         | Command::Config { .. }
@@ -256,12 +276,18 @@ async fn version(client: Option<&Client>) -> Result<()> {
     }
 }
 
-async fn show_node(client: &Client, format: Option<NodeOutput>) -> Result<()> {
+async fn show_node(client: &Client, output: Option<&Output>) -> Result<()> {
     let node = client.node().await?;
-    match format {
-        None => output::print(&output::node::node(&node, jiff::Timestamp::now())),
-        Some(NodeOutput::Yaml) => output::print(&emit::yaml(&node, schema::NODE)?),
-        Some(NodeOutput::Json) => output::line(format!("{:#}", emit::json(&node)?)),
+    match output {
+        None | Some(Output::Wide) => output::print(&output::node::node(&node, jiff::Timestamp::now())),
+        Some(output) => {
+            let document = Document {
+                title: format!("node/{}", node.name),
+                json: emit::json(&node)?,
+                schema: schema::NODE,
+            };
+            format::documents(&[document], output, Layout::default())
+        }
     }
 }
 

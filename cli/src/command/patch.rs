@@ -14,6 +14,7 @@ use super::update::{self, How};
 use crate::{
     args::{Timeout, duration, vm_name},
     client::Client,
+    complete,
     failure::{Code, Failure, Result},
     manifest::{self, Object, emit},
     output,
@@ -34,7 +35,7 @@ Examples:
   vmmctl patch web -p '{spec: {runPolicy: manual}}'")]
 pub struct Patch {
     /// Name of the VM.
-    #[arg(value_parser = vm_name)]
+    #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
     /// A merge patch (RFC 7396) in JSON or YAML: its fields replace those of the VM, null takes one away, a list replaces a list.
     #[arg(short, long, value_name = "PATCH", group = "change")]

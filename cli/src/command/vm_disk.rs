@@ -7,13 +7,16 @@ use proto::v1::{self, set_rate_limit_request::Target};
 use super::disk_spec::{self, usage};
 use crate::{
     args::{
-        NodeOutput,
+        Output,
         disk::{Detach, Limit, Stats},
     },
     client::{Client, DISKS, QUICK, WORK, about_vm, call, send},
     failure::{Code, Failure, Result},
     manifest::{emit, quantity, schema},
-    output,
+    output::{
+        self,
+        format::{self, Document, Layout},
+    },
 };
 
 /// What the daemon gives a guest to let go of a disk when nothing is said.
@@ -184,11 +187,10 @@ pub async fn stats(client: &Client, args: &Stats) -> Result<(), Vec<Failure>> {
     });
     let failures = missing.collect();
     stats.disks.retain(|disk| args.disks.contains(&disk.name));
-    let print = || match args.output {
+    let print = || match &args.output {
         None if stats.disks.is_empty() => Ok(()),
-        None => output::print(&output::stats::table(&stats.disks)),
-        Some(NodeOutput::Yaml) => output::print(&emit::yaml(&stats, schema::DISK_STATS)?),
-        Some(NodeOutput::Json) => output::line(format!("{:#}", emit::json(&stats)?)),
+        None | Some(Output::Wide) => output::print(&output::stats::table(&stats.disks)),
+        Some(output) => document(&args.vm, emit::json(&stats)?, schema::DISK_STATS, output),
     };
     print().map_err(super::one)?;
     super::all(failures)
@@ -197,11 +199,17 @@ pub async fn stats(client: &Client, args: &Stats) -> Result<(), Vec<Failure>> {
 /// Prints what the VM as a whole has done.
 async fn vm_stats(client: &Client, args: &Stats) -> Result<()> {
     let stats = client.stats(&args.vm).await?;
-    match args.output {
-        None => output::print(&output::stats::vm(&stats)),
-        Some(NodeOutput::Yaml) => output::print(&emit::yaml(&stats, schema::VM_STATS)?),
-        Some(NodeOutput::Json) => output::line(format!("{:#}", emit::json(&stats)?)),
+    match &args.output {
+        None | Some(Output::Wide) => output::print(&output::stats::vm(&stats)),
+        Some(output) => document(&args.vm, emit::json(&stats)?, schema::VM_STATS, output),
     }
+}
+
+/// Prints counters of a VM for programs.
+fn document(vm: &str, json: serde_json::Value, schema: &'static str, output: &Output) -> Result<()> {
+    let title = format!("vm/{vm}");
+    let document = Document { title, json, schema };
+    format::documents(&[document], output, Layout::default())
 }
 
 /// Adds to a failure about a VM's disk the command that helps.

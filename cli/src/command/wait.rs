@@ -10,6 +10,7 @@ use super::{act, operation};
 use crate::{
     args::{Phase, Selector, Targets, duration, operation_id, vm_name},
     client::{Client, QUICK, RESTART, call, went_away},
+    complete,
     failure::{Code, Failure, Result},
     output::{self, vm},
 };
@@ -26,7 +27,7 @@ Examples:
   vmmctl wait operation/0197c1f0-8a5e-7b63-9c0e-3d1f2a4b5c6d")]
 pub struct Wait {
     /// Names of VMs, as NAME or vm/NAME, or operations as operation/ID.
-    #[arg(value_name = "NAME|operation/ID", required_unless_present_any = ["selectors", "all"])]
+    #[arg(value_name = "NAME|operation/ID", add = complete::vms(), required_unless_present_any = ["selectors", "all"])]
     pub subjects: Vec<Subject>,
     /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
     #[arg(

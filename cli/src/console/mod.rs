@@ -1,27 +1,31 @@
 //! `console`: the terminal attached to a VM's serial port.
 //!
 //! What is typed (or comes through a pipe) goes to the guest byte for byte, except ^] which leaves. When standard
-//! input ends, output goes on: a script ends it with ^] or a signal, or waits for the VM to stop.
+//! input ends, output goes on: a script ends it with ^] or a signal, or waits for the VM to stop. When the daemon is restarted
+//! the console attaches again and goes on where it was; what is typed meanwhile is lost.
 
+mod seen;
 mod terminal;
 
 use std::{
+    future::pending,
     io::{self, IsTerminal as _, Write as _},
     thread,
     time::Duration,
 };
 
-use proto::v1::{self, console_request, console_response};
+use proto::v1::{self, VmPhase, console_request, console_response};
 use tokio::{
-    signal::unix::{SignalKind, signal},
+    signal::unix::{Signal, SignalKind, signal},
     sync::mpsc,
-    time::Instant,
+    time::{Instant, sleep, timeout_at},
 };
 use tokio_stream::wrappers::ReceiverStream;
 
+pub use self::seen::Seen;
 use self::terminal::RawTerminal;
 use crate::{
-    client::{Client, about_vm},
+    client::{Client, RESTART, about_vm, went_away},
     failure::{Code, Failure, Result, printable},
     output::write_failed,
 };
@@ -32,6 +36,8 @@ const ESCAPE: u8 = 0x1d;
 const CHUNK: usize = 4096;
 /// Messages that may wait for the daemon before the reader of standard input does.
 const QUEUE: usize = 8;
+/// How often a daemon that went away is looked for again.
+const TRIES: u32 = 20;
 
 /// How long a console stays after the last input, so that this reaches the guest when ^] follows at once. A daemon
 /// that has passed it on may end the stream before; none says so otherwise.
@@ -49,29 +55,23 @@ enum End {
 
 /// Attaches to the console of the VM called `name`.
 pub async fn run(client: &Client, name: &str, no_replay: bool) -> Result<()> {
-    let (requests, queue) = mpsc::channel(QUEUE);
-    let open = v1::ConsoleOpen {
-        name: name.to_owned(),
-        no_replay,
+    let status = client.get(name).await?.status.unwrap_or_default();
+    let is_down = matches!(status.phase(), VmPhase::Stopped | VmPhase::Failed);
+    let mut session = Session {
+        client,
+        name,
+        signals: Signals::new()?,
+        seen: Seen::default(),
+        silent: no_replay,
     };
-    let open = v1::ConsoleRequest {
-        message: Some(console_request::Message::Open(open)),
-    };
-    requests
-        .try_send(open)
-        .map_err(|error| Failure::new(Code::Other, error.to_string()))?;
-    let mut client = client.vms.clone();
-    let answer = client.console(ReceiverStream::new(queue)).await;
-    let mut output = answer.map_err(|status| failed(status, name))?.into_inner();
-    // The daemon checks `open` before anything else: a failure comes before the terminal is changed.
-    let first = output.message().await.map_err(|status| failed(status, name))?;
-
+    // The daemon checks the request before anything else: a failure comes before the terminal is changed.
+    let connection = Connection::open(client, name).await?;
     let terminal = RawTerminal::enter()
         .map_err(|error| Failure::new(Code::Other, format!("can't change the terminal's mode: {error}")))?;
     if terminal.is_some() {
         eprint!("Connected to vm/{name}. Press ^] to leave.\r\n");
     }
-    let end = attached(first, &mut output, requests, name).await;
+    let end = session.attached(connection, Input::start()).await;
     drop(terminal);
     let end = end?;
     let on_terminal = io::stdin().is_terminal();
@@ -88,6 +88,10 @@ pub async fn run(client: &Client, name: &str, no_replay: bool) -> Result<()> {
     match end {
         // As the shell reports a program that the signal killed.
         End::Signal(kind) => std::process::exit(128 + kind.as_raw_value()),
+        End::Closed(_) if is_down => {
+            let message = format!("vm/{name} does not run: what is shown is of its last run");
+            Err(Failure::new(Code::Precondition, message).hint(format!("`vmmctl start {name}`")))
+        }
         End::Left | End::Closed(_) => Ok(()),
     }
 }
@@ -96,114 +100,292 @@ fn failed(status: tonic::Status, name: &str) -> Failure {
     about_vm(status.into(), name)
 }
 
-async fn attached(
-    first: Option<v1::ConsoleResponse>,
-    output: &mut tonic::Streaming<v1::ConsoleResponse>,
+/// An open console of the daemon's.
+struct Connection {
     requests: mpsc::Sender<v1::ConsoleRequest>,
-    name: &str,
-) -> Result<End> {
-    let no_signals = |error: io::Error| Failure::new(Code::Other, format!("can't catch signals: {error}"));
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(no_signals)?;
-    let mut terminate = signal(SignalKind::terminate()).map_err(no_signals)?;
-    let mut hangup = signal(SignalKind::hangup()).map_err(no_signals)?;
-    let mut quit = signal(SignalKind::quit()).map_err(no_signals)?;
-    let mut left = read_input(requests);
-    let mut next = first;
+    output: tonic::Streaming<v1::ConsoleResponse>,
+    /// How much of what comes was printed before.
+    replay: Vec<u8>,
+    replay_left: u64,
+}
+
+impl Connection {
+    async fn open(client: &Client, name: &str) -> Result<Self> {
+        let (requests, queue) = mpsc::channel(QUEUE);
+        let open = v1::ConsoleOpen {
+            name: name.to_owned(),
+            // What was printed is needed to find out later where to go on.
+            no_replay: false,
+        };
+        let open = v1::ConsoleRequest {
+            message: Some(console_request::Message::Open(open)),
+        };
+        requests
+            .try_send(open)
+            .map_err(|error| Failure::new(Code::Other, error.to_string()))?;
+        let answer = client.vms.clone().console(ReceiverStream::new(queue)).await;
+        let mut output = answer.map_err(|status| failed(status, name))?.into_inner();
+        let first = output.message().await.map_err(|status| failed(status, name))?;
+        let replay_left = match first.and_then(|response| response.message) {
+            Some(console_response::Message::Opened(opened)) => opened.replay_bytes,
+            _ => return Err(Failure::new(Code::Other, "vmmd did not open the console")),
+        };
+        Ok(Self {
+            requests,
+            output,
+            replay: Vec::new(),
+            replay_left,
+        })
+    }
+}
+
+/// Attaches again when the daemon is back.
+async fn reopen(client: &Client, name: &str) -> Result<Connection> {
+    let mut tries = 0;
     loop {
-        if let Some(response) = next.take()
-            && let Some(reason) = show(response)?
-        {
-            return Ok(End::Closed(reason));
+        sleep(RESTART).await;
+        tries += 1;
+        match Connection::open(client, name).await {
+            Err(failure) if went_away(&failure) && tries < TRIES => {}
+            opened => return opened,
         }
+    }
+}
+
+/// Signals that end the program, after the terminal was restored.
+struct Signals([(SignalKind, Signal); 4]);
+
+impl Signals {
+    fn new() -> Result<Self> {
+        let catch = |kind: SignalKind| {
+            let caught = signal(kind);
+            let caught =
+                caught.map_err(|error| Failure::new(Code::Other, format!("can't catch signals: {error}")));
+            caught.map(|signal| (kind, signal))
+        };
+        Ok(Self([
+            catch(SignalKind::interrupt())?,
+            catch(SignalKind::terminate())?,
+            catch(SignalKind::hangup())?,
+            catch(SignalKind::quit())?,
+        ]))
+    }
+
+    async fn next(&mut self) -> SignalKind {
+        let [(a, first), (b, second), (c, third), (d, fourth)] = &mut self.0;
         tokio::select! {
-            // Typing ^] works also while the guest prints without end.
-            biased;
-            Some(deadline) = left.recv() => {
-                let _ = tokio::time::timeout_at(deadline, finish(output)).await;
-                return Ok(End::Left);
-            }
-            _ = interrupt.recv() => return Ok(End::Signal(SignalKind::interrupt())),
-            _ = terminate.recv() => return Ok(End::Signal(SignalKind::terminate())),
-            _ = hangup.recv() => return Ok(End::Signal(SignalKind::hangup())),
-            _ = quit.recv() => return Ok(End::Signal(SignalKind::quit())),
-            message = output.message() => match message.map_err(|status| failed(status, name))? {
-                Some(message) => next = Some(message),
-                // It ends also because ^] ended the input in this moment.
-                None if left.try_recv().is_ok() => return Ok(End::Left),
-                None => return Ok(End::Closed("vmmd ended it".into())),
-            },
+            _ = first.recv() => *a,
+            _ = second.recv() => *b,
+            _ = third.recv() => *c,
+            _ = fourth.recv() => *d,
         }
     }
 }
 
-/// Prints what still comes until the daemon ends its side.
-async fn finish(output: &mut tonic::Streaming<v1::ConsoleResponse>) -> Result<()> {
-    while let Some(response) = output.message().await? {
-        show(response)?;
-    }
-    Ok(())
+/// What of a connection is to be done next.
+enum Step {
+    Output(Option<v1::ConsoleResponse>),
+    Typed(Vec<u8>),
+    Sent,
+    Left(Instant),
+    Signal(SignalKind),
 }
 
-/// Prints what the guest printed; the reason when the VM's run ended.
-fn show(response: v1::ConsoleResponse) -> Result<Option<String>> {
-    match response.message {
-        Some(console_response::Message::Output(bytes)) => {
-            let mut stdout = io::stdout().lock();
-            stdout
-                .write_all(&bytes)
-                .and_then(|()| stdout.flush())
-                .map_err(|error| write_failed(&error))?;
-            Ok(None)
-        }
-        Some(console_response::Message::Closed(closed)) => Ok(Some(closed.reason)),
-        Some(console_response::Message::Opened(_)) | None => Ok(None),
-    }
+struct Session<'a> {
+    client: &'a Client,
+    name: &'a str,
+    signals: Signals,
+    seen: Seen,
+    /// What was printed before the console was opened is not shown.
+    silent: bool,
 }
 
-/// Starts the thread that passes standard input on; what it returns says, when ^] came, until when to
-/// stay so that the last input arrives.
-///
-/// It is a thread because reading a terminal, a pipe and a file has no common form that can be waited for; it ends
-/// with the program.
-fn read_input(requests: mpsc::Sender<v1::ConsoleRequest>) -> mpsc::Receiver<Instant> {
-    let (left, escape) = mpsc::channel(1);
-    let mut deadline = Instant::now();
-    thread::spawn(move || {
-        let mut buffer = [0; CHUNK];
+impl Session<'_> {
+    /// Passes on input and output until something ends it, over restarts of the daemon.
+    async fn attached(&mut self, mut connection: Connection, mut input: Input) -> Result<End> {
         loop {
-            let length = match rustix::io::retry_on_intr(|| rustix::io::read(io::stdin(), &mut buffer)) {
-                Ok(0) | Err(_) => break,
-                Ok(length) => length,
+            let lost = match self.pass_on(&mut connection, &mut input).await {
+                Ok(end) => return Ok(end),
+                Err(failure) => failure,
             };
-            let bytes = buffer.get(..length).unwrap_or_default();
-            let (bytes, end) = match bytes.iter().position(|byte| *byte == ESCAPE) {
-                Some(end) => (bytes.get(..end).unwrap_or_default(), true),
-                None => (bytes, false),
+            if !went_away(&lost) {
+                return Err(lost);
+            }
+            eprint!("\r\nvmmd went away; going on when it is back\r\n");
+            connection = tokio::select! {
+                biased;
+                () = input.discard() => return Ok(End::Left),
+                kind = self.signals.next() => return Ok(End::Signal(kind)),
+                opened = reopen(self.client, self.name) => opened?,
             };
-            let message = console_request::Message::Input(bytes.to_vec());
-            if !bytes.is_empty()
-                && requests
-                    .blocking_send(v1::ConsoleRequest {
-                        message: Some(message),
-                    })
-                    .is_err()
-            {
+        }
+    }
+
+    /// The same as long as the connection holds.
+    async fn pass_on(&mut self, connection: &mut Connection, input: &mut Input) -> Result<End> {
+        // Typed and not passed on yet, while the guest takes nothing.
+        let mut waiting: Option<Vec<u8>> = None;
+        loop {
+            let step = tokio::select! {
+                // Typing ^] works also while the guest prints without end.
+                biased;
+                Some(deadline) = input.escape.recv() => Step::Left(deadline),
+                kind = self.signals.next() => Step::Signal(kind),
+                permit = connection.requests.reserve(), if waiting.is_some() => {
+                    if let (Ok(permit), Some(bytes)) = (permit, waiting.take()) {
+                        permit.send(typed(bytes));
+                    }
+                    Step::Sent
+                }
+                Some(bytes) = input.typed.recv(), if waiting.is_none() => Step::Typed(bytes),
+                message = connection.output.message() => {
+                    Step::Output(message.map_err(|status| failed(status, self.name))?)
+                }
+            };
+            match step {
+                Step::Left(deadline) => {
+                    let _ = timeout_at(deadline, self.finish(connection, input, waiting)).await;
+                    return Ok(End::Left);
+                }
+                Step::Signal(kind) => return Ok(End::Signal(kind)),
+                Step::Typed(bytes) => waiting = Some(bytes),
+                Step::Sent => {}
+                Step::Output(Some(response)) => {
+                    if let Some(reason) = self.show(connection, response)? {
+                        return Ok(End::Closed(reason));
+                    }
+                }
+                Step::Output(None) => {
+                    let message = "vmmd ended the console";
+                    return Err(Failure::new(Code::Unavailable, message));
+                }
+            }
+        }
+    }
+
+    /// Passes on what was typed before ^], and prints what still comes until the daemon ends its side.
+    async fn finish(
+        &mut self,
+        connection: &mut Connection,
+        input: &mut Input,
+        waiting: Option<Vec<u8>>,
+    ) -> Result<()> {
+        let rest = waiting
+            .into_iter()
+            .chain(std::iter::from_fn(|| input.typed.try_recv().ok()));
+        for bytes in rest {
+            if connection.requests.send(typed(bytes)).await.is_err() {
                 break;
             }
-            if !bytes.is_empty() {
-                deadline = Instant::now() + FAREWELL;
+        }
+        // The queue's end tells the daemon that nothing more comes.
+        let (gone, _) = mpsc::channel(1);
+        drop(std::mem::replace(&mut connection.requests, gone));
+        while let Some(response) = connection.output.message().await? {
+            self.show(connection, response)?;
+        }
+        Ok(())
+    }
+
+    /// Prints what the guest printed; the reason when the VM's run ended.
+    fn show(&mut self, connection: &mut Connection, response: v1::ConsoleResponse) -> Result<Option<String>> {
+        match response.message {
+            Some(console_response::Message::Output(bytes)) if connection.replay_left > 0 => {
+                connection.replay_left = connection.replay_left.saturating_sub(bytes.len() as u64);
+                connection.replay.extend(bytes);
+                if connection.replay_left == 0 {
+                    self.replay(&std::mem::take(&mut connection.replay))?;
+                }
+                Ok(None)
             }
-            if end {
-                // Before the daemon can answer the end of the input with that of the output. Fails only when nobody
-                // waits for it any more.
-                let _ = left.blocking_send(deadline);
-                // Dropping the queue's end, after all that was typed, tells the daemon that nothing more comes.
-                drop(requests);
-                return;
+            Some(console_response::Message::Output(bytes)) => self.print(&bytes).map(|()| None),
+            Some(console_response::Message::Closed(closed)) => {
+                self.replay(&std::mem::take(&mut connection.replay))?;
+                Ok(Some(closed.reason))
+            }
+            Some(console_response::Message::Opened(_)) | None => Ok(None),
+        }
+    }
+
+    /// Prints what of the past was not shown yet.
+    fn replay(&mut self, bytes: &[u8]) -> Result<()> {
+        if std::mem::take(&mut self.silent) {
+            self.seen.note(bytes);
+            return Ok(());
+        }
+        let new = self.seen.unseen(bytes).to_vec();
+        self.print(&new)
+    }
+
+    fn print(&mut self, bytes: &[u8]) -> Result<()> {
+        self.seen.note(bytes);
+        let mut stdout = io::stdout().lock();
+        let written = stdout.write_all(bytes).and_then(|()| stdout.flush());
+        written.map_err(|error| write_failed(&error))
+    }
+}
+
+fn typed(bytes: Vec<u8>) -> v1::ConsoleRequest {
+    v1::ConsoleRequest {
+        message: Some(console_request::Message::Input(bytes)),
+    }
+}
+
+/// Standard input.
+struct Input {
+    typed: mpsc::Receiver<Vec<u8>>,
+    /// When ^] has come: until when to stay so that the last input arrives.
+    escape: mpsc::Receiver<Instant>,
+}
+
+impl Input {
+    /// Starts the thread that reads it.
+    ///
+    /// It is a thread because reading a terminal, a pipe and a file has no common form that can be waited for; it ends
+    /// with the program.
+    fn start() -> Self {
+        let (typing, typed) = mpsc::channel(QUEUE);
+        let (left, escape) = mpsc::channel(1);
+        thread::spawn(move || read(&typing, &left));
+        Self { typed, escape }
+    }
+
+    /// Throws away what is typed, until ^] is.
+    async fn discard(&mut self) {
+        loop {
+            tokio::select! {
+                Some(_) = self.escape.recv() => return,
+                Some(_) = self.typed.recv() => {}
+                else => pending().await,
             }
         }
-        // Standard input has ended, the console has not: with the queue's end it would.
-        std::mem::forget(requests);
-    });
-    escape
+    }
+}
+
+/// Passes standard input on until it ends or ^] comes.
+fn read(typing: &mpsc::Sender<Vec<u8>>, left: &mpsc::Sender<Instant>) {
+    let mut deadline = Instant::now();
+    let mut buffer = [0; CHUNK];
+    loop {
+        let length = match rustix::io::retry_on_intr(|| rustix::io::read(io::stdin(), &mut buffer)) {
+            Ok(0) | Err(_) => return,
+            Ok(length) => length,
+        };
+        let bytes = buffer.get(..length).unwrap_or_default();
+        let (bytes, end) = match bytes.iter().position(|byte| *byte == ESCAPE) {
+            Some(end) => (bytes.get(..end).unwrap_or_default(), true),
+            None => (bytes, false),
+        };
+        if !bytes.is_empty() {
+            if typing.blocking_send(bytes.to_vec()).is_err() {
+                return;
+            }
+            deadline = Instant::now() + FAREWELL;
+        }
+        if end {
+            // Fails only when nobody waits for it any more.
+            let _ = left.blocking_send(deadline);
+            return;
+        }
+    }
 }

@@ -1,9 +1,11 @@
 //! How answers are printed.
 
 pub mod age;
+pub mod clean;
 pub mod describe;
 pub mod disk;
 pub mod event;
+pub mod format;
 pub mod node;
 pub mod operation;
 pub mod resources;

@@ -8,20 +8,21 @@ const GAP: usize = 3;
 /// A table that keeps the widths of its columns when more rows follow later.
 #[derive(Debug)]
 pub struct Table {
-    headers: Vec<&'static str>,
+    headers: Vec<String>,
     widths: Vec<usize>,
 }
 
 impl Table {
     /// One with these columns.
-    pub fn new(headers: Vec<&'static str>) -> Self {
-        let widths = headers.iter().map(|header| header.len()).collect();
+    pub fn new<H: Into<String>>(headers: Vec<H>) -> Self {
+        let headers: Vec<String> = headers.into_iter().map(Into::into).collect();
+        let widths = headers.iter().map(|header| header.chars().count()).collect();
         Self { headers, widths }
     }
 
     /// The line with the columns' names, as wide as the rows laid out so far need.
     pub fn header(&self) -> String {
-        self.pad(self.headers.iter().copied())
+        self.pad(self.headers.iter().map(String::as_str))
     }
 
     /// Makes the columns wide enough for a row.

@@ -146,7 +146,11 @@ fn the_version_of_the_tool_and_completions_need_no_daemon() {
     for shell in ["bash", "zsh", "fish"] {
         let output = vmmctl(nowhere, &["completion", shell]);
         assert!(output.status.success());
-        assert!(String::from_utf8(output.stdout).unwrap().contains("describe"));
+        assert!(
+            String::from_utf8(output.stdout)
+                .unwrap()
+                .contains("VMMCTL_COMPLETE")
+        );
     }
 }
 

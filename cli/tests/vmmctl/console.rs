@@ -76,13 +76,42 @@ fn the_end_of_the_run_ends_the_console() {
 }
 
 #[test]
-fn of_a_vm_that_does_not_run_the_old_output_is_shown() {
+fn of_a_vm_that_does_not_run_the_old_output_is_shown_and_it_is_a_failure() {
     let daemon = daemon();
     let output = daemon.vmmctl().args(["console", "off"]).output().unwrap();
-    assert!(output.status.success());
+    assert_eq!(output.status.code(), Some(5));
     assert_eq!(output.stdout, b"old output\r\n");
-    let text = "The console of vm/off was closed: the VM is not running.\n";
+    let text = "The console of vm/off was closed: the VM is not running.\nerror: vm/off does not run: what is shown is of \
+                its last run; `vmmctl start off`\n";
     assert_eq!(String::from_utf8_lossy(&output.stderr), text);
+}
+
+#[test]
+fn the_console_goes_on_where_it_was_when_the_daemon_is_restarted() {
+    let mut daemon = daemon();
+    let mut child = command(&daemon, "web")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = child.stdin.take().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut next = || lines.next().unwrap().unwrap();
+    assert_eq!(next(), "old output");
+    input.write_all(b"hello\n").unwrap();
+    assert_eq!(next(), "HELLO");
+    daemon.restart();
+    daemon.state.print("web", b"meanwhile\n");
+    while daemon.state.consoles() < 2 {
+        std::thread::yield_now();
+    }
+    assert_eq!(next(), "meanwhile");
+    input.write_all(b"again\n\x1d").unwrap();
+    assert_eq!(next(), "AGAIN");
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(output.stderr, b"\r\nvmmd went away; going on when it is back\r\n");
 }
 
 #[test]

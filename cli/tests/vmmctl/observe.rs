@@ -103,6 +103,60 @@ fn logs_are_printed_as_they_are() {
     assert_eq!(run(&daemon, "logs nope").0, 3);
 }
 
+#[test]
+fn what_a_guest_does_to_terminals_is_taken_out_of_its_log_unless_asked_for() {
+    let daemon = with_vm();
+    daemon.state.put("rude", VmPhase::Running, &[]);
+    assert_eq!(run(&daemon, "logs rude").1, "shown\n");
+    assert_eq!(
+        run(&daemon, "logs rude --raw").1,
+        "\x1b[2J\x1b]0;mine\x07shown\r\n"
+    );
+    // The console is the guest's, whole.
+    daemon.state.print("rude", b"\x1b[1mbold\n");
+    let console = daemon
+        .vmmctl()
+        .args(["console", "rude"])
+        .write_stdin("\x1d")
+        .output()
+        .unwrap();
+    assert!(console.stdout.ends_with(b"\x1b[1mbold\n"), "{console:?}");
+}
+
+#[test]
+fn the_end_of_a_log_is_shown_by_lines() {
+    let daemon = with_vm();
+    assert_eq!(run(&daemon, "logs web --tail 1").1, "serial two\n");
+    assert_eq!(run(&daemon, "logs web --tail 0 --vmm").1, "");
+    let (code, _, said) = run(&daemon, "logs web --since 5m");
+    assert!(code == 2 && said.contains("--vmm"), "{said}");
+    assert_eq!(run(&daemon, "logs web --vmm --since 5m").0, 0);
+}
+
+#[test]
+fn a_log_that_is_followed_goes_on_where_it_was_when_the_daemon_is_restarted() {
+    let mut daemon = with_vm();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
+        .env("VMMD_SOCKET", &daemon.socket)
+        .args(["logs", "web", "-f"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert_eq!(lines.next().unwrap().unwrap(), "old output");
+    daemon.state.print("web", b"more\r\n");
+    daemon.restart();
+    assert_eq!(lines.next().unwrap().unwrap(), "more");
+    let mut said = String::new();
+    BufReader::new(child.stderr.take().unwrap())
+        .read_line(&mut said)
+        .unwrap();
+    assert_eq!(said, "vmmd went away; going on when it is back\n");
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
 /// The files of an archive by name.
 fn unpack(path: &std::path::Path) -> BTreeMap<String, String> {
     let file = flate2::read::GzDecoder::new(std::fs::File::open(path).unwrap());

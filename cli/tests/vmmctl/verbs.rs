@@ -323,6 +323,90 @@ fn get_lists_and_selects() {
 }
 
 #[test]
+fn fields_are_printed_by_path() {
+    let daemon = Daemon::start();
+    daemon.state.put("a", VmPhase::Running, &[("tier", "front")]);
+    daemon.state.put("b", VmPhase::Stopped, &[]);
+    let template = "jsonpath={.metadata.name} has {.spec.cpu.cores} cores";
+    assert_eq!(
+        run(&daemon, &["get", "vm", "-o", template]),
+        done("a has 2 cores\nb has 2 cores\n")
+    );
+    let columns = "custom-columns=NAME:.metadata.name,TIER:.metadata.labels.tier";
+    assert_eq!(
+        run(&daemon, &["get", "-o", columns]),
+        done("NAME   TIER\na      front\nb      -\n")
+    );
+    assert_eq!(
+        run(&daemon, &["get", "-o", columns, "--no-headers", "a"]),
+        done("a      front\n")
+    );
+    assert_eq!(
+        run(&daemon, &["node", "-o", "jsonpath={.name}"]),
+        done("node-1\n")
+    );
+    assert_eq!(
+        run(&daemon, &["get", "node", "-o", "name"]),
+        done("node/node-1\n")
+    );
+    assert_eq!(run(&daemon, &["get", "vm", "-o", "jsonpath={.a"]).0, 2);
+}
+
+#[test]
+fn vms_are_meant_when_nothing_is_said_and_list_is_get() {
+    let daemon = Daemon::start();
+    daemon.state.put("p1", VmPhase::Running, &[]);
+    for args in [
+        &["get", "p1"][..],
+        &["list"],
+        &["list", "vms"],
+        &["get", "vm", "p1"],
+    ] {
+        let (code, out, _) = run(&daemon, args);
+        assert!(code == 0 && out.contains("p1     Running"), "{args:?}: {out}");
+    }
+    assert_eq!(
+        run(&daemon, &["describe", "p1"]),
+        run(&daemon, &["describe", "vm", "p1"])
+    );
+    let (code, out, _) = run(&daemon, &["describe", "node"]);
+    assert!(code == 0 && out.starts_with("Name:            node-1\n"), "{out}");
+    let (code, _, said) = run(&daemon, &["get", "p2"]);
+    assert!(code == 3 && said.contains("`vmmctl get vm` lists"), "{said}");
+}
+
+#[test]
+fn names_are_completed_by_the_daemon_that_is_meant_and_soon() {
+    let daemon = Daemon::start();
+    daemon.state.put("web-1", VmPhase::Running, &[]);
+    daemon.state.put("web-2", VmPhase::Running, &[]);
+    daemon.state.put("db", VmPhase::Running, &[]);
+    run(&daemon, &["create", "disk", "data", "--size", "1Mi"]);
+    let complete = |words: &[&str]| {
+        let mut command = daemon.vmmctl();
+        let output = command
+            .env("VMMCTL_COMPLETE", "fish")
+            .args(["--", "vmmctl"])
+            .args(words)
+            .output()
+            .unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        text.lines()
+            .map(|line| line.split('\t').next().unwrap().to_owned())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(complete(&["start", "w"]), ["web-1", "web-2"]);
+    assert_eq!(complete(&["get", "vm", "vm/d"]), ["vm/db"]);
+    assert_eq!(complete(&["delete", "disk", "d"]), ["data"]);
+    assert_eq!(complete(&["attach", "db", "--disk", "d"]), ["data"]);
+    // A daemon that is not there costs no more than a moment.
+    let before = std::time::Instant::now();
+    assert_eq!(complete(&["--socket", "/nowhere.sock", "start", "w"]), [""; 0]);
+    assert!(before.elapsed().as_secs() < 10);
+    assert!(complete(&["sta"]).contains(&"start".to_owned()));
+}
+
+#[test]
 fn get_without_vms_says_so() {
     let daemon = Daemon::start();
     assert_eq!(

@@ -84,7 +84,8 @@ pub async fn cordon(host: &Host, reason: String, context: &Context) -> Result<()
 pub async fn uncordon(host: &Host, context: &Context) -> Result<(), Failure> {
     let changed = host.node.change(|record| {
         if record.draining {
-            let message = "the node is being drained: cancel that first (`vmmctl operations`)";
+            let message = "the node is being drained: `vmmctl get operation --active` shows the drain, and `vmmctl \
+                           operation cancel ID` ends it";
             return Err(Failure::precondition("NODE_DRAINING", message));
         }
         record.cordoned = false;

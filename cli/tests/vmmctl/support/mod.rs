@@ -41,6 +41,9 @@ pub struct State {
     samples: Arc<Mutex<u64>>,
     operations: Arc<Mutex<BTreeMap<String, v1::Operation>>>,
     play: Arc<Mutex<Play>>,
+    /// What guests have printed on their consoles.
+    printed: Arc<Mutex<BTreeMap<String, Vec<u8>>>>,
+    consoles: Arc<Mutex<usize>>,
 }
 
 /// How the daemon behaves.
@@ -100,6 +103,8 @@ impl Daemon {
             samples: Arc::default(),
             operations: Arc::default(),
             play: Arc::default(),
+            printed: Arc::default(),
+            consoles: Arc::default(),
         };
         Self {
             runtime: Some(serve(&socket, &state)),
@@ -242,6 +247,19 @@ impl State {
             }),
         };
         lock(&self.vms).insert(name.into(), vm);
+    }
+
+    /// A guest prints.
+    pub fn print(&self, name: &str, text: &[u8]) {
+        lock(&self.printed)
+            .entry(name.to_owned())
+            .or_default()
+            .extend_from_slice(text);
+    }
+
+    /// How many consoles were opened.
+    pub fn consoles(&self) -> usize {
+        *lock(&self.consoles)
     }
 
     /// Starts take a moment.
@@ -628,7 +646,12 @@ impl VmService for State {
             return Err(Status::invalid_argument("the first message must be `open`"));
         };
         let vm = self.find(&open.name)?;
-        let banner = if open.no_replay { "" } else { "old output\r\n" };
+        *lock(&self.consoles) += 1;
+        let mut banner = Vec::new();
+        if !open.no_replay {
+            banner.extend_from_slice(b"old output\r\n");
+            banner.extend(lock(&self.printed).get(&open.name).cloned().unwrap_or_default());
+        }
         let running = vm.status.unwrap_or_default().phase() == VmPhase::Running;
         let message = |message| {
             Ok(v1::ConsoleResponse {
@@ -640,7 +663,7 @@ impl VmService for State {
         };
         let before = [
             message(console_response::Message::Opened(opened)),
-            message(console_response::Message::Output(banner.into())),
+            message(console_response::Message::Output(banner)),
         ];
         if !running {
             let closed = v1::ConsoleClosed {
@@ -657,6 +680,7 @@ impl VmService for State {
                 return Err(Status::invalid_argument("opened twice"));
             };
             calls.called(format!("input {}", String::from_utf8_lossy(&bytes)));
+            calls.print(&open.name, &bytes.to_ascii_uppercase());
             if bytes.starts_with(b"halt") {
                 let closed = v1::ConsoleClosed {
                     reason: "the guest powered off".into(),

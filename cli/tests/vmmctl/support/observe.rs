@@ -85,6 +85,11 @@ impl State {
         if request.name == "bare" && log == "vmm" {
             return Err(Status::unavailable("no log today"));
         }
+        if request.name == "rude" {
+            let data = b"\x1b[2J\x1b]0;mine\x07shown\r\n".to_vec();
+            let message = Ok(v1::GetVmLogsResponse { data });
+            return Ok(Response::new(Box::pin(tokio_stream::iter([message]))));
+        }
         let when = if request.previous { "previous " } else { "" };
         let lines = ["one", "two"].map(|line| {
             Ok(v1::GetVmLogsResponse {

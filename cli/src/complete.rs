@@ -1,0 +1,172 @@
+//! What a word of the command line may be, asked of the daemon while it is typed.
+//!
+//! Shells call this program for it (clap_complete's dynamic engine). It answers with nothing rather than late.
+
+use std::{env, ffi::OsStr, path::PathBuf, time::Duration};
+
+use clap::CommandFactory as _;
+use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
+
+use crate::{
+    args::{Cli, Connection},
+    client::{Client, QUICK, call},
+    contexts::Contexts,
+    failure::Result,
+};
+use proto::v1;
+
+/// The environment variable by which shells ask for completions.
+pub const VARIABLE: &str = "VMMCTL_COMPLETE";
+/// How long a shell is kept waiting.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Answers the shell and ends the program, when it is a shell that has called.
+pub fn answer() {
+    clap_complete::CompleteEnv::with_factory(Cli::command)
+        .var(VARIABLE)
+        .complete();
+}
+
+/// Names of VMs.
+pub fn vms() -> ArgValueCompleter {
+    ArgValueCompleter::new(|word: &OsStr| candidates(word, "vm", |client| Box::pin(vm_names(client))))
+}
+
+/// Names of disks that vmmd keeps.
+pub fn disks() -> ArgValueCompleter {
+    ArgValueCompleter::new(|word: &OsStr| candidates(word, "disk", |client| Box::pin(disk_names(client))))
+}
+
+/// Ids of operations that are under way.
+pub fn operations() -> ArgValueCompleter {
+    ArgValueCompleter::new(|word: &OsStr| {
+        candidates(word, "operation", |client| Box::pin(operation_ids(client)))
+    })
+}
+
+/// Names of contexts.
+pub fn contexts() -> ArgValueCompleter {
+    ArgValueCompleter::new(|word: &OsStr| {
+        let contexts = Contexts::load().map(|contexts| contexts.contexts.into_keys().collect());
+        beginning_with(word, "", contexts.unwrap_or_default())
+    })
+}
+
+type Names<'a> = std::pin::Pin<Box<dyn Future<Output = Result<Vec<String>>> + 'a>>;
+
+async fn vm_names(client: &Client) -> Result<Vec<String>> {
+    let mut request = v1::ListVmsRequest {
+        fields: vec!["metadata.name".into()],
+        ..Default::default()
+    };
+    let mut names = Vec::new();
+    loop {
+        let page = call(QUICK, client.vms.clone().list_vms(request.clone())).await?;
+        names.extend(page.vms.into_iter().filter_map(|vm| Some(vm.metadata?.name)));
+        if page.next_page_token.is_empty() {
+            return Ok(names);
+        }
+        request.page_token = page.next_page_token;
+    }
+}
+
+async fn disk_names(client: &Client) -> Result<Vec<String>> {
+    let disks = client.list_disks().await?;
+    Ok(disks.into_iter().map(|disk| disk.name).collect())
+}
+
+async fn operation_ids(client: &Client) -> Result<Vec<String>> {
+    let request = v1::ListOperationsRequest {
+        active: true,
+        ..Default::default()
+    };
+    let listed = call(QUICK, client.operations.clone().list_operations(request)).await?;
+    Ok(listed
+        .operations
+        .into_iter()
+        .map(|operation| operation.id)
+        .collect())
+}
+
+/// What the daemon has that begins with the word.
+fn candidates(
+    word: &OsStr,
+    kind: &str,
+    names: impl for<'a> Fn(&'a Client) -> Names<'a>,
+) -> Vec<CompletionCandidate> {
+    let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else {
+        return Vec::new();
+    };
+    let given = connection(env::args().skip_while(|arg| arg != "--").skip(1));
+    let found = runtime.block_on(async {
+        let asked = async { names(&Client::connect(&given).await?).await };
+        tokio::time::timeout(PATIENCE, asked).await
+    });
+    // Not waiting for a name that is still looked up.
+    runtime.shutdown_background();
+    match found {
+        Ok(Ok(names)) => beginning_with(word, kind, names),
+        _ => Vec::new(),
+    }
+}
+
+fn beginning_with(word: &OsStr, kind: &str, names: Vec<String>) -> Vec<CompletionCandidate> {
+    let word = word.to_string_lossy();
+    let prefix = format!("{kind}/");
+    let whole = |name: String| {
+        if !kind.is_empty() && word.starts_with(&prefix) {
+            format!("{prefix}{name}")
+        } else {
+            name
+        }
+    };
+    let fitting = names
+        .into_iter()
+        .map(whole)
+        .filter(|name| name.starts_with(&*word));
+    fitting.map(CompletionCandidate::new).collect()
+}
+
+/// Which daemon the words typed so far mean.
+fn connection(words: impl Iterator<Item = String>) -> Connection {
+    let mut given = Connection::default();
+    let mut words = words.peekable();
+    while let Some(word) = words.next() {
+        let (option, value) = match word.split_once('=') {
+            Some((option, value)) => (option.to_owned(), Some(value.to_owned())),
+            None => (word, None),
+        };
+        if !["--context", "--socket", "--endpoint", "--ca", "--cert", "--key"].contains(&option.as_str()) {
+            continue;
+        }
+        let Some(value) = value.or_else(|| words.next()) else {
+            break;
+        };
+        let path = Some(PathBuf::from(&value));
+        match option.as_str() {
+            "--context" => given.context = Some(value),
+            "--socket" => given.socket = path,
+            "--endpoint" => given.endpoint = Some(value),
+            "--ca" => given.ca = path,
+            "--cert" => given.cert = path,
+            _ => given.key = path,
+        }
+    }
+    given
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_daemon_that_is_meant_is_known_from_what_was_typed() {
+        let words = "vmmctl start --context=far --socket /s a --ca ca.crt --key"
+            .split(' ')
+            .map(str::to_owned);
+        let given = connection(words);
+        assert_eq!(given.context.as_deref(), Some("far"));
+        assert_eq!(given.socket, Some(PathBuf::from("/s")));
+        assert_eq!((given.ca, given.key), (Some(PathBuf::from("ca.crt")), None));
+    }
+}

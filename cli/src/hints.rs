@@ -1,0 +1,190 @@
+//! Commands that messages, help and the book advise: each must exist.
+
+use std::{fs, path::Path};
+
+use clap::CommandFactory as _;
+
+use crate::args::Cli;
+
+/// All files below a folder whose names end so.
+fn files(folder: &Path, ending: &str, found: &mut Vec<(String, String)>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files(&path, ending, found);
+        } else if path.to_str().unwrap().ends_with(ending) {
+            found.push((path.display().to_string(), fs::read_to_string(&path).unwrap()));
+        }
+    }
+}
+
+/// The commands in a source file's strings: what is in backquotes and begins with `vmmctl`.
+fn advised(source: &str) -> Vec<String> {
+    // A string that goes on in the next line.
+    let mut text = String::new();
+    let mut goes_on = false;
+    for line in source.lines() {
+        let line = if goes_on { line.trim_start() } else { line };
+        let begun = line.strip_suffix('\\');
+        goes_on = begun.is_some();
+        text += begun.unwrap_or(line);
+        if !goes_on {
+            text.push('\n');
+        }
+    }
+    let parts = text.split('`').skip(1);
+    let commands = parts.filter(|part| part.starts_with("vmmctl ") && !part.contains('\n'));
+    commands.map(str::to_owned).collect()
+}
+
+/// The commands in the console blocks of a page, and in the examples of a help text.
+fn typed(text: &str) -> Vec<String> {
+    let mut commands = Vec::new();
+    let mut open: Option<String> = None;
+    for line in text.lines() {
+        let line = match &open {
+            Some(_) => line.trim_start(),
+            None => {
+                let line = line.trim_start();
+                let command = line
+                    .strip_prefix("# ")
+                    .or_else(|| line.strip_prefix("$ "))
+                    .unwrap_or(line);
+                if !command.starts_with("vmmctl ") || (command == line && !text.contains("Examples:")) {
+                    continue;
+                }
+                command
+            }
+        };
+        let mut command = open.take().unwrap_or_default();
+        command += line;
+        match command.strip_suffix('\\') {
+            Some(begun) => open = Some(begun.to_owned()),
+            None => commands.push(command),
+        }
+    }
+    commands
+}
+
+/// Words as a shell would make them of a command, without what is for the shell.
+fn words(command: &str) -> Vec<String> {
+    let (mut words, mut word, mut quote) = (Vec::new(), None::<String>, None);
+    for letter in command.chars() {
+        match (quote, letter) {
+            (None, ' ') => words.extend(word.take()),
+            (None, '#' | '<' | '>' | '|' | ';' | '&') if word.is_none() => break,
+            (None, '\'' | '"') => {
+                quote = Some(letter);
+                word.get_or_insert_default();
+            }
+            (Some(open), letter) if open == letter => quote = None,
+            (_, letter) => word.get_or_insert_default().push(letter),
+        }
+    }
+    words.extend(word);
+    words
+}
+
+/// Fills what a message fills in.
+fn filled(command: &str) -> String {
+    let mut text = String::new();
+    let mut rest = command;
+    while let Some((before, after)) = rest.split_once('{') {
+        text += before;
+        let end = after.find('}');
+        match end.filter(|end| {
+            after[..*end]
+                .chars()
+                .all(|letter| letter.is_alphanumeric() || "_.".contains(letter))
+        }) {
+            Some(end) => {
+                text += "x";
+                rest = &after[end + 1..];
+            }
+            None => {
+                text.push('{');
+                rest = after;
+            }
+        }
+    }
+    text + rest
+}
+
+fn problem(command: &str) -> Option<String> {
+    let command = filled(command);
+    // Where a choice is shown, or something is left out.
+    if command.contains(['|', '…', '[']) && !command.contains("--set") && !command.contains("-o ") {
+        return None;
+    }
+    match Cli::command().try_get_matches_from(words(&command)) {
+        Ok(_) => None,
+        Err(error) if !error.use_stderr() => None,
+        // A command that only names a verb or an option, as in "`vmmctl resume` tries again".
+        Err(error) if error.kind() == clap::error::ErrorKind::MissingRequiredArgument => None,
+        Err(error) if error.to_string().contains("but none was supplied") => None,
+        Err(error) => Some(format!(
+            "`{command}`: {}",
+            error.to_string().lines().next().unwrap_or_default()
+        )),
+    }
+}
+
+#[test]
+fn every_command_that_a_message_the_help_or_the_book_advises_exists() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let mut sources = Vec::new();
+    for folder in ["cli/src", "vmmd/src"] {
+        files(&root.join(folder), ".rs", &mut sources);
+    }
+    let mut pages = Vec::new();
+    files(&root.join("docs/src"), ".md", &mut pages);
+    let readme = root.join("README.md");
+    pages.push(("README.md".into(), fs::read_to_string(readme).unwrap()));
+
+    let of_sources = sources.iter().filter(|(file, _)| !file.ends_with("hints.rs"));
+    let of_sources =
+        of_sources.flat_map(|(file, text)| advised(text).into_iter().map(move |each| (file, each)));
+    let of_pages = pages.iter().flat_map(|(file, text)| {
+        let all = typed(text).into_iter().chain(advised(text));
+        all.map(move |each| (file, each))
+    });
+    let mut help = Vec::new();
+    all_help(&mut Cli::command(), &mut help);
+    let of_help = help
+        .iter()
+        .flat_map(|(verb, text)| typed(text).into_iter().map(move |each| (verb, each)));
+
+    let found: Vec<_> = of_sources.chain(of_pages).chain(of_help).collect();
+    assert!(found.len() > 100, "only {} commands were found", found.len());
+    let wrong = found
+        .into_iter()
+        .filter_map(|(place, command)| Some(format!("{place}: {}", problem(&command)?)));
+    let wrong: Vec<_> = wrong.collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// The text after the help of each verb.
+fn all_help(command: &mut clap::Command, found: &mut Vec<(String, String)>) {
+    if let Some(text) = command.get_after_help() {
+        found.push((command.get_name().to_owned(), text.to_string()));
+    }
+    command
+        .get_subcommands_mut()
+        .for_each(|verb| all_help(verb, found));
+}
+
+#[test]
+fn the_command_line_is_consistent() {
+    Cli::command().debug_assert();
+}
+
+#[test]
+fn a_command_that_does_not_exist_is_found() {
+    assert!(problem("vmmctl operations").is_some());
+    assert!(problem("vmmctl start x --fast").is_some());
+    assert!(problem("vmmctl stop {name} --grace 5s  # politely").is_none());
+    assert_eq!(
+        advised("a(\"see `vmmctl get vm` \\\n   and `vmmctl \\\n  node`\")"),
+        ["vmmctl get vm", "vmmctl node"]
+    );
+}
