@@ -147,6 +147,11 @@ fn labels_are_set_and_taken_away_by_name_by_selector_and_of_all() {
             ("zone".to_owned(), "x".to_owned())
         ]
     );
+    assert_eq!(
+        run(&daemon, &["annotate", "a", "note=x y"]),
+        done("vm/a annotated\n")
+    );
+    assert_eq!(daemon.state.vm("a").metadata.unwrap().annotations["note"], "x y");
     for wrong in [
         &["label", "a"][..],
         &["label", "a=b"],

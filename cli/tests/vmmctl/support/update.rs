@@ -73,9 +73,10 @@ impl State {
             let instance = status.instance.get_or_insert_default();
             instance.pid += 1;
         }
-        if before != spec || known.labels != metadata.labels {
+        if before != spec || known.labels != metadata.labels || known.annotations != metadata.annotations {
             let changed = vm.metadata.as_mut().unwrap();
             changed.labels = metadata.labels;
+            changed.annotations = metadata.annotations;
             changed.generation += 1;
         }
         vm.spec = Some(spec);
