@@ -60,7 +60,7 @@ unit: tools ## Run the tests that need no node: units, properties, the daemon wi
 test: tools node-tool ## Run all tests, those in the test node included; installs what is missing
 	$(CARGO) nextest run --locked --workspace --no-run
 	$(NODE) build & images=$$!; vmmd/package/build-deb.sh || { wait $$images; exit 1; }; wait $$images
-	$(NODE) --name test with -- $(CARGO) nextest run --locked --workspace --profile ci
+	VMMD_CHAOS=long $(NODE) --name test with -- $(CARGO) nextest run --locked --workspace --profile ci
 
 .PHONY: fleet
 fleet: tools node-tool deb ## Run the test of many idle guests while vmmd is killed, with 50 of them also where the node is emulated

@@ -77,6 +77,8 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
             VmServiceServer::<Vms>::NAME,
             NodeServiceServer::<Nodes>::NAME,
             DiskServiceServer::<Disks>::NAME,
+            OperationServiceServer::<Operations>::NAME,
+            EventServiceServer::<EventLog>::NAME,
         ] {
             reporter.set_service_status(name, status).await;
         }

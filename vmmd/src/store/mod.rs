@@ -302,6 +302,7 @@ fn supervise(
 fn serve(path: &Path, database: &mut Option<Database>, jobs: &mut mpsc::Receiver<Job>, commits: &AtomicU64) {
     let mut batch = Vec::new();
     while jobs.blocking_recv_many(&mut batch, BATCH) > 0 {
+        fault::stall(path.parent().unwrap_or(path), "store-hangs");
         let (mut changes, mut replies, mut reads) = (Vec::new(), Vec::new(), Vec::new());
         let mut vms = Vec::new();
         for job in batch.drain(..) {

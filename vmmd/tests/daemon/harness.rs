@@ -36,6 +36,8 @@ pub struct Daemon {
     pub uids: std::ops::Range<u32>,
     cgroup: Option<PathBuf>,
     child: Child,
+    /// Where it tells systemd how it is.
+    pub notify: UnixDatagram,
     namespace: Option<String>,
 }
 
@@ -129,7 +131,7 @@ impl Daemon {
         }
         config += &format!("\n[vm_uids]\nfirst = {first}\ncount = 250\n");
         fs::write(path("config.toml"), config).unwrap();
-        let child = launch(folder.path(), namespace.as_deref()).await;
+        let (child, notify) = launch(folder.path(), namespace.as_deref(), &[]).await;
         let client = VmServiceClient::new(connect(folder.path()).await);
         Self {
             folder,
@@ -137,6 +139,7 @@ impl Daemon {
             uids: first..first + 250,
             cgroup,
             child,
+            notify,
             namespace,
         }
     }
@@ -166,7 +169,13 @@ impl Daemon {
     }
 
     pub async fn relaunch(&mut self) {
-        self.child = launch(self.folder.path(), self.namespace.as_deref()).await;
+        self.relaunch_with(&[]).await;
+    }
+
+    /// With more in its environment.
+    pub async fn relaunch_with(&mut self, environment: &[(&str, &str)]) {
+        let launched = launch(self.folder.path(), self.namespace.as_deref(), environment);
+        (self.child, self.notify) = launched.await;
         self.client = VmServiceClient::new(connect(self.folder.path()).await);
     }
 
@@ -380,12 +389,17 @@ impl Drop for Daemon {
 }
 
 /// Starts the daemon and waits until it says that it is ready, as systemd would.
-async fn launch(folder: &Path, namespace: Option<&str>) -> Child {
+async fn launch(
+    folder: &Path,
+    namespace: Option<&str>,
+    environment: &[(&str, &str)],
+) -> (Child, UnixDatagram) {
     let notify = folder.join("notify");
     let _ = fs::remove_file(&notify);
     let socket = UnixDatagram::bind(&notify).unwrap();
     let mut child = command(folder, namespace)
         .env("NOTIFY_SOCKET", &notify)
+        .envs(environment.iter().copied())
         .spawn()
         .unwrap();
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -402,7 +416,7 @@ async fn launch(folder: &Path, namespace: Option<&str>) -> Child {
     }
     let length = socket.recv(&mut buffer).unwrap();
     assert!(buffer[..length].starts_with(b"READY=1"));
-    child
+    (child, socket)
 }
 
 /// The daemon's program with this folder's configuration.

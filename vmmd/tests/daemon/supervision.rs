@@ -1,6 +1,9 @@
 //! Parts of the daemon that panic, and VMs that it can't take over as usual: what is there stays visible and in one hand.
 
-use std::fs::{self, File};
+use std::{
+    fs::{self, File},
+    time::Duration,
+};
 
 use prost::Message as _;
 use proto::v1::{self, VmPhase};
@@ -9,11 +12,15 @@ use rustix::{
     fs::{FlockOperation, flock},
     process::{Signal, kill_process},
 };
+use tokio::time::timeout;
 use tonic::{Code, Status};
+use tonic_health::pb::{
+    HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+};
 
 use crate::{
     console::Client,
-    harness::{Daemon, PATIENCE, refusal, status, uid, vm_pid},
+    harness::{Daemon, PATIENCE, connect, refusal, status, uid, vm_pid},
 };
 
 impl Daemon {
@@ -249,4 +256,57 @@ async fn a_vm_whose_process_cannot_be_found_is_seen_and_taken_over_when_it_can()
     drop(lock);
     daemon.wait("lost", |status| status.reason == "Lost").await;
     daemon.start_vm("lost").await.unwrap();
+}
+
+#[tokio::test]
+async fn health_and_the_watchdog_follow_the_store() {
+    let mut daemon = Daemon::start().await;
+    daemon.kill();
+    daemon.relaunch_with(&[("WATCHDOG_USEC", "400000")]).await;
+    let channel = connect(daemon.folder.path()).await;
+    let mut health = HealthClient::new(channel)
+        .watch(HealthCheckRequest::default())
+        .await
+        .unwrap()
+        .into_inner();
+    let mut next = async || {
+        let told = timeout(PATIENCE, health.message()).await;
+        told.expect("health does not follow").unwrap().unwrap().status()
+    };
+    let alive = |patience| {
+        let mut buffer = [0; 64];
+        daemon.notify.set_read_timeout(Some(patience)).unwrap();
+        let length = daemon.notify.recv(&mut buffer).ok()?;
+        assert!(buffer[..length].starts_with(b"WATCHDOG=1"));
+        Some(())
+    };
+    assert_eq!(next().await, ServingStatus::Serving);
+    alive(PATIENCE).expect("it tells that it works");
+    daemon.arm_in("state", "store-hangs");
+    assert_eq!(next().await, ServingStatus::NotServing);
+    // What was told before.
+    while alive(Duration::from_millis(1)).is_some() {}
+    assert_eq!(alive(Duration::from_secs(1)), None, "it tells that it works");
+    fs::remove_file(daemon.path("state/fault/store-hangs")).unwrap();
+    assert_eq!(next().await, ServingStatus::Serving);
+    alive(PATIENCE).expect("it works again");
+    daemon.run("web", "").await;
+}
+
+#[tokio::test]
+async fn a_start_that_a_creation_was_refused_is_told() {
+    let daemon = Daemon::start().await;
+    // Whoever is to start it panics first.
+    daemon.arm("web");
+    let request = v1::CreateVmRequest {
+        vm: Some(daemon.manifest("web", "")),
+        start: true,
+        ..Default::default()
+    };
+    let created = daemon.client().create_vm(request).await.unwrap().into_inner();
+    let operation = created.operation.unwrap();
+    assert_eq!(operation.phase(), v1::OperationPhase::Failed);
+    assert_eq!(operation.error.unwrap().reason, "VM_UNAVAILABLE");
+    assert_eq!(daemon.events("StartRefused").await.len(), 1);
+    until_available(|| daemon.start_vm("web")).await;
 }

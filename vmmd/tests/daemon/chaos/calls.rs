@@ -1,6 +1,6 @@
 //! What clients ask for, and what the answers say of the VM.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, path::Path};
 
 use proptest::prelude::*;
 use prost::Message;
@@ -11,12 +11,18 @@ use proto::{
 use tonic::{Code, Status, transport::Channel};
 use tonic_types::StatusExt;
 
-use super::model::{Look, Op, Run, Step, Time};
+use super::model::{Look, Op, Policy, Run, Spec, Step, Time};
 
 /// VMs there are at most.
 pub const VMS: u8 = 4;
 /// The label that tells one spec from another.
 pub const MARK: &str = "mark";
+
+/// How long a guest may take for anything.
+pub const SHORT: well_known::Duration = well_known::Duration {
+    seconds: 0,
+    nanos: 30_000_000,
+};
 
 /// The end of what nobody waits for.
 pub const NEVER: Time = Time::MAX;
@@ -32,7 +38,13 @@ pub struct Call {
     pub twice: bool,
     /// With the generation that the VM had when the round began.
     pub generation: bool,
+    /// What is written into it, where that is done.
+    pub policy: Policy,
+    pub disk: bool,
 }
+
+/// The VM's disk.
+pub const DISK: &str = "data";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -49,6 +61,16 @@ pub enum Kind {
         force: bool,
     },
     Update,
+    Attach,
+    Detach {
+        force: bool,
+    },
+    /// What is under way with the VM is cancelled.
+    Cancel,
+    /// All VMs make room; then the node takes VMs again.
+    Drain,
+    /// What looks after the VM panics.
+    Panic,
     Get,
     List,
     /// The `vmm` process is killed.
@@ -68,19 +90,40 @@ pub fn call() -> impl Strategy<Value = Call> {
         2 => Just(Kind::Resume),
         3 => any::<bool>().prop_map(|force| Kind::Delete { force }),
         3 => Just(Kind::Update),
+        2 => Just(Kind::Attach),
+        2 => any::<bool>().prop_map(|force| Kind::Detach { force }),
+        1 => Just(Kind::Cancel),
+        1 => Just(Kind::Panic),
         2 => Just(Kind::Get),
         1 => Just(Kind::List),
         1 => Just(Kind::Die),
         1 => (0..6_u8).prop_map(Kind::Illegal),
     ];
+    // Not often: all VMs are stopped by it.
+    let kind = prop_oneof![99 => kind, 1 => Just(Kind::Drain)];
+    let policy = prop_oneof![
+        4 => Just(Policy::Manual),
+        2 => Just(Policy::UnlessStopped),
+        1 => Just(Policy::OnFailure),
+        1 => Just(Policy::Always),
+        1 => Just(Policy::Off),
+    ];
     let often = proptest::bool::weighted;
-    (0..VMS, kind, often(0.8), often(0.2), often(0.2)).prop_map(|(vm, kind, id, twice, generation)| Call {
-        vm,
+    (
+        0..VMS,
         kind,
-        id,
-        twice: id && twice,
-        generation,
-    })
+        [often(0.8), often(0.2), often(0.2), often(0.3)],
+        policy,
+    )
+        .prop_map(|(vm, kind, [id, twice, generation, disk], policy)| Call {
+            vm,
+            kind,
+            id,
+            twice: id && twice,
+            generation,
+            policy,
+            disk,
+        })
 }
 
 pub type Client = VmServiceClient<Channel>;
@@ -124,6 +167,8 @@ requests! {
     Resume(ResumeVmRequest) = resume_vm,
     Delete(DeleteVmRequest) = delete_vm,
     Update(UpdateVmRequest) = update_vm,
+    Attach(AttachDiskRequest) = attach_disk,
+    Detach(DetachDiskRequest) = detach_disk,
 }
 
 pub fn name(vm: u8) -> String {
@@ -131,9 +176,34 @@ pub fn name(vm: u8) -> String {
 }
 
 impl Call {
-    /// The request, when it changes something; `mark` and `id` are its own, `generation` is what the VM had.
-    pub fn request(&self, manifest: v1::Vm, mark: u64, id: String, generation: u64) -> Option<Request> {
+    fn spec(&self, mark: u64) -> Spec {
+        Spec {
+            mark,
+            policy: self.policy,
+            disk: self.disk,
+        }
+    }
+
+    /// The request, when it changes something; `mark` and `id` are its own, `generation` is what the VM had, and `disks` the
+    /// folder with a disk for each VM.
+    pub fn request(
+        &self,
+        manifest: v1::Vm,
+        mark: u64,
+        id: String,
+        generation: u64,
+        disks: &Path,
+    ) -> Option<Request> {
         let mut vm = manifest;
+        let disk = v1::DiskSpec {
+            name: DISK.into(),
+            path: disks.join(name(self.vm)).to_str().unwrap().into(),
+            format: v1::DiskFormat::Raw.into(),
+            ..Default::default()
+        };
+        let spec = vm.spec.as_mut().unwrap();
+        spec.run_policy = policy_name(self.policy).into();
+        spec.disks.extend(self.disk.then(|| disk.clone()));
         let metadata = vm.metadata.as_mut().unwrap();
         metadata.name = name(self.vm);
         metadata.labels = [(MARK.to_owned(), mark.to_string())].into();
@@ -143,10 +213,7 @@ impl Call {
             ..Default::default()
         });
         let name = name(self.vm);
-        let grace_period = Some(well_known::Duration {
-            seconds: 0,
-            nanos: 30_000_000,
-        });
+        let grace_period = Some(SHORT);
         macro_rules! plain {
             ($variant:ident($request:ident) $($field:ident: $value:expr),*) => {
                 Request::$variant(v1::$request { name, preconditions, request_id, $($field: $value,)* ..Default::default() })
@@ -169,11 +236,32 @@ impl Call {
             Kind::Delete { force } => plain!(Delete(DeleteVmRequest) force: force),
             Kind::Update => Request::Update(v1::UpdateVmRequest {
                 vm: Some(vm),
+                grace_period,
                 preconditions,
                 request_id,
                 ..Default::default()
             }),
-            Kind::Get | Kind::List | Kind::Die | Kind::Illegal(_) => return None,
+            Kind::Attach => Request::Attach(v1::AttachDiskRequest {
+                vm: name,
+                disk: Some(disk),
+                preconditions,
+                request_id,
+            }),
+            Kind::Detach { force } => Request::Detach(v1::DetachDiskRequest {
+                vm: name,
+                disk: DISK.into(),
+                timeout: Some(SHORT),
+                force,
+                preconditions,
+                request_id,
+            }),
+            Kind::Cancel
+            | Kind::Drain
+            | Kind::Panic
+            | Kind::Get
+            | Kind::List
+            | Kind::Die
+            | Kind::Illegal(_) => return None,
         };
         Some(request)
     }
@@ -181,17 +269,41 @@ impl Call {
     /// What the request does when it is carried out.
     pub fn steps(&self, mark: u64, uid: Option<String>) -> Vec<Step> {
         match self.kind {
-            Kind::Create { .. } => vec![Step::Create { uid, mark }],
+            Kind::Create { start } => vec![Step::Create {
+                uid,
+                spec: self.spec(mark),
+                wanted: start,
+            }],
             Kind::Start => vec![Step::Start],
-            Kind::Stop | Kind::Kill | Kind::Die => vec![Step::Stop],
-            Kind::Restart => vec![Step::Wake, Step::Stop, Step::Start],
+            Kind::Stop | Kind::Kill => vec![Step::Stop],
+            Kind::Die | Kind::Panic | Kind::Drain => vec![Step::End],
+            Kind::Restart => vec![Step::Wake, Step::End, Step::Start],
             Kind::Pause => vec![Step::Pause],
             Kind::Resume => vec![Step::Resume],
-            Kind::Delete { force: true } => vec![Step::Stop, Step::Remove],
+            Kind::Delete { force: true } => vec![Step::End, Step::Remove],
             Kind::Delete { force: false } => vec![Step::Look(Look::Down), Step::Remove],
-            Kind::Update => vec![Step::Update { mark }],
+            Kind::Update => vec![Step::Update {
+                spec: self.spec(mark),
+            }],
+            Kind::Attach => vec![Step::Attach],
+            Kind::Detach { .. } => vec![Step::Detach],
+            // It depends on what is cancelled: a start ends, a stop is taken back.
+            Kind::Cancel => vec![Step::Stop, Step::Want],
             Kind::Get | Kind::List | Kind::Illegal(_) => Vec::new(),
         }
+    }
+
+    /// What it does in part when it was not carried out to its end: what was plugged in is taken out again.
+    pub fn steps_of_part(&self, mark: u64) -> Vec<Step> {
+        match self.kind {
+            Kind::Attach => vec![Step::Attach, Step::Detach],
+            _ => self.steps(mark, None),
+        }
+    }
+
+    /// Whether it is no request, and may have its effect after the answer.
+    pub fn is_felt_later(&self) -> bool {
+        matches!(self.kind, Kind::Die | Kind::Panic | Kind::Drain | Kind::Cancel)
     }
 }
 
@@ -225,12 +337,27 @@ pub fn refused(call: &Call, status: &Status, generation: u64) -> (Look, bool, bo
         "VM_PAUSED" => (Look::Paused, false, false),
         "NOT_RUNNING" => (Look::Down, false, false),
         "GENERATION_MISMATCH" => (Look::Not(generation), false, false),
+        "RUN_POLICY" if matches!(call.kind, Kind::Start | Kind::Restart) => {
+            (Look::Policy(Policy::Off), false, false)
+        }
+        "RUN_POLICY" if matches!(call.kind, Kind::Create { .. }) => (Look::Anything, false, false),
+        // Said before it is looked whether there is such a VM, which may be the user.
+        "DISK_IN_USE" if matches!(call.kind, Kind::Create { .. }) => (Look::Anything, false, false),
+        "RUN_POLICY" => (Look::Policy(Policy::Always), false, false),
+        "NODE_CORDONED" => (Look::Anything, false, false),
+        "DISK_NOT_FOUND" => (Look::NoDisk, false, false),
+        // Of a disk that a guest has not given back yet.
+        "BUSY" if matches!(call.kind, Kind::Attach | Kind::Detach { .. }) => (Look::Present, false, false),
         // Also of one that is on its way up or down.
         "STILL_RUNNING" => (Look::Present, false, false),
         "BUSY" | "BEING_DELETED" => (Look::Present, true, false),
-        "SUPERSEDED" | "START_CANCELLED" => (Look::Present, true, true),
-        // The process was killed while it was being made, or asked.
+        "SUPERSEDED" | "START_CANCELLED" | "CANCELLED" => (Look::Present, true, true),
+        // The process was killed while it was being made, or asked; or the actor has panicked.
         "VMM_FAILED" | "VMM_GONE" | "INTERNAL" => (Look::Present, true, true),
+        "VM_UNAVAILABLE" | "OPERATION_GIVEN_UP" | "VMM_UNRESPONSIVE" | "UNREACHABLE" => {
+            (Look::Present, false, true)
+        }
+        "EJECT_TIMEOUT" | "NOT_NOW" => (Look::Present, false, true),
         _ => panic!("{call:?} was refused as {status:?}"),
     };
     (look, disturbed, partial)
@@ -241,13 +368,37 @@ pub fn look(vm: &v1::Vm) -> Look {
     Look::Whole {
         uid: metadata.uid,
         generation: metadata.generation,
-        mark: metadata.labels[MARK].parse().unwrap(),
+        spec: Spec {
+            mark: metadata.labels[MARK].parse().unwrap(),
+            policy: policy(vm),
+            disk: vm.spec.as_ref().is_some_and(|spec| !spec.disks.is_empty()),
+        },
         run: match status.phase() {
             VmPhase::Running => Some(Run::Up),
             VmPhase::Paused => Some(Run::Paused),
             VmPhase::Stopped | VmPhase::Failed => Some(Run::Down),
             _ => None,
         },
+    }
+}
+
+fn policy_name(policy: Policy) -> v1::RunPolicy {
+    match policy {
+        Policy::UnlessStopped => v1::RunPolicy::AlwaysOnUnlessStopped,
+        Policy::Always => v1::RunPolicy::AlwaysOn,
+        Policy::OnFailure => v1::RunPolicy::RerunOnFailure,
+        Policy::Manual => v1::RunPolicy::Manual,
+        Policy::Off => v1::RunPolicy::AlwaysOff,
+    }
+}
+
+fn policy(vm: &v1::Vm) -> Policy {
+    match vm.spec.as_ref().unwrap().run_policy() {
+        v1::RunPolicy::Unspecified | v1::RunPolicy::AlwaysOnUnlessStopped => Policy::UnlessStopped,
+        v1::RunPolicy::AlwaysOn => Policy::Always,
+        v1::RunPolicy::RerunOnFailure => Policy::OnFailure,
+        v1::RunPolicy::Manual => Policy::Manual,
+        v1::RunPolicy::AlwaysOff => Policy::Off,
     }
 }
 

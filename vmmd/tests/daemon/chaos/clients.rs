@@ -3,16 +3,19 @@
 use std::{
     collections::BTreeMap,
     future::Future,
+    path::PathBuf,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
 };
 
-use proto::v1;
+use proto::v1::{
+    self, node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::{sync::Notify, time::timeout};
-use tonic::Status;
+use tonic::{Status, transport::Channel};
 
 use super::{
     calls::{self, Answer, Call, Client, Kind, NEVER, Request, is_final, looks, name, reason, wrong},
@@ -45,6 +48,8 @@ pub struct Scene {
     pub next: AtomicU64,
     pub made: Mutex<Vec<Made>>,
     pub generations: BTreeMap<u8, u64>,
+    /// Of the daemon.
+    pub folder: PathBuf,
 }
 
 impl Scene {
@@ -75,7 +80,8 @@ pub async fn in_time<T>(what: impl std::fmt::Debug, future: impl Future<Output =
 }
 
 /// What one client does until it is done or the daemon is gone.
-pub async fn client(number: usize, scene: Arc<Scene>, mut client: Client, calls: Vec<Call>) {
+pub async fn client(number: usize, scene: Arc<Scene>, channel: Channel, calls: Vec<Call>) {
+    let mut client = Client::new(channel.clone());
     for call in calls {
         if scene.killed.load(Ordering::SeqCst) {
             return;
@@ -87,6 +93,7 @@ pub async fn client(number: usize, scene: Arc<Scene>, mut client: Client, calls:
             mark,
             format!("request {mark}"),
             generation,
+            &scene.folder.join("disks"),
         );
         let mut made = Made {
             client: number,
@@ -99,14 +106,18 @@ pub async fn client(number: usize, scene: Arc<Scene>, mut client: Client, calls:
             request,
             call,
         };
-        in_time(made.call.clone(), carry_out(&scene, &mut client, &mut made)).await;
+        in_time(
+            made.call.clone(),
+            carry_out(&scene, &channel, &mut client, &mut made),
+        )
+        .await;
         scene.made.lock().unwrap().push(made);
         scene.answers.fetch_add(1, Ordering::SeqCst);
         scene.answered.notify_one();
     }
 }
 
-async fn carry_out(scene: &Scene, client: &mut Client, made: &mut Made) {
+async fn carry_out(scene: &Scene, channel: &Channel, client: &mut Client, made: &mut Made) {
     let answer = if let Some(request) = &made.request {
         let mut other = client.clone();
         let first = async { scene.came(request.send(client).await) };
@@ -118,10 +129,10 @@ async fn carry_out(scene: &Scene, client: &mut Client, made: &mut Made) {
             first.await
         }
     } else {
-        scene.came(look(scene, client, made).await.map(|()| Vec::new()))
+        scene.came(look(scene, channel, client, made).await.map(|()| Vec::new()))
     };
     // A process that was killed is found to be gone later.
-    if answer.is_some() && made.call.kind != Kind::Die {
+    if answer.is_some() && !made.call.is_felt_later() {
         made.end = scene.now();
     }
     made.answer = answer;
@@ -149,7 +160,7 @@ fn of_two(first: Option<Answer>, second: Option<Answer>) -> Option<Answer> {
 }
 
 /// Calls that change nothing, and the end of a process.
-async fn look(scene: &Scene, client: &mut Client, made: &mut Made) -> Result<(), Status> {
+async fn look(scene: &Scene, channel: &Channel, client: &mut Client, made: &mut Made) -> Result<(), Status> {
     let get = v1::GetVmRequest {
         name: name(made.call.vm),
     };
@@ -159,6 +170,23 @@ async fn look(scene: &Scene, client: &mut Client, made: &mut Made) -> Result<(),
             made.looks = looks(&listed.into_inner().vms);
         }
         Kind::Illegal(which) => wrong(client, which, scene.manifest.clone()).await?,
+        Kind::Panic => {
+            let folder = scene.folder.join("run/fault");
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(folder.join(name(made.call.vm)), "").unwrap();
+        }
+        Kind::Drain => drain(channel).await?,
+        Kind::Cancel => {
+            let found = client.get_vm(get).await;
+            let operation = found.ok().and_then(|found| found.into_inner().vm?.status);
+            let id = operation.map(|status| status.operation).unwrap_or_default();
+            if !id.is_empty() {
+                let mut operations = OperationServiceClient::new(channel.clone());
+                let request = v1::CancelOperationRequest { id };
+                // It may have ended, or be past the point of no return.
+                let _ = operations.cancel_operation(request).await;
+            }
+        }
         Kind::Get | Kind::Die => {
             let found = match client.get_vm(get).await {
                 Ok(found) => found.into_inner().vm,
@@ -176,6 +204,28 @@ async fn look(scene: &Scene, client: &mut Client, made: &mut Made) -> Result<(),
             }
         }
         _ => {}
+    }
+    Ok(())
+}
+
+/// All VMs are stopped; then the node takes VMs again, unless another client drains it.
+pub async fn drain(channel: &Channel) -> Result<(), Status> {
+    let mut nodes = NodeServiceClient::new(channel.clone());
+    let drain = v1::DrainNodeRequest {
+        grace_period: Some(calls::SHORT),
+        ..Default::default()
+    };
+    for result in [
+        nodes.drain_node(drain).await.map(drop),
+        nodes
+            .uncordon_node(v1::UncordonNodeRequest::default())
+            .await
+            .map(drop),
+    ] {
+        match result {
+            Err(status) if reason(&status).is_none() => return Err(status),
+            _ => {}
+        }
     }
     Ok(())
 }

@@ -36,17 +36,28 @@ impl Made {
             repeats,
             ..self.op(begin, end, steps.clone(), partial)
         };
+        let part = |end| Op {
+            repeats,
+            ..self.op(begin, end, self.call.steps_of_part(self.mark), true)
+        };
         let mut ops = match answer {
-            None => vec![whole(NEVER, true)],
-            Some(Ok(_)) if self.call.kind == Kind::Die => vec![whole(NEVER, true)],
+            _ if self.call.is_felt_later() => {
+                let each = steps
+                    .iter()
+                    .map(|step| self.op(begin, NEVER, vec![step.clone()], true));
+                each.collect()
+            }
+            None => vec![part(NEVER)],
             Some(Ok(_)) => vec![whole(end, false)],
             Some(Err(status)) => {
                 let (look, disturbed, partial) = refused(&self.call, status, self.generation);
-                let steps = if partial { steps } else { vec![Step::Look(look)] };
-                vec![Op {
-                    disturbed,
-                    ..self.op(begin, end, steps, partial)
-                }]
+                let op = match (partial, disturbed) {
+                    (true, true) => part(end),
+                    // What was begun may go on.
+                    (true, false) => part(NEVER),
+                    (false, _) => self.op(begin, end, vec![Step::Look(look)], false),
+                };
+                vec![Op { disturbed, ..op }]
             }
         };
         // The start of a new VM is not waited for.

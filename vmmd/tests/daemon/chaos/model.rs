@@ -2,7 +2,7 @@
 //! and answered, in which each answer is right and which ends with what is there now?
 //!
 //! A call is one or more steps, each of which happens at one moment between the call and its answer. Of a call without an
-//! answer any number of its steps may have happened, or none.
+//! answer any number of its steps may have happened, or none. Between any two steps the run policy may do what it is for.
 
 use std::collections::HashSet;
 
@@ -23,7 +23,30 @@ pub struct Vm {
     pub generation: u64,
     /// What was last written into it.
     pub mark: u64,
+    pub policy: Policy,
+    /// It has its one disk.
+    pub disk: bool,
+    /// It was last asked to run.
+    pub wanted: bool,
     pub run: Run,
+}
+
+/// What is written into a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Spec {
+    pub mark: u64,
+    pub policy: Policy,
+    pub disk: bool,
+}
+
+/// A run policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Policy {
+    UnlessStopped,
+    Always,
+    OnFailure,
+    Manual,
+    Off,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -37,27 +60,41 @@ pub enum Run {
 pub enum Step {
     Create {
         uid: Option<String>,
-        mark: u64,
+        spec: Spec,
+        /// With a start, which may be refused: then it is wanted all the same.
+        wanted: bool,
     },
     Start,
-    /// Also by itself.
+    /// By request: nobody wants it any more.
     Stop,
+    /// It ends, and is wanted as before.
+    End,
+    /// It goes on although somebody wanted it to stop.
+    Want,
     /// A guest that is to hear something must run.
     Wake,
     Pause,
     Resume,
     Remove,
     Update {
-        mark: u64,
+        spec: Spec,
     },
+    /// Its disk comes, if it is not there.
+    Attach,
+    /// Its disk goes, if it is there.
+    Detach,
     Look(Look),
 }
 
 /// What was seen.
 #[derive(Clone, Debug)]
 pub enum Look {
+    Anything,
     Absent,
     Present,
+    /// It has this run policy.
+    Policy(Policy),
+    NoDisk,
     Down,
     NotDown,
     Paused,
@@ -67,7 +104,7 @@ pub enum Look {
     Whole {
         uid: String,
         generation: u64,
-        mark: u64,
+        spec: Spec,
         run: Option<Run>,
     },
 }
@@ -95,45 +132,79 @@ impl State {
             Self::Absent => None,
             Self::There(vm) => Some(vm),
         };
-        let run = |run| there.map(|vm| Self::There(Vm { run, ..vm.clone() }));
+        let with = |change: &dyn Fn(&mut Vm)| {
+            let mut vm = there?.clone();
+            change(&mut vm);
+            Some(Self::There(vm))
+        };
+        let run = |run| with(&|vm| vm.run = run);
         match step {
-            Step::Create { uid, mark } => there.is_none().then(|| {
+            Step::Create { uid, spec, wanted } => there.is_none().then(|| {
                 Self::There(Vm {
                     uid: uid.clone(),
                     generation: 1,
-                    mark: *mark,
+                    mark: spec.mark,
+                    policy: spec.policy,
+                    disk: spec.disk,
+                    wanted: *wanted,
                     run: Run::Down,
                 })
             }),
-            Step::Start if there?.run == Run::Down => run(Run::Up),
+            Step::Start if there?.run == Run::Down => with(&|vm| (vm.run, vm.wanted) = (Run::Up, true)),
             // Of one that runs it does nothing.
             Step::Start if there?.run == Run::Up => Some(self.clone()),
             Step::Start => None,
-            Step::Stop => run(Run::Down),
+            Step::Stop => with(&|vm| (vm.run, vm.wanted) = (Run::Down, false)),
+            Step::End => run(Run::Down),
+            Step::Want => with(&|vm| vm.wanted = true),
             Step::Wake if there?.run == Run::Down => Some(self.clone()),
             Step::Wake => run(Run::Up),
             Step::Pause if there?.run != Run::Down => run(Run::Paused),
             Step::Resume if there?.run != Run::Down => run(Run::Up),
             Step::Pause | Step::Resume => None,
             Step::Remove => there.map(|_| Self::Absent),
-            Step::Update { mark } => there.map(|vm| {
-                Self::There(Vm {
-                    mark: *mark,
-                    generation: vm.generation + 1,
-                    ..vm.clone()
-                })
+            Step::Update { spec } => with(&|vm| {
+                (vm.mark, vm.policy, vm.disk) = (spec.mark, spec.policy, spec.disk);
+                vm.generation += 1;
+            }),
+            Step::Attach | Step::Detach => with(&|vm| {
+                let disk = matches!(step, Step::Attach);
+                vm.generation += u64::from(vm.disk != disk);
+                vm.disk = disk;
             }),
             Step::Look(look) => self.seen(look, foreign),
         }
     }
 
+    /// What the run policy may make of it by itself.
+    fn drift(&self) -> Option<Self> {
+        let Self::There(vm) = self else { return None };
+        let run = match (vm.policy, vm.run) {
+            (Policy::Always, Run::Down) => Run::Up,
+            (Policy::UnlessStopped | Policy::OnFailure, Run::Down) if vm.wanted => Run::Up,
+            (Policy::Off, Run::Up | Run::Paused) => Run::Down,
+            _ => return None,
+        };
+        let wanted = vm.wanted && vm.policy != Policy::Off || run == Run::Up;
+        Some(Self::There(Vm {
+            run,
+            wanted,
+            ..vm.clone()
+        }))
+    }
+
     fn seen(&self, look: &Look, foreign: &HashSet<String>) -> Option<Self> {
         let vm = match self {
-            Self::Absent => return matches!(look, Look::Absent).then_some(Self::Absent),
+            Self::Absent => {
+                return matches!(look, Look::Absent | Look::Anything).then_some(Self::Absent);
+            }
             Self::There(vm) => vm,
         };
         let right = match look {
             Look::Absent => false,
+            Look::Anything => true,
+            Look::Policy(policy) => vm.policy == *policy,
+            Look::NoDisk => !vm.disk,
             Look::Present => true,
             Look::Down => vm.run == Run::Down,
             Look::NotDown => vm.run != Run::Down,
@@ -142,7 +213,7 @@ impl State {
             Look::Whole {
                 uid,
                 generation,
-                mark,
+                spec,
                 run,
             } => {
                 let same = vm
@@ -150,7 +221,8 @@ impl State {
                     .as_ref()
                     .map_or(!foreign.contains(uid), |known| known == uid);
                 if !same
-                    || (vm.generation, vm.mark) != (*generation, *mark)
+                    || vm.generation != *generation
+                    || (vm.mark, vm.policy, vm.disk) != (spec.mark, spec.policy, spec.disk)
                     || run.is_some_and(|run| run != vm.run)
                 {
                     return None;
@@ -178,9 +250,14 @@ enum Progress {
 }
 
 /// The state at the end of all calls, as `now` tells it; nothing when there is no order that explains it. `foreign` are
-/// uids that belong to others.
+/// uids that belong to others. Where some orders leave the VM wanted and others do not, it may be: more can come of that.
 pub fn explain(from: &State, ops: &[Op], now: &Look, foreign: &HashSet<String>) -> Option<State> {
-    for op in ops.iter().filter(|op| op.disturbed) {
+    let restless = |policy| policy != Policy::Manual;
+    let policy_acts = matches!(from, State::There(vm) if restless(vm.policy))
+        || ops.iter().flat_map(|op| op.ways.iter().flatten()).any(
+            |step| matches!(step, Step::Create { spec, .. } | Step::Update { spec } if restless(spec.policy)),
+        );
+    for op in ops.iter().filter(|op| op.disturbed && !policy_acts) {
         let others = ops.iter().filter(|other| !std::ptr::eq(*other, op));
         let mut others = others.filter(|other| !other.only_looks());
         if !others.any(|other| other.begin < op.end && op.begin < other.end) {
@@ -188,13 +265,17 @@ pub fn explain(from: &State, ops: &[Op], now: &Look, foreign: &HashSet<String>) 
             return None;
         }
     }
-    let mut search = Search {
-        ops,
-        now,
-        foreign,
-        seen: HashSet::new(),
+    let search = |wanted| {
+        let mut search = Search {
+            ops,
+            now,
+            foreign,
+            wanted,
+            seen: HashSet::new(),
+        };
+        search.go(from, &mut vec![Progress::Waits; ops.len()])
     };
-    search.go(from, &mut vec![Progress::Waits; ops.len()])
+    search(true).or_else(|| search(false))
 }
 
 impl Op {
@@ -208,6 +289,8 @@ struct Search<'a> {
     ops: &'a [Op],
     now: &'a Look,
     foreign: &'a HashSet<String>,
+    /// Whether the VM is to be wanted in the end.
+    wanted: bool,
     seen: HashSet<(State, Vec<Progress>)>,
 }
 
@@ -218,7 +301,20 @@ impl Search<'_> {
         }
         let over = |progress: Progress| matches!(progress, Progress::Whole | Progress::Over);
         if progress.iter().all(|progress| over(*progress)) {
-            return state.seen(self.now, self.foreign);
+            let end = state.seen(self.now, self.foreign);
+            let found = end.filter(|state| match state {
+                State::There(vm) => !self.wanted || vm.wanted,
+                State::Absent => true,
+            });
+            if found.is_some() {
+                return found;
+            }
+        }
+        if let Some(next) = state.drift() {
+            let end = self.go(&next, progress);
+            if end.is_some() {
+                return end;
+            }
         }
         for (index, op) in self.ops.iter().enumerate() {
             let before = progress[index];
@@ -288,9 +384,19 @@ mod tests {
     }
 
     fn create(uid: Option<&str>) -> Step {
+        let spec = spec(Policy::Manual);
         Step::Create {
             uid: uid.map(Into::into),
+            spec,
+            wanted: false,
+        }
+    }
+
+    fn spec(policy: Policy) -> Spec {
+        Spec {
             mark: 0,
+            policy,
+            disk: false,
         }
     }
 
@@ -298,7 +404,7 @@ mod tests {
         Look::Whole {
             uid: uid.into(),
             generation: 1,
-            mark: 0,
+            spec: spec(Policy::Manual),
             run: Some(run),
         }
     }
@@ -383,5 +489,79 @@ mod tests {
         let explained = |busy| explained(&[made.clone(), stop.clone(), busy], &whole("a", Run::Down));
         assert!(explained(busy(3, 5)));
         assert!(!explained(busy(7, 8)));
+    }
+
+    #[test]
+    fn a_policy_brings_back_what_is_wanted_and_nothing_else() {
+        for (policy, again) in [
+            (Policy::UnlessStopped, true),
+            (Policy::Always, true),
+            (Policy::OnFailure, true),
+            (Policy::Manual, false),
+        ] {
+            let made = Step::Create {
+                uid: Some("a".into()),
+                spec: spec(policy),
+                wanted: false,
+            };
+            let now = |run| Look::Whole {
+                uid: "a".into(),
+                generation: 1,
+                spec: spec(policy),
+                run: Some(run),
+            };
+            let started = op(3, 4, &[Step::Start]);
+            let died = op(5, 6, &[Step::End]);
+            let stopped = op(7, 8, &[Step::Stop]);
+            let ops = [op(1, 2, &[made]), started, died, stopped];
+            assert_eq!(explained(&ops[..3], &now(Run::Up)), again, "{policy:?}");
+            let always = policy == Policy::Always;
+            assert_eq!(explained(&ops, &now(Run::Up)), always, "{policy:?} after a stop");
+            assert!(explained(&ops, &now(Run::Down)));
+        }
+    }
+
+    #[test]
+    fn what_may_be_wanted_is() {
+        let made = Step::Create {
+            uid: Some("a".into()),
+            spec: spec(Policy::UnlessStopped),
+            wanted: false,
+        };
+        let ops = [
+            op(1, 2, &[made]),
+            op(3, 4, &[Step::Start]),
+            unanswered(op(5, 9, &[Step::Stop])),
+            op(5, 9, &[Step::End]),
+        ];
+        let now = Look::Whole {
+            uid: "a".into(),
+            generation: 1,
+            spec: spec(Policy::UnlessStopped),
+            run: Some(Run::Down),
+        };
+        let end = explain(&State::Absent, &ops, &now, &HashSet::new());
+        assert!(matches!(end, Some(State::There(vm)) if vm.wanted));
+    }
+
+    #[test]
+    fn a_disk_comes_and_goes_and_each_counts_once() {
+        let made = op(1, 2, &[create(Some("a"))]);
+        let attached = |begin, end| op(begin, end, &[Step::Attach]);
+        let now = |generation, disk| Look::Whole {
+            uid: "a".into(),
+            generation,
+            spec: Spec {
+                disk,
+                ..spec(Policy::Manual)
+            },
+            run: Some(Run::Down),
+        };
+        let twice = [made.clone(), attached(3, 4), attached(5, 6)];
+        assert!(explained(&twice, &now(2, true)));
+        assert!(!explained(&twice, &now(3, true)));
+        let gone = [made, attached(3, 4), op(5, 6, &[Step::Detach])];
+        assert!(explained(&gone, &now(3, false)));
+        assert!(!explained(&gone, &now(3, true)));
     }
 }
