@@ -378,3 +378,31 @@ async fn an_unknown_crash_policy_is_refused() {
     let refused = daemon.create(vm).await.unwrap_err();
     assert!(refused.message().contains("spec.onCrash"), "{refused}");
 }
+
+#[tokio::test]
+async fn a_restart_ends_with_the_stop_when_the_policy_has_become_always_off() {
+    let daemon = Daemon::configured(LONG).await;
+    daemon.run("web", "mock.power=ignore").await;
+    let mut client = daemon.client();
+    let restart = tokio::spawn(async move {
+        let request = v1::RestartVmRequest {
+            name: "web".into(),
+            grace_period: Some(proto::well_known::Duration { seconds: 1, nanos: 0 }),
+            ..Default::default()
+        };
+        client.restart_vm(request).await
+    });
+    daemon.wait_phase("web", VmPhase::Stopping).await;
+    let mut vm = daemon.manifest("web", "mock.power=ignore");
+    vm.spec.as_mut().unwrap().run_policy = RunPolicy::AlwaysOff.into();
+    let update = v1::UpdateVmRequest {
+        vm: Some(vm),
+        ..Default::default()
+    };
+    daemon.client().update_vm(update).await.unwrap();
+    let refused = restart.await.unwrap().unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "RUN_POLICY".into()));
+    let stopped = daemon.get("web").await.unwrap();
+    assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
+    assert_eq!(daemon.vmm_processes(), []);
+}

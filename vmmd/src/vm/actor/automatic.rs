@@ -8,6 +8,7 @@ use crate::{
     context::{Context, Initiator},
     failure::Failure,
     node::Demand,
+    operation::Handle,
     store::{Intent, RestartRecord},
     text,
     vm::{
@@ -26,13 +27,29 @@ impl Actor {
         let Some(hint) = refuses(policy, life.request).filter(|_| !life.evacuate) else {
             return Ok(());
         };
+        Err(self.refused_by_policy(hint))
+    }
+
+    fn refused_by_policy(&self, hint: &str) -> Failure {
         let message = format!(
             "VM \"{}\" has the run policy {}: {hint}",
             self.record.name,
-            policy.name()
+            self.spec.run_policy.name()
         );
         self.tell(EventSeverity::Warning, "RefusedByPolicy", &message);
-        Err(Failure::precondition("RUN_POLICY", message))
+        Failure::precondition("RUN_POLICY", message)
+    }
+
+    /// Starts a VM that was stopped for a restart, unless its policy has been changed meanwhile to one that lets nobody start it.
+    pub(super) async fn start_again(&mut self, operation: Handle) {
+        let Some(hint) = refuses(self.spec.run_policy, Request::Start) else {
+            operation.reopen();
+            return self.begin_start(operation).await;
+        };
+        self.intend(Intent::Stopped).await;
+        operation.fail(&self.refused_by_policy(hint));
+        self.about = Default::default();
+        self.publish();
     }
 
     /// The same for the client. Nobody is told to stop a VM that its policy lets nobody stop.

@@ -342,10 +342,7 @@ impl Actor {
             other.complete_with(&message, self.state());
         }
         match then {
-            Then::Start => {
-                operation.reopen();
-                self.begin_start(operation).await;
-            }
+            Then::Start => self.start_again(operation).await,
             Then::Stay | Then::Delete => {
                 self.about = Default::default();
                 if undoes {

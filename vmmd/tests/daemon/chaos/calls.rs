@@ -293,9 +293,12 @@ impl Call {
         }
     }
 
-    /// What it does in part when it was not carried out to its end: what was plugged in is taken out again.
+    /// What it does in part when it was not carried out to its end: a VM that was to start is wanted, and what was plugged in is
+    /// taken out again.
     pub fn steps_of_part(&self, mark: u64) -> Vec<Step> {
         match self.kind {
+            Kind::Start => vec![Step::Want, Step::Start],
+            Kind::Restart => vec![Step::Wake, Step::End, Step::Want, Step::Start],
             Kind::Attach => vec![Step::Attach, Step::Detach],
             _ => self.steps(mark, None),
         }
@@ -337,9 +340,9 @@ pub fn refused(call: &Call, status: &Status, generation: u64) -> (Look, bool, bo
         "VM_PAUSED" => (Look::Paused, false, false),
         "NOT_RUNNING" => (Look::Down, false, false),
         "GENERATION_MISMATCH" => (Look::Not(generation), false, false),
-        "RUN_POLICY" if matches!(call.kind, Kind::Start | Kind::Restart) => {
-            (Look::Policy(Policy::Off), false, false)
-        }
+        "RUN_POLICY" if call.kind == Kind::Start => (Look::Policy(Policy::Off), false, false),
+        // It may have stopped the VM before.
+        "RUN_POLICY" if call.kind == Kind::Restart => (Look::Present, false, true),
         "RUN_POLICY" if matches!(call.kind, Kind::Create { .. }) => (Look::Anything, false, false),
         // Said before it is looked whether there is such a VM, which may be the user.
         "DISK_IN_USE" if matches!(call.kind, Kind::Create { .. }) => (Look::Anything, false, false),
