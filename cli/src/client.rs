@@ -142,9 +142,35 @@ impl Client {
             .events)
     }
 
+    /// All operations of a filter, the newest first.
+    pub async fn operations(&self, filter: v1::OperationFilter) -> Result<Vec<v1::Operation>> {
+        let mut request = v1::ListOperationsRequest {
+            filter: Some(filter),
+            ..Default::default()
+        };
+        let mut operations = Vec::new();
+        loop {
+            let page = call(QUICK, self.operations.clone().list_operations(request.clone())).await?;
+            operations.extend(page.operations);
+            if page.next_page_token.is_empty() {
+                return Ok(operations);
+            }
+            request.page_token = page.next_page_token;
+        }
+    }
+
     /// The node.
     pub async fn node(&self) -> Result<v1::Node> {
         let response = call(QUICK, self.nodes.clone().get_node(v1::GetNodeRequest {})).await?;
         response.node.ok_or_else(empty_answer)
+    }
+}
+
+/// A thing of the node by its name.
+pub fn reference(kind: &str, name: &str) -> v1::ObjectReference {
+    v1::ObjectReference {
+        kind: kind.to_owned(),
+        name: name.to_owned(),
+        uid: String::new(),
     }
 }

@@ -77,7 +77,10 @@ async fn disk_names(client: &Client) -> Result<Vec<String>> {
 
 async fn operation_ids(client: &Client) -> Result<Vec<String>> {
     let request = v1::ListOperationsRequest {
-        active: true,
+        filter: Some(v1::OperationFilter {
+            active: true,
+            ..Default::default()
+        }),
         ..Default::default()
     };
     let listed = call(QUICK, client.operations.clone().list_operations(request)).await?;

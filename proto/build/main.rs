@@ -6,8 +6,10 @@ mod rules;
 use std::{env, fs, path::PathBuf};
 
 const FILES: &[&str] = &[
+    "google/rpc/status.proto",
     "vmmd/v1/rule.proto",
     "vmmd/v1/meta.proto",
+    "vmmd/v1/exit.proto",
     "vmmd/v1/vm.proto",
     "vmmd/v1/disk.proto",
     "vmmd/v1/node.proto",
@@ -39,6 +41,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let grpc = env::var_os("CARGO_FEATURE_GRPC").is_some();
     let mut config = prost_build::Config::new();
     config.extern_path(".google.protobuf", "::pbjson_types");
+    config.extern_path(".google.rpc", "crate::rpc");
     config.btree_map(["."]);
     tonic_prost_build::configure()
         .build_client(grpc)

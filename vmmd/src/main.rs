@@ -140,6 +140,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let host = Arc::new(Host {
         vmm,
         node: node::State::new(store.clone(), records.node),
+        operations: operation::Operations::new(store.clone(), records.operations),
         store,
         cpus: node::Cpus::read(Path::new("/")),
         ledger: Ledger::new(config.vm_uids),
@@ -152,7 +153,6 @@ async fn run(config: Config) -> anyhow::Result<()> {
         logs: vm::LogGuard::start(events.clone()).context("watch the logs of VMs")?,
         events,
         pools: pool::Pools::new(config.limits.files()),
-        operations: operation::Operations::default(),
         boot_id,
         stopping: CancellationToken::new(),
         config,
@@ -170,6 +170,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
     node::drain::give_up(&host).await;
     disk::restore(&host, records.disks).await;
     vm::reconcile::reconcile(&host, records.vms, records.unreadable).await;
+    host.operations
+        .give_up_left(|uid| uid.parse().is_ok_and(|uid| host.table.find(uid).is_none()));
     let socket = Socket::bind(&host.config.socket(), &host.config)
         .with_context(|| format!("API socket {}", host.config.socket().display()))?;
     if let Some(listen) = &host.config.metrics.listen {
@@ -209,6 +211,9 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let served = serving.await;
     let _ = fs::remove_file(host.config.run_dir.join(ADDRESS_FILE));
     audit.flush().await;
+    if let Err(error) = host.store.flush().await {
+        tracing::warn!(%error, "write the last operations");
+    }
     let closing = Arc::clone(&host);
     let _ = tokio::task::spawn_blocking(move || closing.events.close()).await;
     served.context("serve the API")?

@@ -82,6 +82,13 @@ pub fn timestamp(unix_ms: u64) -> Option<Timestamp> {
     (unix_ms != 0).then_some(Timestamp { seconds, nanos })
 }
 
+/// Milliseconds of Unix time of a time of the API; 0 for one before 1970.
+pub fn unix_ms(time: &Timestamp) -> u64 {
+    let seconds = u64::try_from(time.seconds).unwrap_or_default();
+    let ms = u64::from(time.nanos.unsigned_abs()) / 1_000_000;
+    seconds.saturating_mul(1000).saturating_add(ms)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

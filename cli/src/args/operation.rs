@@ -15,6 +15,9 @@ pub struct GetOperation {
     /// Only those of this VM.
     #[arg(long, conflicts_with = "id", value_parser = vm_name, add = complete::vms())]
     pub vm: Option<String>,
+    /// Only those of this disk.
+    #[arg(long, conflicts_with_all = ["id", "vm"])]
+    pub disk: Option<String>,
     /// Only those that have not ended.
     #[arg(long, conflicts_with = "id")]
     pub active: bool,

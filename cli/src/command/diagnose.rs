@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::{
     args::observe::Diagnose,
-    client::{Client, QUICK, call},
+    client::{self, Client},
     failure::{Code, Failure, Result},
     manifest::emit,
     output,
@@ -43,13 +43,17 @@ pub async fn diagnose(client: &Client, args: &Diagnose) -> Result<()> {
                 cursor: String::new(),
             }),
     );
-    let operations = v1::ListOperationsRequest {
-        vm: name.to_owned(),
-        active: false,
+    let operations = v1::OperationFilter {
+        target: Some(client::reference("Vm", name)),
+        ..Default::default()
     };
+    let operations = client.operations(operations).await;
     parts.message(
         "operations.json",
-        call(QUICK, client.operations.clone().list_operations(operations)).await,
+        operations.map(|operations| v1::ListOperationsResponse {
+            operations,
+            ..Default::default()
+        }),
     );
     parts.message("stats.json", client.stats(name).await);
     parts.message("node.json", client.node().await);

@@ -44,8 +44,12 @@ async fn goes_on(client: &Client) -> Vec<String> {
     if ids.is_empty() {
         return Vec::new();
     }
-    let request = v1::ListOperationsRequest {
+    let active = v1::OperationFilter {
         active: true,
+        ..Default::default()
+    };
+    let request = v1::ListOperationsRequest {
+        filter: Some(active),
         ..Default::default()
     };
     let listed = call(LOOK, client.operations.clone().list_operations(request)).await;
@@ -69,17 +73,15 @@ async fn goes_on(client: &Client) -> Vec<String> {
 }
 
 fn line(operation: &v1::Operation) -> String {
-    let what = match operation.kind() {
-        v1::OperationKind::Start => "start",
-        v1::OperationKind::Stop => "stop",
-        v1::OperationKind::Restart => "restart",
-        v1::OperationKind::Delete => "deletion",
-        v1::OperationKind::Drain => "drain",
-        v1::OperationKind::Unspecified => "operation",
+    let what = match operation.r#type.split_once('.') {
+        Some((_, "delete")) => "deletion",
+        Some((_, verb)) => verb,
+        None => "operation",
     };
-    let subject = match operation.vm.as_str() {
+    let target = operation.target.clone().unwrap_or_default();
+    let subject = match target.name.as_str() {
         "" => format!("the {what}"),
-        vm => format!("the {what} of vm/{vm}"),
+        name => format!("the {what} of {}/{name}", target.kind.to_lowercase()),
     };
     let id = &operation.id;
     format!(

@@ -90,9 +90,10 @@ async fn drain(client: &Client, args: Drain) -> Result<()> {
     let id = operation.id;
     let mut last = (0, String::new());
     let watched = operation::follow(client, &id, |now| {
-        if (now.progress_percent, &now.message) != (last.0, &last.1) {
-            output::line(format!("{:3} %  {}", now.progress_percent, now.message))?;
-            last = (now.progress_percent, now.message.clone());
+        let percent = now.progress.unwrap_or_default().percent;
+        if (percent, &now.message) != (last.0, &last.1) {
+            output::line(format!("{percent:3} %  {}", now.message))?;
+            last = (percent, now.message.clone());
         }
         Ok(())
     });

@@ -4,7 +4,7 @@ use proto::v1::{self, OperationPhase};
 
 use crate::{
     args::operation::GetOperation,
-    client::{Client, QUICK, RESTART, TRIES, WORK, call, empty_answer, went_away},
+    client::{self, Client, QUICK, RESTART, TRIES, WORK, call, empty_answer, went_away},
     failure::{Code, Failure, Result},
     output::{self, operation},
 };
@@ -13,13 +13,13 @@ use crate::{
 pub async fn get(client: &Client, args: &GetOperation) -> Result<()> {
     let now = jiff::Timestamp::now();
     let Some(id) = &args.id else {
-        let request = v1::ListOperationsRequest {
-            vm: args.vm.clone().unwrap_or_default(),
+        let of = |kind: &str, name: &Option<String>| name.as_ref().map(|name| client::reference(kind, name));
+        let filter = v1::OperationFilter {
+            target: of("Vm", &args.vm).or_else(|| of("Disk", &args.disk)),
             active: args.active,
+            ..Default::default()
         };
-        let operations = call(WORK, client.operations.clone().list_operations(request))
-            .await?
-            .operations;
+        let operations = client.operations(filter).await?;
         if operations.is_empty() {
             eprintln!("There are no operations.");
             return Ok(());

@@ -9,7 +9,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::{act, operation};
 use crate::{
     args::{Phase, Selector, Targets, duration, operation_id, vm_name},
-    client::{Client, QUICK, RESTART, call, went_away},
+    client::{self, Client, QUICK, RESTART, call, went_away},
     complete,
     failure::{Code, Failure, Result},
     output::{self, vm},
@@ -200,9 +200,14 @@ async fn all_idle(client: &Client, vms: &[String], end: Instant) -> Vec<Failure>
 async fn idle(client: &Client, name: &str) -> Result<()> {
     client.get(name).await?;
     loop {
-        let request = v1::ListOperationsRequest {
-            vm: name.to_owned(),
+        let filter = v1::OperationFilter {
+            target: Some(client::reference("Vm", name)),
             active: true,
+            ..Default::default()
+        };
+        let request = v1::ListOperationsRequest {
+            filter: Some(filter),
+            ..Default::default()
         };
         let listed = client.again(QUICK, || {
             let mut operations = client.operations.clone();

@@ -359,10 +359,17 @@ fn what_a_run_policy_does_and_has_done_is_described() {
 fn an_operation_is_a_row() {
     let operation = v1::Operation {
         id: "op-1".into(),
-        kind: v1::OperationKind::Stop.into(),
-        vm: "web".into(),
+        r#type: "vm.stop".into(),
+        target: Some(v1::ObjectReference {
+            kind: "Vm".into(),
+            name: "web".into(),
+            ..Default::default()
+        }),
         phase: v1::OperationPhase::InProgress.into(),
-        progress_percent: 50,
+        progress: Some(v1::OperationProgress {
+            percent: 50,
+            ..Default::default()
+        }),
         create_time: ago(5),
         initiator: "uid 0".into(),
         message: "ending the vmm process".into(),
@@ -371,8 +378,8 @@ fn an_operation_is_a_row() {
     let row = super::operation::row(&operation, now());
     let expected = [
         "op-1",
-        "Stop",
-        "web",
+        "vm.stop",
+        "vm/web",
         "InProgress",
         "50%",
         "5s",

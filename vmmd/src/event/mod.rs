@@ -93,6 +93,15 @@ impl Object {
         }
     }
 
+    /// As clients see it.
+    pub fn reference(&self) -> v1::ObjectReference {
+        v1::ObjectReference {
+            kind: self.kind().to_owned(),
+            name: self.name().to_owned(),
+            uid: self.uid(),
+        }
+    }
+
     fn name(&self) -> &str {
         match self {
             Self::Vm(name, _) | Self::Disk(name, _) => name,

@@ -70,6 +70,7 @@ impl Vms {
                 return Ok::<_, Failure>((vm, None));
             };
             if no_wait {
+                self.host.operations.recorded().await;
                 return Ok((vm, Some(pending.operation())));
             }
             let ended = pending.clone().ended().await?;

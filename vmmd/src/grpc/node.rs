@@ -132,6 +132,8 @@ impl NodeService for Nodes {
                     ended = pending.clone().ended() => drop(ended?),
                     () = host.stopping.cancelled() => return Err(Failure::stopping().into()),
                 }
+            } else {
+                host.operations.recorded().await;
             }
             Ok(v1::DrainNodeResponse {
                 operation: Some(pending.operation()),

@@ -19,7 +19,7 @@ use proto::v1;
 use tokio::task::JoinSet;
 
 use self::families::Families;
-use crate::{host::Host, node::describe, stats};
+use crate::{host::Host, node::describe, operation::has_ended, stats};
 
 pub use self::{listener::Listener, rpc::Counted};
 
@@ -84,19 +84,17 @@ fn daemon(families: &mut Families, host: &Host) {
         &[("version", env!("CARGO_PKG_VERSION"))],
         1.0,
     );
-    for operation in host.operations.list("", true) {
-        let kind = operation
-            .kind()
-            .as_str_name()
-            .trim_start_matches("OPERATION_KIND_")
-            .to_lowercase();
-        families.gauge_add(
-            "vmmd_operations_active",
-            "Operations that have not ended",
-            &[("kind", &kind)],
-            1.0,
-        );
-    }
+    host.operations.each(None, |operation| {
+        if !has_ended(operation) {
+            families.gauge_add(
+                "vmmd_operations_active",
+                "Operations that have not ended",
+                &[("type", &operation.r#type)],
+                1.0,
+            );
+        }
+        true
+    });
     for (reason, count) in host.events.counts() {
         families.counter(
             "vmmd_events",

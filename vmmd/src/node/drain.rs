@@ -4,9 +4,9 @@
 //! uncordoned. Cancelled, it lets the stops under way be cancelled too and leaves running what runs. A daemon that finds a
 //! drain of an earlier one ends it as cancelled.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use proto::v1::{OperationKind, VmPhase};
+use proto::v1::{DrainMetadata, DrainResult, ExitReason, Vm, VmPhase};
 use tokio::{sync::oneshot, task::JoinSet};
 
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
     failure::{Failure, Kind},
     host::Host,
     node::operate,
-    operation::{Handle, Pending},
+    operation::{Detail, Handle, Metadata, Pending, Progress, Type, interrupted},
     vm::{Command, Life, admission::Request},
 };
 
@@ -46,7 +46,7 @@ pub async fn drain(
     }
     let operation = host
         .operations
-        .begin(OperationKind::Drain, None, &context, deadline);
+        .begin(Type::NodeDrain, &Object::Node, &context, deadline);
     let pending = operation.pending();
     tell(
         host,
@@ -64,8 +64,12 @@ pub async fn give_up(host: &Host) {
         settle(host).await;
         let message = "the daemon was restarted while the node was drained: the drain is cancelled, the node stays \
                        cordoned, and the VMs that run go on; drain it again";
-        host.events
-            .emit(Draft::warning(Object::Node, "DrainCancelled", message));
+        let mut draft = Draft::warning(Object::Node, "DrainCancelled", message);
+        for operation in host.operations.left(&Object::Node) {
+            operation.id().clone_into(&mut draft.operation);
+            operation.give_way(&interrupted(message));
+        }
+        host.events.emit(draft);
     }
 }
 
@@ -81,14 +85,14 @@ pub fn remaining(host: &Host) -> Vec<String> {
 }
 
 async fn run(host: Arc<Host>, operation: Handle, grace: Duration, context: Context) {
-    let all = remaining(&host).len();
     let mut problems = Vec::new();
+    let mut stopped = Stopped::default();
     // A start that was admitted before the cordon may come up meanwhile: looked for once more.
     for _ in 0..2 {
         if operation.token().is_cancelled() || remaining(&host).is_empty() {
             break;
         }
-        problems = round(&host, &operation, grace, &context, all).await;
+        problems = round(&host, &operation, grace, &context, &mut stopped).await;
     }
     settle(&host).await;
     let left = remaining(&host);
@@ -111,7 +115,12 @@ async fn run(host: Arc<Host>, operation: Handle, grace: Duration, context: Conte
             &context,
             &operation,
         );
-        operation.complete("no VM runs any more");
+        let Stopped { all, killed } = stopped;
+        let result = DrainResult {
+            stopped: all.into_iter().collect(),
+            killed: killed.into_iter().collect(),
+        };
+        operation.complete_as("no VM runs any more", Detail::Drained(result));
     } else {
         let message = format!(
             "these VMs still run: {} ({})",
@@ -128,13 +137,21 @@ async fn run(host: Arc<Host>, operation: Handle, grace: Duration, context: Conte
     }
 }
 
+/// Names of the VMs that a drain has stopped.
+#[derive(Default)]
+struct Stopped {
+    all: BTreeSet<String>,
+    /// Those of them whose guests did not power off in time.
+    killed: BTreeSet<String>,
+}
+
 /// Stops all VMs that run now; what went wrong with them.
 async fn round(
     host: &Arc<Host>,
     operation: &Handle,
     grace: Duration,
     context: &Context,
-    all: usize,
+    stopped: &mut Stopped,
 ) -> Vec<String> {
     let mut waiting = remaining(host).into_iter();
     let (mut stops, mut problems) = (JoinSet::new(), Vec::new());
@@ -150,34 +167,43 @@ async fn round(
                 cancelled.clone(),
             ));
         }
-        let left = remaining(host);
-        if !left.is_empty() {
-            operation.progress(percent(all, left.len()), format!("stopping {}", left.join(", ")));
-        }
+        tell_progress(operation, stopped.all.len(), remaining(host));
         match stops.join_next().await {
+            Some(Ok(Ok(end))) => {
+                if let Some((name, killed)) = end {
+                    stopped.killed.extend(killed.then(|| name.clone()));
+                    stopped.all.insert(name);
+                }
+            }
             Some(Ok(Err(problem))) => problems.push(problem),
-            Some(_) => {}
+            Some(Err(error)) => problems.push(error.to_string()),
             None => return problems,
         }
     }
 }
 
-/// How much of it is done.
-fn percent(all: usize, left: usize) -> u32 {
-    let done = all.saturating_sub(left).saturating_mul(100);
-    u32::try_from(done.checked_div(all).unwrap_or(100)).unwrap_or(100)
+fn tell_progress(operation: &Handle, stopped: usize, remaining: Vec<String>) {
+    let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+    let progress = Progress::vms(count(stopped), count(stopped.saturating_add(remaining.len())));
+    let message = match remaining.as_slice() {
+        [] => "no VM runs any more".to_owned(),
+        some => format!("stopping {}", some.join(", ")),
+    };
+    operation.metadata(Metadata::Drain(DrainMetadata { remaining }));
+    operation.progress(progress, message);
 }
 
+/// Stops one VM. Its name and whether it had to be killed; `None` when there was nothing to stop.
 async fn stop(
     host: Arc<Host>,
     name: String,
     grace: Duration,
     context: Context,
     cancelled: tokio_util::sync::CancellationToken,
-) -> Result<(), String> {
+) -> Result<Option<(String, bool)>, String> {
     let problem = |failure: Failure| format!("VM \"{name}\": {}", failure.message);
     let Some(entry) = host.table.get(&name) else {
-        return Ok(());
+        return Ok(None);
     };
     let (reply, answer) = oneshot::channel();
     let life = Life {
@@ -187,22 +213,28 @@ async fn stop(
     };
     // One that is gone meanwhile runs no more.
     if entry.mailbox.send(Command::Life(life)).await.is_err() {
-        return Ok(());
+        return Ok(None);
     }
     let Ok(answer) = answer.await else {
-        return Ok(());
+        return Ok(None);
     };
     let Some(pending) = answer.map_err(problem)?.pending else {
-        return Ok(());
+        return Ok(None);
     };
+    let end = |vm: Option<Arc<Vm>>| Some((name.clone(), vm.is_some_and(|vm| was_killed(&vm))));
     let mut ended = Box::pin(pending.clone().ended());
     tokio::select! {
-        ended = &mut ended => return ended.map(drop).map_err(problem),
+        ended = &mut ended => return ended.map(end).map_err(problem),
         () = cancelled.cancelled() => {}
     }
     // One that can't be cancelled any more has as good as stopped.
     let _ = host.operations.cancel(&pending.operation().id);
-    ended.await.map(drop).map_err(problem)
+    ended.await.map(end).map_err(problem)
+}
+
+fn was_killed(vm: &Vm) -> bool {
+    let exit = vm.status.as_ref().and_then(|status| status.last_exit.as_ref());
+    exit.is_some_and(|exit| exit.reason() == ExitReason::Killed)
 }
 
 /// Notes that no drain is under way.
@@ -220,17 +252,4 @@ fn tell(host: &Host, draft: Draft, context: &Context, operation: &Handle) {
     let mut draft = draft.of(context.clone());
     draft.operation = operation.id().to_owned();
     host.events.emit(draft);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::percent;
-
-    #[test]
-    fn a_drain_of_nothing_is_done() {
-        assert_eq!(
-            (percent(0, 0), percent(4, 4), percent(4, 1), percent(2, 3)),
-            (100, 0, 75, 0)
-        );
-    }
 }

@@ -1,7 +1,7 @@
 //! What takes long on the node, and how far it is: one registry for all operations.
 //!
-//! Who does the work has a [`Handle`] and ends the operation with it. Everybody else looks, watches or cancels here
-//! and never waits for the work; a cancel is a wish that the owner hears through the handle's token:
+//! Who does the work has a [`Handle`] and ends the operation with it. Everybody else reads, watches or cancels here
+//! and never waits for the work. A cancel is a request that the owner hears through the handle's token:
 //!
 //! ```text
 //!   Pending ──progress──▶ InProgress ──complete, fail──▶ Completed, Failed
@@ -9,32 +9,55 @@
 //!                              └──────────────cancelled──────────▶ Cancelled
 //! ```
 //!
-//! Always: an operation ends once; one whose handle is dropped has failed; after [`Handle::commit`] nobody can wish for
-//! its cancel any more.
+//! Always: an operation ends once; one whose handle is dropped has failed; after [`Handle::commit`] it can't be cancelled any
+//! more.
+//!
+//! Operations are in the store from their beginning to their end and an hour longer ([`crate::store`] says at which cost). What an
+//! earlier daemon left under way is *left*: whoever looks after the thing takes the handles ([`Operations::left`]) and either goes
+//! on with the work or ends them as what is found says. What nobody takes has failed.
 
+mod kind;
+mod progress;
 mod registry;
 
 use std::{
-    sync::{Arc, OnceLock},
-    time::{Duration, Instant},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
+    time::Duration,
 };
 
-use proto::v1::{self, OperationKind, OperationPhase};
+use prost::Message as _;
+use proto::{
+    rpc,
+    v1::{self, OperationPhase},
+};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use self::registry::Shared;
+pub use self::{
+    kind::Type,
+    progress::Progress,
+    registry::{Change, Position},
+};
 use crate::{
     context::Context,
+    event::Object,
     failure::{Failure, Kind},
+    store::{OperationRecord, Store},
     text,
 };
 
+/// Metadata of an operation.
+pub use proto::v1::operation::Metadata;
+/// What came of an operation, for clients.
+pub use proto::v1::operation::Result as Detail;
+
 /// All operations of the node.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Operations {
     shared: Arc<Shared>,
+    left: Mutex<Vec<Handle>>,
 }
 
 /// Why an operation is to end early.
@@ -46,14 +69,21 @@ pub enum Cause {
     Deadline,
 }
 
+/// For telling how far an operation is, by whoever does a part of the work.
+#[derive(Clone, Debug)]
+pub struct Reporter {
+    shared: Arc<Shared>,
+    id: Uuid,
+}
+
 /// An operation in the hands of who carries it out.
 #[derive(Debug)]
 pub struct Handle {
-    shared: Arc<Shared>,
+    reporter: Reporter,
     id: String,
-    context: Context,
+    context: Box<Context>,
     token: CancellationToken,
-    state: Arc<watch::Sender<v1::Operation>>,
+    state: Arc<watch::Sender<Arc<v1::Operation>>>,
     outcome: Arc<OnceLock<Outcome>>,
 }
 
@@ -63,11 +93,13 @@ type Outcome = Result<Option<Arc<v1::Vm>>, Failure>;
 /// An operation in the hands of who waits for it.
 #[derive(Clone, Debug)]
 pub struct Pending {
-    state: watch::Receiver<v1::Operation>,
+    state: watch::Receiver<Arc<v1::Operation>>,
     outcome: Arc<OnceLock<Outcome>>,
 }
 
 const GIVEN_UP: &str = "the daemon gave the operation up; its log says more";
+/// Longest message in bytes: a sentence.
+const LONGEST_MESSAGE: usize = 1024;
 
 /// True when nothing follows any more.
 pub fn has_ended(operation: &v1::Operation) -> bool {
@@ -86,76 +118,204 @@ pub fn not_found(id: &str) -> Failure {
     Failure::new(Kind::NotFound, "OPERATION_NOT_FOUND", message)
 }
 
+/// The failure of an operation that the end of an earlier daemon has interrupted.
+pub fn interrupted(message: impl Into<String>) -> Failure {
+    Failure::new(Kind::Aborted, "DAEMON_RESTARTED", message)
+}
+
 impl Operations {
-    /// Notes an operation that begins: of a VM, by name and uid, or of the node. After `deadline` it is cancelled.
+    /// With those of earlier daemons.
+    pub fn new(store: Store, records: Vec<OperationRecord>) -> Self {
+        let shared = Arc::new(Shared::new(store));
+        let mut left = Vec::new();
+        for record in records {
+            let operation = record.decoded();
+            let id = operation.as_ref().and_then(|operation| operation.id.parse().ok());
+            let (Some(operation), Some(id)) = (operation, id) else {
+                tracing::error!("a stored operation can't be read and is left out");
+                continue;
+            };
+            let context = Context {
+                request_id: operation.request_id.clone(),
+                ..Context::daemon()
+            };
+            let deadline = operation.deadline.as_ref().map(text::unix_ms);
+            let parts = shared.restore(id, operation, &record);
+            if record.ended_ms == 0 {
+                let wait = deadline.map(|end| Duration::from_millis(end.saturating_sub(text::now_ms())));
+                left.push(handle(&shared, id, context, parts, wait));
+            }
+        }
+        Self {
+            shared,
+            left: Mutex::new(left),
+        }
+    }
+
+    /// Notes an operation that begins. After `deadline` it is cancelled.
     pub fn begin(
         &self,
-        kind: OperationKind,
-        vm: Option<(&str, Uuid)>,
+        kind: Type,
+        target: &Object,
         context: &Context,
         deadline: Option<Duration>,
     ) -> Handle {
+        let now_ms = text::now_ms();
         let ends = deadline.map(|deadline| {
             let wait = u64::try_from(deadline.as_millis()).unwrap_or(u64::MAX);
-            text::now_ms().saturating_add(wait)
+            now_ms.saturating_add(wait)
         });
-        let (vm, vm_uid) = vm.map_or_else(Default::default, |(name, uid)| (name.to_owned(), uid.to_string()));
+        let id = Uuid::now_v7();
         let operation = v1::Operation {
-            id: Uuid::new_v4().to_string(),
-            kind: kind.into(),
-            vm,
-            vm_uid,
+            id: id.to_string(),
+            r#type: kind.name().to_owned(),
+            target: Some(target.reference()),
             phase: OperationPhase::Pending.into(),
-            create_time: text::timestamp(text::now_ms()),
+            create_time: text::timestamp(now_ms),
             deadline: ends.and_then(text::timestamp),
             request_id: context.request_id.clone(),
             initiator: context.initiator.to_string(),
             ..Default::default()
         };
-        let id = operation.id.clone();
-        let (token, state) = self.shared.insert(operation, Instant::now());
-        if let Some(deadline) = deadline {
-            let (shared, id, mut state) = (Arc::clone(&self.shared), id.clone(), state.subscribe());
-            tokio::spawn(async move {
-                let ended = tokio::time::timeout(deadline, state.wait_for(has_ended)).await;
-                if ended.is_err() {
-                    let _ = shared.cancel(&id, Cause::Deadline);
-                }
-            });
+        let parts = self.shared.insert(id, operation, now_ms);
+        handle(&self.shared, id, context.clone(), parts, deadline)
+    }
+
+    /// Takes what an earlier daemon left under way that is done to this: who has a handle goes on with the operation, or ends it.
+    pub fn left(&self, target: &Object) -> Vec<Handle> {
+        let reference = target.reference();
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_it = |handle: &mut Handle| {
+            let of = handle.operation().target.clone().unwrap_or_default();
+            (of.kind == reference.kind) && (of.uid == reference.uid)
+        };
+        left.extract_if(.., of_it).collect()
+    }
+
+    /// Ends what an earlier daemon left under way and nobody has taken; `gone` says which VMs, by UUID, are no more.
+    pub fn give_up_left(&self, gone: impl Fn(&str) -> bool) {
+        let left = std::mem::take(&mut *self.left.lock().unwrap_or_else(PoisonError::into_inner));
+        for handle in left {
+            let target = handle.operation().target.clone().unwrap_or_default();
+            if handle.kind() == Some(Type::VmDelete) && gone(&target.uid) {
+                handle.complete("the VM is deleted");
+            } else {
+                let message = "the daemon was restarted meanwhile and did not go on with it: see what is there, then ask \
+                               again";
+                handle.fail(&interrupted(message));
+            }
         }
-        Handle {
-            shared: Arc::clone(&self.shared),
-            id,
-            context: context.clone(),
-            token,
-            state,
-            outcome: Arc::default(),
+    }
+
+    /// Waits until all that have begun are in the store: before somebody is told the id of one that has not ended. An
+    /// error is logged: the operation goes on all the same.
+    pub async fn recorded(&self) {
+        if let Err(error) = self.shared.record().await {
+            tracing::error!(%error, "operations that have begun could not be written");
         }
     }
 
     /// An operation as it is.
-    pub fn get(&self, id: &str) -> Result<v1::Operation, Failure> {
-        Ok(self.watch(id)?.borrow().clone())
+    pub fn get(&self, id: &str) -> Result<Arc<v1::Operation>, Failure> {
+        Ok(Arc::clone(&self.watch(id)?.borrow()))
     }
 
-    /// Operations, the newest first: only those of `vm` unless it is empty, only those that have not ended if `active`.
-    pub fn list(&self, vm: &str, active: bool) -> Vec<v1::Operation> {
-        let mut all = self.shared.list(Instant::now());
-        all.retain(|operation| (vm.is_empty() || operation.vm == vm) && !(active && has_ended(operation)));
-        all
+    /// Calls `take` with operations that began before `before`, all when it is `None`, the newest first, until it returns false.
+    /// Returns a place from which [`since`](Self::since) tells what has changed after this call.
+    pub fn each(&self, before: Option<Uuid>, take: impl FnMut(&Arc<v1::Operation>) -> bool) -> Position {
+        self.shared.each(before, text::now_ms(), take)
+    }
+
+    /// Operations that have changed since a place, in the order of their last changes; all when it is another daemon's or none.
+    /// And the place after all of them.
+    pub fn since(&self, position: Option<Position>) -> (Vec<Change>, Position) {
+        let ours = position.filter(|position| position.nonce == self.shared.position(0).nonce);
+        self.shared.since(ours.map_or(0, |position| position.revision))
+    }
+
+    /// Changes whenever an operation does.
+    pub fn news(&self) -> watch::Receiver<u64> {
+        self.shared.news()
     }
 
     /// An operation as it is and as it changes; the last change is its end.
-    pub fn watch(&self, id: &str) -> Result<watch::Receiver<v1::Operation>, Failure> {
-        self.shared.watch(id, Instant::now()).ok_or_else(|| not_found(id))
+    pub fn watch(&self, id: &str) -> Result<watch::Receiver<Arc<v1::Operation>>, Failure> {
+        let watched = id
+            .parse()
+            .ok()
+            .and_then(|id| self.shared.watch(id, text::now_ms()));
+        watched.ok_or_else(|| not_found(id))
     }
 
-    /// Wishes an operation's end; it comes as its owner can bring it about. Done already when it has ended; refused as
+    /// Asks for an operation's end, which comes as its owner can bring it about. Nothing to do when it has ended; refused as
     /// NOT_CANCELLABLE when it is beyond that.
-    pub fn cancel(&self, id: &str) -> Result<watch::Receiver<v1::Operation>, Failure> {
+    pub fn cancel(&self, id: &str) -> Result<watch::Receiver<Arc<v1::Operation>>, Failure> {
         let state = self.watch(id)?;
-        self.shared.cancel(id, Cause::Request)?;
+        if let Ok(id) = id.parse() {
+            self.shared.cancel(id, Cause::Request)?;
+        }
         Ok(state)
+    }
+}
+
+/// The handle of an operation that is kept; after `deadline` it is cancelled.
+fn handle(
+    shared: &Arc<Shared>,
+    id: Uuid,
+    context: Context,
+    (token, state): registry::Parts,
+    deadline: Option<Duration>,
+) -> Handle {
+    if let Some(deadline) = deadline {
+        let (shared, mut state) = (Arc::clone(shared), state.subscribe());
+        tokio::spawn(async move {
+            let ended = state.wait_for(|operation| has_ended(operation));
+            if tokio::time::timeout(deadline, ended).await.is_err() {
+                let _ = shared.cancel(id, Cause::Deadline);
+            }
+        });
+    }
+    Handle {
+        reporter: Reporter {
+            shared: Arc::clone(shared),
+            id,
+        },
+        id: id.to_string(),
+        context: Box::new(context),
+        token,
+        state,
+        outcome: Arc::default(),
+    }
+}
+
+impl Reporter {
+    /// It is under way: what it does now, and how far it is.
+    pub fn progress(&self, progress: Progress, message: impl AsRef<str>) {
+        let message = text::one_line(message.as_ref(), LONGEST_MESSAGE);
+        self.shared.progress(self.id, progress, Some(message));
+    }
+
+    /// How far it is with what it does, as for each piece of a copy. May be called as often as there is something to say.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for disks, which report bytes"))]
+    pub fn advance(&self, progress: Progress) {
+        self.shared.progress(self.id, progress, None);
+    }
+
+    /// What is known of it while it goes on.
+    pub fn metadata(&self, metadata: Metadata) {
+        self.shared.change(self.id, |operation| {
+            let changed = operation.metadata.as_ref() != Some(&metadata);
+            operation.metadata = Some(metadata);
+            changed
+        });
+    }
+}
+
+impl std::ops::Deref for Handle {
+    type Target = Reporter;
+
+    fn deref(&self) -> &Reporter {
+        &self.reporter
     }
 }
 
@@ -165,9 +325,19 @@ impl Handle {
         &self.id
     }
 
+    /// What it does; `None` when a newer daemon began it.
+    pub fn kind(&self) -> Option<Type> {
+        Type::parse(&self.state.borrow().r#type)
+    }
+
     /// What led to it.
     pub fn context(&self) -> &Context {
         &self.context
+    }
+
+    /// For those who do a part of the work.
+    pub fn reporter(&self) -> Reporter {
+        self.reporter.clone()
     }
 
     /// For those who want to know its end.
@@ -178,14 +348,8 @@ impl Handle {
         }
     }
 
-    /// It is under way: what it does now, and how far it is, 0 to 100.
-    pub fn progress(&self, percent: u32, message: impl Into<String>) {
-        let message = message.into();
-        self.state.send_modify(|operation| {
-            operation.phase = OperationPhase::InProgress.into();
-            operation.progress_percent = percent.min(100);
-            operation.message = message;
-        });
+    fn operation(&self) -> Arc<v1::Operation> {
+        Arc::clone(&self.state.borrow())
     }
 
     /// Is cancelled when the operation is to end early. See [`Handle::cause`].
@@ -195,41 +359,41 @@ impl Handle {
 
     /// Why it is to end early; `None` when it is not.
     pub fn cause(&self) -> Option<Cause> {
-        self.shared.cause(&self.id)
+        self.shared.cause(self.reporter.id)
     }
 
-    /// From now on it can't be cancelled. False when that was wished for before: then it is to be obeyed.
+    /// From now on it can't be cancelled. False when somebody has cancelled it before: then the owner has to end it.
     pub fn commit(&self) -> bool {
-        self.shared.commit(&self.id)
+        self.shared.commit(self.reporter.id)
     }
 
     /// From now on it can be cancelled again.
     pub fn reopen(&self) {
-        self.shared.reopen(&self.id);
+        self.shared.reopen(self.reporter.id);
     }
 
     /// It has done what it was to do.
-    pub fn complete(self, message: impl Into<String>) {
-        self.end(OperationPhase::Completed, message.into(), None);
+    pub fn complete(self, message: impl AsRef<str>) {
+        self.end(OperationPhase::Completed, message.as_ref(), None, None);
+    }
+
+    /// It has done what it was to do, and this came of it.
+    pub fn complete_as(self, message: impl AsRef<str>, result: Detail) {
+        self.end(OperationPhase::Completed, message.as_ref(), None, Some(result));
     }
 
     /// It has done what it was to do, and the VM is so now.
-    pub fn complete_with(self, message: impl Into<String>, vm: Arc<v1::Vm>) {
+    pub fn complete_with(self, message: impl AsRef<str>, vm: Arc<v1::Vm>, result: Option<Detail>) {
         let _ = self.outcome.set(Ok(Some(vm)));
-        self.complete(message);
+        self.end(OperationPhase::Completed, message.as_ref(), None, result);
     }
 
     /// It could not be done.
     pub fn fail(self, failure: &Failure) {
-        let _ = self.outcome.set(Err(failure.clone()));
-        let error = v1::OperationError {
-            reason: failure.reason.to_owned(),
-            message: failure.message.clone(),
-        };
-        self.end(OperationPhase::Failed, failure.message.clone(), Some(error));
+        self.end_with(OperationPhase::Failed, failure);
     }
 
-    /// It has ended early, as was wished for; `message` says what it leaves behind.
+    /// It has ended early, as was asked for; `message` says what it leaves behind.
     pub fn cancelled(self, message: impl Into<String>) {
         let failure = match self.cause().unwrap_or(Cause::Request) {
             Cause::Request => Failure::new(Kind::Aborted, "CANCELLED", message),
@@ -240,53 +404,53 @@ impl Handle {
 
     /// It has ended early because of something else, which `failure` says.
     pub fn give_way(self, failure: &Failure) {
-        let _ = self.outcome.set(Err(failure.clone()));
-        let error = v1::OperationError {
-            reason: failure.reason.to_owned(),
-            message: failure.message.clone(),
-        };
-        self.end(OperationPhase::Cancelled, failure.message.clone(), Some(error));
+        self.end_with(OperationPhase::Cancelled, failure);
     }
 
-    fn end(&self, phase: OperationPhase, message: String, error: Option<v1::OperationError>) {
-        let changed = self.state.send_if_modified(|operation| {
-            if has_ended(operation) {
-                return false;
-            }
-            operation.phase = phase.into();
-            operation.message = message;
-            operation.error = error;
-            operation.end_time = text::timestamp(text::now_ms());
-            if phase == OperationPhase::Completed {
-                operation.progress_percent = 100;
-            }
-            true
-        });
-        if changed {
-            self.shared.ended(&self.id, Instant::now());
-        }
+    fn end_with(&self, phase: OperationPhase, failure: &Failure) {
+        let _ = self.outcome.set(Err(failure.clone()));
+        self.end(phase, &failure.message, Some(failure), None);
     }
+
+    fn end(&self, phase: OperationPhase, message: &str, failure: Option<&Failure>, result: Option<Detail>) {
+        self.shared.end(self.reporter.id, |operation| {
+            operation.phase = phase.into();
+            operation.message = text::one_line(message, LONGEST_MESSAGE);
+            operation.error = failure.map(error);
+            if phase == OperationPhase::Completed {
+                operation.progress.get_or_insert_default().percent = 100;
+                operation.result = result;
+            }
+        });
+    }
+}
+
+/// As the status of a call that fails so.
+fn error(failure: &Failure) -> rpc::Status {
+    let status = tonic::Status::from(failure.clone());
+    rpc::Status::decode(status.details()).unwrap_or_default()
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        let error = v1::OperationError {
-            reason: "INTERNAL".to_owned(),
-            message: GIVEN_UP.to_owned(),
-        };
-        self.end(OperationPhase::Failed, error.message.clone(), Some(error));
+        let failure = Failure::internal(GIVEN_UP);
+        self.end(OperationPhase::Failed, GIVEN_UP, Some(&failure), None);
     }
 }
 
 impl Pending {
     /// The operation as it is.
     pub fn operation(&self) -> v1::Operation {
-        self.state.borrow().clone()
+        v1::Operation::clone(&self.state.borrow())
     }
 
     /// Waits for its end. The VM as it was then, or why it failed.
     pub async fn ended(mut self) -> Outcome {
-        let ended = self.state.wait_for(has_ended).await.is_ok();
+        let ended = self
+            .state
+            .wait_for(|operation| has_ended(operation))
+            .await
+            .is_ok();
         let outcome = self.outcome.get().cloned();
         match outcome {
             Some(outcome) => outcome,

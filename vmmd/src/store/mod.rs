@@ -1,5 +1,5 @@
 //! The durable state: one redb file with a record per VM and per disk, and what is remembered of deleted VMs and of
-//! requests that were answered ([`history`]).
+//! requests that were answered ([`history`]), and operations ([`operation`]).
 //!
 //! One thread owns the file. Whatever waits when it becomes free goes into one transaction, which is durable (two
 //! phases, fsync) before anybody is answered. A write that fails changes nothing: the file is closed and opened again
@@ -7,6 +7,7 @@
 
 mod history;
 mod migration;
+mod operation;
 mod record;
 
 use std::{
@@ -36,6 +37,7 @@ pub use history::{
     HistoryRecords, MAX_TOMBSTONES, REQUEST_AGE_MS, RequestKey, RequestMark, RequestRecord, Tombstone,
 };
 pub use migration::SCHEMA;
+pub use operation::OperationRecord;
 pub use record::{
     ConditionRecord, DiskRecord, DiskStage, Hardware, InstanceRecord, Intent, NicHardware, NodeRecord,
     RestartRecord, StopRecord, VmRecord,
@@ -98,6 +100,8 @@ pub struct Records {
     pub history: HistoryRecords,
     /// The node.
     pub node: NodeRecord,
+    /// Operations, the oldest first.
+    pub operations: Vec<OperationRecord>,
 }
 
 /// A VM of which no more is known.
@@ -138,6 +142,7 @@ pub struct Store {
     jobs: mpsc::Sender<Job>,
     commits: Arc<AtomicU64>,
     failures: watch::Receiver<u64>,
+    notes: operation::Pending,
 }
 
 impl Store {
@@ -159,14 +164,21 @@ impl Store {
         let commits = Arc::<AtomicU64>::default();
         let counter = Arc::clone(&commits);
         let (failed, failures) = watch::channel(0);
+        let notes = operation::Pending::default();
+        let thread = Thread {
+            path,
+            notes: notes.clone(),
+            commits: counter,
+        };
         thread::Builder::new()
             .name("store".into())
-            .spawn(move || supervise(&path, database, receiver, &counter, &failed))
+            .spawn(move || supervise(&thread, database, receiver, &failed))
             .map_err(|error| Error::Failed("start the store's thread", error.to_string()))?;
         let store = Self {
             jobs,
             commits,
             failures,
+            notes,
         };
         Ok((store, records))
     }
@@ -265,6 +277,27 @@ impl Store {
             .await
     }
 
+    /// Notes what is to be kept of an operation, or that nothing is. Written with the next change of anything, or soon after.
+    pub fn note(&self, id: &str, record: Option<&OperationRecord>) {
+        if !self.notes.add(id, record) {
+            return;
+        }
+        // Without a runtime, as in tests, it waits for the next change.
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            let store = self.clone();
+            runtime.spawn(async move {
+                tokio::time::sleep(operation::DELAY).await;
+                // An error is logged where it happens, and the note stays.
+                let _ = store.flush().await;
+            });
+        }
+    }
+
+    /// Writes what has been noted of operations. Durable on return.
+    pub async fn flush(&self) -> Result<(), Error> {
+        self.changes(Vec::new()).await
+    }
+
     async fn change(&self, change: Change) -> Result<(), Error> {
         self.changes(vec![change]).await
     }
@@ -281,16 +314,15 @@ impl Store {
 
 /// Serves until nobody can ask any more. A panic costs those who were being answered; the file is opened again.
 fn supervise(
-    path: &Path,
+    thread: &Thread,
     database: Database,
     mut jobs: mpsc::Receiver<Job>,
-    commits: &AtomicU64,
     failed: &watch::Sender<u64>,
 ) {
     let mut database = Some(database);
     loop {
         let mut served = database.take();
-        let ended = catch_unwind(AssertUnwindSafe(|| serve(path, &mut served, &mut jobs, commits)));
+        let ended = catch_unwind(AssertUnwindSafe(|| thread.serve(&mut served, &mut jobs)));
         if ended.is_ok() {
             return;
         }
@@ -299,30 +331,62 @@ fn supervise(
     }
 }
 
-fn serve(path: &Path, database: &mut Option<Database>, jobs: &mut mpsc::Receiver<Job>, commits: &AtomicU64) {
-    let mut batch = Vec::new();
-    while jobs.blocking_recv_many(&mut batch, BATCH) > 0 {
-        fault::stall(path.parent().unwrap_or(path), "store-hangs");
-        let (mut changes, mut replies, mut reads) = (Vec::new(), Vec::new(), Vec::new());
-        let mut vms = Vec::new();
-        for job in batch.drain(..) {
-            match job {
-                Job::Write(more, reply) => {
-                    changes.extend(more);
-                    replies.push(reply);
+/// What the store's thread works with.
+struct Thread {
+    path: PathBuf,
+    notes: operation::Pending,
+    commits: Arc<AtomicU64>,
+}
+
+impl Thread {
+    fn serve(&self, database: &mut Option<Database>, jobs: &mut mpsc::Receiver<Job>) {
+        let mut batch = Vec::new();
+        while jobs.blocking_recv_many(&mut batch, BATCH) > 0 {
+            fault::stall(self.path.parent().unwrap_or(&self.path), "store-hangs");
+            let (mut changes, mut replies, mut reads) = (Vec::new(), Vec::new(), Vec::new());
+            let mut vms = Vec::new();
+            for job in batch.drain(..) {
+                match job {
+                    Job::Write(more, reply) => {
+                        changes.extend(more);
+                        replies.push(reply);
+                    }
+                    Job::Read(id, reply) => reads.push((id, reply)),
+                    Job::Vm(uid, reply) => vms.push((uid, reply)),
                 }
-                Job::Read(id, reply) => reads.push((id, reply)),
-                Job::Vm(uid, reply) => vms.push((uid, reply)),
+            }
+            if !replies.is_empty() {
+                self.write(database, &changes, replies);
+            }
+            let path = &self.path;
+            for (id, reply) in reads {
+                let found = reopened(path, database).and_then(|database| history::request(database, &id));
+                let _ = reply.send(found);
+            }
+            for (uid, reply) in vms {
+                let _ = reply.send(reopened(path, database).and_then(|database| vm(database, &uid)));
             }
         }
-        let written = if replies.is_empty() {
+    }
+
+    /// Writes changes and what has been noted, and tells those who wait for that.
+    fn write(
+        &self,
+        database: &mut Option<Database>,
+        changes: &[Change],
+        replies: Vec<oneshot::Sender<Result<(), Error>>>,
+    ) {
+        let notes = self.notes.get();
+        let nothing = changes.is_empty() && notes.is_empty();
+        let written = if nothing {
             Ok(())
         } else {
-            commit(path, database, &changes)
+            commit(&self.path, database, changes, &notes)
         };
         match written {
             Ok(()) => {
-                commits.fetch_add(u64::from(!replies.is_empty()), Ordering::Relaxed);
+                self.notes.written(&notes);
+                self.commits.fetch_add(u64::from(!nothing), Ordering::Relaxed);
                 replies.into_iter().for_each(|reply| drop(reply.send(Ok(()))));
             }
             Err(error) => {
@@ -337,13 +401,6 @@ fn serve(path: &Path, database: &mut Option<Database>, jobs: &mut mpsc::Receiver
                 }
             }
         }
-        for (id, reply) in reads {
-            let found = reopened(path, database).and_then(|database| history::request(database, &id));
-            let _ = reply.send(found);
-        }
-        for (uid, reply) in vms {
-            let _ = reply.send(reopened(path, database).and_then(|database| vm(database, &uid)));
-        }
     }
 }
 
@@ -355,7 +412,12 @@ fn reopened<'a>(path: &Path, database: &'a mut Option<Database>) -> Result<&'a D
     })
 }
 
-fn commit(path: &Path, database: &mut Option<Database>, changes: &[Change]) -> Result<(), Error> {
+fn commit(
+    path: &Path,
+    database: &mut Option<Database>,
+    changes: &[Change],
+    notes: &operation::Notes,
+) -> Result<(), Error> {
     fault::point(path.parent().unwrap_or(path), "store");
     let database = reopened(path, database)?;
     write(database, |transaction| {
@@ -383,7 +445,7 @@ fn commit(path: &Path, database: &mut Option<Database>, changes: &[Change]) -> R
                 Change::Complete(record) => history::complete(transaction, record)?,
             }
         }
-        Ok(())
+        operation::write(transaction, notes)
     })
 }
 
@@ -442,6 +504,7 @@ fn load(database: &Database) -> Result<Records, Error> {
         disks: readable(&transaction, DISKS)?,
         history: history::load(&transaction)?,
         node: readable(&transaction, NODE)?.pop().unwrap_or_default(),
+        operations: operation::load(&transaction)?,
     })
 }
 

@@ -119,6 +119,9 @@ pub struct InstanceRecord {
     /// Id of the request that began the run; empty when it had none.
     #[prost(string, tag = "20")]
     pub request_id: String,
+    /// Id of the operation that began the run; empty in what a daemon without durable operations has written.
+    #[prost(string, tag = "23")]
+    pub operation: String,
     /// What the machine has: the spec that it was started with, and what was changed live since. Not there in what a daemon
     /// without updates has written: it is that of the VM then.
     #[prost(message, optional, tag = "21")]

@@ -137,6 +137,7 @@ async fn a_record_keeps_every_field() {
             attaching: vec!["a".into()],
             ejecting: vec!["b".into()],
             request_id: "r".into(),
+            operation: "o".into(),
         }),
         last_exit: Some(proto::v1::ExitStatus {
             reason: 2,

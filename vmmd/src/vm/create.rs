@@ -27,6 +27,7 @@ use crate::{
         check::{self, Question},
         placement,
     },
+    operation::Type,
     store::{Intent, VmRecord},
     text,
 };
@@ -123,6 +124,7 @@ async fn make(
         return Ok((created, None));
     }
     let operation = begin_start(host, &entry, &name, context).await;
+    host.operations.recorded().await;
     Ok((created, operation))
 }
 
@@ -141,14 +143,14 @@ async fn begin_start(host: &Host, entry: &Entry, name: &str, context: &Context) 
         Some(Err(failure)) => failure,
         None => Failure::unavailable(name),
     };
-    let vm = Some((name, entry.uid));
-    let operation = host.operations.begin(v1::OperationKind::Start, vm, context, None);
+    let vm = Object::Vm(name.to_owned(), entry.uid);
+    let operation = host.operations.begin(Type::VmStart, &vm, context, None);
     let pending = operation.pending();
     let message = format!(
         "the VM was created, but its start was refused: {}",
         failure.message
     );
-    let mut draft = Draft::warning(Object::Vm(name.to_owned(), entry.uid), "StartRefused", message);
+    let mut draft = Draft::warning(vm, "StartRefused", message);
     draft.operation = operation.id().to_owned();
     host.events.emit(draft.of(context.clone()));
     operation.fail(&failure);

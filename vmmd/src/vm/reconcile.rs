@@ -304,8 +304,7 @@ fn stopped_view(record: &VmRecord) -> View {
             let (phase, reason) = phase(exit.reason());
             let mut view = View::new(phase, reason, exit.message.clone());
             if let Some(time) = &exit.time {
-                let seconds = u64::try_from(time.seconds).unwrap_or_default();
-                view.phase_ms = seconds * 1000 + u64::from(time.nanos.unsigned_abs()) / 1_000_000;
+                view.phase_ms = text::unix_ms(time);
             }
             view
         }

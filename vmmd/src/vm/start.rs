@@ -36,6 +36,7 @@ use crate::{
     host::Host,
     ledger::{Claim, FileId},
     network,
+    operation::{Progress, Reporter},
     paths::RuntimeDir,
     store::VmRecord,
     vm::{
@@ -65,7 +66,12 @@ pub struct Plan {
     pub claim: Claim,
     /// Of the request that it is part of.
     pub trace: String,
+    /// The operation that it is part of.
+    pub report: Reporter,
 }
+
+/// Steps of a start, as its operation counts them: checks, the process, the machine.
+pub const STEPS: u64 = 3;
 
 /// Starts it. `cancel` ends the attempt at any time.
 pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Result<Instance, Failure> {
@@ -82,6 +88,8 @@ pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Re
         checked = checking => checked??,
         () = cancel.cancelled() => return Err(cancelled(&name)),
     };
+    plan.report
+        .progress(Progress::steps(1, STEPS), "making the vmm process");
     let uid = plan.uid;
     let blocking_host = Arc::clone(&host);
     let (name, limits) = (plan.record.name.clone(), checked.limits.clone());
@@ -130,6 +138,7 @@ async fn run(
         record,
         claim,
         trace,
+        report,
     } = plan;
     let name = record.name.clone();
     let hardware = record.hardware.clone().unwrap_or_default();
@@ -187,6 +196,7 @@ async fn run(
     let (process, free_huge_pages) =
         blocking(move || Ok((spawn(&program)?, facts::free_huge_pages_for(memory)))).await?;
     let forked = Instant::now();
+    report.progress(Progress::steps(2, STEPS), "booting the machine");
     let process = process
         .watched(Process::new)
         .map_err(|error| failed("watch the vmm", &error))?;

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 
 use proto::{
     model::vm::{API_VERSION, KIND, VmSpec},
-    v1::{self, ConditionStatus, ExitReason, ExitStatus, OperationKind, VmPhase},
+    v1::{self, ConditionStatus, ExitReason, ExitStatus, VmPhase},
 };
 use tokio::{
     sync::{mpsc, watch},
@@ -32,6 +32,7 @@ use crate::{
     ledger::Claim,
     lock,
     node::Demand,
+    operation::Type,
     paths::{LogDir, RuntimeDir},
     request::preconditions,
     store::{Intent, VmRecord},
@@ -333,7 +334,8 @@ impl Unusable {
         }
         let (name, uid) = (self.record.name.clone(), self.uid);
         let operations = &self.host.operations;
-        let operation = operations.begin(OperationKind::Delete, Some((&name, uid)), &life.context, None);
+        let object = Object::Vm(name.clone(), uid);
+        let operation = operations.begin(Type::VmDelete, &object, &life.context, None);
         let pending = Some(operation.pending());
         let vm = Arc::clone(&self.publisher.borrow());
         let tombstone = self.host.table.bury(vm.metadata.clone().unwrap_or_default());
@@ -354,11 +356,10 @@ impl Unusable {
         self.host.disks.give_back(&name, None);
         self.host.ledger.expect(&name, None);
         self.host.table.remove(&name, revision);
-        let object = Object::Vm(name, uid);
         self.host
             .events
             .emit(Draft::normal(object, "Deleted", "the VM was deleted").of(life.context));
-        operation.complete_with("the VM is deleted", Arc::clone(&vm));
+        operation.complete_with("the VM is deleted", Arc::clone(&vm), None);
         let _ = life.reply.send(Ok(Answer { vm, pending }));
         true
     }

@@ -2,7 +2,7 @@
 
 use proto::{
     v1::{
-        self, OperationKind, OperationPhase, RunPolicy, VmPhase,
+        self, OperationPhase, RunPolicy, VmPhase, operation::Metadata, operation::Result as Detail,
         operation_service_client::OperationServiceClient,
     },
     well_known,
@@ -60,9 +60,19 @@ async fn a_drained_node_runs_nothing_and_vms_come_back_as_their_run_policy_says(
     let drained = drain(&daemon, 1, false).await.unwrap();
     let operation = drained.operation.unwrap();
     assert_eq!(
-        (operation.kind(), operation.phase(), operation.progress_percent),
-        (OperationKind::Drain, OperationPhase::Completed, 100)
+        (operation.r#type.as_str(), operation.phase()),
+        ("node.drain", OperationPhase::Completed)
     );
+    let progress = operation.progress.unwrap();
+    assert_eq!(
+        (progress.percent, progress.done, progress.total, progress.unit()),
+        (100, 4, 4, v1::ProgressUnit::Vms)
+    );
+    let Some(Detail::Drained(result)) = operation.result else {
+        panic!("{operation:?}");
+    };
+    assert_eq!(result.stopped, ["always", "deaf", "manual", "unless"]);
+    assert_eq!(result.killed, ["deaf"]);
     assert_eq!(drained.remaining, Vec::<String>::new());
     assert_eq!(daemon.vmm_processes(), []);
     assert!(cordoned(&daemon).await);
@@ -99,6 +109,10 @@ async fn a_cancelled_drain_leaves_running_what_runs_and_the_node_cordoned() {
     );
     let mut operations = OperationServiceClient::new(connect(daemon.folder.path()).await);
     let id = begun.operation.unwrap().id;
+    let Some(Metadata::Drain(drain_of)) = daemon.operation(&id).await.metadata else {
+        panic!("a drain says what remains");
+    };
+    assert_eq!(drain_of.remaining, ["deaf"]);
     let ended = operations
         .cancel_operation(v1::CancelOperationRequest { id })
         .await
@@ -115,9 +129,14 @@ async fn a_cancelled_drain_leaves_running_what_runs_and_the_node_cordoned() {
 async fn a_drain_does_not_outlive_the_daemon_and_the_cordon_does() {
     let mut daemon = Daemon::start().await;
     run(&daemon, "deaf", "mock.power=ignore", RunPolicy::Manual).await;
-    drain(&daemon, 3600, true).await.unwrap();
+    let begun = drain(&daemon, 3600, true).await.unwrap();
     daemon.wait_phase("deaf", VmPhase::Stopping).await;
     daemon.kill_and_restart().await;
+    let operation = daemon.operation(&begun.operation.unwrap().id).await;
+    assert_eq!(
+        (operation.phase(), operation.error.unwrap().reason().as_str()),
+        (OperationPhase::Cancelled, "DAEMON_RESTARTED")
+    );
     assert!(cordoned(&daemon).await);
     assert_eq!(daemon.vmm_processes().len(), 1);
     let mut events = v1::event_service_client::EventServiceClient::new(connect(daemon.folder.path()).await);

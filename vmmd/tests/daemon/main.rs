@@ -22,6 +22,7 @@ mod list;
 mod metrics;
 mod network;
 mod node;
+mod operation_records;
 mod operations;
 mod pki;
 mod placement;

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use proto::{
     v1::{
-        self, ExitReason, OperationKind as K, OperationPhase as P, VmPhase,
+        self, ExitReason, OperationPhase as P, VmPhase,
+        operation::{Metadata, Result as Detail},
         operation_service_client::OperationServiceClient,
     },
     well_known,
@@ -59,8 +60,28 @@ fn soon() -> Option<well_known::Duration> {
     Some(Duration::from_millis(50).into())
 }
 
-fn reason(operation: &v1::Operation) -> &str {
-    operation.error.as_ref().map_or("", |error| &error.reason)
+fn reason(operation: &v1::Operation) -> String {
+    operation
+        .error
+        .as_ref()
+        .map_or_else(String::new, |error| error.reason())
+}
+
+fn of_vm(name: &str) -> Option<v1::ObjectReference> {
+    Some(v1::ObjectReference {
+        kind: "Vm".into(),
+        name: name.into(),
+        uid: String::new(),
+    })
+}
+
+async fn list(daemon: &Daemon, filter: v1::OperationFilter) -> Vec<v1::Operation> {
+    let request = v1::ListOperationsRequest {
+        filter: Some(filter),
+        ..Default::default()
+    };
+    let response = operations(daemon).await.list_operations(request).await;
+    response.unwrap().into_inner().operations
 }
 
 #[tokio::test]
@@ -76,10 +97,17 @@ async fn what_takes_long_is_an_operation_that_the_answer_names() {
     let vm = started.vm.unwrap();
     assert_eq!(status(&vm).operation, "", "it is over");
     let operation = started.operation.unwrap();
-    assert_eq!((operation.kind(), operation.phase()), (K::Start, P::Completed));
-    assert_eq!((operation.vm.as_str(), operation.progress_percent), ("web", 100));
     assert_eq!(
-        (operation.request_id.as_str(), &operation.vm_uid),
+        (operation.r#type.as_str(), operation.phase()),
+        ("vm.start", P::Completed)
+    );
+    let target = operation.target.clone().unwrap();
+    assert_eq!(
+        (target.name.as_str(), operation.progress.unwrap().percent),
+        ("web", 100)
+    );
+    assert_eq!(
+        (operation.request_id.as_str(), &target.uid),
         ("first", &vm.metadata.unwrap().uid)
     );
     assert!(operation.create_time.is_some() && operation.end_time.is_some());
@@ -90,9 +118,16 @@ async fn what_takes_long_is_an_operation_that_the_answer_names() {
         ..Default::default()
     };
     let restarted = client.restart_vm(request).await.unwrap().into_inner();
-    assert_eq!(restarted.operation.unwrap().kind(), K::Restart);
+    assert_eq!(restarted.operation.unwrap().r#type, "vm.restart");
     let stopped = client.stop_vm(stop("web")).await.unwrap().into_inner();
-    assert_eq!(stopped.operation.unwrap().phase(), P::Completed);
+    let stopped = stopped.operation.unwrap();
+    let Some(Detail::Stopped(result)) = stopped.result.clone() else {
+        panic!("{stopped:?}");
+    };
+    assert_eq!(
+        (stopped.phase(), result.exit.unwrap().reason()),
+        (P::Completed, ExitReason::Stopped)
+    );
     // What is so already is none.
     assert_eq!(
         client.stop_vm(stop("web")).await.unwrap().into_inner().operation,
@@ -105,18 +140,20 @@ async fn what_takes_long_is_an_operation_that_the_answer_names() {
     let deleted = client.delete_vm(request).await.unwrap().into_inner();
     assert_eq!(deleted.operation.unwrap().phase(), P::Completed);
 
-    let list = operations(&daemon)
-        .await
-        .list_operations(v1::ListOperationsRequest::default())
-        .await;
-    let kinds: Vec<_> = list
-        .unwrap()
-        .into_inner()
-        .operations
-        .iter()
-        .map(v1::Operation::kind)
-        .collect();
-    assert_eq!(kinds, [K::Delete, K::Stop, K::Restart, K::Start]);
+    let all = list(&daemon, v1::OperationFilter::default()).await;
+    let types: Vec<_> = all.iter().map(|operation| operation.r#type.as_str()).collect();
+    assert_eq!(types, ["vm.delete", "vm.stop", "vm.restart", "vm.start"]);
+    let only = v1::OperationFilter {
+        types: vec!["vm.stop".into(), "vm.restart".into()],
+        target: of_vm("web"),
+        ..Default::default()
+    };
+    assert_eq!(list(&daemon, only).await, all[1..3]);
+    let only = v1::OperationFilter {
+        request_id: "first".into(),
+        ..Default::default()
+    };
+    assert_eq!(list(&daemon, only).await, all[3..]);
     let refused = cancel(&daemon, "nonsense").await.unwrap_err();
     assert_eq!(refusal(&refused), (Code::NotFound, "OPERATION_NOT_FOUND".into()));
 }
@@ -131,28 +168,28 @@ async fn who_does_not_wait_has_the_operation_as_it_has_begun_and_can_watch_it() 
     };
     let begun = daemon.client().stop_vm(request).await.unwrap().into_inner();
     let operation = begun.operation.unwrap();
-    assert_eq!((operation.kind(), operation.phase()), (K::Stop, P::InProgress));
+    assert_eq!(
+        (operation.r#type.as_str(), operation.phase()),
+        ("vm.stop", P::InProgress)
+    );
+    let Some(Metadata::Stop(stop_of)) = &operation.metadata else {
+        panic!("{operation:?}");
+    };
+    assert_eq!(stop_of.stage(), v1::StopStage::Asked);
+    assert!(stop_of.kill_time.is_some());
     let vm = begun.vm.unwrap();
     assert_eq!(
         (status(&vm).phase(), &status(&vm).operation),
         (VmPhase::Stopping, &operation.id)
     );
-    let request = v1::ListOperationsRequest {
-        vm: "deaf".into(),
+    let active = v1::OperationFilter {
+        target: of_vm("deaf"),
         active: true,
+        ..Default::default()
     };
-    let active = operations(&daemon)
-        .await
-        .list_operations(request)
-        .await
-        .unwrap()
-        .into_inner();
+    let active = list(&daemon, active).await;
     assert_eq!(
-        active
-            .operations
-            .iter()
-            .map(|active| &active.id)
-            .collect::<Vec<_>>(),
+        active.iter().map(|active| &active.id).collect::<Vec<_>>(),
         [&operation.id]
     );
     // The same again is the same operation; by force it is over at once.
@@ -164,7 +201,14 @@ async fn who_does_not_wait_has_the_operation_as_it_has_begun_and_can_watch_it() 
         daemon.client().stop_vm(forced).await.unwrap().into_inner()
     });
     assert_eq!(forced.operation.unwrap().id, operation.id);
-    assert_eq!(seen.last().unwrap().phase(), P::Completed);
+    let last = seen.last().unwrap();
+    let Some(Detail::Stopped(result)) = last.result.clone() else {
+        panic!("{last:?}");
+    };
+    assert_eq!(
+        (last.phase(), result.exit.unwrap().reason()),
+        (P::Completed, ExitReason::Killed)
+    );
 }
 
 #[tokio::test]
@@ -189,7 +233,7 @@ async fn a_cancelled_start_leaves_the_vm_stopped() {
         .id;
     let cancelled = cancel(&daemon, &id).await.unwrap();
     assert_eq!(
-        (cancelled.phase(), reason(&cancelled)),
+        (cancelled.phase(), reason(&cancelled).as_str()),
         (P::Cancelled, "CANCELLED")
     );
     let vm = daemon.get("web").await.unwrap();
@@ -260,7 +304,7 @@ async fn a_cancelled_stop_leaves_the_guest_running() {
         .id;
     let cancelled = cancel(&daemon, &id).await.unwrap();
     assert_eq!(
-        (cancelled.phase(), reason(&cancelled)),
+        (cancelled.phase(), reason(&cancelled).as_str()),
         (P::Cancelled, "CANCELLED")
     );
     assert!(cancelled.message.contains("power button"), "{cancelled:?}");
@@ -338,7 +382,7 @@ async fn a_restart_whose_start_is_cancelled_leaves_the_vm_stopped() {
     assert_ne!(stopped.operation.unwrap().id, id);
     let given_up = get(&daemon, &id).await;
     assert_eq!(
-        (given_up.phase(), reason(&given_up)),
+        (given_up.phase(), reason(&given_up).as_str()),
         (P::Cancelled, "SUPERSEDED")
     );
 }
@@ -351,12 +395,11 @@ async fn a_start_that_fails_says_why_in_its_operation() {
         .await
         .unwrap();
     daemon.start_vm("web").await.unwrap_err();
-    let list = operations(&daemon)
-        .await
-        .list_operations(v1::ListOperationsRequest::default())
-        .await;
-    let failed = &list.unwrap().into_inner().operations[0];
-    assert_eq!((failed.phase(), reason(failed)), (P::Failed, "IMAGE_UNUSABLE"));
+    let failed = &list(&daemon, v1::OperationFilter::default()).await[0];
+    assert_eq!(
+        (failed.phase(), reason(failed).as_str()),
+        (P::Failed, "IMAGE_UNUSABLE")
+    );
     let vm = daemon.get("web").await.unwrap();
     assert_eq!(status(&vm).counts.unwrap().failed_starts, 1);
     assert_eq!(

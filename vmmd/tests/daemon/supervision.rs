@@ -306,7 +306,7 @@ async fn a_start_that_a_creation_was_refused_is_told() {
     let created = daemon.client().create_vm(request).await.unwrap().into_inner();
     let operation = created.operation.unwrap();
     assert_eq!(operation.phase(), v1::OperationPhase::Failed);
-    assert_eq!(operation.error.unwrap().reason, "VM_UNAVAILABLE");
+    assert_eq!(operation.error.unwrap().reason(), "VM_UNAVAILABLE");
     assert_eq!(daemon.events("StartRefused").await.len(), 1);
     until_available(|| daemon.start_vm("web")).await;
 }

@@ -239,7 +239,7 @@ async fn with_no_wait_the_answer_comes_when_the_restart_has_begun() {
     };
     let answered = daemon.client().update_vm(asked).await.unwrap().into_inner();
     let operation = answered.operation.unwrap();
-    assert_eq!(operation.kind(), v1::OperationKind::Restart);
+    assert_eq!(operation.r#type, "vm.restart");
     assert_eq!(status(&answered.vm.unwrap()).phase(), VmPhase::Stopping);
     daemon.kill_vm("web").await.unwrap();
 }

@@ -15,9 +15,13 @@ impl State {
     pub fn operation_of(&self, id: &str, vm: &str, request_id: &str) {
         let operation = v1::Operation {
             id: id.into(),
-            vm: vm.into(),
+            r#type: "vm.start".into(),
+            target: Some(v1::ObjectReference {
+                kind: "Vm".into(),
+                name: vm.into(),
+                ..Default::default()
+            }),
             request_id: request_id.into(),
-            kind: v1::OperationKind::Start.into(),
             phase: OperationPhase::InProgress.into(),
             ..Default::default()
         };
@@ -52,15 +56,27 @@ impl OperationService for State {
         &self,
         request: Request<v1::ListOperationsRequest>,
     ) -> Answer<v1::ListOperationsResponse> {
-        let v1::ListOperationsRequest { vm, active } = request.into_inner();
+        let filter = request.into_inner().filter.unwrap_or_default();
+        let name = |target: &Option<v1::ObjectReference>| target.clone().unwrap_or_default().name;
+        let vm = name(&filter.target);
         let operations = lock(&self.operations).values().cloned().collect::<Vec<_>>();
         let wanted = |operation: &v1::Operation| {
             let under_way = operation.phase() == OperationPhase::InProgress;
-            (vm.is_empty() || operation.vm == vm) && (under_way || !active)
+            (vm.is_empty() || name(&operation.target) == vm) && (under_way || !filter.active)
         };
         Ok(Response::new(v1::ListOperationsResponse {
             operations: operations.into_iter().filter(wanted).collect(),
+            ..Default::default()
         }))
+    }
+
+    type WatchOperationsStream = Events<v1::WatchOperationsResponse>;
+
+    async fn watch_operations(
+        &self,
+        _: Request<v1::WatchOperationsRequest>,
+    ) -> Answer<Self::WatchOperationsStream> {
+        Err(Status::unimplemented("vmmctl does not watch them together"))
     }
 
     type WatchOperationStream = Events<v1::WatchOperationResponse>;

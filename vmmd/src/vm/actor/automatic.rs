@@ -1,6 +1,6 @@
 //! What the VM's run policy does: starts after a back-off, at the node's boot, at the VM's creation; and what it refuses.
 
-use proto::v1::{EventSeverity, OperationKind};
+use proto::v1::EventSeverity;
 use tokio::time::{Duration, Instant};
 
 use super::{Actor, Life};
@@ -8,7 +8,7 @@ use crate::{
     context::{Context, Initiator},
     failure::Failure,
     node::Demand,
-    operation::Handle,
+    operation::{Handle, Type},
     store::{Intent, RestartRecord},
     text,
     vm::{
@@ -146,7 +146,7 @@ impl Actor {
             initiator: Initiator::RunPolicy,
             ..Context::default()
         };
-        let operation = self.operation(OperationKind::Start, &context, None);
+        let operation = self.operation(Type::VmStart, &context, None);
         let message = format!(
             "the run policy {} starts the VM, start {attempts} in a row",
             self.spec.run_policy.name()

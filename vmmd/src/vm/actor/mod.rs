@@ -19,6 +19,7 @@ mod automatic;
 mod balloon;
 mod command;
 mod disks;
+mod left;
 mod pending_stop;
 mod plug;
 mod processors;
@@ -34,7 +35,7 @@ use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
 use proto::{
     model::vm::VmSpec,
-    v1::{self, OperationKind, VmPhase},
+    v1::{self, VmPhase},
 };
 use tokio::{
     sync::{mpsc, watch},
@@ -53,10 +54,11 @@ pub use self::{
 use crate::{
     context::{self, Context},
     control,
+    event::Object,
     failure::{Failure, Kind},
     fault,
     host::Host,
-    operation::{Handle, Pending},
+    operation::{Handle, Pending, Type},
     store::{Intent, VmRecord},
     vm::{
         admission::{self, Request, Situation, Verdict, admit, admit_disk},
@@ -100,6 +102,8 @@ pub struct Actor {
     /// It is to be asked once more then.
     asks_again: bool,
     disks: Attachments,
+    /// Operations that an earlier daemon left under way.
+    left: Vec<Handle>,
     mailbox: mpsc::Receiver<Command>,
     publisher: watch::Sender<Arc<v1::Vm>>,
 }
@@ -132,6 +136,7 @@ impl Actor {
         let (publisher, state) = watch::channel(Arc::new(first));
         let name = record.name.clone();
         host.requests.adopt_vm(&record);
+        let left = host.operations.left(&Object::Vm(name.clone(), uid));
         let made = (record.made_run, record.made_revision);
         let actor = Self {
             host: Arc::clone(host),
@@ -151,6 +156,7 @@ impl Actor {
             asks_state: false,
             asks_again: false,
             disks,
+            left,
             mailbox,
             publisher,
         };
@@ -170,7 +176,9 @@ impl Actor {
         // What an earlier daemon left.
         self.look_after();
         self.look();
+        self.settle_left();
         self.resume_policy(occasion).await;
+        self.give_up_left();
         loop {
             let Self {
                 mailbox,
@@ -311,10 +319,10 @@ impl Actor {
 
     async fn begin(&mut self, situation: Situation, life: Life) -> ControlFlow<()> {
         let kind = match life.request {
-            Request::Start => OperationKind::Start,
-            Request::Stop => OperationKind::Stop,
-            Request::Restart => OperationKind::Restart,
-            Request::Delete { .. } => OperationKind::Delete,
+            Request::Start => Type::VmStart,
+            Request::Stop => Type::VmStop,
+            Request::Restart => Type::VmRestart,
+            Request::Delete { .. } => Type::VmDelete,
             Request::Pause | Request::Resume | Request::Reset => {
                 self.begin_change(life.request, life.reply);
                 return ControlFlow::Continue(());
@@ -329,10 +337,10 @@ impl Actor {
         let pending = operation.pending();
         let mut flow = ControlFlow::Continue(());
         match kind {
-            OperationKind::Start | OperationKind::Restart if down => self.begin_start(operation).await,
-            OperationKind::Restart => self.begin_stop(life.grace, operation, Then::Start),
-            OperationKind::Delete if down => flow = self.delete(operation, Vec::new()).await,
-            OperationKind::Delete => self.begin_stop(None, operation, Then::Delete),
+            Type::VmStart | Type::VmRestart if down => self.begin_start(operation).await,
+            Type::VmRestart => self.begin_stop(life.grace, operation, Then::Start),
+            Type::VmDelete if down => flow = self.delete(operation, Vec::new()).await,
+            Type::VmDelete => self.begin_stop(None, operation, Then::Delete),
             _ => {
                 self.evacuated = life.evacuate;
                 if !life.evacuate {
@@ -350,9 +358,9 @@ impl Actor {
     }
 
     /// Notes an operation of this VM that begins.
-    fn operation(&mut self, kind: OperationKind, context: &Context, deadline: Option<Duration>) -> Handle {
-        let vm = Some((self.record.name.as_str(), self.uid));
-        let operation = self.host.operations.begin(kind, vm, context, deadline);
+    fn operation(&mut self, kind: Type, context: &Context, deadline: Option<Duration>) -> Handle {
+        let vm = Object::Vm(self.record.name.clone(), self.uid);
+        let operation = self.host.operations.begin(kind, &vm, context, deadline);
         self.about = (context.clone(), operation.id().to_owned());
         operation
     }

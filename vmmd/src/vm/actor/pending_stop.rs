@@ -1,6 +1,6 @@
 //! A stop that is noted in the VM's record, so that it outlives the daemon with its deadline and with who asked for it.
 
-use proto::v1::{EventSeverity, OperationKind};
+use proto::v1::EventSeverity;
 use tokio::time::Duration;
 
 use super::{
@@ -9,6 +9,7 @@ use super::{
 };
 use crate::{
     context::{Context, Initiator},
+    operation::Type,
     store::{Intent, StopRecord},
     text,
 };
@@ -106,7 +107,14 @@ impl Actor {
     }
 
     fn stop_as(&mut self, grace: Option<Duration>, context: &Context) {
-        let operation = self.operation(OperationKind::Stop, context, None);
+        // One that the earlier daemon began keeps its id: somebody may wait for it.
+        let operation = match self.left.pop() {
+            Some(left) => {
+                self.about = (context.clone(), left.id().to_owned());
+                left
+            }
+            None => self.operation(Type::VmStop, context, None),
+        };
         self.begin_stop(grace, operation, Then::Stay);
     }
 

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, ops::ControlFlow, sync::Arc, time::Duration};
 
 use proto::{
-    v1::{EventSeverity, ExitReason, ExitStatus, VmPhase},
+    v1::{EventSeverity, ExitReason, ExitStatus, StartMetadata, VmPhase},
     vmm::{Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op},
 };
 use tokio::time::{Instant, timeout, timeout_at};
@@ -23,7 +23,7 @@ use crate::{
     event::{Draft, Object},
     failure::{Failure, Kind},
     ledger::FileId,
-    operation::Handle,
+    operation::{Handle, Metadata, Progress},
     store::{InstanceRecord, Intent},
     text,
     vm::{
@@ -36,7 +36,7 @@ use crate::{
         limits,
         link::{self, Session},
         policy::Occasion,
-        start::{Plan, start},
+        start::{Plan, STEPS, start},
     },
 };
 
@@ -73,19 +73,26 @@ impl Actor {
             generation: self.record.generation,
             boot_id: self.host.boot_id.clone(),
             request_id: operation.context().request_id.clone(),
+            operation: operation.id().to_owned(),
             spec: self.record.spec.clone(),
             hardware: self.record.hardware.clone(),
             ..InstanceRecord::default()
         });
+        let restart = self.record.restart.as_ref();
+        operation.metadata(Metadata::Start(StartMetadata {
+            generation: self.record.generation,
+            attempt: restart.map_or(0, |restart| restart.attempts),
+        }));
+        operation.progress(Progress::steps(0, STEPS), "checking files and room");
         let plan = Plan {
             uid: self.uid,
             spec: self.spec.clone(),
             record: self.record.clone(),
             claim,
             trace: operation.context().trace.clone(),
+            report: operation.reporter(),
         };
         let cancel = CancellationToken::new();
-        operation.progress(50, "making the vmm process and booting the machine");
         let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()).in_current_span());
         self.work = Work::Start(Start {
             task,
@@ -113,7 +120,7 @@ impl Actor {
                 }
                 self.enter(VmPhase::Running, "Running", "");
                 self.look();
-                operation.complete_with("the VM runs", self.state());
+                operation.complete_with("the VM runs", self.state(), None);
                 self.about = Default::default();
             }
             (Err(_), None) if operation.cause().is_some() => {

@@ -3,7 +3,7 @@
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
 use proto::{
-    v1::{self, EventSeverity, ExitReason, ExitStatus, OperationKind, VmPhase},
+    v1::{self, EventSeverity, ExitReason, ExitStatus, StopResult, VmPhase},
     vmm::{self, PowerButton, Resume, request::Op},
 };
 use tokio::{task::spawn_blocking, time::Instant};
@@ -17,7 +17,7 @@ use crate::{
     control::Client,
     failure::Failure,
     lock,
-    operation::{Handle, Pending},
+    operation::{Detail, Handle, Pending, Progress, Type},
     paths::{LogDir, RuntimeDir},
     store::Intent,
     text,
@@ -46,12 +46,13 @@ impl Actor {
         } else {
             Asked::Kill
         };
-        operation.progress(0, "waiting for the guest to power off");
         let mut stop = Stop::new(operation, asked, then);
         match std::mem::take(&mut self.work) {
             Work::Start(mut start) => {
                 start.cancel.cancel();
                 stop.operation.commit();
+                stop.operation
+                    .progress(Progress::steps(0, 1), "waiting for the end of the start");
                 // An earlier stop of this start ends with it.
                 stop.also = start
                     .stop
@@ -69,6 +70,7 @@ impl Actor {
                     self.end(&mut stop);
                 } else {
                     stop.operation.commit();
+                    stop.tell();
                 }
                 self.work = Work::Stop(stop);
             }
@@ -98,9 +100,8 @@ impl Actor {
 
     /// A plain stop of a VM that was to come up again, or whose start is being undone: what is under way is that from now on.
     pub(super) async fn turn_into_stop(&mut self, life: &Life) -> Pending {
-        let operation = self.operation(OperationKind::Stop, &life.context, life.deadline);
+        let operation = self.operation(Type::VmStop, &life.context, life.deadline);
         let pending = operation.pending();
-        operation.progress(0, "waiting for the guest to power off");
         self.evacuated = life.evacuate;
         if !life.evacuate {
             self.note_stop(life.grace, &life.context).await;
@@ -117,6 +118,7 @@ impl Actor {
             }
             let old = std::mem::replace(&mut stop.operation, operation);
             (stop.then, stop.undoes, stop.heard) = (Then::Stay, false, false);
+            stop.tell();
             old.give_way(&gives_way);
         }
         self.publish();
@@ -133,6 +135,7 @@ impl Actor {
         };
         stop.stage = Stage::Asked;
         stop.deadline = Some(Instant::now() + grace);
+        stop.tell();
         self.press_button(paused);
     }
 
@@ -150,12 +153,12 @@ impl Actor {
     pub(super) fn end(&self, stop: &mut Stop) {
         // There is no way back from here.
         stop.operation.commit();
-        stop.operation.progress(50, "ending the vmm process");
         stop.asked = stop.asked.ended();
         match self.client() {
             Some(client) => {
                 stop.stage = Stage::Ending;
                 stop.deadline = Some(Instant::now() + END_TIMEOUT);
+                stop.tell();
                 send(client, vec![Op::Stop(vmm::Stop {})]);
             }
             None => self.kill(stop),
@@ -166,6 +169,7 @@ impl Actor {
         stop.asked = stop.asked.ended();
         stop.stage = Stage::Killed;
         stop.deadline = Some(Instant::now() + LEAVING);
+        stop.tell();
         if let Some(instance) = &self.instance {
             instance.process.kill();
         }
@@ -182,6 +186,7 @@ impl Actor {
                 Some(grace) => {
                     let deadline = Instant::now() + grace;
                     stop.deadline = stop.deadline.map(|old| old.min(deadline));
+                    stop.tell();
                 }
             }
         }
@@ -207,7 +212,8 @@ impl Actor {
             // Its end is waited for, however long that takes.
             Stage::Killed => {
                 stop.deadline = None;
-                stop.operation.progress(50, Lingering::Vmm.message());
+                stop.operation
+                    .progress(Progress::steps(1, 2), Lingering::Vmm.message());
                 if self
                     .instance
                     .as_ref()
@@ -226,7 +232,7 @@ impl Actor {
         let Some(instance) = self.instance.take() else {
             return ControlFlow::Continue(());
         };
-        let work = std::mem::take(&mut self.work);
+        let mut work = std::mem::take(&mut self.work);
         let asked = if let Work::Stop(stop) = &work {
             stop.asked
         } else {
@@ -243,6 +249,9 @@ impl Actor {
         );
         let reason = ending.exit.reason();
         let message = ending.exit.message.clone();
+        if let Work::Stop(stop) = &mut work {
+            stop.exit = Some(ending.exit.clone());
+        }
         let told = self.settle_disks();
         let ran_ms = self.end_run(&instance, ending.exit);
         change::hold_disks(&self.host, &self.record);
@@ -332,6 +341,7 @@ impl Actor {
             also,
             undoes,
             then,
+            exit,
             ..
         } = stop;
         if then == Then::Delete {
@@ -339,7 +349,7 @@ impl Actor {
         }
         let message = self.stopped_message();
         for other in also {
-            other.complete_with(&message, self.state());
+            other.complete_with(&message, self.state(), stopped(&exit));
         }
         match then {
             Then::Start => self.start_again(operation).await,
@@ -348,7 +358,7 @@ impl Actor {
                 if undoes {
                     operation.cancelled("the start was cancelled: the VM is stopped");
                 } else {
-                    operation.complete_with(&message, self.state());
+                    operation.complete_with(&message, self.state(), stopped(&exit));
                 }
             }
         }
@@ -392,7 +402,7 @@ impl Actor {
     /// removed at the next start of the daemon, should this one be killed before it is done.
     pub(super) async fn delete(&mut self, operation: Handle, also: Vec<Handle>) -> ControlFlow<()> {
         operation.commit();
-        operation.progress(50, "removing what the node keeps for the VM");
+        operation.progress(Progress::steps(1, 2), "removing what the node keeps for the VM");
         let lock = RuntimeDir::of(&self.host.config, self.uid).lock();
         if !matches!(lock::released(&lock).await, Ok(true)) {
             let message = format!(
@@ -428,16 +438,21 @@ impl Actor {
         self.host.ledger.expect(&self.record.name, None);
         self.host.table.remove(&self.record.name, buried);
         self.tell(EventSeverity::Normal, "Deleted", "the VM was deleted");
-        operation.complete_with("the VM is deleted", self.state());
+        operation.complete_with("the VM is deleted", self.state(), None);
         complete_all(also, &self.state());
         ControlFlow::Break(())
     }
 }
 
+/// What came of a stop.
+fn stopped(exit: &Option<ExitStatus>) -> Option<Detail> {
+    Some(Detail::Stopped(StopResult { exit: exit.clone() }))
+}
+
 /// Ends operations that had the same end.
 fn complete_all(operations: Vec<Handle>, vm: &Arc<v1::Vm>) {
     for operation in operations {
-        operation.complete_with("the VM is stopped", Arc::clone(vm));
+        operation.complete_with("the VM is stopped", Arc::clone(vm), None);
     }
 }
 

@@ -2,7 +2,10 @@
 
 use std::future::{self, Future};
 
-use proto::vmm::Status;
+use proto::{
+    v1::{ExitStatus, StopMetadata, StopStage},
+    vmm::Status,
+};
 use tokio::{
     task::JoinHandle,
     time::{Duration, Instant, sleep, sleep_until},
@@ -14,7 +17,8 @@ use crate::{
     cgroup::LEAVING,
     control::{self, Notice},
     failure::Failure,
-    operation::Handle,
+    operation::{Handle, Metadata, Progress},
+    text,
     vm::{
         ending::Asked,
         instance::{Instance, Lingering},
@@ -72,7 +76,12 @@ pub struct Stop {
     pub also: Vec<Handle>,
     /// What follows.
     pub then: Then,
+    /// How the run ended; unset while it has not, or when none had begun.
+    pub exit: Option<ExitStatus>,
 }
+
+/// Steps of a stop, as its operation counts them: the guest's part, and the end of the process.
+const STEPS: u64 = 2;
 
 /// How far a stop is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -108,7 +117,28 @@ impl Stop {
             undoes: false,
             also: Vec::new(),
             then,
+            exit: None,
         }
+    }
+
+    /// Tells how far it is.
+    pub fn tell(&self) {
+        let left = self.deadline.filter(|_| self.stage == Stage::Asked);
+        let left = left.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let kill_ms = left.map(|left| {
+            let left = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
+            text::now_ms().saturating_add(left)
+        });
+        let (stage, done, message) = match self.stage {
+            Stage::Asked => (StopStage::Asked, 0, "waiting for the guest to power off"),
+            Stage::Ending => (StopStage::Ending, 1, "ending the vmm process"),
+            Stage::Killed => (StopStage::Killed, 1, "killing the vmm process"),
+        };
+        self.operation.metadata(Metadata::Stop(StopMetadata {
+            stage: stage.into(),
+            kill_time: kill_ms.and_then(text::timestamp),
+        }));
+        self.operation.progress(Progress::steps(done, STEPS), message);
     }
 }
 

@@ -1,0 +1,56 @@
+//! Operations that an earlier daemon left under way on the VM: each goes on, or ends as what was found says.
+
+use proto::v1::StopResult;
+
+use super::Actor;
+use crate::operation::{Detail, Handle, Type, interrupted};
+
+impl Actor {
+    /// Ends those that are over. A stop that is noted in the record stays: it goes on.
+    pub(super) fn settle_left(&mut self) {
+        for operation in std::mem::take(&mut self.left) {
+            let runs = self.instance.is_some();
+            match operation.kind() {
+                Some(Type::VmStart | Type::VmRestart) if runs && self.began_run(operation.id()) => {
+                    operation.complete_with("the VM runs", self.state(), None);
+                }
+                Some(Type::VmStop) if !runs => {
+                    let exit = self.record.last_exit.clone();
+                    let result = Detail::Stopped(StopResult { exit });
+                    operation.complete_with("the VM is stopped", self.state(), Some(result));
+                }
+                Some(Type::VmStop) if self.record.stop.is_some() => self.left.push(operation),
+                _ => self.interrupted(operation),
+            }
+        }
+    }
+
+    /// Ends those that nobody has gone on with.
+    pub(super) fn give_up_left(&mut self) {
+        for operation in std::mem::take(&mut self.left) {
+            self.interrupted(operation);
+        }
+    }
+
+    fn began_run(&self, operation: &str) -> bool {
+        let run = self.record.instance.as_ref();
+        run.is_some_and(|run| run.operation == operation)
+    }
+
+    fn interrupted(&self, operation: Handle) {
+        let name = &self.record.name;
+        let now = if self.instance.is_some() {
+            "runs".to_owned()
+        } else {
+            let exit = self.record.last_exit.as_ref().map(|exit| exit.message.as_str());
+            match exit.filter(|message| !message.is_empty()) {
+                Some(message) => format!("does not run ({message})"),
+                None => "does not run".to_owned(),
+            }
+        };
+        let message = format!(
+            "the daemon was restarted meanwhile: VM \"{name}\" {now}; ask again if that is not wanted"
+        );
+        operation.fail(&interrupted(message));
+    }
+}
