@@ -145,7 +145,7 @@ impl Target {
 
     /// How a request went, given what the host says. When the page cache could not be flushed, the kernel may have
     /// dropped what was in it and call the next flush a success (fsync(2), "EIO"): from then on each flush fails.
-    pub(super) fn settled(&self, operation: Operation, result: io::Result<()>) -> io::Result<()> {
+    pub(super) fn outcome(&self, operation: Operation, result: io::Result<()>) -> io::Result<()> {
         let flushes = matches!(
             operation,
             Operation::Flush | Operation::Write { stable: true, .. }
@@ -239,7 +239,7 @@ impl Target {
         let change = self.changes(operation, buffers).map(|(_, range)| range);
         self.while_held(change, || {
             let result = self.carry_out(operation, buffers, bounce);
-            self.settled(operation, result)
+            self.outcome(operation, result)
         })
     }
 
@@ -354,12 +354,12 @@ mod tests {
             offset: 0,
             stable: true,
         };
-        assert_eq!(errno(target.settled(write, failed())), Some(libc::EIO));
-        assert_eq!(errno(target.settled(Operation::Flush, Ok(()))), None);
-        assert_eq!(errno(target.settled(Operation::Flush, failed())), Some(libc::EIO));
-        assert_eq!(errno(target.settled(Operation::Flush, Ok(()))), Some(libc::EIO));
-        assert_eq!(errno(target.settled(stable, Ok(()))), Some(libc::EIO));
-        assert_eq!(errno(target.settled(write, Ok(()))), None);
+        assert_eq!(errno(target.outcome(write, failed())), Some(libc::EIO));
+        assert_eq!(errno(target.outcome(Operation::Flush, Ok(()))), None);
+        assert_eq!(errno(target.outcome(Operation::Flush, failed())), Some(libc::EIO));
+        assert_eq!(errno(target.outcome(Operation::Flush, Ok(()))), Some(libc::EIO));
+        assert_eq!(errno(target.outcome(stable, Ok(()))), Some(libc::EIO));
+        assert_eq!(errno(target.outcome(write, Ok(()))), None);
         let mut bounce = Bounce::default();
         let mut none = Iovecs::new(std::sync::Arc::new(crate::GuestMemory::default()));
         assert_eq!(
@@ -375,7 +375,7 @@ mod tests {
             offset: 512,
         });
         let failed = Err(io::Error::from_raw_os_error(libc::EIO));
-        assert_eq!(errno(target.settled(Operation::Flush, failed)), Some(libc::EIO));
-        assert_eq!(errno(target.settled(Operation::Flush, Ok(()))), None);
+        assert_eq!(errno(target.outcome(Operation::Flush, failed)), Some(libc::EIO));
+        assert_eq!(errno(target.outcome(Operation::Flush, Ok(()))), None);
     }
 }

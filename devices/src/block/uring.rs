@@ -16,7 +16,7 @@ use std::{
 
 use vmm_sys_util::eventfd::EventFd;
 
-use self::verdict::{Verdict, judge};
+use self::verdict::{Verdict, classify};
 use super::{
     cached::Cached,
     direct::Alignment,
@@ -202,11 +202,11 @@ impl UringEngine {
     }
 
     /// What becomes of a call that came back: the request's end, or nothing yet.
-    fn judge(&mut self, back: Return<Running>) -> Option<Completion> {
+    fn apply(&mut self, back: Return<Running>) -> Option<Completion> {
         let (token, Held { note, mut buffers }) = (back.tag, back.held);
         let Running { operation, changes } = note;
-        let result = match judge(operation, back.result, &mut buffers) {
-            Verdict::Over(result) => self.target.settled(operation, result),
+        let result = match classify(operation, back.result, &mut buffers) {
+            Verdict::Over(result) => self.target.outcome(operation, result),
             Verdict::Again { operation, patient } => {
                 self.unsent = true;
                 let note = Running { operation, changes };
@@ -275,7 +275,7 @@ impl Engine for UringEngine {
                 return Some(completion);
             }
             if let Some(back) = self.ring.returned() {
-                match self.judge(back) {
+                match self.apply(back) {
                     Some(completion) => return Some(completion),
                     None => continue,
                 }
@@ -300,7 +300,7 @@ impl Engine for UringEngine {
                 return Some(completion);
             }
             let back = self.ring.at_hand()?;
-            if let Some(completion) = self.judge(back) {
+            if let Some(completion) = self.apply(back) {
                 return Some(completion);
             }
         }

@@ -177,7 +177,7 @@ impl Msix {
             .enabled
             .store(new & CONTROL_ENABLE != 0, Ordering::SeqCst);
         for index in 0..self.table.len() {
-            self.settle(index);
+            self.apply(index);
         }
     }
 
@@ -185,7 +185,7 @@ impl Msix {
     pub fn set_bus_master(&mut self, on: bool) {
         self.bus_master = on;
         for index in 0..self.table.len() {
-            self.settle(index);
+            self.apply(index);
         }
     }
 
@@ -229,7 +229,7 @@ impl Msix {
                 _ => entry.control = value & VECTOR_MASKED,
             }
         }
-        self.settle(index);
+        self.apply(index);
     }
 
     /// Reads the pending bits: aligned accesses of 4 and 8 bytes, all others give ones.
@@ -315,7 +315,7 @@ impl Msix {
     }
 
     /// Brings a vector into the state that the registers ask for.
-    fn settle(&mut self, index: usize) {
+    fn apply(&mut self, index: usize) {
         let (Some(entry), Some(vector)) = (self.table.get_mut(index), self.shared.vectors.get(index)) else {
             return;
         };

@@ -41,7 +41,7 @@ impl Base {
     }
 
     /// On return all is stable of which [`written`](Self::written) was told before the call.
-    pub(super) fn settle(&self) -> io::Result<()> {
+    pub(super) fn sync(&self) -> io::Result<()> {
         // Whoever finds nothing to do must have waited for another thread that does it.
         let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(number) = *lost {

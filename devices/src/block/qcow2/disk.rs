@@ -421,7 +421,7 @@ impl Disk {
         access.flush()?;
         match self.layer.stage(Stage::commit) {
             Some(result) => result?,
-            None => self.layer.base().settle()?,
+            None => self.layer.base().sync()?,
         }
         *tables = Tables::default();
         self.uncommitted.store(false, Ordering::Release);
@@ -432,7 +432,7 @@ impl Disk {
     pub(super) fn flush(&self) -> io::Result<()> {
         self.check(0, 0)?;
         // Mostly without the lock, so that look-ups need not wait for it.
-        self.layer.base().settle()?;
+        self.layer.base().sync()?;
         if !self.uncommitted.load(Ordering::Acquire) {
             return Ok(());
         }

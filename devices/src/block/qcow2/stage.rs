@@ -275,21 +275,21 @@ impl Stage {
     /// Brings the file to the state that it is to have, as the module says; on return that is stable. After an error
     /// everything is still to be committed.
     pub(super) fn commit(&mut self) -> io::Result<()> {
-        self.base.settle()?;
+        self.base.sync()?;
         if self.pages.is_empty() {
             self.moved = false;
             return Ok(());
         }
         let blocks = self.raise_refcounts()?;
-        self.base.settle()?;
+        self.base.sync()?;
         self.write_pages(|kind| kind == Kind::RefcountTable)?;
-        self.base.settle()?;
+        self.base.sync()?;
         self.write_pages(|kind| kind == Kind::Header)?;
-        self.base.settle()?;
+        self.base.sync()?;
         self.write_pages(|kind| {
             !matches!(kind, Kind::RefcountTable | Kind::Header | Kind::RefcountBlock(_))
         })?;
-        self.base.settle()?;
+        self.base.sync()?;
         let mut free = Vec::new();
         for block in &blocks {
             if let Some(content) = self.pages.get(&block.page) {

@@ -19,7 +19,7 @@ pub(super) enum Verdict {
 
 /// When `operation`, as far as it was left, came back with `result`: what the system call gives, or the negative error
 /// number. `buffers` are its own, and are used up as far as it got.
-pub(super) fn judge(operation: Operation, result: i32, buffers: &mut Iovecs) -> Verdict {
+pub(super) fn classify(operation: Operation, result: i32, buffers: &mut Iovecs) -> Verdict {
     if let Ok(count) = u32::try_from(result) {
         return advance(operation, count, buffers);
     }

@@ -164,7 +164,7 @@ impl Harness {
         };
         session.lift_budgets();
         let result = self.handler.event(session, 0);
-        self.judge(result);
+        self.handle_result(result);
         self.run();
     }
 
@@ -197,11 +197,11 @@ impl Harness {
         if result.is_err() {
             session.kick_again(queue);
         }
-        self.judge(result);
+        self.handle_result(result);
         true
     }
 
-    fn judge(&mut self, result: Result<(), Fault>) {
+    fn handle_result(&mut self, result: Result<(), Fault>) {
         let Some(session) = &mut self.session else {
             return;
         };

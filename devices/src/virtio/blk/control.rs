@@ -82,7 +82,7 @@ impl Shared {
             .clone()
     }
 
-    /// Whether a flush may be carried out and answered: nothing that a driver wrote is kept back.
+    /// Whether a flush may be carried out and completed: nothing that a driver wrote is kept back.
     pub(super) fn is_settled(&self) -> bool {
         self.unsettled.load(Ordering::SeqCst) == 0
     }

@@ -253,7 +253,7 @@ impl Guest<'_> {
             .unwrap();
     }
 
-    /// Each request taken is answered once or still counted: none is lost, none is answered twice.
+    /// Each request taken completes once or is still counted: none is lost, none completes twice.
     fn check(&self) {
         let stats = self.harness.control.stats();
         assert!(stats.held <= stats.in_flight, "{stats:?}");

@@ -127,7 +127,7 @@ impl Harness {
         };
         session.lift_budgets();
         let result = self.handler.event(session, 0);
-        self.judge(result);
+        self.handle_result(result);
         self.run();
     }
 
@@ -156,11 +156,11 @@ impl Harness {
             if result.is_err() {
                 session.kick_again(0);
             }
-            self.judge(result);
+            self.handle_result(result);
         }
     }
 
-    fn judge(&mut self, result: Result<(), Fault>) {
+    fn handle_result(&mut self, result: Result<(), Fault>) {
         let Some(session) = &mut self.session else {
             return;
         };

@@ -13,8 +13,8 @@
 //!
 //! A driver may take a flush that succeeds for a promise about everything before it, and on some file systems an error
 //! in writing shows up once, at a flush. So as long as a write, discard or zeroing of *any* queue is kept (it is
-//! *unsettled*, until it succeeds), no flush is carried out, and one that was under way when that began is not answered
-//! but done again: flushes of all queues wait until all such writes have succeeded. A flush that failed is kept like
+//! *unsettled*, until it succeeds), no flush is carried out, and one that was under way when that began does not complete
+//! but is done again: flushes of all queues wait until all such writes have succeeded. A flush that failed is kept like
 //! any other request.
 
 use std::collections::VecDeque;

@@ -79,7 +79,7 @@ pub enum OnError {
     /// The driver gets the error, and an event says so.
     #[default]
     Report,
-    /// The request is kept, not answered, and an event says so; it is tried again when the device goes on after a
+    /// The request is kept without a completion, and an event says so; it is tried again when the device goes on after a
     /// pause. Others go on meanwhile.
     Hold,
 }

@@ -34,7 +34,7 @@ pub struct BlkStats {
     pub flush: OperationStats,
     /// Discards and write-zeroes.
     pub discard: OperationStats,
-    /// Requests taken from the guest and not answered yet.
+    /// Requests taken from the guest that have not completed yet.
     pub in_flight: u64,
     /// Requests that wait because of a rate limit at this moment.
     pub throttled: u64,
@@ -53,7 +53,7 @@ pub struct OperationStats {
     pub bytes: u64,
     /// Answered with an error that the host caused.
     pub errors: u64,
-    /// Sum of the times from taking a request to answering it.
+    /// Sum of the times from taking a request to its completion.
     pub total_ns: u64,
     /// Bucket i counts requests that took less than 2^i microseconds and not less than 2^(i-1); the last one takes
     /// everything longer.
@@ -98,8 +98,8 @@ pub(super) struct QueueCounters {
 }
 
 impl QueueCounters {
-    /// A request was answered.
-    pub(super) fn answered(&self, kind: Kind, bytes: u64, took_ns: u64, ok: bool) {
+    /// A request completed.
+    pub(super) fn completed(&self, kind: Kind, bytes: u64, took_ns: u64, ok: bool) {
         let counters = match kind {
             Kind::Read => &self.read,
             Kind::Write => &self.write,
@@ -204,8 +204,8 @@ mod tests {
     fn queues_are_added_up() {
         let queues = [QueueCounters::default(), QueueCounters::default()];
         for queue in &queues {
-            queue.answered(Kind::Write, 512, 5000, true);
-            queue.answered(Kind::Write, 512, 6000, false);
+            queue.completed(Kind::Write, 512, 5000, true);
+            queue.completed(Kind::Write, 512, 6000, false);
             queue.set_held(3);
         }
         let stats = sum(queues.iter());

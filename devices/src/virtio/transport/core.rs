@@ -197,7 +197,7 @@ impl Core {
         if (offset, data.len()) == (0x14, 1) {
             return self.write_status(u8::try_from(value).unwrap_or(0));
         }
-        if !self.settle(Instant::now().checked_add(RESET_WAIT)) {
+        if !self.finish_reset(Instant::now().checked_add(RESET_WAIT)) {
             return;
         }
         match (offset, data.len()) {
@@ -260,7 +260,7 @@ impl Core {
     }
 
     fn read_status(&mut self) -> u8 {
-        self.settle(None);
+        self.finish_reset(None);
         let needs_reset = self.shared.signals.needs_reset() && self.status != 0;
         self.status | if needs_reset { NEEDS_RESET } else { 0 }
     }
@@ -269,7 +269,7 @@ impl Core {
         if value == 0 {
             return self.begin_reset();
         }
-        if !self.settle(Instant::now().checked_add(RESET_WAIT)) {
+        if !self.finish_reset(Instant::now().checked_add(RESET_WAIT)) {
             return;
         }
         let mut status = value & (ACKNOWLEDGE | DRIVER | DRIVER_OK | FEATURES_OK | FAILED);
@@ -319,11 +319,11 @@ impl Core {
             }
             Phase::Resetting(_) | Phase::Dead => {}
         }
-        self.settle(Instant::now().checked_add(RESET_WAIT));
+        self.finish_reset(Instant::now().checked_add(RESET_WAIT));
     }
 
     /// Ends a reset under way if the workers are parked, or will be by then. False while registers can't be used.
-    fn settle(&mut self, deadline: Option<Instant>) -> bool {
+    fn finish_reset(&mut self, deadline: Option<Instant>) -> bool {
         let Phase::Resetting(stopping) = &mut self.phase else {
             return !matches!(self.phase, Phase::Dead);
         };
@@ -357,8 +357,8 @@ impl Core {
 
     /// See [`Component::pause`](crate::component::Component::pause).
     pub(super) fn pause(&mut self, deadline: Instant) -> Result<(), ComponentError> {
-        if !self.settle(Some(deadline)) {
-            return Err(self.not_settled());
+        if !self.finish_reset(Some(deadline)) {
+            return Err(self.reset_error());
         }
         if !matches!(self.phase, Phase::Running) {
             return Ok(());
@@ -396,10 +396,10 @@ impl Core {
     /// Resets and waits for it.
     pub(super) fn reset(&mut self, deadline: Instant) -> Result<(), ComponentError> {
         self.begin_reset();
-        if self.settle(Some(deadline)) {
+        if self.finish_reset(Some(deadline)) {
             Ok(())
         } else {
-            Err(self.not_settled())
+            Err(self.reset_error())
         }
     }
 
@@ -411,7 +411,7 @@ impl Core {
         std::mem::replace(&mut self.workers, Workers::none())
     }
 
-    fn not_settled(&self) -> ComponentError {
+    fn reset_error(&self) -> ComponentError {
         match self.phase {
             Phase::Dead => ComponentError::WorkerGone,
             _ => ComponentError::DrainTimeout,

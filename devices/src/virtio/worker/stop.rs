@@ -95,7 +95,7 @@ impl Worker {
                     } else {
                         Fault::Bug(format!("draining does not end: {fault}"))
                     };
-                    if self.shared.judge(session, fault) == Health::Dead {
+                    if self.shared.handle_fault(session, fault) == Health::Dead {
                         request.fail();
                         return Some(Next::Dead);
                     }
@@ -138,7 +138,7 @@ impl Worker {
             return if request.exit { Next::Exit } else { Next::Park };
         }
         if let Err(fault) = session.flush_interrupts() {
-            self.shared.judge(session, fault);
+            self.shared.handle_fault(session, fault);
         }
         for reply in &request.halts {
             let _nobody_waits = reply.send(());

@@ -154,7 +154,7 @@ impl Worker {
                 Ok(count) => count,
                 Err(error) => {
                     let bug = Fault::Bug(format!("epoll: {error}"));
-                    self.shared.judge(&mut session, bug);
+                    self.shared.handle_fault(&mut session, bug);
                     return Next::Dead;
                 }
             };
@@ -221,7 +221,7 @@ impl Worker {
         let flushed = session.flush_interrupts();
         match result.and(flushed) {
             Ok(_) => Health::Good,
-            Err(fault) => self.shared.judge(session, fault),
+            Err(fault) => self.shared.handle_fault(session, fault),
         }
     }
 

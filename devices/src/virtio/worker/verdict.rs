@@ -23,7 +23,7 @@ pub(super) enum Health {
 
 impl Shared {
     /// The one place that decides what a fault means.
-    pub(super) fn judge(&self, session: &mut Session, fault: Fault) -> Health {
+    pub(super) fn handle_fault(&self, session: &mut Session, fault: Fault) -> Health {
         match fault {
             Fault::Guest { queue, head, .. } => {
                 Counters::bump(&self.counters.guest_faults);

@@ -379,7 +379,7 @@ impl BlkHandler {
                 _ => work.ranges.iter().map(|range| range.length).sum(),
             };
             let took = now.saturating_sub(work.since);
-            counters.answered(kind, bytes, took, status == Status::Ok);
+            counters.completed(kind, bytes, took, status == Status::Ok);
         }
         let (head, unsettled) = (work.chain.head(), std::mem::take(&mut work.unsettled));
         self.free.push(token);
