@@ -1,10 +1,10 @@
 //! Commands that messages, help and the book advise: each must exist.
 
-use std::{fs, path::Path};
+use std::{collections::BTreeSet, fs, path::Path};
 
 use clap::CommandFactory as _;
 
-use crate::args::Cli;
+use crate::{args::Cli, manifest::schema};
 
 /// All files below a folder whose names end so.
 fn files(folder: &Path, ending: &str, found: &mut Vec<(String, String)>) {
@@ -187,4 +187,35 @@ fn a_command_that_does_not_exist_is_found() {
         advised("a(\"see `vmmctl get vm` \\\n   and `vmmctl \\\n  node`\")"),
         ["vmmctl get vm", "vmmctl node"]
     );
+}
+
+/// Adds the names of all fields of a message and of the messages in it, as a manifest has them.
+fn fields_of(message: &str, found: &mut BTreeSet<String>) {
+    for field in &schema::message(message).expect("a message").fields {
+        if found.insert(field.json_name.clone())
+            && let schema::Kind::Message(name) = &field.kind
+            && schema::message(name).is_some()
+        {
+            fields_of(name, found);
+        }
+    }
+}
+
+#[test]
+fn every_field_of_a_manifest_is_in_the_book() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let page = fs::read_to_string(root.join("docs/src/manifest.md")).unwrap();
+    let mut fields = BTreeSet::new();
+    fields_of(".vmmd.v1.VmSpec", &mut fields);
+    assert!(fields.len() > 40, "{fields:?}");
+    let missing = fields.iter().filter(|field| {
+        let named = [
+            format!("`{field}`"),
+            format!(".{field}`"),
+            format!(".{field}[]`"),
+            format!(".{field}."),
+        ];
+        !named.iter().any(|name| page.contains(name))
+    });
+    assert_eq!(missing.collect::<Vec<_>>(), [""; 0]);
 }

@@ -173,7 +173,7 @@ pub async fn wait(client: &Client, args: &Wait) -> Result<(), Vec<Failure>> {
     }
     for id in operations {
         let waited = timeout_at(end, operation::until_ended(client, &id)).await;
-        match waited.unwrap_or_else(|_| Err(late(format!("operation/{id} has not ended")))) {
+        match waited.unwrap_or_else(|_| Err(late(&format!("operation/{id} has not ended")))) {
             Ok(_) => output::line(format!("operation/{id} is complete")).map_err(super::one)?,
             Err(failure) => failures.push(failure),
         }
@@ -181,7 +181,7 @@ pub async fn wait(client: &Client, args: &Wait) -> Result<(), Vec<Failure>> {
     super::all(failures)
 }
 
-fn late(text: String) -> Failure {
+fn late(text: &str) -> Failure {
     Failure::new(Code::Timeout, format!("{text} in time"))
 }
 
@@ -190,7 +190,8 @@ async fn all_idle(client: &Client, vms: &[String], end: Instant) -> Vec<Failure>
     let mut failures = Vec::new();
     for name in vms {
         let waited = timeout_at(end, idle(client, name)).await;
-        let waited = waited.unwrap_or_else(|_| Err(late(format!("an operation on vm/{name} has not ended"))));
+        let waited =
+            waited.unwrap_or_else(|_| Err(late(&format!("an operation on vm/{name} has not ended"))));
         let told = waited.and_then(|()| output::line(format!("vm/{name} {}", Wanted::Idle.text())));
         failures.extend(told.err());
     }
@@ -238,7 +239,7 @@ async fn all_are(client: &Client, vms: Vec<String>, wanted: &Wanted, end: Instan
         Ok(Err(failure)) => waiting.failures.push(failure),
         Err(_) => {
             for name in std::mem::take(&mut waiting.left) {
-                let mut failure = late(format!("vm/{name} was not as wanted ({})", wanted.text()));
+                let mut failure = late(&format!("vm/{name} was not as wanted ({})", wanted.text()));
                 if let Ok(vm) = client.get(&name).await {
                     failure.message += &format!(": it {}", state(&vm, wanted));
                 }

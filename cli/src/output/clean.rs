@@ -1,57 +1,58 @@
 //! Text of a guest made harmless to the terminal that shows it.
 
-use anstream::adapter::StripBytes;
+use anstyle_parse::{Parser, Perform};
 
 /// Takes control sequences and control characters out of a stream of bytes; tabs and ends of lines stay. A carriage return
 /// within a line becomes the end of a line, as it would let a guest overwrite what stands there.
 #[derive(Debug, Default)]
 pub struct Cleaner {
-    strip: StripBytes,
-    /// A carriage return has come, and nothing after it.
-    returned: bool,
-    /// The first byte of U+0080 to U+00BF has come, of which the first half are control characters (C1).
-    latin: bool,
+    parser: Parser,
+    text: Text,
 }
 
 impl Cleaner {
     /// What of `bytes`, which come after those of earlier calls, may be shown.
     pub fn clean(&mut self, bytes: &[u8]) -> Vec<u8> {
-        let mut clean = Vec::with_capacity(bytes.len());
-        for line in bytes.split_inclusive(|byte| *byte == b'\n') {
-            let (text, ends) = match line.split_last() {
-                Some((b'\n', text)) => (text, true),
-                _ => (line, false),
-            };
-            let parts: Vec<u8> = self.strip.strip_next(text).flatten().copied().collect();
-            for byte in parts {
-                self.byte(byte, &mut clean);
-            }
-            if ends {
-                clean.push(b'\n');
+        for byte in bytes {
+            if *byte == b'\n' {
                 // A sequence without an end hides no more than its line.
-                *self = Self::default();
+                self.parser = Parser::new();
+                self.text.returned = false;
+                self.text.shown.push('\n');
+            } else {
+                self.parser.advance(&mut self.text, *byte);
             }
         }
-        clean
+        std::mem::take(&mut self.text.shown).into_bytes()
+    }
+}
+
+/// What is left when the sequences are gone.
+#[derive(Debug, Default)]
+struct Text {
+    shown: String,
+    /// A carriage return has come, and nothing after it.
+    returned: bool,
+}
+
+impl Perform for Text {
+    fn print(&mut self, letter: char) {
+        // Control characters of two bytes (C1) come here.
+        if letter.is_control() && letter != '\t' {
+            return;
+        }
+        if std::mem::take(&mut self.returned) {
+            self.shown.push('\n');
+        }
+        self.shown.push(letter);
     }
 
-    fn byte(&mut self, byte: u8, clean: &mut Vec<u8>) {
-        let latin = std::mem::take(&mut self.latin);
+    fn execute(&mut self, byte: u8) {
         match byte {
-            0x80..=0x9f if latin => {}
-            0xa0..=0xbf if latin => self.put(&[0xc2, byte], clean),
-            0xc2 => self.latin = true,
+            b'\t' => self.print('\t'),
             b'\r' => self.returned = true,
-            b'\t' | b' '..=b'~' | 0x80.. => self.put(&[byte], clean),
             _ => {}
         }
-    }
-
-    fn put(&mut self, bytes: &[u8], clean: &mut Vec<u8>) {
-        if std::mem::take(&mut self.returned) {
-            clean.push(b'\n');
-        }
-        clean.extend_from_slice(bytes);
     }
 }
 

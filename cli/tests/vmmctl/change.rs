@@ -261,3 +261,40 @@ fn a_few_bytes_of_memory_are_asked_about() {
     daemon.state.put("cancelled", VmPhase::Stopped, &[]);
     assert_eq!(run(&daemon, &["start", "cancelled"]), failed(11, cancelled));
 }
+
+#[test]
+fn every_change_is_sent_again_with_its_id_when_the_daemon_is_restarted_before_it_answers() {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Stopped, &[]);
+    daemon.state.refuse_first();
+    let commands = [
+        ("CreateVm", "create db --kernel /k"),
+        ("UpdateVm", "patch web --set spec.cpu.cores=3"),
+        ("StartVm", "start web"),
+        ("PauseVm", "pause web"),
+        ("ResumeVm", "resume web"),
+        ("RestartVm", "restart web"),
+        ("CreateDisk", "create disk data --size 1Mi"),
+        ("ResizeDisk", "resize disk data --size 2Mi"),
+        ("AttachDisk", "attach web --disk data"),
+        ("ResizeVmDisk", "resize disk data --vm web --size 3Mi"),
+        ("DetachDisk", "detach web data"),
+        ("StopVm", "stop web"),
+        ("DeleteVm", "delete web"),
+        ("DeleteDisk", "delete disk data -y"),
+        ("CordonNode", "node cordon"),
+        ("UncordonNode", "node uncordon"),
+        ("UpdateNodeLabels", "node label a=b"),
+        ("DrainNode", "node drain --no-wait"),
+    ];
+    for (method, command) in commands {
+        let words: Vec<_> = command.split(' ').collect();
+        let (code, _, said) = run(&daemon, &words);
+        assert_eq!((code, said.as_str()), (0, ""), "{command}");
+        let calls = daemon.state.calls();
+        assert!(
+            calls.contains(&format!("refused {method}")),
+            "{command}: {calls:?}"
+        );
+    }
+}

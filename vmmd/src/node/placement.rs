@@ -70,17 +70,19 @@ pub fn decide(demand: &Resources, node: &Picture) -> Vec<Problem> {
 /// What there is not enough of.
 fn amounts(demand: &Resources, allocatable: &Resources, committed: &Resources) -> Vec<Problem> {
     const MIB: u64 = 1 << 20;
+    /// Of what is counted in thousandths.
+    const THOUSANDTH: u64 = 1000;
     // Reason, what it is called, unit and its size, the field, and how much is needed, there, and taken.
     let rows = [
         (
             "INSUFFICIENT_VCPUS",
-            ("cores", "thousandths of a core", 1),
+            ("cores", "cores", THOUSANDTH),
             "spec.cpu.cores",
             [demand.vcpu_millis, allocatable.vcpu_millis, committed.vcpu_millis],
         ),
         (
             "INSUFFICIENT_CPU",
-            ("processor time", "thousandths of a processor", 1),
+            ("processor time", "processors", THOUSANDTH),
             "spec.cpu",
             [demand.cpu_millis, allocatable.cpu_millis, committed.cpu_millis],
         ),
@@ -109,7 +111,7 @@ fn amounts(demand: &Resources, allocatable: &Resources, committed: &Resources) -
     });
     short
         .map(|(reason, (what, unit, size), field, [needed, there, taken])| {
-            let (needs, all) = (needed.div_ceil(size), there / size);
+            let (needs, all) = (up(needed, size), down(there, size));
             let message = if needed > there {
                 format!(
                     "not enough {what}: the VM needs {needs} {unit}, all VMs together may have {all} on this node, so that it \
@@ -119,12 +121,35 @@ fn amounts(demand: &Resources, allocatable: &Resources, committed: &Resources) -
                 format!(
                     "not enough {what}: the VM needs {needs} {unit}, VMs may have {all} of which others have {} now; stop \
                      another VM or give this one less",
-                    taken.div_ceil(size),
+                    up(taken, size),
                 )
             };
             exhausted(reason, message, field)
         })
         .collect()
+}
+
+/// An amount in units of `size`: thousandths as they are, others rounded up.
+fn up(amount: u64, size: u64) -> String {
+    down(
+        if size == 1000 {
+            amount
+        } else {
+            amount.next_multiple_of(size)
+        },
+        size,
+    )
+}
+
+/// The same rounded down.
+fn down(amount: u64, size: u64) -> String {
+    match amount % size {
+        rest if size == 1000 && rest > 0 => {
+            let digits = format!("{rest:03}");
+            format!("{}.{}", amount / size, digits.trim_end_matches('0'))
+        }
+        _ => (amount / size).to_string(),
+    }
 }
 
 fn exhausted(reason: &'static str, message: String, field: &str) -> Problem {
@@ -297,14 +322,14 @@ pub mod tests {
 
     #[test]
     fn a_refusal_says_all_that_is_missing_and_how_much() {
-        let node = picture([1000, 1000, 512 << 20, 0, 0], [0, 0, 256 << 20, 0, 0]);
+        let node = picture([1500, 1000, 512 << 20, 0, 0], [0, 0, 256 << 20, 0, 0]);
         let failure = refuse(&decide(&amounts_of([2000, 1000, 300 << 20, 0, 0]), &node)).unwrap_err();
         assert_eq!(
             (failure.kind, failure.reason),
             (Kind::Exhausted, "INSUFFICIENT_VCPUS")
         );
         for words in [
-            "needs 2000 thousandths of a core, all VMs together may have 1000 on this node, so that it never fits here",
+            "needs 2 cores, all VMs together may have 1.5 on this node, so that it never fits here",
             "needs 300 MiB, VMs may have 512 of which others have 256 now; stop another VM",
         ] {
             assert!(failure.message.contains(words), "{failure}");

@@ -174,6 +174,7 @@ impl State {
 #[tonic::async_trait]
 impl DiskService for State {
     async fn create_disk(&self, request: Request<v1::CreateDiskRequest>) -> Answer<v1::CreateDiskResponse> {
+        self.once(request.get_ref())?;
         let v1::CreateDiskRequest { disk, source, .. } = request.into_inner();
         let mut disk = disk.unwrap();
         self.called(format!("create disk {}", disk.name));
@@ -220,6 +221,7 @@ impl DiskService for State {
     }
 
     async fn resize_disk(&self, request: Request<v1::ResizeDiskRequest>) -> Answer<v1::ResizeDiskResponse> {
+        self.once(request.get_ref())?;
         let v1::ResizeDiskRequest { name, size_bytes, .. } = request.into_inner();
         self.called(format!("resize disk {name} {size_bytes}"));
         let mut disk = self.find_disk(&name)?;
@@ -241,6 +243,7 @@ impl DiskService for State {
     }
 
     async fn delete_disk(&self, request: Request<v1::DeleteDiskRequest>) -> Answer<v1::DeleteDiskResponse> {
+        self.once(request.get_ref())?;
         let name = request.into_inner().name;
         self.called(format!("delete disk {name}"));
         self.find_disk(&name)?;

@@ -13,13 +13,16 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{
-    self, VmPhase, WatchEventType, console_request, console_response,
-    disk_service_server::DiskServiceServer,
-    event_service_server::EventServiceServer,
-    node_service_server::{NodeService, NodeServiceServer},
-    operation_service_server::OperationServiceServer,
-    vm_service_server::{VmService, VmServiceServer},
+use proto::{
+    rule::Mutation,
+    v1::{
+        self, VmPhase, WatchEventType, console_request, console_response,
+        disk_service_server::DiskServiceServer,
+        event_service_server::EventServiceServer,
+        node_service_server::{NodeService, NodeServiceServer},
+        operation_service_server::OperationServiceServer,
+        vm_service_server::{VmService, VmServiceServer},
+    },
 };
 use tokio::{net::UnixListener, sync::broadcast};
 use tokio_stream::{Stream, StreamExt as _, wrappers::UnixListenerStream};
@@ -54,6 +57,7 @@ struct Play {
     most_starts: usize,
     exit: Option<v1::ExitReason>,
     changes_before_updates: usize,
+    refuse_first: bool,
 }
 
 /// Runs vmmctl; its exit code, standard output and standard error.
@@ -195,6 +199,23 @@ fn refusal(code: Code, reason: &str, message: String) -> Status {
 }
 
 impl State {
+    /// Answers each change of a kind only the second time that it comes with the same id.
+    pub fn refuse_first(&self) {
+        lock(&self.play).refuse_first = true;
+    }
+
+    /// Notes that a change has come; fails as a daemon does that is stopped meanwhile, if that is to be.
+    fn once<M: Mutation>(&self, request: &M) -> Result<(), Status> {
+        let id = request.request_id();
+        assert!(!id.is_empty(), "{} has an id", M::METHOD);
+        if lock(&self.play).refuse_first && self.ids(id) == 1 {
+            self.called(format!("refused {}", M::METHOD));
+            let message = "vmmd is stopping; try again in a moment".to_owned();
+            return Err(refusal(Code::Unavailable, "DAEMON_STOPPING", message));
+        }
+        Ok(())
+    }
+
     /// How often a request with this id has come.
     fn ids(&self, id: &str) -> usize {
         let mut ids = lock(&self.ids);
@@ -360,6 +381,7 @@ impl State {
 #[tonic::async_trait]
 impl VmService for State {
     async fn create_vm(&self, request: Request<v1::CreateVmRequest>) -> Answer<v1::CreateVmResponse> {
+        self.once(request.get_ref())?;
         let v1::CreateVmRequest {
             vm, start, dry_run, ..
         } = request.into_inner();
@@ -467,6 +489,7 @@ impl VmService for State {
     }
 
     async fn delete_vm(&self, request: Request<v1::DeleteVmRequest>) -> Answer<v1::DeleteVmResponse> {
+        self.once(request.get_ref())?;
         let v1::DeleteVmRequest { name, force, .. } = request.into_inner();
         self.called(format!("delete {name} force={force}"));
         if !force {
@@ -478,6 +501,7 @@ impl VmService for State {
     }
 
     async fn start_vm(&self, request: Request<v1::StartVmRequest>) -> Answer<v1::StartVmResponse> {
+        self.once(request.get_ref())?;
         let v1::StartVmRequest {
             name,
             request_id,
@@ -516,6 +540,7 @@ impl VmService for State {
     }
 
     async fn stop_vm(&self, request: Request<v1::StopVmRequest>) -> Answer<v1::StopVmResponse> {
+        self.once(request.get_ref())?;
         let v1::StopVmRequest {
             name,
             grace_period,
@@ -536,6 +561,7 @@ impl VmService for State {
     }
 
     async fn restart_vm(&self, request: Request<v1::RestartVmRequest>) -> Answer<v1::RestartVmResponse> {
+        self.once(request.get_ref())?;
         let v1::RestartVmRequest {
             name,
             grace_period,
@@ -552,6 +578,7 @@ impl VmService for State {
     }
 
     async fn pause_vm(&self, request: Request<v1::PauseVmRequest>) -> Answer<v1::PauseVmResponse> {
+        self.once(request.get_ref())?;
         if request.get_ref().name == "silent" {
             std::future::pending::<()>().await;
         }
@@ -560,16 +587,19 @@ impl VmService for State {
     }
 
     async fn resume_vm(&self, request: Request<v1::ResumeVmRequest>) -> Answer<v1::ResumeVmResponse> {
+        self.once(request.get_ref())?;
         let vm = self.change(&request.into_inner().name, &[VmPhase::Paused], VmPhase::Running)?;
         Ok(Response::new(v1::ResumeVmResponse { vm }))
     }
 
     async fn attach_disk(&self, request: Request<v1::AttachDiskRequest>) -> Answer<v1::AttachDiskResponse> {
+        self.once(request.get_ref())?;
         let vm = Some(self.attach(request.into_inner())?);
         Ok(Response::new(v1::AttachDiskResponse { vm }))
     }
 
     async fn detach_disk(&self, request: Request<v1::DetachDiskRequest>) -> Answer<v1::DetachDiskResponse> {
+        self.once(request.get_ref())?;
         let vm = Some(self.detach(request.into_inner())?);
         Ok(Response::new(v1::DetachDiskResponse { vm }))
     }
@@ -578,6 +608,7 @@ impl VmService for State {
         &self,
         request: Request<v1::ResizeVmDiskRequest>,
     ) -> Answer<v1::ResizeVmDiskResponse> {
+        self.once(request.get_ref())?;
         let vm = Some(self.resize(request.into_inner())?);
         Ok(Response::new(v1::ResizeVmDiskResponse { vm }))
     }
@@ -586,6 +617,7 @@ impl VmService for State {
         &self,
         request: Request<v1::SetRateLimitRequest>,
     ) -> Answer<v1::SetRateLimitResponse> {
+        self.once(request.get_ref())?;
         let vm = Some(self.limit(request.into_inner())?);
         Ok(Response::new(v1::SetRateLimitResponse { vm }))
     }
@@ -599,6 +631,7 @@ impl VmService for State {
     }
 
     async fn update_vm(&self, request: Request<v1::UpdateVmRequest>) -> Answer<v1::UpdateVmResponse> {
+        self.once(request.get_ref())?;
         let vm = Some(self.update(request.into_inner())?);
         Ok(Response::new(v1::UpdateVmResponse {
             vm,
@@ -625,6 +658,7 @@ impl VmService for State {
         &self,
         request: Request<v1::SetMemoryTargetRequest>,
     ) -> Answer<v1::SetMemoryTargetResponse> {
+        self.once(request.get_ref())?;
         let v1::SetMemoryTargetRequest {
             name, target_bytes, ..
         } = request.into_inner();
@@ -720,6 +754,7 @@ impl NodeService for State {
         &self,
         request: Request<v1::UpdateNodeLabelsRequest>,
     ) -> Answer<v1::UpdateNodeLabelsResponse> {
+        self.once(request.get_ref())?;
         let v1::UpdateNodeLabelsRequest { set, remove, .. } = request.into_inner();
         self.calls
             .lock()
@@ -752,19 +787,25 @@ impl NodeService for State {
     }
 
     async fn cordon_node(&self, request: Request<v1::CordonNodeRequest>) -> Answer<v1::CordonNodeResponse> {
+        self.once(request.get_ref())?;
         let reason = request.into_inner().reason;
         self.calls.lock().unwrap().push(format!("cordon {reason}"));
         let node = Some(named());
         Ok(Response::new(v1::CordonNodeResponse { node }))
     }
 
-    async fn uncordon_node(&self, _: Request<v1::UncordonNodeRequest>) -> Answer<v1::UncordonNodeResponse> {
+    async fn uncordon_node(
+        &self,
+        request: Request<v1::UncordonNodeRequest>,
+    ) -> Answer<v1::UncordonNodeResponse> {
+        self.once(request.get_ref())?;
         self.calls.lock().unwrap().push("uncordon".into());
         let node = Some(named());
         Ok(Response::new(v1::UncordonNodeResponse { node }))
     }
 
     async fn drain_node(&self, request: Request<v1::DrainNodeRequest>) -> Answer<v1::DrainNodeResponse> {
+        self.once(request.get_ref())?;
         let request = request.into_inner();
         let grace = request.grace_period.unwrap_or_default().seconds;
         self.calls
