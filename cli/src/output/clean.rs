@@ -16,7 +16,7 @@ impl Cleaner {
         for byte in bytes {
             if *byte == b'\n' {
                 // A sequence without an end hides no more than its line.
-                self.parser = Parser::new();
+                self.parser = Parser::default();
                 self.text.returned = false;
                 self.text.shown.push('\n');
             } else {
