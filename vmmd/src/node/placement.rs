@@ -131,14 +131,11 @@ fn amounts(demand: &Resources, allocatable: &Resources, committed: &Resources) -
 
 /// An amount in units of `size`: thousandths as they are, others rounded up.
 fn up(amount: u64, size: u64) -> String {
-    down(
-        if size == 1000 {
-            amount
-        } else {
-            amount.next_multiple_of(size)
-        },
-        size,
-    )
+    if size == 1000 {
+        down(amount, size)
+    } else {
+        amount.div_ceil(size).to_string()
+    }
 }
 
 /// The same rounded down.
