@@ -16,6 +16,7 @@ zstd:/usr/bin/zstd
 lz4:/usr/bin/lz4
 make:/usr/bin/make
 gcc:/usr/bin/gcc
+python3-venv:/usr/share/doc/python3-venv
 libc6-dev:/usr/lib/x86_64-linux-gnu/libc.a
 "
 

@@ -20,7 +20,7 @@ export SOURCE_DATE_EPOCH
 
 release="$target/release"
 package="$target/deb/vmmd_${version}_amd64.deb"
-if [ -e "$package" ] && [ -z "$(find "$release/vmmd" "$release/vmm" "$release/vmmctl" "$here" -type f -newer "$package")" ]; then
+if [ -e "$package" ] && [ -z "$(find "$release/vmmd" "$release/vmm" "$release/vmmctl" "$here" "$top/proto" "$top/docs/examples" -type f -newer "$package")" ]; then
     echo "$package"
     exit 0
 fi
@@ -57,6 +57,13 @@ for example in "$here"/examples/*.yaml; do
     put 644 "$example" "usr/share/doc/vmmd/examples/${example##*/}"
 done
 put 644 "$here/debian/copyright" usr/share/doc/vmmd/copyright
+
+for file in "$top"/proto/vmmd/v1/*.proto "$top"/proto/google/rpc/*.proto; do
+    put 644 "$file" "usr/share/vmmd/proto/${file#"$top"/proto/}"
+done
+for file in "$top"/docs/examples/*/*; do
+    put 644 "$file" "usr/share/doc/vmmd/examples/${file#"$top"/docs/examples/}"
+done
 
 generated="$root/generated"
 "$release/vmmctl" generate "$generated"

@@ -12,6 +12,7 @@ mod disk_state;
 mod disks;
 mod drain;
 mod events;
+mod examples;
 mod harness;
 mod host_devices;
 mod hostile_vmm;

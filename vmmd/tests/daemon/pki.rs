@@ -41,6 +41,16 @@ pub struct Leaf {
     serial: rcgen::SerialNumber,
 }
 
+impl Leaf {
+    pub fn certificate_pem(&self) -> String {
+        self.certificate.pem()
+    }
+
+    pub fn key_pem(&self) -> String {
+        self.key.serialize_pem()
+    }
+}
+
 fn named(name: &str) -> DistinguishedName {
     let mut subject = DistinguishedName::new();
     subject.push(DnType::CommonName, name);
