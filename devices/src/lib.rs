@@ -12,6 +12,7 @@ pub mod dirty;
 pub mod fuzzing;
 pub mod interrupt;
 pub mod legacy;
+pub mod log_limit;
 pub mod net;
 pub mod pci;
 pub mod ram;

@@ -1,4 +1,4 @@
-//! Looking up guest memory on the way of a request, where it is done several times for each.
+//! Guest memory as requests name it, and the way to it, which is gone several times for each request.
 
 use vm_memory::{
     GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress, VolatileSlice, bitmap::MS,
@@ -8,6 +8,20 @@ use crate::{GuestMemory, sys};
 
 /// A slice of guest memory that marks what is written through it in the dirty bitmap.
 pub type GuestSlice<'a> = VolatileSlice<'a, MS<'a, GuestMemory>>;
+
+/// One buffer of a request in guest memory, not empty.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Guest-physical address.
+    pub address: GuestAddress,
+    /// Length in bytes.
+    pub length: u32,
+}
+
+/// An access beyond the end of the buffers of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the request's buffers are too short")]
+pub struct TooShort;
 
 /// So many regions are looked through one after the other, which is quicker than a search. A machine has two, and one
 /// more for each part of its memory that was plugged.

@@ -165,8 +165,8 @@ mod tests {
     use crate::{
         GuestMemory,
         block::{Operation, Request},
+        ram::Segment,
         sys::Iovecs,
-        virtio::chain::Segment,
     };
 
     fn image(size: u64) -> tempfile::NamedTempFile {

@@ -2,7 +2,7 @@
 
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
-use crate::{sys::file, virtio::fault::LogLimit};
+use crate::{log_limit::LogLimit, sys::file};
 
 /// Bytes in each of the two files when nothing else is asked for.
 pub const DEFAULT_LIMIT: u64 = 1 << 20;

@@ -8,8 +8,8 @@ use std::{ptr, sync::Arc};
 use vm_memory::{GuestAddress, GuestMemoryBackend, VolatileSlice};
 
 use crate::{
-    GuestMemory, ram,
-    virtio::chain::{Segment, TooShort},
+    GuestMemory,
+    ram::{self, Segment, TooShort},
 };
 
 /// Most entries that the kernel takes in one call (UIO_MAXIOV).

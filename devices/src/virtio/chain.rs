@@ -5,26 +5,12 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::{
     GuestMemory, dirty,
-    ram::{self, GuestSlice},
+    ram::{self, GuestSlice, Segment, TooShort},
 };
 
 /// Most buffers in one chain. Linux' drivers stay below; the spec's own limit is the queue's size, which drivers with
 /// indirect tables do not keep.
 pub const MAX_SEGMENTS: usize = 1024;
-
-/// One buffer in guest memory; wholly in it, not empty.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Segment {
-    /// Guest-physical address.
-    pub address: GuestAddress,
-    /// Length in bytes.
-    pub length: u32,
-}
-
-/// An access beyond the end of a chain's part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the request's buffers are too short")]
-pub struct TooShort;
 
 /// The buffers of one request: first those that the device reads, then those that it writes.
 ///

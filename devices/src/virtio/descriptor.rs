@@ -8,11 +8,14 @@ use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, VolatileMemory};
 
 use super::{
-    chain::{Chain, MAX_SEGMENTS, Segment},
+    chain::{Chain, MAX_SEGMENTS},
     fault::RingError,
     window::Window,
 };
-use crate::{GuestMemory, ram};
+use crate::{
+    GuestMemory,
+    ram::{self, Segment},
+};
 
 /// Bytes of a descriptor (2.7.5).
 const DESCRIPTOR: u32 = 16;

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use devices::virtio::fault::LogLimit;
+use devices::log_limit::LogLimit;
 use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec, OnCrash};
 use tracing::{debug, info, warn};
 

@@ -10,7 +10,7 @@ use std::{
 use vm_memory::GuestAddress;
 
 use super::{check, disk::Disk, header::Header, medium::Medium, open_disk};
-use crate::{GuestMemory, sys::Iovecs, virtio::chain::Segment};
+use crate::{GuestMemory, ram::Segment, sys::Iovecs};
 
 /// Most bytes that a file may grow to.
 const LIMIT: usize = 1 << 20;

@@ -34,7 +34,7 @@ use super::{
     target::Target,
     uring::UringEngine,
 };
-use crate::{GuestMemory, lacking, sys::Iovecs, virtio::chain::Segment};
+use crate::{GuestMemory, lacking, ram::Segment, sys::Iovecs};
 
 /// How long a test waits for what has to come, before it fails.
 const PATIENCE: Duration = Duration::from_secs(20);

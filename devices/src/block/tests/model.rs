@@ -9,8 +9,8 @@ use super::{PATIENCE, Setup, late};
 use crate::{
     GuestMemory,
     block::{Completion, Engine, Operation, Request, SECTOR},
+    ram::Segment,
     sys::Iovecs,
-    virtio::chain::Segment,
 };
 
 /// The disk's size.

@@ -65,7 +65,7 @@ mod tests {
     use vm_memory::{Bytes, GuestAddress};
 
     use super::*;
-    use crate::{GuestMemory, virtio::chain::Segment};
+    use crate::{GuestMemory, ram::Segment};
 
     fn memory() -> Arc<GuestMemory> {
         Arc::new(GuestMemory::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap())

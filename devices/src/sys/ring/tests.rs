@@ -9,7 +9,7 @@ use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
 use super::*;
-use crate::{GuestMemory, lacking, sys::event::wait_for, virtio::chain::Segment};
+use crate::{GuestMemory, lacking, ram::Segment, sys::event::wait_for};
 
 struct Rig {
     /// Notes the tag, once more.

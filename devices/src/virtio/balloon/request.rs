@@ -7,7 +7,8 @@ use std::{collections::BTreeMap, ops::Range};
 use super::config::{PAGE, PAGE_SHIFT};
 use crate::{
     GuestMemory,
-    virtio::chain::{Chain, Segment, TooShort},
+    ram::{Segment, TooShort},
+    virtio::chain::Chain,
 };
 
 /// Bytes in a page number (le32).

@@ -13,8 +13,8 @@ use zerocopy::{
 use super::stats::Kind;
 use crate::{
     block::{Operation, SECTOR},
+    ram::Segment,
     rate::Cost,
-    virtio::chain::Segment,
 };
 
 /// Length of [`Header`] in bytes.

@@ -13,8 +13,9 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::{
     GuestMemory,
+    ram::Segment,
     virtio::{
-        chain::{Chain, MAX_SEGMENTS, Segment},
+        chain::{Chain, MAX_SEGMENTS},
         fault::RingError,
         queue::{Queue, QueueState},
     },

@@ -3,8 +3,9 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::{
     GuestMemory,
+    ram::TooShort,
     virtio::{
-        chain::{Chain, MAX_SEGMENTS, TooShort},
+        chain::{Chain, MAX_SEGMENTS},
         fault::RingError,
         queue::{Queue, QueueState},
     },
@@ -291,7 +292,7 @@ proptest! {
         match simple_walk(&direct, &table, head) {
             Some((readable, writable)) => {
                 prop_assert_eq!(result, Ok(true));
-                let lengths = |segments: &[crate::virtio::chain::Segment]| -> Vec<(u64, u32)> {
+                let lengths = |segments: &[crate::ram::Segment]| -> Vec<(u64, u32)> {
                     segments.iter().map(|segment| (segment.address.0, segment.length)).collect()
                 };
                 prop_assert_eq!(lengths(chain.readable()), readable);
@@ -446,7 +447,7 @@ proptest! {
         while let Ok(true) = queue.pop(&mut chain) {
             taken += 1;
             prop_assert!(taken <= 16);
-            let sum = |segments: &[crate::virtio::chain::Segment]| segments.iter().map(|segment| u64::from(segment.length)).sum::<u64>();
+            let sum = |segments: &[crate::ram::Segment]| segments.iter().map(|segment| u64::from(segment.length)).sum::<u64>();
             prop_assert_eq!(sum(chain.readable()), u64::from(chain.readable_len()));
             prop_assert_eq!(sum(chain.writable()), u64::from(chain.writable_len()));
             for segment in chain.readable().iter().chain(chain.writable()) {

@@ -11,7 +11,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::{
     super::{
         device::{VirtioDevice, WorkerSpec},
-        fault::{Counters, EventSink, LogLimit},
+        fault::{Counters, EventSink},
         queue::MAX_SIZE,
         signals::Signals,
         worker::{Shared, Workers},
@@ -23,6 +23,7 @@ use crate::{
     GuestMemory,
     component::{Component, ComponentError},
     interrupt::{MsiController, NotifyRegistry},
+    log_limit::LogLimit,
     pci::{PciFunction, SharedFunction, msix::Msix, root::lock},
     state::{Section, StateError},
 };

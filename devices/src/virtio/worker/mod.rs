@@ -43,11 +43,11 @@ use self::thread::Worker;
 use super::{
     bell::Bell,
     device::{QueueHandler, WorkerSpec},
-    fault::{Counters, EventSink, LogLimit},
+    fault::{Counters, EventSink},
     queue::QueueState,
     signals::Signals,
 };
-use crate::{GuestMemory, thread::ThreadKind};
+use crate::{GuestMemory, log_limit::LogLimit, thread::ThreadKind};
 
 /// How long an ending worker is waited for before it is left alone.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);

@@ -22,6 +22,7 @@ use devices::{
     bus::Bus,
     component::Component,
     interrupt::{IrqLine, MsiController, NotifyRegistry},
+    log_limit::LogLimit,
     pci::{
         HotPlug, PciError, PciRoot, PciWindows, hotplug,
         root::{ECAM_SIZE, FIRST_PORT, PORTS},
@@ -30,7 +31,7 @@ use devices::{
     virtio::{
         balloon::BalloonControl,
         device::VirtioDevice,
-        fault::{DeviceEvent, EventSink, LogLimit},
+        fault::{DeviceEvent, EventSink},
         net::NetStats,
         transport::{Parts, VirtioPciDevice},
     },
@@ -241,7 +242,6 @@ impl Assembly {
         })
     }
 
-    /// Builds everything. `image` gives what a reset loads, with what the caller wants to know of it; it is called last.
     /// Maps the ports of the older way to PCI configuration spaces. Linux prefers them where they are, and pays two exits for each
     /// access instead of one. Without them it uses ECAM, also in the oldest kernels; so a Linux that is booted directly does
     /// without.
@@ -253,6 +253,7 @@ impl Assembly {
         Ok(self.spaces.pio.insert(FIRST_PORT, PORTS, ports)?)
     }
 
+    /// Builds everything. `image` gives what a reset loads, with what the caller wants to know of it; it is called last.
     fn build<T>(
         mut self,
         spec: &model::machine::Machine,

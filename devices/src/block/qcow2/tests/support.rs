@@ -19,8 +19,8 @@ use super::super::{
 use crate::{
     GuestMemory,
     block::{Image, OpenError, Operation, Request, engine::Engine},
+    ram::Segment,
     sys::Iovecs,
-    virtio::chain::Segment,
 };
 
 /// What was done to a [`Recorder`].
