@@ -42,14 +42,17 @@ impl Audience for Listener {
 
 /// What became of the restores.
 pub struct Restores {
+    asked: bool,
     count: Arc<AtomicU64>,
     failure: Arc<OnceLock<Failure>>,
 }
 
 impl Restores {
-    /// At the end of the run: an error if the machine could not be restored once.
+    /// At the end of the run: says how often the machine was restored, if that was asked for. An error if a restore failed.
     pub fn finish(&self) -> Result<()> {
-        eprintln!("vmm: restored {} times", self.count.load(Ordering::Relaxed));
+        if self.asked {
+            eprintln!("vmm: restored {} times", self.count.load(Ordering::Relaxed));
+        }
         match self.failure.get() {
             Some(failure) => bail!("a restore failed: {}", failure.message),
             None => Ok(()),
@@ -75,6 +78,7 @@ pub fn begin(
     let rebuilder = Rebuilder::new(Box::new(consoles));
     let failure = Arc::new(OnceLock::new());
     let restores = Restores {
+        asked: every.is_some(),
         count: rebuilder.restores(),
         failure: Arc::clone(&failure),
     };
