@@ -71,11 +71,12 @@ impl Accel {
         }
     }
 
-    /// What the node's kernel is told about it: that no program runs on its first processor unless it asks for that.
+    /// What the node's kernel is told about it: that no program runs on its first processor unless it asks for that, and that
+    /// the timer works, which it does not find out in time where the host has other work.
     pub fn kernel_arguments(self) -> &'static str {
         match self {
             Accel::Kvm => "",
-            Accel::Tcg => "isolcpus=0",
+            Accel::Tcg => "isolcpus=0 no_timer_check",
         }
     }
 }

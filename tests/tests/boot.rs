@@ -18,6 +18,10 @@ echo "clock=$(cat /sys/devices/system/clocksource/clocksource0/current_clocksour
 echo "hypervisor=$(grep -c -w hypervisor /proc/cpuinfo)"
 echo "uuid=$(cat /sys/class/dmi/id/product_uuid)"
 echo "rng=$(cat /sys/class/misc/hw_random/rng_current)"
+echo "pat=$(dmesg | sed -n 's/.*x86\/PAT: Configuration .0-7.: *//p')"
+echo "mtrr=$(grep -c uncachable /proc/mtrr)"
+echo "rtc=$(cat /sys/class/rtc/rtc0/name)"
+echo "tsc_adjust=$(grep -c -w tsc_adjust /proc/cpuinfo)"
 dmesg | grep -i -E 'firmware bug|BUG:|ACPI.*error|WARNING: ' | sed 's/^/error=/'
 "#;
 
@@ -28,9 +32,10 @@ fn fact<'text>(text: &'text str, name: &str) -> Vec<&'text str> {
         .collect()
 }
 
-fn boots(topic: &str, kernel: &str, initrd: &str, cores: u32, memory_mib: u64) {
+fn boots(topic: &str, kernel: Kernel, image: &str, cores: u32, memory_mib: u64) {
     let case = Case::new(topic).expect("node");
-    let spec = VmSpec::new(kernel, Some(initrd.to_owned()))
+    let spec = VmSpec::new(image, Some(Guests.initrd(kernel)))
+        .cmdline(kernel.arguments())
         .cores(cores)
         .memory_mib(memory_mib)
         .script(FACTS);
@@ -68,6 +73,16 @@ fn boots(topic: &str, kernel: &str, initrd: &str, cores: u32, memory_mib: u64) {
         "{pci:?}"
     );
     assert!(fact(&text, "rng")[0].starts_with("virtio_rng"), "{text}");
+    // Kernels before 6.2 have a page attribute table only where the MTRRs are on.
+    let pat = fact(&text, "pat")[0];
+    assert_eq!(
+        pat.split_whitespace().collect::<Vec<_>>(),
+        ["WB", "WC", "UC-", "UC", "WB", "WP", "UC-", "WT"],
+        "{text}"
+    );
+    assert_eq!(fact(&text, "mtrr"), ["1"], "the MMIO hole is uncachable: {text}");
+    assert!(fact(&text, "rtc")[0].starts_with("rtc_cmos"), "{text}");
+    assert_eq!(fact(&text, "tsc_adjust"), [cores.to_string()], "{text}");
     console.run("true", 30).expect("a shell");
     vm.ctl("stop --grace 60s").expect("stop");
     assert_eq!(
@@ -76,32 +91,28 @@ fn boots(topic: &str, kernel: &str, initrd: &str, cores: u32, memory_mib: u64) {
     );
 }
 
+/// Not each with each: every kernel has every number of processors, and every size, once.
 #[rstest]
 fn an_unmodified_kernel_boots_to_a_shell(
-    #[values(Kernel::Cloud612, Kernel::Cloud61, Kernel::Generic61)] kernel: Kernel,
-    #[values((1, 256), (4, 5120))] machine: (u32, u64),
+    #[values(
+        Kernel::Cloud510,
+        Kernel::Cloud61,
+        Kernel::Generic61,
+        Kernel::Cloud612,
+        Kernel::Generic612
+    )]
+    kernel: Kernel,
+    #[values((1, 256), (4, 12 * 1024))] machine: (u32, u64),
 ) {
     let (cores, memory_mib) = machine;
-    let topic = format!("boot-{}c-{}m", cores, memory_mib);
-    boots(
-        &topic,
-        &Guests.vmlinuz(kernel),
-        &Guests.initrd(kernel),
-        cores,
-        memory_mib,
-    );
+    let topic = format!("boot-{cores}c-{memory_mib}m");
+    boots(&topic, kernel, &Guests.vmlinuz(kernel), cores, memory_mib);
 }
 
 #[test]
 fn an_elf_kernel_boots_by_its_pvh_entry() {
     let kernel = Kernel::Cloud612;
-    boots(
-        "boot-pvh",
-        &Guests.vmlinux(kernel),
-        &Guests.initrd(kernel),
-        2,
-        256,
-    );
+    boots("boot-pvh", kernel, &Guests.vmlinux(kernel), 2, 256);
 }
 
 #[test]
@@ -120,21 +131,21 @@ fn memory_that_is_shared_is_a_memfd_and_boots_as_well() {
 }
 
 #[test]
-fn thirty_two_cores_are_two_sockets() {
-    let case = Case::new("boot-32").expect("node");
+fn sixty_four_cores_are_four_sockets() {
+    let case = Case::new("boot-64").expect("node");
     let spec = VmSpec::busybox(Kernel::Cloud612)
-        .cores(32)
-        .memory_mib(512)
+        .cores(64)
+        .memory_mib(1024)
         .script(FACTS);
     let vm = Vm::start(&case, "", &spec).expect("start");
     let text = vm
         .console()
         .expect("console")
-        .until("GUEST-RUN-EXIT 0", 2 * BOOT)
+        .until("GUEST-RUN-EXIT 0", 3 * BOOT)
         .expect("boot");
     assert_eq!(
         (fact(&text, "nproc"), fact(&text, "sockets")),
-        (vec!["32"], vec!["2"]),
+        (vec!["64"], vec!["4"]),
         "{text}"
     );
 }
