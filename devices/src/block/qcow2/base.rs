@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use super::medium::Medium;
+use super::{buffers::Buffers, medium::Medium};
 
 /// A file, and whether something was written to it that may not be stable.
 #[derive(Debug)]
@@ -16,8 +16,10 @@ pub(super) struct Base {
     pub(super) medium: Arc<dyn Medium>,
     unsynced: AtomicBool,
     /// The errno of a sync that failed. The kernel may have dropped what it could not write, and call the next sync a
-    /// success (fsync(2), "EIO"): from then on nothing settles.
+    /// success (fsync(2), "EIO"): from then on each sync fails.
     lost: Mutex<Option<i32>>,
+    /// For tables and compressed data.
+    pub(super) buffers: Buffers,
 }
 
 impl Base {
@@ -26,6 +28,7 @@ impl Base {
             medium,
             unsynced: AtomicBool::new(false),
             lost: Mutex::new(None),
+            buffers: Buffers::default(),
         }
     }
 

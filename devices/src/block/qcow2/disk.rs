@@ -262,10 +262,12 @@ impl Disk {
                 }
                 Mapping::Special { .. } => {
                     let length = length.min(BOUNCE);
-                    let mut data = vec![0; bytes(length)];
-                    access.read(data.as_mut_slice(), offset)?;
-                    drop(tables);
-                    buffers.put(&data);
+                    self.layer.base().buffers.with(bytes(length), |data| {
+                        access.read(&mut *data, offset)?;
+                        drop(tables);
+                        buffers.put(data);
+                        io::Result::Ok(())
+                    })?;
                     length
                 }
                 Mapping::Zero { .. } => {

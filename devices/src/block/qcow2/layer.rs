@@ -76,22 +76,26 @@ impl Storage for Layer {
     }
 
     unsafe fn pure_readv(&self, mut bufv: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
-        let mut data = vec![0; usize::try_from(bufv.len()).unwrap_or(0)];
-        match self.stage(|stage| stage.read(&mut data, offset)) {
-            Some(result) => result?,
-            None => self.base().medium.read_at(&mut data, offset)?,
-        }
-        bufv.copy_from_slice(&data);
-        Ok(())
+        let length = usize::try_from(bufv.len()).unwrap_or(0);
+        self.base().buffers.with(length, |data| {
+            match self.stage(|stage| stage.read(data, offset)) {
+                Some(result) => result?,
+                None => self.base().medium.read_at(data, offset)?,
+            }
+            bufv.copy_from_slice(data);
+            Ok(())
+        })
     }
 
     unsafe fn pure_writev(&self, bufv: IoVector<'_>, offset: u64) -> io::Result<()> {
-        let mut data = vec![0; usize::try_from(bufv.len()).unwrap_or(0)];
-        bufv.copy_into_slice(&mut data);
-        match self.stage(|stage| stage.write(&data, offset)) {
-            Some(result) => result,
-            None => self.base().medium.write_at(&data, offset),
-        }
+        let length = usize::try_from(bufv.len()).unwrap_or(0);
+        self.base().buffers.with(length, |data| {
+            bufv.copy_into_slice(data);
+            match self.stage(|stage| stage.write(data, offset)) {
+                Some(result) => result,
+                None => self.base().medium.write_at(data, offset),
+            }
+        })
     }
 
     unsafe fn pure_write_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {

@@ -6,6 +6,7 @@
 //! but the image stays consistent: at worst clusters leak, which the next opening for writing repairs.
 
 mod base;
+mod buffers;
 pub mod check;
 pub mod create;
 mod disk;

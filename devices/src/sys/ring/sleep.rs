@@ -77,6 +77,11 @@ impl<T> Ring<T> {
             let which = types::CancelBuilder::user_data(POLL | u64::from(number));
             // If it is not there any more, it is on its way to the completion queue, where nobody knows it.
             let _gone = self.ring.submitter().register_sync_cancel(None, which);
+            if self.under_way() == 0 {
+                // The poll request's own completion would end the next wait.
+                let _gathered = self.gather();
+                let _none = self.at_hand();
+            }
         }
     }
 }

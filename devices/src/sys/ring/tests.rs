@@ -165,3 +165,24 @@ fn a_ring_refuses_all_that_it_is_not_used_for() {
         assert_eq!(error.unwrap_err().raw_os_error(), Some(libc::EACCES));
     }
 }
+
+#[test]
+fn a_poll_that_was_given_up_does_not_end_the_next_wait() {
+    const LIMIT: Duration = Duration::from_millis(50);
+    let Some(mut rig) = rig() else { return };
+    let other = EventFd::new(EFD_NONBLOCK).unwrap();
+    if !rig.ring.wait_beside(other.as_raw_fd(), Some(LIMIT)).unwrap() {
+        // A kernel before 6.1.
+        return;
+    }
+    for _ in 0..3 {
+        rig.ring.forget_other();
+        let begin = Instant::now();
+        assert!(rig.ring.wait_beside(other.as_raw_fd(), Some(LIMIT)).unwrap());
+        assert!(begin.elapsed() >= LIMIT, "{:?}", begin.elapsed());
+        assert!(rig.ring.returned().is_none() && !rig.ring.other_called());
+    }
+    other.write(1).unwrap();
+    assert!(rig.ring.wait_beside(other.as_raw_fd(), None).unwrap());
+    assert!(rig.ring.returned().is_none() && rig.ring.other_called());
+}

@@ -6,8 +6,11 @@ use imago::{Mapping, ShallowMapping, format::PreallocateMode};
 
 use super::{super::layer, Disk, advance, bytes, exclusive, shared};
 
-/// Zeroes are written in pieces of at most this size.
+/// Zeroes are written in pieces of at most this size, which is that of [`ZERO_BUFFER`].
 const ZEROES: u64 = 1 << 20;
+
+/// What is written then. It is in no file and is only read, so it takes page tables and no memory of its own.
+static ZERO_BUFFER: [u8; 1 << 20] = [0; 1 << 20];
 
 /// How clusters are cleared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,7 +71,6 @@ impl Disk {
     fn put_zeroes(&self, offset: u64, end: u64) -> io::Result<()> {
         let _range = self.ranges.enter(offset..end)?;
         let access = shared(&self.access);
-        let zeroes = vec![0; bytes(end.saturating_sub(offset).min(ZEROES))];
         let mut offset = offset;
         while offset < end {
             let tables = shared(&self.tables);
@@ -77,7 +79,7 @@ impl Disk {
             drop(tables);
             if !zero {
                 self.put(&access, offset, run, &mut |medium, at, length| {
-                    medium.write_at(zeroes.get(..bytes(length)).unwrap_or_default(), at)
+                    medium.write_at(ZERO_BUFFER.get(..bytes(length)).unwrap_or_default(), at)
                 })?;
             }
             offset = advance(offset, run)?;
