@@ -276,7 +276,9 @@ impl Call {
             }],
             Kind::Start => vec![Step::Start],
             Kind::Stop | Kind::Kill => vec![Step::Stop],
-            Kind::Die | Kind::Panic | Kind::Drain => vec![Step::End],
+            Kind::Die | Kind::Panic => vec![Step::End],
+            // A paused guest is woken to hear of it.
+            Kind::Drain => vec![Step::Wake, Step::End],
             Kind::Restart => vec![Step::Wake, Step::End, Step::Start],
             Kind::Pause => vec![Step::Pause],
             Kind::Resume => vec![Step::Resume],
@@ -288,7 +290,7 @@ impl Call {
             Kind::Attach => vec![Step::Attach],
             Kind::Detach { .. } => vec![Step::Detach],
             // It depends on what is cancelled: a start ends, a stop is taken back.
-            Kind::Cancel => vec![Step::Stop, Step::Want],
+            Kind::Cancel => vec![Step::Wake, Step::Stop, Step::Want],
             Kind::Get | Kind::List | Kind::Illegal(_) => Vec::new(),
         }
     }
@@ -338,6 +340,10 @@ pub fn refused(call: &Call, status: &Status, generation: u64) -> (Look, bool, bo
         "VM_NOT_FOUND" => (Look::Absent, false, false),
         "VM_EXISTS" => (Look::Present, false, false),
         "VM_PAUSED" => (Look::Paused, false, false),
+        // The machine has ended meanwhile.
+        "NOT_RUNNING" if matches!(call.kind, Kind::Attach | Kind::Detach { .. }) => {
+            (Look::Present, false, true)
+        }
         "NOT_RUNNING" => (Look::Down, false, false),
         "GENERATION_MISMATCH" => (Look::Not(generation), false, false),
         "RUN_POLICY" if call.kind == Kind::Start => (Look::Policy(Policy::Off), false, false),
