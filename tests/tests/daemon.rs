@@ -162,3 +162,37 @@ fn twenty_vms_made_and_deleted_leave_nothing() {
     let left: Vec<_> = after.difference(&before).collect();
     assert!(left.is_empty(), "left behind: {left:#?}");
 }
+
+#[test]
+fn guests_power_off_in_an_orderly_way_also_while_vmmd_is_stopped() {
+    let case = Case::new("svc-guests").expect("node");
+    let node = case.node();
+    let vm = Vm::start(&case, "", &counting()).expect("start");
+    let up = || vm.console().expect("console").until("up 5.", BOOT).expect("boot");
+    up();
+    let pid = vm.pid().expect("pid");
+    let alive = || node.sh(&format!("kill -0 {pid}")).is_ok();
+    // A restart of the unit asks no guest, with the daemon or without.
+    node.sh("systemctl restart vmmd-guests; systemctl stop vmmd; systemctl restart vmmd-guests")
+        .expect("restart");
+    assert!(alive(), "a restart of vmmd-guests has ended the VM");
+    // A stop of it does, as at a shutdown of the node.
+    node.sh("systemctl stop vmmd-guests").expect("stop");
+    assert!(!alive(), "the VM runs on");
+    node.sh("systemctl start vmmd vmmd-guests").expect("start");
+    let stopped = |vm: &Vm| {
+        assert_eq!(vm.phase().expect("phase"), "STOPPED");
+        vm.field("/status/lastExit/reason").expect("reason")
+    };
+    assert_eq!(stopped(&vm), "EXIT_REASON_STOPPED");
+
+    // So does the removal of the package, which says so.
+    vm.ctl("start").expect("start");
+    up();
+    let said = node
+        .sh("systemctl stop vmmd; DPKG_MAINTSCRIPT_NAME=prerm DPKG_MAINTSCRIPT_PACKAGE=vmmd /var/lib/dpkg/info/vmmd.prerm remove")
+        .expect("prerm");
+    assert!(said.contains("stopping 1 virtual machine"), "{said}");
+    node.sh("systemctl start vmmd vmmd-guests").expect("start");
+    assert_eq!(stopped(&vm), "EXIT_REASON_STOPPED");
+}
