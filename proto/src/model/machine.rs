@@ -58,6 +58,8 @@ pub struct Machine {
     pub balloon: Option<Balloon>,
     /// What follows on a triple fault.
     pub on_crash: OnCrash,
+    /// After a pause kvmclock goes on with the host's real time.
+    pub sync_clock: bool,
 }
 
 /// The balloon.
@@ -276,6 +278,7 @@ impl Machine {
             serial_log,
             balloon: spec.balloon.as_ref().map(|wire| balloon(&mut claims, wire, spec)),
             on_crash: OnCrash::of_machine(&mut claims.found, spec.on_crash),
+            sync_clock: spec.sync_clock,
         };
         claims.found.or(machine)
     }

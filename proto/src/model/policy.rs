@@ -83,6 +83,31 @@ impl OnCrash {
     }
 }
 
+/// What the guest's clock shows after a pause.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ClockOnResume {
+    /// The time at the pause.
+    #[default]
+    Keep,
+    /// The true time.
+    Sync,
+}
+
+impl ClockOnResume {
+    /// Notes a value of the API that does not exist.
+    pub(super) fn new(found: &mut Violations, spec: Option<&v1::ClockSpec>) -> Self {
+        let value = spec.map_or(0, |spec| spec.on_resume);
+        match v1::ClockOnResume::try_from(value) {
+            Ok(v1::ClockOnResume::Unspecified | v1::ClockOnResume::Keep) => Self::Keep,
+            Ok(v1::ClockOnResume::Sync) => Self::Sync,
+            Err(_) => {
+                found.add("spec.clock.onResume", format_args!("unknown value {value}"));
+                Self::default()
+            }
+        }
+    }
+}
+
 impl From<OnCrash> for vmm::OnCrash {
     fn from(policy: OnCrash) -> Self {
         match policy {

@@ -13,7 +13,7 @@ use super::{
     metadata::Metadata,
     name::Name,
     nic::Mac,
-    policy::{OnCrash, RunPolicy},
+    policy::{ClockOnResume, OnCrash, RunPolicy},
     resources::{self, CpuSet, MemoryOptions},
     topology::Topology,
 };
@@ -78,6 +78,8 @@ pub struct VmSpec {
     pub run_policy: RunPolicy,
     /// What follows on a triple fault.
     pub on_crash: OnCrash,
+    /// What the guest's clock shows after a pause.
+    pub clock: ClockOnResume,
     /// The balloon, if it has one.
     pub balloon: Option<Balloon>,
 }
@@ -201,6 +203,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         }
         let run_policy = RunPolicy::new(&mut found, spec.run_policy);
         let on_crash = OnCrash::new(&mut found, spec.on_crash);
+        let clock = ClockOnResume::new(&mut found, spec.clock.as_ref());
         let field = "spec.rateGroups";
         let rate_groups = list(
             &mut found,
@@ -245,6 +248,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 rate_groups,
                 run_policy,
                 on_crash,
+                clock,
                 balloon,
             }),
             _ => Err(found),

@@ -58,6 +58,8 @@ pub struct Machine {
     pub(super) irqchip: IrqChipState,
     /// kvmclock at the pause.
     pub(super) paused_clock: Option<Clock>,
+    /// kvmclock catches up with the real time after a pause.
+    pub(super) sync_clock: bool,
     /// What it was built as, but for the devices.
     pub(super) header: MachineHeader,
     /// Is told that the guest starts anew.
@@ -141,8 +143,10 @@ impl lifecycle::Machine for Machine {
     }
 
     fn resume(&mut self) -> Result<(), Failure> {
-        if let Some(clock) = self.paused_clock {
-            self.vm.set_clock(clock)?;
+        match self.paused_clock {
+            Some(clock) if self.sync_clock => self.vm.set_clock_caught_up(clock)?,
+            Some(clock) => self.vm.set_clock(clock)?,
+            None => {}
         }
         self.resume_components()?;
         self.paused_clock = None;

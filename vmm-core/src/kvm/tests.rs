@@ -90,6 +90,24 @@ fn the_most_ram_that_fits_the_host_can_be_built_without_having_it() {
 }
 
 #[test]
+fn kvmclock_catches_up_with_the_real_time() {
+    let vm = Vm::create(&host()).unwrap();
+    let now = vm.clock().unwrap();
+    let Some(realtime_ns) = now.realtime_ns else {
+        return vm.set_clock_caught_up(now).unwrap();
+    };
+    const HOUR: u64 = 3_600_000_000_000;
+    let an_hour_ago = Clock {
+        realtime_ns: Some(realtime_ns - HOUR),
+        ..now
+    };
+    vm.set_clock_caught_up(an_hour_ago).unwrap();
+    assert!(vm.clock().unwrap().nanoseconds >= now.nanoseconds + HOUR);
+    vm.set_clock(an_hour_ago).unwrap();
+    assert!(vm.clock().unwrap().nanoseconds < now.nanoseconds + HOUR);
+}
+
+#[test]
 fn kvmclock_can_be_set_back() {
     let vm = Vm::create(&host()).unwrap();
     let then = vm.clock().unwrap();

@@ -206,6 +206,21 @@ impl Vm {
         self.fd.set_clock(&data).map_err(KvmError::ioctl("KVM_SET_CLOCK"))
     }
 
+    /// Sets kvmclock to where it was and lets it catch up with the host's real time since, as [`Vm::set_clock`] otherwise. Where
+    /// the kernel did not tell the real time at that moment, the clock goes on from where it was.
+    pub fn set_clock_caught_up(&self, clock: Clock) -> Result<(), KvmError> {
+        let Some(realtime) = clock.realtime_ns else {
+            return self.set_clock(clock);
+        };
+        let data = kvm_clock_data {
+            clock: clock.nanoseconds,
+            flags: KVM_CLOCK_REALTIME,
+            realtime,
+            ..Default::default()
+        };
+        self.fd.set_clock(&data).map_err(KvmError::ioctl("KVM_SET_CLOCK"))
+    }
+
     /// Whether the guest's clock is exact across vCPUs (`KVM_CLOCK_TSC_STABLE`).
     pub fn is_clock_stable(&self) -> bool {
         self.fd

@@ -11,6 +11,7 @@ use proto::{
         disk::Disk,
         nic::Mac,
         pci,
+        policy::ClockOnResume,
         resources::HugePages,
         vm::{Boot, VmSpec},
     },
@@ -192,6 +193,7 @@ pub fn assemble(
             .balloon
             .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
         on_crash: vmm::OnCrash::from(spec.on_crash).into(),
+        sync_clock: spec.clock == ClockOnResume::Sync,
     };
     (machine, fds.0)
 }

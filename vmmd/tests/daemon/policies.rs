@@ -371,12 +371,16 @@ async fn a_crash_ends_the_run_of_a_vm_that_is_to_stop() {
 }
 
 #[tokio::test]
-async fn an_unknown_crash_policy_is_refused() {
+async fn a_policy_that_nobody_knows_is_refused() {
     let daemon = Daemon::start().await;
     let mut vm = daemon.manifest("web", "");
     vm.spec.as_mut().unwrap().on_crash = 77;
     let refused = daemon.create(vm).await.unwrap_err();
     assert!(refused.message().contains("spec.onCrash"), "{refused}");
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().clock = Some(v1::ClockSpec { on_resume: 77 });
+    let refused = daemon.create(vm).await.unwrap_err();
+    assert!(refused.message().contains("spec.clock.onResume"), "{refused}");
 }
 
 #[tokio::test]

@@ -301,6 +301,7 @@ impl Assembly {
             vm_stats: self.vm.stats(),
             vm: self.vm,
             paused_clock: None,
+            sync_clock: spec.sync_clock,
             header,
             on_reset: Box::new(move || panicked.store(false, Ordering::Relaxed)),
         };

@@ -11,7 +11,7 @@ use proto::{
         Violations,
         disk::{Disk, MAX_SERIAL},
     },
-    v1::{self, CrashPolicy, DiskErrorPolicy, DiskFormat, RunPolicy, VmSpec},
+    v1::{self, ClockOnResume, CrashPolicy, DiskErrorPolicy, DiskFormat, RunPolicy, VmSpec},
 };
 use serde_json::Value as Json;
 
@@ -108,6 +108,10 @@ pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
     }
     if spec.on_crash() == CrashPolicy::Unspecified {
         spec.set_on_crash(CrashPolicy::Restart);
+    }
+    let clock = spec.clock.get_or_insert_default();
+    if clock.on_resume() == ClockOnResume::Unspecified {
+        clock.set_on_resume(ClockOnResume::Keep);
     }
     if let Some(cpu) = &mut spec.cpu
         && cpu.core_fraction_percent == 0

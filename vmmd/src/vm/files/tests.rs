@@ -38,6 +38,7 @@ fn case() -> Case {
         rate_groups: Vec::new(),
         run_policy: proto::model::policy::RunPolicy::default(),
         on_crash: proto::model::policy::OnCrash::default(),
+        clock: proto::model::policy::ClockOnResume::default(),
         balloon: None,
     };
     Case {

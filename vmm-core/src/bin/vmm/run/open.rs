@@ -19,6 +19,7 @@ use proto::{
         disk::{Cache, Disk, Source},
         nic::Mac,
         pci,
+        policy::ClockOnResume,
         resources::HugePages,
         vm::{Attachment, Boot, Manifest, Nic},
     },
@@ -108,6 +109,7 @@ pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
             .balloon
             .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
         on_crash: vmm::OnCrash::from(spec.on_crash).into(),
+        sync_clock: spec.clock == ClockOnResume::Sync,
     };
     Ok((machine, fds.0))
 }
