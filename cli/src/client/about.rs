@@ -30,15 +30,14 @@ impl Client {
             .find(|condition| condition.r#type == "Ready");
         let silent = ready.is_some_and(|ready| ready.status() == v1::ConditionStatus::Unknown);
         let message = if silent {
-            format!("the vmm process of vm/{vm} does not answer (vmmd does)")
+            format!("the vmm process of VM \"{vm}\" does not answer (vmmd does)")
         } else {
-            format!("vm/{vm}: {} (vmmd itself answers)", failure.message)
+            format!(
+                "{}, though vmmd itself answers: the vmm process of VM \"{vm}\" hangs or is busy",
+                failure.message
+            )
         };
-        let hint = if silent {
-            format!("`vmmctl logs --vmm {vm}` may say why; `vmmctl stop --force {vm}` ends it")
-        } else {
-            format!("`vmmctl get operation --vm {vm}` shows what is under way")
-        };
+        let hint = format!("`vmmctl logs --vmm {vm}` may say why; `vmmctl stop --force {vm}` ends it");
         Failure {
             hint: Some(hint.into()),
             message,

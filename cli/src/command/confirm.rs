@@ -8,16 +8,16 @@ use crate::{
     output,
 };
 
-/// Asks whether to go on with what `text` says ("This deletes disk/data with what is on it."); an error when not.
+/// Asks whether to go on with what `text` says ("this deletes disk/data with what is on it"); an error when not.
 pub fn ask(yes: Yes, text: &str) -> Result<()> {
     if yes.yes {
         return Ok(());
     }
     if !io::stdin().is_terminal() {
-        return Err(Failure::new(Code::Usage, text.trim_end_matches('.')).hint("say so with --yes"));
+        return Err(Failure::new(Code::Usage, text).hint("say that you mean it with --yes"));
     }
     let mut stderr = io::stderr().lock();
-    let asked = write!(stderr, "{text} Go on? [y/N] ").and_then(|()| stderr.flush());
+    let asked = write!(stderr, "{text}: go on? [y/N] ").and_then(|()| stderr.flush());
     asked.map_err(|error| output::write_failed(&error))?;
     let mut answer = String::new();
     let read = io::stdin().lock().read_line(&mut answer);

@@ -31,11 +31,11 @@ pub async fn vms(client: &Client, args: &DeleteVm) -> Result<(), Vec<Failure>> {
         Vec::new()
     };
     if args.doomed.all || !disks.is_empty() {
-        let mut text = format!("This deletes {}", listed("vm", &names));
+        let mut text = format!("this deletes {}", listed("vm", &names));
         if !disks.is_empty() {
             text += &format!(" and {} with what is on them", listed("disk", &disks));
         }
-        confirm::ask(args.yes, &format!("{text}.")).map_err(super::one)?;
+        confirm::ask(args.yes, &text).map_err(super::one)?;
     }
     act::each(client, names, &verb(args)).await?;
     disk::delete(client, &disks, args.ignore_not_found).await
@@ -49,7 +49,7 @@ pub async fn files(client: &Client, documents: &[Document], args: &DeleteVm) -> 
         .partition(|document| matches!(document.object, Object::Vm(_)));
     let disks: Vec<_> = disks.into_iter().rev().map(name).collect();
     if !disks.is_empty() {
-        let text = format!("This deletes {} with what is on them.", listed("disk", &disks));
+        let text = format!("this deletes {} with what is on them", listed("disk", &disks));
         confirm::ask(args.yes, &text).map_err(super::one)?;
     }
     act::each(client, vms.into_iter().map(name).collect(), &verb(args)).await?;
@@ -59,7 +59,7 @@ pub async fn files(client: &Client, documents: &[Document], args: &DeleteVm) -> 
 /// Deletes disks that vmmd keeps.
 pub async fn disks(client: &Client, args: &DeleteDisk) -> Result<(), Vec<Failure>> {
     let names = &args.names.names;
-    let text = format!("This deletes {} with what is on them.", listed("disk", names));
+    let text = format!("this deletes {} with what is on them", listed("disk", names));
     confirm::ask(args.yes, &text).map_err(super::one)?;
     disk::delete(client, names, args.ignore_not_found).await
 }

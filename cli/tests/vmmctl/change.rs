@@ -236,7 +236,7 @@ fn a_timeout_bounds_what_the_daemon_does_and_how_long_it_is_waited_for() {
     let (code, _, said) = run(&daemon, &["pause", "silent", "--timeout", "1s"]);
     assert_eq!(code, 10);
     assert!(
-        said.contains("the vmm process of vm/silent does not answer (vmmd does)"),
+        said.contains("the vmm process of VM \"silent\" does not answer (vmmd does)"),
         "{said}"
     );
     assert!(said.contains("`vmmctl stop --force silent`"), "{said}");

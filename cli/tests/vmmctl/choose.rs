@@ -108,9 +108,9 @@ fn what_o_name_prints_is_taken_by_every_verb() {
 fn data_is_not_destroyed_without_leave_where_nobody_can_be_asked() {
     let daemon = three();
     run(&daemon, &["create", "disk", "data", "--size", "1Mi"]);
-    let refused = "error: This deletes disk/data with what is on them; say so with --yes\n";
+    let refused = "error: this deletes disk/data with what is on them; say that you mean it with --yes\n";
     assert_eq!(run(&daemon, &["delete", "disk", "data"]), failed(2, refused));
-    let refused = "error: This deletes vm/db, vm/web-1, vm/web-2; say so with --yes\n";
+    let refused = "error: this deletes vm/db, vm/web-1, vm/web-2; say that you mean it with --yes\n";
     assert_eq!(run(&daemon, &["delete", "--all", "--force"]), failed(2, refused));
     assert!(daemon.state.disk("data").is_some() && daemon.state.phase("db").is_some());
 

@@ -133,8 +133,10 @@ async fn start(client: &Client, name: String, no_wait: bool) -> Result<Done> {
         ..Default::default()
     };
     match send!(wait(client, WORK), client.vms, start_vm, request).await {
+        // As with `stop` of a VM that is stopped: it is as it was to be, and nothing has begun.
+        Ok(answer) if answer.operation.is_none() => Ok(said("runs already")),
         Ok(answer) => Ok(told("started", "starting", no_wait, answer.operation)),
-        // As with `stop` of a VM that is stopped: it is as it was to be.
+        // As a daemon of before says it.
         Err(failure) if &*failure.reason == "ALREADY_RUNNING" => Ok(said("runs already")),
         Err(failure) => Err(failure),
     }

@@ -535,7 +535,7 @@ impl VmService for State {
         let vm = self.change(&name, &[VmPhase::Stopped, VmPhase::Failed], VmPhase::Running)?;
         Ok(Response::new(v1::StartVmResponse {
             vm,
-            ..Default::default()
+            operation: Some(v1::Operation::default()),
         }))
     }
 
