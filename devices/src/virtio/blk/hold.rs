@@ -19,40 +19,7 @@
 
 use std::collections::VecDeque;
 
-use super::{
-    control::Shared,
-    request::{Plan, Range},
-};
-use crate::virtio::chain::Chain;
-
-/// A request with what is known of it.
-#[derive(Debug)]
-pub(super) struct Work {
-    pub chain: Chain,
-    pub plan: Plan,
-    /// Of discards and write-zeroes; they are done one after the other.
-    pub ranges: Vec<Range>,
-    /// The one being done.
-    pub range: usize,
-    /// When it was taken, in nanoseconds by its worker's clock.
-    pub since: u64,
-    /// It is counted as unsettled.
-    pub unsettled: bool,
-}
-
-impl Work {
-    /// None yet.
-    pub(super) fn empty() -> Self {
-        Self {
-            chain: Chain::new(),
-            plan: Plan::Flush,
-            ranges: Vec::new(),
-            range: 0,
-            since: 0,
-            unsettled: false,
-        }
-    }
-}
+use super::{control::Shared, plan::Work};
 
 /// A kept request of a device that was restored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,9 +1,7 @@
-//! What is to be done for a chain that was taken from the ring: all of it is copied and checked before any of it is done.
+//! A request from when it was taken from the ring: what is to be done for its chain. All of that is copied and checked before
+//! any of it is done.
 
-use super::{
-    hold::Work,
-    request::{HEADER, Header, Limits, Plan, RANGE, Range, RangeHeader, Status, few_enough},
-};
+use super::request::{HEADER, Header, Limits, Plan, RANGE, Range, RangeHeader, Status, few_enough};
 use crate::{GuestMemory, virtio::chain::Chain};
 
 /// What the driver accepted of the features on offer.
@@ -15,7 +13,34 @@ pub(super) struct Negotiated {
     pub write_zeroes: bool,
 }
 
+/// A request with what is known of it.
+#[derive(Debug)]
+pub(super) struct Work {
+    pub chain: Chain,
+    pub plan: Plan,
+    /// Of discards and write-zeroes; they are done one after the other.
+    pub ranges: Vec<Range>,
+    /// The one being done.
+    pub range: usize,
+    /// When it was taken, in nanoseconds by its worker's clock.
+    pub since: u64,
+    /// It is counted as unsettled.
+    pub unsettled: bool,
+}
+
 impl Work {
+    /// None yet.
+    pub(super) fn empty() -> Self {
+        Self {
+            chain: Chain::new(),
+            plan: Plan::Flush,
+            ranges: Vec::new(),
+            range: 0,
+            since: 0,
+            unsettled: false,
+        }
+    }
+
     /// Plans the request in the chain, on a disk of `capacity` bytes; false when it has no place for the status.
     pub(super) fn plan(
         &mut self,

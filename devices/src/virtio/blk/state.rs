@@ -7,7 +7,8 @@
 use std::sync::atomic::Ordering;
 
 use super::{
-    hold::{Kept, Restored, Work},
+    hold::{Kept, Restored},
+    plan::Work,
     worker::BlkHandler,
 };
 use crate::{

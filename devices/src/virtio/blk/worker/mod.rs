@@ -16,9 +16,9 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRT
 use super::{
     OnError,
     control::Shared,
-    hold::{Kept, Work},
+    hold::Kept,
     pace::{MANY, Pace},
-    plan::Negotiated,
+    plan::{Negotiated, Work},
     request::{ID_LENGTH, Limits},
     throttle::Throttle,
 };

@@ -14,7 +14,7 @@ use crate::{
     virtio::{
         blk::{
             OnError,
-            hold::Work,
+            plan::Work,
             request::{HEADER, Plan, Status},
         },
         fault::{Fault, RingError},
