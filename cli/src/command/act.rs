@@ -7,7 +7,7 @@ use proto::v1::{self, VmPhase};
 pub use self::verb::{Verb, is_down};
 use super::{interrupt, parallel};
 use crate::{
-    args::Targets,
+    args::{Command, Targets, Timeout},
     client::{Client, about_vm},
     failure::{Failure, Result},
     output,
@@ -23,6 +23,25 @@ pub struct Done {
     pub text: Option<String>,
     /// What is to be known of it all the same.
     pub warning: Option<Failure>,
+}
+
+/// The verb that a command line asks for, the VMs, and how long it may take; nothing when it asks for something else.
+pub fn verb_of(command: &Command) -> Option<(&Targets, Timeout, Verb)> {
+    match command {
+        Command::Start(args) => {
+            let no_wait = args.no_wait;
+            Some((&args.targets, args.timeout, Verb::Start { no_wait }))
+        }
+        Command::Stop(args) => {
+            let verb = Verb::Stop(args.ending, args.evacuate);
+            Some((&args.targets, args.timeout, verb))
+        }
+        Command::Restart(args) => Some((&args.targets, args.timeout, Verb::Restart(args.ending))),
+        Command::Reset(args) => Some((&args.targets, args.timeout, Verb::Reset)),
+        Command::Pause(args) => Some((&args.targets, args.timeout, Verb::Pause)),
+        Command::Resume(args) => Some((&args.targets, args.timeout, Verb::Resume)),
+        _ => None,
+    }
 }
 
 /// Does `verb` to the VMs that the command line means.

@@ -31,8 +31,8 @@ pub mod wait;
 use crate::{
     args::{
         Cli, Command, Connection, Create, CreateVm, CreateWhat, Delete, DeleteVm, DeleteWhat, Describe,
-        DescribeWhat, Edit, EditWhat, Get, GetWhat, Output, Resize, Targets, Timeout, disk::ResizeDisk,
-        memory::Set, operation::Operation,
+        DescribeWhat, Edit, EditWhat, Get, GetWhat, Output, Resize, Timeout, disk::ResizeDisk, memory::Set,
+        operation::Operation,
     },
     client::Client,
     console,
@@ -158,32 +158,13 @@ async fn create_vm(given: &Connection, args: &CreateVm) -> Result<(), Vec<Failur
 }
 
 async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failure>> {
+    if let Some((targets, timeout, verb)) = act::verb_of(&command) {
+        return act::targets(&client.with_timeout(timeout.timeout), targets, &verb).await;
+    }
     match command {
-        Command::Get(Get { what, vms }) => match what {
-            None => get::get(client, &vms).await,
-            Some(GetWhat::Vm(args)) => get::get(client, &args).await,
-            Some(GetWhat::Disk(args)) => disk::list(client, &args).await,
-            Some(GetWhat::Operation(args)) => operation::get(client, &args).await.map_err(one),
-            Some(GetWhat::Node(args)) => show_node(client, args.output.as_ref()).await.map_err(one),
-        },
-        Command::Describe(Describe { what, vms }) => match what {
-            None => get::describe(client, &vms.names).await,
-            Some(DescribeWhat::Vm(args)) => get::describe(client, &args.names).await,
-            Some(DescribeWhat::Disk(args)) => disk::describe(client, &args.names).await,
-            Some(DescribeWhat::Node) => show_node(client, None).await.map_err(one),
-        },
-        Command::Edit(Edit { what, vm }) => {
-            let args = match what {
-                Some(EditWhat::Vm(args)) => Some(args),
-                None => vm,
-            };
-            // The command line is refused without one.
-            let Some(args) = args else {
-                return Ok(());
-            };
-            let client = &client.with_timeout(args.timeout.timeout);
-            edit::vm(client, &args).await.map_err(one)
-        }
+        Command::Get(args) => get(client, args).await,
+        Command::Describe(args) => describe(client, args).await,
+        Command::Edit(args) => edit(client, args).await,
         Command::Detach(args) => vm_disk::detach(client, &args).await,
         Command::Resize {
             what: Resize::Disk(args),
@@ -201,23 +182,6 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
             .await
             .map_err(one),
         Command::Stats(args) => vm_disk::stats(client, &args).await,
-        Command::Start(args) => {
-            let verb = act::Verb::Start {
-                no_wait: args.no_wait,
-            };
-            act(client, &args.targets, args.timeout, &verb).await
-        }
-        Command::Stop(args) => {
-            let verb = act::Verb::Stop(args.ending, args.evacuate);
-            act(client, &args.targets, args.timeout, &verb).await
-        }
-        Command::Restart(args) => {
-            let verb = act::Verb::Restart(args.ending);
-            act(client, &args.targets, args.timeout, &verb).await
-        }
-        Command::Reset(args) => act(client, &args.targets, args.timeout, &act::Verb::Reset).await,
-        Command::Pause(args) => act(client, &args.targets, args.timeout, &act::Verb::Pause).await,
-        Command::Resume(args) => act(client, &args.targets, args.timeout, &act::Verb::Resume).await,
         Command::Wait(args) => wait::wait(client, &args).await,
         Command::Operation {
             what: Operation::Cancel { id, timeout },
@@ -233,8 +197,14 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
             None => show_node(client, args.output.as_ref()).await.map_err(one),
         },
         Command::Version { .. } => version(Some(client)).await.map_err(one),
-        // Done in `run`, without a daemon or before it is asked.
-        Command::Apply(_)
+        // Done before, or in `run`, without a daemon or before it is asked.
+        Command::Start(_)
+        | Command::Stop(_)
+        | Command::Restart(_)
+        | Command::Reset(_)
+        | Command::Pause(_)
+        | Command::Resume(_)
+        | Command::Apply(_)
         | Command::Create(_)
         | Command::Attach(_)
         | Command::Limit(_)
@@ -249,13 +219,34 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
     }
 }
 
-async fn act(
-    client: &Client,
-    targets: &Targets,
-    timeout: Timeout,
-    verb: &act::Verb,
-) -> Result<(), Vec<Failure>> {
-    act::targets(&client.with_timeout(timeout.timeout), targets, verb).await
+async fn get(client: &Client, Get { what, vms }: Get) -> Result<(), Vec<Failure>> {
+    match what {
+        None => get::get(client, &vms).await,
+        Some(GetWhat::Vm(args)) => get::get(client, &args).await,
+        Some(GetWhat::Disk(args)) => disk::list(client, &args).await,
+        Some(GetWhat::Operation(args)) => operation::get(client, &args).await.map_err(one),
+        Some(GetWhat::Node(args)) => show_node(client, args.output.as_ref()).await.map_err(one),
+    }
+}
+
+async fn describe(client: &Client, Describe { what, vms }: Describe) -> Result<(), Vec<Failure>> {
+    match what {
+        None => get::describe(client, &vms.names).await,
+        Some(DescribeWhat::Vm(args)) => get::describe(client, &args.names).await,
+        Some(DescribeWhat::Disk(args)) => disk::describe(client, &args.names).await,
+        Some(DescribeWhat::Node) => show_node(client, None).await.map_err(one),
+    }
+}
+
+async fn edit(client: &Client, Edit { what, vm }: Edit) -> Result<(), Vec<Failure>> {
+    let args = match what {
+        Some(EditWhat::Vm(args)) => Some(args),
+        None => vm,
+    };
+    // The command line is refused without one.
+    let Some(args) = args else { return Ok(()) };
+    let client = &client.with_timeout(args.timeout.timeout);
+    edit::vm(client, &args).await.map_err(one)
 }
 
 async fn resize(client: &Client, args: &ResizeDisk) -> Result<()> {

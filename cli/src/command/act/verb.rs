@@ -14,6 +14,9 @@ use crate::{
 /// What the daemon gives a guest to power off when nothing is said.
 const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 
+/// How much longer than the daemon vmmctl waits, so that the daemon says what became of an operation whose time is over.
+const LATE: Duration = Duration::from_secs(2);
+
 /// What is to be done with a VM.
 #[derive(Clone, Debug)]
 pub enum Verb {
@@ -247,7 +250,7 @@ fn killed(text: &str, vm: Option<&v1::Vm>, grace: Option<Duration>) -> Done {
 
 /// How long to wait for an operation: longer than the daemon, which cancels it at the user's timeout and says so.
 fn wait(client: &Client, usual: Duration) -> Duration {
-    client.timeout().map_or(usual, |timeout| timeout + QUICK)
+    client.timeout().map_or(usual, |timeout| timeout + LATE)
 }
 
 fn limit(client: &Client, grace: Option<Duration>) -> Duration {
