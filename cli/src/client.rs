@@ -127,15 +127,15 @@ impl Client {
     }
 
     /// The newest events of a VM.
-    pub async fn events_of(&self, vm: &str, limit: u32) -> Result<Vec<v1::Event>> {
+    pub async fn events_of(&self, vm: &str, most: u32) -> Result<Vec<v1::Event>> {
         let filter = v1::EventFilter {
-            object_kind: "Vm".into(),
-            object_name: vm.to_owned(),
+            object: Some(reference("Vm", vm)),
             ..Default::default()
         };
         let request = v1::ListEventsRequest {
             filter: Some(filter),
-            limit,
+            page_size: most,
+            ..Default::default()
         };
         Ok(call(QUICK, self.events.clone().list_events(request))
             .await?

@@ -58,6 +58,8 @@ pub struct Host {
     pub operations: Operations,
     /// Of the running kernel.
     pub boot_id: String,
+    /// When the daemon was started, in milliseconds of Unix time.
+    pub started_ms: u64,
     /// Cancelled when the daemon ends.
     pub stopping: CancellationToken,
 }

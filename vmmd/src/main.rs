@@ -154,6 +154,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         events,
         pools: pool::Pools::new(config.limits.files()),
         boot_id,
+        started_ms: text::now_ms(),
         stopping: CancellationToken::new(),
         config,
     });
@@ -162,6 +163,9 @@ async fn run(config: Config) -> anyhow::Result<()> {
         "DaemonStarted",
         format!("vmmd {} has started", env!("CARGO_PKG_VERSION")),
     ));
+    if let Err(error) = host.node.identify().await {
+        tracing::warn!(%error, "give the node its UUID");
+    }
     // Conditions are seen from the daemon's start on.
     match node::check::look(&host).await {
         Ok(look) => drop(look.conditions(&host).await),

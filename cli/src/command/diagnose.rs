@@ -40,7 +40,7 @@ pub async fn diagnose(client: &Client, args: &Diagnose) -> Result<()> {
             .await
             .map(|events| v1::ListEventsResponse {
                 events,
-                cursor: String::new(),
+                ..Default::default()
             }),
     );
     let operations = v1::OperationFilter {

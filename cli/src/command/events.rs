@@ -6,7 +6,7 @@ use proto::v1::{self, EventSeverity};
 
 use crate::{
     args::observe::{Events, LineOutput, Severity},
-    client::{Client, QUICK, call},
+    client::{self, Client, QUICK, call},
     failure::{Code, Failure, Result},
     manifest::emit,
     output::{self, event, table::Table},
@@ -20,7 +20,8 @@ pub async fn events(client: &Client, args: &Events) -> Result<()> {
     let filter = filter(args);
     let request = v1::ListEventsRequest {
         filter: Some(filter.clone()),
-        limit: args.limit,
+        page_size: args.limit,
+        ..Default::default()
     };
     let listed = call(QUICK, client.events.clone().list_events(request)).await?;
     let mut printer = Printer {
@@ -61,8 +62,7 @@ fn filter(args: &Events) -> v1::EventFilter {
         Some(Severity::Warning) => EventSeverity::Warning,
     };
     v1::EventFilter {
-        object_kind: args.vm.as_ref().map(|_| "Vm".to_owned()).unwrap_or_default(),
-        object_name: args.vm.clone().unwrap_or_default(),
+        object: args.vm.as_ref().map(|vm| client::reference("Vm", vm)),
         severity: severity.into(),
         reasons: Vec::new(),
     }

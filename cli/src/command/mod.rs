@@ -263,7 +263,10 @@ async fn resize(client: &Client, args: &ResizeDisk) -> Result<()> {
 async fn version(client: Option<&Client>) -> Result<()> {
     match client {
         None => output::line(format!("vmmctl {}", env!("CARGO_PKG_VERSION"))),
-        Some(client) => output::line(format!("vmmd   {}", client.node().await?.version)),
+        Some(client) => output::line(format!(
+            "vmmd   {}",
+            client.node().await?.status.unwrap_or_default().version
+        )),
     }
 }
 
@@ -273,7 +276,7 @@ async fn show_node(client: &Client, output: Option<&Output>) -> Result<()> {
         None | Some(Output::Wide) => output::print(&output::node::node(&node, jiff::Timestamp::now())),
         Some(output) => {
             let document = Document {
-                title: format!("node/{}", node.name),
+                title: format!("node/{}", node.metadata.clone().unwrap_or_default().name),
                 json: emit::json(&node)?,
                 schema: schema::NODE,
             };

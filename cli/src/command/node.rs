@@ -44,7 +44,7 @@ async fn cordon(client: &Client, reason: String) -> Result<()> {
     let node = send!(client.limit(QUICK), client.nodes, cordon_node, request)
         .await?
         .node;
-    output::line(format!("node/{} cordoned", node.unwrap_or_default().name))
+    output::line(format!("node/{} cordoned", name(node)))
 }
 
 async fn uncordon(client: &Client) -> Result<()> {
@@ -52,7 +52,7 @@ async fn uncordon(client: &Client) -> Result<()> {
     let node = send!(client.limit(QUICK), client.nodes, uncordon_node, request)
         .await?
         .node;
-    output::line(format!("node/{} uncordoned", node.unwrap_or_default().name))
+    output::line(format!("node/{} uncordoned", name(node)))
 }
 
 async fn label(client: &Client, labels: Vec<LabelChange>) -> Result<()> {
@@ -71,7 +71,7 @@ async fn label(client: &Client, labels: Vec<LabelChange>) -> Result<()> {
     let node = send!(client.limit(QUICK), client.nodes, update_node_labels, request)
         .await?
         .node;
-    output::line(format!("node/{} labelled", node.unwrap_or_default().name))
+    output::line(format!("node/{} labelled", name(node)))
 }
 
 async fn drain(client: &Client, args: Drain) -> Result<()> {
@@ -132,4 +132,9 @@ async fn check(client: &Client, files: &[PathBuf]) -> Result<(), Vec<Failure>> {
         }
     }
     super::all(failures)
+}
+
+fn name(node: Option<v1::Node>) -> String {
+    let metadata = node.and_then(|node| node.metadata);
+    metadata.unwrap_or_default().name
 }

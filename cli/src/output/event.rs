@@ -11,11 +11,11 @@ pub fn table() -> Table {
 
 /// An event as a row.
 pub fn row(event: &v1::Event) -> Vec<String> {
-    let kind = event.object_kind.to_lowercase();
-    let object = if event.object_name.is_empty() {
-        kind
-    } else {
-        format!("{kind}/{}", event.object_name)
+    let object = event.object.clone().unwrap_or_default();
+    let kind = object.kind.to_lowercase();
+    let object = match object.name.as_str() {
+        "" => kind,
+        name => format!("{kind}/{name}"),
     };
     let message = match event.count {
         0 | 1 => event.message.clone(),

@@ -8,7 +8,10 @@ use crate::manifest::quantity;
 /// Everything about the node.
 pub fn node(node: &v1::Node, now: jiff::Timestamp) -> String {
     let mut text = Lines::default();
-    text.put("Name", &node.name);
+    let metadata = node.metadata.clone().unwrap_or_default();
+    let spec = node.spec.clone().unwrap_or_default();
+    let node = node.status.clone().unwrap_or_default();
+    text.put("Name", &metadata.name);
     text.put("vmmd", &node.version);
     text.put("Kernel", &node.kernel_version);
     text.put("CPU", &node.cpu_model);
@@ -17,22 +20,23 @@ pub fn node(node: &v1::Node, now: jiff::Timestamp) -> String {
     text.put("  available", &quantity::show(node.memory_available_bytes));
     text.put("  committed", &quantity::show(node.memory_committed_bytes));
     text.put("VMs", &format!("{} ({} running)", node.vms, node.vms_running));
-    if node.cordoned {
-        let why = match node.cordon_reason.as_str() {
+    if spec.cordoned {
+        let why = match spec.cordon_reason.as_str() {
             "" => "yes".to_owned(),
             reason => format!("yes ({reason})"),
         };
         text.put("Cordoned", &why);
     }
-    let labels: Vec<_> = node
+    let labels: Vec<_> = metadata
         .labels
         .iter()
         .map(|(key, value)| format!("{key}={value}"))
         .collect();
     text.put("Labels", &labels.join(", "));
     text.put("CPU features", &node.cpu_features.join(" "));
-    resources(&mut text, node);
-    policies(&mut text, node);
+    text.put("Features", &node.features.join(" "));
+    resources(&mut text, &node);
+    policies(&mut text, &spec);
     let numa = node.numa_nodes.iter();
     let numa: Vec<_> = numa
         .map(|numa| {
@@ -51,7 +55,7 @@ pub fn node(node: &v1::Node, now: jiff::Timestamp) -> String {
 }
 
 /// What there is, what VMs may have, and what they have.
-fn resources(text: &mut Lines, node: &v1::Node) {
+fn resources(text: &mut Lines, node: &v1::NodeStatus) {
     let (Some(capacity), Some(allocatable), Some(committed)) =
         (node.capacity, node.allocatable, node.committed)
     else {
@@ -84,7 +88,7 @@ fn resources(text: &mut Lines, node: &v1::Node) {
 }
 
 /// The sizes that VMs may have; nothing when they may have any.
-fn policies(text: &mut Lines, node: &v1::Node) {
+fn policies(text: &mut Lines, node: &v1::NodeSpec) {
     let range = |least: String, most: String| {
         if least == most {
             least

@@ -271,8 +271,7 @@ Conditions:      none
 
 #[test]
 fn a_node_is_described_with_its_conditions() {
-    let node = v1::Node {
-        name: "node-1".into(),
+    let status = v1::NodeStatus {
         version: "0.1.0".into(),
         kernel_version: "6.12.1".into(),
         cpu_model: "EPYC".into(),
@@ -290,6 +289,15 @@ fn a_node_is_described_with_its_conditions() {
             transition_time: ago(5),
         }],
         ..Default::default()
+    };
+    let metadata = v1::ObjectMetadata {
+        name: "node-1".into(),
+        ..Default::default()
+    };
+    let node = v1::Node {
+        metadata: Some(metadata),
+        spec: None,
+        status: Some(status),
     };
     insta::assert_snapshot!(super::node::node(&node, now()), @r#"
 Name:            node-1

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use prost::Message as _;
 use proto::v1;
 
 /// As many are kept.
@@ -20,6 +21,15 @@ pub struct Cursor {
 /// The events after a cursor are not all kept, or it is none of this history's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Expired;
+
+/// How much is handed out at most.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Events.
+    pub count: usize,
+    /// Their encoded size; one event is handed out in any case.
+    pub bytes: usize,
+}
 
 /// The newest events.
 #[derive(Debug)]
@@ -91,8 +101,8 @@ impl History {
         }
     }
 
-    /// What a client's cursor means, if all that came after it is kept.
-    pub fn position(&self, text: &str) -> Result<Cursor, Expired> {
+    /// The number in a client's cursor, if it is of this history.
+    fn read(&self, text: &str) -> Result<u64, Expired> {
         let number = |range| {
             text.get(range)
                 .and_then(|digits| u64::from_str_radix(digits, 16).ok())
@@ -101,8 +111,17 @@ impl History {
         if text.len() != 32 || epoch != self.epoch {
             return Err(Expired);
         }
+        Ok(after)
+    }
+
+    /// What a client's cursor means, if all that came after it is kept.
+    pub fn position(&self, text: &str) -> Result<Cursor, Expired> {
+        let after = self.read(text)?;
         self.index(after)?;
-        Ok(Cursor { epoch, after })
+        Ok(Cursor {
+            epoch: self.epoch,
+            after,
+        })
     }
 
     /// Where the events after `sequence` begin.
@@ -135,16 +154,33 @@ impl History {
         ))
     }
 
-    /// The newest that are wanted, at most `limit`, the oldest first.
-    pub fn newest(&self, limit: usize, wanted: impl Fn(&v1::Event) -> bool) -> Vec<v1::Event> {
-        let events = self.events.iter().rev().map(|(_, event)| event);
-        let mut found: Vec<_> = events
-            .filter(|event| wanted(event))
-            .take(limit)
-            .cloned()
-            .collect();
+    /// The newest that are wanted, older than the one with the cursor `before`, the oldest first; and whether there are older ones.
+    pub fn newest(
+        &self,
+        before: Option<&str>,
+        bounds: Bounds,
+        wanted: impl Fn(&v1::Event) -> bool,
+    ) -> Result<(Vec<v1::Event>, bool), Expired> {
+        let end = match before {
+            // Events before it may be gone, but never come back.
+            Some(text) => {
+                let before = self.read(text)?;
+                self.events.partition_point(|(number, _)| *number < before)
+            }
+            None => self.events.len(),
+        };
+        let (mut found, mut bytes, mut more) = (Vec::new(), 0, false);
+        let events = self.events.range(..end).rev().map(|(_, event)| event);
+        for event in events.filter(|event| wanted(event)) {
+            bytes += event.encoded_len();
+            more = found.len() == bounds.count || (bytes > bounds.bytes && !found.is_empty());
+            if more {
+                break;
+            }
+            found.push(event.clone());
+        }
         found.reverse();
-        found
+        Ok((found, more))
     }
 }
 
@@ -232,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_takes_the_newest_that_are_wanted() {
+    fn a_page_takes_the_newest_that_are_wanted_and_the_next_page_goes_on_before_it() {
         let mut history = History::new(7, Vec::new());
         for count in 1..=9 {
             history.add(v1::Event {
@@ -240,7 +276,19 @@ mod tests {
                 ..v1::Event::default()
             });
         }
-        let found = history.newest(2, |event| event.count % 2 == 0);
-        assert_eq!(found.iter().map(|event| event.count).collect::<Vec<_>>(), [6, 8]);
+        let page = |before: Option<&str>, count, bytes| {
+            let bounds = Bounds { count, bytes };
+            let (found, more) = history.newest(before, bounds, |event| event.count % 2 == 0)?;
+            let counts: Vec<_> = found.iter().map(|event| event.count).collect();
+            let oldest = found.first().map_or(String::new(), |event| event.cursor.clone());
+            Ok::<_, Expired>((counts, more, oldest))
+        };
+        let (first, more, oldest) = page(None, 2, 1 << 20).unwrap();
+        assert_eq!((first, more), (vec![6, 8], true));
+        let (second, more, _) = page(Some(&oldest), 2, 1 << 20).unwrap();
+        assert_eq!((second, more), (vec![2, 4], false));
+        let (small, more, _) = page(None, 9, 1).unwrap();
+        assert_eq!((small, more), (vec![8], true));
+        assert_eq!(page(Some("x"), 2, 1), Err(Expired));
     }
 }

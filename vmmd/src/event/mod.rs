@@ -26,7 +26,7 @@ use uuid::Uuid;
 use self::{flood::Flood, history::History, journal::Journal};
 use crate::{context::Context, text};
 
-pub use self::history::{Cursor, Expired};
+pub use self::history::{Bounds, Cursor, Expired};
 
 /// Longest message of an event in bytes: a sentence. So an event always fits a frame of the journal, and the history in memory
 /// is bounded.
@@ -148,9 +148,7 @@ impl Draft {
             cursor: String::new(),
             time: text::timestamp(text::now_ms()),
             severity: self.severity.into(),
-            object_kind: self.object.kind().to_owned(),
-            object_name: self.object.name().to_owned(),
-            object_uid: self.object.uid(),
+            object: Some(self.object.reference()),
             reason: self.reason,
             message: text::one_line(&self.message, LONGEST_MESSAGE),
             request_id: self.context.request_id,
@@ -198,10 +196,17 @@ impl Events {
         self.shared.emit(draft);
     }
 
-    /// All events that are wanted after a cursor, or as many as there are from the newest backwards; oldest first.
-    pub fn list(&self, limit: usize, wanted: impl Fn(&v1::Event) -> bool) -> (Vec<v1::Event>, Cursor) {
+    /// The newest events that are wanted, older than the one with the cursor `before` if there is one, within `bounds`; the
+    /// oldest first. The place after all events, and whether there are older ones.
+    pub fn list(
+        &self,
+        before: Option<&str>,
+        bounds: Bounds,
+        wanted: impl Fn(&v1::Event) -> bool,
+    ) -> Result<(Vec<v1::Event>, Cursor, bool), Expired> {
         let inner = self.shared.lock();
-        (inner.history.newest(limit, wanted), inner.history.end())
+        let (events, more) = inner.history.newest(before, bounds, wanted)?;
+        Ok((events, inner.history.end(), more))
     }
 
     /// For a watch from a cursor on, or from now.

@@ -1,11 +1,22 @@
 use super::*;
 
+/// All of them, and the place after them.
+fn list(events: &Events) -> (Vec<v1::Event>, Cursor) {
+    let bounds = Bounds {
+        count: usize::MAX,
+        bytes: usize::MAX,
+    };
+    let (all, end, more) = events.list(None, bounds, |_| true).unwrap();
+    assert!(!more);
+    (all, end)
+}
+
 fn draft(reason: &str) -> Draft {
     Draft::normal(Object::Node, reason, "something happened")
 }
 
 fn reasons(events: &Events) -> Vec<String> {
-    let all = events.list(usize::MAX, |_| true).0;
+    let all = list(&events).0;
     all.into_iter().map(|event| event.reason).collect()
 }
 
@@ -14,7 +25,7 @@ fn events_and_cursors_outlive_a_daemon_that_is_killed() {
     let folder = tempfile::tempdir().unwrap();
     let events = Events::open(folder.path(), "boot");
     events.emit(draft("One"));
-    let cursor = events.list(9, |_| true).1.to_string();
+    let cursor = list(&events).1.to_string();
     events.emit(draft("Two"));
     drop(events);
     let events = Events::open(folder.path(), "boot");
@@ -43,7 +54,7 @@ fn an_event_of_any_length_is_cut_and_the_journal_goes_on() {
     drop(events);
     let events = Events::open(folder.path(), "boot");
     assert_eq!(reasons(&events), ["Long", "Next"]);
-    let message = &events.list(9, |_| true).0[0].message;
+    let message = &list(&events).0[0].message;
     assert!(message.len() <= LONGEST_MESSAGE && !message.contains(char::is_control));
 }
 
@@ -81,10 +92,10 @@ fn a_cursor_that_a_power_failure_may_have_made_wrong_is_expired() {
     let path = folder.path().join("events.log");
     let events = Events::open(folder.path(), "boot");
     events.emit(draft("One"));
-    let kept = events.list(9, |_| true).1.to_string();
+    let kept = list(&events).1.to_string();
     let length = std::fs::metadata(&path).unwrap().len();
     events.emit(draft("Lost"));
-    let lost = events.list(9, |_| true).1.to_string();
+    let lost = list(&events).1.to_string();
     drop(events);
     let file = std::fs::File::options().write(true).open(&path).unwrap();
     file.set_len(length).unwrap();
@@ -105,7 +116,7 @@ fn after_an_orderly_end_all_cursors_are_good_also_in_the_next_boot() {
     let events = Events::open(folder.path(), "boot");
     events.emit(draft("One"));
     events.close();
-    let end = events.list(9, |_| true).1.to_string();
+    let end = list(&events).1.to_string();
     drop(events);
     let events = Events::open(folder.path(), "next boot");
     assert!(events.follow(Some(&end)).is_ok());

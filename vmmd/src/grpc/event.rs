@@ -11,13 +11,15 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use crate::{
-    event::{Expired, Follower},
+    event::{Bounds, Expired, Follower},
     failure::{Failure, Kind},
     host::Host,
 };
 
 /// Most events in one answer.
-const MAX_LIMIT: u32 = 1000;
+const MAX_PAGE: u32 = 1000;
+/// An answer ends before it is longer, in bytes.
+const MAX_BYTES: usize = 1 << 20;
 /// Messages ready for a watcher that reads slowly; the rest waits in the history.
 const READY: usize = 64;
 /// A watcher is told where it is after as many events that it did not ask for.
@@ -48,8 +50,9 @@ impl Filter {
     fn new(wire: Option<v1::EventFilter>) -> Result<Self, Failure> {
         let wire = wire.unwrap_or_default();
         let mut found = Violations::default();
-        if !wire.object_kind.is_empty() && !KINDS.contains(&wire.object_kind.as_str()) {
-            found.add("filter.objectKind", "must be \"Vm\", \"Disk\" or \"Node\"");
+        let kind = wire.object.as_ref().map_or("", |object| object.kind.as_str());
+        if !kind.is_empty() && !KINDS.contains(&kind) {
+            found.add("filter.object.kind", "must be \"Vm\", \"Disk\" or \"Node\"");
         }
         if EventSeverity::try_from(wire.severity).is_err() {
             found.add("filter.severity", "is none that this vmmd knows");
@@ -59,15 +62,15 @@ impl Filter {
 
     fn wants(&self, event: &v1::Event) -> bool {
         let v1::EventFilter {
-            object_kind,
-            object_name,
+            object,
             severity,
             reasons,
         } = &self.wire;
         let is = |wanted: &String, value: &String| wanted.is_empty() || wanted == value;
-        is(object_kind, &event.object_kind)
-            && is(object_name, &event.object_name)
-            && event.severity >= *severity
+        let of = event.object.clone().unwrap_or_default();
+        object.as_ref().is_none_or(|wanted| {
+            is(&wanted.kind, &of.kind) && is(&wanted.name, &of.name) && is(&wanted.uid, &of.uid)
+        }) && event.severity >= *severity
             && (reasons.is_empty() || reasons.contains(&event.reason))
     }
 }
@@ -84,16 +87,30 @@ impl EventService for EventLog {
         &self,
         request: Request<v1::ListEventsRequest>,
     ) -> Result<Response<v1::ListEventsResponse>, Status> {
-        let v1::ListEventsRequest { filter, limit } = request.into_inner();
+        let v1::ListEventsRequest {
+            filter,
+            page_size,
+            page_token,
+        } = request.into_inner();
         let filter = Filter::new(filter)?;
-        if limit > MAX_LIMIT {
-            return Err(Failure::field("limit", format_args!("must be at most {MAX_LIMIT}")).into());
+        if page_size > MAX_PAGE {
+            return Err(Failure::field("pageSize", format_args!("must be at most {MAX_PAGE}")).into());
         }
-        let limit = if limit == 0 { MAX_LIMIT } else { limit };
-        let limit = usize::try_from(limit).unwrap_or(usize::MAX);
-        let (events, cursor) = self.host.events.list(limit, |event| filter.wants(event));
-        let cursor = cursor.to_string();
-        Ok(Response::new(v1::ListEventsResponse { events, cursor }))
+        let count = if page_size == 0 { MAX_PAGE } else { page_size };
+        let bounds = Bounds {
+            count: usize::try_from(count).unwrap_or(usize::MAX),
+            bytes: MAX_BYTES,
+        };
+        let before = Some(page_token.as_str()).filter(|token| !token.is_empty());
+        let listed = self.host.events.list(before, bounds, |event| filter.wants(event));
+        let (events, cursor, more) = listed.map_err(|Expired| expired())?;
+        // The next page is what is older than the oldest of this one.
+        let oldest = events.first().filter(|_| more);
+        Ok(Response::new(v1::ListEventsResponse {
+            next_page_token: oldest.map_or_else(String::new, |event| event.cursor.clone()),
+            events,
+            cursor: cursor.to_string(),
+        }))
     }
 
     type WatchEventsStream = ReceiverStream<Result<v1::WatchEventsResponse, Status>>;
@@ -172,10 +189,17 @@ mod tests {
 
     use super::*;
 
+    fn object(kind: &str, name: &str) -> v1::ObjectReference {
+        v1::ObjectReference {
+            kind: kind.into(),
+            name: name.into(),
+            uid: String::new(),
+        }
+    }
+
     fn event() -> v1::Event {
         v1::Event {
-            object_kind: "Vm".into(),
-            object_name: "web".into(),
+            object: Some(object("Vm", "web")),
             severity: EventSeverity::Normal.into(),
             reason: "Started".into(),
             ..Default::default()
@@ -197,8 +221,7 @@ mod tests {
         #[case] wanted: bool,
     ) {
         let wire = v1::EventFilter {
-            object_kind: kind.into(),
-            object_name: name.into(),
+            object: Some(object(kind, name)),
             severity,
             reasons: reasons.iter().map(|reason| (*reason).into()).collect(),
         };
@@ -209,7 +232,7 @@ mod tests {
     fn a_filter_that_makes_no_sense_is_refused() {
         for (kind, severity) in [("vm", 0), ("", 9), ("", -1)] {
             let wire = v1::EventFilter {
-                object_kind: kind.into(),
+                object: Some(object(kind, "")),
                 severity,
                 ..Default::default()
             };

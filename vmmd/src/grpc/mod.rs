@@ -19,6 +19,7 @@ mod socket;
 mod update;
 mod vm;
 mod watch;
+mod watch_node;
 
 pub use connection::Connection;
 pub use error::DOMAIN;

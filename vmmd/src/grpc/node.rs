@@ -8,6 +8,8 @@ use proto::{
 };
 use tonic::{Request, Response, Status};
 
+use super::watch_node;
+
 use crate::{
     failure::Failure,
     host::Host,
@@ -36,6 +38,15 @@ impl NodeService for Nodes {
     async fn get_node(&self, _: Request<GetNodeRequest>) -> Result<Response<GetNodeResponse>, Status> {
         let node = describe(&self.host).await?;
         Ok(Response::new(GetNodeResponse { node: Some(node) }))
+    }
+
+    type WatchNodeStream = watch_node::Stream;
+
+    async fn watch_node(
+        &self,
+        _: Request<v1::WatchNodeRequest>,
+    ) -> Result<Response<Self::WatchNodeStream>, Status> {
+        Ok(Response::new(watch_node::watch(Arc::clone(&self.host))))
     }
 
     async fn update_node_labels(
@@ -137,7 +148,6 @@ impl NodeService for Nodes {
             }
             Ok(v1::DrainNodeResponse {
                 operation: Some(pending.operation()),
-                remaining: drain::remaining(&host),
             })
         })
         .await

@@ -64,7 +64,7 @@ pub async fn gather(host: &Arc<Host>) -> String {
     let mut families = Families::default();
     vm::add(&mut families, &samples);
     match describe(host).await {
-        Ok(node) => node::add(&mut families, &node),
+        Ok(node) => node::add(&mut families, &node.status.unwrap_or_default()),
         Err(failure) => tracing::warn!(error = failure.message, "figures of the node"),
     }
     rpcs().add(&mut families);

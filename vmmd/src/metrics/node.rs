@@ -1,11 +1,11 @@
 //! The node: what it has, and what of that the VMs have.
 
-use proto::v1::{ConditionStatus, Node};
+use proto::v1::{ConditionStatus, NodeStatus};
 
 use super::families::{Families, as_f64};
 
 /// Adds it.
-pub fn add(families: &mut Families, node: &Node) {
+pub fn add(families: &mut Families, node: &NodeStatus) {
     for (of, resources) in [
         ("capacity", &node.capacity),
         ("allocatable", &node.allocatable),

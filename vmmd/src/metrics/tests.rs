@@ -47,7 +47,7 @@ fn everything() -> String {
     };
     let mut families = Families::default();
     vm::add(&mut families, &[sample]);
-    let node = v1::Node {
+    let node = v1::NodeStatus {
         capacity: Some(v1::Resources::default()),
         conditions: vec![v1::Condition {
             status: v1::ConditionStatus::True.into(),

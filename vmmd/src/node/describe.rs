@@ -1,11 +1,24 @@
 //! The node as it is told to clients.
 
-use std::sync::Arc;
+use std::{fs, path::Path, sync::Arc};
 
-use proto::v1::Node;
+use proto::v1::{Node, NodeSpec, NodeStatus, ObjectMetadata};
+use uuid::Uuid;
 
-use super::{allocatable, capacity, check};
-use crate::{failure::Failure, host::Host};
+use super::{Facts, allocatable, capacity, check};
+use crate::{failure::Failure, host::Host, text};
+
+/// What `vmmd.v1` has been extended by since its first release.
+const API_MINOR: u32 = 1;
+/// What this daemon can do on any host.
+const FEATURES: [&str; 6] = [
+    "balloon",
+    "disk-hotplug",
+    "disk-overlay",
+    "disk-qcow2",
+    "free-page-reporting",
+    "rate-limit",
+];
 
 /// What the node is, has, and what of that the VMs have.
 pub async fn describe(host: &Arc<Host>) -> Result<Node, Failure> {
@@ -20,26 +33,62 @@ pub async fn describe(host: &Arc<Host>) -> Result<Node, Failure> {
     let count = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
     let mut committed = host.ledger.committed();
     committed.disk = host.disks.promised();
-    Ok(Node {
+    let uid = Uuid::from_slice(&record.uid).map_or_else(|_| String::new(), |uid| uid.to_string());
+    let metadata = ObjectMetadata {
         name: system.nodename().to_string_lossy().into_owned(),
+        uid,
+        generation: record.generation,
+        labels: record.labels,
+        ..Default::default()
+    };
+    let spec = NodeSpec {
+        cordoned: record.cordoned,
+        cordon_reason: record.cordon_reason,
+        sizing_policies: config.sizing.iter().map(Into::into).collect(),
+    };
+    let status = NodeStatus {
         version: env!("CARGO_PKG_VERSION").to_owned(),
+        api_minor_version: API_MINOR,
+        features: features(host, facts, look.no_kvm.is_none()),
+        boot_id: host.boot_id.clone(),
+        daemon_start_time: text::timestamp(host.started_ms),
         kernel_version: system.release().to_string_lossy().into_owned(),
         cpu_model: host.cpus.model.clone(),
+        cpu_features: host.cpus.features.clone(),
         cpus: facts.cpus,
         memory_bytes: facts.memory,
         memory_available_bytes: facts.memory_available,
         memory_committed_bytes: host.ledger.ram(),
+        numa_nodes: facts.numa.iter().map(Into::into).collect(),
         vms: count(vms.len()),
         vms_running: count(running.count()),
-        conditions,
-        labels: record.labels,
         capacity: Some(capacity(facts).into()),
         allocatable: Some(allocatable(facts, &config.overcommit, &config.reserved).into()),
         committed: Some(committed.into()),
-        cpu_features: host.cpus.features.clone(),
-        sizing_policies: config.sizing.iter().map(Into::into).collect(),
-        cordoned: record.cordoned,
-        cordon_reason: record.cordon_reason,
-        numa_nodes: facts.numa.iter().map(Into::into).collect(),
+        conditions,
+    };
+    Ok(Node {
+        metadata: Some(metadata),
+        spec: Some(spec),
+        status: Some(status),
     })
+}
+
+/// What can be done here, sorted.
+fn features(host: &Host, facts: &Facts, kvm: bool) -> Vec<String> {
+    // 2: nobody may make a ring (kernel.io_uring_disabled).
+    let disabled = fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
+    let of_host = [
+        ("cgroup", host.cgroups.is_some()),
+        ("huge-pages-1g", facts.huge_1g > 0),
+        ("huge-pages-2m", facts.huge_2m > 0),
+        ("io_uring", disabled.trim() != "2"),
+        ("ksm", Path::new("/sys/kernel/mm/ksm/run").exists()),
+        ("kvm", kvm),
+        ("numa", facts.numa.len() > 1),
+    ];
+    let there = of_host.into_iter().filter(|(_, there)| *there);
+    let mut features: Vec<_> = FEATURES.into_iter().chain(there.map(|(name, _)| name)).collect();
+    features.sort_unstable();
+    features.into_iter().map(str::to_owned).collect()
 }

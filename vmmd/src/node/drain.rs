@@ -74,7 +74,7 @@ pub async fn give_up(host: &Host) {
 }
 
 /// VMs with a process, or with one in the making, by name.
-pub fn remaining(host: &Host) -> Vec<String> {
+fn remaining(host: &Host) -> Vec<String> {
     let vms = host.table.list();
     let running = vms.iter().filter(|vm| {
         let status = vm.status.as_ref();

@@ -2,6 +2,9 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use tokio::sync::watch;
+use uuid::Uuid;
+
 use crate::{
     failure::Failure,
     store::{NodeRecord, Store},
@@ -15,6 +18,8 @@ pub struct State {
     record: Mutex<NodeRecord>,
     /// Held by who changes it.
     writer: tokio::sync::Mutex<()>,
+    /// Counts changes, those of conditions too.
+    news: watch::Sender<u64>,
 }
 
 impl State {
@@ -24,7 +29,24 @@ impl State {
             store,
             record: Mutex::new(record),
             writer: tokio::sync::Mutex::default(),
+            news: watch::Sender::new(0),
         }
+    }
+
+    /// Gives the node the UUID that it keeps, when it has none yet.
+    pub async fn identify(&self) -> Result<(), Failure> {
+        let identified = self.change(|record| {
+            if record.uid.is_empty() {
+                record.uid = Uuid::new_v4().into_bytes().to_vec();
+            }
+            Ok(())
+        });
+        identified.await.map(drop)
+    }
+
+    /// Changes with each change of it.
+    pub fn news(&self) -> watch::Receiver<u64> {
+        self.news.subscribe()
     }
 
     /// What it is.
@@ -40,11 +62,19 @@ impl State {
         let _writer = self.writer.lock().await;
         let mut record = self.record();
         change(&mut record)?;
-        if record == *self.lock() {
-            return Ok(false);
+        {
+            let before = self.lock();
+            if record == *before {
+                return Ok(false);
+            }
+            let same = record.labels == before.labels
+                && record.cordoned == before.cordoned
+                && record.cordon_reason == before.cordon_reason;
+            record.generation = before.generation + u64::from(!same);
         }
         self.store.put_node(&record).await.map_err(store_failure)?;
         *self.lock() = record;
+        self.news.send_modify(|changes| *changes += 1);
         Ok(true)
     }
 

@@ -209,6 +209,12 @@ pub struct NodeRecord {
     /// By type.
     #[prost(btree_map = "string, message", tag = "5")]
     pub conditions: BTreeMap<String, ConditionRecord>,
+    /// UUID, 16 bytes; made once.
+    #[prost(bytes = "vec", tag = "6")]
+    pub uid: Vec<u8>,
+    /// Counts changes of labels and cordon.
+    #[prost(uint64, tag = "7")]
+    pub generation: u64,
 }
 
 /// What a condition was when it was last looked at.

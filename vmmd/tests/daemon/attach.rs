@@ -114,6 +114,11 @@ async fn a_disk_comes_and_goes_while_the_vm_runs() {
         .open(daemon.path("data.raw"))
         .unwrap();
     assert!(lockable(&held), "the vmm and the daemon have let go of it");
+    for reason in ["DiskAttached", "DiskDetached"] {
+        let told = daemon.events(reason).await;
+        assert_eq!(told.len(), 1, "{reason}: {told:?}");
+        assert_eq!(told[0].object.as_ref().unwrap().name, "web");
+    }
 }
 
 /// No OFD lock of somebody else is in the way of a lock for writing.

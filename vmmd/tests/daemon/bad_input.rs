@@ -138,6 +138,8 @@ async fn more_memory_than_the_node_has_is_refused_at_once_or_at_the_start() {
         .unwrap()
         .into_inner()
         .node
+        .unwrap()
+        .status
         .unwrap();
     // As many of the largest VMs as are too much together.
     let size = (node.memory_bytes / 2 + (2 << 20)).min(16 << 30) & !((2 << 20) - 1);

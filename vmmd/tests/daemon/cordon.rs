@@ -21,7 +21,7 @@ async fn label(
         ..Default::default()
     };
     let answer = daemon.nodes().await.update_node_labels(request).await?;
-    Ok(answer.into_inner().node.unwrap().labels)
+    Ok(answer.into_inner().node.unwrap().metadata.unwrap().labels)
 }
 
 async fn cordon(daemon: &Daemon, reason: &str) -> v1::Node {
@@ -80,12 +80,18 @@ async fn labels_are_set_and_removed_and_outlive_the_daemon() {
     assert_eq!(wrong.code(), Code::InvalidArgument);
     label(&daemon, &[("zone", "b")], &["tier"]).await.unwrap();
     daemon.kill_and_restart().await;
-    assert_eq!(node(&daemon).await.labels, labels(&[("zone", "b")]));
+    assert_eq!(
+        node(&daemon).await.metadata.unwrap().labels,
+        labels(&[("zone", "b")])
+    );
     let many: Vec<_> = (0..64).map(|number| format!("k{number}")).collect();
     let many: Vec<_> = many.iter().map(|key| (key.as_str(), "")).collect();
     let refused = label(&daemon, &many, &[]).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument);
-    assert_eq!(node(&daemon).await.labels, labels(&[("zone", "b")]));
+    assert_eq!(
+        node(&daemon).await.metadata.unwrap().labels,
+        labels(&[("zone", "b")])
+    );
 }
 
 #[tokio::test]
@@ -95,7 +101,8 @@ async fn a_cordoned_node_creates_and_starts_nothing_and_does_everything_else() {
     daemon.create(daemon.manifest("idle", "")).await.unwrap();
     let open = node(&daemon).await;
     let schedulable = |node: &v1::Node| {
-        let found = node
+        let status = node.status.as_ref().unwrap();
+        let found = status
             .conditions
             .iter()
             .find(|condition| condition.r#type == "Schedulable")
@@ -104,7 +111,8 @@ async fn a_cordoned_node_creates_and_starts_nothing_and_does_everything_else() {
     };
     assert_eq!(schedulable(&open).status(), ConditionStatus::True);
     let cordoned = cordon(&daemon, "new kernel").await;
-    assert!(cordoned.cordoned && cordoned.cordon_reason == "new kernel");
+    let spec = cordoned.spec.clone().unwrap();
+    assert!(spec.cordoned && spec.cordon_reason == "new kernel");
     let condition = schedulable(&cordoned);
     assert_eq!(condition.status(), ConditionStatus::False);
     assert!(condition.message.contains("new kernel"), "{}", condition.message);
@@ -113,7 +121,7 @@ async fn a_cordoned_node_creates_and_starts_nothing_and_does_everything_else() {
     cordon(&daemon, "new kernel").await;
     daemon.kill_and_restart().await;
     let after = node(&daemon).await;
-    assert!(after.cordoned, "it outlives the daemon");
+    assert!(after.spec.as_ref().unwrap().cordoned, "it outlives the daemon");
     assert_eq!(schedulable(&after).transition_time, condition.transition_time);
 
     let no = (Code::FailedPrecondition, "NODE_CORDONED".to_owned());
@@ -157,7 +165,8 @@ async fn a_cordoned_node_creates_and_starts_nothing_and_does_everything_else() {
     daemon.delete("web", false).await.unwrap();
 
     let open = uncordon(&daemon).await;
-    assert!(!open.cordoned && open.cordon_reason.is_empty());
+    let spec = open.spec.clone().unwrap();
+    assert!(!spec.cordoned && spec.cordon_reason.is_empty());
     uncordon(&daemon).await;
     daemon.start_vm("idle").await.unwrap();
 }

@@ -35,7 +35,7 @@ async fn uncordon(daemon: &Daemon) -> Result<(), Status> {
 
 async fn cordoned(daemon: &Daemon) -> bool {
     let answer = daemon.nodes().await.get_node(v1::GetNodeRequest {}).await;
-    answer.unwrap().into_inner().node.unwrap().cordoned
+    answer.unwrap().into_inner().node.unwrap().spec.unwrap().cordoned
 }
 
 async fn run(daemon: &Daemon, name: &str, options: &str, policy: RunPolicy) {
@@ -73,7 +73,6 @@ async fn a_drained_node_runs_nothing_and_vms_come_back_as_their_run_policy_says(
     };
     assert_eq!(result.stopped, ["always", "deaf", "manual", "unless"]);
     assert_eq!(result.killed, ["deaf"]);
-    assert_eq!(drained.remaining, Vec::<String>::new());
     assert_eq!(daemon.vmm_processes(), []);
     assert!(cordoned(&daemon).await);
     let deaf = daemon.get("deaf").await.unwrap();
@@ -95,7 +94,6 @@ async fn a_cancelled_drain_leaves_running_what_runs_and_the_node_cordoned() {
     let daemon = Daemon::start().await;
     run(&daemon, "deaf", "mock.power=ignore", RunPolicy::Manual).await;
     let begun = drain(&daemon, 3600, true).await.unwrap();
-    assert_eq!(begun.remaining, ["deaf"]);
     daemon.wait_phase("deaf", VmPhase::Stopping).await;
     let second = drain(&daemon, 3600, true).await.unwrap_err();
     assert_eq!(

@@ -14,7 +14,7 @@ async fn events(daemon: &Daemon) -> EventServiceClient<Channel> {
 async fn list(daemon: &Daemon, filter: v1::EventFilter) -> v1::ListEventsResponse {
     let request = v1::ListEventsRequest {
         filter: Some(filter),
-        limit: 0,
+        ..Default::default()
     };
     events(daemon)
         .await
@@ -82,15 +82,16 @@ async fn what_was_told_before_a_kill_is_known_after_it_and_a_watch_goes_on_by_it
     let mut stream = watch(&daemon, "").await;
     make_disk(&daemon, "data").await;
     let made = next(&mut stream).await;
+    let object = made.object.clone().unwrap();
     assert_eq!(
-        (made.reason.as_str(), made.object_kind.as_str()),
+        (made.reason.as_str(), object.kind.as_str()),
         ("DiskCreated", "Disk")
     );
     assert_eq!(
-        (made.object_name.as_str(), made.severity()),
+        (object.name.as_str(), made.severity()),
         ("data", EventSeverity::Normal)
     );
-    assert!(!made.object_uid.is_empty() && made.time.is_some());
+    assert!(!object.uid.is_empty() && made.time.is_some());
     delete_disk(&daemon, "data").await;
     daemon.kill_and_restart().await;
     let mut stream = watch(&daemon, &made.cursor).await;
@@ -103,7 +104,7 @@ async fn what_was_told_before_a_kill_is_known_after_it_and_a_watch_goes_on_by_it
     );
     make_disk(&daemon, "more").await;
     let mut stream = watch(&daemon, &all.cursor).await;
-    assert_eq!(next(&mut stream).await.object_name, "more");
+    assert_eq!(next(&mut stream).await.object.unwrap().name, "more");
 }
 
 #[tokio::test]
@@ -131,12 +132,16 @@ async fn a_cursor_of_another_node_is_refused_and_so_is_a_filter_without_sense() 
     }
     let request = v1::ListEventsRequest {
         filter: None,
-        limit: 1001,
+        page_size: 1001,
+        ..Default::default()
     };
     let refused = events(&one).await.list_events(request).await.unwrap_err();
     assert_eq!(refusal(&refused).0, Code::InvalidArgument);
     let filter = v1::EventFilter {
-        object_kind: "vms".into(),
+        object: Some(v1::ObjectReference {
+            kind: "vms".into(),
+            ..Default::default()
+        }),
         ..Default::default()
     };
     let request = v1::WatchEventsRequest {
@@ -155,7 +160,10 @@ async fn what_a_new_daemon_repairs_is_told_with_what_it_was() {
     std::fs::create_dir_all(&leftover).unwrap();
     daemon.relaunch().await;
     let filter = v1::EventFilter {
-        object_kind: "Node".into(),
+        object: Some(v1::ObjectReference {
+            kind: "Node".into(),
+            ..Default::default()
+        }),
         reasons: vec!["Repaired".into()],
         ..Default::default()
     };
@@ -163,4 +171,33 @@ async fn what_a_new_daemon_repairs_is_told_with_what_it_was() {
     assert_eq!(told.len(), 1);
     assert!(told[0].message.contains("6f4b3c1e"), "{}", told[0].message);
     assert!(!leftover.exists());
+}
+
+#[tokio::test]
+async fn lists_have_pages_of_which_the_newest_comes_first() {
+    let daemon = Daemon::start().await;
+    for name in ["a", "b", "c"] {
+        daemon.create(daemon.manifest(name, "")).await.unwrap();
+    }
+    let mut request = v1::ListEventsRequest {
+        page_size: 2,
+        ..Default::default()
+    };
+    let mut client = events(&daemon).await;
+    let newest = client.list_events(request.clone()).await.unwrap().into_inner();
+    assert_eq!(names(&newest), ["b", "c"]);
+    // What happens meanwhile is on none of the other pages.
+    daemon.create(daemon.manifest("d", "")).await.unwrap();
+    request.page_token.clone_from(&newest.next_page_token);
+    let older = client.list_events(request.clone()).await.unwrap().into_inner();
+    assert_eq!(names(&older), ["", "a"]);
+    assert_eq!(older.next_page_token, "");
+    request.page_token = "nonsense".into();
+    let refused = client.list_events(request).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::OutOfRange, "CURSOR_EXPIRED".into()));
+}
+
+fn names(listed: &v1::ListEventsResponse) -> Vec<&str> {
+    let objects = listed.events.iter().filter_map(|event| event.object.as_ref());
+    objects.map(|object| object.name.as_str()).collect()
 }

@@ -79,7 +79,7 @@ impl Daemon {
     pub async fn events(&self, reason: &str) -> Vec<v1::Event> {
         let mut client = EventServiceClient::new(connect(self.folder.path()).await);
         let request = v1::ListEventsRequest {
-            limit: 1000,
+            page_size: 1000,
             ..Default::default()
         };
         let events = client.list_events(request).await.unwrap().into_inner().events;

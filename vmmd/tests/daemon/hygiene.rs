@@ -178,6 +178,8 @@ async fn the_daemon_stays_small_with_many_running_vms() {
         .unwrap()
         .into_inner()
         .node
+        .unwrap()
+        .status
         .unwrap();
     let count = (node.memory_bytes / (128 << 20)).min(200);
     let mut tasks = JoinSet::new();

@@ -1,6 +1,6 @@
 //! `GetNode`, reflection and health.
 
-use proto::v1::{ConditionStatus, GetNodeRequest, Node};
+use proto::v1::{ConditionStatus, CordonNodeRequest, GetNodeRequest, Node, NodeStatus, WatchNodeRequest};
 use tokio_stream::StreamExt;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 use tonic_reflection::pb::v1::{
@@ -10,7 +10,11 @@ use tonic_reflection::pb::v1::{
 
 use crate::harness::{Daemon, connect};
 
-async fn node(daemon: &Daemon) -> Node {
+async fn node(daemon: &Daemon) -> NodeStatus {
+    whole(daemon).await.status.unwrap()
+}
+
+async fn whole(daemon: &Daemon) -> Node {
     daemon
         .nodes()
         .await
@@ -27,14 +31,60 @@ async fn the_node_says_what_it_has_and_what_its_vms_take() {
     let daemon = Daemon::start().await;
     daemon.create(daemon.manifest("idle", "")).await.unwrap();
     daemon.run("web", "").await;
-    let node = node(&daemon).await;
+    let whole = whole(&daemon).await;
+    let metadata = whole.metadata.unwrap();
+    let node = whole.status.unwrap();
     assert_eq!(
         (node.vms, node.vms_running, node.memory_committed_bytes),
         (2, 1, 128 << 20)
     );
     assert!(node.cpus > 0 && node.memory_bytes > node.memory_available_bytes);
-    assert!(!node.name.is_empty() && !node.kernel_version.is_empty());
+    assert!(!metadata.name.is_empty() && !node.kernel_version.is_empty());
     assert_eq!(node.conditions[0].status(), ConditionStatus::True);
+    let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    assert_eq!(node.boot_id, boot_id.trim());
+    assert!(node.api_minor_version >= 1 && node.daemon_start_time.is_some());
+    for feature in ["balloon", "disk-hotplug", "kvm"] {
+        assert!(node.features.iter().any(|known| known == feature), "{feature}");
+    }
+}
+
+#[tokio::test]
+async fn the_node_keeps_its_uid_and_counts_its_changes() {
+    let mut daemon = Daemon::start().await;
+    let before = whole(&daemon).await.metadata.unwrap();
+    assert!(before.uid.parse::<uuid::Uuid>().is_ok(), "{before:?}");
+    let request = CordonNodeRequest::default();
+    daemon.nodes().await.cordon_node(request).await.unwrap();
+    daemon.kill_and_restart().await;
+    let after = whole(&daemon).await.metadata.unwrap();
+    assert_eq!((after.uid, after.generation), (before.uid, before.generation + 1));
+}
+
+#[tokio::test]
+async fn a_watch_of_the_node_sends_what_it_is_and_each_change() {
+    let daemon = Daemon::start().await;
+    let watch = daemon.nodes().await.watch_node(WatchNodeRequest {}).await;
+    let mut watch = watch.unwrap().into_inner();
+    let first = watch.next().await.unwrap().unwrap().node.unwrap();
+    assert_eq!(first.status.unwrap().vms, 0);
+    daemon.run("web", "").await;
+    let running = loop {
+        let node = watch.next().await.unwrap().unwrap().node.unwrap();
+        let status = node.status.unwrap();
+        if status.vms_running == 1 {
+            break status;
+        }
+    };
+    assert_eq!(running.committed.unwrap().memory_bytes >> 20, 128 + 68);
+    let request = CordonNodeRequest::default();
+    daemon.nodes().await.cordon_node(request).await.unwrap();
+    loop {
+        let node = watch.next().await.unwrap().unwrap().node.unwrap();
+        if node.spec.unwrap().cordoned {
+            break;
+        }
+    }
 }
 
 #[tokio::test]

@@ -13,9 +13,9 @@ const MIB: u64 = 1 << 20;
 /// What a VM of 128 MiB with one core takes beside its guest's RAM.
 const OVERHEAD: u64 = (64 + 128 / 64 + 2) * MIB;
 
-pub async fn node(daemon: &Daemon) -> v1::Node {
+pub async fn node(daemon: &Daemon) -> v1::NodeStatus {
     let answer = daemon.nodes().await.get_node(v1::GetNodeRequest {}).await;
-    answer.unwrap().into_inner().node.unwrap()
+    answer.unwrap().into_inner().node.unwrap().status.unwrap()
 }
 
 async fn check(daemon: &Daemon, vm: v1::Vm) -> Result<Vec<v1::PlacementProblem>, Status> {
@@ -274,7 +274,9 @@ async fn sizes_that_no_policy_allows_are_refused_with_what_is() {
     let sizing = "[[sizing]]\nmin_cores = 1\nmax_cores = 2\nmax_memory_mib = 1024\nmemory_step_mib = 256\n\
                   core_fractions_percent = [20, 100]\n";
     let daemon = Daemon::configured(sizing).await;
-    let policies = node(&daemon).await.sizing_policies;
+    let answer = daemon.nodes().await.get_node(v1::GetNodeRequest {}).await;
+    let spec = answer.unwrap().into_inner().node.unwrap().spec.unwrap();
+    let policies = spec.sizing_policies;
     let expected = v1::SizingPolicy {
         min_cores: 1,
         max_cores: 2,

@@ -190,7 +190,7 @@ async fn more_processor_time_than_is_left_waits_and_nothing_of_it_is_had() {
     };
     assert_eq!(path, "spec.cpu.coreFractionPercent");
     assert!(
-        why.starts_with("not enough processor time: the VM needs 700"),
+        why.starts_with("not enough processor time: the VM needs 0.7 processors"),
         "{why}"
     );
     assert_eq!(node(&daemon).await.committed.unwrap().cpu_millis, 800);

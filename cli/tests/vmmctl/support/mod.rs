@@ -740,14 +740,23 @@ impl VmService for State {
 #[tonic::async_trait]
 impl NodeService for State {
     async fn get_node(&self, _: Request<v1::GetNodeRequest>) -> Answer<v1::GetNodeResponse> {
-        let node = v1::Node {
-            name: "node-1".into(),
+        let status = v1::NodeStatus {
             version: "9.9.9".into(),
             cpus: 4,
             memory_bytes: 8 << 30,
-            ..v1::Node::default()
+            ..Default::default()
+        };
+        let node = v1::Node {
+            status: Some(status),
+            ..named()
         };
         Ok(Response::new(v1::GetNodeResponse { node: Some(node) }))
+    }
+
+    type WatchNodeStream = Events<v1::WatchNodeResponse>;
+
+    async fn watch_node(&self, _: Request<v1::WatchNodeRequest>) -> Answer<Self::WatchNodeStream> {
+        Err(Status::unimplemented("vmmctl does not watch it"))
     }
 
     async fn update_node_labels(
@@ -816,10 +825,7 @@ impl NodeService for State {
             id: "1234".into(),
             ..Default::default()
         });
-        Ok(Response::new(v1::DrainNodeResponse {
-            operation,
-            remaining: Vec::new(),
-        }))
+        Ok(Response::new(v1::DrainNodeResponse { operation }))
     }
 }
 
@@ -838,8 +844,12 @@ fn ready(name: &str, phase: VmPhase) -> v1::Condition {
 }
 
 fn named() -> v1::Node {
-    v1::Node {
+    let metadata = v1::ObjectMetadata {
         name: "node-1".into(),
+        ..Default::default()
+    };
+    v1::Node {
+        metadata: Some(metadata),
         ..Default::default()
     }
 }

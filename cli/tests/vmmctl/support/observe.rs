@@ -18,8 +18,11 @@ fn event(number: u32, reason: &str, severity: v1::EventSeverity) -> v1::Event {
         severity: severity.into(),
         reason: reason.into(),
         message: format!("what happened was {reason}"),
-        object_kind: "Vm".into(),
-        object_name: "web".into(),
+        object: Some(v1::ObjectReference {
+            kind: "Vm".into(),
+            name: "web".into(),
+            ..Default::default()
+        }),
         count: u64::from(number),
         ..Default::default()
     }
@@ -109,9 +112,14 @@ impl EventService for State {
             event(2, "GuestPanic", v1::EventSeverity::Warning),
         ];
         events.retain(|event| event.severity >= filter.severity);
-        events.retain(|event| filter.object_name.is_empty() || filter.object_name == event.object_name);
-        let cursor = "c2".into();
-        Ok(Response::new(v1::ListEventsResponse { events, cursor }))
+        let name = |object: Option<v1::ObjectReference>| object.unwrap_or_default().name;
+        let wanted = name(filter.object);
+        events.retain(|event| wanted.is_empty() || wanted == name(event.object.clone()));
+        Ok(Response::new(v1::ListEventsResponse {
+            events,
+            cursor: "c2".into(),
+            next_page_token: String::new(),
+        }))
     }
 
     type WatchEventsStream = Events<v1::WatchEventsResponse>;

@@ -69,6 +69,8 @@ impl Actor {
             Some(client) => self.plug_in(client, disk, vec![reply]),
             None => {
                 self.publish();
+                let message = format!("disk \"{name}\" is in the spec: the next start plugs it in");
+                self.tell(v1::EventSeverity::Normal, "DiskAttached", &message);
                 answer([reply], &Ok(self.state()));
             }
         }
@@ -246,6 +248,8 @@ impl Actor {
         change::settle(&mut self.record);
         self.persist().await;
         self.publish();
+        let message = format!("disk \"{name}\" is plugged in");
+        self.tell(v1::EventSeverity::Normal, "DiskAttached", &message);
     }
 }
 

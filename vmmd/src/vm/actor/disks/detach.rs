@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use proto::{v1::AttachmentPhase, vmm};
+use proto::{
+    v1::{AttachmentPhase, EventSeverity},
+    vmm,
+};
 use tokio::time::Instant;
 
 use crate::{
@@ -41,6 +44,8 @@ impl Actor {
                 return Err((failure, reply));
             }
             self.publish();
+            let message = format!("disk \"{name}\" is not in the spec any more");
+            self.tell(EventSeverity::Normal, "DiskDetached", &message);
             answer([reply], &Ok(self.state()));
             return Ok(());
         }
@@ -118,6 +123,7 @@ impl Actor {
         match result {
             Ok(()) => {
                 self.drop_disk(name).await;
+                self.tell_detached(name);
                 answer(waiters, &Ok(self.state()));
             }
             Err(failure) => {
@@ -161,13 +167,22 @@ impl Actor {
             Some(plug) if plug.kind != PlugKind::Attach => {
                 plug.task.abort();
                 self.drop_disk(&name).await;
+                self.tell_detached(&name);
                 answer(plug.waiters, &Ok(self.state()));
             }
             // An answer about it is on its way, and says the last word.
             Some(plug) => self.disks.entry(&name).plug = Some(plug),
-            None if asked || !in_spec => self.drop_disk(&name).await,
+            None if asked || !in_spec => {
+                self.drop_disk(&name).await;
+                self.tell_detached(&name);
+            }
             None => self.ejected(&name),
         }
+    }
+
+    fn tell_detached(&self, name: &str) {
+        let message = format!("disk \"{name}\" is gone from the machine");
+        self.tell(EventSeverity::Normal, "DiskDetached", &message);
     }
 
     /// The guest has ejected a disk by itself.
@@ -182,5 +197,7 @@ impl Actor {
             "the guest ejected it; attach it again, or start the VM anew, to plug it in",
         );
         self.publish();
+        let message = format!("the guest has ejected disk \"{name}\" by itself; it is still in the spec");
+        self.tell(EventSeverity::Warning, "DiskEjected", &message);
     }
 }

@@ -1,0 +1,135 @@
+//! `WatchNode`: the node as it is, and after each change.
+
+use std::{sync::Arc, time::Duration};
+
+use proto::v1::{Node, WatchNodeResponse};
+use tokio::{
+    sync::{broadcast::error::RecvError, mpsc},
+    time::sleep,
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
+
+use crate::{failure::Failure, host::Host, node::describe};
+
+/// The stream of states.
+pub type Stream = ReceiverStream<Result<WatchNodeResponse, Status>>;
+
+/// Changes within this time are sent as one.
+const TOGETHER: Duration = Duration::from_millis(200);
+/// How often the kernel is asked for what it does not tell by itself: free memory and disk space.
+const LOOK: Duration = Duration::from_secs(10);
+
+/// Watches the node.
+pub fn watch(host: Arc<Host>) -> Stream {
+    let (sender, receiver) = mpsc::channel(1);
+    tokio::spawn(async move {
+        tokio::select! {
+            end = follow(&host, &sender) => {
+                if let Err(failure) = end {
+                    let _ = sender.send(Err(failure.into())).await;
+                }
+            }
+            () = sender.closed() => {}
+            () = host.stopping.cancelled() => {
+                let _ = sender.send(Err(Failure::stopping().into())).await;
+            }
+        }
+    });
+    ReceiverStream::new(receiver)
+}
+
+/// Sends the node for as long as somebody listens.
+async fn follow(
+    host: &Arc<Host>,
+    sender: &mpsc::Sender<Result<WatchNodeResponse, Status>>,
+) -> Result<(), Failure> {
+    let mut news = host.node.news();
+    let mut sent: Option<Node> = None;
+    loop {
+        // What changes from here on is looked at once more.
+        let (_, mut changes) = host.table.subscribe();
+        news.mark_unchanged();
+        let node = describe(host).await?;
+        if sent.as_ref().is_none_or(|sent| differs(sent, &node)) {
+            let response = WatchNodeResponse {
+                node: Some(node.clone()),
+            };
+            if sender.send(Ok(response)).await.is_err() {
+                return Ok(());
+            }
+            sent = Some(node);
+        }
+        tokio::select! {
+            changed = changes.recv() => if matches!(changed, Err(RecvError::Closed)) {
+                return Ok(());
+            },
+            changed = news.changed() => if changed.is_err() {
+                return Ok(());
+            },
+            () = sleep(LOOK) => {}
+        }
+        sleep(TOGETHER).await;
+    }
+}
+
+/// Whether there is something to send. Free memory moves all the time: only much of it counts.
+fn differs(sent: &Node, now: &Node) -> bool {
+    let (Some(before), Some(after)) = (&sent.status, &now.status) else {
+        return sent != now;
+    };
+    let moved = before
+        .memory_available_bytes
+        .abs_diff(after.memory_available_bytes);
+    if moved > after.memory_bytes / 64 {
+        return true;
+    }
+    let mut same = now.clone();
+    if let Some(status) = &mut same.status {
+        status.memory_available_bytes = before.memory_available_bytes;
+        for condition in &mut status.conditions {
+            // Messages have amounts in them.
+            let known = before.conditions.iter().find(|known| {
+                known.r#type == condition.r#type
+                    && known.status == condition.status
+                    && known.reason == condition.reason
+            });
+            if let Some(known) = known {
+                condition.message.clone_from(&known.message);
+            }
+        }
+    }
+    same != *sent
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::v1::{Condition, NodeStatus};
+
+    use super::*;
+
+    fn node(available: u64, message: &str, status: i32) -> Node {
+        Node {
+            status: Some(NodeStatus {
+                memory_bytes: 6400,
+                memory_available_bytes: available,
+                conditions: vec![Condition {
+                    message: message.into(),
+                    status,
+                    ..Default::default()
+                }],
+                ..Default::default()
+            }),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn small_moves_of_free_memory_and_amounts_in_messages_are_not_sent() {
+        let sent = node(1000, "1 of 2", 1);
+        assert!(!differs(&sent, &node(1100, "2 of 2", 1)));
+        assert!(differs(&sent, &node(1101, "1 of 2", 1)));
+        assert!(differs(&sent, &node(899, "1 of 2", 1)));
+        assert!(differs(&sent, &node(1000, "1 of 2", 2)));
+    }
+}
