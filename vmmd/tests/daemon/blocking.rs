@@ -15,6 +15,7 @@ use tonic::Code;
 
 use crate::{
     console::Client,
+    disks::copy_disk,
     harness::{Daemon, PATIENCE, connect, refusal, status, uid, vm_pid},
 };
 
@@ -154,6 +155,31 @@ async fn a_dead_file_system_delays_only_its_own_vms() {
     // Those who wait in the kernel are let go with it.
     drop(dead);
     daemon.start_vm("hung1").await.unwrap();
+}
+
+#[tokio::test]
+async fn copies_of_whole_disks_that_hang_hold_up_nobody() {
+    let daemon = Daemon::start().await;
+    let (folder, good) = (daemon.path("nfs"), daemon.path("good"));
+    fs::create_dir(&folder).unwrap();
+    fs::write(&good, [7; 4096]).unwrap();
+    let dead = Dead::over(&folder);
+    let copy =
+        |name: String, source: &Path| copy_disk(daemon.folder.path().to_owned(), name, source.to_owned());
+    let mut copies = tokio::task::JoinSet::new();
+    for number in 0..40 {
+        copies.spawn(copy(format!("hung{number}"), &folder.join("disk")));
+    }
+    let other = timeout(PATIENCE, copy("other".into(), &good)).await;
+    other.expect("a copy waits for the files of others").unwrap();
+    let vm = timeout(PATIENCE, daemon.run("other", "")).await;
+    vm.expect("a start waits for copies");
+    assert!(copies.try_join_next().is_none(), "none of them is done");
+    // Those who wait in the kernel are let go with it.
+    drop(dead);
+    while let Some(copied) = copies.join_next().await {
+        copied.unwrap().unwrap_err();
+    }
 }
 
 #[tokio::test]

@@ -106,6 +106,17 @@ impl Daemon {
     }
 }
 
+/// Has the daemon in `folder` make a disk that is a copy of a file.
+pub async fn copy_disk(folder: PathBuf, name: String, source: PathBuf) -> Result<(), Status> {
+    let request = v1::CreateDiskRequest {
+        disk: Some(raw(&name, 0)),
+        source: Some(Source::RawFile(source.to_str().unwrap().into())),
+        ..Default::default()
+    };
+    let mut client = DiskServiceClient::new(connect(&folder).await);
+    client.create_disk(request).await.map(drop)
+}
+
 fn raw(name: &str, size_bytes: u64) -> v1::Disk {
     v1::Disk {
         name: name.into(),
