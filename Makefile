@@ -30,6 +30,15 @@ build: ## Build all programs for development (target/debug)
 deb: ## Build the Debian package (target/deb/)
 	vmmd/package/build-deb.sh
 
+.PHONY: rpm
+rpm: tools ## Build the RPM, with the same files (target/rpm/)
+	vmmd/package/build-rpm.sh
+
+# The newest package.
+.PHONY: lint-deb
+lint-deb: tools
+	lintian --allow-root --fail-on error,warning "$$(ls -t target/deb/vmmd_*.deb | head -n 1)"
+
 .PHONY: docs
 docs: ## Build the book (target/book/) when mdbook is installed
 	@if command -v mdbook >/dev/null; then mdbook build docs; \
@@ -60,6 +69,7 @@ unit: tools ## Run the tests that need no node: units, properties, the daemon wi
 test: tools node-tool ## Run all tests, those in the test node included; installs what is missing
 	$(CARGO) nextest run --locked --workspace --no-run
 	$(NODE) build & images=$$!; vmmd/package/build-deb.sh || { wait $$images; exit 1; }; wait $$images
+	$(MAKE) lint-deb
 	VMMD_CHAOS=long $(NODE) --name test with -- $(CARGO) nextest run --locked --workspace --profile ci
 
 .PHONY: fleet
@@ -96,6 +106,7 @@ lint: tools ## Check formatting, lints, documentation, what depends on what, scr
 	$(CARGO) fmt --all --check
 	.ci/check-tree
 	.ci/lint-text
+	vmmd/package/notices.py --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" $(CARGO) doc --quiet --locked --workspace --no-deps --document-private-items
 

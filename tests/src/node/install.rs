@@ -38,7 +38,7 @@ impl Node {
     pub fn install(&self, package: &Path) -> Result<()> {
         self.copy_in(package, "/run/vmmd.deb")?;
         self.sh(
-            "dpkg --force-confnew --force-unsafe-io -i /run/vmmd.deb >/run/vmmd-install.log 2>&1 \
+            "VMMD_DOWNGRADE=yes dpkg --force-confnew --force-unsafe-io -i /run/vmmd.deb >/run/vmmd-install.log 2>&1 \
                  || { cat /run/vmmd-install.log >&2; exit 1; }; rm /run/vmmd.deb
              grep -q '^\\[overcommit\\]' /etc/vmmd/config.toml \
                  || printf '\\n[overcommit]\\ncpu = 100.0\\n' >>/etc/vmmd/config.toml",

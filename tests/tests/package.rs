@@ -1,0 +1,159 @@
+//! The Debian package in the node: upgrade with running VMs, a downgrade, removal and purge. The last test leaves it installed.
+
+use std::path::PathBuf;
+
+use vmmd_tests::node::{Kernel, newest_package};
+use vmmd_tests::vm::{BOOT, Vm, VmSpec};
+use vmmd_tests::{Case, Node};
+
+/// The node's package with other versions, below which the node's is an older one, and above it: made from it in the node.
+const REPACK: &str = "cd /var/tmp && rm -rf repack && dpkg-deb -R /var/tmp/vmmd.deb repack && \
+    sed -i \"s/$(dpkg-deb -f /var/tmp/vmmd.deb Version)/$VERSION/\" repack/DEBIAN/control repack/DEBIAN/preinst && \
+    dpkg-deb -Znone -b repack /var/tmp/vmmd-$VERSION.deb >/dev/null && rm -rf repack";
+
+const INSTALL: &str = "DEBIAN_FRONTEND=noninteractive dpkg --force-confold --force-unsafe-io -i";
+
+/// Puts the package back in the end, however the test ends.
+struct Installed<'node>(&'node Node, PathBuf);
+
+impl<'node> Installed<'node> {
+    fn new(node: &'node Node) -> Self {
+        let package = newest_package().expect("look").expect("a package was built");
+        node.copy_in(&package, "/var/tmp/vmmd.deb").expect("copy");
+        Installed(node, package)
+    }
+
+    /// Makes the same package with another version.
+    fn repack(&self, version: &str) {
+        self.0
+            .sh(&format!("VERSION={version}; {REPACK}"))
+            .expect("repack");
+    }
+
+    fn version(&self) -> String {
+        let version = self.0.sh("dpkg-query -W -f '${Version}' vmmd").expect("version");
+        version.trim().to_owned()
+    }
+}
+
+impl Drop for Installed<'_> {
+    fn drop(&mut self) {
+        let back = self
+            .0
+            .ssh("export VMMD_DOWNGRADE=yes; dpkg --force-confnew --force-unsafe-io -i /var/tmp/vmmd.deb; rm -f /var/tmp/vmmd*.deb");
+        let back = back.and_then(|_| self.0.install(&self.1));
+        if let Err(error) = back
+            && !std::thread::panicking()
+        {
+            panic!("the package is not back: {error:#}");
+        }
+    }
+}
+
+fn running(case: &Case) -> Vm<'_> {
+    let vm = Vm::start(case, "", &VmSpec::busybox(Kernel::Cloud612)).expect("start");
+    vm.console()
+        .expect("console")
+        .until("GUEST-READY", BOOT)
+        .expect("boot");
+    vm
+}
+
+fn failed_units(node: &Node) -> String {
+    node.sh("systemctl list-units --failed --plain --no-legend 'vmmd*'")
+        .expect("units")
+}
+
+#[test]
+fn an_upgrade_leaves_vms_running_and_a_downgrade_is_refused_with_the_reason() {
+    let case = Case::new("upgrade").expect("node");
+    let node = case.node();
+    let package = Installed::new(node);
+    let vm = running(&case);
+    let (pid, before) = (vm.pid().expect("pid"), package.version());
+    let daemon = node.sh("systemctl show -P MainPID vmmd").expect("pid");
+    // Of a later commit: the version differs behind the `+` only.
+    let newer = format!("{before}.later");
+    package.repack(&newer);
+    node.sh(&format!("{INSTALL} /var/tmp/vmmd-{newer}.deb"))
+        .expect("upgrade");
+    assert_eq!(package.version(), newer);
+    let phase = vm.phase().expect("the new daemon answers");
+    assert_eq!((phase.as_str(), vm.pid().expect("pid")), ("RUNNING", pid));
+    assert_ne!(node.sh("systemctl show -P MainPID vmmd").expect("pid"), daemon);
+    vm.ctl("pause").expect("pause");
+    vm.ctl("resume").expect("resume");
+
+    let refused = node
+        .ssh(&format!("{INSTALL} /var/tmp/vmmd.deb"))
+        .expect("downgrade");
+    assert_ne!(refused.status.code(), Some(0));
+    for part in ["is older than the installed", "VMMD_DOWNGRADE=yes"] {
+        assert!(refused.stderr.contains(part), "{}", refused.stderr);
+    }
+    assert_eq!(package.version(), newer, "the newer version stays");
+    assert_eq!(vm.phase().expect("the daemon still answers"), "RUNNING");
+    assert_eq!(vm.pid().expect("pid"), pid);
+    assert_eq!(failed_units(node), "");
+}
+
+#[test]
+fn removal_stops_guests_in_order_and_purge_leaves_no_key_and_no_failed_unit() {
+    let case = Case::new("purge").expect("node");
+    let node = case.node();
+    let package = Installed::new(node);
+    for (daemon, stop) in [("up", "true"), ("down", "systemctl stop vmmd")] {
+        let vm = running(&case);
+        node.sh(stop).expect("the daemon");
+        node.sh("vmmd init-certs --dir /etc/vmmd/tls --server-name node >/dev/null 2>&1 || true")
+            .expect("keys");
+        let said = node.ssh("dpkg -r vmmd").expect("remove");
+        assert!(said.success(), "{}{}", said.stdout, said.stderr);
+        let all = format!("{}{}", said.stdout, said.stderr);
+        assert!(
+            all.contains("stopping 1 virtual machine"),
+            "with vmmd {daemon}: {all}"
+        );
+        assert_eq!(node.sh("pgrep -x 'vmm|vmmd' || true").expect("processes"), "");
+        assert_eq!(failed_units(node), "", "with vmmd {daemon}");
+        // The guest powered off by itself: it was not killed.
+        let serial = node
+            .sh("cat /var/log/vmmd/vms/*/serial.log")
+            .expect("the serial log");
+        assert!(
+            serial.contains("GUEST-POWER-BUTTON"),
+            "with vmmd {daemon}: {serial}"
+        );
+        node.sh(&format!("{INSTALL} /var/tmp/vmmd.deb")).expect("install");
+        vm.ctl("delete --force").expect("its VM is known again");
+    }
+    node.sh("test -e /etc/vmmd/tls/ca.key").expect("there are keys");
+    node.sh("dpkg -P vmmd").expect("purge");
+    let left = node
+        .sh("ls -d /etc/vmmd /var/log/vmmd /run/vmmd 2>/dev/null; find /etc/systemd/system -name '*vmmd*'; find /var/lib -name '*.key'")
+        .expect("what is left");
+    assert_eq!(left, "");
+    assert_eq!(failed_units(node), "");
+    drop(package);
+    assert_eq!(
+        node.sh("systemctl is-active vmmd").expect("state").trim(),
+        "active"
+    );
+}
+
+#[test]
+fn units_are_as_closed_as_their_work_allows() {
+    let case = Case::new("units").expect("node");
+    for (unit, exposure) in [("vmmd", 47), ("vmmd-vms", 20), ("vmmd-guests", 47)] {
+        case.node()
+            .sh(&format!(
+                "systemd-analyze security --no-pager --threshold={exposure} {unit}.service >/dev/null"
+            ))
+            .unwrap_or_else(|error| panic!("{unit}: {error:#}"));
+    }
+    let refused = case
+        .node()
+        .sh("nsenter -m -t $(systemctl show -P MainPID vmmd) touch /sys/kernel/mm/vmmd-was-here /usr/vmmd-was-here 2>&1 || true")
+        .expect("try");
+    assert_eq!(refused.matches("Read-only").count(), 2, "{refused}");
+}

@@ -1,0 +1,12 @@
+#!/bin/sh
+# Builds the three programs and prints the folder that they are in. PROFILE is release (the default) or dev.
+set -eu
+cd "$(dirname "$0")/../.."
+profile=${PROFILE:-release}
+cargo=${CARGO:-cargo}
+
+# Apart, so that features that only the daemon needs (gRPC) are not switched on in the crates that vmm shares with it.
+"$cargo" build --profile "$profile" --locked -p vmmd -p vmmctl --bin vmmd --bin vmmctl >&2
+"$cargo" build --profile "$profile" --locked -p vmm-core --bin vmm >&2
+[ "$profile" != dev ] || profile=debug
+echo "${CARGO_TARGET_DIR:-target}/$profile"
