@@ -47,12 +47,19 @@ struct Inner {
 
 #[derive(Debug)]
 struct Entry {
-    state: Arc<watch::Sender<Arc<v1::Operation>>>,
+    operation: Arc<v1::Operation>,
     /// Of its beginning.
     made: u64,
     /// Of its last change.
     revision: u64,
     began_ms: u64,
+    /// What only one that has not ended needs.
+    live: Option<Live>,
+}
+
+#[derive(Debug)]
+struct Live {
+    state: Arc<watch::Sender<Arc<v1::Operation>>>,
     meter: Meter,
     token: CancellationToken,
     cause: Option<Cause>,
@@ -126,7 +133,12 @@ impl Shared {
     pub fn watch(&self, id: Uuid, now_ms: u64) -> Option<watch::Receiver<Arc<v1::Operation>>> {
         let mut inner = self.lock();
         self.prune(&mut inner, now_ms);
-        Some(inner.entries.get(&id)?.state.subscribe())
+        let entry = inner.entries.get(&id)?;
+        Some(match &entry.live {
+            Some(live) => live.state.subscribe(),
+            // Nothing follows any more.
+            None => watch::channel(Arc::clone(&entry.operation)).1,
+        })
     }
 
     /// Calls `take` with those that began before `before` (all when `None`), the newest first, until it returns false. Returns the
@@ -144,7 +156,7 @@ impl Shared {
             None => inner.entries.range::<Uuid, _>(..),
         };
         for (_, entry) in entries.rev() {
-            if !take(&entry.state.borrow()) {
+            if !take(&entry.operation) {
                 break;
             }
         }
@@ -160,7 +172,7 @@ impl Shared {
             Some(Change {
                 at: self.position(*at),
                 new: entry.made > revision,
-                operation: Arc::clone(&entry.state.borrow()),
+                operation: Arc::clone(&entry.operation),
             })
         });
         (changed.collect(), self.position(inner.revision))
@@ -233,8 +245,9 @@ impl Shared {
             ..
         } = &mut *inner;
         let entry = entries.get_mut(&id)?;
-        let mut operation = v1::Operation::clone(&entry.state.borrow());
-        if has_ended(&operation) || !change(&mut entry.meter, &mut operation) {
+        let live = entry.live.as_mut()?;
+        let mut operation = v1::Operation::clone(&entry.operation);
+        if !change(&mut live.meter, &mut operation) {
             return None;
         }
         let operation = Arc::new(operation);
@@ -243,7 +256,11 @@ impl Shared {
         by_revision.insert(*revision, id);
         entry.revision = *revision;
         let began_ms = entry.began_ms;
-        entry.state.send_replace(Arc::clone(&operation));
+        entry.operation = Arc::clone(&operation);
+        live.state.send_replace(Arc::clone(&operation));
+        if has_ended(&operation) {
+            entry.live = None;
+        }
         self.news.send_replace(*revision);
         Some((operation, began_ms))
     }
@@ -251,40 +268,40 @@ impl Shared {
     /// Asks for the end of one, unless that has been done or it has ended.
     pub fn cancel(&self, id: Uuid, cause: Cause) -> Result<(), Failure> {
         let mut inner = self.lock();
-        let Some(entry) = inner.entries.get_mut(&id) else {
+        let Some(live) = inner.live(id) else {
             return Ok(());
         };
-        if has_ended(&entry.state.borrow()) || entry.cause.is_some() {
+        if live.cause.is_some() {
             return Ok(());
         }
-        if entry.committed {
+        if live.committed {
             let message = "the operation can't be cancelled any more: wait for its end";
             return Err(Failure::precondition("NOT_CANCELLABLE", message));
         }
-        entry.cause = Some(cause);
-        entry.token.cancel();
+        live.cause = Some(cause);
+        live.token.cancel();
         Ok(())
     }
 
     /// Why it is to end.
     pub fn cause(&self, id: Uuid) -> Option<Cause> {
-        self.lock().entries.get(&id)?.cause
+        self.lock().live(id)?.cause
     }
 
     /// See [`super::Handle::commit`].
     pub fn commit(&self, id: Uuid) -> bool {
         let mut inner = self.lock();
-        let Some(entry) = inner.entries.get_mut(&id) else {
+        let Some(live) = inner.live(id) else {
             return true;
         };
-        entry.committed = entry.cause.is_none();
-        entry.committed
+        live.committed = live.cause.is_none();
+        live.committed
     }
 
     /// See [`super::Handle::reopen`].
     pub fn reopen(&self, id: Uuid) {
-        if let Some(entry) = self.lock().entries.get_mut(&id) {
-            entry.committed = false;
+        if let Some(live) = self.lock().live(id) {
+            live.committed = false;
         }
     }
 
@@ -307,19 +324,28 @@ impl Shared {
 }
 
 impl Inner {
+    fn live(&mut self, id: Uuid) -> Option<&mut Live> {
+        self.entries.get_mut(&id)?.live.as_mut()
+    }
+
     fn insert(&mut self, id: Uuid, operation: v1::Operation, began_ms: u64) -> Parts {
         self.revision += 1;
         let token = CancellationToken::new();
-        let state = Arc::new(watch::channel(Arc::new(operation)).0);
-        let entry = Entry {
+        let operation = Arc::new(operation);
+        let state = Arc::new(watch::channel(Arc::clone(&operation)).0);
+        let live = Live {
             state: Arc::clone(&state),
-            made: self.revision,
-            revision: self.revision,
-            began_ms,
             meter: Meter::default(),
             token: token.clone(),
             cause: None,
             committed: false,
+        };
+        let entry = Entry {
+            live: (!has_ended(&operation)).then_some(live),
+            operation,
+            made: self.revision,
+            revision: self.revision,
+            began_ms,
         };
         self.by_revision.insert(self.revision, id);
         self.entries.insert(id, entry);
