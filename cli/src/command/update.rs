@@ -17,7 +17,7 @@ const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 pub const UNCHANGED: &str = "unchanged";
 
 /// How often a change is made anew of what somebody else has changed meanwhile.
-const TRIES: u32 = 5;
+pub const TRIES: u32 = 5;
 
 /// How a VM is changed.
 #[derive(Clone, Copy, Debug, Default)]

@@ -4,7 +4,10 @@ use std::time::Duration;
 
 use proto::v1::{self, set_rate_limit_request::Target};
 
-use super::disk_spec::{self, usage};
+use super::{
+    disk_spec::{self, usage},
+    update,
+};
 use crate::{
     args::{
         Output,
@@ -118,34 +121,48 @@ pub fn target(args: &Limit) -> Result<Target> {
     }
 }
 
-/// Changes a limit; what is not named stays as it is.
+/// Changes a limit; what is not named stays as it is. When somebody else changes the VM between the two it is read and changed
+/// anew.
 pub async fn limit(client: &Client, args: &Limit, target: Target) -> Result<()> {
-    let limit = if args.none {
-        v1::RateLimit::default()
-    } else {
-        args.limits.over(present(client, &args.vm, &target).await?)
+    let mut tries = 0;
+    let done = loop {
+        tries += 1;
+        let there = client.get(&args.vm).await?;
+        let limit = if args.none {
+            v1::RateLimit::default()
+        } else {
+            args.limits.over(present(&there, &target))
+        };
+        match set_limit(client, &there, &target, limit).await {
+            Err(failure) if &*failure.reason == "GENERATION_MISMATCH" && tries < update::TRIES => {}
+            done => break done?,
+        }
     };
-    let done = set_limit(client, &args.vm, target, limit).await?;
     output::line(format!("vm/{} {done}", args.vm))
 }
 
-/// Gives a disk or group of a VM a limit; what to say of it.
-pub async fn set_limit(client: &Client, vm: &str, target: Target, limit: v1::RateLimit) -> Result<String> {
-    let done = say_limit(&target, &limit);
-    let (Target::Disk(name) | Target::Group(name)) = target.clone();
+/// Gives a disk or group of the VM that was seen a limit; what to say of it.
+async fn set_limit(client: &Client, there: &v1::Vm, target: &Target, limit: v1::RateLimit) -> Result<String> {
+    let done = say_limit(target, &limit);
+    let (Target::Disk(name) | Target::Group(name)) = target;
+    let known = there.metadata.clone().unwrap_or_default();
     let request = v1::SetRateLimitRequest {
-        vm: vm.to_owned(),
-        target: Some(target),
+        vm: known.name.clone(),
+        target: Some(target.clone()),
         limit: Some(limit),
+        preconditions: Some(v1::Preconditions {
+            uid: known.uid,
+            generation: Some(known.generation),
+        }),
         ..Default::default()
     };
     let answer = send!(client.limit(WORK), client.vms, set_rate_limit, request).await;
-    answer.map_err(|failure| about(failure, vm, &name))?;
+    answer.map_err(|failure| about(failure, &known.name, name))?;
     Ok(done)
 }
 
 /// `disk data: 100Mi/s`.
-pub fn say_limit(target: &Target, limit: &v1::RateLimit) -> String {
+fn say_limit(target: &Target, limit: &v1::RateLimit) -> String {
     let (what, name) = match target {
         Target::Disk(name) => ("disk", name),
         Target::Group(name) => ("group", name),
@@ -157,8 +174,8 @@ pub fn say_limit(target: &Target, limit: &v1::RateLimit) -> String {
 }
 
 /// The limit that a disk or group has by the VM's spec; none when it isn't there, which the daemon then says.
-async fn present(client: &Client, vm: &str, target: &Target) -> Result<v1::RateLimit> {
-    let spec = client.get(vm).await?.spec.unwrap_or_default();
+fn present(vm: &v1::Vm, target: &Target) -> v1::RateLimit {
+    let spec = vm.spec.clone().unwrap_or_default();
     let limit = match target {
         Target::Disk(name) => {
             let disk = spec.disks.into_iter().find(|disk| disk.name == *name);
@@ -169,7 +186,7 @@ async fn present(client: &Client, vm: &str, target: &Target) -> Result<v1::RateL
             group.and_then(|group| group.limit)
         }
     };
-    Ok(limit.unwrap_or_default())
+    limit.unwrap_or_default()
 }
 
 /// Prints what a VM's disks have done.

@@ -112,6 +112,11 @@ fn a_patch_of_what_somebody_else_changes_meanwhile_is_made_anew() {
         labels.into_keys().collect::<Vec<_>>(),
         ["other-0", "other-1", "tier"]
     );
+    run(&daemon, &["create", "disk", "data", "--size", "1Mi"]);
+    run(&daemon, &["attach", "web", "--disk", "data"]);
+    daemon.state.change_before_updates(1);
+    let limited = run(&daemon, &["limit", "web", "--disk", "data", "--iops", "5"]);
+    assert_eq!((limited.0, limited.2.as_str()), (0, ""));
     // It gives up in the end.
     daemon.state.change_before_updates(100);
     let (code, _, said) = run(&daemon, &["label", "web", "tier-"]);

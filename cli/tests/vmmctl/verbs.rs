@@ -342,7 +342,7 @@ fn fields_are_printed_by_path() {
         done("a      front\n")
     );
     assert_eq!(
-        run(&daemon, &["node", "-o", "jsonpath={.name}"]),
+        run(&daemon, &["node", "-o", "jsonpath={.metadata.name}"]),
         done("node-1\n")
     );
     assert_eq!(

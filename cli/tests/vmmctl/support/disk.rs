@@ -121,7 +121,17 @@ impl State {
 
     /// `SetRateLimit`.
     pub fn limit(&self, request: v1::SetRateLimitRequest) -> Result<v1::Vm, Status> {
+        self.change_in_between(&request.vm)?;
         let mut vm = self.find(&request.vm)?;
+        let known = vm.metadata.clone().unwrap();
+        let wanted = request.preconditions.clone().unwrap_or_default();
+        if wanted
+            .generation
+            .is_some_and(|generation| generation != known.generation)
+        {
+            let message = format!("VM \"{}\" has generation {}", known.name, known.generation);
+            return Err(refusal(Code::Aborted, "GENERATION_MISMATCH", message));
+        }
         let spec = vm.spec.as_mut().unwrap();
         let (name, place) = match request.target.unwrap() {
             Target::Disk(name) => {

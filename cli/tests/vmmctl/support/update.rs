@@ -7,7 +7,7 @@ use super::{State, lock, refusal};
 
 impl State {
     /// Somebody else changes the VM, if that is to be.
-    fn change_in_between(&self, name: &str) -> Result<(), Status> {
+    pub(super) fn change_in_between(&self, name: &str) -> Result<(), Status> {
         let mut play = lock(&self.play);
         if play.changes_before_updates > 0 {
             play.changes_before_updates -= 1;
