@@ -67,14 +67,26 @@ unit: tools ## Run the tests that need no node: units, properties, the daemon wi
 # wait for downloads and disks as much as for a processor, and are made beside the package.
 .PHONY: test
 test: tools node-tool ## Run all tests, those in the test node included; installs what is missing
+	@date +%s >target/began
 	$(CARGO) nextest run --locked --workspace --no-run
 	$(NODE) build & images=$$!; vmmd/package/build-deb.sh || { wait $$images; exit 1; }; wait $$images
 	$(MAKE) lint-deb
-	VMMD_CHAOS=long $(NODE) --name test with -- $(CARGO) nextest run --locked --workspace --profile ci
+	code=0; VMMD_CHAOS=long $(NODE) --name test with -- $(CARGO) nextest run --locked --workspace --profile ci || code=$$?; \
+		.ci/report $$(($$(date +%s) - $$(cat target/began))); exit $$code
 
 .PHONY: fleet
 fleet: tools node-tool deb ## Run the test of many idle guests while vmmd is killed, with 50 of them also where the node is emulated
 	VMMD_FLEET=50 $(NODE) --name fleet with -- $(CARGO) nextest run --locked -p vmmd-tests --success-output immediate -E 'binary(fleet)'
+
+.PHONY: mutations
+mutations: tools node-tool deb ## Run the tests of builds with deliberate faults
+	$(NODE) --name mutations with -- $(CARGO) nextest run --locked -p vmmd-tests --features nightly -E 'binary(mutations)'
+
+.PHONY: nightly
+nightly: lint deny mutations fleet ## Run what make test is too short for, and what takes minutes to compile
+	@command -v mdbook >/dev/null || $(CARGO) install --locked mdbook
+	mdbook build docs
+	for part in blk_queue qcow2_image balloon_queue; do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=200; done
 
 FUZZ ?= blk_queue
 FUZZ_SECONDS ?= 60

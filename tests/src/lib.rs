@@ -18,6 +18,7 @@ pub mod host;
 pub mod initramfs;
 pub mod node;
 pub mod paths;
+pub mod power;
 pub mod programs;
 pub mod run;
 pub mod storage;

@@ -7,8 +7,12 @@ use vmmd_tests::storage::{Disk, Format};
 use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 use vmmd_tests::{Case, Node};
 
-/// Each kill is a round of two disks, raw and qcow2; there are as many with the host's cache as without it.
+/// Each kill is a round of four disks: raw and qcow2, with the host's cache and without it. The disks are used in turn by two VMs, with
+/// one queue and with four.
 const KILLS: u32 = 15;
+/// Requests under way on each disk of those VMs.
+const DEPTHS: [u64; 2] = [4, 32];
+const QUEUES: [u32; 2] = [1, 4];
 /// After so many kills the disks are new, as a qcow2 is most fragile while its clusters are being allocated.
 const KILLS_OF_A_DISK: u32 = 5;
 /// The disks' size.
@@ -66,22 +70,22 @@ impl<'case> Subject<'case> {
     }
 
     /// The command that writes to it in the guest.
-    fn write(&self, round: u32) -> String {
+    fn write(&self, round: u32, depth: u64) -> String {
         format!(
-            "blkcheck write {} --round {round} --prefix {} &",
+            "blkcheck write {} --round {round} --threads {depth} --prefix {} &",
             self.device, self.name
         )
     }
 
     /// Each thread's last confirmation in what the guest printed.
-    fn confirmed(&self, text: &str) -> Vec<u64> {
-        let last = |thread: u32| {
+    fn confirmed(&self, text: &str, depth: u64) -> Vec<u64> {
+        let last = |thread: u64| {
             let prefix = format!("{}-{thread}:", self.name);
             text.rmatch_indices(&prefix)
                 .find_map(|(at, _)| text.get(at + prefix.len()..)?.split_once(';')?.0.parse().ok())
                 .unwrap_or(0)
         };
-        (0..4).map(last).collect()
+        (0..depth).map(last).collect()
     }
 
     /// Every confirmed operation is in the image, which is sound.
@@ -111,16 +115,16 @@ impl<'case> Subject<'case> {
     }
 }
 
-/// Lets the guest write until each thread of each disk has had something confirmed, and some time more.
+/// Lets the guest write until each disk has had something confirmed, and some time more.
 fn write_until_killed(
     vm: &Vm<'_>,
     console: &mut Console,
     subjects: &[Subject<'_>],
-    round: u32,
+    (round, depth): (u32, u64),
     more: Duration,
 ) -> String {
     for subject in subjects {
-        console.type_line(&subject.write(round)).expect("type");
+        console.type_line(&subject.write(round, depth)).expect("type");
     }
     for subject in subjects {
         console
@@ -163,19 +167,28 @@ fn spec(case: &Case, cores: u32, subjects: &[Subject<'_>]) -> VmSpec {
         .fold(spec, |spec, subject| spec.with_disk(subject.disk()))
 }
 
-/// A disk has as many queues as the VM has `cores`.
-fn kill_again_and_again(name: &str, cores: u32, cache: &'static str) {
-    let case = Case::new(name).expect("node");
+#[test]
+fn confirmed_writes_are_there_after_every_kill() {
+    let case = Case::new("blk-kill").expect("node");
     let blkcheck = case.blkcheck().expect("blkcheck");
     let subjects = [
-        Subject::new(&case, Format::Raw, cache, "/dev/vda"),
-        Subject::new(&case, Format::Qcow2, cache, "/dev/vdb"),
+        Subject::new(&case, Format::Raw, "NONE", "/dev/vda"),
+        Subject::new(&case, Format::Raw, "WRITEBACK", "/dev/vdb"),
+        Subject::new(&case, Format::Qcow2, "NONE", "/dev/vdc"),
+        Subject::new(&case, Format::Qcow2, "WRITEBACK", "/dev/vdd"),
     ];
     subjects.iter().for_each(Subject::make);
     // Any numbers will do; they differ from run to run.
     let seed = u64::from(std::process::id());
-    let vm = Vm::create(&case, "", &spec(&case, cores, &subjects)).expect("create");
-    for round in 1..=KILLS {
+    // A disk has as many queues as its VM has cores.
+    let vms = QUEUES.map(|cores| {
+        let spec = spec(&case, cores, &subjects);
+        Vm::create(&case, &format!("-{cores}"), &spec).expect("create")
+    });
+    for ((round, vm), depth) in (1..=KILLS)
+        .zip(vms.iter().cycle())
+        .zip(DEPTHS.into_iter().cycle())
+    {
         vm.ctl("start").expect("start");
         let mut console = vm.console().expect("console");
         console.until("GUEST-READY", BOOT).expect("boot");
@@ -183,10 +196,10 @@ fn kill_again_and_again(name: &str, cores: u32, cache: &'static str) {
             compare(&mut console, &subjects, &blkcheck);
         }
         let more = Duration::from_millis((seed * 7919 + u64::from(round) * 617) % 2500);
-        let text = write_until_killed(&vm, &mut console, &subjects, round, more);
+        let text = write_until_killed(vm, &mut console, &subjects, (round, depth), more);
         vm.wait_phase("FAILED", 60).expect("the daemon notices");
         for subject in &subjects {
-            let confirmed = subject.confirmed(&text);
+            let confirmed = subject.confirmed(&text, depth);
             assert!(confirmed.iter().sum::<u64>() > 0, "nothing was confirmed: {text}");
             eprintln!(
                 "round {round}, {}, killed {more:?} later: {}",
@@ -198,14 +211,4 @@ fn kill_again_and_again(name: &str, cores: u32, cache: &'static str) {
             subjects.iter().for_each(Subject::make);
         }
     }
-}
-
-#[test]
-fn confirmed_writes_past_the_cache_are_there_after_every_kill() {
-    kill_again_and_again("blk-kill-none", 1, "NONE");
-}
-
-#[test]
-fn confirmed_writes_to_two_queues_through_the_cache_are_there_after_every_kill() {
-    kill_again_and_again("blk-kill-back", 2, "WRITEBACK");
 }

@@ -265,6 +265,7 @@ impl Target {
             Operation::Write { offset, stable } => {
                 self.write(offset, length, stable, bounce, |data| buffers.take(data))
             }
+            Operation::Flush if cfg!(feature = "mutation-flush") => Ok(()),
             Operation::Flush => self.file.sync_data(),
             Operation::Discard { offset, length } => self.discard(offset, length),
             Operation::WriteZeroes {

@@ -1,12 +1,14 @@
 //! `blkcheck write` runs in a guest until its machine is killed: it writes and zeroes random parts of a disk and prints
 //! how many operations of each thread were on stable storage. `blkcheck verify` reads the disk's image afterwards, in
 //! the node, and finds each sector as the operations of the same round left it: none that was confirmed may be missing.
-//! `blkcheck digest` prints a number for the disk's whole content, to compare what two readers see.
+//! `blkcheck digest` prints a number for the disk's whole content, to compare what two readers see. `blkcheck replay` makes a disk as
+//! it is after a loss of power, from a log of dm-log-writes.
 //!
 //! What is written is a function of the round, the thread and the operation's number: see [`plan`].
 
 mod digest;
 mod plan;
+mod replay;
 mod verify;
 mod write;
 
@@ -36,6 +38,9 @@ enum Action {
         /// What each line begins with.
         #[arg(long, default_value = "confirmed")]
         prefix: String,
+        /// How many threads write; each has one request under way at a time.
+        #[arg(long, default_value_t = 4)]
+        threads: u64,
         /// End after this many operations of each thread.
         #[arg(long)]
         operations: Option<u64>,
@@ -53,6 +58,21 @@ enum Action {
         /// Confirmed operations of each thread.
         #[arg(long, value_delimiter = ',')]
         confirmed: Vec<u64>,
+    },
+    /// Make a disk as it is when the power is lost at a mark: what was flushed until then is there, and some of what was written
+    /// and not flushed.
+    Replay {
+        /// The log device of dm-log-writes.
+        log: PathBuf,
+        /// The disk, which holds zeroes only.
+        #[arg(long)]
+        onto: PathBuf,
+        /// The mark (`dmsetup message DEVICE 0 mark TEXT`).
+        #[arg(long)]
+        mark: String,
+        /// Which of the writes that were not flushed are there.
+        #[arg(long)]
+        seed: u64,
     },
     /// Print a number for the content of a disk.
     Digest {
@@ -77,14 +97,21 @@ fn run(action: Action) -> Result<()> {
             disk,
             round,
             prefix,
+            threads,
             operations,
-        } => write::run(&disk, round, &prefix, operations),
+        } => write::run(&disk, round, &prefix, threads, operations),
         Action::Verify {
             image,
             state,
             round,
             confirmed,
         } => verify::run(&image, &state, round, &confirmed),
+        Action::Replay {
+            log,
+            onto,
+            mark,
+            seed,
+        } => replay::run(&log, &onto, &mark, seed),
         Action::Digest { disk } => digest::run(&disk),
     }
 }

@@ -4,8 +4,8 @@
 //! the lower half these are one large run of sectors a thread; in the upper half they alternate every 35 sectors, so
 //! that 4 KiB blocks are shared by threads.
 
-/// Threads of a round.
-pub const THREADS: u64 = 4;
+/// The most threads that a round may have.
+pub const MOST_THREADS: u64 = 64;
 /// Bytes of a sector.
 pub const SECTOR: usize = 512;
 /// Sectors of a thread's share of each stripe in the upper half; odd, so that its ends are in the middle of blocks.
@@ -75,20 +75,20 @@ impl Operation {
     }
 }
 
-/// The operations of one thread in one round on a disk of `sectors` sectors, without end.
-pub fn operations(round: u32, thread: u64, sectors: u64) -> impl Iterator<Item = Operation> {
+/// The operations of one of a round's `threads` on a disk of `sectors` sectors, without end.
+pub fn operations(round: u32, thread: u64, threads: u64, sectors: u64) -> impl Iterator<Item = Operation> {
     let mut random = Random::new(u64::from(round) << 8 | thread);
     let half = sectors / 2;
     (1..).map(move |number: u64| {
         let (start, count) = if random.below(2) == 0 {
-            let run = half / THREADS;
+            let run = half / threads;
             let count = 1 + random.below(LONGEST.min(run));
             (thread * run + random.below(run - count + 1), count)
         } else {
-            let stripe = random.below((sectors - half) / (SHARE * THREADS));
+            let stripe = random.below((sectors - half) / (SHARE * threads));
             let count = 1 + random.below(SHARE);
             let within = random.below(SHARE - count + 1);
-            (half + stripe * SHARE * THREADS + thread * SHARE + within, count)
+            (half + stripe * SHARE * threads + thread * SHARE + within, count)
         };
         Operation {
             id: u64::from(round) << 40 | thread << 32 | number,
@@ -141,13 +141,15 @@ mod tests {
 
     #[test]
     fn threads_never_touch_each_others_sectors_and_stay_on_the_disk() {
-        let mut owner = vec![None; usize::try_from(SECTORS).expect("small")];
-        for thread in 0..THREADS {
-            for operation in operations(3, thread, SECTORS).take(20_000) {
-                for sector in operation.start..operation.start + operation.count {
-                    let owner = &mut owner[usize::try_from(sector).expect("small")];
-                    assert!(owner.is_none_or(|other| other == thread), "{operation:?}");
-                    *owner = Some(thread);
+        for threads in [1, 4, 32, MOST_THREADS] {
+            let mut owner = vec![None; usize::try_from(SECTORS).expect("small")];
+            for thread in 0..threads {
+                for operation in operations(3, thread, threads, SECTORS).take(2_000) {
+                    for sector in operation.start..operation.start + operation.count {
+                        let owner = &mut owner[usize::try_from(sector).expect("small")];
+                        assert!(owner.is_none_or(|other| other == thread), "{operation:?}");
+                        *owner = Some(thread);
+                    }
                 }
             }
         }
@@ -155,7 +157,7 @@ mod tests {
 
     #[test]
     fn a_plan_is_the_same_each_time_and_another_for_each_round_and_thread() {
-        let plan = |round, thread| operations(round, thread, SECTORS).take(50).collect::<Vec<_>>();
+        let plan = |round, thread| operations(round, thread, 4, SECTORS).take(50).collect::<Vec<_>>();
         assert_eq!(plan(1, 2), plan(1, 2));
         assert_ne!(plan(1, 2), plan(2, 2));
         assert_ne!(plan(1, 2), plan(1, 3));

@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use rustix::fs::{FallocateFlags, OFlags, fallocate};
 
-use crate::plan::{self, Kind, Operation, SECTOR, THREADS};
+use crate::plan::{self, Kind, MOST_THREADS, Operation, SECTOR};
 
 /// What a direct request's memory is aligned to.
 const ALIGNMENT: usize = 4096;
@@ -52,14 +52,19 @@ pub fn open(disk: &Path, write: bool) -> Result<(File, u64)> {
     Ok((file, bytes / SECTOR as u64))
 }
 
-/// Runs all threads until one fails, or each has done `limit` operations.
-pub fn run(disk: &Path, round: u32, prefix: &str, limit: Option<u64>) -> Result<()> {
+/// Runs all threads until one fails, or each has done `limit` operations. Each has one request under way at a time: as many as there
+/// are threads are the depth.
+pub fn run(disk: &Path, round: u32, prefix: &str, threads: u64, limit: Option<u64>) -> Result<()> {
+    ensure!(
+        (1..=MOST_THREADS).contains(&threads),
+        "1 to {MOST_THREADS} threads"
+    );
     let (file, sectors) = open(disk, true)?;
     ensure!(sectors >= 1 << 13, "the disk is smaller than 4 MiB");
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..THREADS)
+        let threads: Vec<_> = (0..threads)
             .map(|thread| {
-                let (file, operations) = (&file, plan::operations(round, thread, sectors));
+                let (file, operations) = (&file, plan::operations(round, thread, threads, sectors));
                 scope.spawn(move || carry_out(file, operations, limit, &format!("{prefix}-{thread}:")))
             })
             .collect();

@@ -1,16 +1,22 @@
 //! The test node's command line.
 
+use std::fs;
+use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, ExitStatus};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use vmmd_tests::node::{
-    DEFAULT_NAME, KEEPER_VARIABLE, Keeper, NODE_VARIABLE, Node, Size, images, newest_package,
+    DEFAULT_NAME, KEEPER_VARIABLE, Keeper, NODE_VARIABLE, Node, Size, images, newest_package, retried_log,
+    run_test,
 };
 use vmmd_tests::{guest, paths};
+
+/// Where cargo and nextest are told the program that runs all test programs.
+const RUNNER_VARIABLE: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
 
 /// Builds, boots and uses the test node.
 #[derive(Parser)]
@@ -51,6 +57,15 @@ enum Action {
         /// The command and its arguments.
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
+    },
+    /// Run a program of tests, and an end-to-end test once more when the emulator lost the node under it.
+    #[command(hide = true)]
+    Test {
+        /// The program.
+        program: String,
+        /// Its arguments.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
     },
     /// Tell whether the node runs, and how to reach it.
     Status,
@@ -127,6 +142,7 @@ fn act(name: &str, action: Action) -> Result<ExitCode> {
             return Err(ssh.args(command).exec()).context("start ssh");
         }
         Action::With { size, command } => return with(name, size.size(), &command),
+        Action::Test { program, arguments } => return Ok(exit_code(run_test(&program, &arguments)?)),
         Action::Status => status(name, Node::attach(&paths::run_dir(name))?.as_ref()),
         Action::Down => match Node::attach(&paths::run_dir(name))? {
             Some(node) => node.stop()?,
@@ -165,8 +181,19 @@ fn with(name: &str, size: Size, command: &[String]) -> Result<ExitCode> {
     let (program, arguments) = command.split_first().context("no command")?;
     let owned = name.to_owned();
     let keeper = Keeper::start(node.dir().to_owned(), move || boot(&owned, size, true))?;
+    match fs::remove_file(retried_log(node.dir())) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(error).context("remove the list of tests that were run again");
+        }
+        _ => {}
+    }
+    let mut runner = std::env::current_exe()
+        .context("find this program")?
+        .into_os_string();
+    runner.push(" test");
     let status = Command::new(program)
         .args(arguments)
+        .env(RUNNER_VARIABLE, runner)
         .env(NODE_VARIABLE, node.dir())
         .env(KEEPER_VARIABLE, keeper.socket())
         .status();
@@ -175,10 +202,14 @@ fn with(name: &str, size: Size, command: &[String]) -> Result<ExitCode> {
         node.stop()?;
     }
     let status = status.with_context(|| format!("start {program}"))?;
-    Ok(status
+    Ok(exit_code(status))
+}
+
+fn exit_code(status: ExitStatus) -> ExitCode {
+    status
         .code()
         .and_then(|code| u8::try_from(code).ok())
-        .map_or(ExitCode::FAILURE, ExitCode::from))
+        .map_or(ExitCode::FAILURE, ExitCode::from)
 }
 
 fn running(name: &str) -> Result<Node> {

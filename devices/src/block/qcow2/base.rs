@@ -50,7 +50,7 @@ impl Base {
         if let Some(number) = *lost {
             return Err(io::Error::from_raw_os_error(number));
         }
-        if !self.unsynced.swap(false, Ordering::AcqRel) {
+        if !self.unsynced.swap(false, Ordering::AcqRel) || cfg!(feature = "mutation-flush") {
             return Ok(());
         }
         self.medium

@@ -68,6 +68,9 @@ pub(super) fn build(call: Call, buffers: &Iovecs) -> squeue::Entry {
                 }
             }
         }
+        Call::Sync if cfg!(feature = "mutation-flush") => {
+            opcode::Read::new(FILE, std::ptr::null_mut(), 0).build()
+        }
         Call::Sync => opcode::Fsync::new(FILE)
             .flags(types::FsyncFlags::DATASYNC)
             .build(),

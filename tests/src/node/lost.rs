@@ -1,0 +1,61 @@
+//! A test is run again when the emulator lost the node under it, and never otherwise.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+
+use anyhow::{Context, Result};
+
+use super::machine::Machine;
+use super::{NODE_VARIABLE, keeper};
+
+/// What nextest calls the program of a test: the crate, `::`, the test's file.
+const BINARY_VARIABLE: &str = "NEXTEST_BINARY_ID";
+const TEST_VARIABLE: &str = "NEXTEST_TEST_NAME";
+
+/// The file in a node's folder that names the tests that were run again, one a line.
+pub fn retried_log(dir: &Path) -> PathBuf {
+    dir.join("retried.log")
+}
+
+/// Runs one program of tests, and when it fails once more if it is one of the end-to-end tests and its node was replaced meanwhile
+/// (or is now, as it died of what the emulator is known for). `node with` makes this the runner of all test programs.
+pub fn run_test(program: &str, arguments: &[String]) -> Result<ExitStatus> {
+    let run = || {
+        let mut command = Command::new(program);
+        command.args(arguments);
+        command.status().with_context(|| format!("start {program}"))
+    };
+    let variable = |name: &str| std::env::var(name).unwrap_or_default();
+    let (Some(dir), true) = (
+        std::env::var_os(NODE_VARIABLE).map(PathBuf::from),
+        variable(BINARY_VARIABLE).starts_with("vmmd-tests::"),
+    ) else {
+        return run();
+    };
+    let before = Machine::load(&dir)?.map(|node| node.pid);
+    let status = run()?;
+    if status.success() || !replaced(&dir, before)? {
+        return Ok(status);
+    }
+    let name = format!("{} {}", variable(BINARY_VARIABLE), variable(TEST_VARIABLE));
+    eprintln!("node: {name} is run again: the emulator lost the node under it");
+    let mut log = File::options()
+        .append(true)
+        .create(true)
+        .open(retried_log(&dir))?;
+    writeln!(log, "{name}").context("write down that a test is run again")?;
+    run()
+}
+
+fn replaced(dir: &Path, before: Option<u32>) -> Result<bool> {
+    match Machine::load(dir)? {
+        Some(node) => Ok(Some(node.pid) != before),
+        // A node that died of anything else is not replaced; the test's own failure is what counts.
+        None => Ok(keeper::ask().unwrap_or_else(|error| {
+            eprintln!("node: {error:#}");
+            false
+        })),
+    }
+}

@@ -1,0 +1,207 @@
+//! A loss of power under the node's file system, while a guest writes.
+//!
+//! The images are on ext4 on dm-log-writes, which writes down what became durable in which order. A moment is marked in that log
+//! after confirmations of the guest were seen. Afterwards the disk is made as a loss of power at that moment leaves it, with some of
+//! the writes that were not flushed; it is mounted, and everything that had been confirmed is looked for.
+
+use crate::node::Kernel;
+use crate::storage::{Disk, Format};
+use crate::vm::{BOOT, Console, Vm};
+use crate::{Case, Node};
+
+/// Moments at which the power is lost, in one run of the guest.
+const MOMENTS: u32 = 4;
+/// Requests that the guest has under way on each disk.
+const DEPTH: usize = 32;
+const DISK_MIB: u64 = 16;
+/// Of the file system with the images.
+const SECTORS: u64 = 256 << 11;
+
+/// ext4 on dm-log-writes on loop devices, mounted at `folder`; taken down when dropped.
+struct Logged<'case> {
+    node: &'case Node,
+    name: String,
+    base: String,
+    folder: String,
+}
+
+impl<'case> Logged<'case> {
+    /// `options` are those of the mount.
+    fn new(case: &'case Case, options: &str) -> Self {
+        let base = case.folder().expect("folder");
+        let logged = Logged {
+            node: case.node(),
+            name: case.name().to_owned(),
+            folder: format!("{base}/logged"),
+            base,
+        };
+        logged.sh(&format!(
+            "modprobe dm-log-writes && cd {base} && mkdir logged after && truncate -s {bytes} disk && truncate -s 8G log && \
+             echo \"0 {SECTORS} log-writes $(losetup -f --show disk) $(losetup -f --show log)\" | dmsetup create {name} && \
+             mkfs.ext4 -q /dev/mapper/{name} && mount -o {options} /dev/mapper/{name} logged",
+            base = logged.base,
+            name = logged.name,
+            bytes = SECTORS * 512,
+        ));
+        logged
+    }
+
+    fn sh(&self, script: &str) -> String {
+        self.node.sh(script).expect("in the node")
+    }
+
+    /// Writes a mark into the log: what is confirmed by now is durable there.
+    fn mark(&self, moment: u32) {
+        self.sh(&format!("dmsetup message {} 0 mark moment-{moment}.", self.name));
+    }
+
+    /// Nothing more is written.
+    fn end(&self) {
+        self.sh(&format!("umount {} && dmsetup remove {}", self.folder, self.name));
+    }
+
+    /// Mounts at `after` what is there when the power is lost at a moment.
+    fn lose_power(&self, blkcheck: &str, moment: u32) {
+        let seed = u64::from(std::process::id()) << 8 | u64::from(moment);
+        let found = self.sh(&format!(
+            "cd {} && rm -f then && truncate -s {} then && {blkcheck} replay $(losetup -j log -O NAME -n) --onto then \
+             --mark moment-{moment}. --seed {seed} && mount -o loop then after",
+            self.base,
+            SECTORS * 512,
+        ));
+        eprintln!("moment {moment}: {}", found.trim());
+    }
+
+    fn power_on(&self) {
+        self.sh(&format!("umount {}/after", self.base));
+    }
+}
+
+impl Drop for Logged<'_> {
+    fn drop(&mut self) {
+        let _ = self.node.ssh(&format!(
+            "cd {}; umount after; umount -l logged; dmsetup remove --force {}; losetup -d $(losetup -j disk -O NAME -n) $(losetup -j log -O NAME -n)",
+            self.base, self.name
+        ));
+    }
+}
+
+/// A disk of the guest: its format, its cache, its device.
+#[derive(Clone, Copy)]
+struct Subject(Format, &'static str, &'static str);
+
+const SUBJECTS: [Subject; 4] = [
+    Subject(Format::Raw, "NONE", "/dev/vda"),
+    Subject(Format::Raw, "WRITEBACK", "/dev/vdb"),
+    Subject(Format::Qcow2, "NONE", "/dev/vdc"),
+    Subject(Format::Qcow2, "WRITEBACK", "/dev/vdd"),
+];
+
+impl Subject {
+    fn name(self) -> String {
+        format!("{}-{}", self.0, self.1)
+    }
+
+    fn image(self, folder: &str) -> String {
+        format!("{folder}/{}", self.name())
+    }
+
+    /// Each thread's last confirmation in what the guest has printed.
+    fn confirmed(self, text: &str) -> Vec<u64> {
+        let last = |thread: usize| {
+            let prefix = format!("{}-{thread}:", self.name());
+            text.rmatch_indices(&prefix)
+                .find_map(|(at, _)| text.get(at + prefix.len()..)?.split_once(';')?.0.parse().ok())
+                .unwrap_or(0)
+        };
+        (0..DEPTH).map(last).collect()
+    }
+
+    /// Looks for everything that was confirmed in the image in `folder`; says what is wrong.
+    fn verify(self, node: &Node, folder: &str, blkcheck: &str, confirmed: &[u64]) -> Result<String, String> {
+        let image = self.image(folder);
+        let raw = if self.0 == Format::Qcow2 {
+            node.check_qcow2(&image).map_err(|error| format!("{error:#}"))?;
+            let convert = format!("qemu-img convert -f qcow2 -O raw {image} {image}.raw");
+            node.sh(&convert).map_err(|error| format!("{error:#}"))?;
+            format!("{image}.raw")
+        } else {
+            image
+        };
+        let confirmed: Vec<String> = confirmed.iter().map(u64::to_string).collect();
+        let verify = format!(
+            "{blkcheck} verify {raw} --state {raw}.state --round 1 --confirmed {}",
+            confirmed.join(",")
+        );
+        node.sh(&verify).map_err(|error| format!("{error:#}"))
+    }
+}
+
+/// Waits until every disk has had something confirmed since it was last asked.
+fn wait_for_confirmations(console: &mut Console) {
+    for subject in SUBJECTS {
+        console
+            .until(&format!("{}-0:", subject.name()), 180)
+            .expect("a confirmation");
+    }
+}
+
+/// Has a guest with four disks (raw and qcow2, with the host's cache and without) of as many queues as `cores` write, and loses the power
+/// at some moments; `mount` has options for the file system of the images. Returns what is wrong afterwards.
+///
+/// # Panics
+///
+/// When the node or the guest does not do what it should.
+pub fn lose(case: &Case, cores: u32, mount: &str) -> Vec<String> {
+    let (node, blkcheck) = (case.node(), case.blkcheck().expect("blkcheck"));
+    let logged = Logged::new(case, mount);
+    let mut spec = case.storage_guest(Kernel::Cloud612).expect("guest").cores(cores);
+    for subject in SUBJECTS {
+        let image = subject.image(&logged.folder);
+        node.sh(&format!(
+            "qemu-img create -q -f {} {image} {DISK_MIB}M && sync -f {image}",
+            subject.0
+        ))
+        .expect("image");
+        let disk = Disk::new(&subject.name().to_lowercase(), subject.0, &image);
+        spec = spec.with_disk(disk.with("cache", format!("DISK_CACHE_{}", subject.1)));
+    }
+    let vm = Vm::start(case, "", &spec).expect("start");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    for subject in SUBJECTS {
+        let write = format!(
+            "blkcheck write {} --round 1 --threads {DEPTH} --prefix {} &",
+            subject.2,
+            subject.name()
+        );
+        console.type_line(&write).expect("type");
+    }
+    let mut seen = Vec::new();
+    for moment in 1..=MOMENTS {
+        wait_for_confirmations(&mut console);
+        seen.push((moment, console.text()));
+        logged.mark(moment);
+    }
+    let pid = vm.pid().expect("pid");
+    node.sh(&format!("kill -9 {pid}")).expect("kill");
+    vm.wait_phase("FAILED", 60).expect("the daemon notices");
+    vm.ctl("delete").expect("delete");
+    logged.end();
+
+    let mut wrong = Vec::new();
+    for (moment, text) in seen {
+        logged.lose_power(&blkcheck, moment);
+        for subject in SUBJECTS {
+            let confirmed = subject.confirmed(&text);
+            assert!(confirmed.iter().sum::<u64>() > 0, "nothing was confirmed: {text}");
+            let after = format!("{}/after", logged.base);
+            match subject.verify(node, &after, &blkcheck, &confirmed) {
+                Ok(found) => eprintln!("moment {moment}, {}: {}", subject.name(), found.trim()),
+                Err(error) => wrong.push(format!("moment {moment}, {}: {error}", subject.name())),
+            }
+        }
+        logged.power_on();
+    }
+    wrong
+}
