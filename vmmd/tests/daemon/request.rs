@@ -523,3 +523,35 @@ async fn labels_annotations_and_owner_are_kept_and_changed_with_the_manifest() {
         ]
     );
 }
+
+#[tokio::test]
+async fn an_update_that_the_daemon_did_not_survive_takes_nothing_back_that_was_written_since() {
+    let mut daemon = Daemon::start().await;
+    daemon.create(daemon.manifest("a", "")).await.unwrap();
+    let update = |id: &str, label: &str| {
+        let mut vm = daemon.manifest("a", "");
+        let labels = &mut vm.metadata.as_mut().unwrap().labels;
+        labels.insert("by".into(), label.into());
+        v1::UpdateVmRequest {
+            vm: Some(vm),
+            request_id: id.into(),
+            ..Default::default()
+        }
+    };
+    let (first, second) = (update("1", "first"), update("2", "second"));
+    let (mut client, request) = (daemon.client(), first.clone());
+    let written = |event: &WatchVmsResponse| {
+        let metadata = event.vm.as_ref().and_then(|vm| vm.metadata.as_ref());
+        metadata.is_some_and(|metadata| metadata.generation == 2)
+    };
+    daemon
+        .killed_at(async move { client.update_vm(request).await }, written)
+        .await;
+    daemon.client().update_vm(second).await.unwrap();
+    daemon.client().update_vm(first).await.unwrap();
+    let metadata = daemon.get("a").await.unwrap().metadata.unwrap();
+    assert_eq!(
+        (metadata.labels["by"].as_str(), metadata.generation),
+        ("second", 3)
+    );
+}

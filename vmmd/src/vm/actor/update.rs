@@ -96,15 +96,21 @@ impl Actor {
     async fn update(&mut self, update: &Update) -> Result<Option<Applied>, Failure> {
         let admitted = admission::admit_update(self.situation());
         let applied = admitted.map_err(|refusal| refusal.into_failure(&self.record.name))?;
+        if self.has_begun(&update.context) {
+            // An earlier daemon has written it, and was not there to answer. What was written since is newer.
+            return Ok(Some(applied));
+        }
         self.preconditions(update)?;
         check::could_ever(&self.host, &update.manifest.spec).await?;
         self.no_attach_in_between(update)?;
+        let begun = self.record.begun.clone();
         if update.mode != v1::ApplyMode::DryRun {
             self.admitted(&update.context);
         }
         let record = self.with(update);
         let taken = self.take_disks(update);
         if taken.is_err() || update.mode == v1::ApplyMode::DryRun {
+            self.record.begun = begun;
             change::hold_disks(&self.host, &self.record);
             return taken.map(|()| None);
         }
@@ -112,6 +118,7 @@ impl Actor {
             return Ok(Some(applied));
         }
         if let Err(error) = self.host.store.put(&record).await {
+            self.record.begun = begun;
             change::hold_disks(&self.host, &self.record);
             return Err(store_failure(error));
         }
