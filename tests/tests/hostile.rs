@@ -3,43 +3,98 @@
 use vmmd_tests::Case;
 use vmmd_tests::initramfs::Extra;
 use vmmd_tests::node::Kernel;
+use vmmd_tests::programs;
 use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
+
+const UNBIND: &str = "for d in /sys/bus/pci/drivers/virtio-pci/0*; do echo ${d##*/} >/sys/bus/pci/drivers/virtio-pci/unbind; done";
+
+/// A guest with the hostile program, two disks and a NIC, and what they are made of in the node.
+struct Guest {
+    spec: VmSpec,
+    folder: String,
+    bridge: String,
+}
+
+impl Guest {
+    fn prepare(case: &Case) -> Self {
+        let node = case.node();
+        let folder = case.folder().expect("folder");
+        let hostile = programs::build_static("vmmd-hostile-guest", "hostile").expect("hostile");
+        let extra = [Extra::new(hostile, "bin/hostile")];
+        let initrd = vmmd_tests::guest::initrd_with(Kernel::Cloud612, &extra).expect("initrd");
+        node.copy_in(&initrd, &format!("{folder}/initrd"))
+            .expect("copy the initrd");
+        let bridge = case.bridge().expect("a bridge");
+        node.sh(&format!(
+            "\
+             yes vmmd | head -c 1048576 >{folder}/disk.raw && cp {folder}/disk.raw {folder}/before.raw && \
+             truncate -s 1M {folder}/scratch.raw"
+        ))
+        .expect("the disks");
+        let spec = VmSpec::new(
+            node.guests().vmlinuz(Kernel::Cloud612),
+            Some(format!("{folder}/initrd")),
+        )
+        // Its own kernel lets it reach configuration space as a whole.
+        .cmdline("iomem=relaxed")
+        .disk("data", &format!("{folder}/disk.raw"), true)
+        .disk("scratch", &format!("{folder}/scratch.raw"), false)
+        .nic("eth0", &bridge);
+        Guest { spec, folder, bridge }
+    }
+
+    /// The kernel's own drivers work again on every device, and nothing was written that must not be.
+    fn works(&self, case: &Case, console: &mut Console) {
+        let (folder, bridge) = (&self.folder, &self.bridge);
+        for device in console
+            .run("ls -d /sys/bus/pci/devices/*", 60)
+            .expect("devices")
+            .split_whitespace()
+        {
+            let bind = format!(
+                "echo {} >/sys/bus/pci/drivers/virtio-pci/bind",
+                &device[device.len() - 12..]
+            );
+            console
+                .run(
+                    &format!("case $(cat {device}/vendor) in 0x1af4) {bind};; esac"),
+                    60,
+                )
+                .expect("bind");
+        }
+        console
+            .run(
+                "dd if=/dev/vda bs=64k 2>/dev/null | head -c 20 | grep -q vmmd",
+                60,
+            )
+            .expect("the disk");
+        let write = "yes again | head -c 65536 >/dev/vdb && sync && echo 3 >/proc/sys/vm/drop_caches && \
+                     yes again | head -c 65536 | cmp -n 65536 - /dev/vdb";
+        console.run(write, 60).expect("the disk that can be written to");
+        console
+            .run("dd if=/dev/hwrng of=/dev/null bs=512 count=4", 60)
+            .expect("the entropy device");
+        console
+            .run("ip link set eth0 up && ip addr add 10.78.0.2/24 dev eth0", 60)
+            .expect("the NIC");
+        let node = case.node();
+        node.sh(&format!(
+            "ip addr add 10.78.0.1/24 dev {bridge}; ping -c 2 -W 10 10.78.0.2"
+        ))
+        .expect("a ping");
+        node.sh(&format!("cmp {folder}/disk.raw {folder}/before.raw"))
+            .expect("the read-only disk is as it was");
+    }
+}
 
 /// Boots a guest with the hostile program, a disk, a NIC and no driver bound to the virtio devices.
 fn with_guest(topic: &str, attack: impl FnOnce(&Vm<'_>, &mut Console)) {
     let case = Case::new(topic).expect("node");
-    let node = case.node();
-    let folder = case.folder().expect("folder");
-    let hostile = vmmd_tests::programs::build_static("vmmd-hostile-guest", "hostile").expect("hostile");
-    let extra = [Extra {
-        from: hostile,
-        to: "bin/hostile".into(),
-    }];
-    let initrd = vmmd_tests::guest::initrd_with(Kernel::Cloud612, &extra).expect("initrd");
-    node.copy_in(&initrd, &format!("{folder}/initrd"))
-        .expect("copy the initrd");
-    let bridge = case.bridge().expect("a bridge");
-    node.sh(&format!(
-        "\
-         yes vmmd | head -c 1048576 >{folder}/disk.raw && cp {folder}/disk.raw {folder}/before.raw && \
-         truncate -s 1M {folder}/scratch.raw"
-    ))
-    .expect("the disks");
-    let spec = VmSpec::new(
-        node.guests().vmlinuz(Kernel::Cloud612),
-        Some(format!("{folder}/initrd")),
-    )
-    // Its own kernel lets it reach configuration space as a whole.
-    .cmdline("iomem=relaxed")
-    .disk("data", &format!("{folder}/disk.raw"), true)
-    .disk("scratch", &format!("{folder}/scratch.raw"), false)
-    .nic("eth0", &bridge);
-    let vm = Vm::start(&case, "", &spec).expect("start");
+    let guest = Guest::prepare(&case);
+    let vm = Vm::start(&case, "", &guest.spec).expect("start");
     let mut console = vm.console().expect("console");
     console.until("GUEST-READY", BOOT).expect("boot");
-    console
-        .run("for d in /sys/bus/pci/drivers/virtio-pci/0*; do echo ${d##*/} >/sys/bus/pci/drivers/virtio-pci/unbind; done", 60)
-        .expect("unbind the drivers");
+    console.run(UNBIND, 60).expect("unbind the drivers");
     let pid = vm.pid().expect("pid");
     attack(&vm, &mut console);
     assert_eq!(
@@ -47,44 +102,7 @@ fn with_guest(topic: &str, attack: impl FnOnce(&Vm<'_>, &mut Console)) {
         ("RUNNING".into(), pid),
         "the vmm lives on"
     );
-    // And the kernel's own drivers work again on every device.
-    for device in console
-        .run("ls -d /sys/bus/pci/devices/*", 60)
-        .expect("devices")
-        .split_whitespace()
-    {
-        let bind = format!(
-            "echo {} >/sys/bus/pci/drivers/virtio-pci/bind",
-            &device[device.len() - 12..]
-        );
-        console
-            .run(
-                &format!("case $(cat {device}/vendor) in 0x1af4) {bind};; esac"),
-                60,
-            )
-            .expect("bind");
-    }
-    console
-        .run(
-            "dd if=/dev/vda bs=64k 2>/dev/null | head -c 20 | grep -q vmmd",
-            60,
-        )
-        .expect("the disk");
-    let write = "yes again | head -c 65536 >/dev/vdb && sync && echo 3 >/proc/sys/vm/drop_caches && \
-                 yes again | head -c 65536 | cmp -n 65536 - /dev/vdb";
-    console.run(write, 60).expect("the disk that can be written to");
-    console
-        .run("dd if=/dev/hwrng of=/dev/null bs=512 count=4", 60)
-        .expect("the entropy device");
-    console
-        .run("ip link set eth0 up && ip addr add 10.78.0.2/24 dev eth0", 60)
-        .expect("the NIC");
-    node.sh(&format!(
-        "ip addr add 10.78.0.1/24 dev {bridge}; ping -c 2 -W 10 10.78.0.2"
-    ))
-    .expect("a ping");
-    node.sh(&format!("cmp {folder}/disk.raw {folder}/before.raw"))
-        .expect("the read-only disk is as it was");
+    guest.works(&case, &mut console);
     vm.ctl("stop --grace 60s").expect("stop");
 }
 
@@ -181,10 +199,56 @@ fn nonsense_in_every_port_is_harmless_and_a_reset_of_the_machine_mends_all() {
             .until("GUEST-READY", BOOT)
             .expect("the machine boots again");
         assert_eq!(vm.field("/status/instance/guestResets").expect("resets"), "1");
-        let unbind = "for d in /sys/bus/pci/drivers/virtio-pci/0*; do \
-                      echo ${d##*/} >/sys/bus/pci/drivers/virtio-pci/unbind; done";
         console
-            .run(unbind, 60)
+            .run(UNBIND, 60)
             .expect("unbind the drivers, which are bound anew below");
     });
+}
+
+/// How long the machine of the next test runs before it is thrown away and restored once more, in milliseconds.
+const RESTORE_EVERY: u64 = 2500;
+
+/// `vmm run` of a build for tests. The machine that is attacked is a restored one all the time, and is saved in the middle of
+/// whatever the guest does.
+///
+/// Not its ports: a restored TSS is a busy one, as processors have it, and QEMU's emulation then refuses I/O to every user program of
+/// the guest (`helper_check_io` takes type 9 only).
+#[test]
+fn nonsense_is_harmless_to_a_machine_that_is_restored_again_and_again() {
+    let case = Case::new("hostile-restored").expect("node");
+    let node = case.node();
+    let vmm = programs::build_with("vmm-core", "vmm", &["testing"]).expect("a vmm for tests");
+    let guest = Guest::prepare(&case);
+    let folder = &guest.folder;
+    node.copy_in(&vmm, &format!("{folder}/vmm"))
+        .expect("copy the vmm");
+    let manifest = guest.spec.manifest("hostile").to_string();
+    node.sh(&format!(
+        "cat >{folder}/vm.yaml <<'MANIFEST'\n{manifest}\nMANIFEST\n"
+    ))
+    .expect("manifest");
+    let run = format!("{folder}/vmm run --spec {folder}/vm.yaml --restore-every {RESTORE_EVERY}");
+    // Its log is a file: on the console it would be in the middle of what the guest prints.
+    let mut console = Console::open(&case, &format!("{run} 2>{folder}/log; echo vmm-exit=$?")).expect("vmm");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    console.run(UNBIND, 60).expect("unbind the drivers");
+    let attack = std::time::Instant::now();
+    for part in ["config absent", "mmio", "rings"] {
+        phase(&mut console, part);
+    }
+    let lasted = attack.elapsed();
+    guest.works(&case, &mut console);
+    console.type_line("reboot").expect("type");
+    console
+        .until("GUEST-READY", BOOT)
+        .expect("a restored machine resets and boots again");
+    console.type_line("poweroff").expect("type");
+    console
+        .until("vmm-exit=0", 60)
+        .expect("the guest ends the run, and each restore was one");
+    let log = node.sh(&format!("cat {folder}/log")).expect("the log");
+    let restores = counts(&log, "restored", " times");
+    // A pause, a save and a restore take their time too.
+    let expected = lasted.as_millis() / (10 * u128::from(RESTORE_EVERY));
+    assert!(u128::from(restores[0]) > expected, "{restores:?} in {lasted:?}");
 }
