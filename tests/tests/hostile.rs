@@ -46,8 +46,9 @@ impl Guest {
     /// The kernel's own drivers work again on every device, and nothing was written that must not be.
     fn works(&self, case: &Case, console: &mut Console) {
         let (folder, bridge) = (&self.folder, &self.bridge);
+        // In this order, as the names of the disks go by it.
         for device in console
-            .run("ls -d /sys/bus/pci/devices/*", 60)
+            .run("ls -1d /sys/bus/pci/devices/*", 60)
             .expect("devices")
             .split_whitespace()
         {
