@@ -16,7 +16,7 @@ fn draft(reason: &str) -> Draft {
 }
 
 fn reasons(events: &Events) -> Vec<String> {
-    let all = list(&events).0;
+    let all = list(events).0;
     all.into_iter().map(|event| event.reason).collect()
 }
 
