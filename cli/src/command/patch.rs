@@ -43,7 +43,7 @@ pub struct Patch {
     /// A file with a merge patch; `-` is standard input.
     #[arg(long, value_name = "FILE", group = "change", conflicts_with = "patch")]
     pub patch_file: Option<PathBuf>,
-    /// One field, as in spec.cpu.cores=4. Items of lists by name or number: spec.disks[data].readOnly=true. `null` takes it
+    /// One field, as in `spec.cpu.cores=4`. Items of lists by name or number: `spec.disks[data].readOnly=true`. `null` takes it
     /// away; a dot in a key is written `\\.`. May be given several times.
     #[arg(long, value_name = "PATH=VALUE", group = "change")]
     pub set: Vec<Set>,
