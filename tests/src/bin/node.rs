@@ -10,13 +10,10 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use vmmd_tests::node::{
-    DEFAULT_NAME, KEEPER_VARIABLE, Keeper, NODE_VARIABLE, Node, Size, images, newest_package, retried_log,
-    run_test,
+    DEFAULT_NAME, KEEPER_VARIABLE, Keeper, NODE_VARIABLE, Node, RUNNER_VARIABLE, Size, images,
+    newest_package, retried_log, run_test,
 };
 use vmmd_tests::{guest, paths};
-
-/// Where cargo and nextest are told the program that runs all test programs.
-const RUNNER_VARIABLE: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
 
 /// Builds, boots and uses the test node.
 #[derive(Parser)]

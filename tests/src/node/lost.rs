@@ -14,6 +14,9 @@ use super::{NODE_VARIABLE, keeper};
 const BINARY_VARIABLE: &str = "NEXTEST_BINARY_ID";
 const TEST_VARIABLE: &str = "NEXTEST_TEST_NAME";
 
+/// Names the program through which cargo, nextest and assert_cmd start others.
+pub const RUNNER_VARIABLE: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
+
 /// The file in a node's folder that names the tests that were run again, one a line.
 pub fn retried_log(dir: &Path) -> PathBuf {
     dir.join("retried.log")
@@ -24,7 +27,8 @@ pub fn retried_log(dir: &Path) -> PathBuf {
 pub fn run_test(program: &str, arguments: &[String]) -> Result<ExitStatus> {
     let run = || {
         let mut command = Command::new(program);
-        command.args(arguments);
+        // The test starts programs of ours itself: those are no tests.
+        command.args(arguments).env_remove(RUNNER_VARIABLE);
         command.status().with_context(|| format!("start {program}"))
     };
     let variable = |name: &str| std::env::var(name).unwrap_or_default();

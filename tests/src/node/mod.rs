@@ -19,7 +19,7 @@ pub use guests::{GUESTS_DIR, Guests, Kernel};
 pub use image::{NodeImage, boot_file, install_ssh_key, ssh_key};
 pub use install::newest_package;
 pub use keeper::{KEEPER_VARIABLE, Keeper};
-pub use lost::{retried_log, run_test};
+pub use lost::{RUNNER_VARIABLE, retried_log, run_test};
 pub use machine::{Machine, Size};
 pub use ssh::{Connection, DAEMON_SOCKET};
 pub use stream::Stream;
