@@ -1,6 +1,6 @@
 //! Manifests: VMs and disks as YAML files.
 //!
-//! A VM's manifest is the canonical JSON form of `vmmd.v1.Vm`, as YAML; a disk's has the same shape ([`disk`]). Two things are easier than in canonical JSON:
+//! A VM's manifest is the canonical JSON form of `vmmd.v1.Vm`, as YAML; a disk's that of `vmmd.v1.Disk` ([`disk`]). Two things are easier than in canonical JSON:
 //! fields in bytes take suffixes (`256Mi`), and enums take the short form of their names (`raw` for
 //! `DISK_FORMAT_RAW`). All problems of a file are reported at once, each with its line.
 
@@ -54,7 +54,7 @@ impl Document {
     pub fn name(&self) -> &str {
         match &self.object {
             Object::Vm(vm) => vm.metadata.as_ref().map_or("", |metadata| &metadata.name),
-            Object::Disk(request) => request.disk.as_ref().map_or("", |disk| &disk.name),
+            Object::Disk(request) => request.disk.as_ref().map_or("", disk::name),
         }
     }
 

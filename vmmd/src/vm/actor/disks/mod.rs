@@ -106,8 +106,8 @@ impl Actor {
             Outcome::Resized(name, reply, result) => {
                 if let (Ok(size), Some(_)) = (&result, &self.instance) {
                     self.disks.entry(&name).capacity = *size;
-                    self.publish();
                 }
+                self.publish();
                 answer([reply], &result.map(|_| self.state()));
             }
             Outcome::Limited(target, number, limit, reply, result) => {
