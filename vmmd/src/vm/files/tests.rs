@@ -14,6 +14,7 @@ struct Case {
     spec: VmSpec,
     ledger: std::sync::Arc<Ledger>,
     disks: Registry,
+    roots: Roots,
 }
 
 fn case() -> Case {
@@ -46,6 +47,7 @@ fn case() -> Case {
         spec,
         ledger: Ledger::new(UidRange::default()),
         disks: Registry::default(),
+        roots: Roots::default(),
     }
 }
 
@@ -81,6 +83,7 @@ impl Case {
             ledger: &self.ledger,
             disks: &self.disks,
             folder: Folder::of(self.folder.path()),
+            roots: &self.roots,
         }
     }
 
