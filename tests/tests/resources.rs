@@ -128,7 +128,7 @@ fn huge_pages_are_taken_at_the_start_or_it_fails_with_their_number() {
     let vm = Vm::create(&case, "", &spec).expect("create");
     let refused = vm.try_ctl("start").expect("vmmctl");
     assert!(!refused.success());
-    let expected = "huge pages of 2 MiB: the VM needs 256 MiB, VMs may have 0";
+    let expected = "huge pages of 2 MiB: the VM needs 256 MiB, all VMs together may have 0";
     assert!(refused.stderr.contains(expected), "{}", refused.stderr);
 
     let pool = "/sys/kernel/mm/hugepages/hugepages-2048kB";
