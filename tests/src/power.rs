@@ -60,16 +60,22 @@ impl<'case> Logged<'case> {
         self.sh(&format!("umount {} && dmsetup remove {}", self.folder, self.name));
     }
 
-    /// Mounts at `after` what is there when the power is lost at a moment.
-    fn lose_power(&self, blkcheck: &str, moment: u32) {
+    /// Mounts at `after` what is there when the power is lost at a moment; says why when that is no file system any more.
+    fn lose_power(&self, blkcheck: &str, moment: u32) -> Result<(), String> {
         let seed = u64::from(std::process::id()) << 8 | u64::from(moment);
         let found = self.sh(&format!(
             "cd {} && rm -f then && truncate -s {} then && {blkcheck} replay $(losetup -j log -O NAME -n) --onto then \
-             --mark moment-{moment}. --seed {seed} && mount -o loop then after",
+             --mark moment-{moment}. --seed {seed}",
             self.base,
             SECTORS * 512,
         ));
         eprintln!("moment {moment}: {}", found.trim());
+        let mounted = self
+            .node
+            .sh(&format!("cd {} && mount -o loop then after", self.base));
+        mounted
+            .map(drop)
+            .map_err(|error| format!("moment {moment}: {error:#}"))
     }
 
     fn power_on(&self) {
@@ -191,7 +197,10 @@ pub fn lose(case: &Case, cores: u32, mount: &str) -> Vec<String> {
 
     let mut wrong = Vec::new();
     for (moment, text) in seen {
-        logged.lose_power(&blkcheck, moment);
+        if let Err(error) = logged.lose_power(&blkcheck, moment) {
+            wrong.push(error);
+            continue;
+        }
         for subject in SUBJECTS {
             let confirmed = subject.confirmed(&text);
             assert!(confirmed.iter().sum::<u64>() > 0, "nothing was confirmed: {text}");

@@ -1,7 +1,7 @@
 //! Many idle guests, and a daemon that is killed again and again: no guest sees anything.
 //!
 //! Each guest counts the seconds on its serial console, with its own uptime beside the count. The whole truth about what
-//! it printed is its serial log, which its `vmm` writes; what clients saw is what their console sessions were sent.
+//! it printed is its serial log, which its `vmm` writes; what clients saw is what their consoles were sent.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -23,9 +23,6 @@ const BUSY: usize = 30;
 /// Within how many seconds of its death the daemon's control is back. An emulated node, where
 /// the figure says little, has sixty times as long.
 const CONTROL: f64 = 2.0;
-
-/// What a client prints before it opens a console again.
-const SESSION: &str = "SESSION\n";
 
 /// No process is made for a line: the guest is idle in between.
 const COUNT: &str = "busybox mkfifo /tmp/tick; exec 3<>/tmp/tick; i=0
@@ -141,20 +138,24 @@ impl<'case> Fleet<'case> {
         logs.map(|(name, lines)| (name.to_owned(), lines)).collect()
     }
 
-    /// Clients at the consoles of some VMs, which open them again whenever they are closed. They end when they are dropped.
+    /// Clients at the consoles of some VMs. They end when they are dropped.
     fn clients(&self) -> Vec<(&str, Stream)> {
         let open = |name: &String| {
-            self.node.stream(&format!(
-                "while echo '{}'; do vmmctl console {name} </dev/null 2>/dev/null || sleep 1; done",
-                SESSION.trim_end()
-            ))
+            self.node
+                .stream(&format!("vmmctl console {name} </dev/null 2>/dev/null"))
         };
         let names = self.names.iter().take(FOLLOWED);
-        let mut clients: Vec<_> = names
+        names
             .map(|name| (name.as_str(), open(name).expect("a client")))
-            .collect();
-        clients.iter_mut().for_each(|(_, client)| reopened(client));
-        clients
+            .collect()
+    }
+
+    /// Waits until each client shows a line that its guest has not printed yet.
+    fn follow(&self, clients: &mut [(&str, Stream)]) {
+        let printed = self.printed();
+        for (name, client) in clients {
+            shows(client, printed[*name].len() + 1);
+        }
     }
 
     /// Opens the console of every VM: what was printed is replayed from the beginning, and goes on.
@@ -301,6 +302,7 @@ fn no_guest_notices_that_the_daemon_is_killed_twenty_times() {
     let fleet = Fleet::boot(&case, size());
     let booted = began.elapsed();
     let mut clients = fleet.clients();
+    fleet.follow(&mut clients);
     let processes = fleet.processes();
     let at_first = fleet.printed();
     // The processors are as busy as with a daemon that starts.
@@ -317,7 +319,7 @@ fn no_guest_notices_that_the_daemon_is_killed_twenty_times() {
             processes,
             "the same processes, all under control"
         );
-        clients.iter_mut().for_each(|(_, client)| reopened(client));
+        fleet.follow(&mut clients);
     }
     let after = fleet.printed_after(2);
 
@@ -357,34 +359,23 @@ fn no_guest_notices_that_the_daemon_is_killed_twenty_times() {
         "control was not back in time"
     );
     for (name, client) in &mut clients {
-        sessions(name, client, after[*name].len());
+        saw_all(name, client, after[*name].len());
     }
     fleet.open_consoles(&case.folder().expect("folder"), &after);
 }
 
-/// Waits until a client's console, which was closed, shows lines again.
-fn reopened(client: &mut Stream) {
-    for wanted in [SESSION, "up "] {
-        client
-            .until(wanted, Deadline::seconds(60))
-            .expect("the console is back");
-    }
+/// Waits until a client's console shows a guest's line of this count.
+fn shows(client: &mut Stream, count: usize) {
+    client
+        .until(&format!("\nup {count} "), Deadline::seconds(60))
+        .expect("the console goes on");
 }
 
-/// What a client saw that opened the console again each time: no session with a gap, the last one up to the end.
-fn sessions(name: &str, client: &mut Stream, printed: usize) {
-    let last = format!("\nup {} ", printed + 1);
-    client
-        .until(&last, Deadline::seconds(60))
-        .expect("the console is back");
-    let text = client.text();
-    let sessions: Vec<_> = text
-        .split(SESSION)
-        .map(lines)
-        .filter(|lines| !lines.is_empty())
-        .collect();
-    assert!(sessions.len() > KILLS, "{name} had {} sessions", sessions.len());
-    for session in &sessions {
-        consecutive(name, session);
-    }
+/// What a client saw that was at a console all the time: each line once, from the first to what comes now.
+fn saw_all(name: &str, client: &mut Stream, printed: usize) {
+    shows(client, printed + 1);
+    let seen = lines(&client.text());
+    assert_eq!(seen.first().map(|line| line.count), Some(1), "{name}");
+    assert!(seen.len() > printed, "{name}: {} lines of {printed}", seen.len());
+    consecutive(name, &seen);
 }

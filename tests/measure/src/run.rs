@@ -8,7 +8,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    process::{Pid, PidfdFlags, pidfd_open},
+};
 use serde::Serialize;
 
 use crate::{
@@ -154,12 +157,48 @@ pub fn start(subject: &Subject, idle: u64) -> Result<Start> {
     measure(subject, idle, first_instruction_us).with_context(|| format!("{}: start to init", subject.name))
 }
 
+/// How often a start without a first instruction is tried again: an emulated node loses a guest once in a great while.
+const TRIES: u32 = 3;
+
 /// Microseconds from just before the process is started until its guest's first instruction.
 pub fn first_instruction(subject: &Subject) -> Result<u128> {
-    let tracer = trace::FirstEntry::new()?;
+    let mut tries = 1;
+    loop {
+        match try_first_instruction(subject) {
+            Err(error) if tries < TRIES => eprintln!("{}, try {tries}: {error:#}", subject.name),
+            measured => return measured,
+        }
+        tries += 1;
+    }
+}
+
+fn try_first_instruction(subject: &Subject) -> Result<u128> {
+    let mut tracer = trace::FirstEntry::new()?;
     let begin = trace::now();
-    let _running = Running::new(subject)?;
-    Ok(tracer.wait()?.saturating_sub(begin).as_micros())
+    let running = Running::new(subject)?;
+    let process = Pid::from_child(&running.child);
+    let process = pidfd_open(process, PidfdFlags::empty()).context("watch the process")?;
+    loop {
+        let left = running
+            .patience
+            .saturating_sub(trace::now().saturating_sub(begin));
+        let mut polled = [
+            PollFd::new(&tracer, PollFlags::IN),
+            PollFd::new(&process, PollFlags::IN),
+        ];
+        let news = poll(&mut polled, Some(&left.try_into()?)).context("wait for the first instruction")?;
+        let [_, process] = polled;
+        let ended = !process.revents().is_empty();
+        if let Some(first) = tracer.poll()? {
+            return Ok(first.saturating_sub(begin).as_micros());
+        }
+        if ended {
+            bail!("it ended before its guest's first instruction");
+        }
+        if news == 0 {
+            bail!("its guest had no first instruction in time");
+        }
+    }
 }
 
 fn measure(subject: &Subject, idle: u64, first_instruction_us: u128) -> Result<Start> {

@@ -2,19 +2,28 @@
 
 use std::{
     fs::{self, File},
-    io::{BufRead, BufReader},
+    io::{ErrorKind, Read},
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::fs::OpenOptionsExt,
+    },
     path::Path,
     time::Duration,
 };
 
 use anyhow::{Context, Result};
-use rustix::time::{ClockId, clock_gettime};
+use rustix::{
+    fs::OFlags,
+    time::{ClockId, clock_gettime},
+};
 
 const INSTANCE: &str = "/sys/kernel/tracing/instances/measure";
 
 /// A tracer of `kvm_entry` of all processes, until dropped. Only one guest runs meanwhile.
 pub struct FirstEntry {
-    pipe: BufReader<File>,
+    pipe: File,
+    /// What was read of it.
+    text: String,
 }
 
 /// Now, on the clock that the tracer is set to.
@@ -36,28 +45,49 @@ impl FirstEntry {
         set("trace_clock", "mono")?;
         set("buffer_size_kb", "256")?;
         set("events/kvm/kvm_entry/enable", "1")?;
-        let pipe = BufReader::new(File::open(instance.join("trace_pipe")).context("open the trace")?);
-        Ok(Self { pipe })
+        let flags = i32::try_from(OFlags::NONBLOCK.bits()).context("flags")?;
+        let mut options = File::options();
+        let pipe = options
+            .read(true)
+            .custom_flags(flags)
+            .open(instance.join("trace_pipe"));
+        Ok(Self {
+            pipe: pipe.context("open the trace")?,
+            text: String::new(),
+        })
     }
 
-    /// Waits for the first entry and returns when it was.
-    pub fn wait(mut self) -> Result<Duration> {
-        // "<comm>-<pid> [cpu] flags  SECONDS.MICROS: kvm_entry: vcpu 0, rip 0x1000"
-        let mut line = String::new();
+    /// Returns when the first entry was, once there is one.
+    pub fn poll(&mut self) -> Result<Option<Duration>> {
+        let mut text = vec![0; 1 << 16];
         loop {
-            line.clear();
-            self.pipe.read_line(&mut line).context("read the trace")?;
-            let time = line
-                .split(": kvm_entry")
-                .next()
-                .and_then(|head| head.split_whitespace().last());
-            if let (true, Some(time)) = (
-                line.contains("kvm_entry"),
-                time.and_then(|time| time.parse().ok()),
-            ) {
-                return Ok(Duration::from_secs_f64(time));
+            match self.pipe.read(&mut text) {
+                Ok(read) => self.text += &String::from_utf8_lossy(text.get(..read).unwrap_or_default()),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error).context("read the trace"),
+            }
+            if let Some(first) = first(&self.text) {
+                return Ok(Some(first));
             }
         }
+        Ok(None)
+    }
+}
+
+/// When the first `kvm_entry` was, of a trace whose last line may not be whole.
+fn first(trace: &str) -> Option<Duration> {
+    // "<comm>-<pid> [cpu] flags  SECONDS.MICROS: kvm_entry: vcpu 0, rip 0x1000"
+    let whole = trace.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+    let mut times = whole.filter_map(|line| {
+        let (head, _) = line.split_once(": kvm_entry")?;
+        head.split_whitespace().last()?.parse().ok()
+    });
+    times.next().map(Duration::from_secs_f64)
+}
+
+impl AsFd for FirstEntry {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pipe.as_fd()
     }
 }
 
@@ -66,5 +96,19 @@ impl Drop for FirstEntry {
         // What can't be undone here is undone with the node.
         fs::write(Path::new(INSTANCE).join("events/kvm/kvm_entry/enable"), "0").ok();
         fs::remove_dir(INSTANCE).ok();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_entry_is_found_once_its_line_is_whole() {
+        let trace = "  vcpu-0-17  [001] d..1.   12.250000: kvm_entry: vcpu 0, rip 0xfff0";
+        assert_eq!(first(trace), None);
+        let trace =
+            format!("CPU:1 [LOST 3 EVENTS]\n{trace}\n  vcpu-0-17 [001] d..1. 12.5: kvm_entry: vcpu 0\n");
+        assert_eq!(first(&trace), Some(Duration::from_millis(12_250)));
     }
 }
