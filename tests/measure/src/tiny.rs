@@ -31,25 +31,26 @@ pub fn kernel() -> Vec<u8> {
         file.extend(half.to_le_bytes());
     }
     let note_length = note.len() as u64;
-    // PT_NOTE and PT_LOAD.
-    segment(&mut file, 4, HEADERS, note_length, 0);
+    // PT_NOTE and PT_LOAD. QEMU divides by a note's alignment.
+    segment(&mut file, 4, HEADERS, note_length, 0, 4);
     segment(
         &mut file,
         1,
         HEADERS + note_length,
         CODE.len() as u64,
         ADDRESS.into(),
+        1,
     );
     file.extend(note);
     file.extend(CODE);
     file
 }
 
-fn segment(file: &mut Vec<u8>, kind: u32, offset: u64, length: u64, address: u64) {
+fn segment(file: &mut Vec<u8>, kind: u32, offset: u64, length: u64, address: u64, alignment: u64) {
     file.extend(kind.to_le_bytes());
     // PF_R | PF_X
     file.extend(5_u32.to_le_bytes());
-    for word in [offset, address, address, length, length, 0] {
+    for word in [offset, address, address, length, length, alignment] {
         file.extend(word.to_le_bytes());
     }
 }
