@@ -3,7 +3,11 @@
 
 pub use crate::{
     block::qcow2::fuzz::image as qcow2_image,
-    virtio::{balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue},
+    display::rfb::fuzz::client as rfb_client,
+    virtio::{
+        balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue,
+        gpu::fuzz::commands as gpu_commands, input::fuzz::driver as input_driver,
+    },
 };
 
 #[cfg(test)]
@@ -39,6 +43,21 @@ mod tests {
     #[test]
     fn the_seeds_of_qcow2_image_do_no_harm() {
         seeds("qcow2_image", super::qcow2_image);
+    }
+
+    #[test]
+    fn the_seeds_of_rfb_client_do_no_harm() {
+        seeds("rfb_client", super::rfb_client);
+    }
+
+    #[test]
+    fn the_seeds_of_gpu_commands_do_no_harm() {
+        seeds("gpu_commands", super::gpu_commands);
+    }
+
+    #[test]
+    fn the_seeds_of_input_driver_do_no_harm() {
+        seeds("input_driver", super::input_driver);
     }
 
     /// Seeds of that name, with their bytes changed in a few places.
@@ -84,6 +103,25 @@ mod tests {
         #[test]
         fn no_bytes_harm_balloon_queue(data in proptest::collection::vec(any::<u8>(), 0..600)) {
             super::balloon_queue(&data);
+        }
+
+        #[test]
+        fn no_bytes_harm_rfb_client(data in proptest::collection::vec(any::<u8>(), 0..600)) {
+            super::rfb_client(&data);
+        }
+
+        #[test]
+        fn no_bytes_harm_input_driver(data in proptest::collection::vec(any::<u8>(), 0..600)) {
+            super::input_driver(&data);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn no_bytes_harm_gpu_commands(data in proptest::collection::vec(any::<u8>(), 0..300)) {
+            super::gpu_commands(&data);
         }
     }
 }

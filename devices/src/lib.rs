@@ -8,8 +8,10 @@ pub mod block;
 pub mod bus;
 pub mod component;
 pub mod dirty;
+pub mod display;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
+pub mod input;
 pub mod interrupt;
 pub mod legacy;
 pub mod log_limit;

@@ -24,19 +24,22 @@ pub enum ThreadKind {
     Storage,
     /// Serves the serial port.
     Serial,
+    /// Serves the screen.
+    Screen,
     /// Does one thing for the main thread and ends: loads a kernel, prepares memory, opens or closes an image.
     Helper,
 }
 
 impl ThreadKind {
     /// All kinds.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Main,
         Self::Control,
         Self::Vcpu,
         Self::Worker,
         Self::Storage,
         Self::Serial,
+        Self::Screen,
         Self::Helper,
     ];
 
@@ -49,6 +52,7 @@ impl ThreadKind {
             Self::Worker => "worker",
             Self::Storage => "storage",
             Self::Serial => "serial",
+            Self::Screen => "screen",
             Self::Helper => "helper",
         }
     }

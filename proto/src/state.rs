@@ -180,6 +180,10 @@ saved! {
     VirtioRngQueue: "virtio-rng-queue", 1;
     VirtioNet: "virtio-net", 1;
     VirtioNetQueues: "virtio-net-queues", 1;
+    VirtioGpu: "virtio-gpu", 1;
+    VirtioGpuQueues: "virtio-gpu-queues", 1;
+    VirtioInput: "virtio-input", 1;
+    VirtioInputQueues: "virtio-input-queues", 1;
     PciRoot: "pci-root", 1;
     HotPlug: "hot-plug", 1;
     Serial: "serial", 1;

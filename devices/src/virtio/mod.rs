@@ -14,6 +14,8 @@ mod descriptor;
 pub mod device;
 pub mod fault;
 mod gauge;
+pub mod gpu;
+pub mod input;
 pub mod net;
 pub mod queue;
 pub mod rng;

@@ -79,6 +79,7 @@ pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
         ThreadKind::Worker => vec![EVERY, THREADS, STORAGE, WORKER],
         ThreadKind::Storage => vec![EVERY, STORAGE],
         ThreadKind::Serial => vec![EVERY, SERIAL],
+        ThreadKind::Screen => vec![EVERY, SCREEN],
         ThreadKind::Helper => vec![EVERY, IMAGES, HELPER],
     }
 }
@@ -86,7 +87,7 @@ pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
 /// The name of a call that is on a list. Allocates nothing.
 pub fn name_of(call: c_long) -> Option<&'static str> {
     let lists = [
-        EVERY, IMAGES, STORAGE, THREADS, VCPU, WORKER, CONTROL, SERIAL, HELPER, MAIN,
+        EVERY, IMAGES, STORAGE, THREADS, VCPU, WORKER, CONTROL, SERIAL, SCREEN, HELPER, MAIN,
     ];
     let mut entries = lists.into_iter().flatten();
     entries.find(|entry| entry.call == call).map(Entry::name)
@@ -324,6 +325,17 @@ static SERIAL: &[Entry] = &[
     any!(SYS_pread64),
     any!(SYS_ftruncate),
 ];
+
+/// Waits for its clients, whose sockets listen already.
+static SCREEN: &[Entry] = &[
+    any!(SYS_accept4).unseen(CLIENTS),
+    any!(SYS_epoll_ctl).unseen(CLIENTS),
+    any!(SYS_epoll_wait).unseen(CLIENTS),
+    // KVM_SIGNAL_MSI, KVM_IRQ_LINE
+    with!(SYS_ioctl, Low16(1, &[kvm(0xa5), kvm(0x61)])).unseen("a client asks for another size"),
+];
+
+const CLIENTS: &str = "a client looks at the screen";
 
 /// Guest memory. What it closes may have to be written first.
 static HELPER: &[Entry] = &[with!(SYS_madvise, OneOf(2, &[libc::MADV_POPULATE_WRITE as u64]))];

@@ -92,6 +92,7 @@ fn line(kind: ThreadKind) -> &'static [ThreadKind] {
         ThreadKind::Worker => &[ThreadKind::Main, ThreadKind::Worker],
         ThreadKind::Storage => &[ThreadKind::Main, ThreadKind::Worker, ThreadKind::Storage],
         ThreadKind::Serial => &[ThreadKind::Main, ThreadKind::Serial],
+        ThreadKind::Screen => &[ThreadKind::Main, ThreadKind::Screen],
         ThreadKind::Helper => &[ThreadKind::Main, ThreadKind::Helper],
     }
 }

@@ -1,0 +1,97 @@
+//! A client's connection: its socket, its session, and the keys that it holds.
+
+use std::os::fd::OwnedFd;
+
+use rustix::io::Errno;
+
+use super::Access;
+use crate::{
+    display::{
+        Frame,
+        rfb::session::{Event, Session},
+    },
+    input::Source,
+};
+
+/// Most bytes that are read of a client before others have their turn.
+const READ_BATCH: usize = 64 << 10;
+const READ_CHUNK: usize = 4 << 10;
+/// Most bytes that are written to a client before others have their turn.
+const WRITE_BATCH: usize = 4 << 20;
+
+/// One connection. What an edge-triggered event said is noted here until it is used up.
+pub(super) struct Client {
+    pub id: u64,
+    pub socket: OwnedFd,
+    pub session: Session,
+    pub access: Access,
+    /// Releases what is pressed when it is dropped.
+    pub source: Source,
+    /// The last read did not say that it would block.
+    pub readable: bool,
+    /// The last write did not say that it would block.
+    pub writable: bool,
+    /// Nothing is to be read any more; it goes when all is written.
+    pub closing: bool,
+    /// It is gone.
+    pub gone: bool,
+}
+
+impl Client {
+    /// Reads what has come, up to a batch, and notes what it means for the server.
+    pub fn read(&mut self, events: &mut Vec<Event>) {
+        let mut chunk = [0; READ_CHUNK];
+        let mut left = READ_BATCH;
+        while self.wants_reading() && left > 0 {
+            let count = match rustix::io::retry_on_intr(|| rustix::io::read(&self.socket, &mut chunk)) {
+                Ok(0) => {
+                    self.gone = true;
+                    return;
+                }
+                Ok(count) => count,
+                Err(Errno::AGAIN) => {
+                    self.readable = false;
+                    return;
+                }
+                Err(_) => {
+                    self.gone = true;
+                    return;
+                }
+            };
+            left = left.saturating_sub(count);
+            let input = chunk.get(..count).unwrap_or_default();
+            if let Err(error) = self.session.receive(input, events) {
+                tracing::debug!(%error, "a VNC client is not served any more");
+                self.closing = true;
+            }
+        }
+    }
+
+    /// Whether there is something to be read that may be read now.
+    pub fn wants_reading(&self) -> bool {
+        self.readable && !self.closing && !self.gone && self.session.listens()
+    }
+
+    /// Whether there is something to be written that may be written now.
+    pub fn wants_writing(&self) -> bool {
+        self.writable && !self.gone && !self.session.output().is_empty()
+    }
+
+    /// Writes what it takes without waiting, up to a batch, and encodes more of the update that is under way.
+    pub fn write(&mut self, frame: &Frame) {
+        let mut left = WRITE_BATCH;
+        self.session.fill(frame);
+        while self.wants_writing() && left > 0 {
+            match rustix::io::retry_on_intr(|| rustix::io::write(&self.socket, self.session.output())) {
+                Ok(0) | Err(Errno::AGAIN) => self.writable = false,
+                Ok(count) => {
+                    left = left.saturating_sub(count);
+                    self.session.sent(count);
+                    self.session.fill(frame);
+                }
+                Err(_) => self.gone = true,
+            }
+        }
+        self.gone |= self.closing && (self.session.output().is_empty() || !self.writable);
+    }
+}

@@ -1,0 +1,135 @@
+mod decoder;
+mod hostile;
+mod pictures;
+mod protocol;
+mod serving;
+
+use std::sync::Arc;
+
+use self::decoder::Decoder;
+use super::{
+    encode::Encoding,
+    message::MAX_BUFFERED,
+    session::{Event, Move, ProtocolError, ResizeStatus, Session},
+};
+use crate::display::{Cursor, Damage, Frame, Framebuffer, Rect, Size};
+
+fn size(width: u32, height: u32) -> Size {
+    Size::new(width, height).unwrap()
+}
+
+/// A picture that has something for each kind of tile: one colour, two, few, many, runs, noise.
+fn pattern(size: Size, seed: u32) -> Frame {
+    let framebuffer = Framebuffer::new(size);
+    framebuffer.write(size.rect(), |y, row| {
+        for (x, pixel) in (0_u32..).zip(row) {
+            let y = u32::from(y);
+            let noise = (x ^ y.rotate_left(7) ^ seed).wrapping_mul(0x9e37_79b1);
+            let colour = match (x / 80 + 2 * (y / 72) + seed) % 8 {
+                0 => 0x20_40_60 + seed,
+                1 => [0, 0xff_ff_ff][(noise >> 31) as usize],
+                2 => (noise >> 29) * 0x1f_2f_3f,
+                3 => (noise >> 26) * 0x01_03_05,
+                4 => x / 7 * 0x05_00_09,
+                5 => y / 40 * 0x2a_11_07,
+                6 => (noise >> 25) * 0x01_01_01,
+                _ => noise >> 8,
+            };
+            *pixel = colour & 0xff_ff_ff;
+        }
+    });
+    framebuffer.snapshot()
+}
+
+/// A client that is through with its handshake, and the server's half of it.
+struct Pair {
+    session: Session,
+    decoder: Decoder,
+    frame: Frame,
+    events: Vec<Event>,
+}
+
+impl Pair {
+    fn new(frame: Frame, encodings: &[i32]) -> Self {
+        let mut pair = Self {
+            session: Session::new("screen of a test", frame.size()),
+            decoder: Decoder::new(),
+            frame,
+            events: Vec::new(),
+        };
+        pair.send(b"RFB 003.008\n\x01\x01");
+        pair.pump();
+        pair.send(&decoder::set_encodings(encodings));
+        pair
+    }
+
+    fn send(&mut self, bytes: &[u8]) {
+        self.session.receive(bytes, &mut self.events).unwrap();
+    }
+
+    fn format(&mut self, raw: [u8; 16]) {
+        self.send(&[&[0, 0, 0, 0][..], &raw[..]].concat());
+        self.decoder.format = raw;
+    }
+
+    /// Lets the server send all that it has to say.
+    fn pump(&mut self) {
+        for _ in 0..10_000 {
+            if self.session.wants_update() {
+                self.session.begin_update(None);
+            }
+            self.session.fill(&self.frame);
+            let output = self.session.output().to_vec();
+            if output.is_empty() {
+                return;
+            }
+            self.session.sent(output.len());
+            let replies = self.decoder.receive(&output);
+            if !replies.is_empty() {
+                self.send(&replies);
+            }
+        }
+        panic!("the server does not stop to send");
+    }
+
+    fn request(&mut self, incremental: bool) {
+        let area = self.session_size().rect();
+        self.send(&decoder::request(incremental, area));
+        self.pump();
+    }
+
+    fn session_size(&self) -> Size {
+        let (width, height) = self.decoder.size;
+        size(width.into(), height.into())
+    }
+
+    /// The picture is another one, of which that is different.
+    fn show(&mut self, frame: Frame, damage: &Damage) {
+        if frame.size() != self.frame.size() {
+            self.session.resize(frame.size());
+        }
+        self.frame = frame;
+        self.session.add_damage(damage);
+    }
+
+    /// What the client has is what the server has, as far as the client's format can say it.
+    fn assert_same(&self, what: &str) {
+        let expected: Vec<u32> = self
+            .frame
+            .pixels()
+            .iter()
+            .map(|pixel| decoder::expected(&self.decoder.format, *pixel))
+            .collect();
+        assert_eq!(self.decoder.pixels.len(), expected.len(), "{what}");
+        if let Some(at) = (0..expected.len()).find(|at| expected[*at] != self.decoder.pixels[*at]) {
+            let width = usize::from(self.frame.size().width());
+            panic!(
+                "{what}: pixel {}, {} is {:#x} instead of {:#x}",
+                at % width,
+                at / width,
+                self.decoder.pixels[at],
+                expected[at]
+            );
+        }
+    }
+}

@@ -1,0 +1,322 @@
+//! Clients on a real socket.
+
+use std::{
+    io::{ErrorKind, Read, Write},
+    os::unix::net::{UnixListener, UnixStream},
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+use super::*;
+use crate::{
+    display::rfb::server::{Access, MAX_CLIENTS, Resizer, Server, Setup},
+    input::{Hub, Key, Keyboard, Layout},
+};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+#[derive(Default)]
+struct Guest {
+    keys: Mutex<Vec<(u8, bool)>>,
+    wish: Mutex<Option<Size>>,
+}
+
+impl Keyboard for Guest {
+    fn is_listening(&self) -> bool {
+        true
+    }
+
+    fn key(&self, key: Key, down: bool) {
+        self.keys.lock().unwrap().push((key.code(), down));
+    }
+}
+
+impl Resizer for Guest {
+    fn request_size(&self, size: Size) -> bool {
+        *self.wish.lock().unwrap() = Some(size);
+        true
+    }
+}
+
+struct Rig {
+    framebuffer: Arc<Framebuffer>,
+    guest: Arc<Guest>,
+    hub: Arc<Hub>,
+    server: Server,
+    folder: tempfile::TempDir,
+}
+
+impl Rig {
+    fn new(size: Size) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let bind = |name: &str| UnixListener::bind(folder.path().join(name)).unwrap().into();
+        let framebuffer = Arc::new(Framebuffer::new(size));
+        let (guest, hub) = (Arc::new(Guest::default()), Arc::new(Hub::new(Layout::Us)));
+        hub.add_keyboard(guest.clone());
+        let server = Server::start(Setup {
+            listeners: vec![(bind("full"), Access::Full), (bind("view"), Access::ViewOnly)],
+            name: "rig".into(),
+            framebuffer: framebuffer.clone(),
+            input: hub.clone(),
+            resizer: guest.clone(),
+        })
+        .unwrap();
+        Self {
+            framebuffer,
+            guest,
+            hub,
+            server,
+            folder,
+        }
+    }
+
+    fn connect(&self, socket: &str) -> UnixStream {
+        let stream = UnixStream::connect(self.folder.path().join(socket)).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream
+    }
+
+    fn client(&self, socket: &str, shared: u8, encodings: &[i32]) -> Client {
+        let mut client = Client {
+            stream: self.connect(socket),
+            decoder: Decoder::new(),
+        };
+        client.send(b"RFB 003.008\n\x01");
+        client.send(&[shared]);
+        client.until("a ServerInit", |decoder| !decoder.name.is_empty());
+        client.send(&decoder::set_encodings(encodings));
+        client
+    }
+
+    fn paint(&self, frame: &Frame) {
+        let all = frame.size().rect();
+        self.framebuffer
+            .write(all, |y, row| row.copy_from_slice(frame.row(all, y)));
+    }
+
+    fn keys(&self, count: usize) -> Vec<(u8, bool)> {
+        let begin = Instant::now();
+        loop {
+            let keys = self.guest.keys.lock().unwrap().clone();
+            if keys.len() >= count {
+                return keys;
+            }
+            assert!(begin.elapsed() < PATIENCE, "{keys:?} only");
+            std::thread::yield_now();
+        }
+    }
+}
+
+struct Client {
+    stream: UnixStream,
+    decoder: Decoder,
+}
+
+impl Client {
+    fn send(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).unwrap();
+    }
+
+    fn request(&mut self, incremental: bool) {
+        let (width, height) = self.decoder.size;
+        self.send(&decoder::request(incremental, Rect::new(0, 0, width, height)));
+    }
+
+    /// Reads until something is so.
+    fn until(&mut self, what: &str, mut is_so: impl FnMut(&Decoder) -> bool) {
+        let mut chunk = vec![0; 64 << 10];
+        while !is_so(&self.decoder) {
+            let count = self
+                .stream
+                .read(&mut chunk)
+                .unwrap_or_else(|error| panic!("{what}: {error}"));
+            assert!(count > 0, "{what}: the connection was closed");
+            let replies = self.decoder.receive(&chunk[..count]);
+            self.stream.write_all(&replies).unwrap();
+        }
+    }
+
+    /// Asks for changes until it has that picture.
+    fn until_it_shows(&mut self, frame: &Frame) {
+        while self.decoder.pixels != frame.pixels() {
+            let updates = self.decoder.updates;
+            self.request(true);
+            self.until("an update", |decoder| decoder.updates > updates);
+        }
+    }
+
+    fn is_closed(&mut self) -> bool {
+        let mut chunk = vec![0; 64 << 10];
+        loop {
+            match self.stream.read(&mut chunk) {
+                Ok(0) => return true,
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => return true,
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+}
+
+const KEY_A: [u8; 12] = [255, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0x1e];
+
+#[test]
+fn several_clients_see_each_picture_and_scrolling_is_told_as_moves() {
+    let rig = Rig::new(size(320, 240));
+    let mut clients: Vec<_> = [&[16][..], &[1, 7], &[5], &[0]]
+        .into_iter()
+        .map(|encodings| rig.client("full", 1, encodings))
+        .collect();
+    for seed in 0..4 {
+        let frame = pattern(size(320, 240), seed);
+        rig.paint(&frame);
+        for client in &mut clients {
+            client.until_it_shows(&frame);
+        }
+    }
+    let before = pattern(size(320, 240), 3);
+    // Who does not wait for it at that moment is sent pixels.
+    for client in &mut clients {
+        client.request(true);
+    }
+    rig.framebuffer.write(before.size().rect(), |y, row| {
+        row.copy_from_slice(before.row(before.size().rect(), (y + 16).min(239)));
+    });
+    let after = rig.framebuffer.snapshot();
+    for client in &mut clients {
+        let updates = client.decoder.updates;
+        client.until("the picture that moved", |decoder| decoder.updates > updates);
+        client.until_it_shows(&after);
+    }
+    assert!(clients[1].decoder.encodings.contains(&1));
+    assert!(!clients[0].decoder.encodings.contains(&1));
+}
+
+#[test]
+fn what_is_held_is_released_when_its_client_goes() {
+    let rig = Rig::new(size(64, 64));
+    let mut client = rig.client("full", 1, &[]);
+    client.send(&KEY_A);
+    assert_eq!(rig.keys(1), [(30, true)]);
+    drop(client);
+    assert_eq!(rig.keys(2), [(30, true), (30, false)]);
+}
+
+#[test]
+fn who_may_only_look_cannot_type_resize_or_turn_others_out() {
+    let rig = Rig::new(size(64, 64));
+    let mut other = rig.client("full", 1, &[]);
+    let mut viewer = rig.client("view", 0, &[-308]);
+    viewer.send(&KEY_A);
+    viewer.send(&[&[251, 0, 0, 100, 0, 100, 1, 0][..], &[0; 16]].concat());
+    viewer.request(false);
+    viewer.until("a refusal", |decoder| {
+        decoder
+            .sizes
+            .iter()
+            .any(|(reason, status, ..)| (*reason, *status) == (1, 1))
+    });
+    other.send(&KEY_A);
+    assert_eq!(rig.keys(1), [(30, true)]);
+    assert_eq!(*rig.guest.wish.lock().unwrap(), None);
+    let frame = pattern(size(64, 64), 1);
+    rig.paint(&frame);
+    viewer.until_it_shows(&frame);
+}
+
+#[test]
+fn a_client_that_does_not_share_turns_the_others_out() {
+    let rig = Rig::new(size(64, 64));
+    let mut first = rig.client("full", 1, &[]);
+    let mut second = rig.client("full", 0, &[]);
+    assert!(first.is_closed());
+    second.request(false);
+    second.until("an update", |decoder| decoder.updates > 0);
+}
+
+#[test]
+fn a_size_that_the_guest_takes_reaches_all_clients() {
+    let rig = Rig::new(size(64, 64));
+    let mut clients = [rig.client("full", 1, &[-308]), rig.client("full", 1, &[-223])];
+    clients[0].send(&[&[251, 0, 0, 100, 0, 50, 1, 0][..], &[0; 16]].concat());
+    let begin = Instant::now();
+    while rig.guest.wish.lock().unwrap().is_none() {
+        assert!(begin.elapsed() < PATIENCE);
+        std::thread::yield_now();
+    }
+    rig.framebuffer
+        .clear(rig.guest.wish.lock().unwrap().take().unwrap());
+    let frame = pattern(size(100, 50), 2);
+    rig.paint(&frame);
+    for client in &mut clients {
+        client.until_it_shows(&frame);
+    }
+}
+
+#[test]
+fn a_client_that_stops_to_read_disturbs_nobody_and_then_gets_the_latest_picture() {
+    let rig = Rig::new(size(400, 300));
+    let mut stuck = rig.client("full", 1, &[0, -313]);
+    stuck.send(&[150, 1, 0, 0, 0, 0, 1, 144, 1, 44]);
+    let mut lively = rig.client("full", 1, &[16]);
+    for seed in 0..10 {
+        let frame = pattern(size(400, 300), seed);
+        rig.paint(&frame);
+        lively.until_it_shows(&frame);
+    }
+    // Much less than ten pictures wait for it.
+    let last = pattern(size(400, 300), 9);
+    let updates = |client: &Client| client.decoder.updates;
+    while stuck.decoder.pixels != last.pixels() {
+        let before = updates(&stuck);
+        stuck.until("an update", |decoder| decoder.updates > before);
+    }
+    assert!(updates(&stuck) <= 5, "{}", updates(&stuck));
+}
+
+#[test]
+fn a_crowd_of_silent_connections_leaves_room_for_one_that_speaks() {
+    let rig = Rig::new(size(64, 64));
+    let _silent: Vec<_> = (0..2 * MAX_CLIENTS).map(|_| rig.connect("full")).collect();
+    let mut client = rig.client("full", 1, &[16]);
+    let frame = pattern(size(64, 64), 1);
+    rig.paint(&frame);
+    client.until_it_shows(&frame);
+    // Those who speak are not turned out for others.
+    let _more: Vec<_> = (0..2 * MAX_CLIENTS).map(|_| rig.connect("full")).collect();
+    let frame = pattern(size(64, 64), 2);
+    rig.paint(&frame);
+    client.until_it_shows(&frame);
+}
+
+#[test]
+fn garbage_ends_its_own_connection_only() {
+    let rig = Rig::new(size(64, 64));
+    let mut good = rig.client("full", 1, &[16]);
+    let mut bad = rig.client("full", 1, &[]);
+    bad.send(&[77; 100]);
+    assert!(bad.is_closed());
+    let frame = pattern(size(64, 64), 1);
+    rig.paint(&frame);
+    good.until_it_shows(&frame);
+}
+
+#[test]
+fn lights_reach_clients_without_a_change_of_the_picture() {
+    let rig = Rig::new(size(64, 64));
+    let mut client = rig.client("full", 1, &[-261]);
+    client.request(false);
+    client.until("the picture", |decoder| decoder.leds == Some(0));
+    client.request(true);
+    rig.hub.set_leds(4);
+    client.until("the light", |decoder| decoder.leds == Some(4));
+}
+
+#[test]
+fn the_server_ends_when_it_is_told_to_with_its_connections() {
+    let mut rig = Rig::new(size(64, 64));
+    let mut client = rig.client("full", 1, &[16]);
+    assert!(!rig.server.failed());
+    assert!(rig.server.stop());
+    assert!(client.is_closed());
+}

@@ -1,0 +1,256 @@
+//! What keys mean: X11 keysyms and characters by the layout that the guest is set to.
+
+use super::code::Key;
+
+/// A keyboard layout.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Layout {
+    /// United States.
+    #[default]
+    Us,
+    /// Germany.
+    De,
+    /// Denmark.
+    Dk,
+}
+
+/// The key, and what is held with it, that gives a character.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stroke {
+    /// The key.
+    pub key: Key,
+    /// With Shift, without, or either.
+    pub shift: Option<bool>,
+    /// With AltGr, without, or either.
+    pub alt_gr: Option<bool>,
+    /// The key alone gives nothing: a space must follow.
+    pub dead: bool,
+    /// Caps lock exchanges the meaning of Shift.
+    pub letter: bool,
+}
+
+impl Stroke {
+    const fn plain(key: Key) -> Self {
+        Self {
+            key,
+            shift: None,
+            alt_gr: None,
+            dead: false,
+            letter: false,
+        }
+    }
+}
+
+/// Neighbouring keys from one on, with what they give alone, with Shift and with AltGr; a space stands for nothing.
+struct Row {
+    first: u8,
+    levels: [&'static str; 3],
+}
+
+const fn row(first: u8, alone: &'static str, shift: &'static str, alt_gr: &'static str) -> Row {
+    Row {
+        first,
+        levels: [alone, shift, alt_gr],
+    }
+}
+
+static US: [Row; 6] = [
+    row(2, "1234567890-=", "!@#$%^&*()_+", ""),
+    row(16, "qwertyuiop[]", "QWERTYUIOP{}", ""),
+    row(30, "asdfghjkl;'`", "ASDFGHJKL:\"~", ""),
+    row(43, "\\zxcvbnm,./", "|ZXCVBNM<>?", ""),
+    row(86, "<", ">", ""),
+    row(55, "*", "", ""),
+];
+
+static DE: [Row; 5] = [
+    row(2, "1234567890ß´", "!\"§$%&/()=?`", " ²³   {[]}\\"),
+    row(16, "qwertzuiopü+", "QWERTZUIOPÜ*", "@ €        ~"),
+    row(30, "asdfghjklöä^", "ASDFGHJKLÖÄ°", ""),
+    row(43, "#yxcvbnm,.-", "'YXCVBNM;:_", "       µ"),
+    row(86, "<", ">", "|"),
+];
+
+static DK: [Row; 5] = [
+    row(2, "1234567890+´", "!\"#¤%&/()=?`", " @£$€ {[]} |"),
+    row(16, "qwertyuiopå¨", "QWERTYUIOPÅ^", "  €        ~"),
+    row(30, "asdfghjklæø½", "ASDFGHJKLÆØ§", ""),
+    row(43, "'zxcvbnm,.-", "*ZXCVBNM;:_", "       µ"),
+    row(86, "<", ">", "\\"),
+];
+
+impl Layout {
+    /// The layout with that name: "us", "de" or "dk".
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "us" => Some(Self::Us),
+            "de" => Some(Self::De),
+            "dk" => Some(Self::Dk),
+            _ => None,
+        }
+    }
+
+    fn rows(self) -> &'static [Row] {
+        match self {
+            Self::Us => &US,
+            Self::De => &DE,
+            Self::Dk => &DK,
+        }
+    }
+
+    /// Whether keys that give that character wait for another one.
+    fn is_dead(self, character: char) -> bool {
+        match self {
+            Self::Us => false,
+            Self::De => matches!(character, '^' | '´' | '`'),
+            Self::Dk => matches!(character, '^' | '´' | '`' | '¨' | '~'),
+        }
+    }
+
+    /// How that character is typed; `None` when the layout does not have it.
+    pub fn character(self, character: char) -> Option<Stroke> {
+        match character {
+            '\n' | '\r' => return Some(Stroke::plain(Key::ENTER)),
+            '\t' => return Some(Stroke::plain(Key::TAB)),
+            '\u{8}' => return Some(Stroke::plain(Key::BACKSPACE)),
+            '\u{1b}' => return Some(Stroke::plain(Key::ESC)),
+            ' ' => {
+                return Some(Stroke {
+                    shift: Some(false),
+                    alt_gr: Some(false),
+                    ..Stroke::plain(Key::SPACE)
+                });
+            }
+            _ => {}
+        }
+        // What needs less keys comes first.
+        (0..3_usize).find_map(|level| {
+            self.rows().iter().find_map(|row| {
+                let at = row
+                    .levels
+                    .get(level)?
+                    .chars()
+                    .position(|found| found == character)?;
+                let code = u8::try_from(at).ok()?.checked_add(row.first)?;
+                Some(Stroke {
+                    key: Key::new(code)?,
+                    shift: Some(level == 1),
+                    alt_gr: Some(level == 2),
+                    dead: self.is_dead(character),
+                    letter: level < 2 && character.is_alphabetic() && character != 'ß' && character != 'µ',
+                })
+            })
+        })
+    }
+
+    /// The key of an X11 keysym (keysymdef.h), and what is held with it; `None` when the layout does not have it.
+    pub fn keysym(self, keysym: u32) -> Option<Stroke> {
+        if let Some((_, code)) = FUNCTIONS.iter().find(|(found, _)| *found == keysym) {
+            return Key::new(*code).map(Stroke::plain);
+        }
+        let code = |first: u32, key: u32| {
+            let code = keysym.checked_sub(first)?.checked_add(key)?;
+            Key::new(u8::try_from(code).ok()?).map(Stroke::plain)
+        };
+        match keysym {
+            // F1 to F10, F11 and F12.
+            0xffbe..=0xffc7 => return code(0xffbe, 59),
+            0xffc8 | 0xffc9 => return code(0xffc8, 87),
+            _ => {}
+        }
+        if let Some((_, character)) = DEAD.iter().find(|(found, _)| *found == keysym) {
+            // What follows comes as an event of its own.
+            return self.character(*character).map(|stroke| Stroke {
+                dead: false,
+                ..stroke
+            });
+        }
+        let character = match keysym {
+            0x20..=0x7e | 0xa0..=0xff => keysym,
+            0x20ac => 0x20ac,
+            0x0100_0100..=0x0110_ffff => keysym & 0x00ff_ffff,
+            _ => return None,
+        };
+        self.character(char::from_u32(character)?)
+    }
+}
+
+/// Keysyms of keys that wait for another one.
+const DEAD: [(u32, char); 5] = [
+    (0xfe50, '`'),
+    (0xfe51, '´'),
+    (0xfe52, '^'),
+    (0xfe53, '~'),
+    (0xfe57, '¨'),
+];
+
+/// Keysyms that are keys in every layout.
+const FUNCTIONS: [(u32, u8); 67] = [
+    (0xff08, 14),
+    (0xff09, 15),
+    (0xfe20, 15),
+    (0xff0a, 28),
+    (0xff0d, 28),
+    (0xff13, 119),
+    (0xff14, 70),
+    (0xff15, 99),
+    (0xff1b, 1),
+    (0xff50, 102),
+    (0xff51, 105),
+    (0xff52, 103),
+    (0xff53, 106),
+    (0xff54, 108),
+    (0xff55, 104),
+    (0xff56, 109),
+    (0xff57, 107),
+    (0xff61, 99),
+    (0xff63, 110),
+    (0xff67, 127),
+    (0xff6b, 119),
+    (0xff7e, 100),
+    (0xff7f, 69),
+    (0xff8d, 96),
+    (0xff95, 71),
+    (0xff96, 75),
+    (0xff97, 72),
+    (0xff98, 77),
+    (0xff99, 80),
+    (0xff9a, 73),
+    (0xff9b, 81),
+    (0xff9c, 79),
+    (0xff9d, 76),
+    (0xff9e, 82),
+    (0xff9f, 83),
+    (0xffaa, 55),
+    (0xffab, 78),
+    (0xffad, 74),
+    (0xffae, 83),
+    (0xffac, 83),
+    (0xffaf, 98),
+    (0xffb0, 82),
+    (0xffb1, 79),
+    (0xffb2, 80),
+    (0xffb3, 81),
+    (0xffb4, 75),
+    (0xffb5, 76),
+    (0xffb6, 77),
+    (0xffb7, 71),
+    (0xffb8, 72),
+    (0xffb9, 73),
+    (0xffe1, 42),
+    (0xffe2, 54),
+    (0xffe3, 29),
+    (0xffe4, 97),
+    (0xffe5, 58),
+    (0xffe6, 58),
+    (0xffe7, 125),
+    (0xffe8, 126),
+    (0xffe9, 56),
+    (0xffea, 100),
+    (0xffeb, 125),
+    (0xffec, 126),
+    (0xfe03, 100),
+    (0xffff, 111),
+    (0x1008_ff11, 114),
+    (0x1008_ff13, 115),
+];

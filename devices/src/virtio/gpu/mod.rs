@@ -1,0 +1,132 @@
+//! The graphics adapter without 3D (virtio 1.3, 5.7): a guest draws into *resources* in its own memory, transfers what it
+//! changed to the host's copies, and has one of them scanned out to the machine's [`Framebuffer`].
+//!
+//! There is one scan-out. The host's copies of all resources together have [`MAX_BYTES`](resource::MAX_BYTES) at most, whatever the
+//! guest asks for, and a copy has memory from its first transfer on.
+
+mod command;
+mod edid;
+#[cfg(any(test, feature = "testing"))]
+pub mod fuzz;
+mod resource;
+mod shared;
+mod state;
+mod worker;
+
+use std::{io, sync::Arc};
+
+use self::{command::Renderer, shared::Shared, worker::GpuHandler};
+use super::{
+    device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes},
+    signals::Signals,
+};
+use crate::{
+    display::{Framebuffer, Size},
+    state::{Section, StateError},
+};
+
+pub use self::shared::GpuControl;
+
+/// VIRTIO_GPU_F_EDID: the driver can ask what the screen is like.
+const F_EDID: u32 = 1;
+/// Of control commands and of the cursor's.
+const QUEUE_SIZES: [u16; 2] = [256, 64];
+/// Offset of `events_clear` in `struct virtio_gpu_config`.
+const EVENTS_CLEAR: usize = 4;
+const CONFIG_LEN: usize = 16;
+
+/// The front of a graphics adapter.
+pub struct Gpu {
+    framebuffer: Arc<Framebuffer>,
+    shared: Arc<Shared>,
+    connected: bool,
+}
+
+impl Gpu {
+    /// An adapter that shows what it has on `framebuffer`. Guests choose `size` by themselves.
+    pub fn new(framebuffer: Arc<Framebuffer>, size: Size) -> Self {
+        Self {
+            framebuffer,
+            shared: Arc::new(Shared::new(size)),
+            connected: false,
+        }
+    }
+
+    /// The handle for others than the driver.
+    pub fn control(&self) -> GpuControl {
+        GpuControl::new(Arc::clone(&self.shared))
+    }
+
+    /// `struct virtio_gpu_config`: events, what clears them, one scan-out, no capability sets.
+    fn config(&self) -> [u8; CONFIG_LEN] {
+        let mut config = [0; CONFIG_LEN];
+        let fields = [self.shared.events(), 0, 1, 0];
+        for (place, field) in config.chunks_exact_mut(4).zip(fields) {
+            place.copy_from_slice(&u32::to_le_bytes(field));
+        }
+        config
+    }
+}
+
+impl VirtioDevice for Gpu {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Gpu
+    }
+
+    fn features(&self) -> u64 {
+        1 << F_EDID
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &QUEUE_SIZES
+    }
+
+    fn config_len(&self) -> usize {
+        CONFIG_LEN
+    }
+
+    fn read_config(&self, offset: usize, data: &mut [u8]) {
+        read_bytes(&self.config(), offset, data);
+    }
+
+    fn write_config(&mut self, offset: usize, data: &[u8]) {
+        if let (EVENTS_CLEAR, Ok(value)) = (offset, data.try_into().map(u32::from_le_bytes)) {
+            self.shared.clear_events(value);
+        }
+    }
+
+    fn reset(&mut self) {
+        self.shared.clear_events(u32::MAX);
+    }
+
+    fn workers(&mut self, signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>> {
+        if std::mem::replace(&mut self.connected, true) {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        self.shared.connect(signals);
+        let renderer = Renderer::new(Arc::clone(&self.framebuffer), Arc::clone(&self.shared));
+        Ok(vec![WorkerSpec {
+            name: "gpu".into(),
+            queues: vec![0, 1],
+            handler: Box::new(GpuHandler::new(renderer)),
+        }])
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        Ok(Section::new("gpu", &self.shared.save()))
+    }
+
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        self.shared.restore(&section.open()?)
+    }
+}
+
+#[cfg(test)]
+#[allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation
+)]
+mod tests;
