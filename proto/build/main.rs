@@ -1,6 +1,7 @@
 //! Compiles the protocol files with protox (no protoc needed) into prost messages, their canonical JSON form, the rules of
 //! the public methods and, with the feature `grpc`, tonic clients and servers.
 
+mod comments;
 mod rules;
 
 use std::{env, fs, path::PathBuf};
@@ -29,6 +30,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut compiler = protox::Compiler::new([&root])?;
     compiler.include_imports(true).include_source_info(true);
     compiler.open_files(FILES)?;
+    comments::check(&compiler.descriptor_pool())?;
     let out = PathBuf::from(env::var("OUT_DIR")?);
     // As the compiler encodes them: a set of prost's types has lost the rules, which are extensions.
     let encoded = compiler.encode_file_descriptor_set();

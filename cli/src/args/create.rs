@@ -146,7 +146,7 @@ pub struct CreateVm {
     pub resources: Resources,
     /// Disk: a raw image or block device on the node, or disk=NAME for one that vmmd keeps, or
     /// path=/srv/a.qcow2,format=qcow2. More keys, as in `vmmctl attach`: name, serial, readonly, cache, queues,
-    /// block-size, on-error, bps, iops, burst, burst-ops, rate-group, boot-order.
+    /// block-size, on-error, bps, iops, burst, burst-ops, rate-group.
     #[arg(long = "disk", value_name = "PATH|KEY=VALUE,…")]
     pub disks: Vec<String>,
     /// Limit that several disks share (rate-group=NAME in --disk): name=NAME[,bps=100Mi][,iops=500][,burst=…][,burst-ops=…].

@@ -166,9 +166,6 @@ pub struct Attach {
     /// The VM's rate group that it belongs to.
     #[arg(long, value_name = "GROUP", conflicts_with_all = ["bps", "iops", "burst", "burst_ops"])]
     pub rate_group: Option<String>,
-    /// Firmware tries disks in this order, from 1; others not at all.
-    #[arg(long, value_name = "N")]
-    pub boot_order: Option<u32>,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub timeout: Timeout,

@@ -87,7 +87,7 @@ async fn disks_of(
                     .unwrap_or_default()
                     .disks
                     .into_iter()
-                    .map(|disk| disk.disk);
+                    .map(|disk| disk.disk().to_owned());
                 disks.extend(kept.filter(|name| !name.is_empty()));
             }
             Err(failure) if ignore_not_found && failure.code == Code::NotFound => {}

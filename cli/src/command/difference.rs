@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use proto::v1::{self, create_disk_request::Source};
+use proto::{
+    v1::{self, create_disk_request::Source},
+    well_known,
+};
 use serde_json::{Map, Value as Json};
 
 use crate::{
@@ -44,13 +47,36 @@ pub fn of_vms(there: &v1::Vm, now: &v1::Vm) -> Result<Vec<String>> {
 
 /// A change that waits for the next start, in the same form.
 pub fn of_pending(change: &v1::PendingChange) -> String {
-    let side = |text: &str| serde_json::from_str(text).unwrap_or(Json::Null);
-    let (there, now) = (side(&change.current), side(&change.desired));
+    let (there, now) = (json(change.current.as_ref()), json(change.desired.as_ref()));
     let item = change.path.ends_with(']');
     match (&there, &now) {
         (Json::Null, Json::Object(_)) if item => format!("{}: added", change.path),
         (Json::Object(_), Json::Null) if item => format!("{}: removed", change.path),
         _ => format!("{}: {} -> {}", change.path, shown(&there), shown(&now)),
+    }
+}
+
+/// A value of the API as people write it.
+pub fn value(value: Option<&well_known::Value>) -> String {
+    shown(&json(value))
+}
+
+fn json(value: Option<&well_known::Value>) -> Json {
+    match serde_json::to_value(value) {
+        Ok(Json::Number(number)) => whole(&number),
+        json => json.unwrap_or(Json::Null),
+    }
+}
+
+/// A number as people write it: the API's values have floating point only.
+fn whole(number: &serde_json::Number) -> Json {
+    let text = number.to_string();
+    match text
+        .strip_suffix(".0")
+        .and_then(|whole| whole.parse::<i64>().ok())
+    {
+        Some(whole) => whole.into(),
+        None => Json::Number(number.clone()),
     }
 }
 
@@ -199,8 +225,8 @@ mod tests {
     fn what_waits_is_told_in_the_same_form() {
         let change = |path: &str, current: &str, desired: &str| v1::PendingChange {
             path: path.into(),
-            current: current.into(),
-            desired: desired.into(),
+            current: serde_json::from_str(current).ok(),
+            desired: serde_json::from_str(desired).ok(),
             ..Default::default()
         };
         for (change, expected) in [

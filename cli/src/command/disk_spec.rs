@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use proto::{
     model::{Violations, disk::Disk, name::Name},
-    v1,
+    v1::{self, disk_spec::Source},
 };
 
 use crate::{
@@ -14,7 +14,7 @@ use crate::{
 
 /// What a `--disk` may have beside a path.
 const KEYS: &str = "name=, path=, disk=, format=, serial=, readonly, cache=, queues=, block-size=, on-error=, bps=, \
-                    iops=, burst=, burst-ops=, rate-group=, boot-order=";
+                    iops=, burst=, burst-ops=, rate-group=";
 
 impl From<ImageFormat> for v1::DiskFormat {
     fn from(format: ImageFormat) -> Self {
@@ -97,13 +97,12 @@ pub fn from_flags(args: &Attach) -> Result<v1::DiskSpec> {
     let block = args.block_size.unwrap_or_default();
     let disk = v1::DiskSpec {
         name,
-        path,
+        source: source(path, disk),
         format: args
             .format
             .map_or(0, |format| v1::DiskFormat::from(format).into()),
         read_only: args.read_only,
         serial: args.serial.clone().unwrap_or_default(),
-        disk,
         cache: args.cache.map_or(0, |cache| v1::DiskCache::from(cache).into()),
         queues: args.queues.unwrap_or_default(),
         logical_block_bytes: u32::try_from(block)
@@ -113,12 +112,20 @@ pub fn from_flags(args: &Attach) -> Result<v1::DiskSpec> {
             .map_or(0, |policy| v1::DiskErrorPolicy::from(policy).into()),
         rate_limit: args.limits.limit(),
         rate_group: args.rate_group.clone().unwrap_or_default(),
-        boot_order: args.boot_order.unwrap_or_default(),
     };
     let mut found = Violations::default();
     Disk::new(&mut found, "disk", &disk);
     valid(found, "the disk is not valid")?;
     Ok(disk)
+}
+
+/// Where a disk is; `attach` takes either.
+fn source(path: String, disk: String) -> Option<Source> {
+    match (path.is_empty(), disk.is_empty()) {
+        (false, _) => Some(Source::Path(path)),
+        (true, false) => Some(Source::Disk(disk)),
+        (true, true) => None,
+    }
 }
 
 /// Fails when something was found; says it of the options, not of the fields that they set.
@@ -138,7 +145,7 @@ pub fn valid(found: Violations, message: &str) -> Result<()> {
 
 /// Names in what is wrong with fields of a request the options that set them.
 pub fn in_options(mut failure: Failure) -> Failure {
-    const OPTIONS: [(&str, &str); 18] = [
+    const OPTIONS: [(&str, &str); 17] = [
         ("name", "NAME"),
         ("path", "--path"),
         ("disk", "--disk"),
@@ -153,7 +160,6 @@ pub fn in_options(mut failure: Failure) -> Failure {
         ("burstBytes", "--burst"),
         ("burstOperations", "--burst-ops"),
         ("rateGroup", "--rate-group"),
-        ("bootOrder", "--boot-order"),
         ("sizeBytes", "--size"),
         ("rawFile", "--from-file"),
         ("overlayOf", "--overlay-of"),
@@ -193,7 +199,7 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
     };
     let mut disk = v1::DiskSpec::default();
     if text.starts_with('/') {
-        disk.path = text.to_owned();
+        disk.source = Some(Source::Path(text.to_owned()));
     } else {
         let mut limits = Limits::default();
         for part in text.split(',') {
@@ -219,14 +225,13 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
         }
         disk.rate_limit = limits.limit();
     }
-    if disk.disk.is_empty() && disk.format == 0 {
+    if disk.disk().is_empty() && disk.format == 0 {
         disk.format = v1::DiskFormat::Raw.into();
     }
     if disk.name.is_empty() {
-        disk.name = if disk.disk.is_empty() {
-            numbered
-        } else {
-            disk.disk.clone()
+        disk.name = match disk.disk() {
+            "" => numbered,
+            named => named.to_owned(),
         };
     }
     Ok(disk)
@@ -236,8 +241,9 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
 fn set(disk: &mut v1::DiskSpec, key: &str, value: &str) -> Result<bool, String> {
     match key {
         "name" => value.clone_into(&mut disk.name),
-        "path" => value.clone_into(&mut disk.path),
-        "disk" => value.clone_into(&mut disk.disk),
+        "path" | "disk" if disk.source.is_some() => return Err("give either path= or disk=, not both".into()),
+        "path" => disk.source = Some(Source::Path(value.to_owned())),
+        "disk" => disk.source = Some(Source::Disk(value.to_owned())),
         "serial" => value.clone_into(&mut disk.serial),
         "format" => disk.format = v1::DiskFormat::from(word::<ImageFormat>(value)?).into(),
         "cache" => disk.cache = v1::DiskCache::from(word::<Cache>(value)?).into(),
@@ -247,7 +253,6 @@ fn set(disk: &mut v1::DiskSpec, key: &str, value: &str) -> Result<bool, String> 
             disk.logical_block_bytes = u32::try_from(bytes(value)?).map_err(|_| "must be 512 or 4096")?;
         }
         "rate-group" => value.clone_into(&mut disk.rate_group),
-        "boot-order" => disk.boot_order = number(value)?,
         _ => return Ok(false),
     }
     Ok(true)

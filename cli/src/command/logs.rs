@@ -45,7 +45,7 @@ async fn open(client: &Client, args: &Logs, follow: bool) -> Result<tonic::Strea
         log: if args.vmm { VmLog::Vmm } else { VmLog::Serial }.into(),
         previous: args.previous,
         follow,
-        tail_bytes: 0,
+        tail_bytes: None,
     };
     let opened = call(QUICK, client.vms.clone().get_vm_logs(request)).await;
     opened.map_err(|failure| about_vm(failure, &args.name))

@@ -8,7 +8,7 @@ mod create;
 mod delete;
 mod diagnose;
 pub mod diff;
-mod difference;
+pub mod difference;
 mod disk;
 mod disk_spec;
 mod edit;

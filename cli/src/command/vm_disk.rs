@@ -35,7 +35,7 @@ pub async fn attach(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<()>
 /// Adds a disk to a VM; what to say of it.
 pub async fn add(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<&'static str> {
     let name = disk.name.clone();
-    let kept = !disk.disk.is_empty();
+    let kept = !disk.disk().is_empty();
     let request = v1::AttachDiskRequest {
         vm: vm.to_owned(),
         disk: Some(disk),
@@ -90,17 +90,14 @@ pub async fn resize(client: &Client, vm: &str, disk: &str, size: Option<u64>) ->
     let request = v1::ResizeVmDiskRequest {
         vm: vm.to_owned(),
         disk: disk.to_owned(),
-        size_bytes: size.unwrap_or_default(),
+        size_bytes: size,
         ..Default::default()
     };
     let answer = send!(client.limit(WORK), client.vms, resize_vm_disk, request).await;
     let answer = answer.map_err(|failure| about(failure, vm, disk))?;
     let status = answer.vm.and_then(|vm| vm.status).unwrap_or_default();
     let now = status.disks.iter().find(|status| status.name == disk);
-    let size = now
-        .map(|status| status.capacity_bytes)
-        .filter(|size| *size != 0)
-        .or(size);
+    let size = now.and_then(|status| status.capacity_bytes).or(size);
     let size = size
         .map(|size| format!(" to {}", quantity::show(size)))
         .unwrap_or_default();

@@ -110,8 +110,11 @@ impl Decoder {
     }
 
     fn single(&mut self, node: &Node, field: &Field, path: &str) -> Json {
-        if let Kind::Message(name) = &field.kind {
-            return self.message(node, name, path);
+        match &field.kind {
+            Kind::Message(name) => return self.message(node, name, path),
+            // Only what the daemon sets has such fields, and a manifest's is dropped.
+            Kind::Json => return Json::Null,
+            _ => {}
         }
         let Value::Scalar { text, plain } = &node.value else {
             self.add(
@@ -164,7 +167,7 @@ impl Decoder {
 
 fn scalar(text: &str, plain: bool, field: &Field) -> Result<Json, String> {
     match &field.kind {
-        Kind::Text | Kind::Labels | Kind::Message(_) => Ok(Json::String(text.to_owned())),
+        Kind::Text | Kind::Labels | Kind::Json | Kind::Message(_) => Ok(Json::String(text.to_owned())),
         Kind::Bool => match text {
             "true" if plain => Ok(Json::Bool(true)),
             "false" if plain => Ok(Json::Bool(false)),

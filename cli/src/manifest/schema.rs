@@ -89,6 +89,8 @@ pub enum Kind {
     },
     /// A mapping of text to text.
     Labels,
+    /// Any JSON.
+    Json,
     /// Another message, by its full name.
     Message(String),
 }
@@ -225,6 +227,7 @@ fn kind(field: &FieldDescriptorProto, enums: &HashMap<String, &EnumDescriptorPro
         }
         Type::Message | Type::Group => match field.type_name() {
             ".google.protobuf.Timestamp" | ".google.protobuf.Duration" => Kind::Text,
+            ".google.protobuf.Value" => Kind::Json,
             name => Kind::Message(name.to_owned()),
         },
     }

@@ -154,7 +154,6 @@ fn limits_of_disks_take_suffixes_and_short_names_too() {
     onError: pause
     logicalBlockBytes: 4Ki
     queues: 4
-    bootOrder: 1
     rateLimit:
       bytesPerSecond: 100Mi
       operationsPerSecond: 500
@@ -169,13 +168,12 @@ fn limits_of_disks_take_suffixes_and_short_names_too() {
     let spec = vm_of(&text).spec.unwrap();
     let root = v1::DiskSpec {
         name: "root".into(),
-        path: "/srv/root.raw".into(),
+        source: Some(v1::disk_spec::Source::Path("/srv/root.raw".into())),
         format: v1::DiskFormat::Qcow2.into(),
         cache: v1::DiskCache::Writeback.into(),
         on_error: v1::DiskErrorPolicy::Pause.into(),
         logical_block_bytes: 4096,
         queues: 4,
-        boot_order: 1,
         rate_limit: Some(v1::RateLimit {
             bytes_per_second: 100 << 20,
             operations_per_second: 500,
@@ -186,7 +184,7 @@ fn limits_of_disks_take_suffixes_and_short_names_too() {
     };
     assert_eq!(spec.disks[0], root);
     assert_eq!(
-        (spec.disks[1].disk.as_str(), spec.disks[1].rate_group.as_str()),
+        (spec.disks[1].disk(), spec.disks[1].rate_group.as_str()),
         ("data", "shared")
     );
     assert_eq!(spec.disks[2].format(), v1::DiskFormat::Iso);

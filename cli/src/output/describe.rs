@@ -7,7 +7,7 @@ use super::{
     table::Table,
     vm::{attachment, camel, phase},
 };
-use crate::{failure::printable, manifest::quantity};
+use crate::{command::difference, failure::printable, manifest::quantity};
 
 /// Column at which values begin.
 const WIDTH: usize = 16;
@@ -47,17 +47,13 @@ pub fn vm(vm: &v1::Vm, now: jiff::Timestamp) -> String {
 
 /// What waits for the next start; nothing when nothing does.
 fn pending(text: &mut Lines, changes: &[v1::PendingChange]) {
-    let value = |text: &str| match text {
-        "" => "not set".to_owned(),
-        text => serde_json::from_str::<String>(text).unwrap_or_else(|_| text.to_owned()),
-    };
     let rows: Vec<_> = changes
         .iter()
         .map(|change| {
             vec![
                 change.path.clone(),
-                value(&change.current),
-                value(&change.desired),
+                difference::value(change.current.as_ref()),
+                difference::value(change.desired.as_ref()),
                 change.message.clone(),
             ]
         })

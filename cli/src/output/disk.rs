@@ -70,7 +70,7 @@ pub fn of_vm(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     });
     let gone = gone.map(|now| v1::DiskSpec {
         name: now.name.clone(),
-        path: now.path.clone(),
+        source: Some(v1::disk_spec::Source::Path(now.path.clone())),
         ..v1::DiskSpec::default()
     });
     let disks: Vec<_> = spec.disks.iter().cloned().chain(gone).collect();
@@ -119,14 +119,13 @@ fn vm_row(disk: &v1::DiskSpec, now: Option<&v1::DiskStatus>) -> Vec<String> {
     let read_only = disk.read_only || disk.format() == v1::DiskFormat::Iso;
     let phase = now.map(v1::DiskStatus::phase);
     let phase = phase.filter(|phase| *phase != v1::AttachmentPhase::Unspecified);
-    let source = match (disk.disk.as_str(), now) {
-        ("", _) => disk.path.clone(),
+    let source = match (disk.disk(), now) {
+        ("", _) => disk.path().to_owned(),
         (disk, Some(now)) if !now.path.is_empty() => format!("disk {disk} ({})", now.path),
         (disk, _) => format!("disk {disk}"),
     };
-    let or_empty = |number: u64, text: String| if number == 0 { String::new() } else { text };
-    let capacity = now.map_or(0, |now| now.capacity_bytes);
-    let slot = now.map_or(0, |now| now.pci_slot);
+    let capacity = now.and_then(|now| now.capacity_bytes);
+    let slot = now.and_then(|now| now.pci_slot);
     vec![
         disk.name.clone(),
         phase
@@ -137,8 +136,8 @@ fn vm_row(disk: &v1::DiskSpec, now: Option<&v1::DiskStatus>) -> Vec<String> {
             known => format(known),
         },
         if read_only { "ro" } else { "rw" }.into(),
-        or_empty(capacity, quantity::show(capacity)),
-        or_empty(slot.into(), slot.to_string()),
+        capacity.map(quantity::show).unwrap_or_default(),
+        slot.map(|slot| slot.to_string()).unwrap_or_default(),
         disk.serial.clone(),
         source,
     ]
@@ -161,11 +160,7 @@ fn options(disk: &v1::DiskSpec) -> String {
             lower(disk.cache().as_str_name(), "DISK_CACHE_")
         ));
     }
-    for (name, value) in [
-        ("queues", disk.queues),
-        ("block-size", disk.logical_block_bytes),
-        ("boot-order", disk.boot_order),
-    ] {
+    for (name, value) in [("queues", disk.queues), ("block-size", disk.logical_block_bytes)] {
         if value != 0 {
             options.push(format!("{name}={value}"));
         }

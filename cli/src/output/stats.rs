@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use proto::{
-    v1::{DiskOperationStats, DiskStats, VmStats},
+    v1::{DiskOperationStats, DiskStats, LatencyHistogram, VmStats},
     well_known,
 };
 
@@ -24,8 +24,8 @@ pub fn vm(stats: &VmStats) -> String {
     let memory = stats.memory.unwrap_or_default();
     text.put("Memory", &quantity::show(memory.size_bytes));
     text.put("  Used", &quantity::show(memory.used_bytes));
-    if memory.limit_bytes != 0 {
-        text.put("  Limit", &quantity::show(memory.limit_bytes));
+    if let Some(limit) = memory.limit_bytes {
+        text.put("  Limit", &quantity::show(limit));
     }
     if let Some(balloon) = memory.balloon {
         text.put("  Balloon", &quantity::show(balloon.actual_bytes));
@@ -109,7 +109,11 @@ fn row(disk: &str, kind: &str, stats: &DiskOperationStats) -> Vec<String> {
         quantity::show(stats.bytes),
         stats.errors.to_string(),
         mean(stats).map(short).unwrap_or_default(),
-        percentile(&stats.latency_us_log2, 99).unwrap_or_default(),
+        stats
+            .latency
+            .as_ref()
+            .and_then(|latency| percentile(latency, 99))
+            .unwrap_or_default(),
     ]
 }
 
@@ -121,10 +125,15 @@ fn sum<'a>(kinds: impl Iterator<Item = &'a DiskOperationStats>) -> DiskOperation
         sum.bytes = sum.bytes.saturating_add(stats.bytes);
         sum.errors = sum.errors.saturating_add(stats.errors);
         time = time.saturating_add(total_time(stats));
-        let length = sum.latency_us_log2.len().max(stats.latency_us_log2.len());
-        sum.latency_us_log2.resize(length, 0);
-        for (total, count) in sum.latency_us_log2.iter_mut().zip(&stats.latency_us_log2) {
-            *total = total.saturating_add(*count);
+        match (&mut sum.latency, &stats.latency) {
+            (Some(sum), Some(latency)) if sum.bounds_us == latency.bounds_us => {
+                for (total, count) in sum.counts.iter_mut().zip(&latency.counts) {
+                    *total = total.saturating_add(*count);
+                }
+            }
+            // Those of one daemon all have the same bounds.
+            (Some(_), _) => {}
+            (none, latency) => none.clone_from(latency),
         }
     }
     sum.total_time = Some(time.into());
@@ -141,9 +150,9 @@ fn mean(stats: &DiskOperationStats) -> Option<Duration> {
     Some(Duration::from_nanos(u64::try_from(nanos).ok()?))
 }
 
-/// The bound below which `percent` of the requests were, as far as the buckets tell: `<512us`. Bucket i counts what took
-/// less than 2^i us; the last one has no upper bound.
-fn percentile(buckets: &[u64], percent: u64) -> Option<String> {
+/// The bound below which `percent` of the requests were, as far as the buckets tell: `<512us`.
+fn percentile(latency: &LatencyHistogram, percent: u64) -> Option<String> {
+    let buckets = &latency.counts;
     let total: u128 = buckets.iter().copied().map(u128::from).sum();
     if total == 0 {
         return None;
@@ -153,16 +162,13 @@ fn percentile(buckets: &[u64], percent: u64) -> Option<String> {
         below += u128::from(*count);
         below * 100 >= total * u128::from(percent)
     })?;
-    let bound = |index: usize| {
-        let micros = u32::try_from(index)
-            .ok()
-            .and_then(|index| 1_u64.checked_shl(index));
-        short(Duration::from_micros(micros.unwrap_or(u64::MAX)))
-    };
-    if index + 1 == buckets.len() {
-        Some(format!(">={}", bound(index.saturating_sub(1))))
-    } else {
-        Some(format!("<{}", bound(index)))
+    let shown = |bound: &u64| short(Duration::from_micros(*bound));
+    match latency.bounds_us.get(index) {
+        Some(bound) => Some(format!("<{}", shown(bound))),
+        None => latency
+            .bounds_us
+            .last()
+            .map(|bound| format!(">={}", shown(bound))),
     }
 }
 
@@ -217,6 +223,10 @@ mod tests {
     #[case::beyond_the_last_bound(&[1, 0, 0, 9], Some(">=4us"))]
     #[case::large(&[u64::MAX, u64::MAX, 0], Some("<2us"))]
     fn a_percentile_is_the_bound_of_its_bucket(#[case] buckets: &[u64], #[case] text: Option<&str>) {
-        assert_eq!(percentile(buckets, 99).as_deref(), text);
+        let latency = LatencyHistogram {
+            bounds_us: (1..buckets.len()).map(|power| 1 << (power - 1)).collect(),
+            counts: buckets.to_vec(),
+        };
+        assert_eq!(percentile(&latency, 99).as_deref(), text);
     }
 }

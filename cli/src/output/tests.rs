@@ -52,7 +52,7 @@ fn an_age_that_is_not_known_is_a_dash() {
 fn disks() -> Vec<v1::DiskSpec> {
     let root = v1::DiskSpec {
         name: "root".into(),
-        path: "/srv/root.raw".into(),
+        source: Some(v1::disk_spec::Source::Path("/srv/root.raw".into())),
         format: v1::DiskFormat::Raw.into(),
         rate_limit: Some(v1::RateLimit {
             bytes_per_second: 100 << 20,
@@ -63,7 +63,7 @@ fn disks() -> Vec<v1::DiskSpec> {
     };
     let data = v1::DiskSpec {
         name: "data".into(),
-        disk: "data".into(),
+        source: Some(v1::disk_spec::Source::Disk("data".into())),
         format: v1::DiskFormat::Qcow2.into(),
         read_only: true,
         serial: "S1".into(),
@@ -72,12 +72,11 @@ fn disks() -> Vec<v1::DiskSpec> {
         logical_block_bytes: 4096,
         on_error: v1::DiskErrorPolicy::Pause.into(),
         rate_group: "shared".into(),
-        boot_order: 1,
         ..v1::DiskSpec::default()
     };
     let cd = v1::DiskSpec {
         name: "cd".into(),
-        path: "/srv/a.iso".into(),
+        source: Some(v1::disk_spec::Source::Path("/srv/a.iso".into())),
         format: v1::DiskFormat::Iso.into(),
         ..v1::DiskSpec::default()
     };
@@ -93,8 +92,8 @@ fn disk_status() -> Vec<v1::DiskStatus> {
     };
     vec![
         v1::DiskStatus {
-            capacity_bytes: 1 << 30,
-            pci_slot: 4,
+            capacity_bytes: Some(1 << 30),
+            pci_slot: Some(4),
             ..status("root", v1::AttachmentPhase::Attached)
         },
         v1::DiskStatus {
@@ -237,9 +236,9 @@ Disks:
   cd      -           iso      ro     -          -      -        /srv/a.iso
   going   Detaching   -        rw     -          -      -        /srv/going.raw
 Disk options:
-  NAME   OPTIONS                                                           LIMIT
-  root   -                                                                 100Mi/s, 500 requests/s
-  data   cache=none,queues=4,block-size=4096,boot-order=1,on-error=pause   group shared
+  NAME   OPTIONS                                              LIMIT
+  root   -                                                    100Mi/s, 500 requests/s
+  data   cache=none,queues=4,block-size=4096,on-error=pause   group shared
 Disk problems:
   NAME   MESSAGE
   data   the guest did not let go of it

@@ -236,7 +236,7 @@ fn a_timeout_bounds_what_the_daemon_does_and_how_long_it_is_waited_for() {
     let daemon = Daemon::start();
     daemon.state.put("web", VmPhase::Stopped, &[]);
     run(&daemon, &["start", "web", "--timeout", "7s"]);
-    assert_eq!(daemon.state.calls(), ["start web deadline=7"]);
+    assert_eq!(daemon.state.calls(), ["start web timeout=7"]);
     daemon.state.put("silent", VmPhase::Running, &[]);
     let (code, _, said) = run(&daemon, &["pause", "silent", "--timeout", "1s"]);
     assert_eq!(code, 10);

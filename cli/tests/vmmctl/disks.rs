@@ -297,20 +297,19 @@ fn a_disk_is_attached_with_all_its_options() {
     );
     let data = v1::DiskSpec {
         name: "data".into(),
-        disk: "data".into(),
+        source: Some(v1::disk_spec::Source::Disk("data".into())),
         ..v1::DiskSpec::default()
     };
     assert_eq!(web_disk(&daemon, "data"), data);
     let attach = "attach web --path /srv/scratch.qcow2 --format qcow2 --read-only --serial S1 --cache none --queues 4 \
-                  --block-size 4096 --on-error pause --bps 100Mi --iops 500 --burst 200Mi --burst-ops 50 --boot-order 2";
+                  --block-size 4096 --on-error pause --bps 100Mi --iops 500 --burst 200Mi --burst-ops 50";
     assert_eq!(run(&daemon, attach), done("vm/web disk scratch attached\n"));
     let scratch = v1::DiskSpec {
         name: "scratch".into(),
-        path: "/srv/scratch.qcow2".into(),
+        source: Some(v1::disk_spec::Source::Path("/srv/scratch.qcow2".into())),
         format: v1::DiskFormat::Qcow2.into(),
         read_only: true,
         serial: "S1".into(),
-        disk: String::new(),
         cache: v1::DiskCache::None.into(),
         queues: 4,
         logical_block_bytes: 4096,
@@ -322,7 +321,6 @@ fn a_disk_is_attached_with_all_its_options() {
             burst_operations: 50,
         }),
         rate_group: String::new(),
-        boot_order: 2,
     };
     assert_eq!(web_disk(&daemon, "scratch"), scratch);
     let text = run(&daemon, "describe vm web").1;
@@ -337,7 +335,7 @@ Disks:
   data      Attached   -        rw     1Gi        9      -        disk data
   scratch   Attached   qcow2    ro     1Gi        9      S1       /srv/scratch.qcow2
 Disk options:
-  NAME      OPTIONS                                                           LIMIT
+  NAME      OPTIONS                                              LIMIT
 "#);
 }
 
@@ -504,13 +502,13 @@ data   write   10         1Mi     2        90us   <64us    -         -          
 fn create_takes_disks_with_options_and_rate_groups() {
     let daemon = with_vm();
     let create = "create db --kernel /k --disk /a.raw,b --disk path=/c.raw,cache=writeback,on-error=pause,queues=2 \
-                  --disk path=/d.raw,name=slow,bps=10Mi,burst=5Mi,block-size=4Ki,boot-order=1 \
+                  --disk path=/d.raw,name=slow,bps=10Mi,burst=5Mi,block-size=4Ki \
                   --disk path=/e.raw,readonly,rate-group=shared --rate-group name=shared,iops=100,bps=1Mi";
     assert_eq!(run(&daemon, create), done("vm/db created\n"));
     let spec = daemon.state.vm("db").spec.unwrap();
     let names: Vec<_> = spec.disks.iter().map(|disk| disk.name.as_str()).collect();
     assert_eq!(names, ["root", "disk1", "slow", "disk3"]);
-    assert_eq!(spec.disks[0].path, "/a.raw,b");
+    assert_eq!(spec.disks[0].path(), "/a.raw,b");
     assert_eq!(spec.disks[1].cache(), v1::DiskCache::Writeback);
     assert_eq!(spec.disks[1].on_error(), v1::DiskErrorPolicy::Pause);
     assert_eq!(spec.disks[2].logical_block_bytes, 4096);

@@ -14,7 +14,10 @@ use super::{
     name::Name,
     vm::{absolute, name},
 };
-use crate::{v1, vmm};
+use crate::{
+    v1::{self, disk_spec::Source as WireSource},
+    vmm,
+};
 
 /// Longest serial in bytes (virtio 1.3, 5.2.6.1).
 pub const MAX_SERIAL: usize = 20;
@@ -42,8 +45,6 @@ pub struct Disk {
     pub on_error: OnError,
     /// How much may flow.
     pub limit: Limit,
-    /// Place in the firmware's order, from 1; `None` is not tried.
-    pub boot_order: Option<u32>,
 }
 
 /// Where a disk's content is.
@@ -152,7 +153,6 @@ impl Disk {
             logical_block: disk.logical_block_bytes.max(512),
             on_error,
             limit,
-            boot_order: (disk.boot_order > 0).then_some(disk.boot_order),
         })
     }
 
@@ -190,6 +190,24 @@ impl Disk {
     }
 }
 
+impl v1::DiskSpec {
+    /// The path of the node that the disk is; empty when it is none.
+    pub fn path(&self) -> &str {
+        match &self.source {
+            Some(WireSource::Path(path)) => path,
+            _ => "",
+        }
+    }
+
+    /// The name of the disk of the DiskService that the disk is; empty when it is none.
+    pub fn disk(&self) -> &str {
+        match &self.source {
+            Some(WireSource::Disk(disk)) => disk,
+            _ => "",
+        }
+    }
+}
+
 fn unknown<T: Default>(found: &mut Violations, field: &str, what: &str, value: i32) -> T {
     found.add(
         format_args!("{field}.{what}"),
@@ -208,16 +226,9 @@ fn source(found: &mut Violations, field: &str, disk: &v1::DiskSpec) -> Option<So
         }
     };
     let given = disk.format != i32::from(v1::DiskFormat::Unspecified);
-    match (disk.path.is_empty(), disk.disk.is_empty()) {
-        (false, false) => {
-            found.add(
-                field,
-                "give either `path` (a file of the node) or `disk` (a disk of the DiskService), not both",
-            );
-            None
-        }
-        (true, false) => {
-            let name = name(found, &format!("{field}.disk"), &disk.disk);
+    match &disk.source {
+        Some(WireSource::Disk(disk)) => {
+            let name = name(found, &format!("{field}.disk"), disk);
             if format == Some(Format::Iso) {
                 found.add(
                     &format_field,
@@ -227,15 +238,15 @@ fn source(found: &mut Violations, field: &str, disk: &v1::DiskSpec) -> Option<So
             }
             Some(Source::Disk { name: name?, format })
         }
-        (true, true) => {
+        None => {
             found.add(
                 format_args!("{field}.path"),
                 "must be given, unless `disk` names a disk of the DiskService",
             );
             None
         }
-        (false, true) => {
-            let path = absolute(found, format_args!("{field}.path"), &disk.path);
+        Some(WireSource::Path(path)) => {
+            let path = absolute(found, format_args!("{field}.path"), path);
             if !given {
                 found.add(
                     &format_field,

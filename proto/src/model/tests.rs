@@ -170,7 +170,7 @@ fn all_problems_are_reported_at_once_with_their_paths() {
         let spec = vm.spec.as_mut().unwrap();
         spec.cpu.as_mut().unwrap().cores = 0;
         spec.memory.as_mut().unwrap().size_bytes = 1 << 20;
-        spec.disks[0].path = "relative".into();
+        spec.disks[0].source = Some(v1::disk_spec::Source::Path("relative".into()));
         spec.nics[0].attachment = None;
     });
     let expected = [
@@ -250,42 +250,35 @@ fn several_disks_may_read_the_same_but_none_may_write_to_it_then() {
 }
 
 #[test]
-fn groups_and_boot_orders_fit_together() {
+fn disks_are_in_groups_that_there_are() {
     let group = |name: &str| v1::RateGroup {
         name: name.into(),
         limit: None,
     };
-    let disk = |name: &str, group: &str, boot_order| v1::DiskSpec {
+    let disk = |name: &str, group: &str| v1::DiskSpec {
         name: name.into(),
-        path: format!("/srv/{name}"),
+        source: Some(v1::disk_spec::Source::Path(format!("/srv/{name}"))),
         format: v1::DiskFormat::Raw.into(),
         rate_group: group.into(),
-        boot_order,
         ..Default::default()
     };
     let refused = fields_refused(|vm| {
         let spec = vm.spec.as_mut().unwrap();
         spec.rate_groups = vec![group("slow"), group("slow"), group("")];
-        spec.disks = vec![
-            disk("a", "slow", 1),
-            disk("b", "fast", 1),
-            disk("c", "", 0),
-            disk("d", "", 0),
-        ];
+        spec.disks = vec![disk("a", "slow"), disk("b", "fast"), disk("c", ""), disk("d", "")];
     });
     assert_eq!(
         refused,
         [
             "spec.rateGroups[2].name",
             "spec.rateGroups",
-            "spec.disks",
             "spec.disks[1].rateGroup"
         ]
     );
     let mut vm = manifest();
     let spec = vm.spec.as_mut().unwrap();
     spec.rate_groups = vec![group("slow")];
-    spec.disks = vec![disk("a", "slow", 2), disk("b", "slow", 1)];
+    spec.disks = vec![disk("a", "slow"), disk("b", "slow")];
     assert_eq!(Manifest::try_from(&vm).unwrap().spec.rate_groups.len(), 1);
 }
 

@@ -258,8 +258,6 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
 
 /// What must hold between the disks of a VM.
 fn disks_together(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec) {
-    let orders = disks.iter().filter_map(|disk| disk.boot_order);
-    unique(found, "spec.disks", "bootOrder", orders);
     let source = |disk: &Disk| match &disk.source {
         Source::Path { path, .. } => ("path", path.display().to_string()),
         Source::Disk { name, .. } => ("disk", name.to_string()),

@@ -146,8 +146,8 @@ impl Registry {
     /// Fills in the format of a disk that a spec names and leaves the format out. One that is not there is left as it is.
     pub fn fill_format(&self, spec: &mut v1::DiskSpec) {
         if spec.format() == v1::DiskFormat::Unspecified
-            && spec.path.is_empty()
-            && let Ok(record) = self.inner().ready(&spec.disk)
+            && spec.path().is_empty()
+            && let Ok(record) = self.inner().ready(spec.disk())
         {
             spec.format = record.format;
         }
@@ -199,13 +199,13 @@ impl Registry {
         for uses in inner.uses.values_mut() {
             uses.retain(|user| user.vm != vm);
         }
-        for disk in disks.into_iter().filter(|disk| !disk.disk.is_empty()) {
+        for disk in disks.into_iter().filter(|disk| !disk.disk().is_empty()) {
             let user = Use {
                 vm: vm.to_owned(),
                 disk: disk.name.clone(),
                 writes: !disk.read_only,
             };
-            let uses = inner.uses.entry(disk.disk.clone()).or_default();
+            let uses = inner.uses.entry(disk.disk().to_owned()).or_default();
             if !uses.contains(&user) {
                 uses.push(user);
             }

@@ -1,12 +1,15 @@
 //! `ListVms`: VMs by name, a page at a time.
 
-use proto::v1::{ListVmsRequest, ListVmsResponse};
+use prost::Message as _;
+use proto::v1::{ListVmsRequest, ListVmsResponse, Vm};
 
 use super::{cursor::Cursor, filter::Filter, mask::Mask};
 use crate::{failure::Failure, vm::table::Table};
 
 /// Most VMs in an answer.
 const MAX_PAGE: u32 = 1000;
+/// Most bytes of the VMs in an answer of more than one: gRPC clients take no more than 4 MiB by default.
+const MAX_BYTES: usize = 3 << 20;
 
 /// Answers a request. A page begins after the last name of the one before, so that VMs that come and go meanwhile neither
 /// repeat others nor hide them. All pages have the cursor of the first: a watch from there tells what was missed since.
@@ -32,13 +35,28 @@ pub fn list(table: &Table, request: &ListVmsRequest) -> Result<ListVmsResponse, 
         || Cursor::new(table, position, &filter).to_string(),
         |(cursor, _)| cursor.to_string(),
     );
-    let last = vms.last().and_then(|vm| vm.metadata.as_ref()).filter(|_| more);
+    let (vms, cut) = page(vms.iter().map(|vm| mask.apply(vm)));
+    let last = vms.last().and_then(|vm| vm.metadata.as_ref());
+    let last = last.filter(|_| more || cut);
     let next_page_token = last.map(|last| format!("{cursor}.{}", last.name));
     Ok(ListVmsResponse {
-        vms: vms.iter().map(|vm| mask.apply(vm)).collect(),
+        vms,
         next_page_token: next_page_token.unwrap_or_default(),
         cursor,
     })
+}
+
+/// As many VMs as an answer may have by their size, at least one; and whether some were left out.
+fn page(vms: impl Iterator<Item = Vm>) -> (Vec<Vm>, bool) {
+    let (mut page, mut bytes) = (Vec::new(), 0);
+    for vm in vms {
+        bytes += vm.encoded_len();
+        if bytes > MAX_BYTES && !page.is_empty() {
+            return (page, true);
+        }
+        page.push(vm);
+    }
+    (page, false)
 }
 
 /// A token is the first page's cursor and the last name.

@@ -86,11 +86,11 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send
 }
 
 /// Sends files one after the other; gives how far the last one was read.
-async fn send(paths: Vec<PathBuf>, tail: u64, sender: &Sender) -> io::Result<u64> {
+async fn send(paths: Vec<PathBuf>, tail: Option<u64>, sender: &Sender) -> io::Result<u64> {
     let of = paths.clone();
     let lengths: Vec<u64> = blocking(move || Ok(of.iter().map(|path| length(path)).collect())).await?;
     let all: u64 = lengths.iter().sum();
-    let mut skip = if tail == 0 { 0 } else { all.saturating_sub(tail) };
+    let mut skip = tail.map_or(0, |tail| all.saturating_sub(tail));
     let mut position = 0;
     for (path, length) in paths.into_iter().zip(lengths) {
         let from = skip.min(length);

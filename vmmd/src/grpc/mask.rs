@@ -141,7 +141,7 @@ mod tests {
     fn vm() -> Vm {
         let disk = |name: &str| DiskSpec {
             name: name.into(),
-            path: "/x".into(),
+            source: Some(proto::v1::disk_spec::Source::Path("/x".into())),
             ..Default::default()
         };
         Vm {
@@ -185,7 +185,7 @@ mod tests {
         let names: Vec<_> = spec
             .disks
             .iter()
-            .map(|disk| (disk.name.as_str(), disk.path.as_str()))
+            .map(|disk| (disk.name.as_str(), disk.path()))
             .collect();
         assert_eq!(names, [("root", ""), ("data", "")]);
         let cpu = spec.cpu.unwrap();

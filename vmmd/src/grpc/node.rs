@@ -129,12 +129,12 @@ impl NodeService for Nodes {
             let v1::DrainNodeRequest {
                 reason,
                 grace_period,
-                deadline,
+                timeout,
                 no_wait,
                 ..
             } = request;
             let grace = super::period::grace(grace_period, false)?.unwrap_or_default();
-            let deadline = super::period::deadline(deadline)?;
+            let deadline = super::period::timeout(timeout)?;
             let of = Arc::clone(&host);
             let begun = whole(async move { drain::drain(&of, reason, grace, deadline, context).await });
             let pending = begun.await?;

@@ -1,4 +1,4 @@
-//! Times in requests: deadlines and grace periods.
+//! Times in requests: timeouts and grace periods.
 
 use std::time::Duration;
 
@@ -11,11 +11,11 @@ const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 /// Longest grace period.
 const MAX_GRACE: Duration = Duration::from_secs(3600);
 
-/// When an operation is cancelled, if it is.
-pub(super) fn deadline(given: Option<well_known::Duration>) -> Result<Option<Duration>, Failure> {
-    let given = period("deadline", given)?;
+/// After how long an operation is cancelled, if it is.
+pub(super) fn timeout(given: Option<well_known::Duration>) -> Result<Option<Duration>, Failure> {
+    let given = period("timeout", given)?;
     if given.is_some_and(|given| given.is_zero()) {
-        return Err(Failure::field("deadline", "must be above 0 and at most 3600 s"));
+        return Err(Failure::field("timeout", "must be above 0 and at most 3600 s"));
     }
     Ok(given)
 }

@@ -12,7 +12,7 @@ use tonic::{Request, Response, Status, Streaming};
 use super::{
     ask::Asked,
     console, list, logs,
-    period::{deadline, grace, period},
+    period::{grace, period, timeout},
     update, watch,
 };
 use crate::{
@@ -103,7 +103,7 @@ impl VmService for Vms {
         once(&self.host, request, |host, request, context| async move {
             let force = request.force;
             let asked = Asked {
-                deadline: deadline(request.deadline)?,
+                deadline: timeout(request.timeout)?,
                 ..Asked::new(admission::Request::Delete { force }, context)
             };
             let (_, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;
@@ -118,7 +118,7 @@ impl VmService for Vms {
     ) -> Result<Response<v1::StartVmResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
             let asked = Asked {
-                deadline: deadline(request.deadline)?,
+                deadline: timeout(request.timeout)?,
                 ..Asked::new(admission::Request::Start, context)
             };
             let (vm, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;
@@ -137,7 +137,7 @@ impl VmService for Vms {
         once(&self.host, request, |host, request, context| async move {
             let asked = Asked {
                 grace: grace(request.grace_period, request.force)?,
-                deadline: deadline(request.deadline)?,
+                deadline: timeout(request.timeout)?,
                 evacuate: request.evacuate,
                 ..Asked::new(admission::Request::Stop, context)
             };
@@ -157,7 +157,7 @@ impl VmService for Vms {
         once(&self.host, request, |host, request, context| async move {
             let asked = Asked {
                 grace: grace(request.grace_period, request.force)?,
-                deadline: deadline(request.deadline)?,
+                deadline: timeout(request.timeout)?,
                 ..Asked::new(admission::Request::Restart, context)
             };
             let (vm, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;
@@ -250,7 +250,7 @@ impl VmService for Vms {
             } = request;
             let request = DiskRequest::Resize {
                 disk,
-                size: size_bytes,
+                size: size_bytes.unwrap_or_default(),
             };
             let vm = Self::new(host).ask_disk(context, &vm, request).await?;
             Ok(v1::ResizeVmDiskResponse { vm: Some(vm) })

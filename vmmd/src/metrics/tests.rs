@@ -7,7 +7,10 @@ fn everything() -> String {
     let operation = v1::DiskOperationStats {
         requests: 3,
         bytes: 512,
-        latency_us_log2: vec![1, 2],
+        latency: Some(v1::LatencyHistogram {
+            bounds_us: vec![1],
+            counts: vec![1, 2],
+        }),
         ..Default::default()
     };
     let stats = v1::VmStats {
@@ -17,7 +20,7 @@ fn everything() -> String {
             ..Default::default()
         }),
         memory: Some(v1::MemoryStats {
-            limit_bytes: 1,
+            limit_bytes: Some(1),
             balloon: Some(v1::BalloonStats::default()),
             ..Default::default()
         }),

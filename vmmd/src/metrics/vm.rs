@@ -44,7 +44,8 @@ pub fn add(families: &mut Families, samples: &[Sample]) {
 }
 
 fn state(families: &mut Families, vm: &str, status: &v1::VmStatus) {
-    let phases = (1..).map_while(|number| VmPhase::try_from(number).ok());
+    // The numbers have gaps.
+    let phases = (1..=VmPhase::Terminating.into()).filter_map(|number: i32| VmPhase::try_from(number).ok());
     for phase in phases {
         let label = phase.as_str_name().trim_start_matches("VM_PHASE_").to_lowercase();
         families.gauge(
@@ -156,12 +157,8 @@ fn memory_of(families: &mut Families, vm: &str, memory: &v1::MemoryStats) {
         "Memory of the node that the VM holds",
         memory.used_bytes,
     );
-    if memory.limit_bytes != 0 {
-        gauge(
-            "vmmd_vm_memory_limit_bytes",
-            "The most that it may hold",
-            memory.limit_bytes,
-        );
+    if let Some(limit) = memory.limit_bytes {
+        gauge("vmmd_vm_memory_limit_bytes", "The most that it may hold", limit);
     }
     if let Some(balloon) = &memory.balloon {
         gauge(
@@ -248,15 +245,11 @@ fn disk_of(families: &mut Families, vm: &str, disk: &v1::DiskStats) {
     }
 }
 
-/// Bucket i has what took less than 2^i microseconds; the last one has no bound.
 fn latencies(stats: &DiskOperationStats) -> Histogram {
-    let counts = &stats.latency_us_log2;
-    let last = counts.len().saturating_sub(1);
-    let bounds = (0..).map(|power| match u32::try_from(power) {
-        Ok(exponent) if power < last => as_f64(1_u64.checked_shl(exponent).unwrap_or(u64::MAX)) / 1e6,
-        _ => f64::INFINITY,
-    });
-    let mut buckets: Vec<_> = bounds.zip(counts.iter().copied()).collect();
+    let latency = stats.latency.clone().unwrap_or_default();
+    let bounds = latency.bounds_us.iter().map(|bound| as_f64(*bound) / 1e6);
+    let bounds = bounds.chain([f64::INFINITY]);
+    let mut buckets: Vec<_> = bounds.zip(latency.counts).collect();
     if buckets.is_empty() {
         buckets.push((f64::INFINITY, stats.requests));
     }

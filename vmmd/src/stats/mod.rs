@@ -116,7 +116,7 @@ fn public(name: &str, counted: vmm::MachineStats, usage: &Usage, memory: u64) ->
         memory: Some(v1::MemoryStats {
             size_bytes: memory,
             used_bytes: usage.memory_bytes,
-            limit_bytes: usage.memory_limit_bytes,
+            limit_bytes: (usage.memory_limit_bytes != 0).then_some(usage.memory_limit_bytes),
             balloon: counted.balloon.map(balloon),
         }),
         disks: counted.disks.into_iter().map(public_stats).collect(),

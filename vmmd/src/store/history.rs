@@ -34,6 +34,8 @@ const REQUEST_ORDER: Table = Table::new("request_order");
 const RUN: &str = "run";
 const TRIMMED_RUN: &str = "trimmed_run";
 const TRIMMED_REVISION: &str = "trimmed_revision";
+/// The greatest generation of an object that was deleted.
+const GENERATION_FLOOR: &str = "generation_floor";
 
 /// A VM that was deleted.
 #[derive(Clone, PartialEq, prost::Message)]
@@ -47,6 +49,12 @@ pub struct Tombstone {
     /// What was last known of it.
     #[prost(message, optional, tag = "3")]
     pub metadata: Option<ObjectMetadata>,
+}
+
+impl Tombstone {
+    fn generation(&self) -> u64 {
+        self.metadata.as_ref().map_or(0, |metadata| metadata.generation)
+    }
 }
 
 /// A request that has been begun.
@@ -135,6 +143,8 @@ pub struct HistoryRecords {
     pub tombstones: Vec<Tombstone>,
     /// Run and revision of the last deletion that was forgotten.
     pub trimmed: (u64, u64),
+    /// The greatest generation of an object that was deleted: what is made from now on begins above it.
+    pub generation_floor: u64,
 }
 
 fn failed(error: impl Into<redb::Error>) -> Error {
@@ -162,11 +172,15 @@ pub fn load(transaction: &ReadTransaction) -> Result<HistoryRecords, Error> {
         let run = key.value().strip_prefix("run.").and_then(|run| run.parse().ok());
         nonces.extend(run.map(|run| (run, value.value())));
     }
+    let tombstones: Vec<Tombstone> = readable(transaction, TOMBSTONES)?;
+    // Earlier releases noted no floor.
+    let floor = tombstones.iter().map(Tombstone::generation).max().unwrap_or(0);
     Ok(HistoryRecords {
         run: number(RUN)?,
         nonces,
-        tombstones: readable(transaction, TOMBSTONES)?,
         trimmed: (number(TRIMMED_RUN)?, number(TRIMMED_REVISION)?),
+        generation_floor: number(GENERATION_FLOOR)?.max(floor),
+        tombstones,
     })
 }
 
@@ -195,6 +209,22 @@ pub fn begin_run(database: &Database, mut history: HistoryRecords) -> Result<His
     Ok(history)
 }
 
+/// Notes that an object of this generation is deleted.
+pub fn raise_floor(transaction: &WriteTransaction, generation: u64) -> Result<(), Error> {
+    let failed = |error: redb::StorageError| Error::of("write the store", error);
+    let mut meta = transaction
+        .open_table(META)
+        .map_err(|error| Error::of("open the store", error))?;
+    let floor = meta
+        .get(GENERATION_FLOOR)
+        .map_err(failed)?
+        .map_or(0, |value| value.value());
+    if generation > floor {
+        meta.insert(GENERATION_FLOOR, generation).map_err(failed)?;
+    }
+    Ok(())
+}
+
 /// Remembers a deletion.
 pub fn bury(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(), Error> {
     let failed = |error: redb::StorageError| Error::of("write the store", error);
@@ -203,6 +233,7 @@ pub fn bury(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(),
     let key = [tombstone.run.to_be_bytes(), tombstone.revision.to_be_bytes()].concat();
     let value = tombstone.encode_to_vec();
     table.insert(key.as_slice(), value.as_slice()).map_err(failed)?;
+    raise_floor(transaction, tombstone.generation())?;
     while table.len().map_err(failed)? > MAX_TOMBSTONES {
         let Some((_, oldest)) = table.pop_first().map_err(failed)? else {
             break;

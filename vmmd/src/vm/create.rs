@@ -86,7 +86,7 @@ async fn make(
     let record = VmRecord {
         uid: uid.as_bytes().to_vec(),
         name: name.clone(),
-        generation: 1,
+        generation: host.table.first_generation(),
         created_ms: text::now_ms(),
         labels: manifest.metadata.labels,
         annotations: manifest.metadata.annotations,

@@ -240,8 +240,8 @@ fn counts(record: &VmRecord, instance: Option<&Instance>) -> v1::RunCounts {
 
 fn pending_change((change, message): (Change, String)) -> v1::PendingChange {
     let value = |json: serde_json::Value| match json {
-        serde_json::Value::Null => String::new(),
-        json => json.to_string(),
+        serde_json::Value::Null => None,
+        json => serde_json::from_value(json).ok(),
     };
     v1::PendingChange {
         path: change.path,
@@ -294,12 +294,12 @@ fn disks(
             phase: phase.into(),
             message: known.map(|known| known.message.clone()).unwrap_or_default(),
             path,
-            capacity_bytes: known.map_or(0, |known| known.capacity).max(size),
+            capacity_bytes: Some(known.map_or(0, |known| known.capacity).max(size))
+                .filter(|bytes| *bytes != 0),
             pci_slot: of_run
                 .and_then(|slots| slots.get(name))
                 .or_else(|| slots?.get(name))
-                .copied()
-                .unwrap_or_default(),
+                .copied(),
         }
     });
     described.collect()
@@ -313,7 +313,6 @@ pub fn phase_word(phase: VmPhase) -> &'static str {
         VmPhase::Starting => "Starting",
         VmPhase::Running => "Running",
         VmPhase::Paused => "Paused",
-        VmPhase::Migrating => "Migrating",
         VmPhase::Stopping => "Stopping",
         VmPhase::Stopped => "Stopped",
         VmPhase::Failed => "Failed",

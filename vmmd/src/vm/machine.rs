@@ -264,7 +264,7 @@ mod tests {
     fn of(disks: usize, nics: usize) -> VmSpec {
         let disks = (0..disks).map(|index| v1::DiskSpec {
             name: format!("disk{index}"),
-            path: format!("/d{index}"),
+            source: Some(v1::disk_spec::Source::Path(format!("/d{index}"))),
             format: v1::DiskFormat::Raw.into(),
             ..Default::default()
         });

@@ -51,6 +51,8 @@ struct Vms {
     tombstones: VecDeque<Buried>,
     /// The last one that was forgotten.
     trimmed: (u64, u64),
+    /// The greatest generation of a VM that was deleted.
+    generation_floor: u64,
 }
 
 #[derive(Debug)]
@@ -172,6 +174,7 @@ impl Table {
         let vms = Vms {
             tombstones: tombstones.collect(),
             trimmed: history.trimmed,
+            generation_floor: history.generation_floor,
             ..Vms::default()
         };
         Self {
@@ -348,11 +351,17 @@ impl Table {
         vms.revision += 1;
         let revision = vms.revision;
         vms.being_buried.insert(revision);
+        vms.generation_floor = vms.generation_floor.max(metadata.generation);
         Tombstone {
             run: self.run,
             revision,
             metadata: Some(metadata),
         }
+    }
+
+    /// The generation that a new VM begins with: above that of each VM that was deleted, also of one that had its name.
+    pub fn first_generation(&self) -> u64 {
+        self.vms().generation_floor.saturating_add(1)
     }
 
     /// Takes the beginning of a deletion back.

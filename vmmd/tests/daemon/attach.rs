@@ -20,7 +20,7 @@ pub fn disk(daemon: &Daemon, name: &str) -> DiskSpec {
     }
     DiskSpec {
         name: name.into(),
-        path: path.to_str().unwrap().into(),
+        source: Some(v1::disk_spec::Source::Path(path.to_str().unwrap().into())),
         format: DiskFormat::Raw.into(),
         ..Default::default()
     }
@@ -91,12 +91,12 @@ async fn a_disk_comes_and_goes_while_the_vm_runs() {
     let told = &status(&vm).disks[0];
     assert_eq!(
         (told.phase(), told.pci_slot, told.message.as_str()),
-        (AttachmentPhase::Attached, 10, "")
+        (AttachmentPhase::Attached, Some(10), "")
     );
     assert!(told.path.ends_with("/data.raw"));
     assert_eq!(daemon.plugged("web").await, ["data"]);
     daemon
-        .wait("web", |status| status.disks[0].capacity_bytes == 4096)
+        .wait("web", |status| status.disks[0].capacity_bytes == Some(4096))
         .await;
     // It outlives a restart of the VM and one of the daemon.
     let again = daemon.attach("web", disk(&daemon, "data")).await.unwrap();
@@ -138,7 +138,11 @@ async fn a_disk_of_a_stopped_vm_changes_in_the_spec_only() {
     assert_eq!((names(&vm), generations(&vm)), (vec!["b"], (4, 0)));
     // The slot of the one that is gone is the lowest free one; the other keeps its own.
     let vm = daemon.attach("web", disk(&daemon, "c")).await.unwrap();
-    let slots: Vec<_> = status(&vm).disks.iter().map(|disk| disk.pci_slot).collect();
+    let slots: Vec<_> = status(&vm)
+        .disks
+        .iter()
+        .filter_map(|disk| disk.pci_slot)
+        .collect();
     assert_eq!(slots, [11, 10]);
     daemon.start_vm("web").await.unwrap();
     assert_eq!(daemon.plugged("web").await, ["b", "c"]);
@@ -164,9 +168,8 @@ async fn another_disk_with_the_same_name_is_refused_and_the_same_is_no_error() {
 }
 
 #[rstest]
-#[case::path(|disk: &mut DiskSpec| disk.path = "data".into(), "disk.path")]
+#[case::path(|disk: &mut DiskSpec| disk.source = Some(v1::disk_spec::Source::Path("data".into())), "disk.path")]
 #[case::format(|disk: &mut DiskSpec| disk.format = 0, "disk.format")]
-#[case::both(|disk: &mut DiskSpec| disk.disk = "x".into(), "disk")]
 #[case::group(|disk: &mut DiskSpec| disk.rate_group = "none".into(), "disk.rateGroup")]
 #[case::queues(|disk: &mut DiskSpec| disk.queues = 17, "disk.queues")]
 #[tokio::test]
@@ -252,7 +255,7 @@ async fn there_is_room_for_sixty_four_disks_and_then_a_clear_error() {
     );
     daemon.detach("web", "d7", 5000, false).await.unwrap();
     let vm = daemon.attach("web", disk(&daemon, "more")).await.unwrap();
-    assert_eq!(status(&vm).disks.last().unwrap().pci_slot, 17);
+    assert_eq!(status(&vm).disks.last().unwrap().pci_slot, Some(17));
 }
 
 #[tokio::test]
@@ -459,7 +462,7 @@ async fn an_attach_under_way_when_the_daemon_is_killed_is_what_the_vmm_has(
     assert!(attach.await.unwrap().is_err());
     daemon
         .wait("web", |status| {
-            let settled = status.disks.iter().all(|disk| disk.capacity_bytes == 4096);
+            let settled = status.disks.iter().all(|disk| disk.capacity_bytes == Some(4096));
             status.disks.len() == expected && settled
         })
         .await;
@@ -510,7 +513,8 @@ async fn a_detach_under_way_when_the_daemon_is_killed_is_what_the_vmm_has(#[case
         daemon.wait("web", |status| status.disks.is_empty()).await;
     } else {
         let attached = |status: &v1::VmStatus| {
-            phase(status, "data") == Some(AttachmentPhase::Attached) && status.disks[0].capacity_bytes == 4096
+            phase(status, "data") == Some(AttachmentPhase::Attached)
+                && status.disks[0].capacity_bytes == Some(4096)
         };
         daemon.wait("web", attached).await;
         daemon.detach("web", "data", 0, true).await.unwrap();
@@ -549,7 +553,7 @@ async fn a_daemon_killed_at_any_moment_of_attach_and_detach_converges() {
         // The first look of the new daemon at what the vmm has is over when the capacities are known.
         let settled = |status: &v1::VmStatus| {
             let mut disks = status.disks.iter();
-            disks.all(|disk| disk.phase() == AttachmentPhase::Attached && disk.capacity_bytes == 4096)
+            disks.all(|disk| disk.phase() == AttachmentPhase::Attached && disk.capacity_bytes == Some(4096))
         };
         daemon.wait("web", settled).await;
         let vm = daemon.get("web").await.unwrap();

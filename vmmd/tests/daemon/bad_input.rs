@@ -32,7 +32,7 @@ fn linux(vm: &mut v1::Vm) -> &mut v1::LinuxBoot {
 fn disk(path: &str) -> DiskSpec {
     DiskSpec {
         name: "root".into(),
-        path: path.into(),
+        source: Some(v1::disk_spec::Source::Path(path.into())),
         format: DiskFormat::Raw.into(),
         ..Default::default()
     }

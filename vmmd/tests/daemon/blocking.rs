@@ -77,7 +77,7 @@ fn with_disk(daemon: &Daemon, name: &str, path: &Path) -> v1::Vm {
     let mut vm = daemon.manifest(name, "");
     vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
         name: "root".into(),
-        path: path.to_str().unwrap().into(),
+        source: Some(v1::disk_spec::Source::Path(path.to_str().unwrap().into())),
         format: v1::DiskFormat::Raw.into(),
         ..Default::default()
     });

@@ -151,9 +151,13 @@ async fn counters_are_those_of_the_running_machine() {
     let stats = daemon.stats("web").await.unwrap();
     assert_eq!((stats.len(), stats[0].capacity_bytes), (2, 4096));
     let read = stats[0].read.as_ref().unwrap();
+    let latency = v1::LatencyHistogram {
+        bounds_us: vec![1],
+        counts: vec![0, 1],
+    };
     assert_eq!(
-        (read.requests, read.bytes, read.latency_us_log2.as_slice()),
-        (1, 512, &[0, 1][..])
+        (read.requests, read.bytes, read.latency.clone()),
+        (1, 512, Some(latency))
     );
     assert_eq!(read.total_time.unwrap().nanos, 1000);
     assert_eq!(
@@ -344,7 +348,7 @@ async fn a_block_device_is_a_disk_with_one_writer_and_tells_its_own_size() {
         return;
     };
     let disk = DiskSpec {
-        path: device.0.clone(),
+        source: Some(v1::disk_spec::Source::Path(device.0.clone())),
         ..disk(&daemon, "data")
     };
     for vm in ["web", "other"] {
@@ -352,7 +356,7 @@ async fn a_block_device_is_a_disk_with_one_writer_and_tells_its_own_size() {
     }
     daemon.attach("web", disk.clone()).await.unwrap();
     daemon
-        .wait("web", |status| status.disks[0].capacity_bytes == 1 << 20)
+        .wait("web", |status| status.disks[0].capacity_bytes == Some(1 << 20))
         .await;
     let refused = daemon.attach("other", disk).await.unwrap_err();
     assert_eq!(
@@ -364,7 +368,7 @@ async fn a_block_device_is_a_disk_with_one_writer_and_tells_its_own_size() {
         let request = v1::ResizeVmDiskRequest {
             vm: "web".into(),
             disk: "data".into(),
-            size_bytes,
+            size_bytes: Some(size_bytes),
             ..Default::default()
         };
         daemon.client().resize_vm_disk(request).await
@@ -379,7 +383,7 @@ async fn a_block_device_is_a_disk_with_one_writer_and_tells_its_own_size() {
     file.set_len(3 << 20).unwrap();
     device.take_new_size();
     let vm = grow(0).await.unwrap().into_inner().vm.unwrap();
-    assert_eq!(status(&vm).disks[0].capacity_bytes, 3 << 20);
+    assert_eq!(status(&vm).disks[0].capacity_bytes, Some(3 << 20));
     daemon.kill_vm("web").await.unwrap();
     grow(0).await.expect("a stopped VM's has the size that it has");
 }
@@ -389,7 +393,7 @@ async fn a_program_that_has_a_disk_is_named() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let disk = disk(&daemon, "data");
-    let file = std::fs::File::options().write(true).open(&disk.path).unwrap();
+    let file = std::fs::File::options().write(true).open(disk.path()).unwrap();
     // A POSIX lock of this process.
     rustix::fs::fcntl_lock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
     let refused = daemon.attach("web", disk).await.unwrap_err();

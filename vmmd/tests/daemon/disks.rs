@@ -85,7 +85,7 @@ impl Daemon {
         let request = v1::ResizeVmDiskRequest {
             vm: vm.into(),
             disk: disk.into(),
-            size_bytes,
+            size_bytes: Some(size_bytes),
             ..Default::default()
         };
         Ok(self
@@ -140,7 +140,7 @@ fn path(disk: &v1::Disk) -> PathBuf {
 fn named(disk: &str) -> DiskSpec {
     DiskSpec {
         name: "data".into(),
-        disk: disk.into(),
+        source: Some(v1::disk_spec::Source::Disk(disk.into())),
         ..Default::default()
     }
 }
@@ -243,7 +243,7 @@ async fn a_file_that_a_vm_writes_to_is_not_copied() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let disk = crate::attach::disk(&daemon, "root");
-    let source = Source::RawFile(disk.path.clone());
+    let source = Source::RawFile(disk.path().to_owned());
     daemon.attach("web", disk).await.unwrap();
     let refused = daemon.make(raw("data", 0), Some(source)).await.unwrap_err();
     assert_eq!(
@@ -466,7 +466,7 @@ async fn a_disk_is_used_by_name_and_kept_while_a_spec_names_it() {
     daemon.create(vm).await.unwrap();
     let vm = daemon.start_vm("web").await.unwrap();
     let told = &status(&vm).disks[0];
-    assert_eq!(told.capacity_bytes, 1 << 20);
+    assert_eq!(told.capacity_bytes, Some(1 << 20));
     assert!(told.path.contains("/state/disks/"), "{told:?}");
     for _ in 0..2 {
         let refused = daemon.remove("data-1").await.unwrap_err();
@@ -652,17 +652,17 @@ async fn a_disk_grows_unused_in_a_stopped_and_in_a_running_vm(#[case] disk: v1::
     assert_eq!(daemon.grow("data-1", 3 << 20).await.unwrap().size_bytes, 3 << 20);
     assert_eq!(
         capacity(&daemon.grow_in("web", "data", 4 << 20).await.unwrap()),
-        4 << 20
+        Some(4 << 20)
     );
     daemon.start_vm("web").await.unwrap();
     daemon
-        .wait("web", |status| status.disks[0].capacity_bytes == 4 << 20)
+        .wait("web", |status| status.disks[0].capacity_bytes == Some(4 << 20))
         .await;
     assert_eq!(daemon.stats("web").await.unwrap()[0].capacity_bytes, 4 << 20);
     assert_eq!(daemon.grow("data-1", 5 << 20).await.unwrap().size_bytes, 5 << 20);
     assert_eq!(
         capacity(&daemon.grow_in("web", "data", 6 << 20).await.unwrap()),
-        6 << 20
+        Some(6 << 20)
     );
     assert_eq!(daemon.stats("web").await.unwrap()[0].capacity_bytes, 6 << 20);
     assert_eq!(daemon.disk("data-1").await.unwrap().size_bytes, 6 << 20);

@@ -58,7 +58,7 @@ impl Daemon {
         let mut vm = self.manifest(name, "");
         vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
             name: "root".into(),
-            path: path.to_str().unwrap().into(),
+            source: Some(v1::disk_spec::Source::Path(path.to_str().unwrap().into())),
             format: v1::DiskFormat::Raw.into(),
             read_only,
             ..Default::default()

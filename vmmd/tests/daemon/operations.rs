@@ -261,7 +261,7 @@ async fn a_start_that_is_not_complete_at_its_deadline_is_cancelled() {
         .await
         .unwrap();
     let request = v1::StartVmRequest {
-        deadline: soon(),
+        timeout: soon(),
         ..start("web")
     };
     let refused = daemon.client().start_vm(request).await.unwrap_err();
@@ -275,7 +275,7 @@ async fn a_start_that_is_not_complete_at_its_deadline_is_cancelled() {
     );
     assert_eq!(daemon.vmm_processes(), []);
     let request = v1::StartVmRequest {
-        deadline: Some(well_known::Duration::default()),
+        timeout: Some(well_known::Duration::default()),
         ..start("web")
     };
     let refused = daemon.client().start_vm(request).await.unwrap_err();
@@ -315,7 +315,7 @@ async fn a_cancelled_stop_leaves_the_guest_running() {
     );
     // It can be stopped as before, also with a deadline that cancels.
     let request = v1::StopVmRequest {
-        deadline: soon(),
+        timeout: soon(),
         ..stop("deaf")
     };
     let refused = daemon.client().stop_vm(request).await.unwrap_err();

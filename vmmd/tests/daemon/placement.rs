@@ -115,13 +115,13 @@ async fn all_that_stands_against_a_vm_is_said_at_once() {
     spec.disks = vec![
         v1::DiskSpec {
             name: "a".into(),
-            path: "/nonexistent/disk".into(),
+            source: Some(v1::disk_spec::Source::Path("/nonexistent/disk".into())),
             format: v1::DiskFormat::Raw.into(),
             ..Default::default()
         },
         v1::DiskSpec {
             name: "b".into(),
-            disk: "none".into(),
+            source: Some(v1::disk_spec::Source::Disk("none".into())),
             ..Default::default()
         },
     ];
@@ -168,7 +168,9 @@ async fn what_a_vm_has_itself_is_no_hindrance_and_what_another_has_is() {
     fs::write(daemon.path("disk"), [0; 4096]).unwrap();
     let disk = v1::DiskSpec {
         name: "root".into(),
-        path: daemon.path("disk").to_str().unwrap().into(),
+        source: Some(v1::disk_spec::Source::Path(
+            daemon.path("disk").to_str().unwrap().into(),
+        )),
         format: v1::DiskFormat::Raw.into(),
         ..Default::default()
     };
@@ -200,7 +202,9 @@ async fn a_disk_that_another_program_has_locked_is_said_to_be_in_use() {
     let mut vm = daemon.manifest("web", "");
     vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
         name: "root".into(),
-        path: daemon.path("disk").to_str().unwrap().into(),
+        source: Some(v1::disk_spec::Source::Path(
+            daemon.path("disk").to_str().unwrap().into(),
+        )),
         format: v1::DiskFormat::Raw.into(),
         ..Default::default()
     });

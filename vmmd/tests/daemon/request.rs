@@ -422,7 +422,7 @@ async fn each_mutation_is_refused_when_the_generation_is_another() {
         resume_vm(ResumeVmRequest { name }),
         attach_disk(AttachDiskRequest { vm, disk: Some(data) }),
         detach_disk(DetachDiskRequest { vm, disk: "data".into() }),
-        resize_vm_disk(ResizeVmDiskRequest { vm, disk: "data".into(), size_bytes: 512 }),
+        resize_vm_disk(ResizeVmDiskRequest { vm, disk: "data".into(), size_bytes: Some(512) }),
         set_rate_limit(SetRateLimitRequest { vm, target: Some(v1::set_rate_limit_request::Target::Disk("data".into())) }),
         delete_vm(DeleteVmRequest { name, force: true }),
     );
@@ -554,4 +554,25 @@ async fn an_update_that_the_daemon_did_not_survive_takes_nothing_back_that_was_w
         (metadata.labels["by"].as_str(), metadata.generation),
         ("second", 3)
     );
+}
+
+#[tokio::test]
+async fn a_vm_of_the_name_of_a_deleted_one_begins_above_its_generation_also_with_the_next_daemon() {
+    let mut daemon = Daemon::start().await;
+    let generation_of = |vm: &v1::Vm| vm.metadata.as_ref().unwrap().generation;
+    daemon.create(daemon.manifest("a", "")).await.unwrap();
+    let mut vm = daemon.manifest("a", "");
+    vm.metadata.as_mut().unwrap().owner = "me".into();
+    let update = v1::UpdateVmRequest {
+        vm: Some(vm),
+        ..Default::default()
+    };
+    daemon.client().update_vm(update).await.unwrap();
+    daemon.delete("a", false).await.unwrap();
+    let second = daemon.create(daemon.manifest("a", "")).await.unwrap();
+    assert_eq!(generation_of(&second), 3);
+    daemon.delete("a", false).await.unwrap();
+    daemon.kill_and_restart().await;
+    let third = daemon.create(daemon.manifest("a", "")).await.unwrap();
+    assert_eq!(generation_of(&third), 4);
 }

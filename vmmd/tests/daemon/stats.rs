@@ -98,7 +98,7 @@ async fn logs_are_read_whole_or_their_end_of_this_run_or_the_one_before() {
     let serial = request(v1::VmLog::Serial);
     assert_eq!(logs(&daemon, serial.clone()).await.unwrap(), "booted web\r\n");
     let tail = v1::GetVmLogsRequest {
-        tail_bytes: 5,
+        tail_bytes: Some(5),
         ..serial.clone()
     };
     assert_eq!(logs(&daemon, tail).await.unwrap(), "web\r\n");

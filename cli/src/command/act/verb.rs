@@ -132,7 +132,7 @@ async fn start(client: &Client, name: String, no_wait: bool) -> Result<Done> {
     let request = v1::StartVmRequest {
         name,
         no_wait,
-        deadline: client.timeout().map(Into::into),
+        timeout: client.timeout().map(Into::into),
         ..Default::default()
     };
     match send!(wait(client, WORK), client.vms, start_vm, request).await {
@@ -157,7 +157,7 @@ async fn stop(client: &Client, name: String, ending: Ending, evacuate: bool) -> 
         force,
         evacuate,
         no_wait,
-        deadline: client.timeout().map(Into::into),
+        timeout: client.timeout().map(Into::into),
         ..Default::default()
     };
     let answer = send!(limit(client, grace), client.vms, stop_vm, request).await?;
@@ -178,7 +178,7 @@ async fn restart(client: &Client, name: String, ending: Ending) -> Result<Done> 
         grace_period: grace.map(Into::into),
         force,
         no_wait,
-        deadline: client.timeout().map(Into::into),
+        timeout: client.timeout().map(Into::into),
         ..Default::default()
     };
     let answer = send!(limit(client, grace), client.vms, restart_vm, request).await?;
@@ -199,7 +199,7 @@ async fn delete(
         name,
         force,
         no_wait,
-        deadline: client.timeout().map(Into::into),
+        timeout: client.timeout().map(Into::into),
         ..Default::default()
     };
     match send!(wait(client, WORK), client.vms, delete_vm, request).await {

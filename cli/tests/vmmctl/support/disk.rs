@@ -46,12 +46,12 @@ impl State {
         let mut vm = self.find(&request.vm)?;
         let disk = request.disk.unwrap();
         self.called(format!("attach {} {}", request.vm, disk.name));
-        if !disk.disk.is_empty() {
+        if !disk.disk().is_empty() {
             let missing = |status: Status| {
                 let message = format!("disk: {}", status.message());
                 refusal(Code::FailedPrecondition, "DISK_NOT_FOUND", message)
             };
-            self.find_disk(&disk.disk).map_err(missing)?;
+            self.find_disk(disk.disk()).map_err(missing)?;
         }
         if disk.name == TOO_MANY {
             let message =
@@ -67,9 +67,9 @@ impl State {
             } else {
                 AttachmentPhase::Pending.into()
             },
-            path: disk.path.clone(),
-            capacity_bytes: 1 << 30,
-            pci_slot: if running { 9 } else { 0 },
+            path: disk.path().to_owned(),
+            capacity_bytes: Some(1 << 30),
+            pci_slot: running.then_some(9),
             ..v1::DiskStatus::default()
         });
         vm.spec.as_mut().unwrap().disks.push(disk);
@@ -109,11 +109,11 @@ impl State {
             size_bytes,
             ..
         } = request;
-        self.called(format!("resize {name} {disk} {size_bytes}"));
+        self.called(format!("resize {name} {disk} {}", size_bytes.unwrap_or_default()));
         let mut vm = self.vm_with(&name, &disk)?;
         for status in &mut vm.status.as_mut().unwrap().disks {
             if status.name == disk {
-                status.capacity_bytes = if size_bytes == 0 { 7 << 30 } else { size_bytes };
+                status.capacity_bytes = Some(size_bytes.unwrap_or(7 << 30));
             }
         }
         Ok(self.store(&name, vm))
@@ -162,7 +162,10 @@ impl State {
                 bytes,
                 errors,
                 total_time: Some(std::time::Duration::from_micros(requests * 90).into()),
-                latency_us_log2: latency.to_vec(),
+                latency: Some(v1::LatencyHistogram {
+                    bounds_us: (1..latency.len()).map(|power| 1 << (power - 1)).collect(),
+                    counts: latency.to_vec(),
+                }),
             })
         };
         let disks = vm.spec.unwrap().disks.into_iter().map(|disk| v1::DiskStats {

@@ -390,7 +390,7 @@ impl VmService for State {
         let name = vm.metadata.as_ref().unwrap().name.clone();
         self.called(format!("create {name} start={start} dry_run={dry_run}"));
         for (index, disk) in vm.spec.as_ref().unwrap().disks.iter().enumerate() {
-            if disk.path.starts_with("/missing") {
+            if disk.path().starts_with("/missing") {
                 let details = ErrorDetails::with_bad_request_violation(
                     format!("spec.disks[{index}].path"),
                     "there is no such file",
@@ -506,15 +506,15 @@ impl VmService for State {
         let v1::StartVmRequest {
             name,
             request_id,
-            deadline,
+            timeout,
             ..
         } = request.into_inner();
         assert!(!request_id.is_empty(), "each request has an id");
-        let deadline = deadline.map(|deadline| format!(" deadline={}", deadline.seconds));
+        let timeout = timeout.map(|timeout| format!(" timeout={}", timeout.seconds));
         if name == "endless" {
             self.operation_of("op-1", &name, &request_id);
         }
-        self.called(format!("start {name}{}", deadline.unwrap_or_default()));
+        self.called(format!("start {name}{}", timeout.unwrap_or_default()));
         self.start_slowly().await;
         match name.as_str() {
             "endless" => std::future::pending().await,

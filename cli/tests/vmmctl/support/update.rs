@@ -40,9 +40,9 @@ impl State {
             let message = format!("VM \"{}\" has generation {}", known.name, known.generation);
             return Err(refusal(Code::Aborted, "GENERATION_MISMATCH", message));
         }
-        for disk in spec.disks.iter().filter(|disk| !disk.disk.is_empty()) {
-            if self.disk(&disk.disk).is_none() {
-                let message = format!("there is no disk \"{}\" on this node", disk.disk);
+        for disk in spec.disks.iter().filter(|disk| !disk.disk().is_empty()) {
+            if self.disk(disk.disk()).is_none() {
+                let message = format!("there is no disk \"{}\" on this node", disk.disk());
                 return Err(refusal(Code::FailedPrecondition, "DISK_NOT_FOUND", message));
             }
         }
@@ -57,8 +57,8 @@ impl State {
         if status.phase() == VmPhase::Running && cores(&before) != cores(&spec) {
             status.pending_changes = vec![v1::PendingChange {
                 path: "spec.cpu.cores".into(),
-                current: cores(&before).to_string(),
-                desired: cores(&spec).to_string(),
+                current: Some(f64::from(cores(&before)).into()),
+                desired: Some(f64::from(cores(&spec)).into()),
                 ..Default::default()
             }];
         }

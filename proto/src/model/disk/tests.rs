@@ -6,7 +6,7 @@ use crate::v1::{DiskCache, DiskErrorPolicy, DiskFormat, DiskPreallocation, creat
 fn spec() -> v1::DiskSpec {
     v1::DiskSpec {
         name: "data".into(),
-        path: "/srv/data.raw".into(),
+        source: Some(WireSource::Path("/srv/data.raw".into())),
         format: DiskFormat::Raw.into(),
         ..Default::default()
     }
@@ -14,8 +14,7 @@ fn spec() -> v1::DiskSpec {
 
 fn named() -> v1::DiskSpec {
     v1::DiskSpec {
-        path: String::new(),
-        disk: "data-1".into(),
+        source: Some(WireSource::Disk("data-1".into())),
         format: 0,
         ..spec()
     }
@@ -35,7 +34,7 @@ fn a_disk_without_options_has_the_documented_ones() {
     assert_eq!(disk.serial, "data");
     assert_eq!((disk.queues, disk.logical_block), (0, 512));
     assert_eq!((disk.cache, disk.on_error), (Cache::Auto, OnError::Report));
-    assert_eq!((disk.limit, disk.boot_order), (Limit::None, None));
+    assert_eq!(disk.limit, Limit::None);
     let wire = new(&named()).unwrap().machine(Format::Qcow2);
     assert_eq!(
         (wire.format(), wire.on_error()),
@@ -69,11 +68,10 @@ fn every_option_arrives_at_the_machine() {
         logical_block_bytes: 4096,
         on_error: DiskErrorPolicy::Pause.into(),
         rate_limit: Some(limit),
-        boot_order: 3,
         ..spec()
     };
     let disk = new(&full).unwrap();
-    assert_eq!((disk.cache, disk.boot_order), (Cache::None, Some(3)));
+    assert_eq!(disk.cache, Cache::None);
     let wire = disk.machine(Format::Raw);
     assert_eq!(
         (wire.queues, wire.logical_block_bytes, wire.read_only),
@@ -88,13 +86,12 @@ fn every_option_arrives_at_the_machine() {
 }
 
 #[rstest]
-#[case::both(v1::DiskSpec { disk: "a".into(), ..spec() }, "disk", "not both")]
-#[case::neither(v1::DiskSpec { path: String::new(), ..spec() }, "disk.path", "must be given")]
-#[case::relative(v1::DiskSpec { path: "a".into(), ..spec() }, "disk.path", "absolute")]
+#[case::neither(v1::DiskSpec { source: None, ..spec() }, "disk.path", "must be given")]
+#[case::relative(v1::DiskSpec { source: Some(WireSource::Path("a".into())), ..spec() }, "disk.path", "absolute")]
 #[case::no_format(v1::DiskSpec { format: 0, ..spec() }, "disk.format", "DISK_FORMAT_ISO")]
 #[case::odd_format(v1::DiskSpec { format: 9, ..named() }, "disk.format", "unknown value 9")]
 #[case::iso_of_the_service(v1::DiskSpec { format: 3, ..named() }, "disk.format", "left out")]
-#[case::service_name(v1::DiskSpec { disk: "A".into(), ..named() }, "disk.disk", "is \"A\"")]
+#[case::service_name(v1::DiskSpec { source: Some(WireSource::Disk("A".into())), ..named() }, "disk.disk", "is \"A\"")]
 #[case::cache(v1::DiskSpec { cache: 7, ..spec() }, "disk.cache", "unknown value 7")]
 #[case::on_error(v1::DiskSpec { on_error: -1, ..spec() }, "disk.onError", "unknown value -1")]
 #[case::queues(v1::DiskSpec { queues: 17, ..spec() }, "disk.queues", "1 to 16")]

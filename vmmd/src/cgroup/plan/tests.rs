@@ -19,7 +19,7 @@ fn with_disks(disks: &[(v1::DiskFormat, u32)]) -> VmSpec {
         .enumerate()
         .map(|(index, (format, queues))| v1::DiskSpec {
             name: format!("disk{index}"),
-            path: format!("/d{index}"),
+            source: Some(v1::disk_spec::Source::Path(format!("/d{index}"))),
             format: (*format).into(),
             queues: *queues,
             ..Default::default()

@@ -35,7 +35,7 @@ fn overlay(registry: &Registry, name: &str, below: &str, size: u64) -> Result<Di
 fn named(disk: &str, read_only: bool) -> Disk {
     let wire = v1::DiskSpec {
         name: "data".into(),
-        disk: disk.into(),
+        source: Some(v1::disk_spec::Source::Disk(disk.into())),
         read_only,
         ..Default::default()
     };
@@ -50,9 +50,12 @@ fn take(registry: &Registry, vm: &str, disk: &str, read_only: bool) -> Result<()
 fn the_format_is_filled_in_where_it_is_known_and_left_out() {
     let registry = with(&["a"]);
     let filled = |disk: &str, path: &str, format: v1::DiskFormat| {
+        let source = match path {
+            "" => v1::disk_spec::Source::Disk(disk.into()),
+            path => v1::disk_spec::Source::Path(path.into()),
+        };
         let mut spec = v1::DiskSpec {
-            disk: disk.into(),
-            path: path.into(),
+            source: Some(source),
             format: format.into(),
             ..Default::default()
         };

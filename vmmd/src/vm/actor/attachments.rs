@@ -199,7 +199,7 @@ pub fn public_stats(stats: vmm::DiskStats) -> v1::DiskStats {
                 seconds: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
                 nanos: i32::try_from(time.subsec_nanos()).unwrap_or(0),
             }),
-            latency_us_log2: stats.latency_us_log2,
+            latency: histogram(stats.latency_us_log2),
         })
     };
     v1::DiskStats {
@@ -214,6 +214,16 @@ pub fn public_stats(stats: vmm::DiskStats) -> v1::DiskStats {
         held: stats.held,
         waiting: stats.waiting,
     }
+}
+
+/// Of the private protocol's buckets: number i counts what took less than 2^i microseconds, the last one what took longer.
+fn histogram(counts: Vec<u64>) -> Option<v1::LatencyHistogram> {
+    let bounds = u32::try_from(counts.len()).ok()?.checked_sub(1)?;
+    let bounds_us = (0..bounds).map(|power| 1_u64.checked_shl(power).unwrap_or(u64::MAX));
+    Some(v1::LatencyHistogram {
+        bounds_us: bounds_us.collect(),
+        counts,
+    })
 }
 
 #[cfg(test)]
@@ -244,6 +254,7 @@ mod tests {
         let read = public_stats(stats).read.unwrap();
         let time = read.total_time.unwrap();
         assert_eq!((read.requests, time.seconds, time.nanos), (3, 1, 500_000_000));
-        assert_eq!(read.latency_us_log2, [1, 2]);
+        let latency = read.latency.unwrap();
+        assert_eq!((latency.bounds_us, latency.counts), (vec![1], vec![1, 2]));
     }
 }

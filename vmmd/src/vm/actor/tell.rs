@@ -42,7 +42,7 @@ impl Actor {
             VmPhase::Terminating => ("Deleting", "the VM is being deleted"),
             VmPhase::Stopped => (reason, "the VM is stopped"),
             VmPhase::Failed => (reason, "the VM has failed"),
-            VmPhase::Unspecified | VmPhase::Pending | VmPhase::Migrating => return,
+            VmPhase::Unspecified | VmPhase::Pending => return,
         };
         let severity = if phase == VmPhase::Failed || reason == DISK_ERROR {
             EventSeverity::Warning

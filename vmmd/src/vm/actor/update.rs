@@ -220,11 +220,11 @@ impl Actor {
         let known: Vec<_> = change::running_disks(&self.record)
             .iter()
             .chain(&before.disks)
-            .map(|disk| (&disk.name, &disk.disk, disk.read_only))
+            .map(|disk| (&disk.name, disk.disk(), disk.read_only))
             .collect();
         let disks = update.spec.disks.iter().zip(&update.manifest.spec.disks);
         for (index, (wire, disk)) in disks.enumerate() {
-            if !known.contains(&(&wire.name, &wire.disk, wire.read_only)) {
+            if !known.contains(&(&wire.name, wire.disk(), wire.read_only)) {
                 let disks = std::slice::from_ref(disk);
                 let field = |_| format!("spec.disks[{index}].disk");
                 self.host.disks.take(&self.record.name, disks, field)?;

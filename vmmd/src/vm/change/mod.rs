@@ -338,10 +338,6 @@ pub fn machine(record: &VmRecord, desired: &proto::model::vm::VmSpec) -> proto::
             running.rate_groups.push(group);
         }
     }
-    // One that leaves and one that comes may have the same place in the firmware's order.
-    for disk in &mut running.disks {
-        disk.boot_order = 0;
-    }
     let found =
         proto::model::vm::VmSpec::try_from(&running).or_else(|_| proto::model::vm::VmSpec::try_from(&alone));
     found.unwrap_or_else(|_| desired.clone())

@@ -12,7 +12,7 @@ use crate::store::{InstanceRecord, NicHardware};
 fn disk(name: &str) -> DiskSpec {
     DiskSpec {
         name: name.into(),
-        path: format!("/{name}"),
+        source: Some(v1::disk_spec::Source::Path(format!("/{name}"))),
         format: 1,
         ..Default::default()
     }
@@ -181,7 +181,7 @@ fn each_kind_of_change_has_its_verdict() {
         ),
         (|s| s.disks[0].queues = 2, &["spec.disks[root].queues restart"]),
         (
-            |s| s.disks[0].path = "/other".into(),
+            |s| s.disks[0].source = Some(v1::disk_spec::Source::Path("/other".into())),
             &["spec.disks[root].path restart"],
         ),
         (
@@ -262,12 +262,8 @@ fn the_limits_of_a_machine_go_by_what_it_has_and_is_about_to_get() {
     let mut desired = spec();
     desired.memory.as_mut().unwrap().size_bytes = 128 << 20;
     desired.cpu.as_mut().unwrap().cores = 1;
-    desired.disks = vec![DiskSpec {
-        boot_order: 1,
-        ..disk("new")
-    }];
-    let mut running = spec();
-    running.disks[0].boot_order = 1;
+    desired.disks = vec![disk("new")];
+    let running = spec();
     let validated = proto::model::vm::VmSpec::try_from(&desired).unwrap();
     let mut record = VmRecord {
         spec: Some(desired),
@@ -310,14 +306,13 @@ fn any_disk(name: &'static str) -> impl Strategy<Value = Option<DiskSpec>> {
         let ((queues, cache, on_error, block), (read_only, format, rate, order)) = disk?;
         Some(DiskSpec {
             name: name.into(),
-            path: format!("/{name}{order}"),
+            source: Some(v1::disk_spec::Source::Path(format!("/{name}{order}"))),
             format,
             read_only,
             cache,
             queues,
             on_error,
             logical_block_bytes: block * 512,
-            boot_order: order,
             rate_limit: (rate < 2).then(|| limit(rate * 4096)),
             rate_group: if rate == 2 { "slow".into() } else { String::new() },
             ..Default::default()
@@ -414,17 +409,9 @@ proptest! {
             spec.disks.sort_by(|a, b| a.name.cmp(&b.name));
             // Not yet in the validated form, or nothing to a machine: by the messages.
             let rest = (spec.run_policy, spec.balloon.unwrap_or_default(), spec.cpu.clone(), spec.memory);
-            for disk in &mut spec.disks {
-                disk.boot_order = 0;
-            }
             (proto::model::vm::VmSpec::try_from(&spec), rest)
         };
-        let (mut a, mut b) = (running, desired);
-        for spec in [&mut a, &mut b] {
-            for disk in &mut spec.disks {
-                disk.boot_order = 0;
-            }
-        }
+        let (a, b) = (running, desired);
         let (built, wanted) = (machine(&a), machine(&b));
         prop_assume!(built.0.is_ok() && wanted.0.is_ok());
         let same = built == wanted;

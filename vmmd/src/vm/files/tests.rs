@@ -52,7 +52,7 @@ fn case() -> Case {
 fn disk(path: &Path) -> Disk {
     let wire = v1::DiskSpec {
         name: "root".into(),
-        path: path.to_str().unwrap().into(),
+        source: Some(v1::disk_spec::Source::Path(path.to_str().unwrap().into())),
         format: v1::DiskFormat::Raw.into(),
         ..Default::default()
     };

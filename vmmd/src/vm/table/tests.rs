@@ -162,7 +162,7 @@ fn a_deletion_that_was_written_and_not_told_is_told_by_the_next_daemon() {
         run: 2,
         nonces: BTreeMap::new(),
         tombstones: vec![tombstone],
-        trimmed: (0, 0),
+        ..HistoryRecords::default()
     });
     let (gone, ..) = next.resume(seen).unwrap();
     assert_eq!(

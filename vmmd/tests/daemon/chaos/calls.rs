@@ -197,7 +197,9 @@ impl Call {
         let mut vm = manifest;
         let disk = v1::DiskSpec {
             name: DISK.into(),
-            path: disks.join(name(self.vm)).to_str().unwrap().into(),
+            source: Some(v1::disk_spec::Source::Path(
+                disks.join(name(self.vm)).to_str().unwrap().into(),
+            )),
             format: v1::DiskFormat::Raw.into(),
             ..Default::default()
         };
@@ -208,7 +210,7 @@ impl Call {
         metadata.name = name(self.vm);
         metadata.labels = [(MARK.to_owned(), mark.to_string())].into();
         let request_id = if self.id { id } else { String::new() };
-        let preconditions = self.generation.then(|| v1::Preconditions {
+        let preconditions = (self.generation && generation != 0).then(|| v1::Preconditions {
             generation: Some(generation),
             ..Default::default()
         });

@@ -141,7 +141,7 @@ impl World {
     async fn play(&mut self, round: Round) {
         let generation = |state: &State| match state {
             State::Absent => 0,
-            State::There(vm) => vm.generation,
+            State::There(vm) => vm.generation.known().unwrap_or(0),
         };
         let states = self.states.iter();
         let scene = Arc::new(Scene {

@@ -20,7 +20,7 @@ pub enum State {
 pub struct Vm {
     /// `None` as long as nobody was told.
     pub uid: Option<String>,
-    pub generation: u64,
+    pub generation: Generation,
     /// What was last written into it.
     pub mark: u64,
     pub policy: Policy,
@@ -47,6 +47,43 @@ pub enum Policy {
     OnFailure,
     Manual,
     Off,
+}
+
+/// Where a new VM begins is the daemon's affair, but for that it is above 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Generation {
+    /// `None` as long as nobody was told.
+    first: Option<u64>,
+    updates: u64,
+}
+
+impl Generation {
+    const NEW: Self = Self {
+        first: None,
+        updates: 0,
+    };
+
+    /// The number, when it is known.
+    pub fn known(self) -> Option<u64> {
+        self.first.map(|first| first + self.updates)
+    }
+
+    /// With what was seen of it; `None` when that can't be.
+    fn seen(self, generation: u64) -> Option<Self> {
+        let first = generation.checked_sub(self.updates).filter(|first| *first > 0)?;
+        let same = self.first.is_none_or(|known| known == first);
+        same.then_some(Self {
+            first: Some(first),
+            ..self
+        })
+    }
+
+    fn updated(self) -> Self {
+        Self {
+            updates: self.updates + 1,
+            ..self
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -142,7 +179,7 @@ impl State {
             Step::Create { uid, spec, wanted } => there.is_none().then(|| {
                 Self::There(Vm {
                     uid: uid.clone(),
-                    generation: 1,
+                    generation: Generation::NEW,
                     mark: spec.mark,
                     policy: spec.policy,
                     disk: spec.disk,
@@ -165,11 +202,13 @@ impl State {
             Step::Remove => there.map(|_| Self::Absent),
             Step::Update { spec } => with(&|vm| {
                 (vm.mark, vm.policy, vm.disk) = (spec.mark, spec.policy, spec.disk);
-                vm.generation += 1;
+                vm.generation = vm.generation.updated();
             }),
             Step::Attach | Step::Detach => with(&|vm| {
                 let disk = matches!(step, Step::Attach);
-                vm.generation += u64::from(vm.disk != disk);
+                if vm.disk != disk {
+                    vm.generation = vm.generation.updated();
+                }
                 vm.disk = disk;
             }),
             Step::Look(look) => self.seen(look, foreign),
@@ -209,7 +248,7 @@ impl State {
             Look::Down => vm.run == Run::Down,
             Look::NotDown => vm.run != Run::Down,
             Look::Paused => vm.run == Run::Paused,
-            Look::Not(generation) => vm.generation != *generation,
+            Look::Not(generation) => vm.generation.known() != Some(*generation),
             Look::Whole {
                 uid,
                 generation,
@@ -221,14 +260,16 @@ impl State {
                     .as_ref()
                     .map_or(!foreign.contains(uid), |known| known == uid);
                 if !same
-                    || vm.generation != *generation
                     || (vm.mark, vm.policy, vm.disk) != (spec.mark, spec.policy, spec.disk)
                     || run.is_some_and(|run| run != vm.run)
                 {
                     return None;
                 }
-                let uid = Some(uid.clone());
-                return Some(Self::There(Vm { uid, ..vm.clone() }));
+                return Some(Self::There(Vm {
+                    uid: Some(uid.clone()),
+                    generation: vm.generation.seen(*generation)?,
+                    ..vm.clone()
+                }));
             }
         };
         right.then(|| self.clone())
@@ -546,7 +587,6 @@ mod tests {
 
     #[test]
     fn a_disk_comes_and_goes_and_each_counts_once() {
-        let made = op(1, 2, &[create(Some("a"))]);
         let attached = |begin, end| op(begin, end, &[Step::Attach]);
         let now = |generation, disk| Look::Whole {
             uid: "a".into(),
@@ -557,6 +597,7 @@ mod tests {
             },
             run: Some(Run::Down),
         };
+        let made = op(1, 2, &[create(Some("a")), Step::Look(now(1, false))]);
         let twice = [made.clone(), attached(3, 4), attached(5, 6)];
         assert!(explained(&twice, &now(2, true)));
         assert!(!explained(&twice, &now(3, true)));
