@@ -53,6 +53,8 @@ pub fn generate(pool: &DescriptorPool) -> Result<String, String> {
 /// An option of one method, as the generated table says it.
 struct Rule {
     role: String,
+    /// `role` when the rule names none.
+    masked_role: String,
     effect: String,
     peers: bool,
     idempotent: bool,
@@ -69,8 +71,13 @@ impl Rule {
         let rule = options.get_extension(option);
         let rule = rule.as_message().ok_or("its rule is no message")?;
         let request = method.input();
+        let role = value(rule, "role")?;
         let found = Self {
-            role: value(rule, "role")?,
+            masked_role: match rule.has_field_by_name("masked_role") {
+                true => value(rule, "masked_role")?,
+                false => role.clone(),
+            },
+            role,
             effect: value(rule, "effect")?,
             peers: flag(rule, "peers"),
             idempotent: flag(rule, "idempotent"),
@@ -86,6 +93,14 @@ impl Rule {
         }
         if found.peers && change {
             return Err("lets peers change something".into());
+        }
+        let mask = request.get_field_by_name("update_mask").map(|field| field.kind());
+        let is_mask = |kind: &Kind| match kind {
+            Kind::Message(message) => message.full_name() == "google.protobuf.FieldMask",
+            _ => false,
+        };
+        if rule.has_field_by_name("masked_role") && !mask.as_ref().is_some_and(is_mask) {
+            return Err("has a `masked_role` and takes no `google.protobuf.FieldMask update_mask`".into());
         }
         if found.idempotent && !change {
             return Err("is `idempotent` without being a change".into());
@@ -138,10 +153,11 @@ impl Rule {
 
     fn entry(&self, method: &MethodDescriptor) -> String {
         format!(
-            "    MethodRule {{ method: {:?}, role: Role::{}, peers: {}, effect: MethodEffect::{}, kind: {:?}, \
+            "    MethodRule {{ method: {:?}, role: Role::{}, masked_role: Role::{}, peers: {}, effect: MethodEffect::{}, kind: {:?}, \
              name: &{:?}, client_streams: {}, server_streams: {} }},\n",
             format!("{}/{}", method.parent_service().full_name(), method.name()),
             self.role,
+            self.masked_role,
             self.peers,
             self.effect,
             self.kind,

@@ -12,6 +12,9 @@ pub struct MethodRule {
     pub method: &'static str,
     /// The least role that may call it; never [`Role::Unspecified`].
     pub role: Role,
+    /// The least role that may call it with an update mask that names only fields which this role may change; [`Self::role`] where
+    /// masks make no difference.
+    pub masked_role: Role,
     /// Whether another node's daemon may call it.
     pub peers: bool,
     /// What the call does; never [`MethodEffect::Unspecified`].

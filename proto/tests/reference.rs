@@ -9,7 +9,7 @@ use prost_types::{
     DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet,
     field_descriptor_proto::{Label, Type},
 };
-use proto::rule::{METHOD_RULES, MethodEffect};
+use proto::rule::{METHOD_RULES, MethodEffect, Role};
 
 const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/src/reference.md");
 /// Files in which everything has a comment.
@@ -105,13 +105,17 @@ fn services(page: &mut String, file: &FileDescriptorProto, comments: &Comments) 
                 MethodEffect::Read => "",
                 _ => " In the audit log.",
             };
+            let role = |role: Role| role.as_str_name().trim_start_matches("ROLE_").to_lowercase();
+            let mut roles = role(rule.role);
+            if rule.masked_role != rule.role {
+                let _ = write!(roles, "; {} by mask", role(rule.masked_role));
+            }
             let _ = writeln!(
                 page,
-                "| `{}` | {} | {} | {} | {}{audited} |",
+                "| `{}` | {} | {} | {roles} | {}{audited} |",
                 method.name(),
                 stream(method.client_streaming(), method.input_type()),
                 stream(method.server_streaming(), method.output_type()),
-                rule.role.as_str_name().trim_start_matches("ROLE_").to_lowercase(),
                 comments.cell(&[6, index, 2, number]),
             );
         }

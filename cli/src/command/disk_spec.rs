@@ -50,6 +50,24 @@ impl Limits {
         *self == Self::default()
     }
 
+    /// The fields of a limit that are named, and the bursts that go with a limit which is taken away.
+    pub fn named(&self) -> Vec<&'static str> {
+        let fields = [
+            ("bytes_per_second", self.bps.is_some()),
+            ("operations_per_second", self.iops.is_some()),
+            ("burst_bytes", self.burst.is_some() || self.bps == Some(0)),
+            (
+                "burst_operations",
+                self.burst_ops.is_some() || self.iops == Some(0),
+            ),
+        ];
+        fields
+            .into_iter()
+            .filter(|(_, named)| *named)
+            .map(|(field, _)| field)
+            .collect()
+    }
+
     /// `limit` with those changed that are named.
     pub fn over(&self, limit: v1::RateLimit) -> v1::RateLimit {
         // A burst has no meaning without its limit, and goes with it.

@@ -5,7 +5,7 @@ use proto::v1;
 
 use super::{
     act, parallel,
-    update::{self, How},
+    update::{self, Change, How},
 };
 use crate::{
     args::{Selector, Targets, Timeout, node::LabelChange, vm_name},
@@ -125,18 +125,27 @@ pub async fn label(
     super::all(failures)
 }
 
-fn changed(there: &v1::Vm, what: What, changes: &[LabelChange]) -> v1::Vm {
+/// Only the keys that are named: what others set meanwhile stays.
+fn changed(there: &v1::Vm, what: What, changes: &[LabelChange]) -> Change {
     let mut vm = there.clone();
     let metadata = vm.metadata.get_or_insert_default();
-    let pairs = match what {
-        What::Labels => &mut metadata.labels,
-        What::Annotations => &mut metadata.annotations,
+    let (field, pairs) = match what {
+        What::Labels => ("labels", &mut metadata.labels),
+        What::Annotations => ("annotations", &mut metadata.annotations),
     };
+    let mut paths = Vec::new();
     for change in changes {
-        match change {
-            LabelChange::Set(key, value) => drop(pairs.insert(key.clone(), value.clone())),
-            LabelChange::Remove(key) => drop(pairs.remove(key)),
-        }
+        let key = match change {
+            LabelChange::Set(key, value) => {
+                pairs.insert(key.clone(), value.clone());
+                key
+            }
+            LabelChange::Remove(key) => {
+                pairs.remove(key);
+                key
+            }
+        };
+        paths.push(format!("metadata.{field}[{key}]"));
     }
-    vm
+    Change { vm, paths }
 }

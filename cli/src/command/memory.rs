@@ -2,30 +2,37 @@
 
 use proto::v1;
 
-use crate::{
-    args::memory::SetMemory,
-    client::{Client, WORK, about_vm, send},
-    failure::Result,
-    manifest::quantity,
-    output,
-};
+use super::update::{self, Change, How};
+use crate::{args::memory::SetMemory, client::Client, failure::Result, manifest::quantity, output};
 
 /// `set memory`.
 pub async fn set(client: &Client, args: &SetMemory) -> Result<()> {
-    let target = args.target.unwrap_or_default();
-    let request = v1::SetMemoryTargetRequest {
-        name: args.name.clone(),
+    let (name, target) = (&args.name, args.target.unwrap_or_default());
+    let balloon = v1::BalloonSpec {
         target_bytes: target,
         ..Default::default()
     };
-    let answer = send!(client.limit(WORK), client.vms, set_memory_target, request).await;
-    answer.map_err(|failure| about_vm(failure, &args.name))?;
-    let name = &args.name;
+    let change = Change {
+        vm: v1::Vm {
+            metadata: Some(v1::ObjectMetadata {
+                name: name.clone(),
+                ..Default::default()
+            }),
+            spec: Some(v1::VmSpec {
+                balloon: Some(balloon),
+                ..Default::default()
+            }),
+            ..Default::default()
+        },
+        paths: vec!["spec.balloon.target_bytes".to_owned()],
+    };
+    let vm = update::change(client, change, How::default()).await?;
+    let waits = update::waits(&vm, "spec.balloon.targetBytes");
     if target == 0 {
-        return output::line(format!("vm/{name} gets all of its memory back"));
+        return output::line(format!("vm/{name} gets all of its memory back{waits}"));
     }
     output::line(format!(
-        "vm/{name} is asked to do with {}",
+        "vm/{name} is asked to do with {}{waits}",
         quantity::show(target)
     ))
 }

@@ -1,5 +1,7 @@
 //! `patch`: changes fields of VMs without their whole manifests.
 
+mod paths;
+
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -10,7 +12,7 @@ use clap::{ArgGroup, Args};
 use proto::v1;
 use serde_json::{Map, Value as Json};
 
-use super::update::{self, How};
+use super::update::{self, Change, How};
 use crate::{
     args::{Timeout, duration, vm_name},
     client::Client,
@@ -174,21 +176,32 @@ pub async fn patch(client: &Client, args: &Patch, merge: Option<&Json>) -> Resul
         .try_for_each(|line| output::line(format!("  {line}")))
 }
 
-/// The VM as it is to be.
-fn patched(there: &v1::Vm, merge: Option<&Json>, sets: &[Set]) -> Result<v1::Vm> {
+/// The VM as it is to be, and which of its fields are changed.
+fn patched(there: &v1::Vm, merge: Option<&Json>, sets: &[Set]) -> Result<Change> {
     let mut vm = there.clone();
     manifest::strip(&mut vm);
     let mut json = emit::json(&vm)?;
+    let mut paths = Vec::new();
     if let Some(merge) = merge {
+        paths = paths::of_merge(merge);
         merge_into(&mut json, merge);
     }
     for set in sets {
+        paths.extend(paths::of_steps(&json, &set.path, &set.value));
         put(&mut json, &set.path, &set.value)?;
     }
+    let name = there.metadata.as_ref().map_or("", |metadata| &metadata.name);
+    if json.pointer("/metadata/name").and_then(Json::as_str) != Some(name) {
+        return Err(Failure::new(
+            Code::Invalid,
+            format!("a VM's name can't be changed: it is \"{name}\""),
+        ));
+    }
+    paths.retain(|path| path != "metadata.name");
     // As a manifest, so that values may be written as in one.
     let documents = manifest::parse(&json.to_string(), "the patched VM")?;
     match documents.into_iter().next().map(|document| document.object) {
-        Some(Object::Vm(vm)) => Ok(*vm),
+        Some(Object::Vm(vm)) => Ok(Change { vm: *vm, paths }),
         _ => Err(Failure::new(
             Code::Invalid,
             "a patch can't make something else of a VM",

@@ -2,12 +2,15 @@
 
 use std::time::Duration;
 
-use proto::v1::{self, ApplyMode, VmPhase};
+use proto::{
+    v1::{self, ApplyMode, VmPhase},
+    well_known,
+};
 
 use super::difference;
 use crate::{
     client::{Client, DISKS, WORK, about_vm, empty_answer, send},
-    failure::Result,
+    failure::{Code, Result},
 };
 
 /// What the daemon gives a guest to power off when nothing is said.
@@ -15,9 +18,6 @@ const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 
 /// What is said of a VM that is as wanted.
 pub const UNCHANGED: &str = "unchanged";
-
-/// How often a change is made anew of what somebody else has changed meanwhile.
-pub const TRIES: u32 = 5;
 
 /// How a VM is changed.
 #[derive(Clone, Copy, Debug, Default)]
@@ -39,51 +39,88 @@ pub struct Done {
     pub lines: Vec<String>,
 }
 
+/// A change of some fields of a VM.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Change {
+    /// Has the new values.
+    pub vm: v1::Vm,
+    /// The fields, as paths of an update mask.
+    pub paths: Vec<String>,
+}
+
 /// Makes a VM the one that is wanted.
 pub async fn update(client: &Client, wanted: v1::Vm, there: &v1::Vm, how: How) -> Result<Done> {
-    let name = wanted.metadata.clone().unwrap_or_default().name;
+    said(there, &send(client, wanted, None, how).await?)
+}
+
+/// Changes some fields of a VM; `change` makes the change of the VM that is there. What others change meanwhile stays.
+pub async fn rewrite(
+    client: &Client,
+    name: &str,
+    how: How,
+    change: impl Fn(&v1::Vm) -> Result<Change>,
+) -> Result<Done> {
+    let there = client.get(name).await?;
+    let mut change = change(&there)?;
+    if change.paths.is_empty() {
+        return said(&there, &there);
+    }
+    // Not another VM that has the name by now.
+    let uid = there.metadata.clone().unwrap_or_default().uid;
+    change.vm.metadata.get_or_insert_default().uid = uid;
+    said(&there, &self::change(client, change, how).await?)
+}
+
+/// Changes some fields of a VM; the VM after that.
+pub async fn change(client: &Client, change: Change, how: How) -> Result<v1::Vm> {
+    let Change { mut vm, paths } = change;
+    vm.status = None;
+    if let Some(metadata) = &mut vm.metadata {
+        metadata.generation = 0;
+    }
+    send(client, vm, Some(well_known::FieldMask { paths }), how).await
+}
+
+async fn send(
+    client: &Client,
+    vm: v1::Vm,
+    update_mask: Option<well_known::FieldMask>,
+    how: How,
+) -> Result<v1::Vm> {
+    let name = vm.metadata.clone().unwrap_or_default().name;
     let apply = match how {
         How { dry_run: true, .. } => ApplyMode::DryRun,
         How { restart: true, .. } => ApplyMode::Restart,
         _ => ApplyMode::Unspecified,
     };
     let request = v1::UpdateVmRequest {
-        vm: Some(wanted),
+        vm: Some(vm),
+        update_mask,
         apply: apply.into(),
         grace_period: how.grace.map(Into::into),
         ..Default::default()
     };
     let limit = how.grace.unwrap_or(DEFAULT_GRACE) + WORK;
     let answer = send!(client.limit(limit), client.vms, update_vm, request).await;
-    let answer = answer.map_err(|failure| match &*failure.reason {
-        "DISK_NOT_FOUND" => failure.about("vm", &name).hint(DISKS),
+    let answer = answer.map_err(|failure| match (&*failure.reason, failure.code) {
+        // By an operator's mask: one of the VM's own disks.
+        ("DISK_NOT_FOUND", Code::NotFound) => {
+            failure.hint(format!("`vmmctl describe vm {name}` shows its disks"))
+        }
+        ("DISK_NOT_FOUND", _) => failure.about("vm", &name).hint(DISKS),
         _ => about_vm(failure, &name),
     });
-    let vm = answer?.vm;
-    said(there, &vm.ok_or_else(empty_answer)?)
+    answer?.vm.ok_or_else(empty_answer)
 }
 
-/// Makes a VM what `wanted` makes of it. When somebody else changes it between the two, it is read and changed anew.
-pub async fn rewrite(
-    client: &Client,
-    name: &str,
-    how: How,
-    wanted: impl Fn(&v1::Vm) -> Result<v1::Vm>,
-) -> Result<Done> {
-    let mut tries = 0;
-    loop {
-        tries += 1;
-        let there = client.get(name).await?;
-        let mut vm = wanted(&there)?;
-        let known = there.metadata.clone().unwrap_or_default();
-        let metadata = vm.metadata.get_or_insert_default();
-        (metadata.uid, metadata.generation) = (known.uid, known.generation);
-        vm.status = None;
-        match update(client, vm, &there, how).await {
-            Err(failure) if &*failure.reason == "GENERATION_MISMATCH" && tries < TRIES => {}
-            done => return done,
-        }
-    }
+/// Why the machine has not taken over the change of a field yet, for the end of a line; empty when it has.
+pub fn waits(vm: &v1::Vm, path: &str) -> String {
+    let pending = vm.status.iter().flat_map(|status| &status.pending_changes);
+    let mut found = pending.filter(|change| change.path == path);
+    found
+        .next()
+        .map(|change| format!(" {}", at_next_start(change)))
+        .unwrap_or_default()
 }
 
 /// What to say of a VM that was `there` and is `now`.

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use proto::v1::{self, set_rate_limit_request::Target};
+use proto::v1;
 
 use super::{
     disk_spec::{self, usage},
-    update,
+    update::{self, Change, How},
 };
 use crate::{
     args::{
@@ -118,44 +118,59 @@ pub fn target(args: &Limit) -> Result<Target> {
     }
 }
 
-/// Changes a limit; what is not named stays as it is. When somebody else changes the VM between the two it is read and changed
-/// anew.
+/// Changes a limit; what is not named stays as it is.
 pub async fn limit(client: &Client, args: &Limit, target: Target) -> Result<()> {
-    let mut tries = 0;
-    let done = loop {
-        tries += 1;
-        let there = client.get(&args.vm).await?;
-        let limit = if args.none {
-            v1::RateLimit::default()
-        } else {
-            args.limits.over(present(&there, &target))
-        };
-        match set_limit(client, &there, &target, limit).await {
-            Err(failure) if &*failure.reason == "GENERATION_MISMATCH" && tries < update::TRIES => {}
-            done => break done?,
-        }
+    let (path, shown) = match &target {
+        Target::Disk(name) => (
+            format!("spec.disks[{name}].rate_limit"),
+            format!("spec.disks[{name}].rateLimit"),
+        ),
+        Target::Group(name) => (
+            format!("spec.rate_groups[{name}].limit"),
+            format!("spec.rateGroups[{name}].limit"),
+        ),
     };
-    output::line(format!("vm/{} {done}", args.vm))
+    let paths = match args.limits.named() {
+        _ if args.none => vec![path],
+        named => named.into_iter().map(|field| format!("{path}.{field}")).collect(),
+    };
+    let wanted = args.limits.over(v1::RateLimit::default());
+    let mut spec = v1::VmSpec::default();
+    match &target {
+        Target::Disk(name) => spec.disks.push(v1::DiskSpec {
+            name: name.clone(),
+            rate_limit: (!args.none).then_some(wanted),
+            ..Default::default()
+        }),
+        Target::Group(name) => spec.rate_groups.push(v1::RateGroup {
+            name: name.clone(),
+            limit: (!args.none).then_some(wanted),
+        }),
+    }
+    let change = Change {
+        vm: v1::Vm {
+            metadata: Some(v1::ObjectMetadata {
+                name: args.vm.clone(),
+                ..Default::default()
+            }),
+            spec: Some(spec),
+            ..Default::default()
+        },
+        paths,
+    };
+    let vm = update::change(client, change, How::default()).await?;
+    let done = say_limit(&target, &present(&vm, &target));
+    let waits = update::waits(&vm, &shown);
+    output::line(format!("vm/{} {done}{waits}", args.vm))
 }
 
-/// Gives a disk or group of the VM that was seen a limit; what to say of it.
-async fn set_limit(client: &Client, there: &v1::Vm, target: &Target, limit: v1::RateLimit) -> Result<String> {
-    let done = say_limit(target, &limit);
-    let (Target::Disk(name) | Target::Group(name)) = target;
-    let known = there.metadata.clone().unwrap_or_default();
-    let request = v1::SetRateLimitRequest {
-        vm: known.name.clone(),
-        target: Some(target.clone()),
-        limit: Some(limit),
-        preconditions: Some(v1::Preconditions {
-            uid: known.uid,
-            generation: Some(known.generation),
-        }),
-        ..Default::default()
-    };
-    let answer = send!(client.limit(WORK), client.vms, set_rate_limit, request).await;
-    answer.map_err(|failure| about(failure, &known.name, name))?;
-    Ok(done)
+/// Whose limit is changed.
+#[derive(Clone, Debug)]
+pub enum Target {
+    /// That of a disk in the VM.
+    Disk(String),
+    /// That of a rate group of the VM.
+    Group(String),
 }
 
 /// `disk data: 100Mi/s`.
@@ -170,7 +185,7 @@ fn say_limit(target: &Target, limit: &v1::RateLimit) -> String {
     }
 }
 
-/// The limit that a disk or group has by the VM's spec; none when it isn't there, which the daemon then says.
+/// The limit that a disk or group has by the VM's spec; none when it isn't there.
 fn present(vm: &v1::Vm, target: &Target) -> v1::RateLimit {
     let spec = vm.spec.clone().unwrap_or_default();
     let limit = match target {

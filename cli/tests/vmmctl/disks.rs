@@ -453,15 +453,12 @@ fn a_limit_changes_only_what_is_named() {
         run(&daemon, "limit web --disk data --none"),
         done("vm/web disk data: no limit\n")
     );
-    assert_eq!(
-        web_disk(&daemon, "data").rate_limit,
-        Some(v1::RateLimit::default())
-    );
+    assert_eq!(web_disk(&daemon, "data").rate_limit, None);
     let expected =
         "error: say what to change: --bps, --iops, --burst, --burst-ops, or --none for no limit at all\n";
     assert_eq!(run(&daemon, "limit web --disk data"), failed(2, expected));
     let expected =
-        "error: VM \"web\" has no rate group or disk \"g\"; `vmmctl describe vm web` shows its disks\n";
+        "error: the VM has no rate group \"g\": it has none; `vmmctl describe vm web` shows its disks\n";
     assert_eq!(run(&daemon, "limit web --group g --iops 1"), failed(3, expected));
 }
 

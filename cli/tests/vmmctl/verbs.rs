@@ -624,7 +624,8 @@ fn set_memory_changes_the_target_and_describe_shows_it() {
         done("vm/web gets all of its memory back\n")
     );
     let calls = daemon.state.calls();
-    assert_eq!(calls[1..], ["memory target web 134217728", "memory target web 0"]);
+    let change = "update web APPLY_MODE_UNSPECIFIED grace=None spec.balloon.target_bytes";
+    assert_eq!(calls[1..], [change, change]);
     for wrong in [
         &["set", "memory", "web"][..],
         &["set", "memory", "web", "--all", "--target", "1Gi"],

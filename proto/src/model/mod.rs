@@ -8,6 +8,8 @@ pub mod balloon;
 pub mod cpu;
 pub mod disk;
 pub mod machine;
+#[cfg(feature = "reflect")]
+pub mod mask;
 pub mod metadata;
 pub mod name;
 pub mod nic;

@@ -14,7 +14,7 @@ use tonic_types::{ErrorDetails, StatusExt};
 use tower::{Layer, Service};
 
 use super::{
-    Audit, Caller,
+    Audit, Caller, Role,
     audit::{self, Record},
     body::{Arrival, Outcome, code},
     rule::{self, Rule},
@@ -66,25 +66,36 @@ impl Guard {
             ));
         };
         if !caller.role.is_some_and(|role| rule.admits(role)) {
-            return Err(refused(role_required(caller, rule)));
+            return Err(refused(role_required(caller, rule.method, rule.whole)));
         }
         Ok((Arc::clone(caller), rule))
     }
 }
 
-fn role_required(caller: &Caller, rule: &Rule) -> Status {
+/// Refuses a request of the method that is called by `path` unless its caller has the role that changing what its update mask
+/// names takes (`masked`), or without a mask the role of the method.
+pub fn require<T>(request: &tonic::Request<T>, path: &str, masked: Option<Role>) -> Result<(), Status> {
+    let (Some(caller), Some(rule)) = (request.extensions().get::<Arc<Caller>>(), rule::find(path)) else {
+        return Err(Status::unauthenticated("nobody knows who asks"));
+    };
+    let role = masked.map_or(rule.whole, |masked| masked.max(rule.least));
+    // A peer is apart, and changes nothing.
+    match caller.role {
+        Some(has) if has != Role::Peer && has >= role => Ok(()),
+        _ => Err(role_required(caller, rule.method, role)),
+    }
+}
+
+fn role_required(caller: &Caller, method: &str, least: Role) -> Status {
     let has = match caller.role {
         Some(role) => format!("has the role {role}"),
-        None => format!("gives no role (a URI {}ROLE)", super::Role::URI),
+        None => format!("gives no role (a URI {}ROLE)", Role::URI),
     };
-    let (_, method) = rule.method.split_once('/').unwrap_or_default();
-    let message = format!(
-        "{method} needs the role {}; {} {has}",
-        rule.least, caller.initiator
-    );
+    let (_, short) = method.split_once('/').unwrap_or_default();
+    let message = format!("{short} needs the role {least}; {} {has}", caller.initiator);
     let metadata = [
-        ("role".to_owned(), rule.least.to_string()),
-        ("method".to_owned(), rule.method.to_owned()),
+        ("role".to_owned(), least.to_string()),
+        ("method".to_owned(), method.to_owned()),
     ];
     let mut details = ErrorDetails::new();
     details.set_error_info("ROLE_REQUIRED", crate::grpc::DOMAIN, metadata);

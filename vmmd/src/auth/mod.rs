@@ -15,6 +15,6 @@ mod share;
 pub use audit::Audit;
 pub use bucket::Bucket;
 pub use caller::Caller;
-pub use guard::{Bounds, Guard};
+pub use guard::{Bounds, Guard, require};
 pub use role::Role;
 pub use share::{Place, Places};

@@ -49,6 +49,17 @@ impl Role {
     }
 }
 
+impl From<proto::rule::Role> for Role {
+    /// A rule always names a role; what names none is an admin's.
+    fn from(role: proto::rule::Role) -> Self {
+        match role {
+            proto::rule::Role::Viewer => Self::Viewer,
+            proto::rule::Role::Operator => Self::Operator,
+            proto::rule::Role::Admin | proto::rule::Role::Unspecified => Self::Admin,
+        }
+    }
+}
+
 impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())

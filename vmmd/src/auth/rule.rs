@@ -15,8 +15,10 @@ use super::{Role, object::Object};
 pub struct Rule {
     /// `vmmd.v1.VmService/GetVm`: the path of the call without the first slash.
     pub method: &'static str,
-    /// The least role that may call it.
+    /// The least role that may call it, if only with an update mask that names what this role may change.
     pub least: Role,
+    /// The least role that may call it whatever the request says.
+    pub whole: Role,
     /// Whether a peer may.
     pub peer: bool,
     /// What it is about, when it is in the audit log: it changes something, or reads what belongs to a guest.
@@ -39,12 +41,8 @@ impl Rule {
     fn of(rule: &MethodRule) -> Self {
         Self {
             method: rule.method,
-            least: match rule.role {
-                proto::rule::Role::Viewer => Role::Viewer,
-                proto::rule::Role::Operator => Role::Operator,
-                // A rule always says one.
-                proto::rule::Role::Admin | proto::rule::Role::Unspecified => Role::Admin,
-            },
+            least: rule.masked_role.into(),
+            whole: rule.role.into(),
             peer: rule.peers,
             audited: (rule.effect != MethodEffect::Read).then_some(Object {
                 kind: rule.kind,
@@ -59,6 +57,7 @@ impl Rule {
         Self {
             method,
             least: Role::Viewer,
+            whole: Role::Viewer,
             peer: true,
             audited: None,
             long: stream,

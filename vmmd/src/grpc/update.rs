@@ -3,11 +3,13 @@
 use std::sync::Arc;
 
 use proto::{
-    model::{Violations, vm::Manifest},
+    model::{Violations, mask::UpdateMask, vm::Manifest},
     v1::{self, ApplyMode},
 };
+use tonic::Status;
 
 use crate::{
+    auth,
     context::Context,
     failure::Failure,
     host::Host,
@@ -15,12 +17,28 @@ use crate::{
     vm::{Update, files},
 };
 
-/// The VM that a request is about, and what it is to be; all wrong fields at once.
+/// What UpdateVm is called by.
+const PATH: &str = "/vmmd.v1.VmService/UpdateVm";
+
+/// Refuses an update whose mask names what the caller may not change; without a mask it is an admin's.
+pub fn permit(request: &tonic::Request<v1::UpdateVmRequest>) -> Result<(), Status> {
+    let mask = mask(request.get_ref())?;
+    auth::require(request, PATH, mask.map(|mask| mask.role().into()))
+}
+
+fn mask(request: &v1::UpdateVmRequest) -> Result<Option<UpdateMask>, Failure> {
+    let mask = request.update_mask.as_ref();
+    let parsed = mask.map(|mask| UpdateMask::new("updateMask", &mask.paths));
+    Ok(parsed.transpose()?)
+}
+
+/// The VM that a request is about, and what is to be changed; all wrong fields at once.
 pub fn parse(
     host: &Host,
     request: v1::UpdateVmRequest,
     context: Context,
 ) -> Result<(String, Box<Update>), Failure> {
+    let mask = mask(&request)?;
     let v1::UpdateVmRequest {
         vm,
         apply,
@@ -36,42 +54,44 @@ pub fn parse(
         found.0.extend(failure.violations.0);
         None
     });
-    let Some(mut vm) = vm else {
+    let Some(vm) = vm else {
         found.add("vm", "must be given");
         return Err(found.into());
     };
-    for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
-        host.disks.fill_format(disk);
-    }
     if vm.status.is_some() {
         found.add("status", "is set by the daemon: leave it out");
     }
-    let manifest = Manifest::try_from(&vm);
-    let manifest = match (manifest, found.0.is_empty()) {
-        (Ok(manifest), true) => manifest,
-        (Ok(_), false) => return Err(found.into()),
-        (Err(more), _) => {
-            found.0.extend(more.0);
-            return Err(found.into());
-        }
-    };
-    let metadata = vm.metadata.unwrap_or_default();
+    let name = vm
+        .metadata
+        .as_ref()
+        .map_or("", |metadata| &metadata.name)
+        .to_owned();
     let update = Update {
-        manifest,
-        spec: vm.spec.unwrap_or_default(),
-        uid: metadata.uid,
-        create_time: metadata.create_time,
-        generation: (metadata.generation != 0).then_some(metadata.generation),
+        vm,
+        mask,
         mode,
         grace,
         context,
     };
-    Ok((metadata.name, Box::new(update)))
+    // What a mask leaves of a VM is known when it is applied.
+    if update.mask.is_none() {
+        let whole = update.desired(&v1::Vm::default(), &host.disks)?;
+        found
+            .0
+            .extend(Manifest::try_from(&whole).err().unwrap_or_default().0);
+    }
+    Ok(found.or((name, Box::new(update)))?)
 }
 
 /// For a dry run: whether the files are there.
-pub async fn check_files(host: &Arc<Host>, name: &str, update: &Update) -> Result<(), Failure> {
-    let (of, name, spec) = (Arc::clone(host), name.to_owned(), update.manifest.spec.clone());
+pub async fn check_files(
+    host: &Arc<Host>,
+    name: &str,
+    present: &v1::Vm,
+    update: &Update,
+) -> Result<(), Failure> {
+    let spec = Manifest::try_from(&update.desired(present, &host.disks)?)?.spec;
+    let (of, name) = (Arc::clone(host), name.to_owned());
     let paths = files::named(&spec, &host.sources());
     let looking = host
         .pools

@@ -2,10 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use proto::{
-    model::{Violations, disk::RateLimit},
-    v1::{self, vm_service_server::VmService},
-};
+use proto::v1::{self, vm_service_server::VmService};
 use tokio::sync::oneshot;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -21,7 +18,7 @@ use crate::{
     host::Host,
     request::once,
     stats, text,
-    vm::{self, Command, DiskRequest, Target, admission, table::Entry},
+    vm::{self, Command, DiskRequest, admission, table::Entry},
 };
 
 /// How long the guest may take to eject a disk when nothing is given.
@@ -258,35 +255,6 @@ impl VmService for Vms {
         .await
     }
 
-    async fn set_rate_limit(
-        &self,
-        request: Request<v1::SetRateLimitRequest>,
-    ) -> Result<Response<v1::SetRateLimitResponse>, Status> {
-        once(&self.host, request, |host, request, context| async move {
-            let v1::SetRateLimitRequest {
-                vm, target, limit, ..
-            } = request;
-            let mut found = Violations::default();
-            let limit = limit.unwrap_or_default();
-            let limit = RateLimit::new(&mut found, "limit", &limit);
-            let target = match target {
-                Some(v1::set_rate_limit_request::Target::Disk(name)) => Some(Target::Disk(name)),
-                Some(v1::set_rate_limit_request::Target::Group(name)) => Some(Target::Group(name)),
-                None => {
-                    found.add("target", "must be given: `disk` or `group`");
-                    None
-                }
-            };
-            let target = found.or(target).map_err(Failure::from)?;
-            let target = target.ok_or_else(|| Failure::field("target", "must be given"))?;
-            let vm = Self::new(host)
-                .ask_disk(context, &vm, DiskRequest::Limit(target, limit))
-                .await?;
-            Ok(v1::SetRateLimitResponse { vm: Some(vm) })
-        })
-        .await
-    }
-
     async fn get_vm_disk_stats(
         &self,
         request: Request<v1::GetVmDiskStatsRequest>,
@@ -315,14 +283,17 @@ impl VmService for Vms {
         &self,
         request: Request<v1::UpdateVmRequest>,
     ) -> Result<Response<v1::UpdateVmResponse>, Status> {
+        update::permit(&request)?;
         once(&self.host, request, |host, request, context| async move {
             let no_wait = request.no_wait;
             let (name, update) = update::parse(&host, request, context)?;
+            let vms = Self::new(Arc::clone(&host));
             if update.mode == v1::ApplyMode::DryRun {
-                update::check_files(&host, &name, &update).await?;
+                let present = vms.find(&name)?.state.borrow().clone();
+                update::check_files(&host, &name, &present, &update).await?;
             }
             let command = |reply| Command::Update { update, reply };
-            let (vm, operation) = Self::new(host).operate(&name, command, no_wait).await?;
+            let (vm, operation) = vms.operate(&name, command, no_wait).await?;
             Ok(v1::UpdateVmResponse {
                 vm: Some(vm),
                 operation,
@@ -349,25 +320,6 @@ impl VmService for Vms {
         let entry = self.find(&request.get_ref().name)?;
         let stream = logs::open(&self.host, entry.uid, request.get_ref()).await?;
         Ok(Response::new(stream))
-    }
-
-    async fn set_memory_target(
-        &self,
-        request: Request<v1::SetMemoryTargetRequest>,
-    ) -> Result<Response<v1::SetMemoryTargetResponse>, Status> {
-        once(&self.host, request, |host, request, context| async move {
-            let v1::SetMemoryTargetRequest {
-                name, target_bytes, ..
-            } = request;
-            let command = |reply| Command::MemoryTarget {
-                context,
-                bytes: target_bytes,
-                reply,
-            };
-            let vm = Self::new(host).send(&name, command).await?;
-            Ok(v1::SetMemoryTargetResponse { vm: Some(vm) })
-        })
-        .await
     }
 
     type ConsoleStream = console::Stream;

@@ -20,7 +20,7 @@
 //! | request | a retry after the daemon was killed |
 //! |---|---|
 //! | CreateVm | a VM with the mark is the answer, also when it has been deleted since; with `start` it is started when it never was |
-//! | UpdateVm, SetMemoryTarget, SetRateLimit | carried out again; `preconditions.generation` is not looked at, it was right when it began |
+//! | UpdateVm | what was written is not written again; what could not be applied is tried again |
 //! | DeleteVm | the answer is written together with the removal of the record: answered |
 //! | StartVm, RestartVm | a run that the request began, and that goes on, is the answer; else carried out again |
 //! | StopVm, PauseVm, ResumeVm | carried out again; what is so already is a success |

@@ -55,8 +55,6 @@ pub enum DiskRequest {
     Detach,
     /// Make one larger.
     Resize,
-    /// Change how much may flow.
-    Limit,
     /// Look at the counters.
     Stats,
 }
@@ -330,17 +328,16 @@ mod tests {
         use super::DiskRequest::*;
         let machine = Ok(Place::Machine);
         let spec = Ok(Place::Spec);
-        // One row per situation; columns: attach, detach, resize, limit, stats.
+        // One row per situation; columns: attach, detach, resize, stats.
         let table = [
-            (Down, [spec, spec, spec, spec, Err(NotRunning)]),
-            (Starting, [Err(Busy(Starting)); 5]),
-            (Running, [machine; 5]),
-            (Paused, [machine; 5]),
-            (Changing, [machine; 5]),
+            (Down, [spec, spec, spec, Err(NotRunning)]),
+            (Starting, [Err(Busy(Starting)); 4]),
+            (Running, [machine; 4]),
+            (Paused, [machine; 4]),
+            (Changing, [machine; 4]),
             (
                 STOPPING,
                 [
-                    Err(Busy(STOPPING)),
                     Err(Busy(STOPPING)),
                     Err(Busy(STOPPING)),
                     Err(Busy(STOPPING)),
@@ -353,14 +350,13 @@ mod tests {
                     Err(Busy(RESTARTING)),
                     Err(Busy(RESTARTING)),
                     Err(Busy(RESTARTING)),
-                    Err(Busy(RESTARTING)),
                     machine,
                 ],
             ),
-            (Terminating, [Err(BeingDeleted); 5]),
+            (Terminating, [Err(BeingDeleted); 4]),
         ];
         for (situation, row) in table {
-            for (request, expected) in [Attach, Detach, Resize, Limit, Stats].into_iter().zip(row) {
+            for (request, expected) in [Attach, Detach, Resize, Stats].into_iter().zip(row) {
                 assert_eq!(
                     admit_disk(situation, request),
                     expected,

@@ -21,7 +21,7 @@ mod supervisor;
 pub mod table;
 mod unusable;
 
-pub use actor::{Answer, Command, DiskRequest, Life, Reply, Target, Update, public_stats};
+pub use actor::{Answer, Command, DiskRequest, Life, Reply, Update, public_stats};
 pub use create::create;
 pub use log_guard::LogGuard;
 pub use process::Process;

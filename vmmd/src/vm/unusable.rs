@@ -222,7 +222,7 @@ impl Unusable {
                 }
             },
             Command::Reconsider => return false,
-            Command::Disk { reply, .. } | Command::MemoryTarget { reply, .. } => {
+            Command::Disk { reply, .. } => {
                 let _ = reply.send(Err(self.refusal()));
                 return false;
             }

@@ -12,13 +12,13 @@ const MIB: u64 = 1 << 20;
 
 impl Daemon {
     pub async fn memory_target(&self, vm: &str, target_bytes: u64) -> Result<v1::Vm, Status> {
-        let request = v1::SetMemoryTargetRequest {
-            name: vm.into(),
+        let balloon = BalloonSpec {
             target_bytes,
             ..Default::default()
         };
-        let answer = self.client().set_memory_target(request).await?;
-        Ok(answer.into_inner().vm.unwrap())
+        let change = |spec: &mut v1::VmSpec| spec.balloon = Some(balloon);
+        self.change_fields(vm, &["spec.balloon.target_bytes"], change)
+            .await
     }
 }
 
@@ -88,7 +88,11 @@ async fn without_a_balloon_there_is_no_target() {
     });
     daemon.create(vm).await.unwrap();
     let refused = daemon.memory_target("web", 64 * MIB).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NO_BALLOON".into()));
+    assert_eq!(
+        refusal(&refused),
+        (Code::InvalidArgument, "INVALID_FIELDS".into())
+    );
+    assert!(refused.message().contains("spec.balloon.disabled"), "{refused}");
 
     let mut vm = daemon.manifest("huge", "");
     let spec = vm.spec.as_mut().unwrap();
@@ -99,11 +103,16 @@ async fn without_a_balloon_there_is_no_target() {
 }
 
 #[tokio::test]
-async fn a_machine_that_has_no_balloon_yet_keeps_the_target_that_it_had() {
+async fn a_target_that_the_machine_cannot_take_waits_for_its_next_start() {
     let daemon = Daemon::start().await;
     daemon.run("web", "mock.balloon=missing").await;
-    let refused = daemon.memory_target("web", 64 * MIB).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NO_BALLOON".into()));
-    assert!(refused.message().contains("restart"), "{refused}");
-    assert_eq!(target(&daemon.get("web").await.unwrap()), 0);
+    let vm = daemon.memory_target("web", 64 * MIB).await.unwrap();
+    assert_eq!(target(&vm), 64 * MIB);
+    let [waiting] = status(&vm).pending_changes.as_slice() else {
+        panic!("{vm:?}")
+    };
+    assert_eq!(waiting.path, "spec.balloon.targetBytes");
+    assert!(waiting.message.contains("restart"), "{waiting:?}");
+    let vm = daemon.memory_target("web", 0).await.unwrap();
+    assert!(status(&vm).pending_changes.is_empty(), "{vm:?}");
 }

@@ -9,23 +9,36 @@ use crate::{
     harness::{Daemon, refusal, status},
 };
 
-use v1::set_rate_limit_request::Target;
+/// Whose limit is changed.
+enum Target {
+    Disk(&'static str),
+    Group(&'static str),
+}
 
 impl Daemon {
     async fn limit(&self, vm: &str, target: Target, bytes_per_second: u64) -> Result<v1::Vm, Status> {
-        let request = v1::SetRateLimitRequest {
-            vm: vm.into(),
-            target: Some(target),
-            limit: Some(limit(bytes_per_second)),
-            ..Default::default()
-        };
-        Ok(self
-            .client()
-            .set_rate_limit(request)
-            .await?
-            .into_inner()
-            .vm
-            .unwrap())
+        let limit = Some(limit(bytes_per_second));
+        match target {
+            Target::Disk(name) => {
+                let disk = DiskSpec {
+                    name: name.into(),
+                    rate_limit: limit,
+                    ..Default::default()
+                };
+                let path = format!("spec.disks[{name}].rate_limit");
+                self.change_fields(vm, &[&path], |spec| spec.disks.push(disk))
+                    .await
+            }
+            Target::Group(name) => {
+                let group = v1::RateGroup {
+                    name: name.into(),
+                    limit,
+                };
+                let path = format!("spec.rate_groups[{name}].limit");
+                self.change_fields(vm, &[&path], |spec| spec.rate_groups.push(group))
+                    .await
+            }
+        }
     }
 
     /// The mock tells the limit of bytes per second as `throttled`.
@@ -43,11 +56,11 @@ fn limit(bytes_per_second: u64) -> RateLimit {
 }
 
 fn of_disk() -> Target {
-    Target::Disk("own".into())
+    Target::Disk("own")
 }
 
 fn of_group() -> Target {
-    Target::Group("slow".into())
+    Target::Group("slow")
 }
 
 fn limited(daemon: &Daemon, options: &str) -> v1::Vm {
@@ -91,33 +104,23 @@ async fn limits_change_stored_and_running() {
 #[tokio::test]
 async fn a_limit_that_cannot_be_is_refused_and_changes_nothing() {
     let daemon = Daemon::start().await;
-    daemon
-        .create(limited(&daemon, "mock.limit=refuse"))
-        .await
-        .unwrap();
+    daemon.create(limited(&daemon, "")).await.unwrap();
     daemon.start_vm("web").await.unwrap();
     for (target, bytes, code, reason) in [
         (of_disk(), 1, Code::InvalidArgument, "INVALID_FIELDS"),
+        (Target::Disk("none"), 5000, Code::NotFound, "DISK_NOT_FOUND"),
         (
-            Target::Disk("none".into()),
-            5000,
-            Code::NotFound,
-            "DISK_NOT_FOUND",
-        ),
-        (
-            Target::Group("none".into()),
+            Target::Group("none"),
             5000,
             Code::NotFound,
             "RATE_GROUP_NOT_FOUND",
         ),
         (
-            Target::Disk("grouped".into()),
+            Target::Disk("grouped"),
             5000,
-            Code::FailedPrecondition,
-            "DISK_IN_RATE_GROUP",
+            Code::InvalidArgument,
+            "INVALID_FIELDS",
         ),
-        (of_disk(), 5000, Code::Internal, "INTERNAL"),
-        (of_group(), 5000, Code::Internal, "INTERNAL"),
     ] {
         let refused = daemon.limit("web", target, bytes).await.unwrap_err();
         assert_eq!(refusal(&refused), (code, reason.into()));
@@ -126,16 +129,26 @@ async fn a_limit_that_cannot_be_is_refused_and_changes_nothing() {
             (None, Some(limit(1 << 20)))
         );
     }
-    let request = v1::SetRateLimitRequest {
-        vm: "web".into(),
-        ..Default::default()
-    };
-    let refused = daemon.client().set_rate_limit(request).await.unwrap_err();
-    assert!(
-        refused.message().contains("`disk` or `group`"),
-        "{}",
-        refused.message()
-    );
+}
+
+#[tokio::test]
+async fn a_limit_that_the_machine_refuses_waits_for_its_next_start_and_a_newer_one_stays() {
+    let daemon = Daemon::start().await;
+    daemon
+        .create(limited(&daemon, "mock.limit=refuse"))
+        .await
+        .unwrap();
+    daemon.start_vm("web").await.unwrap();
+    for bytes in [5000, 6000] {
+        let vm = daemon.limit("web", of_disk(), bytes).await.unwrap();
+        assert_eq!(stored(&vm).0, Some(limit(bytes)));
+        let waiting = &status(&vm).pending_changes[0];
+        assert_eq!(waiting.path, "spec.disks[own].rateLimit");
+        assert!(!waiting.message.is_empty(), "{waiting:?}");
+    }
+    assert_eq!(daemon.limits("web").await[0], 0, "of the machine");
+    let vm = daemon.limit("web", of_group(), 7000).await.unwrap();
+    assert_eq!(status(&vm).pending_changes.len(), 2, "{vm:?}");
 }
 
 #[tokio::test]

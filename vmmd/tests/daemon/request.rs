@@ -423,7 +423,6 @@ async fn each_mutation_is_refused_when_the_generation_is_another() {
         attach_disk(AttachDiskRequest { vm, disk: Some(data) }),
         detach_disk(DetachDiskRequest { vm, disk: "data".into() }),
         resize_vm_disk(ResizeVmDiskRequest { vm, disk: "data".into(), size_bytes: Some(512) }),
-        set_rate_limit(SetRateLimitRequest { vm, target: Some(v1::set_rate_limit_request::Target::Disk("data".into())) }),
         delete_vm(DeleteVmRequest { name, force: true }),
     );
     for (call, answer) in answers {

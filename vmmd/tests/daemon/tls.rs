@@ -14,6 +14,7 @@ use tonic_types::StatusExt;
 use crate::{
     harness::{Daemon, refusal},
     pki::{self, Leaf, Pki},
+    update::masked,
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -81,6 +82,56 @@ fn documented() -> BTreeMap<String, Vec<&'static str>> {
 /// The failure of a connection, not the answer of a daemon.
 fn is_no_connection(status: &Status) -> bool {
     std::error::Error::source(status).is_some()
+}
+
+#[tokio::test]
+async fn an_operator_changes_limits_and_the_memory_target_by_a_mask_and_nothing_else() {
+    let pki = Pki::new("ca");
+    let daemon = pki::serve(&pki, "").await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().disks = vec![crate::attach::disk(&daemon, "data")];
+    daemon.create(vm.clone()).await.unwrap();
+    let leaf = pki.role("oscar", "operator");
+    let mut operator = VmServiceClient::new(pki.channel(&daemon, Some(&leaf)));
+    let disks = |spec: &mut v1::VmSpec| {
+        let limit = v1::RateLimit {
+            operations_per_second: 500,
+            ..Default::default()
+        };
+        let mut disk = vm.spec.as_ref().unwrap().disks[0].clone();
+        disk.rate_limit = Some(limit);
+        spec.disks = vec![disk];
+    };
+    let limit = masked("web", &["spec.disks[data].rate_limit"], disks);
+    operator.update_vm(limit).await.unwrap();
+    let target = |spec: &mut v1::VmSpec| {
+        spec.balloon = Some(v1::BalloonSpec {
+            target_bytes: 64 << 20,
+            ..Default::default()
+        });
+    };
+    let target = masked("web", &["spec.balloon.target_bytes"], target);
+    operator.update_vm(target).await.unwrap();
+    let whole = v1::UpdateVmRequest {
+        vm: Some(vm.clone()),
+        ..Default::default()
+    };
+    for refused in [
+        masked("web", &["spec.disks[data]"], disks),
+        masked(
+            "web",
+            &["spec.disks[data].rate_limit", "spec.disks[data].path"],
+            disks,
+        ),
+        whole,
+    ] {
+        let refused = operator.update_vm(refused).await.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::PermissionDenied, "ROLE_REQUIRED".into())
+        );
+        assert!(refused.message().contains("admin"), "{refused}");
+    }
 }
 
 #[tokio::test]

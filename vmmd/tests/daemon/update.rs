@@ -32,6 +32,25 @@ fn request(vm: v1::Vm) -> v1::UpdateVmRequest {
     }
 }
 
+/// A change of fields of a VM.
+pub fn masked(name: &str, paths: &[&str], change: impl FnOnce(&mut v1::VmSpec)) -> v1::UpdateVmRequest {
+    let mut spec = v1::VmSpec::default();
+    change(&mut spec);
+    let paths = paths.iter().map(|path| (*path).to_owned()).collect();
+    v1::UpdateVmRequest {
+        vm: Some(v1::Vm {
+            metadata: Some(v1::ObjectMetadata {
+                name: name.into(),
+                ..Default::default()
+            }),
+            spec: Some(spec),
+            ..Default::default()
+        }),
+        update_mask: Some(well_known::FieldMask { paths }),
+        ..Default::default()
+    }
+}
+
 impl Daemon {
     async fn update(&self, request: v1::UpdateVmRequest) -> Result<v1::Vm, Status> {
         Ok(self.client().update_vm(request).await?.into_inner().vm.unwrap())
@@ -40,6 +59,16 @@ impl Daemon {
     /// Changes the manifest of a VM.
     pub async fn change(&self, name: &str, change: impl FnOnce(&mut v1::VmSpec)) -> Result<v1::Vm, Status> {
         self.update(request(self.changed(name, change).await)).await
+    }
+
+    /// Changes fields of a VM by a mask; `change` gives the new values.
+    pub async fn change_fields(
+        &self,
+        name: &str,
+        paths: &[&str],
+        change: impl FnOnce(&mut v1::VmSpec),
+    ) -> Result<v1::Vm, Status> {
+        self.update(masked(name, paths, change)).await
     }
 
     async fn changed(&self, name: &str, change: impl FnOnce(&mut v1::VmSpec)) -> v1::Vm {
@@ -637,4 +666,85 @@ async fn hardware_addresses_never_move() {
         .await
         .unwrap();
     assert_eq!(generations(&said), (2, 0));
+}
+
+#[tokio::test]
+async fn by_a_mask_only_the_fields_that_it_names_are_changed() {
+    let daemon = Daemon::start().await;
+    let before = running_with_disk(&daemon, "").await;
+    let change = |spec: &mut v1::VmSpec| cores(spec, 3);
+    let vm = daemon
+        .change_fields("web", &["spec.cpu.cores"], change)
+        .await
+        .unwrap();
+    let mut expected = before.spec.clone().unwrap();
+    cores(&mut expected, 3);
+    assert_eq!(vm.spec, Some(expected));
+    assert_eq!(
+        vm.metadata.as_ref().unwrap().labels,
+        before.metadata.unwrap().labels
+    );
+    assert_eq!(pending(&vm).len(), 1, "{vm:?}");
+
+    // Two at once, of what neither has seen of the other.
+    let one = |label: &str| {
+        let mut request = masked("web", &[&format!("metadata.labels[{label}]")], |_| {});
+        let metadata = request.vm.as_mut().unwrap().metadata.as_mut().unwrap();
+        metadata.labels.insert(label.to_owned(), "here".into());
+        daemon.update(request)
+    };
+    let (first, second) = tokio::join!(one("first"), one("second"));
+    assert!(first.is_ok() && second.is_ok());
+    let labels = daemon.get("web").await.unwrap().metadata.unwrap().labels;
+    assert!(
+        labels.contains_key("first") && labels.contains_key("second"),
+        "{labels:?}"
+    );
+
+    // A disk leaves the spec and the machine.
+    let disk = vm.spec.unwrap().disks[0].name.clone();
+    let vm = daemon
+        .change_fields("web", &[&format!("spec.disks[{disk}]")], |_| {})
+        .await
+        .unwrap();
+    assert!(vm.spec.unwrap().disks.is_empty());
+
+    let dry = v1::UpdateVmRequest {
+        apply: ApplyMode::DryRun.into(),
+        ..masked("web", &["spec.cpu.cores"], |spec| cores(spec, 4))
+    };
+    assert_eq!(
+        daemon.update(dry).await.unwrap().spec.unwrap().cpu.unwrap().cores,
+        4
+    );
+    assert_eq!(
+        daemon.get("web").await.unwrap().spec.unwrap().cpu.unwrap().cores,
+        3
+    );
+}
+
+#[tokio::test]
+async fn a_mask_that_leads_nowhere_or_a_vm_that_would_be_none_is_refused() {
+    let daemon = Daemon::start().await;
+    let there = daemon.create(daemon.manifest("web", "")).await.unwrap();
+    for (paths, field) in [
+        (&["spec.nothing", "metadata.name"][..], "updateMask.paths[1]"),
+        (&[], "updateMask"),
+        (&["spec.boot"], "spec.boot"),
+        (&["spec.cpu.cores"], "spec.cpu.cores"),
+    ] {
+        let refused = daemon.change_fields("web", paths, |_| {}).await.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::InvalidArgument, "INVALID_FIELDS".into()),
+            "{paths:?}"
+        );
+        assert!(refused.message().contains(field), "{refused}");
+    }
+    let mut request = masked("web", &["spec.cpu.cores"], |spec| cores(spec, 2));
+    let metadata = request.vm.as_mut().unwrap().metadata.as_mut().unwrap();
+    metadata.generation = generations(&there).0 + 1;
+    let refused = daemon.update(request).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::Aborted, "GENERATION_MISMATCH".into()));
+    assert_eq!(daemon.get("web").await.unwrap().spec, there.spec);
 }

@@ -2,7 +2,6 @@
 
 use proto::v1::{
     self, AttachmentPhase, VmPhase, create_disk_request::Source, disk_service_server::DiskService,
-    set_rate_limit_request::Target,
 };
 use tonic::{Code, Request, Response, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
@@ -117,36 +116,6 @@ impl State {
             }
         }
         Ok(self.store(&name, vm))
-    }
-
-    /// `SetRateLimit`.
-    pub fn limit(&self, request: v1::SetRateLimitRequest) -> Result<v1::Vm, Status> {
-        self.change_in_between(&request.vm)?;
-        let mut vm = self.find(&request.vm)?;
-        let known = vm.metadata.clone().unwrap();
-        let wanted = request.preconditions.clone().unwrap_or_default();
-        if wanted
-            .generation
-            .is_some_and(|generation| generation != known.generation)
-        {
-            let message = format!("VM \"{}\" has generation {}", known.name, known.generation);
-            return Err(refusal(Code::Aborted, "GENERATION_MISMATCH", message));
-        }
-        let spec = vm.spec.as_mut().unwrap();
-        let (name, place) = match request.target.unwrap() {
-            Target::Disk(name) => {
-                let disk = spec.disks.iter_mut().find(|disk| disk.name == name);
-                (name, disk.map(|disk| &mut disk.rate_limit))
-            }
-            Target::Group(name) => {
-                let group = spec.rate_groups.iter_mut().find(|group| group.name == name);
-                (name, group.map(|group| &mut group.limit))
-            }
-        };
-        let message = || format!("VM \"{}\" has no rate group or disk \"{name}\"", request.vm);
-        let place = place.ok_or_else(|| refusal(Code::NotFound, "DISK_NOT_FOUND", message()))?;
-        *place = request.limit;
-        Ok(self.store(&request.vm, vm))
     }
 
     /// `GetVmDiskStats`.

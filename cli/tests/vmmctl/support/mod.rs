@@ -614,15 +614,6 @@ impl VmService for State {
         Ok(Response::new(v1::ResizeVmDiskResponse { vm }))
     }
 
-    async fn set_rate_limit(
-        &self,
-        request: Request<v1::SetRateLimitRequest>,
-    ) -> Answer<v1::SetRateLimitResponse> {
-        self.once(request.get_ref())?;
-        let vm = Some(self.limit(request.into_inner())?);
-        Ok(Response::new(v1::SetRateLimitResponse { vm }))
-    }
-
     async fn get_vm_disk_stats(
         &self,
         request: Request<v1::GetVmDiskStatsRequest>,
@@ -653,22 +644,6 @@ impl VmService for State {
 
     async fn get_vm_logs(&self, request: Request<v1::GetVmLogsRequest>) -> Answer<Self::GetVmLogsStream> {
         self.logs(&request.into_inner())
-    }
-
-    async fn set_memory_target(
-        &self,
-        request: Request<v1::SetMemoryTargetRequest>,
-    ) -> Answer<v1::SetMemoryTargetResponse> {
-        self.once(request.get_ref())?;
-        let v1::SetMemoryTargetRequest {
-            name, target_bytes, ..
-        } = request.into_inner();
-        self.called(format!("memory target {name} {target_bytes}"));
-        let mut vm = self.find(&name)?;
-        let spec = vm.spec.get_or_insert_default();
-        spec.balloon.get_or_insert_default().target_bytes = target_bytes;
-        let vm = Some(self.store(&name, vm));
-        Ok(Response::new(v1::SetMemoryTargetResponse { vm }))
     }
 
     type ConsoleStream = Events<v1::ConsoleResponse>;

@@ -1,6 +1,9 @@
 //! Updates of VMs: cores wait for a restart, everything else is live.
 
-use proto::v1::{self, ApplyMode, VmPhase};
+use proto::{
+    model::mask::UpdateMask,
+    v1::{self, ApplyMode, VmPhase},
+};
 use tonic::{Code, Status};
 
 use super::{State, lock, refusal};
@@ -25,17 +28,32 @@ impl State {
     pub fn update(&self, request: v1::UpdateVmRequest) -> Result<v1::Vm, Status> {
         let mode = request.apply();
         let v1::UpdateVmRequest {
-            vm: Some(wanted),
+            vm: Some(mut wanted),
+            update_mask,
             grace_period,
             ..
         } = request
         else {
             return Err(Status::invalid_argument("no VM"));
         };
-        let (metadata, mut spec) = (wanted.metadata.unwrap(), wanted.spec.unwrap());
+        let metadata = wanted.metadata.clone().unwrap();
         self.change_in_between(&metadata.name)?;
         let there = self.find(&metadata.name)?;
         let known = there.metadata.clone().unwrap();
+        let mask = update_mask.map(|mask| mask.paths);
+        if let Some(paths) = &mask {
+            let mask = UpdateMask::new("updateMask", paths)
+                .map_err(|found| Status::invalid_argument(found.to_string()))?;
+            let applied = mask.apply(&there, &wanted);
+            wanted = applied.map_err(|error| refusal(Code::NotFound, "DISK_NOT_FOUND", error.to_string()))?;
+        }
+        let (metadata, mut spec) = (
+            v1::ObjectMetadata {
+                generation: metadata.generation,
+                ..wanted.metadata.unwrap()
+            },
+            wanted.spec.unwrap(),
+        );
         if ![0, known.generation].contains(&metadata.generation) {
             let message = format!("VM \"{}\" has generation {}", known.name, known.generation);
             return Err(refusal(Code::Aborted, "GENERATION_MISMATCH", message));
@@ -63,8 +81,9 @@ impl State {
             }];
         }
         let grace = grace_period.map(|grace| grace.seconds);
+        let mask = mask.map_or_else(String::new, |paths| format!(" {}", paths.join(" ")));
         self.called(format!(
-            "update {} {} grace={grace:?}",
+            "update {} {} grace={grace:?}{mask}",
             known.name,
             mode.as_str_name()
         ));

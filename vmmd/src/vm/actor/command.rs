@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use proto::{model::disk::RateLimit, v1};
+use proto::v1;
 use tokio::sync::oneshot;
 
 use super::Update;
@@ -74,21 +74,12 @@ pub enum Command {
         /// Where the answer goes.
         reply: Reply,
     },
-    /// About its spec as a whole.
+    /// About its spec.
     Update {
-        /// What it is to be.
+        /// What is to be changed.
         update: Box<Update>,
         /// Where the answer goes.
         reply: LifeReply,
-    },
-    /// About how much of its memory the guest keeps, in bytes; 0 is all of it.
-    MemoryTarget {
-        /// What it is part of.
-        context: Context,
-        /// How much.
-        bytes: u64,
-        /// Where the answer goes.
-        reply: Reply,
     },
     /// For asking the `vmm` for the disks' counters.
     Client(oneshot::Sender<Result<Client, Failure>>),
@@ -115,26 +106,13 @@ pub enum DiskRequest {
         /// In bytes; 0 takes what a block device has.
         size: u64,
     },
-    /// Change how much may flow.
-    Limit(Target, RateLimit),
-}
-
-/// Whose limit is changed.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Target {
-    /// That of a disk.
-    Disk(String),
-    /// That of a rate group.
-    Group(String),
 }
 
 impl Command {
     /// The trace id of the request; empty when it has none.
     pub fn trace(&self) -> &str {
         match self {
-            Self::Life(Life { context, .. })
-            | Self::Disk { context, .. }
-            | Self::MemoryTarget { context, .. } => &context.trace,
+            Self::Life(Life { context, .. }) | Self::Disk { context, .. } => &context.trace,
             Self::Update { update, .. } => &update.context.trace,
             Self::Reconsider | Self::Client(_) => "",
         }

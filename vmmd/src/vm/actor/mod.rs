@@ -24,9 +24,9 @@ mod pending_stop;
 mod plug;
 mod processors;
 mod request;
+mod row;
 mod run;
 mod stop;
-mod succession;
 mod tell;
 mod update;
 mod work;
@@ -47,7 +47,7 @@ use uuid::Uuid;
 use self::work::{Done, News, Start, Stop, Then, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
-    command::{Answer, Command, DiskRequest, Life, LifeReply, Reply, Target},
+    command::{Answer, Command, DiskRequest, Life, LifeReply, Reply},
     disks::without_disk,
     update::Update,
 };
@@ -262,14 +262,6 @@ impl Actor {
             }
             Command::Update { update, reply } => {
                 self.on_update(*update, reply).await;
-                return ControlFlow::Continue(());
-            }
-            Command::MemoryTarget {
-                context,
-                bytes,
-                reply,
-            } => {
-                self.on_memory_target(&context, bytes, reply).await;
                 return ControlFlow::Continue(());
             }
             Command::Client(reply) => {

@@ -9,12 +9,12 @@ use proto::{
     },
     vmm::{
         AttachDisk, DetachDisk, DiskStats, ErrorKind, ResizeDisk, SetRateLimit, Status, request::Op,
-        set_rate_limit,
+        set_rate_limit::Target,
     },
 };
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::{Reply, Target};
+use super::Reply;
 use crate::{
     control::{self, Client},
     disk,
@@ -42,12 +42,8 @@ pub enum Outcome {
     Detached(String, u64, Result<(), Failure>),
     /// A resize: the disk's new size.
     Resized(String, Reply, Result<u64, Failure>),
-    /// A change of a limit to this; with its number.
-    Limited(Target, u64, RateLimit, Reply, Result<(), Failure>),
     /// Another live change: its path, what it is, and what it was to be.
     Applied(String, Live, serde_json::Value, Result<(), Failure>),
-    /// A change of the memory target to this many bytes; with its number.
-    Target(u64, u64, Reply, Result<(), Failure>),
     /// What it is doing.
     State(Result<Status, control::Error>),
     /// What the disks are on that the machine had when the daemon started.
@@ -237,12 +233,10 @@ pub async fn resize_file(host: &Arc<Host>, spec: &VmSpec, name: &str, size: u64)
 
 /// Tells a running machine of another limit.
 pub async fn limit(client: Client, target: Target, limit: RateLimit) -> Result<(), Failure> {
-    let (what, wire) = match &target {
-        Target::Disk(name) => (name, set_rate_limit::Target::Disk(name.clone())),
-        Target::Group(name) => (name, set_rate_limit::Target::Group(name.clone())),
-    };
+    let (Target::Disk(name) | Target::Group(name)) = &target;
+    let what = &name.clone();
     let op = Op::SetRateLimit(SetRateLimit {
-        target: Some(wire),
+        target: Some(target),
         limit: Some(limit.into()),
     });
     match timeout(TIMEOUT, client.request(op, &[])).await {

@@ -9,9 +9,12 @@ mod live;
 use std::time::Duration;
 
 use proto::{
-    model::{Violations, vm::Manifest},
+    model::{
+        Violations,
+        mask::{self, UpdateMask},
+        vm::Manifest,
+    },
     v1::{self, AttachmentPhase, EventSeverity},
-    well_known,
 };
 use tokio::time::Instant;
 
@@ -24,7 +27,8 @@ use super::{
 };
 use crate::{
     context::Context,
-    failure::Failure,
+    disk::Registry,
+    failure::{Failure, Kind},
     node::check,
     store::VmRecord,
     text,
@@ -41,19 +45,13 @@ const DEFAULT_EJECT: Duration = Duration::from_secs(30);
 /// How long it may take to power off when nothing is given.
 const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 
-/// What a VM is to be from now on.
+/// What a request changes of a VM.
 #[derive(Debug)]
 pub struct Update {
-    /// The validated manifest.
-    pub manifest: Manifest,
-    /// Its spec as it came, with the formats of disks filled in.
-    pub spec: v1::VmSpec,
-    /// Of the manifest; empty when it has none.
-    pub uid: String,
-    /// Of the manifest.
-    pub create_time: Option<well_known::Timestamp>,
-    /// Of the manifest: what the VM's must be, if it has one.
-    pub generation: Option<u64>,
+    /// Of the request; without status, and the formats of disks are filled in.
+    pub vm: v1::Vm,
+    /// The fields of `vm` that are changed; all when `None`.
+    pub mask: Option<UpdateMask>,
     /// What is to be done with it.
     pub mode: v1::ApplyMode,
     /// How long the guest may take for what it is asked.
@@ -62,15 +60,71 @@ pub struct Update {
     pub context: Context,
 }
 
+/// What a VM is to be from now on.
+#[derive(Debug)]
+struct Desired {
+    /// The validated manifest.
+    manifest: Manifest,
+    /// Its spec as clients see it.
+    spec: v1::VmSpec,
+}
+
+impl Update {
+    /// What a VM that is `present` is to be by it.
+    ///
+    /// # Errors
+    ///
+    /// All that is wrong with it, or what the mask leads through and is not there.
+    pub fn desired(&self, present: &v1::Vm, disks: &Registry) -> Result<v1::Vm, Failure> {
+        let mut vm = match &self.mask {
+            Some(mask) => mask.apply(present, &self.vm).map_err(inapplicable)?,
+            None => self.vm.clone(),
+        };
+        for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
+            disks.fill_format(disk);
+        }
+        Ok(vm)
+    }
+}
+
+fn inapplicable(error: mask::Error) -> Failure {
+    match &error {
+        mask::Error::NotThere { list, .. } => {
+            let reason = match list.as_str() {
+                "disks" => "DISK_NOT_FOUND",
+                "rate_groups" => "RATE_GROUP_NOT_FOUND",
+                _ => "ITEM_NOT_FOUND",
+            };
+            Failure::new(Kind::NotFound, reason, error.to_string())
+        }
+        mask::Error::NotGiven { list, .. } => Failure::field(&format!("spec.{list}"), error),
+        mask::Error::Descriptors(_) => Failure::internal(error.to_string()),
+    }
+}
+
+impl Desired {
+    fn new(vm: v1::Vm) -> Result<Self, Failure> {
+        Ok(Self {
+            manifest: Manifest::try_from(&vm)?,
+            spec: vm.spec.unwrap_or_default(),
+        })
+    }
+}
+
 impl Actor {
     pub(super) async fn on_update(&mut self, update: Update, reply: LifeReply) {
         let policy = self.spec.run_policy;
-        let done = self.update(&update).await;
-        let applied = match done {
-            Ok(Some(applied)) => applied,
-            Ok(None) => return respond(reply, Ok(self.would_be(&update))),
+        let (applied, desired) = match self.admit_update(&update) {
+            Ok(admitted) => admitted,
             Err(failure) => return respond(reply, Err(failure)),
         };
+        match self.update(&update, &desired).await {
+            Ok(()) if update.mode == v1::ApplyMode::DryRun => {
+                return respond(reply, Ok(self.would_be(&desired)));
+            }
+            Ok(()) => {}
+            Err(failure) => return respond(reply, Err(failure)),
+        }
         let (mut plugs, mut paths) = (Vec::new(), Vec::new());
         if applied == Applied::Live {
             let deadline = Instant::now() + update.grace.unwrap_or(DEFAULT_EJECT);
@@ -92,45 +146,56 @@ impl Actor {
         }
     }
 
-    /// Checks an update and records it; `None` when it is only to be checked.
-    async fn update(&mut self, update: &Update) -> Result<Option<Applied>, Failure> {
+    /// Whether an update may be made now, where it has its effect, and what the VM is to be by it.
+    fn admit_update(&self, update: &Update) -> Result<(Applied, Desired), Failure> {
         let admitted = admission::admit_update(self.situation());
         let applied = admitted.map_err(|refusal| refusal.into_failure(&self.record.name))?;
+        let present = self.state();
         if self.has_begun(&update.context) {
             // An earlier daemon has written it, and was not there to answer. What was written since is newer.
-            return Ok(Some(applied));
+            return Ok((applied, Desired::new(present.as_ref().clone())?));
         }
         self.preconditions(update)?;
-        check::could_ever(&self.host, &update.manifest.spec).await?;
-        self.no_attach_in_between(update)?;
+        let desired = update.desired(&present, &self.host.disks)?;
+        Ok((applied, Desired::new(desired)?))
+    }
+
+    /// Records an update, unless it is a dry run.
+    async fn update(&mut self, update: &Update, desired: &Desired) -> Result<(), Failure> {
+        if self.has_begun(&update.context) {
+            return Ok(());
+        }
+        check::could_ever(&self.host, &desired.manifest.spec).await?;
+        self.no_attach_in_between(desired)?;
         let begun = self.record.begun.clone();
         if update.mode != v1::ApplyMode::DryRun {
             self.admitted(&update.context);
         }
-        let record = self.with(update);
-        let taken = self.take_disks(update);
+        let record = self.with(desired);
+        let taken = self.take_disks(desired);
         if taken.is_err() || update.mode == v1::ApplyMode::DryRun {
             self.record.begun = begun;
             change::hold_disks(&self.host, &self.record);
-            return taken.map(|()| None);
+            return taken;
         }
         if record == self.record {
-            return Ok(Some(applied));
+            return Ok(());
         }
         if let Err(error) = self.host.store.put(&record).await {
             self.record.begun = begun;
             change::hold_disks(&self.host, &self.record);
             return Err(store_failure(error));
         }
-        self.commit(record, update);
-        Ok(Some(applied))
+        self.commit(record, desired, &update.context);
+        Ok(())
     }
 
     fn preconditions(&self, update: &Update) -> Result<(), Failure> {
         self.expected(&update.context)?;
+        let metadata = update.vm.metadata.clone().unwrap_or_default();
         let of_manifest = v1::Preconditions {
-            uid: update.uid.clone(),
-            generation: update.generation,
+            uid: metadata.uid,
+            generation: (metadata.generation != 0).then_some(metadata.generation),
         };
         self.expected(&Context {
             preconditions: of_manifest,
@@ -138,18 +203,18 @@ impl Actor {
         })?;
         let mut found = Violations::default();
         let created = text::timestamp(self.record.created_ms);
-        if update.create_time.is_some() && update.create_time != created {
+        if update.mask.is_none() && metadata.create_time.is_some() && metadata.create_time != created {
             found.add("metadata.createTime", "is set by the daemon: leave it out");
         }
         Ok(found.or(())?)
     }
 
     /// A disk that is being attached can't be changed before it is.
-    fn no_attach_in_between(&self, update: &Update) -> Result<(), Failure> {
+    fn no_attach_in_between(&self, desired: &Desired) -> Result<(), Failure> {
         let disk = |spec: &v1::VmSpec, name: &str| spec.disks.iter().find(|disk| disk.name == name).cloned();
         let before = self.record.spec.clone().unwrap_or_default();
-        let changed = |name: &&String| disk(&before, name) != disk(&update.spec, name);
-        let mut names = names(&before).chain(names(&update.spec)).filter(changed);
+        let changed = |name: &&String| disk(&before, name) != disk(&desired.spec, name);
+        let mut names = names(&before).chain(names(&desired.spec)).filter(changed);
         match names.find(|name| self.disks.is_attaching(name)) {
             Some(name) => Err(self.busy(name)),
             None => Ok(()),
@@ -157,13 +222,13 @@ impl Actor {
     }
 
     /// The record after the update; the same when it changes nothing.
-    fn with(&self, update: &Update) -> VmRecord {
+    fn with(&self, desired: &Desired) -> VmRecord {
         let mut record = self.record.clone();
         let none = crate::store::Hardware::default();
         let old = record.hardware.clone().unwrap_or_default();
         let of_run = record.instance.as_ref().and_then(|run| run.hardware.clone());
         let new = machine::reallocate(
-            &update.manifest.spec,
+            &desired.manifest.spec,
             &old,
             of_run.as_ref().unwrap_or(&none),
             || create::random_mac(&self.host),
@@ -171,9 +236,9 @@ impl Actor {
         let before = record.spec.clone().unwrap_or_default();
         let same = change::compare(
             &change::effective(&before, &old),
-            &change::effective(&update.spec, &new),
+            &change::effective(&desired.spec, &new),
         );
-        let metadata = &update.manifest.metadata;
+        let metadata = &desired.manifest.metadata;
         let kept = record.labels == metadata.labels
             && record.annotations == metadata.annotations
             && record.owner == metadata.owner;
@@ -181,19 +246,19 @@ impl Actor {
             record.labels.clone_from(&metadata.labels);
             record.annotations.clone_from(&metadata.annotations);
             record.owner.clone_from(&metadata.owner);
-            record.spec = Some(update.spec.clone());
+            record.spec = Some(desired.spec.clone());
             record.hardware = Some(new);
             record.generation += 1;
         }
         let gone: Vec<_> = change::running_disks(&record)
             .iter()
             .map(|disk| disk.name.clone())
-            .filter(|name| !names(&update.spec).any(|other| other == name))
+            .filter(|name| !names(&desired.spec).any(|other| other == name))
             .collect();
         let pending = change::pending(&record);
         if let Some(run) = &mut record.instance {
             let kept = |name: &String| {
-                let wanted = names(&update.spec).any(|other| other == name);
+                let wanted = names(&desired.spec).any(|other| other == name);
                 let was_wanted = names(&before).any(|other| other == name);
                 let under_way = self.disks.get(name).is_some_and(|known| known.plug.is_some());
                 !wanted || was_wanted && under_way
@@ -215,14 +280,14 @@ impl Actor {
     }
 
     /// Takes the disks of the DiskService that the VM has not yet.
-    fn take_disks(&self, update: &Update) -> Result<(), Failure> {
+    fn take_disks(&self, desired: &Desired) -> Result<(), Failure> {
         let before = self.record.spec.clone().unwrap_or_default();
         let known: Vec<_> = change::running_disks(&self.record)
             .iter()
             .chain(&before.disks)
             .map(|disk| (&disk.name, disk.disk(), disk.read_only))
             .collect();
-        let disks = update.spec.disks.iter().zip(&update.manifest.spec.disks);
+        let disks = desired.spec.disks.iter().zip(&desired.manifest.spec.disks);
         for (index, (wire, disk)) in disks.enumerate() {
             if !known.contains(&(&wire.name, wire.disk(), wire.read_only)) {
                 let disks = std::slice::from_ref(disk);
@@ -233,20 +298,19 @@ impl Actor {
         Ok(())
     }
 
-    fn commit(&mut self, record: VmRecord, update: &Update) {
+    fn commit(&mut self, record: VmRecord, desired: &Desired, context: &Context) {
         let changed = record.generation != self.record.generation;
         let removed: Vec<_> = names(&self.record.spec.clone().unwrap_or_default())
-            .filter(|name| !names(&update.spec).any(|other| other == *name))
+            .filter(|name| !names(&desired.spec).any(|other| other == *name))
             .cloned()
             .collect();
-        let back: Vec<_> = names(&update.spec)
+        let back: Vec<_> = names(&desired.spec)
             .filter(|name| !self.spec.disks.iter().any(|disk| disk.name.as_str() == *name))
             .cloned()
             .collect();
         self.record = record;
-        self.disks.live.supersede();
         if changed {
-            self.spec = update.manifest.spec.clone();
+            self.spec = desired.manifest.spec.clone();
         }
         for name in &removed {
             let in_machine = change::running_disks(&self.record)
@@ -262,7 +326,7 @@ impl Actor {
         change::hold_disks(&self.host, &self.record);
         if changed {
             let message = format!("the spec has generation {} now", self.record.generation);
-            self.about = (update.context.clone(), String::new());
+            self.about = (context.clone(), String::new());
             self.tell(EventSeverity::Normal, "SpecChanged", &message);
         }
     }
@@ -282,8 +346,8 @@ impl Actor {
     }
 
     /// What the VM would be after an update, with the machine as far changed as that can be done.
-    fn would_be(&self, update: &Update) -> std::sync::Arc<v1::Vm> {
-        let mut record = self.with(update);
+    fn would_be(&self, desired: &Desired) -> std::sync::Arc<v1::Vm> {
+        let mut record = self.with(desired);
         for change in change::pending(&record) {
             if let Verdict::Live(live) = &change.verdict {
                 change::take_over(&mut record, live);
@@ -292,7 +356,7 @@ impl Actor {
         change::settle(&mut record);
         let (instance, disks) = (self.instance.as_ref(), Attachments::default());
         let mut view = self.view.clone();
-        let spec = &update.manifest.spec;
+        let spec = &desired.manifest.spec;
         std::sync::Arc::new(view.describe(&self.host, self.uid, &record, spec, instance, &disks))
     }
 }

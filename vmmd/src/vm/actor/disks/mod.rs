@@ -26,7 +26,7 @@ mod detach;
 mod spec;
 
 pub use self::spec::without_disk;
-use super::{Actor, DiskRequest, Reply, answer, plug::Outcome, succession::After};
+use super::{Actor, DiskRequest, Reply, answer, plug::Outcome};
 use crate::{
     context::Context,
     control::Client,
@@ -40,7 +40,6 @@ impl Actor {
             DiskRequest::Attach(_) => admission::DiskRequest::Attach,
             DiskRequest::Detach { .. } => admission::DiskRequest::Detach,
             DiskRequest::Resize { .. } => admission::DiskRequest::Resize,
-            DiskRequest::Limit(..) => admission::DiskRequest::Limit,
         };
         let place = match admit_disk(self.situation(), asked) {
             Ok(place) => place,
@@ -62,7 +61,6 @@ impl Actor {
                 self.detach(place, &disk, timeout, force, reply).await
             }
             DiskRequest::Resize { disk, size } => self.resize(place, &disk, size, reply).await,
-            DiskRequest::Limit(target, limit) => self.limit(place, target, limit, reply).await,
         };
         if let Err((failure, reply)) = result {
             answer([reply], &Err(failure));
@@ -110,22 +108,8 @@ impl Actor {
                 }
                 answer([reply], &result.map(|_| self.state()));
             }
-            Outcome::Limited(target, number, limit, reply, result) => {
-                let changes = self.disks.live.limits.entry(target.clone()).or_default();
-                let taken = result.is_ok().then_some(Some(limit));
-                if let After::Restore(before) = changes.end(number, taken)
-                    && let Err(failure) = self.store_limit(&target, before).await
-                {
-                    tracing::error!(vm = self.record.name, %failure, "a limit that was refused stays in the spec");
-                }
-                self.publish();
-                answer([reply], &result.map(|()| self.state()));
-            }
             Outcome::Applied(path, live, applied, result) => {
                 self.on_applied(path, &live, &applied, result).await;
-            }
-            Outcome::Target(number, target, reply, result) => {
-                self.on_target(number, target, reply, result).await;
             }
             Outcome::State(state) => self.on_state(state),
             Outcome::Identified(disks) => self.on_identified(disks),

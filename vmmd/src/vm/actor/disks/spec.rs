@@ -48,21 +48,6 @@ impl Actor {
         }
     }
 
-    /// Writes a changed spec; nothing is changed when that fails.
-    pub(in crate::vm::actor) async fn change_spec(
-        &mut self,
-        change: impl FnOnce(&mut VmRecord),
-    ) -> Result<(), Failure> {
-        let mut record = self.record.clone();
-        change(&mut record);
-        record.generation += 1;
-        change::settle(&mut record);
-        let spec = VmSpec::try_from(&*record.spec.get_or_insert_default())?;
-        self.host.store.put(&record).await.map_err(store_failure)?;
-        (self.record, self.spec) = (record, spec);
-        Ok(())
-    }
-
     /// Writes a changed record of the run; nothing is changed when that fails.
     pub(super) async fn change_run(
         &mut self,

@@ -8,18 +8,20 @@ use std::{
 use proto::{
     model::{Violations, disk::RateLimit, vm::VmSpec},
     v1::{self, EventSeverity},
+    vmm::set_rate_limit::Target,
 };
 use serde_json::Value as Json;
 use tokio::time::Instant;
 
 use super::{
     super::{
-        Actor, Life, LifeReply, Target,
+        Actor, Life, LifeReply,
         attachments::Attachments,
         balloon,
         plug::{self, Outcome},
         respond,
-        succession::{Row, Succession},
+        row::Row,
+        run::SECOND_MINOR,
     },
     DEFAULT_EJECT,
 };
@@ -38,12 +40,8 @@ use crate::{
 #[derive(Debug, Default)]
 pub struct LiveChanges {
     under_way: BTreeSet<String>,
-    /// Limits that are changed by a request of their own.
-    pub(in super::super) limits: BTreeMap<Target, Succession<Option<RateLimit>>>,
-    /// The same of the memory target.
-    pub(in super::super) target: Succession<u64>,
     /// Requests to the machine about limits and the memory target: they must reach it in their order.
-    pub(in super::super) row: Row,
+    row: Row,
     /// By path: why it could not be applied.
     pub(in super::super) failed: BTreeMap<String, String>,
     waiters: Vec<Waiter>,
@@ -86,15 +84,8 @@ impl Attachments {
 impl LiveChanges {
     /// The run has ended, or a new one begins.
     pub(in super::super) fn clear(&mut self) {
-        self.supersede();
         self.under_way.clear();
         self.failed.clear();
-    }
-
-    /// The spec was written as a whole: a change that was begun before and fails takes nothing of it back.
-    pub(super) fn supersede(&mut self) {
-        self.limits.values_mut().for_each(Succession::supersede);
-        self.target.supersede();
     }
 
     /// Answers when nothing is under way any more that is waited for.
@@ -124,6 +115,13 @@ impl Actor {
                     continue;
                 }
             };
+            if live == Live::BalloonTarget
+                && let Err(failure) =
+                    self.knows_minor(SECOND_MINOR, "change how much memory its guest is left with")
+            {
+                self.disks.live.failed.insert(path, failure.message);
+                continue;
+            }
             if let Live::Attach(name) | Live::Detach(name) = &live {
                 if self.disks.plug(name).is_none() {
                     self.begin_plug(&live, client, deadline);
