@@ -1,7 +1,9 @@
 //! The public API of vmmd ([`v1`]), the private protocol between vmmd and a `vmm` process ([`vmm`]) with its
-//! framing ([`wire`]), the validated forms of both ([`model`]), the rules of the API's methods ([`rule`]), the form of errors
+//! framing ([`wire`]), manifests (`manifest`), the validated forms of both ([`model`]), the rules of the API's methods ([`rule`]), the form of errors
 //! ([`rpc`]), and the saved state of machines ([`state`]).
 
+#[cfg(feature = "manifest")]
+pub mod manifest;
 pub mod model;
 pub mod rpc;
 pub mod rule;

@@ -1,9 +1,6 @@
 //! `create`: VMs and disks that must not exist yet, from manifests; a VM from flags.
 
-use proto::{
-    model::vm::{API_VERSION, KIND, Manifest},
-    v1,
-};
+use proto::{model::vm::Manifest, v1};
 
 use super::{
     apply, disk,
@@ -68,8 +65,6 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
         .into_iter()
         .map(|(index, text)| nic(index, &text));
     let vm = v1::Vm {
-        api_version: API_VERSION.into(),
-        kind: KIND.into(),
         metadata: Some(v1::ObjectMetadata {
             name: args.name.clone().unwrap_or_default(),
             labels: args

@@ -27,7 +27,7 @@ pub async fn vm(client: &Client, args: &EditVm) -> Result<()> {
     let there = client.get(&args.name).await?;
     let mut vm = there.clone();
     manifest::strip(&mut vm);
-    let before = emit::yaml(&vm, schema::VM)?;
+    let before = emit::yaml(&emit::vm(&vm)?, schema::VM)?;
     let file = write(&args.name, &before).map_err(|error| {
         let folder = env::temp_dir();
         let message = format!("can't write a file in {}: {error}", folder.display());

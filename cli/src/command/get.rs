@@ -124,7 +124,7 @@ pub fn print_documents(vms: &[&v1::Vm], output: &Output, layout: Layout) -> Resu
     let document = |vm: &&v1::Vm| {
         Ok(Document {
             title: format!("vm/{}", name(vm)),
-            json: emit::json(vm)?,
+            json: emit::vm(vm)?,
             schema: schema::VM,
         })
     };
@@ -249,7 +249,7 @@ impl Watcher<'_> {
 
     fn row(&self, vm: &v1::Vm) -> Result<Vec<String>> {
         match &self.args.output {
-            Some(Output::Columns(columns)) => Ok(format::row(columns, &emit::json(vm)?)),
+            Some(Output::Columns(columns)) => Ok(format::row(columns, &emit::vm(vm)?)),
             output => Ok(vm::row(vm, output.is_some(), jiff::Timestamp::now())),
         }
     }

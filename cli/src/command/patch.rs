@@ -180,7 +180,7 @@ pub async fn patch(client: &Client, args: &Patch, merge: Option<&Json>) -> Resul
 fn patched(there: &v1::Vm, merge: Option<&Json>, sets: &[Set]) -> Result<Change> {
     let mut vm = there.clone();
     manifest::strip(&mut vm);
-    let mut json = emit::json(&vm)?;
+    let mut json = emit::vm(&vm)?;
     let mut paths = Vec::new();
     if let Some(merge) = merge {
         paths = paths::of_merge(merge);

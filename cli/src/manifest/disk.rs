@@ -4,7 +4,8 @@
 //! in `state`. A manifest arranges the same fields as a VM's does: `metadata`, `spec`, `status`.
 
 use proto::{
-    model::{Violations, disk::NewDisk, vm::API_VERSION},
+    manifest::API_VERSION,
+    model::{Violations, disk::NewDisk},
     v1,
 };
 use serde_json::{Map, Value as Json};

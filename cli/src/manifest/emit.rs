@@ -1,5 +1,9 @@
 //! Messages as YAML and JSON for people: fields in the order of their declaration, whole numbers as numbers.
 
+use proto::{
+    manifest::{self, VM},
+    v1,
+};
 use serde::{
     Serialize, Serializer,
     ser::{SerializeMap as _, SerializeSeq as _},
@@ -27,6 +31,11 @@ pub fn yaml<T: Serialize>(message: &T, name: &str) -> Result<String, Failure> {
 pub fn json<T: Serialize>(message: &T) -> Result<Json, Failure> {
     serde_json::to_value(message)
         .map_err(|error| Failure::new(Code::Other, format!("can't write the answer as JSON: {error}")))
+}
+
+/// A VM as the JSON of its manifest.
+pub fn vm(vm: &v1::Vm) -> Result<Json, Failure> {
+    Ok(manifest::with_head(VM, json(vm)?))
 }
 
 /// What a piece of JSON is by the schema.

@@ -1,15 +1,10 @@
 //! Manifests: VMs and disks as YAML files.
 //!
-//! A VM's manifest is the canonical JSON form of `vmmd.v1.Vm`, as YAML; a disk's has the same shape ([`disk`]). Two things are easier than in canonical JSON:
-//! fields in bytes take suffixes (`256Mi`), and enums take the short form of their names (`raw` for
-//! `DISK_FORMAT_RAW`). All problems of a file are reported at once, each with its line.
+//! A VM's manifest is decoded as `vmm run` does it ([`proto::manifest`]); a disk's has the same shape ([`disk`]). All problems of a
+//! file are reported at once, each with its line.
 
-pub mod decode;
 pub mod disk;
 pub mod emit;
-pub mod quantity;
-pub mod schema;
-pub mod yaml;
 
 #[cfg(test)]
 mod tests;
@@ -20,16 +15,13 @@ use std::{
     path::Path,
 };
 
+pub use proto::manifest::{quantity, schema, strip};
 use proto::{
-    model::vm::{API_VERSION, KIND, Manifest},
+    manifest::{self, MAX_LENGTH, Problem, VM, decode, find, yaml, yaml::Node},
     v1,
 };
 
-use self::{decode::Problem, yaml::Node};
 use crate::failure::{Code, Failure};
-
-/// Longest file that is read, in bytes.
-const MAX_FILE: u64 = 4 << 20;
 
 /// A VM or a disk from a file, with all that is needed to point at its fields.
 #[derive(Debug)]
@@ -102,13 +94,16 @@ pub fn read(path: &Path) -> Result<Vec<Document>, Failure> {
 fn read_text(path: &Path) -> io::Result<String> {
     let mut text = String::new();
     if path == Path::new("-") {
-        io::stdin().lock().take(MAX_FILE + 1).read_to_string(&mut text)?;
+        io::stdin()
+            .lock()
+            .take(MAX_LENGTH + 1)
+            .read_to_string(&mut text)?;
     } else {
         fs::File::open(path)?
-            .take(MAX_FILE + 1)
+            .take(MAX_LENGTH + 1)
             .read_to_string(&mut text)?;
     }
-    if u64::try_from(text.len()).is_ok_and(|length| length <= MAX_FILE) {
+    if u64::try_from(text.len()).is_ok_and(|length| length <= MAX_LENGTH) {
         Ok(text)
     } else {
         Err(io::Error::new(io::ErrorKind::InvalidData, "longer than 4 MiB"))
@@ -117,16 +112,7 @@ fn read_text(path: &Path) -> io::Result<String> {
 
 /// Reads and checks what is in a text; `source` is what messages call it.
 pub fn parse(text: &str, source: &str) -> Result<Vec<Document>, Failure> {
-    let roots = yaml::documents(text).map_err(|error| {
-        invalid(
-            source,
-            &[Problem {
-                mark: Some(error.mark),
-                path: String::new(),
-                text: error.message,
-            }],
-        )
-    })?;
+    let roots = yaml::documents(text).map_err(|error| invalid(source, &[error.into()]))?;
     if roots.is_empty() {
         return Err(Failure::new(
             Code::Invalid,
@@ -149,33 +135,12 @@ pub fn parse(text: &str, source: &str) -> Result<Vec<Document>, Failure> {
 }
 
 fn document(root: Node, source: &str) -> Result<Document, Vec<Problem>> {
-    let of_disk = kind(&root).map_err(|problem| vec![problem])? == disk::KIND;
-    let json = decode::decode(&root, if of_disk { schema::DISK } else { schema::VM })?;
-    let problem = |error: serde_json::Error| {
-        vec![Problem {
-            mark: Some(root.mark),
-            path: String::new(),
-            text: error.to_string(),
-        }]
-    };
-    let (object, violations) = if of_disk {
-        let request = disk::request(json).map_err(problem)?;
-        let violations = disk::check(&request);
-        (Object::Disk(Box::new(request)), violations)
+    let kind = manifest::kind(&root, &[VM, disk::KIND]).map_err(|problem| vec![problem])?;
+    let object = if kind == disk::KIND {
+        Object::Disk(Box::new(of_disk(&root)?))
     } else {
-        let mut vm: Box<v1::Vm> = serde_json::from_value(json).map_err(problem)?;
-        strip(&mut vm);
-        let violations = Manifest::try_from(&*vm).err().unwrap_or_default();
-        (Object::Vm(vm), violations)
+        Object::Vm(Box::new(manifest::vm(&root)?.0))
     };
-    if !violations.0.is_empty() {
-        let problems = violations.0.into_iter().map(|violation| Problem {
-            mark: find(&root, &violation.field),
-            path: violation.field,
-            text: violation.description,
-        });
-        return Err(problems.collect());
-    }
     Ok(Document {
         object,
         source: source.to_owned(),
@@ -183,46 +148,25 @@ fn document(root: Node, source: &str) -> Result<Document, Vec<Problem>> {
     })
 }
 
-/// What a document describes by its `kind`. One that is neither VM nor disk gets one message about that, not one for
-/// each of its fields.
-fn kind(root: &Node) -> Result<&str, Problem> {
-    let yaml::Value::Mapping(entries) = &root.value else {
-        return Ok(KIND);
-    };
-    let head = |name: &str, wanted: &[&str]| {
-        let entry = entries.iter().find(|(key, _)| key.name == name);
-        let expected = wanted.join(" or ");
-        let text = match entry {
-            Some((_, node)) => match &node.value {
-                yaml::Value::Scalar { text, .. } if wanted.contains(&text.as_str()) => {
-                    return Ok(text.as_str());
-                }
-                yaml::Value::Scalar { text, .. } => format!("must be {expected}, is \"{text}\""),
-                _ => format!("must be {expected}, is {}", node.kind()),
-            },
-            None => format!(
-                "missing: a manifest begins with `apiVersion: {API_VERSION}` and `kind: {KIND}` or `kind: {}`",
-                disk::KIND
-            ),
-        };
-        Err(Problem {
-            mark: Some(entry.map_or(root.mark, |(_, node)| node.mark)),
-            path: name.to_owned(),
-            text,
-        })
-    };
-    head("apiVersion", &[API_VERSION])?;
-    head("kind", &[KIND, disk::KIND])
-}
-
-/// Takes away what only the daemon sets, so that what `get -o yaml` printed can be applied again.
-pub fn strip(vm: &mut v1::Vm) {
-    vm.status = None;
-    if let Some(metadata) = &mut vm.metadata {
-        metadata.uid.clear();
-        metadata.generation = 0;
-        metadata.create_time = None;
+fn of_disk(root: &Node) -> Result<v1::CreateDiskRequest, Vec<Problem>> {
+    let json = decode::decode(root, schema::DISK)?;
+    let request = disk::request(json).map_err(|error| {
+        vec![Problem {
+            mark: Some(root.mark),
+            path: String::new(),
+            text: error.to_string(),
+        }]
+    })?;
+    let violations = disk::check(&request);
+    if violations.0.is_empty() {
+        return Ok(request);
     }
+    let problems = violations.0.into_iter().map(|violation| Problem {
+        mark: find(root, &violation.field),
+        path: violation.field,
+        text: violation.description,
+    });
+    Err(problems.collect())
 }
 
 fn invalid(source: &str, problems: &[Problem]) -> Failure {
@@ -247,30 +191,4 @@ fn invalid(source: &str, problems: &[Problem]) -> Failure {
             }
         }
     }
-}
-
-/// Where the field at `path` stands; when it is absent, the nearest thing around it.
-fn find(root: &Node, path: &str) -> Option<yaml::Mark> {
-    let mut node = root;
-    let mut mark = None;
-    for step in path.split('.') {
-        let (name, indices) = step
-            .split_once('[')
-            .map_or((step, None), |(name, rest)| (name, Some(rest)));
-        let yaml::Value::Mapping(entries) = &node.value else {
-            break;
-        };
-        let Some((key, value)) = entries.iter().find(|(key, _)| key.name == name) else {
-            break;
-        };
-        mark = Some(key.mark);
-        node = value;
-        let index = indices.and_then(|rest| rest.trim_end_matches(']').parse::<usize>().ok());
-        if let (Some(index), yaml::Value::Sequence(items)) = (index, &node.value) {
-            let Some(item) = items.get(index) else { break };
-            mark = Some(item.mark);
-            node = item;
-        }
-    }
-    mark
 }

@@ -108,8 +108,6 @@ fn disk_status() -> Vec<v1::DiskStatus> {
 
 fn web() -> v1::Vm {
     v1::Vm {
-        api_version: "vmmd/v1".into(),
-        kind: "Vm".into(),
         metadata: Some(v1::ObjectMetadata {
             name: "web".into(),
             uid: "7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8".into(),

@@ -122,7 +122,7 @@ def talk(vms, name, line, expected):
 
 def manifest(args):
     """A small VM that boots a kernel of the node."""
-    vm = vm_pb2.Vm(api_version="vmmd/v1", kind="Vm")
+    vm = vm_pb2.Vm()
     vm.metadata.name = args.name
     vm.metadata.labels["example"] = "python"
     vm.spec.cpu.cores = 1

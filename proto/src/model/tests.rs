@@ -12,8 +12,6 @@ use crate::{v1, vmm};
 
 fn manifest() -> v1::Vm {
     let json = serde_json::json!({
-        "apiVersion": "vmmd/v1",
-        "kind": "Vm",
         "metadata": {"name": "web-1", "labels": {"tier": "front"}},
         "spec": {
             "cpu": {"cores": 2},
@@ -157,7 +155,7 @@ fn memory_is_shared_when_it_is_asked_for_or_costs_nothing() {
 
 #[test]
 fn json_with_an_unknown_field_is_refused_by_name() {
-    let json = r#"{"apiVersion": "vmmd/v1", "spec": {"cpus": 3}}"#;
+    let json = r#"{"spec": {"cpus": 3}}"#;
     let error = serde_json::from_str::<v1::Vm>(json).unwrap_err().to_string();
     assert!(error.contains("cpus"), "{error}");
 }
@@ -165,7 +163,6 @@ fn json_with_an_unknown_field_is_refused_by_name() {
 #[test]
 fn all_problems_are_reported_at_once_with_their_paths() {
     let refused = fields_refused(|vm| {
-        vm.api_version.clear();
         vm.metadata.as_mut().unwrap().name = "a/b".into();
         let spec = vm.spec.as_mut().unwrap();
         spec.cpu.as_mut().unwrap().cores = 0;
@@ -174,7 +171,6 @@ fn all_problems_are_reported_at_once_with_their_paths() {
         spec.nics[0].attachment = None;
     });
     let expected = [
-        "apiVersion",
         "metadata.name",
         "spec.cpu.cores",
         "spec.memory.sizeBytes",

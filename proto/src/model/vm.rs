@@ -19,11 +19,6 @@ use super::{
 };
 use crate::v1;
 
-/// The manifests' `apiVersion`.
-pub const API_VERSION: &str = "vmmd/v1";
-/// The manifests' `kind`.
-pub const KIND: &str = "Vm";
-
 const MIB: u64 = 1 << 20;
 /// Least guest RAM in bytes.
 pub const MIN_MEMORY: u64 = 128 * MIB;
@@ -146,14 +141,6 @@ impl TryFrom<&v1::Vm> for Manifest {
 
     fn try_from(vm: &v1::Vm) -> Result<Self, Violations> {
         let mut found = Violations::default();
-        for (field, value, wanted) in [
-            ("apiVersion", &vm.api_version, API_VERSION),
-            ("kind", &vm.kind, KIND),
-        ] {
-            if value != wanted {
-                found.add(field, format_args!("must be \"{wanted}\", is \"{value}\""));
-            }
-        }
         let metadata = vm.metadata.clone().unwrap_or_default();
         let metadata = Metadata::new(&mut found, "metadata", &metadata);
         let spec = match vm.spec.as_ref() {

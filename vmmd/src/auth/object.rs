@@ -90,7 +90,6 @@ mod tests {
     #[test]
     fn the_name_and_the_id_are_found_among_other_fields() {
         let vm = v1::Vm {
-            api_version: "vmmd/v1".into(),
             metadata: Some(v1::ObjectMetadata {
                 name: "web\n".into(),
                 generation: 7,

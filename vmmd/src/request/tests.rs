@@ -86,7 +86,10 @@ fn an_answer_is_given_as_it_was() {
     assert_eq!(again.details(), status.details());
     let response = v1::StartVmResponse {
         vm: Some(v1::Vm {
-            kind: "Vm".into(),
+            metadata: Some(v1::ObjectMetadata {
+                name: "web".into(),
+                ..Default::default()
+            }),
             ..Default::default()
         }),
         ..Default::default()

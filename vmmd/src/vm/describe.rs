@@ -6,7 +6,7 @@ use proto::{
     model::{
         Violations,
         disk::Source,
-        vm::{API_VERSION, Attachment, KIND, VmSpec},
+        vm::{Attachment, VmSpec},
     },
     v1::{self, AttachmentPhase, ConditionStatus, VmPhase},
 };
@@ -130,8 +130,6 @@ impl View {
             pending_changes: left.into_iter().map(pending_change).collect(),
         };
         v1::Vm {
-            api_version: API_VERSION.to_owned(),
-            kind: KIND.to_owned(),
             metadata: Some(metadata),
             spec: record.spec.clone(),
             status: Some(status),

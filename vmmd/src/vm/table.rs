@@ -380,8 +380,6 @@ impl Table {
         let vm = slot.state();
         // What was last known, as after a restart: the rest is not worth its memory.
         let remembered = v1::Vm {
-            api_version: vm.api_version.clone(),
-            kind: vm.kind.clone(),
             metadata: vm.metadata.clone(),
             ..v1::Vm::default()
         };

@@ -4,7 +4,7 @@
 use std::{sync::Arc, time::Duration};
 
 use proto::{
-    model::vm::{API_VERSION, KIND, VmSpec},
+    model::vm::VmSpec,
     v1::{self, ConditionStatus, ExitReason, ExitStatus, VmPhase},
 };
 use tokio::{
@@ -401,8 +401,6 @@ impl Unusable {
             create_time: text::timestamp(self.record.created_ms),
         };
         v1::Vm {
-            api_version: API_VERSION.to_owned(),
-            kind: KIND.to_owned(),
             metadata: Some(metadata),
             spec: self.record.spec.clone(),
             status: Some(status),

@@ -199,8 +199,6 @@ impl Daemon {
             cmdline: options.to_owned(),
         };
         v1::Vm {
-            api_version: "vmmd/v1".into(),
-            kind: "Vm".into(),
             metadata: Some(v1::ObjectMetadata {
                 name: name.into(),
                 ..Default::default()

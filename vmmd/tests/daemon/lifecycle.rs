@@ -12,10 +12,6 @@ use crate::harness::{Daemon, refusal, status, vm_pid};
 async fn a_vm_goes_through_its_whole_life() {
     let daemon = Daemon::start().await;
     let created = daemon.create(daemon.manifest("web", "")).await.unwrap();
-    assert_eq!(
-        (created.api_version.as_str(), created.kind.as_str()),
-        ("vmmd/v1", "Vm")
-    );
     assert_eq!(status(&created).phase(), VmPhase::Stopped);
 
     let running = daemon.start_vm("web").await.unwrap();

@@ -227,8 +227,6 @@ impl State {
     /// Adds a VM in a phase, behind the API's back.
     pub fn put(&self, name: &str, phase: VmPhase, labels: &[(&str, &str)]) {
         let vm = v1::Vm {
-            api_version: "vmmd/v1".into(),
-            kind: "Vm".into(),
             metadata: Some(v1::ObjectMetadata {
                 name: name.into(),
                 uid: "7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8".into(),

@@ -23,7 +23,7 @@ use proto::{
         resources::HugePages,
         vm::{Attachment, Boot, Manifest, Nic},
     },
-    v1, vmm,
+    vmm,
 };
 
 use crate::sys;
@@ -41,17 +41,7 @@ pub type Resolved = (vmm::MachineSpec, Vec<OwnedFd>);
 /// Reads a manifest.
 pub fn manifest(path: &Path) -> Result<Manifest> {
     let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
-    let vm: v1::Vm = serde_saphyr::from_str(&text).map_err(|error| {
-        anyhow!(
-            "{}: {}",
-            path.display(),
-            error.to_string().lines().next().unwrap_or_default()
-        )
-    })?;
-    if vm.status.is_some() {
-        bail!("{}: status: is set by the daemon, take it out", path.display());
-    }
-    Manifest::try_from(&vm).map_err(|violations| anyhow!("{}: {violations}", path.display()))
+    proto::manifest::single_vm(&text).with_context(|| path.display().to_string())
 }
 
 /// Opens everything that the machine needs.
@@ -279,6 +269,34 @@ spec:
         assert_eq!(manifest.spec.memory_bytes, 256 << 20);
     }
 
+    /// Of the quick start, and with what only the daemon sets.
+    #[test]
+    fn what_vmmctl_takes_and_prints_is_read() {
+        let text = "
+apiVersion: vmmd/v1
+kind: Vm
+metadata:
+  name: web
+  uid: 0192f7a4-0000-7000-8000-000000000001
+  generation: 3
+  createTime: '2026-11-24T08:00:00Z'
+spec:
+  cpu: {cores: 2}
+  memory: {sizeBytes: 1Gi}
+  boot: {linux: {kernel: /boot/vmlinuz}}
+  disks:
+  - {name: root, path: /srv/root.img, format: raw}
+  runPolicy: manual
+status:
+  phase: VM_PHASE_RUNNING
+  pendingChanges:
+  - {path: spec.cpu.cores, current: 1, desired: 2}
+";
+        let manifest = manifest_of(text).unwrap();
+        assert_eq!(manifest.spec.memory_bytes, 1 << 30);
+        assert_eq!(manifest.spec.disks.len(), 1);
+    }
+
     #[test]
     fn what_is_wrong_with_a_manifest_is_said_in_one_line() {
         for (text, expected) in [
@@ -288,8 +306,17 @@ spec:
                 "spec.cpu.cores: must be 1 to 254",
             ),
             (MINIMAL.replace("web", "a/b"), "metadata.name"),
-            (format!("{MINIMAL}status: {{reason: x}}\n"), "status"),
-            ("]".to_owned(), ""),
+            (
+                MINIMAL.replace("kind: Vm", "kind: Disk"),
+                "line 3: kind: must be Vm",
+            ),
+            (format!("{MINIMAL}---{MINIMAL}"), "holds 2 documents"),
+            (String::new(), "holds 0 documents"),
+            (
+                MINIMAL.replace("268435456", "1Gib"),
+                "line 7: spec.memory.sizeBytes: must be a number of bytes",
+            ),
+            ("]".to_owned(), "line 1: not valid YAML"),
         ] {
             let message = format!("{:#}", manifest_of(&text).unwrap_err());
             assert!(message.contains(expected) && !message.contains('\n'), "{message}");

@@ -92,6 +92,16 @@ pub struct Error {
     pub message: String,
 }
 
+impl From<Error> for super::Problem {
+    fn from(error: Error) -> Self {
+        Self {
+            mark: Some(error.mark),
+            path: String::new(),
+            text: error.message,
+        }
+    }
+}
+
 impl Error {
     fn new(mark: Mark, message: impl Into<String>) -> Self {
         Self {

@@ -8,8 +8,8 @@ use prost_types::{
     field_descriptor_proto::{Label, Type},
 };
 
-/// The message that a VM's manifest is.
-pub const VM: &str = ".vmmd.v1.Vm";
+/// What a VM's manifest is (see [`vm_manifest`]).
+pub const VM: &str = "VM manifest";
 /// What a disk's manifest is: fields of several messages, arranged as those of a VM are (see [`disk_manifest`]).
 pub const DISK: &str = "disk manifest";
 /// Counters of a VM's disks.
@@ -104,7 +104,7 @@ impl Schema {
     fn read() -> Self {
         // The descriptors are compiled in; if they could not be read every message would be unknown, and each
         // test of this crate would fail.
-        let set = FileDescriptorSet::decode(proto::DESCRIPTORS).unwrap_or_default();
+        let set = FileDescriptorSet::decode(crate::DESCRIPTORS).unwrap_or_default();
         let mut enums = HashMap::new();
         for file in &set.file {
             for item in &file.enum_type {
@@ -117,6 +117,8 @@ impl Schema {
                 schema.add(&format!(".{}", file.package()), item, &enums);
             }
         }
+        let vm = vm_manifest(&schema);
+        schema.messages.insert(VM.to_owned(), vm);
         for (name, message) in disk_manifest(&schema) {
             schema.messages.insert(name.to_owned(), message);
         }
@@ -154,6 +156,25 @@ impl Schema {
     }
 }
 
+/// A field that stands in manifests alone.
+fn own(name: &str, kind: Kind) -> Field {
+    Field {
+        json_name: name.to_owned(),
+        proto_name: name.to_owned(),
+        kind,
+        repeated: false,
+        oneof: None,
+    }
+}
+
+/// A VM's manifest is the API's `Vm` with `apiVersion` and `kind` in front.
+fn vm_manifest(schema: &Schema) -> Message {
+    let vm = schema.messages.get(".vmmd.v1.Vm");
+    let mut fields = vec![own("apiVersion", Kind::Text), own("kind", Kind::Text)];
+    fields.extend(vm.map(|vm| vm.fields.clone()).unwrap_or_default());
+    Message { fields }
+}
+
 /// The API's `Disk` is flat and has its content in the request that makes it. A manifest has the same fields as a VM's:
 /// `metadata` what names it, `spec` what is wanted, `status` what only the daemon sets.
 fn disk_manifest(schema: &Schema) -> [(&'static str, Message); 4] {
@@ -178,13 +199,6 @@ fn disk_manifest(schema: &Schema) -> [(&'static str, Message); 4] {
     );
     let names = |field: &Field| ["name", "uid", "labels"].contains(&field.proto_name.as_str());
     let created = |field: &Field| field.proto_name == "create_time";
-    let own = |name: &str, kind: Kind| Field {
-        json_name: name.to_owned(),
-        proto_name: name.to_owned(),
-        kind,
-        repeated: false,
-        oneof: None,
-    };
     let message = |fields: Vec<Field>| Message { fields };
     let top = vec![
         own("apiVersion", Kind::Text),
