@@ -4,12 +4,11 @@
 use std::collections::BTreeMap;
 
 use prost::Message;
-use proto::v1::ObjectMetadata;
 use redb::{
     Database, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata, WriteTransaction,
 };
 
-use super::{Error, META, Table, readable, write};
+use super::{Error, META, Table, readable, stored::Metadata, write};
 use crate::text;
 
 /// Deletions that are remembered.
@@ -17,7 +16,7 @@ pub const MAX_TOMBSTONES: u64 = 4096;
 /// Answered requests that are remembered, beside those of the last [`REQUEST_PROMISE_MS`].
 const MAX_REQUESTS: u64 = 100_000;
 /// For how long each is remembered, in milliseconds: an hour, as the API promises.
-const REQUEST_PROMISE_MS: u64 = 3600 * 1000;
+pub(super) const REQUEST_PROMISE_MS: u64 = 3600 * 1000;
 /// For how long they are, in milliseconds: a day.
 pub const REQUEST_AGE_MS: u64 = 24 * 3600 * 1000;
 /// Most answers that are forgotten together with the arrival of another.
@@ -48,7 +47,7 @@ pub struct Tombstone {
     pub revision: u64,
     /// What was last known of it.
     #[prost(message, optional, tag = "3")]
-    pub metadata: Option<ObjectMetadata>,
+    pub metadata: Option<Metadata>,
 }
 
 impl Tombstone {
@@ -248,6 +247,15 @@ pub fn bury(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(),
 
 /// Remembers an answer.
 pub fn complete(transaction: &WriteTransaction, record: &RequestRecord) -> Result<(), Error> {
+    complete_among(transaction, record, MAX_REQUESTS)
+}
+
+/// The same, with at most so many answers beside those of the last [`REQUEST_PROMISE_MS`].
+pub(super) fn complete_among(
+    transaction: &WriteTransaction,
+    record: &RequestRecord,
+    most: u64,
+) -> Result<(), Error> {
     let failed = |error: redb::StorageError| Error::of("write the store", error);
     let opened = |error: redb::TableError| Error::of("open the store", error);
     let Some(mark) = &record.mark else { return Ok(()) };
@@ -269,7 +277,7 @@ pub fn complete(transaction: &WriteTransaction, record: &RequestRecord) -> Resul
     order.insert(next.as_slice(), entry.as_slice()).map_err(failed)?;
     let now = text::now_ms();
     for _ in 0..FORGOTTEN_AT_ONCE {
-        let full = order.len().map_err(failed)? > MAX_REQUESTS;
+        let full = order.len().map_err(failed)? > most;
         let oldest = order.first().map_err(failed)?;
         let age = oldest.map_or(0, |(_, entry)| now.saturating_sub(ended(entry.value())));
         if age <= REQUEST_AGE_MS && !(full && age > REQUEST_PROMISE_MS) {

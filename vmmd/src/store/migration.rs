@@ -1,9 +1,8 @@
 //! Versions of the records' meaning: what this build makes of a store that an older one has written.
 
-use prost::Message;
 use redb::{Database, ReadableDatabase, ReadableTable, WriteTransaction};
 
-use super::{DISKS, Error, Intent, META, NODE, VMS, VmRecord, decode, history, write};
+use super::{DISKS, Error, Intent, META, NODE, VMS, VmRecord, decode, history, stored::Vm, write};
 
 /// Version of the records' meaning that this build writes.
 pub const SCHEMA: u64 = 4;
@@ -68,14 +67,14 @@ fn add_policies(transaction: &WriteTransaction) -> Result<(), Error> {
         .map_err(|error| Error::of("open the store", error))?;
     let mut down = Vec::new();
     for row in vms.iter().map_err(failed)? {
-        let mut record: VmRecord = decode(row.map_err(failed)?.1.value())?;
+        let mut record = VmRecord::from(decode::<Vm>(row.map_err(failed)?.1.value())?);
         if record.instance.is_none() && record.intent() == Intent::Running {
             record.set_intent(Intent::Stopped);
             down.push(record);
         }
     }
     for record in down {
-        vms.insert(record.uid.as_slice(), record.encode_to_vec().as_slice())
+        vms.insert(record.uid.as_slice(), record.to_bytes().as_slice())
             .map_err(failed)?;
     }
     Ok(())

@@ -9,6 +9,7 @@ mod history;
 mod migration;
 mod operation;
 mod record;
+mod stored;
 
 use std::{
     fs::File,
@@ -210,14 +211,14 @@ impl Store {
 
     /// Writes a VM's record, new or changed. Durable on return.
     pub async fn put(&self, record: &VmRecord) -> Result<(), Error> {
-        self.change(Change::Put(VMS, record.uid.clone(), record.encode_to_vec()))
+        self.change(Change::Put(VMS, record.uid.clone(), record.to_bytes()))
             .await
     }
 
     /// Writes a VM's record unless `cancelled` is by the time it is written: whoever cancels first and then writes the record
     /// himself is not overwritten. Durable on return; false when it was not written.
     pub async fn put_unless(&self, cancelled: &CancellationToken, record: &VmRecord) -> Result<bool, Error> {
-        let (key, value) = (record.uid.clone(), record.encode_to_vec());
+        let (key, value) = (record.uid.clone(), record.to_bytes());
         self.change(Change::PutUnless(cancelled.clone(), key, value))
             .await?;
         Ok(!cancelled.is_cancelled())
@@ -497,9 +498,9 @@ fn load(database: &Database) -> Result<Records, Error> {
     let transaction = database
         .begin_read()
         .map_err(|error| Error::of("read the store", error))?;
-    let (vms, unreadable) = load_table(&transaction, VMS)?;
+    let (vms, unreadable) = load_table::<stored::Vm>(&transaction, VMS)?;
     Ok(Records {
-        vms,
+        vms: vms.into_iter().map(VmRecord::from).collect(),
         unreadable: unreadable.into_iter().map(salvage).collect(),
         disks: readable(&transaction, DISKS)?,
         history: history::load(&transaction)?,
@@ -515,7 +516,10 @@ fn vm(database: &Database, uid: &[u8]) -> Result<Option<VmRecord>, Error> {
         .open_table(VMS)
         .map_err(|error| failed(error.into()))?;
     let value = table.get(uid).map_err(|error| failed(error.into()))?;
-    value.map(|value| decode(value.value())).transpose()
+    let record = value
+        .map(|value| decode::<stored::Vm>(value.value()))
+        .transpose()?;
+    Ok(record.map(VmRecord::from))
 }
 
 /// What can be read of a VM's record all the same: a field is kept although one behind it is damaged.

@@ -1,71 +1,53 @@
-//! What the store keeps of a VM and of a disk. The wire form is Protocol Buffers, so that fields can be added; a change of meaning
-//! needs a new [`SCHEMA`](super::SCHEMA) and a migration.
+//! What the store keeps of VMs, disks and the node. The wire form is Protocol Buffers, so that fields can be added; a change of meaning
+//! needs a new [`SCHEMA`](super::SCHEMA) and a migration. How a VM is written is in [`super::stored`].
 
 use std::collections::BTreeMap;
 
+use prost::Message as _;
 use proto::v1::{ExitReason, ExitStatus, RunCounts, VmSpec};
 
-use super::RequestMark;
+use super::{RequestMark, stored::Vm};
 
 /// A VM, from its creation to its deletion.
-#[derive(Clone, PartialEq, prost::Message)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct VmRecord {
     /// UUID, 16 bytes; also the record's key.
-    #[prost(bytes = "vec", tag = "1")]
     pub uid: Vec<u8>,
     /// Unique on the node.
-    #[prost(string, tag = "2")]
     pub name: String,
     /// Counts changes of the spec, from 1.
-    #[prost(uint64, tag = "3")]
     pub generation: u64,
     /// Unix time in milliseconds.
-    #[prost(uint64, tag = "4")]
     pub created_ms: u64,
     /// As in the manifest.
-    #[prost(btree_map = "string, string", tag = "5")]
     pub labels: BTreeMap<String, String>,
     /// As in the manifest.
-    #[prost(btree_map = "string, string", tag = "40")]
     pub annotations: BTreeMap<String, String>,
     /// As in the manifest.
-    #[prost(string, tag = "41")]
     pub owner: String,
     /// As in the manifest.
-    #[prost(message, optional, tag = "6")]
     pub spec: Option<VmSpec>,
     /// Given once, the same in each run.
-    #[prost(message, optional, tag = "7")]
     pub hardware: Option<Hardware>,
-    /// What was last asked for.
-    #[prost(enumeration = "Intent", tag = "8")]
+    /// What was last asked for: an [`Intent`].
     pub intent: i32,
     /// Written before its process is forked, removed when that has ended.
-    #[prost(message, optional, tag = "9")]
     pub instance: Option<InstanceRecord>,
     /// How the last run ended.
-    #[prost(message, optional, tag = "10")]
     pub last_exit: Option<ExitStatus>,
     /// What its runs were, since its creation. Resets are of runs that have ended.
-    #[prost(message, optional, tag = "30")]
     pub counts: Option<RunCounts>,
     /// Starts by the run policy; not there when there was none since the last one by request.
-    #[prost(message, optional, tag = "31")]
     pub restart: Option<RestartRecord>,
     /// A stop that was asked for and is not done; not there when there is none.
-    #[prost(message, optional, tag = "32")]
     pub stop: Option<StopRecord>,
     /// The node has ended its last run to make room, for a reboot say: what is wanted of it is as it was.
-    #[prost(bool, tag = "33")]
     pub evacuated: bool,
     /// Requests that have been begun on this VM and may not have been answered yet.
-    #[prost(message, repeated, tag = "20")]
     pub begun: Vec<RequestMark>,
     /// Run of the daemon that made it; 0 when not known.
-    #[prost(uint64, tag = "21")]
     pub made_run: u64,
     /// Revision in that run which is not later than its creation.
-    #[prost(uint64, tag = "22")]
     pub made_revision: u64,
 }
 
@@ -95,39 +77,29 @@ pub struct NicHardware {
 }
 
 /// One run of the VM.
-#[derive(Clone, PartialEq, prost::Message)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct InstanceRecord {
     /// User id of the `vmm`.
-    #[prost(uint32, tag = "1")]
     pub uid: u32,
     /// Unix time in milliseconds.
-    #[prost(uint64, tag = "2")]
     pub started_ms: u64,
     /// Generation of the spec it runs with.
-    #[prost(uint64, tag = "3")]
     pub generation: u64,
     /// Of the node's kernel at that time: a run never outlives it.
-    #[prost(string, tag = "4")]
     pub boot_id: String,
     /// Disks that are being plugged in: noted before the `vmm` is asked, forgotten when it has answered. What a daemon
     /// that ended in between leaves is decided by what the `vmm` has.
-    #[prost(string, repeated, tag = "5")]
     pub attaching: Vec<String>,
     /// Disks that the guest has been asked to eject and has not ejected: when it does, they leave the spec.
-    #[prost(string, repeated, tag = "6")]
     pub ejecting: Vec<String>,
     /// Id of the request that began the run; empty when it had none.
-    #[prost(string, tag = "20")]
     pub request_id: String,
     /// Id of the operation that began the run; empty in what a daemon without durable operations has written.
-    #[prost(string, tag = "23")]
     pub operation: String,
     /// What the machine has: the spec that it was started with, and what was changed live since. Not there in what a daemon
     /// without updates has written: it is that of the VM then.
-    #[prost(message, optional, tag = "21")]
     pub spec: Option<VmSpec>,
     /// The addresses that go with it.
-    #[prost(message, optional, tag = "22")]
     pub hardware: Option<Hardware>,
 }
 
@@ -149,6 +121,21 @@ pub struct RestartRecord {
 }
 
 impl VmRecord {
+    /// What was last asked for.
+    pub fn intent(&self) -> Intent {
+        Intent::try_from(self.intent).unwrap_or(Intent::Stopped)
+    }
+
+    /// Notes what is asked for.
+    pub fn set_intent(&mut self, intent: Intent) {
+        self.intent = intent.into();
+    }
+
+    /// As it is written.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        Vm::from(self.clone()).encode_to_vec()
+    }
+
     /// How its last run ended, for the run policy: a run that the node has ended did not end as the VM wanted.
     pub fn ending(&self) -> Option<ExitReason> {
         if self.evacuated {

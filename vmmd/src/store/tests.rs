@@ -201,7 +201,7 @@ fn a_store_of_the_first_schema_keeps_its_vms_and_what_is_down_is_not_wanted() {
     write(&database, |transaction| {
         let mut vms = transaction.open_table(VMS).unwrap();
         for record in &old {
-            vms.insert(record.uid.as_slice(), record.encode_to_vec().as_slice())
+            vms.insert(record.uid.as_slice(), record.to_bytes().as_slice())
                 .unwrap();
         }
         transaction.open_table(META).unwrap().insert("schema", 1).unwrap();
@@ -230,7 +230,7 @@ fn a_store_of_the_third_schema_keeps_what_is_wanted() {
     };
     write(&database, |transaction| {
         let mut vms = transaction.open_table(VMS).unwrap();
-        vms.insert([1; 16].as_slice(), failed.encode_to_vec().as_slice())
+        vms.insert([1; 16].as_slice(), failed.to_bytes().as_slice())
             .unwrap();
         transaction.open_table(META).unwrap().insert("schema", 3).unwrap();
         Ok(())
@@ -248,7 +248,7 @@ fn tombstone(revision: u64) -> Tombstone {
     Tombstone {
         run: 1,
         revision,
-        metadata: Some(metadata),
+        metadata: Some(metadata.into()),
     }
 }
 
@@ -340,4 +340,34 @@ async fn answers_are_forgotten_when_they_are_a_day_old() {
     store.complete(answered("x")).await.unwrap();
     assert_eq!(store.request(RequestKey::new("", "old")).await.unwrap(), None);
     assert!(store.request(RequestKey::new("", "x")).await.unwrap().is_some());
+}
+
+#[tokio::test]
+async fn an_answer_is_kept_for_an_hour_whatever_comes_after_it_also_by_the_next_daemon() {
+    let folder = tempfile::tempdir().unwrap();
+    let database = open(&folder.path().join(FILE)).unwrap();
+    let aged = |id: &str, ms: u64| RequestRecord {
+        ended_ms: crate::text::now_ms() - ms,
+        ..answered(id)
+    };
+    let minute = 60_000;
+    let promised = history::REQUEST_PROMISE_MS;
+    let mut answers = vec![aged("over", promised + minute), aged("within", promised - minute)];
+    answers.extend((0..20).map(|number| answered(&format!("new-{number}"))));
+    write(&database, |transaction| {
+        let mut answers = answers.iter();
+        answers.try_for_each(|answer| history::complete_among(transaction, answer, 3))
+    })
+    .unwrap();
+    drop(database);
+    let (store, _) = Store::open(folder.path()).unwrap();
+    for (id, kept) in [
+        ("over", false),
+        ("within", true),
+        ("new-0", true),
+        ("new-19", true),
+    ] {
+        let found = store.request(RequestKey::new("", id)).await.unwrap();
+        assert_eq!(found.is_some(), kept, "{id}");
+    }
 }

@@ -167,7 +167,7 @@ impl Table {
         let tombstones = history.tombstones.into_iter().map(|tombstone| Buried {
             at: (tombstone.run, tombstone.revision),
             vm: Arc::new(v1::Vm {
-                metadata: tombstone.metadata,
+                metadata: tombstone.metadata.map(Into::into),
                 ..v1::Vm::default()
             }),
         });
@@ -355,7 +355,7 @@ impl Table {
         Tombstone {
             run: self.run,
             revision,
-            metadata: Some(metadata),
+            metadata: Some(metadata.into()),
         }
     }
 

@@ -1,0 +1,245 @@
+//! The stored spec of a VM.
+
+use proto::v1;
+
+use super::{Mirror, stored};
+
+stored! {
+    /// What a VM is to be.
+    VmSpec of v1::VmSpec {
+        #[prost(message, optional, tag = "1")]
+        cpu: Option<CpuSpec>,
+        #[prost(message, optional, tag = "2")]
+        memory: Option<MemorySpec>,
+        #[prost(message, optional, tag = "3")]
+        boot: Option<BootSpec>,
+        #[prost(message, repeated, tag = "4")]
+        disks: Vec<DiskSpec>,
+        #[prost(message, repeated, tag = "5")]
+        nics: Vec<NicSpec>,
+        #[prost(message, repeated, tag = "6")]
+        rate_groups: Vec<RateGroup>,
+        #[prost(int32, tag = "7")]
+        run_policy: i32,
+        #[prost(message, optional, tag = "8")]
+        balloon: Option<BalloonSpec>,
+        #[prost(int32, tag = "9")]
+        on_crash: i32,
+        #[prost(message, optional, tag = "12")]
+        clock: Option<ClockSpec>,
+    }
+}
+
+stored! {
+    /// Virtual CPUs.
+    CpuSpec of v1::CpuSpec {
+        #[prost(uint32, tag = "1")]
+        cores: u32,
+        #[prost(uint32, tag = "2")]
+        core_fraction_percent: u32,
+        #[prost(uint32, tag = "3")]
+        core_limit_percent: u32,
+        #[prost(string, tag = "4")]
+        host_cpus: String,
+    }
+}
+
+stored! {
+    /// Guest RAM.
+    MemorySpec of v1::MemorySpec {
+        #[prost(uint64, tag = "1")]
+        size_bytes: u64,
+        #[prost(int32, tag = "2")]
+        backing: i32,
+        #[prost(int32, tag = "3")]
+        huge_pages: i32,
+        #[prost(bool, tag = "4")]
+        prefault: bool,
+        #[prost(bool, tag = "5")]
+        mergeable: bool,
+        #[prost(uint32, optional, tag = "6")]
+        numa_node: Option<u32>,
+    }
+}
+
+stored! {
+    /// What a VM boots.
+    BootSpec of v1::BootSpec {
+        #[prost(oneof = "BootSource", tags = "1")]
+        source: Option<BootSource>,
+    }
+}
+
+/// Of [`BootSpec`].
+#[derive(Clone, PartialEq, prost::Oneof)]
+pub enum BootSource {
+    #[prost(message, tag = "1")]
+    Linux(LinuxBoot),
+}
+
+stored! {
+    /// A Linux kernel, directly.
+    LinuxBoot of v1::LinuxBoot {
+        #[prost(string, tag = "1")]
+        kernel: String,
+        #[prost(string, tag = "2")]
+        initrd: String,
+        #[prost(string, tag = "3")]
+        cmdline: String,
+    }
+}
+
+stored! {
+    /// A disk of a VM.
+    DiskSpec of v1::DiskSpec {
+        #[prost(string, tag = "1")]
+        name: String,
+        #[prost(oneof = "DiskSource", tags = "2, 6")]
+        source: Option<DiskSource>,
+        #[prost(int32, tag = "3")]
+        format: i32,
+        #[prost(bool, tag = "4")]
+        read_only: bool,
+        #[prost(string, tag = "5")]
+        serial: String,
+        #[prost(int32, tag = "7")]
+        cache: i32,
+        #[prost(uint32, tag = "8")]
+        queues: u32,
+        #[prost(uint32, tag = "9")]
+        logical_block_bytes: u32,
+        #[prost(int32, tag = "10")]
+        on_error: i32,
+        #[prost(message, optional, tag = "11")]
+        rate_limit: Option<RateLimit>,
+        #[prost(string, tag = "12")]
+        rate_group: String,
+    }
+}
+
+/// Of [`DiskSpec`].
+#[derive(Clone, PartialEq, Eq, prost::Oneof)]
+pub enum DiskSource {
+    #[prost(string, tag = "2")]
+    Path(String),
+    #[prost(string, tag = "6")]
+    Disk(String),
+}
+
+stored! {
+    /// A network interface of a VM.
+    NicSpec of v1::NicSpec {
+        #[prost(string, tag = "1")]
+        name: String,
+        #[prost(oneof = "Attachment", tags = "2, 3")]
+        attachment: Option<Attachment>,
+        #[prost(string, tag = "4")]
+        mac: String,
+    }
+}
+
+/// Of [`NicSpec`].
+#[derive(Clone, PartialEq, Eq, prost::Oneof)]
+pub enum Attachment {
+    #[prost(string, tag = "2")]
+    Bridge(String),
+    #[prost(string, tag = "3")]
+    Tap(String),
+}
+
+stored! {
+    /// A limit with a name.
+    RateGroup of v1::RateGroup {
+        #[prost(string, tag = "1")]
+        name: String,
+        #[prost(message, optional, tag = "2")]
+        limit: Option<RateLimit>,
+    }
+}
+
+stored! {
+    /// How much may flow.
+    #[derive(Copy)]
+    RateLimit of v1::RateLimit {
+        #[prost(uint64, tag = "1")]
+        bytes_per_second: u64,
+        #[prost(uint64, tag = "2")]
+        operations_per_second: u64,
+        #[prost(uint64, tag = "3")]
+        burst_bytes: u64,
+        #[prost(uint64, tag = "4")]
+        burst_operations: u64,
+    }
+}
+
+stored! {
+    /// The balloon.
+    BalloonSpec of v1::BalloonSpec {
+        #[prost(bool, tag = "1")]
+        disabled: bool,
+        #[prost(bool, tag = "2")]
+        free_page_reporting: bool,
+        #[prost(uint64, tag = "3")]
+        target_bytes: u64,
+    }
+}
+
+stored! {
+    /// The guest's clock.
+    ClockSpec of v1::ClockSpec {
+        #[prost(int32, tag = "1")]
+        on_resume: i32,
+    }
+}
+
+impl Mirror<BootSource> for v1::boot_spec::Source {
+    fn mirror(self) -> BootSource {
+        match self {
+            Self::Linux(linux) => BootSource::Linux(linux.mirror()),
+        }
+    }
+}
+
+impl Mirror<v1::boot_spec::Source> for BootSource {
+    fn mirror(self) -> v1::boot_spec::Source {
+        match self {
+            Self::Linux(linux) => v1::boot_spec::Source::Linux(linux.mirror()),
+        }
+    }
+}
+
+impl Mirror<DiskSource> for v1::disk_spec::Source {
+    fn mirror(self) -> DiskSource {
+        match self {
+            Self::Path(path) => DiskSource::Path(path),
+            Self::Disk(disk) => DiskSource::Disk(disk),
+        }
+    }
+}
+
+impl Mirror<v1::disk_spec::Source> for DiskSource {
+    fn mirror(self) -> v1::disk_spec::Source {
+        match self {
+            Self::Path(path) => v1::disk_spec::Source::Path(path),
+            Self::Disk(disk) => v1::disk_spec::Source::Disk(disk),
+        }
+    }
+}
+
+impl Mirror<Attachment> for v1::nic_spec::Attachment {
+    fn mirror(self) -> Attachment {
+        match self {
+            Self::Bridge(bridge) => Attachment::Bridge(bridge),
+            Self::Tap(tap) => Attachment::Tap(tap),
+        }
+    }
+}
+
+impl Mirror<v1::nic_spec::Attachment> for Attachment {
+    fn mirror(self) -> v1::nic_spec::Attachment {
+        match self {
+            Self::Bridge(bridge) => v1::nic_spec::Attachment::Bridge(bridge),
+            Self::Tap(tap) => v1::nic_spec::Attachment::Tap(tap),
+        }
+    }
+}
