@@ -81,6 +81,9 @@ pub struct Restart {
     pub max_ms: u64,
     /// After a run that lasted as long the next wait is the first again. Default 600,000.
     pub reset_after_ms: u64,
+    /// How long a VM that makes room (`stop --evacuate`) stays down on a node that is neither cordoned nor shut down meanwhile. Default
+    /// 600,000.
+    pub room_ms: u64,
 }
 
 impl Default for Restart {
@@ -89,6 +92,7 @@ impl Default for Restart {
             first_ms: 1_000,
             max_ms: 300_000,
             reset_after_ms: 600_000,
+            room_ms: 600_000,
         }
     }
 }

@@ -103,6 +103,10 @@ impl Actor {
     pub(super) async fn resume_policy(&mut self, occasion: Option<(Occasion, u64)>) {
         if let Some((occasion, ran_ms)) = occasion {
             let before = self.record.restart.clone();
+            if self.record.evacuated {
+                // The daemon's start ends the time for which room is made.
+                self.record.restart.get_or_insert_default().next_ms = 0;
+            }
             self.plan(occasion, ran_ms);
             if before != self.record.restart {
                 self.persist().await;
@@ -114,12 +118,22 @@ impl Actor {
         self.resume_stop();
     }
 
-    /// What the policy has in mind waits until the node takes VMs again, or is started anew.
-    pub(super) fn hold(&mut self) {
-        self.held |= self.timer.take().is_some();
-        if let Some(restart) = &mut self.record.restart {
-            (restart.next_ms, restart.back_off_ms) = (0, 0);
+    /// What the policy has in mind waits until the node is started anew, or takes VMs again. One that takes VMs all the time gives
+    /// no sign of that: there the policy goes on after [`room_ms`](crate::config::Restart::room_ms).
+    pub(super) fn make_room(&mut self) {
+        if self.timer.take().is_none() {
+            return;
         }
+        let restart = self.record.restart.get_or_insert_default();
+        if self.host.schedulable().is_err() {
+            self.held = true;
+            (restart.next_ms, restart.back_off_ms) = (0, 0);
+            return;
+        }
+        let room_ms = self.host.config.restart.room_ms;
+        restart.next_ms = text::now_ms().saturating_add(room_ms);
+        restart.back_off_ms = room_ms;
+        self.timer = Some(Instant::now() + Duration::from_millis(room_ms));
     }
 
     /// The time has come.

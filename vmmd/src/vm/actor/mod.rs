@@ -296,7 +296,7 @@ impl Actor {
         match verdict {
             Verdict::Done => {
                 match life.request {
-                    Request::Stop if life.evacuate => self.hold(),
+                    Request::Stop if life.evacuate => self.make_room(),
                     Request::Stop => self.forget_restart().await,
                     _ => {}
                 }

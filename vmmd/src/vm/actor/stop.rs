@@ -268,7 +268,7 @@ impl Actor {
             let ending = self.record.ending().unwrap_or(reason);
             self.plan(Occasion::Ended(ending), ran_ms);
             if self.record.evacuated {
-                self.hold();
+                self.make_room();
             }
         }
         // The exit record stays where it is as long as it is nowhere else.
