@@ -1,6 +1,7 @@
 //! The gRPC API on a UNIX socket and over TCP: thin services over the table of VMs.
 
 mod ask;
+mod authority;
 mod connection;
 mod console;
 mod cursor;

@@ -14,7 +14,7 @@ use tokio::{
     time::sleep,
 };
 
-use super::connection::Connection;
+use super::{authority::LocalStream, connection::Connection};
 use crate::{
     auth::{Bucket, Caller, Places, Role},
     config::{Config, Limits},
@@ -147,7 +147,7 @@ fn group_id(name: &str) -> io::Result<u32> {
 pub async fn accept(
     socket: Socket,
     limits: Limits,
-    sender: mpsc::Sender<io::Result<Connection<UnixStream>>>,
+    sender: mpsc::Sender<io::Result<Connection<LocalStream>>>,
 ) {
     let places = Places::new(limits.connections, limits.connections_per_client);
     loop {
@@ -175,7 +175,7 @@ fn connection(
     groups: &Groups,
     places: &Arc<Places>,
     limits: &Limits,
-) -> Option<Connection<UnixStream>> {
+) -> Option<Connection<LocalStream>> {
     let peer = stream.peer_cred().ok()?;
     let mut its_groups = sys::peer_groups(&stream).unwrap_or_default();
     its_groups.push(peer.gid());
@@ -197,6 +197,7 @@ fn connection(
             .map_or("unix".into(), |pid| format!("unix, process {pid}")),
         bucket: Bucket::new(limits.calls_per_second),
     };
+    let stream = LocalStream::new(stream);
     Some(Connection::new(stream, caller, place, limits.request()))
 }
 
