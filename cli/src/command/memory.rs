@@ -3,7 +3,13 @@
 use proto::v1;
 
 use super::update::{self, Change, How};
-use crate::{args::memory::SetMemory, client::Client, failure::Result, manifest::quantity, output};
+use crate::{
+    args::memory::SetMemory,
+    client::{Client, about_vm},
+    failure::Result,
+    manifest::quantity,
+    output,
+};
 
 /// `set memory`.
 pub async fn set(client: &Client, args: &SetMemory) -> Result<()> {
@@ -26,7 +32,8 @@ pub async fn set(client: &Client, args: &SetMemory) -> Result<()> {
         },
         paths: vec!["spec.balloon.target_bytes".to_owned()],
     };
-    let vm = update::change(client, change, How::default()).await?;
+    let vm = update::change(client, change, How::default()).await;
+    let vm = vm.map_err(|failure| about_vm(failure, name))?;
     let waits = update::waits(&vm, "spec.balloon.targetBytes");
     if target == 0 {
         return output::line(format!("vm/{name} gets all of its memory back{waits}"));

@@ -10,7 +10,7 @@ use proto::{
 use super::difference;
 use crate::{
     client::{Client, DISKS, WORK, about_vm, empty_answer, send},
-    failure::{Code, Result},
+    failure::{Failure, Result},
 };
 
 /// What the daemon gives a guest to power off when nothing is said.
@@ -50,7 +50,9 @@ pub struct Change {
 
 /// Makes a VM the one that is wanted.
 pub async fn update(client: &Client, wanted: v1::Vm, there: &v1::Vm, how: How) -> Result<Done> {
-    said(there, &send(client, wanted, None, how).await?)
+    let name = wanted.metadata.clone().unwrap_or_default().name;
+    let now = send(client, wanted, None, how).await;
+    said(there, &now.map_err(|failure| explained(failure, &name))?)
 }
 
 /// Changes some fields of a VM; `change` makes the change of the VM that is there. What others change meanwhile stays.
@@ -68,10 +70,11 @@ pub async fn rewrite(
     // Not another VM that has the name by now.
     let uid = there.metadata.clone().unwrap_or_default().uid;
     change.vm.metadata.get_or_insert_default().uid = uid;
-    said(&there, &self::change(client, change, how).await?)
+    let now = self::change(client, change, how).await;
+    said(&there, &now.map_err(|failure| explained(failure, name))?)
 }
 
-/// Changes some fields of a VM; the VM after that.
+/// Changes some fields of a VM; the VM after that. A failure is as the daemon says it.
 pub async fn change(client: &Client, change: Change, how: How) -> Result<v1::Vm> {
     let Change { mut vm, paths } = change;
     vm.status = None;
@@ -87,7 +90,6 @@ async fn send(
     update_mask: Option<well_known::FieldMask>,
     how: How,
 ) -> Result<v1::Vm> {
-    let name = vm.metadata.clone().unwrap_or_default().name;
     let apply = match how {
         How { dry_run: true, .. } => ApplyMode::DryRun,
         How { restart: true, .. } => ApplyMode::Restart,
@@ -102,15 +104,15 @@ async fn send(
     };
     let limit = how.grace.unwrap_or(DEFAULT_GRACE) + WORK;
     let answer = send!(client.limit(limit), client.vms, update_vm, request).await;
-    let answer = answer.map_err(|failure| match (&*failure.reason, failure.code) {
-        // By an operator's mask: one of the VM's own disks.
-        ("DISK_NOT_FOUND", Code::NotFound) => {
-            failure.hint(format!("`vmmctl describe vm {name}` shows its disks"))
-        }
-        ("DISK_NOT_FOUND", _) => failure.about("vm", &name).hint(DISKS),
-        _ => about_vm(failure, &name),
-    });
     answer?.vm.ok_or_else(empty_answer)
+}
+
+/// Adds to a failure of an update the command that helps.
+fn explained(failure: Failure, name: &str) -> Failure {
+    match &*failure.reason {
+        "DISK_NOT_FOUND" => failure.about("vm", name).hint(DISKS),
+        _ => about_vm(failure, name),
+    }
 }
 
 /// Why the machine has not taken over the change of a field yet, for the end of a line; empty when it has.

@@ -158,7 +158,9 @@ pub async fn limit(client: &Client, args: &Limit, target: Target) -> Result<()> 
         },
         paths,
     };
-    let vm = update::change(client, change, How::default()).await?;
+    let (Target::Disk(name) | Target::Group(name)) = &target;
+    let vm = update::change(client, change, How::default()).await;
+    let vm = vm.map_err(|failure| about(failure, &args.vm, name))?;
     let done = say_limit(&target, &present(&vm, &target));
     let waits = update::waits(&vm, &shown);
     output::line(format!("vm/{} {done}{waits}", args.vm))

@@ -108,7 +108,7 @@ fn limit(bytes_per_second: u64) -> RateLimit {
 }
 
 fn cores(spec: &mut v1::VmSpec, cores: u32) {
-    spec.cpu.as_mut().unwrap().cores = cores;
+    spec.cpu.get_or_insert_default().cores = cores;
 }
 
 /// `path: current -> desired`, and what is said to it.
@@ -707,7 +707,8 @@ async fn by_a_mask_only_the_fields_that_it_names_are_changed() {
         .change_fields("web", &[&format!("spec.disks[{disk}]")], |_| {})
         .await
         .unwrap();
-    assert!(vm.spec.unwrap().disks.is_empty());
+    let left = vm.spec.unwrap().disks;
+    assert!(left.iter().all(|other| other.name != disk), "{left:?}");
 
     let dry = v1::UpdateVmRequest {
         apply: ApplyMode::DryRun.into(),

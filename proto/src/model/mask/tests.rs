@@ -81,7 +81,7 @@ fn only_what_is_named_changes() {
     );
     assert_eq!(apply(&["spec.cpu"], |_| {}), with(|spec| spec.cpu = None));
     let owner = apply(&["metadata.owner"], |vm| {
-        vm.metadata.as_mut().unwrap().owner = "me".into()
+        vm.metadata.as_mut().unwrap().owner = "me".into();
     });
     assert_eq!(owner.metadata.unwrap().owner, "me");
 }

@@ -3,7 +3,6 @@
 use std::{collections::BTreeMap, path::Path};
 
 use proptest::prelude::*;
-use prost::Message;
 use proto::{
     v1::{self, VmPhase, vm_service_client::VmServiceClient},
     well_known,
@@ -128,8 +127,8 @@ pub fn call() -> impl Strategy<Value = Call> {
 
 pub type Client = VmServiceClient<Channel>;
 
-/// An answer in its encoded form.
-pub type Answer = Result<Vec<u8>, Status>;
+/// An answer as JSON: the encoded form of a map has no order.
+pub type Answer = Result<serde_json::Value, Status>;
 
 macro_rules! requests {
     ($($name:ident($request:ident) = $method:ident),* $(,)?) => {
@@ -150,7 +149,7 @@ macro_rules! requests {
                 match self {
                     $(Self::$name(request) => {
                         let answer = client.$method(request.clone()).await;
-                        answer.map(|response| response.into_inner().encode_to_vec())
+                        answer.map(|response| serde_json::to_value(response.into_inner()).unwrap())
                     })*
                 }
             }

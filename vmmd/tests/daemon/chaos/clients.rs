@@ -129,7 +129,11 @@ async fn carry_out(scene: &Scene, channel: &Channel, client: &mut Client, made: 
             first.await
         }
     } else {
-        scene.came(look(scene, channel, client, made).await.map(|()| Vec::new()))
+        scene.came(
+            look(scene, channel, client, made)
+                .await
+                .map(|()| serde_json::Value::Null),
+        )
     };
     // A process that was killed is found to be gone later.
     if answer.is_some() && !made.call.is_felt_later() {
@@ -231,7 +235,7 @@ pub async fn drain(channel: &Channel) -> Result<(), Status> {
 }
 
 /// What two answers to the same request have in common.
-pub fn plain(answer: &Answer) -> Result<&[u8], (tonic::Code, &str)> {
+pub fn plain(answer: &Answer) -> Result<&serde_json::Value, (tonic::Code, &str)> {
     match answer {
         Ok(response) => Ok(response),
         Err(status) => Err((status.code(), status.message())),
@@ -254,7 +258,7 @@ mod tests {
         let busy = || refused(Code::FailedPrecondition, "BUSY");
         let cut = || refused(Code::Aborted, "SUPERSEDED");
         let missing = || refused(Code::NotFound, "VM_NOT_FOUND");
-        let done = || Some(Ok(Vec::new()));
+        let done = || Some(Ok(serde_json::Value::Null));
         for (first, second, expected) in [
             (busy(), None, None),
             (None, None, None),

@@ -1,8 +1,5 @@
 //! Calls as operations of the model.
 
-use prost::Message;
-use proto::v1;
-
 use super::{
     calls::{Answer, Kind, NEVER, refused},
     clients::Made,
@@ -26,8 +23,10 @@ impl Made {
     pub fn ops(&self, begin: Time, end: Time, answer: Option<&Answer>, repeats: Option<usize>) -> Vec<Op> {
         let uid = match (answer, self.call.kind) {
             (Some(Ok(response)), Kind::Create { .. }) => {
-                let response = v1::CreateVmResponse::decode(response.as_slice()).unwrap();
-                Some(response.vm.unwrap().metadata.unwrap().uid)
+                let uid = response
+                    .pointer("/vm/metadata/uid")
+                    .and_then(serde_json::Value::as_str);
+                Some(uid.unwrap().to_owned())
             }
             _ => None,
         };
