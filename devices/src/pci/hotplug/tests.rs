@@ -78,7 +78,7 @@ fn a_disk_comes_and_goes_as_a_guest_does_it() {
     assert!(!rig.high());
     assert_eq!(rig.eject(1 << 7), [7]);
     assert!(!rig.hotplug.is_requested(7));
-    assert_eq!(rig.eject(1 << 7), [], "only once");
+    assert!(rig.eject(1 << 7).is_empty(), "only once");
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn a_guest_that_does_not_answer_is_asked_again() {
 fn nothing_is_ejected_that_was_not_asked_for() {
     let rig = Rig::new();
     rig.hotplug.plugged(7);
-    assert_eq!(rig.eject(u32::MAX), []);
+    assert!(rig.eject(u32::MAX).is_empty());
     rig.hotplug.ask(4);
     assert_eq!(rig.eject(u32::MAX), [4]);
 }
@@ -113,7 +113,7 @@ fn an_eject_that_comes_after_the_slot_was_withdrawn_and_used_again_does_nothing(
         (0, 1 << 4),
         "it is to clean up"
     );
-    assert_eq!(rig.eject(1 << 4), [], "and has nothing to eject");
+    assert!(rig.eject(1 << 4).is_empty(), "and has nothing to eject");
     rig.hotplug.plugged(4);
     rig.hotplug.eject(|slot| panic!("slot {slot} is in use again"));
     assert_eq!(taken, 1);
@@ -130,7 +130,7 @@ fn a_reset_forgets_what_was_to_be_told_and_gives_what_was_asked_for() {
     assert_eq!(rig.hotplug.reset(), [2, 31]);
     assert!(!rig.high());
     assert_eq!((rig.read(CHECK), rig.eject(u32::MAX)), (0, vec![]));
-    assert_eq!(rig.hotplug.reset(), []);
+    assert!(rig.hotplug.reset().is_empty());
 }
 
 #[test]

@@ -94,7 +94,7 @@ fn each_device_says_what_it_has() {
     assert_eq!(select(&keyboard, 0x11, 1), [&[0xfe][..], &[0xff; 15]].concat());
     assert_eq!(select(&keyboard, 0x11, 0x11), [7]);
     assert_eq!(select(&keyboard, 0x11, 0x14), [3]);
-    assert_eq!(select(&keyboard, 0x11, 3), []);
+    assert!(select(&keyboard, 0x11, 3).is_empty());
     let (_, tablet) = running(Input::tablet);
     assert_eq!(select(&tablet, 1, 0), b"vmmd tablet");
     assert_eq!(select(&tablet, 3, 0), [6, 0, 0xf4, 0x1a, 2, 0, 1, 0]);
@@ -104,8 +104,8 @@ fn each_device_says_what_it_has() {
         select(&tablet, 0x12, 1)[4..8],
         u32::from(TABLET_MAX).to_le_bytes()
     );
-    assert_eq!(select(&tablet, 0x12, 2), []);
-    assert_eq!(select(&tablet, 0xff, 0xff), []);
+    assert!(select(&tablet, 0x12, 2).is_empty());
+    assert!(select(&tablet, 0xff, 0xff).is_empty());
 }
 
 #[test]
