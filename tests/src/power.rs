@@ -18,6 +18,9 @@ const DISK_MIB: u64 = 16;
 const SECTORS: u64 = 256 << 11;
 
 /// ext4 on dm-log-writes on loop devices, mounted at `folder`; taken down when dropped.
+///
+/// A loop device between the two has one flush under way at a time: dm-log-writes takes what a flush covers when it comes and writes it
+/// down when it ends, so that of two flushes at once the later one's writes may be before the earlier one's.
 struct Logged<'case> {
     node: &'case Node,
     name: String,
@@ -38,7 +41,7 @@ impl<'case> Logged<'case> {
         logged.sh(&format!(
             "modprobe dm-log-writes && cd {base} && mkdir logged after && truncate -s {bytes} disk && truncate -s 8G log && \
              echo \"0 {SECTORS} log-writes $(losetup -f --show disk) $(losetup -f --show log)\" | dmsetup create {name} && \
-             mkfs.ext4 -q /dev/mapper/{name} && mount -o {options} /dev/mapper/{name} logged",
+             top=$(losetup --direct-io=on -f --show /dev/mapper/{name}) && mkfs.ext4 -q $top && mount -o {options} $top logged",
             base = logged.base,
             name = logged.name,
             bytes = SECTORS * 512,
@@ -55,9 +58,16 @@ impl<'case> Logged<'case> {
         self.sh(&format!("dmsetup message {} 0 mark moment-{moment}.", self.name));
     }
 
-    /// Nothing more is written.
-    fn end(&self) {
-        self.sh(&format!("umount {} && dmsetup remove {}", self.folder, self.name));
+    /// Nothing more is written: the log has all of it, in its order.
+    fn end(&self, blkcheck: &str) {
+        self.sh(&format!(
+            "cd {base} && umount logged && losetup -d $(losetup -j /dev/mapper/{name} -O NAME -n) && udevadm settle && \
+             dmsetup remove --retry {name} && truncate -s {bytes} whole && \
+             {blkcheck} replay $(losetup -j log -O NAME -n) --onto whole && cmp whole disk && rm whole",
+            base = self.base,
+            name = self.name,
+            bytes = SECTORS * 512,
+        ));
     }
 
     /// Mounts at `after` what is there when the power is lost at a moment; says why when that is no file system any more.
@@ -86,8 +96,10 @@ impl<'case> Logged<'case> {
 impl Drop for Logged<'_> {
     fn drop(&mut self) {
         let _ = self.node.ssh(&format!(
-            "cd {}; umount after; umount -l logged; dmsetup remove --force {}; losetup -d $(losetup -j disk -O NAME -n) $(losetup -j log -O NAME -n)",
-            self.base, self.name
+            "cd {base}; umount after; umount -l logged; losetup -d $(losetup -j /dev/mapper/{name} -O NAME -n); dmsetup remove --force {name}; \
+             losetup -d $(losetup -j disk -O NAME -n) $(losetup -j log -O NAME -n)",
+            base = self.base,
+            name = self.name,
         ));
     }
 }
@@ -193,7 +205,7 @@ pub fn lose(case: &Case, cores: u32, mount: &str) -> Vec<String> {
     node.sh(&format!("kill -9 {pid}")).expect("kill");
     vm.wait_phase("FAILED", 60).expect("the daemon notices");
     vm.ctl("delete").expect("delete");
-    logged.end();
+    logged.end(&blkcheck);
 
     let mut wrong = Vec::new();
     for (moment, text) in seen {

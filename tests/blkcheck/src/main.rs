@@ -67,11 +67,11 @@ enum Action {
         /// The disk, which holds zeroes only.
         #[arg(long)]
         onto: PathBuf,
-        /// The mark (`dmsetup message DEVICE 0 mark TEXT`).
+        /// The mark (`dmsetup message DEVICE 0 mark TEXT`); all that was ever written when it is not given.
         #[arg(long)]
-        mark: String,
+        mark: Option<String>,
         /// Which of the writes that were not flushed are there.
-        #[arg(long)]
+        #[arg(long, default_value_t = 0)]
         seed: u64,
     },
     /// Print a number for the content of a disk.
@@ -111,7 +111,7 @@ fn run(action: Action) -> Result<()> {
             onto,
             mark,
             seed,
-        } => replay::run(&log, &onto, &mark, seed),
+        } => replay::run(&log, &onto, mark.as_deref(), seed),
         Action::Digest { disk } => digest::run(&disk),
     }
 }

@@ -105,8 +105,9 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(word)
 }
 
-/// Writes to `onto` what was durable at the mark, and each later write up to the next flush with a probability of one half.
-pub fn run(log: &Path, onto: &Path, mark: &str, seed: u64) -> Result<()> {
+/// Writes to `onto` what was durable at the mark, and each later write up to the next flush with a probability of one half. Without a
+/// mark it is all that was ever written.
+pub fn run(log: &Path, onto: &Path, mark: Option<&str>, seed: u64) -> Result<()> {
     let mut log = Log::open(log)?;
     let disk = File::options()
         .write(true)
@@ -115,12 +116,13 @@ pub fn run(log: &Path, onto: &Path, mark: &str, seed: u64) -> Result<()> {
     let mut durable = 0_u64;
     loop {
         let Some(entry) = log.next()? else {
+            let Some(mark) = mark else { break };
             bail!("no mark {mark:?} in the log");
         };
         if entry.flags & MARK == 0 {
             log.apply(&entry, &disk)?;
             durable += 1;
-        } else if entry.text == mark {
+        } else if mark == Some(entry.text.as_str()) {
             break;
         }
     }
@@ -194,14 +196,18 @@ mod tests {
             File::create(&disk)
                 .and_then(|file| file.set_len(2048))
                 .expect("disk");
-            run(&path, &disk, "here", seed).expect("replay");
+            run(&path, &disk, Some("here"), seed).expect("replay");
             let content = std::fs::read(&disk).expect("disk");
             let sectors: Vec<u8> = content.chunks(512).map(|sector| sector[0]).collect();
             assert_eq!((sectors[0], sectors[3]), (1, 0));
             seen.insert((sectors[1], sectors[2]));
         }
         assert_eq!(seen, [(0, 0), (0, 3), (2, 0), (2, 3)].into());
-        run(&path, &disk, "elsewhere", 0).expect_err("no such mark");
+        run(&path, &disk, Some("elsewhere"), 0).expect_err("no such mark");
+        run(&path, &disk, None, 0).expect("replay");
+        let content = std::fs::read(&disk).expect("disk");
+        let sectors: Vec<u8> = content.chunks(512).map(|sector| sector[0]).collect();
+        assert_eq!(sectors, [1, 2, 3, 4]);
         std::fs::remove_dir_all(folder).expect("remove");
     }
 }
