@@ -15,6 +15,7 @@ mod failure;
 mod hints;
 mod manifest;
 mod output;
+mod screen;
 mod tls;
 
 use std::process::ExitCode;

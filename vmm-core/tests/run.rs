@@ -13,6 +13,7 @@ use std::{
 
 use rstest::rstest;
 use rustix::{
+    process::{Pid, Signal, kill_process},
     pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt},
     termios::{LocalModes, tcgetattr},
 };
@@ -155,4 +156,81 @@ fn output_and_messages_in_one_file_do_not_overwrite_each_other() {
     assert_eq!(status.code(), Some(2));
     let text = std::fs::read_to_string(dir.path().join("log")).unwrap();
     assert_eq!(text, "hivmm: VM web: vCPU 0: triple fault\n");
+}
+
+#[test]
+fn a_machine_with_a_screen_shows_it_to_vnc_clients_at_its_socket() {
+    use std::os::unix::net::UnixStream;
+    // Its guest does nothing.
+    let dir = vm_with(guest::HALT, "", ", display: {width: 640, height: 480}");
+    let socket = dir.path().join("vnc.sock");
+    let vmm = command(&dir)
+        .arg("--vnc")
+        .arg(&socket)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let begin = std::time::Instant::now();
+    let mut client = loop {
+        match UnixStream::connect(&socket) {
+            Ok(client) => break client,
+            Err(error) => assert!(begin.elapsed().as_secs() < 20, "{error}"),
+        }
+        std::thread::yield_now();
+    };
+    client
+        .set_read_timeout(Some(std::time::Duration::from_secs(20)))
+        .unwrap();
+    client.write_all(b"RFB 003.008\n\x01\x01").unwrap();
+    // All of it, in Raw, at once: 640 x 480 black pixels.
+    client.write_all(&[3, 0, 0, 0, 0, 0, 2, 128, 1, 224]).unwrap();
+    let mut hello = [0; 12 + 2 + 4 + 24 + 3];
+    client.read_exact(&mut hello).unwrap();
+    assert_eq!(&hello[..12], b"RFB 003.008\n");
+    assert_eq!(&hello[18..22], [2, 128, 1, 224]);
+    assert_eq!(&hello[42..], b"web");
+    let mut head = [0; 4];
+    client.read_exact(&mut head).unwrap();
+    let mut pixels = 0;
+    for _ in 0..u16::from_be_bytes([head[2], head[3]]) {
+        let mut rectangle = [0; 12];
+        client.read_exact(&mut rectangle).unwrap();
+        let side = |at: usize| usize::from(u16::from_be_bytes([rectangle[at], rectangle[at + 1]]));
+        let mut raw = vec![1; side(4) * side(6) * 4];
+        client.read_exact(&mut raw).unwrap();
+        assert!(raw.iter().all(|byte| *byte == 0));
+        pixels += side(4) * side(6);
+    }
+    assert_eq!(pixels, 640 * 480);
+    // A key, the pointer and a wish for another size, which nobody takes, do no harm.
+    client
+        .write_all(&[4, 1, 0, 0, 0, 0, 0, 0x41, 5, 1, 0, 9, 0, 9])
+        .unwrap();
+    client
+        .write_all(&[&[251, 0, 3, 32, 2, 88, 1, 0][..], &[0; 16]].concat())
+        .unwrap();
+    client
+        .write_all(&[2, 0, 0, 1, 0xff, 0xff, 0xfe, 0xc8, 248, 0, 0, 0, 0x80, 0, 0, 0, 0])
+        .unwrap();
+    let mut fences = [0; 18];
+    client.read_exact(&mut fences).unwrap();
+    // The machine's end is that of the connection.
+    kill_process(Pid::from_child(&vmm), Signal::TERM).unwrap();
+    let output = vmm.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(matches!(client.read(&mut [0; 64]), Ok(0) | Err(_)));
+}
+
+#[test]
+fn a_socket_for_a_screen_that_the_machine_does_not_have_is_refused() {
+    let dir = vm(guest::POWER_OFF);
+    let output = command(&dir)
+        .arg("--vnc")
+        .arg(dir.path().join("x"))
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("spec.display"), "{}", stderr(&output));
 }

@@ -35,6 +35,11 @@ impl RuntimeDir {
         self.0.join("console.sock")
     }
 
+    /// The socket for VNC clients, and the one for those that may only look.
+    pub fn vnc(&self, view_only: bool) -> PathBuf {
+        self.0.join(if view_only { "vnc-view.sock" } else { "vnc.sock" })
+    }
+
     /// Locked for as long as the `vmm` lives.
     pub fn lock(&self) -> PathBuf {
         self.0.join("lock")

@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use proto::v1::RunPolicy;
+use proto::v1::{KeyboardLayout, RunPolicy};
 
 use super::{
     FORMAT, HELP, Label, Output, Timeout, disk::CreateDisk, duration, operation, resources::Resources, size,
@@ -165,6 +165,9 @@ pub struct CreateVm {
     /// The node gets pages that the guest has freed back at once.
     #[arg(long, conflicts_with = "files")]
     pub free_page_reporting: bool,
+    /// A screen with a keyboard and a tablet: us, de or dk is what the guest's keyboard is set to (us when not given).
+    #[arg(long, value_name = "LAYOUT", value_parser = keyboard_layout, num_args = 0..=1, default_missing_value = "us", conflicts_with = "files")]
+    pub display: Option<KeyboardLayout>,
     /// Label.
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,
@@ -180,4 +183,13 @@ pub struct CreateVm {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub timeout: Timeout,
+}
+
+fn keyboard_layout(text: &str) -> Result<KeyboardLayout, String> {
+    match text {
+        "us" => Ok(KeyboardLayout::Us),
+        "de" => Ok(KeyboardLayout::De),
+        "dk" => Ok(KeyboardLayout::Dk),
+        _ => Err("must be us, de or dk".to_owned()),
+    }
 }

@@ -24,7 +24,8 @@ pub use self::show::{Describe, DescribeWhat, FORMAT, Get, GetVm, GetWhat, HELP, 
 pub use self::targets::{Targets, Timeout, Yes};
 pub use self::value::{Label, Selector, age, disk_name, duration, operation_id, size, vm_name};
 pub use self::verbs::{
-    Act, Console, Delete, DeleteDisk, DeleteVm, DeleteWhat, DiskNames, Ending, Names, Restart, Start, Stop,
+    Act, Console, Delete, DeleteDisk, DeleteVm, DeleteWhat, DiskNames, Ending, Names, Restart, Screenshot,
+    SendKey, Start, Stop, Type, Vnc,
 };
 pub use crate::output::format::Output;
 
@@ -188,6 +189,14 @@ pub enum Command {
     Diagnose(observe::Diagnose),
     /// Attach the terminal to a VM's serial console; ^] leaves.
     Console(Console),
+    /// Show the screen of a VM in a VNC viewer, or let viewers connect.
+    Vnc(Vnc),
+    /// Write a picture of the screen of a VM to a PNG file.
+    Screenshot(Screenshot),
+    /// Press keys on the keyboard of a VM.
+    SendKey(SendKey),
+    /// Type a text on the keyboard of a VM.
+    Type(Type),
     /// Show the node (capacity, what is committed, conditions), take it out of use and back, ask whether a VM fits.
     Node(node::Node),
     /// Keep how to reach the vmmd of other nodes, by name.

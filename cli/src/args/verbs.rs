@@ -1,6 +1,7 @@
-//! What is done to VMs and disks that exist: `start`, `stop`, `restart`, `delete`, `console`.
+//! What is done to VMs and disks that exist: `start`, `stop`, `restart`, `delete`, `console`, `vnc`, `screenshot`,
+//! `send-key`, `type`.
 
-use std::{path::PathBuf, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
@@ -200,4 +201,53 @@ pub struct Console {
     /// Leave out what was printed before.
     #[arg(long)]
     pub no_replay: bool,
+}
+
+/// `vnc`.
+#[derive(Debug, Args)]
+pub struct Vnc {
+    /// Name of the VM.
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub name: String,
+    /// Start no viewer, but let viewers connect at this address until ^C; port 0 takes a free one. Who can connect there can use
+    /// the screen.
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub listen: Option<SocketAddr>,
+    /// Look only: keys and the pointer are ignored.
+    #[arg(long)]
+    pub view_only: bool,
+}
+
+/// `screenshot`.
+#[derive(Debug, Args)]
+pub struct Screenshot {
+    /// Name of the VM.
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub name: String,
+    /// PNG file to write; `-` is standard output.
+    pub file: PathBuf,
+}
+
+/// `send-key`.
+#[derive(Debug, Args)]
+pub struct SendKey {
+    /// Name of the VM.
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub name: String,
+    /// Keys to press one after the other, such as `enter`, `f2` or `a`; with `+` between them, at once: `ctrl+alt+delete`.
+    #[arg(required = true, value_name = "KEY")]
+    pub keys: Vec<String>,
+}
+
+/// `type`.
+#[derive(Debug, Args)]
+pub struct Type {
+    /// Name of the VM.
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub name: String,
+    /// What to type. Characters that the VM's keyboard layout does not have are left out.
+    pub text: String,
+    /// Press Enter behind it.
+    #[arg(short, long)]
+    pub enter: bool,
 }

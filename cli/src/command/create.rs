@@ -87,6 +87,10 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             on_crash: v1::CrashPolicy::Unspecified.into(),
             clock: None,
             balloon: memory::from_flags(args.no_balloon, args.free_page_reporting),
+            display: args.display.map(|layout| v1::DisplaySpec {
+                keyboard_layout: layout.into(),
+                ..v1::DisplaySpec::default()
+            }),
         }),
         status: None,
     };

@@ -42,6 +42,7 @@ use crate::{
         self,
         format::{self, Document, Layout},
     },
+    screen,
 };
 
 /// Does what the command line says. A command on several VMs may fail for several reasons.
@@ -192,6 +193,10 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Console(args) => console::run(client, &args.name, args.no_replay)
             .await
             .map_err(one),
+        Command::Vnc(args) => screen::vnc(client, &args).await.map_err(one),
+        Command::Screenshot(args) => screen::screenshot(client, &args).await.map_err(one),
+        Command::SendKey(args) => screen::send_key(client, &args).await.map_err(one),
+        Command::Type(args) => screen::type_text(client, &args).await.map_err(one),
         Command::Node(args) => match args.what {
             Some(verb) => node::run(client, verb).await,
             None => show_node(client, args.output.as_ref()).await.map_err(one),

@@ -153,6 +153,7 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     );
     resources::of_vm(text, spec);
     text.put("Balloon", &balloon(spec.balloon.as_ref()));
+    text.put("Display", &display(spec.display.as_ref()));
     if let Some(v1::boot_spec::Source::Linux(linux)) =
         spec.boot.as_ref().and_then(|boot| boot.source.as_ref())
     {
@@ -191,6 +192,23 @@ fn balloon(spec: Option<&v1::BalloonSpec>) -> String {
         said.push("free page reporting".to_owned());
     }
     said.join(", ")
+}
+
+/// What is said of the screen, if there is one: "1280 x 800, keyboard us".
+fn display(spec: Option<&v1::DisplaySpec>) -> String {
+    let Some(spec) = spec else {
+        return String::new();
+    };
+    let size = match (spec.width, spec.height) {
+        (0, 0) => String::new(),
+        (width, height) => format!("{width} x {height}, "),
+    };
+    let layout = match spec.keyboard_layout() {
+        v1::KeyboardLayout::Unspecified | v1::KeyboardLayout::Us => "us",
+        v1::KeyboardLayout::De => "de",
+        v1::KeyboardLayout::Dk => "dk",
+    };
+    format!("{size}keyboard {layout}")
 }
 
 /// A time and how long ago it was; empty when it is not known.

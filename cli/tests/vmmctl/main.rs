@@ -7,6 +7,7 @@ mod console;
 mod disks;
 mod node;
 mod observe;
+mod screen;
 mod support;
 mod tls;
 mod verbs;

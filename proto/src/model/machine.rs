@@ -8,6 +8,7 @@ use uuid::Uuid;
 use super::{
     Violations,
     disk::{Format, MAX_QUEUES, MAX_SERIAL, OnError, RateLimit},
+    display::{Layout, is_size},
     nic::Mac,
     pci::PciSlot,
     policy::OnCrash,
@@ -56,6 +57,8 @@ pub struct Machine {
     pub serial_log: Option<(FdIndex, FdIndex)>,
     /// The balloon, if it has one.
     pub balloon: Option<Balloon>,
+    /// The screen, if it has one.
+    pub display: Option<Display>,
     /// What follows on a triple fault.
     pub on_crash: OnCrash,
     /// After a pause kvmclock goes on with the host's real time.
@@ -71,6 +74,25 @@ pub struct Balloon {
     pub free_page_reporting: bool,
     /// What it is to hold at first, in bytes: whole pages of 4 KiB, at most the machine's memory.
     pub target_bytes: u64,
+}
+
+/// The screen, with a keyboard and a tablet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Display {
+    /// Where the graphics adapter is.
+    pub gpu: PciSlot,
+    /// Where the keyboard is.
+    pub keyboard: PciSlot,
+    /// Where the tablet is.
+    pub tablet: PciSlot,
+    /// Width and height in pixels, within the limits of [`display`](super::display).
+    pub size: (u32, u32),
+    /// What the guest's keyboard is set to.
+    pub layout: Layout,
+    /// Socket for VNC clients.
+    pub vnc: Option<FdIndex>,
+    /// Socket for VNC clients that may only look.
+    pub vnc_view: Option<FdIndex>,
 }
 
 /// Most rate groups of a machine.
@@ -277,6 +299,7 @@ impl Machine {
             },
             serial_log,
             balloon: spec.balloon.as_ref().map(|wire| balloon(&mut claims, wire, spec)),
+            display: spec.display.as_ref().map(|wire| display(&mut claims, wire)),
             on_crash: OnCrash::of_machine(&mut claims.found, spec.on_crash),
             sync_clock: spec.sync_clock,
         };
@@ -349,6 +372,33 @@ fn balloon(claims: &mut Claims, wire: &vmm::Balloon, spec: &vmm::MachineSpec) ->
         slot: claims.slot("balloon.pci_slot", wire.pci_slot),
         free_page_reporting: wire.free_page_reporting,
         target_bytes: target,
+    }
+}
+
+fn display(claims: &mut Claims, wire: &vmm::Display) -> Display {
+    if !is_size(wire.width, wire.height) {
+        let wrong = format_args!("unsupported size {} x {}", wire.width, wire.height);
+        claims.found.add("display.width", wrong);
+    }
+    let layout = match vmm::KeyboardLayout::try_from(wire.layout) {
+        Ok(vmm::KeyboardLayout::Unspecified | vmm::KeyboardLayout::Us) => Layout::Us,
+        Ok(vmm::KeyboardLayout::De) => Layout::De,
+        Ok(vmm::KeyboardLayout::Dk) => Layout::Dk,
+        Err(_) => {
+            let wrong = format_args!("unknown layout {}", wire.layout);
+            claims.found.add("display.layout", wrong);
+            Layout::Us
+        }
+    };
+    let (vnc, vnc_view) = (wire.vnc_fd, wire.vnc_view_fd);
+    Display {
+        gpu: claims.slot("display.gpu_pci_slot", wire.gpu_pci_slot),
+        keyboard: claims.slot("display.keyboard_pci_slot", wire.keyboard_pci_slot),
+        tablet: claims.slot("display.tablet_pci_slot", wire.tablet_pci_slot),
+        size: (wire.width, wire.height),
+        layout,
+        vnc: vnc.map(|index| claims.fd("display.vnc_fd", index)),
+        vnc_view: vnc_view.map(|index| claims.fd("display.vnc_view_fd", index)),
     }
 }
 

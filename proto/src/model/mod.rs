@@ -7,6 +7,7 @@
 pub mod balloon;
 pub mod cpu;
 pub mod disk;
+pub mod display;
 pub mod machine;
 #[cfg(feature = "reflect")]
 pub mod mask;

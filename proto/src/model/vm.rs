@@ -10,6 +10,7 @@ use super::{
     balloon::Balloon,
     cpu::CpuShare,
     disk::{Disk, Limit, RateGroup, Source},
+    display::Display,
     metadata::Metadata,
     name::Name,
     nic::Mac,
@@ -77,6 +78,8 @@ pub struct VmSpec {
     pub clock: ClockOnResume,
     /// The balloon, if it has one.
     pub balloon: Option<Balloon>,
+    /// The screen, if it has one.
+    pub display: Option<Display>,
 }
 
 impl VmSpec {
@@ -219,6 +222,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         );
         disks_together(&mut found, &disks, spec);
         let balloon = Balloon::new(&mut found, spec);
+        let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
         match (topology, boot) {
@@ -237,6 +241,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 on_crash,
                 clock,
                 balloon,
+                display,
             }),
             _ => Err(found),
         }

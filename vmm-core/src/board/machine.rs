@@ -8,6 +8,7 @@ use std::{
 
 use devices::{
     component::Component,
+    display::rfb::server::Server,
     legacy::pm::PowerButton,
     pci::{HotPlug, PciRoot},
     serial::SerialPort,
@@ -42,6 +43,8 @@ pub struct Machine {
     pub(super) balloon: Option<BalloonControl>,
     pub(super) disks: Disks,
     pub(super) serial: SerialPort,
+    /// Shows the screen. It has no state that is saved: its clients connect anew.
+    pub(super) screen: Option<Server>,
     /// What each NIC counts, by its name.
     pub(super) nics: Vec<(String, Arc<NetStats>)>,
     /// PCI slots of those components that have one, by their names.
@@ -252,6 +255,11 @@ impl lifecycle::Machine for Machine {
         };
         if let Err(failure) = rest {
             warn!(error = failure.message, "devices did not come to rest at the end");
+        }
+        if let Some(screen) = &mut self.screen
+            && !screen.stop()
+        {
+            error!("the screen's thread had failed");
         }
         self.serial.finish();
     }

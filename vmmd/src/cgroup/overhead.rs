@@ -32,12 +32,18 @@ const QCOW2: u64 = 384 * MIB;
 /// A NIC: frames of 64 KiB on their way in and out, and the tap's queue in the kernel.
 const NIC: u64 = 4 * MIB;
 
+/// A screen: the framebuffer and the server's copy of it (36 MiB each), what the guest's pictures have on the host (128 MiB at
+/// most), and 32 clients with compressors and an encoded piece of the picture (2 MiB each); and room for a quarter more.
+const DISPLAY: u64 = 320 * MIB;
+
 /// Processes and threads beside those of vCPUs, disks and NICs.
 const TASKS: u64 = 64;
 /// Of a disk's queue: its own, 16 of the pool or those of io_uring, which are more the more processors there are.
 const QUEUE_TASKS: u64 = 128;
 /// Of a NIC.
 const NIC_TASKS: u64 = 4;
+/// Of a screen: graphics adapter, keyboard, tablet and server.
+const DISPLAY_TASKS: u64 = 4;
 
 /// In bytes, without the guest's RAM.
 pub fn memory(spec: &VmSpec) -> u64 {
@@ -53,6 +59,7 @@ pub fn memory(spec: &VmSpec) -> u64 {
         QUEUE * queues(spec),
         QCOW2 * count(qcow2),
         NIC * nics(&spec.nics),
+        DISPLAY * count(spec.display.iter()),
     ]
     .into_iter()
     .fold(0, u64::saturating_add)
@@ -60,7 +67,11 @@ pub fn memory(spec: &VmSpec) -> u64 {
 
 /// Processes and threads.
 pub fn tasks(spec: &VmSpec) -> u64 {
-    TASKS + u64::from(spec.topology.cores()) + QUEUE_TASKS * queues(spec) + NIC_TASKS * nics(&spec.nics)
+    TASKS
+        + u64::from(spec.topology.cores())
+        + QUEUE_TASKS * queues(spec)
+        + NIC_TASKS * nics(&spec.nics)
+        + DISPLAY_TASKS * count(spec.display.iter())
 }
 
 /// Queues of all disks.

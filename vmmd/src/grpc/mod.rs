@@ -19,6 +19,7 @@ mod server;
 mod socket;
 mod update;
 mod vm;
+mod vnc;
 mod watch;
 mod watch_node;
 

@@ -10,7 +10,7 @@ use super::{
     ask::Asked,
     console, list, logs,
     period::{grace, period, timeout},
-    update, watch,
+    update, vnc, watch,
 };
 use crate::{
     control,
@@ -330,6 +330,17 @@ impl VmService for Vms {
     ) -> Result<Response<Self::ConsoleStream>, Status> {
         Ok(Response::new(
             console::open(Arc::clone(&self.host), request.into_inner()).await?,
+        ))
+    }
+
+    type VncStream = vnc::Stream;
+
+    async fn vnc(
+        &self,
+        request: Request<Streaming<v1::VncRequest>>,
+    ) -> Result<Response<Self::VncStream>, Status> {
+        Ok(Response::new(
+            vnc::open(Arc::clone(&self.host), request.into_inner()).await?,
         ))
     }
 }

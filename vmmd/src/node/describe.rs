@@ -11,13 +11,14 @@ use crate::{failure::Failure, host::Host, text};
 /// What `vmmd.v1` has been extended by since its first release.
 const API_MINOR: u32 = 1;
 /// What this daemon can do on any host.
-const FEATURES: [&str; 6] = [
+const FEATURES: [&str; 7] = [
     "balloon",
     "disk-hotplug",
     "disk-overlay",
     "disk-qcow2",
     "free-page-reporting",
     "rate-limit",
+    "vnc",
 ];
 
 /// What the node is, has, and what of that the VMs have.

@@ -26,12 +26,14 @@ use crate::{
 };
 
 /// PCI slots of platform v1 on bus 0, whose device 0 is the host bridge. Each kind has its own range, so that what is added
-/// to a VM later never moves what it has; 27 to 31 are left. Disks and NICs that find no room there go to further buses.
+/// to a VM later never moves what it has; 30 and 31 are left. Disks and NICs that find no room there go to further buses.
 const RNG_SLOT: u32 = 1;
 const NIC_SLOTS: Range<u32> = 2..10;
 const DISK_SLOTS: Range<u32> = 10..26;
 /// Of the balloon. Not in the record: no VM ever has it elsewhere, and one gets or loses it between two runs.
 const BALLOON_SLOT: u32 = 26;
+/// Of graphics adapter, keyboard and tablet. Not in the record either.
+const DISPLAY_SLOTS: [u32; 3] = [27, 28, 29];
 
 /// All that a `vmm` gets beside the spec.
 #[derive(Debug)]
@@ -46,6 +48,8 @@ pub struct Parts {
     pub taps: Vec<Tap>,
     /// The serial log and the file for its older half.
     pub serial: (OwnedFd, OwnedFd),
+    /// Sockets for VNC clients, and for those that may only look; of a VM with a screen.
+    pub vnc: Option<(OwnedFd, OwnedFd)>,
     /// Pages that are free in the pool that its memory is to come from, as far as that can be told.
     pub free_huge_pages: Option<u64>,
 }
@@ -194,6 +198,14 @@ pub fn assemble(
             .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
         on_crash: vmm::OnCrash::from(spec.on_crash).into(),
         sync_clock: spec.clock == ClockOnResume::Sync,
+        display: spec.display.map(|display| {
+            let (vnc_fd, vnc_view_fd) = parts.vnc.map(|(all, view)| (fds.add(all), fds.add(view))).unzip();
+            vmm::Display {
+                vnc_fd,
+                vnc_view_fd,
+                ..display.machine(DISPLAY_SLOTS)
+            }
+        }),
     };
     (machine, fds.0)
 }
@@ -355,6 +367,7 @@ mod tests {
                 },
                 taps: (0..nics).map(|_| tap()).collect(),
                 serial: (null(), null()),
+                vnc: Some((null(), null())),
                 free_huge_pages: Some(7),
             };
             let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);

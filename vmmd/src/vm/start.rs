@@ -93,7 +93,9 @@ pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Re
     let uid = plan.uid;
     let blocking_host = Arc::clone(&host);
     let (name, limits) = (plan.record.name.clone(), checked.limits.clone());
-    let result = match blocking(move || make(&blocking_host, uid, &name, &limits)).await {
+    let has_screen = plan.spec.display.is_some();
+    let made = blocking(move || make(&blocking_host, uid, &name, has_screen, &limits)).await;
+    let result = match made {
         Ok(made) => run(&host, plan, checked, made, &cancel, began).await,
         Err(failure) => Err(failure),
     };
@@ -177,6 +179,7 @@ async fn run(
         serial,
         control,
         console,
+        vnc,
         exit,
         lock,
         log,
@@ -211,6 +214,7 @@ async fn run(
             files,
             taps,
             serial,
+            vnc,
             free_huge_pages,
         },
     );

@@ -4,6 +4,7 @@ mod disk;
 mod node;
 mod observe;
 mod operation;
+pub mod screen;
 mod update;
 
 use std::{
@@ -708,6 +709,12 @@ impl VmService for State {
             !last
         });
         Ok(Response::new(Box::pin(tokio_stream::iter(before).chain(echo))))
+    }
+
+    type VncStream = Events<v1::VncResponse>;
+
+    async fn vnc(&self, request: Request<Streaming<v1::VncRequest>>) -> Answer<Self::VncStream> {
+        self.screen(request.into_inner()).await
     }
 }
 

@@ -41,6 +41,9 @@ pub struct Run {
     /// Manifest of the VM: the YAML that vmmctl takes
     #[arg(long, value_name = "FILE")]
     pub spec: PathBuf,
+    /// Serves the screen (`spec.display`) to VNC clients at this UNIX socket, which is made anew
+    #[arg(long, value_name = "SOCKET")]
+    pub vnc: Option<PathBuf>,
     /// Writes the exit record, an encoded vmm.v1.ExitRecord, to this file
     #[arg(long, value_name = "FILE")]
     pub exit_record: Option<PathBuf>,

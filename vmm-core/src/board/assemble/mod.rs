@@ -3,6 +3,7 @@
 
 pub(super) mod balloon;
 pub(super) mod disk;
+mod display;
 mod legacy;
 mod nic;
 mod rng;
@@ -279,6 +280,10 @@ impl Assembly {
         for nic in &spec.nics {
             nic::build(&mut self, nic)?;
         }
+        let screen = match &spec.display {
+            Some(display) => display::build(&mut self, &spec.name, display)?,
+            None => None,
+        };
         self.sockets.pci.remap(&self.spaces.mmio);
 
         let irqchip = IrqChipState::capture(&self.vm)?;
@@ -289,6 +294,7 @@ impl Assembly {
             balloon: self.balloon,
             disks,
             serial,
+            screen,
             nics: self.nics,
             slots: self.slots,
             pci: self.sockets.pci,

@@ -27,6 +27,8 @@ stored! {
         on_crash: i32,
         #[prost(message, optional, tag = "12")]
         clock: Option<ClockSpec>,
+        #[prost(message, optional, tag = "13")]
+        display: Option<DisplaySpec>,
     }
 }
 
@@ -189,6 +191,18 @@ stored! {
     ClockSpec of v1::ClockSpec {
         #[prost(int32, tag = "1")]
         on_resume: i32,
+    }
+}
+
+stored! {
+    /// The screen.
+    DisplaySpec of v1::DisplaySpec {
+        #[prost(uint32, tag = "1")]
+        width: u32,
+        #[prost(uint32, tag = "2")]
+        height: u32,
+        #[prost(int32, tag = "3")]
+        keyboard_layout: i32,
     }
 }
 

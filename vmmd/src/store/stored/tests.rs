@@ -35,11 +35,16 @@ fn spec() -> v1::VmSpec {
 
 #[test]
 fn a_spec_is_read_as_it_was_written() {
-    let bytes = VmSpec::from(spec()).encode_to_vec();
-    assert_eq!(
-        v1::VmSpec::from(VmSpec::decode(bytes.as_slice()).unwrap()),
-        spec()
-    );
+    let spec = v1::VmSpec {
+        display: Some(v1::DisplaySpec {
+            width: 800,
+            height: 600,
+            keyboard_layout: v1::KeyboardLayout::Dk.into(),
+        }),
+        ..spec()
+    };
+    let bytes = VmSpec::from(spec.clone()).encode_to_vec();
+    assert_eq!(v1::VmSpec::from(VmSpec::decode(bytes.as_slice()).unwrap()), spec);
 }
 
 /// Earlier releases wrote the API's messages; their stores are read without a migration.

@@ -40,6 +40,7 @@ fn case() -> Case {
         on_crash: proto::model::policy::OnCrash::default(),
         clock: proto::model::policy::ClockOnResume::default(),
         balloon: None,
+        display: None,
     };
     Case {
         folder,

@@ -40,6 +40,7 @@ pub(super) struct Made {
     pub(super) serial: (OwnedFd, OwnedFd),
     pub(super) control: UnixListener,
     pub(super) console: UnixListener,
+    pub(super) vnc: Option<(OwnedFd, OwnedFd)>,
     pub(super) exit: File,
     pub(super) lock: File,
     pub(super) log: File,
@@ -73,7 +74,13 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     })
 }
 
-pub(super) fn make(host: &Host, uid: Uuid, name: &str, limits: &Limits) -> Result<Made, Failure> {
+pub(super) fn make(
+    host: &Host,
+    uid: Uuid,
+    name: &str,
+    has_screen: bool,
+    limits: &Limits,
+) -> Result<Made, Failure> {
     let runtime = RuntimeDir::of(&host.config, uid);
     runtime
         .create()
@@ -85,6 +92,12 @@ pub(super) fn make(host: &Host, uid: Uuid, name: &str, limits: &Limits) -> Resul
     // Listening before the fork: the first connection waits in the queue until the vmm accepts it, so that nobody
     // has to find out when it does. The vmm listens again, which makes it the peer of later connections.
     let listen = |path: &Path| UnixListener::bind(path);
+    let vnc = |view_only| {
+        let socket = listen(&runtime.vnc(view_only));
+        socket
+            .map_err(|error| failed("make the screen's socket", &error))
+            .map(OwnedFd::from)
+    };
     Ok(Made {
         serial,
         log,
@@ -93,6 +106,10 @@ pub(super) fn make(host: &Host, uid: Uuid, name: &str, limits: &Limits) -> Resul
             .into(),
         control: listen(&runtime.control()).map_err(|error| failed("make the control socket", &error))?,
         console: listen(&runtime.console()).map_err(|error| failed("make the console socket", &error))?,
+        vnc: match has_screen {
+            true => Some((vnc(false)?, vnc(true)?)),
+            false => None,
+        },
         exit: private_file(&runtime.exit()).map_err(|error| failed("make the exit record", &error))?,
         lock: lock::create(&runtime.lock()).map_err(|error| failed("make the VM's lock", &error))?,
         group: group

@@ -4,7 +4,13 @@
 use std::{
     fs::{File, OpenOptions},
     io,
-    os::{fd::OwnedFd, unix::fs::OpenOptionsExt as _},
+    os::{
+        fd::OwnedFd,
+        unix::{
+            fs::{FileTypeExt as _, OpenOptionsExt as _},
+            net::UnixListener,
+        },
+    },
     path::Path,
 };
 
@@ -17,6 +23,7 @@ use devices::sys::{
 use proto::{
     model::{
         disk::{Cache, Disk, Source},
+        display::Display,
         nic::Mac,
         pci,
         policy::ClockOnResume,
@@ -29,11 +36,13 @@ use proto::{
 use crate::sys;
 use vmm_core::memory::huge;
 
-/// PCI slots: on bus 0 the entropy device, then disks, then NICs, then the balloon; more disks and NICs on further buses.
+/// PCI slots: on bus 0 the entropy device, then disks, then NICs, then the balloon, then graphics adapter,
+/// keyboard and tablet; more disks and NICs on further buses.
 const RNG_SLOT: u32 = 1;
 const DISK_SLOTS: std::ops::Range<u32> = 2..18;
 const NIC_SLOTS: std::ops::Range<u32> = 18..26;
 const BALLOON_SLOT: u32 = 26;
+const DISPLAY_SLOTS: [u32; 3] = [27, 28, 29];
 
 /// A machine's spec with the descriptors that it names.
 pub type Resolved = (vmm::MachineSpec, Vec<OwnedFd>);
@@ -45,7 +54,8 @@ pub fn manifest(path: &Path) -> Result<Manifest> {
 }
 
 /// Opens everything that the machine needs.
-pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
+/// Opens them, and makes a socket for VNC clients at `vnc`.
+pub fn resolve(manifest: &Manifest, vnc: Option<&Path>) -> Result<Resolved> {
     let mut fds = Fds::default();
     let name = manifest.metadata.name.as_str();
     let spec = &manifest.spec;
@@ -100,6 +110,7 @@ pub fn resolve(manifest: &Manifest) -> Result<Resolved> {
             .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
         on_crash: vmm::OnCrash::from(spec.on_crash).into(),
         sync_clock: spec.clock == ClockOnResume::Sync,
+        display: open_display(&mut fds, spec.display.as_ref(), vnc)?,
     };
     Ok((machine, fds.0))
 }
@@ -190,6 +201,33 @@ fn open_image(path: &Path, write: bool, cache: Cache) -> Result<File> {
             opened => Ok(opened?),
         },
     }
+}
+
+fn open_display(
+    fds: &mut Fds,
+    display: Option<&Display>,
+    vnc: Option<&Path>,
+) -> Result<Option<vmm::Display>> {
+    let Some(display) = display else {
+        return match vnc {
+            Some(_) => bail!("--vnc: the VM has no screen: give its manifest a `spec.display`"),
+            None => Ok(None),
+        };
+    };
+    let mut machine = display.machine(DISPLAY_SLOTS);
+    if let Some(path) = vnc {
+        // A socket that an earlier run left behind.
+        if path
+            .metadata()
+            .is_ok_and(|metadata| metadata.file_type().is_socket())
+        {
+            std::fs::remove_file(path).with_context(|| format!("removing {}", path.display()))?;
+        }
+        let socket =
+            UnixListener::bind(path).with_context(|| format!("making the socket {}", path.display()))?;
+        machine.vnc_fd = Some(fds.add(socket));
+    }
+    Ok(Some(machine))
 }
 
 fn open_nic(fds: &mut Fds, slot: u32, vm: &str, nic: &Nic) -> Result<vmm::Nic> {

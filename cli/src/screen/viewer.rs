@@ -1,0 +1,170 @@
+//! `vnc`: a viewer, or a place that viewers can connect to.
+
+use std::{
+    fs::DirBuilder,
+    io,
+    net::SocketAddr,
+    os::unix::fs::DirBuilderExt as _,
+    path::{Path, PathBuf},
+    process::ExitStatus,
+};
+
+use proto::v1::{VncRequest, vnc_request::Message};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _},
+    net::{TcpListener, UnixListener},
+    process::Command,
+    signal::ctrl_c,
+};
+
+use super::rfb::Stream;
+use crate::{
+    args::Vnc,
+    client::Client,
+    failure::{Code, Failure, Result},
+};
+
+/// Bytes of one message, at most 64 KiB by the API.
+const CHUNK: usize = 32 << 10;
+/// TigerVNC's, which takes the path of a socket.
+const VIEWER: &str = "vncviewer";
+
+/// Starts a viewer and ends with it, or serves viewers at `--listen` until ^C.
+pub async fn run(client: &Client, args: &Vnc) -> Result<()> {
+    // Whether there is a screen is known before a viewer is started.
+    drop(Stream::open(client, &args.name, args.view_only).await?);
+    match args.listen {
+        Some(address) => listen(client, args, address).await,
+        None => view(client, args).await,
+    }
+}
+
+async fn listen(client: &Client, args: &Vnc, address: SocketAddr) -> Result<()> {
+    let listener = TcpListener::bind(address).await;
+    let listener = listener.map_err(|error| failed(&format!("listening on {address}"), &error))?;
+    let address = listener
+        .local_addr()
+        .map_err(|error| failed("listening", &error))?;
+    println!("{address}");
+    eprintln!(
+        "VNC viewers reach the screen of vm/{} at {address}. ^C ends.",
+        args.name
+    );
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => {
+                let (socket, _) = accepted.map_err(|error| failed("accepting a viewer", &error))?;
+                serve(client, args, socket.into_split());
+            }
+            _ = ctrl_c() => return Ok(()),
+        }
+    }
+}
+
+async fn view(client: &Client, args: &Vnc) -> Result<()> {
+    let folder = Folder::new().map_err(|error| failed("making a folder for the viewer's socket", &error))?;
+    let path = folder.0.join("vnc.sock");
+    let listener = UnixListener::bind(&path).map_err(|error| failed("making the viewer's socket", &error))?;
+    let mut viewer = Command::new(VIEWER)
+        .arg(&path)
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(|error| {
+            let message = format!("starting {VIEWER}: {error}");
+            Failure::new(Code::Other, message).hint(format!(
+                "install TigerVNC's viewer, or `vmmctl vnc {} --listen 127.0.0.1:5900` and any other viewer",
+                args.name
+            ))
+        })?;
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => {
+                let (socket, _) = accepted.map_err(|error| failed("accepting the viewer", &error))?;
+                serve(client, args, socket.into_split());
+            }
+            ended = viewer.wait() => return outcome(ended),
+            _ = ctrl_c() => return Ok(()),
+        }
+    }
+}
+
+fn outcome(ended: io::Result<ExitStatus>) -> Result<()> {
+    match ended {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => Err(Failure::new(Code::Other, format!("{VIEWER} ended with {status}"))),
+        Err(error) => Err(failed(&format!("waiting for {VIEWER}"), &error)),
+    }
+}
+
+/// Passes bytes on between a viewer and the VM's screen, in a task of its own.
+fn serve<R, W>(client: &Client, args: &Vnc, (reader, writer): (R, W))
+where
+    R: AsyncRead + Unpin + Send + 'static,
+    W: AsyncWrite + Unpin + Send + 'static,
+{
+    let (client, name, view_only) = (client.clone(), args.name.clone(), args.view_only);
+    tokio::spawn(async move {
+        match Stream::open(&client, &name, view_only).await {
+            Ok(stream) => pass(stream, reader, writer).await,
+            Err(failure) => eprintln!("vmmctl: {failure}"),
+        }
+    });
+}
+
+async fn pass(stream: Stream, mut reader: impl AsyncRead + Unpin, mut writer: impl AsyncWrite + Unpin) {
+    let Stream {
+        requests,
+        mut responses,
+    } = stream;
+    let to_screen = async {
+        let mut buffer = vec![0; CHUNK];
+        while let Ok(count) = reader.read(&mut buffer).await {
+            let data = buffer.get(..count).unwrap_or_default().to_vec();
+            let request = VncRequest {
+                message: Some(Message::Data(data)),
+            };
+            if count == 0 || requests.send(request).await.is_err() {
+                return;
+            }
+        }
+    };
+    let to_viewer = async {
+        while let Ok(Some(response)) = responses.message().await {
+            if writer.write_all(&response.data).await.is_err() {
+                return;
+            }
+        }
+    };
+    tokio::select! {
+        () = to_screen => {}
+        () = to_viewer => {}
+    }
+}
+
+/// A folder that nobody else can enter, for as long as this lives.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> io::Result<Self> {
+        let base = std::env::var_os("XDG_RUNTIME_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
+        let path = base.join(format!("vmmctl-{}", uuid::Uuid::new_v4()));
+        DirBuilder::new().mode(0o700).create(&path)?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        remove(&self.0);
+    }
+}
+
+fn remove(folder: &Path) {
+    if let Err(error) = std::fs::remove_dir_all(folder) {
+        eprintln!("vmmctl: removing {}: {error}", folder.display());
+    }
+}
+
+fn failed(what: &str, error: &io::Error) -> Failure {
+    Failure::new(Code::Other, format!("{what}: {error}"))
+}

@@ -1,0 +1,169 @@
+//! The screen: pictures, keys and viewers.
+
+use std::{
+    io::{BufRead as _, BufReader, Read as _},
+    net::TcpStream,
+    process::{Command, Stdio},
+};
+
+use proto::v1::VmPhase;
+
+use crate::support::{Daemon, screen::PICTURE};
+
+fn daemon() -> Daemon {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Running, &[]);
+    daemon.state.put("off", VmPhase::Stopped, &[]);
+    daemon
+}
+
+#[test]
+fn a_screenshot_is_a_png_of_what_the_screen_shows_and_presses_nothing() {
+    let daemon = daemon();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("out.png");
+    daemon
+        .vmmctl()
+        .arg("screenshot")
+        .arg("web")
+        .arg(&file)
+        .assert()
+        .success();
+    let decoder = png::Decoder::new(BufReader::new(std::fs::File::open(&file).unwrap()));
+    let mut reader = decoder.read_info().unwrap();
+    let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
+    let info = reader.next_frame(&mut pixels).unwrap();
+    assert_eq!((info.width, info.height), (4, 3));
+    assert_eq!(pixels, PICTURE.concat());
+    assert_eq!(daemon.state.calls(), ["picture, view only: true"]);
+}
+
+#[test]
+fn keys_are_pressed_in_order_and_released_in_the_opposite_one() {
+    let daemon = daemon();
+    daemon
+        .vmmctl()
+        .args(["send-key", "web", "ctrl+alt+delete", "a"])
+        .assert()
+        .success();
+    let expected = [
+        "press 0xffe3",
+        "press 0xffe9",
+        "press 0xffff",
+        "release 0xffff",
+        "release 0xffe9",
+        "release 0xffe3",
+        "press 0x61",
+        "release 0x61",
+    ];
+    assert_eq!(daemon.state.calls(), expected);
+}
+
+#[test]
+fn a_text_is_typed_with_enter_behind_it_if_that_is_asked_for() {
+    let daemon = daemon();
+    daemon
+        .vmmctl()
+        .args(["type", "web", "Hi", "--enter"])
+        .assert()
+        .success();
+    let pressed: Vec<_> = daemon
+        .state
+        .calls()
+        .into_iter()
+        .filter(|call| call.starts_with("press"))
+        .collect();
+    assert_eq!(pressed, ["press 0x48", "press 0x69", "press 0xff0d"]);
+}
+
+#[test]
+fn a_key_that_there_is_not_is_a_usage_error_and_nothing_is_pressed() {
+    let daemon = daemon();
+    let output = daemon
+        .vmmctl()
+        .args(["send-key", "web", "a", "hyper+x"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        text.contains("no key is called \"hyper\"") && text.contains("backspace"),
+        "{text}"
+    );
+    assert!(daemon.state.calls().is_empty());
+}
+
+#[test]
+fn of_a_vm_that_does_not_run_there_is_no_screen() {
+    let daemon = daemon();
+    for arguments in [
+        &["screenshot", "off", "-"][..],
+        &["type", "off", "x"],
+        &["vnc", "off", "--listen", "127.0.0.1:0"],
+    ] {
+        let output = daemon.vmmctl().args(arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(5), "{output:?}");
+        assert!(
+            String::from_utf8_lossy(&output.stderr).contains("not running"),
+            "{output:?}"
+        );
+    }
+}
+
+#[test]
+fn viewers_connect_where_vnc_listens_each_with_a_connection_of_its_own() {
+    let daemon = daemon();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
+        .args(["vnc", "web", "--listen", "127.0.0.1:0"])
+        .env("VMMD_SOCKET", &daemon.socket)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut address = String::new();
+    BufReader::new(child.stdout.take().unwrap())
+        .read_line(&mut address)
+        .unwrap();
+    for _ in 0..2 {
+        let mut viewer = TcpStream::connect(address.trim()).unwrap();
+        let mut hello = [0; 12];
+        viewer.read_exact(&mut hello).unwrap();
+        assert_eq!(&hello, b"RFB 003.008\n");
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn a_viewer_is_started_with_a_socket_that_leads_to_the_screen() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let daemon = daemon();
+    let folder = tempfile::tempdir().unwrap();
+    let viewer = folder.path().join("vncviewer");
+    // It looks whether its argument is a socket.
+    std::fs::write(&viewer, "#!/bin/sh\ntest -S \"$1\" && echo \"viewer at $1\"\n").unwrap();
+    std::fs::set_permissions(&viewer, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:/usr/bin:/bin", folder.path().display());
+    let output = daemon
+        .vmmctl()
+        .args(["vnc", "web"])
+        .env("PATH", &path)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let socket = text.trim().strip_prefix("viewer at ").unwrap();
+    assert!(!std::path::Path::new(socket).exists(), "its folder is gone");
+    // Without a viewer it is said what else to do.
+    let output = daemon
+        .vmmctl()
+        .args(["vnc", "web"])
+        .env("PATH", "/nowhere")
+        .output()
+        .unwrap();
+    assert!(!output.status.success());
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("--listen"),
+        "{output:?}"
+    );
+}

@@ -1,0 +1,130 @@
+//! The screen of a VM.
+
+use super::Violations;
+use crate::{v1, vmm};
+
+/// Largest width and height in pixels: what an EDID can say.
+pub const MAX_SIDE: u32 = 4095;
+/// Most pixels.
+pub const MAX_PIXELS: u32 = 4096 * 2304;
+/// The size when nothing is said of it.
+const DEFAULT: (u32, u32) = (1280, 800);
+
+/// A keyboard layout.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Layout {
+    /// United States.
+    #[default]
+    Us,
+    /// Germany.
+    De,
+    /// Denmark.
+    Dk,
+}
+
+/// A screen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Display {
+    /// Pixels from left to right, 1 to [`MAX_SIDE`].
+    pub width: u32,
+    /// Pixels from top to bottom, 1 to [`MAX_SIDE`]; at most [`MAX_PIXELS`] together.
+    pub height: u32,
+    /// What the guest's keyboard is set to.
+    pub layout: Layout,
+}
+
+impl Display {
+    /// Validates the screen of a VM.
+    pub(super) fn new(found: &mut Violations, wire: &v1::DisplaySpec) -> Self {
+        let (width, height) = match (wire.width, wire.height) {
+            (0, 0) => DEFAULT,
+            size => size,
+        };
+        if !is_size(width, height) {
+            let wrong = format_args!(
+                "must be 1 to {MAX_SIDE} pixels each way and at most {MAX_PIXELS} together, is {width} x {height}"
+            );
+            found.add("spec.display.width", wrong);
+        }
+        let layout = match v1::KeyboardLayout::try_from(wire.keyboard_layout) {
+            Ok(v1::KeyboardLayout::Unspecified | v1::KeyboardLayout::Us) => Layout::Us,
+            Ok(v1::KeyboardLayout::De) => Layout::De,
+            Ok(v1::KeyboardLayout::Dk) => Layout::Dk,
+            Err(_) => {
+                let wrong = format_args!("unknown value {}", wire.keyboard_layout);
+                found.add("spec.display.keyboardLayout", wrong);
+                Layout::Us
+            }
+        };
+        Self {
+            width,
+            height,
+            layout,
+        }
+    }
+
+    /// What a `vmm` is told of it, without sockets. `slots` are those of adapter, keyboard and tablet.
+    pub fn machine(&self, slots: [u32; 3]) -> vmm::Display {
+        let [gpu_pci_slot, keyboard_pci_slot, tablet_pci_slot] = slots;
+        let layout = match self.layout {
+            Layout::Us => vmm::KeyboardLayout::Us,
+            Layout::De => vmm::KeyboardLayout::De,
+            Layout::Dk => vmm::KeyboardLayout::Dk,
+        };
+        vmm::Display {
+            gpu_pci_slot,
+            keyboard_pci_slot,
+            tablet_pci_slot,
+            width: self.width,
+            height: self.height,
+            layout: layout.into(),
+            vnc_fd: None,
+            vnc_view_fd: None,
+        }
+    }
+}
+
+/// Whether a screen can have that size.
+pub(super) fn is_size(width: u32, height: u32) -> bool {
+    let sides = (1..=MAX_SIDE).contains(&width) && (1..=MAX_SIDE).contains(&height);
+    sides && width * height <= MAX_PIXELS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn new(width: u32, height: u32, keyboard_layout: i32) -> (Display, Vec<String>) {
+        let mut found = Violations::default();
+        let wire = v1::DisplaySpec {
+            width,
+            height,
+            keyboard_layout,
+        };
+        let display = Display::new(&mut found, &wire);
+        (display, found.0.iter().map(|one| one.field.clone()).collect())
+    }
+
+    #[test]
+    fn a_screen_has_a_size_when_nothing_is_said_of_it() {
+        let (display, found) = new(0, 0, 0);
+        assert_eq!(
+            (display.width, display.height, display.layout),
+            (1280, 800, Layout::Us)
+        );
+        assert!(found.is_empty());
+        assert!(new(4095, 2304, 3).1.is_empty());
+    }
+
+    #[test]
+    fn sizes_and_layouts_that_there_are_not_are_refused() {
+        for (width, height) in [(0, 600), (800, 0), (4096, 1), (4095, 2400), (u32::MAX, u32::MAX)] {
+            assert_eq!(
+                new(width, height, 0).1,
+                ["spec.display.width"],
+                "{width} x {height}"
+            );
+        }
+        assert_eq!(new(0, 0, 9).1, ["spec.display.keyboardLayout"]);
+    }
+}
