@@ -1,6 +1,6 @@
-//! Faults for tests of what happens when a part of the daemon panics or hangs. Release builds have none.
+//! Faults for tests: a part of the daemon panics, hangs, or forgets its duty. Release builds have none.
 
-use std::{fs, path::Path, thread, time::Duration};
+use std::{env, fs, path::Path, thread, time::Duration};
 
 /// Panics once when a test has put a file of this name into the folder `fault` of `dir`.
 pub fn point(dir: &Path, name: &str) {
@@ -14,4 +14,10 @@ pub fn stall(dir: &Path, name: &str) {
     while cfg!(debug_assertions) && dir.join("fault").join(name).exists() {
         thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Whether the daemon is to have the deliberate fault `name`, by the variable `VMMD_FAULT` of its environment. The tests that have to
+/// notice it are in `tests/daemon/deliberate.rs`.
+pub fn deliberate(name: &str) -> bool {
+    cfg!(debug_assertions) && env::var_os("VMMD_FAULT").is_some_and(|fault| fault == name)
 }

@@ -24,7 +24,7 @@ use tokio::sync::watch;
 use uuid::Uuid;
 
 use self::{flood::Flood, history::History, journal::Journal};
-use crate::{context::Context, text};
+use crate::{context::Context, fault, text};
 
 pub use self::history::{Bounds, Cursor, Expired};
 
@@ -292,6 +292,9 @@ impl Shared {
 impl Inner {
     fn add(&mut self, event: v1::Event) {
         let (sequence, event) = self.history.add(event);
+        if fault::deliberate("event-lost") && sequence.is_multiple_of(3) {
+            return;
+        }
         let Some(journal) = &mut self.journal else { return };
         if let Err(error) = journal.append(sequence, &event) {
             // An event that is no frame costs itself alone.

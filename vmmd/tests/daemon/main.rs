@@ -8,6 +8,7 @@ mod blocking;
 mod chaos;
 mod console;
 mod cordon;
+mod deliberate;
 mod disk_state;
 mod disks;
 mod drain;

@@ -1,6 +1,7 @@
 //! `GetNode`, reflection and health.
 
 use proto::v1::{ConditionStatus, CordonNodeRequest, GetNodeRequest, Node, NodeStatus, WatchNodeRequest};
+use rstest::rstest;
 use tokio_stream::StreamExt;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 use tonic_reflection::pb::v1::{
@@ -87,15 +88,22 @@ async fn a_watch_of_the_node_sends_what_it_is_and_each_change() {
     }
 }
 
+/// The last is a file of sysfs that nobody may write to, not even root.
+#[rstest]
+#[case("/nonexistent/kvm", "no /dev/kvm")]
+#[case(
+    "/sys/devices/system/cpu/online",
+    "no permission to open /dev/kvm: run vmmd as root"
+)]
 #[tokio::test]
-async fn a_node_without_kvm_says_what_to_do_and_starts_nothing() {
-    let daemon = Daemon::configured("kvm_device = '/nonexistent/kvm'\n").await;
+async fn a_node_without_kvm_says_what_to_do_and_starts_nothing(#[case] device: &str, #[case] says: &str) {
+    let daemon = Daemon::configured(&format!("kvm_device = '{device}'\n")).await;
     let condition = node(&daemon).await.conditions[0].clone();
     assert_eq!(
         (condition.r#type.as_str(), condition.status()),
         ("KvmAvailable", ConditionStatus::False)
     );
-    assert!(condition.message.contains("no /dev/kvm"), "{}", condition.message);
+    assert!(condition.message.contains(says), "{}", condition.message);
     daemon.create(daemon.manifest("web", "")).await.unwrap();
     let refused = daemon.start_vm("web").await.unwrap_err();
     assert_eq!(refused.message(), condition.message);
