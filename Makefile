@@ -34,10 +34,11 @@ deb: ## Build the Debian package (target/deb/)
 rpm: tools ## Build the RPM, with the same files (target/rpm/)
 	vmmd/package/build-rpm.sh
 
-# The newest package.
+# The newest package, and an RPM of the same programs.
 .PHONY: lint-deb
 lint-deb: tools
 	lintian --allow-root --fail-on error,warning "$$(ls -t target/deb/vmmd_*.deb | head -n 1)"
+	.ci/check-packages "$$(ls -t target/deb/vmmd_*.deb | head -n 1)" "$$(vmmd/package/build-rpm.sh | tail -n 1)"
 
 .PHONY: docs
 docs: ## Build the book (target/book/) when mdbook is installed
