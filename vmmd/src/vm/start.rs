@@ -220,7 +220,7 @@ async fn run(
     );
     let boot = Boot {
         machine: Some(machine),
-        paused: false,
+        ..Boot::default()
     };
     let patience = patience(&spec);
     let booted = tokio::select! {

@@ -116,7 +116,7 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         }
         Op::GetMachineStats(_) if !old() => return disks::machine_stats(guest),
         Op::SetBalloon(request) if !old() => return balloon::set(guest, request),
-        Op::ResetMachine(_) | Op::SetBalloon(_) | Op::GetMachineStats(_) => {
+        Op::ResetMachine(_) | Op::SetBalloon(_) | Op::GetMachineStats(_) | Op::Save(_) => {
             return refuse(ErrorKind::Invalid, "unknown request");
         }
     };
