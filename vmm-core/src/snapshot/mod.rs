@@ -1,6 +1,6 @@
 //! Snapshots: a whole machine in one file, from which it goes on, once or many times.
 //!
-//! [`format`] describes the file. A [`Writer`] fills it, also while the guest runs on and writes pages again; a [`Snapshot`] is a
+//! [`mod@format`] describes the file. A [`Writer`] fills it, also while the guest runs on and writes pages again; a [`Snapshot`] is a
 //! file that was read back and checked. [`saving`] takes the snapshot of a machine: it copies memory on a thread of its own, and the
 //! machine is paused only while its state and the last changed pages are taken.
 //!
