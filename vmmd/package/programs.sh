@@ -4,6 +4,9 @@ set -eu
 cd "$(dirname "$0")/../.."
 profile=${PROFILE:-release}
 cargo=${CARGO:-cargo}
+# The programs have no time in them. Build scripts that watch this variable would compile their crate, and the daemon, anew whenever it
+# comes or goes.
+unset SOURCE_DATE_EPOCH
 
 # Apart, so that features that only the daemon needs (gRPC) are not switched on in the crates that vmm shares with it.
 "$cargo" build --profile "$profile" --locked -p vmmd -p vmmctl --bin vmmd --bin vmmctl >&2
