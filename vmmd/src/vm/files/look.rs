@@ -1,11 +1,15 @@
 //! Looks for everything that a spec names, and says all that is wrong with it. Blocking.
 
+use std::path::Path;
+
 use proto::model::{
-    disk::Disk,
+    disk::{Disk, Source},
     vm::{Boot, VmSpec},
 };
 
-use super::{Locks, OpenDisk, Sources, Within, beyond, open_disk, open_image};
+use super::{
+    Locks, OpenDisk, Roots, Sources, Within, beyond, file::PATH_NOT_ALLOWED, open_disk, open_image, roots,
+};
 use crate::{
     failure::{Failure, Kind},
     node::placement::Problem,
@@ -42,6 +46,44 @@ pub fn look(spec: &VmSpec, sources: &Sources<'_>, name: &str) -> Vec<Problem> {
         note("spec.disks", too_many);
     }
     found
+}
+
+/// The paths of a spec that lead out of the node's roots as they are written, but for those that `had` names too: what a VM has
+/// already is no reason to refuse another change. No file is touched.
+pub fn outside(spec: &VmSpec, roots: &Roots, had: Option<&VmSpec>) -> Vec<Problem> {
+    let had: Vec<_> = had.into_iter().flat_map(named_by_path).collect();
+    let fresh = named_by_path(spec)
+        .into_iter()
+        .filter(|(_, path, _)| had.iter().all(|(_, known, _)| known != path));
+    let problems = fresh.filter_map(|(field, path, is_disk)| {
+        let (within, key) = match is_disk {
+            true => (&roots.disks, "disks"),
+            false => (&roots.kernels, "kernels"),
+        };
+        let refused = roots::allows(within, path).err()?;
+        let problem = refused.about_roots(Within::Roots(within), key)?;
+        let message = format!("{field}: \"{}\" {problem}", path.display());
+        Some(Problem::of(
+            Failure::precondition(PATH_NOT_ALLOWED, message),
+            field,
+        ))
+    });
+    problems.collect()
+}
+
+/// Field and path of each file that a spec names by path, and whether it is a disk.
+fn named_by_path(spec: &VmSpec) -> Vec<(String, &Path, bool)> {
+    let Boot::Linux { kernel, initrd, .. } = &spec.boot;
+    let kernel = ("spec.boot.linux.kernel".to_owned(), kernel.as_path(), false);
+    let initrd = initrd
+        .as_ref()
+        .map(|initrd| ("spec.boot.linux.initrd".to_owned(), initrd.as_path(), false));
+    let disks = spec.disks.iter().enumerate();
+    let disks = disks.filter_map(|(index, disk)| match &disk.source {
+        Source::Path { path, .. } => Some((format!("spec.disks[{index}].path"), path.as_path(), true)),
+        Source::Disk { .. } => None,
+    });
+    std::iter::once(kernel).chain(initrd).chain(disks).collect()
 }
 
 /// How many files a disk is.

@@ -76,7 +76,7 @@ impl Case {
     }
 
     fn open(&self) -> Result<Files, Failure> {
-        open(&self.spec, &self.sources(), Locks::Take)
+        open(&self.spec, &self.sources(), &Known::new()).map(|(files, _)| files)
     }
 
     fn sources(&self) -> Sources<'_> {

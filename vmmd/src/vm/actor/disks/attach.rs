@@ -3,7 +3,7 @@
 use proto::{
     model::{
         Violations,
-        disk::Disk,
+        disk::{Disk, Source},
         pci,
         vm::{MAX_DISKS_AND_NICS, VmSpec},
     },
@@ -14,11 +14,12 @@ use crate::{
     control::Client,
     failure::{Failure, Kind},
     ledger::FileId,
+    node::placement,
     vm::{
         actor::{
             Actor, Reply, answer,
             attachments::{Attachment, Plug, PlugKind},
-            plug::{self, AttachError, Outcome},
+            plug::{self, AttachError, Outcome, Plugged},
             run::THIRD_MINOR,
         },
         admission::Place,
@@ -136,12 +137,24 @@ impl Actor {
         spec.disks.push(wire);
         let index = spec.disks.len() - 1;
         let spec = VmSpec::try_from(&*spec).map_err(|violations| renamed(violations, index))?;
+        let mut outside = files::outside(&spec, &self.host.config.roots, Some(&self.spec));
+        for problem in &mut outside {
+            // The request has that disk only.
+            problem.message = problem
+                .message
+                .replacen(&format!("spec.disks[{index}]"), "disk", 1);
+        }
+        placement::refuse(&outside)?;
         record
             .hardware
             .get_or_insert_default()
             .disk_slots
             .insert(name.clone(), slot);
         record.generation += 1;
+        if let Source::Path { path, .. } = &disk.source {
+            // What is there now is meant.
+            record.files.remove(&files::key(path));
+        }
         if let Some(run) = record.instance.as_mut().filter(|_| running) {
             run.attaching.push(name.clone());
         }
@@ -211,11 +224,12 @@ impl Actor {
     pub(super) async fn on_attached(
         &mut self,
         name: &str,
-        result: Result<Vec<FileId>, AttachError>,
+        result: Result<Plugged, AttachError>,
         waiters: Vec<Reply>,
     ) {
         match result {
-            Ok(ids) => {
+            Ok(Plugged { ids, known }) => {
+                self.record.files.extend(known);
                 self.settle_attached(name, Some(ids)).await;
                 self.look();
                 answer(waiters, &Ok(self.state()));
