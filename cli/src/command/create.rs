@@ -5,7 +5,7 @@ use proto::{model::vm::Manifest, v1};
 use super::{
     apply, disk,
     disk_spec::{self, usage},
-    get, interrupt, memory,
+    interrupt, memory, watch,
 };
 use crate::{
     args::{CreateVm, Output},
@@ -115,7 +115,7 @@ fn report(vm: &v1::Vm, args: &CreateVm) -> Result<()> {
         .map(|metadata| metadata.name.as_str())
         .unwrap_or_default();
     match &args.output {
-        Some(output) if *output != Output::Wide => get::print_documents(&[vm], output, Layout::default()),
+        Some(output) if *output != Output::Wide => watch::print_documents(&[vm], output, Layout::default()),
         _ => {
             let started = if args.start { " and started" } else { "" };
             let suffix = if args.dry_run { " (dry run)" } else { "" };

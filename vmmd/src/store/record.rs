@@ -45,7 +45,6 @@ pub struct VmRecord {
     pub evacuated: bool,
     /// By path: the files that it was last started with. A start by request learns all of them anew, one by the run policy those that are
     /// not known.
-    #[prost(btree_map = "string, message", tag = "34")]
     pub files: BTreeMap<String, FileRecord>,
     /// Requests that have been begun on this VM and may not have been answered yet.
     pub begun: Vec<RequestMark>,

@@ -67,11 +67,12 @@ pub enum AttachError {
     Unknown(Failure),
 }
 
-/// Opens a disk and plugs it in.
+/// Opens a disk and plugs it in. `known` are the files that the VM has had.
 pub async fn attach(
     host: Arc<Host>,
     client: Client,
     disk: Disk,
+    known: Known,
     hardware: Hardware,
 ) -> Result<Plugged, AttachError> {
     let name = disk.name.to_string();
@@ -80,7 +81,7 @@ pub async fn attach(
         let opened = files::open_disk("disk", &disk, &of.sources(), Locks::Take)?;
         let plugged = Plugged {
             ids: opened.ids.clone(),
-            known: files::learn("disk", &disk, &opened)?,
+            known: files::learn(&known, "disk", &disk, &opened)?,
         };
         Ok((machine::plug(&hardware, &disk, opened), plugged))
     });

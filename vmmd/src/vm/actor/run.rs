@@ -62,7 +62,7 @@ impl Actor {
         // Somebody wants it now: what went wrong before does not count, and the files are meant that are there now.
         if operation.context().initiator != Initiator::RunPolicy {
             self.record.restart = None;
-            self.record.files.clear();
+            self.record.files = files::any_of(&self.record.files);
         }
         self.record.counts.get_or_insert_default().starts += 1;
         self.record.intent = Intent::Running.into();

@@ -4,13 +4,13 @@
 
 use std::{collections::BTreeMap, io, os::fd::AsFd, path::Path};
 
-use proto::model::disk::{Disk, Source};
+use proto::model::disk::{Disk, Format, Source};
 use rustix::fs::{AtFlags, FileType, StatxFlags, fstat, fstatfs, statx};
 
-use super::OpenDisk;
+use super::{OpenDisk, signature};
 use crate::{failure::Failure, store::FileRecord, text};
 
-/// By path.
+/// By path. A record with nothing in it stands for any file: one by which it can't be known again, or that a request has accepted.
 pub type Known = BTreeMap<String, FileRecord>;
 
 /// Of statfs(2). The server of such a file system may number its files anew whenever it is mounted.
@@ -29,24 +29,36 @@ pub(super) fn check(
     };
     let found = identify(file).map_err(|error| refuse("FILE_UNUSABLE", &text::words(&error)))?;
     let key = key(path);
-    if known.get(&key).is_some_and(|known| *known != found) {
+    let other = |known: &&FileRecord| **known != found && **known != FileRecord::default();
+    if known.get(&key).filter(other).is_some() {
         let problem = "is not the file that the VM was last started with: if the new one is meant, start the VM by request";
         return Err(refuse("FILE_REPLACED", problem));
     }
     Ok((key, found))
 }
 
-/// The same of a disk; nothing when it is one of the DiskService.
+/// The same of a disk; nothing when it is one of the DiskService. Raw content that is new to the VM and has another format's signature
+/// is refused: of a file that the VM was started with before, the guest may have made it such.
 pub(super) fn check_disk(
     known: &Known,
     field: &str,
     disk: &Disk,
     opened: &OpenDisk,
 ) -> Result<Option<(String, FileRecord)>, Failure> {
-    let Source::Path { path, .. } = &disk.source else {
+    let Source::Path { path, format } = &disk.source else {
         return Ok(None);
     };
+    if *format == Format::Raw && !disk.any_content && !known.contains_key(&key(path)) {
+        let label = format!("{field}.path: disk \"{}\": \"{}\"", disk.name, path.display());
+        signature::refuse(&label, &opened.fd)?;
+    }
     check(known, &format!("{field}.path"), path, &opened.fd).map(Some)
+}
+
+/// The same paths, with whatever file is there by now.
+pub fn any_of(known: &Known) -> Known {
+    let any = |path: &String| (path.clone(), FileRecord::default());
+    known.keys().map(any).collect()
 }
 
 /// The key of a path in [`Known`]. Paths of specs are UTF-8.
@@ -110,7 +122,13 @@ mod tests {
             inode: right.inode + 1,
             ..right
         };
-        for (known, refused) in [(None, false), (Some(right), false), (Some(wrong), true)] {
+        let any = FileRecord::default();
+        for (known, refused) in [
+            (None, false),
+            (Some(right), false),
+            (Some(any), false),
+            (Some(wrong), true),
+        ] {
             let known = known.map(|known| (key(&path), known)).into_iter().collect();
             match check(&known, "spec.boot.linux.kernel", &path, &file) {
                 Ok(found) => assert!(!refused && found == (key(&path), right)),

@@ -1,6 +1,6 @@
 //! Looks for everything that a spec names, and says all that is wrong with it. Blocking.
 
-use std::path::Path;
+use std::{path::Path, sync::Arc};
 
 use proto::model::{
     disk::{Disk, Source},
@@ -8,17 +8,20 @@ use proto::model::{
 };
 
 use super::{
-    Locks, OpenDisk, Roots, Sources, Within, beyond, file::PATH_NOT_ALLOWED, open_disk, open_image, roots,
+    Known, Locks, OpenDisk, Roots, Sources, Within, beyond, file::PATH_NOT_ALLOWED, known, open_disk,
+    open_image, roots,
 };
 use crate::{
     failure::{Failure, Kind},
     node::placement::Problem,
+    store::FileRecord,
     sys::{self, LockKind},
+    vm::table::Table,
 };
 
-/// All that stands in the way of opening the files of a VM called `name`. What that VM has itself is no hindrance. No lock
-/// is taken, so that no start is disturbed.
-pub fn look(spec: &VmSpec, sources: &Sources<'_>, name: &str) -> Vec<Problem> {
+/// All that stands in the way of opening the files of a VM called `name`. What that VM has itself is no hindrance; `had` are the paths
+/// of its disks. No lock is taken, so that no start is disturbed.
+pub fn look(spec: &VmSpec, sources: &Sources<'_>, name: &str, had: &Known) -> Vec<Problem> {
     let Boot::Linux { kernel, initrd, .. } = &spec.boot;
     let kernels = Within::Roots(&sources.roots.kernels);
     let mut found = Vec::new();
@@ -37,7 +40,7 @@ pub fn look(spec: &VmSpec, sources: &Sources<'_>, name: &str) -> Vec<Problem> {
     let mut of_disks = 0;
     for (index, disk) in spec.disks.iter().enumerate() {
         let field = format!("spec.disks[{index}]");
-        match look_at_disk(&field, disk, sources, name) {
+        match look_at_disk(&field, disk, sources, name, had) {
             Ok(files) => of_disks += files,
             Err(failure) => note(&field, failure),
         }
@@ -46,6 +49,15 @@ pub fn look(spec: &VmSpec, sources: &Sources<'_>, name: &str) -> Vec<Problem> {
         note("spec.disks", too_many);
     }
     found
+}
+
+/// The paths of the disks that a VM has, each with any file; empty when there is no such VM.
+pub fn had(table: &Table, name: &str) -> Known {
+    let vm = table.get(name).map(|entry| Arc::clone(&entry.state.borrow()));
+    let disks = vm.iter().flat_map(|vm| &vm.spec).flat_map(|spec| &spec.disks);
+    disks
+        .map(|disk| (disk.path().to_owned(), FileRecord::default()))
+        .collect()
 }
 
 /// The paths of a spec that lead out of the node's roots as they are written, but for those that `had` names too: what a VM has
@@ -87,8 +99,16 @@ fn named_by_path(spec: &VmSpec) -> Vec<(String, &Path, bool)> {
 }
 
 /// How many files a disk is.
-fn look_at_disk(field: &str, disk: &Disk, sources: &Sources<'_>, name: &str) -> Result<usize, Failure> {
-    let OpenDisk { fd, backing, ids, .. } = open_disk(field, disk, sources, Locks::None)?;
+fn look_at_disk(
+    field: &str,
+    disk: &Disk,
+    sources: &Sources<'_>,
+    name: &str,
+    had: &Known,
+) -> Result<usize, Failure> {
+    let opened = open_disk(field, disk, sources, Locks::None)?;
+    known::check_disk(had, field, disk, &opened)?;
+    let OpenDisk { fd, backing, ids, .. } = opened;
     let kind = |read_only| {
         if read_only {
             LockKind::Shared

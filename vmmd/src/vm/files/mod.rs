@@ -27,8 +27,8 @@ use proto::{
 use self::file::{identity, identity_at, open_image};
 pub use self::{
     file::{OpenFile, Use, open_image_file, open_kvm},
-    known::{Known, key},
-    look::{look, outside},
+    known::{Known, any_of, key},
+    look::{had, look, outside},
     roots::{Roots, Within},
 };
 use crate::{
@@ -129,9 +129,9 @@ pub fn open(spec: &VmSpec, sources: &Sources<'_>, known: &Known) -> Result<(File
     beyond(spec, of_disks).map_or(Ok((files, found)), Err)
 }
 
-/// Which file a disk is on that a request names by path; empty for a disk of the DiskService.
-pub fn learn(field: &str, disk: &Disk, opened: &OpenDisk) -> Result<Known, Failure> {
-    let found = known::check_disk(&Known::new(), field, disk, opened)?;
+/// Which file a disk is on that is attached by path; empty for a disk of the DiskService.
+pub fn learn(known: &Known, field: &str, disk: &Disk, opened: &OpenDisk) -> Result<Known, Failure> {
+    let found = known::check_disk(known, field, disk, opened)?;
     Ok(found.into_iter().collect())
 }
 

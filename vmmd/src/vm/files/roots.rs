@@ -5,7 +5,7 @@
 use std::{
     io,
     os::fd::OwnedFd,
-    path::{Component, Path, PathBuf},
+    path::{Path, PathBuf},
 };
 
 use rustix::{
@@ -92,34 +92,12 @@ impl Refused {
     }
 }
 
-/// Whether a path is below one of the folders as it is written; where its links lead, only [`open`] finds out.
+/// Whether a path, which has no `..`, is below one of the folders as it is written; where its links lead, only [`open`] finds out.
 pub fn allows(roots: &[PathBuf], path: &Path) -> Result<(), Refused> {
-    let mut refused = Refused::Outside;
-    for root in roots {
-        match path.strip_prefix(root) {
-            Ok(rest) if is_everything(root) || stays_below(rest) => return Ok(()),
-            Ok(_) => refused = Refused::LeadsOut,
-            Err(_) => {}
-        }
+    match roots.iter().any(|root| path.starts_with(root)) {
+        true => Ok(()),
+        false => Err(Refused::Outside),
     }
-    Err(refused)
-}
-
-/// Whether no `..` of a relative path leads above its beginning.
-fn stays_below(rest: &Path) -> bool {
-    let mut depth = 0_usize;
-    rest.components().all(|part| match part {
-        Component::ParentDir => {
-            let up = depth.checked_sub(1);
-            depth = up.unwrap_or(0);
-            up.is_some()
-        }
-        Component::Normal(_) => {
-            depth += 1;
-            true
-        }
-        _ => true,
-    })
 }
 
 fn is_everything(root: &Path) -> bool {
@@ -263,16 +241,13 @@ mod tests {
         let roots = ["/srv/vms".into(), "/dev".into()];
         for (path, expected) in [
             ("/srv/vms/a", Ok(())),
-            ("/srv/vms/a/../b", Ok(())),
             ("/dev/sda", Ok(())),
             ("/srv/vmsx/a", Err(Refused::Outside)),
             ("/etc/shadow", Err(Refused::Outside)),
-            ("/srv/vms/../etc", Err(Refused::LeadsOut)),
-            ("/dev/../dev/../etc/shadow", Err(Refused::LeadsOut)),
         ] {
             assert_eq!(allows(&roots, Path::new(path)), expected, "{path}");
         }
-        assert_eq!(allows(&["/".into()], Path::new("/a/../b")), Ok(()));
+        assert_eq!(allows(&["/".into()], Path::new("/a")), Ok(()));
     }
 
     #[test]

@@ -190,10 +190,11 @@ impl Actor {
             .disk_slots
             .get(&name)
             .is_some_and(|slot| pci::is_further(*slot));
-        let known = match further {
+        let new_enough = match further {
             true => self.knows_minor(THIRD_MINOR, "take more disks than its first PCI bus has room for"),
             false => Ok(()),
         };
+        let known = files::any_of(&self.record.files);
         let task = self.disks.tasks.spawn(async move {
             // The disk's buffers take memory, its threads are tasks.
             let paths = files::named(&spec, &host.sources());
@@ -204,8 +205,8 @@ impl Actor {
             if let Err(error) = renewing.await {
                 tracing::error!(%uid, %error, "set the limits of a running VM anew");
             }
-            let result = match known {
-                Ok(()) => plug::attach(host, client, disk, hardware).await,
+            let result = match new_enough {
+                Ok(()) => plug::attach(host, client, disk, known, hardware).await,
                 Err(failure) => Err(AttachError::Refused(failure)),
             };
             Outcome::Attached(of, serial, result)
