@@ -11,7 +11,7 @@ pub mod cpuid;
 mod disks;
 pub mod image;
 pub mod machine;
-#[cfg(any(test, feature = "testing"))]
+#[cfg(any(test, debug_assertions))]
 pub mod rebuilt;
 mod saved;
 pub mod smbios;
