@@ -3,7 +3,9 @@
 
 pub use crate::{
     block::qcow2::fuzz::image as qcow2_image,
-    virtio::{balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue},
+    virtio::{
+        balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue, net::fuzz::queue as net_queue,
+    },
 };
 
 #[cfg(test)]
@@ -34,6 +36,11 @@ mod tests {
     #[test]
     fn the_seeds_of_balloon_queue_do_no_harm() {
         seeds("balloon_queue", super::balloon_queue);
+    }
+
+    #[test]
+    fn the_seeds_of_net_queue_do_no_harm() {
+        seeds("net_queue", super::net_queue);
     }
 
     #[test]
@@ -79,6 +86,11 @@ mod tests {
         #[test]
         fn no_bytes_harm_blk_queue(data in proptest::collection::vec(any::<u8>(), 0..600)) {
             super::blk_queue(&data);
+        }
+
+        #[test]
+        fn no_bytes_harm_net_queue(data in proptest::collection::vec(any::<u8>(), 0..600)) {
+            super::net_queue(&data);
         }
 
         #[test]

@@ -23,11 +23,11 @@ use crate::vmm::Message;
 /// Version of the protocol spoken by this build. A `vmm` serves every minor version of its major one.
 pub const MAJOR: u32 = 1;
 /// See [`MAJOR`].
-pub const MINOR: u32 = 3;
+pub const MINOR: u32 = 4;
 /// Longest encoded message in bytes.
 pub const MAX_FRAME: usize = 1 << 20;
 /// Most file descriptors with one frame.
-pub const MAX_FDS: usize = 512;
+pub const MAX_FDS: usize = 768;
 /// Most file descriptors that go with one system call (Linux' SCM_MAX_FD).
 const FDS_PER_CALL: usize = 253;
 

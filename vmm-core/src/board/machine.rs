@@ -11,10 +11,7 @@ use devices::{
     legacy::pm::PowerButton,
     pci::{HotPlug, PciRoot},
     serial::SerialPort,
-    virtio::{
-        balloon::{BalloonControl, PAGE},
-        net::NetStats,
-    },
+    virtio::balloon::{BalloonControl, PAGE},
 };
 use proto::{
     model::disk::RateLimit,
@@ -23,10 +20,16 @@ use proto::{
 };
 use tracing::{error, warn};
 
-use super::{boot::Entry, disks::Disks, image::Image, stats};
+use super::{
+    boot::Entry,
+    disks::Disks,
+    image::Image,
+    nics::{self, Nic},
+    stats,
+};
 use crate::{
     kvm::{AddressSpaces, Clock, IrqChipState, StatsReader, Vm},
-    lifecycle::{self, Detached, Failure, LimitTarget, Progress, Token},
+    lifecycle::{self, Detached, Failure, LimitTarget, NicChange, Progress, Token},
     memory::GuestRam,
     vcpu::Vcpus,
 };
@@ -42,8 +45,7 @@ pub struct Machine {
     pub(super) balloon: Option<BalloonControl>,
     pub(super) disks: Disks,
     pub(super) serial: SerialPort,
-    /// What each NIC counts, by its name.
-    pub(super) nics: Vec<(String, Arc<NetStats>)>,
+    pub(super) nics: Vec<Nic>,
     /// PCI slots of those components that have one, by their names.
     pub(super) slots: Vec<(u8, String)>,
     pub(super) pci: Arc<PciRoot>,
@@ -210,6 +212,10 @@ impl lifecycle::Machine for Machine {
 
     fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure> {
         self.disks.set_rate_limit(target, limit)
+    }
+
+    fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
+        nics::update(&mut self.nics, name, change)
     }
 
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {

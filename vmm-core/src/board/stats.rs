@@ -1,12 +1,11 @@
 //! What a machine counts, put together from its parts. Nothing of it disturbs the guest, but that its balloon asks for
 //! what it has to say.
 
-use std::{collections::BTreeMap, sync::atomic::Ordering};
+use std::collections::BTreeMap;
 
-use devices::virtio::net::NetStats;
-use proto::vmm::{MachineStats, NicStats, VcpuStats};
+use proto::vmm::{MachineStats, VcpuStats};
 
-use super::{assemble::balloon, machine::Machine};
+use super::{assemble::balloon, machine::Machine, nics::Nic};
 use crate::kvm::StatsReader;
 
 /// All counters.
@@ -21,11 +20,7 @@ pub(super) fn of(machine: &Machine) -> MachineStats {
     MachineStats {
         vcpus: vcpus.collect(),
         exits: sum(readers).into_iter().collect(),
-        nics: machine
-            .nics
-            .iter()
-            .map(|(name, stats)| nic(name, stats))
-            .collect(),
+        nics: machine.nics.iter().map(Nic::stats).collect(),
         balloon: machine.balloon.as_ref().map(balloon::stats),
         disks: machine.disks.stats(),
     }
@@ -42,16 +37,4 @@ fn sum<'a>(readers: impl Iterator<Item = &'a StatsReader>) -> BTreeMap<String, u
         }
     }
     sums
-}
-
-fn nic(name: &str, stats: &NetStats) -> NicStats {
-    NicStats {
-        name: name.to_owned(),
-        received_packets: stats.received.load(Ordering::Relaxed),
-        received_bytes: stats.received_bytes.load(Ordering::Relaxed),
-        received_dropped: stats.receive_dropped.load(Ordering::Relaxed),
-        sent_packets: stats.sent.load(Ordering::Relaxed),
-        sent_bytes: stats.sent_bytes.load(Ordering::Relaxed),
-        sent_dropped: stats.send_dropped.load(Ordering::Relaxed),
-    }
 }

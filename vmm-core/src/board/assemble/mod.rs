@@ -32,7 +32,6 @@ use devices::{
         balloon::BalloonControl,
         device::VirtioDevice,
         fault::{DeviceEvent, EventSink},
-        net::NetStats,
         transport::{Parts, VirtioPciDevice},
     },
 };
@@ -48,6 +47,7 @@ use super::{
     disks::Disks,
     image::{Image, Loading, pci_windows},
     machine::Machine,
+    nics::Nic,
     saved,
 };
 use crate::{
@@ -180,7 +180,7 @@ struct Assembly {
     hotplug: Arc<HotPlug>,
     sockets: Sockets,
     components: Vec<Box<dyn Component>>,
-    nics: Vec<(String, Arc<NetStats>)>,
+    nics: Vec<Nic>,
     /// Of the components that have one.
     slots: Vec<(u8, String)>,
     balloon: Option<BalloonControl>,
