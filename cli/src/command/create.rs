@@ -5,10 +5,7 @@ use proto::{
     v1,
 };
 
-use super::{
-    apply, disk,
-    disk_spec, get, interrupt, memory, nic_spec,
-};
+use super::{apply, disk, disk_spec, get, interrupt, memory, nic_spec};
 use crate::{
     args::{CreateVm, Output},
     client::Client,

@@ -38,7 +38,13 @@ pub async fn nic(client: &Client, what: &Nic) -> Result<()> {
             (args.vm.clone(), args.name.clone(), change, &args.options)
         }
     };
-    let done = apply(&client.with_timeout(options.timeout.timeout), &vm, options, &change).await?;
+    let done = apply(
+        &client.with_timeout(options.timeout.timeout),
+        &vm,
+        options,
+        &change,
+    )
+    .await?;
     output::line(format!("vm/{vm} nic {name} {}", done.text))?;
     for line in done.lines {
         output::line(format!("  {line}"))?;
@@ -66,7 +72,10 @@ fn attach(nic: v1::NicSpec) -> Change {
         if nic.name == "eth0" && nics.iter().any(|other| other.name == nic.name) {
             // No name was given, most likely: the first one that is free.
             let free = |name: &String| nics.iter().all(|other| other.name != *name);
-            nic.name = (0..).map(|index| format!("eth{index}")).find(free).unwrap_or_default();
+            nic.name = (0..)
+                .map(|index| format!("eth{index}"))
+                .find(free)
+                .unwrap_or_default();
         }
         nics.push(nic);
         Ok(())
@@ -92,7 +101,9 @@ fn change(name: &str, text: &str) -> Change {
         let nic = nic.ok_or_else(|| not_found(&name))?;
         nic_spec::apply(nic, &text, "KEY=VALUE")?;
         if nic.name != name {
-            return Err(usage("the name of a NIC can't be changed: detach it and attach another one".to_owned()));
+            return Err(usage(
+                "the name of a NIC can't be changed: detach it and attach another one".to_owned(),
+            ));
         }
         Ok(())
     })

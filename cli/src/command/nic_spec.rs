@@ -5,7 +5,8 @@ use proto::v1::{self, NicOffload, nic_spec::Attachment};
 use super::disk_spec::{bytes, number, usage};
 use crate::failure::Result;
 
-const KEYS: &str = "bridge=, tap=, name=, mac=, queues=, mtu=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
+const KEYS: &str =
+    "bridge=, tap=, name=, mac=, queues=, mtu=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
 
 /// The NIC number `index` of a VM from `key=value,…`.
 pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
@@ -109,11 +110,17 @@ mod tests {
     fn a_nic_is_read_from_keys_and_values() {
         let text = "bridge=br0,queues=4,mtu=9000,off=tso+uso,link=down,rx-bps=10Mi,rx-pps=5000,tx-pps=100";
         let nic = from_text(1, text).unwrap();
-        assert_eq!((nic.name.as_str(), nic.queues, nic.mtu, nic.link_down), ("eth1", 4, 9000, true));
+        assert_eq!(
+            (nic.name.as_str(), nic.queues, nic.mtu, nic.link_down),
+            ("eth1", 4, 9000, true)
+        );
         assert_eq!(nic.attachment, Some(Attachment::Bridge("br0".into())));
         assert_eq!(nic.disabled_offloads, [2, 3]);
         let receive = nic.receive_limit.unwrap();
-        assert_eq!((receive.bytes_per_second, receive.operations_per_second), (10 << 20, 5000));
+        assert_eq!(
+            (receive.bytes_per_second, receive.operations_per_second),
+            (10 << 20, 5000)
+        );
         assert_eq!(nic.transmit_limit.unwrap().operations_per_second, 100);
     }
 

@@ -509,10 +509,7 @@ fn nic(claims: &mut Claims, wire: &vmm::Nic) -> Nic {
         claims.found.add(&field, wrong);
     }
     let fds = std::iter::once(&wire.fd).chain(&wire.further_fds);
-    let fds = fds
-        .take(most)
-        .map(|index| claims.fd(&field, *index))
-        .collect();
+    let fds = fds.take(most).map(|index| claims.fd(&field, *index)).collect();
     Nic {
         name: wire.name.clone(),
         fds,

@@ -43,10 +43,14 @@ impl Nic {
         }
         let control = &self.control;
         if let Some(limit) = change.receive_limit {
-            set(&mut self.receive_limiter, limit, |it| control.set_receive_limit(it));
+            set(&mut self.receive_limiter, limit, |it| {
+                control.set_receive_limit(it);
+            });
         }
         if let Some(limit) = change.transmit_limit {
-            set(&mut self.transmit_limiter, limit, |it| control.set_transmit_limit(it));
+            set(&mut self.transmit_limiter, limit, |it| {
+                control.set_transmit_limit(it);
+            });
         }
     }
 }

@@ -247,11 +247,7 @@ mod tests {
     use std::fs::File;
 
     use proto::{
-        model::{
-            disk::Format,
-            machine::Machine,
-            resources::MemoryOptions,
-        },
+        model::{disk::Format, machine::Machine, resources::MemoryOptions},
         v1,
     };
 

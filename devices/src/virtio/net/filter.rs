@@ -56,7 +56,11 @@ impl Table {
     fn restored(field: &'static str, bytes: &[u8], overflow: bool) -> Result<Self, StateError> {
         let fits = bytes.len().is_multiple_of(6) && bytes.len() <= TABLE.saturating_mul(6);
         check(fits, field, "no list of up to 64 addresses")?;
-        check(!overflow || bytes.is_empty(), field, "addresses besides an overflow")?;
+        check(
+            !overflow || bytes.is_empty(),
+            field,
+            "addresses besides an overflow",
+        )?;
         let addresses = bytes.as_chunks::<6>().0.iter().copied().collect();
         Ok(Self { addresses, overflow })
     }
@@ -145,7 +149,11 @@ impl Filter {
             unicast_overflow: self.unicast.overflow,
             multicast: self.multicast.bytes(),
             multicast_overflow: self.multicast.overflow,
-            vlans: if has_vlans { self.vlans.to_vec() } else { Vec::new() },
+            vlans: if has_vlans {
+                self.vlans.to_vec()
+            } else {
+                Vec::new()
+            },
         })
     }
 

@@ -430,18 +430,16 @@ impl<'a> Guest<'a> {
                 return;
             };
             last = queue;
-            let result = session
-                .on(queue, (), Queue::disable_notification)
-                .and_then(|()| {
-                    let progress = self.handler.kick(session, queue)?;
-                    let exhausted = session.queue(queue).is_some_and(|ring| ring.exhausted());
-                    if progress == Progress::Done && !exhausted {
-                        session.ask_for_kick(queue)?;
-                    } else if exhausted {
-                        session.kick_again(queue);
-                    }
-                    Ok(())
-                });
+            let result = session.on(queue, (), Queue::disable_notification).and_then(|()| {
+                let progress = self.handler.kick(session, queue)?;
+                let exhausted = session.queue(queue).is_some_and(|ring| ring.exhausted());
+                if progress == Progress::Done && !exhausted {
+                    session.ask_for_kick(queue)?;
+                } else if exhausted {
+                    session.kick_again(queue);
+                }
+                Ok(())
+            });
             if result.is_err() {
                 session.kick_again(queue);
             }

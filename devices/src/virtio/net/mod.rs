@@ -24,6 +24,7 @@ use self::{
     control::Shared,
     worker::NetHandler,
 };
+pub use self::{control::NetControl, stats::NetStats};
 use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes, thread_name},
     signals::Signals,
@@ -33,7 +34,6 @@ use crate::{
     rate::Limiter,
     state::{Section, StateError},
 };
-pub use self::{control::NetControl, stats::NetStats};
 
 /// Most pairs of queues of an interface.
 pub const MAX_PAIRS: u16 = 16;
@@ -91,11 +91,8 @@ impl Net {
     /// [`MAX_PAIRS`]. Those that are too many are left out.
     pub fn new(backends: Vec<Box<dyn NetBackend>>, options: NetOptions) -> Self {
         let most = if options.control { MAX_PAIRS } else { 1 };
-        let backends: Vec<Arc<dyn NetBackend>> = backends
-            .into_iter()
-            .take(most.into())
-            .map(Arc::from)
-            .collect();
+        let backends: Vec<Arc<dyn NetBackend>> =
+            backends.into_iter().take(most.into()).map(Arc::from).collect();
         let possible = backends
             .iter()
             .fold(Offloads::all(), |all, backend| all & backend.capabilities());

@@ -426,12 +426,7 @@ impl Receiver {
 }
 
 /// Whether a packet that was delivered is paid for; if not, `throttle` waits with it, and a timer comes.
-fn pays(
-    session: &Session,
-    throttle: &mut Throttle<Cost>,
-    cost: Cost,
-    timer: u32,
-) -> Result<bool, Fault> {
+fn pays(session: &Session, throttle: &mut Throttle<Cost>, cost: Cost, timer: u32) -> Result<bool, Fault> {
     let Some(wait) = throttle.wait_for(cost, Instant::now) else {
         return Ok(true);
     };

@@ -37,7 +37,7 @@ pub(super) struct Sender {
 }
 
 /// What became of a packet.
-enum Sent {
+enum Outcome {
     Sent,
     /// It is lost: what it said of itself made no sense.
     Invalid,
@@ -89,9 +89,9 @@ impl Sender {
                     session.unpop(self.queue);
                     break;
                 }
-                Ok(sent) => self.count(session, &sent, length),
+                Ok(outcome) => self.count(session, &outcome, length),
                 Err(error) => {
-                    self.count(session, &Sent::Lost, length);
+                    self.count(session, &Outcome::Lost, length);
                     failed = Some(error);
                 }
             }
@@ -137,36 +137,36 @@ impl Sender {
         backend: &dyn NetBackend,
         length: u32,
         checked: Result<Header, Refusal>,
-    ) -> io::Result<Sent> {
+    ) -> io::Result<Outcome> {
         self.buffers.clear();
         let gathered = self.buffers.append(self.chain.readable(), HEADER, length);
         match checked {
             Ok(header) if gathered.is_ok() && self.buffers.fits_one_call() => {
                 if !self.shared.is_link_up() {
-                    return Ok(Sent::Lost);
+                    return Ok(Outcome::Lost);
                 }
                 match backend.send(header.as_bytes(), &mut self.buffers) {
                     // What the host finds wrong with a packet is the guest's doing.
-                    Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(Sent::Invalid),
+                    Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(Outcome::Invalid),
                     Err(error) => Err(error),
-                    Ok(()) => Ok(Sent::Sent),
+                    Ok(()) => Ok(Outcome::Sent),
                 }
             }
-            _ => Ok(Sent::Invalid),
+            _ => Ok(Outcome::Invalid),
         }
     }
 
-    fn count(&self, session: &Session, sent: &Sent, length: u32) {
+    fn count(&self, session: &Session, outcome: &Outcome, length: u32) {
         let Some(counters) = self.shared.counters(self.pair) else {
             return;
         };
-        match sent {
-            Sent::Sent => {
+        match outcome {
+            Outcome::Sent => {
                 PairCounters::add(&counters.sent, 1);
                 PairCounters::add(&counters.sent_bytes, length.into());
             }
-            Sent::Lost => PairCounters::add(&counters.send_dropped, 1),
-            Sent::Invalid => {
+            Outcome::Lost => PairCounters::add(&counters.send_dropped, 1),
+            Outcome::Invalid => {
                 session.count_guest_fault();
                 PairCounters::add(&counters.send_dropped, 1);
                 PairCounters::add(&counters.send_invalid, 1);

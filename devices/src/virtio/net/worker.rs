@@ -130,10 +130,8 @@ impl NetHandler {
 
     fn refresh_limits(&mut self) {
         let wake = self.shared.wake_of(self.pair);
-        self.receive_throttle
-            .refresh(&self.shared.receive_limit, wake);
-        self.transmit_throttle
-            .refresh(&self.shared.transmit_limit, wake);
+        self.receive_throttle.refresh(&self.shared.receive_limit, wake);
+        self.transmit_throttle.refresh(&self.shared.transmit_limit, wake);
     }
 }
 
@@ -207,12 +205,7 @@ impl QueueHandler for NetHandler {
             if !self.watched {
                 return Ok(Progress::Waiting);
             }
-            return receiver.run(
-                session,
-                &*self.backend,
-                &mut self.receive_throttle,
-                RECEIVE_TIMER,
-            );
+            return receiver.run(session, &*self.backend, &mut self.receive_throttle, RECEIVE_TIMER);
         }
         if queue != transmit {
             return Ok(Progress::Waiting);

@@ -155,6 +155,8 @@ fn commands_of_features_that_were_not_accepted_are_refused() {
 #[test]
 fn a_driver_chooses_what_it_takes_unfinished_until_the_reset() {
     let (peer, mut driver) = running(ALL);
+    // An answer says that the worker runs.
+    assert!(command(&mut driver, CONTROL, 0, 1, &[1]));
     assert_eq!(peer.told.last_offloads(), Some(Offloads::all()));
     let bits = GUEST_CSUM | GUEST_TSO6;
     assert!(command(&mut driver, CONTROL, 5, 0, &bits.to_le_bytes()));

@@ -120,7 +120,10 @@ fn a_driver_gets_only_what_it_takes(
     assert_eq!(shown.map(|shown| shown.flags), expected);
     if let Some(shown) = shown {
         assert_eq!(shown.gso_type, gso_type);
-        assert_eq!(shown.csum_start.get() == 34, offloads.contains(Offloads::CHECKSUM));
+        assert_eq!(
+            shown.csum_start.get() == 34,
+            offloads.contains(Offloads::CHECKSUM)
+        );
     }
 }
 

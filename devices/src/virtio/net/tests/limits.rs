@@ -38,7 +38,11 @@ fn what_the_guest_sends_is_limited_and_none_of_it_is_lost() {
     driver.kick(TRANSMIT);
     peer.wait_for(0, &packet(99, 60));
     // 10 at once, 90 at 400 a second, less than what is in debt.
-    assert!(begin.elapsed() >= Duration::from_millis(200), "{:?}", begin.elapsed());
+    assert!(
+        begin.elapsed() >= Duration::from_millis(200),
+        "{:?}",
+        begin.elapsed()
+    );
     while driver.under_way(TRANSMIT) > 0 {
         driver.wait_used(TRANSMIT);
     }
@@ -58,8 +62,15 @@ fn what_the_guest_receives_is_limited_and_none_of_it_is_lost() {
     for number in 0..100_u64 {
         assert_eq!(driver.wait_used(RECEIVE).1[12..20], number.to_le_bytes());
     }
-    assert!(begin.elapsed() >= Duration::from_millis(200), "{:?}", begin.elapsed());
-    assert_eq!((control.stats().received, control.stats().receive_dropped), (100, 0));
+    assert!(
+        begin.elapsed() >= Duration::from_millis(200),
+        "{:?}",
+        begin.elapsed()
+    );
+    assert_eq!(
+        (control.stats().received, control.stats().receive_dropped),
+        (100, 0)
+    );
 }
 
 #[test]

@@ -117,13 +117,7 @@ fn a_host_that_takes_no_more_makes_packets_wait_and_loses_none() {
     while driver.under_way(TRANSMIT) > 0 {
         driver.wait_used(TRANSMIT);
     }
-    assert_eq!(
-        (
-            control.stats().sent,
-            control.stats().send_dropped
-        ),
-        (300, 0)
-    );
+    assert_eq!((control.stats().sent, control.stats().send_dropped), (300, 0));
     assert_eq!(control.stats().sent_bytes, 300 * 1500);
 }
 
@@ -300,7 +294,10 @@ fn a_tap_that_is_down_drops_packets_is_reported_and_is_not_asked_over_and_over()
         fd,
         calls: Arc::clone(&calls),
     };
-    let mut driver = Driver::new(Rig::new(Box::new(Net::new(vec![Box::new(down)], NetOptions::new("eth0", MAC, 1500)))));
+    let mut driver = Driver::new(Rig::new(Box::new(Net::new(
+        vec![Box::new(down)],
+        NetOptions::new("eth0", MAC, 1500),
+    ))));
     driver.start(ALL);
     for _ in 0..20 {
         driver.submit(RECEIVE, &[Buffer::Writable(2000)]);

@@ -209,7 +209,10 @@ fn open_nic(fds: &mut Fds, slot: u32, vm: &str, nic: &Nic) -> Result<vmm::Nic> {
         Attachment::Bridge(bridge) => (format!("vmm{}n{slot}", std::process::id()), Some(bridge)),
     };
     if bridge.is_none() && !sys::interface_exists(&name) {
-        bail!("nic {}: there is no tap device {name}: make it with `ip tuntap add {name} mode tap`", nic.name);
+        bail!(
+            "nic {}: there is no tap device {name}: make it with `ip tuntap add {name} mode tap`",
+            nic.name
+        );
     }
     let several = nic.queues > 1;
     let mut queues = Vec::new();
