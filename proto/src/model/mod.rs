@@ -10,6 +10,7 @@ pub mod disk;
 pub mod machine;
 pub mod metadata;
 pub mod name;
+pub mod network;
 pub mod nic;
 pub mod pci;
 pub mod policy;

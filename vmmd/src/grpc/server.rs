@@ -4,6 +4,7 @@ use std::{io, sync::Arc, time::Duration};
 
 use proto::v1::{
     disk_service_server::DiskServiceServer, event_service_server::EventServiceServer,
+    network_service_server::NetworkServiceServer,
     node_service_server::NodeServiceServer, operation_service_server::OperationServiceServer,
     vm_service_server::VmServiceServer,
 };
@@ -20,6 +21,7 @@ use tonic_health::ServingStatus;
 use super::{
     connection::Connection,
     disk::Disks,
+    network::Networks,
     event::EventLog,
     node::Nodes,
     operation::Operations,
@@ -62,6 +64,7 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
     reporter.set_serving::<VmServiceServer<Vms>>().await;
     reporter.set_serving::<NodeServiceServer<Nodes>>().await;
     reporter.set_serving::<DiskServiceServer<Disks>>().await;
+    reporter.set_serving::<NetworkServiceServer<Networks>>().await;
     reporter.set_serving::<OperationServiceServer<Operations>>().await;
     reporter.set_serving::<EventServiceServer<EventLog>>().await;
     let store = host.store.clone();
@@ -77,6 +80,7 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
             VmServiceServer::<Vms>::NAME,
             NodeServiceServer::<Nodes>::NAME,
             DiskServiceServer::<Disks>::NAME,
+            NetworkServiceServer::<Networks>::NAME,
             OperationServiceServer::<Operations>::NAME,
             EventServiceServer::<EventLog>::NAME,
         ] {
@@ -94,6 +98,7 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
         .add_service(reflection(tonic_reflection::server::Builder::configure()).build_v1alpha()?)
         .add_service(VmServiceServer::new(Vms::new(host())).max_decoding_message_size(MAX_REQUEST))
         .add_service(DiskServiceServer::new(Disks::new(host())).max_decoding_message_size(MAX_REQUEST))
+        .add_service(NetworkServiceServer::new(Networks::new(host())).max_decoding_message_size(MAX_REQUEST))
         .add_service(
             OperationServiceServer::new(Operations::new(host())).max_decoding_message_size(MAX_REQUEST),
         )
