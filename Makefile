@@ -86,19 +86,20 @@ mutations: tools node-tool deb ## Run the tests of builds with deliberate faults
 nightly: lint deny mutations fleet ## Run what make test is too short for, and what takes minutes to compile
 	@command -v mdbook >/dev/null || $(CARGO) install --locked mdbook
 	mdbook build docs
-	for part in blk_queue qcow2_image balloon_queue rfb_client gpu_commands input_driver; do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done
+	for part in blk_queue qcow2_image balloon_queue rfb_client gpu_commands input_driver snapshot; do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done
 
 FUZZ ?= blk_queue
 FUZZ_SECONDS ?= 60
+FUZZ_CRATE = $(if $(filter snapshot,$(FUZZ)),vmm-core,devices)
 FOUND = $(CURDIR)/target/fuzz/corpus/$(FUZZ)
 
 # What libFuzzer finds stays in target/; the seeds in the tree are what the tests go through. The compiler is told to take
 # flags that are not stable yet.
 .PHONY: fuzz
-fuzz: ## Fuzz a part of a device with libFuzzer (FUZZ=blk_queue, rfb_client, … as in devices/fuzz; FUZZ_SECONDS=60)
+fuzz: ## Fuzz a part of vmm with libFuzzer (FUZZ=blk_queue, rfb_client, … as in devices/fuzz, or snapshot; FUZZ_SECONDS=60)
 	@command -v cargo-fuzz >/dev/null || $(CARGO) install --locked cargo-fuzz
 	mkdir -p $(FOUND)
-	cd devices && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --target-dir ../target/fuzz $(FUZZ) $(FOUND) fuzz/corpus/$(FUZZ) -- -max_total_time=$(FUZZ_SECONDS)
+	cd $(FUZZ_CRATE) && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --target-dir ../target/fuzz $(FUZZ) $(FOUND) fuzz/corpus/$(FUZZ) -- -max_total_time=$(FUZZ_SECONDS)
 
 # Parts that need no node run while there is none.
 BENCH_HERE = $(filter $(or $(ONLY),rings pacing daemon),rings pacing daemon)

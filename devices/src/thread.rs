@@ -28,11 +28,13 @@ pub enum ThreadKind {
     Screen,
     /// Does one thing for the main thread and ends: loads a kernel, prepares memory, opens or closes an image.
     Helper,
+    /// Writes a snapshot.
+    Snapshot,
 }
 
 impl ThreadKind {
     /// All kinds.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Main,
         Self::Control,
         Self::Vcpu,
@@ -41,6 +43,7 @@ impl ThreadKind {
         Self::Serial,
         Self::Screen,
         Self::Helper,
+        Self::Snapshot,
     ];
 
     /// Name for logs and exit records.
@@ -54,6 +57,7 @@ impl ThreadKind {
             Self::Serial => "serial",
             Self::Screen => "screen",
             Self::Helper => "helper",
+            Self::Snapshot => "snapshot",
         }
     }
 
@@ -61,7 +65,7 @@ impl ThreadKind {
     const fn stack(self) -> Option<usize> {
         match self {
             // Device models, imago and the report of a panic go a little deep.
-            Self::Vcpu | Self::Storage | Self::Helper => Some(512 << 10),
+            Self::Vcpu | Self::Storage | Self::Helper | Self::Snapshot => Some(512 << 10),
             _ => None,
         }
     }

@@ -15,9 +15,11 @@ const FILES: &[&str] = &[
     "vmmd/v1/node.proto",
     "vmmd/v1/operation.proto",
     "vmmd/v1/event.proto",
+    "vmmd/v1/snapshot.proto",
     "vmm/v1/control.proto",
     "vmm/state/v1/devices.proto",
     "vmm/state/v1/machine.proto",
+    "vmm/state/v1/snapshot.proto",
 ];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -188,4 +188,6 @@ saved! {
     HotPlug: "hot-plug", 1;
     Serial: "serial", 1;
     LegacyDevices: "legacy", 2;
+    SnapshotInfo: "snapshot", 1;
+    SnapshotMemory: "snapshot-memory", 1;
 }

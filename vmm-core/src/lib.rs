@@ -4,4 +4,5 @@ pub mod board;
 pub mod kvm;
 pub mod lifecycle;
 pub mod memory;
+pub mod snapshot;
 pub mod vcpu;

@@ -16,7 +16,7 @@ use uuid::Uuid;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::{
-    COM1_GSI, COM1_PORT, HOTPLUG_GSI, POWER_BUTTON_GSI,
+    COM1_GSI, COM1_PORT, GENERATION_GSI, HOTPLUG_GSI, POWER_BUTTON_GSI,
     acpi::{self, Platform},
     assemble::Fds,
     boot::{BootParams, BootSource, Entry, Format},
@@ -55,6 +55,8 @@ pub struct Image {
     serial: String,
     topology: Topology,
     platform: Platform,
+    /// The guest's generation id: another for each machine that is built.
+    generation: Uuid,
 }
 
 impl Image {
@@ -79,6 +81,7 @@ impl Image {
             serial: spec.uuid.to_string(),
             topology: spec.topology,
             platform: platform(apic_ids, windows),
+            generation: Uuid::new_v4(),
         })
     }
 
@@ -93,17 +96,24 @@ impl Image {
         write(
             memory,
             layout::ACPI.start,
-            layout::ACPI.end,
+            layout::GENERATION_ID.start,
             &acpi::build(&self.platform, layout::ACPI.start).bytes,
         )?;
         let tables = smbios::build(&self.system(ram.size()));
         write(memory, layout::SMBIOS.start, layout::SMBIOS.end, &tables)?;
+        self.write_generation(memory)?;
         write(memory, RESET_VECTOR, layout::LOW_RESERVED_END, &RESET_CODE)?;
         let params = BootParams {
             ram: ram.size(),
             rsdp: layout::ACPI.start,
         };
         Ok(self.source.load(memory, &params)?)
+    }
+
+    /// Writes the generation id where ACPI tells guests to look for it.
+    pub(super) fn write_generation(&self, memory: &GuestMemory) -> Result<(), Failure> {
+        let place = layout::GENERATION_ID;
+        write(memory, place.start, place.end, &self.generation.to_bytes_le())
     }
 
     fn system(&self, ram: u64) -> System<'_> {
@@ -174,6 +184,8 @@ fn platform(apic_ids: Vec<u32>, windows: &PciWindows) -> Platform {
         pvpanic_port: port(legacy::pvpanic::PORT),
         hotplug_port: hotplug::PORT,
         hotplug_gsi: HOTPLUG_GSI,
+        generation_id: low(layout::GENERATION_ID.start),
+        generation_gsi: GENERATION_GSI,
     }
 }
 

@@ -1,13 +1,15 @@
 //! A machine that is built: its parts, and the order in which they stop, go on and start anew.
 
 use std::{
+    fs::File,
     os::fd::OwnedFd,
     sync::Arc,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use devices::{
     component::Component,
+    interrupt::IrqLine,
     legacy::pm::PowerButton,
     pci::{HotPlug, PciRoot},
     serial::SerialPort,
@@ -18,7 +20,7 @@ use devices::{
 };
 use proto::{
     model::disk::RateLimit,
-    state::MachineHeader,
+    state::{MachineHeader, SnapshotInfo},
     vmm::{self, ErrorKind},
 };
 use tracing::{error, warn};
@@ -26,8 +28,9 @@ use tracing::{error, warn};
 use super::{boot::Entry, disks::Disks, image::Image, stats};
 use crate::{
     kvm::{AddressSpaces, Clock, IrqChipState, StatsReader, Vm},
-    lifecycle::{self, Detached, Failure, LimitTarget, Progress, Token},
+    lifecycle::{self, Detached, Failure, LimitTarget, Notice, Notifier, Progress, Token},
     memory::GuestRam,
+    snapshot::saving::{GoesOn, Report, Saving},
     vcpu::Vcpus,
 };
 
@@ -62,6 +65,11 @@ pub struct Machine {
     pub(super) sync_clock: bool,
     /// What it was built as, but for the devices.
     pub(super) header: MachineHeader,
+    /// The snapshot that is being taken.
+    pub(super) saving: Option<Saving>,
+    /// Tells the guest that its generation id is another.
+    pub(super) generation_line: Arc<dyn IrqLine>,
+    pub(super) notifier: Notifier,
     /// Is told that the guest starts anew.
     pub(super) on_reset: Box<dyn Fn()>,
 }
@@ -81,6 +89,13 @@ impl Machine {
         parts.extend(self.disks.components());
         parts.push(&mut self.serial);
         parts
+    }
+
+    /// Gives the guest of a restored machine another generation id, before it runs on.
+    pub(super) fn renew_generation(&mut self) -> Result<(), Failure> {
+        self.image.write_generation(self.ram.memory())?;
+        self.generation_line.pulse();
+        Ok(())
     }
 
     fn pause_components(&mut self, deadline: Instant) -> Result<(), Failure> {
@@ -240,7 +255,38 @@ impl lifecycle::Machine for Machine {
         self.disks.holds_requests()
     }
 
+    fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {
+        let notifier = self.notifier.clone();
+        let tell = move |event| notifier.notify(Notice::Snapshot(event));
+        self.saving = Some(Saving::begin(&self.vm, self.ram.memory(), file, runs, tell)?);
+        Ok(())
+    }
+
+    fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<GoesOn, Failure> {
+        let machine = self.save()?;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let info = SnapshotInfo {
+            build: env!("CARGO_PKG_VERSION").to_owned(),
+            time_unix_ms: u64::try_from(now.as_millis()).unwrap_or(u64::MAX),
+            platform: self.header.platform.clone(),
+            description,
+        };
+        self.saving
+            .as_mut()
+            .ok_or_else(no_snapshot)?
+            .complete(info, machine)
+    }
+
+    fn end_snapshot(&mut self) -> Result<Report, Failure> {
+        self.saving.take().ok_or_else(no_snapshot)?.end()
+    }
+
+    fn give_up_snapshot(&mut self) {
+        self.saving = None;
+    }
+
     fn halt(&mut self) {
+        self.saving = None;
         if let Err(error) = self.vcpus.stop() {
             error!(error = lifecycle::with_causes(&error), "stopping the vCPUs");
         }
@@ -254,5 +300,12 @@ impl lifecycle::Machine for Machine {
             warn!(error = failure.message, "devices did not come to rest at the end");
         }
         self.serial.finish();
+    }
+}
+
+fn no_snapshot() -> Failure {
+    Failure {
+        kind: ErrorKind::Internal,
+        message: "no snapshot is being taken".to_owned(),
     }
 }

@@ -33,6 +33,8 @@ pub const COM1_GSI: u32 = 4;
 pub const HOTPLUG_GSI: u32 = 16;
 /// Interrupt of the generic event device that tells of the power button: such an input too, level-triggered.
 pub const POWER_BUTTON_GSI: u32 = 17;
+/// Interrupt of the generic event device that tells of another generation id: such an input too, edge-triggered.
+pub const GENERATION_GSI: u32 = 18;
 
 /// What goes wrong while a machine is built or driven is told as the driver tells it.
 macro_rules! failure_from {

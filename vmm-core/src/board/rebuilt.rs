@@ -5,6 +5,7 @@
 //! Disks that were attached after the start are not in the spec, so a machine with one is not restored.
 
 use std::{
+    fs::File,
     io,
     os::fd::OwnedFd,
     sync::{
@@ -28,6 +29,7 @@ use super::{
 use crate::lifecycle::{
     self, Builder, Detached, Failure, LimitTarget, Machine as _, Notifier, Progress, Token,
 };
+use crate::snapshot::saving::{GoesOn, Report};
 
 /// Makes the console of each machine.
 pub type Consoles = Box<dyn FnMut() -> io::Result<Console>>;
@@ -83,8 +85,14 @@ impl Builder for Rebuilder {
         &mut self,
         spec: &MachineSpec,
         fds: Vec<OwnedFd>,
+        restore: Option<&vmm::Restore>,
         notifier: Notifier,
     ) -> Result<Box<dyn lifecycle::Machine>, Failure> {
+        if restore.is_some() {
+            return Err(gone(
+                "a machine that is rebuilt at each resume begins without a snapshot",
+            ));
+        }
         Ok(Box::new(self.assemble(spec, fds, notifier)?))
     }
 }
@@ -219,6 +227,24 @@ impl lifecycle::Machine for Rebuilt {
     fn holds_requests(&self) -> bool {
         let machine = self.machine.as_ref();
         machine.is_some_and(lifecycle::Machine::holds_requests)
+    }
+
+    fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {
+        self.machine()?.begin_snapshot(file, runs)
+    }
+
+    fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<GoesOn, Failure> {
+        self.machine()?.complete_snapshot(description)
+    }
+
+    fn end_snapshot(&mut self) -> Result<Report, Failure> {
+        self.machine()?.end_snapshot()
+    }
+
+    fn give_up_snapshot(&mut self) {
+        if let Some(machine) = &mut self.machine {
+            machine.give_up_snapshot();
+        }
     }
 
     fn halt(&mut self) {

@@ -53,6 +53,8 @@ pub enum Action {
     /// Plug a disk in, take one away, make one larger, limit it, set the balloon, ask for counters: the same for a guest that runs and for
     /// one that is paused.
     Disk,
+    /// Write a snapshot.
+    Save,
 }
 
 /// The answer.
@@ -68,7 +70,7 @@ pub enum Admission {
 
 /// Decides.
 pub fn admit(state: State, action: Action) -> Admission {
-    use Action::{Boot, Disk, Pause, PowerButton, Reset, Resume, Stop};
+    use Action::{Boot, Disk, Pause, PowerButton, Reset, Resume, Save, Stop};
     use Admission::{Already, Go, Refuse};
     match (state, action) {
         (State::Empty, Boot) => Go,
@@ -82,7 +84,7 @@ pub fn admit(state: State, action: Action) -> Admission {
 
         (State::Paused, Reset) => Refuse("the machine is paused: resume it first"),
 
-        (State::Running | State::Paused, Disk) => Go,
+        (State::Running | State::Paused, Disk | Save) => Go,
 
         (State::Ended, Stop) => Already,
         (_, Stop) => Go,
@@ -97,7 +99,7 @@ mod tests {
     use rstest::rstest;
 
     use super::{
-        Action::{Boot, Disk, Pause, PowerButton, Reset, Resume, Stop},
+        Action::{Boot, Disk, Pause, PowerButton, Reset, Resume, Save, Stop},
         State::{Empty, Ended, Paused, Running},
         *,
     };
@@ -110,11 +112,11 @@ mod tests {
     }
 
     #[rstest]
-    #[case(Empty, [(Boot, Answer::Go), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Refuse), (Reset, Answer::Refuse)])]
-    #[case(Running, [(Boot, Answer::Refuse), (Pause, Answer::Go), (Resume, Answer::Already), (PowerButton, Answer::Go), (Stop, Answer::Go), (Disk, Answer::Go), (Reset, Answer::Go)])]
-    #[case(Paused, [(Boot, Answer::Refuse), (Pause, Answer::Already), (Resume, Answer::Go), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Go), (Reset, Answer::Refuse)])]
-    #[case(Ended, [(Boot, Answer::Refuse), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Already), (Disk, Answer::Refuse), (Reset, Answer::Refuse)])]
-    fn each_action_in_each_state_has_its_answer(#[case] state: State, #[case] table: [(Action, Answer); 7]) {
+    #[case(Empty, [(Boot, Answer::Go), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Refuse), (Reset, Answer::Refuse), (Save, Answer::Refuse)])]
+    #[case(Running, [(Boot, Answer::Refuse), (Pause, Answer::Go), (Resume, Answer::Already), (PowerButton, Answer::Go), (Stop, Answer::Go), (Disk, Answer::Go), (Reset, Answer::Go), (Save, Answer::Go)])]
+    #[case(Paused, [(Boot, Answer::Refuse), (Pause, Answer::Already), (Resume, Answer::Go), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Go), (Reset, Answer::Refuse), (Save, Answer::Go)])]
+    #[case(Ended, [(Boot, Answer::Refuse), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Already), (Disk, Answer::Refuse), (Reset, Answer::Refuse), (Save, Answer::Refuse)])]
+    fn each_action_in_each_state_has_its_answer(#[case] state: State, #[case] table: [(Action, Answer); 8]) {
         for (action, expected) in table {
             let answer = match admit(state, action) {
                 Admission::Go => Answer::Go,

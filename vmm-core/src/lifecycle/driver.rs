@@ -1,5 +1,7 @@
 //! The one thread that owns the machine: takes a request or a notice, acts, publishes, takes the next.
 
+mod snapshot;
+
 use std::{
     os::fd::OwnedFd,
     sync::mpsc::{Receiver, RecvTimeoutError},
@@ -7,7 +9,7 @@ use std::{
 };
 
 use devices::log_limit::LogLimit;
-use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec, OnCrash};
+use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec, OnCrash, Restore};
 use tracing::{debug, info, warn};
 
 use super::{
@@ -33,6 +35,8 @@ pub struct Driver<A, B> {
     pause_again: Option<(Instant, DiskError)>,
     /// Requests that the machine answers later.
     pending: Vec<Token>,
+    /// A snapshot that is being taken.
+    snapshot: Option<snapshot::Underway>,
 }
 
 /// Why a disk holds requests.
@@ -77,6 +81,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             log_limit: LogLimit::new(),
             pause_again: None,
             pending: Vec::new(),
+            snapshot: None,
         }
     }
 
@@ -169,6 +174,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Request::PowerButton => Action::PowerButton,
             Request::Reset => Action::Reset,
             Request::Stop => Action::Stop,
+            Request::Save { .. } => Action::Save,
             Request::AttachDisk { .. }
             | Request::DetachDisk { .. }
             | Request::ResizeDisk { .. }
@@ -178,14 +184,32 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             | Request::GetMachineStats => Action::Disk,
         };
         let result = match admit(self.publisher.state(), action) {
-            Admission::Already => Ok(()),
+            Admission::Already => {
+                if action == Action::Pause {
+                    self.stays_paused();
+                }
+                Ok(())
+            }
             Admission::Refuse(reason) => Err(Failure {
                 kind: ErrorKind::State,
                 message: reason.to_owned(),
             }),
             Admission::Go => match request {
                 Request::Stop => return Next::End(self.stopped(), Some(token)),
-                Request::Boot { spec, fds, paused } => return self.boot(token, &spec, fds, paused),
+                Request::Boot {
+                    spec,
+                    fds,
+                    paused,
+                    restore,
+                } => return self.boot(token, &spec, fds, paused, restore.as_ref()),
+                Request::Save {
+                    file,
+                    paused,
+                    description,
+                } => match self.begin_snapshot(token, file, paused, description) {
+                    Ok(()) => return Next::GoOn,
+                    Err(failure) => Err(failure),
+                },
                 Request::Reset => return self.reset(ResetCause::Request(token)),
                 Request::Pause => self.pause(),
                 Request::Resume => self.resume(),
@@ -225,15 +249,24 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Next::GoOn
     }
 
-    fn boot(&mut self, token: Token, spec: &MachineSpec, fds: Vec<OwnedFd>, paused: bool) -> Next {
+    fn boot(
+        &mut self,
+        token: Token,
+        spec: &MachineSpec,
+        fds: Vec<OwnedFd>,
+        paused: bool,
+        restore: Option<&Restore>,
+    ) -> Next {
         self.publisher.set_name(&spec.name);
         self.stops_on_crash = spec.on_crash() == OnCrash::Stop;
         let started = self
             .builder
-            .build(spec, fds, self.notifier.clone())
+            .build(spec, fds, restore, self.notifier.clone())
             .and_then(|mut machine| {
-                if !paused {
-                    machine.start()?;
+                match restore {
+                    _ if paused => {}
+                    Some(_) => machine.resume()?,
+                    None => machine.start()?,
                 }
                 Ok(machine)
             });
@@ -336,6 +369,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     }
 
     fn resume(&mut self) -> Result<(), Failure> {
+        if let Some(failure) = self.needs_pause() {
+            return Err(failure);
+        }
         self.machine()?.resume()?;
         self.publisher.enter(State::Running);
         Ok(())
@@ -383,6 +419,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 self.pause_for_error(DiskError { device, message });
                 Next::GoOn
             }
+            Notice::Snapshot(event) => self.on_snapshot(event),
             Notice::Unplugged | Notice::ImageOpened => {
                 self.collect();
                 Next::GoOn

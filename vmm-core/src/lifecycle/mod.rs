@@ -5,12 +5,14 @@ pub mod admission;
 pub mod driver;
 pub mod publisher;
 
-use std::{os::fd::OwnedFd, sync::mpsc::Sender, time::Instant};
+use std::{fs::File, os::fd::OwnedFd, sync::mpsc::Sender, time::Instant};
 
 use proto::{
     model::disk::RateLimit,
-    vmm::{Disk, DiskStats, ErrorKind, MachineSpec, MachineStats, Status},
+    vmm::{Disk, DiskStats, ErrorKind, MachineSpec, MachineStats, Restore, SaveReply, Status},
 };
+
+use crate::snapshot::saving;
 
 /// Names a request, so that its answer finds the way back; the asker chooses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -43,6 +45,17 @@ pub enum Request {
         fds: Vec<OwnedFd>,
         /// Leave the vCPUs stopped.
         paused: bool,
+        /// Go on from a snapshot, whose descriptor is among `fds`.
+        restore: Option<Restore>,
+    },
+    /// Writes a snapshot of it.
+    Save {
+        /// Into this file.
+        file: OwnedFd,
+        /// It is paused all the time.
+        paused: bool,
+        /// What the snapshot is to say of itself.
+        description: Vec<u8>,
     },
     /// Makes it quiet.
     Pause,
@@ -108,6 +121,8 @@ pub enum Answer {
     DiskStats(Vec<DiskStats>),
     /// All counters.
     MachineStats(Box<MachineStats>),
+    /// A snapshot is whole.
+    Saved(SaveReply),
 }
 
 /// A disk that is gone: its image is closed and unlocked.
@@ -157,6 +172,8 @@ pub enum Notice {
         /// What happened.
         message: String,
     },
+    /// A snapshot goes on.
+    Snapshot(saving::Event),
     /// An image is open, or can't be opened: see [`Machine::collect_answers`].
     ImageOpened,
     /// The guest ejected something, or something that was taken away is gone for good: see
@@ -250,17 +267,28 @@ pub trait Machine {
     fn stats(&self) -> MachineStats;
     /// Whether a disk keeps requests that failed ([`Notice::DiskHeld`]).
     fn holds_requests(&self) -> bool;
+    /// Begins to write a snapshot into `file`; `runs` when the machine goes on meanwhile. [`Notice::Snapshot`] says how far it is.
+    fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure>;
+    /// Takes the state of the paused machine, when the snapshot is [ready](saving::Event::Ready) for it; says when the machine may
+    /// go on. The snapshot says `description` of itself.
+    fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<saving::GoesOn, Failure>;
+    /// What came of the snapshot, when it has [ended](saving::Event::Ended).
+    fn end_snapshot(&mut self) -> Result<saving::Report, Failure>;
+    /// Has the snapshot end without a result.
+    fn give_up_snapshot(&mut self);
     /// Stops the vCPUs and lets the devices finish and flush what they took. There is no way back.
     fn halt(&mut self);
 }
 
 /// Builds a machine that does not run yet.
 pub trait Builder {
-    /// From a spec and its descriptors; the machine's notices go to `notifier`.
+    /// From a spec and its descriptors; the machine's notices go to `notifier`. With `restore` it is paused in the state of a
+    /// snapshot.
     fn build(
         &mut self,
         spec: &MachineSpec,
         fds: Vec<OwnedFd>,
+        restore: Option<&Restore>,
         notifier: Notifier,
     ) -> Result<Box<dyn Machine>, Failure>;
 }

@@ -68,6 +68,13 @@ impl<A: Audience> Publisher<A> {
         self.enter(State::Paused);
     }
 
+    /// The machine is paused as long as a snapshot is written.
+    pub fn paused_for_snapshot(&mut self) {
+        self.status.pause_reason = PauseReason::Snapshot.into();
+        self.status.pause_message.clear();
+        self.enter(State::Paused);
+    }
+
     /// The guest reset itself.
     pub fn guest_reset(&mut self) {
         self.status.guest_resets += 1;

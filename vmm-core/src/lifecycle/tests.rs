@@ -1,4 +1,5 @@
 mod held;
+mod snapshot;
 
 use std::sync::{
     Arc, Mutex,
@@ -34,6 +35,12 @@ struct TestMachine {
     slow: Option<Token>,
     deadline: Option<(Token, Instant)>,
     answers: Vec<(Token, Result<(), Failure>)>,
+}
+
+impl TestMachine {
+    fn tell(&self, event: saving::Event) {
+        self.inputs.send(Input::Notice(Notice::Snapshot(event))).unwrap();
+    }
 }
 
 impl Machine for TestMachine {
@@ -159,6 +166,42 @@ impl Machine for TestMachine {
         self.holds.load(Ordering::SeqCst)
     }
 
+    fn begin_snapshot(&mut self, _file: File, runs: bool) -> Result<(), Failure> {
+        self.log.add(format!("begin snapshot, runs: {runs}"));
+        self.tell(saving::Event::Ready);
+        Ok(())
+    }
+
+    fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<saving::GoesOn, Failure> {
+        let description = String::from_utf8(description).unwrap();
+        self.log.add(format!("complete snapshot {description}"));
+        if description == "none" {
+            return Err(Failure {
+                kind: ErrorKind::Internal,
+                message: "no state".into(),
+            });
+        }
+        self.tell(saving::Event::Ended);
+        match description.as_str() {
+            "late" => Ok(saving::GoesOn::WhenEnded),
+            _ => Ok(saving::GoesOn::Now),
+        }
+    }
+
+    fn end_snapshot(&mut self) -> Result<saving::Report, Failure> {
+        self.log.add("end snapshot");
+        self.inputs.send(Input::Request(token(9), Request::Stop)).unwrap();
+        Ok(saving::Report {
+            file_bytes: 7,
+            ..saving::Report::default()
+        })
+    }
+
+    fn give_up_snapshot(&mut self) {
+        self.log.add("give up snapshot");
+        self.tell(saving::Event::Ended);
+    }
+
     fn halt(&mut self) {
         self.log.add("halt");
     }
@@ -178,8 +221,12 @@ impl Builder for TestBuilder {
         &mut self,
         _spec: &MachineSpec,
         _fds: Vec<OwnedFd>,
+        restore: Option<&Restore>,
         _notifier: Notifier,
     ) -> Result<Box<dyn Machine>, Failure> {
+        if restore.is_some() {
+            self.log.add("restore");
+        }
         if self.fails {
             return Err(Failure {
                 kind: ErrorKind::Image,
@@ -207,6 +254,7 @@ impl Audience for Log {
                 let status = changed.status.unwrap();
                 match status.pause_reason() {
                     PauseReason::DiskError => format!("is {:?}: {}", status.state(), status.pause_message),
+                    PauseReason::Snapshot => format!("is {:?} for a snapshot", status.state()),
                     reason => {
                         let requested = reason == PauseReason::Requested;
                         assert_eq!(requested, status.state() == proto::vmm::State::Paused);
@@ -229,6 +277,7 @@ impl Audience for Log {
             Ok(Answer::MachineStats(stats)) => {
                 format!("{} all stats of {}", token.request, stats.disks[0].name)
             }
+            Ok(Answer::Saved(reply)) => format!("{} saved {}", token.request, reply.file_bytes),
             Ok(Answer::DiskStats(disks)) => format!("{} stats of {}", token.request, disks[0].name),
             Ok(Answer::Status(status)) => {
                 format!("{} ok {:?} {}", token.request, status.state(), status.name)
@@ -259,6 +308,7 @@ fn boot_with(on_crash: OnCrash, paused: bool) -> Request {
         spec,
         fds: Vec::new(),
         paused,
+        restore: None,
     }
 }
 

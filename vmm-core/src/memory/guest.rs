@@ -25,7 +25,7 @@ use super::{
     huge::{self, NotEnough},
     layout::{RAM_ALIGNMENT, RAM_MAX, RAM_MIN, ram_ranges},
     locate,
-    mapping::{Mapping, Source},
+    mapping::{self, Mapping, Source},
     populate,
 };
 
@@ -84,6 +84,8 @@ pub struct GuestRam {
     size: u64,
     /// All pages are there and stay; of this size at the least.
     resident: Option<u64>,
+    /// It began as the content of a file.
+    of_file: bool,
 }
 
 impl GuestRam {
@@ -111,7 +113,11 @@ impl GuestRam {
         let mut regions = Vec::with_capacity(2);
         let mut offset = 0;
         for range in [low, high].into_iter().filter(|range| !range.is_empty()) {
-            regions.push(Arc::new(region(&range, file.as_ref(), offset, options)?));
+            let content = match &file {
+                Some(file) => Content::Shared(file, offset),
+                None => Content::Zeroes,
+            };
+            regions.push(Arc::new(region(&range, content, options)?));
             offset = range.end.saturating_sub(range.start).saturating_add(offset);
         }
         let memory = GuestMemory::from_arc_regions(regions.clone())?;
@@ -127,6 +133,38 @@ impl GuestRam {
             file,
             size,
             resident,
+            of_file: false,
+        })
+    }
+
+    /// RAM that begins as the content of `file`, a range of guest addresses at each offset. Pages are read when they are first
+    /// accessed; what is written stays in this process. Whoever cuts the file off meanwhile ends the process with a SIGBUS.
+    pub fn of_file(file: &File, ranges: &[(Range<u64>, u64)], mergeable: bool) -> Result<Self, RamError> {
+        let size = ranges
+            .iter()
+            .map(|(range, _)| range.end.saturating_sub(range.start))
+            .sum();
+        let (low, high) = ram_ranges(size);
+        let wanted = [low, high].into_iter().filter(|range| !range.is_empty());
+        if !wanted.eq(ranges.iter().map(|(range, _)| range.clone())) || !size.is_multiple_of(RAM_ALIGNMENT) {
+            return Err(RamError::Size(size));
+        }
+        let options = MemoryOptions {
+            mergeable,
+            ..MemoryOptions::default()
+        };
+        let regions = ranges.iter().map(|(range, offset)| {
+            let content = Content::Copied(file, *offset);
+            Ok(Arc::new(region(range, content, &options)?))
+        });
+        let regions = regions.collect::<Result<Vec<_>, RamError>>()?;
+        Ok(Self {
+            memory: GuestMemory::from_arc_regions(regions.clone())?,
+            regions,
+            file: None,
+            size,
+            resident: None,
+            of_file: true,
         })
     }
 
@@ -159,6 +197,14 @@ impl GuestRam {
         for region in self.memory.iter() {
             let length = region.size();
             region.bitmap().mark_dirty(0, length);
+            if self.of_file {
+                // Dropped pages would have the file's content again.
+                // SAFETY: the range is a private mapping of ours, alive while the region is, and unmapped as a whole by its owner.
+                // Nobody holds references into guest memory.
+                unsafe { mapping::replace_with_zeroes(region.as_ptr(), length) }
+                    .map_err(|errno| host("replacing", errno.into()))?;
+                continue;
+            }
             match &self.file {
                 Some(_) => continue,
                 // SAFETY: the range is a private anonymous mapping of ours, alive while the region is; reading it
@@ -190,10 +236,19 @@ impl GuestRam {
     }
 }
 
+/// What a region holds at first.
+#[derive(Clone, Copy)]
+enum Content<'a> {
+    Zeroes,
+    /// A memfd from this offset on, of all who map it.
+    Shared(&'a Arc<File>, u64),
+    /// A file from this offset on, which keeps what it holds.
+    Copied(&'a File, u64),
+}
+
 fn region(
     range: &Range<u64>,
-    file: Option<&Arc<File>>,
-    offset: u64,
+    content: Content<'_>,
     options: &MemoryOptions,
 ) -> Result<GuestRegionMmap<DirtyBitmap>, RamError> {
     let bytes = range.end.saturating_sub(range.start);
@@ -204,7 +259,12 @@ fn region(
     };
     let length = usize::try_from(bytes).map_err(|_| RamError::Size(bytes))?;
     let source = Source {
-        file: file.map(|file| (file.as_ref(), offset)),
+        file: match content {
+            Content::Zeroes => None,
+            Content::Shared(file, offset) => Some((file, offset)),
+            Content::Copied(file, offset) => Some((file, offset)),
+        },
+        copy_on_write: matches!(content, Content::Copied(..)),
         huge_pages: options.huge_pages,
     };
     let mapping =
@@ -235,11 +295,14 @@ fn region(
     let mut builder =
         MmapRegionBuilder::new_with_bitmap(length, DirtyBitmap::with_owner(length, Box::new(mapping)))
             .with_mmap_prot(protection);
-    builder = match file {
-        Some(file) => builder
+    builder = match content {
+        Content::Shared(file, offset) => builder
             .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE)
             .with_file_offset(FileOffset::from_arc(Arc::clone(file), offset)),
-        None => builder.with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE),
+        Content::Copied(..) => builder.with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_NORESERVE),
+        Content::Zeroes => {
+            builder.with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE)
+        }
     };
     // SAFETY: `address` begins a mapping of `length` bytes. Its owner is in the region's bitmap: it is unmapped when
     // the region is dropped, not earlier.

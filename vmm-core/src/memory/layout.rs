@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! 0000_0000 ─ 0009_fc00  RAM; boot structures of the loader lie in its first 256 KiB
-//! 0009_fc00 ─ 0010_0000  reserved: ACPI tables at 000e_0000, SMBIOS at 000f_0000
+//! 0009_fc00 ─ 0010_0000  reserved: ACPI tables at 000e_0000, the generation id at 000e_f000, SMBIOS at 000f_0000
 //! 0010_0000 ─ c000_0000  RAM
 //! c000_0000 ─ e800_0000  32-bit BARs                       ┐ the hole that
 //! e800_0000 ─ e830_0000  ECAM of buses 0 to 2              ┘ firmware knows
@@ -44,6 +44,9 @@ pub const LOW_RESERVED_START: u64 = 0x9_fc00;
 pub const LOW_RESERVED_END: u64 = 0x10_0000;
 /// The RSDP, at the start, and the other ACPI tables: in the range that is searched for it (ACPI 6.5, 5.2.5.1).
 pub const ACPI: Range<u64> = 0xe_0000..0xf_0000;
+/// The generation id of the machine, a GUID, behind the ACPI tables: in memory that is reserved to the platform and cached, as
+/// Microsoft's "Virtual Machine Generation ID" has it.
+pub const GENERATION_ID: Range<u64> = 0xe_f000..0xe_f010;
 /// The SMBIOS entry point, at the start, and its table: in the range that is searched for it (SMBIOS 3.7, 5.2.2).
 pub const SMBIOS: Range<u64> = 0xf_0000..0x10_0000;
 

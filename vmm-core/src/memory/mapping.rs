@@ -26,6 +26,8 @@ pub(super) struct Mapping {
 pub(super) struct Source<'a> {
     /// A file, and where in it; anonymous memory when `None`.
     pub file: Option<(&'a File, u64)>,
+    /// What is written to the mapping of a file stays in this process.
+    pub copy_on_write: bool,
     /// Of these pages; a file is made of them too.
     pub huge_pages: Option<HugePages>,
 }
@@ -76,17 +78,15 @@ impl Mapping {
                 Some(HugePages::Size2M) => MapFlags::HUGETLB | MapFlags::HUGE_2MB,
                 Some(HugePages::Size1G) => MapFlags::HUGETLB | MapFlags::HUGE_1GB,
             };
+        let of_file = if source.copy_on_write {
+            MapFlags::PRIVATE
+        } else {
+            MapFlags::SHARED
+        };
         let mapped = match source.file {
             // SAFETY: replaces a part of the reservation above, which nobody else knows.
             Some((file, offset)) => unsafe {
-                mmap(
-                    address,
-                    length,
-                    protection,
-                    fixed | MapFlags::SHARED,
-                    file,
-                    offset,
-                )
+                mmap(address, length, protection, fixed | of_file, file, offset)
             },
             // SAFETY: as above.
             None => unsafe { mmap_anonymous(address, length, protection, anonymous) },
@@ -144,4 +144,21 @@ impl Mapping {
         // SAFETY: none of the advice used here changes what the memory holds.
         unsafe { madvise(self.address.as_ptr().cast(), self.length, advice) }
     }
+}
+
+/// Puts untouched anonymous memory in the place of a private mapping, at the same address: KVM's slots and all pointers stay valid.
+///
+/// # Safety
+/// The range is a private mapping of this process whose owner unmaps it by address and length, and nobody holds a reference into it.
+pub(super) unsafe fn replace_with_zeroes(address: *mut u8, length: usize) -> Result<(), Errno> {
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    let flags = MapFlags::FIXED | MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: by the caller's promise.
+    unsafe { mmap_anonymous(address.cast(), length, protection, flags) }?;
+    for advice in [Advice::LinuxDontDump, Advice::LinuxHugepage] {
+        // SAFETY: none of the advice changes what the memory holds. A kernel that refuses it has small pages, or cores with guest
+        // memory in them.
+        let _ = unsafe { madvise(address.cast(), length, advice) };
+    }
+    Ok(())
 }

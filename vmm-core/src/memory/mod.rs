@@ -11,4 +11,5 @@ mod reclaim;
 
 pub use guest::{Backing, GuestRam, RamError};
 pub use load::{LoadError, load_file};
+pub(crate) use populate::in_parallel;
 pub use reclaim::RamReclaim;

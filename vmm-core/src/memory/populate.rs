@@ -4,6 +4,7 @@
 
 use std::{
     io,
+    ops::Range,
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -28,9 +29,18 @@ const PIECE: usize = 64 << 20;
 
 /// Bytes of a mapping of ours that nobody else uses meanwhile.
 #[derive(Clone, Copy)]
-struct Piece {
+pub(crate) struct Piece {
     address: *mut u8,
     length: usize,
+    /// Guest-physical address.
+    guest: u64,
+}
+
+impl Piece {
+    /// Its guest-physical addresses.
+    pub fn guest(&self) -> Range<u64> {
+        self.guest..self.guest.saturating_add(self.length as u64)
+    }
 }
 
 // SAFETY: only an address; what may be done there is the business of who does it.
@@ -73,11 +83,12 @@ fn processors() -> usize {
     usize::try_from(count).unwrap_or(1).max(1)
 }
 
-fn in_parallel(
+/// Does `work` on all of memory, in pieces of whole pages of this size. The first error ends it.
+pub(crate) fn in_parallel<E: Send>(
     memory: &GuestMemory,
     page: u64,
-    work: impl Fn(Piece) -> io::Result<()> + Sync,
-) -> io::Result<()> {
+    work: impl Fn(Piece) -> Result<(), E> + Sync,
+) -> Result<(), E> {
     let size = usize::try_from(page).unwrap_or(PIECE).max(PIECE);
     let mut pieces = Vec::new();
     for region in memory.iter() {
@@ -85,6 +96,7 @@ fn in_parallel(
         pieces.extend((0..length).step_by(size).map(|offset| Piece {
             address: region.as_ptr().wrapping_add(offset),
             length: size.min(length.saturating_sub(offset)),
+            guest: region.start_addr().0.saturating_add(offset as u64),
         }));
     }
     let threads = processors().min(MAX_THREADS);
@@ -129,12 +141,12 @@ mod tests {
         in_parallel(&memory, 4096, |piece| {
             bytes.fetch_add(piece.length as u64, Ordering::Relaxed);
             calls.fetch_add(1, Ordering::Relaxed);
-            Ok(())
+            Ok::<_, io::Error>(())
         })
         .unwrap();
         assert_eq!(bytes.into_inner(), 3 * PIECE as u64 + 2 * 4096);
         assert_eq!(calls.into_inner(), 5);
-        let error = in_parallel(&memory, 4096, |_| Err(io::ErrorKind::OutOfMemory.into()));
-        assert_eq!(error.unwrap_err().kind(), io::ErrorKind::OutOfMemory);
+        let error = in_parallel(&memory, 4096, |_| Err(io::ErrorKind::OutOfMemory));
+        assert_eq!(error.unwrap_err(), io::ErrorKind::OutOfMemory);
     }
 }

@@ -5,6 +5,7 @@ mod disks;
 mod guest;
 mod process;
 mod sandbox;
+mod snapshot;
 
 use std::os::unix::process::ExitStatusExt;
 
@@ -100,7 +101,7 @@ fn ends_of_the_guests_own_making_are_told_apart(
             on_crash: OnCrash::Stop.into(),
             ..MachineSpec::default()
         }),
-        paused: false,
+        ..Boot::default()
     };
     let answer = client.boot(&guest::program(code), &stop);
     assert_eq!(state(&answer), State::Running);

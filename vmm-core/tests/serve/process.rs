@@ -16,8 +16,8 @@ use std::{
 use prost::Message as _;
 use proto::{
     vmm::{
-        AttachDisk, Boot, Disk, Event, ExitRecord, Hello, Kernel, MachineSpec, Message, Request, event,
-        message::Kind, request::Op, response::Result as Answer,
+        AttachDisk, Boot, Disk, Event, ExitRecord, Hello, Kernel, MachineSpec, Message, Request, Restore,
+        Save, event, message::Kind, request::Op, response::Result as Answer,
     },
     wire,
 };
@@ -356,7 +356,36 @@ impl Client {
         self.answer()
     }
 
+    /// Boots a machine like that of [`boot`](Self::boot), which goes on from a snapshot.
+    pub fn restore(&mut self, kernel: &[u8], snapshot: &File, on_demand: bool) -> Answer {
+        let restore = Restore {
+            snapshot_fd: 5,
+            on_demand,
+        };
+        let boot = Boot {
+            restore: Some(restore),
+            ..Boot::default()
+        };
+        self.send_boot_with(kernel, &boot, Some(snapshot.as_fd()));
+        self.answer()
+    }
+
+    /// Has a snapshot written into `file`.
+    pub fn save(&mut self, file: &File, paused: bool) -> Answer {
+        let save = Save {
+            file_fd: 0,
+            paused,
+            description: b"web".to_vec(),
+        };
+        self.send(Op::Save(save), &[file.as_fd()]);
+        self.answer()
+    }
+
     pub fn send_boot(&mut self, kernel: &[u8], boot: &Boot) {
+        self.send_boot_with(kernel, boot, None);
+    }
+
+    fn send_boot_with(&mut self, kernel: &[u8], boot: &Boot, more: Option<BorrowedFd<'_>>) {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(kernel).unwrap();
         let kvm = OpenOptions::new()
@@ -386,18 +415,18 @@ impl Client {
         let op = Op::Boot(Boot {
             machine: Some(machine),
             paused: boot.paused,
+            restore: boot.restore,
         });
         let serial = self.serial.try_clone().unwrap();
-        self.send(
-            op,
-            &[
-                kvm.as_fd(),
-                file.as_fd(),
-                random.as_fd(),
-                serial.as_fd(),
-                older.as_fd(),
-            ],
-        );
+        let mut fds = vec![
+            kvm.as_fd(),
+            file.as_fd(),
+            random.as_fd(),
+            serial.as_fd(),
+            older.as_fd(),
+        ];
+        fds.extend(more);
+        self.send(op, &fds);
     }
 
     fn send(&mut self, op: Op, fds: &[BorrowedFd<'_>]) {

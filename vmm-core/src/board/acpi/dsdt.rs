@@ -21,6 +21,9 @@ use super::{Platform, hotplug};
 /// Notification value for a pressed power button (ACPI 6.5, table 5.152).
 const NOTIFY_BUTTON_PRESSED: u8 = 0x80;
 
+/// Notification value for another generation id.
+const NOTIFY_GENERATION: u8 = 0x80;
+
 pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
     let mut aml = Vec::with_capacity(4096);
     // 7.4.2.6: the value for the sleep control register's SLP_TYPx.
@@ -36,6 +39,7 @@ pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
     power_button(platform, &mut devices);
     clock(platform, &mut devices);
     pvpanic(platform, &mut devices);
+    generation_id(platform, &mut devices);
     hotplug::slots_and_events(platform, &mut devices);
     aml.extend(Scope::raw(Path::new("\\_SB_"), devices));
     aml
@@ -176,6 +180,41 @@ fn power_button(platform: &Platform, aml: &mut Vec<u8>) {
                         &Notify::new(&Path::new("\\_SB_.PWRB"), &NOTIFY_BUTTON_PRESSED),
                     ],
                 )],
+            ),
+        ],
+    )
+    .to_aml_bytes(aml);
+}
+
+/// The generation id ("Virtual Machine Generation ID", Microsoft, 2018), which is another when the machine goes on from a snapshot,
+/// and the generic event device that tells of that: a guest then makes anew what must be no one else's. The interrupt is an edge: a
+/// guest without a driver reads the id when the driver comes.
+fn generation_id(platform: &Platform, aml: &mut Vec<u8>) {
+    Device::new(
+        Path::new("VGEN"),
+        vec![
+            &Name::new(Path::new("_HID"), &"VMGENCTR"),
+            &Name::new(Path::new("_CID"), &"VM_Gen_Counter"),
+            &Name::new(Path::new("_DDN"), &"VM_Gen_Counter"),
+            &Name::new(
+                Path::new("ADDR"),
+                &Package::new(vec![&platform.generation_id, &ZERO]),
+            ),
+        ],
+    )
+    .to_aml_bytes(aml);
+    let interrupt = Interrupt::new(true, true, false, false, platform.generation_gsi);
+    Device::new(
+        Path::new("GED2"),
+        vec![
+            &Name::new(Path::new("_HID"), &"ACPI0013"),
+            &Name::new(Path::new("_UID"), &2_u8),
+            &Name::new(Path::new("_CRS"), &ResourceTemplate::new(vec![&interrupt])),
+            &Method::new(
+                Path::new("_EVT"),
+                1,
+                true,
+                vec![&Notify::new(&Path::new("\\_SB_.VGEN"), &NOTIFY_GENERATION)],
             ),
         ],
     )

@@ -48,6 +48,10 @@ pub struct Platform {
     pub hotplug_port: u16,
     /// GSI that is high while there is something to read there.
     pub hotplug_gsi: u32,
+    /// Where the machine's generation id is, a guest-physical address.
+    pub generation_id: u32,
+    /// GSI that pulses when it is another.
+    pub generation_gsi: u32,
 }
 
 /// The tables as they lie in guest memory.

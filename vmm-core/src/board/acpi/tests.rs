@@ -28,6 +28,8 @@ fn platform(cpus: u32) -> Platform {
         pvpanic_port: 0x505,
         hotplug_port: 0xae00,
         hotplug_gsi: 16,
+        generation_id: 0xe_f000,
+        generation_gsi: 18,
     }
 }
 

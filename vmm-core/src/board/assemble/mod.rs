@@ -9,6 +9,7 @@ mod rng;
 mod serial;
 
 use std::{
+    fs::File,
     io,
     os::fd::OwnedFd,
     sync::{
@@ -38,9 +39,9 @@ use devices::{
 };
 use kvm_bindings::CpuId;
 use proto::{
-    model::{self, Violations, machine::FdIndex, pci::PciSlot},
+    model::{self, Violations, machine::FdIndex, pci::PciSlot, resources::MemoryOptions},
     state,
-    vmm::{ErrorKind, MachineSpec},
+    vmm::{self, ErrorKind, MachineSpec},
 };
 
 use super::{
@@ -54,6 +55,7 @@ use crate::{
     kvm::{AddressSpaces, Crash, Host, IrqChipState, KvmError, Vm},
     lifecycle::{self, Builder, Failure, Notice, Notifier},
     memory::{Backing, GuestRam, layout},
+    snapshot::Snapshot,
     vcpu::{Outside, Report, ReportKind, Vcpus},
 };
 
@@ -90,12 +92,7 @@ impl Assembler {
         let spec =
             model::machine::Machine::new(spec, fds.len()).map_err(|violations| invalid(&violations))?;
         let mut fds = Fds::new(fds);
-        let backing = if spec.memory_shared {
-            Backing::Shared
-        } else {
-            Backing::Private
-        };
-        let ram = GuestRam::with_options(spec.memory_bytes, backing, &spec.memory)?;
+        let ram = GuestRam::with_options(spec.memory_bytes, backing(&spec), &spec.memory)?;
         let (host, windows) = ground(&spec, &mut fds)?;
         let image = image(&spec, &mut fds, &windows)?;
         let is_linux = image.is_linux()?;
@@ -120,22 +117,65 @@ impl Assembler {
     ) -> Result<Machine, Failure> {
         let spec =
             model::machine::Machine::new(spec, fds.len()).map_err(|violations| invalid(&violations))?;
+        self.restore_onto(&spec, Fds::new(fds), notifier, ram, saved)
+    }
+
+    /// Builds a machine as `spec` says, which goes on from a snapshot; it is paused. The snapshot is untrusted.
+    pub(super) fn assemble_restored(
+        &mut self,
+        spec: &MachineSpec,
+        fds: Vec<OwnedFd>,
+        notifier: Notifier,
+        restore: &vmm::Restore,
+    ) -> Result<Machine, Failure> {
+        let spec =
+            model::machine::Machine::new(spec, fds.len()).map_err(|violations| invalid(&violations))?;
         let mut fds = Fds::new(fds);
-        if ram.size() != spec.memory_bytes {
-            return Err(Failure {
-                kind: ErrorKind::Invalid,
-                message: format!(
-                    "the machine has {} bytes of memory, and {} are to be restored",
-                    spec.memory_bytes,
-                    ram.size()
-                ),
-            });
-        }
-        let (host, windows) = ground(&spec, &mut fds)?;
-        let image = image(&spec, &mut fds, &windows)?;
-        let assembly = Assembly::new(&spec, host, windows, fds, ram, notifier)?;
+        let index = usize::try_from(restore.snapshot_fd).unwrap_or(usize::MAX);
+        let mut snapshot = Snapshot::open(File::from(fds.take(FdIndex(index))?))?;
+        holds_memory(spec.memory_bytes, snapshot.memory_bytes())?;
+        let ram = if restore.on_demand {
+            let MemoryOptions {
+                huge_pages,
+                prefault,
+                numa_node,
+                mergeable,
+                ..
+            } = spec.memory;
+            if spec.memory_shared || prefault || huge_pages.is_some() || numa_node.is_some() {
+                let message = "memory that is shared, of huge pages, of a NUMA node or touched at the start is not \
+                               restored on demand";
+                return Err(Failure {
+                    kind: ErrorKind::Invalid,
+                    message: message.to_owned(),
+                });
+            }
+            snapshot.map(mergeable)?
+        } else {
+            let ram = GuestRam::with_options(spec.memory_bytes, backing(&spec), &spec.memory)?;
+            snapshot.load(ram.memory())?;
+            ram
+        };
+        let saved = std::mem::take(&mut snapshot.machine);
+        let mut machine = self.restore_onto(&spec, fds, notifier, ram, saved)?;
+        machine.renew_generation()?;
+        Ok(machine)
+    }
+
+    fn restore_onto(
+        &mut self,
+        spec: &model::machine::Machine,
+        mut fds: Fds,
+        notifier: Notifier,
+        ram: GuestRam,
+        saved: state::Machine,
+    ) -> Result<Machine, Failure> {
+        holds_memory(spec.memory_bytes, ram.size())?;
+        let (host, windows) = ground(spec, &mut fds)?;
+        let image = image(spec, &mut fds, &windows)?;
+        let assembly = Assembly::new(spec, host, windows, fds, ram, notifier)?;
         assembly.map_pci_ports(image.is_linux()?)?;
-        let (machine, ()) = assembly.build(&spec, self.console.take(), || Ok((image, ())))?;
+        let (machine, ()) = assembly.build(spec, self.console.take(), || Ok((image, ())))?;
         machine.restore(saved)
     }
 }
@@ -145,10 +185,33 @@ impl Builder for Assembler {
         &mut self,
         spec: &MachineSpec,
         fds: Vec<OwnedFd>,
+        restore: Option<&vmm::Restore>,
         notifier: Notifier,
     ) -> Result<Box<dyn lifecycle::Machine>, Failure> {
-        Ok(Box::new(self.assemble(spec, fds, notifier)?))
+        Ok(Box::new(match restore {
+            Some(restore) => self.assemble_restored(spec, fds, notifier, restore)?,
+            None => self.assemble(spec, fds, notifier)?,
+        }))
     }
+}
+
+fn backing(spec: &model::machine::Machine) -> Backing {
+    if spec.memory_shared {
+        Backing::Shared
+    } else {
+        Backing::Private
+    }
+}
+
+/// A machine has as much memory as is restored.
+fn holds_memory(bytes: u64, restored: u64) -> Result<(), Failure> {
+    if bytes == restored {
+        return Ok(());
+    }
+    Err(Failure {
+        kind: ErrorKind::Invalid,
+        message: format!("the machine has {bytes} bytes of memory, and {restored} are to be restored"),
+    })
 }
 
 fn invalid(violations: &Violations) -> Failure {
@@ -281,6 +344,7 @@ impl Assembly {
         }
         self.sockets.pci.remap(&self.spaces.mmio);
 
+        let generation_line = self.irq_line(super::GENERATION_GSI)?;
         let irqchip = IrqChipState::capture(&self.vm)?;
         let (image, known) = image()?;
         let machine = Machine {
@@ -303,6 +367,9 @@ impl Assembly {
             paused_clock: None,
             sync_clock: spec.sync_clock,
             header,
+            saving: None,
+            generation_line,
+            notifier: self.sockets.notifier,
             on_reset: Box::new(move || panicked.store(false, Ordering::Relaxed)),
         };
         Ok((machine, known))

@@ -6,6 +6,7 @@ mod connection;
 mod disk;
 mod outbox;
 mod requests;
+mod snapshot;
 mod trace;
 
 use std::{
@@ -194,6 +195,7 @@ impl Server {
                             Answer::DiskStats(DiskStatsReply { disks })
                         }
                         Ok(lifecycle::Answer::MachineStats(stats)) => Answer::MachineStats(*stats),
+                        Ok(lifecycle::Answer::Saved(reply)) => Answer::Saved(reply),
                         Err(failure) => error(failure.kind, failure.message),
                     };
                     self.respond(token, answer);

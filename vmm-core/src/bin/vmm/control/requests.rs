@@ -9,17 +9,18 @@ use proto::{
 use tracing::{debug, info};
 use vmm_core::lifecycle::{Input, Request, Token};
 
-use super::{Server, disk, error, trace};
+use super::{Server, disk, error, snapshot, trace};
 
 /// Unanswered requests of one connection.
 pub(super) const MAX_UNDER_WAY: usize = 16;
 /// What this program can do beyond the first version of the protocol.
-const FEATURES: [&str; 5] = [
+const FEATURES: [&str; 6] = [
     "disk-hotplug",
     "disk-resize",
     "disk-limits",
     "disk-stats",
     "machine-stats",
+    "snapshots",
 ];
 
 impl Server {
@@ -53,6 +54,7 @@ impl Server {
                     spec: Box::new(spec),
                     fds,
                     paused: boot.paused,
+                    restore: boot.restore,
                 },
                 None => {
                     let missing = "Boot without a machine".to_owned();
@@ -64,6 +66,10 @@ impl Server {
             Some(Op::PowerButton(_)) => Request::PowerButton,
             Some(Op::ResetMachine(_)) => Request::Reset,
             Some(Op::Stop(_)) => Request::Stop,
+            Some(Op::Save(save)) => match snapshot::request(save, fds) {
+                Ok(request) => request,
+                Err(missing) => return self.respond(token, error(ErrorKind::Invalid, missing.to_owned())),
+            },
             Some(op) => match disk::request(op, fds) {
                 Ok(request) => request,
                 Err(missing) => return self.respond(token, error(ErrorKind::Invalid, missing.to_owned())),

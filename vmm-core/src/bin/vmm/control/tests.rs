@@ -7,7 +7,7 @@ use std::{
 
 use proto::{
     vmm::{
-        self, Boot, DeviceError, GetStatus, Hello, MachineSpec, PowerButton, State, StateChanged, Stop,
+        self, Boot, DeviceError, GetStatus, Hello, MachineSpec, PowerButton, Save, State, StateChanged, Stop,
         request::Op,
     },
     wire,
@@ -208,6 +208,7 @@ fn a_request_reaches_the_driver_and_its_answer_the_asker_after_the_events() {
     let boot = Boot {
         machine: Some(MachineSpec::default()),
         paused: true,
+        ..Boot::default()
     };
     let file = std::fs::File::open("/dev/null").unwrap();
     let request = vmm::Request {
@@ -251,11 +252,10 @@ fn requests_that_make_no_sense_get_an_error_and_the_connection_stays() {
     let mut client = fixture.greeted();
     client.send(2, None);
     assert_eq!(kind_of(client.answer(2)), ErrorKind::Invalid);
-    let empty = Op::Boot(Boot {
-        machine: None,
-        paused: false,
-    });
+    let empty = Op::Boot(Boot::default());
     assert_eq!(kind_of(client.ask(3, empty)), ErrorKind::Invalid);
+    let nowhere = Op::Save(Save::default());
+    assert_eq!(kind_of(client.ask(5, nowhere)), ErrorKind::Invalid);
     assert!(matches!(
         client.ask(4, Op::GetStatus(GetStatus {})),
         Answer::Status(_)

@@ -20,5 +20,6 @@ pub(super) fn name(op: &Op) -> &'static str {
         Op::ResetMachine(_) => "ResetMachine",
         Op::SetBalloon(_) => "SetBalloon",
         Op::GetMachineStats(_) => "GetMachineStats",
+        Op::Save(_) => "Save",
     }
 }

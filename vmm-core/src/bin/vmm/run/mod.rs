@@ -60,6 +60,7 @@ pub fn run(args: &Run) -> Result<i32> {
         spec: Box::new(spec),
         fds,
         paused: false,
+        restore: None,
     };
     let _ = inputs.send(Input::Request(TOKEN, boot));
     sandbox::close_in(args.seccomp)?;

@@ -72,7 +72,7 @@ macro_rules! any {
 /// What this kind of thread may do. Threads of the kind `Main` have the lists of all others besides.
 pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
     match kind {
-        ThreadKind::Main => vec![EVERY, IMAGES, THREADS, MAIN],
+        ThreadKind::Main => vec![EVERY, IMAGES, SPARSE, THREADS, MAIN],
         ThreadKind::Control => vec![EVERY, CONTROL],
         ThreadKind::Vcpu => vec![VCPU, EVERY],
         // Makes the threads of the kind `Storage`.
@@ -80,14 +80,16 @@ pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
         ThreadKind::Storage => vec![EVERY, STORAGE],
         ThreadKind::Serial => vec![EVERY, SERIAL],
         ThreadKind::Screen => vec![EVERY, SCREEN],
-        ThreadKind::Helper => vec![EVERY, IMAGES, HELPER],
+        ThreadKind::Helper => vec![EVERY, IMAGES, SPARSE, HELPER],
+        ThreadKind::Snapshot => vec![EVERY, SNAPSHOT],
     }
 }
 
 /// The name of a call that is on a list. Allocates nothing.
 pub fn name_of(call: c_long) -> Option<&'static str> {
     let lists = [
-        EVERY, IMAGES, STORAGE, THREADS, VCPU, WORKER, CONTROL, SERIAL, SCREEN, HELPER, MAIN,
+        EVERY, IMAGES, SPARSE, STORAGE, THREADS, VCPU, WORKER, CONTROL, SERIAL, SCREEN, HELPER, SNAPSHOT,
+        MAIN,
     ];
     let mut entries = lists.into_iter().flatten();
     entries.find(|entry| entry.call == call).map(Entry::name)
@@ -104,7 +106,7 @@ pub static EVERY: &[Entry] = &[
     with!(SYS_mmap, Without(2, PROT_EXEC)),
     with!(SYS_mprotect, Without(2, PROT_EXEC)),
     any!(SYS_munmap),
-    any!(SYS_mremap).unseen("a large block of memory grows"),
+    any!(SYS_mremap),
     any!(SYS_brk),
     with!(SYS_madvise, OneOf(2, &[libc::MADV_DONTNEED as u64])),
     any!(SYS_sched_yield),
@@ -252,8 +254,6 @@ static VCPU: &[Entry] = &[
             1,
             &[
                 kvm(0xa3), // KVM_GET_TSC_KHZ
-                kvm(0xbe), // KVM_GET_NESTED_STATE
-                kvm(0xbf), // KVM_SET_NESTED_STATE
                 kvm(0xcc), // KVM_GET_SREGS2
                 kvm(0xcd), // KVM_SET_SREGS2
                 kvm(0xcf), // KVM_GET_XSAVE2
@@ -262,8 +262,9 @@ static VCPU: &[Entry] = &[
                 kvm(0xe3), // KVM_HAS_DEVICE_ATTR
             ]
         )
-    )
-    .unseen("a vCPU that is saved to go on elsewhere"),
+    ),
+    with!(SYS_ioctl, Low16(1, &[kvm(0xbe), kvm(0xbf)])) // KVM_GET_NESTED_STATE, KVM_SET_NESTED_STATE
+        .unseen("a vCPU that is saved on a host with nested virtualization"),
 ];
 
 /// Queues of devices.
@@ -340,6 +341,26 @@ const CLIENTS: &str = "a client looks at the screen";
 /// Guest memory. What it closes may have to be written first.
 static HELPER: &[Entry] = &[with!(SYS_madvise, OneOf(2, &[libc::MADV_POPULATE_WRITE as u64]))];
 
+/// Reads a snapshot: what of it is data, and how long it is.
+static SPARSE: &[Entry] = &[with!(
+    SYS_lseek,
+    OneOf(
+        2,
+        &[
+            libc::SEEK_END as u64,
+            libc::SEEK_DATA as u64,
+            libc::SEEK_HOLE as u64,
+        ]
+    )
+)];
+
+/// Writes a snapshot of a machine that runs.
+static SNAPSHOT: &[Entry] = &[
+    any!(SYS_pread64),
+    any!(SYS_fsync),
+    with!(SYS_ioctl, Low16(1, &[kvm(0x42), kvm(0xc0)])), // KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
+];
+
 /// Builds the machine, and stops vCPUs.
 static MAIN: &[Entry] = &[
     any!(SYS_epoll_create1),
@@ -404,8 +425,9 @@ static MAIN: &[Entry] = &[
     // KVM_CREATE_PIT2, KVM_GET_PIT2, KVM_SET_PIT2
     with!(SYS_ioctl, Low16(1, &[kvm(0x77), kvm(0x9f), kvm(0xa0)]))
         .unseen("a machine with a PIT in the kernel"),
-    with!(SYS_ioctl, Low16(1, &[kvm(0x42), kvm(0xc0)])) // KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
-        .unseen("memory that is copied while the guest runs"),
+    with!(SYS_ioctl, Low16(1, &[kvm(0x42)])), // KVM_GET_DIRTY_LOG
+    with!(SYS_ioctl, Low16(1, &[kvm(0xc0)])) // KVM_CLEAR_DIRTY_LOG
+        .unseen("pages that a guest has changed just before it is paused for a snapshot"),
     // The first signal for kicks is registered when vCPUs are made. An action can't be more than one of our functions.
     any!(SYS_rt_sigaction),
     // Kicks vCPUs: SIGRTMIN as glibc counts it.

@@ -94,6 +94,7 @@ fn line(kind: ThreadKind) -> &'static [ThreadKind] {
         ThreadKind::Serial => &[ThreadKind::Main, ThreadKind::Serial],
         ThreadKind::Screen => &[ThreadKind::Main, ThreadKind::Screen],
         ThreadKind::Helper => &[ThreadKind::Main, ThreadKind::Helper],
+        ThreadKind::Snapshot => &[ThreadKind::Main, ThreadKind::Snapshot],
     }
 }
 
@@ -377,7 +378,7 @@ fn every() -> String {
 /// kernel has to run them for: where it sees that the arguments make no difference, it runs nothing (since 5.11).
 fn costs() -> String {
     let own = u64::from(std::process::id());
-    let often: [(ThreadKind, &str, c_long, [u64; 6]); 7] = [
+    let often: [(ThreadKind, &str, c_long, [u64; 6]); 8] = [
         (
             ThreadKind::Main,
             "`tgkill`",
@@ -419,6 +420,12 @@ fn costs() -> String {
             "`madvise`",
             libc::SYS_madvise,
             [0, 0, 23, 0, 0, 0],
+        ),
+        (
+            ThreadKind::Snapshot,
+            "`ioctl` (KVM_CLEAR_DIRTY_LOG)",
+            libc::SYS_ioctl,
+            [0, 0xc018_aec0, 0, 0, 0, 0],
         ),
     ];
     let mut table = String::from(

@@ -2,6 +2,7 @@
 
 mod golden;
 mod refusals;
+mod snapshot;
 mod walk;
 
 use std::{

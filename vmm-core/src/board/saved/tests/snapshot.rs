@@ -1,0 +1,294 @@
+//! Snapshots of whole machines: files from which others go on.
+
+use std::{fs::File, os::unix::fs::FileExt};
+
+use vm_memory::Bytes;
+
+use super::*;
+use crate::snapshot::{
+    Report,
+    format::MEMORY_OFFSET,
+    saving::{Event, GoesOn},
+};
+
+/// Counts in a register and in two pages of memory without end. When a byte is typed, prints it if both pages hold the
+/// register's value, else `!`.
+const COUNTER: [u8; 47] = [
+    0x31, 0xdb, // xor ebx, ebx
+    0xbf, 0x00, 0x00, 0x40, 0x00, // mov edi, 0x400000
+    0x43, // again: inc ebx
+    0x89, 0x1f, // mov [edi], ebx
+    0x89, 0x9f, 0x00, 0x00, 0x10, 0x00, // mov [edi + 0x100000], ebx
+    0x66, 0xba, 0xfd, 0x03, // mov dx, 0x3fd
+    0xec, // in al, dx
+    0xa8, 0x01, // test al, 1
+    0x74, 0xee, // jz again
+    0x66, 0xba, 0xf8, 0x03, // mov dx, 0x3f8
+    0xec, // in al, dx
+    0x3b, 0x1f, // cmp ebx, [edi]
+    0x75, 0x08, // jne bad
+    0x3b, 0x9f, 0x00, 0x00, 0x10, 0x00, // cmp ebx, [edi + 0x100000]
+    0x74, 0x02, // je good
+    0xb0, 0x21, // bad: mov al, '!'
+    0xee, // good: out dx, al
+    0xeb, 0xd8, // jmp again
+];
+
+/// A machine with the other end of its console.
+struct One {
+    machine: Machine,
+    console: UnixStream,
+    notices: Receiver<Input>,
+}
+
+/// What machines are built of.
+struct Kit {
+    spec: MachineSpec,
+    fds: Vec<OwnedFd>,
+}
+
+impl Kit {
+    fn new(code: &[u8]) -> Self {
+        let (spec, fds) = spec(1, code);
+        Self { spec, fds }
+    }
+
+    fn fds(&self) -> Vec<OwnedFd> {
+        self.fds.iter().map(|fd| fd.try_clone().unwrap()).collect()
+    }
+
+    fn started(&self) -> One {
+        let (inputs, notices) = channel();
+        let (console, mut consoles) = console();
+        let mut assembler = Assembler::new(consoles().unwrap());
+        let machine = assembler.assemble(&self.spec, self.fds(), Notifier::new(inputs));
+        let mut machine = machine.unwrap();
+        machine.start().unwrap();
+        One {
+            machine,
+            console,
+            notices,
+        }
+    }
+
+    /// A machine that goes on from a snapshot; paused.
+    fn restored(&self, snapshot: &File, on_demand: bool) -> Result<One, Failure> {
+        let (inputs, notices) = channel();
+        let (console, mut consoles) = console();
+        let mut assembler = Assembler::new(consoles().unwrap());
+        let mut fds = self.fds();
+        let restore = vmm::Restore {
+            snapshot_fd: u32::try_from(fds.len()).unwrap(),
+            on_demand,
+        };
+        fds.push(snapshot.try_clone().unwrap().into());
+        let machine = assembler.assemble_restored(&self.spec, fds, Notifier::new(inputs), &restore)?;
+        Ok(One {
+            machine,
+            console,
+            notices,
+        })
+    }
+}
+
+impl One {
+    fn echo(&mut self, byte: u8) -> u8 {
+        self.console.write_all(&[byte]).unwrap();
+        let mut printed = [0];
+        self.console.read_exact(&mut printed).unwrap();
+        printed[0]
+    }
+
+    fn wait_for(&self, wanted: Event) {
+        match self.notices.recv_timeout(PATIENCE) {
+            Ok(Input::Notice(Notice::Snapshot(event))) => assert_eq!(event, wanted),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Takes a snapshot of the machine, which is paused all the time or runs; it runs afterwards.
+    fn snapshot(&mut self, runs: bool) -> (File, Report, GoesOn) {
+        let file = tempfile::tempfile().unwrap();
+        if !runs {
+            self.machine.pause().unwrap();
+        }
+        self.machine
+            .begin_snapshot(file.try_clone().unwrap(), runs)
+            .unwrap();
+        self.wait_for(Event::Ready);
+        if runs {
+            self.machine.pause().unwrap();
+        }
+        let goes_on = self.machine.complete_snapshot(b"echo".to_vec()).unwrap();
+        if goes_on == GoesOn::Now {
+            self.machine.resume().unwrap();
+        }
+        self.wait_for(Event::Ended);
+        let report = self.machine.end_snapshot().unwrap();
+        if goes_on == GoesOn::WhenEnded {
+            self.machine.resume().unwrap();
+        }
+        (file, report, goes_on)
+    }
+
+    fn generation(&self) -> [u8; 16] {
+        let place = vm_memory::GuestAddress(layout::GENERATION_ID.start);
+        self.machine.ram.memory().read_obj(place).unwrap()
+    }
+}
+
+impl Drop for One {
+    fn drop(&mut self) {
+        self.machine.halt();
+    }
+}
+
+#[test]
+fn a_guest_goes_on_from_a_snapshot_any_number_of_times_copied_or_on_demand() {
+    let kit = Kit::new(&ECHO);
+    let mut first = kit.started();
+    assert_eq!((first.echo(b'a'), first.echo(b'a')), (b'a', b'b'));
+    let (file, report, _) = first.snapshot(false);
+    assert_eq!(report.file_bytes, file.metadata().unwrap().len());
+    assert!(report.memory_bytes > 0 && report.memory_bytes < layout::RAM_MIN / 16);
+    assert_eq!(first.echo(b'a'), b'c', "the first one goes on too");
+    let mut others = Vec::new();
+    for on_demand in [false, true, true] {
+        let mut other = kit.restored(&file, on_demand).unwrap();
+        other.machine.resume().unwrap();
+        others.push(other);
+    }
+    for other in &mut others {
+        assert_eq!((other.echo(b'a'), other.echo(b'a')), (b'c', b'd'));
+    }
+    // They are restored machines in all respects: they reset, and are saved again.
+    for other in &mut others {
+        let (file, _, _) = other.snapshot(true);
+        let mut next = kit.restored(&file, true).unwrap();
+        next.machine.resume().unwrap();
+        assert_eq!((next.echo(b'a'), other.echo(b'a')), (b'e', b'e'));
+        other.machine.reset().unwrap();
+        other.machine.start().unwrap();
+        assert_eq!(other.echo(b'a'), b'a', "it counts anew");
+    }
+}
+
+#[test]
+fn memory_and_processors_of_a_guest_that_runs_meanwhile_are_of_one_moment() {
+    let kit = Kit::new(&COUNTER);
+    let mut first = kit.started();
+    for _ in 0..3 {
+        let (file, report, goes_on) = first.snapshot(true);
+        assert_eq!(goes_on, GoesOn::Now);
+        assert!(report.rounds >= 1, "{report:?}");
+        assert_eq!(first.echo(b'x'), b'x');
+        for on_demand in [false, true] {
+            let mut other = kit.restored(&file, on_demand).unwrap();
+            other.machine.resume().unwrap();
+            assert_eq!((other.echo(b'x'), other.echo(b'y')), (b'x', b'y'));
+        }
+    }
+}
+
+#[test]
+fn each_restored_machine_has_a_generation_of_its_own() {
+    let kit = Kit::new(&ECHO);
+    let mut first = kit.started();
+    let (file, _, _) = first.snapshot(false);
+    let others = [false, true].map(|on_demand| kit.restored(&file, on_demand).unwrap());
+    let ids = [first.generation(), others[0].generation(), others[1].generation()];
+    assert!(
+        ids[0] != ids[1] && ids[1] != ids[2] && ids[0] != ids[2],
+        "{ids:?}"
+    );
+    assert!(!ids.contains(&[0; 16]));
+    first.machine.reset().unwrap();
+    assert_eq!(first.generation(), ids[0], "a reset is no new generation");
+}
+
+#[test]
+fn a_snapshot_that_was_changed_is_refused_before_a_machine_is_built_of_it() {
+    let kit = Kit::new(&ECHO);
+    let mut first = kit.started();
+    let (file, report, _) = first.snapshot(false);
+    let why = |on_demand| match kit.restored(&file, on_demand) {
+        Err(failure) => {
+            assert_eq!(failure.kind, vmm::ErrorKind::Invalid);
+            failure.message
+        }
+        Ok(_) => panic!("it is taken"),
+    };
+    let flip = |at: u64| {
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[!byte[0]], at).unwrap();
+    };
+    let code = MEMORY_OFFSET + layout::LOW_RESERVED_END;
+    flip(code + 7);
+    let message = why(false);
+    let wanted = format!("the snapshot is damaged in its memory page 0x100000 at byte {code}");
+    assert!(message.starts_with(&wanted), "{message}");
+    flip(code + 7);
+    flip(report.file_bytes - 1);
+    for on_demand in [false, true] {
+        let message = why(on_demand);
+        assert!(
+            message.contains("the snapshot is damaged in its section"),
+            "{message}"
+        );
+    }
+    flip(report.file_bytes - 1);
+    file.set_len(report.file_bytes - 1).unwrap();
+    assert!(why(true).contains("was written with"));
+}
+
+#[test]
+fn a_machine_that_is_built_otherwise_does_not_take_a_snapshot() {
+    let kit = Kit::new(&ECHO);
+    let mut first = kit.started();
+    let (file, _, _) = first.snapshot(false);
+    let mut larger = Kit::new(&ECHO);
+    larger.spec.memory_bytes *= 2;
+    let failure = larger.restored(&file, false).err().unwrap();
+    assert!(failure.message.contains("are to be restored"), "{failure:?}");
+    let mut shared = Kit::new(&ECHO);
+    shared.spec.memory_shared = true;
+    let failure = shared.restored(&file, true).err().unwrap();
+    assert!(
+        failure.message.contains("is not restored on demand"),
+        "{failure:?}"
+    );
+    let mut copied = shared.restored(&file, false).unwrap();
+    copied.machine.resume().unwrap();
+    assert_eq!(copied.echo(b'a'), b'a');
+    let mut fewer = Kit::new(&ECHO);
+    fewer.spec.disks.pop();
+    let failure = fewer.restored(&file, false).err().unwrap();
+    assert!(failure.message.contains("devices"), "{failure:?}");
+}
+
+#[test]
+fn a_snapshot_that_is_given_up_leaves_no_snapshot_and_a_machine_that_goes_on() {
+    let kit = Kit::new(&ECHO);
+    let mut first = kit.started();
+    let file = tempfile::tempfile().unwrap();
+    first
+        .machine
+        .begin_snapshot(file.try_clone().unwrap(), true)
+        .unwrap();
+    first.machine.give_up_snapshot();
+    loop {
+        match first.notices.recv_timeout(PATIENCE) {
+            Ok(Input::Notice(Notice::Snapshot(Event::Ready))) => {}
+            Ok(Input::Notice(Notice::Snapshot(Event::Ended))) => break,
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(kit.restored(&file, false).is_err());
+    assert_eq!(first.echo(b'a'), b'a');
+    // The log of writes has ended with it.
+    let (file, _, _) = first.snapshot(true);
+    let mut other = kit.restored(&file, false).unwrap();
+    other.machine.resume().unwrap();
+    assert_eq!((first.echo(b'a'), other.echo(b'a')), (b'b', b'b'));
+}

@@ -1,0 +1,173 @@
+//! Snapshots: when the machine is paused for one, and when it goes on.
+
+use super::*;
+
+fn save(id: u64, paused: bool, description: &str) -> Input {
+    let file = tempfile::tempfile().unwrap();
+    request(
+        id,
+        Request::Save {
+            file: file.into(),
+            paused,
+            description: description.into(),
+        },
+    )
+}
+
+/// What happened between the answer to the boot and the stop.
+fn log_of(inputs: Vec<Input>, change: impl FnOnce(&mut TestBuilder)) -> Vec<String> {
+    let (log, _) = run(inputs, change);
+    let end = log.iter().position(|line| line == "halt").unwrap();
+    let begin = log.iter().position(|line| line.starts_with("1 ok")).unwrap();
+    log[begin + 1..end].to_vec()
+}
+
+#[test]
+fn a_machine_that_runs_is_paused_for_its_state_alone_and_nobody_is_told() {
+    let log = log_of(vec![request(1, boot(false)), save(2, false, "x")], |_| ());
+    assert_eq!(
+        log,
+        [
+            "begin snapshot, runs: true",
+            "pause",
+            "complete snapshot x",
+            "resume",
+            "end snapshot",
+            "2 saved 7"
+        ]
+    );
+}
+
+#[test]
+fn a_machine_that_changed_too_much_stays_paused_until_all_is_written() {
+    let log = log_of(vec![request(1, boot(false)), save(2, false, "late")], |_| ());
+    assert_eq!(
+        log,
+        [
+            "begin snapshot, runs: true",
+            "pause",
+            "complete snapshot late",
+            "is Paused for a snapshot",
+            "end snapshot",
+            "resume",
+            "is Running",
+            "2 saved 7"
+        ]
+    );
+}
+
+#[test]
+fn with_paused_it_stands_from_the_beginning_and_does_not_go_on_before_its_memory_is_written() {
+    let inputs = vec![
+        request(1, boot(false)),
+        save(2, true, "x"),
+        request(3, Request::Resume),
+        save(4, true, "y"),
+    ];
+    assert_eq!(
+        log_of(inputs, |_| ()),
+        [
+            "pause",
+            "begin snapshot, runs: false",
+            "is Paused for a snapshot",
+            "3 State",
+            "4 State",
+            "complete snapshot x",
+            "resume",
+            "is Running",
+            "end snapshot",
+            "2 saved 7"
+        ]
+    );
+}
+
+#[test]
+fn a_machine_that_was_paused_before_or_is_paused_meanwhile_stays_so() {
+    let before = vec![request(1, boot(true)), save(2, false, "x")];
+    assert_eq!(
+        log_of(before, |_| ()),
+        [
+            "begin snapshot, runs: false",
+            "complete snapshot x",
+            "end snapshot",
+            "2 saved 7"
+        ]
+    );
+    let meanwhile = vec![
+        request(1, boot(false)),
+        save(2, true, "x"),
+        request(3, Request::Pause),
+    ];
+    assert_eq!(
+        log_of(meanwhile, |_| ())[2..],
+        [
+            "is Paused for a snapshot",
+            "is Paused",
+            "3 ok Paused web",
+            "complete snapshot x",
+            "end snapshot",
+            "2 saved 7"
+        ]
+    );
+}
+
+#[test]
+fn a_snapshot_that_fails_leaves_the_machine_running() {
+    let log = log_of(vec![request(1, boot(false)), save(2, false, "none")], |_| ());
+    assert_eq!(
+        log,
+        [
+            "begin snapshot, runs: true",
+            "pause",
+            "complete snapshot none",
+            "give up snapshot",
+            "end snapshot",
+            "resume",
+            "2 Internal"
+        ]
+    );
+    let log = log_of(vec![request(1, boot(false)), save(2, false, "x")], |builder| {
+        builder.pause_fails = true;
+    });
+    assert_eq!(
+        log,
+        [
+            "begin snapshot, runs: true",
+            "pause",
+            "give up snapshot",
+            "end snapshot",
+            "2 Internal"
+        ]
+    );
+}
+
+#[test]
+fn a_machine_that_ends_answers_who_waits_for_a_snapshot() {
+    let inputs = vec![
+        request(1, boot(false)),
+        save(2, false, "x"),
+        Input::Notice(Notice::PowerOff),
+    ];
+    let (log, _) = run(inputs, |_| ());
+    assert!(log.contains(&"2 State".to_owned()), "{log:?}");
+}
+
+#[test]
+fn a_machine_that_begins_with_a_snapshot_is_resumed_and_not_started() {
+    let restored = |paused| {
+        let Request::Boot { spec, fds, .. } = boot(paused) else {
+            unreachable!()
+        };
+        let restore = Some(Restore::default());
+        let boot = Request::Boot {
+            spec,
+            fds,
+            paused,
+            restore,
+        };
+        let (log, _) = run(vec![request(1, boot), request(2, Request::Stop)], |_| ());
+        log[..3].to_vec()
+    };
+    assert_eq!(restored(false), ["restore", "resume", "is Running"]);
+    assert_eq!(restored(true), ["restore", "is Paused", "1 ok Paused web"]);
+}

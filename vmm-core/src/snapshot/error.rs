@@ -1,0 +1,146 @@
+//! What goes wrong with a snapshot file.
+
+use std::{fmt, io};
+
+use proto::{state::StateError, vmm::ErrorKind};
+
+use crate::{kvm::SlotError, lifecycle::Failure};
+
+/// Where in a snapshot file something is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// The first block.
+    Header,
+    /// The gap between the header and memory, which holds zeroes.
+    Gap,
+    /// A section, by its number from 0 and where it begins in the file.
+    Section {
+        /// Which.
+        number: u32,
+        /// Offset in bytes.
+        offset: u64,
+    },
+    /// The table of checksums.
+    Checksums,
+    /// A page of memory.
+    Page {
+        /// Guest-physical address.
+        address: u64,
+        /// Offset in the file in bytes.
+        offset: u64,
+    },
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Header => f.write_str("its header"),
+            Self::Gap => f.write_str("the gap after its header"),
+            Self::Section { number, offset } => write!(f, "its section {number} at byte {offset}"),
+            Self::Checksums => f.write_str("its table of checksums"),
+            Self::Page { address, offset } => {
+                write!(f, "its memory page {address:#x} at byte {offset}")
+            }
+        }
+    }
+}
+
+/// A snapshot that can't be written, read or used.
+#[derive(Debug, thiserror::Error)]
+pub enum SnapshotError {
+    /// The file is no snapshot.
+    #[error("the file is no snapshot")]
+    NoSnapshot,
+    /// The snapshot was never completed.
+    #[error("the snapshot was never completed")]
+    Incomplete,
+    /// A newer program has written it.
+    #[error("the snapshot has format {found}, this program reads format {known}")]
+    Format {
+        /// As the file says.
+        found: u32,
+        /// As [`VERSION`](super::format::VERSION).
+        known: u32,
+    },
+    /// The file has another length than when it was written.
+    #[error("the snapshot has {found} bytes and was written with {written}")]
+    Length {
+        /// Bytes now.
+        found: u64,
+        /// As its header says.
+        written: u64,
+    },
+    /// Something was changed.
+    #[error("the snapshot is damaged in {place}: {why}")]
+    Damaged {
+        /// Where.
+        place: Place,
+        /// How that shows.
+        why: String,
+    },
+    /// A section is missing, unknown, or of another version.
+    #[error("the snapshot's sections")]
+    State(#[from] StateError),
+    /// The snapshot's memory does not fit the machine.
+    #[error("the snapshot is of a machine with other memory: {0}")]
+    OtherMemory(String),
+    /// The machine has ended, or can't be paused.
+    #[error("the snapshot was given up")]
+    Cancelled,
+    /// The file could not be read or written.
+    #[error("{operation} the snapshot")]
+    Io {
+        /// "reading".
+        operation: &'static str,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// Which pages are changed can't be told.
+    #[error("logging the guest's writes")]
+    Log(#[from] SlotError),
+    /// Guest memory could not be accessed (a defect).
+    #[error("accessing guest memory")]
+    Memory(#[from] vm_memory::GuestMemoryError),
+}
+
+impl SnapshotError {
+    pub(super) fn damaged(place: Place, why: impl Into<String>) -> Self {
+        Self::Damaged {
+            place,
+            why: why.into(),
+        }
+    }
+
+    pub(super) fn reading(source: io::Error) -> Self {
+        Self::Io {
+            operation: "reading",
+            source,
+        }
+    }
+
+    pub(super) fn writing(source: io::Error) -> Self {
+        Self::Io {
+            operation: "writing",
+            source,
+        }
+    }
+}
+
+impl From<SnapshotError> for Failure {
+    fn from(error: SnapshotError) -> Self {
+        let kind = match &error {
+            SnapshotError::Io { source, .. } => match source.kind() {
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+                    ErrorKind::Resources
+                }
+                _ => ErrorKind::Internal,
+            },
+            SnapshotError::Log(_) => ErrorKind::Kvm,
+            SnapshotError::Cancelled => ErrorKind::State,
+            SnapshotError::Memory(_) => ErrorKind::Internal,
+            _ => ErrorKind::Invalid,
+        };
+        Self::new(kind, &error)
+    }
+}
