@@ -1,7 +1,8 @@
 //! The public API of vmmd ([`v1`]), the private protocol between vmmd and a `vmm` process ([`vmm`]) with its
 //! framing ([`wire`]), the validated forms of both ([`model`]), the rules of the API's methods ([`rule`]), the form of errors
-//! ([`rpc`]), and the saved state of machines ([`state`]).
+//! ([`rpc`]), the saved state of machines ([`state`]), and which of two daemons may run a VM that is migrated ([`handover`]).
 
+pub mod handover;
 pub mod model;
 pub mod rpc;
 pub mod rule;
