@@ -14,6 +14,7 @@ pub mod observe;
 pub mod operation;
 pub mod resources;
 mod show;
+pub mod snapshot;
 mod targets;
 mod value;
 mod verbs;
@@ -186,6 +187,16 @@ pub enum Command {
     Logs(observe::Logs),
     /// Collect everything about a VM into one archive, for whoever is to find out what is wrong.
     Diagnose(observe::Diagnose),
+    /// Take, list and delete snapshots of VMs.
+    Snapshot {
+        /// What.
+        #[command(subcommand)]
+        what: snapshot::Snapshot,
+    },
+    /// Have a VM go on from a snapshot.
+    Restore(snapshot::Restore),
+    /// Make VMs that go on from a snapshot and share the memory that none of them changes.
+    Clone(snapshot::Clone),
     /// Attach the terminal to a VM's serial console; ^] leaves.
     Console(Console),
     /// Show the node (capacity, what is committed, conditions), take it out of use and back, ask whether a VM fits.

@@ -18,6 +18,8 @@ pub const DISK_STATS: &str = ".vmmd.v1.GetVmDiskStatsResponse";
 pub const VM_STATS: &str = ".vmmd.v1.VmStats";
 /// The node's description.
 pub const NODE: &str = ".vmmd.v1.Node";
+/// A snapshot.
+pub const SNAPSHOT: &str = ".vmmd.v1.Snapshot";
 
 static SCHEMA: LazyLock<Schema> = LazyLock::new(Schema::read);
 

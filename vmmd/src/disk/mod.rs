@@ -22,7 +22,7 @@ use tokio::task::spawn_blocking;
 use uuid::Uuid;
 
 pub use create::create;
-pub use file::Folder;
+pub use file::{Folder, failed as file_failed};
 pub use registry::Registry;
 pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, resize, shrink_refused};
 

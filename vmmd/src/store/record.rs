@@ -275,3 +275,66 @@ pub enum DiskStage {
     /// Its file is being removed.
     Deleting = 2,
 }
+
+/// A snapshot of a VM.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct SnapshotRecord {
+    /// UUID, 16 bytes; also the record's key, and the name of its file.
+    #[prost(bytes = "vec", tag = "1")]
+    pub uid: Vec<u8>,
+    /// Unique among the node's snapshots.
+    #[prost(string, tag = "2")]
+    pub name: String,
+    /// Unix time in milliseconds.
+    #[prost(uint64, tag = "3")]
+    pub created_ms: u64,
+    /// As in the request.
+    #[prost(btree_map = "string, string", tag = "4")]
+    pub labels: BTreeMap<String, String>,
+    /// As in the request.
+    #[prost(btree_map = "string, string", tag = "5")]
+    pub annotations: BTreeMap<String, String>,
+    /// As in the request.
+    #[prost(string, tag = "6")]
+    pub owner: String,
+    /// How far its life is.
+    #[prost(enumeration = "SnapshotStage", tag = "7")]
+    pub stage: i32,
+    /// When it was whole, in milliseconds of Unix time.
+    #[prost(uint64, tag = "8")]
+    pub completed_ms: u64,
+    /// Length of its file.
+    #[prost(uint64, tag = "9")]
+    pub size_bytes: u64,
+    /// Memory that was written, in bytes.
+    #[prost(uint64, tag = "10")]
+    pub written_bytes: u64,
+    /// For how long the VM stood still, in nanoseconds.
+    #[prost(uint64, tag = "11")]
+    pub pause_ns: u64,
+    /// The VM's name at that time.
+    #[prost(string, tag = "12")]
+    pub vm_name: String,
+    /// The VM's UUID, 16 bytes.
+    #[prost(bytes = "vec", tag = "13")]
+    pub vm_uid: Vec<u8>,
+    /// What the machine had.
+    #[prost(message, optional, tag = "14")]
+    pub vm_spec: Option<VmSpec>,
+    /// The addresses that go with it.
+    #[prost(message, optional, tag = "15")]
+    pub vm_hardware: Option<Hardware>,
+    /// As of a VM.
+    #[prost(message, repeated, tag = "20")]
+    pub begun: Vec<RequestMark>,
+}
+
+/// How far the life of a snapshot is. A record that a new daemon finds in another stage than `Ready` is removed with its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]
+#[repr(i32)]
+pub enum SnapshotStage {
+    /// Its file is being written or removed.
+    Partial = 0,
+    /// It is whole.
+    Ready = 1,
+}

@@ -28,7 +28,7 @@ use crate::{
         placement,
     },
     operation::Type,
-    store::{Intent, VmRecord},
+    store::{Hardware, Intent, VmRecord},
     text,
 };
 
@@ -36,7 +36,29 @@ use crate::{
 /// everything is checked and nothing changed.
 pub async fn create(
     host: Arc<Host>,
+    vm: v1::Vm,
+    start: bool,
+    dry_run: bool,
+    context: &Context,
+) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
+    create_with(host, vm, None, start, dry_run, context).await
+}
+
+/// Makes a VM whose machine has these addresses. Its run policy does not start it: the caller does.
+pub async fn create_as(
+    host: Arc<Host>,
+    vm: v1::Vm,
+    hardware: Hardware,
+    context: &Context,
+) -> Result<Arc<v1::Vm>, Failure> {
+    let made = create_with(host, vm, Some(hardware), false, false, context).await?;
+    Ok(made.0)
+}
+
+async fn create_with(
+    host: Arc<Host>,
     mut vm: v1::Vm,
+    hardware: Option<Hardware>,
     start: bool,
     dry_run: bool,
     context: &Context,
@@ -64,7 +86,7 @@ pub async fn create(
     host.disks.take(&name, &manifest.spec.disks, |index| {
         format!("spec.disks[{index}].disk")
     })?;
-    let made = make(&host, vm.spec, manifest, start, dry_run, context).await;
+    let made = make(&host, (vm.spec, hardware), manifest, start, dry_run, context).await;
     if dry_run || made.is_err() {
         host.disks.give_back(&name, None);
     }
@@ -73,7 +95,7 @@ pub async fn create(
 
 async fn make(
     host: &Arc<Host>,
-    wire: Option<v1::VmSpec>,
+    (wire, given): (Option<v1::VmSpec>, Option<Hardware>),
     manifest: Manifest,
     start: bool,
     dry_run: bool,
@@ -81,7 +103,8 @@ async fn make(
 ) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
     let name = manifest.metadata.name.to_string();
     let uid = Uuid::new_v4();
-    let hardware = machine::allocate(&manifest.spec, || random_mac(host));
+    let follows_policy = given.is_none();
+    let hardware = given.unwrap_or_else(|| machine::allocate(&manifest.spec, || random_mac(host)));
     let (made_run, made_revision) = host.table.now();
     let record = VmRecord {
         uid: uid.as_bytes().to_vec(),
@@ -99,8 +122,8 @@ async fn make(
         made_revision,
         ..VmRecord::default()
     };
-    let runs =
-        start || decide(manifest.spec.run_policy, Occasion::Created, Intent::Stopped) == Decision::Start;
+    let by_policy = decide(manifest.spec.run_policy, Occasion::Created, Intent::Stopped) == Decision::Start;
+    let runs = start || (follows_policy && by_policy);
     let mut view = if runs {
         View::new(v1::VmPhase::Pending, "Created", "")
     } else {
@@ -116,7 +139,7 @@ async fn make(
     host.events
         .emit(Draft::normal(object, "Created", "the VM was created").of(context.clone()));
     // A start by request comes in a moment.
-    let occasion = (!start).then_some((Occasion::Created, 0));
+    let occasion = (!start && follows_policy).then_some((Occasion::Created, 0));
     Actor::spawn(host, uid, record, manifest.spec, view, None, occasion);
     let entry = host.table.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
     let created = Arc::clone(&entry.state.borrow());

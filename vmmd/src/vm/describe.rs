@@ -49,6 +49,8 @@ pub struct View {
 
 /// Reason of a pause because a disk failed.
 pub const DISK_ERROR: &str = "DiskError";
+/// Reason of a pause for a snapshot, after which the VM goes on by itself.
+pub const SNAPSHOT: &str = "Snapshot";
 
 impl View {
     /// A VM in this phase from now on.

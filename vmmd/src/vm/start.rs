@@ -16,7 +16,7 @@ use std::{
 
 use proto::{
     model::{nic::Mac, vm::VmSpec},
-    vmm::{Boot, HelloReply, request::Op},
+    vmm::{self, Boot, HelloReply, request::Op},
 };
 use tokio::{task::spawn_blocking, time::timeout};
 use tokio_util::sync::CancellationToken;
@@ -53,6 +53,9 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// Guest RAM in bytes that is touched in a second at the least, when it is to be there before the guest starts.
 const TOUCHED_PER_SECOND: u64 = 256 << 20;
 
+/// Bytes of a snapshot that are read in a second at the least.
+const READ_PER_SECOND: u64 = 32 << 20;
+
 /// What is to be started.
 #[derive(Debug)]
 pub struct Plan {
@@ -68,6 +71,19 @@ pub struct Plan {
     pub trace: String,
     /// The operation that it is part of.
     pub report: Reporter,
+    /// What it goes on from; it boots when there is nothing.
+    pub restore: Option<Restore>,
+}
+
+/// A snapshot that a VM goes on from.
+#[derive(Clone, Debug)]
+pub struct Restore {
+    /// Its file, open for reading.
+    pub file: Arc<OwnedFd>,
+    /// Memory is read when the guest accesses it.
+    pub on_demand: bool,
+    /// Length of the file.
+    pub bytes: u64,
 }
 
 /// Steps of a start, as its operation counts them: checks, the process, the machine.
@@ -139,6 +155,7 @@ async fn run(
         claim,
         trace,
         report,
+        restore,
     } = plan;
     let name = record.name.clone();
     let hardware = record.hardware.clone().unwrap_or_default();
@@ -200,7 +217,7 @@ async fn run(
     let process = process
         .watched(Process::new)
         .map_err(|error| failed("watch the vmm", &error))?;
-    let (machine, fds) = machine::assemble(
+    let (machine, mut fds) = machine::assemble(
         uid,
         &name,
         &spec,
@@ -216,9 +233,21 @@ async fn run(
     );
     let boot = Boot {
         machine: Some(machine),
-        paused: false,
+        restore: restore.as_ref().map(|restore| vmm::Restore {
+            snapshot_fd: u32::try_from(fds.len()).unwrap_or(u32::MAX),
+            on_demand: restore.on_demand,
+        }),
+        ..Boot::default()
     };
-    let patience = patience(&spec);
+    let copied = match &restore {
+        Some(restore) => {
+            let file = restore.file.try_clone();
+            fds.push(file.map_err(|error| failed("open the snapshot", &error))?);
+            restore.bytes
+        }
+        None => 0,
+    };
+    let patience = patience(&spec) + Duration::from_secs(copied / READ_PER_SECOND);
     let booted = tokio::select! {
         booted = timeout(patience, boot_machine(&client, boot, fds)) => booted.unwrap_or_else(|_| {
             let message = format!("the vmm did not boot the machine within {} s", patience.as_secs());

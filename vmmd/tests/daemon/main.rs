@@ -34,6 +34,7 @@ mod resources;
 mod resume;
 mod robustness;
 mod roles;
+mod snapshots;
 mod stats;
 mod supervision;
 mod survival;

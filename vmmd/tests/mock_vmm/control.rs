@@ -21,6 +21,7 @@ use crate::{
     balloon,
     disks::{self, Plugged},
     guest::Guest,
+    snapshot,
 };
 
 pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
@@ -116,7 +117,8 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         }
         Op::GetMachineStats(_) if !old() => return disks::machine_stats(guest),
         Op::SetBalloon(request) if !old() => return balloon::set(guest, request),
-        Op::ResetMachine(_) | Op::SetBalloon(_) | Op::GetMachineStats(_) => {
+        Op::Save(request) if !old() => return snapshot::save(guest, &request, fds),
+        Op::ResetMachine(_) | Op::SetBalloon(_) | Op::GetMachineStats(_) | Op::Save(_) => {
             return refuse(ErrorKind::Invalid, "unknown request");
         }
     };
@@ -154,11 +156,23 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     let log = machine
         .serial_log
         .map(|(current, _)| File::from(fds[current.0].take().unwrap()));
+    let restored = boot.restore.as_ref().map(|restore| {
+        let file = fds[restore.snapshot_fd as usize].take().unwrap();
+        let suffix = if restore.on_demand { " on demand" } else { "" };
+        snapshot::read(file).map(|text| format!("restored from {text}{suffix}\r\n"))
+    });
+    if let Some(None) = restored {
+        return refuse(ErrorKind::Invalid, "the snapshot is damaged");
+    }
     let disks = wire.disks.iter().cloned();
     let disks: Vec<_> = disks.map(|disk| Plugged::new(disk, &mut fds)).collect();
     guest.disks().extend(disks);
     let fds = fds.into_iter().flatten().collect();
-    Some(Outcome::Status(guest.boot(&wire, log, fds)))
+    let status = guest.boot(&wire, log, fds);
+    if let Some(Some(text)) = restored {
+        guest.print(&text);
+    }
+    Some(Outcome::Status(status))
 }
 
 fn refuse(kind: ErrorKind, message: &str) -> Option<Outcome> {

@@ -7,7 +7,11 @@ use tokio::sync::oneshot;
 
 use super::Update;
 use crate::{
-    context::Context, control::Client, failure::Failure, operation::Pending, vm::admission::Request,
+    context::Context,
+    control::Client,
+    failure::Failure,
+    operation::Pending,
+    vm::{admission::Request, start::Restore},
 };
 
 /// Where an answer goes: the VM's state after the request, or why not.
@@ -40,6 +44,8 @@ pub struct Life {
     /// Of a stop: the node is drained. No run policy refuses it, and it is not the end of what is wanted: the policy may
     /// start the VM when the node takes VMs again.
     pub evacuate: bool,
+    /// Of a start: the VM goes on from a snapshot. Refused unless it is down.
+    pub restore: Option<Restore>,
     /// Where the answer goes.
     pub reply: LifeReply,
 }
@@ -53,6 +59,7 @@ impl Life {
             grace: None,
             deadline: None,
             evacuate: false,
+            restore: None,
             reply,
         }
     }

@@ -291,6 +291,12 @@ impl Actor {
             return ControlFlow::Continue(());
         }
         let situation = self.situation();
+        if life.restore.is_some() && situation != Situation::Down {
+            let message = format!("VM \"{}\" is not stopped: stop it first", self.record.name);
+            let failure = Failure::precondition("VM_NOT_STOPPED", message);
+            let _ = life.reply.send(Err(failure));
+            return ControlFlow::Continue(());
+        }
         let verdict = admit(situation, life.request);
         // A start that has nothing to do needs no permission. A stop of a VM that is down does: it ends what the policy has in mind.
         let nothing_to_do = life.request == Request::Start && verdict == Verdict::Done;
@@ -337,7 +343,7 @@ impl Actor {
         let pending = operation.pending();
         let mut flow = ControlFlow::Continue(());
         match kind {
-            Type::VmStart | Type::VmRestart if down => self.begin_start(operation).await,
+            Type::VmStart | Type::VmRestart if down => self.begin_start(operation, life.restore).await,
             Type::VmRestart => self.begin_stop(life.grace, operation, Then::Start),
             Type::VmDelete if down => flow = self.delete(operation, Vec::new()).await,
             Type::VmDelete => self.begin_stop(None, operation, Then::Delete),

@@ -29,14 +29,14 @@ use crate::{
     vm::{
         admission::Request,
         change,
-        describe::{DISK_ERROR, camel_case},
+        describe::{DISK_ERROR, SNAPSHOT, camel_case},
         ending::{Asked, count},
         files,
         instance::{Instance, Lingering},
         limits,
         link::{self, Session},
         policy::Occasion,
-        start::{Plan, STEPS, start},
+        start::{Plan, Restore, STEPS, start},
     },
 };
 
@@ -51,7 +51,7 @@ pub(super) const SECOND_MINOR: u32 = 2;
 pub(super) const THIRD_MINOR: u32 = 3;
 
 impl Actor {
-    pub(super) async fn begin_start(&mut self, operation: Handle) {
+    pub(super) async fn begin_start(&mut self, operation: Handle, restore: Option<Restore>) {
         self.timer = None;
         (self.held, self.evacuated) = (false, false);
         (self.asks_state, self.asks_again) = (false, false);
@@ -91,6 +91,7 @@ impl Actor {
             claim,
             trace: operation.context().trace.clone(),
             report: operation.reporter(),
+            restore,
         };
         let cancel = CancellationToken::new();
         let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()).in_current_span());
@@ -354,6 +355,9 @@ impl Actor {
             (State::Paused, VmPhase::Running) if by_disk => {
                 self.disks.errors.note(&status.pause_message);
                 self.enter(VmPhase::Paused, DISK_ERROR, status.pause_message.clone());
+            }
+            (State::Paused, VmPhase::Running) if status.pause_reason() == PauseReason::Snapshot => {
+                self.enter(VmPhase::Paused, SNAPSHOT, "a snapshot is written");
             }
             (State::Paused, VmPhase::Running) => self.enter(VmPhase::Paused, "Paused", ""),
             _ => {}
