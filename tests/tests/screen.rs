@@ -1,0 +1,89 @@
+//! A VM's screen from end to end: the guest finds it, and vmmctl reaches it through the daemon.
+
+use serde_json::json;
+use vmmd_tests::Case;
+use vmmd_tests::node::Kernel;
+use vmmd_tests::vm::{BOOT, Vm, VmSpec};
+use vmmd_tests::wait::Deadline;
+
+/// What the protocol begins with, of the newest version (RFC 6143, 7.1.1).
+const GREETING: &str = "RFB 003.008\n";
+
+fn with_screen() -> VmSpec {
+    VmSpec::busybox(Kernel::Cloud612).set("/display", json!({ "width": 1024, "height": 768 }))
+}
+
+/// Width and height that a PNG in the node says (its IHDR chunk: PNG, 11.2.2).
+fn png_size(vm: &Vm<'_>, path: &str) -> String {
+    let read = format!("head -c 8 {path} | grep -aq PNG && od -An -tu1 -j16 -N8 {path}");
+    let text = vm.node().sh(&read).expect("a PNG");
+    let bytes: Vec<u32> = text
+        .split_whitespace()
+        .map(|byte| byte.parse().expect("a byte"))
+        .collect();
+    let number = |bytes: &[u32]| bytes.iter().fold(0, |number, byte| number << 8 | byte);
+    format!("{}x{}", number(&bytes[..4]), number(&bytes[4..]))
+}
+
+#[test]
+fn a_guest_finds_its_screen_and_vmmctl_looks_and_types_also_while_it_is_paused() {
+    let case = Case::new("screen").expect("node");
+    let vm = Vm::start(&case, "", &with_screen()).expect("start");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    // virtio 1.3, 4.1.2.1: 0x1040 and the type: 16 is a GPU, 18 an input device.
+    let devices = console
+        .run("cat /sys/bus/pci/devices/*/device", 60)
+        .expect("PCI devices");
+    assert_eq!(
+        ["0x1050", "0x1052"].map(|id| devices.matches(id).count()),
+        [1, 2],
+        "{devices}"
+    );
+
+    let picture = format!("{}/screen.png", case.folder().expect("folder"));
+    vm.ctl_with("screenshot", &picture).expect("screenshot");
+    assert_eq!(png_size(&vm, &picture), "1024x768");
+    vm.ctl("pause").expect("pause");
+    let paused = format!("{picture}.paused.png");
+    vm.ctl_with("screenshot", &paused)
+        .expect("screenshot of a paused VM");
+    assert_eq!(png_size(&vm, &paused), "1024x768");
+    vm.ctl("resume").expect("resume");
+    vm.ctl_with("send-key", "ctrl+alt+f2").expect("keys");
+    vm.ctl_with("type", "'echo hello' --enter").expect("text");
+
+    // Any viewer, at an address that vmmctl prints.
+    let serve = format!(
+        "echo $$; exec vmmctl vnc {} --listen 127.0.0.1:0 2>/dev/null",
+        vm.name()
+    );
+    let mut served = vm.node().stream(&serve).expect("vmmctl vnc");
+    served
+        .until("127.0.0.1:", Deadline::seconds(60))
+        .expect("an address");
+    served.until("\n", Deadline::seconds(60)).expect("a whole line");
+    let text = served.text();
+    let (process, address) = text.trim().split_once('\n').expect("two lines");
+    let (_, port) = address.rsplit_once(':').expect("a port");
+    let greeting = vm
+        .node()
+        .sh(&format!(
+            "timeout 60 bash -c 'exec 3<>/dev/tcp/127.0.0.1/{port}; head -c 12 <&3'"
+        ))
+        .expect("a connection");
+    assert_eq!(greeting, GREETING);
+    let ended = format!("kill -INT {process} && timeout 60 tail --pid {process} -f /dev/null");
+    vm.node().sh(&ended).expect("^C ends it");
+}
+
+#[test]
+fn a_vm_without_a_screen_says_how_it_gets_one() {
+    let case = Case::new("no-screen").expect("node");
+    let vm = Vm::create(&case, "", &VmSpec::busybox(Kernel::Cloud612)).expect("create");
+    let output = vm
+        .try_ctl_with("screenshot", "/dev/null")
+        .expect("the node answers");
+    assert!(!output.success());
+    assert!(output.stderr.contains("give it a `display`"), "{}", output.stderr);
+}
