@@ -166,7 +166,9 @@ async fn what_the_daemon_keeps_is_closed_to_others() {
     assert_eq!(mode(&format!("log/vms/{}/serial.log", uid(&vm))), 0o600);
 }
 
-/// Budget: 50 MiB with 200 VMs. As many as the node's memory is enough for, at most 200.
+/// Private memory: 32 MiB of the 50 MiB that the daemon may take with 200 VMs. The rest is for its program, which is three
+/// times as long in a build for tests as in a release; the benchmarks publish a release's whole. As many VMs as the
+/// node's memory is enough for, at most 200.
 #[tokio::test]
 async fn the_daemon_stays_small_with_many_running_vms() {
     let daemon = Daemon::configured("[overcommit]\ncpu = 1000\nmemory = 10\n").await;
@@ -209,13 +211,13 @@ async fn the_daemon_stays_small_with_many_running_vms() {
         result.unwrap();
     }
     let text = fs::read_to_string(format!("/proc/{}/status", daemon.pid().as_raw_nonzero())).unwrap();
-    let resident = text
+    let private = text
         .lines()
-        .find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"))
+        .find_map(|line| line.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB"))
         .unwrap();
     assert!(
-        resident.parse::<u64>().unwrap() < 50 << 10,
-        "{resident} KiB resident with {count} VMs"
+        private.parse::<u64>().unwrap() < 32 << 10,
+        "{private} KiB are private with {count} VMs"
     );
 }
 
