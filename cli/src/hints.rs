@@ -219,3 +219,45 @@ fn every_field_of_a_manifest_is_in_the_book() {
     });
     assert_eq!(missing.collect::<Vec<_>>(), [""; 0]);
 }
+
+/// The names of all commands, with those that they are below: `node cordon`. Not those that are hidden.
+fn commands(of: &clap::Command, below: &[String], found: &mut Vec<Vec<String>>) {
+    for command in of.get_subcommands().filter(|command| !command.is_hide_set()) {
+        let path = [below, &[command.get_name().to_owned()]].concat();
+        if command.get_name() != "help" {
+            commands(command, &path, found);
+            found.push(path);
+        }
+    }
+}
+
+#[test]
+fn every_command_is_in_the_books_table() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let page = fs::read_to_string(root.join("docs/src/vmmctl.md")).unwrap();
+    let (_, table) = page.split_once("| command | does |").unwrap();
+    let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
+    // The words of each row's first cell, in which a choice is written with `\|`.
+    let cells: Vec<String> = rows
+        .map(|row| {
+            row.replace("\\|", " ")
+                .split('|')
+                .nth(1)
+                .unwrap_or_default()
+                .to_owned()
+        })
+        .collect();
+    let is_part = |letter: char| letter.is_ascii_alphanumeric() || letter == '-';
+    let rows: Vec<Vec<&str>> = cells
+        .iter()
+        .map(|cell| cell.split(|letter| !is_part(letter)).collect())
+        .collect();
+    let mut found = Vec::new();
+    commands(&Cli::command(), &[], &mut found);
+    assert!(found.len() > 40, "{found:?}");
+    found.retain(|path| {
+        let in_row = |row: &Vec<&str>| path.iter().all(|word| row.contains(&word.as_str()));
+        !rows.iter().any(in_row)
+    });
+    assert_eq!(found, Vec::<Vec<String>>::new());
+}
