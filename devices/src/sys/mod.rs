@@ -4,6 +4,8 @@
 #![allow(unsafe_code)]
 
 pub mod blockdev;
+#[cfg(test)]
+pub mod cachestat;
 pub mod event;
 pub mod file;
 mod iovecs;

@@ -26,18 +26,18 @@ fn as_root(program: &str, arguments: &[&str]) -> Option<String> {
 }
 
 /// A loop device over a new file, gone when it is dropped.
-struct Loop {
-    device: String,
-    _file: NamedTempFile,
+pub(super) struct Loop {
+    pub(super) device: String,
+    pub(super) file: NamedTempFile,
 }
 
 impl Loop {
-    fn new(size: u64) -> Option<Self> {
+    pub(super) fn new(size: u64) -> Option<Self> {
         let file = NamedTempFile::new().unwrap();
         file.as_file().set_len(size).unwrap();
         let path = file.path().to_str().unwrap();
         let device = as_root("losetup", &["--find", "--show", path])?;
-        Some(Self { device, _file: file })
+        Some(Self { device, file })
     }
 }
 

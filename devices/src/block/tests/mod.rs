@@ -10,6 +10,7 @@
 )]
 
 mod faults;
+mod flush;
 mod hosts;
 pub(super) mod model;
 mod sharing;

@@ -1,0 +1,75 @@
+//! A FLUSH reaches what the image lies on. The page cache tells: what was written is dirty before a FLUSH, and nothing is after it.
+
+use rstest::rstest;
+use rustix::fs::fstatfs;
+
+use super::{hosts::Loop, *};
+use crate::sys::cachestat::not_written_back;
+
+const SIZE: u64 = 1 << 20;
+/// `statfs` of what has no disk below it (`linux/magic.h`).
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+/// The kernel may write dirty pages back by itself; it will not do so this often right after each write.
+const TRIES: u32 = 20;
+
+/// The file, where this host tells what of it is dirty.
+fn watched(path: &Path) -> Option<File> {
+    let file = File::open(path).unwrap();
+    if fstatfs(&file).unwrap().f_type == TMPFS_MAGIC {
+        lacking("disk below its temporary files", "they are on a tmpfs");
+        return None;
+    }
+    not_written_back(&file)
+        .map_err(|error| lacking("cachestat(2)", error))
+        .ok()?;
+    Some(file)
+}
+
+/// Writes until `below` has something dirty, then has it flushed.
+fn written_and_flushed(setup: &Setup, below: &File) {
+    let (mut engine, memory) = (setup.engine(), memory());
+    let written = (0..TRIES).any(|_| {
+        for block in [0, 7, 100] {
+            let written = carry_out(&mut *engine, request(&memory, 1, write(block * 4096), 0, 4096));
+            written.result.unwrap();
+        }
+        not_written_back(below).unwrap() > 0
+    });
+    assert!(
+        written,
+        "what is written is on the disk at once: nothing is shown here"
+    );
+    let flushed = carry_out(&mut *engine, request(&memory, 2, Operation::Flush, 0, 0));
+    flushed.result.unwrap();
+    assert_eq!(
+        not_written_back(below).unwrap(),
+        0,
+        "pages that are not on the disk"
+    );
+}
+
+#[rstest]
+fn a_flush_leaves_nothing_of_a_file_in_the_page_cache_alone(
+    #[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which,
+) {
+    let Some(setup) = Setup::new(which, Cache::Buffered, SIZE) else {
+        return;
+    };
+    if let Some(file) = watched(&setup.path) {
+        written_and_flushed(&setup, &file);
+    }
+}
+
+/// The block device is one with a volatile cache: that of the file below it.
+#[rstest]
+fn a_flush_empties_the_cache_of_a_block_device(
+    #[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which,
+) {
+    let Some(device) = Loop::new(SIZE) else {
+        return;
+    };
+    let setup = Setup::on(which, Cache::Direct, Path::new(&device.device));
+    if let Some((setup, file)) = setup.zip(watched(device.file.path())) {
+        written_and_flushed(&setup, &file);
+    }
+}
