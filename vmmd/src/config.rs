@@ -14,6 +14,8 @@ use crate::node::{
 };
 
 mod clients;
+#[cfg(test)]
+mod reference;
 
 pub use clients::{Limits, Tcp};
 
@@ -26,6 +28,7 @@ const MAX_RUN_DIR: usize = 107 - 54;
 
 /// What the daemon is told about its node.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
     /// Durable state: the store. Default `/var/lib/vmmd`.
@@ -44,7 +47,7 @@ pub struct Config {
     pub viewer_group: Option<String>,
     /// The `vmm` program. Default: `vmm` beside the daemon's own binary, or else `/usr/lib/vmmd/vmm`.
     pub vmm: Option<PathBuf>,
-    /// Default `/dev/kvm`.
+    /// The device of KVM. Default `/dev/kvm`.
     pub kvm_device: PathBuf,
     /// A cgroup v2 directory below which each VM gets a cgroup; made when missing. Default: `vms` below the daemon's
     /// own cgroup.
@@ -73,11 +76,12 @@ pub struct Config {
 
 /// How long starts by a run policy wait after a failure or the end of a run, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Restart {
-    /// The first. Default 1,000.
+    /// The first wait. Default 1,000.
     pub first_ms: u64,
-    /// The longest; each wait is twice the one before up to that. Default 300,000.
+    /// The longest wait; each one is twice the one before up to that. Default 300,000.
     pub max_ms: u64,
     /// After a run that lasted as long the next wait is the first again. Default 600,000.
     pub reset_after_ms: u64,
@@ -99,6 +103,7 @@ impl Default for Restart {
 
 /// Where figures for Prometheus are told.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Metrics {
     /// `127.0.0.1:9753`, or the absolute path of a UNIX socket. Nowhere by default. Whoever reaches it reads the figures.
@@ -107,11 +112,12 @@ pub struct Metrics {
 
 /// A range of user ids that nothing else on the node uses; each living VM has one of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct UidRange {
-    /// Default 1,900,000,000.
+    /// The first user id. Default 1,900,000,000.
     pub first: u32,
-    /// Default 65,536; as many VMs can run at once.
+    /// How many user ids; as many VMs can run at once. Default 65,536.
     pub count: u32,
 }
 

@@ -6,6 +6,7 @@ use serde::Deserialize;
 
 /// The API over TCP, always with TLS and certificates on both sides. The files are PEM.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields)]
 pub struct Tcp {
     /// Address and port. With port 0, or any, what was bound is in `tcp.addr` in `run_dir`.
@@ -40,6 +41,7 @@ impl Tcp {
 
 /// What clients may take, so that none can take it from the others. Each is at least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Limits {
     /// Connections at once, of each listener. Default 1024.

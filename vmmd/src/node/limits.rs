@@ -4,6 +4,7 @@ use serde::Deserialize;
 
 /// `[overcommit]`: how many times VMs may be promised what the node has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Overcommit {
     /// Of processors by guaranteed processor time (cores times core fraction). Default 4.0.
@@ -16,23 +17,34 @@ pub struct Overcommit {
 
 /// A factor in thousandths: above 0, at most 1,000.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
 #[serde(try_from = "f64")]
+#[cfg_attr(test, serde(into = "f64"))]
 pub struct Ratio(u32);
+
+#[cfg(test)]
+impl From<Ratio> for f64 {
+    fn from(ratio: Ratio) -> f64 {
+        Self::from(ratio.0) / 1000.0
+    }
+}
 
 /// `[reserved]`: what is the node's own and never a VM's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Reserved {
-    /// Thousandths of a logical processor. Default 0.
+    /// Processor time, in thousandths of a logical processor. Default 0.
     pub cpu_millis: u64,
-    /// Default 256 MiB.
+    /// Memory in MiB. Default 256.
     pub memory_mib: u64,
-    /// Of the file system with the daemon's state: below this no VM is started. Default 0.
+    /// Space in GiB on the file system with the daemon's state: with less than that free no VM is started. Default 0.
     pub disk_gib: u64,
 }
 
 /// `[pressure]`: when the node says that it runs short.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Pressure {
     /// `DiskPressure` when less than this share of the file system with the daemon's state is free, in percent. Default 5.

@@ -9,22 +9,23 @@ use serde::Deserialize;
 /// `[[sizing]]`: VMs of these many cores may have this much memory and these core fractions. A VM must fit one policy,
 /// when there are any.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields)]
 pub struct Policy {
-    /// From 1.
+    /// Least number of cores, from 1.
     pub min_cores: u32,
-    /// Up to 254.
+    /// Greatest number of cores, up to 254.
     pub max_cores: u32,
-    /// From 128 MiB.
+    /// Least memory in MiB. Default 128, the least that a VM can have.
     #[serde(default = "min_memory")]
     pub min_memory_mib: u64,
-    /// Up to 4 TiB.
+    /// Greatest memory in MiB. Default 4,194,304, the most that a VM can have.
     #[serde(default = "max_memory")]
     pub max_memory_mib: u64,
-    /// The memory is a multiple of this; of anything that a VM can have when 0.
+    /// The memory is a multiple of this number of MiB; with 0 it is any that a VM can have. Default 0.
     #[serde(default)]
     pub memory_step_mib: u64,
-    /// In percent; any when empty.
+    /// Core fractions in percent; any when the list is empty. Default `[]`.
     #[serde(default)]
     pub core_fractions_percent: Vec<u32>,
 }
