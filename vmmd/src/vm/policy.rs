@@ -265,6 +265,17 @@ mod tests {
     }
 
     #[test]
+    fn every_way_in_which_a_run_can_end_is_in_the_table() {
+        for reason in (1..).map_while(|number| ExitReason::try_from(number).ok()) {
+            let has = |occasion: &Occasion| match occasion {
+                Ended(of) | NodeBoot(Some(of)) | DaemonStart(Some(of)) => *of == reason,
+                _ => false,
+            };
+            assert!(TABLE.iter().any(|(occasion, ..)| has(occasion)), "{reason:?}");
+        }
+    }
+
+    #[test]
     fn always_on_refuses_a_stop_and_always_off_a_start() {
         use Request::{Delete, Pause, Reset, Restart, Resume, Start, Stop};
         let delete = Delete { force: true };

@@ -623,16 +623,31 @@ async fn an_update_that_waits_for_the_guest_is_in_nobodys_way_and_ends_with_the_
     let daemon = Daemon::start().await;
     running_with_disk(&daemon, "mock.eject=ignore").await;
     let without = daemon.changed("web", |spec| drop(spec.disks.remove(0))).await;
-    let (updated, ()) = tokio::join!(daemon.update(request(without)), async {
-        let detaching = |status: &v1::VmStatus| phase(status, "root") == Some(AttachmentPhase::Detaching);
-        let told = daemon.wait("web", detaching).await;
-        assert_eq!(told.pending_changes.len(), 0, "it is under way");
-        let other = daemon.change("web", |spec| cores(spec, 2)).await;
-        drop(other);
-        daemon.kill_vm("web").await.unwrap();
-    });
+    let began = std::time::Instant::now();
+    let detaching = |status: &v1::VmStatus| phase(status, "root") == Some(AttachmentPhase::Detaching);
+    let (updated, other, ()) = tokio::join!(
+        daemon.update(request(without)),
+        async {
+            let told = daemon.wait("web", detaching).await;
+            assert_eq!(told.pending_changes.len(), 0, "it is under way");
+            daemon.change("web", |spec| cores(spec, 2)).await
+        },
+        async {
+            // The other update is recorded. It is answered when nothing of the VM is under way any more.
+            daemon
+                .wait("web", |status| status.pending_changes.len() == 1)
+                .await;
+            daemon.kill_vm("web").await.unwrap();
+        }
+    );
+    assert_eq!(names(&other.unwrap()), ["grouped"]);
     let vm = updated.unwrap();
+    assert!(
+        began.elapsed() < Duration::from_secs(25),
+        "the guest's time to eject was waited for"
+    );
     assert_eq!(names(&vm), ["grouped"]);
+    assert_eq!(vm.spec.unwrap().cpu.unwrap().cores, 2);
     daemon.start_vm("web").await.unwrap();
     assert_eq!(daemon.plugged("web").await, ["grouped"]);
 }
