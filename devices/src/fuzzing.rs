@@ -7,6 +7,7 @@ pub use crate::{
     virtio::{
         balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue,
         gpu::fuzz::commands as gpu_commands, input::fuzz::driver as input_driver,
+        net::fuzz::queue as net_queue,
     },
 };
 
@@ -38,6 +39,11 @@ mod tests {
     #[test]
     fn the_seeds_of_balloon_queue_do_no_harm() {
         seeds("balloon_queue", super::balloon_queue);
+    }
+
+    #[test]
+    fn the_seeds_of_net_queue_do_no_harm() {
+        seeds("net_queue", super::net_queue);
     }
 
     #[test]
@@ -98,6 +104,11 @@ mod tests {
         #[test]
         fn no_bytes_harm_blk_queue(data in proptest::collection::vec(any::<u8>(), 0..600)) {
             super::blk_queue(&data);
+        }
+
+        #[test]
+        fn no_bytes_harm_net_queue(data in proptest::collection::vec(any::<u8>(), 0..600)) {
+            super::net_queue(&data);
         }
 
         #[test]

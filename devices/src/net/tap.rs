@@ -13,10 +13,11 @@ use crate::sys::{Iovecs, tap};
 /// Length of the header before each frame.
 const HEADER: libc::c_int = 12;
 
-/// An open tap.
+/// One open queue of a tap.
 #[derive(Debug)]
 pub struct Tap {
     fd: OwnedFd,
+    capabilities: Offloads,
 }
 
 /// Why a descriptor can't be used as a tap. The caller names the network interface.
@@ -34,9 +35,16 @@ pub enum TapError {
 }
 
 impl Tap {
-    /// Takes a tap that was attached with `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`, and sets it up. Needs no rights.
+    /// Takes one queue of a tap that was attached with `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`, and sets it up. Needs no rights.
     pub fn new(fd: OwnedFd) -> Result<Self, TapError> {
-        if !tap::is_vnet_tap(&fd).map_err(TapError::NotATap)? {
+        let known = match tap::is_vnet_tap(&fd) {
+            // A queue that another device has detached is no tap until it is attached again.
+            Err(error) if error.raw_os_error() == Some(libc::EBADFD) => {
+                tap::set_attached(&fd, true).and_then(|()| tap::is_vnet_tap(&fd))
+            }
+            known => known,
+        };
+        if !known.map_err(TapError::NotATap)? {
             return Err(TapError::Flags);
         }
         let host = |what| move |error| TapError::Host(what, error);
@@ -44,7 +52,14 @@ impl Tap {
             .and_then(|flags| fcntl_setfl(&fd, flags | OFlags::NONBLOCK))
             .map_err(|error| TapError::Host("make the tap non-blocking", error.into()))?;
         tap::set_header_length(&fd, HEADER).map_err(host("set the tap's header length"))?;
-        let tap = Self { fd };
+        // Linux segments UDP for taps from 6.2 on. Those kernels too take the header of a UDP packet to be cut.
+        let mut tap = Self {
+            fd,
+            capabilities: Offloads::all(),
+        };
+        if tap.set_offloads(Offloads::all()).is_err() {
+            tap.capabilities.remove(Offloads::USO);
+        }
         tap.set_offloads(Offloads::empty())
             .map_err(host("turn the tap's offloads off"))?;
         Ok(tap)
@@ -52,7 +67,7 @@ impl Tap {
 
     /// Opens the tap with that name; see [`sys::tap::open`](crate::sys::tap::open) for the rights needed.
     pub fn open(name: &str) -> Result<Self, TapError> {
-        Self::new(tap::open(name).map_err(|error| TapError::Host("open the tap", error))?)
+        Self::new(tap::open(name, false).map_err(|error| TapError::Host("open the tap", error))?)
     }
 }
 
@@ -63,6 +78,10 @@ impl AsFd for Tap {
 }
 
 impl NetBackend for Tap {
+    fn capabilities(&self) -> Offloads {
+        self.capabilities
+    }
+
     fn receive(&self, buffers: &Iovecs) -> io::Result<usize> {
         buffers.receive(&self.fd)
     }
@@ -83,9 +102,15 @@ impl NetBackend for Tap {
             (Offloads::TSO4, libc::TUN_F_TSO4),
             (Offloads::TSO6, libc::TUN_F_TSO6),
             (Offloads::TSO_ECN, libc::TUN_F_TSO_ECN),
+            // Linux takes both or none.
+            (Offloads::USO, libc::TUN_F_USO4 | libc::TUN_F_USO6),
         ];
         let flags = map.iter().filter(|(offload, _)| offloads.contains(*offload));
         tap::set_offload(&self.fd, flags.fold(0, |flags, (_, flag)| flags | flag))
+    }
+
+    fn set_attached(&self, attached: bool) -> io::Result<()> {
+        tap::set_attached(&self.fd, attached)
     }
 }
 

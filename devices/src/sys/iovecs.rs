@@ -201,6 +201,24 @@ impl Iovecs {
         self.skip(count);
     }
 
+    /// Copies the front of the list to `data`, as far as that goes, and leaves the list as it is. Returns how many bytes.
+    pub fn peek(&self, mut data: &mut [u8]) -> usize {
+        let mut count = 0_usize;
+        for entry in self.entries.iter().skip(1) {
+            let length = entry.iov_len.min(data.len());
+            if length == 0 {
+                break;
+            }
+            let (now, rest) = std::mem::take(&mut data).split_at_mut(length);
+            // SAFETY: the entry lies in mapped guest memory (see the type's invariant).
+            let guest = unsafe { VolatileSlice::new(entry.iov_base.cast(), length) };
+            guest.copy_to(now);
+            count = count.saturating_add(length);
+            data = rest;
+        }
+        count
+    }
+
     /// Writes `data` to the front of the list, as far as that goes, and takes that off the list.
     pub fn put(&mut self, mut data: &[u8]) {
         let mut count = 0_usize;

@@ -10,11 +10,12 @@ use std::{
 /// Flags of a tap that carries whole Ethernet frames, each behind a virtio-net header.
 const FLAGS: libc::c_int = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
 
-/// Opens the existing tap `name`, non-blocking.
+/// Opens the tap `name`, non-blocking; with `queues`, as one of several queues (IFF_MULTI_QUEUE), for which each open is
+/// another one.
 ///
 /// Needs the rights that tun(4) asks for: the tap's owner, or CAP_NET_ADMIN. When there is no such tap and the
 /// caller may make one, it is made and vanishes with the descriptor.
-pub fn open(name: &str) -> io::Result<OwnedFd> {
+pub fn open(name: &str, queues: bool) -> io::Result<OwnedFd> {
     let file = File::options()
         .read(true)
         .write(true)
@@ -29,7 +30,12 @@ pub fn open(name: &str) -> io::Result<OwnedFd> {
     for (to, from) in request.ifr_name.iter_mut().zip(bytes) {
         *to = libc::c_char::from_ne_bytes([*from]);
     }
-    request.ifr_ifru.ifru_flags = libc::c_short::try_from(FLAGS).unwrap_or_default();
+    let flags = if queues {
+        FLAGS | libc::IFF_MULTI_QUEUE
+    } else {
+        FLAGS
+    };
+    request.ifr_ifru.ifru_flags = libc::c_short::try_from(flags).unwrap_or_default();
     // SAFETY: TUNSETIFF reads and writes one `ifreq` through the pointer, which is valid for the duration of the call.
     check(unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF, &raw mut request) })?;
     Ok(file.into())
@@ -61,6 +67,19 @@ pub fn set_offload(fd: impl AsFd, flags: libc::c_uint) -> io::Result<()> {
             libc::c_ulong::from(flags),
         )
     })
+}
+
+/// Whether the host hands packets to this queue of a tap with several.
+pub fn set_attached(fd: impl AsFd, attached: bool) -> io::Result<()> {
+    let flag = if attached {
+        libc::IFF_ATTACH_QUEUE
+    } else {
+        libc::IFF_DETACH_QUEUE
+    };
+    let mut request = request();
+    request.ifr_ifru.ifru_flags = libc::c_short::try_from(flag).unwrap_or_default();
+    // SAFETY: TUNSETQUEUE reads one `ifreq` through the pointer, which is valid for the duration of the call.
+    check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), libc::TUNSETQUEUE, &raw const request) })
 }
 
 fn request() -> libc::ifreq {
@@ -95,7 +114,7 @@ mod tests {
     #[test]
     fn names_that_can_not_be_an_interface_are_refused() {
         for name in ["", "sixteen-letters-", "a\0b"] {
-            assert!(open(name).is_err(), "{name:?}");
+            assert!(open(name, false).is_err(), "{name:?}");
         }
     }
 

@@ -118,6 +118,19 @@ pub enum Drained {
     Late,
 }
 
+/// "blk-root-q1": the name of the thread that serves a device's queue, or pair of queues, `index`. The device's `name` is cut
+/// so that the kernel keeps the rest (15 bytes).
+pub(super) fn thread_name(kind: &str, name: &str, index: u16) -> String {
+    let tail = format!("-q{index}");
+    let room = 14_usize.saturating_sub(kind.len()).saturating_sub(tail.len());
+    let head: String = name
+        .char_indices()
+        .take_while(|(at, letter)| at.saturating_add(letter.len_utf8()) <= room)
+        .map(|(_, letter)| letter)
+        .collect();
+    format!("{kind}-{head}{tail}")
+}
+
 /// Copies from `source` at `offset`; what lies beyond its end reads as zero.
 pub fn read_bytes(source: &[u8], offset: usize, data: &mut [u8]) {
     let available = source.get(offset..).unwrap_or_default();

@@ -24,6 +24,7 @@ mod shared;
 pub mod signals;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod throttle;
 pub mod transport;
 mod window;
 mod worker;

@@ -16,7 +16,7 @@ use devices::{
     serial::SerialPort,
     virtio::{
         balloon::{BalloonControl, PAGE},
-        net::NetStats,
+        net::NetControl,
     },
 };
 use proto::{
@@ -48,8 +48,8 @@ pub struct Machine {
     pub(super) serial: SerialPort,
     /// Shows the screen. It has no state that is saved: its clients connect anew.
     pub(super) screen: Option<Server>,
-    /// What each NIC counts, by its name.
-    pub(super) nics: Vec<(String, Arc<NetStats>)>,
+    /// NICs, by their names.
+    pub(super) nics: Vec<(String, NetControl)>,
     /// PCI slots of those components that have one, by their names.
     pub(super) slots: Vec<(u8, String)>,
     pub(super) pci: Arc<PciRoot>,

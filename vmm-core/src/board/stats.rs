@@ -1,7 +1,7 @@
 //! What a machine counts, put together from its parts. Nothing of it disturbs the guest, but that its balloon asks for
 //! what it has to say.
 
-use std::{collections::BTreeMap, sync::atomic::Ordering};
+use std::collections::BTreeMap;
 
 use devices::virtio::net::NetStats;
 use proto::vmm::{MachineStats, NicStats, VcpuStats};
@@ -24,7 +24,7 @@ pub(super) fn of(machine: &Machine) -> MachineStats {
         nics: machine
             .nics
             .iter()
-            .map(|(name, stats)| nic(name, stats))
+            .map(|(name, control)| nic(name, &control.stats()))
             .collect(),
         balloon: machine.balloon.as_ref().map(balloon::stats),
         disks: machine.disks.stats(),
@@ -47,11 +47,11 @@ fn sum<'a>(readers: impl Iterator<Item = &'a StatsReader>) -> BTreeMap<String, u
 fn nic(name: &str, stats: &NetStats) -> NicStats {
     NicStats {
         name: name.to_owned(),
-        received_packets: stats.received.load(Ordering::Relaxed),
-        received_bytes: stats.received_bytes.load(Ordering::Relaxed),
-        received_dropped: stats.receive_dropped.load(Ordering::Relaxed),
-        sent_packets: stats.sent.load(Ordering::Relaxed),
-        sent_bytes: stats.sent_bytes.load(Ordering::Relaxed),
-        sent_dropped: stats.send_dropped.load(Ordering::Relaxed),
+        received_packets: stats.received,
+        received_bytes: stats.received_bytes,
+        received_dropped: stats.receive_dropped,
+        sent_packets: stats.sent,
+        sent_bytes: stats.sent_bytes,
+        sent_dropped: stats.send_dropped,
     }
 }

@@ -4,14 +4,18 @@ use std::{
     fmt, io,
     sync::{
         Arc, Mutex, OnceLock, PoisonError, Weak,
-        atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
 };
 
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::stats::{self, BlkStats, QueueCounters};
-use crate::{block::Image, rate::Limiter, virtio::signals::Signals};
+use crate::{
+    block::Image,
+    rate::Limiter,
+    virtio::{signals::Signals, throttle::LimiterCell},
+};
 
 /// One lock for one use: making the image larger.
 pub(super) type SharedImage = Mutex<Box<dyn Image>>;
@@ -23,9 +27,7 @@ pub(super) struct Shared {
     /// Bytes in a logical block.
     block: u32,
     pub queues: Vec<QueueCounters>,
-    limiter: Mutex<Option<Arc<Limiter>>>,
-    /// Changes with `limiter`.
-    pub limiter_version: AtomicU32,
+    pub limiter: LimiterCell,
     /// Writes, discards and zeroings that failed, are kept, and have not succeeded yet; over all queues.
     unsettled: AtomicUsize,
     /// There once the device is in a machine.
@@ -44,8 +46,7 @@ impl Shared {
             capacity: AtomicU64::new(capacity),
             block,
             queues: (0..queues).map(|_| QueueCounters::default()).collect(),
-            limiter: Mutex::new(limiter),
-            limiter_version: AtomicU32::new(0),
+            limiter: LimiterCell::new(limiter),
             unsettled: AtomicUsize::new(0),
             connection: OnceLock::new(),
         }
@@ -73,13 +74,6 @@ impl Shared {
 
     pub(super) fn counters(&self, queue: u16) -> Option<&QueueCounters> {
         self.queues.get(usize::from(queue))
-    }
-
-    pub(super) fn limiter(&self) -> Option<Arc<Limiter>> {
-        self.limiter
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
     }
 
     /// Whether a flush may be carried out and completed: nothing that a driver wrote is kept back.
@@ -167,8 +161,7 @@ impl BlkControl {
 
     /// Limits the disk by another limiter from now on, or not at all. Requests that wait are looked at anew.
     pub fn set_limiter(&self, limiter: Option<Arc<Limiter>>) {
-        *self.shared.limiter.lock().unwrap_or_else(PoisonError::into_inner) = limiter;
-        self.shared.limiter_version.fetch_add(1, Ordering::SeqCst);
+        self.shared.limiter.set(limiter);
         self.shared.wake_all();
     }
 }

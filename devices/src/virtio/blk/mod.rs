@@ -23,7 +23,6 @@ mod request;
 mod simulation;
 mod state;
 mod stats;
-mod throttle;
 mod worker;
 
 use std::{
@@ -44,7 +43,7 @@ pub use self::{
     stats::{BUCKETS, BlkStats, OperationStats},
 };
 use super::{
-    device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes},
+    device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes, thread_name},
     signals::Signals,
 };
 use crate::{
@@ -181,7 +180,7 @@ impl VirtioDevice for Blk {
                 let handler =
                     BlkHandler::new(queue, engine, shared, self.limits, self.identity, self.on_error);
                 Ok(WorkerSpec {
-                    name: thread_name(&self.name, queue),
+                    name: thread_name("blk", &self.name, queue),
                     queues: vec![queue],
                     handler: Box::new(handler),
                 })
@@ -208,18 +207,6 @@ impl VirtioDevice for Blk {
         self.shared.capacity.store(capacity, Ordering::SeqCst);
         Ok(())
     }
-}
-
-/// "blk-root-q1"; the disk's name is cut so that the kernel keeps the rest (15 bytes).
-fn thread_name(disk: &str, queue: u16) -> String {
-    let tail = format!("-q{queue}");
-    let room = 11_usize.saturating_sub(tail.len());
-    let head: String = disk
-        .char_indices()
-        .take_while(|(at, letter)| at.saturating_add(letter.len_utf8()) <= room)
-        .map(|(_, letter)| letter)
-        .collect();
-    format!("blk-{head}{tail}")
 }
 
 #[cfg(test)]

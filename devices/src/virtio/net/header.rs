@@ -1,11 +1,13 @@
-//! The header before each packet (virtio 1.3, 5.1.6), and which ones of a driver are let through to the host.
+//! The header before each packet (virtio 1.3, 5.1.6), and which ones are let through in either direction.
 
 use virtio_bindings::virtio_net::{
     VIRTIO_NET_F_CSUM, VIRTIO_NET_F_HOST_ECN, VIRTIO_NET_F_HOST_TSO4, VIRTIO_NET_F_HOST_TSO6,
-    VIRTIO_NET_HDR_F_NEEDS_CSUM, VIRTIO_NET_HDR_GSO_ECN, VIRTIO_NET_HDR_GSO_NONE, VIRTIO_NET_HDR_GSO_TCPV4,
-    VIRTIO_NET_HDR_GSO_TCPV6,
+    VIRTIO_NET_F_HOST_USO, VIRTIO_NET_HDR_F_NEEDS_CSUM, VIRTIO_NET_HDR_GSO_ECN, VIRTIO_NET_HDR_GSO_NONE,
+    VIRTIO_NET_HDR_GSO_TCPV4, VIRTIO_NET_HDR_GSO_TCPV6, VIRTIO_NET_HDR_GSO_UDP_L4,
 };
 use zerocopy::{FromBytes, Immutable, IntoBytes, little_endian::U16};
+
+use crate::{net::Offloads, rate::Cost};
 
 /// Length of [`Header`] in bytes.
 pub(super) const HEADER: u32 = 12;
@@ -33,6 +35,21 @@ pub(super) struct Header {
     /// From `csum_start`.
     pub csum_offset: U16,
     pub num_buffers: U16,
+}
+
+impl Header {
+    /// What a frame of `length` bytes counts for in a rate limit: each segment is a packet.
+    pub(super) fn cost(&self, length: u32) -> Cost {
+        let size = u32::from(self.gso_size.get());
+        let segments = match self.gso_type {
+            0 => 1,
+            _ => length.checked_div(size).unwrap_or(1).max(1),
+        };
+        Cost {
+            bytes: length.into(),
+            operations: segments.into(),
+        }
+    }
 }
 
 /// What is wrong with a packet that is not sent.
@@ -64,6 +81,7 @@ pub(super) fn check(header: &Header, length: u32, features: u64) -> Result<Heade
         VIRTIO_NET_HDR_GSO_NONE if !ecn => return Ok(checked),
         VIRTIO_NET_HDR_GSO_TCPV4 => VIRTIO_NET_F_HOST_TSO4,
         VIRTIO_NET_HDR_GSO_TCPV6 => VIRTIO_NET_F_HOST_TSO6,
+        VIRTIO_NET_HDR_GSO_UDP_L4 if !ecn => VIRTIO_NET_F_HOST_USO,
         _ => return Err("segmentation of a kind that is not on offer"),
     };
     if !has(feature) || ecn && !has(VIRTIO_NET_F_HOST_ECN) {
@@ -79,6 +97,35 @@ pub(super) fn check(header: &Header, length: u32, features: u64) -> Result<Heade
         checked.hdr_len = header.hdr_len;
     }
     Ok(checked)
+}
+
+/// The host's `header` as a driver gets it that takes `offloads` unfinished (5.1.6.4.1); `None` when the packet is not for it:
+/// one that waited in the host since another driver was there, which took more.
+pub(super) fn for_driver(header: &Header, offloads: Offloads) -> Option<Header> {
+    let ecn = header.gso_type & flag(VIRTIO_NET_HDR_GSO_ECN) != 0;
+    let kind = match u32::from(header.gso_type & !flag(VIRTIO_NET_HDR_GSO_ECN)) {
+        VIRTIO_NET_HDR_GSO_NONE => Offloads::empty(),
+        VIRTIO_NET_HDR_GSO_TCPV4 => Offloads::TSO4,
+        VIRTIO_NET_HDR_GSO_TCPV6 => Offloads::TSO6,
+        VIRTIO_NET_HDR_GSO_UDP_L4 => Offloads::USO,
+        _ => return None,
+    };
+    if !offloads.contains(kind) || ecn && !offloads.contains(Offloads::TSO_ECN) {
+        return None;
+    }
+    if offloads.contains(Offloads::CHECKSUM) {
+        return Some(*header);
+    }
+    if header.flags & flag(VIRTIO_NET_HDR_F_NEEDS_CSUM) != 0 {
+        return None;
+    }
+    // A driver that takes no packets without checksums is told nothing about them.
+    Some(Header {
+        flags: 0,
+        csum_start: 0.into(),
+        csum_offset: 0.into(),
+        ..*header
+    })
 }
 
 /// The bindings have 32 bits for what is one byte in the header.

@@ -1,6 +1,14 @@
-//! The network device (virtio 1.3, 5.1), with one pair of queues.
+//! The network device (virtio 1.3, 5.1).
+//!
+//! Each pair of queues has a worker thread and a queue of the host's interface of its own. What they share is in [`control`]:
+//! what the driver set, the link, limiters, counters.
 
+mod command;
 mod config;
+mod control;
+mod filter;
+#[cfg(any(test, feature = "testing"))]
+pub mod fuzz;
 mod header;
 mod receive;
 mod stats;
@@ -12,47 +20,115 @@ use std::{io, sync::Arc};
 use zerocopy::IntoBytes;
 
 use self::{
-    config::{Config, FEATURES, QUEUE_SIZES, RECEIVE, TRANSMIT},
+    config::{CONTROL_SIZE, Config, QUEUE_SIZE},
+    control::Shared,
     worker::NetHandler,
 };
+pub use self::{control::NetControl, stats::NetStats};
 use super::{
-    device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes},
+    device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes, thread_name},
     signals::Signals,
 };
 use crate::{
-    net::NetBackend,
-    state::{Section, StateError, message},
+    net::{NetBackend, Offloads},
+    rate::Limiter,
+    state::{Section, StateError},
 };
-pub use stats::NetStats;
+
+/// Most pairs of queues of an interface.
+pub const MAX_PAIRS: u16 = 16;
+
+/// What an interface is to be like.
+#[derive(Clone, Debug)]
+pub struct NetOptions {
+    /// Goes into the threads' names.
+    pub name: String,
+    /// Its address.
+    pub mac: [u8; 6],
+    /// Most bytes that its frames carry: 68 to 65,535 (5.1.4.1; what is less is taken as 68).
+    pub mtu: u16,
+    /// What the driver may hand over unfinished, and what it may be given, as far as the host can.
+    pub offloads: Offloads,
+    /// Packets may lie in several buffers of the driver (VIRTIO_NET_F_MRG_RXBUF).
+    pub merge: bool,
+    /// There is a control queue. Without one there is one pair of queues.
+    pub control: bool,
+    /// The link is up at first.
+    pub link_up: bool,
+    /// Limits what the guest receives, if there is one. Operations are packets.
+    pub receive_limit: Option<Arc<Limiter>>,
+    /// Limits what the guest sends, if there is one.
+    pub transmit_limit: Option<Arc<Limiter>>,
+}
+
+impl NetOptions {
+    /// An interface with everything that the host can do, and without limits.
+    pub fn new(name: &str, mac: [u8; 6], mtu: u16) -> Self {
+        Self {
+            name: name.to_owned(),
+            mac,
+            mtu,
+            offloads: Offloads::all(),
+            merge: true,
+            control: true,
+            link_up: true,
+            receive_limit: None,
+            transmit_limit: None,
+        }
+    }
+}
 
 /// The front of a network interface.
 pub struct Net {
-    /// Until the worker has it.
-    backend: Option<Box<dyn NetBackend>>,
-    config: Config,
-    mtu: u16,
-    stats: Arc<NetStats>,
-    thread_name: String,
+    shared: Arc<Shared>,
+    features: u64,
+    queue_sizes: Vec<u16>,
+    name: String,
 }
 
 impl Net {
-    /// An interface with that address, attached to `backend`, whose frames carry at most `mtu` bytes (68 to 65,535).
-    /// `name` goes into the thread's name.
-    pub fn new(backend: Box<dyn NetBackend>, name: &str, mac: [u8; 6], mtu: u16) -> Self {
-        // 5.1.4.1: not below 68.
-        let mtu = mtu.max(68);
+    /// An interface with a pair of queues for each of `backends`, which are the queues of one interface of the host: 1 to
+    /// [`MAX_PAIRS`]. Those that are too many are left out.
+    pub fn new(backends: Vec<Box<dyn NetBackend>>, options: NetOptions) -> Self {
+        let most = if options.control { MAX_PAIRS } else { 1 };
+        let backends: Vec<Arc<dyn NetBackend>> =
+            backends.into_iter().take(most.into()).map(Arc::from).collect();
+        let possible = backends
+            .iter()
+            .fold(Offloads::all(), |all, backend| all & backend.capabilities());
+        let limits = [options.receive_limit, options.transmit_limit];
+        let mtu = options.mtu.max(68);
+        let shared = Shared::new(backends, options.mac, mtu, options.link_up, limits);
+        let offloads = config::consistent(options.offloads & possible);
+        let features = config::features(offloads, options.merge, options.control, shared.pairs());
+        let mut queue_sizes = vec![QUEUE_SIZE; usize::from(shared.pairs()).saturating_mul(2)];
+        if options.control {
+            queue_sizes.push(CONTROL_SIZE);
+        }
         Self {
-            backend: Some(backend),
-            config: Config::new(mac, mtu),
-            mtu,
-            stats: Arc::default(),
-            thread_name: format!("net-{name}"),
+            shared: Arc::new(shared),
+            features,
+            queue_sizes,
+            name: options.name,
         }
     }
 
-    /// What it counts.
-    pub fn stats(&self) -> Arc<NetStats> {
-        Arc::clone(&self.stats)
+    /// The handle for others than the driver.
+    pub fn control(&self) -> NetControl {
+        NetControl {
+            shared: Arc::clone(&self.shared),
+        }
+    }
+
+    /// The queues of the worker of a pair: the first one has the last queue too, see [`worker`].
+    fn queues(&self, pair: u16) -> Vec<u16> {
+        let first = pair.wrapping_mul(2);
+        let mut queues = vec![first, first.wrapping_add(1)];
+        let control = self.shared.pairs().wrapping_mul(2);
+        if pair == 0 && self.queue_sizes.len() > usize::from(control) {
+            queues.push(control);
+        }
+        queues
     }
 }
 
@@ -62,11 +138,11 @@ impl VirtioDevice for Net {
     }
 
     fn features(&self) -> u64 {
-        FEATURES
+        self.features
     }
 
     fn queue_sizes(&self) -> &[u16] {
-        &QUEUE_SIZES
+        &self.queue_sizes
     }
 
     fn config_len(&self) -> usize {
@@ -74,31 +150,46 @@ impl VirtioDevice for Net {
     }
 
     fn read_config(&self, offset: usize, data: &mut [u8]) {
-        read_bytes(self.config.as_bytes(), offset, data);
+        read_bytes(self.shared.config().as_bytes(), offset, data);
     }
 
-    /// Nothing is writable: the address can only be set over a control queue.
+    /// Nothing is writable: the address can only be set over the control queue.
     fn write_config(&mut self, _offset: usize, _data: &[u8]) {}
 
-    fn reset(&mut self) {}
-
-    fn workers(&mut self, _signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>> {
-        let backend = self.backend.take().ok_or(io::ErrorKind::AlreadyExists)?;
-        let handler = NetHandler::new(backend, self.mtu, Arc::clone(&self.stats));
-        Ok(vec![WorkerSpec {
-            name: self.thread_name.clone(),
-            queues: vec![RECEIVE, TRANSMIT],
-            handler: Box::new(handler),
-        }])
+    fn reset(&mut self) {
+        self.shared.reset();
     }
 
-    /// Address and MTU are in the configuration space, which the transport compares.
+    fn workers(&mut self, signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>> {
+        if self.shared.backends.is_empty() {
+            let message = "a network interface needs a queue of the host";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        self.shared.connect(signals)?;
+        (0_u16..)
+            .zip(&self.shared.backends)
+            .map(|(pair, backend)| {
+                if pair > 0 {
+                    // Until the driver uses it.
+                    backend.set_attached(false)?;
+                }
+                let handler = NetHandler::new(Arc::clone(&self.shared), Arc::clone(backend), pair);
+                Ok(WorkerSpec {
+                    name: thread_name("net", &self.name, pair),
+                    queues: self.queues(pair),
+                    handler: Box::new(handler),
+                })
+            })
+            .collect()
+    }
+
+    /// Address, link and MTU are in the configuration space, which the transport compares.
     fn save(&self) -> Result<Section, StateError> {
-        Ok(Section::new("net", &message::VirtioNet {}))
+        Ok(Section::new("net", &self.shared.save()))
     }
 
     fn restore(&mut self, section: &Section) -> Result<(), StateError> {
-        section.open::<message::VirtioNet>().map(|_| ())
+        self.shared.restore(&section.open()?)
     }
 }
 
@@ -106,6 +197,7 @@ impl VirtioDevice for Net {
 #[allow(
     clippy::unwrap_used,
     clippy::indexing_slicing,
-    clippy::arithmetic_side_effects
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation
 )]
 mod tests;

@@ -3,29 +3,45 @@
 //! The host's packets are read straight into the guest's buffers. How long the next one is can't be known before, so
 //! as many buffers are put together as the longest one needs; those that it did not need are kept for the next. When the
 //! driver has buffers left, but not that many, a packet is read into memory of our own first and copied when it fits.
+//!
+//! A packet is paid for (see [`rate`](crate::rate)) when it has been delivered, as only then its length is known; until it is
+//! paid for, no other one is read.
 
-use std::{collections::VecDeque, io, sync::Arc};
+use std::{collections::VecDeque, io, sync::Arc, time::Instant};
+
+use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use super::{
-    config::RECEIVE,
-    header::{HEADER, MAX_FRAME, NUM_BUFFERS},
-    stats::NetStats,
+    control::Shared,
+    filter::{Address, Filter, LOOKS_AT},
+    header::{HEADER, Header, MAX_FRAME, NUM_BUFFERS, for_driver},
+    stats::PairCounters,
 };
 use crate::{
     GuestMemory,
-    net::NetBackend,
+    net::{NetBackend, Offloads},
+    rate::Cost,
     state::{StateError, check, message, narrow},
     sys::Iovecs,
-    virtio::{chain::Chain, device::Progress, fault::Fault, session::Session},
+    virtio::{chain::Chain, device::Progress, fault::Fault, session::Session, throttle::Throttle},
 };
 
 /// Failures of the host in a row after which only an event makes it be asked again.
 const MAX_FAILURES: u32 = 16;
 
+/// Packets that are read and lost in one go while the link is down.
+const DISCARDED: u32 = 256;
+
+/// Header and the part of the frame that are looked at.
+const FRONT: usize = HEADER as usize + LOOKS_AT;
+
 /// Receiving, from start to drain.
 pub(super) struct Receiver {
     memory: Arc<GuestMemory>,
-    stats: Arc<NetStats>,
+    shared: Arc<Shared>,
+    /// The pair of queues, and its receive queue.
+    pair: u16,
+    queue: u16,
     /// Chains taken from the queue, in order, all unused. Invariant: they are the last ones taken, so that they can be
     /// put back.
     taken: VecDeque<Chain>,
@@ -37,14 +53,26 @@ pub(super) struct Receiver {
     used: Vec<(u16, u32)>,
     /// A packet may use several chains (VIRTIO_NET_F_MRG_RXBUF).
     mergeable: bool,
-    /// Longest packet with its header.
-    longest: usize,
+    /// Packets of VLANs that were not added are kept out (VIRTIO_NET_F_CTRL_VLAN).
+    vlans: bool,
+    /// The driver's filter and its address, and which version they are.
+    filter: (Arc<Filter>, Address),
+    filter_version: u32,
     /// Most bytes that `buffers` ever had. A packet that is longer is not worth waiting for buffers.
     peak: usize,
     /// A packet that waits for buffers, with its header; or nothing.
     pending: Vec<u8>,
     /// The host has not said that there are no packets.
     pub readable: bool,
+}
+
+/// How a receiver is set up.
+pub(super) struct Setup {
+    pub memory: Arc<GuestMemory>,
+    pub shared: Arc<Shared>,
+    pub pair: u16,
+    pub mergeable: bool,
+    pub vlans: bool,
 }
 
 /// What stays over a pause.
@@ -85,7 +113,10 @@ impl Pending {
 
 /// What a round achieved.
 enum Round {
-    Packet,
+    /// A packet was delivered that counts for that much in a rate limit.
+    Packet(Cost),
+    /// A packet is kept until there are buffers for it, or was not for the driver.
+    Nothing,
     /// No packet; the descriptor will tell.
     NoPacket,
     NoBuffers,
@@ -94,52 +125,75 @@ enum Round {
 }
 
 impl Receiver {
-    /// `large` when the host may give packets beyond the MTU.
-    pub fn new(
-        memory: Arc<GuestMemory>,
-        stats: Arc<NetStats>,
-        mergeable: bool,
-        large: bool,
-        mtu: u16,
-        pending: Pending,
-    ) -> Self {
-        // Ethernet header with a VLAN tag.
-        let frame = if large {
-            MAX_FRAME
-        } else {
-            u32::from(mtu).saturating_add(18)
-        };
-        let longest = frame.saturating_add(HEADER) as usize;
-        // A restored one may be such that this driver can't get it.
-        let mut packet = pending.packet;
-        if !mergeable || packet.len() > longest {
-            packet.clear();
-        }
-        Self {
-            buffers: Iovecs::new(Arc::clone(&memory)),
-            memory,
-            stats,
+    pub fn new(setup: Setup, pending: Pending) -> Self {
+        let filter_version = setup.shared.filter_version();
+        let mut receiver = Self {
+            buffers: Iovecs::new(Arc::clone(&setup.memory)),
+            memory: setup.memory,
+            filter: setup.shared.filter(),
+            filter_version,
+            shared: setup.shared,
+            pair: setup.pair,
+            queue: setup.pair.wrapping_mul(2),
             taken: VecDeque::new(),
             spare: Vec::new(),
             used: Vec::new(),
-            mergeable,
-            longest,
+            mergeable: setup.mergeable,
+            vlans: setup.vlans,
             peak: pending.peak,
-            pending: packet,
+            pending: pending.packet,
             readable: true,
+        };
+        // A restored one may be such that this driver can't get it.
+        if !receiver.mergeable || receiver.pending.len() > receiver.longest() {
+            receiver.pending.clear();
         }
+        receiver
     }
 
-    /// Gives the guest what there is.
-    pub fn run(&mut self, session: &mut Session, backend: &dyn NetBackend) -> Result<Progress, Fault> {
+    /// Longest packet with its header that the host may give.
+    fn longest(&self) -> usize {
+        let large = Offloads::TSO4 | Offloads::TSO6 | Offloads::USO;
+        let frame = if self.shared.offloads().intersects(large) {
+            MAX_FRAME
+        } else {
+            // Ethernet header with a VLAN tag.
+            u32::from(self.shared.mtu).saturating_add(18)
+        };
+        frame.saturating_add(HEADER) as usize
+    }
+
+    /// Gives the guest what there is, as fast as `throttle` allows. It has a timer call with `timer` for its token.
+    pub fn run(
+        &mut self,
+        session: &mut Session,
+        backend: &dyn NetBackend,
+        throttle: &mut Throttle<Cost>,
+        timer: u32,
+    ) -> Result<Progress, Fault> {
+        if let Some(cost) = throttle.waiting.take()
+            && !pays(session, throttle, cost, timer)?
+        {
+            return Ok(Progress::Waiting);
+        }
         let mut failures = 0_u32;
         while self.readable {
+            if !self.shared.is_link_up() {
+                self.discard(session, backend);
+                return Ok(Progress::Waiting);
+            }
             match self.round(session, backend)? {
-                Round::Packet => failures = 0,
+                Round::Packet(cost) => {
+                    failures = 0;
+                    if throttle.limits() && !pays(session, throttle, cost, timer)? {
+                        return Ok(Progress::Waiting);
+                    }
+                }
+                Round::Nothing => failures = 0,
                 Round::NoPacket => self.readable = false,
                 Round::NoBuffers => return Ok(Progress::Done),
                 Round::Failed(error) => {
-                    NetStats::add(&self.stats.receive_dropped, 1);
+                    self.count(|counters| PairCounters::add(&counters.receive_dropped, 1));
                     failures = failures.saturating_add(1);
                     if failures >= MAX_FAILURES {
                         self.readable = false;
@@ -151,41 +205,109 @@ impl Receiver {
         Ok(Progress::Waiting)
     }
 
+    /// Reads what the host has and forgets it: the link is down.
+    fn discard(&mut self, session: &mut Session, backend: &dyn NetBackend) {
+        let mut lost = u64::from(!self.pending.is_empty());
+        self.pending.clear();
+        let mut packet = [0; 64];
+        for _ in 0..DISCARDED {
+            // The rest of a longer packet is lost too.
+            if backend.receive_into(&mut packet).is_err() {
+                self.readable = false;
+                break;
+            }
+            lost = lost.saturating_add(1);
+        }
+        self.count(|counters| PairCounters::add(&counters.receive_dropped, lost));
+        if self.readable {
+            session.kick_again(self.queue);
+        }
+    }
+
     fn round(&mut self, session: &mut Session, backend: &dyn NetBackend) -> Result<Round, Fault> {
         if !self.pending.is_empty() {
             return self.deliver_pending(session);
         }
-        self.gather(session, self.longest)?;
+        let longest = self.longest();
+        self.gather(session, longest)?;
         if self.taken.is_empty() {
             return Ok(Round::NoBuffers);
         }
-        let direct = !self.mergeable || self.buffers.len() >= self.longest;
+        let direct = !self.mergeable || self.buffers.len() >= longest;
         let received = if direct {
             backend.receive(&self.buffers)
         } else {
-            self.receive_pending(backend)
+            self.receive_pending(backend, longest)
         };
         match received {
-            Ok(length) if length <= HEADER as usize || length > self.longest.max(self.buffers.len()) => {
+            Ok(length) if length <= HEADER as usize || length > longest.max(self.buffers.len()) => {
                 self.pending.clear();
                 Ok(Round::Failed(io::ErrorKind::UnexpectedEof.into()))
             }
-            Ok(length) => {
-                if direct {
-                    self.deliver(session, u32::try_from(length).unwrap_or(u32::MAX))?;
-                }
-                Ok(Round::Packet)
-            }
+            Ok(length) => self.received(session, length, direct),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(Round::NoPacket),
             Err(error) => Ok(Round::Failed(error)),
         }
     }
 
-    fn receive_pending(&mut self, backend: &dyn NetBackend) -> io::Result<usize> {
-        self.pending.resize(self.longest, 0);
+    fn receive_pending(&mut self, backend: &dyn NetBackend, longest: usize) -> io::Result<usize> {
+        self.pending.resize(longest, 0);
         let received = backend.receive_into(&mut self.pending);
         self.pending.truncate(*received.as_ref().unwrap_or(&0));
         received
+    }
+
+    /// Looks at a packet of `length` bytes, which lies in the guest's buffers (`direct`) or is pending: it is delivered, kept, or
+    /// not for the driver.
+    fn received(&mut self, session: &mut Session, length: usize, direct: bool) -> Result<Round, Fault> {
+        let mut front = [0; FRONT];
+        if direct {
+            let room = front.len().min(length);
+            self.buffers.peek(front.get_mut(..room).unwrap_or_default());
+        } else {
+            for (to, from) in front.iter_mut().zip(&self.pending) {
+                *to = *from;
+            }
+        }
+        let Some((header, frame)) = split(&front) else {
+            return Ok(Round::Nothing);
+        };
+        if !self.wants(frame) {
+            self.pending.clear();
+            self.count(|counters| PairCounters::add(&counters.receive_filtered, 1));
+            return Ok(Round::Nothing);
+        }
+        let Some(shown) = for_driver(&header, self.shared.offloads()) else {
+            self.pending.clear();
+            self.count(|counters| PairCounters::add(&counters.receive_dropped, 1));
+            return Ok(Round::Nothing);
+        };
+        if !direct {
+            if let Some(place) = self.pending.get_mut(..HEADER as usize) {
+                place.copy_from_slice(shown.as_bytes());
+            }
+            return Ok(Round::Nothing);
+        }
+        if shown != header
+            && let Some(first) = self.taken.front()
+        {
+            // Cannot fail: there is room for a header.
+            let _ = first.write(&self.memory, 0, shown.as_bytes());
+        }
+        let length = u32::try_from(length).unwrap_or(u32::MAX);
+        self.deliver(session, length)?;
+        Ok(Round::Packet(shown.cost(length.saturating_sub(HEADER))))
+    }
+
+    /// Whether the driver's filter lets a frame through that begins with `start`.
+    fn wants(&mut self, start: &[u8; LOOKS_AT]) -> bool {
+        let version = self.shared.filter_version();
+        if version != self.filter_version {
+            self.filter = self.shared.filter();
+            self.filter_version = version;
+        }
+        let (filter, mac) = &self.filter;
+        filter.accepts(start, mac, self.vlans)
     }
 
     fn deliver_pending(&mut self, session: &mut Session) -> Result<Round, Fault> {
@@ -207,9 +329,12 @@ impl Receiver {
             let _ = chain.write(&self.memory, 0, now);
             left = rest;
         }
+        let header = Header::read_from_prefix(&self.pending);
+        let header = header.map(|(header, _)| header).unwrap_or_default();
         self.pending.clear();
-        self.deliver(session, u32::try_from(length).unwrap_or(u32::MAX))?;
-        Ok(Round::Packet)
+        let length = u32::try_from(length).unwrap_or(u32::MAX);
+        self.deliver(session, length)?;
+        Ok(Round::Packet(header.cost(length.saturating_sub(HEADER))))
     }
 
     /// Takes chains until they have room for `wanted` bytes, or one chain when packets are not merged; fewer when the
@@ -217,7 +342,7 @@ impl Receiver {
     fn gather(&mut self, session: &mut Session, wanted: usize) -> Result<(), Fault> {
         while self.taken.is_empty() || self.mergeable && self.buffers.len() < wanted {
             let mut chain = self.spare.pop().unwrap_or_default();
-            if !session.pop(RECEIVE, &mut chain)? {
+            if !session.pop(self.queue, &mut chain)? {
                 self.spare.push(chain);
                 break;
             }
@@ -231,7 +356,7 @@ impl Receiver {
                 let head = first.head();
                 self.let_go();
                 Err(Fault::Guest {
-                    queue: RECEIVE,
+                    queue: self.queue,
                     head,
                     reason: "no place for a packet's header",
                 })
@@ -269,24 +394,28 @@ impl Receiver {
         for _ in 0..count {
             self.let_go();
         }
-        if let Some(queue) = session.queue(RECEIVE) {
-            queue.add_used_together(&self.used).map_err(|error| Fault::Ring {
-                queue: RECEIVE,
-                error,
-            })?;
+        let queue = self.queue;
+        if let Some(ring) = session.queue(queue) {
+            ring.add_used_together(&self.used)
+                .map_err(|error| Fault::Ring { queue, error })?;
         }
-        NetStats::add(&self.stats.received, 1);
-        NetStats::add(
-            &self.stats.received_bytes,
-            u64::from(length.saturating_sub(HEADER)),
-        );
+        self.count(|counters| {
+            PairCounters::add(&counters.received, 1);
+            PairCounters::add(&counters.received_bytes, length.saturating_sub(HEADER).into());
+        });
         Ok(())
+    }
+
+    fn count(&self, add: impl FnOnce(&PairCounters)) {
+        if let Some(counters) = self.shared.counters(self.pair) {
+            add(counters);
+        }
     }
 
     /// Puts unused buffers back into the queue; gives what stays over a pause.
     pub fn put_back(mut self, session: &mut Session) -> Pending {
         let count = u16::try_from(self.taken.len()).unwrap_or(u16::MAX);
-        if let Some(queue) = session.queue(RECEIVE) {
+        if let Some(queue) = session.queue(self.queue) {
             queue.unpop(count);
         }
         Pending {
@@ -294,4 +423,20 @@ impl Receiver {
             peak: self.peak,
         }
     }
+}
+
+/// Whether a packet that was delivered is paid for; if not, `throttle` waits with it, and a timer comes.
+fn pays(session: &Session, throttle: &mut Throttle<Cost>, cost: Cost, timer: u32) -> Result<bool, Fault> {
+    let Some(wait) = throttle.wait_for(cost, Instant::now) else {
+        return Ok(true);
+    };
+    throttle.waiting = Some(cost);
+    throttle.arm(session, timer, wait)?;
+    Ok(false)
+}
+
+/// Header and the beginning of the frame.
+fn split(front: &[u8; FRONT]) -> Option<(Header, &[u8; LOOKS_AT])> {
+    let (header, frame) = Header::read_from_prefix(front).ok()?;
+    Some((header, frame.first_chunk()?))
 }

@@ -1,100 +1,176 @@
 //! From the guest to the host: each packet is sent straight from the guest's buffers, behind a checked copy of its
 //! header.
 
-use std::{io, sync::Arc};
+use std::{io, sync::Arc, time::Instant};
 
 use zerocopy::IntoBytes as _;
 
 use super::{
-    config::TRANSMIT,
-    header::{HEADER, Header, check},
-    stats::NetStats,
+    control::Shared,
+    header::{HEADER, Header, Refusal, check},
+    stats::PairCounters,
 };
 use crate::{
     GuestMemory,
     net::NetBackend,
+    rate::Cost,
     sys::Iovecs,
-    virtio::{chain::Chain, device::Progress, fault::Fault, session::Session},
+    virtio::{chain::Chain, device::Progress, fault::Fault, session::Session, throttle::Throttle},
 };
+
+/// Completions that the driver sees together, at most: it may go on with these while the others are sent.
+const SHOWN_TOGETHER: u32 = 16;
 
 /// Sending, from start to drain.
 pub(super) struct Sender {
     memory: Arc<GuestMemory>,
-    stats: Arc<NetStats>,
+    shared: Arc<Shared>,
+    /// The pair of queues, and its transmit queue.
+    pair: u16,
+    queue: u16,
     chain: Chain,
     buffers: Iovecs,
+    /// The packet that is taken next was paid for already (see [`rate`](crate::rate)).
+    paid: bool,
     /// The host takes no packets at present; the descriptor will tell.
     pub blocked: bool,
 }
 
+/// What became of a packet.
+enum Outcome {
+    Sent,
+    /// It is lost: what it said of itself made no sense.
+    Invalid,
+    /// It is lost: the link is down.
+    Lost,
+}
+
 impl Sender {
-    pub fn new(memory: Arc<GuestMemory>, stats: Arc<NetStats>) -> Self {
+    pub fn new(memory: Arc<GuestMemory>, shared: Arc<Shared>, pair: u16) -> Self {
         let buffers = Iovecs::new(Arc::clone(&memory));
         Self {
             memory,
-            stats,
+            shared,
+            pair,
+            queue: pair.wrapping_mul(2).wrapping_add(1),
             chain: Chain::new(),
             buffers,
+            paid: false,
             blocked: false,
         }
     }
 
-    /// Sends what the guest has, until the host takes no more. After errors of the host (the packets are dropped) the
-    /// last one is given, when all is sent.
-    pub fn run(&mut self, session: &mut Session, backend: &dyn NetBackend) -> Result<Progress, Fault> {
+    /// Sends what the guest has, until the host takes no more or `throttle` says to wait, which has a timer call with
+    /// `timer` for its token. After errors of the host (the packets are dropped) the last one is given, when all is sent.
+    pub fn run(
+        &mut self,
+        session: &mut Session,
+        backend: &dyn NetBackend,
+        throttle: &mut Throttle<Cost>,
+        timer: u32,
+    ) -> Result<Progress, Fault> {
         let mut failed = None;
-        while !self.blocked && session.pop(TRANSMIT, &mut self.chain)? {
-            match self.send(session, backend) {
+        let mut unshown = 0_u32;
+        throttle.waiting = None;
+        while !self.blocked && session.pop(self.queue, &mut self.chain)? {
+            let length = self.chain.readable_len().saturating_sub(HEADER);
+            let checked = match self.chain.read_obj::<Header>(&self.memory, 0) {
+                Ok(header) => check(&header, length, session.features()),
+                Err(_) => Err("no header"),
+            };
+            if let Ok(header) = &checked
+                && self.waits(session, throttle, header.cost(length), timer)?
+            {
+                break;
+            }
+            match self.send(backend, length, checked) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.blocked = true;
-                    if let Some(queue) = session.queue(TRANSMIT) {
-                        queue.unpop(1);
-                    }
+                    session.unpop(self.queue);
                     break;
                 }
-                Ok(()) => {}
+                Ok(outcome) => self.count(session, &outcome, length),
                 Err(error) => {
-                    NetStats::add(&self.stats.send_dropped, 1);
+                    self.count(session, &Outcome::Lost, length);
                     failed = Some(error);
                 }
             }
-            session.add_used(TRANSMIT, self.chain.head(), 0)?;
+            self.paid = false;
+            session.put_used(self.queue, self.chain.head(), 0)?;
+            unshown = unshown.saturating_add(1);
+            if unshown >= SHOWN_TOGETHER {
+                unshown = 0;
+                session.show_used(self.queue)?;
+            }
         }
         match failed {
             Some(error) => Err(Fault::Backend("send a packet", error)),
-            None if self.blocked => Ok(Progress::Waiting),
+            None if self.blocked || throttle.waiting.is_some() => Ok(Progress::Waiting),
             None => Ok(Progress::Done),
         }
     }
 
-    /// Sends the packet at hand, or drops it because it makes no sense.
-    fn send(&mut self, session: &Session, backend: &dyn NetBackend) -> io::Result<()> {
-        let length = self.chain.readable_len().saturating_sub(HEADER);
-        let checked = match self.chain.read_obj::<Header>(&self.memory, 0) {
-            Ok(header) => check(&header, length, session.features()),
-            Err(_) => Err("no header"),
+    /// Whether the packet at hand has to wait; it is back in the ring then, and a timer comes. It is paid for otherwise.
+    fn waits(
+        &mut self,
+        session: &mut Session,
+        throttle: &mut Throttle<Cost>,
+        cost: Cost,
+        timer: u32,
+    ) -> Result<bool, Fault> {
+        if self.paid || !throttle.limits() {
+            return Ok(false);
+        }
+        let Some(wait) = throttle.wait_for(cost, Instant::now) else {
+            self.paid = true;
+            return Ok(false);
         };
+        session.unpop(self.queue);
+        throttle.waiting = Some(cost);
+        throttle.arm(session, timer, wait)?;
+        Ok(true)
+    }
+
+    /// Sends the packet at hand, or drops it because it makes no sense or the link is down.
+    fn send(
+        &mut self,
+        backend: &dyn NetBackend,
+        length: u32,
+        checked: Result<Header, Refusal>,
+    ) -> io::Result<Outcome> {
         self.buffers.clear();
         let gathered = self.buffers.append(self.chain.readable(), HEADER, length);
         match checked {
             Ok(header) if gathered.is_ok() && self.buffers.fits_one_call() => {
+                if !self.shared.is_link_up() {
+                    return Ok(Outcome::Lost);
+                }
                 match backend.send(header.as_bytes(), &mut self.buffers) {
                     // What the host finds wrong with a packet is the guest's doing.
-                    Err(error) if error.kind() == io::ErrorKind::InvalidInput => self.refuse(session),
-                    Err(error) => return Err(error),
-                    Ok(()) => {
-                        NetStats::add(&self.stats.sent, 1);
-                        NetStats::add(&self.stats.sent_bytes, u64::from(length));
-                    }
+                    Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(Outcome::Invalid),
+                    Err(error) => Err(error),
+                    Ok(()) => Ok(Outcome::Sent),
                 }
             }
-            _ => self.refuse(session),
+            _ => Ok(Outcome::Invalid),
         }
-        Ok(())
     }
 
-    fn refuse(&self, session: &Session) {
-        session.count_guest_fault();
-        NetStats::add(&self.stats.send_dropped, 1);
+    fn count(&self, session: &Session, outcome: &Outcome, length: u32) {
+        let Some(counters) = self.shared.counters(self.pair) else {
+            return;
+        };
+        match outcome {
+            Outcome::Sent => {
+                PairCounters::add(&counters.sent, 1);
+                PairCounters::add(&counters.sent_bytes, length.into());
+            }
+            Outcome::Lost => PairCounters::add(&counters.send_dropped, 1),
+            Outcome::Invalid => {
+                session.count_guest_fault();
+                PairCounters::add(&counters.send_dropped, 1);
+                PairCounters::add(&counters.send_invalid, 1);
+            }
+        }
     }
 }

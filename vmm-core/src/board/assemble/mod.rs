@@ -34,7 +34,7 @@ use devices::{
         balloon::BalloonControl,
         device::VirtioDevice,
         fault::{DeviceEvent, EventSink},
-        net::NetStats,
+        net::NetControl,
         transport::{Parts, VirtioPciDevice},
     },
 };
@@ -244,7 +244,7 @@ struct Assembly {
     hotplug: Arc<HotPlug>,
     sockets: Sockets,
     components: Vec<Box<dyn Component>>,
-    nics: Vec<(String, Arc<NetStats>)>,
+    nics: Vec<(String, NetControl)>,
     /// Of the components that have one.
     slots: Vec<(u8, String)>,
     balloon: Option<BalloonControl>,

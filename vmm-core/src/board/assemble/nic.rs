@@ -1,8 +1,8 @@
 //! A network interface.
 
 use devices::{
-    net::{Tap, TapError},
-    virtio::net::Net,
+    net::{Offloads, Tap, TapError},
+    virtio::net::{Net, NetOptions},
 };
 use proto::{model, vmm::ErrorKind};
 
@@ -18,7 +18,13 @@ pub(super) fn build(assembly: &mut Assembly, spec: &model::machine::Nic) -> Resu
         },
         message: format!("{name}: {}", with_causes(&error)),
     })?;
-    let device = Net::new(Box::new(tap), &spec.name, spec.mac.octets(), spec.mtu);
-    assembly.nics.push((spec.name.to_string(), device.stats()));
+    // What the protocol can't choose, guests find as they always did.
+    let options = NetOptions {
+        control: false,
+        offloads: Offloads::all() - Offloads::USO,
+        ..NetOptions::new(&spec.name, spec.mac.octets(), spec.mtu)
+    };
+    let device = Net::new(vec![Box::new(tap)], options);
+    assembly.nics.push((spec.name.clone(), device.control()));
     assembly.add_virtio(&name, spec.slot, Box::new(device))
 }

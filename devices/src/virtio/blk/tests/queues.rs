@@ -100,10 +100,10 @@ fn as_many_queues_as_asked_for_up_to_16() {
 
 #[test]
 fn threads_are_named_for_disk_and_queue() {
-    assert_eq!(thread_name("root", 0), "blk-root-q0");
-    assert_eq!(thread_name("a-very-long-name", 3), "blk-a-very-l-q3");
-    assert_eq!(thread_name("a-very-long-name", 15).len(), 15);
-    assert_eq!(thread_name("ääääää", 3), "blk-ääää-q3");
+    assert_eq!(thread_name("blk", "root", 0), "blk-root-q0");
+    assert_eq!(thread_name("blk", "a-very-long-name", 3), "blk-a-very-l-q3");
+    assert_eq!(thread_name("blk", "a-very-long-name", 15).len(), 15);
+    assert_eq!(thread_name("blk", "ääääää", 3), "blk-ääää-q3");
 }
 
 #[test]

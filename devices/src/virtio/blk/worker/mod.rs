@@ -1,7 +1,7 @@
 //! The worker of one queue: the rounds in which it completes and takes requests, its sleep, and its life.
 //!
 //! A request is in exactly one place: in a slot that the engine knows (*in flight*), in the slot that
-//! [`throttle`](super::throttle) names, or among the [kept](super::hold). It completes when it leaves all of them; until
+//! [`throttle`](crate::virtio::throttle) names, or among the [kept](super::hold). It completes when it leaves all of them; until
 //! then it is *outstanding*. Its path is in [`requests`].
 
 mod requests;
@@ -20,7 +20,6 @@ use super::{
     pace::{MANY, Pace},
     plan::{Negotiated, Work},
     request::{ID_LENGTH, Limits},
-    throttle::Throttle,
 };
 use crate::{
     GuestMemory,
@@ -33,6 +32,7 @@ use crate::{
         gauge::Gauge,
         queue::Queue,
         session::{EventSet, Session},
+        throttle::Throttle,
     },
 };
 
@@ -108,7 +108,7 @@ pub(super) struct BlkHandler {
     gauge: Option<Arc<Gauge>>,
     pub(super) negotiated: Negotiated,
     pub(super) kept: Kept,
-    throttle: Throttle,
+    throttle: Throttle<u32>,
     pace: Pace,
     pub(super) clock: Clock,
     /// Requests taken that have not completed.
@@ -175,9 +175,15 @@ impl BlkHandler {
         }
     }
 
+    /// Goes over to another limiter if the disk has one now.
+    fn refresh_limit(&mut self) {
+        let wake = self.shared.wake_of(self.queue);
+        self.throttle.refresh(&self.shared.limiter, wake);
+    }
+
     fn rounds(&mut self, session: &mut Session, memory: &Arc<GuestMemory>) -> Result<(), Fault> {
         session.suppress_kicks(self.queue)?;
-        self.throttle.refresh(&self.shared, self.queue);
+        self.refresh_limit();
         let mut left = BATCH;
         loop {
             self.clock.next_round();
@@ -227,7 +233,7 @@ impl BlkHandler {
             return;
         }
         self.called |= session.has_command();
-        self.throttle.refresh(&self.shared, self.queue);
+        self.refresh_limit();
         if session.available(self.queue) > 0 {
             session.count_kick();
         }

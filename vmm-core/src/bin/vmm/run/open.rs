@@ -236,7 +236,7 @@ fn open_nic(fds: &mut Fds, slot: u32, vm: &str, nic: &Nic) -> Result<vmm::Nic> {
         // It vanishes with this process.
         Attachment::Bridge(bridge) => (format!("vmm{}n{slot}", std::process::id()), Some(bridge)),
     };
-    let fd = tap::open(&name).with_context(|| {
+    let fd = tap::open(&name, false).with_context(|| {
         format!(
             "nic {}: opening tap {name}: it needs to be root, or the owner of the tap",
             nic.name

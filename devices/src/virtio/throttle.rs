@@ -1,31 +1,62 @@
-//! The one request of a queue that waits for its rate limit, and the timer that says when to look again.
+//! What of a queue waits for its rate limit, and the timer that says when to look again.
 //!
-//! While it waits nothing more is taken from the ring: what is there waits in guest memory, and its driver has no reason
-//! to notify. So a flush waits behind it, but is not limited itself.
+//! While something waits, nothing more is taken from the ring: what is there waits in guest memory, and its driver has no
+//! reason to notify. Requests behind one that waits wait as well, also those that are not limited themselves.
 
 use std::{
     io,
     os::fd::OwnedFd,
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
     time::{Duration, Instant},
 };
 
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
+use vmm_sys_util::eventfd::EventFd;
 
-use super::control::Shared;
-use crate::{
-    rate::{Cost, Tenant},
-    virtio::{
-        fault::Fault,
-        session::{EventSet, Session},
-    },
+use super::{
+    fault::Fault,
+    session::{EventSet, Session},
 };
+use crate::rate::{Cost, Limiter, Tenant};
 
-/// A worker's side of the limiter.
+/// The limiter of a device, which can be exchanged while workers use it.
 #[derive(Debug, Default)]
-pub(super) struct Throttle {
+pub(super) struct LimiterCell {
+    limiter: Mutex<Option<Arc<Limiter>>>,
+    /// Changes with `limiter`.
+    version: AtomicU32,
+}
+
+impl LimiterCell {
+    pub(super) fn new(limiter: Option<Arc<Limiter>>) -> Self {
+        Self {
+            limiter: Mutex::new(limiter),
+            version: AtomicU32::new(0),
+        }
+    }
+
+    /// Takes effect when the workers look next; the caller wakes them.
+    pub(super) fn set(&self, limiter: Option<Arc<Limiter>>) {
+        *self.limiter.lock().unwrap_or_else(PoisonError::into_inner) = limiter;
+        self.version.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn get(&self) -> Option<Arc<Limiter>> {
+        self.limiter
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+}
+
+/// A worker's side of a limiter. `W` names what waits.
+#[derive(Debug)]
+pub(super) struct Throttle<W> {
     tenant: Option<Tenant>,
     /// Of the limiter that it is a tenant of.
     version: Option<u32>,
@@ -33,26 +64,38 @@ pub(super) struct Throttle {
     timer: Option<OwnedFd>,
     /// The session watches the timer.
     watched: bool,
-    /// Slot of the request that waits.
-    pub waiting: Option<u32>,
+    /// What waits.
+    pub waiting: Option<W>,
 }
 
-impl Throttle {
+impl<W> Default for Throttle<W> {
+    fn default() -> Self {
+        Self {
+            tenant: None,
+            version: None,
+            timer: None,
+            watched: false,
+            waiting: None,
+        }
+    }
+}
+
+impl<W> Throttle<W> {
     /// Nothing is watched any more: a session begins.
     pub(super) fn start(&mut self) {
         self.watched = false;
     }
 
-    /// Goes over to another limiter if there is one now.
-    pub(super) fn refresh(&mut self, shared: &Shared, queue: u16) {
-        let version = shared.limiter_version.load(Ordering::Acquire);
+    /// Goes over to another limiter if there is one now. `wake` tells the worker that the limits changed.
+    pub(super) fn refresh(&mut self, cell: &LimiterCell, wake: Option<&Arc<EventFd>>) {
+        let version = cell.version.load(Ordering::Acquire);
         if self.version == Some(version) {
             return;
         }
         self.version = Some(version);
-        self.tenant = shared
-            .limiter()
-            .zip(shared.wake_of(queue))
+        self.tenant = cell
+            .get()
+            .zip(wake)
             .map(|(limiter, wake)| limiter.join(Arc::clone(wake)));
     }
 
@@ -71,7 +114,7 @@ impl Throttle {
     }
 
     /// Nobody waits any more.
-    pub(super) fn give_up(&mut self) -> Option<u32> {
+    pub(super) fn give_up(&mut self) -> Option<W> {
         if let Some(tenant) = &self.tenant {
             tenant.give_up();
         }

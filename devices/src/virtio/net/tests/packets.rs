@@ -1,203 +1,26 @@
 use std::{
     collections::VecDeque,
+    io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
-        Condvar, Mutex,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
-    thread,
-    time::Instant,
 };
 
 use proptest::prelude::*;
-use rstest::rstest;
-use rustix::{
-    fs::{OFlags, fcntl_getfl, fcntl_setfl},
-    net::{AddressFamily, SocketFlags, SocketType, socketpair},
-};
 use vm_memory::{Bytes, GuestAddress};
-use zerocopy::FromBytes;
 
-use super::{
-    config::offloads,
-    header::{Header, check},
-    *,
-};
+use super::{super::config::offloads, *};
 use crate::{
     component::Component,
     net::Offloads,
     sys::Iovecs,
     virtio::{
         fault::DeviceEvent,
-        testing::{Area, Buffer, Driver, PATIENCE, Rig, suite::DeviceUnderTest},
+        testing::{Area, Rig},
     },
 };
-
-const ALL: u64 = !(3 << 28);
-const CSUM: u64 = 1;
-const GUEST_CSUM: u64 = 1 << 1;
-const GUEST_TSO4: u64 = 1 << 7;
-const HOST_TSO4: u64 = 1 << 11;
-const HOST_TSO6: u64 = 1 << 12;
-const HOST_ECN: u64 = 1 << 13;
-const MRG_RXBUF: u64 = 1 << 15;
-
-const MAC: [u8; 6] = [0x52, 0x54, 0, 1, 2, 3];
-
-/// A socket that keeps packets apart in place of a tap.
-struct Socket {
-    fd: OwnedFd,
-    offloads: Arc<Mutex<Vec<Offloads>>>,
-}
-
-impl AsFd for Socket {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-}
-
-impl NetBackend for Socket {
-    fn receive(&self, buffers: &Iovecs) -> io::Result<usize> {
-        buffers.receive(&self.fd)
-    }
-    fn receive_into(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        Ok(rustix::io::read(&self.fd, buffer)?)
-    }
-    fn send(&self, header: &[u8], packet: &mut Iovecs) -> io::Result<()> {
-        packet.send(&self.fd, header).map(|_| ())
-    }
-    fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {
-        self.offloads.lock().unwrap().push(offloads);
-        Ok(())
-    }
-}
-
-/// The other end of the cable.
-struct Peer {
-    fd: Arc<OwnedFd>,
-    offloads: Arc<Mutex<Vec<Offloads>>>,
-    next: u64,
-    arrived: Option<Arc<Arrived>>,
-}
-
-#[derive(Default)]
-struct Arrived {
-    packets: Mutex<VecDeque<Vec<u8>>>,
-    changed: Condvar,
-}
-
-impl Peer {
-    fn new() -> (Self, Box<Net>) {
-        let none = SocketFlags::CLOEXEC;
-        let (near, far) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, none, None).unwrap();
-        fcntl_setfl(&near, fcntl_getfl(&near).unwrap() | OFlags::NONBLOCK).unwrap();
-        let offloads = Arc::default();
-        let socket = Socket {
-            fd: near,
-            offloads: Arc::clone(&offloads),
-        };
-        let peer = Self {
-            fd: Arc::new(far),
-            offloads,
-            next: 0,
-            arrived: None,
-        };
-        (peer, Box::new(Net::new(Box::new(socket), "eth0", MAC, 1500)))
-    }
-
-    /// Takes all that arrives from now on, on a thread that ends with the device.
-    fn drain(&mut self) {
-        let (fd, arrived) = (Arc::clone(&self.fd), Arc::<Arrived>::default());
-        self.arrived = Some(Arc::clone(&arrived));
-        thread::spawn(move || {
-            let mut buffer = vec![0; 70_000];
-            while let Ok(length @ 1..) = rustix::io::read(&fd, &mut buffer) {
-                arrived
-                    .packets
-                    .lock()
-                    .unwrap()
-                    .push_back(buffer[..length].to_vec());
-                arrived.changed.notify_all();
-            }
-        });
-    }
-
-    fn wait_for(&self, wanted: &[u8]) {
-        let arrived = self.arrived.as_ref().unwrap();
-        let deadline = Instant::now() + PATIENCE;
-        let mut packets = arrived.packets.lock().unwrap();
-        loop {
-            while let Some(packet) = packets.pop_front() {
-                if packet == wanted {
-                    return;
-                }
-            }
-            assert!(Instant::now() < deadline, "the packet does not arrive");
-            packets = arrived.changed.wait_timeout(packets, PATIENCE).unwrap().0;
-        }
-    }
-
-    fn send(&self, packet: &[u8]) {
-        assert_eq!(rustix::io::write(&self.fd, packet).unwrap(), packet.len());
-    }
-
-    fn receive(&self) -> Vec<u8> {
-        let mut buffer = vec![0; 70_000];
-        let length = rustix::io::read(&self.fd, &mut buffer).unwrap();
-        buffer.truncate(length);
-        buffer
-    }
-}
-
-fn packet(number: u64, length: usize) -> Vec<u8> {
-    let mut packet = vec![0; 12];
-    packet.extend(number.to_le_bytes());
-    packet.extend((0..length).map(|at| u8::try_from(at % 253).unwrap()));
-    packet.truncate(12 + length);
-    packet
-}
-
-impl DeviceUnderTest for Peer {
-    const FEATURES: u64 = ALL;
-    const EAGER_QUEUES: &'static [u16] = &[TRANSMIT];
-
-    fn build() -> (Self, Box<dyn VirtioDevice>) {
-        let (mut peer, front) = Self::new();
-        peer.drain();
-        (peer, front)
-    }
-
-    fn probe(&mut self, driver: &mut Driver) {
-        self.next += 1;
-        let out = packet(self.next, 100);
-        let parts = [
-            Buffer::Readable(out[..12].into()),
-            Buffer::Readable(out[12..].into()),
-        ];
-        driver.request(TRANSMIT, &parts);
-        self.wait_for(&out);
-        driver.submit(RECEIVE, &[Buffer::Writable(12), Buffer::Writable(2000)]);
-        let mut incoming = packet(self.next | 1 << 32, 200);
-        self.send(&incoming);
-        incoming[10] = 1;
-        let (used, written) = driver.wait_used(RECEIVE);
-        assert_eq!((used.written, written), (212, incoming));
-    }
-
-    fn request(&self) -> (u16, Vec<Buffer>) {
-        (TRANSMIT, vec![Buffer::Readable(packet(0, 60))])
-    }
-}
-
-crate::virtio_device_tests!(Peer);
-crate::virtio_saved_device_tests!(Peer, "virtio-net");
-
-fn running(features: u64) -> (Peer, Driver) {
-    let (peer, front) = Peer::new();
-    let mut driver = Driver::new(Rig::new(front));
-    driver.start(features);
-    (peer, driver)
-}
 
 #[test]
 fn the_configuration_tells_address_link_and_mtu() {
@@ -270,7 +93,7 @@ fn packets_wait_for_buffers_and_come_with_few_interrupts() {
 #[test]
 fn a_host_that_takes_no_more_makes_packets_wait_and_loses_none() {
     let (mut peer, front) = Peer::new();
-    let stats = front.stats();
+    let control = front.control();
     let mut driver = Driver::new(Rig::new(front));
     driver.start(ALL);
     for number in 0..200 {
@@ -290,18 +113,12 @@ fn a_host_that_takes_no_more_makes_packets_wait_and_loses_none() {
         driver.offer(TRANSMIT, &[Buffer::Readable(packet(number, 1500))]);
     }
     driver.kick(TRANSMIT);
-    peer.wait_for(&packet(299, 1500));
+    peer.wait_for(0, &packet(299, 1500));
     while driver.under_way(TRANSMIT) > 0 {
         driver.wait_used(TRANSMIT);
     }
-    assert_eq!(
-        (
-            stats.sent.load(Ordering::Relaxed),
-            stats.send_dropped.load(Ordering::Relaxed)
-        ),
-        (300, 0)
-    );
-    assert_eq!(stats.sent_bytes.load(Ordering::Relaxed), 300 * 1500);
+    assert_eq!((control.stats().sent, control.stats().send_dropped), (300, 0));
+    assert_eq!(control.stats().sent_bytes, 300 * 1500);
 }
 
 #[test]
@@ -326,7 +143,7 @@ fn buffers_that_were_taken_and_not_used_survive_a_pause() {
 fn offloads_follow_what_was_negotiated_and_end_with_a_reset() {
     let (peer, mut driver) = running(ALL);
     driver.rig.pause();
-    let set = |peer: &Peer| peer.offloads.lock().unwrap().last().copied();
+    let set = |peer: &Peer| peer.told.last_offloads();
     assert_eq!(set(&peer), Some(Offloads::all()));
     driver.rig.device.resume().unwrap();
     driver.rig.reset_device();
@@ -346,7 +163,7 @@ fn offloads_follow_what_was_negotiated_and_end_with_a_reset() {
 #[test]
 fn packets_that_make_no_sense_are_dropped_and_counted_and_the_next_is_sent() {
     let (peer, front) = Peer::new();
-    let stats = front.stats();
+    let control = front.control();
     let mut driver = Driver::new(Rig::new(front));
     driver.start(ALL);
     let bad_gso = [&[0, 0xff][..], &packet(1, 60)[2..]].concat();
@@ -365,7 +182,7 @@ fn packets_that_make_no_sense_are_dropped_and_counted_and_the_next_is_sent() {
     }
     driver.request(TRANSMIT, &[Buffer::Readable(packet(2, 60))]);
     assert_eq!(peer.receive(), packet(2, 60));
-    assert_eq!(stats.send_dropped.load(Ordering::Relaxed), 7);
+    assert_eq!(control.stats().send_dropped, 7);
     assert_eq!(
         driver.rig.device.counters().guest_faults.load(Ordering::Relaxed),
         7
@@ -386,7 +203,7 @@ fn a_packet_in_as_many_pieces_as_a_chain_may_have_is_sent() {
 #[test]
 fn a_packet_longer_than_the_buffers_left_waits_for_more_and_one_that_never_fits_is_dropped() {
     let (peer, front) = Peer::new();
-    let stats = front.stats();
+    let control = front.control();
     let mut driver = Driver::new(Rig::new(front));
     driver.start(ALL);
     driver.submit(RECEIVE, &[Buffer::Writable(1500)]);
@@ -413,12 +230,12 @@ fn a_packet_longer_than_the_buffers_left_waits_for_more_and_one_that_never_fits_
     );
     driver.submit(RECEIVE, &[Buffer::Writable(1500)]);
     assert_eq!(driver.wait_used(RECEIVE).0.written, 72);
-    assert_eq!(stats.receive_dropped.load(Ordering::Relaxed), 0);
+    assert_eq!(control.stats().receive_dropped, 0);
     peer.send(&packet(4, 20_000));
     peer.send(&packet(5, 60));
     driver.submit(RECEIVE, &[Buffer::Writable(1500)]);
     assert_eq!(driver.wait_used(RECEIVE).1[12..20], 5_u64.to_le_bytes());
-    assert_eq!(stats.receive_dropped.load(Ordering::Relaxed), 1);
+    assert_eq!(control.stats().receive_dropped, 1);
 }
 
 #[test]
@@ -445,6 +262,9 @@ impl AsFd for Down {
 }
 
 impl NetBackend for Down {
+    fn capabilities(&self) -> Offloads {
+        Offloads::all()
+    }
     fn receive(&self, _buffers: &Iovecs) -> io::Result<usize> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         Err(io::Error::from_raw_os_error(libc::EBADFD))
@@ -459,6 +279,9 @@ impl NetBackend for Down {
     fn set_offloads(&self, _offloads: Offloads) -> io::Result<()> {
         self.ready.write(1)
     }
+    fn set_attached(&self, _attached: bool) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 #[test]
@@ -471,7 +294,10 @@ fn a_tap_that_is_down_drops_packets_is_reported_and_is_not_asked_over_and_over()
         fd,
         calls: Arc::clone(&calls),
     };
-    let mut driver = Driver::new(Rig::new(Box::new(Net::new(Box::new(down), "eth0", MAC, 1500))));
+    let mut driver = Driver::new(Rig::new(Box::new(Net::new(
+        vec![Box::new(down)],
+        NetOptions::new("eth0", MAC, 1500),
+    ))));
     driver.start(ALL);
     for _ in 0..20 {
         driver.submit(RECEIVE, &[Buffer::Writable(2000)]);
@@ -485,83 +311,7 @@ fn a_tap_that_is_down_drops_packets_is_reported_and_is_not_asked_over_and_over()
     driver.rig.reset_device();
 }
 
-#[rstest]
-#[case::plain(Header::default(), 60, 0, true)]
-#[case::too_short(Header::default(), 13, 0, false)]
-#[case::longest(Header::default(), 65_554, 0, true)]
-#[case::too_long(Header::default(), 65_555, 0, false)]
-#[case::checksum(checksum(34, 16), 60, CSUM, true)]
-#[case::checksum_at_the_end(checksum(34, 24), 60, CSUM, true)]
-#[case::checksum_beyond_the_end(checksum(34, 25), 60, CSUM, false)]
-#[case::checksum_overflows(checksum(0xffff, 0xffff), 60, CSUM, false)]
-#[case::checksum_not_negotiated(checksum(34, 16), 60, 0, false)]
-#[case::tso4(segments(1, 1448), 9000, CSUM | HOST_TSO4, true)]
-#[case::tso4_not_negotiated(segments(1, 1448), 9000, CSUM | HOST_TSO6, false)]
-#[case::tso6(segments(4, 1448), 9000, CSUM | HOST_TSO6, true)]
-#[case::ecn(segments(0x81, 1448), 9000, CSUM | HOST_TSO4 | HOST_ECN, true)]
-#[case::ecn_not_negotiated(segments(0x81, 1448), 9000, CSUM | HOST_TSO4, false)]
-#[case::ecn_alone(segments(0x80, 1448), 9000, CSUM | HOST_TSO4 | HOST_ECN, false)]
-#[case::udp(segments(3, 1448), 9000, u64::MAX, false)]
-#[case::no_size(segments(1, 0), 9000, CSUM | HOST_TSO4, false)]
-#[case::no_checksum(Header { flags: 0, ..segments(1, 1448) }, 9000, CSUM | HOST_TSO4, false)]
-fn headers_are_let_through_or_not(
-    #[case] header: Header,
-    #[case] length: u32,
-    #[case] features: u64,
-    #[case] passes: bool,
-) {
-    let checked = check(&header, length, features);
-    assert_eq!(checked.is_ok(), passes, "{checked:?}");
-    if let Ok(checked) = checked {
-        assert_eq!(checked, header);
-    }
-}
-
-fn checksum(start: u16, offset: u16) -> Header {
-    Header {
-        flags: 1,
-        csum_start: start.into(),
-        csum_offset: offset.into(),
-        ..Header::default()
-    }
-}
-
-fn segments(gso_type: u8, gso_size: u16) -> Header {
-    Header {
-        gso_type,
-        gso_size: gso_size.into(),
-        hdr_len: 54.into(),
-        ..checksum(34, 16)
-    }
-}
-
 proptest! {
-    #[test]
-    fn what_the_host_gets_to_see_was_negotiated_and_lies_in_the_packet(
-        bytes: [u8; 12], gso in prop_oneof![0_u8..6, any::<u8>()], length in 0_u32..70_000, features: u64
-    ) {
-        let mut header = Header::read_from_bytes(&bytes).unwrap();
-        header.gso_type = gso;
-        let Ok(checked) = check(&header, length, features) else { return Ok(()) };
-        prop_assert!(checked.flags & !1 == 0 && checked.num_buffers.get() == 0);
-        if checked.flags == 1 {
-            prop_assert!(features & CSUM != 0);
-            let end = u32::from(checked.csum_start.get()) + u32::from(checked.csum_offset.get()) + 2;
-            prop_assert!(end <= length);
-        }
-        prop_assert!(u32::from(checked.hdr_len.get()) <= length);
-        let needed = match checked.gso_type {
-            0 => 0,
-            1 => HOST_TSO4,
-            4 => HOST_TSO6,
-            0x81 => HOST_TSO4 | HOST_ECN,
-            0x84 => HOST_TSO6 | HOST_ECN,
-            _ => return Err(TestCaseError::fail("segmentation that was never on offer")),
-        };
-        prop_assert_eq!(features & needed, needed);
-        prop_assert_eq!(checked.gso_type == 0, checked.gso_size.get() == 0);
-    }
-
     #[test]
     fn packets_of_any_length_arrive_whole_in_buffers_of_any_length(
         lengths in proptest::collection::vec(14_usize..20_000, 1..12),

@@ -1,0 +1,543 @@
+//! Any bytes as what a hostile driver and a capricious host do to a pair of queues and the control queue.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation
+)]
+
+use std::{
+    collections::VecDeque,
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{Arc, Mutex, atomic::Ordering},
+    time::Instant,
+};
+
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use zerocopy::FromBytes;
+
+use super::{
+    Net, NetControl, NetOptions,
+    header::{HEADER, Header, MAX_FRAME},
+};
+use crate::{
+    GuestMemory,
+    net::{NetBackend, Offloads},
+    pci::msix::Msix,
+    sys::Iovecs,
+    virtio::{
+        bell::Bell,
+        device::{Drained, Progress, QueueHandler, VirtioDevice},
+        fault::{Counters, Fault},
+        queue::{Queue, QueueState},
+        session::{Session, Setup},
+        signals::Signals,
+        testing::{MockMsi, PATIENCE},
+    },
+};
+
+/// Guest memory: two regions with a hole between them.
+const REGION: u64 = 1 << 17;
+const HOLE_END: u64 = 1 << 18;
+const MEMORY_END: u64 = HOLE_END + REGION;
+/// Rings of a queue, 8 KiB each; buffers are behind them.
+const RING: u64 = 0x2000;
+const AVAIL: u64 = 0x800;
+const USED: u64 = 0x1000;
+const QUEUES: u16 = 3;
+const DATA: u64 = 0x8000;
+/// Size of each queue.
+const SIZE: u16 = 64;
+
+/// Bytes to be used up; zeroes when there are none any more.
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn byte(&mut self) -> u8 {
+        let Some((first, rest)) = self.0.split_first() else {
+            return 0;
+        };
+        self.0 = rest;
+        *first
+    }
+
+    fn word(&mut self) -> u16 {
+        u16::from(self.byte()) | u16::from(self.byte()) << 8
+    }
+
+    fn quad(&mut self) -> u64 {
+        (0..8).fold(0, |value, at| value | u64::from(self.byte()) << (8 * at))
+    }
+
+    /// Somewhere in memory, most often.
+    fn address(&mut self) -> u64 {
+        match self.byte() % 8 {
+            0 => self.quad(),
+            1 => MEMORY_END - u64::from(self.byte()),
+            2 => u64::from(self.word()) % DATA,
+            _ => DATA + u64::from(self.word()),
+        }
+    }
+
+    fn length(&mut self) -> u32 {
+        match self.byte() % 8 {
+            0 => self.quad() as u32,
+            1 => u32::from(self.byte()),
+            2 => HEADER,
+            3 => u32::from(self.word()),
+            _ => 14 + u32::from(self.byte()) * 8,
+        }
+    }
+}
+
+/// The host: packets for the guest, and what it makes of the guest's.
+#[derive(Default)]
+struct Host {
+    packets: VecDeque<Vec<u8>>,
+    /// What it says to the next packets that are sent.
+    failures: VecDeque<io::ErrorKind>,
+    sent: u64,
+    features: u64,
+}
+
+struct Mock {
+    host: Arc<Mutex<Host>>,
+    /// Never readable: the test says itself when something is to be had.
+    fd: OwnedFd,
+}
+
+impl AsFd for Mock {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl NetBackend for Mock {
+    fn capabilities(&self) -> Offloads {
+        Offloads::all()
+    }
+
+    fn receive(&self, buffers: &Iovecs) -> io::Result<usize> {
+        let packet = self.host.lock().unwrap().packets.pop_front();
+        let packet = packet.ok_or(io::ErrorKind::WouldBlock)?;
+        // As a socket does: what does not fit is cut off.
+        let room = buffers.len().min(packet.len());
+        let (near, far) = std::os::unix::net::UnixDatagram::pair()?;
+        far.send(&packet[..room])?;
+        buffers.receive(near)
+    }
+
+    fn receive_into(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let packet = self.host.lock().unwrap().packets.pop_front();
+        let packet = packet.ok_or(io::ErrorKind::WouldBlock)?;
+        let length = packet.len().min(buffer.len());
+        buffer[..length].copy_from_slice(&packet[..length]);
+        Ok(length)
+    }
+
+    fn send(&self, header: &[u8], packet: &mut Iovecs) -> io::Result<()> {
+        let mut host = self.host.lock().unwrap();
+        if let Some(kind) = host.failures.pop_front() {
+            return Err(kind.into());
+        }
+        let length = u32::try_from(packet.len()).unwrap();
+        assert!((14..=MAX_FRAME).contains(&length), "a frame of {length} bytes");
+        check(&Header::read_from_bytes(header).unwrap(), length, host.features);
+        host.sent += 1;
+        Ok(())
+    }
+
+    fn set_offloads(&self, _offloads: Offloads) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn set_attached(&self, _attached: bool) -> io::Result<()> {
+        panic!("there is one queue");
+    }
+}
+
+/// A header that the host may be given.
+fn check(header: &Header, length: u32, features: u64) {
+    assert_eq!(header.num_buffers.get(), 0);
+    match header.flags {
+        0 => assert_eq!(header.gso_type, 0),
+        1 => {
+            assert!(features & 1 != 0, "a checksum that was not negotiated");
+            let end = u32::from(header.csum_start.get()) + u32::from(header.csum_offset.get()) + 2;
+            assert!(end <= length, "a checksum behind the packet");
+        }
+        flags => panic!("flags {flags:#x}"),
+    }
+    let bit = match header.gso_type & 0x7f {
+        0 => return assert_eq!(header.gso_size.get(), 0),
+        1 => 11,
+        4 => 12,
+        5 => 56,
+        kind => panic!("segments of kind {kind}"),
+    };
+    assert!(features >> bit & 1 == 1 && header.gso_size.get() != 0);
+    assert!(u32::from(header.hdr_len.get()) <= length);
+}
+
+/// A driver that may do anything, and the worker's framework in the hands of the test.
+struct Guest<'a> {
+    input: Input<'a>,
+    memory: GuestMemory,
+    host: Arc<Mutex<Host>>,
+    control: NetControl,
+    counters: Arc<Counters>,
+    handler: Box<dyn QueueHandler>,
+    session: Option<Session>,
+    states: Vec<QueueState>,
+    signals: Arc<Signals>,
+    kicks: Vec<Arc<EventFd>>,
+    bell: Arc<Bell>,
+    front: Net,
+    features: u64,
+    available: [u16; QUEUES as usize],
+    next: [u16; QUEUES as usize],
+}
+
+/// The entry function. It panics if the device does what it must not: hands the host a header that was not negotiated or leads
+/// out of the packet, gives back more than it was given, loses count, or panics itself.
+pub fn queue(data: &[u8]) {
+    let mut input = Input(data);
+    // CSUM to MRG_RXBUF, STATUS to CTRL_MAC_ADDR without MQ, EVENT_IDX; USO.
+    let choice = input.quad();
+    let mask = 0xffff | 0xbf << 16 | 1 << 29 | 7 << 54;
+    let features = choice & mask | 1 << 32;
+    let mut guest = Guest::new(input, features);
+    while !guest.input.0.is_empty() {
+        guest.step();
+        guest.check();
+    }
+    guest.reset();
+}
+
+impl<'a> Guest<'a> {
+    fn new(input: Input<'a>, features: u64) -> Self {
+        let ranges = [
+            (GuestAddress(0), REGION as usize),
+            (GuestAddress(HOLE_END), REGION as usize),
+        ];
+        let host = Arc::new(Mutex::new(Host::default()));
+        let mock = Mock {
+            host: Arc::clone(&host),
+            fd: rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap(),
+        };
+        let options = NetOptions::new("fuzz", [0x52, 0x54, 0, 1, 2, 3], 1500);
+        let mut front = Net::new(vec![Box::new(mock)], options);
+        let features = features & (front.features() | 1 << 29 | 1 << 32);
+        host.lock().unwrap().features = features;
+        let msix = Msix::new(&MockMsi::default(), 1 + usize::from(QUEUES)).unwrap();
+        let signals = Arc::new(Signals::new(Arc::clone(msix.vectors()), QUEUES.into()));
+        let handler = front.workers(&signals).unwrap().remove(0).handler;
+        let event = || Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+        let mut guest = Self {
+            input,
+            memory: GuestMemory::from_ranges(&ranges).unwrap(),
+            host,
+            control: front.control(),
+            counters: Arc::default(),
+            handler,
+            session: None,
+            states: fresh(),
+            signals,
+            kicks: (0..QUEUES).map(|_| event()).collect(),
+            bell: Arc::new(Bell::new().unwrap()),
+            front,
+            features,
+            available: [0; QUEUES as usize],
+            next: [0; QUEUES as usize],
+        };
+        guest.start();
+        guest
+    }
+
+    fn step(&mut self) {
+        let queue = u16::from(self.input.byte()) % QUEUES;
+        match self.input.byte() % 16 {
+            0 => {
+                let (at, address, length) = (self.input.word(), self.input.address(), self.input.length());
+                let (flags, next) = (self.input.word(), self.input.word());
+                self.describe(queue, at % SIZE, address, length, flags, next);
+            }
+            1 => {
+                let head = self.input.word();
+                self.offer(queue, head);
+            }
+            2 => {
+                let index = self.input.word();
+                self.set_available(queue, index);
+            }
+            3 => {
+                let kinds = [
+                    io::ErrorKind::WouldBlock,
+                    io::ErrorKind::InvalidInput,
+                    io::ErrorKind::BrokenPipe,
+                ];
+                let kind = kinds[usize::from(self.input.byte() % 3)];
+                self.host.lock().unwrap().failures.push_back(kind);
+            }
+            4 => {
+                self.drain();
+                self.start();
+                self.run();
+            }
+            5 => self.reset(),
+            6 => {
+                let up = self.input.byte() & 1 == 1;
+                self.control.set_link(up);
+            }
+            7 => self.control.announce(),
+            8 | 9 => self.packet(),
+            10 => self.event(),
+            11 => {
+                self.kick(queue);
+            }
+            12 => self.command(),
+            13 => self.buffers(),
+            _ => self.send(),
+        }
+    }
+
+    /// A packet of the host's comes.
+    fn packet(&mut self) {
+        let length = usize::from(self.input.word());
+        let mut packet = vec![self.input.byte(); length];
+        for byte in packet.iter_mut().take(30) {
+            *byte = self.input.byte();
+        }
+        self.host.lock().unwrap().packets.push_back(packet);
+        self.event();
+    }
+
+    /// A packet as a driver sends it, more or less.
+    fn send(&mut self) {
+        let place = DATA + u64::from(self.input.byte()) * 16;
+        let mut header = [0_u8; HEADER as usize];
+        let kind = self.input.byte();
+        header[0] = kind & 1;
+        header[1] = [0, 0, 1, 4, 5, 3, 0x81, 0x85][usize::from(kind >> 1 & 7)];
+        for byte in &mut header[2..10] {
+            *byte = self.input.byte();
+        }
+        if kind & 0x80 != 0 {
+            (header[3], header[7], header[9]) = (0, 0, 0);
+        }
+        let _ = self.memory.write_slice(&header, GuestAddress(place));
+        let mut parts = vec![(place, HEADER, 0)];
+        for _ in 0..self.input.byte() % 4 {
+            parts.push((self.input.address(), self.input.length(), 0));
+        }
+        self.chain(1, &parts);
+    }
+
+    /// Buffers for what comes.
+    fn buffers(&mut self) {
+        let mut parts = Vec::new();
+        for _ in 0..1 + self.input.byte() % 4 {
+            parts.push((self.input.address(), self.input.length(), 2));
+        }
+        self.chain(0, &parts);
+    }
+
+    /// A command, more or less.
+    fn command(&mut self) {
+        let place = DATA + u64::from(self.input.byte()) * 16;
+        let (class, number) = (self.input.byte() % 8, self.input.byte() % 8);
+        let length = self.input.byte() % 32;
+        let mut bytes = vec![class, number];
+        bytes.extend((0..length).map(|_| self.input.byte()));
+        let _ = self.memory.write_slice(&bytes, GuestAddress(place));
+        let answer = self.input.address();
+        self.chain(2, &[(place, bytes.len() as u32, 0), (answer, 1, 2)]);
+    }
+
+    fn chain(&mut self, queue: u16, parts: &[(u64, u32, u16)]) {
+        let first = self.next[usize::from(queue)];
+        for (at, (address, length, flags)) in parts.iter().enumerate() {
+            let at = at as u16;
+            let more = u16::from(usize::from(at) + 1 < parts.len());
+            let place = first.wrapping_add(at) % SIZE;
+            self.describe(
+                queue,
+                place,
+                *address,
+                *length,
+                flags | more,
+                place.wrapping_add(1) % SIZE,
+            );
+        }
+        self.next[usize::from(queue)] = first.wrapping_add(parts.len() as u16);
+        self.offer(queue, first % SIZE);
+        self.kick(queue);
+    }
+
+    fn describe(&self, queue: u16, at: u16, address: u64, length: u32, flags: u16, next: u16) {
+        let raw = u128::from(address)
+            | u128::from(length) << 64
+            | u128::from(flags) << 96
+            | u128::from(next) << 112;
+        let place = GuestAddress(u64::from(queue) * RING + u64::from(at) * 16);
+        self.memory.write_slice(&raw.to_le_bytes(), place).unwrap();
+    }
+
+    fn offer(&mut self, queue: u16, head: u16) {
+        let index = self.available[usize::from(queue)];
+        let ring = u64::from(queue) * RING + AVAIL;
+        let slot = GuestAddress(ring + 4 + u64::from(index % SIZE) * 2);
+        self.memory.write_obj(head, slot).unwrap();
+        self.set_available(queue, index.wrapping_add(1));
+    }
+
+    fn set_available(&mut self, queue: u16, index: u16) {
+        self.available[usize::from(queue)] = index;
+        let place = GuestAddress(u64::from(queue) * RING + AVAIL + 2);
+        self.memory.store(index, place, Ordering::Release).unwrap();
+    }
+
+    fn kick(&mut self, queue: u16) {
+        if let Some(session) = &mut self.session {
+            session.kick_again(queue);
+        }
+        self.run();
+    }
+
+    /// The host has something, or takes something again.
+    fn event(&mut self) {
+        let Some(session) = &mut self.session else {
+            return;
+        };
+        session.lift_budgets();
+        let result = self.handler.event(session, 0);
+        self.settle(result);
+        self.run();
+    }
+
+    fn run(&mut self) {
+        let mut last = 0;
+        // A host that always fails, or a link that is down, makes the worker look again; not for ever.
+        for _ in 0..10_000 {
+            let Some(session) = &mut self.session else {
+                return;
+            };
+            let Some(queue) = session.take_ready(last) else {
+                return;
+            };
+            last = queue;
+            let result = session.on(queue, (), Queue::disable_notification).and_then(|()| {
+                let progress = self.handler.kick(session, queue)?;
+                let exhausted = session.queue(queue).is_some_and(|ring| ring.exhausted());
+                if progress == Progress::Done && !exhausted {
+                    session.ask_for_kick(queue)?;
+                } else if exhausted {
+                    session.kick_again(queue);
+                }
+                Ok(())
+            });
+            if result.is_err() {
+                session.kick_again(queue);
+            }
+            self.settle(result);
+        }
+        panic!("the worker does not come to rest");
+    }
+
+    fn settle(&mut self, result: Result<(), Fault>) {
+        let Some(session) = &mut self.session else {
+            return;
+        };
+        let result = match result {
+            Err(Fault::Guest { queue, head, .. }) => session.add_used(queue, head, 0),
+            other => other,
+        };
+        match result.and_then(|()| session.flush_interrupts()) {
+            Ok(_) | Err(Fault::Guest { .. } | Fault::Backend(..)) => {}
+            // It needs a reset.
+            Err(Fault::Ring { .. }) => self.reset(),
+            Err(fault) => panic!("{fault}"),
+        }
+    }
+
+    fn drain(&mut self) {
+        let Some(mut session) = self.session.take() else {
+            return;
+        };
+        session.lift_budgets();
+        let drained = self.handler.drain(&mut session, Instant::now() + PATIENCE);
+        assert!(matches!(drained, Ok(Drained::Quiet)));
+        self.states = session.states();
+        // A pause goes over a saved state.
+        let back = self.handler.save().unwrap();
+        self.handler.restore(&back, &self.memory).unwrap();
+        let front = self.front.save().unwrap();
+        self.front.restore(&front).unwrap();
+        assert_eq!(self.front.save().unwrap(), front);
+    }
+
+    /// A reset, and a start with empty rings.
+    fn reset(&mut self) {
+        self.drain();
+        self.handler.reset();
+        self.front.reset();
+        self.memory
+            .write_slice(&[0; DATA as usize], GuestAddress(0))
+            .unwrap();
+        self.states = fresh();
+        (self.available, self.next) = Default::default();
+        self.start();
+    }
+
+    fn start(&mut self) {
+        let setup = Setup {
+            memory: &self.memory,
+            features: self.features,
+            states: &self.states,
+            max_sizes: &[SIZE; QUEUES as usize],
+            kicks: &self.kicks,
+            bell: &self.bell,
+            signals: self.signals.clone(),
+            counters: self.counters.clone(),
+        };
+        let mut session = Session::new(setup).unwrap();
+        self.handler.start(&mut session).unwrap();
+        self.session = Some(session);
+    }
+
+    /// No chain is given back that was not taken, and what the host got is what is counted.
+    fn check(&self) {
+        let states = self
+            .session
+            .as_ref()
+            .map_or_else(|| self.states.clone(), Session::states);
+        for state in states {
+            let outstanding = state.next_avail.wrapping_sub(state.next_used);
+            assert!(outstanding <= SIZE, "{state:?}");
+            assert!(state.index == 0 || outstanding == 0, "{state:?}");
+        }
+        let stats = self.control.stats();
+        assert_eq!(stats.sent, self.host.lock().unwrap().sent);
+        assert!(stats.send_invalid <= stats.send_dropped);
+    }
+}
+
+fn fresh() -> Vec<QueueState> {
+    let of = |index: u16| {
+        let base = u64::from(index) * RING;
+        QueueState {
+            index,
+            size: SIZE,
+            desc_table: base,
+            avail_ring: base + AVAIL,
+            used_ring: base + USED,
+            next_avail: 0,
+            next_used: 0,
+        }
+    };
+    (0..QUEUES).map(of).collect()
+}
