@@ -27,7 +27,7 @@ pub const MINOR: u32 = 4;
 /// Longest encoded message in bytes.
 pub const MAX_FRAME: usize = 1 << 20;
 /// Most file descriptors with one frame.
-pub const MAX_FDS: usize = 512;
+pub const MAX_FDS: usize = 768;
 /// Most file descriptors that go with one system call (Linux' SCM_MAX_FD).
 const FDS_PER_CALL: usize = 253;
 

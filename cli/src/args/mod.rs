@@ -9,6 +9,7 @@ use crate::command::{diff::Diff, label, patch::Patch, wait::Wait};
 mod create;
 pub mod disk;
 pub mod memory;
+pub mod nic;
 pub mod node;
 pub mod observe;
 pub mod operation;
@@ -168,6 +169,12 @@ pub enum Command {
         /// Of what.
         #[command(subcommand)]
         what: Resize,
+    },
+    /// Give a VM another NIC, take one away, or change one.
+    Nic {
+        /// What.
+        #[command(subcommand)]
+        what: nic::Nic,
     },
     /// Change what a VM has to do with.
     Set {

@@ -2,11 +2,7 @@
 
 use proto::{model::vm::Manifest, v1};
 
-use super::{
-    apply, disk,
-    disk_spec::{self, usage},
-    get, interrupt, memory,
-};
+use super::{apply, disk, disk_spec, get, interrupt, memory, nic_spec};
 use crate::{
     args::{CreateVm, Output},
     client::Client,
@@ -63,7 +59,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
     let groups = args.rate_groups.iter().map(|text| disk_spec::rate_group(text));
     let nics = numbered(&args.nics)
         .into_iter()
-        .map(|(index, text)| nic(index, &text));
+        .map(|(index, text)| nic_spec::from_text(index, &text));
     let vm = v1::Vm {
         metadata: Some(v1::ObjectMetadata {
             name: args.name.clone().unwrap_or_default(),
@@ -122,35 +118,4 @@ fn report(vm: &v1::Vm, args: &CreateVm) -> Result<()> {
             output::line(format!("vm/{name} created{started}{suffix}"))
         }
     }
-}
-
-/// A NIC from `bridge=…` or `tap=…` and more.
-fn nic(index: usize, text: &str) -> Result<v1::NicSpec> {
-    use v1::nic_spec::Attachment;
-    let mut nic = v1::NicSpec {
-        name: format!("eth{index}"),
-        ..v1::NicSpec::default()
-    };
-    for part in text.split(',') {
-        let attachment = match part.split_once('=') {
-            Some(("bridge", value)) => Attachment::Bridge(value.to_owned()),
-            Some(("tap", value)) => Attachment::Tap(value.to_owned()),
-            Some(("name", value)) => {
-                nic.name = value.to_owned();
-                continue;
-            }
-            Some(("mac", value)) => {
-                nic.mac = value.to_owned();
-                continue;
-            }
-            _ => {
-                let message = format!("--nic {text}: \"{part}\" is none of bridge=, tap=, mac=, name=");
-                return Err(usage(message));
-            }
-        };
-        if nic.attachment.replace(attachment).is_some() {
-            return Err(usage(format!("--nic {text}: give one of bridge= and tap=")));
-        }
-    }
-    Ok(nic)
 }

@@ -318,11 +318,13 @@ fn word<T: ValueEnum>(value: &str) -> Result<T, String> {
     })
 }
 
-fn number<T: std::str::FromStr>(value: &str) -> Result<T, String> {
+/// A whole number.
+pub fn number<T: std::str::FromStr>(value: &str) -> Result<T, String> {
     value.parse().map_err(|_| "must be a whole number".to_owned())
 }
 
-fn bytes(value: &str) -> Result<u64, String> {
+/// A size, with or without a suffix.
+pub fn bytes(value: &str) -> Result<u64, String> {
     quantity::bytes(value).map_err(|error| error.to_string())
 }
 

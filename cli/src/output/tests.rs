@@ -147,6 +147,7 @@ fn web() -> v1::Vm {
                 name: "eth0".into(),
                 attachment: Some(v1::nic_spec::Attachment::Bridge("br0".into())),
                 mac: "52:54:00:12:34:56".into(),
+                ..v1::NicSpec::default()
             }],
             ..Default::default()
         }),
@@ -178,6 +179,7 @@ fn web() -> v1::Vm {
                 mac: "52:54:00:12:34:56".into(),
                 tap: "vmtap3".into(),
                 bridge: "br0".into(),
+                ..v1::NicStatus::default()
             }],
             ..v1::VmStatus::default()
         }),

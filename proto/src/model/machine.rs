@@ -9,7 +9,7 @@ use super::{
     Violations,
     disk::{Format, MAX_QUEUES, MAX_SERIAL, OnError, RateLimit},
     display::{Layout, is_size},
-    nic::Mac,
+    nic::{self, Mac, NicSwitches},
     pci::PciSlot,
     policy::OnCrash,
     resources::{HugePages, MAX_NUMA_NODE, MemoryOptions},
@@ -154,10 +154,20 @@ pub struct Disk {
 /// A NIC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Nic {
-    /// For messages.
+    /// Unique in the machine, not empty.
     pub name: String,
-    /// The tap.
-    pub fd: FdIndex,
+    /// The queues of the tap: 1 to [`MAX_QUEUES`](nic::MAX_QUEUES).
+    pub fds: Vec<FdIndex>,
+    /// It has a control queue.
+    pub control: bool,
+    /// What the guest is not offered.
+    pub without: NicSwitches,
+    /// The link is up at first.
+    pub link_up: bool,
+    /// Limits what the guest receives. Operations are packets.
+    pub receive_limit: Option<RateLimit>,
+    /// Limits what the guest sends.
+    pub transmit_limit: Option<RateLimit>,
     /// Its address.
     pub mac: Mac,
     /// Where it is.
@@ -541,12 +551,30 @@ fn nic(claims: &mut Claims, wire: &vmm::Nic) -> Nic {
                 .add(&field, format_args!("MTU must be 68 to 65535, is {}", wire.mtu));
             1500
         });
-    let fd = claims.fd(&field, wire.fd);
+    let queues = wire.further_fds.len() + 1;
+    let most = nic::MAX_QUEUES;
+    if queues > most || queues > 1 && !wire.control_queue {
+        let wrong =
+            format_args!("at most {most} queues, and more than one only with a control queue, are {queues}");
+        claims.found.add(&field, wrong);
+    }
+    let fds = std::iter::once(&wire.fd).chain(&wire.further_fds);
+    let fds = fds.take(most).map(|index| claims.fd(&field, *index)).collect();
     Nic {
         name: wire.name.clone(),
-        fd,
+        fds,
         mac,
         slot: claims.slot(&field, wire.pci_slot),
         mtu,
+        control: wire.control_queue,
+        without: NicSwitches {
+            checksum: wire.no_checksum,
+            tso: wire.no_tso,
+            uso: wire.no_uso,
+            merge: wire.no_merge,
+        },
+        link_up: !wire.link_down,
+        receive_limit: wire.receive_limit.as_ref().map(RateLimit::from),
+        transmit_limit: wire.transmit_limit.as_ref().map(RateLimit::from),
     }
 }

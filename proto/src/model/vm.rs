@@ -9,16 +9,16 @@ use super::{
     Violations,
     balloon::Balloon,
     cpu::CpuShare,
-    disk::{Disk, Limit, RateGroup, Source},
+    disk::{Disk, Limit, RateGroup, RateLimit, Source},
     display::Display,
     metadata::Metadata,
     name::Name,
-    nic::Mac,
+    nic::{self, Mac, NicSwitches},
     policy::{ClockOnResume, OnCrash, RunPolicy},
     resources::{self, CpuSet, MemoryOptions},
     topology::Topology,
 };
-use crate::v1;
+use crate::{v1, vmm};
 
 const MIB: u64 = 1 << 20;
 /// Least guest RAM in bytes.
@@ -128,6 +128,42 @@ pub struct Nic {
     pub attachment: Attachment,
     /// The daemon chooses one when there is none.
     pub mac: Option<Mac>,
+    /// Pairs of queues: 1 to [`MAX_QUEUES`](nic::MAX_QUEUES).
+    pub queues: u16,
+    /// Largest packet without the Ethernet header, in bytes: 68 to 65,535. That of what it is attached to when there is none.
+    pub mtu: Option<u16>,
+    /// What the guest is not offered.
+    pub without: NicSwitches,
+    /// The guest sees a cable.
+    pub link_up: bool,
+    /// Limits what the guest receives. Operations are packets.
+    pub receive_limit: Option<RateLimit>,
+    /// Limits what the guest sends.
+    pub transmit_limit: Option<RateLimit>,
+}
+
+impl Nic {
+    /// What a machine is built with, but for its tap, address and slot.
+    pub fn machine(&self) -> vmm::Nic {
+        vmm::Nic {
+            name: self.name.to_string(),
+            control_queue: true,
+            no_checksum: self.without.checksum,
+            no_tso: self.without.tso,
+            no_uso: self.without.uso,
+            no_merge: self.without.merge,
+            link_down: !self.link_up,
+            receive_limit: self.receive_limit.map(Into::into),
+            transmit_limit: self.transmit_limit.map(Into::into),
+            ..vmm::Nic::default()
+        }
+    }
+
+    /// Its MTU on something whose MTU is `host`, in bytes.
+    pub fn mtu_on(&self, host: u32) -> u32 {
+        let most = host.min(u32::from(u16::MAX));
+        self.mtu.map_or(most, |mtu| most.min(mtu.into()))
+    }
 }
 
 /// What a NIC is attached to on the node.
@@ -190,6 +226,12 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         if together > MAX_DISKS_AND_NICS {
             let most = format_args!("at most {MAX_DISKS_AND_NICS} disks and NICs together, are {together}");
             found.add("spec.disks", most);
+        }
+        let queues: usize = nics.iter().map(|nic| usize::from(nic.queues)).sum();
+        if queues > nic::MAX_QUEUES_TOGETHER {
+            let most = nic::MAX_QUEUES_TOGETHER;
+            let most = format_args!("at most {most} queues of all NICs together, are {queues}");
+            found.add("spec.nics", most);
         }
         let run_policy = RunPolicy::new(&mut found, spec.run_policy);
         let on_crash = OnCrash::new(&mut found, spec.on_crash);
@@ -407,10 +449,25 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
         mac.map_err(|error| found.add(format_args!("{field}.mac"), error))
             .ok()
     };
+    let limit = |found: &mut Violations, what: &str, limit: Option<&v1::RateLimit>| {
+        let limit = limit.filter(|limit| **limit != v1::RateLimit::default())?;
+        Some(RateLimit::new(found, &format!("{field}.{what}"), limit))
+    };
+    let receive_limit = limit(found, "receiveLimit", nic.receive_limit.as_ref());
+    let transmit_limit = limit(found, "transmitLimit", nic.transmit_limit.as_ref());
+    let queues = nic::queues(found, field, nic.queues);
+    let mtu = nic::mtu(found, field, nic.mtu);
+    let without = NicSwitches::new(found, field, &nic.disabled_offloads);
     Some(Nic {
         name: name?,
         attachment: attachment?,
         mac,
+        queues,
+        mtu,
+        without,
+        link_up: !nic.link_down,
+        receive_limit,
+        transmit_limit,
     })
 }
 

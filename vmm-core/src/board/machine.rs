@@ -14,10 +14,7 @@ use devices::{
     legacy::pm::PowerButton,
     pci::{HotPlug, PciRoot},
     serial::SerialPort,
-    virtio::{
-        balloon::{BalloonControl, PAGE},
-        net::NetControl,
-    },
+    virtio::balloon::{BalloonControl, PAGE},
 };
 use proto::{
     model::disk::RateLimit,
@@ -26,10 +23,16 @@ use proto::{
 };
 use tracing::{error, warn};
 
-use super::{boot::Entry, disks::Disks, image::Image, stats};
+use super::{
+    boot::Entry,
+    disks::Disks,
+    image::Image,
+    nics::{self, Nic},
+    stats,
+};
 use crate::{
     kvm::{AddressSpaces, Clock, IrqChipState, StatsReader, Vm},
-    lifecycle::{self, Detached, Failure, LimitTarget, Notice, Notifier, Progress, Token},
+    lifecycle::{self, Detached, Failure, LimitTarget, NicChange, Notice, Notifier, Progress, Token},
     memory::GuestRam,
     snapshot::saving::{GoesOn, Report, Saving},
     vcpu::Vcpus,
@@ -48,8 +51,7 @@ pub struct Machine {
     pub(super) serial: SerialPort,
     /// Shows the screen. It has no state that is saved: its clients connect anew.
     pub(super) screen: Option<Server>,
-    /// NICs, by their names.
-    pub(super) nics: Vec<(String, NetControl)>,
+    pub(super) nics: Vec<Nic>,
     /// PCI slots of those components that have one, by their names.
     pub(super) slots: Vec<(u8, String)>,
     pub(super) pci: Arc<PciRoot>,
@@ -228,6 +230,10 @@ impl lifecycle::Machine for Machine {
 
     fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure> {
         self.disks.set_rate_limit(target, limit)
+    }
+
+    fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
+        nics::update(&mut self.nics, name, change)
     }
 
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {

@@ -11,6 +11,7 @@ pub mod cpuid;
 mod disks;
 pub mod image;
 pub mod machine;
+mod nics;
 #[cfg(any(test, feature = "testing"))]
 pub mod rebuilt;
 mod saved;

@@ -27,7 +27,7 @@ use super::{
     machine::Machine,
 };
 use crate::lifecycle::{
-    self, Builder, Detached, Failure, LimitTarget, Machine as _, Notifier, Progress, Token,
+    self, Builder, Detached, Failure, LimitTarget, Machine as _, NicChange, Notifier, Progress, Token,
 };
 use crate::snapshot::saving::{GoesOn, Report};
 
@@ -208,6 +208,10 @@ impl lifecycle::Machine for Rebuilt {
 
     fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure> {
         self.machine()?.set_rate_limit(target, limit)
+    }
+
+    fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
+        self.machine()?.update_nic(name, change)
     }
 
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {

@@ -3,10 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use devices::virtio::net::NetStats;
-use proto::vmm::{MachineStats, NicStats, VcpuStats};
+use proto::vmm::{MachineStats, VcpuStats};
 
-use super::{assemble::balloon, machine::Machine};
+use super::{assemble::balloon, machine::Machine, nics::Nic};
 use crate::kvm::StatsReader;
 
 /// All counters.
@@ -21,11 +20,7 @@ pub(super) fn of(machine: &Machine) -> MachineStats {
     MachineStats {
         vcpus: vcpus.collect(),
         exits: sum(readers).into_iter().collect(),
-        nics: machine
-            .nics
-            .iter()
-            .map(|(name, control)| nic(name, &control.stats()))
-            .collect(),
+        nics: machine.nics.iter().map(Nic::stats).collect(),
         balloon: machine.balloon.as_ref().map(balloon::stats),
         disks: machine.disks.stats(),
     }
@@ -42,16 +37,4 @@ fn sum<'a>(readers: impl Iterator<Item = &'a StatsReader>) -> BTreeMap<String, u
         }
     }
     sums
-}
-
-fn nic(name: &str, stats: &NetStats) -> NicStats {
-    NicStats {
-        name: name.to_owned(),
-        received_packets: stats.received,
-        received_bytes: stats.received_bytes,
-        received_dropped: stats.receive_dropped,
-        sent_packets: stats.sent,
-        sent_bytes: stats.sent_bytes,
-        sent_dropped: stats.send_dropped,
-    }
 }

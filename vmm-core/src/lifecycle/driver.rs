@@ -179,6 +179,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             | Request::DetachDisk { .. }
             | Request::ResizeDisk { .. }
             | Request::SetRateLimit { .. }
+            | Request::UpdateNic { .. }
             | Request::SetBalloon(_)
             | Request::GetDiskStats
             | Request::GetMachineStats => Action::Disk,
@@ -230,6 +231,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 }
                 Request::SetRateLimit { target, limit } => {
                     self.machine().and_then(|it| it.set_rate_limit(&target, limit))
+                }
+                Request::UpdateNic { name, change } => {
+                    self.machine().and_then(|it| it.update_nic(&name, &change))
                 }
                 Request::SetBalloon(bytes) => self.machine().and_then(|it| it.set_balloon(bytes)),
                 Request::GetDiskStats => {

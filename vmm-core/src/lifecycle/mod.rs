@@ -95,12 +95,30 @@ pub enum Request {
         /// To what.
         limit: RateLimit,
     },
+    /// Changes a NIC.
+    UpdateNic {
+        /// Which.
+        name: String,
+        /// In what.
+        change: NicChange,
+    },
     /// Changes how many bytes the balloon is to hold.
     SetBalloon(u64),
     /// Asks for the counters of all disks.
     GetDiskStats,
     /// Asks for all counters.
     GetMachineStats,
+}
+
+/// What changes in a NIC; what is `None` stays.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NicChange {
+    /// The link comes up, or goes down.
+    pub link_up: Option<bool>,
+    /// Limit of what the guest receives. All zeroes is none.
+    pub receive_limit: Option<RateLimit>,
+    /// Limit of what the guest sends.
+    pub transmit_limit: Option<RateLimit>,
 }
 
 /// What has a rate limit.
@@ -259,6 +277,8 @@ pub trait Machine {
     fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure>;
     /// Changes a limit.
     fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure>;
+    /// Changes a NIC, and tells the guest what it has to know.
+    fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure>;
     /// Changes how many bytes the balloon is to hold, and tells the guest.
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure>;
     /// Counters of all disks.

@@ -144,6 +144,11 @@ impl Machine for TestMachine {
         Ok(())
     }
 
+    fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
+        self.log.add(format!("nic {name} {:?}", change.link_up));
+        Ok(())
+    }
+
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {
         self.log.add(format!("balloon {bytes}"));
         Ok(())

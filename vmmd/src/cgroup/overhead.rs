@@ -84,8 +84,9 @@ fn queues(spec: &VmSpec) -> u64 {
     of_disk.sum()
 }
 
+/// Pairs of queues of all NICs.
 fn nics(nics: &[Nic]) -> u64 {
-    count(nics.iter())
+    nics.iter().map(|nic| u64::from(nic.queues)).sum()
 }
 
 fn count<T>(items: impl Iterator<Item = T>) -> u64 {

@@ -28,8 +28,8 @@ use crate::{failure::Failure, sys, text};
 /// A NIC's end on the node.
 #[derive(Debug)]
 pub struct Tap {
-    /// The open device.
-    pub fd: OwnedFd,
+    /// The open device: a descriptor for each queue, at least one.
+    pub queues: Vec<OwnedFd>,
     /// Largest packet without the Ethernet header, in bytes.
     pub mtu: u32,
 }
@@ -51,7 +51,7 @@ pub async fn open_tap(
     mac: Mac,
 ) -> Result<Tap, Failure> {
     match &nic.attachment {
-        Attachment::Bridge(bridge) => on_bridge(links, vm, name, index, bridge, mac).await,
+        Attachment::Bridge(bridge) => on_bridge(links, vm, name, index, (bridge, nic.queues), mac).await,
         Attachment::Tap(tap) => existing(links, nic, tap).await,
     }
 }
@@ -94,13 +94,12 @@ async fn on_bridge(
     vm: Uuid,
     vm_name: &str,
     index: usize,
-    bridge: &str,
+    (bridge, queues): (&str, u16),
     mac: Mac,
 ) -> Result<Tap, Failure> {
     let bridge_link = self::bridge(links, index, bridge).await?;
     let tap = tap_name(vm, index);
-    let fd = open_tun()?;
-    sys::attach_tap(&fd, &tap).map_err(|error| {
+    let queues = open_queues(&tap, queues)?.map_err(|error| {
         Failure::internal(format!("make the tap device \"{tap}\": {}", text::words(&error)))
     })?;
     let device = interface_index(&tap)
@@ -112,9 +111,22 @@ async fn on_bridge(
         .await
         .map_err(|error| failed(&error))?;
     Ok(Tap {
-        fd,
+        queues,
         mtu: bridge_link.mtu,
     })
+}
+
+/// Opens that many queues of a tap; the inner error is the tap's.
+fn open_queues(tap: &str, queues: u16) -> Result<io::Result<Vec<OwnedFd>>, Failure> {
+    let mut opened = Vec::new();
+    for _ in 0..queues {
+        let fd = open_tun()?;
+        if let Err(error) = sys::attach_tap(&fd, tap, queues > 1) {
+            return Ok(Err(error));
+        }
+        opened.push(fd);
+    }
+    Ok(Ok(opened))
 }
 
 /// The tap's own address: the NIC's with a first byte above any that a bridge takes for itself (it takes the lowest
@@ -128,22 +140,25 @@ fn host_mac(mac: Mac) -> [u8; 6] {
 async fn existing(links: &Links, nic: &Nic, tap: &str) -> Result<Tap, Failure> {
     let name = &nic.name;
     let link = self::tap(links, nic, tap).await?;
-    let fd = open_tun()?;
-    sys::attach_tap(&fd, tap).map_err(|error| match Errno::from_io_error(&error) {
+    let queues = open_queues(tap, nic.queues)?.map_err(|error| match Errno::from_io_error(&error) {
         Some(Errno::BUSY) => {
             let message = format!("NIC \"{name}\": the tap device \"{tap}\" is in use by another process");
             Failure::precondition("TAP_IN_USE", message)
         }
         _ => {
+            let multi = if nic.queues > 1 { " multi_queue" } else { "" };
             let message = format!(
                 "NIC \"{name}\": \"{tap}\" is not a tap device that can be used ({}); make one with `ip tuntap add \
-                 {tap} mode tap`",
+                 {tap} mode tap{multi}`",
                 text::words(&error)
             );
             Failure::precondition("TAP_UNUSABLE", message)
         }
     })?;
-    Ok(Tap { fd, mtu: link.mtu })
+    Ok(Tap {
+        queues,
+        mtu: link.mtu,
+    })
 }
 
 fn open_tun() -> Result<OwnedFd, Failure> {

@@ -102,6 +102,8 @@ fn public(name: &str, counted: vmm::MachineStats, usage: &Usage, memory: u64) ->
         sent_packets: nic.sent_packets,
         sent_bytes: nic.sent_bytes,
         sent_dropped: nic.sent_dropped,
+        received_filtered: nic.received_filtered,
+        sent_invalid: nic.sent_invalid,
     });
     v1::VmStats {
         name: name.to_owned(),

@@ -6,12 +6,16 @@ use std::{
 };
 
 /// Makes an open `/dev/net/tun` the tap device `name`: Ethernet frames without a packet information header, with a
-/// virtio-net header. The device is made when there is none, and then vanishes with the last descriptor.
-pub fn attach_tap(tun: impl AsFd, name: &str) -> io::Result<()> {
+/// virtio-net header. The device is made when there is none, and then vanishes with the last descriptor. With `queues` it is
+/// another one of several queues (IFF_MULTI_QUEUE).
+pub fn attach_tap(tun: impl AsFd, name: &str, queues: bool) -> io::Result<()> {
     if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.contains('\0') {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
     }
-    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+    let mut flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+    if queues {
+        flags |= libc::IFF_MULTI_QUEUE;
+    }
     let mut request = libc::ifreq {
         ifr_name: [0; libc::IFNAMSIZ],
         ifr_ifru: libc::__c_anonymous_ifr_ifru {

@@ -355,6 +355,7 @@ fn nics(uid: Uuid, record: &VmRecord, spec: &VmSpec, run: Option<&InstanceRecord
             mac: mac.map(|mac| mac.to_string()).unwrap_or_default(),
             tap: if running { tap } else { String::new() },
             bridge,
+            link_down: !nic.link_up,
         }
     });
     described.collect()

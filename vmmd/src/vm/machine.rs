@@ -178,12 +178,14 @@ pub fn assemble(
             .zip(parts.taps)
             .map(|(nic, tap)| {
                 let hardware = hardware.nics.get(nic.name.as_str()).cloned().unwrap_or_default();
+                let mut queues = tap.queues.into_iter().map(|fd| fds.add(fd));
                 vmm::Nic {
-                    name: nic.name.to_string(),
-                    fd: fds.add(tap.fd),
+                    fd: queues.next().unwrap_or(u32::MAX),
+                    further_fds: queues.collect(),
                     mac: hardware.mac,
                     pci_slot: hardware.slot,
-                    mtu: tap.mtu.min(u32::from(u16::MAX)),
+                    mtu: nic.mtu_on(tap.mtu),
+                    ..nic.machine()
                 }
             })
             .collect(),
@@ -257,12 +259,7 @@ mod tests {
     use std::fs::File;
 
     use proto::{
-        model::{
-            disk::Format,
-            machine::Machine,
-            resources::MemoryOptions,
-            vm::{Attachment, Nic},
-        },
+        model::{disk::Format, machine::Machine, resources::MemoryOptions},
         v1,
     };
 
@@ -354,7 +351,7 @@ mod tests {
                 Mac::local([2, 0, 0, 0, last, 0])
             });
             let tap = || Tap {
-                fd: null(),
+                queues: vec![null()],
                 mtu: 1500,
             };
             let parts = Parts {
@@ -421,11 +418,16 @@ mod tests {
                 let mut spec = all.clone();
                 spec.disks.retain(|disk| disks >> disk.name.as_str()[4..].parse::<u32>().unwrap() & 1 == 1);
                 spec.disks.truncate(most_disks);
-                spec.nics = (0..64).filter(|bit| nics >> bit & 1 == 1).take(64 - spec.disks.len()).map(|bit| Nic {
-                    name: format!("nic{bit}").as_str().try_into().unwrap(),
-                    attachment: Attachment::Bridge("br0".into()),
-                    mac: None,
-                }).collect();
+                let nic = |name: &str| proto::model::vm::nic(
+                    &mut proto::model::Violations::default(),
+                    "nic",
+                    &v1::NicSpec {
+                        name: name.into(),
+                        attachment: Some(v1::nic_spec::Attachment::Bridge("br0".into())),
+                        ..v1::NicSpec::default()
+                    },
+                ).unwrap();
+                spec.nics = (0..64).filter(|bit| nics >> bit & 1 == 1).take(64 - spec.disks.len()).map(|bit| nic(&format!("nic{bit}"))).collect();
                 let new = reallocate(&spec, &hardware, &hardware, || {
                     next += 1;
                     Mac::local([2, 0, 0, 0, next, 0])

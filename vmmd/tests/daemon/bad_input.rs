@@ -42,7 +42,7 @@ fn nic(bridge: &str) -> NicSpec {
     NicSpec {
         name: "eth0".into(),
         attachment: Some(Attachment::Bridge(bridge.into())),
-        mac: String::new(),
+        ..NicSpec::default()
     }
 }
 

@@ -56,7 +56,7 @@ pub fn nic(name: &str, attachment: Attachment) -> NicSpec {
     NicSpec {
         name: name.into(),
         attachment: Some(attachment),
-        mac: String::new(),
+        ..NicSpec::default()
     }
 }
 

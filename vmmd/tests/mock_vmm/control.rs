@@ -116,7 +116,12 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         }
         Op::GetMachineStats(_) if !old() => return disks::machine_stats(guest),
         Op::SetBalloon(request) if !old() => return balloon::set(guest, request),
-        Op::ResetMachine(_) | Op::SetBalloon(_) | Op::GetMachineStats(_) | Op::Save(_) => {
+        Op::UpdateNic(update) if !old() => {
+            let line = format!("nic {} link {:?}\n", update.name, update.link_up);
+            guest.type_in(line.as_bytes());
+            guest.status()
+        }
+        Op::ResetMachine(_) | Op::SetBalloon(_) | Op::GetMachineStats(_) | Op::Save(_) | Op::UpdateNic(_) => {
             return refuse(ErrorKind::Invalid, "unknown request");
         }
     };

@@ -197,6 +197,8 @@ pub fn machine_stats(guest: &Guest) -> Option<Outcome> {
             sent_packets: 4,
             sent_bytes: 5,
             sent_dropped: 6,
+            received_filtered: 7,
+            sent_invalid: 8,
         }],
         balloon: None,
         disks: guest.disks().iter().map(Plugged::stats).collect(),

@@ -120,6 +120,16 @@ const SIOCBRADDIF: libc::c_ulong = 0x89a2;
 /// linux/if.h
 const IFF_UP: libc::c_short = 1;
 
+/// Whether there is a network interface of that name.
+pub fn interface_exists(name: &str) -> bool {
+    let socket = rustix::net::socket(
+        rustix::net::AddressFamily::INET,
+        rustix::net::SocketType::DGRAM,
+        None,
+    );
+    socket.is_ok_and(|socket| rustix::net::netdevice::name_to_index(&socket, name).is_ok())
+}
+
 /// Makes the interface `tap` a port of `bridge`, and sets both up.
 pub fn attach_to_bridge(tap: &str, bridge: &str) -> io::Result<()> {
     let socket = rustix::net::socket(

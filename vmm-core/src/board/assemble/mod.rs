@@ -34,7 +34,6 @@ use devices::{
         balloon::BalloonControl,
         device::VirtioDevice,
         fault::{DeviceEvent, EventSink},
-        net::NetControl,
         transport::{Parts, VirtioPciDevice},
     },
 };
@@ -50,6 +49,7 @@ use super::{
     disks::Disks,
     image::{Image, Loading, pci_windows},
     machine::Machine,
+    nics::Nic,
     saved,
 };
 use crate::{
@@ -244,7 +244,7 @@ struct Assembly {
     hotplug: Arc<HotPlug>,
     sockets: Sockets,
     components: Vec<Box<dyn Component>>,
-    nics: Vec<(String, NetControl)>,
+    nics: Vec<Nic>,
     /// Of the components that have one.
     slots: Vec<(u8, String)>,
     balloon: Option<BalloonControl>,

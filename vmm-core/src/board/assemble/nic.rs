@@ -1,30 +1,65 @@
 //! A network interface.
 
+use std::sync::Arc;
+
 use devices::{
-    net::{Offloads, Tap, TapError},
+    net::{NetBackend, Offloads, Tap, TapError},
+    rate::Limiter,
     virtio::net::{Net, NetOptions},
 };
-use proto::{model, vmm::ErrorKind};
+use proto::{
+    model::{machine, nic::NicSwitches},
+    vmm::ErrorKind,
+};
 
-use super::{Assembly, Failure};
-use crate::lifecycle::with_causes;
+use super::{Assembly, Failure, disk};
+use crate::{board::nics::Nic, lifecycle::with_causes};
 
-pub(super) fn build(assembly: &mut Assembly, spec: &model::machine::Nic) -> Result<(), Failure> {
+pub(super) fn build(assembly: &mut Assembly, spec: &machine::Nic) -> Result<(), Failure> {
     let name = format!("nic {}", spec.name);
-    let tap = Tap::new(assembly.fds.take(spec.fd)?).map_err(|error| Failure {
+    let mut queues: Vec<Box<dyn NetBackend>> = Vec::with_capacity(spec.fds.len());
+    for fd in &spec.fds {
+        let tap = Tap::new(assembly.fds.take(*fd)?).map_err(|error| failure(&name, &error))?;
+        queues.push(Box::new(tap));
+    }
+    let receive_limiter = spec.receive_limit.map(disk::limits).map(Limiter::new);
+    let transmit_limiter = spec.transmit_limit.map(disk::limits).map(Limiter::new);
+    let options = NetOptions {
+        name: spec.name.clone(),
+        mac: spec.mac.octets(),
+        mtu: spec.mtu,
+        offloads: offloads(spec.without),
+        merge: !spec.without.merge,
+        control: spec.control,
+        link_up: spec.link_up,
+        receive_limit: receive_limiter.as_ref().map(Arc::clone),
+        transmit_limit: transmit_limiter.as_ref().map(Arc::clone),
+    };
+    let device = Net::new(queues, options);
+    assembly.nics.push(Nic {
+        name: spec.name.clone(),
+        control: device.control(),
+        receive_limiter,
+        transmit_limiter,
+    });
+    assembly.add_virtio(&name, spec.slot, Box::new(device))
+}
+
+fn offloads(without: NicSwitches) -> Offloads {
+    let mut offloads = Offloads::all();
+    offloads.set(Offloads::CHECKSUM, !without.checksum);
+    let tso = Offloads::TSO4 | Offloads::TSO6 | Offloads::TSO_ECN;
+    offloads.set(tso, !without.tso);
+    offloads.set(Offloads::USO, !without.uso);
+    offloads
+}
+
+fn failure(name: &str, error: &TapError) -> Failure {
+    Failure {
         kind: match error {
             TapError::Host(..) => ErrorKind::Resources,
             TapError::NotATap(_) | TapError::Flags => ErrorKind::Invalid,
         },
-        message: format!("{name}: {}", with_causes(&error)),
-    })?;
-    // What the protocol can't choose, guests find as they always did.
-    let options = NetOptions {
-        control: false,
-        offloads: Offloads::all() - Offloads::USO,
-        ..NetOptions::new(&spec.name, spec.mac.octets(), spec.mtu)
-    };
-    let device = Net::new(vec![Box::new(tap)], options);
-    assembly.nics.push((spec.name.clone(), device.control()));
-    assembly.add_virtio(&name, spec.slot, Box::new(device))
+        message: format!("{name}: {}", with_causes(error)),
+    }
 }

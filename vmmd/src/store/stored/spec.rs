@@ -137,6 +137,18 @@ stored! {
         attachment: Option<Attachment>,
         #[prost(string, tag = "4")]
         mac: String,
+        #[prost(uint32, tag = "5")]
+        queues: u32,
+        #[prost(uint32, tag = "6")]
+        mtu: u32,
+        #[prost(int32, repeated, tag = "7")]
+        disabled_offloads: Vec<i32>,
+        #[prost(bool, tag = "8")]
+        link_down: bool,
+        #[prost(message, optional, tag = "9")]
+        receive_limit: Option<RateLimit>,
+        #[prost(message, optional, tag = "10")]
+        transmit_limit: Option<RateLimit>,
     }
 }
 

@@ -8,8 +8,8 @@ use proto::{
         vm::VmSpec,
     },
     vmm::{
-        AttachDisk, DetachDisk, DiskStats, ErrorKind, ResizeDisk, SetRateLimit, Status, request::Op,
-        set_rate_limit::Target,
+        AttachDisk, DetachDisk, DiskStats, ErrorKind, ResizeDisk, SetRateLimit, Status, UpdateNic,
+        request::Op, set_rate_limit::Target,
     },
 };
 use tokio::time::{Instant, sleep_until, timeout};
@@ -246,6 +246,16 @@ pub async fn limit(client: Client, target: Target, limit: RateLimit) -> Result<(
     }
 }
 
+/// Changes a NIC of a machine.
+pub async fn update_nic(client: Client, update: UpdateNic) -> Result<(), Failure> {
+    let name = update.name.clone();
+    match timeout(TIMEOUT, client.request(Op::UpdateNic(update), &[])).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(error @ control::Error::Refused(_))) => Err(refused(&error)),
+        unclear => Err(unclear_about(&format!("NIC \"{name}\""), unclear)),
+    }
+}
+
 /// The disks that a machine has. Waits as long as the `vmm` lives.
 pub async fn look(client: Client) -> Result<Vec<DiskStats>, control::Error> {
     client.disk_stats().await
@@ -293,10 +303,14 @@ fn about(name: &str, failure: Failure) -> Failure {
 }
 
 fn unclear_failure<T, E>(name: &str, answer: Result<Result<T, control::Error>, E>) -> Failure {
+    unclear_about(&format!("disk \"{name}\""), answer)
+}
+
+fn unclear_about<T, E>(what: &str, answer: Result<Result<T, control::Error>, E>) -> Failure {
     let why = match answer {
         Ok(Err(error)) => crate::text::chain(&error),
         Ok(Ok(_)) | Err(_) => format!("the vmm did not answer within {} s", TIMEOUT.as_secs()),
     };
-    let message = format!("disk \"{name}\": {why}; look at the VM's status for what has become of it");
+    let message = format!("{what}: {why}; look at the VM's status for what has become of it");
     Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message)
 }

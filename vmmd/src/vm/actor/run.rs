@@ -49,6 +49,8 @@ const STATE_TIMEOUT: Duration = Duration::from_secs(5);
 pub(super) const SECOND_MINOR: u32 = 2;
 /// The one that has PCI slots on other buses than 0.
 pub(super) const THIRD_MINOR: u32 = 3;
+/// The one that has `UpdateNic`.
+pub(super) const FOURTH_MINOR: u32 = 4;
 
 impl Actor {
     pub(super) async fn begin_start(&mut self, operation: Handle) {

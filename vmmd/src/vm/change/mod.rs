@@ -51,6 +51,12 @@ pub enum Live {
     DiskLimit(String),
     /// The limit of a rate group.
     GroupLimit(String),
+    /// Whether a NIC's link is up.
+    NicLink(String),
+    /// The limit of what the guest receives over a NIC.
+    NicReceiveLimit(String),
+    /// The limit of what the guest sends over a NIC.
+    NicTransmitLimit(String),
     /// A rate group that no disk of the machine is in.
     DropGroup(String),
     /// What the balloon leaves to the guest.
@@ -123,6 +129,11 @@ pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
             Some(mac) => mac.to_string(),
             None => nic.mac.to_lowercase(),
         };
+        nic.queues = nic.queues.max(1);
+        nic.disabled_offloads.sort_unstable();
+        nic.disabled_offloads.dedup();
+        nic.receive_limit = nic.receive_limit.filter(limits);
+        nic.transmit_limit = nic.transmit_limit.filter(limits);
     }
     for disk in &mut spec.disks {
         if disk.serial.is_empty() {
@@ -240,7 +251,9 @@ fn by_name(list: &Json) -> BTreeMap<&str, &Json> {
 
 /// What is changed as a whole: a limit is one request.
 fn whole(path: &str) -> bool {
-    path.ends_with("].rateLimit") || path.starts_with("spec.rateGroups[") && path.ends_with("].limit")
+    let limits = ["].rateLimit", "].receiveLimit", "].transmitLimit"];
+    limits.iter().any(|limit| path.ends_with(limit))
+        || path.starts_with("spec.rateGroups[") && path.ends_with("].limit")
 }
 
 fn verdict(path: &str, was: bool, is: bool) -> Verdict {
@@ -258,7 +271,10 @@ fn verdict(path: &str, was: bool, is: bool) -> Verdict {
             .or_else(|| item("spec.rateGroups", "").map(Live::DropGroup)),
         _ => item("spec.disks", ".rateLimit")
             .map(Live::DiskLimit)
-            .or_else(|| item("spec.rateGroups", ".limit").map(Live::GroupLimit)),
+            .or_else(|| item("spec.rateGroups", ".limit").map(Live::GroupLimit))
+            .or_else(|| item("spec.nics", ".linkDown").map(Live::NicLink))
+            .or_else(|| item("spec.nics", ".receiveLimit").map(Live::NicReceiveLimit))
+            .or_else(|| item("spec.nics", ".transmitLimit").map(Live::NicTransmitLimit)),
     };
     live.map_or(Verdict::Restart, Verdict::Live)
 }
@@ -284,6 +300,17 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
             let group = running.rate_groups.iter_mut().find(|group| group.name == *name);
             if let (Some(group), Some(wanted)) = (group, wanted) {
                 group.limit = wanted.limit;
+            }
+        }
+        Live::NicLink(name) | Live::NicReceiveLimit(name) | Live::NicTransmitLimit(name) => {
+            let wanted = desired.nics.iter().find(|nic| nic.name == *name);
+            let nic = running.nics.iter_mut().find(|nic| nic.name == *name);
+            if let (Some(nic), Some(wanted)) = (nic, wanted) {
+                match live {
+                    Live::NicLink(_) => nic.link_down = wanted.link_down,
+                    Live::NicReceiveLimit(_) => nic.receive_limit = wanted.receive_limit,
+                    _ => nic.transmit_limit = wanted.transmit_limit,
+                }
             }
         }
         Live::DropGroup(name) => running.rate_groups.retain(|group| group.name != *name),

@@ -108,13 +108,18 @@ pub fn open(spec: &VmSpec, sources: &Sources<'_>, locks: Locks) -> Result<Files,
 /// Refused as TOO_MANY_FILES when a VM whose disks are this many files has more than a `vmm` can be given.
 fn beyond(spec: &VmSpec, of_disks: usize) -> Option<Failure> {
     let Boot::Linux { initrd, .. } = &spec.boot;
-    let all = OTHER_FDS + usize::from(initrd.is_some()) + spec.nics.len() + of_disks;
+    let all = OTHER_FDS + usize::from(initrd.is_some()) + nic_queues(spec) + of_disks;
     let too_many = all.checked_sub(MAX_FDS).filter(|too_many| *too_many > 0)?;
     let message = format!(
         "spec.disks: the disks and the disks below their overlays are {of_disks} files, {too_many} too many: copy overlays \
          into disks of their own"
     );
     Some(Failure::new(Kind::Exhausted, "TOO_MANY_FILES", message))
+}
+
+/// Descriptors of the VM's taps.
+fn nic_queues(spec: &VmSpec) -> usize {
+    spec.nics.iter().map(|nic| usize::from(nic.queues)).sum()
 }
 
 /// What each disk of a VM is on, by its name, as far as that can be told without opening it.

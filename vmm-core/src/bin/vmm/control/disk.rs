@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use proto::vmm::{request::Op, set_rate_limit::Target};
-use vmm_core::lifecycle::{LimitTarget, Request};
+use vmm_core::lifecycle::{LimitTarget, NicChange, Request};
 
 /// The request for `op`, or what it lacks.
 pub(super) fn request(op: Op, fds: Vec<OwnedFd>) -> Result<Request, &'static str> {
@@ -26,6 +26,14 @@ pub(super) fn request(op: Op, fds: Vec<OwnedFd>) -> Result<Request, &'static str
                 Target::Group(name) => LimitTarget::Group(name),
             },
             limit: (&set.limit.ok_or("SetRateLimit without a limit")?).into(),
+        },
+        Op::UpdateNic(update) => Request::UpdateNic {
+            name: update.name,
+            change: NicChange {
+                link_up: update.link_up,
+                receive_limit: update.receive_limit.as_ref().map(Into::into),
+                transmit_limit: update.transmit_limit.as_ref().map(Into::into),
+            },
         },
         Op::SetBalloon(set) => Request::SetBalloon(set.target_bytes),
         Op::GetDiskStats(_) => Request::GetDiskStats,

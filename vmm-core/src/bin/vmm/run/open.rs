@@ -236,12 +236,24 @@ fn open_nic(fds: &mut Fds, slot: u32, vm: &str, nic: &Nic) -> Result<vmm::Nic> {
         // It vanishes with this process.
         Attachment::Bridge(bridge) => (format!("vmm{}n{slot}", std::process::id()), Some(bridge)),
     };
-    let fd = tap::open(&name, false).with_context(|| {
-        format!(
-            "nic {}: opening tap {name}: it needs to be root, or the owner of the tap",
+    if bridge.is_none() && !sys::interface_exists(&name) {
+        bail!(
+            "nic {}: there is no tap device {name}: make it with `ip tuntap add {name} mode tap`",
             nic.name
-        )
-    })?;
+        );
+    }
+    let several = nic.queues > 1;
+    let mut queues = Vec::new();
+    for _ in 0..nic.queues {
+        let fd = tap::open(&name, several).with_context(|| {
+            let multi = if several { ", made with `multi_queue`" } else { "" };
+            format!(
+                "nic {}: opening tap {name}: it needs to be root, or the owner of the tap{multi}",
+                nic.name
+            )
+        })?;
+        queues.push(fds.add(fd));
+    }
     if let Some(bridge) = bridge {
         sys::attach_to_bridge(&name, bridge).with_context(|| {
             format!(
@@ -254,12 +266,14 @@ fn open_nic(fds: &mut Fds, slot: u32, vm: &str, nic: &Nic) -> Result<vmm::Nic> {
         let [a, b, c, d, e, f, ..] = digest(&[vm, nic.name.as_str()]);
         Mac::local([a, b, c, d, e, f])
     });
+    let (fd, further) = queues.split_first().unwrap_or((&0, &[]));
     Ok(vmm::Nic {
-        name: nic.name.to_string(),
-        fd: fds.add(fd),
+        fd: *fd,
+        further_fds: further.to_vec(),
         mac: mac.octets().to_vec(),
         pci_slot: slot,
-        mtu: 1500,
+        mtu: nic.mtu_on(1500),
+        ..nic.machine()
     })
 }
 

@@ -294,6 +294,7 @@ static WORKER: &[Entry] = &[
     with!(SYS_ioctl, Low16(1, &[kvm(0x61)])) // KVM_IRQ_LINE
         .unseen("a guest that drives a device without MSI-X"),
     with!(SYS_ioctl, Low16(1, &[TUNSETOFFLOAD])),
+    with!(SYS_ioctl, Low16(1, &[TUNSETQUEUE])).unseen("a network interface with several pairs of queues"),
 ];
 
 // linux/io_uring.h.
@@ -304,10 +305,11 @@ const IORING_REGISTER_RESTRICTIONS: u64 = 11;
 const IORING_REGISTER_ENABLE_RINGS: u64 = 12;
 const IORING_REGISTER_SYNC_CANCEL: u64 = 24;
 
-// linux/if_tun.h: _IOW('T', 208, unsigned int), _IOR('T', 210, unsigned int), _IOW('T', 216, int).
+// linux/if_tun.h: _IOW('T', 208, unsigned int), _IOR('T', 210, unsigned int), _IOW('T', 216, int), _IOW('T', 217, int).
 const TUNSETOFFLOAD: u64 = 0x54d0;
 const TUNGETIFF: u64 = 0x54d2;
 const TUNSETVNETHDRSZ: u64 = 0x54d8;
+const TUNSETQUEUE: u64 = 0x54d9;
 
 /// Waits for its clients, whose socket listens already.
 static CONTROL: &[Entry] = &[

@@ -8,7 +8,7 @@ use std::{
 use proto::{
     model::{Violations, disk::RateLimit, vm::VmSpec},
     v1::{self, EventSeverity},
-    vmm::set_rate_limit::Target,
+    vmm::{UpdateNic, set_rate_limit::Target},
 };
 use serde_json::Value as Json;
 use tokio::time::Instant;
@@ -21,7 +21,7 @@ use super::{
         plug::{self, Outcome},
         respond,
         row::Row,
-        run::SECOND_MINOR,
+        run::{FOURTH_MINOR, SECOND_MINOR},
     },
     DEFAULT_EJECT,
 };
@@ -128,6 +128,12 @@ impl Actor {
                 }
                 let serial = self.disks.plug(name).map(|plug| plug.serial);
                 plugs.extend(serial.map(|serial| (name.clone(), serial)));
+                continue;
+            }
+            if let (Live::NicLink(_) | Live::NicReceiveLimit(_) | Live::NicTransmitLimit(_), Err(failure)) =
+                (&live, self.knows_minor(FOURTH_MINOR, "change a NIC"))
+            {
+                self.disks.live.failed.insert(path, failure.message);
                 continue;
             }
             // One that is under way is followed by another when it is over.
@@ -254,6 +260,20 @@ async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec) -> Result<(),
             let group = spec.rate_groups.iter().find(|group| group.name == *name);
             let limit = valid(group.and_then(|group| group.limit));
             plug::limit(client, Target::Group(name.clone()), limit).await
+        }
+        Live::NicLink(name) | Live::NicReceiveLimit(name) | Live::NicTransmitLimit(name) => {
+            let nic = spec.nics.iter().find(|nic| nic.name == *name);
+            let nic = nic.cloned().unwrap_or_default();
+            let mut update = UpdateNic {
+                name: name.clone(),
+                ..UpdateNic::default()
+            };
+            match live {
+                Live::NicLink(_) => update.link_up = Some(!nic.link_down),
+                Live::NicReceiveLimit(_) => update.receive_limit = Some(valid(nic.receive_limit).into()),
+                _ => update.transmit_limit = Some(valid(nic.transmit_limit).into()),
+            }
+            plug::update_nic(client, update).await
         }
         Live::BalloonTarget => {
             let valid = VmSpec::try_from(spec).ok();

@@ -1,0 +1,120 @@
+//! `nic`: NICs of a VM come, go and change.
+
+use proto::v1;
+
+use super::{
+    disk_spec::usage,
+    nic_spec,
+    update::{self, Change, How},
+};
+use crate::{
+    args::nic::{Nic, NicChange},
+    client::Client,
+    failure::{Code, Failure, Result},
+    output,
+};
+
+/// Changes a VM's NICs as the command line asks for; the paths of an update mask that name what changes.
+type NicsChange = Box<dyn Fn(&mut Vec<v1::NicSpec>) -> Result<Vec<String>>>;
+
+/// Does it.
+pub async fn nic(client: &Client, what: &Nic) -> Result<()> {
+    let (vm, name, change, options) = match what {
+        Nic::Attach(args) => {
+            let nic = nic_spec::from_text(0, &args.nic)?;
+            let (vm, name) = (args.vm.clone(), nic.name.clone());
+            (vm, name, attach(nic), &args.options)
+        }
+        Nic::Detach(args) => (
+            args.vm.clone(),
+            args.name.clone(),
+            detach(&args.name),
+            &args.options,
+        ),
+        Nic::Update(args) => {
+            // What is wrong with it is said before anything is asked of the daemon.
+            nic_spec::apply(&mut v1::NicSpec::default(), &args.nic, "KEY=VALUE")?;
+            let change = change(&args.name, &args.nic);
+            (args.vm.clone(), args.name.clone(), change, &args.options)
+        }
+    };
+    let done = apply(
+        &client.with_timeout(options.timeout.timeout),
+        &vm,
+        options,
+        &change,
+    )
+    .await?;
+    output::line(format!("vm/{vm} nic {name} {}", done.text))?;
+    for line in done.lines {
+        output::line(format!("  {line}"))?;
+    }
+    Ok(())
+}
+
+async fn apply(client: &Client, vm: &str, options: &NicChange, change: &NicsChange) -> Result<update::Done> {
+    let how = How {
+        dry_run: options.dry_run,
+        restart: options.restart,
+        grace: None,
+    };
+    update::rewrite(client, vm, how, |there| {
+        let mut vm = there.clone();
+        let paths = change(&mut vm.spec.get_or_insert_default().nics)?;
+        Ok(Change { vm, paths })
+    })
+    .await
+}
+
+fn attach(nic: v1::NicSpec) -> NicsChange {
+    Box::new(move |nics| {
+        let mut nic = nic.clone();
+        if nic.name == "eth0" && nics.iter().any(|other| other.name == nic.name) {
+            // No name was given, most likely: the first one that is free.
+            let free = |name: &String| nics.iter().all(|other| other.name != *name);
+            nic.name = (0..)
+                .map(|index| format!("eth{index}"))
+                .find(free)
+                .unwrap_or_default();
+        }
+        let paths = vec![format!("spec.nics[{}]", nic.name)];
+        if nics.iter().any(|other| other.name == nic.name) {
+            let message = format!("the VM has a NIC \"{}\" already", nic.name);
+            return Err(Failure::new(Code::Invalid, message));
+        }
+        nics.push(nic);
+        Ok(paths)
+    })
+}
+
+fn detach(name: &str) -> NicsChange {
+    let name = name.to_owned();
+    Box::new(move |nics| {
+        let before = nics.len();
+        nics.retain(|nic| nic.name != name);
+        if nics.len() == before {
+            return Err(not_found(&name));
+        }
+        Ok(vec![format!("spec.nics[{name}]")])
+    })
+}
+
+fn change(name: &str, text: &str) -> NicsChange {
+    let (name, text) = (name.to_owned(), text.to_owned());
+    Box::new(move |nics| {
+        let nic = nics.iter_mut().find(|nic| nic.name == name);
+        let nic = nic.ok_or_else(|| not_found(&name))?;
+        nic_spec::apply(nic, &text, "KEY=VALUE")?;
+        if nic.name != name {
+            return Err(usage(
+                "the name of a NIC can't be changed: detach it and attach another one".to_owned(),
+            ));
+        }
+        let fields = nic_spec::fields(&text);
+        Ok(fields.map(|field| format!("spec.nics[{name}].{field}")).collect())
+    })
+}
+
+fn not_found(name: &str) -> Failure {
+    Failure::new(Code::NotFound, format!("the VM has no NIC \"{name}\""))
+}

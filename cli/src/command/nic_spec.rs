@@ -1,0 +1,172 @@
+//! NICs of a VM from the command line: the texts of `create --nic` and of `nic`.
+
+use proto::v1::{self, NicOffload, nic_spec::Attachment};
+
+use super::disk_spec::{bytes, number, usage};
+use crate::failure::Result;
+
+const KEYS: &str =
+    "bridge=, tap=, name=, mac=, queues=, mtu=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
+
+/// The NIC number `index` of a VM from `key=value,…`.
+pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
+    let mut nic = v1::NicSpec {
+        name: format!("eth{index}"),
+        ..v1::NicSpec::default()
+    };
+    apply(&mut nic, text, "--nic")?;
+    Ok(nic)
+}
+
+/// Changes what the keys of `text`, which is an `option` of the command line, name.
+pub fn apply(nic: &mut v1::NicSpec, text: &str, option: &str) -> Result<()> {
+    let mut attached = false;
+    for part in text.split(',') {
+        let attachment = match part.split_once('=') {
+            Some(("bridge", value)) => Some(Attachment::Bridge(value.to_owned())),
+            Some(("tap", value)) => Some(Attachment::Tap(value.to_owned())),
+            _ => None,
+        };
+        if let Some(attachment) = attachment {
+            if std::mem::replace(&mut attached, true) {
+                return Err(usage(format!("{option} {text}: give one of bridge= and tap=")));
+            }
+            nic.attachment = Some(attachment);
+            continue;
+        }
+        let done = match part.split_once('=') {
+            Some((key, value)) => set(nic, key, value),
+            None => Ok(false),
+        };
+        match done {
+            Ok(true) => {}
+            Ok(false) => return Err(usage(format!("{option} {text}: \"{part}\" is none of {KEYS}"))),
+            Err(problem) => return Err(usage(format!("{option} {text}: {part}: {problem}"))),
+        }
+    }
+    Ok(())
+}
+
+/// Sets the field that `key` names; whether there is one.
+fn set(nic: &mut v1::NicSpec, key: &str, value: &str) -> Result<bool, String> {
+    match key {
+        "name" => value.clone_into(&mut nic.name),
+        "mac" => value.clone_into(&mut nic.mac),
+        "queues" => nic.queues = number(value)?,
+        "mtu" => nic.mtu = number(value)?,
+        "link" => {
+            nic.link_down = match value {
+                "up" => false,
+                "down" => true,
+                _ => return Err("must be up or down".to_owned()),
+            };
+        }
+        "off" => {
+            nic.disabled_offloads = value
+                .split('+')
+                .filter(|word| *word != "none")
+                .map(|word| Ok(offload(word)?.into()))
+                .collect::<Result<_, String>>()?;
+        }
+        "rx-bps" => bytes_per_second(&mut nic.receive_limit, bytes(value)?),
+        "rx-pps" => packets_per_second(&mut nic.receive_limit, number(value)?),
+        "tx-bps" => bytes_per_second(&mut nic.transmit_limit, bytes(value)?),
+        "tx-pps" => packets_per_second(&mut nic.transmit_limit, number(value)?),
+        _ => return Ok(false),
+    }
+    Ok(true)
+}
+
+/// The fields of a NIC, as in the protocol files, that the keys of a text are for. Both limits of a direction are one field: what a
+/// text does not name of it stays.
+pub fn fields(text: &str) -> impl Iterator<Item = &str> {
+    let keys = text.split(',').filter_map(|part| Some(part.split_once('=')?.0));
+    keys.map(|key| match key {
+        "queues" | "mtu" | "name" | "mac" | "bridge" | "tap" => key,
+        "link" => "link_down",
+        "off" => "disabled_offloads",
+        "rx-bps" | "rx-pps" => "receive_limit",
+        "tx-bps" | "tx-pps" => "transmit_limit",
+        other => other,
+    })
+}
+
+fn bytes_per_second(limit: &mut Option<v1::RateLimit>, rate: u64) {
+    limit.get_or_insert_default().bytes_per_second = rate;
+    drop_empty(limit);
+}
+
+fn packets_per_second(limit: &mut Option<v1::RateLimit>, rate: u64) {
+    limit.get_or_insert_default().operations_per_second = rate;
+    drop_empty(limit);
+}
+
+/// A limit without any rate is none.
+fn drop_empty(limit: &mut Option<v1::RateLimit>) {
+    *limit = limit.filter(|limit| limit.bytes_per_second != 0 || limit.operations_per_second != 0);
+}
+
+fn offload(word: &str) -> Result<NicOffload, String> {
+    match word {
+        "checksum" => Ok(NicOffload::Checksum),
+        "tso" => Ok(NicOffload::TcpSegmentation),
+        "uso" => Ok(NicOffload::UdpSegmentation),
+        "merge" => Ok(NicOffload::MergeableBuffers),
+        _ => Err("must be checksum, tso, uso or merge, several with + between them, or none".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_nic_is_read_from_keys_and_values() {
+        let text = "bridge=br0,queues=4,mtu=9000,off=tso+uso,link=down,rx-bps=10Mi,rx-pps=5000,tx-pps=100";
+        let nic = from_text(1, text).unwrap();
+        assert_eq!(
+            (nic.name.as_str(), nic.queues, nic.mtu, nic.link_down),
+            ("eth1", 4, 9000, true)
+        );
+        assert_eq!(nic.attachment, Some(Attachment::Bridge("br0".into())));
+        assert_eq!(nic.disabled_offloads, [2, 3]);
+        let receive = nic.receive_limit.unwrap();
+        assert_eq!(
+            (receive.bytes_per_second, receive.operations_per_second),
+            (10 << 20, 5000)
+        );
+        assert_eq!(nic.transmit_limit.unwrap().operations_per_second, 100);
+    }
+
+    #[test]
+    fn keys_change_a_nic_that_is_there_and_zero_takes_a_limit_away() {
+        let mut nic = from_text(0, "tap=tap0,off=tso,tx-bps=1Mi,link=down").unwrap();
+        apply(&mut nic, "off=none,tx-bps=0,link=up", "KEY=VALUE").unwrap();
+        let wanted = from_text(0, "tap=tap0").unwrap();
+        assert_eq!(nic, wanted);
+    }
+
+    #[test]
+    fn each_key_is_for_a_field_of_the_api() {
+        let text =
+            "queues=1,mtu=9,name=a,mac=b,bridge=c,tap=d,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
+        let paths: Vec<_> = fields(text)
+            .map(|field| format!("spec.nics[eth0].{field}"))
+            .collect();
+        proto::model::mask::UpdateMask::new("mask", &paths).unwrap();
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_named() {
+        for (text, expected) in [
+            ("bridge=a,tap=b", "one of bridge= and tap="),
+            ("bridge=a,speed=9", "speed=9"),
+            ("bridge=a,off=all", "checksum, tso, uso or merge"),
+            ("bridge=a,link=maybe", "up or down"),
+            ("bridge=a,queues=many", "whole number"),
+        ] {
+            let message = from_text(0, text).unwrap_err().to_string();
+            assert!(message.contains(expected), "{message}");
+        }
+    }
+}
