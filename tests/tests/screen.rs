@@ -1,5 +1,10 @@
 //! A VM's screen from end to end: the guest finds it, and vmmctl reaches it through the daemon.
 
+#[path = "screen/glyphs.rs"]
+mod glyphs;
+
+use glyphs::Picture;
+use rstest::rstest;
 use serde_json::json;
 use vmmd_tests::Case;
 use vmmd_tests::node::Kernel;
@@ -75,6 +80,45 @@ fn a_guest_finds_its_screen_and_vmmctl_looks_and_types_also_while_it_is_paused()
     assert_eq!(greeting, GREETING);
     let ended = format!("kill -INT {process} && timeout 60 tail --pid {process} -f /dev/null");
     vm.node().sh(&ended).expect("^C ends it");
+}
+
+/// The picture on the screen, as `vmmctl screenshot` has it.
+fn picture(case: &Case, vm: &Vm<'_>) -> Picture {
+    let path = format!("{}/text.png", case.folder().expect("folder"));
+    vm.ctl_with("screenshot", &path).expect("screenshot");
+    let folder = tempfile::tempdir().expect("a folder");
+    let copy = folder.path().join("text.png");
+    vm.node().copy_out(&path, &copy).expect("the PNG");
+    Picture::read(&copy)
+}
+
+/// Cloud kernels have no driver for the adapter, and one for a plain framebuffer; their keyboard is the i8042's.
+#[rstest]
+#[case::debian_11(Kernel::Cloud510)]
+#[case::debian_12(Kernel::Cloud61)]
+#[case::backports(Kernel::Cloud612)]
+fn the_text_console_of_a_kernel_without_a_driver_is_on_the_screen(#[case] kernel: Kernel) {
+    let case = Case::new("screen-text").expect("node");
+    let spec = VmSpec::busybox(kernel).set("/display", json!({ "width": 1024, "height": 768 }));
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    let alphabet: String = glyphs::alphabet().collect();
+    let quoted = alphabet.replace('\'', "'\\''");
+    // Cursor off, the screen cleared, the alphabet in the first row, something that only this guest knows in the third.
+    let draw = format!(
+        "printf '\\033[?25l\\033[2J\\033[H%s\\n\\n%s %s\\n' '{quoted}' \"$(uname -r)\" \"$(cat /proc/sys/kernel/random/boot_id)\" > /dev/tty1"
+    );
+    console.run(&draw, 60).expect("the guest draws");
+    let wanted = console
+        .run("echo $(uname -r) $(cat /proc/sys/kernel/random/boot_id)", 60)
+        .expect("the same text by serial");
+    let picture = picture(&case, &vm);
+    assert_eq!(picture.size(), (1024, 768));
+    let font = picture.learn(0);
+    assert_eq!(picture.text(&font, 2), wanted.trim());
+    // What was there before is gone: the picture is of now.
+    assert_eq!(picture.text(&font, 1), "");
 }
 
 #[test]

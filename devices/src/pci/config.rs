@@ -228,6 +228,12 @@ impl ConfigSpace {
             .filter_map(|(index, bar)| bar.map(|bar| (index, bar.kind, bar.size)))
     }
 
+    /// Has memory BARs decode from power-on, as firmware leaves what a guest uses before it has a driver for it.
+    pub fn decode_memory(&mut self) {
+        let command = self.read_u16(COMMAND) | COMMAND_MEMORY;
+        self.set(COMMAND, &command.to_le_bytes());
+    }
+
     /// Gives a BAR its address after power-on.
     pub fn place_bar(&mut self, index: usize, address: u64) {
         let Some(Some(bar)) = self.bars.get(index) else {

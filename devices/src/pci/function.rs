@@ -27,5 +27,13 @@ pub trait PciFunction: Send {
     fn reset(&mut self);
 }
 
+/// Host memory behind a BAR, which the guest reaches without exits.
+pub trait BarMemory: Send + Sync {
+    /// Its size in bytes, a power of two of at least a page.
+    fn size(&self) -> u64;
+    /// The BAR is on the bus at `address` now, or not any more.
+    fn moved(&self, address: Option<u64>);
+}
+
 /// A function as the root bus and its owner share it.
 pub type SharedFunction = Arc<Mutex<dyn PciFunction>>;

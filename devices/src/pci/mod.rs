@@ -7,7 +7,7 @@ pub mod msix;
 pub mod root;
 
 pub use config::{BarKind, ConfigSpace, Header, Window};
-pub use function::{PciFunction, SharedFunction};
+pub use function::{BarMemory, PciFunction, SharedFunction};
 pub use hotplug::HotPlug;
 pub use root::{PciError, PciRoot, PciWindows};
 

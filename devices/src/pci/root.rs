@@ -96,6 +96,26 @@ impl PciWindows {
         };
         ranges.into_iter().filter(|range| !range.is_empty()).collect()
     }
+
+    /// Where the BARs of a function in `slot` are after power-on, by their indices. That depends on the slot and the BARs alone, so
+    /// that it is the same whatever else there is.
+    pub fn place(
+        &self,
+        slot: u8,
+        bars: impl IntoIterator<Item = (usize, BarKind, u64)>,
+    ) -> Result<Vec<(usize, u64)>, PciError> {
+        let number = usize::from(slot);
+        let (low, high) = self.of_bus(number / DEVICES);
+        let (mut low, mut high) = (share(&low, number % DEVICES), share(&high, number % DEVICES));
+        let placed = bars.into_iter().map(|(bar, kind, size)| {
+            let address = match kind {
+                BarKind::Memory32 => take(&mut low, size),
+                BarKind::Memory64 => take(&mut high, size).or_else(|| take(&mut low, size)),
+            };
+            Ok((bar, address.ok_or(PciError::NoRoom { bar, size })?))
+        });
+        placed.collect()
+    }
 }
 
 /// A device that can't be added.
@@ -152,8 +172,7 @@ impl PciRoot {
         })
     }
 
-    /// Puts a function into a slot and gives its BARs addresses. These depend on the slot and the function
-    /// alone, so that they are the same whatever else there is.
+    /// Puts a function into a slot and gives its BARs addresses ([`PciWindows::place`]).
     pub fn add(&self, slot: u8, function: SharedFunction) -> Result<(), PciError> {
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
         let number = usize::from(slot);
@@ -162,15 +181,8 @@ impl PciRoot {
         };
         {
             let mut function = lock(&function);
-            let bars: Vec<_> = function.config().bars().collect();
-            let (low, high) = self.windows.of_bus(number / DEVICES);
-            let (mut low, mut high) = (share(&low, number % DEVICES), share(&high, number % DEVICES));
-            for (bar, kind, size) in bars {
-                let placed = match kind {
-                    BarKind::Memory32 => take(&mut low, size),
-                    BarKind::Memory64 => take(&mut high, size).or_else(|| take(&mut low, size)),
-                };
-                let address = placed.ok_or(PciError::NoRoom { bar, size })?;
+            let placed = self.windows.place(slot, function.config().bars())?;
+            for (bar, address) in placed {
                 function.config_mut().place_bar(bar, address);
             }
         }

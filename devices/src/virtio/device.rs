@@ -5,6 +5,7 @@ use std::{io, sync::Arc, time::Instant};
 use super::{fault::Fault, session::Session, signals::Signals};
 use crate::{
     GuestMemory,
+    pci::BarMemory,
     state::{Section, StateError},
 };
 
@@ -42,6 +43,10 @@ pub trait VirtioDevice: Send {
     /// Writes configuration; `offset` and `data` lie within [`config_len`](Self::config_len). Writes to fields that
     /// are not writable, or of another width than the field's, do nothing.
     fn write_config(&mut self, offset: usize, data: &[u8]);
+    /// Memory that the guest reaches behind a BAR of its own; most devices have none.
+    fn bar_memory(&self) -> Option<Arc<dyn BarMemory>> {
+        None
+    }
     /// The driver reset the device, its workers are quiet: what it wrote to the configuration is forgotten.
     fn reset(&mut self);
     /// The backs, one for each worker thread. Called once, when the VM is built. What changes the configuration space

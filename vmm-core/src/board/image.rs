@@ -18,8 +18,8 @@ use vm_memory::{Bytes, GuestAddress};
 use super::{
     COM1_GSI, COM1_PORT, GENERATION_GSI, HOTPLUG_GSI, POWER_BUTTON_GSI,
     acpi::{self, Platform},
-    assemble::Fds,
-    boot::{BootParams, BootSource, Entry, Format},
+    assemble::{Fds, display},
+    boot::{BootFramebuffer, BootParams, BootSource, Entry, Format},
     smbios::{self, System},
 };
 use crate::{
@@ -55,6 +55,7 @@ pub struct Image {
     serial: String,
     topology: Topology,
     platform: Platform,
+    screen: Option<BootFramebuffer>,
     /// The guest's generation id: another for each machine that is built.
     generation: Uuid,
 }
@@ -81,6 +82,11 @@ impl Image {
             serial: spec.uuid.to_string(),
             topology: spec.topology,
             platform: platform(apic_ids, windows),
+            screen: spec
+                .display
+                .as_ref()
+                .map(|display| display::boot_framebuffer(display, windows))
+                .transpose()?,
             generation: Uuid::new_v4(),
         })
     }
@@ -106,6 +112,7 @@ impl Image {
         let params = BootParams {
             ram: ram.size(),
             rsdp: layout::ACPI.start,
+            screen: self.screen,
         };
         Ok(self.source.load(memory, &params)?)
     }

@@ -17,6 +17,7 @@ pub mod rebuilt;
 mod saved;
 pub mod smbios;
 mod stats;
+mod video;
 
 use devices::bus::BusError;
 use proto::vmm::ErrorKind;

@@ -211,9 +211,9 @@ impl Slots {
 }
 
 impl Table {
-    /// A slot for `region`, if there is room for it.
-    fn place(&self, region: Arc<Region>, limit: u32) -> Result<Slot, SlotError> {
-        let (start, length) = (region.start_addr().0, region.len());
+    /// A slot for `region` at `start`, if there is room for it.
+    fn place(&self, region: Arc<Region>, start: u64, limit: u32) -> Result<Slot, SlotError> {
+        let length = region.len();
         let end = start.checked_add(length).filter(|_| length > 0);
         let end = end.filter(|end| start.is_multiple_of(PAGE) && end.is_multiple_of(PAGE));
         let range = start..end.ok_or(SlotError::Unaligned { start, length })?;
@@ -243,8 +243,13 @@ impl Table {
 impl Vm {
     /// Shows `region` to the guest, at the region's address. The VM holds on to the region until the slot is removed.
     pub fn add_slot(&self, region: &Arc<Region>) -> Result<SlotId, SlotError> {
+        self.add_slot_at(region, region.start_addr().0)
+    }
+
+    /// [`add_slot`](Self::add_slot) at the guest-physical address `start`, whatever the region's is.
+    pub fn add_slot_at(&self, region: &Arc<Region>, start: u64) -> Result<SlotId, SlotError> {
         let mut table = self.slots.table();
-        let slot = table.place(Arc::clone(region), self.slots.limit)?;
+        let slot = table.place(Arc::clone(region), start, self.slots.limit)?;
         slot.set(self.fd(), 0, region.len())?;
         let id = slot.id;
         table.generation = table.generation.saturating_add(1);
@@ -279,6 +284,16 @@ impl Vm {
     /// Begins to log which pages of a slot are written, by the guest and by this process. Does nothing when they are
     /// logged already.
     pub fn start_dirty_log(&self, id: SlotId) -> Result<(), SlotError> {
+        self.start_log(id, true)
+    }
+
+    /// [`start_dirty_log`](Self::start_dirty_log) of the guest's writes alone, for memory that this process does not write to:
+    /// while no RAM is logged, nobody has to look for marks.
+    pub fn start_guest_dirty_log(&self, id: SlotId) -> Result<(), SlotError> {
+        self.start_log(id, false)
+    }
+
+    fn start_log(&self, id: SlotId, own_writes: bool) -> Result<(), SlotError> {
         let slot = self.slots.find(id)?;
         let mut log = slot.log();
         match *log {
@@ -286,7 +301,9 @@ impl Vm {
             Log::Removed => return Err(SlotError::Unknown(id)),
             Log::Off => {}
         }
-        slot.region.get_mmap().bitmap().start();
+        if own_writes {
+            slot.region.get_mmap().bitmap().start();
+        }
         if let Err(error) = slot.set(self.fd(), KVM_MEM_LOG_DIRTY_PAGES, slot.region.len()) {
             slot.region.get_mmap().bitmap().stop();
             return Err(error.into());

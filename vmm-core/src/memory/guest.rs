@@ -237,6 +237,11 @@ impl GuestRam {
 }
 
 /// What a region holds at first.
+/// Memory of `bytes` that is no RAM and has no place of its own yet, of small pages or huge ones as there are.
+pub(crate) fn detached_region(bytes: u64) -> Result<GuestRegionMmap<DirtyBitmap>, RamError> {
+    region(&(0..bytes), Content::Zeroes, &MemoryOptions::default())
+}
+
 #[derive(Clone, Copy)]
 enum Content<'a> {
     Zeroes,

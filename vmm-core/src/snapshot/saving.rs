@@ -13,6 +13,7 @@
 
 use std::{
     fs::File,
+    ops::Range,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -29,6 +30,7 @@ use proto::{
     state::{self, SnapshotInfo},
     vmm::ErrorKind,
 };
+use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 use super::{Writer, error::SnapshotError, format::PAGE, memory};
 use crate::{
@@ -119,7 +121,9 @@ impl Saving {
             thread: None,
         };
         if runs {
-            for (slot, _) in vm.slots() {
+            // A screen's memory is a slot too, and is saved with its device.
+            let is_ram = |range: &Range<u64>| memory.find_region(GuestAddress(range.start)).is_some();
+            for (slot, _) in vm.slots().into_iter().filter(|(_, range)| is_ram(range)) {
                 vm.start_dirty_log(slot)?;
                 saving.logged.push(slot);
             }

@@ -9,9 +9,11 @@
 //! # Cost
 //!
 //! The thread sleeps while nothing changes, and while no client waits for an update. Without clients it does not follow the
-//! framebuffer and keeps no copy of it.
+//! framebuffer and keeps no copy of it. One source of pixels, the [`BootScreen`], can't say that they have changed: while it is
+//! shown and a client waits, the thread asks it, less and less often while nothing happens ([`POLLS`]).
 
 mod client;
+mod poll;
 mod scroll;
 mod worker;
 
@@ -21,7 +23,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use self::worker::Worker;
 use crate::{
-    display::{Framebuffer, Size},
+    display::{BootScreen, Framebuffer, Size},
     input::Hub,
     thread::{self, ThreadKind},
 };
@@ -31,6 +33,10 @@ pub const MAX_CLIENTS: usize = 32;
 
 /// Least time from one reading of the framebuffer to the next.
 pub const FRAME: Duration = Duration::from_millis(16);
+
+/// Least and most time from one look at the boot screen to the next. It doubles with each look that finds nothing; what a client
+/// types or points at makes it short again.
+pub const POLLS: (Duration, Duration) = (Duration::from_millis(32), Duration::from_millis(512));
 
 /// What clients of a socket may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +61,8 @@ pub struct Setup {
     pub name: String,
     /// The screen.
     pub framebuffer: Arc<Framebuffer>,
+    /// A source of the framebuffer's pixels that has to be asked.
+    pub boot: Option<Arc<BootScreen>>,
     /// Takes keys and the pointer.
     pub input: Arc<Hub>,
     /// Takes wishes for another size.

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     GuestMemory,
-    display::{Cursor, Framebuffer, MAX_CURSOR, Rect, Size},
+    display::{BootScreen, Cursor, Framebuffer, MAX_CURSOR, Rect, Size},
 };
 
 /// Longest request: RESOURCE_ATTACH_BACKING with all entries.
@@ -93,6 +93,7 @@ fn within([x, y, width, height]: [u32; 4], size: Size) -> Result<Rect, Refusal> 
 /// The resources of a driver, and what is shown of them.
 pub(super) struct Renderer {
     framebuffer: Arc<Framebuffer>,
+    pub(super) boot: Option<Arc<BootScreen>>,
     pub(super) shared: Arc<Shared>,
     pub(super) resources: BTreeMap<u32, Resource>,
     pub(super) scanout: Option<Scanout>,
@@ -101,9 +102,10 @@ pub(super) struct Renderer {
 }
 
 impl Renderer {
-    pub fn new(framebuffer: Arc<Framebuffer>, shared: Arc<Shared>) -> Self {
+    pub fn new(framebuffer: Arc<Framebuffer>, boot: Option<Arc<BootScreen>>, shared: Arc<Shared>) -> Self {
         Self {
             framebuffer,
+            boot,
             shared,
             resources: BTreeMap::new(),
             scanout: None,
@@ -134,13 +136,16 @@ impl Renderer {
         (whole, result.is_err())
     }
 
-    /// As it is after a reset of the device: the screen is black.
+    /// As it is after a reset of the device: the screen is what a guest without a driver draws, or black.
     pub fn reset(&mut self) {
         self.resources.clear();
         self.scanout = None;
         self.cursor = Cursor::default();
         self.framebuffer.set_cursor(Cursor::default());
-        self.framebuffer.clear(self.shared.initial());
+        match &self.boot {
+            Some(boot) => boot.show(),
+            None => self.framebuffer.clear(self.shared.initial()),
+        }
     }
 
     /// Shows what is scanned out, and the cursor, anew.
@@ -242,6 +247,9 @@ impl Renderer {
         }
         let rect = within(rect, self.resource(id)?.size)?;
         self.scanout = Some(Scanout { resource: id, rect });
+        if let Some(boot) = &self.boot {
+            boot.hide();
+        }
         self.show();
         Ok(())
     }

@@ -33,7 +33,13 @@ const KINDS: [u32; 16] = [
 pub fn commands(data: &[u8]) {
     let size = Size::new(640, 480).unwrap();
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
-    let new = || Renderer::new(Arc::new(Framebuffer::new(size)), Arc::new(Shared::new(size)));
+    let new = || {
+        Renderer::new(
+            Arc::new(Framebuffer::new(size)),
+            None,
+            Arc::new(Shared::new(size)),
+        )
+    };
     let mut renderer = new();
     let mut input = data;
     let mut byte = || {

@@ -1,6 +1,9 @@
 //! The graphics adapter without 3D (virtio 1.3, 5.7): a guest draws into *resources* in its own memory, transfers what it
 //! changed to the host's copies, and has one of them scanned out to the machine's [`Framebuffer`].
 //!
+//! Before its driver is there, the guest may draw into memory behind a BAR: see [`BootScreen`]. The screen shows that until a driver
+//! scans something out, and again when the device is reset.
+//!
 //! There is one scan-out. The host's copies of all resources together have [`MAX_BYTES`](resource::MAX_BYTES) at most, whatever the
 //! guest asks for, and a copy has memory from its first transfer on.
 
@@ -21,8 +24,9 @@ use super::{
     signals::Signals,
 };
 use crate::{
-    display::{Framebuffer, Size},
-    state::{Section, StateError},
+    display::{BootScreen, Framebuffer, Size},
+    pci::BarMemory,
+    state::{Section, StateError, check, message},
 };
 
 pub use self::shared::GpuControl;
@@ -38,6 +42,8 @@ const CONFIG_LEN: usize = 16;
 /// The front of a graphics adapter.
 pub struct Gpu {
     framebuffer: Arc<Framebuffer>,
+    /// What the screen shows while no driver shows anything.
+    boot: Option<Arc<BootScreen>>,
     shared: Arc<Shared>,
     connected: bool,
 }
@@ -47,9 +53,17 @@ impl Gpu {
     pub fn new(framebuffer: Arc<Framebuffer>, size: Size) -> Self {
         Self {
             framebuffer,
+            boot: None,
             shared: Arc::new(Shared::new(size)),
             connected: false,
         }
+    }
+
+    /// With a screen on the same framebuffer that guests can use without a driver.
+    #[must_use]
+    pub fn with_boot_screen(mut self, boot: Arc<BootScreen>) -> Self {
+        self.boot = Some(boot);
+        self
     }
 
     /// The handle for others than the driver.
@@ -104,7 +118,11 @@ impl VirtioDevice for Gpu {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
         self.shared.connect(signals);
-        let renderer = Renderer::new(Arc::clone(&self.framebuffer), Arc::clone(&self.shared));
+        let renderer = Renderer::new(
+            Arc::clone(&self.framebuffer),
+            self.boot.clone(),
+            Arc::clone(&self.shared),
+        );
         Ok(vec![WorkerSpec {
             name: "gpu".into(),
             queues: vec![0, 1],
@@ -112,12 +130,28 @@ impl VirtioDevice for Gpu {
         }])
     }
 
+    fn bar_memory(&self) -> Option<Arc<dyn BarMemory>> {
+        let boot = self.boot.as_ref()?;
+        Some(boot.memory())
+    }
+
     fn save(&self) -> Result<Section, StateError> {
-        Ok(Section::new("gpu", &self.shared.save()))
+        let boot = self.boot.as_ref().map(|boot| boot.save());
+        let saved = message::VirtioGpu {
+            boot_pixels: boot.unwrap_or_default(),
+            ..self.shared.save()
+        };
+        Ok(Section::new("gpu", &saved))
     }
 
     fn restore(&mut self, section: &Section) -> Result<(), StateError> {
-        self.shared.restore(&section.open()?)
+        let saved: message::VirtioGpu = section.open()?;
+        let fits = match &self.boot {
+            Some(boot) => boot.restore(&saved.boot_pixels),
+            None => saved.boot_pixels.is_empty(),
+        };
+        check(fits, "boot_pixels", "more than the screen has")?;
+        self.shared.restore(&saved)
     }
 }
 

@@ -71,6 +71,7 @@ impl Shared {
             preferred_width: preferred.width().into(),
             preferred_height: preferred.height().into(),
             events: self.events(),
+            boot_pixels: Vec::new(),
         }
     }
 

@@ -54,6 +54,7 @@ impl Renderer {
                 hot_y: self.cursor.hotspot.1.into(),
                 pixels: bytes(&self.cursor.pixels),
             }),
+            boot_hidden: self.boot.as_ref().is_some_and(|boot| !boot.is_shown()),
         }
     }
 
@@ -88,6 +89,10 @@ impl Renderer {
             .map(|saved| self.scanout(saved))
             .transpose()?;
         self.cursor = saved.cursor.as_ref().map(cursor).transpose()?.unwrap_or_default();
+        let hidden = saved.boot_hidden || self.scanout.is_some();
+        if let Some(boot) = self.boot.as_ref().filter(|_| hidden) {
+            boot.hide();
+        }
         self.show();
         Ok(())
     }

@@ -6,7 +6,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::*;
 use crate::{
     component::Component as _,
-    display::{Frame, Rect, rfb::server::Resizer as _},
+    display::{Frame, Rect, VideoMemory as _, boot::tests::Memory, rfb::server::Resizer as _},
     virtio::testing::{Area, Buffer, Driver, Rig, suite::DeviceUnderTest},
 };
 
@@ -98,7 +98,9 @@ impl DeviceUnderTest for GpuTest {
 
     fn build() -> (Self, Box<dyn VirtioDevice>) {
         let framebuffer = Arc::new(Framebuffer::default());
-        let device = Gpu::new(Arc::clone(&framebuffer), size(800, 600));
+        let memory = Memory::new(size(800, 600));
+        let boot = BootScreen::new(Arc::clone(&framebuffer), size(800, 600), memory);
+        let device = Gpu::new(Arc::clone(&framebuffer), size(800, 600)).with_boot_screen(Arc::new(boot));
         (Self { framebuffer }, Box::new(device))
     }
 
@@ -372,4 +374,81 @@ fn a_reset_makes_the_screen_black_and_gives_its_first_size_back() {
     framebuffer.write(Rect::new(0, 0, 64, 64), |_, row| row.fill(5));
     driver.rig.reset_device();
     assert_eq!(framebuffer.snapshot(), Frame::black(size(800, 600)));
+}
+
+#[test]
+fn a_guest_without_a_driver_has_a_screen_behind_a_bar_and_the_driver_takes_it_over() {
+    let size = size(64, 48);
+    let (memory, framebuffer) = (Memory::new(size), Arc::new(Framebuffer::new(size)));
+    let boot = BootScreen::new(Arc::clone(&framebuffer), size, Arc::clone(&memory) as _);
+    let boot = Arc::new(boot);
+    let gpu = Gpu::new(Arc::clone(&framebuffer), size).with_boot_screen(Arc::clone(&boot));
+    let mut driver = Driver::new(Rig::new(Box::new(gpu)));
+    driver.start(1 << F_EDID);
+    // PCI 3.0, appendix D: a VGA-compatible controller, which kernels take for the screen.
+    let config = |at| {
+        crate::pci::root::lock(&driver.rig.device.function())
+            .config()
+            .read_u32(at)
+    };
+    assert_eq!(config(8) >> 8, 0x03_0000);
+    assert_eq!(config(0x18) & 0xf, 0b100, "BAR 2 has 64 bits");
+    let first = |framebuffer: &Framebuffer| framebuffer.snapshot().pixels()[0];
+    memory.write(0, &[3, 2, 1, 0]);
+    boot.poll();
+    assert_eq!(first(&framebuffer), 0x01_0203);
+
+    assert_eq!(create(&mut driver, 7, B8G8R8X8, 64, 48), OK);
+    assert_eq!(
+        boot.poll(),
+        Some(false),
+        "a driver that shows nothing takes nothing"
+    );
+    assert_eq!(set_scanout(&mut driver, 7, [0, 0, 64, 48]), OK);
+    memory.write(0, &[9; 4]);
+    assert_eq!((boot.poll(), first(&framebuffer)), (None, 0));
+    // The driver switches the screen off: that is no reason to show what was there before it.
+    assert_eq!(set_scanout(&mut driver, 0, [0; 4]), OK);
+    assert_eq!(boot.poll(), None);
+
+    driver.rig.reset_device();
+    assert_eq!(boot.poll(), Some(true));
+    assert_eq!(first(&framebuffer), 0x09_0909);
+}
+
+#[test]
+fn a_restored_adapter_shows_what_was_drawn_without_a_driver_and_refuses_more_than_it_has_room_for() {
+    let size = size(64, 48);
+    let build = || {
+        let (memory, framebuffer) = (Memory::new(size), Arc::new(Framebuffer::new(size)));
+        let boot = BootScreen::new(Arc::clone(&framebuffer), size, Arc::clone(&memory) as _);
+        let boot = Arc::new(boot);
+        let gpu = Gpu::new(Arc::clone(&framebuffer), size).with_boot_screen(Arc::clone(&boot));
+        (memory, framebuffer, boot, gpu)
+    };
+    let (memory, _, _, gpu) = build();
+    memory.write(4 * 65, &[3, 2, 1, 0]);
+    let section = gpu.save().unwrap();
+    let (_, framebuffer, boot, mut gpu) = build();
+    gpu.restore(&section).unwrap();
+    boot.poll();
+    assert_eq!(framebuffer.snapshot().pixels()[65], 0x01_0203);
+
+    let saved = |boot_pixels| message::VirtioGpu {
+        preferred_width: 64,
+        preferred_height: 48,
+        events: 0,
+        boot_pixels,
+    };
+    let long = Section::new("gpu", &saved(vec![1; 64 * 48 * 4 + 1]));
+    assert!(
+        gpu.restore(&long)
+            .unwrap_err()
+            .to_string()
+            .contains("boot_pixels")
+    );
+    let (_, _, _, gpu) = build();
+    let mut without = Gpu { boot: None, ..gpu };
+    let some = Section::new("gpu", &saved(vec![1; 4]));
+    assert!(without.restore(&some).is_err());
 }

@@ -70,6 +70,7 @@ impl Rig {
             (GuestAddress(HOLE_END), (MEMORY_END - HOLE_END) as usize),
         ];
         let mut rig = Self::with_memory(GuestMemory::from_ranges(&ranges).unwrap(), device);
+        rig.root.remap(&rig.mmio);
         rig.probe();
         rig
     }

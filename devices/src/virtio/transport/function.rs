@@ -1,5 +1,5 @@
 //! The PCI function of a virtio device (virtio 1.3, 4.1.2 and 4.1.4): its identity, its capabilities, and the one BAR in
-//! which everything lies.
+//! which everything lies. A device may have memory behind a second one.
 
 use std::{io, sync::Arc};
 
@@ -10,12 +10,17 @@ use super::{
 use crate::{
     bus::Effect,
     interrupt::{NotifyAddress, NotifyRegistry},
-    pci::{BarKind, ConfigSpace, Header, PciFunction, config::ConfigError, msix::Msix},
+    pci::{
+        BarKind, BarMemory, ConfigSpace, Header, PciError, PciFunction, PciWindows, config::ConfigError,
+        msix::Msix,
+    },
 };
 
 /// Index of the BAR.
 const BAR: usize = 0;
 const BAR_SIZE: u64 = 0x8000;
+/// Index of the BAR of a device's memory. The first one takes two registers.
+const MEMORY_BAR: usize = 2;
 /// What lies where in it, a page each.
 const COMMON: u64 = 0x0000;
 const ISR: u64 = 0x1000;
@@ -59,6 +64,7 @@ pub(super) struct VirtioFunction {
     pub(super) msix_capability: usize,
     access_capability: usize,
     notify: Arc<dyn NotifyRegistry>,
+    memory: Option<Arc<dyn BarMemory>>,
     /// Where the BAR is on the bus.
     address: Option<u64>,
     /// Bus-master enable as the workers and the interrupts know it.
@@ -67,8 +73,9 @@ pub(super) struct VirtioFunction {
 
 impl VirtioFunction {
     pub fn new(core: Core, msix: Msix, notify: Arc<dyn NotifyRegistry>) -> io::Result<Self> {
-        let (config, msix_capability, access_capability) =
-            layout(&core, &msix).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+        let memory = core.device.bar_memory();
+        let (config, msix_capability, access_capability) = layout(&core, &msix, memory.as_deref())
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
         Ok(Self {
             core,
             config,
@@ -76,6 +83,7 @@ impl VirtioFunction {
             msix_capability,
             access_capability,
             notify,
+            memory,
             address: None,
             bus_master: false,
         })
@@ -137,18 +145,27 @@ impl VirtioFunction {
 }
 
 /// The configuration space, and where in it the capabilities for MSI-X and for PCI configuration access are.
-fn layout(core: &Core, msix: &Msix) -> Result<(ConfigSpace, usize, usize), ConfigError> {
+fn layout(
+    core: &Core,
+    msix: &Msix,
+    memory: Option<&dyn BarMemory>,
+) -> Result<(ConfigSpace, usize, usize), ConfigError> {
     let kind = core.device.kind();
     let header = Header {
         vendor: VENDOR,
         device: FIRST_DEVICE.saturating_add(kind as u16),
         revision: 1,
-        class: class(kind),
+        class: class(kind, memory.is_some()),
         subsystem_vendor: VENDOR,
         subsystem: SUBSYSTEM,
     };
     let mut config = ConfigSpace::new(&header);
-    config.add_bar(BAR, BarKind::Memory64, BAR_SIZE)?;
+    for (index, kind, size) in bars(memory.map(BarMemory::size)) {
+        config.add_bar(index, kind, size)?;
+    }
+    if memory.is_some() {
+        config.decode_memory();
+    }
     let area = |cfg_type: u8, offset: u64, length: u64, extra: Option<u32>| {
         let size = if extra.is_some() { 20 } else { 16 };
         // cap_len, cfg_type, bar, id, padding, offset, length (4.1.4).
@@ -186,9 +203,27 @@ fn layout(core: &Core, msix: &Msix) -> Result<(ConfigSpace, usize, usize), Confi
     Ok((config, msix_capability, access_capability))
 }
 
-/// PCI class code, subclass and programming interface.
-fn class(kind: DeviceKind) -> u32 {
+/// The BARs of a device that has so many bytes of memory.
+fn bars(memory: Option<u64>) -> impl Iterator<Item = (usize, BarKind, u64)> {
+    let own = memory.map(|size| (MEMORY_BAR, BarKind::Memory64, size));
+    [(BAR, BarKind::Memory64, BAR_SIZE)].into_iter().chain(own)
+}
+
+/// Where the memory of a device in `slot` is after power-on, of which it has `size` bytes.
+pub fn memory_address(windows: &PciWindows, slot: u8, size: u64) -> Result<u64, PciError> {
+    let placed = windows.place(slot, bars(Some(size)))?;
+    let found = placed.into_iter().find(|(bar, _)| *bar == MEMORY_BAR);
+    found.map(|(_, address)| address).ok_or(PciError::NoRoom {
+        bar: MEMORY_BAR,
+        size,
+    })
+}
+
+/// PCI class code, subclass and programming interface. An adapter with a framebuffer that needs no driver is one that a kernel
+/// takes for its screen.
+fn class(kind: DeviceKind, has_memory: bool) -> u32 {
     match kind {
+        DeviceKind::Gpu if has_memory => 0x03_00_00,
         DeviceKind::Net => 0x02_00_00,
         DeviceKind::Block | DeviceKind::FileSystem => 0x01_80_00,
         DeviceKind::Console => 0x07_80_00,
@@ -241,7 +276,12 @@ impl PciFunction for VirtioFunction {
         Effect::None
     }
 
-    fn read_bar(&mut self, _bar: usize, offset: u64, data: &mut [u8]) {
+    fn read_bar(&mut self, bar: usize, offset: u64, data: &mut [u8]) {
+        if bar != BAR {
+            // The guest reaches the memory without coming here, unless it could not be placed.
+            data.fill(0xff);
+            return;
+        }
         let (page, inner) = (offset & !PAGE.wrapping_sub(1), offset & PAGE.wrapping_sub(1));
         match page {
             COMMON => self.core.read_common(inner, data),
@@ -256,7 +296,10 @@ impl PciFunction for VirtioFunction {
         }
     }
 
-    fn write_bar(&mut self, _bar: usize, offset: u64, data: &[u8]) -> Effect {
+    fn write_bar(&mut self, bar: usize, offset: u64, data: &[u8]) -> Effect {
+        if bar != BAR {
+            return Effect::None;
+        }
         let (page, inner) = (offset & !PAGE.wrapping_sub(1), offset & PAGE.wrapping_sub(1));
         match page {
             COMMON => self.core.write_common(inner, data),
@@ -272,7 +315,13 @@ impl PciFunction for VirtioFunction {
         Effect::None
     }
 
-    fn bar_moved(&mut self, _bar: usize, address: Option<u64>) {
+    fn bar_moved(&mut self, bar: usize, address: Option<u64>) {
+        if bar != BAR {
+            if let Some(memory) = &self.memory {
+                memory.moved(address);
+            }
+            return;
+        }
         let place = |bar: u64, queue: u64| {
             let offset = queue
                 .saturating_mul(NOTIFY_MULTIPLIER.into())

@@ -10,3 +10,4 @@ mod function;
 mod state;
 
 pub use device::{Parts, VirtioPciDevice};
+pub use function::memory_address;

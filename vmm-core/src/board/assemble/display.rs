@@ -3,13 +3,15 @@
 use std::sync::Arc;
 
 use super::{Assembly, Failure};
+use crate::board::{boot::BootFramebuffer, video::Video};
 use devices::{
     display::{
-        Framebuffer, Size,
+        BootScreen, Framebuffer, Size,
         rfb::server::{Access, Server, Setup},
     },
     input::{Hub, Layout},
-    virtio::{gpu::Gpu, input::Input},
+    pci::PciWindows,
+    virtio::{gpu::Gpu, input::Input, transport::memory_address},
 };
 use proto::{
     model::{display, machine},
@@ -22,18 +24,16 @@ pub(super) fn build(
     name: &str,
     spec: &machine::Display,
 ) -> Result<Option<Server>, Failure> {
-    let (width, height) = spec.size;
-    let size = Size::new(width, height).ok_or_else(|| Failure {
-        kind: ErrorKind::Invalid,
-        message: format!("no screen has {width} x {height} pixels"),
-    })?;
+    let size = size(spec)?;
     let layout = match spec.layout {
         display::Layout::Us => Layout::Us,
         display::Layout::De => Layout::De,
         display::Layout::Dk => Layout::Dk,
     };
     let (framebuffer, hub) = (Arc::new(Framebuffer::new(size)), Arc::new(Hub::new(layout)));
-    let gpu = Gpu::new(Arc::clone(&framebuffer), size);
+    let video = Video::new(&assembly.vm, BootScreen::bar_size(size))?;
+    let boot = Arc::new(BootScreen::new(Arc::clone(&framebuffer), size, Arc::new(video)));
+    let gpu = Gpu::new(Arc::clone(&framebuffer), size).with_boot_screen(Arc::clone(&boot));
     let control = gpu.control();
     let keyboard = Input::keyboard(&hub).map_err(|error| failure("keyboard", &error))?;
     let tablet = Input::tablet(&hub).map_err(|error| failure("tablet", &error))?;
@@ -53,11 +53,31 @@ pub(super) fn build(
         listeners,
         name: name.to_owned(),
         framebuffer,
+        boot: Some(boot),
         input: hub,
         resizer: Arc::new(control),
     };
     let server = Server::start(setup).map_err(|error| failure("VNC server", &error))?;
     Ok(Some(server))
+}
+
+/// What a kernel is told of the screen that it can use without a driver.
+pub fn boot_framebuffer(spec: &machine::Display, windows: &PciWindows) -> Result<BootFramebuffer, Failure> {
+    let size = size(spec)?;
+    let address = memory_address(windows, spec.gpu.number(), BootScreen::bar_size(size));
+    Ok(BootFramebuffer {
+        address: address.map_err(|error| Failure::new(ErrorKind::Invalid, &error))?,
+        width: size.width(),
+        height: size.height(),
+    })
+}
+
+fn size(spec: &machine::Display) -> Result<Size, Failure> {
+    let (width, height) = spec.size;
+    Size::new(width, height).ok_or_else(|| Failure {
+        kind: ErrorKind::Invalid,
+        message: format!("no screen has {width} x {height} pixels"),
+    })
 }
 
 fn failure(what: &str, error: &std::io::Error) -> Failure {

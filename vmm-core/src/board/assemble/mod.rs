@@ -3,7 +3,7 @@
 
 pub(super) mod balloon;
 pub(super) mod disk;
-mod display;
+pub(super) mod display;
 mod legacy;
 mod nic;
 mod rng;

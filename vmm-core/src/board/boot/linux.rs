@@ -1,11 +1,11 @@
 //! bzImage by the 64-bit boot protocol (the kernel's `Documentation/arch/x86/boot.rst`).
 
 use linux_loader::bootparam::{
-    CAN_USE_HEAP, LOADED_HIGH, XLF_KERNEL_64, boot_e820_entry, boot_params, setup_header,
+    CAN_USE_HEAP, LOADED_HIGH, XLF_KERNEL_64, boot_e820_entry, boot_params, screen_info, setup_header,
 };
 use vm_memory::{ByteValued, Bytes, GuestAddress};
 
-use super::{BootError, Entry, Job, entry, place};
+use super::{BootError, BootFramebuffer, Entry, Job, entry, place};
 use crate::memory::layout;
 
 /// Of "HdrS" in the file.
@@ -19,6 +19,15 @@ const OLDEST_VERSION: u16 = 0x020c;
 /// "Undefined" boot loader.
 const LOADER_TYPE: u8 = 0xff;
 const SECTOR: u64 = 512;
+/// Of the boot screen's pixels.
+const BYTES_PER_PIXEL: u16 = 4;
+/// `screen_info.orig_video_isVGA`: a linear framebuffer as EFI leaves it (include/uapi/linux/screen_info.h). Kernels take it
+/// without EFI too.
+const VIDEO_TYPE_EFI: u8 = 0x70;
+/// `screen_info.capabilities`: the address is the one that is said, whatever the kernel knows of certain machines.
+const VIDEO_CAPABILITY_SKIP_QUIRKS: u32 = 1 << 0;
+/// `screen_info.capabilities`: `ext_lfb_base` has the upper half of the address.
+const VIDEO_CAPABILITY_64BIT_BASE: u32 = 1 << 1;
 /// From the load address to the 64-bit entry point.
 const ENTRY_64_OFFSET: u64 = 0x200;
 
@@ -117,6 +126,9 @@ fn write_zero_page(job: &Job<'_>, header: setup_header) -> Result<(), BootError>
         acpi_rsdp_addr: job.params.rsdp,
         ..Default::default()
     };
+    if let Some(screen) = &job.params.screen {
+        page.screen_info = screen_info(screen);
+    }
     let map = layout::memory_map(job.params.ram);
     page.e820_entries = u8::try_from(map.len()).unwrap_or(u8::MAX);
     let mut table = page.e820_table;
@@ -129,4 +141,31 @@ fn write_zero_page(job: &Job<'_>, header: setup_header) -> Result<(), BootError>
     }
     page.e820_table = table;
     Ok(job.memory.write_obj(page, GuestAddress(place::ZERO_PAGE))?)
+}
+
+fn screen_info(screen: &BootFramebuffer) -> screen_info {
+    let stride = screen.width.saturating_mul(BYTES_PER_PIXEL);
+    let half = |address: u64| u32::try_from(address & u64::from(u32::MAX)).unwrap_or(0);
+    screen_info {
+        orig_video_isVGA: VIDEO_TYPE_EFI,
+        lfb_width: screen.width,
+        lfb_height: screen.height,
+        lfb_depth: 32,
+        lfb_base: half(screen.address),
+        ext_lfb_base: half(screen.address >> 32),
+        lfb_size: u32::from(stride).saturating_mul(screen.height.into()),
+        lfb_linelength: stride,
+        // Where each colour is in the 32 bits.
+        blue_size: 8,
+        blue_pos: 0,
+        green_size: 8,
+        green_pos: 8,
+        red_size: 8,
+        red_pos: 16,
+        rsvd_size: 8,
+        rsvd_pos: 24,
+        pages: 1,
+        capabilities: VIDEO_CAPABILITY_SKIP_QUIRKS | VIDEO_CAPABILITY_64BIT_BASE,
+        ..Default::default()
+    }
 }

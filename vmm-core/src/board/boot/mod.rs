@@ -48,6 +48,19 @@ pub struct BootParams {
     pub ram: u64,
     /// Guest-physical address of the ACPI root pointer (RSDP).
     pub rsdp: u64,
+    /// The screen that the kernel can use without a driver.
+    pub screen: Option<BootFramebuffer>,
+}
+
+/// A linear framebuffer: rows one after another, 4 bytes for each pixel (blue, green, red, nothing).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BootFramebuffer {
+    /// Guest-physical address.
+    pub address: u64,
+    /// Pixels from left to right.
+    pub width: u16,
+    /// Pixels from top to bottom.
+    pub height: u16,
 }
 
 /// A boot that can't be.

@@ -11,6 +11,7 @@ use crate::memory::{Backing, GuestRam, layout::MIB};
 const PARAMS: BootParams = BootParams {
     ram: 128 * MIB,
     rsdp: layout::ACPI.start,
+    screen: None,
 };
 const LOAD_ADDRESS: u64 = 16 * MIB;
 const SETUP: usize = 2 * 512;
@@ -122,6 +123,35 @@ fn a_bzimage_is_linux_and_an_elf_may_be_anything() {
     assert_eq!(format(&elf()).unwrap(), Format::Pvh);
     assert!(matches!(format(&[0; 4096]), Err(BootError::UnknownFormat)));
     assert!(matches!(format(&[0; 3]), Err(BootError::Truncated("kernel"))));
+}
+
+#[test]
+fn a_bzimage_is_told_of_the_screen_that_needs_no_driver() {
+    let screen = BootFramebuffer {
+        address: 0x12_3456_0000,
+        width: 1280,
+        height: 800,
+    };
+    let params = BootParams {
+        screen: Some(screen),
+        ..PARAMS
+    };
+    let loaded = boot_with(&bzimage(), None, "", params);
+    let Ok(Entry::Linux64 { zero_page, .. }) = loaded.entry else {
+        panic!("{:?}", loaded.entry);
+    };
+    let page: boot_params = loaded.ram.memory().read_obj(GuestAddress(zero_page)).unwrap();
+    let info = page.screen_info;
+    assert_eq!({ info.orig_video_isVGA }, 0x70);
+    assert_eq!(
+        ({ info.lfb_base }, { info.ext_lfb_base }, { info.capabilities }),
+        (0x3456_0000, 0x12, 0b11)
+    );
+    assert_eq!(
+        ({ info.lfb_width }, { info.lfb_height }, { info.lfb_depth }),
+        (1280, 800, 32)
+    );
+    assert_eq!(({ info.lfb_linelength }, { info.lfb_size }), (5120, 4_096_000));
 }
 
 #[test]

@@ -11,6 +11,11 @@ fn region(start: u64, length: usize) -> Arc<Region> {
     Arc::new(Region::from_range(GuestAddress(start), length, None).unwrap())
 }
 
+fn place(table: &Table, region: Arc<Region>, limit: u32) -> Result<Slot, SlotError> {
+    let start = region.start_addr().0;
+    table.place(region, start, limit)
+}
+
 #[test]
 fn slots_do_not_overlap_and_a_removed_one_leaves_its_place() {
     let vm = vm();
@@ -57,16 +62,16 @@ fn a_slot_of_parts_of_pages_is_refused() {
 fn no_more_slots_than_the_host_has_are_placed() {
     let mut table = Table::default();
     for number in 0..3 {
-        let slot = table.place(region(number * PAGE, 0x1000), 3).unwrap();
+        let slot = place(&table, region(number * PAGE, 0x1000), 3).unwrap();
         table.slots.insert(slot.id.number, Arc::new(slot));
     }
     assert!(matches!(
-        table.place(region(3 * PAGE, 0x1000), 3),
+        place(&table, region(3 * PAGE, 0x1000), 3),
         Err(SlotError::TooMany(3))
     ));
     table.slots.remove(&1);
     assert_eq!(
-        table.place(region(3 * PAGE, 0x1000), 3).unwrap().id.number,
+        place(&table, region(3 * PAGE, 0x1000), 3).unwrap().id.number,
         1,
         "the lowest number that is free"
     );

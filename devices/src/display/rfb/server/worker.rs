@@ -17,7 +17,7 @@ use vmm_sys_util::{
     eventfd::{EFD_NONBLOCK, EventFd},
 };
 
-use super::{Access, FRAME, MAX_CLIENTS, Resizer, Setup, client::Client, scroll};
+use super::{Access, FRAME, MAX_CLIENTS, Resizer, Setup, client::Client, poll::Poller, scroll};
 use crate::{
     display::{
         Cursor, Frame, Framebuffer, Reader, Size,
@@ -65,6 +65,7 @@ pub(super) struct Worker {
     picture: Option<Picture>,
     /// When the framebuffer, which has changed, is to be read.
     due: Option<Instant>,
+    poller: Option<Poller>,
 }
 
 impl Worker {
@@ -84,6 +85,7 @@ impl Worker {
             next_id: FIRST_CLIENT,
             picture: None,
             due: None,
+            poller: setup.boot.map(Poller::new),
         };
         worker.watch(&worker.stop, STOP, EventSet::IN)?;
         worker.watch(&*worker.wake, WAKE, EventSet::IN)?;
@@ -215,7 +217,7 @@ impl Worker {
     fn listen(&mut self) {
         let leds = self.input.leds();
         let mut events = Vec::new();
-        let mut alone = None;
+        let (mut alone, mut acted) = (None, false);
         for client in &mut self.clients {
             client.read(&mut events);
             for event in events.drain(..) {
@@ -227,12 +229,16 @@ impl Worker {
                         alone = Some(client.id);
                     }
                 } else if client.access == Access::Full {
+                    acted = true;
                     act(client, event, &*self.resizer);
                 } else if matches!(event, Event::Resize { .. }) {
                     client.session.answer_resize(ResizeStatus::Prohibited);
                 }
             }
             client.session.set_leds(leds);
+        }
+        if let Some(poller) = self.poller.as_mut().filter(|_| acted) {
+            poller.hurry(Instant::now());
         }
         // RFC 6143, 7.3.1: the others are disconnected.
         if let Some(alone) = alone {
@@ -248,6 +254,9 @@ impl Worker {
         let now = Instant::now();
         if self.somebody_waits() {
             self.follow(now);
+            if let Some(poller) = &mut self.poller {
+                poller.poll(now);
+            }
             if let Some(picture) = &mut self.picture
                 && picture.reader.arm()
             {
@@ -278,6 +287,11 @@ impl Worker {
             && picture.reader.arm()
         {
             self.due = Some(picture.next);
+        }
+        if self.somebody_waits()
+            && let Some(next) = self.poller.as_ref().and_then(Poller::next)
+        {
+            self.due = Some(self.due.map_or(next, |due| due.min(next)));
         }
     }
 

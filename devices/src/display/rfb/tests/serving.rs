@@ -9,7 +9,11 @@ use std::{
 
 use super::*;
 use crate::{
-    display::rfb::server::{Access, MAX_CLIENTS, Resizer, Server, Setup},
+    display::{
+        BootScreen, PIXEL, VideoMemory,
+        boot::tests::Memory,
+        rfb::server::{Access, MAX_CLIENTS, Resizer, Server, Setup},
+    },
     input::{Hub, Key, Keyboard, Layout},
 };
 
@@ -48,15 +52,19 @@ struct Rig {
 
 impl Rig {
     fn new(size: Size) -> Self {
+        Self::of(Arc::new(Framebuffer::new(size)), None)
+    }
+
+    fn of(framebuffer: Arc<Framebuffer>, boot: Option<Arc<BootScreen>>) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let bind = |name: &str| UnixListener::bind(folder.path().join(name)).unwrap().into();
-        let framebuffer = Arc::new(Framebuffer::new(size));
         let (guest, hub) = (Arc::new(Guest::default()), Arc::new(Hub::new(Layout::Us)));
         hub.add_keyboard(guest.clone());
         let server = Server::start(Setup {
             listeners: vec![(bind("full"), Access::Full), (bind("view"), Access::ViewOnly)],
             name: "rig".into(),
             framebuffer: framebuffer.clone(),
+            boot,
             input: hub.clone(),
             resizer: guest.clone(),
         })
@@ -319,4 +327,36 @@ fn the_server_ends_when_it_is_told_to_with_its_connections() {
     assert!(!rig.server.failed());
     assert!(rig.server.stop());
     assert!(client.is_closed());
+}
+
+#[test]
+fn what_a_guest_without_a_driver_draws_is_seen_until_its_driver_shows_something() {
+    let size = Size::new(64, 48).unwrap();
+    let (memory, framebuffer) = (Memory::new(size), Arc::new(Framebuffer::new(size)));
+    let boot = BootScreen::new(Arc::clone(&framebuffer), size, Arc::clone(&memory) as _);
+    let boot = Arc::new(boot);
+    memory.write(0, &[0x30, 0x20, 0x10, 0]);
+    let rig = Rig::of(framebuffer, Some(Arc::clone(&boot)));
+    let mut client = rig.client("full", 1, &[0]);
+    client.request(false);
+    client.until("the first pixel", |decoder| {
+        decoder.pixels.first() == Some(&0x10_2030)
+    });
+
+    // Nobody says that something has changed: the server looks.
+    memory.write(3 * PIXEL, &[0xff; PIXEL]);
+    client.request(true);
+    client.until("a change", |decoder| decoder.pixels.get(3) == Some(&0xff_ffff));
+
+    boot.hide();
+    let picture = Frame::black(size);
+    rig.paint(&picture);
+    memory.write(5 * PIXEL, &[0xff; PIXEL]);
+    client.until_it_shows(&picture);
+
+    boot.show();
+    client.request(true);
+    client.until("the boot screen", |decoder| {
+        decoder.pixels.get(5) == Some(&0xff_ffff)
+    });
 }

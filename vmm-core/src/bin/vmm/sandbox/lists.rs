@@ -263,6 +263,9 @@ static VCPU: &[Entry] = &[
             ]
         )
     ),
+    // KVM_SET_USER_MEMORY_REGION, KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
+    with!(SYS_ioctl, Low16(1, &[kvm(0x46), kvm(0x42), kvm(0xc0)]))
+        .unseen("a guest moves the memory of its screen"),
     with!(SYS_ioctl, Low16(1, &[kvm(0xbe), kvm(0xbf)])) // KVM_GET_NESTED_STATE, KVM_SET_NESTED_STATE
         .unseen("a vCPU that is saved on a host with nested virtualization"),
 ];
@@ -336,6 +339,8 @@ static SCREEN: &[Entry] = &[
     any!(SYS_epoll_wait).unseen(CLIENTS),
     // KVM_SIGNAL_MSI, KVM_IRQ_LINE
     with!(SYS_ioctl, Low16(1, &[kvm(0xa5), kvm(0x61)])).unseen("a client asks for another size"),
+    // KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
+    with!(SYS_ioctl, Low16(1, &[kvm(0x42), kvm(0xc0)])).unseen(CLIENTS),
 ];
 
 const CLIENTS: &str = "a client looks at the screen";

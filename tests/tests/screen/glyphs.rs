@@ -1,0 +1,81 @@
+//! Text read from the pixels of a guest's text console. The font is learnt from the picture itself: the guest writes the
+//! alphabet into one of its rows.
+
+use std::{collections::HashMap, fs::File, io::BufReader, path::Path};
+
+/// Columns and rows of a character (the kernel's font VGA8x16).
+const CELL: (usize, usize) = (8, 16);
+
+/// The characters that are read: ASCII from ! to ~.
+pub fn alphabet() -> impl Iterator<Item = char> {
+    '!'..='~'
+}
+
+/// Pixels of a character, from the upper left, row after row.
+type Glyph = Vec<u32>;
+
+/// Characters by what they look like.
+pub struct Font(HashMap<Glyph, char>);
+
+/// A screenshot.
+pub struct Picture {
+    width: usize,
+    pixels: Vec<u32>,
+}
+
+impl Picture {
+    /// Reads a PNG of 8-bit RGB.
+    pub fn read(path: &Path) -> Self {
+        let file = BufReader::new(File::open(path).expect("the PNG"));
+        let mut reader = png::Decoder::new(file).read_info().expect("a PNG");
+        let mut bytes = vec![0; reader.output_buffer_size().expect("a picture that fits")];
+        let info = reader.next_frame(&mut bytes).expect("a picture");
+        assert_eq!(
+            (info.color_type, info.bit_depth),
+            (png::ColorType::Rgb, png::BitDepth::Eight)
+        );
+        let pixels = bytes.chunks_exact(3);
+        let pixels = pixels.map(|rgb| rgb.iter().fold(0, |pixel, byte| pixel << 8 | u32::from(*byte)));
+        Self {
+            width: info.width as usize,
+            pixels: pixels.collect(),
+        }
+    }
+
+    /// Width and height.
+    pub fn size(&self) -> (usize, usize) {
+        (self.width, self.pixels.len() / self.width)
+    }
+
+    fn glyph(&self, column: usize, row: usize) -> Glyph {
+        let (width, height) = CELL;
+        let lines = (row * height..(row + 1) * height).map(|y| y * self.width + column * width);
+        lines
+            .flat_map(|start| self.pixels[start..start + width].iter().copied())
+            .collect()
+    }
+
+    /// Learns the font from a row of text that has the [`alphabet`].
+    pub fn learn(&self, row: usize) -> Font {
+        let glyphs = alphabet()
+            .enumerate()
+            .map(|(column, character)| (self.glyph(column, row), character));
+        let font: HashMap<_, _> = glyphs.collect();
+        assert_eq!(font.len(), alphabet().count(), "characters look alike");
+        Font(font)
+    }
+
+    /// A row of text without the blanks at its end. What is no character of the font is a question mark in a box.
+    pub fn text(&self, font: &Font, row: usize) -> String {
+        let columns = 0..self.width / CELL.0;
+        let text: String = columns
+            .map(|column| {
+                let glyph = self.glyph(column, row);
+                let blank = glyph.iter().all(|pixel| *pixel == glyph[0]);
+                let known = font.0.get(&glyph).copied();
+                known.unwrap_or(if blank { ' ' } else { '\u{fffd}' })
+            })
+            .collect();
+        text.trim_end().to_owned()
+    }
+}
