@@ -61,12 +61,12 @@ impl Key {
     /// Its scancode in set 1, without the prefix 0xe0, and whether it has that prefix. `None` for keys that a PC keyboard
     /// sends otherwise (Pause) or not at all.
     pub fn xt(self) -> Option<(u8, bool)> {
-        if let Some((code, _)) = EXTENDED.iter().find(|(_, key)| *key == self.0) {
-            return (self.0 != PAUSE).then_some((code & 0x7f, true));
+        let plain = (0..=0x7f_u8).find(|code| Self::from_xt((*code).into()) == Some(self));
+        if let Some(code) = plain {
+            return Some((code, false));
         }
-        (0..=0x7f_u8)
-            .find(|code| Self::from_xt((*code).into()) == Some(self))
-            .map(|code| (code, false))
+        let (code, _) = EXTENDED.iter().find(|(_, key)| *key == self.0)?;
+        (self.0 != PAUSE).then_some((code & 0x7f, true))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Keyboard and pointer: from whoever types (VNC clients, the API) to the device that the guest listens to.
 //!
 //! ```text
-//!  Source (a client) ─▶ Hub ─▶ the first keyboard whose driver listens: virtio-input, else the i8042's
+//!  Source (a client) ─▶ Hub ─▶ the best keyboard whose driver listens: virtio-input, else the i8042's
 //!         ...              └─▶ the tablet
 //! ```
 //!
@@ -96,7 +96,7 @@ impl Hub {
         }
     }
 
-    /// One more keyboard; those that were added before it are preferred.
+    /// One more keyboard; those that are added after it are preferred.
     pub fn add_keyboard(&self, keyboard: Arc<dyn Keyboard>) {
         self.lock().keyboards.push(keyboard);
     }
@@ -145,7 +145,7 @@ impl Hub {
         let listens = inner
             .keyboards
             .iter()
-            .position(|keyboard| keyboard.is_listening());
+            .rposition(|keyboard| keyboard.is_listening());
         let Some(keyboard) = listens else { return };
         inner.held.insert(key, (1, keyboard));
         if let Some(keyboard) = inner.keyboards.get(keyboard) {

@@ -57,18 +57,18 @@ fn a_key_that_several_hold_is_released_by_the_last_one_and_by_one_that_goes() {
 }
 
 #[test]
-fn keys_go_to_the_first_keyboard_that_is_listened_to_and_their_release_to_the_same() {
+fn keys_go_to_the_last_keyboard_that_is_listened_to_and_their_release_to_the_same() {
     let (hub, early) = hub(Layout::Us);
     let late = Arc::new(Notes::default());
     hub.add_keyboard(late.clone());
-    early.deaf.store(true, std::sync::atomic::Ordering::SeqCst);
+    late.deaf.store(true, std::sync::atomic::Ordering::SeqCst);
     let mut source = Hub::source(&hub);
     source.key(Key::ENTER, true);
-    early.deaf.store(false, std::sync::atomic::Ordering::SeqCst);
+    late.deaf.store(false, std::sync::atomic::Ordering::SeqCst);
     source.key(Key::ENTER, false);
     source.key(Key::ESC, true);
-    assert_eq!(late.take(), [(28, true), (28, false)]);
-    assert_eq!(early.take(), [(1, true)]);
+    assert_eq!(early.take(), [(28, true), (28, false)]);
+    assert_eq!(late.take(), [(1, true)]);
 }
 
 #[test]

@@ -1,17 +1,20 @@
-//! The keyboard controller, as far as it is needed to reset the machine and to be found without a keyboard.
+//! The keyboard controller: it resets the machine, and a keyboard may be plugged in.
 //!
-//! A driver that probes it gets an answer to each command at once: the controller and the interfaces of both ports are well,
-//! and nothing is plugged in. Its interrupts are not connected. ACPI says that there is no controller, so kernels that believe ACPI
-//! do not look for keyboard and mouse.
+//! A driver that probes it gets an answer to each command at once: the controller and the interfaces of both ports are well.
+//! A machine with a screen has a keyboard; there is never a mouse. Without a keyboard ACPI says that there is no controller, so kernels
+//! that believe ACPI do not look for one. The keyboard's interrupt comes for what the keyboard sends, not for what the controller answers.
 
 use std::{
     collections::VecDeque,
     iter::repeat,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
+use super::keyboard::AtKeyboard;
 use crate::{
     bus::{BusDevice, Effect},
+    input::{Hub, Key, Keyboard},
+    interrupt::IrqLine,
     state::{StateError, check, message, narrow},
 };
 
@@ -27,8 +30,14 @@ const STATUS_SYSTEM: u8 = 1 << 2;
 /// Status: the byte that waits came from the auxiliary port, the mouse's.
 const STATUS_AUX: u8 = 1 << 5;
 
+/// Configuration byte: the keyboard's interrupt is on.
+const CONFIG_INTERRUPT: u8 = 1 << 0;
+/// Configuration byte: the keyboard's clock is off, so it can't send.
+const CONFIG_CLOCK_OFF: u8 = 1 << 4;
+/// Configuration byte: what the keyboard sends is translated to scan code set 1.
+const CONFIG_TRANSLATE: u8 = 1 << 6;
 /// Configuration byte: system flag; both devices' clocks off.
-const CONFIG_DEFAULT: u8 = 1 << 2 | 1 << 4 | 1 << 5;
+const CONFIG_DEFAULT: u8 = 1 << 2 | CONFIG_CLOCK_OFF | 1 << 5;
 
 /// Output port: bit 0 low resets the processor; bit 1 is A20.
 const OUTPUT_NOT_RESET: u8 = 1;
@@ -63,14 +72,22 @@ struct Answer {
     is_aux: bool,
 }
 
+/// The keyboard and its interrupt.
+struct Plugged {
+    keyboard: AtKeyboard,
+    irq: Arc<dyn IrqLine>,
+    /// The driver was interrupted for the byte that waits.
+    told: bool,
+}
+
 /// The controller.
-#[derive(Debug)]
 pub struct I8042 {
     config: u8,
     output_port: u8,
     answers: VecDeque<Answer>,
     /// The command that the next byte in the data port belongs to.
     pending: Option<u8>,
+    plugged: Option<Plugged>,
 }
 
 impl Default for I8042 {
@@ -80,6 +97,7 @@ impl Default for I8042 {
             output_port: OUTPUT_DEFAULT,
             answers: VecDeque::new(),
             pending: None,
+            plugged: None,
         }
     }
 }
@@ -87,7 +105,16 @@ impl Default for I8042 {
 impl I8042 {
     /// As after power-on.
     pub fn reset(&mut self) {
-        *self = Self::default();
+        let plugged = self.plugged.take();
+        *self = Self {
+            plugged: plugged.map(|plugged| Plugged::new(plugged.irq)),
+            ..Self::default()
+        };
+    }
+
+    /// Plugs a keyboard in.
+    pub(super) fn plug(&mut self, irq: Arc<dyn IrqLine>) {
+        self.plugged = Some(Plugged::new(irq));
     }
 
     pub(super) fn save(&self) -> message::I8042 {
@@ -97,6 +124,7 @@ impl I8042 {
             answers: self.answers.iter().map(|answer| answer.byte).collect(),
             pending: self.pending.map(u32::from),
             aux_answers: self.answers.iter().map(|answer| answer.is_aux).collect(),
+            keyboard: self.plugged.as_ref().map(|plugged| plugged.keyboard.save()),
         }
     }
 
@@ -118,17 +146,79 @@ impl I8042 {
         let aux = saved.aux_answers.iter().copied().chain(repeat(false));
         let answers = saved.answers.iter().zip(aux);
         let answers = answers.map(|(byte, is_aux)| Answer { byte: *byte, is_aux });
-        *self = Self {
+        check(
+            saved.keyboard.is_some() == self.plugged.is_some(),
+            "i8042.keyboard",
+            "only one of the two machines has a keyboard there",
+        )?;
+        let keyboard = saved.keyboard.as_ref().map(AtKeyboard::restored).transpose()?;
+        let restored = Self {
             config: narrow("i8042.config", saved.config)?,
             output_port: narrow("i8042.output_port", saved.output_port)?,
             answers: answers.collect(),
             pending,
+            plugged: None,
         };
+        let plugged = self.plugged.take().zip(keyboard);
+        *self = restored;
+        // The saved machine's interrupt is pending or handled; one too many does no harm.
+        self.plugged = plugged.map(|(plugged, keyboard)| Plugged {
+            keyboard,
+            told: false,
+            ..plugged
+        });
         Ok(())
     }
 
-    fn status(&self) -> u8 {
+    /// The keyboard, while its clock is on.
+    fn keyboard(&mut self) -> Option<&mut Plugged> {
+        let clock_off = self.config & CONFIG_CLOCK_OFF != 0;
+        self.plugged.as_mut().filter(|_| !clock_off)
+    }
+
+    /// Tells the driver of a byte of the keyboard.
+    fn interrupt(&mut self) {
+        if !self.answers.is_empty() || self.config & CONFIG_INTERRUPT == 0 {
+            return;
+        }
+        if let Some(plugged) = self.keyboard()
+            && plugged.keyboard.has_byte()
+            && !std::mem::replace(&mut plugged.told, true)
+        {
+            plugged.irq.pulse();
+        }
+    }
+
+    fn read_data(&mut self) -> u8 {
+        if let Some(answer) = self.answers.pop_front() {
+            self.interrupt();
+            return answer.byte;
+        }
+        let translate = self.config & CONFIG_TRANSLATE != 0;
+        let Some(plugged) = self.keyboard() else { return 0 };
+        let byte = plugged.keyboard.take(translate);
+        plugged.told = false;
+        self.interrupt();
+        byte.unwrap_or(0)
+    }
+
+    /// Whether a driver takes what the keyboard sends.
+    fn is_listening(&self) -> bool {
+        self.config & (CONFIG_INTERRUPT | CONFIG_CLOCK_OFF) == CONFIG_INTERRUPT
+            && self
+                .plugged
+                .as_ref()
+                .is_some_and(|plugged| plugged.keyboard.is_scanning())
+    }
+
+    fn leds(&self) -> Option<u8> {
+        Some(self.plugged.as_ref()?.keyboard.leds())
+    }
+
+    fn status(&mut self) -> u8 {
+        let typed = self.keyboard().is_some_and(|plugged| plugged.keyboard.has_byte());
         match self.answers.front() {
+            None if typed => STATUS_SYSTEM | STATUS_OUTPUT_FULL,
             None => STATUS_SYSTEM,
             Some(Answer { is_aux: false, .. }) => STATUS_SYSTEM | STATUS_OUTPUT_FULL,
             Some(Answer { is_aux: true, .. }) => STATUS_SYSTEM | STATUS_OUTPUT_FULL | STATUS_AUX,
@@ -156,14 +246,15 @@ impl I8042 {
             _ if takes_data(command) => self.pending = Some(command),
             DISABLE_AUX => self.config |= 1 << 5,
             ENABLE_AUX => self.config &= !(1 << 5),
-            DISABLE_KEYBOARD => self.config |= 1 << 4,
-            ENABLE_KEYBOARD => self.config &= !(1 << 4),
+            DISABLE_KEYBOARD => self.config |= CONFIG_CLOCK_OFF,
+            ENABLE_KEYBOARD => self.config &= !CONFIG_CLOCK_OFF,
             TEST_AUX | TEST_KEYBOARD => self.answer(INTERFACE_WELL),
             SELF_TEST => self.answer(PASSED),
             READ_OUTPUT_PORT => self.answer(self.output_port),
             PULSE..=CLOCK_OFF if command & OUTPUT_NOT_RESET == 0 => return Effect::Reset,
             _ => {}
         }
+        self.interrupt();
         Effect::None
     }
 
@@ -178,10 +269,45 @@ impl I8042 {
             }
             Some(WRITE_KEYBOARD_OUTPUT) => self.put(byte, false),
             Some(WRITE_AUX_OUTPUT) => self.put(byte, true),
-            // What is for a keyboard or mouse goes nowhere.
-            _ => {}
+            // What is for a mouse goes nowhere.
+            Some(_) => {}
+            None => {
+                if let Some(plugged) = &mut self.plugged {
+                    plugged.keyboard.command(byte);
+                    // So that it can answer.
+                    self.config &= !CONFIG_CLOCK_OFF;
+                }
+            }
         }
+        self.interrupt();
         Effect::None
+    }
+}
+
+impl Plugged {
+    fn new(irq: Arc<dyn IrqLine>) -> Self {
+        Self {
+            keyboard: AtKeyboard::default(),
+            irq,
+            told: false,
+        }
+    }
+}
+
+/// The keyboard as the hub sees it.
+pub(super) struct Handle(pub Arc<Mutex<I8042>>);
+
+impl Keyboard for Handle {
+    fn is_listening(&self) -> bool {
+        lock(&self.0).is_listening()
+    }
+
+    fn key(&self, key: Key, down: bool) {
+        let mut controller = lock(&self.0);
+        if let Some(plugged) = &mut controller.plugged {
+            plugged.keyboard.key(key, down);
+        }
+        controller.interrupt();
     }
 }
 
@@ -194,7 +320,20 @@ fn takes_data(command: u8) -> bool {
 }
 
 /// The controller at its data port.
-pub struct DataPort(pub Arc<Mutex<I8042>>);
+pub struct DataPort {
+    controller: Arc<Mutex<I8042>>,
+    /// Is told of the keyboard's lights.
+    hub: Arc<OnceLock<Arc<Hub>>>,
+}
+
+impl DataPort {
+    pub(super) fn new(controller: &Arc<Mutex<I8042>>, hub: &Arc<OnceLock<Arc<Hub>>>) -> Self {
+        Self {
+            controller: Arc::clone(controller),
+            hub: Arc::clone(hub),
+        }
+    }
+}
 
 /// The controller at its command port.
 pub struct CommandPort(pub Arc<Mutex<I8042>>);
@@ -206,14 +345,25 @@ fn lock(controller: &Mutex<I8042>) -> MutexGuard<'_, I8042> {
 impl BusDevice for DataPort {
     fn read(&mut self, _offset: u64, data: &mut [u8]) {
         match data {
-            [byte] => *byte = lock(&self.0).answers.pop_front().map_or(0, |answer| answer.byte),
+            [byte] => *byte = lock(&self.controller).read_data(),
             _ => data.fill(0xff),
         }
     }
 
     fn write(&mut self, _offset: u64, data: &[u8]) -> Effect {
         match data {
-            [byte] => lock(&self.0).data(*byte),
+            [byte] => {
+                let mut controller = lock(&self.controller);
+                let before = controller.leds();
+                let effect = controller.data(*byte);
+                let leds = controller.leds().filter(|leds| Some(*leds) != before);
+                // The hub's lock comes before the controller's.
+                drop(controller);
+                if let Some((leds, hub)) = leds.zip(self.hub.get()) {
+                    hub.set_leds(leds);
+                }
+                effect
+            }
             _ => Effect::None,
         }
     }
@@ -244,7 +394,7 @@ mod tests {
 
     fn controller() -> (DataPort, CommandPort) {
         let shared = Arc::new(Mutex::new(I8042::default()));
-        (DataPort(Arc::clone(&shared)), CommandPort(shared))
+        (DataPort::new(&shared, &Arc::default()), CommandPort(shared))
     }
 
     fn read(port: &mut dyn BusDevice) -> u8 {
@@ -269,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn all_tests_pass_and_no_device_is_found() {
+    fn all_tests_pass_and_no_device_is_found_where_none_is_plugged_in() {
         let (mut data, mut command) = controller();
         for (asked, answer) in [(0xaa, 0x55), (0xab, 0), (0xa9, 0), (0x20, 0x34)] {
             assert_eq!(read(&mut command) & 1, 0);
@@ -298,6 +448,100 @@ mod tests {
             assert_eq!(read(&mut data), 0x5a);
             assert_eq!(read(&mut command), 0x04);
         }
+    }
+
+    #[derive(Default)]
+    struct Irq(std::sync::atomic::AtomicU32);
+
+    impl IrqLine for Irq {
+        fn pulse(&self) {
+            self.0.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        }
+    }
+
+    impl Irq {
+        fn take(&self) -> u32 {
+            self.0.swap(0, std::sync::atomic::Ordering::SeqCst)
+        }
+    }
+
+    /// A machine with a keyboard: the ports, what types, and the interrupt.
+    fn with_keyboard() -> (DataPort, CommandPort, Arc<Hub>, Arc<Irq>) {
+        let (hub, irq) = (
+            Arc::new(Hub::new(crate::input::Layout::Us)),
+            Arc::new(Irq::default()),
+        );
+        let devices = super::super::LegacyDevices::new(Arc::new(super::super::tests::Line::default()));
+        devices.plug_keyboard(&hub, Arc::clone(&irq) as _);
+        let data = DataPort::new(&devices.i8042, &devices.hub);
+        (data, CommandPort(Arc::clone(&devices.i8042)), hub, irq)
+    }
+
+    fn ask(ports: (&mut DataPort, &mut CommandPort), bytes: &[u8]) -> Vec<u8> {
+        let (data, command) = ports;
+        for byte in bytes {
+            assert_eq!(data.write(0, &[*byte]), Effect::None);
+        }
+        let waits = |command: &mut CommandPort| read(command) & 1 == 1;
+        let mut answers = Vec::new();
+        while waits(command) {
+            answers.push(read(data));
+        }
+        answers
+    }
+
+    #[test]
+    fn what_is_typed_reaches_a_driver_with_an_interrupt_for_each_byte() {
+        let (mut data, mut command, hub, irq) = with_keyboard();
+        let mut source = Hub::source(&hub);
+        source.key(Key::ENTER, true);
+        source.key(Key::ENTER, false);
+        assert_eq!(read(&mut command) & 1, 0, "nobody listens yet");
+        // Interrupt on, clock on, translated.
+        assert_eq!(command.write(0, &[WRITE_CONFIG]), Effect::None);
+        assert_eq!(data.write(0, &[0x45]), Effect::None);
+        assert_eq!(ask((&mut data, &mut command), &[0xf4]), [0xfa]);
+        assert_eq!(irq.take(), 1);
+        source.key(Key::ENTER, true);
+        source.key(Key::ENTER, false);
+        assert_eq!(irq.take(), 1, "the second byte waits behind the first");
+        assert_eq!(read(&mut data), 0x1c);
+        assert_eq!(irq.take(), 1);
+        assert_eq!(read(&mut data), 0x9c);
+        assert_eq!((irq.take(), read(&mut command) & 1), (0, 0));
+
+        // While the clock is off the byte waits, and the driver is told when it is on again.
+        assert_eq!(command.write(0, &[DISABLE_KEYBOARD]), Effect::None);
+        source.key(Key::ESC, true);
+        assert_eq!((irq.take(), read(&mut command) & 1), (0, 0));
+        assert_eq!(command.write(0, &[ENABLE_KEYBOARD]), Effect::None);
+        assert_eq!(irq.take(), 0, "keys that nobody listens to are lost");
+    }
+
+    #[test]
+    fn the_keyboards_lights_reach_the_hub_and_a_reset_leaves_it_plugged_in() {
+        let (mut data, mut command, hub, _irq) = with_keyboard();
+        assert_eq!(ask((&mut data, &mut command), &[0xed, 0b110]), [0xfa, 0xfa]);
+        assert_eq!(hub.leds(), 0b110);
+        let shared = Arc::clone(&command.0);
+        lock(&shared).reset();
+        assert_eq!(ask((&mut data, &mut command), &[0xf2]), [0xfa, 0xab, 0x83]);
+    }
+
+    #[test]
+    fn a_controller_is_restored_with_its_keyboard_and_never_without() {
+        let (mut data, mut command, _hub, _irq) = with_keyboard();
+        assert_eq!(command.write(0, &[WRITE_CONFIG]), Effect::None);
+        assert_eq!(data.write(0, &[0x45]), Effect::None);
+        assert_eq!(data.write(0, &[0xf4]), Effect::None);
+        let saved = lock(&command.0).save();
+        let (mut data, command, _hub, irq) = with_keyboard();
+        lock(&command.0).restore(&saved).unwrap();
+        assert_eq!(lock(&command.0).save(), saved);
+        assert_eq!(read(&mut data), 0xfa);
+        assert_eq!(irq.take(), 0);
+        assert!(I8042::default().restore(&saved).is_err());
+        assert!(lock(&command.0).restore(&I8042::default().save()).is_err());
     }
 
     #[test]
@@ -337,11 +581,11 @@ mod tests {
         ) {
             let mut twin = controller();
             run(&mut twin, &before);
-            let saved = lock(&twin.0.0).save();
+            let saved = lock(&twin.0.controller).save();
             let mut restored = controller();
-            lock(&restored.0.0).restore(&saved).unwrap();
+            lock(&restored.0.controller).restore(&saved).unwrap();
             prop_assert_eq!(run(&mut restored, &after), run(&mut twin, &after));
-            prop_assert_eq!(lock(&restored.0.0).save(), lock(&twin.0.0).save());
+            prop_assert_eq!(lock(&restored.0.controller).save(), lock(&twin.0.controller).save());
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! | I/O ports | device | what the guest is told in ACPI |
 //! |---|---|---|
-//! | 0x60, 0x64 | [`i8042`] | FADT: no 8042 |
+//! | 0x60, 0x64 | [`i8042`] | FADT: no 8042; with a keyboard, DSDT: PNP0303 |
 //! | 0x70, 0x71 | [`rtc`] | DSDT: PNP0B00; FADT: where the century is |
 //! | 0x505 | [`pvpanic`] | DSDT: QEMU0001 |
 //! | 0x600 | [`pm::PowerRegister`] | FADT: reset register (value 1), sleep control and status register |
@@ -16,19 +16,21 @@
 //! Port 0x80 (POST codes, which some kernels write for a delay) is nobody's: the bus drops what is written there.
 
 pub mod i8042;
+mod keyboard;
 pub mod pm;
 pub mod pvpanic;
 pub mod rtc;
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::Instant,
 };
 
 use crate::{
     bus::{Bus, BusError},
     component::{Component, ComponentError},
-    interrupt::LevelLine,
+    input::Hub,
+    interrupt::{IrqLine, LevelLine},
     state::{Section, StateError, message, required},
 };
 
@@ -36,6 +38,8 @@ use crate::{
 pub struct LegacyDevices {
     rtc: Arc<Mutex<rtc::Rtc>>,
     i8042: Arc<Mutex<i8042::I8042>>,
+    /// Where the keyboard is plugged in.
+    hub: Arc<OnceLock<Arc<Hub>>>,
     pvpanic: Arc<Mutex<pvpanic::PvPanic>>,
     power: Arc<Mutex<pm::PowerRegister>>,
     timer: Arc<Mutex<pm::PmTimer>>,
@@ -48,10 +52,19 @@ impl LegacyDevices {
         Self {
             rtc: Arc::default(),
             i8042: Arc::default(),
+            hub: Arc::default(),
             pvpanic: Arc::default(),
             power: Arc::default(),
             timer: Arc::default(),
             button: pm::PowerButton::new(button),
+        }
+    }
+
+    /// Plugs a keyboard into its controller, once, with its interrupt.
+    pub fn plug_keyboard(&self, hub: &Arc<Hub>, irq: Arc<dyn IrqLine>) {
+        if self.hub.set(Arc::clone(hub)).is_ok() {
+            lock(&self.i8042).plug(irq);
+            hub.add_keyboard(Arc::new(i8042::Handle(Arc::clone(&self.i8042))));
         }
     }
 
@@ -66,7 +79,7 @@ impl LegacyDevices {
         pio.insert(
             i8042::DATA_PORT,
             1,
-            Arc::new(Mutex::new(i8042::DataPort(Arc::clone(&self.i8042)))),
+            Arc::new(Mutex::new(i8042::DataPort::new(&self.i8042, &self.hub))),
         )?;
         pio.insert(
             i8042::COMMAND_PORT,

@@ -16,7 +16,7 @@ use uuid::Uuid;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::{
-    COM1_GSI, COM1_PORT, GENERATION_GSI, HOTPLUG_GSI, POWER_BUTTON_GSI,
+    COM1_GSI, COM1_PORT, GENERATION_GSI, HOTPLUG_GSI, KEYBOARD_GSI, POWER_BUTTON_GSI,
     acpi::{self, Platform},
     assemble::{Fds, display},
     boot::{BootFramebuffer, BootParams, BootSource, Entry, Format},
@@ -81,7 +81,7 @@ impl Image {
             uuid: spec.uuid,
             serial: spec.uuid.to_string(),
             topology: spec.topology,
-            platform: platform(apic_ids, windows),
+            platform: platform(apic_ids, windows, spec.display.is_some()),
             screen: spec
                 .display
                 .as_ref()
@@ -170,7 +170,7 @@ pub(super) fn pci_windows(ram: u64, bits: u32) -> PciWindows {
     }
 }
 
-fn platform(apic_ids: Vec<u32>, windows: &PciWindows) -> Platform {
+fn platform(apic_ids: Vec<u32>, windows: &PciWindows, has_keyboard: bool) -> Platform {
     let mmio64 = std::array::from_fn(|bus| {
         let reach = windows.reach_of_bus(bus).into_iter();
         reach.map(|range| range.start..=range.end - 1).collect()
@@ -183,6 +183,11 @@ fn platform(apic_ids: Vec<u32>, windows: &PciWindows) -> Platform {
         mmio32: low(layout::MMIO32.start)..=low(layout::MMIO32.end - 1),
         mmio64,
         com1: (COM1_PORT, COM1_GSI),
+        keyboard: has_keyboard.then_some((
+            port(legacy::i8042::DATA_PORT),
+            port(legacy::i8042::COMMAND_PORT),
+            KEYBOARD_GSI,
+        )),
         power_port: port(legacy::pm::POWER_PORT),
         reset_value: legacy::pm::RESET_VALUE,
         power_button_port: port(legacy::pm::BUTTON_PORT),

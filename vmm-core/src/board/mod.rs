@@ -31,6 +31,8 @@ use crate::{
 pub const COM1_PORT: u16 = 0x3f8;
 /// Interrupt of COM1, an input of the I/O APIC.
 pub const COM1_GSI: u32 = 4;
+/// Interrupt of the keyboard, where there is one: that of a PC.
+pub const KEYBOARD_GSI: u32 = 1;
 /// Interrupt of the generic event device that tells of PCI slots: an input that no ISA device ever had, level-triggered.
 pub const HOTPLUG_GSI: u32 = 16;
 /// Interrupt of the generic event device that tells of the power button: such an input too, level-triggered.

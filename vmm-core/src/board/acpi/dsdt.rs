@@ -36,6 +36,7 @@ pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
     }
     motherboard_resources(platform, &mut devices);
     serial_port(platform, &mut devices);
+    keyboard(platform, &mut devices);
     power_button(platform, &mut devices);
     clock(platform, &mut devices);
     pvpanic(platform, &mut devices);
@@ -121,6 +122,29 @@ fn serial_port(platform: &Platform, aml: &mut Vec<u8>) {
                 Path::new("_CRS"),
                 &ResourceTemplate::new(vec![
                     &IO::new(port, port, 1, 8),
+                    &Interrupt::new(true, true, false, false, gsi),
+                ]),
+            ),
+        ],
+    )
+    .to_aml_bytes(aml);
+}
+
+/// The keyboard controller with its keyboard, where there is one.
+fn keyboard(platform: &Platform, aml: &mut Vec<u8>) {
+    let Some((data, command, gsi)) = platform.keyboard else {
+        return;
+    };
+    Device::new(
+        Path::new("KBD0"),
+        vec![
+            &Name::new(Path::new("_HID"), &EISAName::new("PNP0303")),
+            &Name::new(Path::new("_UID"), &ZERO),
+            &Name::new(
+                Path::new("_CRS"),
+                &ResourceTemplate::new(vec![
+                    &IO::new(data, data, 1, 1),
+                    &IO::new(command, command, 1, 1),
                     &Interrupt::new(true, true, false, false, gsi),
                 ]),
             ),

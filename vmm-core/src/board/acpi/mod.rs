@@ -32,6 +32,8 @@ pub struct Platform {
     pub mmio64: [Vec<RangeInclusive<u64>>; BUSES],
     /// First I/O port and GSI of COM1 (8 ports).
     pub com1: (u16, u32),
+    /// Ports and GSI of the keyboard controller, if a keyboard is plugged in: data, command.
+    pub keyboard: Option<(u16, u16, u32)>,
     /// I/O port of the sleep control, sleep status and reset register, one byte.
     pub power_port: u16,
     /// What is written there to reset the machine.

@@ -41,9 +41,10 @@ pub(super) fn dsdt(definition_block: &[u8]) -> Vec<u8> {
     table(*b"DSDT", 6, definition_block)
 }
 
-/// IAPC_BOOT_ARCH (ACPI 6.5, 5.2.9.3): what a guest need not look for. Bits 0 (legacy devices) and 1 (8042) stay
-/// clear, so that it probes none.
+/// IAPC_BOOT_ARCH (ACPI 6.5, 5.2.9.3): what a guest need not look for, or may look for. Bit 0 (legacy devices)
+/// stays clear, and bit 1 (8042) without a keyboard, so that it probes none.
 mod boot_arch {
+    pub const I8042: u16 = 1 << 1;
     pub const VGA_NOT_PRESENT: u16 = 1 << 2;
     pub const NO_ASPM: u16 = 1 << 4;
 }
@@ -68,7 +69,8 @@ pub(super) fn fadt(platform: &Platform, dsdt: u64) -> Vec<u8> {
         .flag(Flags::PwrButton)
         .flag(Flags::SlpButton)
         .flag(Flags::FixRtc);
-    builder.iapc_boot_arch = (boot_arch::VGA_NOT_PRESENT | boot_arch::NO_ASPM).into();
+    let keyboard = platform.keyboard.map_or(0, |_| boot_arch::I8042);
+    builder.iapc_boot_arch = (keyboard | boot_arch::VGA_NOT_PRESENT | boot_arch::NO_ASPM).into();
     builder.century = CENTURY;
     builder.reset_reg = power;
     builder.reset_value = platform.reset_value;

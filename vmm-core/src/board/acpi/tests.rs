@@ -20,6 +20,7 @@ fn platform(cpus: u32) -> Platform {
             vec![0x38_0000_0000..=0x3f_ffff_ffff],
         ],
         com1: (0x3f8, 4),
+        keyboard: None,
         power_port: 0x600,
         reset_value: 1,
         power_button_port: 0x604,
@@ -317,4 +318,28 @@ fn bus_numbers(bus: u8) -> [u8; 10] {
 fn the_tables_are_a_function_of_the_platform_alone() {
     assert_eq!(build(&platform(4), BASE), build(&platform(4), BASE));
     assert_ne!(build(&platform(4), BASE), build(&platform(5), BASE));
+}
+
+#[test]
+fn a_keyboard_controller_is_there_when_a_keyboard_is() {
+    let without = build(&platform(1), BASE);
+    let with = build(
+        &Platform {
+            keyboard: Some((0x60, 0x64, 1)),
+            ..platform(1)
+        },
+        BASE,
+    );
+    let has = |tables: &Tables, what: &[u8]| tables.bytes.windows(what.len()).any(|window| window == what);
+    // IAPC_BOOT_ARCH is at offset 109 of the FADT (ACPI 6.5, 5.2.9), bit 1 is the 8042.
+    let arch = |tables: &Tables| {
+        let at = tables
+            .bytes
+            .windows(4)
+            .position(|window| window == b"FACP")
+            .unwrap();
+        tables.bytes[at + 109] & 2
+    };
+    assert_eq!((has(&without, b"KBD0"), arch(&without)), (false, 0));
+    assert_eq!((has(&with, b"KBD0"), arch(&with)), (true, 2));
 }

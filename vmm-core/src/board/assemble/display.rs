@@ -18,19 +18,24 @@ use proto::{
     vmm::ErrorKind,
 };
 
+/// Where the keyboards of a machine with that screen are.
+pub(super) fn hub(spec: &machine::Display) -> Arc<Hub> {
+    Arc::new(Hub::new(match spec.layout {
+        display::Layout::Us => Layout::Us,
+        display::Layout::De => Layout::De,
+        display::Layout::Dk => Layout::Dk,
+    }))
+}
+
 /// Gives the server, unless nobody can connect.
 pub(super) fn build(
     assembly: &mut Assembly,
     name: &str,
     spec: &machine::Display,
+    hub: Arc<Hub>,
 ) -> Result<Option<Server>, Failure> {
     let size = size(spec)?;
-    let layout = match spec.layout {
-        display::Layout::Us => Layout::Us,
-        display::Layout::De => Layout::De,
-        display::Layout::Dk => Layout::Dk,
-    };
-    let (framebuffer, hub) = (Arc::new(Framebuffer::new(size)), Arc::new(Hub::new(layout)));
+    let framebuffer = Arc::new(Framebuffer::new(size));
     let video = Video::new(&assembly.vm, BootScreen::bar_size(size))?;
     let boot = Arc::new(BootScreen::new(Arc::clone(&framebuffer), size, Arc::new(video)));
     let gpu = Gpu::new(Arc::clone(&framebuffer), size).with_boot_screen(Arc::clone(&boot));

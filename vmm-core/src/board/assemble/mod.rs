@@ -330,8 +330,9 @@ impl Assembly {
         let panicked = Arc::new(AtomicBool::new(false));
         let vcpus = self.vcpus(cpuids, Arc::clone(&panicked))?;
 
+        let hub = spec.display.as_ref().map(display::hub);
         let serial = serial::build(&mut self, spec, console)?;
-        let power_button = legacy::build(&mut self)?;
+        let power_button = legacy::build(&mut self, hub.as_ref())?;
         rng::build(&mut self, &spec.rng)?;
         if let Some(spec) = &spec.balloon {
             balloon::build(&mut self, spec)?;
@@ -343,8 +344,8 @@ impl Assembly {
         for nic in &spec.nics {
             nic::build(&mut self, nic)?;
         }
-        let screen = match &spec.display {
-            Some(display) => display::build(&mut self, &spec.name, display)?,
+        let screen = match spec.display.as_ref().zip(hub) {
+            Some((display, hub)) => display::build(&mut self, &spec.name, display, hub)?,
             None => None,
         };
         self.sockets.pci.remap(&self.spaces.mmio);
