@@ -119,6 +119,17 @@ fn the_text_console_of_a_kernel_without_a_driver_is_on_the_screen(#[case] kernel
     assert_eq!(picture.text(&font, 2), wanted.trim());
     // What was there before is gone: the picture is of now.
     assert_eq!(picture.text(&font, 1), "");
+
+    // A line that is typed is echoed on the screen, and read by whoever reads the terminal.
+    let read = "head -n 1 < /dev/tty1 > /tmp/typed & sleep 1";
+    console.run(read, 60).expect("a reader");
+    vm.ctl_with("type", "'Hello, {Guest}: 3 < 4!' --enter")
+        .expect("text");
+    let typed = console
+        .run("until [ -s /tmp/typed ]; do usleep 100000; done; cat /tmp/typed", 60)
+        .expect("the line");
+    assert_eq!(typed.trim(), "Hello, {Guest}: 3 < 4!");
+    assert_eq!(self::picture(&case, &vm).text(&font, 3), typed.trim());
 }
 
 #[test]
