@@ -132,6 +132,9 @@ impl Actor {
     ) {
         let (sender, mailbox) = mpsc::channel(MAILBOX);
         let disks = Attachments::default();
+        // Before the table has the VM: whoever finds it there as running can reach its `vmm`.
+        host.clients
+            .set(uid, instance.as_ref().and_then(Instance::client));
         let first = view.describe(host, uid, &record, &spec, instance.as_ref(), &disks);
         let (publisher, state) = watch::channel(Arc::new(first));
         let name = record.name.clone();
