@@ -110,10 +110,18 @@ impl Client {
         disk.ok_or_else(empty_answer)
     }
 
-    /// All disks.
+    /// All disks, by name.
     pub async fn list_disks(&self) -> Result<Vec<v1::Disk>> {
-        let request = v1::ListDisksRequest {};
-        Ok(call(QUICK, self.disks.clone().list_disks(request)).await?.disks)
+        let mut request = v1::ListDisksRequest::default();
+        let mut disks = Vec::new();
+        loop {
+            let page = call(QUICK, self.disks.clone().list_disks(request.clone())).await?;
+            disks.extend(page.disks);
+            if page.next_page_token.is_empty() {
+                return Ok(disks);
+            }
+            request.page_token = page.next_page_token;
+        }
     }
 
     /// What a running VM uses and has done.

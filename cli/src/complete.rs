@@ -72,7 +72,10 @@ async fn vm_names(client: &Client) -> Result<Vec<String>> {
 
 async fn disk_names(client: &Client) -> Result<Vec<String>> {
     let disks = client.list_disks().await?;
-    Ok(disks.into_iter().map(|disk| disk.name).collect())
+    Ok(disks
+        .into_iter()
+        .filter_map(|disk| Some(disk.metadata?.name))
+        .collect())
 }
 
 async fn operation_ids(client: &Client) -> Result<Vec<String>> {

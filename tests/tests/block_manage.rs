@@ -306,7 +306,7 @@ fn a_disk_that_can_not_be_made_leaves_nothing() {
     for (command, says) in [
         (
             format!("create disk {name} --size 64Ti --preallocation full"),
-            "of this size",
+            "bytes free",
         ),
         (
             format!("create disk {name} --from-file /does/not/exist"),

@@ -15,13 +15,20 @@ Examples:
   vmmctl create disk data --size 20Gi
   vmmctl create disk fast --size 20Gi --preallocation full
   vmmctl create disk base --from-file /srv/vm/debian.raw
-  vmmctl create disk web-root --overlay-of base --size 40Gi")]
+  vmmctl create disk web-root --overlay-of base --size 40Gi
+  vmmctl create disk --adopt /var/lib/vmmd/disks/5c1fd9a0-77a4-4b5f-9b34-0d6a0c8c6d2e.raw")]
 pub struct CreateDisk {
-    /// Name of the disk.
-    #[arg(value_parser = disk_name, add = complete::disks())]
-    pub name: String,
+    /// Name of the disk; with --adopt the one that it had, when not given.
+    #[arg(value_parser = disk_name, add = complete::disks(), required_unless_present = "adopt")]
+    pub name: Option<String>,
     /// What the guest sees, as in 10Gi; not needed with --from-file or --overlay-of.
-    #[arg(long, value_name = "SIZE", value_parser = size, required_unless_present_any = ["from_file", "overlay_of"])]
+    #[arg(
+        long,
+        value_name = "SIZE",
+        value_parser = size,
+        required_unless_present_any = ["from_file", "overlay_of", "adopt"],
+        conflicts_with = "adopt"
+    )]
     pub size: Option<u64>,
     /// How it is kept: raw when not given, qcow2 for an overlay.
     #[arg(long, value_enum)]
@@ -32,9 +39,18 @@ pub struct CreateDisk {
     /// Copy this raw file of the node.
     #[arg(long, value_name = "PATH", conflicts_with = "overlay_of")]
     pub from_file: Option<String>,
+    /// The file is raw although it begins as an image of another format does.
+    #[arg(long, requires = "from_file")]
+    pub any_content: bool,
     /// Keep only what differs from this disk, which can't be written to or deleted while the overlay is there.
     #[arg(long, value_name = "DISK", value_parser = disk_name, add = complete::disks())]
     pub overlay_of: Option<String>,
+    /// Make a disk of this file, which an earlier installation of vmmd left in its folder, as it is.
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["from_file", "overlay_of", "preallocation"])]
+    pub adopt: Option<String>,
+    /// Do not wait until it is made: print the operation.
+    #[arg(long)]
+    pub no_wait: bool,
     /// Label.
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,

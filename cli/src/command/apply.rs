@@ -102,36 +102,44 @@ fn report(document: &Document, done: &Done, how: How) -> Result<()> {
 pub async fn one(client: &Client, object: &Object, start: bool, how: How) -> Result<Done> {
     match object {
         Object::Vm(vm) => one_vm(client, vm, start, how).await,
-        Object::Disk(request) => Ok(Done {
-            text: one_disk(client, request, how.dry_run).await?,
-            lines: Vec::new(),
-        }),
+        Object::Disk(request) => one_disk(client, request, how.dry_run).await,
     }
 }
 
-/// Makes a disk that is not there, makes one larger that is smaller than wanted.
-async fn one_disk(client: &Client, request: &v1::CreateDiskRequest, dry_run: bool) -> Result<String> {
+/// Makes a disk that is not there; changes what can be changed of one that is.
+async fn one_disk(client: &Client, request: &v1::CreateDiskRequest, dry_run: bool) -> Result<Done> {
+    let done = |text: String, lines| Ok(Done { text, lines });
     let wanted = request.disk.clone().unwrap_or_default();
-    let there = match client.disk(&wanted.name).await {
+    let name = manifest::disk::name(&wanted);
+    let there = match client.disk(name).await {
         Err(failure) if failure.code == Code::NotFound => {
             if !dry_run {
                 disk::create(client, request.clone()).await?;
             }
-            return Ok("created".into());
+            return done("created".into(), Vec::new());
         }
         result => result?,
     };
-    let differences = disk_differences(request, &there)?;
-    if !differences.is_empty() {
-        return Err(difference::of_disk(&wanted.name, &differences));
+    let differences = disk_differences(&wanted, &there)?;
+    if !differences.fixed.is_empty() {
+        return Err(difference::of_disk(name, &differences.fixed));
     }
-    if wanted.size_bytes <= there.size_bytes {
-        return Ok(update::UNCHANGED.into());
+    let size = manifest::disk::size(&wanted);
+    let grows = size > manifest::disk::size(&there);
+    if !grows && differences.changeable.is_empty() {
+        return done(update::UNCHANGED.into(), Vec::new());
     }
     if !dry_run {
-        disk::resize(client, &wanted.name, wanted.size_bytes).await?;
+        disk::change(client, &wanted, grows).await?;
     }
-    Ok(format!("resized to {}", quantity::show(wanted.size_bytes)))
+    let mut texts = Vec::new();
+    if !differences.changeable.is_empty() {
+        texts.push("changed".to_owned());
+    }
+    if grows {
+        texts.push(format!("resized to {}", quantity::show(size)));
+    }
+    done(texts.join(", "), differences.changeable)
 }
 
 async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, how: How) -> Result<Done> {

@@ -21,7 +21,7 @@ pub async fn files(client: &Client, documents: &[Document], args: &CreateVm) -> 
                 Ok(output::line(format!("{} created (dry run)", document.title())))
             }
             Object::Disk(request) => match disk::create(client, *request).await {
-                Ok(made) => Ok(disk::report(&made, args.output.as_ref())),
+                Ok((made, operation)) => Ok(disk::report(&made, operation.as_ref(), args.output.as_ref())),
                 Err(failure) => Err(failure),
             },
         };

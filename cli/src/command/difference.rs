@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use proto::{
-    v1::{self, create_disk_request::Source},
+    v1::{self, volume_spec::Source},
     well_known,
 };
 use serde_json::{Map, Value as Json};
@@ -80,39 +80,43 @@ fn whole(number: &serde_json::Number) -> Json {
     }
 }
 
-/// What differs between a disk that is there and the one that is wanted, but for a larger size, which it can be given; as
-/// `path: there -> wanted`.
-pub fn disk_differences(wanted: &v1::CreateDiskRequest, there: &v1::Disk) -> Result<Vec<String>> {
-    let mut disk = wanted.disk.clone().unwrap_or_default();
-    let state = there.state.clone().unwrap_or_default();
-    if disk.size_bytes == 0 || disk.size_bytes > there.size_bytes {
-        disk.size_bytes = there.size_bytes;
+/// What differs between two disks, as `path: there -> wanted`.
+#[derive(Debug, Default)]
+pub struct OfDisks {
+    /// What can't be changed.
+    pub fixed: Vec<String>,
+    /// Labels and the like.
+    pub changeable: Vec<String>,
+}
+
+/// What differs between a disk that is there and the one that is wanted, but for a larger size.
+pub fn disk_differences(wanted: &v1::Disk, there: &v1::Disk) -> Result<OfDisks> {
+    let (mut wanted, mut there) = (wanted.clone(), there.clone());
+    disk::strip(&mut there);
+    let (new, old) = (
+        wanted.spec.get_or_insert_default(),
+        there.spec.get_or_insert_default(),
+    );
+    if new.size_bytes == 0 || new.size_bytes > old.size_bytes {
+        new.size_bytes = old.size_bytes;
     }
-    let below = match &wanted.source {
-        Some(Source::OverlayOf(below)) => below.as_str(),
-        // An overlay whose manifest does not say so is none; what was copied into a disk is not known later.
-        Some(Source::RawFile(_)) | None => "",
-    };
-    if disk.format() == v1::DiskFormat::Unspecified {
-        disk.format = there.format;
+    if new.format() == v1::DiskFormat::Unspecified {
+        new.format = old.format;
     }
-    if disk.preallocation() == v1::DiskPreallocation::Unspecified {
-        disk.preallocation = there.preallocation;
+    if new.preallocation() == v1::DiskPreallocation::Unspecified {
+        new.preallocation = old.preallocation;
     }
-    disk.state = Some(v1::DiskState {
-        backing_disk: below.to_owned(),
-        ..v1::DiskState::default()
-    });
-    let mut there = there.clone();
-    there.uid.clear();
-    there.state = Some(v1::DiskState {
-        backing_disk: state.backing_disk,
-        ..v1::DiskState::default()
-    });
+    // Disks of daemons before have no source, but for overlays.
+    let remembered = matches!(old.source, Some(Source::RawFile(_) | Source::Adopt(_)));
+    if !remembered && matches!(new.source, Some(Source::RawFile(_) | Source::Adopt(_))) {
+        (new.source, new.any_content) = (old.source.clone(), old.any_content);
+    }
     let mut found = Vec::new();
-    compare("", &disk::manifest(&there)?, &disk::manifest(&disk)?, &mut found);
-    found.retain(|difference| !difference.starts_with("status."));
-    Ok(found)
+    compare("", &emit::json(&there)?, &emit::json(&wanted)?, &mut found);
+    let (changeable, fixed) = found
+        .into_iter()
+        .partition(|difference: &String| difference.starts_with("metadata."));
+    Ok(OfDisks { fixed, changeable })
 }
 
 /// A list whose items have names, by these.

@@ -1,6 +1,9 @@
 //! Disks that the node keeps: made, made larger, listed, deleted.
 
-use proto::v1::{self, create_disk_request::Source};
+use proto::{
+    v1::{self, volume_spec::Source},
+    well_known,
+};
 
 use super::{
     disk_spec::{usage, valid},
@@ -20,21 +23,29 @@ use crate::{
     },
 };
 
+/// What a client changes of a disk, as a mask has it.
+const METADATA: [&str; 3] = ["metadata.labels", "metadata.annotations", "metadata.owner"];
+const SIZE: &str = "spec.size_bytes";
+
 /// The request that the flags describe.
 pub fn from_flags(args: &CreateDisk) -> Result<v1::CreateDiskRequest> {
-    if let Some(path) = args.from_file.as_ref().filter(|path| !path.starts_with('/')) {
-        let message = format!("--from-file must be an absolute path on the node, is \"{path}\"");
-        return Err(usage(message));
+    for (option, path) in [("--from-file", &args.from_file), ("--adopt", &args.adopt)] {
+        if let Some(path) = path.as_ref().filter(|path| !path.starts_with('/')) {
+            let message = format!("{option} must be an absolute path on the node, is \"{path}\"");
+            return Err(usage(message));
+        }
     }
-    let source = match (&args.from_file, &args.overlay_of) {
-        (Some(path), _) => Some(Source::RawFile(path.clone())),
-        (None, Some(disk)) => Some(Source::OverlayOf(disk.clone())),
-        (None, None) => None,
+    let source = match (&args.from_file, &args.overlay_of, &args.adopt) {
+        (Some(path), ..) => Some(Source::RawFile(path.clone())),
+        (None, Some(disk), _) => Some(Source::OverlayOf(disk.clone())),
+        (None, None, Some(path)) => Some(Source::Adopt(path.clone())),
+        (None, None, None) => None,
     };
     let format = match (args.format, &source) {
         (Some(DiskFormat::Raw), Some(Source::OverlayOf(_))) => {
             return Err(usage("an overlay is qcow2: leave out --format raw".into()));
         }
+        (None, Some(Source::Adopt(_))) => v1::DiskFormat::Unspecified,
         (Some(DiskFormat::Qcow2), _) | (None, Some(Source::OverlayOf(_))) => v1::DiskFormat::Qcow2,
         (Some(DiskFormat::Raw) | None, _) => v1::DiskFormat::Raw,
     };
@@ -50,14 +61,21 @@ pub fn from_flags(args: &CreateDisk) -> Result<v1::CreateDiskRequest> {
         .map(|label| (label.key.clone(), label.value.clone()));
     let request = v1::CreateDiskRequest {
         disk: Some(v1::Disk {
-            name: args.name.clone(),
-            format: format.into(),
-            size_bytes: args.size.unwrap_or_default(),
-            labels: labels.collect(),
-            preallocation: preallocation.into(),
-            ..v1::Disk::default()
+            metadata: Some(v1::ObjectMetadata {
+                name: args.name.clone().unwrap_or_default(),
+                labels: labels.collect(),
+                ..Default::default()
+            }),
+            spec: Some(v1::VolumeSpec {
+                format: format.into(),
+                size_bytes: args.size.unwrap_or_default(),
+                preallocation: preallocation.into(),
+                source,
+                any_content: args.any_content,
+            }),
+            status: None,
         }),
-        source,
+        no_wait: args.no_wait,
         ..Default::default()
     };
     let found = disk::check(&request);
@@ -65,31 +83,64 @@ pub fn from_flags(args: &CreateDisk) -> Result<v1::CreateDiskRequest> {
     Ok(request)
 }
 
-/// Asks the daemon to make a disk.
-pub async fn create(client: &Client, request: v1::CreateDiskRequest) -> Result<v1::Disk> {
-    let name = request.disk.as_ref().map(|disk| disk.name.clone());
+/// Asks the daemon to make a disk; returns it, and with `no_wait` the operation that makes it.
+pub async fn create(
+    client: &Client,
+    request: v1::CreateDiskRequest,
+) -> Result<(v1::Disk, Option<v1::Operation>)> {
+    let name = request.disk.as_ref().map_or("", disk::name).to_owned();
+    let no_wait = request.no_wait;
     let response = send!(client.limit(COPY), client.disks, create_disk, request).await;
-    let response = response.map_err(|failure| about_disk(failure, &name.unwrap_or_default()))?;
-    response.disk.ok_or_else(empty_answer)
+    let response = response.map_err(|failure| about_disk(failure, &name))?;
+    let disk = response.disk.ok_or_else(empty_answer)?;
+    Ok((disk, response.operation.filter(|_| no_wait)))
 }
 
-/// Says that a disk was made.
-pub fn report(disk: &v1::Disk, output: Option<&Output>) -> Result<()> {
-    match output {
-        Some(output) if *output != Output::Wide => print_documents(&[disk], output, Layout::default()),
-        _ => output::line(format!("disk/{} created", disk.name)),
+/// Says that a disk was made, or is being made.
+pub fn report(disk: &v1::Disk, operation: Option<&v1::Operation>, output: Option<&Output>) -> Result<()> {
+    let name = disk::name(disk);
+    match (output, operation) {
+        (Some(output), _) if *output != Output::Wide => print_documents(&[disk], output, Layout::default()),
+        (_, Some(operation)) => {
+            output::line(format!("disk/{name} being created (operation/{})", operation.id))
+        }
+        (_, None) => output::line(format!("disk/{name} created")),
     }
 }
 
 /// Makes a disk larger.
 pub async fn resize(client: &Client, name: &str, size: u64) -> Result<v1::Disk> {
-    let request = v1::ResizeDiskRequest {
-        name: name.to_owned(),
-        size_bytes: size,
+    let disk = v1::Disk {
+        metadata: Some(v1::ObjectMetadata {
+            name: name.to_owned(),
+            ..Default::default()
+        }),
+        spec: Some(v1::VolumeSpec {
+            size_bytes: size,
+            ..Default::default()
+        }),
+        status: None,
+    };
+    update(client, disk, &[SIZE]).await
+}
+
+/// Changes labels, annotations and owner of a disk to those of `wanted`, and with `grow` its size.
+pub async fn change(client: &Client, wanted: &v1::Disk, grow: bool) -> Result<v1::Disk> {
+    let fields: Vec<_> = METADATA.into_iter().chain(grow.then_some(SIZE)).collect();
+    update(client, wanted.clone(), &fields).await
+}
+
+async fn update(client: &Client, disk: v1::Disk, fields: &[&str]) -> Result<v1::Disk> {
+    let name = disk::name(&disk).to_owned();
+    let request = v1::UpdateDiskRequest {
+        disk: Some(disk),
+        update_mask: Some(well_known::FieldMask {
+            paths: fields.iter().map(|field| (*field).to_owned()).collect(),
+        }),
         ..Default::default()
     };
-    let response = send!(client.limit(WORK), client.disks, resize_disk, request).await;
-    let response = response.map_err(|failure| about_disk(failure, name))?;
+    let response = send!(client.limit(COPY), client.disks, update_disk, request).await;
+    let response = response.map_err(|failure| about_disk(failure, &name))?;
     response.disk.ok_or_else(empty_answer)
 }
 
@@ -118,7 +169,10 @@ pub async fn list(client: &Client, args: &GetDisk) -> Result<(), Vec<Failure>> {
     } else {
         named(client, &args.names, &mut failures).await
     };
-    let selected = |disk: &&v1::Disk| get::all_hold(&args.selectors, &disk.labels);
+    let selected = |disk: &&v1::Disk| {
+        let labels = disk.metadata.as_ref().map(|metadata| &metadata.labels);
+        labels.is_some_and(|labels| get::all_hold(&args.selectors, labels))
+    };
     let disks: Vec<_> = disks.iter().filter(selected).collect();
     print(&disks, args).map_err(super::one)?;
     super::all(failures)
@@ -181,7 +235,7 @@ fn print(disks: &[&v1::Disk], args: &GetDisk) -> Result<()> {
 fn print_documents(disks: &[&v1::Disk], output: &Output, layout: Layout) -> Result<()> {
     let document = |disk: &&v1::Disk| {
         Ok(Document {
-            title: format!("disk/{}", disk.name),
+            title: format!("disk/{}", disk::name(disk)),
             json: disk::manifest(disk)?,
             schema: schema::DISK,
         })

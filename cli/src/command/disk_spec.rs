@@ -163,7 +163,7 @@ pub fn valid(found: Violations, message: &str) -> Result<()> {
 
 /// Names in what is wrong with fields of a request the options that set them.
 pub fn in_options(mut failure: Failure) -> Failure {
-    const OPTIONS: [(&str, &str); 17] = [
+    const OPTIONS: [(&str, &str); 20] = [
         ("name", "NAME"),
         ("path", "--path"),
         ("disk", "--disk"),
@@ -181,6 +181,9 @@ pub fn in_options(mut failure: Failure) -> Failure {
         ("sizeBytes", "--size"),
         ("rawFile", "--from-file"),
         ("overlayOf", "--overlay-of"),
+        ("adopt", "--adopt"),
+        ("anyContent", "--any-content"),
+        ("preallocation", "--preallocation"),
     ];
     for (field, text) in &mut failure.violations {
         for (name, option) in OPTIONS {

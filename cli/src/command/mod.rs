@@ -39,7 +39,7 @@ use crate::{
     client::Client,
     console,
     failure::{Failure, Result},
-    manifest::{emit, quantity, schema},
+    manifest::{self, emit, quantity, schema},
     output::{
         self,
         format::{self, Document, Layout},
@@ -141,7 +141,8 @@ async fn create(given: &Connection, args: Create) -> Result<(), Vec<Failure>> {
             let client = connect(given, args.timeout).await?;
             let made = disk::create(&client, request).await;
             let made = made.map_err(disk_spec::in_options).map_err(one)?;
-            disk::report(&made, args.output.as_ref()).map_err(one)
+            let (made, operation) = made;
+            disk::report(&made, operation.as_ref(), args.output.as_ref()).map_err(one)
         }
         Some(CreateWhat::Vm(args)) => create_vm(given, &args).await,
         None => create_vm(given, &args.vm).await,
@@ -262,7 +263,7 @@ async fn resize(client: &Client, args: &ResizeDisk) -> Result<()> {
         Some(vm) => vm_disk::resize(client, vm, &args.name, args.size).await,
         None => {
             let disk = disk::resize(client, &args.name, args.size.unwrap_or_default()).await?;
-            let size = quantity::show(disk.size_bytes);
+            let size = quantity::show(manifest::disk::size(&disk));
             output::line(format!("disk/{} resized to {size}", args.name))
         }
     }

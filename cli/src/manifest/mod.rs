@@ -46,7 +46,7 @@ impl Document {
     pub fn name(&self) -> &str {
         match &self.object {
             Object::Vm(vm) => vm.metadata.as_ref().map_or("", |metadata| &metadata.name),
-            Object::Disk(request) => request.disk.as_ref().map_or("", |disk| &disk.name),
+            Object::Disk(request) => request.disk.as_ref().map_or("", disk::name),
         }
     }
 

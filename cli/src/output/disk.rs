@@ -1,6 +1,8 @@
 //! Disks for people: those of the node, and those of a VM.
 
-use proto::v1;
+use std::collections::BTreeMap;
+
+use proto::v1::{self, volume_spec::Source};
 
 use super::{
     age,
@@ -12,7 +14,7 @@ use crate::manifest::quantity;
 
 /// The table of the node's disks; `wide` has more columns.
 pub fn table(wide: bool) -> Table {
-    let mut headers = vec!["NAME", "FORMAT", "SIZE", "ALLOCATED", "USED BY", "AGE"];
+    let mut headers = vec!["NAME", "PHASE", "FORMAT", "SIZE", "ALLOCATED", "USED BY", "AGE"];
     if wide {
         headers.extend(["OVERLAY OF", "LABELS", "PATH"]);
     }
@@ -21,40 +23,63 @@ pub fn table(wide: bool) -> Table {
 
 /// A row of [`table`].
 pub fn row(disk: &v1::Disk, wide: bool, now: jiff::Timestamp) -> Vec<String> {
-    let state = disk.state.clone().unwrap_or_default();
+    let metadata = disk.metadata.clone().unwrap_or_default();
+    let spec = disk.spec.clone().unwrap_or_default();
+    let status = disk.status.clone().unwrap_or_default();
     let mut row = vec![
-        disk.name.clone(),
-        format(disk.format()),
-        quantity::show(disk.size_bytes),
-        quantity::show(state.allocated_bytes),
-        state.used_by.join(","),
-        age::since(state.create_time.as_ref(), now),
+        metadata.name,
+        camel(status.phase().as_str_name(), "DISK_PHASE_"),
+        format(spec.format()),
+        quantity::show(spec.size_bytes),
+        quantity::show(status.allocated_bytes),
+        status.used_by.join(","),
+        age::since(metadata.create_time.as_ref(), now),
     ];
     if wide {
-        row.extend([state.backing_disk, labels(disk, ","), state.path]);
+        row.extend([status.backing_disk, pairs(&metadata.labels, ","), status.path]);
     }
     row
 }
 
 /// Everything about a disk of the node.
 pub fn describe(disk: &v1::Disk, now: jiff::Timestamp) -> String {
-    let state = disk.state.clone().unwrap_or_default();
+    let metadata = disk.metadata.clone().unwrap_or_default();
+    let spec = disk.spec.clone().unwrap_or_default();
+    let status = disk.status.clone().unwrap_or_default();
     let bytes = |bytes: u64| format!("{} ({bytes} bytes)", quantity::show(bytes));
     let mut text = Lines::default();
-    text.put("Name", &disk.name);
-    text.put("UID", &disk.uid);
-    text.put("Labels", &labels(disk, ", "));
-    text.put("Created", &when(state.create_time.as_ref(), now));
-    text.put("Format", &format(disk.format()));
-    text.put("Size", &bytes(disk.size_bytes));
-    text.put("Allocated", &bytes(state.allocated_bytes));
-    if disk.preallocation() != v1::DiskPreallocation::Unspecified {
-        let name = camel(disk.preallocation().as_str_name(), "DISK_PREALLOCATION_");
+    text.put("Name", &metadata.name);
+    text.put("UID", &metadata.uid);
+    text.put("Generation", &metadata.generation.to_string());
+    text.put("Labels", &pairs(&metadata.labels, ", "));
+    text.put("Annotations", &pairs(&metadata.annotations, ", "));
+    text.put("Owner", &metadata.owner);
+    text.put("Created", &when(metadata.create_time.as_ref(), now));
+    text.put("Phase", &camel(status.phase().as_str_name(), "DISK_PHASE_"));
+    text.put("Operation", &status.operation);
+    for condition in status
+        .conditions
+        .iter()
+        .filter(|condition| !condition.message.is_empty())
+    {
+        text.put(&condition.r#type, &condition.message);
+    }
+    text.put("Format", &format(spec.format()));
+    text.put("Size", &bytes(spec.size_bytes));
+    text.put("Allocated", &bytes(status.allocated_bytes));
+    if spec.preallocation() != v1::DiskPreallocation::Unspecified {
+        let name = camel(spec.preallocation().as_str_name(), "DISK_PREALLOCATION_");
         text.put("Preallocation", &name.to_lowercase());
     }
-    text.put("Overlay of", &state.backing_disk);
-    text.put("Path", &state.path);
-    let users = match state.used_by.as_slice() {
+    text.put("Overlay of", &status.backing_disk);
+    text.put("Overlays", &status.overlays.join(", "));
+    match spec.source {
+        Some(Source::RawFile(path)) => text.put("Copy of", &path),
+        Some(Source::Adopt(path)) => text.put("Adopted from", &path),
+        Some(Source::OverlayOf(_)) | None => {}
+    }
+    text.put("Path", &status.path);
+    let users = match status.used_by.as_slice() {
         [] => "no VM".to_owned(),
         users => users.join(", "),
     };
@@ -198,7 +223,7 @@ fn lower(name: &str, prefix: &str) -> String {
     camel(name, prefix).to_lowercase()
 }
 
-fn labels(disk: &v1::Disk, separator: &str) -> String {
-    let labels = disk.labels.iter().map(|(key, value)| format!("{key}={value}"));
-    labels.collect::<Vec<_>>().join(separator)
+fn pairs(pairs: &BTreeMap<String, String>, separator: &str) -> String {
+    let pairs = pairs.iter().map(|(key, value)| format!("{key}={value}"));
+    pairs.collect::<Vec<_>>().join(separator)
 }

@@ -62,19 +62,21 @@ fn a_disk_is_created_listed_described_and_deleted() {
         done("disk/over created\n")
     );
     insta::assert_snapshot!(run(&daemon, "get disk").1, @r#"
-NAME   FORMAT   SIZE   ALLOCATED   USED BY   AGE
-base   qcow2    10Gi   192Ki       -         -
-copy   raw      2Gi    192Ki       -         -
-over   qcow2    10Gi   192Ki       -         -
+NAME   PHASE   FORMAT   SIZE   ALLOCATED   USED BY   AGE
+base   Ready   qcow2    10Gi   192Ki       -         -
+copy   Ready   raw      2Gi    192Ki       -         -
+over   Ready   qcow2    10Gi   192Ki       -         -
 "#);
     insta::assert_snapshot!(run(&daemon, "get disks base over -o wide").1, @r#"
-NAME   FORMAT   SIZE   ALLOCATED   USED BY   AGE   OVERLAY OF   LABELS      PATH
-base   qcow2    10Gi   192Ki       -         -     -            tier=gold   /var/lib/vmmd/disks/base
-over   qcow2    10Gi   192Ki       -         -     base         -           /var/lib/vmmd/disks/over
+NAME   PHASE   FORMAT   SIZE   ALLOCATED   USED BY   AGE   OVERLAY OF   LABELS      PATH
+base   Ready   qcow2    10Gi   192Ki       -         -     -            tier=gold   /var/lib/vmmd/disks/base
+over   Ready   qcow2    10Gi   192Ki       -         -     base         -           /var/lib/vmmd/disks/over
 "#);
     insta::assert_snapshot!(run(&daemon, "describe disk over").1, @r#"
 Name:            over
 UID:             0c6b9b07-4f0d-4f5a-8f3e-2d3a6a1c9f10
+Generation:      1
+Phase:           Ready
 Format:          qcow2
 Size:            10Gi (10737418240 bytes)
 Allocated:       192Ki (196608 bytes)
@@ -190,9 +192,17 @@ fn apply_creates_disks_before_vms_and_grows_them() {
         apply(&larger),
         done("disk/base resized to 12Gi\ndisk/over unchanged\nvm/web unchanged\n")
     );
+    let labelled = larger.replace("gold", "iron");
+    assert_eq!(
+        apply(&labelled),
+        done(
+            "disk/base changed\n  metadata.labels.tier: gold -> iron\ndisk/over unchanged\nvm/web unchanged\n"
+        )
+    );
     let expected = "error: disk/base exists and differs from the manifest in what can't be changed; give the new disk \
-                    another name\n  metadata.labels.tier: gold -> iron\n  spec.sizeBytes: 12884901888 -> 10737418240\n";
-    let changed = DISKS.replace("gold", "iron");
+                    another name\n  spec.preallocation: DISK_PREALLOCATION_METADATA -> DISK_PREALLOCATION_OFF\n  \
+                    spec.sizeBytes: 12884901888 -> 10737418240\n";
+    let changed = DISKS.replace("preallocation: metadata", "preallocation: off");
     assert_eq!(
         apply(&changed),
         (
@@ -259,11 +269,13 @@ kind: Disk
 metadata:
   name: over
   uid: 0c6b9b07-4f0d-4f5a-8f3e-2d3a6a1c9f10
+  generation: 1
 spec:
   format: DISK_FORMAT_QCOW2
   sizeBytes: 10737418240
   overlayOf: base
 status:
+  phase: DISK_PHASE_READY
   path: /var/lib/vmmd/disks/over
   allocatedBytes: 196608
   backingDisk: base
@@ -515,5 +527,34 @@ fn create_takes_disks_with_options_and_rate_groups() {
     assert_eq!(
         run(&daemon, "limit db --group shared --iops 200"),
         done("vm/db group shared: 1Mi/s, 200 requests/s\n")
+    );
+}
+
+#[test]
+fn a_disk_that_takes_long_is_left_to_its_operation_and_a_file_that_was_there_is_adopted() {
+    let daemon = Daemon::start();
+    assert_eq!(
+        run(
+            &daemon,
+            "create disk big --size 1Ti --preallocation full --no-wait"
+        ),
+        done("disk/big being created (operation/0d6b9b07-4f0d-4f5a-8f3e-2d3a6a1c9f10)\n")
+    );
+    assert_eq!(
+        run(&daemon, "create disk --adopt /var/lib/vmmd/disks/a.raw"),
+        done("disk/adopted created\n")
+    );
+    assert_eq!(
+        run(&daemon, "create disk other --adopt /var/lib/vmmd/disks/a.raw"),
+        done("disk/other created\n")
+    );
+    let (code, _, error) = run(&daemon, "create disk other --adopt /a.raw --size 1Gi");
+    assert_eq!(code, 2, "{error}");
+    let (code, _, error) = run(&daemon, "create disk --size 1Gi");
+    assert_eq!(code, 2, "{error}");
+    let (_, text, _) = run(&daemon, "describe disk other");
+    assert!(
+        text.contains("Adopted from:    /var/lib/vmmd/disks/a.raw"),
+        "{text}"
     );
 }

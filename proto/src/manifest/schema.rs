@@ -8,9 +8,9 @@ use prost_types::{
     field_descriptor_proto::{Label, Type},
 };
 
-/// What a VM's manifest is (see [`vm_manifest`]).
+/// What a VM's manifest is (see [`with_kind`]).
 pub const VM: &str = "VM manifest";
-/// What a disk's manifest is: fields of several messages, arranged as those of a VM are (see [`disk_manifest`]).
+/// What a disk's manifest is.
 pub const DISK: &str = "disk manifest";
 /// Counters of a VM's disks.
 pub const DISK_STATS: &str = ".vmmd.v1.GetVmDiskStatsResponse";
@@ -117,10 +117,9 @@ impl Schema {
                 schema.add(&format!(".{}", file.package()), item, &enums);
             }
         }
-        let vm = vm_manifest(&schema);
-        schema.messages.insert(VM.to_owned(), vm);
-        for (name, message) in disk_manifest(&schema) {
-            schema.messages.insert(name.to_owned(), message);
+        for (name, of) in [(VM, ".vmmd.v1.Vm"), (DISK, ".vmmd.v1.Disk")] {
+            let manifest = with_kind(&schema, of);
+            schema.messages.insert(name.to_owned(), manifest);
         }
         schema
     }
@@ -156,68 +155,19 @@ impl Schema {
     }
 }
 
-/// A field that stands in manifests alone.
-fn own(name: &str, kind: Kind) -> Field {
-    Field {
+/// A manifest is a message of the API with `apiVersion` and `kind` in front.
+fn with_kind(schema: &Schema, message: &str) -> Message {
+    let own = |name: &str| Field {
         json_name: name.to_owned(),
         proto_name: name.to_owned(),
-        kind,
+        kind: Kind::Text,
         repeated: false,
         oneof: None,
-    }
-}
-
-/// A VM's manifest is the API's `Vm` with `apiVersion` and `kind` in front.
-fn vm_manifest(schema: &Schema) -> Message {
-    let vm = schema.messages.get(".vmmd.v1.Vm");
-    let mut fields = vec![own("apiVersion", Kind::Text), own("kind", Kind::Text)];
-    fields.extend(vm.map(|vm| vm.fields.clone()).unwrap_or_default());
-    Message { fields }
-}
-
-/// The API's `Disk` is flat and has its content in the request that makes it. A manifest has the same fields as a VM's:
-/// `metadata` what names it, `spec` what is wanted, `status` what only the daemon sets.
-fn disk_manifest(schema: &Schema) -> [(&'static str, Message); 4] {
-    const METADATA: &str = "disk metadata";
-    const SPEC: &str = "disk spec";
-    const STATUS: &str = "disk status";
-    let fields = |message: &str, wanted: &dyn Fn(&Field) -> bool| {
-        let message = schema.messages.get(message);
-        let fields = message
-            .map(|message| message.fields.as_slice())
-            .unwrap_or_default();
-        fields
-            .iter()
-            .filter(|field| wanted(field))
-            .cloned()
-            .collect::<Vec<_>>()
     };
-    let (disk, state, request) = (
-        ".vmmd.v1.Disk",
-        ".vmmd.v1.DiskState",
-        ".vmmd.v1.CreateDiskRequest",
-    );
-    let names = |field: &Field| ["name", "uid", "labels"].contains(&field.proto_name.as_str());
-    let created = |field: &Field| field.proto_name == "create_time";
-    let message = |fields: Vec<Field>| Message { fields };
-    let top = vec![
-        own("apiVersion", Kind::Text),
-        own("kind", Kind::Text),
-        own("metadata", Kind::Message(METADATA.to_owned())),
-        own("spec", Kind::Message(SPEC.to_owned())),
-        own("status", Kind::Message(STATUS.to_owned())),
-    ];
-    let metadata = [fields(disk, &names), fields(state, &created)].concat();
-    let spec = [
-        fields(disk, &|field| !names(field) && field.proto_name != "state"),
-        fields(request, &|field| field.oneof.is_some()),
-    ];
-    [
-        (DISK, message(top)),
-        (METADATA, message(metadata)),
-        (SPEC, message(spec.concat())),
-        (STATUS, message(fields(state, &|field| !created(field)))),
-    ]
+    let mut fields = vec![own("apiVersion"), own("kind")];
+    let message = schema.messages.get(message);
+    fields.extend(message.map(|message| message.fields.clone()).unwrap_or_default());
+    Message { fields }
 }
 
 fn kind(field: &FieldDescriptorProto, enums: &HashMap<String, &EnumDescriptorProto>) -> Kind {

@@ -10,7 +10,8 @@ use rustix::{
     fs::{SeekFrom, copy_file_range, ioctl_ficlone, seek},
     io::Errno,
 };
-use tokio_util::sync::CancellationToken;
+
+use super::operation::Control;
 
 /// Copied between two looks at whether it is still wanted, in bytes.
 const STEP: u64 = 8 << 20;
@@ -19,7 +20,7 @@ const BLOCK: usize = 64 << 10;
 
 /// Copies the first `size` bytes of `from` into the empty file `to`, which has that length then. `reflink` allows the
 /// two to share their blocks until one of them is written to.
-pub fn copy(from: &File, to: &File, size: u64, reflink: bool, cancel: &CancellationToken) -> io::Result<()> {
+pub fn copy(from: &File, to: &File, size: u64, reflink: bool, control: &Control) -> io::Result<()> {
     if reflink && ioctl_ficlone(to, from).is_ok() {
         return to.set_len(size);
     }
@@ -35,7 +36,7 @@ pub fn copy(from: &File, to: &File, size: u64, reflink: bool, cancel: &Cancellat
         } else {
             (position, size)
         };
-        copy_extent(from, to, start, end, cancel)?;
+        copy_extent(from, to, (start, end), size, control)?;
         position = end;
     }
     Ok(())
@@ -57,17 +58,19 @@ fn extent(file: &File, position: u64, size: u64) -> io::Result<Option<(u64, u64)
     Ok(Some((start, end.max(start.saturating_add(1)))))
 }
 
-fn copy_extent(from: &File, to: &File, start: u64, end: u64, cancel: &CancellationToken) -> io::Result<()> {
+fn copy_extent(
+    from: &File,
+    to: &File,
+    (start, end): (u64, u64),
+    size: u64,
+    control: &Control,
+) -> io::Result<()> {
     let mut position = start;
     let mut in_kernel = true;
     let mut buffer = Vec::new();
     while position < end {
-        if cancel.is_cancelled() {
-            return Err(io::Error::new(
-                io::ErrorKind::Interrupted,
-                "the request was cancelled",
-            ));
-        }
+        control.wanted()?;
+        control.progress(position, size);
         let wanted = STEP.min(end - position);
         let copied = if in_kernel {
             let (mut source, mut target) = (position, position);
@@ -131,7 +134,7 @@ mod tests {
             from.set_len(64 << 20).unwrap();
             from.write_all_at(&[7; 5000], 1 << 20).unwrap();
             from.write_all_at(&[9; 4096], (64 << 20) - 4096).unwrap();
-            copy(&from, &to, 64 << 20, reflink, &CancellationToken::new()).unwrap();
+            copy(&from, &to, 64 << 20, reflink, &Control::default()).unwrap();
             assert_eq!(content(&from), content(&to));
             assert!(to.metadata().unwrap().blocks() * 512 < 1 << 20, "holes are kept");
         }
@@ -145,7 +148,7 @@ mod tests {
             if data {
                 from.write_all_at(&vec![3; 1 << 20], 0).unwrap();
             }
-            copy(&from, &to, 1 << 20, false, &CancellationToken::new()).unwrap();
+            copy(&from, &to, 1 << 20, false, &Control::default()).unwrap();
             assert_eq!(content(&from), content(&to));
         }
     }
@@ -169,9 +172,9 @@ mod tests {
     fn a_copy_that_is_not_wanted_any_more_ends() {
         let (from, to) = (file(), file());
         from.write_all_at(&[1; 4096], 0).unwrap();
-        let cancel = CancellationToken::new();
-        cancel.cancel();
-        let error = copy(&from, &to, 4096, false, &cancel).unwrap_err();
+        let control = Control::default();
+        control.cancel().cancel();
+        let error = copy(&from, &to, 4096, false, &control).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::Interrupted);
     }
 
@@ -179,7 +182,7 @@ mod tests {
     fn a_source_that_becomes_shorter_is_an_error() {
         let (from, to) = (file(), file());
         from.write_all_at(&[1; 4096], 0).unwrap();
-        let result = copy_extent(&from, &to, 0, 8192, &CancellationToken::new());
+        let result = copy_extent(&from, &to, (0, 8192), 8192, &Control::default());
         assert_eq!(result.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }
 }

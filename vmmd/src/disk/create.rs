@@ -2,10 +2,11 @@
 
 use std::{
     fs::File,
-    io,
-    os::fd::OwnedFd,
+    io::{self, Read},
+    os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 
 use proto::{
@@ -13,164 +14,256 @@ use proto::{
     v1,
 };
 use rustix::fs::{FallocateFlags, fallocate};
-use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::{copy::copy, file, finish, image, tell};
+use super::{
+    adopt,
+    copy::copy,
+    file, finish, image,
+    operation::{self, Control, cancelled, follow},
+    sidecar::Sidecar,
+    tell,
+};
 use crate::{
     context::Context,
-    failure::{Failure, Kind},
+    failure::Failure,
     host::Host,
-    store::{DiskRecord, DiskStage},
+    operation::{Handle, Pending, Type},
+    store::{DiskRecord, DiskSource, DiskStage, disk_source::Source},
     text,
     vm::{
-        files::{self, Locks, Use},
+        files::{self, Locks, Use, signature},
         store_failure,
     },
 };
 
-/// Makes the disk that is asked for; returns when it is whole and durable. `cancel` ends the attempt; whatever fails,
-/// nothing is left.
+/// Reserved between two looks at whether it is still wanted, in bytes.
+const RESERVED_AT_ONCE: u64 = 1 << 30;
+/// How often it is looked how much of an image is there, while the child that makes it says nothing.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// A disk that is being made, or was made before by the same request.
+#[derive(Debug)]
+pub struct Begun {
+    /// Its UUID.
+    pub uid: Vec<u8>,
+    /// The operation; nothing when the disk is there already.
+    pub pending: Option<Pending>,
+}
+
+/// Begins to make the disk that is asked for. The operation leaves nothing when it fails or is cancelled.
 pub async fn create(
     host: &Arc<Host>,
-    request: v1::CreateDiskRequest,
+    request: &v1::CreateDiskRequest,
     context: &Context,
-    cancel: CancellationToken,
-) -> Result<v1::Disk, Failure> {
-    if let Some(made) = host.requests.made_disk(context)
-        && let Some(record) = host.disks.list().into_iter().find(|disk| disk.uid == made)
+) -> Result<Begun, Failure> {
+    if let Some(uid) = host.requests.made_disk(context)
+        && host.disks.find(&host.disk_folder(), &uid).is_some()
     {
-        return describe(host, record).await;
+        return Ok(Begun { uid, pending: None });
     }
-    let new = NewDisk::try_from(&request)?;
-    let wire = request.disk.unwrap_or_default();
-    let format = if new.format == Format::Qcow2 {
-        v1::DiskFormat::Qcow2
-    } else {
-        v1::DiskFormat::Raw
+    let new = NewDisk::try_from(request)?;
+    if let Content::Adopted(path) = &new.content {
+        return adopt::adopt(host, &new, path, context).await;
+    }
+    let record = record(host, &new, context);
+    let below = match &new.content {
+        Content::OverlayOf(below) => Some(below.as_str()),
+        _ => None,
+    };
+    let record = host.disks.reserve(record, below)?;
+    // From here on the name is taken: every way out settles or forgets it.
+    let handle = match operation::begin(host, Type::DiskCreate, &record, context) {
+        Ok(handle) => handle,
+        Err(failure) => {
+            forget(host, &record);
+            return Err(failure);
+        }
+    };
+    if let Err(error) = host.store.put_disk(&record).await {
+        forget(host, &record);
+        let failure = store_failure(error);
+        handle.fail(&failure);
+        return Err(failure);
+    }
+    let begun = Begun {
+        uid: record.uid.clone(),
+        pending: Some(handle.pending()),
+    };
+    tokio::spawn(carry_out(Arc::clone(host), new, record, handle));
+    Ok(begun)
+}
+
+/// The record of a disk that is to be made.
+pub fn record(host: &Host, new: &NewDisk, context: &Context) -> DiskRecord {
+    let format = match new.format {
+        Some(Format::Qcow2) => v1::DiskFormat::Qcow2,
+        _ => v1::DiskFormat::Raw,
     };
     let preallocation = match new.preallocation {
         Preallocation::Off => v1::DiskPreallocation::Off,
         Preallocation::Metadata => v1::DiskPreallocation::Metadata,
         Preallocation::Full => v1::DiskPreallocation::Full,
     };
-    let record = DiskRecord {
+    let source = match &new.content {
+        Content::Empty => None,
+        Content::RawFile(path) => Some(Source::RawFile(path.display().to_string())),
+        Content::OverlayOf(below) => Some(Source::OverlayOf(below.to_string())),
+        Content::Adopted(path) => Some(Source::Adopt(path.display().to_string())),
+    };
+    let now = text::now_ms();
+    DiskRecord {
         uid: Uuid::new_v4().as_bytes().to_vec(),
-        name: new.name.to_string(),
-        created_ms: text::now_ms(),
-        labels: wire.labels,
+        name: new.name.as_ref().map(ToString::to_string).unwrap_or_default(),
+        created_ms: now,
+        stage_ms: now,
+        labels: new.labels.clone(),
+        annotations: new.annotations.clone(),
+        owner: new.owner.clone(),
         format: format.into(),
         size_bytes: new.size.unwrap_or_default(),
         preallocation: preallocation.into(),
-        backing: Vec::new(),
+        source: source.map(|source| DiskSource {
+            source: Some(source),
+            any_content: new.any_content,
+        }),
         stage: DiskStage::Creating.into(),
         begun: host.requests.mark(context).into_iter().collect(),
-    };
-    let below = match &new.content {
-        Content::OverlayOf(below) => Some(below.as_str()),
-        Content::Empty | Content::RawFile(_) => None,
-    };
-    let mut record = host.disks.reserve(record, below)?;
-    // From here on the name is taken: every way out settles or forgets it.
-    let made = match host.store.put_disk(&record).await {
-        Ok(()) => make(host, &new, &mut record, &cancel).await,
-        Err(error) => {
-            host.disks.forget(&record.name);
-            return Err(store_failure(error));
+        ..DiskRecord::default()
+    }
+}
+
+/// Lets go of the name of a disk of which nothing is in the store.
+pub fn forget(host: &Host, record: &DiskRecord) {
+    let tombstone = host.disks.bury(record);
+    host.disks.forget(&record.uid, tombstone);
+}
+
+async fn carry_out(host: Arc<Host>, new: NewDisk, mut record: DiskRecord, handle: Handle) {
+    let making = follow(&host, &handle, "making the disk", |control| {
+        make(&host, &new, &record, control)
+    });
+    let made = match making.await {
+        Ok(size) if handle.commit() => {
+            record.size_bytes = size;
+            settle(&host, &mut record).await
         }
-    };
-    let made = match made {
-        Ok(()) if cancel.is_cancelled() => Err(cancelled()),
-        Ok(()) => {
-            record.stage = DiskStage::Ready.into();
-            host.store.put_disk(&record).await.map_err(store_failure)
-        }
+        Ok(_) => Err(cancelled(&host)),
         Err(failure) => Err(failure),
     };
-    if let Err(failure) = made {
-        finish(host, &record).await;
-        return Err(failure);
+    match made {
+        Ok(()) => {
+            let message = format!("the disk was made, {} bytes", record.size_bytes);
+            tell(&host, &record, "DiskCreated", message);
+            handle.complete("the disk can be used");
+        }
+        Err(failure) => {
+            finish(&host, &record).await;
+            match handle.cause() {
+                Some(_) => handle.cancelled("the disk was not made: nothing is left of it"),
+                None => handle.fail(&failure),
+            }
+        }
     }
+}
+
+/// Notes durably that a disk is whole.
+pub async fn settle(host: &Arc<Host>, record: &mut DiskRecord) -> Result<(), Failure> {
+    write_beside(host, record).await?;
+    record.stage = DiskStage::Ready.into();
+    record.stage_ms = text::now_ms();
+    host.store.put_disk(record).await.map_err(store_failure)?;
     host.disks.settle(record.clone());
-    tell(
-        host,
-        &record,
-        "DiskCreated",
-        format!("the disk was made, {} bytes", record.size_bytes),
-    );
-    describe(host, record).await
+    host.disks.end(&record.uid);
+    Ok(())
 }
 
-pub async fn describe(host: &Arc<Host>, record: DiskRecord) -> Result<v1::Disk, Failure> {
-    let (of, folder) = (Arc::clone(host), host.disk_folder());
-    let describing = host
-        .pools
-        .files
-        .run(&[folder.root()], move || of.disks.describe(&folder, &record));
-    describing.await
+/// Writes beside the file of a disk what the store has of it.
+pub async fn write_beside(host: &Arc<Host>, record: &DiskRecord) -> Result<(), Failure> {
+    let folder = host.disk_folder();
+    let backing = host.disks.find(&folder, &record.backing);
+    let backing = backing.map(|seen| seen.record.name).unwrap_or_default();
+    let (sidecar, path) = (Sidecar::of(record, &backing), folder.path(record));
+    let paths = [folder.root()];
+    let written = host.pools.files.run(&paths, move || sidecar.write(&path)).await?;
+    written.map_err(|error| file::failed(&format!("note the name of disk \"{}\"", record.name), &error))
 }
 
-fn cancelled() -> Failure {
-    Failure::new(
-        Kind::Aborted,
-        "CANCELLED",
-        "the request was cancelled: nothing was made",
-    )
-}
-
+/// Returns the size of the disk.
 async fn make(
     host: &Arc<Host>,
     new: &NewDisk,
-    record: &mut DiskRecord,
-    cancel: &CancellationToken,
-) -> Result<(), Failure> {
+    record: &DiskRecord,
+    control: Control,
+) -> Result<u64, Failure> {
     match (&new.content, new.format) {
         (Content::RawFile(path), _) => {
-            let (of, path, new, record_of, stop) = (
-                Arc::clone(host),
-                path.clone(),
-                new.clone(),
-                record.clone(),
-                cancel.clone(),
-            );
             let paths = [path.clone(), host.disk_folder().root()];
+            let (of, path, new, record) = (Arc::clone(host), path.clone(), new.clone(), record.clone());
             let copying = host
                 .pools
                 .bulk
-                .run(&paths, move || copy_file(&of, &path, &new, &record_of, &stop));
-            record.size_bytes = copying.await??;
-            Ok(())
+                .run(&paths, move || copy_file(&of, &path, &new, &record, &control));
+            copying.await?
         }
-        (_, Format::Qcow2) => make_qcow2(host, new, record, cancel).await,
-        (_, Format::Raw | Format::Iso) => {
-            let (of, new, record) = (Arc::clone(host), new.clone(), record.clone());
+        (_, Some(Format::Qcow2)) => make_qcow2(host, new, record, &control).await,
+        _ => {
             let paths = [host.disk_folder().root()];
-            host.pools
+            let (of, new, record) = (Arc::clone(host), new.clone(), record.clone());
+            let making = host
+                .pools
                 .bulk
-                .run(&paths, move || make_raw(&of, &new, &record))
-                .await?
+                .run(&paths, move || make_raw(&of, &new, &record, &control));
+            making.await?
         }
     }
+}
+
+fn operation_of(record: &DiskRecord) -> String {
+    format!("make disk \"{}\"", record.name)
 }
 
 /// Blocking.
-fn make_raw(host: &Host, new: &NewDisk, record: &DiskRecord) -> Result<(), Failure> {
+fn make_raw(host: &Host, new: &NewDisk, record: &DiskRecord, control: &Control) -> Result<u64, Failure> {
     let folder = host.disk_folder();
-    let made = folder.create(record).and_then(|file| {
-        file.set_len(record.size_bytes)?;
-        reserve(&file, 0, record.size_bytes, new.preallocation)?;
-        folder.sync(&file)
-    });
-    made.map_err(|error| file::failed(&format!("make disk \"{}\"", new.name), &error))
+    let failed = |error: io::Error| match control.wanted() {
+        Ok(()) => file::failed(&operation_of(record), &error),
+        Err(_) => cancelled(host),
+    };
+    let size = record.size_bytes;
+    let file = folder.create(record).map_err(failed)?;
+    if new.preallocation == Preallocation::Full {
+        file::enough_room(&operation_of(record), &folder.root(), size)?;
+    }
+    file.set_len(size)
+        .and_then(|()| reserve(&file, 0, size, new.preallocation, control))
+        .and_then(|()| folder.sync(&file))
+        .map_err(failed)?;
+    Ok(size)
 }
 
 /// Reserves `length` bytes from `start` on where that is asked for. Does not change the file's length.
-pub fn reserve(file: &File, start: u64, length: u64, preallocation: Preallocation) -> io::Result<()> {
-    if preallocation != Preallocation::Full || length == 0 {
+pub fn reserve(
+    file: &File,
+    start: u64,
+    length: u64,
+    preallocation: Preallocation,
+    control: &Control,
+) -> io::Result<()> {
+    if preallocation != Preallocation::Full {
         return Ok(());
     }
-    let reserved = rustix::io::retry_on_intr(|| fallocate(file, FallocateFlags::KEEP_SIZE, start, length));
-    Ok(reserved?)
+    let mut done = 0;
+    while done < length {
+        control.wanted()?;
+        control.progress(done, length);
+        let step = RESERVED_AT_ONCE.min(length - done);
+        let reserved =
+            rustix::io::retry_on_intr(|| fallocate(file, FallocateFlags::KEEP_SIZE, start + done, step));
+        reserved?;
+        done += step;
+    }
+    Ok(())
 }
 
 /// Blocking; returns the size of the disk.
@@ -179,7 +272,7 @@ fn copy_file(
     path: &Path,
     new: &NewDisk,
     record: &DiskRecord,
-    cancel: &CancellationToken,
+    control: &Control,
 ) -> Result<u64, Failure> {
     let label = format!("rawFile: \"{}\"", path.display());
     let source = files::open_image_file(&label, path, Cache::Writeback, Use::Read)?;
@@ -198,36 +291,69 @@ fn copy_file(
         let problem = format_args!(
             "is {wanted}, less than the {size} of the file: leave it out, or give at least that"
         );
-        return Err(Failure::field("disk.sizeBytes", problem));
+        return Err(Failure::field("disk.spec.sizeBytes", problem));
     }
     let wanted = new.size.unwrap_or(size);
     let folder = host.disk_folder();
     let full = new.preallocation == Preallocation::Full;
-    let from = File::from(source.fd);
+    let mut from = File::from(source.fd);
+    if !new.any_content {
+        refuse_signature(&label, &mut from)?;
+    }
+    if full {
+        folder
+            .make()
+            .map_err(|error| file::failed(&operation_of(record), &error))?;
+        file::enough_room(&operation_of(record), &folder.root(), wanted)?;
+    }
     let copied = folder.create(record).and_then(|file| {
-        reserve(&file, 0, wanted, new.preallocation)?;
+        // Its progress is not that of the copy.
+        reserve(&file, 0, wanted, new.preallocation, &control.silent())?;
         // Shared blocks would have to be taken when they are written to.
-        copy(&from, &file, size, !full, cancel)?;
+        copy(&from, &file, size, !full, control)?;
         file.set_len(wanted)?;
         folder.sync(&file)
     });
     match copied {
         Ok(()) => Ok(wanted),
-        Err(_) if cancel.is_cancelled() => Err(cancelled()),
+        Err(_) if control.wanted().is_err() => Err(cancelled(host)),
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(Failure::precondition(
             "DISK_UNUSABLE",
             format!("rawFile: {error}"),
         )),
-        Err(error) => Err(file::failed(&format!("copy into disk \"{}\"", new.name), &error)),
+        Err(error) => Err(file::failed(
+            &format!("copy into disk \"{}\"", record.name),
+            &error,
+        )),
     }
+}
+
+/// Refused as IMAGE_FORMAT_MISMATCH when a file that is said to be raw begins as an image of another format does.
+fn refuse_signature(label: &str, file: &mut File) -> Result<(), Failure> {
+    let mut head = [0; signature::LENGTH];
+    let read = file.read(&mut head).and_then(|read| {
+        io::Seek::rewind(file)?;
+        Ok(read)
+    });
+    let read = read.map_err(|error| {
+        Failure::precondition("DISK_UNUSABLE", format!("{label}: {}", text::words(&error)))
+    })?;
+    let Some(format) = signature::of(head.get(..read).unwrap_or_default()) else {
+        return Ok(());
+    };
+    let message = format!(
+        "{label} is a {format} image, not a raw one: convert it first (`qemu-img convert -O raw`), or set `anyContent` if its \
+         raw content is meant"
+    );
+    Err(Failure::precondition("IMAGE_FORMAT_MISMATCH", message))
 }
 
 async fn make_qcow2(
     host: &Arc<Host>,
     new: &NewDisk,
     record: &DiskRecord,
-    cancel: &CancellationToken,
-) -> Result<(), Failure> {
+    control: &Control,
+) -> Result<u64, Failure> {
     let folder = host.disk_folder();
     let mut below: Vec<(PathBuf, Format)> = Vec::new();
     if let Content::OverlayOf(name) = &new.content {
@@ -235,19 +361,24 @@ async fn make_qcow2(
         below.push((base.path, base.format));
         below.extend(base.backing);
     }
-    let operation = format!("make disk \"{}\"", new.name);
-    let (of, folder_of) = (record.clone(), folder.clone());
-    let opened = host.pools.bulk.run(
-        &[folder.root()],
-        move || -> io::Result<(File, Vec<(OwnedFd, Format)>)> {
-            let backing = below
-                .into_iter()
-                .map(|(path, format)| Ok((File::open(path)?.into(), format)));
-            let backing = backing.collect::<io::Result<_>>()?;
-            Ok((folder_of.create(&of)?, backing))
-        },
-    );
-    let (image, backing) = opened.await?.map_err(|error| file::failed(&operation, &error))?;
+    let operation = operation_of(record);
+    let full = new.preallocation == Preallocation::Full;
+    let (of, folder_of, words) = (record.clone(), folder.clone(), operation.clone());
+    let opened = host.pools.bulk.run(&[folder.root()], move || {
+        let failed = |error: io::Error| file::failed(&words, &error);
+        let backing = below
+            .into_iter()
+            .map(|(path, format)| Ok((File::open(path)?.into(), format)));
+        let backing = backing
+            .collect::<io::Result<Vec<(OwnedFd, Format)>>>()
+            .map_err(failed)?;
+        let image = folder_of.create(&of).map_err(failed)?;
+        if full {
+            file::enough_room(&words, &folder_of.root(), of.size_bytes)?;
+        }
+        Ok::<_, Failure>((image, backing))
+    });
+    let (image, backing) = opened.await??;
     let own = image
         .try_clone()
         .map_err(|error| file::failed(&operation, &error))?;
@@ -261,8 +392,28 @@ async fn make_qcow2(
     };
     tokio::select! {
         made = image::run(host, task) => made?,
-        () = cancel.cancelled() => return Err(cancelled()),
+        () = control.cancel().cancelled() => return Err(cancelled(host)),
+        () = watch_growth(host, &own, record.size_bytes, control), if full => {}
     }
     let syncing = host.pools.bulk.run(&[folder.root()], move || folder.sync(&own));
-    syncing.await?.map_err(|error| file::failed(&operation, &error))
+    syncing.await?.map_err(|error| file::failed(&operation, &error))?;
+    Ok(record.size_bytes)
+}
+
+/// Says how much of an image is there, which the child that makes it does not. Never ends.
+async fn watch_growth(host: &Arc<Host>, image: &File, size: u64, control: &Control) {
+    let mut clock = tokio::time::interval(LOOK);
+    loop {
+        clock.tick().await;
+        let Ok(image) = image.as_fd().try_clone_to_owned() else {
+            continue;
+        };
+        let paths = [host.disk_folder().root()];
+        let looking = host.pools.files.run(&paths, move || rustix::fs::fstat(image));
+        if let Ok(Ok(stat)) = looking.await {
+            // stat(2): blocks of 512 bytes.
+            let there = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512);
+            control.progress(there, size);
+        }
+    }
 }

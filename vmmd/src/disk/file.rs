@@ -10,6 +10,7 @@ use std::{
 use proto::{model::disk::Format, v1::DiskFormat};
 use uuid::Uuid;
 
+use super::sidecar::Sidecar;
 use crate::{
     failure::{Failure, Kind},
     paths::private_dir,
@@ -47,9 +48,14 @@ impl Folder {
         self.0.join(format!("{uid}.{extension}"))
     }
 
+    /// Makes the folder unless it is there.
+    pub fn make(&self) -> io::Result<()> {
+        private_dir(&self.0)
+    }
+
     /// Makes the file of a new disk, empty; only root can open it.
     pub fn create(&self, record: &DiskRecord) -> io::Result<File> {
-        private_dir(&self.0)?;
+        self.make()?;
         File::options()
             .read(true)
             .write(true)
@@ -64,12 +70,14 @@ impl Folder {
         self.sync_names()
     }
 
-    /// Removes the file of a disk; it may be gone already.
+    /// Removes the file of a disk and what is written beside it; both may be gone already.
     pub fn remove(&self, record: &DiskRecord) -> io::Result<()> {
-        match fs::remove_file(self.path(record)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        let path = self.path(record);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Sidecar::remove(&path),
             result => result?,
         }
+        Sidecar::remove(&path)?;
         self.sync_names()
     }
 
@@ -89,6 +97,21 @@ impl Folder {
         file.read_exact(&mut size)?;
         Ok(u64::from_be_bytes(size))
     }
+}
+
+/// Refused as NODE_DISK_FULL when the file system of an existing folder has less room than is to be reserved, in bytes. To try would
+/// fill it up for everybody else before it fails. Blocking.
+pub fn enough_room(operation: &str, folder: &Path, wanted: u64) -> Result<(), Failure> {
+    let stat = rustix::fs::statvfs(folder).map_err(|errno| failed(operation, &errno.into()))?;
+    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+    if wanted <= free {
+        return Ok(());
+    }
+    let message = format!(
+        "{operation}: {wanted} bytes are to be reserved, and the file system of the daemon's state has {free} bytes free: make \
+         room, ask for less, or leave the preallocation out"
+    );
+    Err(Failure::new(Kind::Exhausted, "NODE_DISK_FULL", message))
 }
 
 /// How the image of a disk is to be read.

@@ -1,4 +1,5 @@
-//! Disks of the DiskService: a record in the store and a file `<state_dir>/disks/<uid>.{raw,qcow2}` each.
+//! Disks of the DiskService: a record in the store and a file `<state_dir>/disks/<uid>.{raw,qcow2}` each, with
+//! `<uid>.json` beside it, which says what the store has of it ([`sidecar`]).
 //!
 //! ```text
 //!  (none) ──record──▶ Creating ──file whole and synced──▶ Ready ──record──▶ Deleting ──file gone──▶ (none)
@@ -8,43 +9,62 @@
 //! its record at the next start; a file without a record is never touched. A disk with overlays is named by no VM that
 //! writes to it, and is deleted after its overlays only ([`registry`] keeps both under one lock).
 
+mod adopt;
 mod copy;
 mod create;
+pub mod describe;
+mod feed;
 mod file;
 mod image;
+mod operation;
 mod registry;
 mod resize;
+mod sidecar;
+mod update;
 
-use std::sync::Arc;
+use std::{path::PathBuf, sync::Arc};
 
 use proto::v1;
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
 
-pub use create::create;
+pub use create::{Begun, create};
+pub use feed::Buried;
 pub use file::Folder;
-pub use registry::Registry;
-pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, resize, shrink_refused};
+pub use operation::Control;
+pub use registry::{Registry, Seen, Snapshot};
+pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, shrink_refused};
+pub use update::update;
 
 use crate::{
     context::Context,
     event::{Draft, Object},
     failure::Failure,
     host::Host,
+    operation::{Type, interrupted},
     request,
     store::{DiskRecord, DiskStage},
+    text,
     vm::store_failure,
 };
 
+/// Most files that are named in one event.
+const NAMED: usize = 5;
+
 /// Deletes a disk and its content.
 pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
-    let mut record = host.disks.begin_delete(name)?;
+    let edit = host.disks.edit().await;
+    let mut record = host
+        .disks
+        .begin_delete(name, |record| update::expected(record, context))?;
     record.stage = DiskStage::Deleting.into();
+    record.stage_ms = text::now_ms();
     if let Err(failure) = retire(host, &record, context).await {
         record.stage = DiskStage::Ready.into();
         host.disks.settle(record);
         return Err(failure);
     }
+    drop(edit);
     finish(host, &record).await;
     tell(
         host,
@@ -66,8 +86,12 @@ async fn retire(host: &Arc<Host>, record: &DiskRecord, context: &Context) -> Res
         .collect();
     let creation = request::unanswered(host, &record.begun, "CreateDisk").await;
     if let Some(mark) = creation.map_err(store_failure)? {
-        let disk = create::describe(host, record.clone()).await?;
-        answered.push(request::done(mark, &v1::CreateDiskResponse { disk: Some(disk) }));
+        let disk = describe::by_uid(host, &record.uid).await.transpose()?;
+        let response = v1::CreateDiskResponse {
+            disk,
+            operation: None,
+        };
+        answered.push(request::done(mark, &response));
     }
     host.store
         .retire_disk(record, answered)
@@ -77,29 +101,39 @@ async fn retire(host: &Arc<Host>, record: &DiskRecord, context: &Context) -> Res
 
 /// Tells an event of a disk.
 fn tell(host: &Host, record: &DiskRecord, reason: &str, message: impl Into<String>) {
+    host.events.emit(Draft::normal(object(record), reason, message));
+}
+
+/// A disk, as events and operations are about it.
+fn object(record: &DiskRecord) -> Object {
     let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
-    let object = Object::Disk(record.name.clone(), uid);
-    host.events.emit(Draft::normal(object, reason, message));
+    Object::Disk(record.name.clone(), uid)
 }
 
 /// Removes a disk's file, then its record. What fails here is done at the daemon's next start.
 async fn finish(host: &Arc<Host>, record: &DiskRecord) {
     let (folder, of) = (host.disk_folder(), record.clone());
-    let removed = spawn_blocking(move || folder.remove(&of)).await;
+    let paths = [folder.root()];
+    let removed = host.pools.bulk.run(&paths, move || folder.remove(&of)).await;
+    let tombstone = host.disks.bury(record);
     match removed {
         Ok(Ok(())) => {
-            if let Err(error) = host.store.remove_disk(&record.uid).await {
+            if let Err(error) = host.store.bury_disk(&record.uid, tombstone.clone()).await {
                 tracing::error!(disk = record.name, %error, "the disk's record could not be removed");
             }
         }
         Ok(Err(error)) => tracing::error!(disk = record.name, %error, "the disk's file could not be removed"),
         Err(error) => tracing::error!(disk = record.name, %error, "remove a disk"),
     }
-    host.disks.forget(&record.name);
+    host.disks.forget(&record.uid, tombstone);
 }
 
 /// Takes over the disks of the store at the daemon's start, and ends what was interrupted.
 pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>) {
+    let known: Vec<_> = records
+        .iter()
+        .filter_map(|record| Uuid::from_slice(&record.uid).ok())
+        .collect();
     for mut record in records {
         if Uuid::from_slice(&record.uid).is_err() {
             tracing::error!(disk = record.name, "record without a valid uid ignored");
@@ -115,6 +149,11 @@ pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>) {
                 format!("the disk's {what} had been interrupted: what was left of the disk is removed");
             tell(host, &record, "Repaired", message);
             finish(host, &record).await;
+            for operation in host.operations.left(&object(&record)) {
+                operation.fail(&interrupted(
+                    "the daemon was restarted: nothing is left of the disk",
+                ));
+            }
             continue;
         }
         // It may have grown in the moment before the last daemon ended.
@@ -124,6 +163,7 @@ pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>) {
                 let message = format!("the disk has become larger while no daemon noted it: {size} bytes");
                 tell(host, &record, "Repaired", message);
                 record.size_bytes = size;
+                record.generation = record.generation.max(1) + 1;
                 if let Err(error) = host.store.put_disk(&record).await {
                     tracing::warn!(disk = record.name, %error, "note the disk's size");
                 }
@@ -131,7 +171,57 @@ pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>) {
             Ok(Err(error)) => tracing::warn!(disk = record.name, %error, "look at the disk's file"),
             _ => {}
         }
+        for operation in host.operations.left(&object(&record)) {
+            if operation.kind() == Some(Type::DiskCreate) {
+                operation.complete("the disk can be used");
+            } else {
+                let message = format!(
+                    "the daemon was restarted: the disk has {} bytes",
+                    record.size_bytes
+                );
+                operation.fail(&interrupted(message));
+            }
+        }
         host.requests.adopt_disk(&record);
-        host.disks.settle(record);
+        host.disks.restore(record);
     }
+    complete_folder(host, known).await;
+}
+
+/// Writes beside the files of disks what daemons before did not, and tells of files that no disk has.
+async fn complete_folder(host: &Arc<Host>, known: Vec<Uuid>) {
+    let folder = host.disk_folder();
+    for seen in host.disks.after(&folder, None).disks {
+        let path = folder.path(&seen.record);
+        let there = spawn_blocking(move || !matches!(sidecar::Sidecar::read(&path), Ok(None))).await;
+        if !there.unwrap_or(true)
+            && let Err(failure) = create::write_beside(host, &seen.record).await
+        {
+            tracing::warn!(disk = seen.record.name, %failure, "write beside the disk's file");
+        }
+    }
+    match spawn_blocking(move || adopt::left(&folder, &known)).await {
+        Ok(Ok(left)) if !left.is_empty() => tell_left(host, &left),
+        Ok(Err(error)) => tracing::warn!(%error, "look for files that no disk has"),
+        _ => {}
+    }
+}
+
+fn tell_left(host: &Host, left: &[(PathBuf, String)]) {
+    let named = left.iter().take(NAMED).map(|(path, name)| {
+        let file = path.file_name().unwrap_or_default().to_string_lossy();
+        match name.as_str() {
+            "" => file.into_owned(),
+            name => format!("{file} (\"{}\")", text::brief(name)),
+        }
+    });
+    let named: Vec<_> = named.collect();
+    let more = if left.len() > NAMED { " and others" } else { "" };
+    let message = format!(
+        "{} files in the folder of disks belong to no disk: {}{more}; adopt them as disks, or remove them",
+        left.len(),
+        named.join(", ")
+    );
+    host.events
+        .emit(Draft::warning(Object::Node, "DisksWithoutRecord", message));
 }

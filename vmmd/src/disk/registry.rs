@@ -1,7 +1,8 @@
 //! All disks of the node by name, with who uses them. What depends on both is decided under one lock.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
+    ops::Bound,
     path::PathBuf,
     sync::{Mutex, MutexGuard, PoisonError},
 };
@@ -10,26 +11,43 @@ use proto::{
     model::disk::{Disk, Format, Source},
     v1,
 };
-use uuid::Uuid;
+use tokio::sync::watch;
 
-use super::file::{Folder, backing_limit, format};
+use super::{
+    describe,
+    feed::{Buried, Feed},
+    file::{Folder, backing_limit, format},
+};
 use crate::{
     failure::{Failure, Kind},
-    store::{DiskRecord, DiskStage},
+    store::{BuriedRecords, DiskRecord, DiskStage, Tombstone},
     text,
+    vm::table::{Expired, Position},
 };
 
 /// The disks.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Registry {
     inner: Mutex<Inner>,
+    /// Held while a disk's record is read, changed and written.
+    edit: tokio::sync::Mutex<()>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Inner {
-    disks: BTreeMap<String, DiskRecord>,
+    disks: BTreeMap<String, Slot>,
     /// By the disk's name; one entry per disk of a VM.
     uses: BTreeMap<String, Vec<Use>>,
+    feed: Feed,
+}
+
+#[derive(Debug)]
+struct Slot {
+    record: DiskRecord,
+    /// Id of the operation under way.
+    operation: Option<String>,
+    /// Of the last change.
+    revision: u64,
 }
 
 /// A VM's spec names a disk.
@@ -56,30 +74,107 @@ pub struct Resolved {
     pub size: u64,
 }
 
+/// A disk at a time.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Seen {
+    /// What is known of it.
+    pub record: DiskRecord,
+    /// As the API shows it, but for what only its file tells (see [`describe::look`]).
+    pub disk: v1::Disk,
+    /// Of this state.
+    pub revision: u64,
+}
+
+/// All disks at a time.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// Sorted by name.
+    pub disks: Vec<Seen>,
+    /// Which time.
+    pub at: Position,
+}
+
+impl Default for Registry {
+    fn default() -> Self {
+        Self::new(1, [(1, 0)].into(), BuriedRecords::default())
+    }
+}
+
 impl Registry {
-    /// A disk that is whole.
-    pub fn get(&self, name: &str) -> Result<DiskRecord, Failure> {
-        self.inner().ready(name).cloned()
+    /// One without disks; see [`Feed::new`].
+    pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: BuriedRecords) -> Self {
+        let inner = Inner {
+            disks: BTreeMap::new(),
+            uses: BTreeMap::new(),
+            feed: Feed::new(run, nonces, history),
+        };
+        Self {
+            inner: Mutex::new(inner),
+            edit: tokio::sync::Mutex::default(),
+        }
     }
 
-    /// All disks that are whole, by name.
-    pub fn list(&self) -> Vec<DiskRecord> {
+    /// For changing the record of a disk: who has it is the only one to do so.
+    pub async fn edit(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.edit.lock().await
+    }
+
+    /// A disk of whatever phase.
+    pub fn see(&self, folder: &Folder, name: &str) -> Result<Seen, Failure> {
         let inner = self.inner();
-        let ready = inner
-            .disks
-            .values()
-            .filter(|disk| disk.stage() == DiskStage::Ready);
-        ready.cloned().collect()
+        let slot = inner.disks.get(name).ok_or_else(|| no_disk(name))?;
+        Ok(inner.see(folder, slot))
+    }
+
+    /// The disk with this UUID, of whatever phase.
+    pub fn find(&self, folder: &Folder, uid: &[u8]) -> Option<Seen> {
+        let inner = self.inner();
+        let slot = inner.disks.values().find(|slot| slot.record.uid == uid)?;
+        Some(inner.see(folder, slot))
+    }
+
+    /// Disks after a name, and where in the order of changes that was.
+    pub fn after(&self, folder: &Folder, name: Option<&str>) -> Snapshot {
+        let inner = self.inner();
+        let from = name.map_or(Bound::Unbounded, Bound::Excluded);
+        let slots = inner.disks.range::<str, _>((from, Bound::Unbounded));
+        Snapshot {
+            disks: slots.map(|(_, slot)| inner.see(folder, slot)).collect(),
+            at: inner.feed.position(),
+        }
+    }
+
+    /// All disks, and deletions since `position`.
+    pub fn since(&self, folder: &Folder, position: Position) -> Result<(Vec<Buried>, Snapshot), Expired> {
+        let inner = self.inner();
+        let buried = inner.feed.buried_since(position)?;
+        let snapshot = Snapshot {
+            disks: inner.disks.values().map(|slot| inner.see(folder, slot)).collect(),
+            at: inner.feed.position(),
+        };
+        Ok((buried, snapshot))
+    }
+
+    /// Wakes up with each change.
+    pub fn news(&self) -> watch::Receiver<u64> {
+        self.inner().feed.news()
+    }
+
+    /// See [`Feed::nonce`].
+    pub fn nonce(&self, run: u64) -> Option<u64> {
+        self.inner().feed.nonce(run)
+    }
+
+    /// A disk that can be used.
+    pub fn get(&self, name: &str) -> Result<DiskRecord, Failure> {
+        self.inner().ready(name).cloned()
     }
 
     /// Takes the name of a disk that is to be made, as an overlay of `below` if that is given; returns the record with
     /// what it has from there.
     pub fn reserve(&self, mut record: DiskRecord, below: Option<&str>) -> Result<DiskRecord, Failure> {
         let mut inner = self.inner();
-        if inner.disks.contains_key(&record.name) {
-            let message = format!("there is a disk \"{}\" already", record.name);
-            return Err(Failure::new(Kind::Exists, "DISK_EXISTS", message));
-        }
+        inner.is_free(&record.name)?;
         if let Some(below) = below {
             let base = inner.ready(below)?.clone();
             let writers = inner.users(below, |user| user.writes);
@@ -90,6 +185,7 @@ impl Registry {
                 );
                 return Err(Failure::precondition("DISK_IN_USE", message));
             }
+            inner.idle(below)?;
             if inner.chain(&base)?.len() >= backing_limit() {
                 let message = format!(
                     "disk \"{below}\" is an overlay on {} others already, which is the most that there can be",
@@ -104,29 +200,98 @@ impl Registry {
                     "is {}, less than the {} of disk \"{below}\"",
                     record.size_bytes, base.size_bytes
                 );
-                return Err(Failure::field("disk.sizeBytes", problem));
+                return Err(Failure::field("disk.spec.sizeBytes", problem));
             }
             record.backing = base.uid;
         }
         record.stage = DiskStage::Creating.into();
-        inner.disks.insert(record.name.clone(), record.clone());
-        Ok(record)
+        Ok(inner.add(record))
     }
 
-    /// Notes what a disk is now.
+    /// Adds a disk whose file is there; `backing` of the record is that of its file.
+    pub fn adopt(&self, mut record: DiskRecord) -> Result<DiskRecord, Failure> {
+        let mut inner = self.inner();
+        inner.is_free(&record.name)?;
+        if let Some(other) = inner.disks.values().find(|slot| slot.record.uid == record.uid) {
+            let message = format!("the file is that of disk \"{}\"", other.record.name);
+            return Err(Failure::new(Kind::Exists, "DISK_EXISTS", message));
+        }
+        inner.chain(&record)?;
+        record.stage = DiskStage::Creating.into();
+        Ok(inner.add(record))
+    }
+
+    /// Notes what a disk is now. One that was forgotten meanwhile stays so.
     pub fn settle(&self, record: DiskRecord) {
-        self.inner().disks.insert(record.name.clone(), record);
+        let mut inner = self.inner();
+        if let Some(name) = inner.name_of(&record.uid)
+            && let Some(slot) = inner.disks.get_mut(&name)
+        {
+            slot.record = record;
+            inner.touch([name]);
+        }
     }
 
-    /// Notes that a disk is gone.
-    pub fn forget(&self, name: &str) {
-        self.inner().disks.remove(name);
+    /// Adds a disk of an earlier daemon.
+    pub fn restore(&self, record: DiskRecord) {
+        let mut inner = self.inner();
+        let revision = inner.feed.change();
+        let slot = Slot {
+            revision,
+            record,
+            operation: None,
+        };
+        inner.disks.insert(slot.record.name.clone(), slot);
     }
 
-    /// Takes a disk out of use for good, or says who uses it.
-    pub fn begin_delete(&self, name: &str) -> Result<DiskRecord, Failure> {
+    /// Notes that an operation of a disk begins. Refused as BUSY while another one is under way.
+    pub fn begin(&self, name: &str, operation: &str) -> Result<(), Failure> {
+        let mut inner = self.inner();
+        inner.idle(name)?;
+        if let Some(slot) = inner.disks.get_mut(name) {
+            slot.operation = Some(operation.to_owned());
+        }
+        inner.touch([name.to_owned()]);
+        Ok(())
+    }
+
+    /// Notes that no operation of a disk is under way any more.
+    pub fn end(&self, uid: &[u8]) {
+        let mut inner = self.inner();
+        if let Some(name) = inner.name_of(uid) {
+            if let Some(slot) = inner.disks.get_mut(&name) {
+                slot.operation = None;
+            }
+            inner.touch([name]);
+        }
+    }
+
+    /// Begins to forget a disk: what is to be written to the store. [`Self::forget`] follows.
+    pub fn bury(&self, record: &DiskRecord) -> Tombstone {
+        self.inner().feed.bury(describe::metadata(record))
+    }
+
+    /// Notes that a disk is gone; `tombstone` is what [`Self::bury`] returned.
+    pub fn forget(&self, uid: &[u8], tombstone: Tombstone) {
+        let mut inner = self.inner();
+        if let Some(name) = inner.name_of(uid) {
+            let backing = inner.disks.remove(&name).map(|slot| slot.record.backing);
+            // The one below shows its overlays.
+            let below = backing.and_then(|uid| inner.name_of(&uid));
+            inner.touch(below);
+        }
+        inner.feed.buried(tombstone);
+    }
+
+    /// Takes a disk out of use for good, or says who uses it; `check` may refuse that too.
+    pub fn begin_delete(
+        &self,
+        name: &str,
+        check: impl FnOnce(&DiskRecord) -> Result<(), Failure>,
+    ) -> Result<DiskRecord, Failure> {
         let mut inner = self.inner();
         let record = inner.ready(name)?.clone();
+        check(&record)?;
         let users = inner.users(name, |_| true);
         if !users.is_empty() {
             let message = format!("disk \"{name}\" is in the spec of {users}: detach it there first");
@@ -134,12 +299,15 @@ impl Registry {
         }
         let overlays = inner.overlays(&record);
         if !overlays.is_empty() {
+            let overlays = quoted(&overlays);
             let message = format!("disk \"{name}\" has overlays ({overlays}): delete those first");
             return Err(Failure::precondition("DISK_HAS_OVERLAYS", message));
         }
-        if let Some(disk) = inner.disks.get_mut(name) {
-            disk.stage = DiskStage::Deleting.into();
+        inner.idle(name)?;
+        if let Some(slot) = inner.disks.get_mut(name) {
+            slot.record.stage = DiskStage::Deleting.into();
         }
+        inner.touch([name.to_owned()]);
         Ok(record)
     }
 
@@ -169,9 +337,11 @@ impl Registry {
             };
             taken.push((name.to_string(), user));
         }
+        let names: Vec<_> = taken.iter().map(|(name, _)| name.clone()).collect();
         for (name, user) in taken {
             inner.uses.entry(name).or_default().push(user);
         }
+        inner.touch(names);
         Ok(())
     }
 
@@ -181,7 +351,7 @@ impl Registry {
         inner
             .disks
             .values()
-            .fold(0, |sum, disk| sum.saturating_add(disk.size_bytes))
+            .fold(0, |sum, slot| sum.saturating_add(slot.record.size_bytes))
     }
 
     /// Which of these disks [`Registry::take`] would refuse, by their numbers, and why. `field` as there.
@@ -196,6 +366,7 @@ impl Registry {
     /// Notes that these disks are all that a VM has, in its spec or in its machine.
     pub fn hold<'a>(&self, vm: &str, disks: impl IntoIterator<Item = &'a v1::DiskSpec>) {
         let mut inner = self.inner();
+        let before = inner.used_by(vm);
         for uses in inner.uses.values_mut() {
             uses.retain(|user| user.vm != vm);
         }
@@ -210,13 +381,21 @@ impl Registry {
                 uses.push(user);
             }
         }
+        let after = inner.used_by(vm);
+        let changed: Vec<_> = before.symmetric_difference(&after).cloned().collect();
+        inner.touch(changed);
     }
 
     /// Notes that a VM names a disk no more, or with `None` none at all.
     pub fn give_back(&self, vm: &str, disk: Option<&str>) {
-        for uses in self.inner().uses.values_mut() {
+        let mut inner = self.inner();
+        let before = inner.used_by(vm);
+        for uses in inner.uses.values_mut() {
             uses.retain(|user| user.vm != vm || disk.is_some_and(|disk| user.disk != disk));
         }
+        let after = inner.used_by(vm);
+        let changed: Vec<_> = before.difference(&after).cloned().collect();
+        inner.touch(changed);
     }
 
     /// Who names a disk.
@@ -226,7 +405,7 @@ impl Registry {
 
     /// The names of a disk's overlays, for a message; empty when there are none.
     pub fn overlays(&self, record: &DiskRecord) -> String {
-        self.inner().overlays(record)
+        quoted(&self.inner().overlays(record))
     }
 
     /// Where the content of a disk is.
@@ -245,40 +424,6 @@ impl Registry {
         })
     }
 
-    /// A disk as the API shows it.
-    pub fn describe(&self, folder: &Folder, record: &DiskRecord) -> v1::Disk {
-        use std::os::unix::fs::MetadataExt;
-        let path = folder.path(record);
-        // stat(2): blocks of 512 bytes.
-        let allocated = std::fs::metadata(&path).map_or(0, |metadata| metadata.blocks().saturating_mul(512));
-        let inner = self.inner();
-        let mut used_by: Vec<_> = inner
-            .uses
-            .get(&record.name)
-            .into_iter()
-            .flatten()
-            .map(|user| user.vm.clone())
-            .collect();
-        used_by.sort();
-        used_by.dedup();
-        let backing = inner.disks.values().find(|disk| disk.uid == record.backing);
-        v1::Disk {
-            name: record.name.clone(),
-            uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
-            format: record.format,
-            size_bytes: record.size_bytes,
-            labels: record.labels.clone(),
-            preallocation: record.preallocation,
-            state: Some(v1::DiskState {
-                create_time: text::timestamp(record.created_ms),
-                path: path.display().to_string(),
-                allocated_bytes: allocated,
-                used_by,
-                backing_disk: backing.map(|disk| disk.name.clone()).unwrap_or_default(),
-            }),
-        }
-    }
-
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -286,12 +431,93 @@ impl Registry {
 
 impl Inner {
     fn ready(&self, name: &str) -> Result<&DiskRecord, Failure> {
-        let disk = self.disks.get(name);
-        disk.filter(|disk| disk.stage() == DiskStage::Ready)
-            .ok_or_else(|| {
-                let message = format!("there is no disk \"{}\" on this node", text::brief(name));
-                Failure::new(Kind::NotFound, "DISK_NOT_FOUND", message)
-            })
+        let record = self.disks.get(name).map(|slot| &slot.record);
+        match record.map(|record| (record.stage(), record)) {
+            Some((DiskStage::Ready, record)) => Ok(record),
+            Some((DiskStage::Creating, _)) => {
+                let message = format!("disk \"{name}\" is being made: wait for its operation");
+                Err(Failure::precondition("DISK_NOT_READY", message))
+            }
+            Some((DiskStage::Deleting, _)) | None => Err(no_disk(name)),
+        }
+    }
+
+    fn is_free(&self, name: &str) -> Result<(), Failure> {
+        match self.disks.contains_key(name) {
+            true => {
+                let message = format!("there is a disk \"{name}\" already");
+                Err(Failure::new(Kind::Exists, "DISK_EXISTS", message))
+            }
+            false => Ok(()),
+        }
+    }
+
+    fn idle(&self, name: &str) -> Result<(), Failure> {
+        match self.disks.get(name).and_then(|slot| slot.operation.as_ref()) {
+            Some(operation) => {
+                let message = format!(
+                    "operation {operation} of disk \"{name}\" is under way: wait for its end, or cancel it"
+                );
+                Err(Failure::precondition("BUSY", message))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn add(&mut self, mut record: DiskRecord) -> DiskRecord {
+        record.generation = self.feed.first_generation();
+        let revision = self.feed.change();
+        (record.made_run, record.made_revision) = (self.feed.run(), revision);
+        let slot = Slot {
+            record: record.clone(),
+            operation: None,
+            revision,
+        };
+        self.disks.insert(record.name.clone(), slot);
+        // The one below shows its overlays.
+        let below = self.name_of(&record.backing);
+        self.touch(below);
+        record
+    }
+
+    fn name_of(&self, uid: &[u8]) -> Option<String> {
+        let mut slots = self.disks.values();
+        let slot = slots.find(|slot| slot.record.uid == uid)?;
+        Some(slot.record.name.clone())
+    }
+
+    /// Notes that disks have changed.
+    fn touch(&mut self, names: impl IntoIterator<Item = String>) {
+        for name in names {
+            if let Some(slot) = self.disks.get_mut(&name) {
+                slot.revision = self.feed.change();
+            }
+        }
+    }
+
+    fn used_by(&self, vm: &str) -> BTreeSet<String> {
+        let used = self
+            .uses
+            .iter()
+            .filter(|(_, uses)| uses.iter().any(|user| user.vm == vm));
+        used.map(|(name, _)| name.clone()).collect()
+    }
+
+    fn see(&self, folder: &Folder, slot: &Slot) -> Seen {
+        let record = &slot.record;
+        let users = self.uses.get(&record.name).into_iter().flatten();
+        let used_by: BTreeSet<_> = users.map(|user| user.vm.clone()).collect();
+        let relations = describe::Relations {
+            used_by: used_by.into_iter().collect(),
+            backing: self.name_of(&record.backing).unwrap_or_default(),
+            overlays: self.overlays(record),
+            operation: slot.operation.clone().unwrap_or_default(),
+        };
+        Seen {
+            disk: describe::disk(folder, record, relations),
+            record: record.clone(),
+            revision: slot.revision,
+        }
     }
 
     /// Whether a VM may name this disk; `field` is its path in the request.
@@ -317,6 +543,7 @@ impl Inner {
         }
         let overlays = self.overlays(record);
         if !disk.read_only && !overlays.is_empty() {
+            let overlays = quoted(&overlays);
             let message = format!(
                 "disk \"{name}\" has overlays ({overlays}) and can't be written to any more: set `readOnly`, or name \
                  an overlay of it"
@@ -338,13 +565,11 @@ impl Inner {
         vms.join(", ")
     }
 
-    fn overlays(&self, record: &DiskRecord) -> String {
-        let names = self
-            .disks
-            .values()
-            .filter(|disk| disk.backing == record.uid)
-            .map(|disk| format!("\"{}\"", disk.name));
-        names.collect::<Vec<_>>().join(", ")
+    /// Names of a disk's overlays, sorted.
+    fn overlays(&self, record: &DiskRecord) -> Vec<String> {
+        let all = self.disks.values().map(|slot| &slot.record);
+        let overlays = all.filter(|other| other.backing == record.uid);
+        overlays.map(|other| other.name.clone()).collect()
     }
 
     /// What is below a disk, the nearest first.
@@ -352,7 +577,8 @@ impl Inner {
         let mut chain: Vec<&DiskRecord> = Vec::new();
         let mut uid = &record.backing;
         while !uid.is_empty() {
-            let below = self.disks.values().find(|disk| disk.uid == *uid);
+            let mut all = self.disks.values().map(|slot| &slot.record);
+            let below = all.find(|record| record.uid == *uid);
             let Some(below) = below.filter(|_| chain.len() < backing_limit()) else {
                 let message = format!("the disk below \"{}\" is missing on this node", record.name);
                 return Err(Failure::precondition("BACKING_DISK_MISSING", message));
@@ -362,6 +588,17 @@ impl Inner {
         }
         Ok(chain)
     }
+}
+
+fn no_disk(name: &str) -> Failure {
+    let message = format!("there is no disk \"{}\" on this node", text::brief(name));
+    Failure::new(Kind::NotFound, "DISK_NOT_FOUND", message)
+}
+
+/// `"a", "b"`.
+fn quoted(names: &[String]) -> String {
+    let quoted: Vec<_> = names.iter().map(|name| format!("\"{name}\"")).collect();
+    quoted.join(", ")
 }
 
 #[cfg(test)]

@@ -12,13 +12,16 @@ use proto::{
 use tokio::sync::oneshot;
 
 use super::{
-    create::{describe, reserve},
-    file, image, tell,
+    create::reserve,
+    file, image,
+    operation::{self, Control, cancelled, follow},
+    tell,
 };
 use crate::{
     context::Context,
     failure::{Failure, Kind},
     host::Host,
+    operation::{Pending, Type},
     store::DiskRecord,
     vm::{
         Command, DiskRequest,
@@ -26,6 +29,9 @@ use crate::{
         store_failure,
     },
 };
+
+/// Where a request to the DiskService has the size.
+const SIZE_FIELD: &str = "disk.spec.sizeBytes";
 
 /// An image that nobody has open.
 #[derive(Clone, Debug)]
@@ -55,46 +61,88 @@ pub fn shrink_refused(name: &str, present: u64, wanted: u64) -> Failure {
     }
 }
 
-/// Makes a disk of the DiskService larger, wherever it is used.
-pub async fn resize(host: &Arc<Host>, name: &str, size: u64, context: &Context) -> Result<v1::Disk, Failure> {
+/// Whether a disk may become as large as `size`; false when it is so already.
+pub fn may_grow(host: &Host, record: &DiskRecord, size: u64) -> Result<bool, Failure> {
+    let name = &record.name;
     let mut found = Violations::default();
-    disk::size(&mut found, "sizeBytes", size);
+    disk::size(&mut found, SIZE_FIELD, size);
     found.or(())?;
-    let record = host.disks.get(name)?;
     if size < record.size_bytes {
-        return Err(shrink_refused(name, record.size_bytes, size));
+        let failure = shrink_refused(name, record.size_bytes, size);
+        let mut violations = failure.violations.clone();
+        for violation in &mut violations.0 {
+            SIZE_FIELD.clone_into(&mut violation.field);
+        }
+        return Err(Failure {
+            violations,
+            ..failure
+        });
     }
-    let overlays = host.disks.overlays(&record);
+    let overlays = host.disks.overlays(record);
     if !overlays.is_empty() {
         let message = format!("disk \"{name}\" has overlays ({overlays}) and can't be changed any more");
         return Err(Failure::precondition("DISK_HAS_OVERLAYS", message));
     }
-    let mut uses = host.disks.uses(name);
-    let runs = |vm: &str| {
-        let entry = host.table.get(vm);
-        entry.is_some_and(|entry| {
-            let state = entry.state.borrow();
-            state
-                .status
-                .as_ref()
-                .is_some_and(|status| status.instance.is_some())
-        })
-    };
-    // The one that runs, if any, has it open; those that only read must not.
-    uses.sort_by_key(|user| !runs(&user.vm));
-    if let Some(reader) = uses.iter().find(|user| !user.writes && runs(&user.vm)) {
+    let uses = host.disks.uses(name);
+    if let Some(reader) = uses.iter().find(|user| !user.writes && runs(host, &user.vm)) {
         let message = format!(
             "disk \"{name}\" is attached read-only to VM \"{}\", which runs: stop it or detach the disk there first",
             reader.vm
         );
         return Err(Failure::precondition("DISK_IN_USE", message));
     }
+    Ok(size > record.size_bytes)
+}
+
+/// Begins to make a disk larger, wherever it is used.
+pub fn begin(host: &Arc<Host>, record: DiskRecord, size: u64, context: &Context) -> Result<Pending, Failure> {
+    let handle = operation::begin(host, Type::DiskResize, &record, context)?;
+    let pending = handle.pending();
+    let (host, context) = (Arc::clone(host), context.clone());
+    tokio::spawn(async move {
+        let message = format!("making the disk larger, {size} bytes");
+        let growing = follow(&host, &handle, &message, |control| {
+            grow_wherever(&host, &record, size, &context, control)
+        });
+        let grown = growing.await;
+        host.disks.end(&record.uid);
+        match (grown, handle.cause()) {
+            (Ok(()), _) => handle.complete(format!("the disk has {size} bytes")),
+            (Err(failure), Some(_)) if failure.reason == "CANCELLED" => {
+                handle.cancelled("the disk has the size that it had");
+            }
+            (Err(failure), _) => handle.fail(&failure),
+        }
+    });
+    Ok(pending)
+}
+
+/// Whether a VM has a process.
+fn runs(host: &Host, vm: &str) -> bool {
+    let entry = host.table.get(vm);
+    entry.is_some_and(|entry| {
+        let state = entry.state.borrow();
+        state
+            .status
+            .as_ref()
+            .is_some_and(|status| status.instance.is_some())
+    })
+}
+
+async fn grow_wherever(
+    host: &Arc<Host>,
+    record: &DiskRecord,
+    size: u64,
+    context: &Context,
+    control: Control,
+) -> Result<(), Failure> {
+    let mut uses = host.disks.uses(&record.name);
+    // The one that runs, if any, has it open.
+    uses.sort_by_key(|user| !runs(host, &user.vm));
     match uses.into_iter().find(|user| user.writes) {
-        Some(user) => ask_vm(host, &user.vm, user.disk, size, context).await?,
-        None => grow_record(host, &record, size).await.map(drop)?,
+        Some(user) => ask_vm(host, &user.vm, user.disk, size, context).await,
+        None => grow_record(host, record, size, control).await.map(drop),
     }
-    let record = host.disks.get(name)?;
-    describe(host, record).await
 }
 
 /// The VM's actor keeps it from being started meanwhile, or knows how to reach the `vmm`.
@@ -108,7 +156,11 @@ async fn ask_vm(
     let entry = host.table.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
     let (reply, answer) = oneshot::channel();
     let command = Command::Disk {
-        context: context.clone(),
+        context: Context {
+            // They were the disk's.
+            preconditions: v1::Preconditions::default(),
+            ..context.clone()
+        },
         request: DiskRequest::Resize { disk, size },
         reply,
     };
@@ -116,12 +168,17 @@ async fn ask_vm(
         .mailbox
         .send(command)
         .await
-        .map_err(|_| Failure::stopping())?;
-    answer.await.map_err(|_| Failure::stopping())?.map(drop)
+        .map_err(|_| Failure::unavailable(vm))?;
+    answer.await.map_err(|_| Failure::unavailable(vm))?.map(drop)
 }
 
 /// Makes the file of a disk that nobody has open larger, and notes that; returns the size.
-pub async fn grow_record(host: &Arc<Host>, record: &DiskRecord, size: u64) -> Result<u64, Failure> {
+pub async fn grow_record(
+    host: &Arc<Host>,
+    record: &DiskRecord,
+    size: u64,
+    control: Control,
+) -> Result<u64, Failure> {
     let resolved = host.disks.resolve(&host.disk_folder(), &record.name)?;
     let growing = Growing {
         name: record.name.clone(),
@@ -131,18 +188,20 @@ pub async fn grow_record(host: &Arc<Host>, record: &DiskRecord, size: u64) -> Re
         preallocation: preallocation(record),
         backing: resolved.backing,
     };
-    let size = grow(host, growing, size).await?;
+    let size = grow(host, growing, size, control).await?;
     note(host, &record.name, size).await?;
     Ok(size)
 }
 
 /// Notes the size that a disk has by now.
 pub async fn note(host: &Arc<Host>, name: &str, size: u64) -> Result<(), Failure> {
+    let _edit = host.disks.edit().await;
     let mut record = host.disks.get(name)?;
     if size <= record.size_bytes {
         return Ok(());
     }
     record.size_bytes = size;
+    record.generation = record.generation.max(1) + 1;
     host.disks.settle(record.clone());
     // The file says the same at the next start.
     host.store.put_disk(&record).await.map_err(store_failure)?;
@@ -163,28 +222,30 @@ pub fn preallocation(record: &DiskRecord) -> Preallocation {
     }
 }
 
-/// Reserves what a raw disk is about to grow by, when all of it is to be reserved.
+/// Reserves what a raw disk of a running VM is about to grow by, when all of it is to be reserved.
 pub async fn reserve_growth(host: &Arc<Host>, record: &DiskRecord, size: u64) -> Result<(), Failure> {
     if preallocation(record) != Preallocation::Full || file::format(record) != Format::Raw {
         return Ok(());
     }
     let (path, start) = (host.disk_folder().path(record), record.size_bytes);
-    let paths = [path.clone()];
+    let (paths, folder) = ([path.clone()], host.disk_folder().root());
+    let operation = format!("make disk \"{}\" larger", record.name);
+    let length = size.saturating_sub(start);
     let reserved = host.pools.bulk.run(&paths, move || {
-        let file = File::options().write(true).open(path)?;
-        reserve(&file, start, size.saturating_sub(start), Preallocation::Full)
+        file::enough_room(&operation, &folder, length)?;
+        let file = File::options().write(true).open(path);
+        let reserved =
+            file.and_then(|file| reserve(&file, start, length, Preallocation::Full, &Control::default()));
+        reserved.map_err(|error| file::failed(&operation, &error))
     });
-    reserved
-        .await?
-        .map_err(|error| file::failed(&format!("make disk \"{}\" larger", record.name), &error))
+    reserved.await?
 }
 
 /// Makes an image that nobody has open larger; returns the size. `size` 0 takes what a block device has.
-pub async fn grow(host: &Arc<Host>, growing: Growing, size: u64) -> Result<u64, Failure> {
-    let blocking_host = Arc::clone(host);
-    let of = growing.clone();
+pub async fn grow(host: &Arc<Host>, growing: Growing, size: u64, control: Control) -> Result<u64, Failure> {
+    let (blocking_host, of, of_control) = (Arc::clone(host), growing.clone(), control.clone());
     let growing_raw = host.pools.bulk.run(std::slice::from_ref(&growing.path), move || {
-        grow_raw(&blocking_host, &of, size)
+        grow_raw(&blocking_host, &of, size, &of_control)
     });
     let (image, backing) = match growing_raw.await?? {
         Grown::Done(size) => return Ok(size),
@@ -198,7 +259,11 @@ pub async fn grow(host: &Arc<Host>, growing: Growing, size: u64) -> Result<u64, 
         preallocation: Preallocation::Off,
         backing,
     };
-    image::run(host, task).await?;
+    // Its tables are written at once, and it can be used whenever it is ended.
+    tokio::select! {
+        done = image::run(host, task) => done?,
+        () = control.cancel().cancelled() => return Err(cancelled(host)),
+    }
     Ok(size)
 }
 
@@ -210,7 +275,7 @@ enum Grown {
 }
 
 /// Blocking.
-fn grow_raw(host: &Host, growing: &Growing, size: u64) -> Result<Grown, Failure> {
+fn grow_raw(host: &Host, growing: &Growing, size: u64, control: &Control) -> Result<Grown, Failure> {
     let Growing { name, path, .. } = growing;
     let operation = format!("make disk \"{name}\" larger");
     let failed = |error: io::Error| file::failed(&operation, &error);
@@ -252,7 +317,18 @@ fn grow_raw(host: &Host, growing: &Growing, size: u64) -> Result<Grown, Failure>
         ));
     }
     let file = File::from(open.fd);
-    reserve(&file, present, size - present, growing.preallocation).map_err(failed)?;
+    let more = size - present;
+    if growing.preallocation == Preallocation::Full {
+        file::enough_room(&operation, path.parent().unwrap_or(path), more)?;
+    }
+    if let Err(error) = reserve(&file, present, more, growing.preallocation, control) {
+        // Gives back what was reserved behind the end.
+        let _ = file.set_len(present);
+        return Err(match control.wanted() {
+            Ok(()) => failed(error),
+            Err(_) => cancelled(host),
+        });
+    }
     file.set_len(size)
         .and_then(|()| file.sync_all())
         .map_err(failed)?;

@@ -29,6 +29,15 @@ impl Cursor {
         }
     }
 
+    /// At `position` of objects of the filter's kind; `nonce` is that of the position's run.
+    pub fn at(nonce: u64, position: Position, filter: &Filter) -> Self {
+        Self {
+            nonce,
+            position,
+            filter: filter.hash(),
+        }
+    }
+
     /// Reads the cursor in a request, of the field `field`. One of another filter is refused: it says nothing of the other
     /// VMs.
     pub fn read(field: &str, text: &str, filter: &Filter) -> Result<Self, Failure> {
@@ -44,7 +53,12 @@ impl Cursor {
 
     /// Where it is, if that is a place of this store.
     pub fn position(&self, table: &Table) -> Result<Position, Failure> {
-        if table.nonce(self.position.run) == Some(self.nonce) {
+        self.position_in(|run| table.nonce(run))
+    }
+
+    /// Where it is, if that is a place of the store whose runs have these numbers.
+    pub fn position_in(&self, nonce: impl FnOnce(u64) -> Option<u64>) -> Result<Position, Failure> {
+        if nonce(self.position.run) == Some(self.nonce) {
             Ok(self.position)
         } else {
             Err(expired())

@@ -1,13 +1,19 @@
 //! `vmmd.v1.DiskService`.
 
+mod list;
+mod watch;
+
 use std::sync::Arc;
 
 use proto::v1::{self, disk_service_server::DiskService};
-use tokio::task::JoinError;
-use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use crate::{disk, failure::Failure, host::Host, request::once, store::DiskRecord};
+use crate::{
+    disk::{self, Begun, describe},
+    failure::{Failure, Kind},
+    host::Host,
+    request::once,
+};
 
 /// The service.
 #[derive(Debug)]
@@ -20,15 +26,31 @@ impl Disks {
     pub fn new(host: Arc<Host>) -> Self {
         Self { host }
     }
+}
 
-    async fn describe(&self, records: Vec<DiskRecord>) -> Result<Vec<v1::Disk>, Failure> {
-        let host = Arc::clone(&self.host);
-        let described = self.host.pools.files.run(&[host.disk_folder().root()], move || {
-            let folder = host.disk_folder();
-            let described = records.iter().map(|record| host.disks.describe(&folder, record));
-            described.collect()
-        });
-        described.await
+/// Waits for the end of what was begun, unless `no_wait`; returns the disk as it is then.
+async fn answered(
+    host: &Arc<Host>,
+    begun: Begun,
+    no_wait: bool,
+) -> Result<(v1::Disk, Option<v1::Operation>), Failure> {
+    let Begun { uid, pending } = begun;
+    if let Some(pending) = pending.clone().filter(|_| !no_wait) {
+        tokio::select! {
+            ended = pending.ended() => drop(ended?),
+            () = host.stopping.cancelled() => return Err(Failure::stopping()),
+        }
+    }
+    if no_wait && pending.is_some() {
+        host.operations.recorded().await;
+    }
+    let operation = pending.map(|pending| pending.operation());
+    match describe::by_uid(host, &uid).await {
+        Some(disk) => Ok((disk?, operation)),
+        None => {
+            let message = "the disk was deleted meanwhile";
+            Err(Failure::new(Kind::NotFound, "DISK_NOT_FOUND", message))
+        }
     }
 }
 
@@ -39,12 +61,15 @@ impl DiskService for Disks {
         request: Request<v1::CreateDiskRequest>,
     ) -> Result<Response<v1::CreateDiskResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
-            let cancel = host.stopping.child_token();
-            // In a task of its own, which cleans up when the caller goes away, or the daemon ends.
-            let _gone = CancellationToken::clone(&cancel).drop_guard();
-            let create = async move { disk::create(&host, request, &context, cancel).await };
-            let disk = finished(tokio::spawn(create).await)?;
-            Ok(v1::CreateDiskResponse { disk: Some(disk) })
+            let of = Arc::clone(&host);
+            let no_wait = request.no_wait;
+            // In a task of its own: a caller that goes away must not leave it half begun.
+            let begun = whole(async move { disk::create(&of, &request, &context).await }).await?;
+            let (disk, operation) = answered(&host, begun, no_wait).await?;
+            Ok(v1::CreateDiskResponse {
+                disk: Some(disk),
+                operation,
+            })
         })
         .await
     }
@@ -53,28 +78,45 @@ impl DiskService for Disks {
         &self,
         request: Request<v1::GetDiskRequest>,
     ) -> Result<Response<v1::GetDiskResponse>, Status> {
-        let record = self.host.disks.get(&request.get_ref().name)?;
-        let disk = self.describe(vec![record]).await?.pop();
+        let seen = self
+            .host
+            .disks
+            .see(&self.host.disk_folder(), &request.get_ref().name)?;
+        let disk = describe::look_at(&self.host, vec![seen]).await?.pop();
         Ok(Response::new(v1::GetDiskResponse { disk }))
     }
 
     async fn list_disks(
         &self,
-        _: Request<v1::ListDisksRequest>,
+        request: Request<v1::ListDisksRequest>,
     ) -> Result<Response<v1::ListDisksResponse>, Status> {
-        let disks = self.describe(self.host.disks.list()).await?;
-        Ok(Response::new(v1::ListDisksResponse { disks }))
+        let listed = list::list(&self.host, request.get_ref()).await?;
+        Ok(Response::new(listed))
     }
 
-    async fn resize_disk(
+    type WatchDisksStream = watch::Stream;
+
+    async fn watch_disks(
         &self,
-        request: Request<v1::ResizeDiskRequest>,
-    ) -> Result<Response<v1::ResizeDiskResponse>, Status> {
+        request: Request<v1::WatchDisksRequest>,
+    ) -> Result<Response<Self::WatchDisksStream>, Status> {
+        let stream = watch::watch(&self.host, request.get_ref())?;
+        Ok(Response::new(stream))
+    }
+
+    async fn update_disk(
+        &self,
+        request: Request<v1::UpdateDiskRequest>,
+    ) -> Result<Response<v1::UpdateDiskResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
-            let v1::ResizeDiskRequest { name, size_bytes, .. } = request;
-            let resize = async move { disk::resize(&host, &name, size_bytes, &context).await };
-            let disk = finished(tokio::spawn(resize).await)?;
-            Ok(v1::ResizeDiskResponse { disk: Some(disk) })
+            let of = Arc::clone(&host);
+            let no_wait = request.no_wait;
+            let begun = whole(async move { disk::update(&of, &request, &context).await }).await?;
+            let (disk, operation) = answered(&host, begun, no_wait).await?;
+            Ok(v1::UpdateDiskResponse {
+                disk: Some(disk),
+                operation,
+            })
         })
         .await
     }
@@ -84,15 +126,17 @@ impl DiskService for Disks {
         request: Request<v1::DeleteDiskRequest>,
     ) -> Result<Response<v1::DeleteDiskResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
-            let delete = async move { disk::delete(&host, &request.name, &context).await };
-            finished(tokio::spawn(delete).await)?;
+            whole(async move { disk::delete(&host, &request.name, &context).await }).await?;
             Ok(v1::DeleteDiskResponse {})
         })
         .await
     }
 }
 
-/// What came of a task.
-fn finished<T>(task: Result<Result<T, Failure>, JoinError>) -> Result<T, Failure> {
-    task.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
+/// Does work that goes on when the caller goes away.
+async fn whole<T: Send + 'static>(
+    work: impl Future<Output = Result<T, Failure>> + Send + 'static,
+) -> Result<T, Failure> {
+    let done = tokio::spawn(work).await;
+    done.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
 }

@@ -1,11 +1,11 @@
-//! Which VMs a list or a watch is about.
+//! Which VMs or other objects a list or a watch is about.
 
 use std::collections::BTreeSet;
 
 use prost::Message;
 use proto::{
     model::Violations,
-    v1::{Vm, VmFilter, VmPhase},
+    v1::{ObjectFilter, ObjectMetadata, Vm, VmFilter, VmPhase},
 };
 use sha2::{Digest, Sha256};
 
@@ -14,6 +14,8 @@ use crate::failure::Failure;
 /// A filter. All that it says must hold.
 #[derive(Clone, Debug)]
 pub struct Filter {
+    /// Kind of the objects; empty for VMs.
+    kind: &'static str,
     labels: BTreeSet<Selector>,
     /// Any when empty.
     phases: BTreeSet<i32>,
@@ -56,19 +58,35 @@ impl Filter {
             (false, false) => Some(named.into_iter().filter(|name| name == only).collect()),
         };
         Ok(found.or(Self {
+            kind: "",
             labels,
             phases: given.phases.into_iter().collect(),
             names,
         })?)
     }
 
+    /// Of a request about objects of another kind than VMs.
+    pub fn of_objects(kind: &'static str, filter: Option<&ObjectFilter>) -> Result<Self, Failure> {
+        let given = filter.cloned().unwrap_or_default();
+        let filter = VmFilter {
+            labels: given.labels,
+            names: given.names,
+            ..VmFilter::default()
+        };
+        let filter = Self::new(Some(&filter), "")?;
+        Ok(Self { kind, ..filter })
+    }
+
     /// Whether a VM is one of them.
     pub fn matches(&self, vm: &Vm) -> bool {
-        let labels = vm.metadata.as_ref().map(|metadata| &metadata.labels);
-        let label = |key: &str| labels.and_then(|labels| labels.get(key));
         let phase = vm.status.as_ref().map_or(0, |status| status.phase);
-        self.may_match(vm)
-            && (self.phases.is_empty() || self.phases.contains(&phase))
+        (self.phases.is_empty() || self.phases.contains(&phase)) && self.matches_object(vm.metadata.as_ref())
+    }
+
+    /// Whether an object with this metadata is one of them, whatever its phase.
+    pub fn matches_object(&self, metadata: Option<&ObjectMetadata>) -> bool {
+        let label = |key: &str| metadata.and_then(|metadata| metadata.labels.get(key));
+        self.may_match_object(metadata)
             && self.labels.iter().all(|selector| match selector {
                 Selector::Has(key) => label(key).is_some(),
                 Selector::Is(key, value) => label(key) == Some(value),
@@ -78,11 +96,16 @@ impl Filter {
 
     /// Whether a VM may have been one of them at some time: its name never changes, all else does.
     pub fn may_match(&self, vm: &Vm) -> bool {
-        let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
+        self.may_match_object(vm.metadata.as_ref())
+    }
+
+    /// The same of an object with this metadata.
+    pub fn may_match_object(&self, metadata: Option<&ObjectMetadata>) -> bool {
+        let name = metadata.map_or("", |metadata| &metadata.name);
         self.names.as_ref().is_none_or(|names| names.contains(name))
     }
 
-    /// The same for filters that say the same.
+    /// The same for filters of one kind of objects that say the same.
     pub fn hash(&self) -> u64 {
         let labels = self.labels.iter().map(|selector| match selector {
             Selector::Has(key) => key.clone(),
@@ -97,6 +120,7 @@ impl Filter {
         let nobody = self.names.as_ref().is_some_and(BTreeSet::is_empty);
         let digest = Sha256::new_with_prefix([u8::from(nobody)])
             .chain_update(canonical.encode_to_vec())
+            .chain_update(self.kind)
             .finalize();
         let first = digest.first_chunk::<8>().copied();
         u64::from_be_bytes(first.unwrap_or_default())

@@ -296,7 +296,6 @@ impl Reporter {
     }
 
     /// How far it is with what it does, as for each piece of a copy. May be called as often as there is something to say.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for disks, which report bytes"))]
     pub fn advance(&self, progress: Progress) {
         self.shared.progress(self.id, progress, None);
     }

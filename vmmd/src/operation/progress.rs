@@ -22,7 +22,6 @@ impl Progress {
     }
 
     /// Bytes; a total of 0 is not known.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for disks"))]
     pub const fn bytes(done: u64, total: u64) -> Self {
         Self::of(ProgressUnit::Bytes, done, total)
     }

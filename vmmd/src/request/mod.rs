@@ -27,7 +27,7 @@
 //! | ResetVm | carried out again when its answer was not written: nothing durable tells of a reset |
 //! | AttachDisk | carried out again; the same disk again is no error, and `preconditions.generation` is not looked at |
 //! | DetachDisk | a disk that is not there any more is a success |
-//! | ResizeVmDisk, ResizeDisk | carried out again; a size that it has already is a success |
+//! | ResizeVmDisk, UpdateDisk | carried out again; what is so already is a success, and the generation is not looked at |
 //! | CreateDisk | a disk with the mark is the answer, also when it has been deleted since; one that was not whole was removed, and is made again |
 //! | DeleteDisk | the answer is written together with the beginning of the deletion: answered |
 //! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |

@@ -36,6 +36,11 @@ const TRIMMED_REVISION: &str = "trimmed_revision";
 /// The greatest generation of an object that was deleted.
 const GENERATION_FLOOR: &str = "generation_floor";
 
+/// The same of disks.
+const DISK_TOMBSTONES: Table = Table::new("disk_tombstones");
+const DISK_TRIMMED_RUN: &str = "disk_trimmed_run";
+const DISK_TRIMMED_REVISION: &str = "disk_trimmed_revision";
+
 /// A VM that was deleted.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Tombstone {
@@ -144,6 +149,19 @@ pub struct HistoryRecords {
     pub trimmed: (u64, u64),
     /// The greatest generation of an object that was deleted: what is made from now on begins above it.
     pub generation_floor: u64,
+    /// Of disks.
+    pub disks: BuriedRecords,
+}
+
+/// What is remembered of deleted disks.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct BuriedRecords {
+    /// Deletions, the oldest first.
+    pub tombstones: Vec<Tombstone>,
+    /// Run and revision of the last deletion that was forgotten.
+    pub trimmed: (u64, u64),
+    /// As [`HistoryRecords::generation_floor`].
+    pub generation: u64,
 }
 
 fn failed(error: impl Into<redb::Error>) -> Error {
@@ -174,13 +192,28 @@ pub fn load(transaction: &ReadTransaction) -> Result<HistoryRecords, Error> {
     let tombstones: Vec<Tombstone> = readable(transaction, TOMBSTONES)?;
     // Earlier releases noted no floor.
     let floor = tombstones.iter().map(Tombstone::generation).max().unwrap_or(0);
+    let generation_floor = number(GENERATION_FLOOR)?.max(floor);
     Ok(HistoryRecords {
         run: number(RUN)?,
         nonces,
         trimmed: (number(TRIMMED_RUN)?, number(TRIMMED_REVISION)?),
-        generation_floor: number(GENERATION_FLOOR)?.max(floor),
+        generation_floor,
         tombstones,
+        disks: BuriedRecords {
+            tombstones: buried_disks(transaction)?,
+            trimmed: (number(DISK_TRIMMED_RUN)?, number(DISK_TRIMMED_REVISION)?),
+            generation: generation_floor,
+        },
     })
+}
+
+/// The table is made with the first deletion.
+fn buried_disks(transaction: &ReadTransaction) -> Result<Vec<Tombstone>, Error> {
+    match transaction.open_table(DISK_TOMBSTONES) {
+        Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
+        Err(error) => Err(failed(error)),
+        Ok(_) => readable(transaction, DISK_TOMBSTONES),
+    }
 }
 
 /// Notes that another run of the daemon begins.
@@ -224,11 +257,31 @@ pub fn raise_floor(transaction: &WriteTransaction, generation: u64) -> Result<()
     Ok(())
 }
 
-/// Remembers a deletion.
+/// Remembers the deletion of a VM.
 pub fn bury(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(), Error> {
+    add_tombstone(
+        transaction,
+        TOMBSTONES,
+        (TRIMMED_RUN, TRIMMED_REVISION),
+        tombstone,
+    )
+}
+
+/// Remembers the deletion of a disk.
+pub fn bury_disk(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(), Error> {
+    let trimmed = (DISK_TRIMMED_RUN, DISK_TRIMMED_REVISION);
+    add_tombstone(transaction, DISK_TOMBSTONES, trimmed, tombstone)
+}
+
+fn add_tombstone(
+    transaction: &WriteTransaction,
+    table: Table,
+    trimmed: (&str, &str),
+    tombstone: &Tombstone,
+) -> Result<(), Error> {
     let failed = |error: redb::StorageError| Error::of("write the store", error);
     let opened = |error: redb::TableError| Error::of("open the store", error);
-    let mut table = transaction.open_table(TOMBSTONES).map_err(opened)?;
+    let mut table = transaction.open_table(table).map_err(opened)?;
     let key = [tombstone.run.to_be_bytes(), tombstone.revision.to_be_bytes()].concat();
     let value = tombstone.encode_to_vec();
     table.insert(key.as_slice(), value.as_slice()).map_err(failed)?;
@@ -239,8 +292,8 @@ pub fn bury(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(),
         };
         let oldest = Tombstone::decode(oldest.value()).unwrap_or_default();
         let mut meta = transaction.open_table(META).map_err(opened)?;
-        meta.insert(TRIMMED_RUN, oldest.run).map_err(failed)?;
-        meta.insert(TRIMMED_REVISION, oldest.revision).map_err(failed)?;
+        meta.insert(trimmed.0, oldest.run).map_err(failed)?;
+        meta.insert(trimmed.1, oldest.revision).map_err(failed)?;
     }
     Ok(())
 }

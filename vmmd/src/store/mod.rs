@@ -35,13 +35,14 @@ use crate::fault;
 use migration::{migrate, schema};
 
 pub use history::{
-    HistoryRecords, MAX_TOMBSTONES, REQUEST_AGE_MS, RequestKey, RequestMark, RequestRecord, Tombstone,
+    BuriedRecords, HistoryRecords, MAX_TOMBSTONES, REQUEST_AGE_MS, RequestKey, RequestMark, RequestRecord,
+    Tombstone,
 };
 pub use migration::SCHEMA;
 pub use operation::OperationRecord;
 pub use record::{
-    ConditionRecord, DiskRecord, DiskStage, Hardware, InstanceRecord, Intent, NicHardware, NodeRecord,
-    RestartRecord, StopRecord, VmRecord,
+    ConditionRecord, DiskRecord, DiskSource, DiskStage, Hardware, InstanceRecord, Intent, NicHardware,
+    NodeRecord, RestartRecord, StopRecord, VmRecord, disk_source,
 };
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
@@ -125,6 +126,7 @@ enum Change {
     PutUnless(CancellationToken, Vec<u8>, Vec<u8>),
     Remove(Table, Vec<u8>),
     Bury(Tombstone),
+    BuryDisk(Tombstone),
     Complete(RequestRecord),
 }
 
@@ -257,9 +259,10 @@ impl Store {
             .await
     }
 
-    /// Removes a disk's record. Durable on return.
-    pub async fn remove_disk(&self, uid: &[u8]) -> Result<(), Error> {
-        self.change(Change::Remove(DISKS, uid.to_vec())).await
+    /// Removes a disk's record, and remembers that. Durable on return.
+    pub async fn bury_disk(&self, uid: &[u8], tombstone: Tombstone) -> Result<(), Error> {
+        let changes = vec![Change::Remove(DISKS, uid.to_vec()), Change::BuryDisk(tombstone)];
+        self.changes(changes).await
     }
 
     /// Writes the record of a disk whose deletion begins, and remembers the request that is answered by that. Durable on
@@ -443,6 +446,7 @@ fn commit(
                 }
                 Change::Remove(of, key) => drop(table(of)?.remove(key.as_slice()).map_err(failed)?),
                 Change::Bury(tombstone) => history::bury(transaction, tombstone)?,
+                Change::BuryDisk(tombstone) => history::bury_disk(transaction, tombstone)?,
                 Change::Complete(record) => history::complete(transaction, record)?,
             }
         }

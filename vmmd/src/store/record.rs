@@ -245,9 +245,58 @@ pub struct DiskRecord {
     /// How far its life is.
     #[prost(enumeration = "DiskStage", tag = "9")]
     pub stage: i32,
+    /// Counts changes by clients; 0 in what daemons before generations of disks wrote, which is 1.
+    #[prost(uint64, tag = "10")]
+    pub generation: u64,
+    /// As in the request.
+    #[prost(btree_map = "string, string", tag = "11")]
+    pub annotations: BTreeMap<String, String>,
+    /// As in the request.
+    #[prost(string, tag = "12")]
+    pub owner: String,
+    /// Run of the daemon that made it; 0 when not known.
+    #[prost(uint64, tag = "13")]
+    pub made_run: u64,
+    /// Revision in that run at its creation.
+    #[prost(uint64, tag = "14")]
+    pub made_revision: u64,
+    /// When it entered its stage, in milliseconds of Unix time; 0 when not known.
+    #[prost(uint64, tag = "15")]
+    pub stage_ms: u64,
+    /// Where its first content came from; not there for zeroes, or when not known.
+    #[prost(message, optional, tag = "16")]
+    pub source: Option<DiskSource>,
     /// As of a VM.
     #[prost(message, repeated, tag = "20")]
     pub begun: Vec<RequestMark>,
+}
+
+/// Where the first content of a disk came from.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct DiskSource {
+    /// As in the request.
+    #[prost(oneof = "disk_source::Source", tags = "1, 2, 3")]
+    pub source: Option<disk_source::Source>,
+    /// As in the request.
+    #[prost(bool, tag = "4")]
+    pub any_content: bool,
+}
+
+/// Of [`DiskSource`].
+pub mod disk_source {
+    /// As in the request.
+    #[derive(Clone, PartialEq, Eq, prost::Oneof)]
+    pub enum Source {
+        /// A file of the node.
+        #[prost(string, tag = "1")]
+        RawFile(String),
+        /// Another disk.
+        #[prost(string, tag = "2")]
+        OverlayOf(String),
+        /// A file of the daemon's folder.
+        #[prost(string, tag = "3")]
+        Adopt(String),
+    }
 }
 
 /// How far the life of a disk is. A record that a new daemon finds in another stage than `Ready` is removed with its

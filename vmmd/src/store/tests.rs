@@ -174,13 +174,27 @@ async fn disks_are_kept_beside_vms_also_with_the_same_key() {
         store.put(&record(1, "vm")).await.unwrap();
         store.put_disk(&disk(1, "disk")).await.unwrap();
         store.put_disk(&disk(2, "gone")).await.unwrap();
-        store.remove_disk(&[2; 16]).await.unwrap();
+        let metadata = proto::v1::ObjectMetadata {
+            name: "gone".into(),
+            generation: 7,
+            ..Default::default()
+        };
+        let tombstone = Tombstone {
+            run: 1,
+            revision: 2,
+            metadata: Some(metadata.into()),
+        };
+        store.bury_disk(&[2; 16], tombstone).await.unwrap();
     }
     let records = reopen(folder.path());
     assert_eq!(
         (names(&records.vms), records.disks),
         (vec!["vm"], vec![disk(1, "disk")])
     );
+    // Deletions of disks are remembered apart from those of VMs.
+    let buried = &records.history.disks;
+    assert_eq!((buried.tombstones.len(), buried.generation), (1, 7));
+    assert!(records.history.tombstones.is_empty());
 }
 
 /// As the daemon before disks and run policies made it.

@@ -18,7 +18,7 @@ use proto::{
     model::{nic::Mac, vm::VmSpec},
     vmm::{Boot, HelloReply, request::Op},
 };
-use tokio::{task::spawn_blocking, time::timeout};
+use tokio::{sync::Mutex, task::spawn_blocking, time::timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -68,6 +68,8 @@ pub struct Plan {
     pub trace: String,
     /// The operation that it is part of.
     pub report: Reporter,
+    /// Held by those who change the VM's files: the start waits for them.
+    pub offline: Arc<Mutex<()>>,
 }
 
 /// Steps of a start, as its operation counts them: checks, the process, the machine.
@@ -78,6 +80,11 @@ pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Re
     let began = Instant::now();
     let blocking_host = Arc::clone(&host);
     let name = plan.record.name.clone();
+    let offline = Arc::clone(&plan.offline);
+    let _files_are_whole = tokio::select! {
+        whole = offline.lock() => whole,
+        () = cancel.cancelled() => return Err(cancelled(&name)),
+    };
     let paths = files::named(&plan.spec, &host.sources());
     let checking = host.pools.starts.run(&paths, move || {
         let checked = check(&blocking_host, &plan)?;
@@ -141,6 +148,7 @@ async fn run(
         claim,
         trace,
         report,
+        offline: _,
     } = plan;
     let name = record.name.clone();
     let hardware = record.hardware.clone().unwrap_or_default();

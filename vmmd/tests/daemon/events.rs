@@ -51,12 +51,7 @@ async fn next(stream: &mut Streaming<v1::WatchEventsResponse>) -> v1::Event {
 
 async fn make_disk(daemon: &Daemon, name: &str) {
     let request = v1::CreateDiskRequest {
-        disk: Some(v1::Disk {
-            name: name.into(),
-            format: v1::DiskFormat::Raw.into(),
-            size_bytes: 1 << 20,
-            ..Default::default()
-        }),
+        disk: Some(crate::disks::raw(name, 1 << 20)),
         ..Default::default()
     };
     let mut client = v1::disk_service_client::DiskServiceClient::new(connect(daemon.folder.path()).await);

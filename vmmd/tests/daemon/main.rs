@@ -9,6 +9,7 @@ mod chaos;
 mod console;
 mod cordon;
 mod deliberate;
+mod disk_api;
 mod disk_state;
 mod disks;
 mod drain;

@@ -338,17 +338,14 @@ async fn the_id_of_a_request_is_in_the_vmms_log() {
 async fn a_disk_is_made_and_deleted_once() {
     let mut daemon = Daemon::start().await;
     let request = v1::CreateDiskRequest {
-        disk: Some(v1::Disk {
-            name: "d".into(),
-            size_bytes: 1 << 20,
-            ..Default::default()
-        }),
+        disk: Some(crate::disks::raw("d", 1 << 20)),
         request_id: "1".into(),
         ..Default::default()
     };
     let gone = v1::DeleteDiskRequest {
         name: "d".into(),
         request_id: "2".into(),
+        ..Default::default()
     };
     let made = daemon
         .disks()
@@ -383,7 +380,7 @@ async fn a_disk_is_made_and_deleted_once() {
     let left = daemon
         .disks()
         .await
-        .list_disks(v1::ListDisksRequest {})
+        .list_disks(v1::ListDisksRequest::default())
         .await
         .unwrap();
     assert!(left.into_inner().disks.is_empty());

@@ -1,7 +1,7 @@
 //! The daemon's part that is about disks.
 
 use proto::v1::{
-    self, AttachmentPhase, VmPhase, create_disk_request::Source, disk_service_server::DiskService,
+    self, AttachmentPhase, VmPhase, disk_service_server::DiskService, volume_spec::Source,
 };
 use tonic::{Code, Request, Response, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
@@ -48,7 +48,7 @@ impl State {
         if !disk.disk().is_empty() {
             let missing = |status: Status| {
                 let message = format!("disk: {}", status.message());
-                refusal(Code::FailedPrecondition, "DISK_NOT_FOUND", message)
+                refusal(Code::NotFound, "DISK_NOT_FOUND", message)
             };
             self.find_disk(disk.disk()).map_err(missing)?;
         }
@@ -157,21 +157,31 @@ impl State {
 impl DiskService for State {
     async fn create_disk(&self, request: Request<v1::CreateDiskRequest>) -> Answer<v1::CreateDiskResponse> {
         self.once(request.get_ref())?;
-        let v1::CreateDiskRequest { disk, source, .. } = request.into_inner();
+        let v1::CreateDiskRequest { disk, no_wait, .. } = request.into_inner();
         let mut disk = disk.unwrap();
-        self.called(format!("create disk {}", disk.name));
-        if self.disk(&disk.name).is_some() {
-            let message = format!("there is a disk \"{}\" already", disk.name);
+        let metadata = disk.metadata.get_or_insert_default();
+        if metadata.name.is_empty() {
+            metadata.name = "adopted".into();
+        }
+        let name = metadata.name.clone();
+        metadata.uid = "0c6b9b07-4f0d-4f5a-8f3e-2d3a6a1c9f10".into();
+        metadata.generation = 1;
+        self.called(format!("create disk {name}"));
+        if self.disk(&name).is_some() {
+            let message = format!("there is a disk \"{name}\" already");
             return Err(refusal(Code::AlreadyExists, "DISK_EXISTS", message));
         }
-        let mut state = v1::DiskState {
-            path: format!("/var/lib/vmmd/disks/{}", disk.name),
+        let mut status = v1::VolumeStatus {
+            phase: v1::DiskPhase::Ready.into(),
+            path: format!("/var/lib/vmmd/disks/{name}"),
             allocated_bytes: 196_608,
-            ..v1::DiskState::default()
+            ..Default::default()
         };
-        match source {
+        let spec = disk.spec.get_or_insert_default();
+        match spec.source.clone() {
             Some(Source::RawFile(path)) if path.starts_with("/missing") => {
-                let details = ErrorDetails::with_bad_request_violation("rawFile", "there is no such file");
+                let details =
+                    ErrorDetails::with_bad_request_violation("disk.spec.rawFile", "there is no such file");
                 let message = "the disk is not valid";
                 return Err(Status::with_error_details(
                     Code::InvalidArgument,
@@ -179,17 +189,24 @@ impl DiskService for State {
                     details,
                 ));
             }
-            Some(Source::RawFile(_)) => disk.size_bytes = disk.size_bytes.max(2 << 30),
+            Some(Source::RawFile(_) | Source::Adopt(_)) => spec.size_bytes = spec.size_bytes.max(2 << 30),
             Some(Source::OverlayOf(below)) => {
-                disk.size_bytes = disk.size_bytes.max(self.find_disk(&below)?.size_bytes);
-                state.backing_disk = below;
+                let below_size = self.find_disk(&below)?.spec.unwrap().size_bytes;
+                spec.size_bytes = spec.size_bytes.max(below_size);
+                status.backing_disk = below;
             }
             None => {}
         }
-        disk.uid = "0c6b9b07-4f0d-4f5a-8f3e-2d3a6a1c9f10".into();
-        disk.state = Some(state);
-        lock(&self.disks).insert(disk.name.clone(), disk.clone());
-        Ok(Response::new(v1::CreateDiskResponse { disk: Some(disk) }))
+        disk.status = Some(status);
+        lock(&self.disks).insert(name, disk.clone());
+        let operation = no_wait.then(|| v1::Operation {
+            id: "0d6b9b07-4f0d-4f5a-8f3e-2d3a6a1c9f10".into(),
+            ..Default::default()
+        });
+        Ok(Response::new(v1::CreateDiskResponse {
+            disk: Some(disk),
+            operation,
+        }))
     }
 
     async fn get_disk(&self, request: Request<v1::GetDiskRequest>) -> Answer<v1::GetDiskResponse> {
@@ -197,31 +214,64 @@ impl DiskService for State {
         Ok(Response::new(v1::GetDiskResponse { disk }))
     }
 
-    async fn list_disks(&self, _: Request<v1::ListDisksRequest>) -> Answer<v1::ListDisksResponse> {
-        let disks = lock(&self.disks).values().cloned().collect();
-        Ok(Response::new(v1::ListDisksResponse { disks }))
+    async fn list_disks(&self, request: Request<v1::ListDisksRequest>) -> Answer<v1::ListDisksResponse> {
+        // One a page.
+        let after = request.into_inner().page_token;
+        let disks = lock(&self.disks);
+        let mut rest = disks.iter().filter(|(name, _)| **name > after);
+        let page: Vec<_> = rest.next().map(|(_, disk)| disk.clone()).into_iter().collect();
+        let last = page
+            .last()
+            .and_then(|disk| disk.metadata.clone())
+            .filter(|_| rest.next().is_some());
+        Ok(Response::new(v1::ListDisksResponse {
+            disks: page,
+            next_page_token: last.map(|metadata| metadata.name).unwrap_or_default(),
+            cursor: String::new(),
+        }))
     }
 
-    async fn resize_disk(&self, request: Request<v1::ResizeDiskRequest>) -> Answer<v1::ResizeDiskResponse> {
+    type WatchDisksStream = tokio_stream::Empty<Result<v1::WatchDisksResponse, Status>>;
+
+    async fn watch_disks(&self, _: Request<v1::WatchDisksRequest>) -> Answer<Self::WatchDisksStream> {
+        Ok(Response::new(tokio_stream::empty()))
+    }
+
+    async fn update_disk(&self, request: Request<v1::UpdateDiskRequest>) -> Answer<v1::UpdateDiskResponse> {
         self.once(request.get_ref())?;
-        let v1::ResizeDiskRequest { name, size_bytes, .. } = request.into_inner();
-        self.called(format!("resize disk {name} {size_bytes}"));
-        let mut disk = self.find_disk(&name)?;
-        if size_bytes < disk.size_bytes {
-            let details = ErrorDetails::with_bad_request_violation(
-                "sizeBytes",
-                format!("a disk can't be made smaller: it has {} bytes", disk.size_bytes),
-            );
-            let message = "the request is not valid";
-            return Err(Status::with_error_details(
-                Code::InvalidArgument,
-                message,
-                details,
-            ));
+        let request = request.into_inner();
+        let wanted = request.disk.unwrap();
+        let (metadata, spec) = (wanted.metadata.unwrap(), wanted.spec.unwrap_or_default());
+        let mask = request.update_mask.unwrap().paths;
+        self.called(format!("update disk {} {}", metadata.name, mask.join(" ")));
+        let mut disk = self.find_disk(&metadata.name)?;
+        let present = disk.spec.as_mut().unwrap();
+        if mask.iter().any(|path| path == "spec.size_bytes") {
+            if spec.size_bytes < present.size_bytes {
+                let details = ErrorDetails::with_bad_request_violation(
+                    "disk.spec.sizeBytes",
+                    format!(
+                        "a disk can't be made smaller: it has {} bytes",
+                        present.size_bytes
+                    ),
+                );
+                let message = "the request is not valid";
+                return Err(Status::with_error_details(
+                    Code::InvalidArgument,
+                    message,
+                    details,
+                ));
+            }
+            present.size_bytes = spec.size_bytes;
         }
-        disk.size_bytes = size_bytes;
-        lock(&self.disks).insert(name, disk.clone());
-        Ok(Response::new(v1::ResizeDiskResponse { disk: Some(disk) }))
+        if mask.iter().any(|path| path == "metadata.labels") {
+            disk.metadata.as_mut().unwrap().labels = metadata.labels;
+        }
+        lock(&self.disks).insert(metadata.name, disk.clone());
+        Ok(Response::new(v1::UpdateDiskResponse {
+            disk: Some(disk),
+            operation: None,
+        }))
     }
 
     async fn delete_disk(&self, request: Request<v1::DeleteDiskRequest>) -> Answer<v1::DeleteDiskResponse> {
@@ -230,14 +280,14 @@ impl DiskService for State {
         self.called(format!("delete disk {name}"));
         self.find_disk(&name)?;
         let overlay = |disk: &v1::Disk| {
-            disk.state
+            disk.status
                 .as_ref()
-                .is_some_and(|state| state.backing_disk == name)
+                .is_some_and(|status| status.backing_disk == name)
         };
         if let Some(overlay) = lock(&self.disks).values().find(|disk| overlay(disk)) {
             let message = format!(
                 "disk \"{name}\" has overlays ({}): delete those first",
-                overlay.name
+                overlay.metadata.as_ref().unwrap().name
             );
             return Err(refusal(Code::FailedPrecondition, "DISK_HAS_OVERLAYS", message));
         }

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fmt, path::PathBuf};
 use super::{
     super::{
         Violations,
-        metadata::labels,
+        metadata::{self, Metadata},
         name::Name,
         vm::{absolute, name},
     },
@@ -17,21 +17,28 @@ use crate::v1;
 pub const SECTOR: u64 = 512;
 /// Largest disk of the DiskService in bytes.
 pub const MAX_SIZE: u64 = 64 << 40;
+
 /// A disk that the DiskService is to make.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewDisk {
-    /// Unique among the node's disks.
-    pub name: Name,
-    /// Free key-value pairs.
+    /// Unique among the node's disks; `None` takes the one that is written beside an adopted file.
+    pub name: Option<Name>,
+    /// For selecting disks.
     pub labels: BTreeMap<String, String>,
-    /// Raw or qcow2, never ISO.
-    pub format: Format,
+    /// For clients to keep.
+    pub annotations: BTreeMap<String, String>,
+    /// Whom the disk belongs to; empty when nobody says.
+    pub owner: String,
+    /// Raw or qcow2, never ISO. `None` takes that of an adopted file.
+    pub format: Option<Format>,
     /// In bytes, a multiple of [`SECTOR`]. `None` is the size of the source.
     pub size: Option<u64>,
     /// What is reserved at once.
     pub preallocation: Preallocation,
     /// What is in it.
     pub content: Content,
+    /// A raw source is raw although it begins as an image of another format does.
+    pub any_content: bool,
 }
 
 /// What is in a new disk.
@@ -43,6 +50,8 @@ pub enum Content {
     RawFile(PathBuf),
     /// What is in another disk of the DiskService, until it is written to.
     OverlayOf(Name),
+    /// This file of the daemon's folder, which no disk has.
+    Adopted(PathBuf),
 }
 
 /// What space is reserved at once.
@@ -76,56 +85,70 @@ impl TryFrom<&v1::CreateDiskRequest> for NewDisk {
             found.add("disk", "must be given");
             return Err(found);
         };
-        for (field, set) in [
-            ("disk.uid", !disk.uid.is_empty()),
-            ("disk.state", disk.state.is_some()),
-        ] {
-            if set {
-                found.add(field, "is set by the daemon: leave it out");
-            }
+        if disk.status.is_some() {
+            found.add("disk.status", "is set by the daemon: leave it out");
         }
-        let new_name = name(&mut found, "disk.name", &disk.name);
-        labels(&mut found, "disk.labels", &disk.labels);
-        let content = content(&mut found, request.source.as_ref());
-        let format = new_format(&mut found, disk.format, content.as_ref());
-        let preallocation = preallocation(&mut found, disk.preallocation, format, content.as_ref());
-        let from_source = !matches!(content, Some(Content::Empty));
-        if disk.size_bytes != 0 || !from_source {
-            size(&mut found, "disk.sizeBytes", disk.size_bytes);
+        let metadata = disk.metadata.clone().unwrap_or_default();
+        metadata::refuse_given(&mut found, "disk.metadata", &metadata);
+        let spec = disk.spec.clone().unwrap_or_default();
+        let content = content(&mut found, spec.source.as_ref());
+        let adopted = matches!(content, Some(Content::Adopted(_)));
+        let (unnamed, mut named) = (adopted && metadata.name.is_empty(), metadata);
+        if unnamed {
+            // Stands for the one that is found beside the file.
+            named.name = "adopted".to_owned();
         }
-        match (new_name, content) {
-            (Some(name), Some(content)) => found.or(Self {
-                name,
-                labels: disk.labels.clone(),
+        let metadata = Metadata::new(&mut found, "disk.metadata", &named);
+        let format = new_format(&mut found, spec.format, content.as_ref());
+        let preallocation = preallocation(&mut found, spec.preallocation, format, content.as_ref());
+        if spec.size_bytes != 0 || matches!(content, Some(Content::Empty)) {
+            size(&mut found, "disk.spec.sizeBytes", spec.size_bytes);
+        }
+        if spec.size_bytes != 0 && adopted {
+            found.add(
+                "disk.spec.sizeBytes",
+                "must be left out with `adopt`: the file has its size",
+            );
+        }
+        if spec.any_content && !matches!(content, None | Some(Content::RawFile(_))) {
+            found.add("disk.spec.anyContent", "is for a `rawFile` only");
+        }
+        match (metadata, content) {
+            (Some(metadata), Some(content)) => found.or(Self {
+                name: (!unnamed).then_some(metadata.name),
+                labels: metadata.labels,
+                annotations: metadata.annotations,
+                owner: metadata.owner,
                 format,
-                size: (disk.size_bytes != 0).then_some(disk.size_bytes),
+                size: (spec.size_bytes != 0).then_some(spec.size_bytes),
                 preallocation,
                 content,
+                any_content: spec.any_content,
             }),
             _ => Err(found),
         }
     }
 }
 
-fn content(found: &mut Violations, source: Option<&v1::create_disk_request::Source>) -> Option<Content> {
+fn content(found: &mut Violations, source: Option<&v1::volume_spec::Source>) -> Option<Content> {
+    use v1::volume_spec::Source;
     match source {
         None => Some(Content::Empty),
-        Some(v1::create_disk_request::Source::RawFile(path)) => {
-            absolute(found, "rawFile", path).map(Content::RawFile)
-        }
-        Some(v1::create_disk_request::Source::OverlayOf(below)) => {
-            name(found, "overlayOf", below).map(Content::OverlayOf)
-        }
+        Some(Source::RawFile(path)) => absolute(found, "disk.spec.rawFile", path).map(Content::RawFile),
+        Some(Source::OverlayOf(below)) => name(found, "disk.spec.overlayOf", below).map(Content::OverlayOf),
+        Some(Source::Adopt(path)) => absolute(found, "disk.spec.adopt", path).map(Content::Adopted),
     }
 }
 
-fn new_format(found: &mut Violations, format: i32, content: Option<&Content>) -> Format {
+fn new_format(found: &mut Violations, format: i32, content: Option<&Content>) -> Option<Format> {
     let overlay = matches!(content, Some(Content::OverlayOf(_)));
     let copy = matches!(content, Some(Content::RawFile(_)));
+    let adopted = matches!(content, Some(Content::Adopted(_)));
     let problem = match v1::DiskFormat::try_from(format) {
-        Ok(v1::DiskFormat::Unspecified) if overlay => return Format::Qcow2,
-        Ok(v1::DiskFormat::Qcow2) if !copy => return Format::Qcow2,
-        Ok(v1::DiskFormat::Unspecified | v1::DiskFormat::Raw) if !overlay => return Format::Raw,
+        Ok(v1::DiskFormat::Unspecified) if adopted => return None,
+        Ok(v1::DiskFormat::Unspecified) if overlay => return Some(Format::Qcow2),
+        Ok(v1::DiskFormat::Qcow2) if !copy => return Some(Format::Qcow2),
+        Ok(v1::DiskFormat::Unspecified | v1::DiskFormat::Raw) if !overlay => return Some(Format::Raw),
         Ok(v1::DiskFormat::Qcow2) => {
             "must be DISK_FORMAT_RAW (or left out): a copy of a raw file is raw".to_owned()
         }
@@ -138,32 +161,37 @@ fn new_format(found: &mut Violations, format: i32, content: Option<&Content>) ->
         }
         Err(_) => format!("unknown value {format}"),
     };
-    found.add("disk.format", problem);
-    Format::Raw
+    found.add("disk.spec.format", problem);
+    None
 }
 
 fn preallocation(
     found: &mut Violations,
     value: i32,
-    format: Format,
+    format: Option<Format>,
     content: Option<&Content>,
 ) -> Preallocation {
-    let field = "disk.preallocation";
+    let field = "disk.spec.preallocation";
     let preallocation = match v1::DiskPreallocation::try_from(value) {
         Ok(v1::DiskPreallocation::Unspecified | v1::DiskPreallocation::Off) => Preallocation::Off,
         Ok(v1::DiskPreallocation::Metadata) => Preallocation::Metadata,
         Ok(v1::DiskPreallocation::Full) => Preallocation::Full,
-        Err(_) => unknown(found, "disk", "preallocation", value),
+        Err(_) => unknown(found, "disk.spec", "preallocation", value),
     };
     if preallocation != Preallocation::Off && matches!(content, Some(Content::OverlayOf(_))) {
         found.add(
             field,
             "must be DISK_PREALLOCATION_OFF (or left out) for an overlay",
         );
-    } else if preallocation == Preallocation::Metadata && format == Format::Raw {
+    } else if preallocation == Preallocation::Metadata && format == Some(Format::Raw) {
         found.add(
             field,
             "must be DISK_PREALLOCATION_OFF or DISK_PREALLOCATION_FULL for a raw disk, which has no tables",
+        );
+    } else if preallocation != Preallocation::Off && matches!(content, Some(Content::Adopted(_))) {
+        found.add(
+            field,
+            "must be DISK_PREALLOCATION_OFF (or left out) for a file that is there",
         );
     }
     preallocation

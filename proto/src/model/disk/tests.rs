@@ -1,7 +1,7 @@
 use rstest::rstest;
 
 use super::*;
-use crate::v1::{DiskCache, DiskErrorPolicy, DiskFormat, DiskPreallocation, create_disk_request as create};
+use crate::v1::{DiskCache, DiskErrorPolicy, DiskFormat, DiskPreallocation, volume_spec::Source as New};
 
 fn spec() -> v1::DiskSpec {
     v1::DiskSpec {
@@ -135,19 +135,22 @@ fn limits_are_sane(#[case] limit: v1::RateLimit, #[case] fields: &[&str]) {
     assert_eq!(refused, fields);
 }
 
-fn request(disk: v1::Disk, source: Option<create::Source>) -> v1::CreateDiskRequest {
+fn request(spec: v1::VolumeSpec, source: Option<New>) -> v1::CreateDiskRequest {
     v1::CreateDiskRequest {
         disk: Some(v1::Disk {
-            name: "data".into(),
-            ..disk
+            metadata: Some(v1::ObjectMetadata {
+                name: "data".into(),
+                ..Default::default()
+            }),
+            spec: Some(v1::VolumeSpec { source, ..spec }),
+            status: None,
         }),
-        source,
         ..Default::default()
     }
 }
 
-fn sized(size_bytes: u64) -> v1::Disk {
-    v1::Disk {
+fn sized(size_bytes: u64) -> v1::VolumeSpec {
+    v1::VolumeSpec {
         size_bytes,
         ..Default::default()
     }
@@ -155,52 +158,77 @@ fn sized(size_bytes: u64) -> v1::Disk {
 
 #[test]
 fn the_format_of_a_new_disk_follows_its_source() {
-    let make = |disk, source| NewDisk::try_from(&request(disk, source)).unwrap();
+    let make = |spec, source| NewDisk::try_from(&request(spec, source)).unwrap();
     let empty = make(sized(512), None);
     assert_eq!(
         (empty.format, empty.size, empty.content),
-        (Format::Raw, Some(512), Content::Empty)
+        (Some(Format::Raw), Some(512), Content::Empty)
     );
-    let copy = make(sized(0), Some(create::Source::RawFile("/a".into())));
-    assert_eq!((copy.format, copy.size), (Format::Raw, None));
-    let overlay = make(sized(0), Some(create::Source::OverlayOf("base".into())));
-    assert_eq!((overlay.format, overlay.size), (Format::Qcow2, None));
+    let copy = make(sized(0), Some(New::RawFile("/a".into())));
+    assert_eq!((copy.format, copy.size), (Some(Format::Raw), None));
+    let overlay = make(sized(0), Some(New::OverlayOf("base".into())));
+    assert_eq!((overlay.format, overlay.size), (Some(Format::Qcow2), None));
+    let adopted = make(sized(0), Some(New::Adopt("/a".into())));
+    assert_eq!((adopted.format, adopted.size), (None, None));
+}
+
+#[test]
+fn only_an_adopted_disk_may_have_its_name_from_what_is_beside_it() {
+    let mut nameless = request(sized(0), Some(New::Adopt("/a".into())));
+    nameless.disk.as_mut().unwrap().metadata = None;
+    assert_eq!(NewDisk::try_from(&nameless).unwrap().name, None);
+    let named = request(sized(0), Some(New::Adopt("/a".into())));
+    assert_eq!(NewDisk::try_from(&named).unwrap().name.unwrap().as_str(), "data");
 }
 
 #[rstest]
-#[case::no_size(sized(0), None, "disk.sizeBytes")]
-#[case::odd_size(sized(513), None, "disk.sizeBytes")]
-#[case::huge_size(sized(MAX_SIZE + 512), None, "disk.sizeBytes")]
-#[case::uid(v1::Disk { uid: "x".into(), ..sized(512) }, None, "disk.uid")]
-#[case::state(v1::Disk { state: Some(v1::DiskState::default()), ..sized(512) }, None, "disk.state")]
-#[case::iso(v1::Disk { format: 3, ..sized(512) }, None, "disk.format")]
-#[case::qcow2_copy(v1::Disk { format: 2, ..sized(0) }, Some(create::Source::RawFile("/a".into())), "disk.format")]
-#[case::raw_overlay(v1::Disk { format: 1, ..sized(0) }, Some(create::Source::OverlayOf("a".into())), "disk.format")]
-#[case::relative(sized(0), Some(create::Source::RawFile("a".into())), "rawFile")]
-#[case::no_name(sized(0), Some(create::Source::OverlayOf(String::new())), "overlayOf")]
+#[case::no_size(sized(0), None, "disk.spec.sizeBytes")]
+#[case::odd_size(sized(513), None, "disk.spec.sizeBytes")]
+#[case::huge_size(sized(MAX_SIZE + 512), None, "disk.spec.sizeBytes")]
+#[case::size_of_adopted(sized(512), Some(New::Adopt("/a".into())), "disk.spec.sizeBytes")]
+#[case::iso(v1::VolumeSpec { format: 3, ..sized(512) }, None, "disk.spec.format")]
+#[case::qcow2_copy(v1::VolumeSpec { format: 2, ..sized(0) }, Some(New::RawFile("/a".into())), "disk.spec.format")]
+#[case::raw_overlay(v1::VolumeSpec { format: 1, ..sized(0) }, Some(New::OverlayOf("a".into())), "disk.spec.format")]
+#[case::relative(sized(0), Some(New::RawFile("a".into())), "disk.spec.rawFile")]
+#[case::relative_adopted(sized(0), Some(New::Adopt("a".into())), "disk.spec.adopt")]
+#[case::no_name(sized(0), Some(New::OverlayOf(String::new())), "disk.spec.overlayOf")]
+#[case::any_content_of_nothing(v1::VolumeSpec { any_content: true, ..sized(512) }, None, "disk.spec.anyContent")]
 #[case::tables_of_raw(
-    v1::Disk { preallocation: DiskPreallocation::Metadata.into(), ..sized(512) },
+    v1::VolumeSpec { preallocation: DiskPreallocation::Metadata.into(), ..sized(512) },
     None,
-    "disk.preallocation"
+    "disk.spec.preallocation"
 )]
 #[case::reserved_overlay(
-    v1::Disk { preallocation: DiskPreallocation::Full.into(), ..sized(0) },
-    Some(create::Source::OverlayOf("a".into())),
-    "disk.preallocation"
-)]
-#[case::label(
-    v1::Disk { labels: [("a=b".to_owned(), String::new())].into(), ..sized(512) },
-    None,
-    "disk.labels[\"a=b\"]"
+    v1::VolumeSpec { preallocation: DiskPreallocation::Full.into(), ..sized(0) },
+    Some(New::OverlayOf("a".into())),
+    "disk.spec.preallocation"
 )]
 fn a_disk_that_cannot_be_made_is_refused_by_field(
-    #[case] disk: v1::Disk,
-    #[case] source: Option<create::Source>,
+    #[case] spec: v1::VolumeSpec,
+    #[case] source: Option<New>,
     #[case] field: &str,
 ) {
-    let problems = NewDisk::try_from(&request(disk, source)).unwrap_err().0;
+    let problems = NewDisk::try_from(&request(spec, source)).unwrap_err().0;
     assert_eq!(problems.len(), 1, "{problems:?}");
     assert_eq!(problems[0].field, field);
+}
+
+#[test]
+fn what_only_the_daemon_sets_is_refused_and_labels_are_checked() {
+    let mut request = request(sized(512), None);
+    let disk = request.disk.as_mut().unwrap();
+    disk.status = Some(v1::VolumeStatus::default());
+    let metadata = disk.metadata.as_mut().unwrap();
+    metadata.uid = "x".into();
+    metadata.labels = [("a=b".to_owned(), String::new())].into();
+    let problems = NewDisk::try_from(&request).unwrap_err().0;
+    let fields: Vec<_> = problems.iter().map(|problem| problem.field.as_str()).collect();
+    let expected = [
+        "disk.status",
+        "disk.metadata.uid",
+        "disk.metadata.labels[\"a=b\"]",
+    ];
+    assert_eq!(fields, expected);
 }
 
 #[test]
@@ -209,7 +237,6 @@ fn a_request_without_anything_is_refused() {
     assert_eq!(problems.to_string(), "disk: must be given");
     let nameless = v1::CreateDiskRequest {
         disk: Some(v1::Disk::default()),
-        source: None,
         ..Default::default()
     };
     let problems = NewDisk::try_from(&nameless).unwrap_err().0;

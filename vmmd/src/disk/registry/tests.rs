@@ -1,4 +1,5 @@
 use proto::model::Violations;
+use uuid::Uuid;
 
 use super::*;
 
@@ -16,7 +17,7 @@ fn record(name: &str) -> DiskRecord {
 fn with(disks: &[&str]) -> Registry {
     let registry = Registry::default();
     for name in disks {
-        registry.settle(record(name));
+        registry.restore(record(name));
     }
     registry
 }
@@ -30,6 +31,11 @@ fn overlay(registry: &Registry, name: &str, below: &str, size: u64) -> Result<Di
     made.stage = DiskStage::Ready.into();
     registry.settle(made.clone());
     Ok(made)
+}
+
+fn forget(registry: &Registry, record: &DiskRecord) {
+    let tombstone = registry.bury(record);
+    registry.forget(&record.uid, tombstone);
 }
 
 fn named(disk: &str, read_only: bool) -> Disk {
@@ -78,17 +84,17 @@ fn a_name_is_taken_from_the_beginning_of_a_create_and_usable_after_its_end() {
         registry.reserve(record("a"), None).unwrap_err().reason,
         "DISK_EXISTS"
     );
-    assert_eq!(registry.get("a").unwrap_err().reason, "DISK_NOT_FOUND");
+    assert_eq!(registry.get("a").unwrap_err().reason, "DISK_NOT_READY");
     assert_eq!(
         take(&registry, "vm", "a", true).unwrap_err().kind,
         Kind::Precondition
     );
     registry.settle(DiskRecord {
         stage: DiskStage::Ready.into(),
-        ..made
+        ..made.clone()
     });
-    assert_eq!(registry.list().len(), 1);
-    registry.forget("a");
+    registry.get("a").unwrap();
+    forget(&registry, &made);
     assert!(registry.reserve(record("a"), None).is_ok());
 }
 
@@ -97,13 +103,13 @@ fn a_disk_in_a_spec_cannot_be_deleted_and_its_vms_are_named() {
     let registry = with(&["a"]);
     take(&registry, "web", "a", true).unwrap();
     take(&registry, "db", "a", true).unwrap();
-    let refused = registry.begin_delete("a").unwrap_err();
+    let refused = registry.begin_delete("a", |_| Ok(())).unwrap_err();
     assert_eq!(refused.reason, "DISK_IN_USE");
     assert!(refused.message.contains("VM \"db\", VM \"web\""), "{refused}");
     registry.give_back("web", Some("other"));
     registry.give_back("web", Some("data"));
     registry.give_back("db", None);
-    registry.begin_delete("a").unwrap();
+    registry.begin_delete("a", |_| Ok(())).unwrap();
     assert_eq!(
         take(&registry, "web", "a", true).unwrap_err().reason,
         "DISK_NOT_FOUND"
@@ -126,7 +132,7 @@ fn what_has_overlays_is_neither_written_to_nor_deleted() {
     registry.give_back("reader", None);
     for refused in [
         take(&registry, "web", "base", false).unwrap_err(),
-        registry.begin_delete("base").unwrap_err(),
+        registry.begin_delete("base", |_| Ok(())).unwrap_err(),
     ] {
         assert_eq!(refused.reason, "DISK_HAS_OVERLAYS");
         assert!(refused.message.contains("\"top\""), "{refused}");
@@ -151,7 +157,7 @@ fn a_chain_is_resolved_nearest_first_and_is_not_endless() {
         resolved.backing[0].0,
         folder.path(&registry.get(&format!("d{}", backing_limit() - 1)).unwrap())
     );
-    registry.forget("d0");
+    forget(&registry, &registry.get("d0").unwrap());
     assert_eq!(
         registry.resolve(&folder, "d2").unwrap_err().reason,
         "BACKING_DISK_MISSING"
@@ -181,4 +187,104 @@ fn another_format_than_the_disks_is_refused() {
     let refused = registry.take("web", &[disk], |_| "disk".to_owned()).unwrap_err();
     assert_eq!(refused.violations.0[0].field, "disk.format");
     assert!(refused.message.contains("DISK_FORMAT_QCOW2"), "{refused}");
+}
+
+#[test]
+fn a_disk_has_one_operation_at_a_time() {
+    let registry = with(&["a"]);
+    let folder = Folder::of(std::path::Path::new("/s"));
+    let record = registry.get("a").unwrap();
+    registry.begin("a", "first").unwrap();
+    let phase = || registry.see(&folder, "a").unwrap().disk.status.unwrap().phase();
+    assert_eq!(phase(), v1::DiskPhase::Resizing);
+    for refused in [
+        registry.begin("a", "second").unwrap_err(),
+        registry.begin_delete("a", |_| Ok(())).unwrap_err(),
+        overlay(&registry, "top", "a", 0).unwrap_err(),
+    ] {
+        assert_eq!(refused.reason, "BUSY");
+        assert!(refused.message.contains("first"), "{refused}");
+    }
+    registry.end(&record.uid);
+    assert_eq!(phase(), v1::DiskPhase::Ready);
+    registry.begin_delete("a", |_| Ok(())).unwrap();
+}
+
+#[test]
+fn whatever_changes_of_a_disk_has_a_revision_and_nothing_else_does() {
+    let registry = with(&["a", "b"]);
+    let folder = Folder::of(std::path::Path::new("/s"));
+    let mut before = registry.after(&folder, None);
+    let mut changed = |what: &str| {
+        let now = registry.after(&folder, None);
+        let old = std::mem::replace(&mut before, now.clone());
+        let news = now.disks.iter().filter(|seen| !old.disks.contains(seen));
+        for seen in &now.disks {
+            let known = old.disks.iter().find(|known| known.record.uid == seen.record.uid);
+            let same = known.is_some_and(|known| known.disk == seen.disk);
+            assert_eq!(
+                same,
+                known.is_some_and(|known| known.revision == seen.revision),
+                "{what}"
+            );
+        }
+        news.map(|seen| seen.record.name.clone()).collect::<Vec<_>>()
+    };
+    take(&registry, "web", "a", true).unwrap();
+    assert_eq!(changed("taken"), ["a"]);
+    let wire = v1::DiskSpec {
+        name: "data".into(),
+        source: Some(v1::disk_spec::Source::Disk("a".into())),
+        read_only: true,
+        ..Default::default()
+    };
+    registry.hold("web", [&wire]);
+    assert_eq!(changed("held as before"), [""; 0]);
+    registry.hold("web", []);
+    assert_eq!(changed("held no more"), ["a"]);
+    registry.give_back("web", None);
+    assert_eq!(changed("given back twice"), [""; 0]);
+    let top = overlay(&registry, "top", "b", 0).unwrap();
+    assert_eq!(changed("an overlay"), ["b", "top"]);
+    forget(&registry, &top);
+    assert_eq!(changed("the overlay is gone"), ["b"]);
+    registry.begin("a", "operation").unwrap();
+    assert_eq!(changed("an operation"), ["a"]);
+}
+
+#[test]
+fn a_disk_of_the_name_of_a_deleted_one_has_a_higher_generation() {
+    let registry = Registry::default();
+    let first = registry.reserve(record("a"), None).unwrap();
+    assert_eq!(first.generation, 1);
+    let changed = DiskRecord {
+        generation: 9,
+        ..first
+    };
+    registry.settle(changed.clone());
+    forget(&registry, &changed);
+    assert_eq!(registry.reserve(record("a"), None).unwrap().generation, 10);
+}
+
+#[test]
+fn a_file_is_one_disk_and_what_is_below_it_must_be_there() {
+    let registry = with(&["base"]);
+    let base = registry.get("base").unwrap();
+    let twin = DiskRecord {
+        uid: base.uid.clone(),
+        ..record("twin")
+    };
+    let refused = registry.adopt(twin).unwrap_err();
+    assert_eq!((refused.reason, refused.kind), ("DISK_EXISTS", Kind::Exists));
+    assert!(refused.message.contains("\"base\""), "{refused}");
+    let lost = DiskRecord {
+        backing: Uuid::new_v4().as_bytes().to_vec(),
+        ..record("lost")
+    };
+    assert_eq!(registry.adopt(lost).unwrap_err().reason, "BACKING_DISK_MISSING");
+    let top = DiskRecord {
+        backing: base.uid,
+        ..record("top")
+    };
+    registry.adopt(top).unwrap();
 }

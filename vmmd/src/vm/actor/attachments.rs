@@ -1,12 +1,13 @@
 //! What an actor knows of its VM's disks beside the spec, and what is under way with them.
 
-use std::{collections::BTreeMap, future, time::Duration};
+use std::{collections::BTreeMap, future, sync::Arc, time::Duration};
 
 use proto::{
     v1::{self, AttachmentPhase},
     vmm,
 };
 use tokio::{
+    sync::Mutex,
     task::{AbortHandle, JoinSet},
     time::Instant,
 };
@@ -23,6 +24,8 @@ pub struct Attachments {
     pub(super) errors: Errors,
     /// Other changes of the machine.
     pub(super) live: LiveChanges,
+    /// Held while the files of a VM without a process are changed: a start waits for that.
+    pub(super) offline: Arc<Mutex<()>>,
     /// Counts changes of what is plugged in: an answer about it from before the last one is out of date.
     changes: u64,
 }

@@ -3,10 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use proto::{
-    model::{
-        disk::{Disk, Format, RateLimit, Source},
-        vm::VmSpec,
-    },
+    model::disk::{Disk, Format, RateLimit, Source},
     vmm::{
         AttachDisk, DetachDisk, DiskStats, ErrorKind, ResizeDisk, SetRateLimit, Status, UpdateNic,
         request::Op, set_rate_limit::Target,
@@ -17,7 +14,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::Reply;
 use crate::{
     control::{self, Client},
-    disk,
+    disk::{self, Control},
     failure::{Failure, Kind},
     host::Host,
     ledger::FileId,
@@ -202,10 +199,7 @@ pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> R
 }
 
 /// Makes a disk of a VM without a process larger; returns the size.
-pub async fn resize_file(host: &Arc<Host>, spec: &VmSpec, name: &str, size: u64) -> Result<u64, Failure> {
-    let Some(disk) = spec.disks.iter().find(|disk| disk.name.as_str() == name) else {
-        return Err(no_disk(name));
-    };
+pub async fn resize_file(host: &Arc<Host>, disk: &Disk, size: u64) -> Result<u64, Failure> {
     match &disk.source {
         Source::Disk { name, .. } => {
             let mut found = proto::model::Violations::default();
@@ -215,18 +209,18 @@ pub async fn resize_file(host: &Arc<Host>, spec: &VmSpec, name: &str, size: u64)
             if size < record.size_bytes {
                 return Err(disk::shrink_refused(name.as_str(), record.size_bytes, size));
             }
-            disk::grow_record(host, &record, size).await
+            disk::grow_record(host, &record, size, Control::default()).await
         }
         Source::Path { path, format } => {
             let growing = disk::Growing {
-                name: name.to_owned(),
+                name: disk.name.to_string(),
                 path: path.clone(),
                 format: *format,
                 size: None,
                 preallocation: proto::model::disk::Preallocation::Off,
                 backing: Vec::<(std::path::PathBuf, Format)>::new(),
             };
-            disk::grow(host, growing, size).await
+            disk::grow(host, growing, size, Control::default()).await
         }
     }
 }

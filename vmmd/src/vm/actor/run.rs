@@ -93,6 +93,7 @@ impl Actor {
             claim,
             trace: operation.context().trace.clone(),
             report: operation.reporter(),
+            offline: Arc::clone(&self.disks.offline),
         };
         let cancel = CancellationToken::new();
         let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()).in_current_span());

@@ -4,6 +4,7 @@
 mod file;
 mod in_use;
 mod look;
+pub mod signature;
 
 use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::PathBuf, time::Duration};
 

@@ -146,9 +146,18 @@ impl Actor {
             run.attaching.push(name.clone());
         }
         let disks = std::slice::from_ref(disk);
-        self.host
+        let taken = self
+            .host
             .disks
-            .take(&self.record.name, disks, |_| "disk".to_owned())?;
+            .take(&self.record.name, disks, |_| "disk".to_owned());
+        taken.map_err(|failure| match failure.reason {
+            // The request is about that disk, as one for a VM is about the VM.
+            "DISK_NOT_FOUND" => Failure {
+                kind: Kind::NotFound,
+                ..failure
+            },
+            _ => failure,
+        })?;
         if let Err(error) = self.host.store.put(&record).await {
             change::hold_disks(&self.host, &self.record);
             return Err(store_failure(error));

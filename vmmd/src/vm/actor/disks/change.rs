@@ -1,12 +1,14 @@
 //! Another size for a disk that the VM has.
 
-use proto::v1::AttachmentPhase;
+use std::sync::Arc;
+
+use proto::{model::disk::Disk, v1::AttachmentPhase};
 
 use crate::{
     failure::Failure,
     vm::{
         actor::{
-            Actor, Reply, answer,
+            Actor, Reply,
             plug::{self, Outcome, no_disk},
         },
         admission::Place,
@@ -36,23 +38,15 @@ impl Actor {
             return Err((Failure::precondition("DISK_READ_ONLY", message), reply));
         }
         if place == Place::Spec {
-            // Here and not in a task, so that the VM is not started meanwhile.
-            let grown = plug::resize_file(&self.host, &self.spec, name, size).await;
-            return match grown {
-                Ok(_) => {
-                    self.publish();
-                    answer([reply], &Ok(self.state()));
-                    Ok(())
-                }
-                Err(failure) => Err((failure, reply)),
-            };
+            self.resize_offline(disk, size, reply);
+            return Ok(());
         }
         let attachment = self.disks.get(name);
         let settled = attachment.is_none_or(|attachment| attachment.phase == AttachmentPhase::Attached);
         match self.running_client() {
             Ok(_) if !settled => Err((self.busy(name), reply)),
             Ok(client) => {
-                let (host, of) = (std::sync::Arc::clone(&self.host), name.to_owned());
+                let (host, of) = (Arc::clone(&self.host), name.to_owned());
                 self.disks.tasks.spawn(async move {
                     let result = plug::resize(host, client, disk, size).await;
                     Outcome::Resized(of, reply, result)
@@ -61,5 +55,22 @@ impl Actor {
             }
             Err(failure) => Err((failure, reply)),
         }
+    }
+
+    /// Resizes the file of a VM without a process. A copy of the tables or a reservation can take minutes: a start waits for
+    /// it, other requests do not.
+    fn resize_offline(&mut self, disk: Disk, size: u64, reply: Reply) {
+        let (host, offline) = (Arc::clone(&self.host), Arc::clone(&self.disks.offline));
+        let name = disk.name.to_string();
+        // In a task of its own: a VM that is deleted meanwhile does not leave a disk of the DiskService half noted.
+        let whole = tokio::spawn(async move {
+            let _offline = offline.lock_owned().await;
+            plug::resize_file(&host, &disk, size).await
+        });
+        self.disks.tasks.spawn(async move {
+            let ended = whole.await;
+            let result = ended.unwrap_or_else(|error| Err(Failure::internal(error.to_string())));
+            Outcome::Resized(name, reply, result)
+        });
     }
 }

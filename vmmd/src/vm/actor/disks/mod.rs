@@ -104,8 +104,8 @@ impl Actor {
             Outcome::Resized(name, reply, result) => {
                 if let (Ok(size), Some(_)) = (&result, &self.instance) {
                     self.disks.entry(&name).capacity = *size;
-                    self.publish();
                 }
+                self.publish();
                 answer([reply], &result.map(|_| self.state()));
             }
             Outcome::Applied(path, live, applied, result) => {

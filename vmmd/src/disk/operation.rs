@@ -1,0 +1,105 @@
+//! Operations of disks: begun, followed, ended early.
+
+use std::{io, pin::pin};
+
+use tokio_util::sync::CancellationToken;
+
+use super::object;
+use crate::{
+    context::Context,
+    failure::{Failure, Kind},
+    host::Host,
+    operation::{Handle, Progress, Reporter, Type},
+    store::DiskRecord,
+};
+
+/// Notes an operation of a disk that begins. Refused as BUSY while another one is under way.
+pub fn begin(host: &Host, what: Type, record: &DiskRecord, context: &Context) -> Result<Handle, Failure> {
+    let handle = host.operations.begin(what, &object(record), context, None);
+    if let Err(failure) = host.disks.begin(&record.name, handle.id()) {
+        handle.fail(&failure);
+        return Err(failure);
+    }
+    Ok(handle)
+}
+
+/// What blocking work hears and says.
+#[derive(Clone, Debug, Default)]
+pub struct Control {
+    cancel: CancellationToken,
+    /// Of the operation; nobody hears of the work when there is none.
+    reporter: Option<Reporter>,
+}
+
+impl Control {
+    /// One for a part of the work that says nothing of its progress.
+    pub fn silent(&self) -> Self {
+        Self {
+            reporter: None,
+            ..self.clone()
+        }
+    }
+
+    /// Is cancelled when the work is not wanted any more.
+    pub fn cancel(&self) -> &CancellationToken {
+        &self.cancel
+    }
+
+    /// Notes how far the work is, in bytes.
+    pub fn progress(&self, done: u64, total: u64) {
+        if let Some(reporter) = &self.reporter {
+            reporter.advance(Progress::bytes(done, total));
+        }
+    }
+
+    /// An error when the work is not wanted any more.
+    pub fn wanted(&self) -> io::Result<()> {
+        match self.cancel.is_cancelled() {
+            true => Err(io::Error::new(io::ErrorKind::Interrupted, "cancelled")),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Does the work of an operation: its progress is that of the operation, and a cancel of the operation, or the end of the
+/// daemon, is one of the work. What is not wanted any more has to end by itself.
+pub async fn follow<T, F: Future<Output = T>>(
+    host: &Host,
+    handle: &Handle,
+    message: &str,
+    work: impl FnOnce(Control) -> F,
+) -> T {
+    let cancel = host.stopping.child_token();
+    handle.progress(Progress::bytes(0, 0), message);
+    let control = Control {
+        cancel: cancel.clone(),
+        reporter: Some(handle.reporter()),
+    };
+    let mut work = pin!(work(control));
+    tokio::select! {
+        result = &mut work => return result,
+        () = handle.token().cancelled() => cancel.cancel(),
+    }
+    work.await
+}
+
+/// Why work has ended that was not wanted any more.
+pub fn cancelled(host: &Host) -> Failure {
+    if host.stopping.is_cancelled() {
+        return Failure::stopping();
+    }
+    Failure::new(Kind::Aborted, "CANCELLED", "the operation was cancelled")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_ends_when_it_is_not_wanted() {
+        let control = Control::default();
+        assert!(control.wanted().is_ok());
+        control.cancel().cancel();
+        assert_eq!(control.wanted().unwrap_err().kind(), io::ErrorKind::Interrupted);
+    }
+}
