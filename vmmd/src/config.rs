@@ -8,9 +8,12 @@ use std::{
 
 use serde::Deserialize;
 
-use crate::node::{
-    limits::{Overcommit, Pressure, Reserved},
-    sizing,
+use crate::{
+    node::{
+        limits::{Overcommit, Pressure, Reserved},
+        sizing,
+    },
+    vm::files::Roots,
 };
 
 mod clients;
@@ -72,6 +75,8 @@ pub struct Config {
     pub sizing: Vec<sizing::Policy>,
     /// Figures for Prometheus.
     pub metrics: Metrics,
+    /// Where the files of VMs may be.
+    pub roots: Roots,
 }
 
 /// How long starts by a run policy wait after a failure or the end of a run, in milliseconds.
@@ -153,6 +158,7 @@ impl Default for Config {
             pressure: Pressure::default(),
             sizing: Vec::new(),
             metrics: Metrics::default(),
+            roots: Roots::default(),
         }
     }
 }
@@ -244,6 +250,9 @@ impl Config {
             if let Err(problem) = policy.check() {
                 return refuse("sizing", &format!("number {number}: {problem}"));
             }
+        }
+        if let Err(problem) = self.roots.check() {
+            return refuse("roots", problem);
         }
         let listen = self.metrics.listen.as_deref().unwrap_or("/");
         if !listen.starts_with('/') && listen.parse::<std::net::SocketAddr>().is_err() {
@@ -342,6 +351,7 @@ mod tests {
             ("[[sizing]]\nmin_cores = 2\nmax_cores = 1", "max_cores"),
             ("[[sizing]]\nmin_cores = 2", "max_cores"),
             ("reserved = { memory_mib = -1 }", "memory_mib"),
+            ("roots = { disks = ['/srv', 'vm'] }", "roots"),
         ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(key), "{text}: {error}");

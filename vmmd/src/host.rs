@@ -92,6 +92,7 @@ impl Host {
             ledger: &self.ledger,
             disks: &self.disks,
             folder: self.disk_folder(),
+            roots: &self.config.roots,
         }
     }
 }

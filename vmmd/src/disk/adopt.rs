@@ -31,7 +31,7 @@ use crate::{
     operation::Type,
     store::DiskRecord,
     text,
-    vm::files::{self, Locks, Use},
+    vm::files::{self, Locks, Use, Within},
 };
 
 /// The field of the request.
@@ -165,7 +165,7 @@ fn examine(host: &Host, path: &Path, wanted: Option<Format>) -> Result<Found, Fa
     if fs::symlink_metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
         return Err(unusable("is not a regular file"));
     }
-    let image = files::open_image_file(&label, path, Cache::Writeback, Use::Write)?;
+    let image = files::open_image_file(&label, path, Within::Own, Cache::Writeback, Use::Write)?;
     if !files::lock(&image, Locks::Take, false, &host.ledger).map_err(io_failed)? {
         let user = files::user(&image, &host.ledger);
         return Err(Failure::precondition(

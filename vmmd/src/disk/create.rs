@@ -32,7 +32,7 @@ use crate::{
     store::{DiskRecord, DiskSource, DiskStage, disk_source::Source},
     text,
     vm::{
-        files::{self, Locks, Use, signature},
+        files::{self, Locks, Use, Within, signature},
         store_failure,
     },
 };
@@ -275,7 +275,13 @@ fn copy_file(
     control: &Control,
 ) -> Result<u64, Failure> {
     let label = format!("rawFile: \"{}\"", path.display());
-    let source = files::open_image_file(&label, path, Cache::Writeback, Use::Read)?;
+    let source = files::open_image_file(
+        &label,
+        path,
+        Within::Roots(&host.config.roots.disks),
+        Cache::Writeback,
+        Use::Read,
+    )?;
     if !files::lock(&source, Locks::Take, true, &host.ledger).map_err(|error| file::failed("lock", &error))? {
         let user = files::user(&source, &host.ledger);
         let message = format!("{label} is in use by {user}, which may write to it");

@@ -25,7 +25,7 @@ use crate::{
     store::DiskRecord,
     vm::{
         Command, DiskRequest,
-        files::{self, Locks, Use},
+        files::{self, Locks, Use, Within},
         store_failure,
     },
 };
@@ -40,6 +40,8 @@ pub struct Growing {
     pub name: String,
     /// Its file or block device.
     pub path: PathBuf,
+    /// It is the file of a disk of the DiskService.
+    pub own: bool,
     /// How that is to be read.
     pub format: Format,
     /// Its present size where that is not in the file's length.
@@ -183,6 +185,7 @@ pub async fn grow_record(
     let growing = Growing {
         name: record.name.clone(),
         path: resolved.path,
+        own: true,
         format: resolved.format,
         size: Some(record.size_bytes),
         preallocation: preallocation(record),
@@ -280,7 +283,11 @@ fn grow_raw(host: &Host, growing: &Growing, size: u64, control: &Control) -> Res
     let operation = format!("make disk \"{name}\" larger");
     let failed = |error: io::Error| file::failed(&operation, &error);
     let field = format!("disk \"{name}\"");
-    let open = files::open_image_file(&field, path, Cache::Writeback, Use::Write)?;
+    let within = match growing.own {
+        true => Within::Own,
+        false => Within::Roots(&host.config.roots.disks),
+    };
+    let open = files::open_image_file(&field, path, within, Cache::Writeback, Use::Write)?;
     if !files::lock(&open, Locks::Take, false, &host.ledger).map_err(failed)? {
         let user = files::user(&open, &host.ledger);
         let message = format!("disk \"{name}\" is in use by {user}");

@@ -215,6 +215,7 @@ pub async fn resize_file(host: &Arc<Host>, disk: &Disk, size: u64) -> Result<u64
             let growing = disk::Growing {
                 name: disk.name.to_string(),
                 path: path.clone(),
+                own: false,
                 format: *format,
                 size: None,
                 preallocation: proto::model::disk::Preallocation::Off,

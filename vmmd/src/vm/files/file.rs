@@ -17,7 +17,10 @@ use rustix::{
     io::Errno,
 };
 
-use super::{ENDING, in_use};
+use super::{
+    ENDING, in_use,
+    roots::{self, Refused, Within},
+};
 use crate::{failure::Failure, ledger::FileId, text};
 
 /// An image or block device, open.
@@ -67,7 +70,12 @@ pub fn open_kvm(device: &Path) -> Result<OwnedFd, Failure> {
 }
 
 /// Opens the kernel or the initial RAM disk; `field` is its path in the request.
-pub(super) fn open_image(field: &str, what: &'static str, path: &Path) -> Result<OwnedFd, Failure> {
+pub(super) fn open_image(
+    field: &str,
+    what: &'static str,
+    path: &Path,
+    within: Within<'_>,
+) -> Result<OwnedFd, Failure> {
     let is_kernel = what == "KERNEL";
     let (missing, unusable) = if is_kernel {
         ("KERNEL_NOT_FOUND", "KERNEL_UNUSABLE")
@@ -77,8 +85,11 @@ pub(super) fn open_image(field: &str, what: &'static str, path: &Path) -> Result
     let refuse = |reason, problem: &str| {
         Failure::precondition(reason, format!("{field}: \"{}\" {problem}", path.display()))
     };
-    let fd = open_file(path, OFlags::RDONLY).map_err(|errno| {
-        let error = io::Error::from(errno);
+    let fd = open_file(path, within, OFlags::RDONLY).map_err(|refused| {
+        if let Some(problem) = refused.about_roots(within, "kernels") {
+            return refuse(PATH_NOT_ALLOWED, &problem);
+        }
+        let error = io::Error::from(refused);
         match error.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
                 refuse(missing, "does not exist on the node")
@@ -99,6 +110,9 @@ pub(super) fn open_image(field: &str, what: &'static str, path: &Path) -> Result
     Ok(fd)
 }
 
+/// The path is not below a folder that the node's configuration allows.
+const PATH_NOT_ALLOWED: &str = "PATH_NOT_ALLOWED";
+
 /// What an image is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
@@ -112,7 +126,13 @@ pub enum Use {
 }
 
 /// Opens an image file or block device; `label` begins the message when that can't be.
-pub fn open_image_file(label: &str, path: &Path, cache: Cache, how: Use) -> Result<OpenFile, Failure> {
+pub fn open_image_file(
+    label: &str,
+    path: &Path,
+    within: Within<'_>,
+    cache: Cache,
+    how: Use,
+) -> Result<OpenFile, Failure> {
     let refuse = |reason, problem: &str| Failure::precondition(reason, format!("{label} {problem}"));
     let access = match how {
         Use::Read => OFlags::RDONLY,
@@ -121,39 +141,21 @@ pub fn open_image_file(label: &str, path: &Path, cache: Cache, how: Use) -> Resu
         Use::Look => OFlags::RDWR,
     };
     let opened = match cache {
-        Cache::Writeback => open_claimed(path, access),
-        Cache::None => open_claimed(path, access | OFlags::DIRECT),
-        Cache::Auto => match open_claimed(path, access | OFlags::DIRECT) {
+        Cache::Writeback => open_claimed(path, within, access),
+        Cache::None => open_claimed(path, within, access | OFlags::DIRECT),
+        Cache::Auto => match open_claimed(path, within, access | OFlags::DIRECT) {
             // open(2): what is behind the path can't do O_DIRECT.
-            Err(Errno::INVAL) => open_claimed(path, access),
+            Err(Refused::Errno(Errno::INVAL)) => open_claimed(path, within, access),
             opened => opened,
         },
     };
-    let fd = opened.map_err(|errno| match errno {
-        Errno::NOENT | Errno::NOTDIR => refuse("DISK_NOT_FOUND", "does not exist on the node"),
-        Errno::BUSY => {
-            let user = node_user(path).unwrap_or_else(|| "another program, which has it for itself".to_owned());
-            refuse("DISK_IN_USE", &format!("is in use by {user}"))
-        }
-        Errno::ISDIR => refuse("DISK_UNUSABLE", "is a directory"),
-        Errno::ROFS => refuse(
-            "DISK_UNUSABLE",
-            "is on a read-only file system: set `readOnly` or move it",
-        ),
-        Errno::INVAL if cache == Cache::None => refuse(
-            "DIRECT_IO_UNSUPPORTED",
-            "is on a file system without direct I/O, which DISK_CACHE_NONE needs: leave `cache` out, or set \
-             DISK_CACHE_WRITEBACK",
-        ),
-        Errno::PERM => refuse(
-            "DISK_UNUSABLE",
-            "can't be opened: operation not permitted; a block device must be in DeviceAllow= of vmmd.service, and a \
-             file not immutable",
-        ),
-        errno => refuse(
-            "DISK_UNUSABLE",
-            &format!("can't be opened: {}", text::words(&errno.into())),
-        ),
+    let opened = opened.map_err(|refused| match refused.about_roots(within, "disks") {
+        Some(problem) => Err(refuse(PATH_NOT_ALLOWED, &problem)),
+        None => Ok(io::Error::from(refused)),
+    });
+    let fd = opened.map_err(|why| match why {
+        Err(failure) => failure,
+        Ok(error) => refuse_open(&refuse, path, cache, &error),
     })?;
     let unreadable = |error: io::Error| refuse("DISK_UNUSABLE", &text::words(&error));
     let metadata = metadata(&fd).map_err(unreadable)?;
@@ -187,14 +189,53 @@ pub fn open_image_file(label: &str, path: &Path, cache: Cache, how: Use) -> Resu
     })
 }
 
+/// Why an image can't be opened.
+fn refuse_open(
+    refuse: &impl Fn(&'static str, &str) -> Failure,
+    path: &Path,
+    cache: Cache,
+    error: &io::Error,
+) -> Failure {
+    let Some(errno) = Errno::from_io_error(error) else {
+        return refuse("DISK_UNUSABLE", &text::words(error));
+    };
+    match errno {
+        Errno::NOENT | Errno::NOTDIR => refuse("DISK_NOT_FOUND", "does not exist on the node"),
+        Errno::BUSY => {
+            let user =
+                node_user(path).unwrap_or_else(|| "another program, which has it for itself".to_owned());
+            refuse("DISK_IN_USE", &format!("is in use by {user}"))
+        }
+        Errno::ISDIR => refuse("DISK_UNUSABLE", "is a directory"),
+        Errno::ROFS => refuse(
+            "DISK_UNUSABLE",
+            "is on a read-only file system: set `readOnly` or move it",
+        ),
+        Errno::INVAL if cache == Cache::None => refuse(
+            "DIRECT_IO_UNSUPPORTED",
+            "is on a file system without direct I/O, which DISK_CACHE_NONE needs: leave `cache` out, or set \
+             DISK_CACHE_WRITEBACK",
+        ),
+        Errno::PERM => refuse(
+            "DISK_UNUSABLE",
+            "can't be opened: operation not permitted; a block device must be in DeviceAllow= of vmmd.service, and a \
+             file not immutable",
+        ),
+        errno => refuse(
+            "DISK_UNUSABLE",
+            &format!("can't be opened: {}", text::words(&errno.into())),
+        ),
+    }
+}
+
 /// As [`open_file`], but waits a moment for a block device that nobody is seen to use: the kernel may still be closing the
 /// files of a process that has just ended.
-fn open_claimed(path: &Path, access: OFlags) -> Result<OwnedFd, Errno> {
+fn open_claimed(path: &Path, within: Within<'_>, access: OFlags) -> Result<OwnedFd, Refused> {
     const AGAIN: Duration = Duration::from_millis(10);
     let deadline = Instant::now() + ENDING;
     loop {
-        match open_file(path, access) {
-            Err(Errno::BUSY) if Instant::now() < deadline && node_user(path).is_none() => {
+        match open_file(path, within, access) {
+            Err(Refused::Errno(Errno::BUSY)) if Instant::now() < deadline && node_user(path).is_none() => {
                 thread::sleep(AGAIN);
             }
             opened => return opened,
@@ -208,10 +249,10 @@ fn node_user(path: &Path) -> Option<String> {
 }
 
 /// Opens without waiting for the other end of a FIFO or a carrier.
-fn open_file(path: &Path, access: OFlags) -> Result<OwnedFd, Errno> {
+fn open_file(path: &Path, within: Within<'_>, access: OFlags) -> Result<OwnedFd, Refused> {
     let flags = access | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-    let fd = rustix::fs::open(path, flags, Mode::empty())?;
-    rustix::fs::fcntl_setfl(&fd, access.difference(OFlags::EXCL))?;
+    let fd = roots::open(path, within, flags)?;
+    rustix::fs::fcntl_setfl(&fd, access.difference(OFlags::EXCL)).map_err(Refused::Errno)?;
     Ok(fd)
 }
 

@@ -5,7 +5,7 @@ use proto::model::{
     vm::{Boot, VmSpec},
 };
 
-use super::{Locks, OpenDisk, Sources, beyond, open_disk, open_image};
+use super::{Locks, OpenDisk, Sources, Within, beyond, open_disk, open_image};
 use crate::{
     failure::{Failure, Kind},
     node::placement::Problem,
@@ -16,14 +16,18 @@ use crate::{
 /// is taken, so that no start is disturbed.
 pub fn look(spec: &VmSpec, sources: &Sources<'_>, name: &str) -> Vec<Problem> {
     let Boot::Linux { kernel, initrd, .. } = &spec.boot;
+    let kernels = Within::Roots(&sources.roots.kernels);
     let mut found = Vec::new();
     let mut note = |field: &str, failure: Failure| found.push(Problem::of(failure, field));
     let field = "spec.boot.linux.kernel";
-    if let Err(failure) = open_image(field, "KERNEL", kernel) {
+    if let Err(failure) = open_image(field, "KERNEL", kernel, kernels) {
         note(field, failure);
     }
     let field = "spec.boot.linux.initrd";
-    if let Some(Err(failure)) = initrd.as_ref().map(|initrd| open_image(field, "INITRD", initrd)) {
+    if let Some(Err(failure)) = initrd
+        .as_ref()
+        .map(|initrd| open_image(field, "INITRD", initrd, kernels))
+    {
         note(field, failure);
     }
     let mut of_disks = 0;

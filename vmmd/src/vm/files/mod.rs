@@ -4,6 +4,7 @@
 mod file;
 mod in_use;
 mod look;
+pub mod roots;
 pub mod signature;
 
 use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::PathBuf, time::Duration};
@@ -20,6 +21,7 @@ use self::file::{identity, identity_at, open_image};
 pub use self::{
     file::{OpenFile, Use, open_image_file, open_kvm},
     look::look,
+    roots::{Roots, Within},
 };
 use crate::{
     disk::{Folder, Registry},
@@ -74,6 +76,8 @@ pub struct Sources<'a> {
     pub disks: &'a Registry,
     /// Where their files are.
     pub folder: Folder,
+    /// Where all other files may be.
+    pub roots: &'a Roots,
 }
 
 /// What to do about locks of the disks.
@@ -88,10 +92,11 @@ pub enum Locks {
 /// Opens and checks everything.
 pub fn open(spec: &VmSpec, sources: &Sources<'_>, locks: Locks) -> Result<Files, Failure> {
     let Boot::Linux { kernel, initrd, .. } = &spec.boot;
-    let kernel = open_image("spec.boot.linux.kernel", "KERNEL", kernel)?;
+    let kernels = Within::Roots(&sources.roots.kernels);
+    let kernel = open_image("spec.boot.linux.kernel", "KERNEL", kernel, kernels)?;
     let initrd = initrd
         .as_ref()
-        .map(|initrd| open_image("spec.boot.linux.initrd", "INITRD", initrd))
+        .map(|initrd| open_image("spec.boot.linux.initrd", "INITRD", initrd, kernels))
         .transpose()?;
     let mut files = Files {
         kernel,
@@ -170,10 +175,11 @@ pub fn bytes_in_memory(spec: &VmSpec, sources: &Sources<'_>) -> u64 {
 
 /// Opens and locks a disk with all that is below it; `field` is its path in the request.
 pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) -> Result<OpenDisk, Failure> {
-    let (label, path, format, below) = match &disk.source {
+    let (label, path, within, format, below) = match &disk.source {
         Source::Path { path, format } => (
             format!("{field}.path: disk \"{}\": \"{}\"", disk.name, path.display()),
             path.clone(),
+            Within::Roots(&sources.roots.disks),
             *format,
             Vec::new(),
         ),
@@ -185,7 +191,13 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
                 ..failure
             })?;
             let label = format!("{field}.disk: disk \"{}\" (\"{name}\")", disk.name);
-            (label, resolved.path, resolved.format, resolved.backing)
+            (
+                label,
+                resolved.path,
+                Within::Own,
+                resolved.format,
+                resolved.backing,
+            )
         }
     };
     let how = match (disk.read_only, locks) {
@@ -193,7 +205,7 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
         (false, Locks::Take) => Use::Write,
         (false, Locks::None) => Use::Look,
     };
-    let image = open_image_file(&label, &path, disk.cache, how).map_err(|failure| {
+    let image = open_image_file(&label, &path, within, disk.cache, how).map_err(|failure| {
         // A block device that another VM has.
         let id = Some(failure.reason).filter(|reason| *reason == "DISK_IN_USE");
         let vm = id.and_then(|_| sources.ledger.user_of(identity_at(&path)?));
@@ -226,7 +238,7 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
     };
     for (path, format) in below {
         let label = format!("{label}: a disk below it");
-        let image = open_image_file(&label, &path, disk.cache, Use::Read)?;
+        let image = open_image_file(&label, &path, Within::Own, disk.cache, Use::Read)?;
         take(&label, &image, true, sources.ledger, locks)?;
         opened.ids.push(image.id);
         opened.backing.push((image.fd, format));

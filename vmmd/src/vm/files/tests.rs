@@ -14,6 +14,7 @@ struct Case {
     spec: VmSpec,
     ledger: std::sync::Arc<Ledger>,
     disks: Registry,
+    roots: Roots,
 }
 
 fn case() -> Case {
@@ -47,6 +48,7 @@ fn case() -> Case {
         spec,
         ledger: Ledger::new(UidRange::default()),
         disks: Registry::default(),
+        roots: Roots::default(),
     }
 }
 
@@ -82,6 +84,7 @@ impl Case {
             ledger: &self.ledger,
             disks: &self.disks,
             folder: Folder::of(self.folder.path()),
+            roots: &self.roots,
         }
     }
 
