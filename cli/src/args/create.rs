@@ -145,7 +145,7 @@ pub struct CreateVm {
     #[allow(missing_docs)]
     pub resources: Resources,
     /// Disk: a raw image or block device on the node, or disk=NAME for one that vmmd keeps, or
-    /// path=/srv/a.qcow2,format=qcow2. More keys, as in `vmmctl attach`: name, serial, readonly, cache, queues,
+    /// path=/srv/a.qcow2,format=qcow2. More keys, as in `vmmctl attach`: name, any-content, serial, readonly, cache, queues,
     /// block-size, on-error, bps, iops, burst, burst-ops, rate-group.
     #[arg(long = "disk", value_name = "PATH|KEY=VALUE,…")]
     pub disks: Vec<String>,

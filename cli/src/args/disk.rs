@@ -91,6 +91,9 @@ pub struct GetDisk {
     /// How to print them.
     #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
+    /// Go on printing changes as they happen.
+    #[arg(short, long)]
+    pub watch: bool,
     /// Only disks with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
     #[arg(
         short = 'l',
@@ -155,6 +158,9 @@ pub struct Attach {
     /// What the file is; never guessed.
     #[arg(long, value_enum)]
     pub format: Option<ImageFormat>,
+    /// The file is raw although it begins as an image of another format does.
+    #[arg(long, requires = "path")]
+    pub any_content: bool,
     /// Name of the disk in the VM; that of the disk, or of the file without its extension, when not given.
     #[arg(long)]
     pub name: Option<String>,

@@ -134,9 +134,9 @@ pub enum Command {
     Diff(Diff),
     /// Change fields of a VM by a merge patch, or one by one.
     Patch(Box<Patch>),
-    /// Set (KEY=VALUE) and remove (KEY-) labels of VMs.
+    /// Set (KEY=VALUE) and remove (KEY-) labels of VMs and disks.
     Label(label::Label),
-    /// Set (KEY=VALUE) and remove (KEY-) annotations of VMs.
+    /// Set (KEY=VALUE) and remove (KEY-) annotations of VMs and disks.
     Annotate(label::Label),
     /// Wait until VMs are as they are to be, or an operation has ended.
     Wait(Wait),

@@ -3,7 +3,7 @@
 use clap::{Args, Subcommand};
 use proto::v1::RunPolicy;
 
-use super::{Timeout, operation_id, vm_name};
+use super::{FORMAT, HELP, Output, Timeout, operation_id, vm_name};
 use crate::complete;
 
 /// `get operation`.
@@ -24,6 +24,9 @@ pub struct GetOperation {
     /// Go on printing the changes of the one that is named until it has ended.
     #[arg(short, long, requires = "id")]
     pub watch: bool,
+    /// How to print them.
+    #[arg(short, long, value_name = FORMAT, help = HELP)]
+    pub output: Option<Output>,
     /// Leave out the line with the columns' names.
     #[arg(long)]
     pub no_headers: bool,

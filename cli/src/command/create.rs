@@ -2,7 +2,7 @@
 
 use proto::{model::vm::Manifest, v1};
 
-use super::{apply, disk, disk_spec, get, interrupt, memory, nic_spec};
+use super::{apply, disk, disk_spec, interrupt, memory, nic_spec, watch};
 use crate::{
     args::{CreateVm, Output},
     client::Client,
@@ -111,7 +111,7 @@ fn report(vm: &v1::Vm, args: &CreateVm) -> Result<()> {
         .map(|metadata| metadata.name.as_str())
         .unwrap_or_default();
     match &args.output {
-        Some(output) if *output != Output::Wide => get::print_documents(&[vm], output, Layout::default()),
+        Some(output) if *output != Output::Wide => watch::print_documents(&[vm], output, Layout::default()),
         _ => {
             let started = if args.start { " and started" } else { "" };
             let suffix = if args.dry_run { " (dry run)" } else { "" };

@@ -8,6 +8,7 @@ use proto::{
 use super::{
     disk_spec::{usage, valid},
     get,
+    watch::{self, print_documents},
 };
 use crate::{
     args::{
@@ -16,16 +17,16 @@ use crate::{
     },
     client::{COPY, Client, WORK, about_disk, empty_answer, send},
     failure::{Code, Failure, Result},
-    manifest::{disk, schema},
-    output::{
-        self,
-        format::{self, Document, Layout},
-    },
+    manifest::disk,
+    output::{self, format::Layout},
 };
 
 /// What a client changes of a disk, as a mask has it.
 const METADATA: [&str; 3] = ["metadata.labels", "metadata.annotations", "metadata.owner"];
 const SIZE: &str = "spec.size_bytes";
+
+/// How often a change is made anew of what somebody else has changed meanwhile.
+const TRIES: u32 = 5;
 
 /// The request that the flags describe.
 pub fn from_flags(args: &CreateDisk) -> Result<v1::CreateDiskRequest> {
@@ -130,9 +131,48 @@ pub async fn change(client: &Client, wanted: &v1::Disk, grow: bool) -> Result<v1
     update(client, wanted.clone(), &fields).await
 }
 
+/// Makes of the metadata of a disk what `wanted` makes of it; whether that was a change. When somebody else changes the disk between
+/// the two, it is read and changed anew.
+pub async fn rewrite(client: &Client, name: &str, wanted: impl Fn(&mut v1::ObjectMetadata)) -> Result<bool> {
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        let there = client.disk(name).await?;
+        let before = there.metadata.clone().unwrap_or_default();
+        let mut after = before.clone();
+        wanted(&mut after);
+        if after == before {
+            return Ok(false);
+        }
+        let seen = v1::Preconditions {
+            uid: before.uid,
+            generation: Some(before.generation),
+        };
+        let disk = v1::Disk {
+            metadata: Some(after),
+            ..Default::default()
+        };
+        match update_if(client, disk, &METADATA, Some(seen)).await {
+            Err(failure) if &*failure.reason == "GENERATION_MISMATCH" && tries < TRIES => {}
+            done => return done.map(|_| true),
+        }
+    }
+}
+
 async fn update(client: &Client, disk: v1::Disk, fields: &[&str]) -> Result<v1::Disk> {
+    update_if(client, disk, fields, None).await
+}
+
+async fn update_if(
+    client: &Client,
+    mut disk: v1::Disk,
+    fields: &[&str],
+    preconditions: Option<v1::Preconditions>,
+) -> Result<v1::Disk> {
+    disk::strip(&mut disk);
     let name = disk::name(&disk).to_owned();
     let request = v1::UpdateDiskRequest {
+        preconditions,
         disk: Some(disk),
         update_mask: Some(well_known::FieldMask {
             paths: fields.iter().map(|field| (*field).to_owned()).collect(),
@@ -161,8 +201,11 @@ pub async fn delete(client: &Client, names: &[String], ignore_not_found: bool) -
     super::all(failures)
 }
 
-/// Lists disks.
+/// Lists disks once, or watches them.
 pub async fn list(client: &Client, args: &GetDisk) -> Result<(), Vec<Failure>> {
+    if args.watch {
+        return watch(client, args).await.map_err(super::one);
+    }
     let mut failures = Vec::new();
     let disks = if args.names.is_empty() {
         client.list_disks().await.map_err(super::one)?
@@ -176,6 +219,26 @@ pub async fn list(client: &Client, args: &GetDisk) -> Result<(), Vec<Failure>> {
     let disks: Vec<_> = disks.iter().filter(selected).collect();
     print(&disks, args).map_err(super::one)?;
     super::all(failures)
+}
+
+/// Prints what there is, then each change, until the daemon or the user ends it.
+async fn watch(client: &Client, args: &GetDisk) -> Result<()> {
+    if let [only] = args.names.as_slice() {
+        // A watch of a disk that is not there would wait for it without a word.
+        client.disk(only).await?;
+    }
+    let filter = v1::ObjectFilter {
+        labels: args.selectors.iter().map(ToString::to_string).collect(),
+        names: args.names.clone(),
+    };
+    watch::watch(args.output.as_ref(), args.no_headers, async |cursor| {
+        let request = v1::WatchDisksRequest {
+            filter: Some(filter.clone()),
+            cursor,
+        };
+        client.disks.clone().watch_disks(request).await
+    })
+    .await
 }
 
 /// Shows everything about disks.
@@ -229,17 +292,4 @@ fn print(disks: &[&v1::Disk], args: &GetDisk) -> Result<()> {
         .map(|disk| output::disk::row(disk, wide, now))
         .collect();
     output::print(&output::disk::table(wide).whole(&rows, !args.no_headers))
-}
-
-/// Prints disks as documents one after another.
-fn print_documents(disks: &[&v1::Disk], output: &Output, layout: Layout) -> Result<()> {
-    let document = |disk: &&v1::Disk| {
-        Ok(Document {
-            title: format!("disk/{}", disk::name(disk)),
-            json: disk::manifest(disk)?,
-            schema: schema::DISK,
-        })
-    };
-    let documents: Vec<_> = disks.iter().map(document).collect::<Result<_>>()?;
-    format::documents(&documents, output, layout)
 }

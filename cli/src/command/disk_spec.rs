@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// What a `--disk` may have beside a path.
-const KEYS: &str = "name=, path=, disk=, format=, serial=, readonly, cache=, queues=, block-size=, on-error=, bps=, \
+const KEYS: &str = "name=, path=, disk=, format=, any-content, serial=, readonly, cache=, queues=, block-size=, on-error=, bps=, \
                     iops=, burst=, burst-ops=, rate-group=";
 
 impl From<ImageFormat> for v1::DiskFormat {
@@ -130,6 +130,7 @@ pub fn from_flags(args: &Attach) -> Result<v1::DiskSpec> {
             .map_or(0, |policy| v1::DiskErrorPolicy::from(policy).into()),
         rate_limit: args.limits.limit(),
         rate_group: args.rate_group.clone().unwrap_or_default(),
+        any_content: args.any_content,
     };
     let mut found = Violations::default();
     Disk::new(&mut found, "disk", &disk);
@@ -227,6 +228,10 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
             let done = match part.split_once('=') {
                 None if part == "readonly" || part == "read-only" => {
                     disk.read_only = true;
+                    Ok(true)
+                }
+                None if part == "any-content" => {
+                    disk.any_content = true;
                     Ok(true)
                 }
                 None => Ok(false),

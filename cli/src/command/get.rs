@@ -2,23 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use proto::v1::{self, WatchEventType};
+use proto::v1;
 
+use super::watch::{self, print_documents};
 use crate::{
     args::{GetVm, Output, Selector},
-    client::{Client, RESTART, went_away},
-    failure::{Code, Failure, Result},
-    manifest::{emit, schema},
-    output::{
-        self,
-        format::{self, Document, Layout},
-        table::Table,
-        vm,
-    },
+    client::Client,
+    failure::{Failure, Result},
+    output::{self, format::Layout, vm},
 };
-
-/// How often a watch is taken up again without an event in between.
-const TRIES: u32 = 5;
 
 /// As many events are in the description of a VM.
 const LAST_EVENTS: u32 = 10;
@@ -119,154 +111,22 @@ fn print(vms: &[&v1::Vm], args: &GetVm) -> Result<()> {
     output::print(&vm::table(wide).whole(&rows, !args.no_headers))
 }
 
-/// Prints VMs as documents one after another.
-pub fn print_documents(vms: &[&v1::Vm], output: &Output, layout: Layout) -> Result<()> {
-    let document = |vm: &&v1::Vm| {
-        Ok(Document {
-            title: format!("vm/{}", name(vm)),
-            json: emit::vm(vm)?,
-            schema: schema::VM,
-        })
-    };
-    let documents: Vec<_> = vms.iter().map(document).collect::<Result<_>>()?;
-    format::documents(&documents, output, layout)
-}
-
 /// Prints what there is, then each change, until the daemon or the user ends it.
 async fn watch(client: &Client, args: &GetVm) -> Result<()> {
-    let mut watcher = Watcher {
-        args,
-        before: Some(Vec::new()),
-        table: match &args.output {
-            Some(Output::Columns(columns)) => format::table(columns),
-            output => vm::table(output.is_some()),
-        },
-    };
     if let [only] = args.names.as_slice() {
         // A watch of a VM that is not there would wait for it without a word.
         client.get(only).await?;
     }
-    let mut request = v1::WatchVmsRequest {
-        filter: Some(filter(args)),
-        ..Default::default()
-    };
-    let mut tries = 0;
-    loop {
-        let ended = match follow(client, &mut request, &mut watcher, &mut tries).await {
-            Ok(()) => Failure::new(Code::Unavailable, "vmmd ended the watch")
-                .hint("it may be restarting: try again"),
-            Err(failure) => failure,
+    watch::watch(args.output.as_ref(), args.no_headers, async |cursor| {
+        let request = v1::WatchVmsRequest {
+            filter: Some(filter(args)),
+            cursor,
+            ..Default::default()
         };
-        if &*ended.reason == "CURSOR_EXPIRED" {
-            eprintln!(
-                "vmmd does not know any more what has changed meanwhile: what there is is printed anew"
-            );
-            request.cursor.clear();
-            watcher.before = Some(Vec::new());
-            continue;
-        }
-        if !went_away(&ended) || tries == TRIES {
-            return Err(ended);
-        }
-        tries += 1;
-        eprintln!("vmmd went away; going on with the watch when it is back (try {tries} of {TRIES})");
-        tokio::time::sleep(RESTART).await;
-    }
+        client.vms.clone().watch_vms(request).await
+    })
+    .await
 }
-
-/// Watches from the request's cursor until the stream ends, and notes there how far it came.
-async fn follow(
-    client: &Client,
-    request: &mut v1::WatchVmsRequest,
-    watcher: &mut Watcher<'_>,
-    tries: &mut u32,
-) -> Result<()> {
-    let stream = client.vms.clone().watch_vms(request.clone()).await;
-    let mut stream = stream?.into_inner();
-    while let Some(event) = stream.message().await? {
-        *tries = 0;
-        request.cursor.clone_from(&event.cursor);
-        watcher.event(event)?;
-    }
-    Ok(())
-}
-
-struct Watcher<'a> {
-    args: &'a GetVm,
-    /// What was there at the beginning, until all of it has come.
-    before: Option<Vec<v1::Vm>>,
-    table: Table,
-}
-
-impl Watcher<'_> {
-    fn event(&mut self, event: v1::WatchVmsResponse) -> Result<()> {
-        let kind = event.r#type();
-        if kind == WatchEventType::Synced {
-            // Not when it goes on after a pause.
-            let Some(mut vms) = self.before.take() else {
-                return Ok(());
-            };
-            vms.sort_by(|a, b| name(a).cmp(name(b)));
-            return self.begin(&vms);
-        }
-        let Some(vm) = event.vm else {
-            return Ok(());
-        };
-        match &mut self.before {
-            Some(before) if kind == WatchEventType::Added => before.push(vm),
-            // A change before all has been sent: print it after.
-            Some(before) => {
-                before.retain(|other| name(other) != name(&vm));
-                if kind != WatchEventType::Deleted {
-                    before.push(vm);
-                }
-            }
-            None => self.change(&vm, kind == WatchEventType::Deleted)?,
-        }
-        Ok(())
-    }
-
-    fn begin(&mut self, vms: &[v1::Vm]) -> Result<()> {
-        if let Some(output) = self.documents() {
-            return print_documents(&vms.iter().collect::<Vec<_>>(), output, STREAM);
-        }
-        let rows = vms.iter().map(|vm| self.row(vm)).collect::<Result<Vec<_>>>()?;
-        output::print(&self.table.whole(&rows, !self.args.no_headers))
-    }
-
-    fn change(&mut self, vm: &v1::Vm, deleted: bool) -> Result<()> {
-        if let Some(output) = self.documents() {
-            return print_documents(&[vm], output, STREAM);
-        }
-        let mut row = self.row(vm)?;
-        let own = matches!(self.args.output, Some(Output::Columns(_)));
-        if let Some(phase) = row.get_mut(1).filter(|_| deleted && !own) {
-            "Deleted".clone_into(phase);
-        }
-        self.table.fit(&row);
-        output::line(self.table.row(&row))
-    }
-
-    fn row(&self, vm: &v1::Vm) -> Result<Vec<String>> {
-        match &self.args.output {
-            Some(Output::Columns(columns)) => Ok(format::row(columns, &emit::vm(vm)?)),
-            output => Ok(vm::row(vm, output.is_some(), jiff::Timestamp::now())),
-        }
-    }
-
-    /// The output that is no table.
-    fn documents(&self) -> Option<&Output> {
-        let output = self.args.output.as_ref();
-        output.filter(|output| !matches!(output, Output::Wide | Output::Columns(_)))
-    }
-}
-
-/// As a watch prints documents.
-const STREAM: Layout = Layout {
-    list: false,
-    stream: true,
-    no_headers: true,
-};
 
 fn name(vm: &v1::Vm) -> &str {
     vm.metadata.as_ref().map_or("", |metadata| &metadata.name)

@@ -1,14 +1,14 @@
-//! `label`, `annotate`: set and take away labels and annotations of VMs.
+//! `label`, `annotate`: set and take away labels and annotations of VMs and of disks.
 
 use clap::Args;
 use proto::v1;
 
 use super::{
-    act, parallel,
+    act, disk, parallel,
     update::{self, Change, How},
 };
 use crate::{
-    args::{Selector, Targets, Timeout, node::LabelChange, vm_name},
+    args::{Selector, Targets, Timeout, disk_name, node::LabelChange, vm_name},
     client::Client,
     complete,
     failure::{Code, Failure, Result},
@@ -20,10 +20,11 @@ use crate::{
 #[command(after_help = "\
 Examples:
   vmmctl label web db tier=front old-
+  vmmctl label disk/data tier=db
   vmmctl label -l tier=front zone=a
   vmmctl annotate web contact=ops@example.com")]
 pub struct Label {
-    /// Names of VMs, then what to set (KEY=VALUE) and to take away (KEY-).
+    /// Names of VMs (and of disks, as disk/NAME), then what to set (KEY=VALUE) and to take away (KEY-).
     #[arg(required = true, value_name = "NAME|KEY=VALUE|KEY-", add = complete::vms())]
     pub words: Vec<String>,
     /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
@@ -52,6 +53,14 @@ pub enum What {
 }
 
 impl What {
+    /// Of the metadata.
+    fn field(self) -> &'static str {
+        match self {
+            Self::Labels => "labels",
+            Self::Annotations => "annotations",
+        }
+    }
+
     fn done(self) -> &'static str {
         match self {
             Self::Labels => "labelled",
@@ -60,8 +69,16 @@ impl What {
     }
 }
 
-/// What the words of the command line mean. Needs no daemon.
-pub fn read(args: &Label) -> Result<(Targets, Vec<LabelChange>)> {
+/// What the words of the command line mean.
+#[derive(Debug)]
+pub struct Labelling {
+    vms: Targets,
+    disks: Vec<String>,
+    changes: Vec<LabelChange>,
+}
+
+/// Reads the words of the command line. Needs no daemon.
+pub fn read(args: &Label) -> Result<Labelling> {
     let usage = |message: String| Failure::new(Code::Usage, message);
     // A name of a VM has no `=` and does not end with `-`.
     let (changes, names): (Vec<_>, Vec<_>) = args
@@ -71,25 +88,32 @@ pub fn read(args: &Label) -> Result<(Targets, Vec<LabelChange>)> {
     let changes = changes
         .into_iter()
         .map(|word| word.parse().map_err(|error| usage(format!("{word}: {error}"))));
-    let names = names
-        .into_iter()
-        .map(|word| vm_name(word).map_err(|error| usage(format!("{word} {error}"))));
-    let targets = Targets {
-        names: names.collect::<Result<_>>()?,
+    let (disks, names): (Vec<_>, Vec<_>) = names.into_iter().partition(|word| word.starts_with("disk/"));
+    let named = |words: Vec<&String>, read: fn(&str) -> Result<String, String>| {
+        let names = words
+            .into_iter()
+            .map(|word| read(word).map_err(|error| usage(format!("{word} {error}"))));
+        names.collect::<Result<Vec<_>>>()
+    };
+    let disks = named(disks, disk_name)?;
+    let vms = Targets {
+        names: named(names, vm_name)?,
         selectors: args.selectors.clone(),
         all: args.all,
     };
     let changes: Vec<_> = changes.collect::<Result<_>>()?;
     let by_filter = args.all || !args.selectors.is_empty();
-    match (targets.names.is_empty(), by_filter) {
+    match (vms.names.is_empty() && disks.is_empty(), by_filter) {
         _ if changes.is_empty() => Err(usage(
             "say what to change: KEY=VALUE, or KEY- to take it away".into(),
         )),
-        (true, false) => Err(usage("say of which VMs: by name, -l SELECTOR, or --all".into())),
-        (false, true) => Err(usage(
-            "name VMs, or choose them with -l or --all: not both".into(),
+        (true, false) => Err(usage(
+            "say of which VMs or disks: by name (disk/NAME), or VMs with -l SELECTOR or --all".into(),
         )),
-        _ => Ok((targets, changes)),
+        (false, true) => Err(usage(
+            "name VMs and disks, or choose VMs with -l or --all: not both".into(),
+        )),
+        _ => Ok(Labelling { vms, disks, changes }),
     }
 }
 
@@ -97,11 +121,15 @@ pub fn read(args: &Label) -> Result<(Targets, Vec<LabelChange>)> {
 pub async fn label(
     client: &Client,
     what: What,
-    targets: &Targets,
-    changes: &[LabelChange],
+    Labelling { vms, disks, changes }: &Labelling,
 ) -> Result<(), Vec<Failure>> {
-    let names = act::names(client, targets, |_| true).await.map_err(super::one)?;
-    if names.is_empty() {
+    let mut failures = label_disks(client, what, disks, changes).await?;
+    let only_disks = vms.names.is_empty() && !disks.is_empty();
+    let names = match only_disks {
+        true => Vec::new(),
+        false => act::names(client, vms, |_| true).await.map_err(super::one)?,
+    };
+    if names.is_empty() && !only_disks {
         eprintln!("There are no such VMs.");
     }
     let work = |name: String| {
@@ -112,7 +140,6 @@ pub async fn label(
             (name, done)
         }
     };
-    let mut failures = Vec::new();
     let printed = parallel::side_by_side(names, parallel::AT_ONCE, work, |(name, done)| {
         match done {
             Ok(done) if done.text == update::UNCHANGED => output::line(format!("vm/{name} unchanged"))?,
@@ -128,24 +155,47 @@ pub async fn label(
 /// Only the keys that are named: what others set meanwhile stays.
 fn changed(there: &v1::Vm, what: What, changes: &[LabelChange]) -> Change {
     let mut vm = there.clone();
-    let metadata = vm.metadata.get_or_insert_default();
-    let (field, pairs) = match what {
-        What::Labels => ("labels", &mut metadata.labels),
-        What::Annotations => ("annotations", &mut metadata.annotations),
+    change(vm.metadata.get_or_insert_default(), what, changes);
+    let key = |change: &LabelChange| match change {
+        LabelChange::Set(key, _) | LabelChange::Remove(key) => key.clone(),
     };
-    let mut paths = Vec::new();
-    for change in changes {
-        let key = match change {
-            LabelChange::Set(key, value) => {
-                pairs.insert(key.clone(), value.clone());
-                key
-            }
-            LabelChange::Remove(key) => {
-                pairs.remove(key);
-                key
-            }
-        };
-        paths.push(format!("metadata.{field}[{key}]"));
+    let paths = changes
+        .iter()
+        .map(|change| format!("metadata.{}[{}]", what.field(), key(change)));
+    Change {
+        vm,
+        paths: paths.collect(),
     }
-    Change { vm, paths }
+}
+
+/// Changes the labels of disks, one after another; the failures of those that could not be.
+async fn label_disks(
+    client: &Client,
+    what: What,
+    names: &[String],
+    changes: &[LabelChange],
+) -> Result<Vec<Failure>, Vec<Failure>> {
+    let mut failures = Vec::new();
+    for name in names {
+        let wanted = |metadata: &mut v1::ObjectMetadata| change(metadata, what, changes);
+        match disk::rewrite(client, name, wanted).await {
+            Ok(true) => output::line(format!("disk/{name} {}", what.done())).map_err(super::one)?,
+            Ok(false) => output::line(format!("disk/{name} unchanged")).map_err(super::one)?,
+            Err(failure) => failures.push(failure),
+        }
+    }
+    Ok(failures)
+}
+
+fn change(metadata: &mut v1::ObjectMetadata, what: What, changes: &[LabelChange]) {
+    let pairs = match what {
+        What::Labels => &mut metadata.labels,
+        What::Annotations => &mut metadata.annotations,
+    };
+    for change in changes {
+        match change {
+            LabelChange::Set(key, value) => drop(pairs.insert(key.clone(), value.clone())),
+            LabelChange::Remove(key) => drop(pairs.remove(key)),
+        }
+    }
 }

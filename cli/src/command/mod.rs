@@ -29,6 +29,7 @@ mod top;
 mod update;
 mod vm_disk;
 pub mod wait;
+pub mod watch;
 
 use crate::{
     args::{
@@ -129,9 +130,9 @@ async fn delete_vms(given: &Connection, args: &DeleteVm) -> Result<(), Vec<Failu
 }
 
 async fn label(given: &Connection, what: label::What, args: &label::Label) -> Result<(), Vec<Failure>> {
-    let (targets, changes) = label::read(args).map_err(one)?;
+    let labelling = label::read(args).map_err(one)?;
     let client = connect(given, args.timeout).await?;
-    label::label(&client, what, &targets, &changes).await
+    label::label(&client, what, &labelling).await
 }
 
 async fn create(given: &Connection, args: Create) -> Result<(), Vec<Failure>> {

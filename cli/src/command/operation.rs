@@ -3,15 +3,20 @@
 use proto::v1::{self, OperationPhase};
 
 use crate::{
-    args::operation::GetOperation,
+    args::{Output, operation::GetOperation},
     client::{self, Client, QUICK, RESTART, TRIES, WORK, call, empty_answer, went_away},
     failure::{Code, Failure, Result},
-    output::{self, operation},
+    manifest::{emit, schema},
+    output::{
+        self,
+        format::{self, Document, Layout},
+        operation,
+        table::Table,
+    },
 };
 
 /// Lists operations, or shows one, and its changes.
 pub async fn get(client: &Client, args: &GetOperation) -> Result<()> {
-    let now = jiff::Timestamp::now();
     let Some(id) = &args.id else {
         let of = |kind: &str, name: &Option<String>| name.as_ref().map(|name| client::reference(kind, name));
         let filter = v1::OperationFilter {
@@ -20,28 +25,62 @@ pub async fn get(client: &Client, args: &GetOperation) -> Result<()> {
             ..Default::default()
         };
         let operations = client.operations(filter).await?;
-        if operations.is_empty() {
+        let layout = Layout {
+            list: true,
+            no_headers: args.no_headers,
+            ..Layout::default()
+        };
+        if operations.is_empty() && documents(args).is_none() {
             eprintln!("There are no operations.");
             return Ok(());
         }
-        let rows: Vec<_> = operations.iter().map(|each| operation::row(each, now)).collect();
-        return output::print(&operation::table().whole(&rows, !args.no_headers));
+        return print(&operations, args, layout, &mut operation::table());
+    };
+    let layout = Layout {
+        no_headers: args.no_headers,
+        stream: args.watch,
+        ..Layout::default()
     };
     if !args.watch {
         let request = v1::GetOperationRequest { id: id.clone() };
         let response = call(WORK, client.operations.clone().get_operation(request)).await;
         let found = response.map_err(|failure| about(failure, id))?.operation;
-        let row = operation::row(&found.ok_or_else(empty_answer)?, now);
-        return output::print(&operation::table().whole(&[row], !args.no_headers));
+        return print(
+            &[found.ok_or_else(empty_answer)?],
+            args,
+            layout,
+            &mut operation::table(),
+        );
     }
-    let mut table = operation::table();
-    let mut first = !args.no_headers;
+    let (mut layout, mut table) = (layout, operation::table());
     let ended = follow(client, id, |seen| {
-        let row = operation::row(seen, jiff::Timestamp::now());
-        let header = std::mem::take(&mut first);
-        output::print(&table.whole(&[row], header))
+        print(std::slice::from_ref(seen), args, layout, &mut table)?;
+        layout.no_headers = true;
+        Ok(())
     });
     outcome(ended.await?).map(drop)
+}
+
+/// The output that is no table for people.
+fn documents(args: &GetOperation) -> Option<&Output> {
+    args.output.as_ref().filter(|output| **output != Output::Wide)
+}
+
+fn print(operations: &[v1::Operation], args: &GetOperation, layout: Layout, table: &mut Table) -> Result<()> {
+    let Some(output) = documents(args) else {
+        let now = jiff::Timestamp::now();
+        let rows: Vec<_> = operations.iter().map(|each| operation::row(each, now)).collect();
+        return output::print(&table.whole(&rows, !layout.no_headers));
+    };
+    let document = |operation: &v1::Operation| {
+        Ok(Document {
+            title: format!("operation/{}", operation.id),
+            json: emit::json(operation)?,
+            schema: schema::OPERATION,
+        })
+    };
+    let documents: Vec<_> = operations.iter().map(document).collect::<Result<_>>()?;
+    format::documents(&documents, output, layout)
 }
 
 /// Calls `seen` with an operation as it is and after each of its changes, over restarts of the daemon; returns it when it has

@@ -194,6 +194,9 @@ fn options(disk: &v1::DiskSpec) -> String {
         let policy = lower(disk.on_error().as_str_name(), "DISK_ERROR_POLICY_");
         options.push(format!("on-error={policy}"));
     }
+    if disk.any_content {
+        options.push("any-content".to_owned());
+    }
     options.join(",")
 }
 

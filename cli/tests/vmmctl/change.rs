@@ -173,7 +173,8 @@ fn labels_are_set_and_taken_away_by_name_by_selector_and_of_all() {
         &["label", "a"][..],
         &["label", "a=b"],
         &["label", "a", "--all", "b=c"],
-        &["label", "disk/a", "b=c"],
+        &["label", "node/a", "b=c"],
+        &["label", "disk/a", "--all", "b=c"],
     ] {
         assert_eq!(run(&daemon, wrong).0, 2, "{wrong:?}");
     }
@@ -292,7 +293,7 @@ fn every_change_is_sent_again_with_its_id_when_the_daemon_is_restarted_before_it
         ("ResumeVm", "resume web"),
         ("RestartVm", "restart web"),
         ("CreateDisk", "create disk data --size 1Mi"),
-        ("ResizeDisk", "resize disk data --size 2Mi"),
+        ("UpdateDisk", "resize disk data --size 2Mi"),
         ("AttachDisk", "attach web --disk data"),
         ("ResizeVmDisk", "resize disk data --vm web --size 3Mi"),
         ("DetachDisk", "detach web data"),

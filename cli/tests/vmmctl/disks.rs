@@ -1,5 +1,7 @@
 //! The verbs that are about disks.
 
+use std::io::{BufRead as _, BufReader};
+
 use proto::v1::{self, VmPhase};
 
 use crate::support::Daemon;
@@ -333,6 +335,7 @@ fn a_disk_is_attached_with_all_its_options() {
             burst_operations: 50,
         }),
         rate_group: String::new(),
+        any_content: false,
     };
     assert_eq!(web_disk(&daemon, "scratch"), scratch);
     let text = run(&daemon, "describe vm web").1;
@@ -349,6 +352,9 @@ Disks:
 Disk options:
   NAME      OPTIONS                                              LIMIT
 "#);
+    let nested = "attach web --path /srv/nested.raw --format raw --any-content";
+    assert_eq!(run(&daemon, nested), done("vm/web disk nested attached\n"));
+    assert!(web_disk(&daemon, "nested").any_content);
 }
 
 #[test]
@@ -557,4 +563,83 @@ fn a_disk_that_takes_long_is_left_to_its_operation_and_a_file_that_was_there_is_
         text.contains("Adopted from:    /var/lib/vmmd/disks/a.raw"),
         "{text}"
     );
+}
+
+#[test]
+fn labels_of_a_disk_are_set_by_a_mask_and_made_anew_of_what_somebody_else_changes_meanwhile() {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Stopped, &[]);
+    run(&daemon, "create disk data --size 1Mi -l old=1");
+    daemon.state.change_before_updates(1);
+    assert_eq!(
+        run(&daemon, "label disk/data web tier=db old-"),
+        done("disk/data labelled\nvm/web labelled\n")
+    );
+    let labels = daemon.state.disk("data").unwrap().metadata.unwrap().labels;
+    let labels: Vec<_> = labels
+        .iter()
+        .map(|(key, value)| format!("{key}={value}"))
+        .collect();
+    assert_eq!(labels, ["other=1", "tier=db"]);
+    let update = "update disk data metadata.labels metadata.annotations metadata.owner";
+    let calls = daemon.state.calls();
+    assert_eq!(
+        calls.iter().filter(|call| *call == update).count(),
+        2,
+        "{calls:?}"
+    );
+    assert_eq!(
+        run(&daemon, "label disk/data tier=db"),
+        done("disk/data unchanged\n")
+    );
+    let (code, _, error) = run(&daemon, "label disk/none a=b");
+    assert!(code == 3 && error.contains("none"), "{error}");
+}
+
+#[test]
+fn a_watch_of_disks_prints_what_there_is_and_then_each_change() {
+    let daemon = Daemon::start();
+    run(&daemon, "create disk data --size 1Mi -l tier=db");
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_vmmctl"))
+        .args(["get", "disk", "-w", "-l", "tier=db"])
+        .env("VMMD_SOCKET", &daemon.socket)
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut next = || lines.next().unwrap().unwrap();
+    assert!(next().starts_with("NAME"));
+    assert!(next().starts_with("data   Ready"));
+    let mut disk = daemon.state.disk("data").unwrap();
+    disk.status.as_mut().unwrap().set_phase(v1::DiskPhase::Resizing);
+    daemon
+        .state
+        .announce_disk(v1::WatchEventType::Modified, disk.clone());
+    assert!(next().starts_with("data   Resizing"));
+    daemon.state.announce_disk(v1::WatchEventType::Deleted, disk);
+    assert!(next().starts_with("data   Deleted"));
+    let calls = daemon.state.calls();
+    assert!(
+        calls.iter().any(|call| call == "watch disks  tier=db "),
+        "{calls:?}"
+    );
+    // Killed by a signal, as by ^C.
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(run(&daemon, "get disk none -w").0, 3);
+}
+
+#[test]
+fn operations_are_printed_for_programs() {
+    let daemon = Daemon::start();
+    daemon.state.operation("op-7", "web");
+    assert_eq!(run(&daemon, "get operation -o name"), done("operation/op-7\n"));
+    assert_eq!(
+        run(&daemon, "get operation op-7 -o jsonpath={.target.name}"),
+        done("web\n")
+    );
+    let (_, yaml, _) = run(&daemon, "get operation op-7 -o yaml");
+    assert!(yaml.contains("id: op-7\ntype: vm.start\n"), "{yaml}");
+    let (_, json, _) = run(&daemon, "get operation --vm none -o json");
+    assert_eq!(json, "[]\n");
 }

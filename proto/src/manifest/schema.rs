@@ -16,6 +16,8 @@ pub const DISK: &str = "disk manifest";
 pub const DISK_STATS: &str = ".vmmd.v1.GetVmDiskStatsResponse";
 /// All counters of a VM.
 pub const VM_STATS: &str = ".vmmd.v1.VmStats";
+/// An operation.
+pub const OPERATION: &str = ".vmmd.v1.Operation";
 /// The node's description.
 pub const NODE: &str = ".vmmd.v1.Node";
 

@@ -45,6 +45,8 @@ pub struct Disk {
     pub on_error: OnError,
     /// How much may flow.
     pub limit: Limit,
+    /// Raw content may begin as an image of another format does.
+    pub any_content: bool,
 }
 
 /// Where a disk's content is.
@@ -141,6 +143,21 @@ impl Disk {
             );
         }
         let limit = limit::of_disk(found, field, disk);
+        let raw_file = |source: &Source| {
+            matches!(
+                source,
+                Source::Path {
+                    format: Format::Raw,
+                    ..
+                }
+            )
+        };
+        if disk.any_content && source.as_ref().is_some_and(|source| !raw_file(source)) {
+            found.add(
+                format_args!("{field}.anyContent"),
+                "is for a `path` with DISK_FORMAT_RAW only",
+            );
+        }
         let name = name?;
         let serial = serial(found, field, &disk.serial, &name);
         Some(Self {
@@ -153,6 +170,7 @@ impl Disk {
             logical_block: disk.logical_block_bytes.max(512),
             on_error,
             limit,
+            any_content: disk.any_content,
         })
     }
 

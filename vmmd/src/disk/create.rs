@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::{self, Read},
+    io,
     os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
     sync::Arc,
@@ -302,9 +302,9 @@ fn copy_file(
     let wanted = new.size.unwrap_or(size);
     let folder = host.disk_folder();
     let full = new.preallocation == Preallocation::Full;
-    let mut from = File::from(source.fd);
+    let from = File::from(source.fd);
     if !new.any_content {
-        refuse_signature(&label, &mut from)?;
+        signature::refuse(&label, &from)?;
     }
     if full {
         folder
@@ -332,26 +332,6 @@ fn copy_file(
             &error,
         )),
     }
-}
-
-/// Refused as IMAGE_FORMAT_MISMATCH when a file that is said to be raw begins as an image of another format does.
-fn refuse_signature(label: &str, file: &mut File) -> Result<(), Failure> {
-    let mut head = [0; signature::LENGTH];
-    let read = file.read(&mut head).and_then(|read| {
-        io::Seek::rewind(file)?;
-        Ok(read)
-    });
-    let read = read.map_err(|error| {
-        Failure::precondition("DISK_UNUSABLE", format!("{label}: {}", text::words(&error)))
-    })?;
-    let Some(format) = signature::of(head.get(..read).unwrap_or_default()) else {
-        return Ok(());
-    };
-    let message = format!(
-        "{label} is a {format} image, not a raw one: convert it first (`qemu-img convert -O raw`), or set `anyContent` if its \
-         raw content is meant"
-    );
-    Err(Failure::precondition("IMAGE_FORMAT_MISMATCH", message))
 }
 
 async fn make_qcow2(

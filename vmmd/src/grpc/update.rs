@@ -93,9 +93,8 @@ pub async fn check_files(
     let spec = Manifest::try_from(&update.desired(present, &host.disks)?)?.spec;
     let (of, name) = (Arc::clone(host), name.to_owned());
     let paths = files::named(&spec, &host.sources());
-    let looking = host
-        .pools
-        .files
-        .run(&paths, move || files::look(&spec, &of.sources(), &name));
+    let looking = host.pools.files.run(&paths, move || {
+        files::look(&spec, &of.sources(), &name, &files::had(&of.table, &name))
+    });
     placement::refuse(&looking.await?)
 }

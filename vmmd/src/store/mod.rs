@@ -41,8 +41,8 @@ pub use history::{
 pub use migration::SCHEMA;
 pub use operation::OperationRecord;
 pub use record::{
-    ConditionRecord, DiskRecord, DiskSource, DiskStage, Hardware, InstanceRecord, Intent, NicHardware,
-    NodeRecord, RestartRecord, StopRecord, VmRecord, disk_source,
+    ConditionRecord, DiskRecord, DiskSource, DiskStage, FileRecord, Hardware, InstanceRecord, Intent,
+    NicHardware, NodeRecord, RestartRecord, StopRecord, VmRecord, disk_source,
 };
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");

@@ -43,6 +43,9 @@ pub struct VmRecord {
     pub stop: Option<StopRecord>,
     /// The node has ended its last run to make room, for a reboot say: what is wanted of it is as it was.
     pub evacuated: bool,
+    /// By path: the files that it was last started with. A start by request learns all of them anew, one by the run policy those that are
+    /// not known.
+    pub files: BTreeMap<String, FileRecord>,
     /// Requests that have been begun on this VM and may not have been answered yet.
     pub begun: Vec<RequestMark>,
     /// Run of the daemon that made it; 0 when not known.
@@ -74,6 +77,23 @@ pub struct NicHardware {
     /// 6 bytes.
     #[prost(bytes = "vec", tag = "2")]
     pub mac: Vec<u8>,
+}
+
+/// A file behind a path: what stays the same of it over reboots.
+#[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
+pub struct FileRecord {
+    /// Inode number; 0 of a block device, and on file systems that do not keep it.
+    #[prost(uint64, tag = "1")]
+    pub inode: u64,
+    /// When the inode was made, in seconds of Unix time; 0 where the file system does not say.
+    #[prost(int64, tag = "2")]
+    pub born_s: i64,
+    /// Nanoseconds beside that.
+    #[prost(uint32, tag = "3")]
+    pub born_ns: u32,
+    /// It is no file but a device.
+    #[prost(bool, tag = "4")]
+    pub block_device: bool,
 }
 
 /// One run of the VM.

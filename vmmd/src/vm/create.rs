@@ -13,7 +13,7 @@ use super::{
     actor::{Actor, Attachments, Command, Life},
     admission::Request,
     describe::View,
-    machine,
+    files, machine,
     policy::{Decision, Occasion, decide, refuses},
     start::store_failure,
     table::Entry,
@@ -199,7 +199,11 @@ async fn admit(host: &Arc<Host>, manifest: &Manifest, start: bool, dry_run: bool
     let problems = match (start, dry_run) {
         (true, _) => check::problems(host, manifest, Question::Start).await?,
         (false, true) => check::problems(host, manifest, Question::Create).await?,
-        (false, false) => return host.schedulable(),
+        // Whether the files are there is asked at the start: they may come later.
+        (false, false) => {
+            host.schedulable()?;
+            files::outside(&manifest.spec, &host.config.roots, None)
+        }
     };
     placement::refuse(&problems)
 }

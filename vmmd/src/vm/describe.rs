@@ -20,7 +20,7 @@ use crate::{
     vm::{
         actor::Attachments,
         change::{self, Change},
-        instance::Instance,
+        instance::{Instance, Lingering},
         link::State,
         machine, policy,
     },
@@ -37,6 +37,8 @@ pub struct View {
     pub message: String,
     /// When the phase was entered, in milliseconds of Unix time.
     pub phase_ms: u64,
+    /// What of a start that has failed was killed and does not die, if anything.
+    pub lingering: Option<Lingering>,
     /// What the condition `Ready` was last.
     ready: (ConditionStatus, u64),
     /// The same of `BlockDevicesReady`.
@@ -60,6 +62,7 @@ impl View {
             reason,
             message,
             phase_ms: now,
+            lingering: None,
             ready: (ConditionStatus::Unspecified, now),
             block_devices: (ConditionStatus::Unspecified, now),
             operation: String::new(),
@@ -188,7 +191,7 @@ impl View {
     /// `Ready`: the guest runs and its `vmm` answers.
     fn ready(&mut self, instance: Option<&Instance>) -> v1::Condition {
         let link = instance.map(|instance| &instance.link.state);
-        let lingering = instance.and_then(|instance| instance.lingering);
+        let lingering = instance.map_or(self.lingering, |instance| instance.lingering);
         let (status, reason, message) = match (lingering, self.phase, link) {
             (Some(what), ..) => (ConditionStatus::False, what.reason(), what.message()),
             (_, VmPhase::Running, Some(State::Up(..))) => (ConditionStatus::True, "Running", ""),

@@ -18,7 +18,11 @@ use proto::{
     model::{nic::Mac, vm::VmSpec},
     vmm::{Boot, HelloReply, request::Op},
 };
-use tokio::{sync::Mutex, task::spawn_blocking, time::timeout};
+use tokio::{
+    sync::{Mutex, oneshot},
+    task::spawn_blocking,
+    time::timeout,
+};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -40,7 +44,7 @@ use crate::{
     paths::RuntimeDir,
     store::VmRecord,
     vm::{
-        files,
+        files::{self, Known},
         instance::{Instance, Lingering},
         link::State,
         machine::{self, Parts},
@@ -60,7 +64,7 @@ pub struct Plan {
     pub uid: Uuid,
     /// Its validated spec.
     pub spec: VmSpec,
-    /// What the store is to hold before the fork.
+    /// What the store is to hold before the fork. Other files than those it knows are refused.
     pub record: VmRecord,
     /// The user id that it runs with; what else it needs is taken by the start.
     pub claim: Claim,
@@ -68,15 +72,26 @@ pub struct Plan {
     pub trace: String,
     /// The operation that it is part of.
     pub report: Reporter,
+    /// Hears it when the start has failed, and its process was killed and does not die.
+    pub lingers: oneshot::Sender<Lingering>,
     /// Held by those who change the VM's files: the start waits for them.
     pub offline: Arc<Mutex<()>>,
+}
+
+/// What has come up.
+#[derive(Debug)]
+pub struct Started {
+    /// The run.
+    pub instance: Instance,
+    /// The files that it was started with.
+    pub files: Known,
 }
 
 /// Steps of a start, as its operation counts them: checks, the process, the machine.
 pub const STEPS: u64 = 3;
 
 /// Starts it. `cancel` ends the attempt at any time.
-pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Result<Instance, Failure> {
+pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Result<Started, Failure> {
     let began = Instant::now();
     let blocking_host = Arc::clone(&host);
     let name = plan.record.name.clone();
@@ -136,18 +151,19 @@ pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
 async fn run(
     host: &Arc<Host>,
     plan: Plan,
-    checked: Checked,
+    mut checked: Checked,
     made: Made,
     cancel: &CancellationToken,
     began: Instant,
-) -> Result<Instance, Failure> {
+) -> Result<Started, Failure> {
     let Plan {
         uid,
         spec,
-        record,
+        mut record,
         claim,
         trace,
         report,
+        lingers,
         offline: _,
     } = plan;
     let name = record.name.clone();
@@ -171,6 +187,7 @@ async fn run(
         return Err(cancelled(&name));
     }
     // A stop cancels the start before it writes the record.
+    record.files = std::mem::take(&mut checked.known);
     let written = host.store.put_unless(cancel, &record).await;
     if !written.map_err(store_failure)? {
         return Err(cancelled(&name));
@@ -179,6 +196,7 @@ async fn run(
     let Checked {
         kvm,
         files,
+        known: _,
         executable,
         limits: _,
     } = checked;
@@ -245,10 +263,13 @@ async fn run(
             let (daemon_us, vmm_us) = ((forked - began).as_micros(), forked.elapsed().as_micros());
             tracing::info!(vm = name, daemon_us, vmm_us, "started");
             let group = host.cgroups.as_ref().map(|parent| parent.group(uid));
-            Ok(instance((process, group), client, notices, claim, ids, hello))
+            Ok(Started {
+                instance: instance((process, group), client, notices, claim, ids, hello),
+                files: record.files,
+            })
         }
         Err(failure) => {
-            end(host, uid, &name, &process).await;
+            end(host, uid, &name, &process, lingers).await;
             if out_of_memory(host, uid).await {
                 return Err(Failure::new(Kind::Exhausted, "OUT_OF_MEMORY", OUT_OF_MEMORY));
             }
@@ -263,7 +284,7 @@ async fn run(
 }
 
 /// Kills what was made and waits until all of it is gone. When that takes long, it is told.
-async fn end(host: &Host, uid: Uuid, name: &str, process: &Process) {
+async fn end(host: &Host, uid: Uuid, name: &str, process: &Process, lingers: oneshot::Sender<Lingering>) {
     process.kill();
     let mut ending = pin!(async {
         process.ended().await;
@@ -272,9 +293,12 @@ async fn end(host: &Host, uid: Uuid, name: &str, process: &Process) {
         }
     });
     if timeout(LEAVING, &mut ending).await.is_err() {
-        let object = Object::Vm(name.to_owned(), uid);
-        let (reason, message) = (Lingering::Vmm.reason(), Lingering::Vmm.message());
-        host.events.emit(Draft::warning(object, reason, message));
+        // The actor tells it, unless it is gone.
+        if let Err(what) = lingers.send(Lingering::Vmm) {
+            let object = Object::Vm(name.to_owned(), uid);
+            let draft = Draft::warning(object, what.reason(), what.message());
+            host.events.emit(draft);
+        }
         ending.await;
     }
 }

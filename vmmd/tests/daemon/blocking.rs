@@ -243,3 +243,35 @@ async fn a_vmm_that_does_not_die_is_told_and_keeps_what_it_holds() {
     daemon.wait_phase("web", VmPhase::Stopped).await;
     daemon.start_vm("web").await.unwrap();
 }
+
+#[tokio::test]
+async fn a_start_that_is_given_up_and_whose_vmm_does_not_die_says_so() {
+    let daemon = Daemon::start().await;
+    fs::set_permissions(daemon.folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let folder = daemon.path("nfs");
+    fs::create_dir(&folder).unwrap();
+    let mut dead = Dead::over(&folder);
+    dead.greet();
+    let words = format!("mock.boot=stick:{}/file", folder.display());
+    daemon.create(daemon.manifest("web", &words)).await.unwrap();
+    let start = v1::StartVmRequest {
+        name: "web".into(),
+        no_wait: true,
+        ..Default::default()
+    };
+    daemon.client().start_vm(start).await.unwrap();
+    dead.request();
+    let stop = v1::StopVmRequest {
+        name: "web".into(),
+        force: true,
+        no_wait: true,
+        ..Default::default()
+    };
+    daemon.client().stop_vm(stop).await.unwrap();
+    let lingering = |status: &v1::VmStatus| status.conditions[0].reason == "VmmAlive";
+    daemon.wait("web", lingering).await;
+    assert_eq!(daemon.events("VmmAlive").await.len(), 1);
+    drop(dead);
+    let stopped = daemon.wait_phase("web", VmPhase::Stopped).await;
+    assert_ne!(stopped.conditions[0].reason, "VmmAlive");
+}

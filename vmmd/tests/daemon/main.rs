@@ -36,6 +36,7 @@ mod resources;
 mod resume;
 mod robustness;
 mod roles;
+mod roots;
 mod stats;
 mod supervision;
 mod survival;

@@ -21,6 +21,7 @@ use crate::{
     balloon,
     disks::{self, Plugged},
     guest::Guest,
+    lies,
 };
 
 pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
@@ -149,7 +150,13 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
         Some("kvm") => return refuse(ErrorKind::Kvm, "the host's KVM can't run guests"),
         Some("exit") => guest.end(ExitKind::StartFailed, "no luck at all"),
         Some("hang") => return None,
-        _ => {}
+        Some(word) => {
+            if let Some(path) = word.strip_prefix("stick:") {
+                lies::stick(path);
+                return None;
+            }
+        }
+        None => {}
     }
     let alone = words.find_map(|word| word.strip_prefix("mock.alone="));
     if alone.is_some_and(|word| !guest.take_name(&format!("{word} {}", wire.name))) {

@@ -4,7 +4,7 @@
 //! Words of the kernel command line choose how it behaves:
 //!
 //! - `mock.power=ignore`: the guest does nothing when its power button is pressed.
-//! - `mock.boot=image|kvm|exit|hang`: `Boot` is refused, the process ends, or nothing comes back.
+//! - `mock.boot=image|kvm|exit|hang|stick:PATH`: `Boot` is refused, the process ends, or nothing comes back (and PATH is asked for).
 //! - `mock.pause=hang|fade`: `Pause` is never answered, or the process ends as by `fade`.
 //! - `mock.alone=WORD`: `Boot` is refused while a machine of the same name with the same word runs.
 //! - `mock.attach`, `mock.eject`, `mock.limit`, `mock.stats`: see [`disks`]. `mock.event=none`: no word of an ejected

@@ -1,12 +1,12 @@
 //! The daemon's part that is about disks.
 
 use proto::v1::{
-    self, AttachmentPhase, VmPhase, disk_service_server::DiskService, volume_spec::Source,
+    self, AttachmentPhase, VmPhase, WatchEventType, disk_service_server::DiskService, volume_spec::Source,
 };
 use tonic::{Code, Request, Response, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
 
-use super::{Answer, State, lock, refusal};
+use super::{Answer, Events, State, lock, refusal};
 
 /// A disk that no guest lets go of.
 pub const BUSY: &str = "busy";
@@ -17,6 +17,16 @@ impl State {
     /// The disk as the daemon has it.
     pub fn disk(&self, name: &str) -> Option<v1::Disk> {
         lock(&self.disks).get(name).cloned()
+    }
+
+    /// Tells watchers of a change of a disk.
+    pub fn announce_disk(&self, kind: WatchEventType, disk: v1::Disk) {
+        // Nobody may watch.
+        let _ = self.disk_changes.send(v1::WatchDisksResponse {
+            r#type: kind.into(),
+            disk: Some(disk),
+            ..Default::default()
+        });
     }
 
     fn find_disk(&self, name: &str) -> Result<v1::Disk, Status> {
@@ -231,10 +241,41 @@ impl DiskService for State {
         }))
     }
 
-    type WatchDisksStream = tokio_stream::Empty<Result<v1::WatchDisksResponse, Status>>;
+    type WatchDisksStream = Events<v1::WatchDisksResponse>;
 
-    async fn watch_disks(&self, _: Request<v1::WatchDisksRequest>) -> Answer<Self::WatchDisksStream> {
-        Ok(Response::new(tokio_stream::empty()))
+    async fn watch_disks(&self, request: Request<v1::WatchDisksRequest>) -> Answer<Self::WatchDisksStream> {
+        let v1::WatchDisksRequest { filter, cursor } = request.into_inner();
+        let filter = filter.unwrap_or_default();
+        self.called(format!(
+            "watch disks {} {} {cursor}",
+            filter.names.join(","),
+            filter.labels.join(",")
+        ));
+        let mut changes = self.disk_changes.subscribe();
+        let event = |kind: WatchEventType, disk| v1::WatchDisksResponse {
+            r#type: kind.into(),
+            disk,
+            ..Default::default()
+        };
+        let disks = lock(&self.disks).clone().into_values();
+        let mut first: Vec<_> = disks
+            .map(|disk| event(WatchEventType::Added, Some(disk)))
+            .collect();
+        first.push(event(WatchEventType::Synced, None));
+        let (send, receive) = tokio::sync::mpsc::channel(64);
+        tokio::spawn(async move {
+            for event in first {
+                let _ = send.send(Ok(event)).await;
+            }
+            while let Ok(event) = changes.recv().await {
+                if send.send(Ok(event)).await.is_err() {
+                    break;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(
+            tokio_stream::wrappers::ReceiverStream::new(receive),
+        )))
     }
 
     async fn update_disk(&self, request: Request<v1::UpdateDiskRequest>) -> Answer<v1::UpdateDiskResponse> {
@@ -245,6 +286,19 @@ impl DiskService for State {
         let mask = request.update_mask.unwrap().paths;
         self.called(format!("update disk {} {}", metadata.name, mask.join(" ")));
         let mut disk = self.find_disk(&metadata.name)?;
+        let known = disk.metadata.as_mut().unwrap();
+        if std::mem::take(&mut lock(&self.play).changes_before_updates) > 0 {
+            known.generation += 1;
+            known.labels.insert("other".into(), "1".into());
+            lock(&self.disks).insert(metadata.name.clone(), disk.clone());
+        }
+        let known = disk.metadata.as_mut().unwrap();
+        let expected = request.preconditions.unwrap_or_default().generation;
+        if expected.is_some_and(|expected| expected != known.generation) {
+            let message = format!("disk \"{}\" has changed", metadata.name);
+            return Err(refusal(Code::Aborted, "GENERATION_MISMATCH", message));
+        }
+        known.generation += 1;
         let present = disk.spec.as_mut().unwrap();
         if mask.iter().any(|path| path == "spec.size_bytes") {
             if spec.size_bytes < present.size_bytes {

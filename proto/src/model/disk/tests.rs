@@ -93,6 +93,7 @@ fn every_option_arrives_at_the_machine() {
 #[case::iso_of_the_service(v1::DiskSpec { format: 3, ..named() }, "disk.format", "left out")]
 #[case::service_name(v1::DiskSpec { source: Some(WireSource::Disk("A".into())), ..named() }, "disk.disk", "is \"A\"")]
 #[case::cache(v1::DiskSpec { cache: 7, ..spec() }, "disk.cache", "unknown value 7")]
+#[case::any_content(v1::DiskSpec { any_content: true, format: DiskFormat::Qcow2.into(), ..spec() }, "disk.anyContent", "DISK_FORMAT_RAW only")]
 #[case::on_error(v1::DiskSpec { on_error: -1, ..spec() }, "disk.onError", "unknown value -1")]
 #[case::queues(v1::DiskSpec { queues: 17, ..spec() }, "disk.queues", "1 to 16")]
 #[case::block(v1::DiskSpec { logical_block_bytes: 1024, ..spec() }, "disk.logicalBlockBytes", "512")]

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use proto::v1;
 
 use super::{Mirror, Timestamp, VmSpec, as_it_is, stored};
-use crate::store::{Hardware, InstanceRecord, RequestMark, RestartRecord, StopRecord, VmRecord};
+use crate::store::{FileRecord, Hardware, InstanceRecord, RequestMark, RestartRecord, StopRecord, VmRecord};
 
 // The store's own in both places.
-as_it_is!(Hardware, RequestMark, RestartRecord, StopRecord);
+as_it_is!(FileRecord, Hardware, RequestMark, RestartRecord, StopRecord);
 
 stored! {
     /// See [`VmRecord`].
@@ -45,6 +45,8 @@ stored! {
         stop: Option<StopRecord>,
         #[prost(bool, tag = "33")]
         evacuated: bool,
+        #[prost(btree_map = "string, message", tag = "34")]
+        files: BTreeMap<String, FileRecord>,
         #[prost(message, repeated, tag = "20")]
         begun: Vec<RequestMark>,
         #[prost(uint64, tag = "21")]

@@ -116,6 +116,8 @@ stored! {
         rate_limit: Option<RateLimit>,
         #[prost(string, tag = "12")]
         rate_group: String,
+        #[prost(bool, tag = "14")]
+        any_content: bool,
     }
 }
 

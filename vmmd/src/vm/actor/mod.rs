@@ -419,6 +419,7 @@ impl Actor {
             }
             Done::Deadline => self.on_deadline(),
             Done::Cancelled => self.on_cancel().await,
+            Done::Lingering(what) => self.on_lingering(what),
         }
         ControlFlow::Continue(())
     }

@@ -21,7 +21,7 @@ use crate::{
     store::Hardware,
     vm::{
         change::Live,
-        files::{self, Locks},
+        files::{self, Known, Locks},
         machine, start,
     },
 };
@@ -34,7 +34,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 pub enum Outcome {
     /// An attach.
-    Attached(String, u64, Result<Vec<FileId>, AttachError>),
+    Attached(String, u64, Result<Plugged, AttachError>),
     /// A detach.
     Detached(String, u64, Result<(), Failure>),
     /// A resize: the disk's new size.
@@ -49,6 +49,15 @@ pub enum Outcome {
     Looked(u64, Result<Vec<DiskStats>, control::Error>),
 }
 
+/// A disk that was plugged in.
+#[derive(Debug)]
+pub struct Plugged {
+    /// What it is on.
+    pub ids: Vec<FileId>,
+    /// Which file is at its path, if it has one.
+    pub known: Known,
+}
+
 /// Why a disk could not be plugged in.
 #[derive(Debug)]
 pub enum AttachError {
@@ -58,33 +67,37 @@ pub enum AttachError {
     Unknown(Failure),
 }
 
-/// Opens a disk and plugs it in.
+/// Opens a disk and plugs it in. `known` are the files that the VM has had.
 pub async fn attach(
     host: Arc<Host>,
     client: Client,
     disk: Disk,
+    known: Known,
     hardware: Hardware,
-) -> Result<Vec<FileId>, AttachError> {
+) -> Result<Plugged, AttachError> {
     let name = disk.name.to_string();
     let (of, paths) = (Arc::clone(&host), files::paths(&disk, &host.sources()));
     let opening = host.pools.files.run(&paths, move || {
         let opened = files::open_disk("disk", &disk, &of.sources(), Locks::Take)?;
-        let ids = opened.ids.clone();
-        Ok((machine::plug(&hardware, &disk, opened), ids))
+        let plugged = Plugged {
+            ids: opened.ids.clone(),
+            known: files::learn(&known, "disk", &disk, &opened)?,
+        };
+        Ok((machine::plug(&hardware, &disk, opened), plugged))
     });
     let opened = opening.await.and_then(|opened| opened);
-    let ((wire, fds), ids) = opened.map_err(AttachError::Refused)?;
+    let ((wire, fds), plugged) = opened.map_err(AttachError::Refused)?;
     let op = Op::AttachDisk(AttachDisk { disk: Some(wire) });
     let answer = timeout(TIMEOUT, client.request(op, &fds)).await;
     drop(fds);
     match answer {
-        Ok(Ok(_)) => Ok(ids),
+        Ok(Ok(_)) => Ok(plugged),
         Ok(Err(control::Error::Refused(error))) => {
             let failure = about(&name, refused(&control::Error::Refused(error)));
             Err(AttachError::Refused(failure))
         }
         unclear => match has(&client, &name).await {
-            Some(true) => Ok(ids),
+            Some(true) => Ok(plugged),
             _ => Err(AttachError::Unknown(unclear_failure(&name, unclear))),
         },
     }

@@ -6,7 +6,10 @@ use proto::{
     v1::{EventSeverity, ExitReason, ExitStatus, StartMetadata, VmPhase},
     vmm::{Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op},
 };
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::{
+    sync::oneshot,
+    time::{Instant, timeout, timeout_at},
+};
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 
@@ -32,11 +35,11 @@ use crate::{
         describe::{DISK_ERROR, camel_case},
         ending::{Asked, count},
         files,
-        instance::{Instance, Lingering},
+        instance::Lingering,
         limits,
         link::{self, Session},
         policy::Occasion,
-        start::{Plan, STEPS, start},
+        start::{Plan, STEPS, Started, start},
     },
 };
 
@@ -58,9 +61,10 @@ impl Actor {
         (self.held, self.evacuated) = (false, false);
         (self.asks_state, self.asks_again) = (false, false);
         self.record.evacuated = false;
-        // Somebody wants it now: what went wrong before does not count.
+        // Somebody wants it now: what went wrong before does not count, and the files are meant that are there now.
         if operation.context().initiator != Initiator::RunPolicy {
             self.record.restart = None;
+            self.record.files = files::any_of(&self.record.files);
         }
         self.record.counts.get_or_insert_default().starts += 1;
         self.record.intent = Intent::Running.into();
@@ -86,6 +90,7 @@ impl Actor {
             attempt: restart.map_or(0, |restart| restart.attempts),
         }));
         operation.progress(Progress::steps(0, STEPS), "checking files and room");
+        let (lingers, lingering) = oneshot::channel();
         let plan = Plan {
             uid: self.uid,
             spec: self.spec.clone(),
@@ -93,12 +98,14 @@ impl Actor {
             claim,
             trace: operation.context().trace.clone(),
             report: operation.reporter(),
+            lingers,
             offline: Arc::clone(&self.disks.offline),
         };
         let cancel = CancellationToken::new();
         let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()).in_current_span());
         self.work = Work::Start(Start {
             task,
+            lingers: Some(lingering),
             _with_actor: cancel.clone().drop_guard(),
             cancel,
             operation,
@@ -108,12 +115,14 @@ impl Actor {
         self.enter(VmPhase::Starting, "Starting", "");
     }
 
-    pub(super) async fn on_started(&mut self, result: Result<Instance, Failure>) -> ControlFlow<()> {
+    pub(super) async fn on_started(&mut self, result: Result<Started, Failure>) -> ControlFlow<()> {
         let Work::Start(Start { operation, stop, .. }) = std::mem::take(&mut self.work) else {
             return ControlFlow::Continue(());
         };
+        self.view.lingering = None;
         match (result, stop) {
-            (Ok(instance), None) => {
+            (Ok(Started { instance, files }), None) => {
+                self.record.files = files;
                 self.instance = Some(instance);
                 self.host.ledger.expect(&self.record.name, None);
                 self.disks.clear();
@@ -133,7 +142,8 @@ impl Actor {
             }
             (Err(failure), None) => self.start_failed(failure, operation).await,
             // It was booted before it heard that it should not.
-            (Ok(instance), Some(mut stop)) => {
+            (Ok(Started { instance, files }), Some(mut stop)) => {
+                self.record.files = files;
                 self.instance = Some(instance);
                 operation.give_way(&self.cancelled());
                 self.end(&mut stop);
@@ -460,8 +470,9 @@ impl Actor {
 
     /// The VM holds its disks, its user id and its room until the last process of the run is gone.
     pub(super) fn on_lingering(&mut self, what: Lingering) {
-        if let Some(instance) = &mut self.instance {
-            instance.lingering = Some(what);
+        match &mut self.instance {
+            Some(instance) => instance.lingering = Some(what),
+            None => self.view.lingering = Some(what),
         }
         self.tell(EventSeverity::Warning, what.reason(), what.message());
         self.publish();

@@ -29,13 +29,13 @@ use crate::{
     context::Context,
     disk::Registry,
     failure::{Failure, Kind},
-    node::check,
+    node::{check, placement},
     store::VmRecord,
     text,
     vm::{
         admission::{self, Applied},
         change::{self, Live, Verdict},
-        create, machine,
+        create, files, machine,
         start::store_failure,
     },
 };
@@ -166,6 +166,8 @@ impl Actor {
             return Ok(());
         }
         check::could_ever(&self.host, &desired.manifest.spec).await?;
+        let spec = &desired.manifest.spec;
+        placement::refuse(&files::outside(spec, &self.host.config.roots, Some(&self.spec)))?;
         self.no_attach_in_between(desired)?;
         let begun = self.record.begun.clone();
         if update.mode != v1::ApplyMode::DryRun {

@@ -7,6 +7,7 @@ use proto::{
     vmm::Status,
 };
 use tokio::{
+    sync::oneshot,
     task::JoinHandle,
     time::{Duration, Instant, sleep, sleep_until},
 };
@@ -23,6 +24,7 @@ use crate::{
         ending::Asked,
         instance::{Instance, Lingering},
         link::{Link, Session, State},
+        start::Started,
     },
 };
 
@@ -44,7 +46,9 @@ pub enum Work {
 #[derive(Debug)]
 pub struct Start {
     /// Does it.
-    pub task: JoinHandle<Result<Instance, Failure>>,
+    pub task: JoinHandle<Result<Started, Failure>>,
+    /// Says when it has failed, and its process was killed and does not die.
+    pub lingers: Option<oneshot::Receiver<Lingering>>,
     /// Ends it early.
     pub cancel: CancellationToken,
     /// So does the end of the actor: what nobody waits for is not to come up.
@@ -159,13 +163,15 @@ pub struct Change {
 #[derive(Debug)]
 pub enum Done {
     /// A start.
-    Started(Result<Instance, Failure>),
+    Started(Result<Started, Failure>),
     /// A pause or resume.
     Changed(Result<Status, control::Error>),
     /// The time for a stage of a stop.
     Deadline,
     /// The operation is to be cancelled.
     Cancelled,
+    /// The process of a start that has failed was killed and does not die.
+    Lingering(Lingering),
 }
 
 impl Work {
@@ -175,6 +181,7 @@ impl Work {
             Self::None => future::pending().await,
             Self::Start(Start {
                 task,
+                lingers,
                 operation,
                 heard,
                 ..
@@ -186,6 +193,7 @@ impl Work {
                     *heard = true;
                     Done::Cancelled
                 }
+                what = told(lingers) => Done::Lingering(what),
             },
             Self::Stop(stop) => tokio::select! {
                 () = until(stop.deadline) => Done::Deadline,
@@ -199,6 +207,19 @@ impl Work {
                 Done::Changed(result.unwrap_or(Err(control::Error::Closed)))
             }
         }
+    }
+}
+
+/// Waits for what is said once; forever when nothing is. Cancel-safe.
+async fn told(lingers: &mut Option<oneshot::Receiver<Lingering>>) -> Lingering {
+    let what = match lingers {
+        Some(receiver) => receiver.await.ok(),
+        None => None,
+    };
+    *lingers = None;
+    match what {
+        Some(what) => what,
+        None => future::pending().await,
     }
 }
 

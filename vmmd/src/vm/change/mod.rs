@@ -145,6 +145,8 @@ pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
             disk.set_on_error(DiskErrorPolicy::Report);
         }
         disk.rate_limit = disk.rate_limit.filter(limits);
+        // It matters when the disk is new.
+        disk.any_content = false;
     }
     for group in &mut spec.rate_groups {
         group.limit = group.limit.filter(limits);

@@ -215,6 +215,7 @@ fn each_kind_of_change_has_its_verdict() {
         (|s| s.disks[0].logical_block_bytes = 512, &[]),
         (|s| s.disks[0].rate_limit = Some(limit(0)), &[]),
         (|s| s.disks[0].on_error = 1, &[]),
+        (|s| s.disks[0].any_content = true, &[]),
     ];
     for (index, (change, expected)) in table.iter().enumerate() {
         assert_eq!(found(change), *expected, "row {index}");

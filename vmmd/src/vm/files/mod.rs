@@ -3,11 +3,18 @@
 
 mod file;
 mod in_use;
+mod known;
 mod look;
 pub mod roots;
 pub mod signature;
 
-use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::PathBuf, time::Duration};
+use std::{
+    collections::BTreeMap,
+    io,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use proto::{
     model::{
@@ -20,7 +27,8 @@ use proto::{
 use self::file::{identity, identity_at, open_image};
 pub use self::{
     file::{OpenFile, Use, open_image_file, open_kvm},
-    look::look,
+    known::{Known, any_of, key},
+    look::{had, look, outside},
     roots::{Roots, Within},
 };
 use crate::{
@@ -89,26 +97,42 @@ pub enum Locks {
     None,
 }
 
-/// Opens and checks everything.
-pub fn open(spec: &VmSpec, sources: &Sources<'_>, locks: Locks) -> Result<Files, Failure> {
+/// Opens and checks everything for a start; a path with another file than the `known` one is refused. Returns also which files those
+/// are that the spec names by path.
+pub fn open(spec: &VmSpec, sources: &Sources<'_>, known: &Known) -> Result<(Files, Known), Failure> {
     let Boot::Linux { kernel, initrd, .. } = &spec.boot;
     let kernels = Within::Roots(&sources.roots.kernels);
-    let kernel = open_image("spec.boot.linux.kernel", "KERNEL", kernel, kernels)?;
+    let mut found = Known::new();
+    let mut open_boot = |field: &str, what, path: &Path| {
+        let fd = open_image(field, what, path, kernels)?;
+        found.extend([known::check(known, field, path, &fd)?]);
+        Ok::<_, Failure>(fd)
+    };
+    let kernel = open_boot("spec.boot.linux.kernel", "KERNEL", kernel)?;
     let initrd = initrd
         .as_ref()
-        .map(|initrd| open_image("spec.boot.linux.initrd", "INITRD", initrd, kernels))
+        .map(|initrd| open_boot("spec.boot.linux.initrd", "INITRD", initrd))
         .transpose()?;
-    let mut files = Files {
+    let mut disks = Vec::new();
+    for (index, disk) in spec.disks.iter().enumerate() {
+        let field = format!("spec.disks[{index}]");
+        let opened = open_disk(&field, disk, sources, Locks::Take)?;
+        found.extend(known::check_disk(known, &field, disk, &opened)?);
+        disks.push(opened);
+    }
+    let files = Files {
         kernel,
         initrd,
-        disks: Vec::new(),
+        disks,
     };
-    for (index, disk) in spec.disks.iter().enumerate() {
-        let opened = open_disk(&format!("spec.disks[{index}]"), disk, sources, locks)?;
-        files.disks.push(opened);
-    }
     let of_disks: usize = files.disks.iter().map(|disk| 1 + disk.backing.len()).sum();
-    beyond(spec, of_disks).map_or(Ok(files), Err)
+    beyond(spec, of_disks).map_or(Ok((files, found)), Err)
+}
+
+/// Which file a disk is on that is attached by path; empty for a disk of the DiskService.
+pub fn learn(known: &Known, field: &str, disk: &Disk, opened: &OpenDisk) -> Result<Known, Failure> {
+    let found = known::check_disk(known, field, disk, opened)?;
+    Ok(found.into_iter().collect())
 }
 
 /// Refused as TOO_MANY_FILES when a VM whose disks are this many files has more than a `vmm` can be given.

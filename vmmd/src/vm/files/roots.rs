@@ -9,10 +9,13 @@ use std::{
 };
 
 use rustix::{
-    fs::{CWD, Mode, OFlags, ResolveFlags},
+    fs::{Mode, OFlags, ResolveFlags},
     io::Errno,
 };
 use serde::Deserialize;
+
+/// How often a path is tried again whose folders are being renamed meanwhile.
+const RACES: u32 = 100;
 
 /// Folders below which the files of VMs may be.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -58,7 +61,7 @@ pub enum Within<'a> {
 pub enum Refused {
     /// The path is below none of the folders.
     Outside,
-    /// It leads out of its folder through a symbolic link, or through one of procfs.
+    /// The path leads out of its folder: through `..`, a symbolic link, or a link of procfs.
     LeadsOut,
     /// The kernel says so.
     Errno(Errno),
@@ -71,49 +74,82 @@ impl Refused {
             return None;
         };
         let named: Vec<_> = roots.iter().map(|root| root.display().to_string()).collect();
+        let named = named.join(", ");
         match self {
             Self::Outside => Some(format!(
-                "is not below a folder that this node allows ({}; roots.{key} in config.toml)",
-                named.join(", ")
+                "is not below a folder that this node allows: `roots.{key}` in config.toml has {named}"
             )),
+            Self::LeadsOut if roots.iter().any(|root| is_everything(root)) => Some(
+                "leads through a link of /proc, which is not followed, or through symbolic links in a circle"
+                    .to_owned(),
+            ),
             Self::LeadsOut => Some(format!(
-                "leads out of its folder through a symbolic link (roots.{key} in config.toml allows {})",
-                named.join(", ")
+                "leads out of the folders that this node allows, through `..`, an absolute symbolic link or one that points outside: \
+                 `roots.{key}` in config.toml has {named}"
             )),
             Self::Errno(_) => None,
         }
     }
 }
 
-/// Opens a file by its absolute path.
+/// Whether a path, which has no `..`, is below one of the folders as it is written; where its links lead, only [`open`] finds out.
+pub fn allows(roots: &[PathBuf], path: &Path) -> Result<(), Refused> {
+    match roots.iter().any(|root| path.starts_with(root)) {
+        true => Ok(()),
+        false => Err(Refused::Outside),
+    }
+}
+
+fn is_everything(root: &Path) -> bool {
+    root.parent().is_none()
+}
+
+/// Opens a file by its absolute path. Of several folders above it, one beneath which it can be opened is enough.
 pub fn open(path: &Path, within: Within<'_>, flags: OFlags) -> Result<OwnedFd, Refused> {
     let Within::Roots(roots) = within else {
         return rustix::fs::open(path, flags, Mode::empty()).map_err(Refused::Errno);
     };
-    let root = roots
-        .iter()
-        .filter(|root| path.starts_with(root))
-        .max_by_key(|root| root.components().count())
-        .ok_or(Refused::Outside)?;
-    let rest = path.strip_prefix(root).map_err(|_| Refused::Outside)?;
-    let anywhere = root.parent().is_none();
-    let mut resolve = ResolveFlags::NO_MAGICLINKS;
-    if !anywhere {
-        resolve |= ResolveFlags::BENEATH;
+    let mut refused = Refused::Outside;
+    for root in roots {
+        let Ok(rest) = path.strip_prefix(root) else {
+            continue;
+        };
+        match open_beneath(root, rest, path, flags) {
+            Err(Refused::LeadsOut) => refused = Refused::LeadsOut,
+            opened => return opened,
+        }
     }
+    Err(refused)
+}
+
+/// Opens `path`, which is `rest` below `root`.
+fn open_beneath(root: &Path, rest: &Path, path: &Path, flags: OFlags) -> Result<OwnedFd, Refused> {
+    let everything = is_everything(root);
+    let resolve = if everything {
+        ResolveFlags::NO_MAGICLINKS
+    } else {
+        ResolveFlags::NO_MAGICLINKS | ResolveFlags::BENEATH
+    };
     // Opened anew each time: the folder may be mounted, or mounted over, while the daemon runs.
     let folder_flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let folder = rustix::fs::openat(CWD, root, folder_flags, Mode::empty()).map_err(Refused::Errno)?;
+    let folder = rustix::fs::open(root, folder_flags, Mode::empty()).map_err(Refused::Errno)?;
     let rest = if rest.as_os_str().is_empty() {
         Path::new(".")
     } else {
         rest
     };
-    match rustix::fs::openat2(&folder, rest, flags, Mode::empty(), resolve) {
-        Err(Errno::XDEV | Errno::LOOP) => Err(Refused::LeadsOut),
-        // Not in old kernels, and not allowed in some containers.
-        Err(Errno::NOSYS) if anywhere => rustix::fs::open(path, flags, Mode::empty()).map_err(Refused::Errno),
-        opened => opened.map_err(Refused::Errno),
+    let mut tries = 0;
+    loop {
+        match rustix::fs::openat2(&folder, rest, flags, Mode::empty(), resolve) {
+            Err(Errno::XDEV | Errno::LOOP) => return Err(Refused::LeadsOut),
+            // openat2(2): something was renamed or mounted while a `..` was followed.
+            Err(Errno::AGAIN) if tries < RACES => tries += 1,
+            // Some containers do not allow it.
+            Err(Errno::NOSYS) if everything => {
+                return rustix::fs::open(path, flags, Mode::empty()).map_err(Refused::Errno);
+            }
+            opened => return opened.map_err(Refused::Errno),
+        }
     }
 }
 
@@ -169,12 +205,49 @@ mod tests {
             assert_eq!(case.open("allowed", file), Err(Refused::LeadsOut), "{file}");
         }
         assert_eq!(case.open("allowed", "other/out"), Err(Refused::Outside));
+        for file in ["allowed/../other/out", "allowed/sub/../../other/out"] {
+            assert_eq!(case.open("allowed", file), Err(Refused::LeadsOut), "{file}");
+        }
+        assert_eq!(case.open("allowed", "allowed/sub/../in"), Ok(()));
         // A name that begins like the folder's.
         assert_eq!(case.open("allow", "allowed/in"), Err(Refused::Outside));
         assert_eq!(
             case.open("allowed", "allowed/none"),
             Err(Refused::Errno(Errno::NOENT))
         );
+    }
+
+    #[test]
+    fn one_of_several_folders_is_enough() {
+        let case = Case::new();
+        let path = |name: &str| case.0.path().join(name);
+        let open = |roots: &[&str], file: &str| {
+            let roots: Vec<_> = roots.iter().map(|root| path(root)).collect();
+            open(&path(file), Within::Roots(&roots), OFlags::RDONLY).map(drop)
+        };
+        assert_eq!(open(&["other", "allowed"], "allowed/in"), Ok(()));
+        // The link leads out of the inner folder and stays in the outer one.
+        for roots in [["allowed", "."], [".", "allowed"]] {
+            assert_eq!(open(&roots, "allowed/outside"), Ok(()), "{roots:?}");
+        }
+        assert_eq!(
+            open(&["other", "allowed"], "allowed/outside"),
+            Err(Refused::LeadsOut)
+        );
+    }
+
+    #[test]
+    fn where_a_path_leads_as_it_is_written_is_known_without_the_file() {
+        let roots = ["/srv/vms".into(), "/dev".into()];
+        for (path, expected) in [
+            ("/srv/vms/a", Ok(())),
+            ("/dev/sda", Ok(())),
+            ("/srv/vmsx/a", Err(Refused::Outside)),
+            ("/etc/shadow", Err(Refused::Outside)),
+        ] {
+            assert_eq!(allows(&roots, Path::new(path)), expected, "{path}");
+        }
+        assert_eq!(allows(&["/".into()], Path::new("/a")), Ok(()));
     }
 
     #[test]

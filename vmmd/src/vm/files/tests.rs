@@ -76,7 +76,7 @@ impl Case {
     }
 
     fn open(&self) -> Result<Files, Failure> {
-        open(&self.spec, &self.sources(), Locks::Take)
+        open(&self.spec, &self.sources(), &Known::new()).map(|(files, _)| files)
     }
 
     fn sources(&self) -> Sources<'_> {
@@ -189,4 +189,25 @@ fn a_missing_kvm_says_what_to_do() {
         failure.reason == "KVM_UNAVAILABLE" && failure.message.contains("kvm_amd"),
         "{failure}"
     );
+}
+
+#[test]
+fn a_raw_disk_that_is_an_image_of_another_format_is_refused_while_it_is_new() {
+    let mut case = case();
+    let mut head = vec![0; 4096];
+    head[..4].copy_from_slice(b"QFI\xfb");
+    fs::write(case.path("disk"), &head).unwrap();
+    let (reason, message) = case.refused();
+    assert_eq!(reason, "IMAGE_FORMAT_MISMATCH");
+    for word in ["spec.disks[0].path", "qcow2", "anyContent"] {
+        assert!(message.contains(word), "{message}");
+    }
+    let problems = |had: &Known| look(&case.spec, &case.sources(), "web", had);
+    assert_eq!(problems(&Known::new())[0].reason, "IMAGE_FORMAT_MISMATCH");
+    // The guest may have written it there.
+    let known: Known = [(key(&case.path("disk")), Default::default())].into();
+    assert_eq!(problems(&known), []);
+    open(&case.spec, &case.sources(), &known).unwrap();
+    case.spec.disks[0].any_content = true;
+    case.open().unwrap();
 }

@@ -21,7 +21,7 @@ use crate::{
     node::{Demand, check::Look, placement},
     paths::{LogDir, RuntimeDir},
     vm::{
-        files::{self, Files, Locks},
+        files::{self, Files, Known},
         limits,
     },
 };
@@ -30,6 +30,7 @@ use crate::{
 pub(super) struct Checked {
     pub(super) kvm: OwnedFd,
     pub(super) files: Files,
+    pub(super) known: Known,
     pub(super) executable: File,
     pub(super) limits: Limits,
 }
@@ -56,7 +57,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         placement::refuse(&placement::decide(&demand.resources, &look.picture(host, others)))
     })?;
     let kvm = files::open_kvm(&host.config.kvm_device)?;
-    let files = files::open(spec, &host.sources(), Locks::Take)?;
+    let (files, known) = files::open(spec, &host.sources(), &plan.record.files)?;
     let executable = host.open_vmm()?;
     let lock = RuntimeDir::of(&host.config, uid).lock();
     if lock::is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {
@@ -69,6 +70,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     Ok(Checked {
         kvm,
         files,
+        known,
         executable,
         limits,
     })

@@ -3,7 +3,7 @@
 use proto::{
     model::{
         Violations,
-        disk::Disk,
+        disk::{Disk, Source},
         pci,
         vm::{MAX_DISKS_AND_NICS, VmSpec},
     },
@@ -14,11 +14,12 @@ use crate::{
     control::Client,
     failure::{Failure, Kind},
     ledger::FileId,
+    node::placement,
     vm::{
         actor::{
             Actor, Reply, answer,
             attachments::{Attachment, Plug, PlugKind},
-            plug::{self, AttachError, Outcome},
+            plug::{self, AttachError, Outcome, Plugged},
             run::THIRD_MINOR,
         },
         admission::Place,
@@ -136,12 +137,24 @@ impl Actor {
         spec.disks.push(wire);
         let index = spec.disks.len() - 1;
         let spec = VmSpec::try_from(&*spec).map_err(|violations| renamed(violations, index))?;
+        let mut outside = files::outside(&spec, &self.host.config.roots, Some(&self.spec));
+        for problem in &mut outside {
+            // The request has that disk only.
+            problem.message = problem
+                .message
+                .replacen(&format!("spec.disks[{index}]"), "disk", 1);
+        }
+        placement::refuse(&outside)?;
         record
             .hardware
             .get_or_insert_default()
             .disk_slots
             .insert(name.clone(), slot);
         record.generation += 1;
+        if let Source::Path { path, .. } = &disk.source {
+            // What is there now is meant.
+            record.files.remove(&files::key(path));
+        }
         if let Some(run) = record.instance.as_mut().filter(|_| running) {
             run.attaching.push(name.clone());
         }
@@ -177,10 +190,11 @@ impl Actor {
             .disk_slots
             .get(&name)
             .is_some_and(|slot| pci::is_further(*slot));
-        let known = match further {
+        let new_enough = match further {
             true => self.knows_minor(THIRD_MINOR, "take more disks than its first PCI bus has room for"),
             false => Ok(()),
         };
+        let known = files::any_of(&self.record.files);
         let task = self.disks.tasks.spawn(async move {
             // The disk's buffers take memory, its threads are tasks.
             let paths = files::named(&spec, &host.sources());
@@ -191,8 +205,8 @@ impl Actor {
             if let Err(error) = renewing.await {
                 tracing::error!(%uid, %error, "set the limits of a running VM anew");
             }
-            let result = match known {
-                Ok(()) => plug::attach(host, client, disk, hardware).await,
+            let result = match new_enough {
+                Ok(()) => plug::attach(host, client, disk, known, hardware).await,
                 Err(failure) => Err(AttachError::Refused(failure)),
             };
             Outcome::Attached(of, serial, result)
@@ -211,11 +225,12 @@ impl Actor {
     pub(super) async fn on_attached(
         &mut self,
         name: &str,
-        result: Result<Vec<FileId>, AttachError>,
+        result: Result<Plugged, AttachError>,
         waiters: Vec<Reply>,
     ) {
         match result {
-            Ok(ids) => {
+            Ok(Plugged { ids, known }) => {
+                self.record.files.extend(known);
                 self.settle_attached(name, Some(ids)).await;
                 self.look();
                 answer(waiters, &Ok(self.state()));

@@ -1,0 +1,139 @@
+//! Which files a VM was last started with. A start by the run policy refuses another one in their place: nobody has looked at it, and
+//! whoever can write to a folder of images is not meant to choose what a VM boots at night. A start by request takes what is there.
+//! Blocking.
+
+use std::{collections::BTreeMap, io, os::fd::AsFd, path::Path};
+
+use proto::model::disk::{Disk, Format, Source};
+use rustix::fs::{AtFlags, FileType, StatxFlags, fstat, fstatfs, statx};
+
+use super::{OpenDisk, signature};
+use crate::{failure::Failure, store::FileRecord, text};
+
+/// By path. A record with nothing in it stands for any file: one by which it can't be known again, or that a request has accepted.
+pub type Known = BTreeMap<String, FileRecord>;
+
+/// Of statfs(2). The server of such a file system may number its files anew whenever it is mounted.
+const FUSE_MAGIC: rustix::fs::FsWord = 0x6573_5546;
+
+/// Identifies the open file of a path, and refuses it as FILE_REPLACED when another one is `known` there. `field` is the path's place in
+/// the spec.
+pub(super) fn check(
+    known: &Known,
+    field: &str,
+    path: &Path,
+    file: impl AsFd,
+) -> Result<(String, FileRecord), Failure> {
+    let refuse = |reason, problem: &str| {
+        Failure::precondition(reason, format!("{field}: \"{}\" {problem}", path.display()))
+    };
+    let found = identify(file).map_err(|error| refuse("FILE_UNUSABLE", &text::words(&error)))?;
+    let key = key(path);
+    let other = |known: &&FileRecord| **known != found && **known != FileRecord::default();
+    if known.get(&key).filter(other).is_some() {
+        let problem = "is not the file that the VM was last started with: if the new one is meant, start the VM by request";
+        return Err(refuse("FILE_REPLACED", problem));
+    }
+    Ok((key, found))
+}
+
+/// The same of a disk; nothing when it is one of the DiskService. Raw content that is new to the VM and has another format's signature
+/// is refused: of a file that the VM was started with before, the guest may have made it such.
+pub(super) fn check_disk(
+    known: &Known,
+    field: &str,
+    disk: &Disk,
+    opened: &OpenDisk,
+) -> Result<Option<(String, FileRecord)>, Failure> {
+    let Source::Path { path, format } = &disk.source else {
+        return Ok(None);
+    };
+    if *format == Format::Raw && !disk.any_content && !known.contains_key(&key(path)) {
+        let label = format!("{field}.path: disk \"{}\": \"{}\"", disk.name, path.display());
+        signature::refuse(&label, &opened.fd)?;
+    }
+    check(known, &format!("{field}.path"), path, &opened.fd).map(Some)
+}
+
+/// The same paths, with whatever file is there by now.
+pub fn any_of(known: &Known) -> Known {
+    let any = |path: &String| (path.clone(), FileRecord::default());
+    known.keys().map(any).collect()
+}
+
+/// The key of a path in [`Known`]. Paths of specs are UTF-8.
+pub fn key(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
+
+/// What stays the same of a file over reboots, and is not the same of another one in its place.
+pub fn identify(file: impl AsFd) -> io::Result<FileRecord> {
+    let stat = fstat(&file)?;
+    if FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice {
+        // Its node is made anew at each boot, and so may its numbers be.
+        return Ok(FileRecord {
+            block_device: true,
+            ..FileRecord::default()
+        });
+    }
+    if fstatfs(&file)?.f_type == FUSE_MAGIC {
+        return Ok(FileRecord::default());
+    }
+    let found = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::BTIME)?;
+    let born = (found.stx_mask & StatxFlags::BTIME.bits() != 0).then_some(found.stx_btime);
+    Ok(FileRecord {
+        inode: stat.st_ino,
+        born_s: born.map_or(0, |time| time.tv_sec),
+        born_ns: born.map_or(0, |time| time.tv_nsec),
+        block_device: false,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_written_to_stays_the_same_and_one_in_its_place_is_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        let look = || identify(File::open(&path).unwrap()).unwrap();
+        fs::write(&path, "1").unwrap();
+        let first = look();
+        fs::write(&path, "22").unwrap();
+        fs::rename(&path, folder.path().join("b")).unwrap();
+        fs::rename(folder.path().join("b"), &path).unwrap();
+        assert_eq!(look(), first);
+        fs::write(folder.path().join("b"), "1").unwrap();
+        fs::rename(folder.path().join("b"), &path).unwrap();
+        assert_ne!(look(), first);
+    }
+
+    #[test]
+    fn another_file_is_refused_and_a_path_that_is_not_known_is_learned() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        fs::write(&path, "1").unwrap();
+        let file = File::open(&path).unwrap();
+        let right = identify(&file).unwrap();
+        let wrong = FileRecord {
+            inode: right.inode + 1,
+            ..right
+        };
+        let any = FileRecord::default();
+        for (known, refused) in [
+            (None, false),
+            (Some(right), false),
+            (Some(any), false),
+            (Some(wrong), true),
+        ] {
+            let known = known.map(|known| (key(&path), known)).into_iter().collect();
+            match check(&known, "spec.boot.linux.kernel", &path, &file) {
+                Ok(found) => assert!(!refused && found == (key(&path), right)),
+                Err(failure) => assert!(refused && failure.reason == "FILE_REPLACED", "{failure}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! Where the files of VMs may be, and that a start which nobody has asked for takes no others than the last one.
+
+use std::{fs, os::unix::fs::symlink, path::Path};
+
+use proto::v1::{self, DiskFormat, RunPolicy, VmPhase, volume_spec::Source};
+use rustix::process::{Signal, kill_process};
+use tonic::{Code, Status};
+
+use crate::{
+    disks::raw,
+    harness::{Daemon, refusal, uid, vm_pid},
+};
+
+/// A daemon whose disks must be below `allowed`, and its kernels below `boot`.
+async fn confined() -> Daemon {
+    let folder = tempfile::Builder::new()
+        .prefix("vmmd")
+        .tempdir_in("/tmp")
+        .unwrap();
+    let path = |name: &str| folder.path().join(name);
+    for name in ["allowed", "boot", "other"] {
+        fs::create_dir(path(name)).unwrap();
+    }
+    for name in ["allowed/disk", "other/disk"] {
+        fs::write(path(name), [0; 4096]).unwrap();
+    }
+    for name in ["boot/kernel", "other/kernel"] {
+        fs::write(path(name), [1; 4096]).unwrap();
+    }
+    symlink("../other/disk", path("allowed/link")).unwrap();
+    symlink("../other/kernel", path("boot/link")).unwrap();
+    symlink("kernel", path("boot/default")).unwrap();
+    let roots = format!(
+        "restart = {{ first_ms = 300 }}\nroots = {{ disks = [{:?}], kernels = [{:?}] }}\n",
+        path("allowed"),
+        path("boot")
+    );
+    Daemon::in_folder(folder, &roots).await
+}
+
+fn disk(path: &Path) -> v1::DiskSpec {
+    v1::DiskSpec {
+        name: "root".into(),
+        source: Some(v1::disk_spec::Source::Path(path.to_str().unwrap().into())),
+        format: DiskFormat::Raw.into(),
+        ..Default::default()
+    }
+}
+
+/// A VM with these files of the daemon's folder.
+fn vm(daemon: &Daemon, name: &str, kernel: &str, disk_path: &str) -> v1::Vm {
+    let mut vm = daemon.manifest(name, "");
+    let spec = vm.spec.as_mut().unwrap();
+    let Some(v1::boot_spec::Source::Linux(linux)) = &mut spec.boot.as_mut().unwrap().source else {
+        panic!("no kernel")
+    };
+    linux.kernel = daemon.path(kernel).to_str().unwrap().into();
+    spec.disks.push(disk(&daemon.path(disk_path)));
+    vm
+}
+
+async fn dry_run(daemon: &Daemon, vm: v1::Vm) -> Result<(), Status> {
+    let request = v1::CreateVmRequest {
+        vm: Some(vm),
+        dry_run: true,
+        ..Default::default()
+    };
+    daemon.client().create_vm(request).await.map(drop)
+}
+
+fn not_allowed<T: std::fmt::Debug>(result: Result<T, Status>, what: &str) {
+    let status = result.expect_err(what);
+    let expected = (Code::FailedPrecondition, "PATH_NOT_ALLOWED".to_owned());
+    assert_eq!(refusal(&status), expected, "{what}: {status}");
+    assert!(status.message().contains("roots."), "{what}: {status}");
+}
+
+#[tokio::test]
+async fn a_path_that_is_written_as_one_outside_the_roots_is_refused_at_once() {
+    let daemon = confined().await;
+    for (kernel, disk) in [("boot/kernel", "other/disk"), ("other/kernel", "allowed/disk")] {
+        not_allowed(daemon.create(vm(&daemon, "web", kernel, disk)).await, disk);
+    }
+    // Nowhere does a path have a `..`.
+    for (kernel, disk) in [
+        ("boot/kernel", "allowed/../other/disk"),
+        ("boot/../other/kernel", "allowed/disk"),
+    ] {
+        let refused = daemon.create(vm(&daemon, "web", kernel, disk)).await.unwrap_err();
+        let invalid = (Code::InvalidArgument, "INVALID_FIELDS".to_owned());
+        assert_eq!(refusal(&refused), invalid, "{refused}");
+    }
+    daemon
+        .create(vm(&daemon, "web", "boot/default", "allowed/disk"))
+        .await
+        .unwrap();
+    let update = v1::UpdateVmRequest {
+        vm: Some(vm(&daemon, "web", "boot/kernel", "other/disk")),
+        ..Default::default()
+    };
+    not_allowed(daemon.client().update_vm(update).await, "update");
+    daemon.start_vm("web").await.unwrap();
+    let path = "other/disk";
+    for running in [true, false] {
+        if !running {
+            daemon.kill_vm("web").await.unwrap();
+        }
+        let attach = v1::AttachDiskRequest {
+            vm: "web".into(),
+            disk: Some(v1::DiskSpec {
+                name: "more".into(),
+                ..disk(&daemon.path(path))
+            }),
+            ..Default::default()
+        };
+        let refused = daemon.client().attach_disk(attach).await;
+        assert!(
+            refused
+                .as_ref()
+                .is_err_and(|status| status.message().starts_with("disk.path")),
+            "{refused:?}"
+        );
+        not_allowed(refused, path);
+    }
+}
+
+#[tokio::test]
+async fn a_link_that_leads_out_of_the_roots_is_refused_where_it_would_be_opened() {
+    let daemon = confined().await;
+    for (name, kernel, disk) in [
+        ("disk", "boot/kernel", "allowed/link"),
+        ("kernel", "boot/link", "allowed/disk"),
+    ] {
+        let vm = vm(&daemon, name, kernel, disk);
+        not_allowed(dry_run(&daemon, vm.clone()).await, name);
+        // The link may be another one by the time of the start.
+        daemon.create(vm).await.unwrap();
+        not_allowed(daemon.start_vm(name).await, name);
+    }
+    daemon
+        .create(vm(&daemon, "web", "boot/kernel", "allowed/disk"))
+        .await
+        .unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let attach = v1::AttachDiskRequest {
+        vm: "web".into(),
+        disk: Some(v1::DiskSpec {
+            name: "more".into(),
+            ..disk(&daemon.path("allowed/link"))
+        }),
+        ..Default::default()
+    };
+    not_allowed(daemon.client().attach_disk(attach).await, "attach");
+    for path in ["other/disk", "allowed/link"] {
+        let source = daemon.path(path).to_str().unwrap().to_owned();
+        not_allowed(
+            daemon.make(raw("copy", 0), Some(Source::RawFile(source))).await,
+            path,
+        );
+    }
+    // Disks that the daemon keeps are elsewhere, and its own.
+    daemon.make(raw("own", 4096), None).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_start_by_the_run_policy_takes_no_other_file_than_the_last_start() {
+    for (replaced, field) in [
+        ("boot/kernel", "spec.boot.linux.kernel"),
+        ("allowed/disk", "spec.disks[0].path"),
+    ] {
+        let mut daemon = confined().await;
+        let mut web = vm(&daemon, "web", "boot/default", "allowed/disk");
+        web.spec.as_mut().unwrap().run_policy = RunPolicy::AlwaysOnUnlessStopped.into();
+        daemon.create(web).await.unwrap();
+        let first = daemon.start_vm("web").await.unwrap();
+        // What the guest writes is no other file.
+        fs::write(daemon.path("allowed/disk"), [2; 8192]).unwrap();
+        kill_process(vm_pid(&first), Signal::KILL).unwrap();
+        daemon
+            .wait("web", |status| {
+                status.phase() == VmPhase::Running && status.counts.unwrap().automatic_starts == 1
+            })
+            .await;
+        let new = daemon.path("new");
+        fs::copy(daemon.path(replaced), &new).unwrap();
+        fs::rename(&new, daemon.path(replaced)).unwrap();
+        daemon.kill_and_restart().await;
+        let second = daemon.get("web").await.unwrap();
+        assert_eq!(uid(&second), uid(&first));
+        kill_process(vm_pid(&second), Signal::KILL).unwrap();
+        let failed = daemon.wait("web", |status| status.reason == "FileReplaced").await;
+        assert!(failed.message.starts_with(field), "{}", failed.message);
+        let third = daemon.start_vm("web").await.unwrap();
+        // It is the known one from now on.
+        let starts = |status: &v1::VmStatus| status.counts.unwrap().automatic_starts;
+        let before = starts(third.status.as_ref().unwrap());
+        kill_process(vm_pid(&third), Signal::KILL).unwrap();
+        daemon
+            .wait("web", |status| {
+                status.phase() == VmPhase::Running && starts(status) > before
+            })
+            .await;
+    }
+}
+
+#[tokio::test]
+async fn a_raw_disk_with_another_formats_signature_is_refused_unless_the_guest_has_written_it() {
+    let mut head = vec![0; 4096];
+    head[..4].copy_from_slice(b"QFI\xfb");
+    let daemon = confined().await;
+    let path = daemon.path("allowed/disk");
+    fs::write(&path, &head).unwrap();
+    let mut web = vm(&daemon, "web", "boot/kernel", "allowed/disk");
+    let mismatch = (Code::FailedPrecondition, "IMAGE_FORMAT_MISMATCH".to_owned());
+    let refused = dry_run(&daemon, web.clone()).await.unwrap_err();
+    assert_eq!(refusal(&refused), mismatch, "{refused}");
+    daemon.create(web.clone()).await.unwrap();
+    assert_eq!(refusal(&daemon.start_vm("web").await.unwrap_err()), mismatch);
+    let mut other = vm(&daemon, "other", "boot/kernel", "allowed/disk");
+    other.spec.as_mut().unwrap().disks.clear();
+    daemon.create(other).await.unwrap();
+    daemon.start_vm("other").await.unwrap();
+    let attach = |any_content| v1::AttachDiskRequest {
+        vm: "other".into(),
+        disk: Some(v1::DiskSpec {
+            any_content,
+            ..disk(&path)
+        }),
+        ..Default::default()
+    };
+    let refused = daemon.client().attach_disk(attach(false)).await.unwrap_err();
+    assert_eq!(refusal(&refused), mismatch, "{refused}");
+    daemon.client().attach_disk(attach(true)).await.unwrap();
+    daemon.delete("other", true).await.unwrap();
+
+    fs::write(&path, [0; 4096]).unwrap();
+    daemon.start_vm("web").await.unwrap();
+    fs::write(&path, &head).unwrap();
+    daemon.kill_vm("web").await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    // Nor does it stand in the way of an update that is tried.
+    web.metadata.as_mut().unwrap().labels = [("a".to_owned(), "b".to_owned())].into();
+    let update = v1::UpdateVmRequest {
+        vm: Some(web),
+        apply: v1::ApplyMode::DryRun.into(),
+        ..Default::default()
+    };
+    daemon.client().update_vm(update).await.unwrap();
+}
