@@ -153,6 +153,30 @@ fn a_paused_guest_stands_still_and_goes_on_where_it_was() {
 }
 
 #[test]
+fn a_resumed_guests_clock_is_behind_or_right_as_its_spec_says() {
+    for (on_resume, is_behind) in [("CLOCK_ON_RESUME_KEEP", true), ("CLOCK_ON_RESUME_SYNC", false)] {
+        let case = Case::new("clock").expect("node");
+        let spec = busybox().set("/clock", serde_json::json!({ "onResume": on_resume }));
+        let vm = Vm::start(&case, "", &spec).expect("start");
+        let mut console = vm.console().expect("console");
+        console.until("GUEST-READY", BOOT).expect("boot");
+        let mut behind = || {
+            let guest = console.run("date +%s", 60).expect("the guest's time");
+            let node = vm.node().sh("date +%s").expect("the node's time");
+            let seconds = |text: &str| text.trim().parse::<i64>().expect("seconds");
+            seconds(&node) - seconds(&guest)
+        };
+        let before = behind();
+        vm.ctl("pause").expect("pause");
+        vm.node().sh("sleep 20").expect("a long pause");
+        vm.ctl("resume").expect("resume");
+        let lost = behind() - before;
+        // What it takes to ask may be seconds in an emulated node.
+        assert_eq!(lost >= 15, is_behind, "{on_resume}: {lost} s");
+    }
+}
+
+#[test]
 fn stop_presses_the_power_button_and_kills_what_does_not_listen() {
     let case = Case::new("stop").expect("node");
     let polite = Vm::start(&case, "a", &busybox()).expect("start");
