@@ -134,10 +134,10 @@ impl Client {
         stats.ok_or_else(empty_answer)
     }
 
-    /// The newest events of a VM.
-    pub async fn events_of(&self, vm: &str, most: u32) -> Result<Vec<v1::Event>> {
+    /// The newest events of a thing.
+    pub async fn events_of(&self, kind: &str, name: &str, most: u32) -> Result<Vec<v1::Event>> {
         let filter = v1::EventFilter {
-            object: Some(reference("Vm", vm)),
+            object: Some(reference(kind, name)),
             ..Default::default()
         };
         let request = v1::ListEventsRequest {

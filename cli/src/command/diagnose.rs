@@ -36,7 +36,7 @@ pub async fn diagnose(client: &Client, args: &Diagnose) -> Result<()> {
     parts.message(
         "events.json",
         client
-            .events_of(name, 1000)
+            .events_of("Vm", name, 1000)
             .await
             .map(|events| v1::ListEventsResponse {
                 events,

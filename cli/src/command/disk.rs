@@ -18,7 +18,7 @@ use crate::{
     client::{COPY, Client, WORK, about_disk, empty_answer, send},
     failure::{Code, Failure, Result},
     manifest::disk,
-    output::{self, format::Layout},
+    output::{self, describe::Lines, format::Layout},
 };
 
 /// What a client changes of a disk, as a mask has it.
@@ -246,10 +246,12 @@ pub async fn describe(client: &Client, names: &[String]) -> Result<(), Vec<Failu
     let mut failures = Vec::new();
     let disks = named(client, names, &mut failures).await;
     let now = jiff::Timestamp::now();
-    let texts: Vec<_> = disks
-        .iter()
-        .map(|disk| output::disk::describe(disk, now))
-        .collect();
+    let mut texts = Vec::new();
+    for disk in &disks {
+        let mut text = Lines(output::disk::describe(disk, now));
+        get::last_events(client, "Disk", disk::name(disk), &mut text).await;
+        texts.push(text.0);
+    }
     output::print(&texts.join("\n")).map_err(super::one)?;
     super::all(failures)
 }

@@ -9,10 +9,10 @@ use crate::{
     args::{GetVm, Output, Selector},
     client::Client,
     failure::{Failure, Result},
-    output::{self, format::Layout, vm},
+    output::{self, describe::Lines, format::Layout, vm},
 };
 
-/// As many events are in the description of a VM.
+/// As many events are in a description.
 const LAST_EVENTS: u32 = 10;
 
 /// Lists VMs once, or watches them.
@@ -58,17 +58,21 @@ pub async fn describe(client: &Client, names: &[String]) -> Result<(), Vec<Failu
     let now = jiff::Timestamp::now();
     let mut texts = Vec::new();
     for vm in &vms {
-        let mut text = output::describe::Lines(output::describe::vm(vm, now));
-        // A daemon of before them says what it does without.
-        if let Ok(events) = client.events_of(name(vm), LAST_EVENTS).await {
-            let rows: Vec<_> = events.iter().map(output::event::row).collect();
-            let columns = vec!["TIME", "SEVERITY", "OBJECT", "REASON", "MESSAGE"];
-            text.list("Last events", columns, &rows);
-        }
+        let mut text = Lines(output::describe::vm(vm, now));
+        last_events(client, "Vm", name(vm), &mut text).await;
         texts.push(text.0);
     }
     output::print(&texts.join("\n")).map_err(|failure| vec![failure])?;
     super::all(failures)
+}
+
+/// Adds the last events of a thing to its description. A daemon of before them says what it does without.
+pub async fn last_events(client: &Client, kind: &str, name: &str, text: &mut Lines) {
+    if let Ok(events) = client.events_of(kind, name, LAST_EVENTS).await {
+        let rows: Vec<_> = events.iter().map(output::event::row).collect();
+        let columns = vec!["TIME", "SEVERITY", "OBJECT", "REASON", "MESSAGE"];
+        text.list("Last events", columns, &rows);
+    }
 }
 
 async fn named(client: &Client, names: &[String], failures: &mut Vec<Failure>) -> Vec<v1::Vm> {

@@ -85,6 +85,7 @@ Allocated:       192Ki (196608 bytes)
 Overlay of:      base
 Path:            /var/lib/vmmd/disks/over
 Used by:         no VM
+Last events:     none
 "#);
     assert_eq!(run(&daemon, "get disk -l tier=gold -o name"), done("disk/base\n"));
     let refused = "error: disk \"base\" has overlays (over): delete those first\n";
