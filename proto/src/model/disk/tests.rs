@@ -136,14 +136,15 @@ fn limits_are_sane(#[case] limit: v1::RateLimit, #[case] fields: &[&str]) {
     assert_eq!(refused, fields);
 }
 
-fn request(spec: v1::VolumeSpec, source: Option<New>) -> v1::CreateDiskRequest {
+fn request(mut spec: v1::VolumeSpec, source: Option<New>) -> v1::CreateDiskRequest {
+    spec.source = source;
     v1::CreateDiskRequest {
         disk: Some(v1::Disk {
             metadata: Some(v1::ObjectMetadata {
                 name: "data".into(),
                 ..Default::default()
             }),
-            spec: Some(v1::VolumeSpec { source, ..spec }),
+            spec: Some(spec),
             status: None,
         }),
         ..Default::default()
