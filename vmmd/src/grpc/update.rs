@@ -43,6 +43,7 @@ pub fn parse(
         vm,
         apply,
         grace_period,
+        no_wait,
         ..
     } = request;
     let mut found = Violations::default();
@@ -71,6 +72,7 @@ pub fn parse(
         mask,
         mode,
         grace,
+        no_wait,
         context,
     };
     // What a mask leaves of a VM is known when it is applied.

@@ -625,22 +625,14 @@ async fn an_update_that_waits_for_the_guest_is_in_nobodys_way_and_ends_with_the_
     let without = daemon.changed("web", |spec| drop(spec.disks.remove(0))).await;
     let began = std::time::Instant::now();
     let detaching = |status: &v1::VmStatus| phase(status, "root") == Some(AttachmentPhase::Detaching);
-    let (updated, other, ()) = tokio::join!(
-        daemon.update(request(without)),
-        async {
-            let told = daemon.wait("web", detaching).await;
-            assert_eq!(told.pending_changes.len(), 0, "it is under way");
-            daemon.change("web", |spec| cores(spec, 2)).await
-        },
-        async {
-            // The other update is recorded. It is answered when nothing of the VM is under way any more.
-            daemon
-                .wait("web", |status| status.pending_changes.len() == 1)
-                .await;
-            daemon.kill_vm("web").await.unwrap();
-        }
-    );
-    assert_eq!(names(&other.unwrap()), ["grouped"]);
+    let (updated, ()) = tokio::join!(daemon.update(request(without)), async {
+        let told = daemon.wait("web", detaching).await;
+        assert_eq!(told.pending_changes.len(), 0, "it is under way");
+        let other = daemon.change("web", |spec| cores(spec, 2)).await.unwrap();
+        assert!(detaching(status(&other)), "the other update is answered while the guest is asked");
+        assert_eq!(pending(&other), ["spec.cpu.cores: 1 -> 2"]);
+        daemon.kill_vm("web").await.unwrap();
+    });
     let vm = updated.unwrap();
     assert!(
         began.elapsed() < Duration::from_secs(25),
@@ -650,6 +642,39 @@ async fn an_update_that_waits_for_the_guest_is_in_nobodys_way_and_ends_with_the_
     assert_eq!(vm.spec.unwrap().cpu.unwrap().cores, 2);
     daemon.start_vm("web").await.unwrap();
     assert_eq!(daemon.plugged("web").await, ["grouped"]);
+}
+
+#[tokio::test]
+async fn without_a_wait_an_update_is_answered_when_the_machine_has_been_asked() {
+    let daemon = Daemon::start().await;
+    running_with_disk(&daemon, "mock.eject=ignore").await;
+    let without = daemon.changed("web", |spec| drop(spec.disks.remove(0))).await;
+    let asked = daemon
+        .update(v1::UpdateVmRequest {
+            grace_period: milliseconds(300),
+            no_wait: true,
+            ..request(without.clone())
+        })
+        .await
+        .unwrap();
+    assert_eq!(phase(status(&asked), "root"), Some(AttachmentPhase::Detaching));
+    assert_eq!((pending(&asked).len(), generations(&asked)), (0, (2, 1)));
+    // What becomes of it is told as if somebody had waited.
+    let failed = daemon
+        .wait("web", |status| !status.pending_changes.is_empty())
+        .await;
+    assert_eq!(failed.pending_changes[0].path, "spec.disks[root]");
+    assert_ne!(failed.pending_changes[0].message, "");
+    // The same update again, which changes nothing, waits for what is under way.
+    let again = |no_wait| v1::UpdateVmRequest {
+        grace_period: milliseconds(900),
+        no_wait,
+        ..request(without.clone())
+    };
+    let asked = daemon.update(again(true)).await.unwrap();
+    assert_eq!((phase(status(&asked), "root"), pending(&asked).len()), (Some(AttachmentPhase::Detaching), 0));
+    let waited = daemon.update(again(false)).await.unwrap();
+    assert_eq!((phase(status(&waited), "root"), pending(&waited).len()), (Some(AttachmentPhase::Attached), 1));
 }
 
 #[tokio::test]

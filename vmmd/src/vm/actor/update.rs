@@ -56,6 +56,8 @@ pub struct Update {
     pub mode: v1::ApplyMode,
     /// How long the guest may take for what it is asked.
     pub grace: Option<Duration>,
+    /// The answer comes when what a running machine takes over has begun.
+    pub no_wait: bool,
     /// Who asks.
     pub context: Context,
 }
@@ -113,7 +115,7 @@ impl Desired {
 
 impl Actor {
     pub(super) async fn on_update(&mut self, update: Update, reply: LifeReply) {
-        let policy = self.spec.run_policy;
+        let (policy, generation) = (self.spec.run_policy, self.record.generation);
         let (applied, desired) = match self.admit_update(&update) {
             Ok(admitted) => admitted,
             Err(failure) => return respond(reply, Err(failure)),
@@ -130,10 +132,14 @@ impl Actor {
             let deadline = Instant::now() + update.grace.unwrap_or(DEFAULT_EJECT);
             self.disks.live.failed.clear();
             self.apply_processors().await;
-            (plugs, paths) = self.apply_live(deadline);
+            let joins = generation == self.record.generation;
+            (plugs, paths) = self.apply_live(deadline, joins);
         }
         self.publish();
         let restart = update.mode == v1::ApplyMode::Restart;
+        if update.no_wait && !restart {
+            (plugs, paths) = (Vec::new(), Vec::new());
+        }
         self.disks.live.wait(Waiter {
             reply,
             restart: restart.then_some(update.grace.unwrap_or(DEFAULT_GRACE)),

@@ -95,8 +95,9 @@ impl LiveChanges {
 }
 
 impl Actor {
-    /// Begins all that a running machine can take over; the plugs and paths to be waited for.
-    pub(super) fn apply_live(&mut self, deadline: Instant) -> (Vec<(String, u64)>, Vec<String>) {
+    /// Begins all that a running machine can take over. Returns the plugs, with their serial numbers, and the paths that the caller
+    /// waits for: those that begin here, and with `joins` also plugs that an earlier update has begun.
+    pub(super) fn apply_live(&mut self, deadline: Instant, joins: bool) -> (Vec<(String, u64)>, Vec<String>) {
         let (mut plugs, mut paths) = (Vec::new(), Vec::new());
         let client = self.running_client();
         for Change {
@@ -123,11 +124,13 @@ impl Actor {
                 continue;
             }
             if let Live::Attach(name) | Live::Detach(name) = &live {
-                if self.disks.plug(name).is_none() {
+                let begins = self.disks.plug(name).is_none();
+                if begins {
                     self.begin_plug(&live, client, deadline);
                 }
-                let serial = self.disks.plug(name).map(|plug| plug.serial);
-                plugs.extend(serial.map(|serial| (name.clone(), serial)));
+                if let Some(plug) = self.disks.plug(name).filter(|_| begins || joins) {
+                    plugs.push((name.clone(), plug.serial));
+                }
                 continue;
             }
             if let (Live::NicLink(_) | Live::NicReceiveLimit(_) | Live::NicTransmitLimit(_), Err(failure)) =
@@ -188,7 +191,7 @@ impl Actor {
             }
             // Another update has come in between.
             (Ok(()), _) => {
-                self.apply_live(Instant::now() + DEFAULT_EJECT);
+                self.apply_live(Instant::now() + DEFAULT_EJECT, false);
             }
             (Err(failure), _) => {
                 let message = format!("{path} could not be applied: {}", failure.message);
