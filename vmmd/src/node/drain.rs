@@ -31,7 +31,7 @@ pub async fn drain(
     context: Context,
 ) -> Result<Pending, Failure> {
     // Checked and noted in one step, so that of two drains one is refused.
-    let begin = host.node.change(|record| {
+    let begin = host.node.change_if(&context.preconditions, |record| {
         if record.draining {
             let message = "the node is being drained already: wait, or cancel that operation first";
             return Err(Failure::precondition("NODE_DRAINING", message));

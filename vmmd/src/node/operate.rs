@@ -35,7 +35,7 @@ pub async fn label(
     }
     found.or(())?;
     let mut now = BTreeMap::new();
-    let changed = host.node.change(|record| {
+    let changed = host.node.change_if(&context.preconditions, |record| {
         record.labels.retain(|key, _| !remove.contains(key));
         record.labels.extend(set);
         if record.labels.len() > MAX_PAIRS {
@@ -68,7 +68,7 @@ pub async fn cordon(host: &Host, reason: String, context: &Context) -> Result<()
     } else {
         format!(": {reason}")
     };
-    let changed = host.node.change(|record| {
+    let changed = host.node.change_if(&context.preconditions, |record| {
         (record.cordoned, record.cordon_reason) = (true, reason);
         Ok(())
     });
@@ -82,7 +82,7 @@ pub async fn cordon(host: &Host, reason: String, context: &Context) -> Result<()
 
 /// VMs are created and started again, those first whose run policy wants it.
 pub async fn uncordon(host: &Host, context: &Context) -> Result<(), Failure> {
-    let changed = host.node.change(|record| {
+    let changed = host.node.change_if(&context.preconditions, |record| {
         if record.draining {
             let message = "the node is being drained: `vmmctl get operation --active` shows the drain, and `vmmctl \
                            operation cancel ID` ends it";

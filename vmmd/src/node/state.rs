@@ -2,11 +2,13 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use proto::v1::Preconditions;
 use tokio::sync::watch;
 use uuid::Uuid;
 
 use crate::{
     failure::Failure,
+    request::preconditions,
     store::{NodeRecord, Store},
     vm::store_failure,
 };
@@ -59,14 +61,33 @@ impl State {
         &self,
         change: impl FnOnce(&mut NodeRecord) -> Result<(), Failure>,
     ) -> Result<bool, Failure> {
+        self.change_if(&Preconditions::default(), change).await
+    }
+
+    /// Changes it if `wanted` is true of it. The generation is compared only when something changes: a retry of a request that has
+    /// changed the generation itself succeeds.
+    pub async fn change_if(
+        &self,
+        wanted: &Preconditions,
+        change: impl FnOnce(&mut NodeRecord) -> Result<(), Failure>,
+    ) -> Result<bool, Failure> {
         let _writer = self.writer.lock().await;
         let mut record = self.record();
+        let system = rustix::system::uname();
+        let name = system.nodename().to_string_lossy();
+        let mut present = Preconditions {
+            uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
+            generation: None,
+        };
+        preconditions::check("node", name.as_ref(), wanted, &present)?;
         change(&mut record)?;
         {
             let before = self.lock();
             if record == *before {
                 return Ok(false);
             }
+            present.generation = Some(before.generation);
+            preconditions::check("node", name.as_ref(), wanted, &present)?;
             let same = record.labels == before.labels
                 && record.cordoned == before.cordoned
                 && record.cordon_reason == before.cordon_reason;

@@ -170,3 +170,64 @@ async fn a_cordoned_node_creates_and_starts_nothing_and_does_everything_else() {
     uncordon(&daemon).await;
     daemon.start_vm("idle").await.unwrap();
 }
+
+#[tokio::test]
+async fn a_change_of_the_node_is_refused_when_it_is_not_the_one_that_was_seen() {
+    let daemon = Daemon::start().await;
+    let seen = node(&daemon).await.metadata.unwrap();
+    let expecting = |uid: &str, generation| {
+        Some(v1::Preconditions {
+            uid: uid.into(),
+            generation,
+        })
+    };
+    let mut nodes = daemon.nodes().await;
+    let labels = |preconditions| v1::UpdateNodeLabelsRequest {
+        set: [("zone".to_owned(), "a".to_owned())].into(),
+        preconditions,
+        ..Default::default()
+    };
+    let another = "00000000-0000-4000-8000-000000000000";
+    for (preconditions, reason) in [
+        (expecting(another, None), "UID_MISMATCH"),
+        (expecting(&seen.uid, Some(seen.generation + 1)), "GENERATION_MISMATCH"),
+    ] {
+        let refusals = [
+            nodes.update_node_labels(labels(preconditions.clone())).await.unwrap_err(),
+            nodes
+                .cordon_node(v1::CordonNodeRequest {
+                    preconditions: preconditions.clone(),
+                    ..Default::default()
+                })
+                .await
+                .unwrap_err(),
+            nodes
+                .drain_node(v1::DrainNodeRequest {
+                    preconditions: preconditions.clone(),
+                    ..Default::default()
+                })
+                .await
+                .unwrap_err(),
+        ];
+        for failure in refusals {
+            assert_eq!(refusal(&failure), (Code::Aborted, reason.to_owned()));
+        }
+    }
+    assert_eq!(node(&daemon).await.metadata.unwrap(), seen);
+    let as_seen = labels(expecting(&seen.uid, Some(seen.generation)));
+    nodes.update_node_labels(as_seen.clone()).await.unwrap();
+    // A retry finds what it wants, and a change by somebody else does not hide that.
+    nodes.update_node_labels(as_seen).await.unwrap();
+    let late = v1::CordonNodeRequest {
+        preconditions: expecting(&seen.uid, Some(seen.generation)),
+        ..Default::default()
+    };
+    let failure = nodes.cordon_node(late).await.unwrap_err();
+    assert_eq!(refusal(&failure), (Code::Aborted, "GENERATION_MISMATCH".to_owned()));
+    let uncordon = v1::UncordonNodeRequest {
+        preconditions: expecting(another, None),
+        ..Default::default()
+    };
+    let failure = nodes.uncordon_node(uncordon).await.unwrap_err();
+    assert_eq!(refusal(&failure), (Code::Aborted, "UID_MISMATCH".to_owned()));
+}
