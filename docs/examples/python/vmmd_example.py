@@ -76,19 +76,20 @@ class Watch:
 
     def events(self):
         """Events without end, each once: after a lost connection it goes on behind the last cursor."""
-        end = time.monotonic() + PATIENCE
+        lost = None
         while True:
             request = vm_pb2.WatchVmsRequest(name=self.name, cursor=self.cursor)
             try:
                 for event in self.vms.WatchVms(request):
-                    self.cursor = event.cursor
-                    end = time.monotonic() + PATIENCE
+                    # Each connection has at least one event, SYNCED.
+                    self.cursor, lost = event.cursor, None
                     yield event
             except grpc.RpcError as error:
+                lost = lost or time.monotonic()
                 if reason(error) == "CURSOR_EXPIRED":
                     # Something may have been missed: begin with what is there.
                     self.cursor = ""
-                elif error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
+                elif error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > lost + PATIENCE:
                     raise
             time.sleep(0.2)
 

@@ -24,8 +24,9 @@ fn text(output: &Output) -> String {
     format!("{}\n{out}\n{error}", output.status)
 }
 
-/// An interpreter with what the example requires, kept over runs of the tests, and the messages made from the protocol files.
-fn python() -> (PathBuf, tempfile::TempDir) {
+/// The Python client. What it requires is kept over runs of the tests; the messages are made from the protocol files, in a folder
+/// that lives as long as the second value.
+fn python() -> (Command, tempfile::TempDir) {
     let requirements = Path::new(TREE).join("docs/examples/python/requirements.txt");
     let venv = Path::new(env!("CARGO_TARGET_TMPDIR")).join("python-example");
     fs::create_dir_all(&venv).unwrap();
@@ -53,29 +54,85 @@ fn python() -> (PathBuf, tempfile::TempDir) {
         .arg(format!("--python_out={}", made.path().display()))
         .arg(format!("--grpc_python_out={}", made.path().display()))
         .args(files));
-    (program, made)
+    let mut client = Command::new(program);
+    client
+        .arg(Path::new(TREE).join("docs/examples/python/vmmd_example.py"))
+        .env("PYTHONPATH", made.path());
+    (client, made)
 }
 
-/// Runs the example against a daemon; `connection` says where it is.
-fn example(daemon: &Daemon, connection: &[String]) {
-    let (program, messages) = python();
-    let output = Command::new(program)
-        .arg(Path::new(TREE).join("docs/examples/python/vmmd_example.py"))
-        .args(connection)
-        .arg("--kernel")
-        .arg(daemon.path("kernel"))
-        .args([
-            "--cmdline",
-            "",
-            "--type",
-            "hello from python",
-            "--expect",
-            "hello from python\r\n",
-        ])
-        .arg("example")
-        .env("PYTHONPATH", messages.path())
-        .output()
-        .unwrap();
+/// The Go client, built with Debian's packages and without the network, in a folder that lives as long as the second value. `None` on a
+/// developer's machine without these packages.
+fn go() -> Option<(Command, tempfile::TempDir)> {
+    let example = Path::new(TREE).join("docs/examples/go");
+    let missing = ["/usr/bin/go", "/usr/bin/protoc-gen-go-grpc", "/usr/share/gocode/src/google.golang.org/grpc"];
+    if let Some(path) = missing.into_iter().find(|path| !Path::new(path).exists()) {
+        assert!(std::env::var_os("CI").is_none(), "{path} is missing: .ci/setup installs it");
+        eprintln!("not run: {path} is missing, .ci/setup installs it");
+        return None;
+    }
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("go-example");
+    let module = folder.join("src/vmmd-example");
+    fs::create_dir_all(&module).unwrap();
+    // One process at a time builds; what the others build is in the cache then.
+    let lock = fs::File::create(folder.join("lock")).unwrap();
+    lock.lock().unwrap();
+    fs::copy(example.join("main.go"), module.join("main.go")).unwrap();
+    run(Command::new("sh")
+        .arg(example.join("generate"))
+        .arg(Path::new(TREE).join("proto"))
+        .arg(&module));
+    let built = tempfile::tempdir().unwrap();
+    let program = built.path().join("vmmd-example");
+    let tool = |arguments: &[&str]| {
+        run(Command::new("go")
+            .args(arguments)
+            .current_dir(&module)
+            .env("GO111MODULE", "off")
+            .env("GOPATH", format!("{}:/usr/share/gocode", folder.display()))
+            .env("GOCACHE", folder.join("cache"))
+            .env("GOFLAGS", "")
+            .env("CGO_ENABLED", "0"));
+    };
+    tool(&["vet", "."]);
+    tool(&["build", "-o", program.to_str().unwrap(), "."]);
+    let formatted = Command::new("gofmt").arg("-l").arg(&example).output().unwrap();
+    assert!(formatted.status.success() && formatted.stdout.is_empty(), "gofmt: {}", text(&formatted));
+    Some((Command::new(program), built))
+}
+
+/// Where a client finds the socket of a daemon; each option begins with `dash`.
+fn socket(daemon: &Daemon, dash: &str) -> Vec<String> {
+    let socket = daemon.path("run/vmmd.sock").display().to_string();
+    vec![format!("{dash}socket"), socket]
+}
+
+/// How a client reaches a daemon over TCP, as an admin whose certificate is in `folder`.
+fn tcp(daemon: &Daemon, pki: &Pki, folder: &Path, dash: &str) -> Vec<String> {
+    let admin = pki.role("admin", "admin");
+    let mut connection = vec![format!("{dash}address"), pki::address(daemon)];
+    for (option, content) in [
+        ("ca", pki.certificate.pem()),
+        ("cert", admin.certificate_pem()),
+        ("key", admin.key_pem()),
+    ] {
+        let path = folder.join(option);
+        fs::write(&path, content).unwrap();
+        connection.extend([format!("{dash}{option}"), path.display().to_string()]);
+    }
+    connection
+}
+
+/// Runs a client against a daemon; `connection` says where it is.
+fn example(daemon: &Daemon, client: &mut Command, dash: &str, connection: &[String]) {
+    let options = [
+        ("kernel", daemon.path("kernel").display().to_string()),
+        ("cmdline", String::new()),
+        ("type", "hello guest".into()),
+        ("expect", "hello guest\r\n".into()),
+    ];
+    let options = options.into_iter().flat_map(|(name, value)| [format!("{dash}{name}"), value]);
+    let output = client.args(connection).args(options).arg("example").output().unwrap();
     let text = text(&output);
     assert!(output.status.success(), "{text}");
     for told in ["created example", "it runs", "booted example", "it is deleted"] {
@@ -86,8 +143,8 @@ fn example(daemon: &Daemon, connection: &[String]) {
 #[tokio::test]
 async fn the_python_example_works_over_the_socket() {
     let daemon = Daemon::start().await;
-    let socket = daemon.path("run/vmmd.sock").display().to_string();
-    example(&daemon, &["--socket".into(), socket]);
+    let (mut client, _made) = python();
+    example(&daemon, &mut client, "--", &socket(&daemon, "--"));
     assert!(daemon.list().await.is_empty());
 }
 
@@ -95,18 +152,26 @@ async fn the_python_example_works_over_the_socket() {
 async fn the_python_example_works_over_tcp_with_certificates() {
     let pki = Pki::new("ca");
     let daemon = pki::serve(&pki, "").await;
-    let admin = pki.role("admin", "admin");
     let folder = tempfile::tempdir().unwrap();
-    let mut connection = vec!["--address".to_owned(), pki::address(&daemon)];
-    for (option, content) in [
-        ("ca", pki.certificate.pem()),
-        ("cert", admin.certificate_pem()),
-        ("key", admin.key_pem()),
-    ] {
-        let path = folder.path().join(option);
-        fs::write(&path, content).unwrap();
-        connection.extend([format!("--{option}"), path.display().to_string()]);
-    }
-    example(&daemon, &connection);
+    let (mut client, _made) = python();
+    example(&daemon, &mut client, "--", &tcp(&daemon, &pki, folder.path(), "--"));
+    assert!(daemon.list().await.is_empty());
+}
+
+#[tokio::test]
+async fn the_go_example_works_over_the_socket() {
+    let Some((mut client, _built)) = go() else { return };
+    let daemon = Daemon::start().await;
+    example(&daemon, &mut client, "-", &socket(&daemon, "-"));
+    assert!(daemon.list().await.is_empty());
+}
+
+#[tokio::test]
+async fn the_go_example_works_over_tcp_with_certificates() {
+    let Some((mut client, _built)) = go() else { return };
+    let pki = Pki::new("ca");
+    let daemon = pki::serve(&pki, "").await;
+    let folder = tempfile::tempdir().unwrap();
+    example(&daemon, &mut client, "-", &tcp(&daemon, &pki, folder.path(), "-"));
     assert!(daemon.list().await.is_empty());
 }

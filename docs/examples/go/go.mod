@@ -1,0 +1,3 @@
+module vmmd-example
+
+go 1.19
