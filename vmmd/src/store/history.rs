@@ -298,6 +298,18 @@ fn add_tombstone(
     Ok(())
 }
 
+/// Remembers an answer that nobody has been told, unless the request has one by now: what its caller was told stays.
+pub fn presume(transaction: &WriteTransaction, record: &RequestRecord) -> Result<(), Error> {
+    let failed = |error: redb::StorageError| Error::of("write the store", error);
+    let opened = |error: redb::TableError| Error::of("open the store", error);
+    let Some(mark) = &record.mark else { return Ok(()) };
+    let told = {
+        let requests = transaction.open_table(REQUESTS).map_err(opened)?;
+        requests.get(mark.key().as_bytes()).map_err(failed)?.is_some()
+    };
+    if told { Ok(()) } else { complete(transaction, record) }
+}
+
 /// Remembers an answer.
 pub fn complete(transaction: &WriteTransaction, record: &RequestRecord) -> Result<(), Error> {
     complete_among(transaction, record, MAX_REQUESTS)

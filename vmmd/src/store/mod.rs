@@ -128,6 +128,8 @@ enum Change {
     Bury(Tombstone),
     BuryDisk(Tombstone),
     Complete(RequestRecord),
+    /// An answer, unless there is one.
+    Presume(RequestRecord),
 }
 
 enum Job {
@@ -226,7 +228,8 @@ impl Store {
         Ok(!cancelled.is_cancelled())
     }
 
-    /// Removes a VM's record, and remembers that and the requests that are answered by it. Durable on return.
+    /// Removes a VM's record, and remembers that and the requests that are answered by it, but for those that have an answer.
+    /// Durable on return.
     pub async fn bury(
         &self,
         uid: &[u8],
@@ -234,7 +237,7 @@ impl Store {
         answered: Vec<RequestRecord>,
     ) -> Result<(), Error> {
         let mut changes = vec![Change::Remove(VMS, uid.to_vec()), Change::Bury(tombstone)];
-        changes.extend(answered.into_iter().map(Change::Complete));
+        changes.extend(answered.into_iter().map(Change::Presume));
         self.changes(changes).await
     }
 
@@ -271,7 +274,7 @@ impl Store {
         let put = Change::Put(DISKS, record.uid.clone(), record.encode_to_vec());
         let changes = [put]
             .into_iter()
-            .chain(answered.into_iter().map(Change::Complete));
+            .chain(answered.into_iter().map(Change::Presume));
         self.changes(changes.collect()).await
     }
 
@@ -448,6 +451,7 @@ fn commit(
                 Change::Bury(tombstone) => history::bury(transaction, tombstone)?,
                 Change::BuryDisk(tombstone) => history::bury_disk(transaction, tombstone)?,
                 Change::Complete(record) => history::complete(transaction, record)?,
+                Change::Presume(record) => history::presume(transaction, record)?,
             }
         }
         operation::write(transaction, notes)

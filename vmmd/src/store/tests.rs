@@ -357,6 +357,23 @@ async fn answers_are_forgotten_when_they_are_a_day_old() {
 }
 
 #[tokio::test]
+async fn an_answer_that_was_told_is_not_replaced_by_what_a_deletion_presumes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, _) = Store::open(folder.path()).unwrap();
+    let presumed = |id| RequestRecord {
+        response: vec![3],
+        ..answered(id)
+    };
+    store.complete(answered("told")).await.unwrap();
+    let answers = vec![presumed("told"), presumed("not told")];
+    store.bury(&[2; 16], tombstone(1), answers).await.unwrap();
+    for (id, response) in [("told", [2]), ("not told", [3])] {
+        let found = store.request(RequestKey::new("", id)).await.unwrap();
+        assert_eq!(found.unwrap().response, response, "{id}");
+    }
+}
+
+#[tokio::test]
 async fn an_answer_is_kept_for_an_hour_whatever_comes_after_it_also_by_the_next_daemon() {
     let folder = tempfile::tempdir().unwrap();
     let database = open(&folder.path().join(FILE)).unwrap();
