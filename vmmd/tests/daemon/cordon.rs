@@ -190,10 +190,16 @@ async fn a_change_of_the_node_is_refused_when_it_is_not_the_one_that_was_seen() 
     let another = "00000000-0000-4000-8000-000000000000";
     for (preconditions, reason) in [
         (expecting(another, None), "UID_MISMATCH"),
-        (expecting(&seen.uid, Some(seen.generation + 1)), "GENERATION_MISMATCH"),
+        (
+            expecting(&seen.uid, Some(seen.generation + 1)),
+            "GENERATION_MISMATCH",
+        ),
     ] {
         let refusals = [
-            nodes.update_node_labels(labels(preconditions.clone())).await.unwrap_err(),
+            nodes
+                .update_node_labels(labels(preconditions.clone()))
+                .await
+                .unwrap_err(),
             nodes
                 .cordon_node(v1::CordonNodeRequest {
                     preconditions: preconditions.clone(),
@@ -223,7 +229,10 @@ async fn a_change_of_the_node_is_refused_when_it_is_not_the_one_that_was_seen() 
         ..Default::default()
     };
     let failure = nodes.cordon_node(late).await.unwrap_err();
-    assert_eq!(refusal(&failure), (Code::Aborted, "GENERATION_MISMATCH".to_owned()));
+    assert_eq!(
+        refusal(&failure),
+        (Code::Aborted, "GENERATION_MISMATCH".to_owned())
+    );
     let uncordon = v1::UncordonNodeRequest {
         preconditions: expecting(another, None),
         ..Default::default()

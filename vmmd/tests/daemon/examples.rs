@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, Output},
 };
 
@@ -65,9 +65,16 @@ fn python() -> (Command, tempfile::TempDir) {
 /// developer's machine without these packages.
 fn go() -> Option<(Command, tempfile::TempDir)> {
     let example = Path::new(TREE).join("docs/examples/go");
-    let missing = ["/usr/bin/go", "/usr/bin/protoc-gen-go-grpc", "/usr/share/gocode/src/google.golang.org/grpc"];
+    let missing = [
+        "/usr/bin/go",
+        "/usr/bin/protoc-gen-go-grpc",
+        "/usr/share/gocode/src/google.golang.org/grpc",
+    ];
     if let Some(path) = missing.into_iter().find(|path| !Path::new(path).exists()) {
-        assert!(std::env::var_os("CI").is_none(), "{path} is missing: .ci/setup installs it");
+        assert!(
+            std::env::var_os("CI").is_none(),
+            "{path} is missing: .ci/setup installs it"
+        );
         eprintln!("not run: {path} is missing, .ci/setup installs it");
         return None;
     }
@@ -97,7 +104,11 @@ fn go() -> Option<(Command, tempfile::TempDir)> {
     tool(&["vet", "."]);
     tool(&["build", "-o", program.to_str().unwrap(), "."]);
     let formatted = Command::new("gofmt").arg("-l").arg(&example).output().unwrap();
-    assert!(formatted.status.success() && formatted.stdout.is_empty(), "gofmt: {}", text(&formatted));
+    assert!(
+        formatted.status.success() && formatted.stdout.is_empty(),
+        "gofmt: {}",
+        text(&formatted)
+    );
     Some((Command::new(program), built))
 }
 
@@ -131,8 +142,15 @@ fn example(daemon: &Daemon, client: &mut Command, dash: &str, connection: &[Stri
         ("type", "hello guest".into()),
         ("expect", "hello guest\r\n".into()),
     ];
-    let options = options.into_iter().flat_map(|(name, value)| [format!("{dash}{name}"), value]);
-    let output = client.args(connection).args(options).arg("example").output().unwrap();
+    let options = options
+        .into_iter()
+        .flat_map(|(name, value)| [format!("{dash}{name}"), value]);
+    let output = client
+        .args(connection)
+        .args(options)
+        .arg("example")
+        .output()
+        .unwrap();
     let text = text(&output);
     assert!(output.status.success(), "{text}");
     for told in ["created example", "it runs", "booted example", "it is deleted"] {
@@ -154,7 +172,12 @@ async fn the_python_example_works_over_tcp_with_certificates() {
     let daemon = pki::serve(&pki, "").await;
     let folder = tempfile::tempdir().unwrap();
     let (mut client, _made) = python();
-    example(&daemon, &mut client, "--", &tcp(&daemon, &pki, folder.path(), "--"));
+    example(
+        &daemon,
+        &mut client,
+        "--",
+        &tcp(&daemon, &pki, folder.path(), "--"),
+    );
     assert!(daemon.list().await.is_empty());
 }
 

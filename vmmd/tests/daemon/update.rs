@@ -629,7 +629,10 @@ async fn an_update_that_waits_for_the_guest_is_in_nobodys_way_and_ends_with_the_
         let told = daemon.wait("web", detaching).await;
         assert_eq!(told.pending_changes.len(), 0, "it is under way");
         let other = daemon.change("web", |spec| cores(spec, 2)).await.unwrap();
-        assert!(detaching(status(&other)), "the other update is answered while the guest is asked");
+        assert!(
+            detaching(status(&other)),
+            "the other update is answered while the guest is asked"
+        );
         assert_eq!(pending(&other), ["spec.cpu.cores: 1 -> 2"]);
         daemon.kill_vm("web").await.unwrap();
     });
@@ -672,9 +675,15 @@ async fn without_a_wait_an_update_is_answered_when_the_machine_has_been_asked() 
         ..request(without.clone())
     };
     let asked = daemon.update(again(true)).await.unwrap();
-    assert_eq!((phase(status(&asked), "root"), pending(&asked).len()), (Some(AttachmentPhase::Detaching), 0));
+    assert_eq!(
+        (phase(status(&asked), "root"), pending(&asked).len()),
+        (Some(AttachmentPhase::Detaching), 0)
+    );
     let waited = daemon.update(again(false)).await.unwrap();
-    assert_eq!((phase(status(&waited), "root"), pending(&waited).len()), (Some(AttachmentPhase::Attached), 1));
+    assert_eq!(
+        (phase(status(&waited), "root"), pending(&waited).len()),
+        (Some(AttachmentPhase::Attached), 1)
+    );
 }
 
 #[tokio::test]
