@@ -28,7 +28,8 @@ impl FileResolver for Text {
 
 /// The public API with `content` in a file of its own.
 fn with(content: &str) -> DescriptorPool {
-    let head = r#"syntax = "proto3"; package vmmd.v1; import "vmmd/v1/meta.proto"; import "vmmd/v1/rule.proto";"#;
+    let head =
+        r#"syntax = "proto3"; package vmmd.v1; import "vmmd/v1/meta.proto"; import "vmmd/v1/rule.proto";"#;
     let mut files = ChainFileResolver::new();
     files.add(Text(format!("{head}\n{content}")));
     files.add(IncludeFileResolver::new(env!("CARGO_MANIFEST_DIR").into()));
@@ -65,7 +66,11 @@ fn a_method_without_a_rule_or_with_one_that_its_messages_contradict_is_refused()
             id.to_owned(),
             "takes no `Preconditions",
         ),
-        ("role: ROLE_VIEWER, effect: METHOD_EFFECT_READ", id.to_owned(), "has a request_id"),
+        (
+            "role: ROLE_VIEWER, effect: METHOD_EFFECT_READ",
+            id.to_owned(),
+            "has a request_id",
+        ),
         (
             "role: ROLE_ADMIN, effect: METHOD_EFFECT_CHANGE",
             format!("{preconditions} {id}"),
@@ -95,8 +100,16 @@ fn a_method_without_a_rule_or_with_one_that_its_messages_contradict_is_refused()
 
 #[test]
 fn a_part_of_the_api_without_a_comment_is_refused() {
-    let refused = comments::check(&with("// Said.\nmessage Said {\n  // Said.\n  string said = 1;\n  string unsaid = 2;\n}"));
+    let refused = comments::check(&with(
+        "// Said.\nmessage Said {\n  // Said.\n  string said = 1;\n  string unsaid = 2;\n}",
+    ));
     let refused = refused.unwrap_err();
-    assert!(refused.contains("Said.unsaid") && !refused.contains("Said.said"), "{refused}");
-    comments::check(&with("// Said.\nmessage Said {\n  // Said.\n  string said = 1;\n}")).unwrap();
+    assert!(
+        refused.contains("Said.unsaid") && !refused.contains("Said.said"),
+        "{refused}"
+    );
+    comments::check(&with(
+        "// Said.\nmessage Said {\n  // Said.\n  string said = 1;\n}",
+    ))
+    .unwrap();
 }

@@ -11,15 +11,16 @@ use super::Config;
 
 const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/src/configuration.md");
 const PACKAGED: &str = include_str!("../../package/config.toml");
-const SOURCES: [&str; 4] = [
+const SOURCES: [&str; 5] = [
     include_str!("../config.rs"),
     include_str!("clients.rs"),
     include_str!("../node/limits.rs"),
     include_str!("../node/sizing.rs"),
+    include_str!("../vm/files/roots.rs"),
 ];
 
 /// Each table of the file: its key, its heading, and the type that has its keys.
-const TABLES: [(&str, &str, &str); 10] = [
+const TABLES: [(&str, &str, &str); 11] = [
     ("", "Keys outside of tables", "Config"),
     ("tcp", "`[tcp]`", "Tcp"),
     ("limits", "`[limits]`", "Limits"),
@@ -30,6 +31,7 @@ const TABLES: [(&str, &str, &str); 10] = [
     ("vm_uids", "`[vm_uids]`", "UidRange"),
     ("restart", "`[restart]`", "Restart"),
     ("metrics", "`[metrics]`", "Metrics"),
+    ("roots", "`[roots]`", "Roots"),
 ];
 
 const INTRODUCTION: &str = "# Configuration reference
@@ -84,6 +86,7 @@ fn of_file(rust: &str) -> Option<&'static str> {
         "SocketAddr" => "address and port",
         "Ratio" => "number, 0.001 to 1000",
         "Vec<u32>" => "list of whole numbers",
+        "Vec<PathBuf>" => "list of paths",
         "u8" | "u32" | "u64" | "usize" => "whole number",
         _ => return None,
     })

@@ -307,7 +307,11 @@ pub fn presume(transaction: &WriteTransaction, record: &RequestRecord) -> Result
         let requests = transaction.open_table(REQUESTS).map_err(opened)?;
         requests.get(mark.key().as_bytes()).map_err(failed)?.is_some()
     };
-    if told { Ok(()) } else { complete(transaction, record) }
+    if told {
+        Ok(())
+    } else {
+        complete(transaction, record)
+    }
 }
 
 /// Remembers an answer.

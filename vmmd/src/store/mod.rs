@@ -272,9 +272,7 @@ impl Store {
     /// return.
     pub async fn retire_disk(&self, record: &DiskRecord, answered: Vec<RequestRecord>) -> Result<(), Error> {
         let put = Change::Put(DISKS, record.uid.clone(), record.encode_to_vec());
-        let changes = [put]
-            .into_iter()
-            .chain(answered.into_iter().map(Change::Presume));
+        let changes = [put].into_iter().chain(answered.into_iter().map(Change::Presume));
         self.changes(changes.collect()).await
     }
 

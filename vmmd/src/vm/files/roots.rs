@@ -19,11 +19,12 @@ const RACES: u32 = 100;
 
 /// Folders below which the files of VMs may be.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Roots {
-    /// Images and block devices that a spec or a request names by path. Default `/`: anywhere.
+    /// Images and block devices that a spec or a request names by path. Default `["/"]`: anywhere.
     pub disks: Vec<PathBuf>,
-    /// Kernels and initial RAM disks. Default `/`: anywhere.
+    /// Kernels and initial RAM disks. Default `["/"]`: anywhere.
     pub kernels: Vec<PathBuf>,
 }
 
@@ -79,12 +80,8 @@ impl Refused {
             Self::Outside => Some(format!(
                 "is not below a folder that this node allows: `roots.{key}` in config.toml has {named}"
             )),
-            Self::LeadsOut if roots.iter().any(|root| is_everything(root)) => Some(
-                "leads through a link of /proc, which is not followed, or through symbolic links in a circle"
-                    .to_owned(),
-            ),
             Self::LeadsOut => Some(format!(
-                "leads out of the folders that this node allows, through `..`, an absolute symbolic link or one that points outside: \
+                "leads out of the folders that this node allows, through `..`, a link of /proc, an absolute symbolic link or one that points outside: \
                  `roots.{key}` in config.toml has {named}"
             )),
             Self::Errno(_) => None,
@@ -124,12 +121,10 @@ pub fn open(path: &Path, within: Within<'_>, flags: OFlags) -> Result<OwnedFd, R
 
 /// Opens `path`, which is `rest` below `root`.
 fn open_beneath(root: &Path, rest: &Path, path: &Path, flags: OFlags) -> Result<OwnedFd, Refused> {
-    let everything = is_everything(root);
-    let resolve = if everything {
-        ResolveFlags::NO_MAGICLINKS
-    } else {
-        ResolveFlags::NO_MAGICLINKS | ResolveFlags::BENEATH
-    };
+    if is_everything(root) {
+        return rustix::fs::open(path, flags, Mode::empty()).map_err(Refused::Errno);
+    }
+    let resolve = ResolveFlags::NO_MAGICLINKS | ResolveFlags::BENEATH;
     // Opened anew each time: the folder may be mounted, or mounted over, while the daemon runs.
     let folder_flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let folder = rustix::fs::open(root, folder_flags, Mode::empty()).map_err(Refused::Errno)?;
@@ -144,10 +139,6 @@ fn open_beneath(root: &Path, rest: &Path, path: &Path, flags: OFlags) -> Result<
             Err(Errno::XDEV | Errno::LOOP) => return Err(Refused::LeadsOut),
             // openat2(2): something was renamed or mounted while a `..` was followed.
             Err(Errno::AGAIN) if tries < RACES => tries += 1,
-            // Some containers do not allow it.
-            Err(Errno::NOSYS) if everything => {
-                return rustix::fs::open(path, flags, Mode::empty()).map_err(Refused::Errno);
-            }
             opened => return opened.map_err(Refused::Errno),
         }
     }
@@ -251,13 +242,13 @@ mod tests {
     }
 
     #[test]
-    fn anywhere_is_everything_but_links_of_procfs() {
+    fn anywhere_is_everything_also_behind_links_of_procfs() {
         let case = Case::new();
-        for file in ["allowed/outside", "allowed/absolute", "other/out"] {
-            assert_eq!(case.open("/", file), Ok(()), "{file}");
-        }
         let file = fs::File::open(case.0.path().join("other/out")).unwrap();
         let link = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
-        assert_eq!(case.open("/", &link), Err(Refused::LeadsOut));
+        for file in ["allowed/outside", "allowed/absolute", "other/out", &link] {
+            assert_eq!(case.open("/", file), Ok(()), "{file}");
+        }
+        assert_eq!(case.open("/proc", &link), Err(Refused::LeadsOut));
     }
 }
