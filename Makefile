@@ -37,8 +37,10 @@ rpm: tools ## Build the RPM, with the same files (target/rpm/)
 # The newest package, and an RPM of the same programs.
 .PHONY: lint-deb
 lint-deb: tools
-	lintian --allow-root --fail-on error,warning "$$(ls -t target/deb/vmmd_*.deb | head -n 1)"
-	.ci/check-packages "$$(ls -t target/deb/vmmd_*.deb | head -n 1)" "$$(vmmd/package/build-rpm.sh | tail -n 1)"
+	deb=$$(find target/deb -name 'vmmd_*.deb' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2); \
+	case $$deb in */dev/*) export PROFILE=dev ;; *) export PROFILE=release ;; esac; \
+	lintian --allow-root --fail-on error,warning "$$deb"; \
+	.ci/check-packages "$$deb" "$$(vmmd/package/build-rpm.sh | tail -n 1)"
 
 .PHONY: docs
 docs: ## Build the book (target/book/) when mdbook is installed
@@ -60,20 +62,31 @@ demo-shell: node-tool deb ## The same, but leave you on the VM's console
 tools:
 	@.ci/setup
 
-.PHONY: unit
-unit: tools ## Run the tests that need no node: units, properties, the daemon with a mock vmm
-	$(CARGO) nextest run --locked --workspace --exclude vmmd-tests
+# The daemon gives its VMs users of their own; tests of whole programs of vmm use KVM.
+ROOTLESS = -E 'not (binary(daemon) or binary(serve) or binary(run))'
 
-# The test programs are built before the node comes up: an emulated node shares the processors with the compiler. Its images
-# wait for downloads and disks as much as for a processor, and are made beside the package.
+.PHONY: unit
+unit: tools ## Run the tests that need no node: units, properties, and as root the daemon with a mock vmm
+	$(CARGO) nextest run --locked --workspace --exclude vmmd-tests --test-threads $$((2 * $(JOBS))) $(if $(filter 0,$(shell id -u)),,$(ROOTLESS))
+
+# The package has the programs that the tests were built with (PROFILE=release: optimized ones). All is built before the node comes
+# up, since an emulated node shares the processors with the compiler; the node's images wait for downloads and disks as much as for a
+# processor, and are made beside. Many tests of the first levels wait more than they compute: two for each processor.
 .PHONY: test
-test: tools node-tool ## Run all tests, those in the test node included; installs what is missing
-	@date +%s >target/began
-	$(CARGO) nextest run --locked --workspace --no-run
-	$(NODE) build & images=$$!; vmmd/package/build-deb.sh || { wait $$images; exit 1; }; wait $$images
+test: export PROFILE ?= dev
+test: tools ## Run all tests, those in the test node included; installs what is missing (PROFILE=release: with an optimized build)
+	@mkdir -p target; date +%s >target/began
+	$(MAKE) node-tool
+	$(NODE) build & images=$$!; $(CARGO) nextest run --locked --workspace --no-run && vmmd/package/build-deb.sh \
+		|| { wait $$images; exit 1; }; wait $$images
 	$(MAKE) lint-deb
-	code=0; VMMD_CHAOS=long $(NODE) --name test with -- $(CARGO) nextest run --locked --workspace --profile ci || code=$$?; \
+	code=0; VMMD_CHAOS=long $(NODE) --name test with -- \
+		$(CARGO) nextest run --locked --workspace --profile ci --test-threads $$((2 * $(JOBS))) || code=$$?; \
 		.ci/report $$(($$(date +%s) - $$(cat target/began))); exit $$code
+
+.PHONY: long
+long: ## Run all tests in their long form, with an optimized build
+	VMMD_LONG=1 $(MAKE) test PROFILE=release
 
 .PHONY: fleet
 fleet: tools node-tool deb ## Run the test of many idle guests while vmmd is killed, with 50 of them also where the node is emulated
@@ -84,7 +97,7 @@ mutations: tools node-tool deb ## Run the tests of builds with deliberate faults
 	$(NODE) --name mutations with -- $(CARGO) nextest run --locked -p vmmd-tests --features nightly -E 'binary(mutations)'
 
 .PHONY: nightly
-nightly: lint deny mutations fleet ## Run what make test is too short for, and what takes minutes to compile
+nightly: lint deny mutations fleet long ## Run what make test is too short for, and what takes minutes to compile
 	@command -v mdbook >/dev/null || $(CARGO) install --locked mdbook
 	mdbook build docs
 	for part in blk_queue qcow2_image balloon_queue net_queue rfb_client gpu_commands input_driver snapshot; do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done
@@ -123,6 +136,8 @@ lint: tools ## Check formatting, lints, documentation, what depends on what, scr
 	vmmd/package/notices.py --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" $(CARGO) doc --quiet --locked --workspace --no-deps --document-private-items
+	$(CARGO) check --quiet --release --locked -p vmmd -p vmmctl --bin vmmd --bin vmmctl
+	$(CARGO) check --quiet --release --locked -p vmm-core --bin vmm
 
 .PHONY: deny
 deny: ## Check licences and banned crates; installs cargo-deny when it is missing, which takes minutes

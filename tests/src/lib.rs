@@ -27,3 +27,8 @@ pub mod wait;
 
 pub use case::Case;
 pub use node::{Guests, Node};
+
+/// Whether tests that have a short and a long form take the long one: `VMMD_LONG` is set, as `make nightly` does.
+pub fn long() -> bool {
+    std::env::var_os("VMMD_LONG").is_some()
+}

@@ -27,6 +27,13 @@ pub fn build_with(package: &str, program: &str, features: &[&str]) -> Result<Pat
     finish(command, program, "debug")
 }
 
+/// A program of the workspace's development build, which is there wherever the tests were built.
+pub fn development(program: &str) -> Result<PathBuf> {
+    let path = paths::target_dir().join("debug").join(program);
+    ensure!(path.is_file(), "{} is missing: run `make build`", path.display());
+    Ok(path)
+}
+
 fn cargo(package: &str, program: &str) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command

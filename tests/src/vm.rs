@@ -185,11 +185,17 @@ pub struct Vm<'case> {
 impl<'case> Vm<'case> {
     /// Creates it, under the case's name with `suffix`.
     pub fn create(case: &'case Case, suffix: &str, spec: &VmSpec) -> Result<Self> {
+        Self::create_with(case, suffix, spec, "")
+    }
+
+    fn create_with(case: &'case Case, suffix: &str, spec: &VmSpec, options: &str) -> Result<Self> {
         let vm = Vm {
             case,
             name: format!("{}{suffix}", case.name()),
         };
-        let output = vm.try_create(spec)?;
+        let manifest = spec.manifest(&vm.name);
+        let create = format!("vmmctl create {options} -f - <<'MANIFEST'\n{manifest}\nMANIFEST\n");
+        let output = case.node().ssh(&create)?;
         ensure!(
             output.success(),
             "create {}: {}{}",
@@ -202,16 +208,7 @@ impl<'case> Vm<'case> {
 
     /// Creates it and starts it.
     pub fn start(case: &'case Case, suffix: &str, spec: &VmSpec) -> Result<Self> {
-        let vm = Self::create(case, suffix, spec)?;
-        vm.ctl("start")?;
-        Ok(vm)
-    }
-
-    fn try_create(&self, spec: &VmSpec) -> Result<Output> {
-        let manifest = spec.manifest(&self.name).to_string();
-        self.case.node().ssh(&format!(
-            "vmmctl create -f - <<'MANIFEST'\n{manifest}\nMANIFEST\n"
-        ))
+        Self::create_with(case, suffix, spec, "--start")
     }
 
     /// Makes it be like this from now on, as far as it can be without a restart.

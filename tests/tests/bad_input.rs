@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use vmmd_tests::node::Kernel;
 use vmmd_tests::run::Output;
-use vmmd_tests::vm::{BOOT, Vm, VmSpec};
+use vmmd_tests::vm::{Vm, VmSpec};
 use vmmd_tests::{Case, Node};
 
 fn create(node: &Node, manifest: &Value) -> Output {
@@ -134,35 +134,6 @@ fn what_the_node_does_not_have_is_refused_at_start_and_nothing_is_left_running()
         refused(&output, code, says);
     }
     assert_eq!(node.sh("pgrep -x vmm | wc -l").expect("processes").trim(), "0");
-}
-
-#[test]
-fn a_disk_in_use_by_another_vm_is_refused_and_the_other_goes_on() {
-    let case = Case::new("bad-shared-disk").expect("node");
-    let disk = format!("{}/data.raw", case.folder().expect("folder"));
-    case.node().sh(&format!("truncate -s 1M {disk}")).expect("disk");
-    let spec = |read_only| VmSpec::busybox(Kernel::Cloud612).disk("data", &disk, read_only);
-    let first = Vm::start(&case, "a", &spec(false)).expect("first");
-    first
-        .console()
-        .expect("console")
-        .until("GUEST-READY", BOOT)
-        .expect("boot");
-    for (suffix, read_only) in [("b", false), ("c", true)] {
-        let second = Vm::create(&case, suffix, &spec(read_only)).expect("create");
-        let output = second.try_ctl("start").expect("ssh");
-        refused(&output, 5, &["data", "in use"]);
-        assert_ne!(second.phase().expect("phase"), "RUNNING");
-    }
-    assert_eq!(first.phase().expect("phase"), "RUNNING");
-    first.ctl("stop --force").expect("stop");
-    // Two that only read may share it.
-    let third = Vm::start(&case, "d", &spec(true)).expect("third");
-    let fourth = Vm::start(&case, "e", &spec(true)).expect("fourth");
-    assert_eq!(
-        (third.phase().expect("phase"), fourth.phase().expect("phase")),
-        ("RUNNING".into(), "RUNNING".into())
-    );
 }
 
 #[test]

@@ -5,16 +5,17 @@ use std::time::Duration;
 use vmmd_tests::node::Kernel;
 use vmmd_tests::storage::{Disk, Format};
 use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
-use vmmd_tests::{Case, Node};
+use vmmd_tests::{Case, Node, long};
 
 /// Each kill is a round of four disks: raw and qcow2, with the host's cache and without it. The disks are used in turn by two VMs, with
-/// one queue and with four.
-const KILLS: u32 = 15;
-/// Requests under way on each disk of those VMs.
-const DEPTHS: [u64; 2] = [4, 32];
+/// one queue and with four. This many rounds, or `LONG` of them.
+const SHORT: u32 = 6;
+const LONG: u32 = 15;
+/// The VM of a round, and the requests under way on each of its disks, in turn.
+const ROUNDS: [(usize, u64); 4] = [(1, 32), (0, 4), (0, 32), (1, 4)];
 const QUEUES: [u32; 2] = [1, 4];
 /// After so many kills the disks are new, as a qcow2 is most fragile while its clusters are being allocated.
-const KILLS_OF_A_DISK: u32 = 5;
+const KILLS_OF_A_DISK: u32 = 3;
 /// The disks' size.
 const DISK_MIB: u64 = 32;
 
@@ -185,29 +186,34 @@ fn confirmed_writes_are_there_after_every_kill() {
         let spec = spec(&case, cores, &subjects);
         Vm::create(&case, &format!("-{cores}"), &spec).expect("create")
     });
-    for ((round, vm), depth) in (1..=KILLS)
-        .zip(vms.iter().cycle())
-        .zip(DEPTHS.into_iter().cycle())
-    {
+    let kills = if long() { LONG } else { SHORT };
+    for (round, (vm, depth)) in (1..=kills).zip(ROUNDS.into_iter().cycle()) {
+        let vm = &vms[vm];
         vm.ctl("start").expect("start");
         let mut console = vm.console().expect("console");
         console.until("GUEST-READY", BOOT).expect("boot");
-        if round == KILLS {
+        if round == kills {
             compare(&mut console, &subjects, &blkcheck);
         }
         let more = Duration::from_millis((seed * 7919 + u64::from(round) * 617) % 2500);
         let text = write_until_killed(vm, &mut console, &subjects, (round, depth), more);
         vm.wait_phase("FAILED", 60).expect("the daemon notices");
-        for subject in &subjects {
-            let confirmed = subject.confirmed(&text, depth);
-            assert!(confirmed.iter().sum::<u64>() > 0, "nothing was confirmed: {text}");
-            eprintln!(
-                "round {round}, {}, killed {more:?} later: {}",
-                subject.name,
-                subject.verify(&blkcheck, round, &confirmed).trim()
-            );
-        }
-        if round % KILLS_OF_A_DISK == 0 && round < KILLS {
+        std::thread::scope(|scope| {
+            for subject in &subjects {
+                let confirmed = subject.confirmed(&text, depth);
+                assert!(confirmed.iter().sum::<u64>() > 0, "nothing was confirmed: {text}");
+                let blkcheck = &blkcheck;
+                scope.spawn(move || {
+                    let found = subject.verify(blkcheck, round, &confirmed);
+                    eprintln!(
+                        "round {round}, {}, killed {more:?} later: {}",
+                        subject.name,
+                        found.trim()
+                    );
+                });
+            }
+        });
+        if round % KILLS_OF_A_DISK == 0 && round < kills {
             subjects.iter().for_each(Subject::make);
         }
     }

@@ -140,7 +140,14 @@ fn a_paused_guest_stands_still_and_goes_on_where_it_was() {
         .unwrap_or(3);
     console
         .until(&format!("tick {}\r\n", last + 20), 60)
-        .expect("no tick is missing");
+        .expect("it ticks on");
+    let text = console.text();
+    let ticks: Vec<u64> = text
+        .split("tick ")
+        .filter_map(|tick| tick.split_once("\r\n")?.0.parse().ok())
+        .collect();
+    let all: Vec<u64> = (1..=ticks.len() as u64).collect();
+    assert_eq!(ticks, all, "no tick is missing, and none comes twice");
     let log = vm.node().sh(&format!(
         "cat /var/log/vmmd/vms/{}/serial.log",
         vm.field("/metadata/uid").expect("uid")

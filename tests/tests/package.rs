@@ -38,10 +38,8 @@ impl<'node> Installed<'node> {
 
 impl Drop for Installed<'_> {
     fn drop(&mut self) {
-        let back = self
-            .0
-            .ssh("export VMMD_DOWNGRADE=yes; dpkg --force-confnew --force-unsafe-io -i /var/tmp/vmmd.deb; rm -f /var/tmp/vmmd*.deb");
-        let back = back.and_then(|_| self.0.install(&self.1));
+        let back = self.0.install(&self.1);
+        let _ = self.0.ssh("rm -f /var/tmp/vmmd*.deb");
         if let Err(error) = back
             && !std::thread::panicking()
         {

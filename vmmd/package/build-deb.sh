@@ -1,6 +1,6 @@
 #!/bin/sh
 # Builds target/deb/vmmd_<version>_amd64.deb. Needs cargo, python3, binutils and dpkg-deb only. PROFILE=dev packages a development
-# build; VERSION is another version than that of the commit.
+# build, in target/deb/dev; VERSION is another version than that of the commit.
 set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -12,7 +12,14 @@ version=${VERSION:-$("$here/version.sh")}
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || date +%s)}
 export SOURCE_DATE_EPOCH
 
-package="$target/deb/vmmd_${version}_amd64.deb"
+packages="$target/deb"
+compression="-Zxz -z1"
+if [ "${PROFILE:-release}" = dev ]; then
+    # It is installed in an emulated node again and again: unpacking is to be quick.
+    packages="$target/deb/dev"
+    compression="-Zgzip -z1"
+fi
+package="$packages/vmmd_${version}_amd64.deb"
 if [ -e "$package" ] && [ -z "$(find "$programs/vmmd" "$programs/vmm" "$programs/vmmctl" "$here" proto docs/examples -type f -newer "$package")" ]; then
     # The newest package is the one that is installed.
     touch "$package"
@@ -20,8 +27,8 @@ if [ -e "$package" ] && [ -z "$(find "$programs/vmmd" "$programs/vmm" "$programs
     exit 0
 fi
 
-mkdir -p "$target/deb"
-root=$(mktemp -d "$target/deb/root.XXXXXX")
+mkdir -p "$packages"
+root=$(mktemp -d "$packages/root.XXXXXX")
 trap 'rm -rf "$root" "$root.deb" "$root.changelog"' EXIT
 chmod 755 "$root"
 "$here/stage.sh" "$root"
@@ -67,8 +74,9 @@ done
     >"$root/DEBIAN/md5sums"
 chmod -R u=rwX,go=rX "$root"
 
-dpkg-deb --root-owner-group -Zxz -z1 --build "$root" "$root.deb" >/dev/null
+# shellcheck disable=SC2086 # two options
+dpkg-deb --root-owner-group $compression --build "$root" "$root.deb" >/dev/null
 mv "$root.deb" "$package"
 # Those of a few commits before are enough.
-find "$target/deb" -name 'vmmd_*.deb' -printf '%T@ %p\n' | sort -rn | tail -n +6 | cut -d' ' -f2- | xargs -r rm --
+find "$packages" -maxdepth 1 -name 'vmmd_*.deb' -printf '%T@ %p\n' | sort -rn | tail -n +6 | cut -d' ' -f2- | xargs -r rm --
 echo "$package"

@@ -11,8 +11,10 @@ version=${VERSION:-$("$here/version.sh")}
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || date +%s)}
 export SOURCE_DATE_EPOCH
 
-mkdir -p "$target/rpm"
-work=$(mktemp -d "$target/rpm/work.XXXXXX")
+packages="$target/rpm"
+[ "${PROFILE:-release}" != dev ] || packages="$target/rpm/dev"
+mkdir -p "$packages"
+work=$(mktemp -d "$packages/work.XXXXXX")
 work=$(cd "$work" && pwd)
 trap 'rm -rf "$work"' EXIT
 root="$work/root"
@@ -29,5 +31,5 @@ sed "s/@VERSION@/$version/" "$here/vmmd.spec" >"$work/vmmd.spec"
 rpmbuild -bb --quiet --buildroot "$work/build" --define "_topdir $work" --define "_rpmdir $work" --define "staged $root" \
     --define "list $work/files" --define "use_source_date_epoch_as_buildtime 1" --define "_build_id_links none" \
     --target x86_64-linux "$work/vmmd.spec"
-mv "$work/x86_64/vmmd-$version-1.x86_64.rpm" "$target/rpm/"
-echo "$target/rpm/vmmd-$version-1.x86_64.rpm"
+mv "$work/x86_64/vmmd-$version-1.x86_64.rpm" "$packages/"
+echo "$packages/vmmd-$version-1.x86_64.rpm"

@@ -8,8 +8,13 @@ cargo=${CARGO:-cargo}
 # comes or goes.
 unset SOURCE_DATE_EPOCH
 
-# Apart, so that features that only the daemon needs (gRPC) are not switched on in the crates that vmm shares with it.
-"$cargo" build --profile "$profile" --locked -p vmmd -p vmmctl --bin vmmd --bin vmmctl >&2
-"$cargo" build --profile "$profile" --locked -p vmm-core --bin vmm >&2
-[ "$profile" != dev ] || profile=debug
+if [ "$profile" = dev ]; then
+    # The very programs that the tests of the workspace are built with: nothing is compiled twice.
+    "$cargo" test --locked --workspace --no-run --quiet >&2
+    profile=debug
+else
+    # Apart, so that features that only the daemon needs (gRPC) are not switched on in the crates that vmm shares with it.
+    "$cargo" build --profile "$profile" --locked -p vmmd -p vmmctl --bin vmmd --bin vmmctl >&2
+    "$cargo" build --profile "$profile" --locked -p vmm-core --bin vmm >&2
+fi
 echo "${CARGO_TARGET_DIR:-target}/$profile"

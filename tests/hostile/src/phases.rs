@@ -1,14 +1,14 @@
 //! The phases: what is done to which device, in which order.
 
-use std::io;
+use std::{io, num::NonZeroUsize};
 
 use crate::{pci, port, random::Random, rings};
 
-/// Runs one phase on every device it is for.
-pub fn run(phase: &str) -> io::Result<()> {
+/// Runs one phase on every device it is for. Behind the registers, every `distance`-th byte is accessed.
+pub fn run(phase: &str, distance: NonZeroUsize) -> io::Result<()> {
     match phase {
-        "config" => each(phase, false, config),
-        "mmio" => each(phase, true, mmio),
+        "config" => each(phase, false, |function| config(function, distance)),
+        "mmio" => each(phase, true, |function| mmio(function, distance)),
         "rings" => each(phase, true, rings::attack),
         "absent" => absent(),
         "ports" => port::plain(),
@@ -35,24 +35,31 @@ fn each(phase: &str, virtio_only: bool, attack: impl Fn(&pci::Function) -> io::R
 }
 
 /// The widths in which the byte at `offset` of `length` bytes is accessed: all in the first 256 bytes of each page of 4 KiB,
-/// where the registers are; behind them one for each byte, in turn. Each access leaves the guest.
-fn widths(all: &[usize], offset: usize, length: usize) -> impl Iterator<Item = usize> {
+/// where the registers are; behind them one for every `distance`-th byte, in turn. Each access leaves the guest.
+fn widths(
+    all: &[usize],
+    offset: usize,
+    length: usize,
+    distance: NonZeroUsize,
+) -> impl Iterator<Item = usize> {
     let chosen = if offset % 4096 < 256 {
         all.to_vec()
+    } else if offset.is_multiple_of(distance.get()) {
+        vec![all[offset / distance % all.len()]]
     } else {
-        vec![all[offset % all.len()]]
+        Vec::new()
     };
     chosen.into_iter().filter(move |width| offset + width <= length)
 }
 
 /// All of the function's 4 KiB of configuration space, in every width where registers are, aligned or not, then random writes.
-fn config(function: &pci::Function) -> io::Result<()> {
+fn config(function: &pci::Function, distance: NonZeroUsize) -> io::Result<()> {
     let mut random = Random::new(0x636f_6e66);
     let saved = function.save()?;
     let space = pci::Ecam::open()?.function(function.number()?)?;
     let mut count = 0;
     for offset in 0..space.len() {
-        for width in widths(&[1, 2, 4], offset, space.len()) {
+        for width in widths(&[1, 2, 4], offset, space.len(), distance) {
             space.write(offset, width, random.nasty());
             space.read(offset, width);
             count += 1;
@@ -107,13 +114,13 @@ fn absent() -> io::Result<()> {
 }
 
 /// Reads and writes every offset of every BAR, in every width where registers are, aligned or not, then walks at random.
-fn mmio(function: &pci::Function) -> io::Result<()> {
+fn mmio(function: &pci::Function, distance: NonZeroUsize) -> io::Result<()> {
     function.enable()?;
     let mut random = Random::new(0x6d6d_696f);
     for (index, bar) in function.bars()? {
         let mut count = 0;
         for offset in 0..bar.len() {
-            for width in widths(&[1, 2, 4, 8], offset, bar.len()) {
+            for width in widths(&[1, 2, 4, 8], offset, bar.len(), distance) {
                 bar.read(offset, width);
                 bar.write(offset, width, random.nasty());
                 count += 1;

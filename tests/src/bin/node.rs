@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode, ExitStatus};
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use vmmd_tests::node::{
     DEFAULT_NAME, KEEPER_VARIABLE, Keeper, NODE_VARIABLE, Node, RUNNER_VARIABLE, Size, images,
@@ -47,7 +47,7 @@ enum Action {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
     },
-    /// Boot a node, run a command with VMMD_NODE set to it, and take the node down.
+    /// Boot a node and run a command beside it with VMMD_NODE set to it; take the node down when the command ends.
     With {
         #[command(flatten)]
         size: SizeArguments,
@@ -173,17 +173,22 @@ fn boot(name: &str, size: Size, tied: bool) -> Result<Node> {
     Ok(node)
 }
 
+/// The command runs while the node boots: what needs the node waits for it ([`Node::get`]).
 fn with(name: &str, size: Size, command: &[String]) -> Result<ExitCode> {
-    let node = boot(name, size, true)?;
     let (program, arguments) = command.split_first().context("no command")?;
-    let owned = name.to_owned();
-    let keeper = Keeper::start(node.dir().to_owned(), move || boot(&owned, size, true))?;
-    match fs::remove_file(retried_log(node.dir())) {
+    let dir = paths::run_dir(name);
+    ensure!(
+        Node::attach(&dir)?.is_none(),
+        "the node {name} runs already: end it with `node --name {name} down`"
+    );
+    match fs::remove_file(retried_log(&dir)) {
         Err(error) if error.kind() != ErrorKind::NotFound => {
             return Err(error).context("remove the list of tests that were run again");
         }
         _ => {}
     }
+    let owned = name.to_owned();
+    let keeper = Keeper::start(dir.clone(), move || boot(&owned, size, true))?;
     let mut runner = std::env::current_exe()
         .context("find this program")?
         .into_os_string();
@@ -191,14 +196,15 @@ fn with(name: &str, size: Size, command: &[String]) -> Result<ExitCode> {
     let status = Command::new(program)
         .args(arguments)
         .env(RUNNER_VARIABLE, runner)
-        .env(NODE_VARIABLE, node.dir())
+        .env(NODE_VARIABLE, &dir)
         .env(KEEPER_VARIABLE, keeper.socket())
         .status();
-    // It may be another one by now, or none.
-    if let Some(node) = Node::attach(node.dir())? {
+    let up = keeper.wait();
+    if let Some(node) = Node::attach(&dir)? {
         node.stop()?;
     }
     let status = status.with_context(|| format!("start {program}"))?;
+    up?;
     Ok(exit_code(status))
 }
 

@@ -11,14 +11,13 @@ use crate::paths;
 /// The programs of the package that a developer rebuilds, and where the package puts them.
 const PROGRAMS: [&str; 3] = ["vmmd", "vmm", "vmmctl"];
 
-/// The newest package that was built, if any: `target/deb/vmmd_<version>_amd64.deb`.
+/// The newest package that was built, if any: `vmmd_<version>_amd64.deb` in `target/deb`, or a development build's in `target/deb/dev`.
 pub fn newest_package() -> Result<Option<PathBuf>> {
-    let dir = paths::target_dir().join("deb");
-    let Ok(entries) = fs::read_dir(&dir) else {
-        return Ok(None);
-    };
+    let optimized = paths::target_dir().join("deb");
+    let folders = [optimized.join("dev"), optimized];
+    let entries = folders.into_iter().filter_map(|folder| fs::read_dir(folder).ok());
     let mut newest = None;
-    for entry in entries {
+    for entry in entries.flatten() {
         let path = entry?.path();
         let name = path
             .file_name()

@@ -1,4 +1,4 @@
-//! A new node in the place of one that the emulator lost.
+//! A node is booted while other tests run already, and another one in the place of a node that the emulator lost.
 //!
 //! QEMU's multi-threaded TCG (before 8.1) can run an instruction that was patched while it was being translated: the
 //! kernel then dies of an `int3` that it has already removed. And a processor that it lost otherwise (as its first was
@@ -12,7 +12,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
 use super::Node;
 use super::machine::Machine;
@@ -27,7 +27,7 @@ pub const REPLACEMENTS: u32 = 3;
 /// (`softlockup_panic` on its command line).
 const SIGNATURES: [&str; 2] = ["Oops: int3", "softlockup: hung tasks"];
 
-/// Replaces one node. It ends with the process.
+/// Boots a node, and replaces it. It ends with the process.
 #[derive(Debug)]
 pub struct Keeper {
     socket: PathBuf,
@@ -35,19 +35,25 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Keeps the node in `dir`, which `boot` boots anew.
+    /// Boots the node in `dir` beside the caller, by `boot`, and keeps it. Whoever asks is answered when it is up, or has failed.
     pub fn start(dir: PathBuf, mut boot: impl FnMut() -> Result<Node> + Send + 'static) -> Result<Keeper> {
         let folder = tempfile::Builder::new().prefix("vmmd-keeper.").tempdir()?;
         let socket = folder.path().join("keeper.sock");
         let listener = UnixListener::bind(&socket).context("create the keeper's socket")?;
         // The nodes are tied to this thread, which lives as long as the process.
         thread::Builder::new().name("keeper".into()).spawn(move || {
+            let failed = boot()
+                .err()
+                .map(|error| format!("the node did not come up: {error:#}"));
             let mut replaced = 0;
             for stream in listener.incoming() {
                 let Ok(mut stream) = stream else { return };
-                let answer = match replace(&dir, &mut replaced, &mut boot) {
-                    Ok(()) => String::new(),
-                    Err(error) => format!("{error:#}"),
+                let answer = match &failed {
+                    Some(why) => why.clone(),
+                    None => match replace(&dir, &mut replaced, &mut boot) {
+                        Ok(()) => String::new(),
+                        Err(error) => format!("the node is not replaced: {error:#}"),
+                    },
                 };
                 // Who asked may have gone meanwhile.
                 let _ = stream.write_all(answer.as_bytes());
@@ -62,6 +68,15 @@ impl Keeper {
     /// Where it is asked: the value of [`KEEPER_VARIABLE`].
     pub fn socket(&self) -> &PathBuf {
         &self.socket
+    }
+
+    /// Waits until the node is up.
+    ///
+    /// # Errors
+    ///
+    /// When it did not come up, or has ended for a reason of its own.
+    pub fn wait(&self) -> Result<()> {
+        ask_at(&self.socket)
     }
 }
 
@@ -94,17 +109,49 @@ fn replace(dir: &Path, replaced: &mut u32, boot: &mut impl FnMut() -> Result<Nod
     boot().map(drop)
 }
 
-/// Asks the keeper for a node in the place of a failed one. Without a keeper it is false.
+/// Waits for the node that the keeper boots, and asks for another one in the place of one that failed. Without a keeper it is false.
 pub fn ask() -> Result<bool> {
     let Some(socket) = std::env::var_os(KEEPER_VARIABLE) else {
         return Ok(false);
     };
+    ask_at(Path::new(&socket)).map(|()| true)
+}
+
+fn ask_at(socket: &Path) -> Result<()> {
     let mut answer = String::new();
-    UnixStream::connect(&socket)
+    UnixStream::connect(socket)
         .and_then(|mut stream| stream.read_to_string(&mut answer))
         .context("ask the node's keeper")?;
-    if !answer.is_empty() {
-        bail!("the node is not replaced: {answer}");
+    ensure!(answer.is_empty(), "{answer}");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn who_asks_while_the_node_boots_waits_for_it() {
+        let folder = tempfile::tempdir().expect("folder");
+        let (end, ends) = mpsc::channel::<()>();
+        let ended = AtomicBool::new(false);
+        let keeper = Keeper::start(folder.path().to_owned(), move || {
+            ends.recv().expect("the test goes on");
+            anyhow::bail!("no such node")
+        })
+        .expect("keeper");
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| (keeper.wait(), ended.load(Ordering::SeqCst)));
+            ended.store(true, Ordering::SeqCst);
+            end.send(()).expect("the boot ends");
+            let (answer, ended) = waiting.join().expect("no panic");
+            assert!(ended, "the answer came before the boot had ended");
+            let error = answer.expect_err("the boot failed");
+            assert_eq!(error.to_string(), "the node did not come up: no such node");
+        });
+        assert!(keeper.wait().is_err(), "whoever asks later is told the same");
     }
-    Ok(true)
 }

@@ -54,21 +54,21 @@ pub struct Node {
 }
 
 impl Node {
-    /// The node that the tests are to use: the one that `VMMD_NODE` names, else the developer's.
+    /// The node that the tests are to use: the one that `VMMD_NODE` names, else the developer's. Waits for one that a [`Keeper`] boots.
     pub fn get() -> Result<Node> {
         let dir = match std::env::var_os(NODE_VARIABLE) {
             Some(dir) => PathBuf::from(dir),
             None => paths::run_dir(DEFAULT_NAME),
         };
+        let kept = keeper::ask();
         if let Some(node) = Self::attach(&dir)? {
             return Ok(node);
         }
         if let Some(failed) = Machine::failed(&dir)? {
-            let why = match keeper::ask() {
-                Ok(true) => return Self::attach(&dir)?.context("the new node failed as well"),
-                Ok(false) => String::new(),
-                Err(error) => format!(" ({error:#})"),
-            };
+            let why = kept
+                .err()
+                .map(|error| format!(" ({error:#})"))
+                .unwrap_or_default();
             let console = fs::read_to_string(failed.console_log()).unwrap_or_default();
             bail!(
                 "the test node {} failed{why}; its console ends with:\n{}",
@@ -76,6 +76,7 @@ impl Node {
                 tail(&console, 60)
             );
         }
+        kept?;
         bail!(
             "no test node runs in {}: start one with `make node-up`",
             dir.display()

@@ -12,7 +12,7 @@ mod disks;
 pub mod image;
 pub mod machine;
 mod nics;
-#[cfg(any(test, feature = "testing"))]
+#[cfg(any(test, debug_assertions))]
 pub mod rebuilt;
 mod saved;
 pub mod smbios;

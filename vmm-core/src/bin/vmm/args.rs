@@ -51,7 +51,7 @@ pub struct Run {
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub seccomp: Seccomp,
     /// Throws the machine away and restores it, with so many milliseconds in between
-    #[cfg(feature = "testing")]
+    #[cfg(debug_assertions)]
     #[arg(long, value_name = "MS")]
     pub restore_every: Option<u64>,
 }

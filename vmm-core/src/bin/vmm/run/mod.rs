@@ -1,7 +1,7 @@
 //! `vmm run`: a machine in the foreground, without the daemon.
 
 mod open;
-#[cfg(feature = "testing")]
+#[cfg(debug_assertions)]
 mod restores;
 pub mod terminal;
 
@@ -17,7 +17,7 @@ use devices::thread::{self, ThreadKind};
 use proto::vmm::ExitKind;
 use rustix::event::{PollFd, PollFlags, poll};
 use vmm_core::lifecycle::{Input, Notifier, Request, Token, driver::Driver};
-#[cfg(not(feature = "testing"))]
+#[cfg(not(debug_assertions))]
 use vmm_core::{
     board::assemble::{Assembler, Console},
     lifecycle::{Answer, Failure, publisher::Audience},
@@ -34,10 +34,10 @@ const TOKEN: Token = Token {
 };
 
 /// Nobody listens either: the log and the exit code say what there is to know.
-#[cfg(not(feature = "testing"))]
+#[cfg(not(debug_assertions))]
 struct Nobody;
 
-#[cfg(not(feature = "testing"))]
+#[cfg(not(debug_assertions))]
 impl Audience for Nobody {
     fn event(&self, _event: proto::vmm::Event) {}
     fn reply(&self, _token: Token, _answer: Result<Answer, Failure>) {}
@@ -66,9 +66,9 @@ pub fn run(args: &Run) -> Result<i32> {
     sandbox::close_in(args.seccomp)?;
     stop_when_asked(signals, escape, inputs.clone()).context("starting a thread for signals")?;
 
-    #[cfg(not(feature = "testing"))]
+    #[cfg(not(debug_assertions))]
     let (audience, builder) = (Nobody, Assembler::new(Console::Terminal(terminal)));
-    #[cfg(feature = "testing")]
+    #[cfg(debug_assertions)]
     let (audience, builder, restores) = {
         let every = args.restore_every.map(std::time::Duration::from_millis);
         restores::begin(every, terminal, inputs.clone()).context("starting a thread for restores")?
@@ -77,7 +77,7 @@ pub fn run(args: &Run) -> Result<i32> {
     let raw = RawMode::enter().context("setting the terminal's mode")?;
     let record = driver.run(exit_record::write);
     drop(raw);
-    #[cfg(feature = "testing")]
+    #[cfg(debug_assertions)]
     restores.finish()?;
     match record.kind() {
         ExitKind::PowerOff | ExitKind::Stopped => {}
