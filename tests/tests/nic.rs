@@ -6,7 +6,7 @@ use vmmd_tests::node::Kernel;
 use vmmd_tests::vm::{BOOT, Vm, VmSpec};
 
 #[test]
-fn a_guest_with_two_queues_uses_both_and_is_reached() {
+fn a_guest_with_two_queues_has_both_and_is_reached() {
     let case = Case::new("nic").expect("node");
     let node = case.node();
     let bridge = case.bridge().expect("a bridge");
