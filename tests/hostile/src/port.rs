@@ -167,6 +167,8 @@ pub fn fatal() -> io::Result<()> {
     let count = walk(Sort::Fatal, || 0);
     told("fatal-ports", count);
     println!("HOSTILE fatal-ports survived, now the reset");
+    // What the kernel has not sent yet would be lost with the machine.
+    sys::drain_output()?;
     sys::port_write(0x64, 1, 0xfe);
     Err(io::Error::other("the machine did not reset"))
 }

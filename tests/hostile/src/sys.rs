@@ -125,6 +125,16 @@ pub fn allow_ports() -> io::Result<()> {
     }
 }
 
+/// Waits until all that was printed has left the terminal's port.
+pub fn drain_output() -> io::Result<()> {
+    // SAFETY: waits for the kernel, and touches no memory.
+    if unsafe { libc::tcdrain(libc::STDOUT_FILENO) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
 /// Writes to a port; [`allow_ports`] came before.
 pub fn port_write(port: u16, width: usize, value: u32) {
     #[allow(clippy::cast_possible_truncation, reason = "the low bytes are what is meant")]
