@@ -12,8 +12,8 @@ use std::{
 
 use proto::v1::{
     self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
-    node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
-    vm_service_client::VmServiceClient,
+    network_service_client::NetworkServiceClient, node_service_client::NodeServiceClient,
+    operation_service_client::OperationServiceClient, vm_service_client::VmServiceClient,
 };
 use tonic::transport::Channel;
 
@@ -35,6 +35,8 @@ pub struct Client {
     pub vms: VmServiceClient<Channel>,
     /// Its disks.
     pub disks: DiskServiceClient<Channel>,
+    /// Its networks.
+    pub networks: NetworkServiceClient<Channel>,
     /// Its node.
     pub nodes: NodeServiceClient<Channel>,
     /// What has happened on it.
@@ -57,6 +59,7 @@ impl Client {
         Ok(Self {
             vms: VmServiceClient::new(channel.clone()),
             disks: DiskServiceClient::new(channel.clone()),
+            networks: NetworkServiceClient::new(channel.clone()),
             nodes: NodeServiceClient::new(channel.clone()),
             events: EventServiceClient::new(channel.clone()),
             operations: OperationServiceClient::new(channel),

@@ -53,8 +53,14 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    auth::Audit, config::Config, grpc::Socket, host::Host, init_certs::InitCerts, ledger::Ledger,
-    network::Links, store::Store,
+    auth::Audit,
+    config::Config,
+    grpc::Socket,
+    host::Host,
+    init_certs::InitCerts,
+    ledger::Ledger,
+    network::{Links, Networks, ServeDhcp},
+    store::Store,
 };
 
 /// Threads of the runtime: the daemon waits far more than it works.
@@ -83,12 +89,18 @@ struct Arguments {
 enum Action {
     /// Make a CA and certificates for the server and for clients, for a first setup of the API over TCP
     InitCerts(InitCerts),
+    /// Answer the DHCP clients of one network; started by the daemon
+    #[command(hide = true)]
+    ServeDhcp(ServeDhcp),
 }
 
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
     if let Some(Action::InitCerts(arguments)) = &arguments.action {
         return init_certs::run(arguments);
+    }
+    if let Some(Action::ServeDhcp(arguments)) = &arguments.action {
+        return network::serve_dhcp(arguments);
     }
     let config = Config::load(arguments.config.as_deref())?;
     if arguments.check {
@@ -153,6 +165,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         ),
         table: vm::table::Table::new(records.history),
         clients: vm::clients::Clients::default(),
+        networks: Networks::default(),
         requests: request::Requests::default(),
         logs: vm::LogGuard::start(events.clone()).context("watch the logs of VMs")?,
         events,
@@ -177,6 +190,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     }
     node::drain::give_up(&host).await;
     disk::restore(&host, records.disks).await;
+    host.networks.adopt(&host, records.networks);
     vm::reconcile::reconcile(&host, records.vms, records.unreadable).await;
     host.operations
         .give_up_left(|uid| uid.parse().is_ok_and(|uid| host.table.find(uid).is_none()));
@@ -193,6 +207,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     // None of these ends before the daemon does.
     let mut parts = JoinSet::new();
     parts.spawn(reopen(Arc::clone(&audit), hangup));
+    parts.spawn(Networks::watch(Arc::clone(&host)));
     parts.spawn(service::watchdog(host.store.clone()));
     parts.spawn(service::tell_failures(host.store.clone(), host.events.clone()));
     service::ready();

@@ -30,6 +30,8 @@
 //! | ResizeVmDisk, UpdateDisk | carried out again; what is so already is a success, and the generation is not looked at |
 //! | CreateDisk | a disk with the mark is the answer, also when it has been deleted since; one that was not whole was removed, and is made again |
 //! | DeleteDisk | the answer is written together with the beginning of the deletion: answered |
+//! | CreateNetwork | a network with the mark is the answer |
+//! | DeleteNetwork | the answer is written together with the beginning of the deletion: answered |
 //! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
 
 mod answer;
@@ -55,7 +57,7 @@ use crate::{
     context::{self, Context, Initiator},
     failure::{Failure, Kind},
     host::Host,
-    store::{self, DiskRecord, REQUEST_AGE_MS, RequestKey, RequestMark, VmRecord},
+    store::{self, DiskRecord, NetworkRecord, REQUEST_AGE_MS, RequestKey, RequestMark, VmRecord},
     text,
 };
 
@@ -272,6 +274,11 @@ impl Requests {
         self.adopt(&record.begun, &record.uid);
     }
 
+    /// Takes over what an earlier daemon has begun on a network.
+    pub fn adopt_network(&self, record: &NetworkRecord) {
+        self.adopt(&record.begun, &record.uid);
+    }
+
     fn adopt(&self, begun: &[RequestMark], on: &[u8]) {
         let now = text::now_ms();
         let mut inner = self.inner();
@@ -295,6 +302,11 @@ impl Requests {
     /// UUID of the disk that the request made under an earlier daemon.
     pub fn made_disk(&self, context: &Context) -> Option<Vec<u8>> {
         self.made(context, "CreateDisk")
+    }
+
+    /// UUID of the network that the request made under an earlier daemon.
+    pub fn made_network(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "CreateNetwork")
     }
 
     fn made(&self, context: &Context, method: &str) -> Option<Vec<u8>> {

@@ -42,12 +42,15 @@ pub use migration::SCHEMA;
 pub use operation::OperationRecord;
 pub use record::{
     ConditionRecord, DiskRecord, DiskSource, DiskStage, FileRecord, Hardware, InstanceRecord, Intent,
-    NicHardware, NodeRecord, RestartRecord, StopRecord, VmRecord, disk_source,
+    LeaseRecord, NetworkRecord, NicHardware, NodeRecord, PortRecord, RestartRecord, StopRecord, VmRecord,
+    disk_source,
 };
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
 const DISKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("disks");
+/// Made with the first network.
+const NETWORKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("networks");
 const NODE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("node");
 /// Key of the one record in [`NODE`].
 const SELF: &[u8] = b"self";
@@ -98,6 +101,8 @@ pub struct Records {
     pub unreadable: Vec<Unreadable>,
     /// Disks of the DiskService.
     pub disks: Vec<DiskRecord>,
+    /// Networks of the NetworkService.
+    pub networks: Vec<NetworkRecord>,
     /// What is remembered.
     pub history: HistoryRecords,
     /// The node.
@@ -273,6 +278,31 @@ impl Store {
     pub async fn retire_disk(&self, record: &DiskRecord, answered: Vec<RequestRecord>) -> Result<(), Error> {
         let put = Change::Put(DISKS, record.uid.clone(), record.encode_to_vec());
         let changes = [put].into_iter().chain(answered.into_iter().map(Change::Presume));
+        self.changes(changes.collect()).await
+    }
+
+    /// Writes a network's record, new or changed. Durable on return.
+    pub async fn put_network(&self, record: &NetworkRecord) -> Result<(), Error> {
+        self.change(Change::Put(NETWORKS, record.uid.clone(), record.encode_to_vec()))
+            .await
+    }
+
+    /// Removes a network's record. Durable on return.
+    pub async fn remove_network(&self, uid: &[u8]) -> Result<(), Error> {
+        self.change(Change::Remove(NETWORKS, uid.to_vec())).await
+    }
+
+    /// Writes the record of a network whose deletion begins, and remembers the request that is answered by that. Durable on
+    /// return.
+    pub async fn retire_network(
+        &self,
+        record: &NetworkRecord,
+        answered: Vec<RequestRecord>,
+    ) -> Result<(), Error> {
+        let put = Change::Put(NETWORKS, record.uid.clone(), record.encode_to_vec());
+        let changes = [put]
+            .into_iter()
+            .chain(answered.into_iter().map(Change::Complete));
         self.changes(changes.collect()).await
     }
 
@@ -509,10 +539,18 @@ fn load(database: &Database) -> Result<Records, Error> {
         vms: vms.into_iter().map(VmRecord::from).collect(),
         unreadable: unreadable.into_iter().map(salvage).collect(),
         disks: readable(&transaction, DISKS)?,
+        networks: networks(&transaction)?,
         history: history::load(&transaction)?,
         node: readable(&transaction, NODE)?.pop().unwrap_or_default(),
         operations: operation::load(&transaction)?,
     })
+}
+
+fn networks(transaction: &ReadTransaction) -> Result<Vec<NetworkRecord>, Error> {
+    match transaction.open_table(NETWORKS) {
+        Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
+        _ => readable(transaction, NETWORKS),
+    }
 }
 
 fn vm(database: &Database, uid: &[u8]) -> Result<Option<VmRecord>, Error> {
