@@ -1,6 +1,7 @@
 //! The memory of a screen that guests use without a driver: a memory slot of KVM that goes where its BAR goes.
 
 use std::{
+    iter,
     ops::Range,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -59,8 +60,10 @@ impl Video {
 
     fn place(&self, state: &mut State, address: Option<u64>) -> Result<(), SlotError> {
         if let Some((slot, old)) = state.placed.take() {
-            state.left = self.take(slot, old)?;
+            // What can't be learnt may be anything. The slot goes in any case: another device may come to be there.
+            let left = self.take(slot, old);
             self.vm.remove_slot(slot)?;
+            state.left = left.unwrap_or_else(|_| iter::once(0..usize::MAX).collect());
         }
         if let Some(address) = address {
             let slot = self.vm.add_slot_at(&self.region, address)?;

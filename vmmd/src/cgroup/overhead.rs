@@ -33,8 +33,9 @@ const QCOW2: u64 = 384 * MIB;
 const NIC: u64 = 4 * MIB;
 
 /// A screen: the framebuffer and the server's copy of it (36 MiB each), what the guest's pictures have on the host (128 MiB at
-/// most), and 32 clients with compressors and an encoded piece of the picture (2 MiB each); and room for a quarter more.
-const DISPLAY: u64 = 320 * MIB;
+/// most), the memory that a guest without a driver draws into (64 MiB at most), and 32 clients with compressors and an encoded piece of
+/// the picture (2 MiB each); and room for a quarter more.
+const DISPLAY: u64 = 410 * MIB;
 
 /// Processes and threads beside those of vCPUs, disks and NICs.
 const TASKS: u64 = 64;
