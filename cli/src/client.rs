@@ -13,13 +13,13 @@ use std::{
 use proto::v1::{
     self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
     node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
-    vm_service_client::VmServiceClient,
+    snapshot_service_client::SnapshotServiceClient, vm_service_client::VmServiceClient,
 };
 use tonic::transport::Channel;
 
 pub(crate) use self::call::send;
 pub use self::{
-    about::{DISKS, about_disk, about_vm, empty_answer},
+    about::{DISKS, about_disk, about_snapshot, about_vm, empty_answer},
     call::{COPY, QUICK, RESTART, TRIES, WORK, call, went_away},
 };
 use crate::{
@@ -35,6 +35,8 @@ pub struct Client {
     pub vms: VmServiceClient<Channel>,
     /// Its disks.
     pub disks: DiskServiceClient<Channel>,
+    /// Its snapshots.
+    pub snapshots: SnapshotServiceClient<Channel>,
     /// Its node.
     pub nodes: NodeServiceClient<Channel>,
     /// What has happened on it.
@@ -57,6 +59,7 @@ impl Client {
         Ok(Self {
             vms: VmServiceClient::new(channel.clone()),
             disks: DiskServiceClient::new(channel.clone()),
+            snapshots: SnapshotServiceClient::new(channel.clone()),
             nodes: NodeServiceClient::new(channel.clone()),
             events: EventServiceClient::new(channel.clone()),
             operations: OperationServiceClient::new(channel),

@@ -37,6 +37,13 @@ pub fn disks() -> ArgValueCompleter {
     ArgValueCompleter::new(|word: &OsStr| candidates(word, "disk", |client| Box::pin(disk_names(client))))
 }
 
+/// Names of snapshots.
+pub fn snapshots() -> ArgValueCompleter {
+    ArgValueCompleter::new(|word: &OsStr| {
+        candidates(word, "snapshot", |client| Box::pin(snapshot_names(client)))
+    })
+}
+
 /// Ids of operations that are under way.
 pub fn operations() -> ArgValueCompleter {
     ArgValueCompleter::new(|word: &OsStr| {
@@ -76,6 +83,16 @@ async fn disk_names(client: &Client) -> Result<Vec<String>> {
         .into_iter()
         .filter_map(|disk| Some(disk.metadata?.name))
         .collect())
+}
+
+async fn snapshot_names(client: &Client) -> Result<Vec<String>> {
+    let request = v1::ListSnapshotsRequest {};
+    let listed = call(QUICK, client.snapshots.clone().list_snapshots(request)).await?;
+    let names = listed
+        .snapshots
+        .into_iter()
+        .filter_map(|snapshot| Some(snapshot.metadata?.name));
+    Ok(names.collect())
 }
 
 async fn operation_ids(client: &Client) -> Result<Vec<String>> {

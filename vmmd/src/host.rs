@@ -16,6 +16,7 @@ use crate::{
     operation::Operations,
     pool::Pools,
     request::Requests,
+    snapshot,
     store::Store,
     text,
     vm::{LogGuard, clients::Clients, files::Sources, table::Table},
@@ -46,6 +47,8 @@ pub struct Host {
     pub clients: Clients,
     /// Disks of the DiskService.
     pub disks: Registry,
+    /// Snapshots of VMs.
+    pub snapshots: snapshot::Registry,
     /// Requests with an id.
     pub requests: Requests,
     /// Where what happens is told.

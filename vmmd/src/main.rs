@@ -26,6 +26,7 @@ mod paths;
 mod pool;
 mod request;
 mod service;
+mod snapshot;
 mod stats;
 mod store;
 mod sys;
@@ -153,6 +154,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         ),
         table: vm::table::Table::new(records.history),
         clients: vm::clients::Clients::default(),
+        snapshots: snapshot::Registry::default(),
         requests: request::Requests::default(),
         logs: vm::LogGuard::start(events.clone()).context("watch the logs of VMs")?,
         events,
@@ -177,6 +179,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     }
     node::drain::give_up(&host).await;
     disk::restore(&host, records.disks).await;
+    snapshot::adopt(&host, records.snapshots).await;
     vm::reconcile::reconcile(&host, records.vms, records.unreadable).await;
     host.operations
         .give_up_left(|uid| uid.parse().is_ok_and(|uid| host.table.find(uid).is_none()));

@@ -15,6 +15,7 @@ pub mod observe;
 pub mod operation;
 pub mod resources;
 mod show;
+pub mod snapshot;
 mod targets;
 mod value;
 mod verbs;
@@ -194,6 +195,16 @@ pub enum Command {
     Logs(observe::Logs),
     /// Collect everything about a VM into one archive, for whoever is to find out what is wrong.
     Diagnose(observe::Diagnose),
+    /// Take, list and delete snapshots of VMs.
+    Snapshot {
+        /// What.
+        #[command(subcommand)]
+        what: snapshot::Snapshot,
+    },
+    /// Restore a VM from a snapshot.
+    Restore(snapshot::Restore),
+    /// Create VMs from a snapshot; they share the memory that none of them changes.
+    Clone(snapshot::Clone),
     /// Attach the terminal to a VM's serial console; ^] leaves.
     Console(Console),
     /// Show the screen of a VM in a VNC viewer, or let viewers connect.

@@ -76,6 +76,18 @@ pub fn about_disk(failure: Failure, name: &str) -> Failure {
     failure.about("disk", name).hint(hint)
 }
 
+/// Adds to a failure about a snapshot its name, and the command that helps.
+pub fn about_snapshot(failure: Failure, name: &str) -> Failure {
+    let hint = match &*failure.reason {
+        "SNAPSHOT_NOT_FOUND" => "`vmmctl snapshot ls` lists the snapshots there are".to_owned(),
+        "SNAPSHOT_EXISTS" => format!("`vmmctl snapshot describe {name}` shows it"),
+        "SNAPSHOT_DISKS" => "with `--paused` the disks are copied while the VM is paused".to_owned(),
+        "VM_NOT_STOPPED" => "`vmmctl stop` stops it; `vmmctl clone` makes others".to_owned(),
+        _ => return failure.about("snapshot", name),
+    };
+    failure.about("snapshot", name).hint(hint)
+}
+
 /// An answer without its content, which a daemon never sends.
 pub fn empty_answer() -> Failure {
     Failure::new(Code::Other, "vmmd sent an empty answer").hint("compare versions with `vmmctl version`")

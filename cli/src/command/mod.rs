@@ -25,6 +25,7 @@ mod node;
 mod operation;
 mod parallel;
 pub mod patch;
+mod snapshot;
 mod top;
 mod update;
 mod vm_disk;
@@ -206,6 +207,15 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
             Some(verb) => node::run(client, verb).await,
             None => show_node(client, args.output.as_ref()).await.map_err(one),
         },
+        Command::Snapshot { what } => snapshot::run(client, what).await,
+        Command::Restore(args) => {
+            let client = client.with_timeout(args.timeout.timeout);
+            snapshot::restore(&client, &args).await.map_err(one)
+        }
+        Command::Clone(args) => {
+            let client = client.with_timeout(args.timeout.timeout);
+            snapshot::clone(&client, &args).await
+        }
         Command::Version { .. } => version(Some(client)).await.map_err(one),
         // Done before, or in `run`, without a daemon or before it is asked.
         Command::Start(_)

@@ -9,6 +9,7 @@ pub mod format;
 pub mod node;
 pub mod operation;
 pub mod resources;
+pub mod snapshot;
 pub mod stats;
 pub mod table;
 pub mod top;

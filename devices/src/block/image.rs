@@ -17,6 +17,8 @@ pub trait Image: Send {
     /// Makes it larger, while engines of it are at work: afterwards [`capacity`](Self::capacity) is `capacity` bytes, a
     /// multiple of [`SECTOR`] and not less than before. `None` takes over what a block device has by now.
     fn grow(&self, capacity: Option<u64>) -> io::Result<()>;
+    /// Writes what it holds back to its files: afterwards a copy of the files has all requests that have completed.
+    fn commit(&self) -> io::Result<()>;
 }
 
 /// How an image likes to be used. Sizes are in bytes and powers of two.

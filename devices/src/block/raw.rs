@@ -131,6 +131,11 @@ impl Image for RawImage {
         }
         self.target.grow(capacity)
     }
+
+    fn commit(&self) -> io::Result<()> {
+        // It holds nothing back.
+        Ok(())
+    }
 }
 
 fn check_access(file: &File, read_only: bool) -> Result<(), OpenError> {

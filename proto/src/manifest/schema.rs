@@ -20,6 +20,8 @@ pub const VM_STATS: &str = ".vmmd.v1.VmStats";
 pub const OPERATION: &str = ".vmmd.v1.Operation";
 /// The node's description.
 pub const NODE: &str = ".vmmd.v1.Node";
+/// A snapshot.
+pub const SNAPSHOT: &str = ".vmmd.v1.Snapshot";
 
 static SCHEMA: LazyLock<Schema> = LazyLock::new(Schema::read);
 

@@ -264,6 +264,10 @@ impl lifecycle::Machine for Machine {
         self.disks.holds_requests()
     }
 
+    fn commit_disks(&mut self) -> Result<(), Failure> {
+        self.disks.commit()
+    }
+
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));

@@ -233,6 +233,10 @@ impl lifecycle::Machine for Rebuilt {
         machine.is_some_and(lifecycle::Machine::holds_requests)
     }
 
+    fn commit_disks(&mut self) -> Result<(), Failure> {
+        self.machine()?.commit_disks()
+    }
+
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {
         self.machine()?.begin_snapshot(file, runs)
     }

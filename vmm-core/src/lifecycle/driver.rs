@@ -181,6 +181,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             | Request::SetRateLimit { .. }
             | Request::UpdateNic { .. }
             | Request::SetBalloon(_)
+            | Request::Release
             | Request::GetDiskStats
             | Request::GetMachineStats => Action::Disk,
         };
@@ -207,13 +208,18 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                     file,
                     paused,
                     description,
-                } => match self.begin_snapshot(token, file, paused, description) {
+                    keep_paused,
+                } => match self.begin_snapshot(token, file, (paused, keep_paused), description) {
                     Ok(()) => return Next::GoOn,
                     Err(failure) => Err(failure),
                 },
                 Request::Reset => return self.reset(ResetCause::Request(token)),
                 Request::Pause => self.pause(),
                 Request::Resume => self.resume(),
+                Request::Release => match self.release() {
+                    Ok(result) => result,
+                    Err(failure) => return Self::lost(&failure),
+                },
                 Request::PowerButton => self.machine().map(Machine::press_power_button),
                 Request::AttachDisk { disk, fds } => {
                     let begun = self

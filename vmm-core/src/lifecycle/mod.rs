@@ -56,7 +56,11 @@ pub enum Request {
         paused: bool,
         /// What the snapshot is to say of itself.
         description: Vec<u8>,
+        /// The machine stays paused, from the moment when its state is taken, until [`Release`](Request::Release).
+        keep_paused: bool,
     },
+    /// Ends the pause of a snapshot with `keep_paused`.
+    Release,
     /// Makes it quiet.
     Pause,
     /// Goes on.
@@ -287,6 +291,9 @@ pub trait Machine {
     fn stats(&self) -> MachineStats;
     /// Whether a disk keeps requests that failed ([`Notice::DiskHeld`]).
     fn holds_requests(&self) -> bool;
+    /// Writes to the images' files what they hold back: with the machine paused, a copy of the files has all that the guest has
+    /// written.
+    fn commit_disks(&mut self) -> Result<(), Failure>;
     /// Begins to write a snapshot into `file`; `runs` when the machine goes on meanwhile. [`Notice::Snapshot`] says how far it is.
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure>;
     /// Takes the state of the paused machine, when the snapshot is [ready](saving::Event::Ready) for it; says when the machine may

@@ -3,8 +3,8 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use proto::vmm::{
-    CrashReset, DeviceError, DiskDetached, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset,
-    PauseReason, StateChanged, Status, event::Kind,
+    CrashReset, DeviceError, DiskDetached, DisksQuiet, Ended, Event, ExitKind, ExitRecord, GuestPanicked,
+    GuestReset, PauseReason, StateChanged, Status, event::Kind,
 };
 
 use super::{Answer, Detached, Failure, Token, admission::State};
@@ -73,6 +73,11 @@ impl<A: Audience> Publisher<A> {
         self.status.pause_reason = PauseReason::Snapshot.into();
         self.status.pause_message.clear();
         self.enter(State::Paused);
+    }
+
+    /// The machine is paused, and the files of its disks can be copied.
+    pub fn disks_quiet(&self) {
+        self.send(Kind::DisksQuiet(DisksQuiet {}));
     }
 
     /// The guest reset itself.

@@ -172,6 +172,11 @@ impl Machine for TestMachine {
         self.holds.load(Ordering::SeqCst)
     }
 
+    fn commit_disks(&mut self) -> Result<(), Failure> {
+        self.log.add("commit disks");
+        Ok(())
+    }
+
     fn begin_snapshot(&mut self, _file: File, runs: bool) -> Result<(), Failure> {
         self.log.add(format!("begin snapshot, runs: {runs}"));
         self.tell(saving::Event::Ready);
@@ -187,9 +192,19 @@ impl Machine for TestMachine {
                 message: "no state".into(),
             });
         }
+        let release = || {
+            let release = Input::Request(token(8), Request::Release);
+            self.inputs.send(release).unwrap();
+        };
+        if description.contains("copied first") {
+            release();
+        }
         self.tell(saving::Event::Ended);
+        if description.contains("written first") {
+            release();
+        }
         match description.as_str() {
-            "late" => Ok(saving::GoesOn::WhenEnded),
+            "late" | "late, copied first" => Ok(saving::GoesOn::WhenEnded),
             _ => Ok(saving::GoesOn::Now),
         }
     }
@@ -274,6 +289,7 @@ impl Audience for Log {
             Kind::GuestPanicked(_) => "guest panicked".into(),
             Kind::DeviceError(error) => format!("{}: {}", error.device, error.message),
             Kind::Ended(ended) => format!("ended {:?}", ended.exit.unwrap().kind()),
+            Kind::DisksQuiet(_) => "disks quiet".into(),
             Kind::DiskDetached(gone) => format!("disk {} detached, forced {}", gone.name, gone.forced),
         });
     }

@@ -376,6 +376,7 @@ impl Client {
             file_fd: 0,
             paused,
             description: b"web".to_vec(),
+            keep_paused: false,
         };
         self.send(Op::Save(save), &[file.as_fd()]);
         self.answer()

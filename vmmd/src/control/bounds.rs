@@ -89,7 +89,12 @@ pub fn event(mut event: Event) -> Result<Event, Lie> {
         Some(event::Kind::DiskDetached(gone)) => {
             check_name(&gone.name, "a disk without a proper name")?;
         }
-        Some(event::Kind::GuestReset(_) | event::Kind::CrashReset(_) | event::Kind::GuestPanicked(_))
+        Some(
+            event::Kind::GuestReset(_)
+            | event::Kind::CrashReset(_)
+            | event::Kind::GuestPanicked(_)
+            | event::Kind::DisksQuiet(_),
+        )
         | None => {}
     }
     Ok(event)

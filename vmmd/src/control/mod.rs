@@ -21,7 +21,7 @@ use std::{
 use proto::{
     vmm::{
         DiskStats, Error as RemoteError, ErrorKind, Event, GetDiskStats, GetMachineStats, Hello, HelloReply,
-        MachineStats, Message, Request, Response, Status, message::Kind, request::Op,
+        MachineStats, Message, Request, Response, Save, SaveReply, Status, message::Kind, request::Op,
         response::Result as Outcome,
     },
     wire,
@@ -210,6 +210,25 @@ impl Client {
         match self.call(op, &borrowed).await? {
             Outcome::Status(status) => Ok(status),
             _ => Err(Error::Unexpected("something else than its state")),
+        }
+    }
+
+    /// Has the machine write a snapshot into `file`; takes as long as that takes. With `keep_paused` it does not end before a release.
+    pub async fn save(
+        &self,
+        file: OwnedFd,
+        (paused, keep_paused): (bool, bool),
+        description: Vec<u8>,
+    ) -> Result<SaveReply, Error> {
+        let save = Save {
+            file_fd: 0,
+            paused,
+            description,
+            keep_paused,
+        };
+        match self.call(Op::Save(save), &[file.as_fd()]).await? {
+            Outcome::Saved(reply) => Ok(reply),
+            _ => Err(Error::Unexpected("something else than what it has saved")),
         }
     }
 

@@ -189,6 +189,37 @@ pub async fn write_beside(host: &Arc<Host>, record: &DiskRecord) -> Result<(), F
     written.map_err(|error| file::failed(&format!("note the name of disk \"{}\"", record.name), &error))
 }
 
+/// Makes a disk of a copy of an image; returns when it is whole and durable. Nothing is left when it fails.
+pub async fn take_in(host: &Arc<Host>, record: DiskRecord, image: PathBuf) -> Result<(), Failure> {
+    let mut record = host.disks.reserve(record, None)?;
+    if let Err(error) = host.store.put_disk(&record).await {
+        forget(host, &record);
+        return Err(store_failure(error));
+    }
+    let made = match copy_image(host, &record, image).await {
+        Ok(()) => settle(host, &mut record).await,
+        Err(failure) => Err(failure),
+    };
+    if let Err(failure) = made {
+        finish(host, &record).await;
+        return Err(failure);
+    }
+    tell(host, &record, "DiskCreated", "the disk was made of a copy");
+    Ok(())
+}
+
+async fn copy_image(host: &Arc<Host>, record: &DiskRecord, image: PathBuf) -> Result<(), Failure> {
+    let (folder, of) = (host.disk_folder(), record.clone());
+    let copying = host.pools.bulk.run(&[folder.root()], move || {
+        let from = File::open(image)?;
+        let to = folder.create(&of)?;
+        copy(&from, &to, from.metadata()?.len(), true, &Control::default())?;
+        folder.sync(&to)
+    });
+    let copied: io::Result<()> = copying.await?;
+    copied.map_err(|error| file::failed(&format!("make disk \"{}\"", record.name), &error))
+}
+
 /// Returns the size of the disk.
 async fn make(
     host: &Arc<Host>,

@@ -28,9 +28,10 @@ use proto::v1;
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
 
-pub use create::{Begun, create};
+pub use copy::copy;
+pub use create::{Begun, create, take_in};
 pub use feed::Buried;
-pub use file::Folder;
+pub use file::{Folder, failed as file_failed};
 pub use operation::Control;
 pub use registry::{Registry, Seen, Snapshot};
 pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, shrink_refused};
@@ -53,6 +54,15 @@ const NAMED: usize = 5;
 
 /// Deletes a disk and its content.
 pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
+    if let Some(snapshot) = host
+        .disks
+        .get(name)
+        .ok()
+        .and_then(|disk| host.snapshots.needs(&disk.uid))
+    {
+        let message = format!("snapshot \"{snapshot}\" has an overlay of disk \"{name}\": delete that first");
+        return Err(Failure::precondition("DISK_HAS_OVERLAYS", message));
+    }
     let edit = host.disks.edit().await;
     let mut record = host
         .disks

@@ -39,6 +39,8 @@ pub enum Object {
     Vm(String, Uuid),
     /// A disk of the DiskService.
     Disk(String, Uuid),
+    /// A snapshot.
+    Snapshot(String, Uuid),
     /// The node.
     Node,
 }
@@ -84,11 +86,12 @@ struct Inner {
 }
 
 impl Object {
-    /// "Vm", "Disk" or "Node".
+    /// "Vm", "Disk", "Snapshot" or "Node".
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Vm(..) => "Vm",
             Self::Disk(..) => "Disk",
+            Self::Snapshot(..) => "Snapshot",
             Self::Node => "Node",
         }
     }
@@ -104,14 +107,14 @@ impl Object {
 
     fn name(&self) -> &str {
         match self {
-            Self::Vm(name, _) | Self::Disk(name, _) => name,
+            Self::Vm(name, _) | Self::Disk(name, _) | Self::Snapshot(name, _) => name,
             Self::Node => "",
         }
     }
 
     fn uid(&self) -> String {
         match self {
-            Self::Vm(_, uid) | Self::Disk(_, uid) => uid.to_string(),
+            Self::Vm(_, uid) | Self::Disk(_, uid) | Self::Snapshot(_, uid) => uid.to_string(),
             Self::Node => String::new(),
         }
     }

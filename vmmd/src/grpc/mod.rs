@@ -16,6 +16,7 @@ mod node;
 mod operation;
 mod period;
 mod server;
+mod snapshot;
 mod socket;
 mod update;
 mod vm;

@@ -5,7 +5,7 @@ use std::{io, sync::Arc, time::Duration};
 use proto::v1::{
     disk_service_server::DiskServiceServer, event_service_server::EventServiceServer,
     node_service_server::NodeServiceServer, operation_service_server::OperationServiceServer,
-    vm_service_server::VmServiceServer,
+    snapshot_service_server::SnapshotServiceServer, vm_service_server::VmServiceServer,
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -23,6 +23,7 @@ use super::{
     event::EventLog,
     node::Nodes,
     operation::Operations,
+    snapshot::Snapshots,
     socket::{Socket, accept},
     vm::Vms,
 };
@@ -64,6 +65,7 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
     reporter.set_serving::<DiskServiceServer<Disks>>().await;
     reporter.set_serving::<OperationServiceServer<Operations>>().await;
     reporter.set_serving::<EventServiceServer<EventLog>>().await;
+    reporter.set_serving::<SnapshotServiceServer<Snapshots>>().await;
     let store = host.store.clone();
     tokio::spawn(service::pulse(store, async move |works| {
         let status = if works {
@@ -79,6 +81,7 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
             DiskServiceServer::<Disks>::NAME,
             OperationServiceServer::<Operations>::NAME,
             EventServiceServer::<EventLog>::NAME,
+            SnapshotServiceServer::<Snapshots>::NAME,
         ] {
             reporter.set_service_status(name, status).await;
         }
@@ -98,6 +101,9 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
             OperationServiceServer::new(Operations::new(host())).max_decoding_message_size(MAX_REQUEST),
         )
         .add_service(EventServiceServer::new(EventLog::new(host())).max_decoding_message_size(MAX_REQUEST))
+        .add_service(
+            SnapshotServiceServer::new(Snapshots::new(host())).max_decoding_message_size(MAX_REQUEST),
+        )
         .add_service(NodeServiceServer::new(Nodes::new(host())).max_decoding_message_size(MAX_REQUEST)))
 }
 

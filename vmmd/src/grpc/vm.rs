@@ -18,7 +18,7 @@ use crate::{
     host::Host,
     request::once,
     stats, text,
-    vm::{self, Command, DiskRequest, admission, table::Entry},
+    vm::{self, Command, DiskRequest, Purpose, admission, table::Entry},
 };
 
 /// How long the guest may take to eject a disk when nothing is given.
@@ -264,7 +264,7 @@ impl VmService for Vms {
         let (reply, answer) = oneshot::channel();
         entry
             .mailbox
-            .send(Command::Client(reply))
+            .send(Command::Client(Purpose::Stats, reply))
             .await
             .map_err(|_| self.gone(name))?;
         let client = answer.await.map_err(|_| self.gone(name))??;

@@ -15,19 +15,22 @@ pub enum Type {
     DiskCreate,
     /// A disk is made larger.
     DiskResize,
+    /// A snapshot is taken.
+    SnapshotCreate,
     /// The node is drained.
     NodeDrain,
 }
 
 impl Type {
     /// All of them.
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::VmStart,
         Self::VmStop,
         Self::VmRestart,
         Self::VmDelete,
         Self::DiskCreate,
         Self::DiskResize,
+        Self::SnapshotCreate,
         Self::NodeDrain,
     ];
 
@@ -40,6 +43,7 @@ impl Type {
             Self::VmDelete => "vm.delete",
             Self::DiskCreate => "disk.create",
             Self::DiskResize => "disk.resize",
+            Self::SnapshotCreate => "snapshot.create",
             Self::NodeDrain => "node.drain",
         }
     }

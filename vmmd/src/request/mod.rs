@@ -30,6 +30,9 @@
 //! | ResizeVmDisk, UpdateDisk | carried out again; what is so already is a success, and the generation is not looked at |
 //! | CreateDisk | a disk with the mark is the answer, also when it has been deleted since; one that was not whole was removed, and is made again |
 //! | DeleteDisk | the answer is written together with the beginning of the deletion: answered |
+//! | CreateSnapshot | a snapshot with the mark is the answer; one that was not whole was removed, and is taken again |
+//! | DeleteSnapshot | the answer is written together with the beginning of the deletion: answered |
+//! | RestoreVm | a run that the request began, and that goes on, is the answer; a VM with the mark is started again; else carried out again |
 //! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
 
 mod answer;
@@ -55,7 +58,7 @@ use crate::{
     context::{self, Context, Initiator},
     failure::{Failure, Kind},
     host::Host,
-    store::{self, DiskRecord, REQUEST_AGE_MS, RequestKey, RequestMark, VmRecord},
+    store::{self, DiskRecord, REQUEST_AGE_MS, RequestKey, RequestMark, SnapshotRecord, VmRecord},
     text,
 };
 
@@ -85,7 +88,7 @@ struct UnderWay {
 #[derive(Debug)]
 struct Left {
     mark: RequestMark,
-    /// UUID of the VM or disk that has the mark.
+    /// UUID of the VM, disk or snapshot that has the mark.
     on: Vec<u8>,
 }
 
@@ -272,6 +275,11 @@ impl Requests {
         self.adopt(&record.begun, &record.uid);
     }
 
+    /// Takes over what an earlier daemon has begun on a snapshot.
+    pub fn adopt_snapshot(&self, record: &SnapshotRecord) {
+        self.adopt(&record.begun, &record.uid);
+    }
+
     fn adopt(&self, begun: &[RequestMark], on: &[u8]) {
         let now = text::now_ms();
         let mut inner = self.inner();
@@ -295,6 +303,16 @@ impl Requests {
     /// UUID of the disk that the request made under an earlier daemon.
     pub fn made_disk(&self, context: &Context) -> Option<Vec<u8>> {
         self.made(context, "CreateDisk")
+    }
+
+    /// UUID of the snapshot that the request made under an earlier daemon.
+    pub fn made_snapshot(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "CreateSnapshot")
+    }
+
+    /// UUID of the VM that the request made of a snapshot under an earlier daemon.
+    pub fn made_by_restore(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "RestoreVm")
     }
 
     fn made(&self, context: &Context, method: &str) -> Option<Vec<u8>> {

@@ -42,12 +42,15 @@ pub use migration::SCHEMA;
 pub use operation::OperationRecord;
 pub use record::{
     ConditionRecord, DiskRecord, DiskSource, DiskStage, FileRecord, Hardware, InstanceRecord, Intent,
-    NicHardware, NodeRecord, RestartRecord, StopRecord, VmRecord, disk_source,
+    NicHardware, NodeRecord, RestartRecord, SnapshotDisk, SnapshotRecord, SnapshotStage, StopRecord,
+    VmRecord, disk_source,
 };
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
 const DISKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("disks");
+/// Made by the first change: a store that no daemon with snapshots has written to has none.
+const SNAPSHOTS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("snapshots");
 const NODE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("node");
 /// Key of the one record in [`NODE`].
 const SELF: &[u8] = b"self";
@@ -98,6 +101,8 @@ pub struct Records {
     pub unreadable: Vec<Unreadable>,
     /// Disks of the DiskService.
     pub disks: Vec<DiskRecord>,
+    /// Snapshots of VMs.
+    pub snapshots: Vec<SnapshotRecord>,
     /// What is remembered.
     pub history: HistoryRecords,
     /// The node.
@@ -274,6 +279,29 @@ impl Store {
         let put = Change::Put(DISKS, record.uid.clone(), record.encode_to_vec());
         let changes = [put].into_iter().chain(answered.into_iter().map(Change::Presume));
         self.changes(changes.collect()).await
+    }
+
+    /// Writes a snapshot's record, new or changed. Durable on return.
+    pub async fn put_snapshot(&self, record: &SnapshotRecord) -> Result<(), Error> {
+        self.change(Change::Put(SNAPSHOTS, record.uid.clone(), record.to_bytes()))
+            .await
+    }
+
+    /// Writes the record of a snapshot whose deletion begins, and remembers the request that is answered by that. Durable on
+    /// return.
+    pub async fn retire_snapshot(
+        &self,
+        record: &SnapshotRecord,
+        answered: Option<RequestRecord>,
+    ) -> Result<(), Error> {
+        let put = Change::Put(SNAPSHOTS, record.uid.clone(), record.to_bytes());
+        let changes = [put].into_iter().chain(answered.map(Change::Complete));
+        self.changes(changes.collect()).await
+    }
+
+    /// Removes a snapshot's record. Durable on return.
+    pub async fn remove_snapshot(&self, uid: &[u8]) -> Result<(), Error> {
+        self.change(Change::Remove(SNAPSHOTS, uid.to_vec())).await
     }
 
     /// Writes the node's record. Durable on return.
@@ -509,10 +537,22 @@ fn load(database: &Database) -> Result<Records, Error> {
         vms: vms.into_iter().map(VmRecord::from).collect(),
         unreadable: unreadable.into_iter().map(salvage).collect(),
         disks: readable(&transaction, DISKS)?,
+        snapshots: snapshots(&transaction)?,
         history: history::load(&transaction)?,
         node: readable(&transaction, NODE)?.pop().unwrap_or_default(),
         operations: operation::load(&transaction)?,
     })
+}
+
+fn snapshots(transaction: &ReadTransaction) -> Result<Vec<SnapshotRecord>, Error> {
+    match transaction.open_table(SNAPSHOTS) {
+        Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
+        Err(error) => Err(Error::of("read the store", error)),
+        Ok(_) => {
+            let records = readable::<stored::Snapshot>(transaction, SNAPSHOTS)?;
+            Ok(records.into_iter().map(SnapshotRecord::from).collect())
+        }
+    }
 }
 
 fn vm(database: &Database, uid: &[u8]) -> Result<Option<VmRecord>, Error> {

@@ -6,7 +6,10 @@ use std::collections::BTreeMap;
 use prost::Message as _;
 use proto::v1::{ExitReason, ExitStatus, RunCounts, VmSpec};
 
-use super::{RequestMark, stored::Vm};
+use super::{
+    RequestMark,
+    stored::{Snapshot, Vm},
+};
 
 /// A VM, from its creation to its deletion.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -330,4 +333,82 @@ pub enum DiskStage {
     Ready = 1,
     /// Its file is being removed.
     Deleting = 2,
+}
+
+/// A snapshot of a VM. How it is written is in [`super::stored`].
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SnapshotRecord {
+    /// UUID, 16 bytes; also the record's key, and the name of its file.
+    pub uid: Vec<u8>,
+    /// Unique among the node's snapshots.
+    pub name: String,
+    /// Unix time in milliseconds.
+    pub created_ms: u64,
+    /// As in the request.
+    pub labels: BTreeMap<String, String>,
+    /// As in the request.
+    pub annotations: BTreeMap<String, String>,
+    /// As in the request.
+    pub owner: String,
+    /// How far its life is: a [`SnapshotStage`].
+    pub stage: i32,
+    /// When it was complete, in milliseconds of Unix time.
+    pub completed_ms: u64,
+    /// Length of its file in bytes.
+    pub size_bytes: u64,
+    /// Memory that was written, in bytes.
+    pub written_bytes: u64,
+    /// For how long the VM was paused, in nanoseconds.
+    pub pause_ns: u64,
+    /// The VM's name at that time.
+    pub vm_name: String,
+    /// The VM's UUID, 16 bytes.
+    pub vm_uid: Vec<u8>,
+    /// The spec that the VM ran with.
+    pub vm_spec: Option<VmSpec>,
+    /// The addresses of its devices.
+    pub vm_hardware: Option<Hardware>,
+    /// The disks that it has copies of.
+    pub disks: Vec<SnapshotDisk>,
+    /// Requests that have been begun on this snapshot and may not have been answered yet.
+    pub begun: Vec<RequestMark>,
+}
+
+/// A disk in a snapshot.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct SnapshotDisk {
+    /// Its name in the VM.
+    #[prost(string, tag = "1")]
+    pub name: String,
+    /// Raw or qcow2.
+    #[prost(enumeration = "proto::v1::DiskFormat", tag = "2")]
+    pub format: i32,
+    /// What the guest sees, in bytes; of a qcow2 image that is no disk of the DiskService the length of its file.
+    #[prost(uint64, tag = "3")]
+    pub capacity_bytes: u64,
+    /// UUID of the disk of the DiskService that it is an overlay of; empty when it is none.
+    #[prost(bytes = "vec", tag = "4")]
+    pub backing: Vec<u8>,
+}
+
+impl SnapshotRecord {
+    /// How far its life is. A stage that this daemon does not know counts as partial.
+    pub fn stage(&self) -> SnapshotStage {
+        SnapshotStage::try_from(self.stage).unwrap_or(SnapshotStage::Partial)
+    }
+
+    /// As it is written.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        Snapshot::from(self.clone()).encode_to_vec()
+    }
+}
+
+/// How far the life of a snapshot is. A new daemon removes each record that is not `Ready`, and its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]
+#[repr(i32)]
+pub enum SnapshotStage {
+    /// Its file is being written or removed.
+    Partial = 0,
+    /// It is complete and durable.
+    Ready = 1,
 }

@@ -28,7 +28,7 @@ use crate::{
         placement,
     },
     operation::Type,
-    store::{Intent, VmRecord},
+    store::{Hardware, Intent, VmRecord},
     text,
 };
 
@@ -36,7 +36,37 @@ use crate::{
 /// everything is checked and nothing changed.
 pub async fn create(
     host: Arc<Host>,
+    vm: v1::Vm,
+    start: bool,
+    dry_run: bool,
+    context: &Context,
+) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
+    create_with(host, vm, Starts::ByPolicy, start, dry_run, context).await
+}
+
+/// Makes a VM whose machine has these addresses, or new ones. Its run policy does not start it: the caller does.
+pub async fn create_as(
+    host: Arc<Host>,
+    vm: v1::Vm,
+    hardware: Option<Hardware>,
+    context: &Context,
+) -> Result<Arc<v1::Vm>, Failure> {
+    let made = create_with(host, vm, Starts::ByCaller(hardware), false, false, context).await?;
+    Ok(made.0)
+}
+
+/// What starts a new VM.
+enum Starts {
+    /// Its run policy, or the request that creates it.
+    ByPolicy,
+    /// Whoever creates it, with these addresses if they are given.
+    ByCaller(Option<Hardware>),
+}
+
+async fn create_with(
+    host: Arc<Host>,
     mut vm: v1::Vm,
+    starts: Starts,
     start: bool,
     dry_run: bool,
     context: &Context,
@@ -64,7 +94,7 @@ pub async fn create(
     host.disks.take(&name, &manifest.spec.disks, |index| {
         format!("spec.disks[{index}].disk")
     })?;
-    let made = make(&host, vm.spec, manifest, start, dry_run, context).await;
+    let made = make(&host, (vm.spec, starts), manifest, start, dry_run, context).await;
     if dry_run || made.is_err() {
         host.disks.give_back(&name, None);
     }
@@ -73,7 +103,7 @@ pub async fn create(
 
 async fn make(
     host: &Arc<Host>,
-    wire: Option<v1::VmSpec>,
+    (wire, starts): (Option<v1::VmSpec>, Starts),
     manifest: Manifest,
     start: bool,
     dry_run: bool,
@@ -81,7 +111,11 @@ async fn make(
 ) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
     let name = manifest.metadata.name.to_string();
     let uid = Uuid::new_v4();
-    let hardware = machine::allocate(&manifest.spec, || random_mac(host));
+    let (follows_policy, given) = match starts {
+        Starts::ByPolicy => (true, None),
+        Starts::ByCaller(hardware) => (false, hardware),
+    };
+    let hardware = given.unwrap_or_else(|| machine::allocate(&manifest.spec, || random_mac(host)));
     let (made_run, made_revision) = host.table.now();
     let record = VmRecord {
         uid: uid.as_bytes().to_vec(),
@@ -99,8 +133,8 @@ async fn make(
         made_revision,
         ..VmRecord::default()
     };
-    let runs =
-        start || decide(manifest.spec.run_policy, Occasion::Created, Intent::Stopped) == Decision::Start;
+    let by_policy = decide(manifest.spec.run_policy, Occasion::Created, Intent::Stopped) == Decision::Start;
+    let runs = start || (follows_policy && by_policy);
     let mut view = if runs {
         View::new(v1::VmPhase::Pending, "Created", "")
     } else {
@@ -116,7 +150,7 @@ async fn make(
     host.events
         .emit(Draft::normal(object, "Created", "the VM was created").of(context.clone()));
     // A start by request comes in a moment.
-    let occasion = (!start).then_some((Occasion::Created, 0));
+    let occasion = (!start && follows_policy).then_some((Occasion::Created, 0));
     Actor::spawn(host, uid, record, manifest.spec, view, None, occasion);
     let entry = host.table.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
     let created = Arc::clone(&entry.state.borrow());

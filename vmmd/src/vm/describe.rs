@@ -51,6 +51,8 @@ pub struct View {
 
 /// Reason of a pause because a disk failed.
 pub const DISK_ERROR: &str = "DiskError";
+/// Reason of a pause for a snapshot. The `vmm` ends it by itself.
+pub const SNAPSHOT: &str = "Snapshot";
 
 impl View {
     /// A VM in this phase from now on.

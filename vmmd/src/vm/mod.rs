@@ -21,8 +21,8 @@ mod supervisor;
 pub mod table;
 mod unusable;
 
-pub use actor::{Answer, Command, DiskRequest, Life, Reply, Update, public_stats};
-pub use create::create;
+pub use actor::{Answer, Command, DiskRequest, Life, Purpose, Reply, Update, public_stats};
+pub use create::{create, create_as};
 pub use log_guard::LogGuard;
 pub use process::Process;
-pub use start::store_failure;
+pub use start::{Restore, refused, store_failure};

@@ -16,7 +16,8 @@ use std::{
 
 use proto::{
     model::{nic::Mac, vm::VmSpec},
-    vmm::{Boot, HelloReply, request::Op},
+    v1,
+    vmm::{self, Boot, HelloReply, request::Op},
 };
 use tokio::{
     sync::{Mutex, oneshot},
@@ -42,8 +43,9 @@ use crate::{
     network,
     operation::{Progress, Reporter},
     paths::RuntimeDir,
-    store::VmRecord,
+    store::{Hardware, VmRecord},
     vm::{
+        actor::SNAPSHOT_MINOR,
         files::{self, Known},
         instance::{Instance, Lingering},
         link::State,
@@ -56,6 +58,8 @@ use crate::{
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Guest RAM in bytes that is touched in a second at the least, when it is to be there before the guest starts.
 const TOUCHED_PER_SECOND: u64 = 256 << 20;
+/// Bytes of a snapshot that are read in a second at the least.
+const READ_PER_SECOND: u64 = 32 << 20;
 
 /// What is to be started.
 #[derive(Debug)]
@@ -76,6 +80,8 @@ pub struct Plan {
     pub lingers: oneshot::Sender<Lingering>,
     /// Held by those who change the VM's files: the start waits for them.
     pub offline: Arc<Mutex<()>>,
+    /// What it is restored from; without it the machine boots.
+    pub restore: Option<Box<Restore>>,
 }
 
 /// What has come up.
@@ -85,6 +91,19 @@ pub struct Started {
     pub instance: Instance,
     /// The files that it was started with.
     pub files: Known,
+}
+
+/// A snapshot that a VM is restored from.
+#[derive(Clone, Debug)]
+pub struct Restore {
+    /// Its file, open for reading.
+    pub file: Arc<OwnedFd>,
+    /// Memory is read when the guest accesses it.
+    pub on_demand: bool,
+    /// Length of the file.
+    pub bytes: u64,
+    /// The spec of the machine and the addresses of its devices, where they are not those of the VM.
+    pub machine: Option<(v1::VmSpec, Hardware)>,
 }
 
 /// Steps of a start, as its operation counts them: checks, the process, the machine.
@@ -165,9 +184,11 @@ async fn run(
         report,
         lingers,
         offline: _,
+        restore,
     } = plan;
     let name = record.name.clone();
-    let hardware = record.hardware.clone().unwrap_or_default();
+    let hardware = record.instance.as_ref().and_then(|run| run.hardware.clone());
+    let hardware = hardware.unwrap_or_default();
     let ids = spec.disks.iter().zip(&checked.files.disks);
     let ids: BTreeMap<_, _> = ids
         .map(|(disk, opened)| (disk.name.to_string(), opened.ids.clone()))
@@ -229,7 +250,7 @@ async fn run(
     let process = process
         .watched(Process::new)
         .map_err(|error| failed("watch the vmm", &error))?;
-    let (machine, fds) = machine::assemble(
+    let (machine, mut fds) = machine::assemble(
         uid,
         &name,
         &spec,
@@ -246,9 +267,21 @@ async fn run(
     );
     let boot = Boot {
         machine: Some(machine),
+        restore: restore.as_ref().map(|restore| vmm::Restore {
+            snapshot_fd: u32::try_from(fds.len()).unwrap_or(u32::MAX),
+            on_demand: restore.on_demand,
+        }),
         ..Boot::default()
     };
-    let patience = patience(&spec);
+    let copied = match &restore {
+        Some(restore) => {
+            let file = restore.file.try_clone();
+            fds.push(file.map_err(|error| failed("open the snapshot", &error))?);
+            restore.bytes
+        }
+        None => 0,
+    };
+    let patience = patience(&spec) + Duration::from_secs(copied / READ_PER_SECOND);
     let booted = tokio::select! {
         booted = timeout(patience, boot_machine(&client, boot, fds)) => booted.unwrap_or_else(|_| {
             let message = format!("the vmm did not boot the machine within {} s", patience.as_secs());
@@ -338,6 +371,11 @@ fn instance(
 
 async fn boot_machine(client: &Client, boot: Boot, fds: Vec<OwnedFd>) -> Result<HelloReply, Failure> {
     let hello = client.hello().await.map_err(|error| refused(&error))?;
+    if boot.restore.is_some() && hello.minor < SNAPSHOT_MINOR {
+        // It would boot the guest instead.
+        let message = "the installed vmm program is of an older version that can't restore snapshots: install the one of this vmmd";
+        return Err(Failure::precondition("VMM_TOO_OLD", message));
+    }
     let booted = client.request(Op::Boot(boot), &fds).await;
     booted.map_err(|error| refused(&error))?;
     Ok(hello)

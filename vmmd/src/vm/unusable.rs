@@ -230,7 +230,7 @@ impl Unusable {
                 let _ = reply.send(Err(self.refusal()));
                 return false;
             }
-            Command::Client(reply) => {
+            Command::Client(_, reply) => {
                 let _ = reply.send(Err(self.refusal()));
                 return false;
             }

@@ -37,6 +37,7 @@ mod resume;
 mod robustness;
 mod roles;
 mod roots;
+mod snapshots;
 mod stats;
 mod supervision;
 mod survival;

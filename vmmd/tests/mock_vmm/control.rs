@@ -21,7 +21,7 @@ use crate::{
     balloon,
     disks::{self, Plugged},
     guest::Guest,
-    lies,
+    lies, snapshot,
 };
 
 pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
@@ -42,6 +42,18 @@ pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
                 }
             }
         });
+        let reply = |id, result| {
+            let _whole = sending.lock().unwrap();
+            let message = Message {
+                kind: Some(Kind::Response(Response {
+                    id,
+                    result: Some(result),
+                })),
+            };
+            wire::send_all(stream, &message, &[]).is_ok()
+        };
+        // The answer to a Save that waits for a Release.
+        let mut kept = None;
         let mut frames = wire::Receiver::new();
         while let Ok(Some((message, fds))) = wire::receive(stream, &mut frames) {
             let Some(Kind::Request(Request {
@@ -56,17 +68,22 @@ pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
             if matches!(op, Op::Hello(_)) {
                 guest.listen(sender.clone());
             }
+            let keeps = matches!(&op, Op::Save(save) if save.keep_paused);
+            if matches!(op, Op::Release(_))
+                && let Some((id, saved)) = kept.take()
+            {
+                snapshot::released(guest);
+                reply(id, saved);
+            }
             let Some(result) = carry_out(guest, op, fds) else {
                 continue;
             };
-            let _whole = sending.lock().unwrap();
-            let message = Message {
-                kind: Some(Kind::Response(Response {
-                    id,
-                    result: Some(result),
-                })),
-            };
-            if wire::send_all(stream, &message, &[]).is_err() {
+            if keeps && matches!(result, Outcome::Saved(_)) {
+                snapshot::quiet(guest);
+                kept = Some((id, result));
+                continue;
+            }
+            if !reply(id, result) {
                 return;
             }
         }
@@ -117,12 +134,19 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         }
         Op::GetMachineStats(_) if !old() => return disks::machine_stats(guest),
         Op::SetBalloon(request) if !old() => return balloon::set(guest, request),
+        Op::Save(request) if !old() => return snapshot::save(guest, &request, fds),
+        Op::Release(_) if !old() => guest.status(),
         Op::UpdateNic(update) if !old() => {
             let line = format!("nic {} link {:?}\n", update.name, update.link_up);
             guest.type_in(line.as_bytes());
             guest.status()
         }
-        Op::ResetMachine(_) | Op::SetBalloon(_) | Op::GetMachineStats(_) | Op::Save(_) | Op::UpdateNic(_) => {
+        Op::ResetMachine(_)
+        | Op::SetBalloon(_)
+        | Op::GetMachineStats(_)
+        | Op::Save(_)
+        | Op::Release(_)
+        | Op::UpdateNic(_) => {
             return refuse(ErrorKind::Invalid, "unknown request");
         }
     };
@@ -166,11 +190,23 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     let log = machine
         .serial_log
         .map(|(current, _)| File::from(fds[current.0].take().unwrap()));
+    let restored = boot.restore.as_ref().map(|restore| {
+        let file = fds[restore.snapshot_fd as usize].take().unwrap();
+        let suffix = if restore.on_demand { " on demand" } else { "" };
+        snapshot::read(file).map(|text| format!("restored from {text}{suffix}\r\n"))
+    });
+    if let Some(None) = restored {
+        return refuse(ErrorKind::Invalid, "the snapshot is damaged");
+    }
     let disks = wire.disks.iter().cloned();
     let disks: Vec<_> = disks.map(|disk| Plugged::new(disk, &mut fds)).collect();
     guest.disks().extend(disks);
     let fds = fds.into_iter().flatten().collect();
-    Some(Outcome::Status(guest.boot(&wire, log, fds)))
+    let status = guest.boot(&wire, log, fds);
+    if let Some(Some(text)) = restored {
+        guest.print(&text);
+    }
+    Some(Outcome::Status(status))
 }
 
 fn refuse(kind: ErrorKind, message: &str) -> Option<Outcome> {

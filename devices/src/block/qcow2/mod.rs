@@ -177,6 +177,10 @@ impl Image for Qcow2Image {
             Some(size) => self.pool.grow(size),
         }
     }
+
+    fn commit(&self) -> io::Result<()> {
+        self.pool.commit()
+    }
 }
 
 /// An image below another, open.

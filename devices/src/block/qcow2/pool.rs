@@ -83,6 +83,14 @@ impl Pool {
         self.shared.guarded(|disk| disk.grow(capacity))
     }
 
+    /// Writes the changes of tables that wait for a flush.
+    pub(super) fn commit(&self) -> io::Result<()> {
+        match self.shared.disk.uncommitted() {
+            true => self.shared.guarded(|disk| disk.flush()),
+            false => Ok(()),
+        }
+    }
+
     /// Has requests done.
     pub(super) fn begin(&self, jobs: &mut Vec<Job>) -> io::Result<()> {
         self.start_threads()?;

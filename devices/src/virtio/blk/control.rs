@@ -159,6 +159,13 @@ impl BlkControl {
         Ok(())
     }
 
+    /// Writes to the image's files what it holds back of requests that have completed. `NotConnected` when the disk is gone.
+    pub fn commit(&self) -> io::Result<()> {
+        let image = self.image.upgrade().ok_or(io::ErrorKind::NotConnected)?;
+        let image = image.lock().unwrap_or_else(PoisonError::into_inner);
+        image.commit()
+    }
+
     /// Limits the disk by another limiter from now on, or not at all. Requests that wait are looked at anew.
     pub fn set_limiter(&self, limiter: Option<Arc<Limiter>>) {
         self.shared.limiter.set(limiter);

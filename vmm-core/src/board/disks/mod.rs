@@ -345,6 +345,17 @@ impl Disks {
         })
     }
 
+    /// See [`Machine::commit_disks`](crate::lifecycle::Machine::commit_disks).
+    pub fn commit(&self) -> Result<(), Failure> {
+        for disk in &self.fitted {
+            disk.control.commit().map_err(|error| Failure {
+                kind: ErrorKind::Image,
+                message: format!("writing what disk {} holds back: {error}", disk.name),
+            })?;
+        }
+        Ok(())
+    }
+
     /// See [`Machine::set_rate_limit`](crate::lifecycle::Machine::set_rate_limit).
     pub fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure> {
         let limits = disk::limits(limit);

@@ -12,7 +12,7 @@ use tracing::{info, warn};
 use super::{Driver, Next};
 use crate::{
     lifecycle::{Answer, Builder, Failure, Token, admission::State, publisher::Audience},
-    snapshot::saving::{Event, GoesOn},
+    snapshot::saving::{Event, GoesOn, Report},
 };
 
 /// A snapshot that is being taken.
@@ -27,6 +27,23 @@ pub(super) struct Underway {
     pause: Duration,
     /// Why it was given up.
     failure: Option<Failure>,
+    /// Whether the machine stays paused for its disks.
+    disks: Disks,
+    /// The thread has ended, with this.
+    ended: Option<Result<Report, Failure>>,
+    /// The machine's pause is needed by the thread until it has ended.
+    thread_needs_pause: bool,
+}
+
+/// How far whoever copies the images of the disks is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Disks {
+    /// Nobody does.
+    NotCopied,
+    /// The machine is not paused yet.
+    Waiting,
+    /// They are copied until [`Request::Release`](crate::lifecycle::Request::Release).
+    Quiet,
 }
 
 impl<A: Audience, B: Builder> Driver<A, B> {
@@ -35,7 +52,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         &mut self,
         token: Token,
         file: OwnedFd,
-        paused: bool,
+        (paused, keep_paused): (bool, bool),
         description: Vec<u8>,
     ) -> Result<(), Failure> {
         if self.snapshot.is_some() {
@@ -59,16 +76,65 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         if pauses {
             self.publisher.paused_for_snapshot();
         }
-        self.snapshot = Some(Underway {
+        let mut snapshot = Underway {
             token,
             began,
             description,
             paused: pauses.then_some(began),
             pause: Duration::ZERO,
             failure: None,
-        });
+            disks: if keep_paused {
+                Disks::Waiting
+            } else {
+                Disks::NotCopied
+            },
+            ended: None,
+            thread_needs_pause: true,
+        };
         self.pending.push(token);
+        if !running || paused {
+            self.quiet_disks(&mut snapshot)?;
+        }
+        self.snapshot = Some(snapshot);
         Ok(())
+    }
+
+    /// The machine is paused: whoever copies the disks may begin. A failure is one of the snapshot.
+    fn quiet_disks(&mut self, snapshot: &mut Underway) -> Result<(), Failure> {
+        if snapshot.disks != Disks::Waiting {
+            return Ok(());
+        }
+        match self.machine()?.commit_disks() {
+            Ok(()) => {
+                snapshot.disks = Disks::Quiet;
+                self.publisher.disks_quiet();
+            }
+            Err(failure) => {
+                snapshot.disks = Disks::NotCopied;
+                snapshot.failure = Some(failure);
+                self.machine()?.give_up_snapshot();
+            }
+        }
+        Ok(())
+    }
+
+    /// The disks were copied. The outer error is one of the machine, which can't go on.
+    pub(super) fn release(&mut self) -> Result<Result<(), Failure>, Failure> {
+        let released = self.snapshot.take_if(|it| it.disks == Disks::Quiet);
+        let Some(mut snapshot) = released else {
+            return Ok(Err(refused("no snapshot of this machine keeps it paused")));
+        };
+        snapshot.disks = Disks::NotCopied;
+        match snapshot.ended.take() {
+            Some(result) => self.finish(snapshot, result)?,
+            None => {
+                if !snapshot.thread_needs_pause {
+                    self.go_on(&mut snapshot)?;
+                }
+                self.snapshot = Some(snapshot);
+            }
+        }
+        Ok(Ok(()))
     }
 
     /// The machine stays paused after a snapshot that paused it: somebody wants that. True when there is such a snapshot.
@@ -96,11 +162,14 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         };
         match result {
             Ok(()) => Next::GoOn,
-            Err(failure) => {
-                let message = format!("going on after a snapshot: {}", failure.message);
-                Next::End(super::exit_record(proto::vmm::ExitKind::VmmError, message), None)
-            }
+            Err(failure) => Self::lost(&failure),
         }
+    }
+
+    /// The machine can't go on.
+    pub(super) fn lost(failure: &Failure) -> Next {
+        let message = format!("going on after a snapshot: {}", failure.message);
+        Next::End(super::exit_record(proto::vmm::ExitKind::VmmError, message), None)
     }
 
     /// Takes the machine's state. An error is one of the machine, which can't go on.
@@ -117,7 +186,13 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         if was_paused {
             snapshot.paused = Some(began);
         }
+        snapshot.thread_needs_pause = !matches!(completed, Ok(GoesOn::Now));
         match completed {
+            Ok(_) if was_paused && snapshot.disks == Disks::Waiting => {
+                self.publisher.paused_for_snapshot();
+                self.quiet_disks(&mut snapshot)?;
+            }
+            Ok(GoesOn::Now) if snapshot.disks == Disks::Quiet => {}
             Ok(GoesOn::Now) if snapshot.paused.is_some() => self.go_on(&mut snapshot)?,
             Ok(GoesOn::WhenEnded) if was_paused => self.publisher.paused_for_snapshot(),
             Ok(_) => {}
@@ -130,7 +205,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Ok(())
     }
 
-    /// Answers who asked for the snapshot. An error is one of the machine, which can't go on.
+    /// The thread has ended. An error is one of the machine, which can't go on.
     fn end_snapshot(&mut self) -> Result<(), Failure> {
         let Some(mut snapshot) = self.snapshot.take() else {
             return Ok(());
@@ -140,6 +215,16 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Some(failure) => Err(failure),
             None => result,
         };
+        if snapshot.disks == Disks::Quiet && result.is_ok() {
+            snapshot.ended = Some(result);
+            self.snapshot = Some(snapshot);
+            return Ok(());
+        }
+        self.finish(snapshot, result)
+    }
+
+    /// Lets the machine go on and answers who asked for the snapshot. An error is one of the machine, which can't go on.
+    fn finish(&mut self, mut snapshot: Underway, result: Result<Report, Failure>) -> Result<(), Failure> {
         self.go_on(&mut snapshot)?;
         let token = snapshot.token;
         self.pending.retain(|pending| *pending != token);

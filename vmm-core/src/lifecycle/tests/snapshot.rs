@@ -3,6 +3,10 @@
 use super::*;
 
 fn save(id: u64, paused: bool, description: &str) -> Input {
+    save_with(id, (paused, false), description)
+}
+
+fn save_with(id: u64, (paused, keep_paused): (bool, bool), description: &str) -> Input {
     let file = tempfile::tempfile().unwrap();
     request(
         id,
@@ -10,6 +14,7 @@ fn save(id: u64, paused: bool, description: &str) -> Input {
             file: file.into(),
             paused,
             description: description.into(),
+            keep_paused,
         },
     )
 }
@@ -109,6 +114,91 @@ fn a_machine_that_was_paused_before_or_is_paused_meanwhile_stays_so() {
             "2 saved 7"
         ]
     );
+}
+
+#[test]
+fn with_keep_paused_the_machine_stays_paused_until_its_disks_are_copied() {
+    let kept = |description, paused| {
+        let inputs = vec![request(1, boot(false)), save_with(2, (paused, true), description)];
+        log_of(inputs, |_| ())
+    };
+    let begin = |description| {
+        [
+            "begin snapshot, runs: true".to_owned(),
+            "pause".to_owned(),
+            format!("complete snapshot {description}"),
+            "is Paused for a snapshot".to_owned(),
+            "commit disks".to_owned(),
+            "disks quiet".to_owned(),
+        ]
+    };
+    // The thread writes memory on behind the resumed machine.
+    let log = kept("copied first", false);
+    assert_eq!(log[..6], begin("copied first"));
+    assert_eq!(
+        log[6..],
+        [
+            "resume",
+            "is Running",
+            "8 ok Running web",
+            "end snapshot",
+            "2 saved 7"
+        ]
+    );
+    let log = kept("late, copied first", false);
+    assert_eq!(log[..6], begin("late, copied first"));
+    assert_eq!(
+        log[6..],
+        [
+            "8 ok Paused web",
+            "end snapshot",
+            "resume",
+            "is Running",
+            "2 saved 7"
+        ]
+    );
+    // Memory is written, and the disks are not copied yet.
+    let log = kept("written first", false);
+    assert_eq!(log[..6], begin("written first"));
+    assert_eq!(
+        log[6..],
+        [
+            "end snapshot",
+            "resume",
+            "is Running",
+            "2 saved 7",
+            "8 ok Running web"
+        ]
+    );
+    assert_eq!(
+        kept("written first", true),
+        [
+            "pause",
+            "begin snapshot, runs: false",
+            "is Paused for a snapshot",
+            "commit disks",
+            "disks quiet",
+            "complete snapshot written first",
+            "end snapshot",
+            "resume",
+            "is Running",
+            "2 saved 7",
+            "8 ok Running web"
+        ]
+    );
+}
+
+#[test]
+fn a_release_without_a_snapshot_that_keeps_the_machine_paused_is_refused() {
+    let log = log_of(
+        vec![
+            request(1, boot(false)),
+            request(3, Request::Release),
+            save(2, false, "x"),
+        ],
+        |_| (),
+    );
+    assert_eq!(log[0], "3 State");
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use proto::well_known;
 
 pub use self::{
-    record::{Metadata, Vm},
+    record::{Metadata, Snapshot, Vm},
     spec::VmSpec,
 };
 

@@ -1,14 +1,24 @@
-//! The stored records of VMs.
+//! The stored records of VMs and snapshots.
 
 use std::collections::BTreeMap;
 
 use proto::v1;
 
 use super::{Mirror, Timestamp, VmSpec, as_it_is, stored};
-use crate::store::{FileRecord, Hardware, InstanceRecord, RequestMark, RestartRecord, StopRecord, VmRecord};
+use crate::store::{
+    FileRecord, Hardware, InstanceRecord, RequestMark, RestartRecord, SnapshotDisk, SnapshotRecord,
+    StopRecord, VmRecord,
+};
 
 // The store's own in both places.
-as_it_is!(FileRecord, Hardware, RequestMark, RestartRecord, StopRecord);
+as_it_is!(
+    FileRecord,
+    Hardware,
+    RequestMark,
+    RestartRecord,
+    SnapshotDisk,
+    StopRecord
+);
 
 stored! {
     /// See [`VmRecord`].
@@ -79,6 +89,46 @@ stored! {
         spec: Option<VmSpec>,
         #[prost(message, optional, tag = "22")]
         hardware: Option<Hardware>,
+    }
+}
+
+stored! {
+    /// See [`SnapshotRecord`].
+    Snapshot of SnapshotRecord {
+        #[prost(bytes = "vec", tag = "1")]
+        uid: Vec<u8>,
+        #[prost(string, tag = "2")]
+        name: String,
+        #[prost(uint64, tag = "3")]
+        created_ms: u64,
+        #[prost(btree_map = "string, string", tag = "4")]
+        labels: BTreeMap<String, String>,
+        #[prost(btree_map = "string, string", tag = "5")]
+        annotations: BTreeMap<String, String>,
+        #[prost(string, tag = "6")]
+        owner: String,
+        #[prost(int32, tag = "7")]
+        stage: i32,
+        #[prost(uint64, tag = "8")]
+        completed_ms: u64,
+        #[prost(uint64, tag = "9")]
+        size_bytes: u64,
+        #[prost(uint64, tag = "10")]
+        written_bytes: u64,
+        #[prost(uint64, tag = "11")]
+        pause_ns: u64,
+        #[prost(string, tag = "12")]
+        vm_name: String,
+        #[prost(bytes = "vec", tag = "13")]
+        vm_uid: Vec<u8>,
+        #[prost(message, optional, tag = "14")]
+        vm_spec: Option<VmSpec>,
+        #[prost(message, optional, tag = "15")]
+        vm_hardware: Option<Hardware>,
+        #[prost(message, repeated, tag = "16")]
+        disks: Vec<SnapshotDisk>,
+        #[prost(message, repeated, tag = "20")]
+        begun: Vec<RequestMark>,
     }
 }
 

@@ -44,7 +44,7 @@ impl Actor {
     pub(super) async fn start_again(&mut self, operation: Handle) {
         let Some(hint) = refuses(self.spec.run_policy, Request::Start) else {
             operation.reopen();
-            return self.begin_start(operation).await;
+            return self.begin_start(operation, None).await;
         };
         self.intend(Intent::Stopped).await;
         operation.fail(&self.refused_by_policy(hint));
@@ -166,7 +166,7 @@ impl Actor {
             self.spec.run_policy.name()
         );
         self.tell(EventSeverity::Normal, "StartedByPolicy", &message);
-        self.begin_start(operation).await;
+        self.begin_start(operation, None).await;
     }
 
     /// A stop by request ends what the policy had in mind.

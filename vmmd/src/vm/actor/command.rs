@@ -7,7 +7,11 @@ use tokio::sync::oneshot;
 
 use super::Update;
 use crate::{
-    context::Context, control::Client, failure::Failure, operation::Pending, vm::admission::Request,
+    context::Context,
+    control::Client,
+    failure::Failure,
+    operation::Pending,
+    vm::{admission::Request, start::Restore},
 };
 
 /// Where an answer goes: the VM's state after the request, or why not.
@@ -40,6 +44,8 @@ pub struct Life {
     /// Of a stop: the node is drained. No run policy refuses it, and it is not the end of what is wanted: the policy may
     /// start the VM when the node takes VMs again.
     pub evacuate: bool,
+    /// Of a start: the snapshot that the VM is restored from. Refused unless the VM is down.
+    pub restore: Option<Box<Restore>>,
     /// Where the answer goes.
     pub reply: LifeReply,
 }
@@ -53,6 +59,7 @@ impl Life {
             grace: None,
             deadline: None,
             evacuate: false,
+            restore: None,
             reply,
         }
     }
@@ -81,8 +88,17 @@ pub enum Command {
         /// Where the answer goes.
         reply: LifeReply,
     },
-    /// For asking the `vmm` for the disks' counters.
-    Client(oneshot::Sender<Result<Client, Failure>>),
+    /// For asking the running `vmm` itself.
+    Client(Purpose, oneshot::Sender<Result<Client, Failure>>),
+}
+
+/// What a client of a `vmm` is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// The disks' counters.
+    Stats,
+    /// A snapshot.
+    Snapshot,
 }
 
 /// What is asked of a VM's disks.
@@ -114,7 +130,7 @@ impl Command {
         match self {
             Self::Life(Life { context, .. }) | Self::Disk { context, .. } => &context.trace,
             Self::Update { update, .. } => &update.context.trace,
-            Self::Reconsider | Self::Client(_) => "",
+            Self::Reconsider | Self::Client(..) => "",
         }
     }
 }

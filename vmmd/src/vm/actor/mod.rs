@@ -47,8 +47,9 @@ use uuid::Uuid;
 use self::work::{Done, News, Start, Stop, Then, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
-    command::{Answer, Command, DiskRequest, Life, LifeReply, Reply},
+    command::{Answer, Command, DiskRequest, Life, LifeReply, Purpose, Reply},
     disks::without_disk,
+    run::SNAPSHOT_MINOR,
     update::Update,
 };
 use crate::{
@@ -178,6 +179,7 @@ impl Actor {
     async fn run(mut self, occasion: Option<(Occasion, u64)>) {
         // What an earlier daemon left.
         self.look_after();
+        self.release_left();
         self.look();
         self.settle_left();
         self.resume_policy(occasion).await;
@@ -267,13 +269,8 @@ impl Actor {
                 self.on_update(*update, reply).await;
                 return ControlFlow::Continue(());
             }
-            Command::Client(reply) => {
-                let admitted = admit_disk(self.situation(), admission::DiskRequest::Stats);
-                let client = match admitted {
-                    Ok(_) => self.running_client(),
-                    Err(refusal) => Err(refusal.into_failure(&self.record.name)),
-                };
-                let _ = reply.send(client);
+            Command::Client(purpose, reply) => {
+                let _ = reply.send(self.client_for(purpose));
                 return ControlFlow::Continue(());
             }
         };
@@ -286,6 +283,12 @@ impl Actor {
             return ControlFlow::Continue(());
         }
         let situation = self.situation();
+        if life.restore.is_some() && situation != Situation::Down {
+            let message = format!("VM \"{}\" is not stopped: stop it first", self.record.name);
+            let failure = Failure::precondition("VM_NOT_STOPPED", message);
+            let _ = life.reply.send(Err(failure));
+            return ControlFlow::Continue(());
+        }
         let verdict = admit(situation, life.request);
         // A start that has nothing to do needs no permission. A stop of a VM that is down does: it ends what the policy has in mind.
         let nothing_to_do = life.request == Request::Start && verdict == Verdict::Done;
@@ -312,6 +315,16 @@ impl Actor {
         ControlFlow::Continue(())
     }
 
+    /// For asking the `vmm` itself, or why it can't be asked.
+    fn client_for(&self, purpose: Purpose) -> Result<control::Client, Failure> {
+        admit_disk(self.situation(), admission::DiskRequest::Stats)
+            .map_err(|refusal| refusal.into_failure(&self.record.name))?;
+        if purpose == Purpose::Snapshot && self.instance.is_some() {
+            self.knows_minor(SNAPSHOT_MINOR, "take snapshots")?;
+        }
+        self.running_client()
+    }
+
     async fn begin(&mut self, situation: Situation, life: Life) -> ControlFlow<()> {
         let kind = match life.request {
             Request::Start => Type::VmStart,
@@ -332,7 +345,7 @@ impl Actor {
         let pending = operation.pending();
         let mut flow = ControlFlow::Continue(());
         match kind {
-            Type::VmStart | Type::VmRestart if down => self.begin_start(operation).await,
+            Type::VmStart | Type::VmRestart if down => self.begin_start(operation, life.restore).await,
             Type::VmRestart => self.begin_stop(life.grace, operation, Then::Start),
             Type::VmDelete if down => flow = self.delete(operation, Vec::new()).await,
             Type::VmDelete => self.begin_stop(None, operation, Then::Delete),

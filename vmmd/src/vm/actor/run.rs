@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, ops::ControlFlow, sync::Arc, time::Duration};
 
 use proto::{
+    model::vm::VmSpec,
     v1::{EventSeverity, ExitReason, ExitStatus, StartMetadata, VmPhase},
     vmm::{Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op},
 };
@@ -27,19 +28,20 @@ use crate::{
     failure::{Failure, Kind},
     ledger::FileId,
     operation::{Handle, Metadata, Progress},
+    snapshot,
     store::{InstanceRecord, Intent},
     text,
     vm::{
         admission::Request,
         change,
-        describe::{DISK_ERROR, camel_case},
+        describe::{DISK_ERROR, SNAPSHOT, camel_case},
         ending::{Asked, count},
         files,
         instance::Lingering,
         limits,
         link::{self, Session},
         policy::Occasion,
-        start::{Plan, STEPS, Started, start},
+        start::{Plan, Restore, STEPS, Started, start},
     },
 };
 
@@ -54,9 +56,11 @@ pub(super) const SECOND_MINOR: u32 = 2;
 pub(super) const THIRD_MINOR: u32 = 3;
 /// The one that has `UpdateNic`.
 pub(super) const FOURTH_MINOR: u32 = 4;
+/// The one that has `Save`, and `restore` in `Boot`.
+pub const SNAPSHOT_MINOR: u32 = 4;
 
 impl Actor {
-    pub(super) async fn begin_start(&mut self, operation: Handle) {
+    pub(super) async fn begin_start(&mut self, operation: Handle, restore: Option<Box<Restore>>) {
         self.timer = None;
         (self.held, self.evacuated) = (false, false);
         (self.asks_state, self.asks_again) = (false, false);
@@ -73,17 +77,10 @@ impl Actor {
             Ok(claim) => claim,
             Err(failure) => return self.start_failed(failure, operation).await,
         };
-        self.record.instance = Some(InstanceRecord {
-            uid: claim.uid(),
-            started_ms: text::now_ms(),
-            generation: self.record.generation,
-            boot_id: self.host.boot_id.clone(),
-            request_id: operation.context().request_id.clone(),
-            operation: operation.id().to_owned(),
-            spec: self.record.spec.clone(),
-            hardware: self.record.hardware.clone(),
-            ..InstanceRecord::default()
-        });
+        let spec = match self.run_with(claim.uid(), &operation, restore.as_deref()) {
+            Ok(spec) => spec,
+            Err(failure) => return self.start_failed(failure, operation).await,
+        };
         let restart = self.record.restart.as_ref();
         operation.metadata(Metadata::Start(StartMetadata {
             generation: self.record.generation,
@@ -93,13 +90,14 @@ impl Actor {
         let (lingers, lingering) = oneshot::channel();
         let plan = Plan {
             uid: self.uid,
-            spec: self.spec.clone(),
+            spec,
             record: self.record.clone(),
             claim,
             trace: operation.context().trace.clone(),
             report: operation.reporter(),
             lingers,
             offline: Arc::clone(&self.disks.offline),
+            restore,
         };
         let cancel = CancellationToken::new();
         let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()).in_current_span());
@@ -113,6 +111,39 @@ impl Actor {
             stop: None,
         });
         self.enter(VmPhase::Starting, "Starting", "");
+    }
+
+    /// Notes the run that begins, and returns its spec: that of the VM, or of the snapshot that it is restored from.
+    fn run_with(
+        &mut self,
+        uid: u32,
+        operation: &Handle,
+        restore: Option<&Restore>,
+    ) -> Result<VmSpec, Failure> {
+        let own = (self.record.spec.clone(), self.record.hardware.clone());
+        let (spec, wanted) = match restore.and_then(|restore| restore.machine.as_ref()) {
+            None => (self.spec.clone(), own.clone()),
+            Some((spec, hardware)) => (
+                VmSpec::try_from(spec)?,
+                (Some(spec.clone()), Some(hardware.clone())),
+            ),
+        };
+        self.record.instance = Some(InstanceRecord {
+            uid,
+            started_ms: text::now_ms(),
+            // A snapshot may be of another generation; which one is not known.
+            generation: if wanted == own { self.record.generation } else { 0 },
+            boot_id: self.host.boot_id.clone(),
+            request_id: operation.context().request_id.clone(),
+            operation: operation.id().to_owned(),
+            spec: wanted.0,
+            hardware: wanted.1,
+            ..InstanceRecord::default()
+        });
+        if restore.is_some() {
+            change::hold_disks(&self.host, &self.record);
+        }
+        Ok(spec)
     }
 
     pub(super) async fn on_started(&mut self, result: Result<Started, Failure>) -> ControlFlow<()> {
@@ -202,6 +233,7 @@ impl Actor {
         );
         self.plan(Occasion::Ended(ExitReason::StartFailed), 0);
         self.persist().await;
+        change::hold_disks(&self.host, &self.record);
         self.enter(
             VmPhase::Failed,
             camel_case(failure.reason),
@@ -368,6 +400,9 @@ impl Actor {
                 self.disks.errors.note(&status.pause_message);
                 self.enter(VmPhase::Paused, DISK_ERROR, status.pause_message.clone());
             }
+            (State::Paused, VmPhase::Running) if status.pause_reason() == PauseReason::Snapshot => {
+                self.enter(VmPhase::Paused, SNAPSHOT, "a snapshot is written");
+            }
             (State::Paused, VmPhase::Running) => self.enter(VmPhase::Paused, "Paused", ""),
             _ => {}
         }
@@ -429,6 +464,7 @@ impl Actor {
                     instance.ended = ended.exit;
                 }
             }
+            Some(event::Kind::DisksQuiet(_)) => self.on_disks_quiet(),
             Some(event::Kind::DiskDetached(gone)) => self.on_disk_gone(gone).await,
             None => {}
         }
@@ -465,6 +501,25 @@ impl Actor {
             if !instance.disks.contains_key(&name) {
                 instance.set_disk(&name, Some(ids));
             }
+        }
+    }
+
+    /// An earlier daemon ended while a snapshot kept the VM paused: the VM continues.
+    pub(super) fn release_left(&self) {
+        if self.view.phase == VmPhase::Paused
+            && self.view.reason == SNAPSHOT
+            && let Ok(client) = self.running_client()
+        {
+            tokio::spawn(snapshot::release(client));
+        }
+    }
+
+    /// The VM is paused for a snapshot of its disks. When nobody takes it any more, the VM continues.
+    fn on_disks_quiet(&self) {
+        if !self.host.snapshots.disks_quiet(&self.record.uid)
+            && let Ok(client) = self.running_client()
+        {
+            tokio::spawn(snapshot::release(client));
         }
     }
 

@@ -145,6 +145,9 @@ impl Image for Mock {
         host.capacity = capacity.unwrap_or(host.capacity);
         host.file.set_len(host.capacity)
     }
+    fn commit(&self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 impl Engine for Mock {

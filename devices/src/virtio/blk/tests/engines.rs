@@ -25,6 +25,9 @@ impl Image for BadImage {
     fn grow(&self, _capacity: Option<u64>) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
+    fn commit(&self) -> io::Result<()> {
+        Ok(())
+    }
     fn engine(&self) -> io::Result<Box<dyn Engine>> {
         Ok(Box::new(BadEngine {
             kind: self.0,
@@ -154,6 +157,9 @@ impl Image for SlowImage {
     }
     fn grow(&self, _capacity: Option<u64>) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
+    }
+    fn commit(&self) -> io::Result<()> {
+        Ok(())
     }
     fn engine(&self) -> io::Result<Box<dyn Engine>> {
         Ok(Box::new(SlowEngine(self.0.clone())))

@@ -126,6 +126,9 @@ impl Image for StorageImage {
     fn grow(&self, _capacity: Option<u64>) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
+    fn commit(&self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 struct StorageEngine {

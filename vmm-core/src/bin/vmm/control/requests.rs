@@ -66,6 +66,7 @@ impl Server {
             Some(Op::PowerButton(_)) => Request::PowerButton,
             Some(Op::ResetMachine(_)) => Request::Reset,
             Some(Op::Stop(_)) => Request::Stop,
+            Some(Op::Release(_)) => Request::Release,
             Some(Op::Save(save)) => match snapshot::request(save, fds) {
                 Ok(request) => request,
                 Err(missing) => return self.respond(token, error(ErrorKind::Invalid, missing.to_owned())),

@@ -19,5 +19,6 @@ pub(super) fn request(save: Save, fds: Vec<OwnedFd>) -> Result<Request, &'static
         file,
         paused: save.paused,
         description: save.description,
+        keep_paused: save.keep_paused,
     })
 }

@@ -22,5 +22,6 @@ pub(super) fn name(op: &Op) -> &'static str {
         Op::SetBalloon(_) => "SetBalloon",
         Op::GetMachineStats(_) => "GetMachineStats",
         Op::Save(_) => "Save",
+        Op::Release(_) => "Release",
     }
 }

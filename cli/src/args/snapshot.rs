@@ -1,0 +1,112 @@
+//! The command line of snapshots.
+
+use clap::{Args, Subcommand};
+
+use super::{FORMAT, HELP, Label, Output, Timeout, disk_name, vm_name};
+use crate::complete;
+
+/// `snapshot`.
+#[derive(Debug, Subcommand)]
+pub enum Snapshot {
+    /// Take a snapshot of a VM that is running or paused; the VM continues.
+    Create(CreateSnapshot),
+    /// List snapshots.
+    #[command(visible_alias = "list")]
+    Ls(ListSnapshots),
+    /// Show everything about snapshots.
+    Describe(SnapshotNames),
+    /// Delete snapshots; VMs that were restored from them are not affected.
+    #[command(visible_alias = "delete")]
+    Rm(SnapshotNames),
+}
+
+/// `snapshot create`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl snapshot create web-1 --vm web
+  vmmctl snapshot create web-2 --vm web --paused")]
+pub struct CreateSnapshot {
+    /// Name of the snapshot.
+    #[arg(value_parser = disk_name)]
+    pub name: String,
+    /// The VM.
+    #[arg(long, value_parser = vm_name, add = complete::vms())]
+    pub vm: String,
+    /// Pause the VM from the beginning to the end, not only while its state is taken.
+    #[arg(long)]
+    pub paused: bool,
+    /// Label.
+    #[arg(short, long = "label", value_name = "KEY=VALUE")]
+    pub labels: Vec<Label>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
+}
+
+/// `snapshot ls`.
+#[derive(Debug, Args)]
+pub struct ListSnapshots {
+    /// How to print them.
+    #[arg(short, long, value_name = FORMAT, help = HELP)]
+    pub output: Option<Output>,
+    /// Leave out the line with the columns' names.
+    #[arg(long)]
+    pub no_headers: bool,
+}
+
+/// Names of snapshots.
+#[derive(Debug, Args)]
+pub struct SnapshotNames {
+    /// Names of snapshots.
+    #[arg(required = true, value_name = "NAME", value_parser = disk_name, add = complete::snapshots())]
+    pub names: Vec<String>,
+}
+
+/// `restore`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl stop --force web && vmmctl restore web-1    # the snapshot's own VM
+  vmmctl restore web-1 --vm copy                     # a new VM")]
+pub struct Restore {
+    /// Name of the snapshot.
+    #[arg(value_parser = disk_name, add = complete::snapshots())]
+    pub snapshot: String,
+    /// Name of the VM: the snapshot's own, which has to be stopped, unless given. A VM that does not exist is created.
+    #[arg(long, value_parser = vm_name)]
+    pub vm: Option<String>,
+    /// Read memory when the guest accesses it, instead of copying it first.
+    #[arg(long)]
+    pub on_demand: bool,
+    /// Create a new VM with addresses of its own that boots from copies of the disks; memory is not restored.
+    #[arg(long, requires = "vm", conflicts_with = "on_demand")]
+    pub fresh: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
+}
+
+/// `clone`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl clone web-1 web-a web-b web-c
+  vmmctl clone web-1 web-a --fresh                   # boots, with addresses of its own")]
+pub struct Clone {
+    /// Name of the snapshot.
+    #[arg(value_parser = disk_name, add = complete::snapshots())]
+    pub snapshot: String,
+    /// Names of the new VMs.
+    #[arg(required = true, value_name = "VM", value_parser = vm_name)]
+    pub vms: Vec<String>,
+    /// Copy memory: the VMs share none.
+    #[arg(long)]
+    pub copy: bool,
+    /// Give the VMs addresses of their own and boot them from copies of the disks; memory is not restored.
+    #[arg(long, conflicts_with = "copy")]
+    pub fresh: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
+}

@@ -1,0 +1,169 @@
+//! Snapshots are taken, listed and deleted, and VMs are restored from them.
+
+use proto::v1;
+
+use crate::{
+    args::{
+        Output,
+        snapshot::{Clone, CreateSnapshot, ListSnapshots, Restore, Snapshot},
+    },
+    client::{COPY, Client, QUICK, WORK, about_snapshot, call, empty_answer, send},
+    failure::{Failure, Result},
+    manifest::{emit, schema},
+    output::{
+        self,
+        format::{self, Document, Layout},
+    },
+};
+
+/// Does what is asked for.
+pub async fn run(client: &Client, what: Snapshot) -> Result<(), Vec<Failure>> {
+    match what {
+        Snapshot::Create(args) => {
+            let client = client.with_timeout(args.timeout.timeout);
+            create(&client, &args).await.map_err(super::one)
+        }
+        Snapshot::Ls(args) => list(client, &args).await.map_err(super::one),
+        Snapshot::Describe(args) => describe(client, &args.names).await,
+        Snapshot::Rm(args) => delete(client, &args.names).await,
+    }
+}
+
+async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
+    let labels = args
+        .labels
+        .iter()
+        .map(|label| (label.key.clone(), label.value.clone()));
+    let request = v1::CreateSnapshotRequest {
+        snapshot: Some(v1::Snapshot {
+            metadata: Some(v1::ObjectMetadata {
+                name: args.name.clone(),
+                labels: labels.collect(),
+                ..Default::default()
+            }),
+            spec: Some(v1::SnapshotSpec { vm: args.vm.clone() }),
+            status: None,
+        }),
+        paused: args.paused,
+        ..Default::default()
+    };
+    let response = send!(client.limit(COPY), client.snapshots, create_snapshot, request).await;
+    let response = response.map_err(|failure| about_snapshot(failure, &args.name))?;
+    let snapshot = response.snapshot.ok_or_else(empty_answer)?;
+    output::line(format!(
+        "snapshot/{} created ({})",
+        args.name,
+        output::snapshot::cost(&snapshot)
+    ))
+}
+
+async fn list(client: &Client, args: &ListSnapshots) -> Result<()> {
+    let request = v1::ListSnapshotsRequest {};
+    let response = call(QUICK, client.snapshots.clone().list_snapshots(request)).await?;
+    let snapshots = response.snapshots;
+    if let Some(output) = args.output.as_ref().filter(|output| **output != Output::Wide) {
+        let layout = Layout {
+            list: true,
+            no_headers: args.no_headers,
+            ..Layout::default()
+        };
+        let documents = snapshots.iter().map(document).collect::<Result<Vec<_>>>()?;
+        return format::documents(&documents, output, layout);
+    }
+    if snapshots.is_empty() {
+        eprintln!("There are no snapshots.");
+        return Ok(());
+    }
+    let now = jiff::Timestamp::now();
+    let rows: Vec<_> = snapshots
+        .iter()
+        .map(|snapshot| output::snapshot::row(snapshot, now))
+        .collect();
+    output::print(&output::snapshot::table().whole(&rows, !args.no_headers))
+}
+
+fn document(snapshot: &v1::Snapshot) -> Result<Document> {
+    let name = snapshot.metadata.clone().unwrap_or_default().name;
+    Ok(Document {
+        title: format!("snapshot/{name}"),
+        json: emit::json(snapshot)?,
+        schema: schema::SNAPSHOT,
+    })
+}
+
+async fn describe(client: &Client, names: &[String]) -> Result<(), Vec<Failure>> {
+    let (mut texts, mut failures) = (Vec::new(), Vec::new());
+    let now = jiff::Timestamp::now();
+    for name in names {
+        let request = v1::GetSnapshotRequest { name: name.clone() };
+        match call(QUICK, client.snapshots.clone().get_snapshot(request)).await {
+            Ok(response) => {
+                let snapshot = response.snapshot.unwrap_or_default();
+                texts.push(output::snapshot::describe(&snapshot, now));
+            }
+            Err(failure) => failures.push(about_snapshot(failure, name)),
+        }
+    }
+    output::print(&texts.join("\n")).map_err(super::one)?;
+    super::all(failures)
+}
+
+async fn delete(client: &Client, names: &[String]) -> Result<(), Vec<Failure>> {
+    let mut failures = Vec::new();
+    for name in names {
+        let request = v1::DeleteSnapshotRequest {
+            name: name.clone(),
+            ..Default::default()
+        };
+        match send!(client.limit(WORK), client.snapshots, delete_snapshot, request).await {
+            Ok(_) => output::line(format!("snapshot/{name} deleted")).map_err(super::one)?,
+            Err(failure) => failures.push(about_snapshot(failure, name)),
+        }
+    }
+    super::all(failures)
+}
+
+/// Restores a VM from a snapshot.
+pub async fn restore(client: &Client, args: &Restore) -> Result<()> {
+    let vm = args.vm.clone().unwrap_or_default();
+    let name = restore_into(client, &args.snapshot, vm, (args.on_demand, args.fresh)).await?;
+    output::line(format!("vm/{name} restored from snapshot/{}", args.snapshot))
+}
+
+/// Creates VMs from a snapshot, one after another.
+pub async fn clone(client: &Client, args: &Clone) -> Result<(), Vec<Failure>> {
+    let mut failures = Vec::new();
+    for vm in &args.vms {
+        match restore_into(client, &args.snapshot, vm.clone(), (!args.copy, args.fresh)).await {
+            Ok(name) => {
+                let line = format!("vm/{name} cloned from snapshot/{}", args.snapshot);
+                output::line(line).map_err(super::one)?;
+            }
+            Err(failure) => failures.push(failure),
+        }
+    }
+    super::all(failures)
+}
+
+async fn restore_into(
+    client: &Client,
+    snapshot: &str,
+    vm: String,
+    (on_demand, fresh): (bool, bool),
+) -> Result<String> {
+    let identity = match fresh {
+        true => v1::RestoreIdentity::Fresh,
+        false => v1::RestoreIdentity::Same,
+    };
+    let request = v1::RestoreVmRequest {
+        snapshot: snapshot.to_owned(),
+        vm,
+        on_demand,
+        identity: identity.into(),
+        ..Default::default()
+    };
+    let response = send!(client.limit(COPY), client.snapshots, restore_vm, request).await;
+    let response = response.map_err(|failure| about_snapshot(failure, snapshot))?;
+    let vm = response.vm.ok_or_else(empty_answer)?;
+    Ok(vm.metadata.unwrap_or_default().name)
+}

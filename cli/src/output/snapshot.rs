@@ -1,0 +1,72 @@
+//! Snapshots for people.
+
+use proto::v1;
+
+use super::{
+    age,
+    describe::{Lines, when},
+    table::Table,
+};
+use crate::manifest::quantity;
+
+/// The table of snapshots.
+pub fn table() -> Table {
+    Table::new(vec!["NAME", "VM", "SIZE", "PAUSE", "AGE"])
+}
+
+/// A row of [`table`].
+pub fn row(snapshot: &v1::Snapshot, now: jiff::Timestamp) -> Vec<String> {
+    let metadata = snapshot.metadata.clone().unwrap_or_default();
+    let status = snapshot.status.clone().unwrap_or_default();
+    vec![
+        metadata.name,
+        snapshot.spec.clone().unwrap_or_default().vm,
+        quantity::show(status.size_bytes),
+        pause(&status),
+        age::since(metadata.create_time.as_ref(), now),
+    ]
+}
+
+/// `256Mi written, VM paused for 3.2 ms`.
+pub fn cost(snapshot: &v1::Snapshot) -> String {
+    let status = snapshot.status.clone().unwrap_or_default();
+    let written = quantity::show(status.written_bytes);
+    format!("{written} written, VM paused for {}", pause(&status))
+}
+
+/// Everything about a snapshot.
+pub fn describe(snapshot: &v1::Snapshot, now: jiff::Timestamp) -> String {
+    let metadata = snapshot.metadata.clone().unwrap_or_default();
+    let status = snapshot.status.clone().unwrap_or_default();
+    let bytes = |bytes: u64| format!("{} ({bytes} bytes)", quantity::show(bytes));
+    let labels: Vec<_> = metadata
+        .labels
+        .iter()
+        .map(|(key, value)| format!("{key}={value}"))
+        .collect();
+    let mut text = Lines::default();
+    text.put("Name", &metadata.name);
+    text.put("UID", &metadata.uid);
+    text.put("Labels", &labels.join(", "));
+    text.put("Created", &when(metadata.create_time.as_ref(), now));
+    text.put("Completed", &when(status.complete_time.as_ref(), now));
+    text.put("VM", &snapshot.spec.clone().unwrap_or_default().vm);
+    text.put("VM UID", &status.vm_uid);
+    let memory = status.vm_spec.clone().unwrap_or_default().memory;
+    text.put("Memory", &bytes(memory.unwrap_or_default().size_bytes));
+    text.put("Disks", &status.disks.join(", "));
+    text.put("Size", &bytes(status.size_bytes));
+    text.put("Written", &bytes(status.written_bytes));
+    text.put("VM paused for", &pause(&status));
+    text.0
+}
+
+/// Milliseconds.
+fn pause(status: &v1::SnapshotStatus) -> String {
+    let pause = status.pause_duration.unwrap_or_default();
+    let microseconds = pause
+        .seconds
+        .saturating_mul(1_000_000)
+        .saturating_add(i64::from(pause.nanos) / 1000);
+    format!("{}.{} ms", microseconds / 1000, microseconds % 1000 / 100)
+}

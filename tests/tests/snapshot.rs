@@ -1,0 +1,224 @@
+//! VMs are restored from snapshots: the VM itself, and others that are created from them.
+
+use vmmd_tests::Case;
+use vmmd_tests::node::Kernel;
+use vmmd_tests::storage::{Disk, Format};
+use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
+
+/// How long the guest's shell may take to answer, in a slow node.
+const PATIENCE: u64 = 60;
+
+/// A guest that counts without end.
+fn counting<'a>(case: &'a Case) -> (Vm<'a>, Console) {
+    let vm = Vm::start(case, "", &VmSpec::busybox(Kernel::Cloud612)).expect("start");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    let count = "(n=0; while :; do n=$((n+1)); echo $n >/run/count.new; mv /run/count.new /run/count; usleep 50000; done) \
+                 >/dev/null 2>&1 &";
+    console.run(count, PATIENCE).expect("count");
+    console
+        .run("until [ -s /run/count ]; do usleep 50000; done", PATIENCE)
+        .expect("count");
+    (vm, console)
+}
+
+fn count(console: &mut Console) -> u64 {
+    let text = console.run("cat /run/count", PATIENCE).expect("read the count");
+    text.trim_start_matches(|letter: char| !letter.is_ascii_digit())
+        .trim_end_matches(|letter: char| !letter.is_ascii_digit())
+        .parse()
+        .unwrap_or_else(|error| panic!("{text:?}: {error}"))
+}
+
+/// The guest goes on from a count that is not below `from`, and does not stand still.
+fn goes_on(console: &mut Console, from: u64) {
+    let now = count(console);
+    assert!(now >= from, "{now} is before {from}");
+    let wait = format!("until [ $(cat /run/count) -gt {now} ]; do usleep 50000; done");
+    console.run(&wait, PATIENCE).expect("it counts on");
+}
+
+/// A snapshot, and VMs of it; gone at the end.
+struct Snapshot<'a> {
+    case: &'a Case,
+    name: String,
+    clones: Vec<String>,
+}
+
+impl<'a> Snapshot<'a> {
+    fn take(case: &'a Case, vm: &Vm<'_>, options: &str) -> Self {
+        let name = format!("{}-snapshot", case.name());
+        let taken = case.node().sh(&format!(
+            "vmmctl snapshot create {name} --vm {} {options}",
+            vm.name()
+        ));
+        let taken = taken.expect("snapshot");
+        println!("{}", taken.trim());
+        assert_eq!(vm.phase().expect("phase"), "RUNNING");
+        Self {
+            case,
+            name,
+            clones: Vec::new(),
+        }
+    }
+
+    fn clone_as(&mut self, suffix: &str) -> Console {
+        let name = format!("{}-{suffix}", self.case.name());
+        self.clones.push(name.clone());
+        self.case
+            .node()
+            .sh(&format!("vmmctl clone {} {name}", self.name))
+            .expect("clone");
+        Console::open(self.case, &format!("vmmctl console {name}")).expect("console")
+    }
+}
+
+impl Drop for Snapshot<'_> {
+    fn drop(&mut self) {
+        for name in &self.clones {
+            // What a failed test leaves is reported by the test of leftovers.
+            let _ = self.case.node().ssh(&format!(
+                "vmmctl delete --force --with-disks --yes --ignore-not-found {name}"
+            ));
+        }
+        let _ = self.case.node().ssh(&format!("vmmctl snapshot rm {}", self.name));
+    }
+}
+
+#[test]
+fn a_guest_that_was_killed_goes_on_from_its_snapshot_and_so_do_two_clones() {
+    let case = Case::new("snapshot").expect("node");
+    let (vm, mut console) = counting(&case);
+    console.run("echo before >/root/mark", PATIENCE).expect("mark");
+    let from = count(&mut console);
+    let mut snapshot = Snapshot::take(&case, &vm, "");
+    goes_on(&mut console, from);
+    console.run("echo after >/root/mark", PATIENCE).expect("mark");
+    drop(console);
+
+    vm.ctl("stop --force").expect("kill");
+    vm.node()
+        .sh(&format!("vmmctl restore {}", snapshot.name))
+        .expect("restore");
+    let mut first = vm.console().expect("console");
+    goes_on(&mut first, from);
+    let mark = "grep before /root/mark";
+    first.run(mark, PATIENCE).expect("memory is that of the snapshot");
+
+    let mut clones = ["one", "two"].map(|suffix| snapshot.clone_as(suffix));
+    for console in &mut clones {
+        goes_on(console, from);
+        console
+            .run(mark, PATIENCE)
+            .expect("memory is that of the snapshot");
+    }
+    clones[0].run("echo mine >/root/mark", PATIENCE).expect("write");
+    clones[1]
+        .run(mark, PATIENCE)
+        .expect("what another one writes is its own");
+    // Its random numbers are not those of the others.
+    let told = "dmesg | grep 'crng reseeded due to virtual machine fork'";
+    for console in clones.iter_mut().chain([&mut first]) {
+        console
+            .run(told, PATIENCE)
+            .expect("the guest was told of its generation");
+    }
+}
+
+#[test]
+fn a_snapshot_that_was_changed_is_refused_with_the_place_and_leaves_no_vm() {
+    let case = Case::new("snapshot-bad").expect("node");
+    let (vm, console) = counting(&case);
+    drop(console);
+    let snapshot = Snapshot::take(&case, &vm, "--paused");
+    let node = case.node();
+    let uid = node
+        .sh(&format!(
+            "vmmctl snapshot describe {} | sed -n 's/^UID: *//p'",
+            snapshot.name
+        ))
+        .expect("uid");
+    let file = format!("/var/lib/vmmd/snapshots/{}.snapshot", uid.trim());
+    // A byte of the kernel, which is at 1 MiB; memory begins at 2 MiB of the file.
+    let change =
+        format!("printf '\\125\\252' | dd of={file} bs=1 seek=$((18 << 20)) conv=notrunc 2>/dev/null");
+    node.sh(&change).expect("change the file");
+    let name = format!("{}-copy", case.name());
+    let refused = node
+        .ssh(&format!("vmmctl restore {} --vm {name}", snapshot.name))
+        .expect("ask");
+    assert!(!refused.success());
+    assert!(
+        refused
+            .stderr
+            .contains("the snapshot is damaged in its memory page 0x1000000"),
+        "{}",
+        refused.stderr
+    );
+    let vms = node.sh("vmmctl get vm -o name").expect("list");
+    assert!(!vms.contains(&name), "{vms}");
+}
+
+/// Writes a word at the beginning of both disks. The guest's cache is passed by, and nothing is flushed.
+fn write(console: &mut Console, word: &str) {
+    let command = format!(
+        "for disk in vda vdb; do yes {word} | head -c 65536 | dd of=/dev/$disk oflag=direct bs=64k iflag=fullblock 2>/dev/null; done"
+    );
+    console.run(&command, PATIENCE).expect("write to the disks");
+}
+
+/// Both disks have nothing but this word there.
+fn reads(console: &mut Console, word: &str) {
+    let command = format!(
+        "for disk in vda vdb; do dd if=/dev/$disk iflag=direct bs=64k count=1 2>/dev/null | sort -u | grep -qx {word} || exit 1; done"
+    );
+    let command = format!("({command})");
+    console.run(&command, PATIENCE).expect("what the disks have");
+}
+
+#[test]
+fn a_snapshot_has_the_content_of_raw_and_qcow2_disks_for_its_vm_and_for_clones() {
+    let case = Case::new("snapshot-disks").expect("node");
+    let images = [("one", Format::Raw), ("two", Format::Qcow2)];
+    let mut spec = case.storage_guest(Kernel::Cloud612).expect("guest");
+    for (name, format) in images {
+        let image = case.image(name, format, 16).expect("image");
+        spec = spec.with_disk(Disk::new(name, format, &image));
+    }
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    write(&mut console, "before");
+    // The node's file system can't share blocks.
+    let node = case.node();
+    let refused = format!(
+        "vmmctl snapshot create {}-refused --vm {}",
+        case.name(),
+        vm.name()
+    );
+    let refused = node.ssh(&refused).expect("ask");
+    assert!(!refused.success());
+    assert!(refused.stderr.contains("--paused"), "{}", refused.stderr);
+    reads(&mut console, "before");
+
+    let mut snapshot = Snapshot::take(&case, &vm, "--paused");
+    reads(&mut console, "before");
+    write(&mut console, "after");
+    drop(console);
+    vm.ctl("stop --force").expect("kill");
+    node.sh(&format!("vmmctl restore {}", snapshot.name))
+        .expect("restore");
+    let mut first = vm.console().expect("console");
+    reads(&mut first, "before");
+    write(&mut first, "restored");
+
+    let mut clone = snapshot.clone_as("copy");
+    reads(&mut clone, "before");
+    write(&mut clone, "cloned");
+    reads(&mut first, "restored");
+    let disks = node.sh("vmmctl get disk -o name").expect("list");
+    for (name, _) in images {
+        let disk = format!("{}-copy-{name}", case.name());
+        assert!(disks.contains(&disk), "{disks}");
+    }
+}

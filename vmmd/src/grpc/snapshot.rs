@@ -1,0 +1,92 @@
+//! `vmmd.v1.SnapshotService`.
+
+use std::sync::Arc;
+
+use proto::v1::{self, snapshot_service_server::SnapshotService};
+use tokio::task::JoinError;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use crate::{failure::Failure, host::Host, request::once, snapshot};
+
+/// The service.
+#[derive(Debug)]
+pub struct Snapshots {
+    host: Arc<Host>,
+}
+
+impl Snapshots {
+    /// Over the snapshots of `host`.
+    pub fn new(host: Arc<Host>) -> Self {
+        Self { host }
+    }
+}
+
+#[tonic::async_trait]
+impl SnapshotService for Snapshots {
+    async fn create_snapshot(
+        &self,
+        request: Request<v1::CreateSnapshotRequest>,
+    ) -> Result<Response<v1::CreateSnapshotResponse>, Status> {
+        once(&self.host, request, |host, request, context| async move {
+            let cancel = host.stopping.child_token();
+            // In a task of its own, which cleans up when the caller goes away, or the daemon ends.
+            let _gone = CancellationToken::clone(&cancel).drop_guard();
+            let create = async move { snapshot::create(&host, request, &context, cancel).await };
+            let snapshot = finished(tokio::spawn(create).await)?;
+            Ok(v1::CreateSnapshotResponse {
+                snapshot: Some(snapshot),
+            })
+        })
+        .await
+    }
+
+    async fn get_snapshot(
+        &self,
+        request: Request<v1::GetSnapshotRequest>,
+    ) -> Result<Response<v1::GetSnapshotResponse>, Status> {
+        let record = self.host.snapshots.get(&request.get_ref().name)?;
+        Ok(Response::new(v1::GetSnapshotResponse {
+            snapshot: Some(snapshot::describe(&record)),
+        }))
+    }
+
+    async fn list_snapshots(
+        &self,
+        _: Request<v1::ListSnapshotsRequest>,
+    ) -> Result<Response<v1::ListSnapshotsResponse>, Status> {
+        let records = self.host.snapshots.list();
+        Ok(Response::new(v1::ListSnapshotsResponse {
+            snapshots: records.iter().map(snapshot::describe).collect(),
+        }))
+    }
+
+    async fn delete_snapshot(
+        &self,
+        request: Request<v1::DeleteSnapshotRequest>,
+    ) -> Result<Response<v1::DeleteSnapshotResponse>, Status> {
+        once(&self.host, request, |host, request, context| async move {
+            let delete = async move { snapshot::delete(&host, &request.name, &context).await };
+            finished(tokio::spawn(delete).await)?;
+            Ok(v1::DeleteSnapshotResponse {})
+        })
+        .await
+    }
+
+    async fn restore_vm(
+        &self,
+        request: Request<v1::RestoreVmRequest>,
+    ) -> Result<Response<v1::RestoreVmResponse>, Status> {
+        once(&self.host, request, |host, request, context| async move {
+            let restore = async move { snapshot::restore(&host, request, &context).await };
+            let vm = finished(tokio::spawn(restore).await)?;
+            Ok(v1::RestoreVmResponse { vm: Some(vm) })
+        })
+        .await
+    }
+}
+
+/// What came of a task.
+fn finished<T>(task: Result<Result<T, Failure>, JoinError>) -> Result<T, Failure> {
+    task.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
+}

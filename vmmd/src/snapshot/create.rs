@@ -1,0 +1,280 @@
+//! Takes a snapshot.
+
+use std::{fs::File, pin::pin, sync::Arc};
+
+use proto::{
+    model::{Violations, metadata},
+    v1,
+    vmm::{self, SaveReply, request::Op},
+};
+use tokio::{sync::oneshot, task::spawn_blocking};
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use super::{Folder, describe, disks, failed, folder, remove, tell};
+use crate::{
+    context::Context,
+    control::Client,
+    disk,
+    event::Object,
+    failure::{Failure, Kind},
+    host::Host,
+    operation::{Progress, Type},
+    store::{SnapshotRecord, SnapshotStage},
+    sys, text,
+    vm::{Command, Purpose, refused, store_failure},
+};
+
+/// Steps, as the operation counts them: the `vmm` writes the file, and the record is written.
+const STEPS: u64 = 2;
+
+/// Takes a snapshot; returns when it is complete and durable. `cancel` ends the attempt. An attempt that fails leaves nothing, and the VM
+/// continues.
+pub async fn create(
+    host: &Arc<Host>,
+    request: v1::CreateSnapshotRequest,
+    context: &Context,
+    cancel: CancellationToken,
+) -> Result<v1::Snapshot, Failure> {
+    if let Some(made) = host.requests.made_snapshot(context)
+        && let Some(record) = host.snapshots.list().into_iter().find(|it| it.uid == made)
+    {
+        return Ok(describe(&record));
+    }
+    let mut record = validate(host, &request).await?;
+    let (of, spec) = (Arc::clone(host), record.vm_spec.clone().unwrap_or_default());
+    let images = blocking(host, move |_| disks::open(&of, &spec)).await?;
+    record.disks = images.describe();
+    record.begun = host.requests.mark(context).into_iter().collect();
+    let client = client(host, &record.vm_name).await?;
+    host.snapshots.reserve(&record)?;
+    let object = Object::Snapshot(record.name.clone(), super::uid(&record));
+    let operation = host
+        .operations
+        .begin(Type::SnapshotCreate, &object, context, None);
+    operation.progress(Progress::steps(0, STEPS), "writing the snapshot");
+    let work = make(host, &record, images, &client, request.paused);
+    let made = tokio::select! {
+        made = work => made,
+        () = cancel.cancelled() => Err(cancelled()),
+        () = operation.token().cancelled() => Err(cancelled()),
+    };
+    let noted = match made {
+        Ok(reply) => {
+            record.stage = SnapshotStage::Ready.into();
+            record.completed_ms = text::now_ms();
+            record.size_bytes = reply.file_bytes;
+            record.written_bytes = reply.memory_bytes;
+            record.pause_ns = reply.pause_ns;
+            host.store.put_snapshot(&record).await.map_err(store_failure)
+        }
+        Err(failure) => Err(failure),
+    };
+    if let Err(failure) = noted {
+        if let Err(failure) = remove(host, &record).await {
+            tracing::error!(snapshot = record.name, %failure, "remove what is left of a snapshot");
+            host.snapshots.forget(&record.name);
+        }
+        operation.fail(&failure);
+        return Err(failure);
+    }
+    host.snapshots.put(record.clone());
+    operation.complete("the snapshot is complete");
+    let message = format!("a snapshot of VM \"{}\" was taken", record.vm_name);
+    tell(host, &record, "SnapshotCreated", message);
+    Ok(describe(&record))
+}
+
+fn cancelled() -> Failure {
+    let message = "the snapshot was cancelled: nothing was made";
+    Failure::new(Kind::Aborted, "CANCELLED", message)
+}
+
+/// The record of the snapshot, without its disks.
+async fn validate(host: &Host, request: &v1::CreateSnapshotRequest) -> Result<SnapshotRecord, Failure> {
+    let mut found = Violations::default();
+    let snapshot = request.snapshot.clone().unwrap_or_default();
+    if snapshot.status.is_some() {
+        found.add("snapshot.status", "is set by the daemon: leave it out");
+    }
+    let wire = snapshot.metadata.unwrap_or_default();
+    metadata::refuse_given(&mut found, "snapshot.metadata", &wire);
+    let metadata = metadata::Metadata::new(&mut found, "snapshot.metadata", &wire);
+    let vm = snapshot.spec.unwrap_or_default().vm;
+    if vm.is_empty() {
+        found.add("snapshot.spec.vm", "names the VM: give it");
+    }
+    let metadata = match metadata {
+        Some(metadata) => found.or(metadata)?,
+        None => return Err(found.into()),
+    };
+    let uid = host
+        .table
+        .get(&vm)
+        .ok_or_else(|| Failure::no_vm(&vm))?
+        .uid
+        .as_bytes()
+        .to_vec();
+    let of = host.store.vm(&uid).await.map_err(store_failure)?;
+    let of = of.ok_or_else(|| Failure::no_vm(&vm))?;
+    let run = of.instance.clone().ok_or_else(|| not_running(&vm))?;
+    // A run without a spec is one of an earlier daemon: it has the VM's.
+    let spec = run.spec.or_else(|| of.spec.clone()).unwrap_or_default();
+    let record = SnapshotRecord {
+        uid: Uuid::new_v4().as_bytes().to_vec(),
+        name: metadata.name.to_string(),
+        created_ms: text::now_ms(),
+        labels: metadata.labels,
+        annotations: metadata.annotations,
+        owner: metadata.owner,
+        stage: SnapshotStage::Partial.into(),
+        vm_name: vm,
+        vm_uid: uid,
+        vm_spec: Some(spec),
+        vm_hardware: run.hardware.or_else(|| of.hardware.clone()),
+        ..SnapshotRecord::default()
+    };
+    Ok(record)
+}
+
+fn not_running(vm: &str) -> Failure {
+    let message = format!("VM \"{vm}\" does not run: start it first");
+    Failure::precondition("VM_NOT_RUNNING", message)
+}
+
+/// For asking the VM's `vmm`.
+async fn client(host: &Host, vm: &str) -> Result<Client, Failure> {
+    let entry = host.table.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
+    let (reply, answer) = oneshot::channel();
+    let sent = entry
+        .mailbox
+        .send(Command::Client(Purpose::Snapshot, reply))
+        .await;
+    sent.map_err(|_| Failure::unavailable(vm))?;
+    answer.await.map_err(|_| Failure::unavailable(vm))?
+}
+
+async fn make(
+    host: &Arc<Host>,
+    record: &SnapshotRecord,
+    images: disks::Images,
+    client: &Client,
+    paused: bool,
+) -> Result<SaveReply, Failure> {
+    host.store.put_snapshot(record).await.map_err(store_failure)?;
+    let images = Arc::new(images);
+    let (of, prepared) = (record.clone(), Arc::clone(&images));
+    let file: File = blocking(host, move |folder| {
+        let made = folder.create(&of);
+        let file = made.map_err(|error| failed("make the snapshot's file", &error))?;
+        disks::prepare(&folder, &of, &prepared, paused)?;
+        let synced = folder.sync().map(|()| file);
+        synced.map_err(|error| failed("make the snapshot's file", &error))
+    })
+    .await?;
+    let description = prost::Message::encode_to_vec(&super::describe(record));
+    let keep_paused = !images.is_empty();
+    let quiet = keep_paused.then(|| host.snapshots.until_quiet(&record.vm_uid));
+    let mut saving = pin!(async {
+        let saved = client.save(file.into(), (paused, keep_paused), description).await;
+        saved.map_err(|error| refused(&error))
+    });
+    let reply = match quiet {
+        None => saving.await,
+        Some(quiet) => {
+            let release = Release::new(client);
+            let early = tokio::select! {
+                early = &mut saving => Some(early),
+                _ = quiet => None,
+            };
+            match early {
+                Some(Err(failure)) => Err(failure),
+                Some(Ok(_)) => {
+                    let message = "its vmm process is of an older version that does not wait for the disks: restart the VM";
+                    Err(Failure::precondition("VMM_TOO_OLD", message))
+                }
+                None => {
+                    let copied = copy_disks(host, record, images).await;
+                    release.now().await;
+                    let saved = saving.await;
+                    copied.and(saved)
+                }
+            }
+        }
+    };
+    let reply = reply.map_err(|failure| Failure {
+        message: format!("snapshot of VM \"{}\": {}", record.vm_name, failure.message),
+        ..failure
+    })?;
+    // The `vmm` is not trusted: the length is the one that the daemon sees, and nobody may change the file from now on.
+    let of = record.clone();
+    let (file_bytes, has_writer) = blocking(host, move |folder| {
+        let looked = (|| {
+            disks::sync(&folder, &of)?;
+            let file = File::open(folder.path(&of))?;
+            Ok((file.metadata()?.len(), sys::has_writer(&file)?))
+        })();
+        looked.map_err(|error| failed("look at the snapshot's file", &error))
+    })
+    .await?;
+    if has_writer == Some(true) {
+        let message = format!(
+            "the vmm process of VM \"{}\" keeps the snapshot open for writing",
+            record.vm_name
+        );
+        return Err(Failure::new(Kind::Internal, "VMM_MISBEHAVES", message));
+    }
+    Ok(SaveReply { file_bytes, ..reply })
+}
+
+/// Copies the disks of the paused VM. When the caller goes away, the copy ends.
+async fn copy_disks(
+    host: &Arc<Host>,
+    record: &SnapshotRecord,
+    images: Arc<disks::Images>,
+) -> Result<(), Failure> {
+    let control = disk::Control::default();
+    let _with_this = control.cancel().clone().drop_guard();
+    let of = record.clone();
+    blocking(host, move |folder| disks::copy(&folder, &of, &images, &control)).await
+}
+
+/// Lets the VM continue whose disks were copied, also when the copy is given up.
+struct Release(Option<Client>);
+
+impl Release {
+    fn new(client: &Client) -> Self {
+        Self(Some(client.clone()))
+    }
+
+    async fn now(mut self) {
+        if let Some(client) = self.0.take() {
+            release(client).await;
+        }
+    }
+}
+
+impl Drop for Release {
+    fn drop(&mut self) {
+        if let Some(client) = self.0.take() {
+            tokio::spawn(release(client));
+        }
+    }
+}
+
+/// Lets a VM continue that a snapshot keeps paused. It is no failure when none does.
+pub async fn release(client: Client) {
+    if let Err(error) = client.request(Op::Release(vmm::Release {}), &[]).await {
+        tracing::debug!(error = text::chain(&error), "release a VM after a snapshot");
+    }
+}
+
+/// Does something with the folder of snapshots that may block.
+async fn blocking<T: Send + 'static>(
+    host: &Arc<Host>,
+    work: impl FnOnce(Folder) -> Result<T, Failure> + Send + 'static,
+) -> Result<T, Failure> {
+    let folder = folder(host);
+    let done = spawn_blocking(move || work(folder)).await;
+    done.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
+}

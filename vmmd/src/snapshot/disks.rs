@@ -1,0 +1,283 @@
+//! The disks in a snapshot: a copy of each image that the guest can write to, at the moment of the snapshot.
+//!
+//! A copy shares the blocks of the image where the file system can (reflink), and is made within milliseconds then. Elsewhere its content
+//! is copied while the VM is paused, which the client must have allowed. The file is `<uid>.<number>.disk` in the folder of snapshots.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, fchown},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use proto::{
+    model::{
+        disk::{Cache, Disk, Format},
+        name::Name,
+        vm::VmSpec,
+    },
+    v1,
+};
+use rustix::fs::ioctl_ficlone;
+use uuid::Uuid;
+
+use super::{Folder, failed};
+use crate::{
+    disk,
+    failure::Failure,
+    host::Host,
+    store::{DiskRecord, SnapshotDisk, SnapshotRecord},
+    text,
+    vm::files::{self, Locks, OpenDisk},
+};
+
+/// The disks that are to be in a snapshot, open for reading.
+#[derive(Debug)]
+pub struct Images(Vec<Image>);
+
+#[derive(Debug)]
+struct Image {
+    of: SnapshotDisk,
+    file: File,
+}
+
+impl Images {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// What the record says of them.
+    pub fn describe(&self) -> Vec<SnapshotDisk> {
+        self.0.iter().map(|image| image.of.clone()).collect()
+    }
+}
+
+fn model(wire: &v1::VmSpec) -> Result<VmSpec, Failure> {
+    VmSpec::try_from(wire).map_err(|problems| Failure::internal(problems.to_string()))
+}
+
+/// Opens the images of a VM's disks that its guest can write to. Blocking.
+pub fn open(host: &Host, wire: &v1::VmSpec) -> Result<Images, Failure> {
+    let spec = model(wire)?;
+    let mut images = Vec::new();
+    for disk in spec.disks.iter().filter(|disk| !disk.read_only) {
+        let opened = open_for_reading(host, disk)?;
+        let file = File::from(opened.fd);
+        let label = format!("disk \"{}\"", disk.name);
+        let looked = file.metadata().map_err(|error| failed(&label, &error))?;
+        if looked.file_type().is_block_device() {
+            let message = format!("{label} is a block device: a snapshot can only have disks that are files");
+            return Err(Failure::precondition("SNAPSHOT_DISKS", message));
+        }
+        let below = disk.named().and_then(|name| host.disks.get(name.as_str()).ok());
+        let format = match opened.format {
+            Format::Qcow2 => v1::DiskFormat::Qcow2,
+            Format::Raw | Format::Iso => v1::DiskFormat::Raw,
+        };
+        images.push(Image {
+            of: SnapshotDisk {
+                name: disk.name.to_string(),
+                format: format.into(),
+                capacity_bytes: below.as_ref().map_or(looked.len(), |record| record.size_bytes),
+                backing: below.map(|record| record.backing).unwrap_or_default(),
+            },
+            file,
+        });
+    }
+    Ok(Images(images))
+}
+
+fn open_for_reading(host: &Host, disk: &Disk) -> Result<OpenDisk, Failure> {
+    let disk = Disk {
+        read_only: true,
+        cache: Cache::Writeback,
+        ..disk.clone()
+    };
+    let field = format!("disks.{}", disk.name);
+    files::open_disk(&field, &disk, &host.sources(), Locks::None)
+}
+
+/// Makes the files of the copies, empty, and finds out whether all of them can share blocks with their images. Refused when they can't
+/// and `paused` does not allow to copy them. Blocking.
+pub fn prepare(
+    folder: &Folder,
+    record: &SnapshotRecord,
+    images: &Images,
+    paused: bool,
+) -> Result<(), Failure> {
+    for (number, image) in images.0.iter().enumerate() {
+        let copy = folder.create_disk(record, number);
+        let copy = copy.map_err(|error| failed("make a disk's copy", &error))?;
+        if ioctl_ficlone(&copy, &image.file).is_ok() || paused {
+            continue;
+        }
+        let message = format!(
+            "the file system can't share the blocks of disk \"{}\" with a snapshot (reflink), so that its content would have to be copied \
+             while the VM is paused: allow that by `paused`",
+            image.of.name
+        );
+        return Err(Failure::precondition("SNAPSHOT_DISKS", message));
+    }
+    Ok(())
+}
+
+/// Copies the images, while nobody writes to them. Blocking.
+pub fn copy(
+    folder: &Folder,
+    record: &SnapshotRecord,
+    images: &Images,
+    control: &disk::Control,
+) -> Result<(), Failure> {
+    for (number, image) in images.0.iter().enumerate() {
+        let copied = (|| {
+            let copy = File::options().write(true).open(folder.disk(record, number))?;
+            disk::copy(&image.file, &copy, image.file.metadata()?.len(), true, control)
+        })();
+        copied.map_err(|error| failed(&format!("copy disk \"{}\"", image.of.name), &error))?;
+    }
+    Ok(())
+}
+
+/// Makes the copies durable. Blocking.
+pub fn sync(folder: &Folder, record: &SnapshotRecord) -> io::Result<()> {
+    for number in 0..record.disks.len() {
+        File::open(folder.disk(record, number))?.sync_all()?;
+    }
+    folder.sync()
+}
+
+/// An image of a VM's disk that is to be replaced by its copy.
+struct Replacement {
+    /// Locked until it is replaced.
+    _locked: OpenDisk,
+    new: PathBuf,
+    path: PathBuf,
+}
+
+impl Drop for Replacement {
+    fn drop(&mut self) {
+        // It is gone when it has replaced the image.
+        let _ = fs::remove_file(&self.new);
+    }
+}
+
+/// Replaces the images of a VM that is down by their copies. All copies are made and durable before the first is put in place. Blocking.
+pub fn put_back(host: &Host, folder: &Folder, record: &SnapshotRecord) -> Result<(), Failure> {
+    let spec = model(&record.vm_spec.clone().unwrap_or_default())?;
+    let mut replacements = Vec::new();
+    for (number, of) in record.disks.iter().enumerate() {
+        let disk = spec.disks.iter().find(|disk| disk.name.as_str() == of.name);
+        let disk = disk.ok_or_else(|| Failure::internal("the snapshot has a disk that its VM has not"))?;
+        check_base(host, of)?;
+        let field = format!("disks.{}", of.name);
+        let locked = files::open_disk(&field, disk, &host.sources(), Locks::Take)?;
+        let path = files::paths(disk, &host.sources()).into_iter().next();
+        let path = path.ok_or_else(|| Failure::internal("a disk without a path"))?;
+        let failed = |error: io::Error| failed(&format!("put back disk \"{}\"", of.name), &error);
+        // A name may be a symbolic link: what it leads to is replaced.
+        let path = fs::canonicalize(path).map_err(failed)?;
+        let new = beside(&path, record);
+        let replacement = Replacement {
+            _locked: locked,
+            new,
+            path,
+        };
+        copy_beside(&folder.disk(record, number), &replacement).map_err(failed)?;
+        replacements.push(replacement);
+    }
+    for replacement in &replacements {
+        let renamed = fs::rename(&replacement.new, &replacement.path);
+        let renamed = renamed.and_then(|()| sync_folder_of(&replacement.path));
+        renamed.map_err(|error| failed("put back a disk", &error))?;
+    }
+    Ok(())
+}
+
+/// `.<name>.<uid of the snapshot>` in the folder of an image.
+fn beside(path: &Path, record: &SnapshotRecord) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_file_name(format!(".{name}.{}", super::uid(record)))
+}
+
+fn copy_beside(copy: &Path, replacement: &Replacement) -> io::Result<()> {
+    // What an earlier attempt left when its daemon was killed.
+    match fs::remove_file(&replacement.new) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let (from, like) = (File::open(copy)?, fs::metadata(&replacement.path)?);
+    let to = File::options()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&replacement.new)?;
+    disk::copy(
+        &from,
+        &to,
+        from.metadata()?.len(),
+        true,
+        &disk::Control::default(),
+    )?;
+    fchown(&to, Some(like.uid()), Some(like.gid()))?;
+    to.set_permissions(like.permissions())?;
+    to.sync_all()
+}
+
+fn sync_folder_of(path: &Path) -> io::Result<()> {
+    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
+}
+
+/// Refused when the disk below an overlay is not there any more.
+fn check_base(host: &Host, of: &SnapshotDisk) -> Result<(), Failure> {
+    if of.backing.is_empty() || host.disks.find(&host.disk_folder(), &of.backing).is_some() {
+        return Ok(());
+    }
+    let message = format!(
+        "the disk below disk \"{}\" of the snapshot is not there any more",
+        of.name
+    );
+    Err(Failure::precondition("DISK_NOT_FOUND", message))
+}
+
+/// Makes disks of the DiskService for another VM of a snapshot, named `<vm>-<disk>`, and has `spec` name them. Returns what was made,
+/// also when it fails.
+pub async fn make(
+    host: &Arc<Host>,
+    folder: &Folder,
+    record: &SnapshotRecord,
+    vm: &str,
+    spec: &mut v1::VmSpec,
+) -> (Vec<String>, Result<(), Failure>) {
+    let mut made = Vec::new();
+    for (number, of) in record.disks.iter().enumerate() {
+        let name = format!("{vm}-{}", of.name);
+        match make_one(host, folder.disk(record, number), of, &name).await {
+            Ok(()) => made.push(name.clone()),
+            Err(failure) => return (made, Err(failure)),
+        }
+        if let Some(disk) = spec.disks.iter_mut().find(|disk| disk.name == of.name) {
+            disk.source = Some(v1::disk_spec::Source::Disk(name));
+        }
+    }
+    (made, Ok(()))
+}
+
+async fn make_one(host: &Arc<Host>, copy: PathBuf, of: &SnapshotDisk, name: &str) -> Result<(), Failure> {
+    if let Err(error) = Name::try_from(name) {
+        let problem = format_args!("gives its disk the name \"{name}\", which {error}");
+        return Err(Failure::field("vm", problem));
+    }
+    check_base(host, of)?;
+    let record = DiskRecord {
+        uid: Uuid::new_v4().as_bytes().to_vec(),
+        name: name.to_owned(),
+        created_ms: text::now_ms(),
+        format: of.format,
+        size_bytes: of.capacity_bytes,
+        backing: of.backing.clone(),
+        ..DiskRecord::default()
+    };
+    disk::take_in(host, record, copy).await
+}

@@ -1,0 +1,209 @@
+//! Snapshots of VMs: a record in the store and a file `<state_dir>/snapshots/<uid>.snapshot` each, in the format of `vmm`.
+//!
+//! ```text
+//!  (none) ──record──▶ Partial ──file complete and durable──▶ Ready ──record──▶ Partial ──file gone──▶ (none)
+//! ```
+//!
+//! Invariant: a file exists only while its record does. The next start of the daemon finds by its record what an interrupted creation or
+//! deletion left, and removes it.
+//!
+//! The `vmm` of the VM writes the file and reads it back; this daemon never looks into it. The file is root's: a `vmm` gets a
+//! descriptor of it, for reading only when it restores, so that no `vmm` can change what other VMs are restored from.
+
+mod create;
+mod disks;
+mod registry;
+mod restore;
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use proto::v1;
+use tokio::task::spawn_blocking;
+use uuid::Uuid;
+
+pub use create::{create, release};
+pub use registry::Registry;
+pub use restore::restore;
+
+use crate::{
+    context::Context,
+    event::{Draft, Object},
+    failure::Failure,
+    host::Host,
+    paths::private_dir,
+    request,
+    store::{SnapshotRecord, SnapshotStage},
+    text,
+    vm::store_failure,
+};
+
+/// `<state_dir>/snapshots`, for root only. Blocking.
+#[derive(Clone, Debug)]
+struct Folder(PathBuf);
+
+impl Folder {
+    fn of(state_dir: &Path) -> Self {
+        Self(state_dir.join("snapshots"))
+    }
+
+    fn path(&self, record: &SnapshotRecord) -> PathBuf {
+        self.0.join(format!("{}.snapshot", uid(record)))
+    }
+
+    /// Makes the file of a new snapshot, empty.
+    fn create(&self, record: &SnapshotRecord) -> io::Result<File> {
+        private_dir(&self.0)?;
+        File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(self.path(record))
+    }
+
+    /// The copy of a disk in a snapshot, by its number in the record.
+    fn disk(&self, record: &SnapshotRecord, number: usize) -> PathBuf {
+        self.0.join(format!("{}.{number}.disk", uid(record)))
+    }
+
+    /// Makes the file of a disk's copy, empty.
+    fn create_disk(&self, record: &SnapshotRecord, number: usize) -> io::Result<File> {
+        private_dir(&self.0)?;
+        File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(self.disk(record, number))
+    }
+
+    /// Makes the names in it durable.
+    fn sync(&self) -> io::Result<()> {
+        File::open(&self.0)?.sync_all()
+    }
+
+    /// Removes the files of a snapshot; they may be gone already.
+    fn remove(&self, record: &SnapshotRecord) -> io::Result<()> {
+        let disks = (0..record.disks.len()).map(|number| self.disk(record, number));
+        for path in disks.chain([self.path(record)]) {
+            match fs::remove_file(path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+        match self.sync() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            synced => synced,
+        }
+    }
+}
+
+fn folder(host: &Host) -> Folder {
+    Folder::of(&host.config.state_dir)
+}
+
+/// UUID of the VM that a snapshot is of.
+fn vm_uid(record: &SnapshotRecord) -> Uuid {
+    Uuid::from_slice(&record.vm_uid).unwrap_or_default()
+}
+
+fn uid(record: &SnapshotRecord) -> Uuid {
+    Uuid::from_slice(&record.uid).unwrap_or_default()
+}
+
+/// A snapshot as the API shows it.
+pub fn describe(record: &SnapshotRecord) -> v1::Snapshot {
+    v1::Snapshot {
+        metadata: Some(v1::ObjectMetadata {
+            name: record.name.clone(),
+            uid: uid(record).to_string(),
+            generation: 1,
+            labels: record.labels.clone(),
+            create_time: text::timestamp(record.created_ms),
+            annotations: record.annotations.clone(),
+            owner: record.owner.clone(),
+        }),
+        spec: Some(v1::SnapshotSpec {
+            vm: record.vm_name.clone(),
+        }),
+        status: Some(v1::SnapshotStatus {
+            vm_uid: vm_uid(record).to_string(),
+            vm_spec: record.vm_spec.clone(),
+            complete_time: text::timestamp(record.completed_ms),
+            size_bytes: record.size_bytes,
+            written_bytes: record.written_bytes,
+            pause_duration: Some(Duration::from_nanos(record.pause_ns).into()),
+            disks: record.disks.iter().map(|disk| disk.name.clone()).collect(),
+        }),
+    }
+}
+
+/// Deletes a snapshot.
+pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
+    let record = host.snapshots.begin_delete(name)?;
+    let going = SnapshotRecord {
+        stage: SnapshotStage::Partial.into(),
+        ..record.clone()
+    };
+    // From here on the next daemon completes the deletion if this one ends.
+    let answered = host.requests.mark(context);
+    let answered = answered.map(|mark| request::done(mark, &v1::DeleteSnapshotResponse::default()));
+    if let Err(error) = host.store.retire_snapshot(&going, answered).await {
+        host.snapshots.put(record);
+        return Err(store_failure(error));
+    }
+    if let Err(failure) = remove(host, &going).await {
+        tracing::error!(snapshot = name, %failure, "remove a snapshot that was deleted");
+    }
+    tell(host, &record, "SnapshotDeleted", "the snapshot was deleted");
+    Ok(())
+}
+
+/// Removes a snapshot's file, then its record.
+async fn remove(host: &Arc<Host>, record: &SnapshotRecord) -> Result<(), Failure> {
+    let (folder, of) = (folder(host), record.clone());
+    let removed = spawn_blocking(move || folder.remove(&of)).await;
+    let removed = removed.unwrap_or_else(|error| Err(io::Error::other(error)));
+    removed.map_err(|error| failed("remove the snapshot's file", &error))?;
+    let removed = host.store.remove_snapshot(&record.uid).await;
+    removed.map_err(store_failure)?;
+    host.snapshots.forget(&record.name);
+    Ok(())
+}
+
+/// Takes over the snapshots of the store at the daemon's start, and ends what was interrupted.
+pub async fn adopt(host: &Arc<Host>, records: Vec<SnapshotRecord>) {
+    for record in records {
+        if record.stage() == SnapshotStage::Ready {
+            host.requests.adopt_snapshot(&record);
+            host.snapshots.put(record);
+            continue;
+        }
+        match remove(host, &record).await {
+            Ok(()) => {
+                let message = "the snapshot's creation or deletion had been interrupted: what was left of it is removed";
+                tell(host, &record, "Repaired", message);
+            }
+            Err(failure) => {
+                tracing::error!(snapshot = record.name, %failure, "remove what is left of a snapshot");
+            }
+        }
+    }
+}
+
+fn tell(host: &Host, record: &SnapshotRecord, reason: &str, message: impl Into<String>) {
+    let object = Object::Snapshot(record.name.clone(), uid(record));
+    host.events.emit(Draft::normal(object, reason, message));
+}
+
+/// The failure that a client gets when a snapshot's file can't be made, written or read.
+fn failed(operation: &str, error: &io::Error) -> Failure {
+    crate::disk::file_failed(operation, error)
+}

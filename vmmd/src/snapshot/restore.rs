@@ -1,0 +1,225 @@
+//! Restores a VM from a snapshot.
+
+use std::{fs::File, sync::Arc};
+
+use proto::{model::name::Name, v1};
+use tokio::{sync::oneshot, task::spawn_blocking};
+
+use super::{disks, failed, folder};
+use crate::{
+    context::Context,
+    disk,
+    failure::{Failure, Kind},
+    host::Host,
+    store::SnapshotRecord,
+    text,
+    vm::{Command, Life, Restore, admission, create_as},
+};
+
+/// Restores a VM; returns when it runs. A VM that was created for it is deleted when the restore fails.
+pub async fn restore(
+    host: &Arc<Host>,
+    request: v1::RestoreVmRequest,
+    context: &Context,
+) -> Result<v1::Vm, Failure> {
+    let record = host.snapshots.get(&request.snapshot)?;
+    let name = match request.vm.as_str() {
+        "" => record.vm_name.clone(),
+        name => name.to_owned(),
+    };
+    let fresh = match request.identity() {
+        v1::RestoreIdentity::Fresh => true,
+        v1::RestoreIdentity::Same => false,
+        // An unknown number reads as unspecified.
+        v1::RestoreIdentity::Unspecified if request.identity == 0 => false,
+        v1::RestoreIdentity::Unspecified => {
+            return Err(Failure::field(
+                "identity",
+                format_args!("is not known to this vmmd"),
+            ));
+        }
+    };
+    let by_this = host.requests.made_by_restore(context);
+    let own = host.table.get(&name).filter(|entry| {
+        let uid = entry.uid.as_bytes().as_slice();
+        uid == record.vm_uid || Some(uid) == by_this.as_deref()
+    });
+    match own.map(|entry| entry.uid.as_bytes().as_slice() == record.vm_uid) {
+        Some(_) if fresh => {
+            let message = format!("there is a VM \"{name}\" already: a fresh one needs a name of its own");
+            Err(Failure::new(Kind::Exists, "VM_EXISTS", message))
+        }
+        Some(true) => {
+            put_back(host, &record, &name).await?;
+            start(
+                host,
+                &record,
+                &name,
+                Machine::OfSnapshot,
+                request.on_demand,
+                context,
+            )
+            .await
+        }
+        // An earlier daemon has created the VM for this request.
+        Some(false) => start(host, &record, &name, Machine::OfVm, request.on_demand, context).await,
+        None if fresh => make_and_start(host, &record, &name, Machine::Booted, false, context).await,
+        None => make_and_start(host, &record, &name, Machine::OfVm, request.on_demand, context).await,
+    }
+}
+
+/// Which machine is started.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Machine {
+    /// Its spec is the snapshot's, whatever the VM's is by now.
+    OfSnapshot,
+    /// Its spec is the VM's, which was created like the snapshot's, with other disks.
+    OfVm,
+    /// It is the VM's and boots: nothing of the snapshot's memory is in it.
+    Booted,
+}
+
+/// Replaces the images of the VM's disks by those of the snapshot.
+async fn put_back(host: &Arc<Host>, record: &SnapshotRecord, name: &str) -> Result<(), Failure> {
+    let entry = host.table.get(name).ok_or_else(|| Failure::no_vm(name))?;
+    let phase = entry.state.borrow().status.as_ref().map(v1::VmStatus::phase);
+    if !matches!(phase, Some(v1::VmPhase::Stopped | v1::VmPhase::Failed)) {
+        let message = format!("VM \"{name}\" is not stopped: stop it first");
+        return Err(Failure::precondition("VM_NOT_STOPPED", message));
+    }
+    if record.disks.is_empty() {
+        return Ok(());
+    }
+    let (of, folder, record) = (Arc::clone(host), folder(host), record.clone());
+    let replaced = spawn_blocking(move || disks::put_back(&of, &folder, &record)).await;
+    replaced.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
+}
+
+/// Creates a VM and its disks and starts it. They are deleted when that fails.
+async fn make_and_start(
+    host: &Arc<Host>,
+    record: &SnapshotRecord,
+    name: &str,
+    machine: Machine,
+    on_demand: bool,
+    context: &Context,
+) -> Result<v1::Vm, Failure> {
+    if let Err(error) = Name::try_from(name) {
+        let problem = format_args!("{error}, is \"{}\"", text::brief(name));
+        return Err(Failure::field("vm", problem));
+    }
+    let mut spec = record.vm_spec.clone().unwrap_or_default();
+    let (made, result) = disks::make(host, &folder(host), record, name, &mut spec).await;
+    let result = match result {
+        Ok(()) => make(host, record, (spec, machine), name, context).await,
+        Err(failure) => Err(failure),
+    };
+    let started = match result {
+        Ok(()) => {
+            let started = start(host, record, name, machine, on_demand, context).await;
+            if started.is_err() {
+                delete(host, name, context).await;
+            }
+            started
+        }
+        Err(failure) => Err(failure),
+    };
+    if started.is_err() {
+        for disk in made {
+            if let Err(failure) = disk::delete(host, &disk, &Context::default()).await {
+                tracing::error!(disk, %failure, "delete a disk that was made for a VM of a snapshot");
+            }
+        }
+    }
+    started
+}
+
+async fn delete(host: &Arc<Host>, name: &str, context: &Context) {
+    let delete = admission::Request::Delete { force: true };
+    if let Err(failure) = ask(host, name, delete, None, context).await {
+        tracing::error!(vm = name, %failure, "delete a VM that could not be restored from a snapshot");
+    }
+}
+
+/// Creates a VM like that of the snapshot.
+async fn make(
+    host: &Arc<Host>,
+    record: &SnapshotRecord,
+    (mut spec, machine): (v1::VmSpec, Machine),
+    name: &str,
+    context: &Context,
+) -> Result<(), Failure> {
+    let hardware = record.vm_hardware.clone().unwrap_or_default();
+    let fresh = machine == Machine::Booted;
+    if fresh {
+        spec.nics.iter_mut().for_each(|nic| nic.mac.clear());
+    } else if !hardware.nics.is_empty() && host.table.find(super::vm_uid(record)).is_some() {
+        let message = format!(
+            "the snapshot has NICs, whose addresses VM \"{}\" has too: restore into that VM, or delete it first",
+            record.vm_name
+        );
+        return Err(Failure::precondition("NIC_ADDRESS_IN_USE", message));
+    }
+    let wire = v1::Vm {
+        metadata: Some(v1::ObjectMetadata {
+            name: name.to_owned(),
+            labels: record.labels.clone(),
+            ..Default::default()
+        }),
+        spec: Some(spec),
+        status: None,
+    };
+    create_as(Arc::clone(host), wire, (!fresh).then_some(hardware), context).await?;
+    Ok(())
+}
+
+async fn start(
+    host: &Arc<Host>,
+    record: &SnapshotRecord,
+    name: &str,
+    machine: Machine,
+    on_demand: bool,
+    context: &Context,
+) -> Result<v1::Vm, Failure> {
+    if machine == Machine::Booted {
+        return ask(host, name, admission::Request::Start, None, context).await;
+    }
+    let path = folder(host).path(record);
+    let opened = spawn_blocking(move || File::open(path)).await;
+    let opened = opened.unwrap_or_else(|error| Err(std::io::Error::other(error)));
+    let file = opened.map_err(|error| failed("open the snapshot's file", &error))?;
+    let restore = Restore {
+        file: Arc::new(file.into()),
+        on_demand,
+        bytes: record.size_bytes,
+        machine: (machine == Machine::OfSnapshot).then(|| {
+            let (spec, hardware) = (record.vm_spec.clone(), record.vm_hardware.clone());
+            (spec.unwrap_or_default(), hardware.unwrap_or_default())
+        }),
+    };
+    ask(host, name, admission::Request::Start, Some(restore), context).await
+}
+
+/// Asks the VM's actor and waits for the end of what follows.
+async fn ask(
+    host: &Arc<Host>,
+    name: &str,
+    request: admission::Request,
+    restore: Option<Restore>,
+    context: &Context,
+) -> Result<v1::Vm, Failure> {
+    let entry = host.table.get(name).ok_or_else(|| Failure::no_vm(name))?;
+    let (reply, answer) = oneshot::channel();
+    let mut life = Life::new(context.clone(), request, reply);
+    life.restore = restore.map(Box::new);
+    let sent = entry.mailbox.send(Command::Life(life)).await;
+    sent.map_err(|_| Failure::unavailable(name))?;
+    let answer = answer.await.map_err(|_| Failure::unavailable(name))??;
+    let Some(pending) = answer.pending else {
+        return Ok(answer.vm.as_ref().clone());
+    };
+    let ended = pending.ended().await?;
+    let vm =
+        ended.ok_or_else(|| Failure::new(Kind::Aborted, "SUPERSEDED", "another request came in between"))?;
+    Ok(vm.as_ref().clone())
+}

@@ -1,0 +1,330 @@
+//! Snapshots, and VMs that go on from them.
+
+use std::{fs, time::Duration};
+
+use proto::v1::{self, VmPhase, snapshot_service_client::SnapshotServiceClient};
+use tonic::{Code, Status, transport::Channel};
+
+use crate::{
+    console::Client,
+    harness::{Daemon, connect, refusal, status},
+};
+
+impl Daemon {
+    async fn snapshots(&self) -> SnapshotServiceClient<Channel> {
+        SnapshotServiceClient::new(connect(self.folder.path()).await)
+    }
+
+    async fn snapshot(&self, name: &str, vm: &str, paused: bool) -> Result<v1::Snapshot, Status> {
+        let request = v1::CreateSnapshotRequest {
+            snapshot: Some(v1::Snapshot {
+                metadata: Some(v1::ObjectMetadata {
+                    name: name.into(),
+                    ..Default::default()
+                }),
+                spec: Some(v1::SnapshotSpec { vm: vm.into() }),
+                status: None,
+            }),
+            paused,
+            ..Default::default()
+        };
+        let answer = self.snapshots().await.create_snapshot(request).await?;
+        Ok(answer.into_inner().snapshot.unwrap())
+    }
+
+    async fn snapshot_names(&self) -> Vec<String> {
+        let request = v1::ListSnapshotsRequest {};
+        let answer = self.snapshots().await.list_snapshots(request).await.unwrap();
+        let snapshots = answer.into_inner().snapshots.into_iter();
+        snapshots
+            .map(|snapshot| snapshot.metadata.unwrap().name)
+            .collect()
+    }
+
+    async fn restore(&self, snapshot: &str, vm: &str, on_demand: bool) -> Result<v1::Vm, Status> {
+        let request = v1::RestoreVmRequest {
+            snapshot: snapshot.into(),
+            vm: vm.into(),
+            on_demand,
+            ..Default::default()
+        };
+        let answer = self.snapshots().await.restore_vm(request).await?;
+        Ok(answer.into_inner().vm.unwrap())
+    }
+
+    /// Files of snapshots.
+    fn snapshot_files(&self) -> Vec<std::path::PathBuf> {
+        let Ok(folder) = fs::read_dir(self.path("state/snapshots")) else {
+            return Vec::new();
+        };
+        folder.map(|entry| entry.unwrap().path()).collect()
+    }
+}
+
+#[tokio::test]
+async fn a_snapshot_is_taken_seen_and_deleted() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    let taken = daemon.snapshot("one", "web", false).await.unwrap();
+    let told = taken.status.clone().unwrap();
+    assert_eq!(told.vm_uid, vm.metadata.unwrap().uid);
+    assert_eq!(told.vm_spec, vm.spec);
+    assert_eq!((told.size_bytes, told.written_bytes), (15, 4096));
+    assert_eq!(told.pause_duration.unwrap().nanos, 3_000_000);
+    assert!(told.complete_time.is_some());
+    let paused = daemon.snapshot("two", "web", true).await.unwrap();
+    assert_eq!(paused.status.unwrap().pause_duration.unwrap().seconds, 2);
+    assert_eq!(daemon.snapshot_names().await, ["one", "two"]);
+    assert_eq!(daemon.snapshot_files().len(), 2);
+    let request = v1::GetSnapshotRequest { name: "one".into() };
+    let got = daemon.snapshots().await.get_snapshot(request).await.unwrap();
+    assert_eq!(got.into_inner().snapshot.unwrap(), taken);
+
+    let again = daemon.snapshot("one", "web", false).await.unwrap_err();
+    assert_eq!(refusal(&again), (Code::AlreadyExists, "SNAPSHOT_EXISTS".into()));
+    let delete = || async {
+        let request = v1::DeleteSnapshotRequest {
+            name: "one".into(),
+            ..Default::default()
+        };
+        daemon.snapshots().await.delete_snapshot(request).await
+    };
+    delete().await.unwrap();
+    assert_eq!(daemon.snapshot_names().await, ["two"]);
+    assert_eq!(daemon.snapshot_files().len(), 1);
+    let gone = delete().await.unwrap_err();
+    assert_eq!(refusal(&gone), (Code::NotFound, "SNAPSHOT_NOT_FOUND".into()));
+    assert_eq!(daemon.events("SnapshotCreated").await.len(), 2);
+    assert_eq!(daemon.events("SnapshotDeleted").await.len(), 1);
+}
+
+#[tokio::test]
+async fn a_stopped_vm_goes_on_from_its_snapshot_and_so_do_others() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    daemon.snapshot("one", "web", false).await.unwrap();
+    let runs = daemon.restore("one", "", false).await.unwrap_err();
+    assert_eq!(
+        refusal(&runs),
+        (Code::FailedPrecondition, "VM_NOT_STOPPED".into())
+    );
+    daemon.kill_vm("web").await.unwrap();
+    let vm = daemon.restore("one", "", false).await.unwrap();
+    assert_eq!(status(&vm).phase(), VmPhase::Running);
+    let mut console = Client::open(&daemon, "web").await;
+    console.expect("restored from snapshot of web\r\n").await;
+    for name in ["copy", "other"] {
+        let vm = daemon.restore("one", name, true).await.unwrap();
+        assert_eq!(vm.metadata.as_ref().unwrap().name, name);
+        assert_eq!(status(&vm).phase(), VmPhase::Running);
+        let mut console = Client::open(&daemon, name).await;
+        console
+            .expect("restored from snapshot of web on demand\r\n")
+            .await;
+    }
+    // The next start is an ordinary one.
+    daemon.kill_vm("copy").await.unwrap();
+    daemon.start_vm("copy").await.unwrap();
+    let mut console = Client::open(&daemon, "copy").await;
+    console.expect("booted copy\r\n").await;
+    // What nothing goes on from any more can go, and so can what something does.
+    daemon.delete("web", true).await.unwrap();
+    assert_eq!(daemon.snapshot_names().await, ["one"]);
+    let vm = daemon.restore("one", "web", false).await.unwrap();
+    assert_eq!(status(&vm).phase(), VmPhase::Running, "it is made anew");
+}
+
+#[tokio::test]
+async fn what_can_not_be_saved_is_refused_and_nothing_is_left() {
+    let daemon = Daemon::start().await;
+    daemon.create(daemon.manifest("down", "")).await.unwrap();
+    let down = daemon.snapshot("one", "down", false).await.unwrap_err();
+    assert_eq!(
+        refusal(&down),
+        (Code::FailedPrecondition, "VM_NOT_RUNNING".into())
+    );
+    let none = daemon.snapshot("one", "none", false).await.unwrap_err();
+    assert_eq!(refusal(&none), (Code::NotFound, "VM_NOT_FOUND".into()));
+    let nameless = daemon.snapshot("No Name", "", false).await.unwrap_err();
+    assert_eq!(nameless.code(), Code::InvalidArgument);
+    daemon.run("full", "mock.save=refuse").await;
+    let full = daemon.snapshot("one", "full", false).await.unwrap_err();
+    assert!(full.message().contains("No space left on device"), "{full}");
+    let vm = daemon.get("full").await.unwrap();
+    assert_eq!(status(&vm).phase(), VmPhase::Running);
+    daemon.run("sly", "mock.save=keep").await;
+    let sly = daemon.snapshot("one", "sly", false).await.unwrap_err();
+    assert_eq!(refusal(&sly), (Code::Internal, "VMM_MISBEHAVES".into()));
+    assert!(daemon.snapshot_names().await.is_empty() && daemon.snapshot_files().is_empty());
+}
+
+/// A VM with a raw disk by path, which is in the daemon's folder.
+async fn with_disk(daemon: &Daemon) -> std::path::PathBuf {
+    let image = daemon.path("disk.raw");
+    fs::write(&image, [0; 4096]).unwrap();
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
+        name: "root".into(),
+        source: Some(v1::disk_spec::Source::Path(image.to_str().unwrap().into())),
+        format: v1::DiskFormat::Raw.into(),
+        // The mock writes some bytes, not blocks.
+        cache: v1::DiskCache::Writeback.into(),
+        ..Default::default()
+    });
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    image
+}
+
+fn content(path: &std::path::Path) -> String {
+    let bytes = fs::read(path).unwrap();
+    assert_eq!(bytes.len(), 4096);
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap();
+    String::from_utf8(bytes[..end].to_vec()).unwrap()
+}
+
+#[tokio::test]
+async fn a_snapshot_has_the_disks_of_its_moment_and_gives_them_back() {
+    let daemon = Daemon::start().await;
+    let image = with_disk(&daemon).await;
+    // Where blocks can be shared, the VM need not be paused for its disks.
+    let shares = std::process::Command::new("cp")
+        .args(["--reflink=always", "disk.raw", "shared.raw"])
+        .current_dir(daemon.folder.path())
+        .stderr(std::process::Stdio::null())
+        .status();
+    match daemon.snapshot("shared", "web", false).await {
+        Ok(_) => assert!(shares.unwrap().success()),
+        Err(refused) => {
+            assert!(!shares.unwrap().success(), "{refused}");
+            assert_eq!(
+                refusal(&refused),
+                (Code::FailedPrecondition, "SNAPSHOT_DISKS".into())
+            );
+            assert!(daemon.snapshot_files().is_empty());
+        }
+    }
+    let taken = daemon.snapshot("one", "web", true).await.unwrap();
+    assert_eq!(taken.status.unwrap().disks, ["root"]);
+    assert_eq!(content(&image), "behind the snapshot");
+
+    let runs = daemon.restore("one", "", false).await.unwrap_err();
+    assert_eq!(
+        refusal(&runs),
+        (Code::FailedPrecondition, "VM_NOT_STOPPED".into())
+    );
+    assert_eq!(content(&image), "behind the snapshot", "nothing was touched");
+    daemon.kill_vm("web").await.unwrap();
+    let vm = daemon.restore("one", "", false).await.unwrap();
+    assert_eq!(status(&vm).phase(), VmPhase::Running);
+    assert_eq!(content(&image), "until the snapshot");
+    let left: Vec<_> = fs::read_dir(daemon.folder.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.starts_with('.'))
+        .collect();
+    assert!(left.is_empty(), "{left:?}");
+
+    // Another VM gets a disk of its own.
+    let copy = daemon.restore("one", "copy", false).await.unwrap();
+    let disk = &copy.spec.unwrap().disks[0];
+    assert_eq!((disk.name.as_str(), disk.disk()), ("root", "copy-root"));
+    let files: Vec<_> = fs::read_dir(daemon.path("state/disks"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    assert_eq!(files.len(), 1);
+    assert_eq!(content(&files[0]), "until the snapshot");
+
+    // A fresh one boots.
+    let fresh = |vm: &str| v1::RestoreVmRequest {
+        snapshot: "one".into(),
+        vm: vm.into(),
+        identity: v1::RestoreIdentity::Fresh.into(),
+        ..Default::default()
+    };
+    let mut client = daemon.snapshots().await;
+    let taken = client.restore_vm(fresh("web")).await.unwrap_err();
+    assert_eq!(refusal(&taken), (Code::AlreadyExists, "VM_EXISTS".into()));
+    let vm = client
+        .restore_vm(fresh("fresh"))
+        .await
+        .unwrap()
+        .into_inner()
+        .vm
+        .unwrap();
+    assert_eq!(status(&vm).phase(), VmPhase::Running);
+    assert_eq!(vm.spec.unwrap().disks[0].disk(), "fresh-root");
+    let mut console = Client::open(&daemon, "fresh").await;
+    console.expect("booted fresh\r\n").await;
+}
+
+#[tokio::test]
+async fn a_vm_whose_restore_fails_leaves_no_disk() {
+    let daemon = Daemon::start().await;
+    with_disk(&daemon).await;
+    daemon.snapshot("one", "web", true).await.unwrap();
+    let of_memory = daemon.snapshot_files();
+    let of_memory = of_memory
+        .iter()
+        .find(|path| path.extension().unwrap() == "snapshot");
+    fs::write(of_memory.unwrap(), "something else").unwrap();
+    let failed = daemon.restore("one", "copy", false).await.unwrap_err();
+    assert!(failed.message().contains("the snapshot is damaged"), "{failed}");
+    assert!(daemon.get("copy").await.is_err());
+    assert_eq!(fs::read_dir(daemon.path("state/disks")).unwrap().count(), 0);
+}
+
+#[tokio::test]
+async fn a_vm_that_does_not_go_on_from_a_snapshot_is_not_left_behind() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    daemon.snapshot("one", "web", false).await.unwrap();
+    fs::write(&daemon.snapshot_files()[0], "something else").unwrap();
+    let failed = daemon.restore("one", "copy", false).await.unwrap_err();
+    assert!(failed.message().contains("the snapshot is damaged"), "{failed}");
+    let names: Vec<_> = daemon
+        .list()
+        .await
+        .into_iter()
+        .map(|vm| vm.metadata.unwrap().name)
+        .collect();
+    assert_eq!(names, ["web"]);
+    let none = daemon.restore("none", "copy", false).await.unwrap_err();
+    assert_eq!(refusal(&none), (Code::NotFound, "SNAPSHOT_NOT_FOUND".into()));
+    let name = daemon.restore("one", "No Name", false).await.unwrap_err();
+    assert_eq!(name.code(), Code::InvalidArgument);
+}
+
+#[tokio::test]
+async fn snapshots_outlive_the_daemon_and_what_it_left_half_done_is_removed() {
+    let mut daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    daemon.run("slow", "mock.save=hang").await;
+    let taken = daemon.snapshot("one", "web", false).await.unwrap();
+    let mut client = daemon.snapshots().await;
+    let request = v1::CreateSnapshotRequest {
+        snapshot: Some(v1::Snapshot {
+            metadata: Some(v1::ObjectMetadata {
+                name: "two".into(),
+                ..Default::default()
+            }),
+            spec: Some(v1::SnapshotSpec { vm: "slow".into() }),
+            status: None,
+        }),
+        ..Default::default()
+    };
+    let waiting = tokio::spawn(async move { client.create_snapshot(request).await });
+    while daemon.snapshot_files().len() < 2 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    daemon.kill_and_restart().await;
+    assert!(waiting.await.unwrap().is_err());
+    assert_eq!(daemon.snapshot_names().await, ["one"]);
+    assert_eq!(daemon.snapshot_files().len(), 1);
+    assert_eq!(daemon.events("Repaired").await.len(), 1);
+    let request = v1::GetSnapshotRequest { name: "one".into() };
+    let got = daemon.snapshots().await.get_snapshot(request).await.unwrap();
+    assert_eq!(got.into_inner().snapshot.unwrap(), taken);
+    daemon.restore("one", "copy", true).await.unwrap();
+}
