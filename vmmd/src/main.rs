@@ -178,7 +178,13 @@ async fn run(config: Config) -> anyhow::Result<()> {
         Err(error) => tracing::warn!(%error, "look at the node"),
     }
     node::drain::give_up(&host).await;
-    disk::restore(&host, records.disks).await;
+    // Any VM may be one whose name can't be read.
+    let has_vm = |name: &str| {
+        let mut unreadable = records.unreadable.iter();
+        records.vms.iter().any(|vm| vm.name == name)
+            || unreadable.any(|vm| vm.name.is_empty() || vm.name == name)
+    };
+    disk::restore(&host, records.disks, has_vm).await;
     snapshot::adopt(&host, records.snapshots).await;
     vm::reconcile::reconcile(&host, records.vms, records.unreadable).await;
     host.operations

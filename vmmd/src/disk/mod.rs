@@ -138,8 +138,21 @@ async fn finish(host: &Arc<Host>, record: &DiskRecord) {
     host.disks.forget(&record.uid, tombstone);
 }
 
-/// Takes over the disks of the store at the daemon's start, and ends what was interrupted.
-pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>) {
+/// Notes that the VM is there which disks were made for: from here on they stay when the daemon ends.
+pub async fn keep(host: &Arc<Host>, names: &[String]) -> Result<(), Failure> {
+    let _edit = host.disks.edit().await;
+    for name in names {
+        let mut record = host.disks.get(name)?;
+        record.for_vm.clear();
+        host.store.put_disk(&record).await.map_err(store_failure)?;
+        host.disks.settle(record);
+    }
+    Ok(())
+}
+
+/// Takes over the disks of the store at the daemon's start, and ends what was interrupted. `has_vm` says whether the store has a VM
+/// of this name.
+pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>, has_vm: impl Fn(&str) -> bool) {
     let known: Vec<_> = records
         .iter()
         .filter_map(|record| Uuid::from_slice(&record.uid).ok())
@@ -149,14 +162,8 @@ pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>) {
             tracing::error!(disk = record.name, "record without a valid uid ignored");
             continue;
         }
-        if record.stage() != DiskStage::Ready {
-            let what = if record.stage() == DiskStage::Deleting {
-                "deletion"
-            } else {
-                "creation"
-            };
-            let message =
-                format!("the disk's {what} had been interrupted: what was left of the disk is removed");
+        if let Some(what) = interruption(&record, &has_vm) {
+            let message = format!("{what} had been interrupted: what was left of the disk is removed");
             tell(host, &record, "Repaired", message);
             finish(host, &record).await;
             for operation in host.operations.left(&object(&record)) {
@@ -165,6 +172,12 @@ pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>) {
                 ));
             }
             continue;
+        }
+        if !record.for_vm.is_empty() {
+            record.for_vm.clear();
+            if let Err(error) = host.store.put_disk(&record).await {
+                tracing::error!(disk = record.name, %error, "note that the disk's VM is there");
+            }
         }
         // It may have grown in the moment before the last daemon ended.
         let (folder, of) = (host.disk_folder(), record.clone());
@@ -196,6 +209,16 @@ pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>) {
         host.disks.restore(record);
     }
     complete_folder(host, known).await;
+}
+
+/// Why a disk of the store can't stay; `None` for one that can.
+fn interruption(record: &DiskRecord, has_vm: impl Fn(&str) -> bool) -> Option<String> {
+    match record.stage() {
+        DiskStage::Deleting => Some("the disk's deletion".to_owned()),
+        DiskStage::Creating => Some("the disk's creation".to_owned()),
+        DiskStage::Ready if record.for_vm.is_empty() || has_vm(&record.for_vm) => None,
+        DiskStage::Ready => Some(format!("the restore of VM \"{}\"", record.for_vm)),
+    }
 }
 
 /// Writes beside the files of disks what daemons before did not, and tells of files that no disk has.

@@ -4,9 +4,13 @@
 //! is copied while the VM is paused, which the client must have allowed. The file is `<uid>.<number>.disk` in the folder of snapshots.
 
 use std::{
-    fs::{self, File},
+    ffi::OsString,
+    fs::File,
     io,
-    os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, fchown},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{FileTypeExt, fchown},
+    },
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -19,7 +23,10 @@ use proto::{
     },
     v1,
 };
-use rustix::fs::ioctl_ficlone;
+use rustix::{
+    fs::{AtFlags, FileType, Mode, OFlags, fchmod, fstat, fsync, ioctl_ficlone, openat, renameat, unlinkat},
+    io::Errno,
+};
 use uuid::Uuid;
 
 use super::{Folder, failed};
@@ -29,7 +36,7 @@ use crate::{
     host::Host,
     store::{DiskRecord, SnapshotDisk, SnapshotRecord},
     text,
-    vm::files::{self, Locks, OpenDisk},
+    vm::files::{self, Locks, OpenDisk, Within, roots},
 };
 
 /// The disks that are to be in a snapshot, open for reading.
@@ -148,18 +155,22 @@ pub fn sync(folder: &Folder, record: &SnapshotRecord) -> io::Result<()> {
     folder.sync()
 }
 
-/// An image of a VM's disk that is to be replaced by its copy.
+/// An image of a VM's disk that is to be replaced by its copy. Everything is done beneath the folder that the image is in: nobody can have
+/// another one put in its place by a link.
 struct Replacement {
     /// Locked until it is replaced.
-    _locked: OpenDisk,
-    new: PathBuf,
-    path: PathBuf,
+    locked: OpenDisk,
+    folder: OwnedFd,
+    /// The image's name in the folder.
+    name: OsString,
+    /// The copy's: `.<name>.<uid of the snapshot>`.
+    new: OsString,
 }
 
 impl Drop for Replacement {
     fn drop(&mut self) {
         // It is gone when it has replaced the image.
-        let _ = fs::remove_file(&self.new);
+        let _ = unlinkat(&self.folder, &self.new, AtFlags::empty());
     }
 }
 
@@ -171,48 +182,49 @@ pub fn put_back(host: &Host, folder: &Folder, record: &SnapshotRecord) -> Result
         let disk = spec.disks.iter().find(|disk| disk.name.as_str() == of.name);
         let disk = disk.ok_or_else(|| Failure::internal("the snapshot has a disk that its VM has not"))?;
         check_base(host, of)?;
-        let field = format!("disks.{}", of.name);
-        let locked = files::open_disk(&field, disk, &host.sources(), Locks::Take)?;
-        let path = files::paths(disk, &host.sources()).into_iter().next();
-        let path = path.ok_or_else(|| Failure::internal("a disk without a path"))?;
+        let locked = files::open_disk(&format!("disks.{}", of.name), disk, &host.sources(), Locks::Take)?;
         let failed = |error: io::Error| failed(&format!("put back disk \"{}\"", of.name), &error);
-        // A name may be a symbolic link: what it leads to is replaced.
-        let path = fs::canonicalize(path).map_err(failed)?;
-        let new = beside(&path, record);
+        let within = match disk.named() {
+            Some(_) => Within::Own,
+            None => Within::Roots(&host.config.roots.disks),
+        };
+        let found = roots::open_folder_of(&locked.fd, within);
+        let (beneath, name) = found.map_err(|refused| failed(refused.into()))?;
+        let mut new = OsString::from(".");
+        new.push(&name);
+        new.push(format!(".{}", super::uid(record)));
         let replacement = Replacement {
-            _locked: locked,
+            locked,
+            folder: beneath,
+            name,
             new,
-            path,
         };
         copy_beside(&folder.disk(record, number), &replacement).map_err(failed)?;
         replacements.push(replacement);
     }
-    for replacement in &replacements {
-        let renamed = fs::rename(&replacement.new, &replacement.path);
-        let renamed = renamed.and_then(|()| sync_folder_of(&replacement.path));
-        renamed.map_err(|error| failed("put back a disk", &error))?;
+    for Replacement {
+        folder, name, new, ..
+    } in &replacements
+    {
+        let renamed = renameat(folder, new, folder, name).and_then(|()| fsync(folder));
+        renamed.map_err(|errno| failed("put back a disk", &errno.into()))?;
     }
     Ok(())
 }
 
-/// `.<name>.<uid of the snapshot>` in the folder of an image.
-fn beside(path: &Path, record: &SnapshotRecord) -> PathBuf {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!(".{name}.{}", super::uid(record)))
-}
-
 fn copy_beside(copy: &Path, replacement: &Replacement) -> io::Result<()> {
+    let Replacement { folder, new, .. } = replacement;
     // What an earlier attempt left when its daemon was killed.
-    match fs::remove_file(&replacement.new) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+    match unlinkat(folder, new, AtFlags::empty()) {
+        Err(errno) if errno != Errno::NOENT => return Err(errno.into()),
         _ => {}
     }
-    let (from, like) = (File::open(copy)?, fs::metadata(&replacement.path)?);
-    let to = File::options()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&replacement.new)?;
+    let (from, like) = (File::open(copy)?, fstat(&replacement.locked.fd)?);
+    if FileType::from_raw_mode(like.st_mode) != FileType::RegularFile {
+        return Err(io::Error::other("it is not a regular file any more"));
+    }
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let to = File::from(openat(folder, new, flags, Mode::RUSR | Mode::WUSR)?);
     disk::copy(
         &from,
         &to,
@@ -220,13 +232,9 @@ fn copy_beside(copy: &Path, replacement: &Replacement) -> io::Result<()> {
         true,
         &disk::Control::default(),
     )?;
-    fchown(&to, Some(like.uid()), Some(like.gid()))?;
-    to.set_permissions(like.permissions())?;
+    fchown(&to, Some(like.st_uid), Some(like.st_gid))?;
+    fchmod(&to, Mode::from_raw_mode(like.st_mode))?;
     to.sync_all()
-}
-
-fn sync_folder_of(path: &Path) -> io::Result<()> {
-    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
 /// Refused when the disk below an overlay is not there any more.
@@ -253,7 +261,7 @@ pub async fn make(
     let mut made = Vec::new();
     for (number, of) in record.disks.iter().enumerate() {
         let name = format!("{vm}-{}", of.name);
-        match make_one(host, folder.disk(record, number), of, &name).await {
+        match make_one(host, folder.disk(record, number), of, &name, vm).await {
             Ok(()) => made.push(name.clone()),
             Err(failure) => return (made, Err(failure)),
         }
@@ -264,7 +272,13 @@ pub async fn make(
     (made, Ok(()))
 }
 
-async fn make_one(host: &Arc<Host>, copy: PathBuf, of: &SnapshotDisk, name: &str) -> Result<(), Failure> {
+async fn make_one(
+    host: &Arc<Host>,
+    copy: PathBuf,
+    of: &SnapshotDisk,
+    name: &str,
+    vm: &str,
+) -> Result<(), Failure> {
     if let Err(error) = Name::try_from(name) {
         let problem = format_args!("gives its disk the name \"{name}\", which {error}");
         return Err(Failure::field("vm", problem));
@@ -277,6 +291,7 @@ async fn make_one(host: &Arc<Host>, copy: PathBuf, of: &SnapshotDisk, name: &str
         format: of.format,
         size_bytes: of.capacity_bytes,
         backing: of.backing.clone(),
+        for_vm: vm.to_owned(),
         ..DiskRecord::default()
     };
     disk::take_in(host, record, copy).await

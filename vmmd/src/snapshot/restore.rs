@@ -10,6 +10,7 @@ use crate::{
     context::Context,
     disk,
     failure::{Failure, Kind},
+    fault,
     host::Host,
     store::SnapshotRecord,
     text,
@@ -110,8 +111,19 @@ async fn make_and_start(
     }
     let mut spec = record.vm_spec.clone().unwrap_or_default();
     let (made, result) = disks::make(host, &folder(host), record, name, &mut spec).await;
+    fault::point(&host.config.run_dir, "restore");
     let result = match result {
         Ok(()) => make(host, record, (spec, machine), name, context).await,
+        Err(failure) => Err(failure),
+    };
+    let result = match result {
+        Ok(()) => {
+            let kept = disk::keep(host, &made).await;
+            if kept.is_err() {
+                delete(host, name, context).await;
+            }
+            kept
+        }
         Err(failure) => Err(failure),
     };
     let started = match result {

@@ -289,6 +289,9 @@ pub struct DiskRecord {
     /// Where its first content came from; not there for zeroes, or when not known.
     #[prost(message, optional, tag = "16")]
     pub source: Option<DiskSource>,
+    /// Name of the VM that it is made for as a part of a restore; empty once that VM is there, and for all other disks.
+    #[prost(string, tag = "17")]
+    pub for_vm: String,
     /// As of a VM.
     #[prost(message, repeated, tag = "20")]
     pub begun: Vec<RequestMark>,

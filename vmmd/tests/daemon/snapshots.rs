@@ -52,6 +52,13 @@ impl Daemon {
         Ok(answer.into_inner().vm.unwrap())
     }
 
+    /// Files of raw disks of the DiskService.
+    fn raw_disks(&self) -> Vec<std::path::PathBuf> {
+        let files = fs::read_dir(self.path("state/disks")).unwrap();
+        let paths = files.map(|entry| entry.unwrap().path());
+        paths.filter(|path| path.extension().unwrap() == "raw").collect()
+    }
+
     /// Files of snapshots.
     fn snapshot_files(&self) -> Vec<std::path::PathBuf> {
         let Ok(folder) = fs::read_dir(self.path("state/snapshots")) else {
@@ -229,10 +236,7 @@ async fn a_snapshot_has_the_disks_of_its_moment_and_gives_them_back() {
     let copy = daemon.restore("one", "copy", false).await.unwrap();
     let disk = &copy.spec.unwrap().disks[0];
     assert_eq!((disk.name.as_str(), disk.disk()), ("root", "copy-root"));
-    let files: Vec<_> = fs::read_dir(daemon.path("state/disks"))
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .collect();
+    let files = daemon.raw_disks();
     assert_eq!(files.len(), 1);
     assert_eq!(content(&files[0]), "until the snapshot");
 
@@ -273,6 +277,26 @@ async fn a_vm_whose_restore_fails_leaves_no_disk() {
     assert!(failed.message().contains("the snapshot is damaged"), "{failed}");
     assert!(daemon.get("copy").await.is_err());
     assert_eq!(fs::read_dir(daemon.path("state/disks")).unwrap().count(), 0);
+}
+
+#[tokio::test]
+async fn disks_of_a_restore_that_ended_with_the_daemon_are_removed_and_a_retry_makes_them_anew() {
+    let mut daemon = Daemon::start().await;
+    with_disk(&daemon).await;
+    daemon.snapshot("one", "web", true).await.unwrap();
+    fs::create_dir_all(daemon.path("run/fault")).unwrap();
+    fs::write(daemon.path("run/fault/restore"), "").unwrap();
+    let failed = daemon.restore("one", "copy", false).await.unwrap_err();
+    assert_eq!(failed.code(), Code::Internal, "{failed}");
+    assert_eq!(daemon.raw_disks().len(), 1, "the disk was made");
+    daemon.kill_and_restart().await;
+    assert_eq!(daemon.raw_disks().len(), 0);
+    assert_eq!(daemon.events("Repaired").await.len(), 1);
+    daemon.restore("one", "copy", false).await.unwrap();
+    // From here on the disk is one like any other.
+    daemon.delete("copy", true).await.unwrap();
+    daemon.kill_and_restart().await;
+    assert_eq!(daemon.raw_disks().len(), 1);
 }
 
 #[tokio::test]

@@ -3,13 +3,17 @@
 //! a check and the use. Blocking.
 
 use std::{
+    ffi::OsString,
     io,
-    os::fd::OwnedFd,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::ffi::OsStringExt,
+    },
     path::{Path, PathBuf},
 };
 
 use rustix::{
-    fs::{Mode, OFlags, ResolveFlags},
+    fs::{AtFlags, Mode, OFlags, ResolveFlags},
     io::Errno,
 };
 use serde::Deserialize;
@@ -119,6 +123,32 @@ pub fn open(path: &Path, within: Within<'_>, flags: OFlags) -> Result<OwnedFd, R
     Err(refused)
 }
 
+/// Opens the folder that an open regular file is in, and returns its name there. The folder is beneath one of the allowed ones, whatever links were
+/// followed when the file was opened. Refused as stale when the name is that of another file by now.
+pub fn open_folder_of(file: &OwnedFd, within: Within<'_>) -> Result<(OwnedFd, OsString), Refused> {
+    // proc(5): the path of the file itself, without symbolic links.
+    let link = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let path = rustix::fs::readlink(link, Vec::new()).map_err(Refused::Errno)?;
+    let path = PathBuf::from(OsString::from_vec(path.into_bytes()));
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(Refused::Errno(Errno::STALE));
+    };
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let folder = match within {
+        Within::Own => open(parent, within, flags)?,
+        Within::Roots(roots) => {
+            let real = roots.iter().filter_map(|root| root.canonicalize().ok());
+            open(parent, Within::Roots(&real.collect::<Vec<_>>()), flags)?
+        }
+    };
+    let there = rustix::fs::statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW).map_err(Refused::Errno)?;
+    let file = rustix::fs::fstat(file).map_err(Refused::Errno)?;
+    match (there.st_dev, there.st_ino) == (file.st_dev, file.st_ino) {
+        true => Ok((folder, name.to_owned())),
+        false => Err(Refused::Errno(Errno::STALE)),
+    }
+}
+
 /// Opens `path`, which is `rest` below `root`.
 fn open_beneath(root: &Path, rest: &Path, path: &Path, flags: OFlags) -> Result<OwnedFd, Refused> {
     if is_everything(root) {
@@ -206,6 +236,28 @@ mod tests {
             case.open("allowed", "allowed/none"),
             Err(Refused::Errno(Errno::NOENT))
         );
+    }
+
+    #[test]
+    fn the_folder_of_an_open_file_is_the_one_that_its_name_is_in() {
+        let case = Case::new();
+        let path = |name: &str| case.0.path().join(name);
+        let roots = [path("allowed")];
+        let file: OwnedFd = fs::File::open(path("allowed/inside")).unwrap().into();
+        let (folder, name) = open_folder_of(&file, Within::Roots(&roots)).unwrap();
+        assert_eq!(name, "in");
+        let inode = |fd: &OwnedFd| rustix::fs::fstat(fd).unwrap().st_ino;
+        let sub = fs::File::open(path("allowed/sub")).unwrap().into();
+        assert_eq!(inode(&folder), inode(&sub));
+        // Another file has the name now.
+        fs::write(path("new"), "y").unwrap();
+        fs::rename(path("new"), path("allowed/sub/in")).unwrap();
+        let stale = open_folder_of(&file, Within::Roots(&roots));
+        assert!(matches!(stale, Err(Refused::Errno(_))), "{stale:?}");
+        let outside: OwnedFd = fs::File::open(path("other/out")).unwrap().into();
+        let refused = open_folder_of(&outside, Within::Roots(&roots));
+        assert!(matches!(refused, Err(Refused::Outside)), "{refused:?}");
+        assert!(open_folder_of(&outside, Within::Own).is_ok());
     }
 
     #[test]
