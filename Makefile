@@ -100,7 +100,7 @@ mutations: tools node-tool deb ## Run the tests of builds with deliberate faults
 nightly: lint deny mutations fleet long ## Run what make test is too short for, and what takes minutes to compile
 	@command -v mdbook >/dev/null || $(CARGO) install --locked mdbook
 	mdbook build docs
-	for part in blk_queue qcow2_image balloon_queue net_queue rfb_client gpu_commands input_driver snapshot; do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done
+	for part in blk_queue qcow2_image balloon_queue net_queue rfb_client gpu_commands input_driver snapshot migration; do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done
 
 FUZZ ?= blk_queue
 FUZZ_SECONDS ?= 60
@@ -110,7 +110,7 @@ FOUND = $(CURDIR)/target/fuzz/corpus/$(FUZZ)
 # What libFuzzer finds stays in target/; the seeds in the tree are what the tests go through. The compiler is told to take
 # flags that are not stable yet.
 .PHONY: fuzz
-fuzz: ## Fuzz a part of vmm with libFuzzer (FUZZ=blk_queue, rfb_client, … as in devices/fuzz, or snapshot; FUZZ_SECONDS=60)
+fuzz: ## Fuzz a part of vmm with libFuzzer (FUZZ=blk_queue, rfb_client, … as in devices/fuzz, or snapshot, migration; FUZZ_SECONDS=60)
 	@command -v cargo-fuzz >/dev/null || $(CARGO) install --locked cargo-fuzz
 	mkdir -p $(FOUND)
 	cd $(FUZZ_CRATE) && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --target-dir ../target/fuzz $(FUZZ) $(FOUND) fuzz/corpus/$(FUZZ) -- -max_total_time=$(FUZZ_SECONDS)

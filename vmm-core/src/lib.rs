@@ -4,5 +4,6 @@ pub mod board;
 pub mod kvm;
 pub mod lifecycle;
 pub mod memory;
+pub mod migration;
 pub mod snapshot;
 pub mod vcpu;

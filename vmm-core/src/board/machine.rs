@@ -34,7 +34,8 @@ use crate::{
     kvm::{AddressSpaces, Clock, IrqChipState, StatsReader, Vm},
     lifecycle::{self, Detached, Failure, LimitTarget, NicChange, Notice, Notifier, Progress, Token},
     memory::GuestRam,
-    snapshot::saving::{GoesOn, Report, Saving},
+    migration::Sender,
+    snapshot::saving::{GoesOn, Purpose, Report, Saving},
     vcpu::Vcpus,
 };
 
@@ -272,6 +273,21 @@ impl lifecycle::Machine for Machine {
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
         self.saving = Some(Saving::begin(&self.vm, self.ram.memory(), file, runs, tell)?);
+        Ok(())
+    }
+
+    fn begin_migration(&mut self, socket: File, downtime: Duration, runs: bool) -> Result<(), Failure> {
+        let notifier = self.notifier.clone();
+        let tell = move |event| notifier.notify(Notice::Snapshot(event));
+        let sink = Box::new(Sender::new(socket, self.ram.memory()));
+        let purpose = (Purpose::Migration { downtime }, runs);
+        self.saving = Some(Saving::into_sink(
+            &self.vm,
+            self.ram.memory(),
+            sink,
+            purpose,
+            tell,
+        )?);
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use prost::Message;
@@ -239,6 +239,10 @@ impl lifecycle::Machine for Rebuilt {
 
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {
         self.machine()?.begin_snapshot(file, runs)
+    }
+
+    fn begin_migration(&mut self, socket: File, downtime: Duration, runs: bool) -> Result<(), Failure> {
+        self.machine()?.begin_migration(socket, downtime, runs)
     }
 
     fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<GoesOn, Failure> {

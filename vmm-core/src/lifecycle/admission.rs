@@ -55,6 +55,8 @@ pub enum Action {
     Disk,
     /// Write a snapshot.
     Save,
+    /// Send it to another `vmm`.
+    Send,
 }
 
 /// The answer.
@@ -70,7 +72,7 @@ pub enum Admission {
 
 /// Decides.
 pub fn admit(state: State, action: Action) -> Admission {
-    use Action::{Boot, Disk, Pause, PowerButton, Reset, Resume, Save, Stop};
+    use Action::{Boot, Disk, Pause, PowerButton, Reset, Resume, Save, Send, Stop};
     use Admission::{Already, Go, Refuse};
     match (state, action) {
         (State::Empty, Boot) => Go,
@@ -84,7 +86,8 @@ pub fn admit(state: State, action: Action) -> Admission {
 
         (State::Paused, Reset) => Refuse("the machine is paused: resume it first"),
 
-        (State::Running | State::Paused, Disk | Save) => Go,
+        (State::Running | State::Paused, Disk | Save) | (State::Running, Send) => Go,
+        (State::Paused, Send) => Refuse("the machine is paused: resume it first"),
 
         (State::Ended, Stop) => Already,
         (_, Stop) => Go,
@@ -99,7 +102,7 @@ mod tests {
     use rstest::rstest;
 
     use super::{
-        Action::{Boot, Disk, Pause, PowerButton, Reset, Resume, Save, Stop},
+        Action::{Boot, Disk, Pause, PowerButton, Reset, Resume, Save, Send, Stop},
         State::{Empty, Ended, Paused, Running},
         *,
     };
@@ -112,11 +115,11 @@ mod tests {
     }
 
     #[rstest]
-    #[case(Empty, [(Boot, Answer::Go), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Refuse), (Reset, Answer::Refuse), (Save, Answer::Refuse)])]
-    #[case(Running, [(Boot, Answer::Refuse), (Pause, Answer::Go), (Resume, Answer::Already), (PowerButton, Answer::Go), (Stop, Answer::Go), (Disk, Answer::Go), (Reset, Answer::Go), (Save, Answer::Go)])]
-    #[case(Paused, [(Boot, Answer::Refuse), (Pause, Answer::Already), (Resume, Answer::Go), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Go), (Reset, Answer::Refuse), (Save, Answer::Go)])]
-    #[case(Ended, [(Boot, Answer::Refuse), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Already), (Disk, Answer::Refuse), (Reset, Answer::Refuse), (Save, Answer::Refuse)])]
-    fn each_action_in_each_state_has_its_answer(#[case] state: State, #[case] table: [(Action, Answer); 8]) {
+    #[case(Empty, [(Boot, Answer::Go), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Refuse), (Reset, Answer::Refuse), (Save, Answer::Refuse), (Send, Answer::Refuse)])]
+    #[case(Running, [(Boot, Answer::Refuse), (Pause, Answer::Go), (Resume, Answer::Already), (PowerButton, Answer::Go), (Stop, Answer::Go), (Disk, Answer::Go), (Reset, Answer::Go), (Save, Answer::Go), (Send, Answer::Go)])]
+    #[case(Paused, [(Boot, Answer::Refuse), (Pause, Answer::Already), (Resume, Answer::Go), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Go), (Reset, Answer::Refuse), (Save, Answer::Go), (Send, Answer::Refuse)])]
+    #[case(Ended, [(Boot, Answer::Refuse), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Already), (Disk, Answer::Refuse), (Reset, Answer::Refuse), (Save, Answer::Refuse), (Send, Answer::Refuse)])]
+    fn each_action_in_each_state_has_its_answer(#[case] state: State, #[case] table: [(Action, Answer); 9]) {
         for (action, expected) in table {
             let answer = match admit(state, action) {
                 Admission::Go => Answer::Go,

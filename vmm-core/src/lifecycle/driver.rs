@@ -175,6 +175,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Request::Reset => Action::Reset,
             Request::Stop => Action::Stop,
             Request::Save { .. } => Action::Save,
+            Request::Send { .. } => Action::Send,
             Request::AttachDisk { .. }
             | Request::DetachDisk { .. }
             | Request::ResizeDisk { .. }
@@ -210,6 +211,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                     description,
                     keep_paused,
                 } => match self.begin_snapshot(token, file, (paused, keep_paused), description) {
+                    Ok(()) => return Next::GoOn,
+                    Err(failure) => Err(failure),
+                },
+                Request::Send { socket, downtime } => match self.begin_migration(token, socket, downtime) {
                     Ok(()) => return Next::GoOn,
                     Err(failure) => Err(failure),
                 },

@@ -5,11 +5,16 @@ pub mod admission;
 pub mod driver;
 pub mod publisher;
 
-use std::{fs::File, os::fd::OwnedFd, sync::mpsc::Sender, time::Instant};
+use std::{
+    fs::File,
+    os::fd::OwnedFd,
+    sync::mpsc::Sender,
+    time::{Duration, Instant},
+};
 
 use proto::{
     model::disk::RateLimit,
-    vmm::{Disk, DiskStats, ErrorKind, MachineSpec, MachineStats, Restore, SaveReply, Status},
+    vmm::{Disk, DiskStats, ErrorKind, MachineSpec, MachineStats, Restore, SaveReply, SendReply, Status},
 };
 
 use crate::snapshot::saving;
@@ -61,6 +66,13 @@ pub enum Request {
     },
     /// Ends the pause of a snapshot with `keep_paused`.
     Release,
+    /// Sends it to another `vmm`; it stays paused then.
+    Send {
+        /// Over this socket.
+        socket: OwnedFd,
+        /// How long sending the rest may take; zero: no matter how long.
+        downtime: Duration,
+    },
     /// Makes it quiet.
     Pause,
     /// Goes on.
@@ -145,6 +157,8 @@ pub enum Answer {
     MachineStats(Box<MachineStats>),
     /// A snapshot is whole.
     Saved(SaveReply),
+    /// The machine was sent.
+    Sent(SendReply),
 }
 
 /// A disk that is gone: its image is closed and unlocked.
@@ -296,6 +310,9 @@ pub trait Machine {
     fn commit_disks(&mut self) -> Result<(), Failure>;
     /// Begins to write a snapshot into `file`; `runs` when the machine goes on meanwhile. [`Notice::Snapshot`] says how far it is.
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure>;
+    /// Begins to send the machine over `socket`; `runs` when it goes on meanwhile. It goes on as a snapshot does, but for the end: the
+    /// machine stays paused.
+    fn begin_migration(&mut self, socket: File, downtime: Duration, runs: bool) -> Result<(), Failure>;
     /// Takes the state of the paused machine, when the snapshot is [ready](saving::Event::Ready) for it; says when the machine may
     /// go on. The snapshot says `description` of itself.
     fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<saving::GoesOn, Failure>;

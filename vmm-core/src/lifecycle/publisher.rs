@@ -4,10 +4,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use proto::vmm::{
     CrashReset, DeviceError, DiskDetached, DisksQuiet, Ended, Event, ExitKind, ExitRecord, GuestPanicked,
-    GuestReset, PauseReason, StateChanged, Status, event::Kind,
+    GuestReset, MigrationRound, PauseReason, StateChanged, Status, event::Kind,
 };
 
 use super::{Answer, Detached, Failure, Token, admission::State};
+use crate::snapshot::saving::Round;
 
 /// Who asks and listens. The driver calls it; no method may wait.
 pub trait Audience: Send {
@@ -68,9 +69,9 @@ impl<A: Audience> Publisher<A> {
         self.enter(State::Paused);
     }
 
-    /// The machine is paused as long as a snapshot is written.
-    pub fn paused_for_snapshot(&mut self) {
-        self.status.pause_reason = PauseReason::Snapshot.into();
+    /// The machine is paused as long as a snapshot is written, or because it was sent.
+    pub fn paused_for(&mut self, reason: PauseReason) {
+        self.status.pause_reason = reason.into();
         self.status.pause_message.clear();
         self.enter(State::Paused);
     }
@@ -78,6 +79,16 @@ impl<A: Audience> Publisher<A> {
     /// The machine is paused, and the files of its disks can be copied.
     pub fn disks_quiet(&self) {
         self.send(Kind::DisksQuiet(DisksQuiet {}));
+    }
+
+    /// A round of a migration has ended.
+    pub fn migration_round(&self, round: Round) {
+        self.send(Kind::MigrationRound(MigrationRound {
+            number: round.number,
+            sent_bytes: round.sent_bytes,
+            dirty_bytes: round.dirty_bytes,
+            bytes_per_second: round.bytes_per_second,
+        }));
     }
 
     /// The guest reset itself.

@@ -36,6 +36,10 @@ struct TestMachine {
     slow: Option<Token>,
     deadline: Option<(Token, Instant)>,
     answers: Vec<(Token, Result<(), Failure>)>,
+    /// A snapshot needs the pause until it has ended.
+    late: bool,
+    /// The machine can't be sent.
+    unsent: bool,
 }
 
 impl TestMachine {
@@ -183,6 +187,19 @@ impl Machine for TestMachine {
         Ok(())
     }
 
+    fn begin_migration(&mut self, _socket: File, downtime: Duration, runs: bool) -> Result<(), Failure> {
+        self.log.add(format!("begin migration, runs: {runs}"));
+        self.late = true;
+        let round = saving::Round {
+            sent_bytes: 9,
+            ..saving::Round::default()
+        };
+        self.tell(saving::Event::Round(round));
+        self.tell(saving::Event::Ready);
+        self.unsent = downtime.is_zero();
+        Ok(())
+    }
+
     fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<saving::GoesOn, Failure> {
         let description = String::from_utf8(description).unwrap();
         self.log.add(format!("complete snapshot {description}"));
@@ -204,6 +221,7 @@ impl Machine for TestMachine {
             release();
         }
         match description.as_str() {
+            _ if self.late => Ok(saving::GoesOn::WhenEnded),
             "late" | "late, copied first" => Ok(saving::GoesOn::WhenEnded),
             _ => Ok(saving::GoesOn::Now),
         }
@@ -212,6 +230,12 @@ impl Machine for TestMachine {
     fn end_snapshot(&mut self) -> Result<saving::Report, Failure> {
         self.log.add("end snapshot");
         self.inputs.send(Input::Request(token(9), Request::Stop)).unwrap();
+        if self.unsent {
+            return Err(Failure {
+                kind: ErrorKind::Internal,
+                message: "not sent".into(),
+            });
+        }
         Ok(saving::Report {
             file_bytes: 7,
             ..saving::Report::default()
@@ -264,6 +288,8 @@ impl Builder for TestBuilder {
             slow: None,
             deadline: None,
             answers: Vec::new(),
+            late: false,
+            unsent: false,
         }))
     }
 }
@@ -275,6 +301,7 @@ impl Audience for Log {
                 let status = changed.status.unwrap();
                 match status.pause_reason() {
                     PauseReason::DiskError => format!("is {:?}: {}", status.state(), status.pause_message),
+                    PauseReason::Migration => format!("is {:?} for a migration", status.state()),
                     PauseReason::Snapshot => format!("is {:?} for a snapshot", status.state()),
                     reason => {
                         let requested = reason == PauseReason::Requested;
@@ -290,6 +317,7 @@ impl Audience for Log {
             Kind::DeviceError(error) => format!("{}: {}", error.device, error.message),
             Kind::Ended(ended) => format!("ended {:?}", ended.exit.unwrap().kind()),
             Kind::DisksQuiet(_) => "disks quiet".into(),
+            Kind::MigrationRound(round) => format!("round {}, {} sent", round.number, round.sent_bytes),
             Kind::DiskDetached(gone) => format!("disk {} detached, forced {}", gone.name, gone.forced),
         });
     }
@@ -299,6 +327,7 @@ impl Audience for Log {
             Ok(Answer::MachineStats(stats)) => {
                 format!("{} all stats of {}", token.request, stats.disks[0].name)
             }
+            Ok(Answer::Sent(reply)) => format!("{} sent {}", token.request, reply.sent_bytes),
             Ok(Answer::Saved(reply)) => format!("{} saved {}", token.request, reply.file_bytes),
             Ok(Answer::DiskStats(disks)) => format!("{} stats of {}", token.request, disks[0].name),
             Ok(Answer::Status(status)) => {

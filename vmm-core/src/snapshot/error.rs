@@ -29,6 +29,11 @@ pub enum Place {
         /// Offset in the file in bytes.
         offset: u64,
     },
+    /// A frame of the stream of a migration.
+    Stream {
+        /// Offset in bytes.
+        offset: u64,
+    },
 }
 
 impl fmt::Display for Place {
@@ -41,6 +46,7 @@ impl fmt::Display for Place {
             Self::Page { address, offset } => {
                 write!(f, "its memory page {address:#x} at byte {offset}")
             }
+            Self::Stream { offset } => write!(f, "the frame at byte {offset} of its stream"),
         }
     }
 }
@@ -87,6 +93,19 @@ pub enum SnapshotError {
     /// The machine has ended, or can't be paused.
     #[error("the snapshot was given up")]
     Cancelled,
+    /// The guest changes memory faster than it can be sent.
+    #[error(
+        "the guest changes its memory faster than it can be sent: after {rounds} rounds the rest would still take {rest_ms} ms, and the \
+         limit of the downtime is {limit_ms} ms"
+    )]
+    NotConverging {
+        /// How often what was changed was sent again.
+        rounds: u32,
+        /// How long sending the rest would take, in milliseconds.
+        rest_ms: u64,
+        /// The limit in milliseconds.
+        limit_ms: u64,
+    },
     /// The file could not be read or written.
     #[error("{operation} the snapshot")]
     Io {
@@ -105,21 +124,21 @@ pub enum SnapshotError {
 }
 
 impl SnapshotError {
-    pub(super) fn damaged(place: Place, why: impl Into<String>) -> Self {
+    pub(crate) fn damaged(place: Place, why: impl Into<String>) -> Self {
         Self::Damaged {
             place,
             why: why.into(),
         }
     }
 
-    pub(super) fn reading(source: io::Error) -> Self {
+    pub(crate) fn reading(source: io::Error) -> Self {
         Self::Io {
             operation: "reading",
             source,
         }
     }
 
-    pub(super) fn writing(source: io::Error) -> Self {
+    pub(crate) fn writing(source: io::Error) -> Self {
         Self::Io {
             operation: "writing",
             source,
@@ -137,7 +156,7 @@ impl From<SnapshotError> for Failure {
                 _ => ErrorKind::Internal,
             },
             SnapshotError::Log(_) => ErrorKind::Kvm,
-            SnapshotError::Cancelled => ErrorKind::State,
+            SnapshotError::Cancelled | SnapshotError::NotConverging { .. } => ErrorKind::State,
             SnapshotError::Memory(_) => ErrorKind::Internal,
             _ => ErrorKind::Invalid,
         };

@@ -11,20 +11,20 @@ use super::{
 };
 
 /// How many bytes are worked on at a time: a multiple of a page.
-pub(super) const PIECE: u64 = 1 << 20;
+pub(crate) const PIECE: u64 = 1 << 20;
 
 const ZEROES: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 
 /// The checksum of a page of zeroes.
-pub(super) static CHECKSUM_OF_ZEROES: LazyLock<u32> = LazyLock::new(|| crc32c::crc32c(&ZEROES));
+pub(crate) static CHECKSUM_OF_ZEROES: LazyLock<u32> = LazyLock::new(|| crc32c::crc32c(&ZEROES));
 
 /// Whether a page has nothing but zeroes.
-pub(super) fn is_zero(page: &[u8]) -> bool {
+pub(crate) fn is_zero(page: &[u8]) -> bool {
     page == ZEROES
 }
 
 /// Copies `length` bytes of guest memory into `buffer`, which has as many then.
-pub(super) fn read(
+pub(crate) fn read(
     memory: &GuestMemory,
     address: u64,
     length: u64,
@@ -36,7 +36,7 @@ pub(super) fn read(
 }
 
 /// The pieces of at most [`PIECE`] bytes of a range of `length` bytes: where each begins, and its length.
-pub(super) fn pieces(length: u64) -> impl Iterator<Item = (u64, u64)> {
+pub(crate) fn pieces(length: u64) -> impl Iterator<Item = (u64, u64)> {
     let count = length.div_ceil(PIECE);
     (0..count).map(move |piece| {
         let start = piece.saturating_mul(PIECE);
@@ -45,7 +45,7 @@ pub(super) fn pieces(length: u64) -> impl Iterator<Item = (u64, u64)> {
 }
 
 /// Joins pages that lie side by side, in order: (address, bytes), at most [`PIECE`] bytes each.
-pub(super) fn runs(pages: impl IntoIterator<Item = u64>) -> impl Iterator<Item = (u64, u64)> {
+pub(crate) fn runs(pages: impl IntoIterator<Item = u64>) -> impl Iterator<Item = (u64, u64)> {
     let mut pages = pages.into_iter().peekable();
     std::iter::from_fn(move || {
         let first = pages.next()?;

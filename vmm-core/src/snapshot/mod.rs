@@ -11,7 +11,7 @@ pub mod error;
 pub mod format;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
-mod memory;
+pub(crate) mod memory;
 pub mod reader;
 pub mod saving;
 pub mod writer;

@@ -301,7 +301,7 @@ fn check_table<S: Source>(source: &S, layout: &Layout, wanted: u32) -> Result<()
 }
 
 /// The one section with this message.
-fn take<M: state::Saved>(sections: &mut Vec<Section>) -> Result<M, SnapshotError> {
+pub(crate) fn take<M: state::Saved>(sections: &mut Vec<Section>) -> Result<M, SnapshotError> {
     let missing = || StateError::Missing {
         id: M::KIND.to_owned(),
     };

@@ -9,6 +9,9 @@
 //! written again, until few are left, or a round does not make them fewer. The last of them are copied while the machine is paused and
 //! written later; when they are too many for that, the machine stays paused until they are written.
 //!
+//! A live [migration](crate::migration) is a save into a stream ([`Purpose::Migration`]): rounds go on until what is left can be sent within
+//! the limit of the downtime, and the machine stays paused until all is sent.
+//!
 //! Whoever drops a [`Saving`] ends the thread and leaves a file that was never completed.
 
 use std::{
@@ -20,6 +23,7 @@ use std::{
         mpsc::{Receiver, Sender, channel},
     },
     thread::JoinHandle,
+    time::{Duration, Instant},
 };
 
 use devices::{
@@ -40,14 +44,72 @@ use crate::{
 
 /// Changed pages that are worth another round while the machine runs, in bytes.
 const FEW: u64 = 2 << 20;
-/// Most rounds.
+/// Most rounds of a snapshot.
 const MAX_ROUNDS: u32 = 16;
+/// Most rounds of a migration. QEMU and Cloud Hypervisor give up, or throttle the guest, after as many or fewer.
+const MAX_MIGRATION_ROUNDS: u32 = 30;
+/// Changed memory that a migration always sends while the machine is paused, in bytes: a round for less costs more than it saves.
+const LITTLE: u64 = 256 << 10;
 /// Most bytes that are copied while the machine is paused, to be written later.
 const MAX_COPIED: u64 = 32 << 20;
+
+/// Asked each mebibyte whether to go on: an error ends the save.
+pub type GoOn<'a> = &'a dyn Fn() -> Result<(), SnapshotError>;
+
+/// Where a machine is written to.
+pub trait Sink: Send {
+    /// Writes what all of `memory` holds now. Comes first.
+    fn everything(&mut self, memory: &GuestMemory, go_on: GoOn<'_>) -> Result<(), SnapshotError>;
+    /// Writes what these pages of `memory` hold now; guest-physical addresses, in order.
+    fn pages(
+        &mut self,
+        memory: &GuestMemory,
+        addresses: Vec<u64>,
+        go_on: GoOn<'_>,
+    ) -> Result<(), SnapshotError>;
+    /// Writes whole pages whose content was copied, at a guest-physical address within one range of memory.
+    fn contents(&mut self, address: u64, contents: &[u8], go_on: GoOn<'_>) -> Result<(), SnapshotError>;
+    /// Bytes of memory that were written so far, those that were written again included; pages of zeroes need not be written.
+    fn written(&self) -> u64;
+    /// Writes the rest; returns the length of all. Memory was written as it was when `machine` was saved.
+    fn finish(
+        self: Box<Self>,
+        info: &SnapshotInfo,
+        machine: state::Machine,
+        go_on: GoOn<'_>,
+    ) -> Result<u64, SnapshotError>;
+}
+
+/// What a machine is saved for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// It goes on as soon as it can.
+    Snapshot,
+    /// It stays paused when all is sent.
+    Migration {
+        /// How long sending the rest may take while the machine is paused. Zero: no matter how long.
+        downtime: Duration,
+    },
+}
+
+/// A round of a migration has ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Round {
+    /// Its number; 0 is the one that sends all memory.
+    pub number: u32,
+    /// Bytes of memory that were sent so far.
+    pub sent_bytes: u64,
+    /// Bytes that the guest has changed meanwhile.
+    pub dirty_bytes: u64,
+    /// How fast this round was sent, in bytes per second.
+    pub bytes_per_second: u64,
+}
 
 /// What is told of a save that goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
+    /// A round of a migration has ended.
+    Round(Round),
     /// Pause the machine and [`complete`](Saving::complete).
     Ready,
     /// The thread has ended: see [`Saving::end`].
@@ -70,7 +132,7 @@ pub struct Report {
 pub enum GoesOn {
     /// At once.
     Now,
-    /// After [`Event::Ended`].
+    /// After [`Event::Ended`]; after a migration not at all.
     WhenEnded,
 }
 
@@ -89,11 +151,20 @@ enum LastPages {
     Named(Vec<u64>),
 }
 
+/// What was left to be written when the machine is to be paused.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Left {
+    rounds: u32,
+    /// In order.
+    pages: Vec<u64>,
+}
+
 /// A save under way.
 #[derive(Debug)]
 pub struct Saving {
     vm: Arc<Vm>,
     memory: GuestMemory,
+    purpose: Purpose,
     /// Whose pages are logged; none when the machine is paused.
     logged: Vec<SlotId>,
     rest: Option<Sender<Rest>>,
@@ -110,11 +181,23 @@ impl Saving {
         runs: bool,
         tell: impl Fn(Event) + Send + 'static,
     ) -> Result<Self, Failure> {
-        let writer = Writer::new(file, memory)?;
+        let sink = Box::new(Writer::new(file, memory)?);
+        Self::into_sink(vm, memory, sink, (Purpose::Snapshot, runs), tell)
+    }
+
+    /// The same with anything that takes it.
+    pub fn into_sink(
+        vm: &Arc<Vm>,
+        memory: &GuestMemory,
+        sink: Box<dyn Sink>,
+        (purpose, runs): (Purpose, bool),
+        tell: impl Fn(Event) + Send + 'static,
+    ) -> Result<Self, Failure> {
         let (rest, awaited) = channel();
         let mut saving = Self {
             vm: Arc::clone(vm),
             memory: memory.clone(),
+            purpose,
             logged: Vec::new(),
             rest: Some(rest),
             stop: Arc::default(),
@@ -134,10 +217,11 @@ impl Saving {
             logged: saving.logged.clone(),
             stop: Arc::clone(&saving.stop),
             rest: awaited,
-            writer,
+            sink,
+            purpose,
         };
         let thread = thread::spawn(ThreadKind::Snapshot, "snapshot", move || {
-            let result = job.run(|| tell(Event::Ready));
+            let result = job.run(&tell);
             tell(Event::Ended);
             result
         });
@@ -149,7 +233,7 @@ impl Saving {
     pub fn complete(&mut self, info: SnapshotInfo, machine: state::Machine) -> Result<GoesOn, Failure> {
         let changed = take_dirty(&self.vm, &self.logged).map_err(SnapshotError::from)?;
         let bytes = changed.len() as u64 * PAGE;
-        let (pages, goes_on) = if bytes <= MAX_COPIED {
+        let (pages, goes_on) = if bytes <= MAX_COPIED && self.purpose == Purpose::Snapshot {
             (LastPages::Copied(self.copy(changed)?), GoesOn::Now)
         } else {
             (LastPages::Named(changed), GoesOn::WhenEnded)
@@ -220,55 +304,137 @@ struct Job {
     logged: Vec<SlotId>,
     stop: Arc<AtomicBool>,
     rest: Receiver<Rest>,
-    writer: Writer,
+    sink: Box<dyn Sink>,
+    purpose: Purpose,
 }
 
 impl Job {
-    fn run(mut self, ready: impl FnOnce()) -> Result<Report, SnapshotError> {
+    fn run(mut self, tell: &impl Fn(Event)) -> Result<Report, SnapshotError> {
         // The first time all pages are named, and all are written.
         let _all = take_dirty(&self.vm, &self.logged)?;
         let go_on = go_on(&self.stop);
-        self.writer.everything(&self.memory, &go_on)?;
-        let rounds = self.rounds()?;
-        ready();
+        let began = Instant::now();
+        self.sink.everything(&self.memory, &go_on)?;
+        let left = match self.purpose {
+            _ if self.logged.is_empty() => Left::default(),
+            Purpose::Snapshot => self.rounds()?,
+            Purpose::Migration { downtime } => self.converge(downtime, began.elapsed(), tell)?,
+        };
+        tell(Event::Ready);
         let Ok(Rest { info, machine, pages }) = self.rest.recv() else {
             return Err(SnapshotError::Cancelled);
         };
         match pages {
             LastPages::Copied(pages) => {
                 for (address, content) in pages {
-                    go_on()?;
-                    self.writer.page_contents(address, &content)?;
+                    self.sink.contents(address, &content, &go_on)?;
                 }
             }
-            LastPages::Named(pages) => self.writer.pages(&self.memory, pages, &go_on)?,
+            LastPages::Named(pages) => {
+                self.sink.pages(&self.memory, join(left.pages, pages), &go_on)?;
+            }
         }
-        let memory_bytes = self.writer.written();
+        let memory_bytes = self.sink.written();
         Ok(Report {
-            file_bytes: self.writer.finish(&info, machine)?,
+            file_bytes: self.sink.finish(&info, machine, &go_on)?,
             memory_bytes,
-            rounds,
+            rounds: left.rounds,
         })
     }
 
-    /// Writes what is changed until that is little, or more than before; says how often.
-    fn rounds(&mut self) -> Result<u32, SnapshotError> {
-        if self.logged.is_empty() {
-            return Ok(0);
-        }
+    /// Writes what is changed until that is little, or more than before.
+    fn rounds(&mut self) -> Result<Left, SnapshotError> {
         let go_on = go_on(&self.stop);
         let mut before = u64::MAX;
-        for round in 1..=MAX_ROUNDS {
+        for rounds in 1..=MAX_ROUNDS {
             let pages = take_dirty(&self.vm, &self.logged)?;
             let bytes = pages.len() as u64 * PAGE;
-            self.writer.pages(&self.memory, pages, &go_on)?;
+            self.sink.pages(&self.memory, pages, &go_on)?;
             if bytes <= FEW || bytes >= before {
-                return Ok(round);
+                return Ok(Left {
+                    rounds,
+                    ..Left::default()
+                });
             }
             before = bytes;
         }
-        Ok(MAX_ROUNDS)
+        Ok(Left {
+            rounds: MAX_ROUNDS,
+            ..Left::default()
+        })
     }
+
+    /// Sends what is changed until the rest can be sent within `downtime`. All memory was sent in `elapsed`.
+    fn converge(
+        &mut self,
+        downtime: Duration,
+        mut elapsed: Duration,
+        tell: &impl Fn(Event),
+    ) -> Result<Left, SnapshotError> {
+        let go_on = go_on(&self.stop);
+        let mut before = 0;
+        let mut rounds = 0;
+        loop {
+            let sent_bytes = self.sink.written();
+            let pages = take_dirty(&self.vm, &self.logged)?;
+            let dirty_bytes = pages.len() as u64 * PAGE;
+            let speed = bytes_per_second(sent_bytes.saturating_sub(before), elapsed);
+            tell(Event::Round(Round {
+                number: rounds,
+                sent_bytes,
+                dirty_bytes,
+                bytes_per_second: speed,
+            }));
+            if is_time_to_pause(rounds, dirty_bytes, speed, downtime)? {
+                return Ok(Left { rounds, pages });
+            }
+            rounds = rounds.saturating_add(1);
+            before = sent_bytes;
+            let began = Instant::now();
+            self.sink.pages(&self.memory, pages, &go_on)?;
+            elapsed = began.elapsed();
+        }
+    }
+}
+
+/// Whether the rest is to be sent with the machine paused, rather than in another round. An error when that would take too long and will not
+/// become less.
+fn is_time_to_pause(
+    rounds: u32,
+    dirty_bytes: u64,
+    bytes_per_second: u64,
+    downtime: Duration,
+) -> Result<bool, SnapshotError> {
+    let rest_ms = dirty_bytes.saturating_mul(1000) / bytes_per_second.max(1);
+    let limit_ms = u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX);
+    if dirty_bytes <= LITTLE {
+        return Ok(true);
+    }
+    if downtime.is_zero() {
+        return Ok(rounds >= MAX_ROUNDS);
+    }
+    if rest_ms > limit_ms && rounds >= MAX_MIGRATION_ROUNDS {
+        return Err(SnapshotError::NotConverging {
+            rounds,
+            rest_ms,
+            limit_ms,
+        });
+    }
+    Ok(rest_ms <= limit_ms)
+}
+
+/// Of what was sent in that time.
+fn bytes_per_second(bytes: u64, time: Duration) -> u64 {
+    let per_second = u128::from(bytes).saturating_mul(1_000_000_000) / time.as_nanos().max(1);
+    u64::try_from(per_second).unwrap_or(u64::MAX)
+}
+
+/// All pages of both, in order.
+fn join(mut left: Vec<u64>, more: Vec<u64>) -> Vec<u64> {
+    left.extend(more);
+    left.sort_unstable();
+    left.dedup();
+    left
 }
 
 fn go_on(stop: &Arc<AtomicBool>) -> impl Fn() -> Result<(), SnapshotError> + use<> {
@@ -276,5 +442,51 @@ fn go_on(stop: &Arc<AtomicBool>) -> impl Fn() -> Result<(), SnapshotError> + use
     move || match stop.load(Ordering::Relaxed) {
         true => Err(SnapshotError::Cancelled),
         false => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rest_has_each_page_once_in_order() {
+        assert_eq!(
+            join(vec![0x3000, 0x1000], vec![0x2000, 0x3000]),
+            [0x1000, 0x2000, 0x3000]
+        );
+    }
+
+    #[test]
+    fn a_machine_is_paused_when_the_rest_can_be_sent_within_the_limit_and_never_when_it_can_not() {
+        const MIB: u64 = 1 << 20;
+        let decide = |rounds, dirty, speed, limit_ms| {
+            is_time_to_pause(rounds, dirty, speed, Duration::from_millis(limit_ms)).ok()
+        };
+        for (rounds, dirty, speed, limit_ms, wanted) in [
+            // 100 ms are needed.
+            (0, 10 * MIB, 100 * MIB, 100, Some(true)),
+            (0, 10 * MIB, 100 * MIB, 99, Some(false)),
+            (29, 10 * MIB, 100 * MIB, 99, Some(false)),
+            (30, 10 * MIB, 100 * MIB, 99, None),
+            (30, 10 * MIB, 100 * MIB, 100, Some(true)),
+            // So little is not worth a round.
+            (0, LITTLE, 1, 1, Some(true)),
+            (0, LITTLE, 0, 0, Some(true)),
+            (0, u64::MAX, 0, 1000, Some(false)),
+            // Without a limit.
+            (0, 10 * MIB, 100 * MIB, 0, Some(false)),
+            (16, u64::MAX, 1, 0, Some(true)),
+        ] {
+            let case = format!("{rounds} {dirty} {speed} {limit_ms}");
+            assert_eq!(decide(rounds, dirty, speed, limit_ms), wanted, "{case}");
+        }
+    }
+
+    #[test]
+    fn speed_is_that_of_the_time_that_it_took() {
+        assert_eq!(bytes_per_second(1 << 20, Duration::from_millis(500)), 2 << 20);
+        assert_eq!(bytes_per_second(0, Duration::ZERO), 0);
+        assert_eq!(bytes_per_second(u64::MAX, Duration::from_nanos(1)), u64::MAX);
     }
 }

@@ -15,6 +15,7 @@ use super::{
         encode_section,
     },
     memory::{self, CHECKSUM_OF_ZEROES, PIECE},
+    saving::{GoOn, Sink},
 };
 
 /// See the module.
@@ -24,6 +25,39 @@ pub struct Writer {
     layout: Layout,
     /// Bytes of memory that were written, pages that were written again included.
     written: u64,
+}
+
+impl Sink for Writer {
+    fn everything(&mut self, memory: &GuestMemory, go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+        Self::everything(self, memory, go_on)
+    }
+
+    fn pages(
+        &mut self,
+        memory: &GuestMemory,
+        addresses: Vec<u64>,
+        go_on: GoOn<'_>,
+    ) -> Result<(), SnapshotError> {
+        Self::pages(self, memory, addresses, go_on)
+    }
+
+    fn contents(&mut self, address: u64, contents: &[u8], go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+        go_on()?;
+        self.page_contents(address, contents)
+    }
+
+    fn written(&self) -> u64 {
+        Self::written(self)
+    }
+
+    fn finish(
+        self: Box<Self>,
+        info: &SnapshotInfo,
+        machine: state::Machine,
+        _go_on: GoOn<'_>,
+    ) -> Result<u64, SnapshotError> {
+        Self::finish(*self, info, machine)
+    }
 }
 
 /// Whether the file can have held something at a place before.

@@ -3,6 +3,7 @@
 
 mod disks;
 mod guest;
+mod migration;
 mod process;
 mod sandbox;
 mod snapshot;

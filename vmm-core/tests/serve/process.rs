@@ -17,7 +17,7 @@ use prost::Message as _;
 use proto::{
     vmm::{
         AttachDisk, Boot, Disk, Event, ExitRecord, Hello, Kernel, MachineSpec, Message, Request, Restore,
-        Save, event, message::Kind, request::Op, response::Result as Answer,
+        Save, Send, event, message::Kind, request::Op, response::Result as Answer,
     },
     wire,
 };
@@ -361,6 +361,7 @@ impl Client {
         let restore = Restore {
             snapshot_fd: 5,
             on_demand,
+            stream: false,
         };
         let boot = Boot {
             restore: Some(restore),
@@ -368,6 +369,32 @@ impl Client {
         };
         self.send_boot_with(kernel, &boot, Some(snapshot.as_fd()));
         self.answer()
+    }
+
+    /// Begins to boot a machine like that of [`boot`](Self::boot), which is received from `socket` and stays paused.
+    pub fn begin_receive(&mut self, kernel: &[u8], socket: &UnixStream) {
+        let boot = Boot {
+            paused: true,
+            restore: Some(Restore {
+                snapshot_fd: 5,
+                stream: true,
+                ..Restore::default()
+            }),
+            ..Boot::default()
+        };
+        self.send_boot_with(kernel, &boot, Some(socket.as_fd()));
+    }
+
+    /// Begins to send the machine over `socket`.
+    pub fn begin_send(&mut self, socket: &UnixStream, downtime_ms: u64) {
+        socket
+            .set_write_timeout(Some(Duration::from_millis(100)))
+            .unwrap();
+        let send = Send {
+            socket_fd: 0,
+            downtime_ms,
+        };
+        self.send(Op::Send(send), &[socket.as_fd()]);
     }
 
     /// Has a snapshot written into `file`.
@@ -447,7 +474,8 @@ impl Client {
         .unwrap();
     }
 
-    fn answer(&mut self) -> Answer {
+    /// The answer to the last request.
+    pub fn answer(&mut self) -> Answer {
         loop {
             match self.receive() {
                 Kind::Response(response) if response.id == self.asked => return response.result.unwrap(),

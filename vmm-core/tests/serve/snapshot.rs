@@ -7,7 +7,7 @@ use proto::vmm::{ErrorKind, ExitKind, Pause, PauseReason, Resume, SaveReply, Sta
 use super::*;
 use crate::guest::{ECHO, PRINT_HI, program};
 
-fn echoing() -> Vec<u8> {
+pub fn echoing() -> Vec<u8> {
     program(&[PRINT_HI, ECHO].concat())
 }
 
@@ -19,7 +19,7 @@ fn saved(answer: Answer) -> SaveReply {
 }
 
 /// Whether the guest answers what is typed.
-fn echoes(vmm: &Vmm) -> bool {
+pub fn echoes(vmm: &Vmm) -> bool {
     let mut console = vmm.console();
     let replay = u64::from_le_bytes(console.read(8).try_into().unwrap());
     console.read(usize::try_from(replay).unwrap());
@@ -28,7 +28,7 @@ fn echoes(vmm: &Vmm) -> bool {
 }
 
 /// A process whose guest has printed, and its client.
-fn running() -> (Vmm, Client) {
+pub fn running() -> (Vmm, Client) {
     let vmm = Vmm::start();
     let mut client = vmm.client();
     boot(&mut client, &echoing());

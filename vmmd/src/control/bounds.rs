@@ -72,6 +72,7 @@ pub fn response(outcome: Outcome) -> Result<Outcome, Lie> {
         Outcome::MachineStats(stats) => Outcome::MachineStats(machine(stats)?),
         // Numbers alone.
         Outcome::Saved(reply) => Outcome::Saved(reply),
+        Outcome::Sent(reply) => Outcome::Sent(reply),
     })
 }
 
@@ -93,7 +94,8 @@ pub fn event(mut event: Event) -> Result<Event, Lie> {
             event::Kind::GuestReset(_)
             | event::Kind::CrashReset(_)
             | event::Kind::GuestPanicked(_)
-            | event::Kind::DisksQuiet(_),
+            | event::Kind::DisksQuiet(_)
+            | event::Kind::MigrationRound(_),
         )
         | None => {}
     }

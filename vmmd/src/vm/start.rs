@@ -270,6 +270,7 @@ async fn run(
         restore: restore.as_ref().map(|restore| vmm::Restore {
             snapshot_fd: u32::try_from(fds.len()).unwrap_or(u32::MAX),
             on_demand: restore.on_demand,
+            stream: false,
         }),
         ..Boot::default()
     };

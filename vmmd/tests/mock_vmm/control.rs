@@ -146,6 +146,7 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         | Op::GetMachineStats(_)
         | Op::Save(_)
         | Op::Release(_)
+        | Op::Send(_)
         | Op::UpdateNic(_) => {
             return refuse(ErrorKind::Invalid, "unknown request");
         }

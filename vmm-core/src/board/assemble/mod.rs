@@ -56,6 +56,7 @@ use crate::{
     kvm::{AddressSpaces, Crash, Host, IrqChipState, KvmError, Vm},
     lifecycle::{self, Builder, Failure, Notice, Notifier},
     memory::{Backing, GuestRam, layout},
+    migration,
     snapshot::Snapshot,
     vcpu::{Outside, Report, ReportKind, Vcpus},
 };
@@ -133,7 +134,11 @@ impl Assembler {
             model::machine::Machine::new(spec, fds.len()).map_err(|violations| invalid(&violations))?;
         let mut fds = Fds::new(fds);
         let index = usize::try_from(restore.snapshot_fd).unwrap_or(usize::MAX);
-        let mut snapshot = Snapshot::open(File::from(fds.take(FdIndex(index))?))?;
+        let source = File::from(fds.take(FdIndex(index))?);
+        if restore.stream {
+            return self.assemble_received(&spec, fds, notifier, restore, source);
+        }
+        let mut snapshot = Snapshot::open(source)?;
         holds_memory(spec.memory_bytes, snapshot.memory_bytes())?;
         let ram = if restore.on_demand {
             let MemoryOptions {
@@ -161,6 +166,26 @@ impl Assembler {
         let mut machine = self.restore_onto(&spec, fds, notifier, ram, saved)?;
         machine.renew_generation()?;
         Ok(machine)
+    }
+
+    /// Builds a machine as `spec` says, which another `vmm` sends over `source`; it is paused. What comes is untrusted.
+    fn assemble_received(
+        &mut self,
+        spec: &model::machine::Machine,
+        fds: Fds,
+        notifier: Notifier,
+        restore: &vmm::Restore,
+        source: File,
+    ) -> Result<Machine, Failure> {
+        if restore.on_demand {
+            return Err(Failure {
+                kind: ErrorKind::Invalid,
+                message: "a machine that is received is not restored on demand".to_owned(),
+            });
+        }
+        let ram = GuestRam::with_options(spec.memory_bytes, backing(spec), &spec.memory)?;
+        let received = migration::receive(source, ram.memory())?;
+        self.restore_onto(spec, fds, notifier, ram, received.machine)
     }
 
     fn restore_onto(

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::vmm::{ErrorKind, SaveReply};
+use proto::vmm::{ErrorKind, PauseReason, SaveReply, SendReply};
 use tracing::{info, warn};
 
 use super::{Driver, Next};
@@ -23,6 +23,8 @@ pub(super) struct Underway {
     description: Vec<u8>,
     /// The machine was paused for it, then, and goes on when it is done.
     paused: Option<Instant>,
+    /// The machine is sent to another `vmm`, and stays paused in the end.
+    migrates: bool,
     /// For how long it was paused.
     pause: Duration,
     /// Why it was given up.
@@ -74,13 +76,14 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             return Err(failure);
         }
         if pauses {
-            self.publisher.paused_for_snapshot();
+            self.publisher.paused_for(PauseReason::Snapshot);
         }
         let mut snapshot = Underway {
             token,
             began,
             description,
             paused: pauses.then_some(began),
+            migrates: false,
             pause: Duration::ZERO,
             failure: None,
             disks: if keep_paused {
@@ -96,6 +99,37 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             self.quiet_disks(&mut snapshot)?;
         }
         self.snapshot = Some(snapshot);
+        Ok(())
+    }
+
+    /// Begins to send the running machine to another `vmm`. The answer comes when it is sent.
+    pub(super) fn begin_migration(
+        &mut self,
+        token: Token,
+        socket: OwnedFd,
+        downtime: Duration,
+    ) -> Result<(), Failure> {
+        if self.snapshot.is_some() {
+            return Err(refused(
+                "a snapshot of this machine is being taken, or it is being sent already",
+            ));
+        }
+        let began = Instant::now();
+        self.machine()?
+            .begin_migration(File::from(socket), downtime, true)?;
+        self.pending.push(token);
+        self.snapshot = Some(Underway {
+            token,
+            began,
+            description: Vec::new(),
+            paused: None,
+            migrates: true,
+            pause: Duration::ZERO,
+            failure: None,
+            disks: Disks::NotCopied,
+            ended: None,
+            thread_needs_pause: true,
+        });
         Ok(())
     }
 
@@ -157,6 +191,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 
     pub(super) fn on_snapshot(&mut self, event: Event) -> Next {
         let result = match event {
+            Event::Round(round) => {
+                self.publisher.migration_round(round);
+                Ok(())
+            }
             Event::Ready => self.complete_snapshot(),
             Event::Ended => self.end_snapshot(),
         };
@@ -177,6 +215,13 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         let Some(mut snapshot) = self.snapshot.take() else {
             return Ok(());
         };
+        if snapshot.migrates && self.publisher.state() != State::Running {
+            // Whoever has paused it does not want it elsewhere.
+            snapshot.failure = Some(refused("the machine was paused while it was being sent"));
+            self.machine()?.give_up_snapshot();
+            self.snapshot = Some(snapshot);
+            return Ok(());
+        }
         let description = std::mem::take(&mut snapshot.description);
         let running = self.publisher.state() == State::Running;
         let began = Instant::now();
@@ -189,12 +234,15 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         snapshot.thread_needs_pause = !matches!(completed, Ok(GoesOn::Now));
         match completed {
             Ok(_) if was_paused && snapshot.disks == Disks::Waiting => {
-                self.publisher.paused_for_snapshot();
+                self.publisher.paused_for(PauseReason::Snapshot);
                 self.quiet_disks(&mut snapshot)?;
             }
             Ok(GoesOn::Now) if snapshot.disks == Disks::Quiet => {}
             Ok(GoesOn::Now) if snapshot.paused.is_some() => self.go_on(&mut snapshot)?,
-            Ok(GoesOn::WhenEnded) if was_paused => self.publisher.paused_for_snapshot(),
+            Ok(GoesOn::WhenEnded) if was_paused && snapshot.migrates => {
+                self.publisher.paused_for(PauseReason::Migration);
+            }
+            Ok(GoesOn::WhenEnded) if was_paused => self.publisher.paused_for(PauseReason::Snapshot),
             Ok(_) => {}
             Err(failure) => {
                 snapshot.failure = Some(failure);
@@ -225,9 +273,12 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 
     /// Lets the machine go on and answers who asked for the snapshot. An error is one of the machine, which can't go on.
     fn finish(&mut self, mut snapshot: Underway, result: Result<Report, Failure>) -> Result<(), Failure> {
-        self.go_on(&mut snapshot)?;
         let token = snapshot.token;
         self.pending.retain(|pending| *pending != token);
+        if snapshot.migrates {
+            return self.finish_migration(snapshot, result);
+        }
+        self.go_on(&mut snapshot)?;
         match result {
             Ok(report) => {
                 let reply = SaveReply {
@@ -243,6 +294,34 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Err(failure) => {
                 warn!(error = failure.message, "a snapshot failed");
                 self.publisher.reply(token, Err(failure));
+            }
+        }
+        Ok(())
+    }
+
+    /// The machine stays paused if all was sent, else it goes on. An error is one of the machine, which can't go on.
+    fn finish_migration(
+        &mut self,
+        mut snapshot: Underway,
+        result: Result<Report, Failure>,
+    ) -> Result<(), Failure> {
+        match result {
+            Ok(report) => {
+                let pause = snapshot.paused.map_or(Duration::ZERO, |paused| paused.elapsed());
+                let reply = SendReply {
+                    sent_bytes: report.file_bytes,
+                    memory_bytes: report.memory_bytes,
+                    rounds: report.rounds,
+                    pause_ns: nanoseconds(pause),
+                    total_ns: nanoseconds(snapshot.began.elapsed()),
+                };
+                info!(?reply, "the machine was sent");
+                self.publisher.reply_with(snapshot.token, Answer::Sent(reply));
+            }
+            Err(failure) => {
+                self.go_on(&mut snapshot)?;
+                warn!(error = failure.message, "the machine could not be sent");
+                self.publisher.reply(snapshot.token, Err(failure));
             }
         }
         Ok(())

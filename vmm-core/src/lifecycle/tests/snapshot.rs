@@ -261,3 +261,69 @@ fn a_machine_that_begins_with_a_snapshot_is_resumed_and_not_started() {
     assert_eq!(restored(false), ["restore", "resume", "is Running"]);
     assert_eq!(restored(true), ["restore", "is Paused", "1 ok Paused web"]);
 }
+
+fn send(id: u64, downtime_ms: u64) -> Input {
+    let socket = tempfile::tempfile().unwrap().into();
+    let downtime = Duration::from_millis(downtime_ms);
+    request(id, Request::Send { socket, downtime })
+}
+
+#[test]
+fn a_machine_that_was_sent_stays_paused() {
+    let log = log_of(vec![request(1, boot(false)), send(2, 100)], |_| ());
+    assert_eq!(
+        log,
+        [
+            "begin migration, runs: true",
+            "round 0, 9 sent",
+            "pause",
+            "complete snapshot ",
+            "is Paused for a migration",
+            "end snapshot",
+            "2 sent 7"
+        ]
+    );
+}
+
+#[test]
+fn a_machine_that_could_not_be_sent_goes_on() {
+    let log = log_of(vec![request(1, boot(false)), send(2, 0)], |_| ());
+    assert_eq!(
+        log[3..],
+        [
+            "complete snapshot ",
+            "is Paused for a migration",
+            "end snapshot",
+            "resume",
+            "is Running",
+            "2 Internal"
+        ]
+    );
+}
+
+#[test]
+fn a_machine_that_is_paused_meanwhile_is_not_sent_and_one_that_is_being_sent_takes_no_snapshot() {
+    let inputs = vec![
+        request(1, boot(false)),
+        send(2, 100),
+        save(3, false, "x"),
+        send(4, 100),
+        request(5, Request::Pause),
+    ];
+    let log = log_of(inputs, |_| ());
+    assert_eq!(
+        log,
+        [
+            "begin migration, runs: true",
+            "3 State",
+            "4 State",
+            "pause",
+            "is Paused",
+            "5 ok Paused web",
+            "round 0, 9 sent",
+            "give up snapshot",
+            "end snapshot",
+            "2 State"
+        ]
+    );
+}

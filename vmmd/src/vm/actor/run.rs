@@ -466,7 +466,8 @@ impl Actor {
             }
             Some(event::Kind::DisksQuiet(_)) => self.on_disks_quiet(),
             Some(event::Kind::DiskDetached(gone)) => self.on_disk_gone(gone).await,
-            None => {}
+            // The daemon has asked for no migration.
+            Some(event::Kind::MigrationRound(_)) | None => {}
         }
     }
 

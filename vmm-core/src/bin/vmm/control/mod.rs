@@ -196,6 +196,7 @@ impl Server {
                         }
                         Ok(lifecycle::Answer::MachineStats(stats)) => Answer::MachineStats(*stats),
                         Ok(lifecycle::Answer::Saved(reply)) => Answer::Saved(reply),
+                        Ok(lifecycle::Answer::Sent(reply)) => Answer::Sent(reply),
                         Err(failure) => error(failure.kind, failure.message),
                     };
                     self.respond(token, answer);

@@ -14,13 +14,14 @@ use super::{Server, disk, error, snapshot, trace};
 /// Unanswered requests of one connection.
 pub(super) const MAX_UNDER_WAY: usize = 16;
 /// What this program can do beyond the first version of the protocol.
-const FEATURES: [&str; 6] = [
+const FEATURES: [&str; 7] = [
     "disk-hotplug",
     "disk-resize",
     "disk-limits",
     "disk-stats",
     "machine-stats",
     "snapshots",
+    "migration",
 ];
 
 impl Server {
@@ -67,6 +68,10 @@ impl Server {
             Some(Op::ResetMachine(_)) => Request::Reset,
             Some(Op::Stop(_)) => Request::Stop,
             Some(Op::Release(_)) => Request::Release,
+            Some(Op::Send(send)) => match snapshot::send_request(&send, fds) {
+                Ok(request) => request,
+                Err(missing) => return self.respond(token, error(ErrorKind::Invalid, missing.to_owned())),
+            },
             Some(Op::Save(save)) => match snapshot::request(save, fds) {
                 Ok(request) => request,
                 Err(missing) => return self.respond(token, error(ErrorKind::Invalid, missing.to_owned())),

@@ -22,6 +22,7 @@ pub(super) fn name(op: &Op) -> &'static str {
         Op::SetBalloon(_) => "SetBalloon",
         Op::GetMachineStats(_) => "GetMachineStats",
         Op::Save(_) => "Save",
+        Op::Send(_) => "Send",
         Op::Release(_) => "Release",
     }
 }

@@ -1,6 +1,11 @@
 //! Snapshots of whole machines: files from which others go on.
 
-use std::{fs::File, os::unix::fs::FileExt};
+use std::{
+    fs::File,
+    io::{self, Seek},
+    os::unix::fs::FileExt,
+    thread::{self, JoinHandle},
+};
 
 use vm_memory::Bytes;
 
@@ -8,7 +13,7 @@ use super::*;
 use crate::snapshot::{
     Report,
     format::MEMORY_OFFSET,
-    saving::{Event, GoesOn},
+    saving::{Event, GoesOn, Round},
 };
 
 /// Counts in a register and in two pages of memory without end. When a byte is typed, prints it if both pages hold the
@@ -80,6 +85,7 @@ impl Kit {
         let restore = vmm::Restore {
             snapshot_fd: u32::try_from(fds.len()).unwrap(),
             on_demand,
+            stream: false,
         };
         fds.push(snapshot.try_clone().unwrap().into());
         let machine = assembler.assemble_restored(&self.spec, fds, Notifier::new(inputs), &restore)?;
@@ -91,7 +97,63 @@ impl Kit {
     }
 }
 
+impl Kit {
+    /// A machine that is received from a stream; paused.
+    fn received(&self, mut stream: File) -> Result<One, Failure> {
+        let (inputs, notices) = channel();
+        let (console, mut consoles) = console();
+        let mut assembler = Assembler::new(consoles().unwrap());
+        let mut fds = self.fds();
+        let restore = vmm::Restore {
+            snapshot_fd: u32::try_from(fds.len()).unwrap(),
+            stream: true,
+            ..vmm::Restore::default()
+        };
+        stream.rewind().unwrap();
+        fds.push(stream.into());
+        let machine = assembler.assemble_restored(&self.spec, fds, Notifier::new(inputs), &restore)?;
+        Ok(One {
+            machine,
+            console,
+            notices,
+        })
+    }
+}
+
+/// Takes what comes over a socket.
+fn taken(mut socket: UnixStream) -> JoinHandle<File> {
+    thread::spawn(move || {
+        let mut stream = tempfile::tempfile().unwrap();
+        io::copy(&mut socket, &mut stream).unwrap();
+        stream
+    })
+}
+
 impl One {
+    /// Sends the machine, which is paused then.
+    fn send(&mut self) -> (File, Report, Vec<Round>) {
+        let (near, far) = UnixStream::pair().unwrap();
+        let stream = taken(far);
+        let (socket, downtime) = (OwnedFd::from(near), Duration::from_secs(10));
+        self.machine
+            .begin_migration(socket.into(), downtime, true)
+            .unwrap();
+        let mut rounds = Vec::new();
+        loop {
+            match self.notices.recv_timeout(PATIENCE) {
+                Ok(Input::Notice(Notice::Snapshot(Event::Round(round)))) => rounds.push(round),
+                Ok(Input::Notice(Notice::Snapshot(Event::Ready))) => break,
+                other => panic!("{other:?}"),
+            }
+        }
+        self.machine.pause().unwrap();
+        let goes_on = self.machine.complete_snapshot(Vec::new()).unwrap();
+        assert_eq!(goes_on, GoesOn::WhenEnded);
+        self.wait_for(Event::Ended);
+        let report = self.machine.end_snapshot().unwrap();
+        (stream.join().unwrap(), report, rounds)
+    }
+
     fn echo(&mut self, byte: u8) -> u8 {
         self.console.write_all(&[byte]).unwrap();
         let mut printed = [0];
@@ -291,4 +353,60 @@ fn a_snapshot_that_is_given_up_leaves_no_snapshot_and_a_machine_that_goes_on() {
     let mut other = kit.restored(&file, false).unwrap();
     other.machine.resume().unwrap();
     assert_eq!((first.echo(b'a'), other.echo(b'a')), (b'b', b'b'));
+}
+
+#[test]
+fn a_guest_that_changes_its_memory_meanwhile_goes_on_in_the_machine_that_received_it() {
+    let kit = Kit::new(&COUNTER);
+    let mut first = kit.started();
+    assert_eq!(first.echo(b'x'), b'x');
+    for _ in 0..3 {
+        let (stream, report, rounds) = first.send();
+        assert_eq!(report.file_bytes, stream.metadata().unwrap().len());
+        let numbers: Vec<_> = rounds.iter().map(|round| round.number).collect();
+        assert_eq!(numbers, (0..=report.rounds).collect::<Vec<_>>());
+        assert!(
+            rounds[0].sent_bytes > 0 && rounds[0].dirty_bytes > 0,
+            "{rounds:?}"
+        );
+        assert!(report.memory_bytes >= rounds.last().unwrap().sent_bytes);
+        let mut other = kit.received(stream).unwrap();
+        assert_eq!(other.generation(), first.generation(), "it is the same machine");
+        other.machine.resume().unwrap();
+        assert_eq!((other.echo(b'x'), other.echo(b'y')), (b'x', b'y'));
+        // It is sent further.
+        let (stream, ..) = other.send();
+        let mut third = kit.received(stream).unwrap();
+        third.machine.resume().unwrap();
+        assert_eq!(third.echo(b'z'), b'z');
+        // When it is not the other one that goes on, it is this one.
+        first.machine.resume().unwrap();
+        assert_eq!(first.echo(b'x'), b'x');
+    }
+}
+
+#[test]
+fn a_machine_whose_target_vanishes_goes_on_and_can_be_sent_again() {
+    let kit = Kit::new(&COUNTER);
+    let mut first = kit.started();
+    let (near, far) = UnixStream::pair().unwrap();
+    drop(far);
+    let socket = OwnedFd::from(near);
+    first
+        .machine
+        .begin_migration(socket.into(), Duration::ZERO, true)
+        .unwrap();
+    first.wait_for(Event::Ended);
+    let failure = first.machine.end_snapshot().unwrap_err();
+    assert!(failure.message.starts_with("writing the snapshot"), "{failure:?}");
+    assert_eq!(first.echo(b'x'), b'x');
+    let (stream, ..) = first.send();
+    stream.set_len(stream.metadata().unwrap().len() - 1).unwrap();
+    let message = kit.received(stream.try_clone().unwrap()).err().unwrap().message;
+    assert!(message.contains("it ends there"), "{message}");
+    first.machine.resume().unwrap();
+    let (stream, ..) = first.send();
+    let mut other = kit.received(stream).unwrap();
+    other.machine.resume().unwrap();
+    assert_eq!(other.echo(b'x'), b'x');
 }

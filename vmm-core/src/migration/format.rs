@@ -1,0 +1,90 @@
+//! The stream of a migration, version 1. All numbers are little-endian, all checksums CRC32C (Castagnoli, as in RFC 3720).
+//!
+//! ```text
+//! 0          "vmmdmigr"
+//! 8          u32  version of this format
+//! 12         frames, each:
+//!              0  u32  kind
+//!              4  u32  length of the body
+//!              8  u32  checksum of the 8 bytes before and the body
+//!             12  body
+//! ```
+//!
+//! | kind | body |
+//! |---|---|
+//! | 1 memory | message [`SnapshotMemory`](proto::state::SnapshotMemory): the ranges of RAM; comes first, once |
+//! | 2 pages | u64 guest-physical address, then what 1 to 256 pages of 4 KiB hold |
+//! | 3 zeroes | u64 guest-physical address, u64 length: these pages hold zeroes by now |
+//! | 4 section | message `vmm.state.v1.Section`: one of the [`SnapshotInfo`](proto::state::SnapshotInfo), and those of the saved machine |
+//! | 5 end | u64: how many frames came before |
+//!
+//! Pages that never came hold zeroes. A page may come again, and the last one holds. Sections come after all pages.
+
+use crate::snapshot::format::{MAX_SECTION, PAGE};
+
+/// The first bytes of each stream.
+pub const MAGIC: [u8; 8] = *b"vmmdmigr";
+/// Version of the format that this program sends and receives.
+pub const VERSION: u32 = 1;
+/// Bytes before the body of a frame.
+pub const FRAME: usize = 12;
+/// Most bytes of pages in a frame.
+pub const MAX_PAGES: u64 = 256 * PAGE;
+/// Longest body that there is in bytes.
+pub const MAX_BODY: u32 = MAX_SECTION;
+
+/// What a frame is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// The ranges of RAM.
+    Memory,
+    /// What pages hold.
+    Pages,
+    /// Pages that hold zeroes by now.
+    Zeroes,
+    /// A part of the machine's state.
+    Section,
+    /// There is no more.
+    End,
+}
+
+impl Kind {
+    /// Its number in the stream.
+    pub const fn number(self) -> u32 {
+        match self {
+            Self::Memory => 1,
+            Self::Pages => 2,
+            Self::Zeroes => 3,
+            Self::Section => 4,
+            Self::End => 5,
+        }
+    }
+
+    /// Of a number in the stream.
+    pub const fn of(number: u32) -> Option<Self> {
+        match number {
+            1 => Some(Self::Memory),
+            2 => Some(Self::Pages),
+            3 => Some(Self::Zeroes),
+            4 => Some(Self::Section),
+            5 => Some(Self::End),
+            _ => None,
+        }
+    }
+}
+
+/// What is before the body of a frame, which is in several pieces.
+pub fn frame(kind: Kind, body: &[&[u8]]) -> [u8; FRAME] {
+    let length: usize = body.iter().map(|part| part.len()).sum();
+    let [a, b, c, d] = kind.number().to_le_bytes();
+    let [e, f, g, h] = u32::try_from(length).unwrap_or(u32::MAX).to_le_bytes();
+    let [i, j, k, l] = checksum(&[a, b, c, d, e, f, g, h], body).to_le_bytes();
+    [a, b, c, d, e, f, g, h, i, j, k, l]
+}
+
+/// Of the first 8 bytes of a frame and its body.
+pub fn checksum(start: &[u8], body: &[&[u8]]) -> u32 {
+    let start = crc32c::crc32c(start);
+    body.iter()
+        .fold(start, |checksum, part| crc32c::crc32c_append(checksum, part))
+}

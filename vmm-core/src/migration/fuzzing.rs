@@ -1,0 +1,102 @@
+//! What fuzzers and tests feed with bytes of their own (`vmm-core/fuzz`).
+
+use devices::GuestMemory;
+use prost::Message as _;
+use vm_memory::GuestAddress;
+
+use super::{
+    format::{Kind, MAGIC, VERSION, frame},
+    receive,
+};
+use crate::snapshot::format::Layout;
+
+/// Where a small machine has memory, as on both sides of a hole: (address, pages).
+const RANGES: [(u64, u8); 2] = [(0, 16), (1 << 32, 8)];
+
+/// Receives a machine. `data` says which frames come after the first; their checksums are right, since no fuzzer finds those.
+///
+/// Each frame is its kind in a byte, the length of its body in two bytes (little-endian), and the body.
+pub fn stream(data: &[u8]) {
+    let ranges = RANGES.map(|(address, pages)| (address, u64::from(pages) * 4096));
+    let regions = RANGES.map(|(address, pages)| (GuestAddress(address), usize::from(pages) * 4096));
+    let Ok(memory) = GuestMemory::from_ranges(&regions) else {
+        return;
+    };
+    let mut bytes = [&MAGIC[..], &VERSION.to_le_bytes()].concat();
+    let mut push = |kind: Kind, body: &[u8]| {
+        bytes.extend(frame(kind, &[body]));
+        bytes.extend(body);
+    };
+    push(Kind::Memory, &Layout::new(ranges).message(0).encode_to_vec());
+    let mut rest = data;
+    while let Some(([kind, low, high], behind)) = rest.split_first_chunk() {
+        let length = usize::from(u16::from_le_bytes([*low, *high])).min(behind.len());
+        let (body, behind) = behind.split_at(length);
+        push(Kind::of((*kind).into()).unwrap_or(Kind::End), body);
+        rest = behind;
+    }
+    let _taken_or_refused = receive(bytes.as_slice(), &memory);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::Path};
+
+    use proptest::prelude::*;
+    use proto::state::{Clock, Section, SnapshotInfo};
+
+    use super::*;
+
+    /// A page, a page of zeroes, and the sections of a machine.
+    fn seed() -> Vec<u8> {
+        let mut seed = Vec::new();
+        let mut push = |kind: u8, body: &[u8]| {
+            seed.push(kind);
+            seed.extend(u16::try_from(body.len()).unwrap().to_le_bytes());
+            seed.extend(body);
+        };
+        push(2, &[&0x1000_u64.to_le_bytes()[..], &[7; 4096]].concat());
+        push(3, &[0x2000_u64.to_le_bytes(), 4096_u64.to_le_bytes()].concat());
+        for section in [
+            Section::new("snapshot", &SnapshotInfo::default()),
+            Section::new("kvmclock", &Clock::default()),
+        ] {
+            push(4, &section.encode_to_vec());
+        }
+        push(5, &5_u64.to_le_bytes());
+        seed
+    }
+
+    #[test]
+    fn the_seeds_of_migration_do_no_harm() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/migration");
+        if std::env::var_os("VMMD_WRITE_GOLDEN").is_some() {
+            fs::write(folder.join("frames"), seed()).unwrap();
+        }
+        let mut count = 0;
+        for entry in fs::read_dir(&folder).unwrap() {
+            super::stream(&fs::read(entry.unwrap().path()).unwrap());
+            count += 1;
+        }
+        assert!(count > 0, "no seeds in {}", folder.display());
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn no_frames_do_harm(changes in proptest::collection::vec((any::<usize>(), any::<u8>()), 0..6)) {
+            let mut data = seed();
+            for (place, value) in changes {
+                let place = place % data.len();
+                data[place] = value;
+            }
+            super::stream(&data);
+        }
+
+        #[test]
+        fn no_bytes_do_harm(data in proptest::collection::vec(any::<u8>(), 0..600)) {
+            super::stream(&data);
+        }
+    }
+}

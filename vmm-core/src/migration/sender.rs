@@ -1,0 +1,170 @@
+//! The source's end of the stream.
+
+use std::{
+    fs::File,
+    io::{self, Write},
+};
+
+use devices::GuestMemory;
+use prost::Message as _;
+use proto::state::{self, Section, SnapshotInfo};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+
+use super::format::{Kind, MAGIC, VERSION, frame};
+use crate::snapshot::{
+    SnapshotError,
+    format::{Layout, OWN_ID, PAGE_BYTES},
+    memory,
+    saving::{GoOn, Sink},
+};
+
+/// Sends a machine. The socket has a limit of time for sends (`SO_SNDTIMEO`): each time that it passes, it is asked whether to go on.
+#[derive(Debug)]
+pub struct Sender {
+    socket: File,
+    layout: Layout,
+    /// The ranges were sent.
+    begun: bool,
+    frames: u64,
+    /// Bytes of pages that were sent.
+    memory: u64,
+    /// All bytes that were sent.
+    sent: u64,
+}
+
+impl Sender {
+    /// Sends a machine with `memory` to `socket`.
+    pub fn new(socket: File, memory: &GuestMemory) -> Self {
+        let regions = memory.iter();
+        let layout = Layout::new(regions.map(|region| (region.start_addr().0, region.len())));
+        Self {
+            socket,
+            layout,
+            begun: false,
+            frames: 0,
+            memory: 0,
+            sent: 0,
+        }
+    }
+
+    fn begin(&mut self, go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+        if self.begun {
+            return Ok(());
+        }
+        self.begun = true;
+        let start: Vec<u8> = MAGIC.into_iter().chain(VERSION.to_le_bytes()).collect();
+        self.write(&start, go_on)?;
+        let ranges = self.layout.message(0).encode_to_vec();
+        self.frame(Kind::Memory, &[&ranges], go_on)
+    }
+
+    fn frame(&mut self, kind: Kind, body: &[&[u8]], go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+        self.write(&frame(kind, body), go_on)?;
+        for part in body {
+            self.write(part, go_on)?;
+        }
+        self.frames = self.frames.saturating_add(1);
+        Ok(())
+    }
+
+    fn write(&mut self, mut bytes: &[u8], go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+        while !bytes.is_empty() {
+            go_on()?;
+            match self.socket.write(bytes) {
+                Ok(0) => return Err(SnapshotError::writing(io::ErrorKind::WriteZero.into())),
+                Ok(sent) => {
+                    self.sent = self.sent.saturating_add(sent as u64);
+                    bytes = bytes.get(sent..).unwrap_or_default();
+                }
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                    ) => {}
+                Err(error) => return Err(SnapshotError::writing(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends whole pages that lie side by side; pages of zeroes too when `again`, since they may have held something before.
+    fn put(
+        &mut self,
+        address: u64,
+        contents: &[u8],
+        again: bool,
+        go_on: GoOn<'_>,
+    ) -> Result<(), SnapshotError> {
+        let mut pages = contents.chunks(PAGE_BYTES).peekable();
+        let mut start = 0_usize;
+        while let Some(first) = pages.next() {
+            let zeroes = memory::is_zero(first);
+            let mut end = start.saturating_add(first.len());
+            while let Some(page) = pages.next_if(|page| memory::is_zero(page) == zeroes) {
+                end = end.saturating_add(page.len());
+            }
+            let run = contents.get(start..end).unwrap_or_default();
+            let at = address.saturating_add(start as u64).to_le_bytes();
+            if !zeroes {
+                self.frame(Kind::Pages, &[&at, run], go_on)?;
+                self.memory = self.memory.saturating_add(run.len() as u64);
+            } else if again {
+                self.frame(Kind::Zeroes, &[&at, &(run.len() as u64).to_le_bytes()], go_on)?;
+            }
+            start = end;
+        }
+        Ok(())
+    }
+}
+
+impl Sink for Sender {
+    fn everything(&mut self, memory: &GuestMemory, go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+        self.begin(go_on)?;
+        let mut buffer = Vec::new();
+        for part in self.layout.clone().ranges {
+            for (start, length) in memory::pieces(part.length) {
+                let address = part.address.saturating_add(start);
+                memory::read(memory, address, length, &mut buffer)?;
+                self.put(address, &buffer, false, go_on)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn pages(
+        &mut self,
+        memory: &GuestMemory,
+        addresses: Vec<u64>,
+        go_on: GoOn<'_>,
+    ) -> Result<(), SnapshotError> {
+        let mut buffer = Vec::new();
+        for (address, length) in memory::runs(addresses) {
+            memory::read(memory, address, length, &mut buffer)?;
+            self.put(address, &buffer, true, go_on)?;
+        }
+        Ok(())
+    }
+
+    fn contents(&mut self, address: u64, contents: &[u8], go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+        self.put(address, contents, true, go_on)
+    }
+
+    fn written(&self) -> u64 {
+        self.memory
+    }
+
+    fn finish(
+        mut self: Box<Self>,
+        info: &SnapshotInfo,
+        machine: state::Machine,
+        go_on: GoOn<'_>,
+    ) -> Result<u64, SnapshotError> {
+        let info = Section::new(OWN_ID, info);
+        for section in std::iter::once(info).chain(machine.sections) {
+            self.frame(Kind::Section, &[&section.encode_to_vec()], go_on)?;
+        }
+        let frames = self.frames.to_le_bytes();
+        self.frame(Kind::End, &[&frames], go_on)?;
+        Ok(self.sent)
+    }
+}

@@ -1,0 +1,232 @@
+//! Streams of a small memory: what is sent is received, and nothing that was changed or cut off.
+
+use std::{
+    fs::File,
+    io::Read,
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    sync::LazyLock,
+    thread,
+    time::Duration,
+};
+
+use devices::GuestMemory;
+use proptest::{prelude::*, sample::Index};
+use proto::state::{self, Clock, Section, SnapshotInfo};
+use vm_memory::{Bytes, GuestAddress};
+
+use super::{format::*, *};
+use crate::snapshot::{
+    SnapshotError,
+    error::Place,
+    format::PAGE_BYTES,
+    saving::{GoOn, Sink},
+};
+
+/// Two ranges of memory, as on both sides of a hole.
+const RANGES: [(u64, usize); 2] = [(0, 600 * PAGE_BYTES), (1 << 32, 8 * PAGE_BYTES)];
+
+fn memory() -> GuestMemory {
+    let ranges = RANGES.map(|(address, length)| (GuestAddress(address), length));
+    GuestMemory::from_ranges(&ranges).unwrap()
+}
+
+fn contents(memory: &GuestMemory) -> Vec<u8> {
+    let mut all = Vec::new();
+    for (address, length) in RANGES {
+        let mut bytes = vec![0; length];
+        memory.read_slice(&mut bytes, GuestAddress(address)).unwrap();
+        all.extend(bytes);
+    }
+    all
+}
+
+fn info() -> SnapshotInfo {
+    SnapshotInfo {
+        build: "1.2.3".into(),
+        platform: "v1".into(),
+        ..SnapshotInfo::default()
+    }
+}
+
+fn machine() -> state::Machine {
+    let clock = Clock {
+        nanoseconds: 5,
+        ..Clock::default()
+    };
+    state::Machine {
+        sections: vec![Section::new("kvmclock", &clock), Section::new("other", &clock)],
+    }
+}
+
+const ALWAYS: GoOn<'static> = &|| Ok(());
+
+fn put(memory: &GuestMemory, address: u64, byte: u8) {
+    memory.write_slice(&[byte], GuestAddress(address)).unwrap();
+}
+
+/// What is sent of a machine that changes while it is sent, and its memory in the end.
+fn stream() -> (Vec<u8>, Vec<u8>) {
+    let (near, far) = UnixStream::pair().unwrap();
+    let reading = thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let mut far = far;
+        far.read_to_end(&mut bytes).unwrap();
+        bytes
+    });
+    let memory = memory();
+    for (address, byte) in [(0, 1), (0x3000, 2), (0x4fff, 3), (300 << 12, 4), (1 << 32, 5)] {
+        put(&memory, address, byte);
+    }
+    let mut sender = Box::new(Sender::new(File::from(OwnedFd::from(near)), &memory));
+    sender.everything(&memory, ALWAYS).unwrap();
+    put(&memory, 0x3000, 0);
+    put(&memory, 0x5000, 7);
+    sender.pages(&memory, vec![0x3000, 0x5000], ALWAYS).unwrap();
+    assert_eq!(sender.written(), 6 * PAGE_BYTES as u64);
+    let sent = sender.finish(&info(), machine(), ALWAYS).unwrap();
+    let bytes = reading.join().unwrap();
+    assert_eq!(sent, bytes.len() as u64);
+    (bytes, contents(&memory))
+}
+
+static STREAM: LazyLock<(Vec<u8>, Vec<u8>)> = LazyLock::new(stream);
+
+#[test]
+fn what_is_sent_is_received_with_the_last_of_each_page() {
+    let (bytes, wanted) = &*STREAM;
+    let memory = memory();
+    let received = receive(bytes.as_slice(), &memory).unwrap();
+    assert_eq!(&contents(&memory), wanted);
+    assert_eq!(received.info, info());
+    assert_eq!(received.machine.sections, machine().sections);
+}
+
+#[test]
+fn a_stream_that_is_cut_off_is_refused_with_the_place() {
+    let bytes = &STREAM.0;
+    for length in (0..bytes.len()).step_by(997).chain([bytes.len() - 1]) {
+        let error = receive(&bytes[..length], &memory()).unwrap_err();
+        let SnapshotError::Damaged {
+            place: Place::Stream { offset },
+            why,
+        } = error
+        else {
+            panic!("{length}: {error}")
+        };
+        assert!(
+            offset <= length as u64 && why == "it ends there",
+            "{length}: {why}"
+        );
+    }
+}
+
+#[test]
+fn a_machine_with_other_memory_takes_nothing() {
+    let other = GuestMemory::from_ranges(&[(GuestAddress(0), 16 * PAGE_BYTES)]).unwrap();
+    let error = receive(STREAM.0.as_slice(), &other).unwrap_err();
+    assert!(matches!(error, SnapshotError::OtherMemory(_)), "{error}");
+}
+
+/// A stream that begins as it should and goes on with `frames`.
+fn hostile(frames: &[(Kind, Vec<u8>)]) -> SnapshotError {
+    // The frame of the ranges: its length is in its bytes 4 to 7.
+    let bytes = &STREAM.0;
+    let length = u32::from_le_bytes(bytes[16..20].try_into().unwrap());
+    let mut bytes = bytes[..12 + FRAME + length as usize].to_vec();
+    for (kind, body) in frames {
+        bytes.extend(frame(*kind, &[body]));
+        bytes.extend(body);
+    }
+    receive(bytes.as_slice(), &memory()).unwrap_err()
+}
+
+#[test]
+fn frames_that_no_sender_sends_are_refused() {
+    let pages = |address: u64, length: usize| [&address.to_le_bytes()[..], &vec![1; length]].concat();
+    let zeroes = |address: u64, length: u64| [address.to_le_bytes(), length.to_le_bytes()].concat();
+    let section = prost::Message::encode_to_vec(&Section::new("snapshot", &info()));
+    let end = |frames: u64| frames.to_le_bytes().to_vec();
+    for (frames, why) in [
+        (vec![(Kind::Pages, vec![0; 7])], "no address"),
+        (vec![(Kind::Pages, pages(0, 0))], "no whole pages"),
+        (vec![(Kind::Pages, pages(1, PAGE_BYTES))], "no whole pages"),
+        (vec![(Kind::Pages, pages(0, 4095))], "no whole pages"),
+        (vec![(Kind::Pages, pages(0, 257 * PAGE_BYTES))], "more pages than"),
+        (
+            vec![(Kind::Pages, pages(600 << 12, PAGE_BYTES))],
+            "outside of memory",
+        ),
+        (
+            vec![(Kind::Pages, pages(599 << 12, 2 * PAGE_BYTES))],
+            "outside of memory",
+        ),
+        (
+            vec![(Kind::Pages, pages(u64::MAX - 4095, PAGE_BYTES))],
+            "outside of memory",
+        ),
+        (vec![(Kind::Zeroes, vec![0; 15])], "no range"),
+        (
+            vec![(Kind::Zeroes, zeroes(0, u64::MAX - 4095))],
+            "more pages than",
+        ),
+        (vec![(Kind::Zeroes, zeroes(1 << 31, 4096))], "outside of memory"),
+        (vec![(Kind::Memory, Vec::new())], "ranges of memory again"),
+        (vec![(Kind::Section, vec![0xff])], "can't be decoded"),
+        (
+            vec![(Kind::Section, section.clone()), (Kind::Zeroes, zeroes(0, 4096))],
+            "memory after the machine's state",
+        ),
+        (vec![(Kind::End, end(0))], "are missing"),
+        (vec![(Kind::End, Vec::new())], "are missing"),
+    ] {
+        let error = hostile(&frames).to_string();
+        assert!(error.contains(why), "{why}: {error}");
+    }
+    // Whole, but without the section that each has.
+    let error = hostile(&[(Kind::End, end(1))]);
+    assert!(matches!(error, SnapshotError::State(_)), "{error}");
+    let many = vec![(Kind::Section, section); 1025];
+    assert!(hostile(&many).to_string().contains("more sections than"));
+}
+
+#[test]
+fn a_sender_whose_socket_takes_nothing_asks_whether_to_go_on_and_ends_when_the_other_end_is_closed() {
+    let memory = memory();
+    for page in 0..600 {
+        put(&memory, page << 12, 1);
+    }
+    let (near, far) = UnixStream::pair().unwrap();
+    near.set_write_timeout(Some(Duration::from_millis(1))).unwrap();
+    let mut sender = Sender::new(File::from(OwnedFd::from(near.try_clone().unwrap())), &memory);
+    let asked = std::cell::Cell::new(0);
+    let go_on = || {
+        asked.set(asked.get() + 1);
+        if asked.get() < 1000 {
+            Ok(())
+        } else {
+            Err(SnapshotError::Cancelled)
+        }
+    };
+    let error = sender.everything(&memory, &go_on).unwrap_err();
+    assert!(matches!(error, SnapshotError::Cancelled), "{error}");
+    drop(far);
+    let mut sender = Sender::new(File::from(OwnedFd::from(near)), &memory);
+    let error = sender.everything(&memory, ALWAYS).unwrap_err();
+    assert!(matches!(error, SnapshotError::Io { .. }), "{error}");
+}
+
+proptest! {
+    #[test]
+    fn a_stream_with_one_byte_changed_is_refused(at: Index, change in 1..=255_u8) {
+        let mut bytes = STREAM.0.clone();
+        let at = at.index(bytes.len());
+        bytes[at] ^= change;
+        prop_assert!(receive(bytes.as_slice(), &memory()).is_err());
+    }
+
+    #[test]
+    fn any_stream_is_refused_or_taken(bytes: Vec<u8>) {
+        let start = [&MAGIC[..], &VERSION.to_le_bytes()].concat();
+        let _ = receive([start, bytes].concat().as_slice(), &memory());
+    }
+}
