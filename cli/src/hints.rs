@@ -192,7 +192,7 @@ fn a_command_that_does_not_exist_is_found() {
 /// Adds the names of all fields of a message and of the messages in it, as a manifest has them.
 fn fields_of(message: &str, found: &mut BTreeSet<String>) {
     for field in &schema::message(message).expect("a message").fields {
-        if found.insert(field.json_name.clone())
+        if found.insert(field.json_name.to_owned())
             && let schema::Kind::Message(name) = &field.kind
             && schema::message(name).is_some()
         {

@@ -1,8 +1,9 @@
 //! Compiles the protocol files with protox (no protoc needed) into prost messages, their canonical JSON form, the rules of
-//! the public methods and, with the feature `grpc`, tonic clients and servers.
+//! the public methods, the fields that manifests have and, with the feature `grpc`, tonic clients and servers.
 
 mod comments;
 mod rules;
+mod schema;
 
 use std::{env, fs, path::PathBuf};
 
@@ -40,6 +41,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     fs::write(
         out.join("rules.rs"),
         rules::generate(&compiler.descriptor_pool())?,
+    )?;
+
+    fs::write(
+        out.join("schema.rs"),
+        schema::generate(&compiler.file_descriptor_set()),
     )?;
 
     let grpc = env::var_os("CARGO_FEATURE_GRPC").is_some();

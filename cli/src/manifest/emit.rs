@@ -56,13 +56,13 @@ impl Serialize for Ordered<'_> {
         match (self.kind, self.json) {
             (Form::Message(name), Json::Object(entries)) => {
                 let fields = schema::message(name)
-                    .map(|message| message.fields.as_slice())
+                    .map(|message| message.fields)
                     .unwrap_or_default();
                 let mut map = serializer.serialize_map(Some(entries.len()))?;
-                for field in fields {
-                    if let Some(json) = entries.get(&field.json_name) {
+                for field in &fields {
+                    if let Some(json) = entries.get(field.json_name) {
                         map.serialize_entry(
-                            &field.json_name,
+                            field.json_name,
                             &Ordered {
                                 json,
                                 kind: Form::Field(field),

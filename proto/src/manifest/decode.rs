@@ -61,7 +61,7 @@ impl Decoder {
         for (key, value) in entries {
             let path = join(path, &key.name);
             let Some(field) = message.field(&key.name) else {
-                self.add(key.mark, &path, unknown(&key.name, message));
+                self.add(key.mark, &path, unknown(&key.name, &message));
                 continue;
             };
             if let Some((_, first)) = given.iter().find(|(other, _)| std::ptr::eq(*other, field)) {
@@ -83,7 +83,7 @@ impl Decoder {
                 self.add(key.mark, &path, text);
             }
             given.push((field, key));
-            json.insert(field.json_name.clone(), self.field(value, field, &path));
+            json.insert(field.json_name.to_owned(), self.field(value, field, &path));
         }
         Json::Object(json)
     }
@@ -193,14 +193,14 @@ fn scalar(text: &str, plain: bool, field: &Field) -> Result<Json, String> {
 }
 
 /// Takes a name in full (`DISK_FORMAT_RAW`) or without what all have in common (`raw`).
-fn enumerator(text: &str, names: &[String], prefix: &str) -> Result<Json, String> {
-    let full = |name: &&String| **name == text;
-    let short = |name: &&String| {
+fn enumerator(text: &str, names: &[&str], prefix: &str) -> Result<Json, String> {
+    let full = |name: &&&str| **name == text;
+    let short = |name: &&&str| {
         name.strip_prefix(prefix)
             .is_some_and(|rest| rest.eq_ignore_ascii_case(text))
     };
     if let Some(name) = names.iter().find(full).or_else(|| names.iter().find(short)) {
-        return Ok(Json::String(name.clone()));
+        return Ok(Json::String((*name).to_owned()));
     }
     let known: Vec<_> = names
         .iter()
@@ -221,7 +221,7 @@ fn alternatives(words: &[String]) -> String {
 }
 
 fn unknown(name: &str, message: &Message) -> String {
-    let known = || message.fields.iter().map(|field| field.json_name.as_str());
+    let known = || message.fields.iter().map(|field| field.json_name);
     let distance = |known: &str| strsim::damerau_levenshtein(&known.to_lowercase(), &name.to_lowercase());
     let near = |known: &&str| {
         let distance = distance(known);
