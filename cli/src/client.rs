@@ -12,8 +12,9 @@ use std::{
 
 use proto::v1::{
     self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
-    node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
-    snapshot_service_client::SnapshotServiceClient, vm_service_client::VmServiceClient,
+    network_service_client::NetworkServiceClient, node_service_client::NodeServiceClient,
+    operation_service_client::OperationServiceClient, snapshot_service_client::SnapshotServiceClient,
+    vm_service_client::VmServiceClient,
 };
 use tonic::transport::Channel;
 
@@ -37,6 +38,8 @@ pub struct Client {
     pub disks: DiskServiceClient<Channel>,
     /// Its snapshots.
     pub snapshots: SnapshotServiceClient<Channel>,
+    /// Its networks.
+    pub networks: NetworkServiceClient<Channel>,
     /// Its node.
     pub nodes: NodeServiceClient<Channel>,
     /// What has happened on it.
@@ -60,6 +63,7 @@ impl Client {
             vms: VmServiceClient::new(channel.clone()),
             disks: DiskServiceClient::new(channel.clone()),
             snapshots: SnapshotServiceClient::new(channel.clone()),
+            networks: NetworkServiceClient::new(channel.clone()),
             nodes: NodeServiceClient::new(channel.clone()),
             events: EventServiceClient::new(channel.clone()),
             operations: OperationServiceClient::new(channel),

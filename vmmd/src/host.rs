@@ -11,7 +11,7 @@ use crate::{
     event::Events,
     failure::Failure,
     ledger::Ledger,
-    network::Links,
+    network::{Links, Networks},
     node,
     operation::Operations,
     pool::Pools,
@@ -45,6 +45,8 @@ pub struct Host {
     pub table: Table,
     /// For asking their `vmm` processes what no actor has to know of.
     pub clients: Clients,
+    /// Networks of the NetworkService.
+    pub networks: Networks,
     /// Disks of the DiskService.
     pub disks: Registry,
     /// Snapshots of VMs.

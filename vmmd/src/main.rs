@@ -54,8 +54,14 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    auth::Audit, config::Config, grpc::Socket, host::Host, init_certs::InitCerts, ledger::Ledger,
-    network::Links, store::Store,
+    auth::Audit,
+    config::Config,
+    grpc::Socket,
+    host::Host,
+    init_certs::InitCerts,
+    ledger::Ledger,
+    network::{Links, Networks, ServeDhcp},
+    store::Store,
 };
 
 /// Threads of the runtime: the daemon waits far more than it works.
@@ -84,12 +90,18 @@ struct Arguments {
 enum Action {
     /// Make a CA and certificates for the server and for clients, for a first setup of the API over TCP
     InitCerts(InitCerts),
+    /// Answer the DHCP clients of one network; started by the daemon
+    #[command(hide = true)]
+    ServeDhcp(ServeDhcp),
 }
 
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
     if let Some(Action::InitCerts(arguments)) = &arguments.action {
         return init_certs::run(arguments);
+    }
+    if let Some(Action::ServeDhcp(arguments)) = &arguments.action {
+        return network::serve_dhcp(arguments);
     }
     let config = Config::load(arguments.config.as_deref())?;
     if arguments.check {
@@ -155,6 +167,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         table: vm::table::Table::new(records.history),
         clients: vm::clients::Clients::default(),
         snapshots: snapshot::Registry::default(),
+        networks: Networks::default(),
         requests: request::Requests::default(),
         logs: vm::LogGuard::start(events.clone()).context("watch the logs of VMs")?,
         events,
@@ -186,6 +199,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     };
     disk::restore(&host, records.disks, has_vm).await;
     snapshot::adopt(&host, records.snapshots).await;
+    host.networks.adopt(&host, records.networks);
     vm::reconcile::reconcile(&host, records.vms, records.unreadable).await;
     host.operations
         .give_up_left(|uid| uid.parse().is_ok_and(|uid| host.table.find(uid).is_none()));
@@ -202,6 +216,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     // None of these ends before the daemon does.
     let mut parts = JoinSet::new();
     parts.spawn(reopen(Arc::clone(&audit), hangup));
+    parts.spawn(Networks::watch(Arc::clone(&host)));
     parts.spawn(service::watchdog(host.store.clone()));
     parts.spawn(service::tell_failures(host.store.clone(), host.events.clone()));
     service::ready();

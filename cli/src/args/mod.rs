@@ -9,6 +9,7 @@ use crate::command::{diff::Diff, label, patch::Patch, wait::Wait};
 mod create;
 pub mod disk;
 pub mod memory;
+pub mod network;
 pub mod nic;
 pub mod node;
 pub mod observe;
@@ -176,6 +177,12 @@ pub enum Command {
         /// What.
         #[command(subcommand)]
         what: nic::Nic,
+    },
+    /// Make, show and delete networks of the node.
+    Network {
+        /// What.
+        #[command(subcommand)]
+        what: network::Network,
     },
     /// Change what a VM has to do with.
     Set {

@@ -12,6 +12,8 @@ pub enum Nic {
     Attach(AttachNic),
     /// Take a NIC from a VM; one that runs keeps it until the next start.
     Detach(DetachNic),
+    /// List the NICs of a VM.
+    Ls(ListNics),
     /// Change a NIC: its link and its limits at once, the rest at the next start.
     Update(UpdateNic),
 }
@@ -46,6 +48,14 @@ pub struct AttachNic {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub options: NicChange,
+}
+
+/// `nic ls`.
+#[derive(Debug, Args)]
+pub struct ListNics {
+    /// Name of the VM.
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub vm: String,
 }
 
 /// `nic detach`.

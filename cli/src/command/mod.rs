@@ -19,6 +19,7 @@ mod interrupt;
 pub mod label;
 mod logs;
 mod memory;
+mod network;
 mod nic;
 mod nic_spec;
 mod node;
@@ -182,6 +183,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Events(args) => events::events(client, &args).await.map_err(one),
         Command::Logs(args) => logs::logs(client, &args).await.map_err(one),
         Command::Diagnose(args) => diagnose::diagnose(client, &args).await.map_err(one),
+        Command::Network { what } => network::network(client, &what).await.map_err(one),
         Command::Nic { what } => nic::nic(client, &what).await.map_err(one),
         Command::Set {
             what: Set::Memory(args),

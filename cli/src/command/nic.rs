@@ -20,6 +20,10 @@ type NicsChange = Box<dyn Fn(&mut Vec<v1::NicSpec>) -> Result<Vec<String>>>;
 /// Does it.
 pub async fn nic(client: &Client, what: &Nic) -> Result<()> {
     let (vm, name, change, options) = match what {
+        Nic::Ls(args) => {
+            let vm = client.get(&args.vm).await?;
+            return output::print(&output::nic::table(&vm));
+        }
         Nic::Attach(args) => {
             let nic = nic_spec::from_text(0, &args.nic)?;
             let (vm, name) = (args.vm.clone(), nic.name.clone());

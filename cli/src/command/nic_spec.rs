@@ -5,8 +5,7 @@ use proto::v1::{self, NicOffload, nic_spec::Attachment};
 use super::disk_spec::{bytes, number, usage};
 use crate::failure::Result;
 
-const KEYS: &str =
-    "bridge=, tap=, name=, mac=, queues=, mtu=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
+const KEYS: &str = "network=, bridge=, tap=, address=, publish=, name=, mac=, queues=, mtu=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
 
 /// The NIC number `index` of a VM from `key=value,…`.
 pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
@@ -25,11 +24,14 @@ pub fn apply(nic: &mut v1::NicSpec, text: &str, option: &str) -> Result<()> {
         let attachment = match part.split_once('=') {
             Some(("bridge", value)) => Some(Attachment::Bridge(value.to_owned())),
             Some(("tap", value)) => Some(Attachment::Tap(value.to_owned())),
+            Some(("network", value)) => Some(Attachment::Network(value.to_owned())),
             _ => None,
         };
         if let Some(attachment) = attachment {
             if std::mem::replace(&mut attached, true) {
-                return Err(usage(format!("{option} {text}: give one of bridge= and tap=")));
+                return Err(usage(format!(
+                    "{option} {text}: give one of network=, bridge= and tap="
+                )));
             }
             nic.attachment = Some(attachment);
             continue;
@@ -52,6 +54,11 @@ fn set(nic: &mut v1::NicSpec, key: &str, value: &str) -> Result<bool, String> {
     match key {
         "name" => value.clone_into(&mut nic.name),
         "mac" => value.clone_into(&mut nic.mac),
+        "address" => value.clone_into(&mut nic.address),
+        "publish" => {
+            let ports = value.split('+').filter(|port| *port != "none").map(published);
+            nic.published_ports = ports.collect::<Result<_, _>>()?;
+        }
         "queues" => nic.queues = number(value)?,
         "mtu" => nic.mtu = number(value)?,
         "link" => {
@@ -82,12 +89,13 @@ fn set(nic: &mut v1::NicSpec, key: &str, value: &str) -> Result<bool, String> {
 pub fn fields(text: &str) -> impl Iterator<Item = &str> {
     let keys = text.split(',').filter_map(|part| Some(part.split_once('=')?.0));
     keys.map(|key| match key {
-        "queues" | "mtu" | "name" | "mac" | "bridge" | "tap" => key,
         "link" => "link_down",
         "off" => "disabled_offloads",
         "rx-bps" | "rx-pps" => "receive_limit",
         "tx-bps" | "tx-pps" => "transmit_limit",
-        other => other,
+        "publish" => "published_ports",
+        // The others are called as the fields.
+        field => field,
     })
 }
 
@@ -104,6 +112,21 @@ fn packets_per_second(limit: &mut Option<v1::RateLimit>, rate: u64) {
 /// A limit without any rate is none.
 fn drop_empty(limit: &mut Option<v1::RateLimit>) {
     *limit = limit.filter(|limit| limit.bytes_per_second != 0 || limit.operations_per_second != 0);
+}
+
+/// A port from `8080:80/tcp`, `8080:80` or `8080`.
+fn published(text: &str) -> Result<v1::PublishedPort, String> {
+    let (ports, protocol) = match text.split_once('/') {
+        None | Some((_, "tcp")) => (text.trim_end_matches("/tcp"), v1::PortProtocol::Tcp),
+        Some((ports, "udp")) => (ports, v1::PortProtocol::Udp),
+        Some(_) => return Err("the protocol must be tcp or udp".to_owned()),
+    };
+    let (node, guest) = ports.split_once(':').unwrap_or((ports, ports));
+    Ok(v1::PublishedPort {
+        protocol: protocol.into(),
+        node_port: number(node)?,
+        guest_port: number(guest)?,
+    })
 }
 
 fn offload(word: &str) -> Result<NicOffload, String> {
@@ -139,6 +162,19 @@ mod tests {
     }
 
     #[test]
+    fn a_nic_in_a_network_has_an_address_and_published_ports() {
+        let nic = from_text(0, "network=lan,address=10.80.0.9,publish=8080:80+53/udp").unwrap();
+        assert_eq!(nic.attachment, Some(Attachment::Network("lan".into())));
+        assert_eq!(nic.address, "10.80.0.9");
+        let ports: Vec<_> = nic
+            .published_ports
+            .iter()
+            .map(|port| (port.protocol, port.node_port, port.guest_port))
+            .collect();
+        assert_eq!(ports, [(1, 8080, 80), (2, 53, 53)]);
+    }
+
+    #[test]
     fn keys_change_a_nic_that_is_there_and_zero_takes_a_limit_away() {
         let mut nic = from_text(0, "tap=tap0,off=tso,tx-bps=1Mi,link=down").unwrap();
         apply(&mut nic, "off=none,tx-bps=0,link=up", "KEY=VALUE").unwrap();
@@ -148,8 +184,7 @@ mod tests {
 
     #[test]
     fn each_key_is_for_a_field_of_the_api() {
-        let text =
-            "queues=1,mtu=9,name=a,mac=b,bridge=c,tap=d,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
+        let text = "queues=1,mtu=9,name=a,mac=b,bridge=c,tap=d,network=e,address=f,publish=1,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
         let paths: Vec<_> = fields(text)
             .map(|field| format!("spec.nics[eth0].{field}"))
             .collect();
@@ -159,7 +194,7 @@ mod tests {
     #[test]
     fn what_makes_no_sense_is_named() {
         for (text, expected) in [
-            ("bridge=a,tap=b", "one of bridge= and tap="),
+            ("bridge=a,tap=b", "one of network=, bridge= and tap="),
             ("bridge=a,speed=9", "speed=9"),
             ("bridge=a,off=all", "checksum, tso, uso or merge"),
             ("bridge=a,link=maybe", "up or down"),

@@ -6,6 +6,8 @@ pub mod describe;
 pub mod disk;
 pub mod event;
 pub mod format;
+pub mod network;
+pub mod nic;
 pub mod node;
 pub mod operation;
 pub mod resources;

@@ -64,6 +64,7 @@ pub fn attachment(nic: &v1::NicSpec) -> String {
     match &nic.attachment {
         Some(v1::nic_spec::Attachment::Bridge(bridge)) => format!("bridge:{bridge}"),
         Some(v1::nic_spec::Attachment::Tap(tap)) => format!("tap:{tap}"),
+        Some(v1::nic_spec::Attachment::Network(network)) => format!("network:{network}"),
         None => "none".into(),
     }
 }

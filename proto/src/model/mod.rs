@@ -13,6 +13,7 @@ pub mod machine;
 pub mod mask;
 pub mod metadata;
 pub mod name;
+pub mod network;
 pub mod nic;
 pub mod pci;
 pub mod policy;

@@ -1,6 +1,6 @@
 //! What NICs are like: MAC addresses, queues, offloads.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, net::Ipv4Addr, str::FromStr};
 
 use super::Violations;
 use crate::v1;
@@ -46,6 +46,97 @@ impl NicSwitches {
             *switch = true;
         }
         without
+    }
+}
+
+/// What a port is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Protocol {
+    /// TCP.
+    Tcp,
+    /// UDP.
+    Udp,
+}
+
+/// A port of the node that leads to a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PublishedPort {
+    /// What both are of.
+    pub protocol: Protocol,
+    /// Of the node, not 0.
+    pub node_port: u16,
+    /// Of the guest, not 0.
+    pub guest_port: u16,
+}
+
+/// Most ports of the node that lead to a NIC.
+pub const MAX_PORTS: usize = 64;
+
+/// Validates what a NIC in a network of the node has; `field` is its path.
+pub(super) fn in_network(
+    found: &mut Violations,
+    field: &str,
+    nic: &v1::NicSpec,
+) -> (Option<Ipv4Addr>, Vec<PublishedPort>) {
+    let address = match nic.address.as_str() {
+        "" => None,
+        text => {
+            let address = text.parse().ok();
+            if address.is_none() {
+                found.add(format_args!("{field}.address"), "must be an IPv4 address");
+            }
+            address
+        }
+    };
+    if nic.published_ports.len() > MAX_PORTS {
+        let wrong = format_args!("at most {MAX_PORTS}, are {}", nic.published_ports.len());
+        found.add(format_args!("{field}.publishedPorts"), wrong);
+        return (address, Vec::new());
+    }
+    let numbered = nic.published_ports.iter().enumerate();
+    let ports =
+        numbered.map(|(index, port)| published(found, &format!("{field}.publishedPorts[{index}]"), port));
+    (address, ports.collect())
+}
+
+fn published(found: &mut Violations, field: &str, wire: &v1::PublishedPort) -> PublishedPort {
+    let mut port = |name: &str, value: u32| {
+        let port = u16::try_from(value).unwrap_or(0);
+        if port == 0 {
+            let wrong = format_args!("must be 1 to 65535, is {value}");
+            found.add(format_args!("{field}.{name}"), wrong);
+        }
+        port
+    };
+    let node_port = port("nodePort", wire.node_port);
+    let guest_port = match wire.guest_port {
+        0 => node_port,
+        guest => port("guestPort", guest),
+    };
+    let protocol = match wire.protocol() {
+        v1::PortProtocol::Udp => Protocol::Udp,
+        v1::PortProtocol::Unspecified if wire.protocol != 0 => {
+            found.add(format_args!("{field}.protocol"), "must be TCP or UDP");
+            Protocol::Tcp
+        }
+        v1::PortProtocol::Unspecified | v1::PortProtocol::Tcp => Protocol::Tcp,
+    };
+    PublishedPort {
+        protocol,
+        node_port,
+        guest_port,
+    }
+}
+
+/// Notes what a NIC has that is only for one in a network of the node.
+pub(super) fn refuse_in_network(found: &mut Violations, field: &str, nic: &v1::NicSpec) {
+    for (name, given) in [
+        ("address", !nic.address.is_empty()),
+        ("publishedPorts", !nic.published_ports.is_empty()),
+    ] {
+        if given {
+            found.add(format_args!("{field}.{name}"), "is for a NIC with a `network`");
+        }
     }
 }
 

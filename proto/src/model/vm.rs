@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::Ipv4Addr,
     path::{Component, Path, PathBuf},
 };
 
@@ -13,7 +14,7 @@ use super::{
     display::Display,
     metadata::Metadata,
     name::Name,
-    nic::{self, Mac, NicSwitches},
+    nic::{self, Mac, NicSwitches, PublishedPort},
     policy::{ClockOnResume, OnCrash, RunPolicy},
     resources::{self, CpuSet, MemoryOptions},
     topology::Topology,
@@ -173,6 +174,15 @@ pub enum Attachment {
     Bridge(String),
     /// This tap.
     Tap(String),
+    /// A network that the node makes.
+    Network {
+        /// Its name.
+        name: Name,
+        /// The address there; one that is free when there is none.
+        address: Option<Ipv4Addr>,
+        /// Ports of the node that lead to the NIC's.
+        ports: Vec<PublishedPort>,
+    },
 }
 
 impl TryFrom<&v1::Vm> for Manifest {
@@ -437,11 +447,20 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
         Some(v1::nic_spec::Attachment::Tap(tap)) => {
             interface(found, format_args!("{field}.tap"), tap).map(Attachment::Tap)
         }
+        Some(v1::nic_spec::Attachment::Network(network)) => {
+            let network = self::name(found, &format!("{field}.network"), network);
+            let (address, ports) = nic::in_network(found, field, nic);
+            network.map(|name| Attachment::Network { name, address, ports })
+        }
         None => {
-            found.add(field, "must say what it is attached to: give `bridge` or `tap`");
+            let wanted = "must say what it is attached to: give `network`, `bridge` or `tap`";
+            found.add(field, wanted);
             None
         }
     };
+    if !matches!(nic.attachment, Some(v1::nic_spec::Attachment::Network(_))) {
+        nic::refuse_in_network(found, field, nic);
+    }
     let mac = if nic.mac.is_empty() {
         None
     } else {

@@ -41,6 +41,8 @@ pub enum Object {
     Disk(String, Uuid),
     /// A snapshot.
     Snapshot(String, Uuid),
+    /// A network of the NetworkService.
+    Network(String, Uuid),
     /// The node.
     Node,
 }
@@ -86,12 +88,13 @@ struct Inner {
 }
 
 impl Object {
-    /// "Vm", "Disk", "Snapshot" or "Node".
+    /// "Vm", "Disk", "Network", "Snapshot" or "Node".
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Vm(..) => "Vm",
             Self::Disk(..) => "Disk",
             Self::Snapshot(..) => "Snapshot",
+            Self::Network(..) => "Network",
             Self::Node => "Node",
         }
     }
@@ -107,14 +110,18 @@ impl Object {
 
     fn name(&self) -> &str {
         match self {
-            Self::Vm(name, _) | Self::Disk(name, _) | Self::Snapshot(name, _) => name,
+            Self::Vm(name, _) | Self::Disk(name, _) | Self::Network(name, _) | Self::Snapshot(name, _) => {
+                name
+            }
             Self::Node => "",
         }
     }
 
     fn uid(&self) -> String {
         match self {
-            Self::Vm(_, uid) | Self::Disk(_, uid) | Self::Snapshot(_, uid) => uid.to_string(),
+            Self::Vm(_, uid) | Self::Disk(_, uid) | Self::Network(_, uid) | Self::Snapshot(_, uid) => {
+                uid.to_string()
+            }
             Self::Node => String::new(),
         }
     }

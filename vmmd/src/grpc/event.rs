@@ -25,7 +25,7 @@ const READY: usize = 64;
 /// A watcher is told where it is after as many events that it did not ask for.
 const BOOKMARK: usize = 1000;
 /// What events are about.
-const KINDS: [&str; 3] = ["Vm", "Disk", "Node"];
+const KINDS: [&str; 4] = ["Vm", "Disk", "Network", "Node"];
 
 /// The service.
 #[derive(Debug)]
@@ -52,7 +52,10 @@ impl Filter {
         let mut found = Violations::default();
         let kind = wire.object.as_ref().map_or("", |object| object.kind.as_str());
         if !kind.is_empty() && !KINDS.contains(&kind) {
-            found.add("filter.object.kind", "must be \"Vm\", \"Disk\" or \"Node\"");
+            found.add(
+                "filter.object.kind",
+                "must be \"Vm\", \"Disk\", \"Network\" or \"Node\"",
+            );
         }
         if EventSeverity::try_from(wire.severity).is_err() {
             found.add("filter.severity", "is none that this vmmd knows");

@@ -12,6 +12,7 @@ mod filter;
 mod list;
 mod logs;
 mod mask;
+mod network;
 mod node;
 mod operation;
 mod period;

@@ -1,12 +1,20 @@
 //! Network interfaces by rtnetlink: one connection for the daemon's life, no process per call.
 
-use std::io;
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr},
+};
 
 use rtnetlink::{
-    Error, Handle, LinkUnspec,
-    packet_route::link::{InfoKind, LinkAttribute, LinkInfo, LinkMessage},
+    AddressMessageBuilder, Error, Handle, LinkBridge, LinkUnspec,
+    packet_route::{
+        address::{AddressAttribute, AddressMessage},
+        link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
+    },
 };
 use tokio_stream::StreamExt;
+
+use super::managed::{BridgeFacts, BridgeSpec};
 
 /// The node's network interfaces.
 #[derive(Clone, Debug)]
@@ -23,6 +31,8 @@ pub struct Link {
     pub is_bridge: bool,
     /// Largest packet without the Ethernet header, in bytes.
     pub mtu: u32,
+    /// Interface index of the bridge that it is a port of; 0 when it is of none.
+    pub bridge: u32,
 }
 
 impl Links {
@@ -35,16 +45,102 @@ impl Links {
 
     /// Looks for an interface by name.
     pub async fn find(&self, name: &str) -> io::Result<Option<Link>> {
+        let message = self.message(name).await?;
+        Ok(message.as_ref().map(describe))
+    }
+
+    async fn message(&self, name: &str) -> io::Result<Option<LinkMessage>> {
         let answers = self.handle.link().get().match_name(name.to_owned()).execute();
         tokio::pin!(answers);
         match answers.next().await {
-            Some(Ok(message)) => Ok(Some(describe(&message))),
+            Some(Ok(message)) => Ok(Some(message)),
             None => Ok(None),
             Some(Err(error)) => match into_io(error) {
                 error if error.raw_os_error() == Some(libc::ENODEV) => Ok(None),
                 error => Err(error),
             },
         }
+    }
+
+    /// What there is of a bridge of that name.
+    pub async fn inspect(&self, name: &str) -> io::Result<Option<BridgeFacts>> {
+        let Some(message) = self.message(name).await? else {
+            return Ok(None);
+        };
+        let link = describe(&message);
+        let mut facts = BridgeFacts {
+            index: link.index,
+            is_bridge: link.is_bridge,
+            up: message.header.flags.contains(LinkFlags::Up),
+            mtu: link.mtu,
+            addresses: Vec::new(),
+        };
+        let addresses = self
+            .handle
+            .address()
+            .get()
+            .set_link_index_filter(link.index)
+            .execute();
+        tokio::pin!(addresses);
+        while let Some(address) = addresses.next().await {
+            facts.addresses.extend(ipv4(&address.map_err(into_io)?));
+        }
+        Ok(Some(facts))
+    }
+
+    /// Makes a bridge, and brings it up.
+    pub async fn create_bridge(&self, name: &str, wanted: &BridgeSpec) -> io::Result<()> {
+        let message = LinkBridge::new(name)
+            .address(wanted.mac.to_vec())
+            .mtu(wanted.mtu)
+            .build();
+        self.handle.link().add(message).execute().await.map_err(into_io)?;
+        let Some(link) = self.find(name).await? else {
+            return Err(io::ErrorKind::NotFound.into());
+        };
+        let message = LinkUnspec::new_with_index(link.index)
+            .alias(wanted.alias.clone())
+            .build();
+        self.handle.link().set(message).execute().await.map_err(into_io)?;
+        let (address, prefix) = wanted.address;
+        self.add_address(link.index, address, prefix).await
+    }
+
+    /// Gives an interface its MTU, and brings it up.
+    pub async fn set_up(&self, index: u32, mtu: u32) -> io::Result<()> {
+        let message = LinkUnspec::new_with_index(index).mtu(mtu).up().build();
+        self.handle.link().set(message).execute().await.map_err(into_io)
+    }
+
+    /// Gives an interface an address.
+    pub async fn add_address(&self, index: u32, address: Ipv4Addr, prefix: u8) -> io::Result<()> {
+        let add = self.handle.address().add(index, IpAddr::V4(address), prefix);
+        add.replace().execute().await.map_err(into_io)
+    }
+
+    /// Takes an address from an interface.
+    pub async fn remove_address(&self, index: u32, address: Ipv4Addr, prefix: u8) -> io::Result<()> {
+        let message = AddressMessageBuilder::<Ipv4Addr>::new()
+            .index(index)
+            .address(address, prefix)
+            .build();
+        self.handle
+            .address()
+            .del(message)
+            .execute()
+            .await
+            .map_err(into_io)
+    }
+
+    /// Makes the interface `device`, which is set up, a port of the bridge with the index `bridge`.
+    pub async fn set_bridge(&self, device: u32, bridge: u32) -> io::Result<()> {
+        let message = LinkUnspec::new_with_index(device).controller(bridge).up().build();
+        self.handle.link().set(message).execute().await.map_err(into_io)
+    }
+
+    /// Takes an interface away.
+    pub async fn delete(&self, index: u32) -> io::Result<()> {
+        self.handle.link().del(index).execute().await.map_err(into_io)
     }
 
     /// Makes the interface `device` a port of `bridge`, with the bridge's MTU, and up.
@@ -71,10 +167,12 @@ fn describe(message: &LinkMessage) -> Link {
         index: message.header.index,
         is_bridge: false,
         mtu: 1500,
+        bridge: 0,
     };
     for attribute in &message.attributes {
         match attribute {
             LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
+            LinkAttribute::Controller(index) => link.bridge = *index,
             LinkAttribute::LinkInfo(infos) => {
                 link.is_bridge |= infos.contains(&LinkInfo::Kind(InfoKind::Bridge));
             }
@@ -82,6 +180,14 @@ fn describe(message: &LinkMessage) -> Link {
         }
     }
     link
+}
+
+fn ipv4(message: &AddressMessage) -> Option<(Ipv4Addr, u8)> {
+    let address = message.attributes.iter().find_map(|attribute| match attribute {
+        AddressAttribute::Address(IpAddr::V4(address)) => Some(*address),
+        _ => None,
+    })?;
+    Some((address, message.header.prefix_len))
 }
 
 fn into_io(error: Error) -> io::Error {

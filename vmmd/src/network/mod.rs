@@ -4,10 +4,12 @@
 //! is booted. So there is nothing to clean up, whatever dies.
 
 mod link;
+mod managed;
 
 use std::{
     io,
     os::fd::{AsFd, OwnedFd},
+    sync::Arc,
 };
 
 use proto::model::{
@@ -22,8 +24,9 @@ use rustix::{
 use uuid::Uuid;
 
 pub use link::{Link, Links};
+pub use managed::{Networks, ServeDhcp, serve_dhcp};
 
-use crate::{failure::Failure, sys, text};
+use crate::{failure::Failure, host::Host, sys, text};
 
 /// A NIC's end on the node.
 #[derive(Debug)]
@@ -43,22 +46,41 @@ pub fn tap_name(vm: Uuid, index: usize) -> String {
 
 /// Opens or makes the tap of `nic`.
 pub async fn open_tap(
-    links: &Links,
+    host: &Arc<Host>,
     vm: Uuid,
     name: &str,
     index: usize,
     nic: &Nic,
     mac: Mac,
 ) -> Result<Tap, Failure> {
+    let links = &host.links;
     match &nic.attachment {
+        Attachment::Network {
+            name: network,
+            address,
+            ports,
+        } => {
+            let request = managed::Request {
+                vm: (vm, name),
+                nic: nic.name.as_str(),
+                tap: tap_name(vm, index),
+                mac,
+                address: *address,
+                ports,
+            };
+            let bridge = host.networks.lease(host, network.as_str(), &request).await?;
+            on_bridge(links, vm, name, index, (&bridge, nic.queues), mac).await
+        }
         Attachment::Bridge(bridge) => on_bridge(links, vm, name, index, (bridge, nic.queues), mac).await,
         Attachment::Tap(tap) => existing(links, nic, tap).await,
     }
 }
 
 /// Whether what `nic` is to be attached to is there; changes nothing. Whether a tap is free shows at the start.
-pub async fn look(links: &Links, index: usize, nic: &Nic) -> Result<(), Failure> {
+pub async fn look(host: &Host, index: usize, nic: &Nic) -> Result<(), Failure> {
+    let links = &host.links;
     match &nic.attachment {
+        Attachment::Network { name, .. } => host.networks.look(name.as_str()),
         Attachment::Bridge(name) => bridge(links, index, name).await.map(drop),
         Attachment::Tap(name) => tap(links, nic, name).await.map(drop),
     }

@@ -176,8 +176,9 @@ async fn nics(host: &Host, spec: &VmSpec) -> Result<Vec<Problem>, Failure> {
         let part = match nic.attachment {
             Attachment::Bridge(_) => "bridge",
             Attachment::Tap(_) => "tap",
+            Attachment::Network { .. } => "network",
         };
-        if let Err(failure) = crate::network::look(&host.links, index, nic).await {
+        if let Err(failure) = crate::network::look(host, index, nic).await {
             found.push(Problem::of(failure, format!("spec.nics[{index}].{part}")));
         }
     }

@@ -33,6 +33,8 @@
 //! | CreateSnapshot | a snapshot with the mark is the answer; one that was not whole was removed, and is taken again |
 //! | DeleteSnapshot | the answer is written together with the beginning of the deletion: answered |
 //! | RestoreVm | a run that the request began, and that goes on, is the answer; a VM with the mark is started again; else carried out again |
+//! | CreateNetwork | a network with the mark is the answer |
+//! | DeleteNetwork | the answer is written together with the beginning of the deletion: answered |
 //! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
 
 mod answer;
@@ -58,7 +60,9 @@ use crate::{
     context::{self, Context, Initiator},
     failure::{Failure, Kind},
     host::Host,
-    store::{self, DiskRecord, REQUEST_AGE_MS, RequestKey, RequestMark, SnapshotRecord, VmRecord},
+    store::{
+        self, DiskRecord, NetworkRecord, REQUEST_AGE_MS, RequestKey, RequestMark, SnapshotRecord, VmRecord,
+    },
     text,
 };
 
@@ -280,6 +284,11 @@ impl Requests {
         self.adopt(&record.begun, &record.uid);
     }
 
+    /// Takes over what an earlier daemon has begun on a network.
+    pub fn adopt_network(&self, record: &NetworkRecord) {
+        self.adopt(&record.begun, &record.uid);
+    }
+
     fn adopt(&self, begun: &[RequestMark], on: &[u8]) {
         let now = text::now_ms();
         let mut inner = self.inner();
@@ -313,6 +322,11 @@ impl Requests {
     /// UUID of the VM that the request made of a snapshot under an earlier daemon.
     pub fn made_by_restore(&self, context: &Context) -> Option<Vec<u8>> {
         self.made(context, "RestoreVm")
+    }
+
+    /// UUID of the network that the request made under an earlier daemon.
+    pub fn made_network(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "CreateNetwork")
     }
 
     fn made(&self, context: &Context, method: &str) -> Option<Vec<u8>> {

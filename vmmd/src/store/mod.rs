@@ -42,8 +42,8 @@ pub use migration::SCHEMA;
 pub use operation::OperationRecord;
 pub use record::{
     ConditionRecord, DiskRecord, DiskSource, DiskStage, FileRecord, Hardware, InstanceRecord, Intent,
-    NicHardware, NodeRecord, RestartRecord, SnapshotDisk, SnapshotRecord, SnapshotStage, StopRecord,
-    VmRecord, disk_source,
+    LeaseRecord, NetworkRecord, NicHardware, NodeRecord, PortRecord, RestartRecord, SnapshotDisk,
+    SnapshotRecord, SnapshotStage, StopRecord, VmRecord, disk_source,
 };
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
@@ -51,6 +51,8 @@ const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
 const DISKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("disks");
 /// Made by the first change: a store that no daemon with snapshots has written to has none.
 const SNAPSHOTS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("snapshots");
+/// Made with the first network.
+const NETWORKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("networks");
 const NODE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("node");
 /// Key of the one record in [`NODE`].
 const SELF: &[u8] = b"self";
@@ -103,6 +105,8 @@ pub struct Records {
     pub disks: Vec<DiskRecord>,
     /// Snapshots of VMs.
     pub snapshots: Vec<SnapshotRecord>,
+    /// Networks of the NetworkService.
+    pub networks: Vec<NetworkRecord>,
     /// What is remembered.
     pub history: HistoryRecords,
     /// The node.
@@ -302,6 +306,31 @@ impl Store {
     /// Removes a snapshot's record. Durable on return.
     pub async fn remove_snapshot(&self, uid: &[u8]) -> Result<(), Error> {
         self.change(Change::Remove(SNAPSHOTS, uid.to_vec())).await
+    }
+
+    /// Writes a network's record, new or changed. Durable on return.
+    pub async fn put_network(&self, record: &NetworkRecord) -> Result<(), Error> {
+        self.change(Change::Put(NETWORKS, record.uid.clone(), record.encode_to_vec()))
+            .await
+    }
+
+    /// Removes a network's record. Durable on return.
+    pub async fn remove_network(&self, uid: &[u8]) -> Result<(), Error> {
+        self.change(Change::Remove(NETWORKS, uid.to_vec())).await
+    }
+
+    /// Writes the record of a network whose deletion begins, and remembers the request that is answered by that. Durable on
+    /// return.
+    pub async fn retire_network(
+        &self,
+        record: &NetworkRecord,
+        answered: Vec<RequestRecord>,
+    ) -> Result<(), Error> {
+        let put = Change::Put(NETWORKS, record.uid.clone(), record.encode_to_vec());
+        let changes = [put]
+            .into_iter()
+            .chain(answered.into_iter().map(Change::Complete));
+        self.changes(changes.collect()).await
     }
 
     /// Writes the node's record. Durable on return.
@@ -538,6 +567,7 @@ fn load(database: &Database) -> Result<Records, Error> {
         unreadable: unreadable.into_iter().map(salvage).collect(),
         disks: readable(&transaction, DISKS)?,
         snapshots: snapshots(&transaction)?,
+        networks: networks(&transaction)?,
         history: history::load(&transaction)?,
         node: readable(&transaction, NODE)?.pop().unwrap_or_default(),
         operations: operation::load(&transaction)?,
@@ -552,6 +582,13 @@ fn snapshots(transaction: &ReadTransaction) -> Result<Vec<SnapshotRecord>, Error
             let records = readable::<stored::Snapshot>(transaction, SNAPSHOTS)?;
             Ok(records.into_iter().map(SnapshotRecord::from).collect())
         }
+    }
+}
+
+fn networks(transaction: &ReadTransaction) -> Result<Vec<NetworkRecord>, Error> {
+    match transaction.open_table(NETWORKS) {
+        Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
+        _ => readable(transaction, NETWORKS),
     }
 }
 

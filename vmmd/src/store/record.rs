@@ -325,6 +325,84 @@ pub mod disk_source {
     }
 }
 
+/// A network of the NetworkService.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct NetworkRecord {
+    /// UUID, 16 bytes; also the record's key. What is on the node is named after it.
+    #[prost(bytes = "vec", tag = "1")]
+    pub uid: Vec<u8>,
+    /// Unique among the node's networks.
+    #[prost(string, tag = "2")]
+    pub name: String,
+    /// Unix time in milliseconds.
+    #[prost(uint64, tag = "3")]
+    pub created_ms: u64,
+    /// As in the request.
+    #[prost(btree_map = "string, string", tag = "4")]
+    pub labels: BTreeMap<String, String>,
+    /// As in the request.
+    #[prost(btree_map = "string, string", tag = "5")]
+    pub annotations: BTreeMap<String, String>,
+    /// As in the request.
+    #[prost(string, tag = "6")]
+    pub owner: String,
+    /// As in the request; it is valid.
+    #[prost(message, optional, tag = "7")]
+    pub spec: Option<proto::v1::NetworkSpec>,
+    /// Addresses that NICs have or had lately, in order.
+    #[prost(message, repeated, tag = "8")]
+    pub leases: Vec<LeaseRecord>,
+    /// It is being deleted: to clients it is gone.
+    #[prost(bool, tag = "9")]
+    pub leaving: bool,
+    /// As of a VM.
+    #[prost(message, repeated, tag = "20")]
+    pub begun: Vec<RequestMark>,
+}
+
+/// An address of a NIC.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct LeaseRecord {
+    /// IPv4.
+    #[prost(fixed32, tag = "1")]
+    pub address: u32,
+    /// UUID of the VM.
+    #[prost(bytes = "vec", tag = "2")]
+    pub vm: Vec<u8>,
+    /// Its name.
+    #[prost(string, tag = "3")]
+    pub vm_name: String,
+    /// The NIC's name in the VM.
+    #[prost(string, tag = "4")]
+    pub nic: String,
+    /// Six bytes.
+    #[prost(bytes = "vec", tag = "5")]
+    pub mac: Vec<u8>,
+    /// The NIC's interface on the node.
+    #[prost(string, tag = "6")]
+    pub tap: String,
+    /// Ports of the node that lead to it.
+    #[prost(message, repeated, tag = "7")]
+    pub ports: Vec<PortRecord>,
+    /// When the NIC was gone, in milliseconds of Unix time; 0 while it is there.
+    #[prost(uint64, tag = "8")]
+    pub released_ms: u64,
+}
+
+/// A port of the node that leads to a guest.
+#[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
+pub struct PortRecord {
+    /// UDP, else TCP.
+    #[prost(bool, tag = "1")]
+    pub udp: bool,
+    /// Of the node.
+    #[prost(uint32, tag = "2")]
+    pub node_port: u32,
+    /// Of the guest.
+    #[prost(uint32, tag = "3")]
+    pub guest_port: u32,
+}
+
 /// How far the life of a disk is. A record that a new daemon finds in another stage than `Ready` is removed with its
 /// file: the disk was never told to be there, or was told to be gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]

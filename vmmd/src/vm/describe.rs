@@ -126,7 +126,7 @@ impl View {
                 self.block_devices(instance, attached),
                 self.restart_required(&left),
             ],
-            nics: nics(uid, record, spec, run),
+            nics: nics(host, uid, record, spec, run),
             phase_time: text::timestamp(self.phase_ms),
             disks: disks(host, record, spec, instance.is_some(), attached),
             restart: restart(record, spec),
@@ -335,7 +335,13 @@ pub fn camel_case(reason: &str) -> String {
 }
 
 /// NICs of a VM as the API shows them: those of its machine while it runs.
-fn nics(uid: Uuid, record: &VmRecord, spec: &VmSpec, run: Option<&InstanceRecord>) -> Vec<v1::NicStatus> {
+fn nics(
+    host: &Host,
+    uid: Uuid,
+    record: &VmRecord,
+    spec: &VmSpec,
+    run: Option<&InstanceRecord>,
+) -> Vec<v1::NicStatus> {
     let hardware = run
         .and_then(|run| run.hardware.as_ref())
         .or(record.hardware.as_ref())
@@ -353,14 +359,25 @@ fn nics(uid: Uuid, record: &VmRecord, spec: &VmSpec, run: Option<&InstanceRecord
         let (tap, bridge) = match &nic.attachment {
             Attachment::Bridge(bridge) => (network::tap_name(uid, index), bridge.clone()),
             Attachment::Tap(tap) => (tap.clone(), String::new()),
+            Attachment::Network { name, .. } => {
+                let bridge = host.networks.bridge(name.as_str()).unwrap_or_default();
+                (network::tap_name(uid, index), bridge)
+            }
         };
         let mac = machine::mac(&hardware, nic.name.as_str());
+        let network = match &nic.attachment {
+            Attachment::Network { name, .. } => name.as_str(),
+            Attachment::Bridge(_) | Attachment::Tap(_) => "",
+        };
+        let address = host.networks.address(network, uid, nic.name.as_str());
         v1::NicStatus {
             name: nic.name.to_string(),
             mac: mac.map(|mac| mac.to_string()).unwrap_or_default(),
             tap: if running { tap } else { String::new() },
             bridge,
             link_down: !nic.link_up,
+            network: network.to_owned(),
+            addresses: address.iter().map(ToString::to_string).collect(),
         }
     });
     described.collect()

@@ -380,6 +380,21 @@ impl Drop for Daemon {
                 let _ = rustix::event::poll(&mut fds, None);
             }
         }
+        // DHCP servers of its networks outlive it.
+        for network in fs::read_dir(self.path("run/networks"))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            let known = fs::read(network.path().join("server.json")).unwrap_or_default();
+            let known: serde_json::Value = serde_json::from_slice(&known).unwrap_or_default();
+            let pid = known["pid"]
+                .as_i64()
+                .and_then(|pid| Pid::from_raw(pid.try_into().ok()?));
+            if let Some(pid) = pid {
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        }
         for group in self.cgroups().into_iter().chain(self.cgroup.clone()) {
             let _ = fs::remove_dir(group);
         }

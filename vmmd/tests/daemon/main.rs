@@ -22,6 +22,7 @@ mod hygiene;
 mod lifecycle;
 mod limits;
 mod list;
+mod managed;
 mod metrics;
 mod network;
 mod node;

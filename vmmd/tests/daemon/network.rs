@@ -5,10 +5,13 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-use proto::v1::{NicSpec, nic_spec::Attachment};
+use proto::v1::{NicSpec, RateLimit, nic_spec::Attachment};
 use tonic::Code;
 
-use crate::harness::{Daemon, refusal, status};
+use crate::{
+    console::Client,
+    harness::{Daemon, refusal, status},
+};
 
 /// A network namespace, removed when dropped.
 pub struct Namespace(pub String);
@@ -104,4 +107,58 @@ async fn taps_join_the_bridge_with_its_mtu_and_vanish_with_the_vmm() {
     assert_eq!(macs(&status(&stopped).nics), macs(&nics));
     assert_eq!(status(&stopped).nics[0].tap, "");
     assert_eq!(network.ports("br0"), Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn the_link_and_limits_of_a_nic_change_while_its_vm_runs_and_its_queues_at_the_next_start() {
+    let network = Namespace::new();
+    network.ip("link add br0 type bridge");
+    network.ip("link set br0 up");
+    let daemon = Daemon::in_network(&network.0).await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().nics = vec![nic("eth0", Attachment::Bridge("br0".into()))];
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let mut console = Client::open(&daemon, "web").await;
+
+    let given = |change: fn(&mut NicSpec)| {
+        let mut changed = nic("eth0", Attachment::Bridge("br0".into()));
+        change(&mut changed);
+        move |spec: &mut proto::v1::VmSpec| spec.nics = vec![changed]
+    };
+    let down = given(|nic| nic.link_down = true);
+    let changed = daemon
+        .change_fields("web", &["spec.nics[eth0].link_down"], down)
+        .await;
+    console.expect("nic eth0 link Some(false)").await;
+    let state = status(&changed.unwrap()).clone();
+    assert!(
+        state.nics[0].link_down && state.pending_changes.is_empty(),
+        "{state:?}"
+    );
+
+    let limited = given(|nic| {
+        nic.receive_limit = Some(RateLimit {
+            operations_per_second: 1000,
+            ..RateLimit::default()
+        });
+    });
+    let path = "spec.nics[eth0].receive_limit";
+    let changed = daemon.change_fields("web", &[path], limited).await.unwrap();
+    console.expect("nic eth0 link None").await;
+    assert_eq!(status(&changed).pending_changes, []);
+
+    let more = given(|nic| nic.queues = 4);
+    let changed = daemon
+        .change_fields("web", &["spec.nics[eth0].queues"], more)
+        .await
+        .unwrap();
+    let pending = &status(&changed).pending_changes;
+    assert_eq!(
+        pending
+            .iter()
+            .map(|change| change.path.as_str())
+            .collect::<Vec<_>>(),
+        ["spec.nics[eth0].queues"]
+    );
 }

@@ -135,7 +135,7 @@ stored! {
     NicSpec of v1::NicSpec {
         #[prost(string, tag = "1")]
         name: String,
-        #[prost(oneof = "Attachment", tags = "2, 3")]
+        #[prost(oneof = "Attachment", tags = "2, 3, 11")]
         attachment: Option<Attachment>,
         #[prost(string, tag = "4")]
         mac: String,
@@ -151,6 +151,10 @@ stored! {
         receive_limit: Option<RateLimit>,
         #[prost(message, optional, tag = "10")]
         transmit_limit: Option<RateLimit>,
+        #[prost(string, tag = "12")]
+        address: String,
+        #[prost(message, repeated, tag = "13")]
+        published_ports: Vec<PublishedPort>,
     }
 }
 
@@ -161,6 +165,21 @@ pub enum Attachment {
     Bridge(String),
     #[prost(string, tag = "3")]
     Tap(String),
+    #[prost(string, tag = "11")]
+    Network(String),
+}
+
+stored! {
+    /// A port of the node that leads to a guest.
+    #[derive(Copy)]
+    PublishedPort of v1::PublishedPort {
+        #[prost(int32, tag = "1")]
+        protocol: i32,
+        #[prost(uint32, tag = "2")]
+        node_port: u32,
+        #[prost(uint32, tag = "3")]
+        guest_port: u32,
+    }
 }
 
 stored! {
@@ -259,6 +278,7 @@ impl Mirror<Attachment> for v1::nic_spec::Attachment {
         match self {
             Self::Bridge(bridge) => Attachment::Bridge(bridge),
             Self::Tap(tap) => Attachment::Tap(tap),
+            Self::Network(network) => Attachment::Network(network),
         }
     }
 }
@@ -268,6 +288,7 @@ impl Mirror<v1::nic_spec::Attachment> for Attachment {
         match self {
             Self::Bridge(bridge) => v1::nic_spec::Attachment::Bridge(bridge),
             Self::Tap(tap) => v1::nic_spec::Attachment::Tap(tap),
+            Self::Network(network) => v1::nic_spec::Attachment::Network(network),
         }
     }
 }

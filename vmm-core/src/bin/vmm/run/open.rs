@@ -235,6 +235,10 @@ fn open_nic(fds: &mut Fds, slot: u32, vm: &str, nic: &Nic) -> Result<vmm::Nic> {
         Attachment::Tap(tap) => (tap.clone(), None),
         // It vanishes with this process.
         Attachment::Bridge(bridge) => (format!("vmm{}n{slot}", std::process::id()), Some(bridge)),
+        Attachment::Network { .. } => bail!(
+            "nic {}: networks are made by vmmd; without it give a `bridge` or a `tap`",
+            nic.name
+        ),
     };
     if bridge.is_none() && !sys::interface_exists(&name) {
         bail!(

@@ -1,0 +1,89 @@
+//! The command line of what is about networks.
+
+use clap::{Args, Subcommand, ValueEnum};
+
+use super::{Timeout, disk_name};
+
+/// `network`.
+#[derive(Debug, Subcommand)]
+pub enum Network {
+    /// Make a network: a bridge with addresses, DHCP, and a way to the outside.
+    Create(CreateNetwork),
+    /// List the networks.
+    Ls(ListNetworks),
+    /// Show a network, and who has which address.
+    Describe(DescribeNetwork),
+    /// Delete a network that no VM's spec names.
+    Rm(RemoveNetwork),
+}
+
+/// `network create`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl network create lan --cidr 10.80.0.0/24 --dns 10.0.0.53
+  vmmctl network create backend --cidr 10.81.0.0/24 --mode isolated")]
+pub struct CreateNetwork {
+    /// Name of the network.
+    #[arg(value_parser = disk_name)]
+    pub name: String,
+    /// Its addresses, a private range as in 10.80.0.0/24.
+    #[arg(long, value_name = "RANGE")]
+    pub cidr: String,
+    /// The node's own address, the VMs' gateway; the first one when not given.
+    #[arg(long, value_name = "ADDRESS")]
+    pub gateway: Option<String>,
+    /// Who reaches whom.
+    #[arg(long, value_enum, default_value = "nat")]
+    pub mode: Mode,
+    /// Name server that VMs are told; several are given one by one.
+    #[arg(long = "dns", value_name = "ADDRESS")]
+    pub dns: Vec<String>,
+    /// NTP server that VMs are told; several are given one by one.
+    #[arg(long = "ntp", value_name = "ADDRESS")]
+    pub ntp: Vec<String>,
+    /// Largest packet in bytes; 1500 when not given.
+    #[arg(long, value_name = "BYTES")]
+    pub mtu: Option<u32>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
+}
+
+/// Who reaches whom.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
+    /// VMs reach the outside by the node's address, and are reached by published ports only.
+    Nat,
+    /// VMs reach each other, and nothing else.
+    Isolated,
+    /// VMs reach the outside by their own addresses, and are reached by them.
+    Routed,
+}
+
+/// `network ls`.
+#[derive(Debug, Args)]
+pub struct ListNetworks {
+    /// Print all of them as canonical JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `network describe`.
+#[derive(Debug, Args)]
+pub struct DescribeNetwork {
+    /// Name of the network.
+    #[arg(value_parser = disk_name)]
+    pub name: String,
+}
+
+/// `network rm`.
+#[derive(Debug, Args)]
+pub struct RemoveNetwork {
+    /// Name of the network.
+    #[arg(value_parser = disk_name)]
+    pub name: String,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
+}

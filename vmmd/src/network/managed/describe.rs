@@ -1,0 +1,132 @@
+//! Networks as the API shows them, and why something about them is refused.
+
+use proto::{
+    model::{network::NetworkSpec, nic::Mac},
+    v1,
+};
+use uuid::Uuid;
+
+use super::{
+    Request, bridge,
+    pool::{self, Refusal},
+    spec_of,
+};
+use crate::{
+    event::{Draft, Object},
+    failure::{Failure, Kind},
+    host::Host,
+    store::{LeaseRecord, NetworkRecord},
+    text,
+};
+
+/// A network; `problem` is why it is not served.
+pub fn describe(record: &NetworkRecord, problem: &str) -> v1::Network {
+    let now = text::now_ms();
+    let spec = spec_of(record);
+    let leases = record.leases.iter().filter(|lease| lease.counts(now));
+    v1::Network {
+        metadata: Some(v1::ObjectMetadata {
+            name: record.name.clone(),
+            uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
+            generation: 1,
+            labels: record.labels.clone(),
+            annotations: record.annotations.clone(),
+            owner: record.owner.clone(),
+            create_time: text::timestamp(record.created_ms),
+        }),
+        status: Some(v1::NetworkStatus {
+            ready: problem.is_empty(),
+            message: problem.to_owned(),
+            bridge: bridge(record),
+            gateway: spec
+                .as_ref()
+                .map(|spec| spec.gateway.to_string())
+                .unwrap_or_default(),
+            leases: leases.map(lease).collect(),
+            available_addresses: spec.map_or(0, |spec| pool::available(&spec, &record.leases, now)),
+        }),
+        spec: record.spec.clone(),
+    }
+}
+
+fn lease(lease: &LeaseRecord) -> v1::NetworkLease {
+    let mac = lease.mac();
+    v1::NetworkLease {
+        address: lease.ip().to_string(),
+        mac: mac.map(|mac| mac.to_string()).unwrap_or_default(),
+        vm: lease.vm_name.clone(),
+        nic: lease.nic.clone(),
+        release_time: (lease.released_ms != 0)
+            .then(|| text::timestamp(lease.released_ms))
+            .flatten(),
+    }
+}
+
+impl LeaseRecord {
+    /// The NIC's MAC address.
+    pub fn mac(&self) -> Option<Mac> {
+        let octets: [u8; 6] = self.mac.as_slice().try_into().ok()?;
+        Mac::try_from(octets).ok()
+    }
+}
+
+/// Whether it is the network with this UUID.
+pub fn is(network: &v1::Network, uid: &[u8]) -> bool {
+    let uid = Uuid::from_slice(uid).unwrap_or_default().to_string();
+    network
+        .metadata
+        .as_ref()
+        .is_some_and(|metadata| metadata.uid == uid)
+}
+
+/// Why a NIC gets no address.
+pub fn refused(network: &str, spec: &NetworkSpec, request: &Request<'_>, refusal: &Refusal) -> Failure {
+    let nic = request.nic;
+    match refusal {
+        Refusal::NotInPool(address) => {
+            let message = format!(
+                "NIC \"{nic}\": {address} is no address for a VM in the network \"{network}\" ({}, gateway {})",
+                spec.net, spec.gateway
+            );
+            Failure::precondition("ADDRESS_NOT_IN_NETWORK", message)
+        }
+        Refusal::Taken(address, lease) => {
+            let had = if lease.released_ms == 0 {
+                "has"
+            } else {
+                "had until a moment ago"
+            };
+            let message = format!(
+                "NIC \"{nic}\": NIC \"{}\" of VM \"{}\" {had} the address {address}",
+                lease.nic, lease.vm_name
+            );
+            Failure::precondition("ADDRESS_IN_USE", message)
+        }
+        Refusal::Exhausted => {
+            let message = format!(
+                "NIC \"{nic}\": all addresses of the network \"{network}\" ({}) are taken; those that were released are kept \
+                 for ten minutes",
+                spec.net
+            );
+            Failure::new(Kind::Exhausted, "NO_FREE_ADDRESS", message)
+        }
+    }
+}
+
+/// There is no network of this name.
+pub fn not_found(name: &str) -> Failure {
+    let message = format!("there is no network \"{}\" on this node", text::brief(name));
+    Failure::new(Kind::NotFound, "NETWORK_NOT_FOUND", message)
+}
+
+/// The node's networks could not be set up.
+pub fn failed(error: &std::io::Error) -> Failure {
+    Failure::internal(format!("set up the node's networks: {}", text::words(error)))
+}
+
+/// Emits an event about a network.
+pub fn tell(host: &Host, record: &NetworkRecord, reason: &str, message: &str) {
+    let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
+    let object = Object::Network(record.name.clone(), uid);
+    host.events.emit(Draft::normal(object, reason, message));
+}

@@ -1,0 +1,249 @@
+//! What is answered to a client (RFC 2131, 4.3; RFC 2132): a pure function of the table.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+
+use dhcproto::v4::{DhcpOption, HType, Message, MessageType, Opcode, OptionCode};
+
+use super::Table;
+
+/// Port of clients.
+const CLIENT: u16 = 68;
+
+/// An answer and where it goes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Answer {
+    /// What is sent.
+    pub message: Message,
+    /// To whom: one client, or all.
+    pub to: SocketAddrV4,
+}
+
+/// The answer to `request`; `None` when it is not for us, makes no sense or needs none.
+pub fn answer(table: &Table, request: &Message) -> Option<Answer> {
+    if request.opcode() != Opcode::BootRequest || request.htype() != HType::Eth || request.chaddr().len() != 6
+    {
+        return None;
+    }
+    // Relayed requests are of other networks.
+    if !request.giaddr().is_unspecified() {
+        return None;
+    }
+    let host = table.hosts.get(&mac(request.chaddr()))?;
+    let kind = request.opts().msg_type()?;
+    let kind = match kind {
+        MessageType::Discover => MessageType::Offer,
+        MessageType::Request if is_for_another(table, request) => return None,
+        MessageType::Request if asked(request) == Some(host.address) => MessageType::Ack,
+        MessageType::Request => MessageType::Nak,
+        MessageType::Inform => MessageType::Ack,
+        // Addresses are kept for the VM's life: there is nothing to give back.
+        _ => return None,
+    };
+    let informs = request.opts().msg_type() == Some(MessageType::Inform);
+    let mut message = Message::default();
+    message
+        .set_opcode(Opcode::BootReply)
+        .set_htype(HType::Eth)
+        .set_xid(request.xid())
+        .set_flags(request.flags())
+        .set_chaddr(request.chaddr())
+        .set_siaddr(table.gateway);
+    message.opts_mut().insert(DhcpOption::MessageType(kind));
+    message
+        .opts_mut()
+        .insert(DhcpOption::ServerIdentifier(table.gateway));
+    if kind == MessageType::Nak {
+        // It may believe to be elsewhere.
+        return Some(Answer {
+            message,
+            to: SocketAddrV4::new(Ipv4Addr::BROADCAST, CLIENT),
+        });
+    }
+    if informs {
+        message.set_ciaddr(request.ciaddr());
+    } else {
+        message.set_yiaddr(host.address);
+        lease(table, &mut message);
+    }
+    options(table, &host.name, &mut message);
+    // A client that has no address yet is sent to by all means: it has no ARP.
+    let to = match request.ciaddr() {
+        address if address.is_unspecified() => Ipv4Addr::BROADCAST,
+        address => address,
+    };
+    Some(Answer {
+        message,
+        to: SocketAddrV4::new(to, CLIENT),
+    })
+}
+
+/// Whether the client has chosen another server's offer.
+fn is_for_another(table: &Table, request: &Message) -> bool {
+    let chosen = request.opts().get(OptionCode::ServerIdentifier);
+    matches!(chosen, Some(DhcpOption::ServerIdentifier(server)) if *server != table.gateway)
+}
+
+/// The address that the client asks for: that of an offer or of its memory, or the one that it has.
+fn asked(request: &Message) -> Option<Ipv4Addr> {
+    match request.opts().get(OptionCode::RequestedIpAddress) {
+        Some(DhcpOption::RequestedIpAddress(address)) => Some(*address),
+        _ => Some(request.ciaddr()).filter(|address| !address.is_unspecified()),
+    }
+}
+
+fn lease(table: &Table, message: &mut Message) {
+    let options = message.opts_mut();
+    options.insert(DhcpOption::AddressLeaseTime(table.lease_seconds));
+    // RFC 2131, 4.4.5: half, and seven eighths.
+    options.insert(DhcpOption::Renewal(table.lease_seconds / 2));
+    options.insert(DhcpOption::Rebinding(
+        table.lease_seconds - table.lease_seconds / 8,
+    ));
+}
+
+fn options(table: &Table, name: &str, message: &mut Message) {
+    let options = message.opts_mut();
+    options.insert(DhcpOption::SubnetMask(table.mask));
+    options.insert(DhcpOption::BroadcastAddr(table.broadcast));
+    options.insert(DhcpOption::InterfaceMtu(table.mtu));
+    options.insert(DhcpOption::Hostname(name.to_owned()));
+    if table.routes {
+        options.insert(DhcpOption::Router(vec![table.gateway]));
+    }
+    if !table.dns.is_empty() {
+        options.insert(DhcpOption::DomainNameServer(table.dns.clone()));
+    }
+    if !table.ntp.is_empty() {
+        options.insert(DhcpOption::NtpServers(table.ntp.clone()));
+    }
+}
+
+fn mac(bytes: &[u8]) -> String {
+    let pairs: Vec<_> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    pairs.join(":")
+}
+
+#[cfg(test)]
+pub mod tests {
+    use std::collections::BTreeMap;
+
+    use dhcproto::v4::Flags;
+
+    use super::{super::Host, *};
+
+    const MAC: [u8; 6] = [0x52, 0x54, 0, 0, 0, 1];
+    const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 80, 0, 2);
+    const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 80, 0, 1);
+
+    pub fn table() -> Table {
+        Table {
+            gateway: GATEWAY,
+            routes: true,
+            mask: [255, 255, 255, 0].into(),
+            broadcast: [10, 80, 0, 255].into(),
+            mtu: 1400,
+            dns: vec![[10, 0, 0, 53].into()],
+            ntp: Vec::new(),
+            lease_seconds: 3600,
+            hosts: BTreeMap::from([(
+                "52:54:00:00:00:01".to_owned(),
+                Host {
+                    address: ADDRESS,
+                    name: "web".into(),
+                },
+            )]),
+        }
+    }
+
+    fn request(kind: MessageType, options: &[DhcpOption]) -> Message {
+        let mut message = Message::default();
+        message
+            .set_opcode(Opcode::BootRequest)
+            .set_htype(HType::Eth)
+            .set_xid(7)
+            .set_flags(Flags::default())
+            .set_chaddr(&MAC);
+        message.opts_mut().insert(DhcpOption::MessageType(kind));
+        for option in options {
+            message.opts_mut().insert(option.clone());
+        }
+        message
+    }
+
+    fn kind(answer: &Answer) -> MessageType {
+        answer.message.opts().msg_type().unwrap()
+    }
+
+    #[test]
+    fn a_client_is_offered_its_address_with_all_that_it_needs() {
+        let offer = answer(&table(), &request(MessageType::Discover, &[])).unwrap();
+        assert_eq!(
+            (kind(&offer), offer.message.yiaddr()),
+            (MessageType::Offer, ADDRESS)
+        );
+        assert_eq!(offer.to, SocketAddrV4::new(Ipv4Addr::BROADCAST, 68));
+        let options = offer.message.opts();
+        for expected in [
+            DhcpOption::SubnetMask([255, 255, 255, 0].into()),
+            DhcpOption::Router(vec![GATEWAY]),
+            DhcpOption::DomainNameServer(vec![[10, 0, 0, 53].into()]),
+            DhcpOption::InterfaceMtu(1400),
+            DhcpOption::Hostname("web".into()),
+            DhcpOption::AddressLeaseTime(3600),
+            DhcpOption::Renewal(1800),
+            DhcpOption::Rebinding(3150),
+            DhcpOption::ServerIdentifier(GATEWAY),
+        ] {
+            let code = OptionCode::from(&expected);
+            assert_eq!(options.get(code), Some(&expected));
+        }
+        assert!(options.get(OptionCode::NtpServers).is_none());
+    }
+
+    #[test]
+    fn its_own_address_is_acknowledged_and_another_one_is_not() {
+        let ask = |address| {
+            answer(
+                &table(),
+                &request(MessageType::Request, &[DhcpOption::RequestedIpAddress(address)]),
+            )
+        };
+        let ack = ask(ADDRESS).unwrap();
+        assert_eq!((kind(&ack), ack.message.yiaddr()), (MessageType::Ack, ADDRESS));
+        let nak = ask([10, 80, 0, 9].into()).unwrap();
+        assert_eq!(
+            (kind(&nak), nak.message.yiaddr()),
+            (MessageType::Nak, Ipv4Addr::UNSPECIFIED)
+        );
+        assert!(nak.message.opts().get(OptionCode::AddressLeaseTime).is_none());
+    }
+
+    #[test]
+    fn a_client_that_renews_is_answered_at_its_address() {
+        let mut renewal = request(MessageType::Request, &[]);
+        renewal.set_ciaddr(ADDRESS);
+        let ack = answer(&table(), &renewal).unwrap();
+        assert_eq!(
+            (kind(&ack), ack.to),
+            (MessageType::Ack, SocketAddrV4::new(ADDRESS, 68))
+        );
+    }
+
+    #[test]
+    fn what_is_for_others_or_of_strangers_is_not_answered() {
+        let other = DhcpOption::ServerIdentifier([10, 80, 0, 7].into());
+        let wanted = DhcpOption::RequestedIpAddress(ADDRESS);
+        assert!(answer(&table(), &request(MessageType::Request, &[other, wanted])).is_none());
+        assert!(answer(&table(), &request(MessageType::Release, &[])).is_none());
+        assert!(answer(&table(), &request(MessageType::Decline, &[])).is_none());
+        let mut stranger = request(MessageType::Discover, &[]);
+        stranger.set_chaddr(&[2, 0, 0, 0, 0, 9]);
+        assert!(answer(&table(), &stranger).is_none());
+        let mut relayed = request(MessageType::Discover, &[]);
+        relayed.set_giaddr([10, 1, 1, 1]);
+        assert!(answer(&table(), &relayed).is_none());
+        let mut reply = request(MessageType::Discover, &[]);
+        reply.set_opcode(Opcode::BootReply);
+        assert!(answer(&table(), &reply).is_none());
+    }
+}

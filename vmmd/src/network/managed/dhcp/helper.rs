@@ -1,0 +1,181 @@
+//! The daemon's side of a DHCP server: it is started, found again by a later daemon, exchanged and ended.
+//!
+//! What is known of it is in its folder: `table.json`, which it reads, and `server.json`, which says which process it is. A
+//! process is known by its number and the time of its start, so another one with the same number is never taken for it.
+
+use std::{
+    fs, io,
+    net::{Ipv4Addr, SocketAddrV4},
+    os::{fd::OwnedFd, unix::fs::PermissionsExt as _},
+    path::Path,
+    process::Stdio,
+};
+
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde::{Deserialize, Serialize};
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::process::Command;
+
+use super::{Table, server::TABLE};
+
+/// Port of DHCP servers.
+const PORT: u16 = 67;
+const SERVER: &str = "server.json";
+
+/// A server that was started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Server {
+    pid: i32,
+    /// Clock ticks after the start of the system (proc(5), starttime).
+    started: u64,
+    /// Version of the program.
+    version: String,
+    /// Index of the bridge that its socket is bound to.
+    bridge: u32,
+}
+
+impl Server {
+    fn read(folder: &Path) -> Option<Self> {
+        serde_json::from_slice(&fs::read(folder.join(SERVER)).ok()?).ok()
+    }
+
+    fn lives(&self) -> bool {
+        started(self.pid) == Some(self.started)
+    }
+}
+
+/// Writes what a server tells. It reads it before its next answer.
+pub fn write_table(folder: &Path, table: &Table) -> io::Result<()> {
+    fs::create_dir_all(folder)?;
+    let mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode));
+    // The server has a user of its own.
+    mode(folder, 0o755)?;
+    replace(&folder.join(TABLE), &serde_json::to_vec(table)?, 0o644)
+}
+
+fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    let new = path.with_extension("new");
+    fs::write(&new, content)?;
+    fs::set_permissions(&new, fs::Permissions::from_mode(mode))?;
+    fs::rename(&new, path)
+}
+
+/// Sees to it that a server of this version serves the bridge of that name and index; a new one goes into the cgroup. True when
+/// one had to be started.
+pub async fn ensure(folder: &Path, name: &str, bridge: u32, cgroup: Option<&Path>) -> io::Result<bool> {
+    let version = env!("CARGO_PKG_VERSION");
+    let before = Server::read(folder);
+    if let Some(server) = &before
+        && server.lives()
+        && server.version == version
+        && server.bridge == bridge
+    {
+        return Ok(false);
+    }
+    let socket = socket(name)?;
+    // The file may have been exchanged since the daemon was started.
+    let mut child = Command::new("/proc/self/exe")
+        .arg("serve-dhcp")
+        .arg(folder)
+        .stdin(Stdio::from(OwnedFd::from(socket)))
+        .stdout(Stdio::null())
+        .env_clear()
+        .spawn()?;
+    let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
+    if let Some(Err(error)) = cgroup.map(|cgroup| join(cgroup, pid)) {
+        tracing::warn!(%error, network = name, "a DHCP server stays in the daemon's cgroup");
+    }
+    let server = Server {
+        pid,
+        started: started(pid).unwrap_or(0),
+        version: version.to_owned(),
+        bridge,
+    };
+    replace(&folder.join(SERVER), &serde_json::to_vec(&server)?, 0o600)?;
+    // The old one goes when the new one is there, so that no client waits.
+    if let Some(before) = before {
+        kill(&before);
+    }
+    let network = name.to_owned();
+    tokio::spawn(async move {
+        let ended = child.wait().await;
+        tracing::info!(network, ?ended, "a DHCP server has ended");
+    });
+    Ok(true)
+}
+
+/// Moves a process into a cgroup, which is made when there is none.
+fn join(cgroup: &Path, pid: i32) -> io::Result<()> {
+    fs::create_dir_all(cgroup)?;
+    fs::write(cgroup.join("cgroup.procs"), pid.to_string())
+}
+
+/// Ends the server, and removes its folder.
+pub fn end(folder: &Path) -> io::Result<()> {
+    if let Some(server) = Server::read(folder) {
+        kill(&server);
+    }
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        result => result,
+    }
+}
+
+fn kill(server: &Server) {
+    let Some(pid) = Pid::from_raw(server.pid) else {
+        return;
+    };
+    let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else {
+        return;
+    };
+    // Whoever has the number now is the one that the descriptor is of.
+    if server.lives() {
+        let _has_ended = pidfd_send_signal(process, Signal::KILL);
+    }
+}
+
+/// When the process was started; `None` when there is none.
+fn started(pid: i32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // proc(5): the name, in parentheses, is the second field and may hold anything; the start time is the 22nd.
+    let (_, rest) = stat.rsplit_once(')')?;
+    let mut fields = rest.split_whitespace();
+    if fields.next() == Some("Z") {
+        return None;
+    }
+    fields.nth(18)?.parse().ok()
+}
+
+fn socket(bridge: &str) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::IPV4, Type::DGRAM, Some(Protocol::UDP))?;
+    socket.set_reuse_address(true)?;
+    socket.set_broadcast(true)?;
+    socket.bind_device(Some(bridge.as_bytes()))?;
+    socket.bind(&SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, PORT).into())?;
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_known_by_the_time_of_its_start() {
+        let own = i32::try_from(std::process::id()).unwrap();
+        let started = started(own).unwrap();
+        let server = Server {
+            pid: own,
+            started,
+            version: String::new(),
+            bridge: 1,
+        };
+        assert!(server.lives());
+        assert!(
+            !Server {
+                started: started + 1,
+                ..server
+            }
+            .lives()
+        );
+    }
+}

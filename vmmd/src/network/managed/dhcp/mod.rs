@@ -1,0 +1,45 @@
+//! DHCP for the VMs of a network (RFC 2131).
+//!
+//! Which NIC has which address is decided by the daemon; a server only tells. It is a process of its own for each network
+//! ([`server`]) with a socket on the bridge and no rights, and reads a [`Table`] that the daemon writes. So it goes on when the
+//! daemon is killed or exchanged.
+
+pub mod answer;
+pub mod helper;
+pub mod server;
+
+use std::{collections::BTreeMap, net::Ipv4Addr};
+
+use serde::{Deserialize, Serialize};
+
+/// What a server tells.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Table {
+    /// The server's own address, and the gateway; VMs have no other routes when `routes` is false.
+    pub gateway: Ipv4Addr,
+    /// There is something behind the gateway.
+    pub routes: bool,
+    /// The network's mask.
+    pub mask: Ipv4Addr,
+    /// The network's broadcast address.
+    pub broadcast: Ipv4Addr,
+    /// In bytes.
+    pub mtu: u16,
+    /// Name servers.
+    pub dns: Vec<Ipv4Addr>,
+    /// NTP servers.
+    pub ntp: Vec<Ipv4Addr>,
+    /// For how long VMs are given their addresses, in seconds.
+    pub lease_seconds: u32,
+    /// By MAC address: "52:54:00:12:34:56".
+    pub hosts: BTreeMap<String, Host>,
+}
+
+/// A VM's NIC.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Host {
+    /// Its address.
+    pub address: Ipv4Addr,
+    /// The VM's name.
+    pub name: String,
+}

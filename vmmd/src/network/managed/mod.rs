@@ -1,0 +1,358 @@
+//! The networks that the node makes: a record each in the store, and on the node a bridge, rules of the packet filter and a DHCP
+//! server.
+//!
+//! ```text
+//!  (none) ──record──▶ Wanted ──bridge, rules, DHCP──▶ served ──record──▶ Leaving ──all of it gone──▶ (none)
+//! ```
+//!
+//! Always: what is on the node is named by the id of a network that has a record. So what an interrupted create or delete
+//! leaves is found by its record, and repaired ([`node`]): at the daemon's start, each minute, and when something changes. One
+//! task at a time changes the node.
+//!
+//! A NIC's address is a *lease* in the network's record; [`pool`] says who gets which.
+
+mod describe;
+mod dhcp;
+mod nft;
+mod node;
+mod plan;
+mod pool;
+mod rules;
+
+use std::{
+    collections::BTreeMap,
+    net::Ipv4Addr,
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use proto::{
+    model::{
+        Violations,
+        network::{NetworkMode, NetworkSpec, NewNetwork},
+        nic::{Mac, Protocol, PublishedPort},
+    },
+    v1,
+};
+use uuid::Uuid;
+
+use self::{
+    describe::{describe, is, not_found, refused, tell},
+    node::{Filter, users},
+};
+pub use self::{
+    dhcp::server::{ServeDhcp, run as serve_dhcp},
+    plan::{Found as BridgeFacts, Wanted as BridgeSpec},
+};
+use super::Links;
+use crate::{
+    context::Context,
+    failure::{Failure, Kind},
+    host::Host,
+    request,
+    store::{LeaseRecord, NetworkRecord, PortRecord},
+    text,
+    vm::store_failure,
+};
+
+/// All networks.
+#[derive(Debug, Default)]
+pub struct Networks {
+    inner: Mutex<Inner>,
+    /// Who holds it may change records and the node.
+    turn: tokio::sync::Mutex<Filter>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    /// By name.
+    records: BTreeMap<String, NetworkRecord>,
+    /// By UUID: why the node is not as wanted.
+    problems: BTreeMap<Vec<u8>, Failure>,
+}
+
+impl Inner {
+    fn describe(&self, record: &NetworkRecord) -> v1::Network {
+        let problem = self.problems.get(&record.uid);
+        describe(
+            record,
+            problem
+                .map(|problem| problem.message.as_str())
+                .unwrap_or_default(),
+        )
+    }
+}
+
+/// A NIC that needs an address.
+#[derive(Clone, Debug)]
+pub struct Request<'a> {
+    /// UUID and name of its VM.
+    pub vm: (Uuid, &'a str),
+    /// Its name in the VM.
+    pub nic: &'a str,
+    /// Its interface on the node.
+    pub tap: String,
+    /// Its MAC address.
+    pub mac: Mac,
+    /// The address that it is to have.
+    pub address: Option<Ipv4Addr>,
+    /// Ports of the node that lead to it.
+    pub ports: &'a [PublishedPort],
+}
+
+impl Networks {
+    /// Takes over the records of the store.
+    pub fn adopt(&self, host: &Host, records: Vec<NetworkRecord>) {
+        for record in records {
+            host.requests.adopt_network(&record);
+            self.inner().records.insert(record.name.clone(), record);
+        }
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn find(&self, name: &str) -> Result<NetworkRecord, Failure> {
+        let inner = self.inner();
+        let found = inner.records.get(name).filter(|record| !record.leaving);
+        found.cloned().ok_or_else(|| not_found(name))
+    }
+
+    /// A network.
+    pub fn get(&self, name: &str) -> Result<v1::Network, Failure> {
+        let record = self.find(name)?;
+        Ok(self.inner().describe(&record))
+    }
+
+    /// All networks, by name.
+    pub fn list(&self) -> Vec<v1::Network> {
+        let inner = self.inner();
+        let there = inner.records.values().filter(|record| !record.leaving);
+        there.map(|record| inner.describe(record)).collect()
+    }
+
+    /// Refused as NETWORK_NOT_FOUND when there is no such network.
+    pub fn look(&self, name: &str) -> Result<(), Failure> {
+        self.find(name).map(drop)
+    }
+
+    /// The address of a VM's NIC, if it has one.
+    pub fn address(&self, network: &str, vm: Uuid, nic: &str) -> Option<Ipv4Addr> {
+        let inner = self.inner();
+        let leases = &inner.records.get(network)?.leases;
+        let own = leases
+            .iter()
+            .find(|lease| lease.is_of(vm.as_bytes(), nic) && lease.released_ms == 0);
+        own.map(LeaseRecord::ip)
+    }
+
+    /// The bridge of a network.
+    pub fn bridge(&self, network: &str) -> Option<String> {
+        self.inner().records.get(network).map(bridge)
+    }
+
+    /// Makes a network; returns when it is served. What fails leaves nothing behind.
+    pub async fn create(
+        &self,
+        host: &Arc<Host>,
+        request: v1::CreateNetworkRequest,
+        context: &Context,
+    ) -> Result<v1::Network, Failure> {
+        if let Some(made) = host.requests.made_network(context)
+            && let Some(network) = self.list().into_iter().find(|network| is(network, &made))
+        {
+            return Ok(network);
+        }
+        let wire = request.network.unwrap_or_default();
+        let new = NewNetwork::try_from(&wire)?;
+        let mut turn = self.turn.lock().await;
+        self.no_clash(&new)?;
+        let mut record = NetworkRecord {
+            uid: Uuid::new_v4().as_bytes().to_vec(),
+            name: new.metadata.name.to_string(),
+            created_ms: text::now_ms(),
+            labels: new.metadata.labels,
+            annotations: new.metadata.annotations,
+            owner: new.metadata.owner,
+            spec: wire.spec,
+            leases: Vec::new(),
+            leaving: false,
+            begun: host.requests.mark(context).into_iter().collect(),
+        };
+        self.write(host, &record).await?;
+        self.apply(host, &mut turn, Some(&record.uid)).await;
+        if let Some(problem) = self.problem(&record.uid) {
+            record.leaving = true;
+            self.write(host, &record).await?;
+            self.apply(host, &mut turn, Some(&record.uid)).await;
+            return Err(problem);
+        }
+        drop(turn);
+        tell(host, &record, "NetworkCreated", "the network was made");
+        self.get(&record.name)
+    }
+
+    fn no_clash(&self, new: &NewNetwork) -> Result<(), Failure> {
+        let inner = self.inner();
+        let name = new.metadata.name.as_str();
+        if inner.records.contains_key(name) {
+            let message = format!("there is a network \"{name}\" already");
+            return Err(Failure::new(Kind::Exists, "NETWORK_EXISTS", message));
+        }
+        for record in inner.records.values() {
+            if spec_of(record).is_some_and(|spec| spec.net.overlaps(new.spec.net)) {
+                let message = format!(
+                    "network.spec.ipv4Cidr: {} overlaps with the network \"{}\": choose another range",
+                    new.spec.net, record.name
+                );
+                return Err(Failure::precondition("NETWORK_OVERLAPS", message));
+            }
+        }
+        Ok(())
+    }
+
+    /// Deletes a network. What of it can't be taken from the node now is taken away later.
+    pub async fn delete(&self, host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
+        let mut turn = self.turn.lock().await;
+        let mut record = self.find(name)?;
+        let users = users(host, name);
+        if !users.is_empty() {
+            let users = users.join(", ");
+            let message = format!("network \"{name}\" is in use by {users}: detach the NICs there first");
+            return Err(Failure::precondition("NETWORK_IN_USE", message));
+        }
+        record.leaving = true;
+        let mark = host.requests.mark(context);
+        let answered = mark.map(|mark| request::done(mark, &v1::DeleteNetworkResponse::default()));
+        let answered = answered.into_iter().collect();
+        host.store
+            .retire_network(&record, answered)
+            .await
+            .map_err(store_failure)?;
+        self.inner().records.insert(record.name.clone(), record.clone());
+        self.apply(host, &mut turn, Some(&record.uid)).await;
+        tell(host, &record, "NetworkDeleted", "the network was deleted");
+        Ok(())
+    }
+
+    /// Makes a record durable, and what the daemon goes by.
+    async fn write(&self, host: &Host, record: &NetworkRecord) -> Result<(), Failure> {
+        host.store.put_network(record).await.map_err(store_failure)?;
+        self.inner().records.insert(record.name.clone(), record.clone());
+        Ok(())
+    }
+
+    fn problem(&self, uid: &[u8]) -> Option<Failure> {
+        self.inner().problems.get(uid).cloned()
+    }
+
+    /// Gives a NIC its address and its rules; the bridge that its tap belongs on.
+    pub async fn lease(
+        &self,
+        host: &Arc<Host>,
+        network: &str,
+        request: &Request<'_>,
+    ) -> Result<String, Failure> {
+        let mut turn = self.turn.lock().await;
+        let mut record = self.find(network)?;
+        let spec = spec_of(&record).ok_or_else(|| not_found(network))?;
+        let (vm, now) = (request.vm.0.as_bytes(), text::now_ms());
+        let owner = (vm.as_slice(), request.nic);
+        let address = pool::allocate(&spec, &record.leases, owner, request.address, now)
+            .map_err(|refusal| refused(network, &spec, request, &refusal))?;
+        if spec.mode != NetworkMode::Nat && !request.ports.is_empty() {
+            let message = format!(
+                "NIC \"{}\": the network \"{network}\" has not the mode NAT, so ports can't be published",
+                request.nic
+            );
+            return Err(Failure::precondition("NOT_NAT", message));
+        }
+        self.no_port_clash(request)?;
+        let lease = LeaseRecord {
+            address: address.into(),
+            vm: vm.to_vec(),
+            vm_name: request.vm.1.to_owned(),
+            nic: request.nic.to_owned(),
+            mac: request.mac.octets().to_vec(),
+            tap: request.tap.clone(),
+            ports: request.ports.iter().map(PortRecord::from).collect(),
+            released_ms: 0,
+        };
+        let before = record.clone();
+        let taken = |other: &LeaseRecord| other.is_of(vm, request.nic) || other.address == lease.address;
+        record.leases.retain(|other| !taken(other) && other.counts(now));
+        record.leases.push(lease);
+        record.leases.sort_by_key(|lease| lease.address);
+        if record != before {
+            self.write(host, &record).await?;
+        }
+        self.apply(host, &mut turn, Some(&record.uid)).await;
+        match self.problem(&record.uid) {
+            Some(problem) => Err(problem),
+            None => Ok(bridge(&record)),
+        }
+    }
+
+    fn no_port_clash(&self, request: &Request<'_>) -> Result<(), Failure> {
+        let inner = self.inner();
+        let vm = request.vm.0.as_bytes();
+        let wanted: Vec<_> = request.ports.iter().map(PortRecord::from).collect();
+        let leases = inner.records.values().flat_map(|record| &record.leases);
+        let others = leases.filter(|lease| lease.released_ms == 0 && !lease.is_of(vm, request.nic));
+        for lease in others {
+            let clash = |port: &&PortRecord| {
+                let same = |wanted: &PortRecord| (wanted.udp, wanted.node_port) == (port.udp, port.node_port);
+                wanted.iter().any(same)
+            };
+            if let Some(port) = lease.ports.iter().find(clash) {
+                let protocol = if port.udp { "UDP" } else { "TCP" };
+                let message = format!(
+                    "NIC \"{}\": {protocol} port {} of the node leads to NIC \"{}\" of VM \"{}\" already",
+                    request.nic, port.node_port, lease.nic, lease.vm_name
+                );
+                return Err(Failure::precondition("PORT_IN_USE", message));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The validated form of a network's spec; it was validated when it came.
+fn spec_of(record: &NetworkRecord) -> Option<NetworkSpec> {
+    let spec = record.spec.clone().unwrap_or_default();
+    NetworkSpec::new(&mut Violations::default(), "spec", &spec)
+}
+
+/// The network's bridge: 3 + 10 characters.
+fn bridge(record: &NetworkRecord) -> String {
+    let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
+    let uid = uid.simple().to_string();
+    format!("vmb{}", uid.get(..10).unwrap_or_default())
+}
+
+/// Files of the network's DHCP server.
+fn folder(host: &Host, record: &NetworkRecord) -> PathBuf {
+    let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
+    host.config.run_dir.join("networks").join(uid.to_string())
+}
+
+impl From<&PublishedPort> for PortRecord {
+    fn from(port: &PublishedPort) -> Self {
+        Self {
+            udp: port.protocol == Protocol::Udp,
+            node_port: port.node_port.into(),
+            guest_port: port.guest_port.into(),
+        }
+    }
+}
+
+impl PortRecord {
+    fn valid(&self) -> Option<PublishedPort> {
+        Some(PublishedPort {
+            protocol: if self.udp { Protocol::Udp } else { Protocol::Tcp },
+            node_port: u16::try_from(self.node_port).ok()?,
+            guest_port: u16::try_from(self.guest_port).ok()?,
+        })
+    }
+}

@@ -1,0 +1,347 @@
+//! What the networks' records mean on the node, and how the node is made so.
+
+use std::{collections::BTreeMap, io, sync::Arc, time::Duration};
+
+use proto::{model::network::NetworkMode, v1};
+use uuid::Uuid;
+
+use super::{
+    Links, Networks, bridge,
+    describe::{failed, tell},
+    dhcp::{self, Table, helper},
+    folder, nft,
+    plan::{self, Step, Wanted},
+    rules::{self, Port},
+    spec_of,
+};
+use crate::{
+    event::{Draft, Object},
+    host::Host,
+    store::{LeaseRecord, NetworkRecord, PortRecord},
+    text,
+    vm::store_failure,
+};
+
+/// How often the node is compared with what is wanted.
+const PERIOD: Duration = Duration::from_secs(60);
+/// For how long VMs are given their addresses, in seconds. They have them for their lives; a client asks again at half time.
+const LEASE_SECONDS: u32 = 3600;
+/// Cgroup of the DHCP servers, beside those of the VMs.
+const CGROUP: &str = "networks";
+
+/// The packet filter as the daemon has set it up.
+#[derive(Debug, Default)]
+pub struct Filter {
+    /// Stands for the ruleset that is in the kernel; empty when that is not known.
+    mark: String,
+}
+
+impl Filter {
+    /// Puts the rules into the kernel, unless they are there. True when they were not.
+    async fn apply(&mut self, records: &[NetworkRecord]) -> io::Result<bool> {
+        let networks: Vec<_> = records.iter().filter_map(filtered).collect();
+        let ruleset = rules::ruleset(&networks);
+        if self.mark == ruleset.mark {
+            return Ok(false);
+        }
+        let missing = !nft::has(&ruleset).await?;
+        if missing {
+            nft::apply(&ruleset).await?;
+        }
+        self.mark = ruleset.mark;
+        Ok(missing)
+    }
+}
+
+/// What was not as wanted on the node.
+#[derive(Debug, Default)]
+pub struct Repairs {
+    /// The packet filter lacked the networks' rules.
+    filter: bool,
+    /// Networks of which something was missing, and what.
+    networks: Vec<(NetworkRecord, &'static str)>,
+}
+
+impl Networks {
+    /// Compares the node with what is wanted, and repairs it; for ever.
+    pub async fn watch(host: Arc<Host>) {
+        let mut ticks = tokio::time::interval(PERIOD);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            host.networks.reconcile(&host).await;
+        }
+    }
+
+    /// Releases the addresses of NICs that are gone, and repairs what differs on the node: repairs are events.
+    async fn reconcile(&self, host: &Arc<Host>) {
+        let mut filter = self.turn.lock().await;
+        for record in self.release(host) {
+            if let Err(failure) = self.write(host, &record).await {
+                tracing::error!(
+                    network = record.name,
+                    error = failure.message,
+                    "release addresses of a network"
+                );
+            }
+        }
+        let known = self.inner().problems.clone();
+        // What others did to the packet filter shows only there.
+        filter.mark.clear();
+        let repairs = self.apply(host, &mut filter, None).await;
+        for (record, what) in repairs.networks {
+            tell(host, &record, "NetworkRepaired", what);
+        }
+        if repairs.filter && !self.inner().records.is_empty() {
+            let message = "the packet filter lacked the rules of the node's networks; they were set up again";
+            host.events
+                .emit(Draft::normal(Object::Node, "PacketFilterRepaired", message));
+        }
+        for (uid, problem) in &self.inner().problems {
+            if known.get(uid) != Some(problem) {
+                let network = Uuid::from_slice(uid).unwrap_or_default();
+                tracing::error!(%network, error = problem.message, "a network can't be set up");
+            }
+        }
+    }
+
+    /// Records whose leases change now.
+    fn release(&self, host: &Host) -> Vec<NetworkRecord> {
+        let now = text::now_ms();
+        let vms = host.table.list();
+        let mut changed = Vec::new();
+        for record in self.inner().records.values() {
+            let mut new = record.clone();
+            for lease in new.leases.iter_mut().filter(|lease| lease.released_ms == 0) {
+                if !is_used(&vms, &record.name, lease) {
+                    lease.released_ms = now;
+                }
+            }
+            new.leases.retain(|lease| lease.counts(now));
+            if new != *record {
+                changed.push(new);
+            }
+        }
+        changed
+    }
+
+    /// Makes the node be as the records say: all of them, or the one with the UUID `only`. What fails is a problem of the
+    /// network, and left to the next time.
+    pub(super) async fn apply(&self, host: &Arc<Host>, filter: &mut Filter, only: Option<&[u8]>) -> Repairs {
+        let all: Vec<_> = self.inner().records.values().cloned().collect();
+        let meant = |record: &&NetworkRecord| only.is_none_or(|uid| record.uid == uid);
+        let (mut repairs, mut problems) = (Repairs::default(), BTreeMap::new());
+        for record in all.iter().filter(meant) {
+            match make_bridge(host, record).await {
+                Ok(true) => repairs
+                    .networks
+                    .push((record.clone(), "its bridge was not as it has to be")),
+                Ok(false) => {}
+                Err(error) => drop(problems.insert(record.uid.clone(), failed(&error))),
+            }
+        }
+        let filtered = if all.is_empty() {
+            Ok(false)
+        } else {
+            filter.apply(&all).await
+        };
+        match filtered {
+            Ok(missing) => repairs.filter = missing,
+            Err(error) => {
+                let all = all.iter().filter(meant);
+                problems.extend(all.map(|record| (record.uid.clone(), failed(&error))));
+            }
+        }
+        for record in all.iter().filter(|record| only.is_none() && !record.leaving) {
+            match join_taps(host, record).await {
+                Ok(true) => repairs
+                    .networks
+                    .push((record.clone(), "VMs were not connected to its bridge")),
+                Ok(false) => {}
+                Err(error) => drop(problems.insert(record.uid.clone(), failed(&error))),
+            }
+        }
+        for record in all.iter().filter(meant) {
+            match serve(host, record).await {
+                Ok(true) => repairs
+                    .networks
+                    .push((record.clone(), "its DHCP server did not run")),
+                Ok(false) => {}
+                Err(error) => drop(problems.insert(record.uid.clone(), failed(&error))),
+            }
+        }
+        for record in all.iter().filter(meant) {
+            if record.leaving && !problems.contains_key(&record.uid) {
+                match host.store.remove_network(&record.uid).await {
+                    Ok(()) => drop(self.inner().records.remove(&record.name)),
+                    Err(error) => drop(problems.insert(record.uid.clone(), store_failure(error))),
+                }
+            }
+        }
+        repairs.networks.retain(|(record, _)| !record.leaving);
+        let mut inner = self.inner();
+        for record in all.iter().filter(meant) {
+            inner.problems.remove(&record.uid);
+        }
+        inner.problems.extend(problems);
+        repairs
+    }
+}
+
+/// Makes, changes or removes the bridge of a network. True when something was to be done.
+async fn make_bridge(host: &Host, record: &NetworkRecord) -> io::Result<bool> {
+    let (name, wanted) = (bridge(record), wanted(record));
+    let found = host.links.inspect(&name).await?;
+    let steps = plan::plan(wanted.as_ref(), found.as_ref());
+    let changed = !steps.is_empty();
+    for step in steps {
+        tracing::debug!(bridge = name, ?step, "change a bridge");
+        carry_out(&host.links, &name, step).await?;
+    }
+    if spec_of(record).is_some_and(|spec| spec.mode != NetworkMode::Isolated) && !record.leaving {
+        forwarding()?;
+    }
+    Ok(changed)
+}
+
+async fn carry_out(links: &Links, name: &str, step: Step) -> io::Result<()> {
+    match step {
+        Step::Create(wanted) => links.create_bridge(name, &wanted).await,
+        Step::Adjust(index, mtu) => links.set_up(index, mtu).await,
+        Step::AddAddress(index, (address, prefix)) => links.add_address(index, address, prefix).await,
+        Step::RemoveAddress(index, (address, prefix)) => links.remove_address(index, address, prefix).await,
+        Step::Delete(index) => links.delete(index).await,
+    }
+}
+
+/// Lets the kernel forward packets. It stays on: others may have come to need it.
+fn forwarding() -> io::Result<()> {
+    const SWITCH: &str = "/proc/sys/net/ipv4/ip_forward";
+    if std::fs::read_to_string(SWITCH)?.trim() == "1" {
+        return Ok(());
+    }
+    std::fs::write(SWITCH, "1\n")
+}
+
+/// Makes the taps of running VMs ports of their network's bridge again, which may be another one by now. True when some were not.
+async fn join_taps(host: &Host, record: &NetworkRecord) -> io::Result<bool> {
+    let Some(bridge) = host.links.find(&bridge(record)).await? else {
+        return Ok(false);
+    };
+    let mut changed = false;
+    for lease in record.leases.iter().filter(|lease| lease.released_ms == 0) {
+        // There is none while the VM does not run. One that is being made joins by itself.
+        let Some(tap) = host.links.find(&lease.tap).await? else {
+            continue;
+        };
+        if tap.bridge != bridge.index {
+            host.links.set_bridge(tap.index, bridge.index).await?;
+            changed = true;
+        }
+    }
+    Ok(changed)
+}
+
+/// Sees to it that a DHCP server serves the network, or none. True when a server had to be started.
+async fn serve(host: &Host, record: &NetworkRecord) -> io::Result<bool> {
+    let folder = folder(host, record);
+    let Some(spec) = spec_of(record).filter(|_| !record.leaving) else {
+        return helper::end(&folder).map(|()| false);
+    };
+    let name = bridge(record);
+    let link = host.links.find(&name).await?.ok_or(io::ErrorKind::NotFound)?;
+    helper::write_table(&folder, &table(&spec, record))?;
+    let group = host.cgroups.as_ref().and_then(|parent| parent.ready().ok());
+    helper::ensure(
+        &folder,
+        &name,
+        link.index,
+        group.map(|parent| parent.join(CGROUP)).as_deref(),
+    )
+    .await
+}
+
+fn wanted(record: &NetworkRecord) -> Option<Wanted> {
+    let spec = spec_of(record).filter(|_| !record.leaving)?;
+    let uid = record.uid.as_slice();
+    let byte = |index: usize| uid.get(index).copied().unwrap_or(0);
+    Some(Wanted {
+        mac: [2, byte(0), byte(1), byte(2), byte(3), byte(4)],
+        address: (spec.gateway, spec.net.prefix()),
+        mtu: spec.mtu.into(),
+        alias: format!("vmmd: network {}", record.name),
+    })
+}
+
+fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
+    let spec = spec_of(record).filter(|_| !record.leaving)?;
+    let leases = record.leases.iter().filter(|lease| lease.released_ms == 0);
+    let ports = leases.filter_map(|lease| {
+        Some(Port {
+            tap: lease.tap.clone(),
+            mac: lease.mac()?,
+            address: lease.ip(),
+            published: lease.ports.iter().filter_map(PortRecord::valid).collect(),
+        })
+    });
+    Some(rules::Network {
+        bridge: bridge(record),
+        mode: spec.mode,
+        net: spec.net,
+        gateway: spec.gateway,
+        ports: ports.collect(),
+    })
+}
+
+fn table(spec: &proto::model::network::NetworkSpec, record: &NetworkRecord) -> Table {
+    let leases = record.leases.iter().filter(|lease| lease.released_ms == 0);
+    let hosts = leases.filter_map(|lease| {
+        let host = dhcp::Host {
+            address: lease.ip(),
+            name: lease.vm_name.clone(),
+        };
+        Some((lease.mac()?.to_string(), host))
+    });
+    Table {
+        gateway: spec.gateway,
+        routes: spec.mode != NetworkMode::Isolated,
+        mask: spec.net.mask(),
+        broadcast: spec.net.last(),
+        mtu: spec.mtu,
+        dns: spec.dns.clone(),
+        ntp: spec.ntp.clone(),
+        lease_seconds: LEASE_SECONDS,
+        hosts: hosts.collect(),
+    }
+}
+
+/// Whether the NIC that has a lease is in its VM's spec, or in the VM as it runs.
+fn is_used(vms: &[Arc<v1::Vm>], network: &str, lease: &LeaseRecord) -> bool {
+    let uid = Uuid::from_slice(&lease.vm).unwrap_or_default().to_string();
+    let is_its = |vm: &&Arc<v1::Vm>| vm.metadata.as_ref().is_some_and(|metadata| metadata.uid == uid);
+    match vms.iter().find(is_its) {
+        None => false,
+        // A VM whose record can't be read keeps what it has.
+        Some(vm) if vm.spec.is_none() => true,
+        Some(vm) => nics_in(vm, network).any(|nic| nic == lease.nic),
+    }
+}
+
+/// Names of the NICs that a VM has in a network: those of its spec, and those of its machine while it runs.
+fn nics_in<'a>(vm: &'a v1::Vm, network: &'a str) -> impl Iterator<Item = &'a str> {
+    let is_on = move |nic: &&v1::NicSpec| matches!(&nic.attachment, Some(v1::nic_spec::Attachment::Network(name)) if name == network);
+    let wanted = vm.spec.iter().flat_map(|spec| &spec.nics).filter(is_on);
+    let running = vm.status.iter().flat_map(|status| &status.nics);
+    let running = running.filter(move |nic| nic.network == network);
+    wanted
+        .map(|nic| nic.name.as_str())
+        .chain(running.map(|nic| nic.name.as_str()))
+}
+
+/// "VM \"web\"": VMs that have a NIC in the network.
+pub(super) fn users(host: &Host, network: &str) -> Vec<String> {
+    let vms = host.table.list();
+    let using = vms.iter().filter(|vm| nics_in(vm, network).next().is_some());
+    let names = using.filter_map(|vm| Some(format!("VM \"{}\"", vm.metadata.as_ref()?.name)));
+    names.collect()
+}

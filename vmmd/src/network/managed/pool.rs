@@ -1,0 +1,163 @@
+//! Which addresses of a network are whose: a pure function of its leases.
+//!
+//! A NIC keeps its address until it is taken from its VM, or the VM is deleted; the address is *released* then. For
+//! [`RETENTION_MS`] it is kept for the same NIC, as a guest may still use it and others may still know it.
+
+use std::{collections::BTreeSet, net::Ipv4Addr};
+
+use proto::model::network::NetworkSpec;
+
+use crate::store::LeaseRecord;
+
+/// How long an address stays with its NIC after its release, in milliseconds.
+pub const RETENTION_MS: u64 = 10 * 60 * 1000;
+
+/// Why a NIC gets no address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// It is no address that a VM can have in this network.
+    NotInPool(Ipv4Addr),
+    /// Another NIC has it, or had it lately.
+    Taken(Ipv4Addr, Box<LeaseRecord>),
+    /// All are taken.
+    Exhausted,
+}
+
+impl LeaseRecord {
+    /// The address.
+    pub fn ip(&self) -> Ipv4Addr {
+        Ipv4Addr::from(self.address)
+    }
+
+    /// Whether the lease means anything at `now_ms`.
+    pub fn counts(&self, now_ms: u64) -> bool {
+        self.released_ms == 0 || now_ms.saturating_sub(self.released_ms) < RETENTION_MS
+    }
+
+    /// Whether it is that NIC's.
+    pub fn is_of(&self, vm: &[u8], nic: &str) -> bool {
+        self.vm == vm && self.nic == nic
+    }
+}
+
+/// The address of the NIC `nic` of the VM with UUID `vm`: the `requested` one, or its own, or one that is free.
+pub fn allocate(
+    spec: &NetworkSpec,
+    leases: &[LeaseRecord],
+    (vm, nic): (&[u8], &str),
+    requested: Option<Ipv4Addr>,
+    now_ms: u64,
+) -> Result<Ipv4Addr, Refusal> {
+    let counting = || leases.iter().filter(|lease| lease.counts(now_ms));
+    let own = counting().find(|lease| lease.is_of(vm, nic));
+    let Some(wanted) = requested.or(own.map(LeaseRecord::ip)) else {
+        let taken: BTreeSet<_> = counting().map(LeaseRecord::ip).collect();
+        let free = |address: &Ipv4Addr| *address != spec.gateway && !taken.contains(address);
+        return spec.net.hosts().find(free).ok_or(Refusal::Exhausted);
+    };
+    if !spec.net.has_host(wanted) || wanted == spec.gateway {
+        return Err(Refusal::NotInPool(wanted));
+    }
+    match counting().find(|lease| lease.ip() == wanted && !lease.is_of(vm, nic)) {
+        Some(lease) => Err(Refusal::Taken(wanted, Box::new(lease.clone()))),
+        None => Ok(wanted),
+    }
+}
+
+/// Addresses that nobody has.
+pub fn available(spec: &NetworkSpec, leases: &[LeaseRecord], now_ms: u64) -> u32 {
+    // Two addresses are nobody's, one is the gateway's; the prefix has 16 bits or more.
+    let all = 1_u32.checked_shl(32 - u32::from(spec.net.prefix())).unwrap_or(0);
+    let taken = leases.iter().filter(|lease| lease.counts(now_ms)).count();
+    all.saturating_sub(3)
+        .saturating_sub(u32::try_from(taken).unwrap_or(u32::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::model::network::NetworkMode;
+
+    use super::*;
+
+    fn spec(net: &str) -> NetworkSpec {
+        let net: proto::model::network::Ipv4Net = net.parse().unwrap();
+        NetworkSpec {
+            mode: NetworkMode::Nat,
+            gateway: net.hosts().next().unwrap(),
+            net,
+            dns: Vec::new(),
+            ntp: Vec::new(),
+            mtu: 1500,
+        }
+    }
+
+    fn lease(vm: u8, last: u8, released_ms: u64) -> LeaseRecord {
+        LeaseRecord {
+            address: u32::from(Ipv4Addr::new(10, 80, 0, last)),
+            vm: vec![vm],
+            nic: "eth0".into(),
+            released_ms,
+            ..LeaseRecord::default()
+        }
+    }
+
+    fn address(last: u8) -> Ipv4Addr {
+        Ipv4Addr::new(10, 80, 0, last)
+    }
+
+    #[test]
+    fn a_nic_gets_the_first_free_address_and_the_same_one_again() {
+        let spec = spec("10.80.0.0/29");
+        let leases = [lease(1, 2, 0), lease(2, 4, 0)];
+        let allocate = |vm: u8| allocate(&spec, &leases, (&[vm], "eth0"), None, 5000);
+        assert_eq!(allocate(3), Ok(address(3)));
+        assert_eq!(allocate(2), Ok(address(4)));
+        assert_eq!(available(&spec, &leases, 5000), 3);
+    }
+
+    #[test]
+    fn a_released_address_waits_for_its_nic_for_ten_minutes() {
+        let spec = spec("10.80.0.0/30");
+        let leases = [lease(1, 2, 1000)];
+        let at = |vm: u8, now| allocate(&spec, &leases, (&[vm], "eth0"), None, now);
+        assert_eq!(at(2, 2000), Err(Refusal::Exhausted));
+        assert_eq!(at(1, 2000), Ok(address(2)));
+        assert_eq!(at(2, 1000 + RETENTION_MS), Ok(address(2)));
+        assert_eq!(available(&spec, &leases, 2000), 0);
+    }
+
+    #[test]
+    fn a_requested_address_is_given_or_refused_with_its_owner() {
+        let spec = spec("10.80.0.0/24");
+        let leases = [lease(1, 9, 0)];
+        let ask = |vm: u8, wanted| allocate(&spec, &leases, (&[vm], "eth0"), Some(wanted), 5);
+        assert_eq!(ask(2, address(77)), Ok(address(77)));
+        assert_eq!(ask(1, address(9)), Ok(address(9)));
+        assert_eq!(
+            ask(2, address(9)),
+            Err(Refusal::Taken(address(9), Box::new(leases[0].clone())))
+        );
+        for wanted in [address(0), address(1), address(255), Ipv4Addr::new(10, 81, 0, 5)] {
+            assert_eq!(ask(2, wanted), Err(Refusal::NotInPool(wanted)));
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_two_nics_have_one_address(vms in proptest::collection::vec(0_u8..40, 1..60)) {
+            let spec = spec("10.80.0.0/27");
+            let mut leases: Vec<LeaseRecord> = Vec::new();
+            for vm in vms {
+                match allocate(&spec, &leases, (&[vm], "eth0"), None, 5) {
+                    Ok(address) => {
+                        leases.retain(|lease| lease.vm != [vm]);
+                        leases.push(lease(vm, address.octets()[3], 0));
+                    }
+                    Err(refusal) => proptest::prop_assert_eq!(refusal, Refusal::Exhausted),
+                }
+            }
+            let addresses: BTreeSet<_> = leases.iter().map(LeaseRecord::ip).collect();
+            proptest::prop_assert_eq!(addresses.len(), leases.len());
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! What the packet filter is told of the networks, as the JSON of libnftables (libnftables-json(5)).
+//!
+//! All of it is in two tables of our own, `inet vmmd` and `bridge vmmd`, which are replaced as a whole in one transaction.
+//! Nothing of other owners is touched. An empty chain in each names the ruleset by a hash of it: where the chains are in the kernel, the
+//! rules are.
+//!
+//! - *forward*: what comes from a network and goes to it. Into a network with NAT goes what belongs to a connection from there, and
+//!   what was sent to a published port.
+//! - *input*: what guests may send to the node itself: DHCP, and pings of the gateway.
+//! - *source*, *published*, *local*: the addresses that are translated.
+//! - *ports* (of the bridge): what a guest may send at all: its own MAC and IPv4 addresses and ARP that says so, and nothing that a
+//!   DHCP server says.
+
+use std::net::Ipv4Addr;
+
+use proto::model::{
+    network::{Ipv4Net, NetworkMode},
+    nic::{Mac, Protocol, PublishedPort},
+};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+/// The tables' name.
+pub const TABLE: &str = "vmmd";
+/// Families that have a table.
+pub const FAMILIES: [&str; 2] = ["inet", "bridge"];
+
+/// A network as the packet filter sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Network {
+    /// Its interface.
+    pub bridge: String,
+    /// Who reaches whom.
+    pub mode: NetworkMode,
+    /// Its addresses.
+    pub net: Ipv4Net,
+    /// The node's own.
+    pub gateway: Ipv4Addr,
+    /// The NICs in it.
+    pub ports: Vec<Port>,
+}
+
+/// A NIC in a network.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Port {
+    /// Its interface on the node.
+    pub tap: String,
+    /// Its addresses.
+    pub mac: Mac,
+    pub address: Ipv4Addr,
+    /// Ports of the node that lead to it.
+    pub published: Vec<PublishedPort>,
+}
+
+/// What is to be in the kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ruleset {
+    /// The chain that stands for it.
+    pub mark: String,
+    /// What `nft -j -f -` is to be given.
+    pub commands: Value,
+}
+
+/// The ruleset for these networks. Without networks it takes the tables away.
+pub fn ruleset(networks: &[Network]) -> Ruleset {
+    let mut objects = Vec::new();
+    if !networks.is_empty() {
+        for family in FAMILIES {
+            objects.push(json!({"table": {"family": family, "name": TABLE}}));
+        }
+        forward(networks, &mut objects);
+        input(networks, &mut objects);
+        translation(networks, &mut objects);
+        spoofing(networks, &mut objects);
+    }
+    let hash = Sha256::digest(Value::Array(objects.clone()).to_string());
+    let hash: String = hash.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+    let mark = format!("ruleset-{hash}");
+    // Adding a table that is there is no error, deleting one that is not would be.
+    let mut commands = vec![json!({"metainfo": {"json_schema_version": 1}})];
+    for family in FAMILIES {
+        let table = json!({"table": {"family": family, "name": TABLE}});
+        commands.push(json!({"add": table}));
+        commands.push(json!({"delete": table}));
+    }
+    commands.extend(objects.into_iter().map(|object| json!({"add": object})));
+    if !networks.is_empty() {
+        for family in FAMILIES {
+            commands.push(json!({"add": {"chain": {"family": family, "table": TABLE, "name": mark}}}));
+        }
+    }
+    Ruleset {
+        mark,
+        commands: json!({"nftables": commands}),
+    }
+}
+
+fn forward(networks: &[Network], objects: &mut Vec<Value>) {
+    objects.push(base("inet", "forward", "filter", "forward", 0));
+    let mut rule = |expressions: Value| objects.push(self::rule("inet", "forward", &expressions));
+    // First: no later rule may accept what comes from an isolated network.
+    for network in networks
+        .iter()
+        .filter(|network| network.mode == NetworkMode::Isolated)
+    {
+        let elsewhere = unequal(&meta("oifname"), &json!(network.bridge));
+        rule(json!([iifname(&network.bridge), elsewhere, drop()]));
+    }
+    for network in networks {
+        let (to, within) = (oifname(&network.bridge), iifname(&network.bridge));
+        rule(json!([within, to, accept()]));
+        match network.mode {
+            NetworkMode::Nat => {
+                rule(json!([to, state(&["established", "related"]), accept()]));
+                rule(json!([to, translated(), accept()]));
+                rule(json!([to, drop()]));
+            }
+            NetworkMode::Isolated => rule(json!([to, drop()])),
+            NetworkMode::Routed => {}
+        }
+    }
+}
+
+fn input(networks: &[Network], objects: &mut Vec<Value>) {
+    objects.push(base("inet", "input", "filter", "input", 0));
+    let mut rule = |expressions: Value| objects.push(self::rule("inet", "input", &expressions));
+    for network in networks {
+        let from = iifname(&network.bridge);
+        rule(json!([from, state(&["established", "related"]), accept()]));
+        rule(json!([
+            from,
+            equal(&payload("udp", "dport"), &json!(67)),
+            accept()
+        ]));
+        let gateway = equal(&payload("ip", "daddr"), &json!(network.gateway.to_string()));
+        let ping = equal(&payload("icmp", "type"), &json!("echo-request"));
+        rule(json!([from, gateway, ping, accept()]));
+        rule(json!([from, drop()]));
+    }
+}
+
+fn translation(networks: &[Network], objects: &mut Vec<Value>) {
+    objects.push(base("inet", "source", "nat", "postrouting", 100));
+    objects.push(base("inet", "published", "nat", "prerouting", -100));
+    // The node's own connections to its published ports.
+    objects.push(base("inet", "local", "nat", "output", -100));
+    for network in networks.iter().filter(|network| network.mode == NetworkMode::Nat) {
+        let net = json!({"prefix": {"addr": network.net.first().to_string(), "len": network.net.prefix()}});
+        let from = equal(&payload("ip", "saddr"), &net);
+        let other = unequal(&meta("oifname"), &json!(network.bridge));
+        let masquerade = json!({"masquerade": null});
+        objects.push(rule("inet", "source", &json!([from, other, masquerade])));
+        // A guest that uses a published port of its own network: the answer has to come back by the node.
+        let within = equal(&payload("ip", "daddr"), &net);
+        objects.push(rule(
+            "inet",
+            "source",
+            &json!([from, within, translated(), masquerade]),
+        ));
+        for port in &network.ports {
+            for published in &port.published {
+                for chain in ["published", "local"] {
+                    objects.push(rule("inet", chain, &publish(port.address, published)));
+                }
+            }
+        }
+    }
+}
+
+fn publish(address: Ipv4Addr, port: &PublishedPort) -> Value {
+    let protocol = match port.protocol {
+        Protocol::Tcp => "tcp",
+        Protocol::Udp => "udp",
+    };
+    let local = json!({"fib": {"result": "type", "flags": ["daddr"]}});
+    json!([
+        equal(&json!({"meta": {"key": "nfproto"}}), &json!("ipv4")),
+        equal(&local, &json!("local")),
+        equal(&payload(protocol, "dport"), &json!(port.node_port)),
+        {"dnat": {"family": "ip", "addr": address.to_string(), "port": port.guest_port}},
+    ])
+}
+
+fn spoofing(networks: &[Network], objects: &mut Vec<Value>) {
+    objects.push(base("bridge", "ports", "filter", "prerouting", -300));
+    for port in networks.iter().flat_map(|network| &network.ports) {
+        let from = iifname(&port.tap);
+        let (mac, address) = (json!(port.mac.to_string()), json!(port.address.to_string()));
+        let is = |protocol: &str| equal(&meta("protocol"), &json!(protocol));
+        let mut rule = |expressions: Value| objects.push(self::rule("bridge", "ports", &expressions));
+        rule(json!([from, unequal(&payload("ether", "saddr"), &mac), drop()]));
+        rule(json!([
+            from,
+            is("arp"),
+            unequal(&payload("arp", "saddr ether"), &mac),
+            drop()
+        ]));
+        // A probe for an address says that it has none yet (RFC 5227).
+        let nobody = json!({"set": [address, "0.0.0.0"]});
+        rule(json!([
+            from,
+            is("arp"),
+            unequal(&payload("arp", "saddr ip"), &nobody),
+            drop()
+        ]));
+        rule(json!([from, is("arp"), accept()]));
+        // Without an address it can only ask for one.
+        rule(json!([
+            from,
+            equal(&payload("ip", "saddr"), &json!("0.0.0.0")),
+            equal(&payload("udp", "dport"), &json!(67)),
+            accept()
+        ]));
+        rule(json!([from, unequal(&payload("ip", "saddr"), &address), drop()]));
+        rule(json!([from, equal(&payload("udp", "sport"), &json!(67)), drop()]));
+        rule(json!([from, is("ip"), accept()]));
+        rule(json!([from, drop()]));
+    }
+}
+
+fn base(family: &str, name: &str, kind: &str, hook: &str, priority: i32) -> Value {
+    json!({"chain": {
+        "family": family, "table": TABLE, "name": name,
+        "type": kind, "hook": hook, "prio": priority, "policy": "accept",
+    }})
+}
+
+fn rule(family: &str, chain: &str, expressions: &Value) -> Value {
+    json!({"rule": {"family": family, "table": TABLE, "chain": chain, "expr": expressions}})
+}
+
+fn meta(key: &str) -> Value {
+    json!({"meta": {"key": key}})
+}
+
+fn payload(protocol: &str, field: &str) -> Value {
+    json!({"payload": {"protocol": protocol, "field": field}})
+}
+
+fn equal(left: &Value, right: &Value) -> Value {
+    json!({"match": {"op": "==", "left": left, "right": right}})
+}
+
+fn unequal(left: &Value, right: &Value) -> Value {
+    json!({"match": {"op": "!=", "left": left, "right": right}})
+}
+
+fn iifname(name: &str) -> Value {
+    equal(&meta("iifname"), &json!(name))
+}
+
+fn oifname(name: &str) -> Value {
+    equal(&meta("oifname"), &json!(name))
+}
+
+fn state(states: &[&str]) -> Value {
+    json!({"match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": states}})
+}
+
+/// Its destination was translated: it was sent to a published port.
+fn translated() -> Value {
+    json!({"match": {"op": "in", "left": {"ct": {"key": "status"}}, "right": "dnat"}})
+}
+
+fn accept() -> Value {
+    json!({"accept": null})
+}
+
+fn drop() -> Value {
+    json!({"drop": null})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn network(mode: NetworkMode) -> Network {
+        Network {
+            bridge: "vmb0123456789".into(),
+            mode,
+            net: "10.80.0.0/24".parse().unwrap(),
+            gateway: [10, 80, 0, 1].into(),
+            ports: vec![Port {
+                tap: "vm0123456789n0".into(),
+                mac: "52:54:00:00:00:01".parse().unwrap(),
+                address: [10, 80, 0, 2].into(),
+                published: vec![PublishedPort {
+                    protocol: Protocol::Tcp,
+                    node_port: 8080,
+                    guest_port: 80,
+                }],
+            }],
+        }
+    }
+
+    fn chain(ruleset: &Ruleset, chain: &str) -> usize {
+        let commands = ruleset.commands["nftables"].as_array().unwrap();
+        let rules = commands
+            .iter()
+            .filter(|command| command["add"]["rule"]["chain"] == chain);
+        rules.count()
+    }
+
+    #[test]
+    fn the_same_networks_have_the_same_mark_and_others_another() {
+        let nat = ruleset(&[network(NetworkMode::Nat)]);
+        assert_eq!(nat, ruleset(&[network(NetworkMode::Nat)]));
+        assert_ne!(nat.mark, ruleset(&[network(NetworkMode::Isolated)]).mark);
+        assert_ne!(nat.mark, ruleset(&[]).mark);
+    }
+
+    #[test]
+    fn ports_are_published_and_addresses_translated_with_nat_only() {
+        let nat = ruleset(&[network(NetworkMode::Nat)]);
+        assert_eq!(
+            [
+                chain(&nat, "source"),
+                chain(&nat, "published"),
+                chain(&nat, "local")
+            ],
+            [2, 1, 1]
+        );
+        for mode in [NetworkMode::Isolated, NetworkMode::Routed] {
+            let other = ruleset(&[network(mode)]);
+            assert_eq!([chain(&other, "source"), chain(&other, "published")], [0, 0]);
+        }
+        assert_eq!(chain(&nat, "ports"), 9);
+    }
+
+    #[test]
+    fn without_networks_the_tables_are_taken_away() {
+        let none = ruleset(&[]);
+        let commands = none.commands["nftables"].as_array().unwrap();
+        assert_eq!(commands.len(), 5, "{commands:?}");
+    }
+}

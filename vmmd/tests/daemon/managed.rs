@@ -1,0 +1,312 @@
+//! Networks that the daemon makes, in a network namespace of the test's own.
+
+use std::{
+    net::Ipv4Addr,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use proto::v1::{
+    self, NetworkMode, NicSpec, PublishedPort, network_service_client::NetworkServiceClient,
+    nic_spec::Attachment,
+};
+use tonic::{Code, Status, transport::Channel};
+
+use crate::{
+    harness::{Daemon, PATIENCE, connect, refusal, status},
+    network::Namespace,
+};
+
+impl Daemon {
+    async fn networks(&self) -> NetworkServiceClient<Channel> {
+        NetworkServiceClient::new(connect(self.folder.path()).await)
+    }
+
+    async fn make_network(&self, name: &str, cidr: &str, mode: NetworkMode) -> Result<v1::Network, Status> {
+        let request = v1::CreateNetworkRequest {
+            network: Some(v1::Network {
+                metadata: Some(v1::ObjectMetadata {
+                    name: name.into(),
+                    ..v1::ObjectMetadata::default()
+                }),
+                spec: Some(v1::NetworkSpec {
+                    mode: mode.into(),
+                    ipv4_cidr: cidr.into(),
+                    ..v1::NetworkSpec::default()
+                }),
+                status: None,
+            }),
+            request_id: format!("make-{name}"),
+        };
+        let answer = self.networks().await.create_network(request).await?;
+        Ok(answer.into_inner().network.unwrap())
+    }
+
+    async fn network(&self, name: &str) -> Result<v1::Network, Status> {
+        let request = v1::GetNetworkRequest { name: name.into() };
+        let answer = self.networks().await.get_network(request).await?;
+        Ok(answer.into_inner().network.unwrap())
+    }
+
+    async fn remove_network(&self, name: &str) -> Result<(), Status> {
+        let request = v1::DeleteNetworkRequest {
+            name: name.into(),
+            request_id: format!("remove-{name}"),
+        };
+        self.networks().await.delete_network(request).await.map(drop)
+    }
+
+    /// Starts a VM with one NIC; its addresses.
+    async fn start_in(&mut self, vm: &str, nic: NicSpec) -> Result<Vec<String>, Status> {
+        let mut wanted = self.manifest(vm, "");
+        wanted.spec.as_mut().unwrap().nics = vec![nic];
+        self.create(wanted).await?;
+        let running = self.start_vm(vm).await?;
+        Ok(status(&running).nics[0].addresses.clone())
+    }
+}
+
+fn nic(network: &str) -> NicSpec {
+    NicSpec {
+        name: "eth0".into(),
+        attachment: Some(Attachment::Network(network.into())),
+        ..NicSpec::default()
+    }
+}
+
+impl Namespace {
+    fn run(&self, command: &str) -> String {
+        let output = Command::new("ip")
+            .args(["netns", "exec", &self.0])
+            .args(command.split(' '))
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{command}: {output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn interfaces(&self) -> Vec<String> {
+        let text = self.ip("-o link show");
+        text.lines()
+            .map(|line| line.split(": ").nth(1).unwrap().to_owned())
+            .filter(|name| name != "lo")
+            .collect()
+    }
+}
+
+#[tokio::test]
+async fn a_network_has_a_bridge_rules_and_a_server_until_it_is_deleted() {
+    let namespace = Namespace::new();
+    let daemon = Daemon::in_network(&namespace.0).await;
+    let made = daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
+        .await
+        .unwrap();
+    let state = made.status.unwrap();
+    assert!(state.ready && state.leases.is_empty(), "{state:?}");
+    assert_eq!(
+        (state.gateway.as_str(), state.available_addresses),
+        ("10.80.0.1", 253)
+    );
+    let bridge = namespace.ip(&format!("-o addr show {}", state.bridge));
+    assert!(bridge.contains("inet 10.80.0.1/24"), "{bridge}");
+    let rules = namespace.run("nft list ruleset");
+    assert!(
+        rules.contains("table inet vmmd") && rules.contains("masquerade"),
+        "{rules}"
+    );
+    assert_eq!(namespace.run("cat /proc/sys/net/ipv4/ip_forward").trim(), "1");
+    let sockets = namespace.run("cat /proc/net/udp");
+    assert!(sockets.contains(":0043"), "{sockets}");
+
+    // The same request again is the same network; another one with its name or addresses is none.
+    let again = daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
+        .await
+        .unwrap();
+    assert_eq!(again.metadata, made.metadata);
+    let clash = daemon
+        .make_network("other", "10.80.0.128/25", NetworkMode::Nat)
+        .await
+        .unwrap_err();
+    assert_eq!(
+        refusal(&clash),
+        (Code::FailedPrecondition, "NETWORK_OVERLAPS".into())
+    );
+
+    daemon.remove_network("lan").await.unwrap();
+    assert_eq!(
+        refusal(&daemon.network("lan").await.unwrap_err()),
+        (Code::NotFound, "NETWORK_NOT_FOUND".into())
+    );
+    assert_eq!(namespace.interfaces(), Vec::<String>::new());
+    assert!(!namespace.run("nft list ruleset").contains("vmmd"));
+    assert!(!namespace.run("cat /proc/net/udp").contains(":0043"));
+}
+
+#[tokio::test]
+async fn a_vm_keeps_its_address_and_shows_it() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    daemon
+        .make_network("lan", "10.80.0.0/29", NetworkMode::Nat)
+        .await
+        .unwrap();
+    assert_eq!(daemon.start_in("a", nic("lan")).await.unwrap(), ["10.80.0.2"]);
+    let chosen = NicSpec {
+        address: "10.80.0.6".into(),
+        ..nic("lan")
+    };
+    assert_eq!(daemon.start_in("b", chosen.clone()).await.unwrap(), ["10.80.0.6"]);
+    let taken = daemon.start_in("c", chosen).await.unwrap_err();
+    assert_eq!(
+        refusal(&taken),
+        (Code::FailedPrecondition, "ADDRESS_IN_USE".into())
+    );
+    assert!(taken.message().contains("VM \"b\""), "{taken}");
+    let ports = namespace.ports(&daemon.network("lan").await.unwrap().status.unwrap().bridge);
+    assert_eq!(ports.len(), 2);
+
+    // Over a stop, and over a daemon that is killed.
+    daemon.kill_vm("a").await.unwrap();
+    daemon.kill_and_restart().await;
+    let running = daemon.start_vm("a").await.unwrap();
+    assert_eq!(status(&running).nics[0].addresses, ["10.80.0.2"]);
+    assert_eq!(status(&running).nics[0].network, "lan");
+    let refused = daemon.remove_network("lan").await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "NETWORK_IN_USE".into())
+    );
+}
+
+#[tokio::test]
+async fn ports_are_published_once() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
+        .await
+        .unwrap();
+    let published = |vm_port| NicSpec {
+        published_ports: vec![PublishedPort {
+            protocol: v1::PortProtocol::Tcp.into(),
+            node_port: 8080,
+            guest_port: vm_port,
+        }],
+        ..nic("lan")
+    };
+    daemon.start_in("a", published(80)).await.unwrap();
+    let rules = namespace.run("nft list ruleset");
+    assert!(rules.contains("dport 8080 dnat ip to 10.80.0.2:80"), "{rules}");
+    let clash = daemon.start_in("b", published(81)).await.unwrap_err();
+    assert_eq!(refusal(&clash), (Code::FailedPrecondition, "PORT_IN_USE".into()));
+    assert!(clash.message().contains("VM \"a\""), "{clash}");
+}
+
+#[tokio::test]
+async fn what_others_take_away_is_put_back_when_the_daemon_starts() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let made = daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
+        .await
+        .unwrap();
+    let bridge = made.status.unwrap().bridge;
+    namespace.run("nft add table inet theirs");
+    namespace.run("nft delete table inet vmmd");
+    namespace.ip(&format!("link delete {bridge}"));
+    daemon.kill_and_restart().await;
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let rules = namespace.run("nft list ruleset");
+        if rules.contains("table inet vmmd") && namespace.interfaces() == [bridge.clone()] {
+            assert!(rules.contains("table inet theirs"), "{rules}");
+            break;
+        }
+        assert!(Instant::now() < deadline, "{rules}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    daemon.remove_network("lan").await.unwrap();
+    assert!(namespace.run("nft list ruleset").contains("table inet theirs"));
+}
+
+/// A client on a port of the bridge, in a namespace of its own: a guest as the network sees it.
+struct Guest {
+    namespace: Namespace,
+}
+
+impl Guest {
+    /// In place of a VM whose tap had this name.
+    fn on(node: &Namespace, tap: &str, bridge: &str, mac: &str) -> Self {
+        let namespace = Namespace::new();
+        node.ip(&format!(
+            "link add {tap} type veth peer name eth0 netns {}",
+            namespace.0
+        ));
+        node.ip(&format!("link set {tap} master {bridge} up"));
+        namespace.ip(&format!("link set eth0 address {mac} up"));
+        Self { namespace }
+    }
+
+    /// Asks for an address by DHCP, by a program of Python's; the answer's address and router.
+    fn dhcp(&self, mac: &str) -> Option<(Ipv4Addr, Ipv4Addr)> {
+        let program = r#"
+import socket, struct, sys
+mac = bytes.fromhex(sys.argv[1].replace(':', ''))
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+s.setsockopt(socket.SOL_SOCKET, 25, b'eth0')
+s.bind(('', 68))
+s.settimeout(2)
+head = struct.pack('!BBBBIHH4s4s4s4s16s64s128s4s', 1, 1, 6, 0, 7, 0, 0, b'', b'', b'', b'', mac, b'', b'', bytes([99, 130, 83, 99]))
+for _ in range(5):
+    s.sendto(head + bytes([53, 1, 1, 255]), ('255.255.255.255', 67))
+    try:
+        answer = s.recv(2000)
+    except TimeoutError:
+        continue
+    options, router = answer[240:], b''
+    while options and options[0] != 255:
+        if options[0] == 3:
+            router = options[2:6]
+        options = options[2 + options[1]:]
+    print(socket.inet_ntoa(answer[16:20]), socket.inet_ntoa(router))
+    break
+"#;
+        let output = Command::new("ip")
+            .args(["netns", "exec", &self.namespace.0, "python3", "-c", program, mac])
+            .output()
+            .unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        let (address, router) = said.trim().split_once(' ')?;
+        Some((address.parse().unwrap(), router.parse().unwrap()))
+    }
+}
+
+#[tokio::test]
+async fn a_guest_gets_its_address_by_dhcp_also_while_the_daemon_is_dead() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let made = daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
+        .await
+        .unwrap();
+    daemon.start_in("a", nic("lan")).await.unwrap();
+    let running = daemon.get("a").await.unwrap();
+    let (tap, mac) = (
+        status(&running).nics[0].tap.clone(),
+        status(&running).nics[0].mac.clone(),
+    );
+    let bridge = made.status.unwrap().bridge;
+    // The VM's process holds its tap; without it the tap vanishes, and a guest of the test's takes its place.
+    daemon.kill_vm("a").await.unwrap();
+    let guest = Guest::on(&namespace, &tap, &bridge, &mac);
+    let expected = (Ipv4Addr::new(10, 80, 0, 2), Ipv4Addr::new(10, 80, 0, 1));
+    assert_eq!(guest.dhcp(&mac), Some(expected));
+    daemon.kill();
+    assert_eq!(guest.dhcp(&mac), Some(expected));
+    // A stranger's MAC address is not served, and does not even pass.
+    guest.namespace.ip("link set eth0 address 02:00:00:00:00:99");
+    assert_eq!(guest.dhcp("02:00:00:00:00:99"), None);
+}
