@@ -60,7 +60,7 @@ use crate::{
     host::Host,
     init_certs::InitCerts,
     ledger::Ledger,
-    network::{Links, Networks, ServeDhcp},
+    network::{Links, Networks, ServeNetwork},
     store::Store,
 };
 
@@ -90,9 +90,9 @@ struct Arguments {
 enum Action {
     /// Make a CA and certificates for the server and for clients, for a first setup of the API over TCP
     InitCerts(InitCerts),
-    /// Answer the DHCP clients of one network; started by the daemon
+    /// Answer the DHCP and DNS clients of one network; started by the daemon
     #[command(hide = true)]
-    ServeDhcp(ServeDhcp),
+    ServeNetwork(ServeNetwork),
 }
 
 fn main() -> anyhow::Result<()> {
@@ -100,8 +100,8 @@ fn main() -> anyhow::Result<()> {
     if let Some(Action::InitCerts(arguments)) = &arguments.action {
         return init_certs::run(arguments);
     }
-    if let Some(Action::ServeDhcp(arguments)) = &arguments.action {
-        return network::serve_dhcp(arguments);
+    if let Some(Action::ServeNetwork(arguments)) = &arguments.action {
+        return network::serve_network(arguments);
     }
     let config = Config::load(arguments.config.as_deref())?;
     if arguments.check {

@@ -36,7 +36,7 @@ pub struct CreateNetwork {
     /// Who reaches whom.
     #[arg(long, value_enum, default_value = "nat")]
     pub mode: Mode,
-    /// Name server that VMs are told; several are given one by one.
+    /// Name server that is asked for names outside the network; several are given one by one.
     #[arg(long = "dns", value_name = "ADDRESS")]
     pub dns: Vec<String>,
     /// NTP server that VMs are told; several are given one by one.

@@ -7,7 +7,7 @@ use crate::v1;
 
 /// Shortest and longest prefix of a network.
 pub const PREFIXES: std::ops::RangeInclusive<u8> = 16..=30;
-/// Most name servers, and most NTP servers, that VMs are told.
+/// Most name servers, and most NTP servers, of a network.
 pub const MAX_SERVERS: usize = 4;
 /// MTUs that a network can have, in bytes. Each host of an IPv4 network takes packets of 576 bytes (RFC 791).
 pub const MTUS: std::ops::RangeInclusive<u16> = 576..=9000;
@@ -111,7 +111,7 @@ pub struct NetworkSpec {
     pub net: Ipv4Net,
     /// The node's own.
     pub gateway: Ipv4Addr,
-    /// Name servers that VMs are told.
+    /// Name servers that are asked for names outside the network; those of the node when empty.
     pub dns: Vec<Ipv4Addr>,
     /// NTP servers that VMs are told.
     pub ntp: Vec<Ipv4Addr>,

@@ -164,7 +164,11 @@ async fn make(
     let hardware = record.vm_hardware.clone().unwrap_or_default();
     let fresh = machine == Machine::Booted;
     if fresh {
-        spec.nics.iter_mut().for_each(|nic| nic.mac.clear());
+        for nic in &mut spec.nics {
+            // A MAC address and an address in a network are of one VM.
+            nic.mac.clear();
+            nic.address.clear();
+        }
     } else if !hardware.nics.is_empty() && host.table.find(super::vm_uid(record)).is_some() {
         let message = format!(
             "the snapshot has NICs, whose addresses VM \"{}\" has too: restore into that VM, or delete it first",

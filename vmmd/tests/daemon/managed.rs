@@ -1,8 +1,9 @@
 //! Networks that the daemon makes, in a network namespace of the test's own.
 
 use std::{
+    io::{BufRead as _, BufReader},
     net::Ipv4Addr,
-    process::Command,
+    process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -23,17 +24,22 @@ impl Daemon {
     }
 
     async fn make_network(&self, name: &str, cidr: &str, mode: NetworkMode) -> Result<v1::Network, Status> {
+        let spec = v1::NetworkSpec {
+            mode: mode.into(),
+            ipv4_cidr: cidr.into(),
+            ..v1::NetworkSpec::default()
+        };
+        self.make_network_as(name, spec).await
+    }
+
+    async fn make_network_as(&self, name: &str, spec: v1::NetworkSpec) -> Result<v1::Network, Status> {
         let request = v1::CreateNetworkRequest {
             network: Some(v1::Network {
                 metadata: Some(v1::ObjectMetadata {
                     name: name.into(),
                     ..v1::ObjectMetadata::default()
                 }),
-                spec: Some(v1::NetworkSpec {
-                    mode: mode.into(),
-                    ipv4_cidr: cidr.into(),
-                    ..v1::NetworkSpec::default()
-                }),
+                spec: Some(spec),
                 status: None,
             }),
             request_id: format!("make-{name}"),
@@ -282,6 +288,128 @@ for _ in range(5):
         let (address, router) = said.trim().split_once(' ')?;
         Some((address.parse().unwrap(), router.parse().unwrap()))
     }
+
+    /// Asks a name server for the address of a name: the response code (RFC 1035, 4.1.1), and the address.
+    fn resolve(&self, server: &str, name: &str) -> String {
+        let program = r#"
+import socket, struct, sys
+server, name = sys.argv[1:]
+labels = b''.join(bytes([len(label)]) + label.encode() for label in name.split('.'))
+query = struct.pack('!HHHHHH', 7, 0x100, 1, 0, 0, 0) + labels + struct.pack('!BHH', 0, 1, 1)
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.settimeout(2)
+for _ in range(5):
+    s.sendto(query, (server, 53))
+    try:
+        answer = s.recv(2000)
+    except TimeoutError:
+        continue
+    assert answer[:2] == query[:2]
+    print(answer[3] & 15, socket.inet_ntoa(answer[-4:]) if answer[7] else '-')
+    break
+"#;
+        let output = Command::new("ip")
+            .args([
+                "netns",
+                "exec",
+                &self.namespace.0,
+                "python3",
+                "-c",
+                program,
+                server,
+                name,
+            ])
+            .output()
+            .unwrap();
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    }
+}
+
+/// A name server in a namespace that stands for the world, which knows one address for all names.
+struct NameServer {
+    _namespace: Namespace,
+    process: Child,
+}
+
+impl NameServer {
+    /// At 198.51.100.2 (RFC 5737), on a link to `node`.
+    fn beside(node: &Namespace) -> Self {
+        let namespace = Namespace::new();
+        node.ip(&format!(
+            "link add world type veth peer name eth0 netns {}",
+            namespace.0
+        ));
+        node.ip("addr add 198.51.100.1/24 dev world");
+        node.ip("link set world up");
+        namespace.ip("addr add 198.51.100.2/24 dev eth0");
+        namespace.ip("link set eth0 up");
+        let program = r#"
+import socket
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.bind(('', 53))
+print('ready', flush=True)
+while True:
+    query, client = s.recvfrom(2000)
+    head = query[:2] + bytes([0x81, 0x80, 0, 1, 0, 1, 0, 0, 0, 0])
+    record = bytes([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 192, 0, 2, 7])
+    s.sendto(head + query[12:] + record, client)
+"#;
+        let mut process = Command::new("ip")
+            .args(["netns", "exec", &namespace.0, "python3", "-c", program])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut said = String::new();
+        BufReader::new(process.stdout.take().unwrap())
+            .read_line(&mut said)
+            .unwrap();
+        assert_eq!(said, "ready\n");
+        Self {
+            _namespace: namespace,
+            process,
+        }
+    }
+}
+
+impl Drop for NameServer {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[tokio::test]
+async fn a_guest_finds_the_others_and_the_outside_by_name() {
+    let namespace = Namespace::new();
+    let world = NameServer::beside(&namespace);
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let spec = v1::NetworkSpec {
+        ipv4_cidr: "10.80.0.0/24".into(),
+        dns_servers: vec!["198.51.100.2".into()],
+        ..v1::NetworkSpec::default()
+    };
+    let made = daemon.make_network_as("lan", spec).await.unwrap();
+    let bridge = made.status.unwrap().bridge;
+    daemon.start_in("a", nic("lan")).await.unwrap();
+    daemon.start_in("b", nic("lan")).await.unwrap();
+    let running = daemon.get("a").await.unwrap();
+    let (tap, mac) = (
+        status(&running).nics[0].tap.clone(),
+        status(&running).nics[0].mac.clone(),
+    );
+    daemon.kill_vm("a").await.unwrap();
+    let guest = Guest::on(&namespace, &tap, &bridge, &mac);
+    guest.namespace.ip("addr add 10.80.0.2/24 dev eth0");
+    assert_eq!(guest.resolve("10.80.0.1", "b.lan.internal"), "0 10.80.0.3");
+    assert_eq!(guest.resolve("10.80.0.1", "c.lan.internal"), "3 -");
+    assert_eq!(guest.resolve("10.80.0.1", "www.example.com"), "0 192.0.2.7");
+    // The helper needs no daemon.
+    daemon.kill();
+    assert_eq!(guest.resolve("10.80.0.1", "b.lan.internal"), "0 10.80.0.3");
+    assert_eq!(guest.resolve("10.80.0.1", "www.example.com"), "0 192.0.2.7");
+    // A server that does not answer is no reason not to know one's own names.
+    drop(world);
+    assert_eq!(guest.resolve("10.80.0.1", "a.lan.internal"), "0 10.80.0.2");
 }
 
 #[tokio::test]

@@ -1,8 +1,8 @@
-//! The networks that the node makes: a record each in the store, and on the node a bridge, rules of the packet filter and a DHCP
-//! server.
+//! The networks that the node makes: a record each in the store, and on the node a bridge, rules of the packet filter and a helper
+//! process for DHCP and DNS.
 //!
 //! ```text
-//!  (none) ──record──▶ Wanted ──bridge, rules, DHCP──▶ served ──record──▶ Leaving ──all of it gone──▶ (none)
+//!  (none) ──record──▶ Wanted ──bridge, rules, helper──▶ served ──record──▶ Leaving ──all of it gone──▶ (none)
 //! ```
 //!
 //! Always: what is on the node is named by the id of a network that has a record. So what an interrupted create or delete
@@ -12,7 +12,7 @@
 //! A NIC's address is a *lease* in the network's record; [`pool`] says who gets which.
 
 mod describe;
-mod dhcp;
+mod helper;
 mod nft;
 mod node;
 mod plan;
@@ -41,7 +41,7 @@ use self::{
     node::{Filter, users},
 };
 pub use self::{
-    dhcp::server::{ServeDhcp, run as serve_dhcp},
+    helper::server::{ServeNetwork, run as serve_network},
     plan::{Found as BridgeFacts, Wanted as BridgeSpec},
 };
 use super::Links;
@@ -331,7 +331,7 @@ fn bridge(record: &NetworkRecord) -> String {
     format!("vmb{}", uid.get(..10).unwrap_or_default())
 }
 
-/// Files of the network's DHCP server.
+/// Files of the network's helper.
 fn folder(host: &Host, record: &NetworkRecord) -> PathBuf {
     let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
     host.config.run_dir.join("networks").join(uid.to_string())

@@ -1,6 +1,6 @@
 //! What the networks' records mean on the node, and how the node is made so.
 
-use std::{collections::BTreeMap, io, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, io, net::IpAddr, sync::Arc, time::Duration};
 
 use proto::{model::network::NetworkMode, v1};
 use uuid::Uuid;
@@ -8,8 +8,9 @@ use uuid::Uuid;
 use super::{
     Links, Networks, bridge,
     describe::{failed, tell},
-    dhcp::{self, Table, helper},
-    folder, nft,
+    folder,
+    helper::{self, Table, process},
+    nft,
     plan::{self, Step, Wanted},
     rules::{self, Port},
     spec_of,
@@ -26,7 +27,7 @@ use crate::{
 const PERIOD: Duration = Duration::from_secs(60);
 /// For how long VMs are given their addresses, in seconds. They have them for their lives; a client asks again at half time.
 const LEASE_SECONDS: u32 = 3600;
-/// Cgroup of the DHCP servers, beside those of the VMs.
+/// Cgroup of the helpers, beside those of the VMs.
 const CGROUP: &str = "networks";
 
 /// The packet filter as the daemon has set it up.
@@ -165,7 +166,7 @@ impl Networks {
             match serve(host, record).await {
                 Ok(true) => repairs
                     .networks
-                    .push((record.clone(), "its DHCP server did not run")),
+                    .push((record.clone(), "its DHCP and DNS server did not run")),
                 Ok(false) => {}
                 Err(error) => drop(problems.insert(record.uid.clone(), failed(&error))),
             }
@@ -242,20 +243,20 @@ async fn join_taps(host: &Host, record: &NetworkRecord) -> io::Result<bool> {
     Ok(changed)
 }
 
-/// Sees to it that a DHCP server serves the network, or none. True when a server had to be started.
+/// Sees to it that a helper serves the network, or none. True when one had to be started.
 async fn serve(host: &Host, record: &NetworkRecord) -> io::Result<bool> {
     let folder = folder(host, record);
     let Some(spec) = spec_of(record).filter(|_| !record.leaving) else {
-        return helper::end(&folder).map(|()| false);
+        return process::end(&folder).map(|()| false);
     };
     let name = bridge(record);
     let link = host.links.find(&name).await?.ok_or(io::ErrorKind::NotFound)?;
-    helper::write_table(&folder, &table(&spec, record))?;
+    process::write_table(&folder, &table(&spec, record))?;
     let group = host.cgroups.as_ref().and_then(|parent| parent.ready().ok());
-    helper::ensure(
+    process::ensure(
         &folder,
-        &name,
-        link.index,
+        (&name, link.index),
+        spec.gateway,
         group.map(|parent| parent.join(CGROUP)).as_deref(),
     )
     .await
@@ -296,23 +297,53 @@ fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
 fn table(spec: &proto::model::network::NetworkSpec, record: &NetworkRecord) -> Table {
     let leases = record.leases.iter().filter(|lease| lease.released_ms == 0);
     let hosts = leases.filter_map(|lease| {
-        let host = dhcp::Host {
+        let host = helper::Host {
             address: lease.ip(),
             name: lease.vm_name.clone(),
         };
         Some((lease.mac()?.to_string(), host))
     });
     Table {
+        network: record.name.clone(),
         gateway: spec.gateway,
         routes: spec.mode != NetworkMode::Isolated,
         mask: spec.net.mask(),
         broadcast: spec.net.last(),
         mtu: spec.mtu,
-        dns: spec.dns.clone(),
+        forward: name_servers(spec),
         ntp: spec.ntp.clone(),
         lease_seconds: LEASE_SECONDS,
         hosts: hosts.collect(),
     }
+}
+
+/// Most name servers that are asked for the names of the outside, as many as resolv.conf(5) has.
+const NAME_SERVERS: usize = 3;
+
+/// Who is asked for names that are not of the network: the servers of its spec, or those of the node. Nobody when the network is
+/// isolated: names are a way out.
+fn name_servers(spec: &proto::model::network::NetworkSpec) -> Vec<IpAddr> {
+    if spec.mode == NetworkMode::Isolated {
+        return Vec::new();
+    }
+    if !spec.dns.is_empty() {
+        return spec.dns.iter().copied().map(IpAddr::from).collect();
+    }
+    let text = std::fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
+    let mut servers = resolvers(&text);
+    // It would ask itself.
+    servers.retain(|server| *server != IpAddr::from(spec.gateway));
+    servers.truncate(NAME_SERVERS);
+    servers
+}
+
+/// The name servers in a resolv.conf(5), without those of an interface ("fe80::1%eth0").
+fn resolvers(text: &str) -> Vec<IpAddr> {
+    let servers = text.lines().filter_map(|line| {
+        let mut words = line.split_whitespace();
+        (words.next() == Some("nameserver")).then(|| words.next()?.parse().ok())?
+    });
+    servers.collect()
 }
 
 /// Whether the NIC that has a lease is in its VM's spec, or in the VM as it runs.
@@ -344,4 +375,20 @@ pub(super) fn users(host: &Host, network: &str) -> Vec<String> {
     let using = vms.iter().filter(|vm| nics_in(vm, network).next().is_some());
     let names = using.filter_map(|vm| Some(format!("VM \"{}\"", vm.metadata.as_ref()?.name)));
     names.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nodes_name_servers_are_those_of_resolv_conf() {
+        let text = "# made by hand\nsearch example.com\nnameserver 127.0.0.53\n nameserver 2001:db8::1\nnameserver fe80::1%eth0\n";
+        let expected: [IpAddr; 2] = ["127.0.0.53".parse().unwrap(), "2001:db8::1".parse().unwrap()];
+        assert_eq!(resolvers(text), expected);
+        assert_eq!(
+            resolvers("nameserver\nnameservers 10.0.0.1\n"),
+            Vec::<IpAddr>::new()
+        );
+    }
 }

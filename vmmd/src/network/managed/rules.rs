@@ -6,7 +6,7 @@
 //!
 //! - *forward*: what comes from a network and goes to it. Into a network with NAT goes what belongs to a connection from there, and
 //!   what was sent to a published port.
-//! - *input*: what guests may send to the node itself: DHCP, and pings of the gateway.
+//! - *input*: what guests may send to the node itself: DHCP, and DNS queries and pings of the gateway.
 //! - *source*, *published*, *local*: the addresses that are translated.
 //! - *ports* (of the bridge): what a guest may send at all: its own MAC and IPv4 addresses and ARP that says so, and nothing that a
 //!   DHCP server says.
@@ -133,6 +133,8 @@ fn input(networks: &[Network], objects: &mut Vec<Value>) {
             accept()
         ]));
         let gateway = equal(&payload("ip", "daddr"), &json!(network.gateway.to_string()));
+        let query = equal(&payload("udp", "dport"), &json!(53));
+        rule(json!([from, gateway, query, accept()]));
         let ping = equal(&payload("icmp", "type"), &json!("echo-request"));
         rule(json!([from, gateway, ping, accept()]));
         rule(json!([from, drop()]));

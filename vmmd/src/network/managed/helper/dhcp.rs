@@ -1,25 +1,74 @@
-//! What is answered to a client (RFC 2131, 4.3; RFC 2132): a pure function of the table.
+//! What a DHCP client is answered (RFC 2131, 4.3; RFC 2132): a pure function of the table.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-use dhcproto::v4::{DhcpOption, HType, Message, MessageType, Opcode, OptionCode};
+use dhcproto::{
+    decoder::{Decodable as _, Decoder},
+    encoder::{Encodable as _, Encoder},
+    v4::{DhcpOption, HType, Message, MessageType, Opcode, OptionCode},
+};
 
 use super::Table;
 
 /// Port of clients.
 const CLIENT: u16 = 68;
 
+/// What is sent for a packet, and where to.
+pub fn respond(table: &Table, packet: &[u8]) -> Option<(Vec<u8>, SocketAddrV4)> {
+    let request = Message::decode(&mut Decoder::new(&sifted(packet)?)).ok()?;
+    let answer = answer(table, &request)?;
+    let mut reply = Vec::new();
+    answer.message.encode(&mut Encoder::new(&mut reply)).ok()?;
+    Some((reply, answer.to))
+}
+
+/// Bytes of a message before its options, the magic cookie included (RFC 2131, 2).
+const HEADER: usize = 240;
+const COOKIE: [u8; 4] = [99, 130, 83, 99];
+/// Options that an answer depends on, with their lengths: the type of the message, the address that is asked for, the server that is
+/// meant (RFC 2132, 9.6, 9.1, 9.7).
+const NEEDED: [(u8, u8); 3] = [(53, 1), (50, 4), (54, 4)];
+
+/// A message with the header and the options that an answer depends on and nothing else: dhcproto panics on some options, and on a
+/// hardware address that is too long.
+fn sifted(packet: &[u8]) -> Option<Vec<u8>> {
+    let (header, mut options) = packet.split_at_checked(HEADER)?;
+    let mut sifted = header.to_vec();
+    if !header.ends_with(&COOKIE) || header.get(2) != Some(&6) {
+        return None;
+    }
+    // Names of a server and a file.
+    sifted.get_mut(44..236)?.fill(0);
+    while let Some((&code, rest)) = options.split_first() {
+        match code {
+            0 => options = rest,
+            255 => break,
+            code => {
+                let (&length, rest) = rest.split_first()?;
+                let (value, rest) = rest.split_at_checked(length.into())?;
+                if NEEDED.contains(&(code, length)) {
+                    sifted.extend([code, length]);
+                    sifted.extend(value);
+                }
+                options = rest;
+            }
+        }
+    }
+    sifted.push(255);
+    Some(sifted)
+}
+
 /// An answer and where it goes.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Answer {
+struct Answer {
     /// What is sent.
-    pub message: Message,
+    message: Message,
     /// To whom: one client, or all.
-    pub to: SocketAddrV4,
+    to: SocketAddrV4,
 }
 
 /// The answer to `request`; `None` when it is not for us, makes no sense or needs none.
-pub fn answer(table: &Table, request: &Message) -> Option<Answer> {
+fn answer(table: &Table, request: &Message) -> Option<Answer> {
     if request.opcode() != Opcode::BootRequest || request.htype() != HType::Eth || request.chaddr().len() != 6
     {
         return None;
@@ -110,9 +159,8 @@ fn options(table: &Table, name: &str, message: &mut Message) {
     if table.routes {
         options.insert(DhcpOption::Router(vec![table.gateway]));
     }
-    if !table.dns.is_empty() {
-        options.insert(DhcpOption::DomainNameServer(table.dns.clone()));
-    }
+    options.insert(DhcpOption::DomainNameServer(vec![table.gateway]));
+    options.insert(DhcpOption::DomainName(format!("{}.internal", table.network)));
     if !table.ntp.is_empty() {
         options.insert(DhcpOption::NtpServers(table.ntp.clone()));
     }
@@ -137,12 +185,13 @@ pub mod tests {
 
     pub fn table() -> Table {
         Table {
+            network: "lan".into(),
             gateway: GATEWAY,
             routes: true,
             mask: [255, 255, 255, 0].into(),
             broadcast: [10, 80, 0, 255].into(),
             mtu: 1400,
-            dns: vec![[10, 0, 0, 53].into()],
+            forward: vec![[10, 0, 0, 53].into()],
             ntp: Vec::new(),
             lease_seconds: 3600,
             hosts: BTreeMap::from([(
@@ -186,7 +235,8 @@ pub mod tests {
         for expected in [
             DhcpOption::SubnetMask([255, 255, 255, 0].into()),
             DhcpOption::Router(vec![GATEWAY]),
-            DhcpOption::DomainNameServer(vec![[10, 0, 0, 53].into()]),
+            DhcpOption::DomainNameServer(vec![GATEWAY]),
+            DhcpOption::DomainName("lan.internal".into()),
             DhcpOption::InterfaceMtu(1400),
             DhcpOption::Hostname("web".into()),
             DhcpOption::AddressLeaseTime(3600),
@@ -245,5 +295,55 @@ pub mod tests {
         let mut reply = request(MessageType::Discover, &[]);
         reply.set_opcode(Opcode::BootReply);
         assert!(answer(&table(), &reply).is_none());
+    }
+
+    /// A request for an address, with more options.
+    fn discover(options: &[u8]) -> Vec<u8> {
+        let mut packet = vec![1, 1, 6, 0];
+        packet.resize(28, 0);
+        packet.extend([0x52, 0x54, 0, 0, 0, 1]);
+        packet.resize(236, 0);
+        packet.extend(COOKIE);
+        packet.extend([53, 1, 1]);
+        packet.extend(options);
+        packet
+    }
+
+    #[test]
+    fn a_request_is_answered_whatever_else_is_in_it() {
+        for options in [
+            &[255][..],
+            &[],
+            // A fully qualified name that is too short, and a class (RFC 4702).
+            &[81, 1, 0, 0, 60, 4, b'u', b'd', b'h', b'c', 255],
+        ] {
+            assert!(respond(&table(), &discover(options)).is_some(), "{options:?}");
+        }
+        assert!(
+            respond(&table(), &discover(&[60, 4, 1])).is_none(),
+            "an option that is cut off"
+        );
+    }
+
+    #[test]
+    fn a_hardware_address_that_is_longer_than_its_field_is_no_request() {
+        let mut packet = discover(&[255]);
+        packet[2] = 200;
+        assert!(respond(&table(), &packet).is_none());
+    }
+
+    proptest::proptest! {
+        #![proptest_config(proptest::prelude::ProptestConfig { cases: 5000, ..Default::default() })]
+
+        #[test]
+        fn no_packet_does_harm(packet in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..600)) {
+            respond(&table(), &packet);
+        }
+
+        /// Behind a header that is right.
+        #[test]
+        fn no_options_do_harm(options in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..400)) {
+            respond(&table(), &discover(&options));
+        }
     }
 }

@@ -1,21 +1,28 @@
-//! DHCP for the VMs of a network (RFC 2131).
+//! DHCP (RFC 2131) and DNS (RFC 1035) for the VMs of a network.
 //!
-//! Which NIC has which address is decided by the daemon; a server only tells. It is a process of its own for each network
-//! ([`server`]) with a socket on the bridge and no rights, and reads a [`Table`] that the daemon writes. So it goes on when the
+//! The daemon decides which NIC has which address; a helper only tells. A helper is a process of its own for each network
+//! ([`server`]) with sockets on the bridge and no rights, and reads a [`Table`] that the daemon writes. So it goes on when the
 //! daemon is killed or exchanged.
 
-pub mod answer;
-pub mod helper;
+mod dhcp;
+mod dns;
+mod forward;
+pub mod process;
 pub mod server;
 
-use std::{collections::BTreeMap, net::Ipv4Addr};
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr},
+};
 
 use serde::{Deserialize, Serialize};
 
-/// What a server tells.
+/// What a helper tells.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Table {
-    /// The server's own address, and the gateway; VMs have no other routes when `routes` is false.
+    /// The network's name: `<vm>.<network>.internal`.
+    pub network: String,
+    /// The helper's own address, and the gateway; VMs have no other routes when `routes` is false.
     pub gateway: Ipv4Addr,
     /// There is something behind the gateway.
     pub routes: bool,
@@ -25,8 +32,8 @@ pub struct Table {
     pub broadcast: Ipv4Addr,
     /// In bytes.
     pub mtu: u16,
-    /// Name servers.
-    pub dns: Vec<Ipv4Addr>,
+    /// Name servers that are asked for all other names; nobody is asked when there are none.
+    pub forward: Vec<IpAddr>,
     /// NTP servers.
     pub ntp: Vec<Ipv4Addr>,
     /// For how long VMs are given their addresses, in seconds.

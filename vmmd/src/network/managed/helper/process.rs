@@ -1,4 +1,4 @@
-//! The daemon's side of a DHCP server: it is started, found again by a later daemon, exchanged and ended.
+//! The daemon's side of a helper: it is started, found again by a later daemon, exchanged and ended.
 //!
 //! What is known of it is in its folder: `table.json`, which it reads, and `server.json`, which says which process it is. A
 //! process is known by its number and the time of its start, so another one with the same number is never taken for it.
@@ -18,11 +18,12 @@ use tokio::process::Command;
 
 use super::{Table, server::TABLE};
 
-/// Port of DHCP servers.
-const PORT: u16 = 67;
+/// Ports of DHCP and DNS servers.
+const DHCP: u16 = 67;
+const DNS: u16 = 53;
 const SERVER: &str = "server.json";
 
-/// A server that was started.
+/// A helper that was started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Server {
     pid: i32,
@@ -30,7 +31,7 @@ struct Server {
     started: u64,
     /// Version of the program.
     version: String,
-    /// Index of the bridge that its socket is bound to.
+    /// Index of the bridge that its sockets are bound to.
     bridge: u32,
 }
 
@@ -44,7 +45,7 @@ impl Server {
     }
 }
 
-/// Writes what a server tells. It reads it before its next answer.
+/// Writes what a helper tells. It reads it before its next answer.
 pub fn write_table(folder: &Path, table: &Table) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     let mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode));
@@ -60,9 +61,14 @@ fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     fs::rename(&new, path)
 }
 
-/// Sees to it that a server of this version serves the bridge of that name and index; a new one goes into the cgroup. True when
-/// one had to be started.
-pub async fn ensure(folder: &Path, name: &str, bridge: u32, cgroup: Option<&Path>) -> io::Result<bool> {
+/// Sees to it that a helper of this version serves the bridge of that name and index, which has the address `gateway`; a new one
+/// goes into the cgroup. True when one had to be started.
+pub async fn ensure(
+    folder: &Path,
+    (name, bridge): (&str, u32),
+    gateway: Ipv4Addr,
+    cgroup: Option<&Path>,
+) -> io::Result<bool> {
     let version = env!("CARGO_PKG_VERSION");
     let before = Server::read(folder);
     if let Some(server) = &before
@@ -72,18 +78,22 @@ pub async fn ensure(folder: &Path, name: &str, bridge: u32, cgroup: Option<&Path
     {
         return Ok(false);
     }
-    let socket = socket(name)?;
+    let dhcp = socket(name, SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, DHCP))?;
+    let dns = socket(name, SocketAddrV4::new(gateway, DNS)).map_err(|error| {
+        let message = format!("port {DNS} of {gateway}, which a name server of the node may have: {error}");
+        io::Error::new(error.kind(), message)
+    })?;
     // The file may have been exchanged since the daemon was started.
     let mut child = Command::new("/proc/self/exe")
-        .arg("serve-dhcp")
+        .arg("serve-network")
         .arg(folder)
-        .stdin(Stdio::from(OwnedFd::from(socket)))
-        .stdout(Stdio::null())
+        .stdin(Stdio::from(OwnedFd::from(dhcp)))
+        .stdout(Stdio::from(OwnedFd::from(dns)))
         .env_clear()
         .spawn()?;
     let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
     if let Some(Err(error)) = cgroup.map(|cgroup| join(cgroup, pid)) {
-        tracing::warn!(%error, network = name, "a DHCP server stays in the daemon's cgroup");
+        tracing::warn!(%error, network = name, "the helper of a network stays in the daemon's cgroup");
     }
     let server = Server {
         pid,
@@ -99,7 +109,7 @@ pub async fn ensure(folder: &Path, name: &str, bridge: u32, cgroup: Option<&Path
     let network = name.to_owned();
     tokio::spawn(async move {
         let ended = child.wait().await;
-        tracing::info!(network, ?ended, "a DHCP server has ended");
+        tracing::info!(network, ?ended, "the helper of a network has ended");
     });
     Ok(true)
 }
@@ -146,12 +156,13 @@ fn started(pid: i32) -> Option<u64> {
     fields.nth(18)?.parse().ok()
 }
 
-fn socket(bridge: &str) -> io::Result<Socket> {
+fn socket(bridge: &str, address: SocketAddrV4) -> io::Result<Socket> {
     let socket = Socket::new(Domain::IPV4, Type::DGRAM, Some(Protocol::UDP))?;
     socket.set_reuse_address(true)?;
     socket.set_broadcast(true)?;
     socket.bind_device(Some(bridge.as_bytes()))?;
-    socket.bind(&SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, PORT).into())?;
+    socket.bind(&address.into())?;
+    socket.set_nonblocking(true)?;
     Ok(socket)
 }
 

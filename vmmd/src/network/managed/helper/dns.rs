@@ -1,0 +1,319 @@
+//! What a guest's DNS query is answered (RFC 1035): a pure function of the table.
+//!
+//! The helper is the authority for `<network>.internal` and for the addresses of the network. All other names are forwarded
+//! ([`super::forward`]), unless the network is isolated.
+
+use std::net::Ipv4Addr;
+
+use hickory_proto::{
+    op::{Header, Message, MessageType, Metadata, OpCode, Query, ResponseCode},
+    rr::{
+        DNSClass, Name, RData, Record, RecordType,
+        rdata::{PTR, SOA},
+    },
+    serialize::binary::{BinDecodable as _, BinDecoder},
+};
+
+use super::Table;
+
+/// For how long a resolver may keep an answer, in seconds: a VM that is made anew soon has its new address everywhere.
+const TTL: u32 = 30;
+/// Bytes of a message before its question (RFC 1035, 4.1.1).
+const HEADER: usize = 12;
+
+/// What becomes of a packet.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// The reply.
+    Answer(Vec<u8>),
+    /// The question is for a name server of the node.
+    Forward(Question),
+    /// The packet is no query.
+    Ignore,
+}
+
+/// A query that is forwarded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Question {
+    /// Number that the client gave it.
+    pub id: u16,
+    /// Name, type and class as they are in the packet, behind the header. A reply repeats them.
+    pub bytes: Vec<u8>,
+}
+
+/// Decides what becomes of a packet from a guest.
+///
+/// Only the header and the question are decoded: a guest's further records are no business of the helper.
+pub fn decide(table: &Table, packet: &[u8]) -> Verdict {
+    let mut decoder = BinDecoder::new(packet);
+    let Ok(header) = Header::read(&mut decoder) else {
+        return Verdict::Ignore;
+    };
+    let request = header.metadata;
+    // A reply to a reply would go round for ever.
+    if request.message_type != MessageType::Query {
+        return Verdict::Ignore;
+    }
+    if request.op_code != OpCode::Query {
+        return reply(&request, None, ResponseCode::NotImp, Vec::new(), None);
+    }
+    let query = (header.counts.queries == 1).then(|| Query::read(&mut decoder).ok());
+    let Some(query) = query.flatten() else {
+        return reply(&request, None, ResponseCode::FormErr, Vec::new(), None);
+    };
+    if query.query_class == DNSClass::IN {
+        let name = query.name.to_lowercase();
+        if let Some(zone) = zone(table).filter(|zone| zone.zone_of(&name)) {
+            let (code, answers) = forward_lookup(table, &zone, &name, query.query_type);
+            return reply(&request, Some(query), code, answers, Some(&zone));
+        }
+        if let Some(address) = address(&name).filter(|address| is_own(table, *address)) {
+            let (code, answers) = reverse_lookup(table, &name, address, query.query_type);
+            return reply(&request, Some(query), code, answers, zone(table).as_ref());
+        }
+    }
+    if table.forward.is_empty() {
+        return reply(&request, Some(query), ResponseCode::Refused, Vec::new(), None);
+    }
+    match packet.get(HEADER..decoder.index()) {
+        Some(bytes) => Verdict::Forward(Question {
+            id: request.id,
+            bytes: bytes.to_vec(),
+        }),
+        None => Verdict::Ignore,
+    }
+}
+
+/// Whether a packet is the reply to a question with the number `id`.
+pub fn is_reply(packet: &[u8], id: u16, question: &[u8]) -> bool {
+    let mut decoder = BinDecoder::new(packet);
+    let header = Header::read(&mut decoder);
+    let answers = |header: &Header| {
+        header.metadata.message_type == MessageType::Response
+            && header.metadata.id == id
+            && header.counts.queries == 1
+    };
+    let repeated = packet.get(HEADER..HEADER.saturating_add(question.len()));
+    header.is_ok_and(|header| answers(&header))
+        // Servers may write the name in other cases.
+        && repeated.is_some_and(|bytes| bytes.eq_ignore_ascii_case(question))
+}
+
+/// `<network>.internal.`
+fn zone(table: &Table) -> Option<Name> {
+    Name::from_ascii(format!("{}.internal.", table.network)).ok()
+}
+
+/// The address in a name such as `9.0.80.10.in-addr.arpa.` (RFC 1035, 3.5).
+fn address(name: &Name) -> Option<Ipv4Addr> {
+    let text = name.to_ascii();
+    let digits: Ipv4Addr = text.strip_suffix(".in-addr.arpa.")?.parse().ok()?;
+    let [a, b, c, d] = digits.octets();
+    Some([d, c, b, a].into())
+}
+
+/// Whether an address is of the network.
+fn is_own(table: &Table, address: Ipv4Addr) -> bool {
+    let mask = u32::from(table.mask);
+    u32::from(address) & mask == u32::from(table.gateway) & mask
+}
+
+fn forward_lookup(table: &Table, zone: &Name, name: &Name, kind: RecordType) -> (ResponseCode, Vec<Record>) {
+    if name == zone {
+        return (ResponseCode::NoError, Vec::new());
+    }
+    let host = (name.num_labels() == zone.num_labels().saturating_add(1))
+        .then(|| name.iter().next())
+        .flatten();
+    let named = table
+        .hosts
+        .values()
+        .filter(|found| Some(found.name.as_bytes()) == host);
+    let addresses: Vec<_> = named.map(|found| found.address).collect();
+    if addresses.is_empty() {
+        return (ResponseCode::NXDomain, Vec::new());
+    }
+    let wanted = matches!(kind, RecordType::A | RecordType::ANY);
+    let records = addresses.into_iter().filter(|_| wanted);
+    let records = records.map(|address| Record::from_rdata(name.clone(), TTL, RData::A(address.into())));
+    (ResponseCode::NoError, records.collect())
+}
+
+fn reverse_lookup(
+    table: &Table,
+    name: &Name,
+    address: Ipv4Addr,
+    kind: RecordType,
+) -> (ResponseCode, Vec<Record>) {
+    let Some(host) = table.hosts.values().find(|host| host.address == address) else {
+        return (ResponseCode::NXDomain, Vec::new());
+    };
+    let target = Name::from_ascii(format!("{}.{}.internal.", host.name, table.network));
+    let target = target
+        .ok()
+        .filter(|_| matches!(kind, RecordType::PTR | RecordType::ANY));
+    let record = target.map(|target| Record::from_rdata(name.clone(), TTL, RData::PTR(PTR(target))));
+    (ResponseCode::NoError, record.into_iter().collect())
+}
+
+fn reply(
+    request: &Metadata,
+    query: Option<Query>,
+    code: ResponseCode,
+    answers: Vec<Record>,
+    zone: Option<&Name>,
+) -> Verdict {
+    let mut message = Message::response(request.id, request.op_code);
+    message.metadata = Metadata::response_from_request(request);
+    message.metadata.recursion_available = true;
+    message.metadata.authoritative = zone.is_some();
+    message.metadata.response_code = code;
+    // How long a resolver may believe that there is nothing (RFC 2308, 3).
+    if let Some(zone) = zone.filter(|_| answers.is_empty()) {
+        let soa = SOA::new(zone.clone(), zone.clone(), 1, 3600, 600, 86400, TTL);
+        message.add_authority(Record::from_rdata(zone.clone(), TTL, RData::SOA(soa)));
+    }
+    message.queries.extend(query);
+    message.answers = answers;
+    match message.to_vec() {
+        Ok(reply) => Verdict::Answer(reply),
+        Err(_) => Verdict::Ignore,
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::{super::dhcp::tests::table, *};
+
+    /// A query as a client sends it.
+    pub fn query(name: &str, kind: RecordType) -> Vec<u8> {
+        let mut message = Message::new(7, MessageType::Query, OpCode::Query);
+        message.metadata.recursion_desired = true;
+        message.add_query(Query::query(Name::from_ascii(name).unwrap(), kind));
+        message.to_vec().unwrap()
+    }
+
+    fn answered(name: &str, kind: RecordType) -> Message {
+        match decide(&table(), &query(name, kind)) {
+            Verdict::Answer(reply) => Message::from_vec(&reply).unwrap(),
+            other => panic!("{name}: {other:?}"),
+        }
+    }
+
+    fn data(message: &Message) -> Vec<String> {
+        message
+            .answers
+            .iter()
+            .map(|record| record.data.to_string())
+            .collect()
+    }
+
+    #[test]
+    fn a_vm_is_known_by_its_name_in_its_network() {
+        for name in ["web.lan.internal.", "WEB.Lan.Internal."] {
+            let reply = answered(name, RecordType::A);
+            assert_eq!(data(&reply), ["10.80.0.2"]);
+            assert_eq!((reply.metadata.id, reply.metadata.authoritative), (7, true));
+            assert_eq!(
+                reply.queries[0].name.to_ascii(),
+                name,
+                "the question is repeated as it came"
+            );
+        }
+    }
+
+    #[test]
+    fn an_address_has_the_name_of_its_vm() {
+        let reply = answered("2.0.80.10.in-addr.arpa.", RecordType::PTR);
+        assert_eq!(data(&reply), ["web.lan.internal."]);
+        let reply = answered("9.0.80.10.in-addr.arpa.", RecordType::PTR);
+        assert_eq!(reply.metadata.response_code, ResponseCode::NXDomain);
+    }
+
+    #[test]
+    fn a_name_without_addresses_of_that_kind_is_there_and_an_unknown_one_is_not() {
+        let reply = answered("web.lan.internal.", RecordType::AAAA);
+        assert_eq!(
+            (reply.metadata.response_code, data(&reply)),
+            (ResponseCode::NoError, Vec::new())
+        );
+        for name in ["db.lan.internal.", "a.web.lan.internal."] {
+            let reply = answered(name, RecordType::A);
+            assert_eq!(reply.metadata.response_code, ResponseCode::NXDomain);
+            assert_eq!(reply.authorities[0].record_type(), RecordType::SOA);
+        }
+    }
+
+    #[test]
+    fn other_names_are_forwarded_where_there_is_somebody_to_ask() {
+        let packet = query("example.com.", RecordType::AAAA);
+        let Verdict::Forward(question) = decide(&table(), &packet) else {
+            panic!("not forwarded");
+        };
+        assert_eq!((question.id, &question.bytes[..]), (7, &packet[HEADER..]));
+        // The names of other networks are not known here.
+        assert!(matches!(
+            decide(&table(), &query("web.other.internal.", RecordType::A)),
+            Verdict::Forward(_)
+        ));
+        let isolated = Table {
+            forward: Vec::new(),
+            ..table()
+        };
+        let Verdict::Answer(reply) = decide(&isolated, &packet) else {
+            panic!("no answer");
+        };
+        let reply = Message::from_vec(&reply).unwrap();
+        assert_eq!(reply.metadata.response_code, ResponseCode::Refused);
+    }
+
+    #[test]
+    fn what_is_no_query_is_not_answered_or_told_so() {
+        let mut packet = query("web.lan.internal.", RecordType::A);
+        packet[2] |= 0x80;
+        assert_eq!(decide(&table(), &packet), Verdict::Ignore, "a reply");
+        let mut packet = query("web.lan.internal.", RecordType::A);
+        packet[5] = 2;
+        let Verdict::Answer(reply) = decide(&table(), &packet) else {
+            panic!("two questions");
+        };
+        let reply = Message::from_vec(&reply).unwrap();
+        assert_eq!(reply.metadata.response_code, ResponseCode::FormErr);
+        assert_eq!(decide(&table(), &[0; 5]), Verdict::Ignore);
+    }
+
+    #[test]
+    fn a_reply_is_one_to_the_same_question() {
+        let packet = query("Example.com.", RecordType::A);
+        let mut reply = query("example.com.", RecordType::A);
+        let question = &packet[HEADER..];
+        assert!(!is_reply(&reply, 7, question), "a query");
+        reply[2] |= 0x80;
+        assert!(is_reply(&reply, 7, question));
+        assert!(!is_reply(&reply, 8, question));
+        let mut other = query("example.org.", RecordType::A);
+        other[2] |= 0x80;
+        assert!(!is_reply(&other, 7, question));
+        assert!(!is_reply(&reply[..14], 7, question));
+    }
+
+    proptest::proptest! {
+        #![proptest_config(proptest::prelude::ProptestConfig { cases: 5000, ..Default::default() })]
+
+        #[test]
+        fn no_packet_does_harm(packet in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..300)) {
+            decide(&table(), &packet);
+            is_reply(&packet, 7, &packet);
+        }
+
+        /// Behind a header that is right; names with lengths and pointers of all kinds.
+        #[test]
+        fn no_question_does_harm(question in proptest::collection::vec(
+            proptest::prop_oneof![proptest::prelude::any::<u8>(), 0_u8..8, 0xc0_u8..=0xff], 0..300,
+        )) {
+            let mut packet = vec![0, 7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
+            packet.extend(question);
+            decide(&table(), &packet);
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! The process that answers the DHCP and DNS clients of one network.
+//!
+//! It is started with sockets that are bound to the bridge as its standard input (DHCP) and output (DNS), and with the folder that
+//! the daemon writes the table to. It gives up all rights before it reads the first packet, and lives until it is killed.
+
+use std::{
+    fs::File,
+    io::{self, Read as _},
+    net::{SocketAddr, UdpSocket},
+    os::{fd::AsFd as _, unix::fs::MetadataExt as _},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use anyhow::Context as _;
+use clap::Args;
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    process::{Gid, Uid, chdir},
+    thread::{
+        CapabilitySet, CapabilitySets, UnshareFlags, set_capabilities, set_no_new_privs, set_thread_groups,
+        set_thread_res_gid, set_thread_res_uid,
+    },
+};
+
+use super::{
+    Table, dhcp,
+    dns::{self, Verdict},
+    forward::Forwarder,
+};
+
+/// The table's name in its folder.
+pub const TABLE: &str = "table.json";
+/// Largest table in bytes: 65,536 hosts of 100 bytes.
+const MAX_TABLE: u64 = 8 << 20;
+/// Largest UDP packet.
+const MAX_PACKET: usize = 65_535;
+/// Nobody, as Debian numbers it: a user who owns nothing.
+const NOBODY: u32 = 65534;
+
+/// `vmmd serve-network`.
+#[derive(Debug, Args)]
+pub struct ServeNetwork {
+    /// Folder with the table.
+    folder: PathBuf,
+}
+
+/// Serves until it is killed.
+pub fn run(arguments: &ServeNetwork) -> anyhow::Result<()> {
+    let dhcp = io::stdin().as_fd().try_clone_to_owned();
+    let dns = io::stdout().as_fd().try_clone_to_owned();
+    let mut server = Server {
+        dhcp: UdpSocket::from(dhcp.context("take the socket for DHCP")?),
+        dns: UdpSocket::from(dns.context("take the socket for DNS")?),
+        forwarder: Forwarder::open().context("open sockets for name servers")?,
+        tables: Tables::default(),
+        packet: vec![0; MAX_PACKET],
+    };
+    confine(&arguments.folder).context("give up rights")?;
+    loop {
+        if let Err(error) = server.turn() {
+            // Of the interface while it is down.
+            eprintln!("serve a network: {error}");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+/// What the process has.
+struct Server {
+    dhcp: UdpSocket,
+    dns: UdpSocket,
+    forwarder: Forwarder,
+    tables: Tables,
+    packet: Vec<u8>,
+}
+
+impl Server {
+    /// Waits for packets, and serves one of each socket.
+    fn turn(&mut self) -> io::Result<()> {
+        let ready = self.wait()?;
+        let ready = |index: usize| ready.get(index).copied().unwrap_or(false);
+        if ready(0) {
+            self.dhcp()?;
+        }
+        if ready(1) {
+            self.dns()?;
+        }
+        for socket in 0..self.forwarder.sockets().len() {
+            if ready(2 + socket) {
+                self.reply(socket)?;
+            }
+        }
+        if let Some(table) = self.tables.current() {
+            self.forwarder.expire(&table.forward, Instant::now());
+        }
+        Ok(())
+    }
+
+    /// Which sockets have something: those for DHCP and DNS, and those of the forwarder.
+    fn wait(&self) -> io::Result<Vec<bool>> {
+        let sockets = [&self.dhcp, &self.dns]
+            .into_iter()
+            .chain(self.forwarder.sockets());
+        let mut watched: Vec<_> = sockets.map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
+        let left = self.forwarder.deadline().map(|deadline| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            // A moment more, so that the deadline is over then.
+            Timespec::try_from(left + Duration::from_millis(1)).unwrap_or_default()
+        });
+        match poll(&mut watched, left.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        Ok(watched
+            .iter()
+            .map(|socket| !socket.revents().is_empty())
+            .collect())
+    }
+
+    fn dhcp(&mut self) -> io::Result<()> {
+        let Some((length, _)) = received(self.dhcp.recv_from(&mut self.packet))? else {
+            return Ok(());
+        };
+        if let (Some(table), Some(packet)) = (self.tables.current(), self.packet.get(..length))
+            && let Some((reply, to)) = dhcp::respond(table, packet)
+        {
+            self.dhcp.send_to(&reply, to)?;
+        }
+        Ok(())
+    }
+
+    fn dns(&mut self) -> io::Result<()> {
+        let Some((length, client)) = received(self.dns.recv_from(&mut self.packet))? else {
+            return Ok(());
+        };
+        let (Some(table), Some(packet)) = (self.tables.current(), self.packet.get(..length)) else {
+            return Ok(());
+        };
+        match dns::decide(table, packet) {
+            Verdict::Answer(reply) => self.dns.send_to(&reply, client).map(drop),
+            Verdict::Forward(question) => {
+                let now = Instant::now();
+                self.forwarder
+                    .forward(packet, client, question, &table.forward, now);
+                Ok(())
+            }
+            Verdict::Ignore => Ok(()),
+        }
+    }
+
+    /// Hands the reply of a name server on.
+    fn reply(&mut self, socket: usize) -> io::Result<()> {
+        let Some(open) = self.forwarder.sockets().get(socket) else {
+            return Ok(());
+        };
+        let Some((length, from)) = received(open.recv_from(&mut self.packet))? else {
+            return Ok(());
+        };
+        if let Some(packet) = self.packet.get_mut(..length)
+            && let Some(client) = self.forwarder.receive(socket, packet, from)
+        {
+            self.dns.send_to(packet, client)?;
+        }
+        Ok(())
+    }
+}
+
+/// What came; `None` when nothing did: a packet with a wrong checksum was dropped, or a server is not there.
+fn received(result: io::Result<(usize, SocketAddr)>) -> io::Result<Option<(usize, SocketAddr)>> {
+    use io::ErrorKind::{ConnectionRefused, HostUnreachable, NetworkUnreachable, WouldBlock};
+    match result {
+        Ok(received) => Ok(Some(received)),
+        Err(error)
+            if matches!(
+                error.kind(),
+                WouldBlock | ConnectionRefused | HostUnreachable | NetworkUnreachable
+            ) =>
+        {
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Keeps the sockets and one folder: another user, no capabilities, no way to get rights, and no other network where the kernel
+/// lets a user make one.
+fn confine(folder: &Path) -> io::Result<()> {
+    chdir(folder)?;
+    set_thread_groups(&[])?;
+    let (group, user) = (Gid::from_raw(NOBODY), Uid::from_raw(NOBODY));
+    set_thread_res_gid(group, group, group)?;
+    // With its user it loses all capabilities.
+    set_thread_res_uid(user, user, user)?;
+    set_no_new_privs(true)?;
+    #[allow(deprecated, reason = "the process has one thread")]
+    if let Err(error) = rustix::thread::unshare(UnshareFlags::NEWUSER | UnshareFlags::NEWNET) {
+        eprintln!("the helper stays in the node's network: {error}");
+    }
+    // In a user namespace of its own it would have all of them again.
+    let none = CapabilitySet::empty();
+    set_capabilities(
+        None,
+        CapabilitySets {
+            effective: none,
+            permitted: none,
+            inheritable: none,
+        },
+    )?;
+    Ok(())
+}
+
+/// The table as it was read last.
+#[derive(Default)]
+struct Tables {
+    /// Inode and time of change of the file.
+    version: Option<(u64, i64, i64)>,
+    table: Option<Table>,
+}
+
+impl Tables {
+    /// The daemon exchanges the file as a whole; one that can't be read changes nothing.
+    fn current(&mut self) -> Option<&Table> {
+        if let Ok(mut file) = File::open(TABLE)
+            && let Ok(facts) = file.metadata()
+        {
+            let version = (facts.ino(), facts.mtime(), facts.mtime_nsec());
+            if self.version != Some(version) {
+                let mut text = Vec::new();
+                let read = (&mut file).take(MAX_TABLE).read_to_end(&mut text);
+                if let (Ok(_), Ok(table)) = (read, serde_json::from_slice(&text)) {
+                    self.table = Some(table);
+                    self.version = Some(version);
+                }
+            }
+        }
+        self.table.as_ref()
+    }
+}
