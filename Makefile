@@ -100,7 +100,7 @@ mutations: tools node-tool deb ## Run the tests of builds with deliberate faults
 nightly: lint deny mutations fleet long ## Run what make test is too short for, and what takes minutes to compile
 	@command -v mdbook >/dev/null || $(CARGO) install --locked mdbook
 	mdbook build docs
-	for part in blk_queue qcow2_image balloon_queue net_queue rfb_client gpu_commands input_driver snapshot migration; do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done
+	for part in blk_queue qcow2_image balloon_queue net_queue rfb_client gpu_commands input_driver console_driver snapshot migration; do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done
 
 FUZZ ?= blk_queue
 FUZZ_SECONDS ?= 60

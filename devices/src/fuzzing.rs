@@ -6,8 +6,8 @@ pub use crate::{
     display::rfb::fuzz::client as rfb_client,
     virtio::{
         balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue,
-        gpu::fuzz::commands as gpu_commands, input::fuzz::driver as input_driver,
-        net::fuzz::queue as net_queue,
+        console::fuzz::driver as console_driver, gpu::fuzz::commands as gpu_commands,
+        input::fuzz::driver as input_driver, net::fuzz::queue as net_queue,
     },
 };
 
@@ -64,6 +64,11 @@ mod tests {
     #[test]
     fn the_seeds_of_input_driver_do_no_harm() {
         seeds("input_driver", super::input_driver);
+    }
+
+    #[test]
+    fn the_seeds_of_console_driver_do_no_harm() {
+        seeds("console_driver", super::console_driver);
     }
 
     /// Seeds of that name, with their bytes changed in a few places.
@@ -124,6 +129,11 @@ mod tests {
         #[test]
         fn no_bytes_harm_input_driver(data in proptest::collection::vec(any::<u8>(), 0..600)) {
             super::input_driver(&data);
+        }
+
+        #[test]
+        fn no_bytes_harm_console_driver(data in proptest::collection::vec(any::<u8>(), 0..600)) {
+            super::console_driver(&data);
         }
     }
 

@@ -184,6 +184,8 @@ saved! {
     VirtioGpuQueues: "virtio-gpu-queues", 1;
     VirtioInput: "virtio-input", 1;
     VirtioInputQueues: "virtio-input-queues", 1;
+    VirtioConsole: "virtio-console", 1;
+    VirtioConsoleQueues: "virtio-console-queues", 1;
     PciRoot: "pci-root", 1;
     HotPlug: "hot-plug", 1;
     Serial: "serial", 1;

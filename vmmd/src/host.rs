@@ -19,7 +19,7 @@ use crate::{
     snapshot,
     store::Store,
     text,
-    vm::{LogGuard, clients::Clients, files::Sources, table::Table},
+    vm::{LogGuard, clients::Clients, consoles::Consoles, files::Sources, table::Table},
 };
 
 /// The node as the VM actors and the services see it.
@@ -47,6 +47,8 @@ pub struct Host {
     pub clients: Clients,
     /// Networks of the NetworkService.
     pub networks: Networks,
+    /// Who types into their consoles.
+    pub consoles: Arc<Consoles>,
     /// Disks of the DiskService.
     pub disks: Registry,
     /// Snapshots of VMs.

@@ -168,6 +168,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         clients: vm::clients::Clients::default(),
         snapshots: snapshot::Registry::default(),
         networks: Networks::default(),
+        consoles: Arc::default(),
         requests: request::Requests::default(),
         logs: vm::LogGuard::start(events.clone()).context("watch the logs of VMs")?,
         events,

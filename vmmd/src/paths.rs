@@ -35,6 +35,11 @@ impl RuntimeDir {
         self.0.join("console.sock")
     }
 
+    /// The virtio-console's socket.
+    pub fn hvc(&self) -> PathBuf {
+        self.0.join("hvc.sock")
+    }
+
     /// The socket for VNC clients, and the one for those that may only look.
     pub fn vnc(&self, view_only: bool) -> PathBuf {
         self.0.join(if view_only { "vnc-view.sock" } else { "vnc.sock" })

@@ -171,6 +171,9 @@ pub struct CreateVm {
     /// A screen with a keyboard and a tablet: us, de or dk is what the guest's keyboard is set to (us when not given).
     #[arg(long, value_name = "LAYOUT", value_parser = keyboard_layout, num_args = 0..=1, default_missing_value = "us", conflicts_with = "files")]
     pub display: Option<KeyboardLayout>,
+    /// A console beside the serial port, hvc0 in Linux: `vmmctl console --hvc`.
+    #[arg(long, conflicts_with = "files")]
+    pub virtio_console: bool,
     /// Label.
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,

@@ -201,6 +201,24 @@ pub struct Console {
     /// Leave out what was printed before.
     #[arg(long)]
     pub no_replay: bool,
+    /// The serial port, which every VM has.
+    #[arg(long)]
+    pub serial: bool,
+    /// The virtio-console (hvc0), of a VM that has one.
+    #[arg(long, conflicts_with = "serial")]
+    pub hvc: bool,
+    /// Nobody else may type meanwhile.
+    #[arg(long)]
+    pub exclusive: bool,
+    /// Only read.
+    #[arg(long, conflicts_with_all = ["exclusive", "force", "send_break"])]
+    pub read_only: bool,
+    /// Take the console from others who type there; they can read on.
+    #[arg(long)]
+    pub force: bool,
+    /// Begin with a break of the serial line: Linux takes the next key as a SysRq command.
+    #[arg(long, conflicts_with = "hvc")]
+    pub send_break: bool,
 }
 
 /// `vnc`.

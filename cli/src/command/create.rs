@@ -87,6 +87,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
                 keyboard_layout: layout.into(),
                 ..v1::DisplaySpec::default()
             }),
+            virtio_console: args.virtio_console.then_some(v1::VirtioConsoleSpec {}),
         }),
         status: None,
     };

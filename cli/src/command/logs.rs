@@ -101,7 +101,8 @@ async fn follow_vmm(client: &Client, args: &Logs, printer: &mut Printer) -> Resu
 async fn follow_serial(client: &Client, args: &Logs, printer: &mut Printer) -> Result<()> {
     let open = v1::ConsoleOpen {
         name: args.name.clone(),
-        no_replay: false,
+        access: v1::ConsoleAccess::ReadOnly.into(),
+        ..v1::ConsoleOpen::default()
     };
     let (requests, queue) = mpsc::channel(1);
     let open = v1::ConsoleRequest {
@@ -124,7 +125,7 @@ async fn follow_serial(client: &Client, args: &Logs, printer: &mut Printer) -> R
             }
             Some(console_response::Message::Output(bytes)) => printer.add(&bytes)?,
             Some(console_response::Message::Closed(_)) => return printer.replay(&kept, args),
-            None => {}
+            Some(console_response::Message::TakenOver(_)) | None => {}
         }
     }
     drop(requests);

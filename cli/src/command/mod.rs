@@ -198,9 +198,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
             let client = &client.with_timeout(timeout.timeout);
             operation::cancel(client, &id).await.map_err(one)
         }
-        Command::Console(args) => console::run(client, &args.name, args.no_replay)
-            .await
-            .map_err(one),
+        Command::Console(args) => console::run(client, &args).await.map_err(one),
         Command::Vnc(args) => screen::vnc(client, &args).await.map_err(one),
         Command::Screenshot(args) => screen::screenshot(client, &args).await.map_err(one),
         Command::SendKey(args) => screen::send_key(client, &args).await.map_err(one),

@@ -1,4 +1,4 @@
-//! `console`: the terminal attached to a VM's serial port.
+//! `console`: the terminal attached to a VM's serial port, or to its virtio-console.
 //!
 //! What is typed (or comes through a pipe) goes to the guest byte for byte, except ^] which leaves. When standard
 //! input ends, output goes on: a script ends it with ^] or a signal, or waits for the VM to stop. When the daemon is restarted
@@ -25,6 +25,7 @@ use tokio_stream::wrappers::ReceiverStream;
 pub use self::seen::Seen;
 use self::terminal::RawTerminal;
 use crate::{
+    args::Console,
     client::{Client, RESTART, about_vm, went_away},
     failure::{Code, Failure, Result, printable},
     output::write_failed,
@@ -53,23 +54,32 @@ enum End {
     Signal(SignalKind),
 }
 
-/// Attaches to the console of the VM called `name`.
-pub async fn run(client: &Client, name: &str, no_replay: bool) -> Result<()> {
+/// Attaches to a console of a VM.
+pub async fn run(client: &Client, args: &Console) -> Result<()> {
+    let name = args.name.as_str();
     let status = client.get(name).await?.status.unwrap_or_default();
     let is_down = matches!(status.phase(), VmPhase::Stopped | VmPhase::Failed);
     let mut session = Session {
         client,
-        name,
+        args,
         signals: Signals::new()?,
+        resized: caught(SignalKind::window_change())?,
         seen: Seen::default(),
-        silent: no_replay,
+        silent: args.no_replay,
     };
     // The daemon checks the request before anything else: a failure comes before the terminal is changed.
-    let connection = Connection::open(client, name).await?;
+    let connection = Connection::open(client, args, args.force).await?;
+    if args.send_break {
+        let message = Some(console_request::Message::SendBreak(v1::ConsoleBreak {}));
+        connection.send(v1::ConsoleRequest { message }).await;
+    }
     let terminal = RawTerminal::enter()
         .map_err(|error| Failure::new(Code::Other, format!("can't change the terminal's mode: {error}")))?;
     if terminal.is_some() {
         eprint!("Connected to vm/{name}. Press ^] to leave.\r\n");
+        for writer in &connection.writers {
+            eprint!("{} types here too.\r\n", printable(&writer.name));
+        }
     }
     let end = session.attached(connection, Input::start()).await;
     drop(terminal);
@@ -104,18 +114,33 @@ fn failed(status: tonic::Status, name: &str) -> Failure {
 struct Connection {
     requests: mpsc::Sender<v1::ConsoleRequest>,
     output: tonic::Streaming<v1::ConsoleResponse>,
+    /// Others that type.
+    writers: Vec<v1::ConsoleWriter>,
     /// How much of what comes was printed before.
     replay: Vec<u8>,
     replay_left: u64,
 }
 
 impl Connection {
-    async fn open(client: &Client, name: &str) -> Result<Self> {
+    async fn open(client: &Client, args: &Console, force: bool) -> Result<Self> {
+        let name = args.name.as_str();
+        let access = match (args.exclusive, args.read_only) {
+            (true, _) => v1::ConsoleAccess::Exclusive,
+            (false, true) => v1::ConsoleAccess::ReadOnly,
+            (false, false) => v1::ConsoleAccess::Shared,
+        };
+        let device = match args.hvc {
+            true => v1::ConsoleDevice::Virtio,
+            false => v1::ConsoleDevice::Serial,
+        };
         let (requests, queue) = mpsc::channel(QUEUE);
         let open = v1::ConsoleOpen {
             name: name.to_owned(),
             // What was printed is needed to find out later where to go on.
             no_replay: false,
+            access: access.into(),
+            force,
+            device: device.into(),
         };
         let open = v1::ConsoleRequest {
             message: Some(console_request::Message::Open(open)),
@@ -126,26 +151,38 @@ impl Connection {
         let answer = client.vms.clone().console(ReceiverStream::new(queue)).await;
         let mut output = answer.map_err(|status| failed(status, name))?.into_inner();
         let first = output.message().await.map_err(|status| failed(status, name))?;
-        let replay_left = match first.and_then(|response| response.message) {
-            Some(console_response::Message::Opened(opened)) => opened.replay_bytes,
+        let opened = match first.and_then(|response| response.message) {
+            Some(console_response::Message::Opened(opened)) => opened,
             _ => return Err(Failure::new(Code::Other, "vmmd did not open the console")),
         };
-        Ok(Self {
+        let connection = Self {
             requests,
             output,
+            writers: opened.writers,
             replay: Vec::new(),
-            replay_left,
-        })
+            replay_left: opened.replay_bytes,
+        };
+        // A serial line can't say so to the guest.
+        if let Some(size) = terminal::size().filter(|_| args.hvc) {
+            connection.send(resized(size)).await;
+        }
+        Ok(connection)
+    }
+
+    /// Sends something; that nobody takes it any more is found out when the output ends.
+    async fn send(&self, request: v1::ConsoleRequest) {
+        let _gone = self.requests.send(request).await;
     }
 }
 
 /// Attaches again when the daemon is back.
-async fn reopen(client: &Client, name: &str) -> Result<Connection> {
+async fn reopen(client: &Client, args: &Console) -> Result<Connection> {
     let mut tries = 0;
     loop {
         sleep(RESTART).await;
         tries += 1;
-        match Connection::open(client, name).await {
+        // Who took it by force from this one keeps it.
+        match Connection::open(client, args, false).await {
             Err(failure) if went_away(&failure) && tries < TRIES => {}
             opened => return opened,
         }
@@ -157,12 +194,7 @@ struct Signals([(SignalKind, Signal); 4]);
 
 impl Signals {
     fn new() -> Result<Self> {
-        let catch = |kind: SignalKind| {
-            let caught = signal(kind);
-            let caught =
-                caught.map_err(|error| Failure::new(Code::Other, format!("can't catch signals: {error}")));
-            caught.map(|signal| (kind, signal))
-        };
+        let catch = |kind| caught(kind).map(|signal| (kind, signal));
         Ok(Self([
             catch(SignalKind::interrupt())?,
             catch(SignalKind::terminate())?,
@@ -182,6 +214,10 @@ impl Signals {
     }
 }
 
+fn caught(kind: SignalKind) -> Result<Signal> {
+    signal(kind).map_err(|error| Failure::new(Code::Other, format!("can't catch signals: {error}")))
+}
+
 /// What of a connection is to be done next.
 enum Step {
     Output(Option<v1::ConsoleResponse>),
@@ -189,12 +225,15 @@ enum Step {
     Sent,
     Left(Instant),
     Signal(SignalKind),
+    Resized,
 }
 
 struct Session<'a> {
     client: &'a Client,
-    name: &'a str,
+    args: &'a Console,
     signals: Signals,
+    /// The terminal has another size.
+    resized: Signal,
     seen: Seen,
     /// What was printed before the console was opened is not shown.
     silent: bool,
@@ -216,7 +255,7 @@ impl Session<'_> {
                 biased;
                 () = input.discard() => return Ok(End::Left),
                 kind = self.signals.next() => return Ok(End::Signal(kind)),
-                opened = reopen(self.client, self.name) => opened?,
+                opened = reopen(self.client, self.args) => opened?,
             };
         }
     }
@@ -231,6 +270,7 @@ impl Session<'_> {
                 biased;
                 Some(deadline) = input.escape.recv() => Step::Left(deadline),
                 kind = self.signals.next() => Step::Signal(kind),
+                Some(()) = self.resized.recv(), if self.args.hvc => Step::Resized,
                 permit = connection.requests.reserve(), if waiting.is_some() => {
                     if let (Ok(permit), Some(bytes)) = (permit, waiting.take()) {
                         permit.send(typed(bytes));
@@ -239,7 +279,7 @@ impl Session<'_> {
                 }
                 Some(bytes) = input.typed.recv(), if waiting.is_none() => Step::Typed(bytes),
                 message = connection.output.message() => {
-                    Step::Output(message.map_err(|status| failed(status, self.name))?)
+                    Step::Output(message.map_err(|status| failed(status, &self.args.name))?)
                 }
             };
             match step {
@@ -248,6 +288,11 @@ impl Session<'_> {
                     return Ok(End::Left);
                 }
                 Step::Signal(kind) => return Ok(End::Signal(kind)),
+                Step::Resized => {
+                    if let Some(size) = terminal::size() {
+                        connection.send(resized(size)).await;
+                    }
+                }
                 Step::Typed(bytes) => waiting = Some(bytes),
                 Step::Sent => {}
                 Step::Output(Some(response)) => {
@@ -303,6 +348,14 @@ impl Session<'_> {
                 self.replay(&std::mem::take(&mut connection.replay))?;
                 Ok(Some(closed.reason))
             }
+            Some(console_response::Message::TakenOver(taken)) => {
+                let by = taken.by.unwrap_or_default();
+                eprint!(
+                    "\r\n{} has taken the console over; what is typed here is ignored\r\n",
+                    printable(&by.name)
+                );
+                Ok(None)
+            }
             Some(console_response::Message::Opened(_)) | None => Ok(None),
         }
     }
@@ -322,6 +375,16 @@ impl Session<'_> {
         let mut stdout = io::stdout().lock();
         let written = stdout.write_all(bytes).and_then(|()| stdout.flush());
         written.map_err(|error| write_failed(&error))
+    }
+}
+
+fn resized((columns, rows): (u16, u16)) -> v1::ConsoleRequest {
+    let size = v1::ConsoleSize {
+        columns: columns.into(),
+        rows: rows.into(),
+    };
+    v1::ConsoleRequest {
+        message: Some(console_request::Message::Size(size)),
     }
 }
 

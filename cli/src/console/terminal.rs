@@ -51,3 +51,9 @@ fn restore() {
         let _ = tcsetattr(stdin(), OptionalActions::Now, &before);
     }
 }
+
+/// Columns and rows of the terminal, if standard input is one that knows.
+pub fn size() -> Option<(u16, u16)> {
+    let size = rustix::termios::tcgetwinsize(io::stdin()).ok()?;
+    (size.ws_col != 0 && size.ws_row != 0).then_some((size.ws_col, size.ws_row))
+}

@@ -154,6 +154,10 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     resources::of_vm(text, spec);
     text.put("Balloon", &balloon(spec.balloon.as_ref()));
     text.put("Display", &display(spec.display.as_ref()));
+    text.put(
+        "Console",
+        spec.virtio_console.as_ref().map_or("", |_| "virtio (hvc0)"),
+    );
     if let Some(v1::boot_spec::Source::Linux(linux)) =
         spec.boot.as_ref().and_then(|boot| boot.source.as_ref())
     {

@@ -123,6 +123,57 @@ fn the_console_of_an_unknown_vm_is_refused() {
     assert_eq!(String::from_utf8_lossy(&output.stderr), text);
 }
 
+#[test]
+fn which_console_is_opened_and_for_what_is_said_by_options() {
+    let daemon = daemon();
+    let run = |arguments: &[&str]| {
+        let output = daemon
+            .vmmctl()
+            .args(["console", "web"])
+            .args(arguments)
+            .write_stdin("\x1d")
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+    };
+    run(&["--hvc"]);
+    run(&["--hvc", "--read-only"]);
+    run(&["--hvc", "--exclusive", "--force"]);
+    run(&["--serial", "--send-break"]);
+    let calls = [
+        "open Virtio Shared force=false",
+        "open Virtio ReadOnly force=false",
+        "open Virtio Exclusive force=true",
+        "input <break>",
+    ];
+    assert_eq!(daemon.state.calls(), calls);
+}
+
+#[test]
+fn a_console_that_another_client_holds_is_refused_and_taken_by_force() {
+    let daemon = daemon();
+    daemon.state.put("held", VmPhase::Running, &[]);
+    let output = daemon.vmmctl().args(["console", "held"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(5));
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        text.contains("another client types there (ann, for 3 s)"),
+        "{text}"
+    );
+    let output = daemon
+        .vmmctl()
+        .args(["console", "held", "--force"])
+        .write_stdin("lose it\n\x1d")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        text.contains("ann has taken the console over; what is typed here is ignored"),
+        "{text}"
+    );
+}
+
 /// A pseudo terminal with vmmctl's console on it.
 struct Terminal {
     master: File,

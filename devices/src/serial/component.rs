@@ -8,6 +8,8 @@ use std::{
 
 use super::{
     History,
+    history::Capacity,
+    port::Port,
     server::{Server, Setup},
     uart::Uart,
 };
@@ -24,18 +26,23 @@ pub struct SerialPort {
 }
 
 impl SerialPort {
-    /// A port with a server that runs. `capacity` is how much output is kept, in bytes
-    /// ([`DEFAULT_CAPACITY`](super::history::DEFAULT_CAPACITY)).
-    pub fn start(irq: Arc<dyn IrqLine>, capacity: usize, setup: Setup) -> io::Result<Self> {
+    /// A port with a server that runs. `capacity` is how much output is kept.
+    pub fn start(irq: Arc<dyn IrqLine>, capacity: Capacity, setup: Setup) -> io::Result<Self> {
         let history = Arc::new(History::new(capacity)?);
         let uart = Arc::new(Mutex::new(Uart::new(irq, history)?));
-        let server = Server::start(Arc::clone(&uart), setup)?;
+        let port: Arc<dyn Port> = uart.clone();
+        let server = Server::start(port, setup)?;
         Ok(Self { uart, server })
     }
 
     /// The registers, for the I/O bus: 8 ports.
     pub fn device(&self) -> Arc<Mutex<Uart>> {
         Arc::clone(&self.uart)
+    }
+
+    /// Sends a break to the guest, behind the input that is there.
+    pub fn send_break(&self) {
+        self.uart().receive_break();
     }
 
     /// Ends the server; all that was printed is in the log then. To be called at the machine's end, when no vCPU runs

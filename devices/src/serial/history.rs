@@ -1,7 +1,8 @@
 //! What a serial port printed, in bounded memory.
 //!
-//! Bytes are counted from the port's first one on; a reader is a position in that count and nothing else, so that
-//! there may be any number of them, and none can hold anything up.
+//! The first bytes are kept for ever (a boot's messages), and so are the last ones; what lies between is overwritten. Bytes are
+//! counted from the port's first one on; a reader is a position in that count and nothing else, so that there may be any number
+//! of readers, and none can hold anything up.
 
 use std::{
     io,
@@ -10,13 +11,29 @@ use std::{
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// What is kept when nothing else is asked for, in bytes.
-pub const DEFAULT_CAPACITY: usize = 256 << 10;
+/// How many of the first and of the last bytes are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capacity {
+    /// Of the first ones.
+    pub first: usize,
+    /// Of those that follow, at least 1.
+    pub last: usize,
+}
+
+impl Default for Capacity {
+    /// 256 KiB and 1 MiB.
+    fn default() -> Self {
+        Self {
+            first: 256 << 10,
+            last: 1 << 20,
+        }
+    }
+}
 
 /// Memory is taken in steps of this many bytes as the ring fills.
 const STEP: usize = 16 << 10;
 
-/// The last bytes that were printed.
+/// The first and the last bytes that were printed.
 #[derive(Debug)]
 pub struct History {
     ring: Mutex<Ring>,
@@ -25,9 +42,11 @@ pub struct History {
 
 #[derive(Debug)]
 struct Ring {
-    /// Byte number `n` is at `n % capacity`.
+    /// The first bytes; it never changes once it is full.
+    head: Vec<u8>,
+    capacity: Capacity,
+    /// The last bytes behind `head`; byte number `n` of those is at `n % capacity.last`.
     bytes: Vec<u8>,
-    capacity: usize,
     /// Where the next byte goes.
     next: usize,
     /// Bytes printed so far.
@@ -46,11 +65,15 @@ pub struct Read {
 }
 
 impl History {
-    /// An empty one that keeps the last `capacity` bytes (at least 1).
-    pub fn new(capacity: usize) -> io::Result<Self> {
+    /// An empty one that keeps as much as `capacity` says.
+    pub fn new(capacity: Capacity) -> io::Result<Self> {
         let ring = Ring {
+            head: Vec::new(),
+            capacity: Capacity {
+                last: capacity.last.max(1),
+                ..capacity
+            },
             bytes: Vec::new(),
-            capacity: capacity.max(1),
             next: 0,
             end: 0,
             armed: false,
@@ -63,8 +86,16 @@ impl History {
 
     /// Appends a byte.
     pub fn push(&self, byte: u8) {
+        self.extend(&[byte]);
+    }
+
+    /// Appends bytes.
+    pub fn extend(&self, bytes: &[u8]) {
+        if bytes.is_empty() {
+            return;
+        }
         let mut ring = self.lock();
-        ring.push(byte);
+        bytes.iter().for_each(|byte| ring.push(*byte));
         let news = std::mem::take(&mut ring.armed);
         drop(ring);
         if news {
@@ -78,24 +109,15 @@ impl History {
         self.lock().end
     }
 
-    /// The position of the oldest byte that is still there.
-    pub fn begin(&self) -> u64 {
-        self.lock().begin()
-    }
-
     /// Copies what follows `position` into `buffer` and moves `position` on; nothing when there is no more.
     pub fn read(&self, position: &mut u64, buffer: &mut [u8]) -> Read {
         self.lock().read(position, buffer)
     }
 
-    /// All that is there, and the position behind it.
-    pub fn snapshot(&self) -> (Vec<u8>, u64) {
-        let ring = self.lock();
-        let mut bytes = vec![0; ring.bytes.len()];
-        let mut position = ring.begin();
-        let read = ring.read(&mut position, &mut bytes);
-        bytes.truncate(read.bytes);
-        (bytes, position)
+    /// What is there, and the position behind it. A [`notice`] is in place of what was overwritten. What is there without the
+    /// oldest bytes, when it is more than `most`.
+    pub fn replay(&self, most: usize) -> (Vec<u8>, u64) {
+        self.lock().replay(most)
     }
 
     /// Has [`news`](Self::news) signalled once by the next byte behind `position`; says whether there are some
@@ -119,47 +141,88 @@ impl History {
 
 impl Ring {
     fn push(&mut self, byte: u8) {
+        self.end = self.end.saturating_add(1);
+        if self.head.len() < self.capacity.first {
+            return append(&mut self.head, self.capacity.first, byte);
+        }
         match self.bytes.get_mut(self.next) {
             Some(place) => *place = byte,
             // Filling for the first time: `next` is the length.
-            None => {
-                if self.bytes.len() == self.bytes.capacity() {
-                    let left = self.capacity.saturating_sub(self.bytes.len());
-                    self.bytes.reserve_exact(left.min(STEP));
-                }
-                self.bytes.push(byte);
-            }
+            None => append(&mut self.bytes, self.capacity.last, byte),
         }
-        self.end = self.end.saturating_add(1);
         self.next = match self.next.saturating_add(1) {
-            next if next < self.capacity => next,
+            next if next < self.capacity.last => next,
             _ => 0,
         };
     }
 
-    fn begin(&self) -> u64 {
-        self.end.saturating_sub(self.bytes.len() as u64)
-    }
-
     fn read(&self, position: &mut u64, buffer: &mut [u8]) -> Read {
-        let begin = self.begin();
+        let start = usize::try_from(*position).unwrap_or(usize::MAX);
+        if let Some(rest @ [_, ..]) = self.head.get(start..) {
+            let bytes = copy(buffer, rest.iter());
+            *position = position.saturating_add(bytes as u64);
+            return Read { bytes, lost: 0 };
+        }
+        let begin = self.end.saturating_sub(self.bytes.len() as u64);
         let lost = begin.saturating_sub(*position);
         let start = (*position).clamp(begin, self.end);
         // How far back from the newest byte; at most the ring's length.
         let back = usize::try_from(self.end.saturating_sub(start)).unwrap_or(usize::MAX);
-        let length = back.min(buffer.len());
         // The ring in order of age: from `next` to the end, then from the beginning.
         let split = self.next.min(self.bytes.len());
         let (newer, older) = self.bytes.split_at_checked(split).unwrap_or((&[], &self.bytes));
         let skip = self.bytes.len().saturating_sub(back);
         let rest = older.get(skip..).unwrap_or_default();
         let from_newer = newer.get(skip.saturating_sub(older.len())..).unwrap_or_default();
-        for (to, from) in buffer.iter_mut().take(length).zip(rest.iter().chain(from_newer)) {
-            *to = *from;
-        }
-        *position = start.saturating_add(length as u64);
-        Read { bytes: length, lost }
+        let bytes = copy(buffer, rest.iter().chain(from_newer));
+        *position = start.saturating_add(bytes as u64);
+        Read { bytes, lost }
     }
+
+    fn replay(&self, most: usize) -> (Vec<u8>, u64) {
+        let kept = self.head.len().saturating_add(self.bytes.len());
+        let mut text = Vec::new();
+        let mut position = 0;
+        if kept > most {
+            position = self.end.saturating_sub(most as u64);
+            text = notice(position);
+        }
+        let mut piece = vec![0; STEP];
+        loop {
+            let read = self.read(&mut position, &mut piece);
+            if read.lost > 0 {
+                text.extend(notice(read.lost));
+            }
+            if read.bytes == 0 {
+                return (text, position);
+            }
+            text.extend_from_slice(piece.get(..read.bytes).unwrap_or_default());
+        }
+    }
+}
+
+/// What a reader sees in place of output that is gone.
+pub(super) fn notice(lost: u64) -> Vec<u8> {
+    format!("\r\n[{lost} bytes of output lost]\r\n").into_bytes()
+}
+
+/// Appends to a buffer that grows in steps up to its capacity.
+fn append(bytes: &mut Vec<u8>, capacity: usize, byte: u8) {
+    if bytes.len() == bytes.capacity() {
+        let left = capacity.saturating_sub(bytes.len());
+        bytes.reserve_exact(left.min(STEP));
+    }
+    bytes.push(byte);
+}
+
+/// Copies as much as there is and fits.
+fn copy<'a>(buffer: &mut [u8], from: impl Iterator<Item = &'a u8>) -> usize {
+    let mut count: usize = 0;
+    for (to, from) in buffer.iter_mut().zip(from) {
+        *to = *from;
+        count = count.saturating_add(1);
+    }
+    count
 }
 
 #[cfg(test)]
@@ -172,6 +235,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    fn history(first: usize, last: usize) -> History {
+        History::new(Capacity { first, last }).unwrap()
+    }
 
     fn print(history: &History, text: &[u8]) {
         text.iter().for_each(|byte| history.push(*byte));
@@ -191,7 +258,7 @@ mod tests {
 
     #[test]
     fn readers_have_positions_of_their_own() {
-        let history = History::new(16).unwrap();
+        let history = history(5, 16);
         let (mut early, mut late) = (0, 0);
         print(&history, b"hello");
         assert_eq!(read_all(&history, &mut early), (b"hello".to_vec(), 0));
@@ -199,31 +266,53 @@ mod tests {
         assert_eq!(read_all(&history, &mut late), (b"hello world".to_vec(), 0));
         assert_eq!(read_all(&history, &mut early), (b" world".to_vec(), 0));
         assert_eq!(read_all(&history, &mut early), (Vec::new(), 0));
-        assert_eq!(history.snapshot(), (b"hello world".to_vec(), 11));
+        assert_eq!(history.replay(100), (b"hello world".to_vec(), 11));
     }
 
     #[test]
     fn a_reader_that_is_too_slow_is_told_how_much_it_lost() {
-        let history = History::new(4).unwrap();
+        let history = history(0, 4);
         let mut position = 0;
         print(&history, b"0123456789");
         assert_eq!(read_all(&history, &mut position), (b"6789".to_vec(), 6));
-        assert_eq!((history.begin(), history.end()), (6, 10));
+        assert_eq!(history.end(), 10);
+    }
+
+    #[test]
+    fn a_replay_has_the_first_and_the_last_bytes_and_says_what_is_gone_between() {
+        let history = history(3, 4);
+        print(&history, b"0123456");
+        assert_eq!(history.replay(100), (b"0123456".to_vec(), 7));
+        print(&history, b"789");
+        let (text, end) = history.replay(100);
+        assert_eq!(
+            (String::from_utf8(text).unwrap().as_str(), end),
+            ("012\r\n[3 bytes of output lost]\r\n6789", 10)
+        );
+        let (text, end) = history.replay(2);
+        assert_eq!(
+            (String::from_utf8(text).unwrap().as_str(), end),
+            ("\r\n[8 bytes of output lost]\r\n89", 10)
+        );
     }
 
     #[test]
     fn memory_is_taken_as_the_ring_fills_and_never_beyond_its_capacity() {
-        let history = History::new(100_000).unwrap();
-        assert_eq!(history.lock().bytes.capacity(), 0);
+        let history = history(20_000, 100_000);
+        let taken = || {
+            let ring = history.lock();
+            (ring.head.capacity(), ring.bytes.capacity())
+        };
+        assert_eq!(taken(), (0, 0));
         print(&history, &[1; 100]);
-        assert_eq!(history.lock().bytes.capacity(), STEP);
+        assert_eq!(taken(), (STEP, 0));
         print(&history, &[1; 300_000]);
-        assert_eq!(history.lock().bytes.capacity(), 100_000);
+        assert_eq!(taken(), (20_000, 100_000));
     }
 
     #[test]
     fn one_signal_is_given_for_all_that_comes_after_arming() {
-        let history = History::new(64).unwrap();
+        let history = history(1, 64);
         print(&history, b"a");
         assert!(history.news().read().is_err());
         assert!(history.arm(0));
@@ -237,10 +326,11 @@ mod tests {
     proptest! {
         #[test]
         fn every_reader_sees_the_stream_less_what_it_is_told_it_lost(
-            capacity in 1_usize..40,
+            first in 0_usize..20,
+            last in 1_usize..40,
             steps in proptest::collection::vec((0_usize..60, proptest::option::of(1_usize..50)), 1..40),
         ) {
-            let history = History::new(capacity).unwrap();
+            let history = history(first, last);
             let (mut printed, mut position, mut seen) = (Vec::<u8>::new(), 0, 0_usize);
             for (count, read) in steps {
                 for _ in 0..count {
@@ -255,7 +345,8 @@ mod tests {
                     prop_assert_eq!(&buffer[..read.bytes], &printed[seen..seen + read.bytes]);
                     seen += read.bytes;
                     prop_assert_eq!(position, seen as u64);
-                    prop_assert!(read.bytes == length || seen == printed.len());
+                    // A read may end where the first bytes do.
+                    prop_assert!(read.bytes == length || seen == printed.len() || seen == first);
                 }
             }
         }

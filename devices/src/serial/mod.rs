@@ -2,23 +2,25 @@
 //!
 //! ```text
 //!  vCPU threads                                      thread "serial"
-//!  THR write ──▶ Uart ──▶ History (ring, 256 KiB) ──▶ Server ──▶ log file, terminal, console clients
+//!  THR write ──▶ Uart ──▶ History (1.25 MiB) ──▶ Server ──▶ log file, terminal, console clients
 //!  RBR read  ◀── Uart ◀── input, as the guest makes room ◀──────────┘
 //! ```
 //!
-//! Nobody who reads (or doesn't) ever makes the guest wait: a reader that falls behind by more than the ring holds
+//! Nobody who reads (or doesn't) ever makes the guest wait: a reader that falls behind by more than the history holds
 //! loses bytes and is told how many. Input is never thrown away: it stays in its sender's socket until there is room.
 
 mod component;
 pub mod history;
 pub mod log;
 mod output;
+pub mod port;
 pub mod server;
 mod state;
 pub mod uart;
 
 pub use component::SerialPort;
 pub use history::History;
+pub use port::Port;
 pub use server::{Server, Setup, Terminal};
 pub use uart::Uart;
 

@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use super::history::History;
+use super::history::{History, notice};
 
 /// A non-blocking descriptor that follows the output.
 #[derive(Debug)]
@@ -30,6 +30,11 @@ impl Output {
             written: 0,
             writable: true,
         }
+    }
+
+    /// Bytes that were taken out of the history and that the descriptor has not taken yet.
+    pub fn pending(&self) -> usize {
+        self.pending.len()
     }
 
     /// Writes until there is no more, or the descriptor takes no more. An error means that nobody reads it.
@@ -69,9 +74,4 @@ fn write(fd: impl AsFd, text: &[u8]) -> io::Result<usize> {
         Err(rustix::io::Errno::AGAIN) => Ok(0),
         Err(error) => Err(error.into()),
     }
-}
-
-/// What a reader sees in place of output that it was too slow for.
-pub(super) fn notice(lost: u64) -> Vec<u8> {
-    format!("\r\n[{lost} bytes of output lost]\r\n").into_bytes()
 }

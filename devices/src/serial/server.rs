@@ -1,4 +1,4 @@
-//! Serves a serial port to its readers and writers, on one thread.
+//! Serves a port to its readers and writers, on one thread.
 //!
 //! # Protocol of console clients
 //!
@@ -18,7 +18,7 @@ mod worker;
 use std::{
     io,
     os::fd::{AsFd, AsRawFd, OwnedFd},
-    sync::{Arc, Mutex},
+    sync::Arc,
     thread::JoinHandle,
     time::Duration,
 };
@@ -27,7 +27,7 @@ use rustix::fs::{FileType, Mode, OFlags, fcntl_getfl, fcntl_setfl, fstat, open};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use self::worker::Worker;
-use super::{log::Log, uart::Uart};
+use super::{log::Log, port::Port};
 use crate::thread::{self, ThreadKind};
 
 /// Most clients at once.
@@ -68,9 +68,9 @@ pub struct Server {
 
 impl Server {
     /// Starts the thread.
-    pub fn start(uart: Arc<Mutex<Uart>>, setup: Setup) -> io::Result<Self> {
+    pub fn start(port: Arc<dyn Port>, setup: Setup) -> io::Result<Self> {
         let stop = EventFd::new(EFD_NONBLOCK)?;
-        let mut worker = Worker::new(uart, setup, stop.try_clone()?)?;
+        let mut worker = Worker::new(port, setup, stop.try_clone()?)?;
         let thread = thread::spawn(ThreadKind::Serial, "serial", move || worker.run())?;
         Ok(Self {
             stop,

@@ -15,6 +15,7 @@ impl Uart {
             scratch,
             divisor,
             overrun,
+            break_received,
             transmitted,
             fifo,
         } = &self.registers;
@@ -30,6 +31,10 @@ impl Uart {
             transmitted: *transmitted,
             fifo: fifo.iter().copied().collect(),
             backlog: self.backlog.iter().copied().collect(),
+            break_received: *break_received,
+            break_after: self
+                .break_after
+                .map(|after| u32::try_from(after).unwrap_or(u32::MAX)),
         }
     }
 
@@ -41,9 +46,22 @@ impl Uart {
             "backlog",
             "more than the port keeps",
         )?;
+        let break_after = match saved.break_after {
+            Some(after) => {
+                let after = narrow("break_after", after)?;
+                check(
+                    after <= saved.backlog.len(),
+                    "break_after",
+                    "behind the end of the backlog",
+                )?;
+                Some(after)
+            }
+            None => None,
+        };
         let came = self.registers.fifo.drain(..).chain(self.backlog.drain(..));
         let backlog = saved.backlog.iter().copied().chain(came).take(BACKLOG).collect();
         self.backlog = backlog;
+        self.break_after = break_after;
         self.registers = registers;
         self.pause();
         Ok(())
@@ -69,6 +87,7 @@ fn registers(saved: &message::Serial) -> Result<Registers, StateError> {
         scratch: narrow("scratch", saved.scratch)?,
         divisor: divisor.to_le_bytes(),
         overrun: saved.overrun,
+        break_received: saved.break_received,
         transmitted: saved.transmitted,
         ..Registers::new()
     };

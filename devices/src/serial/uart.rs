@@ -79,6 +79,7 @@ bitflags::bitflags! {
     struct Lsr: u8 {
         const DATA_READY = 1;
         const OVERRUN = 1 << 1;
+        const BREAK = 1 << 4;
         const HOLDING_EMPTY = 1 << 5;
         const TRANSMITTER_EMPTY = 1 << 6;
     }
@@ -123,6 +124,8 @@ pub struct Uart {
     pub(super) registers: Registers,
     /// Input that the guest has not been shown yet.
     pub(super) backlog: VecDeque<u8>,
+    /// A break comes after that many bytes of the backlog.
+    pub(super) break_after: Option<usize>,
     /// No input is let in.
     paused: bool,
     /// A sender was told that there is no room: `room` is signalled when there is.
@@ -140,6 +143,8 @@ pub(super) struct Registers {
     pub scratch: u8,
     pub divisor: [u8; 2],
     pub overrun: bool,
+    /// The FIFO's only byte is a break, which the guest has not been told.
+    pub break_received: bool,
     /// The transmitter became empty and the guest has not been told.
     pub transmitted: bool,
     pub fifo: VecDeque<u8>,
@@ -157,6 +162,7 @@ impl Registers {
             // 9,600 baud.
             divisor: 12_u16.to_le_bytes(),
             overrun: false,
+            break_received: false,
             transmitted: false,
             fifo: VecDeque::with_capacity(FIFO),
         }
@@ -167,7 +173,7 @@ impl Registers {
         let mut causes = Ier::empty();
         causes.set(Ier::RECEIVED, !self.fifo.is_empty());
         causes.set(Ier::TRANSMITTER_EMPTY, self.transmitted);
-        causes.set(Ier::LINE_STATUS, self.overrun);
+        causes.set(Ier::LINE_STATUS, self.overrun || self.break_received);
         causes.set(Ier::MODEM_STATUS, !self.msr.difference(Msr::LINES).is_empty());
         causes & self.ier
     }
@@ -250,6 +256,7 @@ impl Registers {
         let mut lsr = Lsr::HOLDING_EMPTY | Lsr::TRANSMITTER_EMPTY;
         lsr.set(Lsr::DATA_READY, !self.fifo.is_empty());
         lsr.set(Lsr::OVERRUN, std::mem::take(&mut self.overrun));
+        lsr.set(Lsr::BREAK, std::mem::take(&mut self.break_received));
         lsr.bits()
     }
 
@@ -268,6 +275,7 @@ impl Uart {
             history,
             registers: Registers::new(),
             backlog: VecDeque::new(),
+            break_after: None,
             paused: false,
             starved: false,
             room: EventFd::new(EFD_NONBLOCK)?,
@@ -302,6 +310,12 @@ impl Uart {
         taken.len()
     }
 
+    /// Takes a break, which comes after the input that is there. A second one before the guest has had the first is the same one.
+    pub fn receive_break(&mut self) {
+        self.break_after.get_or_insert(self.backlog.len());
+        self.refill();
+    }
+
     /// Lets no input in any more. Called with the vCPUs stopped.
     pub fn pause(&mut self) {
         self.paused = true;
@@ -321,6 +335,7 @@ impl Uart {
     pub fn reset(&mut self) {
         self.registers = Registers::new();
         self.backlog.clear();
+        self.break_after = None;
         self.tell_of_room();
     }
 
@@ -328,16 +343,34 @@ impl Uart {
     fn refill(&mut self) {
         let registers = &mut self.registers;
         let closed = self.paused || registers.mcr.contains(Mcr::LOOP);
-        if closed || !registers.fifo.is_empty() || self.backlog.is_empty() {
+        if closed || !registers.fifo.is_empty() {
             return;
         }
-        let count = registers.depth().min(self.backlog.len());
+        if self.break_after == Some(0) {
+            // A break is a byte of zeroes with an error that says what it is (8.6.3 of the data sheet). It is alone in the FIFO, so
+            // that the error belongs to no other byte.
+            self.break_after = None;
+            registers.fifo.push_back(0);
+            registers.break_received = true;
+            return self.interrupt_for(Ier::RECEIVED | Ier::LINE_STATUS);
+        }
+        let most = self.break_after.unwrap_or(usize::MAX);
+        let count = registers.depth().min(self.backlog.len()).min(most);
+        if count == 0 {
+            return;
+        }
         registers.fifo.extend(self.backlog.drain(..count));
+        self.break_after = self.break_after.map(|after| after.saturating_sub(count));
         // Half of it free: a sender is not woken for every handful of bytes.
         if self.backlog.len() <= BACKLOG.wrapping_div(2) {
             self.tell_of_room();
         }
-        if self.registers.causes().contains(Ier::RECEIVED) {
+        self.interrupt_for(Ier::RECEIVED);
+    }
+
+    /// Raises an interrupt if one of these causes is enabled.
+    fn interrupt_for(&self, arisen: Ier) {
+        if self.registers.causes().intersects(arisen) {
             self.irq.pulse();
         }
     }
@@ -421,6 +454,7 @@ impl Uart {
         let toggled = (fcr ^ registers.fcr).contains(Fcr::ENABLE);
         if toggled || fcr.contains(Fcr::CLEAR_RECEIVER) {
             registers.fifo.clear();
+            registers.break_received = false;
         }
         registers.fcr = if fcr.contains(Fcr::ENABLE) {
             fcr.difference(Fcr::CLEAR_RECEIVER | Fcr::CLEAR_TRANSMITTER)

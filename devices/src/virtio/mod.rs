@@ -10,6 +10,7 @@ pub mod balloon;
 mod bell;
 pub mod blk;
 pub mod chain;
+pub mod console;
 mod descriptor;
 pub mod device;
 pub mod fault;

@@ -59,6 +59,8 @@ pub struct Machine {
     pub balloon: Option<Balloon>,
     /// The screen, if it has one.
     pub display: Option<Display>,
+    /// The virtio-console, if it has one.
+    pub console: Option<Console>,
     /// What follows on a triple fault.
     pub on_crash: OnCrash,
     /// After a pause kvmclock goes on with the host's real time.
@@ -74,6 +76,15 @@ pub struct Balloon {
     pub free_page_reporting: bool,
     /// What it is to hold at first, in bytes: whole pages of 4 KiB, at most the machine's memory.
     pub target_bytes: u64,
+}
+
+/// A virtio-console.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Console {
+    /// Where it is.
+    pub slot: PciSlot,
+    /// Socket for its clients.
+    pub socket: Option<FdIndex>,
 }
 
 /// The screen, with a keyboard and a tablet.
@@ -310,6 +321,10 @@ impl Machine {
             serial_log,
             balloon: spec.balloon.as_ref().map(|wire| balloon(&mut claims, wire, spec)),
             display: spec.display.as_ref().map(|wire| display(&mut claims, wire)),
+            console: spec.console.as_ref().map(|wire| Console {
+                slot: claims.slot("console.pci_slot", wire.pci_slot),
+                socket: wire.socket_fd.map(|index| claims.fd("console.socket_fd", index)),
+            }),
             on_crash: OnCrash::of_machine(&mut claims.found, spec.on_crash),
             sync_clock: spec.sync_clock,
         };

@@ -81,6 +81,8 @@ pub struct VmSpec {
     pub balloon: Option<Balloon>,
     /// The screen, if it has one.
     pub display: Option<Display>,
+    /// It has a virtio-console beside its serial port.
+    pub virtio_console: bool,
 }
 
 impl VmSpec {
@@ -294,6 +296,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 clock,
                 balloon,
                 display,
+                virtio_console: spec.virtio_console.is_some(),
             }),
             _ => Err(found),
         }

@@ -13,8 +13,11 @@ use devices::{
     interrupt::IrqLine,
     legacy::pm::PowerButton,
     pci::{HotPlug, PciRoot},
-    serial::SerialPort,
-    virtio::balloon::{BalloonControl, PAGE},
+    serial::{self, SerialPort},
+    virtio::{
+        balloon::{BalloonControl, PAGE},
+        console::ConsoleControl,
+    },
 };
 use proto::{
     model::disk::RateLimit,
@@ -42,6 +45,13 @@ use crate::{
 /// How long a pause waits for requests that are under way.
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// A virtio-console for others than the driver. The device itself is a component.
+pub(super) struct VirtioConsole {
+    pub(super) control: ConsoleControl,
+    /// Unless nobody can connect.
+    pub(super) server: Option<serial::Server>,
+}
+
 /// See the module. Fields are dropped in order: first the vCPUs, which use all else.
 pub struct Machine {
     pub(super) vcpus: Vcpus,
@@ -50,6 +60,7 @@ pub struct Machine {
     pub(super) balloon: Option<BalloonControl>,
     pub(super) disks: Disks,
     pub(super) serial: SerialPort,
+    pub(super) console: Option<VirtioConsole>,
     /// Shows the screen. It has no state that is saved: its clients connect anew.
     pub(super) screen: Option<Server>,
     pub(super) nics: Vec<Nic>,
@@ -253,6 +264,20 @@ impl lifecycle::Machine for Machine {
         Ok(())
     }
 
+    fn send_break(&mut self) -> Result<(), Failure> {
+        self.serial.send_break();
+        Ok(())
+    }
+
+    fn resize_console(&mut self, columns: u16, rows: u16) -> Result<(), Failure> {
+        let console = self.console.as_ref().ok_or_else(|| Failure {
+            kind: ErrorKind::NotFound,
+            message: "the machine has no virtio-console".to_owned(),
+        })?;
+        console.control.resize(columns, rows);
+        Ok(())
+    }
+
     fn disk_stats(&self) -> Vec<vmm::DiskStats> {
         self.disks.stats()
     }
@@ -332,6 +357,11 @@ impl lifecycle::Machine for Machine {
             && !screen.stop()
         {
             error!("the screen's thread had failed");
+        }
+        if let Some(server) = self.console.as_mut().and_then(|console| console.server.as_mut())
+            && !server.stop()
+        {
+            error!("the virtio-console's thread had failed");
         }
         self.serial.finish();
     }

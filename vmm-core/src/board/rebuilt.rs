@@ -218,6 +218,14 @@ impl lifecycle::Machine for Rebuilt {
         self.machine()?.set_balloon(bytes)
     }
 
+    fn send_break(&mut self) -> Result<(), Failure> {
+        self.machine()?.send_break()
+    }
+
+    fn resize_console(&mut self, columns: u16, rows: u16) -> Result<(), Failure> {
+        self.machine()?.resize_console(columns, rows)
+    }
+
     fn disk_stats(&self) -> Vec<vmm::DiskStats> {
         let machine = self.machine.as_ref();
         machine.map(lifecycle::Machine::disk_stats).unwrap_or_default()

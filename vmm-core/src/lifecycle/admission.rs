@@ -50,7 +50,7 @@ pub enum Action {
     Reset,
     /// End it at once.
     Stop,
-    /// Plug a disk in, take one away, make one larger, limit it, set the balloon, ask for counters: the same for a guest that runs and for
+    /// Plug a disk in, take one away, make one larger, limit it, set the balloon, use a console, ask for counters: the same for a guest that runs and for
     /// one that is paused.
     Disk,
     /// Write a snapshot.

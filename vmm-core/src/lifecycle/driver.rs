@@ -183,6 +183,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             | Request::UpdateNic { .. }
             | Request::SetBalloon(_)
             | Request::Release
+            | Request::SendBreak
+            | Request::ResizeConsole { .. }
             | Request::GetDiskStats
             | Request::GetMachineStats => Action::Disk,
         };
@@ -247,6 +249,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                     self.machine().and_then(|it| it.update_nic(&name, &change))
                 }
                 Request::SetBalloon(bytes) => self.machine().and_then(|it| it.set_balloon(bytes)),
+                Request::SendBreak => self.machine().and_then(Machine::send_break),
+                Request::ResizeConsole { columns, rows } => {
+                    self.machine().and_then(|it| it.resize_console(columns, rows))
+                }
                 Request::GetDiskStats => {
                     let stats = self.machine().map(|it| it.disk_stats()).unwrap_or_default();
                     self.publisher.reply_with(token, Answer::DiskStats(stats));

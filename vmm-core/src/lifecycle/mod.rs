@@ -120,6 +120,15 @@ pub enum Request {
     },
     /// Changes how many bytes the balloon is to hold.
     SetBalloon(u64),
+    /// Sends a break to the serial port.
+    SendBreak,
+    /// Tells the guest how large the terminal at its virtio-console is.
+    ResizeConsole {
+        /// Characters in a line.
+        columns: u16,
+        /// Lines.
+        rows: u16,
+    },
     /// Asks for the counters of all disks.
     GetDiskStats,
     /// Asks for all counters.
@@ -299,6 +308,10 @@ pub trait Machine {
     fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure>;
     /// Changes how many bytes the balloon is to hold, and tells the guest.
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure>;
+    /// Sends a break to the serial port.
+    fn send_break(&mut self) -> Result<(), Failure>;
+    /// Tells the guest how large the terminal at its virtio-console is.
+    fn resize_console(&mut self, columns: u16, rows: u16) -> Result<(), Failure>;
     /// Counters of all disks.
     fn disk_stats(&self) -> Vec<DiskStats>;
     /// All counters.

@@ -153,6 +153,16 @@ impl Machine for TestMachine {
         Ok(())
     }
 
+    fn send_break(&mut self) -> Result<(), Failure> {
+        self.log.add("break");
+        Ok(())
+    }
+
+    fn resize_console(&mut self, columns: u16, rows: u16) -> Result<(), Failure> {
+        self.log.add(format!("console {columns} {rows}"));
+        Ok(())
+    }
+
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {
         self.log.add(format!("balloon {bytes}"));
         Ok(())

@@ -9,8 +9,8 @@ use proto::model::{
 
 const MIB: u64 = 1 << 20;
 
-/// The process at rest (4 MiB measured as PSS beyond guest RAM), what serving clients and a console adds, and what the
-/// kernel allocates for it and for its KVM machine: sixteen times what was measured.
+/// The process at rest (4 MiB measured as PSS beyond guest RAM), what serving clients and a console adds (6.5 MiB: its history, and
+/// what clients have not taken of it), and what the kernel allocates for it and for its KVM machine: sixteen times what was measured.
 const PROCESS: u64 = 64 * MIB;
 
 /// Page tables take 1/512 of RAM each: those of the process, those of KVM (EPT or NPT), and half as much again when both hold
@@ -37,6 +37,9 @@ const NIC: u64 = 4 * MIB;
 /// the picture (2 MiB each); and room for a quarter more.
 const DISPLAY: u64 = 410 * MIB;
 
+/// A virtio-console: its history of 1.25 MiB, and 5 MiB that clients have not taken of it.
+const CONSOLE: u64 = 8 * MIB;
+
 /// Processes and threads beside those of vCPUs, disks and NICs.
 const TASKS: u64 = 64;
 /// Of a disk's queue: its own, 16 of the pool or those of io_uring, which are more the more processors there are.
@@ -45,6 +48,8 @@ const QUEUE_TASKS: u64 = 128;
 const NIC_TASKS: u64 = 4;
 /// Of a screen: graphics adapter, keyboard, tablet and server.
 const DISPLAY_TASKS: u64 = 4;
+/// Of a virtio-console: its worker and its server.
+const CONSOLE_TASKS: u64 = 2;
 
 /// In bytes, without the guest's RAM.
 pub fn memory(spec: &VmSpec) -> u64 {
@@ -61,6 +66,7 @@ pub fn memory(spec: &VmSpec) -> u64 {
         QCOW2 * count(qcow2),
         NIC * nics(&spec.nics),
         DISPLAY * count(spec.display.iter()),
+        CONSOLE * u64::from(spec.virtio_console),
     ]
     .into_iter()
     .fold(0, u64::saturating_add)
@@ -73,6 +79,7 @@ pub fn tasks(spec: &VmSpec) -> u64 {
         + QUEUE_TASKS * queues(spec)
         + NIC_TASKS * nics(&spec.nics)
         + DISPLAY_TASKS * count(spec.display.iter())
+        + CONSOLE_TASKS * u64::from(spec.virtio_console)
 }
 
 /// Queues of all disks.

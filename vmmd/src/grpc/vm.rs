@@ -13,6 +13,7 @@ use super::{
     update, vnc, watch,
 };
 use crate::{
+    auth::Caller,
     control,
     failure::{Failure, Kind},
     host::Host,
@@ -328,8 +329,10 @@ impl VmService for Vms {
         &self,
         request: Request<Streaming<v1::ConsoleRequest>>,
     ) -> Result<Response<Self::ConsoleStream>, Status> {
+        let caller = request.extensions().get::<Arc<Caller>>();
+        let who = caller.map_or_else(String::new, |caller| caller.initiator.to_string());
         Ok(Response::new(
-            console::open(Arc::clone(&self.host), request.into_inner()).await?,
+            console::open(Arc::clone(&self.host), request.into_inner(), &who).await?,
         ))
     }
 

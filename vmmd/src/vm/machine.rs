@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// PCI slots of platform v1 on bus 0, whose device 0 is the host bridge. Each kind has its own range, so that what is added
-/// to a VM later never moves what it has; 30 and 31 are left. Disks and NICs that find no room there go to further buses.
+/// to a VM later never moves what it has; 31 is left. Disks and NICs that find no room there go to further buses.
 const RNG_SLOT: u32 = 1;
 const NIC_SLOTS: Range<u32> = 2..10;
 const DISK_SLOTS: Range<u32> = 10..26;
@@ -34,6 +34,8 @@ const DISK_SLOTS: Range<u32> = 10..26;
 const BALLOON_SLOT: u32 = 26;
 /// Of graphics adapter, keyboard and tablet. Not in the record either.
 const DISPLAY_SLOTS: [u32; 3] = [27, 28, 29];
+/// Of the virtio-console. Not in the record either.
+const CONSOLE_SLOT: u32 = 30;
 
 /// All that a `vmm` gets beside the spec.
 #[derive(Debug)]
@@ -50,6 +52,8 @@ pub struct Parts {
     pub serial: (OwnedFd, OwnedFd),
     /// Sockets for VNC clients, and for those that may only look; of a VM with a screen.
     pub vnc: Option<(OwnedFd, OwnedFd)>,
+    /// Socket for clients of the virtio-console, of a VM with one.
+    pub hvc: Option<OwnedFd>,
     /// Pages that are free in the pool that its memory is to come from, as far as that can be told.
     pub free_huge_pages: Option<u64>,
 }
@@ -208,6 +212,10 @@ pub fn assemble(
                 ..display.machine(DISPLAY_SLOTS)
             }
         }),
+        console: spec.virtio_console.then(|| vmm::Console {
+            pci_slot: CONSOLE_SLOT,
+            socket_fd: parts.hvc.map(|fd| fds.add(fd)),
+        }),
     };
     (machine, fds.0)
 }
@@ -365,6 +373,7 @@ mod tests {
                 taps: (0..nics).map(|_| tap()).collect(),
                 serial: (null(), null()),
                 vnc: Some((null(), null())),
+                hvc: Some(null()),
                 free_huge_pages: Some(7),
             };
             let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);
@@ -443,7 +452,7 @@ mod tests {
                 let slots: Vec<_> = new.disk_slots.values().copied().chain(new.nics.values().map(|nic| nic.slot)).collect();
                 let different: BTreeSet<_> = slots.iter().collect();
                 proptest::prop_assert_eq!(different.len(), slots.len());
-                let reserved = [RNG_SLOT, BALLOON_SLOT];
+                let reserved = [RNG_SLOT, BALLOON_SLOT, CONSOLE_SLOT];
                 proptest::prop_assert!(slots.iter().all(|slot| pci::PciSlot::try_from(*slot).is_ok() && !reserved.contains(slot)));
                 hardware = new;
             }

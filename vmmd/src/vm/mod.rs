@@ -4,6 +4,7 @@ mod actor;
 pub mod admission;
 pub mod change;
 pub mod clients;
+pub mod consoles;
 mod create;
 mod describe;
 pub mod ending;

@@ -134,8 +134,8 @@ pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Re
     let uid = plan.uid;
     let blocking_host = Arc::clone(&host);
     let (name, limits) = (plan.record.name.clone(), checked.limits.clone());
-    let has_screen = plan.spec.display.is_some();
-    let made = blocking(move || make(&blocking_host, uid, &name, has_screen, &limits)).await;
+    let (has_screen, has_console) = (plan.spec.display.is_some(), plan.spec.virtio_console);
+    let made = blocking(move || make(&blocking_host, uid, &name, (has_screen, has_console), &limits)).await;
     let result = match made {
         Ok(made) => run(&host, plan, checked, made, &cancel, began).await,
         Err(failure) => Err(failure),
@@ -227,6 +227,7 @@ async fn run(
         control,
         console,
         vnc,
+        hvc,
         exit,
         lock,
         log,
@@ -262,6 +263,7 @@ async fn run(
             taps,
             serial,
             vnc,
+            hvc,
             free_huge_pages,
         },
     );

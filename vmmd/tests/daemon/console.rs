@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use proto::v1::{
-    ConsoleOpen, ConsoleRequest, ConsoleResponse, VmPhase, console_request::Message as Input,
-    console_response::Message,
+    ConsoleAccess, ConsoleBreak, ConsoleDevice, ConsoleOpen, ConsoleRequest, ConsoleResponse, ConsoleSize,
+    ConsoleWriter, VmPhase, console_request::Message as Input, console_response::Message,
 };
 use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
@@ -17,6 +17,7 @@ pub struct Client {
     sender: mpsc::Sender<ConsoleRequest>,
     output: Streaming<ConsoleResponse>,
     pub replay: u64,
+    pub writers: Vec<ConsoleWriter>,
 }
 
 impl Client {
@@ -25,11 +26,17 @@ impl Client {
     }
 
     pub async fn try_open(daemon: &Daemon, name: &str, no_replay: bool) -> Result<Self, Status> {
-        let (sender, receiver) = mpsc::channel(4);
-        let open = Input::Open(ConsoleOpen {
+        let open = ConsoleOpen {
             name: name.into(),
             no_replay,
-        });
+            ..ConsoleOpen::default()
+        };
+        Self::with(daemon, open).await
+    }
+
+    pub async fn with(daemon: &Daemon, open: ConsoleOpen) -> Result<Self, Status> {
+        let (sender, receiver) = mpsc::channel(4);
+        let open = Input::Open(open);
         sender.send(ConsoleRequest { message: Some(open) }).await.unwrap();
         let mut output = daemon
             .client()
@@ -44,12 +51,37 @@ impl Client {
             sender,
             output,
             replay: opened.replay_bytes,
+            writers: opened.writers,
         })
     }
 
-    pub async fn type_in(&mut self, text: &str) {
-        let message = Some(Input::Input(text.as_bytes().to_vec()));
+    pub async fn send(&mut self, message: Input) {
+        let message = Some(message);
         self.sender.send(ConsoleRequest { message }).await.unwrap();
+    }
+
+    /// Reads until another client takes the console over.
+    pub async fn loses(&mut self) -> ConsoleWriter {
+        loop {
+            match self.output.next().await.unwrap().unwrap().message {
+                Some(Message::TakenOver(taken)) => return taken.by.unwrap(),
+                Some(Message::Output(_)) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// Reads until the stream ends with an error.
+    pub async fn fails(mut self) -> Status {
+        loop {
+            if let Err(status) = self.output.next().await.unwrap() {
+                return status;
+            }
+        }
+    }
+
+    pub async fn type_in(&mut self, text: &str) {
+        self.send(Input::Input(text.as_bytes().to_vec())).await;
     }
 
     /// Reads until `text` has come; returns all since the last call.
@@ -180,11 +212,118 @@ async fn too_much_input_at_once_is_refused() {
     daemon.run("web", "").await;
     let mut console = Client::open(&daemon, "web").await;
     console.type_in(&"x".repeat(4097)).await;
-    let refused = loop {
-        match console.output.next().await.unwrap() {
-            Ok(_) => {}
-            Err(status) => break status,
+    assert_eq!(console.fails().await.code(), Code::InvalidArgument);
+}
+
+fn open_as(access: ConsoleAccess, force: bool) -> ConsoleOpen {
+    ConsoleOpen {
+        name: "web".into(),
+        access: access.into(),
+        force,
+        ..ConsoleOpen::default()
+    }
+}
+
+#[tokio::test]
+async fn a_console_that_one_client_has_for_itself_is_refused_to_others_who_can_read_it_or_take_it_by_force() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let mut first = Client::with(&daemon, open_as(ConsoleAccess::Exclusive, false))
+        .await
+        .unwrap();
+    let refused = Client::with(&daemon, open_as(ConsoleAccess::Shared, false)).await;
+    let refused = refused.err().unwrap();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "CONSOLE_HELD".into())
+    );
+    assert!(refused.message().contains("uid 0, for "), "{}", refused.message());
+
+    let mut reader = Client::with(&daemon, open_as(ConsoleAccess::ReadOnly, false))
+        .await
+        .unwrap();
+    let held: Vec<_> = reader
+        .writers
+        .iter()
+        .map(|writer| (writer.name.as_str(), writer.access()))
+        .collect();
+    assert_eq!(held, [("uid 0", ConsoleAccess::Exclusive)]);
+
+    let mut second = Client::with(&daemon, open_as(ConsoleAccess::Exclusive, true))
+        .await
+        .unwrap();
+    assert_eq!(first.loses().await.name, "uid 0");
+    first.type_in("lost\n").await;
+    second.type_in("typed\n").await;
+    for client in [&mut first, &mut second, &mut reader] {
+        let seen = client.expect("typed\r\n").await;
+        assert!(!seen.contains("lost"), "{seen}");
+    }
+    reader.type_in("x").await;
+    assert_eq!(reader.fails().await.code(), Code::InvalidArgument);
+    // Who leaves frees it; the daemon may hear of that a moment later.
+    drop(second);
+    let again = async {
+        while Client::with(&daemon, open_as(ConsoleAccess::Shared, false))
+            .await
+            .is_err()
+        {
+            tokio::task::yield_now().await;
         }
     };
-    assert_eq!(refused.code(), Code::InvalidArgument);
+    timeout(Duration::from_secs(20), again).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_break_reaches_the_serial_port_and_a_size_that_no_terminal_has_is_refused() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let mut console = Client::open(&daemon, "web").await;
+    console.send(Input::SendBreak(ConsoleBreak {})).await;
+    console.expect("a break\r\n").await;
+    // A serial line has no size.
+    let size = ConsoleSize {
+        columns: 80,
+        rows: 25,
+    };
+    console.send(Input::Size(size)).await;
+    console.type_in("on\n").await;
+    console.expect("on\r\n").await;
+    let wide = ConsoleSize {
+        columns: 65_536,
+        rows: 1,
+    };
+    console.send(Input::Size(wide)).await;
+    assert_eq!(console.fails().await.code(), Code::InvalidArgument);
+}
+
+#[tokio::test]
+async fn a_virtio_console_is_a_console_of_its_own_that_knows_the_terminals_size() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let open = |name: &str| ConsoleOpen {
+        name: name.into(),
+        device: ConsoleDevice::Virtio.into(),
+        ..ConsoleOpen::default()
+    };
+    let refused = Client::with(&daemon, open("web")).await.err().unwrap();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NO_CONSOLE".into()));
+
+    let mut vm = daemon.manifest("two", "");
+    vm.spec.as_mut().unwrap().virtio_console = Some(proto::v1::VirtioConsoleSpec {});
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("two").await.unwrap();
+    let mut hvc = Client::with(&daemon, open("two")).await.unwrap();
+    hvc.expect("hvc of two\r\n").await;
+    hvc.type_in("quiet\n").await;
+    hvc.expect("QUIET\n").await;
+    let size = ConsoleSize {
+        columns: 132,
+        rows: 43,
+    };
+    hvc.send(Input::Size(size)).await;
+    let mut serial = Client::open(&daemon, "two").await;
+    serial.expect("a terminal of 132x43\r\n").await;
+    hvc.send(Input::SendBreak(ConsoleBreak {})).await;
+    assert_eq!(hvc.fails().await.code(), Code::InvalidArgument);
 }

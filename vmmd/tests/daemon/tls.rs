@@ -305,6 +305,7 @@ async fn changes_and_refusals_are_in_the_audit_log_with_who_and_what_and_reading
         message: Some(v1::console_request::Message::Open(v1::ConsoleOpen {
             name: "web".into(),
             no_replay: true,
+            ..Default::default()
         })),
     };
     let console = alice.console(tokio_stream::once(open)).await.unwrap();

@@ -2,7 +2,7 @@
 
 use std::{
     io::{Read, Write},
-    os::unix::net::UnixStream,
+    os::unix::net::{UnixListener, UnixStream},
     sync::{Arc, mpsc::sync_channel},
     thread,
 };
@@ -24,6 +24,27 @@ pub fn serve(guest: Arc<Guest>, mut stream: UnixStream) {
         let mut buffer = [0; 4096];
         while let Ok(count @ 1..) = stream.read(&mut buffer) {
             guest.type_in(&buffer[..count]);
+        }
+    });
+}
+
+/// A virtio-console that says whose it is, and echoes in capitals to the client that typed.
+pub fn serve_hvc(name: &str, listener: UnixListener) {
+    let replay = format!("hvc of {name}\r\n");
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (mut stream, replay) = (stream.unwrap(), replay.clone());
+            thread::spawn(move || {
+                let length = (replay.len() as u64).to_le_bytes();
+                let mut written = stream
+                    .write_all(&length)
+                    .and_then(|()| stream.write_all(replay.as_bytes()));
+                let mut buffer = [0; 4096];
+                while let (Ok(()), Ok(count @ 1..)) = (&written, stream.read(&mut buffer)) {
+                    let typed = buffer[..count].to_ascii_uppercase();
+                    written = stream.write_all(&typed);
+                }
+            });
         }
     });
 }

@@ -18,7 +18,7 @@ use proto::{
 };
 
 use crate::{
-    balloon,
+    balloon, console,
     disks::{self, Plugged},
     guest::Guest,
     lies, snapshot,
@@ -141,13 +141,23 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
             guest.type_in(line.as_bytes());
             guest.status()
         }
+        Op::SendBreak(_) if !old() => {
+            guest.type_in(b"a break\n");
+            guest.status()
+        }
+        Op::ResizeConsole(size) if !old() => {
+            guest.type_in(format!("a terminal of {}x{}\n", size.columns, size.rows).as_bytes());
+            guest.status()
+        }
         Op::ResetMachine(_)
         | Op::SetBalloon(_)
         | Op::GetMachineStats(_)
         | Op::Save(_)
         | Op::Release(_)
         | Op::Send(_)
-        | Op::UpdateNic(_) => {
+        | Op::UpdateNic(_)
+        | Op::SendBreak(_)
+        | Op::ResizeConsole(_) => {
             return refuse(ErrorKind::Invalid, "unknown request");
         }
     };
@@ -198,6 +208,9 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     });
     if let Some(None) = restored {
         return refuse(ErrorKind::Invalid, "the snapshot is damaged");
+    }
+    if let Some(socket) = machine.console.as_ref().and_then(|console| console.socket) {
+        console::serve_hvc(&wire.name, fds[socket.0].take().unwrap().into());
     }
     let disks = wire.disks.iter().cloned();
     let disks: Vec<_> = disks.map(|disk| Plugged::new(disk, &mut fds)).collect();

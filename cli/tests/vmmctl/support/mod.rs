@@ -658,6 +658,19 @@ impl VmService for State {
         };
         let vm = self.find(&open.name)?;
         *lock(&self.consoles) += 1;
+        if open.device != 0 && open.device() != v1::ConsoleDevice::Serial {
+            self.called(format!(
+                "open {:?} {:?} force={}",
+                open.device(),
+                open.access(),
+                open.force
+            ));
+        }
+        if open.name == "held" && open.access() != v1::ConsoleAccess::ReadOnly && !open.force {
+            return Err(Status::failed_precondition(
+                "another client types there (ann, for 3 s)",
+            ));
+        }
         let mut banner = Vec::new();
         if !open.no_replay {
             banner.extend_from_slice(b"old output\r\n");
@@ -671,6 +684,7 @@ impl VmService for State {
         };
         let opened = v1::ConsoleOpened {
             replay_bytes: banner.len() as u64,
+            writers: Vec::new(),
         };
         let before = [
             message(console_response::Message::Opened(opened)),
@@ -687,9 +701,21 @@ impl VmService for State {
         }
         let calls = self.clone();
         let echo = input.map(move |request| {
-            let Some(console_request::Message::Input(bytes)) = request?.message else {
-                return Err(Status::invalid_argument("opened twice"));
+            let bytes = match request?.message {
+                Some(console_request::Message::Input(bytes)) => bytes,
+                Some(console_request::Message::SendBreak(_)) => b"<break>".to_vec(),
+                Some(console_request::Message::Size(size)) => {
+                    format!("<{}x{}>", size.columns, size.rows).into_bytes()
+                }
+                _ => return Err(Status::invalid_argument("opened twice")),
             };
+            if bytes.starts_with(b"lose it") {
+                let by = Some(v1::ConsoleWriter {
+                    name: "ann".into(),
+                    ..v1::ConsoleWriter::default()
+                });
+                return message(console_response::Message::TakenOver(v1::ConsoleTakenOver { by }));
+            }
             calls.called(format!("input {}", String::from_utf8_lossy(&bytes)));
             calls.print(&open.name, &bytes.to_ascii_uppercase());
             if bytes.starts_with(b"halt") {

@@ -1,17 +1,11 @@
 //! Who types and reads: the terminal, and clients.
 
-use std::{
-    os::fd::OwnedFd,
-    sync::{Arc, Mutex},
-};
+use std::{os::fd::OwnedFd, sync::Arc};
 
 use rustix::io::Errno;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{
-    super::{output::Output, uart::Uart},
-    worker::lock,
-};
+use super::super::{output::Output, port::Port};
 
 /// A sender and reader: the terminal or a client. What an edge-triggered event said is noted here until it is used up.
 pub(super) struct Peer {
@@ -37,7 +31,7 @@ impl Peer {
 
 impl Input {
     /// Reads once into `space`, which the port has room for; says whether more may come.
-    pub(super) fn pump(&mut self, space: &mut [u8], uart: &Mutex<Uart>) -> bool {
+    pub(super) fn pump(&mut self, space: &mut [u8], port: &dyn Port) -> bool {
         let count = match rustix::io::retry_on_intr(|| rustix::io::read(&self.fd, &mut *space)) {
             Ok(0) => return false,
             Ok(count) => count,
@@ -53,11 +47,11 @@ impl Input {
                 // It can only fail when the counter is full, and then it is readable.
                 let _ = event.write(1);
                 for part in typed.split(|byte| byte == escape) {
-                    lock(uart).receive(part);
+                    port.receive(part);
                 }
             }
             _ => {
-                lock(uart).receive(typed);
+                port.receive(typed);
             }
         }
         true

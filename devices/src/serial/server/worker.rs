@@ -3,7 +3,7 @@
 use std::{
     io,
     os::fd::{AsRawFd, OwnedFd},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Instant,
 };
 
@@ -18,10 +18,10 @@ use vmm_sys_util::{
 
 use super::{
     super::{
-        history::History,
+        history::{History, notice},
         log::Log,
-        output::{Output, notice},
-        uart::Uart,
+        output::Output,
+        port::Port,
     },
     COALESCE, MAX_CLIENTS, Setup, Terminal,
     peer::{Input, Peer},
@@ -33,6 +33,12 @@ const INPUT_CHUNK: usize = 1024;
 
 /// What is copied out of the history at once, in bytes.
 const OUTPUT_CHUNK: usize = 16 << 10;
+
+/// Replays that no client has taken yet have together at most this many bytes, and [`LEAST_REPLAY`] each.
+const REPLAYS: usize = 4 << 20;
+
+/// A client that comes when [`REPLAYS`] are used up gets the last bytes alone.
+const LEAST_REPLAY: usize = 64 << 10;
 
 /// Events taken from the kernel at once.
 const EVENTS: usize = 16;
@@ -50,7 +56,7 @@ pub(super) struct Worker {
     epoll: Epoll,
     stop: EventFd,
     room: EventFd,
-    uart: Arc<Mutex<Uart>>,
+    port: Arc<dyn Port>,
     history: Arc<History>,
     listener: Option<OwnedFd>,
     /// Somebody may wait to be accepted.
@@ -68,16 +74,13 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub(super) fn new(uart: Arc<Mutex<Uart>>, setup: Setup, stop: EventFd) -> io::Result<Self> {
-        let (room, history) = {
-            let uart = lock(&uart);
-            (uart.room_event()?, Arc::clone(uart.history()))
-        };
+    pub(super) fn new(port: Arc<dyn Port>, setup: Setup, stop: EventFd) -> io::Result<Self> {
+        let (room, history) = (port.room_event()?, port.history());
         let mut worker = Self {
             epoll: Epoll::new()?,
             stop,
             room,
-            uart,
+            port,
             history,
             listener: setup.listener,
             knocked: true,
@@ -202,7 +205,10 @@ impl Worker {
         if self.clients() >= MAX_CLIENTS {
             return Ok(());
         }
-        let (replay, position) = self.history.snapshot();
+        let outputs = self.peers.iter().filter_map(|peer| peer.output.as_ref());
+        let untaken = outputs.map(Output::pending).fold(0, usize::saturating_add);
+        let most = REPLAYS.saturating_sub(untaken).max(LEAST_REPLAY);
+        let (replay, position) = self.history.replay(most);
         let mut first = Vec::with_capacity(replay.len().saturating_add(8));
         first.extend((replay.len() as u64).to_le_bytes());
         first.extend(replay);
@@ -266,11 +272,11 @@ impl Worker {
                 let Some(input) = peer.input.as_mut().filter(|input| input.readable) else {
                     continue;
                 };
-                let room = lock(&self.uart).room().min(INPUT_CHUNK);
+                let room = self.port.room().min(INPUT_CHUNK);
                 let Some(space) = buffer.get_mut(..room).filter(|space| !space.is_empty()) else {
                     return;
                 };
-                if input.pump(space, &self.uart) {
+                if input.pump(space, self.port.as_ref()) {
                     more |= input.readable;
                 } else {
                     peer.input = None;
@@ -350,8 +356,4 @@ impl Worker {
 fn soon() -> Instant {
     let now = Instant::now();
     now.checked_add(COALESCE).unwrap_or(now)
-}
-
-pub(super) fn lock(uart: &Mutex<Uart>) -> MutexGuard<'_, Uart> {
-    uart.lock().unwrap_or_else(PoisonError::into_inner)
 }

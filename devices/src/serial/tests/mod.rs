@@ -9,7 +9,7 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
-use super::*;
+use super::{history::Capacity, *};
 use crate::{bus::BusDevice, interrupt::IrqLine};
 
 /// Counts edges.
@@ -31,7 +31,13 @@ impl Line {
 
 fn port(capacity: usize) -> (Arc<Mutex<Uart>>, Arc<Line>) {
     let line = Arc::new(Line::default());
-    let history = Arc::new(History::new(capacity).unwrap());
+    let history = Arc::new(
+        History::new(Capacity {
+            first: 0,
+            last: capacity,
+        })
+        .unwrap(),
+    );
     (
         Arc::new(Mutex::new(Uart::new(line.clone(), history).unwrap())),
         line,
@@ -53,5 +59,5 @@ fn print(uart: &Mutex<Uart>, text: &[u8]) {
 }
 
 fn printed(uart: &Mutex<Uart>) -> Vec<u8> {
-    uart.lock().unwrap().history().snapshot().0
+    uart.lock().unwrap().history().replay(usize::MAX).0
 }

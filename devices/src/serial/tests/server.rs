@@ -12,10 +12,15 @@ use std::{
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{
-    super::{log::Log, server::MAX_CLIENTS},
+    super::{history::Capacity, log::Log, server::MAX_CLIENTS},
     *,
 };
 use crate::component::Component;
+
+const CAPACITY: Capacity = Capacity {
+    first: 100,
+    last: 1000,
+};
 
 struct Rig {
     port: SerialPort,
@@ -26,6 +31,10 @@ struct Rig {
 
 impl Rig {
     fn new(log: Option<Log>) -> Self {
+        Self::with(CAPACITY, log)
+    }
+
+    fn with(capacity: Capacity, log: Option<Log>) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("console.sock");
         let listener = UnixListener::bind(&path).unwrap();
@@ -34,7 +43,7 @@ impl Rig {
             terminal: None,
             log,
         };
-        let port = SerialPort::start(Arc::new(Line::default()), 1000, setup).unwrap();
+        let port = SerialPort::start(Arc::new(Line::default()), capacity, setup).unwrap();
         let uart = port.device();
         Self {
             port,
@@ -173,6 +182,36 @@ fn one_client_too_many_is_closed_and_another_is_served_when_one_left() {
 }
 
 #[test]
+fn replays_that_nobody_takes_have_bounded_memory_and_who_comes_then_gets_the_end() {
+    let whole = Capacity::default();
+    let rig = Rig::with(whole, None);
+    let length = whole.first + whole.last;
+    print(&rig.uart, &vec![b'.'; length]);
+    let clients: Vec<_> = (0..MAX_CLIENTS).map(|_| rig.connect()).collect();
+    let mut replays = Vec::new();
+    for mut client in clients {
+        let mut replay = [0; 8];
+        client.read_exact(&mut replay).unwrap();
+        replays.push((usize::try_from(u64::from_le_bytes(replay)).unwrap(), client));
+    }
+    let lengths: Vec<_> = replays.iter().map(|(length, _)| *length).collect();
+    assert_eq!(lengths[..3], [length; 3]);
+    // Each has 64 KiB and a notice at least, and all together little more than 4 MiB.
+    assert!(lengths.iter().all(|length| *length > 64 << 10), "{lengths:?}");
+    assert!(
+        lengths.iter().sum::<usize>() < (4 << 20) + MAX_CLIENTS * (65 << 10),
+        "{lengths:?}"
+    );
+    let (length, mut client) = replays.pop().unwrap();
+    let text = take(&mut client, length);
+    assert!(
+        text.starts_with("\r\n[") && text.ends_with("..."),
+        "{}",
+        &text[..40]
+    );
+}
+
+#[test]
 fn while_paused_no_input_is_let_in() {
     let mut rig = Rig::new(None);
     let (mut client, _) = rig.attach();
@@ -224,7 +263,7 @@ fn a_terminal_sees_all_output_and_its_escape_is_no_input() {
         terminal: Some(terminal),
         ..Setup::default()
     };
-    let port = SerialPort::start(Arc::new(Line::default()), 1000, setup).unwrap();
+    let port = SerialPort::start(Arc::new(Line::default()), CAPACITY, setup).unwrap();
     let uart = port.device();
     print(&uart, b"$ ");
     let (mut screen, mut keyboard) = (screen, keyboard);
@@ -251,7 +290,7 @@ fn plain_files_serve_as_a_terminal() {
         terminal: Some(terminal),
         ..Setup::default()
     };
-    let mut port = SerialPort::start(Arc::new(Line::default()), 1000, setup).unwrap();
+    let mut port = SerialPort::start(Arc::new(Line::default()), CAPACITY, setup).unwrap();
     assert_eq!(guest_reads(&port.device(), 5), b"hello");
     print(&port.device(), b"done");
     port.finish();

@@ -10,6 +10,7 @@ enum Step {
     Read(u64),
     Write(u64, u8),
     Receive(Vec<u8>),
+    Break,
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -21,6 +22,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => Just(Step::Write(1, 0x0f)),
         1 => Just(Step::Write(4, 0x1b)),
         2 => prop::collection::vec(any::<u8>(), 0..40).prop_map(Step::Receive),
+        1 => Just(Step::Break),
     ];
     prop::collection::vec(step, 0..60)
 }
@@ -35,6 +37,10 @@ fn run(uart: &Mutex<Uart>, line: &Line, steps: &[Step]) -> Vec<(usize, usize)> {
                 0
             }
             Step::Receive(input) => uart.lock().unwrap().receive(input),
+            Step::Break => {
+                uart.lock().unwrap().receive_break();
+                0
+            }
         };
         (result, line.take())
     };
@@ -118,6 +124,7 @@ fn a_saved_state_that_no_port_has_is_refused_and_changes_nothing() {
         ("divisor", with(|saved| saved.divisor = 0x1_0000)),
         ("fifo", with(|saved| saved.fifo = vec![0; 2])),
         ("backlog", with(|saved| saved.backlog = vec![0; 4097])),
+        ("break_after", with(|saved| saved.break_after = Some(1))),
     ];
     for (name, saved) in refused {
         let (uart, _) = port(10);

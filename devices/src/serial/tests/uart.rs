@@ -217,3 +217,26 @@ proptest! {
         prop_assert!(printed(&uart).len() <= written);
     }
 }
+
+#[test]
+fn a_break_comes_between_the_input_before_and_after_it_as_a_zero_with_its_status_once() {
+    let (uart, line) = port(100);
+    write(&uart, 2, 1);
+    write(&uart, 1, 5);
+    line.take();
+    uart.lock().unwrap().receive(b"ab");
+    uart.lock().unwrap().receive_break();
+    uart.lock().unwrap().receive(b"h");
+    assert_eq!(line.take(), 1);
+    assert_eq!(
+        [read(&uart, 5), read(&uart, 0), read(&uart, 0)],
+        [0x61, b'a', b'b']
+    );
+    // The break raises an interrupt of the line status.
+    assert_eq!((line.take(), read(&uart, 2)), (1, 0xc6));
+    assert_eq!([read(&uart, 5), read(&uart, 5), read(&uart, 0)], [0x71, 0x61, 0]);
+    assert_eq!(
+        [read(&uart, 5), read(&uart, 0), read(&uart, 5)],
+        [0x61, b'h', 0x60]
+    );
+}

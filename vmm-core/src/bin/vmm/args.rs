@@ -44,6 +44,9 @@ pub struct Run {
     /// Serves the screen (`spec.display`) to VNC clients at this UNIX socket, which is made anew
     #[arg(long, value_name = "SOCKET")]
     pub vnc: Option<PathBuf>,
+    /// Serves the virtio-console (`spec.virtioConsole`) at this UNIX socket, which is made anew
+    #[arg(long, value_name = "SOCKET")]
+    pub hvc: Option<PathBuf>,
     /// Writes the exit record, an encoded vmm.v1.ExitRecord, to this file
     #[arg(long, value_name = "FILE")]
     pub exit_record: Option<PathBuf>,

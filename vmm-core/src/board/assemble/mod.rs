@@ -2,6 +2,7 @@
 //! and one line in [`Assembly::build`].
 
 pub(super) mod balloon;
+mod console;
 pub(super) mod disk;
 pub(super) mod display;
 mod legacy;
@@ -373,6 +374,10 @@ impl Assembly {
             Some((display, hub)) => display::build(&mut self, &spec.name, display, hub)?,
             None => None,
         };
+        let console = match &spec.console {
+            Some(spec) => Some(console::build(&mut self, spec)?),
+            None => None,
+        };
         self.sockets.pci.remap(&self.spaces.mmio);
 
         let generation_line = self.irq_line(super::GENERATION_GSI)?;
@@ -384,6 +389,7 @@ impl Assembly {
             balloon: self.balloon,
             disks,
             serial,
+            console,
             screen,
             nics: self.nics,
             slots: self.slots,

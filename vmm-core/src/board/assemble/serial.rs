@@ -3,7 +3,8 @@
 use std::{fs::File, io};
 
 use devices::serial::{
-    SerialPort, Setup, history,
+    SerialPort, Setup,
+    history::Capacity,
     log::{DEFAULT_LIMIT, Log},
 };
 use proto::{model, vmm::ErrorKind};
@@ -34,8 +35,8 @@ pub(super) fn build(
         None => {}
     }
     let irq = assembly.irq_line(COM1_GSI)?;
-    let port = SerialPort::start(irq, history::DEFAULT_CAPACITY, setup)
-        .map_err(|error| failure("serial port", &error))?;
+    let port =
+        SerialPort::start(irq, Capacity::default(), setup).map_err(|error| failure("serial port", &error))?;
     assembly.spaces.pio.insert(COM1_PORT.into(), 8, port.device())?;
     Ok(port)
 }

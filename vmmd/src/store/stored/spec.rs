@@ -29,6 +29,8 @@ stored! {
         clock: Option<ClockSpec>,
         #[prost(message, optional, tag = "13")]
         display: Option<DisplaySpec>,
+        #[prost(message, optional, tag = "14")]
+        virtio_console: Option<VirtioConsoleSpec>,
     }
 }
 
@@ -225,6 +227,11 @@ stored! {
         #[prost(int32, tag = "1")]
         on_resume: i32,
     }
+}
+
+stored! {
+    /// The virtio-console.
+    VirtioConsoleSpec of v1::VirtioConsoleSpec {}
 }
 
 stored! {

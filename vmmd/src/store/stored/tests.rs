@@ -41,6 +41,7 @@ fn a_spec_is_read_as_it_was_written() {
             height: 600,
             keyboard_layout: v1::KeyboardLayout::Dk.into(),
         }),
+        virtio_console: Some(v1::VirtioConsoleSpec {}),
         ..spec()
     };
     let bytes = VmSpec::from(spec.clone()).encode_to_vec();

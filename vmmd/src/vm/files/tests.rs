@@ -42,6 +42,7 @@ fn case() -> Case {
         clock: proto::model::policy::ClockOnResume::default(),
         balloon: None,
         display: None,
+        virtio_console: false,
     };
     Case {
         folder,

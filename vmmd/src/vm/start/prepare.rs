@@ -42,6 +42,7 @@ pub(super) struct Made {
     pub(super) control: UnixListener,
     pub(super) console: UnixListener,
     pub(super) vnc: Option<(OwnedFd, OwnedFd)>,
+    pub(super) hvc: Option<OwnedFd>,
     pub(super) exit: File,
     pub(super) lock: File,
     pub(super) log: File,
@@ -80,7 +81,7 @@ pub(super) fn make(
     host: &Host,
     uid: Uuid,
     name: &str,
-    has_screen: bool,
+    (has_screen, has_console): (bool, bool),
     limits: &Limits,
 ) -> Result<Made, Failure> {
     let runtime = RuntimeDir::of(&host.config, uid);
@@ -110,6 +111,17 @@ pub(super) fn make(
         console: listen(&runtime.console()).map_err(|error| failed("make the console socket", &error))?,
         vnc: match has_screen {
             true => Some((vnc(false)?, vnc(true)?)),
+            false => None,
+        },
+        hvc: match has_console {
+            true => {
+                let socket = listen(&runtime.hvc());
+                Some(
+                    socket
+                        .map_err(|error| failed("make the virtio-console's socket", &error))?
+                        .into(),
+                )
+            }
             false => None,
         },
         exit: private_file(&runtime.exit()).map_err(|error| failed("make the exit record", &error))?,

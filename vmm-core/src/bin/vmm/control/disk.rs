@@ -36,6 +36,15 @@ pub(super) fn request(op: Op, fds: Vec<OwnedFd>) -> Result<Request, &'static str
             },
         },
         Op::SetBalloon(set) => Request::SetBalloon(set.target_bytes),
+        Op::SendBreak(_) => Request::SendBreak,
+        Op::ResizeConsole(size) => {
+            let characters =
+                |number| u16::try_from(number).map_err(|_| "a terminal has at most 65535 each way");
+            Request::ResizeConsole {
+                columns: characters(size.columns)?,
+                rows: characters(size.rows)?,
+            }
+        }
         Op::GetDiskStats(_) => Request::GetDiskStats,
         Op::GetMachineStats(_) => Request::GetMachineStats,
         _ => return Err("unknown request"),

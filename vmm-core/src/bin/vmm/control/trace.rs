@@ -24,5 +24,7 @@ pub(super) fn name(op: &Op) -> &'static str {
         Op::Save(_) => "Save",
         Op::Send(_) => "Send",
         Op::Release(_) => "Release",
+        Op::SendBreak(_) => "SendBreak",
+        Op::ResizeConsole(_) => "ResizeConsole",
     }
 }

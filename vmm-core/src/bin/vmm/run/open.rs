@@ -37,12 +37,13 @@ use crate::sys;
 use vmm_core::memory::huge;
 
 /// PCI slots: on bus 0 the entropy device, then disks, then NICs, then the balloon, then graphics adapter,
-/// keyboard and tablet; more disks and NICs on further buses.
+/// keyboard and tablet, then the virtio-console; more disks and NICs on further buses.
 const RNG_SLOT: u32 = 1;
 const DISK_SLOTS: std::ops::Range<u32> = 2..18;
 const NIC_SLOTS: std::ops::Range<u32> = 18..26;
 const BALLOON_SLOT: u32 = 26;
 const DISPLAY_SLOTS: [u32; 3] = [27, 28, 29];
+const CONSOLE_SLOT: u32 = 30;
 
 /// A machine's spec with the descriptors that it names.
 pub type Resolved = (vmm::MachineSpec, Vec<OwnedFd>);
@@ -53,9 +54,9 @@ pub fn manifest(path: &Path) -> Result<Manifest> {
     proto::manifest::single_vm(&text).with_context(|| path.display().to_string())
 }
 
-/// Opens everything that the machine needs.
-/// Opens them, and makes a socket for VNC clients at `vnc`.
-pub fn resolve(manifest: &Manifest, vnc: Option<&Path>) -> Result<Resolved> {
+/// Opens everything that the machine needs, and makes sockets for VNC clients at `vnc` and for clients of the virtio-console at
+/// `hvc`.
+pub fn resolve(manifest: &Manifest, vnc: Option<&Path>, hvc: Option<&Path>) -> Result<Resolved> {
     let mut fds = Fds::default();
     let name = manifest.metadata.name.as_str();
     let spec = &manifest.spec;
@@ -111,6 +112,7 @@ pub fn resolve(manifest: &Manifest, vnc: Option<&Path>) -> Result<Resolved> {
         on_crash: vmm::OnCrash::from(spec.on_crash).into(),
         sync_clock: spec.clock == ClockOnResume::Sync,
         display: open_display(&mut fds, spec.display.as_ref(), vnc)?,
+        console: open_console(&mut fds, spec.virtio_console, hvc)?,
     };
     Ok((machine, fds.0))
 }
@@ -216,18 +218,34 @@ fn open_display(
     };
     let mut machine = display.machine(DISPLAY_SLOTS);
     if let Some(path) = vnc {
-        // A socket that an earlier run left behind.
-        if path
-            .metadata()
-            .is_ok_and(|metadata| metadata.file_type().is_socket())
-        {
-            std::fs::remove_file(path).with_context(|| format!("removing {}", path.display()))?;
-        }
-        let socket =
-            UnixListener::bind(path).with_context(|| format!("making the socket {}", path.display()))?;
-        machine.vnc_fd = Some(fds.add(socket));
+        machine.vnc_fd = Some(fds.add(listen(path)?));
     }
     Ok(Some(machine))
+}
+
+fn open_console(fds: &mut Fds, wanted: bool, hvc: Option<&Path>) -> Result<Option<vmm::Console>> {
+    if !wanted {
+        return match hvc {
+            Some(_) => bail!("--hvc: the VM has no virtio-console: give its manifest a `spec.virtioConsole`"),
+            None => Ok(None),
+        };
+    }
+    let socket = hvc.map(listen).transpose()?;
+    Ok(Some(vmm::Console {
+        pci_slot: CONSOLE_SLOT,
+        socket_fd: socket.map(|socket| fds.add(socket)),
+    }))
+}
+
+/// Makes a socket; one that an earlier run left behind is removed.
+fn listen(path: &Path) -> Result<UnixListener> {
+    if path
+        .metadata()
+        .is_ok_and(|metadata| metadata.file_type().is_socket())
+    {
+        std::fs::remove_file(path).with_context(|| format!("removing {}", path.display()))?;
+    }
+    UnixListener::bind(path).with_context(|| format!("making the socket {}", path.display()))
 }
 
 fn open_nic(fds: &mut Fds, slot: u32, vm: &str, nic: &Nic) -> Result<vmm::Nic> {

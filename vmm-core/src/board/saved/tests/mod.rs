@@ -174,11 +174,15 @@ struct Rig {
 impl Rig {
     fn new(vcpus: u32, code: &[u8]) -> Self {
         let (spec, fds) = spec(vcpus, code);
+        Self::of(&spec, fds)
+    }
+
+    fn of(spec: &MachineSpec, fds: Vec<OwnedFd>) -> Self {
         let (inputs, notices) = channel();
         let (console, consoles) = console();
         let mut rebuilder = Rebuilder::new(consoles);
         let restores = rebuilder.restores();
-        let machine = rebuilder.assemble(&spec, fds, Notifier::new(inputs)).unwrap();
+        let machine = rebuilder.assemble(spec, fds, Notifier::new(inputs)).unwrap();
         Self {
             machine,
             console,
@@ -210,6 +214,26 @@ impl Rig {
             other => panic!("{other:?}"),
         }
     }
+}
+
+#[test]
+fn a_virtio_console_is_restored_with_its_machine_and_a_machine_without_one_has_no_terminals_size() {
+    let (mut spec, fds) = spec(1, &ECHO);
+    spec.console = Some(vmm::Console {
+        pci_slot: 30,
+        socket_fd: None,
+    });
+    let mut rig = Rig::of(&spec, fds);
+    rig.machine.start().unwrap();
+    rig.machine.resize_console(80, 25).unwrap();
+    for count in 0..3 {
+        assert_eq!(rig.echo(b'a'), b'a' + count);
+        rig.pause_and_resume();
+        rig.machine.resize_console(132, 43).unwrap();
+    }
+    let mut without = Rig::new(1, &ECHO);
+    let refused = without.machine.resize_console(80, 25).unwrap_err();
+    assert_eq!(refused.kind, vmm::ErrorKind::NotFound);
 }
 
 #[test]

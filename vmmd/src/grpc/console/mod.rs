@@ -1,12 +1,14 @@
-//! `Console`: a VM's serial port over a stream.
+//! `Console`: a VM's serial port, or its virtio-console, over a stream.
 //!
-//! Each client has a connection of its own to the VM's `console.sock`, on which the `vmm` first says how much it
+//! Each client has a connection of its own to the VM's `console.sock` or `hvc.sock`, on which the `vmm` first says how much it
 //! replays (8 bytes, little-endian), then replays, then sends what the guest writes; what it receives is typed into
-//! the port. A client that doesn't read leaves its bytes in that socket, where the `vmm` drops what doesn't fit:
+//! the port. Who may type is decided by [`crate::vm::consoles`]. A client that doesn't read leaves its bytes in that socket, where the `vmm` drops what doesn't fit:
 //! nothing is buffered here beyond a few messages, and nobody else waits.
 //!
-//! Of a VM that doesn't run, the end of the last run's serial log is shown, and the stream ends. Of one that is about
+//! Of a VM that doesn't run, the end of the last run's serial log is shown (a virtio-console has no log), and the stream ends. Of one that is about
 //! to start, the stream waits for it.
+
+mod typing;
 
 use std::{
     fs::File,
@@ -17,15 +19,12 @@ use std::{
 };
 
 use proto::v1::{
-    ConsoleClosed, ConsoleOpened, ConsoleRequest, ConsoleResponse, Vm, VmPhase, console_request,
-    console_response::Message,
+    ConsoleAccess, ConsoleClosed, ConsoleDevice, ConsoleOpen, ConsoleOpened, ConsoleRequest, ConsoleResponse,
+    ConsoleWriter, Vm, VmPhase, console_request, console_response::Message,
 };
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{
-        UnixStream,
-        unix::{OwnedReadHalf, OwnedWriteHalf},
-    },
+    io::AsyncReadExt,
+    net::{UnixStream, unix::OwnedReadHalf},
     sync::{mpsc, watch},
     task::spawn_blocking,
     time::timeout,
@@ -33,12 +32,16 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
+use self::typing::Typing;
 use crate::{
     failure::Failure,
     host::Host,
     paths::{LogDir, RuntimeDir},
     text,
-    vm::table::Entry,
+    vm::{
+        consoles::{Access, Device, Permit},
+        table::Entry,
+    },
 };
 
 /// The stream to the client.
@@ -49,15 +52,17 @@ type Sender = mpsc::Sender<Result<ConsoleResponse, Status>>;
 const READY: usize = 4;
 /// Largest message of output in bytes.
 const CHUNK: usize = 16 << 10;
-/// Largest message of input in bytes.
-const MAX_INPUT: usize = 4 << 10;
 /// How much of a serial log is shown of a VM that doesn't run, in bytes.
-const LOG_TAIL: u64 = 256 << 10;
+const LOG_TAIL: u64 = 1 << 20;
 /// How long the end of the process may take to be known after its console has closed.
 const END_KNOWN: Duration = Duration::from_secs(2);
 
-/// Opens the console that the client's first message names.
-pub async fn open(host: Arc<Host>, mut input: Streaming<ConsoleRequest>) -> Result<Stream, Failure> {
+/// Opens the console that the first message of the client, which is called `who`, names.
+pub async fn open(
+    host: Arc<Host>,
+    mut input: Streaming<ConsoleRequest>,
+    who: &str,
+) -> Result<Stream, Failure> {
     let first = input
         .message()
         .await
@@ -71,16 +76,30 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<ConsoleRequest>) -> Resu
         .table
         .get(&open.name)
         .ok_or_else(|| Failure::no_vm(&open.name))?;
+    let (device, access) = wanted(&open)?;
+    let has_console = entry
+        .state
+        .borrow()
+        .spec
+        .as_ref()
+        .is_some_and(|spec| spec.virtio_console.is_some());
+    if device == Device::Virtio && !has_console {
+        let message = "the VM has no virtio-console: give it a `virtioConsole` and restart it";
+        return Err(Failure::precondition("NO_CONSOLE", message));
+    }
+    let (permit, writers) = host.consoles.open((entry.uid, device), who, access, open.force)?;
     let (sender, receiver) = mpsc::channel(READY);
     tokio::spawn(async move {
         let session = Session {
             host: Arc::clone(&host),
             entry,
+            device,
+            writers,
             replay: !open.no_replay,
             sender: sender.clone(),
         };
         tokio::select! {
-            _ = session.serve(input) => {}
+            _ = session.serve(input, permit) => {}
             () = sender.closed() => {}
             () = host.stopping.cancelled() => {
                 let _ = sender.send(Err(Failure::stopping().into())).await;
@@ -90,9 +109,28 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<ConsoleRequest>) -> Resu
     Ok(ReceiverStream::new(receiver))
 }
 
+/// Which console, and for what.
+fn wanted(open: &ConsoleOpen) -> Result<(Device, Access), Failure> {
+    let device = match ConsoleDevice::try_from(open.device) {
+        Ok(ConsoleDevice::Unspecified | ConsoleDevice::Serial) => Device::Serial,
+        Ok(ConsoleDevice::Virtio) => Device::Virtio,
+        Err(_) => return Err(Failure::field("open.device", "is none that this vmmd knows")),
+    };
+    let access = match ConsoleAccess::try_from(open.access) {
+        Ok(ConsoleAccess::Unspecified | ConsoleAccess::Shared) => Access::Shared,
+        Ok(ConsoleAccess::Exclusive) => Access::Exclusive,
+        Ok(ConsoleAccess::ReadOnly) => Access::ReadOnly,
+        Err(_) => return Err(Failure::field("open.access", "is none that this vmmd knows")),
+    };
+    Ok((device, access))
+}
+
 struct Session {
     host: Arc<Host>,
     entry: Entry,
+    device: Device,
+    /// Others that type, when this one came.
+    writers: Vec<ConsoleWriter>,
     replay: bool,
     sender: Sender,
 }
@@ -101,11 +139,15 @@ struct Session {
 struct Gone;
 
 impl Session {
-    async fn serve(self, input: Streaming<ConsoleRequest>) -> Result<(), Gone> {
+    async fn serve(mut self, input: Streaming<ConsoleRequest>, permit: Option<Permit>) -> Result<(), Gone> {
         let mut state = self.entry.state.clone();
         let runtime = RuntimeDir::of(&self.host.config, self.entry.uid);
+        let socket = match self.device {
+            Device::Serial => runtime.console(),
+            Device::Virtio => runtime.hvc(),
+        };
         let connection = loop {
-            if let Ok(connection) = UnixStream::connect(runtime.console()).await {
+            if let Ok(connection) = UnixStream::connect(&socket).await {
                 break connection;
             }
             let phase = phase(&state.borrow_and_update());
@@ -116,25 +158,42 @@ impl Session {
                         return self.closed("the VM was deleted").await;
                     }
                 }
+                VmPhase::Running | VmPhase::Paused if self.device == Device::Virtio => {
+                    return self
+                        .closed("this run of the VM has no virtio-console: restart it")
+                        .await;
+                }
                 _ => return self.show_log(&state).await,
             }
         };
         let (reader, writer) = connection.into_split();
-        let typing = tokio::spawn(type_in(input, writer, self.sender.clone()));
+        let typing = Typing {
+            host: Arc::clone(&self.host),
+            uid: self.entry.uid,
+            device: self.device,
+            permit,
+            sender: self.sender.clone(),
+        };
+        let typing = tokio::spawn(typing.run(input, writer));
         let result = self.copy_output(reader).await;
         typing.abort();
         result?;
         self.closed(&end_of_run(state).await).await
     }
 
-    async fn copy_output(&self, mut reader: OwnedReadHalf) -> Result<(), Gone> {
+    async fn copy_output(&mut self, mut reader: OwnedReadHalf) -> Result<(), Gone> {
         // A vmm that ends before it has accepted the connection ends it without a word.
         let Ok(length) = reader.read_u64_le().await else {
             return Ok(());
         };
         let mut skipped = if self.replay { 0 } else { length };
         let replay_bytes = if self.replay { length } else { 0 };
-        self.send(Message::Opened(ConsoleOpened { replay_bytes })).await?;
+        let writers = std::mem::take(&mut self.writers);
+        self.send(Message::Opened(ConsoleOpened {
+            replay_bytes,
+            writers,
+        }))
+        .await?;
         let mut buffer = vec![0; CHUNK];
         loop {
             let count = match reader.read(&mut buffer).await {
@@ -150,9 +209,9 @@ impl Session {
         }
     }
 
-    async fn show_log(&self, state: &watch::Receiver<Arc<Vm>>) -> Result<(), Gone> {
+    async fn show_log(&mut self, state: &watch::Receiver<Arc<Vm>>) -> Result<(), Gone> {
         let logs = LogDir::of(&self.host.config, self.entry.uid);
-        let wanted = self.replay;
+        let wanted = self.replay && self.device == Device::Serial;
         let read = spawn_blocking(move || {
             if wanted {
                 tail(&[&logs.serial_old(), &logs.serial()])
@@ -164,8 +223,10 @@ impl Session {
             .await
             .unwrap_or_else(|error| Err(io::Error::other(error)))
             .unwrap_or_default();
+        let writers = std::mem::take(&mut self.writers);
         self.send(Message::Opened(ConsoleOpened {
             replay_bytes: log.len() as u64,
+            writers,
         }))
         .await?;
         for chunk in log.chunks(CHUNK) {
@@ -184,35 +245,14 @@ impl Session {
     }
 
     async fn send(&self, message: Message) -> Result<(), Gone> {
-        self.sender
-            .send(Ok(ConsoleResponse {
-                message: Some(message),
-            }))
-            .await
-            .map_err(|_| Gone)
+        self.sender.send(Ok(response(message))).await.map_err(|_| Gone)
     }
 }
 
-/// Passes on what the client types until it types no more, which does not end its output.
-async fn type_in(mut input: Streaming<ConsoleRequest>, mut writer: OwnedWriteHalf, sender: Sender) {
-    while let Ok(Some(request)) = input.message().await {
-        let problem = match request.message {
-            Some(console_request::Message::Input(bytes)) if bytes.len() <= MAX_INPUT => {
-                if writer.write_all(&bytes).await.is_err() {
-                    break;
-                }
-                continue;
-            }
-            Some(console_request::Message::Input(_)) => {
-                Failure::field("input", "at most 4096 bytes a message")
-            }
-            _ => Failure::field("input", "must follow after `open`"),
-        };
-        let _ = sender.send(Err(problem.into())).await;
-        return;
+fn response(message: Message) -> ConsoleResponse {
+    ConsoleResponse {
+        message: Some(message),
     }
-    // Dropping this half would end the connection for reading too.
-    std::future::pending::<()>().await;
 }
 
 /// Why the output has ended: by the status, as soon as that knows.

@@ -1,0 +1,134 @@
+//! What a client of a console sends.
+
+use std::{sync::Arc, time::Duration};
+
+use proto::{
+    v1::{ConsoleRequest, ConsoleSize, ConsoleTakenOver, console_request, console_response::Message},
+    vmm::{ErrorKind, ResizeConsole, SendBreak, request::Op},
+};
+use tokio::{io::AsyncWriteExt, net::unix::OwnedWriteHalf, time::timeout};
+use tonic::Streaming;
+use uuid::Uuid;
+
+use super::{Sender, response};
+use crate::{
+    control,
+    failure::{Failure, Kind},
+    host::Host,
+    text,
+    vm::consoles::{Device, Permit},
+};
+
+/// Largest message of input in bytes.
+const MAX_INPUT: usize = 4 << 10;
+/// How long a `vmm` may take for a break.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Passes on what a client sends.
+pub(super) struct Typing {
+    pub(super) host: Arc<Host>,
+    pub(super) uid: Uuid,
+    pub(super) device: Device,
+    /// Of a client that may type, until another one has taken the console over.
+    pub(super) permit: Option<Permit>,
+    pub(super) sender: Sender,
+}
+
+impl Typing {
+    /// Passes on what the client types until it types no more, which does not end its output.
+    pub(super) async fn run(mut self, mut input: Streaming<ConsoleRequest>, mut writer: OwnedWriteHalf) {
+        let only_reads = self.permit.is_none();
+        loop {
+            let request = tokio::select! {
+                request = input.message() => request,
+                by = lost(&mut self.permit) => {
+                    self.permit = None;
+                    let message = Message::TakenOver(ConsoleTakenOver { by });
+                    if self.sender.send(Ok(response(message))).await.is_err() {
+                        return;
+                    }
+                    continue;
+                }
+            };
+            let Ok(Some(request)) = request else { break };
+            let outcome = match request.message {
+                Some(console_request::Message::Size(size)) => self.resize(size).await,
+                Some(console_request::Message::Open(_)) | None => {
+                    Err(Failure::field("input", "must follow after `open`"))
+                }
+                Some(_) if only_reads => Err(Failure::field("input", "this console was opened to read only")),
+                // Another client has the console, and this one was told.
+                Some(_) if self.permit.is_none() => Ok(()),
+                Some(console_request::Message::Input(bytes)) if bytes.len() <= MAX_INPUT => {
+                    if writer.write_all(&bytes).await.is_err() {
+                        break;
+                    }
+                    Ok(())
+                }
+                Some(console_request::Message::Input(_)) => {
+                    Err(Failure::field("input", "at most 4096 bytes a message"))
+                }
+                Some(console_request::Message::SendBreak(_)) => self.send_break().await,
+            };
+            if let Err(failure) = outcome {
+                // The client may have gone.
+                let _gone = self.sender.send(Err(failure.into())).await;
+                return;
+            }
+        }
+        // Dropping this half would end the connection for reading too; the console is free for others all the same.
+        self.permit = None;
+        std::future::pending::<()>().await;
+    }
+
+    async fn send_break(&self) -> Result<(), Failure> {
+        if self.device != Device::Serial {
+            return Err(Failure::field("sendBreak", "only a serial line has breaks"));
+        }
+        self.ask(Op::SendBreak(SendBreak {})).await
+    }
+
+    /// The guest is told when it can be; nobody depends on it.
+    async fn resize(&self, ConsoleSize { columns, rows }: ConsoleSize) -> Result<(), Failure> {
+        if columns > u16::MAX.into() || rows > u16::MAX.into() {
+            return Err(Failure::field("size", "at most 65535 each way"));
+        }
+        if self.device == Device::Virtio {
+            let size = ResizeConsole { columns, rows };
+            if let Err(failure) = self.ask(Op::ResizeConsole(size)).await {
+                tracing::debug!(%failure, "tell a guest the size of its console");
+            }
+        }
+        Ok(())
+    }
+
+    async fn ask(&self, op: Op) -> Result<(), Failure> {
+        let unresponsive = |why: &str| {
+            let message = format!("the vmm of the VM does not answer: {why}");
+            Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message)
+        };
+        let client = self.host.clients.get(self.uid);
+        let client = client.ok_or_else(|| unresponsive("it can't be reached"))?;
+        let asked = timeout(PATIENCE, client.request(op, &[])).await;
+        match asked.unwrap_or(Err(control::Error::Timeout(PATIENCE))) {
+            Ok(_) => Ok(()),
+            Err(control::Error::Refused(error)) if error.kind() == ErrorKind::Invalid => {
+                let message =
+                    "the vmm process of the VM is of an older version that can't do that: restart the VM";
+                Err(Failure::precondition("VMM_TOO_OLD", message))
+            }
+            Err(control::Error::Refused(error)) => {
+                Err(Failure::precondition("NOT_RUNNING", text::brief(&error.message)))
+            }
+            Err(error) => Err(unresponsive(&text::chain(&error))),
+        }
+    }
+}
+
+/// Who has taken the console from the client with that permit; never of one without.
+async fn lost(permit: &mut Option<Permit>) -> Option<proto::v1::ConsoleWriter> {
+    match permit {
+        Some(permit) => (&mut permit.lost).await.ok(),
+        None => std::future::pending().await,
+    }
+}
