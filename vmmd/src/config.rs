@@ -3,6 +3,7 @@
 
 use std::{
     fs, io,
+    net::SocketAddr,
     path::{Path, PathBuf},
 };
 
@@ -75,8 +76,35 @@ pub struct Config {
     pub sizing: Vec<sizing::Policy>,
     /// Figures for Prometheus.
     pub metrics: Metrics,
+    /// Ways to the screens of VMs beside the API.
+    pub screen: Screen,
     /// Where the files of VMs may be.
     pub roots: Roots,
+}
+
+/// Ways to the screens of VMs from this machine itself, beside the API. Who comes shows a secret that is good once and for a minute, which
+/// `CreateVncTicket` makes. Nothing of it is encrypted, so each address must be of the loopback interface; from elsewhere
+/// by ssh's port forwarding. With port 0, what was bound is in `vnc.addr` and `web.addr` in `run_dir`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
+#[serde(deny_unknown_fields, default)]
+pub struct Screen {
+    /// Address and port for VNC viewers, which ask for a password: `127.0.0.1:5900`. Default: none.
+    pub vnc: Option<SocketAddr>,
+    /// Address and port for browsers: `127.0.0.1:6080`. Default: none.
+    pub web: Option<SocketAddr>,
+    /// Where noVNC's files are. Default `/usr/share/novnc`, of Debian's package novnc.
+    pub novnc: PathBuf,
+}
+
+impl Default for Screen {
+    fn default() -> Self {
+        Self {
+            vnc: None,
+            web: None,
+            novnc: "/usr/share/novnc".into(),
+        }
+    }
 }
 
 /// How long starts by a run policy wait after a failure or the end of a run, in milliseconds.
@@ -158,6 +186,7 @@ impl Default for Config {
             pressure: Pressure::default(),
             sizing: Vec::new(),
             metrics: Metrics::default(),
+            screen: Screen::default(),
             roots: Roots::default(),
         }
     }
@@ -220,6 +249,7 @@ impl Config {
             ("tcp.certificate", self.tcp.as_ref().map(|tcp| &tcp.certificate)),
             ("tcp.key", self.tcp.as_ref().map(|tcp| &tcp.key)),
             ("tcp.client_ca", self.tcp.as_ref().map(|tcp| &tcp.client_ca)),
+            ("screen.novnc", Some(&self.screen.novnc)),
             (
                 "tcp.revoked",
                 self.tcp.as_ref().and_then(|tcp| tcp.revoked.as_ref()),
@@ -260,6 +290,15 @@ impl Config {
                 "metrics.listen",
                 "must be an address with a port such as 127.0.0.1:9753, or an absolute path",
             );
+        }
+        let screens = [("screen.vnc", self.screen.vnc), ("screen.web", self.screen.web)];
+        for (key, address) in screens {
+            if address.is_some_and(|address| !address.ip().is_loopback()) {
+                return refuse(
+                    key,
+                    "must be an address of the loopback interface, as nothing of it is encrypted",
+                );
+            }
         }
         // uid 0 is root; u32::MAX is "unchanged" to setresuid(2).
         let UidRange { first, count } = self.vm_uids;

@@ -16,6 +16,7 @@ use crate::{
     operation::Operations,
     pool::Pools,
     request::Requests,
+    screen::Screens,
     snapshot,
     store::Store,
     text,
@@ -49,6 +50,8 @@ pub struct Host {
     pub networks: Networks,
     /// Who types into their consoles.
     pub consoles: Arc<Consoles>,
+    /// Ways to their screens beside the API.
+    pub screens: Screens,
     /// Disks of the DiskService.
     pub disks: Registry,
     /// Snapshots of VMs.

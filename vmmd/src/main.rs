@@ -25,6 +25,7 @@ mod operation;
 mod paths;
 mod pool;
 mod request;
+mod screen;
 mod service;
 mod snapshot;
 mod stats;
@@ -169,6 +170,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         snapshots: snapshot::Registry::default(),
         networks: Networks::default(),
         consoles: Arc::default(),
+        screens: screen::Screens::default(),
         requests: request::Requests::default(),
         logs: vm::LogGuard::start(events.clone()).context("watch the logs of VMs")?,
         events,
@@ -211,6 +213,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         let listener = listener.with_context(|| format!("listen for Prometheus on {listen}"))?;
         tokio::spawn(listener.serve(Arc::clone(&host)));
     }
+    screen::serve(&host).await?;
     let audit = Arc::new(Audit::open(host.config.audit_log.as_deref()).context("open the audit log")?);
     let tcp = listen(&host).await?;
     let mut serving = tokio::spawn(grpc::serve(Arc::clone(&host), socket, tcp, Arc::clone(&audit)));

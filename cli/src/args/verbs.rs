@@ -231,6 +231,13 @@ pub struct Vnc {
     /// the screen.
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: Option<SocketAddr>,
+    /// Start no viewer, but print the address of a page that shows the screen in a browser of the node. It is good for one connection
+    /// and for a minute.
+    #[arg(long, conflicts_with_all = ["listen", "password"])]
+    pub web: bool,
+    /// Start no viewer, but print where one can connect on the node, and a password. It is good for one connection and for a minute.
+    #[arg(long, conflicts_with = "listen")]
+    pub password: bool,
     /// Look only: keys and the pointer are ignored.
     #[arg(long)]
     pub view_only: bool,

@@ -9,7 +9,7 @@ use std::{
     process::ExitStatus,
 };
 
-use proto::v1::{VncRequest, vnc_request::Message};
+use proto::v1::{CreateVncTicketRequest, VncRequest, VncTicketKind, vnc_request::Message};
 use tokio::{
     io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _},
     net::{TcpListener, UnixListener},
@@ -20,7 +20,7 @@ use tokio::{
 use super::rfb::Stream;
 use crate::{
     args::Vnc,
-    client::Client,
+    client::{Client, about_vm},
     failure::{Code, Failure, Result},
 };
 
@@ -29,14 +29,42 @@ const CHUNK: usize = 32 << 10;
 /// TigerVNC's, which takes the path of a socket.
 const VIEWER: &str = "vncviewer";
 
-/// Starts a viewer and ends with it, or serves viewers at `--listen` until ^C.
+/// Starts a viewer and ends with it, serves viewers at `--listen` until ^C, or prints a way in for `--web` and `--password`.
 pub async fn run(client: &Client, args: &Vnc) -> Result<()> {
+    if args.web || args.password {
+        return ticket(client, args).await;
+    }
     // Whether there is a screen is known before a viewer is started.
     drop(Stream::open(client, &args.name, args.view_only).await?);
     match args.listen {
         Some(address) => listen(client, args, address).await,
         None => view(client, args).await,
     }
+}
+
+/// Prints the address of a page, or address and password for a viewer.
+async fn ticket(client: &Client, args: &Vnc) -> Result<()> {
+    let kind = if args.web {
+        VncTicketKind::Web
+    } else {
+        VncTicketKind::Password
+    };
+    let request = CreateVncTicketRequest {
+        name: args.name.clone(),
+        view_only: args.view_only,
+        kind: kind.into(),
+    };
+    let answer = client.vms.clone().create_vnc_ticket(request).await;
+    let ticket = answer
+        .map_err(|status| about_vm(status.into(), &args.name))?
+        .into_inner();
+    if args.web {
+        println!("{}", ticket.url);
+    } else {
+        println!("{} {}", ticket.address, ticket.password);
+    }
+    eprintln!("On the node itself, good once and for a minute.");
+    Ok(())
 }
 
 async fn listen(client: &Client, args: &Vnc, address: SocketAddr) -> Result<()> {

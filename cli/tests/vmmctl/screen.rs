@@ -167,3 +167,18 @@ fn a_viewer_is_started_with_a_socket_that_leads_to_the_screen() {
         "{output:?}"
     );
 }
+
+#[test]
+fn ways_to_a_screen_are_printed_for_other_programs() {
+    let daemon = daemon();
+    for (option, line) in [
+        ("--web", "http://127.0.0.1:6080/vnc.html?token\n"),
+        ("--password", "127.0.0.1:5900 sEcr-t_1\n"),
+    ] {
+        let output = daemon.vmmctl().args(["vnc", "web", option]).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(String::from_utf8_lossy(&output.stdout), line);
+    }
+    let output = daemon.vmmctl().args(["vnc", "nope", "--web"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(3));
+}

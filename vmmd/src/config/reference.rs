@@ -20,7 +20,7 @@ const SOURCES: [&str; 5] = [
 ];
 
 /// Each table of the file: its key, its heading, and the type that has its keys.
-const TABLES: [(&str, &str, &str); 11] = [
+const TABLES: [(&str, &str, &str); 12] = [
     ("", "Keys outside of tables", "Config"),
     ("tcp", "`[tcp]`", "Tcp"),
     ("limits", "`[limits]`", "Limits"),
@@ -31,6 +31,7 @@ const TABLES: [(&str, &str, &str); 11] = [
     ("vm_uids", "`[vm_uids]`", "UidRange"),
     ("restart", "`[restart]`", "Restart"),
     ("metrics", "`[metrics]`", "Metrics"),
+    ("screen", "`[screen]`", "Screen"),
     ("roots", "`[roots]`", "Roots"),
 ];
 

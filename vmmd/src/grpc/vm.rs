@@ -44,6 +44,12 @@ impl Vms {
     }
 }
 
+/// What the caller is called.
+fn who<T>(request: &Request<T>) -> String {
+    let caller = request.extensions().get::<Arc<Caller>>();
+    caller.map_or_else(String::new, |caller| caller.initiator.to_string())
+}
+
 #[tonic::async_trait]
 impl VmService for Vms {
     async fn create_vm(
@@ -329,8 +335,7 @@ impl VmService for Vms {
         &self,
         request: Request<Streaming<v1::ConsoleRequest>>,
     ) -> Result<Response<Self::ConsoleStream>, Status> {
-        let caller = request.extensions().get::<Arc<Caller>>();
-        let who = caller.map_or_else(String::new, |caller| caller.initiator.to_string());
+        let who = who(&request);
         Ok(Response::new(
             console::open(Arc::clone(&self.host), request.into_inner(), &who).await?,
         ))
@@ -345,5 +350,13 @@ impl VmService for Vms {
         Ok(Response::new(
             vnc::open(Arc::clone(&self.host), request.into_inner()).await?,
         ))
+    }
+
+    async fn create_vnc_ticket(
+        &self,
+        request: Request<v1::CreateVncTicketRequest>,
+    ) -> Result<Response<v1::CreateVncTicketResponse>, Status> {
+        let who = who(&request);
+        Ok(Response::new(vnc::ticket(&self.host, request.get_ref(), who)?))
     }
 }

@@ -6,19 +6,28 @@
 
 use std::sync::Arc;
 
-use proto::v1::{VncRequest, VncResponse, vnc_request::Message};
+use proto::v1::{
+    CreateVncTicketRequest, CreateVncTicketResponse, VncRequest, VncResponse, VncTicketKind,
+    vnc_request::Message,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::{
-        UnixStream,
-        unix::{OwnedReadHalf, OwnedWriteHalf},
-    },
+    net::unix::{OwnedReadHalf, OwnedWriteHalf},
     sync::mpsc,
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
-use crate::{failure::Failure, host::Host, paths::RuntimeDir};
+use crate::{
+    failure::Failure,
+    host::Host,
+    screen::{
+        self,
+        ticket::{Form, LIFE, Ticket},
+        web,
+    },
+    text,
+};
 
 /// The stream to the client.
 pub type Stream = ReceiverStream<Result<VncResponse, Status>>;
@@ -44,23 +53,7 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<VncRequest>) -> Result<S
         .table
         .get(&open.name)
         .ok_or_else(|| Failure::no_vm(&open.name))?;
-    let runtime = RuntimeDir::of(&host.config, entry.uid);
-    let connection = UnixStream::connect(runtime.vnc(open.view_only))
-        .await
-        .map_err(|_| {
-            let vm = entry.state.borrow();
-            let runs = vm.status.as_ref().is_some_and(|status| status.instance.is_some());
-            let wants = vm.spec.as_ref().is_some_and(|spec| spec.display.is_some());
-            let (reason, message) = match (runs, wants) {
-                (true, true) => ("NO_SCREEN", "this run of the VM has no screen: restart it"),
-                (_, false) => (
-                    "NO_SCREEN",
-                    "the VM has no screen: give it a `display` and restart it",
-                ),
-                (false, true) => ("NOT_RUNNING", "the VM is not running: start it first"),
-            };
-            Failure::precondition(reason, message)
-        })?;
+    let connection = screen::connect(&host, &entry, open.view_only).await?;
     let (sender, receiver) = mpsc::channel(READY);
     tokio::spawn(async move {
         let (reader, writer) = connection.into_split();
@@ -76,6 +69,50 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<VncRequest>) -> Result<S
         }
     });
     Ok(ReceiverStream::new(receiver))
+}
+
+/// Makes a ticket for who is called `who`.
+pub fn ticket(
+    host: &Host,
+    request: &CreateVncTicketRequest,
+    who: String,
+) -> Result<CreateVncTicketResponse, Failure> {
+    let entry = host
+        .table
+        .get(&request.name)
+        .ok_or_else(|| Failure::no_vm(&request.name))?;
+    let (form, configured, address) = match VncTicketKind::try_from(request.kind) {
+        Ok(VncTicketKind::Unspecified | VncTicketKind::Password) => {
+            (Form::Password, "vnc", &host.screens.vnc)
+        }
+        Ok(VncTicketKind::Web) => (Form::Token, "web", &host.screens.web),
+        Err(_) => return Err(Failure::field("kind", "is none that this vmmd knows")),
+    };
+    let address = address.get().ok_or_else(|| {
+        let message = format!(
+            "this node does not serve screens that way: set `{configured}` in `[screen]` of its configuration"
+        );
+        Failure::precondition("NOT_SERVED", message)
+    })?;
+    screen::there(&entry)?;
+    let ticket = Ticket {
+        vm: entry.uid,
+        name: request.name.clone(),
+        view_only: request.view_only,
+        who,
+    };
+    let secret = host.screens.tickets.issue(form, ticket)?;
+    let life = u64::try_from(LIFE.as_millis()).unwrap_or(u64::MAX);
+    let (password, url) = match form {
+        Form::Password => (secret, String::new()),
+        Form::Token => (String::new(), web::url(address, &secret, request.view_only)),
+    };
+    Ok(CreateVncTicketResponse {
+        address: address.to_string(),
+        password,
+        url,
+        expire_time: text::timestamp(text::now_ms().saturating_add(life)),
+    })
 }
 
 /// Passes on what the client sends, until it or the `vmm` ends the connection.

@@ -38,6 +38,7 @@ mod resume;
 mod robustness;
 mod roles;
 mod roots;
+mod screen;
 mod snapshots;
 mod stats;
 mod supervision;

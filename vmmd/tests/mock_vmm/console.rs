@@ -48,3 +48,29 @@ pub fn serve_hvc(name: &str, listener: UnixListener) {
         }
     });
 }
+
+/// A screen that speaks RFB (RFC 6143, 7.1) as far as the security result; then it says what it is, and echoes.
+pub fn serve_screen(name: &str, listener: UnixListener) {
+    let name = name.to_owned();
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (mut stream, name) = (stream.unwrap(), name.clone());
+            thread::spawn(move || {
+                let mut shake = || {
+                    let (mut version, mut chosen) = ([0; 12], [0]);
+                    stream.write_all(b"RFB 003.008\n")?;
+                    stream.read_exact(&mut version)?;
+                    stream.write_all(&[1, 1])?;
+                    stream.read_exact(&mut chosen)?;
+                    stream.write_all(&[0; 4])?;
+                    stream.write_all(name.as_bytes())
+                };
+                let mut written = shake();
+                let mut buffer = [0; 4096];
+                while let (Ok(()), Ok(count @ 1..)) = (&written, stream.read(&mut buffer)) {
+                    written = stream.write_all(&buffer[..count]);
+                }
+            });
+        }
+    });
+}

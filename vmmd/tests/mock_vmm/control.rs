@@ -212,6 +212,14 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     if let Some(socket) = machine.console.as_ref().and_then(|console| console.socket) {
         console::serve_hvc(&wire.name, fds[socket.0].take().unwrap().into());
     }
+    if let Some(display) = &machine.display {
+        for (what, socket) in [("screen", display.vnc), ("view", display.vnc_view)] {
+            let socket = socket.map(|index| fds[index.0].take().unwrap());
+            if let Some(socket) = socket {
+                console::serve_screen(&format!("{what} of {}", wire.name), socket.into());
+            }
+        }
+    }
     let disks = wire.disks.iter().cloned();
     let disks: Vec<_> = disks.map(|disk| Plugged::new(disk, &mut fds)).collect();
     guest.disks().extend(disks);

@@ -1,0 +1,189 @@
+//! Ways to a screen beside the API: viewers with a password, browsers with a token.
+
+use std::{fs, time::Duration};
+
+use des::{
+    Des,
+    cipher::{Array, BlockCipherEncrypt, KeyInit},
+};
+use proto::v1::{self, VncTicketKind};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    time::timeout,
+};
+use tonic::{Code, Status};
+
+use crate::harness::{Daemon, refusal};
+
+const BOTH: &str = "[screen]\nvnc = '127.0.0.1:0'\nweb = '127.0.0.1:0'\nnovnc = '/usr/lib'\n";
+
+async fn with_screen(extra: &str) -> Daemon {
+    let daemon = Daemon::configured(extra).await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().display = Some(v1::DisplaySpec::default());
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    daemon
+}
+
+async fn ticket(
+    daemon: &Daemon,
+    kind: VncTicketKind,
+    view_only: bool,
+) -> Result<v1::CreateVncTicketResponse, Status> {
+    let request = v1::CreateVncTicketRequest {
+        name: "web".into(),
+        view_only,
+        kind: kind.into(),
+    };
+    Ok(daemon.client().create_vnc_ticket(request).await?.into_inner())
+}
+
+async fn read(stream: &mut TcpStream, length: usize) -> Vec<u8> {
+    let mut bytes = vec![0; length];
+    let read = timeout(Duration::from_secs(20), stream.read_exact(&mut bytes));
+    read.await.expect("in time").expect("as many bytes");
+    bytes
+}
+
+async fn to_the_end(mut stream: TcpStream) -> String {
+    let mut bytes = Vec::new();
+    let read = timeout(Duration::from_secs(20), stream.read_to_end(&mut bytes));
+    read.await.expect("in time").expect("an end");
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// A viewer that shows `password`; the result of its authentication (RFC 6143, 7.1.3) and the connection.
+async fn viewer(address: &str, version: &[u8; 12], password: &str) -> (u32, TcpStream) {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    assert_eq!(read(&mut stream, 12).await, b"RFB 003.008\n");
+    stream.write_all(version).await.unwrap();
+    if version == b"RFB 003.003\n" {
+        assert_eq!(read(&mut stream, 4).await, [0, 0, 0, 2]);
+    } else {
+        assert_eq!(read(&mut stream, 2).await, [1, 2]);
+        stream.write_all(&[2]).await.unwrap();
+    }
+    let mut key = [0; 8];
+    for (place, byte) in key.iter_mut().zip(password.bytes()) {
+        *place = byte.reverse_bits();
+    }
+    let cipher = Des::new(&Array(key));
+    let challenge = read(&mut stream, 16).await;
+    for half in challenge.chunks_exact(8) {
+        let mut block = Array(<[u8; 8]>::try_from(half).unwrap());
+        cipher.encrypt_block(&mut block);
+        stream.write_all(&block).await.unwrap();
+    }
+    let result = read(&mut stream, 4).await;
+    (u32::from_be_bytes(result.try_into().unwrap()), stream)
+}
+
+#[tokio::test]
+async fn a_password_opens_the_screen_of_its_vm_once() {
+    let daemon = with_screen(BOTH).await;
+    let way = ticket(&daemon, VncTicketKind::Password, false).await.unwrap();
+    assert_eq!((way.password.len(), way.url.as_str()), (8, ""));
+    let bound = fs::read_to_string(daemon.path("run/vnc.addr")).unwrap();
+    assert_eq!(bound.trim(), way.address);
+    let (result, mut stream) = viewer(&way.address, b"RFB 003.008\n", &way.password).await;
+    assert_eq!(result, 0);
+    assert_eq!(read(&mut stream, 13).await, b"screen of web");
+    stream.write_all(b"and back").await.unwrap();
+    assert_eq!(read(&mut stream, 8).await, b"and back");
+
+    let (result, stream) = viewer(&way.address, b"RFB 003.008\n", &way.password).await;
+    assert_eq!(result, 1);
+    let reason = to_the_end(stream).await;
+    assert!(reason.contains("ask vmmd for another one"), "{reason}");
+    // An older version has no reason.
+    let (result, stream) = viewer(&way.address, b"RFB 003.007\n", "guessed!").await;
+    assert_eq!((result, to_the_end(stream).await), (1, String::new()));
+
+    let way = ticket(&daemon, VncTicketKind::Password, true).await.unwrap();
+    let (result, mut stream) = viewer(&way.address, b"RFB 003.003\n", &way.password).await;
+    assert_eq!(result, 0);
+    assert_eq!(read(&mut stream, 11).await, b"view of web");
+}
+
+/// What comes back for a request.
+async fn http(address: &str, path: &str, headers: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\n{headers}\r\n");
+    stream.write_all(request.as_bytes()).await.unwrap();
+    stream
+}
+
+#[tokio::test]
+async fn a_browser_gets_the_page_and_with_its_token_the_screen_once() {
+    const UPGRADE: &str = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\
+                           Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Protocol: binary\r\n";
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("vnc.html"), "<p>the page").unwrap();
+    let config = BOTH.replace("/usr/lib", folder.path().to_str().unwrap());
+    let daemon = with_screen(&config).await;
+    let way = ticket(&daemon, VncTicketKind::Web, false).await.unwrap();
+    let (page, token) = way.url.split_once("path=websockify%3Ftoken%3D").unwrap();
+    assert_eq!(page, format!("http://{}/vnc.html?autoconnect=true&", way.address));
+    let close = "Connection: close\r\n";
+    let answer = to_the_end(http(&way.address, "/vnc.html?autoconnect=true", close).await).await;
+    assert!(
+        answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("<p>the page"),
+        "{answer}"
+    );
+    assert!(
+        answer.contains("content-type: text/html; charset=utf-8"),
+        "{answer}"
+    );
+    for path in ["/../config.toml", "/nothing.js", "/"] {
+        let answer = to_the_end(http(&way.address, path, close).await).await;
+        assert!(answer.starts_with("HTTP/1.1 404"), "{path}: {answer}");
+    }
+
+    let socket = format!("/websockify?token={token}");
+    let mut stream = http(&way.address, &socket, UPGRADE).await;
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.extend(read(&mut stream, 1).await);
+    }
+    let head = String::from_utf8(head).unwrap().to_lowercase();
+    assert!(
+        head.starts_with("http/1.1 101") && head.contains("sec-websocket-protocol: binary"),
+        "{head}"
+    );
+    // A frame (RFC 6455, 5.2): final, binary, 12 bytes.
+    assert_eq!(read(&mut stream, 2).await, [0x82, 12]);
+    assert_eq!(read(&mut stream, 12).await, b"RFB 003.008\n");
+    // To the screen, with a mask of zeroes.
+    stream.write_all(b"\x82\x8c\0\0\0\0RFB 003.008\n").await.unwrap();
+    assert_eq!(read(&mut stream, 4).await, [0x82, 2, 1, 1]);
+
+    for path in [socket.as_str(), "/websockify", "/websockify?token="] {
+        let upgrade = format!("{UPGRADE}\r\n");
+        let mut answer = http(&way.address, path, &upgrade).await;
+        assert_eq!(read(&mut answer, 12).await, b"HTTP/1.1 403", "{path}");
+    }
+}
+
+#[tokio::test]
+async fn who_can_not_be_served_is_told_what_to_do() {
+    let daemon = with_screen("").await;
+    let refused = ticket(&daemon, VncTicketKind::Web, false).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NOT_SERVED".into()));
+    assert!(
+        refused.message().contains("`web` in `[screen]`"),
+        "{}",
+        refused.message()
+    );
+
+    let daemon = Daemon::configured(BOTH).await;
+    daemon.run("web", "").await;
+    let refused = ticket(&daemon, VncTicketKind::Web, false).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NO_SCREEN".into()));
+    assert!(
+        refused.message().contains("give it a `display`"),
+        "{}",
+        refused.message()
+    );
+}
