@@ -35,6 +35,9 @@ pub trait Keyboard: Send + Sync {
     fn is_listening(&self) -> bool;
     /// A key went down, or up.
     fn key(&self, key: Key, down: bool);
+    /// The client repeats a key that is down. Only keyboards that repeat by themselves in hardware have to do something: for others
+    /// guests repeat.
+    fn repeat(&self, _key: Key) {}
 }
 
 /// A pointer of the guest with absolute coordinates. Its methods are called with the hub's lock held and must not block.
@@ -150,6 +153,14 @@ impl Hub {
         inner.held.insert(key, (1, keyboard));
         if let Some(keyboard) = inner.keyboards.get(keyboard) {
             keyboard.key(key, true);
+        }
+    }
+
+    fn repeat(&self, key: Key) {
+        let inner = self.lock();
+        let told = inner.held.get(&key).map(|(_, keyboard)| *keyboard);
+        if let Some(keyboard) = told.and_then(|keyboard| inner.keyboards.get(keyboard)) {
+            keyboard.repeat(key);
         }
     }
 

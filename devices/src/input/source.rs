@@ -68,9 +68,8 @@ impl Source {
             self.release(|held| held.keysym.is_some_and(|held| other(held).is_some_and(same)));
             return;
         }
-        if self.held.iter().any(|held| held.keysym == Some(keysym)) {
-            // The client repeats a key that is held; the guest repeats by itself.
-            return;
+        if let Some(held) = self.held.iter().find(|held| held.keysym == Some(keysym)) {
+            return self.hub.repeat(held.key);
         }
         if let Some(stroke) = self.hub.layout().keysym(keysym) {
             self.stroke(stroke, Some(keysym));
@@ -156,7 +155,10 @@ impl Source {
     }
 
     fn press(&mut self, key: Key, keysym: Option<u32>) {
-        if self.holds(key) || self.held.len() >= MAX_HELD {
+        if self.holds(key) {
+            return self.hub.repeat(key);
+        }
+        if self.held.len() >= MAX_HELD {
             return;
         }
         self.held.push(Held { key, keysym });

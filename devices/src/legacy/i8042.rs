@@ -309,6 +309,14 @@ impl Keyboard for Handle {
         }
         controller.interrupt();
     }
+
+    fn repeat(&self, key: Key) {
+        let mut controller = lock(&self.0);
+        if let Some(plugged) = &mut controller.plugged {
+            plugged.keyboard.repeat(key);
+        }
+        controller.interrupt();
+    }
 }
 
 /// Whether the byte that is next written to the data port belongs to `command`.

@@ -1,7 +1,7 @@
 //! The keyboard behind the controller: an AT keyboard with scan code set 2 (IBM PS/2 Hardware Interface Technical Reference,
 //! "Keyboards (101- and 102-Key)"), for guests that have no driver for a better one.
 //!
-//! It does not repeat keys that are held.
+//! It repeats a key that is held when the client that holds it does, and not by itself.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -99,6 +99,17 @@ impl AtKeyboard {
         let releases = self.down.len().saturating_add(2).saturating_mul(LONGEST);
         let room = self.queue.len().saturating_add(releases) <= CAPACITY;
         if self.scanning && room && self.down.insert(key) {
+            self.queue.extend(extended.then_some(EXTENDED));
+            self.queue.push_back(code);
+        }
+    }
+
+    /// A key that is down is repeated: its code is sent once more, as a real keyboard does while a key is held.
+    pub fn repeat(&mut self, key: Key) {
+        let Some((code, extended)) = code(key) else { return };
+        let releases = self.down.len().saturating_add(1).saturating_mul(LONGEST);
+        let room = self.queue.len().saturating_add(releases) <= CAPACITY;
+        if self.scanning && room && self.down.contains(&key) {
             self.queue.extend(extended.then_some(EXTENDED));
             self.queue.push_back(code);
         }
@@ -252,6 +263,26 @@ mod tests {
             };
             assert_eq!(all(&mut keyboard, translate), wanted);
         }
+    }
+
+    #[test]
+    fn a_key_that_is_held_is_repeated_and_never_so_often_that_its_release_is_lost() {
+        let mut keyboard = enabled();
+        keyboard.repeat(Key::ENTER);
+        keyboard.key(Key::ENTER, true);
+        keyboard.repeat(Key::ENTER);
+        keyboard.repeat(Key::RIGHT_ALT);
+        assert_eq!(all(&mut keyboard, false), [0x5a, 0x5a]);
+        for _ in 0..CAPACITY * 2 {
+            keyboard.repeat(Key::ENTER);
+        }
+        keyboard.key(Key::ENTER, false);
+        let sent = all(&mut keyboard, false);
+        assert!(
+            sent.len() <= CAPACITY && sent.ends_with(&[0x5a, 0xf0, 0x5a]),
+            "{}",
+            sent.len()
+        );
     }
 
     #[test]
