@@ -27,8 +27,8 @@ pub use self::show::{Describe, DescribeWhat, FORMAT, Get, GetVm, GetWhat, HELP, 
 pub use self::targets::{Targets, Timeout, Yes};
 pub use self::value::{Label, Selector, age, disk_name, duration, operation_id, size, vm_name};
 pub use self::verbs::{
-    Act, Console, Delete, DeleteDisk, DeleteVm, DeleteWhat, DiskNames, Ending, Names, Restart, Screenshot,
-    SendKey, Start, Stop, Type, Vnc,
+    Act, Console, Delete, DeleteDisk, DeleteVm, DeleteWhat, DiskNames, Ending, Names, PortForward, Restart,
+    Screenshot, SendKey, Start, Stop, Type, Vnc,
 };
 pub use crate::output::format::Output;
 
@@ -216,6 +216,8 @@ pub enum Command {
     Console(Console),
     /// Show the screen of a VM in a VNC viewer, or let viewers connect.
     Vnc(Vnc),
+    /// Make ports of this machine lead to ports of a VM in a network of its node, through vmmd.
+    PortForward(PortForward),
     /// Write a picture of the screen of a VM to a PNG file.
     Screenshot(Screenshot),
     /// Press keys on the keyboard of a VM.

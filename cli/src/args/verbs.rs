@@ -243,6 +243,59 @@ pub struct Vnc {
     pub view_only: bool,
 }
 
+/// `port-forward`.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl port-forward web 8080:80
+  vmmctl port-forward web 0.0.0.0:8443:443 5432
+  ssh -o ProxyCommand='vmmctl port-forward --stdio %h %p' root@web")]
+pub struct PortForward {
+    /// Name of the VM.
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub name: String,
+    /// Port of the guest, or [ADDRESS:]PORT:GUEST-PORT. The address is 127.0.0.1 when not given; port 0 takes a free one.
+    #[arg(required = true, value_name = "PORT")]
+    pub ports: Vec<Forward>,
+    /// NIC whose address is used; the first one that has an address in a network of the node when not given.
+    #[arg(long)]
+    pub nic: Option<String>,
+    /// Forward standard input and output, for one connection, instead of a port.
+    #[arg(long)]
+    pub stdio: bool,
+}
+
+/// A port of the guest, and where it is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Forward {
+    /// Address on this machine, when one is given.
+    pub listen: Option<SocketAddr>,
+    /// Port of the guest.
+    pub port: u16,
+}
+
+impl std::str::FromStr for Forward {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (listen, port) = match text.rsplit_once(':') {
+            None => (None, text),
+            Some((listen, port)) => {
+                let wrong = "must be PORT:GUEST-PORT or ADDRESS:PORT:GUEST-PORT";
+                let local = |port| SocketAddr::from(([127, 0, 0, 1], port));
+                let address = listen.parse().map(local);
+                (
+                    Some(address.or_else(|_| listen.parse()).map_err(|_| wrong)?),
+                    port,
+                )
+            }
+        };
+        let port = port.parse().ok().filter(|port| *port != 0);
+        let port = port.ok_or("the port of the guest must be 1 to 65535")?;
+        Ok(Self { listen, port })
+    }
+}
+
 /// `screenshot`.
 #[derive(Debug, Args)]
 pub struct Screenshot {
@@ -275,4 +328,35 @@ pub struct Type {
     /// Press Enter behind it.
     #[arg(short, long)]
     pub enter: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_is_reached_where_it_is_said() {
+        let forward = |text: &str| {
+            text.parse::<Forward>()
+                .map(|forward| (forward.listen, forward.port))
+        };
+        assert_eq!(forward("80"), Ok((None, 80)));
+        assert_eq!(forward("8080:80"), Ok((Some(([127, 0, 0, 1], 8080).into()), 80)));
+        assert_eq!(forward("0.0.0.0:0:80"), Ok((Some(([0, 0, 0, 0], 0).into()), 80)));
+        assert_eq!(
+            forward("[::1]:8080:80"),
+            Ok((Some("[::1]:8080".parse().unwrap()), 80))
+        );
+        for wrong in [
+            "",
+            "0",
+            "8080:0",
+            "65536",
+            "host:1:80",
+            "::1:8080:80",
+            "1.2.3.4:80",
+        ] {
+            assert!(forward(wrong).is_err(), "{wrong}");
+        }
+    }
 }

@@ -26,6 +26,7 @@ mod node;
 mod operation;
 mod parallel;
 pub mod patch;
+mod port_forward;
 mod snapshot;
 mod top;
 mod update;
@@ -200,6 +201,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         }
         Command::Console(args) => console::run(client, &args).await.map_err(one),
         Command::Vnc(args) => screen::vnc(client, &args).await.map_err(one),
+        Command::PortForward(args) => port_forward::port_forward(client, &args).await.map_err(one),
         Command::Screenshot(args) => screen::screenshot(client, &args).await.map_err(one),
         Command::SendKey(args) => screen::send_key(client, &args).await.map_err(one),
         Command::Type(args) => screen::type_text(client, &args).await.map_err(one),

@@ -7,6 +7,7 @@ mod console;
 mod disks;
 mod node;
 mod observe;
+mod port_forward;
 mod screen;
 mod support;
 mod tls;

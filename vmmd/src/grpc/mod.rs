@@ -16,6 +16,7 @@ mod network;
 mod node;
 mod operation;
 mod period;
+mod port_forward;
 mod server;
 mod snapshot;
 mod socket;

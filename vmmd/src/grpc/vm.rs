@@ -10,7 +10,7 @@ use super::{
     ask::Asked,
     console, list, logs,
     period::{grace, period, timeout},
-    update, vnc, watch,
+    port_forward, update, vnc, watch,
 };
 use crate::{
     auth::Caller,
@@ -358,5 +358,16 @@ impl VmService for Vms {
     ) -> Result<Response<v1::CreateVncTicketResponse>, Status> {
         let who = who(&request);
         Ok(Response::new(vnc::ticket(&self.host, request.get_ref(), who)?))
+    }
+
+    type PortForwardStream = port_forward::Stream;
+
+    async fn port_forward(
+        &self,
+        request: Request<Streaming<v1::PortForwardRequest>>,
+    ) -> Result<Response<Self::PortForwardStream>, Status> {
+        Ok(Response::new(
+            port_forward::open(Arc::clone(&self.host), request.into_inner()).await?,
+        ))
     }
 }

@@ -9,9 +9,11 @@ use std::{
 
 use proto::v1::{
     self, NetworkMode, NicSpec, PublishedPort, network_service_client::NetworkServiceClient,
-    nic_spec::Attachment,
+    nic_spec::Attachment, port_forward_request::Message,
 };
-use tonic::{Code, Status, transport::Channel};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Status, Streaming, transport::Channel};
 
 use crate::{
     harness::{Daemon, PATIENCE, connect, refusal, status},
@@ -376,6 +378,105 @@ impl Drop for NameServer {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
+}
+
+/// Opens a port of a VM.
+async fn forward(
+    daemon: &Daemon,
+    vm: &str,
+    port: u32,
+) -> Result<
+    (
+        mpsc::Sender<v1::PortForwardRequest>,
+        Streaming<v1::PortForwardResponse>,
+    ),
+    Status,
+> {
+    let (sender, receiver) = mpsc::channel(4);
+    let open = v1::PortForwardOpen {
+        name: vm.into(),
+        port,
+        nic: String::new(),
+    };
+    sender.send(forwarded(Message::Open(open))).await.unwrap();
+    let output = daemon
+        .client()
+        .port_forward(ReceiverStream::new(receiver))
+        .await?;
+    Ok((sender, output.into_inner()))
+}
+
+fn forwarded(message: Message) -> v1::PortForwardRequest {
+    v1::PortForwardRequest {
+        message: Some(message),
+    }
+}
+
+#[tokio::test]
+async fn a_port_of_a_guest_is_reached_through_the_api() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let made = daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Isolated)
+        .await
+        .unwrap();
+    let bridge = made.status.unwrap().bridge;
+    daemon.start_in("a", nic("lan")).await.unwrap();
+    // The guest of a mock does not answer: one on another port of the bridge has its address.
+    let guest = Guest::on(&namespace, "guest", &bridge, "52:54:00:00:00:77");
+    guest.namespace.ip("addr add 10.80.0.2/24 dev eth0");
+    let refused = forward(&daemon, "a", 7000).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "PORT_UNREACHABLE".into())
+    );
+    // A server that says what it has read when there is no more to read.
+    let program = r#"
+import socket
+s = socket.create_server(('', 7000))
+print('ready', flush=True)
+c, _ = s.accept()
+had = b''
+while data := c.recv(65536):
+    had += data
+c.sendall(b'had ' + had)
+c.close()
+"#;
+    let mut server = Command::new("ip")
+        .args(["netns", "exec", &guest.namespace.0, "python3", "-c", program])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = String::new();
+    BufReader::new(server.stdout.take().unwrap())
+        .read_line(&mut said)
+        .unwrap();
+    let (sender, mut output) = forward(&daemon, "a", 7000).await.unwrap();
+    for part in ["GET", " /"] {
+        sender.send(forwarded(Message::Data(part.into()))).await.unwrap();
+    }
+    drop(sender);
+    let mut had = Vec::new();
+    while let Some(response) = output.message().await.unwrap() {
+        had.extend(response.data);
+    }
+    assert_eq!(had, b"had GET /");
+    assert!(server.wait().unwrap().success());
+
+    daemon.kill_vm("a").await.unwrap();
+    let refused = forward(&daemon, "a", 7000).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "NOT_RUNNING".into())
+    );
+    assert_eq!(
+        forward(&daemon, "a", 0).await.unwrap_err().code(),
+        Code::InvalidArgument
+    );
+    assert_eq!(
+        forward(&daemon, "nobody", 7000).await.unwrap_err().code(),
+        Code::NotFound
+    );
 }
 
 #[tokio::test]

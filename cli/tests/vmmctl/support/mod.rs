@@ -760,6 +760,26 @@ impl VmService for State {
             expire_time: None,
         }))
     }
+
+    type PortForwardStream = Events<v1::PortForwardResponse>;
+
+    /// Port 7 says what it is told (RFC 862); nothing listens at any other.
+    async fn port_forward(
+        &self,
+        request: Request<Streaming<v1::PortForwardRequest>>,
+    ) -> Answer<Self::PortForwardStream> {
+        use v1::port_forward_request::Message;
+        let mut input = request.into_inner();
+        match input.message().await?.and_then(|first| first.message) {
+            Some(Message::Open(open)) if open.port == 7 => {}
+            _ => return Err(Status::failed_precondition("nothing listens there")),
+        }
+        let echo = input.map(|request| match request?.message {
+            Some(Message::Data(data)) => Ok(v1::PortForwardResponse { data }),
+            _ => Err(Status::invalid_argument("opened twice")),
+        });
+        Ok(Response::new(Box::pin(echo)))
+    }
 }
 
 /// Whether the guest runs and its vmm answers: of the VM called `silent` nobody knows.

@@ -1,0 +1,170 @@
+//! `port-forward`: ports of this machine, or standard input and output, that lead to a port of a VM.
+
+use std::{io, net::SocketAddr};
+
+use proto::v1::{PortForwardOpen, PortForwardRequest, PortForwardResponse, port_forward_request::Message};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{
+        TcpListener, TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    signal::ctrl_c,
+    sync::mpsc,
+    task::JoinSet,
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+
+use crate::{
+    args::PortForward,
+    client::{Client, about_vm},
+    failure::{Code, Failure, Result},
+};
+
+/// Bytes of one message, at most 64 KiB by the API.
+const CHUNK: usize = 32 << 10;
+/// Messages that wait to be sent.
+const QUEUE: usize = 4;
+
+/// Forwards until ^C, or until the one connection over standard input and output has ended.
+pub async fn port_forward(client: &Client, args: &PortForward) -> Result<()> {
+    if args.stdio {
+        let port = match args.ports.as_slice() {
+            [forward] if forward.listen.is_none() => forward.port,
+            _ => return Err(Failure::new(Code::Usage, "--stdio takes one port of the guest")),
+        };
+        return over_stdio(open(client, args, port).await?).await;
+    }
+    let mut listeners = Vec::new();
+    for forward in &args.ports {
+        let address = forward.listen.unwrap_or(SocketAddr::new(LOCALHOST, forward.port));
+        let listener = TcpListener::bind(address).await;
+        let listener = listener.map_err(|error| failed(&format!("listening on {address}"), &error))?;
+        let address = listener
+            .local_addr()
+            .map_err(|error| failed("listening", &error))?;
+        println!("{address} leads to port {} of vm/{}", forward.port, args.name);
+        listeners.push((listener, forward.port));
+    }
+    let mut tasks = JoinSet::new();
+    for (listener, port) in listeners {
+        tasks.spawn(accept(client.clone(), args.clone(), listener, port));
+    }
+    tokio::select! {
+        ended = tasks.join_next() => match ended {
+            Some(Ok(failure)) => Err(failure),
+            _ => Err(Failure::new(Code::Other, "a listener has ended")),
+        },
+        _ = ctrl_c() => Ok(()),
+    }
+}
+
+/// Where a port of this machine is opened when no address is given.
+const LOCALHOST: std::net::IpAddr = std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
+/// Serves a port; why it can't any more.
+async fn accept(client: Client, args: PortForward, listener: TcpListener, port: u16) -> Failure {
+    loop {
+        let socket = match listener.accept().await {
+            Ok((socket, _)) => socket,
+            Err(error) => return failed("accepting a connection", &error),
+        };
+        let (client, args) = (client.clone(), args.clone());
+        tokio::spawn(async move {
+            match open(&client, &args, port).await {
+                Ok(connection) => serve(connection, socket).await,
+                Err(failure) => eprintln!("vmmctl: {failure}"),
+            }
+        });
+    }
+}
+
+/// A connection to a port of the VM.
+struct Connection {
+    requests: mpsc::Sender<PortForwardRequest>,
+    responses: Streaming<PortForwardResponse>,
+}
+
+async fn open(client: &Client, args: &PortForward, port: u16) -> Result<Connection> {
+    let (requests, queue) = mpsc::channel(QUEUE);
+    let open = PortForwardOpen {
+        name: args.name.clone(),
+        port: port.into(),
+        nic: args.nic.clone().unwrap_or_default(),
+    };
+    let first = PortForwardRequest {
+        message: Some(Message::Open(open)),
+    };
+    requests
+        .try_send(first)
+        .map_err(|error| Failure::new(Code::Other, error.to_string()))?;
+    let answer = client.vms.clone().port_forward(ReceiverStream::new(queue)).await;
+    let responses = answer
+        .map_err(|status| about_vm(status.into(), &args.name))?
+        .into_inner();
+    Ok(Connection { requests, responses })
+}
+
+fn data(bytes: &[u8]) -> PortForwardRequest {
+    PortForwardRequest {
+        message: Some(Message::Data(bytes.to_vec())),
+    }
+}
+
+async fn serve(connection: Connection, socket: TcpStream) {
+    let Connection {
+        requests,
+        mut responses,
+    } = connection;
+    let (reader, mut writer): (OwnedReadHalf, OwnedWriteHalf) = socket.into_split();
+    let sending = tokio::spawn(send(reader, requests));
+    while let Ok(Some(response)) = responses.message().await {
+        if writer.write_all(&response.data).await.is_err() {
+            break;
+        }
+    }
+    sending.abort();
+}
+
+/// Sends what is read; the end of it ends the requests, which the guest is told.
+async fn send(mut reader: OwnedReadHalf, requests: mpsc::Sender<PortForwardRequest>) {
+    let mut buffer = vec![0; CHUNK];
+    while let Ok(count) = reader.read(&mut buffer).await {
+        let bytes = buffer.get(..count).unwrap_or_default();
+        if count == 0 || requests.send(data(bytes)).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// For `ProxyCommand` of ssh: ends when the guest ends the connection.
+async fn over_stdio(connection: Connection) -> Result<()> {
+    let Connection {
+        requests,
+        mut responses,
+    } = connection;
+    // A thread of its own: a read of standard input can't be ended, and the program is not to wait for it.
+    std::thread::spawn(move || {
+        let mut buffer = vec![0; CHUNK];
+        while let Ok(count) = rustix::io::retry_on_intr(|| rustix::io::read(io::stdin(), &mut buffer)) {
+            let bytes = buffer.get(..count).unwrap_or_default();
+            if count == 0 || requests.blocking_send(data(bytes)).is_err() {
+                return;
+            }
+        }
+    });
+    while let Some(response) = responses.message().await? {
+        let mut rest = response.data.as_slice();
+        while !rest.is_empty() {
+            let count = rustix::io::retry_on_intr(|| rustix::io::write(io::stdout(), rest));
+            let count = count.map_err(|errno| failed("writing", &errno.into()))?;
+            rest = rest.get(count..).unwrap_or_default();
+        }
+    }
+    Ok(())
+}
+
+fn failed(what: &str, error: &io::Error) -> Failure {
+    Failure::new(Code::Other, format!("{what}: {error}"))
+}
