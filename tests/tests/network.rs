@@ -1,0 +1,165 @@
+//! Networks that the node makes: addresses, names of nobody else's business, the outside, and what is repaired.
+
+use serde_json::{Value, json};
+use vmmd_tests::Case;
+use vmmd_tests::node::Kernel;
+use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
+
+/// How long something in the network may take in a slow node.
+const PATIENCE: u64 = 60;
+
+/// A network of the node, and a namespace that stands for the world; both are removed when it is dropped.
+struct Place<'case> {
+    case: &'case Case,
+    networks: Vec<&'static str>,
+}
+
+impl<'case> Place<'case> {
+    fn new(case: &'case Case) -> Self {
+        let node = case.node();
+        // A link to the world: the node is 198.51.100.1, the world 198.51.100.2, which knows no other way back (RFC 5737).
+        node.sh(
+            "ip netns add world && ip link add world0 type veth peer name eth0 netns world && \
+             ip addr add 198.51.100.1/24 dev world0 && ip link set world0 up && \
+             ip -n world addr add 198.51.100.2/24 dev eth0 && ip -n world link set eth0 up && ip -n world link set lo up",
+        )
+        .expect("the world");
+        Self {
+            case,
+            networks: Vec::new(),
+        }
+    }
+
+    fn network(&mut self, name: &'static str, more: &str) -> Value {
+        self.networks.push(name);
+        let node = self.case.node();
+        node.sh(&format!("vmmctl network create {name} {more}"))
+            .expect("make a network");
+        self.describe(name)
+    }
+
+    fn describe(&self, name: &str) -> Value {
+        let all = self.case.node().sh("vmmctl network ls --json").expect("networks");
+        let all: Vec<Value> = serde_json::from_str(&all).expect("JSON");
+        let is = |network: &Value| network["metadata"]["name"] == name;
+        all.into_iter().find(is).expect("the network")
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        for network in &self.networks {
+            let _ = self.case.node().ssh(&format!("vmmctl network rm {network}"));
+        }
+        let _ = self.case.node().ssh("ip netns del world; ip link del world0");
+    }
+}
+
+fn guest<'case>(case: &'case Case, suffix: &str, nic: &Value) -> (Vm<'case>, Console, String) {
+    let spec = VmSpec::busybox(Kernel::Cloud612).set("/nics", json!([nic]));
+    let vm = Vm::start(case, suffix, &spec).expect("start");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    console
+        .run(
+            "ip link set eth0 up && udhcpc -i eth0 -s /lib/udhcpc -n -q -t 20 -T 2",
+            PATIENCE,
+        )
+        .expect("an address by DHCP");
+    let address = vm.field("/status/nics/0/addresses/0").expect("the status has it");
+    let shown = console.run("ip addr show dev eth0", PATIENCE).expect("addresses");
+    assert!(shown.contains(&format!("inet {address}/")), "{address}: {shown}");
+    (vm, console, address)
+}
+
+#[test]
+fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports_only() {
+    let case = Case::new("network").expect("node");
+    let node = case.node();
+    let mut place = Place::new(&case);
+    let lan = place.network("lan", "--cidr 10.80.0.0/24");
+    let apart = place.network("apart", "--cidr 10.81.0.0/24");
+    let bridge = lan["status"]["bridge"].as_str().expect("a bridge").to_owned();
+    assert_ne!(lan["status"]["bridge"], apart["status"]["bridge"]);
+
+    let published = json!([{"protocol": "PORT_PROTOCOL_TCP", "nodePort": 18080, "guestPort": 80}]);
+    let (web, mut web_console, web_address) = guest(
+        &case,
+        "-web",
+        &json!({"name": "eth0", "network": "lan", "publishedPorts": published}),
+    );
+    let (_db, mut db_console, db_address) = guest(&case, "-db", &json!({"name": "eth0", "network": "lan"}));
+    let (_other, mut other_console, other_address) =
+        guest(&case, "-other", &json!({"name": "eth0", "network": "apart"}));
+    assert_ne!(web_address, db_address);
+
+    // In one network they reach each other, in two they do not.
+    let ping = |console: &mut Console, address: &str| {
+        let command = format!("ping -c 3 -W 5 {address} > /dev/null && echo reached || echo lost");
+        console.run(&command, PATIENCE).expect("ping").trim().to_owned()
+    };
+    assert_eq!(ping(&mut db_console, &web_address), "reached");
+    assert_eq!(ping(&mut other_console, &web_address), "lost");
+    assert_eq!(ping(&mut web_console, &other_address), "lost");
+    assert_eq!(
+        ping(&mut other_console, "10.80.0.1"),
+        "lost",
+        "the gateway of a network of others"
+    );
+
+    // The outside is reached, with the node's address; guests are not reached from there.
+    assert_eq!(ping(&mut web_console, "198.51.100.2"), "reached");
+    assert_eq!(ping(&mut other_console, "198.51.100.2"), "reached");
+    node.sh("ip -n world route add 10.80.0.0/15 via 198.51.100.1")
+        .expect("a way to the guests");
+    let from_world = format!("ip netns exec world ping -c 2 -W 3 {web_address}");
+    assert!(node.sh(&from_world).is_err(), "a guest is reached from outside");
+    node.sh("ip -n world route del 10.80.0.0/15")
+        .expect("no way to the guests");
+
+    // A published port is reached from outside and from the node.
+    web_console
+        .run(
+            "(while :; do echo published | nc -l -p 80; done) > /dev/null 2>&1 & true",
+            PATIENCE,
+        )
+        .expect("listen");
+    web_console
+        .run(
+            "until busybox netstat -lnt | grep -q :80; do usleep 100000; done",
+            PATIENCE,
+        )
+        .expect("it listens");
+    let fetch = "timeout 20 bash -c 'exec 3<>/dev/tcp/198.51.100.1/18080; head -n 1 <&3'";
+    let outside = node
+        .sh(&format!("ip netns exec world {fetch}"))
+        .expect("the published port");
+    assert_eq!(outside.trim(), "published");
+    web_console
+        .run(
+            "until busybox netstat -lnt | grep -q :80; do usleep 100000; done",
+            PATIENCE,
+        )
+        .expect("it listens again");
+    assert_eq!(node.sh(fetch).expect("from the node").trim(), "published");
+
+    // What others take away is repaired, and what is theirs stays.
+    node.sh("nft flush ruleset && nft add table inet theirs")
+        .expect("flush");
+    node.sh(&format!("ip link del {bridge}"))
+        .expect("delete the bridge");
+    node.sh("systemctl kill --kill-whom=main -s KILL vmmd.service")
+        .expect("kill the daemon");
+    node.sh("timeout 60 sh -c 'until nft list ruleset | grep -q masquerade; do sleep 0.2; done'")
+        .expect("the rules are back");
+    let rules = node.sh("nft list ruleset").expect("rules");
+    assert!(rules.contains("table inet theirs"), "{rules}");
+    node.sh(&format!("ip addr show dev {bridge} | grep -q 10.80.0.1/24"))
+        .expect("the bridge is back");
+    node.sh("nft delete table inet theirs").expect("clean up");
+    for console in [&mut web_console, &mut other_console] {
+        assert_eq!(ping(console, "198.51.100.2"), "reached", "by NAT again");
+    }
+    let addresses = web.field("/status/nics/0/addresses/0").expect("the status");
+    assert_eq!(addresses, web_address);
+}
