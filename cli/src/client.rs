@@ -12,9 +12,9 @@ use std::{
 
 use proto::v1::{
     self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
-    network_service_client::NetworkServiceClient, node_service_client::NodeServiceClient,
-    operation_service_client::OperationServiceClient, snapshot_service_client::SnapshotServiceClient,
-    vm_service_client::VmServiceClient,
+    migration_service_client::MigrationServiceClient, network_service_client::NetworkServiceClient,
+    node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
+    snapshot_service_client::SnapshotServiceClient, vm_service_client::VmServiceClient,
 };
 use tonic::transport::Channel;
 
@@ -40,6 +40,8 @@ pub struct Client {
     pub snapshots: SnapshotServiceClient<Channel>,
     /// Its networks.
     pub networks: NetworkServiceClient<Channel>,
+    /// Moves its VMs to other nodes.
+    pub migrations: MigrationServiceClient<Channel>,
     /// Its node.
     pub nodes: NodeServiceClient<Channel>,
     /// What has happened on it.
@@ -64,6 +66,7 @@ impl Client {
             disks: DiskServiceClient::new(channel.clone()),
             snapshots: SnapshotServiceClient::new(channel.clone()),
             networks: NetworkServiceClient::new(channel.clone()),
+            migrations: MigrationServiceClient::new(channel.clone()),
             nodes: NodeServiceClient::new(channel.clone()),
             events: EventServiceClient::new(channel.clone()),
             operations: OperationServiceClient::new(channel),

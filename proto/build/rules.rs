@@ -50,6 +50,9 @@ pub fn generate(pool: &DescriptorPool) -> Result<String, String> {
     ))
 }
 
+/// The service for daemons alone.
+const PEERS: &str = "PeerService";
+
 /// An option of one method, as the generated table says it.
 struct Rule {
     role: String,
@@ -91,8 +94,8 @@ impl Rule {
         if found.kind.is_empty() && !found.name.is_empty() {
             return Err("has a `name_field` without a `kind`".into());
         }
-        if found.peers && change {
-            return Err("lets peers change something".into());
+        if found.peers && change && method.parent_service().name() != PEERS {
+            return Err("lets peers change something, which only a method of PeerService may".into());
         }
         let mask = request.get_field_by_name("update_mask").map(|field| field.kind());
         let is_mask = |kind: &Kind| match kind {

@@ -11,6 +11,7 @@ use crate::{
     event::Events,
     failure::Failure,
     ledger::Ledger,
+    migration::Peers,
     network::{Links, Networks},
     node,
     operation::Operations,
@@ -56,6 +57,8 @@ pub struct Host {
     pub disks: Registry,
     /// Snapshots of VMs.
     pub snapshots: snapshot::Registry,
+    /// How other nodes are reached.
+    pub peers: Peers,
     /// Requests with an id.
     pub requests: Requests,
     /// Where what happens is told.

@@ -19,6 +19,7 @@ mod init_certs;
 mod ledger;
 mod lock;
 mod metrics;
+mod migration;
 mod network;
 mod node;
 mod operation;
@@ -171,6 +172,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         networks: Networks::default(),
         consoles: Arc::default(),
         screens: screen::Screens::default(),
+        peers: migration::Peers::new(config.tcp.clone()),
         requests: request::Requests::default(),
         logs: vm::LogGuard::start(events.clone()).context("watch the logs of VMs")?,
         events,

@@ -9,6 +9,7 @@ use crate::command::{diff::Diff, label, patch::Patch, wait::Wait};
 mod create;
 pub mod disk;
 pub mod memory;
+pub mod migration;
 pub mod network;
 pub mod nic;
 pub mod node;
@@ -212,6 +213,8 @@ pub enum Command {
     Restore(snapshot::Restore),
     /// Create VMs from a snapshot; they share the memory that none of them changes.
     Clone(snapshot::Clone),
+    /// Move a running VM to another node.
+    Migrate(migration::Migrate),
     /// Attach the terminal to a VM's serial console; ^] leaves.
     Console(Console),
     /// Show the screen of a VM in a VNC viewer, or let viewers connect.

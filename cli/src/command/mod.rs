@@ -19,6 +19,7 @@ mod interrupt;
 pub mod label;
 mod logs;
 mod memory;
+mod migration;
 mod network;
 mod nic;
 mod nic_spec;
@@ -218,6 +219,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
             let client = client.with_timeout(args.timeout.timeout);
             snapshot::clone(&client, &args).await
         }
+        Command::Migrate(args) => migration::run(client, args).await.map_err(one),
         Command::Version { .. } => version(Some(client)).await.map_err(one),
         // Done before, or in `run`, without a daemon or before it is asked.
         Command::Start(_)

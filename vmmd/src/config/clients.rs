@@ -23,6 +23,13 @@ pub struct Tcp {
     /// Lists of certificates that were revoked by these CAs (CRLs, RFC 5280). Default: none.
     #[serde(default)]
     pub revoked: Option<PathBuf>,
+    /// This node's certificate for calling the daemons of other nodes, with the role `peer`; VMs are migrated with it. Theirs must be of
+    /// `client_ca`. Default: none, VMs can't be migrated from here.
+    #[serde(default)]
+    pub peer_certificate: Option<PathBuf>,
+    /// Its key. Default: none.
+    #[serde(default)]
+    pub peer_key: Option<PathBuf>,
 }
 
 impl Tcp {

@@ -20,9 +20,9 @@ use std::{
 
 use proto::{
     vmm::{
-        DiskStats, Error as RemoteError, ErrorKind, Event, GetDiskStats, GetMachineStats, Hello, HelloReply,
-        MachineStats, Message, Request, Response, Save, SaveReply, Status, message::Kind, request::Op,
-        response::Result as Outcome,
+        self, DiskStats, Error as RemoteError, ErrorKind, Event, GetDiskStats, GetMachineStats, Hello,
+        HelloReply, MachineStats, Message, Request, Response, Save, SaveReply, SendReply, Status,
+        message::Kind, request::Op, response::Result as Outcome,
     },
     wire,
 };
@@ -229,6 +229,20 @@ impl Client {
         match self.call(Op::Save(save), &[file.as_fd()]).await? {
             Outcome::Saved(reply) => Ok(reply),
             _ => Err(Error::Unexpected("something else than what it has saved")),
+        }
+    }
+
+    /// Has the machine sent over `socket`; takes as long as that takes. It stays paused then.
+    pub async fn send_machine(&self, socket: OwnedFd, downtime: Duration) -> Result<SendReply, Error> {
+        let send = vmm::Send {
+            socket_fd: 0,
+            downtime_ms: u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX),
+        };
+        let call = self.call(Op::Send(send), &[socket.as_fd()]).await;
+        drop(socket);
+        match call? {
+            Outcome::Sent(reply) => Ok(reply),
+            _ => Err(Error::Unexpected("something else than what it has sent")),
         }
     }
 

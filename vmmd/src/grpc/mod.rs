@@ -12,6 +12,7 @@ mod filter;
 mod list;
 mod logs;
 mod mask;
+mod migration;
 mod network;
 mod node;
 mod operation;

@@ -4,8 +4,9 @@ use std::{io, sync::Arc, time::Duration};
 
 use proto::v1::{
     disk_service_server::DiskServiceServer, event_service_server::EventServiceServer,
-    network_service_server::NetworkServiceServer, node_service_server::NodeServiceServer,
-    operation_service_server::OperationServiceServer, snapshot_service_server::SnapshotServiceServer,
+    migration_service_server::MigrationServiceServer, network_service_server::NetworkServiceServer,
+    node_service_server::NodeServiceServer, operation_service_server::OperationServiceServer,
+    peer_service_server::PeerServiceServer, snapshot_service_server::SnapshotServiceServer,
     vm_service_server::VmServiceServer,
 };
 use tokio::{
@@ -22,6 +23,7 @@ use super::{
     connection::Connection,
     disk::Disks,
     event::EventLog,
+    migration::Migrations,
     network::Networks,
     node::Nodes,
     operation::Operations,
@@ -69,6 +71,8 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
     reporter.set_serving::<OperationServiceServer<Operations>>().await;
     reporter.set_serving::<EventServiceServer<EventLog>>().await;
     reporter.set_serving::<SnapshotServiceServer<Snapshots>>().await;
+    reporter.set_serving::<MigrationServiceServer<Migrations>>().await;
+    reporter.set_serving::<PeerServiceServer<Migrations>>().await;
     let store = host.store.clone();
     tokio::spawn(service::pulse(store, async move |works| {
         let status = if works {
@@ -86,6 +90,8 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
             OperationServiceServer::<Operations>::NAME,
             EventServiceServer::<EventLog>::NAME,
             SnapshotServiceServer::<Snapshots>::NAME,
+            MigrationServiceServer::<Migrations>::NAME,
+            PeerServiceServer::<Migrations>::NAME,
         ] {
             reporter.set_service_status(name, status).await;
         }
@@ -109,6 +115,10 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
         .add_service(
             SnapshotServiceServer::new(Snapshots::new(host())).max_decoding_message_size(MAX_REQUEST),
         )
+        .add_service(
+            MigrationServiceServer::new(Migrations::new(host())).max_decoding_message_size(MAX_REQUEST),
+        )
+        .add_service(PeerServiceServer::new(Migrations::new(host())).max_decoding_message_size(MAX_REQUEST))
         .add_service(NodeServiceServer::new(Nodes::new(host())).max_decoding_message_size(MAX_REQUEST)))
 }
 

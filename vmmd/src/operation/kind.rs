@@ -11,6 +11,8 @@ pub enum Type {
     VmRestart,
     /// A VM is deleted.
     VmDelete,
+    /// A VM is moved to another node.
+    VmMigrate,
     /// A disk is made.
     DiskCreate,
     /// A disk is made larger.
@@ -23,11 +25,12 @@ pub enum Type {
 
 impl Type {
     /// All of them.
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::VmStart,
         Self::VmStop,
         Self::VmRestart,
         Self::VmDelete,
+        Self::VmMigrate,
         Self::DiskCreate,
         Self::DiskResize,
         Self::SnapshotCreate,
@@ -41,6 +44,7 @@ impl Type {
             Self::VmStop => "vm.stop",
             Self::VmRestart => "vm.restart",
             Self::VmDelete => "vm.delete",
+            Self::VmMigrate => "vm.migrate",
             Self::DiskCreate => "disk.create",
             Self::DiskResize => "disk.resize",
             Self::SnapshotCreate => "snapshot.create",
@@ -68,6 +72,6 @@ mod tests {
             assert!(file.contains(&format!("\"{}\"", known.name())), "{known:?}");
             assert_eq!(Type::parse(known.name()), Some(known));
         }
-        assert_eq!(Type::parse("vm.migrate"), None);
+        assert_eq!(Type::parse("vm.paint"), None);
     }
 }

@@ -35,6 +35,7 @@
 //! | RestoreVm | a run that the request began, and that goes on, is the answer; a VM with the mark is started again; else carried out again |
 //! | CreateNetwork | a network with the mark is the answer |
 //! | DeleteNetwork | the answer is written together with the beginning of the deletion: answered |
+//! | MigrateVm | carried out again: one that goes on, or waits for the other node, is refused, and a VM that has gone is not found |
 //! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
 
 mod answer;

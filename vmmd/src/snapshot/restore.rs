@@ -207,6 +207,7 @@ async fn start(
     let restore = Restore {
         file: Arc::new(file.into()),
         on_demand,
+        stream: false,
         bytes: record.size_bytes,
         machine: (machine == Machine::OfSnapshot).then(|| {
             let (spec, hardware) = (record.vm_spec.clone(), record.vm_hardware.clone());

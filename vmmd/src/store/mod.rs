@@ -41,9 +41,9 @@ pub use history::{
 pub use migration::SCHEMA;
 pub use operation::OperationRecord;
 pub use record::{
-    ConditionRecord, DiskRecord, DiskSource, DiskStage, FileRecord, Hardware, InstanceRecord, Intent,
-    LeaseRecord, NetworkRecord, NicHardware, NodeRecord, PortRecord, RestartRecord, SnapshotDisk,
-    SnapshotRecord, SnapshotStage, StopRecord, VmRecord, disk_source,
+    ConditionRecord, DiskRecord, DiskSource, DiskStage, FileRecord, HandoverRecord, HandoverStage, Hardware,
+    InstanceRecord, Intent, LeaseRecord, NetworkRecord, NicHardware, NodeRecord, PortRecord, RestartRecord,
+    SnapshotDisk, SnapshotRecord, SnapshotStage, StopRecord, VmRecord, disk_source,
 };
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");

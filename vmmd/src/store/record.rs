@@ -49,12 +49,48 @@ pub struct VmRecord {
     /// By path: the files that it was last started with. A start by request learns all of them anew, one by the run policy those that are
     /// not known.
     pub files: BTreeMap<String, FileRecord>,
+    /// Its migration to another node, or from one; not there when there was none.
+    pub handover: Option<HandoverRecord>,
     /// Requests that have been begun on this VM and may not have been answered yet.
     pub begun: Vec<RequestMark>,
     /// Run of the daemon that made it; 0 when not known.
     pub made_run: u64,
     /// Revision in that run which is not later than its creation.
     pub made_revision: u64,
+}
+
+/// The state of a migration: [`proto::handover`] says what each means.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct HandoverRecord {
+    /// How far it is.
+    #[prost(enumeration = "HandoverStage", tag = "1")]
+    pub stage: i32,
+    /// Number of the migration.
+    #[prost(uint64, tag = "2")]
+    pub migration: u64,
+    /// At the source: where the target is (`HOST:PORT`); empty when there is nothing that it must be told any more.
+    #[prost(string, tag = "3")]
+    pub peer: String,
+}
+
+/// States of [`proto::handover::Source`] and [`proto::handover::Target`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]
+#[repr(i32)]
+pub enum HandoverStage {
+    /// `Source::Owner`.
+    Owner = 0,
+    /// `Source::Owner`, migrating.
+    Migrating = 1,
+    /// `Source::Given`.
+    Given = 2,
+    /// `Source::Gone`.
+    Gone = 3,
+    /// `Target::Idle`.
+    Idle = 4,
+    /// `Target::Prepared`.
+    Prepared = 5,
+    /// `Target::Owned`.
+    Owned = 6,
 }
 
 /// What the guest sees and must never change across runs.

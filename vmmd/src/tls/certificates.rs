@@ -264,6 +264,8 @@ mod tests {
             key: path("key"),
             client_ca: path("ca"),
             revoked: None,
+            peer_certificate: None,
+            peer_key: None,
         });
         let refused = |what: &str| {
             let error = certificates.reload().unwrap_err().to_string();

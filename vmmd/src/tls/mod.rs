@@ -10,7 +10,7 @@ mod identity;
 mod listener;
 mod watch;
 
-pub use certificates::{Certificates, Peer};
+pub use certificates::{ALPN, Certificates, Peer};
 pub use identity::common_name;
 pub use listener::Listener;
 pub use watch::{reload, watch};

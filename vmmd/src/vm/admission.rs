@@ -22,6 +22,8 @@ pub enum Situation {
     },
     /// It is being deleted.
     Terminating,
+    /// It goes to another node or comes from one: what becomes of it is decided by that.
+    Migrating,
 }
 
 /// What is asked for.
@@ -113,6 +115,7 @@ pub fn admit(situation: Situation, request: Request) -> Verdict {
     let refuse = |refusal| Verdict::Refuse(refusal);
     let busy = || refuse(Refusal::Busy(situation));
     match (situation, request) {
+        (Situation::Migrating, _) => busy(),
         (Terminating, Delete { .. }) => Join,
         (Terminating, _) => refuse(Refusal::BeingDeleted),
 
@@ -146,6 +149,7 @@ pub fn admit_disk(situation: Situation, request: DiskRequest) -> Result<Place, R
     use DiskRequest::Stats;
     use Situation::{Changing, Down, Paused, Running, Starting, Stopping, Terminating};
     match (situation, request) {
+        (Situation::Migrating, _) => Err(Refusal::Busy(situation)),
         (Terminating, _) => Err(Refusal::BeingDeleted),
         (Down, Stats) => Err(Refusal::NotRunning),
         (Down, _) => Ok(Place::Spec),
@@ -160,7 +164,7 @@ pub fn admit_update(situation: Situation) -> Result<Applied, Refusal> {
     match situation {
         Down | Stopping { .. } => Ok(Applied::Recorded),
         Running | Paused | Changing => Ok(Applied::Live),
-        Starting => Err(Refusal::Busy(situation)),
+        Starting | Situation::Migrating => Err(Refusal::Busy(situation)),
         Terminating => Err(Refusal::BeingDeleted),
     }
 }
@@ -178,6 +182,10 @@ impl Refusal {
             Self::BeingDeleted => ("BEING_DELETED", "is being deleted"),
             Self::Busy(situation) => match situation {
                 Situation::Starting => ("BUSY", "is being started: wait, or stop it"),
+                Situation::Migrating => (
+                    "MIGRATING",
+                    "is being migrated: wait, or cancel the migration's operation; `vmmctl describe` says when it waits for a decision",
+                ),
                 Situation::Stopping { .. } => ("BUSY", "is being stopped: wait, or stop it with force"),
                 _ => ("BUSY", "is being paused, resumed or reset: wait a moment"),
             },

@@ -28,7 +28,7 @@ use crate::{
         placement,
     },
     operation::Type,
-    store::{Hardware, Intent, VmRecord},
+    store::{HandoverRecord, Hardware, Intent, VmRecord},
     text,
 };
 
@@ -55,8 +55,33 @@ pub async fn create_as(
     Ok(made.0)
 }
 
+/// A VM that comes from another node.
+#[derive(Debug)]
+pub struct Incoming {
+    /// Its UUID there.
+    pub uid: Uuid,
+    /// Where its devices are.
+    pub hardware: Hardware,
+    /// Whose it is.
+    pub handover: HandoverRecord,
+}
+
+/// Makes a VM that comes from another node: nobody can start it.
+pub async fn create_incoming(
+    host: &Arc<Host>,
+    vm: v1::Vm,
+    incoming: Incoming,
+    context: &Context,
+) -> Result<(), Failure> {
+    let starts = Starts::Elsewhere(incoming);
+    create_with(Arc::clone(host), vm, starts, false, false, context).await?;
+    Ok(())
+}
+
 /// What starts a new VM.
 enum Starts {
+    /// It runs on another node and comes from there.
+    Elsewhere(Incoming),
     /// Its run policy, or the request that creates it.
     ByPolicy,
     /// Whoever creates it, with these addresses if they are given.
@@ -85,7 +110,9 @@ async fn create_with(
         let message = format!("the VM has the run policy {}: {hint}", policy.name());
         return Err(Failure::precondition("RUN_POLICY", message));
     }
-    admit(&host, &manifest, start, dry_run).await?;
+    // What is to come must have room.
+    let needs_room = start || matches!(starts, Starts::Elsewhere(_));
+    admit(&host, &manifest, needs_room, dry_run).await?;
     let name = manifest.metadata.name.to_string();
     let Some(_reservation) = host.table.reserve(&name).await else {
         let message = format!("there is a VM \"{name}\" already");
@@ -110,10 +137,16 @@ async fn make(
     context: &Context,
 ) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
     let name = manifest.metadata.name.to_string();
-    let uid = Uuid::new_v4();
+    let mut uid = Uuid::new_v4();
+    let mut handover = None;
     let (follows_policy, given) = match starts {
         Starts::ByPolicy => (true, None),
         Starts::ByCaller(hardware) => (false, hardware),
+        Starts::Elsewhere(incoming) => {
+            uid = incoming.uid;
+            handover = Some(incoming.handover);
+            (false, Some(incoming.hardware))
+        }
     };
     let hardware = given.unwrap_or_else(|| machine::allocate(&manifest.spec, || random_mac(host)));
     let (made_run, made_revision) = host.table.now();
@@ -129,6 +162,7 @@ async fn make(
         hardware: Some(hardware),
         intent: if start { Intent::Running } else { Intent::Stopped }.into(),
         begun: host.requests.mark(context).into_iter().collect(),
+        handover,
         made_run,
         made_revision,
         ..VmRecord::default()

@@ -53,6 +53,8 @@ pub struct View {
 pub const DISK_ERROR: &str = "DiskError";
 /// Reason of a pause for a snapshot. The `vmm` ends it by itself.
 pub const SNAPSHOT: &str = "Snapshot";
+/// Why a VM that is being migrated is in its phase.
+pub const MIGRATING: &str = "Migrating";
 
 impl View {
     /// A VM in this phase from now on.

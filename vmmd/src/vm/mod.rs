@@ -22,8 +22,8 @@ mod supervisor;
 pub mod table;
 mod unusable;
 
-pub use actor::{Answer, Command, DiskRequest, Life, Purpose, Reply, Update, public_stats};
-pub use create::{create, create_as};
+pub use actor::{Answer, Command, DiskRequest, HandoverRequest, Life, Purpose, Reply, Update, public_stats};
+pub use create::{Incoming, create, create_as, create_incoming};
 pub use log_guard::LogGuard;
 pub use process::Process;
 pub use start::{Restore, refused, store_failure};

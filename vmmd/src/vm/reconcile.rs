@@ -19,7 +19,7 @@ use uuid::Uuid;
 use super::{
     actor::{Actor, without_disk},
     change,
-    describe::{DISK_ERROR, SNAPSHOT, View},
+    describe::{DISK_ERROR, MIGRATING, SNAPSHOT, View},
     ending::{Evidence, count, judge, phase},
     instance::{Found, Instance, exit_record, find, users_of_processes},
     policy::Occasion,
@@ -219,6 +219,9 @@ fn repaired(host: &Host, object: Object, message: impl Into<String>) {
 fn paused_view(status: &Status) -> View {
     match status.pause_reason() {
         PauseReason::DiskError => View::new(VmPhase::Paused, DISK_ERROR, status.pause_message.clone()),
+        PauseReason::Migration => {
+            View::new(VmPhase::Paused, MIGRATING, "its memory was sent to another node")
+        }
         PauseReason::Snapshot => View::new(VmPhase::Paused, SNAPSHOT, "a snapshot is written"),
         _ => View::new(VmPhase::Paused, "Paused", ""),
     }

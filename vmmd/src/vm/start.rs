@@ -58,6 +58,8 @@ use crate::{
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Guest RAM in bytes that is touched in a second at the least, when it is to be there before the guest starts.
 const TOUCHED_PER_SECOND: u64 = 256 << 20;
+/// How long a machine may take that comes from another node.
+const RECEIVING: Duration = Duration::from_secs(24 * 60 * 60);
 /// Bytes of a snapshot that are read in a second at the least.
 const READ_PER_SECOND: u64 = 32 << 20;
 
@@ -100,6 +102,8 @@ pub struct Restore {
     pub file: Arc<OwnedFd>,
     /// Memory is read when the guest accesses it.
     pub on_demand: bool,
+    /// It is no file but a socket, over which another node sends the machine: that stays paused.
+    pub stream: bool,
     /// Length of the file.
     pub bytes: u64,
     /// The spec of the machine and the addresses of its devices, where they are not those of the VM.
@@ -272,9 +276,9 @@ async fn run(
         restore: restore.as_ref().map(|restore| vmm::Restore {
             snapshot_fd: u32::try_from(fds.len()).unwrap_or(u32::MAX),
             on_demand: restore.on_demand,
-            stream: false,
+            stream: restore.stream,
         }),
-        ..Boot::default()
+        paused: restore.as_ref().is_some_and(|restore| restore.stream),
     };
     let copied = match &restore {
         Some(restore) => {
@@ -284,7 +288,11 @@ async fn run(
         }
         None => 0,
     };
-    let patience = patience(&spec) + Duration::from_secs(copied / READ_PER_SECOND);
+    let patience = match boot.paused {
+        // Whoever sends it says when that takes too long.
+        true => RECEIVING,
+        false => patience(&spec) + Duration::from_secs(copied / READ_PER_SECOND),
+    };
     let booted = tokio::select! {
         booted = timeout(patience, boot_machine(&client, boot, fds)) => booted.unwrap_or_else(|_| {
             let message = format!("the vmm did not boot the machine within {} s", patience.as_secs());

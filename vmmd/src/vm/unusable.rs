@@ -234,6 +234,10 @@ impl Unusable {
                 let _ = reply.send(Err(self.refusal()));
                 return false;
             }
+            Command::Handover(_, reply) => {
+                let _ = reply.send(Err(self.refusal()));
+                return false;
+            }
         };
         match life.request {
             Request::Stop if life.grace.is_none() => {

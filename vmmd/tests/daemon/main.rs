@@ -24,6 +24,7 @@ mod limits;
 mod list;
 mod managed;
 mod metrics;
+mod migration;
 mod network;
 mod node;
 mod operation_records;

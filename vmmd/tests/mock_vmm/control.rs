@@ -136,6 +136,7 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         Op::SetBalloon(request) if !old() => return balloon::set(guest, request),
         Op::Save(request) if !old() => return snapshot::save(guest, &request, fds),
         Op::Release(_) if !old() => guest.status(),
+        Op::Send(request) if !old() => return snapshot::send(guest, &request, fds),
         Op::UpdateNic(update) if !old() => {
             let line = format!("nic {} link {:?}\n", update.name, update.link_up);
             guest.type_in(line.as_bytes());
@@ -203,6 +204,9 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
         .map(|(current, _)| File::from(fds[current.0].take().unwrap()));
     let restored = boot.restore.as_ref().map(|restore| {
         let file = fds[restore.snapshot_fd as usize].take().unwrap();
+        if restore.stream {
+            return snapshot::receive(file).map(|text| format!("received {text}\r\n"));
+        }
         let suffix = if restore.on_demand { " on demand" } else { "" };
         snapshot::read(file).map(|text| format!("restored from {text}{suffix}\r\n"))
     });
@@ -227,6 +231,9 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     let status = guest.boot(&wire, log, fds);
     if let Some(Some(text)) = restored {
         guest.print(&text);
+    }
+    if boot.paused {
+        return Some(Outcome::Status(guest.set_state(State::Paused)));
     }
     Some(Outcome::Status(status))
 }

@@ -1,13 +1,23 @@
-//! Snapshots: a line of text each.
+//! Snapshots and migrations: a line of text each.
 
-use std::{fs::File, io::Read, os::fd::OwnedFd, os::unix::fs::FileExt};
+use std::{
+    fs::File,
+    io::{Read, Write},
+    os::{fd::OwnedFd, unix::fs::FileExt},
+};
 
-use proto::vmm::{DisksQuiet, Error, ErrorKind, Save, SaveReply, event, response::Result as Outcome};
+use proto::vmm::{
+    DisksQuiet, Error, ErrorKind, MigrationRound, Save, SaveReply, Send, SendReply, State, event,
+    response::Result as Outcome,
+};
 
 use crate::guest::Guest;
 
 /// What each begins with.
 const BEGIN: &str = "snapshot of ";
+
+/// What each machine that is sent begins with.
+const SENT: &str = "machine of ";
 
 /// `mock.save=refuse`, `mock.save=hang` and `mock.save=keep` (the descriptor) are options of the guest.
 pub fn save(guest: &Guest, request: &Save, fds: Vec<OwnedFd>) -> Option<Outcome> {
@@ -36,6 +46,44 @@ pub fn save(guest: &Guest, request: &Save, fds: Vec<OwnedFd>) -> Option<Outcome>
         pause_ns: if request.paused { 2_000_000_000 } else { 3_000_000 },
         total_ns: 2_500_000_000,
     }))
+}
+
+/// `mock.send=hang` is an option of the guest: it never has sent everything.
+pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome> {
+    let socket = fds.into_iter().nth(request.socket_fd as usize).unwrap();
+    let mut socket = File::from(socket);
+    let text = format!("{SENT}{}", guest.status().name);
+    guest.tell(event::Kind::MigrationRound(MigrationRound {
+        sent_bytes: 5 << 20,
+        dirty_bytes: 1 << 20,
+        bytes_per_second: 9 << 20,
+        ..MigrationRound::default()
+    }));
+    if guest.option("mock.send").as_deref() == Some("hang") {
+        std::mem::forget(socket);
+        return None;
+    }
+    if socket.write_all(text.as_bytes()).is_err() {
+        return Some(Outcome::Error(Error {
+            message: "writing the snapshot: Broken pipe".into(),
+            kind: ErrorKind::Internal.into(),
+        }));
+    }
+    guest.set_state(State::Paused);
+    Some(Outcome::Sent(SendReply {
+        sent_bytes: text.len() as u64,
+        memory_bytes: 4096,
+        rounds: 1,
+        pause_ns: 3_000_000,
+        total_ns: 2_500_000_000,
+    }))
+}
+
+/// What comes over a socket; nothing when it is no machine.
+pub fn receive(socket: OwnedFd) -> Option<String> {
+    let mut text = String::new();
+    File::from(socket).read_to_string(&mut text).unwrap();
+    text.starts_with(SENT).then_some(text)
 }
 
 /// The first disk has what was written until now, and is quiet.

@@ -6,13 +6,14 @@ use proto::v1;
 
 use super::{Mirror, Timestamp, VmSpec, as_it_is, stored};
 use crate::store::{
-    FileRecord, Hardware, InstanceRecord, RequestMark, RestartRecord, SnapshotDisk, SnapshotRecord,
-    StopRecord, VmRecord,
+    FileRecord, HandoverRecord, Hardware, InstanceRecord, RequestMark, RestartRecord, SnapshotDisk,
+    SnapshotRecord, StopRecord, VmRecord,
 };
 
 // The store's own in both places.
 as_it_is!(
     FileRecord,
+    HandoverRecord,
     Hardware,
     RequestMark,
     RestartRecord,
@@ -57,6 +58,8 @@ stored! {
         evacuated: bool,
         #[prost(btree_map = "string, message", tag = "34")]
         files: BTreeMap<String, FileRecord>,
+        #[prost(message, optional, tag = "35")]
+        handover: Option<HandoverRecord>,
         #[prost(message, repeated, tag = "20")]
         begun: Vec<RequestMark>,
         #[prost(uint64, tag = "21")]

@@ -1,8 +1,11 @@
 //! What the actor is asked, and how it answers.
 
-use std::{sync::Arc, time::Duration};
+use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
-use proto::v1;
+use proto::{
+    handover::{Message, Resolution, SourceEvent},
+    v1,
+};
 use tokio::sync::oneshot;
 
 use super::Update;
@@ -10,7 +13,7 @@ use crate::{
     context::Context,
     control::Client,
     failure::Failure,
-    operation::Pending,
+    operation::{Pending, Reporter},
     vm::{admission::Request, start::Restore},
 };
 
@@ -88,6 +91,11 @@ pub enum Command {
         /// Where the answer goes.
         reply: LifeReply,
     },
+    /// About its migration; answered with what is to be said to the other daemon.
+    Handover(
+        Box<HandoverRequest>,
+        oneshot::Sender<Result<Vec<Message>, Failure>>,
+    ),
     /// For asking the running `vmm` itself.
     Client(Purpose, oneshot::Sender<Result<Client, Failure>>),
 }
@@ -99,6 +107,57 @@ pub enum Purpose {
     Stats,
     /// A snapshot.
     Snapshot,
+    /// A migration.
+    Migration,
+}
+
+/// What is asked of a VM's hand-over.
+#[derive(Debug)]
+pub enum HandoverRequest {
+    /// At the source: begin. Answered with the `Prepare` that is to be said in the end, for its number.
+    Begin {
+        /// Where the target is.
+        peer: String,
+        /// Hears how far the `vmm` is.
+        reporter: Reporter,
+    },
+    /// At the source: something has happened.
+    Source {
+        /// What.
+        event: SourceEvent,
+    },
+    /// At the source: the target knows that this migration is over.
+    Told {
+        /// Its number.
+        migration: u64,
+    },
+    /// At the target: receive the machine.
+    Receive {
+        /// Number of the migration.
+        migration: u64,
+        /// Where it comes from.
+        stream: Arc<OwnedFd>,
+        /// Who asks.
+        context: Context,
+        /// Hears when it is there, or why not.
+        started: oneshot::Sender<Result<(), Failure>>,
+    },
+    /// At the target: the source says something.
+    Target {
+        /// What.
+        message: Message,
+    },
+    /// At the target: remove what was not prepared.
+    Expire {
+        /// Number of the migration.
+        migration: u64,
+        /// Only if nothing of it has come or comes.
+        unless_begun: bool,
+    },
+    /// At the target: the guest runs.
+    Runs,
+    /// An operator decides.
+    Resolve(Resolution),
 }
 
 /// What is asked of a VM's disks.
@@ -130,7 +189,7 @@ impl Command {
         match self {
             Self::Life(Life { context, .. }) | Self::Disk { context, .. } => &context.trace,
             Self::Update { update, .. } => &update.context.trace,
-            Self::Reconsider | Self::Client(..) => "",
+            Self::Reconsider | Self::Client(..) | Self::Handover(..) => "",
         }
     }
 }

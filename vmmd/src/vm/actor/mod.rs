@@ -19,6 +19,7 @@ mod automatic;
 mod balloon;
 mod command;
 mod disks;
+mod handover;
 mod left;
 mod pending_stop;
 mod plug;
@@ -38,7 +39,7 @@ use proto::{
     v1::{self, VmPhase},
 };
 use tokio::{
-    sync::{mpsc, watch},
+    sync::{mpsc, oneshot, watch},
     time::Instant,
 };
 use tracing::Instrument;
@@ -47,7 +48,7 @@ use uuid::Uuid;
 use self::work::{Done, News, Start, Stop, Then, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
-    command::{Answer, Command, DiskRequest, Life, LifeReply, Purpose, Reply},
+    command::{Answer, Command, DiskRequest, HandoverRequest, Life, LifeReply, Purpose, Reply},
     disks::without_disk,
     run::SNAPSHOT_MINOR,
     update::Update,
@@ -59,7 +60,7 @@ use crate::{
     failure::{Failure, Kind},
     fault,
     host::Host,
-    operation::{Handle, Pending, Type},
+    operation::{Handle, Pending, Reporter, Type},
     store::{Intent, VmRecord},
     vm::{
         admission::{self, Request, Situation, Verdict, admit, admit_disk},
@@ -103,6 +104,10 @@ pub struct Actor {
     /// It is to be asked once more then.
     asks_again: bool,
     disks: Attachments,
+    /// Hears how far a migration is.
+    migration: Option<Reporter>,
+    /// Who waits until the machine of a VM that comes from another node is there.
+    receiving: Option<oneshot::Sender<Result<(), Failure>>>,
     /// Operations that an earlier daemon left under way.
     left: Vec<Handle>,
     mailbox: mpsc::Receiver<Command>,
@@ -160,6 +165,8 @@ impl Actor {
             asks_state: false,
             asks_again: false,
             disks,
+            migration: None,
+            receiving: None,
             left,
             mailbox,
             publisher,
@@ -180,6 +187,9 @@ impl Actor {
         // What an earlier daemon left.
         self.look_after();
         self.release_left();
+        if self.resume_handover().await.is_break() {
+            return;
+        }
         self.look();
         self.settle_left();
         self.resume_policy(occasion).await;
@@ -241,6 +251,8 @@ impl Actor {
             Then::Delete => Situation::Terminating,
         };
         match &self.work {
+            Work::Stop(stop) if stop.then == Then::Delete => Situation::Terminating,
+            _ if self.handover().is_under_way() => Situation::Migrating,
             Work::Start(start) => start.stop.as_ref().map_or(Situation::Starting, stopping),
             Work::Stop(stop) => stopping(stop),
             Work::Change(_) => Situation::Changing,
@@ -269,6 +281,7 @@ impl Actor {
                 self.on_update(*update, reply).await;
                 return ControlFlow::Continue(());
             }
+            Command::Handover(request, reply) => return self.on_handover(*request, reply).await,
             Command::Client(purpose, reply) => {
                 let _ = reply.send(self.client_for(purpose));
                 return ControlFlow::Continue(());
@@ -319,8 +332,12 @@ impl Actor {
     fn client_for(&self, purpose: Purpose) -> Result<control::Client, Failure> {
         admit_disk(self.situation(), admission::DiskRequest::Stats)
             .map_err(|refusal| refusal.into_failure(&self.record.name))?;
-        if purpose == Purpose::Snapshot && self.instance.is_some() {
-            self.knows_minor(SNAPSHOT_MINOR, "take snapshots")?;
+        if purpose == Purpose::Migration && self.situation() != Situation::Running {
+            let message = format!("VM \"{}\" is paused: resume it first", self.record.name);
+            return Err(Failure::precondition("VM_PAUSED", message));
+        }
+        if purpose != Purpose::Stats && self.instance.is_some() {
+            self.knows_minor(SNAPSHOT_MINOR, "take snapshots or be migrated")?;
         }
         self.running_client()
     }

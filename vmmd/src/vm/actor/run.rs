@@ -34,7 +34,7 @@ use crate::{
     vm::{
         admission::Request,
         change,
-        describe::{DISK_ERROR, SNAPSHOT, camel_case},
+        describe::{DISK_ERROR, MIGRATING, SNAPSHOT, camel_case},
         ending::{Asked, count},
         files,
         instance::Lingering,
@@ -161,15 +161,24 @@ impl Actor {
                     self.undo_start(operation).await;
                     return ControlFlow::Continue(());
                 }
-                self.enter(VmPhase::Running, "Running", "");
+                let done = if self.handover().is_under_way() {
+                    self.on_received();
+                    "the VM was received; the other node decides what follows"
+                } else {
+                    self.enter(VmPhase::Running, "Running", "");
+                    "the VM runs"
+                };
                 self.look();
-                operation.complete_with("the VM runs", self.state(), None);
+                operation.complete_with(done, self.state(), None);
                 self.about = Default::default();
             }
             (Err(_), None) if operation.cause().is_some() => {
                 self.no_start().await;
                 self.enter(VmPhase::Stopped, "StartCancelled", "");
                 operation.cancelled("the start was cancelled: the VM is stopped");
+            }
+            (Err(failure), None) if self.handover().is_under_way() => {
+                return self.not_received(failure, operation).await;
             }
             (Err(failure), None) => self.start_failed(failure, operation).await,
             // It was booted before it heard that it should not.
@@ -403,6 +412,13 @@ impl Actor {
             (State::Paused, VmPhase::Running) if status.pause_reason() == PauseReason::Snapshot => {
                 self.enter(VmPhase::Paused, SNAPSHOT, "a snapshot is written");
             }
+            (State::Paused, VmPhase::Running) if status.pause_reason() == PauseReason::Migration => {
+                self.enter(
+                    VmPhase::Paused,
+                    MIGRATING,
+                    "the rest of its memory is sent to another node",
+                );
+            }
             (State::Paused, VmPhase::Running) => self.enter(VmPhase::Paused, "Paused", ""),
             _ => {}
         }
@@ -466,8 +482,8 @@ impl Actor {
             }
             Some(event::Kind::DisksQuiet(_)) => self.on_disks_quiet(),
             Some(event::Kind::DiskDetached(gone)) => self.on_disk_gone(gone).await,
-            // The daemon has asked for no migration.
-            Some(event::Kind::MigrationRound(_)) | None => {}
+            Some(event::Kind::MigrationRound(round)) => self.on_migration_round(round),
+            None => {}
         }
     }
 

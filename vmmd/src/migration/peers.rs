@@ -1,0 +1,121 @@
+//! Connections to the daemons of other nodes: TLS with certificates on both sides.
+
+use std::{fs, io, path::Path, sync::Arc, time::Duration};
+
+use hyper_util::rt::TokioIo;
+use proto::v1::peer_service_client::PeerServiceClient;
+use rustls::{
+    ClientConfig, RootCertStore,
+    crypto::ring,
+    pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject},
+    version::TLS13,
+};
+use tokio::{net::TcpStream, time::timeout};
+use tokio_rustls::TlsConnector;
+use tonic::transport::{Channel, Endpoint, Uri};
+
+use crate::{
+    config::Tcp,
+    failure::{Failure, Kind},
+    text,
+    tls::ALPN,
+};
+
+/// How long a connection may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How other daemons are reached.
+#[derive(Debug)]
+pub struct Peers {
+    tcp: Option<Tcp>,
+}
+
+impl Peers {
+    /// With the certificates that the configuration names.
+    pub fn new(tcp: Option<Tcp>) -> Self {
+        Self { tcp }
+    }
+
+    /// The daemon at `HOST:PORT`. The certificates are read anew.
+    pub async fn connect(&self, address: &str) -> Result<PeerServiceClient<Channel>, Failure> {
+        let (host, _) = address.rsplit_once(':').unwrap_or((address, ""));
+        let host = host.trim_matches(['[', ']']).to_owned();
+        let name = ServerName::try_from(host)
+            .map_err(|_| Failure::field("target", "must be HOST:PORT, as in node-2.example:7443"))?;
+        let tls = TlsConnector::from(self.config()?);
+        let to = address.to_owned();
+        let connector = tower::service_fn(move |_: Uri| {
+            let (tls, name, to) = (tls.clone(), name.clone(), to.clone());
+            async move {
+                let stream = TcpStream::connect(to).await?;
+                stream.set_nodelay(true)?;
+                let stream = tls.connect(name, stream).await?;
+                Ok::<_, io::Error>(TokioIo::new(stream))
+            }
+        });
+        let endpoint = Endpoint::from_static("http://vmmd").connect_timeout(PATIENCE);
+        let connecting = timeout(PATIENCE, endpoint.connect_with_connector(connector)).await;
+        let why = match connecting {
+            Ok(Ok(channel)) => return Ok(PeerServiceClient::new(channel)),
+            Ok(Err(error)) => text::chain(&error),
+            Err(_) => "no answer in time".to_owned(),
+        };
+        let message = format!("the daemon at {} can't be reached: {why}", text::brief(address));
+        Err(Failure::new(Kind::Unavailable, "PEER_UNREACHABLE", message))
+    }
+
+    /// Whether this node takes part in migrations: refused when it has no certificate for that.
+    pub fn takes_part(&self) -> Result<(), Failure> {
+        self.credentials().map(drop)
+    }
+
+    fn credentials(&self) -> Result<(&Path, &Path, &Path), Failure> {
+        let credentials = self.tcp.as_ref().and_then(|tcp| {
+            let (certificate, key) = (tcp.peer_certificate.as_ref()?, tcp.peer_key.as_ref()?);
+            Some((certificate.as_path(), key.as_path(), tcp.client_ca.as_path()))
+        });
+        credentials.ok_or_else(|| {
+            let message = "this node has no certificate for other nodes: set `peer_certificate` and `peer_key` in `[tcp]` of config.toml";
+            Failure::precondition("PEERS_NOT_CONFIGURED", message)
+        })
+    }
+
+    fn config(&self) -> Result<Arc<ClientConfig>, Failure> {
+        let (certificate, key, ca) = self.credentials()?;
+        let mut roots = RootCertStore::empty();
+        for authority in certificates("client_ca", ca)? {
+            roots
+                .add(authority)
+                .map_err(|error| unusable("client_ca", &error.to_string()))?;
+        }
+        let chain = certificates("peer_certificate", certificate)?;
+        let key = PrivateKeyDer::from_pem_slice(&read("peer_key", key)?)
+            .map_err(|_| unusable("peer_key", "it has no private key"))?;
+        let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_protocol_versions(&[&TLS13])
+            .map_err(|error| Failure::internal(error.to_string()))?
+            .with_root_certificates(roots)
+            .with_client_auth_cert(chain, key);
+        let mut config = config.map_err(|error| unusable("peer_certificate", &error.to_string()))?;
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        Ok(Arc::new(config))
+    }
+}
+
+fn read(key: &str, path: &Path) -> Result<Vec<u8>, Failure> {
+    fs::read(path).map_err(|error| unusable(key, &text::words(&error)))
+}
+
+fn certificates(key: &str, path: &Path) -> Result<Vec<CertificateDer<'static>>, Failure> {
+    let pem = read(key, path)?;
+    let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
+    match read {
+        Ok(read) if !read.is_empty() => Ok(read),
+        _ => Err(unusable(key, "it has no certificate in PEM")),
+    }
+}
+
+fn unusable(key: &str, why: &str) -> Failure {
+    let message = format!("the file of `{key}` in `[tcp]` of config.toml can't be used: {why}");
+    Failure::precondition("PEERS_NOT_CONFIGURED", message)
+}

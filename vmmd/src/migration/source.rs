@@ -1,0 +1,449 @@
+//! The source's side: a task that carries a migration out, and one that repeats what was not answered.
+
+use std::{
+    os::{fd::OwnedFd, unix::net::UnixStream as Pair},
+    sync::Arc,
+    time::Duration,
+};
+
+use proto::{
+    handover::{Message, SourceEvent},
+    model::vm::VmSpec,
+    v1::{self, peer_service_client::PeerServiceClient},
+    vmm::SendReply,
+};
+use tokio::{
+    io::AsyncReadExt as _,
+    net::UnixStream,
+    sync::{mpsc, oneshot},
+    time::{Instant, sleep, sleep_until, timeout},
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Channel;
+use uuid::Uuid;
+
+use super::{PROTOCOL, ask, message_of, record::step};
+use crate::{
+    context::Context,
+    control::Client,
+    event::{Draft, Object},
+    failure::{Failure, Kind},
+    fault,
+    host::Host,
+    operation::{Handle, Progress, Type},
+    request::preconditions,
+    store::{HandoverStage, Hardware, VmRecord},
+    text,
+    vm::{Command, HandoverRequest, Purpose, refused, store_failure},
+};
+
+/// Bytes of a message to the target.
+const CHUNK: usize = 128 << 10;
+/// Messages on their way to the target.
+const AHEAD: usize = 4;
+/// How long a write of the `vmm` waits before it asks whether to go on.
+const SEND_TIMEOUT: Duration = Duration::from_millis(200);
+/// How long a call that moves nothing may take.
+const CALL: Duration = Duration::from_secs(30);
+/// How long the guest may stand still, when nothing is said.
+const DOWNTIME: Duration = Duration::from_millis(300);
+/// Waits between two tries of what was not answered.
+const FIRST_WAIT: Duration = Duration::from_millis(100);
+const LAST_WAIT: Duration = Duration::from_secs(10);
+
+/// What is migrated.
+struct Plan {
+    name: String,
+    uid: Uuid,
+    target: String,
+    client: Client,
+    peer: PeerServiceClient<Channel>,
+    offer: v1::OfferVmRequest,
+    downtime: Duration,
+    bytes_per_second: u64,
+}
+
+/// Refused for a VM that has something which can't go to another node.
+pub fn refuse_what_stays(wire: &v1::VmSpec) -> Result<(), Failure> {
+    let spec = VmSpec::try_from(wire)?;
+    if let Some(disk) = spec.disks.iter().find(|disk| !disk.read_only) {
+        let message = format!(
+            "the guest can write to disk \"{}\", which can't go to another node: only VMs whose disks are read-only, and on both nodes under \
+             the same path, can be migrated",
+            disk.name
+        );
+        return Err(Failure::precondition("MIGRATION_DISKS", message));
+    }
+    let in_network =
+        |nic: &&v1::NicSpec| matches!(nic.attachment, Some(v1::nic_spec::Attachment::Network(_)));
+    if let Some(nic) = wire.nics.iter().find(in_network) {
+        let message = format!(
+            "NIC \"{}\" has its address from a network of this node, which the other node does not have: only VMs whose NICs are on bridges or \
+             taps can be migrated",
+            nic.name
+        );
+        return Err(Failure::precondition("MIGRATION_NETWORK", message));
+    }
+    Ok(())
+}
+
+/// Begins a migration.
+pub async fn migrate(
+    host: &Arc<Host>,
+    request: v1::MigrateVmRequest,
+    downtime: Option<Duration>,
+    deadline: Option<Duration>,
+    context: &Context,
+) -> Result<v1::Operation, Failure> {
+    let name = request.name.clone();
+    if !request
+        .target
+        .rsplit_once(':')
+        .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
+    {
+        let problem = "must be HOST:PORT, as in node-2.example:7443";
+        return Err(Failure::field("target", problem));
+    }
+    let entry = host.table.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
+    let uid = entry.uid;
+    let record = host.store.vm(uid.as_bytes()).await.map_err(store_failure)?;
+    let record = record.ok_or_else(|| Failure::no_vm(&name))?;
+    let present = v1::Preconditions {
+        uid: uid.to_string(),
+        generation: Some(record.generation),
+    };
+    preconditions::check("VM", &name, &context.preconditions, &present)?;
+    let Some(run) = record.instance.clone() else {
+        let message = format!("VM \"{name}\" does not run: start it, or create it on the other node");
+        return Err(Failure::precondition("VM_NOT_RUNNING", message));
+    };
+    let wire = run.spec.or_else(|| record.spec.clone()).unwrap_or_default();
+    if record.spec.as_ref().is_some_and(|wanted| *wanted != wire) {
+        let message = format!(
+            "the spec of VM \"{name}\" was changed since its start, which only a restart can apply: restart it, or undo the change"
+        );
+        return Err(Failure::precondition("RESTART_REQUIRED", message));
+    }
+    refuse_what_stays(&wire)?;
+    let hardware = run
+        .hardware
+        .or_else(|| record.hardware.clone())
+        .unwrap_or_default();
+    let (reply, answer) = oneshot::channel();
+    let sent = entry
+        .mailbox
+        .send(Command::Client(Purpose::Migration, reply))
+        .await;
+    sent.map_err(|_| Failure::unavailable(&name))?;
+    let client = answer.await.map_err(|_| Failure::unavailable(&name))??;
+    let peer = host.peers.connect(&request.target).await?;
+    let object = Object::Vm(name.clone(), uid);
+    let operation = host.operations.begin(Type::VmMigrate, &object, context, deadline);
+    operation.progress(Progress::bytes(0, 0), "asking the other node");
+    let plan = Plan {
+        offer: offer(host, &record, wire, hardware, uid),
+        name,
+        uid,
+        target: request.target,
+        client,
+        peer,
+        downtime: downtime.unwrap_or(DOWNTIME),
+        bytes_per_second: request.bytes_per_second,
+    };
+    let pending = operation.pending();
+    tokio::spawn(carry_out(Arc::clone(host), plan, operation));
+    host.operations.recorded().await;
+    Ok(pending.operation())
+}
+
+fn offer(
+    host: &Host,
+    record: &VmRecord,
+    spec: v1::VmSpec,
+    hardware: Hardware,
+    uid: Uuid,
+) -> v1::OfferVmRequest {
+    let nic = |(name, nic): (String, crate::store::NicHardware)| {
+        let nic = v1::PeerNic {
+            slot: nic.slot,
+            mac: nic.mac,
+        };
+        (name, nic)
+    };
+    v1::OfferVmRequest {
+        protocol: PROTOCOL,
+        vm: Some(v1::Vm {
+            metadata: Some(v1::ObjectMetadata {
+                name: record.name.clone(),
+                labels: record.labels.clone(),
+                annotations: record.annotations.clone(),
+                owner: record.owner.clone(),
+                ..Default::default()
+            }),
+            spec: Some(spec),
+            status: None,
+        }),
+        uid: uid.to_string(),
+        migration: 0,
+        hardware: Some(v1::PeerHardware {
+            rng_slot: hardware.rng_slot,
+            disk_slots: hardware.disk_slots.into_iter().collect(),
+            nics: hardware.nics.into_iter().map(nic).collect(),
+        }),
+        cpu_features: host.cpus.features.clone(),
+    }
+}
+
+async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
+    let began = Instant::now();
+    let result = hand_over(&host, &mut plan, &operation).await;
+    let object = Object::Vm(plan.name.clone(), plan.uid);
+    match result {
+        Ok(sent) => {
+            let message = format!(
+                "the VM runs on {}: {} bytes were sent in {} ms and {} rounds, the guest stood still for {} ms and the hand-over",
+                plan.target,
+                sent.sent_bytes,
+                began.elapsed().as_millis(),
+                sent.rounds,
+                sent.pause_ns / 1_000_000
+            );
+            host.events
+                .emit(Draft::normal(object, "Migrated", message.clone()));
+            operation.complete(&message);
+        }
+        Err(failure) => {
+            let event = SourceEvent::Cancel;
+            if let Err(error) = ask(&host, &plan.name, HandoverRequest::Source { event }).await {
+                tracing::debug!(vm = plan.name, %error, "end a migration that has failed");
+            }
+            attend(&host, plan.uid, plan.name.clone(), plan.target.clone());
+            let message = format!("the migration has failed, the VM stays here: {}", failure.message);
+            host.events
+                .emit(Draft::warning(object, "MigrationFailed", message));
+            match operation.cause() {
+                Some(_) => operation.cancelled("the migration was cancelled: the VM stays here"),
+                None => operation.fail(&failure),
+            }
+        }
+    }
+}
+
+/// From the offer to the end. An error is one from before the point of no return.
+async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Result<SendReply, Failure> {
+    let begin = HandoverRequest::Begin {
+        peer: plan.target.clone(),
+        reporter: operation.reporter(),
+    };
+    let begun = ask(host, &plan.name, begin).await?;
+    let Some(Message::Prepare(migration)) = begun.into_iter().next() else {
+        return Err(Failure::internal("a migration without a number"));
+    };
+    plan.offer.migration = migration;
+    let cancel = operation.token().clone();
+    let moved = tokio::select! {
+        moved = send(plan, migration) => moved,
+        () = cancel.cancelled() => Err(cancelled()),
+    };
+    let sent = moved?;
+    let event = SourceEvent::Sent;
+    let prepare = ask(host, &plan.name, HandoverRequest::Source { event }).await?;
+    let mut said = None;
+    for message in prepare {
+        said = call(&mut plan.peer, &plan.name, plan.uid, message).await?;
+    }
+    let Some(answer @ Message::Ready(_)) = said else {
+        let message = "the other node does not take the VM any more: its events say why";
+        return Err(Failure::new(Kind::Aborted, "MIGRATION_REFUSED", message));
+    };
+    // From here on nobody can cancel it.
+    if !operation.commit() {
+        return Err(cancelled());
+    }
+    let event = SourceEvent::Heard(answer);
+    let commit = ask(host, &plan.name, HandoverRequest::Source { event }).await?;
+    if !matches!(commit.first(), Some(Message::Commit(_))) {
+        return Err(Failure::internal("the VM can't be handed over"));
+    }
+    operation.progress(
+        Progress::bytes(sent.sent_bytes, sent.sent_bytes),
+        "handing the VM over",
+    );
+    fault::point(&host.config.run_dir, "given");
+    commit_until_heard(host, (&plan.name, plan.uid, &plan.target), migration).await;
+    Ok(sent)
+}
+
+fn cancelled() -> Failure {
+    Failure::new(Kind::Aborted, "CANCELLED", "the migration was cancelled")
+}
+
+/// Offers the machine and sends it.
+async fn send(plan: &mut Plan, migration: u64) -> Result<SendReply, Failure> {
+    let offered = timeout(CALL, plan.peer.offer_vm(plan.offer.clone())).await;
+    offered
+        .map_err(|_| silent())?
+        .map_err(|status| said_no(&status))?;
+    let sockets = Pair::pair().and_then(|(near, far)| {
+        far.set_write_timeout(Some(SEND_TIMEOUT))?;
+        near.set_nonblocking(true)?;
+        Ok((UnixStream::from_std(near)?, OwnedFd::from(far)))
+    });
+    let (near, far) = sockets.map_err(|error| Failure::internal(error.to_string()))?;
+    let (parts, stream) = mpsc::channel(AHEAD);
+    let open = v1::receive_vm_request::Part::Open(v1::PeerVm {
+        name: plan.name.clone(),
+        uid: plan.uid.to_string(),
+        migration,
+    });
+    let open = v1::ReceiveVmRequest { part: Some(open) };
+    parts.send(open).await.map_err(|_| silent())?;
+    let relaying = relay(near, parts, plan.bytes_per_second);
+    let receiving = async {
+        let received = plan.peer.receive_vm(ReceiverStream::new(stream)).await;
+        received.map(drop).map_err(|status| said_no(&status))
+    };
+    let sending = async {
+        let sent = plan.client.send_machine(far, plan.downtime).await;
+        sent.map_err(|error| refused(&error))
+    };
+    // When one of them fails the others end: the sockets are closed.
+    let (sent, (), ()) = tokio::try_join!(sending, relaying, receiving)?;
+    Ok(sent)
+}
+
+fn silent() -> Failure {
+    Failure::new(Kind::Unavailable, "PEER_SILENT", "the other node does not answer")
+}
+
+fn said_no(status: &tonic::Status) -> Failure {
+    let message = format!("the other node: {}", status.message());
+    match status.code() {
+        tonic::Code::Unavailable | tonic::Code::Cancelled | tonic::Code::Unknown => {
+            Failure::new(Kind::Unavailable, "PEER_GONE", message)
+        }
+        _ => Failure::precondition("MIGRATION_REFUSED", message),
+    }
+}
+
+/// Passes on what the `vmm` writes, not faster than allowed.
+async fn relay(
+    mut near: UnixStream,
+    parts: mpsc::Sender<v1::ReceiveVmRequest>,
+    bytes_per_second: u64,
+) -> Result<(), Failure> {
+    let began = Instant::now();
+    let mut passed = 0_u64;
+    loop {
+        let mut data = vec![0; CHUNK];
+        let read = near.read(&mut data).await;
+        let length = read.map_err(|error| Failure::internal(text::words(&error)))?;
+        if length == 0 {
+            return Ok(());
+        }
+        data.truncate(length);
+        passed = passed.saturating_add(u64::try_from(length).unwrap_or(u64::MAX));
+        let part = v1::receive_vm_request::Part::Data(data);
+        let part = v1::ReceiveVmRequest { part: Some(part) };
+        if parts.send(part).await.is_err() {
+            // The end of the call says why; the vmm's next write fails.
+            return Ok(());
+        }
+        if let Some(micros) = passed.saturating_mul(1_000_000).checked_div(bytes_per_second) {
+            sleep_until(began + Duration::from_micros(micros)).await;
+        }
+    }
+}
+
+/// Says something to the target; what it says back.
+async fn call(
+    peer: &mut PeerServiceClient<Channel>,
+    name: &str,
+    uid: Uuid,
+    message: Message,
+) -> Result<Option<Message>, Failure> {
+    let (Message::Prepare(migration)
+    | Message::Ready(migration)
+    | Message::Refuse(migration)
+    | Message::Commit(migration)
+    | Message::Abort(migration)
+    | Message::Query(migration)
+    | Message::Running(migration)) = message;
+    let request = v1::SettleVmRequest {
+        name: name.to_owned(),
+        uid: uid.to_string(),
+        migration,
+        step: step(message).into(),
+    };
+    let settled = timeout(CALL, peer.settle_vm(request)).await;
+    let answer = settled
+        .map_err(|_| silent())?
+        .map_err(|status| said_no(&status))?;
+    Ok(message_of(answer.into_inner().step(), migration))
+}
+
+/// Repeats `Commit` until the target has answered, or an operator has decided otherwise.
+async fn commit_until_heard(host: &Arc<Host>, (name, uid, target): (&str, Uuid, &str), migration: u64) {
+    repeat(host, (name, uid, target), Message::Commit(migration)).await;
+}
+
+/// Repeats a message until it is answered. The target's answer goes to the VM's actor.
+async fn repeat(host: &Arc<Host>, (name, uid, target): (&str, Uuid, &str), message: Message) {
+    let mut wait = FIRST_WAIT;
+    loop {
+        let said = match host.peers.connect(target).await {
+            Ok(mut peer) => call(&mut peer, name, uid, message).await,
+            Err(failure) => Err(failure),
+        };
+        let request = match (message, said) {
+            (Message::Abort(migration), Ok(_)) => Some(HandoverRequest::Told { migration }),
+            (_, Ok(Some(answer))) => Some(HandoverRequest::Source {
+                event: SourceEvent::Heard(answer),
+            }),
+            (_, Ok(None)) => None,
+            (_, Err(failure)) => {
+                tracing::info!(vm = name, peer = target, %failure, "the other node has not answered: it is asked again");
+                None
+            }
+        };
+        if let Some(request) = request {
+            // The VM may be gone: that is what was wanted.
+            let _ = ask(host, name, request).await;
+            return;
+        }
+        tokio::select! {
+            () = sleep(wait) => {}
+            () = host.stopping.cancelled() => return,
+        }
+        wait = (wait * 2).min(LAST_WAIT);
+        let waits = host.store.vm(uid.as_bytes()).await;
+        let stage = waits
+            .ok()
+            .flatten()
+            .and_then(|record| Some(record.handover?.stage()));
+        let wanted = match message {
+            Message::Commit(_) => stage == Some(HandoverStage::Given),
+            _ => stage == Some(HandoverStage::Owner),
+        };
+        if !wanted {
+            return;
+        }
+    }
+}
+
+/// Goes on with what the VM's record says of a migration: repeats what the target has not answered.
+pub fn attend(host: &Arc<Host>, uid: Uuid, name: String, target: String) {
+    let host = Arc::clone(host);
+    tokio::spawn(async move {
+        let record = host.store.vm(uid.as_bytes()).await.ok().flatten();
+        let Some(handover) = record.and_then(|record| record.handover) else {
+            return;
+        };
+        let message = match handover.stage() {
+            HandoverStage::Given => Message::Commit(handover.migration),
+            HandoverStage::Owner if !handover.peer.is_empty() => Message::Abort(handover.migration),
+            _ => return,
+        };
+        repeat(&host, (&name, uid, &target), message).await;
+    });
+}

@@ -1,0 +1,388 @@
+//! The VM's part of a migration: [`proto::handover`] decides, the record is written, then it is done.
+
+use std::{ops::ControlFlow, sync::Arc, time::Duration};
+
+use proto::{
+    handover::{Effect, Message, Resolution, Source, SourceEvent, Target, TargetEvent},
+    v1::{ExitReason, VmPhase},
+    vmm::{MigrationRound, Resume, request::Op},
+};
+use tokio::{sync::oneshot, time::timeout};
+
+use super::{
+    Actor, HandoverRequest,
+    work::{Then, Work},
+};
+use crate::{
+    context::Context,
+    failure::{Failure, Kind},
+    migration::{self, Handover},
+    operation::{Handle, Progress, Type},
+    store::HandoverStage,
+    vm::{
+        admission::Situation,
+        describe::MIGRATING,
+        policy::Occasion,
+        start::{Restore, store_failure},
+    },
+};
+
+/// How long a machine may take to resume.
+const RESUME: Duration = Duration::from_secs(20);
+
+/// What is to be said to the other daemon, and whether the VM is still there.
+type Step = (Result<Vec<Message>, Failure>, ControlFlow<()>);
+
+fn failed(failure: Failure) -> Step {
+    (Err(failure), ControlFlow::Continue(()))
+}
+
+impl Actor {
+    pub(super) fn handover(&self) -> Handover {
+        Handover::of(self.record.handover.as_ref())
+    }
+
+    pub(super) async fn on_handover(
+        &mut self,
+        request: HandoverRequest,
+        reply: oneshot::Sender<Result<Vec<Message>, Failure>>,
+    ) -> ControlFlow<()> {
+        let (said, flow) = match request {
+            HandoverRequest::Begin { peer, reporter } => {
+                let begun = self.begin_migration(&peer).await;
+                self.migration = Some(reporter);
+                begun
+            }
+            HandoverRequest::Source { event } => self.on_source(event).await,
+            HandoverRequest::Told { migration } => {
+                self.forget_peer(migration).await;
+                (Ok(Vec::new()), ControlFlow::Continue(()))
+            }
+            HandoverRequest::Receive {
+                migration,
+                stream,
+                context,
+                started,
+            } => {
+                let restore = Restore {
+                    file: stream,
+                    on_demand: false,
+                    stream: true,
+                    bytes: 0,
+                    machine: None,
+                };
+                self.begin_receive(migration, restore, &context, started).await
+            }
+            HandoverRequest::Target { message } => self.on_target(message).await,
+            HandoverRequest::Expire {
+                migration,
+                unless_begun,
+            } => {
+                let begun = self.instance.is_some() || !matches!(self.work, Work::None);
+                match self.handover() {
+                    Handover::Target(Target::Idle(over)) if over < migration && !(unless_begun && begun) => {
+                        self.on_target(Message::Abort(migration)).await
+                    }
+                    _ => (Ok(Vec::new()), ControlFlow::Continue(())),
+                }
+            }
+            HandoverRequest::Runs => {
+                if let Handover::Target(Target::Owned(last)) = self.handover() {
+                    let own = Handover::Source(Source::Owner {
+                        last,
+                        migrating: false,
+                    });
+                    self.record.handover = Some(own.record(""));
+                    self.persist().await;
+                }
+                (Ok(Vec::new()), ControlFlow::Continue(()))
+            }
+            HandoverRequest::Resolve(resolution) => self.resolve(resolution).await,
+        };
+        let _ = reply.send(said);
+        flow
+    }
+
+    async fn begin_migration(&mut self, peer: &str) -> Step {
+        let situation = self.situation();
+        if situation == Situation::Migrating {
+            let message = format!("VM \"{}\" is being migrated already", self.record.name);
+            return failed(Failure::precondition("MIGRATING", message));
+        }
+        if situation != Situation::Running {
+            let message = format!(
+                "VM \"{}\" does not run, or something is under way",
+                self.record.name
+            );
+            return failed(Failure::precondition("VM_NOT_RUNNING", message));
+        }
+        let (said, flow) = self.step_source(SourceEvent::Begin, Some(peer)).await;
+        let Handover::Source(Source::Owner {
+            last,
+            migrating: true,
+        }) = self.handover()
+        else {
+            return (said, flow);
+        };
+        self.enter(VmPhase::Running, MIGRATING, format!("to {peer}"));
+        // Nothing is said yet: the number is what the caller needs.
+        (said.map(|_| vec![Message::Prepare(last)]), flow)
+    }
+
+    async fn on_source(&mut self, event: SourceEvent) -> Step {
+        let step = self.step_source(event, None).await;
+        match self.handover() {
+            Handover::Source(Source::Given(_)) => {
+                let peer = self.record.handover.as_ref().map_or("", |it| &it.peer);
+                let message = format!(
+                    "handed over to {peer}, which has not confirmed that the VM runs there; if that node is gone for good, decide with `vmmctl \
+                     migrate resolve`"
+                );
+                self.enter(VmPhase::Paused, "HandedOver", message);
+            }
+            Handover::Source(Source::Owner { migrating: false, .. }) => {
+                self.migration = None;
+                if self.view.reason == MIGRATING && self.view.phase == VmPhase::Running {
+                    self.enter(VmPhase::Running, "Running", "");
+                }
+            }
+            _ => {}
+        }
+        step
+    }
+
+    /// The target knows that the migration is over.
+    async fn forget_peer(&mut self, migration: u64) {
+        if let Some(record) = &mut self.record.handover
+            && record.stage() == HandoverStage::Owner
+            && record.migration == migration
+        {
+            record.peer.clear();
+            self.persist().await;
+        }
+    }
+
+    async fn step_source(&mut self, event: SourceEvent, peer: Option<&str>) -> Step {
+        let before = match self.handover() {
+            Handover::Source(source) => source,
+            Handover::Target(Target::Owned(last)) => Source::Owner {
+                last,
+                migrating: false,
+            },
+            Handover::Target(_) => return failed(not_here()),
+        };
+        let (after, effects) = before.on(event);
+        if let Err(failure) = self.write(before != after, Handover::Source(after), peer).await {
+            return failed(failure);
+        }
+        self.carry_out(effects).await
+    }
+
+    async fn on_target(&mut self, message: Message) -> Step {
+        let before = match self.handover() {
+            Handover::Target(target) => target,
+            // It ran here since, and may be on its way further.
+            Handover::Source(Source::Owner { last, .. } | Source::Given(last) | Source::Gone(last)) => {
+                match message {
+                    Message::Commit(it) if it <= last => {
+                        return (Ok(vec![Message::Running(it)]), ControlFlow::Continue(()));
+                    }
+                    _ => return failed(not_here()),
+                }
+            }
+        };
+        let loaded = self.instance.is_some() && matches!(self.work, Work::None);
+        self.step_target(before, TargetEvent::Heard { message, loaded })
+            .await
+    }
+
+    async fn step_target(&mut self, before: Target, event: TargetEvent) -> Step {
+        let (after, effects) = before.on(event);
+        if let Err(failure) = self.write(before != after, Handover::Target(after), None).await {
+            return failed(failure);
+        }
+        self.carry_out(effects).await
+    }
+
+    /// Makes the next state durable.
+    async fn write(&mut self, changed: bool, handover: Handover, peer: Option<&str>) -> Result<(), Failure> {
+        if !changed {
+            return Ok(());
+        }
+        let before = self.record.handover.clone();
+        let known = before.as_ref().map_or("", |record| &record.peer);
+        self.record.handover = Some(handover.record(peer.unwrap_or(known)));
+        let written = self.host.store.put(&self.record).await;
+        written.map_err(|error| {
+            // It may have been written: an earlier state is the safe one, since nothing of the new one was done.
+            self.record.handover = before;
+            store_failure(error)
+        })
+    }
+
+    async fn carry_out(&mut self, effects: Vec<Effect>) -> Step {
+        let mut said = Vec::new();
+        let mut flow = ControlFlow::Continue(());
+        for effect in effects {
+            match effect {
+                Effect::Send(message) => said.push(message),
+                Effect::Run => self.let_run(),
+                Effect::Kill => flow = self.remove().await,
+            }
+        }
+        (Ok(said), flow)
+    }
+
+    /// Lets the machine run, if there is one.
+    fn let_run(&mut self) {
+        let Ok(client) = self.running_client() else {
+            if self.instance.is_none() {
+                let ending = self.record.ending().unwrap_or(ExitReason::Lost);
+                self.plan(Occasion::Ended(ending), 0);
+            }
+            return;
+        };
+        let (host, name) = (Arc::clone(&self.host), self.record.name.clone());
+        tokio::spawn(async move {
+            match timeout(RESUME, client.request(Op::Resume(Resume {}), &[])).await {
+                Ok(Ok(_)) => {
+                    let _ = migration::ask(&host, &name, HandoverRequest::Runs).await;
+                }
+                Ok(Err(error)) => tracing::warn!(vm = name, %error, "resume a VM after a migration"),
+                Err(_) => tracing::error!(vm = name, "a VM did not resume after a migration"),
+            }
+        });
+    }
+
+    /// Ends the machine, if there is one, and removes the VM from this node.
+    async fn remove(&mut self) -> ControlFlow<()> {
+        if matches!(&self.work, Work::Stop(stop) if stop.then == Then::Delete) {
+            return ControlFlow::Continue(());
+        }
+        let operation = self.operation(Type::VmDelete, &Context::daemon(), None);
+        if self.instance.is_none() && matches!(self.work, Work::None) {
+            return self.delete(operation, Vec::new()).await;
+        }
+        self.begin_stop(None, operation, Then::Delete);
+        ControlFlow::Continue(())
+    }
+
+    async fn begin_receive(
+        &mut self,
+        migration: u64,
+        restore: Restore,
+        context: &Context,
+        started: oneshot::Sender<Result<(), Failure>>,
+    ) -> Step {
+        let expected = match self.handover() {
+            Handover::Target(Target::Idle(over)) => over.saturating_add(1) == migration,
+            _ => false,
+        };
+        if !expected || self.instance.is_some() || !matches!(self.work, Work::None) {
+            return failed(not_here());
+        }
+        let operation = self.operation(Type::VmMigrate, context, None);
+        self.receiving = Some(started);
+        self.begin_start(operation, Some(Box::new(restore))).await;
+        if matches!(self.work, Work::Start(_)) {
+            return (Ok(Vec::new()), ControlFlow::Continue(()));
+        }
+        let flow = self.remove().await;
+        let message = self.view.message.clone();
+        let failure = Failure::precondition("MIGRATION_REFUSED", message);
+        (Err(failure), flow)
+    }
+
+    /// The machine is there, and stays paused.
+    pub(super) fn on_received(&mut self) {
+        let message = "received from another node, which decides what follows";
+        self.enter(VmPhase::Paused, MIGRATING, message);
+        if let Some(started) = self.receiving.take() {
+            let _ = started.send(Ok(()));
+        }
+    }
+
+    /// The machine could not be received: nothing of the VM stays.
+    pub(super) async fn not_received(&mut self, failure: Failure, operation: Handle) -> ControlFlow<()> {
+        self.record.instance = None;
+        operation.fail(&failure);
+        if let Some(started) = self.receiving.take() {
+            let _ = started.send(Err(failure));
+        }
+        self.remove().await
+    }
+
+    async fn resolve(&mut self, resolution: Resolution) -> Step {
+        let step = match self.handover() {
+            Handover::Source(source) if source.waits() => {
+                self.on_source(SourceEvent::Resolve(resolution)).await
+            }
+            Handover::Target(target) if target.waits() => {
+                self.step_target(target, TargetEvent::Resolve(resolution)).await
+            }
+            _ => {
+                let message = format!("no migration of VM \"{}\" waits for a decision", self.record.name);
+                return failed(Failure::precondition("NOTHING_TO_RESOLVE", message));
+            }
+        };
+        // The other node is gone: nobody is told.
+        if let Some(record) = &mut self.record.handover
+            && record.stage() == HandoverStage::Owner
+        {
+            record.peer.clear();
+            self.persist().await;
+        }
+        step
+    }
+
+    /// Goes on with what an earlier daemon left.
+    pub(super) async fn resume_handover(&mut self) -> ControlFlow<()> {
+        let Some(record) = self.record.handover.clone() else {
+            return ControlFlow::Continue(());
+        };
+        let (run, _) = self.host.table.now();
+        let step = match self.handover() {
+            // It has just been offered.
+            Handover::Target(Target::Idle(_)) if self.record.made_run == run => {
+                return ControlFlow::Continue(());
+            }
+            Handover::Source(Source::Owner { migrating: false, .. }) => {
+                if self.view.phase == VmPhase::Paused && self.view.reason == MIGRATING {
+                    self.let_run();
+                }
+                (Ok(Vec::new()), ControlFlow::Continue(()))
+            }
+            Handover::Source(_) => self.on_source(SourceEvent::Restarted).await,
+            Handover::Target(target) => self.step_target(target, TargetEvent::Restarted).await,
+        };
+        let (said, flow) = step;
+        if let Err(failure) = said {
+            tracing::error!(vm = self.record.name, %failure, "go on with a migration");
+        }
+        if flow.is_continue() && !record.peer.is_empty() {
+            migration::attend(&self.host, self.uid, self.record.name.clone(), record.peer);
+        }
+        flow
+    }
+
+    pub(super) fn on_migration_round(&mut self, round: MigrationRound) {
+        const MIB: u64 = 1 << 20;
+        let Some(reporter) = &self.migration else {
+            return;
+        };
+        let message = format!(
+            "round {}: {} MiB sent, {} MiB changed meanwhile, {} MiB/s",
+            round.number,
+            round.sent_bytes / MIB,
+            round.dirty_bytes / MIB,
+            round.bytes_per_second / MIB
+        );
+        let total = round.sent_bytes.saturating_add(round.dirty_bytes);
+        reporter.progress(Progress::bytes(round.sent_bytes, total), &message);
+    }
+}
+
+fn not_here() -> Failure {
+    let message = "the VM is not in a state in which this migration can go on";
+    Failure::new(Kind::Aborted, "MIGRATION_OVER", message)
+}

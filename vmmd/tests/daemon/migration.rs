@@ -1,0 +1,314 @@
+//! Live migration between two daemons, and what may happen on the way.
+
+use std::{fs, time::Duration};
+
+use proto::v1::{self, OperationPhase, VmPhase, migration_service_client::MigrationServiceClient};
+use tonic::{Code, Status, transport::Channel};
+
+use crate::{
+    console::Client,
+    harness::{Daemon, connect, refusal, status, uid},
+    pki::{self, Pki},
+};
+
+/// A daemon that can call others.
+async fn node(pki: &Pki) -> Daemon {
+    let folder = tempfile::Builder::new()
+        .prefix("vmmd")
+        .tempdir_in("/tmp")
+        .unwrap();
+    let path = |name: &str| folder.path().join("tls").join(name);
+    pki.install(&folder.path().join("tls"), &pki.server("node"));
+    let peer = pki.role("node", "peer");
+    fs::write(path("peer.crt"), peer.certificate_pem()).unwrap();
+    fs::write(path("peer.key"), peer.key_pem()).unwrap();
+    let config = pki::configuration(folder.path(), "")
+        + &format!(
+            "peer_certificate = {:?}\npeer_key = {:?}\n",
+            path("peer.crt"),
+            path("peer.key")
+        );
+    Daemon::in_folder(folder, &config).await
+}
+
+async fn pair() -> (Daemon, Daemon) {
+    let pki = Pki::new("ca");
+    (node(&pki).await, node(&pki).await)
+}
+
+impl Daemon {
+    async fn migrations(&self) -> MigrationServiceClient<Channel> {
+        MigrationServiceClient::new(connect(self.folder.path()).await)
+    }
+
+    async fn migrate(&self, vm: &str, to: &Daemon) -> Result<v1::Operation, Status> {
+        let request = v1::MigrateVmRequest {
+            name: vm.into(),
+            target: pki::address(to),
+            ..Default::default()
+        };
+        let answer = self.migrations().await.migrate_vm(request).await?;
+        Ok(answer.into_inner().operation.unwrap())
+    }
+
+    async fn resolve(&self, vm: &str, resolution: v1::MigrationResolution) -> Result<(), Status> {
+        let request = v1::ResolveMigrationRequest {
+            name: vm.into(),
+            resolution: resolution.into(),
+        };
+        self.migrations().await.resolve_migration(request).await.map(drop)
+    }
+
+    /// The operation when it has ended.
+    async fn ended(&self, operation: &v1::Operation) -> v1::Operation {
+        within(async || {
+            let now = self.operation(&operation.id).await;
+            let ended = !matches!(now.phase(), OperationPhase::Pending | OperationPhase::InProgress);
+            ended.then_some(now)
+        })
+        .await
+    }
+
+    async fn forgets(&self, vm: &str) {
+        within(async || self.get(vm).await.is_err().then_some(())).await;
+    }
+
+    async fn waits_for(&self, vm: &str, phase: VmPhase) -> v1::Vm {
+        within(async || {
+            let vm = self.get(vm).await.ok()?;
+            (status(&vm).phase() == phase).then_some(vm)
+        })
+        .await
+    }
+
+    fn fault(&self, name: &str) {
+        fs::create_dir_all(self.path("run/fault")).unwrap();
+        fs::write(self.path("run/fault").join(name), "").unwrap();
+    }
+}
+
+/// Asks again and again, since what is waited for is on two daemons.
+async fn within<T>(mut poll: impl AsyncFnMut() -> Option<T>) -> T {
+    tokio::time::timeout(Duration::from_secs(30), async {
+        loop {
+            if let Some(found) = poll().await {
+                return found;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await
+    .expect("it did not come to that")
+}
+
+#[tokio::test]
+async fn a_running_vm_moves_to_another_node_and_back() {
+    let (first, second) = pair().await;
+    let before = first.run("web", "").await;
+    let mut runs_on = (&first, &second);
+    for _ in 0..3 {
+        let (from, to) = runs_on;
+        let operation = from.migrate("web", to).await.unwrap();
+        assert_eq!(operation.r#type, "vm.migrate");
+        let ended = from.ended(&operation).await;
+        assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+        from.forgets("web").await;
+        let vm = to.waits_for("web", VmPhase::Running).await;
+        assert_eq!(uid(&vm), uid(&before));
+        assert_eq!(vm.spec, before.spec);
+        let mut console = Client::open(to, "web").await;
+        console.expect("received machine of web\r\n").await;
+        assert_eq!(from.vmm_processes().len(), 0);
+        runs_on = (to, from);
+    }
+    let (on, _) = runs_on;
+    assert_eq!(on.vmm_processes().len(), 1);
+    // It is a VM like any other there.
+    on.kill_vm("web").await.unwrap();
+    on.start_vm("web").await.unwrap();
+    on.delete("web", true).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_migration_that_is_refused_leaves_the_vm_running() {
+    let (first, second) = pair().await;
+    first.run("web", "").await;
+    second.create(second.manifest("web", "")).await.unwrap();
+    let operation = first.migrate("web", &second).await.unwrap();
+    let ended = first.ended(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+    assert!(ended.message.contains("already"), "{ended:?}");
+    assert_eq!(status(&first.get("web").await.unwrap()).phase(), VmPhase::Running);
+    assert_eq!(second.list().await.len(), 1);
+
+    let lonely = Daemon::start().await;
+    lonely.run("web", "").await;
+    let refused = lonely.migrate("web", &second).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "PEERS_NOT_CONFIGURED".into())
+    );
+    let down = second.migrate("web", &first).await.unwrap_err();
+    assert_eq!(
+        refusal(&down),
+        (Code::FailedPrecondition, "VM_NOT_RUNNING".into())
+    );
+    let nothing = first
+        .resolve("web", v1::MigrationResolution::Drop)
+        .await
+        .unwrap_err();
+    assert_eq!(
+        refusal(&nothing),
+        (Code::FailedPrecondition, "NOTHING_TO_RESOLVE".into())
+    );
+}
+
+#[tokio::test]
+async fn a_vm_whose_guest_writes_to_a_disk_stays() {
+    let (first, second) = pair().await;
+    let image = first.path("disk.raw");
+    fs::write(&image, [0; 4096]).unwrap();
+    let mut vm = first.manifest("web", "");
+    vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
+        name: "root".into(),
+        source: Some(v1::disk_spec::Source::Path(image.to_str().unwrap().into())),
+        format: v1::DiskFormat::Raw.into(),
+        cache: v1::DiskCache::Writeback.into(),
+        ..Default::default()
+    });
+    first.create(vm).await.unwrap();
+    first.start_vm("web").await.unwrap();
+    let refused = first.migrate("web", &second).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "MIGRATION_DISKS".into())
+    );
+}
+
+#[tokio::test]
+async fn a_vm_whose_spec_waits_for_a_restart_is_not_moved() {
+    let (first, second) = pair().await;
+    first.run("web", "").await;
+    let more = |spec: &mut v1::VmSpec| spec.cpu.get_or_insert_default().cores = 2;
+    first.change("web", more).await.unwrap();
+    let refused = first.migrate("web", &second).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "RESTART_REQUIRED".into())
+    );
+}
+
+#[tokio::test]
+async fn while_it_moves_nobody_else_touches_it_and_a_cancel_takes_it_back() {
+    let (first, second) = pair().await;
+    first.run("web", "mock.send=hang").await;
+    let operation = first.migrate("web", &second).await.unwrap();
+    second.waits_for("web", VmPhase::Starting).await;
+    within(async || {
+        let now = first.operation(&operation.id).await;
+        let told = "round 0: 5 MiB sent, 1 MiB changed meanwhile, 9 MiB/s";
+        (now.message == told).then_some(())
+    })
+    .await;
+    for daemon in [&first, &second] {
+        let busy = daemon.delete("web", true).await.unwrap_err();
+        assert_eq!(refusal(&busy), (Code::FailedPrecondition, "MIGRATING".into()));
+        let busy = daemon.kill_vm("web").await.unwrap_err();
+        assert_eq!(refusal(&busy), (Code::FailedPrecondition, "MIGRATING".into()));
+    }
+    let mut operations =
+        v1::operation_service_client::OperationServiceClient::new(connect(first.folder.path()).await);
+    let cancel = v1::CancelOperationRequest {
+        id: operation.id.clone(),
+    };
+    operations.cancel_operation(cancel).await.unwrap();
+    let ended = first.ended(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Cancelled, "{ended:?}");
+    second.forgets("web").await;
+    assert_eq!(second.vmm_processes().len(), 0);
+    let vm = first.waits_for("web", VmPhase::Running).await;
+    assert_eq!(status(&vm).reason, "Running");
+    first.delete("web", true).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_daemon_that_is_killed_while_memory_is_sent_leaves_the_vm_at_the_source() {
+    for source_dies in [true, false] {
+        let (mut first, mut second) = pair().await;
+        first.run("web", "mock.send=hang").await;
+        first.migrate("web", &second).await.unwrap();
+        second.waits_for("web", VmPhase::Starting).await;
+        if source_dies {
+            first.kill_and_restart().await;
+        } else {
+            second.kill_and_restart().await;
+        }
+        second.forgets("web").await;
+        within(async || (second.vmm_processes().is_empty()).then_some(())).await;
+        first.waits_for("web", VmPhase::Running).await;
+        within(async || first.delete("web", true).await.ok()).await;
+    }
+}
+
+#[tokio::test]
+async fn a_commit_or_its_answer_that_is_lost_is_repeated() {
+    for lost in ["commit-lost", "answer-lost"] {
+        let (first, second) = pair().await;
+        first.run("web", "").await;
+        second.fault(lost);
+        let operation = first.migrate("web", &second).await.unwrap();
+        let ended = first.ended(&operation).await;
+        assert_eq!(ended.phase(), OperationPhase::Completed, "{lost}: {ended:?}");
+        first.forgets("web").await;
+        second.waits_for("web", VmPhase::Running).await;
+        assert!(!second.path("run/fault").join(lost).exists());
+    }
+}
+
+#[tokio::test]
+async fn a_source_that_is_killed_after_the_point_of_no_return_hands_the_vm_over_when_it_is_back() {
+    let (mut first, second) = pair().await;
+    first.run("web", "").await;
+    first.fault("given");
+    let operation = first.migrate("web", &second).await.unwrap();
+    first.ended(&operation).await;
+    let vm = first.waits_for("web", VmPhase::Paused).await;
+    assert_eq!(status(&vm).reason, "HandedOver");
+    let other = second.get("web").await.unwrap();
+    assert_eq!(status(&other).phase(), VmPhase::Paused, "neither of them runs");
+    first.kill_and_restart().await;
+    first.forgets("web").await;
+    second.waits_for("web", VmPhase::Running).await;
+}
+
+#[tokio::test]
+async fn an_operator_decides_when_the_other_node_is_gone_for_good() {
+    use v1::MigrationResolution::{Drop, Run};
+    for (at_source, resolution) in [(true, Run), (true, Drop), (false, Run), (false, Drop)] {
+        let (mut first, mut second) = pair().await;
+        first.run("web", "").await;
+        first.fault("given");
+        let operation = first.migrate("web", &second).await.unwrap();
+        first.ended(&operation).await;
+        let left = if at_source {
+            second.kill();
+            &first
+        } else {
+            first.kill();
+            // What it waits for outlives its daemon.
+            second.kill_and_restart().await;
+            &second
+        };
+        let vm = left.waits_for("web", VmPhase::Paused).await;
+        let busy = left.kill_vm("web").await.unwrap_err();
+        assert_eq!(refusal(&busy).1, "MIGRATING", "{vm:?}");
+        left.resolve("web", resolution).await.unwrap();
+        match resolution {
+            Run => {
+                left.waits_for("web", VmPhase::Running).await;
+                within(async || left.delete("web", true).await.ok()).await;
+            }
+            _ => left.forgets("web").await,
+        }
+    }
+}
