@@ -12,15 +12,15 @@ use std::{
 
 use proto::v1::{
     self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
-    network_service_client::NetworkServiceClient, node_service_client::NodeServiceClient,
-    operation_service_client::OperationServiceClient, snapshot_service_client::SnapshotServiceClient,
-    vm_service_client::VmServiceClient,
+    image_service_client::ImageServiceClient, network_service_client::NetworkServiceClient,
+    node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
+    snapshot_service_client::SnapshotServiceClient, vm_service_client::VmServiceClient,
 };
 use tonic::transport::Channel;
 
 pub(crate) use self::call::send;
 pub use self::{
-    about::{DISKS, about_disk, about_snapshot, about_vm, empty_answer},
+    about::{DISKS, about_disk, about_image, about_snapshot, about_vm, empty_answer},
     call::{COPY, QUICK, RESTART, TRIES, WORK, call, went_away},
 };
 use crate::{
@@ -40,6 +40,8 @@ pub struct Client {
     pub snapshots: SnapshotServiceClient<Channel>,
     /// Its networks.
     pub networks: NetworkServiceClient<Channel>,
+    /// Its images.
+    pub images: ImageServiceClient<Channel>,
     /// Its node.
     pub nodes: NodeServiceClient<Channel>,
     /// What has happened on it.
@@ -64,6 +66,7 @@ impl Client {
             disks: DiskServiceClient::new(channel.clone()),
             snapshots: SnapshotServiceClient::new(channel.clone()),
             networks: NetworkServiceClient::new(channel.clone()),
+            images: ImageServiceClient::new(channel.clone()),
             nodes: NodeServiceClient::new(channel.clone()),
             events: EventServiceClient::new(channel.clone()),
             operations: OperationServiceClient::new(channel),

@@ -4,9 +4,9 @@ use std::{io, sync::Arc, time::Duration};
 
 use proto::v1::{
     disk_service_server::DiskServiceServer, event_service_server::EventServiceServer,
-    network_service_server::NetworkServiceServer, node_service_server::NodeServiceServer,
-    operation_service_server::OperationServiceServer, snapshot_service_server::SnapshotServiceServer,
-    vm_service_server::VmServiceServer,
+    image_service_server::ImageServiceServer, network_service_server::NetworkServiceServer,
+    node_service_server::NodeServiceServer, operation_service_server::OperationServiceServer,
+    snapshot_service_server::SnapshotServiceServer, vm_service_server::VmServiceServer,
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -22,6 +22,7 @@ use super::{
     connection::Connection,
     disk::Disks,
     event::EventLog,
+    image::Images,
     network::Networks,
     node::Nodes,
     operation::Operations,
@@ -66,6 +67,7 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
     reporter.set_serving::<NodeServiceServer<Nodes>>().await;
     reporter.set_serving::<DiskServiceServer<Disks>>().await;
     reporter.set_serving::<NetworkServiceServer<Networks>>().await;
+    reporter.set_serving::<ImageServiceServer<Images>>().await;
     reporter.set_serving::<OperationServiceServer<Operations>>().await;
     reporter.set_serving::<EventServiceServer<EventLog>>().await;
     reporter.set_serving::<SnapshotServiceServer<Snapshots>>().await;
@@ -83,6 +85,7 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
             NodeServiceServer::<Nodes>::NAME,
             DiskServiceServer::<Disks>::NAME,
             NetworkServiceServer::<Networks>::NAME,
+            ImageServiceServer::<Images>::NAME,
             OperationServiceServer::<Operations>::NAME,
             EventServiceServer::<EventLog>::NAME,
             SnapshotServiceServer::<Snapshots>::NAME,
@@ -102,6 +105,7 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
         .add_service(VmServiceServer::new(Vms::new(host())).max_decoding_message_size(MAX_REQUEST))
         .add_service(DiskServiceServer::new(Disks::new(host())).max_decoding_message_size(MAX_REQUEST))
         .add_service(NetworkServiceServer::new(Networks::new(host())).max_decoding_message_size(MAX_REQUEST))
+        .add_service(ImageServiceServer::new(Images::new(host())).max_decoding_message_size(MAX_REQUEST))
         .add_service(
             OperationServiceServer::new(Operations::new(host())).max_decoding_message_size(MAX_REQUEST),
         )

@@ -35,6 +35,9 @@
 //! | RestoreVm | a run that the request began, and that goes on, is the answer; a VM with the mark is started again; else carried out again |
 //! | CreateNetwork | a network with the mark is the answer |
 //! | DeleteNetwork | the answer is written together with the beginning of the deletion: answered |
+//! | ImportImage | an image with the mark is the answer, also when it is being imported still, or has been deleted since |
+//! | DeleteImage | the answer is written together with the beginning of the deletion: answered |
+//! | PruneImages | carried out again: what is gone already is not named |
 //! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
 
 mod answer;
@@ -61,7 +64,8 @@ use crate::{
     failure::{Failure, Kind},
     host::Host,
     store::{
-        self, DiskRecord, NetworkRecord, REQUEST_AGE_MS, RequestKey, RequestMark, SnapshotRecord, VmRecord,
+        self, DiskRecord, ImageRecord, NetworkRecord, REQUEST_AGE_MS, RequestKey, RequestMark,
+        SnapshotRecord, VmRecord,
     },
     text,
 };
@@ -92,7 +96,7 @@ struct UnderWay {
 #[derive(Debug)]
 struct Left {
     mark: RequestMark,
-    /// UUID of the VM, disk or snapshot that has the mark.
+    /// UUID of the VM, disk, snapshot or image that has the mark.
     on: Vec<u8>,
 }
 
@@ -289,6 +293,11 @@ impl Requests {
         self.adopt(&record.begun, &record.uid);
     }
 
+    /// Takes over what an earlier daemon has begun on an image.
+    pub fn adopt_image(&self, record: &ImageRecord) {
+        self.adopt(&record.begun, &record.uid);
+    }
+
     fn adopt(&self, begun: &[RequestMark], on: &[u8]) {
         let now = text::now_ms();
         let mut inner = self.inner();
@@ -327,6 +336,11 @@ impl Requests {
     /// UUID of the network that the request made under an earlier daemon.
     pub fn made_network(&self, context: &Context) -> Option<Vec<u8>> {
         self.made(context, "CreateNetwork")
+    }
+
+    /// UUID of the image that the request made under an earlier daemon.
+    pub fn made_image(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "ImportImage")
     }
 
     fn made(&self, context: &Context, method: &str) -> Option<Vec<u8>> {
