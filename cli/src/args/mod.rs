@@ -16,6 +16,7 @@ pub mod node;
 pub mod observe;
 pub mod operation;
 pub mod resources;
+pub mod run;
 mod show;
 pub mod snapshot;
 mod targets;
@@ -173,6 +174,8 @@ pub enum Command {
         #[command(subcommand)]
         what: Resize,
     },
+    /// Make a VM of an image and start it.
+    Run(Box<run::Run>),
     /// Import images, which disks are made of, list and delete them.
     Image {
         /// What.

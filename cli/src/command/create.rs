@@ -82,6 +82,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             run_policy: args.run_policy.unwrap_or_default().into(),
             on_crash: v1::CrashPolicy::Unspecified.into(),
             clock: None,
+            cloud_init: None,
             balloon: memory::from_flags(args.no_balloon, args.free_page_reporting),
             display: args.display.map(|layout| v1::DisplaySpec {
                 keyboard_layout: layout.into(),

@@ -28,6 +28,7 @@ mod operation;
 mod parallel;
 pub mod patch;
 mod progress;
+mod run;
 mod snapshot;
 mod top;
 mod update;
@@ -186,6 +187,10 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Logs(args) => logs::logs(client, &args).await.map_err(one),
         Command::Diagnose(args) => diagnose::diagnose(client, &args).await.map_err(one),
         Command::Network { what } => network::network(client, &what).await.map_err(one),
+        Command::Run(args) => run::run(&client.with_timeout(args.timeout.timeout), &args)
+            .await
+            .map_err(disk_spec::in_options)
+            .map_err(one),
         Command::Image { what } => image::image(client, &what).await,
         Command::Nic { what } => nic::nic(client, &what).await.map_err(one),
         Command::Set {

@@ -9,6 +9,7 @@ use std::{
 use super::{
     Violations,
     balloon::Balloon,
+    cloud_init::CloudInit,
     cpu::CpuShare,
     disk::{Disk, Limit, RateGroup, RateLimit, Source},
     display::Display,
@@ -81,6 +82,8 @@ pub struct VmSpec {
     pub balloon: Option<Balloon>,
     /// The screen, if it has one.
     pub display: Option<Display>,
+    /// What its guest's cloud-init is told; the last of `disks` is its seed then.
+    pub cloud_init: Option<CloudInit>,
 }
 
 impl VmSpec {
@@ -224,13 +227,16 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let backing = backing(&mut found, memory.backing);
         let memory = resources::memory(&mut found, &memory, backing);
         let boot = boot(&mut found, spec.boot.as_ref());
-        let disks = list(
+        let mut disks = list(
             &mut found,
             "spec.disks",
             &spec.disks,
             MAX_DISKS_AND_NICS,
             Disk::new,
         );
+        let cloud_init = spec.cloud_init.as_ref();
+        let cloud_init = cloud_init.map(|wire| CloudInit::new(&mut found, wire));
+        disks.extend(cloud_init.as_ref().and_then(|_| Disk::seed()));
         let nics = list(&mut found, "spec.nics", &spec.nics, MAX_DISKS_AND_NICS, nic);
         let together = disks.len() + nics.len();
         if together > MAX_DISKS_AND_NICS {
@@ -294,6 +300,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 clock,
                 balloon,
                 display,
+                cloud_init,
             }),
             _ => Err(found),
         }
@@ -305,6 +312,7 @@ fn disks_together(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec) {
     let source = |disk: &Disk| match &disk.source {
         Source::Path { path, .. } => ("path", path.display().to_string()),
         Source::Disk { name, .. } => ("disk", name.to_string()),
+        Source::Seed => ("cloudInit", String::new()),
     };
     let mut seen = BTreeMap::new();
     for disk in disks {

@@ -15,6 +15,7 @@ use super::{
     describe::View,
     files, machine,
     policy::{Decision, Occasion, decide, refuses},
+    secret,
     start::store_failure,
     table::Entry,
 };
@@ -78,6 +79,9 @@ async fn create_with(
     }
     for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
         host.disks.fill_format(disk);
+    }
+    if let Some(spec) = &mut vm.spec {
+        secret::restore(spec, None)?;
     }
     let manifest = validate(&vm)?;
     let policy = manifest.spec.run_policy;

@@ -16,6 +16,8 @@ pub mod machine;
 mod policy;
 mod process;
 pub mod reconcile;
+mod secret;
+mod seed;
 mod start;
 mod supervisor;
 pub mod table;
@@ -23,6 +25,7 @@ mod unusable;
 
 pub use actor::{Answer, Command, DiskRequest, Life, Purpose, Reply, Update, public_stats};
 pub use create::{create, create_as};
+pub use describe::shown;
 pub use log_guard::LogGuard;
 pub use process::Process;
 pub use start::{Restore, refused, store_failure};

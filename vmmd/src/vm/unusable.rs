@@ -402,7 +402,7 @@ impl Unusable {
         };
         v1::Vm {
             metadata: Some(metadata),
-            spec: self.record.spec.clone(),
+            spec: super::describe::shown(self.record.spec.as_ref()),
             status: Some(status),
         }
     }

@@ -6,6 +6,7 @@ mod bad_input;
 mod balloon;
 mod blocking;
 mod chaos;
+mod cloud_init;
 mod console;
 mod cordon;
 mod deliberate;

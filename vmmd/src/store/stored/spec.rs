@@ -29,6 +29,32 @@ stored! {
         clock: Option<ClockSpec>,
         #[prost(message, optional, tag = "13")]
         display: Option<DisplaySpec>,
+        #[prost(message, optional, tag = "20")]
+        cloud_init: Option<CloudInit>,
+    }
+}
+
+stored! {
+    /// What cloud-init is told, with its secrets.
+    CloudInit of v1::CloudInit {
+        #[prost(string, tag = "1")]
+        user_data: String,
+        #[prost(string, tag = "2")]
+        user_data_digest: String,
+        #[prost(string, tag = "3")]
+        network_config: String,
+        #[prost(string, tag = "4")]
+        hostname: String,
+        #[prost(string, repeated, tag = "5")]
+        ssh_authorized_keys: Vec<String>,
+        #[prost(string, tag = "6")]
+        password_hash: String,
+        #[prost(string, tag = "7")]
+        password_hash_digest: String,
+        #[prost(string, tag = "8")]
+        instance_id: String,
+        #[prost(string, tag = "9")]
+        vendor_data: String,
     }
 }
 

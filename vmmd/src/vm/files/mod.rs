@@ -99,7 +99,13 @@ pub enum Locks {
 
 /// Opens and checks everything for a start; a path with another file than the `known` one is refused. Returns also which files those
 /// are that the spec names by path.
-pub fn open(spec: &VmSpec, sources: &Sources<'_>, known: &Known) -> Result<(Files, Known), Failure> {
+/// `seed` makes the seed of cloud-init.
+pub fn open(
+    spec: &VmSpec,
+    sources: &Sources<'_>,
+    known: &Known,
+    seed: impl Fn() -> io::Result<OwnedFd>,
+) -> Result<(Files, Known), Failure> {
     let Boot::Linux { kernel, initrd, .. } = &spec.boot;
     let kernels = Within::Roots(&sources.roots.kernels);
     let mut found = Known::new();
@@ -116,6 +122,19 @@ pub fn open(spec: &VmSpec, sources: &Sources<'_>, known: &Known) -> Result<(File
     let mut disks = Vec::new();
     for (index, disk) in spec.disks.iter().enumerate() {
         let field = format!("spec.disks[{index}]");
+        if disk.source == Source::Seed {
+            let fd = seed().map_err(|error| {
+                Failure::internal(format!("make the seed of cloud-init: {}", text::words(&error)))
+            })?;
+            disks.push(OpenDisk {
+                fd,
+                format: Format::Raw,
+                backing: Vec::new(),
+                discard_granularity: None,
+                ids: Vec::new(),
+            });
+            continue;
+        }
         let opened = open_disk(&field, disk, sources, Locks::Take)?;
         found.extend(known::check_disk(known, &field, disk, &opened)?);
         disks.push(opened);
@@ -174,6 +193,7 @@ pub fn named(spec: &VmSpec, sources: &Sources<'_>) -> Vec<PathBuf> {
 /// Where a disk is, and then what is below it.
 pub fn paths(disk: &Disk, sources: &Sources<'_>) -> Vec<PathBuf> {
     match &disk.source {
+        Source::Seed => Vec::new(),
         Source::Path { path, .. } => vec![path.clone()],
         Source::Disk { name, .. } => {
             let resolved = sources.disks.resolve(&sources.folder, name.as_str()).ok();
@@ -200,6 +220,8 @@ pub fn bytes_in_memory(spec: &VmSpec, sources: &Sources<'_>) -> u64 {
 /// Opens and locks a disk with all that is below it; `field` is its path in the request.
 pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) -> Result<OpenDisk, Failure> {
     let (label, path, within, format, below) = match &disk.source {
+        // Made when the VM starts, and opened nowhere else.
+        Source::Seed => return Err(Failure::internal("the seed of cloud-init can't be opened")),
         Source::Path { path, format } => (
             format!("{field}.path: disk \"{}\": \"{}\"", disk.name, path.display()),
             path.clone(),

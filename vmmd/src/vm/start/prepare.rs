@@ -10,6 +10,7 @@ use std::{
     path::Path,
 };
 
+use proto::model::{cloud_init::CloudInit, nic::Mac};
 use uuid::Uuid;
 
 use super::{Plan, failures::failed};
@@ -20,9 +21,11 @@ use crate::{
     lock,
     node::{Demand, check::Look, placement},
     paths::{LogDir, RuntimeDir},
+    store::Hardware,
     vm::{
         files::{self, Files, Known},
-        limits,
+        limits, machine,
+        seed::Seed,
     },
 };
 
@@ -57,7 +60,17 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         placement::refuse(&placement::decide(&demand.resources, &look.picture(host, others)))
     })?;
     let kvm = files::open_kvm(&host.config.kvm_device)?;
-    let (files, known) = files::open(spec, &host.sources(), &plan.record.files)?;
+    let nics = nics(plan);
+    let (files, known) = files::open(spec, &host.sources(), &plan.record.files, || {
+        let none = CloudInit::default();
+        let seed = Seed {
+            init: spec.cloud_init.as_ref().unwrap_or(&none),
+            uid,
+            name: &plan.record.name,
+            nics: &nics,
+        };
+        seed.make()
+    })?;
     let executable = host.open_vmm()?;
     let lock = RuntimeDir::of(&host.config, uid).lock();
     if lock::is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {
@@ -74,6 +87,18 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         executable,
         limits,
     })
+}
+
+/// The VM's NICs with their addresses.
+fn nics(plan: &Plan) -> Vec<(String, Mac)> {
+    let none = Hardware::default();
+    let hardware = plan.record.hardware.as_ref().unwrap_or(&none);
+    let nics = plan.spec.nics.iter();
+    let addressed = nics.filter_map(|nic| {
+        let mac = machine::mac(hardware, nic.name.as_str())?;
+        Some((nic.name.to_string(), mac))
+    });
+    addressed.collect()
 }
 
 pub(super) fn make(
