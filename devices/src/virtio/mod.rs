@@ -13,6 +13,7 @@ pub mod chain;
 mod descriptor;
 pub mod device;
 pub mod fault;
+pub mod fs;
 mod gauge;
 pub mod gpu;
 pub mod input;

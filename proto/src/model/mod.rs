@@ -18,6 +18,7 @@ pub mod nic;
 pub mod pci;
 pub mod policy;
 pub mod resources;
+pub mod share;
 pub mod topology;
 pub mod vm;
 

@@ -102,6 +102,7 @@ pub async fn run(host: &Arc<Host>, task: Task) -> Result<(), Failure> {
             log: errors_end.as_fd(),
             uid,
             cgroup: None,
+            namespaces: None,
         };
         clone::spawn(&program).map_err(|error| failed(&error))
     });

@@ -8,6 +8,7 @@ mod legacy;
 mod nic;
 mod rng;
 mod serial;
+mod share;
 
 use std::{
     fs::File,
@@ -34,6 +35,7 @@ use devices::{
         balloon::BalloonControl,
         device::VirtioDevice,
         fault::{DeviceEvent, EventSink},
+        fs::FsControl,
         transport::{Parts, VirtioPciDevice},
     },
 };
@@ -270,6 +272,8 @@ struct Assembly {
     sockets: Sockets,
     components: Vec<Box<dyn Component>>,
     nics: Vec<Nic>,
+    /// What gives shares other processes, by their names.
+    shares: Vec<(String, FsControl)>,
     /// Of the components that have one.
     slots: Vec<(u8, String)>,
     balloon: Option<BalloonControl>,
@@ -326,6 +330,7 @@ impl Assembly {
             hotplug,
             components: Vec::new(),
             nics: Vec::new(),
+            shares: Vec::new(),
             slots: Vec::new(),
             balloon: None,
         })
@@ -369,6 +374,9 @@ impl Assembly {
         for nic in &spec.nics {
             nic::build(&mut self, nic)?;
         }
+        for share in &spec.shares {
+            share::build(&mut self, share)?;
+        }
         let screen = match spec.display.as_ref().zip(hub) {
             Some((display, hub)) => display::build(&mut self, &spec.name, display, hub)?,
             None => None,
@@ -386,6 +394,7 @@ impl Assembly {
             serial,
             screen,
             nics: self.nics,
+            shares: self.shares,
             slots: self.slots,
             pci: self.sockets.pci,
             hotplug: self.hotplug,

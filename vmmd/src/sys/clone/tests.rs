@@ -19,6 +19,7 @@ fn run(script: &str, fds: &[BorrowedFd<'_>]) -> String {
         log: log.as_fd(),
         uid: 1_900_000_001,
         cgroup: None,
+        namespaces: None,
     };
     let child = spawn(&program).unwrap();
     let pidfd = child.watched(|_, pidfd| Ok(pidfd)).unwrap();
@@ -105,6 +106,7 @@ fn what_cannot_be_executed_is_an_error_that_says_so_and_leaves_no_process() {
         log: log.as_fd(),
         uid: 1_900_000_001,
         cgroup: None,
+        namespaces: None,
     };
     let error = spawn(&program).unwrap_err().to_string();
     assert!(error.starts_with("execute the vmm program"), "{error}");
@@ -126,6 +128,7 @@ fn root_is_refused() {
         log: file.as_fd(),
         uid: 0,
         cgroup: None,
+        namespaces: None,
     };
     assert!(spawn(&program).is_err());
 }
@@ -142,6 +145,7 @@ fn a_child_that_nobody_watches_is_killed_and_reaped() {
             log: log.as_fd(),
             uid: 1_900_000_001,
             cgroup: None,
+            namespaces: None,
         };
         spawn(&program).unwrap()
     };

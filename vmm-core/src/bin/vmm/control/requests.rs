@@ -20,6 +20,7 @@ const FEATURES: [&str; 7] = [
     "disk-limits",
     "disk-stats",
     "machine-stats",
+    "shares",
     "snapshots",
     "migration",
 ];

@@ -59,6 +59,12 @@ pub fn resolve(manifest: &Manifest, vnc: Option<&Path>) -> Result<Resolved> {
     let mut fds = Fds::default();
     let name = manifest.metadata.name.as_str();
     let spec = &manifest.spec;
+    if let Some(share) = spec.shares.first() {
+        bail!(
+            "share {}: shares are served by processes that the daemon makes; leave spec.shares out without it",
+            share.name
+        );
+    }
     let Boot::Linux {
         kernel,
         initrd,
@@ -110,6 +116,7 @@ pub fn resolve(manifest: &Manifest, vnc: Option<&Path>) -> Result<Resolved> {
             .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
         on_crash: vmm::OnCrash::from(spec.on_crash).into(),
         sync_clock: spec.clock == ClockOnResume::Sync,
+        shares: Vec::new(),
         display: open_display(&mut fds, spec.display.as_ref(), vnc)?,
     };
     Ok((machine, fds.0))
