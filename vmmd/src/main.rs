@@ -26,6 +26,7 @@ mod paths;
 mod pool;
 mod request;
 mod service;
+mod share;
 mod snapshot;
 mod stats;
 mod store;

@@ -6,7 +6,7 @@
 //!                                     └──┘ after a pause, twice as long each time
 //! ```
 //!
-//! One task for each share. It ends with the run, when [`Keepers`] is dropped.
+//! One task for each share. Once [`Keepers`] is dropped, with the run, it makes no process any more, and ends with the one that there is.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -105,14 +105,9 @@ impl Keepers {
                 index,
                 share: share.clone(),
                 state,
+                ends: ends.clone(),
             };
-            let ends = ends.clone();
-            tokio::spawn(async move {
-                tokio::select! {
-                    () = ends.cancelled() => {}
-                    () = keeper.run(process) => {}
-                }
-            });
+            tokio::spawn(keeper.run(process));
         }
         keepers
     }
@@ -156,6 +151,7 @@ struct Keeper {
     index: usize,
     share: Share,
     state: watch::Sender<State>,
+    ends: CancellationToken,
 }
 
 impl Keeper {
@@ -163,8 +159,12 @@ impl Keeper {
         let mut pause = PAUSE;
         loop {
             if let Some(process) = process.take() {
+                // Also when the run has ended: it ends too, and is reaped here.
                 let status = process.status().await;
                 sleep(PAUSE).await;
+                if self.ends.is_cancelled() {
+                    return;
+                }
                 let how = match status.and_then(|status| status.terminating_signal()) {
                     Some(signal) => format!("was ended by signal {signal}"),
                     None => "has ended".to_owned(),
@@ -190,7 +190,10 @@ impl Keeper {
                 }
                 Err(failure) => {
                     self.lost(failure.message);
-                    sleep(pause).await;
+                    tokio::select! {
+                        () = sleep(pause) => {}
+                        () = self.ends.cancelled() => return,
+                    }
                     pause = (pause * 2).min(LONGEST_PAUSE);
                 }
             }
@@ -232,7 +235,9 @@ impl Keeper {
                 .map_err(|error| Failure::internal(format!("open the VM's cgroup: {error}")))?;
             serve(&host, uid, index, &share, group.as_ref().map(AsFd::as_fd))
         });
-        let made = made.await.unwrap_or_else(|error| Err(Failure::internal(error.to_string())));
+        let made = made
+            .await
+            .unwrap_or_else(|error| Err(Failure::internal(error.to_string())));
         let Serving { child, socket } = made?;
         let process = child.watched(Process::new);
         let process = process.map_err(|error| Failure::internal(format!("watch its process: {error}")))?;

@@ -17,7 +17,7 @@ use proto::model::share::{IdRange, Share};
 use rustix::fs::{OFlags, fstat};
 
 pub use self::{
-    keeper::{Keepers, State},
+    keeper::Keepers,
     process::{Serving, serve},
 };
 use crate::{
@@ -41,7 +41,8 @@ pub struct Opened {
 pub fn open(share: &Share, allowed: &[PathBuf]) -> Result<Opened, Failure> {
     let within = Within::Roots(allowed);
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let directory = roots::open(&share.path, within, flags).map_err(|refused| not_opened(share, &refused, within))?;
+    let directory =
+        roots::open(&share.path, within, flags).map_err(|refused| not_opened(share, &refused, within))?;
     let stat = fstat(&directory).map_err(|errno| not_opened(share, &Refused::Errno(errno), within))?;
     if !share.uids.is_empty() {
         return Ok(Opened {

@@ -35,7 +35,13 @@ pub struct Serving {
 
 /// Starts the process of a share of the VM `uid`, the `index`th of its spec. Refused as SHARE_PROGRAM_MISSING, or as
 /// [`open`] refuses. Blocking.
-pub fn serve(host: &Host, uid: Uuid, index: usize, share: &Share, group: Option<BorrowedFd<'_>>) -> Result<Serving, Failure> {
+pub fn serve(
+    host: &Host,
+    uid: Uuid,
+    index: usize,
+    share: &Share,
+    group: Option<BorrowedFd<'_>>,
+) -> Result<Serving, Failure> {
     let opened = open(share, &host.config.roots.shares)?;
     let path = super::program(&host.vmm);
     let executable = File::open(path).map_err(|error| {
@@ -48,10 +54,16 @@ pub fn serve(host: &Host, uid: Uuid, index: usize, share: &Share, group: Option<
     })?;
     let log = LogDir::of(&host.config, uid).vmm();
     let runtime = RuntimeDir::of(&host.config, uid);
-    let started = File::options()
-        .append(true)
-        .open(log)
-        .and_then(|log| start(&executable, share, &opened, &runtime.share_socket(index), &log, group));
+    let started = File::options().append(true).open(log).and_then(|log| {
+        start(
+            &executable,
+            share,
+            &opened,
+            &runtime.share_socket(index),
+            &log,
+            group,
+        )
+    });
     let serving = started.map_err(|error| {
         let message = format!("share \"{}\": start its process: {error}", share.name);
         Failure::internal(message)
@@ -128,7 +140,10 @@ fn arguments(share: &Share, squash: bool) -> Vec<CString> {
         "--inode-file-handles=never".to_owned(),
         "--log-level=warn".to_owned(),
         format!("--cache={cache}"),
-        format!("--rlimit-nofile={}", share.open_files.saturating_add(RESERVED_FILES)),
+        format!(
+            "--rlimit-nofile={}",
+            share.open_files.saturating_add(RESERVED_FILES)
+        ),
     ];
     let flags = [
         (share.read_only, "--readonly"),
@@ -185,7 +200,10 @@ mod tests {
         };
         let share = Share::new(&mut Violations::default(), "", &wire).unwrap();
         let words = arguments(&share, squash);
-        words.into_iter().map(|word| word.into_string().unwrap()).collect()
+        words
+            .into_iter()
+            .map(|word| word.into_string().unwrap())
+            .collect()
     }
 
     #[test]
@@ -194,7 +212,11 @@ mod tests {
         assert!(plain.iter().all(|word| !word.contains("/srv")));
         assert!(plain.contains(&"--cache=auto".to_owned()));
         assert!(plain.contains(&"--translate-uid=squash-guest:0:0:4294967295".to_owned()));
-        assert!(!plain.iter().any(|word| word.contains("readonly") || word.contains("xattr")));
+        assert!(
+            !plain
+                .iter()
+                .any(|word| word.contains("readonly") || word.contains("xattr"))
+        );
         let rich = v1::ShareSpec {
             read_only: true,
             writeback: true,
@@ -204,7 +226,13 @@ mod tests {
             ..Default::default()
         };
         let rich = words(rich, false);
-        for word in ["--readonly", "--writeback", "--xattr", "--cache=never", "--rlimit-nofile=1064"] {
+        for word in [
+            "--readonly",
+            "--writeback",
+            "--xattr",
+            "--cache=never",
+            "--rlimit-nofile=1064",
+        ] {
             assert!(rich.contains(&word.to_owned()), "{word}");
         }
         assert!(!rich.iter().any(|word| word.contains("translate")));

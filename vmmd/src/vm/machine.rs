@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// PCI slots of platform v1 on bus 0, whose device 0 is the host bridge. Each kind has its own range, so that what is added
-/// to a VM later never moves what it has; 30 and 31 are left. Disks and NICs that find no room there go to further buses.
+/// to a VM later never moves what it has. Disks, NICs and shares that find no room there go to further buses.
 const RNG_SLOT: u32 = 1;
 const NIC_SLOTS: Range<u32> = 2..10;
 const DISK_SLOTS: Range<u32> = 10..26;
@@ -34,6 +34,7 @@ const DISK_SLOTS: Range<u32> = 10..26;
 const BALLOON_SLOT: u32 = 26;
 /// Of graphics adapter, keyboard and tablet. Not in the record either.
 const DISPLAY_SLOTS: [u32; 3] = [27, 28, 29];
+const SHARE_SLOTS: Range<u32> = 30..32;
 
 /// All that a `vmm` gets beside the spec.
 #[derive(Debug)]
@@ -50,6 +51,8 @@ pub struct Parts {
     pub serial: (OwnedFd, OwnedFd),
     /// Sockets for VNC clients, and for those that may only look; of a VM with a screen.
     pub vnc: Option<(OwnedFd, OwnedFd)>,
+    /// Connections to the processes of the spec's shares, in their order.
+    pub shares: Vec<OwnedFd>,
     /// Pages that are free in the pool that its memory is to come from, as far as that can be told.
     pub free_huge_pages: Option<u64>,
 }
@@ -75,9 +78,18 @@ pub fn reallocate(
     let mut new = Hardware {
         disk_slots: BTreeMap::new(),
         nics: BTreeMap::new(),
+        share_slots: BTreeMap::new(),
         ..old.clone()
     };
     for known in [old, running] {
+        for share in &spec.shares {
+            let name = share.name.as_str();
+            let slot = known.share_slots.get(name);
+            let free = slot.filter(|slot| !taken(&[&new]).contains(slot));
+            if let (false, Some(slot)) = (new.share_slots.contains_key(name), free) {
+                new.share_slots.insert(name.to_owned(), *slot);
+            }
+        }
         for disk in &spec.disks {
             let name = disk.name.as_str();
             let slot = known.disk_slots.get(name);
@@ -117,14 +129,24 @@ pub fn reallocate(
             new.nics.insert(name, NicHardware { slot, mac });
         }
     }
+    for share in &spec.shares {
+        let name = share.name.to_string();
+        let taken = taken(&[&new]);
+        let mut slots = SHARE_SLOTS.chain(pci::further().rev());
+        let slot = slots.find(|slot| !taken.contains(slot));
+        if let (false, Some(slot)) = (new.share_slots.contains_key(&name), slot) {
+            new.share_slots.insert(name, slot);
+        }
+    }
     new
 }
 
-/// The slots of all disks and NICs.
+/// The slots of all disks, NICs and shares.
 fn taken(hardware: &[&Hardware]) -> BTreeSet<u32> {
     let slots = hardware.iter().flat_map(|hardware| {
         let disks = hardware.disk_slots.values().copied();
-        disks.chain(hardware.nics.values().map(|nic| nic.slot))
+        let nics = hardware.nics.values().map(|nic| nic.slot);
+        disks.chain(nics).chain(hardware.share_slots.values().copied())
     });
     slots.collect()
 }
@@ -186,6 +208,20 @@ pub fn assemble(
                     pci_slot: hardware.slot,
                     mtu: nic.mtu_on(tap.mtu),
                     ..nic.machine()
+                }
+            })
+            .collect(),
+        shares: spec
+            .shares
+            .iter()
+            .zip(parts.shares)
+            .map(|(share, socket)| {
+                let slot = hardware.share_slots.get(share.name.as_str());
+                vmm::Share {
+                    name: share.name.to_string(),
+                    tag: share.tag.clone(),
+                    pci_slot: slot.copied().unwrap_or_default(),
+                    fd: fds.add(socket),
                 }
             })
             .collect(),

@@ -14,7 +14,7 @@ mod link;
 mod log_guard;
 pub mod machine;
 mod policy;
-mod process;
+pub mod process;
 pub mod reconcile;
 mod start;
 mod supervisor;

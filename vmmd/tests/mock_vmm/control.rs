@@ -141,7 +141,13 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
             guest.type_in(line.as_bytes());
             guest.status()
         }
+        Op::SetShareBackend(set) if !old() => {
+            guest.hold(fds);
+            guest.type_in(format!("share {} has a new process\n", set.name).as_bytes());
+            guest.status()
+        }
         Op::ResetMachine(_)
+        | Op::SetShareBackend(_)
         | Op::SetBalloon(_)
         | Op::GetMachineStats(_)
         | Op::Save(_)

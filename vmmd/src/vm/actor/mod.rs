@@ -449,6 +449,7 @@ impl Actor {
                 }
             }
             News::Connected(result) => self.on_connected(result),
+            News::Shares => self.publish(),
         }
         ControlFlow::Continue(())
     }

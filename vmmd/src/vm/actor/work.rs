@@ -244,6 +244,8 @@ pub enum News {
     Disconnected,
     /// The connection was made anew, or could not be.
     Connected(Result<Session, control::Error>),
+    /// A share is otherwise served than before.
+    Shares,
 }
 
 /// Waits for news; forever when there is no process.
@@ -257,6 +259,7 @@ pub async fn news(instance: &mut Option<Instance>) -> News {
             biased;
             signal = instance.process.ended() => instance.exited = Some(signal),
             news = link_news(&mut instance.link) => return news,
+            () = instance.shares.changed() => return News::Shares,
         }
     }
     let told = instance.lingering == Some(Lingering::Leftovers);

@@ -20,6 +20,7 @@ use crate::{
     lock,
     node::{Demand, check::Look, placement},
     paths::{LogDir, RuntimeDir},
+    share,
     vm::{
         files::{self, Files, Known},
         limits,
@@ -58,6 +59,9 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     })?;
     let kvm = files::open_kvm(&host.config.kvm_device)?;
     let (files, known) = files::open(spec, &host.sources(), &plan.record.files)?;
+    for share in &spec.shares {
+        share::open(share, &host.config.roots.shares)?;
+    }
     let executable = host.open_vmm()?;
     let lock = RuntimeDir::of(&host.config, uid).lock();
     if lock::is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {
