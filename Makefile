@@ -96,8 +96,12 @@ fleet: tools node-tool deb ## Run the test of many idle guests while vmmd is kil
 mutations: tools node-tool deb ## Run the tests of builds with deliberate faults
 	$(NODE) --name mutations with -- $(CARGO) nextest run --locked -p vmmd-tests --features nightly -E 'binary(mutations)'
 
+.PHONY: previous
+previous: tools node-tool deb ## Run the programs of the release before with those of today
+	$(NODE) --name previous with -- $(CARGO) nextest run --locked -p vmmd-tests --features nightly -E 'binary(previous)'
+
 .PHONY: nightly
-nightly: lint deny mutations fleet long ## Run what make test is too short for, and what takes minutes to compile
+nightly: lint deny mutations previous fleet long ## Run what make test is too short for, and what takes minutes to compile
 	@command -v mdbook >/dev/null || $(CARGO) install --locked mdbook
 	mdbook build docs
 	for part in blk_queue qcow2_image balloon_queue net_queue rfb_client gpu_commands input_driver snapshot migration; do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done
