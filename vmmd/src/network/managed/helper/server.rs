@@ -6,7 +6,7 @@
 use std::{
     fs::File,
     io::{self, Read as _},
-    net::{SocketAddr, UdpSocket},
+    net::{SocketAddr, ToSocketAddrs, UdpSocket},
     os::{fd::AsFd as _, unix::fs::MetadataExt as _},
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -126,7 +126,7 @@ impl Server {
         if let (Some(table), Some(packet)) = (self.tables.current(), self.packet.get(..length))
             && let Some((reply, to)) = dhcp::respond(table, packet)
         {
-            self.dhcp.send_to(&reply, to)?;
+            answer(&self.dhcp, &reply, to);
         }
         Ok(())
     }
@@ -139,7 +139,10 @@ impl Server {
             return Ok(());
         };
         match dns::decide(table, packet) {
-            Verdict::Answer(reply) => self.dns.send_to(&reply, client).map(drop),
+            Verdict::Answer(reply) => {
+                answer(&self.dns, &reply, client);
+                Ok(())
+            }
             Verdict::Forward(question) => {
                 let now = Instant::now();
                 self.forwarder
@@ -161,10 +164,16 @@ impl Server {
         if let Some(packet) = self.packet.get_mut(..length)
             && let Some(client) = self.forwarder.receive(socket, packet, from)
         {
-            self.dns.send_to(packet, client)?;
+            answer(&self.dns, packet, client);
         }
         Ok(())
     }
+}
+
+/// Sends an answer. One that can't be sent is lost, as on its way: a guest chooses where answers go (to port 0, say), and must not be
+/// able to hold up the others.
+fn answer(socket: &UdpSocket, packet: &[u8], to: impl ToSocketAddrs) {
+    let _lost = socket.send_to(packet, to);
 }
 
 /// What came; `None` when nothing did: a packet with a wrong checksum was dropped, or a server is not there.
