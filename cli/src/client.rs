@@ -12,15 +12,16 @@ use std::{
 
 use proto::v1::{
     self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
-    migration_service_client::MigrationServiceClient, network_service_client::NetworkServiceClient,
-    node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
-    snapshot_service_client::SnapshotServiceClient, vm_service_client::VmServiceClient,
+    image_service_client::ImageServiceClient, migration_service_client::MigrationServiceClient,
+    network_service_client::NetworkServiceClient, node_service_client::NodeServiceClient,
+    operation_service_client::OperationServiceClient, snapshot_service_client::SnapshotServiceClient,
+    vm_service_client::VmServiceClient,
 };
 use tonic::transport::Channel;
 
 pub(crate) use self::call::send;
 pub use self::{
-    about::{DISKS, about_disk, about_snapshot, about_vm, empty_answer},
+    about::{DISKS, about_disk, about_image, about_snapshot, about_vm, empty_answer},
     call::{COPY, QUICK, RESTART, TRIES, WORK, call, went_away},
 };
 use crate::{
@@ -42,6 +43,8 @@ pub struct Client {
     pub networks: NetworkServiceClient<Channel>,
     /// Moves its VMs to other nodes.
     pub migrations: MigrationServiceClient<Channel>,
+    /// Its images.
+    pub images: ImageServiceClient<Channel>,
     /// Its node.
     pub nodes: NodeServiceClient<Channel>,
     /// What has happened on it.
@@ -67,6 +70,7 @@ impl Client {
             snapshots: SnapshotServiceClient::new(channel.clone()),
             networks: NetworkServiceClient::new(channel.clone()),
             migrations: MigrationServiceClient::new(channel.clone()),
+            images: ImageServiceClient::new(channel.clone()),
             nodes: NodeServiceClient::new(channel.clone()),
             events: EventServiceClient::new(channel.clone()),
             operations: OperationServiceClient::new(channel),

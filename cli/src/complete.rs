@@ -44,6 +44,11 @@ pub fn snapshots() -> ArgValueCompleter {
     })
 }
 
+/// Names of images.
+pub fn images() -> ArgValueCompleter {
+    ArgValueCompleter::new(|word: &OsStr| candidates(word, "image", |client| Box::pin(image_names(client))))
+}
+
 /// Ids of operations that are under way.
 pub fn operations() -> ArgValueCompleter {
     ArgValueCompleter::new(|word: &OsStr| {
@@ -75,6 +80,12 @@ async fn vm_names(client: &Client) -> Result<Vec<String>> {
         }
         request.page_token = page.next_page_token;
     }
+}
+
+async fn image_names(client: &Client) -> Result<Vec<String>> {
+    let images = client.list_images().await?;
+    let named = images.into_iter().filter_map(|image| Some(image.metadata?.name));
+    Ok(named.collect())
 }
 
 async fn disk_names(client: &Client) -> Result<Vec<String>> {

@@ -17,6 +17,7 @@ const FILES: &[&str] = &[
     "vmmd/v1/snapshot.proto",
     "vmmd/v1/network.proto",
     "vmmd/v1/migration.proto",
+    "vmmd/v1/image.proto",
     "vmmd/v1/node.proto",
     "vmmd/v1/operation.proto",
     "vmmd/v1/event.proto",

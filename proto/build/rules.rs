@@ -17,7 +17,7 @@ const REQUEST_ID: u32 = 15;
 const PRECONDITIONS: u32 = 14;
 
 /// Kinds of things that are objects: messages with an `ObjectMetadata`.
-const OBJECTS: &[&str] = &["vm", "disk", "node"];
+const OBJECTS: &[&str] = &["vm", "disk", "image", "node"];
 
 /// The content of `rules.rs`.
 ///
@@ -124,7 +124,9 @@ impl Rule {
 
     /// A change of an object takes preconditions; its creation, and what changes no object, has nothing to check.
     fn check_preconditions(&self, method: &MethodDescriptor) -> Result<(), String> {
-        let creates = method.name().starts_with("Create");
+        let creates = ["Create", "Import"]
+            .iter()
+            .any(|verb| method.name().starts_with(verb));
         let needed = OBJECTS.contains(&self.kind.as_str()) && self.by_request_id() && !creates;
         let field = method.input().get_field_by_name("preconditions");
         match (field, needed) {

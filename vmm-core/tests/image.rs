@@ -203,3 +203,181 @@ fn what_is_no_image_or_in_use_is_refused() {
     let error = images.error("check --fd 3 --format raw", &["text"]);
     assert!(error.contains("in use by"), "{error}");
 }
+
+/// A disk of 8 MiB with some data and many zeroes.
+fn disk() -> Vec<u8> {
+    let mut disk = vec![0; 8 << 20];
+    let mut word = 1_u32;
+    for byte in &mut disk[(1 << 20)..(1 << 20) + 200_000] {
+        word = word.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        *byte = word.to_le_bytes()[3];
+    }
+    disk[510..512].copy_from_slice(&[0x55, 0xaa]);
+    disk[(6 << 20) + 17] = 9;
+    disk
+}
+
+fn packed(kind: &str, content: &[u8]) -> Vec<u8> {
+    use std::io::Write as _;
+    match kind {
+        "gzip" => {
+            let mut writer = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+            writer.write_all(content).unwrap();
+            writer.finish().unwrap()
+        }
+        "bzip2" => {
+            let mut writer = bzip2::write::BzEncoder::new(Vec::new(), bzip2::Compression::fast());
+            writer.write_all(content).unwrap();
+            writer.finish().unwrap()
+        }
+        "xz" => {
+            let options = lzma_rust2::XzOptions::with_preset(1);
+            let mut writer = lzma_rust2::XzWriter::new(Vec::new(), options).unwrap();
+            writer.write_all(content).unwrap();
+            writer.finish().unwrap()
+        }
+        "zstd" => ruzstd::encoding::compress_to_vec(content, ruzstd::encoding::CompressionLevel::Fastest),
+        _ => content.to_vec(),
+    }
+}
+
+const IMPORT: &str = "import --fd 3 --to-fd 4 --scratch-fd 5 --max-size";
+const IMPORT_FILES: [&str; 3] = ["source", "target", "scratch"];
+
+/// What `vmm image import` says last, of a file with this content.
+fn imported(images: &Images, content: &[u8], max_size: u64) -> Result<Value, String> {
+    fs::write(images.path("source"), content).unwrap();
+    for name in ["target", "scratch"] {
+        let _ = fs::remove_file(images.path(name));
+    }
+    let output = images.run(&format!("{IMPORT} {max_size}"), &IMPORT_FILES);
+    if !output.status.success() {
+        return Err(String::from_utf8(output.stderr).unwrap());
+    }
+    let said = String::from_utf8(output.stdout).unwrap();
+    Ok(serde_json::from_str(said.lines().last().unwrap()).unwrap())
+}
+
+/// A qcow2 image with `content`, of version 3 with clusters of 64 KiB; clusters of zeroes are left out (qcow2 specification, "Header",
+/// "Cluster mapping").
+fn qcow2(content: &[u8]) -> Vec<u8> {
+    const CLUSTER: usize = 64 << 10;
+    let mut image = vec![0; 3 * CLUSTER];
+    let fields: [(usize, &[u8]); 9] = [
+        (0, b"QFI\xfb"),
+        (4, &3_u32.to_be_bytes()),
+        (20, &16_u32.to_be_bytes()),
+        (24, &(content.len() as u64).to_be_bytes()),
+        (36, &1_u32.to_be_bytes()),
+        (40, &(CLUSTER as u64).to_be_bytes()),
+        // Refcounts: that nothing is counted is of no interest to who only reads.
+        (48, &(CLUSTER as u64).to_be_bytes()),
+        (56, &1_u32.to_be_bytes()),
+        (96, &[0, 0, 0, 4, 0, 0, 0, 104]),
+    ];
+    for (offset, bytes) in fields {
+        image[offset..offset + bytes.len()].copy_from_slice(bytes);
+    }
+    const COPIED: u64 = 1 << 63;
+    image[CLUSTER..CLUSTER + 8].copy_from_slice(&(2 * CLUSTER as u64 | COPIED).to_be_bytes());
+    for (number, cluster) in content.chunks(CLUSTER).enumerate() {
+        if cluster.iter().any(|byte| *byte != 0) {
+            let entry = 2 * CLUSTER + 8 * number;
+            let place = image.len() as u64 | COPIED;
+            image[entry..entry + 8].copy_from_slice(&place.to_be_bytes());
+            image.extend(cluster);
+        }
+    }
+    image
+}
+
+#[test]
+fn a_file_of_any_known_format_becomes_the_same_sparse_raw_image() {
+    let images = Images::new();
+    let disk = disk();
+    let image = qcow2(&disk);
+    for (format, content) in [("raw", &disk), ("qcow2", &image)] {
+        for compression in ["none", "gzip", "bzip2", "xz", "zstd"] {
+            let found = imported(&images, &packed(compression, content), 1 << 30).unwrap();
+            assert_eq!(
+                (found["format"].as_str(), found["virtual_size"].as_u64()),
+                (Some(format), Some(8 << 20))
+            );
+            assert_eq!(found["compression"].as_str().unwrap_or("none"), compression);
+            assert!(
+                fs::read(images.path("target")).unwrap() == disk,
+                "{format} {compression}"
+            );
+            assert!(
+                allocated(&images.path("target")) < 1 << 20,
+                "{format} {compression}: holes are kept"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_file_that_is_not_whole_sectors_is_filled_up_with_zeroes() {
+    let images = Images::new();
+    let found = imported(&images, &[7; 700], 1 << 20).unwrap();
+    assert_eq!(found["virtual_size"].as_u64(), Some(1024));
+    assert_eq!(fs::read(images.path("target")).unwrap()[699..702], [7, 0, 0]);
+}
+
+#[test]
+fn a_hostile_file_is_refused_with_the_reason() {
+    let images = Images::new();
+    let image = qcow2(&disk());
+    let changed = |change: &dyn Fn(&mut Vec<u8>)| {
+        let mut image = image.clone();
+        change(&mut image);
+        image
+    };
+    // qcow2 specification, "Header": backing file name at 8 (offset) and 16 (length), size at 24, features at 72.
+    let backing = changed(&|image| {
+        image[8..16].copy_from_slice(&400_u64.to_be_bytes());
+        image[16..20].copy_from_slice(&11_u32.to_be_bytes());
+        image[400..411].copy_from_slice(b"/etc/shadow");
+    });
+    let data_file = changed(&|image| image[79] |= 4);
+    let enormous = changed(&|image| image[24..32].copy_from_slice(&(u64::MAX / 2).to_be_bytes()));
+    let large = changed(&|image| image[24..32].copy_from_slice(&(1_u64 << 40).to_be_bytes()));
+    let bomb = packed("gzip", &vec![0; 64 << 20]);
+    let cut = packed("xz", &disk());
+    let mut vdi = vec![0; 512];
+    vdi[64..68].copy_from_slice(b"\x7f\x10\xda\xbe");
+    for (content, reason) in [
+        (&backing, "backing file"),
+        (&data_file, "external file"),
+        (&enormous, "qcow2"),
+        (&large, "qcow2"),
+        (&image[..image.len() / 2].to_vec(), "damaged"),
+        (&image[..50].to_vec(), "qcow2"),
+        (&bomb, "longer than the 33554432 bytes"),
+        (&cut[..cut.len() / 2].to_vec(), "can't be decompressed with xz"),
+        (
+            &packed("gzip", &packed("xz", &disk())),
+            "compressed with xz again",
+        ),
+        (&vdi, "format vdi"),
+        (&b"KDMV....".to_vec(), "format vmdk"),
+        (&Vec::new(), "empty"),
+    ] {
+        let error = imported(&images, content, 32 << 20).unwrap_err();
+        assert!(error.contains(reason), "{reason}: {error}");
+        assert_eq!(error.lines().count(), 1, "{error}");
+    }
+}
+
+#[test]
+fn an_import_ends_when_the_file_system_has_too_little_room_left() {
+    let images = Images::new();
+    fs::write(images.path("source"), vec![1; 8 << 20]).unwrap();
+    let arguments = format!("{IMPORT} 33554432 --keep-free {}", u64::MAX);
+    let output = images.run(&arguments, &IMPORT_FILES);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        !output.status.success() && error.contains("No space left"),
+        "{error}"
+    );
+}

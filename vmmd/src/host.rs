@@ -10,6 +10,7 @@ use crate::{
     disk::{Folder, Registry},
     event::Events,
     failure::Failure,
+    image,
     ledger::Ledger,
     migration::Peers,
     network::{Links, Networks},
@@ -59,6 +60,8 @@ pub struct Host {
     pub snapshots: snapshot::Registry,
     /// How other nodes are reached.
     pub peers: Peers,
+    /// Images of the ImageService.
+    pub images: image::Registry,
     /// Requests with an id.
     pub requests: Requests,
     /// Where what happens is told.
@@ -97,6 +100,11 @@ impl Host {
     /// Where the files of the DiskService's disks are.
     pub fn disk_folder(&self) -> Folder {
         Folder::of(&self.config.state_dir)
+    }
+
+    /// Where the files of the ImageService's images are.
+    pub fn image_folder(&self) -> image::Folder {
+        image::Folder::of(&self.config.state_dir)
     }
 
     /// For opening what a spec names.

@@ -14,7 +14,9 @@ mod event;
 mod failure;
 mod fault;
 mod grpc;
+mod helper;
 mod host;
+mod image;
 mod init_certs;
 mod ledger;
 mod lock;
@@ -166,6 +168,11 @@ async fn run(config: Config) -> anyhow::Result<()> {
             records.history.nonces.clone(),
             records.history.disks.clone(),
         ),
+        images: image::Registry::new(
+            records.history.run,
+            records.history.nonces.clone(),
+            records.history.images.clone(),
+        ),
         table: vm::table::Table::new(records.history),
         clients: vm::clients::Clients::default(),
         snapshots: snapshot::Registry::default(),
@@ -203,6 +210,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
             || unreadable.any(|vm| vm.name.is_empty() || vm.name == name)
     };
     disk::restore(&host, records.disks, has_vm).await;
+    image::restore(&host, records.images).await;
     snapshot::adopt(&host, records.snapshots).await;
     host.networks.adopt(&host, records.networks);
     vm::reconcile::reconcile(&host, records.vms, records.unreadable).await;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::{FORMAT, HELP, Label, Output, Selector, Timeout, disk_name, duration, size, vm_name};
+use super::{FORMAT, HELP, Label, Output, Selector, Timeout, disk_name, duration, image_name, size, vm_name};
 use crate::complete;
 use crate::manifest::quantity;
 
@@ -15,6 +15,7 @@ Examples:
   vmmctl create disk data --size 20Gi
   vmmctl create disk fast --size 20Gi --preallocation full
   vmmctl create disk base --from-file /srv/vm/debian.raw
+  vmmctl create disk web --from-image debian13 --size 40Gi
   vmmctl create disk web-root --overlay-of base --size 40Gi
   vmmctl create disk --adopt /var/lib/vmmd/disks/5c1fd9a0-77a4-4b5f-9b34-0d6a0c8c6d2e.raw")]
 pub struct CreateDisk {
@@ -26,7 +27,7 @@ pub struct CreateDisk {
         long,
         value_name = "SIZE",
         value_parser = size,
-        required_unless_present_any = ["from_file", "overlay_of", "adopt"],
+        required_unless_present_any = ["from_file", "from_image", "overlay_of", "adopt"],
         conflicts_with = "adopt"
     )]
     pub size: Option<u64>,
@@ -39,6 +40,12 @@ pub struct CreateDisk {
     /// Copy this raw file of the node.
     #[arg(long, value_name = "PATH", conflicts_with = "overlay_of")]
     pub from_file: Option<String>,
+    /// Make it of this image.
+    #[arg(long, value_name = "IMAGE", value_parser = image_name, add = complete::images(), conflicts_with_all = ["from_file", "overlay_of", "adopt"])]
+    pub from_image: Option<String>,
+    /// Whether it has the content of the image for itself (when not given), or keeps what differs from it.
+    #[arg(long, value_enum, requires = "from_image")]
+    pub clone: Option<CloneMode>,
     /// The file is raw although it begins as an image of another format does.
     #[arg(long, requires = "from_file")]
     pub any_content: bool,
@@ -69,6 +76,15 @@ pub enum DiskFormat {
     Raw,
     /// QEMU's format, with overlays.
     Qcow2,
+}
+
+/// How a disk is made of an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CloneMode {
+    /// It has the content for itself: blocks are shared where the file system can, else copied.
+    Copy,
+    /// It keeps what differs from the image, which can't be deleted while the disk is there.
+    Overlay,
 }
 
 /// When space is taken.

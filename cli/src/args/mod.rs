@@ -8,6 +8,7 @@ use crate::command::{diff::Diff, label, patch::Patch, wait::Wait};
 
 mod create;
 pub mod disk;
+pub mod image;
 pub mod memory;
 pub mod migration;
 pub mod network;
@@ -26,7 +27,7 @@ pub use self::create::{Apply, Create, CreateVm, CreateWhat, Edit, EditVm, EditWh
 use self::disk::{Attach, Detach, Limit, ResizeDisk, Stats};
 pub use self::show::{Describe, DescribeWhat, FORMAT, Get, GetVm, GetWhat, HELP, Phase};
 pub use self::targets::{Targets, Timeout, Yes};
-pub use self::value::{Label, Selector, age, disk_name, duration, operation_id, size, vm_name};
+pub use self::value::{Label, Selector, age, disk_name, duration, image_name, operation_id, size, vm_name};
 pub use self::verbs::{
     Act, Console, Delete, DeleteDisk, DeleteVm, DeleteWhat, DiskNames, Ending, Names, PortForward, Restart,
     Screenshot, SendKey, Start, Stop, Type, Vnc,
@@ -172,6 +173,12 @@ pub enum Command {
         /// Of what.
         #[command(subcommand)]
         what: Resize,
+    },
+    /// Import images, which disks are made of, list and delete them.
+    Image {
+        /// What.
+        #[command(subcommand)]
+        what: image::Image,
     },
     /// Give a VM another NIC, take one away, or change one.
     Nic {

@@ -78,6 +78,11 @@ pub fn disk_name(text: &str) -> Result<String, String> {
     named(text, &["disk", "disks"], "a disk")
 }
 
+/// The name of an image: `debian` or `image/debian`.
+pub fn image_name(text: &str) -> Result<String, String> {
+    named(text, &["image", "images"], "an image")
+}
+
 /// The id of an operation, alone or after `operation/`.
 pub fn operation_id(text: &str) -> Result<String, String> {
     named(text, &["operation", "operations"], "an operation")

@@ -88,6 +88,16 @@ pub fn about_snapshot(failure: Failure, name: &str) -> Failure {
     failure.about("snapshot", name).hint(hint)
 }
 
+/// Adds to a failure about an image its name, and the command that helps.
+pub fn about_image(failure: Failure, name: &str) -> Failure {
+    let hint = match failure.code {
+        Code::NotFound => "`vmmctl image ls` lists the images there are".to_owned(),
+        Code::Conflict => format!("`vmmctl image describe {name}` shows it"),
+        _ => return failure.about("image", name),
+    };
+    failure.about("image", name).hint(hint)
+}
+
 /// An answer without its content, which a daemon never sends.
 pub fn empty_answer() -> Failure {
     Failure::new(Code::Other, "vmmd sent an empty answer").hint("compare versions with `vmmctl version`")

@@ -13,7 +13,7 @@ use super::{
 use crate::{
     args::{
         Output,
-        disk::{CreateDisk, DiskFormat, GetDisk, Preallocation},
+        disk::{CloneMode, CreateDisk, DiskFormat, GetDisk, Preallocation},
     },
     client::{COPY, Client, WORK, about_disk, empty_answer, send},
     failure::{Code, Failure, Result},
@@ -36,7 +36,16 @@ pub fn from_flags(args: &CreateDisk) -> Result<v1::CreateDiskRequest> {
             return Err(usage(message));
         }
     }
+    let from_image = args.from_image.as_ref().map(|name| v1::ImageClone {
+        name: name.clone(),
+        clone: match args.clone {
+            None => v1::DiskClone::Unspecified.into(),
+            Some(CloneMode::Copy) => v1::DiskClone::Copy.into(),
+            Some(CloneMode::Overlay) => v1::DiskClone::Overlay.into(),
+        },
+    });
     let source = match (&args.from_file, &args.overlay_of, &args.adopt) {
+        _ if from_image.is_some() => from_image.map(Source::Image),
         (Some(path), ..) => Some(Source::RawFile(path.clone())),
         (None, Some(disk), _) => Some(Source::OverlayOf(disk.clone())),
         (None, None, Some(path)) => Some(Source::Adopt(path.clone())),
@@ -46,7 +55,7 @@ pub fn from_flags(args: &CreateDisk) -> Result<v1::CreateDiskRequest> {
         (Some(DiskFormat::Raw), Some(Source::OverlayOf(_))) => {
             return Err(usage("an overlay is qcow2: leave out --format raw".into()));
         }
-        (None, Some(Source::Adopt(_))) => v1::DiskFormat::Unspecified,
+        (None, Some(Source::Adopt(_) | Source::Image(_))) => v1::DiskFormat::Unspecified,
         (Some(DiskFormat::Qcow2), _) | (None, Some(Source::OverlayOf(_))) => v1::DiskFormat::Qcow2,
         (Some(DiskFormat::Raw) | None, _) => v1::DiskFormat::Raw,
     };

@@ -15,6 +15,7 @@ mod edit;
 mod events;
 mod generate;
 mod get;
+mod image;
 mod interrupt;
 pub mod label;
 mod logs;
@@ -28,6 +29,7 @@ mod operation;
 mod parallel;
 pub mod patch;
 mod port_forward;
+mod progress;
 mod snapshot;
 mod top;
 mod update;
@@ -186,6 +188,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Logs(args) => logs::logs(client, &args).await.map_err(one),
         Command::Diagnose(args) => diagnose::diagnose(client, &args).await.map_err(one),
         Command::Network { what } => network::network(client, &what).await.map_err(one),
+        Command::Image { what } => image::image(client, &what).await,
         Command::Nic { what } => nic::nic(client, &what).await.map_err(one),
         Command::Set {
             what: Set::Memory(args),

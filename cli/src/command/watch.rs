@@ -85,6 +85,36 @@ impl Object for v1::Vm {
     }
 }
 
+impl Event for v1::WatchImagesResponse {
+    type Object = v1::Image;
+
+    fn parts(self) -> (WatchEventType, Option<v1::Image>, String) {
+        (self.r#type(), self.image, self.cursor)
+    }
+}
+
+impl Object for v1::Image {
+    fn name(&self) -> &str {
+        super::image::name(self)
+    }
+
+    fn document(&self) -> Result<Document> {
+        Ok(Document {
+            title: format!("image/{}", self.name()),
+            json: emit::json(self)?,
+            schema: schema::IMAGE,
+        })
+    }
+
+    fn table(wide: bool) -> Table {
+        output::image::table(wide)
+    }
+
+    fn row(&self, wide: bool, now: jiff::Timestamp) -> Vec<String> {
+        output::image::row(self, wide, now)
+    }
+}
+
 impl Object for v1::Disk {
     fn name(&self) -> &str {
         disk::name(self)

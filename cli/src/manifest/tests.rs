@@ -245,7 +245,7 @@ fn a_disk_is_a_manifest_too() {
 #[case::not_in_the_api(
     "  format",
     "  name",
-    "vm.yaml:8: spec.name: unknown field; known here: `format`, `sizeBytes`, `preallocation`, `rawFile`, `overlayOf`, `adopt`, `anyContent`"
+    "vm.yaml:8: spec.name: unknown field; known here: `format`, `sizeBytes`, `preallocation`, `rawFile`, `overlayOf`, `adopt`, `image`, `anyContent`"
 )]
 #[case::unknown_word(
     "full",

@@ -76,6 +76,10 @@ pub fn describe(disk: &v1::Disk, now: jiff::Timestamp) -> String {
     match spec.source {
         Some(Source::RawFile(path)) => text.put("Copy of", &path),
         Some(Source::Adopt(path)) => text.put("Adopted from", &path),
+        Some(Source::Image(image)) if image.clone() == v1::DiskClone::Overlay => {
+            text.put("Overlay of image", &image.name);
+        }
+        Some(Source::Image(image)) => text.put("Copy of image", &image.name),
         Some(Source::OverlayOf(_)) | None => {}
     }
     text.put("Path", &status.path);
@@ -226,7 +230,7 @@ fn lower(name: &str, prefix: &str) -> String {
     camel(name, prefix).to_lowercase()
 }
 
-fn pairs(pairs: &BTreeMap<String, String>, separator: &str) -> String {
+pub fn pairs(pairs: &BTreeMap<String, String>, separator: &str) -> String {
     let pairs = pairs.iter().map(|(key, value)| format!("{key}={value}"));
     pairs.collect::<Vec<_>>().join(separator)
 }

@@ -415,7 +415,7 @@ fn wrong_values_are_told_of_the_options() {
         ),
         (
             "create disk data --from-file /a --format qcow2",
-            "error: --format: must be DISK_FORMAT_RAW (or left out): a copy of a raw file is raw\n",
+            "error: --format: must be DISK_FORMAT_RAW (or left out): a copy of a raw file or an image is raw\n",
         ),
         (
             "create disk Data --size 1Gi",

@@ -4,6 +4,8 @@
 pub const VM: &str = "VM manifest";
 /// What a disk's manifest is.
 pub const DISK: &str = "disk manifest";
+/// An image.
+pub const IMAGE: &str = ".vmmd.v1.Image";
 /// Counters of a VM's disks.
 pub const DISK_STATS: &str = ".vmmd.v1.GetVmDiskStatsResponse";
 /// All counters of a VM.

@@ -8,6 +8,7 @@ pub mod balloon;
 pub mod cpu;
 pub mod disk;
 pub mod display;
+pub mod image;
 pub mod machine;
 #[cfg(feature = "reflect")]
 pub mod mask;

@@ -21,7 +21,7 @@ use super::{
     Folder,
     create::{self, Begun, record},
     operation,
-    sidecar::{Sidecar, parse},
+    sidecar::{self, Sidecar, parse},
     tell,
 };
 use crate::{
@@ -61,6 +61,11 @@ pub async fn adopt(
         .files
         .run(&paths, move || examine(&of, &of_path, wanted));
     let record = complete(new, examining.await??, record(host, new, context))?;
+    if !record.image_digest.is_empty() && !host.disk_folder().image(&record).exists() {
+        let message =
+            "adopt: the image that the file is an overlay of is missing on this node: import it again";
+        return Err(Failure::precondition("BACKING_DISK_MISSING", message));
+    }
     let mut record = host.disks.adopt(record)?;
     let handle = match operation::begin(host, Type::DiskCreate, &record, context) {
         Ok(handle) => handle,
@@ -106,8 +111,9 @@ fn complete(new: &NewDisk, found: Found, record: DiskRecord) -> Result<DiskRecor
         })?,
     };
     let backing = Uuid::parse_str(&beside.backing_uid).ok();
-    if is_overlay && backing.is_none() {
-        let message = "adopt: the file is an overlay, and nothing beside it says of which disk";
+    let image_digest = sidecar::digest(&beside.image_digest);
+    if is_overlay && backing.is_none() && image_digest.is_empty() {
+        let message = "adopt: the file is an overlay, and nothing beside it says of what";
         return Err(Failure::precondition("BACKING_DISK_MISSING", message));
     }
     let preallocation = match beside.preallocated {
@@ -118,7 +124,10 @@ fn complete(new: &NewDisk, found: Found, record: DiskRecord) -> Result<DiskRecor
         true => beside,
         false => given,
     };
+    let image = Uuid::parse_str(&beside.image_uid).ok();
     Ok(DiskRecord {
+        image: image.map(|uid| uid.as_bytes().to_vec()).unwrap_or_default(),
+        image_digest,
         uid: uid.as_bytes().to_vec(),
         name: name.to_string(),
         format: format.into(),

@@ -29,7 +29,7 @@ use crate::{
     failure::Failure,
     host::Host,
     operation::{Handle, Pending, Type},
-    store::{DiskRecord, DiskSource, DiskStage, disk_source::Source},
+    store::{DiskImage, DiskRecord, DiskSource, DiskStage, ImageRecord, disk_source::Source},
     text,
     vm::{
         files::{self, Locks, Use, Within, signature},
@@ -66,13 +66,34 @@ pub async fn create(
     if let Content::Adopted(path) = &new.content {
         return adopt::adopt(host, &new, path, context).await;
     }
-    let record = record(host, &new, context);
+    let mut record = record(host, &new, context);
+    let image = match &new.content {
+        Content::Image { name, overlay } => {
+            let image = host.images.get(name.as_str())?;
+            of_image(&mut record, &image, *overlay)?;
+            Some(image)
+        }
+        _ => None,
+    };
     let below = match &new.content {
         Content::OverlayOf(below) => Some(below.as_str()),
         _ => None,
     };
     let record = host.disks.reserve(record, below)?;
     // From here on the name is taken: every way out settles or forgets it.
+    if let Some(image) = &image {
+        match host.images.take(image) {
+            Ok(used) => {
+                if let Err(error) = host.store.put_image(&used, Vec::new()).await {
+                    tracing::warn!(image = used.name, %error, "note when an image was used");
+                }
+            }
+            Err(failure) => {
+                forget(host, &record);
+                return Err(failure);
+            }
+        }
+    }
     let handle = match operation::begin(host, Type::DiskCreate, &record, context) {
         Ok(handle) => handle,
         Err(failure) => {
@@ -110,6 +131,13 @@ pub fn record(host: &Host, new: &NewDisk, context: &Context) -> DiskRecord {
         Content::RawFile(path) => Some(Source::RawFile(path.display().to_string())),
         Content::OverlayOf(below) => Some(Source::OverlayOf(below.to_string())),
         Content::Adopted(path) => Some(Source::Adopt(path.display().to_string())),
+        Content::Image { name, overlay } => Some(Source::Image(DiskImage {
+            name: name.to_string(),
+            clone: match overlay {
+                true => v1::DiskClone::Overlay.into(),
+                false => v1::DiskClone::Copy.into(),
+            },
+        })),
     };
     let now = text::now_ms();
     DiskRecord {
@@ -131,6 +159,23 @@ pub fn record(host: &Host, new: &NewDisk, context: &Context) -> DiskRecord {
         begun: host.requests.mark(context).into_iter().collect(),
         ..DiskRecord::default()
     }
+}
+
+/// Notes what a disk has from the image that it is made of.
+fn of_image(record: &mut DiskRecord, image: &ImageRecord, overlay: bool) -> Result<(), Failure> {
+    if record.size_bytes == 0 {
+        record.size_bytes = image.size_bytes;
+    } else if record.size_bytes < image.size_bytes {
+        let problem = format_args!(
+            "is {}, less than the {} of image \"{}\"",
+            record.size_bytes, image.size_bytes, image.name
+        );
+        return Err(Failure::field("disk.spec.sizeBytes", problem));
+    }
+    if overlay {
+        (record.image, record.image_digest) = (image.uid.clone(), image.digest.clone());
+    }
+    Ok(())
 }
 
 /// Lets go of the name of a disk of which nothing is in the store.
@@ -237,6 +282,27 @@ async fn make(
                 .run(&paths, move || copy_file(&of, &path, &new, &record, &control));
             copying.await?
         }
+        (Content::Image { name, overlay: false }, _) => {
+            let image = host.images.get(name.as_str())?;
+            let content = host.image_folder().content(&image.digest);
+            let paths = [host.disk_folder().root()];
+            let (of, new, record) = (Arc::clone(host), new.clone(), record.clone());
+            let copying = host.pools.bulk.run(&paths, move || {
+                let label = format!("image \"{}\"", image.name);
+                let source = File::open(&content)
+                    .map_err(|error| file::failed(&format!("open the file of {label}"), &error))?;
+                copy_into(
+                    &of,
+                    &label,
+                    (&source, image.size_bytes),
+                    record.size_bytes,
+                    &new,
+                    &record,
+                    &control,
+                )
+            });
+            copying.await?
+        }
         (_, Some(Format::Qcow2)) => make_qcow2(host, new, record, &control).await,
         _ => {
             let paths = [host.disk_folder().root()];
@@ -331,12 +397,25 @@ fn copy_file(
         return Err(Failure::field("disk.spec.sizeBytes", problem));
     }
     let wanted = new.size.unwrap_or(size);
-    let folder = host.disk_folder();
-    let full = new.preallocation == Preallocation::Full;
     let from = File::from(source.fd);
     if !new.any_content {
         signature::refuse(&label, &from)?;
     }
+    copy_into(host, "rawFile", (&from, size), wanted, new, record, control)
+}
+
+/// Makes a disk of `wanted` bytes of what is in a file. Blocking; returns the size of the disk.
+fn copy_into(
+    host: &Host,
+    label: &str,
+    (from, size): (&File, u64),
+    wanted: u64,
+    new: &NewDisk,
+    record: &DiskRecord,
+    control: &Control,
+) -> Result<u64, Failure> {
+    let folder = host.disk_folder();
+    let full = new.preallocation == Preallocation::Full;
     if full {
         folder
             .make()
@@ -347,7 +426,7 @@ fn copy_file(
         // Its progress is not that of the copy.
         reserve(&file, 0, wanted, new.preallocation, &control.silent())?;
         // Shared blocks would have to be taken when they are written to.
-        copy(&from, &file, size, !full, control)?;
+        copy(from, &file, size, !full, control)?;
         file.set_len(wanted)?;
         folder.sync(&file)
     });
@@ -356,7 +435,7 @@ fn copy_file(
         Err(_) if control.wanted().is_err() => Err(cancelled(host)),
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(Failure::precondition(
             "DISK_UNUSABLE",
-            format!("rawFile: {error}"),
+            format!("{label}: {error}"),
         )),
         Err(error) => Err(file::failed(
             &format!("copy into disk \"{}\"", record.name),
@@ -377,6 +456,8 @@ async fn make_qcow2(
         let base = host.disks.resolve(&folder, name.as_str())?;
         below.push((base.path, base.format));
         below.extend(base.backing);
+    } else if !record.image_digest.is_empty() {
+        below.push((folder.image(record), Format::Raw));
     }
     let operation = operation_of(record);
     let full = new.preallocation == Preallocation::Full;

@@ -22,6 +22,8 @@ pub struct Relations {
     pub backing: String,
     /// Names of disks above it.
     pub overlays: Vec<String>,
+    /// Name of the image below all of them.
+    pub image: String,
     /// Id of the operation under way.
     pub operation: String,
 }
@@ -51,6 +53,10 @@ pub fn disk(folder: &Folder, record: &DiskRecord, relations: Relations) -> v1::D
         Some(Source::RawFile(path)) => Some(v1::volume_spec::Source::RawFile(path)),
         Some(Source::OverlayOf(name)) => Some(v1::volume_spec::Source::OverlayOf(name)),
         Some(Source::Adopt(path)) => Some(v1::volume_spec::Source::Adopt(path)),
+        Some(Source::Image(image)) => Some(v1::volume_spec::Source::Image(v1::ImageClone {
+            name: image.name,
+            clone: image.clone,
+        })),
         // As daemons before wrote it: what is below an overlay has its name still.
         None if !relations.backing.is_empty() => {
             Some(v1::volume_spec::Source::OverlayOf(relations.backing.clone()))
@@ -73,6 +79,7 @@ pub fn disk(folder: &Folder, record: &DiskRecord, relations: Relations) -> v1::D
             used_by: relations.used_by,
             backing_disk: relations.backing,
             overlays: relations.overlays,
+            backing_image: relations.image,
             operation: relations.operation,
             conditions: vec![ready(record)],
         }),

@@ -13,6 +13,7 @@ use uuid::Uuid;
 use super::sidecar::Sidecar;
 use crate::{
     failure::{Failure, Kind},
+    image,
     paths::private_dir,
     store::DiskRecord,
     text,
@@ -46,6 +47,12 @@ impl Folder {
             Format::Raw | Format::Iso => "raw",
         };
         self.0.join(format!("{uid}.{extension}"))
+    }
+
+    /// The content of the image that a disk is an overlay of.
+    pub fn image(&self, record: &DiskRecord) -> PathBuf {
+        let state_dir = self.0.parent().unwrap_or(&self.0);
+        image::Folder::of(state_dir).content(&record.image_digest)
     }
 
     /// Makes the folder unless it is there.

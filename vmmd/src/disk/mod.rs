@@ -30,9 +30,9 @@ use uuid::Uuid;
 
 pub use copy::copy;
 pub use create::{Begun, create, take_in};
-pub use feed::Buried;
+pub use feed::{Buried, Feed};
 pub use file::{Folder, failed as file_failed};
-pub use operation::Control;
+pub use operation::{Control, cancelled, follow};
 pub use registry::{Registry, Seen, Snapshot};
 pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, shrink_refused};
 pub use update::update;

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     failure::{Failure, Kind},
-    store::{BuriedRecords, DiskRecord, DiskStage, Tombstone},
+    store::{BuriedRecords, DiskRecord, DiskStage, ImageRecord, Tombstone},
     text,
     vm::table::{Expired, Position},
 };
@@ -186,7 +186,8 @@ impl Registry {
                 return Err(Failure::precondition("DISK_IN_USE", message));
             }
             inner.idle(below)?;
-            if inner.chain(&base)?.len() >= backing_limit() {
+            let image = usize::from(!base.image_digest.is_empty());
+            if inner.chain(&base)?.len() + image >= backing_limit() {
                 let message = format!(
                     "disk \"{below}\" is an overlay on {} others already, which is the most that there can be",
                     backing_limit()
@@ -203,6 +204,7 @@ impl Registry {
                 return Err(Failure::field("disk.spec.sizeBytes", problem));
             }
             record.backing = base.uid;
+            (record.image, record.image_digest) = (base.image, base.image_digest);
         }
         record.stage = DiskStage::Creating.into();
         Ok(inner.add(record))
@@ -408,17 +410,27 @@ impl Registry {
         quoted(&self.inner().overlays(record))
     }
 
+    /// Names of the disks that are overlays of an image, and of the VMs that have a disk which is to be made of it; sorted.
+    pub fn users_of_image(&self, image: &ImageRecord) -> (Vec<String>, Vec<String>) {
+        let inner = self.inner();
+        let disks = inner.disks.values().map(|slot| &slot.record);
+        let disks = disks.filter(|disk| disk.image == image.uid && disk.backing.is_empty());
+        (disks.map(|disk| disk.name.clone()).collect(), Vec::new())
+    }
+
     /// Where the content of a disk is.
     pub fn resolve(&self, folder: &Folder, name: &str) -> Result<Resolved, Failure> {
         let inner = self.inner();
         let record = inner.ready(name)?;
         let backing = inner.chain(record)?;
+        let image = (!record.image_digest.is_empty()).then(|| (folder.image(record), Format::Raw));
         Ok(Resolved {
             path: folder.path(record),
             format: format(record),
             backing: backing
                 .into_iter()
                 .map(|below| (folder.path(below), format(below)))
+                .chain(image)
                 .collect(),
             size: record.size_bytes,
         })
@@ -511,6 +523,7 @@ impl Inner {
             used_by: used_by.into_iter().collect(),
             backing: self.name_of(&record.backing).unwrap_or_default(),
             overlays: self.overlays(record),
+            image: self.image_of(record),
             operation: slot.operation.clone().unwrap_or_default(),
         };
         Seen {
@@ -518,6 +531,14 @@ impl Inner {
             record: record.clone(),
             revision: slot.revision,
         }
+    }
+
+    /// Name of the image that a disk, or the one at the bottom of its chain, is an overlay of.
+    fn image_of(&self, record: &DiskRecord) -> String {
+        let bottom = self.chain(record).ok().and_then(|chain| chain.last().copied());
+        let bottom = bottom.unwrap_or(record);
+        let image = bottom.made_of().filter(|_| !bottom.image.is_empty());
+        image.map(|image| image.name).unwrap_or_default()
     }
 
     /// Whether a VM may name this disk; `field` is its path in the request.

@@ -28,6 +28,10 @@ pub struct Sidecar {
     pub backing_uid: String,
     /// Name of that disk, for people.
     pub backing_name: String,
+    /// Digest of the image that its file is an overlay of, in hexadecimal digits; empty when it is of none.
+    pub image_digest: String,
+    /// UUID of that image.
+    pub image_uid: String,
     /// As the API has them.
     pub labels: BTreeMap<String, String>,
     /// As the API has them.
@@ -44,10 +48,17 @@ impl Sidecar {
     /// Of a disk; `backing_name` is the name of the disk below it.
     pub fn of(record: &DiskRecord, backing_name: &str) -> Self {
         let backing = Uuid::from_slice(&record.backing);
+        let image = Uuid::from_slice(&record.image);
         Self {
             name: record.name.clone(),
             backing_uid: backing.map(|uid| uid.to_string()).unwrap_or_default(),
             backing_name: backing_name.to_owned(),
+            image_digest: record
+                .image_digest
+                .iter()
+                .map(|byte| format!("{byte:02x}"))
+                .collect(),
+            image_uid: image.map(|uid| uid.to_string()).unwrap_or_default(),
             labels: record.labels.clone(),
             annotations: record.annotations.clone(),
             owner: record.owner.clone(),
@@ -92,6 +103,17 @@ impl Sidecar {
             _ => Ok(()),
         }
     }
+}
+
+/// The bytes of a digest in hexadecimal digits; empty when these are none.
+pub fn digest(digits: &str) -> Vec<u8> {
+    let (pairs, rest) = digits.as_bytes().as_chunks::<2>();
+    let bytes = pairs.iter().map(|pair| {
+        let pair = std::str::from_utf8(pair).ok()?;
+        u8::from_str_radix(pair, 16).ok()
+    });
+    let bytes: Option<Vec<u8>> = bytes.collect();
+    bytes.filter(|_| rest.is_empty()).unwrap_or_default()
 }
 
 fn beside(image: &Path) -> PathBuf {

@@ -43,6 +43,8 @@ pub enum Object {
     Snapshot(String, Uuid),
     /// A network of the NetworkService.
     Network(String, Uuid),
+    /// An image of the ImageService.
+    Image(String, Uuid),
     /// The node.
     Node,
 }
@@ -88,13 +90,14 @@ struct Inner {
 }
 
 impl Object {
-    /// "Vm", "Disk", "Network", "Snapshot" or "Node".
+    /// "Vm", "Disk", "Network", "Snapshot", "Image" or "Node".
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Vm(..) => "Vm",
             Self::Disk(..) => "Disk",
             Self::Snapshot(..) => "Snapshot",
             Self::Network(..) => "Network",
+            Self::Image(..) => "Image",
             Self::Node => "Node",
         }
     }
@@ -110,18 +113,22 @@ impl Object {
 
     fn name(&self) -> &str {
         match self {
-            Self::Vm(name, _) | Self::Disk(name, _) | Self::Network(name, _) | Self::Snapshot(name, _) => {
-                name
-            }
+            Self::Vm(name, _)
+            | Self::Disk(name, _)
+            | Self::Network(name, _)
+            | Self::Snapshot(name, _)
+            | Self::Image(name, _) => name,
             Self::Node => "",
         }
     }
 
     fn uid(&self) -> String {
         match self {
-            Self::Vm(_, uid) | Self::Disk(_, uid) | Self::Network(_, uid) | Self::Snapshot(_, uid) => {
-                uid.to_string()
-            }
+            Self::Vm(_, uid)
+            | Self::Disk(_, uid)
+            | Self::Network(_, uid)
+            | Self::Snapshot(_, uid)
+            | Self::Image(_, uid) => uid.to_string(),
             Self::Node => String::new(),
         }
     }

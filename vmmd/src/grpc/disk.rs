@@ -1,13 +1,14 @@
 //! `vmmd.v1.DiskService`.
 
-mod list;
-mod watch;
+mod kind;
 
 use std::sync::Arc;
 
 use proto::v1::{self, disk_service_server::DiskService};
 use tonic::{Request, Response, Status};
 
+use self::kind::Disk;
+use super::objects::{Stream, Wanted, list, watch};
 use crate::{
     disk::{self, Begun, describe},
     failure::{Failure, Kind},
@@ -90,17 +91,28 @@ impl DiskService for Disks {
         &self,
         request: Request<v1::ListDisksRequest>,
     ) -> Result<Response<v1::ListDisksResponse>, Status> {
-        let listed = list::list(&self.host, request.get_ref()).await?;
-        Ok(Response::new(listed))
+        let request = request.get_ref();
+        let wanted = Wanted {
+            filter: request.filter.as_ref(),
+            page_size: request.page_size,
+            page_token: &request.page_token,
+        };
+        let page = list::<Disk>(&self.host, wanted).await?;
+        Ok(Response::new(v1::ListDisksResponse {
+            disks: page.objects,
+            next_page_token: page.next_page_token,
+            cursor: page.cursor,
+        }))
     }
 
-    type WatchDisksStream = watch::Stream;
+    type WatchDisksStream = Stream<Disk>;
 
     async fn watch_disks(
         &self,
         request: Request<v1::WatchDisksRequest>,
     ) -> Result<Response<Self::WatchDisksStream>, Status> {
-        let stream = watch::watch(&self.host, request.get_ref())?;
+        let request = request.get_ref();
+        let stream = watch::<Disk>(&self.host, request.filter.as_ref(), &request.cursor)?;
         Ok(Response::new(stream))
     }
 
@@ -134,7 +146,7 @@ impl DiskService for Disks {
 }
 
 /// Does work that goes on when the caller goes away.
-async fn whole<T: Send + 'static>(
+pub(super) async fn whole<T: Send + 'static>(
     work: impl Future<Output = Result<T, Failure>> + Send + 'static,
 ) -> Result<T, Failure> {
     let done = tokio::spawn(work).await;

@@ -25,7 +25,7 @@ const READY: usize = 64;
 /// A watcher is told where it is after as many events that it did not ask for.
 const BOOKMARK: usize = 1000;
 /// What events are about.
-const KINDS: [&str; 4] = ["Vm", "Disk", "Network", "Node"];
+const KINDS: [&str; 5] = ["Vm", "Disk", "Network", "Image", "Node"];
 
 /// The service.
 #[derive(Debug)]
@@ -54,7 +54,7 @@ impl Filter {
         if !kind.is_empty() && !KINDS.contains(&kind) {
             found.add(
                 "filter.object.kind",
-                "must be \"Vm\", \"Disk\", \"Network\" or \"Node\"",
+                "must be \"Vm\", \"Disk\", \"Network\", \"Image\" or \"Node\"",
             );
         }
         if EventSeverity::try_from(wire.severity).is_err() {

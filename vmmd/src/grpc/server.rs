@@ -4,10 +4,10 @@ use std::{io, sync::Arc, time::Duration};
 
 use proto::v1::{
     disk_service_server::DiskServiceServer, event_service_server::EventServiceServer,
-    migration_service_server::MigrationServiceServer, network_service_server::NetworkServiceServer,
-    node_service_server::NodeServiceServer, operation_service_server::OperationServiceServer,
-    peer_service_server::PeerServiceServer, snapshot_service_server::SnapshotServiceServer,
-    vm_service_server::VmServiceServer,
+    image_service_server::ImageServiceServer, migration_service_server::MigrationServiceServer,
+    network_service_server::NetworkServiceServer, node_service_server::NodeServiceServer,
+    operation_service_server::OperationServiceServer, peer_service_server::PeerServiceServer,
+    snapshot_service_server::SnapshotServiceServer, vm_service_server::VmServiceServer,
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -23,6 +23,7 @@ use super::{
     connection::Connection,
     disk::Disks,
     event::EventLog,
+    image::Images,
     migration::Migrations,
     network::Networks,
     node::Nodes,
@@ -68,6 +69,7 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
     reporter.set_serving::<NodeServiceServer<Nodes>>().await;
     reporter.set_serving::<DiskServiceServer<Disks>>().await;
     reporter.set_serving::<NetworkServiceServer<Networks>>().await;
+    reporter.set_serving::<ImageServiceServer<Images>>().await;
     reporter.set_serving::<OperationServiceServer<Operations>>().await;
     reporter.set_serving::<EventServiceServer<EventLog>>().await;
     reporter.set_serving::<SnapshotServiceServer<Snapshots>>().await;
@@ -87,6 +89,7 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
             NodeServiceServer::<Nodes>::NAME,
             DiskServiceServer::<Disks>::NAME,
             NetworkServiceServer::<Networks>::NAME,
+            ImageServiceServer::<Images>::NAME,
             OperationServiceServer::<Operations>::NAME,
             EventServiceServer::<EventLog>::NAME,
             SnapshotServiceServer::<Snapshots>::NAME,
@@ -108,6 +111,7 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
         .add_service(VmServiceServer::new(Vms::new(host())).max_decoding_message_size(MAX_REQUEST))
         .add_service(DiskServiceServer::new(Disks::new(host())).max_decoding_message_size(MAX_REQUEST))
         .add_service(NetworkServiceServer::new(Networks::new(host())).max_decoding_message_size(MAX_REQUEST))
+        .add_service(ImageServiceServer::new(Images::new(host())).max_decoding_message_size(MAX_REQUEST))
         .add_service(
             OperationServiceServer::new(Operations::new(host())).max_decoding_message_size(MAX_REQUEST),
         )

@@ -9,8 +9,8 @@ use std::{
 };
 
 use proto::v1::{
-    disk_service_server, event_service_server, node_service_server, operation_service_server,
-    vm_service_server,
+    disk_service_server, event_service_server, image_service_server, node_service_server,
+    operation_service_server, vm_service_server,
 };
 use tonic::{
     Code,
@@ -110,6 +110,7 @@ fn method(path: &str) -> Option<&str> {
     let services = [
         vm_service_server::SERVICE_NAME,
         disk_service_server::SERVICE_NAME,
+        image_service_server::SERVICE_NAME,
         node_service_server::SERVICE_NAME,
         event_service_server::SERVICE_NAME,
         operation_service_server::SERVICE_NAME,

@@ -19,13 +19,15 @@ pub enum Type {
     DiskResize,
     /// A snapshot is taken.
     SnapshotCreate,
+    /// An image is imported.
+    ImageImport,
     /// The node is drained.
     NodeDrain,
 }
 
 impl Type {
     /// All of them.
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::VmStart,
         Self::VmStop,
         Self::VmRestart,
@@ -34,6 +36,7 @@ impl Type {
         Self::DiskCreate,
         Self::DiskResize,
         Self::SnapshotCreate,
+        Self::ImageImport,
         Self::NodeDrain,
     ];
 
@@ -48,6 +51,7 @@ impl Type {
             Self::DiskCreate => "disk.create",
             Self::DiskResize => "disk.resize",
             Self::SnapshotCreate => "snapshot.create",
+            Self::ImageImport => "image.import",
             Self::NodeDrain => "node.drain",
         }
     }

@@ -392,6 +392,11 @@ impl Handle {
         self.end_with(OperationPhase::Failed, failure);
     }
 
+    /// It has not ended: the daemon has, and the next one goes on with it.
+    pub fn leave(self) {
+        std::mem::forget(self);
+    }
+
     /// It has ended early, as was asked for; `message` says what it leaves behind.
     pub fn cancelled(self, message: impl Into<String>) {
         let failure = match self.cause().unwrap_or(Cause::Request) {

@@ -36,6 +36,9 @@
 //! | CreateNetwork | a network with the mark is the answer |
 //! | DeleteNetwork | the answer is written together with the beginning of the deletion: answered |
 //! | MigrateVm | carried out again: one that goes on, or waits for the other node, is refused, and a VM that has gone is not found |
+//! | ImportImage | an image with the mark is the answer, also when it is being imported still, or has been deleted since |
+//! | DeleteImage | the answer is written together with the beginning of the deletion: answered |
+//! | PruneImages | carried out again: what is gone already is not named |
 //! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
 
 mod answer;
@@ -62,7 +65,8 @@ use crate::{
     failure::{Failure, Kind},
     host::Host,
     store::{
-        self, DiskRecord, NetworkRecord, REQUEST_AGE_MS, RequestKey, RequestMark, SnapshotRecord, VmRecord,
+        self, DiskRecord, ImageRecord, NetworkRecord, REQUEST_AGE_MS, RequestKey, RequestMark,
+        SnapshotRecord, VmRecord,
     },
     text,
 };
@@ -93,7 +97,7 @@ struct UnderWay {
 #[derive(Debug)]
 struct Left {
     mark: RequestMark,
-    /// UUID of the VM, disk or snapshot that has the mark.
+    /// UUID of the VM, disk, snapshot or image that has the mark.
     on: Vec<u8>,
 }
 
@@ -290,6 +294,11 @@ impl Requests {
         self.adopt(&record.begun, &record.uid);
     }
 
+    /// Takes over what an earlier daemon has begun on an image.
+    pub fn adopt_image(&self, record: &ImageRecord) {
+        self.adopt(&record.begun, &record.uid);
+    }
+
     fn adopt(&self, begun: &[RequestMark], on: &[u8]) {
         let now = text::now_ms();
         let mut inner = self.inner();
@@ -328,6 +337,11 @@ impl Requests {
     /// UUID of the network that the request made under an earlier daemon.
     pub fn made_network(&self, context: &Context) -> Option<Vec<u8>> {
         self.made(context, "CreateNetwork")
+    }
+
+    /// UUID of the image that the request made under an earlier daemon.
+    pub fn made_image(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "ImportImage")
     }
 
     fn made(&self, context: &Context, method: &str) -> Option<Vec<u8>> {

@@ -34,7 +34,7 @@ use crate::{
     disk,
     failure::Failure,
     host::Host,
-    store::{DiskRecord, SnapshotDisk, SnapshotRecord},
+    store::{DiskRecord, DiskSource, SnapshotDisk, SnapshotRecord, disk_source},
     text,
     vm::files::{self, Locks, OpenDisk, Within, roots},
 };
@@ -88,6 +88,15 @@ pub fn open(host: &Host, wire: &v1::VmSpec) -> Result<Images, Failure> {
                 name: disk.name.to_string(),
                 format: format.into(),
                 capacity_bytes: below.as_ref().map_or(looked.len(), |record| record.size_bytes),
+                image: below
+                    .as_ref()
+                    .map(|record| record.image.clone())
+                    .unwrap_or_default(),
+                image_digest: below
+                    .as_ref()
+                    .map(|record| record.image_digest.clone())
+                    .unwrap_or_default(),
+                source: below.as_ref().and_then(DiskRecord::made_of),
                 backing: below.map(|record| record.backing).unwrap_or_default(),
             },
             file,
@@ -291,6 +300,12 @@ async fn make_one(
         format: of.format,
         size_bytes: of.capacity_bytes,
         backing: of.backing.clone(),
+        image: of.image.clone(),
+        image_digest: of.image_digest.clone(),
+        source: of.source.clone().map(|image| DiskSource {
+            source: Some(disk_source::Source::Image(image)),
+            any_content: false,
+        }),
         for_vm: vm.to_owned(),
         ..DiskRecord::default()
     };

@@ -91,6 +91,15 @@ impl Registry {
         needing.next().map(|record| record.name.clone())
     }
 
+    /// Name of a snapshot that has an overlay of this image.
+    pub fn needs_image(&self, image: &[u8]) -> Option<String> {
+        let inner = self.inner();
+        let mut needing = inner
+            .values()
+            .filter(|record| record.disks.iter().any(|it| it.image == image));
+        needing.next().map(|record| record.name.clone())
+    }
+
     fn waiting(&self) -> MutexGuard<'_, HashMap<Vec<u8>, oneshot::Sender<()>>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }

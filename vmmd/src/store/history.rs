@@ -8,7 +8,7 @@ use redb::{
     Database, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata, WriteTransaction,
 };
 
-use super::{Error, META, Table, readable, stored::Metadata, write};
+use super::{Error, META, Table, readable, readable_if_there, stored::Metadata, write};
 use crate::text;
 
 /// Deletions that are remembered.
@@ -40,6 +40,11 @@ const GENERATION_FLOOR: &str = "generation_floor";
 const DISK_TOMBSTONES: Table = Table::new("disk_tombstones");
 const DISK_TRIMMED_RUN: &str = "disk_trimmed_run";
 const DISK_TRIMMED_REVISION: &str = "disk_trimmed_revision";
+
+/// The same of images.
+const IMAGE_TOMBSTONES: Table = Table::new("image_tombstones");
+const IMAGE_TRIMMED_RUN: &str = "image_trimmed_run";
+const IMAGE_TRIMMED_REVISION: &str = "image_trimmed_revision";
 
 /// A VM that was deleted.
 #[derive(Clone, PartialEq, prost::Message)]
@@ -151,9 +156,11 @@ pub struct HistoryRecords {
     pub generation_floor: u64,
     /// Of disks.
     pub disks: BuriedRecords,
+    /// Of images.
+    pub images: BuriedRecords,
 }
 
-/// What is remembered of deleted disks.
+/// What is remembered of deleted disks, or images.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BuriedRecords {
     /// Deletions, the oldest first.
@@ -200,20 +207,16 @@ pub fn load(transaction: &ReadTransaction) -> Result<HistoryRecords, Error> {
         generation_floor,
         tombstones,
         disks: BuriedRecords {
-            tombstones: buried_disks(transaction)?,
+            tombstones: readable_if_there(transaction, DISK_TOMBSTONES)?,
             trimmed: (number(DISK_TRIMMED_RUN)?, number(DISK_TRIMMED_REVISION)?),
             generation: generation_floor,
         },
+        images: BuriedRecords {
+            tombstones: readable_if_there(transaction, IMAGE_TOMBSTONES)?,
+            trimmed: (number(IMAGE_TRIMMED_RUN)?, number(IMAGE_TRIMMED_REVISION)?),
+            generation: generation_floor,
+        },
     })
-}
-
-/// The table is made with the first deletion.
-fn buried_disks(transaction: &ReadTransaction) -> Result<Vec<Tombstone>, Error> {
-    match transaction.open_table(DISK_TOMBSTONES) {
-        Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
-        Err(error) => Err(failed(error)),
-        Ok(_) => readable(transaction, DISK_TOMBSTONES),
-    }
 }
 
 /// Notes that another run of the daemon begins.
@@ -271,6 +274,12 @@ pub fn bury(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(),
 pub fn bury_disk(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(), Error> {
     let trimmed = (DISK_TRIMMED_RUN, DISK_TRIMMED_REVISION);
     add_tombstone(transaction, DISK_TOMBSTONES, trimmed, tombstone)
+}
+
+/// Remembers the deletion of an image.
+pub fn bury_image(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(), Error> {
+    let trimmed = (IMAGE_TRIMMED_RUN, IMAGE_TRIMMED_REVISION);
+    add_tombstone(transaction, IMAGE_TOMBSTONES, trimmed, tombstone)
 }
 
 fn add_tombstone(

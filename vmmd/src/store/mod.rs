@@ -41,9 +41,10 @@ pub use history::{
 pub use migration::SCHEMA;
 pub use operation::OperationRecord;
 pub use record::{
-    ConditionRecord, DiskRecord, DiskSource, DiskStage, FileRecord, HandoverRecord, HandoverStage, Hardware,
-    InstanceRecord, Intent, LeaseRecord, NetworkRecord, NicHardware, NodeRecord, PortRecord, RestartRecord,
-    SnapshotDisk, SnapshotRecord, SnapshotStage, StopRecord, VmRecord, disk_source,
+    ConditionRecord, DiskImage, DiskRecord, DiskSource, DiskStage, FileRecord, HandoverRecord, HandoverStage,
+    Hardware, ImageRecord, ImageSource, ImageStage, InstanceRecord, Intent, LeaseRecord, NetworkRecord,
+    NicHardware, NodeRecord, PortRecord, RestartRecord, SnapshotDisk, SnapshotRecord, SnapshotStage,
+    StopRecord, VmRecord, disk_source, image_source,
 };
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
@@ -53,6 +54,8 @@ const DISKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("disks");
 const SNAPSHOTS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("snapshots");
 /// Made with the first network.
 const NETWORKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("networks");
+/// Made by the first change: a store that no daemon with images has written to has none.
+const IMAGES: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("images");
 const NODE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("node");
 /// Key of the one record in [`NODE`].
 const SELF: &[u8] = b"self";
@@ -107,6 +110,8 @@ pub struct Records {
     pub snapshots: Vec<SnapshotRecord>,
     /// Networks of the NetworkService.
     pub networks: Vec<NetworkRecord>,
+    /// Images of the ImageService.
+    pub images: Vec<ImageRecord>,
     /// What is remembered.
     pub history: HistoryRecords,
     /// The node.
@@ -136,6 +141,7 @@ enum Change {
     Remove(Table, Vec<u8>),
     Bury(Tombstone),
     BuryDisk(Tombstone),
+    BuryImage(Tombstone),
     Complete(RequestRecord),
     /// An answer, unless there is one.
     Presume(RequestRecord),
@@ -333,6 +339,19 @@ impl Store {
         self.changes(changes.collect()).await
     }
 
+    /// Writes an image's record, new or changed, and remembers requests that are answered by that. Durable on return.
+    pub async fn put_image(&self, record: &ImageRecord, answered: Vec<RequestRecord>) -> Result<(), Error> {
+        let put = Change::Put(IMAGES, record.uid.clone(), record.encode_to_vec());
+        let changes = [put].into_iter().chain(answered.into_iter().map(Change::Presume));
+        self.changes(changes.collect()).await
+    }
+
+    /// Removes an image's record, and remembers that. Durable on return.
+    pub async fn bury_image(&self, uid: &[u8], tombstone: Tombstone) -> Result<(), Error> {
+        let changes = vec![Change::Remove(IMAGES, uid.to_vec()), Change::BuryImage(tombstone)];
+        self.changes(changes).await
+    }
+
     /// Writes the node's record. Durable on return.
     pub async fn put_node(&self, record: &NodeRecord) -> Result<(), Error> {
         self.change(Change::Put(NODE, SELF.to_vec(), record.encode_to_vec()))
@@ -505,6 +524,7 @@ fn commit(
                 Change::Remove(of, key) => drop(table(of)?.remove(key.as_slice()).map_err(failed)?),
                 Change::Bury(tombstone) => history::bury(transaction, tombstone)?,
                 Change::BuryDisk(tombstone) => history::bury_disk(transaction, tombstone)?,
+                Change::BuryImage(tombstone) => history::bury_image(transaction, tombstone)?,
                 Change::Complete(record) => history::complete(transaction, record)?,
                 Change::Presume(record) => history::presume(transaction, record)?,
             }
@@ -568,6 +588,7 @@ fn load(database: &Database) -> Result<Records, Error> {
         disks: readable(&transaction, DISKS)?,
         snapshots: snapshots(&transaction)?,
         networks: networks(&transaction)?,
+        images: readable_if_there(&transaction, IMAGES)?,
         history: history::load(&transaction)?,
         node: readable(&transaction, NODE)?.pop().unwrap_or_default(),
         operations: operation::load(&transaction)?,
@@ -640,6 +661,18 @@ fn readable<R: Message + Default>(transaction: &ReadTransaction, table: Table) -
         );
     }
     Ok(records)
+}
+
+/// The records of a table that is made by the first change.
+fn readable_if_there<R: Message + Default>(
+    transaction: &ReadTransaction,
+    table: Table,
+) -> Result<Vec<R>, Error> {
+    match transaction.open_table(table) {
+        Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
+        Err(error) => Err(Error::of("read the store", error)),
+        Ok(_) => readable(transaction, table),
+    }
 }
 
 /// The records of a table, and those that can't be decoded.

@@ -328,20 +328,158 @@ pub struct DiskRecord {
     /// Name of the VM that it is made for as a part of a restore; empty once that VM is there, and for all other disks.
     #[prost(string, tag = "17")]
     pub for_vm: String,
+    /// UUID of the image that it, or the disk at the bottom of its chain, is an overlay of; empty when it is of none.
+    #[prost(bytes = "vec", tag = "30")]
+    pub image: Vec<u8>,
+    /// Digest of that image.
+    #[prost(bytes = "vec", tag = "32")]
+    pub image_digest: Vec<u8>,
+    /// UUID of the VM that it was made for and goes with; empty when it stays.
+    #[prost(bytes = "vec", tag = "31")]
+    pub goes_with: Vec<u8>,
     /// As of a VM.
     #[prost(message, repeated, tag = "20")]
     pub begun: Vec<RequestMark>,
+}
+
+impl DiskRecord {
+    /// The image that it was made of, if it was.
+    pub fn made_of(&self) -> Option<DiskImage> {
+        match self.source.as_ref()?.source.as_ref()? {
+            disk_source::Source::Image(image) => Some(Clone::clone(image)),
+            _ => None,
+        }
+    }
 }
 
 /// Where the first content of a disk came from.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct DiskSource {
     /// As in the request.
-    #[prost(oneof = "disk_source::Source", tags = "1, 2, 3")]
+    #[prost(oneof = "disk_source::Source", tags = "1, 2, 3, 5")]
     pub source: Option<disk_source::Source>,
     /// As in the request.
     #[prost(bool, tag = "4")]
     pub any_content: bool,
+}
+
+/// The image that a disk was made of.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct DiskImage {
+    /// Its name.
+    #[prost(string, tag = "1")]
+    pub name: String,
+    /// As in the request.
+    #[prost(enumeration = "proto::v1::DiskClone", tag = "2")]
+    pub clone: i32,
+}
+
+/// An image of the ImageService.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct ImageRecord {
+    /// UUID, 16 bytes; also the record's key.
+    #[prost(bytes = "vec", tag = "1")]
+    pub uid: Vec<u8>,
+    /// Unique among the node's images.
+    #[prost(string, tag = "2")]
+    pub name: String,
+    /// Unix time in milliseconds.
+    #[prost(uint64, tag = "3")]
+    pub created_ms: u64,
+    /// As in the request.
+    #[prost(btree_map = "string, string", tag = "4")]
+    pub labels: BTreeMap<String, String>,
+    /// As in the request.
+    #[prost(btree_map = "string, string", tag = "5")]
+    pub annotations: BTreeMap<String, String>,
+    /// As in the request.
+    #[prost(string, tag = "6")]
+    pub owner: String,
+    /// Counts changes by clients.
+    #[prost(uint64, tag = "7")]
+    pub generation: u64,
+    /// Not there for an upload.
+    #[prost(message, optional, tag = "8")]
+    pub source: Option<ImageSource>,
+    /// SHA-256 that the file is to have; empty when any.
+    #[prost(bytes = "vec", tag = "9")]
+    pub checksum: Vec<u8>,
+    /// Most bytes of the file, and of the disk in it.
+    #[prost(uint64, tag = "10")]
+    pub max_size: u64,
+    /// How far its life is.
+    #[prost(enumeration = "ImageStage", tag = "11")]
+    pub stage: i32,
+    /// When it entered its stage, in milliseconds of Unix time.
+    #[prost(uint64, tag = "12")]
+    pub stage_ms: u64,
+    /// What the server calls the file that is being downloaded (RFC 9110, 8.8: an ETag, or a date); empty when it has no name for it.
+    #[prost(string, tag = "13")]
+    pub validator: String,
+    /// Names the content; empty until it is known.
+    #[prost(bytes = "vec", tag = "14")]
+    pub digest: Vec<u8>,
+    /// Of the disk, in bytes. 0 until it is known.
+    #[prost(uint64, tag = "15")]
+    pub size_bytes: u64,
+    /// What the file was.
+    #[prost(string, tag = "16")]
+    pub source_format: String,
+    /// How it was compressed.
+    #[prost(string, tag = "17")]
+    pub source_compression: String,
+    /// How long it was.
+    #[prost(uint64, tag = "18")]
+    pub source_bytes: u64,
+    /// SHA-256 of it; empty when not known.
+    #[prost(bytes = "vec", tag = "19")]
+    pub source_checksum: Vec<u8>,
+    /// When a disk was last made of it, in milliseconds of Unix time.
+    #[prost(uint64, tag = "20")]
+    pub used_ms: u64,
+    /// Run of the daemon that made it.
+    #[prost(uint64, tag = "21")]
+    pub made_run: u64,
+    /// Revision in that run at its creation.
+    #[prost(uint64, tag = "22")]
+    pub made_revision: u64,
+    /// As of a VM.
+    #[prost(message, repeated, tag = "30")]
+    pub begun: Vec<RequestMark>,
+}
+
+/// Where an image comes from.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct ImageSource {
+    /// As in the request.
+    #[prost(oneof = "image_source::Source", tags = "1, 2")]
+    pub source: Option<image_source::Source>,
+}
+
+/// Of [`ImageSource`].
+pub mod image_source {
+    /// As in the request.
+    #[derive(Clone, PartialEq, Eq, prost::Oneof)]
+    pub enum Source {
+        /// Of the web; with what stands after a "?", which is not shown.
+        #[prost(string, tag = "1")]
+        Url(String),
+        /// A file of the node.
+        #[prost(string, tag = "2")]
+        Path(String),
+    }
+}
+
+/// How far the life of an image is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]
+#[repr(i32)]
+pub enum ImageStage {
+    /// It is being made. A daemon that finds it so goes on, but for an upload, whose client is gone.
+    Importing = 0,
+    /// It is whole.
+    Ready = 1,
+    /// It is being removed.
+    Deleting = 2,
 }
 
 /// Of [`DiskSource`].
@@ -358,6 +496,9 @@ pub mod disk_source {
         /// A file of the daemon's folder.
         #[prost(string, tag = "3")]
         Adopt(String),
+        /// An image.
+        #[prost(message, tag = "5")]
+        Image(super::DiskImage),
     }
 }
 
@@ -506,6 +647,15 @@ pub struct SnapshotDisk {
     /// UUID of the disk of the DiskService that it is an overlay of; empty when it is none.
     #[prost(bytes = "vec", tag = "4")]
     pub backing: Vec<u8>,
+    /// As of the disk ([`DiskRecord::image`]).
+    #[prost(bytes = "vec", tag = "5")]
+    pub image: Vec<u8>,
+    /// As of the disk ([`DiskRecord::image_digest`]).
+    #[prost(bytes = "vec", tag = "6")]
+    pub image_digest: Vec<u8>,
+    /// The source of the disk, if that is an image.
+    #[prost(message, optional, tag = "7")]
+    pub source: Option<DiskImage>,
 }
 
 impl SnapshotRecord {

@@ -19,6 +19,7 @@ mod harness;
 mod host_devices;
 mod hostile_vmm;
 mod hygiene;
+mod images;
 mod lifecycle;
 mod limits;
 mod list;

@@ -205,7 +205,7 @@ impl DiskService for State {
                 spec.size_bytes = spec.size_bytes.max(below_size);
                 status.backing_disk = below;
             }
-            None => {}
+            Some(Source::Image(_)) | None => {}
         }
         disk.status = Some(status);
         lock(&self.disks).insert(name, disk.clone());

@@ -14,6 +14,7 @@
 //! leaks. A flush and a look-up wait for no data.
 
 mod clear;
+mod export;
 mod ranges;
 mod turns;
 

@@ -115,6 +115,17 @@ impl Qcow2Image {
         Ok(Self { target, ..image })
     }
 
+    /// Calls `take` with each piece of the disk's data and its offset in bytes, in order. What was never written to, and reads as zeroes,
+    /// is left out. For an image that nobody writes to.
+    ///
+    /// # Errors
+    ///
+    /// The image can't be read, its tables point beyond the file, or `take` fails.
+    pub fn each_data(&self, take: &mut dyn FnMut(u64, &[u8]) -> io::Result<()>) -> io::Result<()> {
+        let whole = catch_unwind(AssertUnwindSafe(|| self.disk.each_data(take)));
+        whole.unwrap_or_else(|_| Err(io::Error::other("its tables are beyond what was expected")))
+    }
+
     fn open_uncached(target: Arc<Target>, read_only: bool, below: Vec<Below>) -> Result<Self, OpenError> {
         let medium = Arc::new(Uncached::new(Arc::clone(&target)));
         let image = Self::open_on(medium, read_only, below)?;

@@ -50,6 +50,13 @@ pub enum Content {
     RawFile(PathBuf),
     /// What is in another disk of the DiskService, until it is written to.
     OverlayOf(Name),
+    /// What is in an image of the ImageService.
+    Image {
+        /// Its name.
+        name: Name,
+        /// The disk is an overlay of it, and no copy.
+        overlay: bool,
+    },
     /// This file of the daemon's folder, which no disk has.
     Adopted(PathBuf),
 }
@@ -136,13 +143,25 @@ fn content(found: &mut Violations, source: Option<&v1::volume_spec::Source>) -> 
         None => Some(Content::Empty),
         Some(Source::RawFile(path)) => absolute(found, "disk.spec.rawFile", path).map(Content::RawFile),
         Some(Source::OverlayOf(below)) => name(found, "disk.spec.overlayOf", below).map(Content::OverlayOf),
+        Some(Source::Image(image)) => {
+            let named = name(found, "disk.spec.image.name", &image.name);
+            let overlay = match v1::DiskClone::try_from(image.clone) {
+                Ok(v1::DiskClone::Unspecified | v1::DiskClone::Copy) => false,
+                Ok(v1::DiskClone::Overlay) => true,
+                Err(_) => unknown(found, "disk.spec.image", "clone", image.clone),
+            };
+            named.map(|name| Content::Image { name, overlay })
+        }
         Some(Source::Adopt(path)) => absolute(found, "disk.spec.adopt", path).map(Content::Adopted),
     }
 }
 
 fn new_format(found: &mut Violations, format: i32, content: Option<&Content>) -> Option<Format> {
-    let overlay = matches!(content, Some(Content::OverlayOf(_)));
-    let copy = matches!(content, Some(Content::RawFile(_)));
+    let overlay = is_overlay(content);
+    let copy = matches!(
+        content,
+        Some(Content::RawFile(_) | Content::Image { overlay: false, .. })
+    );
     let adopted = matches!(content, Some(Content::Adopted(_)));
     let problem = match v1::DiskFormat::try_from(format) {
         Ok(v1::DiskFormat::Unspecified) if adopted => return None,
@@ -150,7 +169,7 @@ fn new_format(found: &mut Violations, format: i32, content: Option<&Content>) ->
         Ok(v1::DiskFormat::Qcow2) if !copy => return Some(Format::Qcow2),
         Ok(v1::DiskFormat::Unspecified | v1::DiskFormat::Raw) if !overlay => return Some(Format::Raw),
         Ok(v1::DiskFormat::Qcow2) => {
-            "must be DISK_FORMAT_RAW (or left out): a copy of a raw file is raw".to_owned()
+            "must be DISK_FORMAT_RAW (or left out): a copy of a raw file or an image is raw".to_owned()
         }
         Ok(v1::DiskFormat::Iso) => {
             "must be DISK_FORMAT_RAW or DISK_FORMAT_QCOW2; an ISO image is attached to a VM by its path"
@@ -163,6 +182,13 @@ fn new_format(found: &mut Violations, format: i32, content: Option<&Content>) ->
     };
     found.add("disk.spec.format", problem);
     None
+}
+
+fn is_overlay(content: Option<&Content>) -> bool {
+    matches!(
+        content,
+        Some(Content::OverlayOf(_) | Content::Image { overlay: true, .. })
+    )
 }
 
 fn preallocation(
@@ -178,7 +204,7 @@ fn preallocation(
         Ok(v1::DiskPreallocation::Full) => Preallocation::Full,
         Err(_) => unknown(found, "disk.spec", "preallocation", value),
     };
-    if preallocation != Preallocation::Off && matches!(content, Some(Content::OverlayOf(_))) {
+    if preallocation != Preallocation::Off && is_overlay(content) {
         found.add(
             field,
             "must be DISK_PREALLOCATION_OFF (or left out) for an overlay",

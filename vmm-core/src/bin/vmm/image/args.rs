@@ -21,6 +21,8 @@ pub enum Command {
     Resize(Resize),
     /// Looks for corruption and leaks in an image that nobody writes to
     Check(Check),
+    /// Makes a raw image of a file of any known format, compressed or not; says how far it is in lines of JSON
+    Import(Import),
 }
 
 /// Which image.
@@ -71,6 +73,25 @@ pub struct Resize {
     pub size: u64,
     #[command(flatten)]
     pub below: Below,
+}
+
+#[derive(Debug, Args)]
+pub struct Import {
+    /// Descriptor of the file
+    #[arg(long, value_name = "FD")]
+    pub fd: RawFd,
+    /// Descriptor of the image that is to be made: an empty file
+    #[arg(long, value_name = "FD")]
+    pub to_fd: RawFd,
+    /// Descriptor of an empty file for what is in between
+    #[arg(long, value_name = "FD")]
+    pub scratch_fd: RawFd,
+    /// Most bytes that the disk may have
+    #[arg(long, value_name = "BYTES")]
+    pub max_size: u64,
+    /// Bytes that are to stay free on the file system
+    #[arg(long, value_name = "BYTES", default_value = "0")]
+    pub keep_free: u64,
 }
 
 #[derive(Debug, Args)]

@@ -3,6 +3,8 @@
 //! error when it fails.
 
 pub mod args;
+mod import;
+mod source;
 
 use std::{
     fs::File,
@@ -35,6 +37,7 @@ pub fn image(args: &Image) -> Result<i32> {
         Command::Info(which) => (info(&File::from(take(which.fd)?), which.format)?, exit_code::OK),
         Command::Resize(args) => (resize(args)?, exit_code::OK),
         Command::Check(args) => check(args)?,
+        Command::Import(args) => (import::import(args)?, exit_code::OK),
     };
     println!("{result}");
     Ok(code)

@@ -1,27 +1,48 @@
-//! `ListDisks`: disks by name, a page at a time.
+//! Lists of objects: by name, a page at a time.
 
 use std::sync::Arc;
 
 use prost::Message;
-use proto::v1::{ListDisksRequest, ListDisksResponse};
+use proto::v1::ObjectFilter;
 
-use super::watch::{KIND, cursor};
+use super::{Kept, Kind, cursor};
 use crate::{
-    disk::describe,
     failure::Failure,
     grpc::{cursor::Cursor, filter::Filter},
     host::Host,
 };
 
-/// Most disks in an answer.
+/// Most objects in an answer.
 const MAX_PAGE: u32 = 1000;
-/// Longest answer in bytes, but for its last disk.
+/// Longest answer in bytes, but for its last object.
 const MAX_BYTES: usize = 1 << 20;
 
-/// Answers a request. A page begins after the last name of the one before, so that disks that come and go meanwhile neither
+/// What a client asks for.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted<'a> {
+    /// Which; all when there is none.
+    pub filter: Option<&'a ObjectFilter>,
+    /// Most of them; 0 for as many as there may be.
+    pub page_size: u32,
+    /// Of the page before.
+    pub page_token: &'a str,
+}
+
+/// What it gets.
+#[derive(Debug)]
+pub struct Page<O> {
+    /// By name.
+    pub objects: Vec<O>,
+    /// Of the next page; empty when there is none.
+    pub next_page_token: String,
+    /// For a watch that goes on from here.
+    pub cursor: String,
+}
+
+/// Answers a request. A page begins after the last name of the one before, so that objects that come and go meanwhile neither
 /// repeat others nor hide them. All pages have the cursor of the first one.
-pub async fn list(host: &Arc<Host>, request: &ListDisksRequest) -> Result<ListDisksResponse, Failure> {
-    let filter = Filter::of_objects(KIND, request.filter.as_ref())?;
+pub async fn list<K: Kind>(host: &Arc<Host>, request: Wanted<'_>) -> Result<Page<K::Object>, Failure> {
+    let filter = Filter::of_objects(K::NAME, request.filter)?;
     let limit = match request.page_size {
         0 => MAX_PAGE,
         size if size <= MAX_PAGE => size,
@@ -30,24 +51,24 @@ pub async fn list(host: &Arc<Host>, request: &ListDisksRequest) -> Result<ListDi
             return Err(Failure::field("pageSize", problem));
         }
     };
-    let after = match request.page_token.as_str() {
+    let after = match request.page_token {
         "" => None,
         token => Some(read_token(token, &filter)?),
     };
     let name = after.as_ref().map(|(_, name)| name.as_str());
-    let snapshot = host.disks.after(&host.disk_folder(), name);
+    let snapshot = K::after(host, name);
     let cursor = after.as_ref().map_or_else(
-        || cursor(host, snapshot.at, &filter).to_string(),
+        || cursor::<K>(host, snapshot.at, &filter).to_string(),
         |(cursor, _)| cursor.to_string(),
     );
     let limit = usize::try_from(limit).unwrap_or(usize::MAX);
     let mut bytes = 0;
     let (mut page, mut more) = (Vec::new(), false);
-    for seen in snapshot.disks {
-        if !filter.matches_object(seen.disk.metadata.as_ref()) {
+    for seen in snapshot.objects {
+        if !filter.matches_object(Some(&seen.metadata())) {
             continue;
         }
-        let length = seen.disk.encoded_len();
+        let length = K::known(&seen).encoded_len();
         if page.len() >= limit || (bytes + length > MAX_BYTES && !page.is_empty()) {
             more = true;
             break;
@@ -56,10 +77,10 @@ pub async fn list(host: &Arc<Host>, request: &ListDisksRequest) -> Result<ListDi
         page.push(seen);
     }
     let last = page.last().filter(|_| more);
-    let next_page_token = last.map(|last| format!("{cursor}.{}", last.record.name));
-    Ok(ListDisksResponse {
+    let next_page_token = last.map(|last| format!("{cursor}.{}", last.metadata().name));
+    Ok(Page {
         next_page_token: next_page_token.unwrap_or_default(),
-        disks: describe::look_at(host, page).await?,
+        objects: K::look_at(host, page).await?,
         cursor,
     })
 }

@@ -1,0 +1,162 @@
+//! The command line of what is about images.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::{Args, Subcommand};
+
+use super::{FORMAT, HELP, Label, Output, Selector, Timeout, age, image_name, size};
+use crate::complete;
+
+/// `image`.
+#[derive(Debug, Subcommand)]
+pub enum Image {
+    /// Make an image of a file of the web or of the node.
+    Import(Import),
+    /// Make an image of a file that you have.
+    Upload(Upload),
+    /// List images.
+    #[command(visible_aliases = ["list", "get"])]
+    Ls(Ls),
+    /// Show everything about images.
+    Describe(Names),
+    /// Delete images.
+    #[command(visible_alias = "delete")]
+    Rm(Rm),
+    /// Delete the images that nothing uses.
+    Prune(Prune),
+}
+
+/// What is known of the file.
+#[derive(Debug, Args)]
+pub struct Source {
+    /// What the file is to have: sha256: and 64 hexadecimal digits.
+    #[arg(long, value_name = "DIGEST")]
+    pub checksum: Option<String>,
+    /// Most bytes of the file, and of the disk in it; 1Ti when not given.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub max_size: Option<u64>,
+    /// Label.
+    #[arg(short, long = "label", value_name = "KEY=VALUE")]
+    pub labels: Vec<Label>,
+}
+
+/// `image import`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl image import debian13 https://cloud.example.org/debian-13-generic-amd64.qcow2
+  vmmctl image import debian13 http://mirror.lan/d13.qcow2.xz --checksum sha256:4f1c…
+  vmmctl image import golden /srv/vm/golden.raw --label tier=web")]
+pub struct Import {
+    /// Name of the image.
+    #[arg(value_parser = image_name)]
+    pub name: String,
+    /// http://… or https://…, or the absolute path of a file of the node.
+    #[arg(value_name = "URL|PATH")]
+    pub from: String,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub source: Source,
+    /// Do not wait until it is made: print the operation.
+    #[arg(long)]
+    pub no_wait: bool,
+    /// Print nothing of the progress.
+    #[arg(short, long)]
+    pub quiet: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
+}
+
+/// `image upload`.
+#[derive(Debug, Args)]
+pub struct Upload {
+    /// Name of the image.
+    #[arg(value_parser = image_name)]
+    pub name: String,
+    /// The file; its checksum is found out first, so that the same upload again is no error.
+    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    pub file: PathBuf,
+    /// Most bytes of the disk in it; 1Ti when not given.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub max_size: Option<u64>,
+    /// Label.
+    #[arg(short, long = "label", value_name = "KEY=VALUE")]
+    pub labels: Vec<Label>,
+    /// Print nothing of the progress.
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+/// `image ls`.
+#[derive(Debug, Args)]
+pub struct Ls {
+    /// Only these; all when none is named.
+    #[arg(value_parser = image_name, add = complete::images())]
+    pub names: Vec<String>,
+    /// How to print them.
+    #[arg(short, long, value_name = FORMAT, help = HELP)]
+    pub output: Option<Output>,
+    /// Go on printing changes as they happen.
+    #[arg(short, long)]
+    pub watch: bool,
+    /// Only images with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
+    #[arg(
+        short = 'l',
+        long = "selector",
+        value_name = "SELECTOR",
+        value_delimiter = ','
+    )]
+    pub selectors: Vec<Selector>,
+    /// Leave out the line with the columns' names.
+    #[arg(long)]
+    pub no_headers: bool,
+}
+
+/// `image describe`.
+#[derive(Debug, Args)]
+pub struct Names {
+    /// Names of images.
+    #[arg(required = true, value_name = "NAME", value_parser = image_name, add = complete::images())]
+    pub names: Vec<String>,
+}
+
+/// `image rm`.
+#[derive(Debug, Args)]
+pub struct Rm {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub images: Names,
+    /// Do not fail for images that are not there.
+    #[arg(long)]
+    pub ignore_not_found: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
+}
+
+/// `image prune`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl image prune --older-than 720h --dry-run
+  vmmctl image prune --free 20Gi")]
+pub struct Prune {
+    /// Only those of which no disk was made for so long.
+    #[arg(long, value_name = "DURATION", value_parser = age)]
+    pub older_than: Option<Duration>,
+    /// Only until so much is free, those first that were not used for longest.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub free: Option<u64>,
+    /// Only images with this label.
+    #[arg(
+        short = 'l',
+        long = "selector",
+        value_name = "SELECTOR",
+        value_delimiter = ','
+    )]
+    pub selectors: Vec<Selector>,
+    /// Delete nothing, say what would go.
+    #[arg(long)]
+    pub dry_run: bool,
+}

@@ -1,0 +1,55 @@
+//! Reads the whole disk in an image that nobody writes to.
+
+use std::io;
+
+use imago::Mapping;
+
+use super::{Disk, advance, bytes, shared};
+
+/// Data is handed on in pieces of at most this size in bytes.
+const PIECE: u64 = 1 << 20;
+
+impl Disk {
+    /// Calls `take` with each piece of data and its offset, in the order of the disk; ranges that read as zeroes because nothing was
+    /// written to them are left out.
+    pub(in crate::block::qcow2) fn each_data(
+        &self,
+        take: &mut dyn FnMut(u64, &[u8]) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let access = shared(&self.access);
+        let capacity = self.capacity();
+        let mut buffer = Vec::new();
+        let mut offset = 0;
+        while offset < capacity {
+            let left = capacity.saturating_sub(offset);
+            let (mapping, run) = access.get_mapping(offset, left)?;
+            let length = match mapping {
+                Mapping::Zero { .. } => run,
+                Mapping::Raw { .. } | Mapping::Special { .. } => {
+                    let length = run.min(PIECE);
+                    if let Mapping::Raw {
+                        storage, offset: at, ..
+                    } = mapping
+                    {
+                        // The last cluster of a file may be written in part.
+                        let end = storage.base().medium.size()?.saturating_add(self.cluster);
+                        if at.saturating_add(length) >= end {
+                            return Err(io::ErrorKind::UnexpectedEof.into());
+                        }
+                    }
+                    buffer.resize(bytes(length), 0);
+                    access.read(buffer.as_mut_slice(), offset)?;
+                    take(offset, &buffer)?;
+                    length
+                }
+                _ => return Err(io::ErrorKind::UnexpectedEof.into()),
+            };
+            // A mapping of nothing would never end.
+            if length == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            offset = advance(offset, length)?;
+        }
+        Ok(())
+    }
+}

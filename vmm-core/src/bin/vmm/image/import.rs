@@ -1,0 +1,250 @@
+//! `vmm image import`: makes a raw image of a file of whatever kind, which anybody may have made.
+//!
+//! The process has no rights when it looks at the first byte: a user of its own and no capabilities (the daemon's part), no path, no
+//! socket, no other program, and bounds on memory, files and time.
+
+use std::{
+    fs::File,
+    io::{self, Read},
+    os::unix::fs::FileExt as _,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use devices::block::{Image as _, Qcow2Image, SECTOR, qcow2::Header};
+use serde_json::{Value, json};
+
+use super::{
+    args::Import,
+    source::{Compression, HEAD, Kind, decompressed, head},
+    take,
+};
+use crate::sandbox;
+
+/// Copied at a time, in bytes.
+const PIECE: usize = 1 << 20;
+/// What is left out when it is zero, in bytes.
+const BLOCK: usize = 64 << 10;
+/// How often the caller hears how far it is.
+const TELL: Duration = Duration::from_millis(200);
+/// Where the first volume descriptor of an ISO 9660 image has its identifier, in bytes (ECMA-119, 8.1).
+const ISO_MAGIC: u64 = 32769;
+
+/// Does it; gives what was found.
+pub fn import(args: &Import) -> Result<Value> {
+    let source = File::from(take(args.fd)?);
+    let target = File::from(take(args.to_fd)?);
+    let scratch = File::from(take(args.scratch_fd)?);
+    sandbox::close_in_converter(args.max_size)?;
+    if target.metadata().context("look at the target")?.len() != 0 {
+        bail!("the target is not empty");
+    }
+    let mut writer = Writer {
+        target: &target,
+        args,
+        room: args.keep_free,
+        told: Instant::now(),
+        total: 0,
+        since_look: 0,
+    };
+    let first = head(&source)?;
+    let Some(compression) = Compression::of(&first) else {
+        let kind = Kind::of(&first)?;
+        let size = match kind {
+            Kind::Qcow2 => convert(source, &mut writer)?,
+            _ => copy(&source, &mut writer)?,
+        };
+        return finish(&target, kind, None, size);
+    };
+    let mut content = decompressed(&source, compression)?;
+    let mut first = Vec::new();
+    (&mut content)
+        .take(HEAD as u64)
+        .read_to_end(&mut first)
+        .with_context(|| broken(compression))?;
+    let kind = Kind::of(&first)?;
+    let mut content = first.as_slice().chain(content);
+    let size = if kind == Kind::Qcow2 {
+        let mut unpacked = Writer {
+            target: &scratch,
+            ..writer
+        };
+        unpacked.unpack(&mut content, compression)?;
+        writer.since_look = 0;
+        convert(scratch, &mut writer)?
+    } else {
+        writer.unpack(&mut content, compression)?
+    };
+    finish(&target, kind, Some(compression), size)
+}
+
+fn broken(compression: Compression) -> String {
+    format!(
+        "the file is damaged, it can't be decompressed with {}",
+        compression.name()
+    )
+}
+
+/// Makes the size one of a disk, and writes what is still in memory.
+fn finish(target: &File, kind: Kind, compression: Option<Compression>, size: u64) -> Result<Value> {
+    if size == 0 {
+        bail!("the image is empty");
+    }
+    let size = size.next_multiple_of(SECTOR);
+    target
+        .set_len(size)
+        .with_context(|| format!("make the image {size} bytes long"))?;
+    target.sync_all().context("write the image")?;
+    let mut magic = [0; 5];
+    let iso = kind == Kind::Raw && target.read_exact_at(&mut magic, ISO_MAGIC).is_ok() && &magic == b"CD001";
+    let mut partitioned = [0; 2];
+    let boots = target.read_exact_at(&mut partitioned, 510).is_ok() && partitioned == [0x55, 0xaa];
+    let kind = if iso && !boots { Kind::Iso } else { kind };
+    Ok(json!({
+        "format": kind.name(),
+        "compression": compression.map(Compression::name),
+        "virtual_size": size,
+    }))
+}
+
+/// Copies a raw file.
+fn copy(source: &File, writer: &mut Writer<'_>) -> Result<u64> {
+    let size = source.metadata().context("look at the file")?.len();
+    writer.total = size;
+    writer.check_size(size)?;
+    let mut buffer = vec![0; PIECE];
+    let mut offset = 0;
+    while offset < size {
+        // Holes are not read.
+        match rustix::fs::seek(source, rustix::fs::SeekFrom::Data(offset)) {
+            Ok(data) => offset = data,
+            Err(rustix::io::Errno::NXIO) => break,
+            Err(_) => {}
+        }
+        let count = source.read_at(&mut buffer, offset).context("read the file")?;
+        if count == 0 {
+            break;
+        }
+        writer.write(buffer.get(..count).unwrap_or_default(), offset)?;
+        offset += count as u64;
+    }
+    Ok(size)
+}
+
+/// Copies what a qcow2 image holds.
+fn convert(source: File, writer: &mut Writer<'_>) -> Result<u64> {
+    let header = super::header(&source)?;
+    writer.check_size(header.size)?;
+    check_tables(&source, &header)?;
+    let image = Qcow2Image::open(source.into(), true, Vec::new()).context("open the image")?;
+    let size = image.capacity();
+    writer.total = size;
+    let mut failed = None;
+    let copied = image.each_data(&mut |offset, data| {
+        writer.write(data, offset).map_err(|error| {
+            failed = Some(error);
+            io::Error::other("write")
+        })
+    });
+    match (failed, copied) {
+        (Some(error), _) => Err(error),
+        (None, Err(error)) => Err(error).context("the qcow2 image is damaged, it can't be read to its end"),
+        (None, Ok(())) => Ok(size),
+    }
+}
+
+/// Refuses an image whose L2 tables are not in the file: what they would map would read as zeroes (qcow2 specification, "L1 table entry").
+fn check_tables(source: &File, header: &Header) -> Result<()> {
+    const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+    let length = source.metadata().context("look at the file")?.len();
+    let mut table = vec![0; usize::try_from(header.l1_entries)?.saturating_mul(8)];
+    let damaged = "the qcow2 image is damaged, its tables are not in the file: was it cut off?";
+    source
+        .read_exact_at(&mut table, header.l1_offset)
+        .context(damaged)?;
+    let (entries, _) = table.as_chunks::<8>();
+    for entry in entries {
+        let offset = u64::from_be_bytes(*entry) & OFFSET;
+        if offset != 0 && offset.saturating_add(header.cluster_size()) > length {
+            bail!(damaged);
+        }
+    }
+    Ok(())
+}
+
+/// Writes an image, with holes for zeroes.
+#[derive(Clone, Copy)]
+struct Writer<'a> {
+    target: &'a File,
+    args: &'a Import,
+    /// Bytes that are to stay free on the file system.
+    room: u64,
+    told: Instant,
+    /// Of what is counted; 0 when not known.
+    total: u64,
+    /// Bytes that were written since the file system was looked at.
+    since_look: u64,
+}
+
+impl Writer<'_> {
+    fn check_size(&self, size: u64) -> Result<()> {
+        let most = self.args.max_size;
+        if size > most {
+            bail!("the image has {size} bytes, more than the {most} that it may have");
+        }
+        Ok(())
+    }
+
+    /// Decompresses a file to its end; returns how long the content is.
+    fn unpack(&mut self, content: &mut dyn Read, compression: Compression) -> Result<u64> {
+        let mut buffer = vec![0; PIECE];
+        let mut offset = 0;
+        loop {
+            let mut filled = 0;
+            // Whole pieces, so that zeroes are found.
+            while let Some(rest) = buffer.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+                match content.read(rest) {
+                    Ok(0) => break,
+                    Ok(count) => filled += count,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error).with_context(|| broken(compression)),
+                }
+            }
+            if filled == 0 {
+                return Ok(offset);
+            }
+            let end = offset + filled as u64;
+            if end > self.args.max_size {
+                bail!(
+                    "what was compressed is longer than the {} bytes that it may have",
+                    self.args.max_size
+                );
+            }
+            self.write(buffer.get(..filled).unwrap_or_default(), offset)?;
+            offset = end;
+        }
+    }
+
+    fn write(&mut self, data: &[u8], offset: u64) -> Result<()> {
+        let mut at = offset;
+        for block in data.chunks(BLOCK) {
+            if block.iter().any(|byte| *byte != 0) {
+                self.target.write_all_at(block, at).context("write the image")?;
+                self.since_look += block.len() as u64;
+            }
+            at += block.len() as u64;
+        }
+        if self.since_look >= 64 * BLOCK as u64 {
+            self.since_look = 0;
+            let stat = rustix::fs::fstatvfs(self.target).context("look at the file system")?;
+            if stat.f_bavail.saturating_mul(stat.f_frsize) < self.room {
+                bail!("No space left on device");
+            }
+        }
+        if self.told.elapsed() >= TELL {
+            self.told = Instant::now();
+            println!("{}", json!({"done": at, "total": self.total}));
+        }
+        Ok(())
+    }
+}

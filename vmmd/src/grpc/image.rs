@@ -1,0 +1,163 @@
+//! `vmmd.v1.ImageService`.
+
+mod kind;
+
+use std::sync::Arc;
+
+use proto::v1::{self, image_service_server::ImageService};
+use tonic::{Request, Response, Status, Streaming};
+
+use self::kind::Image;
+use super::{
+    disk::whole,
+    filter::Filter,
+    objects::{Kind as _, Stream, Wanted, list, watch},
+};
+use crate::{
+    context::{Context, Initiator},
+    failure::{Failure, Kind},
+    host::Host,
+    image::{self, Begun, describe},
+    request::once,
+};
+
+/// The service.
+#[derive(Debug)]
+pub struct Images {
+    host: Arc<Host>,
+}
+
+impl Images {
+    /// Over the images of `host`.
+    pub fn new(host: Arc<Host>) -> Self {
+        Self { host }
+    }
+}
+
+/// Waits for the end of what was begun, unless `no_wait`; returns the image as it is then.
+async fn answered(
+    host: &Arc<Host>,
+    Begun { uid, pending }: Begun,
+    no_wait: bool,
+) -> Result<(v1::Image, Option<v1::Operation>), Failure> {
+    if let Some(pending) = pending.clone().filter(|_| !no_wait) {
+        tokio::select! {
+            ended = pending.ended() => drop(ended?),
+            () = host.stopping.cancelled() => return Err(Failure::stopping()),
+        }
+    }
+    if no_wait && pending.is_some() {
+        host.operations.recorded().await;
+    }
+    let operation = pending.map(|pending| pending.operation());
+    match describe::by_uid(host, &uid).await {
+        Some(image) => Ok((image?, operation)),
+        None => {
+            let message = "the image was deleted meanwhile";
+            Err(Failure::new(Kind::NotFound, "IMAGE_NOT_FOUND", message))
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl ImageService for Images {
+    async fn import_image(
+        &self,
+        request: Request<v1::ImportImageRequest>,
+    ) -> Result<Response<v1::ImportImageResponse>, Status> {
+        once(&self.host, request, |host, request, context| async move {
+            let of = Arc::clone(&host);
+            let no_wait = request.no_wait;
+            let begun = whole(async move { image::import(&of, &request, &context).await }).await?;
+            let (image, operation) = answered(&host, begun, no_wait).await?;
+            Ok(v1::ImportImageResponse {
+                image: Some(image),
+                operation,
+            })
+        })
+        .await
+    }
+
+    async fn upload_image(
+        &self,
+        request: Request<Streaming<v1::UploadImageRequest>>,
+    ) -> Result<Response<v1::UploadImageResponse>, Status> {
+        let context = Context {
+            initiator: request
+                .extensions()
+                .get::<Initiator>()
+                .cloned()
+                .unwrap_or_default(),
+            trace: uuid::Uuid::new_v4().simple().to_string(),
+            ..Context::default()
+        };
+        let begun = image::upload(&self.host, request.into_inner(), &context).await?;
+        let (image, _) = answered(&self.host, begun, false).await?;
+        Ok(Response::new(v1::UploadImageResponse { image: Some(image) }))
+    }
+
+    async fn get_image(
+        &self,
+        request: Request<v1::GetImageRequest>,
+    ) -> Result<Response<v1::GetImageResponse>, Status> {
+        let seen = self.host.images.see(&request.get_ref().name)?;
+        let image = describe::look_at(&self.host, vec![seen]).await?.pop();
+        Ok(Response::new(v1::GetImageResponse { image }))
+    }
+
+    async fn list_images(
+        &self,
+        request: Request<v1::ListImagesRequest>,
+    ) -> Result<Response<v1::ListImagesResponse>, Status> {
+        let request = request.get_ref();
+        let wanted = Wanted {
+            filter: request.filter.as_ref(),
+            page_size: request.page_size,
+            page_token: &request.page_token,
+        };
+        let page = list::<Image>(&self.host, wanted).await?;
+        Ok(Response::new(v1::ListImagesResponse {
+            images: page.objects,
+            next_page_token: page.next_page_token,
+            cursor: page.cursor,
+        }))
+    }
+
+    type WatchImagesStream = Stream<Image>;
+
+    async fn watch_images(
+        &self,
+        request: Request<v1::WatchImagesRequest>,
+    ) -> Result<Response<Self::WatchImagesStream>, Status> {
+        let request = request.get_ref();
+        let stream = watch::<Image>(&self.host, request.filter.as_ref(), &request.cursor)?;
+        Ok(Response::new(stream))
+    }
+
+    async fn delete_image(
+        &self,
+        request: Request<v1::DeleteImageRequest>,
+    ) -> Result<Response<v1::DeleteImageResponse>, Status> {
+        once(&self.host, request, |host, request, context| async move {
+            whole(async move { image::delete(&host, &request.name, &context).await }).await?;
+            Ok(v1::DeleteImageResponse {})
+        })
+        .await
+    }
+
+    async fn prune_images(
+        &self,
+        request: Request<v1::PruneImagesRequest>,
+    ) -> Result<Response<v1::PruneImagesResponse>, Status> {
+        once(&self.host, request, |host, request, _| async move {
+            let filter = Filter::of_objects(Image::NAME, request.filter.as_ref())?;
+            let pruned = whole(async move {
+                let matches =
+                    |seen: &image::Seen| filter.matches_object(Some(&describe::metadata(&seen.record)));
+                image::prune(&host, &request, matches).await
+            });
+            Ok(pruned.await?)
+        })
+        .await
+    }
+}

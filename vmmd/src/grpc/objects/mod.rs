@@ -1,0 +1,80 @@
+//! Objects that the daemon keeps by name and that have an order of changes: lists and watches of them, whatever they are.
+
+mod list;
+mod watch;
+
+use std::sync::Arc;
+
+use prost::Message;
+use proto::v1::{ObjectMetadata, WatchEventType};
+
+pub use self::{
+    list::{Wanted, list},
+    watch::{Stream, watch},
+};
+use super::{cursor::Cursor, filter::Filter};
+use crate::{
+    disk::Buried,
+    failure::Failure,
+    host::Host,
+    vm::table::{Expired, Position},
+};
+
+/// One kind of objects.
+pub trait Kind: Send + Sync + 'static {
+    /// What cursors of this kind are told from those of others by.
+    const NAME: &'static str;
+    /// An object at a time, as the daemon has it.
+    type Seen: Kept;
+    /// The message of the API.
+    type Object: Message + Default + Send;
+    /// The event of its watch.
+    type Event: Send;
+
+    /// Objects after a name.
+    fn after(host: &Host, name: Option<&str>) -> Snapshot<Self::Seen>;
+    /// Deletions since a position, and all objects.
+    fn since(host: &Host, position: Position) -> Result<(Vec<Buried>, Snapshot<Self::Seen>), Expired>;
+    /// Wakes up with each change.
+    fn news(host: &Host) -> tokio::sync::watch::Receiver<u64>;
+    /// The number that tells a run of the daemon from runs of other stores, if it is known.
+    fn nonce(host: &Host, run: u64) -> Option<u64>;
+    /// Objects as they are now.
+    fn look_at(
+        host: &Arc<Host>,
+        seen: Vec<Self::Seen>,
+    ) -> impl Future<Output = Result<Vec<Self::Object>, Failure>> + Send;
+    /// An object, but for what only its file tells.
+    fn known(seen: &Self::Seen) -> Self::Object;
+    /// An object that is gone.
+    fn buried(metadata: ObjectMetadata) -> Self::Object;
+    /// An event.
+    fn event(kind: WatchEventType, object: Option<Self::Object>, cursor: String) -> Self::Event;
+}
+
+/// An object at a time.
+pub trait Kept: Clone + Send + Sync + 'static {
+    /// UUID.
+    fn uid(&self) -> &[u8];
+    /// Name and labels.
+    fn metadata(&self) -> ObjectMetadata;
+    /// Run and revision at which it was made.
+    fn made(&self) -> (u64, u64);
+    /// Of this state.
+    fn revision(&self) -> u64;
+}
+
+/// Objects at a time.
+#[derive(Clone, Debug)]
+pub struct Snapshot<S> {
+    /// Sorted by name.
+    pub objects: Vec<S>,
+    /// Which time.
+    pub at: Position,
+}
+
+/// A cursor of lists and watches.
+fn cursor<K: Kind>(host: &Host, position: Position, filter: &Filter) -> Cursor {
+    let nonce = K::nonce(host, position.run).unwrap_or_default();
+    Cursor::at(nonce, position, filter)
+}

@@ -1,0 +1,162 @@
+//! Runs `vmm image` in a process without rights: what has to understand an image gets open descriptors only, and a user id of its own for
+//! as long as it runs.
+
+use std::{
+    ffi::CString,
+    io,
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+    time::Duration,
+};
+
+use rustix::pipe::{PipeFlags, pipe_with};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncReadExt, BufReader},
+    net::unix::pipe,
+    task::spawn_blocking,
+    time::timeout,
+};
+
+use crate::{
+    disk,
+    failure::Failure,
+    host::Host,
+    sys::clone::{self, Program},
+    text,
+    vm::Process,
+};
+
+/// Longest line, and longest text of errors, that is read, in bytes.
+const MAX_OUTPUT: u64 = 64 << 10;
+/// Most lines that are read.
+const MAX_LINES: usize = 1 << 20;
+
+/// What is to be done.
+#[derive(Debug)]
+pub struct Job {
+    /// `create`: what follows `vmm image`.
+    pub command: &'static str,
+    /// What follows that.
+    pub arguments: Vec<String>,
+    /// Its descriptors, from [`clone::FIRST_FD`] on.
+    pub fds: Vec<OwnedFd>,
+    /// How long it may take.
+    pub deadline: Duration,
+}
+
+/// Does it; returns the last line that the process wrote. `line` is told the others as they come. When the caller goes away, the process
+/// is ended.
+pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) -> Result<String, Failure> {
+    let claim = host.ledger.claim("vmm image")?;
+    let (command, deadline) = (job.command, job.deadline);
+    let failed = |error: &io::Error| disk::file_failed("run `vmm image`", error);
+    let (output, output_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
+    let (errors, errors_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
+    let (blocking_host, uid) = (Arc::clone(host), claim.uid());
+    let child = spawn_blocking(move || {
+        let executable = blocking_host.open_vmm()?;
+        let words = ["vmm", "image", job.command].into_iter().map(str::to_owned);
+        let arguments: Vec<_> = words
+            .chain(job.arguments)
+            .filter_map(|argument| CString::new(argument).ok())
+            .collect();
+        let fds: Vec<_> = job.fds.iter().map(AsFd::as_fd).collect();
+        let program = Program {
+            executable: executable.as_fd(),
+            arguments: &arguments,
+            fds: &fds,
+            output: Some(output_end.as_fd()),
+            log: errors_end.as_fd(),
+            uid,
+            cgroup: None,
+        };
+        clone::spawn(&program).map_err(|error| failed(&error))
+    });
+    let child = child
+        .await
+        .unwrap_or_else(|error| Err(failed(&io::Error::other(error))))?;
+    let child = Child(Some(child.watched(Process::new).map_err(|error| failed(&error))?));
+    let (output, errors) = (
+        pipe::Receiver::from_owned_fd(output).map_err(|error| failed(&error))?,
+        pipe::Receiver::from_owned_fd(errors).map_err(|error| failed(&error))?,
+    );
+    let all = async { tokio::join!(lines(output, &mut line), read(errors), child.status()) };
+    let Ok((last, errors, exit)) = timeout(deadline, all).await else {
+        let message = format!(
+            "`vmm image {command}` did not end within {} s",
+            deadline.as_secs()
+        );
+        return Err(Failure::internal(message));
+    };
+    if exit == Some(0) {
+        return Ok(last);
+    }
+    tracing::warn!(command, ?exit, errors, "vmm image");
+    Err(refused(command, &errors))
+}
+
+/// The last line that the child wrote, in the words of the API.
+fn refused(command: &str, errors: &str) -> Failure {
+    let line = errors.lines().rev().find(|line| !line.trim().is_empty());
+    let message = match line {
+        Some(line) => text::brief_line(line.strip_prefix("vmm: ").unwrap_or(line)),
+        None => {
+            format!("`vmm image {command}` failed without a word; is the installed vmm the daemon's version?")
+        }
+    };
+    // The child's words for ENOSPC and EFBIG are those of strerror(3).
+    if message.contains("No space left") || message.contains("File too large") {
+        let kind = if message.contains("No space left") {
+            io::ErrorKind::StorageFull
+        } else {
+            io::ErrorKind::FileTooLarge
+        };
+        return disk::file_failed("make the image", &kind.into());
+    }
+    Failure::precondition("IMAGE_UNUSABLE", message)
+}
+
+/// Returns the last line.
+async fn lines(pipe: pipe::Receiver, line: &mut (impl FnMut(&str) + Send)) -> String {
+    let mut reader = BufReader::new(pipe);
+    let mut last = String::new();
+    for _ in 0..MAX_LINES {
+        let mut bytes = Vec::new();
+        let count = (&mut reader).take(MAX_OUTPUT).read_until(b'\n', &mut bytes).await;
+        if !count.is_ok_and(|count| count > 0) {
+            break;
+        }
+        if !last.is_empty() {
+            line(&last);
+        }
+        last = String::from_utf8_lossy(&bytes).trim_end().to_owned();
+    }
+    last
+}
+
+async fn read(pipe: pipe::Receiver) -> String {
+    let mut bytes = Vec::new();
+    // What comes beyond that fails in the child, when this end is closed.
+    let _ = pipe.take(MAX_OUTPUT).read_to_end(&mut bytes).await;
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Ends the child when it is dropped before it has ended.
+struct Child(Option<Process>);
+
+impl Child {
+    /// Its exit code, if it has one.
+    async fn status(&self) -> Option<i32> {
+        self.0.as_ref()?.status().await?.exit_status()
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        if let Some(process) = self.0.take() {
+            // Both do nothing when it has ended and was reaped.
+            process.kill();
+            tokio::spawn(async move { process.status().await.is_some() });
+        }
+    }
+}

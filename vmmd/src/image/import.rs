@@ -1,0 +1,412 @@
+//! Makes an image: the file comes, is checked, becomes a raw image, and gets its place by its content.
+
+use std::{fs::File, io, os::fd::OwnedFd, path::Path, sync::Arc, time::Duration};
+
+use proto::{
+    model::{
+        disk::Cache,
+        image::{NewImage, Source as NewSource, checksum_text},
+    },
+    v1,
+};
+use serde::Deserialize;
+use uuid::Uuid;
+
+use super::{
+    digest, discard,
+    fetch::{self, Download},
+    object, tell,
+};
+use crate::{
+    context::Context,
+    disk::{self, Control, follow},
+    failure::{Failure, Kind},
+    helper::{self, Job},
+    host::Host,
+    operation::{Handle, Pending, Progress, Type},
+    store::{ImageRecord, ImageSource, ImageStage, image_source::Source},
+    sys::clone::FIRST_FD,
+    text,
+    vm::{
+        files::{self, Use, Within},
+        store_failure,
+    },
+};
+
+/// How long it may take to make a raw image of a file.
+const DEADLINE: Duration = Duration::from_secs(4 * 3600);
+
+/// An image that is being made, or was made before by the same request.
+#[derive(Debug)]
+pub struct Begun {
+    /// Its UUID.
+    pub uid: Vec<u8>,
+    /// The operation; nothing when the image is there already.
+    pub pending: Option<Pending>,
+}
+
+/// Begins to make the image that is asked for. The operation leaves nothing when it fails or is cancelled.
+pub async fn import(
+    host: &Arc<Host>,
+    request: &v1::ImportImageRequest,
+    context: &Context,
+) -> Result<Begun, Failure> {
+    if let Some(uid) = host.requests.made_image(context)
+        && let Some(seen) = host.images.find(&uid)
+    {
+        let pending = host.images.import_of(&seen.record.uid);
+        return Ok(Begun { uid, pending });
+    }
+    let new = NewImage::imported(request.image.as_ref(), "image")?;
+    let (record, handle) = begin(host, &new, context).await?;
+    let begun = Begun {
+        uid: record.uid.clone(),
+        pending: Some(handle.pending()),
+    };
+    tokio::spawn(carry_out(Arc::clone(host), record, handle));
+    Ok(begun)
+}
+
+/// Notes an image that is to be made, and the operation that makes it.
+pub async fn begin(
+    host: &Arc<Host>,
+    new: &NewImage,
+    context: &Context,
+) -> Result<(ImageRecord, Handle), Failure> {
+    let now = text::now_ms();
+    let source = match &new.source {
+        NewSource::Url(url) => Some(Source::Url(url.clone())),
+        NewSource::Path(path) => Some(Source::Path(path.display().to_string())),
+        NewSource::Upload => None,
+    };
+    let record = host.images.reserve(ImageRecord {
+        uid: Uuid::new_v4().as_bytes().to_vec(),
+        name: new.name.to_string(),
+        created_ms: now,
+        stage_ms: now,
+        labels: new.labels.clone(),
+        annotations: new.annotations.clone(),
+        owner: new.owner.clone(),
+        source: source.map(|source| ImageSource { source: Some(source) }),
+        checksum: new.checksum.map(|digest| digest.to_vec()).unwrap_or_default(),
+        max_size: new.max_size,
+        stage: ImageStage::Importing.into(),
+        begun: host.requests.mark(context).into_iter().collect(),
+        ..ImageRecord::default()
+    })?;
+    let handle = host
+        .operations
+        .begin(Type::ImageImport, &object(&record), context, None);
+    host.images.begin(&record.name, handle.pending());
+    if let Err(error) = host.store.put_image(&record, Vec::new()).await {
+        let tombstone = host.images.bury(&record);
+        host.images.forget(&record, tombstone);
+        let failure = store_failure(error);
+        handle.fail(&failure);
+        return Err(failure);
+    }
+    Ok((record, handle))
+}
+
+/// Makes an image whose file comes from elsewhere.
+pub async fn carry_out(host: Arc<Host>, mut record: ImageRecord, handle: Handle) {
+    let making = follow(&host, &handle, "waiting for the file", |control| {
+        make(&host, &mut record, &handle, control)
+    });
+    let made = making.await;
+    end(&host, record, handle, made).await;
+}
+
+/// Makes an image of the file that an upload has left.
+pub async fn finish_upload(host: Arc<Host>, mut record: ImageRecord, handle: Handle) {
+    let making = follow(&host, &handle, "making the image", |control| {
+        uploaded(&host, &mut record, &handle, control)
+    });
+    let made = making.await;
+    end(&host, record, handle, made).await;
+}
+
+async fn uploaded(
+    host: &Arc<Host>,
+    record: &mut ImageRecord,
+    handle: &Handle,
+    control: Control,
+) -> Result<(), Failure> {
+    let folder = host.image_folder();
+    let source = folder.source(record);
+    let opened = host.pools.bulk.run(&[folder.root()], move || File::open(source));
+    let source = opened.await?.map_err(|error| failed(&error))?;
+    check(record)?;
+    convert(host, record, source.into(), handle, &control).await
+}
+
+/// Ends an import. When the daemon ends, what was downloaded stays for the next one.
+pub async fn end(host: &Arc<Host>, record: ImageRecord, handle: Handle, made: Result<(), Failure>) {
+    let made = match made {
+        Ok(()) if handle.commit() => place(host, record.clone()).await,
+        Ok(()) => Err(disk::cancelled(host)),
+        Err(failure) => Err(failure),
+    };
+    match made {
+        Ok(message) => {
+            tell(host, &record, "ImageImported", &message);
+            handle.complete(message);
+        }
+        Err(_) if host.stopping.is_cancelled() && handle.cause().is_none() && record.source.is_some() => {
+            handle.leave();
+        }
+        Err(failure) => {
+            discard(host, &record).await;
+            match handle.cause() {
+                Some(_) => handle.cancelled("the image was not made: nothing is left of it"),
+                None => handle.fail(&failure),
+            }
+        }
+    }
+}
+
+async fn make(
+    host: &Arc<Host>,
+    record: &mut ImageRecord,
+    handle: &Handle,
+    control: Control,
+) -> Result<(), Failure> {
+    match record.source.clone().and_then(|source| source.source) {
+        Some(Source::Url(url)) => {
+            handle.progress(Progress::bytes(0, 0), "downloading");
+            let source = download(host, record, &url, &control).await?;
+            check(record)?;
+            convert(host, record, source.into(), handle, &control).await
+        }
+        Some(Source::Path(path)) => {
+            let source = open(host, record, &path, handle, &control).await?;
+            check(record)?;
+            convert(host, record, source, handle, &control).await
+        }
+        None => Err(Failure::internal("an upload can't be gone on with")),
+    }
+}
+
+fn failed(error: &io::Error) -> Failure {
+    disk::file_failed("make the image", error)
+}
+
+async fn download(
+    host: &Arc<Host>,
+    record: &mut ImageRecord,
+    url: &str,
+    control: &Control,
+) -> Result<File, Failure> {
+    let folder = host.image_folder();
+    let (of, path) = (folder.clone(), folder.source(record));
+    let opened = host
+        .pools
+        .bulk
+        .run(&[folder.root()], move || of.open(&path, false));
+    let file = opened.await?.map_err(|error| failed(&error))?;
+    let download = Download {
+        url,
+        file: file.try_clone().map_err(|error| failed(&error))?,
+        validator: record.validator.clone(),
+        max_size: record.max_size,
+        first_wait: fetch::FIRST_WAIT,
+        room: has_room,
+    };
+    let named = std::sync::Mutex::new(record.clone());
+    let fetched = fetch::fetch(download, control, |validator| {
+        let mut record = named.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        record.validator = validator;
+        let (host, record) = (Arc::clone(host), record.clone());
+        async move {
+            let written = host.store.put_image(&record, Vec::new()).await;
+            written.map_err(store_failure)
+        }
+    });
+    let fetched = fetched.await?;
+    *record = named
+        .into_inner()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    record.source_bytes = fetched.bytes;
+    record.source_checksum = fetched.checksum.to_vec();
+    Ok(file)
+}
+
+/// Whether a file may become longer. Blocking.
+pub fn has_room(file: &File) -> io::Result<bool> {
+    let stat = rustix::fs::fstatvfs(file)?;
+    let all = stat.f_blocks.saturating_mul(stat.f_frsize);
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize) > super::folder::keep_free(all))
+}
+
+async fn open(
+    host: &Arc<Host>,
+    record: &mut ImageRecord,
+    path: &str,
+    handle: &Handle,
+    control: &Control,
+) -> Result<OwnedFd, Failure> {
+    let (of, path) = (Arc::clone(host), Path::new(path).to_owned());
+    let opened = host.pools.bulk.run(&[path.clone()], move || {
+        let label = format!("path: \"{}\"", path.display());
+        let within = Within::Roots(&of.config.roots.disks);
+        files::open_image_file(&label, &path, within, Cache::Writeback, Use::Read)
+    });
+    let opened = opened.await??;
+    record.source_bytes = opened.size;
+    if record.checksum.is_empty() {
+        return Ok(opened.fd);
+    }
+    handle.progress(Progress::bytes(0, 0), "checking the file");
+    let file = opened.fd.try_clone().map_err(|error| failed(&error))?;
+    let control = control.clone();
+    let hashing = host
+        .pools
+        .bulk
+        .run(&[], move || digest::of_file(&file.into(), &control));
+    let (checksum, bytes) = hashing.await?.map_err(|error| failed(&error))?;
+    record.source_checksum = checksum.to_vec();
+    record.source_bytes = bytes;
+    Ok(opened.fd)
+}
+
+/// Refuses a file that is not the one that was wanted.
+fn check(record: &ImageRecord) -> Result<(), Failure> {
+    if record.checksum.is_empty() || record.checksum == record.source_checksum {
+        return Ok(());
+    }
+    let message = format!(
+        "the file has the checksum {}, and {} was asked for: it is another file, or was changed on its way",
+        checksum_text(&record.source_checksum),
+        checksum_text(&record.checksum)
+    );
+    Err(Failure::precondition("CHECKSUM_MISMATCH", message))
+}
+
+/// What the converter says in the end.
+#[derive(Deserialize)]
+struct Found {
+    format: String,
+    compression: Option<String>,
+    virtual_size: u64,
+}
+
+/// What it says on its way.
+#[derive(Deserialize)]
+struct Step {
+    done: u64,
+    total: u64,
+}
+
+/// Makes the raw image, and finds out what names its content.
+async fn convert(
+    host: &Arc<Host>,
+    record: &mut ImageRecord,
+    source: OwnedFd,
+    handle: &Handle,
+    control: &Control,
+) -> Result<(), Failure> {
+    handle.progress(Progress::bytes(0, 0), "making the image");
+    let folder = host.image_folder();
+    let (of, path) = (folder.clone(), folder.new_image(record));
+    let opening = host.pools.bulk.run(&[folder.root()], move || {
+        let (keep_free, free) = of.room()?;
+        if free <= keep_free {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        Ok((of.open(&path, true)?, of.scratch()?, keep_free))
+    });
+    let (image, scratch, keep_free) = opening.await?.map_err(|error| failed(&error))?;
+    let target = image.try_clone().map_err(|error| failed(&error))?;
+    let job = Job {
+        command: "import",
+        arguments: [
+            ("--fd", FIRST_FD as u64),
+            ("--to-fd", FIRST_FD as u64 + 1),
+            ("--scratch-fd", FIRST_FD as u64 + 2),
+            ("--max-size", record.max_size),
+            ("--keep-free", keep_free),
+        ]
+        .into_iter()
+        .flat_map(|(option, value)| [option.to_owned(), value.to_string()])
+        .collect(),
+        fds: vec![source, target.into(), scratch.into()],
+        deadline: DEADLINE,
+    };
+    let reporter = control.clone();
+    let running = helper::run(host, job, move |line| {
+        if let Ok(step) = serde_json::from_str::<Step>(line) {
+            reporter.progress(step.done, step.total);
+        }
+    });
+    let last = tokio::select! {
+        last = running => last?,
+        () = control.cancel().cancelled() => return Err(disk::cancelled(host)),
+    };
+    let found: Found = serde_json::from_str(&last).map_err(|error| {
+        Failure::internal(format!("`vmm image import` said something unexpected: {error}"))
+    })?;
+    handle.progress(
+        Progress::bytes(0, found.virtual_size),
+        "finding out what names the content",
+    );
+    let (size, control) = (found.virtual_size, control.clone());
+    let hashing = host.pools.bulk.run(&[folder.root()], move || {
+        let length = image.metadata()?.len();
+        if length != size || size == 0 || !size.is_multiple_of(512) {
+            return Err(io::Error::other("the image has another length than was said"));
+        }
+        digest::of_blocks(&image, size, &control)
+    });
+    record.digest = hashing.await?.map_err(|error| failed(&error))?.to_vec();
+    record.size_bytes = size;
+    record.source_format = found.format;
+    record.source_compression = found.compression.unwrap_or_default();
+    Ok(())
+}
+
+/// Gives the image its place, and notes durably that it is whole. Returns what is to be said of it.
+async fn place(host: &Arc<Host>, mut record: ImageRecord) -> Result<String, Failure> {
+    let folder = host.image_folder();
+    let names = host.images.names().await;
+    let shared = host.images.is_shared(&record);
+    record.stage = ImageStage::Ready.into();
+    record.stage_ms = text::now_ms();
+    let (of, moved) = (folder.clone(), record.clone());
+    let placing = host.pools.bulk.run(&[folder.root()], move || {
+        // What another image has is not touched, unless it was lost.
+        if !(shared && of.content(&moved.digest).exists()) {
+            of.keep(&moved)?;
+        }
+        of.clear(&moved, true)
+    });
+    placing.await?.map_err(|error| failed(&error))?;
+    host.store
+        .put_image(&record, Vec::new())
+        .await
+        .map_err(store_failure)?;
+    host.images.settle(record.clone());
+    drop(names);
+    let which = if shared {
+        ", which another image has too"
+    } else {
+        ""
+    };
+    Ok(format!(
+        "the image can be used: {} bytes, {}{which}",
+        record.size_bytes,
+        super::describe::digest_text(&record.digest)
+    ))
+}
+
+/// A name that is taken: that image, if it was made of the same file.
+pub fn same(host: &Host, new: &NewImage) -> Option<Vec<u8>> {
+    let there = host.images.get(new.name.as_str()).ok()?;
+    let wanted = new.checksum?;
+    (there.source_checksum == wanted).then_some(there.uid)
+}
+
+/// The stream of an upload ended before the file did.
+pub fn cut_off(bytes: u64, wanted: u64) -> Failure {
+    let message = format!("the upload ended after {bytes} of {wanted} bytes: send the file anew");
+    Failure::new(Kind::Aborted, "UPLOAD_CUT_OFF", message)
+}

@@ -1,0 +1,204 @@
+//! Images of the ImageService: a record in the store each, and the content as a raw image `<state_dir>/images/<digest>.raw`, which images
+//! with the same content have in common ([`folder`]).
+//!
+//! ```text
+//!  (none) ──record──▶ Importing ──file in its place──▶ Ready ──record──▶ Deleting ──file gone──▶ (none)
+//! ```
+//!
+//! Always: what lies in the folder belongs to a record; a content is taken away only when no record has its digest
+//! ([`Registry::names`] is held for both). A daemon that finds an import goes on with it. What has to understand an image is a process
+//! without rights ([`crate::helper`]).
+
+pub mod describe;
+mod digest;
+mod fetch;
+mod folder;
+mod import;
+mod prune;
+mod registry;
+mod upload;
+
+use std::sync::Arc;
+
+use proto::v1;
+use uuid::Uuid;
+
+use self::registry::Deletion;
+pub use self::{
+    folder::Folder,
+    import::{Begun, import},
+    prune::prune,
+    registry::{Registry, Seen},
+    upload::upload,
+};
+use crate::{
+    context::Context,
+    event::{Draft, Object},
+    failure::Failure,
+    host::Host,
+    operation::{Type, interrupted},
+    request::{self, preconditions},
+    store::{ImageRecord, ImageStage, RequestRecord},
+    text,
+    vm::store_failure,
+};
+
+/// Deletes an image; an import that is under way is cancelled.
+pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
+    let found = host.images.begin_delete(name, |record| {
+        let present = v1::Preconditions {
+            uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
+            generation: Some(record.generation.max(1)),
+        };
+        preconditions::check("image", name, &context.preconditions, &present)
+    })?;
+    let record = match found {
+        Deletion::Ready(record) => record,
+        Deletion::Importing(operation) => {
+            let mut state = host.operations.cancel(&operation)?;
+            let _ = state
+                .wait_for(|operation| crate::operation::has_ended(operation))
+                .await;
+            return match host.images.see(name) {
+                // It was whole before it could be cancelled.
+                Ok(seen) if seen.operation.is_empty() => Box::pin(delete(host, name, context)).await,
+                _ => Ok(()),
+            };
+        }
+    };
+    let mark = host.requests.mark(context);
+    let answer = mark.map(|mark| request::done(mark, &v1::DeleteImageResponse::default()));
+    remove(host, record, answer).await
+}
+
+/// Deletes an image that was taken out of use. `answer` is that of who asked.
+async fn remove(host: &Arc<Host>, before: ImageRecord, answer: Option<RequestRecord>) -> Result<(), Failure> {
+    let (disks, vms) = host.disks.users_of_image(&before);
+    let snapshot = host.snapshots.needs_image(&before.uid);
+    if !disks.is_empty() || !vms.is_empty() || snapshot.is_some() {
+        let quoted = |what: &str, names: &[String]| {
+            let names = names.iter().map(|name| format!("{what} \"{name}\""));
+            names.collect::<Vec<_>>()
+        };
+        let snapshots = quoted("snapshot", snapshot.as_slice());
+        let users = [quoted("disk", &disks), quoted("VM", &vms), snapshots]
+            .concat()
+            .join(", ");
+        let message = format!(
+            "image \"{}\" is used by {users}: delete or change those first",
+            before.name
+        );
+        host.images.settle(before);
+        return Err(Failure::precondition("IMAGE_IN_USE", message));
+    }
+    let mut record = before.clone();
+    record.stage = ImageStage::Deleting.into();
+    record.stage_ms = text::now_ms();
+    let mut answered: Vec<_> = answer.into_iter().collect();
+    // A retry of the import must not make another one.
+    let import = request::unanswered(host, &record.begun, "ImportImage").await;
+    if let Some(mark) = import.map_err(store_failure)? {
+        let image = describe::by_uid(host, &record.uid).await.transpose()?;
+        let response = v1::ImportImageResponse {
+            image,
+            operation: None,
+        };
+        answered.push(request::done(mark, &response));
+    }
+    if let Err(error) = host.store.put_image(&record, answered).await {
+        host.images.settle(before);
+        return Err(store_failure(error));
+    }
+    discard(host, &record).await;
+    tell(host, &record, "ImageDeleted", "the image was deleted");
+    Ok(())
+}
+
+/// Removes the files of an image, then its record. What fails here is done at the daemon's next start.
+async fn discard(host: &Arc<Host>, record: &ImageRecord) {
+    let names = host.images.names().await;
+    let (folder, of) = (host.image_folder(), record.clone());
+    let shared = record.digest.is_empty() || host.images.is_shared(record);
+    let removing = host.pools.bulk.run(&[folder.root()], move || {
+        folder.clear(&of, true)?;
+        match shared {
+            true => Ok(()),
+            false => folder.remove(&of),
+        }
+    });
+    let removed = removing.await;
+    let tombstone = host.images.bury(record);
+    match removed {
+        Ok(Ok(())) => {
+            if let Err(error) = host.store.bury_image(&record.uid, tombstone.clone()).await {
+                tracing::error!(image = record.name, %error, "the image's record could not be removed");
+            }
+        }
+        Ok(Err(error)) => {
+            tracing::error!(image = record.name, %error, "the image's file could not be removed")
+        }
+        Err(error) => tracing::error!(image = record.name, %error, "remove an image"),
+    }
+    host.images.forget(record, tombstone);
+    drop(names);
+}
+
+/// Takes over the images of the store at the daemon's start, and goes on with what was interrupted.
+pub async fn restore(host: &Arc<Host>, records: Vec<ImageRecord>) {
+    let records: Vec<_> = records
+        .into_iter()
+        .filter(|record| Uuid::from_slice(&record.uid).is_ok())
+        .collect();
+    // All of them are known before one is removed: they may have their content in common.
+    for record in &records {
+        host.requests.adopt_image(record);
+        host.images.restore(record.clone());
+    }
+    for record in records {
+        let mut left = host.operations.left(&object(&record));
+        match (record.stage(), &record.source) {
+            (ImageStage::Ready, _) => {
+                for operation in left {
+                    operation.complete("the image can be used");
+                }
+            }
+            (ImageStage::Importing, Some(_)) => {
+                let handle = left.pop().unwrap_or_else(|| {
+                    let context = Context::daemon();
+                    let operations = &host.operations;
+                    operations.begin(Type::ImageImport, &object(&record), &context, None)
+                });
+                host.images.begin(&record.name, handle.pending());
+                tell(
+                    host,
+                    &record,
+                    "Repaired",
+                    "the image's import had been interrupted, and goes on",
+                );
+                tokio::spawn(import::carry_out(Arc::clone(host), record, handle));
+            }
+            (ImageStage::Importing, None) | (ImageStage::Deleting, _) => {
+                let message =
+                    "the image's upload or deletion had been interrupted: what was left of it is removed";
+                tell(host, &record, "Repaired", message);
+                discard(host, &record).await;
+                for operation in left {
+                    operation.fail(&interrupted(
+                        "the daemon was restarted: nothing is left of the image",
+                    ));
+                }
+            }
+        }
+    }
+}
+
+/// Tells an event of an image.
+fn tell(host: &Host, record: &ImageRecord, reason: &str, message: &str) {
+    host.events.emit(Draft::normal(object(record), reason, message));
+}
+
+/// An image, as events and operations are about it.
+fn object(record: &ImageRecord) -> Object {
+    let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
+    Object::Image(record.name.clone(), uid)
+}

@@ -1,0 +1,62 @@
+//! Deletes images that nothing uses.
+
+use std::sync::Arc;
+
+use proto::v1;
+
+use super::{Seen, describe, registry::Deletion, remove};
+use crate::{failure::Failure, host::Host, store::ImageStage, text};
+
+/// Deletes those that `matches` chooses, the ones first that were not used for longest. One that is taken into use meanwhile stays.
+pub async fn prune(
+    host: &Arc<Host>,
+    request: &v1::PruneImagesRequest,
+    matches: impl Fn(&Seen) -> bool,
+) -> Result<v1::PruneImagesResponse, Failure> {
+    let age_ms = match &request.older_than {
+        None => 0,
+        Some(age) if age.seconds < 0 || age.nanos < 0 => {
+            return Err(Failure::field("olderThan", "must not be negative"));
+        }
+        Some(age) => u64::try_from(age.seconds).unwrap_or(0).saturating_mul(1000),
+    };
+    let latest = text::now_ms().saturating_sub(age_ms);
+    let used = |seen: &Seen| seen.record.used_ms.max(seen.record.stage_ms);
+    let (mut all, _) = host.images.after(None);
+    all.retain(|seen| seen.record.stage() == ImageStage::Ready && used(seen) <= latest && matches(seen));
+    all.sort_by_key(used);
+    let mut response = v1::PruneImagesResponse::default();
+    for seen in all {
+        let (disks, vms) = host.disks.users_of_image(&seen.record);
+        if !disks.is_empty() || !vms.is_empty() || host.snapshots.needs_image(&seen.record.uid).is_some() {
+            continue;
+        }
+        if request.free_bytes > 0 && response.freed_bytes >= request.free_bytes {
+            break;
+        }
+        let name = seen.record.name.clone();
+        let shared = host.images.is_shared(&seen.record);
+        let looked = describe::look_at(host, vec![seen.clone()]).await?.pop();
+        let bytes = looked
+            .and_then(|image| image.status)
+            .map_or(0, |status| status.allocated_bytes);
+        if !request.dry_run {
+            let deletion = host.images.begin_delete(&name, |record| {
+                let same = record.uid == seen.record.uid;
+                same.then_some(()).ok_or_else(|| super::registry::no_image(&name))
+            });
+            let Ok(Deletion::Ready(record)) = deletion else {
+                continue;
+            };
+            match remove(host, record, None).await {
+                Ok(()) => {}
+                Err(failure) if failure.reason == "IMAGE_IN_USE" => continue,
+                Err(failure) => return Err(failure),
+            }
+        }
+        response.deleted.push(name);
+        // Content that another image has stays.
+        response.freed_bytes += if shared { 0 } else { bytes };
+    }
+    Ok(response)
+}

@@ -1,0 +1,482 @@
+//! The ImageService as a client sees it: imports, uploads, deletions, and disks that are made of images.
+
+use std::{
+    fs,
+    io::{Read as _, Write as _},
+    net::TcpListener,
+    os::unix::fs::MetadataExt,
+    path::PathBuf,
+    sync::mpsc,
+    thread,
+};
+
+use proto::v1::{
+    self, ImagePhase, OperationPhase, WatchEventType, image_service_client::ImageServiceClient,
+    image_spec::Source, upload_image_request::Message, volume_spec::Source as DiskSource,
+};
+use sha2::{Digest, Sha256};
+use tokio::time::timeout;
+use tokio_stream::StreamExt;
+use tonic::{Code, Status, transport::Channel};
+use tonic_types::StatusExt;
+
+use crate::{
+    disks::raw,
+    harness::{Daemon, PATIENCE, connect},
+};
+
+impl Daemon {
+    async fn images(&self) -> ImageServiceClient<Channel> {
+        ImageServiceClient::new(connect(self.folder.path()).await)
+    }
+
+    async fn import(&self, image: v1::Image) -> Result<v1::Image, Status> {
+        let request = v1::ImportImageRequest {
+            image: Some(image),
+            ..Default::default()
+        };
+        let response = self.images().await.import_image(request).await?;
+        Ok(response.into_inner().image.unwrap())
+    }
+
+    async fn image(&self, name: &str) -> Result<v1::Image, Status> {
+        let request = v1::GetImageRequest { name: name.into() };
+        let response = self.images().await.get_image(request).await?;
+        Ok(response.into_inner().image.unwrap())
+    }
+
+    async fn remove_image(&self, name: &str) -> Result<(), Status> {
+        let request = v1::DeleteImageRequest {
+            name: name.into(),
+            ..Default::default()
+        };
+        self.images().await.delete_image(request).await.map(drop)
+    }
+
+    async fn upload(&self, image: v1::Image, size: u64, pieces: Vec<Vec<u8>>) -> Result<v1::Image, Status> {
+        let open = v1::UploadImageOpen {
+            image: Some(image),
+            size_bytes: size,
+        };
+        let data = pieces.into_iter().map(Message::Data);
+        let messages: Vec<_> = std::iter::once(Message::Open(open)).chain(data).collect();
+        let stream = tokio_stream::iter(messages.into_iter().map(|message| v1::UploadImageRequest {
+            message: Some(message),
+        }));
+        let response = self.images().await.upload_image(stream).await?;
+        Ok(response.into_inner().image.unwrap())
+    }
+
+    /// What lies in the folder of images, sorted.
+    fn image_files(&self) -> Vec<String> {
+        let Ok(entries) = fs::read_dir(self.folder.path().join("state/images")) else {
+            return Vec::new();
+        };
+        let mut names: Vec<_> = entries
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    fn file(&self, name: &str, content: &[u8]) -> PathBuf {
+        let path = self.folder.path().join(name);
+        fs::write(&path, content).unwrap();
+        path
+    }
+}
+
+fn image(name: &str, source: Option<Source>) -> v1::Image {
+    v1::Image {
+        metadata: Some(v1::ObjectMetadata {
+            name: name.into(),
+            ..Default::default()
+        }),
+        spec: Some(v1::ImageSpec {
+            source,
+            ..Default::default()
+        }),
+        status: None,
+    }
+}
+
+fn of_path(name: &str, path: &std::path::Path) -> v1::Image {
+    image(name, Some(Source::Path(path.display().to_string())))
+}
+
+fn with_checksum(mut image: v1::Image, content: &[u8]) -> v1::Image {
+    let checksum = proto::model::image::checksum_text(&Sha256::digest(content));
+    image.spec.as_mut().unwrap().checksum = checksum;
+    image
+}
+
+fn content() -> Vec<u8> {
+    (0..200_000_u32).flat_map(u32::to_le_bytes).collect()
+}
+
+fn reason(status: &Status) -> String {
+    let details = status.get_error_details();
+    details
+        .error_info()
+        .map(|info| info.reason.clone())
+        .unwrap_or_default()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_same_content_is_kept_once_until_its_last_image_goes() {
+    let daemon = Daemon::start().await;
+    let file = daemon.file("disk.raw", &content());
+    let first = daemon.import(of_path("first", &file)).await.unwrap();
+    let second = daemon
+        .import(with_checksum(of_path("second", &file), &content()))
+        .await
+        .unwrap();
+    let (first, second) = (first.status.unwrap(), second.status.unwrap());
+    assert_eq!(
+        (first.phase(), first.virtual_size_bytes),
+        (ImagePhase::Ready, 800_256)
+    );
+    assert_eq!(
+        (&first.digest, first.digest.len()),
+        (&second.digest, "blocks-sha256:".len() + 64)
+    );
+    assert_eq!(daemon.image_files().len(), 1);
+    daemon.remove_image("first").await.unwrap();
+    assert_eq!(daemon.image_files().len(), 1);
+    daemon.remove_image("second").await.unwrap();
+    assert_eq!(daemon.image_files(), Vec::<String>::new());
+    assert_eq!(
+        daemon.remove_image("second").await.unwrap_err().code(),
+        Code::NotFound
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_imported_is_refused_and_leaves_nothing() {
+    let daemon = Daemon::start().await;
+    let file = daemon.file("disk.raw", &content());
+    let refused = daemon.file("refused.raw", b"refuse:the qcow2 image names a backing file");
+    let missing = daemon.folder.path().join("missing");
+    for (image, expected) in [
+        (
+            with_checksum(of_path("a", &file), b"another"),
+            "CHECKSUM_MISMATCH",
+        ),
+        (of_path("a", &refused), "IMAGE_UNUSABLE"),
+        (of_path("a", &missing), "DISK_NOT_FOUND"),
+        (of_path("a", std::path::Path::new("/dev/null")), "DISK_UNUSABLE"),
+    ] {
+        let status = daemon.import(image).await.unwrap_err();
+        assert_eq!(reason(&status), expected, "{status}");
+        assert_eq!(daemon.image("a").await.unwrap_err().code(), Code::NotFound);
+        assert_eq!(daemon.image_files(), Vec::<String>::new());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_uploaded_file_becomes_an_image_and_a_cut_off_one_nothing() {
+    let daemon = Daemon::start().await;
+    let content = content();
+    let pieces: Vec<_> = content.chunks(100_000).map(<[u8]>::to_vec).collect();
+    let wanted = || with_checksum(image("up", None), &content);
+    let cut = daemon
+        .upload(wanted(), content.len() as u64, pieces[..3].to_vec())
+        .await;
+    assert_eq!(reason(&cut.unwrap_err()), "UPLOAD_CUT_OFF");
+    let wrong = with_checksum(image("up", None), b"another");
+    let wrong = daemon.upload(wrong, 0, pieces.clone()).await;
+    assert_eq!(reason(&wrong.unwrap_err()), "CHECKSUM_MISMATCH");
+    assert_eq!(daemon.image_files(), Vec::<String>::new());
+    let made = daemon
+        .upload(wanted(), content.len() as u64, pieces.clone())
+        .await
+        .unwrap();
+    assert_eq!(made.status.as_ref().unwrap().source_bytes, content.len() as u64);
+    // The same again is the same image.
+    let again = daemon.upload(wanted(), 0, pieces.clone()).await.unwrap();
+    assert_eq!(again.metadata.unwrap().uid, made.metadata.unwrap().uid);
+    let other = daemon.upload(image("up", None), 0, pieces).await.unwrap_err();
+    assert_eq!(reason(&other), "IMAGE_EXISTS");
+}
+
+/// A server that sends `most` bytes of the file on each connection, and then waits until it may break it off.
+fn server(content: Vec<u8>, most: usize) -> (String, mpsc::Receiver<String>, mpsc::Sender<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/disk.raw?token=secret", listener.local_addr().unwrap());
+    let (asked, requests) = mpsc::channel();
+    let (go, may_go) = mpsc::channel();
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            let (mut head, mut byte) = (Vec::new(), [0]);
+            while !head.ends_with(b"\r\n\r\n") && stream.read(&mut byte).is_ok_and(|count| count > 0) {
+                head.push(byte[0]);
+            }
+            let head = String::from_utf8_lossy(&head).to_lowercase();
+            let start = head.split("range: bytes=").nth(1);
+            let start = start
+                .and_then(|rest| rest.split('-').next())
+                .and_then(|start| start.parse().ok());
+            let start: usize = start.unwrap_or(0);
+            let status = match start {
+                0 => "200 OK".to_owned(),
+                _ => format!(
+                    "206 Partial\r\nContent-Range: bytes {start}-{}/{}",
+                    content.len() - 1,
+                    content.len()
+                ),
+            };
+            let rest = &content[start..];
+            let _ = write!(
+                stream,
+                "HTTP/1.1 {status}\r\nETag: \"one\"\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+                rest.len()
+            );
+            let _ = stream.write_all(&rest[..rest.len().min(most)]);
+            let _ = stream.flush();
+            if asked.send(head).is_err() || (rest.len() > most && may_go.recv().is_err()) {
+                return;
+            }
+        }
+    });
+    (url, requests, go)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_daemons_import_is_gone_on_with_and_its_retry_is_answered() {
+    let mut daemon = Daemon::start().await;
+    // More than is written at a time.
+    let content: Vec<u8> = (0..4_000_000_u32).flat_map(u32::to_le_bytes).collect();
+    let (url, requests, go) = server(content.clone(), 9 << 20);
+    let request = v1::ImportImageRequest {
+        image: Some(with_checksum(
+            image("web", Some(Source::Url(url.clone()))),
+            &content,
+        )),
+        no_wait: false,
+        request_id: "import-1".into(),
+    };
+    let (mut client, first) = (daemon.images().await, request.clone());
+    let waiting = tokio::spawn(async move { client.import_image(first).await });
+    let requests = tokio::task::spawn_blocking(move || {
+        assert!(!requests.recv().unwrap().contains("range:"));
+        requests
+    });
+    let requests = requests.await.unwrap();
+    let shown = daemon.image("web").await.unwrap();
+    let operation = shown.status.unwrap().operation;
+    let shown = format!("{:?}", shown.spec);
+    assert!(!shown.contains("secret"), "{shown}");
+    // What has come is on the disk.
+    let source = || {
+        fs::metadata(
+            daemon
+                .folder
+                .path()
+                .join(format!("state/images/{}", daemon.image_files()[0])),
+        )
+    };
+    let written = async {
+        while source().map_or(0, |metadata| metadata.size()) < 8 << 20 {
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(PATIENCE, written).await.unwrap();
+    daemon.kill_and_restart().await;
+    waiting.await.unwrap().unwrap_err();
+    for _ in 0..8 {
+        let _ = go.send(());
+    }
+    let response = daemon
+        .images()
+        .await
+        .import_image(request)
+        .await
+        .unwrap()
+        .into_inner();
+    let status = response.image.unwrap().status.unwrap();
+    assert_eq!(
+        (status.phase(), status.source_bytes),
+        (ImagePhase::Ready, content.len() as u64)
+    );
+    let resumed = requests.try_iter().next().unwrap();
+    let start = resumed
+        .split("range: bytes=")
+        .nth(1)
+        .and_then(|rest| rest.split('-').next());
+    let start: u64 = start.and_then(|start| start.parse().ok()).unwrap_or(0);
+    assert!(
+        start >= 8 << 20 && resumed.contains("if-range: \"one\""),
+        "{resumed}"
+    );
+    let ended = daemon.operation(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+    assert_eq!(daemon.image_files().len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deleting_an_image_that_is_being_imported_cancels_the_import() {
+    let daemon = Daemon::start().await;
+    let (url, requests, _go) = server(content(), 1000);
+    let request = v1::ImportImageRequest {
+        image: Some(image("web", Some(Source::Url(url)))),
+        no_wait: true,
+        ..Default::default()
+    };
+    let begun = daemon
+        .images()
+        .await
+        .import_image(request)
+        .await
+        .unwrap()
+        .into_inner();
+    tokio::task::spawn_blocking(move || requests.recv().unwrap())
+        .await
+        .unwrap();
+    daemon.remove_image("web").await.unwrap();
+    let operation = daemon.operation(&begun.operation.unwrap().id).await;
+    assert_eq!(operation.phase(), OperationPhase::Cancelled);
+    assert_eq!(daemon.image_files(), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn disks_are_copies_or_overlays_of_an_image_which_stays_while_an_overlay_needs_it() {
+    let mut daemon = Daemon::start().await;
+    let file = daemon.file("disk.raw", &content());
+    daemon.import(of_path("base", &file)).await.unwrap();
+    let of_image = |clone: v1::DiskClone| {
+        Some(DiskSource::Image(v1::ImageClone {
+            name: "base".into(),
+            clone: clone.into(),
+        }))
+    };
+    let copy = daemon
+        .make(raw("copy", 4 << 20), of_image(v1::DiskClone::Copy))
+        .await
+        .unwrap();
+    let copied = fs::read(copy.status.unwrap().path).unwrap();
+    assert_eq!(copied.len(), 4 << 20);
+    assert!(copied[..800_000] == content() && copied[800_000..].iter().all(|byte| *byte == 0));
+    let small = daemon
+        .make(raw("small", 512), of_image(v1::DiskClone::Copy))
+        .await
+        .unwrap_err();
+    assert_eq!(small.code(), Code::InvalidArgument);
+    let mut wanted = raw("over", 0);
+    wanted.spec.as_mut().unwrap().format = v1::DiskFormat::Unspecified.into();
+    let over = daemon
+        .make(wanted, of_image(v1::DiskClone::Overlay))
+        .await
+        .unwrap();
+    let spec = over.spec.unwrap();
+    assert_eq!((spec.format(), spec.size_bytes), (v1::DiskFormat::Qcow2, 800_256));
+    let status = over.status.unwrap();
+    assert_eq!(status.backing_image, "base");
+    // The mock says how many images it was given below it.
+    assert!(String::from_utf8_lossy(&fs::read(status.path).unwrap()).contains("below=1"));
+    daemon.kill_and_restart().await;
+    let refused = daemon.remove_image("base").await.unwrap_err();
+    assert_eq!(reason(&refused), "IMAGE_IN_USE");
+    assert!(refused.message().contains("\"over\"") && !refused.message().contains("\"copy\""));
+    assert_eq!(
+        daemon.image("base").await.unwrap().status.unwrap().used_by_disks,
+        ["over"]
+    );
+    daemon.remove("over").await.unwrap();
+    daemon.remove_image("base").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prune_takes_what_nothing_uses() {
+    let daemon = Daemon::start().await;
+    for name in ["one", "two", "used"] {
+        let file = daemon.file(name, format!("{name} and more").as_bytes());
+        daemon.import(of_path(name, &file)).await.unwrap();
+    }
+    let overlay = DiskSource::Image(v1::ImageClone {
+        name: "used".into(),
+        clone: v1::DiskClone::Overlay.into(),
+    });
+    let mut wanted = raw("over", 0);
+    wanted.spec.as_mut().unwrap().format = v1::DiskFormat::Unspecified.into();
+    daemon.make(wanted, Some(overlay)).await.unwrap();
+    let prune = async |request: v1::PruneImagesRequest| {
+        let mut client = daemon.images().await;
+        client.prune_images(request).await.unwrap().into_inner().deleted
+    };
+    let old = v1::PruneImagesRequest {
+        older_than: Some(proto::well_known::Duration {
+            seconds: 3600,
+            nanos: 0,
+        }),
+        ..Default::default()
+    };
+    assert_eq!(prune(old).await, Vec::<String>::new());
+    let dry = v1::PruneImagesRequest {
+        dry_run: true,
+        ..Default::default()
+    };
+    assert_eq!(prune(dry).await, ["one", "two"]);
+    assert_eq!(prune(v1::PruneImagesRequest::default()).await, ["one", "two"]);
+    assert_eq!(
+        prune(v1::PruneImagesRequest::default()).await,
+        Vec::<String>::new()
+    );
+    assert_eq!(daemon.image_files().len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn images_are_listed_and_watched_over_a_restart_of_the_daemon() {
+    let mut daemon = Daemon::start().await;
+    let file = daemon.file("disk.raw", &content());
+    daemon.import(of_path("a", &file)).await.unwrap();
+    let page = v1::ListImagesRequest {
+        page_size: 1,
+        ..Default::default()
+    };
+    let listed = daemon
+        .images()
+        .await
+        .list_images(page)
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!((listed.images.len(), listed.next_page_token.as_str()), (1, ""));
+    daemon.import(of_path("b", &file)).await.unwrap();
+    daemon.remove_image("a").await.unwrap();
+    daemon.kill_and_restart().await;
+    let request = v1::WatchImagesRequest {
+        cursor: listed.cursor,
+        ..Default::default()
+    };
+    let mut stream = daemon
+        .images()
+        .await
+        .watch_images(request)
+        .await
+        .unwrap()
+        .into_inner();
+    let mut seen = Vec::new();
+    loop {
+        let event = timeout(PATIENCE, stream.next()).await.unwrap().unwrap().unwrap();
+        if event.r#type() == WatchEventType::Synced {
+            break;
+        }
+        let name = event
+            .image
+            .clone()
+            .unwrap_or_default()
+            .metadata
+            .unwrap_or_default()
+            .name;
+        seen.push((event.r#type(), name));
+    }
+    seen.sort_by(|a, b| a.1.cmp(&b.1));
+    assert_eq!(
+        seen,
+        [
+            (WatchEventType::Deleted, "a".to_owned()),
+            (WatchEventType::Added, "b".to_owned())
+        ]
+    );
+}
