@@ -23,6 +23,7 @@ pub mod serial;
 pub mod state;
 pub mod sys;
 pub mod thread;
+pub mod vhost_user;
 pub mod virtio;
 
 /// Guest memory as every part of the project has it. Writes through it are marked in the bitmap that live

@@ -20,6 +20,8 @@ pub enum ThreadKind {
     Vcpu,
     /// Runs queues of a virtio device. Makes the threads of its image's pool.
     Worker,
+    /// Gives queues of a virtio device to another process that serves them, and takes them back.
+    Delegate,
     /// Carries out requests to an image by waiting for them.
     Storage,
     /// Serves the serial port.
@@ -34,11 +36,12 @@ pub enum ThreadKind {
 
 impl ThreadKind {
     /// All kinds.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Main,
         Self::Control,
         Self::Vcpu,
         Self::Worker,
+        Self::Delegate,
         Self::Storage,
         Self::Serial,
         Self::Screen,
@@ -53,6 +56,7 @@ impl ThreadKind {
             Self::Control => "control",
             Self::Vcpu => "vcpu",
             Self::Worker => "worker",
+            Self::Delegate => "delegate",
             Self::Storage => "storage",
             Self::Serial => "serial",
             Self::Screen => "screen",

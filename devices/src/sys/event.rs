@@ -9,10 +9,15 @@ use std::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
 
+/// Its descriptor, which the type of the library does not lend.
+pub fn event_fd(event: &EventFd) -> BorrowedFd<'_> {
+    // SAFETY: the descriptor is open as long as the event lives, which the result does not outlive.
+    unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) }
+}
+
 /// Waits until `event` is on, `deadline` passes, or a signal comes; turns the event off.
 pub fn wait_for(event: &EventFd, deadline: Instant) -> io::Result<()> {
-    // SAFETY: the descriptor is open as long as the reference lives, which is longer than this function runs.
-    let fd = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
+    let fd = event_fd(event);
     let left = deadline.saturating_duration_since(Instant::now());
     // Longer than the type can say is for ever.
     let timeout = Timespec::try_from(left).ok();

@@ -7,6 +7,7 @@ use crate::{
     GuestMemory,
     pci::BarMemory,
     state::{Section, StateError},
+    thread::ThreadKind,
 };
 
 /// What a device is (virtio 1.3, 5: device IDs).
@@ -63,6 +64,8 @@ pub trait VirtioDevice: Send {
 pub struct WorkerSpec {
     /// Name of the thread, at most 15 bytes: "blk0-q1".
     pub name: String,
+    /// What the thread may do: [`ThreadKind::Worker`], or [`ThreadKind::Delegate`] if it gives queues to another process.
+    pub kind: ThreadKind,
     /// The queues it serves; each of the device's queues is in exactly one worker's list.
     pub queues: Vec<u16>,
     /// The back.

@@ -82,6 +82,9 @@ pub enum RingError {
         /// Length in bytes.
         length: u32,
     },
+    /// Who serves the queue outside of this process says that its ring is corrupt.
+    #[error("the process that serves the queues found a ring corrupt")]
+    Delegated,
     /// The ring's memory could not be accessed.
     #[error("ring memory can't be accessed")]
     Memory,

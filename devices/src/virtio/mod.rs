@@ -14,6 +14,7 @@ pub mod console;
 mod descriptor;
 pub mod device;
 pub mod fault;
+pub mod fs;
 mod gauge;
 pub mod gpu;
 pub mod input;

@@ -114,6 +114,21 @@ impl Queue {
         self.state.index
     }
 
+    /// Goes on where somebody else has stopped who served it: with the available entry `next_avail`, or with as many as the
+    /// driver has used entries.
+    pub(super) fn go_on(&mut self, next_avail: Option<u16>) -> Result<(), RingError> {
+        let next_used = self.load(Field::UsedIndex, Ordering::Acquire)?;
+        let next_avail = next_avail.unwrap_or(next_used);
+        self.state.next_avail = next_avail;
+        self.state.next_used = next_used;
+        self.avail_seen = next_avail;
+        self.heads = Heads::default();
+        self.signalled_used = next_used;
+        self.unsignalled = false;
+        self.unshown = false;
+        Ok(())
+    }
+
     /// Number of descriptors.
     pub fn size(&self) -> u16 {
         self.state.size

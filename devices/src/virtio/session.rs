@@ -43,6 +43,8 @@ struct Slot {
     queue: Queue,
     /// The handler's `kick` is to be called.
     ready: bool,
+    /// Somebody else serves it: neither its ring nor its notifications are looked at.
+    delegated: bool,
     kick: Arc<EventFd>,
 }
 
@@ -91,6 +93,7 @@ impl Session {
                 *slot = Some(Slot {
                     queue,
                     ready: true,
+                    delegated: false,
                     kick: Arc::clone(kick),
                 });
             }
@@ -149,9 +152,50 @@ impl Session {
 
     /// Has the handler's `kick` called for that queue, soon.
     pub fn kick_again(&mut self, queue: u16) {
-        if let Some(Some(slot)) = self.slots.get_mut(usize::from(queue)) {
-            slot.ready = true;
+        if let Some(slot) = self.slot_mut(queue) {
+            slot.ready = !slot.delegated;
         }
+    }
+
+    /// Gives a queue away, to the kernel (vhost) or another process (vhost-user): from here on it takes chains, completes them and
+    /// interrupts the driver, with [`kick_event`](Self::kick_event) and [`interrupt_event`](Self::interrupt_event). The framework
+    /// touches neither the rings nor the notifications until [`reclaim`](Self::reclaim), which has to come before a drain is over.
+    /// Gives what the queue is and from where on it is to be served; `None` when it is not enabled or delegated already.
+    ///
+    /// Some notifications may have been seen here: what is available already is not notified of again.
+    pub fn delegate(&mut self, queue: u16) -> Result<Option<QueueState>, Fault> {
+        let Some(slot) = self.slot_mut(queue).filter(|slot| !slot.delegated) else {
+            return Ok(None);
+        };
+        slot.delegated = true;
+        slot.ready = false;
+        let (state, kick) = (slot.queue.state(), Arc::clone(&slot.kick));
+        self.unwatch(&*kick)?;
+        Ok(Some(state))
+    }
+
+    /// Takes a queue back from whoever served it, who touches neither the rings nor the notifications any more. It goes on with
+    /// the available entry `next_avail`; without it (whoever served the queue is gone) with the first one that has no used entry,
+    /// which is right if chains were completed in their order. The handler is kicked for it soon.
+    pub fn reclaim(&mut self, queue: u16, next_avail: Option<u16>) -> Result<(), Fault> {
+        let Some(slot) = self.slot_mut(queue).filter(|slot| slot.delegated) else {
+            return Ok(());
+        };
+        slot.delegated = false;
+        slot.ready = true;
+        let kick = Arc::clone(&slot.kick);
+        self.listen(&kick, TAG_QUEUE | u64::from(queue))?;
+        self.on(queue, (), |ring| ring.go_on(next_avail))
+    }
+
+    /// Whether a queue was given away.
+    pub fn is_delegated(&self, queue: u16) -> bool {
+        let slot = self.slots.get(usize::from(queue)).and_then(Option::as_ref);
+        slot.is_some_and(|slot| slot.delegated)
+    }
+
+    fn slot_mut(&mut self, queue: u16) -> Option<&mut Slot> {
+        self.slots.get_mut(usize::from(queue))?.as_mut()
     }
 
     /// Asks the driver to notify when it adds to the queue, whose available buffers are all taken; when it did
@@ -232,7 +276,7 @@ impl Session {
     /// Sends the interrupts that are due now, before the handler returns. Says whether there were any.
     pub fn flush_interrupts(&mut self) -> Result<bool, Fault> {
         let mut sent = false;
-        for slot in self.slots.iter_mut().flatten() {
+        for slot in self.slots.iter_mut().flatten().filter(|slot| !slot.delegated) {
             let queue = slot.queue.index();
             if slot
                 .queue

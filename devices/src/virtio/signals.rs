@@ -3,12 +3,15 @@
 //! Shared by the transport and the workers of a device. Raising an interrupt takes no lock: all is atomics but for the
 //! generation of the configuration space, which nobody reads while the space changes.
 
-use std::sync::{
-    Arc, Mutex, PoisonError,
-    atomic::{AtomicBool, AtomicU8, AtomicU16, Ordering},
+use std::{
+    io,
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU8, AtomicU16, Ordering},
+    },
 };
 
-use vmm_sys_util::eventfd::EventFd;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::pci::msix::MsixVectors;
 
@@ -28,6 +31,8 @@ pub struct Signals {
     generation: Mutex<u8>,
     needs_reset: AtomicBool,
     driver_ok: AtomicBool,
+    /// Signalled when a queue gets another vector, if anybody wants to know.
+    vector_changes: OnceLock<EventFd>,
 }
 
 impl Signals {
@@ -41,6 +46,7 @@ impl Signals {
             generation: Mutex::new(0),
             needs_reset: AtomicBool::new(false),
             driver_ok: AtomicBool::new(false),
+            vector_changes: OnceLock::new(),
         }
     }
 
@@ -127,7 +133,31 @@ impl Signals {
     /// Sets the vector of a queue; one that does not exist gives [`NO_VECTOR`].
     pub fn set_queue_vector(&self, queue: u16, vector: u16) {
         if let Some(slot) = self.queue_vectors.get(usize::from(queue)) {
-            slot.store(self.checked(vector), Ordering::Release);
+            let vector = self.checked(vector);
+            let before = slot.swap(vector, Ordering::AcqRel);
+            if before != vector
+                && let Some(event) = self.vector_changes.get()
+            {
+                // Fails when the counter is full: then it is readable.
+                let _full = event.write(1);
+            }
+        }
+    }
+
+    /// Readable when a queue got another vector since the last [`take_vector_change`](Self::take_vector_change): whoever has
+    /// given [`queue_event`](Self::queue_event) away gives the new one.
+    pub fn vector_changes(&self) -> io::Result<&EventFd> {
+        if let Some(event) = self.vector_changes.get() {
+            return Ok(event);
+        }
+        let event = EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)?;
+        Ok(self.vector_changes.get_or_init(|| event))
+    }
+
+    /// Changes of vectors are known up to here.
+    pub fn take_vector_change(&self) {
+        if let Some(event) = self.vector_changes.get() {
+            let _none = event.read();
         }
     }
 

@@ -13,6 +13,7 @@ use super::{
     pci::PciSlot,
     policy::OnCrash,
     resources::{HugePages, MAX_NUMA_NODE, MemoryOptions},
+    share::{MAX_SHARES, MAX_TAG},
     topology::Topology,
     vm::{MAX_CMDLINE, MAX_DISKS_AND_NICS, MAX_MEMORY, MEMORY_STEP, MIN_MEMORY},
 };
@@ -61,6 +62,8 @@ pub struct Machine {
     pub display: Option<Display>,
     /// The virtio-console, if it has one.
     pub console: Option<Console>,
+    /// Directories of the node in order.
+    pub shares: Vec<Share>,
     /// What follows on a triple fault.
     pub on_crash: OnCrash,
     /// After a pause kvmclock goes on with the host's real time.
@@ -185,6 +188,19 @@ pub struct Nic {
     pub slot: PciSlot,
     /// Largest packet without the Ethernet header, in bytes (virtio 1.3, 5.1.4: 68 to 65,535).
     pub mtu: u16,
+}
+
+/// A directory of the node, served by another process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// Unique in the machine, not empty.
+    pub name: String,
+    /// What the guest mounts it by: 1 to [`MAX_TAG`] bytes.
+    pub tag: String,
+    /// Connected to the process.
+    pub fd: FdIndex,
+    /// Where it is.
+    pub slot: PciSlot,
 }
 
 /// The entropy device.
@@ -325,6 +341,7 @@ impl Machine {
                 slot: claims.slot("console.pci_slot", wire.pci_slot),
                 socket: wire.socket_fd.map(|index| claims.fd("console.socket_fd", index)),
             }),
+            shares: shares(&mut claims, spec),
             on_crash: OnCrash::of_machine(&mut claims.found, spec.on_crash),
             sync_clock: spec.sync_clock,
         };
@@ -425,6 +442,35 @@ fn display(claims: &mut Claims, wire: &vmm::Display) -> Display {
         vnc: vnc.map(|index| claims.fd("display.vnc_fd", index)),
         vnc_view: vnc_view.map(|index| claims.fd("display.vnc_view_fd", index)),
     }
+}
+
+fn shares(claims: &mut Claims, spec: &vmm::MachineSpec) -> Vec<Share> {
+    if spec.shares.len() > MAX_SHARES {
+        claims.found.add("shares", "too many");
+        return Vec::new();
+    }
+    if !spec.shares.is_empty() && !spec.memory_shared {
+        claims.found.add("shares", "only with shared memory");
+    }
+    let mut names = BTreeSet::new();
+    let share = |wire: &vmm::Share| {
+        let field = format!("share {}", wire.name);
+        if wire.name.is_empty() || !names.insert(wire.name.clone()) {
+            claims.found.add(&field, "without a name, or two with that name");
+        }
+        if wire.tag.is_empty() || wire.tag.len() > MAX_TAG {
+            claims
+                .found
+                .add(&field, format_args!("a tag has 1 to {MAX_TAG} bytes"));
+        }
+        Share {
+            name: wire.name.clone(),
+            tag: wire.tag.clone(),
+            fd: claims.fd(&field, wire.fd),
+            slot: claims.slot(&field, wire.pci_slot),
+        }
+    };
+    spec.shares.iter().map(share).collect()
 }
 
 fn rate_groups(claims: &mut Claims, wire: &[vmm::RateGroup]) -> BTreeMap<String, RateLimit> {

@@ -19,6 +19,7 @@ pub mod nic;
 pub mod pci;
 pub mod policy;
 pub mod resources;
+pub mod share;
 pub mod topology;
 pub mod vm;
 

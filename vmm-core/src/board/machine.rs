@@ -17,6 +17,7 @@ use devices::{
     virtio::{
         balloon::{BalloonControl, PAGE},
         console::ConsoleControl,
+        fs::FsControl,
     },
 };
 use proto::{
@@ -64,6 +65,8 @@ pub struct Machine {
     /// Shows the screen. It has no state that is saved: its clients connect anew.
     pub(super) screen: Option<Server>,
     pub(super) nics: Vec<Nic>,
+    /// By their names.
+    pub(super) shares: Vec<(String, FsControl)>,
     /// PCI slots of those components that have one, by their names.
     pub(super) slots: Vec<(u8, String)>,
     pub(super) pci: Arc<PciRoot>,
@@ -246,6 +249,18 @@ impl lifecycle::Machine for Machine {
 
     fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
         nics::update(&mut self.nics, name, change)
+    }
+
+    fn set_share_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure> {
+        let share = self.shares.iter().find(|(share, _)| share == name);
+        let (_, control) = share.ok_or_else(|| Failure {
+            kind: ErrorKind::NotFound,
+            message: format!("there is no share {name}"),
+        })?;
+        control.set_backend(socket).map_err(|error| Failure {
+            kind: ErrorKind::Internal,
+            message: format!("share {name}: {error}"),
+        })
     }
 
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {

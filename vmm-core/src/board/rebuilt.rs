@@ -214,6 +214,10 @@ impl lifecycle::Machine for Rebuilt {
         self.machine()?.update_nic(name, change)
     }
 
+    fn set_share_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure> {
+        self.machine()?.set_share_backend(name, socket)
+    }
+
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {
         self.machine()?.set_balloon(bytes)
     }

@@ -181,6 +181,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             | Request::ResizeDisk { .. }
             | Request::SetRateLimit { .. }
             | Request::UpdateNic { .. }
+            | Request::SetShareBackend { .. }
             | Request::SetBalloon(_)
             | Request::Release
             | Request::SendBreak
@@ -247,6 +248,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 }
                 Request::UpdateNic { name, change } => {
                     self.machine().and_then(|it| it.update_nic(&name, &change))
+                }
+                Request::SetShareBackend { name, socket } => {
+                    self.machine().and_then(|it| it.set_share_backend(&name, socket))
                 }
                 Request::SetBalloon(bytes) => self.machine().and_then(|it| it.set_balloon(bytes)),
                 Request::SendBreak => self.machine().and_then(Machine::send_break),

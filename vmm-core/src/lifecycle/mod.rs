@@ -118,6 +118,13 @@ pub enum Request {
         /// In what.
         change: NicChange,
     },
+    /// Gives a share another process.
+    SetShareBackend {
+        /// Which.
+        name: String,
+        /// Connected to it.
+        socket: OwnedFd,
+    },
     /// Changes how many bytes the balloon is to hold.
     SetBalloon(u64),
     /// Sends a break to the serial port.
@@ -306,6 +313,8 @@ pub trait Machine {
     fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure>;
     /// Changes a NIC, and tells the guest what it has to know.
     fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure>;
+    /// Gives the share `name` another process, behind this connected socket, in the place of the one that has ended.
+    fn set_share_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure>;
     /// Changes how many bytes the balloon is to hold, and tells the guest.
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure>;
     /// Sends a break to the serial port.

@@ -163,6 +163,11 @@ impl Machine for TestMachine {
         Ok(())
     }
 
+    fn set_share_backend(&mut self, name: &str, _socket: OwnedFd) -> Result<(), Failure> {
+        self.log.add(format!("share {name}"));
+        Ok(())
+    }
+
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {
         self.log.add(format!("balloon {bytes}"));
         Ok(())

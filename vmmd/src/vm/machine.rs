@@ -193,6 +193,7 @@ pub fn assemble(
                 }
             })
             .collect(),
+        shares: Vec::new(),
         rate_groups: spec.rate_groups.iter().map(Into::into).collect(),
         huge_page_bytes: spec.memory.huge_pages.map_or(0, HugePages::bytes),
         prefault: spec.memory.prefault,

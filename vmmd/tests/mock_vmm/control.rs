@@ -157,6 +157,7 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         | Op::Release(_)
         | Op::Send(_)
         | Op::UpdateNic(_)
+        | Op::SetShareBackend(_)
         | Op::SendBreak(_)
         | Op::ResizeConsole(_) => {
             return refuse(ErrorKind::Invalid, "unknown request");

@@ -124,6 +124,7 @@ impl VirtioDevice for Gpu {
             Arc::clone(&self.shared),
         );
         Ok(vec![WorkerSpec {
+            kind: crate::thread::ThreadKind::Worker,
             name: "gpu".into(),
             queues: vec![0, 1],
             handler: Box::new(GpuHandler::new(renderer)),

@@ -175,6 +175,7 @@ impl VirtioDevice for Net {
                 }
                 let handler = NetHandler::new(Arc::clone(&self.shared), Arc::clone(backend), pair);
                 Ok(WorkerSpec {
+                    kind: crate::thread::ThreadKind::Worker,
                     name: thread_name("net", &self.name, pair),
                     queues: self.queues(pair),
                     handler: Box::new(handler),

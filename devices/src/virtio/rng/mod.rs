@@ -64,6 +64,7 @@ impl VirtioDevice for Rng {
             chain: Chain::new(),
         });
         Ok(vec![WorkerSpec {
+            kind: crate::thread::ThreadKind::Worker,
             name: "rng".into(),
             queues: vec![REQUESTS],
             handler,

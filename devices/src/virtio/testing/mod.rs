@@ -12,6 +12,8 @@
     clippy::cast_possible_truncation
 )]
 
+#[cfg(test)]
+pub mod back_end;
 mod driver;
 mod machine;
 mod rig;

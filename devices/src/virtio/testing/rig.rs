@@ -1,8 +1,9 @@
 //! One device in a machine, and the guest's accesses to it.
 
-use std::{sync::Arc, time::Instant};
+use std::{fs::File, sync::Arc, time::Instant};
 
-use vm_memory::GuestAddress;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use vm_memory::{FileOffset, GuestAddress};
 
 use super::{MockMsi, MockNotify, MockSink, PATIENCE};
 use crate::{
@@ -65,11 +66,16 @@ pub struct Rig {
 impl Rig {
     /// A machine with that device, found and enabled as an operating system does.
     pub fn new(device: Box<dyn VirtioDevice>) -> Self {
-        let ranges = [
-            (GuestAddress(0), HOLE as usize),
-            (GuestAddress(HOLE_END), (MEMORY_END - HOLE_END) as usize),
-        ];
-        let mut rig = Self::with_memory(GuestMemory::from_ranges(&ranges).unwrap(), device);
+        // Shared, so that another process can serve queues.
+        let file = memfd_create(c"guest", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, MEMORY_END).unwrap();
+        let file = Arc::new(File::from(file));
+        let region = |start, end| {
+            let place = FileOffset::from_arc(Arc::clone(&file), start);
+            (GuestAddress(start), (end - start) as usize, Some(place))
+        };
+        let ranges = [region(0, HOLE), region(HOLE_END, MEMORY_END)];
+        let mut rig = Self::with_memory(GuestMemory::from_ranges_with_files(ranges).unwrap(), device);
         rig.root.remap(&rig.mmio);
         rig.probe();
         rig

@@ -137,6 +137,7 @@ impl VirtioDevice for Puppet {
     }
     fn workers(&mut self, _signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>> {
         let spec = |(queue, strings): (u16, &Arc<Strings>)| WorkerSpec {
+            kind: crate::thread::ThreadKind::Worker,
             name: format!("puppet-{queue}"),
             queues: vec![queue],
             handler: Box::new(Hand {

@@ -47,7 +47,7 @@ use super::{
     queue::QueueState,
     signals::Signals,
 };
-use crate::{GuestMemory, log_limit::LogLimit, thread::ThreadKind};
+use crate::{GuestMemory, log_limit::LogLimit};
 
 /// How long an ending worker is waited for before it is left alone.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -158,7 +158,7 @@ impl Workers {
                 bus_master: false,
             };
             let (alive, ended) = mpsc::channel::<()>();
-            let thread = crate::thread::spawn(ThreadKind::Worker, spec.name, move || {
+            let thread = crate::thread::spawn(spec.kind, spec.name, move || {
                 let _until_the_end = alive;
                 worker.run();
             })?;

@@ -9,6 +9,7 @@ mod legacy;
 mod nic;
 mod rng;
 mod serial;
+mod share;
 
 use std::{
     fs::File,
@@ -35,6 +36,7 @@ use devices::{
         balloon::BalloonControl,
         device::VirtioDevice,
         fault::{DeviceEvent, EventSink},
+        fs::FsControl,
         transport::{Parts, VirtioPciDevice},
     },
 };
@@ -271,6 +273,8 @@ struct Assembly {
     sockets: Sockets,
     components: Vec<Box<dyn Component>>,
     nics: Vec<Nic>,
+    /// What gives shares other processes, by their names.
+    shares: Vec<(String, FsControl)>,
     /// Of the components that have one.
     slots: Vec<(u8, String)>,
     balloon: Option<BalloonControl>,
@@ -327,6 +331,7 @@ impl Assembly {
             hotplug,
             components: Vec::new(),
             nics: Vec::new(),
+            shares: Vec::new(),
             slots: Vec::new(),
             balloon: None,
         })
@@ -370,6 +375,9 @@ impl Assembly {
         for nic in &spec.nics {
             nic::build(&mut self, nic)?;
         }
+        for share in &spec.shares {
+            share::build(&mut self, share)?;
+        }
         let screen = match spec.display.as_ref().zip(hub) {
             Some((display, hub)) => display::build(&mut self, &spec.name, display, hub)?,
             None => None,
@@ -392,6 +400,7 @@ impl Assembly {
             console,
             screen,
             nics: self.nics,
+            shares: self.shares,
             slots: self.slots,
             pci: self.sockets.pci,
             hotplug: self.hotplug,

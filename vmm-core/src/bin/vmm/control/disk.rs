@@ -35,6 +35,14 @@ pub(super) fn request(op: Op, fds: Vec<OwnedFd>) -> Result<Request, &'static str
                 transmit_limit: update.transmit_limit.as_ref().map(Into::into),
             },
         },
+        Op::SetShareBackend(set) => {
+            let index = usize::try_from(set.fd).unwrap_or(usize::MAX);
+            let socket = fds.into_iter().nth(index);
+            Request::SetShareBackend {
+                name: set.name,
+                socket: socket.ok_or("SetShareBackend without a socket")?,
+            }
+        }
         Op::SetBalloon(set) => Request::SetBalloon(set.target_bytes),
         Op::SendBreak(_) => Request::SendBreak,
         Op::ResizeConsole(size) => {

@@ -14,12 +14,13 @@ use super::{Server, disk, error, snapshot, trace};
 /// Unanswered requests of one connection.
 pub(super) const MAX_UNDER_WAY: usize = 16;
 /// What this program can do beyond the first version of the protocol.
-const FEATURES: [&str; 8] = [
+const FEATURES: [&str; 9] = [
     "disk-hotplug",
     "disk-resize",
     "disk-limits",
     "disk-stats",
     "machine-stats",
+    "shares",
     "snapshots",
     "migration",
     "console-events",

@@ -18,6 +18,7 @@ pub(super) fn name(op: &Op) -> &'static str {
         Op::SetRateLimit(_) => "SetRateLimit",
         Op::GetDiskStats(_) => "GetDiskStats",
         Op::ResetMachine(_) => "ResetMachine",
+        Op::SetShareBackend(_) => "SetShareBackend",
         Op::UpdateNic(_) => "UpdateNic",
         Op::SetBalloon(_) => "SetBalloon",
         Op::GetMachineStats(_) => "GetMachineStats",

@@ -111,6 +111,7 @@ pub fn resolve(manifest: &Manifest, vnc: Option<&Path>, hvc: Option<&Path>) -> R
             .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
         on_crash: vmm::OnCrash::from(spec.on_crash).into(),
         sync_clock: spec.clock == ClockOnResume::Sync,
+        shares: Vec::new(),
         display: open_display(&mut fds, spec.display.as_ref(), vnc)?,
         console: open_console(&mut fds, spec.virtio_console, hvc)?,
     };

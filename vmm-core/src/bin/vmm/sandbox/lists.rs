@@ -77,6 +77,7 @@ pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
         ThreadKind::Vcpu => vec![VCPU, EVERY],
         // Makes the threads of the kind `Storage`.
         ThreadKind::Worker => vec![EVERY, THREADS, STORAGE, WORKER],
+        ThreadKind::Delegate => vec![EVERY, DELEGATE],
         ThreadKind::Storage => vec![EVERY, STORAGE],
         ThreadKind::Serial => vec![EVERY, SERIAL],
         ThreadKind::Screen => vec![EVERY, SCREEN],
@@ -88,8 +89,8 @@ pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
 /// The name of a call that is on a list. Allocates nothing.
 pub fn name_of(call: c_long) -> Option<&'static str> {
     let lists = [
-        EVERY, IMAGES, SPARSE, STORAGE, THREADS, VCPU, WORKER, CONTROL, SERIAL, SCREEN, HELPER, SNAPSHOT,
-        MAIN,
+        EVERY, IMAGES, SPARSE, STORAGE, THREADS, VCPU, WORKER, DELEGATE, CONTROL, SERIAL, SCREEN, HELPER,
+        SNAPSHOT, MAIN,
     ];
     let mut entries = lists.into_iter().flatten();
     entries.find(|entry| entry.call == call).map(Entry::name)
@@ -266,6 +267,9 @@ static VCPU: &[Entry] = &[
     // KVM_SET_USER_MEMORY_REGION, KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
     with!(SYS_ioctl, Low16(1, &[kvm(0x46), kvm(0x42), kvm(0xc0)]))
         .unseen("a guest moves the memory of its screen"),
+    // KVM_IRQFD, KVM_SET_GSI_ROUTING
+    with!(SYS_ioctl, Low16(1, &[kvm(0x76), kvm(0x6a)]))
+        .unseen("a guest masks a vector whose interrupts another process raises"),
     with!(SYS_ioctl, Low16(1, &[kvm(0xbe), kvm(0xbf)])) // KVM_GET_NESTED_STATE, KVM_SET_NESTED_STATE
         .unseen("a vCPU that is saved on a host with nested virtualization"),
 ];
@@ -299,6 +303,23 @@ static WORKER: &[Entry] = &[
     with!(SYS_ioctl, Low16(1, &[TUNSETOFFLOAD])),
     with!(SYS_ioctl, Low16(1, &[TUNSETQUEUE])).unseen("a network interface with several pairs of queues"),
 ];
+
+/// Gives queues of a device to another process over a socket that is connected already.
+static DELEGATE: &[Entry] = &[
+    any!(SYS_epoll_create1).unseen(SHARES),
+    any!(SYS_epoll_ctl).unseen(SHARES),
+    any!(SYS_epoll_wait).unseen(SHARES),
+    any!(SYS_ppoll).unseen(SHARES),
+    any!(SYS_sendmsg).unseen(SHARES),
+    // For an irqfd.
+    any!(SYS_eventfd2).unseen(SHARES),
+    // KVM_SIGNAL_MSI, KVM_IRQ_LINE
+    with!(SYS_ioctl, Low16(1, &[kvm(0xa5), kvm(0x61)])).unseen(SHARES),
+    // KVM_IRQFD, KVM_SET_GSI_ROUTING
+    with!(SYS_ioctl, Low16(1, &[kvm(0x76), kvm(0x6a)])).unseen(SHARES),
+];
+
+const SHARES: &str = "a VM with a share";
 
 // linux/io_uring.h.
 const IORING_REGISTER_FILES: u64 = 2;

@@ -1,0 +1,276 @@
+//! The front end of a vhost-user connection: what a device asks of a process that serves its queues ("Vhost-user Protocol",
+//! QEMU's docs/interop/vhost-user.rst).
+//!
+//! The peer is another process and not trusted with anything but guest memory: each answer is bounded in length and in time, and
+//! whatever does not fit ends the connection's use. No call here makes a socket or sets an option of one.
+
+mod message;
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},
+};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+
+use self::message::{FLAG_NEED_REPLY, HEADER, Header, Request};
+pub use self::message::{PROTOCOL_FEATURES, RingAddresses};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::{GuestMemory, sys::event::event_fd};
+
+/// How long a back end may take for an answer that it does not have to wait for.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Most regions of memory in one table (the protocol's limit without CONFIGURE_MEM_SLOTS).
+const MAX_REGIONS: usize = 8;
+/// Protocol feature: requests can be acknowledged (REPLY_ACK).
+const REPLY_ACK: u64 = 1 << 3;
+/// Protocol feature: several queues (MQ).
+const MULTI_QUEUE: u64 = 1;
+
+/// A connection to a back end. After an error it is of no use any more.
+#[derive(Debug)]
+pub struct FrontEnd {
+    socket: OwnedFd,
+    /// What the back end offers.
+    features: u64,
+    /// Requests are acknowledged.
+    acknowledged: bool,
+    /// A ring whose base was asked for and has not come yet.
+    stopping: Option<u32>,
+}
+
+impl FrontEnd {
+    /// Greets the back end behind a connected UNIX stream socket, and becomes its owner.
+    pub fn new(socket: OwnedFd) -> io::Result<Self> {
+        let mut front = Self {
+            socket,
+            features: 0,
+            acknowledged: false,
+            stopping: None,
+        };
+        front.features = front.number(Request::GetFeatures)?;
+        if front.features & PROTOCOL_FEATURES != 0 {
+            let offered = front.number(Request::GetProtocolFeatures)?;
+            let taken = offered & (REPLY_ACK | MULTI_QUEUE);
+            front.set(Request::SetProtocolFeatures, &taken.to_le_bytes(), &[])?;
+            front.acknowledged = taken & REPLY_ACK != 0;
+        }
+        front.set(Request::SetOwner, &[], &[])?;
+        Ok(front)
+    }
+
+    /// The features that the back end offers.
+    pub fn features(&self) -> u64 {
+        self.features
+    }
+
+    /// Whether a ring is being stopped: see [`stop_ring`](Self::stop_ring).
+    pub fn is_stopping(&self) -> bool {
+        self.stopping.is_some()
+    }
+
+    /// Accepts features: those that the driver has accepted, which all have to be on offer.
+    pub fn set_features(&mut self, accepted: u64) -> io::Result<()> {
+        if accepted & !self.features != 0 {
+            return Err(io::Error::other(
+                "the back end lacks a feature that the driver uses",
+            ));
+        }
+        let features = accepted | self.features & PROTOCOL_FEATURES;
+        self.set(Request::SetFeatures, &features.to_le_bytes(), &[])
+    }
+
+    /// Hands guest memory over, which has to be shared: each region is a piece of a file. Addresses of rings are
+    /// guest-physical ones: they are used for "user addresses" too, which the back end only translates.
+    pub fn set_memory(&mut self, memory: &GuestMemory) -> io::Result<()> {
+        let mut regions = Vec::new();
+        let mut files: Vec<BorrowedFd<'_>> = Vec::new();
+        for region in memory.iter() {
+            let file = region
+                .file_offset()
+                .ok_or_else(|| io::Error::other("guest memory is not shared"))?;
+            let start = region.start_addr().0;
+            regions.push([start, region.len(), start, file.start()]);
+            files.push(file.file().as_fd());
+        }
+        if regions.len() > MAX_REGIONS {
+            return Err(io::Error::other("guest memory has too many regions"));
+        }
+        let count = u32::try_from(regions.len()).unwrap_or(0);
+        let mut body = [count.to_le_bytes(), [0; 4]].concat();
+        body.extend(regions.iter().flatten().flat_map(|word| word.to_le_bytes()));
+        self.set(Request::SetMemTable, &body, &files)
+    }
+
+    /// Sets a ring up, from the available entry `base` on, and starts it.
+    pub fn start_ring(
+        &mut self,
+        index: u32,
+        base: u16,
+        addresses: &RingAddresses,
+        kick: &EventFd,
+        call: &EventFd,
+        error: &EventFd,
+    ) -> io::Result<()> {
+        let state = |value: u32| [index.to_le_bytes(), value.to_le_bytes()].concat();
+        self.set(Request::SetVringNum, &state(addresses.size.into()), &[])?;
+        self.set(Request::SetVringAddr, &addresses.body(index), &[])?;
+        self.set(Request::SetVringBase, &state(base.into()), &[])?;
+        let number = u64::from(index).to_le_bytes();
+        self.set(Request::SetVringErr, &number, &[event_fd(error)])?;
+        self.set(Request::SetVringCall, &number, &[event_fd(call)])?;
+        self.set(Request::SetVringKick, &number, &[event_fd(kick)])?;
+        if self.features & PROTOCOL_FEATURES != 0 {
+            self.set(Request::SetVringEnable, &state(1), &[])?;
+        }
+        Ok(())
+    }
+
+    /// Gives a ring another eventfd for its interrupts.
+    pub fn set_call(&mut self, index: u32, call: &EventFd) -> io::Result<()> {
+        self.set(
+            Request::SetVringCall,
+            &u64::from(index).to_le_bytes(),
+            &[event_fd(call)],
+        )
+    }
+
+    /// Stops a ring: the back end ends the request that it is at, and says which available entry it would have taken next. `None`
+    /// when it has not by `deadline`: then the ring is still being stopped, and the same call goes on waiting.
+    pub fn stop_ring(&mut self, index: u32, deadline: Instant) -> io::Result<Option<u16>> {
+        match self.stopping {
+            None => {
+                let body = [index.to_le_bytes(), [0; 4]].concat();
+                self.send(Request::GetVringBase, 0, &body, &[])?;
+                self.stopping = Some(index);
+            }
+            Some(other) if other != index => {
+                return Err(io::Error::other("another ring is being stopped"));
+            }
+            Some(_) => {}
+        }
+        if !self.wait(PollFlags::IN, deadline)? {
+            return Ok(None);
+        }
+        let reply: [u8; 8] = self.reply(Request::GetVringBase)?;
+        self.stopping = None;
+        let [a, b, c, d, base @ ..] = reply;
+        let base = u16::try_from(u32::from_le_bytes(base));
+        match base {
+            Ok(base) if u32::from_le_bytes([a, b, c, d]) == index => Ok(Some(base)),
+            _ => Err(io::Error::other("the back end's answer is not of this ring")),
+        }
+    }
+
+    /// Sends a request, and waits for its acknowledgement where there are any.
+    fn set(&mut self, request: Request, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let flags = if self.acknowledged { FLAG_NEED_REPLY } else { 0 };
+        self.send(request, flags, body, fds)?;
+        if !self.acknowledged {
+            return Ok(());
+        }
+        match u64::from_le_bytes(self.reply(request)?) {
+            0 => Ok(()),
+            _ => Err(io::Error::other(format!("the back end refused {request:?}"))),
+        }
+    }
+
+    fn number(&mut self, request: Request) -> io::Result<u64> {
+        self.send(request, 0, &[], &[])?;
+        Ok(u64::from_le_bytes(self.reply(request)?))
+    }
+
+    fn send(&self, request: Request, flags: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let mut bytes = Header::new(request, flags, body.len()).bytes().to_vec();
+        bytes.extend_from_slice(body);
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_REGIONS))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
+            return Err(io::Error::other("too many descriptors for a message"));
+        }
+        if !self.wait(PollFlags::OUT, patience())? {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let sent = sendmsg(&self.socket, &[io::IoSlice::new(&bytes)], &mut ancillary, flags)?;
+        if sent == bytes.len() {
+            return Ok(());
+        }
+        Err(io::Error::other("the back end does not read its requests"))
+    }
+
+    /// The body of the answer to `request`, which has to have this length.
+    fn reply<const N: usize>(&self, request: Request) -> io::Result<[u8; N]> {
+        let deadline = patience();
+        let mut header = [0; HEADER];
+        self.read(&mut header, deadline)?;
+        if !Header::from(header).answers(request, N) {
+            return Err(io::Error::other(format!(
+                "the back end's answer to {request:?} is none"
+            )));
+        }
+        let mut body = [0; N];
+        self.read(&mut body, deadline)?;
+        Ok(body)
+    }
+
+    fn read(&self, mut into: &mut [u8], deadline: Instant) -> io::Result<()> {
+        while !into.is_empty() {
+            if !self.wait(PollFlags::IN, deadline)? {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            let count = match rustix::io::read(&self.socket, &mut *into) {
+                Err(rustix::io::Errno::INTR) => continue,
+                result => result?,
+            };
+            if count == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            into = std::mem::take(&mut into).get_mut(count..).unwrap_or_default();
+        }
+        Ok(())
+    }
+
+    /// Whether the socket is ready by `deadline`.
+    fn wait(&self, what: PollFlags, deadline: Instant) -> io::Result<bool> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timeout = Timespec {
+                tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            let mut fds = [PollFd::new(&self.socket, what)];
+            match poll(&mut fds, Some(&timeout)) {
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+                Ok(ready) => return Ok(ready > 0),
+            }
+        }
+    }
+}
+
+impl AsFd for FrontEnd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl std::os::fd::AsRawFd for FrontEnd {
+    fn as_raw_fd(&self) -> std::os::fd::RawFd {
+        self.socket.as_raw_fd()
+    }
+}
+
+fn patience() -> Instant {
+    let now = Instant::now();
+    now.checked_add(PATIENCE).unwrap_or(now)
+}
+
+#[cfg(test)]
+mod tests;

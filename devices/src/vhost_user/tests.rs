@@ -1,0 +1,133 @@
+#![allow(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects
+)]
+
+use std::{
+    io::{ErrorKind, Read, Write},
+    os::unix::net::UnixStream,
+    sync::atomic::Ordering,
+    thread::JoinHandle,
+};
+
+use vm_memory::GuestAddress;
+use vmm_sys_util::eventfd::EFD_NONBLOCK;
+
+use super::*;
+use crate::virtio::testing::back_end::BackEnd;
+
+/// A back end that sends these bytes for whatever it is asked, and then hangs up.
+fn answering(bytes: Vec<u8>) -> (OwnedFd, JoinHandle<()>) {
+    let (front, mut back) = UnixStream::pair().unwrap();
+    let thread = std::thread::spawn(move || {
+        let _ = back.read(&mut [0; 64]);
+        let _ = back.write_all(&bytes);
+    });
+    (front.into(), thread)
+}
+
+fn message(request: u32, flags: u32, body: &[u8]) -> Vec<u8> {
+    let size = u32::try_from(body.len()).unwrap();
+    let mut bytes = [request, flags, size].map(u32::to_le_bytes).concat();
+    bytes.extend_from_slice(body);
+    bytes
+}
+
+#[test]
+fn what_is_no_answer_to_the_question_ends_the_connection_at_once() {
+    let features = 1_u64.to_le_bytes();
+    for (what, bytes) in [
+        ("nothing", vec![]),
+        ("half a header", vec![1, 0, 0, 0, 5]),
+        ("half a body", message(1, 5, &features)[..16].to_vec()),
+        ("to another request", message(2, 5, &features)),
+        ("no reply", message(1, 1, &features)),
+        ("another version", message(1, 6, &features)),
+        ("unknown flags", message(1, 0x25, &features)),
+        ("too short", message(1, 5, &features[..4])),
+        ("too long", message(1, 5, &[0; 4096])),
+        ("length beyond all bounds", {
+            let mut bytes = message(1, 5, &features);
+            bytes[8..12].fill(0xff);
+            bytes
+        }),
+    ] {
+        let began = Instant::now();
+        let (front, thread) = answering(bytes);
+        assert!(FrontEnd::new(front).is_err(), "{what}");
+        assert!(began.elapsed() < PATIENCE, "{what}");
+        thread.join().unwrap();
+    }
+}
+
+#[test]
+fn a_back_end_that_hung_up_is_an_error_and_no_signal() {
+    let (front, back) = UnixStream::pair().unwrap();
+    drop(back);
+    let error = FrontEnd::new(front.into()).unwrap_err();
+    assert!(matches!(
+        error.kind(),
+        ErrorKind::BrokenPipe | ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset
+    ));
+}
+
+#[test]
+fn features_that_the_back_end_lacks_are_not_accepted() {
+    let (_back_end, socket) = BackEnd::start();
+    let mut front = FrontEnd::new(socket).unwrap();
+    assert!(front.features() & 1 << 32 != 0);
+    front.set_features(1 << 32).unwrap();
+    assert!(front.set_features(1 << 32 | 1 << 5).is_err());
+}
+
+#[test]
+fn memory_that_is_not_shared_is_not_handed_over() {
+    let (_back_end, socket) = BackEnd::start();
+    let mut front = FrontEnd::new(socket).unwrap();
+    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 16)]).unwrap();
+    let error = front.set_memory(&memory).unwrap_err();
+    assert!(error.to_string().contains("not shared"), "{error}");
+}
+
+#[test]
+fn a_ring_that_does_not_stop_in_time_is_waited_for_by_the_next_call() {
+    let (front, mut back) = UnixStream::pair().unwrap();
+    let mut front = FrontEnd {
+        socket: front.into(),
+        features: 0,
+        acknowledged: false,
+        stopping: None,
+    };
+    let soon = Instant::now();
+    assert_eq!(front.stop_ring(1, soon).unwrap(), None);
+    assert!(front.is_stopping());
+    assert!(front.stop_ring(0, soon).is_err(), "another one");
+    back.write_all(&message(11, 5, &[1, 0, 0, 0, 7, 0, 0, 0]))
+        .unwrap();
+    assert_eq!(front.stop_ring(1, soon).unwrap(), Some(7));
+    assert!(!front.is_stopping());
+    back.write_all(&message(11, 5, &[0, 0, 0, 0, 0, 0, 1, 0]))
+        .unwrap();
+    assert!(front.stop_ring(0, soon).is_err(), "beyond any ring");
+}
+
+#[test]
+fn a_ring_is_not_started_beyond_what_the_back_end_knows_without_an_error() {
+    let (mut back_end, socket) = BackEnd::start();
+    let mut front = FrontEnd::new(socket).unwrap();
+    back_end.kill();
+    let event = EventFd::new(EFD_NONBLOCK).unwrap();
+    let addresses = RingAddresses {
+        size: 8,
+        descriptors: 0,
+        available: 0x1000,
+        used: 0x2000,
+    };
+    assert!(
+        front
+            .start_ring(0, 0, &addresses, &event, &event, &event)
+            .is_err()
+    );
+    assert_eq!(back_end.mood.served.load(Ordering::SeqCst), 0);
+}
