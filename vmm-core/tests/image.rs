@@ -279,7 +279,7 @@ fn qcow2(content: &[u8]) -> Vec<u8> {
         image[offset..offset + bytes.len()].copy_from_slice(bytes);
     }
     const COPIED: u64 = 1 << 63;
-    image[CLUSTER..CLUSTER + 8].copy_from_slice(&(2 * CLUSTER as u64 | COPIED).to_be_bytes());
+    image[CLUSTER..CLUSTER + 8].copy_from_slice(&((2 * CLUSTER as u64) | COPIED).to_be_bytes());
     for (number, cluster) in content.chunks(CLUSTER).enumerate() {
         if cluster.iter().any(|byte| *byte != 0) {
             let entry = 2 * CLUSTER + 8 * number;

@@ -130,9 +130,7 @@ fn source(found: &mut Violations, field: &str, source: Option<&WireSource>, uplo
             );
             None
         }
-        Some(WireSource::Path(path)) => {
-            absolute(found, &format!("{field}.spec.path"), path).map(Source::Path)
-        }
+        Some(WireSource::Path(path)) => absolute(found, format!("{field}.spec.path"), path).map(Source::Path),
         Some(WireSource::Url(url)) => match wrong(url) {
             Some(problem) => {
                 found.add(format_args!("{field}.spec.url"), problem);

@@ -246,7 +246,8 @@ async fn open(
     control: &Control,
 ) -> Result<OwnedFd, Failure> {
     let (of, path) = (Arc::clone(host), Path::new(path).to_owned());
-    let opened = host.pools.bulk.run(&[path.clone()], move || {
+    let beneath = [path.clone()];
+    let opened = host.pools.bulk.run(&beneath, move || {
         let label = format!("path: \"{}\"", path.display());
         let within = Within::Roots(&of.config.roots.disks);
         files::open_image_file(&label, &path, within, Cache::Writeback, Use::Read)

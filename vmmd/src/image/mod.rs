@@ -68,7 +68,7 @@ pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(
     };
     let mark = host.requests.mark(context);
     let answer = mark.map(|mark| request::done(mark, &v1::DeleteImageResponse::default()));
-    remove(host, record, answer).await
+    remove(host, *record, answer).await
 }
 
 /// Deletes an image that was taken out of use. `answer` is that of who asked.
@@ -135,7 +135,7 @@ async fn discard(host: &Arc<Host>, record: &ImageRecord) {
             }
         }
         Ok(Err(error)) => {
-            tracing::error!(image = record.name, %error, "the image's file could not be removed")
+            tracing::error!(image = record.name, %error, "the image's file could not be removed");
         }
         Err(error) => tracing::error!(image = record.name, %error, "remove an image"),
     }

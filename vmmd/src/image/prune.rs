@@ -48,7 +48,7 @@ pub async fn prune(
             let Ok(Deletion::Ready(record)) = deletion else {
                 continue;
             };
-            match remove(host, record, None).await {
+            match remove(host, *record, None).await {
                 Ok(()) => {}
                 Err(failure) if failure.reason == "IMAGE_IN_USE" => continue,
                 Err(failure) => return Err(failure),

@@ -210,7 +210,7 @@ impl Registry {
         let before = slot.record.clone();
         slot.record.stage = ImageStage::Deleting.into();
         slot.revision = inner.feed.change();
-        Ok(Deletion::Ready(before))
+        Ok(Deletion::Ready(Box::new(before)))
     }
 
     /// Whether another image has the same content.
@@ -253,7 +253,7 @@ impl Registry {
 #[derive(Debug)]
 pub enum Deletion {
     /// The image can't be used any more. This is how it was.
-    Ready(ImageRecord),
+    Ready(Box<ImageRecord>),
     /// Id of the operation that makes it.
     Importing(String),
 }

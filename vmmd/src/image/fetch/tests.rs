@@ -9,6 +9,9 @@ use std::{
 
 use super::*;
 
+/// How a server treats a connection whose request's head it has read.
+type Turn = Box<dyn Fn(&str, &mut TcpStream) + Send>;
+
 /// A server on 127.0.0.1 that treats its nth connection as it is told, and the rest as the last one.
 struct Server {
     address: String,
@@ -17,7 +20,7 @@ struct Server {
 }
 
 impl Server {
-    fn start(turns: Vec<Box<dyn Fn(&str, &mut TcpStream) + Send>>) -> Self {
+    fn start(turns: Vec<Turn>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
         let requests = Arc::<Mutex<Vec<String>>>::default();
@@ -46,7 +49,7 @@ fn content() -> Vec<u8> {
 }
 
 /// Sends what was asked for, but at most `most` bytes of it.
-fn part(tag: &'static str, most: usize) -> Box<dyn Fn(&str, &mut TcpStream) + Send> {
+fn part(tag: &'static str, most: usize) -> Turn {
     Box::new(move |head, stream| {
         let content = content();
         let asked = head.split("range: bytes=").nth(1);
@@ -73,7 +76,7 @@ fn part(tag: &'static str, most: usize) -> Box<dyn Fn(&str, &mut TcpStream) + Se
     })
 }
 
-fn says(answer: String) -> Box<dyn Fn(&str, &mut TcpStream) + Send> {
+fn says(answer: String) -> Turn {
     Box::new(move |_, stream| drop(stream.write_all(answer.as_bytes())))
 }
 
@@ -148,7 +151,7 @@ async fn a_server_that_lies_is_refused_with_the_reason() {
             "HTTP/1.1 302 Found\r\nLocation: {to}\r\nContent-Length: 0\r\n\r\n"
         ))
     };
-    let endless: Box<dyn Fn(&str, &mut TcpStream) + Send> = Box::new(|_, stream| {
+    let endless: Turn = Box::new(|_, stream| {
         let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n");
         while stream.write_all(&[7; 65536]).is_ok() {}
     });
@@ -210,7 +213,7 @@ async fn a_redirect_to_another_address_is_followed() {
 #[tokio::test]
 async fn a_download_that_is_not_wanted_any_more_ends() {
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let silent: Box<dyn Fn(&str, &mut TcpStream) + Send> = Box::new(|_, stream| {
+    let silent: Turn = Box::new(|_, stream| {
         let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\nabc");
         let _ = stream.read(&mut [0]);
     });
