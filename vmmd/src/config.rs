@@ -10,11 +10,12 @@ use std::{
 use serde::Deserialize;
 
 use crate::{
-    node::{
+    capacity::{
         limits::{Overcommit, Pressure, Reserved},
         sizing,
     },
-    vm::files::Roots,
+    files::Roots,
+    ledger::UidRange,
 };
 
 mod clients;
@@ -141,26 +142,6 @@ impl Default for Restart {
 pub struct Metrics {
     /// `127.0.0.1:9753`, or the absolute path of a UNIX socket. Nowhere by default. Whoever reaches it reads the figures.
     pub listen: Option<String>,
-}
-
-/// A range of user ids that nothing else on the node uses; each living VM has one of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[cfg_attr(test, derive(serde::Serialize))]
-#[serde(deny_unknown_fields, default)]
-pub struct UidRange {
-    /// The first user id. Default 1,900,000,000.
-    pub first: u32,
-    /// How many user ids; as many VMs can run at once. Default 65,536.
-    pub count: u32,
-}
-
-impl Default for UidRange {
-    fn default() -> Self {
-        Self {
-            first: 1_900_000_000,
-            count: 65_536,
-        }
-    }
 }
 
 impl Default for Config {

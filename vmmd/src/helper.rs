@@ -18,12 +18,11 @@ use tokio::{
 };
 
 use crate::{
-    disk,
-    failure::Failure,
+    failure::{Failure, file_failed},
     host::Host,
+    process::Process,
     sys::clone::{self, Program},
     text,
-    vm::Process,
 };
 
 /// Longest line, and longest text of errors, that is read, in bytes.
@@ -49,7 +48,7 @@ pub struct Job {
 pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) -> Result<String, Failure> {
     let claim = host.ledger.claim("vmm image")?;
     let (command, deadline) = (job.command, job.deadline);
-    let failed = |error: &io::Error| disk::file_failed("run `vmm image`", error);
+    let failed = |error: &io::Error| file_failed("run `vmm image`", error);
     let (output, output_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
     let (errors, errors_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
     let (blocking_host, uid) = (Arc::clone(host), claim.uid());
@@ -111,7 +110,7 @@ fn refused(command: &str, errors: &str) -> Failure {
         } else {
             io::ErrorKind::FileTooLarge
         };
-        return disk::file_failed("make the image", &kind.into());
+        return file_failed("make the image", &kind.into());
     }
     Failure::precondition("IMAGE_UNUSABLE", message)
 }

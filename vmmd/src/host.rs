@@ -5,24 +5,26 @@ use std::{fs::File, path::PathBuf, sync::Arc};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
+    capacity::Cpus,
     cgroup,
     config::Config,
-    disk::{Folder, Registry},
     event::Events,
     failure::Failure,
-    image,
+    files::Sources,
     ledger::Ledger,
-    migration::Peers,
+    log_guard::LogGuard,
     network::{Links, Networks},
-    node,
     operation::Operations,
+    paths::{disk::Folder, image},
+    peers::Peers,
     pool::Pools,
+    registry::{
+        clients::Clients, consoles::Consoles, disks::Disks, images::Images, node, screens::Screens,
+        snapshots::Snapshots, vms::Vms,
+    },
     request::Requests,
-    screen::Screens,
-    snapshot,
     store::Store,
     text,
-    vm::{LogGuard, clients::Clients, consoles::Consoles, files::Sources, table::Table},
 };
 
 /// The node as the VM actors and the services see it.
@@ -39,13 +41,13 @@ pub struct Host {
     /// What its operator has said of it.
     pub node: node::State,
     /// What does not change of it.
-    pub cpus: node::Cpus,
+    pub cpus: Cpus,
     /// Where their cgroups go.
     pub cgroups: Option<cgroup::Parent>,
     /// Network interfaces.
     pub links: Links,
     /// All VMs.
-    pub table: Table,
+    pub table: Vms,
     /// For asking their `vmm` processes what no actor has to know of.
     pub clients: Clients,
     /// Networks of the NetworkService.
@@ -55,13 +57,13 @@ pub struct Host {
     /// Ways to their screens beside the API.
     pub screens: Screens,
     /// Disks of the DiskService.
-    pub disks: Registry,
+    pub disks: Disks,
     /// Snapshots of VMs.
-    pub snapshots: snapshot::Registry,
+    pub snapshots: Snapshots,
     /// How other nodes are reached.
     pub peers: Peers,
     /// Images of the ImageService.
-    pub images: image::Registry,
+    pub images: Images,
     /// Requests with an id.
     pub requests: Requests,
     /// Where what happens is told.

@@ -8,11 +8,32 @@ use std::{
     thread,
 };
 
+use serde::Deserialize;
+
 use crate::{
-    config::UidRange,
+    capacity::{Demand, Resources},
     failure::{Failure, Kind},
-    node::{Demand, Resources},
 };
+
+/// A range of user ids that nothing else on the node uses; each living VM has one of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
+#[serde(deny_unknown_fields, default)]
+pub struct UidRange {
+    /// The first user id. Default 1,900,000,000.
+    pub first: u32,
+    /// How many user ids; as many VMs can run at once. Default 65,536.
+    pub count: u32,
+}
+
+impl Default for UidRange {
+    fn default() -> Self {
+        Self {
+            first: 1_900_000_000,
+            count: 65_536,
+        }
+    }
+}
 
 /// The books of the node.
 #[derive(Debug)]

@@ -5,6 +5,7 @@
 //! ([`vm::admission`]) and acts; the [`store`] keeps what must outlive the daemon.
 
 mod auth;
+mod capacity;
 mod cgroup;
 mod config;
 mod context;
@@ -13,6 +14,7 @@ mod disk;
 mod event;
 mod failure;
 mod fault;
+mod files;
 mod grpc;
 mod helper;
 mod host;
@@ -20,13 +22,17 @@ mod image;
 mod init_certs;
 mod ledger;
 mod lock;
+mod log_guard;
 mod metrics;
 mod migration;
 mod network;
 mod node;
 mod operation;
 mod paths;
+mod peers;
 mod pool;
+mod process;
+mod registry;
 mod request;
 mod screen;
 mod service;
@@ -64,7 +70,9 @@ use crate::{
     host::Host,
     init_certs::InitCerts,
     ledger::Ledger,
+    log_guard::LogGuard,
     network::{Links, Networks, ServeNetwork},
+    registry::{disks::Disks, images::Images, screens::Screens, snapshots::Snapshots, vms::Vms},
     store::Store,
 };
 
@@ -156,32 +164,32 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let events = event::Events::open(&config.state_dir, &boot_id);
     let host = Arc::new(Host {
         vmm,
-        node: node::State::new(store.clone(), records.node),
+        node: registry::node::State::new(store.clone(), records.node),
         operations: operation::Operations::new(store.clone(), records.operations),
         store,
-        cpus: node::Cpus::read(Path::new("/")),
+        cpus: capacity::Cpus::read(Path::new("/")),
         ledger: Ledger::new(config.vm_uids),
         cgroups,
         links: Links::connect().context("connect to the kernel's network configuration")?,
-        disks: disk::Registry::new(
+        disks: Disks::new(
             records.history.run,
             records.history.nonces.clone(),
             records.history.disks.clone(),
         ),
-        images: image::Registry::new(
+        images: Images::new(
             records.history.run,
             records.history.nonces.clone(),
             records.history.images.clone(),
         ),
-        table: vm::table::Table::new(records.history),
-        clients: vm::clients::Clients::default(),
-        snapshots: snapshot::Registry::default(),
+        table: Vms::new(records.history),
+        clients: registry::clients::Clients::default(),
+        snapshots: Snapshots::default(),
         networks: Networks::default(),
         consoles: Arc::default(),
-        screens: screen::Screens::default(),
-        peers: migration::Peers::new(config.tcp.clone()),
+        screens: Screens::default(),
+        peers: peers::Peers::new(config.tcp.clone()),
         requests: request::Requests::default(),
-        logs: vm::LogGuard::start(events.clone()).context("watch the logs of VMs")?,
+        logs: LogGuard::start(events.clone()).context("watch the logs of VMs")?,
         events,
         pools: pool::Pools::new(config.limits.files()),
         boot_id,
@@ -213,7 +221,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     image::restore(&host, records.images).await;
     snapshot::adopt(&host, records.snapshots).await;
     host.networks.adopt(&host, records.networks);
-    vm::reconcile::reconcile(&host, records.vms, records.unreadable).await;
+    vm::recovery::reconcile::reconcile(&host, records.vms, records.unreadable).await;
     host.operations
         .give_up_left(|uid| uid.parse().is_ok_and(|uid| host.table.find(uid).is_none()));
     let socket = Socket::bind(&host.config.socket(), &host.config)
@@ -267,7 +275,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
 
 /// The listener for TCP, when there is to be one. It is there with certificates that can't be used too, and waits for
 /// others then: the socket must work in any case.
-async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<tls::Listener>> {
+async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<grpc::Listener>> {
     let address_file = host.config.run_dir.join(ADDRESS_FILE);
     let Some(tcp) = host.config.tcp.clone() else {
         let _ = fs::remove_file(address_file);
@@ -275,15 +283,15 @@ async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<tls::Listener>> {
     };
     let address = tcp.listen;
     let certificates = Arc::new(tls::Certificates::new(tcp));
-    tls::reload(host, &certificates).await;
-    let listener = tls::Listener::bind(address, Arc::clone(&certificates)).await;
+    tls::reload(&host.events, &certificates).await;
+    let listener = grpc::Listener::bind(address, Arc::clone(&certificates)).await;
     let listener = listener.with_context(|| format!("listen on {address}"))?;
     let bound = listener.address().context("ask for the bound address")?;
     fs::write(&address_file, format!("{bound}\n"))
         .with_context(|| format!("write {}", address_file.display()))?;
     tracing::info!(address = %bound, "the API is served over TCP");
     tokio::spawn(tls::watch(
-        Arc::clone(host),
+        host.events.clone(),
         certificates,
         signal(SignalKind::hangup())?,
     ));

@@ -98,7 +98,7 @@ fn role_required(caller: &Caller, method: &str, least: Role) -> Status {
         ("method".to_owned(), method.to_owned()),
     ];
     let mut details = ErrorDetails::new();
-    details.set_error_info("ROLE_REQUIRED", crate::grpc::DOMAIN, metadata);
+    details.set_error_info("ROLE_REQUIRED", crate::failure::DOMAIN, metadata);
     Status::with_error_details(Code::PermissionDenied, message, details)
 }
 

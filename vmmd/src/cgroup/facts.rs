@@ -8,7 +8,7 @@ use proto::model::{
 };
 
 use super::plan::{Controller, Facts, Room};
-use crate::node::facts;
+use crate::capacity::facts;
 
 /// Where the kernel describes the node.
 pub const SYSFS: &str = "/sys";

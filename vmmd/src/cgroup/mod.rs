@@ -24,7 +24,6 @@
 //! it. A node without some controller does without, unless the spec asks for what needs it.
 
 pub mod facts;
-pub mod overhead;
 pub mod plan;
 
 use std::{

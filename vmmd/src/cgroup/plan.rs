@@ -8,8 +8,10 @@ use proto::model::{
     vm::VmSpec,
 };
 
-use super::overhead;
-use crate::failure::{Failure, Kind};
+use crate::{
+    capacity::overhead,
+    failure::{Failure, Kind},
+};
 
 /// Length of the period of `cpu.max` in microseconds: the kernel's default.
 const PERIOD_US: u64 = 100_000;

@@ -11,12 +11,13 @@ use super::Config;
 
 const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/src/configuration.md");
 const PACKAGED: &str = include_str!("../../package/config.toml");
-const SOURCES: [&str; 5] = [
+const SOURCES: [&str; 6] = [
     include_str!("../config.rs"),
     include_str!("clients.rs"),
-    include_str!("../node/limits.rs"),
-    include_str!("../node/sizing.rs"),
-    include_str!("../vm/files/roots.rs"),
+    include_str!("../ledger.rs"),
+    include_str!("../capacity/limits.rs"),
+    include_str!("../capacity/sizing.rs"),
+    include_str!("../files/roots.rs"),
 ];
 
 /// Each table of the file: its key, its heading, and the type that has its keys.

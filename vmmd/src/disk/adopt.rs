@@ -18,20 +18,21 @@ use proto::{
 use uuid::Uuid;
 
 use super::{
-    Folder,
     create::{self, Begun, record},
-    operation,
-    sidecar::{self, Sidecar, parse},
-    tell,
+    operation, tell,
 };
 use crate::{
     context::Context,
     failure::Failure,
+    files::{self, Locks, Use, Within},
     host::Host,
     operation::Type,
+    paths::{
+        disk::Folder,
+        sidecar::{self, Sidecar, parse},
+    },
     store::DiskRecord,
     text,
-    vm::files::{self, Locks, Use, Within},
 };
 
 /// The field of the request.

@@ -19,22 +19,19 @@ use uuid::Uuid;
 use super::{
     adopt,
     copy::copy,
-    file, finish, image,
+    finish, image,
     operation::{self, Control, cancelled, follow},
-    sidecar::Sidecar,
     tell,
 };
 use crate::{
     context::Context,
-    failure::Failure,
+    failure::{Failure, file_failed, store_failure},
+    files::{self, Locks, Use, Within, signature},
     host::Host,
     operation::{Handle, Pending, Type},
+    paths::{disk::enough_room, sidecar::Sidecar},
     store::{DiskImage, DiskRecord, DiskSource, DiskStage, ImageRecord, disk_source::Source},
     text,
-    vm::{
-        files::{self, Locks, Use, Within, signature},
-        store_failure,
-    },
 };
 
 /// Reserved between two looks at whether it is still wanted, in bytes.
@@ -231,7 +228,7 @@ pub async fn write_beside(host: &Arc<Host>, record: &DiskRecord) -> Result<(), F
     let (sidecar, path) = (Sidecar::of(record, &backing), folder.path(record));
     let paths = [folder.root()];
     let written = host.pools.files.run(&paths, move || sidecar.write(&path)).await?;
-    written.map_err(|error| file::failed(&format!("note the name of disk \"{}\"", record.name), &error))
+    written.map_err(|error| file_failed(&format!("note the name of disk \"{}\"", record.name), &error))
 }
 
 /// Makes a disk of a copy of an image; returns when it is whole and durable. Nothing is left when it fails.
@@ -262,7 +259,7 @@ async fn copy_image(host: &Arc<Host>, record: &DiskRecord, image: PathBuf) -> Re
         folder.sync(&to)
     });
     let copied: io::Result<()> = copying.await?;
-    copied.map_err(|error| file::failed(&format!("make disk \"{}\"", record.name), &error))
+    copied.map_err(|error| file_failed(&format!("make disk \"{}\"", record.name), &error))
 }
 
 /// Returns the size of the disk.
@@ -290,7 +287,7 @@ async fn make(
             let copying = host.pools.bulk.run(&paths, move || {
                 let label = format!("image \"{}\"", image.name);
                 let source = File::open(&content)
-                    .map_err(|error| file::failed(&format!("open the file of {label}"), &error))?;
+                    .map_err(|error| file_failed(&format!("open the file of {label}"), &error))?;
                 copy_into(
                     &of,
                     &label,
@@ -324,13 +321,13 @@ fn operation_of(record: &DiskRecord) -> String {
 fn make_raw(host: &Host, new: &NewDisk, record: &DiskRecord, control: &Control) -> Result<u64, Failure> {
     let folder = host.disk_folder();
     let failed = |error: io::Error| match control.wanted() {
-        Ok(()) => file::failed(&operation_of(record), &error),
+        Ok(()) => file_failed(&operation_of(record), &error),
         Err(_) => cancelled(host),
     };
     let size = record.size_bytes;
     let file = folder.create(record).map_err(failed)?;
     if new.preallocation == Preallocation::Full {
-        file::enough_room(&operation_of(record), &folder.root(), size)?;
+        enough_room(&operation_of(record), &folder.root(), size)?;
     }
     file.set_len(size)
         .and_then(|()| reserve(&file, 0, size, new.preallocation, control))
@@ -379,7 +376,7 @@ fn copy_file(
         Cache::Writeback,
         Use::Read,
     )?;
-    if !files::lock(&source, Locks::Take, true, &host.ledger).map_err(|error| file::failed("lock", &error))? {
+    if !files::lock(&source, Locks::Take, true, &host.ledger).map_err(|error| file_failed("lock", &error))? {
         let user = files::user(&source, &host.ledger);
         let message = format!("{label} is in use by {user}, which may write to it");
         return Err(Failure::precondition("DISK_IN_USE", message));
@@ -419,8 +416,8 @@ fn copy_into(
     if full {
         folder
             .make()
-            .map_err(|error| file::failed(&operation_of(record), &error))?;
-        file::enough_room(&operation_of(record), &folder.root(), wanted)?;
+            .map_err(|error| file_failed(&operation_of(record), &error))?;
+        enough_room(&operation_of(record), &folder.root(), wanted)?;
     }
     let copied = folder.create(record).and_then(|file| {
         // Its progress is not that of the copy.
@@ -437,7 +434,7 @@ fn copy_into(
             "DISK_UNUSABLE",
             format!("{label}: {error}"),
         )),
-        Err(error) => Err(file::failed(
+        Err(error) => Err(file_failed(
             &format!("copy into disk \"{}\"", record.name),
             &error,
         )),
@@ -463,7 +460,7 @@ async fn make_qcow2(
     let full = new.preallocation == Preallocation::Full;
     let (of, folder_of, words) = (record.clone(), folder.clone(), operation.clone());
     let opened = host.pools.bulk.run(&[folder.root()], move || {
-        let failed = |error: io::Error| file::failed(&words, &error);
+        let failed = |error: io::Error| file_failed(&words, &error);
         let backing = below
             .into_iter()
             .map(|(path, format)| Ok((File::open(path)?.into(), format)));
@@ -472,14 +469,14 @@ async fn make_qcow2(
             .map_err(failed)?;
         let image = folder_of.create(&of).map_err(failed)?;
         if full {
-            file::enough_room(&words, &folder_of.root(), of.size_bytes)?;
+            enough_room(&words, &folder_of.root(), of.size_bytes)?;
         }
         Ok::<_, Failure>((image, backing))
     });
     let (image, backing) = opened.await??;
     let own = image
         .try_clone()
-        .map_err(|error| file::failed(&operation, &error))?;
+        .map_err(|error| file_failed(&operation, &error))?;
     let task = image::Task {
         command: "create",
         image: image.into(),
@@ -494,7 +491,7 @@ async fn make_qcow2(
         () = watch_growth(host, &own, record.size_bytes, control), if full => {}
     }
     let syncing = host.pools.bulk.run(&[folder.root()], move || folder.sync(&own));
-    syncing.await?.map_err(|error| file::failed(&operation, &error))?;
+    syncing.await?.map_err(|error| file_failed(&operation, &error))?;
     Ok(record.size_bytes)
 }
 

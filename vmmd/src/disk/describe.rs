@@ -2,104 +2,11 @@
 
 use std::{io, os::unix::fs::MetadataExt, sync::Arc};
 
-use proto::v1::{self, ConditionStatus, DiskPhase};
-use uuid::Uuid;
+use proto::v1::{self, ConditionStatus};
 
-use super::{Folder, registry::Seen};
 use crate::{
-    failure::Failure,
-    host::Host,
-    store::{DiskRecord, DiskStage, disk_source::Source},
-    text,
+    failure::Failure, host::Host, paths::disk::Folder, registry::disks::Seen, store::DiskStage, text,
 };
-
-/// What a disk has to do with others.
-#[derive(Clone, Debug, Default)]
-pub struct Relations {
-    /// Names of VMs.
-    pub used_by: Vec<String>,
-    /// Name of the disk below it.
-    pub backing: String,
-    /// Names of disks above it.
-    pub overlays: Vec<String>,
-    /// Name of the image below all of them.
-    pub image: String,
-    /// Id of the operation under way.
-    pub operation: String,
-}
-
-/// The metadata of a disk.
-pub fn metadata(record: &DiskRecord) -> v1::ObjectMetadata {
-    v1::ObjectMetadata {
-        name: record.name.clone(),
-        uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
-        generation: record.generation.max(1),
-        labels: record.labels.clone(),
-        annotations: record.annotations.clone(),
-        owner: record.owner.clone(),
-        create_time: text::timestamp(record.created_ms),
-    }
-}
-
-/// A disk, but for what only its file tells.
-pub fn disk(folder: &Folder, record: &DiskRecord, relations: Relations) -> v1::Disk {
-    let phase = match record.stage() {
-        DiskStage::Creating => DiskPhase::Creating,
-        DiskStage::Ready if !relations.operation.is_empty() => DiskPhase::Resizing,
-        DiskStage::Ready => DiskPhase::Ready,
-        DiskStage::Deleting => DiskPhase::Deleting,
-    };
-    let source = match record.source.as_ref().and_then(|source| source.source.clone()) {
-        Some(Source::RawFile(path)) => Some(v1::volume_spec::Source::RawFile(path)),
-        Some(Source::OverlayOf(name)) => Some(v1::volume_spec::Source::OverlayOf(name)),
-        Some(Source::Adopt(path)) => Some(v1::volume_spec::Source::Adopt(path)),
-        Some(Source::Image(image)) => Some(v1::volume_spec::Source::Image(v1::ImageClone {
-            name: image.name,
-            clone: image.clone,
-        })),
-        // As daemons before wrote it: what is below an overlay has its name still.
-        None if !relations.backing.is_empty() => {
-            Some(v1::volume_spec::Source::OverlayOf(relations.backing.clone()))
-        }
-        None => None,
-    };
-    v1::Disk {
-        metadata: Some(metadata(record)),
-        spec: Some(v1::VolumeSpec {
-            format: record.format,
-            size_bytes: record.size_bytes,
-            preallocation: record.preallocation,
-            source,
-            any_content: record.source.as_ref().is_some_and(|source| source.any_content),
-        }),
-        status: Some(v1::VolumeStatus {
-            phase: phase.into(),
-            path: folder.path(record).display().to_string(),
-            allocated_bytes: 0,
-            used_by: relations.used_by,
-            backing_disk: relations.backing,
-            overlays: relations.overlays,
-            backing_image: relations.image,
-            operation: relations.operation,
-            conditions: vec![ready(record)],
-        }),
-    }
-}
-
-fn ready(record: &DiskRecord) -> v1::Condition {
-    let (status, reason, message) = match record.stage() {
-        DiskStage::Creating => (ConditionStatus::False, "Creating", "the disk is being made"),
-        DiskStage::Ready => (ConditionStatus::True, "Ready", ""),
-        DiskStage::Deleting => (ConditionStatus::False, "Deleting", "the disk is being deleted"),
-    };
-    v1::Condition {
-        r#type: "Ready".to_owned(),
-        status: status.into(),
-        reason: reason.to_owned(),
-        message: message.to_owned(),
-        transition_time: text::timestamp(record.stage_ms.max(record.created_ms)),
-    }
-}
 
 /// Adds what a disk's file tells. Blocking.
 pub fn look(folder: &Folder, seen: Seen) -> v1::Disk {

@@ -13,13 +13,9 @@ mod adopt;
 mod copy;
 mod create;
 pub mod describe;
-mod feed;
-mod file;
 mod image;
 mod operation;
-mod registry;
 mod resize;
-mod sidecar;
 mod update;
 
 use std::{path::PathBuf, sync::Arc};
@@ -30,23 +26,20 @@ use uuid::Uuid;
 
 pub use copy::copy;
 pub use create::{Begun, create, take_in};
-pub use feed::{Buried, Feed};
-pub use file::{Folder, failed as file_failed};
 pub use operation::{Control, cancelled, follow};
-pub use registry::{Registry, Seen, Snapshot};
 pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, shrink_refused};
 pub use update::update;
 
 use crate::{
     context::Context,
     event::{Draft, Object},
-    failure::Failure,
+    failure::{Failure, store_failure},
     host::Host,
     operation::{Type, interrupted},
+    paths::sidecar::Sidecar,
     request,
     store::{DiskRecord, DiskStage},
     text,
-    vm::store_failure,
 };
 
 /// Most files that are named in one event.
@@ -226,7 +219,7 @@ async fn complete_folder(host: &Arc<Host>, known: Vec<Uuid>) {
     let folder = host.disk_folder();
     for seen in host.disks.after(&folder, None).disks {
         let path = folder.path(&seen.record);
-        let there = spawn_blocking(move || !matches!(sidecar::Sidecar::read(&path), Ok(None))).await;
+        let there = spawn_blocking(move || !matches!(Sidecar::read(&path), Ok(None))).await;
         if !there.unwrap_or(true)
             && let Err(failure) = create::write_beside(host, &seen.record).await
         {

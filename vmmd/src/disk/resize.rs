@@ -13,21 +13,19 @@ use tokio::sync::oneshot;
 
 use super::{
     create::reserve,
-    file, image,
+    image,
     operation::{self, Control, cancelled, follow},
     tell,
 };
 use crate::{
     context::Context,
-    failure::{Failure, Kind},
+    failure::{Failure, Kind, file_failed, store_failure},
+    files::{self, Locks, Use, Within},
     host::Host,
     operation::{Pending, Type},
+    paths::disk::{enough_room, format},
+    registry::vms::command::{Command, DiskRequest},
     store::DiskRecord,
-    vm::{
-        Command, DiskRequest,
-        files::{self, Locks, Use, Within},
-        store_failure,
-    },
 };
 
 /// Where a request to the DiskService has the size.
@@ -227,7 +225,7 @@ pub fn preallocation(record: &DiskRecord) -> Preallocation {
 
 /// Reserves what a raw disk of a running VM is about to grow by, when all of it is to be reserved.
 pub async fn reserve_growth(host: &Arc<Host>, record: &DiskRecord, size: u64) -> Result<(), Failure> {
-    if preallocation(record) != Preallocation::Full || file::format(record) != Format::Raw {
+    if preallocation(record) != Preallocation::Full || format(record) != Format::Raw {
         return Ok(());
     }
     let (path, start) = (host.disk_folder().path(record), record.size_bytes);
@@ -235,11 +233,11 @@ pub async fn reserve_growth(host: &Arc<Host>, record: &DiskRecord, size: u64) ->
     let operation = format!("make disk \"{}\" larger", record.name);
     let length = size.saturating_sub(start);
     let reserved = host.pools.bulk.run(&paths, move || {
-        file::enough_room(&operation, &folder, length)?;
+        enough_room(&operation, &folder, length)?;
         let file = File::options().write(true).open(path);
         let reserved =
             file.and_then(|file| reserve(&file, start, length, Preallocation::Full, &Control::default()));
-        reserved.map_err(|error| file::failed(&operation, &error))
+        reserved.map_err(|error| file_failed(&operation, &error))
     });
     reserved.await?
 }
@@ -281,7 +279,7 @@ enum Grown {
 fn grow_raw(host: &Host, growing: &Growing, size: u64, control: &Control) -> Result<Grown, Failure> {
     let Growing { name, path, .. } = growing;
     let operation = format!("make disk \"{name}\" larger");
-    let failed = |error: io::Error| file::failed(&operation, &error);
+    let failed = |error: io::Error| file_failed(&operation, &error);
     let field = format!("disk \"{name}\"");
     let within = match growing.own {
         true => Within::Own,
@@ -326,7 +324,7 @@ fn grow_raw(host: &Host, growing: &Growing, size: u64, control: &Control) -> Res
     let file = File::from(open.fd);
     let more = size - present;
     if growing.preallocation == Preallocation::Full {
-        file::enough_room(&operation, path.parent().unwrap_or(path), more)?;
+        enough_room(&operation, path.parent().unwrap_or(path), more)?;
     }
     if let Err(error) = reserve(&file, present, more, growing.preallocation, control) {
         // Gives back what was reserved behind the end.

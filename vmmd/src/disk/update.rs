@@ -13,8 +13,12 @@ use super::{
     resize, tell,
 };
 use crate::{
-    context::Context, failure::Failure, host::Host, request::preconditions, store::DiskRecord, text,
-    vm::store_failure,
+    context::Context,
+    failure::{Failure, store_failure},
+    host::Host,
+    request::preconditions,
+    store::DiskRecord,
+    text,
 };
 
 /// What may be in a mask.

@@ -9,20 +9,20 @@ use super::vm::Vms;
 use crate::{
     context::Context,
     failure::Failure,
-    vm::{Answer, Command, DiskRequest, Life, Reply, admission},
+    registry::vms::command::{self, Answer, Command, DiskRequest, Life, Reply},
 };
 
 /// What is asked of a VM's life.
 pub(super) struct Asked {
     pub(super) context: Context,
-    pub(super) request: admission::Request,
+    pub(super) request: command::Request,
     pub(super) grace: Option<Duration>,
     pub(super) deadline: Option<Duration>,
     pub(super) evacuate: bool,
 }
 
 impl Asked {
-    pub(super) fn new(request: admission::Request, context: Context) -> Self {
+    pub(super) fn new(request: command::Request, context: Context) -> Self {
         Self {
             context,
             request,

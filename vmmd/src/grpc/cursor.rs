@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr};
 use super::filter::Filter;
 use crate::{
     failure::{Failure, Kind},
-    vm::table::{Position, Table},
+    registry::{feed::Position, vms::Vms},
 };
 
 /// A cursor. Clients see it as text that means nothing to them.
@@ -21,7 +21,7 @@ pub struct Cursor {
 
 impl Cursor {
     /// At `position` of those that `filter` chooses.
-    pub fn new(table: &Table, position: Position, filter: &Filter) -> Self {
+    pub fn new(table: &Vms, position: Position, filter: &Filter) -> Self {
         Self {
             nonce: table.nonce(position.run).unwrap_or_default(),
             position,
@@ -52,7 +52,7 @@ impl Cursor {
     }
 
     /// Where it is, if that is a place of this store.
-    pub fn position(&self, table: &Table) -> Result<Position, Failure> {
+    pub fn position(&self, table: &Vms) -> Result<Position, Failure> {
         self.position_in(|run| table.nonce(run))
     }
 

@@ -3,10 +3,7 @@
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
-use crate::failure::{Failure, Kind};
-
-/// `domain` of each ErrorInfo.
-pub const DOMAIN: &str = "vmmd";
+use crate::failure::{DOMAIN, Failure, Kind};
 
 impl From<Failure> for Status {
     fn from(failure: Failure) -> Self {

@@ -18,6 +18,7 @@ use crate::{
     failure::{Failure, Kind},
     host::Host,
     image::{self, Begun, describe},
+    registry::images::{Seen, metadata},
     request::once,
 };
 
@@ -152,8 +153,7 @@ impl ImageService for Images {
         once(&self.host, request, |host, request, _| async move {
             let filter = Filter::of_objects(Image::NAME, request.filter.as_ref())?;
             let pruned = whole(async move {
-                let matches =
-                    |seen: &image::Seen| filter.matches_object(Some(&describe::metadata(&seen.record)));
+                let matches = |seen: &Seen| filter.matches_object(Some(&metadata(&seen.record)));
                 image::prune(&host, &request, matches).await
             });
             Ok(pruned.await?)

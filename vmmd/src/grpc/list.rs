@@ -4,7 +4,7 @@ use prost::Message as _;
 use proto::v1::{ListVmsRequest, ListVmsResponse, Vm};
 
 use super::{cursor::Cursor, filter::Filter, mask::Mask};
-use crate::{failure::Failure, vm::table::Table};
+use crate::{failure::Failure, registry::vms::Vms};
 
 /// Most VMs in an answer.
 const MAX_PAGE: u32 = 1000;
@@ -13,7 +13,7 @@ const MAX_BYTES: usize = 3 << 20;
 
 /// Answers a request. A page begins after the last name of the one before, so that VMs that come and go meanwhile neither
 /// repeat others nor hide them. All pages have the cursor of the first: a watch from there tells what was missed since.
-pub fn list(table: &Table, request: &ListVmsRequest) -> Result<ListVmsResponse, Failure> {
+pub fn list(table: &Vms, request: &ListVmsRequest) -> Result<ListVmsResponse, Failure> {
     let filter = Filter::new(request.filter.as_ref(), "")?;
     let mask = Mask::new(&request.fields)?;
     let limit = match request.page_size {

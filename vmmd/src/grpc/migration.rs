@@ -12,7 +12,10 @@ use proto::{
 use tonic::{Request, Response, Status, Streaming};
 
 use super::period::timeout;
-use crate::{context::Context, failure::Failure, host::Host, migration, request::once, vm::HandoverRequest};
+use crate::{
+    context::Context, failure::Failure, host::Host, migration, registry::vms::command::HandoverRequest,
+    request::once,
+};
 
 /// Both services.
 #[derive(Clone, Debug)]

@@ -23,6 +23,7 @@ mod port_forward;
 mod server;
 mod snapshot;
 mod socket;
+mod tcp;
 mod update;
 mod vm;
 mod vnc;
@@ -30,6 +31,6 @@ mod watch;
 mod watch_node;
 
 pub use connection::Connection;
-pub use error::DOMAIN;
 pub use server::serve;
 pub use socket::{ACCEPT_PAUSE, Socket};
+pub use tcp::Listener;

@@ -36,7 +36,7 @@ use crate::{
     auth::{Audit, Bounds, Guard},
     host::Host,
     metrics::Counted,
-    service, tls,
+    service,
 };
 
 /// Most calls at once on one connection, streams included.
@@ -130,7 +130,7 @@ async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
 pub async fn serve(
     host: Arc<Host>,
     socket: Socket,
-    tcp: Option<tls::Listener>,
+    tcp: Option<super::Listener>,
     audit: Arc<Audit>,
 ) -> anyhow::Result<()> {
     let limits = host.config.limits;

@@ -9,12 +9,8 @@ use proto::{
 use tonic::Status;
 
 use crate::{
-    auth,
-    context::Context,
-    failure::Failure,
-    host::Host,
-    node::placement,
-    vm::{Update, files},
+    auth, capacity::placement, context::Context, failure::Failure, files, host::Host,
+    registry::vms::command::Update,
 };
 
 /// What UpdateVm is called by.

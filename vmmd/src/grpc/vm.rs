@@ -17,9 +17,12 @@ use crate::{
     control,
     failure::{Failure, Kind},
     host::Host,
+    registry::vms::{
+        Entry,
+        command::{self, Command, DiskRequest, Purpose},
+    },
     request::once,
-    stats, text,
-    vm::{self, Command, DiskRequest, Purpose, admission, table::Entry},
+    stats, text, vm,
 };
 
 /// How long the guest may take to eject a disk when nothing is given.
@@ -108,7 +111,7 @@ impl VmService for Vms {
             let force = request.force;
             let asked = Asked {
                 deadline: timeout(request.timeout)?,
-                ..Asked::new(admission::Request::Delete { force }, context)
+                ..Asked::new(command::Request::Delete { force }, context)
             };
             let (_, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;
             Ok(v1::DeleteVmResponse { operation })
@@ -123,7 +126,7 @@ impl VmService for Vms {
         once(&self.host, request, |host, request, context| async move {
             let asked = Asked {
                 deadline: timeout(request.timeout)?,
-                ..Asked::new(admission::Request::Start, context)
+                ..Asked::new(command::Request::Start, context)
             };
             let (vm, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;
             Ok(v1::StartVmResponse {
@@ -143,7 +146,7 @@ impl VmService for Vms {
                 grace: grace(request.grace_period, request.force)?,
                 deadline: timeout(request.timeout)?,
                 evacuate: request.evacuate,
-                ..Asked::new(admission::Request::Stop, context)
+                ..Asked::new(command::Request::Stop, context)
             };
             let (vm, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;
             Ok(v1::StopVmResponse {
@@ -162,7 +165,7 @@ impl VmService for Vms {
             let asked = Asked {
                 grace: grace(request.grace_period, request.force)?,
                 deadline: timeout(request.timeout)?,
-                ..Asked::new(admission::Request::Restart, context)
+                ..Asked::new(command::Request::Restart, context)
             };
             let (vm, operation) = Self::new(host).ask(&request.name, asked, request.no_wait).await?;
             Ok(v1::RestartVmResponse {
@@ -178,7 +181,7 @@ impl VmService for Vms {
         request: Request<v1::ResetVmRequest>,
     ) -> Result<Response<v1::ResetVmResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
-            let asked = Asked::new(admission::Request::Reset, context);
+            let asked = Asked::new(command::Request::Reset, context);
             let (vm, _) = Self::new(host).ask(&request.name, asked, false).await?;
             Ok(v1::ResetVmResponse { vm: Some(vm) })
         })
@@ -190,7 +193,7 @@ impl VmService for Vms {
         request: Request<v1::PauseVmRequest>,
     ) -> Result<Response<v1::PauseVmResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
-            let asked = Asked::new(admission::Request::Pause, context);
+            let asked = Asked::new(command::Request::Pause, context);
             let (vm, _) = Self::new(host).ask(&request.name, asked, false).await?;
             Ok(v1::PauseVmResponse { vm: Some(vm) })
         })
@@ -202,7 +205,7 @@ impl VmService for Vms {
         request: Request<v1::ResumeVmRequest>,
     ) -> Result<Response<v1::ResumeVmResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
-            let asked = Asked::new(admission::Request::Resume, context);
+            let asked = Asked::new(command::Request::Resume, context);
             let (vm, _) = Self::new(host).ask(&request.name, asked, false).await?;
             Ok(v1::ResumeVmResponse { vm: Some(vm) })
         })

@@ -21,11 +21,8 @@ use tonic::{Status, Streaming};
 use crate::{
     failure::Failure,
     host::Host,
-    screen::{
-        self,
-        ticket::{Form, LIFE, Ticket},
-        web,
-    },
+    registry::screens::{Form, LIFE, Ticket},
+    screen::{self, web},
     text,
 };
 

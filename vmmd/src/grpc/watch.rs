@@ -22,7 +22,10 @@ use super::{
 use crate::{
     failure::Failure,
     host::Host,
-    vm::table::{Buried, Change, ChangeKind, Position, Seen, Snapshot},
+    registry::{
+        feed::Position,
+        vms::{Buried, Change, ChangeKind, Seen, Snapshot},
+    },
 };
 
 /// The stream of events.

@@ -6,28 +6,15 @@ use proto::{
     model::image::checksum_text,
     v1::{self, ConditionStatus, ImagePhase},
 };
-use uuid::Uuid;
 
-use super::{Folder, registry::Seen};
 use crate::{
     failure::Failure,
     host::Host,
-    store::{ImageRecord, ImageStage, image_source::Source},
+    paths::image::Folder,
+    registry::images::{Seen, metadata},
+    store::{ImageStage, image_source::Source},
     text,
 };
-
-/// The metadata of an image.
-pub fn metadata(record: &ImageRecord) -> v1::ObjectMetadata {
-    v1::ObjectMetadata {
-        name: record.name.clone(),
-        uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
-        generation: record.generation.max(1),
-        labels: record.labels.clone(),
-        annotations: record.annotations.clone(),
-        owner: record.owner.clone(),
-        create_time: text::timestamp(record.created_ms),
-    }
-}
 
 /// "blocks-sha256:…".
 pub fn digest_text(digest: &[u8]) -> String {

@@ -15,7 +15,7 @@ use tokio::{task::spawn_blocking, time::sleep};
 
 use crate::{
     disk::Control,
-    failure::{Failure, Kind},
+    failure::{Failure, Kind, file_failed},
     text,
 };
 
@@ -161,7 +161,7 @@ async fn beginning(download: &Download<'_>, control: &Control) -> Result<(Sha256
 }
 
 fn failed(error: &io::Error) -> Failure {
-    crate::disk::file_failed("write what is downloaded", error)
+    file_failed("write what is downloaded", error)
 }
 
 fn client() -> Result<Client, Failure> {

@@ -20,17 +20,14 @@ use super::{
 use crate::{
     context::Context,
     disk::{self, Control, follow},
-    failure::{Failure, Kind},
+    failure::{Failure, Kind, file_failed, store_failure},
+    files::{self, Use, Within},
     helper::{self, Job},
     host::Host,
     operation::{Handle, Pending, Progress, Type},
     store::{ImageRecord, ImageSource, ImageStage, image_source::Source},
     sys::clone::FIRST_FD,
     text,
-    vm::{
-        files::{self, Use, Within},
-        store_failure,
-    },
 };
 
 /// How long it may take to make a raw image of a file.
@@ -188,7 +185,7 @@ async fn make(
 }
 
 fn failed(error: &io::Error) -> Failure {
-    disk::file_failed("make the image", error)
+    file_failed("make the image", error)
 }
 
 async fn download(
@@ -235,7 +232,7 @@ async fn download(
 pub fn has_room(file: &File) -> io::Result<bool> {
     let stat = rustix::fs::fstatvfs(file)?;
     let all = stat.f_blocks.saturating_mul(stat.f_frsize);
-    Ok(stat.f_bavail.saturating_mul(stat.f_frsize) > super::folder::keep_free(all))
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize) > crate::paths::image::keep_free(all))
 }
 
 async fn open(

@@ -6,16 +6,14 @@
 //! ```
 //!
 //! Always: what lies in the folder belongs to a record; a content is taken away only when no record has its digest
-//! ([`Registry::names`] is held for both). A daemon that finds an import goes on with it. What has to understand an image is a process
+//! ([`Images::names`] is held for both). A daemon that finds an import goes on with it. What has to understand an image is a process
 //! without rights ([`crate::helper`]).
 
 pub mod describe;
 mod digest;
 mod fetch;
-mod folder;
 mod import;
 mod prune;
-mod registry;
 mod upload;
 
 use std::sync::Arc;
@@ -23,24 +21,21 @@ use std::sync::Arc;
 use proto::v1;
 use uuid::Uuid;
 
-use self::registry::Deletion;
 pub use self::{
-    folder::Folder,
     import::{Begun, import},
     prune::prune,
-    registry::{Registry, Seen},
     upload::upload,
 };
 use crate::{
     context::Context,
     event::{Draft, Object},
-    failure::Failure,
+    failure::{Failure, store_failure},
     host::Host,
     operation::{Type, interrupted},
+    registry::images::Deletion,
     request::{self, preconditions},
     store::{ImageRecord, ImageStage, RequestRecord},
     text,
-    vm::store_failure,
 };
 
 /// Deletes an image; an import that is under way is cancelled.

@@ -4,8 +4,14 @@ use std::sync::Arc;
 
 use proto::v1;
 
-use super::{Seen, describe, registry::Deletion, remove};
-use crate::{failure::Failure, host::Host, store::ImageStage, text};
+use super::{describe, remove};
+use crate::{
+    failure::Failure,
+    host::Host,
+    registry::images::{Deletion, Seen},
+    store::ImageStage,
+    text,
+};
 
 /// Deletes those that `matches` chooses, the ones first that were not used for longest. One that is taken into use meanwhile stays.
 pub async fn prune(
@@ -43,7 +49,8 @@ pub async fn prune(
         if !request.dry_run {
             let deletion = host.images.begin_delete(&name, |record| {
                 let same = record.uid == seen.record.uid;
-                same.then_some(()).ok_or_else(|| super::registry::no_image(&name))
+                same.then_some(())
+                    .ok_or_else(|| crate::registry::images::no_image(&name))
             });
             let Ok(Deletion::Ready(record)) = deletion else {
                 continue;

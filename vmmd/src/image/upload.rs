@@ -17,7 +17,7 @@ use super::{
 use crate::{
     context::Context,
     disk::{self, Control, follow},
-    failure::Failure,
+    failure::{Failure, file_failed},
     host::Host,
     operation::Handle,
     store::ImageRecord,
@@ -160,5 +160,5 @@ async fn write(
 }
 
 fn failed(error: &io::Error) -> Failure {
-    disk::file_failed("write what is uploaded", error)
+    file_failed("write what is uploaded", error)
 }

@@ -14,13 +14,9 @@
 //! carries out what concerns its own `vmm`. The source is the client of all calls, and repeats what has not been answered: so the target asks
 //! nothing. Memory goes over the daemons' connection, which has TLS with certificates on both sides.
 
-mod peers;
-mod record;
 mod source;
 mod target;
 
-pub use peers::Peers;
-pub use record::{Handover, message_of};
 pub use source::{attend, migrate};
 pub use target::{offer, receive, settle};
 
@@ -30,7 +26,7 @@ use tokio::sync::oneshot;
 use crate::{
     failure::Failure,
     host::Host,
-    vm::{Command, HandoverRequest},
+    registry::vms::command::{Command, HandoverRequest},
 };
 
 /// What daemons say to each other.

@@ -22,19 +22,23 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use uuid::Uuid;
 
-use super::{PROTOCOL, ask, message_of, record::step};
+use super::{PROTOCOL, ask};
 use crate::{
     context::Context,
     control::Client,
     event::{Draft, Object},
-    failure::{Failure, Kind},
+    failure::{Failure, Kind, store_failure},
     fault,
     host::Host,
     operation::{Handle, Progress, Type},
+    registry::vms::command::{Command, HandoverRequest, Purpose},
     request::preconditions,
-    store::{HandoverStage, Hardware, VmRecord},
+    store::{
+        HandoverStage, Hardware, VmRecord,
+        handover::{message_of, step},
+    },
     text,
-    vm::{Command, HandoverRequest, Purpose, refused, store_failure},
+    vm::refused,
 };
 
 /// Bytes of a message to the target.

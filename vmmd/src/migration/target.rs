@@ -10,14 +10,18 @@ use tokio::{io::AsyncWriteExt as _, net::UnixStream, time::timeout};
 use tonic::Streaming;
 use uuid::Uuid;
 
-use super::{Handover, PROTOCOL, ask, message_of, record::step, source::refuse_what_stays};
+use super::{PROTOCOL, ask, source::refuse_what_stays};
 use crate::{
     context::Context,
     failure::{Failure, Kind},
     fault,
     host::Host,
-    store::{Hardware, NicHardware},
-    vm::{HandoverRequest, Incoming, create_incoming},
+    registry::vms::command::HandoverRequest,
+    store::{
+        Hardware, NicHardware,
+        handover::{Handover, message_of, step},
+    },
+    vm::{Incoming, create_incoming},
 };
 
 /// How long a VM that was offered is kept while nothing of it comes, and one that was received while nobody says what becomes of it.

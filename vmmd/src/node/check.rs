@@ -5,16 +5,17 @@ use std::{path::Path, sync::Arc};
 use proto::model::vm::{Attachment, Manifest, VmSpec};
 use tokio::task::spawn_blocking;
 
-use super::{
-    Demand, Facts, Resources, allocatable, conditions,
-    placement::{self, Picture, Problem, decide},
-    sizing,
-};
+use super::conditions;
 use crate::{
+    capacity::{
+        Demand, Facts, Resources, allocatable,
+        placement::{self, Picture, Problem, decide},
+        sizing,
+    },
     failure::{Failure, Kind},
+    files,
     host::Host,
     text,
-    vm::files,
 };
 
 /// What was found out about the node.

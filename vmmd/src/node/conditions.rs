@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use proto::v1::{Condition, ConditionStatus};
 
-use super::{Facts, limits::Pressure};
 use crate::{
+    capacity::{Facts, limits::Pressure},
     event::{Draft, Object},
     failure::Failure,
     store::ConditionRecord,

@@ -5,8 +5,13 @@ use std::{fs, path::Path, sync::Arc};
 use proto::v1::{Node, NodeSpec, NodeStatus, ObjectMetadata};
 use uuid::Uuid;
 
-use super::{Facts, allocatable, capacity, check};
-use crate::{failure::Failure, host::Host, text};
+use super::check;
+use crate::{
+    capacity::{Facts, allocatable, capacity},
+    failure::Failure,
+    host::Host,
+    text,
+};
 
 /// What `vmmd.v1` has been extended by since its first release.
 const API_MINOR: u32 = 1;

@@ -9,14 +9,14 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use proto::v1::{DrainMetadata, DrainResult, ExitReason, Vm, VmPhase};
 use tokio::{sync::oneshot, task::JoinSet};
 
+use super::operate;
 use crate::{
     context::Context,
     event::{Draft, Object},
     failure::{Failure, Kind},
     host::Host,
-    node::operate,
     operation::{Detail, Handle, Metadata, Pending, Progress, Type, interrupted},
-    vm::{Command, Life, admission::Request},
+    registry::vms::command::{Command, Life, Request},
 };
 
 /// Guests that are asked to power off at the same time.

@@ -13,7 +13,7 @@ use crate::{
     event::{Draft, Object},
     failure::Failure,
     host::Host,
-    vm::Command,
+    registry::vms::command::Command,
 };
 
 /// Longest reason of a cordon in bytes.

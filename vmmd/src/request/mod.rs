@@ -158,7 +158,7 @@ where
         Ok(Some(record)) if same(record.mark.as_ref(), &mark) => return Answer::from(record),
         Ok(Some(_)) => return Answer::from(Status::from(reused(&mark.id))),
         Ok(None) => {}
-        Err(error) => return Answer::from(Status::from(crate::vm::store_failure(error))),
+        Err(error) => return Answer::from(Status::from(crate::failure::store_failure(error))),
     }
     let answer = match work().await {
         Ok(response) => Answer::of(&response),

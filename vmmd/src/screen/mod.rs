@@ -9,7 +9,6 @@
 //! Both are off unless the configuration says where they listen, and listen on this machine only: neither encrypts anything. Who comes
 //! shows a secret that the API has made; the `vmm` speaks RFB, and its bytes are passed on as they are.
 
-pub mod ticket;
 pub mod vnc;
 pub mod web;
 
@@ -29,8 +28,12 @@ use tokio::{
     time::sleep,
 };
 
-use self::ticket::{Ticket, Tickets};
-use crate::{failure::Failure, host::Host, paths::RuntimeDir, vm::table::Entry};
+use crate::{
+    failure::Failure,
+    host::Host,
+    paths::RuntimeDir,
+    registry::{screens::Ticket, vms::Entry},
+};
 
 /// Connections at once, of each listener; more wait in the kernel's queue.
 const MAX_CONNECTIONS: usize = 64;
@@ -39,17 +42,6 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// In the runtime folder: the bound addresses.
 const ADDRESS_FILES: [&str; 2] = ["vnc.addr", "web.addr"];
-
-/// The ways that there are, and the secrets that open them.
-#[derive(Debug, Default)]
-pub struct Screens {
-    /// Where viewers are served.
-    pub vnc: OnceLock<SocketAddr>,
-    /// Where browsers are served.
-    pub web: OnceLock<SocketAddr>,
-    /// See [`ticket`].
-    pub tickets: Tickets,
-}
 
 /// Serves what the configuration says, until the daemon ends.
 pub async fn serve(host: &Arc<Host>) -> anyhow::Result<()> {

@@ -17,11 +17,12 @@ use tokio::{
 };
 use uuid::Uuid;
 
-use super::{
-    accept, enter,
-    ticket::{Form, Ticket, Tickets},
+use super::{accept, enter};
+use crate::{
+    failure::Failure,
+    host::Host,
+    registry::screens::{Form, Ticket, Tickets},
 };
-use crate::{failure::Failure, host::Host};
 
 /// How long a viewer may take to show its password.
 const HANDSHAKE: Duration = Duration::from_secs(30);

@@ -22,8 +22,8 @@ use tokio::{
     net::{TcpListener, TcpStream, UnixStream},
 };
 
-use super::{accept, enter, ticket::Form};
-use crate::host::Host;
+use super::{accept, enter};
+use crate::{host::Host, registry::screens::Form};
 
 /// How long the headers of a request may take.
 const HEADERS: Duration = Duration::from_secs(10);

@@ -17,12 +17,13 @@ use crate::{
     control::Client,
     disk,
     event::Object,
-    failure::{Failure, Kind},
+    failure::{Failure, Kind, store_failure},
     host::Host,
     operation::{Progress, Type},
+    registry::vms::command::{Command, Purpose},
     store::{SnapshotRecord, SnapshotStage},
     sys, text,
-    vm::{Command, Purpose, refused, store_failure},
+    vm::refused,
 };
 
 /// Steps, as the operation counts them: the `vmm` writes the file, and the record is written.

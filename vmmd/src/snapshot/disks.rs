@@ -33,10 +33,10 @@ use super::{Folder, failed};
 use crate::{
     disk,
     failure::Failure,
+    files::{self, Locks, OpenDisk, Within, roots},
     host::Host,
     store::{DiskRecord, DiskSource, SnapshotDisk, SnapshotRecord, disk_source},
     text,
-    vm::files::{self, Locks, OpenDisk, Within, roots},
 };
 
 /// The disks that are to be in a snapshot, open for reading.

@@ -12,7 +12,6 @@
 
 mod create;
 mod disks;
-mod registry;
 mod restore;
 
 use std::{
@@ -29,19 +28,17 @@ use tokio::task::spawn_blocking;
 use uuid::Uuid;
 
 pub use create::{create, release};
-pub use registry::Registry;
 pub use restore::restore;
 
 use crate::{
     context::Context,
     event::{Draft, Object},
-    failure::Failure,
+    failure::{Failure, file_failed, store_failure},
     host::Host,
     paths::private_dir,
     request,
     store::{SnapshotRecord, SnapshotStage},
     text,
-    vm::store_failure,
 };
 
 /// `<state_dir>/snapshots`, for root only. Blocking.
@@ -205,5 +202,5 @@ fn tell(host: &Host, record: &SnapshotRecord, reason: &str, message: impl Into<S
 
 /// The failure that a client gets when a snapshot's file can't be made, written or read.
 fn failed(operation: &str, error: &io::Error) -> Failure {
-    crate::disk::file_failed(operation, error)
+    file_failed(operation, error)
 }

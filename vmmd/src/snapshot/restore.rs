@@ -12,9 +12,10 @@ use crate::{
     failure::{Failure, Kind},
     fault,
     host::Host,
+    registry::vms::command::{self, Command, Life, Restore},
     store::SnapshotRecord,
     text,
-    vm::{Command, Life, Restore, admission, create_as},
+    vm::create_as,
 };
 
 /// Restores a VM; returns when it runs. A VM that was created for it is deleted when the restore fails.
@@ -147,7 +148,7 @@ async fn make_and_start(
 }
 
 async fn delete(host: &Arc<Host>, name: &str, context: &Context) {
-    let delete = admission::Request::Delete { force: true };
+    let delete = command::Request::Delete { force: true };
     if let Err(failure) = ask(host, name, delete, None, context).await {
         tracing::error!(vm = name, %failure, "delete a VM that could not be restored from a snapshot");
     }
@@ -198,7 +199,7 @@ async fn start(
     context: &Context,
 ) -> Result<v1::Vm, Failure> {
     if machine == Machine::Booted {
-        return ask(host, name, admission::Request::Start, None, context).await;
+        return ask(host, name, command::Request::Start, None, context).await;
     }
     let path = folder(host).path(record);
     let opened = spawn_blocking(move || File::open(path)).await;
@@ -214,14 +215,14 @@ async fn start(
             (spec.unwrap_or_default(), hardware.unwrap_or_default())
         }),
     };
-    ask(host, name, admission::Request::Start, Some(restore), context).await
+    ask(host, name, command::Request::Start, Some(restore), context).await
 }
 
 /// Asks the VM's actor and waits for the end of what follows.
 async fn ask(
     host: &Arc<Host>,
     name: &str,
-    request: admission::Request,
+    request: command::Request,
     restore: Option<Restore>,
     context: &Context,
 ) -> Result<v1::Vm, Failure> {

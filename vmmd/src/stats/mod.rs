@@ -19,8 +19,9 @@ use crate::{
     control::{self, bounds},
     failure::{Failure, Kind},
     host::Host,
+    registry::vms::Entry,
     text,
-    vm::{public_stats, table::Entry},
+    vm::public_stats,
 };
 
 /// How long a `vmm` may take to count.

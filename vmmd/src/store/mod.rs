@@ -5,6 +5,7 @@
 //! phases, fsync) before anybody is answered. A write that fails changes nothing: the file is closed and opened again
 //! before the next one, since redb refuses to go on after an I/O error.
 
+pub mod handover;
 mod history;
 mod migration;
 mod operation;

@@ -7,10 +7,8 @@
 
 mod certificates;
 mod identity;
-mod listener;
 mod watch;
 
 pub use certificates::{ALPN, Certificates, Peer};
-pub use identity::common_name;
-pub use listener::Listener;
+pub use identity::{common_name, identify};
 pub use watch::{reload, watch};

@@ -9,8 +9,7 @@ use tokio::{io::unix::AsyncFd, signal::unix::Signal, task::spawn_blocking, time:
 use super::Certificates;
 use crate::{
     context::Context,
-    event::{Draft, Object},
-    host::Host,
+    event::{Draft, Events, Object},
     sys, text,
 };
 
@@ -18,7 +17,7 @@ use crate::{
 const SETTLE: Duration = Duration::from_millis(300);
 
 /// Loads `certificates` when their files change or a `hangup` asks for it, and tells what came of it. Never ends.
-pub async fn watch(host: Arc<Host>, certificates: Arc<Certificates>, mut hangup: Signal) {
+pub async fn watch(events: Events, certificates: Arc<Certificates>, mut hangup: Signal) {
     let changes = folders(&certificates.files());
     let mut changes = changes
         .inspect_err(|error| {
@@ -34,12 +33,12 @@ pub async fn watch(host: Arc<Host>, certificates: Arc<Certificates>, mut hangup:
             },
             Some(()) = hangup.recv() => {}
         }
-        reload(&host, &certificates).await;
+        reload(&events, &certificates).await;
     }
 }
 
 /// Loads `certificates`, and tells what came of it.
-pub async fn reload(host: &Host, certificates: &Arc<Certificates>) {
+pub async fn reload(events: &Events, certificates: &Arc<Certificates>) {
     let loading = Arc::clone(certificates);
     let loaded = spawn_blocking(move || loading.reload()).await;
     let (severity, reason, message) = match loaded {
@@ -63,7 +62,7 @@ pub async fn reload(host: &Host, certificates: &Arc<Certificates>) {
         severity,
         ..Draft::normal(Object::Node, reason, message)
     };
-    host.events.emit(draft.of(Context::daemon()));
+    events.emit(draft.of(Context::daemon()));
 }
 
 /// Watches the folders, since files are replaced by others of the same name. All must be there.

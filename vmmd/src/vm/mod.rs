@@ -1,29 +1,24 @@
-//! Virtual machines: a table of them, an actor for each, and what brings one up, watches it and takes it down.
+//! Virtual machines: an actor for each, and what brings one up, watches it and takes it down. Who wants something of a VM
+//! finds its actor's mailbox in the [registry](crate::registry::vms).
+//!
+//! | room | what |
+//! |---|---|
+//! | [`api`] | creates a VM's record, and shows a VM to clients |
+//! | [`actor`] | the only one that changes a VM: takes requests, has work done, hears what its process does |
+//! | [`lifecycle`] | decides, and does nothing: what is admitted, what an exit means, what the run policy makes of it |
+//! | [`start`] | from a spec to a booted `vmm`, from top to bottom |
+//! | [`instance`] | one run: the process, the connection to it, what it holds of the node |
+//! | [`spec`] | what a `vmm` is told to build, how it may differ from the spec, what its cgroup limits are |
+//! | [`recovery`] | a VM after the daemon's restart, after its actor has failed, and one that can't be looked after |
 
 mod actor;
-pub mod admission;
-pub mod change;
-pub mod clients;
-pub mod consoles;
-mod create;
-mod describe;
-pub mod ending;
-pub mod files;
+mod api;
 mod instance;
-pub mod limits;
-mod link;
-mod log_guard;
-pub mod machine;
-mod policy;
-mod process;
-pub mod reconcile;
+pub mod lifecycle;
+pub mod recovery;
+mod spec;
 mod start;
-mod supervisor;
-pub mod table;
-mod unusable;
 
-pub use actor::{Answer, Command, DiskRequest, HandoverRequest, Life, Purpose, Reply, Update, public_stats};
-pub use create::{Incoming, create, create_as, create_incoming};
-pub use log_guard::LogGuard;
-pub use process::Process;
-pub use start::{Restore, refused, store_failure};
+pub use actor::public_stats;
+pub use api::create::{Incoming, create, create_as, create_incoming};
+pub use start::refused;

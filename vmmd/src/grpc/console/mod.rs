@@ -2,7 +2,7 @@
 //!
 //! Each client has a connection of its own to the VM's `console.sock` or `hvc.sock`, on which the `vmm` first says how much it
 //! replays (8 bytes, little-endian), then replays, then sends what the guest writes; what it receives is typed into
-//! the port. Who may type is decided by [`crate::vm::consoles`]. A client that doesn't read leaves its bytes in that socket, where the `vmm` drops what doesn't fit:
+//! the port. Who may type is decided by [`crate::registry::consoles`]. A client that doesn't read leaves its bytes in that socket, where the `vmm` drops what doesn't fit:
 //! nothing is buffered here beyond a few messages, and nobody else waits.
 //!
 //! Of a VM that doesn't run, the end of the last run's serial log is shown (a virtio-console has no log), and the stream ends. Of one that is about
@@ -37,11 +37,11 @@ use crate::{
     failure::Failure,
     host::Host,
     paths::{LogDir, RuntimeDir},
-    text,
-    vm::{
+    registry::{
         consoles::{Access, Device, Permit},
-        table::Entry,
+        vms::Entry,
     },
+    text,
 };
 
 /// The stream to the client.

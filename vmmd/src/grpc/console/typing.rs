@@ -15,8 +15,8 @@ use crate::{
     control,
     failure::{Failure, Kind},
     host::Host,
+    registry::consoles::{Device, Permit},
     text,
-    vm::consoles::{Device, Permit},
 };
 
 /// Largest message of input in bytes.

@@ -6,18 +6,21 @@ use proto::v1::{self, ObjectMetadata, WatchEventType};
 use tokio::sync::watch;
 
 use crate::{
-    disk::{self, Buried, Seen, describe},
+    disk::describe,
     failure::Failure,
     grpc::objects::{Kept, Kind, Snapshot},
     host::Host,
-    vm::table::{Expired, Position},
+    registry::{
+        disks::{self, Seen, shown},
+        feed::{Buried, Expired, Position},
+    },
 };
 
 /// See the module.
 #[derive(Debug)]
 pub enum Disk {}
 
-fn snapshot(disk::Snapshot { disks, at }: disk::Snapshot) -> Snapshot<Seen> {
+fn snapshot(disks::Snapshot { disks, at }: disks::Snapshot) -> Snapshot<Seen> {
     Snapshot { objects: disks, at }
 }
 
@@ -74,7 +77,7 @@ impl Kept for Seen {
     }
 
     fn metadata(&self) -> ObjectMetadata {
-        describe::metadata(&self.record)
+        shown::metadata(&self.record)
     }
 
     fn made(&self) -> (u64, u64) {

@@ -6,12 +6,14 @@ use proto::v1::{self, ObjectMetadata, WatchEventType};
 use tokio::sync::watch;
 
 use crate::{
-    disk::Buried,
     failure::Failure,
     grpc::objects::{Kept, Kind, Snapshot},
     host::Host,
-    image::{Seen, describe},
-    vm::table::{Expired, Position},
+    image::describe,
+    registry::{
+        feed::{Buried, Expired, Position},
+        images::{Seen, metadata},
+    },
 };
 
 /// See the module.
@@ -47,7 +49,7 @@ impl Kind for Image {
     }
 
     fn known(seen: &Seen) -> v1::Image {
-        Self::buried(describe::metadata(&seen.record))
+        Self::buried(metadata(&seen.record))
     }
 
     fn buried(metadata: ObjectMetadata) -> v1::Image {
@@ -72,7 +74,7 @@ impl Kept for Seen {
     }
 
     fn metadata(&self) -> ObjectMetadata {
-        describe::metadata(&self.record)
+        metadata(&self.record)
     }
 
     fn made(&self) -> (u64, u64) {

@@ -14,10 +14,9 @@ pub use self::{
 };
 use super::{cursor::Cursor, filter::Filter};
 use crate::{
-    disk::Buried,
     failure::Failure,
     host::Host,
-    vm::table::{Expired, Position},
+    registry::feed::{Buried, Expired, Position},
 };
 
 /// One kind of objects.

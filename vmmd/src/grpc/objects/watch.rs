@@ -13,14 +13,13 @@ use tonic::Status;
 
 use super::{Kept, Kind, Snapshot, cursor};
 use crate::{
-    disk::Buried,
     failure::Failure,
     grpc::{
         cursor::{Cursor, expired},
         filter::Filter,
     },
     host::Host,
-    vm::table::Position,
+    registry::feed::{Buried, Position},
 };
 
 /// The stream of events.

@@ -47,12 +47,11 @@ pub use self::{
 use super::Links;
 use crate::{
     context::Context,
-    failure::{Failure, Kind},
+    failure::{Failure, Kind, store_failure},
     host::Host,
     request,
     store::{LeaseRecord, NetworkRecord, PortRecord},
     text,
-    vm::store_failure,
 };
 
 /// All networks.

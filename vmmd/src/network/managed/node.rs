@@ -17,10 +17,10 @@ use super::{
 };
 use crate::{
     event::{Draft, Object},
+    failure::store_failure,
     host::Host,
     store::{LeaseRecord, NetworkRecord, PortRecord},
     text,
-    vm::store_failure,
 };
 
 /// How often the node is compared with what is wanted.

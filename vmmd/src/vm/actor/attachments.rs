@@ -12,7 +12,8 @@ use tokio::{
     time::Instant,
 };
 
-use super::{Reply, plug::Outcome, update::LiveChanges};
+use super::{plug::Outcome, update::LiveChanges};
+use crate::registry::vms::command::Reply;
 
 /// The disks of one VM, and the tasks that plug, unplug or change them.
 #[derive(Debug, Default)]

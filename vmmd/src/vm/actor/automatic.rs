@@ -3,16 +3,17 @@
 use proto::v1::EventSeverity;
 use tokio::time::{Duration, Instant};
 
-use super::{Actor, Life};
+use super::Actor;
 use crate::{
+    capacity::Demand,
     context::{Context, Initiator},
     failure::Failure,
-    node::Demand,
     operation::{Handle, Type},
+    registry::vms::command::{Life, Request},
     store::{Intent, RestartRecord},
     text,
-    vm::{
-        admission::{Refusal, Request, Situation},
+    vm::lifecycle::{
+        admission::{Refusal, Situation},
         policy::{BackOff, Decision, Occasion, decide, refuses},
     },
 };

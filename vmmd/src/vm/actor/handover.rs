@@ -10,20 +10,19 @@ use proto::{
 use tokio::{sync::oneshot, time::timeout};
 
 use super::{
-    Actor, HandoverRequest,
+    Actor,
     work::{Then, Work},
 };
 use crate::{
     context::Context,
-    failure::{Failure, Kind},
-    migration::{self, Handover},
+    failure::{Failure, Kind, store_failure},
+    migration,
     operation::{Handle, Progress, Type},
-    store::HandoverStage,
+    registry::vms::command::{HandoverRequest, Restore},
+    store::{HandoverStage, handover::Handover},
     vm::{
-        admission::Situation,
-        describe::MIGRATING,
-        policy::Occasion,
-        start::{Restore, store_failure},
+        api::describe::MIGRATING,
+        lifecycle::{admission::Situation, policy::Occasion},
     },
 };
 

@@ -17,7 +17,6 @@
 mod attachments;
 mod automatic;
 mod balloon;
-mod command;
 mod disks;
 mod handover;
 mod left;
@@ -48,10 +47,17 @@ use uuid::Uuid;
 use self::work::{Done, News, Start, Stop, Then, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
-    command::{Answer, Command, DiskRequest, HandoverRequest, Life, LifeReply, Purpose, Reply},
     disks::without_disk,
     run::SNAPSHOT_MINOR,
-    update::Update,
+};
+use super::{
+    api::describe::View,
+    instance::Instance,
+    lifecycle::{
+        admission::{self, Situation, Verdict, admit, admit_disk},
+        policy::Occasion,
+    },
+    recovery::supervisor,
 };
 use crate::{
     context::{self, Context},
@@ -61,15 +67,11 @@ use crate::{
     fault,
     host::Host,
     operation::{Handle, Pending, Reporter, Type},
-    store::{Intent, VmRecord},
-    vm::{
-        admission::{self, Request, Situation, Verdict, admit, admit_disk},
-        describe::View,
-        instance::Instance,
-        policy::Occasion,
-        supervisor,
-        table::Entry,
+    registry::vms::{
+        Entry,
+        command::{Answer, Command, Life, LifeReply, Purpose, Reply, Request},
     },
+    store::{Intent, VmRecord},
 };
 
 /// Commands that wait for the actor at most; more wait at their senders.

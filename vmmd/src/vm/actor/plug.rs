@@ -11,18 +11,18 @@ use proto::{
 };
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::Reply;
 use crate::{
     control::{self, Client},
     disk::{self, Control},
     failure::{Failure, Kind},
+    files::{self, Known, Locks},
     host::Host,
     ledger::FileId,
+    registry::vms::command::Reply,
     store::Hardware,
     vm::{
-        change::Live,
-        files::{self, Known, Locks},
-        machine, start,
+        spec::{change::Live, machine},
+        start,
     },
 };
 

@@ -6,12 +6,14 @@ use proto::v1::EventSeverity;
 
 use super::Actor;
 use crate::{
+    capacity::{Demand, placement},
     failure::Failure,
-    node::{Demand, check, placement},
+    files,
+    node::check,
     store::VmRecord,
-    vm::{
+    vm::spec::{
         change::{self, Live, Verdict},
-        files, limits,
+        limits,
     },
 };
 

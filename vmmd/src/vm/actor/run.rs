@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 
 use super::{
-    Actor, LifeReply,
+    Actor,
     attachments::Errors,
     plug::Outcome,
     respond,
@@ -26,22 +26,25 @@ use crate::{
     control::{self, Notice},
     event::{Draft, Object},
     failure::{Failure, Kind},
+    files,
     ledger::FileId,
     operation::{Handle, Metadata, Progress},
+    registry::vms::command::{LifeReply, Request, Restore},
     snapshot,
     store::{InstanceRecord, Intent},
     text,
     vm::{
-        admission::Request,
-        change,
-        describe::{DISK_ERROR, MIGRATING, SNAPSHOT, camel_case},
-        ending::{Asked, count},
-        files,
-        instance::Lingering,
-        limits,
-        link::{self, Session},
-        policy::Occasion,
-        start::{Plan, Restore, STEPS, Started, start},
+        api::describe::{DISK_ERROR, MIGRATING, SNAPSHOT, camel_case},
+        instance::{
+            Lingering,
+            link::{self, Session},
+        },
+        lifecycle::{
+            exit::{Asked, count},
+            policy::Occasion,
+        },
+        spec::{change, limits},
+        start::{Plan, STEPS, Started, start},
     },
 };
 

@@ -9,24 +9,27 @@ use proto::{
 use tokio::{task::spawn_blocking, time::Instant};
 
 use super::{
-    Actor, Life, answer, respond, superseded,
+    Actor, answer, respond, superseded,
     work::{Change, Stage, Stop, Then, Work},
 };
 use crate::{
     cgroup::LEAVING,
     control::Client,
-    failure::Failure,
+    failure::{Failure, store_failure},
     lock,
     operation::{Detail, Handle, Pending, Progress, Type},
     paths::{LogDir, RuntimeDir},
+    registry::vms::command::Life,
     store::Intent,
     text,
     vm::{
-        change,
-        ending::{Asked, Evidence, count, judge},
         instance::{Instance, Lingering, exit_record},
-        policy::Occasion,
-        start::{clean_up, store_failure},
+        lifecycle::{
+            exit::{Asked, Evidence, count, judge},
+            policy::Occasion,
+        },
+        spec::change,
+        start::clean_up,
     },
 };
 

@@ -6,7 +6,7 @@ use tokio::time::{Duration, Instant};
 use super::Actor;
 use crate::{
     event::{Draft, Object},
-    vm::describe::DISK_ERROR,
+    vm::api::describe::DISK_ERROR,
 };
 
 /// Resets by the guest are told at most so often: a guest may do nothing else.

@@ -9,11 +9,7 @@ mod live;
 use std::time::Duration;
 
 use proto::{
-    model::{
-        Violations,
-        mask::{self, UpdateMask},
-        vm::Manifest,
-    },
+    model::{Violations, mask, vm::Manifest},
     v1::{self, AttachmentPhase, EventSeverity},
 };
 use tokio::time::Instant;
@@ -21,22 +17,29 @@ use tokio::time::Instant;
 pub use self::live::LiveChanges;
 use self::live::Waiter;
 use super::{
-    Actor, LifeReply, answer,
+    Actor, answer,
     attachments::{Attachments, PlugKind},
     respond, superseded,
 };
 use crate::{
+    capacity::placement,
     context::Context,
-    disk::Registry,
-    failure::{Failure, Kind},
-    node::{check, placement},
+    failure::{Failure, Kind, store_failure},
+    files,
+    node::check,
+    registry::{
+        disks::Disks,
+        vms::command::{LifeReply, Update},
+    },
     store::VmRecord,
     text,
     vm::{
-        admission::{self, Applied},
-        change::{self, Live, Verdict},
-        create, files, machine,
-        start::store_failure,
+        api::create,
+        lifecycle::admission::{self, Applied},
+        spec::{
+            change::{self, Live, Verdict},
+            machine,
+        },
     },
 };
 
@@ -44,23 +47,6 @@ use crate::{
 const DEFAULT_EJECT: Duration = Duration::from_secs(30);
 /// How long it may take to power off when nothing is given.
 const DEFAULT_GRACE: Duration = Duration::from_secs(60);
-
-/// What a request changes of a VM.
-#[derive(Debug)]
-pub struct Update {
-    /// Of the request; without status, and the formats of disks are filled in.
-    pub vm: v1::Vm,
-    /// The fields of `vm` that are changed; all when `None`.
-    pub mask: Option<UpdateMask>,
-    /// What is to be done with it.
-    pub mode: v1::ApplyMode,
-    /// How long the guest may take for what it is asked.
-    pub grace: Option<Duration>,
-    /// The answer comes when what a running machine takes over has begun.
-    pub no_wait: bool,
-    /// Who asks.
-    pub context: Context,
-}
 
 /// What a VM is to be from now on.
 #[derive(Debug)]
@@ -77,7 +63,7 @@ impl Update {
     /// # Errors
     ///
     /// All that is wrong with it, or what the mask leads through and is not there.
-    pub fn desired(&self, present: &v1::Vm, disks: &Registry) -> Result<v1::Vm, Failure> {
+    pub fn desired(&self, present: &v1::Vm, disks: &Disks) -> Result<v1::Vm, Failure> {
         let mut vm = match &self.mask {
             Some(mask) => mask.apply(present, &self.vm).map_err(inapplicable)?,
             None => self.vm.clone(),

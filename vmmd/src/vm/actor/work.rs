@@ -13,17 +13,19 @@ use tokio::{
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use super::LifeReply;
 use crate::{
     cgroup::LEAVING,
     control::{self, Notice},
     failure::Failure,
     operation::{Handle, Metadata, Progress},
+    registry::vms::command::LifeReply,
     text,
     vm::{
-        ending::Asked,
-        instance::{Instance, Lingering},
-        link::{Link, Session, State},
+        instance::{
+            Instance, Lingering,
+            link::{Link, Session, State},
+        },
+        lifecycle::exit::Asked,
         start::Started,
     },
 };

@@ -11,7 +11,7 @@ use crate::{
     failure::{Failure, Kind},
     host::Host,
     paths::RuntimeDir,
-    store, text,
+    text,
     vm::instance::exit_record,
 };
 
@@ -78,24 +78,4 @@ pub(super) fn cancelled(name: &str) -> Failure {
         "START_CANCELLED",
         format!("VM \"{name}\" was stopped while it was being started"),
     )
-}
-
-/// What a client is told when the store can't be written.
-pub fn store_failure(error: store::Error) -> Failure {
-    match error {
-        store::Error::Full => Failure::new(
-            Kind::Exhausted,
-            "STORE_FULL",
-            "the file system of the daemon's state is full: nothing was changed; make room and try again",
-        ),
-        store::Error::Closed => Failure::new(
-            Kind::Unavailable,
-            "STORE_UNAVAILABLE",
-            "the daemon's store has failed and is opened again: nothing is known of the change; look, and try again",
-        ),
-        error => {
-            tracing::error!(%error, "write the store");
-            Failure::internal("the daemon's store can't be written: nothing was changed; its log says more")
-        }
-    }
 }

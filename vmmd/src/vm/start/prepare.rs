@@ -14,16 +14,15 @@ use uuid::Uuid;
 
 use super::{Plan, failures::failed};
 use crate::{
+    capacity::{Demand, placement},
     cgroup::plan::Plan as Limits,
     failure::Failure,
+    files::{self, Files, Known},
     host::Host,
     lock,
-    node::{Demand, check::Look, placement},
+    node::check::Look,
     paths::{LogDir, RuntimeDir},
-    vm::{
-        files::{self, Files, Known},
-        limits,
-    },
+    vm::spec::limits,
 };
 
 /// What the VM needs of what is there.

@@ -11,21 +11,24 @@ use proto::{
 };
 
 use crate::{
+    capacity::placement,
     control::Client,
-    failure::{Failure, Kind},
+    failure::{Failure, Kind, store_failure},
+    files,
     ledger::FileId,
-    node::placement,
+    registry::vms::command::Reply,
     vm::{
         actor::{
-            Actor, Reply, answer,
+            Actor, answer,
             attachments::{Attachment, Plug, PlugKind},
             plug::{self, AttachError, Outcome, Plugged},
             run::THIRD_MINOR,
         },
-        admission::Place,
-        change::{self, Live},
-        files, limits, machine,
-        start::store_failure,
+        lifecycle::admission::Place,
+        spec::{
+            change::{self, Live},
+            limits, machine,
+        },
     },
 };
 

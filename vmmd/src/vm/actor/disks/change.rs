@@ -6,13 +6,14 @@ use proto::{model::disk::Disk, v1::AttachmentPhase};
 
 use crate::{
     failure::Failure,
+    registry::vms::command::Reply,
     vm::{
         actor::{
-            Actor, Reply,
+            Actor,
             plug::{self, Outcome, no_disk},
         },
-        admission::Place,
-        change,
+        lifecycle::admission::Place,
+        spec::change,
     },
 };
 

@@ -7,13 +7,14 @@ use proto::{
 
 use crate::{
     failure::Failure,
+    registry::vms::command::Reply,
     vm::{
         actor::{
-            Actor, Reply,
+            Actor,
             attachments::{Attachment, PlugKind},
             plug::{self, Outcome},
         },
-        change,
+        spec::change,
     },
 };
 

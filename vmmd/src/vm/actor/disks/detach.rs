@@ -11,14 +11,15 @@ use tokio::time::Instant;
 use crate::{
     control::Client,
     failure::{Failure, Kind},
+    registry::vms::command::Reply,
     vm::{
         actor::{
-            Actor, Reply, answer,
+            Actor, answer,
             attachments::{Attachment, Plug, PlugKind},
             plug::{self, Outcome, no_disk},
         },
-        admission::Place,
-        change::{self, Live},
+        lifecycle::admission::Place,
+        spec::change::{self, Live},
     },
 };
 

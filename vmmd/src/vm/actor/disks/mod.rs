@@ -26,12 +26,13 @@ mod detach;
 mod spec;
 
 pub use self::spec::without_disk;
-use super::{Actor, DiskRequest, Reply, answer, plug::Outcome};
+use super::{Actor, answer, plug::Outcome};
 use crate::{
     context::Context,
     control::Client,
     failure::{Failure, Kind},
-    vm::admission::{self, admit_disk},
+    registry::vms::command::{DiskRequest, Reply},
+    vm::lifecycle::admission::{self, admit_disk},
 };
 
 impl Actor {

@@ -3,12 +3,11 @@
 use proto::model::{Violations, vm::VmSpec};
 
 use crate::{
-    failure::Failure,
+    failure::{Failure, store_failure},
     store::VmRecord,
     vm::{
         actor::Actor,
-        change::{self, Live},
-        start::store_failure,
+        spec::change::{self, Live},
     },
 };
 

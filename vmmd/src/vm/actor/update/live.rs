@@ -13,26 +13,25 @@ use proto::{
 use serde_json::Value as Json;
 use tokio::time::Instant;
 
-use super::{
-    super::{
-        Actor, Life, LifeReply,
-        attachments::Attachments,
-        balloon,
-        plug::{self, Outcome},
-        respond,
-        row::Row,
-        run::{FOURTH_MINOR, SECOND_MINOR},
-    },
-    DEFAULT_EJECT,
-};
+use super::DEFAULT_EJECT;
 use crate::{
     context::Context,
     control::Client,
     failure::Failure,
+    registry::vms::command::{Life, LifeReply, Request},
     store::VmRecord,
     vm::{
-        admission::{Request, Verdict as Admitted, admit},
-        change::{self, Change, Live, Verdict},
+        actor::{
+            Actor,
+            attachments::Attachments,
+            balloon,
+            plug::{self, Outcome},
+            respond,
+            row::Row,
+            run::{FOURTH_MINOR, SECOND_MINOR},
+        },
+        lifecycle::admission::{Verdict as Admitted, admit},
+        spec::change::{self, Change, Live, Verdict},
     },
 };
 

@@ -1,0 +1,136 @@
+//! Looks for everything that a spec names, and says all that is wrong with it. Blocking.
+
+use std::{path::Path, sync::Arc};
+
+use proto::model::{
+    disk::{Disk, Source},
+    vm::{Boot, VmSpec},
+};
+
+use super::{
+    Known, Locks, OpenDisk, Roots, Sources, Within, beyond, file::PATH_NOT_ALLOWED, known, open_disk,
+    open_image, roots,
+};
+use crate::{
+    capacity::placement::Problem,
+    failure::{Failure, Kind},
+    registry::vms::Vms,
+    store::FileRecord,
+    sys::{self, LockKind},
+};
+
+/// All that stands in the way of opening the files of a VM called `name`. What that VM has itself is no hindrance; `had` are the paths
+/// of its disks. No lock is taken, so that no start is disturbed.
+pub fn look(spec: &VmSpec, sources: &Sources<'_>, name: &str, had: &Known) -> Vec<Problem> {
+    let Boot::Linux { kernel, initrd, .. } = &spec.boot;
+    let kernels = Within::Roots(&sources.roots.kernels);
+    let mut found = Vec::new();
+    let mut note = |field: &str, failure: Failure| found.push(Problem::of(failure, field));
+    let field = "spec.boot.linux.kernel";
+    if let Err(failure) = open_image(field, "KERNEL", kernel, kernels) {
+        note(field, failure);
+    }
+    let field = "spec.boot.linux.initrd";
+    if let Some(Err(failure)) = initrd
+        .as_ref()
+        .map(|initrd| open_image(field, "INITRD", initrd, kernels))
+    {
+        note(field, failure);
+    }
+    let mut of_disks = 0;
+    for (index, disk) in spec.disks.iter().enumerate() {
+        let field = format!("spec.disks[{index}]");
+        match look_at_disk(&field, disk, sources, name, had) {
+            Ok(files) => of_disks += files,
+            Err(failure) => note(&field, failure),
+        }
+    }
+    if let Some(too_many) = beyond(spec, of_disks) {
+        note("spec.disks", too_many);
+    }
+    found
+}
+
+/// The paths of the disks that a VM has, each with any file; empty when there is no such VM.
+pub fn had(table: &Vms, name: &str) -> Known {
+    let vm = table.get(name).map(|entry| Arc::clone(&entry.state.borrow()));
+    let disks = vm.iter().flat_map(|vm| &vm.spec).flat_map(|spec| &spec.disks);
+    disks
+        .map(|disk| (disk.path().to_owned(), FileRecord::default()))
+        .collect()
+}
+
+/// The paths of a spec that lead out of the node's roots as they are written, but for those that `had` names too: what a VM has
+/// already is no reason to refuse another change. No file is touched.
+pub fn outside(spec: &VmSpec, roots: &Roots, had: Option<&VmSpec>) -> Vec<Problem> {
+    let had: Vec<_> = had.into_iter().flat_map(named_by_path).collect();
+    let fresh = named_by_path(spec)
+        .into_iter()
+        .filter(|(_, path, _)| had.iter().all(|(_, known, _)| known != path));
+    let problems = fresh.filter_map(|(field, path, is_disk)| {
+        let (within, key) = match is_disk {
+            true => (&roots.disks, "disks"),
+            false => (&roots.kernels, "kernels"),
+        };
+        let refused = roots::allows(within, path).err()?;
+        let problem = refused.about_roots(Within::Roots(within), key)?;
+        let message = format!("{field}: \"{}\" {problem}", path.display());
+        Some(Problem::of(
+            Failure::precondition(PATH_NOT_ALLOWED, message),
+            field,
+        ))
+    });
+    problems.collect()
+}
+
+/// Field and path of each file that a spec names by path, and whether it is a disk.
+fn named_by_path(spec: &VmSpec) -> Vec<(String, &Path, bool)> {
+    let Boot::Linux { kernel, initrd, .. } = &spec.boot;
+    let kernel = ("spec.boot.linux.kernel".to_owned(), kernel.as_path(), false);
+    let initrd = initrd
+        .as_ref()
+        .map(|initrd| ("spec.boot.linux.initrd".to_owned(), initrd.as_path(), false));
+    let disks = spec.disks.iter().enumerate();
+    let disks = disks.filter_map(|(index, disk)| match &disk.source {
+        Source::Path { path, .. } => Some((format!("spec.disks[{index}].path"), path.as_path(), true)),
+        Source::Disk { .. } => None,
+    });
+    std::iter::once(kernel).chain(initrd).chain(disks).collect()
+}
+
+/// How many files a disk is.
+fn look_at_disk(
+    field: &str,
+    disk: &Disk,
+    sources: &Sources<'_>,
+    name: &str,
+    had: &Known,
+) -> Result<usize, Failure> {
+    let opened = open_disk(field, disk, sources, Locks::None)?;
+    known::check_disk(had, field, disk, &opened)?;
+    let OpenDisk { fd, backing, ids, .. } = opened;
+    let kind = |read_only| {
+        if read_only {
+            LockKind::Shared
+        } else {
+            LockKind::Exclusive
+        }
+    };
+    let all = std::iter::once((&fd, disk.read_only)).chain(backing.iter().map(|(fd, _)| (fd, true)));
+    for ((fd, read_only), id) in all.zip(&ids) {
+        let unlocked = sys::could_lock(fd, kind(read_only)).unwrap_or(true);
+        let user = match sources.ledger.user_of(*id) {
+            Some(vm) if vm == name || unlocked => continue,
+            Some(vm) => format!("VM \"{vm}\""),
+            // What has a lock and is not seen is a process that has just ended: its lock is waited for at a start.
+            None if unlocked => continue,
+            None => match sys::lock_holder(fd) {
+                Some(holder) => holder,
+                None => continue,
+            },
+        };
+        let message = format!("{field}: disk \"{}\" is in use by {user}", disk.name);
+        return Err(Failure::new(Kind::Precondition, "DISK_IN_USE", message));
+    }
+    Ok(ids.len())
+}

@@ -1,0 +1,321 @@
+//! Opens what a VM's spec names, with a precise refusal for whatever can't be used. Blocking; nothing is changed on
+//! the node, and a disk's lock goes away with its descriptor.
+
+mod file;
+mod in_use;
+mod known;
+mod look;
+pub mod roots;
+pub mod signature;
+
+use std::{
+    collections::BTreeMap,
+    io,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use proto::{
+    model::{
+        disk::{Disk, Format, SECTOR, Source},
+        vm::{Boot, VmSpec},
+    },
+    wire::MAX_FDS,
+};
+
+use self::file::{identity, identity_at, open_image};
+pub use self::{
+    file::{OpenFile, Use, open_image_file, open_kvm},
+    known::{Known, any_of, key},
+    look::{had, look, outside},
+    roots::{Roots, Within},
+};
+use crate::{
+    failure::{Failure, Kind},
+    ledger::{FileId, Ledger},
+    paths::disk::Folder,
+    registry::disks::Disks,
+    sys::{self, LockKind},
+    text,
+};
+
+/// Descriptors with a machine beside those of disks, NICs and the initrd: /dev/kvm, kernel, random source, two logs.
+const OTHER_FDS: usize = 5;
+
+/// How long a lock that nobody is seen to hold is waited for. The kernel ends a killed process's io_uring, which holds
+/// its files, a moment after the process is gone.
+const ENDING: Duration = Duration::from_secs(2);
+
+/// Of statfs(2).
+const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
+
+/// All files of a VM, open.
+#[derive(Debug)]
+pub struct Files {
+    /// The kernel image.
+    pub kernel: OwnedFd,
+    /// The initial RAM disk.
+    pub initrd: Option<OwnedFd>,
+    /// In the order of the spec, each locked.
+    pub disks: Vec<OpenDisk>,
+}
+
+/// A disk of a VM, open and locked.
+#[derive(Debug)]
+pub struct OpenDisk {
+    /// Its image or block device.
+    pub fd: OwnedFd,
+    /// How it is to be read.
+    pub format: Format,
+    /// What is below it, the nearest first, open for reading.
+    pub backing: Vec<(OwnedFd, Format)>,
+    /// What its queue says of discards, if it is a block device.
+    pub discard_granularity: Option<u32>,
+    /// What is behind all of them.
+    pub ids: Vec<FileId>,
+}
+
+/// Where the daemon looks for what a spec names, and who has it.
+#[derive(Debug)]
+pub struct Sources<'a> {
+    /// Who uses which files.
+    pub ledger: &'a Ledger,
+    /// Disks of the DiskService.
+    pub disks: &'a Disks,
+    /// Where their files are.
+    pub folder: Folder,
+    /// Where all other files may be.
+    pub roots: &'a Roots,
+}
+
+/// What to do about locks of the disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Locks {
+    /// Take them; they stay with the descriptors.
+    Take,
+    /// Neither take them nor look who has them.
+    None,
+}
+
+/// Opens and checks everything for a start; a path with another file than the `known` one is refused. Returns also which files those
+/// are that the spec names by path.
+pub fn open(spec: &VmSpec, sources: &Sources<'_>, known: &Known) -> Result<(Files, Known), Failure> {
+    let Boot::Linux { kernel, initrd, .. } = &spec.boot;
+    let kernels = Within::Roots(&sources.roots.kernels);
+    let mut found = Known::new();
+    let mut open_boot = |field: &str, what, path: &Path| {
+        let fd = open_image(field, what, path, kernels)?;
+        found.extend([known::check(known, field, path, &fd)?]);
+        Ok::<_, Failure>(fd)
+    };
+    let kernel = open_boot("spec.boot.linux.kernel", "KERNEL", kernel)?;
+    let initrd = initrd
+        .as_ref()
+        .map(|initrd| open_boot("spec.boot.linux.initrd", "INITRD", initrd))
+        .transpose()?;
+    let mut disks = Vec::new();
+    for (index, disk) in spec.disks.iter().enumerate() {
+        let field = format!("spec.disks[{index}]");
+        let opened = open_disk(&field, disk, sources, Locks::Take)?;
+        found.extend(known::check_disk(known, &field, disk, &opened)?);
+        disks.push(opened);
+    }
+    let files = Files {
+        kernel,
+        initrd,
+        disks,
+    };
+    let of_disks: usize = files.disks.iter().map(|disk| 1 + disk.backing.len()).sum();
+    beyond(spec, of_disks).map_or(Ok((files, found)), Err)
+}
+
+/// Which file a disk is on that is attached by path; empty for a disk of the DiskService.
+pub fn learn(known: &Known, field: &str, disk: &Disk, opened: &OpenDisk) -> Result<Known, Failure> {
+    let found = known::check_disk(known, field, disk, opened)?;
+    Ok(found.into_iter().collect())
+}
+
+/// Refused as TOO_MANY_FILES when a VM whose disks are this many files has more than a `vmm` can be given.
+fn beyond(spec: &VmSpec, of_disks: usize) -> Option<Failure> {
+    let Boot::Linux { initrd, .. } = &spec.boot;
+    let all = OTHER_FDS + usize::from(initrd.is_some()) + nic_queues(spec) + of_disks;
+    let too_many = all.checked_sub(MAX_FDS).filter(|too_many| *too_many > 0)?;
+    let message = format!(
+        "spec.disks: the disks and the disks below their overlays are {of_disks} files, {too_many} too many: copy overlays \
+         into disks of their own"
+    );
+    Some(Failure::new(Kind::Exhausted, "TOO_MANY_FILES", message))
+}
+
+/// Descriptors of the VM's taps.
+fn nic_queues(spec: &VmSpec) -> usize {
+    spec.nics.iter().map(|nic| usize::from(nic.queues)).sum()
+}
+
+/// What each disk of a VM is on, by its name, as far as that can be told without opening it.
+pub fn identify(disks: &[Disk], sources: &Sources<'_>) -> BTreeMap<String, Vec<FileId>> {
+    let disks = disks.iter().map(|disk| {
+        let stats = paths(disk, sources)
+            .into_iter()
+            .filter_map(|path| rustix::fs::stat(&path).ok());
+        (disk.name.to_string(), stats.map(|stat| identity(&stat)).collect())
+    });
+    disks.collect()
+}
+
+/// All that a VM's spec names, for choosing where to look for it.
+pub fn named(spec: &VmSpec, sources: &Sources<'_>) -> Vec<PathBuf> {
+    let Boot::Linux { kernel, initrd, .. } = &spec.boot;
+    let boot = std::iter::once(kernel).chain(initrd).cloned();
+    boot.chain(spec.disks.iter().flat_map(|disk| paths(disk, sources)))
+        .collect()
+}
+
+/// Where a disk is, and then what is below it.
+pub fn paths(disk: &Disk, sources: &Sources<'_>) -> Vec<PathBuf> {
+    match &disk.source {
+        Source::Path { path, .. } => vec![path.clone()],
+        Source::Disk { name, .. } => {
+            let resolved = sources.disks.resolve(&sources.folder, name.as_str()).ok();
+            let paths = resolved.map(|disk| {
+                let below = disk.backing.into_iter().map(|(path, _)| path);
+                std::iter::once(disk.path).chain(below).collect()
+            });
+            paths.unwrap_or_default()
+        }
+    }
+}
+
+/// Size in bytes of those of a VM's disks that are in the node's memory: what is written to a file on tmpfs is charged to
+/// the writer, for as long as it is there.
+pub fn bytes_in_memory(spec: &VmSpec, sources: &Sources<'_>) -> u64 {
+    let in_memory = |path: &PathBuf| rustix::fs::statfs(path).is_ok_and(|fs| fs.f_type == TMPFS_MAGIC);
+    let paths = spec.disks.iter().flat_map(|disk| paths(disk, sources));
+    paths
+        .filter(in_memory)
+        .filter_map(|path| u64::try_from(rustix::fs::stat(&path).ok()?.st_size).ok())
+        .fold(0, u64::saturating_add)
+}
+
+/// Opens and locks a disk with all that is below it; `field` is its path in the request.
+pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) -> Result<OpenDisk, Failure> {
+    let (label, path, within, format, below) = match &disk.source {
+        Source::Path { path, format } => (
+            format!("{field}.path: disk \"{}\": \"{}\"", disk.name, path.display()),
+            path.clone(),
+            Within::Roots(&sources.roots.disks),
+            *format,
+            Vec::new(),
+        ),
+        Source::Disk { name, .. } => {
+            let resolved = sources.disks.resolve(&sources.folder, name.as_str());
+            let resolved = resolved.map_err(|failure| Failure {
+                kind: Kind::Precondition,
+                message: format!("{field}.disk: {}", failure.message),
+                ..failure
+            })?;
+            let label = format!("{field}.disk: disk \"{}\" (\"{name}\")", disk.name);
+            (
+                label,
+                resolved.path,
+                Within::Own,
+                resolved.format,
+                resolved.backing,
+            )
+        }
+    };
+    let how = match (disk.read_only, locks) {
+        (true, _) => Use::Read,
+        (false, Locks::Take) => Use::Write,
+        (false, Locks::None) => Use::Look,
+    };
+    let image = open_image_file(&label, &path, within, disk.cache, how).map_err(|failure| {
+        // A block device that another VM has.
+        let id = Some(failure.reason).filter(|reason| *reason == "DISK_IN_USE");
+        let vm = id.and_then(|_| sources.ledger.user_of(identity_at(&path)?));
+        match vm {
+            Some(vm) => Failure {
+                message: format!("{label} is in use by VM \"{vm}\""),
+                ..failure
+            },
+            None => failure,
+        }
+    })?;
+    // The length of a qcow2 file says nothing about what is in it.
+    if format != Format::Qcow2 {
+        let unit = u64::from(disk.logical_block).max(SECTOR);
+        if image.size == 0 || !image.size.is_multiple_of(unit) {
+            let problem = format!(
+                "{label} has {} bytes, which is not a multiple of {unit} above 0",
+                image.size
+            );
+            return Err(Failure::precondition("DISK_SIZE_INVALID", problem));
+        }
+    }
+    take(&label, &image, disk.read_only, sources.ledger, locks)?;
+    let mut opened = OpenDisk {
+        discard_granularity: image.discard_granularity(),
+        fd: image.fd,
+        format,
+        backing: Vec::new(),
+        ids: vec![image.id],
+    };
+    for (path, format) in below {
+        let label = format!("{label}: a disk below it");
+        let image = open_image_file(&label, &path, Within::Own, disk.cache, Use::Read)?;
+        take(&label, &image, true, sources.ledger, locks)?;
+        opened.ids.push(image.id);
+        opened.backing.push((image.fd, format));
+    }
+    Ok(opened)
+}
+
+/// Locks an image, or says who has it.
+fn take(
+    label: &str,
+    image: &OpenFile,
+    read_only: bool,
+    ledger: &Ledger,
+    locks: Locks,
+) -> Result<(), Failure> {
+    let free = lock(image, locks, read_only, ledger).map_err(|error| {
+        Failure::precondition("DISK_UNUSABLE", format!("{label} {}", text::words(&error)))
+    })?;
+    if free {
+        return Ok(());
+    }
+    let user = user(image, ledger);
+    Err(Failure::precondition(
+        "DISK_IN_USE",
+        format!("{label} is in use by {user}"),
+    ))
+}
+
+/// Who has an image that can't be locked, for a message.
+pub fn user(image: &OpenFile, ledger: &Ledger) -> String {
+    match ledger.user_of(image.id) {
+        Some(vm) => format!("VM \"{vm}\""),
+        None => sys::lock_holder(&image.fd).unwrap_or_else(|| "another program".to_owned()),
+    }
+}
+
+/// Locks an image; false when somebody else's lock is in the way.
+pub fn lock(image: &OpenFile, locks: Locks, read_only: bool, ledger: &Ledger) -> io::Result<bool> {
+    let kind = if read_only {
+        LockKind::Shared
+    } else {
+        LockKind::Exclusive
+    };
+    match locks {
+        Locks::Take => {
+            let known = || ledger.user_of(image.id).is_some() || sys::lock_holder(&image.fd).is_some();
+            Ok(sys::lock_file(&image.fd, kind)?
+                || !known() && sys::lock_file_within(&image.fd, kind, ENDING)?)
+        }
+        Locks::None => Ok(true),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,145 @@
+//! Where a VM's files are. Everything else about them is elsewhere.
+
+pub mod disk;
+pub mod image;
+pub mod sidecar;
+
+use std::{
+    fs::{self, DirBuilder},
+    io,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+};
+
+use uuid::Uuid;
+
+use crate::config::Config;
+
+/// What exists of a VM while its `vmm` lives: `<run_dir>/vms/<uid>/`.
+#[derive(Clone, Debug)]
+pub struct RuntimeDir(PathBuf);
+
+/// What stays until the VM is deleted: `<log_dir>/vms/<uid>/`.
+#[derive(Clone, Debug)]
+pub struct LogDir(PathBuf);
+
+impl RuntimeDir {
+    /// Of the VM `uid`, whether or not it exists.
+    pub fn of(config: &Config, uid: Uuid) -> Self {
+        Self(config.run_dir.join("vms").join(uid.to_string()))
+    }
+
+    /// The private protocol's socket.
+    pub fn control(&self) -> PathBuf {
+        self.0.join("control.sock")
+    }
+
+    /// The serial console's socket.
+    pub fn console(&self) -> PathBuf {
+        self.0.join("console.sock")
+    }
+
+    /// The virtio-console's socket.
+    pub fn hvc(&self) -> PathBuf {
+        self.0.join("hvc.sock")
+    }
+
+    /// The socket for VNC clients, and the one for those that may only look.
+    pub fn vnc(&self, view_only: bool) -> PathBuf {
+        self.0.join(if view_only { "vnc-view.sock" } else { "vnc.sock" })
+    }
+
+    /// Locked for as long as the `vmm` lives.
+    pub fn lock(&self) -> PathBuf {
+        self.0.join("lock")
+    }
+
+    /// The exit record.
+    pub fn exit(&self) -> PathBuf {
+        self.0.join("exit")
+    }
+
+    /// Makes it new and empty, for root only.
+    pub fn create(&self) -> io::Result<()> {
+        self.remove()?;
+        private_dir(&self.0)
+    }
+
+    /// Removes it with all that is in it.
+    pub fn remove(&self) -> io::Result<()> {
+        remove_dir(&self.0)
+    }
+}
+
+impl LogDir {
+    /// Of the VM `uid`, whether or not it exists.
+    pub fn of(config: &Config, uid: Uuid) -> Self {
+        Self(config.log_dir.join("vms").join(uid.to_string()))
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// What the guest wrote to its serial port.
+    pub fn serial(&self) -> PathBuf {
+        self.0.join("serial.log")
+    }
+
+    /// The older half of it.
+    pub fn serial_old(&self) -> PathBuf {
+        self.0.join("serial.log.1")
+    }
+
+    /// The newer half of the log of the run before.
+    pub fn serial_previous(&self) -> PathBuf {
+        self.0.join("serial.previous.log")
+    }
+
+    /// What the `vmm` wrote to stdout and stderr in the last run.
+    pub fn vmm(&self) -> PathBuf {
+        self.0.join("vmm.log")
+    }
+
+    /// The same of the run before.
+    pub fn vmm_previous(&self) -> PathBuf {
+        self.0.join("vmm.previous.log")
+    }
+
+    /// Makes it, for root only.
+    pub fn create(&self) -> io::Result<()> {
+        private_dir(&self.0)
+    }
+
+    /// Removes it with all that is in it.
+    pub fn remove(&self) -> io::Result<()> {
+        remove_dir(&self.0)
+    }
+}
+
+/// Makes a directory that only root can enter, and its parents; it may exist.
+pub fn private_dir(dir: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(dir)
+}
+
+/// VMs that have a directory below `dir`'s `vms`.
+pub fn list(dir: &Path) -> io::Result<Vec<Uuid>> {
+    let entries = match fs::read_dir(dir.join("vms")) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let name = entry?.file_name();
+        found.extend(name.to_str().and_then(|name| Uuid::try_parse(name).ok()));
+    }
+    Ok(found)
+}
+
+fn remove_dir(dir: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}

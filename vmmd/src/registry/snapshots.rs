@@ -1,0 +1,119 @@
+//! All snapshots of the node by name.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use tokio::sync::oneshot;
+
+use crate::{
+    failure::{Failure, Kind},
+    store::{SnapshotRecord, SnapshotStage},
+    text,
+};
+
+/// The snapshots.
+#[derive(Debug, Default)]
+pub struct Snapshots {
+    inner: Mutex<BTreeMap<String, SnapshotRecord>>,
+    /// By the VM's UUID: who waits until its disks are quiet.
+    waiting: Mutex<HashMap<Vec<u8>, oneshot::Sender<()>>>,
+}
+
+impl Snapshots {
+    /// A snapshot that is complete.
+    pub fn get(&self, name: &str) -> Result<SnapshotRecord, Failure> {
+        let inner = self.inner();
+        let found = inner.get(name).filter(|record| is_ready(record));
+        found.cloned().ok_or_else(|| not_found(name))
+    }
+
+    /// All snapshots that are complete, by name.
+    pub fn list(&self) -> Vec<SnapshotRecord> {
+        self.inner()
+            .values()
+            .filter(|record| is_ready(record))
+            .cloned()
+            .collect()
+    }
+
+    /// Reserves the name of a snapshot that is to be taken.
+    pub fn reserve(&self, record: &SnapshotRecord) -> Result<(), Failure> {
+        let mut inner = self.inner();
+        if inner.contains_key(&record.name) {
+            let message = format!("there is a snapshot \"{}\" already", record.name);
+            return Err(Failure::new(Kind::Exists, "SNAPSHOT_EXISTS", message));
+        }
+        inner.insert(record.name.clone(), record.clone());
+        Ok(())
+    }
+
+    /// Takes a snapshot out of use, for good unless it is [put](Self::put) back.
+    pub fn begin_delete(&self, name: &str) -> Result<SnapshotRecord, Failure> {
+        let mut inner = self.inner();
+        let found = inner.get_mut(name).filter(|record| is_ready(record));
+        let record = found.ok_or_else(|| not_found(name))?;
+        let ready = record.clone();
+        record.stage = SnapshotStage::Partial.into();
+        Ok(ready)
+    }
+
+    /// Notes what a snapshot is now.
+    pub fn put(&self, record: SnapshotRecord) {
+        self.inner().insert(record.name.clone(), record);
+    }
+
+    /// Notes that a snapshot is gone.
+    pub fn forget(&self, name: &str) {
+        self.inner().remove(name);
+    }
+
+    /// Hears it when the disks of a VM are quiet.
+    pub fn until_quiet(&self, vm: &[u8]) -> oneshot::Receiver<()> {
+        let (sender, quiet) = oneshot::channel();
+        self.waiting().insert(vm.to_vec(), sender);
+        quiet
+    }
+
+    /// The disks of a VM are quiet: its `vmm` says so. False when nobody waits for that, as after a cancel.
+    pub fn disks_quiet(&self, vm: &[u8]) -> bool {
+        let waiting = self.waiting().remove(vm);
+        waiting.is_some_and(|waiting| waiting.send(()).is_ok())
+    }
+
+    /// Name of a snapshot that has an overlay of this disk of the DiskService.
+    pub fn needs(&self, disk: &[u8]) -> Option<String> {
+        let inner = self.inner();
+        let mut needing = inner
+            .values()
+            .filter(|record| record.disks.iter().any(|it| it.backing == disk));
+        needing.next().map(|record| record.name.clone())
+    }
+
+    /// Name of a snapshot that has an overlay of this image.
+    pub fn needs_image(&self, image: &[u8]) -> Option<String> {
+        let inner = self.inner();
+        let mut needing = inner
+            .values()
+            .filter(|record| record.disks.iter().any(|it| it.image == image));
+        needing.next().map(|record| record.name.clone())
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, HashMap<Vec<u8>, oneshot::Sender<()>>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn inner(&self) -> MutexGuard<'_, BTreeMap<String, SnapshotRecord>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn is_ready(record: &SnapshotRecord) -> bool {
+    record.stage() == SnapshotStage::Ready
+}
+
+fn not_found(name: &str) -> Failure {
+    let message = format!("there is no snapshot \"{}\" on this node", text::brief(name));
+    Failure::new(Kind::NotFound, "SNAPSHOT_NOT_FOUND", message)
+}

@@ -1,0 +1,249 @@
+//! What the actor is asked, and how it answers.
+
+use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
+
+use proto::{
+    handover::{Message, Resolution, SourceEvent},
+    model::mask::UpdateMask,
+    v1,
+};
+use tokio::sync::oneshot;
+
+use crate::{
+    context::Context,
+    control::Client,
+    failure::Failure,
+    operation::{Pending, Reporter},
+    store::Hardware,
+};
+
+/// Where an answer goes: the VM's state after the request, or why not.
+pub type Reply = oneshot::Sender<Result<Arc<v1::Vm>, Failure>>;
+
+/// Where the answer to a request about a VM's life goes. It comes when the request is admitted, with the operation that
+/// has begun, or that it has joined, if it takes long.
+pub type LifeReply = oneshot::Sender<Result<Answer, Failure>>;
+
+/// What a request about a VM's life has led to.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// The VM now.
+    pub vm: Arc<v1::Vm>,
+    /// What is under way; `None` when all is done.
+    pub pending: Option<Pending>,
+}
+
+/// What can be asked for of a VM's life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// Start it.
+    Start,
+    /// Stop it: gracefully, or by force.
+    Stop,
+    /// Stop and start it.
+    Restart,
+    /// Stop its vCPUs.
+    Pause,
+    /// Let them run again.
+    Resume,
+    /// Press its machine's reset button.
+    Reset,
+    /// Delete it; `force` even if it runs.
+    Delete {
+        /// Kill it first.
+        force: bool,
+    },
+}
+
+/// A request about the life of a VM.
+#[derive(Debug)]
+pub struct Life {
+    /// Who asks, and what for.
+    pub context: Context,
+    /// What is asked for.
+    pub request: Request,
+    /// Of a stop or restart: how long the guest may take; none at all by force.
+    pub grace: Option<Duration>,
+    /// When the operation is cancelled; never without.
+    pub deadline: Option<Duration>,
+    /// Of a stop: the node is drained. No run policy refuses it, and it is not the end of what is wanted: the policy may
+    /// start the VM when the node takes VMs again.
+    pub evacuate: bool,
+    /// Of a start: the snapshot that the VM is restored from. Refused unless the VM is down.
+    pub restore: Option<Box<Restore>>,
+    /// Where the answer goes.
+    pub reply: LifeReply,
+}
+
+impl Life {
+    /// A request without more.
+    pub fn new(context: Context, request: Request, reply: LifeReply) -> Self {
+        Self {
+            context,
+            request,
+            grace: None,
+            deadline: None,
+            evacuate: false,
+            restore: None,
+            reply,
+        }
+    }
+}
+
+/// A snapshot that a VM is restored from.
+#[derive(Clone, Debug)]
+pub struct Restore {
+    /// Its file, open for reading.
+    pub file: Arc<OwnedFd>,
+    /// Memory is read when the guest accesses it.
+    pub on_demand: bool,
+    /// It is no file but a socket, over which another node sends the machine: that stays paused.
+    pub stream: bool,
+    /// Length of the file.
+    pub bytes: u64,
+    /// The spec of the machine and the addresses of its devices, where they are not those of the VM.
+    pub machine: Option<(v1::VmSpec, Hardware)>,
+}
+
+/// What a request changes of a VM.
+#[derive(Debug)]
+pub struct Update {
+    /// Of the request; without status, and the formats of disks are filled in.
+    pub vm: v1::Vm,
+    /// The fields of `vm` that are changed; all when `None`.
+    pub mask: Option<UpdateMask>,
+    /// What is to be done with it.
+    pub mode: v1::ApplyMode,
+    /// How long the guest may take for what it is asked.
+    pub grace: Option<Duration>,
+    /// The answer comes when what a running machine takes over has begun.
+    pub no_wait: bool,
+    /// Who asks.
+    pub context: Context,
+}
+
+/// A request with what belongs to it.
+#[derive(Debug)]
+pub enum Command {
+    /// About the life of the VM.
+    Life(Life),
+    /// The run policy, or whether the node takes VMs, may be another: see what follows.
+    Reconsider,
+    /// About its disks.
+    Disk {
+        /// Who asks, and what for.
+        context: Context,
+        /// What is asked for.
+        request: DiskRequest,
+        /// Where the answer goes.
+        reply: Reply,
+    },
+    /// About its spec.
+    Update {
+        /// What is to be changed.
+        update: Box<Update>,
+        /// Where the answer goes.
+        reply: LifeReply,
+    },
+    /// About its migration; answered with what is to be said to the other daemon.
+    Handover(
+        Box<HandoverRequest>,
+        oneshot::Sender<Result<Vec<Message>, Failure>>,
+    ),
+    /// For asking the running `vmm` itself.
+    Client(Purpose, oneshot::Sender<Result<Client, Failure>>),
+}
+
+/// What a client of a `vmm` is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// The disks' counters.
+    Stats,
+    /// A snapshot.
+    Snapshot,
+    /// A migration.
+    Migration,
+}
+
+/// What is asked of a VM's hand-over.
+#[derive(Debug)]
+pub enum HandoverRequest {
+    /// At the source: begin. Answered with the `Prepare` that is to be said in the end, for its number.
+    Begin {
+        /// Where the target is.
+        peer: String,
+        /// Hears how far the `vmm` is.
+        reporter: Reporter,
+    },
+    /// At the source: something has happened.
+    Source {
+        /// What.
+        event: SourceEvent,
+    },
+    /// At the source: the target knows that this migration is over.
+    Told {
+        /// Its number.
+        migration: u64,
+    },
+    /// At the target: receive the machine.
+    Receive {
+        /// Number of the migration.
+        migration: u64,
+        /// Where it comes from.
+        stream: Arc<OwnedFd>,
+        /// Who asks.
+        context: Context,
+        /// Hears when it is there, or why not.
+        started: oneshot::Sender<Result<(), Failure>>,
+    },
+    /// At the target: the source says something.
+    Target {
+        /// What.
+        message: Message,
+    },
+    /// At the target: remove what was not prepared.
+    Expire {
+        /// Number of the migration.
+        migration: u64,
+        /// Only if nothing of it has come or comes.
+        unless_begun: bool,
+    },
+    /// At the target: the guest runs.
+    Runs,
+    /// An operator decides.
+    Resolve(Resolution),
+}
+
+/// What is asked of a VM's disks.
+#[derive(Debug)]
+pub enum DiskRequest {
+    /// Add it.
+    Attach(v1::DiskSpec),
+    /// Take it away.
+    Detach {
+        /// Its name in the VM.
+        disk: String,
+        /// How long the guest may take.
+        timeout: Duration,
+        /// Take it away then, whatever the guest does.
+        force: bool,
+    },
+    /// Make it larger.
+    Resize {
+        /// Its name in the VM.
+        disk: String,
+        /// In bytes; 0 takes what a block device has.
+        size: u64,
+    },
+}
+
+impl Command {
+    /// The trace id of the request; empty when it has none.
+    pub fn trace(&self) -> &str {
+        match self {
+            Self::Life(Life { context, .. }) | Self::Disk { context, .. } => &context.trace,
+            Self::Update { update, .. } => &update.context.trace,
+            Self::Reconsider | Self::Client(..) | Self::Handover(..) => "",
+        }
+    }
+}

@@ -1,0 +1,434 @@
+//! All VMs of the node by name, with the state that each actor published last, and the changes as they happen.
+//!
+//! Nobody who reads here waits for an actor. A state is put into the table and told to the watchers under one lock,
+//! so that a watcher sees each change after its first look exactly once and in order.
+//!
+//! Each change has a revision: numbers that grow, from 1 in each run of the daemon. Deletions are remembered, those of
+//! earlier runs too ([`crate::store`]), so that who knows the state at a revision can be told what has changed since. A
+//! deletion takes a first revision before it is written to the store and another one when it is told: of who has seen the
+//! first only, a later daemon must assume that it has not seen the deletion.
+
+pub mod command;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    ops::Bound,
+    pin::pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use proto::v1;
+use tokio::sync::{Notify, broadcast, mpsc, watch};
+use uuid::Uuid;
+
+use crate::{
+    registry::feed::{Expired, Position},
+    registry::vms::command::Command,
+    store::{HistoryRecords, MAX_TOMBSTONES, Tombstone},
+};
+
+/// Changes kept for a watcher that is slow; one that falls behind further looks at everything anew.
+const CHANGES: usize = 512;
+
+/// The VMs.
+#[derive(Debug)]
+pub struct Vms {
+    vms: Mutex<Inner>,
+    /// Some name is not reserved any more.
+    released: Notify,
+    changes: broadcast::Sender<Change>,
+    /// Of this run of the daemon.
+    run: u64,
+    /// By run of the daemon: a number that tells it from runs of other stores.
+    nonces: BTreeMap<u64, u64>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    by_name: BTreeMap<String, Slot>,
+    /// Names of VMs that are being made.
+    reserved: BTreeSet<String>,
+    /// Of the last change.
+    revision: u64,
+    /// First revisions of deletions that have not been told yet.
+    being_buried: BTreeSet<u64>,
+    /// Deletions, the oldest first.
+    tombstones: VecDeque<Buried>,
+    /// The last one that was forgotten.
+    trimmed: (u64, u64),
+    /// The greatest generation of a VM that was deleted.
+    generation_floor: u64,
+}
+
+#[derive(Debug)]
+struct Slot {
+    entry: Entry,
+    /// Run and revision of its creation.
+    made: (u64, u64),
+    /// Of its present state.
+    revision: u64,
+    /// How often in a row what looks after it has failed.
+    failures: u32,
+}
+
+/// How a VM is reached.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// The VM.
+    pub uid: Uuid,
+    /// Its actor.
+    pub mailbox: mpsc::Sender<Command>,
+    /// What the actor published last.
+    pub state: watch::Receiver<Arc<v1::Vm>>,
+}
+
+/// What happened to a VM.
+#[derive(Clone, Debug)]
+pub struct Change {
+    /// What.
+    pub kind: ChangeKind,
+    /// Its state after that, or the last one.
+    pub vm: Arc<v1::Vm>,
+    /// Where that is in the order of changes.
+    pub at: Position,
+}
+
+/// What can happen to a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChangeKind {
+    /// It is new.
+    Added,
+    /// Its state is another.
+    Modified,
+    /// It is gone.
+    Deleted,
+}
+
+/// The state of a VM at a time.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    /// What it is.
+    pub vm: Arc<v1::Vm>,
+    /// Run and revision of its creation.
+    pub made: (u64, u64),
+    /// Of this state.
+    pub revision: u64,
+}
+
+/// A VM that was deleted.
+#[derive(Clone, Debug)]
+pub struct Buried {
+    /// What is known of it.
+    pub vm: Arc<v1::Vm>,
+    /// When that was told, or of a deletion by an earlier run: its first revision.
+    pub at: (u64, u64),
+}
+
+/// All VMs at a time.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// Sorted by name.
+    pub vms: Vec<Seen>,
+    /// Which time.
+    pub at: Position,
+}
+
+/// A name that nobody else can take until this is dropped.
+#[derive(Debug)]
+pub struct Reservation<'a> {
+    table: &'a Vms,
+    name: String,
+}
+
+impl Default for Vms {
+    fn default() -> Self {
+        let nonces = [(1, 0)].into();
+        Self::new(HistoryRecords {
+            run: 1,
+            nonces,
+            ..HistoryRecords::default()
+        })
+    }
+}
+
+impl Vms {
+    /// One without VMs, which remembers what the store does.
+    pub fn new(history: HistoryRecords) -> Self {
+        let tombstones = history.tombstones.into_iter().map(|tombstone| Buried {
+            at: (tombstone.run, tombstone.revision),
+            vm: Arc::new(v1::Vm {
+                metadata: tombstone.metadata.map(Into::into),
+                ..v1::Vm::default()
+            }),
+        });
+        let vms = Inner {
+            tombstones: tombstones.collect(),
+            trimmed: history.trimmed,
+            generation_floor: history.generation_floor,
+            ..Inner::default()
+        };
+        Self {
+            vms: Mutex::new(vms),
+            released: Notify::new(),
+            changes: broadcast::channel(CHANGES).0,
+            run: history.run,
+            nonces: history.nonces,
+        }
+    }
+
+    /// The VM of this name.
+    pub fn get(&self, name: &str) -> Option<Entry> {
+        self.vms().by_name.get(name).map(|slot| slot.entry.clone())
+    }
+
+    /// The VM with this UUID.
+    pub fn find(&self, uid: Uuid) -> Option<Entry> {
+        let vms = self.vms();
+        let mut slots = vms.by_name.values();
+        slots
+            .find(|slot| slot.entry.uid == uid)
+            .map(|slot| slot.entry.clone())
+    }
+
+    /// The states of all VMs, by name.
+    pub fn list(&self) -> Vec<Arc<v1::Vm>> {
+        self.vms().by_name.values().map(Slot::state).collect()
+    }
+
+    /// The first `limit` VMs after a name of which `wanted` holds, whether there are more, and where in the order of
+    /// changes that was.
+    pub fn page(
+        &self,
+        after: Option<&str>,
+        limit: usize,
+        wanted: impl Fn(&v1::Vm) -> bool,
+    ) -> (Vec<Arc<v1::Vm>>, bool, Position) {
+        let vms = self.vms();
+        let from = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let found = vms.by_name.range::<str, _>((from, Bound::Unbounded));
+        let mut found = found.map(|(_, slot)| slot.state()).filter(|vm| wanted(vm));
+        let page = found.by_ref().take(limit).collect();
+        (page, found.next().is_some(), self.position(&vms))
+    }
+
+    /// All VMs, and all changes from then on.
+    pub fn subscribe(&self) -> (Snapshot, broadcast::Receiver<Change>) {
+        let vms = self.vms();
+        (self.snapshot(&vms), self.changes.subscribe())
+    }
+
+    /// The same, with the deletions since `position`, the oldest first.
+    pub fn resume(
+        &self,
+        position: Position,
+    ) -> Result<(Vec<Buried>, Snapshot, broadcast::Receiver<Change>), Expired> {
+        let vms = self.vms();
+        let Position {
+            run,
+            revision,
+            buried,
+        } = position;
+        if run > self.run || (run == self.run && revision > vms.revision) {
+            return Err(Expired);
+        }
+        // Deletions of this run are remembered with the revision at which they were told.
+        let known = (run, if run == self.run { revision } else { buried });
+        if vms.trimmed > known {
+            return Err(Expired);
+        }
+        let since = vms.tombstones.iter().filter(|buried| buried.at > known);
+        Ok((
+            since.cloned().collect(),
+            self.snapshot(&vms),
+            self.changes.subscribe(),
+        ))
+    }
+
+    /// The number that tells a run of the daemon from runs of other stores, if it is known.
+    pub fn nonce(&self, run: u64) -> Option<u64> {
+        self.nonces.get(&run).copied()
+    }
+
+    /// Run of the daemon and revision.
+    pub fn now(&self) -> (u64, u64) {
+        (self.run, self.vms().revision)
+    }
+
+    /// Takes a name for a VM that is being made; `None` when there is one. Waits for others who are making one with this
+    /// name: only then it is known whether there is one.
+    pub async fn reserve(&self, name: &str) -> Option<Reservation<'_>> {
+        loop {
+            let mut released = pin!(self.released.notified());
+            // What is released from here on is heard.
+            released.as_mut().enable();
+            {
+                let mut vms = self.vms();
+                if vms.by_name.contains_key(name) {
+                    return None;
+                }
+                if vms.reserved.insert(name.to_owned()) {
+                    return Some(Reservation {
+                        table: self,
+                        name: name.to_owned(),
+                    });
+                }
+            }
+            released.await;
+        }
+    }
+
+    /// Adds a VM, or another actor in the place of one that has failed; `made` is run and revision of the VM's creation, or
+    /// not later than that.
+    pub fn insert(&self, name: &str, entry: Entry, made: (u64, u64)) {
+        let mut vms = self.vms();
+        vms.revision += 1;
+        // Of one that was made now it is known better.
+        let made = if made.0 == self.run {
+            (self.run, vms.revision)
+        } else {
+            made
+        };
+        let revision = vms.revision;
+        let before = vms.by_name.get(name);
+        let (kind, made, failures) = match before {
+            Some(before) => (ChangeKind::Modified, before.made, before.failures),
+            None => (ChangeKind::Added, made, 0),
+        };
+        let slot = Slot {
+            entry,
+            made,
+            revision,
+            failures,
+        };
+        let vm = slot.state();
+        vms.by_name.insert(name.to_owned(), slot);
+        self.tell(&vms, kind, vm);
+    }
+
+    /// Notes that what looks after a VM has failed; returns how often by now.
+    pub fn failed(&self, name: &str) -> u32 {
+        let mut vms = self.vms();
+        vms.by_name.get_mut(name).map_or(0, |slot| {
+            slot.failures = slot.failures.saturating_add(1);
+            slot.failures
+        })
+    }
+
+    /// Removes a VM whose record is gone already.
+    pub fn drop_out(&self, name: &str) {
+        let metadata = self.vms().by_name.get(name).map(Slot::state);
+        let metadata = metadata.and_then(|vm| vm.metadata.clone()).unwrap_or_default();
+        let tombstone = self.bury(metadata);
+        self.remove(name, tombstone.revision);
+    }
+
+    /// Publishes a VM's new state.
+    pub fn publish(&self, publisher: &watch::Sender<Arc<v1::Vm>>, state: Arc<v1::Vm>) {
+        let mut vms = self.vms();
+        vms.revision += 1;
+        let revision = vms.revision;
+        publisher.send_replace(Arc::clone(&state));
+        let name = state.metadata.as_ref().map_or("", |metadata| &metadata.name);
+        if let Some(slot) = vms.by_name.get_mut(name) {
+            slot.revision = revision;
+        }
+        self.tell(&vms, ChangeKind::Modified, state);
+    }
+
+    /// Begins a deletion: what is to be written to the store. [`Self::remove`] follows, or [`Self::unbury`].
+    pub fn bury(&self, metadata: v1::ObjectMetadata) -> Tombstone {
+        let mut vms = self.vms();
+        vms.revision += 1;
+        let revision = vms.revision;
+        vms.being_buried.insert(revision);
+        vms.generation_floor = vms.generation_floor.max(metadata.generation);
+        Tombstone {
+            run: self.run,
+            revision,
+            metadata: Some(metadata.into()),
+        }
+    }
+
+    /// The generation that a new VM begins with: above that of each VM that was deleted, also of one that had its name.
+    pub fn first_generation(&self) -> u64 {
+        self.vms().generation_floor.saturating_add(1)
+    }
+
+    /// Takes the beginning of a deletion back.
+    pub fn unbury(&self, revision: u64) {
+        self.vms().being_buried.remove(&revision);
+    }
+
+    /// Removes a VM whose deletion is in the store; `buried` is the revision that it has there.
+    pub fn remove(&self, name: &str, buried: u64) {
+        let mut vms = self.vms();
+        vms.being_buried.remove(&buried);
+        let Some(slot) = vms.by_name.remove(name) else {
+            return;
+        };
+        vms.revision += 1;
+        let vm = slot.state();
+        // What was last known, as after a restart: the rest is not worth its memory.
+        let remembered = v1::Vm {
+            metadata: vm.metadata.clone(),
+            ..v1::Vm::default()
+        };
+        let at = (self.run, vms.revision);
+        vms.tombstones.push_back(Buried {
+            vm: Arc::new(remembered),
+            at,
+        });
+        while u64::try_from(vms.tombstones.len()).is_ok_and(|count| count > MAX_TOMBSTONES) {
+            if let Some(oldest) = vms.tombstones.pop_front() {
+                vms.trimmed = oldest.at;
+            }
+        }
+        self.tell(&vms, ChangeKind::Deleted, vm);
+    }
+
+    fn tell(&self, vms: &Inner, kind: ChangeKind, vm: Arc<v1::Vm>) {
+        let at = self.position(vms);
+        let _ = self.changes.send(Change { kind, vm, at });
+    }
+
+    fn position(&self, vms: &Inner) -> Position {
+        let pending = vms.being_buried.first();
+        Position {
+            run: self.run,
+            revision: vms.revision,
+            buried: pending.map_or(vms.revision, |first| first.saturating_sub(1)),
+        }
+    }
+
+    fn snapshot(&self, vms: &Inner) -> Snapshot {
+        let seen = vms.by_name.values().map(|slot| Seen {
+            vm: slot.state(),
+            made: slot.made,
+            revision: slot.revision,
+        });
+        Snapshot {
+            vms: seen.collect(),
+            at: self.position(vms),
+        }
+    }
+
+    fn vms(&self) -> MutexGuard<'_, Inner> {
+        self.vms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Slot {
+    fn state(&self) -> Arc<v1::Vm> {
+        Arc::clone(&self.entry.state.borrow())
+    }
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        self.table.vms().reserved.remove(&self.name);
+        self.table.released.notify_waiters();
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,296 @@
+//! Makes a VM's record.
+
+use std::sync::Arc;
+
+use proto::{
+    model::{Violations, metadata, nic::Mac, vm::Manifest},
+    v1,
+};
+use tokio::sync::oneshot;
+use uuid::Uuid;
+
+use super::describe::View;
+use crate::{
+    capacity::placement,
+    context::Context,
+    event::{Draft, Object},
+    failure::{Failure, Kind, store_failure},
+    files,
+    host::Host,
+    node::check::{self, Question},
+    operation::Type,
+    registry::vms::{
+        Entry,
+        command::{Command, Life, Request},
+    },
+    store::{HandoverRecord, Hardware, Intent, VmRecord},
+    text,
+    vm::{
+        actor::{Actor, Attachments},
+        lifecycle::policy::{Decision, Occasion, decide, refuses},
+        spec::machine,
+    },
+};
+
+/// Makes a VM of a manifest, and with `start` sees to it that it is started: that operation is returned too. With `dry_run`
+/// everything is checked and nothing changed.
+pub async fn create(
+    host: Arc<Host>,
+    vm: v1::Vm,
+    start: bool,
+    dry_run: bool,
+    context: &Context,
+) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
+    create_with(host, vm, Starts::ByPolicy, start, dry_run, context).await
+}
+
+/// Makes a VM whose machine has these addresses, or new ones. Its run policy does not start it: the caller does.
+pub async fn create_as(
+    host: Arc<Host>,
+    vm: v1::Vm,
+    hardware: Option<Hardware>,
+    context: &Context,
+) -> Result<Arc<v1::Vm>, Failure> {
+    let made = create_with(host, vm, Starts::ByCaller(hardware), false, false, context).await?;
+    Ok(made.0)
+}
+
+/// A VM that comes from another node.
+#[derive(Debug)]
+pub struct Incoming {
+    /// Its UUID there.
+    pub uid: Uuid,
+    /// Where its devices are.
+    pub hardware: Hardware,
+    /// Whose it is.
+    pub handover: HandoverRecord,
+}
+
+/// Makes a VM that comes from another node: nobody can start it.
+pub async fn create_incoming(
+    host: &Arc<Host>,
+    vm: v1::Vm,
+    incoming: Incoming,
+    context: &Context,
+) -> Result<(), Failure> {
+    let starts = Starts::Elsewhere(incoming);
+    create_with(Arc::clone(host), vm, starts, false, false, context).await?;
+    Ok(())
+}
+
+/// What starts a new VM.
+enum Starts {
+    /// It runs on another node and comes from there.
+    Elsewhere(Incoming),
+    /// Its run policy, or the request that creates it.
+    ByPolicy,
+    /// Whoever creates it, with these addresses if they are given.
+    ByCaller(Option<Hardware>),
+}
+
+async fn create_with(
+    host: Arc<Host>,
+    mut vm: v1::Vm,
+    starts: Starts,
+    start: bool,
+    dry_run: bool,
+    context: &Context,
+) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
+    if let Some(made) = host.requests.made_vm(context)
+        && let Some(created) = made_before(&host, &made, start, context).await
+    {
+        return Ok(created);
+    }
+    for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
+        host.disks.fill_format(disk);
+    }
+    let manifest = validate(&vm)?;
+    let policy = manifest.spec.run_policy;
+    if let Some(hint) = refuses(policy, Request::Start).filter(|_| start) {
+        let message = format!("the VM has the run policy {}: {hint}", policy.name());
+        return Err(Failure::precondition("RUN_POLICY", message));
+    }
+    // What is to come must have room.
+    let needs_room = start || matches!(starts, Starts::Elsewhere(_));
+    admit(&host, &manifest, needs_room, dry_run).await?;
+    let name = manifest.metadata.name.to_string();
+    let Some(_reservation) = host.table.reserve(&name).await else {
+        let message = format!("there is a VM \"{name}\" already");
+        return Err(Failure::new(Kind::Exists, "VM_EXISTS", message));
+    };
+    host.disks.take(&name, &manifest.spec.disks, |index| {
+        format!("spec.disks[{index}].disk")
+    })?;
+    let made = make(&host, (vm.spec, starts), manifest, start, dry_run, context).await;
+    if dry_run || made.is_err() {
+        host.disks.give_back(&name, None);
+    }
+    made
+}
+
+async fn make(
+    host: &Arc<Host>,
+    (wire, starts): (Option<v1::VmSpec>, Starts),
+    manifest: Manifest,
+    start: bool,
+    dry_run: bool,
+    context: &Context,
+) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
+    let name = manifest.metadata.name.to_string();
+    let mut uid = Uuid::new_v4();
+    let mut handover = None;
+    let (follows_policy, given) = match starts {
+        Starts::ByPolicy => (true, None),
+        Starts::ByCaller(hardware) => (false, hardware),
+        Starts::Elsewhere(incoming) => {
+            uid = incoming.uid;
+            handover = Some(incoming.handover);
+            (false, Some(incoming.hardware))
+        }
+    };
+    let hardware = given.unwrap_or_else(|| machine::allocate(&manifest.spec, || random_mac(host)));
+    let (made_run, made_revision) = host.table.now();
+    let record = VmRecord {
+        uid: uid.as_bytes().to_vec(),
+        name: name.clone(),
+        generation: host.table.first_generation(),
+        created_ms: text::now_ms(),
+        labels: manifest.metadata.labels,
+        annotations: manifest.metadata.annotations,
+        owner: manifest.metadata.owner,
+        spec: wire,
+        hardware: Some(hardware),
+        intent: if start { Intent::Running } else { Intent::Stopped }.into(),
+        begun: host.requests.mark(context).into_iter().collect(),
+        handover,
+        made_run,
+        made_revision,
+        ..VmRecord::default()
+    };
+    let by_policy = decide(manifest.spec.run_policy, Occasion::Created, Intent::Stopped) == Decision::Start;
+    let runs = start || (follows_policy && by_policy);
+    let mut view = if runs {
+        View::new(v1::VmPhase::Pending, "Created", "")
+    } else {
+        View::new(v1::VmPhase::Stopped, "Created", "")
+    };
+    if dry_run {
+        let attached = Attachments::default();
+        let vm = view.describe(host, uid, &record, &manifest.spec, None, &attached);
+        return Ok((Arc::new(vm), None));
+    }
+    host.store.put(&record).await.map_err(store_failure)?;
+    let object = Object::Vm(name.clone(), uid);
+    host.events
+        .emit(Draft::normal(object, "Created", "the VM was created").of(context.clone()));
+    // A start by request comes in a moment.
+    let occasion = (!start && follows_policy).then_some((Occasion::Created, 0));
+    Actor::spawn(host, uid, record, manifest.spec, view, None, occasion);
+    let entry = host.table.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
+    let created = Arc::clone(&entry.state.borrow());
+    if !start {
+        return Ok((created, None));
+    }
+    let operation = begin_start(host, &entry, &name, context).await;
+    host.operations.recorded().await;
+    Ok((created, operation))
+}
+
+/// Starts a VM. One that is refused is an operation that has failed, and an event: the VM is there, and its creation a success.
+/// Nothing when the VM runs already.
+async fn begin_start(host: &Host, entry: &Entry, name: &str, context: &Context) -> Option<v1::Operation> {
+    let (reply, answer) = oneshot::channel();
+    let life = Life::new(context.clone(), Request::Start, reply);
+    let sent = entry.mailbox.send(Command::Life(life)).await;
+    let answered = match sent {
+        Ok(()) => answer.await.ok(),
+        Err(_) => None,
+    };
+    let failure = match answered {
+        Some(Ok(answer)) => return Some(answer.pending?.operation()),
+        Some(Err(failure)) => failure,
+        None => Failure::unavailable(name),
+    };
+    let vm = Object::Vm(name.to_owned(), entry.uid);
+    let operation = host.operations.begin(Type::VmStart, &vm, context, None);
+    let pending = operation.pending();
+    let message = format!(
+        "the VM was created, but its start was refused: {}",
+        failure.message
+    );
+    let mut draft = Draft::warning(vm, "StartRefused", message);
+    draft.operation = operation.id().to_owned();
+    host.events.emit(draft.of(context.clone()));
+    operation.fail(&failure);
+    Some(pending.operation())
+}
+
+/// The VM that the same request made under an earlier daemon, if it is still there. A start that the other daemon did not
+/// come to is made up for.
+async fn made_before(
+    host: &Host,
+    uid: &[u8],
+    start: bool,
+    context: &Context,
+) -> Option<(Arc<v1::Vm>, Option<v1::Operation>)> {
+    let entry = host.table.find(Uuid::from_slice(uid).ok()?)?;
+    let vm = Arc::clone(&entry.state.borrow());
+    let status = vm.status.as_ref();
+    let never = status.is_some_and(|status| status.instance.is_none() && status.last_exit.is_none());
+    let operation = if start && never {
+        let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
+        begin_start(host, &entry, name, context).await
+    } else {
+        None
+    };
+    Some((vm, operation))
+}
+
+fn validate(vm: &v1::Vm) -> Result<Manifest, Failure> {
+    let mut found = Violations::default();
+    if vm.status.is_some() {
+        found.add("status", "is set by the daemon: leave it out");
+    }
+    metadata::refuse_given(&mut found, "metadata", &vm.metadata.clone().unwrap_or_default());
+    match Manifest::try_from(vm) {
+        Ok(manifest) => Ok(found.or(manifest)?),
+        Err(more) => {
+            found.0.extend(more.0);
+            Err(found.into())
+        }
+    }
+}
+
+/// Whether the node takes such a VM.
+async fn admit(host: &Arc<Host>, manifest: &Manifest, start: bool, dry_run: bool) -> Result<(), Failure> {
+    check::could_ever(host, &manifest.spec).await?;
+    let problems = match (start, dry_run) {
+        (true, _) => check::problems(host, manifest, Question::Start).await?,
+        (false, true) => check::problems(host, manifest, Question::Create).await?,
+        // Whether the files are there is asked at the start: they may come later.
+        (false, false) => {
+            host.schedulable()?;
+            files::outside(&manifest.spec, &host.config.roots, None)
+        }
+    };
+    placement::refuse(&problems)
+}
+
+/// A locally administered address that no VM of the node has.
+pub fn random_mac(host: &Host) -> Mac {
+    let vms = host.table.list();
+    let taken = |mac: &str| {
+        let mut nics = vms
+            .iter()
+            .flat_map(|vm| vm.status.iter().flat_map(|status| &status.nics));
+        nics.any(|nic| nic.mac == mac)
+    };
+    loop {
+        // 46 bits of a random UUID; its version and variant bits are in bytes 6 and 8.
+        let [a, b, c, d, e, f, ..] = Uuid::new_v4().into_bytes();
+        let mac = Mac::local([a, b, c, d, e, f]);
+        if !taken(&mac.to_string()) {
+            return mac;
+        }
+    }
+}

@@ -1,0 +1,410 @@
+//! A VM as the API shows it.
+
+use std::time::Duration;
+
+use proto::{
+    model::{
+        Violations,
+        disk::Source,
+        vm::{Attachment, VmSpec},
+    },
+    v1::{self, AttachmentPhase, ConditionStatus, VmPhase},
+};
+use uuid::Uuid;
+
+use crate::{
+    host::Host,
+    network,
+    store::{InstanceRecord, VmRecord},
+    text,
+    vm::{
+        actor::Attachments,
+        instance::{Instance, Lingering, link::State},
+        lifecycle::policy,
+        spec::{
+            change::{self, Change},
+            machine,
+        },
+    },
+};
+
+/// What an actor knows beside the record.
+#[derive(Clone, Debug)]
+pub struct View {
+    /// The phase.
+    pub phase: VmPhase,
+    /// Why, one CamelCase word.
+    pub reason: String,
+    /// For people.
+    pub message: String,
+    /// When the phase was entered, in milliseconds of Unix time.
+    pub phase_ms: u64,
+    /// What of a start that has failed was killed and does not die, if anything.
+    pub lingering: Option<Lingering>,
+    /// What the condition `Ready` was last.
+    ready: (ConditionStatus, u64),
+    /// The same of `BlockDevicesReady`.
+    block_devices: (ConditionStatus, u64),
+    /// Id of the operation under way; empty when there is none.
+    pub operation: String,
+    /// The same of `RestartRequired`.
+    restart_required: (ConditionStatus, u64),
+}
+
+/// Reason of a pause because a disk failed.
+pub const DISK_ERROR: &str = "DiskError";
+/// Reason of a pause for a snapshot. The `vmm` ends it by itself.
+pub const SNAPSHOT: &str = "Snapshot";
+/// Why a VM that is being migrated is in its phase.
+pub const MIGRATING: &str = "Migrating";
+
+impl View {
+    /// A VM in this phase from now on.
+    pub fn new(phase: VmPhase, reason: impl Into<String>, message: impl Into<String>) -> Self {
+        let now = text::now_ms();
+        let (reason, message) = (reason.into(), message.into());
+        Self {
+            phase,
+            reason,
+            message,
+            phase_ms: now,
+            lingering: None,
+            ready: (ConditionStatus::Unspecified, now),
+            block_devices: (ConditionStatus::Unspecified, now),
+            operation: String::new(),
+            restart_required: (ConditionStatus::Unspecified, now),
+        }
+    }
+
+    /// Another phase, or the same for another reason.
+    pub fn enter(&mut self, phase: VmPhase, reason: impl Into<String>, message: impl Into<String>) {
+        if self.phase != phase {
+            self.phase_ms = text::now_ms();
+        }
+        self.phase = phase;
+        self.reason = reason.into();
+        self.message = message.into();
+    }
+
+    /// All of it as a message.
+    pub fn describe(
+        &mut self,
+        host: &Host,
+        uid: Uuid,
+        record: &VmRecord,
+        spec: &VmSpec,
+        instance: Option<&Instance>,
+        attached: &Attachments,
+    ) -> v1::Vm {
+        let metadata = v1::ObjectMetadata {
+            name: record.name.clone(),
+            uid: uid.to_string(),
+            generation: record.generation,
+            labels: record.labels.clone(),
+            annotations: record.annotations.clone(),
+            owner: record.owner.clone(),
+            create_time: text::timestamp(record.created_ms),
+        };
+        let run = record.instance.as_ref().filter(|_| instance.is_some());
+        let left = if run.is_some() {
+            attached.left(record)
+        } else {
+            Vec::new()
+        };
+        let status = v1::VmStatus {
+            phase: self.phase.into(),
+            reason: self.reason.clone(),
+            message: self.message.clone(),
+            observed_generation: run.map_or(0, |run| run.generation),
+            instance: instance.map(|instance| v1::InstanceStatus {
+                pid: instance.process.pid(),
+                uid: instance.claim.uid(),
+                start_time: run.and_then(|run| text::timestamp(run.started_ms)),
+                guest_resets: instance.guest_resets,
+                crash_resets: instance.crash_resets,
+                vmm_version: instance.version.clone(),
+            }),
+            last_exit: record.last_exit.clone(),
+            conditions: vec![
+                self.ready(instance),
+                self.block_devices(instance, attached),
+                self.restart_required(&left),
+            ],
+            nics: nics(host, uid, record, spec, run),
+            phase_time: text::timestamp(self.phase_ms),
+            disks: disks(host, record, spec, instance.is_some(), attached),
+            restart: restart(record, spec),
+            counts: Some(counts(record, instance)),
+            operation: self.operation.clone(),
+            pending_changes: left.into_iter().map(pending_change).collect(),
+        };
+        v1::Vm {
+            metadata: Some(metadata),
+            spec: record.spec.clone(),
+            status: Some(status),
+        }
+    }
+
+    /// `BlockDevicesReady`: no disk has failed since the run began, or since the guest was resumed after one had.
+    fn block_devices(&mut self, instance: Option<&Instance>, attached: &Attachments) -> v1::Condition {
+        let errors = attached.errors();
+        let (status, reason, message) = match (instance, errors.count) {
+            (None, _) => (ConditionStatus::Unknown, "NotRunning", String::new()),
+            // An error that an earlier daemon has heard of counts too.
+            (Some(_), 0) if self.phase == VmPhase::Paused && self.reason == DISK_ERROR => {
+                (ConditionStatus::False, "DeviceError", self.message.clone())
+            }
+            (Some(_), 0) => (ConditionStatus::True, "NoErrors", String::new()),
+            (Some(_), 1) => (ConditionStatus::False, "DeviceError", errors.last.clone()),
+            (Some(_), count) => {
+                let message = format!("{} ({count} errors)", errors.last);
+                (ConditionStatus::False, "DeviceError", message)
+            }
+        };
+        if self.block_devices.0 != status {
+            self.block_devices = (status, text::now_ms());
+        }
+        v1::Condition {
+            r#type: "BlockDevicesReady".to_owned(),
+            status: status.into(),
+            reason: reason.to_owned(),
+            message,
+            transition_time: text::timestamp(self.block_devices.1),
+        }
+    }
+
+    /// `RestartRequired`: the spec says what the running machine has not.
+    fn restart_required(&mut self, left: &[(Change, String)]) -> v1::Condition {
+        let paths: Vec<_> = left.iter().map(|(change, _)| change.path.as_str()).collect();
+        let (status, reason, message) = if left.is_empty() {
+            (ConditionStatus::False, "UpToDate", String::new())
+        } else {
+            let message = format!("the next start changes {}", paths.join(", "));
+            (ConditionStatus::True, "PendingChanges", message)
+        };
+        if self.restart_required.0 != status {
+            self.restart_required = (status, text::now_ms());
+        }
+        v1::Condition {
+            r#type: "RestartRequired".to_owned(),
+            status: status.into(),
+            reason: reason.to_owned(),
+            message,
+            transition_time: text::timestamp(self.restart_required.1),
+        }
+    }
+
+    /// `Ready`: the guest runs and its `vmm` answers.
+    fn ready(&mut self, instance: Option<&Instance>) -> v1::Condition {
+        let link = instance.map(|instance| &instance.link.state);
+        let lingering = instance.map_or(self.lingering, |instance| instance.lingering);
+        let (status, reason, message) = match (lingering, self.phase, link) {
+            (Some(what), ..) => (ConditionStatus::False, what.reason(), what.message()),
+            (_, VmPhase::Running, Some(State::Up(..))) => (ConditionStatus::True, "Running", ""),
+            (_, VmPhase::Running | VmPhase::Paused, Some(State::Connecting(_))) => (
+                ConditionStatus::Unknown,
+                "Unresponsive",
+                "the vmm process lives but doesn't answer",
+            ),
+            (_, VmPhase::Running | VmPhase::Paused, Some(State::Unreachable)) => (
+                ConditionStatus::Unknown,
+                "ControlLost",
+                "the vmm process lives but can't be controlled: it can only be stopped with force",
+            ),
+            (_, phase, _) => (ConditionStatus::False, phase_word(phase), ""),
+        };
+        if self.ready.0 != status {
+            self.ready = (status, text::now_ms());
+        }
+        v1::Condition {
+            r#type: "Ready".to_owned(),
+            status: status.into(),
+            reason: reason.to_owned(),
+            message: message.to_owned(),
+            transition_time: text::timestamp(self.ready.1),
+        }
+    }
+}
+
+/// Starts by the run policy, when it makes any.
+fn restart(record: &VmRecord, spec: &VmSpec) -> Option<v1::RestartStatus> {
+    let restart = record.restart.clone().unwrap_or_default();
+    let waits = restart.next_ms != 0;
+    policy::starts(spec.run_policy).then(|| v1::RestartStatus {
+        attempts: restart.attempts,
+        next_start_time: text::timestamp(restart.next_ms),
+        back_off: waits.then(|| Duration::from_millis(restart.back_off_ms).into()),
+    })
+}
+
+/// What its runs were, the present one too.
+fn counts(record: &VmRecord, instance: Option<&Instance>) -> v1::RunCounts {
+    let mut counts = record.counts.unwrap_or_default();
+    counts.guest_resets += instance.map_or(0, |instance| instance.guest_resets);
+    counts.crash_resets += instance.map_or(0, |instance| instance.crash_resets);
+    counts
+}
+
+fn pending_change((change, message): (Change, String)) -> v1::PendingChange {
+    let value = |json: serde_json::Value| match json {
+        serde_json::Value::Null => None,
+        json => serde_json::from_value(json).ok(),
+    };
+    v1::PendingChange {
+        path: change.path,
+        current: value(change.current),
+        desired: value(change.desired),
+        message,
+    }
+}
+
+/// Disks of a VM as the API shows them: those of its spec, and then those that only its machine has.
+fn disks(
+    host: &Host,
+    record: &VmRecord,
+    spec: &VmSpec,
+    running: bool,
+    attached: &Attachments,
+) -> Vec<v1::DiskStatus> {
+    let slots = record.hardware.as_ref().map(|hardware| &hardware.disk_slots);
+    let run = record.instance.as_ref().filter(|_| running);
+    let of_run = run.and_then(|run| run.hardware.as_ref().map(|hardware| &hardware.disk_slots));
+    let in_machine = if running {
+        change::running_disks(record)
+    } else {
+        &[]
+    };
+    let only_there = in_machine
+        .iter()
+        .filter(|wire| !spec.disks.iter().any(|disk| disk.name.as_str() == wire.name))
+        .filter_map(change::validated);
+    let described = spec.disks.iter().cloned().chain(only_there).map(|disk| {
+        let name = disk.name.as_str();
+        let known = attached.get(name).filter(|_| running);
+        let (path, size) = match &disk.source {
+            Source::Path { path, .. } => (path.display().to_string(), 0),
+            Source::Disk { name, .. } => {
+                let resolved = host.disks.resolve(&host.disk_folder(), name.as_str());
+                resolved.map_or_else(
+                    |_| (String::new(), 0),
+                    |disk| (disk.path.display().to_string(), disk.size),
+                )
+            }
+        };
+        let phase = match known {
+            Some(known) => known.phase,
+            None if in_machine.iter().any(|wire| wire.name == name) => AttachmentPhase::Attached,
+            None => AttachmentPhase::Pending,
+        };
+        v1::DiskStatus {
+            name: name.to_owned(),
+            phase: phase.into(),
+            message: known.map(|known| known.message.clone()).unwrap_or_default(),
+            path,
+            capacity_bytes: Some(known.map_or(0, |known| known.capacity).max(size))
+                .filter(|bytes| *bytes != 0),
+            pci_slot: of_run
+                .and_then(|slots| slots.get(name))
+                .or_else(|| slots?.get(name))
+                .copied(),
+        }
+    });
+    described.collect()
+}
+
+/// The phase as people write it.
+pub fn phase_word(phase: VmPhase) -> &'static str {
+    match phase {
+        VmPhase::Unspecified => "Unknown",
+        VmPhase::Pending => "Pending",
+        VmPhase::Starting => "Starting",
+        VmPhase::Running => "Running",
+        VmPhase::Paused => "Paused",
+        VmPhase::Stopping => "Stopping",
+        VmPhase::Stopped => "Stopped",
+        VmPhase::Failed => "Failed",
+        VmPhase::Terminating => "Terminating",
+    }
+}
+
+/// `KERNEL_NOT_FOUND` as a status has it: `KernelNotFound`.
+pub fn camel_case(reason: &str) -> String {
+    let words = reason.split('_').filter(|word| !word.is_empty());
+    words
+        .flat_map(|word| {
+            let (first, rest) = word.split_at(1);
+            [first.to_owned(), rest.to_lowercase()]
+        })
+        .collect()
+}
+
+/// NICs of a VM as the API shows them: those of its machine while it runs.
+fn nics(
+    host: &Host,
+    uid: Uuid,
+    record: &VmRecord,
+    spec: &VmSpec,
+    run: Option<&InstanceRecord>,
+) -> Vec<v1::NicStatus> {
+    let hardware = run
+        .and_then(|run| run.hardware.as_ref())
+        .or(record.hardware.as_ref())
+        .cloned()
+        .unwrap_or_default();
+    let of_run = run.and_then(|run| run.spec.as_ref().map(|spec| spec.nics.iter()));
+    let nics = match of_run {
+        Some(nics) => nics
+            .filter_map(|nic| proto::model::vm::nic(&mut Violations::default(), "nic", nic))
+            .collect(),
+        None => spec.nics.clone(),
+    };
+    let running = run.is_some();
+    let described = nics.iter().enumerate().map(|(index, nic)| {
+        let (tap, bridge) = match &nic.attachment {
+            Attachment::Bridge(bridge) => (network::tap_name(uid, index), bridge.clone()),
+            Attachment::Tap(tap) => (tap.clone(), String::new()),
+            Attachment::Network { name, .. } => {
+                let bridge = host.networks.bridge(name.as_str()).unwrap_or_default();
+                (network::tap_name(uid, index), bridge)
+            }
+        };
+        let mac = machine::mac(&hardware, nic.name.as_str());
+        let network = match &nic.attachment {
+            Attachment::Network { name, .. } => name.as_str(),
+            Attachment::Bridge(_) | Attachment::Tap(_) => "",
+        };
+        let address = host.networks.address(network, uid, nic.name.as_str());
+        v1::NicStatus {
+            name: nic.name.to_string(),
+            mac: mac.map(|mac| mac.to_string()).unwrap_or_default(),
+            tap: if running { tap } else { String::new() },
+            bridge,
+            link_down: !nic.link_up,
+            network: network.to_owned(),
+            addresses: address.iter().map(ToString::to_string).collect(),
+        }
+    });
+    described.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reasons_for_programs_become_words_of_a_status() {
+        assert_eq!(camel_case("KERNEL_NOT_FOUND"), "KernelNotFound");
+        assert_eq!(camel_case("INTERNAL"), "Internal");
+        assert_eq!(camel_case("__"), "");
+    }
+
+    #[test]
+    fn the_time_of_a_phase_is_that_of_its_beginning() {
+        let mut view = View::new(VmPhase::Running, "Running", "");
+        view.phase_ms = 5;
+        view.enter(VmPhase::Running, "GuestPanicked", "x");
+        assert_eq!((view.phase_ms, view.reason.as_str()), (5, "GuestPanicked"));
+        view.enter(VmPhase::Stopped, "Killed", "");
+        assert!(view.phase_ms > 5);
+    }
+}

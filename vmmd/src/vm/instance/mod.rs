@@ -1,0 +1,313 @@
+//! One run of a VM: its process, the connection to it, and what it holds of the node.
+
+pub mod link;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{self, Read as _},
+    os::unix::fs::MetadataExt,
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use prost::Message;
+use proto::vmm::{ExitRecord, HelloReply};
+use rustix::fs::{Mode, OFlags};
+use tokio::time::timeout;
+use uuid::Uuid;
+
+use self::link::{DYING, Link, Session, State, greet};
+use crate::{
+    capacity::Demand,
+    cgroup::Group,
+    control::{Client, bounds},
+    host::Host,
+    ledger::{Claim, FileId},
+    lock,
+    paths::RuntimeDir,
+    process::Process,
+};
+
+/// How long a `vmm` that an earlier daemon left may take to answer before the daemon goes on without it.
+pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest exit record in bytes.
+const MAX_EXIT_RECORD: u64 = 64 << 10;
+
+/// What was killed and does not die, as on a file system that does not answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lingering {
+    /// The `vmm` itself.
+    Vmm,
+    /// Something else in its cgroup.
+    Leftovers,
+}
+
+impl Lingering {
+    /// For programs: of the condition and the event.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::Vmm => "VmmAlive",
+            Self::Leftovers => "LeftoversAlive",
+        }
+    }
+
+    /// For people.
+    pub fn message(self) -> &'static str {
+        match self {
+            Self::Vmm => {
+                "the vmm process was killed and does not die (as on a file system that does not answer): the VM holds its \
+                 disks, its user id and its room until it is gone"
+            }
+            Self::Leftovers => {
+                "the vmm process has ended, but another process in its cgroup was killed and does not die (as on a \
+                 file system that does not answer): the VM holds its disks, its user id and its room until it is gone"
+            }
+        }
+    }
+}
+
+/// A living `vmm`.
+#[derive(Debug)]
+pub struct Instance {
+    /// The process.
+    pub process: Process,
+    /// Its cgroup, where the node has them.
+    pub group: Option<Group>,
+    /// The process has ended; by which signal, where that is known.
+    pub exited: Option<Option<i32>>,
+    /// How it is talked to.
+    pub link: Link,
+    /// What it holds; given back when the instance is dropped.
+    pub claim: Claim,
+    /// What each of its disks is on, by the disk's name.
+    pub disks: BTreeMap<String, Vec<FileId>>,
+    /// Build of the `vmm`; empty until it has said so.
+    pub version: String,
+    /// The minor version of the private protocol that it speaks; 0 until it has said so.
+    pub minor: u32,
+    /// Resets that the guest did in this run.
+    pub guest_resets: u64,
+    /// Resets after a triple fault in this run.
+    pub crash_resets: u64,
+    /// The guest's kernel has panicked and has not been reset since.
+    pub panicked: bool,
+    /// What of the run was killed and does not die, if anything.
+    pub lingering: Option<Lingering>,
+    /// How it said that it ends, before it did.
+    pub ended: Option<ExitRecord>,
+}
+
+impl Instance {
+    /// One that an earlier daemon has started.
+    fn new(
+        process: Process,
+        group: Option<Group>,
+        link: Link,
+        claim: Claim,
+        hello: Option<&HelloReply>,
+    ) -> Self {
+        let status = hello.and_then(|hello| hello.status.as_ref());
+        Self {
+            process,
+            group,
+            exited: None,
+            link,
+            claim,
+            disks: BTreeMap::new(),
+            version: hello.map(|hello| hello.build.clone()).unwrap_or_default(),
+            minor: hello.map_or(0, |hello| hello.minor),
+            panicked: false,
+            lingering: None,
+            guest_resets: status.map_or(0, |status| status.guest_resets),
+            crash_resets: status.map_or(0, |status| status.crash_resets),
+            ended: None,
+        }
+    }
+
+    /// Waits for the end of the run: of the process, and of whatever else is in its cgroup, which is killed. Returns the signal
+    /// that ended the process, where that is known. Cancel-safe.
+    pub async fn ended(&mut self) -> Option<i32> {
+        let signal = match self.exited {
+            Some(signal) => signal,
+            None => *self.exited.insert(self.process.ended().await),
+        };
+        if let Some(group) = &self.group {
+            group.end().await;
+        }
+        signal
+    }
+
+    /// Notes what a disk is on, or that it is gone.
+    pub fn set_disk(&mut self, name: &str, ids: Option<Vec<FileId>>) {
+        match ids {
+            Some(ids) => drop(self.disks.insert(name.to_owned(), ids)),
+            None => drop(self.disks.remove(name)),
+        }
+        self.claim
+            .set_disks(self.disks.values().flatten().copied().collect());
+    }
+
+    /// For asking it, while it answers.
+    pub fn client(&self) -> Option<Client> {
+        self.link.client()
+    }
+}
+
+/// What was found of a run when the daemon started.
+#[derive(Debug)]
+pub enum Found {
+    /// A living process; with the reply to the hello if that came in time.
+    Alive(Box<Instance>, Option<HelloReply>),
+    /// It has ended.
+    Ended,
+}
+
+/// Looks for a process that an earlier daemon has started for the VM `uid` as `user`.
+///
+/// The lock tells whether it lives; which process that is, is found in several ways and believed when its owner is
+/// `user`, which no other process has. When the lock was removed there is no way to talk to it, but it is not forgotten: a
+/// second process of the VM would be worse.
+pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: Demand) -> io::Result<Found> {
+    let runtime = RuntimeDir::of(&host.config, uid);
+    if !lock::is_held(&runtime.lock())? {
+        let Some(process) = stray(host, uid, user).await else {
+            return Ok(Found::Ended);
+        };
+        tracing::error!(
+            vm = name,
+            pid = process.pid(),
+            "the files of a running vmm were removed: it can only be killed"
+        );
+        let claim = host.ledger.adopt(name, user, demand);
+        let link = State::Unreachable.into();
+        let instance = Instance::new(process, group(host, uid), link, claim, None);
+        return Ok(Found::Alive(Box::new(instance), None));
+    }
+    let lock_path = runtime.lock();
+    let connected = Client::connect(&runtime.control()).await;
+    let peer = connected.as_ref().ok().and_then(|(client, _)| client.peer().ok());
+    let mut connecting = tokio::spawn(async {
+        let (client, notices) = connected?;
+        greet(client, notices).await
+    });
+    let mut broken = false;
+    let (link, hello) = match timeout(ATTACH_TIMEOUT, &mut connecting).await {
+        Ok(Ok(Ok(Session {
+            client,
+            notices,
+            hello,
+        }))) => (State::Up(client, notices).into(), Some(hello)),
+        Ok(failed) => {
+            tracing::warn!(vm = name, ?failed, "a running vmm can't be talked to");
+            broken = failed.is_ok_and(|session| session.is_err_and(|error| error.is_lost()));
+            let mut link = Link::from(State::Unreachable);
+            link.retry(RuntimeDir::of(&host.config, uid));
+            (link, None)
+        }
+        Err(_) => (State::Connecting(connecting).into(), None),
+    };
+    let in_group = group(host, uid)
+        .map(|group| group.processes())
+        .unwrap_or_default();
+    let told = hello.as_ref().map(|hello| hello.pid);
+    let mut candidates = peer.map(|(pid, _)| pid).into_iter().chain(in_group).chain(told);
+    let process = candidates
+        .find(|pid| owner(*pid).is_ok_and(|owner| owner == user))
+        .map(Process::open);
+    // A lock that nobody is found to hold may be a copy in a child that is just being made; and a process whose
+    // connection breaks is, as a rule, one that ends in this moment.
+    let ended = if process.is_some() && !broken {
+        !lock::is_held(&lock_path)?
+    } else {
+        lock::released(&lock_path).await?
+    };
+    if ended {
+        return Ok(Found::Ended);
+    }
+    let process = process.unwrap_or_else(|| Err(io::Error::other("the VM's process can't be found")))?;
+    let claim = host.ledger.adopt(name, user, demand);
+    let instance = Instance::new(process, group(host, uid), link, claim, hello.as_ref());
+    Ok(Found::Alive(Box::new(instance), hello))
+}
+
+/// The cgroup of a VM, where the node has them.
+fn group(host: &Host, uid: Uuid) -> Option<Group> {
+    Some(host.cgroups.as_ref()?.group(uid))
+}
+
+/// A process of a VM that holds no lock any more and does not end either: somebody has removed its lock.
+async fn stray(host: &Host, uid: Uuid, user: u32) -> Option<Process> {
+    let pids = match &host.cgroups {
+        Some(parent) => parent.group(uid).processes(),
+        None => all_processes().collect(),
+    };
+    for pid in pids {
+        let process = match owner(pid) {
+            Ok(owner) if owner == user => Process::open(pid).ok(),
+            _ => None,
+        };
+        if let Some(process) = process
+            && timeout(DYING, process.ended()).await.is_err()
+        {
+            return Some(process);
+        }
+    }
+    None
+}
+
+fn all_processes() -> impl Iterator<Item = u32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+}
+
+/// The user of each process there is.
+pub fn users_of_processes() -> impl Iterator<Item = u32> {
+    all_processes().filter_map(|pid| owner(pid).ok())
+}
+
+/// The user that a process runs as.
+fn owner(pid: u32) -> io::Result<u32> {
+    Ok(fs::metadata(format!("/proc/{pid}"))?.uid())
+}
+
+/// What the process wrote about its end. The file is the process's own, so at most [`MAX_EXIT_RECORD`] bytes are read, and
+/// of a regular file only.
+pub fn exit_record(path: &Path) -> Option<ExitRecord> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = fs::File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
+    if !file.metadata().ok()?.is_file() {
+        return None;
+    }
+    let mut bytes = Vec::new();
+    file.take(MAX_EXIT_RECORD + 1).read_to_end(&mut bytes).ok()?;
+    if bytes.is_empty() || bytes.len() as u64 > MAX_EXIT_RECORD {
+        return None;
+    }
+    let record = ExitRecord::decode(bytes.as_slice()).ok()?;
+    Some(bounds::exit_record(&record))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_garbage_in_the_exit_file_is_taken_for_a_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("exit");
+        assert_eq!(exit_record(&path), None);
+        for bytes in [&[][..], &[0xff; 40]] {
+            fs::write(&path, bytes).unwrap();
+            assert_eq!(exit_record(&path), None);
+        }
+        let record = ExitRecord {
+            kind: 1,
+            message: "m".into(),
+            time_unix_ms: 5,
+        };
+        fs::write(&path, record.encode_to_vec()).unwrap();
+        assert_eq!(exit_record(&path), Some(record));
+    }
+}

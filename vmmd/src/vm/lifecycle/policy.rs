@@ -1,0 +1,313 @@
+//! What a run policy makes of what happens to a VM. Pure functions: the actor acts on what they say.
+//!
+//! A start by the policy after the end of a run waits: 1 s at first, doubled with each start until the VM has run for
+//! long enough, 5 min at most. The wait is in the VM's record, so that it survives the daemon.
+
+use std::time::Duration;
+
+use proto::{model::policy::RunPolicy, v1::ExitReason};
+
+use crate::{config, registry::vms::command::Request, store::Intent};
+
+/// What has happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Occasion {
+    /// The VM was made.
+    Created,
+    /// A run has ended, or a start has failed.
+    Ended(ExitReason),
+    /// The node was restarted since; how the last run ended, if there was one.
+    NodeBoot(Option<ExitReason>),
+    /// The daemon was restarted and the VM does not run; how the last run ended, if there was one.
+    DaemonStart(Option<ExitReason>),
+    /// The policy was changed, or set anew, and the VM does not run.
+    Changed,
+}
+
+/// What follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Decision {
+    /// It is started at once.
+    Start,
+    /// It is started after the back-off.
+    StartLater,
+    /// Nothing.
+    Stay,
+}
+
+/// How long starts wait, in milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackOff {
+    /// The first.
+    pub first_ms: u64,
+    /// The longest.
+    pub max_ms: u64,
+    /// A run that lasted as long begins anew.
+    pub reset_after_ms: u64,
+}
+
+/// Decides. `intent` is what was last asked for.
+pub fn decide(policy: RunPolicy, occasion: Occasion, intent: Intent) -> Decision {
+    use Decision::{Start, StartLater, Stay};
+    let wanted = intent == Intent::Running;
+    let runs = match (policy, occasion) {
+        (RunPolicy::Manual | RunPolicy::Off, _) => false,
+        (RunPolicy::Always, _) => true,
+        (_, Occasion::Created | Occasion::Changed) => false,
+        (RunPolicy::UnlessStopped, _) => wanted,
+        (RunPolicy::OnFailure, Occasion::Ended(reason)) => wanted && is_failure(reason),
+        (RunPolicy::OnFailure, Occasion::NodeBoot(last) | Occasion::DaemonStart(last)) => {
+            wanted && last.is_some_and(is_failure)
+        }
+    };
+    match occasion {
+        _ if !runs => Stay,
+        Occasion::Created | Occasion::NodeBoot(_) | Occasion::Changed => Start,
+        Occasion::Ended(_) | Occasion::DaemonStart(_) => StartLater,
+    }
+}
+
+/// Why the policy refuses a request, with what to do; `None` when it does not.
+pub fn refuses(policy: RunPolicy, request: Request) -> Option<&'static str> {
+    match (policy, request) {
+        (RunPolicy::Always, Request::Stop) => Some("it is not stopped; change the policy, or delete the VM"),
+        (RunPolicy::Off, Request::Start | Request::Restart) => {
+            Some("it is not started; change the policy first")
+        }
+        _ => None,
+    }
+}
+
+/// Whether the policy starts a VM at all.
+pub fn starts(policy: RunPolicy) -> bool {
+    !matches!(policy, RunPolicy::Manual | RunPolicy::Off)
+}
+
+/// The end of a run that nobody, and no guest, has wanted.
+fn is_failure(reason: ExitReason) -> bool {
+    match reason {
+        ExitReason::GuestShutdown | ExitReason::Stopped | ExitReason::Killed | ExitReason::Unspecified => {
+            false
+        }
+        ExitReason::GuestPanic
+        | ExitReason::GuestCrash
+        | ExitReason::VmmError
+        | ExitReason::Lost
+        | ExitReason::StartFailed
+        | ExitReason::OutOfMemory
+        | ExitReason::NodeRestart => true,
+    }
+}
+
+impl From<config::Restart> for BackOff {
+    fn from(restart: config::Restart) -> Self {
+        Self {
+            first_ms: restart.first_ms,
+            max_ms: restart.max_ms,
+            reset_after_ms: restart.reset_after_ms,
+        }
+    }
+}
+
+impl BackOff {
+    /// How long the next start waits after so many in a row.
+    pub fn wait(&self, attempts: u32) -> Duration {
+        let factor = 1_u64.checked_shl(attempts).unwrap_or(u64::MAX);
+        Duration::from_millis(self.first_ms.saturating_mul(factor).min(self.max_ms))
+    }
+
+    /// Starts in a row that still count after a run of this length.
+    pub fn after_run(&self, attempts: u32, ran_ms: u64) -> u32 {
+        if ran_ms >= self.reset_after_ms {
+            0
+        } else {
+            attempts
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Decision::*, ExitReason as R, Occasion::*, *};
+
+    const POLICIES: [RunPolicy; 5] = [
+        RunPolicy::UnlessStopped,
+        RunPolicy::Always,
+        RunPolicy::OnFailure,
+        RunPolicy::Manual,
+        RunPolicy::Off,
+    ];
+
+    /// One row per occasion and intent; columns as [`POLICIES`].
+    const TABLE: &[(Occasion, Intent, [Decision; 5])] = &[
+        (Created, Intent::Stopped, [Stay, Start, Stay, Stay, Stay]),
+        (
+            Ended(R::GuestShutdown),
+            Intent::Running,
+            [StartLater, StartLater, Stay, Stay, Stay],
+        ),
+        (
+            Ended(R::Stopped),
+            Intent::Running,
+            [StartLater, StartLater, Stay, Stay, Stay],
+        ),
+        (
+            Ended(R::Killed),
+            Intent::Running,
+            [StartLater, StartLater, Stay, Stay, Stay],
+        ),
+        (
+            Ended(R::GuestPanic),
+            Intent::Running,
+            [StartLater, StartLater, StartLater, Stay, Stay],
+        ),
+        (
+            Ended(R::GuestCrash),
+            Intent::Running,
+            [StartLater, StartLater, StartLater, Stay, Stay],
+        ),
+        (
+            Ended(R::VmmError),
+            Intent::Running,
+            [StartLater, StartLater, StartLater, Stay, Stay],
+        ),
+        (
+            Ended(R::Lost),
+            Intent::Running,
+            [StartLater, StartLater, StartLater, Stay, Stay],
+        ),
+        (
+            Ended(R::OutOfMemory),
+            Intent::Running,
+            [StartLater, StartLater, StartLater, Stay, Stay],
+        ),
+        (
+            Ended(R::StartFailed),
+            Intent::Running,
+            [StartLater, StartLater, StartLater, Stay, Stay],
+        ),
+        (
+            Ended(R::Stopped),
+            Intent::Stopped,
+            [Stay, StartLater, Stay, Stay, Stay],
+        ),
+        (
+            Ended(R::Killed),
+            Intent::Stopped,
+            [Stay, StartLater, Stay, Stay, Stay],
+        ),
+        (
+            Ended(R::GuestPanic),
+            Intent::Stopped,
+            [Stay, StartLater, Stay, Stay, Stay],
+        ),
+        (
+            NodeBoot(Some(R::NodeRestart)),
+            Intent::Running,
+            [Start, Start, Start, Stay, Stay],
+        ),
+        (
+            NodeBoot(Some(R::StartFailed)),
+            Intent::Running,
+            [Start, Start, Start, Stay, Stay],
+        ),
+        (
+            NodeBoot(Some(R::GuestShutdown)),
+            Intent::Running,
+            [Start, Start, Stay, Stay, Stay],
+        ),
+        (
+            NodeBoot(Some(R::NodeRestart)),
+            Intent::Stopped,
+            [Stay, Start, Stay, Stay, Stay],
+        ),
+        (NodeBoot(None), Intent::Stopped, [Stay, Start, Stay, Stay, Stay]),
+        (
+            DaemonStart(Some(R::Lost)),
+            Intent::Running,
+            [StartLater, StartLater, StartLater, Stay, Stay],
+        ),
+        (
+            DaemonStart(Some(R::GuestShutdown)),
+            Intent::Running,
+            [StartLater, StartLater, Stay, Stay, Stay],
+        ),
+        (
+            DaemonStart(Some(R::Stopped)),
+            Intent::Stopped,
+            [Stay, StartLater, Stay, Stay, Stay],
+        ),
+        (
+            DaemonStart(None),
+            Intent::Running,
+            [StartLater, StartLater, Stay, Stay, Stay],
+        ),
+        (
+            DaemonStart(None),
+            Intent::Stopped,
+            [Stay, StartLater, Stay, Stay, Stay],
+        ),
+        (Changed, Intent::Running, [Stay, Start, Stay, Stay, Stay]),
+        (Changed, Intent::Stopped, [Stay, Start, Stay, Stay, Stay]),
+    ];
+
+    #[test]
+    fn the_table_holds() {
+        for (occasion, intent, decisions) in TABLE {
+            for (policy, decision) in POLICIES.into_iter().zip(decisions) {
+                assert_eq!(
+                    decide(policy, *occasion, *intent),
+                    *decision,
+                    "{policy:?} {occasion:?} {intent:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn every_way_in_which_a_run_can_end_is_in_the_table() {
+        for reason in (1..).map_while(|number| ExitReason::try_from(number).ok()) {
+            let has = |occasion: &Occasion| match occasion {
+                Ended(of) | NodeBoot(Some(of)) | DaemonStart(Some(of)) => *of == reason,
+                _ => false,
+            };
+            assert!(TABLE.iter().any(|(occasion, ..)| has(occasion)), "{reason:?}");
+        }
+    }
+
+    #[test]
+    fn always_on_refuses_a_stop_and_always_off_a_start() {
+        use Request::{Delete, Pause, Reset, Restart, Resume, Start, Stop};
+        let delete = Delete { force: true };
+        for policy in POLICIES {
+            for request in [Start, Stop, Restart, Pause, Resume, Reset, delete] {
+                let refused = match policy {
+                    RunPolicy::Always => request == Stop,
+                    RunPolicy::Off => matches!(request, Start | Restart),
+                    _ => false,
+                };
+                assert_eq!(
+                    refuses(policy, request).is_some(),
+                    refused,
+                    "{policy:?} {request:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn the_back_off_doubles_up_to_its_cap_and_a_long_run_sets_it_back() {
+        let back_off = BackOff {
+            first_ms: 1_000,
+            max_ms: 300_000,
+            reset_after_ms: 600_000,
+        };
+        let waits: Vec<_> = (0..11)
+            .map(|attempts| back_off.wait(attempts).as_secs())
+            .collect();
+        assert_eq!(waits, [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]);
+        assert_eq!(back_off.wait(u32::MAX).as_secs(), 300);
+        assert_eq!(back_off.after_run(7, 599_999), 7);
+        assert_eq!(back_off.after_run(7, 600_000), 0);
+    }
+}

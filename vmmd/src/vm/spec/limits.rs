@@ -1,0 +1,95 @@
+//! What a VM may take of the node, put into effect: when it is started, when it gets another disk or other shares of the
+//! processors, and when a daemon finds it running. All blocking.
+
+use std::{io, path::Path};
+
+use proto::model::vm::VmSpec;
+use uuid::Uuid;
+
+use crate::{
+    cgroup::{
+        Group,
+        facts::{self, SYSFS},
+        huge_pages_are_memory,
+        plan::{self, Plan},
+    },
+    failure::Failure,
+    files,
+    host::Host,
+    text,
+};
+
+/// Decides what a VM's cgroup is to say. Refused when the node can't do what the spec asks for.
+pub fn plan(host: &Host, spec: &VmSpec) -> Result<Plan, Failure> {
+    let parent = host.cgroups.as_ref().map(|parent| parent.ready()).transpose();
+    let parent = parent.map_err(|error| unusable(&error))?;
+    let mut facts = facts::read(Path::new(SYSFS), parent, spec);
+    facts.huge_pages_are_memory = huge_pages_are_memory();
+    facts.disks_in_memory = files::bytes_in_memory(spec, &host.sources());
+    plan::plan(spec, &facts)
+}
+
+/// The same for a VM that is about to start: it also needs room for its memory.
+pub fn plan_start(host: &Host, spec: &VmSpec) -> Result<Plan, Failure> {
+    let plan = plan(host, spec)?;
+    plan::check_room(spec, &facts::room(Path::new(SYSFS), spec))?;
+    Ok(plan)
+}
+
+/// Makes the cgroup of a VM that is about to start.
+pub fn create(host: &Host, uid: Uuid, plan: &Plan) -> Result<Option<Group>, Failure> {
+    if !plan.missing.is_empty() {
+        let missing: Vec<_> = plan.missing.iter().map(|controller| controller.name()).collect();
+        tracing::warn!(%uid, missing = missing.join(", "), "the VM runs without limits of controllers that its cgroup lacks");
+    }
+    let Some(parent) = &host.cgroups else {
+        return Ok(None);
+    };
+    let group = parent.create(uid).map_err(|error| unusable(&error))?;
+    apply(&group, uid, plan, false)?;
+    Ok(Some(group))
+}
+
+/// Puts into effect what a running VM may have from now on.
+pub fn set(host: &Host, uid: Uuid, spec: &VmSpec) -> Result<(), Failure> {
+    let plan = plan(host, spec)?;
+    match &host.cgroups {
+        Some(parent) => apply(&parent.group(uid), uid, &plan, true),
+        None => Ok(()),
+    }
+}
+
+/// Puts into effect once more what a running VM may have. What can't be is in the log: the VM goes on.
+pub fn renew(host: &Host, uid: Uuid, spec: &VmSpec) {
+    if host.cgroups.is_none() {
+        return;
+    }
+    if let Err(failure) = set(host, uid, spec) {
+        tracing::warn!(%uid, %failure, "the limits of a running VM could not be set anew");
+    }
+}
+
+fn unusable(error: &io::Error) -> Failure {
+    Failure::internal(format!("make the VM's cgroup: {}", text::words(error)))
+}
+
+/// A limit that the spec asks for must be; others are a loss that is logged.
+fn apply(group: &Group, uid: Uuid, plan: &Plan, running: bool) -> Result<(), Failure> {
+    for (setting, error) in group.apply(&plan.settings, running) {
+        let (file, value) = (&setting.file, &setting.value);
+        if let Some(field) = setting.field {
+            let message = format!(
+                "{field}: the node's kernel does not take \"{value}\" for {file} ({}): give another value",
+                text::words(&error)
+            );
+            return Err(Failure::precondition("LIMIT_REFUSED", message));
+        }
+        // A kernel without `io.weight` or swap is nothing to worry about.
+        if error.kind() == io::ErrorKind::NotFound {
+            tracing::debug!(%uid, file, "the kernel has no such limit");
+        } else {
+            tracing::warn!(%uid, file, value, %error, "a limit of the VM could not be set");
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,489 @@
+//! What a `vmm` is told to build: the spec with descriptors instead of paths and addresses instead of defaults.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+    os::fd::OwnedFd,
+};
+
+use proto::{
+    model::{
+        disk::Disk,
+        nic::Mac,
+        pci,
+        policy::ClockOnResume,
+        resources::HugePages,
+        vm::{Boot, VmSpec},
+    },
+    vmm::{self, MachineSpec},
+};
+use uuid::Uuid;
+
+use crate::{
+    files::{Files, OpenDisk},
+    network::Tap,
+    store::{Hardware, NicHardware},
+};
+
+/// PCI slots of platform v1 on bus 0, whose device 0 is the host bridge. Each kind has its own range, so that what is added
+/// to a VM later never moves what it has; 31 is left. Disks and NICs that find no room there go to further buses.
+const RNG_SLOT: u32 = 1;
+const NIC_SLOTS: Range<u32> = 2..10;
+const DISK_SLOTS: Range<u32> = 10..26;
+/// Of the balloon. Not in the record: no VM ever has it elsewhere, and one gets or loses it between two runs.
+const BALLOON_SLOT: u32 = 26;
+/// Of graphics adapter, keyboard and tablet. Not in the record either.
+const DISPLAY_SLOTS: [u32; 3] = [27, 28, 29];
+/// Of the virtio-console. Not in the record either.
+const CONSOLE_SLOT: u32 = 30;
+
+/// All that a `vmm` gets beside the spec.
+#[derive(Debug)]
+pub struct Parts {
+    /// /dev/kvm.
+    pub kvm: OwnedFd,
+    /// /dev/urandom.
+    pub random: OwnedFd,
+    /// Kernel, initrd and disks.
+    pub files: Files,
+    /// In the order of the spec's NICs.
+    pub taps: Vec<Tap>,
+    /// The serial log and the file for its older half.
+    pub serial: (OwnedFd, OwnedFd),
+    /// Sockets for VNC clients, and for those that may only look; of a VM with a screen.
+    pub vnc: Option<(OwnedFd, OwnedFd)>,
+    /// Socket for clients of the virtio-console, of a VM with one.
+    pub hvc: Option<OwnedFd>,
+    /// Pages that are free in the pool that its memory is to come from, as far as that can be told.
+    pub free_huge_pages: Option<u64>,
+}
+
+/// Gives a new VM its PCI addresses and MACs. `random` makes a MAC that no other VM of the node has.
+pub fn allocate(spec: &VmSpec, random: impl FnMut() -> Mac) -> Hardware {
+    let none = Hardware {
+        rng_slot: RNG_SLOT,
+        ..Hardware::default()
+    };
+    reallocate(spec, &none, &none, random)
+}
+
+/// The addresses of a VM with another spec: what it has keeps its own (a NIC another MAC if the spec says so), what is new
+/// gets the lowest free one, and those of what is gone are free. `running` is what the machine has meanwhile: a disk that
+/// it is to get goes where it has none, as far as there is room.
+pub fn reallocate(
+    spec: &VmSpec,
+    old: &Hardware,
+    running: &Hardware,
+    mut random: impl FnMut() -> Mac,
+) -> Hardware {
+    let mut new = Hardware {
+        disk_slots: BTreeMap::new(),
+        nics: BTreeMap::new(),
+        ..old.clone()
+    };
+    for known in [old, running] {
+        for disk in &spec.disks {
+            let name = disk.name.as_str();
+            let slot = known.disk_slots.get(name);
+            let free = slot.filter(|slot| !taken(&[&new]).contains(slot));
+            if let (false, Some(slot)) = (new.disk_slots.contains_key(name), free) {
+                new.disk_slots.insert(name.to_owned(), *slot);
+            }
+        }
+        for nic in &spec.nics {
+            let name = nic.name.as_str();
+            let known = known.nics.get(name);
+            let free = known.filter(|nic| !taken(&[&new]).contains(&nic.slot)).cloned();
+            if let (false, Some(mut known)) = (new.nics.contains_key(name), free) {
+                if let Some(mac) = nic.mac {
+                    known.mac = mac.octets().to_vec();
+                }
+                new.nics.insert(name.to_owned(), known);
+            }
+        }
+    }
+    for disk in &spec.disks {
+        let name = disk.name.to_string();
+        let slot = free_slot(&[&new, running]).or_else(|| free_slot(&[&new]));
+        if let (false, Some(slot)) = (new.disk_slots.contains_key(&name), slot) {
+            new.disk_slots.insert(name, slot);
+        }
+    }
+    for nic in &spec.nics {
+        let name = nic.name.to_string();
+        if new.nics.contains_key(&name) {
+            continue;
+        }
+        let taken = taken(&[&new]);
+        let mut slots = NIC_SLOTS.chain(pci::further().rev());
+        if let Some(slot) = slots.find(|slot| !taken.contains(slot)) {
+            let mac = nic.mac.unwrap_or_else(&mut random).octets().to_vec();
+            new.nics.insert(name, NicHardware { slot, mac });
+        }
+    }
+    new
+}
+
+/// The slots of all disks and NICs.
+fn taken(hardware: &[&Hardware]) -> BTreeSet<u32> {
+    let slots = hardware.iter().flat_map(|hardware| {
+        let disks = hardware.disk_slots.values().copied();
+        disks.chain(hardware.nics.values().map(|nic| nic.slot))
+    });
+    slots.collect()
+}
+
+/// The address of a NIC.
+pub fn mac(hardware: &Hardware, nic: &str) -> Option<Mac> {
+    let octets = hardware.nics.get(nic)?.mac.as_slice();
+    Mac::try_from(<[u8; 6]>::try_from(octets).ok()?).ok()
+}
+
+/// Puts it together, with the descriptors in the order in which the message names them.
+pub fn assemble(
+    uid: Uuid,
+    name: &str,
+    spec: &VmSpec,
+    hardware: &Hardware,
+    parts: Parts,
+) -> (MachineSpec, Vec<OwnedFd>) {
+    let mut fds = Descriptors::default();
+    let Boot::Linux { cmdline, .. } = &spec.boot;
+    let Files {
+        kernel,
+        initrd,
+        disks,
+    } = parts.files;
+    let machine = MachineSpec {
+        name: name.to_owned(),
+        uuid: uid.as_bytes().to_vec(),
+        vcpus: spec.topology.cores(),
+        memory_bytes: spec.memory_bytes,
+        memory_shared: spec.shares_memory(),
+        kvm_fd: fds.add(parts.kvm),
+        rng_fd: fds.add(parts.random),
+        rng_pci_slot: hardware.rng_slot,
+        kernel: Some(vmm::Kernel {
+            kernel_fd: fds.add(kernel),
+            initrd_fd: initrd.map(|fd| fds.add(fd)),
+            cmdline: cmdline.clone(),
+        }),
+        serial_log_fd: Some(fds.add(parts.serial.0)),
+        serial_log_old_fd: Some(fds.add(parts.serial.1)),
+        disks: spec
+            .disks
+            .iter()
+            .zip(disks)
+            .map(|(disk, opened)| wire_disk(&mut fds, hardware, disk, opened))
+            .collect(),
+        nics: spec
+            .nics
+            .iter()
+            .zip(parts.taps)
+            .map(|(nic, tap)| {
+                let hardware = hardware.nics.get(nic.name.as_str()).cloned().unwrap_or_default();
+                let mut queues = tap.queues.into_iter().map(|fd| fds.add(fd));
+                vmm::Nic {
+                    fd: queues.next().unwrap_or(u32::MAX),
+                    further_fds: queues.collect(),
+                    mac: hardware.mac,
+                    pci_slot: hardware.slot,
+                    mtu: nic.mtu_on(tap.mtu),
+                    ..nic.machine()
+                }
+            })
+            .collect(),
+        shares: Vec::new(),
+        rate_groups: spec.rate_groups.iter().map(Into::into).collect(),
+        huge_page_bytes: spec.memory.huge_pages.map_or(0, HugePages::bytes),
+        prefault: spec.memory.prefault,
+        mergeable: spec.memory.mergeable,
+        numa_node: spec.memory.numa_node,
+        free_huge_pages: parts.free_huge_pages,
+        balloon: spec
+            .balloon
+            .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
+        on_crash: vmm::OnCrash::from(spec.on_crash).into(),
+        sync_clock: spec.clock == ClockOnResume::Sync,
+        display: spec.display.map(|display| {
+            let (vnc_fd, vnc_view_fd) = parts.vnc.map(|(all, view)| (fds.add(all), fds.add(view))).unzip();
+            vmm::Display {
+                vnc_fd,
+                vnc_view_fd,
+                ..display.machine(DISPLAY_SLOTS)
+            }
+        }),
+        console: spec.virtio_console.then(|| vmm::Console {
+            pci_slot: CONSOLE_SLOT,
+            socket_fd: parts.hvc.map(|fd| fds.add(fd)),
+        }),
+    };
+    (machine, fds.0)
+}
+
+/// What a `vmm` is told of a disk that is plugged in while the machine runs, with its descriptors.
+pub fn plug(hardware: &Hardware, disk: &Disk, opened: OpenDisk) -> (vmm::Disk, Vec<OwnedFd>) {
+    let mut fds = Descriptors::default();
+    let wire = wire_disk(&mut fds, hardware, disk, opened);
+    (wire, fds.0)
+}
+
+fn wire_disk(fds: &mut Descriptors, hardware: &Hardware, disk: &Disk, opened: OpenDisk) -> vmm::Disk {
+    let slot = hardware.disk_slots.get(disk.name.as_str());
+    vmm::Disk {
+        fd: fds.add(opened.fd),
+        pci_slot: slot.copied().unwrap_or_default(),
+        backing: opened
+            .backing
+            .into_iter()
+            .map(|(fd, format)| vmm::BackingImage {
+                fd: fds.add(fd),
+                format: vmm::ImageFormat::from(format).into(),
+            })
+            .collect(),
+        discard_granularity_bytes: opened.discard_granularity,
+        ..disk.machine(opened.format)
+    }
+}
+
+/// The lowest slot that is free for another disk in all of these.
+pub fn free_slot(hardware: &[&Hardware]) -> Option<u32> {
+    let taken = taken(hardware);
+    let mut slots = DISK_SLOTS.chain(pci::further());
+    slots.find(|slot| !taken.contains(slot))
+}
+
+#[derive(Default)]
+struct Descriptors(Vec<OwnedFd>);
+
+impl Descriptors {
+    fn add(&mut self, fd: OwnedFd) -> u32 {
+        self.0.push(fd);
+        u32::try_from(self.0.len() - 1).unwrap_or(u32::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use proto::{
+        model::{disk::Format, machine::Machine, resources::MemoryOptions},
+        v1,
+    };
+
+    use super::*;
+
+    /// A spec with as many disks and NICs as bus 0 has room for.
+    fn full() -> VmSpec {
+        of(16, 8)
+    }
+
+    fn of(disks: usize, nics: usize) -> VmSpec {
+        let disks = (0..disks).map(|index| v1::DiskSpec {
+            name: format!("disk{index}"),
+            source: Some(v1::disk_spec::Source::Path(format!("/d{index}"))),
+            format: v1::DiskFormat::Raw.into(),
+            ..Default::default()
+        });
+        let nics = (0..nics).map(|index| v1::NicSpec {
+            name: format!("eth{index}"),
+            attachment: Some(v1::nic_spec::Attachment::Bridge("br0".into())),
+            ..Default::default()
+        });
+        let linux = v1::LinuxBoot {
+            kernel: "/k".into(),
+            initrd: "/i".into(),
+            cmdline: "console=ttyS0".into(),
+        };
+        let wire = v1::VmSpec {
+            cpu: Some(v1::CpuSpec {
+                cores: 2,
+                ..Default::default()
+            }),
+            memory: Some(v1::MemorySpec {
+                size_bytes: 256 << 20,
+                backing: v1::MemoryBacking::Shared.into(),
+                huge_pages: v1::HugePages::HugePages2m.into(),
+                prefault: true,
+                numa_node: Some(0),
+                ..Default::default()
+            }),
+            boot: Some(v1::BootSpec {
+                source: Some(v1::boot_spec::Source::Linux(linux)),
+            }),
+            disks: disks.collect(),
+            nics: nics.collect(),
+            ..Default::default()
+        };
+        VmSpec::try_from(&wire).unwrap()
+    }
+
+    fn null() -> OwnedFd {
+        File::open("/dev/null").unwrap().into()
+    }
+
+    fn open_disk(below: usize) -> OpenDisk {
+        OpenDisk {
+            fd: null(),
+            discard_granularity: None,
+            format: Format::Qcow2,
+            backing: (0..below).map(|_| (null(), Format::Raw)).collect(),
+            ids: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_plugged_disk_takes_the_lowest_free_slot_and_names_its_own_descriptors() {
+        let mut spec = full();
+        let disk = spec.disks.remove(3);
+        let mut hardware = allocate(&spec, || Mac::local([2; 6]));
+        assert_eq!(free_slot(&[&hardware]), Some(25));
+        hardware.disk_slots.remove("disk5");
+        let slot = free_slot(&[&hardware]).unwrap();
+        hardware.disk_slots.insert(disk.name.to_string(), slot);
+        let (wire, fds) = plug(&hardware, &disk, open_disk(2));
+        assert_eq!((wire.name.as_str(), wire.pci_slot, wire.fd), ("disk3", slot, 0));
+        let below: Vec<_> = wire.backing.iter().map(|image| image.fd).collect();
+        assert_eq!((below, fds.len()), (vec![1, 2], 3));
+        hardware.disk_slots.insert("more".into(), 25);
+        assert_eq!(free_slot(&[&hardware]), Some(33), "the first of the next bus");
+    }
+
+    #[test]
+    fn the_largest_vms_make_machines_that_are_valid_to_the_other_side() {
+        for (disks, nics) in [(64, 0), (0, 64), (16, 48), (56, 8), (32, 32), (60, 4)] {
+            let spec = of(disks, nics);
+            let mut last = 0;
+            let hardware = allocate(&spec, || {
+                last += 1;
+                Mac::local([2, 0, 0, 0, last, 0])
+            });
+            let tap = || Tap {
+                queues: vec![null()],
+                mtu: 1500,
+            };
+            let parts = Parts {
+                kvm: null(),
+                random: null(),
+                files: Files {
+                    kernel: null(),
+                    initrd: Some(null()),
+                    disks: (0..disks).map(|_| open_disk(6)).collect(),
+                },
+                taps: (0..nics).map(|_| tap()).collect(),
+                serial: (null(), null()),
+                vnc: Some((null(), null())),
+                hvc: Some(null()),
+                free_huge_pages: Some(7),
+            };
+            let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);
+            assert!(fds.len() <= proto::wire::MAX_FDS);
+            let machine = Machine::new(&machine, fds.len()).unwrap();
+            assert_eq!((machine.disks.len(), machine.nics.len()), (disks, nics));
+            let memory = MemoryOptions {
+                free_huge_pages: Some(7),
+                ..spec.memory
+            };
+            assert_eq!((machine.memory, machine.memory_shared), (memory, true));
+            if nics > 1 {
+                assert_eq!(machine.nics[1].mac, mac(&hardware, "eth1").unwrap());
+            }
+        }
+    }
+
+    #[test]
+    fn disks_and_nics_beyond_bus_0_fill_the_others_from_both_ends() {
+        let hardware = allocate(&of(18, 10), || Mac::local([2; 6]));
+        let disks: Vec<u32> = (0..18)
+            .map(|disk| hardware.disk_slots[&format!("disk{disk}")])
+            .collect();
+        let nics: Vec<u32> = (0..10)
+            .map(|nic| hardware.nics[&format!("eth{nic}")].slot)
+            .collect();
+        assert_eq!(disks, (10..26).chain([33, 34]).collect::<Vec<_>>());
+        assert_eq!(nics, (2..10).chain([95, 94]).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn addresses_depend_on_the_kind_so_that_a_new_disk_moves_no_nic() {
+        let mut spec = full();
+        let before = allocate(&spec, || Mac::local([2; 6]));
+        spec.disks.truncate(1);
+        let after = allocate(&spec, || Mac::local([2; 6]));
+        assert_eq!(before.nics, after.nics);
+        assert_eq!(before.disk_slots["disk0"], after.disk_slots["disk0"]);
+    }
+
+    proptest::proptest! {
+        /// Whatever a VM has been before: what stays keeps its address, and no two have the same.
+        #[test]
+        fn addresses_never_move_and_never_clash(
+            rounds in proptest::collection::vec((proptest::bits::u64::ANY, proptest::bits::u64::ANY, 0..=64_usize), 1..8)
+        ) {
+            let mut next = 0;
+            let mut hardware = Hardware::default();
+            let all = of(64, 0);
+            for (disks, nics, most_disks) in rounds {
+                let mut spec = all.clone();
+                spec.disks.retain(|disk| disks >> disk.name.as_str()[4..].parse::<u32>().unwrap() & 1 == 1);
+                spec.disks.truncate(most_disks);
+                let nic = |name: &str| proto::model::vm::nic(
+                    &mut proto::model::Violations::default(),
+                    "nic",
+                    &v1::NicSpec {
+                        name: name.into(),
+                        attachment: Some(v1::nic_spec::Attachment::Bridge("br0".into())),
+                        ..v1::NicSpec::default()
+                    },
+                ).unwrap();
+                spec.nics = (0..64).filter(|bit| nics >> bit & 1 == 1).take(64 - spec.disks.len()).map(|bit| nic(&format!("nic{bit}"))).collect();
+                let new = reallocate(&spec, &hardware, &hardware, || {
+                    next += 1;
+                    Mac::local([2, 0, 0, 0, next, 0])
+                });
+                proptest::prop_assert_eq!(new.disk_slots.len(), spec.disks.len());
+                proptest::prop_assert_eq!(new.nics.len(), spec.nics.len());
+                for (name, slot) in &hardware.disk_slots {
+                    proptest::prop_assert!(new.disk_slots.get(name).is_none_or(|new| new == slot));
+                }
+                for (name, nic) in &hardware.nics {
+                    proptest::prop_assert!(new.nics.get(name).is_none_or(|new| new == nic));
+                }
+                let slots: Vec<_> = new.disk_slots.values().copied().chain(new.nics.values().map(|nic| nic.slot)).collect();
+                let different: BTreeSet<_> = slots.iter().collect();
+                proptest::prop_assert_eq!(different.len(), slots.len());
+                let reserved = [RNG_SLOT, BALLOON_SLOT, CONSOLE_SLOT];
+                proptest::prop_assert!(slots.iter().all(|slot| pci::PciSlot::try_from(*slot).is_ok() && !reserved.contains(slot)));
+                hardware = new;
+            }
+        }
+    }
+
+    #[test]
+    fn a_new_disk_does_not_go_where_the_machine_still_has_one() {
+        let mut spec = full();
+        spec.disks.truncate(2);
+        let running = allocate(&spec, || Mac::local([2; 6]));
+        let removed = spec.disks.remove(0);
+        let without = reallocate(&spec, &running, &running, || Mac::local([2; 6]));
+        let mut more = full().disks.remove(5);
+        more.read_only = true;
+        spec.disks.push(more);
+        let with = reallocate(&spec, &without, &running, || Mac::local([2; 6]));
+        assert_eq!((with.disk_slots["disk1"], with.disk_slots["disk5"]), (11, 12));
+        // It comes back while the machine still has it.
+        spec.disks.push(removed);
+        let again = reallocate(&spec, &without, &running, || Mac::local([2; 6]));
+        assert_eq!(again.disk_slots["disk0"], 10);
+    }
+
+    #[test]
+    fn a_mac_of_the_manifest_is_kept() {
+        let mut spec = full();
+        spec.nics[0].mac = Some("52:54:00:12:34:56".parse().unwrap());
+        let hardware = allocate(&spec, || Mac::local([2; 6]));
+        assert_eq!(mac(&hardware, "eth0").unwrap().to_string(), "52:54:00:12:34:56");
+        assert_eq!(mac(&hardware, "none"), None);
+    }
+}

@@ -1,0 +1,377 @@
+//! Brings a VM up: from its spec to a booted `vmm`. Whatever fails, everything made on the way is gone again when the
+//! failure is returned.
+
+mod failures;
+mod fork;
+mod prepare;
+
+use std::{
+    collections::BTreeMap,
+    io,
+    os::fd::OwnedFd,
+    pin::pin,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use proto::{
+    model::{nic::Mac, vm::VmSpec},
+    vmm::{self, Boot, HelloReply, request::Op},
+};
+use tokio::{
+    sync::{Mutex, oneshot},
+    task::spawn_blocking,
+    time::timeout,
+};
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+pub use self::failures::refused;
+use self::{
+    failures::{GONE, OUT_OF_MEMORY, cancelled, died, failed, out_of_memory},
+    fork::{Spawn, spawn},
+    prepare::{Checked, Made, check, make},
+};
+use super::{
+    actor::SNAPSHOT_MINOR,
+    instance::{Instance, Lingering, link::State},
+    spec::machine::{self, Parts},
+};
+use crate::{
+    cgroup::{Group, LEAVING, facts},
+    control::{Client, Notices},
+    event::{Draft, Object},
+    failure::{Failure, Kind, store_failure},
+    files::{self, Known},
+    host::Host,
+    ledger::{Claim, FileId},
+    network,
+    operation::{Progress, Reporter},
+    paths::RuntimeDir,
+    process::Process,
+    registry::vms::command::Restore,
+    store::VmRecord,
+};
+
+/// How long a `vmm` may take from its fork to a booted machine. Loading a kernel from a slow disk is the longest part.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Guest RAM in bytes that is touched in a second at the least, when it is to be there before the guest starts.
+const TOUCHED_PER_SECOND: u64 = 256 << 20;
+/// How long a machine may take that comes from another node.
+const RECEIVING: Duration = Duration::from_secs(24 * 60 * 60);
+/// Bytes of a snapshot that are read in a second at the least.
+const READ_PER_SECOND: u64 = 32 << 20;
+
+/// What is to be started.
+#[derive(Debug)]
+pub struct Plan {
+    /// The VM.
+    pub uid: Uuid,
+    /// Its validated spec.
+    pub spec: VmSpec,
+    /// What the store is to hold before the fork. Other files than those it knows are refused.
+    pub record: VmRecord,
+    /// The user id that it runs with; what else it needs is taken by the start.
+    pub claim: Claim,
+    /// Of the request that it is part of.
+    pub trace: String,
+    /// The operation that it is part of.
+    pub report: Reporter,
+    /// Hears it when the start has failed, and its process was killed and does not die.
+    pub lingers: oneshot::Sender<Lingering>,
+    /// Held by those who change the VM's files: the start waits for them.
+    pub offline: Arc<Mutex<()>>,
+    /// What it is restored from; without it the machine boots.
+    pub restore: Option<Box<Restore>>,
+}
+
+/// What has come up.
+#[derive(Debug)]
+pub struct Started {
+    /// The run.
+    pub instance: Instance,
+    /// The files that it was started with.
+    pub files: Known,
+}
+
+/// Steps of a start, as its operation counts them: checks, the process, the machine.
+pub const STEPS: u64 = 3;
+
+/// Starts it. `cancel` ends the attempt at any time.
+pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Result<Started, Failure> {
+    let began = Instant::now();
+    let blocking_host = Arc::clone(&host);
+    let name = plan.record.name.clone();
+    let offline = Arc::clone(&plan.offline);
+    let _files_are_whole = tokio::select! {
+        whole = offline.lock() => whole,
+        () = cancel.cancelled() => return Err(cancelled(&name)),
+    };
+    let paths = files::named(&plan.spec, &host.sources());
+    let checking = host.pools.starts.run(&paths, move || {
+        let checked = check(&blocking_host, &plan)?;
+        Ok::<_, Failure>((plan, checked))
+    });
+    // Nothing is there yet that would have to be removed.
+    let (plan, checked) = tokio::select! {
+        checked = checking => checked??,
+        () = cancel.cancelled() => return Err(cancelled(&name)),
+    };
+    plan.report
+        .progress(Progress::steps(1, STEPS), "making the vmm process");
+    let uid = plan.uid;
+    let blocking_host = Arc::clone(&host);
+    let (name, limits) = (plan.record.name.clone(), checked.limits.clone());
+    let (has_screen, has_console) = (plan.spec.display.is_some(), plan.spec.virtio_console);
+    let made = blocking(move || make(&blocking_host, uid, &name, (has_screen, has_console), &limits)).await;
+    let result = match made {
+        Ok(made) => run(&host, plan, checked, made, &cancel, began).await,
+        Err(failure) => Err(failure),
+    };
+    if result.is_err() {
+        let cleaned = spawn_blocking(move || clean_up(&host, uid)).await;
+        if let Err(error) = cleaned.unwrap_or_else(|error| Err(io::Error::other(error))) {
+            tracing::warn!(%uid, %error, "clean up after a failed start");
+        }
+    }
+    result
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
+) -> Result<T, Failure> {
+    let result = spawn_blocking(work).await;
+    result.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
+}
+
+/// Removes what a run leaves on the node. Its process must have ended.
+pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
+    host.logs.forget(uid);
+    let runtime = RuntimeDir::of(&host.config, uid).remove();
+    let group = host
+        .cgroups
+        .as_ref()
+        .map_or(Ok(()), |parent| parent.group(uid).clear());
+    runtime.and(group)
+}
+
+async fn run(
+    host: &Arc<Host>,
+    plan: Plan,
+    mut checked: Checked,
+    made: Made,
+    cancel: &CancellationToken,
+    began: Instant,
+) -> Result<Started, Failure> {
+    let Plan {
+        uid,
+        spec,
+        mut record,
+        claim,
+        trace,
+        report,
+        lingers,
+        offline: _,
+        restore,
+    } = plan;
+    let name = record.name.clone();
+    let hardware = record.instance.as_ref().and_then(|run| run.hardware.clone());
+    let hardware = hardware.unwrap_or_default();
+    let ids = spec.disks.iter().zip(&checked.files.disks);
+    let ids: BTreeMap<_, _> = ids
+        .map(|(disk, opened)| (disk.name.to_string(), opened.ids.clone()))
+        .collect();
+    claim.set_disks(ids.values().flatten().copied().collect());
+    let mut taps = Vec::new();
+    for (index, nic) in spec.nics.iter().enumerate() {
+        let mac = machine::mac(&hardware, nic.name.as_str()).unwrap_or_else(|| Mac::local([0; 6]));
+        taps.push(network::open_tap(host, uid, &name, index, nic, mac).await?);
+    }
+    let runtime = RuntimeDir::of(&host.config, uid);
+    let (client, notices) = Client::connect(&runtime.control())
+        .await
+        .map_err(|error| failed("connect to the control socket", &error))?;
+    let client = client.traced(&trace);
+    if cancel.is_cancelled() {
+        return Err(cancelled(&name));
+    }
+    // A stop cancels the start before it writes the record.
+    record.files = std::mem::take(&mut checked.known);
+    let written = host.store.put_unless(cancel, &record).await;
+    if !written.map_err(store_failure)? {
+        return Err(cancelled(&name));
+    }
+
+    let Checked {
+        kvm,
+        files,
+        known: _,
+        executable,
+        limits: _,
+    } = checked;
+    let Made {
+        random,
+        serial,
+        control,
+        console,
+        vnc,
+        hvc,
+        exit,
+        lock,
+        log,
+        group,
+    } = made;
+    let program = Spawn {
+        executable,
+        control,
+        console,
+        exit,
+        lock,
+        log,
+        group,
+        uid: claim.uid(),
+    };
+    let memory = spec.memory;
+    let (process, free_huge_pages) =
+        blocking(move || Ok((spawn(&program)?, facts::free_huge_pages_for(memory)))).await?;
+    let forked = Instant::now();
+    report.progress(Progress::steps(2, STEPS), "booting the machine");
+    let process = process
+        .watched(Process::new)
+        .map_err(|error| failed("watch the vmm", &error))?;
+    let (machine, mut fds) = machine::assemble(
+        uid,
+        &name,
+        &spec,
+        &hardware,
+        Parts {
+            kvm,
+            random,
+            files,
+            taps,
+            serial,
+            vnc,
+            hvc,
+            free_huge_pages,
+        },
+    );
+    let boot = Boot {
+        machine: Some(machine),
+        restore: restore.as_ref().map(|restore| vmm::Restore {
+            snapshot_fd: u32::try_from(fds.len()).unwrap_or(u32::MAX),
+            on_demand: restore.on_demand,
+            stream: restore.stream,
+        }),
+        paused: restore.as_ref().is_some_and(|restore| restore.stream),
+    };
+    let copied = match &restore {
+        Some(restore) => {
+            let file = restore.file.try_clone();
+            fds.push(file.map_err(|error| failed("open the snapshot", &error))?);
+            restore.bytes
+        }
+        None => 0,
+    };
+    let patience = match boot.paused {
+        // Whoever sends it says when that takes too long.
+        true => RECEIVING,
+        false => patience(&spec) + Duration::from_secs(copied / READ_PER_SECOND),
+    };
+    let booted = tokio::select! {
+        booted = timeout(patience, boot_machine(&client, boot, fds)) => booted.unwrap_or_else(|_| {
+            let message = format!("the vmm did not boot the machine within {} s", patience.as_secs());
+            Err(Failure::internal(message))
+        }),
+        () = cancel.cancelled() => Err(cancelled(&name)),
+        signal = process.ended() => Err(died(&runtime, signal)),
+    };
+    match booted {
+        Ok(hello) => {
+            // What of a start is the daemon's and what the vmm's; benchmarks read it.
+            let (daemon_us, vmm_us) = ((forked - began).as_micros(), forked.elapsed().as_micros());
+            tracing::info!(vm = name, daemon_us, vmm_us, "started");
+            let group = host.cgroups.as_ref().map(|parent| parent.group(uid));
+            Ok(Started {
+                instance: instance((process, group), client, notices, claim, ids, hello),
+                files: record.files,
+            })
+        }
+        Err(failure) => {
+            end(host, uid, &name, &process, lingers).await;
+            if out_of_memory(host, uid).await {
+                return Err(Failure::new(Kind::Exhausted, "OUT_OF_MEMORY", OUT_OF_MEMORY));
+            }
+            // What it wrote itself says more than that it has gone.
+            Err(if failure.reason == GONE {
+                died(&runtime, None)
+            } else {
+                failure
+            })
+        }
+    }
+}
+
+/// Kills what was made and waits until all of it is gone. When that takes long, it is told.
+async fn end(host: &Host, uid: Uuid, name: &str, process: &Process, lingers: oneshot::Sender<Lingering>) {
+    process.kill();
+    let mut ending = pin!(async {
+        process.ended().await;
+        if let Some(parent) = &host.cgroups {
+            parent.group(uid).end().await;
+        }
+    });
+    if timeout(LEAVING, &mut ending).await.is_err() {
+        // The actor tells it, unless it is gone.
+        if let Err(what) = lingers.send(Lingering::Vmm) {
+            let object = Object::Vm(name.to_owned(), uid);
+            let draft = Draft::warning(object, what.reason(), what.message());
+            host.events.emit(draft);
+        }
+        ending.await;
+    }
+}
+
+/// How long the boot may take.
+fn patience(spec: &VmSpec) -> Duration {
+    let touched = spec.memory.prefault || spec.memory.huge_pages.is_some();
+    let bytes = if touched { spec.memory_bytes } else { 0 };
+    TIMEOUT + Duration::from_secs(bytes / TOUCHED_PER_SECOND)
+}
+
+fn instance(
+    (process, group): (Process, Option<Group>),
+    client: Client,
+    notices: Notices,
+    claim: Claim,
+    disks: BTreeMap<String, Vec<FileId>>,
+    hello: HelloReply,
+) -> Instance {
+    let link = State::Up(client, notices).into();
+    Instance {
+        process,
+        group,
+        exited: None,
+        link,
+        claim,
+        disks,
+        version: hello.build,
+        minor: hello.minor,
+        guest_resets: 0,
+        crash_resets: 0,
+        panicked: false,
+        lingering: None,
+        ended: None,
+    }
+}
+
+async fn boot_machine(client: &Client, boot: Boot, fds: Vec<OwnedFd>) -> Result<HelloReply, Failure> {
+    let hello = client.hello().await.map_err(|error| refused(&error))?;
+    if boot.restore.is_some() && hello.minor < SNAPSHOT_MINOR {
+        // It would boot the guest instead.
+        let message = "the installed vmm program is of an older version that can't restore snapshots: install the one of this vmmd";
+        return Err(Failure::precondition("VMM_TOO_OLD", message));
+    }
+    let booted = client.request(Op::Boot(boot), &fds).await;
+    booted.map_err(|error| refused(&error))?;
+    Ok(hello)
+}
