@@ -51,7 +51,7 @@ pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) 
     let failed = |error: &io::Error| file_failed("run `vmm image`", error);
     let (output, output_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
     let (errors, errors_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
-    let (blocking_host, uid) = (Arc::clone(host), claim.uid());
+    let (blocking_host, user) = (Arc::clone(host), claim.user());
     let child = spawn_blocking(move || {
         let executable = blocking_host.open_vmm()?;
         let words = ["vmm", "image", job.command].into_iter().map(str::to_owned);
@@ -66,7 +66,7 @@ pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) 
             fds: &fds,
             output: Some(output_end.as_fd()),
             log: errors_end.as_fd(),
-            uid,
+            uid: user,
             cgroup: None,
         };
         clone::spawn(&program).map_err(|error| failed(&error))

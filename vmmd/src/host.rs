@@ -22,7 +22,7 @@ use crate::{
         clients::Clients, consoles::Consoles, disks::Disks, images::Images, node, screens::Screens,
         snapshots::Snapshots, vms::Vms,
     },
-    request::Requests,
+    request::{self, Requests},
     store::Store,
     text,
 };
@@ -47,7 +47,7 @@ pub struct Host {
     /// Network interfaces.
     pub links: Links,
     /// All VMs.
-    pub table: Vms,
+    pub vms: Vms,
     /// For asking their `vmm` processes what no actor has to know of.
     pub clients: Clients,
     /// Networks of the NetworkService.
@@ -117,5 +117,15 @@ impl Host {
             folder: self.disk_folder(),
             roots: &self.config.roots,
         }
+    }
+}
+
+impl request::Ports for Host {
+    fn requests(&self) -> &Requests {
+        &self.requests
+    }
+
+    fn store(&self) -> &Store {
+        &self.store
     }
 }

@@ -38,7 +38,7 @@ impl Default for UidRange {
 /// The books of the node.
 #[derive(Debug)]
 pub struct Ledger {
-    uids: UidRange,
+    users: UidRange,
     books: Mutex<Books>,
 }
 
@@ -80,15 +80,15 @@ pub struct FileId {
 #[derive(Debug)]
 pub struct Claim {
     ledger: Arc<Ledger>,
-    uid: u32,
+    user: u32,
     serial: u64,
 }
 
 impl Ledger {
     /// Empty books.
-    pub fn new(uids: UidRange) -> Arc<Self> {
+    pub fn new(users: UidRange) -> Arc<Self> {
         Arc::new(Self {
-            uids,
+            users,
             books: Mutex::default(),
         })
     }
@@ -96,30 +96,30 @@ impl Ledger {
     /// Takes a free user id for `vm`, and nothing else yet.
     pub fn claim(self: &Arc<Self>, vm: &str) -> Result<Claim, Failure> {
         let mut books = self.books();
-        let UidRange { first, count } = self.uids;
+        let UidRange { first, count } = self.users;
         let start = books.next;
         let free = (0..count)
             .map(|step| first + (start + step) % count)
-            .find(|uid| !books.claims.contains_key(uid) && !books.strangers.contains(uid));
-        let Some(uid) = free else {
+            .find(|user| !books.claims.contains_key(user) && !books.strangers.contains(user));
+        let Some(user) = free else {
             let message = format!("all {count} user ids for VMs are in use: make `vm_uids` larger");
             return Err(Failure::new(Kind::Exhausted, "NO_FREE_UID", message));
         };
-        books.next = (uid - first + 1) % count;
+        books.next = (user - first + 1) % count;
         drop(books);
-        Ok(self.adopt(vm, uid, Demand::default()))
+        Ok(self.adopt(vm, user, Demand::default()))
     }
 
     /// No VM gets this user id as long as the daemon lives: a process has it that is none of a known VM.
-    pub fn set_aside(&self, uid: u32) {
-        let UidRange { first, count } = self.uids;
-        if uid.checked_sub(first).is_some_and(|index| index < count) {
-            self.books().strangers.insert(uid);
+    pub fn set_aside(&self, user: u32) {
+        let UidRange { first, count } = self.users;
+        if user.checked_sub(first).is_some_and(|index| index < count) {
+            self.books().strangers.insert(user);
         }
     }
 
     /// Notes what a VM that is found running holds, whatever the books say.
-    pub fn adopt(self: &Arc<Self>, vm: &str, uid: u32, demand: Demand) -> Claim {
+    pub fn adopt(self: &Arc<Self>, vm: &str, user: u32, demand: Demand) -> Claim {
         let mut books = self.books();
         books.serial += 1;
         let serial = books.serial;
@@ -130,11 +130,11 @@ impl Ledger {
             demand,
             disks: Vec::new(),
         };
-        books.claims.insert(uid, held);
+        books.claims.insert(user, held);
         drop(books);
         Claim {
             ledger: Arc::clone(self),
-            uid,
+            user,
             serial,
         }
     }
@@ -203,8 +203,8 @@ impl Books {
 
 impl Claim {
     /// The user id.
-    pub fn uid(&self) -> u32 {
-        self.uid
+    pub fn user(&self) -> u32 {
+        self.user
     }
 
     /// Takes `demand` when `decide` has nothing against it, which is told what the other VMs have. What was held before is
@@ -215,9 +215,9 @@ impl Claim {
         decide: impl FnOnce(Resources) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         let mut books = self.ledger.books();
-        let vm = books.claims.get(&self.uid).map(|held| held.vm.clone());
+        let vm = books.claims.get(&self.user).map(|held| held.vm.clone());
         decide(books.committed_beside(&vm.unwrap_or_default()))?;
-        if let Some(held) = books.claims.get_mut(&self.uid) {
+        if let Some(held) = books.claims.get_mut(&self.user) {
             held.demand = demand;
         }
         Ok(())
@@ -225,7 +225,7 @@ impl Claim {
 
     /// Notes the files that the VM's disks are on, for messages to others.
     pub fn set_disks(&self, disks: Vec<FileId>) {
-        if let Some(held) = self.ledger.books().claims.get_mut(&self.uid) {
+        if let Some(held) = self.ledger.books().claims.get_mut(&self.user) {
             held.disks = disks;
         }
     }
@@ -236,12 +236,12 @@ impl Drop for Claim {
         let mut books = self.ledger.books();
         let ours = books
             .claims
-            .get_mut(&self.uid)
+            .get_mut(&self.user)
             .filter(|held| held.serial == self.serial);
         match ours {
             // Its vmm may live: nobody else may have its user id.
             Some(held) if thread::panicking() => held.abandoned = true,
-            Some(_) => drop(books.claims.remove(&self.uid)),
+            Some(_) => drop(books.claims.remove(&self.user)),
             None => {}
         }
     }
@@ -281,11 +281,11 @@ mod tests {
     fn living_vms_have_different_user_ids_and_one_is_not_used_again_at_once() {
         let ledger = ledger(3);
         let (a, b) = (ledger.claim("a").unwrap(), ledger.claim("b").unwrap());
-        assert_eq!((a.uid(), b.uid()), (100, 101));
+        assert_eq!((a.user(), b.user()), (100, 101));
         drop(a);
-        assert_eq!(ledger.claim("c").unwrap().uid(), 102);
+        assert_eq!(ledger.claim("c").unwrap().user(), 102);
         let d = ledger.claim("d").unwrap();
-        assert_eq!(d.uid(), 100);
+        assert_eq!(d.user(), 100);
         let _e = ledger.claim("e").unwrap();
         assert_eq!(ledger.claim("f").unwrap_err().reason, "NO_FREE_UID");
     }
@@ -293,11 +293,11 @@ mod tests {
     #[test]
     fn a_strangers_user_id_is_given_to_nobody() {
         let ledger = ledger(3);
-        for uid in [0, 99, 101, 103] {
-            ledger.set_aside(uid);
+        for user in [0, 99, 101, 103] {
+            ledger.set_aside(user);
         }
         let claims = ["a", "b"].map(|vm| ledger.claim(vm).unwrap());
-        assert_eq!(claims.each_ref().map(Claim::uid), [100, 102]);
+        assert_eq!(claims.each_ref().map(Claim::user), [100, 102]);
         assert_eq!(ledger.claim("c").unwrap_err().reason, "NO_FREE_UID");
     }
 
@@ -372,7 +372,7 @@ mod tests {
         take(&claim, 700).unwrap();
         let panics = tokio::spawn(async move {
             tokio::task::yield_now().await;
-            assert_ne!(claim.uid(), 100, "it is");
+            assert_ne!(claim.user(), 100, "it is");
         });
         assert!(panics.await.unwrap_err().is_panic());
         assert_eq!(ledger.committed().memory, 700);
@@ -399,7 +399,7 @@ mod tests {
         let ledger = ledger(2);
         let _old = ledger.adopt("old", 100, demand(900));
         let new = ledger.claim("new").unwrap();
-        assert_eq!(new.uid(), 101);
+        assert_eq!(new.user(), 101);
         assert!(take(&new, 101).is_err());
     }
 }

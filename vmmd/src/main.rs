@@ -1,8 +1,8 @@
 //! The per-node hypervisor daemon: a gRPC API over virtual machines, each of which is a `vmm` process of its own that
 //! lives on when the daemon ends.
 //!
-//! The way of a request: [`grpc`] finds the VM in the [`vm::table`] and asks its actor, which decides
-//! ([`vm::admission`]) and acts; the [`store`] keeps what must outlive the daemon.
+//! The way of a request: [`grpc`] finds the VM in the [`registry::vms`] and asks its actor, which decides
+//! ([`vm::lifecycle`]) and acts; the [`store`] keeps what must outlive the daemon.
 
 mod auth;
 mod capacity;
@@ -181,7 +181,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
             records.history.nonces.clone(),
             records.history.images.clone(),
         ),
-        table: Vms::new(records.history),
+        vms: Vms::new(records.history),
         clients: registry::clients::Clients::default(),
         snapshots: Snapshots::default(),
         networks: Networks::default(),
@@ -223,7 +223,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     host.networks.adopt(&host, records.networks);
     vm::recovery::reconcile::reconcile(&host, records.vms, records.unreadable).await;
     host.operations
-        .give_up_left(|uid| uid.parse().is_ok_and(|uid| host.table.find(uid).is_none()));
+        .give_up_left(|uid| uid.parse().is_ok_and(|uid| host.vms.find(uid).is_none()));
     let socket = Socket::bind(&host.config.socket(), &host.config)
         .with_context(|| format!("API socket {}", host.config.socket().display()))?;
     if let Some(listen) = &host.config.metrics.listen {
@@ -244,7 +244,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     service::ready();
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
-        vms = host.table.list().len(),
+        vms = host.vms.list().len(),
         "ready"
     );
     tokio::select! {

@@ -119,7 +119,7 @@ pub fn begin(host: &Arc<Host>, record: DiskRecord, size: u64, context: &Context)
 
 /// Whether a VM has a process.
 fn runs(host: &Host, vm: &str) -> bool {
-    let entry = host.table.get(vm);
+    let entry = host.vms.get(vm);
     entry.is_some_and(|entry| {
         let state = entry.state.borrow();
         state
@@ -153,7 +153,7 @@ async fn ask_vm(
     size: u64,
     context: &Context,
 ) -> Result<(), Failure> {
-    let entry = host.table.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
+    let entry = host.vms.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
     let (reply, answer) = oneshot::channel();
     let command = Command::Disk {
         context: Context {

@@ -118,7 +118,7 @@ impl Vms {
     pub(super) fn gone(&self, name: &str) -> Failure {
         if self.host.stopping.is_cancelled() {
             Failure::stopping()
-        } else if self.host.table.get(name).is_some() {
+        } else if self.host.vms.get(name).is_some() {
             Failure::unavailable(name)
         } else {
             Failure::no_vm(name)

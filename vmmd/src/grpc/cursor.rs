@@ -21,9 +21,9 @@ pub struct Cursor {
 
 impl Cursor {
     /// At `position` of those that `filter` chooses.
-    pub fn new(table: &Vms, position: Position, filter: &Filter) -> Self {
+    pub fn new(vms: &Vms, position: Position, filter: &Filter) -> Self {
         Self {
-            nonce: table.nonce(position.run).unwrap_or_default(),
+            nonce: vms.nonce(position.run).unwrap_or_default(),
             position,
             filter: filter.hash(),
         }
@@ -52,8 +52,8 @@ impl Cursor {
     }
 
     /// Where it is, if that is a place of this store.
-    pub fn position(&self, table: &Vms) -> Result<Position, Failure> {
-        self.position_in(|run| table.nonce(run))
+    pub fn position(&self, vms: &Vms) -> Result<Position, Failure> {
+        self.position_in(|run| vms.nonce(run))
     }
 
     /// Where it is, if that is a place of the store whose runs have these numbers.

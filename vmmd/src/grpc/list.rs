@@ -13,7 +13,7 @@ const MAX_BYTES: usize = 3 << 20;
 
 /// Answers a request. A page begins after the last name of the one before, so that VMs that come and go meanwhile neither
 /// repeat others nor hide them. All pages have the cursor of the first: a watch from there tells what was missed since.
-pub fn list(table: &Vms, request: &ListVmsRequest) -> Result<ListVmsResponse, Failure> {
+pub fn list(registry: &Vms, request: &ListVmsRequest) -> Result<ListVmsResponse, Failure> {
     let filter = Filter::new(request.filter.as_ref(), "")?;
     let mask = Mask::new(&request.fields)?;
     let limit = match request.page_size {
@@ -30,9 +30,9 @@ pub fn list(table: &Vms, request: &ListVmsRequest) -> Result<ListVmsResponse, Fa
     };
     let name = after.as_ref().map(|(_, name)| name.as_str());
     let limit = usize::try_from(limit).unwrap_or(usize::MAX);
-    let (vms, more, position) = table.page(name, limit, |vm| filter.matches(vm));
+    let (vms, more, position) = registry.page(name, limit, |vm| filter.matches(vm));
     let cursor = after.as_ref().map_or_else(
-        || Cursor::new(table, position, &filter).to_string(),
+        || Cursor::new(registry, position, &filter).to_string(),
         |(cursor, _)| cursor.to_string(),
     );
     let (vms, cut) = page(vms.iter().map(|vm| mask.apply(vm)));

@@ -1,4 +1,4 @@
-//! The gRPC API on a UNIX socket and over TCP: thin services over the table of VMs.
+//! The gRPC API on a UNIX socket and over TCP: thin services over the registries.
 
 mod ask;
 mod authority;

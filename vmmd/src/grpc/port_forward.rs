@@ -42,7 +42,7 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<PortForwardRequest>) -> 
     let port = u16::try_from(open.port).ok().filter(|port| *port != 0);
     let port = port.ok_or_else(|| Failure::field("open.port", "must be 1 to 65535"))?;
     let entry = host
-        .table
+        .vms
         .get(&open.name)
         .ok_or_else(|| Failure::no_vm(&open.name))?;
     let address = address(&entry.state.borrow(), &open)?;

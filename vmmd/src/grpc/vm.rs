@@ -43,7 +43,7 @@ impl Vms {
     }
 
     pub(super) fn find(&self, name: &str) -> Result<Entry, Failure> {
-        self.host.table.get(name).ok_or_else(|| Failure::no_vm(name))
+        self.host.vms.get(name).ok_or_else(|| Failure::no_vm(name))
     }
 }
 
@@ -89,7 +89,7 @@ impl VmService for Vms {
         &self,
         request: Request<v1::ListVmsRequest>,
     ) -> Result<Response<v1::ListVmsResponse>, Status> {
-        let listed = list::list(&self.host.table, request.get_ref())?;
+        let listed = list::list(&self.host.vms, request.get_ref())?;
         Ok(Response::new(listed))
     }
 

@@ -47,7 +47,7 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<VncRequest>) -> Result<S
         return Err(Failure::field("open", "must be the first message"));
     };
     let entry = host
-        .table
+        .vms
         .get(&open.name)
         .ok_or_else(|| Failure::no_vm(&open.name))?;
     let connection = screen::connect(&host, &entry, open.view_only).await?;
@@ -75,7 +75,7 @@ pub fn ticket(
     who: String,
 ) -> Result<CreateVncTicketResponse, Failure> {
     let entry = host
-        .table
+        .vms
         .get(&request.name)
         .ok_or_else(|| Failure::no_vm(&request.name))?;
     let (form, configured, address) = match VncTicketKind::try_from(request.kind) {

@@ -31,7 +31,7 @@ use crate::{
 /// The stream of events.
 pub type Stream = ReceiverStream<Result<WatchVmsResponse, Status>>;
 
-/// Events ready for a watcher that reads slowly; more wait in the table's own queue.
+/// Events ready for a watcher that reads slowly; more wait in the registry's own queue.
 const READY: usize = 16;
 
 /// What a watcher has been told of, by uid.
@@ -47,12 +47,12 @@ pub fn watch(host: Arc<Host>, request: &WatchVmsRequest) -> Result<Stream, Failu
     let (sender, receiver) = mpsc::channel(READY);
     let (first, at, snapshot, changes) = match request.cursor.as_str() {
         "" => {
-            let (snapshot, changes) = host.table.subscribe();
+            let (snapshot, changes) = host.vms.subscribe();
             (Vec::new(), Position::default(), snapshot, changes)
         }
         cursor => {
-            let from = Cursor::read("cursor", cursor, &filter)?.position(&host.table)?;
-            let (buried, snapshot, changes) = host.table.resume(from).map_err(|_| expired())?;
+            let from = Cursor::read("cursor", cursor, &filter)?.position(&host.vms)?;
+            let (buried, snapshot, changes) = host.vms.resume(from).map_err(|_| expired())?;
             (since(from, &buried, &snapshot, &filter), from, snapshot, changes)
         }
     };
@@ -118,7 +118,7 @@ impl Watcher {
                 Err(RecvError::Closed) => return Ok(()),
                 Err(RecvError::Lagged(_)) => {
                     let snapshot;
-                    (snapshot, changes) = self.host.table.subscribe();
+                    (snapshot, changes) = self.host.vms.subscribe();
                     for (kind, vm, at) in difference(&mut self.known, &snapshot, self.at, &self.filter) {
                         self.send(kind, Some(&vm), at).await?;
                     }
@@ -132,7 +132,7 @@ impl Watcher {
         let response = WatchVmsResponse {
             r#type: kind.into(),
             vm: vm.map(|vm| self.mask.apply(vm)),
-            cursor: Cursor::new(&self.host.table, at, &self.filter).to_string(),
+            cursor: Cursor::new(&self.host.vms, at, &self.filter).to_string(),
         };
         self.sender.send(Ok(response)).await.map_err(|_| Gone)
     }

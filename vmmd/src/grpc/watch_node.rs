@@ -48,7 +48,7 @@ async fn follow(
     let mut sent: Option<Node> = None;
     loop {
         // What changes from here on is looked at once more.
-        let (_, mut changes) = host.table.subscribe();
+        let (_, mut changes) = host.vms.subscribe();
         news.mark_unchanged();
         let node = describe(host).await?;
         if sent.as_ref().is_none_or(|sent| differs(sent, &node)) {

@@ -43,12 +43,12 @@ struct Sample {
 /// All figures as they are now, in the text format (OpenMetrics 1.0).
 pub async fn gather(host: &Arc<Host>) -> String {
     let mut asked = JoinSet::new();
-    for vm in host.table.list() {
+    for vm in host.vms.list() {
         let host = Arc::clone(host);
         asked.spawn(async move {
             let name = vm.metadata.as_ref().map_or("", |metadata| metadata.name.as_str());
             let runs = vm.status.as_ref().is_some_and(|status| status.instance.is_some());
-            let entry = host.table.get(name).filter(|_| runs);
+            let entry = host.vms.get(name).filter(|_| runs);
             let stats = match &entry {
                 Some(entry) => tokio::time::timeout(SCRAPE, stats::of(&host, name, entry))
                     .await

@@ -34,7 +34,7 @@ pub const PROTOCOL: u32 = 1;
 
 /// Asks the VM's actor, and returns what it says to the other daemon.
 pub async fn ask(host: &Host, vm: &str, request: HandoverRequest) -> Result<Vec<Message>, Failure> {
-    let entry = host.table.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
+    let entry = host.vms.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
     let (reply, answer) = oneshot::channel();
     let sent = entry
         .mailbox

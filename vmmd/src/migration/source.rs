@@ -108,7 +108,7 @@ pub async fn migrate(
         let problem = "must be HOST:PORT, as in node-2.example:7443";
         return Err(Failure::field("target", problem));
     }
-    let entry = host.table.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
+    let entry = host.vms.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
     let uid = entry.uid;
     let record = host.store.vm(uid.as_bytes()).await.map_err(store_failure)?;
     let record = record.ok_or_else(|| Failure::no_vm(&name))?;

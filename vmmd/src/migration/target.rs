@@ -61,7 +61,7 @@ pub async fn offer(
     }
     let vm = request.vm.ok_or_else(|| Failure::field("vm", "must be given"))?;
     refuse_what_stays(&vm.spec.clone().unwrap_or_default())?;
-    if host.table.find(uid).is_some() {
+    if host.vms.find(uid).is_some() {
         let message = "this node has the VM already: an earlier migration of it is not over";
         return Err(Failure::new(Kind::Exists, "VM_EXISTS", message));
     }
@@ -214,7 +214,7 @@ pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1
     }
     let found = Uuid::parse_str(&request.uid)
         .ok()
-        .and_then(|uid| host.table.find(uid));
+        .and_then(|uid| host.vms.find(uid));
     let Some(entry) = found else {
         return match message {
             Message::Prepare(_) => Ok(said(Some(Message::Refuse(request.migration)))),

@@ -146,7 +146,7 @@ pub async fn problems(
             &manifest.spec,
             &blocking.sources(),
             manifest.metadata.name.as_str(),
-            &files::had(&blocking.table, manifest.metadata.name.as_str()),
+            &files::had(&blocking.vms, manifest.metadata.name.as_str()),
         );
         // A disk that is not there is missed by both.
         let known: Vec<_> = found.iter().map(|problem| problem.message.clone()).collect();

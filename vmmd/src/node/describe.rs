@@ -32,7 +32,7 @@ pub async fn describe(host: &Arc<Host>) -> Result<Node, Failure> {
     let conditions = look.conditions(host).await;
     let system = rustix::system::uname();
     let (facts, config, record) = (&look.facts, &host.config, host.node.record());
-    let vms = host.table.list();
+    let vms = host.vms.list();
     let running = vms
         .iter()
         .filter(|vm| vm.status.as_ref().is_some_and(|status| status.instance.is_some()));

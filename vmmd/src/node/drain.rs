@@ -75,7 +75,7 @@ pub async fn give_up(host: &Host) {
 
 /// VMs with a process, or with one in the making, by name.
 fn remaining(host: &Host) -> Vec<String> {
-    let vms = host.table.list();
+    let vms = host.vms.list();
     let running = vms.iter().filter(|vm| {
         let status = vm.status.as_ref();
         status.is_some_and(|status| status.instance.is_some() || status.phase() == VmPhase::Starting)
@@ -202,7 +202,7 @@ async fn stop(
     cancelled: tokio_util::sync::CancellationToken,
 ) -> Result<Option<(String, bool)>, String> {
     let problem = |failure: Failure| format!("VM \"{name}\": {}", failure.message);
-    let Some(entry) = host.table.get(&name) else {
+    let Some(entry) = host.vms.get(&name) else {
         return Ok(None);
     };
     let (reply, answer) = oneshot::channel();

@@ -96,9 +96,9 @@ pub async fn uncordon(host: &Host, context: &Context) -> Result<(), Failure> {
         let message = "VMs are created and started here again";
         host.events
             .emit(Draft::normal(Object::Node, "Uncordoned", message).of(context.clone()));
-        for vm in host.table.list() {
+        for vm in host.vms.list() {
             let name = vm.metadata.as_ref().map(|metadata| metadata.name.as_str());
-            if let Some(entry) = name.and_then(|name| host.table.get(name)) {
+            if let Some(entry) = name.and_then(|name| host.vms.get(name)) {
                 let _ = entry.mailbox.send(Command::Reconsider).await;
             }
         }

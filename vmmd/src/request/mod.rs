@@ -63,10 +63,9 @@ pub use self::answer::done;
 use crate::{
     context::{self, Context, Initiator},
     failure::{Failure, Kind},
-    host::Host,
     store::{
         self, DiskRecord, ImageRecord, NetworkRecord, REQUEST_AGE_MS, RequestKey, RequestMark,
-        SnapshotRecord, VmRecord,
+        SnapshotRecord, Store, VmRecord,
     },
     text,
 };
@@ -101,6 +100,25 @@ struct Left {
     on: Vec<u8>,
 }
 
+/// What is needed of the daemon to carry a request out once.
+pub trait Ports: Send + Sync + 'static {
+    /// Those under way.
+    fn requests(&self) -> &Requests;
+
+    /// Where answers are kept.
+    fn store(&self) -> &Store;
+}
+
+impl<P: Ports> Ports for Arc<P> {
+    fn requests(&self) -> &Requests {
+        self.as_ref().requests()
+    }
+
+    fn store(&self) -> &Store {
+        self.as_ref().store()
+    }
+}
+
 /// What becomes of a request.
 enum Entered {
     Begun(watch::Sender<Option<Answer>>),
@@ -109,12 +127,13 @@ enum Entered {
 
 /// Carries a request out, or answers it as it was answered. `work` goes on when the caller goes away, if the request has an
 /// id.
-pub async fn once<Q, A, F>(
-    host: &Arc<Host>,
+pub async fn once<H, Q, A, F>(
+    host: &Arc<H>,
     request: tonic::Request<Q>,
-    work: impl FnOnce(Arc<Host>, Q, Context) -> F + Send + 'static,
+    work: impl FnOnce(Arc<H>, Q, Context) -> F + Send + 'static,
 ) -> Result<Response<A>, Status>
 where
+    H: Ports,
     Q: Mutation,
     A: Message + Default + 'static,
     F: Future<Output = Result<A, Status>> + Send + 'static,
@@ -128,13 +147,13 @@ where
         return answer.await.map(Response::new);
     }
     let mark = mark(&request, &context.initiator);
-    let mut answer = match host.requests.enter(&mark)? {
+    let mut answer = match host.requests().enter(&mark)? {
         Entered::Waiting(answer) => answer,
         Entered::Begun(sender) => {
             let answer = sender.subscribe();
             let whole = async move {
                 let under_way = Guard(Arc::clone(&host), mark.key());
-                let answer = carry_out(&host, mark, || work(Arc::clone(&host), request, context)).await;
+                let answer = carry_out(&*host, mark, || work(Arc::clone(&host), request, context)).await;
                 // Who has the answer may use an id that it leaves free.
                 drop(under_way);
                 sender.send_replace(Some(answer));
@@ -149,12 +168,12 @@ where
     ended.decode().map(Response::new)
 }
 
-async fn carry_out<A, F>(host: &Host, mark: RequestMark, work: impl FnOnce() -> F) -> Answer
+async fn carry_out<A, F>(host: &impl Ports, mark: RequestMark, work: impl FnOnce() -> F) -> Answer
 where
     A: Message,
     F: Future<Output = Result<A, Status>>,
 {
-    match host.store.request(mark.key()).await {
+    match host.store().request(mark.key()).await {
         Ok(Some(record)) if same(record.mark.as_ref(), &mark) => return Answer::from(record),
         Ok(Some(_)) => return Answer::from(Status::from(reused(&mark.id))),
         Ok(None) => {}
@@ -167,10 +186,10 @@ where
     if answer.is_final() {
         let (id, key) = (mark.id.clone(), mark.key());
         // What was done stays done; without its answer a retry is carried out again.
-        if let Err(error) = host.store.complete(answer.record(mark)).await {
+        if let Err(error) = host.store().complete(answer.record(mark)).await {
             tracing::error!(request = id, %error, "the answer of a request could not be written");
         }
-        host.requests.inner().left.remove(&key);
+        host.requests().inner().left.remove(&key);
     }
     answer
 }
@@ -224,23 +243,23 @@ fn reused(id: &str) -> Failure {
 /// Of the requests that have been begun on something, the one with this method that nobody was answered: that would be
 /// carried out anew by a retry if the thing were gone.
 pub async fn unanswered(
-    host: &Host,
+    host: &impl Ports,
     begun: &[RequestMark],
     method: &str,
 ) -> Result<Option<RequestMark>, store::Error> {
     let Some(mark) = begun.iter().find(|mark| mark.method == method) else {
         return Ok(None);
     };
-    let answered = !host.requests.is_open(&mark.key()) || host.store.request(mark.key()).await?.is_some();
+    let answered = !host.requests().is_open(&mark.key()) || host.store().request(mark.key()).await?.is_some();
     Ok((!answered).then(|| mark.clone()))
 }
 
 /// Takes a request out of those under way.
-struct Guard(Arc<Host>, RequestKey);
+struct Guard<H: Ports>(Arc<H>, RequestKey);
 
-impl Drop for Guard {
+impl<H: Ports> Drop for Guard<H> {
     fn drop(&mut self) {
-        self.0.requests.inner().under_way.remove(&self.1);
+        self.0.requests().inner().under_way.remove(&self.1);
     }
 }
 

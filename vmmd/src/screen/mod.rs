@@ -115,7 +115,7 @@ fn no_screen(entry: &Entry) -> Failure {
 /// Connects to the screen that a ticket is for, unless its VM is gone.
 async fn enter(host: &Host, ticket: &Ticket, from: &str) -> Result<UnixStream, Failure> {
     let entry = host
-        .table
+        .vms
         .find(ticket.vm)
         .ok_or_else(|| Failure::no_vm(&ticket.name))?;
     let stream = connect(host, &entry, ticket.view_only).await?;

@@ -110,7 +110,7 @@ async fn validate(host: &Host, request: &v1::CreateSnapshotRequest) -> Result<Sn
         None => return Err(found.into()),
     };
     let uid = host
-        .table
+        .vms
         .get(&vm)
         .ok_or_else(|| Failure::no_vm(&vm))?
         .uid
@@ -145,7 +145,7 @@ fn not_running(vm: &str) -> Failure {
 
 /// For asking the VM's `vmm`.
 async fn client(host: &Host, vm: &str) -> Result<Client, Failure> {
-    let entry = host.table.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
+    let entry = host.vms.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
     let (reply, answer) = oneshot::channel();
     let sent = entry
         .mailbox

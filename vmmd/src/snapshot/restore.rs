@@ -42,7 +42,7 @@ pub async fn restore(
         }
     };
     let by_this = host.requests.made_by_restore(context);
-    let own = host.table.get(&name).filter(|entry| {
+    let own = host.vms.get(&name).filter(|entry| {
         let uid = entry.uid.as_bytes().as_slice();
         uid == record.vm_uid || Some(uid) == by_this.as_deref()
     });
@@ -83,7 +83,7 @@ enum Machine {
 
 /// Replaces the images of the VM's disks by those of the snapshot.
 async fn put_back(host: &Arc<Host>, record: &SnapshotRecord, name: &str) -> Result<(), Failure> {
-    let entry = host.table.get(name).ok_or_else(|| Failure::no_vm(name))?;
+    let entry = host.vms.get(name).ok_or_else(|| Failure::no_vm(name))?;
     let phase = entry.state.borrow().status.as_ref().map(v1::VmStatus::phase);
     if !matches!(phase, Some(v1::VmPhase::Stopped | v1::VmPhase::Failed)) {
         let message = format!("VM \"{name}\" is not stopped: stop it first");
@@ -170,7 +170,7 @@ async fn make(
             nic.mac.clear();
             nic.address.clear();
         }
-    } else if !hardware.nics.is_empty() && host.table.find(super::vm_uid(record)).is_some() {
+    } else if !hardware.nics.is_empty() && host.vms.find(super::vm_uid(record)).is_some() {
         let message = format!(
             "the snapshot has NICs, whose addresses VM \"{}\" has too: restore into that VM, or delete it first",
             record.vm_name
@@ -226,7 +226,7 @@ async fn ask(
     restore: Option<Restore>,
     context: &Context,
 ) -> Result<v1::Vm, Failure> {
-    let entry = host.table.get(name).ok_or_else(|| Failure::no_vm(name))?;
+    let entry = host.vms.get(name).ok_or_else(|| Failure::no_vm(name))?;
     let (reply, answer) = oneshot::channel();
     let mut life = Life::new(context.clone(), request, reply);
     life.restore = restore.map(Box::new);

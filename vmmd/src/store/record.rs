@@ -139,7 +139,7 @@ pub struct FileRecord {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct InstanceRecord {
     /// User id of the `vmm`.
-    pub uid: u32,
+    pub user: u32,
     /// Unix time in milliseconds.
     pub started_ms: u64,
     /// Generation of the spec it runs with.
@@ -196,7 +196,7 @@ impl VmRecord {
     }
 
     /// How its last run ended, for the run policy: a run that the node has ended did not end as the VM wanted.
-    pub fn ending(&self) -> Option<ExitReason> {
+    pub fn exit_reason(&self) -> Option<ExitReason> {
         if self.evacuated {
             return Some(ExitReason::NodeRestart);
         }

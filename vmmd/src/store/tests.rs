@@ -130,7 +130,7 @@ async fn a_record_keeps_every_field() {
         instance: Some(InstanceRecord {
             spec: None,
             hardware: None,
-            uid: 7,
+            user: 7,
             started_ms: 8,
             generation: 1,
             boot_id: "x".into(),

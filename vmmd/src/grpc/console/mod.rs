@@ -73,7 +73,7 @@ pub async fn open(
         return Err(Failure::field("open", "must be the first message"));
     };
     let entry = host
-        .table
+        .vms
         .get(&open.name)
         .ok_or_else(|| Failure::no_vm(&open.name))?;
     let (device, access) = wanted(&open)?;

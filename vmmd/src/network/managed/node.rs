@@ -109,7 +109,7 @@ impl Networks {
     /// Records whose leases change now.
     fn release(&self, host: &Host) -> Vec<NetworkRecord> {
         let now = text::now_ms();
-        let vms = host.table.list();
+        let vms = host.vms.list();
         let mut changed = Vec::new();
         for record in self.inner().records.values() {
             let mut new = record.clone();
@@ -371,7 +371,7 @@ fn nics_in<'a>(vm: &'a v1::Vm, network: &'a str) -> impl Iterator<Item = &'a str
 
 /// "VM \"web\"": VMs that have a NIC in the network.
 pub(super) fn users(host: &Host, network: &str) -> Vec<String> {
-    let vms = host.table.list();
+    let vms = host.vms.list();
     let using = vms.iter().filter(|vm| nics_in(vm, network).next().is_some());
     let names = using.filter_map(|vm| Some(format!("VM \"{}\"", vm.metadata.as_ref()?.name)));
     names.collect()

@@ -1,6 +1,6 @@
 //! All VMs of the node by name, with the state that each actor published last, and the changes as they happen.
 //!
-//! Nobody who reads here waits for an actor. A state is put into the table and told to the watchers under one lock,
+//! Nobody who reads here waits for an actor. A state is put into the registry and told to the watchers under one lock,
 //! so that a watcher sees each change after its first look exactly once and in order.
 //!
 //! Each change has a revision: numbers that grow, from 1 in each run of the daemon. Deletions are remembered, those of
@@ -136,7 +136,7 @@ pub struct Snapshot {
 /// A name that nobody else can take until this is dropped.
 #[derive(Debug)]
 pub struct Reservation<'a> {
-    table: &'a Vms,
+    vms: &'a Vms,
     name: String,
 }
 
@@ -268,7 +268,7 @@ impl Vms {
                 }
                 if vms.reserved.insert(name.to_owned()) {
                     return Some(Reservation {
-                        table: self,
+                        vms: self,
                         name: name.to_owned(),
                     });
                 }
@@ -425,8 +425,8 @@ impl Slot {
 
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
-        self.table.vms().reserved.remove(&self.name);
-        self.table.released.notify_waiters();
+        self.vms.vms().reserved.remove(&self.name);
+        self.vms.released.notify_waiters();
     }
 }
 

@@ -16,20 +16,20 @@ fn vm(name: &str, phase: i32) -> Arc<v1::Vm> {
     })
 }
 
-fn add(table: &Vms, name: &str) -> watch::Sender<Arc<v1::Vm>> {
+fn add(vms: &Vms, name: &str) -> watch::Sender<Arc<v1::Vm>> {
     let (publisher, state) = watch::channel(vm(name, 1));
     let entry = Entry {
         uid: Uuid::new_v4(),
         mailbox: mpsc::channel(1).0,
         state,
     };
-    table.insert(name, entry, table.now());
+    vms.insert(name, entry, vms.now());
     publisher
 }
 
-fn delete(table: &Vms, name: &str) {
-    let tombstone = table.bury(v1::ObjectMetadata::default());
-    table.remove(name, tombstone.revision);
+fn delete(vms: &Vms, name: &str) {
+    let tombstone = vms.bury(v1::ObjectMetadata::default());
+    vms.remove(name, tombstone.revision);
 }
 
 fn name(vm: &v1::Vm) -> String {
@@ -46,30 +46,30 @@ async fn waits(future: &mut (impl Future + Unpin)) -> bool {
 
 #[tokio::test]
 async fn a_name_is_given_once() {
-    let table = Vms::default();
-    let reservation = table.reserve("a").await.unwrap();
-    let (mut second, mut third) = (Box::pin(table.reserve("a")), Box::pin(table.reserve("a")));
+    let vms = Vms::default();
+    let reservation = vms.reserve("a").await.unwrap();
+    let (mut second, mut third) = (Box::pin(vms.reserve("a")), Box::pin(vms.reserve("a")));
     assert!(waits(&mut second).await && waits(&mut third).await);
     // The first made none.
     drop(reservation);
     let reservation = second.await.unwrap();
     assert!(waits(&mut third).await);
-    let _publisher = add(&table, "a");
+    let _publisher = add(&vms, "a");
     drop(reservation);
     assert!(third.await.is_none());
-    assert!(table.reserve("a").await.is_none());
+    assert!(vms.reserve("a").await.is_none());
 }
 
 #[test]
 fn a_watcher_sees_what_is_there_and_then_every_change_in_order() {
-    let table = Vms::default();
-    let publisher = add(&table, "a");
-    let (there, mut changes) = table.subscribe();
+    let vms = Vms::default();
+    let publisher = add(&vms, "a");
+    let (there, mut changes) = vms.subscribe();
     assert_eq!(there.vms.len(), 1);
     for phase in [2, 3] {
-        table.publish(&publisher, vm("a", phase));
+        vms.publish(&publisher, vm("a", phase));
     }
-    delete(&table, "a");
+    delete(&vms, "a");
     let mut seen = Vec::new();
     let mut revisions = vec![there.at.revision];
     while let Ok(change) = changes.try_recv() {
@@ -79,36 +79,33 @@ fn a_watcher_sees_what_is_there_and_then_every_change_in_order() {
     use ChangeKind::{Deleted, Modified};
     assert_eq!(seen, [(Modified, 2), (Modified, 3), (Deleted, 3)]);
     assert!(revisions.is_sorted_by(|a, b| a < b), "{revisions:?}");
-    assert!(table.get("a").is_none() && table.list().is_empty());
+    assert!(vms.get("a").is_none() && vms.list().is_empty());
 }
 
 #[test]
 fn a_page_goes_on_after_a_name_whatever_came_and_went() {
-    let table = Vms::default();
-    let _publishers: Vec<_> = ["a", "b", "c", "d"]
-        .iter()
-        .map(|name| add(&table, name))
-        .collect();
+    let vms = Vms::default();
+    let _publishers: Vec<_> = ["a", "b", "c", "d"].iter().map(|name| add(&vms, name)).collect();
     let page = |after: Option<&str>, limit| {
-        let (vms, more, _) = table.page(after, limit, |vm| name(vm) != "c");
+        let (vms, more, _) = vms.page(after, limit, |vm| name(vm) != "c");
         (vms.iter().map(|vm| name(vm)).collect::<Vec<_>>().concat(), more)
     };
     assert_eq!(page(None, 2), ("ab".to_owned(), true));
     assert_eq!(page(Some("b"), 2), ("d".to_owned(), false));
-    delete(&table, "b");
+    delete(&vms, "b");
     assert_eq!(page(Some("b"), 2), ("d".to_owned(), false));
     assert_eq!(page(None, 10), ("ad".to_owned(), false));
 }
 
 #[test]
 fn who_resumes_is_told_of_deletions_since() {
-    let table = Vms::default();
-    let _publishers: Vec<_> = ["a", "b"].iter().map(|name| add(&table, name)).collect();
-    delete(&table, "a");
-    let at = table.subscribe().0.at;
-    delete(&table, "b");
+    let vms = Vms::default();
+    let _publishers: Vec<_> = ["a", "b"].iter().map(|name| add(&vms, name)).collect();
+    delete(&vms, "a");
+    let at = vms.subscribe().0.at;
+    delete(&vms, "b");
     let gone = |position| {
-        let (gone, ..) = table.resume(position)?;
+        let (gone, ..) = vms.resume(position)?;
         Ok(gone
             .iter()
             .map(|buried| name(&buried.vm))
@@ -117,8 +114,8 @@ fn who_resumes_is_told_of_deletions_since() {
     };
     assert_eq!(gone(at), Ok("b".to_owned()));
     assert_eq!(gone(Position { revision: 0, ..at }), Ok("ab".to_owned()));
-    assert_eq!(gone(table.subscribe().0.at), Ok(String::new()));
-    let revision = table.now().1 + 1;
+    assert_eq!(gone(vms.subscribe().0.at), Ok(String::new()));
+    let revision = vms.now().1 + 1;
     assert_eq!(
         gone(Position { revision, ..at }),
         Err(Expired),
@@ -128,19 +125,19 @@ fn who_resumes_is_told_of_deletions_since() {
 
 #[test]
 fn what_was_forgotten_makes_older_positions_expire() {
-    let table = Vms::default();
-    let before = table.subscribe().0.at;
+    let vms = Vms::default();
+    let before = vms.subscribe().0.at;
     for _ in 0..=MAX_TOMBSTONES {
-        let _publisher = add(&table, "a");
-        delete(&table, "a");
+        let _publisher = add(&vms, "a");
+        delete(&vms, "a");
     }
-    assert!(matches!(table.resume(before), Err(Expired)));
+    assert!(matches!(vms.resume(before), Err(Expired)));
     let first = Position {
         revision: 3,
         ..before
     };
     assert_eq!(
-        table.resume(first).unwrap().0.len(),
+        vms.resume(first).unwrap().0.len(),
         usize::try_from(MAX_TOMBSTONES).unwrap()
     );
 }
@@ -148,14 +145,14 @@ fn what_was_forgotten_makes_older_positions_expire() {
 /// A watcher has seen a later change, but not the deletion, when the daemon is killed.
 #[test]
 fn a_deletion_that_was_written_and_not_told_is_told_by_the_next_daemon() {
-    let table = Vms::default();
-    let _publisher = add(&table, "a");
-    let tombstone = table.bury(v1::ObjectMetadata {
+    let vms = Vms::default();
+    let _publisher = add(&vms, "a");
+    let tombstone = vms.bury(v1::ObjectMetadata {
         name: "a".to_owned(),
         ..Default::default()
     });
-    let (_, mut changes) = table.subscribe();
-    let _other = add(&table, "b");
+    let (_, mut changes) = vms.subscribe();
+    let _other = add(&vms, "b");
     let seen = changes.try_recv().unwrap().at;
     assert!(seen.revision > tombstone.revision);
     let next = Vms::new(HistoryRecords {

@@ -73,7 +73,7 @@ stored! {
     /// See [`InstanceRecord`].
     Instance of InstanceRecord {
         #[prost(uint32, tag = "1")]
-        uid: u32,
+        user: u32,
         #[prost(uint64, tag = "2")]
         started_ms: u64,
         #[prost(uint64, tag = "3")]

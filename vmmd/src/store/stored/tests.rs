@@ -75,7 +75,7 @@ fn record() -> VmRecord {
         created_ms: 5,
         spec: Some(spec()),
         instance: Some(InstanceRecord {
-            uid: 9,
+            user: 9,
             spec: Some(spec()),
             attaching: vec!["a".into()],
             ..InstanceRecord::default()

@@ -188,7 +188,7 @@ impl Actor {
         if self.situation() != Situation::Down {
             return self.enforce_off();
         }
-        let last = self.record.ending();
+        let last = self.record.exit_reason();
         let held = std::mem::take(&mut self.held);
         let occasion = if held || self.timer.is_some() {
             Occasion::DaemonStart(last)

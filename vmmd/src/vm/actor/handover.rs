@@ -236,8 +236,8 @@ impl Actor {
     fn let_run(&mut self) {
         let Ok(client) = self.running_client() else {
             if self.instance.is_none() {
-                let ending = self.record.ending().unwrap_or(ExitReason::Lost);
-                self.plan(Occasion::Ended(ending), 0);
+                let reason = self.record.exit_reason().unwrap_or(ExitReason::Lost);
+                self.plan(Occasion::Ended(reason), 0);
             }
             return;
         };
@@ -339,7 +339,7 @@ impl Actor {
         let Some(record) = self.record.handover.clone() else {
             return ControlFlow::Continue(());
         };
-        let (run, _) = self.host.table.now();
+        let (run, _) = self.host.vms.now();
         let step = match self.handover() {
             // It has just been offered.
             Handover::Target(Target::Idle(_)) if self.record.made_run == run => {

@@ -173,7 +173,7 @@ impl Actor {
             mailbox,
             publisher,
         };
-        host.table.insert(
+        host.vms.insert(
             &name,
             Entry {
                 uid,
@@ -505,7 +505,7 @@ impl Actor {
             &self.disks,
         );
         if *self.publisher.borrow().as_ref() != vm {
-            self.host.table.publish(&self.publisher, Arc::new(vm));
+            self.host.vms.publish(&self.publisher, Arc::new(vm));
         }
     }
 

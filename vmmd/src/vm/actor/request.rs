@@ -53,11 +53,11 @@ impl Actor {
             };
             answered.push(request::done(mark, &response));
         }
-        let tombstone = self.host.table.bury(vm.metadata.clone().unwrap_or_default());
+        let tombstone = self.host.vms.bury(vm.metadata.clone().unwrap_or_default());
         let revision = tombstone.revision;
         let buried = self.host.store.bury(&self.record.uid, tombstone, answered).await;
         if buried.is_err() {
-            self.host.table.unbury(revision);
+            self.host.vms.unbury(revision);
         }
         buried.map(|()| revision)
     }

@@ -80,7 +80,7 @@ impl Actor {
             Ok(claim) => claim,
             Err(failure) => return self.start_failed(failure, operation).await,
         };
-        let spec = match self.run_with(claim.uid(), &operation, restore.as_deref()) {
+        let spec = match self.run_with(claim.user(), &operation, restore.as_deref()) {
             Ok(spec) => spec,
             Err(failure) => return self.start_failed(failure, operation).await,
         };
@@ -119,7 +119,7 @@ impl Actor {
     /// Notes the run that begins, and returns its spec: that of the VM, or of the snapshot that it is restored from.
     fn run_with(
         &mut self,
-        uid: u32,
+        user: u32,
         operation: &Handle,
         restore: Option<&Restore>,
     ) -> Result<VmSpec, Failure> {
@@ -132,7 +132,7 @@ impl Actor {
             ),
         };
         self.record.instance = Some(InstanceRecord {
-            uid,
+            user,
             started_ms: text::now_ms(),
             // A snapshot may be of another generation; which one is not known.
             generation: if wanted == own { self.record.generation } else { 0 },

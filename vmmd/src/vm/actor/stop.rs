@@ -25,7 +25,7 @@ use crate::{
     vm::{
         instance::{Instance, Lingering, exit_record},
         lifecycle::{
-            exit::{Asked, Evidence, count, judge},
+            exit::{Asked, Evidence, classify, count},
             policy::Occasion,
         },
         spec::change,
@@ -242,21 +242,21 @@ impl Actor {
             Asked::Nothing
         };
         let evidence = self.gather(asked, signal, instance.ended.clone()).await;
-        let ending = judge(&evidence);
+        let exit = classify(&evidence);
         tracing::info!(
             vm = self.record.name,
             pid = instance.process.pid(),
-            reason = ending.exit.reason().as_str_name(),
-            detail = ending.exit.message,
+            reason = exit.status.reason().as_str_name(),
+            detail = exit.status.message,
             "the vmm process has ended"
         );
-        let reason = ending.exit.reason();
-        let message = ending.exit.message.clone();
+        let reason = exit.status.reason();
+        let message = exit.status.message.clone();
         if let Work::Stop(stop) = &mut work {
-            stop.exit = Some(ending.exit.clone());
+            stop.exit = Some(exit.status.clone());
         }
         let told = self.settle_disks();
-        let ran_ms = self.end_run(&instance, ending.exit);
+        let ran_ms = self.end_run(&instance, exit.status);
         change::hold_disks(&self.host, &self.record);
         let then = if let Work::Stop(stop) = &work {
             stop.then
@@ -268,8 +268,8 @@ impl Actor {
         let deleting = then == Then::Delete;
         if then == Then::Stay {
             self.record.evacuated = std::mem::take(&mut self.evacuated);
-            let ending = self.record.ending().unwrap_or(reason);
-            self.plan(Occasion::Ended(ending), ran_ms);
+            let reason = self.record.exit_reason().unwrap_or(reason);
+            self.plan(Occasion::Ended(reason), ran_ms);
             if self.record.evacuated {
                 self.make_room();
             }
@@ -280,7 +280,7 @@ impl Actor {
         }
         drop(instance);
         if !deleting {
-            self.enter(ending.phase, ending.reason, message);
+            self.enter(exit.phase, exit.reason, message);
             self.tell_restart();
         }
         for (result, waiters) in told {
@@ -439,7 +439,7 @@ impl Actor {
         }
         self.host.disks.give_back(&self.record.name, None);
         self.host.ledger.expect(&self.record.name, None);
-        self.host.table.remove(&self.record.name, buried);
+        self.host.vms.remove(&self.record.name, buried);
         self.tell(EventSeverity::Normal, "Deleted", "the VM was deleted");
         operation.complete_with("the VM is deleted", self.state(), None);
         complete_all(also, &self.state());

@@ -114,7 +114,7 @@ async fn create_with(
     let needs_room = start || matches!(starts, Starts::Elsewhere(_));
     admit(&host, &manifest, needs_room, dry_run).await?;
     let name = manifest.metadata.name.to_string();
-    let Some(_reservation) = host.table.reserve(&name).await else {
+    let Some(_reservation) = host.vms.reserve(&name).await else {
         let message = format!("there is a VM \"{name}\" already");
         return Err(Failure::new(Kind::Exists, "VM_EXISTS", message));
     };
@@ -149,11 +149,11 @@ async fn make(
         }
     };
     let hardware = given.unwrap_or_else(|| machine::allocate(&manifest.spec, || random_mac(host)));
-    let (made_run, made_revision) = host.table.now();
+    let (made_run, made_revision) = host.vms.now();
     let record = VmRecord {
         uid: uid.as_bytes().to_vec(),
         name: name.clone(),
-        generation: host.table.first_generation(),
+        generation: host.vms.first_generation(),
         created_ms: text::now_ms(),
         labels: manifest.metadata.labels,
         annotations: manifest.metadata.annotations,
@@ -186,7 +186,7 @@ async fn make(
     // A start by request comes in a moment.
     let occasion = (!start && follows_policy).then_some((Occasion::Created, 0));
     Actor::spawn(host, uid, record, manifest.spec, view, None, occasion);
-    let entry = host.table.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
+    let entry = host.vms.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
     let created = Arc::clone(&entry.state.borrow());
     if !start {
         return Ok((created, None));
@@ -233,7 +233,7 @@ async fn made_before(
     start: bool,
     context: &Context,
 ) -> Option<(Arc<v1::Vm>, Option<v1::Operation>)> {
-    let entry = host.table.find(Uuid::from_slice(uid).ok()?)?;
+    let entry = host.vms.find(Uuid::from_slice(uid).ok()?)?;
     let vm = Arc::clone(&entry.state.borrow());
     let status = vm.status.as_ref();
     let never = status.is_some_and(|status| status.instance.is_none() && status.last_exit.is_none());
@@ -278,7 +278,7 @@ async fn admit(host: &Arc<Host>, manifest: &Manifest, start: bool, dry_run: bool
 
 /// A locally administered address that no VM of the node has.
 pub fn random_mac(host: &Host) -> Mac {
-    let vms = host.table.list();
+    let vms = host.vms.list();
     let taken = |mac: &str| {
         let mut nics = vms
             .iter()

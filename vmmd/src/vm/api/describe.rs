@@ -118,7 +118,7 @@ impl View {
             observed_generation: run.map_or(0, |run| run.generation),
             instance: instance.map(|instance| v1::InstanceStatus {
                 pid: instance.process.pid(),
-                uid: instance.claim.uid(),
+                uid: instance.claim.user(),
                 start_time: run.and_then(|run| text::timestamp(run.started_ms)),
                 guest_resets: instance.guest_resets,
                 crash_resets: instance.crash_resets,

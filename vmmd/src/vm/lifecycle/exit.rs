@@ -55,17 +55,17 @@ pub struct Evidence {
 
 /// The phase that follows, why, and how the run ended.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Ending {
+pub struct Exit {
     /// Stopped or Failed.
     pub phase: VmPhase,
     /// One CamelCase word.
     pub reason: &'static str,
     /// For the status.
-    pub exit: ExitStatus,
+    pub status: ExitStatus,
 }
 
 /// Decides.
-pub fn judge(evidence: &Evidence) -> Ending {
+pub fn classify(evidence: &Evidence) -> Exit {
     let (reason, message) = match (seen(evidence), &evidence.record) {
         (Some(reason), _) => (reason, seen_message(evidence, reason)),
         (None, Some(record)) => recorded(record, evidence.asked),
@@ -75,10 +75,10 @@ pub fn judge(evidence: &Evidence) -> Ending {
     let time = evidence.record.as_ref().map_or(0, |record| record.time_unix_ms);
     let time = text::timestamp(if time == 0 { text::now_ms() } else { time });
     let (phase, word) = phase(reason);
-    Ending {
+    Exit {
         phase,
         reason: word,
-        exit: ExitStatus {
+        status: ExitStatus {
             reason: reason.into(),
             message,
             time,
@@ -211,12 +211,12 @@ mod tests {
             (K::StartFailed, Asked::Nothing, R::StartFailed, VmPhase::Failed),
             (K::Unspecified, Asked::Nothing, R::VmmError, VmPhase::Failed),
         ] {
-            let ending = judge(&Evidence {
+            let exit = classify(&Evidence {
                 asked,
                 ..record(kind)
             });
             assert_eq!(
-                (ending.exit.reason(), ending.phase),
+                (exit.status.reason(), exit.phase),
                 (reason, phase),
                 "{kind:?} {asked:?}"
             );
@@ -225,29 +225,29 @@ mod tests {
                 (K::Stopped, _) => "",
                 _ => "m",
             };
-            assert_eq!(ending.exit.message, message);
-            assert_eq!(ending.exit.time.map(|time| time.seconds), Some(1));
+            assert_eq!(exit.status.message, message);
+            assert_eq!(exit.status.time.map(|time| time.seconds), Some(1));
         }
     }
 
     #[test]
     fn a_process_without_a_record_is_lost_unless_we_killed_it() {
-        let lost = judge(&Evidence {
+        let lost = classify(&Evidence {
             signal: Some(9),
             ..Evidence::default()
         });
         assert_eq!(
-            (lost.exit.reason(), lost.phase),
+            (lost.status.reason(), lost.phase),
             (ExitReason::Lost, VmPhase::Failed)
         );
-        assert!(lost.exit.message.contains("signal 9"));
-        let killed = judge(&Evidence {
+        assert!(lost.status.message.contains("signal 9"));
+        let killed = classify(&Evidence {
             asked: Asked::Kill,
             signal: Some(9),
             ..Evidence::default()
         });
         assert_eq!(
-            (killed.exit.reason(), killed.phase),
+            (killed.status.reason(), killed.phase),
             (ExitReason::Killed, VmPhase::Stopped)
         );
     }
@@ -283,16 +283,16 @@ mod tests {
                 "restarted",
             ),
         ] {
-            let ending = judge(&Evidence {
+            let exit = classify(&Evidence {
                 asked,
                 ..evidence.clone()
             });
             assert_eq!(
-                (ending.exit.reason(), ending.phase),
+                (exit.status.reason(), exit.phase),
                 (reason, phase),
                 "{evidence:?}"
             );
-            assert!(ending.exit.message.contains(word), "{ending:?}");
+            assert!(exit.status.message.contains(word), "{exit:?}");
         }
     }
 
@@ -321,11 +321,11 @@ mod tests {
             (signal(K::VmmError, libc::SIGBUS), Asked::Nothing, R::VmmError),
             (signal(K::VmmError, libc::SIGKILL), Asked::Nothing, R::Lost),
         ] {
-            let ending = judge(&Evidence {
+            let exit = classify(&Evidence {
                 asked,
                 ..evidence.clone()
             });
-            assert_eq!(ending.exit.reason(), reason, "{evidence:?} {asked:?}");
+            assert_eq!(exit.status.reason(), reason, "{evidence:?} {asked:?}");
         }
     }
 

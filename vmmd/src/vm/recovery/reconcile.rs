@@ -30,7 +30,7 @@ use crate::{
         api::describe::{DISK_ERROR, MIGRATING, SNAPSHOT, View},
         instance::{Found, Instance, exit_record, find, users_of_processes},
         lifecycle::{
-            exit::{Evidence, count, judge, phase},
+            exit::{Evidence, classify, count, phase},
             policy::Occasion,
         },
         spec::change,
@@ -42,7 +42,7 @@ use crate::{
 pub async fn reconcile(host: &Arc<Host>, records: Vec<VmRecord>, unreadable: Vec<Unreadable>) {
     let users: BTreeSet<_> = records
         .iter()
-        .filter_map(|record| Some(record.instance.as_ref()?.uid))
+        .filter_map(|record| Some(record.instance.as_ref()?.user))
         .collect();
     for user in users_of_processes().filter(|user| !users.contains(user)) {
         host.ledger.set_aside(user);
@@ -83,7 +83,7 @@ pub async fn reconcile(host: &Arc<Host>, records: Vec<VmRecord>, unreadable: Vec
 /// A VM of whose record no more than the key can be relied on. A process that it may have keeps its user id: that is no other
 /// VM's, and was set aside.
 fn take_unreadable(host: &Arc<Host>, uid: Uuid, bad: Unreadable) {
-    let name = if bad.name.is_empty() || host.table.get(&bad.name).is_some() {
+    let name = if bad.name.is_empty() || host.vms.get(&bad.name).is_some() {
         let uid = uid.simple().to_string();
         format!("unreadable-{}", uid.get(..8).unwrap_or_default())
     } else {
@@ -126,7 +126,7 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
     };
     let of_run = run.spec.as_ref().and_then(|spec| VmSpec::try_from(spec).ok());
     let demand = Demand::of(of_run.as_ref().unwrap_or(&spec));
-    let found = find(&host, uid, run.uid, &record.name, demand).await;
+    let found = find(&host, uid, run.user, &record.name, demand).await;
     match found {
         Ok(Found::Alive(instance, hello)) => {
             let status = hello.map(|hello| hello.status.unwrap_or_default());
@@ -184,7 +184,7 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
 
 /// What a VM's run policy is to judge when it has no process.
 fn found_down(host: &Host, record: &VmRecord) -> Occasion {
-    let last = record.ending();
+    let last = record.exit_reason();
     let waited = record.restart.as_ref();
     if waited.is_some_and(|restart| restart.boot_id != host.boot_id) {
         Occasion::NodeBoot(last)
@@ -271,7 +271,7 @@ async fn close(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, run: &Instanc
         node_restarted,
         ..Evidence::default()
     };
-    let exit = judge(&evidence).exit;
+    let exit = classify(&evidence).status;
     let reason = exit.reason();
     finish(host, uid, record, exit).await;
     reason

@@ -39,7 +39,7 @@ async fn again(host: &Arc<Host>, uid: Uuid, name: &str) {
     let object = Object::Vm(name.to_owned(), uid);
     host.events
         .emit(Draft::warning(object, "SupervisorFailed", message));
-    let failures = host.table.failed(name);
+    let failures = host.vms.failed(name);
     sleep(
         FIRST
             .saturating_mul(2_u32.saturating_pow(failures.saturating_sub(1)))
@@ -68,7 +68,7 @@ async fn again(host: &Arc<Host>, uid: Uuid, name: &str) {
         None => {
             host.disks.give_back(name, None);
             host.ledger.expect(name, None);
-            host.table.drop_out(name);
+            host.vms.drop_out(name);
         }
     }
     // What the one before had and the new one does not is free.

@@ -111,7 +111,9 @@ pub fn not_restored(host: &Arc<Host>, uid: Uuid, record: VmRecord) {
 pub async fn take_over(host: &Arc<Host>, uid: Uuid, record: VmRecord, why: Why) {
     let run = record.instance.clone();
     let found = match &run {
-        Some(run) => find(host, uid, run.uid, &record.name, demand(&record)).await.ok(),
+        Some(run) => find(host, uid, run.user, &record.name, demand(&record))
+            .await
+            .ok(),
         None => None,
     };
     let instance = match found {
@@ -125,7 +127,7 @@ pub async fn take_over(host: &Arc<Host>, uid: Uuid, record: VmRecord, why: Why) 
 pub fn spawn(host: &Arc<Host>, uid: Uuid, record: VmRecord, why: Why, instance: Option<Instance>) {
     change::hold_disks(host, &record);
     host.requests.adopt_vm(&record);
-    let user = record.instance.as_ref().map(|run| run.uid);
+    let user = record.instance.as_ref().map(|run| run.user);
     let claim = user
         .filter(|_| instance.is_none())
         .map(|user| host.ledger.adopt(&record.name, user, demand(&record)));
@@ -152,7 +154,7 @@ pub fn spawn(host: &Arc<Host>, uid: Uuid, record: VmRecord, why: Why, instance: 
         mailbox: sender,
         state,
     };
-    host.table.insert(&name, entry, made);
+    host.vms.insert(&name, entry, made);
     supervisor::spawn(Arc::clone(host), uid, name, unusable.run());
 }
 
@@ -199,7 +201,7 @@ impl Unusable {
             return false;
         };
         let name = &self.record.name;
-        let found = find(&self.host, self.uid, run.uid, name, demand(&self.record)).await;
+        let found = find(&self.host, self.uid, run.user, name, demand(&self.record)).await;
         if found.is_err() {
             return false;
         }
@@ -315,7 +317,7 @@ impl Unusable {
         }
         change::hold_disks(&self.host, &self.record);
         let state = Arc::new(self.describe());
-        self.host.table.publish(&self.publisher, state);
+        self.host.vms.publish(&self.publisher, state);
     }
 
     /// Removes it for good; true when that is done.
@@ -343,10 +345,10 @@ impl Unusable {
         let operation = operations.begin(Type::VmDelete, &object, &life.context, None);
         let pending = Some(operation.pending());
         let vm = Arc::clone(&self.publisher.borrow());
-        let tombstone = self.host.table.bury(vm.metadata.clone().unwrap_or_default());
+        let tombstone = self.host.vms.bury(vm.metadata.clone().unwrap_or_default());
         let revision = tombstone.revision;
         if let Err(error) = self.host.store.bury(uid.as_bytes(), tombstone, Vec::new()).await {
-            self.host.table.unbury(revision);
+            self.host.vms.unbury(revision);
             let _ = life.reply.send(Err(store_failure(error)));
             return false;
         }
@@ -360,7 +362,7 @@ impl Unusable {
         }
         self.host.disks.give_back(&name, None);
         self.host.ledger.expect(&name, None);
-        self.host.table.remove(&name, revision);
+        self.host.vms.remove(&name, revision);
         self.host
             .events
             .emit(Draft::normal(object, "Deleted", "the VM was deleted").of(life.context));
@@ -385,7 +387,7 @@ impl Unusable {
             message,
             instance: self.instance.as_ref().map(|instance| v1::InstanceStatus {
                 pid: instance.process.pid(),
-                uid: instance.claim.uid(),
+                uid: instance.claim.user(),
                 start_time: run.and_then(|run| text::timestamp(run.started_ms)),
                 vmm_version: instance.version.clone(),
                 ..Default::default()

@@ -229,7 +229,7 @@ async fn run(
         lock,
         log,
         group,
-        uid: claim.uid(),
+        uid: claim.user(),
     };
     let memory = spec.memory;
     let (process, free_huge_pages) =
