@@ -1,6 +1,6 @@
 //! The DiskService as a client sees it: operations, updates, lists, watches, and disks of files that were there.
 
-use std::{collections::BTreeMap, fs, path::PathBuf, time::Duration};
+use std::{collections::BTreeMap, fs, path::PathBuf};
 
 use proto::{
     v1::{
@@ -199,12 +199,29 @@ async fn a_disk_is_made_by_an_operation_whose_cancel_leaves_nothing() {
 #[tokio::test]
 async fn an_operation_goes_on_when_its_caller_goes_away() {
     let daemon = with_images_that_hang().await;
-    let asked = daemon.make(qcow2("data", 1 << 20), None);
-    timeout(Duration::from_millis(500), asked).await.unwrap_err();
-    let disk = daemon.disk("data").await.unwrap();
-    let operation = daemon.operation(&state(&disk).operation).await;
-    assert_eq!(operation.phase(), OperationPhase::InProgress);
-    daemon.cancel(&operation.id).await.unwrap();
+    let begun = async {
+        loop {
+            if let Ok(disk) = daemon.disk("data").await {
+                return disk;
+            }
+        }
+    };
+    let disk = tokio::select! {
+        made = daemon.make(qcow2("data", 1 << 20), None) => panic!("{made:?}"),
+        disk = timeout(PATIENCE, begun) => disk.unwrap(),
+    };
+    let id = state(&disk).operation.clone();
+    let goes_on = async {
+        loop {
+            match daemon.operation(&id).await.phase() {
+                OperationPhase::Pending => {}
+                phase => return phase,
+            }
+        }
+    };
+    let phase = timeout(PATIENCE, goes_on).await.unwrap();
+    assert_eq!(phase, OperationPhase::InProgress);
+    daemon.cancel(&id).await.unwrap();
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use tonic::{Code, Status, transport::Channel};
 
 use crate::{
     console::Client,
-    harness::{Daemon, connect, refusal, status},
+    harness::{Daemon, PATIENCE, connect, refusal, status},
 };
 
 impl Daemon {
@@ -339,14 +339,18 @@ async fn snapshots_outlive_the_daemon_and_what_it_left_half_done_is_removed() {
         ..Default::default()
     };
     let waiting = tokio::spawn(async move { client.create_snapshot(request).await });
+    let began = std::time::Instant::now();
     while daemon.snapshot_files().len() < 2 {
+        assert!(!waiting.is_finished(), "it ended: {:?}", waiting.await);
+        assert!(began.elapsed() < PATIENCE, "nothing of it is there");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     daemon.kill_and_restart().await;
     assert!(waiting.await.unwrap().is_err());
     assert_eq!(daemon.snapshot_names().await, ["one"]);
     assert_eq!(daemon.snapshot_files().len(), 1);
-    assert_eq!(daemon.events("Repaired").await.len(), 1);
+    let repaired = daemon.events("Repaired").await;
+    assert_eq!(repaired.len(), 1, "{repaired:?}");
     let request = v1::GetSnapshotRequest { name: "one".into() };
     let got = daemon.snapshots().await.get_snapshot(request).await.unwrap();
     assert_eq!(got.into_inner().snapshot.unwrap(), taken);
