@@ -93,18 +93,20 @@ fleet: tools node-tool deb ## Run the test of many idle guests while vmmd is kil
 	VMMD_FLEET=50 $(NODE) --name fleet with -- $(CARGO) nextest run --locked -p vmmd-tests --success-output immediate -E 'binary(fleet)'
 
 .PHONY: mutations
-mutations: tools node-tool deb ## Run the tests of builds with deliberate faults
-	$(NODE) --name mutations with -- $(CARGO) nextest run --locked -p vmmd-tests --features nightly -E 'binary(mutations)'
+mutations: tools node-tool deb ## Build deliberate faults in, and see that a test notices each
+	$(NODE) --name mutations with -- $(CARGO) nextest run --locked --workspace --features vmmd-tests/nightly \
+		-E 'binary(mutations) or test(a_deliberate_fault)'
 
 .PHONY: nightly
 nightly: lint deny mutations fleet long ## Run what make test is too short for, and what takes minutes to compile
 	@command -v mdbook >/dev/null || $(CARGO) install --locked mdbook
 	mdbook build docs
-	for part in blk_queue qcow2_image balloon_queue net_queue rfb_client gpu_commands input_driver console_driver snapshot migration; do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done
+	for part in $(FUZZ_TARGETS); do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done
 
 FUZZ ?= blk_queue
 FUZZ_SECONDS ?= 60
-FUZZ_CRATE = $(if $(filter snapshot,$(FUZZ)),vmm-core,devices)
+FUZZ_CRATE = $(if $(wildcard vmm-core/fuzz/fuzz_targets/$(FUZZ).rs),vmm-core,devices)
+FUZZ_TARGETS = $(sort $(basename $(notdir $(wildcard */fuzz/fuzz_targets/*.rs))))
 FOUND = $(CURDIR)/target/fuzz/corpus/$(FUZZ)
 
 # What libFuzzer finds stays in target/; the seeds in the tree are what the tests go through. The compiler is told to take
