@@ -4,7 +4,8 @@ use std::io;
 
 use super::{SECTOR, engine::Engine};
 
-/// An open disk image. It is locked against other users for as long as it or one of its engines lives.
+/// An open disk image. It is locked against other users for as long as it or one of its engines lives, but between [`unlock`](Image::unlock)
+/// and [`lock`](Image::lock).
 pub trait Image: Send {
     /// Size in bytes by now, a multiple of [`SECTOR`].
     fn capacity(&self) -> u64;
@@ -19,6 +20,15 @@ pub trait Image: Send {
     fn grow(&self, capacity: Option<u64>) -> io::Result<()>;
     /// Writes what it holds back to its files: afterwards a copy of the files has all requests that have completed.
     fn commit(&self) -> io::Result<()>;
+    /// Makes durable what was written, and gives up the lock: somebody else may use the image then, and no engine of this one does until it is
+    /// locked again. `Unsupported` for an image that somebody else's writes would make useless here.
+    fn unlock(&self) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+    /// Takes the lock again; false when somebody else has it.
+    fn lock(&self) -> io::Result<bool> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
 }
 
 /// How an image likes to be used. Sizes are in bytes and powers of two.

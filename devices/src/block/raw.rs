@@ -17,7 +17,7 @@ use super::{
     target::{Bounce, Target},
     uring::UringEngine,
 };
-use crate::sys::lock::{LockKind, lock_image};
+use crate::sys::lock::{LockKind, lock_image, unlock_image};
 
 /// Where the standard identifier of the first volume descriptor is: sector 16 of 2 KiB, byte 1 (ECMA-119, 8.1).
 const VOLUME_ID_AT: u64 = 16 * 2048 + 1;
@@ -42,20 +42,19 @@ impl RawImage {
     ///
     /// The lock belongs to the open file description (fcntl(2), OFD locks): whoever shares it keeps it locked.
     pub fn open(fd: OwnedFd, read_only: bool) -> Result<Self, OpenError> {
+        let image = Self::open_unlocked(fd, read_only)?;
+        match image.lock() {
+            Ok(true) => Ok(image),
+            Ok(false) => Err(OpenError::InUse),
+            Err(error) => Err(OpenError::Host("lock the image", error)),
+        }
+    }
+
+    /// The same of an image that somebody else still uses: nothing of it is read or written until it is [locked](Image::lock).
+    pub fn open_unlocked(fd: OwnedFd, read_only: bool) -> Result<Self, OpenError> {
         let file = File::from(fd);
         check_access(&file, read_only)?;
-        let target = Target::new(file)?;
-        let kind = if read_only {
-            LockKind::Read
-        } else {
-            LockKind::Write
-        };
-        match lock_image(&target.file, kind) {
-            Ok(true) => {}
-            Ok(false) => return Err(OpenError::InUse),
-            Err(error) => return Err(OpenError::Host("lock the image", error)),
-        }
-        let target = Arc::new(target);
+        let target = Arc::new(Target::new(file)?);
         Ok(Self {
             pool: Arc::new(Pool::new(Arc::clone(&target))),
             target,
@@ -135,6 +134,22 @@ impl Image for RawImage {
     fn commit(&self) -> io::Result<()> {
         // It holds nothing back.
         Ok(())
+    }
+
+    fn unlock(&self) -> io::Result<()> {
+        if !self.read_only {
+            self.target.file.sync_data()?;
+        }
+        unlock_image(&self.target.file)
+    }
+
+    fn lock(&self) -> io::Result<bool> {
+        let kind = if self.read_only {
+            LockKind::Read
+        } else {
+            LockKind::Write
+        };
+        lock_image(&self.target.file, kind)
     }
 }
 

@@ -52,6 +52,11 @@ pub fn lock_image(file: impl AsFd, kind: LockKind) -> io::Result<bool> {
     Ok(true)
 }
 
+/// Gives up what [`lock_image`] took, whoever shares this open file description.
+pub fn unlock_image(file: impl AsFd) -> io::Result<()> {
+    try_lock(file, libc::F_UNLCK, &ALL).map(drop)
+}
+
 /// Who keeps [`lock_image`] from succeeding, as far as this host tells this process: "qemu-img (process 4711)".
 pub fn holder(file: impl AsFd, kind: LockKind) -> Option<String> {
     let file = file.as_fd();
@@ -190,6 +195,22 @@ mod tests {
         assert!(!lock_image(file.again(), LockKind::Read).unwrap());
         drop(shared);
         assert!(lock_image(file.again(), LockKind::Read).unwrap());
+    }
+
+    #[test]
+    fn a_lock_that_is_given_up_is_free_for_others_and_can_be_taken_again() {
+        let file = Opened::new();
+        let (here, there) = (file.again(), file.again());
+        for kind in [LockKind::Write, LockKind::Read] {
+            assert!(lock_image(&here, kind).unwrap());
+            let shared = here.try_clone().unwrap();
+            unlock_image(&shared).unwrap();
+            assert!(lock_image(&there, LockKind::Write).unwrap());
+            assert!(!lock_image(&here, kind).unwrap());
+            unlock_image(&there).unwrap();
+            assert!(lock_image(&here, kind).unwrap());
+            unlock_image(&here).unwrap();
+        }
     }
 
     #[test]

@@ -35,7 +35,7 @@ use super::{
     stats,
 };
 use crate::{
-    kvm::{AddressSpaces, Clock, IrqChipState, StatsReader, Vm},
+    kvm::{AddressSpaces, GuestTime, IrqChipState, StatsReader, Vm},
     lifecycle::{self, Detached, Failure, LimitTarget, NicChange, Notice, Notifier, Progress, Token},
     memory::GuestRam,
     migration::Sender,
@@ -79,8 +79,10 @@ pub struct Machine {
     pub(super) vm_stats: Option<StatsReader>,
     /// The interrupt controllers after power-on.
     pub(super) irqchip: IrqChipState,
-    /// kvmclock at the pause.
-    pub(super) paused_clock: Option<Clock>,
+    /// The guest's time at the pause.
+    pub(super) paused_at: Option<GuestTime>,
+    /// The images of disks that the guest can write to are not locked; the machine is paused.
+    pub(super) unlocked: bool,
     /// kvmclock catches up with the real time after a pause.
     pub(super) sync_clock: bool,
     /// What it was built as, but for the devices.
@@ -160,14 +162,14 @@ impl Machine {
 impl lifecycle::Machine for Machine {
     fn pause(&mut self) -> Result<(), Failure> {
         self.vcpus.stop()?;
-        let clock = self.vm.clock().map_err(Failure::from);
-        let paused = clock.and_then(|clock| {
+        let time = self.vcpus.time().map_err(Failure::from);
+        let paused = time.and_then(|time| {
             self.pause_components(Instant::now() + PAUSE_TIMEOUT)?;
-            Ok(clock)
+            Ok(time)
         });
         match paused {
-            Ok(clock) => {
-                self.paused_clock = Some(clock);
+            Ok(time) => {
+                self.paused_at = Some(time);
                 Ok(())
             }
             Err(failure) => {
@@ -178,13 +180,26 @@ impl lifecycle::Machine for Machine {
     }
 
     fn resume(&mut self) -> Result<(), Failure> {
-        match self.paused_clock {
-            Some(clock) if self.sync_clock => self.vm.set_clock_caught_up(clock)?,
-            Some(clock) => self.vm.set_clock(clock)?,
-            None => {}
+        if self.unlocked {
+            self.disks.lock()?;
+            self.unlocked = false;
+        }
+        if let Some(then) = self.paused_at {
+            if self.sync_clock {
+                self.vm.set_clock_caught_up(then.clock)?;
+            } else {
+                self.vm.set_clock(then.clock)?;
+            }
+            // A guest whose counters have run on finds that out; one that does not go on is lost.
+            if let Err(error) = self.vcpus.go_on_from(then) {
+                warn!(
+                    error = lifecycle::with_causes(&error),
+                    "setting the counters back"
+                );
+            }
         }
         self.resume_components()?;
-        self.paused_clock = None;
+        self.paused_at = None;
         Ok(self.vcpus.run()?)
     }
 
@@ -309,6 +324,12 @@ impl lifecycle::Machine for Machine {
         self.disks.commit()
     }
 
+    fn unlock_disks(&mut self) -> Result<(), Failure> {
+        // When one can't, the next resume takes the others' locks again.
+        self.unlocked = true;
+        self.disks.unlock()
+    }
+
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
@@ -360,7 +381,7 @@ impl lifecycle::Machine for Machine {
             error!(error = lifecycle::with_causes(&error), "stopping the vCPUs");
         }
         let deadline = Instant::now() + PAUSE_TIMEOUT;
-        let rest = if self.paused_clock.is_none() {
+        let rest = if self.paused_at.is_none() {
             self.pause_components(deadline)
         } else {
             self.disks.wait_for_leaving(deadline)

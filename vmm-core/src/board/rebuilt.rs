@@ -249,6 +249,10 @@ impl lifecycle::Machine for Rebuilt {
         self.machine()?.commit_disks()
     }
 
+    fn unlock_disks(&mut self) -> Result<(), Failure> {
+        self.machine()?.unlock_disks()
+    }
+
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {
         self.machine()?.begin_snapshot(file, runs)
     }

@@ -21,7 +21,10 @@ use proto::{
 pub(super) use self::header::header;
 use self::sections::Sections;
 use super::machine::Machine;
-use crate::lifecycle::{Failure, with_causes};
+use crate::{
+    kvm::GuestTime,
+    lifecycle::{Failure, with_causes},
+};
 
 /// Ids of the sections that belong to no device.
 const HEADER: &str = "machine";
@@ -50,6 +53,16 @@ fn failed<E: Into<StateError>>(operation: &str, part: &str) -> impl Fn(E) -> Fai
     }
 }
 
+/// Takes what the counters have run on since the pause out of their values, so that they belong to the same moment as kvmclock.
+fn at_the_pause(mut vcpus: Vec<state::Vcpu>, paused: GuestTime) -> Vec<state::Vcpu> {
+    let first = vcpus.first().and_then(|vcpu| vcpu.tsc);
+    let since = first.map_or(0, |counter| counter.value.wrapping_sub(paused.counter));
+    for counter in vcpus.iter_mut().filter_map(|vcpu| vcpu.tsc.as_mut()) {
+        counter.value = counter.value.wrapping_sub(since);
+    }
+    vcpus
+}
+
 /// What is restored beside the components, decoded.
 struct Core {
     vcpus: Vec<state::Vcpu>,
@@ -74,7 +87,7 @@ impl Core {
 impl Machine {
     /// The state of the paused machine, which may go on afterwards.
     pub fn save(&mut self) -> Result<state::Machine, Failure> {
-        let Some(clock) = self.paused_clock else {
+        let Some(paused) = self.paused_at else {
             return Err(Failure {
                 kind: ErrorKind::State,
                 message: "a machine that runs can't be saved".to_owned(),
@@ -93,10 +106,10 @@ impl Machine {
         if let Some(pit) = self.vm.save_pit().map_err(failed("saving", PIT))? {
             sections.push(Section::new(PIT, &pit));
         }
-        for (index, saved) in self.vcpus.save()?.iter().enumerate() {
+        for (index, saved) in at_the_pause(self.vcpus.save()?, paused).iter().enumerate() {
             sections.push(Section::new(&vcpu(index), saved));
         }
-        sections.push(Section::new(CLOCK, &state::Clock::from(clock)));
+        sections.push(Section::new(CLOCK, &state::Clock::from(paused.clock)));
         Ok(state::Machine { sections })
     }
 
@@ -105,7 +118,11 @@ impl Machine {
     pub(super) fn restore(mut self, saved: state::Machine) -> Result<Self, Failure> {
         const CHECKING: (&str, &str) = ("checking", "the machine's state");
         let (core, parts, pci, hotplug) = self.take_apart(saved).map_err(failed(CHECKING.0, CHECKING.1))?;
-        self.paused_clock = Some(core.clock.into());
+        let counter = core.vcpus.first().and_then(|vcpu| vcpu.tsc);
+        self.paused_at = Some(GuestTime {
+            clock: core.clock.into(),
+            counter: counter.map_or(0, |counter| counter.value),
+        });
         self.vcpus.restore(core.vcpus)?;
         let controllers = self.vm.restore_interrupt_controllers(&core.controllers);
         controllers.map_err(failed("restoring", CONTROLLERS))?;

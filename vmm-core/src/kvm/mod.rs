@@ -28,7 +28,7 @@ pub use host::{Host, KvmError};
 pub use irqchip::IrqChipState;
 pub use kick::Kicker;
 pub(crate) use kick::{install_handler, interrupt};
-pub use saved::TscShift;
+pub use saved::{GuestTime, TscShift};
 pub(crate) use slots::PAGE as SLOT_PAGE;
 pub use slots::{DirtyPages, Region, SlotError, SlotId};
 pub use stats::{Stat, StatsReader};

@@ -184,6 +184,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             | Request::SetShareBackend { .. }
             | Request::SetBalloon(_)
             | Request::Release
+            | Request::UnlockDisks
             | Request::SendBreak
             | Request::ResizeConsole { .. }
             | Request::GetDiskStats
@@ -228,6 +229,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                     Ok(result) => result,
                     Err(failure) => return Self::lost(&failure),
                 },
+                Request::UnlockDisks => self.unlock_disks(),
                 Request::PowerButton => self.machine().map(Machine::press_power_button),
                 Request::AttachDisk { disk, fds } => {
                     let begun = self
@@ -400,6 +402,19 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         self.machine()?.resume()?;
         self.publisher.enter(State::Running);
         Ok(())
+    }
+
+    fn unlock_disks(&mut self) -> Result<(), Failure> {
+        if let Some(failure) = self.needs_pause() {
+            return Err(failure);
+        }
+        if self.publisher.state() != State::Paused {
+            return Err(Failure {
+                kind: ErrorKind::State,
+                message: "the machine runs: pause it first".to_owned(),
+            });
+        }
+        self.machine()?.unlock_disks()
     }
 
     fn machine(&mut self) -> Result<&mut dyn Machine, Failure> {

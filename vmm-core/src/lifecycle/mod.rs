@@ -66,6 +66,8 @@ pub enum Request {
     },
     /// Ends the pause of a snapshot with `keep_paused`.
     Release,
+    /// Gives up the locks of its disks until it is resumed.
+    UnlockDisks,
     /// Sends it to another `vmm`; it stays paused then.
     Send {
         /// Over this socket.
@@ -330,6 +332,9 @@ pub trait Machine {
     /// Writes to the images' files what they hold back: with the machine paused, a copy of the files has all that the guest has
     /// written.
     fn commit_disks(&mut self) -> Result<(), Failure>;
+    /// Gives up the locks of the disks of the paused machine that the guest can write to, with all that it has written durable. `resume` takes
+    /// them again, or fails while somebody else has one.
+    fn unlock_disks(&mut self) -> Result<(), Failure>;
     /// Begins to write a snapshot into `file`; `runs` when the machine goes on meanwhile. [`Notice::Snapshot`] says how far it is.
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure>;
     /// Begins to send the machine over `socket`; `runs` when it goes on meanwhile. It goes on as a snapshot does, but for the end: the

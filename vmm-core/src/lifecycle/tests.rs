@@ -196,6 +196,11 @@ impl Machine for TestMachine {
         Ok(())
     }
 
+    fn unlock_disks(&mut self) -> Result<(), Failure> {
+        self.log.add("unlock disks");
+        Ok(())
+    }
+
     fn begin_snapshot(&mut self, _file: File, runs: bool) -> Result<(), Failure> {
         self.log.add(format!("begin snapshot, runs: {runs}"));
         self.tell(saving::Event::Ready);

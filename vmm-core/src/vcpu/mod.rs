@@ -28,7 +28,9 @@ use std::{
 use kvm_bindings::{CpuId, kvm_regs, kvm_sregs};
 use proto::state::{self, StateError};
 
-use crate::kvm::{AddressSpaces, Crash, KvmError, StatsReader, Vcpu, Vm, install_handler, interrupt};
+use crate::kvm::{
+    AddressSpaces, Crash, GuestTime, KvmError, StatsReader, Vcpu, Vm, install_handler, interrupt,
+};
 use thread::{Call, Parked, Shared, VcpuThread};
 
 /// Something that a vCPU tells the machine. Sent from the vCPU's thread, with no lock held.
@@ -253,6 +255,40 @@ impl Vcpus {
             shift.get_or_insert(done);
         }
         Ok(())
+    }
+
+    /// kvmclock and the first vCPU's counter now, with all stopped.
+    pub fn time(&mut self) -> Result<GuestTime, VcpuError> {
+        self.with_first(|parked| parked.vcpu.time())
+    }
+
+    /// Lets the counters of all, which are stopped, go on from `then`, together with kvmclock, which is set already. What the counters differ
+    /// by stays. Where the kernel has no offsets (before 5.16), they have run on in the meantime.
+    pub fn go_on_from(&mut self, then: GuestTime) -> Result<(), VcpuError> {
+        let correction = self.with_first(move |parked| parked.vcpu.counter_correction(&then))?;
+        let Some(correction) = correction else {
+            return Ok(());
+        };
+        let mut pending = Vec::with_capacity(self.handles.len());
+        for (index, handle) in self.handles.iter().enumerate() {
+            pending.push(handle.call(index, move |parked| Ok(parked.correct_counter(correction)))?);
+        }
+        for (index, (handle, replied)) in self.handles.iter().zip(pending).enumerate() {
+            let state = |source| VcpuError::State { vcpu: index, source };
+            handle.receive(index, &replied)?.map_err(state)?;
+        }
+        Ok(())
+    }
+
+    /// Runs `call` on the first vCPU's thread.
+    fn with_first<R: Send + 'static>(
+        &self,
+        call: impl FnOnce(Parked<'_>) -> Result<R, StateError> + Send + 'static,
+    ) -> Result<R, VcpuError> {
+        let handle = self.handles.first().ok_or(VcpuError::Gone(0))?;
+        let replied = handle.call(0, move |parked| Ok(call(parked)))?;
+        let state = |source| VcpuError::State { vcpu: 0, source };
+        handle.receive(0, &replied)?.map_err(state)
     }
 
     /// KVM's statistics of each vCPU, readable while it runs; none on kernels before 5.14.

@@ -15,6 +15,7 @@ use devices::{
     thread::{self, ThreadKind},
 };
 use kvm_bindings::CpuId;
+use proto::state::StateError;
 
 use super::{ExitCounts, Outside, Report, ReportKind};
 use crate::kvm::{Exit, Kicker, KvmError, MACHINE_CHECK_BANKS, ThreadClock, Vcpu, VcpuState, address_bits};
@@ -37,6 +38,13 @@ pub(super) struct Parked<'a> {
     pub(super) power_on: &'a VcpuState,
     /// Whether the guest ran: then it is told that it was stopped when it goes on.
     pub(super) has_run: &'a mut bool,
+}
+
+impl Parked<'_> {
+    /// Adds to the vCPU's time stamp counter.
+    pub(super) fn correct_counter(&self, by: u64) -> Result<(), StateError> {
+        self.vcpu.correct_counter(by, self.power_on.has_deadline())
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

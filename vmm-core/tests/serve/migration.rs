@@ -2,7 +2,7 @@
 
 use std::{io::Read, os::unix::net::UnixStream};
 
-use proto::vmm::PauseReason;
+use proto::vmm::{PauseReason, UnlockDisks};
 
 use super::{
     snapshot::{echoes, echoing, running},
@@ -82,4 +82,66 @@ fn what_no_vmm_sends_ends_the_start() {
     );
     assert_eq!(second.wait().code(), Some(1));
     assert_eq!(second.exit_record().kind(), ExitKind::StartFailed);
+}
+
+#[test]
+fn a_disk_goes_from_one_process_to_the_other_and_back_only_by_its_lock() {
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(1 << 20).unwrap();
+    let open = || {
+        let mut options = std::fs::OpenOptions::new();
+        options.read(true).write(true).open(image.path()).unwrap()
+    };
+    let (first, second) = (Vmm::start(), Vmm::start());
+    let (mut client, mut other) = (first.client(), second.client());
+    let disk = open();
+    assert_eq!(state(&client.boot_with_disk(&echoing(), &disk)), State::Running);
+    drop(disk);
+    let (near, far) = UnixStream::pair().unwrap();
+    let disk = open();
+    other.begin_receive_with(&echoing(), &far, Some(&disk));
+    drop(disk);
+    client.begin_send(&near, 1000);
+    drop((near, far));
+    assert!(matches!(client.answer(), Answer::Sent(_)));
+    assert_eq!(
+        state(&other.answer()),
+        State::Paused,
+        "the disk is not needed yet"
+    );
+
+    let in_use = |answer: Answer| match answer {
+        Answer::Error(error) => {
+            assert_eq!(error.kind(), ErrorKind::InUse, "{}", error.message);
+            assert!(
+                error.message.starts_with("disk root: in use by"),
+                "{}",
+                error.message
+            );
+        }
+        other => panic!("{other:?}"),
+    };
+    in_use(other.ask(Op::Resume(Resume {})));
+    for _ in 0..2 {
+        assert_eq!(state(&client.ask(Op::UnlockDisks(UnlockDisks {}))), State::Paused);
+    }
+    assert_eq!(state(&other.ask(Op::Resume(Resume {}))), State::Running);
+    assert!(echoes(&second));
+    in_use(client.ask(Op::Resume(Resume {})));
+    assert!(
+        matches!(other.ask(Op::UnlockDisks(UnlockDisks {})), Answer::Error(_)),
+        "it runs"
+    );
+    other.ask(Op::Stop(Stop {}));
+    drop((other, second));
+    // A source takes its VM back when the target is gone: the kernel lets go of a process's files a moment after its end.
+    let resumed = (0..200).any(|_| match client.ask(Op::Resume(Resume {})) {
+        Answer::Status(status) => status.state() == State::Running,
+        _ => {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            false
+        }
+    });
+    assert!(resumed, "nobody else has the disk");
+    assert!(echoes(&first));
 }

@@ -367,12 +367,17 @@ impl Client {
             restore: Some(restore),
             ..Boot::default()
         };
-        self.send_boot_with(kernel, &boot, Some(snapshot.as_fd()));
+        self.send_boot_with(kernel, &boot, Some(snapshot.as_fd()), None);
         self.answer()
     }
 
     /// Begins to boot a machine like that of [`boot`](Self::boot), which is received from `socket` and stays paused.
     pub fn begin_receive(&mut self, kernel: &[u8], socket: &UnixStream) {
+        self.begin_receive_with(kernel, socket, None);
+    }
+
+    /// The same with a disk "root" that the guest can write to.
+    pub fn begin_receive_with(&mut self, kernel: &[u8], socket: &UnixStream, disk: Option<&File>) {
         let boot = Boot {
             paused: true,
             restore: Some(Restore {
@@ -382,7 +387,13 @@ impl Client {
             }),
             ..Boot::default()
         };
-        self.send_boot_with(kernel, &boot, Some(socket.as_fd()));
+        self.send_boot_with(kernel, &boot, Some(socket.as_fd()), disk);
+    }
+
+    /// Boots a machine with a disk "root" that the guest can write to.
+    pub fn boot_with_disk(&mut self, kernel: &[u8], disk: &File) -> Answer {
+        self.send_boot_with(kernel, &Boot::default(), None, Some(disk));
+        self.answer()
     }
 
     /// Begins to send the machine over `socket`.
@@ -410,10 +421,16 @@ impl Client {
     }
 
     pub fn send_boot(&mut self, kernel: &[u8], boot: &Boot) {
-        self.send_boot_with(kernel, boot, None);
+        self.send_boot_with(kernel, boot, None, None);
     }
 
-    fn send_boot_with(&mut self, kernel: &[u8], boot: &Boot, more: Option<BorrowedFd<'_>>) {
+    fn send_boot_with(
+        &mut self,
+        kernel: &[u8],
+        boot: &Boot,
+        more: Option<BorrowedFd<'_>>,
+        disk: Option<&File>,
+    ) {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(kernel).unwrap();
         let kvm = OpenOptions::new()
@@ -423,7 +440,14 @@ impl Client {
             .expect("these tests need KVM");
         let random = File::open("/dev/urandom").unwrap();
         let older = tempfile::tempfile().unwrap();
+        let disks = disk.map(|_| Disk {
+            name: "root".into(),
+            fd: if more.is_some() { 6 } else { 5 },
+            pci_slot: 10,
+            ..Disk::default()
+        });
         let machine = MachineSpec {
+            disks: disks.into_iter().collect(),
             name: "web".into(),
             uuid: vec![7; 16],
             vcpus: 1,
@@ -454,6 +478,7 @@ impl Client {
             older.as_fd(),
         ];
         fds.extend(more);
+        fds.extend(disk.map(File::as_fd));
         self.send(op, &fds);
     }
 

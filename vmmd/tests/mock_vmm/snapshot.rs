@@ -48,7 +48,7 @@ pub fn save(guest: &Guest, request: &Save, fds: Vec<OwnedFd>) -> Option<Outcome>
     }))
 }
 
-/// `mock.send=hang` is an option of the guest: it never has sent everything.
+/// `mock.send=hang` and `mock.send=much` are options of the guest: it never has sent everything, and sends more than anybody keeps.
 pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome> {
     let socket = fds.into_iter().nth(request.socket_fd as usize).unwrap();
     let mut socket = File::from(socket);
@@ -63,7 +63,8 @@ pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome>
         std::mem::forget(socket);
         return None;
     }
-    if socket.write_all(text.as_bytes()).is_err() {
+    let much = guest.option("mock.send").as_deref() == Some("much");
+    if much && !write_much(&mut socket) || socket.write_all(text.as_bytes()).is_err() {
         return Some(Outcome::Error(Error {
             message: "writing the snapshot: Broken pipe".into(),
             kind: ErrorKind::Internal.into(),
@@ -77,6 +78,28 @@ pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome>
         pause_ns: 3_000_000,
         total_ns: 2_500_000_000,
     }))
+}
+
+/// Writes 64 MiB; false when the other end is closed.
+fn write_much(socket: &mut File) -> bool {
+    let mut left = 64 << 20;
+    while left > 0 {
+        match socket.write(&[b'x'; 1 << 16]) {
+            Ok(written) => left -= written.min(left),
+            // The socket has a limit of time.
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(_) => return false,
+        }
+    }
+    true
+}
+
+/// Keeps a socket that nobody reads from, for ever.
+pub fn never_read(socket: OwnedFd) -> ! {
+    loop {
+        std::thread::park();
+        assert!(rustix::io::fcntl_getfd(&socket).is_ok());
+    }
 }
 
 /// What comes over a socket; nothing when it is no machine.

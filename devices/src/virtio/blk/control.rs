@@ -166,6 +166,20 @@ impl BlkControl {
         image.commit()
     }
 
+    /// Gives up the image's lock; see [`Image::unlock`](crate::block::Image::unlock). The disk is paused.
+    pub fn unlock(&self) -> io::Result<()> {
+        let image = self.image.upgrade().ok_or(io::ErrorKind::NotConnected)?;
+        let image = image.lock().unwrap_or_else(PoisonError::into_inner);
+        image.unlock()
+    }
+
+    /// Takes the image's lock again; false when somebody else has it.
+    pub fn lock(&self) -> io::Result<bool> {
+        let image = self.image.upgrade().ok_or(io::ErrorKind::NotConnected)?;
+        let image = image.lock().unwrap_or_else(PoisonError::into_inner);
+        image.lock()
+    }
+
     /// Limits the disk by another limiter from now on, or not at all. Requests that wait are looked at anew.
     pub fn set_limiter(&self, limiter: Option<Arc<Limiter>>) {
         self.shared.limiter.set(limiter);

@@ -21,9 +21,27 @@ use crate::{board::disks::Fitted, lifecycle::with_causes};
 /// The machine's rate groups, by name.
 pub(in crate::board) type Groups = BTreeMap<String, Arc<Limiter>>;
 
+/// When images that the guest can write to are locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::board) enum Locks {
+    /// When they are opened.
+    AtOnce,
+    /// Later: another `vmm` has them.
+    Later,
+}
+
 /// Opens the image of `spec`, which takes as long as its file takes.
 pub(in crate::board) fn open(spec: &Disk, fds: &mut Fds) -> Result<Box<dyn Image>, Failure> {
-    open_image(spec, fds).map_err(|failure| Failure {
+    open_locked(spec, fds, Locks::AtOnce)
+}
+
+/// The same with a choice of when the image is locked.
+pub(in crate::board) fn open_locked(
+    spec: &Disk,
+    fds: &mut Fds,
+    locks: Locks,
+) -> Result<Box<dyn Image>, Failure> {
+    open_image(spec, fds, locks).map_err(|failure| Failure {
         message: format!("disk {}: {}", spec.name, failure.message),
         ..failure
     })
@@ -59,6 +77,7 @@ pub(in crate::board) fn plug(
     Ok(Fitted {
         name: spec.name.clone(),
         slot: spec.slot.number(),
+        writable: !spec.read_only && spec.format != Format::Iso,
         device,
         control,
         limiter,
@@ -76,11 +95,20 @@ pub(in crate::board) fn limits(limit: RateLimit) -> Limits {
     }
 }
 
-fn open_image(spec: &Disk, fds: &mut Fds) -> Result<Box<dyn Image>, Failure> {
+fn open_image(spec: &Disk, fds: &mut Fds, locks: Locks) -> Result<Box<dyn Image>, Failure> {
     let fd = fds.take(spec.fd)?;
+    let later = locks == Locks::Later && !spec.read_only;
     match spec.format {
+        Format::Qcow2 if later => Err(Failure {
+            kind: ErrorKind::Invalid,
+            message: "a qcow2 image that the guest can write to does not go to another process".to_owned(),
+        }),
         Format::Raw => {
-            let image = RawImage::open(fd, spec.read_only).map_err(failure)?;
+            let image = match later {
+                true => RawImage::open_unlocked(fd, false),
+                false => RawImage::open(fd, spec.read_only),
+            };
+            let image = image.map_err(failure)?;
             Ok(Box::new(image.with_discard_granularity(spec.discard_granularity)))
         }
         Format::Iso => Ok(Box::new(RawImage::open_iso(fd).map_err(failure)?)),

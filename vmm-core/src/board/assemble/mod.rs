@@ -47,6 +47,7 @@ use proto::{
     vmm::{self, ErrorKind, MachineSpec},
 };
 
+use self::disk::Locks;
 use super::{
     cpuid,
     disks::Disks,
@@ -122,7 +123,7 @@ impl Assembler {
     ) -> Result<Machine, Failure> {
         let spec =
             model::machine::Machine::new(spec, fds.len()).map_err(|violations| invalid(&violations))?;
-        self.restore_onto(&spec, Fds::new(fds), notifier, ram, saved)
+        self.restore_onto(&spec, (Fds::new(fds), Locks::AtOnce), notifier, ram, saved)
     }
 
     /// Builds a machine as `spec` says, which goes on from a snapshot; it is paused. The snapshot is untrusted.
@@ -166,7 +167,7 @@ impl Assembler {
             ram
         };
         let saved = std::mem::take(&mut snapshot.machine);
-        let mut machine = self.restore_onto(&spec, fds, notifier, ram, saved)?;
+        let mut machine = self.restore_onto(&spec, (fds, Locks::AtOnce), notifier, ram, saved)?;
         machine.renew_generation()?;
         Ok(machine)
     }
@@ -188,13 +189,14 @@ impl Assembler {
         }
         let ram = GuestRam::with_options(spec.memory_bytes, backing(spec), &spec.memory)?;
         let received = migration::receive(source, ram.memory())?;
-        self.restore_onto(spec, fds, notifier, ram, received.machine)
+        // Whoever has sent it may still go on with its disks.
+        self.restore_onto(spec, (fds, Locks::Later), notifier, ram, received.machine)
     }
 
     fn restore_onto(
         &mut self,
         spec: &model::machine::Machine,
-        mut fds: Fds,
+        (mut fds, locks): (Fds, Locks),
         notifier: Notifier,
         ram: GuestRam,
         saved: state::Machine,
@@ -202,7 +204,8 @@ impl Assembler {
         holds_memory(spec.memory_bytes, ram.size())?;
         let (host, windows) = ground(spec, &mut fds)?;
         let image = image(spec, &mut fds, &windows)?;
-        let assembly = Assembly::new(spec, host, windows, fds, ram, notifier)?;
+        let mut assembly = Assembly::new(spec, host, windows, fds, ram, notifier)?;
+        assembly.locks = locks;
         assembly.map_pci_ports(image.is_linux()?)?;
         let (machine, ()) = assembly.build(spec, self.console.take(), || Ok((image, ())))?;
         machine.restore(saved)
@@ -273,6 +276,8 @@ struct Assembly {
     sockets: Sockets,
     components: Vec<Box<dyn Component>>,
     nics: Vec<Nic>,
+    /// When the images of its disks are locked.
+    locks: Locks,
     /// What gives shares other processes, by their names.
     shares: Vec<(String, FsControl)>,
     /// Of the components that have one.
@@ -331,6 +336,7 @@ impl Assembly {
             hotplug,
             components: Vec::new(),
             nics: Vec::new(),
+            locks: Locks::AtOnce,
             shares: Vec::new(),
             slots: Vec::new(),
             balloon: None,
@@ -370,7 +376,7 @@ impl Assembly {
         }
         let mut disks = Disks::new(self.sockets.clone(), Arc::clone(&self.hotplug), spec);
         for disk in &spec.disks {
-            disks.fit(disk, &mut self.fds)?;
+            disks.fit(disk, &mut self.fds, self.locks)?;
         }
         for nic in &spec.nics {
             nic::build(&mut self, nic)?;
@@ -411,7 +417,8 @@ impl Assembly {
             irqchip,
             vm_stats: self.vm.stats(),
             vm: self.vm,
-            paused_clock: None,
+            paused_at: None,
+            unlocked: self.locks == Locks::Later,
             sync_clock: spec.sync_clock,
             header,
             saving: None,

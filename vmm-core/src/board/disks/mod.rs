@@ -51,7 +51,7 @@ use self::{
 };
 use super::assemble::{
     Fds, Sockets,
-    disk::{self, Groups},
+    disk::{self, Groups, Locks},
 };
 use crate::lifecycle::{Detached, Failure, LimitTarget, Notice, Progress, Token};
 
@@ -63,6 +63,8 @@ const FORCE_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) struct Fitted {
     pub name: String,
     pub slot: u8,
+    /// The guest can write to it.
+    pub writable: bool,
     pub device: VirtioPciDevice,
     pub control: BlkControl,
     /// Its own, or its group's.
@@ -120,8 +122,8 @@ impl Disks {
     }
 
     /// Puts in a disk that is there when the machine is switched on.
-    pub fn fit(&mut self, spec: &machine::Disk, fds: &mut Fds) -> Result<(), Failure> {
-        let image = disk::open(spec, fds)?;
+    pub fn fit(&mut self, spec: &machine::Disk, fds: &mut Fds, locks: Locks) -> Result<(), Failure> {
+        let image = disk::open_locked(spec, fds, locks)?;
         let fitted = disk::plug(&self.sockets, &self.groups, spec, image)?;
         self.fitted.push(fitted);
         Ok(())
@@ -352,6 +354,40 @@ impl Disks {
                 kind: ErrorKind::Image,
                 message: format!("writing what disk {} holds back: {error}", disk.name),
             })?;
+        }
+        Ok(())
+    }
+
+    /// See [`Machine::unlock_disks`](crate::lifecycle::Machine::unlock_disks).
+    pub fn unlock(&self) -> Result<(), Failure> {
+        for disk in self.fitted.iter().filter(|disk| disk.writable) {
+            disk.control.unlock().map_err(|error| Failure {
+                kind: ErrorKind::Image,
+                message: format!("giving disk {} to another process: {error}", disk.name),
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Takes the locks again that [`unlock`](Self::unlock) gave up: all, or none.
+    pub fn lock(&self) -> Result<(), Failure> {
+        for (index, disk) in self.fitted.iter().enumerate().filter(|(_, disk)| disk.writable) {
+            let (kind, why) = match disk.control.lock() {
+                Ok(true) => continue,
+                // An image that can't be unlocked is locked.
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => continue,
+                Ok(false) => (ErrorKind::InUse, "in use by another VM or program".to_owned()),
+                Err(error) => (ErrorKind::Image, format!("lock the image: {error}")),
+            };
+            for taken in self.fitted.iter().take(index).filter(|disk| disk.writable) {
+                if let Err(error) = taken.control.unlock() {
+                    error!(disk = taken.name, %error, "giving a lock back");
+                }
+            }
+            return Err(Failure {
+                kind,
+                message: format!("disk {}: {why}", disk.name),
+            });
         }
         Ok(())
     }

@@ -18,6 +18,7 @@ mod pit;
 mod registers;
 #[cfg(test)]
 mod tests;
+mod time;
 mod tsc;
 mod vcpu;
 mod xsave;
@@ -29,6 +30,7 @@ use proto::state::StateError;
 use super::host::KvmError;
 
 pub(super) use events::enable as enable_events;
+pub use time::GuestTime;
 pub use tsc::TscShift;
 
 impl From<KvmError> for StateError {

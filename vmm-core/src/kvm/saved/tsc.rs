@@ -1,6 +1,6 @@
 //! The time stamp counter: its frequency, its value, and what the vCPUs' counters differ by.
 //!
-//! The guest's counter goes on from its value at the save; it stands while the machine is saved, as kvmclock does. The first
+//! The guest's counter goes on from its value at the pause; it stands while the machine is saved, as kvmclock does (`time`). The first
 //! vCPU's counter is set to its value, which gives a shift between the host that saved and this one. All other vCPUs get their
 //! saved offset plus that shift, so what their counters differ by is exactly as it was.
 
@@ -41,7 +41,7 @@ fn attribute(value: &u64) -> kvm_device_attr {
 }
 
 /// The offset, where the kernel tells it (5.16 and later).
-fn offset(vcpu: &Vcpu) -> Result<Option<u64>, KvmError> {
+pub(super) fn offset(vcpu: &Vcpu) -> Result<Option<u64>, KvmError> {
     if vcpu.vm().fd().check_extension_raw(KVM_CAP_VCPU_ATTRIBUTES.into()) <= 0 {
         return Ok(None);
     }
@@ -62,7 +62,7 @@ fn offset(vcpu: &Vcpu) -> Result<Option<u64>, KvmError> {
     Ok(Some(unsafe { std::ptr::read_volatile(&raw const value) }))
 }
 
-fn set_offset(vcpu: &Vcpu, offset: u64) -> Result<(), KvmError> {
+pub(super) fn set_offset(vcpu: &Vcpu, offset: u64) -> Result<(), KvmError> {
     // SAFETY: the ioctl reads one u64 from the attribute's address, where `offset` lives across the call.
     if unsafe { ioctl_with_ref(vcpu.fd(), KVM_SET_DEVICE_ATTR(), &attribute(&offset)) } < 0 {
         return Err(KvmError::ioctl("KVM_SET_DEVICE_ATTR of KVM_VCPU_TSC_OFFSET")(

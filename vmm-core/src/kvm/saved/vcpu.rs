@@ -23,7 +23,7 @@ impl Vcpu {
         // First: reading it lets KVM act on pending INIT and SIPI, which changes what follows.
         let mp_state = fd.get_mp_state().map_err(KvmError::ioctl("KVM_GET_MP_STATE"))?;
         let mut indices: Vec<u32> = power_on.msr_indices().collect();
-        let has_deadline = indices.contains(&tsc::TSC_DEADLINE);
+        let has_deadline = power_on.has_deadline();
         indices.retain(|index| !is_of_the_clock(*index));
         let general = fd.get_regs().map_err(KvmError::ioctl("KVM_GET_REGS"))?;
         let xcrs = fd.get_xcrs().map_err(KvmError::ioctl("KVM_GET_XCRS"))?;
@@ -124,6 +124,13 @@ impl Vcpu {
             return Err(StateError::not_migratable(&format!("vCPU {}", self.id()), reason));
         }
         Ok(())
+    }
+}
+
+impl VcpuState {
+    /// Whether IA32_TSC_DEADLINE is state of the vCPU.
+    pub fn has_deadline(&self) -> bool {
+        self.msr_indices().any(|index| index == tsc::TSC_DEADLINE)
     }
 }
 

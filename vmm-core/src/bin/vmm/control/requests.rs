@@ -70,6 +70,7 @@ impl Server {
             Some(Op::ResetMachine(_)) => Request::Reset,
             Some(Op::Stop(_)) => Request::Stop,
             Some(Op::Release(_)) => Request::Release,
+            Some(Op::UnlockDisks(_)) => Request::UnlockDisks,
             Some(Op::Send(send)) => match snapshot::send_request(&send, fds) {
                 Ok(request) => request,
                 Err(missing) => return self.respond(token, error(ErrorKind::Invalid, missing.to_owned())),

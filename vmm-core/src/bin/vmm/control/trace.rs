@@ -25,6 +25,7 @@ pub(super) fn name(op: &Op) -> &'static str {
         Op::Save(_) => "Save",
         Op::Send(_) => "Send",
         Op::Release(_) => "Release",
+        Op::UnlockDisks(_) => "UnlockDisks",
         Op::SendBreak(_) => "SendBreak",
         Op::ResizeConsole(_) => "ResizeConsole",
     }

@@ -17,12 +17,13 @@ use std::{
         atomic::{AtomicU64, Ordering},
         mpsc::{Receiver, channel},
     },
+    thread,
     time::Duration,
 };
 
 use devices::{bus::Bus, serial::Terminal};
 use proto::{
-    state::Serial,
+    state::{self, Serial},
     vmm::{self, MachineSpec},
 };
 
@@ -32,6 +33,7 @@ use super::super::{
     rebuilt::{Consoles, Rebuilder, Rebuilt},
 };
 use crate::{
+    kvm::{GuestTime, Host},
     lifecycle::{Failure, Input, Machine as _, Notice, Notifier},
     memory::layout,
 };
@@ -333,11 +335,60 @@ fn the_guests_clock_stands_while_the_machine_is_saved() {
     rig.machine.start().unwrap();
     for _ in 0..3 {
         rig.machine.pause().unwrap();
-        let paused = rig.inner().paused_clock.unwrap();
+        let paused = rig.inner().paused_at.unwrap();
         rig.machine.rebuild().unwrap();
-        assert_eq!(rig.inner().paused_clock, Some(paused));
+        assert_eq!(rig.inner().paused_at, Some(paused));
         rig.inner().resume().unwrap();
-        assert!(rig.inner().vm.clock().unwrap().nanoseconds >= paused.nanoseconds);
+        assert!(rig.inner().vm.clock().unwrap().nanoseconds >= paused.clock.nanoseconds);
     }
     rig.machine.halt();
+}
+
+/// How far kvmclock and the first counter have gone apart since `then`, in milliseconds.
+fn apart_ms(now: GuestTime, then: GuestTime, khz: u32) -> i64 {
+    let clock_ns = now.clock.nanoseconds - then.clock.nanoseconds;
+    let counter_ns = u128::from(now.counter.wrapping_sub(then.counter)) * 1_000_000 / u128::from(khz);
+    (i64::try_from(counter_ns).unwrap() - i64::try_from(clock_ns).unwrap()) / 1_000_000
+}
+
+#[test]
+fn kvmclock_and_the_counters_go_on_together_after_a_standstill() {
+    const STANDSTILL: Duration = Duration::from_millis(300);
+    if !Host::has_hardware_virtualization() {
+        // A paravirtual backend takes any offset and keeps the host's counter.
+        return;
+    }
+    for (rebuilt, sync) in [(false, false), (true, false), (false, true)] {
+        let mut rig = Rig::new(2, &SPIN);
+        rig.machine.start().unwrap();
+        rig.inner().sync_clock = sync;
+        rig.machine.pause().unwrap();
+        let first = rig.inner().vcpus.save().unwrap()[0].tsc.unwrap();
+        let begin = rig.inner().paused_at.unwrap();
+        for turn in 1..=3 {
+            let before = rig.inner().paused_at.unwrap();
+            if rebuilt {
+                rig.machine.rebuild().unwrap();
+            }
+            thread::sleep(STANDSTILL);
+            rig.inner().resume().unwrap();
+            rig.machine.pause().unwrap();
+            let now = rig.inner().paused_at.unwrap();
+            let passed = Duration::from_nanos(now.clock.nanoseconds - before.clock.nanoseconds);
+            assert_eq!(
+                passed >= STANDSTILL,
+                sync,
+                "turn {turn}: kvmclock went on by {passed:?}"
+            );
+            let apart = apart_ms(now, begin, first.khz);
+            assert!(
+                apart.abs() < 50,
+                "turn {turn} (rebuilt: {rebuilt}, sync: {sync}): {apart} ms apart"
+            );
+            let vcpus = rig.inner().vcpus.save().unwrap();
+            let offset = |vcpu: &state::Vcpu| vcpu.tsc.unwrap().offset.unwrap();
+            assert_eq!(offset(&vcpus[0]), offset(&vcpus[1]), "both are corrected");
+        }
+        rig.machine.halt();
+    }
 }
