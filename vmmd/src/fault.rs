@@ -16,6 +16,12 @@ pub fn stall(dir: &Path, name: &str) {
     }
 }
 
+/// How long something is waited for: half a second when a test has put a file of this name into the folder `fault` of `dir`.
+pub fn patience(dir: &Path, name: &str, usual: Duration) -> Duration {
+    let hasty = cfg!(debug_assertions) && dir.join("fault").join(name).exists();
+    if hasty { Duration::from_millis(500) } else { usual }
+}
+
 /// Whether the daemon is to have the deliberate fault `name`, by the variable `VMMD_FAULT` of its environment. The tests that have to
 /// notice it are in `tests/daemon/deliberate.rs`.
 pub fn deliberate(name: &str) -> bool {

@@ -4,7 +4,10 @@
 
 use std::{collections::BTreeMap, io, os::fd::AsFd, path::Path};
 
-use proto::model::disk::{Disk, Format, Source};
+use proto::model::{
+    disk::{Disk, Format, Source},
+    vm::VmSpec,
+};
 use rustix::fs::{AtFlags, FileType, StatxFlags, fstat, fstatfs, statx};
 
 use super::{OpenDisk, signature};
@@ -59,6 +62,15 @@ pub(super) fn check_disk(
 pub fn any_of(known: &Known) -> Known {
     let any = |path: &String| (path.clone(), FileRecord::default());
     known.keys().map(any).collect()
+}
+
+/// The paths of a spec's disks, with whatever file is there.
+pub fn any_of_disks(spec: &VmSpec) -> Known {
+    let paths = spec.disks.iter().filter_map(|disk| match &disk.source {
+        Source::Path { path, .. } => Some((key(path), FileRecord::default())),
+        Source::Disk { .. } => None,
+    });
+    paths.collect()
 }
 
 /// The key of a path in [`Known`]. Paths of specs are UTF-8.

@@ -20,8 +20,13 @@ use crate::{
 };
 
 /// All that stands in the way of opening the files of a VM called `name`. What that VM has itself is no hindrance; `had` are the paths
-/// of its disks. No lock is taken, so that no start is disturbed.
-pub fn look(spec: &VmSpec, sources: &Sources<'_>, name: &str, had: &Known) -> Vec<Problem> {
+/// of its disks. `elsewhere`: it runs on another node, which has its disks locked. No lock is taken, so that no start is disturbed.
+pub fn look(
+    spec: &VmSpec,
+    sources: &Sources<'_>,
+    (name, had): (&str, &Known),
+    elsewhere: bool,
+) -> Vec<Problem> {
     let Boot::Linux { kernel, initrd, .. } = &spec.boot;
     let kernels = Within::Roots(&sources.roots.kernels);
     let mut found = Vec::new();
@@ -40,7 +45,12 @@ pub fn look(spec: &VmSpec, sources: &Sources<'_>, name: &str, had: &Known) -> Ve
     let mut of_disks = 0;
     for (index, disk) in spec.disks.iter().enumerate() {
         let field = format!("spec.disks[{index}]");
-        match look_at_disk(&field, disk, sources, name, had) {
+        let looked = if elsewhere && !disk.read_only {
+            open_disk(&field, disk, sources, Locks::Elsewhere).map(|opened| opened.ids.len())
+        } else {
+            look_at_disk(&field, disk, sources, name, had)
+        };
+        match looked {
             Ok(files) => of_disks += files,
             Err(failure) => note(&field, failure),
         }

@@ -18,7 +18,7 @@ use std::{
 
 use proto::{
     model::{
-        disk::{Disk, Format, SECTOR, Source},
+        disk::{Cache, Disk, Format, SECTOR, Source},
         vm::{Boot, VmSpec},
     },
     wire::MAX_FDS,
@@ -27,7 +27,7 @@ use proto::{
 use self::file::{identity, identity_at, open_image};
 pub use self::{
     file::{OpenFile, Use, open_image_file, open_kvm},
-    known::{Known, any_of, key},
+    known::{Known, any_of, any_of_disks, key},
     look::{had, look, outside},
     roots::{Roots, Within},
 };
@@ -96,11 +96,18 @@ pub enum Locks {
     Take,
     /// Neither take them nor look who has them.
     None,
+    /// Of disks for writing, none: another node's VM has them, and it is refused when nobody has. Those for reading are taken.
+    Elsewhere,
 }
 
 /// Opens and checks everything for a start; a path with another file than the `known` one is refused. Returns also which files those
 /// are that the spec names by path.
-pub fn open(spec: &VmSpec, sources: &Sources<'_>, known: &Known) -> Result<(Files, Known), Failure> {
+pub fn open(
+    spec: &VmSpec,
+    sources: &Sources<'_>,
+    known: &Known,
+    locks: Locks,
+) -> Result<(Files, Known), Failure> {
     let Boot::Linux { kernel, initrd, .. } = &spec.boot;
     let kernels = Within::Roots(&sources.roots.kernels);
     let mut found = Known::new();
@@ -117,7 +124,7 @@ pub fn open(spec: &VmSpec, sources: &Sources<'_>, known: &Known) -> Result<(File
     let mut disks = Vec::new();
     for (index, disk) in spec.disks.iter().enumerate() {
         let field = format!("spec.disks[{index}]");
-        let opened = open_disk(&field, disk, sources, Locks::Take)?;
+        let opened = open_disk(&field, disk, sources, locks)?;
         found.extend(known::check_disk(known, &field, disk, &opened)?);
         disks.push(opened);
     }
@@ -227,7 +234,7 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
     };
     let how = match (disk.read_only, locks) {
         (true, _) => Use::Read,
-        (false, Locks::Take) => Use::Write,
+        (false, Locks::Take | Locks::Elsewhere) => Use::Write,
         (false, Locks::None) => Use::Look,
     };
     let image = open_image_file(&label, &path, within, disk.cache, how).map_err(|failure| {
@@ -252,6 +259,13 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
             );
             return Err(Failure::precondition("DISK_SIZE_INVALID", problem));
         }
+    }
+    if locks == Locks::Elsewhere && image.block_device && disk.cache == Cache::Writeback && !disk.read_only {
+        let problem = format!(
+            "{label} is a block device behind the node's page cache, which does not see what another node writes: a VM whose disk it is moves \
+             with `cache: none`"
+        );
+        return Err(Failure::precondition("MIGRATION_DISKS", problem));
     }
     take(&label, &image, disk.read_only, sources.ledger, locks)?;
     let mut opened = OpenDisk {
@@ -279,9 +293,14 @@ fn take(
     ledger: &Ledger,
     locks: Locks,
 ) -> Result<(), Failure> {
-    let free = lock(image, locks, read_only, ledger).map_err(|error| {
-        Failure::precondition("DISK_UNUSABLE", format!("{label} {}", text::words(&error)))
-    })?;
+    let unusable = |error| Failure::precondition("DISK_UNUSABLE", format!("{label} {}", text::words(&error)));
+    if locks == Locks::Elsewhere && !read_only {
+        return match sys::could_lock(&image.fd, LockKind::Exclusive).map_err(unusable)? {
+            false => Ok(()),
+            true => Err(not_shared(label)),
+        };
+    }
+    let free = lock(image, locks, read_only, ledger).map_err(unusable)?;
     if free {
         return Ok(());
     }
@@ -290,6 +309,15 @@ fn take(
         "DISK_IN_USE",
         format!("{label} is in use by {user}"),
     ))
+}
+
+/// A disk of a VM that comes from another node, and which nobody has locked here.
+fn not_shared(label: &str) -> Failure {
+    let message = format!(
+        "{label} is not the file that the other node's VM writes to, or the storage of both keeps no locks: disks that the guest can write to must \
+         be on storage that both nodes share, under the same path"
+    );
+    Failure::precondition("DISK_NOT_SHARED", message)
 }
 
 /// Who has an image that can't be locked, for a message.
@@ -308,7 +336,7 @@ pub fn lock(image: &OpenFile, locks: Locks, read_only: bool, ledger: &Ledger) ->
         LockKind::Exclusive
     };
     match locks {
-        Locks::Take => {
+        Locks::Take | Locks::Elsewhere => {
             let known = || ledger.user_of(image.id).is_some() || sys::lock_holder(&image.fd).is_some();
             Ok(sys::lock_file(&image.fd, kind)?
                 || !known() && sys::lock_file_within(&image.fd, kind, ENDING)?)

@@ -77,7 +77,11 @@ impl Case {
     }
 
     fn open(&self) -> Result<Files, Failure> {
-        open(&self.spec, &self.sources(), &Known::new()).map(|(files, _)| files)
+        self.open_with(Locks::Take)
+    }
+
+    fn open_with(&self, locks: Locks) -> Result<Files, Failure> {
+        open(&self.spec, &self.sources(), &Known::new(), locks).map(|(files, _)| files)
     }
 
     fn sources(&self) -> Sources<'_> {
@@ -203,12 +207,37 @@ fn a_raw_disk_that_is_an_image_of_another_format_is_refused_while_it_is_new() {
     for word in ["spec.disks[0].path", "qcow2", "anyContent"] {
         assert!(message.contains(word), "{message}");
     }
-    let problems = |had: &Known| look(&case.spec, &case.sources(), "web", had);
+    let problems = |had: &Known| look(&case.spec, &case.sources(), ("web", had), false);
     assert_eq!(problems(&Known::new())[0].reason, "IMAGE_FORMAT_MISMATCH");
     // The guest may have written it there.
     let known: Known = [(key(&case.path("disk")), Default::default())].into();
     assert_eq!(problems(&known), []);
-    open(&case.spec, &case.sources(), &known).unwrap();
+    open(&case.spec, &case.sources(), &known, Locks::Take).unwrap();
     case.spec.disks[0].any_content = true;
     case.open().unwrap();
+}
+
+#[test]
+fn a_disk_that_another_node_writes_to_is_opened_while_that_one_has_it_locked() {
+    let mut case = case();
+    let looked = |case: &Case| look(&case.spec, &case.sources(), ("web", &Known::new()), true);
+    let refused = case.open_with(Locks::Elsewhere).unwrap_err();
+    assert_eq!(
+        refused.reason, "DISK_NOT_SHARED",
+        "nobody has it: it is another file"
+    );
+    assert_eq!(looked(&case)[0].reason, "DISK_NOT_SHARED");
+    let source = case.open().unwrap();
+    let target = case.open_with(Locks::Elsewhere).unwrap();
+    assert_eq!(looked(&case), []);
+    drop(source);
+    assert!(
+        sys::lock_file(&target.disks[0].fd, LockKind::Exclusive).unwrap(),
+        "for writing"
+    );
+    drop(target);
+    // Readers share it, wherever they are.
+    case.spec.disks[0].read_only = true;
+    let _reader = case.open_with(Locks::Elsewhere).unwrap();
+    let _other = case.open().unwrap();
 }

@@ -92,7 +92,7 @@ pub async fn check_files(
     let (of, name) = (Arc::clone(host), name.to_owned());
     let paths = files::named(&spec, &host.sources());
     let looking = host.pools.files.run(&paths, move || {
-        files::look(&spec, &of.sources(), &name, &files::had(&of.vms, &name))
+        files::look(&spec, &of.sources(), (&name, &files::had(&of.vms, &name)), false)
     });
     placement::refuse(&looking.await?)
 }

@@ -8,7 +8,10 @@ use std::{
 
 use proto::{
     handover::{Message, SourceEvent},
-    model::vm::VmSpec,
+    model::{
+        disk::{Disk, Format, Source},
+        vm::VmSpec,
+    },
     v1::{self, peer_service_client::PeerServiceClient},
     vmm::SendReply,
 };
@@ -34,7 +37,7 @@ use crate::{
     registry::vms::command::{Command, HandoverRequest, Purpose},
     request::preconditions,
     store::{
-        HandoverStage, Hardware, VmRecord,
+        HandoverStage, Hardware, NicHardware, VmRecord,
         handover::{message_of, step},
     },
     text,
@@ -70,23 +73,24 @@ struct Plan {
 /// Refused for a VM that has something which can't go to another node.
 pub fn refuse_what_stays(wire: &v1::VmSpec) -> Result<(), Failure> {
     let spec = VmSpec::try_from(wire)?;
-    if let Some(disk) = spec.disks.iter().find(|disk| !disk.read_only) {
-        let message = format!(
-            "the guest can write to disk \"{}\", which can't go to another node: only VMs whose disks are read-only, and on both nodes under \
-             the same path, can be migrated",
-            disk.name
-        );
-        return Err(Failure::precondition("MIGRATION_DISKS", message));
-    }
-    let in_network =
-        |nic: &&v1::NicSpec| matches!(nic.attachment, Some(v1::nic_spec::Attachment::Network(_)));
-    if let Some(nic) = wire.nics.iter().find(in_network) {
-        let message = format!(
-            "NIC \"{}\" has its address from a network of this node, which the other node does not have: only VMs whose NICs are on bridges or \
-             taps can be migrated",
-            nic.name
-        );
-        return Err(Failure::precondition("MIGRATION_NETWORK", message));
+    let refuse = |disk: &Disk, why: &str| {
+        let message = format!("the guest can write to disk \"{}\", {why}", disk.name);
+        Err(Failure::precondition("MIGRATION_DISKS", message))
+    };
+    for disk in spec.disks.iter().filter(|disk| !disk.read_only) {
+        match &disk.source {
+            Source::Path {
+                format: Format::Raw, ..
+            } => {}
+            Source::Path { .. } => {
+                let why = "and a qcow2 image can't go to another node while it is written to: only raw disks on storage that both nodes share can";
+                return refuse(disk, why);
+            }
+            Source::Disk { .. } => {
+                let why = "which is a disk of this node: only disks by path, on storage that both nodes share, can go to another node";
+                return refuse(disk, why);
+            }
+        }
     }
     Ok(())
 }
@@ -129,6 +133,7 @@ pub async fn migrate(
         return Err(Failure::precondition("RESTART_REQUIRED", message));
     }
     refuse_what_stays(&wire)?;
+    let has_disks = wire.disks.iter().any(|disk| !disk.read_only);
     let hardware = run
         .hardware
         .or_else(|| record.hardware.clone())
@@ -136,7 +141,7 @@ pub async fn migrate(
     let (reply, answer) = oneshot::channel();
     let sent = entry
         .mailbox
-        .send(Command::Client(Purpose::Migration, reply))
+        .send(Command::Client(Purpose::Migration { has_disks }, reply))
         .await;
     sent.map_err(|_| Failure::unavailable(&name))?;
     let client = answer.await.map_err(|_| Failure::unavailable(&name))??;
@@ -167,13 +172,19 @@ fn offer(
     hardware: Hardware,
     uid: Uuid,
 ) -> v1::OfferVmRequest {
-    let nic = |(name, nic): (String, crate::store::NicHardware)| {
+    let nic = |(name, nic): (String, NicHardware)| {
+        let network = network_of(&spec, &name);
+        let address = network.and_then(|network| host.networks.address(network, uid, &name));
+        let range = network.and_then(|network| host.networks.range(network));
         let nic = v1::PeerNic {
             slot: nic.slot,
             mac: nic.mac,
+            address: address.map_or(0, u32::from),
+            range: range.unwrap_or_default(),
         };
         (name, nic)
     };
+    let nics = hardware.nics.into_iter().map(nic).collect();
     v1::OfferVmRequest {
         protocol: PROTOCOL,
         vm: Some(v1::Vm {
@@ -192,9 +203,18 @@ fn offer(
         hardware: Some(v1::PeerHardware {
             rng_slot: hardware.rng_slot,
             disk_slots: hardware.disk_slots.into_iter().collect(),
-            nics: hardware.nics.into_iter().map(nic).collect(),
+            nics,
         }),
         cpu_features: host.cpus.features.clone(),
+    }
+}
+
+/// The network of the node that a NIC of this VM is in.
+pub fn network_of<'a>(spec: &'a v1::VmSpec, nic: &str) -> Option<&'a str> {
+    let nic = spec.nics.iter().find(|it| it.name == nic)?;
+    match &nic.attachment {
+        Some(v1::nic_spec::Attachment::Network(network)) => Some(network.as_str()),
+        _ => None,
     }
 }
 
@@ -250,6 +270,7 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         () = cancel.cancelled() => Err(cancelled()),
     };
     let sent = moved?;
+    fault::stall(&host.config.run_dir, "sent");
     let event = SourceEvent::Sent;
     let prepare = ask(host, &plan.name, HandoverRequest::Source { event }).await?;
     let mut said = None;

@@ -1,9 +1,15 @@
 //! The target's side: what the source asks.
 
-use std::{collections::BTreeMap, os::unix::net::UnixStream as Pair, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap, net::Ipv4Addr, os::unix::net::UnixStream as Pair, sync::Arc, time::Duration,
+};
 
 use proto::{
     handover::{Message, Target},
+    model::{
+        nic::Mac,
+        vm::{Attachment, VmSpec},
+    },
     v1,
 };
 use tokio::{io::AsyncWriteExt as _, net::UnixStream, time::timeout};
@@ -16,18 +22,22 @@ use crate::{
     failure::{Failure, Kind},
     fault,
     host::Host,
+    network,
     registry::vms::command::HandoverRequest,
     store::{
         Hardware, NicHardware,
         handover::{Handover, message_of, step},
     },
+    text,
     vm::{Incoming, create_incoming},
 };
 
 /// How long a VM that was offered is kept while nothing of it comes, and one that was received while nobody says what becomes of it.
 const KEPT: Duration = Duration::from_secs(60);
-/// How long the source may send nothing.
+/// How long the source may send nothing, and this node's `vmm` may take nothing.
 const SILENCE: Duration = Duration::from_secs(30);
+/// How long a machine of which everything has come may take until it is ready.
+const BUILD: Duration = Duration::from_secs(60);
 
 /// Takes an offer: afterwards the node has the VM, which nobody can start.
 pub async fn offer(
@@ -66,13 +76,24 @@ pub async fn offer(
         return Err(Failure::new(Kind::Exists, "VM_EXISTS", message));
     }
     let name = vm.metadata.as_ref().map(|metadata| metadata.name.clone());
+    let nics = request
+        .hardware
+        .as_ref()
+        .map(|hardware| hardware.nics.clone())
+        .unwrap_or_default();
     let incoming = Incoming {
         uid,
         hardware: request.hardware.map(hardware).unwrap_or_default(),
         handover: Handover::Target(Target::Idle(over)).record(""),
     };
+    let name = name.unwrap_or_default();
+    let spec = vm.spec.clone().unwrap_or_default();
     create_incoming(host, vm, incoming, context).await?;
-    keep(host, name.unwrap_or_default(), request.migration, true);
+    if let Err(failure) = lease(host, (uid, &name), &spec, &nics).await {
+        expire(host, &name, request.migration, false).await;
+        return Err(failure);
+    }
+    keep(host, name, request.migration, true);
     Ok(v1::OfferVmResponse {
         build: env!("CARGO_PKG_VERSION").to_owned(),
     })
@@ -93,12 +114,56 @@ fn hardware(wire: v1::PeerHardware) -> Hardware {
     }
 }
 
+/// Gives the NICs the addresses that they have at the source: the guest goes on with them.
+async fn lease(
+    host: &Arc<Host>,
+    (uid, vm): (Uuid, &str),
+    wire: &v1::VmSpec,
+    nics: &BTreeMap<String, v1::PeerNic>,
+) -> Result<(), Failure> {
+    let spec = VmSpec::try_from(wire)?;
+    for (index, nic) in spec.nics.iter().enumerate() {
+        let Attachment::Network { name, ports, .. } = &nic.attachment else {
+            continue;
+        };
+        let (nic, network) = (nic.name.as_str(), name.as_str());
+        let refuse = |why: &str| {
+            let message = format!("NIC \"{nic}\": {why}");
+            Failure::precondition("MIGRATION_NETWORK", message)
+        };
+        let peer = nics.get(nic).filter(|peer| peer.address != 0);
+        let peer = peer.ok_or_else(|| refuse("the source does not say which address it has"))?;
+        let mac = <[u8; 6]>::try_from(peer.mac.as_slice());
+        let mac = mac.map_err(|_| refuse("the source does not say which MAC address it has"))?;
+        let own = host.networks.range(network).unwrap_or_default();
+        if own != peer.range {
+            let why = format!(
+                "the network \"{network}\" is {own} on this node and {} on the source's: a VM keeps its address when it moves, so both must be the same",
+                text::brief(&peer.range)
+            );
+            return Err(refuse(&why));
+        }
+        let request = network::Lease {
+            vm: (uid, vm),
+            nic,
+            tap: network::tap_name(uid, index),
+            mac: Mac::try_from(mac)
+                .map_err(|_| refuse("the source says a MAC address that no NIC can have"))?,
+            address: Some(Ipv4Addr::from(peer.address)),
+            ports,
+        };
+        host.networks.lease(host, network, &request).await?;
+    }
+    Ok(())
+}
+
 /// Removes the VM after a while, unless somebody has said by then what becomes of it, or `unless_begun` while it is being received.
 fn keep(host: &Arc<Host>, name: String, migration: u64, unless_begun: bool) {
     let host = Arc::clone(host);
     tokio::spawn(async move {
+        let kept = fault::patience(&host.config.run_dir, "hasty", KEPT);
         tokio::select! {
-            () = tokio::time::sleep(KEPT) => {}
+            () = tokio::time::sleep(kept) => {}
             () = host.stopping.cancelled() => return,
         }
         expire(&host, &name, migration, unless_begun).await;
@@ -160,6 +225,7 @@ async fn receive_parts(
     };
     ask(host, &vm.name, request).await?;
     let mut ended = None;
+    let silence = fault::patience(&host.config.run_dir, "hasty", SILENCE);
     loop {
         let next = tokio::select! {
             next = timeout(SILENCE, parts.message()) => next,
@@ -181,15 +247,37 @@ async fn receive_parts(
         let Some(Part::Data(data)) = part else {
             return Err(Failure::field("data", "must follow"));
         };
-        if near.write_all(&data).await.is_err() {
+        let written = tokio::select! {
+            written = timeout(silence, near.write_all(&data)) => written,
+            started = &mut waiting => {
+                ended = Some(started);
+                break;
+            }
+        };
+        match written {
+            Ok(Ok(())) => {}
             // The end of the start says why.
-            break;
+            Ok(Err(_)) => break,
+            Err(_) => {
+                let message = format!("this node's vmm has taken nothing for {} s", SILENCE.as_secs());
+                return Err(Failure::internal(message));
+            }
         }
     }
     drop(near);
     let started = match ended {
         Some(started) => started,
-        None => waiting.await,
+        // It has all, and builds the machine.
+        None => match timeout(BUILD, waiting).await {
+            Ok(started) => started,
+            Err(_) => {
+                let message = format!(
+                    "this node's vmm has not built the machine in {} s",
+                    BUILD.as_secs()
+                );
+                return Err(Failure::internal(message));
+            }
+        },
     };
     started.unwrap_or_else(|_| Err(Failure::unavailable(&vm.name)))
 }

@@ -24,7 +24,7 @@ use rustix::{
 use uuid::Uuid;
 
 pub use link::{Link, Links};
-pub use managed::{Networks, ServeNetwork, serve_network};
+pub use managed::{Networks, Request as Lease, ServeNetwork, serve_network};
 
 use crate::{failure::Failure, host::Host, sys, text};
 

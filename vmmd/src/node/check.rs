@@ -85,6 +85,8 @@ pub enum Question {
     Start,
     /// Could it be created? Whether there is room for it now is not asked.
     Create,
+    /// Could it come from another node, where it runs with its disks?
+    Receive,
 }
 
 /// Refused when a VM like this can never be here: its size is not allowed, or it is larger than the node.
@@ -145,8 +147,11 @@ pub async fn problems(
         let files = files::look(
             &manifest.spec,
             &blocking.sources(),
-            manifest.metadata.name.as_str(),
-            &files::had(&blocking.vms, manifest.metadata.name.as_str()),
+            (
+                manifest.metadata.name.as_str(),
+                &files::had(&blocking.vms, manifest.metadata.name.as_str()),
+            ),
+            question == Question::Receive,
         );
         // A disk that is not there is missed by both.
         let known: Vec<_> = found.iter().map(|problem| problem.message.clone()).collect();

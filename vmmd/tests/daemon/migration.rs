@@ -163,19 +163,40 @@ async fn a_migration_that_is_refused_leaves_the_vm_running() {
     );
 }
 
-#[tokio::test]
-async fn a_vm_whose_guest_writes_to_a_disk_stays() {
-    let (first, second) = pair().await;
-    let image = first.path("disk.raw");
+/// Makes a disk by path at this daemon, and adds it to the VM.
+fn with_disk(daemon: &Daemon, vm: &mut v1::Vm, format: v1::DiskFormat) {
+    let image = daemon.path("disk.raw");
     fs::write(&image, [0; 4096]).unwrap();
-    let mut vm = first.manifest("web", "");
     vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
         name: "root".into(),
         source: Some(v1::disk_spec::Source::Path(image.to_str().unwrap().into())),
-        format: v1::DiskFormat::Raw.into(),
+        format: format.into(),
         cache: v1::DiskCache::Writeback.into(),
         ..Default::default()
     });
+}
+
+#[tokio::test]
+async fn a_disk_that_the_guest_writes_to_goes_along_when_both_nodes_have_it() {
+    let (first, second) = pair().await;
+    let mut vm = first.manifest("web", "");
+    with_disk(&first, &mut vm, v1::DiskFormat::Raw);
+    first.create(vm).await.unwrap();
+    first.start_vm("web").await.unwrap();
+    // The mock locks nothing, so it would not be let back: the real vmm's locks have tests of their own.
+    let operation = first.migrate("web", &second).await.unwrap();
+    let ended = first.ended(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+    first.forgets("web").await;
+    second.waits_for("web", VmPhase::Running).await;
+    assert!(first.path("disk.raw").exists());
+}
+
+#[tokio::test]
+async fn a_disk_that_can_not_go_along_is_named_and_the_vm_stays() {
+    let (first, second) = pair().await;
+    let mut vm = first.manifest("web", "");
+    with_disk(&first, &mut vm, v1::DiskFormat::Qcow2);
     first.create(vm).await.unwrap();
     first.start_vm("web").await.unwrap();
     let refused = first.migrate("web", &second).await.unwrap_err();
@@ -183,6 +204,27 @@ async fn a_vm_whose_guest_writes_to_a_disk_stays() {
         refusal(&refused),
         (Code::FailedPrecondition, "MIGRATION_DISKS".into())
     );
+    assert!(refused.message().contains("\"root\""), "{refused:?}");
+
+    // The same path leads to another file there.
+    let mut vm = first.manifest("db", "");
+    with_disk(&first, &mut vm, v1::DiskFormat::Raw);
+    let image = first.path("disk.raw");
+    fs::remove_file(&image).unwrap();
+    fs::write(&image, [0; 4096]).unwrap();
+    first.create(vm).await.unwrap();
+    first.start_vm("db").await.unwrap();
+    fs::rename(&image, first.path("moved.raw")).unwrap();
+    fs::write(&image, [0; 4096]).unwrap();
+    let operation = first.migrate("db", &second).await.unwrap();
+    let ended = first.ended(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+    assert!(
+        ended.message.contains("disk \"root\"") && ended.message.contains("both nodes share"),
+        "{ended:?}"
+    );
+    first.waits_for("db", VmPhase::Running).await;
+    assert_eq!(second.list().await.len(), 0);
 }
 
 #[tokio::test]
@@ -311,4 +353,92 @@ async fn an_operator_decides_when_the_other_node_is_gone_for_good() {
             _ => left.forgets("web").await,
         }
     }
+}
+
+/// Kills the one `vmm` that a daemon has.
+fn kill_vmm(daemon: &Daemon) {
+    let processes = daemon.vmm_processes();
+    let [process] = processes.as_slice() else {
+        panic!("{processes:?}");
+    };
+    rustix::process::kill_process(*process, rustix::process::Signal::KILL).unwrap();
+}
+
+#[tokio::test]
+async fn a_vmm_that_is_killed_while_memory_is_sent_leaves_nothing_at_the_target() {
+    for source_dies in [true, false] {
+        let (first, second) = pair().await;
+        first.run("web", "mock.send=hang").await;
+        let operation = first.migrate("web", &second).await.unwrap();
+        second.waits_for("web", VmPhase::Starting).await;
+        within(async || (second.vmm_processes().len() == 1).then_some(())).await;
+        kill_vmm(if source_dies { &first } else { &second });
+        let ended = first.ended(&operation).await;
+        assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+        second.forgets("web").await;
+        within(async || second.vmm_processes().is_empty().then_some(())).await;
+        if source_dies {
+            // It has ended, as it would have without a migration.
+            first.waits_for("web", VmPhase::Failed).await;
+        } else {
+            let vm = first.waits_for("web", VmPhase::Running).await;
+            assert_eq!(status(&vm).reason, "Running");
+        }
+        within(async || first.delete("web", true).await.ok()).await;
+    }
+}
+
+#[tokio::test]
+async fn a_vmm_that_is_killed_in_the_hand_over_ends_the_vm_on_its_own_side_only() {
+    for source_dies in [true, false] {
+        let (mut first, second) = pair().await;
+        first.run("web", "").await;
+        first.fault("given");
+        let operation = first.migrate("web", &second).await.unwrap();
+        first.ended(&operation).await;
+        first.waits_for("web", VmPhase::Paused).await;
+        second.waits_for("web", VmPhase::Paused).await;
+        kill_vmm(if source_dies { &first } else { &second });
+        first.kill_and_restart().await;
+        first.forgets("web").await;
+        within(async || first.vmm_processes().is_empty().then_some(())).await;
+        if source_dies {
+            second.waits_for("web", VmPhase::Running).await;
+        } else {
+            // It has ended at the target, whose VM it is by now.
+            second.waits_for("web", VmPhase::Failed).await;
+            assert!(second.vmm_processes().is_empty());
+        }
+        within(async || second.delete("web", true).await.ok()).await;
+    }
+}
+
+#[tokio::test]
+async fn a_target_whose_vmm_takes_nothing_gives_up() {
+    let (first, second) = pair().await;
+    second.fault("hasty");
+    first.run("web", "mock.send=much mock.receive=hang").await;
+    let operation = first.migrate("web", &second).await.unwrap();
+    let ended = first.ended(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+    assert!(ended.message.contains("has taken nothing"), "{ended:?}");
+    second.forgets("web").await;
+    within(async || second.vmm_processes().is_empty().then_some(())).await;
+    first.waits_for("web", VmPhase::Running).await;
+}
+
+#[tokio::test]
+async fn what_was_received_and_is_not_settled_is_removed_and_the_source_goes_on() {
+    let (first, second) = pair().await;
+    second.fault("hasty");
+    first.fault("sent");
+    first.run("web", "").await;
+    let operation = first.migrate("web", &second).await.unwrap();
+    second.waits_for("web", VmPhase::Paused).await;
+    second.forgets("web").await;
+    fs::remove_file(first.path("run/fault/sent")).unwrap();
+    let ended = first.ended(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+    assert!(second.vmm_processes().is_empty());
+    first.waits_for("web", VmPhase::Running).await;
 }

@@ -146,6 +146,12 @@ impl Networks {
         own.map(LeaseRecord::ip)
     }
 
+    /// The addresses of a network and its gateway, in words: two networks of which a guest sees no difference have the same.
+    pub fn range(&self, network: &str) -> Option<String> {
+        let spec = spec_of(self.inner().records.get(network)?)?;
+        Some(format!("{} with gateway {}", spec.net, spec.gateway))
+    }
+
     /// The bridge of a network.
     pub fn bridge(&self, network: &str) -> Option<String> {
         self.inner().records.get(network).map(bridge)

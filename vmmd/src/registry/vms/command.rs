@@ -162,7 +162,10 @@ pub enum Purpose {
     /// A snapshot.
     Snapshot,
     /// A migration.
-    Migration,
+    Migration {
+        /// With disks that the guest can write to.
+        has_disks: bool,
+    },
 }
 
 /// What is asked of a VM's hand-over.
@@ -208,8 +211,13 @@ pub enum HandoverRequest {
         /// Only if nothing of it has come or comes.
         unless_begun: bool,
     },
-    /// At the target: the guest runs.
+    /// The guest runs.
     Runs,
+    /// The guest is to run, and can't yet.
+    Waits {
+        /// Why.
+        why: String,
+    },
     /// An operator decides.
     Resolve(Resolution),
 }

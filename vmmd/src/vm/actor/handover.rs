@@ -5,9 +5,12 @@ use std::{ops::ControlFlow, sync::Arc, time::Duration};
 use proto::{
     handover::{Effect, Message, Resolution, Source, SourceEvent, Target, TargetEvent},
     v1::{ExitReason, VmPhase},
-    vmm::{MigrationRound, Resume, request::Op},
+    vmm::{ErrorKind, MigrationRound, Resume, UnlockDisks, request::Op},
 };
-use tokio::{sync::oneshot, time::timeout};
+use tokio::{
+    sync::oneshot,
+    time::{Instant, sleep, timeout},
+};
 
 use super::{
     Actor,
@@ -15,6 +18,7 @@ use super::{
 };
 use crate::{
     context::Context,
+    control,
     failure::{Failure, Kind, store_failure},
     migration,
     operation::{Handle, Progress, Type},
@@ -28,6 +32,13 @@ use crate::{
 
 /// How long a machine may take to resume.
 const RESUME: Duration = Duration::from_secs(20);
+/// How long a machine may take to give its disks away: what the guest has written becomes durable.
+const UNLOCK: Duration = Duration::from_secs(10);
+/// Waits between two tries to resume a machine whose disks somebody else has.
+const FIRST_WAIT: Duration = Duration::from_millis(5);
+const LAST_WAIT: Duration = Duration::from_secs(1);
+/// After so long it is told.
+const QUIET: Duration = Duration::from_secs(1);
 
 /// What is to be said to the other daemon, and whether the VM is still there.
 type Step = (Result<Vec<Message>, Failure>, ControlFlow<()>);
@@ -96,6 +107,12 @@ impl Actor {
                 }
                 (Ok(Vec::new()), ControlFlow::Continue(()))
             }
+            HandoverRequest::Waits { why } => {
+                if self.view.phase == VmPhase::Paused {
+                    self.enter(VmPhase::Paused, "DiskInUse", why);
+                }
+                (Ok(Vec::new()), ControlFlow::Continue(()))
+            }
             HandoverRequest::Resolve(resolution) => self.resolve(resolution).await,
         };
         let _ = reply.send(said);
@@ -138,6 +155,7 @@ impl Actor {
                      migrate resolve`"
                 );
                 self.enter(VmPhase::Paused, "HandedOver", message);
+                self.give_disks_away().await;
             }
             Handover::Source(Source::Owner { migrating: false, .. }) => {
                 self.migration = None;
@@ -148,6 +166,25 @@ impl Actor {
             _ => {}
         }
         step
+    }
+
+    /// The target can lock the disks as soon as it hears the commit. What goes wrong here is no loss: the locks go when the target has answered,
+    /// with the process.
+    async fn give_disks_away(&mut self) {
+        let disks = self.record.instance.as_ref().and_then(|run| run.spec.as_ref());
+        let writes = disks.is_some_and(|spec| spec.disks.iter().any(|disk| !disk.read_only));
+        let Ok(client) = self.running_client() else {
+            return;
+        };
+        if !writes {
+            return;
+        }
+        let name = &self.record.name;
+        match timeout(UNLOCK, client.request(Op::UnlockDisks(UnlockDisks {}), &[])).await {
+            Ok(Ok(_)) => {}
+            Ok(Err(error)) => tracing::warn!(vm = name, %error, "give the disks of a VM to another node"),
+            Err(_) => tracing::warn!(vm = name, "a vmm does not give its disks away"),
+        }
     }
 
     /// The target knows that the migration is over.
@@ -243,12 +280,35 @@ impl Actor {
         };
         let (host, name) = (Arc::clone(&self.host), self.record.name.clone());
         tokio::spawn(async move {
-            match timeout(RESUME, client.request(Op::Resume(Resume {}), &[])).await {
-                Ok(Ok(_)) => {
-                    let _ = migration::ask(&host, &name, HandoverRequest::Runs).await;
+            let began = Instant::now();
+            let mut wait = FIRST_WAIT;
+            let mut told = false;
+            loop {
+                match timeout(RESUME, client.request(Op::Resume(Resume {}), &[])).await {
+                    Ok(Ok(_)) => {
+                        let _ = migration::ask(&host, &name, HandoverRequest::Runs).await;
+                        return;
+                    }
+                    // The other side gives its disks away when it hears that it is to, or ends.
+                    Ok(Err(control::Error::Refused(refusal))) if refusal.kind() == ErrorKind::InUse => {
+                        if !told && began.elapsed() > QUIET {
+                            told = true;
+                            let why = format!("{}: the VM goes on when nobody else has it", refusal.message);
+                            tracing::warn!(vm = name, why, "a VM waits for its disks after a migration");
+                            let _ = migration::ask(&host, &name, HandoverRequest::Waits { why }).await;
+                        }
+                    }
+                    Ok(Err(error)) => {
+                        tracing::warn!(vm = name, %error, "resume a VM after a migration");
+                        return;
+                    }
+                    Err(_) => {
+                        tracing::error!(vm = name, "a VM did not resume after a migration");
+                        return;
+                    }
                 }
-                Ok(Err(error)) => tracing::warn!(vm = name, %error, "resume a VM after a migration"),
-                Err(_) => tracing::error!(vm = name, "a VM did not resume after a migration"),
+                sleep(wait).await;
+                wait = (wait * 2).min(LAST_WAIT);
             }
         });
     }

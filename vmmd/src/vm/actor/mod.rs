@@ -48,7 +48,7 @@ use self::work::{Done, News, Start, Stop, Then, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
     disks::without_disk,
-    run::SNAPSHOT_MINOR,
+    run::{SNAPSHOT_MINOR, UNLOCK_MINOR},
 };
 use super::{
     api::describe::View,
@@ -334,12 +334,16 @@ impl Actor {
     fn client_for(&self, purpose: Purpose) -> Result<control::Client, Failure> {
         admit_disk(self.situation(), admission::DiskRequest::Stats)
             .map_err(|refusal| refusal.into_failure(&self.record.name))?;
-        if purpose == Purpose::Migration && self.situation() != Situation::Running {
+        let migrates = matches!(purpose, Purpose::Migration { .. });
+        if migrates && self.situation() != Situation::Running {
             let message = format!("VM \"{}\" is paused: resume it first", self.record.name);
             return Err(Failure::precondition("VM_PAUSED", message));
         }
         if purpose != Purpose::Stats && self.instance.is_some() {
             self.knows_minor(SNAPSHOT_MINOR, "take snapshots or be migrated")?;
+        }
+        if purpose == (Purpose::Migration { has_disks: true }) {
+            self.knows_minor(UNLOCK_MINOR, "be migrated with disks that its guest can write to")?;
         }
         self.running_client()
     }

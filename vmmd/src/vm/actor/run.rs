@@ -61,6 +61,8 @@ pub(super) const THIRD_MINOR: u32 = 3;
 pub(super) const FOURTH_MINOR: u32 = 4;
 /// The one that has `Save`, and `restore` in `Boot`.
 pub const SNAPSHOT_MINOR: u32 = 4;
+/// That of `UnlockDisks`, and of a received machine whose disks are locked when it is resumed.
+pub const UNLOCK_MINOR: u32 = 6;
 
 impl Actor {
     pub(super) async fn begin_start(&mut self, operation: Handle, restore: Option<Box<Restore>>) {

@@ -110,9 +110,14 @@ async fn create_with(
         let message = format!("the VM has the run policy {}: {hint}", policy.name());
         return Err(Failure::precondition("RUN_POLICY", message));
     }
-    // What is to come must have room.
-    let needs_room = start || matches!(starts, Starts::Elsewhere(_));
-    admit(&host, &manifest, needs_room, dry_run).await?;
+    let question = match starts {
+        Starts::Elsewhere(_) => Some(Question::Receive),
+        _ if start => Some(Question::Start),
+        _ if dry_run => Some(Question::Create),
+        // Whether the files are there is asked at the start: they may come later.
+        _ => None,
+    };
+    admit(&host, &manifest, question).await?;
     let name = manifest.metadata.name.to_string();
     let Some(_reservation) = host.vms.reserve(&name).await else {
         let message = format!("there is a VM \"{name}\" already");
@@ -262,13 +267,11 @@ fn validate(vm: &v1::Vm) -> Result<Manifest, Failure> {
 }
 
 /// Whether the node takes such a VM.
-async fn admit(host: &Arc<Host>, manifest: &Manifest, start: bool, dry_run: bool) -> Result<(), Failure> {
+async fn admit(host: &Arc<Host>, manifest: &Manifest, question: Option<Question>) -> Result<(), Failure> {
     check::could_ever(host, &manifest.spec).await?;
-    let problems = match (start, dry_run) {
-        (true, _) => check::problems(host, manifest, Question::Start).await?,
-        (false, true) => check::problems(host, manifest, Question::Create).await?,
-        // Whether the files are there is asked at the start: they may come later.
-        (false, false) => {
+    let problems = match question {
+        Some(question) => check::problems(host, manifest, question).await?,
+        None => {
             host.schedulable()?;
             files::outside(&manifest.spec, &host.config.roots, None)
         }

@@ -33,7 +33,7 @@ use self::{
     prepare::{Checked, Made, check, make},
 };
 use super::{
-    actor::SNAPSHOT_MINOR,
+    actor::{SNAPSHOT_MINOR, UNLOCK_MINOR},
     instance::{Instance, Lingering, link::State},
     spec::machine::{self, Parts},
 };
@@ -202,6 +202,12 @@ async fn run(
         return Err(cancelled(&name));
     }
 
+    let has_disks = spec.disks.iter().any(|disk| !disk.read_only);
+    let needs = match &restore {
+        Some(restore) if restore.stream && has_disks => UNLOCK_MINOR,
+        Some(_) => SNAPSHOT_MINOR,
+        None => 0,
+    };
     let Checked {
         kvm,
         files,
@@ -278,7 +284,7 @@ async fn run(
         false => patience(&spec) + Duration::from_secs(copied / READ_PER_SECOND),
     };
     let booted = tokio::select! {
-        booted = timeout(patience, boot_machine(&client, boot, fds)) => booted.unwrap_or_else(|_| {
+        booted = timeout(patience, boot_machine(&client, boot, fds, needs)) => booted.unwrap_or_else(|_| {
             let message = format!("the vmm did not boot the machine within {} s", patience.as_secs());
             Err(Failure::internal(message))
         }),
@@ -364,11 +370,16 @@ fn instance(
     }
 }
 
-async fn boot_machine(client: &Client, boot: Boot, fds: Vec<OwnedFd>) -> Result<HelloReply, Failure> {
+async fn boot_machine(
+    client: &Client,
+    boot: Boot,
+    fds: Vec<OwnedFd>,
+    needs: u32,
+) -> Result<HelloReply, Failure> {
     let hello = client.hello().await.map_err(|error| refused(&error))?;
-    if boot.restore.is_some() && hello.minor < SNAPSHOT_MINOR {
-        // It would boot the guest instead.
-        let message = "the installed vmm program is of an older version that can't restore snapshots: install the one of this vmmd";
+    if hello.minor < needs {
+        // It would boot the guest instead, or lock what another node uses.
+        let message = "the installed vmm program is of an older version that can't restore snapshots, or not with the disks of this VM: install the one of this vmmd";
         return Err(Failure::precondition("VMM_TOO_OLD", message));
     }
     let booted = client.request(Op::Boot(boot), &fds).await;

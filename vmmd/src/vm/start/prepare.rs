@@ -17,7 +17,7 @@ use crate::{
     capacity::{Demand, placement},
     cgroup::plan::Plan as Limits,
     failure::Failure,
-    files::{self, Files, Known},
+    files::{self, Files, Known, Locks},
     host::Host,
     lock,
     node::check::Look,
@@ -57,7 +57,14 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         placement::refuse(&placement::decide(&demand.resources, &look.picture(host, others)))
     })?;
     let kvm = files::open_kvm(&host.config.kvm_device)?;
-    let (files, known) = files::open(spec, &host.sources(), &plan.record.files)?;
+    let comes = plan.restore.as_ref().is_some_and(|restore| restore.stream);
+    let (files, known) = if comes {
+        // The source has looked at what is in them.
+        let any = files::any_of_disks(spec);
+        files::open(spec, &host.sources(), &any, Locks::Elsewhere)?
+    } else {
+        files::open(spec, &host.sources(), &plan.record.files, Locks::Take)?
+    };
     let executable = host.open_vmm()?;
     let lock = RuntimeDir::of(&host.config, uid).lock();
     if lock::is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {
