@@ -22,6 +22,7 @@ pub mod power;
 pub mod programs;
 pub mod run;
 pub mod storage;
+pub mod two_daemons;
 pub mod vm;
 pub mod wait;
 
