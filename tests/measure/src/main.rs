@@ -9,7 +9,9 @@ mod backing;
 mod disk;
 mod kvm_stats;
 mod memory;
+mod qmp;
 mod run;
+mod ticks;
 mod tiny;
 mod trace;
 mod vmm;
@@ -84,6 +86,32 @@ enum Command {
     Tiny {
         /// The file.
         path: PathBuf,
+    },
+    /// Sends a datagram every few milliseconds, without end.
+    Tick {
+        /// "ADDRESS:PORT".
+        #[arg(long)]
+        to: String,
+        /// Milliseconds from one to the next.
+        #[arg(long, default_value_t = 5)]
+        every: u64,
+        /// Memory that is rewritten meanwhile, again and again.
+        #[arg(long, default_value_t = 0)]
+        rewrite_mib: usize,
+    },
+    /// Asks a QEMU for something and prints the answer.
+    Qmp {
+        /// Its QMP socket.
+        socket: PathBuf,
+        /// What to do.
+        command: String,
+        /// A JSON object.
+        arguments: String,
+    },
+    /// Prints when each datagram came.
+    Hear {
+        /// UDP port.
+        port: u16,
     },
     /// The memory of running VMMs.
     Look {
@@ -217,6 +245,20 @@ fn main() -> Result<()> {
             Ok(())
         }
         Command::Tiny { path } => Ok(std::fs::write(path, tiny::kernel())?),
+        Command::Tick {
+            to,
+            every,
+            rewrite_mib,
+        } => ticks::send(&to, std::time::Duration::from_millis(every), rewrite_mib),
+        Command::Hear { port } => ticks::hear(port),
+        Command::Qmp {
+            socket,
+            command,
+            arguments,
+        } => {
+            println!("{}", qmp::ask(&socket, &command, &arguments)?);
+            Ok(())
+        }
         Command::Look { pids } => {
             for pid in pids {
                 println!("{}", serde_json::to_string(&memory::of(pid)?)?);

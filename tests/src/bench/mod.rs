@@ -6,6 +6,7 @@ mod disk;
 mod ends;
 mod fleet;
 mod memory;
+mod migrate;
 mod pacing;
 mod rings;
 mod start;
@@ -28,6 +29,8 @@ pub enum Part {
     Memory,
     /// Requests to a disk. In the node.
     Disk,
+    /// Live migration and snapshots. In the node.
+    Migrate,
     /// How soon the end of a run is told. In the node.
     Ends,
     /// A disk's rings without a guest. On this machine.
@@ -45,6 +48,7 @@ impl Part {
             Part::Start => Ok(start::run(&Node::get()?, runs)? + &daemon::run(runs)?),
             Part::Memory => memory::run(&Node::get()?, runs),
             Part::Disk => disk::run(&Node::get()?, runs),
+            Part::Migrate => migrate::run(runs),
             Part::Ends => ends::run(runs),
             Part::Rings => rings::run(),
             Part::Pacing => pacing::run(),
