@@ -11,12 +11,30 @@ const EXHAUSTED: i32 = 9;
 const TIMEOUT: i32 = 10;
 /// Disks of a VM without NICs.
 const MOST_DISKS: usize = 64;
+/// Those of them that are on bus 0.
+const ON_BUS_0: usize = 16;
 
 fn start<'case>(case: &'case Case, spec: &VmSpec) -> (Vm<'case>, Console) {
     let vm = Vm::start(case, "", spec).expect("start");
     let mut console = vm.console().expect("console");
     console.until("GUEST-READY", BOOT).expect("boot");
     (vm, console)
+}
+
+/// A guest with so many disks, `d0` to `dN`, which it calls `vda` and so on.
+fn with_disks(case: &Case, mut spec: VmSpec, count: usize) -> VmSpec {
+    for number in 0..count {
+        let name = format!("d{number}");
+        let image = case.image(&name, Format::Raw, 1).expect("image");
+        spec = spec.with_disk(Disk::new(&name, Format::Raw, &image).with("queues", 1));
+    }
+    spec
+}
+
+/// The PCI buses that the guest knows.
+fn buses(console: &mut Console) -> String {
+    let buses = console.run("echo $(ls /sys/class/pci_bus)", 30);
+    buses.expect("the buses").trim().to_owned()
 }
 
 /// Waits in the guest until a disk is there, or gone.
@@ -100,25 +118,58 @@ fn a_disk_is_attached_used_detached_and_attached_again(#[case] kernel: Kernel) {
 #[test]
 fn a_disk_that_was_attached_is_there_after_a_restart_and_a_reset() {
     let case = Case::new("plug-stay").expect("node");
-    let (vm, mut console) = start(&case, &case.storage_guest(Kernel::Cloud612).expect("guest"));
-    let image = case.image("data", Format::Raw, 8).expect("image");
-    attach(&vm, "data", Format::Raw, &image);
-    wait_for(&mut console, "vda", true);
-    let slot = vm.disk("data").expect("status")["pciSlot"].clone();
+    let guest = case.storage_guest(Kernel::Cloud612).expect("guest");
+    let (vm, mut console) = start(&case, &with_disks(&case, guest, ON_BUS_0 - 1));
+    // The last one of bus 0, and the first of bus 1, which comes with it.
+    for (name, device) in [("data", "vdp"), ("more", "vdq")] {
+        let image = case.image(name, Format::Raw, 8).expect("image");
+        attach(&vm, name, Format::Raw, &image);
+        wait_for(&mut console, device, true);
+    }
+    let both = "test -b /dev/vdp && test -b /dev/vdq";
+    let slots = || ["data", "more"].map(|disk| vm.disk(disk).expect("status")["pciSlot"].clone());
+    let before = slots();
     console.type_line("reboot").expect("type");
     console.until("GUEST-READY", BOOT).expect("after a reset");
-    console
-        .run("test -b /dev/vda", 30)
-        .expect("it is there after a reset");
+    console.run(both, 30).expect("they are there after a reset");
+    assert_eq!(buses(&mut console), "0000:00 0000:01");
     vm.ctl("restart --force").expect("restart");
     let mut console = vm.console().expect("console");
     console.until("GUEST-READY", BOOT).expect("after a restart");
-    console
-        .run("test -b /dev/vda", 30)
-        .expect("it is there after a restart");
-    assert_eq!(vm.disk("data").expect("status")["pciSlot"], slot);
-    vm.ctl_with("detach", "data --timeout 60s").expect("detach");
-    wait_for(&mut console, "vda", false);
+    console.run(both, 30).expect("they are there after a restart");
+    assert_eq!(slots(), before);
+    for (name, device) in [("data", "vdp"), ("more", "vdq")] {
+        vm.ctl_with("detach", &format!("{name} --timeout 60s"))
+            .expect("detach");
+        wait_for(&mut console, device, false);
+    }
+}
+
+#[rstest]
+fn a_further_bus_comes_with_its_first_disk(
+    #[values(Kernel::Cloud510, Kernel::Cloud61, Kernel::Generic61, Kernel::Generic612)] kernel: Kernel,
+) {
+    let case = Case::new("plug-bus").expect("node");
+    let guest = VmSpec::busybox(kernel).cmdline(kernel.arguments());
+    let (vm, mut console) = start(&case, &with_disks(&case, guest, ON_BUS_0));
+    assert_eq!(buses(&mut console), "0000:00");
+    let image = case.image("data", Format::Raw, 8).expect("image");
+    for _ in 0..2 {
+        attach(&vm, "data", Format::Raw, &image);
+        wait_for(&mut console, "vdq", true);
+        assert_eq!(buses(&mut console), "0000:00 0000:01");
+        let write = "dd if=/dev/zero of=/dev/vdq bs=64k count=8 2>/dev/null && sync";
+        console.run(write, 60).expect("it works");
+        vm.ctl_with("detach", "data --timeout 60s").expect("detach");
+        wait_for(&mut console, "vdq", false);
+    }
+    // The bus outlives its disk.
+    assert_eq!(buses(&mut console), "0000:00 0000:01");
+    let log = console.run(
+        "dmesg | grep -E 'BUG:|Oops|ACPI.*rror|enumerat|not claimed' || true",
+        30,
+    );
+    assert_eq!(log.expect("dmesg").trim(), "");
 }
 
 #[test]

@@ -8,7 +8,11 @@
 //! | 4 | ASKED | slots that the guest is asked to give back, or that are empty by force; cleared by the read | nothing |
 //! | 8 | EJECT | zero | slots that the guest gives back |
 //!
-//! Bit *n* is device *n* of the bus. Registers are read and written whole (32 bits); all else reads as ones and does
+//! and one more register is behind those of the last bus, at 36: PRESENT, the buses whose host bridges the guest finds, bit *n* for
+//! bus *n*; writes do nothing. Bus 0 is always there. Each other one comes with the first function on it and stays until the
+//! machine is reset, so that a guest does not look at 32 device numbers of each bus that nobody uses.
+//!
+//! Bit *n* of the others is device *n* of the bus. Device 0 of a bus is no slot; its bit in CHECK says that the bus came. Registers are read and written whole (32 bits); all else reads as ones and does
 //! nothing. The interrupt is a level: high while CHECK or ASKED holds anything, so that nothing is lost on a guest that
 //! is still booting. What is read is forgotten here, but not that a slot was *requested*:
 //!
@@ -37,9 +41,11 @@ use crate::{
 pub const PORT: u16 = 0xae00;
 /// Ports of one bus.
 pub const BUS_PORTS: u8 = 12;
-/// Number of ports.
+/// Offset of PRESENT.
 #[allow(clippy::cast_possible_truncation, reason = "three buses")]
-pub const PORTS: u8 = BUS_PORTS * BUSES as u8;
+pub const PRESENT: u8 = BUS_PORTS * BUSES as u8;
+/// Number of ports.
+pub const PORTS: u8 = PRESENT + 4;
 
 /// Offset of CHECK.
 const CHECK: u64 = 0;
@@ -51,15 +57,46 @@ const EJECT: u64 = 8;
 /// Sets of slots: bit *n* is slot *n*, so that each bus has a word of 32 bits.
 type Set = u128;
 
-#[derive(Clone, Debug, Default)]
+/// All buses, and those that are not there before they have a function: a bit for each.
+const ALL_BUSES: u32 = (1 << BUSES) - 1;
+const FURTHER_BUSES: u32 = ALL_BUSES & !1;
+
+#[derive(Clone, Debug)]
 struct State {
     check: Set,
     asked: Set,
     requested: Set,
     ejecting: Set,
+    /// Buses whose host bridges the guest does not find.
+    absent: u32,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self {
+            check: 0,
+            asked: 0,
+            requested: 0,
+            ejecting: 0,
+            absent: FURTHER_BUSES,
+        }
+    }
 }
 
 impl State {
+    /// The buses of a set of slots are there; gives the bits of the slots 0 of those that were not.
+    fn bring(&mut self, slots: Set) -> Set {
+        let mut came = 0;
+        for bus in (0_u32..).take(BUSES).filter(|bus| word(slots, *bus) != 0) {
+            let bit = 1_u32 << bus;
+            if self.absent & bit != 0 {
+                self.absent &= !bit;
+                came |= set_of(1, bus);
+            }
+        }
+        came
+    }
+
     fn forget(&mut self, bit: Set) {
         for set in [
             &mut self.check,
@@ -125,11 +162,21 @@ impl HotPlug {
         Arc::new(Mutex::new(Registers(Arc::clone(self))))
     }
 
-    /// There is a function in the slot: tells the guest.
+    /// The guest is switched on: the buses of all slots that are `taken` are there.
+    pub fn power_on(&self, taken: impl Fn(u8) -> bool) {
+        let taken = slots(Set::MAX).filter(|slot| taken(*slot)).map(bit);
+        let taken = taken.fold(0, |set, bit| set | bit);
+        self.change(|state| {
+            state.bring(taken);
+        });
+    }
+
+    /// There is a function in the slot: tells the guest, also of the bus when it is the first there.
     pub fn plugged(&self, slot: u8) {
         self.change(|state| {
             state.forget(bit(slot));
-            state.check |= bit(slot);
+            let bus = state.bring(bit(slot));
+            state.check |= bit(slot) | bus;
         });
     }
 
@@ -190,6 +237,9 @@ impl HotPlug {
     }
 
     fn read(&self, offset: u64) -> Option<u32> {
+        if offset == u64::from(PRESENT) {
+            return Some(ALL_BUSES & !self.state().absent);
+        }
         let (bus, register) = register(offset)?;
         let take = |set: &mut Set| {
             let word = word(*set, bus);

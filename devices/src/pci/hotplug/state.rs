@@ -1,6 +1,6 @@
 //! Saved state of the hot-plug registers. Which functions there are is known to whoever builds the machine.
 
-use super::{BUSES, HotPlug, Set, State, bit, set_of, slots, word};
+use super::{BUSES, FURTHER_BUSES, HotPlug, Set, State, bit, set_of, slots, word};
 use crate::state::{Section, StateError, check, message};
 
 /// Its name in messages, and the section's id.
@@ -19,7 +19,13 @@ impl HotPlug {
             requested: word(state.requested, bus),
         };
         let buses = (0_u32..).take(BUSES).map(bus).collect();
-        Ok(Section::new(NAME, &message::HotPlug { buses }))
+        Ok(Section::new(
+            NAME,
+            &message::HotPlug {
+                buses,
+                absent: state.absent,
+            },
+        ))
     }
 
     /// Takes over a saved state and sets the interrupt line accordingly. The section is untrusted.
@@ -30,15 +36,24 @@ impl HotPlug {
             "buses",
             "not as many as the machine has",
         )?;
-        let mut new = State::default();
+        check(
+            saved.absent & !FURTHER_BUSES == 0,
+            "absent",
+            "there is no such bus",
+        )?;
+        let mut new = State {
+            absent: saved.absent,
+            ..State::default()
+        };
         for (index, bus) in (0_u32..).zip(&saved.buses) {
             new.check |= set_of(bus.check, index);
             new.asked |= set_of(bus.asked, index);
             new.requested |= set_of(bus.requested, index);
         }
         let known: Set = slots(Set::MAX).map(bit).fold(0, |set, bit| set | bit);
+        let buses = (1..).take(BUSES - 1).fold(0, |set, bus| set | set_of(1, bus));
         check(
-            (new.check | new.asked | new.requested) & !known == 0,
+            new.check & !(known | buses) == 0 && (new.asked | new.requested) & !known == 0,
             "buses",
             "there is no such slot",
         )?;

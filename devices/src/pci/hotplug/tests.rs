@@ -142,7 +142,7 @@ fn each_bus_has_registers_of_its_own_and_one_line() {
     assert_eq!((rig.read(CHECK), rig.read(ASKED)), (0, 0));
     assert_eq!(
         (rig.read(12 + CHECK), rig.read(12 + ASKED), rig.read(24 + CHECK)),
-        (1 << 1, 0, 0)
+        (1 << 1 | 1, 0, 0)
     );
     assert!(rig.high(), "something of bus 2 is left");
     assert_eq!(rig.read(24 + ASKED), 1 << 31);
@@ -155,7 +155,33 @@ fn each_bus_has_registers_of_its_own_and_one_line() {
         rig.hotplug.plugged(slot);
     }
     assert!(!rig.high());
-    assert_eq!(rig.read(36), u32::MAX);
+    assert_eq!(rig.read(40), u32::MAX);
+}
+
+#[test]
+fn a_further_bus_is_there_from_its_first_function_on_and_until_a_reset() {
+    let rig = Rig::new();
+    let present = || rig.read(36);
+    assert_eq!(present(), 0b001);
+    // A function that is there at power-on brings its bus without a word.
+    rig.hotplug.power_on(|slot| slot == 5 || slot == 70);
+    assert_eq!((present(), rig.high()), (0b101, false));
+    rig.hotplug.plugged(71);
+    assert_eq!(rig.read(24 + CHECK), 1 << 7, "the bus was there");
+    // One that comes later brings the bus with itself, once.
+    rig.hotplug.plugged(40);
+    assert_eq!((present(), rig.read(12 + CHECK)), (0b111, 1 << 8 | 1));
+    rig.hotplug.plugged(41);
+    assert_eq!(rig.read(12 + CHECK), 1 << 9);
+    // The bus outlives its functions.
+    rig.hotplug.withdraw(40, || ());
+    rig.hotplug.ask(41);
+    assert_eq!(rig.eject_of(1, 1 << 9), [41]);
+    assert_eq!(present(), 0b111);
+    rig.hotplug.reset();
+    assert_eq!(present(), 0b001);
+    rig.hotplug.plugged(5);
+    assert_eq!((present(), rig.read(CHECK)), (0b001, 1 << 5), "bus 0 never comes");
 }
 
 #[derive(Clone, Debug)]
@@ -173,8 +199,8 @@ fn step() -> impl Strategy<Value = Step> {
         any::<u8>().prop_map(Step::Plug),
         (0_u8..98).prop_map(Step::Ask),
         (0_u8..98).prop_map(Step::Withdraw),
-        (0_u64..40, 1_usize..=8).prop_map(|(offset, width)| Step::Read(offset, width)),
-        (0_u64..40, prop::collection::vec(any::<u8>(), 1..=8)).prop_map(|(o, d)| Step::Write(o, d)),
+        (0_u64..44, 1_usize..=8).prop_map(|(offset, width)| Step::Read(offset, width)),
+        (0_u64..44, prop::collection::vec(any::<u8>(), 1..=8)).prop_map(|(o, d)| Step::Write(o, d)),
         (0_u64..3, any::<[u8; 4]>()).prop_map(|(bus, data)| Step::Write(12 * bus + EJECT, data.into())),
         Just(Step::Reset),
     ]
@@ -204,7 +230,7 @@ proptest! {
                 Step::Read(offset, width) => {
                     let mut data = vec![0; width];
                     lock(&rig.registers).read(offset, &mut data);
-                    if width != 4 || offset >= 36 || !matches!(offset % 12, CHECK | ASKED | EJECT) {
+                    if width != 4 || offset > 36 || !matches!(offset % 12, CHECK | ASKED | EJECT) {
                         prop_assert_eq!(data, vec![0xff; width]);
                     }
                 }
@@ -221,7 +247,8 @@ proptest! {
             }
             let state = rig.hotplug.state();
             prop_assert_eq!(rig.high(), state.check | state.asked != 0);
-            prop_assert_eq!((state.check | state.asked | state.requested | state.ejecting) & 0x1_0000_0001_0000_0001, 0);
+            prop_assert_eq!((state.asked | state.requested | state.ejecting) & 0x1_0000_0001_0000_0001, 0);
+            prop_assert_eq!(state.check & 1, 0);
         }
     }
 }

@@ -4,9 +4,14 @@
 //! ```text
 //! GED1._EVT ──┬─ PCI0.PCNT ──┬── DVNT(CHK_, device check)   ── Notify(Snn_, 1)
 //!             │              └── DVNT(ASK_, eject request)  ── Notify(Snn_, 3) … Snn_._EJ0 ── EJCT
-//!             ├─ PCI1.PCNT ── …
+//!             ├─ PCI1.PCNT ──┬── DVNT(CHK_, …)              ── Notify(PCI1, 0), when the bus itself came; Notify(Snn_, 1)
+//!             │              └── …
 //!             └─ PCI2.PCNT ── …
 //! ```
+//!
+//! The host bridges of the further buses are present (`_STA`) from the first function on them on. A function that brings its bus
+//! has the host bridge notified before the slot. That is a bus check: it is right as well for a guest that has found the bridge
+//! by itself meanwhile. To Linux, a device check of a bridge that it has is an error.
 //!
 //! Devices have function 0 only, and each slot can be plugged; device 0 of a bus is no slot.
 
@@ -14,16 +19,21 @@ use acpi_tables::{
     Aml,
     aml::{
         And, Arg, Device, Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, If, Interrupt,
-        Method, MethodCall, Name, Notify, OpRegion, OpRegionSpace, Path, ResourceTemplate, Scope, Store,
-        ZERO,
+        Method, MethodCall, Name, Notify, ONE, OpRegion, OpRegionSpace, Path, ResourceTemplate, Return,
+        Scope, Store, ZERO,
     },
 };
 
-use devices::pci::{hotplug::BUS_PORTS, root::DEVICES};
+use devices::pci::{
+    hotplug::{BUS_PORTS, PRESENT},
+    root::DEVICES,
+};
 
 use super::{Platform, dsdt::host_bridge};
 
-/// Notification values (ACPI 6.5, table 5.148): something came or went; the guest is asked to give it back.
+/// Notification values (ACPI 6.5, table 5.148): look at a bus and all on it; something came or went; the guest is asked to give it
+/// back.
+const BUS_CHECK: u8 = 0;
 const DEVICE_CHECK: u8 = 1;
 const EJECT_REQUEST: u8 = 3;
 
@@ -34,15 +44,21 @@ const _: () = assert!(DEVICES == 32);
 /// Bits of a register.
 const REGISTER: usize = 32;
 
+/// `_STA` (6.3.7): present, enabled, shown, works.
+const STATUS_PRESENT: u8 = 0xf;
+
 pub(super) fn slots_and_events(platform: &Platform, aml: &mut Vec<u8>) {
     let buses: Vec<u8> = (0_u8..).zip(&platform.mmio64).map(|(bus, _)| bus).collect();
     for bus in &buses {
         let mut slots = Vec::with_capacity(4096);
         registers(platform, *bus, &mut slots);
+        if *bus != 0 {
+            bridge_status(platform, *bus, &mut slots);
+        }
         for device in SLOTS {
             slot(*bus, device, &mut slots);
         }
-        notify_slots(&mut slots);
+        notify_slots(*bus, &mut slots);
         aml.extend(Scope::raw(Path::new(&host_bridge(*bus)), slots));
     }
     event_device(platform, &buses, aml);
@@ -51,13 +67,30 @@ pub(super) fn slots_and_events(platform: &Platform, aml: &mut Vec<u8>) {
 fn registers(platform: &Platform, bus: u8, aml: &mut Vec<u8>) {
     let port = platform.hotplug_port + u16::from(bus) * u16::from(BUS_PORTS);
     OpRegion::new(Path::new("HPRG"), OpRegionSpace::SystemIO, &port, &BUS_PORTS).to_aml_bytes(aml);
-    let fields = [*b"CHK_", *b"ASK_", *b"EJCT"].map(|name| FieldEntry::Named(name, REGISTER));
+    fields("HPRG", &[*b"CHK_", *b"ASK_", *b"EJCT"], aml);
+}
+
+/// Whether the bus's host bridge is there.
+fn bridge_status(platform: &Platform, bus: u8, aml: &mut Vec<u8>) {
+    let (port, length) = (platform.hotplug_port + u16::from(PRESENT), 4_u8);
+    OpRegion::new(Path::new("HPBR"), OpRegionSpace::SystemIO, &port, &length).to_aml_bytes(aml);
+    fields("HPBR", &[*b"BUSP"], aml);
+    let (buses, mask) = (Path::new("BUSP"), 1_u8 << bus);
+    let is_present = And::new(&ZERO, &buses, &mask);
+    let (present, absent) = (Return::new(&STATUS_PRESENT), Return::new(&ZERO));
+    let branch = If::new(&is_present, vec![&present]);
+    Method::new(Path::new("_STA"), 0, false, vec![&branch, &absent]).to_aml_bytes(aml);
+}
+
+/// Fields of a region, each a register.
+fn fields(region: &str, names: &[[u8; 4]], aml: &mut Vec<u8>) {
+    let fields = names.iter().map(|name| FieldEntry::Named(*name, REGISTER));
     Field::new(
-        Path::new("HPRG"),
+        Path::new(region),
         FieldAccessType::DWord,
         FieldLockRule::NoLock,
         FieldUpdateRule::WriteAsZeroes,
-        fields.into(),
+        fields.collect(),
     )
     .to_aml_bytes(aml);
 }
@@ -82,8 +115,12 @@ fn slot(bus: u8, device: u32, aml: &mut Vec<u8>) {
     .to_aml_bytes(aml);
 }
 
-/// `DVNT(set, value)` notifies the devices of a set; `PCNT()` reads both sets, which clears them.
-fn notify_slots(aml: &mut Vec<u8>) {
+/// `DVNT(set, value)` notifies the devices of a set, and before them the host bridge of a bus that came; `PCNT()` reads both
+/// sets, which clears them.
+fn notify_slots(bus: u8, aml: &mut Vec<u8>) {
+    let bridge = Path::new(&host_bridge(bus));
+    let (bus_came, notify_bridge) = (And::new(&ZERO, &Arg(0), &ONE), Notify::new(&bridge, &BUS_CHECK));
+    let bridge = If::new(&bus_came, vec![&notify_bridge]);
     let slots: Vec<(u32, Path)> = SLOTS.map(|slot| (1 << slot, name(slot))).collect();
     let tests: Vec<And<'_>> = slots
         .iter()
@@ -95,7 +132,9 @@ fn notify_slots(aml: &mut Vec<u8>) {
         .zip(&calls)
         .map(|(test, call)| If::new(test, vec![call]))
         .collect();
-    let branches = branches.iter().map(|branch| branch as &dyn Aml).collect();
+    let slots = branches.iter().map(|branch| branch as &dyn Aml);
+    let bridge: Option<&dyn Aml> = (bus != 0).then_some(&bridge);
+    let branches = bridge.into_iter().chain(slots).collect();
     Method::new(Path::new("DVNT"), 2, true, branches).to_aml_bytes(aml);
     let (checked, asked) = (Path::new("CHK_"), Path::new("ASK_"));
     let check = MethodCall::new(Path::new("DVNT"), vec![&checked, &DEVICE_CHECK]);

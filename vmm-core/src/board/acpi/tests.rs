@@ -266,7 +266,24 @@ fn events_of_slots_come_by_their_own_device_and_reach_each_slot_of_each_bus() {
         }
     }
     // The ports are reserved.
-    assert!(has(dsdt, &[0x47, 1, 0x00, 0xae, 0x00, 0xae, 1, 36]));
+    assert!(has(dsdt, &[0x47, 1, 0x00, 0xae, 0x00, 0xae, 1, 40]));
+}
+
+#[test]
+fn host_bridges_of_further_buses_are_there_when_the_register_says_so_and_are_notified_when_they_come() {
+    let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
+    for bus in 0..3_u8 {
+        let slots = slots_of(dsdt, bus.into());
+        // A SystemIO region of 4 bytes with a field of 32 bits, dword access, not locked, written as zeroes.
+        assert_eq!(has(slots, b"\x5b\x80HPBR\x01\x0b\x24\xae\x0a\x04"), bus != 0);
+        // _STA: If (BUSP & 1 << bus) { Return (0xf) } Return (0)
+        let body = [&b"\x7bBUSP\x0a"[..], &[1 << bus, 0], &b"\xa4\x0a\x0f\xa4\x00"[..]].concat();
+        assert_eq!((has(slots, b"_STA"), has(slots, &body)), (bus != 0, bus != 0));
+        // DVNT: If (Arg0 & 1) { Notify (PCIn, 0) }
+        let notify = [b"\x7b\x68\x01\x00\x86PCI", format!("{bus}").as_bytes(), b"\x00"].concat();
+        assert_eq!(has(slots, &notify), bus != 0, "bus {bus}");
+        assert_eq!(has(slots, b"\x7b\x68\x01\x00"), bus != 0);
+    }
 }
 
 #[test]

@@ -393,6 +393,7 @@ impl Assembly {
             None => None,
         };
         self.sockets.pci.remap(&self.spaces.mmio);
+        self.hotplug.power_on(|slot| self.sockets.pci.is_taken(slot));
 
         let generation_line = self.irq_line(super::GENERATION_GSI)?;
         let irqchip = IrqChipState::capture(&self.vm)?;

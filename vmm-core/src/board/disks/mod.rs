@@ -323,6 +323,7 @@ impl Disks {
         for slot in self.hotplug.reset() {
             self.sockets.pci.remove(slot, &self.sockets.mmio);
         }
+        self.hotplug.power_on(|slot| self.sockets.pci.is_taken(slot));
         self.wait_for_leaving(deadline)
     }
 

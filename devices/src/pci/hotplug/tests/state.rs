@@ -14,6 +14,7 @@ impl Rig {
             2 => self.hotplug.withdraw(slot, || {}),
             3 => read = self.read(12 * bus + CHECK),
             4 => read = self.read(12 * bus + ASKED),
+            5 => read = self.read(PRESENT.into()),
             _ => taken = self.eject_of(bus, 1 << (slot % 32)),
         }
         (read, taken, self.high())
@@ -21,7 +22,7 @@ impl Rig {
 }
 
 fn steps() -> impl Strategy<Value = Vec<(u8, u8)>> {
-    prop::collection::vec((0_u8..6, 0_u8..96), 0..40)
+    prop::collection::vec((0_u8..7, 0_u8..96), 0..40)
 }
 
 proptest! {
@@ -64,12 +65,13 @@ fn slots_and_buses_that_there_are_not_are_refused_and_change_nothing() {
     let with = |change: fn(&mut Vec<message::HotPlugBus>)| {
         let mut buses = whole.buses.clone();
         change(&mut buses);
-        Section::new("hot-plug", &message::HotPlug { buses })
+        Section::new("hot-plug", &message::HotPlug { buses, absent: 0 })
     };
     let refused = [
         with(|buses| buses.truncate(2)),
         with(|buses| buses.push(buses[0])),
         with(|buses| buses[0].check |= 1),
+        with(|buses| buses[2].asked |= 1),
         with(|buses| buses[1].asked |= 1),
         with(|buses| buses[2].requested |= 1),
     ];
@@ -81,4 +83,32 @@ fn slots_and_buses_that_there_are_not_are_refused_and_change_nothing() {
         );
         assert_eq!(rig.hotplug.save().unwrap(), good);
     }
+}
+
+#[test]
+fn a_state_of_before_there_were_absent_buses_has_all_and_bus_0_is_never_absent() {
+    let rig = Rig::new();
+    let whole: message::HotPlug = rig.hotplug.save().unwrap().open().unwrap();
+    assert_eq!((whole.absent, rig.read(36)), (0b110, 0b001));
+    let with = |absent| {
+        Section::new(
+            "hot-plug",
+            &message::HotPlug {
+                absent,
+                ..whole.clone()
+            },
+        )
+    };
+    rig.hotplug.restore(&with(0)).unwrap();
+    assert_eq!(rig.read(36), 0b111);
+    rig.hotplug.restore(&with(0b100)).unwrap();
+    assert_eq!(rig.read(36), 0b011);
+    for absent in [0b001, 0b1000, u32::MAX] {
+        let error = rig.hotplug.restore(&with(absent)).unwrap_err();
+        assert!(
+            matches!(error, StateError::Invalid { field: "absent", .. }),
+            "{error}"
+        );
+    }
+    assert_eq!(rig.read(36), 0b011);
 }
