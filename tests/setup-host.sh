@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs what the test node and the guest images need on the build host. Idempotent; quick when nothing is missing.
+# Installs what the test node, the guest images and the package need on the build host. Idempotent; quick when nothing is missing.
 set -eu
 
 # package:file that shows it is there. qemu-system-x86 is asked for without qemu-utils: apt may not be able to bring both
@@ -18,6 +18,8 @@ make:/usr/bin/make
 gcc:/usr/bin/gcc
 python3-venv:/usr/share/doc/python3-venv
 libc6-dev:/usr/lib/x86_64-linux-gnu/libc.a
+libcap-ng-dev:/usr/include/cap-ng.h
+libseccomp-dev:/usr/include/seccomp.h
 "
 
 missing=

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds target/deb/vmmd_<version>_amd64.deb. Needs cargo, python3, binutils and dpkg-deb only. PROFILE=dev packages a development
+# Builds target/deb/vmmd_<version>_amd64.deb. Needs cargo, python3, binutils, dpkg-deb and what virtiofsd.sh needs. PROFILE=dev packages a development
 # build, in target/deb/dev; VERSION is another version than that of the commit.
 set -eu
 
@@ -7,6 +7,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 cd "$here/../.."
 target=${CARGO_TARGET_DIR:-target}
 programs=$("$here/programs.sh")
+virtiofsd=$("$here/virtiofsd.sh")
 version=${VERSION:-$("$here/version.sh")}
 # Times in the package are those of the commit, so that the same sources give the same package.
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || date +%s)}
@@ -20,7 +21,7 @@ if [ "${PROFILE:-release}" = dev ]; then
     compression="-Zgzip -z1"
 fi
 package="$packages/vmmd_${version}_amd64.deb"
-if [ -e "$package" ] && [ -z "$(find "$programs/vmmd" "$programs/vmm" "$programs/vmmctl" "$here" proto docs/examples -type f -newer "$package")" ]; then
+if [ -e "$package" ] && [ -z "$(find "$programs/vmmd" "$programs/vmm" "$programs/vmmctl" "$virtiofsd" "$here" proto docs/examples -type f -newer "$package")" ]; then
     # The newest package is the one that is installed.
     touch "$package"
     echo "$package"
@@ -45,9 +46,12 @@ gzip -9nc "$root.changelog" >"$root/usr/share/doc/vmmd/changelog.gz"
 
 # The packages of the libraries that the binaries name; any other library than these is a mistake in the build.
 depends() {
-    objdump -p "$root/usr/lib/vmmd/vmmd" "$root/usr/lib/vmmd/vmm" "$root/usr/bin/vmmctl" | awk '
+    objdump -p "$root/usr/lib/vmmd/vmmd" "$root/usr/lib/vmmd/vmm" "$root/usr/lib/vmmd/virtiofsd" "$root/usr/bin/vmmctl" | awk '
         $1 == "NEEDED" && $2 ~ /^(libc\.so\.6|libm\.so\.6|ld-linux-x86-64\.so\.2)$/ { next }
         $1 == "NEEDED" && $2 == "libgcc_s.so.1" { gcc = 1; next }
+        # Of virtiofsd.
+        $1 == "NEEDED" && $2 == "libcap-ng.so.0" { capabilities = 1; next }
+        $1 == "NEEDED" && $2 == "libseccomp.so.2" { seccomp = 1; next }
         $1 == "NEEDED" { print "build-deb.sh: unexpected library " $2 > "/dev/stderr"; wrong = 1 }
         $NF ~ /^GLIBC_[0-9.]+$/ {
             split(substr($NF, 7), part, ".")
@@ -56,7 +60,8 @@ depends() {
         }
         END {
             if (wrong) exit 1
-            printf "libc6 (>= %s)%s", glibc, gcc ? ", libgcc-s1" : ""
+            printf "libc6 (>= %s)%s%s%s", glibc, gcc ? ", libgcc-s1" : "", capabilities ? ", libcap-ng0 (>= 0.7.9)" : "",
+                seccomp ? ", libseccomp2 (>= 2.5.0)" : ""
         }'
 }
 depends=$(depends)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints the licence notices of everything that is linked into vmmd, vmm and vmmctl: each crate with its licence, each licence text
-once, and the Rust standard library. With `--check` it checks every crate of Cargo.lock against deny.toml instead: its licence
-is allowed, it is not banned, and it comes from crates.io."""
+once, and the Rust standard library. With `--of FOLDER` it prints those of the program of another crate, whose sources are there. With `--check` it
+checks every crate of Cargo.lock against deny.toml instead: its licence is allowed, it is not banned, and it comes from crates.io."""
 
 import json
 import os
@@ -22,17 +22,18 @@ def output(*command: str) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def metadata() -> list[dict]:
+def metadata(folder: str = ".") -> list[dict]:
     cargo = os.environ.get("CARGO", "cargo")
-    return json.loads(output(cargo, "metadata", "--locked", "--format-version", "1", "--filter-platform", TARGET))["packages"]
+    return json.loads(output(cargo, "metadata", "--locked", "--format-version", "1", "--filter-platform", TARGET,
+                             "--manifest-path", f"{folder}/Cargo.toml"))["packages"]
 
 
-def linked() -> set[tuple[str, str]]:
+def linked(programs: tuple[str, ...], folder: str) -> set[tuple[str, str]]:
     """Names and versions of the crates that the programs link. Procedural macros run in the compiler only."""
     cargo = os.environ.get("CARGO", "cargo")
     crates = set()
-    for program in PROGRAMS:
-        tree = output(cargo, "tree", "--locked", "--package", program, "--edges", "normal,no-proc-macro",
+    for program in programs:
+        tree = output(cargo, "tree", "--locked", "--manifest-path", f"{folder}/Cargo.toml", "--package", program, "--edges", "normal,no-proc-macro",
                       "--target", TARGET, "--prefix", "none", "--format", "{p}")
         for line in tree.splitlines():
             name, version = line.split()[:2]
@@ -55,11 +56,13 @@ def standard_library() -> tuple[str, list[str]]:
     return "Rust standard library (MIT OR Apache-2.0)", found
 
 
-def notices() -> None:
-    wanted = linked()
+def notices(programs: tuple[str, ...], folder: str) -> None:
+    wanted = linked(programs, folder)
     users: dict[str, list[str]] = {}
-    for package in sorted(metadata(), key=lambda package: (package["name"], package["version"])):
-        if (package["name"], package["version"]) not in wanted or package["source"] is None:
+    for package in sorted(metadata(folder), key=lambda package: (package["name"], package["version"])):
+        # Those of this workspace are in the papers of the package itself.
+        ours = folder == "." and package["source"] is None
+        if (package["name"], package["version"]) not in wanted or ours:
             continue
         title = f"{package['name']} {package['version']} ({package['license'] or package['license_file']})"
         found = texts(Path(package["manifest_path"]).parent)
@@ -71,7 +74,8 @@ def notices() -> None:
     title, found = standard_library()
     for text in found:
         users.setdefault(text, []).append(title)
-    print("The programs vmmd, vmm and vmmctl hold code of these Rust crates, under the licences that follow.")
+    names = "programs vmmd, vmm and vmmctl hold" if folder == "." else f"program {programs[0]} holds"
+    print(f"The {names} code of these Rust crates, under the licences that follow.")
     for text, titles in users.items():
         print("\n" + "=" * 80)
         print("\n".join(titles))
@@ -121,4 +125,8 @@ if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parents[2])
     if sys.argv[1:] == ["--check"]:
         sys.exit(check())
-    notices()
+    if sys.argv[1:2] == ["--of"]:
+        crate = tomllib.loads(Path(sys.argv[2], "Cargo.toml").read_text())
+        notices((crate["package"]["name"],), sys.argv[2])
+    else:
+        notices(PROGRAMS, ".")

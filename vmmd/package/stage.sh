@@ -8,6 +8,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 cd "$here/../.."
 target=${CARGO_TARGET_DIR:-target}
 programs=$("$here/programs.sh")
+virtiofsd=$("$here/virtiofsd.sh")
 
 # put MODE SOURCE DESTINATION
 put() {
@@ -22,9 +23,10 @@ put_gz() {
 
 put 755 "$programs/vmmd" usr/lib/vmmd/vmmd
 put 755 "$programs/vmm" usr/lib/vmmd/vmm
+put 755 "$virtiofsd/bin/virtiofsd" usr/lib/vmmd/virtiofsd
 put 755 "$here/stop-guests" usr/lib/vmmd/stop-guests
 put 755 "$programs/vmmctl" usr/bin/vmmctl
-strip "$root/usr/lib/vmmd/vmmd" "$root/usr/lib/vmmd/vmm" "$root/usr/bin/vmmctl"
+strip "$root/usr/lib/vmmd/vmmd" "$root/usr/lib/vmmd/vmm" "$root/usr/lib/vmmd/virtiofsd" "$root/usr/bin/vmmctl"
 mkdir -p "$root/usr/sbin"
 ln -s ../lib/vmmd/vmmd "$root/usr/sbin/vmmd"
 ln -s ../lib/vmmd/vmm "$root/usr/sbin/vmm"
@@ -58,5 +60,9 @@ for page in "$here"/man/*.8; do
     put_gz "$page" "usr/share/man/man8/${page##*/}.gz"
 done
 # Licences of what is linked in.
-"$here/notices.py" >"$work/notices"
+{
+    "$here/notices.py"
+    printf '\n%s\n' "$(printf '%080d' 0 | tr 0 '=')"
+    cat "$virtiofsd/notices"
+} >"$work/notices"
 put_gz "$work/notices" usr/share/doc/vmmd/third-party-notices.gz
