@@ -142,7 +142,8 @@ fn removal_stops_guests_in_order_and_purge_leaves_no_key_and_no_failed_unit() {
 #[test]
 fn units_are_as_closed_as_their_work_allows() {
     let case = Case::new("units").expect("node");
-    for (unit, exposure) in [("vmmd", 47), ("vmmd-vms", 20), ("vmmd-guests", 47)] {
+    // That what serves a share may chroot(2) costs 2 points.
+    for (unit, exposure) in [("vmmd", 49), ("vmmd-vms", 20), ("vmmd-guests", 47)] {
         case.node()
             .sh(&format!(
                 "systemd-analyze security --no-pager --threshold={exposure} {unit}.service >/dev/null"

@@ -52,6 +52,8 @@ pub struct Config {
     pub viewer_group: Option<String>,
     /// The `vmm` program. Default: `vmm` beside the daemon's own binary, or else `/usr/lib/vmmd/vmm`.
     pub vmm: Option<PathBuf>,
+    /// The program that serves shares. Default: `virtiofsd` beside the `vmm`.
+    pub virtiofsd: Option<PathBuf>,
     /// The device of KVM. Default `/dev/kvm`.
     pub kvm_device: PathBuf,
     /// A cgroup v2 directory below which each VM gets a cgroup; made when missing. Default: `vms` below the daemon's
@@ -155,6 +157,7 @@ impl Default for Config {
             operator_group: None,
             viewer_group: None,
             vmm: None,
+            virtiofsd: None,
             kvm_device: "/dev/kvm".into(),
             cgroup: None,
             vm_uids: UidRange::default(),
@@ -224,6 +227,7 @@ impl Config {
             ("log_dir", Some(&self.log_dir)),
             ("socket", self.socket.as_ref()),
             ("vmm", self.vmm.as_ref()),
+            ("virtiofsd", self.virtiofsd.as_ref()),
             ("kvm_device", Some(&self.kvm_device)),
             ("cgroup", self.cgroup.as_ref()),
             ("audit_log", self.audit_log.as_ref()),
@@ -307,6 +311,12 @@ impl Config {
         };
         let configured = self.vmm.clone().or_else(beside);
         configured.unwrap_or_else(|| PathBuf::from("/usr/lib/vmmd/vmm"))
+    }
+
+    /// The program that serves shares.
+    pub fn virtiofsd(&self) -> PathBuf {
+        let beside = || self.vmm().with_file_name("virtiofsd");
+        self.virtiofsd.clone().unwrap_or_else(beside)
     }
 }
 

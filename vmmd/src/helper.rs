@@ -68,6 +68,7 @@ pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) 
             log: errors_end.as_fd(),
             uid: user,
             cgroup: None,
+            namespaces: None,
         };
         clone::spawn(&program).map_err(|error| failed(&error))
     });

@@ -36,6 +36,7 @@ mod registry;
 mod request;
 mod screen;
 mod service;
+mod share;
 mod snapshot;
 mod stats;
 mod store;

@@ -118,7 +118,7 @@ pub struct CreateVm {
         short,
         long = "filename",
         value_name = "FILE",
-        conflicts_with_all = ["kernel", "initrd", "cmdline", "cpus", "memory", "disks", "rate_groups", "nics", "run_policy", "labels"]
+        conflicts_with_all = ["kernel", "initrd", "cmdline", "cpus", "memory", "disks", "rate_groups", "nics", "shares", "run_policy", "labels"]
     )]
     pub files: Vec<PathBuf>,
     /// Kernel on the node: a bzImage, or an ELF with a PVH entry.
@@ -158,6 +158,9 @@ pub struct CreateVm {
     /// tx-pps=… (limits of what it receives and sends, in bytes and packets a second).
     #[arg(long = "nic", value_name = "KEY=VALUE,…")]
     pub nics: Vec<String>,
+    /// Directory of the node that the guest can mount: /srv/data, with keys as in `vmmctl share add`.
+    #[arg(long = "share", value_name = "PATH[,KEY=VALUE…]")]
+    pub shares: Vec<String>,
     /// When the node starts it by itself: always-on-unless-stopped (when not given), always-on, rerun-on-failure, manual,
     /// always-off.
     #[arg(long, value_name = "POLICY", value_parser = operation::run_policy)]

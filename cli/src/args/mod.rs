@@ -17,6 +17,7 @@ pub mod node;
 pub mod observe;
 pub mod operation;
 pub mod resources;
+pub mod share;
 mod show;
 pub mod snapshot;
 mod targets;
@@ -185,6 +186,12 @@ pub enum Command {
         /// What.
         #[command(subcommand)]
         what: nic::Nic,
+    },
+    /// Share a directory of the node with a VM, take a share away, or list them.
+    Share {
+        /// What.
+        #[command(subcommand)]
+        what: share::Share,
     },
     /// Make, show and delete networks of the node.
     Network {

@@ -2,7 +2,7 @@
 
 use proto::{model::vm::Manifest, v1};
 
-use super::{apply, disk, disk_spec, interrupt, memory, nic_spec, watch};
+use super::{apply, disk, disk_spec, interrupt, memory, nic_spec, share_spec, watch};
 use crate::{
     args::{CreateVm, Output},
     client::Client,
@@ -87,6 +87,11 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
                 keyboard_layout: layout.into(),
                 ..v1::DisplaySpec::default()
             }),
+            shares: args
+                .shares
+                .iter()
+                .map(|text| share_spec::from_text(text))
+                .collect::<Result<_>>()?,
             virtio_console: args.virtio_console.then_some(v1::VirtioConsoleSpec {}),
         }),
         status: None,

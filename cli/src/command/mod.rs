@@ -30,6 +30,8 @@ mod parallel;
 pub mod patch;
 mod port_forward;
 mod progress;
+mod share;
+mod share_spec;
 mod snapshot;
 mod top;
 mod update;
@@ -190,6 +192,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Network { what } => network::network(client, &what).await.map_err(one),
         Command::Image { what } => image::image(client, &what).await,
         Command::Nic { what } => nic::nic(client, &what).await.map_err(one),
+        Command::Share { what } => share::share(client, &what).await.map_err(one),
         Command::Set {
             what: Set::Memory(args),
         } => memory::set(&client.with_timeout(args.timeout.timeout), &args)

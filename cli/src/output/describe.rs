@@ -3,7 +3,7 @@
 use proto::v1;
 
 use super::{
-    age, disk, resources,
+    age, disk, resources, share,
     table::Table,
     vm::{attachment, camel, phase},
 };
@@ -178,6 +178,10 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         })
         .collect();
     text.list("NICs", vec!["NAME", "ATTACHED TO", "MAC", "TAP"], &nics);
+    let shares = share::rows(&spec.shares, &status.shares);
+    if !shares.is_empty() {
+        text.list("Shares", share::HEADERS.to_vec(), &shares);
+    }
 }
 
 /// What is said of the balloon, if anything is: "64Mi left to the guest, free page reporting".

@@ -12,6 +12,7 @@ pub mod nic;
 pub mod node;
 pub mod operation;
 pub mod resources;
+pub mod share;
 pub mod snapshot;
 pub mod stats;
 pub mod table;

@@ -17,6 +17,7 @@ use super::{
     nic::{self, Mac, NicSwitches, PublishedPort},
     policy::{ClockOnResume, OnCrash, RunPolicy},
     resources::{self, CpuSet, MemoryOptions},
+    share::{MAX_SHARES, Share},
     topology::Topology,
 };
 use crate::{v1, vmm};
@@ -83,13 +84,16 @@ pub struct VmSpec {
     pub display: Option<Display>,
     /// It has a virtio-console beside its serial port.
     pub virtio_console: bool,
+    /// Directories of the node in the order of the manifest. With any, its memory is shared.
+    pub shares: Vec<Share>,
 }
 
 impl VmSpec {
     /// Whether guest RAM is a memfd that other processes can map, or private to the VM's process.
     pub fn shares_memory(&self) -> bool {
         match self.backing {
-            Backing::Auto => self.memory.huge_pages.is_some(),
+            // What serves a share maps the guest's memory.
+            Backing::Auto => self.memory.huge_pages.is_some() || !self.shares.is_empty(),
             Backing::Private => false,
             Backing::Shared => true,
         }
@@ -99,7 +103,7 @@ impl VmSpec {
 /// How guest RAM is backed on the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backing {
-    /// What costs nothing: shared when it is made of huge pages that the node has set aside, else private.
+    /// Shared when it has to be (a VM with shares), or costs nothing (huge pages that the node has set aside); else private.
     #[default]
     Auto,
     /// Private anonymous memory with transparent huge pages.
@@ -276,6 +280,19 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         );
         disks_together(&mut found, &disks, spec);
         let balloon = Balloon::new(&mut found, spec);
+        let shares = list(&mut found, "spec.shares", &spec.shares, MAX_SHARES, Share::new);
+        if together + shares.len() > MAX_DISKS_AND_NICS && together <= MAX_DISKS_AND_NICS {
+            let most = format_args!(
+                "at most {MAX_DISKS_AND_NICS} disks, NICs and shares together, are {}",
+                together + shares.len()
+            );
+            found.add("spec.shares", most);
+        }
+        let names = shares.iter().map(|share| share.name.as_str());
+        unique(&mut found, "spec.shares", "name", names);
+        let tags = shares.iter().map(|share| share.tag.as_str());
+        unique(&mut found, "spec.shares", "tag", tags);
+        shared_memory(&mut found, &shares, backing, spec);
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
@@ -297,9 +314,27 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 balloon,
                 display,
                 virtio_console: spec.virtio_console.is_some(),
+                shares,
             }),
             _ => Err(found),
         }
+    }
+}
+
+/// What serves a share maps the guest's memory: it can't be private, nor merged with that of others.
+fn shared_memory(found: &mut Violations, shares: &[Share], backing: Backing, spec: &v1::VmSpec) {
+    if shares.is_empty() {
+        return;
+    }
+    if backing == Backing::Private {
+        found.add(
+            "spec.memory.backing",
+            "must be MEMORY_BACKING_SHARED or left out: spec.shares need shared memory",
+        );
+    }
+    if spec.memory.is_some_and(|memory| memory.mergeable) {
+        let wrong = "must be left out: spec.shares need shared memory, which is never merged";
+        found.add("spec.memory.mergeable", wrong);
     }
 }
 

@@ -39,6 +39,8 @@ const DISPLAY: u64 = 410 * MIB;
 
 /// A virtio-console: its history of 1.25 MiB, and 5 MiB that clients have not taken of it.
 const CONSOLE: u64 = 8 * MIB;
+/// A share: the process that serves it, with what it remembers of the files that the guest knows. An allowance, not a measurement.
+const SHARE: u64 = 128 * MIB;
 
 /// Processes and threads beside those of vCPUs, disks and NICs.
 const TASKS: u64 = 64;
@@ -50,6 +52,8 @@ const NIC_TASKS: u64 = 4;
 const DISPLAY_TASKS: u64 = 4;
 /// Of a virtio-console: its worker and its server.
 const CONSOLE_TASKS: u64 = 2;
+/// Of a share: its process with a thread for its queues, and the thread of the `vmm` that gives it the queues; and as many again.
+const SHARE_TASKS: u64 = 8;
 
 /// In bytes, without the guest's RAM.
 pub fn memory(spec: &VmSpec) -> u64 {
@@ -67,6 +71,7 @@ pub fn memory(spec: &VmSpec) -> u64 {
         NIC * nics(&spec.nics),
         DISPLAY * count(spec.display.iter()),
         CONSOLE * u64::from(spec.virtio_console),
+        SHARE * count(spec.shares.iter()),
     ]
     .into_iter()
     .fold(0, u64::saturating_add)
@@ -80,6 +85,7 @@ pub fn tasks(spec: &VmSpec) -> u64 {
         + NIC_TASKS * nics(&spec.nics)
         + DISPLAY_TASKS * count(spec.display.iter())
         + CONSOLE_TASKS * u64::from(spec.virtio_console)
+        + SHARE_TASKS * count(spec.shares.iter())
 }
 
 /// Queues of all disks.

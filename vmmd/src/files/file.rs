@@ -111,7 +111,7 @@ pub(super) fn open_image(
 }
 
 /// The path is not below a folder that the node's configuration allows.
-pub(super) const PATH_NOT_ALLOWED: &str = "PATH_NOT_ALLOWED";
+pub const PATH_NOT_ALLOWED: &str = "PATH_NOT_ALLOWED";
 
 /// What an image is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

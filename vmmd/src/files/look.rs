@@ -8,8 +8,8 @@ use proto::model::{
 };
 
 use super::{
-    Known, Locks, OpenDisk, Roots, Sources, Within, beyond, file::PATH_NOT_ALLOWED, known, open_disk,
-    open_image, roots,
+    Known, Locks, OpenDisk, PATH_NOT_ALLOWED, Roots, Sources, Within, beyond, known, open_disk, open_image,
+    roots,
 };
 use crate::{
     capacity::placement::Problem,
@@ -58,6 +58,11 @@ pub fn look(
     if let Some(too_many) = beyond(spec, of_disks) {
         note("spec.disks", too_many);
     }
+    for (index, share) in spec.shares.iter().enumerate() {
+        if let Err(failure) = crate::share::open(share, &sources.roots.shares) {
+            note(&format!("spec.shares[{index}]"), failure);
+        }
+    }
     found
 }
 
@@ -77,10 +82,11 @@ pub fn outside(spec: &VmSpec, roots: &Roots, had: Option<&VmSpec>) -> Vec<Proble
     let fresh = named_by_path(spec)
         .into_iter()
         .filter(|(_, path, _)| had.iter().all(|(_, known, _)| known != path));
-    let problems = fresh.filter_map(|(field, path, is_disk)| {
-        let (within, key) = match is_disk {
-            true => (&roots.disks, "disks"),
-            false => (&roots.kernels, "kernels"),
+    let problems = fresh.filter_map(|(field, path, kind)| {
+        let (within, key) = match kind {
+            Named::Disk => (&roots.disks, "disks"),
+            Named::Kernel => (&roots.kernels, "kernels"),
+            Named::Share => (&roots.shares, "shares"),
         };
         let refused = roots::allows(within, path).err()?;
         let problem = refused.about_roots(Within::Roots(within), key)?;
@@ -93,19 +99,44 @@ pub fn outside(spec: &VmSpec, roots: &Roots, had: Option<&VmSpec>) -> Vec<Proble
     problems.collect()
 }
 
-/// Field and path of each file that a spec names by path, and whether it is a disk.
-fn named_by_path(spec: &VmSpec) -> Vec<(String, &Path, bool)> {
+/// What a path of a spec is for.
+#[derive(Clone, Copy)]
+enum Named {
+    Kernel,
+    Disk,
+    Share,
+}
+
+/// Field and path of all that a spec names by path, and what it is for.
+fn named_by_path(spec: &VmSpec) -> Vec<(String, &Path, Named)> {
     let Boot::Linux { kernel, initrd, .. } = &spec.boot;
-    let kernel = ("spec.boot.linux.kernel".to_owned(), kernel.as_path(), false);
-    let initrd = initrd
-        .as_ref()
-        .map(|initrd| ("spec.boot.linux.initrd".to_owned(), initrd.as_path(), false));
+    let kernel = (
+        "spec.boot.linux.kernel".to_owned(),
+        kernel.as_path(),
+        Named::Kernel,
+    );
+    let initrd = initrd.as_ref().map(|initrd| {
+        (
+            "spec.boot.linux.initrd".to_owned(),
+            initrd.as_path(),
+            Named::Kernel,
+        )
+    });
     let disks = spec.disks.iter().enumerate();
     let disks = disks.filter_map(|(index, disk)| match &disk.source {
-        Source::Path { path, .. } => Some((format!("spec.disks[{index}].path"), path.as_path(), true)),
+        Source::Path { path, .. } => Some((format!("spec.disks[{index}].path"), path.as_path(), Named::Disk)),
         Source::Disk { .. } => None,
     });
-    std::iter::once(kernel).chain(initrd).chain(disks).collect()
+    let shares = spec.shares.iter().enumerate();
+    let shares = shares.map(|(index, share)| {
+        let field = format!("spec.shares[{index}].path");
+        (field, share.path.as_path(), Named::Share)
+    });
+    std::iter::once(kernel)
+        .chain(initrd)
+        .chain(disks)
+        .chain(shares)
+        .collect()
 }
 
 /// How many files a disk is.

@@ -26,7 +26,7 @@ use proto::{
 
 use self::file::{identity, identity_at, open_image};
 pub use self::{
-    file::{OpenFile, Use, open_image_file, open_kvm},
+    file::{OpenFile, PATH_NOT_ALLOWED, Use, open_image_file, open_kvm},
     known::{Known, any_of, any_of_disks, key},
     look::{had, look, outside},
     roots::{Roots, Within},
@@ -146,7 +146,7 @@ pub fn learn(known: &Known, field: &str, disk: &Disk, opened: &OpenDisk) -> Resu
 /// Refused as TOO_MANY_FILES when a VM whose disks are this many files has more than a `vmm` can be given.
 fn beyond(spec: &VmSpec, of_disks: usize) -> Option<Failure> {
     let Boot::Linux { initrd, .. } = &spec.boot;
-    let all = OTHER_FDS + usize::from(initrd.is_some()) + nic_queues(spec) + of_disks;
+    let all = OTHER_FDS + usize::from(initrd.is_some()) + nic_queues(spec) + of_disks + spec.shares.len();
     let too_many = all.checked_sub(MAX_FDS).filter(|too_many| *too_many > 0)?;
     let message = format!(
         "spec.disks: the disks and the disks below their overlays are {of_disks} files, {too_many} too many: copy overlays \

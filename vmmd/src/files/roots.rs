@@ -30,6 +30,8 @@ pub struct Roots {
     pub disks: Vec<PathBuf>,
     /// Kernels and initial RAM disks. Default `["/"]`: anywhere.
     pub kernels: Vec<PathBuf>,
+    /// Directories that are shared with guests. Default `["/srv"]`.
+    pub shares: Vec<PathBuf>,
 }
 
 impl Default for Roots {
@@ -37,6 +39,7 @@ impl Default for Roots {
         Self {
             disks: vec!["/".into()],
             kernels: vec!["/".into()],
+            shares: vec!["/srv".into()],
         }
     }
 }
@@ -44,7 +47,7 @@ impl Default for Roots {
 impl Roots {
     /// What is wrong with them, if anything.
     pub fn check(&self) -> Result<(), &'static str> {
-        let mut all = self.disks.iter().chain(&self.kernels);
+        let mut all = self.disks.iter().chain(&self.kernels).chain(&self.shares);
         match all.all(|root| root.is_absolute()) {
             true => Ok(()),
             false => Err("must have absolute paths only"),

@@ -43,6 +43,7 @@ fn case() -> Case {
         balloon: None,
         display: None,
         virtio_console: false,
+        shares: Vec::new(),
     };
     Case {
         folder,

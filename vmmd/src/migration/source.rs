@@ -92,6 +92,13 @@ pub fn refuse_what_stays(wire: &v1::VmSpec) -> Result<(), Failure> {
             }
         }
     }
+    if let Some(share) = spec.shares.first() {
+        let message = format!(
+            "share \"{}\" is a directory of this node, whose state in the guest can't go to another one: VMs with shares can't be migrated",
+            share.name
+        );
+        return Err(Failure::precondition("MIGRATION_SHARES", message));
+    }
     Ok(())
 }
 

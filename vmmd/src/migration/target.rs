@@ -111,6 +111,8 @@ fn hardware(wire: v1::PeerHardware) -> Hardware {
         rng_slot: wire.rng_slot,
         disk_slots: wire.disk_slots.into_iter().collect(),
         nics: wire.nics.into_iter().map(nic).collect::<BTreeMap<_, _>>(),
+        // A VM with shares is not migrated.
+        share_slots: BTreeMap::new(),
     }
 }
 

@@ -49,6 +49,16 @@ impl RuntimeDir {
         self.0.join(if view_only { "vnc-view.sock" } else { "vnc.sock" })
     }
 
+    /// Which process serves the `index`th share.
+    pub fn share(&self, index: usize) -> PathBuf {
+        self.0.join(format!("share-{index}"))
+    }
+
+    /// The socket over which it is reached, until it is.
+    pub fn share_socket(&self, index: usize) -> PathBuf {
+        self.0.join(format!("share-{index}.sock"))
+    }
+
     /// Locked for as long as the `vmm` lives.
     pub fn lock(&self) -> PathBuf {
         self.0.join("lock")

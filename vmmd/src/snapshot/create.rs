@@ -121,6 +121,13 @@ async fn validate(host: &Host, request: &v1::CreateSnapshotRequest) -> Result<Sn
     let run = of.instance.clone().ok_or_else(|| not_running(&vm))?;
     // A run without a spec is one of an earlier daemon: it has the VM's.
     let spec = run.spec.or_else(|| of.spec.clone()).unwrap_or_default();
+    if let Some(share) = spec.shares.first() {
+        let message = format!(
+            "VM \"{vm}\" has the share \"{}\", and what the guest knows of its files is in no snapshot: take it away and restart the VM first",
+            share.name
+        );
+        return Err(Failure::precondition("SNAPSHOT_SHARES", message));
+    }
     let record = SnapshotRecord {
         uid: Uuid::new_v4().as_bytes().to_vec(),
         name: metadata.name.to_string(),

@@ -105,6 +105,9 @@ pub struct Hardware {
     /// By the NIC's name.
     #[prost(btree_map = "string, message", tag = "3")]
     pub nics: BTreeMap<String, NicHardware>,
+    /// By the share's name: its PCI device number.
+    #[prost(btree_map = "string, uint32", tag = "4")]
+    pub share_slots: BTreeMap<String, u32>,
 }
 
 /// A NIC's part of [`Hardware`].

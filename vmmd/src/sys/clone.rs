@@ -43,10 +43,24 @@ pub struct Program<'a> {
     pub output: Option<BorrowedFd<'a>>,
     /// What it writes to stderr.
     pub log: BorrowedFd<'a>,
-    /// User and group id it runs as; not 0.
+    /// User and group id it runs as; not 0, unless it has namespaces.
     pub uid: u32,
     /// Directory of the cgroup v2 that it runs in.
     pub cgroup: Option<BorrowedFd<'a>>,
+    /// It is root of namespaces of its own.
+    pub namespaces: Option<&'a Namespaces<'a>>,
+}
+
+/// Namespaces of users, processes, network, IPC and names of the host (namespaces(7)). The program is root of them, with the rights that
+/// serving a directory takes, over the mapped users alone.
+#[derive(Debug)]
+pub struct Namespaces<'a> {
+    /// Its working directory.
+    pub directory: BorrowedFd<'a>,
+    /// As /proc/PID/uid_map takes it; 0 is mapped.
+    pub uid_map: String,
+    /// The same of groups.
+    pub gid_map: String,
 }
 
 /// A started process that nobody watches yet: it is killed and reaped when this is dropped before [`Child::watched`].
@@ -58,6 +72,11 @@ pub struct Child {
 }
 
 impl Child {
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
     /// Hands the process over to `watch`, which is given its pidfd. When that fails the process is killed.
     pub fn watched<T>(mut self, watch: impl FnOnce(u32, OwnedFd) -> io::Result<T>) -> io::Result<T> {
         let Some(pidfd) = &self.pidfd else {
@@ -80,20 +99,24 @@ impl Drop for Child {
 
 /// Starts `program`; returns when the child executes it, or with what the child could not do.
 pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
-    if program.fds.len() > MAX_FDS || program.uid == 0 {
+    if program.fds.len() > MAX_FDS || (program.uid == 0 && program.namespaces.is_none()) {
         return Err(io::ErrorKind::InvalidInput.into());
     }
     let (report_read, report_write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+    // The child goes on when its users are mapped.
+    let (go_read, go_write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
     let arguments = program.arguments.iter().map(|argument| argument.as_ptr());
     let arguments: Vec<_> = arguments.chain([ptr::null()]).collect();
     let mut pidfd: RawFd = -1;
-    let mut clone = clone_args(program.cgroup, &mut pidfd);
+    let mut clone = clone_args(program, &mut pidfd);
     let size = size_of::<libc::clone_args>();
     // SAFETY: the arguments are initialised and of the given size; without CLONE_VM and with no stack given, the
     // child goes on here with its own copy of memory, as after fork(2).
     let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw mut clone, size) };
     if pid == 0 {
-        let failed = become_program(program, report_write.as_fd(), &arguments);
+        // SAFETY: this copy of the process does not use it; while it is open, the end of the daemon would not be seen.
+        unsafe { libc::close(go_write.as_raw_fd()) };
+        let failed = become_program(program, report_write.as_fd(), go_read.as_fd(), &arguments);
         exit_child(report_write.as_fd(), failed);
     }
     if pid < 0 {
@@ -102,6 +125,16 @@ pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
     drop(report_write);
     // SAFETY: CLONE_PIDFD has stored a new descriptor that nobody else owns.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+    let mapped = program
+        .namespaces
+        .map_or(Ok(()), |namespaces| map_users(pid, namespaces));
+    let goes = mapped.and_then(|()| Ok(rustix::io::write(&go_write, b"g")?));
+    drop(go_write);
+    if let Err(error) = goes {
+        // Without the word to go on it ends.
+        reap(&pidfd);
+        return Err(io::Error::new(error.kind(), format!("map users: {error}")));
+    }
     let mut report = [0; 5];
     let mut reader = File::from(report_read);
     match reader.read_exact(&mut report) {
@@ -122,11 +155,26 @@ pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
     }
 }
 
-fn clone_args(cgroup: Option<BorrowedFd<'_>>, pidfd: &mut RawFd) -> libc::clone_args {
+/// Says which users of the node the users of a child's namespace are.
+fn map_users(pid: libc::c_long, namespaces: &Namespaces<'_>) -> io::Result<()> {
+    std::fs::write(format!("/proc/{pid}/uid_map"), &namespaces.uid_map)?;
+    std::fs::write(format!("/proc/{pid}/gid_map"), &namespaces.gid_map)
+}
+
+fn clone_args(program: &Program<'_>, pidfd: &mut RawFd) -> libc::clone_args {
+    let cgroup = program.cgroup;
     // The daemon's signal handlers write into its own pipes: the child must not run them before the exec.
     let mut flags = u64::from(libc::CLONE_PIDFD.cast_unsigned()) | CLONE_CLEAR_SIGHAND;
     if cgroup.is_some() {
         flags |= CLONE_INTO_CGROUP;
+    }
+    if program.namespaces.is_some() {
+        let all = libc::CLONE_NEWUSER
+            | libc::CLONE_NEWPID
+            | libc::CLONE_NEWNET
+            | libc::CLONE_NEWIPC
+            | libc::CLONE_NEWUTS;
+        flags |= u64::from(all.cast_unsigned());
     }
     // SAFETY: a structure of integers, for all of which 0 means "unused".
     let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
@@ -153,6 +201,7 @@ pub fn reap(pidfd: impl AsFd) {
 #[derive(Clone, Copy)]
 #[repr(u8)]
 enum Step {
+    Namespaces,
     Session,
     Descriptors,
     Limits,
@@ -164,12 +213,13 @@ enum Step {
 impl Step {
     fn name(step: u8) -> &'static str {
         match step {
+            step if step == Self::Namespaces as u8 => "wait for its users",
             step if step == Self::Session as u8 => "begin a session",
             step if step == Self::Descriptors as u8 => "arrange descriptors",
             step if step == Self::Limits as u8 => "set limits",
             step if step == Self::Rights as u8 => "give up rights",
             step if step == Self::User as u8 => "change the user",
-            _ => "execute the vmm program",
+            _ => "execute the program",
         }
     }
 }
@@ -178,14 +228,27 @@ impl Step {
 fn become_program(
     program: &Program<'_>,
     report: BorrowedFd<'_>,
+    go: BorrowedFd<'_>,
     arguments: &[*const libc::c_char],
 ) -> (Step, Errno) {
     let steps = || {
+        match rustix::io::retry_on_intr(|| rustix::io::read(go, &mut [0_u8])) {
+            Ok(1) => {}
+            result => return Err((Step::Namespaces, result.err().unwrap_or(Errno::PIPE))),
+        }
         detach().map_err(|errno| (Step::Session, errno))?;
         let executable = arrange(program, report).map_err(|errno| (Step::Descriptors, errno))?;
         limits().map_err(|errno| (Step::Limits, errno))?;
-        drop_rights().map_err(|errno| (Step::Rights, errno))?;
-        change_user(program.uid).map_err(|errno| (Step::User, errno))?;
+        match program.namespaces {
+            None => {
+                drop_rights(CapabilitySet::empty()).map_err(|errno| (Step::Rights, errno))?;
+                change_user(program.uid).map_err(|errno| (Step::User, errno))?;
+            }
+            Some(namespaces) => {
+                drop_rights(FILE_RIGHTS).map_err(|errno| (Step::Rights, errno))?;
+                become_root_of(namespaces).map_err(|errno| (Step::User, errno))?;
+            }
+        }
         Ok(executable)
     };
     match steps() {
@@ -209,13 +272,16 @@ fn arrange(program: &Program<'_>, report: BorrowedFd<'_>) -> Result<RawFd, Errno
     // The report's pipe too: a number below may be its own.
     let parked_report = park(report)?;
     let executable = park(program.executable)?;
-    let (null, log) = (park(null.as_fd())?, park(program.log)?);
+    let parked_null = park(null.as_fd())?;
+    // Before its number may become one of the program's descriptors.
+    drop(null);
+    let log = park(program.log)?;
     let output = park(program.output.unwrap_or(program.log))?;
     let mut parked = [-1; MAX_FDS];
     for (place, fd) in parked.iter_mut().zip(program.fds) {
         *place = park(*fd)?;
     }
-    for (source, number) in [(null, 0), (output, 1), (log, 2)] {
+    for (source, number) in [(parked_null, 0), (output, 1), (log, 2)] {
         put(source, number)?;
     }
     let mut number = 3;
@@ -271,11 +337,31 @@ fn limits() -> Result<(), Errno> {
     Ok(())
 }
 
-fn drop_rights() -> Result<(), Errno> {
+/// What serving a directory takes, in a namespace of users: files of all its users, and a root directory of its own.
+const FILE_RIGHTS: CapabilitySet = CapabilitySet::CHOWN
+    .union(CapabilitySet::DAC_OVERRIDE)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::FSETID)
+    .union(CapabilitySet::SETGID)
+    .union(CapabilitySet::SETUID)
+    .union(CapabilitySet::SETPCAP)
+    .union(CapabilitySet::MKNOD)
+    .union(CapabilitySet::SETFCAP)
+    .union(CapabilitySet::SYS_CHROOT);
+
+/// The namespace's root in the given directory, which it reaches with no other rights.
+fn become_root_of(namespaces: &Namespaces<'_>) -> Result<(), Errno> {
+    rustix::thread::set_thread_res_gid(Gid::ROOT, Gid::ROOT, Gid::ROOT)?;
+    rustix::thread::set_thread_res_uid(Uid::ROOT, Uid::ROOT, Uid::ROOT)?;
+    rustix::process::fchdir(namespaces.directory)
+}
+
+/// Gives up all rights for good but those to be kept.
+fn drop_rights(keep: CapabilitySet) -> Result<(), Errno> {
     rustix::thread::set_no_new_privs(true)?;
     rustix::thread::set_thread_groups(&[])?;
     rustix::thread::clear_ambient_capability_set()?;
-    for bit in 0..64 {
+    for bit in (0..64).filter(|bit| keep.bits() >> bit & 1 == 0) {
         match rustix::thread::remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << bit)) {
             // Beyond the last capability that the kernel knows.
             Err(Errno::INVAL) => break,

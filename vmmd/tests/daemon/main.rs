@@ -41,6 +41,7 @@ mod robustness;
 mod roles;
 mod roots;
 mod screen;
+mod shares;
 mod snapshots;
 mod stats;
 mod supervision;

@@ -151,6 +151,11 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
             guest.type_in(format!("a terminal of {}x{}\n", size.columns, size.rows).as_bytes());
             guest.status()
         }
+        Op::SetShareBackend(set) if !old() => {
+            guest.hold(fds);
+            guest.type_in(format!("share {} has a new process\n", set.name).as_bytes());
+            guest.status()
+        }
         Op::ResetMachine(_)
         | Op::SetBalloon(_)
         | Op::GetMachineStats(_)

@@ -116,6 +116,11 @@ impl Guest {
         inner.status()
     }
 
+    /// Keeps descriptors open for as long as the machine is there.
+    pub fn hold(&self, fds: Vec<OwnedFd>) {
+        self.lock().devices.extend(fds);
+    }
+
     /// Onto the console.
     pub fn print(&self, text: &str) {
         self.lock().print(text.as_bytes());

@@ -16,7 +16,7 @@
 //! `reset`, `print N` (N bytes), `pause` (as of itself), `eject NAME`, `fail NAME` (a disk reports an error), `stall NAME`
 //! (a disk pauses the machine), `machine` (prints what it was built of), `fork` (leaves a child behind), `stick PATH` (asks a file system), `lie WORD` (says what
 //! no `vmm` says, see [`lies`]); all others are echoed. As `vmm image`
-//! it makes what looks like an image, see [`image`].
+//! it makes what looks like an image, see [`image`]; called `virtiofsd` it serves a share, see [`share`].
 #![allow(clippy::unwrap_used, reason = "a test's helper may fail loudly")]
 
 mod balloon;
@@ -26,6 +26,7 @@ mod disks;
 mod guest;
 mod image;
 mod lies;
+mod share;
 mod snapshot;
 
 use std::{
@@ -42,6 +43,9 @@ use guest::Guest;
 fn main() {
     if env::args().nth(1).as_deref() == Some("image") {
         image::run();
+    }
+    if env::args().next().as_deref() == Some("virtiofsd") {
+        share::run();
     }
     let fd = |option: &str| {
         let number = env::args()

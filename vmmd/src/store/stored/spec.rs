@@ -31,6 +31,48 @@ stored! {
         display: Option<DisplaySpec>,
         #[prost(message, optional, tag = "14")]
         virtio_console: Option<VirtioConsoleSpec>,
+        #[prost(message, repeated, tag = "16")]
+        shares: Vec<ShareSpec>,
+    }
+}
+
+stored! {
+    /// A directory of the node that the guest can mount.
+    ShareSpec of v1::ShareSpec {
+        #[prost(string, tag = "1")]
+        name: String,
+        #[prost(string, tag = "2")]
+        path: String,
+        #[prost(string, tag = "3")]
+        tag: String,
+        #[prost(bool, tag = "4")]
+        read_only: bool,
+        #[prost(int32, tag = "5")]
+        cache: i32,
+        #[prost(bool, tag = "6")]
+        writeback: bool,
+        #[prost(bool, tag = "7")]
+        xattr: bool,
+        #[prost(bool, tag = "8")]
+        posix_acl: bool,
+        #[prost(message, repeated, tag = "9")]
+        uid_map: Vec<IdRange>,
+        #[prost(message, repeated, tag = "10")]
+        gid_map: Vec<IdRange>,
+        #[prost(uint32, tag = "11")]
+        max_open_files: u32,
+    }
+}
+
+stored! {
+    /// Ids of a guest that are ids of the node.
+    IdRange of v1::IdRange {
+        #[prost(uint32, tag = "1")]
+        guest: u32,
+        #[prost(uint32, tag = "2")]
+        node: u32,
+        #[prost(uint32, tag = "3")]
+        count: u32,
     }
 }
 

@@ -19,6 +19,7 @@ fn run(script: &str, fds: &[BorrowedFd<'_>]) -> String {
         log: log.as_fd(),
         uid: 1_900_000_001,
         cgroup: None,
+        namespaces: None,
     };
     let child = spawn(&program).unwrap();
     let pidfd = child.watched(|_, pidfd| Ok(pidfd)).unwrap();
@@ -105,9 +106,10 @@ fn what_cannot_be_executed_is_an_error_that_says_so_and_leaves_no_process() {
         log: log.as_fd(),
         uid: 1_900_000_001,
         cgroup: None,
+        namespaces: None,
     };
     let error = spawn(&program).unwrap_err().to_string();
-    assert!(error.starts_with("execute the vmm program"), "{error}");
+    assert!(error.starts_with("execute the program"), "{error}");
     let children = fs::read_to_string(format!(
         "/proc/self/task/{}/children",
         rustix::thread::gettid().as_raw_nonzero()
@@ -126,6 +128,7 @@ fn root_is_refused() {
         log: file.as_fd(),
         uid: 0,
         cgroup: None,
+        namespaces: None,
     };
     assert!(spawn(&program).is_err());
 }
@@ -142,6 +145,7 @@ fn a_child_that_nobody_watches_is_killed_and_reaped() {
             log: log.as_fd(),
             uid: 1_900_000_001,
             cgroup: None,
+            namespaces: None,
         };
         spawn(&program).unwrap()
     };
@@ -154,4 +158,67 @@ fn a_child_that_nobody_watches_is_killed_and_reaped() {
     let watched = child.watched(|_, _| Err::<(), _>(io::ErrorKind::Other.into()));
     assert!(watched.is_err());
     assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists());
+}
+
+#[test]
+fn a_program_in_namespaces_is_root_of_the_mapped_users_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    std::os::unix::fs::chown(folder.path(), Some(1_900_000_002), Some(1_900_000_003)).unwrap();
+    let directory = File::open(folder.path()).unwrap();
+    fs::write(folder.path().join("of-root"), "").unwrap();
+    let mut log = tempfile::tempfile().unwrap();
+    let shell = File::open("/bin/sh").unwrap();
+    let script = "echo $$ $(id -u) $(id -g); echo made >made; mknod null c 1 3 2>/dev/null && echo device; chown 0 of-root 2>/dev/null && echo taken; \
+                  kill -0 1 && echo itself; cat /proc/self/setgroups; exit 0";
+    let namespaces = Namespaces {
+        directory: directory.as_fd(),
+        uid_map: "0 1900000002 1\n".into(),
+        gid_map: "0 1900000003 1\n".into(),
+    };
+    let program = Program {
+        executable: shell.as_fd(),
+        arguments: &[c"sh".into(), c"-c".into(), CString::new(script).unwrap()],
+        fds: &[],
+        output: None,
+        log: log.as_fd(),
+        uid: 0,
+        cgroup: None,
+        namespaces: Some(&namespaces),
+    };
+    let child = spawn(&program).unwrap();
+    let pidfd = child.watched(|_, pidfd| Ok(pidfd)).unwrap();
+    reap(&pidfd);
+    let mut text = String::new();
+    log.seek(SeekFrom::Start(0)).unwrap();
+    log.read_to_string(&mut text).unwrap();
+    // It is process 1, and has nobody else to signal; it makes no device and takes no file of the node's root.
+    assert_eq!(text, "1 0 0\nitself\nallow\n");
+    let made = fs::metadata(folder.path().join("made")).unwrap();
+    assert_eq!((made.uid(), made.gid()), (1_900_000_002, 1_900_000_003));
+    assert_eq!(fs::metadata(folder.path().join("of-root")).unwrap().uid(), 0);
+}
+
+#[test]
+fn users_that_can_not_be_mapped_are_an_error_and_leave_no_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = File::open(folder.path()).unwrap();
+    let log = tempfile::tempfile().unwrap();
+    let shell = File::open("/bin/sh").unwrap();
+    let namespaces = Namespaces {
+        directory: directory.as_fd(),
+        uid_map: "0 1900000002 0\n".into(),
+        gid_map: "0 1900000003 1\n".into(),
+    };
+    let program = Program {
+        executable: shell.as_fd(),
+        arguments: &[c"sh".into()],
+        fds: &[],
+        output: None,
+        log: log.as_fd(),
+        uid: 0,
+        cgroup: None,
+        namespaces: Some(&namespaces),
+    };
+    let error = spawn(&program).unwrap_err().to_string();
+    assert!(error.starts_with("map users"), "{error}");
 }

@@ -440,7 +440,7 @@ impl Actor {
 
     async fn on_done(&mut self, done: Done) -> ControlFlow<()> {
         match done {
-            Done::Started(result) => return self.on_started(result).await,
+            Done::Started(result) => return self.on_started(*result).await,
             Done::Changed(result) => {
                 if result.as_ref().is_err_and(control::Error::is_lost)
                     && let Some(news) = self.dying().await
@@ -472,6 +472,7 @@ impl Actor {
                 }
             }
             News::Connected(result) => self.on_connected(result),
+            News::Shares => self.publish(),
         }
         ControlFlow::Continue(())
     }

@@ -572,6 +572,7 @@ impl Actor {
                 News::Notice(notice) => self.on_notice(notice).await,
                 News::Disconnected => self.on_disconnected(),
                 News::Lingering(what) => self.on_lingering(what),
+                News::Shares => self.publish(),
                 News::Ended(_) | News::Connected(_) => return Some(news),
             }
         }

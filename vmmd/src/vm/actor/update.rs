@@ -31,6 +31,7 @@ use crate::{
         disks::Disks,
         vms::command::{LifeReply, Update},
     },
+    share,
     store::VmRecord,
     text,
     vm::{
@@ -160,6 +161,7 @@ impl Actor {
         check::could_ever(&self.host, &desired.manifest.spec).await?;
         let spec = &desired.manifest.spec;
         placement::refuse(&files::outside(spec, &self.host.config.roots, Some(&self.spec)))?;
+        placement::refuse(&share::check(&self.host, spec, Some(&self.spec)).await?)?;
         self.no_attach_in_between(desired)?;
         let begun = self.record.begun.clone();
         if update.mode != v1::ApplyMode::DryRun {

@@ -165,7 +165,7 @@ pub struct Change {
 #[derive(Debug)]
 pub enum Done {
     /// A start.
-    Started(Result<Started, Failure>),
+    Started(Box<Result<Started, Failure>>),
     /// A pause or resume.
     Changed(Result<Status, control::Error>),
     /// The time for a stage of a stop.
@@ -189,7 +189,9 @@ impl Work {
                 ..
             }) => tokio::select! {
                 result = task => {
-                    Done::Started(result.unwrap_or_else(|error| Err(Failure::internal(error.to_string()))))
+                    Done::Started(Box::new(
+                        result.unwrap_or_else(|error| Err(Failure::internal(error.to_string()))),
+                    ))
                 }
                 () = operation.token().cancelled(), if !*heard => {
                     *heard = true;
@@ -246,6 +248,8 @@ pub enum News {
     Disconnected,
     /// The connection was made anew, or could not be.
     Connected(Result<Session, control::Error>),
+    /// A share is otherwise served than before.
+    Shares,
 }
 
 /// Waits for news; forever when there is no process.
@@ -259,6 +263,7 @@ pub async fn news(instance: &mut Option<Instance>) -> News {
             biased;
             signal = instance.process.ended() => instance.exited = Some(signal),
             news = link_news(&mut instance.link) => return news,
+            () = instance.shares.changed() => return News::Shares,
         }
     }
     let told = instance.lingering == Some(Lingering::Leftovers);

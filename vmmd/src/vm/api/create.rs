@@ -23,6 +23,7 @@ use crate::{
         Entry,
         command::{Command, Life, Request},
     },
+    share,
     store::{HandoverRecord, Hardware, Intent, VmRecord},
     text,
     vm::{
@@ -273,7 +274,9 @@ async fn admit(host: &Arc<Host>, manifest: &Manifest, question: Option<Question>
         Some(question) => check::problems(host, manifest, question).await?,
         None => {
             host.schedulable()?;
-            files::outside(&manifest.spec, &host.config.roots, None)
+            let mut problems = files::outside(&manifest.spec, &host.config.roots, None);
+            problems.extend(share::check(host, &manifest.spec, None).await?);
+            problems
         }
     };
     placement::refuse(&problems)

@@ -136,6 +136,7 @@ impl View {
             restart: restart(record, spec),
             counts: Some(counts(record, instance)),
             operation: self.operation.clone(),
+            shares: shares(spec, instance),
             pending_changes: left.into_iter().map(pending_change).collect(),
         };
         v1::Vm {
@@ -382,6 +383,27 @@ fn nics(
             link_down: !nic.link_up,
             network: network.to_owned(),
             addresses: address.iter().map(ToString::to_string).collect(),
+        }
+    });
+    described.collect()
+}
+
+fn shares(spec: &VmSpec, instance: Option<&Instance>) -> Vec<v1::ShareStatus> {
+    let described = spec.shares.iter().map(|share| {
+        let state = instance.and_then(|instance| instance.shares.state(share.name.as_str()));
+        let phase = match &state {
+            None => v1::SharePhase::Pending,
+            Some(state) if state.pid.is_some() => v1::SharePhase::Served,
+            Some(_) => v1::SharePhase::Restarting,
+        };
+        let state = state.unwrap_or_default();
+        v1::ShareStatus {
+            name: share.name.to_string(),
+            tag: share.tag.clone(),
+            phase: phase.into(),
+            message: state.message,
+            pid: state.pid.unwrap_or_default(),
+            restarts: state.restarts,
         }
     });
     described.collect()

@@ -28,6 +28,7 @@ use crate::{
     lock,
     paths::RuntimeDir,
     process::Process,
+    share::Keepers,
 };
 
 /// How long a `vmm` that an earlier daemon left may take to answer before the daemon goes on without it.
@@ -97,6 +98,8 @@ pub struct Instance {
     pub lingering: Option<Lingering>,
     /// How it said that it ends, before it did.
     pub ended: Option<ExitRecord>,
+    /// What sees to it that its shares are served.
+    pub shares: Keepers,
 }
 
 impl Instance {
@@ -123,6 +126,7 @@ impl Instance {
             guest_resets: status.map_or(0, |status| status.guest_resets),
             crash_resets: status.map_or(0, |status| status.crash_resets),
             ended: None,
+            shares: Keepers::default(),
         }
     }
 

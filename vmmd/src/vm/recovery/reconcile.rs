@@ -23,6 +23,7 @@ use crate::{
     host::Host,
     lock,
     paths::{self, LogDir, RuntimeDir},
+    share::Keepers,
     store::{InstanceRecord, Unreadable, VmRecord},
     text,
     vm::{
@@ -128,7 +129,7 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
     let demand = Demand::of(of_run.as_ref().unwrap_or(&spec));
     let found = find(&host, uid, run.user, &record.name, demand).await;
     match found {
-        Ok(Found::Alive(instance, hello)) => {
+        Ok(Found::Alive(mut instance, hello)) => {
             let status = hello.map(|hello| hello.status.unwrap_or_default());
             let state = status.as_ref().map(Status::state);
             if state == Some(State::Empty) {
@@ -147,6 +148,8 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
                 pid = instance.process.pid(),
                 "attached to a running vmm"
             );
+            let machine = of_run.as_ref().unwrap_or(&spec);
+            instance.shares = Keepers::adopt(&host, uid, &record.name, machine);
             let (watching, name) = (Arc::clone(&host), record.name.clone());
             let watched = spawn_blocking(move || {
                 watching.logs.watch(uid, &name, LogDir::of(&watching.config, uid));

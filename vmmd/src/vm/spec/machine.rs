@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// PCI slots of platform v1 on bus 0, whose device 0 is the host bridge. Each kind has its own range, so that what is added
-/// to a VM later never moves what it has; 31 is left. Disks and NICs that find no room there go to further buses.
+/// to a VM later never moves what it has; 31 is left. Disks and NICs that find no room there go to further buses, as all shares do.
 const RNG_SLOT: u32 = 1;
 const NIC_SLOTS: Range<u32> = 2..10;
 const DISK_SLOTS: Range<u32> = 10..26;
@@ -54,6 +54,8 @@ pub struct Parts {
     pub vnc: Option<(OwnedFd, OwnedFd)>,
     /// Socket for clients of the virtio-console, of a VM with one.
     pub hvc: Option<OwnedFd>,
+    /// Connections to the processes of the spec's shares, in their order.
+    pub shares: Vec<OwnedFd>,
     /// Pages that are free in the pool that its memory is to come from, as far as that can be told.
     pub free_huge_pages: Option<u64>,
 }
@@ -79,9 +81,18 @@ pub fn reallocate(
     let mut new = Hardware {
         disk_slots: BTreeMap::new(),
         nics: BTreeMap::new(),
+        share_slots: BTreeMap::new(),
         ..old.clone()
     };
     for known in [old, running] {
+        for share in &spec.shares {
+            let name = share.name.as_str();
+            let slot = known.share_slots.get(name);
+            let free = slot.filter(|slot| !taken(&[&new]).contains(slot));
+            if let (false, Some(slot)) = (new.share_slots.contains_key(name), free) {
+                new.share_slots.insert(name.to_owned(), *slot);
+            }
+        }
         for disk in &spec.disks {
             let name = disk.name.as_str();
             let slot = known.disk_slots.get(name);
@@ -121,14 +132,24 @@ pub fn reallocate(
             new.nics.insert(name, NicHardware { slot, mac });
         }
     }
+    for share in &spec.shares {
+        let name = share.name.to_string();
+        let taken = taken(&[&new]);
+        let mut slots = pci::further().rev();
+        let slot = slots.find(|slot| !taken.contains(slot));
+        if let (false, Some(slot)) = (new.share_slots.contains_key(&name), slot) {
+            new.share_slots.insert(name, slot);
+        }
+    }
     new
 }
 
-/// The slots of all disks and NICs.
+/// The slots of all disks, NICs and shares.
 fn taken(hardware: &[&Hardware]) -> BTreeSet<u32> {
     let slots = hardware.iter().flat_map(|hardware| {
         let disks = hardware.disk_slots.values().copied();
-        disks.chain(hardware.nics.values().map(|nic| nic.slot))
+        let nics = hardware.nics.values().map(|nic| nic.slot);
+        disks.chain(nics).chain(hardware.share_slots.values().copied())
     });
     slots.collect()
 }
@@ -193,7 +214,20 @@ pub fn assemble(
                 }
             })
             .collect(),
-        shares: Vec::new(),
+        shares: spec
+            .shares
+            .iter()
+            .zip(parts.shares)
+            .map(|(share, socket)| {
+                let slot = hardware.share_slots.get(share.name.as_str());
+                vmm::Share {
+                    name: share.name.to_string(),
+                    tag: share.tag.clone(),
+                    pci_slot: slot.copied().unwrap_or_default(),
+                    fd: fds.add(socket),
+                }
+            })
+            .collect(),
         rate_groups: spec.rate_groups.iter().map(Into::into).collect(),
         huge_page_bytes: spec.memory.huge_pages.map_or(0, HugePages::bytes),
         prefault: spec.memory.prefault,
@@ -268,7 +302,7 @@ mod tests {
     use std::fs::File;
 
     use proto::{
-        model::{disk::Format, machine::Machine, resources::MemoryOptions},
+        model::{disk::Format, machine::Machine, resources::MemoryOptions, share::Share},
         v1,
     };
 
@@ -375,6 +409,7 @@ mod tests {
                 serial: (null(), null()),
                 vnc: Some((null(), null())),
                 hvc: Some(null()),
+                shares: spec.shares.iter().map(|_| null()).collect(),
                 free_huge_pages: Some(7),
             };
             let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);
@@ -390,6 +425,43 @@ mod tests {
                 assert_eq!(machine.nics[1].mac, mac(&hardware, "eth1").unwrap());
             }
         }
+    }
+
+    #[test]
+    fn shares_are_on_the_further_buses_and_keep_their_places() {
+        let share = |index| {
+            let wire = v1::ShareSpec {
+                name: format!("share{index}"),
+                path: format!("/s{index}"),
+                ..Default::default()
+            };
+            Share::new(&mut proto::model::Violations::default(), "", &wire).unwrap()
+        };
+        let mut spec = of(0, 48);
+        spec.shares = (0..16).map(share).collect();
+        let mut last = 0;
+        let mut mac = || {
+            last += 1;
+            Mac::local([2, 0, 0, 0, last, 0])
+        };
+        let hardware = allocate(&spec, &mut mac);
+        let slots: BTreeSet<_> = hardware.share_slots.values().copied().collect();
+        assert_eq!(slots.len(), 16);
+        assert!(slots.iter().all(|slot| pci::is_further(*slot)));
+        assert!(hardware.nics.values().all(|nic| !slots.contains(&nic.slot)));
+        spec.shares.remove(3);
+        let fewer = reallocate(&spec, &hardware, &hardware, &mut mac);
+        spec.shares.push(share(16));
+        let other = reallocate(&spec, &fewer, &fewer, &mut mac);
+        for share in spec
+            .shares
+            .iter()
+            .filter(|share| share.name.as_str() != "share16")
+        {
+            let name = share.name.as_str();
+            assert_eq!(other.share_slots[name], hardware.share_slots[name], "{name}");
+        }
+        assert_eq!(other.share_slots["share16"], hardware.share_slots["share3"]);
     }
 
     #[test]

@@ -47,6 +47,7 @@ pub(super) fn spawn(spawn: &Spawn) -> Result<clone::Child, Failure> {
         log: spawn.log.as_fd(),
         uid: spawn.uid,
         cgroup: spawn.group.as_ref().map(AsFd::as_fd),
+        namespaces: None,
     };
     clone::spawn(&program).map_err(|error| failed("start the vmm", &error))
 }

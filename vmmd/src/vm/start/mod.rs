@@ -8,7 +8,7 @@ mod prepare;
 use std::{
     collections::BTreeMap,
     io,
-    os::fd::OwnedFd,
+    os::fd::{AsFd, OwnedFd},
     pin::pin,
     sync::Arc,
     time::{Duration, Instant},
@@ -50,6 +50,7 @@ use crate::{
     paths::RuntimeDir,
     process::Process,
     registry::vms::command::Restore,
+    share::{self, Keepers, Serving},
     store::VmRecord,
 };
 
@@ -238,8 +239,21 @@ async fn run(
         uid: claim.user(),
     };
     let memory = spec.memory;
-    let (process, free_huge_pages) =
-        blocking(move || Ok((spawn(&program)?, facts::free_huge_pages_for(memory)))).await?;
+    let (sharing, shares) = (Arc::clone(host), spec.shares.clone());
+    let (process, serving, free_huge_pages) = blocking(move || {
+        let group = program.group.as_ref().map(AsFd::as_fd);
+        let numbered = shares.iter().enumerate();
+        let serving = numbered.map(|(index, share)| share::serve(&sharing, uid, index, share, None, group));
+        let serving = serving.collect::<Result<Vec<_>, _>>()?;
+        Ok((spawn(&program)?, serving, facts::free_huge_pages_for(memory)))
+    })
+    .await?;
+    let (mut sharers, mut share_sockets) = (Vec::new(), Vec::new());
+    for Serving { child, socket } in serving {
+        let watched = child.watched(Process::new);
+        sharers.push(watched.map_err(|error| failed("watch the process of a share", &error))?);
+        share_sockets.push(socket);
+    }
     let forked = Instant::now();
     report.progress(Progress::steps(2, STEPS), "booting the machine");
     let process = process
@@ -258,6 +272,7 @@ async fn run(
             serial,
             vnc,
             hvc,
+            shares: share_sockets,
             free_huge_pages,
         },
     );
@@ -297,13 +312,22 @@ async fn run(
             let (daemon_us, vmm_us) = ((forked - began).as_micros(), forked.elapsed().as_micros());
             tracing::info!(vm = name, daemon_us, vmm_us, "started");
             let group = host.cgroups.as_ref().map(|parent| parent.group(uid));
+            let shares = Keepers::begin(host, uid, &name, &spec, sharers);
             Ok(Started {
-                instance: instance((process, group), client, notices, claim, ids, hello),
+                instance: Instance {
+                    shares,
+                    ..instance((process, group), client, notices, claim, ids, hello)
+                },
                 files: record.files,
             })
         }
         Err(failure) => {
             end(host, uid, &name, &process, lingers).await;
+            for sharer in sharers {
+                // Where there are no cgroups it has only lost its connection.
+                sharer.kill();
+                sharer.ended().await;
+            }
             if out_of_memory(host, uid).await {
                 return Err(Failure::new(Kind::Exhausted, "OUT_OF_MEMORY", OUT_OF_MEMORY));
             }
@@ -367,6 +391,7 @@ fn instance(
         panicked: false,
         lingering: None,
         ended: None,
+        shares: Keepers::default(),
     }
 }
 

@@ -22,6 +22,7 @@ use crate::{
     lock,
     node::check::Look,
     paths::{LogDir, RuntimeDir},
+    share,
     vm::spec::limits,
 };
 
@@ -65,6 +66,9 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     } else {
         files::open(spec, &host.sources(), &plan.record.files, Locks::Take)?
     };
+    for share in &spec.shares {
+        share::open(share, &host.config.roots.shares)?;
+    }
     let executable = host.open_vmm()?;
     let lock = RuntimeDir::of(&host.config, uid).lock();
     if lock::is_held(&lock).map_err(|error| failed("look at the VM's lock", &error))? {

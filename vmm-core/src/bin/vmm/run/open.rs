@@ -60,6 +60,12 @@ pub fn resolve(manifest: &Manifest, vnc: Option<&Path>, hvc: Option<&Path>) -> R
     let mut fds = Fds::default();
     let name = manifest.metadata.name.as_str();
     let spec = &manifest.spec;
+    if let Some(share) = spec.shares.first() {
+        anyhow::bail!(
+            "share \"{}\": only vmmd starts what serves a share: start the VM with vmmd, or leave spec.shares out",
+            share.name
+        );
+    }
     let Boot::Linux {
         kernel,
         initrd,

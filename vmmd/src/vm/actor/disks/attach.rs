@@ -126,11 +126,13 @@ impl Actor {
         let name = disk.name.to_string();
         let hardware = self.record.hardware.clone().unwrap_or_default();
         let of_run = self.record.instance.as_ref().and_then(|run| run.hardware.clone());
-        let slot = machine::free_slot(&[&hardware, &of_run.unwrap_or_default()])
-            .filter(|_| self.spec.disks.len() + self.spec.nics.len() < MAX_DISKS_AND_NICS);
+        let slot = machine::free_slot(&[&hardware, &of_run.unwrap_or_default()]).filter(|_| {
+            let spec = &self.spec;
+            spec.disks.len() + spec.nics.len() + spec.shares.len() < MAX_DISKS_AND_NICS
+        });
         let Some(slot) = slot else {
             let message = format!(
-                "VM \"{}\" has {MAX_DISKS_AND_NICS} disks and NICs, as many as there are slots: detach one first",
+                "VM \"{}\" has {MAX_DISKS_AND_NICS} disks, NICs and shares, as many as there are slots: detach one first",
                 self.record.name
             );
             return Err(Failure::new(Kind::Exhausted, "NO_FREE_SLOT", message));

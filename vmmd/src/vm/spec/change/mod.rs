@@ -10,8 +10,9 @@ use proto::{
     model::{
         Violations,
         disk::{Disk, MAX_SERIAL},
+        share::MAX_TAG,
     },
-    v1::{self, ClockOnResume, CrashPolicy, DiskErrorPolicy, DiskFormat, RunPolicy, VmSpec},
+    v1::{self, ClockOnResume, CrashPolicy, DiskErrorPolicy, DiskFormat, RunPolicy, ShareCache, VmSpec},
 };
 use serde_json::Value as Json;
 
@@ -77,7 +78,7 @@ const PROCESSORS: [&str; 3] = [
 ];
 
 /// Lists whose items have names.
-const NAMED: [&str; 3] = ["spec.disks", "spec.nics", "spec.rateGroups"];
+const NAMED: [&str; 4] = ["spec.disks", "spec.nics", "spec.rateGroups", "spec.shares"];
 
 /// What the machine has otherwise than the spec says; empty without a run.
 pub fn pending(record: &VmRecord) -> Vec<Change> {
@@ -147,6 +148,14 @@ pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
         disk.rate_limit = disk.rate_limit.filter(limits);
         // It matters when the disk is new.
         disk.any_content = false;
+    }
+    for share in &mut spec.shares {
+        if share.tag.is_empty() {
+            share.tag = share.name.chars().take(MAX_TAG).collect();
+        }
+        if share.cache() == ShareCache::Unspecified {
+            share.set_cache(ShareCache::Auto);
+        }
     }
     for group in &mut spec.rate_groups {
         group.limit = group.limit.filter(limits);

@@ -1,0 +1,63 @@
+//! The command line of what is about shares.
+
+use clap::{Args, Subcommand};
+
+use super::{nic::NicChange, vm_name};
+use crate::complete;
+
+/// `share`.
+#[derive(Debug, Subcommand)]
+pub enum Share {
+    /// Share a directory of the node with a VM; one that runs has it from the next start on.
+    Add(AddShare),
+    /// Take a share from a VM; one that runs keeps it until the next start.
+    Rm(RemoveShare),
+    /// List the shares of a VM.
+    Ls(ListShares),
+}
+
+/// `share add`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl share add web /srv/data                       # in the guest: mount -t virtiofs data /mnt
+  vmmctl share add web /srv/models,name=models,ro,cache=always --restart
+  vmmctl share add web /srv/home,uid-map=0:100000:65536,gid-map=0:100000:65536,xattr
+
+Keys: name=, tag=, ro, cache=auto|always|never, writeback, xattr, acl, uid-map=GUEST:NODE:COUNT, gid-map=GUEST:NODE:COUNT (several
+with + between them), open-files=.")]
+pub struct AddShare {
+    /// Name of the VM.
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub vm: String,
+    /// The directory on the node, and what the share is like; it is called as the directory when no name is given.
+    #[arg(value_name = "PATH[,KEY=VALUE…]")]
+    pub share: String,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub options: NicChange,
+}
+
+/// `share rm`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl share rm web data --restart")]
+pub struct RemoveShare {
+    /// Name of the VM.
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub vm: String,
+    /// Name of the share.
+    pub name: String,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub options: NicChange,
+}
+
+/// `share ls`.
+#[derive(Debug, Args)]
+pub struct ListShares {
+    /// Name of the VM.
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub vm: String,
+}

@@ -1,0 +1,270 @@
+//! Makes the process of a share anew when it ends while its VM runs.
+//!
+//! ```text
+//!  served ──▶ its process ends ──▶ restarting ──▶ a new one is started, the vmm has its connection ──▶ served
+//!                                     ▲  │ fails
+//!                                     └──┘ after a pause, twice as long each time
+//! ```
+//!
+//! One task for each share. Once [`Keepers`] is dropped, with the run, it makes no process any more, and ends with the one that there is.
+
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+    time::Duration,
+};
+
+use proto::{
+    model::{share::Share, vm::VmSpec},
+    vmm::{SetShareBackend, request::Op},
+};
+use tokio::{sync::watch, task::spawn_blocking, time::sleep};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use uuid::Uuid;
+
+use super::process::{Serving, find, noted_inode, serve};
+use crate::{
+    event::{Draft, Object},
+    failure::Failure,
+    host::Host,
+    paths::RuntimeDir,
+    process::Process,
+    text,
+};
+
+/// How long after the end of a process the next one is made, and the longest that this becomes. In the first, an end of the VM, which
+/// ends its shares' processes, is noticed.
+const PAUSE: Duration = Duration::from_millis(200);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+
+/// How a share is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct State {
+    /// The process that serves it; `None` while it is made anew.
+    pub pid: Option<u32>,
+    /// What went wrong last.
+    pub message: String,
+    /// How often it was made anew.
+    pub restarts: u32,
+}
+
+/// The tasks of a run, by the names of its shares.
+#[derive(Debug)]
+pub struct Keepers {
+    states: Vec<(String, watch::Receiver<State>)>,
+    _ends_them: DropGuard,
+}
+
+impl Default for Keepers {
+    fn default() -> Self {
+        Self::new(CancellationToken::new())
+    }
+}
+
+impl Keepers {
+    fn new(ends: CancellationToken) -> Self {
+        Self {
+            states: Vec::new(),
+            _ends_them: ends.drop_guard(),
+        }
+    }
+
+    /// Of a run that has begun with these processes, in the order of the spec's shares.
+    pub fn begin(host: &Arc<Host>, uid: Uuid, vm: &str, spec: &VmSpec, processes: Vec<Process>) -> Self {
+        Self::all(host, uid, vm, spec, processes.into_iter().map(Some))
+    }
+
+    /// Of a run that an earlier daemon has begun. Processes that have ended meanwhile are made anew.
+    pub fn adopt(host: &Arc<Host>, uid: Uuid, vm: &str, spec: &VmSpec) -> Self {
+        let runtime = RuntimeDir::of(&host.config, uid);
+        let found: Vec<_> = (0..spec.shares.len())
+            .map(|index| find(&runtime.share(index)))
+            .collect();
+        Self::all(host, uid, vm, spec, found.into_iter())
+    }
+
+    fn all(
+        host: &Arc<Host>,
+        uid: Uuid,
+        vm: &str,
+        spec: &VmSpec,
+        processes: impl Iterator<Item = Option<Process>>,
+    ) -> Self {
+        let ends = CancellationToken::new();
+        let mut keepers = Self::new(ends.clone());
+        for (index, (share, process)) in spec.shares.iter().zip(processes).enumerate() {
+            let (state, seen) = watch::channel(State {
+                pid: process.as_ref().map(Process::pid),
+                ..State::default()
+            });
+            keepers.states.push((share.name.to_string(), seen));
+            let keeper = Keeper {
+                host: Arc::clone(host),
+                uid,
+                vm: vm.to_owned(),
+                index,
+                share: share.clone(),
+                state,
+                ends: ends.clone(),
+            };
+            tokio::spawn(keeper.run(process));
+        }
+        keepers
+    }
+
+    /// How the share of that name is; `None` when the run has none.
+    pub fn state(&self, share: &str) -> Option<State> {
+        let (_, state) = self.states.iter().find(|(name, _)| name == share)?;
+        Some(state.borrow().clone())
+    }
+
+    /// Waits until a share is otherwise than when this returned last. Cancel-safe.
+    pub async fn changed(&mut self) {
+        if self.states.is_empty() {
+            return std::future::pending().await;
+        }
+        let waiting = self.states.iter_mut().map(|(_, state)| Box::pin(state.changed()));
+        if futures_any(waiting.collect()).await.is_err() {
+            // A task that is gone tells nothing more.
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// The first of several that is ready.
+async fn futures_any<F: Future + Unpin>(mut waiting: Vec<F>) -> F::Output {
+    std::future::poll_fn(|context| {
+        for future in &mut waiting {
+            if let std::task::Poll::Ready(output) = std::pin::Pin::new(future).poll(context) {
+                return std::task::Poll::Ready(output);
+            }
+        }
+        std::task::Poll::Pending
+    })
+    .await
+}
+
+struct Keeper {
+    host: Arc<Host>,
+    uid: Uuid,
+    vm: String,
+    index: usize,
+    share: Share,
+    state: watch::Sender<State>,
+    ends: CancellationToken,
+}
+
+impl Keeper {
+    async fn run(self, mut process: Option<Process>) {
+        let mut pause = PAUSE;
+        loop {
+            if let Some(process) = process.take() {
+                // Also when the run has ended: it ends too, and is reaped here.
+                let status = process.status().await;
+                sleep(PAUSE).await;
+                if self.ends.is_cancelled() {
+                    return;
+                }
+                let how = match status.and_then(|status| status.terminating_signal()) {
+                    Some(signal) => format!("was ended by signal {signal}"),
+                    None => "has ended".to_owned(),
+                };
+                self.lost(&format!("the process that serves it {how}"));
+            }
+            match self.restart().await {
+                Ok(new) => {
+                    let pid = new.pid();
+                    self.state.send_modify(|state| {
+                        state.pid = Some(pid);
+                        state.restarts += 1;
+                    });
+                    let message = format!(
+                        "share \"{}\" has a new process: the guest has to mount it again",
+                        self.share.name
+                    );
+                    self.host
+                        .events
+                        .emit(Draft::normal(self.object(), "ShareRestored", message));
+                    process = Some(new);
+                    pause = PAUSE;
+                }
+                Err(failure) => {
+                    self.lost(&failure.message);
+                    tokio::select! {
+                        () = sleep(pause) => {}
+                        () = self.ends.cancelled() => return,
+                    }
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+            }
+        }
+    }
+
+    fn object(&self) -> Object {
+        Object::Vm(self.vm.clone(), self.uid)
+    }
+
+    /// Tells what went wrong, once.
+    fn lost(&self, message: &str) {
+        // Failures begin with the share's name.
+        let prefix = format!("share \"{}\": ", self.share.name);
+        let message = message.strip_prefix(&prefix).unwrap_or(message).to_owned();
+        let again = {
+            let state = self.state.borrow();
+            state.pid.is_none() && state.message == message
+        };
+        if again {
+            return;
+        }
+        let told = format!("{prefix}{message}");
+        self.host
+            .events
+            .emit(Draft::warning(self.object(), "ShareFailed", told));
+        self.state.send_modify(|state| {
+            state.pid = None;
+            state.message = message;
+        });
+    }
+
+    async fn restart(&self) -> Result<Process, Failure> {
+        let Some(client) = self.host.clients.get(self.uid) else {
+            return Err(Failure::internal("the VM's vmm can't be reached"));
+        };
+        let (host, uid, index, share) = (Arc::clone(&self.host), self.uid, self.index, self.share.clone());
+        let made = spawn_blocking(move || {
+            let group = host.cgroups.as_ref().map(|parent| parent.group(uid).descriptor());
+            let group: Option<OwnedFd> = group
+                .transpose()
+                .map_err(|error| Failure::internal(format!("open the VM's cgroup: {error}")))?;
+            let begun_with = noted_inode(&RuntimeDir::of(&host.config, uid).share(index));
+            serve(
+                &host,
+                uid,
+                index,
+                &share,
+                begun_with,
+                group.as_ref().map(AsFd::as_fd),
+            )
+        });
+        let made = made
+            .await
+            .unwrap_or_else(|error| Err(Failure::internal(error.to_string())));
+        let Serving { child, socket } = made?;
+        let process = child.watched(Process::new);
+        let process = process.map_err(|error| Failure::internal(format!("watch its process: {error}")))?;
+        let set = SetShareBackend {
+            name: self.share.name.to_string(),
+            fd: 0,
+        };
+        let set = client.request(Op::SetShareBackend(set), &[socket]).await;
+        match set {
+            Ok(_) => Ok(process),
+            Err(error) => {
+                process.kill();
+                process.ended().await;
+                let message = format!("give the vmm its new process: {}", text::chain(&error));
+                Err(Failure::internal(message))
+            }
+        }
+    }
+}

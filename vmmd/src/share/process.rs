@@ -1,0 +1,283 @@
+//! One `virtiofsd`: how it is started, and how a later daemon finds it.
+
+use std::{
+    ffi::CString,
+    fs::{self, File},
+    io,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::{UnixListener, UnixStream},
+    },
+    path::Path,
+};
+
+use proto::model::share::{Cache, Share};
+use uuid::Uuid;
+
+use super::{Inode, Opened, open};
+use crate::{
+    failure::Failure,
+    host::Host,
+    paths::{LogDir, RuntimeDir},
+    process::Process,
+    sys::clone::{self, Child, FIRST_FD, Namespaces, Program},
+    text,
+};
+
+/// A process that serves a share, and the connection that a `vmm` is to have.
+#[derive(Debug)]
+pub struct Serving {
+    /// Not watched yet.
+    pub child: Child,
+    /// A vhost-user front end's end.
+    pub socket: OwnedFd,
+}
+
+/// Starts the process of a share of the VM `uid`, the `index`th of its spec. `begun_with` is the directory that the run has begun with: no other one is
+/// served to it. Refused as SHARE_PROGRAM_MISSING, as SHARE_MOVED, or as [`open`] refuses. Blocking.
+pub fn serve(
+    host: &Host,
+    uid: Uuid,
+    index: usize,
+    share: &Share,
+    begun_with: Option<Inode>,
+    group: Option<BorrowedFd<'_>>,
+) -> Result<Serving, Failure> {
+    let opened = open(share, &host.config.roots.shares)?;
+    if begun_with.is_some_and(|inode| inode != opened.inode) {
+        let message = format!(
+            "share \"{}\": another directory has its path than at the VM's start: put it back, or restart the VM",
+            share.name
+        );
+        return Err(Failure::precondition("SHARE_MOVED", message));
+    }
+    let executable = File::open(host.config.virtiofsd()).map_err(|error| {
+        let message = format!(
+            "share \"{}\": the program virtiofsd can't be opened ({}): install vmmd anew",
+            share.name,
+            text::words(&error)
+        );
+        Failure::precondition("SHARE_PROGRAM_MISSING", message)
+    })?;
+    let log = LogDir::of(&host.config, uid).vmm();
+    let runtime = RuntimeDir::of(&host.config, uid);
+    let started = File::options().append(true).open(log).and_then(|log| {
+        start(
+            &executable,
+            share,
+            &opened,
+            &runtime.share_socket(index),
+            &log,
+            group,
+        )
+    });
+    let serving = started.map_err(|error| {
+        let message = format!("share \"{}\": start its process: {error}", share.name);
+        Failure::internal(message)
+    })?;
+    if let Err(error) = note(&runtime.share(index), serving.child.pid(), opened.inode) {
+        tracing::warn!(%uid, share = %share.name, %error, "note the process of a share");
+    }
+    Ok(serving)
+}
+
+fn start(
+    executable: &File,
+    share: &Share,
+    opened: &Opened,
+    socket: &Path,
+    log: &File,
+    group: Option<BorrowedFd<'_>>,
+) -> io::Result<Serving> {
+    // It takes a socket that listens. The only connection to it is there before it has begun.
+    remove(socket)?;
+    let listener = UnixListener::bind(socket)?;
+    let connected = UnixStream::connect(socket);
+    remove(socket)?;
+    let arguments = arguments(share, opened.squash);
+    let namespaces = Namespaces {
+        directory: opened.directory.as_fd(),
+        uid_map: map(&opened.uids),
+        gid_map: map(&opened.gids),
+    };
+    let program = Program {
+        executable: executable.as_fd(),
+        arguments: &arguments,
+        fds: &[listener.as_fd()],
+        output: None,
+        log: log.as_fd(),
+        uid: 0,
+        cgroup: group,
+        namespaces: Some(&namespaces),
+    };
+    Ok(Serving {
+        socket: connected?.into(),
+        child: clone::spawn(&program)?,
+    })
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// As `/proc/PID/uid_map` takes it (user_namespaces(7)).
+fn map(ranges: &[proto::model::share::IdRange]) -> String {
+    let lines = ranges
+        .iter()
+        .map(|range| format!("{} {} {}\n", range.guest, range.node, range.count));
+    lines.collect()
+}
+
+/// The command line. Its sandbox is a chroot: the namespaces are made already, and with them come the rights for it.
+fn arguments(share: &Share, squash: bool) -> Vec<CString> {
+    let cache = match share.cache {
+        Cache::Auto => "auto",
+        Cache::Always => "always",
+        Cache::Never => "never",
+    };
+    let mut arguments = vec![
+        "virtiofsd".to_owned(),
+        format!("--fd={FIRST_FD}"),
+        "--shared-dir=.".to_owned(),
+        "--sandbox=chroot".to_owned(),
+        "--seccomp=kill".to_owned(),
+        "--inode-file-handles=never".to_owned(),
+        "--log-level=warn".to_owned(),
+        format!("--cache={cache}"),
+        format!(
+            "--rlimit-nofile={}",
+            share.open_files.saturating_add(RESERVED_FILES)
+        ),
+    ];
+    let flags = [
+        (share.read_only, "--readonly"),
+        (share.writeback, "--writeback"),
+        (share.xattr, "--xattr"),
+        (share.posix_acl, "--posix-acl=auto"),
+        // All ids of guests are the one that there is.
+        (squash, "--translate-uid=squash-guest:0:0:4294967295"),
+        (squash, "--translate-gid=squash-guest:0:0:4294967295"),
+    ];
+    let flags = flags.into_iter().filter(|(on, _)| *on);
+    arguments.extend(flags.map(|(_, flag)| flag.to_owned()));
+    arguments.into_iter().flat_map(CString::new).collect()
+}
+
+/// Descriptors that virtiofsd keeps for itself.
+const RESERVED_FILES: u32 = 64;
+
+/// Notes which process serves which directory, so that a later daemon finds both: the process's number and when it began, and the directory's device and
+/// inode number.
+fn note(path: &Path, pid: u32, Inode(device, number): Inode) -> io::Result<()> {
+    let begun = begun(pid).ok_or(io::ErrorKind::NotFound)?;
+    fs::write(path, format!("{pid} {begun} {device} {number}\n"))
+}
+
+/// What was noted of a share.
+struct Note {
+    pid: u32,
+    begun: String,
+    inode: Inode,
+}
+
+impl Note {
+    fn read(path: &Path) -> Option<Self> {
+        let text = fs::read_to_string(path).ok()?;
+        let mut words = text.split_whitespace();
+        Some(Self {
+            pid: words.next()?.parse().ok()?,
+            begun: words.next()?.to_owned(),
+            inode: Inode(words.next()?.parse().ok()?, words.next()?.parse().ok()?),
+        })
+    }
+}
+
+/// The directory that was noted.
+pub(super) fn noted_inode(path: &Path) -> Option<Inode> {
+    Note::read(path).map(|note| note.inode)
+}
+
+/// The process that was noted, while it lives.
+pub(super) fn find(path: &Path) -> Option<Process> {
+    let note = Note::read(path)?;
+    let process = Process::open(note.pid).ok()?;
+    // Looked at once the pidfd is there: from now on the number is its own.
+    (begun(note.pid)? == note.begun).then_some(process)
+}
+
+/// When a process began, in clock ticks since the node was started: field 22 of /proc/PID/stat (proc(5)).
+fn begun(pid: u32) -> Option<String> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The second field may have anything in it, but ends with the last parenthesis.
+    let (_, rest) = stat.rsplit_once(')')?;
+    rest.split_whitespace().nth(19).map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::{model::Violations, v1};
+
+    use super::*;
+
+    fn words(wire: v1::ShareSpec, squash: bool) -> Vec<String> {
+        let wire = v1::ShareSpec {
+            name: "data".into(),
+            path: "/srv/data".into(),
+            ..wire
+        };
+        let share = Share::new(&mut Violations::default(), "", &wire).unwrap();
+        let words = arguments(&share, squash);
+        words
+            .into_iter()
+            .map(|word| word.into_string().unwrap())
+            .collect()
+    }
+
+    #[test]
+    fn the_command_line_names_no_path_and_says_what_the_spec_says() {
+        let plain = words(v1::ShareSpec::default(), true);
+        assert!(plain.iter().all(|word| !word.contains("/srv")));
+        assert!(plain.contains(&"--cache=auto".to_owned()));
+        assert!(plain.contains(&"--translate-uid=squash-guest:0:0:4294967295".to_owned()));
+        assert!(
+            !plain
+                .iter()
+                .any(|word| word.contains("readonly") || word.contains("xattr"))
+        );
+        let rich = v1::ShareSpec {
+            read_only: true,
+            writeback: true,
+            xattr: true,
+            cache: v1::ShareCache::Never.into(),
+            max_open_files: 1000,
+            ..Default::default()
+        };
+        let rich = words(rich, false);
+        for word in [
+            "--readonly",
+            "--writeback",
+            "--xattr",
+            "--cache=never",
+            "--rlimit-nofile=1064",
+        ] {
+            assert!(rich.contains(&word.to_owned()), "{word}");
+        }
+        assert!(!rich.iter().any(|word| word.contains("translate")));
+    }
+
+    #[tokio::test]
+    async fn a_process_is_found_by_its_note_unless_another_one_has_its_number() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("share-0");
+        assert!(find(&path).is_none());
+        let own = std::process::id();
+        note(&path, own, Inode(7, 8)).unwrap();
+        assert_eq!(find(&path).unwrap().pid(), own);
+        assert_eq!(noted_inode(&path), Some(Inode(7, 8)));
+        fs::write(&path, format!("{own} 1 7 8\n")).unwrap();
+        assert!(find(&path).is_none());
+    }
+}
