@@ -69,7 +69,7 @@ fn the_foreground_vmm_needs_no_daemon() {
     let manifest = VmSpec::busybox(vmmd_tests::node::Kernel::Cloud612)
         .manifest("alone")
         .to_string();
-    let file = format!("/root/{}.yaml", case.name());
+    let file = format!("{}/alone.yaml", case.folder().expect("folder"));
     node.sh(&format!("cat > {file} <<'MANIFEST'\n{manifest}\nMANIFEST\n"))
         .expect("manifest");
     let mut console = Console::open(&case, &format!("vmm run --spec {file}; echo vmm-exit=$?")).expect("vmm");
@@ -79,5 +79,10 @@ fn the_foreground_vmm_needs_no_daemon() {
     console
         .until("vmm-exit=0", 60)
         .expect("it ends with 0 when the guest powers off");
-    node.sh(&format!("rm {file}")).expect("clean up");
+    let refused = node
+        .ssh(&format!("runuser -u nobody -- vmm run --spec {file} </dev/null"))
+        .expect("ssh");
+    assert!(!refused.success());
+    let expected = "no permission to open /dev/kvm: run as root, or as a member of the group that owns it";
+    assert!(refused.stderr.contains(expected), "{}", refused.stderr);
 }
