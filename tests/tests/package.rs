@@ -126,7 +126,18 @@ fn removal_stops_guests_in_order_and_purge_leaves_no_key_and_no_failed_unit() {
         vm.ctl("delete --force").expect("its VM is known again");
     }
     node.sh("test -e /etc/vmmd/tls/ca.key").expect("there are keys");
+    let kept = "/var/lib/vmmd/disks/kept.qcow2 /var/lib/vmmd/images/below.raw";
+    node.sh(&format!(
+        "mkdir -p /var/lib/vmmd/disks /var/lib/vmmd/images && touch {kept}"
+    ))
+    .expect("a disk and its image");
     node.sh("dpkg -P vmmd").expect("purge");
+    node.sh(&format!("ls {kept}"))
+        .expect("a disk stays, and the image that it is an overlay of");
+    let state = node
+        .sh("ls /var/lib/vmmd && rm -r /var/lib/vmmd")
+        .expect("what stays");
+    assert_eq!(state, "disks\nimages\n");
     let left = node
         .sh("ls -d /etc/vmmd /var/log/vmmd /run/vmmd 2>/dev/null; find /etc/systemd/system -name '*vmmd*'; find /var/lib -name '*.key'")
         .expect("what is left");
