@@ -45,7 +45,7 @@ impl VmSpec {
         VmSpec {
             kernel: kernel.into(),
             initrd,
-            cmdline: "console=ttyS0 quiet panic=-1".into(),
+            cmdline: "console=ttyS0 quiet panic=-1 sysrq_always_enabled".into(),
             cores: 1,
             memory_mib: 256,
             shared: false,

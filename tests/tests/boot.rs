@@ -5,10 +5,15 @@ use vmmd_tests::node::Kernel;
 use vmmd_tests::vm::{BOOT, Vm, VmSpec};
 use vmmd_tests::{Case, Guests};
 
-/// What the guest prints about itself: one `name=value` a line.
-const FACTS: &str = r#"
+/// What the guest prints about its size, and what its kernel has complained of: one `name=value` a line.
+const SIZE: &str = r#"
 echo "nproc=$(nproc)"
 echo "mem_mib=$(($(sed -n 's/^MemTotal: *\([0-9]*\) kB/\1/p' /proc/meminfo) / 1024))"
+dmesg | grep -i -E 'firmware bug|BUG:|ACPI.*error|WARNING: ' | sed 's/^/error=/'
+"#;
+
+/// What else it prints about itself.
+const FACTS: &str = r#"
 for device in /sys/bus/pci/devices/*; do
     driver=$(readlink $device/driver); driver=${driver##*/}
     echo "pci=${device##*/} $(cat $device/vendor):$(cat $device/device) $(cat $device/class) driver=$driver"
@@ -22,7 +27,6 @@ echo "pat=$(dmesg | sed -n 's/.*x86\/PAT: Configuration .0-7.: *//p')"
 echo "mtrr=$(grep -c uncachable /proc/mtrr)"
 echo "rtc=$(cat /sys/class/rtc/rtc0/name)"
 echo "tsc_adjust=$(grep -c -w tsc_adjust /proc/cpuinfo)"
-dmesg | grep -i -E 'firmware bug|BUG:|ACPI.*error|WARNING: ' | sed 's/^/error=/'
 "#;
 
 fn fact<'text>(text: &'text str, name: &str) -> Vec<&'text str> {
@@ -32,24 +36,37 @@ fn fact<'text>(text: &'text str, name: &str) -> Vec<&'text str> {
         .collect()
 }
 
-fn boots(topic: &str, kernel: Kernel, image: &str, cores: u32, memory_mib: u64) {
-    let case = Case::new(topic).expect("node");
-    let spec = VmSpec::new(image, Some(Guests.initrd(kernel)))
+fn machine(kernel: Kernel, image: &str, (cores, memory_mib): (u32, u64)) -> VmSpec {
+    VmSpec::new(image, Some(Guests.initrd(kernel)))
         .cmdline(kernel.arguments())
         .cores(cores)
         .memory_mib(memory_mib)
-        .script(FACTS);
-    let vm = Vm::start(&case, "", &spec).expect("start");
-    let mut console = vm.console().expect("console");
-    let text = console.until("GUEST-RUN-EXIT 0", BOOT).expect("the facts");
+}
 
-    assert_eq!(fact(&text, "nproc"), [cores.to_string()], "{text}");
-    let mem: u64 = fact(&text, "mem_mib")[0].parse().expect("a number");
+/// The guest found all processors and all memory, and its kernel complained of nothing.
+fn has_its_size(text: &str, (cores, memory_mib): (u32, u64)) {
+    assert_eq!(fact(text, "nproc"), [cores.to_string()], "{text}");
+    let mem: u64 = fact(text, "mem_mib")[0].parse().expect("a number");
     // The kernel keeps some for itself: its image, its page structures (1.6 %), its initial RAM disk.
     assert!(
         mem <= memory_mib && mem >= memory_mib * 93 / 100 - 40,
         "{mem} MiB of {memory_mib}"
     );
+    // The XSAVE of an emulated node is inconsistent for guests: those of QEMU in it say the same.
+    let mut errors = fact(text, "error");
+    errors.retain(|error| !error.contains("arch/x86/kernel/fpu/xstate.c"));
+    assert!(errors.is_empty(), "{errors:#?}");
+}
+
+fn boots(topic: &str, kernel: Kernel, image: &str, size: (u32, u64)) {
+    let (cores, _) = size;
+    let case = Case::new(topic).expect("node");
+    let spec = machine(kernel, image, size).script(&format!("{FACTS}{SIZE}"));
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let mut console = vm.console().expect("console");
+    let text = console.until("GUEST-RUN-EXIT 0", BOOT).expect("the facts");
+
+    has_its_size(&text, size);
     assert_eq!(fact(&text, "sockets"), ["1"], "{text}");
     assert_eq!(fact(&text, "clock"), ["kvm-clock"], "{text}");
     assert_eq!(fact(&text, "hypervisor"), [cores.to_string()], "{text}");
@@ -58,10 +75,6 @@ fn boots(topic: &str, kernel: Kernel, image: &str, cores: u32, memory_mib: u64) 
         [vm.field("/metadata/uid").expect("uid")],
         "{text}"
     );
-    // The XSAVE of an emulated node is inconsistent for guests: those of QEMU in it say the same.
-    let mut errors = fact(&text, "error");
-    errors.retain(|error| !error.contains("arch/x86/kernel/fpu/xstate.c"));
-    assert!(errors.is_empty(), "{errors:#?}");
     let pci = fact(&text, "pci");
     assert!(
         pci[0].starts_with("0000:00:00.0 0x8086:0x0d57 0x060000"),
@@ -91,7 +104,7 @@ fn boots(topic: &str, kernel: Kernel, image: &str, cores: u32, memory_mib: u64) 
     );
 }
 
-/// Not each with each: every kernel has every number of processors, and every size, once.
+/// The smallest and the largest machine, with all there is to check. The sizes between are in the next test.
 #[rstest]
 fn an_unmodified_kernel_boots_to_a_shell(
     #[values(
@@ -102,17 +115,38 @@ fn an_unmodified_kernel_boots_to_a_shell(
         Kernel::Generic612
     )]
     kernel: Kernel,
-    #[values((1, 256), (4, 12 * 1024))] machine: (u32, u64),
+    #[values((1, 256), (4, 12 * 1024))] size: (u32, u64),
 ) {
-    let (cores, memory_mib) = machine;
+    let (cores, memory_mib) = size;
     let topic = format!("boot-{cores}c-{memory_mib}m");
-    boots(&topic, kernel, &Guests.vmlinuz(kernel), cores, memory_mib);
+    boots(&topic, kernel, &Guests.vmlinuz(kernel), size);
+}
+
+/// With the test before, every kernel boots with each number of processors and each size of memory.
+#[rstest]
+fn an_unmodified_kernel_boots_with_many_processors_or_much_memory_alone(
+    #[values(
+        Kernel::Cloud510,
+        Kernel::Cloud61,
+        Kernel::Generic61,
+        Kernel::Cloud612,
+        Kernel::Generic612
+    )]
+    kernel: Kernel,
+    #[values((4, 256), (1, 12 * 1024))] size: (u32, u64),
+) {
+    let case = Case::new(&format!("boot-{}c-{}m", size.0, size.1)).expect("node");
+    let spec = machine(kernel, &Guests.vmlinuz(kernel), size).script(SIZE);
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let mut console = vm.console().expect("console");
+    let text = console.until("GUEST-RUN-EXIT 0", BOOT).expect("the facts");
+    has_its_size(&text, size);
 }
 
 #[test]
 fn an_elf_kernel_boots_by_its_pvh_entry() {
     let kernel = Kernel::Cloud612;
-    boots("boot-pvh", kernel, &Guests.vmlinux(kernel), 2, 256);
+    boots("boot-pvh", kernel, &Guests.vmlinux(kernel), (2, 256));
 }
 
 #[test]
@@ -136,7 +170,7 @@ fn sixty_four_cores_are_four_sockets() {
     let spec = VmSpec::busybox(Kernel::Cloud612)
         .cores(64)
         .memory_mib(1024)
-        .script(FACTS);
+        .script(&format!("{FACTS}{SIZE}"));
     let vm = Vm::start(&case, "", &spec).expect("start");
     let text = vm
         .console()

@@ -235,7 +235,7 @@ fn the_oldest_kernel_says_the_same_as_under_q35_but_for_what_is_explained() {
         .stream(&format!(
             "timeout {BOOT} qemu-system-x86_64 -accel kvm -cpu host -M q35 -smp 1 -m 256 -nodefaults -no-user-config \
              -display none -serial stdio -device virtio-rng-pci -device virtio-balloon-pci -kernel {} -initrd {} \
-             -append 'console=ttyS0 quiet panic=-1 {} guest.run={} guest.after=poweroff' \
+             -append 'console=ttyS0 quiet panic=-1 sysrq_always_enabled {} guest.run={} guest.after=poweroff' \
              2>&1; echo QEMU-EXIT $?",
             Guests.vmlinuz(KERNEL),
             Guests.initrd(KERNEL),
