@@ -344,8 +344,6 @@ fn a_hostile_file_is_refused_with_the_reason() {
     let large = changed(&|image| image[24..32].copy_from_slice(&(1_u64 << 40).to_be_bytes()));
     let bomb = packed("gzip", &vec![0; 64 << 20]);
     let cut = packed("xz", &disk());
-    let mut vdi = vec![0; 512];
-    vdi[64..68].copy_from_slice(b"\x7f\x10\xda\xbe");
     for (content, reason) in [
         (&backing, "backing file"),
         (&data_file, "external file"),
@@ -359,8 +357,11 @@ fn a_hostile_file_is_refused_with_the_reason() {
             &packed("gzip", &packed("xz", &disk())),
             "compressed with xz again",
         ),
-        (&vdi, "format vdi"),
-        (&b"KDMV....".to_vec(), "format vmdk"),
+        (&b"QED\0....".to_vec(), "format qed"),
+        (
+            &b"# Disk DescriptorFile\nRW 1 FLAT \"/etc/shadow\" 0".to_vec(),
+            "names other files",
+        ),
         (&Vec::new(), "empty"),
     ] {
         let error = imported(&images, content, 32 << 20).unwrap_err();
@@ -380,4 +381,100 @@ fn an_import_ends_when_the_file_system_has_too_little_room_left() {
         !output.status.success() && error.contains("No space left"),
         "{error}"
     );
+}
+
+/// What qemu-img makes of the disk.
+fn by_qemu(images: &Images, format: &str, options: &str) -> Vec<u8> {
+    let (from, to) = (images.path("disk"), images.path("foreign"));
+    fs::write(&from, disk()).unwrap();
+    let _ = fs::remove_file(&to);
+    let mut command = Command::new("qemu-img");
+    command.args(["convert", "-f", "raw", "-O", format]);
+    if !options.is_empty() {
+        command.args(["-o", options]);
+    }
+    let done = command.args([&from, &to]).status();
+    assert!(done.expect("install qemu-utils").success(), "{format} {options}");
+    fs::read(to).unwrap()
+}
+
+#[test]
+fn images_of_other_hypervisors_become_the_same_raw_image() {
+    let images = Images::new();
+    let disk = disk();
+    for (name, format, options) in [
+        ("vdi", "vdi", ""),
+        ("vdi", "vdi", "static=on"),
+        ("vhdx", "vhdx", ""),
+        ("vhdx", "vhdx", "subformat=fixed"),
+        ("vhd", "vpc", "force_size=on"),
+        ("vhd", "vpc", "force_size=on,subformat=fixed"),
+        ("vmdk", "vmdk", ""),
+        ("vmdk", "vmdk", "subformat=streamOptimized"),
+    ] {
+        let image = by_qemu(&images, format, options);
+        for compression in ["none", "gzip"] {
+            let found = imported(&images, &packed(compression, &image), 1 << 30);
+            let found = found.unwrap_or_else(|error| panic!("{format} {options}: {error}"));
+            assert_eq!(found["format"].as_str(), Some(name));
+            assert_eq!(found["virtual_size"].as_u64(), Some(disk.len() as u64));
+            assert!(
+                fs::read(images.path("target")).unwrap() == disk,
+                "{format} {options} {compression}"
+            );
+        }
+    }
+    // Without that option qemu-img makes the disk as large as a geometry can say.
+    let found = imported(&images, &by_qemu(&images, "vpc", ""), 1 << 30).unwrap();
+    let size = usize::try_from(found["virtual_size"].as_u64().unwrap()).unwrap();
+    assert!(size >= disk.len() && size < disk.len() + (1 << 20));
+    assert!(fs::read(images.path("target")).unwrap()[..disk.len()] == disk);
+}
+
+#[test]
+fn hostile_images_of_other_hypervisors_are_refused_with_the_reason() {
+    let images = Images::new();
+    let changed = |image: &[u8], at: usize, bytes: &[u8]| {
+        let mut image = image.to_vec();
+        image[at..at + bytes.len()].copy_from_slice(bytes);
+        image
+    };
+    let (vdi, vhd) = (
+        by_qemu(&images, "vdi", ""),
+        by_qemu(&images, "vpc", "force_size=on"),
+    );
+    let (vhdx, vmdk) = (by_qemu(&images, "vhdx", ""), by_qemu(&images, "vmdk", ""));
+    let packed = by_qemu(&images, "vmdk", "subformat=streamOptimized");
+    let parent = vmdk.windows(9).position(|text| text == b"parentCID").unwrap();
+    for (content, reason) in [
+        (changed(&vdi, 0x170, &u64::MAX.to_le_bytes()), "damaged"),
+        (changed(&vdi, 0x170, &(1_u64 << 40).to_le_bytes()), "damaged"),
+        (changed(&vdi, 0x1a8, &[1; 16]), "needs another image"),
+        (changed(&vdi, 0x178, &[0; 4]), "damaged"),
+        (vdi[..vdi.len() - (1 << 20)].to_vec(), "cut off"),
+        (vdi[..100].to_vec(), "cut off"),
+        (vhd[..1000].to_vec(), "cut off"),
+        (changed(&vhd, vhd.len() - 500, &[7; 4]), "not whole"),
+        (changed(&vhd, 512 + 32, &[0; 4]), "damaged"),
+        (changed(&vhd, 512 + 28, &[0; 4]), "entries for"),
+        (vhdx[..(192 << 10)].to_vec(), "region is missing"),
+        (vhdx[..vhdx.len() - (1 << 20)].to_vec(), "cut off"),
+        (
+            changed(
+                &changed(&vhdx, (64 << 10) + 48, &[1; 16]),
+                (128 << 10) + 48,
+                &[1; 16],
+            ),
+            "not closed",
+        ),
+        (changed(&vmdk, 20, &[0; 8]), "damaged"),
+        (changed(&vmdk, 12, &[0xff; 8]), "damaged"),
+        (changed(&vmdk, 12, &(1_u64 << 31).to_le_bytes()), "more than the"),
+        (changed(&vmdk, parent + 10, b"00000001"), "needs another image"),
+        (packed[..packed.len() / 2].to_vec(), "cut off"),
+    ] {
+        let error = imported(&images, &content, 32 << 20).expect_err(reason);
+        assert!(error.contains(reason), "{reason}: {error}");
+        assert_eq!(error.lines().count(), 1, "{error}");
+    }
 }

@@ -7,8 +7,8 @@ use clap::{Args, Subcommand};
 use proto::v1::{KeyboardLayout, RunPolicy};
 
 use super::{
-    FORMAT, HELP, Label, Output, Timeout, disk::CreateDisk, duration, operation, resources::Resources, size,
-    vm_name,
+    FORMAT, HELP, Label, Output, Timeout, cloud_init::CloudInit, disk::CreateDisk, duration, operation,
+    resources::Resources, size, vm_name,
 };
 use crate::complete;
 
@@ -87,6 +87,7 @@ pub struct EditVm {
 )]
 #[command(override_usage = "\
 vmmctl create NAME --kernel PATH [OPTIONS]
+       vmmctl create NAME --from-disk --disk disk=NAME [OPTIONS]
        vmmctl create -f FILE [OPTIONS]
        vmmctl create disk NAME [OPTIONS]")]
 pub struct Create {
@@ -118,23 +119,24 @@ pub struct CreateVm {
         short,
         long = "filename",
         value_name = "FILE",
-        conflicts_with_all = ["kernel", "initrd", "cmdline", "cpus", "memory", "disks", "rate_groups", "nics", "shares", "run_policy", "labels"]
+        conflicts_with_all = ["kernel", "initrd", "cmdline", "cpus", "memory", "disks", "rate_groups", "nics", "shares", "run_policy", "labels", "user_data", "ssh_keys", "hostname"]
     )]
     pub files: Vec<PathBuf>,
     /// Kernel on the node: a bzImage, or an ELF with a PVH entry.
-    #[arg(long, value_name = "PATH", required_unless_present = "files")]
+    #[arg(long, value_name = "PATH", required_unless_present_any = ["files", "from_disk"])]
     pub kernel: Option<String>,
     /// Initial RAM disk on the node.
     #[arg(long, value_name = "PATH")]
     pub initrd: Option<String>,
-    /// Kernel command line.
-    #[arg(
-        long,
-        value_name = "TEXT",
-        default_value = "console=ttyS0",
-        allow_hyphen_values = true
-    )]
-    pub cmdline: String,
+    /// Boot the kernel that is installed on the first disk.
+    #[arg(long, conflicts_with_all = ["kernel", "initrd", "files"])]
+    pub from_disk: bool,
+    /// Kernel command line (console=ttyS0 when not given); with --from-disk, what is put behind the disk's own.
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub cmdline: Option<String>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub cloud_init: CloudInit,
     /// Virtual CPUs.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub cpus: u32,

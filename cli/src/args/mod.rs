@@ -6,6 +6,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::command::{diff::Diff, label, patch::Patch, wait::Wait};
 
+pub mod cloud_init;
 mod create;
 pub mod disk;
 pub mod image;
@@ -17,6 +18,7 @@ pub mod node;
 pub mod observe;
 pub mod operation;
 pub mod resources;
+pub mod run;
 pub mod share;
 mod show;
 pub mod snapshot;
@@ -175,6 +177,8 @@ pub enum Command {
         #[command(subcommand)]
         what: Resize,
     },
+    /// Make a VM of an image and start it.
+    Run(Box<run::Run>),
     /// Import images, which disks are made of, list and delete them.
     Image {
         /// What.

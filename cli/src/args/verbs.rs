@@ -193,7 +193,7 @@ pub struct Doomed {
 }
 
 /// `console`.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub struct Console {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]
@@ -244,7 +244,7 @@ pub struct Vnc {
 }
 
 /// `port-forward`.
-#[derive(Clone, Debug, Args)]
+#[derive(Clone, Debug, Default, Args)]
 #[command(after_help = "\
 Examples:
   vmmctl port-forward web 8080:80

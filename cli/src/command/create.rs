@@ -1,8 +1,11 @@
 //! `create`: VMs and disks that must not exist yet, from manifests; a VM from flags.
 
-use proto::{model::vm::Manifest, v1};
+use proto::{
+    model::vm::Manifest,
+    v1::{self, boot_spec::Source as Boot},
+};
 
-use super::{apply, disk, disk_spec, interrupt, memory, nic_spec, share_spec, watch};
+use super::{apply, cloud_init, disk, disk_spec, interrupt, memory, nic_spec, share_spec, watch};
 use crate::{
     args::{CreateVm, Output},
     client::Client,
@@ -47,10 +50,17 @@ pub async fn vm(client: &Client, vm: v1::Vm, args: &CreateVm) -> Result<()> {
 
 /// The VM that the flags describe.
 pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
-    let linux = v1::LinuxBoot {
-        kernel: args.kernel.clone().unwrap_or_default(),
-        initrd: args.initrd.clone().unwrap_or_default(),
-        cmdline: args.cmdline.clone(),
+    let cmdline = args.cmdline.clone();
+    let boot = match args.from_disk {
+        true => Boot::FromDisk(v1::DiskBoot {
+            disk: String::new(),
+            cmdline_append: cmdline.unwrap_or_default(),
+        }),
+        false => Boot::Linux(v1::LinuxBoot {
+            kernel: args.kernel.clone().unwrap_or_default(),
+            initrd: args.initrd.clone().unwrap_or_default(),
+            cmdline: cmdline.unwrap_or_else(|| "console=ttyS0".to_owned()),
+        }),
     };
     let numbered = |texts: &[String]| texts.iter().cloned().enumerate().collect::<Vec<_>>();
     let disks = numbered(&args.disks)
@@ -73,15 +83,14 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
         spec: Some(v1::VmSpec {
             cpu: Some(args.resources.cpu(args.cpus)),
             memory: Some(args.resources.memory(args.memory)),
-            boot: Some(v1::BootSpec {
-                source: Some(v1::boot_spec::Source::Linux(linux)),
-            }),
+            boot: Some(v1::BootSpec { source: Some(boot) }),
             disks: disks.collect::<Result<_>>()?,
             nics: nics.collect::<Result<_>>()?,
             rate_groups: groups.collect::<Result<_>>()?,
             run_policy: args.run_policy.unwrap_or_default().into(),
             on_crash: v1::CrashPolicy::Unspecified.into(),
             clock: None,
+            cloud_init: cloud_init::from_flags(&args.cloud_init)?,
             balloon: memory::from_flags(args.no_balloon, args.free_page_reporting),
             display: args.display.map(|layout| v1::DisplaySpec {
                 keyboard_layout: layout.into(),

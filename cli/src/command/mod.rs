@@ -2,6 +2,7 @@
 
 mod act;
 mod apply;
+mod cloud_init;
 mod config;
 mod confirm;
 mod create;
@@ -30,6 +31,7 @@ mod parallel;
 pub mod patch;
 mod port_forward;
 mod progress;
+mod run;
 mod share;
 mod share_spec;
 mod snapshot;
@@ -190,6 +192,10 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Logs(args) => logs::logs(client, &args).await.map_err(one),
         Command::Diagnose(args) => diagnose::diagnose(client, &args).await.map_err(one),
         Command::Network { what } => network::network(client, &what).await.map_err(one),
+        Command::Run(args) => run::run(&client.with_timeout(args.timeout.timeout), &args)
+            .await
+            .map_err(disk_spec::in_options)
+            .map_err(one),
         Command::Image { what } => image::image(client, &what).await,
         Command::Nic { what } => nic::nic(client, &what).await.map_err(one),
         Command::Share { what } => share::share(client, &what).await.map_err(one),

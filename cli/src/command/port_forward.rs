@@ -1,6 +1,6 @@
 //! `port-forward`: ports of this machine, or standard input and output, that lead to a port of a VM.
 
-use std::{io, net::SocketAddr};
+use std::{io, net::SocketAddr, time::Duration};
 
 use proto::v1::{PortForwardOpen, PortForwardRequest, PortForwardResponse, port_forward_request::Message};
 use tokio::{
@@ -12,6 +12,7 @@ use tokio::{
     signal::ctrl_c,
     sync::mpsc,
     task::JoinSet,
+    time::{Instant, sleep, timeout_at},
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
@@ -62,6 +63,46 @@ pub async fn port_forward(client: &Client, args: &PortForward) -> Result<()> {
 
 /// Where a port of this machine is opened when no address is given.
 const LOCALHOST: std::net::IpAddr = std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
+/// Waits until something in the guest sends the first bytes of a connection to a port, as SSH servers do.
+///
+/// # Errors
+///
+/// Nothing does for `patience`, with the last reason, or the VM can't be asked at all.
+pub async fn answers(client: &Client, name: &str, port: u16, patience: Duration) -> Result<()> {
+    let args = PortForward {
+        name: name.to_owned(),
+        ..PortForward::default()
+    };
+    let deadline = Instant::now() + patience;
+    let mut last = "nothing has answered".to_owned();
+    loop {
+        let attempt = async {
+            let mut connection = open(client, &args, port).await?;
+            Ok::<_, Failure>(connection.responses.message().await?)
+        };
+        match timeout_at(deadline, attempt).await {
+            Ok(Ok(Some(_))) => return Ok(()),
+            Ok(Ok(None)) => {}
+            Ok(Err(failure)) if matches!(failure.code, Code::NotFound | Code::Permission) => {
+                return Err(failure);
+            }
+            Ok(Err(failure)) => last = failure.message,
+            Err(_) => {
+                let message = format!(
+                    "vm/{name}: port {port} did not answer within {} s: {last}",
+                    patience.as_secs()
+                );
+                return Err(Failure::new(Code::Timeout, message));
+            }
+        }
+        // A guest that boots refuses connections at once.
+        sleep(AGAIN).await;
+    }
+}
+
+/// How long it takes to the next attempt.
+const AGAIN: Duration = Duration::from_secs(1);
 
 /// Serves a port; why it can't any more.
 async fn accept(client: Client, args: PortForward, listener: TcpListener, port: u16) -> Failure {

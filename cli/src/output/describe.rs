@@ -158,14 +158,22 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         "Console",
         spec.virtio_console.as_ref().map_or("", |_| "virtio (hvc0)"),
     );
-    if let Some(v1::boot_spec::Source::Linux(linux)) =
-        spec.boot.as_ref().and_then(|boot| boot.source.as_ref())
-    {
-        text.title("Boot");
-        text.put("  Kernel", &linux.kernel);
-        text.put("  Initrd", &linux.initrd);
-        text.put("  Command line", &linux.cmdline);
+    match spec.boot.as_ref().and_then(|boot| boot.source.as_ref()) {
+        Some(v1::boot_spec::Source::Linux(linux)) => {
+            text.title("Boot");
+            text.put("  Kernel", &linux.kernel);
+            text.put("  Initrd", &linux.initrd);
+            text.put("  Command line", &linux.cmdline);
+        }
+        Some(v1::boot_spec::Source::FromDisk(boot)) => {
+            let first = spec.disks.first().map_or("", |disk| disk.name.as_str());
+            let disk = if boot.disk.is_empty() { first } else { &boot.disk };
+            text.put("Boot", &format!("the kernel on disk {disk}"));
+            text.put("  Command line", &boot.cmdline_append);
+        }
+        None => {}
     }
+    text.put("cloud-init", &cloud_init(spec.cloud_init.as_ref()));
     disk::of_vm(text, spec, status);
     let nics: Vec<_> = spec
         .nics
@@ -200,6 +208,34 @@ fn balloon(spec: Option<&v1::BalloonSpec>) -> String {
         said.push("free page reporting".to_owned());
     }
     said.join(", ")
+}
+
+/// What the guest's cloud-init is told, if anything is: "user data sha256:…, 2 SSH keys, password".
+fn cloud_init(init: Option<&v1::CloudInit>) -> String {
+    let Some(init) = init else {
+        return String::new();
+    };
+    let mut said = Vec::new();
+    if !init.user_data_digest.is_empty() {
+        said.push(format!("user data {}", init.user_data_digest));
+    }
+    match init.ssh_authorized_keys.len() {
+        0 => {}
+        1 => said.push("1 SSH key".to_owned()),
+        count => said.push(format!("{count} SSH keys")),
+    }
+    if !init.password_hash_digest.is_empty() {
+        said.push("password".to_owned());
+    }
+    for (what, value) in [("hostname", &init.hostname), ("instance", &init.instance_id)] {
+        if !value.is_empty() {
+            said.push(format!("{what} {value}"));
+        }
+    }
+    match said.is_empty() {
+        true => "name and network".to_owned(),
+        false => said.join(", "),
+    }
 }
 
 /// What is said of the screen, if there is one: "1280 x 800, keyboard us".

@@ -10,7 +10,7 @@ pub use self::{
     new::{Content, MAX_SIZE, NewDisk, Preallocation, SECTOR, size},
 };
 use super::{
-    Violations,
+    Violations, cloud_init,
     name::Name,
     vm::{absolute, name},
 };
@@ -66,6 +66,8 @@ pub enum Source {
         /// What the manifest says about its format, if anything; never ISO.
         format: Option<Format>,
     },
+    /// The seed of cloud-init, which the daemon makes.
+    Seed,
 }
 
 /// How a disk image is to be read. Never guessed.
@@ -174,6 +176,23 @@ impl Disk {
         })
     }
 
+    /// The seed of a VM's cloud-init.
+    pub fn seed() -> Option<Self> {
+        let name = Name::try_from(cloud_init::SEED).ok()?;
+        Some(Self {
+            name,
+            source: Source::Seed,
+            read_only: true,
+            serial: cloud_init::SEED.to_owned(),
+            cache: Cache::Writeback,
+            queues: 1,
+            logical_block: 512,
+            on_error: OnError::Report,
+            limit: Limit::None,
+            any_content: true,
+        })
+    }
+
     /// What a `vmm` is told of it, but for its descriptors and its slot. `format` is that of its image.
     pub fn machine(&self, format: Format) -> vmm::Disk {
         let (rate_limit, rate_group) = match &self.limit {
@@ -203,7 +222,7 @@ impl Disk {
     pub fn named(&self) -> Option<&Name> {
         match &self.source {
             Source::Disk { name, .. } => Some(name),
-            Source::Path { .. } => None,
+            Source::Path { .. } | Source::Seed => None,
         }
     }
 }

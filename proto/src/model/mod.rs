@@ -5,6 +5,7 @@
 //! What depends on the node (does the file exist, is there enough memory) is checked where it is used.
 
 pub mod balloon;
+pub mod cloud_init;
 pub mod cpu;
 pub mod disk;
 pub mod display;

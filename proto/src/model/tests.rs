@@ -6,7 +6,7 @@ use super::{
     name::Name,
     nic::Mac,
     topology::Topology,
-    vm::{Boot, Manifest},
+    vm::Manifest,
 };
 use crate::{v1, vmm};
 
@@ -41,7 +41,7 @@ fn a_good_manifest_is_taken_as_it_is() {
     assert_eq!(manifest.metadata.name.as_str(), "web-1");
     assert_eq!(manifest.spec.topology.cores(), 2);
     assert_eq!(manifest.spec.disks[0].serial, "root");
-    let Boot::Linux { initrd, .. } = manifest.spec.boot;
+    let (_, initrd) = manifest.spec.boot.files();
     assert_eq!(initrd, None);
 }
 

@@ -9,6 +9,7 @@ use std::{
 use super::{
     Violations,
     balloon::Balloon,
+    cloud_init::CloudInit,
     cpu::CpuShare,
     disk::{Disk, Limit, RateGroup, RateLimit, Source},
     display::Display,
@@ -86,6 +87,8 @@ pub struct VmSpec {
     pub virtio_console: bool,
     /// Directories of the node in the order of the manifest. With any, its memory is shared.
     pub shares: Vec<Share>,
+    /// What its guest's cloud-init is told; the last of `disks` is its seed then.
+    pub cloud_init: Option<CloudInit>,
 }
 
 impl VmSpec {
@@ -124,6 +127,23 @@ pub enum Boot {
         /// Command line, without NUL.
         cmdline: String,
     },
+    /// The Linux kernel that is installed on a disk of the VM.
+    Disk {
+        /// Name of the disk in the VM.
+        disk: Name,
+        /// What is put behind the command line that is found, without NUL.
+        append: String,
+    },
+}
+
+impl Boot {
+    /// The kernel and the initial RAM disk on the node, if they are there.
+    pub fn files(&self) -> (Option<&Path>, Option<&Path>) {
+        match self {
+            Self::Linux { kernel, initrd, .. } => (Some(kernel), initrd.as_deref()),
+            Self::Disk { .. } => (None, None),
+        }
+    }
 }
 
 /// A network interface of a VM.
@@ -229,14 +249,17 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         memory_size(&mut found, memory_bytes);
         let backing = backing(&mut found, memory.backing);
         let memory = resources::memory(&mut found, &memory, backing);
-        let boot = boot(&mut found, spec.boot.as_ref());
-        let disks = list(
+        let boot = boot(&mut found, spec);
+        let mut disks = list(
             &mut found,
             "spec.disks",
             &spec.disks,
             MAX_DISKS_AND_NICS,
             Disk::new,
         );
+        let cloud_init = spec.cloud_init.as_ref();
+        let cloud_init = cloud_init.map(|wire| CloudInit::new(&mut found, wire));
+        disks.extend(cloud_init.as_ref().and_then(|_| Disk::seed()));
         let nics = list(&mut found, "spec.nics", &spec.nics, MAX_DISKS_AND_NICS, nic);
         let together = disks.len() + nics.len();
         if together > MAX_DISKS_AND_NICS {
@@ -315,6 +338,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 display,
                 virtio_console: spec.virtio_console.is_some(),
                 shares,
+                cloud_init,
             }),
             _ => Err(found),
         }
@@ -343,6 +367,7 @@ fn disks_together(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec) {
     let source = |disk: &Disk| match &disk.source {
         Source::Path { path, .. } => ("path", path.display().to_string()),
         Source::Disk { name, .. } => ("disk", name.to_string()),
+        Source::Seed => ("cloudInit", String::new()),
     };
     let mut seen = BTreeMap::new();
     for disk in disks {
@@ -403,11 +428,47 @@ fn backing(found: &mut Violations, value: i32) -> Backing {
     }
 }
 
-fn boot(found: &mut Violations, boot: Option<&v1::BootSpec>) -> Option<Boot> {
-    let Some(v1::boot_spec::Source::Linux(linux)) = boot.and_then(|boot| boot.source.as_ref()) else {
-        found.add("spec.boot", "must say what to boot: give spec.boot.linux.kernel");
+fn boot(found: &mut Violations, spec: &v1::VmSpec) -> Option<Boot> {
+    match spec.boot.as_ref().and_then(|boot| boot.source.as_ref()) {
+        Some(v1::boot_spec::Source::Linux(linux)) => linux_boot(found, linux),
+        Some(v1::boot_spec::Source::FromDisk(disk)) => disk_boot(found, disk, spec),
+        None => {
+            let problem = "must say what to boot: give spec.boot.linux.kernel, or spec.boot.fromDisk for the kernel on a disk";
+            found.add("spec.boot", problem);
+            None
+        }
+    }
+}
+
+fn disk_boot(found: &mut Violations, boot: &v1::DiskBoot, spec: &v1::VmSpec) -> Option<Boot> {
+    let field = "spec.boot.fromDisk.disk";
+    let named = match boot.disk.as_str() {
+        "" => spec.disks.first(),
+        name => spec.disks.iter().find(|disk| disk.name == name),
+    };
+    let Some(disk) = named else {
+        let problem = match boot.disk.as_str() {
+            "" => "the VM has no disk: give it one in spec.disks".to_owned(),
+            name => format!("must be the name of one of spec.disks, is \"{name}\""),
+        };
+        found.add(field, problem);
         return None;
     };
+    let length = boot.cmdline_append.len();
+    if length > MAX_CMDLINE || boot.cmdline_append.contains(['\0', '\n']) {
+        found.add(
+            "spec.boot.fromDisk.cmdlineAppend",
+            format_args!("must be at most {MAX_CMDLINE} bytes without NUL and line feed, has {length}"),
+        );
+    }
+    Some(Boot::Disk {
+        // What is wrong with it is said of the disk.
+        disk: Name::try_from(disk.name.as_str()).ok()?,
+        append: boot.cmdline_append.clone(),
+    })
+}
+
+fn linux_boot(found: &mut Violations, linux: &v1::LinuxBoot) -> Option<Boot> {
     let kernel = absolute(found, "spec.boot.linux.kernel", &linux.kernel);
     let initrd = (!linux.initrd.is_empty())
         .then(|| absolute(found, "spec.boot.linux.initrd", &linux.initrd))

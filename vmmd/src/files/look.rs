@@ -4,7 +4,7 @@ use std::{path::Path, sync::Arc};
 
 use proto::model::{
     disk::{Disk, Source},
-    vm::{Boot, VmSpec},
+    vm::VmSpec,
 };
 
 use super::{
@@ -27,19 +27,16 @@ pub fn look(
     (name, had): (&str, &Known),
     elsewhere: bool,
 ) -> Vec<Problem> {
-    let Boot::Linux { kernel, initrd, .. } = &spec.boot;
+    let (kernel, initrd) = spec.boot.files();
     let kernels = Within::Roots(&sources.roots.kernels);
     let mut found = Vec::new();
     let mut note = |field: &str, failure: Failure| found.push(Problem::of(failure, field));
     let field = "spec.boot.linux.kernel";
-    if let Err(failure) = open_image(field, "KERNEL", kernel, kernels) {
+    if let Some(Err(failure)) = kernel.map(|kernel| open_image(field, "KERNEL", kernel, kernels)) {
         note(field, failure);
     }
     let field = "spec.boot.linux.initrd";
-    if let Some(Err(failure)) = initrd
-        .as_ref()
-        .map(|initrd| open_image(field, "INITRD", initrd, kernels))
-    {
+    if let Some(Err(failure)) = initrd.map(|initrd| open_image(field, "INITRD", initrd, kernels)) {
         note(field, failure);
     }
     let mut of_disks = 0;
@@ -109,30 +106,21 @@ enum Named {
 
 /// Field and path of all that a spec names by path, and what it is for.
 fn named_by_path(spec: &VmSpec) -> Vec<(String, &Path, Named)> {
-    let Boot::Linux { kernel, initrd, .. } = &spec.boot;
-    let kernel = (
-        "spec.boot.linux.kernel".to_owned(),
-        kernel.as_path(),
-        Named::Kernel,
-    );
-    let initrd = initrd.as_ref().map(|initrd| {
-        (
-            "spec.boot.linux.initrd".to_owned(),
-            initrd.as_path(),
-            Named::Kernel,
-        )
-    });
+    let (kernel, initrd) = spec.boot.files();
+    let kernel = kernel.map(|kernel| ("spec.boot.linux.kernel".to_owned(), kernel, Named::Kernel));
+    let initrd = initrd.map(|initrd| ("spec.boot.linux.initrd".to_owned(), initrd, Named::Kernel));
     let disks = spec.disks.iter().enumerate();
     let disks = disks.filter_map(|(index, disk)| match &disk.source {
         Source::Path { path, .. } => Some((format!("spec.disks[{index}].path"), path.as_path(), Named::Disk)),
-        Source::Disk { .. } => None,
+        Source::Disk { .. } | Source::Seed => None,
     });
     let shares = spec.shares.iter().enumerate();
     let shares = shares.map(|(index, share)| {
         let field = format!("spec.shares[{index}].path");
         (field, share.path.as_path(), Named::Share)
     });
-    std::iter::once(kernel)
+    kernel
+        .into_iter()
         .chain(initrd)
         .chain(disks)
         .chain(shares)
@@ -147,6 +135,9 @@ fn look_at_disk(
     name: &str,
     had: &Known,
 ) -> Result<usize, Failure> {
+    if disk.source == Source::Seed {
+        return Ok(1);
+    }
     let opened = open_disk(field, disk, sources, Locks::None)?;
     known::check_disk(had, field, disk, &opened)?;
     let OpenDisk { fd, backing, ids, .. } = opened;

@@ -53,10 +53,12 @@ const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
 /// All files of a VM, open.
 #[derive(Debug)]
 pub struct Files {
-    /// The kernel image.
-    pub kernel: OwnedFd,
+    /// The kernel image; none while it is only on a disk.
+    pub kernel: Option<OwnedFd>,
     /// The initial RAM disk.
     pub initrd: Option<OwnedFd>,
+    /// The kernel's command line.
+    pub cmdline: String,
     /// In the order of the spec, each locked.
     pub disks: Vec<OpenDisk>,
 }
@@ -102,13 +104,15 @@ pub enum Locks {
 
 /// Opens and checks everything for a start; a path with another file than the `known` one is refused. Returns also which files those
 /// are that the spec names by path.
+/// `seed` makes the seed of cloud-init.
 pub fn open(
     spec: &VmSpec,
     sources: &Sources<'_>,
     known: &Known,
     locks: Locks,
+    seed: impl Fn() -> io::Result<OwnedFd>,
 ) -> Result<(Files, Known), Failure> {
-    let Boot::Linux { kernel, initrd, .. } = &spec.boot;
+    let (kernel, initrd) = spec.boot.files();
     let kernels = Within::Roots(&sources.roots.kernels);
     let mut found = Known::new();
     let mut open_boot = |field: &str, what, path: &Path| {
@@ -116,21 +120,40 @@ pub fn open(
         found.extend([known::check(known, field, path, &fd)?]);
         Ok::<_, Failure>(fd)
     };
-    let kernel = open_boot("spec.boot.linux.kernel", "KERNEL", kernel)?;
+    let kernel = kernel
+        .map(|kernel| open_boot("spec.boot.linux.kernel", "KERNEL", kernel))
+        .transpose()?;
     let initrd = initrd
-        .as_ref()
         .map(|initrd| open_boot("spec.boot.linux.initrd", "INITRD", initrd))
         .transpose()?;
     let mut disks = Vec::new();
     for (index, disk) in spec.disks.iter().enumerate() {
         let field = format!("spec.disks[{index}]");
+        if disk.source == Source::Seed {
+            let fd = seed().map_err(|error| {
+                Failure::internal(format!("make the seed of cloud-init: {}", text::words(&error)))
+            })?;
+            disks.push(OpenDisk {
+                fd,
+                format: Format::Raw,
+                backing: Vec::new(),
+                discard_granularity: None,
+                ids: Vec::new(),
+            });
+            continue;
+        }
         let opened = open_disk(&field, disk, sources, locks)?;
         found.extend(known::check_disk(known, &field, disk, &opened)?);
         disks.push(opened);
     }
+    let cmdline = match &spec.boot {
+        Boot::Linux { cmdline, .. } => cmdline.clone(),
+        Boot::Disk { .. } => String::new(),
+    };
     let files = Files {
         kernel,
         initrd,
+        cmdline,
         disks,
     };
     let of_disks: usize = files.disks.iter().map(|disk| 1 + disk.backing.len()).sum();
@@ -145,8 +168,11 @@ pub fn learn(known: &Known, field: &str, disk: &Disk, opened: &OpenDisk) -> Resu
 
 /// Refused as TOO_MANY_FILES when a VM whose disks are this many files has more than a `vmm` can be given.
 fn beyond(spec: &VmSpec, of_disks: usize) -> Option<Failure> {
-    let Boot::Linux { initrd, .. } = &spec.boot;
-    let all = OTHER_FDS + usize::from(initrd.is_some()) + nic_queues(spec) + of_disks + spec.shares.len();
+    let has_initrd = match &spec.boot {
+        Boot::Linux { initrd, .. } => initrd.is_some(),
+        Boot::Disk { .. } => true,
+    };
+    let all = OTHER_FDS + usize::from(has_initrd) + nic_queues(spec) + of_disks + spec.shares.len();
     let too_many = all.checked_sub(MAX_FDS).filter(|too_many| *too_many > 0)?;
     let message = format!(
         "spec.disks: the disks and the disks below their overlays are {of_disks} files, {too_many} too many: copy overlays \
@@ -173,8 +199,8 @@ pub fn identify(disks: &[Disk], sources: &Sources<'_>) -> BTreeMap<String, Vec<F
 
 /// All that a VM's spec names, for choosing where to look for it.
 pub fn named(spec: &VmSpec, sources: &Sources<'_>) -> Vec<PathBuf> {
-    let Boot::Linux { kernel, initrd, .. } = &spec.boot;
-    let boot = std::iter::once(kernel).chain(initrd).cloned();
+    let (kernel, initrd) = spec.boot.files();
+    let boot = kernel.into_iter().chain(initrd).map(Path::to_owned);
     boot.chain(spec.disks.iter().flat_map(|disk| paths(disk, sources)))
         .collect()
 }
@@ -182,6 +208,7 @@ pub fn named(spec: &VmSpec, sources: &Sources<'_>) -> Vec<PathBuf> {
 /// Where a disk is, and then what is below it.
 pub fn paths(disk: &Disk, sources: &Sources<'_>) -> Vec<PathBuf> {
     match &disk.source {
+        Source::Seed => Vec::new(),
         Source::Path { path, .. } => vec![path.clone()],
         Source::Disk { name, .. } => {
             let resolved = sources.disks.resolve(&sources.folder, name.as_str()).ok();
@@ -208,6 +235,8 @@ pub fn bytes_in_memory(spec: &VmSpec, sources: &Sources<'_>) -> u64 {
 /// Opens and locks a disk with all that is below it; `field` is its path in the request.
 pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) -> Result<OpenDisk, Failure> {
     let (label, path, within, format, below) = match &disk.source {
+        // Made when the VM starts, and opened nowhere else.
+        Source::Seed => return Err(Failure::internal("the seed of cloud-init can't be opened")),
         Source::Path { path, format } => (
             format!("{field}.path: disk \"{}\": \"{}\"", disk.name, path.display()),
             path.clone(),

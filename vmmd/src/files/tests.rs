@@ -44,6 +44,7 @@ fn case() -> Case {
         display: None,
         virtio_console: false,
         shares: Vec::new(),
+        cloud_init: None,
     };
     Case {
         folder,
@@ -82,7 +83,10 @@ impl Case {
     }
 
     fn open_with(&self, locks: Locks) -> Result<Files, Failure> {
-        open(&self.spec, &self.sources(), &Known::new(), locks).map(|(files, _)| files)
+        open(&self.spec, &self.sources(), &Known::new(), locks, || {
+            unreachable!("there is no cloud-init")
+        })
+        .map(|(files, _)| files)
     }
 
     fn sources(&self) -> Sources<'_> {
@@ -213,7 +217,10 @@ fn a_raw_disk_that_is_an_image_of_another_format_is_refused_while_it_is_new() {
     // The guest may have written it there.
     let known: Known = [(key(&case.path("disk")), Default::default())].into();
     assert_eq!(problems(&known), []);
-    open(&case.spec, &case.sources(), &known, Locks::Take).unwrap();
+    open(&case.spec, &case.sources(), &known, Locks::Take, || {
+        unreachable!("there is no cloud-init")
+    })
+    .unwrap();
     case.spec.disks[0].any_content = true;
     case.open().unwrap();
 }

@@ -81,7 +81,8 @@ pub fn refuse_what_stays(wire: &v1::VmSpec) -> Result<(), Failure> {
         match &disk.source {
             Source::Path {
                 format: Format::Raw, ..
-            } => {}
+            }
+            | Source::Seed => {}
             Source::Path { .. } => {
                 let why = "and a qcow2 image can't go to another node while it is written to: only raw disks on storage that both nodes share can";
                 return refuse(disk, why);

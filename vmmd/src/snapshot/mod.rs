@@ -132,7 +132,7 @@ pub fn describe(record: &SnapshotRecord) -> v1::Snapshot {
         }),
         status: Some(v1::SnapshotStatus {
             vm_uid: vm_uid(record).to_string(),
-            vm_spec: record.vm_spec.clone(),
+            vm_spec: crate::vm::shown(record.vm_spec.as_ref()),
             complete_time: text::timestamp(record.completed_ms),
             size_bytes: record.size_bytes,
             written_bytes: record.written_bytes,

@@ -20,5 +20,8 @@ mod spec;
 mod start;
 
 pub use actor::public_stats;
-pub use api::create::{Incoming, create, create_as, create_incoming};
+pub use api::{
+    create::{Incoming, create, create_as, create_incoming},
+    describe::shown,
+};
 pub use start::refused;

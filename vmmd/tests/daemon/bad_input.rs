@@ -25,7 +25,9 @@ fn spec(vm: &mut v1::Vm) -> &mut v1::VmSpec {
 }
 
 fn linux(vm: &mut v1::Vm) -> &mut v1::LinuxBoot {
-    let v1::boot_spec::Source::Linux(linux) = spec(vm).boot.as_mut().unwrap().source.as_mut().unwrap();
+    let v1::boot_spec::Source::Linux(linux) = spec(vm).boot.as_mut().unwrap().source.as_mut().unwrap() else {
+        panic!("it boots a kernel of the node");
+    };
     linux
 }
 

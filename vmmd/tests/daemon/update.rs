@@ -25,7 +25,7 @@ fn milliseconds(milliseconds: i32) -> Option<well_known::Duration> {
     })
 }
 
-fn request(vm: v1::Vm) -> v1::UpdateVmRequest {
+pub fn request(vm: v1::Vm) -> v1::UpdateVmRequest {
     v1::UpdateVmRequest {
         vm: Some(vm),
         ..Default::default()

@@ -1,4 +1,4 @@
-//! `vmm image create|resize|import`: no qcow2 image, but its magic and size where a header has them (qcow2 specification,
+//! `vmm image create|resize|import|boot`: no qcow2 image, but its magic and size where a header has them (qcow2 specification,
 //! "Header"), and from byte 4,096 on who made it: "uid=… caps=…".
 //!
 //! An executable called `image-fails` has no space, one called `image-hangs` never ends.
@@ -29,6 +29,9 @@ pub fn run() -> ! {
     }
     if command == "import" {
         import(value("--max-size").unwrap());
+    }
+    if command == "boot" {
+        boot();
     }
     let image = File::from(owned(i32::try_from(value("--fd").unwrap()).unwrap()));
     let size = value("--size").unwrap();
@@ -64,6 +67,24 @@ pub fn run() -> ! {
     }
     image.write_all_at(&size.to_be_bytes(), 24).unwrap();
     println!("{{\"virtual_size\": {size}}}");
+    process::exit(0);
+}
+
+/// A disk that begins with "boots:WORDS\n" has a kernel with that content, and the words as its command line.
+fn boot() -> ! {
+    let (disk, mut kernel) = (File::from(owned(3)), File::from(owned(4)));
+    let mut head = [0; 512];
+    disk.read_exact_at(&mut head, 0).unwrap();
+    assert!(disk.write_at(&head, 0).is_err(), "it is not to be written to");
+    let head = String::from_utf8_lossy(&head);
+    let Some((words, _)) = head.strip_prefix("boots:").and_then(|rest| rest.split_once('\n')) else {
+        eprintln!("vmm: no kernel was found on the disk: it has LVM");
+        process::exit(1);
+    };
+    kernel.write_all(words.as_bytes()).unwrap();
+    println!(
+        "{{\"kernel\": \"/boot/vmlinuz\", \"initrd_bytes\": 0, \"cmdline\": \"{words}\", \"by\": \"a link\"}}"
+    );
     process::exit(0);
 }
 

@@ -115,6 +115,30 @@ impl Qcow2Image {
         Ok(Self { target, ..image })
     }
 
+    /// Opens an image for reading that the caller's own lock, taken through another descriptor, keeps others from writing to; no lock is
+    /// taken here. See [`open`](Self::open) for `backing`.
+    ///
+    /// # Errors
+    ///
+    /// It can't be used as a qcow2 image.
+    pub fn open_without_lock(fd: OwnedFd, backing: Vec<Backing>) -> Result<Self, OpenError> {
+        let below = backing.into_iter().map(|backing| match backing {
+            Backing::Raw(fd) => Below::Raw(Arc::new(File::from(fd))),
+            Backing::Qcow2(fd) => Below::Qcow2(Arc::new(File::from(fd))),
+        });
+        Self::open_on(Arc::new(File::from(fd)), true, below.collect())
+    }
+
+    /// Fills `data` from byte `offset` of the disk on; all of it lies within the disk. For an image that nobody writes to.
+    ///
+    /// # Errors
+    ///
+    /// The image can't be read, or its tables point beyond the file.
+    pub fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
+        let read = catch_unwind(AssertUnwindSafe(|| self.disk.read_at(data, offset)));
+        read.unwrap_or_else(|_| Err(io::Error::other("its tables are beyond what was expected")))
+    }
+
     /// Calls `take` with each piece of the disk's data and its offset in bytes, in order. What was never written to, and reads as zeroes,
     /// is left out. For an image that nobody writes to.
     ///

@@ -33,6 +33,8 @@ stored! {
         virtio_console: Option<VirtioConsoleSpec>,
         #[prost(message, repeated, tag = "16")]
         shares: Vec<ShareSpec>,
+        #[prost(message, optional, tag = "20")]
+        cloud_init: Option<CloudInit>,
     }
 }
 
@@ -77,6 +79,32 @@ stored! {
 }
 
 stored! {
+    /// What cloud-init is told, with its secrets.
+    CloudInit of v1::CloudInit {
+        #[prost(string, tag = "1")]
+        user_data: String,
+        #[prost(string, tag = "2")]
+        user_data_digest: String,
+        #[prost(string, tag = "3")]
+        network_config: String,
+        #[prost(string, tag = "4")]
+        hostname: String,
+        #[prost(string, repeated, tag = "5")]
+        ssh_authorized_keys: Vec<String>,
+        #[prost(string, tag = "6")]
+        password_hash: String,
+        #[prost(string, tag = "7")]
+        password_hash_digest: String,
+        #[prost(string, tag = "8")]
+        instance_id: String,
+        #[prost(string, tag = "9")]
+        vendor_data: String,
+        #[prost(string, tag = "10")]
+        user_data_base64: String,
+    }
+}
+
+stored! {
     /// Virtual CPUs.
     CpuSpec of v1::CpuSpec {
         #[prost(uint32, tag = "1")]
@@ -111,7 +139,7 @@ stored! {
 stored! {
     /// What a VM boots.
     BootSpec of v1::BootSpec {
-        #[prost(oneof = "BootSource", tags = "1")]
+        #[prost(oneof = "BootSource", tags = "1, 2")]
         source: Option<BootSource>,
     }
 }
@@ -121,6 +149,18 @@ stored! {
 pub enum BootSource {
     #[prost(message, tag = "1")]
     Linux(LinuxBoot),
+    #[prost(message, tag = "2")]
+    FromDisk(DiskBoot),
+}
+
+stored! {
+    /// The kernel that is installed on a disk.
+    DiskBoot of v1::DiskBoot {
+        #[prost(string, tag = "1")]
+        disk: String,
+        #[prost(string, tag = "2")]
+        cmdline_append: String,
+    }
 }
 
 stored! {
@@ -292,6 +332,7 @@ impl Mirror<BootSource> for v1::boot_spec::Source {
     fn mirror(self) -> BootSource {
         match self {
             Self::Linux(linux) => BootSource::Linux(linux.mirror()),
+            Self::FromDisk(disk) => BootSource::FromDisk(disk.mirror()),
         }
     }
 }
@@ -300,6 +341,7 @@ impl Mirror<v1::boot_spec::Source> for BootSource {
     fn mirror(self) -> v1::boot_spec::Source {
         match self {
             Self::Linux(linux) => v1::boot_spec::Source::Linux(linux.mirror()),
+            Self::FromDisk(disk) => v1::boot_spec::Source::FromDisk(disk.mirror()),
         }
     }
 }

@@ -1,9 +1,12 @@
 //! What the VM's run policy does: starts after a back-off, at the node's boot, at the VM's creation; and what it refuses.
 
-use proto::v1::EventSeverity;
+use proto::{model::vm::Boot, v1::EventSeverity};
 use tokio::time::{Duration, Instant};
 
-use super::Actor;
+use super::{
+    Actor,
+    work::{Then, Work},
+};
 use crate::{
     capacity::Demand,
     context::{Context, Initiator},
@@ -12,11 +15,17 @@ use crate::{
     registry::vms::command::{Life, Request},
     store::{Intent, RestartRecord},
     text,
-    vm::lifecycle::{
-        admission::{Refusal, Situation},
-        policy::{BackOff, Decision, Occasion, decide, refuses},
+    vm::{
+        lifecycle::{
+            admission::{Refusal, Situation},
+            policy::{BackOff, Decision, Occasion, decide, refuses},
+        },
+        spec::change,
     },
 };
+
+/// A guest that resets its machine more often boots the same kernel again.
+const REBOOTS: Duration = Duration::from_secs(10);
 
 impl Actor {
     /// Whether the node and the run policy let a request be. A refusal by the policy is told.
@@ -168,6 +177,25 @@ impl Actor {
         );
         self.tell(EventSeverity::Normal, "StartedByPolicy", &message);
         self.begin_start(operation, None).await;
+    }
+
+    /// Starts the VM anew whose guest has reset it, when it boots the kernel on a disk: the machine has a copy of the one that was there at
+    /// its start, and the guest may have installed another one since. A guest that resets it again soon gets the copy.
+    pub(super) fn reboot_from_disk(&mut self) {
+        let machine = change::machine(&self.record, &self.spec);
+        let soon = self.rebooted.is_some_and(|last| last.elapsed() < REBOOTS);
+        if soon || !matches!(machine.boot, Boot::Disk { .. }) || !matches!(self.work, Work::None) {
+            return;
+        }
+        self.rebooted = Some(Instant::now());
+        let context = Context {
+            initiator: Initiator::RunPolicy,
+            ..Context::default()
+        };
+        let operation = self.operation(Type::VmRestart, &context, None);
+        let message = "the guest reset its machine: the kernel on its disk is looked for anew";
+        self.tell(EventSeverity::Normal, "RestartedForKernel", message);
+        self.begin_stop(None, operation, Then::Start);
     }
 
     /// A stop by request ends what the policy had in mind.

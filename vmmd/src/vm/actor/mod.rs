@@ -97,6 +97,8 @@ pub struct Actor {
     held: bool,
     /// The stop under way makes room: the run policy waits until the node takes VMs again.
     evacuated: bool,
+    /// When it was started anew because its guest had reset it.
+    rebooted: Option<Instant>,
     /// When a reset by the guest was last told of.
     reset_told: Option<Instant>,
     /// The same of resets after a crash.
@@ -162,6 +164,7 @@ impl Actor {
             timer: None,
             held: false,
             evacuated: false,
+            rebooted: None,
             reset_told: None,
             crash_told: None,
             asks_state: false,

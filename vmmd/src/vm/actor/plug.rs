@@ -155,6 +155,7 @@ pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> R
     let record = match &disk.source {
         Source::Disk { name, .. } => Some(host.disks.get(name.as_str())?),
         Source::Path { .. } => None,
+        Source::Seed => return Err(is_seed()),
     };
     let stats = stats(&client)
         .await
@@ -172,7 +173,7 @@ pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> R
             });
             looking.await?
         }
-        Source::Disk { .. } => false,
+        Source::Disk { .. } | Source::Seed => false,
     };
     if block_device && size != 0 {
         return Err(disk::block_device(&name, present));
@@ -211,6 +212,13 @@ pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> R
     Ok(grown)
 }
 
+fn is_seed() -> Failure {
+    Failure::precondition(
+        "DISK_IS_SEED",
+        "the disk is made by the daemon at each start and has a fixed size",
+    )
+}
+
 /// Makes a disk of a VM without a process larger; returns the size.
 pub async fn resize_file(host: &Arc<Host>, disk: &Disk, size: u64) -> Result<u64, Failure> {
     match &disk.source {
@@ -236,6 +244,7 @@ pub async fn resize_file(host: &Arc<Host>, disk: &Disk, size: u64) -> Result<u64
             };
             disk::grow(host, growing, size, Control::default()).await
         }
+        Source::Seed => Err(is_seed()),
     }
 }
 

@@ -449,6 +449,7 @@ impl Actor {
                     instance.panicked = false;
                 }
                 self.tell_guest_reset();
+                self.reboot_from_disk();
                 self.publish();
             }
             Some(event::Kind::CrashReset(reset)) => {

@@ -39,7 +39,7 @@ use crate::{
         lifecycle::admission::{self, Applied},
         spec::{
             change::{self, Live, Verdict},
-            machine,
+            machine, secret,
         },
     },
 };
@@ -146,10 +146,13 @@ impl Actor {
         let present = self.state();
         if self.has_begun(&update.context) {
             // An earlier daemon has written it, and was not there to answer. What was written since is newer.
-            return Ok((applied, Desired::new(present.as_ref().clone())?));
+            let mut present = present.as_ref().clone();
+            self.with_secrets(&mut present)?;
+            return Ok((applied, Desired::new(present)?));
         }
         self.preconditions(update)?;
-        let desired = update.desired(&present, &self.host.disks)?;
+        let mut desired = update.desired(&present, &self.host.disks)?;
+        self.with_secrets(&mut desired)?;
         Ok((applied, Desired::new(desired)?))
     }
 
@@ -184,6 +187,19 @@ impl Actor {
         }
         self.commit(record, desired, &update.context);
         Ok(())
+    }
+
+    /// Puts back what clients are not shown.
+    fn with_secrets(&self, vm: &mut v1::Vm) -> Result<(), Failure> {
+        let present = self
+            .record
+            .spec
+            .as_ref()
+            .and_then(|spec| spec.cloud_init.as_ref());
+        match &mut vm.spec {
+            Some(spec) => Ok(secret::restore(spec, present)?),
+            None => Ok(()),
+        }
     }
 
     fn preconditions(&self, update: &Update) -> Result<(), Failure> {

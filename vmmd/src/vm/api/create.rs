@@ -29,7 +29,7 @@ use crate::{
     vm::{
         actor::{Actor, Attachments},
         lifecycle::policy::{Decision, Occasion, decide, refuses},
-        spec::machine,
+        spec::{machine, secret},
     },
 };
 
@@ -104,6 +104,9 @@ async fn create_with(
     }
     for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
         host.disks.fill_format(disk);
+    }
+    if let Some(spec) = &mut vm.spec {
+        secret::restore(spec, None)?;
     }
     let manifest = validate(&vm)?;
     let policy = manifest.spec.run_policy;

@@ -23,10 +23,17 @@ use crate::{
         lifecycle::policy,
         spec::{
             change::{self, Change},
-            machine,
+            machine, secret,
         },
     },
 };
+
+/// A spec without its secrets.
+pub fn shown(spec: Option<&v1::VmSpec>) -> Option<v1::VmSpec> {
+    let mut spec = spec.cloned()?;
+    secret::redact(&mut spec);
+    Some(spec)
+}
 
 /// What an actor knows beside the record.
 #[derive(Clone, Debug)]
@@ -141,7 +148,7 @@ impl View {
         };
         v1::Vm {
             metadata: Some(metadata),
-            spec: record.spec.clone(),
+            spec: shown(record.spec.as_ref()),
             status: Some(status),
         }
     }
@@ -279,10 +286,12 @@ fn disks(
         .iter()
         .filter(|wire| !spec.disks.iter().any(|disk| disk.name.as_str() == wire.name))
         .filter_map(change::validated);
-    let described = spec.disks.iter().cloned().chain(only_there).map(|disk| {
+    let own = spec.disks.iter().filter(|disk| disk.source != Source::Seed);
+    let described = own.cloned().chain(only_there).map(|disk| {
         let name = disk.name.as_str();
         let known = attached.get(name).filter(|_| running);
         let (path, size) = match &disk.source {
+            Source::Seed => (String::new(), 0),
             Source::Path { path, .. } => (path.display().to_string(), 0),
             Source::Disk { name, .. } => {
                 let resolved = host.disks.resolve(&host.disk_folder(), name.as_str());

@@ -409,7 +409,7 @@ impl Unusable {
         };
         v1::Vm {
             metadata: Some(metadata),
-            spec: self.record.spec.clone(),
+            spec: crate::vm::shown(self.record.spec.as_ref()),
             status: Some(status),
         }
     }

@@ -7,14 +7,7 @@ use std::{
 };
 
 use proto::{
-    model::{
-        disk::Disk,
-        nic::Mac,
-        pci,
-        policy::ClockOnResume,
-        resources::HugePages,
-        vm::{Boot, VmSpec},
-    },
+    model::{disk::Disk, nic::Mac, pci, policy::ClockOnResume, resources::HugePages, vm::VmSpec},
     vmm::{self, MachineSpec},
 };
 use uuid::Uuid;
@@ -169,10 +162,10 @@ pub fn assemble(
     parts: Parts,
 ) -> (MachineSpec, Vec<OwnedFd>) {
     let mut fds = Descriptors::default();
-    let Boot::Linux { cmdline, .. } = &spec.boot;
     let Files {
         kernel,
         initrd,
+        cmdline,
         disks,
     } = parts.files;
     let machine = MachineSpec {
@@ -184,10 +177,10 @@ pub fn assemble(
         kvm_fd: fds.add(parts.kvm),
         rng_fd: fds.add(parts.random),
         rng_pci_slot: hardware.rng_slot,
-        kernel: Some(vmm::Kernel {
+        kernel: kernel.map(|kernel| vmm::Kernel {
             kernel_fd: fds.add(kernel),
             initrd_fd: initrd.map(|fd| fds.add(fd)),
-            cmdline: cmdline.clone(),
+            cmdline,
         }),
         serial_log_fd: Some(fds.add(parts.serial.0)),
         serial_log_old_fd: Some(fds.add(parts.serial.1)),
@@ -401,8 +394,9 @@ mod tests {
                 kvm: null(),
                 random: null(),
                 files: Files {
-                    kernel: null(),
+                    kernel: Some(null()),
                     initrd: Some(null()),
+                    cmdline: String::new(),
                     disks: (0..disks).map(|_| open_disk(6)).collect(),
                 },
                 taps: (0..nics).map(|_| tap()).collect(),

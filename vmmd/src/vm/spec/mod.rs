@@ -3,3 +3,4 @@
 pub mod change;
 pub mod limits;
 pub mod machine;
+pub mod secret;

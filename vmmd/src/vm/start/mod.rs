@@ -3,7 +3,9 @@
 
 mod failures;
 mod fork;
+mod kernel;
 mod prepare;
+mod seed;
 
 use std::{
     collections::BTreeMap,
@@ -114,10 +116,14 @@ pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Re
         Ok::<_, Failure>((plan, checked))
     });
     // Nothing is there yet that would have to be removed.
-    let (plan, checked) = tokio::select! {
+    let (plan, mut checked) = tokio::select! {
         checked = checking => checked??,
         () = cancel.cancelled() => return Err(cancelled(&name)),
     };
+    tokio::select! {
+        found = kernel::find(&host, &name, &plan.spec, &mut checked.files) => found?,
+        () = cancel.cancelled() => return Err(cancelled(&name)),
+    }
     plan.report
         .progress(Progress::steps(1, STEPS), "making the vmm process");
     let uid = plan.uid;

@@ -10,9 +10,10 @@ use std::{
     path::Path,
 };
 
+use proto::model::{cloud_init::CloudInit, nic::Mac};
 use uuid::Uuid;
 
-use super::{Plan, failures::failed};
+use super::{Plan, failures::failed, seed::Seed};
 use crate::{
     capacity::{Demand, placement},
     cgroup::plan::Plan as Limits,
@@ -23,7 +24,8 @@ use crate::{
     node::check::Look,
     paths::{LogDir, RuntimeDir},
     share,
-    vm::spec::limits,
+    store::Hardware,
+    vm::spec::{limits, machine},
 };
 
 /// What the VM needs of what is there.
@@ -58,13 +60,24 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         placement::refuse(&placement::decide(&demand.resources, &look.picture(host, others)))
     })?;
     let kvm = files::open_kvm(&host.config.kvm_device)?;
+    let nics = nics(plan);
+    let seed = || {
+        let none = CloudInit::default();
+        let seed = Seed {
+            init: spec.cloud_init.as_ref().unwrap_or(&none),
+            uid,
+            name: &plan.record.name,
+            nics: &nics,
+        };
+        seed.make()
+    };
     let comes = plan.restore.as_ref().is_some_and(|restore| restore.stream);
     let (files, known) = if comes {
         // The source has looked at what is in them.
         let any = files::any_of_disks(spec);
-        files::open(spec, &host.sources(), &any, Locks::Elsewhere)?
+        files::open(spec, &host.sources(), &any, Locks::Elsewhere, seed)?
     } else {
-        files::open(spec, &host.sources(), &plan.record.files, Locks::Take)?
+        files::open(spec, &host.sources(), &plan.record.files, Locks::Take, seed)?
     };
     for share in &spec.shares {
         share::open(share, &host.config.roots.shares)?;
@@ -85,6 +98,18 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         executable,
         limits,
     })
+}
+
+/// The VM's NICs with their addresses.
+fn nics(plan: &Plan) -> Vec<(String, Mac)> {
+    let none = Hardware::default();
+    let hardware = plan.record.hardware.as_ref().unwrap_or(&none);
+    let nics = plan.spec.nics.iter();
+    let addressed = nics.filter_map(|nic| {
+        let mac = machine::mac(hardware, nic.name.as_str())?;
+        Some((nic.name.to_string(), mac))
+    });
+    addressed.collect()
 }
 
 pub(super) fn make(

@@ -1,4 +1,4 @@
-//! Reads the whole disk in an image that nobody writes to.
+//! Reads the disk in an image that nobody writes to.
 
 use std::io;
 
@@ -10,6 +10,15 @@ use super::{Disk, advance, bytes, shared};
 const PIECE: u64 = 1 << 20;
 
 impl Disk {
+    /// Fills `data` from `offset` on, all of which lies within the disk.
+    pub(in crate::block::qcow2) fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
+        let end = advance(offset, data.len() as u64)?;
+        if end > self.capacity() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        shared(&self.access).read(data, offset)
+    }
+
     /// Calls `take` with each piece of data and its offset, in the order of the disk; ranges that read as zeroes because nothing was
     /// written to them are left out.
     pub(in crate::block::qcow2) fn each_data(

@@ -21,6 +21,8 @@ pub enum Command {
     Resize(Resize),
     /// Looks for corruption and leaks in an image that nobody writes to
     Check(Check),
+    /// Finds the kernel that is installed on a disk, and copies it and its initial RAM disk
+    Boot(Boot),
     /// Makes a raw image of a file of any known format, compressed or not; says how far it is in lines of JSON
     Import(Import),
 }
@@ -73,6 +75,24 @@ pub struct Resize {
     pub size: u64,
     #[command(flatten)]
     pub below: Below,
+}
+
+#[derive(Debug, Args)]
+pub struct Boot {
+    /// Descriptor of the image, open for reading; no lock is taken
+    #[arg(long, value_name = "FD")]
+    pub fd: RawFd,
+    /// Its format
+    #[arg(long)]
+    pub format: Format,
+    #[command(flatten)]
+    pub below: Below,
+    /// Descriptor of an empty file for the kernel
+    #[arg(long, value_name = "FD")]
+    pub kernel_fd: RawFd,
+    /// Descriptor of an empty file for the initial RAM disk
+    #[arg(long, value_name = "FD")]
+    pub initrd_fd: RawFd,
 }
 
 #[derive(Debug, Args)]

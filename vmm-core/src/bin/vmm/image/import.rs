@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 
 use super::{
     args::Import,
+    foreign::{self, Foreign, Sink},
     source::{Compression, HEAD, Kind, decompressed, head},
     take,
 };
@@ -52,6 +53,7 @@ pub fn import(args: &Import) -> Result<Value> {
         let kind = Kind::of(&first)?;
         let size = match kind {
             Kind::Qcow2 => convert(source, &mut writer)?,
+            Kind::Foreign(kind) => read_foreign(kind, &source, &mut writer)?,
             _ => copy(&source, &mut writer)?,
         };
         return finish(&target, kind, None, size);
@@ -64,14 +66,19 @@ pub fn import(args: &Import) -> Result<Value> {
         .with_context(|| broken(compression))?;
     let kind = Kind::of(&first)?;
     let mut content = first.as_slice().chain(content);
-    let size = if kind == Kind::Qcow2 {
+    let size = if matches!(kind, Kind::Qcow2 | Kind::Foreign(_)) {
         let mut unpacked = Writer {
             target: &scratch,
             ..writer
         };
-        unpacked.unpack(&mut content, compression)?;
+        let length = unpacked.unpack(&mut content, compression)?;
+        // Zeroes at the end were not written.
+        scratch.set_len(length).context("unpack the image")?;
         writer.since_look = 0;
-        convert(scratch, &mut writer)?
+        match kind {
+            Kind::Foreign(kind) => read_foreign(kind, &scratch, &mut writer)?,
+            _ => convert(scratch, &mut writer)?,
+        }
     } else {
         writer.unpack(&mut content, compression)?
     };
@@ -90,7 +97,13 @@ fn finish(target: &File, kind: Kind, compression: Option<Compression>, size: u64
     if size == 0 {
         bail!("the image is empty");
     }
-    let size = size.next_multiple_of(SECTOR);
+    let mut size = size.next_multiple_of(SECTOR);
+    let mut kind = kind;
+    if kind == Kind::Raw && foreign::is_fixed_vhd(target) {
+        // The disk is all that comes before the footer.
+        kind = Kind::Foreign(Foreign::Vhd);
+        size -= SECTOR;
+    }
     target
         .set_len(size)
         .with_context(|| format!("make the image {size} bytes long"))?;
@@ -151,6 +164,28 @@ fn convert(source: File, writer: &mut Writer<'_>) -> Result<u64> {
         (None, Err(error)) => Err(error).context("the qcow2 image is damaged, it can't be read to its end"),
         (None, Ok(())) => Ok(size),
     }
+}
+
+/// Copies what an image of another hypervisor holds.
+fn read_foreign(kind: Foreign, source: &File, writer: &mut Writer<'_>) -> Result<u64> {
+    struct Into<'a, 'b> {
+        writer: &'a mut Writer<'b>,
+        size: u64,
+    }
+    impl Sink for Into<'_, '_> {
+        fn size(&mut self, bytes: u64) -> Result<()> {
+            self.size = bytes;
+            self.writer.total = bytes;
+            self.writer.check_size(bytes)
+        }
+
+        fn data(&mut self, offset: u64, data: &[u8]) -> Result<()> {
+            self.writer.write(data, offset)
+        }
+    }
+    let mut sink = Into { writer, size: 0 };
+    foreign::read(kind, source, &mut sink)?;
+    Ok(sink.size)
 }
 
 /// Refuses an image whose L2 tables are not in the file: what they would map would read as zeroes (qcow2 specification, "L1 table entry").

@@ -3,6 +3,8 @@
 //! error when it fails.
 
 pub mod args;
+mod boot;
+mod foreign;
 mod import;
 mod source;
 
@@ -37,6 +39,7 @@ pub fn image(args: &Image) -> Result<i32> {
         Command::Info(which) => (info(&File::from(take(which.fd)?), which.format)?, exit_code::OK),
         Command::Resize(args) => (resize(args)?, exit_code::OK),
         Command::Check(args) => check(args)?,
+        Command::Boot(args) => (boot::boot(args)?, exit_code::OK),
         Command::Import(args) => (import::import(args)?, exit_code::OK),
     };
     println!("{result}");

@@ -12,6 +12,8 @@ use flate2::bufread::MultiGzDecoder;
 use lzma_rust2::XzReader;
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
+use super::foreign::Foreign;
+
 /// Read from the file at a time, in bytes.
 const BUFFER: usize = 256 << 10;
 /// Enough of a file to know its format, in bytes: the magic number of a VDI image is the last one (offset 64).
@@ -56,6 +58,8 @@ pub enum Kind {
     Raw,
     Qcow2,
     Iso,
+    /// Of another hypervisor.
+    Foreign(Foreign),
 }
 
 impl Kind {
@@ -72,13 +76,18 @@ impl Kind {
         if at(0, b"QFI\xfb") {
             return Ok(Self::Qcow2);
         }
+        let foreign = [
+            (0, b"KDMV".as_slice(), Foreign::Vmdk),
+            (0, b"# Disk DescriptorFile", Foreign::Vmdk),
+            (0, b"vhdxfile", Foreign::Vhdx),
+            (0, b"conectix", Foreign::Vhd),
+            (64, b"\x7f\x10\xda\xbe", Foreign::Vdi),
+        ];
+        if let Some((_, _, kind)) = foreign.iter().find(|(offset, magic, _)| at(*offset, magic)) {
+            return Ok(Self::Foreign(*kind));
+        }
         let others = [
-            (0, b"KDMV".as_slice(), "vmdk"),
-            (0, b"# Disk DescriptorFile", "vmdk"),
-            (0, b"vhdxfile", "vhdx"),
-            (0, b"conectix", "vhd"),
-            (64, b"\x7f\x10\xda\xbe", "vdi"),
-            (0, b"QED\0", "qed"),
+            (0, b"QED\0".as_slice(), "qed"),
             (0, b"WithoutFreeSpace", "parallels"),
             (0, b"WithouFreSpacExt", "parallels"),
             (0, b"LUKS\xba\xbe", "luks"),
@@ -102,6 +111,7 @@ impl Kind {
             Self::Raw => "raw",
             Self::Qcow2 => "qcow2",
             Self::Iso => "iso",
+            Self::Foreign(kind) => kind.name(),
         }
     }
 }

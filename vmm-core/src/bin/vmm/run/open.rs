@@ -70,7 +70,12 @@ pub fn resolve(manifest: &Manifest, vnc: Option<&Path>, hvc: Option<&Path>) -> R
         kernel,
         initrd,
         cmdline,
-    } = &spec.boot;
+    } = &spec.boot
+    else {
+        bail!(
+            "spec.boot.fromDisk: the kernel on a disk is found by the daemon: give spec.boot.linux.kernel here"
+        );
+    };
     let machine = vmm::MachineSpec {
         name: name.to_owned(),
         uuid: uuid::Builder::from_custom_bytes(digest(&[name]))
@@ -158,6 +163,9 @@ fn open(what: &str, path: &Path, write: bool) -> Result<File> {
 }
 
 fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
+    if disk.source == Source::Seed {
+        bail!("spec.cloudInit: the seed of cloud-init is made by the daemon: leave it out here");
+    }
     let Source::Path { path, format } = &disk.source else {
         bail!(
             "disk {}: there is no DiskService without the daemon: give its `path`",

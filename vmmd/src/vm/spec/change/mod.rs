@@ -110,6 +110,7 @@ pub fn settle(record: &mut VmRecord) {
 /// A spec with what it leaves open: by the addresses of its NICs, and by what the messages say that it means.
 pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
     let mut spec = spec.clone();
+    super::secret::redact(&mut spec);
     if spec.run_policy() == RunPolicy::Unspecified {
         spec.set_run_policy(RunPolicy::AlwaysOnUnlessStopped);
     }

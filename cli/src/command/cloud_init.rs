@@ -1,0 +1,108 @@
+//! What the guest of a VM is told at its first boot, from flags.
+
+use std::{
+    fs,
+    io::{self, Read as _},
+    path::Path,
+};
+
+use base64::{Engine as _, engine::general_purpose::STANDARD};
+use proto::v1;
+
+use crate::{
+    args::cloud_init::CloudInit,
+    failure::{Code, Failure, Result},
+};
+
+/// What the flags say; nothing when they say nothing.
+pub fn from_flags(args: &CloudInit) -> Result<Option<v1::CloudInit>> {
+    let mut init = v1::CloudInit {
+        hostname: args.hostname.clone().unwrap_or_default(),
+        ..Default::default()
+    };
+    if let Some(path) = &args.user_data {
+        // What gzip made is sent as base64.
+        match String::from_utf8(read(path)?) {
+            Ok(text) => init.user_data = text,
+            Err(other) => init.user_data_base64 = STANDARD.encode(other.as_bytes()),
+        }
+    }
+    for key in &args.ssh_keys {
+        init.ssh_authorized_keys.extend(ssh_keys(key)?);
+    }
+    Ok((init != v1::CloudInit::default()).then_some(init))
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    let mut content = Vec::new();
+    let read = match path.as_os_str() == "-" {
+        true => io::stdin().read_to_end(&mut content).map(|_| content),
+        false => fs::read(path),
+    };
+    read.map_err(|error| {
+        let message = format!("{}: {error}", path.display());
+        Failure::new(Code::NotFound, message)
+    })
+}
+
+/// The keys in a file, or one that was given itself.
+fn ssh_keys(given: &str) -> Result<Vec<String>> {
+    // A key has blanks; a file's name may have some too.
+    let is_key = given.split_whitespace().count() > 1 && !Path::new(given).exists();
+    let text = match is_key {
+        true => given.to_owned(),
+        false => String::from_utf8_lossy(&read(Path::new(given))?).into_owned(),
+    };
+    let lines = text.lines().map(str::trim);
+    let keys: Vec<_> = lines
+        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+        .map(str::to_owned)
+        .collect();
+    if keys.iter().any(|key| key.contains("PRIVATE KEY")) {
+        let message = format!("{given} is a private key: give the public one, {given}.pub");
+        return Err(Failure::new(Code::Invalid, message));
+    }
+    Ok(keys)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_given_or_read_and_private_ones_refused() {
+        assert_eq!(ssh_keys("ssh-ed25519 AAAA me").unwrap(), ["ssh-ed25519 AAAA me"]);
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("keys");
+        fs::write(&file, "# mine\nssh-ed25519 A a\n\nssh-rsa B b\n").unwrap();
+        let keys = ssh_keys(file.to_str().unwrap()).unwrap();
+        assert_eq!(keys, ["ssh-ed25519 A a", "ssh-rsa B b"]);
+        fs::write(&file, "-----BEGIN OPENSSH PRIVATE KEY-----\n").unwrap();
+        assert!(
+            ssh_keys(file.to_str().unwrap())
+                .unwrap_err()
+                .message
+                .contains("private")
+        );
+        assert!(ssh_keys("/nonexistent/key").is_err());
+    }
+
+    #[test]
+    fn user_data_that_is_no_text_is_sent_as_base64() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("data");
+        let args = CloudInit {
+            user_data: Some(file.clone()),
+            ..Default::default()
+        };
+        fs::write(&file, "#!/bin/sh\n").unwrap();
+        assert_eq!(from_flags(&args).unwrap().unwrap().user_data, "#!/bin/sh\n");
+        fs::write(&file, [0x1f, 0x8b, 8, 0]).unwrap();
+        let init = from_flags(&args).unwrap().unwrap();
+        assert_eq!(
+            (init.user_data.as_str(), init.user_data_base64.as_str()),
+            ("", "H4sIAA==")
+        );
+        assert_eq!(from_flags(&CloudInit::default()).unwrap(), None);
+    }
+}

@@ -1,0 +1,187 @@
+//! `run`: a VM from an image, in one command.
+
+use proto::{
+    model::vm::Manifest,
+    v1::{self, boot_spec::Source as Boot, volume_spec::Source},
+};
+
+use super::{apply, cloud_init, nic_spec, port_forward, progress};
+use crate::{
+    args::{Console, disk::CloneMode, run::Run},
+    client::{COPY, Client, WORK, about_disk, send},
+    console,
+    failure::{Code, Failure, Result},
+    output,
+};
+
+/// Digits behind the image's name in the name of a VM that was given none.
+const DIGITS: usize = 5;
+/// Port of SSH.
+const SSH: u16 = 22;
+/// Longest name of an image that such a name has in it.
+const LONGEST: usize = 40;
+
+/// Makes the disk, then the VM, and starts it. When there is no VM in the end, there is no disk either.
+pub async fn run(client: &Client, args: &Run) -> Result<()> {
+    let name = args.name.clone().unwrap_or_else(|| new_name(&args.image));
+    let disk = format!("{name}-root");
+    let vm = vm(args, &name, &disk)?;
+    make_disk(client, args, &disk).await?;
+    let created = apply::create(client, vm, true, false).await;
+    if let Err(failure) = created {
+        // A VM that is there and could not be started keeps its disk.
+        if client.get(&name).await.is_err() {
+            let request = v1::DeleteDiskRequest {
+                name: disk.clone(),
+                ..Default::default()
+            };
+            send!(client.limit(WORK), client.disks, delete_disk, request).await?;
+        }
+        return Err(failure);
+    }
+    output::line(format!("vm/{name} started"))?;
+    if let Some(patience) = args.wait {
+        port_forward::answers(client, &name, SSH, patience).await?;
+        output::line(format!("vm/{name} answers on port {SSH}"))?;
+    }
+    match args.console {
+        true => {
+            let args = Console {
+                name,
+                ..Console::default()
+            };
+            console::run(client, &args).await
+        }
+        false => Ok(()),
+    }
+}
+
+fn new_name(image: &str) -> String {
+    let digits = uuid::Uuid::new_v4().simple().to_string();
+    let image: String = image.chars().take(LONGEST).collect();
+    format!(
+        "{}-{}",
+        image.trim_end_matches('-'),
+        digits.get(..DIGITS).unwrap_or_default()
+    )
+}
+
+async fn make_disk(client: &Client, args: &Run, name: &str) -> Result<()> {
+    let labels = args
+        .labels
+        .iter()
+        .map(|label| (label.key.clone(), label.value.clone()));
+    let clone = match args.clone {
+        None => v1::DiskClone::Unspecified,
+        Some(CloneMode::Copy) => v1::DiskClone::Copy,
+        Some(CloneMode::Overlay) => v1::DiskClone::Overlay,
+    };
+    let request = v1::CreateDiskRequest {
+        disk: Some(v1::Disk {
+            metadata: Some(v1::ObjectMetadata {
+                name: name.to_owned(),
+                labels: labels.collect(),
+                ..Default::default()
+            }),
+            spec: Some(v1::VolumeSpec {
+                size_bytes: args.disk_size.unwrap_or_default(),
+                source: Some(Source::Image(v1::ImageClone {
+                    name: args.image.clone(),
+                    clone: clone.into(),
+                })),
+                ..Default::default()
+            }),
+            status: None,
+        }),
+        no_wait: true,
+        ..Default::default()
+    };
+    let response = send!(client.limit(COPY), client.disks, create_disk, request).await;
+    let response = response.map_err(|failure| about_disk(failure, name))?;
+    match response.operation {
+        Some(operation) => progress::follow(client, &operation, args.quiet).await,
+        None => Ok(()),
+    }
+}
+
+/// The VM that the flags describe.
+fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
+    let mut nics = Vec::new();
+    if let Some(network) = &args.network {
+        let ports = match args.publish.as_slice() {
+            [] => String::new(),
+            ports => format!(",publish={}", ports.join("+")),
+        };
+        nics.push(format!("network={network}{ports}"));
+    }
+    nics.extend(args.nics.iter().cloned());
+    let nics = nics.iter().enumerate();
+    let nics = nics.map(|(index, text)| nic_spec::from_text(index, text));
+    let cmdline = args.cmdline.clone().unwrap_or_default();
+    let boot = match &args.kernel {
+        Some(kernel) => Boot::Linux(v1::LinuxBoot {
+            kernel: kernel.clone(),
+            initrd: args.initrd.clone().unwrap_or_default(),
+            cmdline,
+        }),
+        None => Boot::FromDisk(v1::DiskBoot {
+            disk: String::new(),
+            cmdline_append: cmdline,
+        }),
+    };
+    let labels = args
+        .labels
+        .iter()
+        .map(|label| (label.key.clone(), label.value.clone()));
+    let vm = v1::Vm {
+        metadata: Some(v1::ObjectMetadata {
+            name: name.to_owned(),
+            labels: labels.collect(),
+            ..Default::default()
+        }),
+        spec: Some(v1::VmSpec {
+            cpu: Some(v1::CpuSpec {
+                cores: args.cpus,
+                ..Default::default()
+            }),
+            memory: Some(v1::MemorySpec {
+                size_bytes: args.memory,
+                ..Default::default()
+            }),
+            boot: Some(v1::BootSpec { source: Some(boot) }),
+            disks: vec![v1::DiskSpec {
+                name: "root".to_owned(),
+                source: Some(v1::disk_spec::Source::Disk(disk.to_owned())),
+                ..Default::default()
+            }],
+            nics: nics.collect::<Result<_>>()?,
+            // Without any of it the guest is told its name and its network all the same.
+            cloud_init: Some(cloud_init::from_flags(&args.cloud_init)?.unwrap_or_default()),
+            ..Default::default()
+        }),
+        status: None,
+    };
+    match Manifest::try_from(&vm) {
+        Ok(_) => Ok(vm),
+        Err(found) => {
+            let found = found.0.into_iter();
+            let found = found.map(|wrong| (wrong.field, wrong.description));
+            Err(Failure {
+                violations: found.collect(),
+                ..Failure::new(Code::Invalid, "the VM is not valid")
+            })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_that_of_the_image_with_digits() {
+        let name = new_name("debian13");
+        assert!(name.starts_with("debian13-") && name.len() == "debian13-".len() + DIGITS);
+        assert!(new_name(&"a".repeat(63)).len() <= 63 - "-root".len());
+    }
+}

@@ -1,0 +1,100 @@
+//! `vmm image boot`: finds the kernel that is installed on a disk, which anybody may have made, and copies it.
+//!
+//! The process has no rights when it looks at the first byte, as the one of an import has none.
+
+use std::{
+    fs::File,
+    io::{self, BufWriter, Write as _},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{FileExt as _, MetadataExt as _},
+    },
+    rc::Rc,
+};
+
+use anyhow::{Context as _, Result};
+use devices::block::{Backing, Image as _, Qcow2Image};
+use rustix::fs::FileType;
+use serde_json::{Value, json};
+use vmm_core::bootdisk::{MAX_INITRD, find, medium::Medium};
+
+use super::{
+    args::{Boot, Format},
+    take, take_below,
+};
+use crate::sandbox;
+
+/// Does it; gives what was found.
+pub fn boot(args: &Boot) -> Result<Value> {
+    let fd = take(args.fd)?;
+    let below = take_below(&args.below)?;
+    let kernel = File::from(take(args.kernel_fd)?);
+    let initrd = File::from(take(args.initrd_fd)?);
+    // A block device says its size to who seeks; what it is can be asked in the sandbox too.
+    sandbox::close_in_converter(MAX_INITRD)?;
+    let disk: Rc<dyn Medium> = match args.format {
+        Format::Raw => Rc::new(Raw::new(fd).context("look at the disk")?),
+        Format::Qcow2 => {
+            let below = below.into_iter().map(|(fd, format)| match format {
+                Format::Raw => Backing::Raw(fd),
+                Format::Qcow2 => Backing::Qcow2(fd),
+            });
+            Rc::new(Qcow2(Qcow2Image::open_without_lock(fd, below.collect())?))
+        }
+    };
+    let found = find(disk)?;
+    let mut writer = BufWriter::with_capacity(1 << 20, &kernel);
+    let kernel_bytes = found.copy_kernel(&mut writer)?;
+    writer.flush().context("write the kernel")?;
+    let mut writer = BufWriter::with_capacity(1 << 20, &initrd);
+    let initrd_bytes = found.copy_initrd(&mut writer)?;
+    writer.flush().context("write the initial RAM disk")?;
+    Ok(json!({
+        "kernel": found.kernel,
+        "kernel_bytes": kernel_bytes,
+        "initrd_bytes": initrd_bytes,
+        "cmdline": found.cmdline,
+        "by": found.by,
+    }))
+}
+
+/// A raw disk: a file or a block device.
+struct Raw {
+    file: File,
+    size: u64,
+}
+
+impl Raw {
+    fn new(fd: OwnedFd) -> io::Result<Self> {
+        let file = File::from(fd);
+        let metadata = file.metadata()?;
+        let size = match FileType::from_raw_mode(metadata.mode()) {
+            FileType::BlockDevice => rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))?,
+            _ => metadata.len(),
+        };
+        Ok(Self { file, size })
+    }
+}
+
+impl Medium for Raw {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
+        self.file.read_exact_at(data, offset)
+    }
+}
+
+/// A disk in a qcow2 image.
+struct Qcow2(Qcow2Image);
+
+impl Medium for Qcow2 {
+    fn size(&self) -> u64 {
+        self.0.capacity()
+    }
+
+    fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
+        self.0.read_at(data, offset)
+    }
+}

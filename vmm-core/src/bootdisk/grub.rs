@@ -1,0 +1,479 @@
+//! What a grub.cfg boots. GRUB's language is not carried out: commands are taken in the order in which they are written, whatever
+//! condition they stand under, which is right for what grub-mkconfig(8) and the distributions' own generators write.
+
+use std::collections::BTreeMap;
+
+/// Deepest nesting of menus and functions.
+const DEEPEST: usize = 16;
+/// Most commands that are looked at.
+const MOST: usize = 20_000;
+/// Longest text that a word may become, in bytes.
+const LONGEST: usize = 8 << 10;
+
+/// Variables.
+pub type Variables = BTreeMap<String, String>;
+
+/// Where an entry's files are.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Root {
+    /// On the file system with the configuration.
+    #[default]
+    Here,
+    /// On that with this UUID.
+    Uuid(String),
+    /// On that with this label.
+    Label(String),
+    /// On that which has this file.
+    File(String),
+    /// On the partition with this number.
+    Partition(u32),
+}
+
+/// Something that can be booted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Entry {
+    /// What the menu shows.
+    pub title: String,
+    /// What it is also known by.
+    pub id: String,
+    /// Where its files are.
+    pub root: Root,
+    /// Path of the kernel.
+    pub kernel: String,
+    /// Paths of the initial RAM disks.
+    pub initrds: Vec<String>,
+    /// Command line.
+    pub cmdline: String,
+}
+
+/// What is in a word: text, and variables.
+#[derive(Debug)]
+enum Piece {
+    Text(String),
+    Variable(String),
+}
+
+type Word = Vec<Piece>;
+
+/// A command, with what is in the braces behind it.
+#[derive(Debug, Default)]
+struct Node {
+    words: Vec<Word>,
+    block: Option<Vec<Node>>,
+}
+
+/// An entry of the menu, or a menu below it.
+#[derive(Debug)]
+struct Item {
+    title: String,
+    id: String,
+    is_menu: bool,
+    inner: Vec<Node>,
+    variables: Variables,
+    root: Root,
+}
+
+/// The entries of a configuration: first the one that it boots when nobody chooses, then the others from the top. `variables` are those
+/// of the environment block.
+pub fn entries(text: &str, variables: &Variables) -> Vec<Entry> {
+    let mut parser = Parser {
+        characters: text.chars().peekable(),
+        nodes: 0,
+    };
+    let nodes = parser.nodes(0);
+    let mut state = State {
+        variables: variables.clone(),
+        root: Root::Here,
+    };
+    let items = items(nodes, &mut state);
+    let default = state.variables.get("default").cloned().unwrap_or_default();
+    let chosen = choose(&items, &default);
+    let mut found = Vec::new();
+    flatten(items, &mut found, 0);
+    let found: Vec<_> = found.iter().filter_map(entry).collect();
+    let first = chosen.and_then(|(title, id)| {
+        found
+            .iter()
+            .position(|entry| entry.title == title && entry.id == id)
+    });
+    let mut sorted = found;
+    if let Some(chosen) = first {
+        let chosen = sorted.remove(chosen);
+        sorted.insert(0, chosen);
+    }
+    sorted
+}
+
+/// The variables of an environment block (grub-editenv(1)).
+pub fn environment(text: &str) -> Variables {
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    let pairs = lines.filter_map(|line| line.split_once('='));
+    pairs
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .collect()
+}
+
+struct State {
+    variables: Variables,
+    root: Root,
+}
+
+/// Goes through the commands outside of entries; gives the menu.
+fn items(nodes: Vec<Node>, state: &mut State) -> Vec<Item> {
+    let mut found = Vec::new();
+    for node in nodes {
+        let words: Vec<String> = node
+            .words
+            .iter()
+            .map(|word| expand(word, &state.variables))
+            .collect();
+        let (Some(command), block) = (words.first(), node.block) else {
+            continue;
+        };
+        let is_menu = command == "submenu";
+        match block {
+            Some(inner) if is_menu || command == "menuentry" => {
+                found.push(Item {
+                    title: words.get(1).cloned().unwrap_or_default(),
+                    id: id(&node.words, &words),
+                    is_menu,
+                    inner,
+                    variables: state.variables.clone(),
+                    root: state.root.clone(),
+                });
+            }
+            // A function, or a group of commands: what it would do depends on who calls it.
+            Some(_) => {}
+            None => run(&words, state),
+        }
+    }
+    found
+}
+
+/// The word behind `--id`, which grub-mkconfig hides in a variable.
+fn id(written: &[Word], words: &[String]) -> String {
+    let at = written.iter().zip(words).position(|(word, text)| {
+        let hidden = matches!(word.as_slice(), [Piece::Variable(name)] if name == "menuentry_id_option");
+        hidden || text == "--id"
+    });
+    let next = at.and_then(|at| words.get(at.saturating_add(1)));
+    next.cloned().unwrap_or_default()
+}
+
+/// Notes what a command sets.
+fn run(words: &[String], state: &mut State) {
+    let Some((command, arguments)) = words.split_first() else {
+        return;
+    };
+    let assignment = match command.as_str() {
+        "set" => arguments.first(),
+        "search" | "search.fs_uuid" | "search.fs_label" | "search.file" => {
+            if let Some(root) = search(command, arguments) {
+                state.root = root;
+            }
+            return;
+        }
+        _ => Some(command),
+    };
+    let Some((name, value)) = assignment.and_then(|text| text.split_once('=')) else {
+        return;
+    };
+    let is_name = |text: &str| {
+        !text.is_empty()
+            && text
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+    };
+    // Under a condition one branch often sets what the other clears.
+    if is_name(name) && !value.is_empty() {
+        if let ("root", Some(number)) = (name, partition(value)) {
+            state.root = Root::Partition(number);
+        }
+        state.variables.insert(name.to_owned(), value.to_owned());
+    }
+}
+
+/// `hd0,gpt2` or `hd0,msdos1`: 2 or 1.
+fn partition(device: &str) -> Option<u32> {
+    let (_, part) = device.split_once(',')?;
+    let digits = part.trim_start_matches(|letter: char| !letter.is_ascii_digit());
+    digits.parse().ok()
+}
+
+/// Which file system a search finds.
+fn search(command: &str, arguments: &[String]) -> Option<Root> {
+    let has = |short: &str, long: &str| arguments.iter().any(|word| word == short || word == long);
+    let sets_other = arguments
+        .iter()
+        .any(|word| word.strip_prefix("--set=").is_some_and(|name| name != "root"));
+    let plain: Vec<_> = arguments.iter().filter(|word| !word.starts_with('-')).collect();
+    // `search.fs_uuid UUID root hints`, `search --fs-uuid --set=root UUID`, `search --set root --fs-uuid UUID`.
+    let name = match command {
+        "search" => plain.last(),
+        _ => plain.first(),
+    }?
+    .to_string();
+    if sets_other {
+        return None;
+    }
+    match command {
+        "search.fs_uuid" => Some(Root::Uuid(name)),
+        "search.fs_label" => Some(Root::Label(name)),
+        "search.file" => Some(Root::File(name)),
+        _ if has("-u", "--fs-uuid") => Some(Root::Uuid(name)),
+        _ if has("-l", "--label") => Some(Root::Label(name)),
+        _ if has("-f", "--file") => Some(Root::File(name)),
+        _ => None,
+    }
+}
+
+/// Title and id of the entry that is booted when nobody chooses, in the words of `default`: a number, a title or an id, with those of menus
+/// before it and `>` in between.
+fn choose(items: &[Item], default: &str) -> Option<(String, String)> {
+    let (first, rest) = default.split_once('>').unwrap_or((default, ""));
+    let first = first.trim();
+    let by_number = first.parse::<usize>().ok().and_then(|number| items.get(number));
+    let by_name = || items.iter().find(|item| item.id == first || item.title == first);
+    let item = by_number.or_else(by_name).or_else(|| items.first())?;
+    if !item.is_menu {
+        return Some((item.title.clone(), item.id.clone()));
+    }
+    choose(&inner(item), rest)
+}
+
+fn inner(item: &Item) -> Vec<Item> {
+    let mut state = State {
+        variables: item.variables.clone(),
+        root: item.root.clone(),
+    };
+    items(clone(&item.inner), &mut state)
+}
+
+fn clone(nodes: &[Node]) -> Vec<Node> {
+    let piece = |piece: &Piece| match piece {
+        Piece::Text(text) => Piece::Text(text.clone()),
+        Piece::Variable(name) => Piece::Variable(name.clone()),
+    };
+    nodes
+        .iter()
+        .map(|node| Node {
+            words: node
+                .words
+                .iter()
+                .map(|word| word.iter().map(piece).collect())
+                .collect(),
+            block: node.block.as_deref().map(clone),
+        })
+        .collect()
+}
+
+/// The entries of all menus, from the top.
+fn flatten(items: Vec<Item>, found: &mut Vec<Item>, depth: usize) {
+    for item in items {
+        if item.is_menu && depth < DEEPEST {
+            flatten(inner(&item), found, depth.saturating_add(1));
+        } else if !item.is_menu {
+            found.push(item);
+        }
+    }
+}
+
+/// What an entry boots; nothing when that is no kernel.
+fn entry(item: &Item) -> Option<Entry> {
+    let mut state = State {
+        variables: item.variables.clone(),
+        root: item.root.clone(),
+    };
+    let mut found: Option<Entry> = None;
+    for node in &item.inner {
+        let words: Vec<String> = node
+            .words
+            .iter()
+            .map(|word| expand(word, &state.variables))
+            .collect();
+        let words: Vec<&String> = words.iter().filter(|word| !word.is_empty()).collect();
+        match words.split_first() {
+            Some((command, arguments)) if matches!(command.as_str(), "linux" | "linuxefi" | "linux16") => {
+                // Of several under conditions, one with an initial RAM disk goes before one without.
+                let Some((kernel, cmdline)) = arguments.split_first() else {
+                    continue;
+                };
+                if found.as_ref().is_some_and(|found| !found.initrds.is_empty()) {
+                    continue;
+                }
+                let cmdline: Vec<_> = cmdline.iter().map(|word| word.as_str()).collect();
+                found = Some(Entry {
+                    title: item.title.clone(),
+                    id: item.id.clone(),
+                    root: Root::Here,
+                    kernel: without_device(kernel),
+                    initrds: Vec::new(),
+                    cmdline: cmdline.join(" "),
+                });
+            }
+            Some((command, arguments)) if matches!(command.as_str(), "initrd" | "initrdefi" | "initrd16") => {
+                if let Some(found) = found.as_mut().filter(|found| found.initrds.is_empty()) {
+                    found.initrds = arguments.iter().map(|path| without_device(path)).collect();
+                }
+            }
+            Some(_) => {
+                let words: Vec<String> = words.into_iter().cloned().collect();
+                run(&words, &mut state);
+            }
+            None => {}
+        }
+    }
+    found.map(|found| Entry {
+        root: state.root,
+        ..found
+    })
+}
+
+/// `(hd0,gpt1)/boot/vmlinuz`: the path in it.
+fn without_device(path: &str) -> String {
+    match path.strip_prefix('(').and_then(|rest| rest.split_once(')')) {
+        Some((_, path)) => path.to_owned(),
+        None => path.to_owned(),
+    }
+}
+
+fn expand(word: &Word, variables: &Variables) -> String {
+    let mut text = String::new();
+    for piece in word {
+        match piece {
+            Piece::Text(more) => text.push_str(more),
+            Piece::Variable(name) => text.push_str(variables.get(name).map_or("", String::as_str)),
+        }
+        if text.len() > LONGEST {
+            return String::new();
+        }
+    }
+    text
+}
+
+struct Parser<'a> {
+    characters: std::iter::Peekable<std::str::Chars<'a>>,
+    nodes: usize,
+}
+
+impl Parser<'_> {
+    /// The commands up to the end, or to the brace that closes them.
+    fn nodes(&mut self, depth: usize) -> Vec<Node> {
+        let mut found = Vec::new();
+        let mut node = Node::default();
+        while let Some(character) = self.characters.next() {
+            match character {
+                ' ' | '\t' | '\r' => {}
+                '#' => while self.characters.next_if(|next| *next != '\n').is_some() {},
+                '\n' | ';' => self.end(&mut node, &mut found),
+                '}' => {
+                    if depth > 0 {
+                        break;
+                    }
+                }
+                '{' => {
+                    let inner = match depth < DEEPEST {
+                        true => self.nodes(depth.saturating_add(1)),
+                        false => Vec::new(),
+                    };
+                    node.block = Some(inner);
+                    self.end(&mut node, &mut found);
+                }
+                first => {
+                    let word = self.word(first);
+                    // `then set x=1`: the command begins behind it.
+                    let keyword = matches!(word.as_slice(), [Piece::Text(text)]
+                        if node.words.is_empty() && matches!(text.as_str(), "then" | "else" | "do"));
+                    if !keyword {
+                        node.words.push(word);
+                    }
+                }
+            }
+        }
+        self.end(&mut node, &mut found);
+        found
+    }
+
+    fn end(&mut self, node: &mut Node, found: &mut Vec<Node>) {
+        let node = std::mem::take(node);
+        if !node.words.is_empty() && self.nodes < MOST {
+            self.nodes = self.nodes.saturating_add(1);
+            found.push(node);
+        }
+    }
+
+    fn word(&mut self, first: char) -> Word {
+        let mut word = Vec::new();
+        let mut text = String::new();
+        let mut next = Some(first);
+        while let Some(character) = next {
+            match character {
+                '\'' => {
+                    for quoted in self.characters.by_ref() {
+                        match quoted {
+                            '\'' => break,
+                            other => text.push(other),
+                        }
+                    }
+                }
+                '"' => self.quoted(&mut word, &mut text),
+                '\\' => match self.characters.next() {
+                    // The line goes on.
+                    Some('\n') | None => {}
+                    Some(other) => text.push(other),
+                },
+                '$' => self.variable(&mut word, &mut text),
+                other => text.push(other),
+            }
+            next = self
+                .characters
+                .next_if(|next| !matches!(*next, ' ' | '\t' | '\r' | '\n' | ';' | '{' | '}'));
+        }
+        word.push(Piece::Text(text));
+        word.retain(|piece| !matches!(piece, Piece::Text(text) if text.is_empty()));
+        word
+    }
+
+    fn quoted(&mut self, word: &mut Word, text: &mut String) {
+        while let Some(character) = self.characters.next() {
+            match character {
+                '"' => break,
+                '\\' => match self.characters.next() {
+                    Some(other @ ('"' | '\\' | '$')) => text.push(other),
+                    Some('\n') | None => {}
+                    Some(other) => {
+                        text.push('\\');
+                        text.push(other);
+                    }
+                },
+                '$' => self.variable(word, text),
+                other => text.push(other),
+            }
+        }
+    }
+
+    /// `$name` or `${name}`; the dollar sign has been read.
+    fn variable(&mut self, word: &mut Word, text: &mut String) {
+        let braces = self.characters.next_if_eq(&'{').is_some();
+        let mut name = String::new();
+        while let Some(letter) = self
+            .characters
+            .next_if(|letter| letter.is_ascii_alphanumeric() || matches!(letter, '_' | '?' | '@'))
+        {
+            name.push(letter);
+        }
+        if braces {
+            self.characters.next_if_eq(&'}');
+        }
+        if name.is_empty() {
+            text.push('$');
+            return;
+        }
+        word.push(Piece::Text(std::mem::take(text)));
+        word.push(Piece::Variable(name));
+    }
+}
+
+#[cfg(test)]
+#[path = "grub/tests.rs"]
+mod tests;

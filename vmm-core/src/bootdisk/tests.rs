@@ -1,0 +1,340 @@
+//! Disks as distributions make them, by the tools that they are made with.
+
+use std::{
+    fs,
+    io::Write as _,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    rc::Rc,
+};
+
+use fatfs::{FileSystem, FormatVolumeOptions, FsOptions};
+
+use super::*;
+
+const MIB: u64 = 1 << 20;
+const ROOT: &str = "11111111-2222-4333-8444-555555555555";
+const BOOT: &str = "66666666-7777-4888-9999-aaaaaaaaaaaa";
+
+/// A folder for what a disk is made of.
+struct Workshop(tempfile::TempDir);
+
+impl Workshop {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    /// An ext4 file system with these files; what begins with `->` is a link.
+    fn ext4(&self, uuid: &str, files: &[(&str, &str)]) -> Vec<u8> {
+        let root = self.0.path().join(format!("root-{uuid}"));
+        fs::create_dir_all(&root).unwrap();
+        for (path, content) in files {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            match content.strip_prefix("->") {
+                Some(target) => std::os::unix::fs::symlink(target, path).unwrap(),
+                None => fs::write(path, content).unwrap(),
+            }
+        }
+        let image = self.0.path().join("ext4");
+        fs::File::create(&image).unwrap().set_len(8 * MIB).unwrap();
+        let tool = tool("mkfs.ext4");
+        let done = Command::new(tool)
+            .args(["-q", "-F", "-U", uuid, "-L", "system", "-d"])
+            .args([&root, &image])
+            .status();
+        assert!(done.unwrap().success());
+        fs::remove_dir_all(root).unwrap();
+        fs::read(image).unwrap()
+    }
+
+    /// A disk with these partitions, 8 MiB each from 1 MiB on.
+    fn disk(&self, label: &str, kinds: &[&str], parts: &[Vec<u8>]) -> Rc<dyn Medium> {
+        let path = self.0.path().join("disk");
+        let size = MIB * (10 + 9 * parts.len() as u64);
+        fs::File::create(&path).unwrap().set_len(size).unwrap();
+        let mut child = Command::new(tool("sfdisk"))
+            .arg("-q")
+            .arg(&path)
+            .stdin(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut script = format!("label: {label}\nlabel-id: 0x12345678\n");
+        if label == "gpt" {
+            script = "label: gpt\n".to_owned();
+        }
+        for (number, kind) in kinds.iter().enumerate() {
+            // An extended partition has the others in it, each behind a record of its own.
+            let number = number as u64;
+            let (start, size) = match *kind {
+                "E" => (1, MIB * 10 * parts.len() as u64),
+                _ if kinds.contains(&"E") => (2 + 9 * (number - 1), 8 * MIB),
+                _ => (1 + 9 * number, 8 * MIB),
+            };
+            script += &format!("start={}, size={}, type={kind}\n", start * MIB / 512, size / 512);
+        }
+        child.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();
+        assert!(child.wait().unwrap().success());
+        let mut disk = fs::read(&path).unwrap();
+        let table = partitions::partitions(&Window::whole(Rc::new(disk.clone())));
+        assert_eq!(table.len(), parts.len(), "{table:?}");
+        for (partition, content) in table.iter().zip(parts) {
+            let start = usize::try_from(partition.window.start()).unwrap();
+            disk[start..start + content.len()].copy_from_slice(content);
+        }
+        Rc::new(disk)
+    }
+}
+
+fn tool(name: &str) -> PathBuf {
+    let found = ["/usr/sbin", "/sbin", "/usr/bin"].map(|folder| Path::new(folder).join(name));
+    let found = found.into_iter().find(|path| path.exists());
+    found.unwrap_or_else(|| panic!("{name} is missing: install e2fsprogs and fdisk"))
+}
+
+/// A FAT file system with these files.
+fn fat(files: &[(&str, &str)]) -> Vec<u8> {
+    let mut bytes = vec![0; 8 << 20];
+    let mut cursor = std::io::Cursor::new(&mut bytes);
+    fatfs::format_volume(&mut cursor, FormatVolumeOptions::new().volume_id(0xabcd_0123)).unwrap();
+    {
+        let volume = FileSystem::new(&mut cursor, FsOptions::new()).unwrap();
+        for (path, content) in files {
+            let mut folder = volume.root_dir();
+            let (folders, name) = path.rsplit_once('/').unwrap_or(("", path));
+            for part in folders.split('/').filter(|part| !part.is_empty()) {
+                folder = folder.create_dir(part).unwrap();
+            }
+            folder
+                .create_file(name)
+                .unwrap()
+                .write_all(content.as_bytes())
+                .unwrap();
+        }
+    }
+    bytes
+}
+
+fn content(found: &Found) -> (String, String) {
+    let (mut kernel, mut initrd) = (Vec::new(), Vec::new());
+    let lengths = (
+        found.copy_kernel(&mut kernel).unwrap(),
+        found.copy_initrd(&mut initrd).unwrap(),
+    );
+    assert_eq!(lengths, (kernel.len() as u64, initrd.len() as u64));
+    (
+        String::from_utf8(kernel).unwrap(),
+        String::from_utf8(initrd).unwrap(),
+    )
+}
+
+const GRUB_CFG: &str = "set default=0\nmenuentry 'Debian' { search --fs-uuid --set=root 11111111-2222-4333-8444-555555555555\n\
+    linux /boot/vmlinuz-6.1 root=UUID=11111111-2222-4333-8444-555555555555 ro console=ttyS0\n initrd /boot/initrd.img-6.1\n}\n\
+    menuentry old { linux /boot/vmlinuz-6.0 }\n";
+
+#[test]
+fn grub_cfg_says_what_a_debian_on_gpt_boots() {
+    let workshop = Workshop::new();
+    let root = workshop.ext4(
+        ROOT,
+        &[
+            ("boot/grub/grub.cfg", GRUB_CFG),
+            ("boot/vmlinuz-6.1", "kernel 6.1"),
+            ("boot/vmlinuz-6.0", "kernel 6.0"),
+            ("boot/initrd.img-6.1", "ramdisk 6.1"),
+        ],
+    );
+    let esp = fat(&[(
+        "EFI/debian/grub.cfg",
+        "search.fs_uuid 11111111-2222-4333-8444-555555555555 root\nconfigfile ($root)/boot/grub/grub.cfg\n",
+    )]);
+    let disk = workshop.disk("gpt", &["U", "L"], &[esp, root]);
+    let found = find(disk).unwrap();
+    assert_eq!(
+        found.cmdline,
+        "root=UUID=11111111-2222-4333-8444-555555555555 ro console=ttyS0"
+    );
+    assert_eq!(
+        found.by,
+        "the entry \"Debian\" of /boot/grub/grub.cfg on partition 2"
+    );
+    assert_eq!(content(&found), ("kernel 6.1".into(), "ramdisk 6.1".into()));
+}
+
+#[test]
+fn a_boot_partition_has_its_own_entries_and_grub_remembers_which() {
+    let workshop = Workshop::new();
+    let entry = |version: &str| {
+        format!(
+            "title Fedora {version}\nversion {version}\nlinux /vmlinuz-{version}\ninitrd /initramfs-{version}.img\n\
+             options root=UUID={ROOT} ro $tuned_params\n"
+        )
+    };
+    let boot = |saved: &str| {
+        workshop.ext4(
+            BOOT,
+            &[
+                ("loader/entries/m-6.9.conf", &entry("6.9")),
+                ("loader/entries/m-6.11.conf", &entry("6.11")),
+                ("vmlinuz-6.9", "kernel 6.9"),
+                ("vmlinuz-6.11", "kernel 6.11"),
+                ("initramfs-6.9.img", "12345"),
+                ("initramfs-6.11.img", "ramdisk 6.11"),
+                (
+                    "grub2/grubenv",
+                    &format!("# GRUB Environment Block\nsaved_entry={saved}\n###"),
+                ),
+                ("grub2/grub.cfg", "insmod blscfg\nblscfg\n"),
+            ],
+        )
+    };
+    let root = workshop.ext4(ROOT, &[("etc/os-release", "ID=fedora\n")]);
+    for (saved, kernel) in [
+        ("", "kernel 6.11"),
+        ("m-6.9", "kernel 6.9"),
+        ("gone", "kernel 6.11"),
+    ] {
+        let disk = workshop.disk("gpt", &["L", "L"], &[boot(saved), root.clone()]);
+        let found = find(disk).unwrap();
+        assert_eq!(content(&found).0, kernel, "{saved}");
+        // Nobody would see it boot otherwise.
+        assert_eq!(found.cmdline, format!("root=UUID={ROOT} ro console=ttyS0"));
+    }
+}
+
+#[test]
+fn entries_on_the_efi_system_partition_name_their_kernels_there() {
+    let entry = "linux /6b/6.1/linux\ninitrd /6b/6.1/initrd\ninitrd /6b/6.1/second\noptions root=LABEL=system console=hvc0\n";
+    let esp = fat(&[
+        ("loader/entries/6b-6.1.conf", entry),
+        ("6b/6.1/linux", "kernel"),
+        ("6b/6.1/initrd", "12345"),
+        ("6b/6.1/second", "67"),
+    ]);
+    let workshop = Workshop::new();
+    let root = workshop.ext4(ROOT, &[("etc/os-release", "ID=debian\n")]);
+    let found = find(workshop.disk("gpt", &["U", "L"], &[esp, root])).unwrap();
+    assert_eq!(found.cmdline, "root=LABEL=system console=hvc0");
+    // Each archive begins at a multiple of 4 bytes.
+    assert_eq!(content(&found), ("kernel".into(), "12345\0\0\067".into()));
+}
+
+#[test]
+fn links_are_followed_where_there_is_no_boot_loader() {
+    let workshop = Workshop::new();
+    let files = [
+        ("vmlinuz", "->boot/vmlinuz-6.1"),
+        ("initrd.img", "->boot/initrd.img-6.1"),
+        ("boot/vmlinuz-6.1", "kernel 6.1"),
+        ("boot/initrd.img-6.1", "ramdisk 6.1"),
+        ("etc/os-release", "ID=debian\n"),
+        (
+            "etc/default/grub",
+            "GRUB_CMDLINE_LINUX_DEFAULT=\"quiet\"\nGRUB_CMDLINE_LINUX=\"console=ttyS0,115200\"\n",
+        ),
+    ];
+    // On a disk without partitions, and as a logical partition of an MBR.
+    let root = workshop.ext4(ROOT, &files);
+    let disks: [Rc<dyn Medium>; 2] = [
+        Rc::new(root.clone()),
+        workshop.disk("dos", &["E", "L"], &[root.clone()]),
+    ];
+    for disk in disks {
+        let found = find(disk).unwrap();
+        assert_eq!(
+            found.cmdline,
+            format!("root=UUID={ROOT} ro console=ttyS0,115200 quiet")
+        );
+        assert_eq!(content(&found), ("kernel 6.1".into(), "ramdisk 6.1".into()));
+    }
+    // Without links the newest one is taken.
+    let files = [
+        ("boot/vmlinuz-6.9", "old"),
+        ("boot/vmlinuz-6.10", "new"),
+        ("boot/initrd.img-6.10", "new ramdisk"),
+    ];
+    let found = find(Rc::new(workshop.ext4(ROOT, &files))).unwrap();
+    assert_eq!(content(&found), ("new".into(), "new ramdisk".into()));
+}
+
+#[test]
+fn a_disk_without_a_kernel_is_refused_with_what_it_has() {
+    let workshop = Workshop::new();
+    let refused = |disk: Rc<dyn Medium>| find(disk).unwrap_err().to_string();
+    assert!(refused(Rc::new(vec![0; 1 << 20])).contains("no file system that is known here"));
+    let mut lvm = vec![0; 8 << 20];
+    lvm[512..520].copy_from_slice(b"LABELONE");
+    let disk = workshop.disk("gpt", &["L"], &[lvm]);
+    assert_eq!(
+        refused(disk),
+        "no kernel was found on the disk: partition 1 has LVM, which is not read"
+    );
+    let root = |files: &[(&str, &str)]| Rc::new(workshop.ext4(ROOT, files));
+    assert!(refused(root(&[("a", "b")])).contains("no /boot/vmlinuz"));
+    let gone = root(&[("boot/grub/grub.cfg", GRUB_CFG)]);
+    assert!(refused(gone).contains("names /boot/vmlinuz-6.1, which is not there"));
+    let no_initrd = root(&[("boot/grub/grub.cfg", GRUB_CFG), ("boot/vmlinuz-6.1", "kernel")]);
+    assert!(refused(no_initrd).contains("initrd.img-6.1 is not there"));
+    let long = GRUB_CFG.replace("console=ttyS0", &"x".repeat(3000));
+    let long = root(&[
+        ("boot/grub/grub.cfg", &long),
+        ("boot/vmlinuz-6.1", "kernel"),
+        ("boot/initrd.img-6.1", "ramdisk"),
+    ]);
+    assert!(refused(long).contains("longer than 2047 bytes"));
+    let unified = fat(&[("EFI/Linux/a.efi", "MZ")]);
+    assert!(refused(Rc::new(unified)).contains("unified kernel images"));
+    // A link to itself, and one that leads out.
+    let looped = root(&[
+        ("boot/vmlinuz", "->vmlinuz"),
+        ("vmlinuz", "->../../../../etc/shadow"),
+    ]);
+    assert!(refused(looped).contains("no kernel was found"));
+}
+
+#[test]
+fn a_damaged_disk_is_refused_or_read_and_nothing_else_happens() {
+    let workshop = Workshop::new();
+    let root = workshop.ext4(
+        ROOT,
+        &[
+            ("boot/grub/grub.cfg", GRUB_CFG),
+            ("boot/vmlinuz-6.1", "kernel 6.1"),
+            ("boot/initrd.img-6.1", "ramdisk 6.1"),
+        ],
+    );
+    let esp = fat(&[("loader/entries/a.conf", "linux /a\n")]);
+    let disk = workshop.disk("gpt", &["U", "L"], &[esp, root]);
+    let mut whole = vec![0; usize::try_from(disk.size()).unwrap()];
+    disk.read_at(&mut whole, 0).unwrap();
+    let mut runner = proptest::test_runner::TestRunner::deterministic();
+    // Tables, superblocks and the first blocks of both file systems.
+    let mebibytes = [0, 1, 10_usize];
+    let spoiled = (
+        0..3_usize,
+        0..128_usize << 10,
+        proptest::num::u64::ANY,
+        1..64_usize,
+    );
+    let many = proptest::test_runner::Config {
+        cases: 100,
+        ..Default::default()
+    };
+    runner = proptest::test_runner::TestRunner::new_with_rng(many, runner.new_rng());
+    runner
+        .run(&spoiled, |(region, offset, value, length)| {
+            let mut disk = whole.clone();
+            let at = (mebibytes[region] << 20) + offset;
+            for (index, byte) in disk[at..at + length].iter_mut().enumerate() {
+                *byte = value
+                    .rotate_left(u32::try_from(index).unwrap_or_default() * 7)
+                    .to_le_bytes()[0];
+            }
+            if let Ok(found) = find(Rc::new(disk)) {
+                let _ = found.copy_kernel(&mut std::io::sink());
+                let _ = found.copy_initrd(&mut std::io::sink());
+            }
+            Ok(())
+        })
+        .unwrap();
+}

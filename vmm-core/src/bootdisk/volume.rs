@@ -1,0 +1,245 @@
+//! The file systems of a disk, read by libraries: nothing of a guest is ever mounted.
+
+use std::{
+    fmt,
+    io::{self, Read as _, Write},
+    panic::{AssertUnwindSafe, catch_unwind},
+};
+
+use ext4_view::{Ext4, Ext4Error};
+use fatfs::{FileSystem, FsOptions};
+
+use super::{
+    ext4,
+    medium::Window,
+    partitions::{Partition, partitions},
+};
+
+/// Longest text that is read, in bytes.
+const TEXT: u64 = 1 << 20;
+/// Most names of a folder.
+const NAMES: usize = 4096;
+/// Copied at a time, in bytes.
+const PIECE: usize = 256 << 10;
+
+/// A file system that can be read.
+pub struct Volume {
+    /// Number of its partition; 0 when it is on the disk itself.
+    pub number: u32,
+    /// What `UUID` is.
+    pub uuid: String,
+    /// What `LABEL` is.
+    pub label: String,
+    files: Files,
+}
+
+enum Files {
+    Ext4(Ext4),
+    Fat(Box<FileSystem<Window>>),
+}
+
+impl fmt::Debug for Volume {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "file system {} on partition {}", self.uuid, self.number)
+    }
+}
+
+/// What is on a disk.
+#[derive(Debug, Default)]
+pub struct Volumes {
+    /// What can be read.
+    pub readable: Vec<Volume>,
+    /// What can't be, in words: "partition 2 has LVM".
+    pub others: Vec<String>,
+}
+
+/// Looks at all partitions of a disk, or at the file system that it has itself.
+pub fn volumes(disk: &Window) -> Volumes {
+    let mut found = Volumes::default();
+    let mut parts = partitions(disk);
+    if parts.is_empty() {
+        parts.push(Partition {
+            number: 0,
+            window: disk.clone(),
+        });
+    }
+    for part in parts {
+        let place = match part.number {
+            0 => "the disk".to_owned(),
+            number => format!("partition {number}"),
+        };
+        // A library may panic over what it did not expect.
+        let opened = catch_unwind(AssertUnwindSafe(|| open(&part)));
+        match opened.unwrap_or_else(|_| Err("a damaged file system".to_owned())) {
+            Ok(Some(volume)) => found.readable.push(volume),
+            Ok(None) => {}
+            Err(what) => found.others.push(format!("{place} has {what}")),
+        }
+    }
+    found
+}
+
+/// Opens what is on a partition; nothing when it is not known. The error is what there is that can't be read.
+fn open(part: &Partition) -> Result<Option<Volume>, String> {
+    let window = &part.window;
+    let has = |offset: u64, magic: &[u8]| {
+        let mut bytes = vec![0; magic.len()];
+        window.fill(&mut bytes, offset).is_ok() && bytes == magic
+    };
+    // Of each, where its magic number is: LUKS2 4.1, LVM's label may be in any of the first four sectors.
+    let sectors = [0, 512, 1024, 1536];
+    if sectors.iter().any(|at| has(*at, b"LABELONE")) {
+        return Err("LVM, which is not read".to_owned());
+    }
+    let others: [(u64, &[u8], &str); 5] = [
+        (
+            0,
+            b"LUKS\xba\xbe",
+            "an encrypted volume (LUKS), which is not read",
+        ),
+        (0, b"XFSB", "XFS, which is not read"),
+        (0x10040, b"_BHRfS_M", "Btrfs, which is not read"),
+        (
+            4096,
+            &[0xfc, 0x4e, 0x2b, 0xa9],
+            "a part of a RAID, which is not read",
+        ),
+        (0, b"hsqs", "squashfs, which is not read"),
+    ];
+    if let Some((_, _, what)) = others.iter().find(|(at, magic, _)| has(*at, magic)) {
+        return Err((*what).to_owned());
+    }
+    if has(0x438, &[0x53, 0xef]) {
+        let files = ext4::open(window)
+            .map_err(|error| format!("an ext4 file system that can't be read ({error})"))?;
+        return Ok(Some(Volume {
+            number: part.number,
+            uuid: files.uuid().to_string(),
+            label: files.label().to_str().unwrap_or_default().to_owned(),
+            files: Files::Ext4(files),
+        }));
+    }
+    if has(510, &[0x55, 0xaa]) && (has(54, b"FAT1") || has(82, b"FAT32")) {
+        let files = FileSystem::new(window.clone(), FsOptions::new())
+            .map_err(|error| format!("a FAT file system that can't be read ({error})"))?;
+        let id = files.volume_id();
+        return Ok(Some(Volume {
+            number: part.number,
+            uuid: format!("{:04X}-{:04X}", id >> 16, id & 0xffff),
+            label: files.volume_label(),
+            files: Files::Fat(Box::new(files)),
+        }));
+    }
+    Ok(None)
+}
+
+fn from_ext4(error: Ext4Error) -> io::Error {
+    io::Error::other(error.to_string())
+}
+
+impl Volume {
+    /// The text of a file; nothing when there is none, or when it is too long for what it is to be.
+    pub fn text(&self, path: &str) -> Option<String> {
+        let mut bytes = Vec::new();
+        self.copy(path, &mut bytes, TEXT).ok()?;
+        Some(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// Whether there is a file.
+    pub fn has(&self, path: &str) -> bool {
+        let look = || match &self.files {
+            Files::Ext4(files) => files
+                .metadata(path)
+                .is_ok_and(|found| found.file_type().is_regular_file()),
+            Files::Fat(files) => files.root_dir().open_file(relative(path)).is_ok(),
+        };
+        catch_unwind(AssertUnwindSafe(look)).unwrap_or_default()
+    }
+
+    /// Names of what is in a folder, sorted; none when there is no such folder.
+    pub fn names(&self, path: &str) -> Vec<String> {
+        let look = || -> Vec<String> {
+            match &self.files {
+                Files::Ext4(files) => files.read_dir(path).map_or_else(
+                    |_| Vec::new(),
+                    |entries| {
+                        let entries = entries.take(NAMES).filter_map(Result::ok);
+                        entries
+                            .filter_map(|entry| entry.file_name().as_str().ok().map(str::to_owned))
+                            .collect()
+                    },
+                ),
+                Files::Fat(files) => {
+                    let root = files.root_dir();
+                    let folder = match relative(path) {
+                        "" => Ok(root),
+                        path => root.open_dir(path),
+                    };
+                    folder.map_or_else(
+                        |_| Vec::new(),
+                        |folder| {
+                            let entries = folder.iter().take(NAMES).filter_map(Result::ok);
+                            entries.map(|entry| entry.file_name()).collect()
+                        },
+                    )
+                }
+            }
+        };
+        let mut names = catch_unwind(AssertUnwindSafe(look)).unwrap_or_default();
+        names.retain(|name| name != "." && name != "..");
+        names.sort();
+        names
+    }
+
+    /// Copies a file of at most so many bytes; returns how many it has.
+    ///
+    /// # Errors
+    ///
+    /// There is none, it is longer, it can't be read, or `to` fails.
+    pub fn copy(&self, path: &str, to: &mut dyn Write, most: u64) -> io::Result<u64> {
+        let copied = catch_unwind(AssertUnwindSafe(|| self.copy_file(path, to, most)));
+        copied.unwrap_or_else(|_| Err(io::Error::other("the file system is damaged")))
+    }
+
+    fn copy_file(&self, path: &str, to: &mut dyn Write, most: u64) -> io::Result<u64> {
+        let mut buffer = vec![0; PIECE];
+        let mut copied: u64 = 0;
+        let mut pass_on = |piece: &[u8]| {
+            copied = copied.saturating_add(piece.len() as u64);
+            if copied > most {
+                return Err(io::ErrorKind::FileTooLarge.into());
+            }
+            to.write_all(piece)
+        };
+        match &self.files {
+            Files::Ext4(files) => {
+                let found = files.metadata(path).map_err(from_ext4)?;
+                if !found.file_type().is_regular_file() {
+                    return Err(io::Error::other("it is no regular file"));
+                }
+                let mut file = files.open(path).map_err(from_ext4)?;
+                loop {
+                    match file.read_bytes(&mut buffer).map_err(from_ext4)? {
+                        0 => break,
+                        count => pass_on(buffer.get(..count).unwrap_or_default())?,
+                    }
+                }
+            }
+            Files::Fat(files) => {
+                let mut file = files.root_dir().open_file(relative(path))?;
+                loop {
+                    match file.read(&mut buffer)? {
+                        0 => break,
+                        count => pass_on(buffer.get(..count).unwrap_or_default())?,
+                    }
+                }
+            }
+        }
+        Ok(copied)
+    }
+}
+
+/// A path as the FAT library wants it.
+fn relative(path: &str) -> &str {
+    path.trim_start_matches('/').trim_end_matches('/')
+}
