@@ -5,7 +5,7 @@ use proto::{
     v1::{self, boot_spec::Source as Boot, volume_spec::Source},
 };
 
-use super::{apply, cloud_init, nic_spec, port_forward, progress};
+use super::{apply, cloud_init, nic_spec, port_forward, progress, share_spec};
 use crate::{
     args::{Console, disk::CloneMode, run::Run},
     client::{COPY, Client, WORK, about_disk, send},
@@ -155,6 +155,11 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
                 ..Default::default()
             }],
             nics: nics.collect::<Result<_>>()?,
+            shares: args
+                .shares
+                .iter()
+                .map(|text| share_spec::from_text(text))
+                .collect::<Result<_>>()?,
             // Without any of it the guest is told its name and its network all the same.
             cloud_init: Some(cloud_init::from_flags(&args.cloud_init)?.unwrap_or_default()),
             ..Default::default()
