@@ -103,7 +103,7 @@ pub struct Create {
 #[derive(Debug, Subcommand)]
 pub enum CreateWhat {
     /// Create a VM: the same as without this word.
-    Vm(CreateVm),
+    Vm(Box<CreateVm>),
     /// Create a disk: empty, a copy of a file, or an overlay of another disk.
     Disk(CreateDisk),
 }

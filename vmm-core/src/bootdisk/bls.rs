@@ -65,7 +65,7 @@ fn variable(word: &str, variables: &Variables) -> String {
 
 /// Puts the entry first that is booted when nobody chooses: `saved` is the name that GRUB has noted, or the number from the top.
 pub fn sort(entries: &mut Vec<Entry>, saved: &str) {
-    entries.sort_by(|a, b| order(a, b));
+    entries.sort_by(order);
     let by_name = entries
         .iter()
         .position(|entry| entry.id == saved || (!saved.is_empty() && entry.title == saved));

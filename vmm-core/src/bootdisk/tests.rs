@@ -216,7 +216,7 @@ fn entries_on_the_efi_system_partition_name_their_kernels_there() {
     let found = find(workshop.disk("gpt", &["U", "L"], &[esp, root])).unwrap();
     assert_eq!(found.cmdline, "root=LABEL=system console=hvc0");
     // Each archive begins at a multiple of 4 bytes.
-    assert_eq!(content(&found), ("kernel".into(), "12345\0\0\067".into()));
+    assert_eq!(content(&found), ("kernel".into(), "12345\x00\x00\x0067".into()));
 }
 
 #[test]
@@ -237,7 +237,7 @@ fn links_are_followed_where_there_is_no_boot_loader() {
     let root = workshop.ext4(ROOT, &files);
     let disks: [Rc<dyn Medium>; 2] = [
         Rc::new(root.clone()),
-        workshop.disk("dos", &["E", "L"], &[root.clone()]),
+        workshop.disk("dos", &["E", "L"], std::slice::from_ref(&root)),
     ];
     for disk in disks {
         let found = find(disk).unwrap();

@@ -6,7 +6,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-use ext4_view::{Ext4, Ext4Error};
+use ext4_view::Ext4;
 use fatfs::{FileSystem, FsOptions};
 
 use super::{
@@ -133,10 +133,6 @@ fn open(part: &Partition) -> Result<Option<Volume>, String> {
     Ok(None)
 }
 
-fn from_ext4(error: Ext4Error) -> io::Error {
-    io::Error::other(error.to_string())
-}
-
 impl Volume {
     /// The text of a file; nothing when there is none, or when it is too long for what it is to be.
     pub fn text(&self, path: &str) -> Option<String> {
@@ -213,13 +209,13 @@ impl Volume {
         };
         match &self.files {
             Files::Ext4(files) => {
-                let found = files.metadata(path).map_err(from_ext4)?;
+                let found = files.metadata(path)?;
                 if !found.file_type().is_regular_file() {
                     return Err(io::Error::other("it is no regular file"));
                 }
-                let mut file = files.open(path).map_err(from_ext4)?;
+                let mut file = files.open(path)?;
                 loop {
-                    match file.read_bytes(&mut buffer).map_err(from_ext4)? {
+                    match file.read_bytes(&mut buffer)? {
                         0 => break,
                         count => pass_on(buffer.get(..count).unwrap_or_default())?,
                     }

@@ -214,7 +214,7 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
         let file = fds[restore.snapshot_fd as usize].take().unwrap();
         if restore.stream {
             if machine.cmdline.split(' ').any(|word| word == "mock.receive=hang") {
-                snapshot::never_read(file);
+                snapshot::never_read(&file);
             }
             return snapshot::receive(file).map(|text| format!("received {text}\r\n"));
         }

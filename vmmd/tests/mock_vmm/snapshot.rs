@@ -95,10 +95,10 @@ fn write_much(socket: &mut File) -> bool {
 }
 
 /// Keeps a socket that nobody reads from, for ever.
-pub fn never_read(socket: OwnedFd) -> ! {
+pub fn never_read(socket: &OwnedFd) -> ! {
     loop {
         std::thread::park();
-        assert!(rustix::io::fcntl_getfd(&socket).is_ok());
+        assert!(rustix::io::fcntl_getfd(socket).is_ok());
     }
 }
 

@@ -113,7 +113,7 @@ impl Seed<'_> {
             .fat_type(FatType::Fat12)
             .volume_id(0x4349_4441)
             .volume_label(LABEL);
-        fatfs::format_volume(&mut disk, options)?;
+        fatfs::format_volume(disk, options)?;
         disk.seek(SeekFrom::Start(0))?;
         let volume = FileSystem::new(disk, FsOptions::new())?;
         for (name, content) in self.files() {
