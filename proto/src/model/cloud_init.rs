@@ -170,7 +170,7 @@ mod tests {
             (
                 v1::CloudInit {
                     user_data: "#!/bin/sh".into(),
-                    user_data_base64: "IyEvYmluL3No".into(),
+                    user_data_base64: "ZWNobw==".into(),
                     ..Default::default()
                 },
                 "spec.cloudInit.userDataBase64",
