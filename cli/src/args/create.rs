@@ -105,7 +105,7 @@ pub enum CreateWhat {
     /// Create a VM: the same as without this word.
     Vm(Box<CreateVm>),
     /// Create a disk: empty, a copy of a file, or an overlay of another disk.
-    Disk(CreateDisk),
+    Disk(Box<CreateDisk>),
 }
 
 /// `create vm`.
