@@ -1,5 +1,5 @@
 //! Disks of the DiskService: a record in the store and a file `<state_dir>/disks/<uid>.{raw,qcow2}` each, with
-//! `<uid>.json` beside it, which says what the store has of it ([`sidecar`]).
+//! `<uid>.json` beside it, which says what the store has of it ([`crate::paths::sidecar`]).
 //!
 //! ```text
 //!  (none) ──record──▶ Creating ──file whole and synced──▶ Ready ──record──▶ Deleting ──file gone──▶ (none)
@@ -7,7 +7,7 @@
 //!
 //! Always: a file exists only while its record does, so that what an interrupted create or delete leaves is found by
 //! its record at the next start; a file without a record is never touched. A disk with overlays is named by no VM that
-//! writes to it, and is deleted after its overlays only ([`registry`] keeps both under one lock).
+//! writes to it, and is deleted after its overlays only ([`crate::registry`] keeps both under one lock).
 
 mod adopt;
 mod copy;

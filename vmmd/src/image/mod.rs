@@ -1,12 +1,12 @@
 //! Images of the ImageService: a record in the store each, and the content as a raw image `<state_dir>/images/<digest>.raw`, which images
-//! with the same content have in common ([`folder`]).
+//! with the same content have in common ([`crate::paths::image`]).
 //!
 //! ```text
 //!  (none) ──record──▶ Importing ──file in its place──▶ Ready ──record──▶ Deleting ──file gone──▶ (none)
 //! ```
 //!
 //! Always: what lies in the folder belongs to a record; a content is taken away only when no record has its digest
-//! ([`Images::names`] is held for both). A daemon that finds an import goes on with it. What has to understand an image is a process
+//! ([`names`](crate::registry::images::Images::names) is held for both). A daemon that finds an import goes on with it. What has to understand an image is a process
 //! without rights ([`crate::helper`]).
 
 pub mod describe;

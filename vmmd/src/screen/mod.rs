@@ -2,7 +2,7 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | [`ticket`] | secrets that are good for one connection, and for a short time |
+//! | [`tickets`](crate::registry::screens) | secrets that are good for one connection, and for a short time |
 //! | [`vnc`] | viewers: RFB over TCP, with VNC authentication |
 //! | [`web`] | browsers: noVNC's files, and RFB over a WebSocket |
 //!

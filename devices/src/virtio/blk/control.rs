@@ -166,7 +166,7 @@ impl BlkControl {
         image.commit()
     }
 
-    /// Gives up the image's lock; see [`Image::unlock`](crate::block::Image::unlock). The disk is paused.
+    /// Gives up the image's lock; see [`Image::unlock`]. The disk is paused.
     pub fn unlock(&self) -> io::Result<()> {
         let image = self.image.upgrade().ok_or(io::ErrorKind::NotConnected)?;
         let image = image.lock().unwrap_or_else(PoisonError::into_inner);
