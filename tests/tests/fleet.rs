@@ -373,7 +373,8 @@ fn shows(client: &mut Stream, count: usize) {
 
 /// What a client saw that was at a console all the time: each line once, from the first to what comes now.
 fn saw_all(name: &str, client: &mut Stream, printed: usize) {
-    shows(client, printed + 1);
+    // The line before the one whose beginning is there is whole.
+    shows(client, printed + 2);
     let seen = lines(&client.text());
     assert_eq!(seen.first().map(|line| line.count), Some(1), "{name}");
     assert!(seen.len() > printed, "{name}: {} lines of {printed}", seen.len());
