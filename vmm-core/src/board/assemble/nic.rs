@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use devices::{
-    net::{NetBackend, Offloads, PairServer, Tap, TapError, VhostNet},
+    net::{NetBackend, Offloads, Tap, TapError},
     rate::Limiter,
     virtio::net::{Net, NetOptions},
 };
@@ -35,16 +35,7 @@ pub(super) fn build(assembly: &mut Assembly, spec: &machine::Nic) -> Result<(), 
         receive_limit: receive_limiter.as_ref().map(Arc::clone),
         transmit_limit: transmit_limiter.as_ref().map(Arc::clone),
     };
-    let mut servers: Vec<Box<dyn PairServer>> = Vec::with_capacity(spec.vhosts.len());
-    for fd in &spec.vhosts {
-        let vhost = VhostNet::new(assembly.fds.take(*fd)?).map_err(|error| Failure {
-            kind: ErrorKind::Resources,
-            message: format!("{name}: use vhost-net: {error}"),
-        })?;
-        servers.push(Box::new(vhost));
-    }
-    let mut device = Net::new(queues, options);
-    device.serve_by(servers);
+    let device = Net::new(queues, options);
     assembly.nics.push(Nic {
         name: spec.name.clone(),
         control: device.control(),

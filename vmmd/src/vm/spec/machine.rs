@@ -200,7 +200,6 @@ pub fn assemble(
                 vmm::Nic {
                     fd: queues.next().unwrap_or(u32::MAX),
                     further_fds: queues.collect(),
-                    vhost_fds: tap.vhosts.into_iter().map(|fd| fds.add(fd)).collect(),
                     mac: hardware.mac,
                     pci_slot: hardware.slot,
                     mtu: nic.mtu_on(tap.mtu),
@@ -389,7 +388,6 @@ mod tests {
             });
             let tap = || Tap {
                 queues: vec![null()],
-                vhosts: vec![null()],
                 mtu: 1500,
             };
             let parts = Parts {

@@ -1,7 +1,6 @@
 mod combinations;
 mod commands;
 mod headers;
-mod kernel;
 mod limits;
 mod link;
 mod packets;
