@@ -20,6 +20,7 @@ pub mod resources;
 pub mod share;
 mod show;
 pub mod snapshot;
+pub mod ssh;
 mod targets;
 mod value;
 mod verbs;
@@ -235,6 +236,10 @@ pub enum Command {
     Vnc(Vnc),
     /// Make ports of this machine lead to ports of a VM in a network of its node, through vmmd.
     PortForward(PortForward),
+    /// Log in to a VM in a network of its node by SSH, through vmmd: no address or port of it has to be reachable from here.
+    Ssh(ssh::Ssh),
+    /// Copy files to and from such a VM.
+    Scp(ssh::Scp),
     /// Write a picture of the screen of a VM to a PNG file.
     Screenshot(Screenshot),
     /// Press keys on the keyboard of a VM.

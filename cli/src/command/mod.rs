@@ -33,6 +33,7 @@ mod progress;
 mod share;
 mod share_spec;
 mod snapshot;
+pub mod ssh;
 mod top;
 mod update;
 mod vm_disk;
@@ -99,6 +100,14 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
             let merge = patch::read(&args).map_err(one)?;
             let client = connect(given, args.timeout).await?;
             patch::patch(&client, &args, merge.as_ref()).await.map_err(one)
+        }
+        Command::Ssh(args) => {
+            let client = Client::connect(given).await.map_err(one)?;
+            ssh::ssh(&client, given, &args).await.map_err(one)
+        }
+        Command::Scp(args) => {
+            let client = Client::connect(given).await.map_err(one)?;
+            ssh::scp(&client, given, &args).await.map_err(one)
         }
         command => {
             if let Command::Version { .. } = command {
@@ -243,6 +252,8 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         | Command::Label(_)
         | Command::Annotate(_)
         | Command::Patch(_)
+        | Command::Ssh(_)
+        | Command::Scp(_)
         | Command::Completion { .. }
         | Command::Config { .. }
         | Command::Generate { .. } => Ok(()),

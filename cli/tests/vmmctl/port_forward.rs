@@ -66,3 +66,88 @@ fn a_port_of_this_machine_leads_to_one_of_the_vm_for_several_clients() {
     child.kill().unwrap();
     child.wait().unwrap();
 }
+
+/// Programs that write down what they were called with, in place of ssh and scp.
+fn with_programs(command: &mut assert_cmd::Command, folder: &std::path::Path) {
+    use std::os::unix::fs::PermissionsExt as _;
+    for program in ["ssh", "scp"] {
+        let path = folder.join(program);
+        std::fs::write(&path, "#!/bin/sh\nfor word; do echo \"$word\"; done\n").unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let path = format!("{}:/usr/bin:/bin", folder.display());
+    command
+        .env("PATH", path)
+        .env("XDG_STATE_HOME", folder.join("state"));
+}
+
+#[test]
+fn ssh_reaches_a_vm_through_the_daemon_and_knows_it_by_its_uid() {
+    let daemon = daemon();
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = daemon.vmmctl();
+    with_programs(&mut command, folder.path());
+    command.args([
+        "ssh",
+        "--port",
+        "7",
+        "root@web",
+        "--",
+        "-v",
+        "-L",
+        "1:localhost:2",
+        "uptime",
+        "-p",
+    ]);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let said = String::from_utf8(output.stdout).unwrap();
+    let words: Vec<_> = said.lines().collect();
+    let option = |name: &str| {
+        let value = words
+            .iter()
+            .find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        value.unwrap_or_else(|| panic!("no {name}: {said}")).to_owned()
+    };
+    assert!(option("HostKeyAlias").starts_with("vmmd-") && option("HostKeyAlias").len() > 5);
+    assert_eq!(option("StrictHostKeyChecking"), "accept-new");
+    let known = folder.path().join("state/vmmctl/known_hosts");
+    assert_eq!(option("UserKnownHostsFile"), format!("\"{}\"", known.display()));
+    assert!(known.parent().unwrap().is_dir());
+    let end = ["-v", "-L", "1:localhost:2", "--", "root@web", "uptime", "-p"];
+    assert_eq!(words[words.len() - end.len()..], end);
+
+    // What ssh runs leads to the guest.
+    let proxy = option("ProxyCommand");
+    let mut pipe = assert_cmd::Command::new("sh");
+    pipe.args(["-c", &proxy]).env("VMMD_SOCKET", &daemon.socket);
+    let output = pipe.write_stdin("SSH-2.0").output().unwrap();
+    assert_eq!(output.stdout, b"SSH-2.0", "{output:?}");
+}
+
+#[test]
+fn scp_copies_files_of_one_vm() {
+    let daemon = daemon();
+    daemon.state.put("db", VmPhase::Running, &[]);
+    let folder = tempfile::tempdir().unwrap();
+    let run = |words: &[&str]| {
+        let mut command = daemon.vmmctl();
+        with_programs(&mut command, folder.path());
+        command.arg("scp").args(words).output().unwrap()
+    };
+    let output = run(&["-r", "root@web:/etc", "./b:c"]);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(said.ends_with("-r\n--\nroot@web:/etc\n./b:c\n"), "{said}");
+    for (words, wanted) in [
+        (["a", "b"], "name a file of a VM"),
+        (["web:a", "db:b"], "in two steps"),
+        (["-oProxyCommand=x@web:a", "b"], "unexpected argument"),
+    ] {
+        let output = run(&words);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(wanted), "{said}");
+    }
+    let output = run(&["nobody:a", "b"]);
+    assert_eq!(output.status.code(), Some(3));
+}

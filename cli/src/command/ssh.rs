@@ -1,0 +1,313 @@
+//! `ssh` and `scp`: the programs of this machine, over a port of a VM that the daemon forwards.
+//!
+//! The VM needs no address that is reachable from here, and no published port. The guest's host key is remembered by the VM's
+//! uid: another VM of the same name is another host, and a key that changes under the same uid is refused by ssh.
+
+use std::{
+    env,
+    ffi::{OsStr, OsString},
+    fs::DirBuilder,
+    io,
+    os::unix::{ffi::OsStrExt as _, fs::DirBuilderExt as _, process::CommandExt as _},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use crate::{
+    args::{
+        Connection,
+        ssh::{Reach, Scp, Ssh},
+        vm_name,
+    },
+    client::Client,
+    failure::{Code, Failure, Result},
+};
+
+/// A user of a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    user: Option<String>,
+    vm: String,
+}
+
+/// Reads `USER@VM` or `VM`.
+pub fn place(text: &str) -> Result<Place, String> {
+    let (user, vm) = match text.rsplit_once('@') {
+        Some((user, vm)) => (Some(user), vm),
+        None => (None, text),
+    };
+    if let Some(user) = user {
+        user_name(user)?;
+    }
+    if vm.is_empty() {
+        return Err("names no VM".to_owned());
+    }
+    Ok(Place {
+        user: user.map(str::to_owned),
+        vm: vm_name(vm)?,
+    })
+}
+
+/// A user that ssh would take for an option, or for something else, is none.
+fn user_name(user: &str) -> Result<(), String> {
+    let allowed = |letter: char| letter.is_ascii_alphanumeric() || "._-+\\".contains(letter);
+    if user.is_empty() || user.starts_with('-') || !user.chars().all(allowed) {
+        return Err(format!("\"{user}\" can't be a user of a VM"));
+    }
+    Ok(())
+}
+
+impl Place {
+    /// As ssh has it.
+    fn word(&self) -> String {
+        match &self.user {
+            Some(user) => format!("{user}@{}", self.vm),
+            None => self.vm.clone(),
+        }
+    }
+}
+
+/// Becomes ssh; returns only when that can't be.
+pub async fn ssh(client: &Client, given: &Connection, args: &Ssh) -> Result<()> {
+    let mut command = Command::new("ssh");
+    command.args(options(client, given, &args.vm.vm, &args.reach).await?);
+    // Options come before the host, the command after it.
+    let (options, rest) = option_words(&args.rest);
+    command.args(options).arg("--").arg(args.vm.word()).args(rest);
+    Err(failed(&command))
+}
+
+/// The options of ssh that `words` begin with, and the rest. Options with a value take the next word.
+fn option_words(words: &[String]) -> (&[String], &[String]) {
+    /// ssh(1): letters of options with a value.
+    const WITH_VALUE: &str = "BbcDEeFIiJLlmOoPpQRSWw";
+    let mut at = 0;
+    while let Some(word) = words.get(at)
+        && let Some(letters) = word.strip_prefix('-')
+    {
+        at += 1;
+        if letters == "-" {
+            break;
+        }
+        // "-L 80:…" takes the next word, "-L80:…" has its value in itself.
+        let position = letters.find(|letter| WITH_VALUE.contains(letter));
+        if position.is_some_and(|position| position + 1 == letters.len()) {
+            at += 1;
+        }
+    }
+    words.split_at(at.min(words.len()))
+}
+
+/// Becomes scp; returns only when that can't be.
+pub async fn scp(client: &Client, given: &Connection, args: &Scp) -> Result<()> {
+    let places = args.files.iter().map(|file| remote(file));
+    let places: Vec<_> = places.collect::<Result<_, _>>().map_err(usage)?;
+    let mut vms = places.iter().flatten().map(|place| place.vm.as_str());
+    let Some(vm) = vms.next() else {
+        return Err(usage("name a file of a VM: [USER@]VM:PATH".to_owned()));
+    };
+    if let Some(other) = vms.find(|other| *other != vm) {
+        return Err(usage(format!(
+            "all files are to be of one VM, and these are of {vm} and {other}: copy in two steps"
+        )));
+    }
+    let mut command = Command::new("scp");
+    command.args(options(client, given, vm, &args.reach).await?);
+    if args.recursive {
+        command.arg("-r");
+    }
+    command.arg("--").args(&args.files);
+    Err(failed(&command))
+}
+
+/// The VM that a file is of, if it is of one, by the rule of scp: a colon before any slash.
+fn remote(file: &str) -> Result<Option<Place>, String> {
+    let before_slash = file.split('/').next().unwrap_or_default();
+    match before_slash.split_once(':') {
+        None => Ok(None),
+        Some((host, _)) => place(host).map(Some),
+    }
+}
+
+/// Options for both programs.
+async fn options(client: &Client, given: &Connection, vm: &str, reach: &Reach) -> Result<Vec<OsString>> {
+    let metadata = client.get(vm).await?.metadata.unwrap_or_default();
+    let program = env::current_exe();
+    let program = program.map_err(|error| Failure::new(Code::Other, format!("finding vmmctl: {error}")))?;
+    let known = known_hosts()?;
+    let mut options: Vec<OsString> = Vec::new();
+    let mut option = |name: &str, value: &OsStr| {
+        let mut word = OsString::from(name);
+        word.push("=");
+        word.push(value);
+        options.extend(["-o".into(), word]);
+    };
+    option("ProxyCommand", &proxy(&program, given, vm, reach)?);
+    option("HostKeyAlias", format!("vmmd-{}", metadata.uid).as_ref());
+    option("UserKnownHostsFile", quoted(&known)?.as_ref());
+    // The first key is taken, as the way there is the daemon's; another one later is not.
+    option("StrictHostKeyChecking", "accept-new".as_ref());
+    option("CheckHostIP", "no".as_ref());
+    if let Some(identity) = &reach.identity {
+        options.extend(["-i".into(), identity.into()]);
+    }
+    Ok(options)
+}
+
+/// The shell command that leads to the guest's port: this program with the same daemon.
+fn proxy(program: &Path, given: &Connection, vm: &str, reach: &Reach) -> Result<OsString> {
+    let mut words: Vec<OsString> = vec![program.into()];
+    let text = |value: &Option<String>| value.as_ref().map(OsString::from);
+    let path = |value: &Option<PathBuf>| value.as_ref().map(OsString::from);
+    for (option, value) in [
+        ("--context", text(&given.context)),
+        ("--socket", path(&given.socket)),
+        ("--endpoint", text(&given.endpoint)),
+        ("--ca", path(&given.ca)),
+        ("--cert", path(&given.cert)),
+        ("--key", path(&given.key)),
+    ] {
+        words.extend(value.into_iter().flat_map(|value| [option.into(), value]));
+    }
+    words.extend(["port-forward".into(), "--stdio".into()]);
+    if let Some(nic) = &reach.nic {
+        words.extend(["--nic".into(), nic.into()]);
+    }
+    words.extend(["--".into(), vm.into(), reach.port.to_string().into()]);
+    let mut command = OsString::from("exec");
+    for word in words {
+        command.push(" ");
+        command.push(OsStr::from_bytes(&in_quotes(word.as_bytes())));
+    }
+    Ok(command)
+}
+
+/// A word as the shell reads it, in which ssh finds nothing to put in (`%h`).
+fn in_quotes(word: &[u8]) -> Vec<u8> {
+    let mut quoted = vec![b'\''];
+    for byte in word {
+        match byte {
+            b'\'' => quoted.extend(b"'\\''"),
+            b'%' => quoted.extend(b"%%"),
+            byte => quoted.push(*byte),
+        }
+    }
+    quoted.push(b'\'');
+    quoted
+}
+
+/// A path as ssh's configuration has it.
+fn quoted(path: &Path) -> Result<String> {
+    let text = path.to_str().filter(|text| !text.contains(['"', '\\']));
+    let text = text.ok_or_else(|| {
+        let message = format!(
+            "ssh can't use {}: set XDG_STATE_HOME to another folder",
+            path.display()
+        );
+        Failure::new(Code::Other, message)
+    })?;
+    Ok(format!("\"{}\"", text.replace('%', "%%")))
+}
+
+/// The file with the host keys of VMs; its folder is made.
+fn known_hosts() -> Result<PathBuf> {
+    let state = env::var_os("XDG_STATE_HOME").map(PathBuf::from);
+    let state = state.filter(|path| path.is_absolute());
+    let state = state.or_else(|| Some(env::home_dir()?.join(".local/state")));
+    let folder = state.map(|state| state.join("vmmctl"));
+    let folder = folder.ok_or_else(|| {
+        Failure::new(
+            Code::Other,
+            "there is no home folder to keep host keys in: set XDG_STATE_HOME",
+        )
+    })?;
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(&folder);
+    made.map_err(|error| {
+        Failure::new(
+            Code::Other,
+            format!("make the folder {}: {error}", folder.display()),
+        )
+    })?;
+    Ok(folder.join("known_hosts"))
+}
+
+/// Becomes `command`, which takes this process's place; why it could not.
+fn failed(command: &Command) -> Failure {
+    let mut again = Command::new(command.get_program());
+    let error = again.args(command.get_args()).exec();
+    let program = command.get_program().to_string_lossy().into_owned();
+    if error.kind() == io::ErrorKind::NotFound {
+        return Failure::new(
+            Code::Other,
+            format!("there is no program {program} on this machine"),
+        )
+        .hint("install the package openssh-client");
+    }
+    Failure::new(Code::Other, format!("start {program}: {error}"))
+}
+
+fn usage(message: String) -> Failure {
+    Failure::new(Code::Usage, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(text: &str) -> Vec<String> {
+        text.split(' ').map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn a_place_is_a_vm_with_or_without_a_user() {
+        assert_eq!(place("web").unwrap().word(), "web");
+        assert_eq!(place("debian@web").unwrap().word(), "debian@web");
+        for wrong in ["-oProxyCommand=x@web", "@web", "a b@web", "root@"] {
+            assert!(place(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn files_of_a_vm_have_a_colon_before_any_slash() {
+        let vm = |file| remote(file).unwrap().map(|place| place.vm);
+        assert_eq!(vm("web:/tmp"), Some("web".into()));
+        assert_eq!(vm("root@web:"), Some("web".into()));
+        assert_eq!((vm("notes"), vm("./a:b"), vm("/a:b")), (None, None, None));
+        assert!(remote("-x@web:").is_err());
+    }
+
+    #[test]
+    fn options_of_ssh_end_where_the_command_begins() {
+        for (text, options) in [
+            ("uptime -p", 0),
+            ("-v uptime", 1),
+            ("-L 8080:localhost:80 -N", 3),
+            ("-L8080:localhost:80 uptime", 1),
+            ("-vvo BatchMode=yes ls -l", 2),
+            ("-t -- ls", 2),
+            ("-l", 1),
+        ] {
+            let words = words(text);
+            assert_eq!(option_words(&words).0.len(), options, "{text}");
+        }
+    }
+
+    #[test]
+    fn the_proxy_uses_the_same_daemon_and_nothing_in_it_is_read_by_the_shell_or_by_ssh() {
+        let given = Connection {
+            socket: Some("/run/it's 100%/vmmd.sock".into()),
+            ..Connection::default()
+        };
+        let reach = Reach {
+            port: 2222,
+            nic: Some("lan".into()),
+            identity: None,
+        };
+        let proxy = proxy(Path::new("/usr/bin/vmmctl"), &given, "web", &reach).unwrap();
+        assert_eq!(
+            proxy,
+            "exec '/usr/bin/vmmctl' '--socket' '/run/it'\\''s 100%%/vmmd.sock' 'port-forward' '--stdio' '--nic' 'lan' \
+             '--' 'web' '2222'"
+        );
+    }
+}
