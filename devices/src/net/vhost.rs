@@ -70,7 +70,7 @@ impl VhostNet {
 
     fn silence(&self) -> io::Result<()> {
         for index in 0..2 {
-            vhost::set_net_backend(&self.fd, index, None::<BorrowedFd<'_>>)?;
+            vhost::set_net_backend(&self.fd, index, None)?;
             // Notifications are this process's again.
             vhost::set_event(&self.fd, index, RingEvent::Kick, None)?;
             vhost::set_event(&self.fd, index, RingEvent::Call, None)?;

@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
 };
 
 use vm_memory::{Address as _, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
@@ -177,8 +177,8 @@ pub fn set_event(vhost: impl AsFd, index: u32, which: RingEvent, event: Option<&
 }
 
 /// Has a ring of vhost-net served with packets of `tap`, or with none: when this has returned nothing of the ring is under way.
-pub fn set_net_backend(vhost: impl AsFd, index: u32, tap: Option<impl AsFd>) -> io::Result<()> {
-    let fd = tap.as_ref().map_or(-1, |tap| tap.as_fd().as_raw_fd());
+pub fn set_net_backend(vhost: impl AsFd, index: u32, tap: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    let fd = tap.map_or(-1, |tap| tap.as_raw_fd());
     set_file(vhost, index, VHOST_NET_SET_BACKEND(), fd)
 }
 

@@ -487,6 +487,13 @@ impl Actor {
             }
             Some(event::Kind::DisksQuiet(_)) => self.on_disks_quiet(),
             Some(event::Kind::DiskDetached(gone)) => self.on_disk_gone(gone).await,
+            Some(event::Kind::NicDetached(gone)) => {
+                let message = format!(
+                    "the guest has ejected NIC \"{}\": the next start plugs it in",
+                    gone.name
+                );
+                self.tell(EventSeverity::Warning, "NicEjected", &message);
+            }
             Some(event::Kind::MigrationRound(round)) => self.on_migration_round(round),
             None => {}
         }

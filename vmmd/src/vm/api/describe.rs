@@ -383,6 +383,13 @@ fn nics(
             link_down: !nic.link_up,
             network: network.to_owned(),
             addresses: address.iter().map(ToString::to_string).collect(),
+            phase: if running {
+                AttachmentPhase::Attached
+            } else {
+                AttachmentPhase::Pending
+            }
+            .into(),
+            message: String::new(),
         }
     });
     described.collect()
