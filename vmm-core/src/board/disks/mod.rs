@@ -41,6 +41,7 @@ use proto::{
     model::{disk::RateLimit, machine, topology::Topology},
     vmm::{self, ErrorKind},
 };
+use tracing::error;
 
 use self::opening::{Opener, Opening};
 use super::{
