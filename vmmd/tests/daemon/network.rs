@@ -74,7 +74,7 @@ async fn a_nic_comes_and_goes_while_the_vm_runs_also_over_a_kill() {
     daemon.create(vm.clone()).await.unwrap();
     daemon.start_vm("web").await.unwrap();
     let phases = |vm: &proto::v1::Vm| -> Vec<_> {
-        let nics = status(vm).nics;
+        let nics = &status(vm).nics;
         nics.iter().map(|nic| (nic.name.clone(), nic.phase())).collect()
     };
     let attached = |name: &str| (name.to_owned(), AttachmentPhase::Attached);

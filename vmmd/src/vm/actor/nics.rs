@@ -13,7 +13,6 @@
 use std::sync::Arc;
 
 use proto::{
-    model::Violations,
     v1::EventSeverity,
     vmm::{AttachNic, DetachNic, ErrorKind, NicDetached, NicStats, request::Op},
 };

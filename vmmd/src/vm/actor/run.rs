@@ -43,7 +43,7 @@ use crate::{
             exit::{Asked, count},
             policy::Occasion,
         },
-        spec::{change, limits},
+        spec::{change, limits, machine},
         start::{Plan, STEPS, Started, start},
     },
 };
