@@ -242,6 +242,7 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     let disks = wire.disks.iter().cloned();
     let disks: Vec<_> = disks.map(|disk| Plugged::new(disk, &mut fds)).collect();
     guest.disks().extend(disks);
+    nics::boot(guest, &wire, &mut fds);
     let fds = fds.into_iter().flatten().collect();
     let status = guest.boot(&wire, log, fds);
     if let Some(Some(text)) = restored {

@@ -99,7 +99,6 @@ impl Guest {
     }
 
     pub fn boot(&self, machine: &MachineSpec, serial_log: Option<File>, fds: Vec<OwnedFd>) -> Status {
-        nics::boot(self, machine);
         let mut inner = self.lock();
         inner.name.clone_from(&machine.name);
         inner.on_crash = machine.on_crash();

@@ -3,7 +3,8 @@
 use std::os::fd::OwnedFd;
 
 use proto::vmm::{
-    AttachNic, DetachNic, Error, ErrorKind, NicDetached, NicStats, event, response::Result as Outcome,
+    AttachNic, DetachNic, Error, ErrorKind, MachineSpec, NicDetached, NicStats, event,
+    response::Result as Outcome,
 };
 
 use crate::guest::Guest;
@@ -37,12 +38,17 @@ pub fn attach(guest: &Guest, request: AttachNic, fds: Vec<OwnedFd>) -> Option<Ou
     (how.as_deref() != Some("lost")).then(|| Outcome::Status(guest.status()))
 }
 
-/// Those that the machine is booted with.
-pub fn boot(guest: &Guest, machine: &proto::vmm::MachineSpec) {
-    let nics = machine.nics.iter().map(|nic| Plugged {
-        name: nic.name.clone(),
-        slot: nic.pci_slot,
-        _fds: Vec::new(),
+/// Those that the machine is booted with; takes their descriptors.
+pub fn boot(guest: &Guest, machine: &MachineSpec, fds: &mut [Option<OwnedFd>]) {
+    let nics = machine.nics.iter().map(|nic| {
+        let own = std::iter::once(&nic.fd)
+            .chain(&nic.further_fds)
+            .chain(&nic.vhost_fds);
+        Plugged {
+            name: nic.name.clone(),
+            slot: nic.pci_slot,
+            _fds: own.filter_map(|index| fds[*index as usize].take()).collect(),
+        }
     });
     *guest.nics() = nics.collect();
 }
