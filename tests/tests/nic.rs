@@ -150,7 +150,10 @@ fn nics_come_and_go_while_the_guest_runs_also_when_the_daemon_is_killed_in_betwe
                 &format!("bridge={bridge},name=lan,backend={backend}"),
             )
             .expect("attach");
-        assert_eq!(wired.vm.field("/status/nics/1/phase").expect("phase"), "ATTACHED");
+        assert_eq!(
+            wired.vm.field("/status/nics/1/phase").expect("phase"),
+            "ATTACHMENT_PHASE_ATTACHED"
+        );
         let mac = wired.vm.field("/status/nics/1/mac").expect("address");
         wired
             .console
@@ -182,7 +185,7 @@ fn nics_come_and_go_while_the_guest_runs_also_when_the_daemon_is_killed_in_betwe
         if backend == "vhost" {
             // The daemon is killed while the guest is asked; the next one goes on.
             node.sh(&format!(
-                "(vmmctl nic detach {} lan >/dev/null 2>&1 &) ; usleep() {{ sleep 0.05; }}; usleep; systemctl kill -s KILL vmmd; \
+                "(vmmctl nic detach {} lan >/dev/null 2>&1 &); sleep 0.05; systemctl kill -s KILL vmmd; \
                  until vmmctl node >/dev/null 2>&1; do sleep 0.2; done",
                 wired.vm.name()
             ))
@@ -215,9 +218,9 @@ fn nics_come_and_go_while_the_guest_runs_also_when_the_daemon_is_killed_in_betwe
 /// vhost-net: the kernel carries the packets; what it can't do, the `vmm` does, and the guest notices nothing of either.
 #[test]
 fn a_guest_whose_packets_the_kernel_carries_moves_data_unchanged_with_one_and_with_four_queues() {
-    let case = Case::new("nic-vhost").expect("node");
-    let node = case.node();
     for (number, queues) in [(1, 1), (2, 4)] {
+        let case = Case::new("nic-vhost").expect("node");
+        let node = case.node();
         let mut wired = Wired::start(&case, number, |bridge| {
             VmSpec::busybox(Kernel::Cloud612)
                 .cores(if queues == 1 { 1 } else { 2 })
