@@ -1,5 +1,5 @@
 //! Where the files of VMs may be: below folders that the node's operator allows, and not behind a symbolic link that leads out
-//! of them. The kernel decides that while it opens a file (openat2(2)), so that nobody can put another file in its place between
+//! of them. The kernel decides that while it opens a file (openat2(2); [`walk`] where a filter forbids that), so that nobody can put another file in its place between
 //! a check and the use. Blocking.
 
 use std::{
@@ -17,6 +17,8 @@ use rustix::{
     io::Errno,
 };
 use serde::Deserialize;
+
+use super::walk;
 
 /// How often a path is tried again whose folders are being renamed meanwhile.
 const RACES: u32 = 100;
@@ -170,6 +172,8 @@ fn open_beneath(root: &Path, rest: &Path, path: &Path, flags: OFlags) -> Result<
     loop {
         match rustix::fs::openat2(&folder, rest, flags, Mode::empty(), resolve) {
             Err(Errno::XDEV | Errno::LOOP) => return Err(Refused::LeadsOut),
+            // A filter of system calls forbids it, such as that of the daemon's unit.
+            Err(Errno::NOSYS) => return walk::open(folder, rest, flags),
             // openat2(2): something was renamed or mounted while a `..` was followed.
             Err(Errno::AGAIN) if tries < RACES => tries += 1,
             opened => return opened.map_err(Refused::Errno),
