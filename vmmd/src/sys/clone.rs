@@ -61,6 +61,8 @@ pub struct Namespaces<'a> {
     pub uid_map: String,
     /// The same of groups.
     pub gid_map: String,
+    /// Descriptors that it may have open. Beyond the daemon's own limit that takes CAP_SYS_RESOURCE, which the program does not have.
+    pub open_files: u64,
 }
 
 /// A started process that nobody watches yet: it is killed and reaped when this is dropped before [`Child::watched`].
@@ -155,8 +157,15 @@ pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
     }
 }
 
-/// Says which users of the node the users of a child's namespace are.
+/// Does what a child can't do for itself: says which users of the node the users of its namespace are, and sets its limit of descriptors.
 fn map_users(pid: libc::c_long, namespaces: &Namespaces<'_>) -> io::Result<()> {
+    let most = Some(namespaces.open_files);
+    let limit = Rlimit {
+        current: most,
+        maximum: most,
+    };
+    let number = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
+    rustix::process::prlimit(number, Resource::Nofile, limit)?;
     std::fs::write(format!("/proc/{pid}/uid_map"), &namespaces.uid_map)?;
     std::fs::write(format!("/proc/{pid}/gid_map"), &namespaces.gid_map)
 }
