@@ -22,6 +22,8 @@ pub enum ThreadKind {
     Worker,
     /// Gives queues of a virtio device to another process that serves them, and takes them back.
     Delegate,
+    /// Runs a pair of queues of a network interface, and gives them to the kernel (vhost-net) where it can.
+    Vhost,
     /// Carries out requests to an image by waiting for them.
     Storage,
     /// Serves the serial port.
@@ -36,12 +38,13 @@ pub enum ThreadKind {
 
 impl ThreadKind {
     /// All kinds.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Main,
         Self::Control,
         Self::Vcpu,
         Self::Worker,
         Self::Delegate,
+        Self::Vhost,
         Self::Storage,
         Self::Serial,
         Self::Screen,
@@ -57,6 +60,7 @@ impl ThreadKind {
             Self::Vcpu => "vcpu",
             Self::Worker => "worker",
             Self::Delegate => "delegate",
+            Self::Vhost => "vhost",
             Self::Storage => "storage",
             Self::Serial => "serial",
             Self::Screen => "screen",

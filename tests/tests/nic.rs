@@ -3,7 +3,7 @@
 use serde_json::json;
 use vmmd_tests::Case;
 use vmmd_tests::node::Kernel;
-use vmmd_tests::vm::{BOOT, Vm, VmSpec};
+use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 
 /// How long a transfer, or a change of the link, may take in a slow node.
 const PATIENCE: u64 = 120;
@@ -11,78 +11,177 @@ const PATIENCE: u64 = 120;
 /// Size of what is transferred, in MiB.
 const MIB: u32 = 24;
 
+/// A guest whose NICs are on a bridge on which the node is 10.9.NUMBER.1, and the guest 10.9.NUMBER.2 with its first NIC.
+struct Wired<'case> {
+    case: &'case Case,
+    vm: Vm<'case>,
+    console: Console,
+    guest: String,
+}
+
+impl<'case> Wired<'case> {
+    fn start(case: &'case Case, number: u8, spec: impl FnOnce(&str) -> VmSpec) -> Self {
+        let bridge = case.bridge().expect("a bridge");
+        case.node()
+            .sh(&format!("ip addr add 10.9.{number}.1/24 dev {bridge}"))
+            .expect("the node's address");
+        let vm = Vm::start(case, "", &spec(&bridge)).expect("start");
+        let mut console = vm.console().expect("console");
+        console.until("GUEST-READY", BOOT).expect("boot");
+        let guest = format!("10.9.{number}.2");
+        console
+            .run(
+                &format!("ip addr add {guest}/24 dev eth0 && ip link set eth0 up"),
+                30,
+            )
+            .expect("the guest's address");
+        Self {
+            case,
+            vm,
+            console,
+            guest,
+        }
+    }
+
+    fn ping(&self) {
+        let guest = &self.guest;
+        self.case
+            .node()
+            .sh(&format!("ping -c 3 -i 0.2 -W 10 {guest}"))
+            .expect("ping");
+    }
+
+    fn listen(&mut self, port: u16, then: &str) {
+        self.console.run(&format!("({then}) & true"), 30).expect("listen");
+        self.console
+            .run(
+                &format!("until busybox netstat -lnt | grep -q :{port}; do usleep 100000; done"),
+                30,
+            )
+            .expect("the guest listens");
+    }
+
+    /// What arrives is what was sent, both ways: streams that are cut on neither side. `ports` are two free ones of the guest.
+    fn compare(&mut self, [there, back]: [u16; 2]) {
+        let (node, guest) = (self.case.node(), self.guest.clone());
+        let folder = self.case.folder().expect("folder");
+        node.sh(&format!("head -c {MIB}M /dev/urandom > {folder}/sent"))
+            .expect("data");
+        let sum = node.sh(&format!("sha256sum < {folder}/sent")).expect("checksum");
+        let sum = sum.split_whitespace().next().expect("a checksum").to_owned();
+        self.listen(
+            there,
+            &format!("nc -l -p {there} < /dev/null > /received; echo received"),
+        );
+        node.sh(&format!("bash -c 'cat {folder}/sent > /dev/tcp/{guest}/{there}'"))
+            .expect("send");
+        self.console
+            .until("received", PATIENCE)
+            .expect("the guest has it");
+        let received = self
+            .console
+            .run("sha256sum < /received", PATIENCE)
+            .expect("checksum");
+        assert!(received.contains(&sum), "{sum} was sent: {received}");
+        self.listen(back, &format!("nc -l -p {back} < /received; echo sent"));
+        let returned = node.sh(&format!(
+            "bash -c 'timeout 120 cat < /dev/tcp/{guest}/{back} | sha256sum'"
+        ));
+        assert!(returned.expect("receive").contains(&sum));
+    }
+
+    fn set_link(&mut self, link: &str) {
+        self.vm
+            .ctl_with("nic update", &format!("eth0 link={link}"))
+            .expect("the cable");
+        let carrier = u8::from(link == "up");
+        self.console
+            .run(
+                &format!("until [ $(cat /sys/class/net/eth0/carrier) = {carrier} ]; do usleep 100000; done"),
+                PATIENCE,
+            )
+            .expect("carrier");
+    }
+
+    /// The link goes down and up, and packets follow.
+    fn flap(&mut self) {
+        let guest = self.guest.clone();
+        self.set_link("down");
+        assert!(self.case.node().sh(&format!("ping -c 1 -W 2 {guest}")).is_err());
+        self.set_link("up");
+        self.ping();
+    }
+}
+
 #[test]
 fn a_guest_with_two_queues_moves_data_unchanged_and_follows_its_link() {
     let case = Case::new("nic").expect("node");
-    let node = case.node();
-    let bridge = case.bridge().expect("a bridge");
-    node.sh(&format!("ip addr add 10.9.0.1/24 dev {bridge}"))
-        .expect("the node's address");
-    let spec = VmSpec::busybox(Kernel::Cloud612)
-        .cores(2)
-        .nic("eth0", &bridge)
-        .set("/nics/0/queues", json!(2));
-    let vm = Vm::start(&case, "", &spec).expect("start");
-    let mut console = vm.console().expect("console");
-    console.until("GUEST-READY", BOOT).expect("boot");
-    console
-        .run("ip addr add 10.9.0.2/24 dev eth0 && ip link set eth0 up", 30)
-        .expect("the guest's address");
-    let queues = console.run("ls /sys/class/net/eth0/queues", 30).expect("queues");
+    let mut wired = Wired::start(&case, 0, |bridge| {
+        VmSpec::busybox(Kernel::Cloud612)
+            .cores(2)
+            .nic("eth0", bridge)
+            .set("/nics/0/queues", json!(2))
+    });
+    let queues = wired
+        .console
+        .run("ls /sys/class/net/eth0/queues", 30)
+        .expect("queues");
     assert!(queues.contains("rx-1") && queues.contains("tx-1"), "{queues}");
-    node.sh("ping -c 3 -i 0.2 -W 10 10.9.0.2").expect("ping");
+    wired.ping();
+    wired.compare([7000, 7001]);
+    wired.flap();
+}
 
-    // What arrives is what was sent, both ways: streams that are cut on neither side.
-    let folder = case.folder().expect("folder");
-    node.sh(&format!("head -c {MIB}M /dev/urandom > {folder}/sent"))
-        .expect("data");
-    let sum = node.sh(&format!("sha256sum < {folder}/sent")).expect("checksum");
-    let sum = sum.split_whitespace().next().expect("a checksum").to_owned();
-    console
-        .run(
-            "(nc -l -p 7000 < /dev/null > /received; echo received) & true",
-            30,
-        )
-        .expect("listen");
-    console
-        .run(
-            "until busybox netstat -lnt | grep -q :7000; do usleep 100000; done",
-            30,
-        )
-        .expect("the guest listens");
-    node.sh(&format!("bash -c 'cat {folder}/sent > /dev/tcp/10.9.0.2/7000'"))
-        .expect("send");
-    console.until("received", PATIENCE).expect("the guest has it");
-    let received = console.run("sha256sum < /received", PATIENCE).expect("checksum");
-    assert!(received.contains(&sum), "{sum} was sent: {received}");
-    console
-        .run("(nc -l -p 7001 < /received; echo sent) & true", 30)
-        .expect("listen");
-    console
-        .run(
-            "until busybox netstat -lnt | grep -q :7001; do usleep 100000; done",
-            30,
-        )
-        .expect("the guest listens");
-    let back = node.sh("bash -c 'timeout 120 cat < /dev/tcp/10.9.0.2/7001 | sha256sum'");
-    assert!(back.expect("receive").contains(&sum));
-
-    vm.ctl_with("nic update", "eth0 link=down")
-        .expect("pull the cable");
-    console
-        .run(
-            "until [ $(cat /sys/class/net/eth0/carrier) = 0 ]; do usleep 100000; done",
-            PATIENCE,
-        )
-        .expect("no carrier");
-    assert!(node.sh("ping -c 1 -W 2 10.9.0.2").is_err());
-    vm.ctl_with("nic update", "eth0 link=up")
-        .expect("plug the cable in");
-    console
-        .run(
-            "until [ $(cat /sys/class/net/eth0/carrier) = 1 ]; do usleep 100000; done",
-            PATIENCE,
-        )
-        .expect("carrier");
-    node.sh("ping -c 3 -i 0.2 -W 10 10.9.0.2").expect("ping again");
+/// vhost-net: the kernel carries the packets; what it can't do, the `vmm` does, and the guest notices nothing of either.
+#[test]
+fn a_guest_whose_packets_the_kernel_carries_moves_data_unchanged_with_one_and_with_four_queues() {
+    let case = Case::new("nic-vhost").expect("node");
+    let node = case.node();
+    for (number, queues) in [(1, 1), (2, 4)] {
+        let mut wired = Wired::start(&case, number, |bridge| {
+            VmSpec::busybox(Kernel::Cloud612)
+                .cores(if queues == 1 { 1 } else { 2 })
+                .nic("eth0", bridge)
+                .set("/nics/0/queues", json!(queues))
+                .set("/nics/0/backend", json!("VHOST"))
+        });
+        wired.ping();
+        let pid = wired.vm.pid().expect("pid");
+        let threads = node.sh(&format!("cat /proc/{pid}/task/*/comm")).expect("threads");
+        let kernels = threads.lines().filter(|name| name.starts_with("vhost-")).count();
+        assert_eq!(kernels, queues, "{threads}");
+        let spent = || {
+            let cpu = node.sh(&format!(
+                "cat /proc/{pid}/task/*/stat | sed -n 's/^[0-9]* (vnet-[^)]*) //p' | awk '{{sum += $12 + $13}} END {{print sum}}'"
+            ));
+            let ticks = cpu.expect("processor time").trim().parse::<u64>();
+            ticks.expect("ticks")
+        };
+        let before = spent();
+        wired.compare([7000, 7001]);
+        let stats = wired.vm.ctl("stats -o json").expect("stats");
+        let stats: serde_json::Value = serde_json::from_str(&stats).expect("JSON");
+        let bytes = stats
+            .pointer("/nics/0/receivedBytes")
+            .and_then(|bytes| bytes.as_str());
+        let bytes: u64 = bytes.and_then(|bytes| bytes.parse().ok()).expect("bytes");
+        assert!(bytes > u64::from(MIB) << 20, "{stats}");
+        // The `vmm` had nothing to do with it.
+        let ticks = spent() - before;
+        assert!(ticks < 10, "{ticks} ticks of the vmm's threads");
+        // With a limit and without a cable the `vmm` serves, and the kernel again afterwards.
+        wired.flap();
+        wired
+            .vm
+            .ctl_with("nic update", "eth0 rx-pps=100000")
+            .expect("a limit");
+        wired.compare([7002, 7003]);
+        wired
+            .vm
+            .ctl_with("nic update", "eth0 rx-pps=0")
+            .expect("no limit");
+        wired.vm.ctl("pause").expect("pause");
+        wired.vm.ctl("resume").expect("resume");
+        wired.compare([7004, 7005]);
+    }
 }

@@ -155,7 +155,8 @@ pub struct CreateVm {
     #[arg(long = "rate-group", value_name = "KEY=VALUE,…")]
     pub rate_groups: Vec<String>,
     /// Network interface: network=lan, bridge=br0 or tap=tap0. In a network: address=10.80.0.9, publish=8080:80+53/udp (ports of
-    /// the node that lead to the VM). More keys: name=eth0, mac=52:54:00:12:34:56, queues=4, mtu=9000, link=down,
+    /// the node that lead to the VM). More keys: name=eth0, mac=52:54:00:12:34:56, queues=4, mtu=9000, backend=vhost
+    /// (the node's kernel carries its packets), link=down,
     /// off=tso+uso (of checksum, tso, uso, merge: what the guest is not offered), rx-bps=100Mi, rx-pps=20000, tx-bps=…,
     /// tx-pps=… (limits of what it receives and sends, in bytes and packets a second).
     #[arg(long = "nic", value_name = "KEY=VALUE,…")]

@@ -5,7 +5,7 @@ use proto::v1::{self, NicOffload, nic_spec::Attachment};
 use super::disk_spec::{bytes, number, usage};
 use crate::failure::Result;
 
-const KEYS: &str = "network=, bridge=, tap=, address=, publish=, name=, mac=, queues=, mtu=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
+const KEYS: &str = "network=, bridge=, tap=, address=, publish=, name=, mac=, queues=, mtu=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
 
 /// The NIC number `index` of a VM from `key=value,…`.
 pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
@@ -61,6 +61,14 @@ fn set(nic: &mut v1::NicSpec, key: &str, value: &str) -> Result<bool, String> {
         }
         "queues" => nic.queues = number(value)?,
         "mtu" => nic.mtu = number(value)?,
+        "backend" => {
+            let backend = match value {
+                "userspace" => v1::NicBackend::Userspace,
+                "vhost" => v1::NicBackend::Vhost,
+                _ => return Err("must be userspace or vhost".to_owned()),
+            };
+            nic.set_backend(backend);
+        }
         "link" => {
             nic.link_down = match value {
                 "up" => false,
@@ -145,7 +153,7 @@ mod tests {
 
     #[test]
     fn a_nic_is_read_from_keys_and_values() {
-        let text = "bridge=br0,queues=4,mtu=9000,off=tso+uso,link=down,rx-bps=10Mi,rx-pps=5000,tx-pps=100";
+        let text = "bridge=br0,queues=4,mtu=9000,backend=vhost,off=tso+uso,link=down,rx-bps=10Mi,rx-pps=5000,tx-pps=100";
         let nic = from_text(1, text).unwrap();
         assert_eq!(
             (nic.name.as_str(), nic.queues, nic.mtu, nic.link_down),
@@ -153,6 +161,7 @@ mod tests {
         );
         assert_eq!(nic.attachment, Some(Attachment::Bridge("br0".into())));
         assert_eq!(nic.disabled_offloads, [2, 3]);
+        assert_eq!(nic.backend(), v1::NicBackend::Vhost);
         let receive = nic.receive_limit.unwrap();
         assert_eq!(
             (receive.bytes_per_second, receive.operations_per_second),
@@ -184,7 +193,7 @@ mod tests {
 
     #[test]
     fn each_key_is_for_a_field_of_the_api() {
-        let text = "queues=1,mtu=9,name=a,mac=b,bridge=c,tap=d,network=e,address=f,publish=1,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
+        let text = "queues=1,mtu=9,backend=vhost,name=a,mac=b,bridge=c,tap=d,network=e,address=f,publish=1,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
         let paths: Vec<_> = fields(text)
             .map(|field| format!("spec.nics[eth0].{field}"))
             .collect();
@@ -198,6 +207,7 @@ mod tests {
             ("bridge=a,speed=9", "speed=9"),
             ("bridge=a,off=all", "checksum, tso, uso or merge"),
             ("bridge=a,link=maybe", "up or down"),
+            ("bridge=a,backend=fast", "userspace or vhost"),
             ("bridge=a,queues=many", "whole number"),
         ] {
             let message = from_text(0, text).unwrap_err().to_string();

@@ -1,11 +1,18 @@
 //! What network devices are attached to.
 
 pub mod tap;
+pub mod vhost;
 
-use std::{io, os::fd::AsFd};
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd},
+};
 
-use crate::sys::Iovecs;
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::{GuestMemory, sys::Iovecs, virtio::queue::QueueState};
 pub use tap::{Tap, TapError};
+pub use vhost::VhostNet;
 
 bitflags::bitflags! {
     /// Kinds of packets that are handed over unfinished, so that they need not be finished if they never leave the host.
@@ -42,4 +49,34 @@ pub trait NetBackend: Send + Sync + AsFd {
     /// Whether the host hands packets to this queue. Each queue is attached at first. The descriptor of a queue that was
     /// attached again has to be watched anew. Only for an interface with several queues.
     fn set_attached(&self, attached: bool) -> io::Result<()>;
+}
+
+/// Serves a pair of queues in the place of the device's worker: the kernel.
+pub trait PairServer: Send {
+    /// Begins to serve the receive and the transmit queue (in this order) with packets of `tap`; `features` are those that the
+    /// driver accepted. After an error it serves nothing.
+    fn start(
+        &mut self,
+        memory: &GuestMemory,
+        features: u64,
+        rings: [ServedRing<'_>; 2],
+        tap: BorrowedFd<'_>,
+    ) -> io::Result<()>;
+    /// Interrupts for one of the rings go there from now on.
+    fn set_call(&mut self, ring: u32, call: &EventFd) -> io::Result<()>;
+    /// Ends what is under way and serves no longer. Gives the available entry of each ring that would have been taken next.
+    fn stop(&mut self) -> io::Result<[u16; 2]>;
+}
+
+/// A ring as [`PairServer`] gets it.
+#[derive(Clone, Copy)]
+pub struct ServedRing<'a> {
+    /// Where it is, and from where on it is to be served.
+    pub state: &'a QueueState,
+    /// Signalled by the driver's notifications.
+    pub kick: &'a EventFd,
+    /// To be signalled for an interrupt.
+    pub call: &'a EventFd,
+    /// To be signalled when the ring makes no sense.
+    pub error: &'a EventFd,
 }

@@ -1,4 +1,4 @@
-//! System calls that no safe library has: vectored I/O straight into guest memory, open-file-description locks, taps.
+//! System calls that no safe library has: vectored I/O straight into guest memory, open-file-description locks, taps, vhost.
 //!
 //! The functions here are safe to call with any arguments; everything unsafe of block and net devices is in here.
 #![allow(unsafe_code)]
@@ -12,6 +12,7 @@ mod iovecs;
 pub mod lock;
 pub mod ring;
 pub mod tap;
+pub mod vhost;
 
 pub use iovecs::Iovecs;
 

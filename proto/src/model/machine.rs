@@ -172,6 +172,8 @@ pub struct Nic {
     pub name: String,
     /// The queues of the tap: 1 to [`MAX_QUEUES`](nic::MAX_QUEUES).
     pub fds: Vec<FdIndex>,
+    /// An open vhost-net for each queue, or none.
+    pub vhosts: Vec<FdIndex>,
     /// It has a control queue.
     pub control: bool,
     /// What the guest is not offered.
@@ -621,7 +623,15 @@ fn nic(claims: &mut Claims, wire: &vmm::Nic) -> Nic {
     }
     let fds = std::iter::once(&wire.fd).chain(&wire.further_fds);
     let fds = fds.take(most).map(|index| claims.fd(&field, *index)).collect();
+    let vhosts = wire.vhost_fds.len();
+    if vhosts != 0 && vhosts != queues {
+        let wrong = format_args!("as many vhost-net as queues, are {vhosts} for {queues}");
+        claims.found.add(&field, wrong);
+    }
+    let vhosts = wire.vhost_fds.iter().take(most);
+    let vhosts = vhosts.map(|index| claims.fd(&field, *index)).collect();
     Nic {
+        vhosts,
         name: wire.name.clone(),
         fds,
         mac,

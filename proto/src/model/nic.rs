@@ -49,6 +49,18 @@ impl NicSwitches {
     }
 }
 
+/// Validates who carries a NIC's packets; `field` is the NIC's path. True for vhost-net.
+pub(super) fn vhost(found: &mut Violations, field: &str, backend: i32) -> bool {
+    match v1::NicBackend::try_from(backend) {
+        Ok(v1::NicBackend::Vhost) => true,
+        Ok(v1::NicBackend::Unspecified | v1::NicBackend::Userspace) => false,
+        Err(_) => {
+            found.add(format_args!("{field}.backend"), "must be USERSPACE or VHOST");
+            false
+        }
+    }
+}
+
 /// What a port is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Protocol {

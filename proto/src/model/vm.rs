@@ -167,6 +167,8 @@ pub struct Nic {
     pub receive_limit: Option<RateLimit>,
     /// Limits what the guest sends.
     pub transmit_limit: Option<RateLimit>,
+    /// The kernel carries packets (vhost-net).
+    pub vhost: bool,
 }
 
 impl Nic {
@@ -576,6 +578,7 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
     let queues = nic::queues(found, field, nic.queues);
     let mtu = nic::mtu(found, field, nic.mtu);
     let without = NicSwitches::new(found, field, &nic.disabled_offloads);
+    let vhost = nic::vhost(found, field, nic.backend);
     Some(Nic {
         name: name?,
         attachment: attachment?,
@@ -586,6 +589,7 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
         link_up: !nic.link_down,
         receive_limit,
         transmit_limit,
+        vhost,
     })
 }
 

@@ -331,6 +331,7 @@ impl lifecycle::Machine for Machine {
     }
 
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {
+        nics::keep_queues(&self.nics, runs)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
         self.saving = Some(Saving::begin(&self.vm, self.ram.memory(), file, runs, tell)?);
@@ -338,6 +339,7 @@ impl lifecycle::Machine for Machine {
     }
 
     fn begin_migration(&mut self, socket: File, downtime: Duration, runs: bool) -> Result<(), Failure> {
+        nics::keep_queues(&self.nics, runs)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
         let sink = Box::new(Sender::new(socket, self.ram.memory()));
@@ -368,11 +370,15 @@ impl lifecycle::Machine for Machine {
     }
 
     fn end_snapshot(&mut self) -> Result<Report, Failure> {
-        self.saving.take().ok_or_else(no_snapshot)?.end()
+        let ended = self.saving.take().ok_or_else(no_snapshot)?.end();
+        nics::keep_queues(&self.nics, false)?;
+        ended
     }
 
     fn give_up_snapshot(&mut self) {
         self.saving = None;
+        // Waits for nothing.
+        let _free = nics::keep_queues(&self.nics, false);
     }
 
     fn halt(&mut self) {

@@ -1,6 +1,6 @@
 //! The network interfaces of a machine, as others than the guest see them.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use devices::{rate::Limiter, virtio::net::NetControl};
 use proto::{
@@ -70,6 +70,22 @@ fn set(limiter: &mut Option<Arc<Limiter>>, limit: RateLimit, exchange: impl Fn(O
             exchange(Some(new));
         }
     }
+}
+
+/// How long a NIC's worker may take to take its queues back from the kernel.
+const TAKE_BACK: Duration = Duration::from_secs(5);
+
+/// While memory is logged no kernel (vhost-net) serves NICs: the dirty log does not see what it writes. Without `keep` it may again.
+pub(super) fn keep_queues(nics: &[Nic], keep: bool) -> Result<(), Failure> {
+    for nic in nics {
+        if !nic.control.keep_queues(keep, TAKE_BACK) {
+            return Err(Failure {
+                kind: ErrorKind::Internal,
+                message: format!("nic {}: its queues can't be taken back from the kernel", nic.name),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// See [`Machine::update_nic`](crate::lifecycle::Machine::update_nic).

@@ -35,6 +35,23 @@ pub struct Link {
     pub bridge: u32,
 }
 
+/// What an interface has counted since it was made, as the node sees it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LinkCounters {
+    /// Packets that came in over it.
+    pub received_packets: u64,
+    /// Their bytes.
+    pub received_bytes: u64,
+    /// Packets that went out over it.
+    pub sent_packets: u64,
+    /// Their bytes.
+    pub sent_bytes: u64,
+    /// Packets that came in and made no sense.
+    pub received_wrong: u64,
+    /// Packets that were to go out and were dropped.
+    pub sent_dropped: u64,
+}
+
 impl Links {
     /// Connects to the kernel. To be called in a tokio runtime.
     pub fn connect() -> io::Result<Self> {
@@ -60,6 +77,24 @@ impl Links {
                 error => Err(error),
             },
         }
+    }
+
+    /// What an interface has counted; `None` when there is none of that name.
+    pub async fn counters(&self, name: &str) -> io::Result<Option<LinkCounters>> {
+        let message = self.message(name).await?;
+        let attributes = message.iter().flat_map(|message| &message.attributes);
+        let mut stats = attributes.filter_map(|attribute| match attribute {
+            LinkAttribute::Stats64(stats) => Some(LinkCounters {
+                received_packets: stats.rx_packets,
+                received_bytes: stats.rx_bytes,
+                sent_packets: stats.tx_packets,
+                sent_bytes: stats.tx_bytes,
+                received_wrong: stats.rx_errors,
+                sent_dropped: stats.tx_dropped,
+            }),
+            _ => None,
+        });
+        Ok(stats.next())
     }
 
     /// What there is of a bridge of that name.
@@ -207,5 +242,7 @@ mod tests {
         let link = links.find("lo").await.unwrap().unwrap();
         assert!(!link.is_bridge && link.index > 0, "{link:?}");
         assert_eq!(links.find("nonexistent0").await.unwrap(), None);
+        assert!(links.counters("lo").await.unwrap().is_some());
+        assert_eq!(links.counters("nonexistent0").await.unwrap(), None);
     }
 }

@@ -13,6 +13,7 @@ use std::{
 };
 
 use proto::model::{
+    name::Name,
     nic::Mac,
     vm::{Attachment, Nic},
 };
@@ -33,6 +34,8 @@ use crate::{failure::Failure, host::Host, sys, text};
 pub struct Tap {
     /// The open device: a descriptor for each queue, at least one.
     pub queues: Vec<OwnedFd>,
+    /// An open vhost-net for each queue, or none.
+    pub vhosts: Vec<OwnedFd>,
     /// Largest packet without the Ethernet header, in bytes.
     pub mtu: u32,
 }
@@ -54,7 +57,7 @@ pub async fn open_tap(
     mac: Mac,
 ) -> Result<Tap, Failure> {
     let links = &host.links;
-    match &nic.attachment {
+    let mut tap = match &nic.attachment {
         Attachment::Network {
             name: network,
             address,
@@ -73,12 +76,21 @@ pub async fn open_tap(
         }
         Attachment::Bridge(bridge) => on_bridge(links, vm, name, index, (bridge, nic.queues), mac).await,
         Attachment::Tap(tap) => existing(links, nic, tap).await,
+    }?;
+    if nic.vhost {
+        tap.vhosts = (0..nic.queues)
+            .map(|_| open_vhost(&nic.name))
+            .collect::<Result<_, _>>()?;
     }
+    Ok(tap)
 }
 
 /// Whether what `nic` is to be attached to is there; changes nothing. Whether a tap is free shows at the start.
 pub async fn look(host: &Host, index: usize, nic: &Nic) -> Result<(), Failure> {
     let links = &host.links;
+    if nic.vhost {
+        drop(open_vhost(&nic.name)?);
+    }
     match &nic.attachment {
         Attachment::Network { name, .. } => host.networks.look(name.as_str()),
         Attachment::Bridge(name) => bridge(links, index, name).await.map(drop),
@@ -134,6 +146,7 @@ async fn on_bridge(
         .map_err(|error| failed(&error))?;
     Ok(Tap {
         queues,
+        vhosts: Vec::new(),
         mtu: bridge_link.mtu,
     })
 }
@@ -179,6 +192,7 @@ async fn existing(links: &Links, nic: &Nic, tap: &str) -> Result<Tap, Failure> {
     })?;
     Ok(Tap {
         queues,
+        vhosts: Vec::new(),
         mtu: link.mtu,
     })
 }
@@ -189,6 +203,18 @@ fn open_tun() -> Result<OwnedFd, Failure> {
         let words = text::words(&errno.into());
         let message = format!("the node can't make tap devices ({words}): load the kernel module `tun`");
         Failure::precondition("TUN_UNAVAILABLE", message)
+    })
+}
+
+/// For a pair of queues of the NIC `name`. The kernel loads the module when the device is opened.
+fn open_vhost(name: &Name) -> Result<OwnedFd, Failure> {
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    rustix::fs::open("/dev/vhost-net", flags, Mode::empty()).map_err(|errno| {
+        let words = text::words(&errno.into());
+        let message = format!(
+            "NIC \"{name}\": the node has no vhost-net ({words}): load the kernel module `vhost_net`, or take the backend USERSPACE"
+        );
+        Failure::precondition("VHOST_UNAVAILABLE", message)
     })
 }
 

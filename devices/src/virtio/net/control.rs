@@ -3,9 +3,10 @@
 use std::{
     fmt, io,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
 use virtio_bindings::virtio_net::VIRTIO_NET_F_GUEST_ANNOUNCE;
@@ -66,10 +67,22 @@ pub(super) struct Shared {
     announce: AtomicBool,
     pub receive_limit: LimiterCell,
     pub transmit_limit: LimiterCell,
+    served: Mutex<Served>,
+    /// Signalled when the kernel serves a pair less.
+    served_less: Condvar,
     /// By pair of queues.
     counters: Vec<PairCounters>,
     /// There once the device is in a machine.
     connection: OnceLock<Connection>,
+}
+
+/// What the kernel serves (vhost-net).
+#[derive(Default)]
+struct Served {
+    /// Number of pairs.
+    pairs: u32,
+    /// The workers are to serve all of them.
+    kept: bool,
 }
 
 struct Connection {
@@ -100,6 +113,8 @@ impl Shared {
             announce: AtomicBool::new(false),
             receive_limit: LimiterCell::new(receive),
             transmit_limit: LimiterCell::new(transmit),
+            served: Mutex::default(),
+            served_less: Condvar::new(),
             connection: OnceLock::new(),
         }
     }
@@ -228,6 +243,31 @@ impl Shared {
         u32::from(pair) < self.active.load(Ordering::SeqCst)
     }
 
+    fn served(&self) -> MutexGuard<'_, Served> {
+        self.served.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the workers are to serve all pairs themselves.
+    pub(super) fn keeps_queues(&self) -> bool {
+        self.served().kept
+    }
+
+    /// A worker is about to have the kernel serve its pair; false when it must not.
+    pub(super) fn begin_serving(&self) -> bool {
+        let mut served = self.served();
+        if !served.kept {
+            served.pairs = served.pairs.saturating_add(1);
+        }
+        !served.kept
+    }
+
+    /// A worker serves its pair again.
+    pub(super) fn end_serving(&self) {
+        let mut served = self.served();
+        served.pairs = served.pairs.saturating_sub(1);
+        self.served_less.notify_all();
+    }
+
     /// Asks the driver to make itself known in the network (5.1.6.5.4), if it can.
     pub(super) fn announce(&self) {
         let can = self.negotiated.load(Ordering::SeqCst) & 1 << VIRTIO_NET_F_GUEST_ANNOUNCE != 0;
@@ -339,6 +379,29 @@ impl NetControl {
             Some(connection) if self.is_link_up() != up => connection.signals.change_config(store),
             _ => store(),
         }
+        // What the kernel serves is taken back, or given to it again.
+        self.shared.wake_all();
+    }
+
+    /// Number of pairs that the kernel serves at present (vhost-net).
+    pub fn served_by_kernel(&self) -> u32 {
+        self.shared.served().pairs
+    }
+
+    /// With `keep` this process serves all queues itself from now on, and marks what it writes in the dirty log; without it the
+    /// kernel may again. Returns when the kernel serves none any more; false when it still does after `patience`.
+    pub fn keep_queues(&self, keep: bool, patience: Duration) -> bool {
+        self.shared.served().kept = keep;
+        self.shared.wake_all();
+        if !keep {
+            return true;
+        }
+        let serves = |served: &mut Served| served.pairs > 0;
+        let waited = self
+            .shared
+            .served_less
+            .wait_timeout_while(self.shared.served(), patience, serves);
+        waited.unwrap_or_else(PoisonError::into_inner).0.pairs == 0
     }
 
     /// Asks the driver to make itself known in the network, if it can: after the interface moved to another place.

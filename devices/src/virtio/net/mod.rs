@@ -1,11 +1,13 @@
 //! The network device (virtio 1.3, 5.1).
 //!
 //! Each pair of queues has a worker thread and a queue of the host's interface of its own. What they share is in [`control`]:
-//! what the driver set, the link, limiters, counters.
+//! what the driver set, the link, limiters, counters. With vhost-net the kernel serves the pairs in place of their workers: see
+//! [`delegation`].
 
 mod command;
 mod config;
 mod control;
+mod delegation;
 mod filter;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzz;
@@ -22,6 +24,7 @@ use zerocopy::IntoBytes;
 use self::{
     config::{CONTROL_SIZE, Config, QUEUE_SIZE},
     control::Shared,
+    delegation::Delegation,
     worker::NetHandler,
 };
 pub use self::{control::NetControl, stats::NetStats};
@@ -30,9 +33,10 @@ use super::{
     signals::Signals,
 };
 use crate::{
-    net::{NetBackend, Offloads},
+    net::{NetBackend, Offloads, PairServer},
     rate::Limiter,
     state::{Section, StateError},
+    thread::ThreadKind,
 };
 
 /// Most pairs of queues of an interface.
@@ -84,6 +88,8 @@ pub struct Net {
     features: u64,
     queue_sizes: Vec<u16>,
     name: String,
+    /// By pair; until the workers are made.
+    servers: Vec<Box<dyn PairServer>>,
 }
 
 impl Net {
@@ -110,7 +116,14 @@ impl Net {
             features,
             queue_sizes,
             name: options.name,
+            servers: Vec::new(),
         }
+    }
+
+    /// Has the pairs of queues served by others (vhost-net) than this process whenever they can be, one for each pair. See
+    /// [`delegation`]. The control queue stays with this process.
+    pub fn serve_by(&mut self, servers: Vec<Box<dyn PairServer>>) {
+        self.servers = servers;
     }
 
     /// The handle for others than the driver.
@@ -166,6 +179,7 @@ impl VirtioDevice for Net {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
         self.shared.connect(signals)?;
+        let mut servers = std::mem::take(&mut self.servers).into_iter();
         (0_u16..)
             .zip(&self.shared.backends)
             .map(|(pair, backend)| {
@@ -173,10 +187,19 @@ impl VirtioDevice for Net {
                     // Until the driver uses it.
                     backend.set_attached(false)?;
                 }
-                let handler = NetHandler::new(Arc::clone(&self.shared), Arc::clone(backend), pair);
+                let delegation = servers
+                    .next()
+                    .map(|server| Delegation::new(server, signals, &self.shared, pair));
+                let delegation = delegation.transpose()?;
+                let (kind, prefix) = match delegation {
+                    Some(_) => (ThreadKind::Vhost, "vnet"),
+                    None => (ThreadKind::Worker, "net"),
+                };
+                let shared = Arc::clone(&self.shared);
+                let handler = NetHandler::new(shared, Arc::clone(backend), pair, delegation);
                 Ok(WorkerSpec {
-                    kind: crate::thread::ThreadKind::Worker,
-                    name: thread_name("net", &self.name, pair),
+                    kind,
+                    name: thread_name(prefix, &self.name, pair),
                     queues: self.queues(pair),
                     handler: Box::new(handler),
                 })

@@ -151,6 +151,11 @@ impl Receiver {
         receiver
     }
 
+    /// Whether no packet waits for buffers.
+    pub fn is_idle(&self) -> bool {
+        self.pending.is_empty()
+    }
+
     /// Longest packet with its header that the host may give.
     fn longest(&self) -> usize {
         let large = Offloads::TSO4 | Offloads::TSO6 | Offloads::USO;

@@ -19,6 +19,7 @@ use virtio_bindings::virtio_net::{
 use super::{
     command::Commands,
     control::Shared,
+    delegation::{self, Delegation},
     receive::{Pending, Receiver, Setup},
     stats::PairCounters,
     transmit::Sender,
@@ -47,7 +48,11 @@ pub(super) struct NetHandler {
     shared: Arc<Shared>,
     backend: Arc<dyn NetBackend>,
     pair: u16,
-    /// From start to drain, if the driver knows of the pair.
+    /// The kernel may serve the pair.
+    delegation: Option<Delegation>,
+    /// From start to drain: the driver knows of the pair.
+    known: bool,
+    /// While this thread serves the pair, or could.
     running: Option<(Receiver, Sender)>,
     /// From start to drain.
     commands: Option<Commands>,
@@ -62,14 +67,28 @@ pub(super) struct NetHandler {
     watches_output: bool,
     /// The state was restored: the driver may be in another place of the network now.
     moved: bool,
+    /// The host has packets of before the driver began, which are not for it.
+    fresh: bool,
+    /// The kernel is to serve the pair when the packet that waits for buffers has been delivered.
+    postponed: bool,
 }
 
+/// So many packets are in the queue of a tap at most, and some more.
+const STALE: u32 = 4096;
+
 impl NetHandler {
-    pub(super) fn new(shared: Arc<Shared>, backend: Arc<dyn NetBackend>, pair: u16) -> Self {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        backend: Arc<dyn NetBackend>,
+        pair: u16,
+        delegation: Option<Delegation>,
+    ) -> Self {
         Self {
             shared,
             backend,
             pair,
+            delegation,
+            known: false,
             running: None,
             commands: None,
             receive_throttle: Throttle::default(),
@@ -79,6 +98,8 @@ impl NetHandler {
             watched: false,
             watches_output: false,
             moved: false,
+            fresh: true,
+            postponed: false,
         }
     }
 
@@ -90,16 +111,73 @@ impl NetHandler {
         self.receive_queue().wrapping_add(1)
     }
 
-    /// Attaches the host's queue or detaches it, as the driver uses the pair or does not, and watches it.
-    fn follow(&mut self, session: &Session) -> Result<(), Fault> {
-        let wanted = self.running.is_some() && self.shared.is_active(self.pair);
-        if self.watched && !wanted {
+    /// Attaches the host's queue or detaches it, as the driver uses the pair or does not, and has it served: by the kernel where
+    /// that can be, by this thread otherwise.
+    fn follow(&mut self, session: &mut Session) -> Result<(), Fault> {
+        let wanted = self.known && self.shared.is_active(self.pair);
+        let by_kernel = wanted && self.kernel_may_serve(session);
+        if let Some(delegation) = self.delegation.as_mut().filter(|_| !by_kernel) {
+            delegation.end(session)?;
+        }
+        if self.watched && (!wanted || by_kernel) {
             session.unwatch(&self.backend.as_fd())?;
             self.watched = false;
         }
         self.attach(wanted || self.pair == 0)
             .map_err(|error| Fault::Backend("attach or detach a queue of the network", error))?;
-        if wanted && !self.watched {
+        let given = if by_kernel { self.give(session) } else { Ok(()) };
+        if wanted && !self.is_served() {
+            self.serve_here(session)?;
+        }
+        given
+    }
+
+    fn is_served(&self) -> bool {
+        self.delegation.as_ref().is_some_and(Delegation::is_serving)
+    }
+
+    /// Whether nothing speaks against having the kernel serve the pair.
+    fn kernel_may_serve(&mut self, session: &mut Session) -> bool {
+        let Some(delegation) = &self.delegation else {
+            return false;
+        };
+        let limits = self.receive_throttle.limits() || self.transmit_throttle.limits();
+        let both = [self.receive_queue(), self.transmit_queue()];
+        if limits || !delegation.may_serve() || both.iter().any(|queue| session.queue(*queue).is_none()) {
+            return false;
+        }
+        let idle = match &self.running {
+            Some((receiver, _)) => receiver.is_idle(),
+            None => self.pending.is_empty(),
+        };
+        self.postponed = !idle;
+        idle
+    }
+
+    /// Has the kernel serve the pair, if it does not yet.
+    fn give(&mut self, session: &mut Session) -> Result<(), Fault> {
+        self.receive_throttle.give_up();
+        self.transmit_throttle.give_up();
+        if let Some((receiver, _)) = self.running.take() {
+            self.pending = receiver.put_back(session);
+        }
+        if std::mem::take(&mut self.fresh) {
+            let mut packet = [0; 64];
+            let mut left = STALE;
+            while left > 0 && self.backend.receive_into(&mut packet).is_ok() {
+                left = left.saturating_sub(1);
+            }
+        }
+        match &mut self.delegation {
+            Some(delegation) => delegation.begin(session, self.backend.as_fd()),
+            None => Ok(()),
+        }
+    }
+
+    /// Has this thread serve the pair, if it does not yet.
+    fn serve_here(&mut self, session: &Session) -> Result<(), Fault> {
+        self.make_ready(session);
+        if !self.watched {
             session.watch(&self.backend.as_fd(), HOST, interest(false))?;
             (self.watched, self.watches_output) = (true, false);
             if let Some((receiver, _)) = &mut self.running {
@@ -107,6 +185,23 @@ impl NetHandler {
             }
         }
         Ok(())
+    }
+
+    fn make_ready(&mut self, session: &Session) {
+        if !self.known || self.running.is_some() {
+            return;
+        }
+        let memory = Arc::new(session.memory().clone());
+        let setup = Setup {
+            memory: Arc::clone(&memory),
+            shared: Arc::clone(&self.shared),
+            pair: self.pair,
+            mergeable: session.has_feature(VIRTIO_NET_F_MRG_RXBUF),
+            vlans: session.has_feature(VIRTIO_NET_F_CTRL_VLAN),
+        };
+        let receiver = Receiver::new(setup, std::mem::take(&mut self.pending));
+        let sender = Sender::new(memory, Arc::clone(&self.shared), self.pair);
+        self.running = Some((receiver, sender));
     }
 
     fn attach(&mut self, wanted: bool) -> io::Result<()> {
@@ -163,23 +258,15 @@ impl QueueHandler for NetHandler {
                 .begin(session.features())
                 .map_err(|error| Fault::Backend("set the network's offloads", error))?;
         }
-        let memory = Arc::new(session.memory().clone());
-        (self.watched, self.watches_output) = (false, false);
+        (self.watched, self.watches_output, self.postponed) = (false, false, false);
         self.receive_throttle.start();
         self.transmit_throttle.start();
         self.refresh_limits();
-        self.commands = Some(Commands::new(Arc::clone(&memory)));
-        if self.pair == 0 || session.has_feature(VIRTIO_NET_F_MQ) {
-            let setup = Setup {
-                memory: Arc::clone(&memory),
-                shared: Arc::clone(&self.shared),
-                pair: self.pair,
-                mergeable: session.has_feature(VIRTIO_NET_F_MRG_RXBUF),
-                vlans: session.has_feature(VIRTIO_NET_F_CTRL_VLAN),
-            };
-            let receiver = Receiver::new(setup, std::mem::take(&mut self.pending));
-            let sender = Sender::new(memory, Arc::clone(&self.shared), self.pair);
-            self.running = Some((receiver, sender));
+        self.commands = Some(Commands::new(Arc::new(session.memory().clone())));
+        self.known = self.pair == 0 || session.has_feature(VIRTIO_NET_F_MQ);
+        self.make_ready(session);
+        if let Some(delegation) = &self.delegation {
+            delegation.watch(session)?;
         }
         if let Some(wake) = self.shared.wake_of(self.pair) {
             session.watch(&**wake, WAKE, EventSet::IN | EventSet::EDGE_TRIGGERED)?;
@@ -187,7 +274,14 @@ impl QueueHandler for NetHandler {
         if self.pair == 0 && std::mem::take(&mut self.moved) {
             self.shared.announce();
         }
-        self.follow(session)
+        match self.follow(session) {
+            // This thread serves the pair then.
+            Err(Fault::Backend(what, error)) if self.delegation.is_some() => {
+                tracing::warn!(%error, pair = self.pair, "{what}");
+                Ok(())
+            }
+            followed => followed,
+        }
     }
 
     fn kick(&mut self, session: &mut Session, queue: u16) -> Result<Progress, Fault> {
@@ -205,7 +299,11 @@ impl QueueHandler for NetHandler {
             if !self.watched {
                 return Ok(Progress::Waiting);
             }
-            return receiver.run(session, &*self.backend, &mut self.receive_throttle, RECEIVE_TIMER);
+            let progress = receiver.run(session, &*self.backend, &mut self.receive_throttle, RECEIVE_TIMER);
+            if self.postponed && receiver.is_idle() {
+                self.follow(session)?;
+            }
+            return progress;
         }
         if queue != transmit {
             return Ok(Progress::Waiting);
@@ -232,6 +330,11 @@ impl QueueHandler for NetHandler {
             }
             RECEIVE_TIMER => session.kick_again(receive),
             TRANSMIT_TIMER => session.kick_again(transmit),
+            delegation::VECTORS.. => {
+                if let Some(delegation) = &mut self.delegation {
+                    return delegation.event(token);
+                }
+            }
             _ => {
                 if let Some((receiver, sender)) = self.running.as_mut().filter(|_| self.watched) {
                     receiver.readable = true;
@@ -248,7 +351,11 @@ impl QueueHandler for NetHandler {
     fn drain(&mut self, session: &mut Session, _deadline: Instant) -> Result<Drained, Fault> {
         self.receive_throttle.give_up();
         self.transmit_throttle.give_up();
+        if let Some(delegation) = &mut self.delegation {
+            delegation.end(session)?;
+        }
         self.commands = None;
+        self.known = false;
         if let Some((receiver, _)) = self.running.take() {
             self.pending = receiver.put_back(session);
         }
@@ -257,6 +364,10 @@ impl QueueHandler for NetHandler {
 
     fn reset(&mut self) {
         self.running = None;
+        self.fresh = true;
+        if let Some(delegation) = &mut self.delegation {
+            delegation.reset();
+        }
         if !std::mem::take(&mut self.pending).is_empty()
             && let Some(counters) = self.shared.counters(self.pair)
         {
@@ -279,6 +390,7 @@ impl QueueHandler for NetHandler {
     fn restore(&mut self, section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
         self.pending = Pending::restored(&section.open()?)?;
         self.moved = true;
+        self.fresh = false;
         Ok(())
     }
 }

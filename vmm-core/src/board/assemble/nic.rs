@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use devices::{
-    net::{NetBackend, Offloads, Tap, TapError},
+    net::{NetBackend, Offloads, PairServer, Tap, TapError, VhostNet},
     rate::Limiter,
     virtio::net::{Net, NetOptions},
 };
@@ -35,7 +35,16 @@ pub(super) fn build(assembly: &mut Assembly, spec: &machine::Nic) -> Result<(), 
         receive_limit: receive_limiter.as_ref().map(Arc::clone),
         transmit_limit: transmit_limiter.as_ref().map(Arc::clone),
     };
-    let device = Net::new(queues, options);
+    let mut servers: Vec<Box<dyn PairServer>> = Vec::with_capacity(spec.vhosts.len());
+    for fd in &spec.vhosts {
+        let vhost = VhostNet::new(assembly.fds.take(*fd)?).map_err(|error| Failure {
+            kind: ErrorKind::Resources,
+            message: format!("{name}: use vhost-net: {error}"),
+        })?;
+        servers.push(Box::new(vhost));
+    }
+    let mut device = Net::new(queues, options);
+    device.serve_by(servers);
     assembly.nics.push(Nic {
         name: spec.name.clone(),
         control: device.control(),

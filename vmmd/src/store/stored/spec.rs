@@ -239,6 +239,8 @@ stored! {
         address: String,
         #[prost(message, repeated, tag = "13")]
         published_ports: Vec<PublishedPort>,
+        #[prost(int32, tag = "14")]
+        backend: i32,
     }
 }
 

@@ -200,6 +200,7 @@ pub fn assemble(
                 vmm::Nic {
                     fd: queues.next().unwrap_or(u32::MAX),
                     further_fds: queues.collect(),
+                    vhost_fds: tap.vhosts.into_iter().map(|fd| fds.add(fd)).collect(),
                     mac: hardware.mac,
                     pci_slot: hardware.slot,
                     mtu: nic.mtu_on(tap.mtu),
@@ -388,6 +389,7 @@ mod tests {
             });
             let tap = || Tap {
                 queues: vec![null()],
+                vhosts: vec![null()],
                 mtu: 1500,
             };
             let parts = Parts {

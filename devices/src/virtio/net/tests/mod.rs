@@ -1,6 +1,7 @@
 mod combinations;
 mod commands;
 mod headers;
+mod kernel;
 mod limits;
 mod link;
 mod packets;

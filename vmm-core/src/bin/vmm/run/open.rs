@@ -303,8 +303,15 @@ fn open_nic(fds: &mut Fds, slot: u32, vm: &str, nic: &Nic) -> Result<vmm::Nic> {
         let [a, b, c, d, e, f, ..] = digest(&[vm, nic.name.as_str()]);
         Mac::local([a, b, c, d, e, f])
     });
+    let mut vhosts = Vec::new();
+    for _ in 0..if nic.vhost { nic.queues } else { 0 } {
+        let vhost = File::options().read(true).write(true).open("/dev/vhost-net");
+        let vhost = vhost.with_context(|| format!("nic {}: opening /dev/vhost-net", nic.name))?;
+        vhosts.push(fds.add(vhost));
+    }
     let (fd, further) = queues.split_first().unwrap_or((&0, &[]));
     Ok(vmm::Nic {
+        vhost_fds: vhosts,
         fd: *fd,
         further_fds: further.to_vec(),
         mac: mac.octets().to_vec(),

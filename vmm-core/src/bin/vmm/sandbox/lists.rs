@@ -78,6 +78,7 @@ pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
         // Makes the threads of the kind `Storage`.
         ThreadKind::Worker => vec![EVERY, THREADS, STORAGE, WORKER],
         ThreadKind::Delegate => vec![EVERY, DELEGATE],
+        ThreadKind::Vhost => vec![EVERY, WORKER, VHOST],
         ThreadKind::Storage => vec![EVERY, STORAGE],
         ThreadKind::Serial => vec![EVERY, SERIAL],
         ThreadKind::Screen => vec![EVERY, SCREEN],
@@ -89,8 +90,8 @@ pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
 /// The name of a call that is on a list. Allocates nothing.
 pub fn name_of(call: c_long) -> Option<&'static str> {
     let lists = [
-        EVERY, IMAGES, SPARSE, STORAGE, THREADS, VCPU, WORKER, DELEGATE, CONTROL, SERIAL, SCREEN, HELPER,
-        SNAPSHOT, MAIN,
+        EVERY, IMAGES, SPARSE, STORAGE, THREADS, VCPU, WORKER, DELEGATE, VHOST, CONTROL, SERIAL, SCREEN,
+        HELPER, SNAPSHOT, MAIN,
     ];
     let mut entries = lists.into_iter().flatten();
     entries.find(|entry| entry.call == call).map(Entry::name)
@@ -322,6 +323,39 @@ static DELEGATE: &[Entry] = &[
 
 const SHARES: &str = "a VM with a share";
 
+/// Gives queues of a network interface to the kernel and takes them back.
+static VHOST: &[Entry] = &[
+    with!(
+        SYS_ioctl,
+        Low16(
+            1,
+            &[
+                vhost(0x00), // VHOST_SET_FEATURES
+                vhost(0x03), // VHOST_SET_MEM_TABLE
+                vhost(0x10), // VHOST_SET_VRING_NUM
+                vhost(0x11), // VHOST_SET_VRING_ADDR
+                vhost(0x12), // VHOST_SET_VRING_BASE, VHOST_GET_VRING_BASE
+                vhost(0x20), // VHOST_SET_VRING_KICK
+                vhost(0x21), // VHOST_SET_VRING_CALL
+                vhost(0x22), // VHOST_SET_VRING_ERR
+                vhost(0x30), // VHOST_NET_SET_BACKEND
+            ]
+        )
+    )
+    .unseen(VHOST_NET),
+    // For an irqfd.
+    any!(SYS_eventfd2).unseen(VHOST_NET),
+    // KVM_IRQFD, KVM_SET_GSI_ROUTING
+    with!(SYS_ioctl, Low16(1, &[kvm(0x76), kvm(0x6a)])).unseen(VHOST_NET),
+];
+
+const VHOST_NET: &str = "a NIC with the backend VHOST";
+
+/// The number of an ioctl of linux/vhost.h, with its type.
+const fn vhost(number: u64) -> u64 {
+    0xaf00 | number
+}
+
 // linux/io_uring.h.
 const IORING_REGISTER_FILES: u64 = 2;
 const IORING_UNREGISTER_FILES: u64 = 3;
@@ -424,6 +458,8 @@ static MAIN: &[Entry] = &[
         )
     ),
     with!(SYS_ioctl, Low16(1, &[TUNGETIFF, TUNSETVNETHDRSZ])),
+    // VHOST_GET_FEATURES, VHOST_SET_OWNER
+    with!(SYS_ioctl, Low16(1, &[vhost(0x00), vhost(0x01)])).unseen(VHOST_NET),
     with!(
         SYS_ioctl,
         Low16(

@@ -91,6 +91,7 @@ fn line(kind: ThreadKind) -> &'static [ThreadKind] {
         ThreadKind::Vcpu => &[ThreadKind::Main, ThreadKind::Vcpu],
         ThreadKind::Worker => &[ThreadKind::Main, ThreadKind::Worker],
         ThreadKind::Delegate => &[ThreadKind::Main, ThreadKind::Delegate],
+        ThreadKind::Vhost => &[ThreadKind::Main, ThreadKind::Vhost],
         ThreadKind::Storage => &[ThreadKind::Main, ThreadKind::Worker, ThreadKind::Storage],
         ThreadKind::Serial => &[ThreadKind::Main, ThreadKind::Serial],
         ThreadKind::Screen => &[ThreadKind::Main, ThreadKind::Screen],

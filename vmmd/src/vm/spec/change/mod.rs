@@ -12,7 +12,10 @@ use proto::{
         disk::{Disk, MAX_SERIAL},
         share::MAX_TAG,
     },
-    v1::{self, ClockOnResume, CrashPolicy, DiskErrorPolicy, DiskFormat, RunPolicy, ShareCache, VmSpec},
+    v1::{
+        self, ClockOnResume, CrashPolicy, DiskErrorPolicy, DiskFormat, NicBackend, RunPolicy, ShareCache,
+        VmSpec,
+    },
 };
 use serde_json::Value as Json;
 
@@ -132,6 +135,9 @@ pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
             None => nic.mac.to_lowercase(),
         };
         nic.queues = nic.queues.max(1);
+        if nic.backend() == NicBackend::Unspecified {
+            nic.set_backend(NicBackend::Userspace);
+        }
         nic.disabled_offloads.sort_unstable();
         nic.disabled_offloads.dedup();
         nic.receive_limit = nic.receive_limit.filter(limits);
