@@ -1,5 +1,6 @@
 //! `measure start`: starts the same kernel and initrd under our `vmm` and under QEMU (microvm and q35), in turn, and
 //! prints one JSON object a run. `measure disk` does the same with fio on a disk, in guests that are up beside each other.
+//! `measure net` moves packets between a guest and the node.
 //! `measure memory` boots it with its RAM backed in different ways.
 //! It runs as root in the test node; `make bench` copies it there, runs it and makes the tables. Its figures are compared
 //! with each other only: absolute times of an emulated node mean nothing.
@@ -9,6 +10,7 @@ mod backing;
 mod disk;
 mod kvm_stats;
 mod memory;
+mod net;
 mod qmp;
 mod run;
 mod ticks;
@@ -67,6 +69,20 @@ enum Command {
         #[arg(long, default_value = "")]
         job: String,
     },
+    /// Time, VM exits, host CPU time, and reads and writes for each MiB, datagram and round trip of a network interface. The initial
+    /// RAM disk has this program in /bin.
+    Net {
+        #[command(flatten)]
+        common: Common,
+        /// How often each guest that was booted does each job.
+        #[arg(long, default_value_t = 3)]
+        turns: u32,
+        /// Only jobs whose name contains this.
+        #[arg(long, default_value = "")]
+        job: String,
+    },
+    /// Serves the traffic of `net`, in a guest.
+    Serve,
     /// Boots of a guest whose RAM is backed in different ways, what it then costs that the guest touches memory, and what the
     /// host gets back from the balloon. The initial RAM disk has this program in /bin.
     Memory {
@@ -197,6 +213,27 @@ impl Common {
         Ok(())
     }
 
+    /// Measures all subjects with a network interface in turn.
+    fn net(&self, job: &str, turns: u32) -> Result<()> {
+        let subjects = vmm::with_nics(&self.programs())?;
+        let wanted = self.wanted(&subjects)?;
+        let _wires = net::Wires::new(u8::try_from(subjects.len())?)?;
+        let numbered = (0..).zip(&subjects);
+        let wanted: Vec<_> = numbered
+            .filter(|(_, subject)| wanted.iter().any(|wanted| wanted.name == subject.name))
+            .collect();
+        for number in 0..self.runs {
+            net::run(&wanted, job, turns, |subject, turn, cost| {
+                print(
+                    subject,
+                    number.saturating_mul(turns).saturating_add(turn),
+                    &[cost],
+                );
+            })?;
+        }
+        Ok(())
+    }
+
     /// Measures all subjects beside each other.
     fn disk(&self, raw: &Path, qcow2: &Path, job: &str, turns: u32) -> Result<()> {
         let subjects = vmm::with_disks(&self.programs(), raw, qcow2)?;
@@ -237,6 +274,8 @@ fn main() -> Result<()> {
             turns,
             job,
         } => common.disk(&raw, &qcow2, &job, turns),
+        Command::Net { common, turns, job } => common.net(&job, turns),
+        Command::Serve => net::traffic::serve(),
         Command::Memory { common } => backing::run(&common.programs(), common.runs, |name, run, cost| {
             print(name, run, cost);
         }),

@@ -1,16 +1,17 @@
 //! One run of one subject.
 
 use std::{
-    error, fmt,
+    error, fmt, fs,
     io::{BufRead, BufReader, Write},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     process::{Pid, PidfdFlags, pidfd_open},
+    thread::{CpuSet, sched_getaffinity, sched_setaffinity},
 };
 use serde::Serialize;
 
@@ -84,6 +85,33 @@ impl Running {
     /// Its process.
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Puts the process' vCPU on one processor and all its other threads, with those that they start, on another. Where
+    /// the scheduler has them on the same one a request takes half as long again, and it leaves them there for a while, or
+    /// not: that would be measured, and nothing else.
+    pub fn part(&self) -> Result<()> {
+        let allowed = sched_getaffinity(None).context("look which processors there are")?;
+        let mut processors = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu));
+        let (Some(vcpu), Some(others)) = (processors.next(), processors.next()) else {
+            bail!("two processors are needed, one for the guest and one for its VMM");
+        };
+        let mut found = false;
+        let tasks = format!("/proc/{}/task", self.pid());
+        for task in fs::read_dir(tasks).context("list the threads")? {
+            let task = task?;
+            let name = fs::read_to_string(task.path().join("comm")).context("read a thread's name")?;
+            // Ours, and QEMU's.
+            let is_vcpu = name.starts_with("vcpu-") || name.contains("/KVM");
+            found |= is_vcpu;
+            let mut set = CpuSet::new();
+            set.set(if is_vcpu { vcpu } else { others });
+            let thread = task.file_name().to_string_lossy().parse().ok();
+            let thread = thread.and_then(Pid::from_raw).context("a thread's number")?;
+            sched_setaffinity(Some(thread), &set).context("place a thread")?;
+        }
+        ensure!(found, "no thread is called like a vCPU's");
+        Ok(())
     }
 
     /// Types a line on the guest's console.

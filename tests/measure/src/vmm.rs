@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use crate::tiny;
+use crate::{net, tiny};
 
 /// Guest RAM of each in bytes.
 pub const MEMORY: u64 = 256 << 20;
@@ -142,6 +142,37 @@ pub fn with_disks(programs: &Programs, raw: &Path, qcow2: &Path) -> Result<Vec<S
         ours("vmm-qcow2", programs, qcow2, json!({}))?,
         qemu("q35-qcow2", programs, "q35", qcow2),
     ])
+}
+
+/// Ours and QEMU's microvm with a network interface, without vhost-net and with it. Each is on the tap of its number
+/// ([`net::place`]), with one pair of queues.
+pub fn with_nics(programs: &Programs) -> Result<Vec<Subject>> {
+    let mut subjects = Vec::new();
+    for (number, name, vhost) in [(0, "vmm", false), (1, "vmm-vhost", true)] {
+        let (tap, address, mac) = net::place(number);
+        let backend = if vhost { "VHOST" } else { "USERSPACE" };
+        let nic = json!({"name": "eth0", "tap": tap, "mac": mac, "backend": backend});
+        let cmdline = format!("{CMDLINE} guest.ip={address}/24");
+        let linux = json!({"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": cmdline});
+        let more = json!({"nics": [nic], "boot": {"linux": linux}});
+        subjects.push(ours(name, programs, None, more)?);
+    }
+    for (number, name, vhost) in [(2, "qemu", "off"), (3, "qemu-vhost", "on")] {
+        let (tap, address, mac) = net::place(number);
+        let mut subject = qemu(name, programs, MICROVM, None);
+        let net = [
+            "-netdev".to_owned(),
+            format!("tap,id=net,ifname={tap},script=no,downscript=no,vhost={vhost}"),
+            "-device".to_owned(),
+            format!("virtio-net-pci,netdev=net,mac={mac}"),
+            // The last one counts.
+            "-append".to_owned(),
+            format!("{CMDLINE} guest.ip={address}/24"),
+        ];
+        subject.arguments.extend(net.map(OsString::from));
+        subjects.push(subject);
+    }
+    Ok(subjects)
 }
 
 fn cmdline(disk: Option<Disk<'_>>) -> String {

@@ -7,6 +7,7 @@ mod ends;
 mod fleet;
 mod memory;
 mod migrate;
+mod net;
 mod pacing;
 mod rings;
 mod start;
@@ -31,6 +32,8 @@ pub enum Part {
     Disk,
     /// Live migration and snapshots. In the node.
     Migrate,
+    /// Packets. In the node.
+    Net,
     /// How soon the end of a run is told. In the node.
     Ends,
     /// A disk's rings without a guest. On this machine.
@@ -49,6 +52,7 @@ impl Part {
             Part::Memory => memory::run(&Node::get()?, runs),
             Part::Disk => disk::run(&Node::get()?, runs),
             Part::Migrate => migrate::run(runs),
+            Part::Net => net::run(&Node::get()?, runs),
             Part::Ends => ends::run(runs),
             Part::Rings => rings::run(),
             Part::Pacing => pacing::run(),

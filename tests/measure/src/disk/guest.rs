@@ -1,14 +1,14 @@
 //! A subject's guest that runs only when it is its turn.
 
 use std::{
-    error, fmt, fs, thread,
+    error, fmt, thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::{
     process::{Signal, WaitId, WaitIdOptions, kill_process, waitid},
-    thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity},
+    thread::Pid,
 };
 
 use super::{
@@ -66,7 +66,7 @@ impl<'a> Guest<'a> {
     /// Waits until it is up, has each thread stay where it is, and stops it.
     pub fn settle(&mut self) -> Result<()> {
         self.wait_for("GUEST-READY")?;
-        self.part()?;
+        self.running.part()?;
         self.stop()
     }
 
@@ -151,33 +151,6 @@ impl<'a> Guest<'a> {
         );
         // So that it is told of the next time as well.
         waitid(WaitId::Pid(self.pid), WaitIdOptions::STOPPED).context("wait for a VMM")?;
-        Ok(())
-    }
-
-    /// Puts the process' vCPU on one processor and all its other threads, with those that they start, on another. Where
-    /// the scheduler has them on the same one a request takes half as long again, and it leaves them there for a while, or
-    /// not: that would be measured, and nothing else.
-    fn part(&self) -> Result<()> {
-        let allowed = sched_getaffinity(None).context("look which processors there are")?;
-        let mut processors = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu));
-        let (Some(vcpu), Some(others)) = (processors.next(), processors.next()) else {
-            bail!("two processors are needed, one for the guest and one for its VMM");
-        };
-        let mut found = false;
-        let tasks = format!("/proc/{}/task", self.running.pid());
-        for task in fs::read_dir(tasks).context("list the threads")? {
-            let task = task?;
-            let name = fs::read_to_string(task.path().join("comm")).context("read a thread's name")?;
-            // Ours, and QEMU's.
-            let is_vcpu = name.starts_with("vcpu-") || name.contains("/KVM");
-            found |= is_vcpu;
-            let mut set = CpuSet::new();
-            set.set(if is_vcpu { vcpu } else { others });
-            let thread = task.file_name().to_string_lossy().parse().ok();
-            let thread = thread.and_then(Pid::from_raw).context("a thread's number")?;
-            sched_setaffinity(Some(thread), &set).context("place a thread")?;
-        }
-        ensure!(found, "no thread is called like a vCPU's");
         Ok(())
     }
 }

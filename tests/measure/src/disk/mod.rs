@@ -9,7 +9,7 @@
 //! lock that it holds itself. Such a turn does not count, and it is told whose guest it was; so with one that does
 //! not get up.
 
-mod counters;
+pub mod counters;
 mod guest;
 mod job;
 

@@ -1,0 +1,189 @@
+//! What it costs to move packets between a guest and the node: the same traffic under each subject in turn, with KVM's counters, the
+//! process' CPU time and its reads and writes beside it. vhost's threads belong to the process.
+
+pub mod traffic;
+
+use std::{
+    fs,
+    net::Ipv4Addr,
+    process::Command,
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use serde::Serialize;
+
+use self::traffic::{Flow, Traffic};
+use crate::{disk::counters::Counters, run::Running, vmm::Subject};
+
+/// The bridge, where the node is 10.8.0.1.
+const BRIDGE: &str = "measure0";
+/// Before a measurement, so that streams are under way.
+const SETTLE: Duration = Duration::from_millis(400);
+/// What is measured.
+const TIME: Duration = Duration::from_millis(1500);
+
+/// The traffic, and its name in the tables.
+pub const JOBS: [(&str, Traffic); 9] = [
+    ("tcp-out-1", tcp(1, true)),
+    ("tcp-out-4", tcp(4, true)),
+    ("tcp-in-1", tcp(1, false)),
+    ("tcp-in-4", tcp(4, false)),
+    ("udp-out-64", udp(64, true)),
+    ("udp-out-1400", udp(1400, true)),
+    ("udp-in-64", udp(64, false)),
+    ("udp-in-1400", udp(1400, false)),
+    ("ping", Traffic::Ping),
+];
+
+const fn tcp(streams: usize, from_guest: bool) -> Traffic {
+    Traffic::Tcp { streams, from_guest }
+}
+
+const fn udp(size: u16, from_guest: bool) -> Traffic {
+    Traffic::Udp { size, from_guest }
+}
+
+/// What one job cost in one turn, for each MiB of streams, each datagram, each round trip.
+#[derive(Serialize)]
+pub struct Cost {
+    job: &'static str,
+    units: f64,
+    us_per_unit: f64,
+    exits_per_unit: f64,
+    /// CPU time of the VMM's process beside that in which the guest ran, in all its threads and in those of vhost.
+    host_cpu_us_per_unit: f64,
+    /// Reads and writes of files by the process (proc(5), /proc/pid/io), of which those of taps and eventfds are some.
+    calls_per_unit: f64,
+}
+
+/// The tap, the address and the hardware address of the subject with that number.
+pub fn place(number: u8) -> (String, Ipv4Addr, String) {
+    let host = number.saturating_add(2);
+    (
+        format!("measure0t{number}"),
+        Ipv4Addr::new(10, 8, 0, host),
+        format!("52:54:00:00:08:{host:02x}"),
+    )
+}
+
+/// The bridge with a tap for each subject, until it is dropped.
+pub struct Wires(u8);
+
+impl Wires {
+    /// Makes them.
+    pub fn new(count: u8) -> Result<Self> {
+        let wires = Self(count);
+        // What an earlier run has left.
+        wires.remove();
+        ip(&format!("link add {BRIDGE} type bridge"))?;
+        ip(&format!("addr add 10.8.0.1/24 dev {BRIDGE}"))?;
+        ip(&format!("link set {BRIDGE} up"))?;
+        for number in 0..count {
+            let (tap, ..) = place(number);
+            ip(&format!("tuntap add {tap} mode tap vnet_hdr"))?;
+            ip(&format!("link set {tap} master {BRIDGE} up"))?;
+        }
+        Ok(wires)
+    }
+
+    fn remove(&self) {
+        for number in 0..self.0 {
+            let _none = ip(&format!("link del {}", place(number).0));
+        }
+        let _none = ip(&format!("link del {BRIDGE}"));
+    }
+}
+
+impl Drop for Wires {
+    fn drop(&mut self) {
+        self.remove();
+    }
+}
+
+fn ip(arguments: &str) -> Result<()> {
+    let output = Command::new("ip")
+        .args(arguments.split(' '))
+        .output()
+        .context("start ip")?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "ip {arguments}: {said}");
+    Ok(())
+}
+
+/// Boots all guests, and has each do each job whose name contains `wanted` in its turn. `each` is told what it cost.
+pub fn run(
+    subjects: &[(u8, &Subject)],
+    wanted: &str,
+    turns: u32,
+    each: impl Fn(&str, u32, &Cost),
+) -> Result<()> {
+    let mut guests = Vec::new();
+    for (number, subject) in subjects {
+        guests.push((*number, *subject, Running::new(subject)?));
+    }
+    for (_, subject, running) in &mut guests {
+        let up = running.text_until("GUEST-READY");
+        up.with_context(|| format!("{}: boot", subject.name))?;
+        running.type_line("measure serve &")?;
+        let serves = running.text_until("TRAFFIC-READY");
+        serves.with_context(|| format!("{}: begin", subject.name))?;
+        running.part()?;
+    }
+    for (job, traffic) in JOBS.iter().filter(|(job, _)| job.contains(wanted)) {
+        for turn in 0..turns {
+            // None is always the one that comes after the same other.
+            guests.rotate_left(1);
+            for (number, subject, running) in &guests {
+                let cost = measure(job, *traffic, place(*number).1, running);
+                each(
+                    subject.name,
+                    turn,
+                    &cost.with_context(|| format!("{}: {job}", subject.name))?,
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+#[allow(clippy::cast_precision_loss, reason = "small numbers")]
+fn measure(job: &'static str, traffic: Traffic, guest: Ipv4Addr, running: &Running) -> Result<Cost> {
+    let flow = Flow::begin(guest, traffic)?;
+    thread::sleep(SETTLE);
+    let (arrived, counters, calls) = (
+        flow.arrived()?,
+        Counters::read(running.pid())?,
+        calls(running.pid())?,
+    );
+    let begin = Instant::now();
+    thread::sleep(TIME);
+    let cost = Counters::read(running.pid())?.since(&counters);
+    let calls = self::calls(running.pid())?.saturating_sub(calls);
+    let (arrived, time) = (flow.arrived()?.saturating_sub(arrived), begin.elapsed());
+    ensure!(arrived > 0, "nothing arrived");
+    let units = match traffic {
+        Traffic::Tcp { .. } => arrived as f64 / f64::from(1 << 20),
+        Traffic::Udp { .. } | Traffic::Ping => arrived as f64,
+    };
+    let exits = cost.kvm.get("exits").copied().unwrap_or(0);
+    Ok(Cost {
+        job,
+        units,
+        us_per_unit: time.as_secs_f64() * 1e6 / units,
+        exits_per_unit: exits as f64 / units,
+        host_cpu_us_per_unit: cost.cpu_us / units,
+        calls_per_unit: calls as f64 / units,
+    })
+}
+
+/// Reads and writes of the process so far.
+fn calls(pid: u32) -> Result<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/io")).context("read what the process called")?;
+    let numbers = text.lines().filter_map(|line| {
+        let (name, value) = line.split_once(": ")?;
+        matches!(name, "syscr" | "syscw").then(|| value.parse::<u64>().ok())?
+    });
+    Ok(numbers.sum())
+}
