@@ -135,9 +135,10 @@ fn a_guest_with_two_queues_moves_data_unchanged_and_follows_its_link() {
 /// vhost-net: the kernel carries the packets; what it can't do, the `vmm` does, and the guest notices nothing of either.
 #[test]
 fn a_guest_whose_packets_the_kernel_carries_moves_data_unchanged_with_one_and_with_four_queues() {
-    let case = Case::new("nic-vhost").expect("node");
-    let node = case.node();
     for (number, queues) in [(1, 1), (2, 4)] {
+        // A case has one bridge.
+        let case = Case::new("nic-vhost").expect("node");
+        let node = case.node();
         let mut wired = Wired::start(&case, number, |bridge| {
             VmSpec::busybox(Kernel::Cloud612)
                 .cores(if queues == 1 { 1 } else { 2 })
