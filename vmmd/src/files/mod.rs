@@ -7,6 +7,7 @@ mod known;
 mod look;
 pub mod roots;
 pub mod signature;
+mod walk;
 
 use std::{
     collections::BTreeMap,

@@ -1,12 +1,12 @@
 //! Where the files of VMs may be: below folders that the node's operator allows, and not behind a symbolic link that leads out
-//! of them. The kernel decides that while it opens a file (openat2(2)), so that nobody can put another file in its place between
-//! a check and the use. Blocking.
+//! of them. That is decided while a file is opened, by the kernel (openat2(2)) or by [`walk`] where a filter forbids that call: nobody can put
+//! another file in its place between a check and the use. Blocking.
 
 use std::{
     ffi::OsString,
     io,
     os::{
-        fd::{AsRawFd, OwnedFd},
+        fd::{AsFd, AsRawFd, OwnedFd},
         unix::ffi::OsStringExt,
     },
     path::{Path, PathBuf},
@@ -17,6 +17,8 @@ use rustix::{
     io::Errno,
 };
 use serde::Deserialize;
+
+use super::walk;
 
 /// How often a path is tried again whose folders are being renamed meanwhile.
 const RACES: u32 = 100;
@@ -168,7 +170,12 @@ fn open_beneath(root: &Path, rest: &Path, path: &Path, flags: OFlags) -> Result<
     };
     let mut tries = 0;
     loop {
-        match rustix::fs::openat2(&folder, rest, flags, Mode::empty(), resolve) {
+        let opened = match rustix::fs::openat2(&folder, rest, flags, Mode::empty(), resolve) {
+            // A filter of system calls forbids it, such as that of the daemon's unit.
+            Err(Errno::NOSYS) => walk::open(folder.as_fd(), rest, flags),
+            opened => opened,
+        };
+        match opened {
             Err(Errno::XDEV | Errno::LOOP) => return Err(Refused::LeadsOut),
             // openat2(2): something was renamed or mounted while a `..` was followed.
             Err(Errno::AGAIN) if tries < RACES => tries += 1,
@@ -190,6 +197,8 @@ impl From<Refused> for io::Error {
 #[cfg(test)]
 mod tests {
     use std::{fs, os::unix::fs::symlink};
+
+    use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
     use super::*;
 
@@ -221,6 +230,30 @@ mod tests {
 
     #[test]
     fn what_is_below_a_folder_is_opened_and_what_leads_out_is_not() {
+        opened_and_refused();
+    }
+
+    /// What systemd does with `RestrictSUIDSGID=yes`, for this thread.
+    fn forbid_openat2() {
+        let rules = [(libc::SYS_openat2, Vec::new())].into_iter().collect();
+        let errno = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
+        let filter = SeccompFilter::new(rules, SeccompAction::Allow, errno, TargetArch::x86_64).unwrap();
+        seccompiler::apply_filter(&BpfProgram::try_from(filter).unwrap()).unwrap();
+        let resolve = ResolveFlags::BENEATH;
+        let refused = rustix::fs::openat2(rustix::fs::CWD, ".", OFlags::PATH, Mode::empty(), resolve);
+        assert_eq!(refused.unwrap_err(), Errno::NOSYS);
+    }
+
+    #[test]
+    fn the_same_is_opened_and_refused_where_openat2_is_forbidden() {
+        let forbidden = std::thread::spawn(|| {
+            forbid_openat2();
+            opened_and_refused();
+        });
+        forbidden.join().unwrap();
+    }
+
+    fn opened_and_refused() {
         let case = Case::new();
         for file in ["allowed/in", "allowed/sub/in", "allowed/inside"] {
             assert_eq!(case.open("allowed", file), Ok(()), "{file}");

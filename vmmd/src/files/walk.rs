@@ -1,0 +1,97 @@
+//! Opens a path beneath a folder as openat2(2) does with RESOLVE_BENEATH and RESOLVE_NO_MAGICLINKS, where that call is forbidden. A filter of system
+//! calls can't see what is in that call's structure, so the filter of systemd's `RestrictSUIDSGID=`, which the daemon's unit has, refuses it with ENOSYS.
+//!
+//! The path is opened name by name. What holds, whatever is renamed or replaced meanwhile:
+//!
+//! - The kernel is given single names only, never `..`, and follows no symbolic link (O_NOFOLLOW).
+//! - The target of a link is read from the link that was opened, and its names are walked from the folder that the link is in.
+//!   An absolute target is refused, and so are all links of procfs that are more than their text.
+//! - All folders on the way stay open. `..` goes back to the folder that the walk has come from, and before the first one it is refused.
+
+use std::{
+    ffi::{OsStr, OsString},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
+    path::{Component, Path},
+};
+
+use rustix::{
+    fs::{FileType, Mode, OFlags},
+    io::Errno,
+};
+
+/// Links on the way, as Linux allows them (path_resolution(7)), and names that something else took while they were opened.
+const MAX_LINKS: u32 = 40;
+/// Folders on the way. Each is a descriptor of the daemon for that long.
+const MAX_DEPTH: usize = 256;
+
+/// Opens `rest` beneath `folder`. XDEV says that it leads out, LOOP that there are too many links, NAMETOOLONG that it is too deep.
+pub(super) fn open(folder: BorrowedFd<'_>, rest: &Path, flags: OFlags) -> Result<OwnedFd, Errno> {
+    // Where the walk is, and the folders that it has come through.
+    let mut folders: Vec<OwnedFd> = Vec::new();
+    // The last one is walked next.
+    let mut names = Vec::new();
+    put(&mut names, rest)?;
+    let mut links = 0;
+    loop {
+        let here = folders.last().map_or(folder, OwnedFd::as_fd);
+        let Some(name) = names.pop() else {
+            return rustix::fs::openat(here, ".", flags, Mode::empty());
+        };
+        if name == ".." {
+            folders.pop().ok_or(Errno::XDEV)?;
+            continue;
+        }
+        // With O_DIRECTORY the kernel mounts what an automounter has there.
+        match rustix::fs::openat(here, &name, LOOK | OFlags::DIRECTORY, Mode::empty()) {
+            Ok(_) if folders.len() == MAX_DEPTH => return Err(Errno::NAMETOOLONG),
+            Ok(found) => {
+                folders.push(found);
+                continue;
+            }
+            Err(Errno::NOTDIR) => {}
+            Err(errno) => return Err(errno),
+        }
+        let found = rustix::fs::openat(here, &name, LOOK, Mode::empty())?;
+        match FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode) {
+            FileType::Symlink => {
+                let target = rustix::fs::readlinkat(&found, "", Vec::new())?;
+                put(&mut names, Path::new(OsStr::from_bytes(target.to_bytes())))?;
+            }
+            // It has come this very moment.
+            FileType::Directory => names.push(name),
+            _ if !names.is_empty() || flags.contains(OFlags::DIRECTORY) => return Err(Errno::NOTDIR),
+            _ if flags.contains(OFlags::PATH) => return Ok(found),
+            _ => match rustix::fs::openat(here, &name, flags | OFlags::NOFOLLOW, Mode::empty()) {
+                // A link has taken its place.
+                Err(Errno::LOOP) => names.push(name),
+                opened => return opened,
+            },
+        }
+        links += 1;
+        if links > MAX_LINKS {
+            return Err(Errno::LOOP);
+        }
+    }
+}
+
+/// Opens what has the name itself, whatever it is, and nothing behind it.
+const LOOK: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// Puts the names of a path before those that are left.
+fn put(names: &mut Vec<OsString>, path: &Path) -> Result<(), Errno> {
+    for component in path.components().rev() {
+        match component {
+            Component::Normal(name) => names.push(name.to_owned()),
+            Component::ParentDir => names.push("..".into()),
+            Component::CurDir => {}
+            Component::RootDir | Component::Prefix(_) => return Err(Errno::XDEV),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;
