@@ -99,6 +99,7 @@ fn start(
         directory: opened.directory.as_fd(),
         uid_map: map(&opened.uids),
         gid_map: map(&opened.gids),
+        open_files: share.open_files.saturating_add(RESERVED_FILES).into(),
     };
     let program = Program {
         executable: executable.as_fd(),
@@ -147,10 +148,8 @@ fn arguments(share: &Share, squash: bool) -> Vec<CString> {
         "--inode-file-handles=never".to_owned(),
         "--log-level=warn".to_owned(),
         format!("--cache={cache}"),
-        format!(
-            "--rlimit-nofile={}",
-            share.open_files.saturating_add(RESERVED_FILES)
-        ),
+        // Its limit is set by then.
+        "--rlimit-nofile=0".to_owned(),
     ];
     let flags = [
         (share.read_only, "--readonly"),
@@ -252,17 +251,10 @@ mod tests {
             writeback: true,
             xattr: true,
             cache: v1::ShareCache::Never.into(),
-            max_open_files: 1000,
             ..Default::default()
         };
         let rich = words(rich, false);
-        for word in [
-            "--readonly",
-            "--writeback",
-            "--xattr",
-            "--cache=never",
-            "--rlimit-nofile=1064",
-        ] {
+        for word in ["--readonly", "--writeback", "--xattr", "--cache=never"] {
             assert!(rich.contains(&word.to_owned()), "{word}");
         }
         assert!(!rich.iter().any(|word| word.contains("translate")));

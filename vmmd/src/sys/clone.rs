@@ -61,6 +61,8 @@ pub struct Namespaces<'a> {
     pub uid_map: String,
     /// The same of groups.
     pub gid_map: String,
+    /// Descriptors that it may have open. A daemon without CAP_SYS_RESOURCE can't give it more than it may have itself: it has as many then.
+    pub open_files: u64,
 }
 
 /// A started process that nobody watches yet: it is killed and reaped when this is dropped before [`Child::watched`].
@@ -155,10 +157,26 @@ pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
     }
 }
 
-/// Says which users of the node the users of a child's namespace are.
+/// Does what a child can't do for itself: says which users of the node the users of its namespace are, and sets its limit of descriptors.
 fn map_users(pid: libc::c_long, namespaces: &Namespaces<'_>) -> io::Result<()> {
+    let number = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
+    limit_open_files(number, namespaces.open_files)?;
     std::fs::write(format!("/proc/{pid}/uid_map"), &namespaces.uid_map)?;
     std::fs::write(format!("/proc/{pid}/gid_map"), &namespaces.gid_map)
+}
+
+fn limit_open_files(pid: Option<rustix::process::Pid>, count: u64) -> Result<(), Errno> {
+    let limit = |most| Rlimit {
+        current: most,
+        maximum: most,
+    };
+    match rustix::process::prlimit(pid, Resource::Nofile, limit(Some(count))) {
+        Err(Errno::PERM) => {
+            let own = rustix::process::getrlimit(Resource::Nofile).maximum;
+            rustix::process::prlimit(pid, Resource::Nofile, limit(own)).map(drop)
+        }
+        limited => limited.map(drop),
+    }
 }
 
 fn clone_args(program: &Program<'_>, pidfd: &mut RawFd) -> libc::clone_args {

@@ -169,11 +169,12 @@ fn a_program_in_namespaces_is_root_of_the_mapped_users_alone() {
     let mut log = tempfile::tempfile().unwrap();
     let shell = File::open("/bin/sh").unwrap();
     let script = "echo $$ $(id -u) $(id -g); echo made >made; mknod null c 1 3 2>/dev/null && echo device; chown 0 of-root 2>/dev/null && echo taken; \
-                  kill -0 1 && echo itself; cat /proc/self/setgroups; exit 0";
+                  kill -0 1 && echo itself; cat /proc/self/setgroups; ulimit -n; ulimit -Hn";
     let namespaces = Namespaces {
         directory: directory.as_fd(),
         uid_map: "0 1900000002 1\n".into(),
         gid_map: "0 1900000003 1\n".into(),
+        open_files: 300,
     };
     let program = Program {
         executable: shell.as_fd(),
@@ -192,7 +193,7 @@ fn a_program_in_namespaces_is_root_of_the_mapped_users_alone() {
     log.seek(SeekFrom::Start(0)).unwrap();
     log.read_to_string(&mut text).unwrap();
     // It is process 1, and has nobody else to signal; it makes no device and takes no file of the node's root.
-    assert_eq!(text, "1 0 0\nitself\nallow\n");
+    assert_eq!(text, "1 0 0\nitself\nallow\n300\n300\n");
     let made = fs::metadata(folder.path().join("made")).unwrap();
     assert_eq!((made.uid(), made.gid()), (1_900_000_002, 1_900_000_003));
     assert_eq!(fs::metadata(folder.path().join("of-root")).unwrap().uid(), 0);
@@ -208,6 +209,7 @@ fn users_that_can_not_be_mapped_are_an_error_and_leave_no_process() {
         directory: directory.as_fd(),
         uid_map: "0 1900000002 0\n".into(),
         gid_map: "0 1900000003 1\n".into(),
+        open_files: 300,
     };
     let program = Program {
         executable: shell.as_fd(),
