@@ -168,8 +168,8 @@ fn known_authority(dir: &Path) -> anyhow::Result<Issuer<'static, KeyPair>> {
         "the CA in ca.crt and ca.key was not made by init-certs: sign certificates with its own tools";
     let key = KeyPair::from_pem(&key).context(foreign)?;
     let certificate = CertificateDer::from_pem_slice(certificate.as_bytes()).context(foreign)?;
+    let params = authority_params(&common_name(&certificate).context(foreign)?);
     let certificate = EndEntityCert::try_from(&certificate).context(foreign)?;
-    let params = authority_params(&common_name(certificate.subject()).context(foreign)?);
     // What we would make of it must be the same CA.
     let same = params.self_signed(&key).context(foreign)?;
     let same = EndEntityCert::try_from(same.der()).context(foreign)?;
