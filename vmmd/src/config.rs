@@ -14,8 +14,8 @@ use crate::{
         limits::{Overcommit, Pressure, Reserved},
         sizing,
     },
-    files::Roots,
     ledger::UidRange,
+    roots::Roots,
 };
 
 mod clients;

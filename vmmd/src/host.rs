@@ -2,6 +2,7 @@
 
 use std::{fs::File, path::PathBuf, sync::Arc};
 
+use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -13,14 +14,20 @@ use crate::{
     files::Sources,
     ledger::Ledger,
     log_guard::LogGuard,
-    network::{Links, Networks},
+    network::{self, Links, Networks},
     operation::Operations,
     paths::{disk::Folder, image},
     peers::Peers,
     pool::Pools,
     registry::{
-        clients::Clients, consoles::Consoles, disks::Disks, images::Images, node, screens::Screens,
-        snapshots::Snapshots, vms::Vms,
+        clients::Clients,
+        consoles::Consoles,
+        disks::Disks,
+        images::Images,
+        node,
+        screens::Screens,
+        snapshots::Snapshots,
+        vms::{Vms, command::Attend},
     },
     request::{self, Requests},
     store::Store,
@@ -62,6 +69,8 @@ pub struct Host {
     pub snapshots: Snapshots,
     /// How other nodes are reached.
     pub peers: Peers,
+    /// Hears of migrations that an earlier daemon left under way.
+    pub attend: mpsc::UnboundedSender<Attend>,
     /// Images of the ImageService.
     pub images: Images,
     /// Requests with an id.
@@ -116,6 +125,20 @@ impl Host {
             disks: &self.disks,
             folder: self.disk_folder(),
             roots: &self.config.roots,
+        }
+    }
+
+    /// What the networks need.
+    pub fn for_networks(&self) -> network::Ports<'_> {
+        network::Ports {
+            config: &self.config,
+            store: &self.store,
+            requests: &self.requests,
+            events: &self.events,
+            cgroups: self.cgroups.as_ref(),
+            links: &self.links,
+            networks: &self.networks,
+            vms: &self.vms,
         }
     }
 }

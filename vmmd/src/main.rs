@@ -34,6 +34,7 @@ mod pool;
 mod process;
 mod registry;
 mod request;
+mod roots;
 mod screen;
 mod service;
 mod share;
@@ -60,6 +61,7 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::{
     runtime,
     signal::unix::{Signal, SignalKind, signal},
+    sync::mpsc,
     task::JoinSet,
 };
 use tokio_util::sync::CancellationToken;
@@ -163,7 +165,9 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let boot_id = boot_id.trim().to_owned();
     let events = event::Events::open(&config.state_dir, &boot_id);
+    let (attend, left) = mpsc::unbounded_channel();
     let host = Arc::new(Host {
+        attend,
         vmm,
         node: registry::node::State::new(store.clone(), records.node),
         operations: operation::Operations::new(store.clone(), records.operations),
@@ -221,7 +225,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     disk::restore(&host, records.disks, has_vm).await;
     image::restore(&host, records.images).await;
     snapshot::adopt(&host, records.snapshots).await;
-    host.networks.adopt(&host, records.networks);
+    host.networks.adopt(host.for_networks(), records.networks);
     vm::recovery::reconcile::reconcile(&host, records.vms, records.unreadable).await;
     host.operations
         .give_up_left(|uid| uid.parse().is_ok_and(|uid| host.vms.find(uid).is_none()));
@@ -238,8 +242,9 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let mut serving = tokio::spawn(grpc::serve(Arc::clone(&host), socket, tcp, Arc::clone(&audit)));
     // None of these ends before the daemon does.
     let mut parts = JoinSet::new();
+    parts.spawn(migration::attend(Arc::clone(&host), left));
     parts.spawn(reopen(Arc::clone(&audit), hangup));
-    parts.spawn(Networks::watch(Arc::clone(&host)));
+    parts.spawn(watch_networks(Arc::clone(&host)));
     parts.spawn(service::watchdog(host.store.clone()));
     parts.spawn(service::tell_failures(host.store.clone(), host.events.clone()));
     service::ready();
@@ -297,6 +302,16 @@ async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<grpc::Listener>> {
         signal(SignalKind::hangup())?,
     ));
     Ok(Some(listener))
+}
+
+/// Compares the node with what its networks should be, and repairs it. Never ends.
+async fn watch_networks(host: Arc<Host>) {
+    let mut ticks = tokio::time::interval(network::PERIOD);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        host.networks.reconcile(host.for_networks()).await;
+    }
 }
 
 /// Opens the audit log anew with each `hangup`. Never ends.

@@ -17,7 +17,7 @@ const SOURCES: [&str; 6] = [
     include_str!("../ledger.rs"),
     include_str!("../capacity/limits.rs"),
     include_str!("../capacity/sizing.rs"),
-    include_str!("../files/roots.rs"),
+    include_str!("../roots.rs"),
 ];
 
 /// Each table of the file: its key, its heading, and the type that has its keys.

@@ -182,6 +182,16 @@ impl Client {
         Self { trace, ..self }
     }
 
+    /// Lets a VM continue that a snapshot keeps paused. It is no failure when none does.
+    pub async fn release(self) {
+        if let Err(error) = self.request(Op::Release(vmm::Release {}), &[]).await {
+            tracing::debug!(
+                error = crate::text::chain(&error),
+                "release a VM after a snapshot"
+            );
+        }
+    }
+
     /// Who listens at the other end: process and user id at the time of its listen(2).
     pub fn peer(&self) -> io::Result<(u32, u32)> {
         let peer = rustix::net::sockopt::socket_peercred(&self.shared.stream)?;

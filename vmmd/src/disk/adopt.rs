@@ -24,13 +24,14 @@ use super::{
 use crate::{
     context::Context,
     failure::Failure,
-    files::{self, Locks, Use, Within},
+    files::{self, Locks, Use},
     host::Host,
     operation::Type,
     paths::{
         disk::Folder,
         sidecar::{self, Sidecar, parse},
     },
+    roots::Within,
     store::DiskRecord,
     text,
 };

@@ -26,10 +26,11 @@ use super::{
 use crate::{
     context::Context,
     failure::{Failure, file_failed, store_failure},
-    files::{self, Locks, Use, Within, signature},
+    files::{self, Locks, Use, signature},
     host::Host,
     operation::{Handle, Pending, Type},
     paths::{disk::enough_room, sidecar::Sidecar},
+    roots::Within,
     store::{DiskImage, DiskRecord, DiskSource, DiskStage, ImageRecord, disk_source::Source},
     text,
 };

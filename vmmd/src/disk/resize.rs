@@ -20,11 +20,12 @@ use super::{
 use crate::{
     context::Context,
     failure::{Failure, Kind, file_failed, store_failure},
-    files::{self, Locks, Use, Within},
+    files::{self, Locks, Use},
     host::Host,
     operation::{Pending, Type},
     paths::disk::{enough_room, format},
     registry::vms::command::{Command, DiskRequest},
+    roots::Within,
     store::DiskRecord,
 };
 

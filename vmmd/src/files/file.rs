@@ -17,11 +17,13 @@ use rustix::{
     io::Errno,
 };
 
-use super::{
-    ENDING, in_use,
+use super::{ENDING, in_use};
+use crate::{
+    failure::Failure,
+    ledger::FileId,
     roots::{self, Refused, Within},
+    text,
 };
-use crate::{failure::Failure, ledger::FileId, text};
 
 /// An image or block device, open.
 #[derive(Debug)]

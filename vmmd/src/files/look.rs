@@ -7,14 +7,12 @@ use proto::model::{
     vm::VmSpec,
 };
 
-use super::{
-    Known, Locks, OpenDisk, PATH_NOT_ALLOWED, Roots, Sources, Within, beyond, known, open_disk, open_image,
-    roots,
-};
+use super::{Known, Locks, OpenDisk, PATH_NOT_ALLOWED, Sources, beyond, known, open_disk, open_image};
 use crate::{
     capacity::placement::Problem,
     failure::{Failure, Kind},
     registry::vms::Vms,
+    roots::{self, Roots, Within},
     store::FileRecord,
     sys::{self, LockKind},
 };

@@ -5,7 +5,6 @@ mod file;
 mod in_use;
 mod known;
 mod look;
-pub mod roots;
 pub mod signature;
 mod walk;
 
@@ -30,13 +29,13 @@ pub use self::{
     file::{OpenFile, PATH_NOT_ALLOWED, Use, open_image_file, open_kvm},
     known::{Known, any_of, any_of_disks, key},
     look::{had, look, outside},
-    roots::{Roots, Within},
 };
 use crate::{
     failure::{Failure, Kind},
     ledger::{FileId, Ledger},
     paths::disk::Folder,
     registry::disks::Disks,
+    roots::{Roots, Within},
     sys::{self, LockKind},
     text,
 };

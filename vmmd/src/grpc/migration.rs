@@ -13,7 +13,11 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::period::timeout;
 use crate::{
-    context::Context, failure::Failure, host::Host, migration, registry::vms::command::HandoverRequest,
+    context::Context,
+    failure::Failure,
+    host::Host,
+    migration,
+    registry::vms::command::{HandoverRequest, hand_over},
     request::once,
 };
 
@@ -60,7 +64,7 @@ impl MigrationService for Migrations {
             }
         };
         let resolve = HandoverRequest::Resolve(resolution);
-        migration::ask(&self.host, &request.name, resolve).await?;
+        hand_over(&self.host.vms, &request.name, resolve).await?;
         Ok(Response::new(v1::ResolveMigrationResponse {}))
     }
 }

@@ -28,7 +28,7 @@ impl NetworkService for Networks {
     ) -> Result<Response<v1::CreateNetworkResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
             // In a task of its own, which ends what it began when the caller goes away.
-            let create = async move { host.networks.create(&host, request, &context).await };
+            let create = async move { host.networks.create(host.for_networks(), request, &context).await };
             let made = tokio::spawn(create).await;
             let network = made.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))?;
             Ok(v1::CreateNetworkResponse {
@@ -61,7 +61,11 @@ impl NetworkService for Networks {
         request: Request<v1::DeleteNetworkRequest>,
     ) -> Result<Response<v1::DeleteNetworkResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
-            let delete = async move { host.networks.delete(&host, &request.name, &context).await };
+            let delete = async move {
+                host.networks
+                    .delete(host.for_networks(), &request.name, &context)
+                    .await
+            };
             let deleted = tokio::spawn(delete).await;
             deleted.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))?;
             Ok(v1::DeleteNetworkResponse {})

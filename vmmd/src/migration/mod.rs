@@ -17,29 +17,31 @@
 mod source;
 mod target;
 
-pub use source::{attend, migrate};
+pub use source::migrate;
 pub use target::{offer, receive, settle};
 
+use std::sync::Arc;
+
 use proto::handover::Message;
-use tokio::sync::oneshot;
+use tokio::sync::mpsc;
 
 use crate::{
     failure::Failure,
     host::Host,
-    registry::vms::command::{Command, HandoverRequest},
+    registry::vms::command::{Attend, HandoverRequest, hand_over},
 };
 
 /// What daemons say to each other.
 pub const PROTOCOL: u32 = 1;
 
+/// Goes on with migrations as the actors of their VMs ask for it. Never ends.
+pub async fn attend(host: Arc<Host>, mut left: mpsc::UnboundedReceiver<Attend>) {
+    while let Some(Attend { uid, name, target }) = left.recv().await {
+        source::attend(&host, uid, name, target);
+    }
+}
+
 /// Asks the VM's actor, and returns what it says to the other daemon.
-pub async fn ask(host: &Host, vm: &str, request: HandoverRequest) -> Result<Vec<Message>, Failure> {
-    let entry = host.vms.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
-    let (reply, answer) = oneshot::channel();
-    let sent = entry
-        .mailbox
-        .send(Command::Handover(Box::new(request), reply))
-        .await;
-    sent.map_err(|_| Failure::unavailable(vm))?;
-    answer.await.map_err(|_| Failure::unavailable(vm))?
+async fn ask(host: &Host, vm: &str, request: HandoverRequest) -> Result<Vec<Message>, Failure> {
+    hand_over(&host.vms, vm, request).await
 }

@@ -154,7 +154,9 @@ async fn lease(
             address: Some(Ipv4Addr::from(peer.address)),
             ports,
         };
-        host.networks.lease(host, network, &request).await?;
+        host.networks
+            .lease(host.for_networks(), network, &request)
+            .await?;
     }
     Ok(())
 }

@@ -5,11 +5,11 @@
 
 mod link;
 mod managed;
+mod ports;
 
 use std::{
     io,
     os::fd::{AsFd, OwnedFd},
-    sync::Arc,
 };
 
 use proto::model::{
@@ -25,9 +25,10 @@ use rustix::{
 use uuid::Uuid;
 
 pub use link::{Link, Links};
-pub use managed::{Networks, Request as Lease, ServeNetwork, serve_network};
+pub use managed::{Networks, PERIOD, Request as Lease, ServeNetwork, serve_network};
+pub use ports::Ports;
 
-use crate::{failure::Failure, host::Host, sys, text};
+use crate::{failure::Failure, sys, text};
 
 /// A NIC's end on the node.
 #[derive(Debug)]
@@ -49,7 +50,7 @@ pub fn tap_name(vm: Uuid, index: usize) -> String {
 
 /// Opens or makes the tap of `nic`.
 pub async fn open_tap(
-    host: &Arc<Host>,
+    host: Ports<'_>,
     vm: Uuid,
     name: &str,
     index: usize,
@@ -86,7 +87,7 @@ pub async fn open_tap(
 }
 
 /// Whether what `nic` is to be attached to is there; changes nothing. Whether a tap is free shows at the start.
-pub async fn look(host: &Host, index: usize, nic: &Nic) -> Result<(), Failure> {
+pub async fn look(host: Ports<'_>, index: usize, nic: &Nic) -> Result<(), Failure> {
     let links = &host.links;
     if nic.vhost {
         drop(open_vhost(&nic.name)?);

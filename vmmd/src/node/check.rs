@@ -184,7 +184,7 @@ async fn nics(host: &Host, spec: &VmSpec) -> Result<Vec<Problem>, Failure> {
             Attachment::Tap(_) => "tap",
             Attachment::Network { .. } => "network",
         };
-        if let Err(failure) = crate::network::look(host, index, nic).await {
+        if let Err(failure) = crate::network::look(host.for_networks(), index, nic).await {
             found.push(Problem::of(failure, format!("spec.nics[{index}].{part}")));
         }
     }

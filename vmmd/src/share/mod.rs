@@ -25,11 +25,9 @@ use tokio::task::spawn_blocking;
 use crate::{
     capacity::placement::Problem,
     failure::Failure,
-    files::{
-        PATH_NOT_ALLOWED,
-        roots::{self, Refused, Within},
-    },
+    files::PATH_NOT_ALLOWED,
     host::Host,
+    roots::{self, Refused, Within},
     text,
 };
 

@@ -5,7 +5,7 @@ use std::{fs::File, pin::pin, sync::Arc};
 use proto::{
     model::{Violations, metadata},
     v1,
-    vmm::{self, SaveReply, request::Op},
+    vmm::SaveReply,
 };
 use tokio::{sync::oneshot, task::spawn_blocking};
 use tokio_util::sync::CancellationToken;
@@ -257,7 +257,7 @@ impl Release {
 
     async fn now(mut self) {
         if let Some(client) = self.0.take() {
-            release(client).await;
+            client.release().await;
         }
     }
 }
@@ -265,15 +265,8 @@ impl Release {
 impl Drop for Release {
     fn drop(&mut self) {
         if let Some(client) = self.0.take() {
-            tokio::spawn(release(client));
+            tokio::spawn(client.release());
         }
-    }
-}
-
-/// Lets a VM continue that a snapshot keeps paused. It is no failure when none does.
-pub async fn release(client: Client) {
-    if let Err(error) = client.request(Op::Release(vmm::Release {}), &[]).await {
-        tracing::debug!(error = text::chain(&error), "release a VM after a snapshot");
     }
 }
 

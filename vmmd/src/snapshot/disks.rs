@@ -33,8 +33,9 @@ use super::{Folder, failed};
 use crate::{
     disk,
     failure::Failure,
-    files::{self, Locks, OpenDisk, Within, roots},
+    files::{self, Locks, OpenDisk},
     host::Host,
+    roots::{self, Within},
     store::{DiskRecord, DiskSource, SnapshotDisk, SnapshotRecord, disk_source},
     text,
 };

@@ -27,7 +27,7 @@ use proto::v1;
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
 
-pub use create::{create, release};
+pub use create::create;
 pub use restore::restore;
 
 use crate::{

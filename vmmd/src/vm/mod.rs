@@ -8,15 +8,15 @@
 //! | [`lifecycle`] | decides, and does nothing: what is admitted, what an exit means, what the run policy makes of it |
 //! | [`start`] | from a spec to a booted `vmm`, from top to bottom |
 //! | [`instance`] | one run: the process, the connection to it, what it holds of the node |
-//! | [`spec`] | what a `vmm` is told to build, how it may differ from the spec, what its cgroup limits are |
+//! | [`machine`] | what a `vmm` is told to build of a spec, how a running machine differs from its spec, its cgroup limits |
 //! | [`recovery`] | a VM after the daemon's restart, after its actor has failed, and one that can't be looked after |
 
 mod actor;
 mod api;
 mod instance;
 pub mod lifecycle;
+mod machine;
 pub mod recovery;
-mod spec;
 mod start;
 
 pub use actor::public_stats;

@@ -7,14 +7,13 @@ use proto::{
 use uuid::Uuid;
 
 use super::{
-    Request, bridge,
+    Ports, Request, bridge,
     pool::{self, Refusal},
     spec_of,
 };
 use crate::{
     event::{Draft, Object},
     failure::{Failure, Kind},
-    host::Host,
     store::{LeaseRecord, NetworkRecord},
     text,
 };
@@ -125,7 +124,7 @@ pub fn failed(error: &std::io::Error) -> Failure {
 }
 
 /// Emits an event about a network.
-pub fn tell(host: &Host, record: &NetworkRecord, reason: &str, message: &str) {
+pub fn tell(host: Ports<'_>, record: &NetworkRecord, reason: &str, message: &str) {
     let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
     let object = Object::Network(record.name.clone(), uid);
     host.events.emit(Draft::normal(object, reason, message));

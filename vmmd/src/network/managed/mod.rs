@@ -23,7 +23,7 @@ use std::{
     collections::BTreeMap,
     net::Ipv4Addr,
     path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use proto::{
@@ -42,13 +42,13 @@ use self::{
 };
 pub use self::{
     helper::server::{ServeNetwork, run as serve_network},
+    node::PERIOD,
     plan::{Found as BridgeFacts, Wanted as BridgeSpec},
 };
-use super::Links;
+use super::{Links, Ports};
 use crate::{
     context::Context,
     failure::{Failure, Kind, store_failure},
-    host::Host,
     request,
     store::{LeaseRecord, NetworkRecord, PortRecord},
     text,
@@ -101,7 +101,7 @@ pub struct Request<'a> {
 
 impl Networks {
     /// Takes over the records of the store.
-    pub fn adopt(&self, host: &Host, records: Vec<NetworkRecord>) {
+    pub fn adopt(&self, host: Ports<'_>, records: Vec<NetworkRecord>) {
         for record in records {
             host.requests.adopt_network(&record);
             self.inner().records.insert(record.name.clone(), record);
@@ -160,7 +160,7 @@ impl Networks {
     /// Makes a network; returns when it is served. What fails leaves nothing behind.
     pub async fn create(
         &self,
-        host: &Arc<Host>,
+        host: Ports<'_>,
         request: v1::CreateNetworkRequest,
         context: &Context,
     ) -> Result<v1::Network, Failure> {
@@ -218,7 +218,7 @@ impl Networks {
     }
 
     /// Deletes a network. What of it can't be taken from the node now is taken away later.
-    pub async fn delete(&self, host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
+    pub async fn delete(&self, host: Ports<'_>, name: &str, context: &Context) -> Result<(), Failure> {
         let mut turn = self.turn.lock().await;
         let mut record = self.find(name)?;
         let users = users(host, name);
@@ -242,7 +242,7 @@ impl Networks {
     }
 
     /// Makes a record durable, and what the daemon goes by.
-    async fn write(&self, host: &Host, record: &NetworkRecord) -> Result<(), Failure> {
+    async fn write(&self, host: Ports<'_>, record: &NetworkRecord) -> Result<(), Failure> {
         host.store.put_network(record).await.map_err(store_failure)?;
         self.inner().records.insert(record.name.clone(), record.clone());
         Ok(())
@@ -255,7 +255,7 @@ impl Networks {
     /// Gives a NIC its address and its rules; the bridge that its tap belongs on.
     pub async fn lease(
         &self,
-        host: &Arc<Host>,
+        host: Ports<'_>,
         network: &str,
         request: &Request<'_>,
     ) -> Result<String, Failure> {
@@ -337,7 +337,7 @@ fn bridge(record: &NetworkRecord) -> String {
 }
 
 /// Files of the network's helper.
-fn folder(host: &Host, record: &NetworkRecord) -> PathBuf {
+fn folder(host: Ports<'_>, record: &NetworkRecord) -> PathBuf {
     let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
     host.config.run_dir.join("networks").join(uid.to_string())
 }

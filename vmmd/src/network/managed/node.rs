@@ -6,7 +6,7 @@ use proto::{model::network::NetworkMode, v1};
 use uuid::Uuid;
 
 use super::{
-    Links, Networks, bridge,
+    Links, Networks, Ports, bridge,
     describe::{failed, tell},
     folder,
     helper::{self, Table, process},
@@ -18,13 +18,12 @@ use super::{
 use crate::{
     event::{Draft, Object},
     failure::store_failure,
-    host::Host,
     store::{LeaseRecord, NetworkRecord, PortRecord},
     text,
 };
 
 /// How often the node is compared with what is wanted.
-const PERIOD: Duration = Duration::from_secs(60);
+pub const PERIOD: Duration = Duration::from_secs(60);
 /// For how long VMs are given their addresses, in seconds. They have them for their lives; a client asks again at half time.
 const LEASE_SECONDS: u32 = 3600;
 /// Cgroup of the helpers, beside those of the VMs.
@@ -64,18 +63,8 @@ pub struct Repairs {
 }
 
 impl Networks {
-    /// Compares the node with what is wanted, and repairs it; for ever.
-    pub async fn watch(host: Arc<Host>) {
-        let mut ticks = tokio::time::interval(PERIOD);
-        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        loop {
-            ticks.tick().await;
-            host.networks.reconcile(&host).await;
-        }
-    }
-
     /// Releases the addresses of NICs that are gone, and repairs what differs on the node: repairs are events.
-    async fn reconcile(&self, host: &Arc<Host>) {
+    pub async fn reconcile(&self, host: Ports<'_>) {
         let mut filter = self.turn.lock().await;
         for record in self.release(host) {
             if let Err(failure) = self.write(host, &record).await {
@@ -107,7 +96,7 @@ impl Networks {
     }
 
     /// Records whose leases change now.
-    fn release(&self, host: &Host) -> Vec<NetworkRecord> {
+    fn release(&self, host: Ports<'_>) -> Vec<NetworkRecord> {
         let now = text::now_ms();
         let vms = host.vms.list();
         let mut changed = Vec::new();
@@ -128,7 +117,7 @@ impl Networks {
 
     /// Makes the node be as the records say: all of them, or the one with the UUID `only`. What fails is a problem of the
     /// network, and left to the next time.
-    pub(super) async fn apply(&self, host: &Arc<Host>, filter: &mut Filter, only: Option<&[u8]>) -> Repairs {
+    pub(super) async fn apply(&self, host: Ports<'_>, filter: &mut Filter, only: Option<&[u8]>) -> Repairs {
         let all: Vec<_> = self.inner().records.values().cloned().collect();
         let meant = |record: &&NetworkRecord| only.is_none_or(|uid| record.uid == uid);
         let (mut repairs, mut problems) = (Repairs::default(), BTreeMap::new());
@@ -190,7 +179,7 @@ impl Networks {
 }
 
 /// Makes, changes or removes the bridge of a network. True when something was to be done.
-async fn make_bridge(host: &Host, record: &NetworkRecord) -> io::Result<bool> {
+async fn make_bridge(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
     let (name, wanted) = (bridge(record), wanted(record));
     let found = host.links.inspect(&name).await?;
     let steps = plan::plan(wanted.as_ref(), found.as_ref());
@@ -225,7 +214,7 @@ fn forwarding() -> io::Result<()> {
 }
 
 /// Makes the taps of running VMs ports of their network's bridge again, which may be another one by now. True when some were not.
-async fn join_taps(host: &Host, record: &NetworkRecord) -> io::Result<bool> {
+async fn join_taps(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
     let Some(bridge) = host.links.find(&bridge(record)).await? else {
         return Ok(false);
     };
@@ -244,7 +233,7 @@ async fn join_taps(host: &Host, record: &NetworkRecord) -> io::Result<bool> {
 }
 
 /// Sees to it that a helper serves the network, or none. True when one had to be started.
-async fn serve(host: &Host, record: &NetworkRecord) -> io::Result<bool> {
+async fn serve(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
     let folder = folder(host, record);
     let Some(spec) = spec_of(record).filter(|_| !record.leaving) else {
         return process::end(&folder).map(|()| false);
@@ -370,7 +359,7 @@ fn nics_in<'a>(vm: &'a v1::Vm, network: &'a str) -> impl Iterator<Item = &'a str
 }
 
 /// "VM \"web\"": VMs that have a NIC in the network.
-pub(super) fn users(host: &Host, network: &str) -> Vec<String> {
+pub(super) fn users(host: Ports<'_>, network: &str) -> Vec<String> {
     let vms = host.vms.list();
     let using = vms.iter().filter(|vm| nics_in(vm, network).next().is_some());
     let names = using.filter_map(|vm| Some(format!("VM \"{}\"", vm.metadata.as_ref()?.name)));

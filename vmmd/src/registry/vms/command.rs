@@ -8,7 +8,9 @@ use proto::{
     v1,
 };
 use tokio::sync::oneshot;
+use uuid::Uuid;
 
+use super::Vms;
 use crate::{
     context::Context,
     control::Client,
@@ -222,6 +224,17 @@ pub enum HandoverRequest {
     Resolve(Resolution),
 }
 
+/// A migration that an earlier daemon left under way: what the target has not answered is said again.
+#[derive(Debug)]
+pub struct Attend {
+    /// The VM.
+    pub uid: Uuid,
+    /// Its name.
+    pub name: String,
+    /// Where the target is.
+    pub target: String,
+}
+
 /// What is asked of a VM's disks.
 #[derive(Debug)]
 pub enum DiskRequest {
@@ -254,4 +267,16 @@ impl Command {
             Self::Reconsider | Self::Client(..) | Self::Handover(..) => "",
         }
     }
+}
+
+/// Asks the VM's actor about its migration, and returns what it says to the other daemon.
+pub async fn hand_over(vms: &Vms, vm: &str, request: HandoverRequest) -> Result<Vec<Message>, Failure> {
+    let entry = vms.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
+    let (reply, answer) = oneshot::channel();
+    let sent = entry
+        .mailbox
+        .send(Command::Handover(Box::new(request), reply))
+        .await;
+    sent.map_err(|_| Failure::unavailable(vm))?;
+    answer.await.map_err(|_| Failure::unavailable(vm))?
 }

@@ -3,24 +3,23 @@
 use proto::{model::vm::Boot, v1::EventSeverity};
 use tokio::time::{Duration, Instant};
 
-use super::{
-    Actor,
-    work::{Then, Work},
-};
+use super::{Actor, work::Work};
 use crate::{
     capacity::Demand,
     context::{Context, Initiator},
     failure::Failure,
     operation::{Handle, Type},
     registry::vms::command::{Life, Request},
-    store::{Intent, RestartRecord},
+    store::Intent,
     text,
     vm::{
         lifecycle::{
             admission::{Refusal, Situation},
-            policy::{BackOff, Decision, Occasion, decide, refuses},
+            policy::{BackOff, Occasion, refuses},
+            restart::{self, Effect, Input, Restarts},
+            stop::Then,
         },
-        spec::change,
+        machine::change,
     },
 };
 
@@ -77,47 +76,60 @@ impl Actor {
         refusal.into_failure(&self.record.name)
     }
 
-    /// Notes what the policy makes of what has happened after a run of `ran_ms`. The record is to be written then.
-    pub(super) fn plan(&mut self, occasion: Occasion, ran_ms: u64) {
-        self.schedule(occasion, ran_ms);
-        // Room is kept for what is to come, also while the node is cordoned.
-        let expected = self.timer.map(|_| Demand::of(&self.spec));
-        self.host.ledger.expect(&self.record.name, expected);
+    /// Notes what the policy makes of what has happened. The record is to be written then. Returns what is to be done beside that.
+    fn step_restarts(&mut self, input: Input) -> Vec<Effect> {
+        let mut restarts = Restarts {
+            record: self.record.restart.take(),
+            due: self.timer,
+            held: self.held,
+        };
+        let config = self.host.config.restart;
+        let mut effects = restarts.step(
+            input,
+            &restart::Situation {
+                policy: self.spec.run_policy,
+                intent: self.record.intent(),
+                schedulable: self.host.schedulable().is_ok(),
+                back_off: BackOff::from(config),
+                room_ms: config.room_ms,
+                boot_id: &self.host.boot_id,
+                now: Instant::now(),
+                now_ms: text::now_ms(),
+            },
+        );
+        self.record.restart = restarts.record;
+        (self.timer, self.held) = (restarts.due, restarts.held);
+        effects.retain(|effect| {
+            let Effect::Expect(expected) = effect else {
+                return true;
+            };
+            let demand = expected.then(|| Demand::of(&self.spec));
+            self.host.ledger.expect(&self.record.name, demand);
+            false
+        });
+        effects
     }
 
-    fn schedule(&mut self, occasion: Occasion, ran_ms: u64) {
-        let back_off = BackOff::from(self.host.config.restart);
-        let mut restart = self.record.restart.take().unwrap_or_default();
-        self.timer = None;
-        let now = text::now_ms();
-        match decide(self.spec.run_policy, occasion, self.record.intent()) {
-            Decision::Stay => return,
-            Decision::Start => (restart.next_ms, restart.back_off_ms) = (now, 0),
-            // A wait that an earlier daemon began goes on.
-            Decision::StartLater if matches!(occasion, Occasion::DaemonStart(_)) && restart.next_ms != 0 => {}
-            Decision::StartLater => {
-                restart.attempts = back_off.after_run(restart.attempts, ran_ms);
-                let wait = back_off.wait(restart.attempts);
-                restart.back_off_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
-                restart.next_ms = now.saturating_add(restart.back_off_ms);
-            }
-        }
-        restart.boot_id.clone_from(&self.host.boot_id);
-        // A clock that was set back makes no wait longer.
-        let left = restart.next_ms.saturating_sub(now).min(back_off.max_ms);
-        self.timer = Some(Instant::now() + Duration::from_millis(left));
-        self.record.restart = Some(restart);
+    /// Notes what the policy makes of what has happened after a run of `ran_ms`. The record is to be written then.
+    pub(super) fn plan(&mut self, occasion: Occasion, ran_ms: u64) {
+        self.step_restarts(Input::Occurred(occasion, ran_ms));
+    }
+
+    /// Notes that a start begins.
+    pub(super) fn note_start(&mut self, by_policy: bool) {
+        self.step_restarts(Input::Started { by_policy });
     }
 
     /// What the policy makes of what was found at the actor's start.
     pub(super) async fn resume_policy(&mut self, occasion: Option<(Occasion, u64)>) {
         if let Some((occasion, ran_ms)) = occasion {
             let before = self.record.restart.clone();
-            if self.record.evacuated {
-                // The daemon's start ends the time for which room is made.
-                self.record.restart.get_or_insert_default().next_ms = 0;
-            }
-            self.plan(occasion, ran_ms);
+            let made_room = self.record.evacuated;
+            self.step_restarts(Input::Found {
+                occasion,
+                ran_ms,
+                made_room,
+            });
             if before != self.record.restart {
                 self.persist().await;
             }
@@ -128,43 +140,34 @@ impl Actor {
         self.resume_stop();
     }
 
-    /// What the policy has in mind waits until the node is started anew, or takes VMs again. One that takes VMs all the time gives
-    /// no sign of that: there the policy goes on after [`room_ms`](crate::config::Restart::room_ms).
+    /// See [`Input::MakeRoom`].
     pub(super) fn make_room(&mut self) {
-        if self.timer.take().is_none() {
-            return;
-        }
-        let restart = self.record.restart.get_or_insert_default();
-        if self.host.schedulable().is_err() {
-            self.held = true;
-            (restart.next_ms, restart.back_off_ms) = (0, 0);
-            return;
-        }
-        let room_ms = self.host.config.restart.room_ms;
-        restart.next_ms = text::now_ms().saturating_add(room_ms);
-        restart.back_off_ms = room_ms;
-        self.timer = Some(Instant::now() + Duration::from_millis(room_ms));
+        self.step_restarts(Input::MakeRoom);
     }
 
     /// The time has come.
     pub(super) async fn on_due(&mut self) {
-        self.timer = None;
         if self.situation() != Situation::Down {
+            self.timer = None;
             return;
         }
-        if let Err(failure) = self.host.schedulable() {
-            self.held = true;
-            let message = format!("the run policy would start the VM, but {}", failure.message);
-            return self.tell(EventSeverity::Warning, "StartHeld", &message);
+        for effect in self.step_restarts(Input::Due) {
+            match effect {
+                Effect::Start(attempts) => self.start_by_policy(attempts).await,
+                Effect::Hold => self.tell_held(),
+                Effect::Expect(_) => {}
+            }
         }
-        let restart = self.record.restart.take().unwrap_or_default();
-        let attempts = restart.attempts.saturating_add(1);
-        self.record.restart = Some(RestartRecord {
-            attempts,
-            next_ms: 0,
-            back_off_ms: 0,
-            ..restart
-        });
+    }
+
+    fn tell_held(&self) {
+        if let Err(failure) = self.host.schedulable() {
+            let message = format!("the run policy would start the VM, but {}", failure.message);
+            self.tell(EventSeverity::Warning, "StartHeld", &message);
+        }
+    }
+
+    async fn start_by_policy(&mut self, attempts: u32) {
         self.record.counts.get_or_insert_default().automatic_starts += 1;
         let context = Context {
             initiator: Initiator::RunPolicy,
@@ -200,9 +203,8 @@ impl Actor {
 
     /// A stop by request ends what the policy had in mind.
     pub(super) async fn forget_restart(&mut self) {
-        let waited = self.record.restart.take().is_some();
-        (self.timer, self.held) = (None, false);
-        self.host.ledger.expect(&self.record.name, None);
+        let waited = self.record.restart.is_some();
+        self.step_restarts(Input::Stopped);
         if waited || self.record.intent() == Intent::Running {
             self.record.intent = Intent::Stopped.into();
             self.record.evacuated = false;
@@ -216,22 +218,8 @@ impl Actor {
         if self.situation() != Situation::Down {
             return self.enforce_off();
         }
-        let last = self.record.exit_reason();
-        let held = std::mem::take(&mut self.held);
-        let occasion = if held || self.timer.is_some() {
-            Occasion::DaemonStart(last)
-        } else {
-            Occasion::Changed
-        };
         let before = self.record.restart.clone();
-        self.plan(occasion, 0);
-        if held && self.timer.is_some() {
-            // The node stood in the way, not the VM: there is nothing to wait for.
-            let restart = self.record.restart.get_or_insert_default();
-            restart.attempts = before.as_ref().map_or(0, |before| before.attempts);
-            (restart.next_ms, restart.back_off_ms) = (text::now_ms(), 0);
-            self.timer = Some(Instant::now());
-        }
+        self.step_restarts(Input::Reconsidered(self.record.exit_reason()));
         if before != self.record.restart {
             self.persist().await;
         }

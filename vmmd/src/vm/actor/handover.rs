@@ -12,21 +12,17 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-use super::{
-    Actor,
-    work::{Then, Work},
-};
+use super::{Actor, work::Work};
 use crate::{
     context::Context,
     control,
     failure::{Failure, Kind, store_failure},
-    migration,
     operation::{Handle, Progress, Type},
-    registry::vms::command::{HandoverRequest, Restore},
+    registry::vms::command::{Attend, HandoverRequest, Restore, hand_over},
     store::{HandoverStage, handover::Handover},
     vm::{
         api::describe::MIGRATING,
-        lifecycle::{admission::Situation, policy::Occasion},
+        lifecycle::{admission::Situation, policy::Occasion, stop::Then},
     },
 };
 
@@ -286,7 +282,7 @@ impl Actor {
             loop {
                 match timeout(RESUME, client.request(Op::Resume(Resume {}), &[])).await {
                     Ok(Ok(_)) => {
-                        let _ = migration::ask(&host, &name, HandoverRequest::Runs).await;
+                        let _ = hand_over(&host.vms, &name, HandoverRequest::Runs).await;
                         return;
                     }
                     // The other side gives its disks away when it hears that it is to, or ends.
@@ -295,7 +291,7 @@ impl Actor {
                             told = true;
                             let why = format!("{}: the VM goes on when nobody else has it", refusal.message);
                             tracing::warn!(vm = name, why, "a VM waits for its disks after a migration");
-                            let _ = migration::ask(&host, &name, HandoverRequest::Waits { why }).await;
+                            let _ = hand_over(&host.vms, &name, HandoverRequest::Waits { why }).await;
                         }
                     }
                     Ok(Err(error)) => {
@@ -315,7 +311,7 @@ impl Actor {
 
     /// Ends the machine, if there is one, and removes the VM from this node.
     async fn remove(&mut self) -> ControlFlow<()> {
-        if matches!(&self.work, Work::Stop(stop) if stop.then == Then::Delete) {
+        if matches!(&self.work, Work::Stop(stop) if stop.state.then == Then::Delete) {
             return ControlFlow::Continue(());
         }
         let operation = self.operation(Type::VmDelete, &Context::daemon(), None);
@@ -419,7 +415,13 @@ impl Actor {
             tracing::error!(vm = self.record.name, %failure, "go on with a migration");
         }
         if flow.is_continue() && !record.peer.is_empty() {
-            migration::attend(&self.host, self.uid, self.record.name.clone(), record.peer);
+            let left = Attend {
+                uid: self.uid,
+                name: self.record.name.clone(),
+                target: record.peer,
+            };
+            // Nobody hears it when the daemon ends, and the next one begins here again.
+            let _ = self.host.attend.send(left);
         }
         flow
     }

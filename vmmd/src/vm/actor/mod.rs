@@ -26,6 +26,7 @@ mod processors;
 mod request;
 mod row;
 mod run;
+mod start;
 mod stop;
 mod tell;
 mod update;
@@ -44,7 +45,7 @@ use tokio::{
 use tracing::Instrument;
 use uuid::Uuid;
 
-use self::work::{Done, News, Start, Stop, Then, Work};
+use self::work::{Done, News, Start, Stop, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
     disks::without_disk,
@@ -56,6 +57,7 @@ use super::{
     lifecycle::{
         admission::{self, Situation, Verdict, admit, admit_disk},
         policy::Occasion,
+        stop::Then,
     },
     recovery::supervisor,
 };
@@ -250,13 +252,13 @@ impl Actor {
     }
 
     fn situation(&self) -> Situation {
-        let stopping = |stop: &Stop| match stop.then {
+        let stopping = |stop: &Stop| match stop.state.then {
             Then::Stay => Situation::Stopping { restarting: false },
             Then::Start => Situation::Stopping { restarting: true },
             Then::Delete => Situation::Terminating,
         };
         match &self.work {
-            Work::Stop(stop) if stop.then == Then::Delete => Situation::Terminating,
+            Work::Stop(stop) if stop.state.then == Then::Delete => Situation::Terminating,
             _ if self.handover().is_under_way() => Situation::Migrating,
             Work::Start(start) => start.stop.as_ref().map_or(Situation::Starting, stopping),
             Work::Stop(stop) => stopping(stop),
@@ -414,9 +416,9 @@ impl Actor {
             return respond(life.reply, Err(Failure::internal("nothing to wait for")));
         };
         let same = match life.request {
-            Request::Restart => stop.then == Then::Start,
-            Request::Delete { .. } => stop.then == Then::Delete,
-            _ => stop.then == Then::Stay && !stop.undoes,
+            Request::Restart => stop.state.then == Then::Start,
+            Request::Delete { .. } => stop.state.then == Then::Delete,
+            _ => stop.state.then == Then::Stay && !stop.undoes,
         };
         let pending = if same {
             let pending = stop.operation.pending();

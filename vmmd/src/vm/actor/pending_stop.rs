@@ -3,15 +3,13 @@
 use proto::v1::EventSeverity;
 use tokio::time::Duration;
 
-use super::{
-    Actor,
-    work::{Then, Work},
-};
+use super::{Actor, work::Work};
 use crate::{
     context::{Context, Initiator},
     operation::Type,
     store::{Intent, StopRecord},
     text,
+    vm::lifecycle::stop::{self, Then},
 };
 
 /// How long the guest of a VM that must not run any more may take to power off: as when a stop says nothing.
@@ -118,9 +116,15 @@ impl Actor {
         self.begin_stop(grace, operation, Then::Stay);
     }
 
-    /// Whether a stop waits for the guest to power off.
-    pub(super) fn waits_for_guest(&self) -> bool {
-        matches!(&self.work, Work::Stop(stop) if stop.stage == super::work::Stage::Asked)
+    /// The `vmm` answers again: a stop that waits for the guest asks it once more.
+    pub(super) fn ask_again(&mut self, paused: bool) {
+        match std::mem::take(&mut self.work) {
+            Work::Stop(mut stop) => {
+                self.step_stop(&mut stop, stop::Input::Reachable { paused });
+                self.work = Work::Stop(stop);
+            }
+            other => self.work = other,
+        }
     }
 }
 

@@ -21,7 +21,7 @@ use crate::{
     registry::vms::command::Reply,
     store::Hardware,
     vm::{
-        spec::{change::Live, machine},
+        machine::{self, change::Live},
         start,
     },
 };

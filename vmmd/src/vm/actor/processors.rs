@@ -11,7 +11,7 @@ use crate::{
     files,
     node::check,
     store::VmRecord,
-    vm::spec::{
+    vm::machine::{
         change::{self, Live, Verdict},
         limits,
     },

@@ -1,17 +1,12 @@
-//! Start, pause, resume, and what a running `vmm` tells.
+//! Pause, resume and reset, and what a running `vmm` tells.
 
-use std::{collections::BTreeMap, ops::ControlFlow, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use proto::{
-    model::vm::VmSpec,
-    v1::{EventSeverity, ExitReason, ExitStatus, StartMetadata, VmPhase},
+    v1::{EventSeverity, VmPhase},
     vmm::{Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op},
 };
-use tokio::{
-    sync::oneshot,
-    time::{Instant, timeout, timeout_at},
-};
-use tokio_util::sync::CancellationToken;
+use tokio::time::{Instant, timeout, timeout_at};
 use tracing::Instrument;
 
 use super::{
@@ -19,32 +14,24 @@ use super::{
     attachments::Errors,
     plug::Outcome,
     respond,
-    work::{self, Change, News, Start, Stop, Then, Work},
+    work::{self, Change, News, Work},
 };
 use crate::{
-    context::Initiator,
     control::{self, Notice},
     event::{Draft, Object},
     failure::{Failure, Kind},
     files,
     ledger::FileId,
-    operation::{Handle, Metadata, Progress},
-    registry::vms::command::{LifeReply, Request, Restore},
-    snapshot,
-    store::{InstanceRecord, Intent},
+    registry::vms::command::{LifeReply, Request},
     text,
     vm::{
-        api::describe::{DISK_ERROR, MIGRATING, SNAPSHOT, camel_case},
+        api::describe::SNAPSHOT,
         instance::{
             Lingering,
             link::{self, Session},
         },
-        lifecycle::{
-            exit::{Asked, count},
-            policy::Occasion,
-        },
-        spec::{change, limits},
-        start::{Plan, STEPS, Started, start},
+        lifecycle::pause::{self, Effect},
+        machine::{change, limits},
     },
 };
 
@@ -65,199 +52,6 @@ pub const SNAPSHOT_MINOR: u32 = 4;
 pub const UNLOCK_MINOR: u32 = 6;
 
 impl Actor {
-    pub(super) async fn begin_start(&mut self, operation: Handle, restore: Option<Box<Restore>>) {
-        self.timer = None;
-        (self.held, self.evacuated) = (false, false);
-        (self.asks_state, self.asks_again) = (false, false);
-        self.record.evacuated = false;
-        // Somebody wants it now: what went wrong before does not count, and the files are meant that are there now.
-        if operation.context().initiator != Initiator::RunPolicy {
-            self.record.restart = None;
-            self.record.files = files::any_of(&self.record.files);
-        }
-        self.record.counts.get_or_insert_default().starts += 1;
-        self.record.intent = Intent::Running.into();
-        self.record.stop = None;
-        let claim = match self.host.ledger.claim(&self.record.name) {
-            Ok(claim) => claim,
-            Err(failure) => return self.start_failed(failure, operation).await,
-        };
-        let spec = match self.run_with(claim.user(), &operation, restore.as_deref()) {
-            Ok(spec) => spec,
-            Err(failure) => return self.start_failed(failure, operation).await,
-        };
-        let restart = self.record.restart.as_ref();
-        operation.metadata(Metadata::Start(StartMetadata {
-            generation: self.record.generation,
-            attempt: restart.map_or(0, |restart| restart.attempts),
-        }));
-        operation.progress(Progress::steps(0, STEPS), "checking files and room");
-        let (lingers, lingering) = oneshot::channel();
-        let plan = Plan {
-            uid: self.uid,
-            spec,
-            record: self.record.clone(),
-            claim,
-            trace: operation.context().trace.clone(),
-            report: operation.reporter(),
-            lingers,
-            offline: Arc::clone(&self.disks.offline),
-            restore,
-        };
-        let cancel = CancellationToken::new();
-        let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()).in_current_span());
-        self.work = Work::Start(Start {
-            task,
-            lingers: Some(lingering),
-            _with_actor: cancel.clone().drop_guard(),
-            cancel,
-            operation,
-            heard: false,
-            stop: None,
-        });
-        self.enter(VmPhase::Starting, "Starting", "");
-    }
-
-    /// Notes the run that begins, and returns its spec: that of the VM, or of the snapshot that it is restored from.
-    fn run_with(
-        &mut self,
-        user: u32,
-        operation: &Handle,
-        restore: Option<&Restore>,
-    ) -> Result<VmSpec, Failure> {
-        let own = (self.record.spec.clone(), self.record.hardware.clone());
-        let (spec, wanted) = match restore.and_then(|restore| restore.machine.as_ref()) {
-            None => (self.spec.clone(), own.clone()),
-            Some((spec, hardware)) => (
-                VmSpec::try_from(spec)?,
-                (Some(spec.clone()), Some(hardware.clone())),
-            ),
-        };
-        self.record.instance = Some(InstanceRecord {
-            user,
-            started_ms: text::now_ms(),
-            // A snapshot may be of another generation; which one is not known.
-            generation: if wanted == own { self.record.generation } else { 0 },
-            boot_id: self.host.boot_id.clone(),
-            request_id: operation.context().request_id.clone(),
-            operation: operation.id().to_owned(),
-            spec: wanted.0,
-            hardware: wanted.1,
-            ..InstanceRecord::default()
-        });
-        if restore.is_some() {
-            change::hold_disks(&self.host, &self.record);
-        }
-        Ok(spec)
-    }
-
-    pub(super) async fn on_started(&mut self, result: Result<Started, Failure>) -> ControlFlow<()> {
-        let Work::Start(Start { operation, stop, .. }) = std::mem::take(&mut self.work) else {
-            return ControlFlow::Continue(());
-        };
-        self.view.lingering = None;
-        match (result, stop) {
-            (Ok(Started { instance, files }), None) => {
-                self.record.files = files;
-                self.instance = Some(instance);
-                self.host.ledger.expect(&self.record.name, None);
-                self.disks.clear();
-                if !operation.commit() {
-                    self.undo_start(operation).await;
-                    return ControlFlow::Continue(());
-                }
-                let done = if self.handover().is_under_way() {
-                    self.on_received();
-                    "the VM was received; the other node decides what follows"
-                } else {
-                    self.enter(VmPhase::Running, "Running", "");
-                    "the VM runs"
-                };
-                self.look();
-                operation.complete_with(done, self.state(), None);
-                self.about = Default::default();
-            }
-            (Err(_), None) if operation.cause().is_some() => {
-                self.no_start().await;
-                self.enter(VmPhase::Stopped, "StartCancelled", "");
-                operation.cancelled("the start was cancelled: the VM is stopped");
-            }
-            (Err(failure), None) if self.handover().is_under_way() => {
-                return self.not_received(failure, operation).await;
-            }
-            (Err(failure), None) => self.start_failed(failure, operation).await,
-            // It was booted before it heard that it should not.
-            (Ok(Started { instance, files }), Some(mut stop)) => {
-                self.record.files = files;
-                self.instance = Some(instance);
-                operation.give_way(&self.cancelled());
-                self.end(&mut stop);
-                self.work = Work::Stop(stop);
-            }
-            (Err(_), Some(stop)) => {
-                operation.give_way(&self.cancelled());
-                self.record.instance = None;
-                if stop.then != Then::Delete {
-                    self.no_start().await;
-                    self.enter(VmPhase::Stopped, "StartCancelled", "");
-                }
-                return self.after_stop(stop).await;
-            }
-        }
-        ControlFlow::Continue(())
-    }
-
-    /// Ends a VM whose start was cancelled in the moment in which it succeeded.
-    async fn undo_start(&mut self, operation: Handle) {
-        self.intend(Intent::Stopped).await;
-        let mut stop = Stop::new(operation, Asked::Kill, Then::Stay);
-        stop.undoes = true;
-        stop.heard = true;
-        self.end(&mut stop);
-        self.work = Work::Stop(stop);
-        self.enter(VmPhase::Stopping, "Stopping", "");
-    }
-
-    /// Notes that a start has been taken back.
-    async fn no_start(&mut self) {
-        self.record.instance = None;
-        self.record.intent = Intent::Stopped.into();
-        self.plan(Occasion::Ended(ExitReason::Killed), 0);
-        self.persist().await;
-    }
-
-    fn cancelled(&self) -> Failure {
-        let message = format!(
-            "VM \"{}\" was stopped while it was being started",
-            self.record.name
-        );
-        Failure::new(Kind::Aborted, "START_CANCELLED", message)
-    }
-
-    async fn start_failed(&mut self, failure: Failure, operation: Handle) {
-        self.record.instance = None;
-        self.record.last_exit = Some(ExitStatus {
-            reason: ExitReason::StartFailed.into(),
-            message: failure.message.clone(),
-            time: text::timestamp(text::now_ms()),
-        });
-        count(
-            self.record.counts.get_or_insert_default(),
-            ExitReason::StartFailed,
-        );
-        self.plan(Occasion::Ended(ExitReason::StartFailed), 0);
-        self.persist().await;
-        change::hold_disks(&self.host, &self.record);
-        self.enter(
-            VmPhase::Failed,
-            camel_case(failure.reason),
-            failure.message.clone(),
-        );
-        self.tell_restart();
-        operation.fail(&failure);
-        self.about = Default::default();
-    }
-
     pub(super) fn begin_change(&mut self, request: Request, reply: LifeReply) {
         let client = match self.running_client() {
             Ok(client) => client,
@@ -401,31 +195,14 @@ impl Actor {
     }
 
     fn take_state(&mut self, status: &Status) {
-        let by_disk = status.pause_reason() == PauseReason::DiskError;
-        match (status.state(), self.view.phase) {
-            (State::Running, VmPhase::Paused) => {
-                if self.view.reason == DISK_ERROR {
-                    // What was held is tried again; if that fails it is told anew.
-                    self.disks.errors = Errors::default();
+        for effect in pause::follow(status, self.view.phase, &self.view.reason) {
+            match effect {
+                Effect::Enter(phase, reason, message) => self.enter(phase, reason, message),
+                Effect::NoteDiskError(message) => {
+                    self.disks.errors.note(&message);
                 }
-                self.enter(VmPhase::Running, "Running", "");
+                Effect::ForgetDiskErrors => self.disks.errors = Errors::default(),
             }
-            (State::Paused, VmPhase::Running) if by_disk => {
-                self.disks.errors.note(&status.pause_message);
-                self.enter(VmPhase::Paused, DISK_ERROR, status.pause_message.clone());
-            }
-            (State::Paused, VmPhase::Running) if status.pause_reason() == PauseReason::Snapshot => {
-                self.enter(VmPhase::Paused, SNAPSHOT, "a snapshot is written");
-            }
-            (State::Paused, VmPhase::Running) if status.pause_reason() == PauseReason::Migration => {
-                self.enter(
-                    VmPhase::Paused,
-                    MIGRATING,
-                    "the rest of its memory is sent to another node",
-                );
-            }
-            (State::Paused, VmPhase::Running) => self.enter(VmPhase::Paused, "Paused", ""),
-            _ => {}
         }
     }
 
@@ -533,7 +310,7 @@ impl Actor {
             && self.view.reason == SNAPSHOT
             && let Ok(client) = self.running_client()
         {
-            tokio::spawn(snapshot::release(client));
+            tokio::spawn(client.release());
         }
     }
 
@@ -542,7 +319,7 @@ impl Actor {
         if !self.host.snapshots.disks_quiet(&self.record.uid)
             && let Ok(client) = self.running_client()
         {
-            tokio::spawn(snapshot::release(client));
+            tokio::spawn(client.release());
         }
     }
 
@@ -599,9 +376,7 @@ impl Actor {
                     self.take_state(&status);
                 }
                 self.look();
-                if self.waits_for_guest() {
-                    self.press_button(status.state() == State::Paused);
-                }
+                self.ask_again(status.state() == State::Paused);
             }
             Err(error) => {
                 tracing::debug!(

@@ -10,10 +10,9 @@ use tokio::{task::spawn_blocking, time::Instant};
 
 use super::{
     Actor, answer, respond, superseded,
-    work::{Change, Stage, Stop, Then, Work},
+    work::{Change, Stop, Work},
 };
 use crate::{
-    cgroup::LEAVING,
     control::Client,
     failure::{Failure, store_failure},
     lock,
@@ -27,15 +26,12 @@ use crate::{
         lifecycle::{
             exit::{Asked, Evidence, classify, count},
             policy::Occasion,
+            stop::{self, Effect, Stage, Stopping, Then},
         },
-        spec::change,
+        machine::change,
         start::clean_up,
     },
 };
-
-/// How long a `vmm` that was told to end may take before it is killed. Nothing that it had acknowledged to the guest
-/// depends on it.
-const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Actor {
     /// Begins a stop: graceful within `grace`, or by force.
@@ -66,24 +62,19 @@ impl Actor {
                 self.work = Work::Start(start);
             }
             Work::Stop(old) => {
-                stop.stage = old.stage;
-                stop.deadline = old.deadline;
+                (stop.state.stage, stop.state.deadline) = (old.state.stage, old.state.deadline);
                 stop.also = self.take_over(old);
-                if stop.stage == Stage::Asked {
-                    self.end(&mut stop);
-                } else {
-                    stop.operation.commit();
-                    stop.tell();
-                }
+                self.step_stop(&mut stop, stop::Input::TakeOver);
                 self.work = Work::Stop(stop);
             }
             Work::Change(Change { reply, .. }) => {
                 respond(reply, Err(superseded(&self.record.name)));
-                self.ask_or_end(grace, true, &mut stop);
+                self.step_stop(&mut stop, stop::Input::Begin { grace, paused: true });
                 self.work = Work::Stop(stop);
             }
             Work::None => {
-                self.ask_or_end(grace, self.view.phase == VmPhase::Paused, &mut stop);
+                let paused = self.view.phase == VmPhase::Paused;
+                self.step_stop(&mut stop, stop::Input::Begin { grace, paused });
                 self.work = Work::Stop(stop);
             }
         }
@@ -93,7 +84,7 @@ impl Actor {
     /// The operations that end with the stop that takes the place of `old`; a restart gives way at once.
     fn take_over(&self, old: Stop) -> Vec<Handle> {
         let mut also = old.also;
-        if old.then == Then::Start || old.undoes {
+        if old.state.then == Then::Start || old.undoes {
             old.operation.give_way(&superseded(&self.record.name));
         } else {
             also.push(old.operation);
@@ -116,11 +107,11 @@ impl Actor {
             Work::None | Work::Change(_) => None,
         };
         if let Some(stop) = stop {
-            if stop.stage != Stage::Asked {
+            if stop.state.stage != Stage::Asked {
                 operation.commit();
             }
             let old = std::mem::replace(&mut stop.operation, operation);
-            (stop.then, stop.undoes, stop.heard) = (Then::Stay, false, false);
+            (stop.state.then, stop.undoes, stop.heard) = (Then::Stay, false, false);
             stop.tell();
             old.give_way(&gives_way);
         }
@@ -132,14 +123,36 @@ impl Actor {
         Some(self.instance.as_ref()?.client()?.traced(&self.trace))
     }
 
-    fn ask_or_end(&self, grace: Option<Duration>, paused: bool, stop: &mut Stop) {
-        let Some(grace) = grace else {
-            return self.end(stop);
-        };
-        stop.stage = Stage::Asked;
-        stop.deadline = Some(Instant::now() + grace);
-        stop.tell();
-        self.press_button(paused);
+    /// Carries out what a stop makes of what has happened.
+    pub(super) fn step_stop(&mut self, stop: &mut Stop, input: stop::Input) {
+        let reachable = self.client().is_some();
+        for effect in stop.state.step(input, Instant::now(), reachable) {
+            match effect {
+                Effect::Commit => {
+                    stop.operation.commit();
+                }
+                Effect::Report => stop.tell(),
+                Effect::PressButton { resume } => self.press_button(resume),
+                Effect::End => {
+                    if let Some(client) = self.client() {
+                        send(client, vec![Op::Stop(vmm::Stop {})]);
+                    }
+                }
+                Effect::Kill => {
+                    if let Some(instance) = &self.instance {
+                        instance.process.kill();
+                    }
+                }
+                Effect::Linger => {
+                    let progress = Progress::steps(1, 2);
+                    stop.operation.progress(progress, Lingering::Vmm.message());
+                    let lives = |instance: &Instance| instance.exited.is_none();
+                    if self.instance.as_ref().is_some_and(lives) {
+                        self.on_lingering(Lingering::Vmm);
+                    }
+                }
+            }
+        }
     }
 
     /// Asks the guest to power off. While the `vmm` does not answer nobody can be asked: that is done when the connection is
@@ -152,47 +165,12 @@ impl Actor {
         send(client, ops.collect());
     }
 
-    /// Tells the `vmm` to end; kills it when it can't be told.
-    pub(super) fn end(&self, stop: &mut Stop) {
-        // There is no way back from here.
-        stop.operation.commit();
-        stop.asked = stop.asked.ended();
-        match self.client() {
-            Some(client) => {
-                stop.stage = Stage::Ending;
-                stop.deadline = Some(Instant::now() + END_TIMEOUT);
-                stop.tell();
-                send(client, vec![Op::Stop(vmm::Stop {})]);
-            }
-            None => self.kill(stop),
-        }
-    }
-
-    fn kill(&self, stop: &mut Stop) {
-        stop.asked = stop.asked.ended();
-        stop.stage = Stage::Killed;
-        stop.deadline = Some(Instant::now() + LEAVING);
-        stop.tell();
-        if let Some(instance) = &self.instance {
-            instance.process.kill();
-        }
-    }
-
     /// A later request may shorten the time that an earlier one gave, not lengthen it.
     pub(super) fn hasten(&mut self, grace: Option<Duration>) {
         let Work::Stop(mut stop) = std::mem::take(&mut self.work).into_stop_or(&mut self.work) else {
             return;
         };
-        if stop.stage == Stage::Asked {
-            match grace {
-                None => self.end(&mut stop),
-                Some(grace) => {
-                    let deadline = Instant::now() + grace;
-                    stop.deadline = stop.deadline.map(|old| old.min(deadline));
-                    stop.tell();
-                }
-            }
-        }
+        self.step_stop(&mut stop, stop::Input::Hasten(grace));
         self.work = Work::Stop(stop);
     }
 
@@ -200,32 +178,19 @@ impl Actor {
         let Work::Stop(mut stop) = std::mem::take(&mut self.work).into_stop_or(&mut self.work) else {
             return;
         };
-        match stop.stage {
-            // Somebody was quicker: that is told in a moment.
-            Stage::Asked if !stop.operation.commit() => stop.deadline = None,
-            Stage::Asked => {
-                stop.asked = Asked::Overdue;
-                tracing::info!(
-                    vm = self.record.name,
-                    "the guest did not power off in time: it is ended"
-                );
-                self.end(&mut stop);
+        if stop.state.stage == Stage::Asked {
+            if !stop.operation.commit() {
+                // A cancel was quicker: it is heard in a moment.
+                stop.state.deadline = None;
+                self.work = Work::Stop(stop);
+                return self.publish();
             }
-            Stage::Ending => self.kill(&mut stop),
-            // Its end is waited for, however long that takes.
-            Stage::Killed => {
-                stop.deadline = None;
-                stop.operation
-                    .progress(Progress::steps(1, 2), Lingering::Vmm.message());
-                if self
-                    .instance
-                    .as_ref()
-                    .is_some_and(|instance| instance.exited.is_none())
-                {
-                    self.on_lingering(Lingering::Vmm);
-                }
-            }
+            tracing::info!(
+                vm = self.record.name,
+                "the guest did not power off in time: it is ended"
+            );
         }
+        self.step_stop(&mut stop, stop::Input::Deadline);
         self.work = Work::Stop(stop);
         self.publish();
     }
@@ -237,7 +202,7 @@ impl Actor {
         };
         let mut work = std::mem::take(&mut self.work);
         let asked = if let Work::Stop(stop) = &work {
-            stop.asked
+            stop.state.asked
         } else {
             Asked::Nothing
         };
@@ -259,7 +224,7 @@ impl Actor {
         let ran_ms = self.end_run(&instance, exit.status);
         change::hold_disks(&self.host, &self.record);
         let then = if let Work::Stop(stop) = &work {
-            stop.then
+            stop.state.then
         } else {
             // What was asked for before has nothing to do with it.
             self.about = Default::default();
@@ -343,7 +308,7 @@ impl Actor {
             operation,
             also,
             undoes,
-            then,
+            state: Stopping { then, .. },
             exit,
             ..
         } = stop;
@@ -385,7 +350,7 @@ impl Actor {
                 start.cancel.cancel();
                 self.work = Work::Start(start);
             }
-            Work::Stop(stop) if stop.stage == Stage::Asked => {
+            Work::Stop(stop) if stop.state.stage == Stage::Asked => {
                 let message = "the stop was cancelled: the guest runs on. Its power button had been pressed already, so \
                                that it may still power itself off";
                 self.record.stop = None;

@@ -37,9 +37,10 @@ use crate::{
     vm::{
         api::create,
         lifecycle::admission::{self, Applied},
-        spec::{
+        machine::{
+            self,
             change::{self, Live, Verdict},
-            machine, secret,
+            secret,
         },
     },
 };

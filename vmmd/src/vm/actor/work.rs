@@ -25,7 +25,10 @@ use crate::{
             Instance, Lingering,
             link::{Link, Session, State},
         },
-        lifecycle::exit::Asked,
+        lifecycle::{
+            exit::Asked,
+            stop::{Stage, Stopping, Then},
+        },
         start::Started,
     },
 };
@@ -66,12 +69,8 @@ pub struct Start {
 /// A stop, from asking the guest to the end of the process.
 #[derive(Debug)]
 pub struct Stop {
-    /// How far it is.
-    pub stage: Stage,
-    /// When the next stage begins.
-    pub deadline: Option<Instant>,
-    /// For the judgement of the end.
-    pub asked: Asked,
+    /// How far it is, and what follows.
+    pub state: Stopping,
     /// What it is part of.
     pub operation: Handle,
     /// Its operation's cancel was heard.
@@ -80,8 +79,6 @@ pub struct Stop {
     pub undoes: bool,
     /// Other stops that end with this one.
     pub also: Vec<Handle>,
-    /// What follows.
-    pub then: Then,
     /// How the run ended; unset while it has not, or when none had begun.
     pub exit: Option<ExitStatus>,
 }
@@ -89,53 +86,28 @@ pub struct Stop {
 /// Steps of a stop, as its operation counts them: the guest's part, and the end of the process.
 const STEPS: u64 = 2;
 
-/// How far a stop is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Stage {
-    /// The guest was asked to power off.
-    Asked,
-    /// The `vmm` was told to end.
-    Ending,
-    /// The process was killed.
-    Killed,
-}
-
-/// What follows a stop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Then {
-    /// Nothing.
-    Stay,
-    /// A start.
-    Start,
-    /// The VM's deletion.
-    Delete,
-}
-
 impl Stop {
     /// One that has not begun.
     pub fn new(operation: Handle, asked: Asked, then: Then) -> Self {
         Self {
-            stage: Stage::Asked,
-            deadline: None,
-            asked,
+            state: Stopping::new(asked, then),
             operation,
             heard: false,
             undoes: false,
             also: Vec::new(),
-            then,
             exit: None,
         }
     }
 
     /// Tells how far it is.
     pub fn tell(&self) {
-        let left = self.deadline.filter(|_| self.stage == Stage::Asked);
+        let left = self.state.deadline.filter(|_| self.state.stage == Stage::Asked);
         let left = left.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let kill_ms = left.map(|left| {
             let left = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
             text::now_ms().saturating_add(left)
         });
-        let (stage, done, message) = match self.stage {
+        let (stage, done, message) = match self.state.stage {
             Stage::Asked => (StopStage::Asked, 0, "waiting for the guest to power off"),
             Stage::Ending => (StopStage::Ending, 1, "ending the vmm process"),
             Stage::Killed => (StopStage::Killed, 1, "killing the vmm process"),
@@ -200,7 +172,7 @@ impl Work {
                 what = told(lingers) => Done::Lingering(what),
             },
             Self::Stop(stop) => tokio::select! {
-                () = until(stop.deadline) => Done::Deadline,
+                () = until(stop.state.deadline) => Done::Deadline,
                 () = stop.operation.token().cancelled(), if !stop.heard => {
                     stop.heard = true;
                     Done::Cancelled

@@ -29,7 +29,7 @@ use crate::{
     vm::{
         actor::{Actor, Attachments},
         lifecycle::policy::{Decision, Occasion, decide, refuses},
-        spec::{machine, secret},
+        machine::{self, secret},
     },
 };
 

@@ -12,6 +12,7 @@ use proto::{
 };
 use uuid::Uuid;
 
+pub use crate::vm::lifecycle::pause::{DISK_ERROR, MIGRATING, SNAPSHOT};
 use crate::{
     host::Host,
     network,
@@ -21,9 +22,10 @@ use crate::{
         actor::Attachments,
         instance::{Instance, Lingering, link::State},
         lifecycle::policy,
-        spec::{
+        machine::{
+            self,
             change::{self, Change},
-            machine, secret,
+            secret,
         },
     },
 };
@@ -57,13 +59,6 @@ pub struct View {
     /// The same of `RestartRequired`.
     restart_required: (ConditionStatus, u64),
 }
-
-/// Reason of a pause because a disk failed.
-pub const DISK_ERROR: &str = "DiskError";
-/// Reason of a pause for a snapshot. The `vmm` ends it by itself.
-pub const SNAPSHOT: &str = "Snapshot";
-/// Why a VM that is being migrated is in its phase.
-pub const MIGRATING: &str = "Migrating";
 
 impl View {
     /// A VM in this phase from now on.

@@ -34,7 +34,7 @@ use crate::{
             exit::{Evidence, classify, count, phase},
             policy::Occasion,
         },
-        spec::change,
+        machine::change,
         start::clean_up,
     },
 };

@@ -35,7 +35,7 @@ use crate::{
     vm::{
         api::describe::camel_case,
         instance::{Found, Instance, find},
-        spec::change,
+        machine::change,
         start::clean_up,
     },
 };

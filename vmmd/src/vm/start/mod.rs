@@ -37,7 +37,7 @@ use self::{
 use super::{
     actor::{SNAPSHOT_MINOR, UNLOCK_MINOR},
     instance::{Instance, Lingering, link::State},
-    spec::machine::{self, Parts},
+    machine::{self, Parts},
 };
 use crate::{
     cgroup::{Group, LEAVING, facts},
@@ -192,7 +192,7 @@ async fn run(
     let mut taps = Vec::new();
     for (index, nic) in spec.nics.iter().enumerate() {
         let mac = machine::mac(&hardware, nic.name.as_str()).unwrap_or_else(|| Mac::local([0; 6]));
-        taps.push(network::open_tap(host, uid, &name, index, nic, mac).await?);
+        taps.push(network::open_tap(host.for_networks(), uid, &name, index, nic, mac).await?);
     }
     let runtime = RuntimeDir::of(&host.config, uid);
     let (client, notices) = Client::connect(&runtime.control())

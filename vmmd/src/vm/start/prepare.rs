@@ -25,7 +25,7 @@ use crate::{
     paths::{LogDir, RuntimeDir},
     share,
     store::Hardware,
-    vm::spec::{limits, machine},
+    vm::machine::{self, limits},
 };
 
 /// What the VM needs of what is there.

@@ -25,9 +25,10 @@ use crate::{
             run::THIRD_MINOR,
         },
         lifecycle::admission::Place,
-        spec::{
+        machine::{
+            self,
             change::{self, Live},
-            limits, machine,
+            limits,
         },
     },
 };

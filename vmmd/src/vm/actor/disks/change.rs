@@ -13,7 +13,7 @@ use crate::{
             plug::{self, Outcome, no_disk},
         },
         lifecycle::admission::Place,
-        spec::change,
+        machine::change,
     },
 };
 

@@ -14,7 +14,7 @@ use crate::{
             attachments::{Attachment, PlugKind},
             plug::{self, Outcome},
         },
-        spec::change,
+        machine::change,
     },
 };
 

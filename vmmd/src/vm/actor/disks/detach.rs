@@ -19,7 +19,7 @@ use crate::{
             plug::{self, Outcome, no_disk},
         },
         lifecycle::admission::Place,
-        spec::change::{self, Live},
+        machine::change::{self, Live},
     },
 };
 

@@ -7,7 +7,7 @@ use crate::{
     store::VmRecord,
     vm::{
         actor::Actor,
-        spec::change::{self, Live},
+        machine::change::{self, Live},
     },
 };
 

@@ -31,7 +31,7 @@ use crate::{
             run::{FOURTH_MINOR, SECOND_MINOR},
         },
         lifecycle::admission::{Verdict as Admitted, admit},
-        spec::change::{self, Change, Live, Verdict},
+        machine::change::{self, Change, Live, Verdict},
     },
 };
 

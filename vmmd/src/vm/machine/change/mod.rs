@@ -130,7 +130,7 @@ pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
         cpu.core_fraction_percent = 100;
     }
     for nic in &mut spec.nics {
-        nic.mac = match super::machine::mac(hardware, &nic.name) {
+        nic.mac = match super::mac(hardware, &nic.name) {
             Some(mac) => mac.to_string(),
             None => nic.mac.to_lowercase(),
         };

@@ -1,5 +1,9 @@
 //! What a `vmm` is told to build: the spec with descriptors instead of paths and addresses instead of defaults.
 
+pub mod change;
+pub mod limits;
+pub mod secret;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     ops::Range,

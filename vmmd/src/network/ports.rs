@@ -1,0 +1,25 @@
+//! What the networks need of the daemon.
+
+use super::{Links, Networks};
+use crate::{cgroup, config::Config, event::Events, registry::vms::Vms, request::Requests, store::Store};
+
+/// See the module.
+#[derive(Clone, Copy, Debug)]
+pub struct Ports<'a> {
+    /// What the daemon was told.
+    pub config: &'a Config,
+    /// Durable state.
+    pub store: &'a Store,
+    /// Requests with an id.
+    pub requests: &'a Requests,
+    /// Where what happens is told.
+    pub events: &'a Events,
+    /// Where the helpers' cgroup goes.
+    pub cgroups: Option<&'a cgroup::Parent>,
+    /// Network interfaces of the node.
+    pub links: &'a Links,
+    /// The networks themselves.
+    pub networks: &'a Networks,
+    /// Who uses the networks.
+    pub vms: &'a Vms,
+}

@@ -1,0 +1,230 @@
+//! The actor's part of a start: what is noted before [`crate::vm::start`] does it, and what follows when it has come up or has failed.
+
+use std::{ops::ControlFlow, sync::Arc};
+
+use proto::{
+    model::vm::VmSpec,
+    v1::{ExitReason, ExitStatus, StartMetadata, VmPhase},
+};
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
+use tracing::Instrument;
+
+use super::{
+    Actor,
+    work::{Start, Stop, Work},
+};
+use crate::{
+    context::Initiator,
+    failure::{Failure, Kind},
+    files,
+    operation::{Handle, Metadata, Progress},
+    registry::vms::command::Restore,
+    store::{InstanceRecord, Intent},
+    text,
+    vm::{
+        api::describe::camel_case,
+        lifecycle::{
+            exit::{Asked, count},
+            policy::Occasion,
+            stop::{self, Then},
+        },
+        machine::change,
+        start::{Plan, STEPS, Started, start},
+    },
+};
+
+impl Actor {
+    pub(super) async fn begin_start(&mut self, operation: Handle, restore: Option<Box<Restore>>) {
+        let by_policy = operation.context().initiator == Initiator::RunPolicy;
+        self.note_start(by_policy);
+        self.evacuated = false;
+        (self.asks_state, self.asks_again) = (false, false);
+        self.record.evacuated = false;
+        // Somebody wants it now: the files are meant that are there now.
+        if !by_policy {
+            self.record.files = files::any_of(&self.record.files);
+        }
+        self.record.counts.get_or_insert_default().starts += 1;
+        self.record.intent = Intent::Running.into();
+        self.record.stop = None;
+        let claim = match self.host.ledger.claim(&self.record.name) {
+            Ok(claim) => claim,
+            Err(failure) => return self.start_failed(failure, operation).await,
+        };
+        let spec = match self.run_with(claim.user(), &operation, restore.as_deref()) {
+            Ok(spec) => spec,
+            Err(failure) => return self.start_failed(failure, operation).await,
+        };
+        let restart = self.record.restart.as_ref();
+        operation.metadata(Metadata::Start(StartMetadata {
+            generation: self.record.generation,
+            attempt: restart.map_or(0, |restart| restart.attempts),
+        }));
+        operation.progress(Progress::steps(0, STEPS), "checking files and room");
+        let (lingers, lingering) = oneshot::channel();
+        let plan = Plan {
+            uid: self.uid,
+            spec,
+            record: self.record.clone(),
+            claim,
+            trace: operation.context().trace.clone(),
+            report: operation.reporter(),
+            lingers,
+            offline: Arc::clone(&self.disks.offline),
+            restore,
+        };
+        let cancel = CancellationToken::new();
+        let task = tokio::spawn(start(Arc::clone(&self.host), plan, cancel.clone()).in_current_span());
+        self.work = Work::Start(Start {
+            task,
+            lingers: Some(lingering),
+            _with_actor: cancel.clone().drop_guard(),
+            cancel,
+            operation,
+            heard: false,
+            stop: None,
+        });
+        self.enter(VmPhase::Starting, "Starting", "");
+    }
+
+    /// Notes the run that begins, and returns its spec: that of the VM, or of the snapshot that it is restored from.
+    fn run_with(
+        &mut self,
+        user: u32,
+        operation: &Handle,
+        restore: Option<&Restore>,
+    ) -> Result<VmSpec, Failure> {
+        let own = (self.record.spec.clone(), self.record.hardware.clone());
+        let (spec, wanted) = match restore.and_then(|restore| restore.machine.as_ref()) {
+            None => (self.spec.clone(), own.clone()),
+            Some((spec, hardware)) => (
+                VmSpec::try_from(spec)?,
+                (Some(spec.clone()), Some(hardware.clone())),
+            ),
+        };
+        self.record.instance = Some(InstanceRecord {
+            user,
+            started_ms: text::now_ms(),
+            // A snapshot may be of another generation; which one is not known.
+            generation: if wanted == own { self.record.generation } else { 0 },
+            boot_id: self.host.boot_id.clone(),
+            request_id: operation.context().request_id.clone(),
+            operation: operation.id().to_owned(),
+            spec: wanted.0,
+            hardware: wanted.1,
+            ..InstanceRecord::default()
+        });
+        if restore.is_some() {
+            change::hold_disks(&self.host, &self.record);
+        }
+        Ok(spec)
+    }
+
+    pub(super) async fn on_started(&mut self, result: Result<Started, Failure>) -> ControlFlow<()> {
+        let Work::Start(Start { operation, stop, .. }) = std::mem::take(&mut self.work) else {
+            return ControlFlow::Continue(());
+        };
+        self.view.lingering = None;
+        match (result, stop) {
+            (Ok(Started { instance, files }), None) => {
+                self.record.files = files;
+                self.instance = Some(instance);
+                self.host.ledger.expect(&self.record.name, None);
+                self.disks.clear();
+                if !operation.commit() {
+                    self.undo_start(operation).await;
+                    return ControlFlow::Continue(());
+                }
+                let done = if self.handover().is_under_way() {
+                    self.on_received();
+                    "the VM was received; the other node decides what follows"
+                } else {
+                    self.enter(VmPhase::Running, "Running", "");
+                    "the VM runs"
+                };
+                self.look();
+                operation.complete_with(done, self.state(), None);
+                self.about = Default::default();
+            }
+            (Err(_), None) if operation.cause().is_some() => {
+                self.no_start().await;
+                self.enter(VmPhase::Stopped, "StartCancelled", "");
+                operation.cancelled("the start was cancelled: the VM is stopped");
+            }
+            (Err(failure), None) if self.handover().is_under_way() => {
+                return self.not_received(failure, operation).await;
+            }
+            (Err(failure), None) => self.start_failed(failure, operation).await,
+            // It was booted before it heard that it should not.
+            (Ok(Started { instance, files }), Some(mut stop)) => {
+                self.record.files = files;
+                self.instance = Some(instance);
+                operation.give_way(&self.cancelled());
+                self.step_stop(&mut stop, stop::Input::CameUp);
+                self.work = Work::Stop(stop);
+            }
+            (Err(_), Some(stop)) => {
+                operation.give_way(&self.cancelled());
+                self.record.instance = None;
+                if stop.state.then != Then::Delete {
+                    self.no_start().await;
+                    self.enter(VmPhase::Stopped, "StartCancelled", "");
+                }
+                return self.after_stop(stop).await;
+            }
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// Ends a VM whose start was cancelled in the moment in which it succeeded.
+    async fn undo_start(&mut self, operation: Handle) {
+        self.intend(Intent::Stopped).await;
+        let mut stop = Stop::new(operation, Asked::Kill, Then::Stay);
+        stop.undoes = true;
+        stop.heard = true;
+        self.step_stop(&mut stop, stop::Input::CameUp);
+        self.work = Work::Stop(stop);
+        self.enter(VmPhase::Stopping, "Stopping", "");
+    }
+
+    /// Notes that a start has been taken back.
+    async fn no_start(&mut self) {
+        self.record.instance = None;
+        self.record.intent = Intent::Stopped.into();
+        self.plan(Occasion::Ended(ExitReason::Killed), 0);
+        self.persist().await;
+    }
+
+    fn cancelled(&self) -> Failure {
+        let message = format!(
+            "VM \"{}\" was stopped while it was being started",
+            self.record.name
+        );
+        Failure::new(Kind::Aborted, "START_CANCELLED", message)
+    }
+
+    async fn start_failed(&mut self, failure: Failure, operation: Handle) {
+        self.record.instance = None;
+        self.record.last_exit = Some(ExitStatus {
+            reason: ExitReason::StartFailed.into(),
+            message: failure.message.clone(),
+            time: text::timestamp(text::now_ms()),
+        });
+        count(
+            self.record.counts.get_or_insert_default(),
+            ExitReason::StartFailed,
+        );
+        self.plan(Occasion::Ended(ExitReason::StartFailed), 0);
+        self.persist().await;
+        change::hold_disks(&self.host, &self.record);
+        self.enter(
+            VmPhase::Failed,
+            camel_case(failure.reason),
+            failure.message.clone(),
+        );
+        self.tell_restart();
+        operation.fail(&failure);
+        self.about = Default::default();
+    }
+}
