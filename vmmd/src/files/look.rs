@@ -54,7 +54,7 @@ pub fn look(
         note("spec.disks", too_many);
     }
     for (index, share) in spec.shares.iter().enumerate() {
-        if let Err(failure) = crate::share::open(share, &sources.roots.shares) {
+        if let Err(failure) = super::share::open(share, &sources.roots.shares) {
             note(&format!("spec.shares[{index}]"), failure);
         }
     }

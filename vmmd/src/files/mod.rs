@@ -5,6 +5,7 @@ mod file;
 mod in_use;
 mod known;
 mod look;
+pub mod share;
 pub mod signature;
 mod walk;
 

@@ -14,9 +14,9 @@ use std::{
 use proto::model::share::{Cache, Share};
 use uuid::Uuid;
 
-use super::{Inode, Opened, open};
 use crate::{
     failure::Failure,
+    files::share::{Inode, Opened, open},
     host::Host,
     paths::{LogDir, RuntimeDir},
     process::Process,

@@ -23,7 +23,6 @@ use crate::{
     lock,
     node::check::Look,
     paths::{LogDir, RuntimeDir},
-    share,
     store::Hardware,
     vm::machine::{self, limits},
 };
@@ -80,7 +79,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         files::open(spec, &host.sources(), &plan.record.files, Locks::Take, seed)?
     };
     for share in &spec.shares {
-        share::open(share, &host.config.roots.shares)?;
+        files::share::open(share, &host.config.roots.shares)?;
     }
     let executable = host.open_vmm()?;
     let lock = RuntimeDir::of(&host.config, uid).lock();
