@@ -186,7 +186,7 @@ async fn make_bridge(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool
     let changed = !steps.is_empty();
     for step in steps {
         tracing::debug!(bridge = name, ?step, "change a bridge");
-        carry_out(&host.links, &name, step).await?;
+        carry_out(host.links, &name, step).await?;
     }
     if spec_of(record).is_some_and(|spec| spec.mode != NetworkMode::Isolated) && !record.leaving {
         forwarding()?;

@@ -229,12 +229,12 @@ mod tests {
     fn runs_that_fail_are_started_again_and_wait_longer_each_time() {
         let of = of(RunPolicy::OnFailure, Intent::Running, true);
         let mut restarts = Restarts::default();
-        for (attempts, wait) in [(0, 1000), (1, 2000), (2, 4000), (3, 8000)] {
+        for (attempts, wait) in [(0, 1000_u32), (1, 2000), (2, 4000), (3, 8000)] {
             let effects = restarts.step(Input::Occurred(Occasion::Ended(R::GuestPanic), 10), &of);
             assert_eq!(effects, [Expect(true)]);
             assert_eq!(
                 noted(&restarts, &of),
-                (attempts, i64::from(wait), Some(wait as u128))
+                (attempts, i64::from(wait), Some(u128::from(wait)))
             );
             assert_eq!(restarts.step(Input::Due, &of), [Start(attempts + 1)]);
             restarts.step(Input::Started { by_policy: true }, &of);

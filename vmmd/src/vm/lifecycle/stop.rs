@@ -199,7 +199,8 @@ mod tests {
         let press = |resume| vec![Report, PressButton { resume }];
         let (end, kill) = (vec![Commit, Report, End], vec![Commit, Report, Kill]);
         // Inputs, whether the vmm can be told anything; the last effects, the stage and what was asked.
-        let table: &[(&[Input], bool, Vec<Effect>, Stage, Asked)] = &[
+        type Row<'a> = (&'a [Input], bool, Vec<Effect>, Stage, Asked);
+        let table: &[Row<'_>] = &[
             (&[BEGIN], true, press(false), Stage::Asked, A::PowerOff),
             (
                 &[Input::Begin {
