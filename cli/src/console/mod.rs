@@ -81,7 +81,7 @@ pub async fn run(client: &Client, args: &Console) -> Result<()> {
             eprint!("{} types here too.\r\n", printable(&writer.name));
         }
     }
-    let end = session.attached(connection, Input::start()).await;
+    let end = session.attached(connection, Input::start(args.send_break)).await;
     drop(terminal);
     let end = end?;
     let on_terminal = io::stdin().is_terminal();
@@ -405,11 +405,12 @@ impl Input {
     /// Starts the thread that reads it.
     ///
     /// It is a thread because reading a terminal, a pipe and a file has no common form that can be waited for; it ends
-    /// with the program.
-    fn start() -> Self {
+    /// with the program. A break that was `sent` before is to arrive like what is typed.
+    fn start(sent: bool) -> Self {
         let (typing, typed) = mpsc::channel(QUEUE);
         let (left, escape) = mpsc::channel(1);
-        thread::spawn(move || read(&typing, &left));
+        let farewell = Instant::now() + if sent { FAREWELL } else { Duration::ZERO };
+        thread::spawn(move || read(&typing, &left, farewell));
         Self { typed, escape }
     }
 
@@ -425,9 +426,8 @@ impl Input {
     }
 }
 
-/// Passes standard input on until it ends or ^] comes.
-fn read(typing: &mpsc::Sender<Vec<u8>>, left: &mpsc::Sender<Instant>) {
-    let mut deadline = Instant::now();
+/// Passes standard input on until it ends or ^] comes; the console stays until `deadline` at least, longer after input.
+fn read(typing: &mpsc::Sender<Vec<u8>>, left: &mpsc::Sender<Instant>, mut deadline: Instant) {
     let mut buffer = [0; CHUNK];
     loop {
         let length = match rustix::io::retry_on_intr(|| rustix::io::read(io::stdin(), &mut buffer)) {
