@@ -1,9 +1,11 @@
 //! Unmodified Debian kernels boot to a shell, whatever their size, and see the machine they were promised.
 
+use std::fs::File;
+
 use rstest::rstest;
 use vmmd_tests::node::Kernel;
 use vmmd_tests::vm::{BOOT, Vm, VmSpec};
-use vmmd_tests::{Case, Guests};
+use vmmd_tests::{Case, Guests, paths};
 
 /// What the guest prints about its size, and what its kernel has complained of: one `name=value` a line.
 const SIZE: &str = r#"
@@ -58,8 +60,19 @@ fn has_its_size(text: &str, (cores, memory_mib): (u32, u64)) {
     assert!(errors.is_empty(), "{errors:#?}");
 }
 
+/// The node has room for one machine of more than half its memory: who boots one waits for the other to be gone.
+fn room((_, memory_mib): (u32, u64)) -> Option<File> {
+    let lock = || File::create(paths::test_node_dir().join(".large-guest.lock"));
+    (memory_mib > 8 * 1024).then(|| {
+        let file = lock().expect("create the lock file");
+        file.lock().expect("wait for another large guest");
+        file
+    })
+}
+
 fn boots(topic: &str, kernel: Kernel, image: &str, size: (u32, u64)) {
     let (cores, _) = size;
+    let _room = room(size);
     let case = Case::new(topic).expect("node");
     let spec = machine(kernel, image, size).script(&format!("{FACTS}{SIZE}"));
     let vm = Vm::start(&case, "", &spec).expect("start");
@@ -135,6 +148,7 @@ fn an_unmodified_kernel_boots_with_many_processors_or_much_memory_alone(
     kernel: Kernel,
     #[values((4, 256), (1, 12 * 1024))] size: (u32, u64),
 ) {
+    let _room = room(size);
     let case = Case::new(&format!("boot-{}c-{}m", size.0, size.1)).expect("node");
     let spec = machine(kernel, &Guests.vmlinuz(kernel), size).script(SIZE);
     let vm = Vm::start(&case, "", &spec).expect("start");
