@@ -18,7 +18,7 @@ use rustix::{
 };
 use serde::Deserialize;
 
-use super::walk;
+mod walk;
 
 /// How often a path is tried again whose folders are being renamed meanwhile.
 const RACES: u32 = 100;

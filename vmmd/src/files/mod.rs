@@ -7,7 +7,6 @@ mod known;
 mod look;
 pub mod share;
 pub mod signature;
-mod walk;
 
 use std::{
     collections::BTreeMap,
