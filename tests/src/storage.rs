@@ -2,6 +2,7 @@
 //! their images from outside.
 
 use std::fmt;
+use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -74,17 +75,38 @@ impl Case {
 
     /// That guest's initramfs in the node: its path.
     pub fn storage_initrd(&self, kernel: Kernel) -> Result<String> {
-        let here = guest::storage_initrd(kernel)?;
-        let name = here
+        self.bring(&guest::storage_initrd(kernel)?)
+    }
+
+    /// A kernel with an initramfs that has what shares are tried out with.
+    pub fn share_guest(&self, kernel: Kernel) -> Result<VmSpec> {
+        Ok(VmSpec::quick(kernel, self.share_initrd(kernel)?))
+    }
+
+    /// That guest's initramfs in the node: its path.
+    pub fn share_initrd(&self, kernel: Kernel) -> Result<String> {
+        self.bring(&guest::share_initrd(kernel)?)
+    }
+
+    /// Copies an initramfs into the node, once a node: the name is made of what is in it.
+    fn bring(&self, initrd: &Path) -> Result<String> {
+        let name = initrd
             .parent()
             .and_then(|dir| dir.file_name())
             .context("the initrd's folder")?;
-        // Copied once a node: the name is made of what is in it.
         let there = format!("/var/tmp/{}", name.display());
         let node = self.node();
         if !node.ssh(&format!("test -f {there}"))?.success() {
-            node.copy_in(&here, &there)?;
+            node.copy_in(initrd, &there)?;
         }
+        Ok(there)
+    }
+
+    /// `fscheck` in the node: its path.
+    pub fn fscheck(&self) -> Result<String> {
+        let program = crate::programs::build_static("vmmd-fscheck", "fscheck")?;
+        let there = format!("{}/fscheck", self.folder()?);
+        self.node().copy_in(&program, &there)?;
         Ok(there)
     }
 

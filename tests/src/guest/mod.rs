@@ -3,6 +3,7 @@
 mod debian_disk;
 mod fio;
 mod kernels;
+mod share;
 mod storage;
 mod tools;
 mod vmlinux;
@@ -17,6 +18,7 @@ use crate::initramfs::{Extra, Initramfs};
 use crate::node::Kernel;
 use crate::{debian, paths};
 
+pub use share::initrd as share_initrd;
 pub use storage::initrd as storage_initrd;
 
 /// Raise it when the code of this module makes other images of the same inputs.
@@ -76,6 +78,7 @@ pub fn prepare() -> Result<()> {
     for kernel in [Kernel::Cloud612, Kernel::Cloud61] {
         storage_initrd(kernel)?;
     }
+    share_initrd(Kernel::Cloud612)?;
     Ok(())
 }
 

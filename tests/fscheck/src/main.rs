@@ -1,0 +1,117 @@
+//! `fscheck table FOLDER` does what POSIX and Linux say of files, one thing after another, and prints a line for each: its name and what
+//! came of it, by numbers that are the same on each file system that does it right. A test compares the lines of two. `fscheck small FOLDER COUNT` makes,
+//! looks up and removes many small files; `fscheck storm FOLDER SECONDS` renames and looks up in several threads and says whether a name was ever lost.
+
+mod content;
+mod metadata;
+mod names;
+mod storm;
+
+use std::{
+    fs,
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use clap::{Parser, Subcommand};
+use rustix::io::Errno;
+
+/// Says what a file system does.
+#[derive(Parser)]
+#[command(name = "fscheck", version)]
+struct Arguments {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Subcommand)]
+enum Action {
+    /// Print what comes of each operation.
+    Table {
+        /// An empty folder.
+        folder: PathBuf,
+        /// Only the operation of this name.
+        #[arg(long)]
+        only: Option<String>,
+    },
+    /// Make, look up and remove small files, and print how long each took, in microseconds: `create 1 stat 2 unlink 3`.
+    Small {
+        /// An empty folder.
+        folder: PathBuf,
+        /// How many.
+        count: u32,
+        /// Only `create`, `stat` or `unlink`; what was made before is there for the next one.
+        #[arg(long)]
+        step: Option<String>,
+    },
+    /// Rename and look up in several threads.
+    Storm {
+        /// An empty folder.
+        folder: PathBuf,
+        /// For how long.
+        seconds: u64,
+    },
+}
+
+/// What an operation came to: a text that is the same on each file system.
+type Outcome = io::Result<String>;
+
+/// A name and what is done, in an empty folder.
+type Check = (&'static str, fn(&Path) -> Outcome);
+
+fn main() -> ExitCode {
+    let done = match Arguments::parse().action {
+        Action::Table { folder, only } => table(&folder, only.as_deref()),
+        Action::Small { folder, count, step } => storm::small(&folder, count, step.as_deref()),
+        Action::Storm { folder, seconds } => storm::storm(&folder, seconds),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("fscheck: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn table(folder: &Path, only: Option<&str>) -> io::Result<()> {
+    let checks = [names::CHECKS, content::CHECKS, metadata::CHECKS].concat();
+    for (number, (name, check)) in checks.into_iter().enumerate() {
+        if only.is_some_and(|only| only != name) {
+            continue;
+        }
+        let own = folder.join(format!("{number:03}"));
+        fs::create_dir(&own)?;
+        let outcome = match check(&own) {
+            Ok(text) => text,
+            Err(error) => said(&error),
+        };
+        writeln!(io::stdout(), "{name}: {outcome}")?;
+    }
+    Ok(())
+}
+
+/// An error by its number, whatever the C library says of it.
+fn said(error: &io::Error) -> String {
+    match error.raw_os_error() {
+        Some(number) => format!("errno {number}"),
+        None => format!("error {error}"),
+    }
+}
+
+/// The number of an error, or what succeeded.
+fn of<T>(result: Result<T, Errno>) -> String {
+    match result.map(drop) {
+        Ok(()) => "done".to_owned(),
+        Err(errno) => format!("errno {}", errno.raw_os_error()),
+    }
+}
+
+/// The same of the standard library.
+fn io_of<T>(result: io::Result<T>) -> String {
+    match result {
+        Ok(_) => "done".to_owned(),
+        Err(error) => said(&error),
+    }
+}

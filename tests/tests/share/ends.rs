@@ -1,0 +1,121 @@
+//! Ends of whatever a share needs.
+
+use vmmd_tests::Case;
+use vmmd_tests::vm::{BOOT, Vm};
+
+use crate::{Srv, booted, server, until, with_shares};
+
+#[test]
+fn a_share_works_again_whatever_ends() {
+    let case = Case::new("share-ends").expect("node");
+    let srv = Srv::new(&case, &["data"]);
+    let node = case.node();
+    let vm = Vm::start(&case, "", &with_shares(&case, &[srv.share("data")])).expect("start");
+    let mut console = booted(&vm);
+    let mount = "mount -t virtiofs data /mnt";
+    console
+        .run(
+            &format!("{mount} && echo first >/mnt/file && fsync /mnt/file 2>/dev/null; sync"),
+            60,
+        )
+        .expect("mount");
+    let first = server(&vm);
+
+    // A pause under load.
+    console
+        .run(
+            "(i=0; while :; do i=$((i + 1)); dd if=/dev/zero of=/mnt/load bs=64k count=16 conv=fsync 2>/dev/null || break; echo $i >/tmp/rounds; done) & sleep 2; true",
+            60,
+        )
+        .expect("load");
+    for _ in 0..3 {
+        vm.ctl("pause").expect("pause");
+        node.sh("sleep 0.5").expect("a while");
+        vm.ctl("resume").expect("resume");
+        console
+            .run("a=$(cat /tmp/rounds); sleep 3; [ $(cat /tmp/rounds) -gt $a ]", 60)
+            .expect("the load goes on");
+    }
+    assert_eq!(server(&vm), first);
+
+    // What serves it is killed under load: the mount fails at once, and works when it is made anew.
+    console.run("echo kept >/mnt/kept && sync", 60).expect("a file");
+    node.sh(&format!("kill -9 {first}")).expect("kill");
+    until(
+        node,
+        &format!(
+            "[ -n \"$(vmmctl share ls {} | grep served)\" ] && ! vmmctl share ls {} | grep -qw {first}",
+            vm.name(),
+            vm.name()
+        ),
+    );
+    console
+        .run(
+            "sleep 1; ! timeout 5 cat /mnt/kept 2>/tmp/error; cat /tmp/error",
+            60,
+        )
+        .map(|said| assert!(said.contains("not connected"), "{said}"))
+        .expect("an error, at once");
+    let read = console
+        .run(&format!("umount -l /mnt && {mount} && cat /mnt/kept"), 60)
+        .expect("mounted anew");
+    assert_eq!(read, "kept\n");
+    let events = node.sh("vmmctl events").expect("events");
+    assert!(
+        events.contains("ShareFailed") && events.contains("ShareRestored"),
+        "{events}"
+    );
+    let second = server(&vm);
+    assert_ne!(second, first);
+
+    // The daemon is killed; what serves the share is found again, and made anew.
+    node.sh(
+        "pid=$(systemctl show -P MainPID vmmd); kill -9 $pid; \
+         while [ \"$(systemctl show -P MainPID vmmd)\" = $pid ] || ! systemctl is-active -q vmmd; do sleep 0.1; done",
+    )
+    .expect("the daemon is killed");
+    assert_eq!(server(&vm), second);
+    console
+        .run("echo x >/mnt/after && cat /mnt/after", 60)
+        .expect("the share goes on");
+    node.sh(&format!("kill -9 {second}")).expect("kill");
+    until(
+        node,
+        &format!("vmmctl share ls {} | grep served | grep -vqw {second}", vm.name()),
+    );
+    let read = console
+        .run(
+            &format!("umount -l /mnt && {mount} && cat /mnt/kept /mnt/after"),
+            60,
+        )
+        .expect("mounted anew");
+    assert_eq!(read, "kept\nx\n");
+
+    // The guest reboots: the share is there for the next one.
+    console.type_line("reboot").expect("reboot");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    let read = console
+        .run(&format!("{mount} && cat /mnt/kept"), 60)
+        .expect("mounted after a reboot");
+    assert_eq!(read, "kept\n");
+
+    // The vmm is killed, and the VM is started again; then it is stopped, and nothing is left.
+    let third = server(&vm);
+    node.sh(&format!("kill -9 {}", vm.pid().expect("pid")))
+        .expect("kill");
+    until(node, &format!("[ ! -d /proc/{third} ]"));
+    vm.wait_phase("FAILED", 20).expect("failed");
+    vm.ctl("start").expect("start");
+    let mut console = booted(&vm);
+    let read = console
+        .run(&format!("{mount} && cat /mnt/kept"), 60)
+        .expect("mounted after a start");
+    assert_eq!(read, "kept\n");
+    let last = server(&vm);
+    vm.ctl("stop --force").expect("stop");
+    until(node, &format!("[ ! -d /proc/{last} ]"));
+    let left = node
+        .sh("grep -c /srv/ /proc/mounts; find /run/vmmd/vms -name 'share-*.sock'; true")
+        .expect("look");
+    assert_eq!(left, "0\n");
+}
