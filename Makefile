@@ -97,8 +97,12 @@ mutations: tools node-tool deb ## Build deliberate faults in, and see that a tes
 	$(NODE) --name mutations with -- $(CARGO) nextest run --locked --workspace --features vmmd-tests/nightly \
 		-E 'binary(mutations) or test(a_deliberate_fault)'
 
+.PHONY: previous
+previous: tools node-tool deb ## Run the programs of the release before with those of today
+	$(NODE) --name previous with -- $(CARGO) nextest run --locked --workspace --features vmmd-tests/nightly -E 'binary(previous)'
+
 .PHONY: nightly
-nightly: lint deny mutations fleet long ## Run what make test is too short for, and what takes minutes to compile
+nightly: lint deny mutations previous fleet long ## Run what make test is too short for, and what takes minutes to compile
 	@command -v mdbook >/dev/null || $(CARGO) install --locked mdbook
 	mdbook build docs
 	for part in $(FUZZ_TARGETS); do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done
