@@ -88,8 +88,32 @@ impl<'case> Logged<'case> {
             .map_err(|error| format!("moment {moment}: {error:#}"))
     }
 
-    fn power_on(&self) {
-        self.sh(&format!("umount {}/after", self.base));
+    /// What is wrong with the images after a loss of power at a moment until which the guest had printed `text`.
+    fn after_a_loss(&self, blkcheck: &str, moment: u32, text: &str) -> Vec<String> {
+        if let Err(error) = self.lose_power(blkcheck, moment) {
+            return vec![error];
+        }
+        let after = format!("{}/after", self.base);
+        let look = |subject: Subject| {
+            let confirmed = subject.confirmed(text);
+            assert!(confirmed.iter().sum::<u64>() > 0, "nothing was confirmed: {text}");
+            match subject.verify(self.node, &after, blkcheck, &confirmed) {
+                Ok(found) => {
+                    eprintln!("moment {moment}, {}: {}", subject.name(), found.trim());
+                    None
+                }
+                Err(error) => Some(format!("moment {moment}, {}: {error}", subject.name())),
+            }
+        };
+        let wrong = std::thread::scope(|scope| {
+            let looks = SUBJECTS.map(|subject| scope.spawn(move || look(subject)));
+            looks
+                .into_iter()
+                .filter_map(|look| look.join().expect("the images can be looked at"))
+                .collect()
+        });
+        self.sh(&format!("umount {after}"));
+        wrong
     }
 }
 
@@ -165,7 +189,8 @@ fn wait_for_confirmations(console: &mut Console) {
 }
 
 /// Has a guest with four disks (raw and qcow2, with the host's cache and without) of as many queues as `cores` write, and loses the power
-/// at some moments; `mount` has options for the file system of the images. Returns what is wrong afterwards.
+/// at some moments; `mount` has options for the file system of the images. Returns what is wrong after the first moment after which
+/// something is.
 ///
 /// # Panics
 ///
@@ -207,22 +232,11 @@ pub fn lose(case: &Case, cores: u32, mount: &str) -> Vec<String> {
     vm.ctl("delete").expect("delete");
     logged.end(&blkcheck);
 
-    let mut wrong = Vec::new();
     for (moment, text) in seen {
-        if let Err(error) = logged.lose_power(&blkcheck, moment) {
-            wrong.push(error);
-            continue;
+        let wrong = logged.after_a_loss(&blkcheck, moment, &text);
+        if !wrong.is_empty() {
+            return wrong;
         }
-        for subject in SUBJECTS {
-            let confirmed = subject.confirmed(&text);
-            assert!(confirmed.iter().sum::<u64>() > 0, "nothing was confirmed: {text}");
-            let after = format!("{}/after", logged.base);
-            match subject.verify(node, &after, &blkcheck, &confirmed) {
-                Ok(found) => eprintln!("moment {moment}, {}: {}", subject.name(), found.trim()),
-                Err(error) => wrong.push(format!("moment {moment}, {}: {error}", subject.name())),
-            }
-        }
-        logged.power_on();
     }
-    wrong
+    Vec::new()
 }

@@ -18,7 +18,7 @@ const KILLS: usize = 20;
 /// VMs that have a client at their console all the time.
 const FOLLOWED: usize = 2;
 /// Lines that each guest prints before the first kill, to see how regular they are in a busy node.
-const BUSY: usize = 30;
+const BUSY: usize = 15;
 
 /// Within how many seconds of its death the daemon's control is back. An emulated node, where
 /// the figure says little, has sixty times as long.
