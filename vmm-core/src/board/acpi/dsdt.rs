@@ -47,7 +47,8 @@ pub(super) fn definition_block(platform: &Platform) -> Vec<u8> {
 }
 
 /// A root bus of PCI segment 0. No `_PRT`: devices have MSI-X and no interrupt pins. No `_OSC`: hot-plug and errors are not
-/// handed to the native PCI Express mechanisms. Windows of different host bridges do not overlap: a guest's tree of
+/// handed to the native PCI Express mechanisms. A bus that may come later says itself where its configuration space is; the MCFG
+/// has bus 0 alone. Windows of different host bridges do not overlap: a guest's tree of
 /// resources has each address once.
 fn pci_host_bridge(platform: &Platform, bus: u8, mmio64: &[RangeInclusive<u64>], aml: &mut Vec<u8>) {
     let number = AddressSpace::<u16>::new_bus_number(bus.into(), bus.into());
@@ -68,18 +69,25 @@ fn pci_host_bridge(platform: &Platform, bus: u8, mmio64: &[RangeInclusive<u64>],
     if bus == 0 {
         resources.push(&mmio32);
     }
-    Device::new(
-        Path::new(&host_bridge(bus)),
-        vec![
-            &Name::new(Path::new("_HID"), &EISAName::new("PNP0A08")),
-            &Name::new(Path::new("_CID"), &EISAName::new("PNP0A03")),
-            &Name::new(Path::new("_SEG"), &ZERO),
-            &Name::new(Path::new("_BBN"), &bus),
-            &Name::new(Path::new("_UID"), &bus),
-            &Name::new(Path::new("_CRS"), &ResourceTemplate::new(resources)),
-        ],
-    )
-    .to_aml_bytes(aml);
+    let (hid, cid) = (EISAName::new("PNP0A08"), EISAName::new("PNP0A03"));
+    let (hid, cid) = (
+        Name::new(Path::new("_HID"), &hid),
+        Name::new(Path::new("_CID"), &cid),
+    );
+    let segment = Name::new(Path::new("_SEG"), &ZERO);
+    let (number, id) = (
+        Name::new(Path::new("_BBN"), &bus),
+        Name::new(Path::new("_UID"), &bus),
+    );
+    let resources = ResourceTemplate::new(resources);
+    let resources = Name::new(Path::new("_CRS"), &resources);
+    // PCI Firmware Specification 3.3, 4.1.3: where bus 0 of the segment has its configuration space.
+    let ecam = Name::new(Path::new("_CBA"), platform.ecam.start());
+    let mut children: Vec<&dyn Aml> = vec![&hid, &cid, &segment, &number, &id, &resources];
+    if bus != 0 {
+        children.push(&ecam);
+    }
+    Device::new(Path::new(&host_bridge(bus)), children).to_aml_bytes(aml);
 }
 
 /// The name of a bus's host bridge.

@@ -7,13 +7,9 @@ use acpi_tables::{
     mcfg::MCFG,
     sdt::Sdt,
 };
-use devices::{legacy::rtc::CENTURY, pci::root::BUSES};
+use devices::legacy::rtc::CENTURY;
 
 use super::Platform;
-
-/// The last PCI bus.
-#[allow(clippy::cast_possible_truncation, reason = "three buses")]
-const LAST_BUS: u8 = BUSES as u8 - 1;
 
 pub(super) const OEM_ID: [u8; 6] = *b"VMMD  ";
 pub(super) const OEM_TABLE_ID: [u8; 8] = *b"PLATFRM1";
@@ -113,10 +109,11 @@ pub(super) fn madt(platform: &Platform) -> Vec<u8> {
     table(*b"APIC", 5, &body)
 }
 
-/// MCFG (PCI Firmware Specification 3.3, 4.1.2).
+/// MCFG (PCI Firmware Specification 3.3, 4.1.2) of bus 0 alone. It is for buses that are always there: Linux looks for devices on
+/// each bus that it names, host bridge or not. Further host bridges name their configuration space themselves (`_CBA`).
 pub(super) fn mcfg(platform: &Platform) -> Vec<u8> {
     let mut mcfg = MCFG::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
-    mcfg.add_ecam(u64::from(*platform.ecam.start()), 0, 0, LAST_BUS);
+    mcfg.add_ecam(u64::from(*platform.ecam.start()), 0, 0, 0);
     let mut bytes = Vec::new();
     mcfg.to_aml_bytes(&mut bytes);
     bytes
