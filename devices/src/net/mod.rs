@@ -41,7 +41,7 @@ pub trait NetBackend: Send + Sync + AsFd {
     fn receive(&self, buffers: &Iovecs) -> io::Result<usize>;
     /// Receives one packet into memory of the caller's.
     fn receive_into(&self, buffer: &mut [u8]) -> io::Result<usize>;
-    /// Sends `header` and `packet`.
+    /// Sends `header`, which the beginning of the frame may follow, and `packet`.
     fn send(&self, header: &[u8], packet: &mut Iovecs) -> io::Result<()>;
     /// Sets what may be received unfinished from now on, for all queues of the interface: a part of
     /// [`capabilities`](Self::capabilities).

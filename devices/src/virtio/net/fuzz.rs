@@ -144,7 +144,9 @@ impl NetBackend for Mock {
         if let Some(kind) = host.failures.pop_front() {
             return Err(kind.into());
         }
-        let length = u32::try_from(packet.len()).unwrap();
+        // The beginning of the frame may follow the header at once.
+        let (header, begin) = header.split_at(HEADER as usize);
+        let length = u32::try_from(begin.len() + packet.len()).unwrap();
         assert!((14..=MAX_FRAME).contains(&length), "a frame of {length} bytes");
         check(&Header::read_from_bytes(header).unwrap(), length, host.features);
         host.sent += 1;
