@@ -8,7 +8,11 @@ use std::{
     ffi::{OsStr, OsString},
     fs::DirBuilder,
     io,
-    os::unix::{ffi::OsStrExt as _, fs::DirBuilderExt as _, process::CommandExt as _},
+    os::unix::{
+        ffi::{OsStrExt as _, OsStringExt as _},
+        fs::DirBuilderExt as _,
+        process::CommandExt as _,
+    },
     path::{Path, PathBuf},
     process::Command,
 };
@@ -174,12 +178,12 @@ fn proxy(program: &Path, given: &Connection, vm: &str, reach: &Reach) -> Result<
         words.extend(["--nic".into(), nic.into()]);
     }
     words.extend(["--".into(), vm.into(), reach.port.to_string().into()]);
-    let mut command = OsString::from("exec");
-    for word in words {
-        command.push(" ");
-        command.push(OsStr::from_bytes(&in_quotes(word.as_bytes())));
-    }
-    Ok(command)
+    // ssh puts an `exec` of its own in front, which becomes this program.
+    let quoted: Vec<_> = words
+        .iter()
+        .map(|word| OsString::from_vec(in_quotes(word.as_bytes())))
+        .collect();
+    Ok(quoted.join(OsStr::new(" ")))
 }
 
 /// A word as the shell reads it, in which ssh finds nothing to put in (`%h`).
@@ -306,7 +310,7 @@ mod tests {
         let proxy = proxy(Path::new("/usr/bin/vmmctl"), &given, "web", &reach).unwrap();
         assert_eq!(
             proxy,
-            "exec '/usr/bin/vmmctl' '--socket' '/run/it'\\''s 100%%/vmmd.sock' 'port-forward' '--stdio' '--nic' 'lan' \
+            "'/usr/bin/vmmctl' '--socket' '/run/it'\\''s 100%%/vmmd.sock' 'port-forward' '--stdio' '--nic' 'lan' \
              '--' 'web' '2222'"
         );
     }
