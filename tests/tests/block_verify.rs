@@ -2,27 +2,47 @@
 //! paused and resumed all the while.
 
 use rstest::rstest;
-use vmmd_tests::Case;
-use vmmd_tests::node::{Kernel, Stream};
+use vmmd_tests::node::Kernel;
 use vmmd_tests::storage::{Disk, Format};
 use vmmd_tests::vm::{BOOT, Vm};
 use vmmd_tests::wait::Deadline;
+use vmmd_tests::{Case, Node};
 
 /// Random writes of 512 bytes to 128 KiB by 4 jobs with 32 requests in flight each, which are then read and compared.
 const FIO: &str = "fio --name=verify --filename=/dev/vda --direct=1 --ioengine=io_uring --iodepth=32 --numjobs=4 \
                    --size=6m --offset_increment=8m --rw=randwrite --bsrange=512-128k --verify=crc32c --verify_fatal=1 \
                    --group_reporting --minimal >/tmp/fio 2>&1 || { cat /tmp/fio; false; }";
 
-/// Pauses of each VM under test.
-const PAUSES: u32 = 20;
+/// Pauses and resumes a VM every 200 ms until it is ended.
+struct Pauses<'node> {
+    node: &'node Node,
+    stream: vmmd_tests::node::Stream,
+    stop: String,
+}
 
-/// Pauses and resumes a VM, 200 ms in each state, until there were [`PAUSES`]; prints `PAUSED` then.
-fn pauses(vm: &Vm<'_>) -> Stream {
-    let script = format!(
-        "for i in $(seq {PAUSES}); do vmmctl pause {vm} && sleep 0.2 && vmmctl resume {vm} && sleep 0.2 || exit; done; echo PAUSED",
-        vm = vm.name()
-    );
-    vm.node().stream(&script).expect("the pauses begin")
+impl<'node> Pauses<'node> {
+    fn of(vm: &Vm<'_>, node: &'node Node, folder: &str) -> Self {
+        let stop = format!("{folder}/stop");
+        let stream = node
+            .stream(&format!(
+                "n=0; while [ ! -e {stop} ]; do vmmctl pause {vm} && sleep 0.2 && vmmctl resume {vm} && sleep 0.2 || exit; \
+                 n=$((n + 1)); echo paused $n times; done; echo \"PAUSES=$n;\"",
+                vm = vm.name()
+            ))
+            .expect("the pauses begin");
+        Pauses { node, stream, stop }
+    }
+
+    /// How many there were.
+    fn end(mut self) -> u32 {
+        self.node.sh(&format!("touch {}", self.stop)).expect("end");
+        let deadline = Deadline::seconds(60);
+        self.stream
+            .until("PAUSES=", deadline)
+            .expect("no pause and no resume failed");
+        let count = self.stream.until(";", deadline).expect("the count");
+        count.trim_end_matches(';').parse().expect("a number")
+    }
 }
 
 #[rstest]
@@ -31,6 +51,7 @@ fn random_writes_read_back_also_while_the_machine_is_paused_and_resumed(
     #[values(1, 4)] queues: u32,
 ) {
     let case = Case::new("blk-verify").expect("node");
+    let folder = case.folder().expect("folder");
     let image = case.image("data", format, 32).expect("image");
     let disk = Disk::new("data", format, &image).with("queues", queues);
     let spec = case
@@ -47,19 +68,12 @@ fn random_writes_read_back_also_while_the_machine_is_paused_and_resumed(
     assert_eq!(seen.trim(), queues.to_string());
     console.run(FIO, 200).expect("what was written is read back");
 
-    // Again and again, as long as there are pauses.
+    let pauses = Pauses::of(&vm, case.node(), &folder);
     console
-        .type_line(&format!(
-            "(while [ ! -e /tmp/paused ]; do {FIO} || exit; done; echo all-is-$((1 + 1)).) &"
-        ))
-        .expect("type");
-    pauses(&vm)
-        .until("PAUSED", Deadline::seconds(200))
-        .expect("no pause and no resume failed");
-    console.type_line("touch /tmp/paused").expect("type");
-    console
-        .until("all-is-2.", 200)
+        .run(FIO, 400)
         .expect("what was written is read back after pauses");
+    let pauses = pauses.end();
+    assert!(pauses >= 2, "only {pauses} pauses");
 
     vm.ctl("stop --force").expect("stop");
     if format == Format::Qcow2 {
