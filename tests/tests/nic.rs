@@ -132,6 +132,89 @@ fn a_guest_with_two_queues_moves_data_unchanged_and_follows_its_link() {
     wired.flap();
 }
 
+/// As with disks: the spec says which NICs a VM has, and the machine follows while the guest runs.
+#[test]
+fn nics_come_and_go_while_the_guest_runs_also_when_the_daemon_is_killed_in_between() {
+    let case = Case::new("nic-plug").expect("node");
+    let node = case.node();
+    let mut wired = Wired::start(&case, 3, |bridge| {
+        VmSpec::busybox(Kernel::Cloud612).nic("eth0", bridge)
+    });
+    let bridge = wired.vm.field("/status/nics/0/bridge").expect("the bridge");
+    wired.ping();
+    for backend in ["userspace", "vhost"] {
+        wired
+            .vm
+            .ctl_with(
+                "nic attach",
+                &format!("bridge={bridge},name=lan,backend={backend}"),
+            )
+            .expect("attach");
+        assert_eq!(
+            wired.vm.field("/status/nics/1/phase").expect("phase"),
+            "ATTACHMENT_PHASE_ATTACHED"
+        );
+        let mac = wired.vm.field("/status/nics/1/mac").expect("address");
+        wired
+            .console
+            .run(
+                &format!("until grep -q {mac} /sys/class/net/*/address; do usleep 100000; done"),
+                PATIENCE,
+            )
+            .expect("the guest finds it");
+        let name = wired
+            .console
+            .run(
+                &format!("basename $(dirname $(grep -l {mac} /sys/class/net/*/address))"),
+                30,
+            )
+            .expect("its name");
+        let name = name
+            .split_whitespace()
+            .find(|word| word.starts_with("eth"))
+            .expect("a name")
+            .to_owned();
+        wired
+            .console
+            .run(
+                &format!("ip addr add 10.9.3.3/24 dev {name} && ip link set {name} up"),
+                30,
+            )
+            .expect("an address");
+        node.sh("ping -c 3 -i 0.2 -W 10 10.9.3.3").expect("ping");
+        if backend == "vhost" {
+            // The daemon is killed while the guest is asked; the next one goes on.
+            node.sh(&format!(
+                "(vmmctl nic detach {} lan >/dev/null 2>&1 &); sleep 0.05; systemctl kill -s KILL vmmd; \
+                 until vmmctl node >/dev/null 2>&1; do sleep 0.2; done",
+                wired.vm.name()
+            ))
+            .expect("kill");
+            // When it was killed before it had heard of the detach, nothing has happened.
+            let _asked_before = wired.vm.try_ctl_with("nic detach", "lan");
+        } else {
+            wired.vm.ctl_with("nic detach", "lan").expect("detach");
+        }
+        let begin = std::time::Instant::now();
+        while wired.vm.field("/status/nics/1/phase").is_ok() {
+            assert!(begin.elapsed().as_secs() < PATIENCE, "{:?}", wired.vm.get());
+            std::thread::sleep(std::time::Duration::from_millis(200));
+        }
+        wired
+            .console
+            .run(
+                &format!("while grep -q {mac} /sys/class/net/*/address; do usleep 100000; done"),
+                PATIENCE,
+            )
+            .expect("the guest has none");
+        let taps = node
+            .sh(&format!("ls /sys/class/net/{bridge}/brif | wc -l"))
+            .expect("taps");
+        assert_eq!(taps.trim(), "1", "no tap is left");
+    }
+    wired.ping();
+}
+
 /// vhost-net: the kernel carries the packets; what it can't do, the `vmm` does, and the guest notices nothing of either.
 #[test]
 fn a_guest_whose_packets_the_kernel_carries_moves_data_unchanged_with_one_and_with_four_queues() {

@@ -8,9 +8,9 @@ use crate::complete;
 /// `nic`.
 #[derive(Debug, Subcommand)]
 pub enum Nic {
-    /// Give a VM another NIC; one that runs has it from the next start on.
+    /// Give a VM another NIC; one that runs gets it at once.
     Attach(AttachNic),
-    /// Take a NIC from a VM; one that runs keeps it until the next start.
+    /// Take a NIC from a VM; the guest of one that runs is asked to eject it first.
     Detach(DetachNic),
     /// List the NICs of a VM.
     Ls(ListNics),
@@ -37,7 +37,7 @@ pub struct NicChange {
 #[command(after_help = "\
 Examples:
   vmmctl nic attach web bridge=br0
-  vmmctl nic attach web bridge=br1,name=lan,queues=4,mtu=9000 --restart")]
+  vmmctl nic attach web bridge=br1,name=lan,queues=4,mtu=9000")]
 pub struct AttachNic {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]
@@ -62,7 +62,7 @@ pub struct ListNics {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  vmmctl nic detach web lan --restart")]
+  vmmctl nic detach web lan")]
 pub struct DetachNic {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]

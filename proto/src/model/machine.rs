@@ -366,6 +366,19 @@ impl Disk {
     }
 }
 
+impl Nic {
+    /// Validates a NIC that is plugged into a machine. `wire` came with `fds` descriptors. What the machine has already in that slot,
+    /// or under that name, is not looked at.
+    pub fn new(wire: &vmm::Nic, fds: usize) -> Result<Self, Violations> {
+        let mut claims = Claims::of(fds);
+        if wire.name.is_empty() {
+            claims.found.add("nic", "has no name");
+        }
+        let nic = nic(&mut claims, wire);
+        claims.found.or(nic)
+    }
+}
+
 /// How a VM's RAM is got. The sizes of pages and RAM must fit, and KSM merges neither huge nor shared pages.
 fn memory_options(found: &mut Violations, spec: &vmm::MachineSpec) -> MemoryOptions {
     let huge_pages = match spec.huge_page_bytes {

@@ -27,13 +27,7 @@ use proto::{
 };
 use tracing::{error, warn};
 
-use super::{
-    boot::Entry,
-    disks::Disks,
-    image::Image,
-    nics::{self, Nic},
-    stats,
-};
+use super::{boot::Entry, disks::Disks, image::Image, nics::Nics, stats};
 use crate::{
     kvm::{AddressSpaces, GuestTime, IrqChipState, StatsReader, Vm},
     lifecycle::{self, Detached, Failure, LimitTarget, NicChange, Notice, Notifier, Progress, Token},
@@ -64,7 +58,7 @@ pub struct Machine {
     pub(super) console: Option<VirtioConsole>,
     /// Shows the screen. It has no state that is saved: its clients connect anew.
     pub(super) screen: Option<Server>,
-    pub(super) nics: Vec<Nic>,
+    pub(super) nics: Nics,
     /// By their names.
     pub(super) shares: Vec<(String, FsControl)>,
     /// PCI slots of those components that have one, by their names.
@@ -108,6 +102,7 @@ impl Machine {
         for component in &mut self.components {
             parts.push(component.as_mut());
         }
+        parts.extend(self.nics.components());
         parts.extend(self.disks.components());
         parts.push(&mut self.serial);
         parts
@@ -120,8 +115,14 @@ impl Machine {
         Ok(())
     }
 
-    fn pause_components(&mut self, deadline: Instant) -> Result<(), Failure> {
+    /// Waits until nothing that is off the bus touches guest memory any more.
+    fn wait_for_leaving(&mut self, deadline: Instant) -> Result<(), Failure> {
         self.disks.wait_for_leaving(deadline)?;
+        self.nics.wait_for_leaving(deadline)
+    }
+
+    fn pause_components(&mut self, deadline: Instant) -> Result<(), Failure> {
+        self.wait_for_leaving(deadline)?;
         let mut parts = self.parts();
         for index in 0..parts.len() {
             let Some((component, before)) = parts.get_mut(..=index).and_then(<[_]>::split_last_mut) else {
@@ -205,7 +206,13 @@ impl lifecycle::Machine for Machine {
 
     fn reset(&mut self) -> Result<(), Failure> {
         self.vcpus.stop()?;
-        self.disks.reset(Instant::now() + PAUSE_TIMEOUT)?;
+        // The new guest finds the slots as they are. What the old one was asked for goes: it has no use of it any more, and
+        // whoever asked for it still waits.
+        for slot in self.hotplug.reset() {
+            self.pci.remove(slot, &self.spaces.mmio);
+        }
+        self.hotplug.power_on(|slot| self.pci.is_taken(slot));
+        self.wait_for_leaving(Instant::now() + PAUSE_TIMEOUT)?;
         for component in self.parts() {
             component.reset().map_err(|error| Failure {
                 kind: ErrorKind::Internal,
@@ -243,15 +250,20 @@ impl lifecycle::Machine for Machine {
     }
 
     fn collect_detached(&mut self) -> Vec<Detached> {
-        self.disks.collect_detached()
+        let mut gone = self.disks.collect_detached();
+        gone.extend(self.nics.collect_detached());
+        gone
     }
 
     fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)> {
-        self.disks.collect_answers()
+        let mut answers = self.disks.collect_answers();
+        answers.extend(self.nics.collect_answers());
+        answers
     }
 
     fn next_deadline(&self) -> Option<Instant> {
-        self.disks.next_deadline()
+        let deadlines = [self.disks.next_deadline(), self.nics.next_deadline()];
+        deadlines.into_iter().flatten().min()
     }
 
     fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure> {
@@ -262,8 +274,16 @@ impl lifecycle::Machine for Machine {
         self.disks.set_rate_limit(target, limit)
     }
 
+    fn attach_nic(&mut self, nic: &vmm::Nic, fds: Vec<OwnedFd>) -> Result<(), Failure> {
+        self.nics.attach(nic, fds)
+    }
+
+    fn detach_nic(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
+        self.nics.detach(token, name, force)
+    }
+
     fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
-        nics::update(&mut self.nics, name, change)
+        self.nics.update(name, change)
     }
 
     fn set_share_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure> {
@@ -331,7 +351,7 @@ impl lifecycle::Machine for Machine {
     }
 
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {
-        nics::keep_queues(&self.nics, runs)?;
+        self.nics.keep_queues(runs)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
         self.saving = Some(Saving::begin(&self.vm, self.ram.memory(), file, runs, tell)?);
@@ -339,7 +359,7 @@ impl lifecycle::Machine for Machine {
     }
 
     fn begin_migration(&mut self, socket: File, downtime: Duration, runs: bool) -> Result<(), Failure> {
-        nics::keep_queues(&self.nics, runs)?;
+        self.nics.keep_queues(runs)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
         let sink = Box::new(Sender::new(socket, self.ram.memory()));
@@ -371,14 +391,14 @@ impl lifecycle::Machine for Machine {
 
     fn end_snapshot(&mut self) -> Result<Report, Failure> {
         let ended = self.saving.take().ok_or_else(no_snapshot)?.end();
-        nics::keep_queues(&self.nics, false)?;
+        self.nics.keep_queues(false)?;
         ended
     }
 
     fn give_up_snapshot(&mut self) {
         self.saving = None;
         // Waits for nothing.
-        let _free = nics::keep_queues(&self.nics, false);
+        let _free = self.nics.keep_queues(false);
     }
 
     fn halt(&mut self) {
@@ -390,7 +410,7 @@ impl lifecycle::Machine for Machine {
         let rest = if self.paused_at.is_none() {
             self.pause_components(deadline)
         } else {
-            self.disks.wait_for_leaving(deadline)
+            self.wait_for_leaving(deadline)
         };
         if let Err(failure) = rest {
             warn!(error = failure.message, "devices did not come to rest at the end");

@@ -10,6 +10,7 @@ pub mod boot;
 pub mod cpuid;
 mod disks;
 pub mod image;
+mod leaving;
 pub mod machine;
 mod nics;
 #[cfg(any(test, debug_assertions))]

@@ -2,7 +2,7 @@
 //! descriptors, built anew from its spec, and restored from the encoded state. Only its memory is handed over. Whatever works on
 //! such a machine across a pause works across a migration.
 //!
-//! Disks that were attached after the start are not in the spec, so a machine with one is not restored.
+//! Disks and NICs that were attached after the start are not in the spec, so a machine with one is not restored.
 
 use std::{
     fs::File,
@@ -208,6 +208,14 @@ impl lifecycle::Machine for Rebuilt {
 
     fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure> {
         self.machine()?.set_rate_limit(target, limit)
+    }
+
+    fn attach_nic(&mut self, nic: &vmm::Nic, fds: Vec<OwnedFd>) -> Result<(), Failure> {
+        self.machine()?.attach_nic(nic, fds)
+    }
+
+    fn detach_nic(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
+        self.machine()?.detach_nic(token, name, force)
     }
 
     fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {

@@ -164,7 +164,11 @@ impl Machine {
             name,
         };
         let fixed = self.slots.iter().cloned();
-        let mut devices: Vec<_> = fixed.chain(self.disks.slots()).map(device).collect();
+        let mut devices: Vec<_> = fixed
+            .chain(self.nics.slots())
+            .chain(self.disks.slots())
+            .map(device)
+            .collect();
         devices.sort_by_key(|device| device.slot);
         MachineHeader {
             devices,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use proto::vmm::{MachineStats, VcpuStats};
 
-use super::{assemble::balloon, machine::Machine, nics::Nic};
+use super::{assemble::balloon, machine::Machine};
 use crate::kvm::StatsReader;
 
 /// All counters.
@@ -20,7 +20,7 @@ pub(super) fn of(machine: &Machine) -> MachineStats {
     MachineStats {
         vcpus: vcpus.collect(),
         exits: sum(readers).into_iter().collect(),
-        nics: machine.nics.iter().map(Nic::stats).collect(),
+        nics: machine.nics.stats(),
         balloon: machine.balloon.as_ref().map(balloon::stats),
         disks: machine.disks.stats(),
     }

@@ -180,6 +180,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             | Request::DetachDisk { .. }
             | Request::ResizeDisk { .. }
             | Request::SetRateLimit { .. }
+            | Request::AttachNic { .. }
+            | Request::DetachNic { .. }
             | Request::UpdateNic { .. }
             | Request::SetShareBackend { .. }
             | Request::SetBalloon(_)
@@ -247,6 +249,11 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 }
                 Request::SetRateLimit { target, limit } => {
                     self.machine().and_then(|it| it.set_rate_limit(&target, limit))
+                }
+                Request::AttachNic { nic, fds } => self.machine().and_then(|it| it.attach_nic(&nic, fds)),
+                Request::DetachNic { name, force } => {
+                    let begun = self.machine().and_then(|it| it.detach_nic(token, &name, force));
+                    return self.answer(token, begun);
                 }
                 Request::UpdateNic { name, change } => {
                     self.machine().and_then(|it| it.update_nic(&name, &change))
@@ -389,9 +396,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 
     fn tell_detached(&mut self) {
         let gone = self.machine().map(|it| it.collect_detached()).unwrap_or_default();
-        for disk in gone {
-            info!(disk = disk.name, forced = disk.forced, "a disk is gone");
-            self.publisher.disk_detached(disk);
+        for gone in gone {
+            info!(what = %gone.what, name = gone.name, forced = gone.forced, "a device is gone");
+            self.publisher.detached(gone);
         }
     }
 

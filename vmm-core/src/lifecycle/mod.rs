@@ -6,6 +6,7 @@ pub mod driver;
 pub mod publisher;
 
 use std::{
+    fmt,
     fs::File,
     os::fd::OwnedFd,
     sync::mpsc::Sender,
@@ -14,7 +15,9 @@ use std::{
 
 use proto::{
     model::disk::RateLimit,
-    vmm::{Disk, DiskStats, ErrorKind, MachineSpec, MachineStats, Restore, SaveReply, SendReply, Status},
+    vmm::{
+        Disk, DiskStats, ErrorKind, MachineSpec, MachineStats, Nic, Restore, SaveReply, SendReply, Status,
+    },
 };
 
 use crate::snapshot::saving;
@@ -113,6 +116,20 @@ pub enum Request {
         /// To what.
         limit: RateLimit,
     },
+    /// Plugs a NIC in.
+    AttachNic {
+        /// What it is.
+        nic: Box<Nic>,
+        /// Its descriptors.
+        fds: Vec<OwnedFd>,
+    },
+    /// Asks the guest for a NIC, or takes it away.
+    DetachNic {
+        /// Which.
+        name: String,
+        /// Take it away whatever the guest does.
+        force: bool,
+    },
     /// Changes a NIC.
     UpdateNic {
         /// Which.
@@ -179,9 +196,29 @@ pub enum Answer {
     Sent(SendReply),
 }
 
-/// A disk that is gone: its image is closed and unlocked.
+/// What comes and goes while a machine lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pluggable {
+    /// A disk.
+    Disk,
+    /// A network interface.
+    Nic,
+}
+
+impl fmt::Display for Pluggable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Disk => "disk",
+            Self::Nic => "NIC",
+        })
+    }
+}
+
+/// A disk or NIC that is gone: what it was on is closed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Detached {
+    /// What it was.
+    pub what: Pluggable,
     /// Which.
     pub name: String,
     /// It was taken away without the guest.
@@ -313,6 +350,10 @@ pub trait Machine {
     fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure>;
     /// Changes a limit.
     fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure>;
+    /// Plugs a NIC in, and tells the guest.
+    fn attach_nic(&mut self, nic: &Nic, fds: Vec<OwnedFd>) -> Result<(), Failure>;
+    /// Asks the guest for a NIC, or takes it away, as [`detach_disk`](Self::detach_disk) does with a disk.
+    fn detach_nic(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure>;
     /// Changes a NIC, and tells the guest what it has to know.
     fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure>;
     /// Gives the share `name` another process, behind this connected socket, in the place of the one that has ended.

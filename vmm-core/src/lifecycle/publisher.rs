@@ -4,10 +4,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use proto::vmm::{
     CrashReset, DeviceError, DiskDetached, DisksQuiet, Ended, Event, ExitKind, ExitRecord, GuestPanicked,
-    GuestReset, MigrationRound, PauseReason, StateChanged, Status, event::Kind,
+    GuestReset, MigrationRound, NicDetached, PauseReason, StateChanged, Status, event::Kind,
 };
 
-use super::{Answer, Detached, Failure, Token, admission::State};
+use super::{Answer, Detached, Failure, Pluggable, Token, admission::State};
 use crate::snapshot::saving::Round;
 
 /// Who asks and listens. The driver calls it; no method may wait.
@@ -118,10 +118,13 @@ impl<A: Audience> Publisher<A> {
         self.send(Kind::DeviceError(DeviceError { device, message }));
     }
 
-    /// A disk is gone.
-    pub fn disk_detached(&self, gone: Detached) {
-        let Detached { name, forced } = gone;
-        self.send(Kind::DiskDetached(DiskDetached { name, forced }));
+    /// A disk or NIC is gone.
+    pub fn detached(&self, gone: Detached) {
+        let Detached { what, name, forced } = gone;
+        self.send(match what {
+            Pluggable::Disk => Kind::DiskDetached(DiskDetached { name, forced }),
+            Pluggable::Nic => Kind::NicDetached(NicDetached { name, forced }),
+        });
     }
 
     /// The run is over: state `Ended` and the event that says why.

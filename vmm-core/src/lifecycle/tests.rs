@@ -114,6 +114,7 @@ impl Machine for TestMachine {
         }
         if force {
             self.detached.lock().unwrap().push(Detached {
+                what: Pluggable::Disk,
                 name: name.to_owned(),
                 forced: true,
             });
@@ -146,6 +147,25 @@ impl Machine for TestMachine {
         self.log
             .add(format!("limit {target:?} {}", limit.operations_per_second));
         Ok(())
+    }
+
+    fn attach_nic(&mut self, nic: &Nic, _fds: Vec<OwnedFd>) -> Result<(), Failure> {
+        self.log.add(format!("attach nic {}", nic.name));
+        Ok(())
+    }
+
+    fn detach_nic(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
+        self.log.add(format!("detach nic {name}"));
+        if force {
+            self.detached.lock().unwrap().push(Detached {
+                what: Pluggable::Nic,
+                name: name.to_owned(),
+                forced: true,
+            });
+            self.answers.push((token, Ok(())));
+            return Ok(Progress::Pending);
+        }
+        Ok(Progress::Done)
     }
 
     fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
@@ -339,6 +359,7 @@ impl Audience for Log {
             Kind::DisksQuiet(_) => "disks quiet".into(),
             Kind::MigrationRound(round) => format!("round {}, {} sent", round.number, round.sent_bytes),
             Kind::DiskDetached(gone) => format!("disk {} detached, forced {}", gone.name, gone.forced),
+            Kind::NicDetached(gone) => format!("nic {} detached, forced {}", gone.name, gone.forced),
         });
     }
 

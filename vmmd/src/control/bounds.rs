@@ -90,6 +90,9 @@ pub fn event(mut event: Event) -> Result<Event, Lie> {
         Some(event::Kind::DiskDetached(gone)) => {
             check_name(&gone.name, "a disk without a proper name")?;
         }
+        Some(event::Kind::NicDetached(gone)) => {
+            check_name(&gone.name, "a NIC without a proper name")?;
+        }
         Some(
             event::Kind::GuestReset(_)
             | event::Kind::CrashReset(_)

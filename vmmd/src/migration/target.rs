@@ -124,7 +124,7 @@ async fn lease(
     nics: &BTreeMap<String, v1::PeerNic>,
 ) -> Result<(), Failure> {
     let spec = VmSpec::try_from(wire)?;
-    for (index, nic) in spec.nics.iter().enumerate() {
+    for nic in &spec.nics {
         let Attachment::Network { name, ports, .. } = &nic.attachment else {
             continue;
         };
@@ -148,7 +148,7 @@ async fn lease(
         let request = network::Lease {
             vm: (uid, vm),
             nic,
-            tap: network::tap_name(uid, index),
+            tap: network::tap_name(uid, peer.slot),
             mac: Mac::try_from(mac)
                 .map_err(|_| refuse("the source says a MAC address that no NIC can have"))?,
             address: Some(Ipv4Addr::from(peer.address)),

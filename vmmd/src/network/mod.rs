@@ -41,21 +41,21 @@ pub struct Tap {
     pub mtu: u32,
 }
 
-/// Name of the tap that is made for the NIC number `index` of a VM on a bridge.
-pub fn tap_name(vm: Uuid, index: usize) -> String {
-    // 40 random bits of the UUID: 2 + 10 + 1 + 1 characters.
+/// Name of the tap that is made for a NIC of a VM on a bridge. `slot` is its place in the machine, which no other NIC has.
+pub fn tap_name(vm: Uuid, slot: u32) -> String {
+    // 40 random bits of the UUID: 2 + 10 + 1 + 2 characters.
     let uid = vm.simple().to_string();
-    format!("vm{}n{index}", uid.get(..10).unwrap_or_default())
+    format!("vm{}n{slot}", uid.get(..10).unwrap_or_default())
 }
 
-/// Opens or makes the tap of `nic`.
+/// Opens the tap of `nic`, or makes `tap` on its bridge. `index` is its number in the spec.
 pub async fn open_tap(
     host: Ports<'_>,
     vm: Uuid,
     name: &str,
     index: usize,
     nic: &Nic,
-    mac: Mac,
+    (mac, tap): (Mac, String),
 ) -> Result<Tap, Failure> {
     let links = &host.links;
     let mut tap = match &nic.attachment {
@@ -67,15 +67,15 @@ pub async fn open_tap(
             let request = managed::Request {
                 vm: (vm, name),
                 nic: nic.name.as_str(),
-                tap: tap_name(vm, index),
+                tap: tap.clone(),
                 mac,
                 address: *address,
                 ports,
             };
             let bridge = host.networks.lease(host, network.as_str(), &request).await?;
-            on_bridge(links, vm, name, index, (&bridge, nic.queues), mac).await
+            on_bridge(links, tap, name, index, (&bridge, nic.queues), mac).await
         }
-        Attachment::Bridge(bridge) => on_bridge(links, vm, name, index, (bridge, nic.queues), mac).await,
+        Attachment::Bridge(bridge) => on_bridge(links, tap, name, index, (bridge, nic.queues), mac).await,
         Attachment::Tap(tap) => existing(links, nic, tap).await,
     }?;
     if nic.vhost {
@@ -126,14 +126,13 @@ async fn tap(links: &Links, nic: &Nic, tap: &str) -> Result<Link, Failure> {
 
 async fn on_bridge(
     links: &Links,
-    vm: Uuid,
+    tap: String,
     vm_name: &str,
     index: usize,
     (bridge, queues): (&str, u16),
     mac: Mac,
 ) -> Result<Tap, Failure> {
     let bridge_link = self::bridge(links, index, bridge).await?;
-    let tap = tap_name(vm, index);
     let queues = open_queues(&tap, queues)?.map_err(|error| {
         Failure::internal(format!("make the tap device \"{tap}\": {}", text::words(&error)))
     })?;
@@ -238,8 +237,8 @@ mod tests {
     #[test]
     fn tap_names_fit_into_an_interface_name_and_differ_by_nic() {
         let vm = Uuid::new_v4();
-        assert!(tap_name(vm, 7).len() <= 15);
-        assert_ne!(tap_name(vm, 0), tap_name(vm, 1));
+        assert!(tap_name(vm, 95).len() <= 15);
+        assert_ne!(tap_name(vm, 2), tap_name(vm, 3));
     }
 
     #[test]

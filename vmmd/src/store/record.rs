@@ -163,6 +163,8 @@ pub struct InstanceRecord {
     pub spec: Option<VmSpec>,
     /// The addresses that go with it.
     pub hardware: Option<Hardware>,
+    /// The taps that were made for its NICs, by the NICs' names. Those of a run that an older daemon has begun are not there.
+    pub taps: BTreeMap<String, String>,
 }
 
 /// Starts of a VM by its run policy.

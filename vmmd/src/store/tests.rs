@@ -1,3 +1,5 @@
+use std::collections::BTreeMap;
+
 use super::{migration::MIGRATIONS, *};
 
 fn record(uid: u8, name: &str) -> VmRecord {
@@ -131,6 +133,7 @@ async fn a_record_keeps_every_field() {
         instance: Some(InstanceRecord {
             spec: None,
             hardware: None,
+            taps: BTreeMap::from([("eth0".into(), "vm0n2".into())]),
             user: 7,
             started_ms: 8,
             generation: 1,

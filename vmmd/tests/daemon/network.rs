@@ -5,7 +5,7 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-use proto::v1::{NicSpec, RateLimit, nic_spec::Attachment};
+use proto::v1::{AttachmentPhase, NicSpec, RateLimit, nic_spec::Attachment};
 use tonic::Code;
 
 use crate::{
@@ -61,6 +61,64 @@ pub fn nic(name: &str, attachment: Attachment) -> NicSpec {
         attachment: Some(attachment),
         ..NicSpec::default()
     }
+}
+
+#[tokio::test]
+async fn a_nic_comes_and_goes_while_the_vm_runs_also_over_a_kill() {
+    let network = Namespace::new();
+    network.ip("link add br0 type bridge");
+    network.ip("link set br0 up");
+    let mut daemon = Daemon::in_network(&network.0).await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().nics = vec![nic("eth0", Attachment::Bridge("br0".into()))];
+    daemon.create(vm.clone()).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let phases = |vm: &proto::v1::Vm| -> Vec<_> {
+        let nics = &status(vm).nics;
+        nics.iter().map(|nic| (nic.name.clone(), nic.phase())).collect()
+    };
+    let attached = |name: &str| (name.to_owned(), AttachmentPhase::Attached);
+
+    let lan = nic("lan", Attachment::Bridge("br0".into()));
+    let changed = daemon.change("web", |spec| spec.nics.push(lan)).await.unwrap();
+    assert_eq!(phases(&changed), [attached("eth0"), attached("lan")]);
+    assert!(status(&changed).pending_changes.is_empty(), "{changed:?}");
+    let mut taps: Vec<_> = status(&changed).nics.iter().map(|nic| nic.tap.clone()).collect();
+    taps.sort();
+    let mut ports = network.ports("br0");
+    ports.sort();
+    assert_eq!(ports, taps);
+    daemon.kill_and_restart().await;
+    assert_eq!(
+        status(&daemon.get("web").await.unwrap()).nics,
+        status(&changed).nics
+    );
+
+    // The first one goes; the other one keeps its tap.
+    let changed = daemon
+        .change("web", |spec| drop(spec.nics.remove(0)))
+        .await
+        .unwrap();
+    assert_eq!(phases(&changed), [attached("lan")]);
+    assert!(taps.contains(&status(&changed).nics[0].tap));
+
+    // An attach whose end the daemon does not see is found by the next one.
+    let more = nic("more", Attachment::Bridge("nonexistent".into()));
+    let changed = daemon.change("web", |spec| spec.nics.push(more)).await.unwrap();
+    let more = status(&changed).nics[1].clone();
+    assert_eq!(more.phase(), AttachmentPhase::Pending);
+    assert!(more.message.contains("nonexistent"), "{more:?}");
+    assert_eq!(status(&changed).pending_changes.len(), 1);
+    network.ip("link add nonexistent type bridge");
+    network.ip("link set nonexistent up");
+    daemon.kill_and_restart().await;
+    let begin = std::time::Instant::now();
+    while phases(&daemon.get("web").await.unwrap()) != [attached("lan"), attached("more")] {
+        assert!(begin.elapsed().as_secs() < 30, "{:?}", daemon.get("web").await);
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    daemon.kill_vm("web").await.unwrap();
+    assert_eq!(network.ports("br0"), Vec::<String>::new());
 }
 
 #[tokio::test]

@@ -21,7 +21,7 @@ use crate::{
     balloon, console,
     disks::{self, Plugged},
     guest::Guest,
-    lies, snapshot,
+    lies, nics, snapshot,
 };
 
 pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
@@ -123,6 +123,8 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         }
         Op::Stop(_) => guest.end(ExitKind::Stopped, ""),
         Op::GetStatus(_) => guest.status(),
+        Op::AttachNic(request) if !old() => return nics::attach(guest, request, fds),
+        Op::DetachNic(request) if !old() => return nics::detach(guest, &request),
         Op::AttachDisk(request) => return disks::attach(guest, request, fds),
         Op::DetachDisk(request) => return disks::detach(guest, &request),
         Op::ResizeDisk(request) => return disks::resize(guest, &request),
@@ -164,6 +166,8 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         | Op::UnlockDisks(_)
         | Op::Send(_)
         | Op::UpdateNic(_)
+        | Op::AttachNic(_)
+        | Op::DetachNic(_)
         | Op::SetShareBackend(_)
         | Op::SendBreak(_)
         | Op::ResizeConsole(_) => {
@@ -238,6 +242,7 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     let disks = wire.disks.iter().cloned();
     let disks: Vec<_> = disks.map(|disk| Plugged::new(disk, &mut fds)).collect();
     guest.disks().extend(disks);
+    nics::boot(guest, &wire, &mut fds);
     let fds = fds.into_iter().flatten().collect();
     let status = guest.boot(&wire, log, fds);
     if let Some(Some(text)) = restored {

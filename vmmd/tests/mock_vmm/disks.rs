@@ -7,11 +7,11 @@ use std::{
 
 use proto::vmm::{
     AttachDisk, DetachDisk, Disk, DiskDetached, DiskStats, DiskStatsReply, Error, ErrorKind, ImageFormat,
-    MachineStats, NicStats, OperationStats, ResizeDisk, SetRateLimit, VcpuStats, event,
-    response::Result as Outcome, set_rate_limit::Target,
+    MachineStats, OperationStats, ResizeDisk, SetRateLimit, VcpuStats, event, response::Result as Outcome,
+    set_rate_limit::Target,
 };
 
-use crate::guest::Guest;
+use crate::{guest::Guest, nics};
 
 /// A disk and the images below it.
 pub struct Plugged {
@@ -189,17 +189,7 @@ pub fn machine_stats(guest: &Guest) -> Option<Outcome> {
             thread: None,
         }],
         exits: exits.map(|(name, count)| (name.to_owned(), count)).into(),
-        nics: vec![NicStats {
-            name: "eth0".into(),
-            received_packets: 1,
-            received_bytes: 2,
-            received_dropped: 3,
-            sent_packets: 4,
-            sent_bytes: 5,
-            sent_dropped: 6,
-            received_filtered: 7,
-            sent_invalid: 8,
-        }],
+        nics: nics::stats(guest),
         balloon: None,
         disks: guest.disks().iter().map(Plugged::stats).collect(),
     }))

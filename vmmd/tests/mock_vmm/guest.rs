@@ -27,7 +27,7 @@ use proto::vmm::{
 use crate::{
     balloon,
     disks::{self, Plugged},
-    lies,
+    lies, nics,
 };
 
 /// From the end of its connections to the end of the process.
@@ -36,6 +36,7 @@ const FADING: Duration = Duration::from_millis(150);
 pub struct Guest {
     inner: Mutex<Inner>,
     disks: Mutex<Vec<Plugged>>,
+    nics: Mutex<Vec<nics::Plugged>>,
     /// Nothing when it has given up its control connections.
     controls: Mutex<Option<Vec<Weak<UnixStream>>>>,
     exit: File,
@@ -73,6 +74,7 @@ impl Guest {
         Self {
             inner: Mutex::new(inner),
             disks: Mutex::default(),
+            nics: Mutex::default(),
             controls: Mutex::new(Some(Vec::new())),
             exit,
             name: OnceLock::new(),
@@ -158,6 +160,10 @@ impl Guest {
         status
     }
 
+    pub fn nics(&self) -> MutexGuard<'_, Vec<nics::Plugged>> {
+        self.nics.lock().unwrap()
+    }
+
     pub fn disks(&self) -> MutexGuard<'_, Vec<Plugged>> {
         self.disks.lock().unwrap()
     }
@@ -226,7 +232,10 @@ impl Guest {
                 let text = format!("{}\r\n", inner.machine);
                 inner.print(text.as_bytes());
             }
-            ["eject", name] => disks::eject(self, name, false),
+            ["eject", name] => {
+                disks::eject(self, name, false);
+                nics::eject(self, name, false);
+            }
             ["fail", name] => {
                 let device = format!("disk {name}");
                 let message = "read from the image: Input/output error".into();

@@ -26,6 +26,7 @@ mod disks;
 mod guest;
 mod image;
 mod lies;
+mod nics;
 mod share;
 mod snapshot;
 

@@ -6,7 +6,7 @@ mod console;
 pub(super) mod disk;
 pub(super) mod display;
 mod legacy;
-mod nic;
+pub(super) mod nic;
 mod rng;
 mod serial;
 mod share;
@@ -53,7 +53,7 @@ use super::{
     disks::Disks,
     image::{Image, Loading, pci_windows},
     machine::Machine,
-    nics::Nic,
+    nics::Nics,
     saved,
 };
 use crate::{
@@ -275,7 +275,6 @@ struct Assembly {
     hotplug: Arc<HotPlug>,
     sockets: Sockets,
     components: Vec<Box<dyn Component>>,
-    nics: Vec<Nic>,
     /// When the images of its disks are locked.
     locks: Locks,
     /// What gives shares other processes, by their names.
@@ -335,7 +334,6 @@ impl Assembly {
             spaces,
             hotplug,
             components: Vec::new(),
-            nics: Vec::new(),
             locks: Locks::AtOnce,
             shares: Vec::new(),
             slots: Vec::new(),
@@ -378,8 +376,9 @@ impl Assembly {
         for disk in &spec.disks {
             disks.fit(disk, &mut self.fds, self.locks)?;
         }
+        let mut nics = Nics::new(self.sockets.clone(), Arc::clone(&self.hotplug));
         for nic in &spec.nics {
-            nic::build(&mut self, nic)?;
+            nics.fit(nic, &mut self.fds)?;
         }
         for share in &spec.shares {
             share::build(&mut self, share)?;
@@ -406,7 +405,7 @@ impl Assembly {
             serial,
             console,
             screen,
-            nics: self.nics,
+            nics,
             shares: self.shares,
             slots: self.slots,
             pci: self.sockets.pci,

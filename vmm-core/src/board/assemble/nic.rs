@@ -12,14 +12,15 @@ use proto::{
     vmm::ErrorKind,
 };
 
-use super::{Assembly, Failure, disk};
+use super::{Failure, Fds, Sockets, disk};
 use crate::{board::nics::Nic, lifecycle::with_causes};
 
-pub(super) fn build(assembly: &mut Assembly, spec: &machine::Nic) -> Result<(), Failure> {
+/// Puts a NIC into its PCI slot.
+pub(in crate::board) fn plug(sockets: &Sockets, spec: &machine::Nic, fds: &mut Fds) -> Result<Nic, Failure> {
     let name = format!("nic {}", spec.name);
     let mut queues: Vec<Box<dyn NetBackend>> = Vec::with_capacity(spec.fds.len());
     for fd in &spec.fds {
-        let tap = Tap::new(assembly.fds.take(*fd)?).map_err(|error| failure(&name, &error))?;
+        let tap = Tap::new(fds.take(*fd)?).map_err(|error| failure(&name, &error))?;
         queues.push(Box::new(tap));
     }
     let receive_limiter = spec.receive_limit.map(disk::limits).map(Limiter::new);
@@ -37,7 +38,7 @@ pub(super) fn build(assembly: &mut Assembly, spec: &machine::Nic) -> Result<(), 
     };
     let mut servers: Vec<Box<dyn PairServer>> = Vec::with_capacity(spec.vhosts.len());
     for fd in &spec.vhosts {
-        let vhost = VhostNet::new(assembly.fds.take(*fd)?).map_err(|error| Failure {
+        let vhost = VhostNet::new(fds.take(*fd)?).map_err(|error| Failure {
             kind: ErrorKind::Resources,
             message: format!("{name}: use vhost-net: {error}"),
         })?;
@@ -45,13 +46,16 @@ pub(super) fn build(assembly: &mut Assembly, spec: &machine::Nic) -> Result<(), 
     }
     let mut device = Net::new(queues, options);
     device.serve_by(servers);
-    assembly.nics.push(Nic {
+    let control = device.control();
+    let device = sockets.plug(&name, spec.slot, Box::new(device))?;
+    Ok(Nic {
         name: spec.name.clone(),
-        control: device.control(),
+        slot: spec.slot.number(),
+        device,
+        control,
         receive_limiter,
         transmit_limiter,
-    });
-    assembly.add_virtio(&name, spec.slot, Box::new(device))
+    })
 }
 
 fn offloads(without: NicSwitches) -> Offloads {

@@ -17,7 +17,6 @@
 //! a deadline: who takes it away by force, a pause and a reset (it may still write to guest memory), and the end of the
 //! machine.
 
-mod leaving;
 mod opening;
 #[cfg(test)]
 mod tests;
@@ -25,7 +24,7 @@ mod tests;
 use std::{
     io,
     os::fd::OwnedFd,
-    sync::{Arc, mpsc::channel},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -33,7 +32,6 @@ use devices::{
     component::Component,
     pci::HotPlug,
     rate::Limiter,
-    thread::{self, ThreadKind},
     virtio::{
         blk::{BlkControl, OperationStats},
         transport::VirtioPciDevice,
@@ -45,15 +43,15 @@ use proto::{
 };
 use tracing::error;
 
-use self::{
+use self::opening::{Opener, Opening};
+use super::{
+    assemble::{
+        Fds, Sockets,
+        disk::{self, Groups, Locks},
+    },
     leaving::{Leaving, Phase},
-    opening::{Opener, Opening},
 };
-use super::assemble::{
-    Fds, Sockets,
-    disk::{self, Groups, Locks},
-};
-use crate::lifecycle::{Detached, Failure, LimitTarget, Notice, Progress, Token};
+use crate::lifecycle::{Detached, Failure, LimitTarget, Pluggable, Progress, Token};
 
 /// How long a disk that is taken away by force may take for its requests under way before whoever asked is told that
 /// it takes longer.
@@ -250,25 +248,11 @@ impl Disks {
     }
 
     fn leave(&mut self, disk: Fitted, forced: bool) {
-        let (here, gone) = channel::<()>();
+        let rest = (disk.control, disk.limiter);
         let notifier = self.sockets.notifier.clone();
-        let name = disk.name.clone();
-        let end = move || {
-            match disk.device.end() {
-                Ok(()) => {
-                    // Nobody receives this when the machine is gone.
-                    let _machine_is_gone = here.send(());
-                }
-                Err(error) => error!(disk = disk.name, %error, "a disk can't be ended"),
-            }
-            drop(here);
-            notifier.notify(Notice::Unplugged);
-        };
-        // Without a thread the disk is dropped here, which does not wait until it is drained: it is never told as gone.
-        if let Err(error) = thread::spawn(ThreadKind::Helper, "unplug", end) {
-            error!(disk = name, %error, "starting a thread that ends a disk");
-        }
-        self.leaving.push(Leaving::new(name, forced, true, gone));
+        let which = (Pluggable::Disk, disk.name, forced);
+        self.leaving
+            .push(Leaving::end(which, disk.device, rest, notifier));
     }
 
     /// See [`Machine::collect_detached`](crate::lifecycle::Machine::collect_detached).
@@ -281,6 +265,7 @@ impl Disks {
             let waiting = disk.waiting.into_iter();
             self.answers.extend(waiting.map(|(token, _)| (token, Ok(()))));
             Detached {
+                what: Pluggable::Disk,
                 name: disk.name,
                 forced: disk.forced,
             }
@@ -315,16 +300,6 @@ impl Disks {
                 message: format!("requests of disk {name}, which is being taken away, did not end"),
             }),
         }
-    }
-
-    /// With the vCPUs stopped: the new guest finds the slots as they are. A disk that the old one was asked for goes: it
-    /// has no use of it any more, and whoever asked for it still waits.
-    pub fn reset(&mut self, deadline: Instant) -> Result<(), Failure> {
-        for slot in self.hotplug.reset() {
-            self.sockets.pci.remove(slot, &self.sockets.mmio);
-        }
-        self.hotplug.power_on(|slot| self.sockets.pci.is_taken(slot));
-        self.wait_for_leaving(deadline)
     }
 
     /// See [`Machine::resize_disk`](crate::lifecycle::Machine::resize_disk).

@@ -11,8 +11,8 @@ use devices::{
 };
 use proto::{model::machine::Disk, vmm::ErrorKind};
 
-use super::{super::assemble::Fds, leaving::Leaving};
-use crate::lifecycle::{Failure, Notice, Notifier, Token};
+use super::super::{assemble::Fds, leaving::Leaving};
+use crate::lifecycle::{Failure, Notice, Notifier, Pluggable, Token};
 
 /// How an image is opened.
 pub(super) type Opener = Arc<dyn Fn(&Disk, &mut Fds) -> Result<Box<dyn Image>, Failure> + Send + Sync>;
@@ -85,6 +85,6 @@ impl Opening {
 
     /// Nobody wants the image any more; its file is closed when it is open.
     pub fn cancel(self, forced: bool) -> Leaving {
-        Leaving::new(self.spec.name, forced, false, self.closed)
+        Leaving::new(Pluggable::Disk, self.spec.name, forced, false, self.closed)
     }
 }

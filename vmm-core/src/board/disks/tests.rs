@@ -4,7 +4,7 @@ use std::{
     io,
     sync::{
         Mutex,
-        mpsc::{Receiver, Sender},
+        mpsc::{Receiver, Sender, channel},
     },
 };
 
@@ -17,7 +17,7 @@ use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::*;
-use crate::lifecycle::{Input, Notifier};
+use crate::lifecycle::{Input, Notice, Notifier};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -95,6 +95,16 @@ impl Rig {
         self.disks.detach(token(request), name, force)
     }
 
+    /// What the machine does of its reset with disks.
+    fn reset(&mut self, deadline: Instant) -> Result<(), Failure> {
+        for slot in self.disks.hotplug.reset() {
+            self.disks.sockets.pci.remove(slot, &self.disks.sockets.mmio);
+        }
+        let pci = &self.disks.sockets.pci;
+        self.disks.hotplug.power_on(|slot| pci.is_taken(slot));
+        self.disks.wait_for_leaving(deadline)
+    }
+
     /// Waits for the next notice.
     fn notice(&self) -> Notice {
         match self.notices.recv_timeout(PATIENCE).unwrap() {
@@ -129,7 +139,11 @@ fn soon() -> Instant {
 
 fn gone(name: &str, forced: bool) -> Vec<Detached> {
     let name = name.to_owned();
-    vec![Detached { name, forced }]
+    vec![Detached {
+        what: Pluggable::Disk,
+        name,
+        forced,
+    }]
 }
 
 #[test]
@@ -138,7 +152,7 @@ fn a_disk_is_attached_when_its_image_is_open_and_nobody_waits_for_that() {
     rig.attach(1, "data", 5).unwrap();
     // A pause and a reset find nothing to wait for.
     rig.disks.wait_for_leaving(Instant::now()).unwrap();
-    rig.disks.reset(Instant::now()).unwrap();
+    rig.reset(Instant::now()).unwrap();
     assert_eq!(rig.answers(), []);
     assert!(rig.names().is_empty());
     assert!(!rig.disks.sockets.pci.is_taken(5));
@@ -232,7 +246,7 @@ fn a_disk_that_is_taken_away_by_force_is_answered_when_it_is_gone() {
 fn a_disk_with_requests_under_way_is_never_told_as_gone_and_holds_up_whoever_needs_the_memory() {
     let mut rig = Rig::new();
     let (tell_gone, receiver) = channel();
-    let mut leaving = Leaving::new("data".into(), true, true, receiver);
+    let mut leaving = Leaving::new(Pluggable::Disk, "data".into(), true, true, receiver);
     leaving.waiting.push((token(1), Instant::now()));
     leaving.waiting.push((token(2), soon()));
     rig.disks.leaving.push(leaving);
@@ -243,7 +257,7 @@ fn a_disk_with_requests_under_way_is_never_told_as_gone_and_holds_up_whoever_nee
         "its time has come"
     );
     assert!(rig.disks.wait_for_leaving(Instant::now()).is_err());
-    assert!(rig.disks.reset(Instant::now()).is_err());
+    assert!(rig.reset(Instant::now()).is_err());
     tell_gone.send(()).unwrap();
     rig.disks.wait_for_leaving(Instant::now()).unwrap();
     assert_eq!(rig.disks.collect_detached(), gone("data", true));
@@ -254,7 +268,7 @@ fn a_disk_with_requests_under_way_is_never_told_as_gone_and_holds_up_whoever_nee
 fn a_disk_that_can_not_be_ended_is_lost_and_never_told_as_gone() {
     let mut rig = Rig::new();
     let (tell_gone, receiver) = channel();
-    let mut leaving = Leaving::new("data".into(), true, true, receiver);
+    let mut leaving = Leaving::new(Pluggable::Disk, "data".into(), true, true, receiver);
     leaving.waiting.push((token(1), soon()));
     rig.disks.leaving.push(leaving);
     drop(tell_gone);

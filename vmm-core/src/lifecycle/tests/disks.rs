@@ -154,6 +154,7 @@ fn a_disk_that_the_guest_ejected_is_told_when_it_is_gone() {
     ];
     let (log, _) = run(inputs, |builder| {
         builder.detached.lock().unwrap().push(Detached {
+            what: Pluggable::Disk,
             name: "data".into(),
             forced: false,
         });
@@ -173,6 +174,7 @@ fn disks_that_go_with_a_reset_are_told_after_it() {
     ];
     let (log, _) = run(inputs, |builder| {
         builder.detached.lock().unwrap().push(Detached {
+            what: Pluggable::Disk,
             name: "data".into(),
             forced: false,
         });
@@ -229,6 +231,45 @@ fn sizes_limits_and_counters_reach_the_machine() {
             "6 all stats of data",
             "balloon 1048576",
             "7 ok Running web",
+        ]
+    );
+}
+
+#[test]
+fn nics_come_and_go_as_disks_do_and_their_end_is_told() {
+    let attach = |name: &str| Request::AttachNic {
+        nic: Box::new(Nic {
+            name: name.into(),
+            ..Nic::default()
+        }),
+        fds: Vec::new(),
+    };
+    let detach = |force| Request::DetachNic {
+        name: "lan".into(),
+        force,
+    };
+    let (log, _) = run(
+        vec![
+            request(1, attach("early")),
+            request(2, boot(false)),
+            request(3, attach("lan")),
+            request(4, detach(false)),
+            request(5, detach(true)),
+            request(6, Request::Stop),
+        ],
+        |_| (),
+    );
+    assert_eq!(log[0], "1 State");
+    assert_eq!(
+        log[4..11],
+        [
+            "attach nic lan",
+            "3 ok Running web",
+            "detach nic lan",
+            "4 ok Running web",
+            "detach nic lan",
+            "nic lan detached, forced true",
+            "5 ok Running web"
         ]
     );
 }

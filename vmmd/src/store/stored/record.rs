@@ -92,6 +92,8 @@ stored! {
         spec: Option<VmSpec>,
         #[prost(message, optional, tag = "22")]
         hardware: Option<Hardware>,
+        #[prost(btree_map = "string, string", tag = "24")]
+        taps: BTreeMap<String, String>,
     }
 }
 

@@ -24,7 +24,7 @@ pub struct Attachments {
     /// Errors of disks in this run.
     pub(super) errors: Errors,
     /// Other changes of the machine.
-    pub(super) live: LiveChanges,
+    pub(in crate::vm) live: LiveChanges,
     /// Held while the files of a VM without a process are changed: a start waits for that.
     pub(super) offline: Arc<Mutex<()>>,
     /// Counts changes of what is plugged in: an answer about it from before the last one is out of date.

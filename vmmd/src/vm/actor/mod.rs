@@ -20,6 +20,7 @@ mod balloon;
 mod disks;
 mod handover;
 mod left;
+mod nics;
 mod pending_stop;
 mod plug;
 mod processors;

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use proto::{
     model::disk::{Disk, Format, RateLimit, Source},
     vmm::{
-        AttachDisk, DetachDisk, DiskStats, ErrorKind, ResizeDisk, SetRateLimit, Status, UpdateNic,
+        AttachDisk, DetachDisk, DiskStats, ErrorKind, NicStats, ResizeDisk, SetRateLimit, Status, UpdateNic,
         request::Op, set_rate_limit::Target,
     },
 };
@@ -28,7 +28,7 @@ use crate::{
 
 /// How long a `vmm` may take for one request about disks: opening an image with large tables is the longest.
 /// A client has more patience than that, so that it hears whose fault it is.
-const TIMEOUT: Duration = Duration::from_secs(20);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// What came of a task.
 #[derive(Debug)]
@@ -45,6 +45,8 @@ pub enum Outcome {
     State(Result<Status, control::Error>),
     /// What the disks are on that the machine had when the daemon started.
     Identified(BTreeMap<String, Vec<FileId>>),
+    /// Which NICs the machine has, asked after so many changes of them.
+    NicsLooked(u64, Result<Vec<NicStats>, control::Error>),
     /// What the machine has, asked after so many changes.
     Looked(u64, Result<Vec<DiskStats>, control::Error>),
 }
@@ -296,7 +298,7 @@ async fn has(client: &Client, name: &str) -> Option<bool> {
 }
 
 /// What a client is told when a `vmm` refuses something about a disk.
-fn refused(error: &control::Error) -> Failure {
+pub(super) fn refused(error: &control::Error) -> Failure {
     let control::Error::Refused(remote) = error else {
         return start::refused(error);
     };
@@ -323,7 +325,7 @@ fn unclear_failure<T, E>(name: &str, answer: Result<Result<T, control::Error>, E
     unclear_about(&format!("disk \"{name}\""), answer)
 }
 
-fn unclear_about<T, E>(what: &str, answer: Result<Result<T, control::Error>, E>) -> Failure {
+pub(super) fn unclear_about<T, E>(what: &str, answer: Result<Result<T, control::Error>, E>) -> Failure {
     let why = match answer {
         Ok(Err(error)) => crate::text::chain(&error),
         Ok(Ok(_)) | Err(_) => format!("the vmm did not answer within {} s", TIMEOUT.as_secs()),

@@ -46,6 +46,8 @@ pub(super) const SECOND_MINOR: u32 = 2;
 pub(super) const THIRD_MINOR: u32 = 3;
 /// The one that has `UpdateNic`.
 pub(super) const FOURTH_MINOR: u32 = 4;
+/// The one that has `AttachNic` and `DetachNic`.
+pub(super) const SEVENTH_MINOR: u32 = 7;
 /// The one that has `Save`, and `restore` in `Boot`.
 pub const SNAPSHOT_MINOR: u32 = 4;
 /// That of `UnlockDisks`, and of a received machine whose disks are locked when it is resumed.
@@ -265,6 +267,7 @@ impl Actor {
             }
             Some(event::Kind::DisksQuiet(_)) => self.on_disks_quiet(),
             Some(event::Kind::DiskDetached(gone)) => self.on_disk_gone(gone).await,
+            Some(event::Kind::NicDetached(gone)) => self.on_nic_gone(gone).await,
             Some(event::Kind::MigrationRound(round)) => self.on_migration_round(round),
             None => {}
         }

@@ -29,7 +29,7 @@ use crate::{
             policy::Occasion,
             stop::{self, Then},
         },
-        machine::change,
+        machine::{self, change},
         start::{Plan, STEPS, Started, start},
     },
 };
@@ -111,6 +111,7 @@ impl Actor {
             boot_id: self.host.boot_id.clone(),
             request_id: operation.context().request_id.clone(),
             operation: operation.id().to_owned(),
+            taps: machine::taps(self.uid, &wanted.1.clone().unwrap_or_default()),
             spec: wanted.0,
             hardware: wanted.1,
             ..InstanceRecord::default()

@@ -46,7 +46,7 @@ use crate::{
 };
 
 /// How long the guest may take to eject a disk when nothing is given.
-const DEFAULT_EJECT: Duration = Duration::from_secs(30);
+pub(super) const DEFAULT_EJECT: Duration = Duration::from_secs(30);
 /// How long it may take to power off when nothing is given.
 const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 

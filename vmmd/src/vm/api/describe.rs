@@ -6,7 +6,7 @@ use proto::{
     model::{
         Violations,
         disk::Source,
-        vm::{Attachment, VmSpec},
+        vm::{Attachment, Nic, VmSpec},
     },
     v1::{self, AttachmentPhase, ConditionStatus, VmPhase},
 };
@@ -132,7 +132,7 @@ impl View {
                 self.block_devices(instance, attached),
                 self.restart_required(&left),
             ],
-            nics: nics(host, uid, record, spec, run),
+            nics: nics(host, uid, record, spec, run, attached),
             phase_time: text::timestamp(self.phase_ms),
             disks: disks(host, record, spec, instance.is_some(), attached),
             restart: restart(record, spec),
@@ -343,50 +343,65 @@ pub fn camel_case(reason: &str) -> String {
         .collect()
 }
 
-/// NICs of a VM as the API shows them: those of its machine while it runs.
+/// NICs of a VM as the API shows them: those that its machine has, and those that it is to get.
 fn nics(
     host: &Host,
     uid: Uuid,
     record: &VmRecord,
     spec: &VmSpec,
     run: Option<&InstanceRecord>,
+    attached: &Attachments,
 ) -> Vec<v1::NicStatus> {
-    let hardware = run
-        .and_then(|run| run.hardware.as_ref())
-        .or(record.hardware.as_ref())
-        .cloned()
-        .unwrap_or_default();
-    let of_run = run.and_then(|run| run.spec.as_ref().map(|spec| spec.nics.iter()));
-    let nics = match of_run {
-        Some(nics) => nics
-            .filter_map(|nic| proto::model::vm::nic(&mut Violations::default(), "nic", nic))
-            .collect(),
-        None => spec.nics.clone(),
+    let valid = |nic: &v1::NicSpec| proto::model::vm::nic(&mut Violations::default(), "nic", nic);
+    let of_run = run.and_then(|run| run.spec.as_ref());
+    let in_machine: Vec<_> = match (run, of_run) {
+        (Some(_), Some(running)) => running.nics.iter().filter_map(valid).collect(),
+        // As an older daemon has it: the machine has what the spec says.
+        (Some(_), None) => spec.nics.clone(),
+        (None, _) => Vec::new(),
     };
-    let running = run.is_some();
-    let described = nics.iter().enumerate().map(|(index, nic)| {
-        let (tap, bridge) = match &nic.attachment {
-            Attachment::Bridge(bridge) => (network::tap_name(uid, index), bridge.clone()),
-            Attachment::Tap(tap) => (tap.clone(), String::new()),
+    let wanted = |nic: &&Nic| in_machine.iter().all(|other| other.name != nic.name);
+    let nics = in_machine.iter().chain(spec.nics.iter().filter(wanted));
+    let known = [
+        run.and_then(|run| run.hardware.as_ref()),
+        record.hardware.as_ref(),
+    ];
+    let described = nics.enumerate().map(|(index, nic)| {
+        let name = nic.name.as_str();
+        let plugged = index < in_machine.len();
+        let made = run.and_then(|run| run.taps.get(name)).cloned();
+        let (tap, bridge, network) = match &nic.attachment {
+            // Its number is in the name of a tap that an older daemon has made.
+            Attachment::Bridge(bridge) => (made.unwrap_or_else(|| old_tap(uid, index)), bridge.clone(), ""),
+            Attachment::Tap(tap) => (tap.clone(), String::new(), ""),
             Attachment::Network { name, .. } => {
                 let bridge = host.networks.bridge(name.as_str()).unwrap_or_default();
-                (network::tap_name(uid, index), bridge)
+                (made.unwrap_or_else(|| old_tap(uid, index)), bridge, name.as_str())
             }
         };
-        let mac = machine::mac(&hardware, nic.name.as_str());
-        let network = match &nic.attachment {
-            Attachment::Network { name, .. } => name.as_str(),
-            Attachment::Bridge(_) | Attachment::Tap(_) => "",
+        let mac = known
+            .into_iter()
+            .flatten()
+            .find_map(|hardware| machine::mac(hardware, name));
+        let address = host.networks.address(network, uid, name);
+        let path = format!("spec.nics[{name}]");
+        let under_way = attached.live.is_under_way(&path);
+        let phase = match (plugged, spec.nics.iter().any(|other| other.name == nic.name)) {
+            (true, false) if under_way => AttachmentPhase::Detaching,
+            (true, _) => AttachmentPhase::Attached,
+            (false, _) if under_way && run.is_some() => AttachmentPhase::InProgress,
+            (false, _) => AttachmentPhase::Pending,
         };
-        let address = host.networks.address(network, uid, nic.name.as_str());
         v1::NicStatus {
-            name: nic.name.to_string(),
+            name: name.to_owned(),
             mac: mac.map(|mac| mac.to_string()).unwrap_or_default(),
-            tap: if running { tap } else { String::new() },
+            tap: if plugged { tap } else { String::new() },
             bridge,
             link_down: !nic.link_up,
             network: network.to_owned(),
             addresses: address.iter().map(ToString::to_string).collect(),
+            phase: phase.into(),
+            message: attached.live.failed.get(&path).cloned().unwrap_or_default(),
         }
     });
     described.collect()
@@ -411,6 +426,11 @@ fn shares(spec: &VmSpec, instance: Option<&Instance>) -> Vec<v1::ShareStatus> {
         }
     });
     described.collect()
+}
+
+/// The tap of the NIC number `index` of a run that an older daemon has begun.
+fn old_tap(uid: Uuid, index: usize) -> String {
+    network::tap_name(uid, u32::try_from(index).unwrap_or(u32::MAX))
 }
 
 #[cfg(test)]

@@ -11,14 +11,21 @@ use std::{
 };
 
 use proto::{
-    model::{disk::Disk, nic::Mac, pci, policy::ClockOnResume, resources::HugePages, vm::VmSpec},
+    model::{
+        disk::Disk,
+        nic::Mac,
+        pci,
+        policy::ClockOnResume,
+        resources::HugePages,
+        vm::{Nic, VmSpec},
+    },
     vmm::{self, MachineSpec},
 };
 use uuid::Uuid;
 
 use crate::{
     files::{Files, OpenDisk},
-    network::Tap,
+    network::{self, Tap},
     store::{Hardware, NicHardware},
 };
 
@@ -122,9 +129,8 @@ pub fn reallocate(
         if new.nics.contains_key(&name) {
             continue;
         }
-        let taken = taken(&[&new]);
-        let mut slots = NIC_SLOTS.chain(pci::further().rev());
-        if let Some(slot) = slots.find(|slot| !taken.contains(slot)) {
+        let slot = free_nic_slot(&[&new, running]).or_else(|| free_nic_slot(&[&new]));
+        if let Some(slot) = slot {
             let mac = nic.mac.unwrap_or_else(&mut random).octets().to_vec();
             new.nics.insert(name, NicHardware { slot, mac });
         }
@@ -139,6 +145,19 @@ pub fn reallocate(
         }
     }
     new
+}
+
+fn free_nic_slot(hardware: &[&Hardware]) -> Option<u32> {
+    let taken = taken(hardware);
+    let mut slots = NIC_SLOTS.chain(pci::further().rev());
+    slots.find(|slot| !taken.contains(slot))
+}
+
+/// The taps that are made for the NICs of a machine, by the NICs' names.
+pub fn taps(uid: Uuid, hardware: &Hardware) -> BTreeMap<String, String> {
+    let nics = hardware.nics.iter();
+    let named = nics.map(|(name, nic)| (name.clone(), network::tap_name(uid, nic.slot)));
+    named.collect()
 }
 
 /// The slots of all disks, NICs and shares.
@@ -198,19 +217,7 @@ pub fn assemble(
             .nics
             .iter()
             .zip(parts.taps)
-            .map(|(nic, tap)| {
-                let hardware = hardware.nics.get(nic.name.as_str()).cloned().unwrap_or_default();
-                let mut queues = tap.queues.into_iter().map(|fd| fds.add(fd));
-                vmm::Nic {
-                    fd: queues.next().unwrap_or(u32::MAX),
-                    further_fds: queues.collect(),
-                    vhost_fds: tap.vhosts.into_iter().map(|fd| fds.add(fd)).collect(),
-                    mac: hardware.mac,
-                    pci_slot: hardware.slot,
-                    mtu: nic.mtu_on(tap.mtu),
-                    ..nic.machine()
-                }
-            })
+            .map(|(nic, tap)| wire_nic(&mut fds, hardware, nic, tap))
             .collect(),
         shares: spec
             .shares
@@ -258,6 +265,27 @@ pub fn plug(hardware: &Hardware, disk: &Disk, opened: OpenDisk) -> (vmm::Disk, V
     let mut fds = Descriptors::default();
     let wire = wire_disk(&mut fds, hardware, disk, opened);
     (wire, fds.0)
+}
+
+/// The same of a NIC.
+pub fn plug_nic(hardware: &Hardware, nic: &Nic, tap: Tap) -> (vmm::Nic, Vec<OwnedFd>) {
+    let mut fds = Descriptors::default();
+    let wire = wire_nic(&mut fds, hardware, nic, tap);
+    (wire, fds.0)
+}
+
+fn wire_nic(fds: &mut Descriptors, hardware: &Hardware, nic: &Nic, tap: Tap) -> vmm::Nic {
+    let hardware = hardware.nics.get(nic.name.as_str()).cloned().unwrap_or_default();
+    let mut queues = tap.queues.into_iter().map(|fd| fds.add(fd));
+    vmm::Nic {
+        fd: queues.next().unwrap_or(u32::MAX),
+        further_fds: queues.collect(),
+        vhost_fds: tap.vhosts.into_iter().map(|fd| fds.add(fd)).collect(),
+        mac: hardware.mac,
+        pci_slot: hardware.slot,
+        mtu: nic.mtu_on(tap.mtu),
+        ..nic.machine()
+    }
 }
 
 fn wire_disk(fds: &mut Descriptors, hardware: &Hardware, disk: &Disk, opened: OpenDisk) -> vmm::Disk {

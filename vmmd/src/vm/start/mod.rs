@@ -189,10 +189,12 @@ async fn run(
         .map(|(disk, opened)| (disk.name.to_string(), opened.ids.clone()))
         .collect();
     claim.set_disks(ids.values().flatten().copied().collect());
+    let named = machine::taps(uid, &hardware);
     let mut taps = Vec::new();
     for (index, nic) in spec.nics.iter().enumerate() {
         let mac = machine::mac(&hardware, nic.name.as_str()).unwrap_or_else(|| Mac::local([0; 6]));
-        taps.push(network::open_tap(host.for_networks(), uid, &name, index, nic, mac).await?);
+        let tap = named.get(nic.name.as_str()).cloned().unwrap_or_default();
+        taps.push(network::open_tap(host.for_networks(), uid, &name, index, nic, (mac, tap)).await?);
     }
     let runtime = RuntimeDir::of(&host.config, uid);
     let (client, notices) = Client::connect(&runtime.control())

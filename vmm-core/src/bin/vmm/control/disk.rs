@@ -27,6 +27,14 @@ pub(super) fn request(op: Op, fds: Vec<OwnedFd>) -> Result<Request, &'static str
             },
             limit: (&set.limit.ok_or("SetRateLimit without a limit")?).into(),
         },
+        Op::AttachNic(attach) => Request::AttachNic {
+            nic: Box::new(attach.nic.ok_or("AttachNic without a NIC")?),
+            fds,
+        },
+        Op::DetachNic(detach) => Request::DetachNic {
+            name: detach.name,
+            force: detach.force,
+        },
         Op::UpdateNic(update) => Request::UpdateNic {
             name: update.name,
             change: NicChange {

@@ -14,6 +14,8 @@ pub(super) fn name(op: &Op) -> &'static str {
         Op::GetStatus(_) => "GetStatus",
         Op::AttachDisk(_) => "AttachDisk",
         Op::DetachDisk(_) => "DetachDisk",
+        Op::AttachNic(_) => "AttachNic",
+        Op::DetachNic(_) => "DetachNic",
         Op::ResizeDisk(_) => "ResizeDisk",
         Op::SetRateLimit(_) => "SetRateLimit",
         Op::GetDiskStats(_) => "GetDiskStats",

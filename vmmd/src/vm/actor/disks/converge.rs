@@ -19,8 +19,9 @@ use crate::{
 };
 
 impl Actor {
-    /// Asks the `vmm` which disks it has.
+    /// Asks the `vmm` which disks and NICs it has.
     pub(in crate::vm::actor) fn look(&mut self) {
+        self.look_at_nics();
         if let Some(client) = self.instance.as_ref().and_then(|instance| instance.client()) {
             let changes = self.disks.changes();
             self.disks

@@ -114,6 +114,10 @@ impl Actor {
             }
             Outcome::State(state) => self.on_state(state),
             Outcome::Identified(disks) => self.on_identified(disks),
+            Outcome::NicsLooked(changes, Ok(nics)) => self.converge_nics(changes, &nics).await,
+            Outcome::NicsLooked(_, Err(error)) => {
+                tracing::debug!(vm = self.record.name, %error, "the vmm does not say which NICs it has");
+            }
             Outcome::Looked(changes, Ok(_)) if changes != self.disks.changes() => self.look(),
             Outcome::Looked(_, Ok(disks)) => self.converge(&disks).await,
             Outcome::Looked(_, Err(error)) => {

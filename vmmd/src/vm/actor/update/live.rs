@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    sync::Arc,
     time::Duration,
 };
 
@@ -11,7 +12,7 @@ use proto::{
     vmm::{UpdateNic, set_rate_limit::Target},
 };
 use serde_json::Value as Json;
-use tokio::time::Instant;
+use tokio::{task::AbortHandle, time::Instant};
 
 use super::DEFAULT_EJECT;
 use crate::{
@@ -24,11 +25,11 @@ use crate::{
         actor::{
             Actor,
             attachments::Attachments,
-            balloon,
+            balloon, nics,
             plug::{self, Outcome},
             respond,
             row::Row,
-            run::{FOURTH_MINOR, SECOND_MINOR},
+            run::{FOURTH_MINOR, SECOND_MINOR, SEVENTH_MINOR},
         },
         lifecycle::admission::{Verdict as Admitted, admit},
         machine::change::{self, Change, Live, Verdict},
@@ -41,8 +42,12 @@ pub struct LiveChanges {
     under_way: BTreeSet<String>,
     /// Requests to the machine about limits and the memory target: they must reach it in their order.
     row: Row,
+    /// Attaches and detaches of NICs that are waited for, by path.
+    nics: BTreeMap<String, AbortHandle>,
+    /// Counts what was begun and ended of these: what a machine said before is out of date.
+    pub(in super::super) nics_changed: u64,
     /// By path: why it could not be applied.
-    pub(in super::super) failed: BTreeMap<String, String>,
+    pub(in crate::vm) failed: BTreeMap<String, String>,
     waiters: Vec<Waiter>,
 }
 
@@ -85,6 +90,25 @@ impl LiveChanges {
     pub(in super::super) fn clear(&mut self) {
         self.under_way.clear();
         self.failed.clear();
+        self.nics_changed += 1;
+        for task in std::mem::take(&mut self.nics).into_values() {
+            task.abort();
+        }
+    }
+
+    /// Whether a change is being carried out.
+    pub fn is_under_way(&self, path: &str) -> bool {
+        self.under_way.contains(path)
+    }
+
+    /// A change is over, whoever still works on it.
+    pub(in super::super) fn end(&mut self, path: &str) {
+        self.nics_changed += 1;
+        self.under_way.remove(path);
+        self.failed.remove(path);
+        if let Some(task) = self.nics.remove(path) {
+            task.abort();
+        }
     }
 
     /// Answers when nothing is under way any more that is waited for.
@@ -99,29 +123,17 @@ impl Actor {
     pub(super) fn apply_live(&mut self, deadline: Instant, joins: bool) -> (Vec<(String, u64)>, Vec<String>) {
         let (mut plugs, mut paths) = (Vec::new(), Vec::new());
         let client = self.running_client();
-        for Change {
-            path,
-            desired,
-            verdict,
-            ..
-        } in change::pending(&self.record)
-        {
-            let (live, client) = match (verdict, &client) {
+        for change in change::pending(&self.record) {
+            let (live, client) = match (&change.verdict, &client) {
                 // See `apply_processors`.
                 (Verdict::Restart | Verdict::Live(Live::Processors), _) => continue,
-                (Verdict::Live(live), Ok(client)) => (live, client.clone()),
+                (Verdict::Live(live), Ok(client)) => (live.clone(), client.clone()),
                 (Verdict::Live(_), Err(failure)) => {
-                    self.disks.live.failed.insert(path, failure.message.clone());
+                    let message = failure.message.clone();
+                    self.disks.live.failed.insert(change.path, message);
                     continue;
                 }
             };
-            if live == Live::BalloonTarget
-                && let Err(failure) =
-                    self.knows_minor(SECOND_MINOR, "change how much memory its guest is left with")
-            {
-                self.disks.live.failed.insert(path, failure.message);
-                continue;
-            }
             if let Live::Attach(name) | Live::Detach(name) = &live {
                 let begins = self.disks.plug(name).is_none();
                 if begins {
@@ -132,15 +144,59 @@ impl Actor {
                 }
                 continue;
             }
-            if let (Live::NicLink(_) | Live::NicReceiveLimit(_) | Live::NicTransmitLimit(_), Err(failure)) =
-                (&live, self.knows_minor(FOURTH_MINOR, "change a NIC"))
-            {
-                self.disks.live.failed.insert(path, failure.message);
-                continue;
+            let path = change.path.clone();
+            if self.begin_live(change, client, deadline) {
+                paths.push(path);
             }
-            // One that is under way is followed by another when it is over.
-            if self.disks.live.under_way.insert(path.clone()) {
-                let (spec, of) = (self.record.spec.clone().unwrap_or_default(), path.clone());
+        }
+        (plugs, paths)
+    }
+
+    /// Begins a change of the machine that is no plug of a disk. False when the `vmm` is too old for it. One that is under way is
+    /// followed by another when it is over.
+    pub(in super::super) fn begin_live(&mut self, change: Change, client: Client, deadline: Instant) -> bool {
+        let Change {
+            path,
+            desired,
+            verdict,
+            ..
+        } = change;
+        let Verdict::Live(live) = verdict else {
+            return false;
+        };
+        let needs = match &live {
+            Live::BalloonTarget => (SECOND_MINOR, "change how much memory its guest is left with"),
+            Live::NicLink(_) | Live::NicReceiveLimit(_) | Live::NicTransmitLimit(_) => {
+                (FOURTH_MINOR, "change a NIC")
+            }
+            Live::AttachNic(_) | Live::DetachNic(_) => {
+                (SEVENTH_MINOR, "take NICs while it runs, or give them back")
+            }
+            _ => (0, ""),
+        };
+        if let Err(failure) = self.knows_minor(needs.0, needs.1) {
+            self.disks.live.failed.insert(path, failure.message);
+            return false;
+        }
+        if !self.disks.live.under_way.insert(path.clone()) {
+            return true;
+        }
+        let (record, of) = (self.record.clone(), path.clone());
+        match &live {
+            Live::AttachNic(name) | Live::DetachNic(name) => {
+                let (host, uid, name) = (Arc::clone(&self.host), self.uid, name.clone());
+                self.disks.live.nics_changed += 1;
+                let task = self.disks.tasks.spawn(async move {
+                    let result = match &live {
+                        Live::AttachNic(_) => nics::attach(host, client, uid, record, &name).await,
+                        _ => nics::detach(client, &name, deadline).await,
+                    };
+                    Outcome::Applied(of, live, desired, result)
+                });
+                self.disks.live.nics.insert(path, task);
+            }
+            _ => {
+                let spec = record.spec.unwrap_or_default();
                 let mut turn = self.disks.live.row.join();
                 self.disks.tasks.spawn(async move {
                     turn.come().await;
@@ -148,9 +204,8 @@ impl Actor {
                     Outcome::Applied(of, live, desired, result)
                 });
             }
-            paths.push(path);
         }
-        (plugs, paths)
+        true
     }
 
     fn begin_plug(&mut self, live: &Live, client: Client, deadline: Instant) {
@@ -178,6 +233,8 @@ impl Actor {
         if !self.disks.live.under_way.remove(&path) {
             return;
         }
+        self.disks.live.nics.remove(&path);
+        self.disks.live.nics_changed += 1;
         let pending = change::pending(&self.record);
         let pending = pending.into_iter().find(|change| change.path == path);
         match (result, pending) {
@@ -282,6 +339,12 @@ async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec) -> Result<(),
             let held = valid.and_then(|spec| Some(spec.balloon?.held_bytes(spec.memory_bytes)));
             balloon::tell(client, held.unwrap_or(0)).await
         }
-        Live::RunPolicy | Live::DropGroup(_) | Live::Processors | Live::Attach(_) | Live::Detach(_) => Ok(()),
+        Live::RunPolicy
+        | Live::DropGroup(_)
+        | Live::Processors
+        | Live::Attach(_)
+        | Live::Detach(_)
+        | Live::AttachNic(_)
+        | Live::DetachNic(_) => Ok(()),
     }
 }

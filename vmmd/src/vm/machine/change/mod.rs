@@ -18,9 +18,11 @@ use proto::{
     },
 };
 use serde_json::Value as Json;
+use uuid::Uuid;
 
 use crate::{
     host::Host,
+    network::tap_name,
     store::{Hardware, VmRecord},
 };
 
@@ -55,6 +57,10 @@ pub enum Live {
     DiskLimit(String),
     /// The limit of a rate group.
     GroupLimit(String),
+    /// A NIC more.
+    AttachNic(String),
+    /// A NIC less.
+    DetachNic(String),
     /// Whether a NIC's link is up.
     NicLink(String),
     /// The limit of what the guest receives over a NIC.
@@ -283,9 +289,12 @@ fn verdict(path: &str, was: bool, is: bool) -> Verdict {
         _ if path == "spec.runPolicy" => Some(Live::RunPolicy),
         _ if path == "spec.balloon.targetBytes" => Some(Live::BalloonTarget),
         _ if PROCESSORS.contains(&path) => Some(Live::Processors),
-        (false, true) if path.ends_with(']') => item("spec.disks", "").map(Live::Attach),
+        (false, true) if path.ends_with(']') => item("spec.disks", "")
+            .map(Live::Attach)
+            .or_else(|| item("spec.nics", "").map(Live::AttachNic)),
         (true, false) if path.ends_with(']') => item("spec.disks", "")
             .map(Live::Detach)
+            .or_else(|| item("spec.nics", "").map(Live::DetachNic))
             .or_else(|| item("spec.rateGroups", "").map(Live::DropGroup)),
         _ => item("spec.disks", ".rateLimit")
             .map(Live::DiskLimit)
@@ -300,7 +309,12 @@ fn verdict(path: &str, was: bool, is: bool) -> Verdict {
 /// Notes in the record of the run that the machine has taken over a change.
 pub fn take_over(record: &mut VmRecord, live: &Live) {
     let desired = record.spec.clone().unwrap_or_default();
-    let slots = record.hardware.clone().unwrap_or_default().disk_slots;
+    let Hardware {
+        disk_slots: slots,
+        nics,
+        ..
+    } = record.hardware.clone().unwrap_or_default();
+    let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
     let Some(run) = &mut record.instance else { return };
     let hardware = run.hardware.get_or_insert_default();
     let running = run.spec.get_or_insert_with(|| desired.clone());
@@ -351,6 +365,20 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
                 hardware.disk_slots.insert(name.clone(), *slot);
             }
         }
+        Live::AttachNic(name) => {
+            running.nics.retain(|nic| nic.name != *name);
+            let nic = desired.nics.iter().find(|nic| nic.name == *name);
+            running.nics.extend(nic.cloned());
+            if let Some(nic) = nics.get(name) {
+                hardware.nics.insert(name.clone(), nic.clone());
+                run.taps.insert(name.clone(), tap_name(uid, nic.slot));
+            }
+        }
+        Live::DetachNic(name) => {
+            running.nics.retain(|nic| nic.name != *name);
+            hardware.nics.remove(name);
+            run.taps.remove(name);
+        }
         Live::Detach(name) => {
             running.disks.retain(|disk| disk.name != *name);
             hardware.disk_slots.remove(name);
@@ -376,6 +404,11 @@ pub fn machine(record: &VmRecord, desired: &proto::model::vm::VmSpec) -> proto::
     for disk in wanted.disks {
         if running.disks.iter().all(|other| other.name != disk.name) {
             running.disks.push(disk);
+        }
+    }
+    for nic in wanted.nics {
+        if running.nics.iter().all(|other| other.name != nic.name) {
+            running.nics.push(nic);
         }
     }
     for group in wanted.rate_groups {

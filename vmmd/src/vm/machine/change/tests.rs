@@ -198,8 +198,11 @@ fn each_kind_of_change_has_its_verdict() {
             },
             &["spec.disks[new] restart", "spec.rateGroups[fast] restart"],
         ),
-        (|s| s.nics.push(nic("eth1")), &["spec.nics[eth1] restart"]),
-        (|s| s.nics.clear(), &["spec.nics[eth0] restart"]),
+        (
+            |s| s.nics.push(nic("eth1")),
+            &["spec.nics[eth1] AttachNic(\"eth1\")"],
+        ),
+        (|s| s.nics.clear(), &["spec.nics[eth0] DetachNic(\"eth0\")"]),
         (
             |s| s.nics[0].attachment = Some(nic_spec::Attachment::Tap("t0".into())),
             &["spec.nics[eth0].bridge restart", "spec.nics[eth0].tap restart"],
