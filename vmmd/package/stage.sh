@@ -25,6 +25,7 @@ put 755 "$programs/vmmd" usr/lib/vmmd/vmmd
 put 755 "$programs/vmm" usr/lib/vmmd/vmm
 put 755 "$virtiofsd/bin/virtiofsd" usr/lib/vmmd/virtiofsd
 put 755 "$here/stop-guests" usr/lib/vmmd/stop-guests
+put 755 "$here/default-network" usr/lib/vmmd/default-network
 put 755 "$programs/vmmctl" usr/bin/vmmctl
 strip "$root/usr/lib/vmmd/vmmd" "$root/usr/lib/vmmd/vmm" "$root/usr/lib/vmmd/virtiofsd" "$root/usr/bin/vmmctl"
 mkdir -p "$root/usr/sbin"
