@@ -38,6 +38,11 @@ impl<'case> Place<'case> {
         self.describe(name)
     }
 
+    fn uid(&self, name: &str) -> String {
+        let uid = self.describe(name)["metadata"]["uid"].as_str().map(str::to_owned);
+        uid.expect("a UUID")
+    }
+
     fn describe(&self, name: &str) -> Value {
         let all = self.case.node().sh("vmmctl network ls --json").expect("networks");
         let all: Vec<Value> = serde_json::from_str(&all).expect("JSON");
@@ -72,6 +77,20 @@ fn guest<'case>(case: &'case Case, suffix: &str, nic: &Value) -> (Vm<'case>, Con
     (vm, console, address)
 }
 
+/// "reached" or "lost". `to` is an address, with options of ping(8) in front of it.
+fn ping(console: &mut Console, to: &str) -> String {
+    let command = format!("ping -c 3 -W 5 {to} > /dev/null && echo reached || echo lost");
+    console.run(&command, PATIENCE).expect("ping").trim().to_owned()
+}
+
+/// The IPv4 addresses of a name, as the network's name server says.
+fn resolve(console: &mut Console, name: &str) -> String {
+    let command = format!("busybox nslookup -type=a {name} 10.80.0.1");
+    console
+        .run(&command, PATIENCE)
+        .expect("an answer of the name server")
+}
+
 #[test]
 fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports_only() {
     let case = Case::new("network").expect("node");
@@ -94,10 +113,6 @@ fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports
     assert_ne!(web_address, db_address);
 
     // In one network they reach each other, in two they do not.
-    let ping = |console: &mut Console, address: &str| {
-        let command = format!("ping -c 3 -W 5 {address} > /dev/null && echo reached || echo lost");
-        console.run(&command, PATIENCE).expect("ping").trim().to_owned()
-    };
     assert_eq!(ping(&mut db_console, &web_address), "reached");
     assert_eq!(ping(&mut other_console, &web_address), "lost");
     assert_eq!(ping(&mut web_console, &other_address), "lost");
@@ -162,4 +177,158 @@ fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports
     }
     let addresses = web.field("/status/nics/0/addresses/0").expect("the status");
     assert_eq!(addresses, web_address);
+}
+
+/// The helper of a network needs no daemon, and what a guest says about itself is held against what it is.
+#[test]
+fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_dropped() {
+    let case = Case::new("network").expect("node");
+    let node = case.node();
+    let folder = case.folder().expect("folder");
+    let mut place = Place::new(&case);
+    node.sh(&format!(
+        "ip netns exec world dnsmasq --conf-file=/dev/null --no-resolv --no-hosts --user=root --bind-interfaces \
+         --listen-address=198.51.100.2 --address=/outside.example/203.0.113.7 --pid-file={folder}/dnsmasq.pid"
+    ))
+    .expect("a name server in the world");
+    let lan = place.network("lan", "--cidr 10.80.0.0/24 --dns 198.51.100.2");
+    let bridge = lan["status"]["bridge"].as_str().expect("a bridge").to_owned();
+    let nic = json!({"name": "eth0", "network": "lan"});
+    let (liar, mut liar_console, liar_address) = guest(&case, "-liar", &nic);
+    let (honest, mut console, address) = guest(&case, "-honest", &nic);
+    assert_eq!(ping(&mut liar_console, &address), "reached");
+
+    // Without the daemon: names of VMs, of the outside, and an address that is renewed.
+    node.sh("systemctl stop vmmd.service").expect("stop the daemon");
+    let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let found = resolve(&mut console, &format!("{}.lan.internal", liar.name()));
+        assert!(found.contains(&liar_address), "{found}");
+        let found = resolve(&mut console, "www.outside.example");
+        assert!(found.contains("203.0.113.7"), "{found}");
+        let lease = console
+            .run("udhcpc -i eth0 -s /lib/udhcpc -n -q -t 20 -T 2 2>&1", PATIENCE)
+            .expect("an address again");
+        assert!(lease.contains(&address), "{address}: {lease}");
+    }));
+    node.sh("systemctl start vmmd.service").expect("start the daemon");
+    if let Err(panic) = served {
+        std::panic::resume_unwind(panic);
+    }
+
+    lies_about_addresses(
+        &mut liar_console,
+        &mut console,
+        &liar_address,
+        &address,
+        &node
+            .sh(&format!("cat /sys/class/net/{bridge}/address"))
+            .expect("the gateway's MAC address"),
+    );
+
+    // A guest's DHCP server is heard by nobody, even when the network's says nothing.
+    liar_console
+        .run(
+            "printf 'start 10.80.0.100\\nend 10.80.0.110\\ninterface eth0\\nlease_file /tmp/leases\\npidfile /tmp/pid\\n' \
+             > /tmp/udhcpd.conf && touch /tmp/leases && busybox udhcpd -S /tmp/udhcpd.conf && sleep 1 && \
+             kill -0 $(cat /tmp/pid)",
+            PATIENCE,
+        )
+        .expect("a DHCP server in a guest");
+    let helper = format!("pkill -f '[s]erve-network.*{}'", place.uid("lan"));
+    node.sh(&helper.replace("pkill", "pkill -STOP"))
+        .expect("stop the network's server");
+    let ask = "udhcpc -i eth0 -s /bin/true -n -q -t 3 -T 2 > /dev/null 2>&1 && echo served || echo nobody";
+    let heard = console.run(ask, PATIENCE).expect("ask");
+    node.sh(&helper.replace("pkill", "pkill -CONT"))
+        .expect("let it go on");
+    assert_eq!(heard.trim(), "nobody");
+    let heard = console.run(ask, PATIENCE).expect("ask again");
+    assert_eq!(heard.trim(), "served");
+
+    node.sh(&format!("kill $(cat {folder}/dnsmasq.pid)"))
+        .expect("end the name server");
+    drop((liar, honest));
+}
+
+/// `liar` says that it has other addresses; `honest` does not hear it.
+fn lies_about_addresses(
+    liar: &mut Console,
+    honest: &mut Console,
+    liar_address: &str,
+    honest_address: &str,
+    gateway: &str,
+) {
+    let mac = |console: &mut Console| {
+        let mac = console.run("cat /sys/class/net/eth0/address", PATIENCE);
+        mac.expect("its MAC address").trim().to_owned()
+    };
+    let (liar_mac, honest_mac) = (mac(liar), mac(honest));
+    // Another IP address. Both know where the other one is, so that no ARP is needed.
+    liar.run(
+        &format!("busybox arp -s {honest_address} {honest_mac} && ip addr add 10.80.0.200/24 dev eth0"),
+        PATIENCE,
+    )
+    .expect("an address of nobody");
+    honest
+        .run(&format!("busybox arp -s 10.80.0.200 {liar_mac}"), PATIENCE)
+        .expect("the way back");
+    assert_eq!(ping(liar, &format!("-I 10.80.0.200 {honest_address}")), "lost");
+    assert_eq!(
+        ping(liar, &format!("-I {liar_address} {honest_address}")),
+        "reached"
+    );
+    liar.run("ip addr del 10.80.0.200/24 dev eth0", PATIENCE)
+        .expect("its own address alone");
+
+    // The gateway's IP address, by ARP.
+    assert_eq!(ping(honest, "10.80.0.1"), "reached");
+    liar.run(
+        "ip addr add 10.80.0.1/32 dev eth0 && busybox arping -U -c 3 -I eth0 -s 10.80.0.1 10.80.0.1; \
+         ip addr del 10.80.0.1/32 dev eth0",
+        PATIENCE,
+    )
+    .expect("lie about the gateway");
+    let known = honest
+        .run("ip neigh show 10.80.0.1", PATIENCE)
+        .expect("what it knows of the gateway");
+    assert!(
+        known.contains(gateway.trim()),
+        "{gateway} is the gateway: {known}"
+    );
+
+    // Another MAC address, at which the other guest would answer.
+    liar.run("ip link set eth0 address 02:00:00:00:00:99", PATIENCE)
+        .expect("another MAC address");
+    honest
+        .run(
+            &format!("busybox arp -s {liar_address} 02:00:00:00:00:99"),
+            PATIENCE,
+        )
+        .expect("the way back");
+    assert_eq!(ping(liar, honest_address), "lost");
+    liar.run(&format!("ip link set eth0 address {liar_mac}"), PATIENCE)
+        .expect("its own MAC address");
+    honest
+        .run(&format!("busybox arp -d {liar_address}"), PATIENCE)
+        .expect("forget it");
+    assert_eq!(ping(liar, honest_address), "reached");
+
+    // IPv6, of which the network has none.
+    for (console, address) in [(&mut *liar, "fd00::1"), (&mut *honest, "fd00::2")] {
+        console
+            .run(
+                &format!(
+                    "ip addr add {address}/64 dev eth0 && while ip -6 addr show dev eth0 | grep -q tentative; do usleep 100000; done"
+                ),
+                PATIENCE,
+            )
+            .expect("an IPv6 address");
+    }
+    let six = liar
+        .run(
+            "ping6 -c 2 -W 3 fd00::2 > /dev/null && echo reached || echo lost",
+            PATIENCE,
+        )
+        .expect("ping6");
+    assert_eq!(six.trim(), "lost");
 }
