@@ -268,14 +268,15 @@ impl Shared {
         self.served_less.notify_all();
     }
 
-    /// Asks the driver to make itself known in the network (5.1.6.5.4), if it can.
-    pub(super) fn announce(&self) {
+    /// Asks the driver to make itself known in the network (5.1.6.5.4); false when it can't.
+    pub(super) fn announce(&self) -> bool {
         let can = self.negotiated.load(Ordering::SeqCst) & 1 << VIRTIO_NET_F_GUEST_ANNOUNCE != 0;
         if can && let Some(connection) = self.connection.get() {
             connection
                 .signals
                 .change_config(|| self.announce.store(true, Ordering::SeqCst));
         }
+        can
     }
 
     /// The driver does so.

@@ -4,6 +4,7 @@
 //! what the driver set, the link, limiters, counters. With vhost-net the kernel serves the pairs in place of their workers: see
 //! [`delegation`].
 
+mod announce;
 mod command;
 mod config;
 mod control;

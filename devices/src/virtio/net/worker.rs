@@ -17,6 +17,7 @@ use virtio_bindings::virtio_net::{
 };
 
 use super::{
+    announce,
     command::Commands,
     control::Shared,
     delegation::{self, Delegation},
@@ -29,6 +30,7 @@ use crate::{
     net::NetBackend,
     rate::Cost,
     state::{Section, StateError},
+    sys::Iovecs,
     virtio::{
         device::{Drained, Progress, QueueHandler},
         fault::Fault,
@@ -271,8 +273,14 @@ impl QueueHandler for NetHandler {
         if let Some(wake) = self.shared.wake_of(self.pair) {
             session.watch(&**wake, WAKE, EventSet::IN | EventSet::EDGE_TRIGGERED)?;
         }
-        if self.pair == 0 && std::mem::take(&mut self.moved) {
-            self.shared.announce();
+        let moved = self.pair == 0 && std::mem::take(&mut self.moved);
+        if moved && !self.shared.announce() && self.shared.is_link_up() {
+            let (_, mac) = self.shared.filter();
+            let mut nothing = Iovecs::new(Arc::new(session.memory().clone()));
+            // What the host does not take now the guest's next packet says as well.
+            if let Err(error) = self.backend.send(&announce::packet(mac), &mut nothing) {
+                tracing::debug!(%error, "announce where a network interface is");
+            }
         }
         match self.follow(session) {
             // This thread serves the pair then.

@@ -101,6 +101,28 @@ fn a_driver_announces_itself_after_its_device_was_restored() {
     drop(peer);
 }
 
+#[test]
+fn a_device_announces_a_driver_that_does_not_after_it_was_restored() {
+    let (_peer, _, mut driver) = with_control(CTRL_VQ);
+    driver.rig.pause();
+    let section = driver.rig.device.save().unwrap();
+    let (peer, front) = Peer::new();
+    driver.rig = driver.rig.restored(front, &section).unwrap();
+    driver.rig.device.resume().unwrap();
+    let packet = peer.receive();
+    let (header, frame) = packet.split_at(12);
+    assert_eq!(header, [0; 12]);
+    assert_eq!(frame.len(), 60);
+    assert_eq!((&frame[..6], &frame[6..12]), (&[0xff; 6][..], &MAC[..]));
+    assert_eq!(
+        frame[12..22],
+        [0x80, 0x35, 0, 1, 8, 0, 6, 4, 0, 3],
+        "reverse ARP for Ethernet and IPv4"
+    );
+    assert_eq!((&frame[22..28], &frame[32..38]), (&MAC[..], &MAC[..]));
+    assert_eq!(status(&driver), LINK_UP, "it is not asked for more");
+}
+
 fn status_of(rig: &Rig) -> u64 {
     rig.read(Area::Device, 6, 2)
 }
