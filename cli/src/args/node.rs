@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use super::{FORMAT, HELP, Output, Timeout, duration};
+use super::{FORMAT, HELP, Output, Timeout, duration, vm_name};
 
 /// `node`.
 #[derive(Debug, Args)]
@@ -32,7 +32,8 @@ pub enum NodeVerb {
     },
     /// Create and start VMs here again; those whose run policy wants it are started.
     Uncordon(Timeout),
-    /// Cordon the node and stop all VMs; they start again after `uncordon` when their run policy wants it.
+    /// Cordon the node and stop all VMs, or move them to other nodes first; what was stopped starts again after `uncordon` when its run policy
+    /// wants it.
     Drain(Drain),
     /// Set (KEY=VALUE) and remove (KEY-) labels of the node.
     Label {
@@ -53,6 +54,11 @@ pub enum NodeVerb {
 
 /// `node drain`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl node drain --reason 'new kernel' --grace 2m
+  vmmctl node drain --migrate-to node-2.example:7443
+  vmmctl node drain --migrate-to node-2.example:7443 --migrate db=node-3.example:7443 --stop-rest")]
 pub struct Drain {
     /// Why, for people.
     #[arg(long, value_name = "TEXT", default_value = "")]
@@ -60,12 +66,36 @@ pub struct Drain {
     /// How long each guest may take to power off, at most 1h (60s when not given); those that have not are killed.
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub grace: Option<Duration>,
-    /// Return when it has begun.
+    /// Move VMs that run to the node where vmmd listens there, one after the other, while they run. When one can't be moved, nothing is stopped.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub migrate_to: Option<String>,
+    /// Move this VM there instead. May be given several times; without --migrate-to, all others are stopped.
+    #[arg(long = "migrate", value_name = "VM=HOST:PORT", value_parser = destination)]
+    pub destinations: Vec<(String, String)>,
+    /// Stop VMs that can't be moved.
+    #[arg(long)]
+    pub stop_rest: bool,
+    /// Return when it has begun, once VMs are moved.
     #[arg(long)]
     pub no_wait: bool,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub timeout: Timeout,
+}
+
+impl Drain {
+    /// Where a VM is to go; nowhere when it is to be stopped.
+    pub fn destination(&self, vm: &str) -> Option<&str> {
+        let own = self.destinations.iter().find(|(name, _)| name == vm);
+        own.map(|(_, to)| to.as_str()).or(self.migrate_to.as_deref())
+    }
+}
+
+fn destination(text: &str) -> Result<(String, String), String> {
+    let (name, to) = text
+        .split_once('=')
+        .ok_or("must be VM=HOST:PORT, as in web=node-2.example:7443")?;
+    Ok((vm_name(name)?, to.to_owned()))
 }
 
 /// A change of labels.

@@ -43,16 +43,38 @@ async fn migrate(client: &Client, args: Migrate) -> Result<()> {
     if args.detach {
         return output::line(format!("operation/{} begun", begun.id));
     }
+    finish(client, &begun.id).await?;
+    output::line(format!("vm/{name} migrated to {to}"))
+}
+
+/// Moves a VM without limits, and waits for the end.
+pub async fn move_to(client: &Client, name: &str, to: &str) -> Result<()> {
+    let request = v1::MigrateVmRequest {
+        name: name.to_owned(),
+        target: to.to_owned(),
+        ..Default::default()
+    };
+    let response = send!(client.limit(WORK), client.migrations, migrate_vm, request).await;
+    let begun = response
+        .map_err(|failure| about_vm(failure, name))?
+        .operation
+        .ok_or_else(empty_answer)?;
+    let moved = finish(client, &begun.id).await;
+    moved.map_err(|failure| about_vm(failure, name))?;
+    output::line(format!("vm/{name} migrated to {to}"))
+}
+
+/// Waits for the end of a migration, and says how far it is.
+async fn finish(client: &Client, operation: &str) -> Result<()> {
     let mut told = String::new();
-    let ended = operation::follow(client, &begun.id, |seen| {
+    let ended = operation::follow(client, operation, |seen| {
         if !seen.message.is_empty() && seen.message != told {
             told.clone_from(&seen.message);
             eprintln!("{told}");
         }
         Ok(())
     });
-    operation::outcome(ended.await?)?;
-    output::line(format!("vm/{name} migrated to {to}"))
+    operation::outcome(ended.await?).map(drop)
 }
 
 async fn cancel(client: &Client, name: &str) -> Result<()> {

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use proto::v1;
 
-use super::{apply, interrupt, operation};
+use super::{apply, interrupt, migration, operation};
 use crate::{
     args::node::{Drain, LabelChange, NodeVerb},
     client::{Client, QUICK, call, send},
@@ -27,7 +27,10 @@ pub async fn run(client: &Client, verb: NodeVerb) -> Result<(), Vec<Failure>> {
             let client = &client.with_timeout(timeout.timeout);
             uncordon(client).await.map_err(super::one)
         }
-        NodeVerb::Drain(args) => drain(client, args).await.map_err(super::one),
+        NodeVerb::Drain(args) => {
+            evacuate(client, &args).await?;
+            drain(client, args).await.map_err(super::one)
+        }
         NodeVerb::Label { labels, timeout } => {
             let client = &client.with_timeout(timeout.timeout);
             label(client, labels).await.map_err(super::one)
@@ -72,6 +75,37 @@ async fn label(client: &Client, labels: Vec<LabelChange>) -> Result<()> {
         .await?
         .node;
     output::line(format!("node/{} labelled", name(node)))
+}
+
+/// Moves the VMs that are to be moved. The failures are those of the VMs that stay and are not to be stopped.
+async fn evacuate(client: &Client, args: &Drain) -> Result<(), Vec<Failure>> {
+    if args.migrate_to.is_none() && args.destinations.is_empty() {
+        return Ok(());
+    }
+    cordon(client, args.reason.clone()).await.map_err(super::one)?;
+    let vms = client.list(v1::VmFilter::default()).await.map_err(super::one)?;
+    let mut failures = Vec::new();
+    for vm in vms {
+        let runs = vm
+            .status
+            .is_some_and(|status| status.phase() == v1::VmPhase::Running);
+        let name = vm.metadata.unwrap_or_default().name;
+        let Some(to) = args.destination(&name).filter(|_| runs) else {
+            continue;
+        };
+        match migration::move_to(client, &name, to).await {
+            Err(failure) if args.stop_rest => {
+                eprintln!("vm/{name} will be stopped, since it can't be moved: {failure}");
+            }
+            Err(failure) => failures.push(failure),
+            Ok(()) => {}
+        }
+    }
+    if failures.is_empty() {
+        return Ok(());
+    }
+    let hint = "the node is cordoned, and nothing was stopped: with --stop-rest, VMs that can't be moved are stopped";
+    Err(failures.into_iter().map(|failure| failure.hint(hint)).collect())
 }
 
 async fn drain(client: &Client, args: Drain) -> Result<()> {

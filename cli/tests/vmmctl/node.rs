@@ -67,3 +67,41 @@ fn the_node_is_cordoned_labelled_and_drained_by_what_is_said() {
     let (code, _, err) = run(&daemon, &["label", "zone"], "");
     assert!(code == 2 && err.contains("KEY=VALUE, or KEY-"), "{err}");
 }
+
+#[test]
+fn a_drain_moves_vms_that_run_where_each_is_to_go_and_stops_nothing_when_one_stays() {
+    use proto::v1::VmPhase::{Running, Stopped};
+    let daemon = Daemon::start();
+    for (name, phase) in [("db", Running), ("off", Stopped), ("web", Running)] {
+        daemon.state.put(name, phase, &[]);
+    }
+    let moves = [
+        "drain",
+        "--migrate-to",
+        "full:7443",
+        "--migrate",
+        "db=node-3:7443",
+    ];
+    let (code, out, err) = run(&daemon, &moves, "");
+    assert_ne!(code, 0);
+    assert!(out.contains("vm/db migrated to node-3:7443"), "{out}");
+    assert!(
+        err.contains("web") && err.contains("does not fit") && err.contains("nothing was stopped"),
+        "{err}"
+    );
+    let tried = ["cordon ", "migrate db to node-3:7443", "migrate web to full:7443"];
+    assert_eq!(daemon.state.calls(), tried);
+
+    let rest = ["drain", "--migrate", "web=full:7443", "--stop-rest", "--no-wait"];
+    let (code, out, err) = run(&daemon, &rest, "");
+    assert_eq!(code, 0, "{err}");
+    assert!(out.contains("drains the node"), "{out}");
+    assert!(err.contains("vm/web will be stopped"), "{err}");
+    assert_eq!(
+        daemon.state.calls()[3..],
+        ["cordon ", "migrate web to full:7443", "drain  0"]
+    );
+
+    let (code, _, err) = run(&daemon, &["drain", "--migrate", "web"], "");
+    assert!(code == 2 && err.contains("VM=HOST:PORT"), "{err}");
+}

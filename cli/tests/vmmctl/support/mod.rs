@@ -1,6 +1,7 @@
 //! A daemon made for these tests: its services on a UNIX socket, with VMs and disks in maps.
 
 mod disk;
+mod migration;
 mod node;
 mod observe;
 mod operation;
@@ -21,6 +22,7 @@ use proto::{
         self, VmPhase, WatchEventType, console_request, console_response,
         disk_service_server::DiskServiceServer,
         event_service_server::EventServiceServer,
+        migration_service_server::MigrationServiceServer,
         node_service_server::NodeServiceServer,
         operation_service_server::OperationServiceServer,
         vm_service_server::{VmService, VmServiceServer},
@@ -161,6 +163,7 @@ fn serve(socket: &Path, state: &State) -> tokio::runtime::Runtime {
         .add_service(VmServiceServer::new(state.clone()))
         .add_service(DiskServiceServer::new(state.clone()))
         .add_service(EventServiceServer::new(state.clone()))
+        .add_service(MigrationServiceServer::new(state.clone()))
         .add_service(OperationServiceServer::new(state.clone()))
         .add_service(NodeServiceServer::new(state.clone()));
     runtime.spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));

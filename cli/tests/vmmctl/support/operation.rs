@@ -28,7 +28,7 @@ impl State {
         lock(&self.operations).insert(id.into(), operation);
     }
 
-    fn find_operation(&self, id: &str) -> Result<v1::Operation, Status> {
+    pub(super) fn find_operation(&self, id: &str) -> Result<v1::Operation, Status> {
         let found = lock(&self.operations).get(id).cloned();
         let message = || format!("there is no operation \"{id}\"");
         found.ok_or_else(|| refusal(Code::NotFound, "OPERATION_NOT_FOUND", message()))
