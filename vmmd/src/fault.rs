@@ -16,6 +16,19 @@ pub fn stall(dir: &Path, name: &str) {
     }
 }
 
+/// Waits as long as a test has a file of this name in the folder `fault` of `dir`; one with `.reached` behind its name says that it was come to.
+pub async fn hold(dir: &Path, name: &str) {
+    let held = dir.join("fault").join(name);
+    if !cfg!(debug_assertions) || !held.exists() {
+        return;
+    }
+    // A test that is not told fails.
+    let _ = fs::write(held.with_extension("reached"), "");
+    while held.exists() {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
 /// How long something is waited for: half a second when a test has put a file of this name into the folder `fault` of `dir`.
 pub fn patience(dir: &Path, name: &str, usual: Duration) -> Duration {
     let hasty = cfg!(debug_assertions) && dir.join("fault").join(name).exists();

@@ -23,6 +23,9 @@ use crate::{
 
 /// How long a connection may take.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How often the other node has to show that it is there, and how long it may take to: one that was cut off shows nothing else for minutes.
+const ALIVE_EVERY: Duration = Duration::from_secs(10);
+const ALIVE_WITHIN: Duration = Duration::from_secs(20);
 
 /// How other daemons are reached.
 #[derive(Debug)]
@@ -53,7 +56,10 @@ impl Peers {
                 Ok::<_, io::Error>(TokioIo::new(stream))
             }
         });
-        let endpoint = Endpoint::from_static("http://vmmd").connect_timeout(PATIENCE);
+        let endpoint = Endpoint::from_static("http://vmmd")
+            .connect_timeout(PATIENCE)
+            .http2_keep_alive_interval(ALIVE_EVERY)
+            .keep_alive_timeout(ALIVE_WITHIN);
         let connecting = timeout(PATIENCE, endpoint.connect_with_connector(connector)).await;
         let why = match connecting {
             Ok(Ok(channel)) => return Ok(PeerServiceClient::new(channel)),

@@ -54,6 +54,8 @@ const SEND_TIMEOUT: Duration = Duration::from_millis(200);
 const CALL: Duration = Duration::from_secs(30);
 /// How long the guest may stand still, when nothing is said.
 const DOWNTIME: Duration = Duration::from_millis(300);
+/// How long it may take until nothing of a VM that has moved is left here: its `vmm` ends, and its files are removed.
+const REMOVAL: Duration = Duration::from_secs(60);
 /// Waits between two tries of what was not answered.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LAST_WAIT: Duration = Duration::from_secs(10);
@@ -231,18 +233,32 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
     let result = hand_over(&host, &mut plan, &operation).await;
     let object = Object::Vm(plan.name.clone(), plan.uid);
     match result {
-        Ok(sent) => {
+        Ok(Outcome::Moved(sent)) => {
+            let took = began.elapsed();
+            // Whoever waits for the operation may create a VM of this name, or take the VM back.
+            if let Some(left) = host.vms.find(plan.uid)
+                && timeout(REMOVAL, left.mailbox.closed()).await.is_err()
+            {
+                tracing::warn!(vm = plan.name, "a VM that has moved is not removed yet");
+            }
             let message = format!(
                 "the VM runs on {}: {} bytes were sent in {} ms and {} rounds, the guest stood still for {} ms and the hand-over",
                 plan.target,
                 sent.sent_bytes,
-                began.elapsed().as_millis(),
+                took.as_millis(),
                 sent.rounds,
                 sent.pause_ns / 1_000_000
             );
             host.events
                 .emit(Draft::normal(object, "Migrated", message.clone()));
             operation.complete(&message);
+        }
+        Ok(Outcome::Decided) => {
+            let message = format!(
+                "{} has not confirmed that the VM runs there, and an operator has decided what becomes of it here",
+                plan.target
+            );
+            operation.fail(&Failure::new(Kind::Aborted, "MIGRATION_RESOLVED", message));
         }
         Err(failure) => {
             let event = SourceEvent::Cancel;
@@ -261,8 +277,16 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
     }
 }
 
+/// What came of a migration after its point of no return.
+enum Outcome {
+    /// The VM runs on the other node.
+    Moved(SendReply),
+    /// The other node has not said so before somebody decided what becomes of the VM, or before the daemon ended.
+    Decided,
+}
+
 /// From the offer to the end. An error is one from before the point of no return.
-async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Result<SendReply, Failure> {
+async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Result<Outcome, Failure> {
     let begin = HandoverRequest::Begin {
         peer: plan.target.clone(),
         reporter: operation.reporter(),
@@ -272,13 +296,14 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         return Err(Failure::internal("a migration without a number"));
     };
     plan.offer.migration = migration;
+    fault::hold(&host.config.run_dir, "begun").await;
     let cancel = operation.token().clone();
     let moved = tokio::select! {
         moved = send(plan, migration) => moved,
         () = cancel.cancelled() => Err(cancelled()),
     };
     let sent = moved?;
-    fault::stall(&host.config.run_dir, "sent");
+    fault::hold(&host.config.run_dir, "sent").await;
     let event = SourceEvent::Sent;
     let prepare = ask(host, &plan.name, HandoverRequest::Source { event }).await?;
     let mut said = None;
@@ -289,6 +314,7 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         let message = "the other node does not take the VM any more: its events say why";
         return Err(Failure::new(Kind::Aborted, "MIGRATION_REFUSED", message));
     };
+    fault::hold(&host.config.run_dir, "ready").await;
     // From here on nobody can cancel it.
     if !operation.commit() {
         return Err(cancelled());
@@ -303,8 +329,14 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         "handing the VM over",
     );
     fault::point(&host.config.run_dir, "given");
-    commit_until_heard(host, (&plan.name, plan.uid, &plan.target), migration).await;
-    Ok(sent)
+    fault::hold(&host.config.run_dir, "commit").await;
+    let to = (plan.name.as_str(), plan.uid, plan.target.as_str());
+    // The connection that is there: a new one would take its time while the guest stands still.
+    let peer = Some(plan.peer.clone());
+    Ok(match repeat(host, to, peer, Message::Commit(migration)).await {
+        true => Outcome::Moved(sent),
+        false => Outcome::Decided,
+    })
 }
 
 fn cancelled() -> Failure {
@@ -368,14 +400,15 @@ async fn relay(
     let began = Instant::now();
     let mut passed = 0_u64;
     loop {
-        let mut data = vec![0; CHUNK];
-        let read = near.read(&mut data).await;
+        let mut data = Vec::with_capacity(CHUNK);
+        let read = near.read_buf(&mut data).await;
         let length = read.map_err(|error| Failure::internal(text::words(&error)))?;
         if length == 0 {
             return Ok(());
         }
-        data.truncate(length);
-        passed = passed.saturating_add(u64::try_from(length).unwrap_or(u64::MAX));
+        // What is there already goes along: the vmm writes in small pieces, and each message costs. An error or the end comes again.
+        while data.len() < data.capacity() && matches!(near.try_read_buf(&mut data), Ok(1..)) {}
+        passed = passed.saturating_add(u64::try_from(data.len()).unwrap_or(u64::MAX));
         let part = v1::receive_vm_request::Part::Data(data);
         let part = v1::ReceiveVmRequest { part: Some(part) };
         if parts.send(part).await.is_err() {
@@ -415,16 +448,21 @@ async fn call(
     Ok(message_of(answer.into_inner().step(), migration))
 }
 
-/// Repeats `Commit` until the target has answered, or an operator has decided otherwise.
-async fn commit_until_heard(host: &Arc<Host>, (name, uid, target): (&str, Uuid, &str), migration: u64) {
-    repeat(host, (name, uid, target), Message::Commit(migration)).await;
-}
-
-/// Repeats a message until it is answered. The target's answer goes to the VM's actor.
-async fn repeat(host: &Arc<Host>, (name, uid, target): (&str, Uuid, &str), message: Message) {
+/// Repeats a message until it is answered, first over `peer`, then over new connections. The target's answer goes to the VM's actor. False when
+/// nobody waits for an answer any more: an operator has decided otherwise, or the daemon ends.
+async fn repeat(
+    host: &Arc<Host>,
+    (name, uid, target): (&str, Uuid, &str),
+    mut peer: Option<PeerServiceClient<Channel>>,
+    message: Message,
+) -> bool {
     let mut wait = FIRST_WAIT;
     loop {
-        let said = match host.peers.connect(target).await {
+        let connected = match peer.take() {
+            Some(peer) => Ok(peer),
+            None => host.peers.connect(target).await,
+        };
+        let said = match connected {
             Ok(mut peer) => call(&mut peer, name, uid, message).await,
             Err(failure) => Err(failure),
         };
@@ -442,11 +480,11 @@ async fn repeat(host: &Arc<Host>, (name, uid, target): (&str, Uuid, &str), messa
         if let Some(request) = request {
             // The VM may be gone: that is what was wanted.
             let _ = ask(host, name, request).await;
-            return;
+            return true;
         }
         tokio::select! {
             () = sleep(wait) => {}
-            () = host.stopping.cancelled() => return,
+            () = host.stopping.cancelled() => return false,
         }
         wait = (wait * 2).min(LAST_WAIT);
         let waits = host.store.vm(uid.as_bytes()).await;
@@ -459,7 +497,7 @@ async fn repeat(host: &Arc<Host>, (name, uid, target): (&str, Uuid, &str), messa
             _ => stage == Some(HandoverStage::Owner),
         };
         if !wanted {
-            return;
+            return false;
         }
     }
 }
@@ -477,6 +515,6 @@ pub fn attend(host: &Arc<Host>, uid: Uuid, name: String, target: String) {
             HandoverStage::Owner if !handover.peer.is_empty() => Message::Abort(handover.migration),
             _ => return,
         };
-        repeat(&host, (&name, uid, &target), message).await;
+        repeat(&host, (&name, uid, &target), None, message).await;
     });
 }

@@ -303,6 +303,7 @@ pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1
     }
     if matches!(message, Message::Commit(_)) {
         fault::point(&host.config.run_dir, "commit-lost");
+        fault::hold(&host.config.run_dir, "committed").await;
     }
     let found = Uuid::parse_str(&request.uid)
         .ok()
@@ -321,6 +322,7 @@ pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1
     let said_back = ask(host, name, HandoverRequest::Target { message }).await?;
     if matches!(message, Message::Commit(_)) {
         fault::point(&host.config.run_dir, "answer-lost");
+        fault::hold(&host.config.run_dir, "answer").await;
     }
     Ok(said(said_back.into_iter().next()))
 }

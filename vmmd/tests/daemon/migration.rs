@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// A daemon that can call others.
-async fn node(pki: &Pki) -> Daemon {
+pub async fn node(pki: &Pki) -> Daemon {
     let folder = tempfile::Builder::new()
         .prefix("vmmd")
         .tempdir_in("/tmp")
@@ -31,13 +31,13 @@ async fn node(pki: &Pki) -> Daemon {
     Daemon::in_folder(folder, &config).await
 }
 
-async fn pair() -> (Daemon, Daemon) {
+pub async fn pair() -> (Daemon, Daemon) {
     let pki = Pki::new("ca");
     (node(&pki).await, node(&pki).await)
 }
 
 impl Daemon {
-    async fn migrations(&self) -> MigrationServiceClient<Channel> {
+    pub async fn migrations(&self) -> MigrationServiceClient<Channel> {
         MigrationServiceClient::new(connect(self.folder.path()).await)
     }
 
@@ -60,7 +60,7 @@ impl Daemon {
     }
 
     /// The operation when it has ended.
-    async fn ended(&self, operation: &v1::Operation) -> v1::Operation {
+    pub async fn ended(&self, operation: &v1::Operation) -> v1::Operation {
         within(async || {
             let now = self.operation(&operation.id).await;
             let ended = !matches!(now.phase(), OperationPhase::Pending | OperationPhase::InProgress);
@@ -69,11 +69,11 @@ impl Daemon {
         .await
     }
 
-    async fn forgets(&self, vm: &str) {
+    pub async fn forgets(&self, vm: &str) {
         within(async || self.get(vm).await.is_err().then_some(())).await;
     }
 
-    async fn waits_for(&self, vm: &str, phase: VmPhase) -> v1::Vm {
+    pub async fn waits_for(&self, vm: &str, phase: VmPhase) -> v1::Vm {
         within(async || {
             let vm = self.get(vm).await.ok()?;
             (status(&vm).phase() == phase).then_some(vm)
@@ -81,15 +81,20 @@ impl Daemon {
         .await
     }
 
-    fn fault(&self, name: &str) {
+    pub fn fault(&self, name: &str) {
         fs::create_dir_all(self.path("run/fault")).unwrap();
         fs::write(self.path("run/fault").join(name), "").unwrap();
     }
 }
 
 /// Asks again and again, since what is waited for is on two daemons.
-async fn within<T>(mut poll: impl AsyncFnMut() -> Option<T>) -> T {
-    tokio::time::timeout(Duration::from_secs(30), async {
+pub async fn within<T>(poll: impl AsyncFnMut() -> Option<T>) -> T {
+    within_seconds(30, poll).await
+}
+
+/// The same for what takes its time.
+pub async fn within_seconds<T>(seconds: u64, mut poll: impl AsyncFnMut() -> Option<T>) -> T {
+    tokio::time::timeout(Duration::from_secs(seconds), async {
         loop {
             if let Some(found) = poll().await {
                 return found;
@@ -112,7 +117,15 @@ async fn a_running_vm_moves_to_another_node_and_back() {
         assert_eq!(operation.r#type, "vm.migrate");
         let ended = from.ended(&operation).await;
         assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
-        from.forgets("web").await;
+        assert!(
+            from.get("web").await.is_err(),
+            "nothing is left when it has ended"
+        );
+        let moved = from.events("Moved").await;
+        assert!(
+            moved.last().unwrap().message.contains(&pki::address(to)),
+            "{moved:?}"
+        );
         let vm = to.waits_for("web", VmPhase::Running).await;
         assert_eq!(uid(&vm), uid(&before));
         assert_eq!(vm.spec, before.spec);
@@ -356,7 +369,7 @@ async fn an_operator_decides_when_the_other_node_is_gone_for_good() {
 }
 
 /// Kills the one `vmm` that a daemon has.
-fn kill_vmm(daemon: &Daemon) {
+pub fn kill_vmm(daemon: &Daemon) {
     let processes = daemon.vmm_processes();
     let [process] = processes.as_slice() else {
         panic!("{processes:?}");

@@ -246,6 +246,7 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     if boot.paused {
         return Some(Outcome::Status(guest.set_state(State::Paused)));
     }
+    guest.runs(true);
     Some(Outcome::Status(status))
 }
 

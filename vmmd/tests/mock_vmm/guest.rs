@@ -23,6 +23,7 @@ use proto::vmm::{
     CrashReset, DeviceError, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset, MachineSpec,
     OnCrash, PauseReason, State, StateChanged, Status, event::Kind,
 };
+use rustix::fs::{FlockOperation, flock};
 
 use crate::{
     balloon,
@@ -41,6 +42,8 @@ pub struct Guest {
     exit: File,
     /// Held as long as the process lives.
     name: OnceLock<UnixListener>,
+    /// Locked while the guest runs.
+    exclusive: Mutex<Option<File>>,
 }
 
 #[derive(Default)]
@@ -76,6 +79,7 @@ impl Guest {
             controls: Mutex::new(Some(Vec::new())),
             exit,
             name: OnceLock::new(),
+            exclusive: Mutex::default(),
         }
     }
 
@@ -147,7 +151,26 @@ impl Guest {
             .map(|(_, value)| value.into())
     }
 
+    /// The guest runs from now on, or does not. Of `mock.exclusive=PATH`, a file that anybody may write to, only one runs at a time: another one
+    /// writes `twice` into it.
+    pub fn runs(&self, runs: bool) {
+        let Some(path) = self.option("mock.exclusive") else {
+            return;
+        };
+        let mut exclusive = self.exclusive.lock().unwrap();
+        if !runs {
+            *exclusive = None;
+        } else if exclusive.is_none() {
+            let mut file = File::options().append(true).open(path).unwrap();
+            if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+                file.write_all(b"twice").unwrap();
+            }
+            *exclusive = Some(file);
+        }
+    }
+
     pub fn set_state(&self, state: State) -> Status {
+        self.runs(state == State::Running);
         let mut inner = self.lock();
         inner.state = state;
         inner.pause_message.clear();

@@ -7,6 +7,7 @@
 //! - `mock.boot=image|kvm|exit|hang|stick:PATH`: `Boot` is refused, the process ends, or nothing comes back (and PATH is asked for).
 //! - `mock.pause=hang|fade`: `Pause` is never answered, or the process ends as by `fade`.
 //! - `mock.alone=WORD`: `Boot` is refused while a machine of the same name with the same word runs.
+//! - `mock.exclusive=PATH`: see [`guest::Guest::runs`].
 //! - `mock.attach`, `mock.eject`, `mock.limit`, `mock.stats`: see [`disks`]. `mock.event=none`: no word of an ejected
 //!   disk. `mock.resume=fails`: a disk fails again in the moment of a resume.
 //!

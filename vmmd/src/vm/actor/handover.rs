@@ -142,7 +142,15 @@ impl Actor {
     }
 
     async fn on_source(&mut self, event: SourceEvent) -> Step {
-        let step = self.step_source(event, None).await;
+        // What was sent is of a machine that has ended since: that is its end, as without a migration.
+        let goes_on = matches!(event, SourceEvent::Sent | SourceEvent::Heard(Message::Ready(_)));
+        let ended = goes_on && self.instance.is_none();
+        let event = if ended { SourceEvent::Cancel } else { event };
+        let mut step = self.step_source(event, None).await;
+        if ended && step.0.is_ok() {
+            let message = format!("VM \"{}\" has ended meanwhile", self.record.name);
+            step.0 = Err(Failure::new(Kind::Aborted, "NOT_RUNNING", message));
+        }
         match self.handover() {
             Handover::Source(Source::Given(_)) => {
                 let peer = self.record.handover.as_ref().map_or("", |it| &it.peer);
@@ -257,7 +265,15 @@ impl Actor {
         let mut flow = ControlFlow::Continue(());
         for effect in effects {
             match effect {
-                Effect::Send(message) => said.push(message),
+                Effect::Send(message) => {
+                    // What this node does not take is of no use here: the source's abort concerns a migration that is over by then.
+                    if matches!(message, Message::Refuse(_))
+                        && matches!(self.handover(), Handover::Target(Target::Idle(_)))
+                    {
+                        flow = self.remove().await;
+                    }
+                    said.push(message);
+                }
                 Effect::Run => self.let_run(),
                 Effect::Kill => flow = self.remove().await,
             }

@@ -3,6 +3,7 @@
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
 use proto::{
+    handover::Source,
     v1::{self, EventSeverity, ExitReason, ExitStatus, StopResult, VmPhase},
     vmm::{self, PowerButton, Resume, request::Op},
 };
@@ -19,7 +20,7 @@ use crate::{
     operation::{Detail, Handle, Pending, Progress, Type},
     paths::{LogDir, RuntimeDir},
     registry::vms::command::Life,
-    store::Intent,
+    store::{Intent, handover::Handover},
     text,
     vm::{
         instance::{Instance, Lingering, exit_record},
@@ -36,9 +37,9 @@ use crate::{
 impl Actor {
     /// Begins a stop: graceful within `grace`, or by force.
     pub(super) fn begin_stop(&mut self, grace: Option<Duration>, operation: Handle, then: Then) {
-        let (phase, reason) = match then {
-            Then::Delete => (VmPhase::Terminating, "Deleting"),
-            Then::Stay | Then::Start => (VmPhase::Stopping, "Stopping"),
+        let (phase, (reason, message)) = match then {
+            Then::Delete => (VmPhase::Terminating, self.leaving()),
+            Then::Stay | Then::Start => (VmPhase::Stopping, ("Stopping", String::new())),
         };
         let asked = if grace.is_some() {
             Asked::PowerOff
@@ -78,7 +79,17 @@ impl Actor {
                 self.work = Work::Stop(stop);
             }
         }
-        self.enter(phase, reason, "");
+        self.enter(phase, reason, message);
+    }
+
+    /// Why the VM leaves this node, in its status and for those who watch it.
+    fn leaving(&self) -> (&'static str, String) {
+        match (self.handover(), &self.record.handover) {
+            (Handover::Source(Source::Gone(_)), Some(record)) => {
+                ("Moved", format!("handed over to {}", record.peer))
+            }
+            _ => ("Deleting", String::new()),
+        }
     }
 
     /// The operations that end with the stop that takes the place of `old`; a restart gives way at once.
@@ -382,7 +393,8 @@ impl Actor {
             return ControlFlow::Continue(());
         }
         let before = self.view.clone();
-        self.enter(VmPhase::Terminating, "Deleting", "");
+        let (reason, message) = self.leaving();
+        self.enter(VmPhase::Terminating, reason, message);
         let buried = match self.bury().await {
             Ok(revision) => revision,
             Err(error) => {

@@ -39,7 +39,7 @@ impl Actor {
             },
             VmPhase::Paused => (reason, "the VM is paused"),
             VmPhase::Stopping => ("Stopping", "the VM is being stopped"),
-            VmPhase::Terminating => ("Deleting", "the VM is being deleted"),
+            VmPhase::Terminating => (reason, "the VM is being deleted"),
             VmPhase::Stopped => (reason, "the VM is stopped"),
             VmPhase::Failed => (reason, "the VM has failed"),
             VmPhase::Unspecified | VmPhase::Pending => return,
