@@ -165,23 +165,30 @@ fn failed(error: &io::Error) -> Failure {
 }
 
 fn client() -> Result<Client, Failure> {
-    let policy = redirect::Policy::custom(|attempt| {
-        let came = attempt.previous().last().map(Url::scheme);
-        let refused = match attempt.url().scheme() {
-            _ if attempt.previous().len() > REDIRECTS => "it redirects too often",
-            "https" => return attempt.follow(),
-            "http" if came == Some("http") => return attempt.follow(),
-            "http" => "it redirects from https to http, where anybody could change what comes",
-            _ => "it redirects to an address that is neither http nor https",
-        };
-        attempt.error(io::Error::new(io::ErrorKind::InvalidInput, refused))
-    });
-    let client = Client::builder()
-        .redirect(policy)
-        .connect_timeout(CONNECT)
-        .read_timeout(SILENCE)
-        .user_agent(concat!("vmmd/", env!("CARGO_PKG_VERSION")))
-        .build();
+    let policy = || {
+        redirect::Policy::custom(|attempt| {
+            let came = attempt.previous().last().map(Url::scheme);
+            let refused = match attempt.url().scheme() {
+                _ if attempt.previous().len() > REDIRECTS => "it redirects too often",
+                "https" => return attempt.follow(),
+                "http" if came == Some("http") => return attempt.follow(),
+                "http" => "it redirects from https to http, where anybody could change what comes",
+                _ => "it redirects to an address that is neither http nor https",
+            };
+            attempt.error(io::Error::new(io::ErrorKind::InvalidInput, refused))
+        })
+    };
+    let builder = || {
+        Client::builder()
+            .redirect(policy())
+            .connect_timeout(CONNECT)
+            .read_timeout(SILENCE)
+            .user_agent(concat!("vmmd/", env!("CARGO_PKG_VERSION")))
+    };
+    // A node without certificates of authorities downloads by http all the same: by https it trusts nobody then.
+    let client = builder()
+        .build()
+        .or_else(|_| builder().tls_certs_only([]).build());
     client.map_err(|error| Failure::internal(format!("prepare a download: {}", words(&error))))
 }
 
