@@ -42,6 +42,9 @@ pub struct Config {
     pub run_dir: PathBuf,
     /// Serial logs and the logs of the `vmm` processes. Default `/var/log/vmmd`.
     pub log_dir: PathBuf,
+    /// The key with which secrets of VMs (user data, hashes of passwords) are encrypted in the store: a file of 32 random bytes. Default: the
+    /// credential `vmmd.secrets-key` of the unit, or else `secrets.key` in `state_dir`, which is made when it is not there.
+    pub secrets_key: Option<PathBuf>,
     /// The socket of the API. Default `vmmd.sock` in `run_dir`.
     pub socket: Option<PathBuf>,
     /// Group whose members are admins on the socket, as root is. Default `vmmd`; when that group doesn't exist, root only.
@@ -152,6 +155,7 @@ impl Default for Config {
             state_dir: "/var/lib/vmmd".into(),
             run_dir: "/run/vmmd".into(),
             log_dir: "/var/log/vmmd".into(),
+            secrets_key: None,
             socket: None,
             socket_group: None,
             operator_group: None,

@@ -152,8 +152,15 @@ async fn run(config: Config) -> anyhow::Result<()> {
     lock::released(&Store::file(&config.state_dir))
         .await
         .context("look at the store")?;
-    let (store, records) =
-        Store::open(&config.state_dir).with_context(|| format!("store in {}", config.state_dir.display()))?;
+    let credentials = std::env::var_os("CREDENTIALS_DIRECTORY").map(PathBuf::from);
+    let key = store::Key::find(
+        config.secrets_key.as_deref(),
+        credentials.as_deref(),
+        &config.state_dir,
+    );
+    let key = key.context("the key of the VMs' secrets")?;
+    let (store, records) = Store::open(&config.state_dir, &key)
+        .with_context(|| format!("store in {}", config.state_dir.display()))?;
     let cgroups = cgroup::Parent::open(config.cgroup.as_deref()).context("make the cgroup for VMs")?;
     if cgroups.is_none() {
         tracing::warn!("the node has no cgroup v2 hierarchy: VMs run without cgroups of their own");

@@ -2,12 +2,12 @@ use proto::v1::OperationPhase as P;
 use tempfile::TempDir;
 
 use super::*;
-use crate::context::Initiator;
+use crate::{context::Initiator, store::Key};
 
 /// Operations over a store of their own.
 fn operations() -> (TempDir, Operations) {
     let folder = tempfile::tempdir().unwrap();
-    let (store, records) = Store::open(folder.path()).unwrap();
+    let (store, records) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
     (folder, Operations::new(store, records.operations))
 }
 
@@ -17,7 +17,7 @@ async fn next(folder: &TempDir, operations: &Operations) -> (TempDir, Operations
     // The file as it is when the daemon is killed.
     let next = tempfile::tempdir().unwrap();
     std::fs::copy(Store::file(folder.path()), Store::file(next.path())).unwrap();
-    let (store, records) = Store::open(next.path()).unwrap();
+    let (store, records) = Store::open(next.path(), &Key::of(&[7; 32])).unwrap();
     (next, Operations::new(store, records.operations))
 }
 

@@ -5,9 +5,9 @@ use redb::{Database, ReadableDatabase, ReadableTable, WriteTransaction};
 use super::{DISKS, Error, Intent, META, NODE, VMS, VmRecord, decode, history, stored::Vm, write};
 
 /// Version of the records' meaning that this build writes.
-pub const SCHEMA: u64 = 4;
+pub const SCHEMA: u64 = 5;
 /// `MIGRATIONS[n]` makes schema n + 2 of schema n + 1, in the transaction that also notes the new number.
-pub(super) const MIGRATIONS: [Migration; 3] = [add_disks, add_policies, add_node];
+pub(super) const MIGRATIONS: [Migration; 4] = [add_disks, add_policies, add_node, seal_secrets];
 pub(super) type Migration = fn(&WriteTransaction) -> Result<(), Error>;
 
 /// The file's schema; 0 when it is new.
@@ -86,4 +86,9 @@ fn add_node(transaction: &WriteTransaction) -> Result<(), Error> {
     table
         .map(drop)
         .map_err(|error| Error::of("make the store", error))
+}
+
+/// Schema 5: secrets are sealed, which [`super::seal::seal_all`] does with the key. An older daemon would lose what is sealed.
+fn seal_secrets(_: &WriteTransaction) -> Result<(), Error> {
+    Ok(())
 }

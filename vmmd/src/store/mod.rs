@@ -10,6 +10,7 @@ mod history;
 mod migration;
 mod operation;
 mod record;
+mod seal;
 mod stored;
 
 use std::{
@@ -47,6 +48,7 @@ pub use record::{
     NicHardware, NodeRecord, PortRecord, RestartRecord, SnapshotDisk, SnapshotRecord, SnapshotStage,
     StopRecord, VmRecord, disk_source, image_source,
 };
+pub use seal::Key;
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
@@ -161,6 +163,7 @@ enum Job {
 #[derive(Clone, Debug)]
 pub struct Store {
     jobs: mpsc::Sender<Job>,
+    key: Key,
     commits: Arc<AtomicU64>,
     failures: watch::Receiver<u64>,
     notes: operation::Pending,
@@ -172,11 +175,12 @@ impl Store {
         dir.join(FILE)
     }
 
-    /// Opens or makes the store in `dir`, migrates it, and returns it with all records.
-    pub fn open(dir: &Path) -> Result<(Self, Records), Error> {
+    /// Opens or makes the store in `dir`, whose secrets are sealed with `key`, migrates it, and returns it with all records.
+    pub fn open(dir: &Path, key: &Key) -> Result<(Self, Records), Error> {
         let path = Self::file(dir);
         let database = open(&path)?;
-        let records = load(&database)?;
+        seal::seal_all(&database, key)?;
+        let records = load(&database, key)?;
         let records = Records {
             history: history::begin_run(&database, records.history)?,
             ..records
@@ -188,6 +192,7 @@ impl Store {
         let notes = operation::Pending::default();
         let thread = Thread {
             path,
+            key: key.clone(),
             notes: notes.clone(),
             commits: counter,
         };
@@ -197,6 +202,7 @@ impl Store {
             .map_err(|error| Error::Failed("start the store's thread", error.to_string()))?;
         let store = Self {
             jobs,
+            key: key.clone(),
             commits,
             failures,
             notes,
@@ -231,14 +237,15 @@ impl Store {
 
     /// Writes a VM's record, new or changed. Durable on return.
     pub async fn put(&self, record: &VmRecord) -> Result<(), Error> {
-        self.change(Change::Put(VMS, record.uid.clone(), record.to_bytes()))
-            .await
+        let sealed = self.key.seal(stored::Vm::from(record.clone()))?;
+        self.change(Change::Put(VMS, record.uid.clone(), sealed)).await
     }
 
     /// Writes a VM's record unless `cancelled` is by the time it is written: whoever cancels first and then writes the record
     /// himself is not overwritten. Durable on return; false when it was not written.
     pub async fn put_unless(&self, cancelled: &CancellationToken, record: &VmRecord) -> Result<bool, Error> {
-        let (key, value) = (record.uid.clone(), record.to_bytes());
+        let key = record.uid.clone();
+        let value = self.key.seal(stored::Vm::from(record.clone()))?;
         self.change(Change::PutUnless(cancelled.clone(), key, value))
             .await?;
         Ok(!cancelled.is_cancelled())
@@ -294,7 +301,8 @@ impl Store {
 
     /// Writes a snapshot's record, new or changed. Durable on return.
     pub async fn put_snapshot(&self, record: &SnapshotRecord) -> Result<(), Error> {
-        self.change(Change::Put(SNAPSHOTS, record.uid.clone(), record.to_bytes()))
+        let sealed = self.key.seal(stored::Snapshot::from(record.clone()))?;
+        self.change(Change::Put(SNAPSHOTS, record.uid.clone(), sealed))
             .await
     }
 
@@ -305,7 +313,8 @@ impl Store {
         record: &SnapshotRecord,
         answered: Option<RequestRecord>,
     ) -> Result<(), Error> {
-        let put = Change::Put(SNAPSHOTS, record.uid.clone(), record.to_bytes());
+        let sealed = self.key.seal(stored::Snapshot::from(record.clone()))?;
+        let put = Change::Put(SNAPSHOTS, record.uid.clone(), sealed);
         let changes = [put].into_iter().chain(answered.map(Change::Complete));
         self.changes(changes.collect()).await
     }
@@ -416,6 +425,7 @@ fn supervise(
 /// What the store's thread works with.
 struct Thread {
     path: PathBuf,
+    key: Key,
     notes: operation::Pending,
     commits: Arc<AtomicU64>,
 }
@@ -446,7 +456,8 @@ impl Thread {
                 let _ = reply.send(found);
             }
             for (uid, reply) in vms {
-                let _ = reply.send(reopened(path, database).and_then(|database| vm(database, &uid)));
+                let _ =
+                    reply.send(reopened(path, database).and_then(|database| vm(database, &uid, &self.key)));
             }
         }
     }
@@ -578,16 +589,17 @@ fn sync_folder(path: &Path) {
     }
 }
 
-fn load(database: &Database) -> Result<Records, Error> {
+fn load(database: &Database, key: &Key) -> Result<Records, Error> {
     let transaction = database
         .begin_read()
         .map_err(|error| Error::of("read the store", error))?;
-    let (vms, unreadable) = load_table::<stored::Vm>(&transaction, VMS)?;
+    let (vms, mut unreadable) = load_table::<stored::Vm>(&transaction, VMS)?;
+    let vms = opened(vms, key, &mut unreadable);
     Ok(Records {
         vms: vms.into_iter().map(VmRecord::from).collect(),
         unreadable: unreadable.into_iter().map(salvage).collect(),
         disks: readable(&transaction, DISKS)?,
-        snapshots: snapshots(&transaction)?,
+        snapshots: snapshots(&transaction, key)?,
         networks: networks(&transaction)?,
         images: readable_if_there(&transaction, IMAGES)?,
         history: history::load(&transaction)?,
@@ -596,12 +608,32 @@ fn load(database: &Database) -> Result<Records, Error> {
     })
 }
 
-fn snapshots(transaction: &ReadTransaction) -> Result<Vec<SnapshotRecord>, Error> {
+/// The records whose secrets can be opened; the others are added to those that can't be read.
+fn opened<R: seal::Secretive>(records: Vec<R>, key: &Key, bad: &mut Vec<BadRow>) -> Vec<R> {
+    let mut good = Vec::new();
+    for mut record in records {
+        let value = record.encode_to_vec();
+        match key.open(&mut record) {
+            Ok(()) => good.push(record),
+            Err(error) => bad.push(BadRow {
+                key: record.uid().to_vec(),
+                value,
+                error: error.to_string(),
+            }),
+        }
+    }
+    good
+}
+
+fn snapshots(transaction: &ReadTransaction, key: &Key) -> Result<Vec<SnapshotRecord>, Error> {
     match transaction.open_table(SNAPSHOTS) {
         Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
         Err(error) => Err(Error::of("read the store", error)),
         Ok(_) => {
             let records = readable::<stored::Snapshot>(transaction, SNAPSHOTS)?;
+            let mut bad = Vec::new();
+            let records = opened(records, key, &mut bad);
+            log_unreadable(SNAPSHOTS, bad);
             Ok(records.into_iter().map(SnapshotRecord::from).collect())
         }
     }
@@ -614,17 +646,19 @@ fn networks(transaction: &ReadTransaction) -> Result<Vec<NetworkRecord>, Error> 
     }
 }
 
-fn vm(database: &Database, uid: &[u8]) -> Result<Option<VmRecord>, Error> {
+fn vm(database: &Database, uid: &[u8], key: &Key) -> Result<Option<VmRecord>, Error> {
     let failed = |error: redb::Error| Error::of("read the store", error);
     let transaction = database.begin_read().map_err(|error| failed(error.into()))?;
     let table = transaction
         .open_table(VMS)
         .map_err(|error| failed(error.into()))?;
     let value = table.get(uid).map_err(|error| failed(error.into()))?;
-    let record = value
-        .map(|value| decode::<stored::Vm>(value.value()))
-        .transpose()?;
-    Ok(record.map(VmRecord::from))
+    let record = value.map(|value| decode::<stored::Vm>(value.value()));
+    let Some(mut record) = record.transpose()? else {
+        return Ok(None);
+    };
+    key.open(&mut record)?;
+    Ok(Some(VmRecord::from(record)))
 }
 
 /// What can be read of a VM's record all the same: a field is kept although one behind it is damaged.
@@ -653,6 +687,11 @@ struct BadRow {
 /// Records; what can't be decoded is left out, and logged.
 fn readable<R: Message + Default>(transaction: &ReadTransaction, table: Table) -> Result<Vec<R>, Error> {
     let (records, bad) = load_table(transaction, table)?;
+    log_unreadable(table, bad);
+    Ok(records)
+}
+
+fn log_unreadable(table: Table, bad: Vec<BadRow>) {
     for BadRow { key, error, .. } in bad {
         tracing::error!(
             table = table.name(),
@@ -661,7 +700,6 @@ fn readable<R: Message + Default>(transaction: &ReadTransaction, table: Table) -
             "a record of the store can't be read and is left out"
         );
     }
-    Ok(records)
 }
 
 /// The records of a table that is made by the first change.

@@ -6,10 +6,7 @@ use std::collections::BTreeMap;
 use prost::Message as _;
 use proto::v1::{ExitReason, ExitStatus, RunCounts, VmSpec};
 
-use super::{
-    RequestMark,
-    stored::{Snapshot, Vm},
-};
+use super::{RequestMark, stored::Vm};
 
 /// A VM, from its creation to its deletion.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -193,7 +190,7 @@ impl VmRecord {
         self.intent = intent.into();
     }
 
-    /// As it is written.
+    /// As daemons before schema 5 have written it, with its secrets in clear text.
     pub fn to_bytes(&self) -> Vec<u8> {
         Vm::from(self.clone()).encode_to_vec()
     }
@@ -665,11 +662,6 @@ impl SnapshotRecord {
     /// How far its life is. A stage that this daemon does not know counts as partial.
     pub fn stage(&self) -> SnapshotStage {
         SnapshotStage::try_from(self.stage).unwrap_or(SnapshotStage::Partial)
-    }
-
-    /// As it is written.
-    pub fn to_bytes(&self) -> Vec<u8> {
-        Snapshot::from(self.clone()).encode_to_vec()
     }
 }
 

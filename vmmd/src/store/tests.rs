@@ -17,7 +17,7 @@ fn names(records: &[VmRecord]) -> Vec<&str> {
 async fn what_was_acknowledged_is_there_after_a_new_start() {
     let folder = tempfile::tempdir().unwrap();
     {
-        let (store, records) = Store::open(folder.path()).unwrap();
+        let (store, records) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
         assert_eq!((records.vms, records.disks), (Vec::new(), Vec::new()));
         store.put(&record(1, "a")).await.unwrap();
         store.put(&record(2, "b")).await.unwrap();
@@ -30,7 +30,7 @@ async fn what_was_acknowledged_is_there_after_a_new_start() {
 /// The thread closes the file some time after the last handle is gone.
 fn reopen(folder: &Path) -> Records {
     loop {
-        match Store::open(folder) {
+        match Store::open(folder, &Key::of(&[7; 32])) {
             Ok((_, records)) => return records,
             Err(Error::Failed(_, cause)) if cause.contains("already open") => thread::yield_now(),
             Err(error) => panic!("{error}"),
@@ -41,7 +41,7 @@ fn reopen(folder: &Path) -> Records {
 #[tokio::test]
 async fn many_changes_at_once_are_all_kept() {
     let folder = tempfile::tempdir().unwrap();
-    let (store, _) = Store::open(folder.path()).unwrap();
+    let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
     let mut tasks = tokio::task::JoinSet::new();
     for uid in 0..100 {
         let store = store.clone();
@@ -69,7 +69,9 @@ fn a_store_of_a_newer_daemon_is_refused_and_left_alone() {
     })
     .unwrap();
     drop(database);
-    assert!(matches!(Store::open(folder.path()), Err(Error::Newer(schema)) if schema == SCHEMA + 1));
+    assert!(
+        matches!(Store::open(folder.path(), &Key::of(&[7; 32])), Err(Error::Newer(schema)) if schema == SCHEMA + 1)
+    );
 }
 
 #[test]
@@ -80,7 +82,7 @@ fn there_is_a_migration_for_each_older_schema() {
 #[tokio::test]
 async fn who_cancels_and_then_writes_is_not_overwritten() {
     let folder = tempfile::tempdir().unwrap();
-    let (store, _) = Store::open(folder.path()).unwrap();
+    let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
     let of = |name: &str| VmRecord {
         uid: vec![1; 16],
         name: name.into(),
@@ -100,7 +102,10 @@ async fn who_cancels_and_then_writes_is_not_overwritten() {
 fn garbage_in_place_of_the_store_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join(FILE), vec![0x5a; 8192]).unwrap();
-    assert!(matches!(Store::open(folder.path()), Err(Error::Failed(..))));
+    assert!(matches!(
+        Store::open(folder.path(), &Key::of(&[7; 32])),
+        Err(Error::Failed(..))
+    ));
 }
 
 #[tokio::test]
@@ -151,7 +156,7 @@ async fn a_record_keeps_every_field() {
         ..record(9, "full")
     };
     {
-        let (store, _) = Store::open(folder.path()).unwrap();
+        let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
         store.put(&full).await.unwrap();
     }
     assert_eq!(reopen(folder.path()).vms, [full]);
@@ -171,7 +176,7 @@ fn disk(uid: u8, name: &str) -> DiskRecord {
 async fn disks_are_kept_beside_vms_also_with_the_same_key() {
     let folder = tempfile::tempdir().unwrap();
     {
-        let (store, _) = Store::open(folder.path()).unwrap();
+        let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
         store.put(&record(1, "vm")).await.unwrap();
         store.put_disk(&disk(1, "disk")).await.unwrap();
         store.put_disk(&disk(2, "gone")).await.unwrap();
@@ -302,7 +307,7 @@ async fn each_opening_is_a_run_with_a_number_of_its_own() {
 async fn a_deletion_is_remembered_with_the_answers_that_it_is() {
     let folder = tempfile::tempdir().unwrap();
     {
-        let (store, _) = Store::open(folder.path()).unwrap();
+        let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
         store.put(&record(1, "a")).await.unwrap();
         store
             .bury(&[1; 16], tombstone(3), vec![answered("x")])
@@ -345,7 +350,7 @@ async fn the_oldest_deletions_are_forgotten_and_that_is_noted() {
 #[tokio::test]
 async fn answers_are_forgotten_when_they_are_a_day_old() {
     let folder = tempfile::tempdir().unwrap();
-    let (store, _) = Store::open(folder.path()).unwrap();
+    let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
     let old = RequestRecord {
         ended_ms: crate::text::now_ms() - REQUEST_AGE_MS - 1,
         ..answered("old")
@@ -360,7 +365,7 @@ async fn answers_are_forgotten_when_they_are_a_day_old() {
 #[tokio::test]
 async fn an_answer_that_was_told_is_not_replaced_by_what_a_deletion_presumes() {
     let folder = tempfile::tempdir().unwrap();
-    let (store, _) = Store::open(folder.path()).unwrap();
+    let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
     let presumed = |id| RequestRecord {
         response: vec![3],
         ..answered(id)
@@ -392,7 +397,7 @@ async fn an_answer_is_kept_for_an_hour_whatever_comes_after_it_also_by_the_next_
     })
     .unwrap();
     drop(database);
-    let (store, _) = Store::open(folder.path()).unwrap();
+    let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
     for (id, kept) in [
         ("over", false),
         ("within", true),

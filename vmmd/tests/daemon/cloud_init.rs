@@ -53,7 +53,7 @@ fn has(content: &[u8], words: &str) -> bool {
         .any(|window| window == words.as_bytes())
 }
 
-/// Every file below a folder, but for the store.
+/// Every file below a folder that has the secret: none, the store neither.
 fn leaks(folder: &Path) -> Vec<String> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -61,10 +61,7 @@ fn leaks(folder: &Path) -> Vec<String> {
         let kind = fs::symlink_metadata(&path).unwrap().file_type();
         if kind.is_dir() {
             found.extend(leaks(&path));
-        } else if kind.is_file()
-            && !path.ends_with("vmmd.redb")
-            && has(&fs::read(&path).unwrap(), "VERYSECRET")
-        {
+        } else if kind.is_file() && has(&fs::read(&path).unwrap(), "VERYSECRET") {
             found.push(path.display().to_string());
         }
     }

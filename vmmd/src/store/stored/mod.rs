@@ -14,7 +14,7 @@ use proto::well_known;
 
 pub use self::{
     record::{Metadata, Snapshot, Vm},
-    spec::VmSpec,
+    spec::{CloudInit, VmSpec},
 };
 
 /// From the type whose values are kept to the stored one, and back.

@@ -78,29 +78,91 @@ stored! {
     }
 }
 
-stored! {
-    /// What cloud-init is told, with its secrets.
-    CloudInit of v1::CloudInit {
-        #[prost(string, tag = "1")]
-        user_data: String,
-        #[prost(string, tag = "2")]
-        user_data_digest: String,
-        #[prost(string, tag = "3")]
-        network_config: String,
-        #[prost(string, tag = "4")]
-        hostname: String,
-        #[prost(string, repeated, tag = "5")]
-        ssh_authorized_keys: Vec<String>,
-        #[prost(string, tag = "6")]
-        password_hash: String,
-        #[prost(string, tag = "7")]
-        password_hash_digest: String,
-        #[prost(string, tag = "8")]
-        instance_id: String,
-        #[prost(string, tag = "9")]
-        vendor_data: String,
-        #[prost(string, tag = "10")]
-        user_data_base64: String,
+/// What cloud-init is told. Its secrets are in `sealed` when it is written, and in their own fields otherwise
+/// ([`seal`](crate::store::seal)).
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct CloudInit {
+    #[prost(string, tag = "1")]
+    pub user_data: String,
+    #[prost(string, tag = "2")]
+    pub user_data_digest: String,
+    #[prost(string, tag = "3")]
+    pub network_config: String,
+    #[prost(string, tag = "4")]
+    pub hostname: String,
+    #[prost(string, repeated, tag = "5")]
+    pub ssh_authorized_keys: Vec<String>,
+    #[prost(string, tag = "6")]
+    pub password_hash: String,
+    #[prost(string, tag = "7")]
+    pub password_hash_digest: String,
+    #[prost(string, tag = "8")]
+    pub instance_id: String,
+    #[prost(string, tag = "9")]
+    pub vendor_data: String,
+    #[prost(string, tag = "10")]
+    pub user_data_base64: String,
+    #[prost(bytes = "vec", tag = "20")]
+    pub sealed: Vec<u8>,
+}
+
+impl Mirror<CloudInit> for v1::CloudInit {
+    fn mirror(self) -> CloudInit {
+        let v1::CloudInit {
+            user_data,
+            user_data_digest,
+            network_config,
+            hostname,
+            ssh_authorized_keys,
+            password_hash,
+            password_hash_digest,
+            instance_id,
+            vendor_data,
+            user_data_base64,
+        } = self;
+        CloudInit {
+            user_data,
+            user_data_digest,
+            network_config,
+            hostname,
+            ssh_authorized_keys,
+            password_hash,
+            password_hash_digest,
+            instance_id,
+            vendor_data,
+            user_data_base64,
+            sealed: Vec::new(),
+        }
+    }
+}
+
+impl Mirror<v1::CloudInit> for CloudInit {
+    fn mirror(self) -> v1::CloudInit {
+        let CloudInit {
+            user_data,
+            user_data_digest,
+            network_config,
+            hostname,
+            ssh_authorized_keys,
+            password_hash,
+            password_hash_digest,
+            instance_id,
+            vendor_data,
+            user_data_base64,
+            sealed: _,
+        } = self;
+        v1::CloudInit {
+            user_data,
+            user_data_digest,
+            network_config,
+            hostname,
+            ssh_authorized_keys,
+            password_hash,
+            password_hash_digest,
+            instance_id,
+            vendor_data,
+            user_data_base64,
+        }
     }
 }
 
