@@ -6,6 +6,8 @@
 
 mod bls;
 mod ext4;
+#[cfg(any(test, feature = "testing"))]
+pub mod fuzzing;
 mod grub;
 pub mod medium;
 mod partitions;

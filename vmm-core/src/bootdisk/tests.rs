@@ -128,7 +128,7 @@ fn content(found: &Found) -> (String, String) {
     )
 }
 
-const GRUB_CFG: &str = "set default=0\nmenuentry 'Debian' { search --fs-uuid --set=root 11111111-2222-4333-8444-555555555555\n\
+pub const GRUB_CFG: &str = "set default=0\nmenuentry 'Debian' { search --fs-uuid --set=root 11111111-2222-4333-8444-555555555555\n\
     linux /boot/vmlinuz-6.1 root=UUID=11111111-2222-4333-8444-555555555555 ro console=ttyS0\n initrd /boot/initrd.img-6.1\n}\n\
     menuentry old { linux /boot/vmlinuz-6.0 }\n";
 
@@ -292,8 +292,8 @@ fn a_disk_without_a_kernel_is_refused_with_what_it_has() {
     assert!(refused(looped).contains("no kernel was found"));
 }
 
-#[test]
-fn a_damaged_disk_is_refused_or_read_and_nothing_else_happens() {
+/// A Debian on GPT, with an EFI system partition whose one entry has no kernel.
+pub fn debian() -> Rc<dyn Medium> {
     let workshop = Workshop::new();
     let root = workshop.ext4(
         ROOT,
@@ -304,7 +304,12 @@ fn a_damaged_disk_is_refused_or_read_and_nothing_else_happens() {
         ],
     );
     let esp = fat(&[("loader/entries/a.conf", "linux /a\n")]);
-    let disk = workshop.disk("gpt", &["U", "L"], &[esp, root]);
+    workshop.disk("gpt", &["U", "L"], &[esp, root])
+}
+
+#[test]
+fn a_damaged_disk_is_refused_or_read_and_nothing_else_happens() {
+    let disk = debian();
     let mut whole = vec![0; usize::try_from(disk.size()).unwrap()];
     disk.read_at(&mut whole, 0).unwrap();
     let mut runner = proptest::test_runner::TestRunner::deterministic();
