@@ -1,6 +1,8 @@
 //! Directories of the node that guests mount.
 
+mod debian;
 mod ends;
+mod files;
 mod outside;
 
 use serde_json::{Value, json};
