@@ -40,6 +40,11 @@ impl Deadline {
         self.left().is_zero()
     }
 
+    /// This one, or `total` from now if that comes first.
+    pub fn at_most(&self, total: Duration) -> Self {
+        Self::after(total.min(self.left()))
+    }
+
     fn timespec(&self) -> Timespec {
         let left = self.left();
         Timespec {

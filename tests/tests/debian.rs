@@ -1,4 +1,6 @@
-//! A whole Debian: systemd and sshd on a virtio disk and a virtio NIC.
+//! A whole Debian: systemd and sshd on a virtio disk and a virtio NIC in a network of the node.
+
+use serde_json::json;
 
 use vmmd_tests::Case;
 use vmmd_tests::vm::{Console, Vm, VmSpec};
@@ -10,23 +12,35 @@ const BOOT: u64 = 300;
 fn debian_boots_from_its_disk_takes_ssh_and_keeps_what_it_synced_when_killed() {
     let case = Case::new("debian").expect("node");
     let node = case.node();
-    let bridge = case.bridge().expect("a bridge");
-    node.sh(&format!("ip addr add 10.77.0.1/24 dev {bridge}"))
-        .expect("a bridge");
+    let network = Network::new(&case);
     let disk = case.debian_disk().expect("a disk");
     let guests = node.guests();
     let spec = VmSpec::new(guests.debian_vmlinuz(), Some(guests.debian_initrd()))
         .memory_mib(512)
         .disk("root", &disk, false)
-        .nic("eth0", &bridge)
-        .cmdline("root=/dev/vda rw ip=10.77.0.2::10.77.0.1:255.255.255.0::eth0:off net.ifnames=0");
+        .set(
+            "/nics",
+            json!([{"name": "eth0", "network": network.0, "address": "10.77.0.2"}]),
+        )
+        .cmdline("root=/dev/vda rw ip=:::::eth0:dhcp net.ifnames=0");
     let vm = Vm::start(&case, "", &spec).expect("start");
     vm.console()
         .expect("console")
         .until("login:", BOOT)
         .expect("a login prompt");
 
-    let ssh = "ssh root@10.77.0.2";
+    let answers = || {
+        // The login prompt does not wait for sshd.
+        node.sh(&format!(
+            "timeout 120 sh -c 'until vmmctl ssh root@{} -- true; do sleep 1; done'",
+            vm.name()
+        ))
+        .expect("sshd answers");
+    };
+    answers();
+    // By the daemon, with the node's key; the guest's is remembered.
+    let name = vm.name();
+    let ssh = format!("vmmctl ssh root@{name} --");
     let run = |command: &str| node.sh(&format!("{ssh} '{command}'")).expect("ssh to the guest");
     assert!(run("uname -a").contains("Linux"));
     assert!(
@@ -41,6 +55,23 @@ fn debian_boots_from_its_disk_takes_ssh_and_keeps_what_it_synced_when_killed() {
         .sh(&format!("{ssh} 'cat /srv/data' | sha256sum"))
         .expect("read it over the network");
     assert_eq!(sent, sum);
+    let folder = case.folder().expect("folder");
+    let copied = node
+        .sh(&format!(
+            "cd {folder} && vmmctl scp root@{name}:/srv/data . && vmmctl scp -r data root@{name}:/srv/back && sha256sum < data"
+        ))
+        .expect("copy it both ways");
+    assert_eq!(copied, sum);
+    assert_eq!(run("sha256sum </srv/back"), sum);
+    // A port of the node's own leads there, for as long as vmmctl runs.
+    let forwarded = node
+        .sh(&format!(
+            "cd {folder} && {{ vmmctl port-forward {name} 0:22 >forward 2>&1 & echo $! >pid; }} && \
+             timeout 20 sh -c 'until grep -q leads forward; do sleep 0.1; done' && \
+             place=$(cut -d' ' -f1 forward) && ssh -p ${{place##*:}} root@127.0.0.1 cat /etc/machine-id; kill $(cat pid)"
+        ))
+        .expect("a forwarded port");
+    assert_eq!(forwarded, run("cat /etc/machine-id"));
 
     node.sh(&format!("kill -9 {}", vm.pid().expect("pid")))
         .expect("kill");
@@ -51,6 +82,7 @@ fn debian_boots_from_its_disk_takes_ssh_and_keeps_what_it_synced_when_killed() {
         .expect("console")
         .until("login:", BOOT)
         .expect("a login prompt again");
+    answers();
     assert_eq!(run("cat /srv/kept"), "kept\n");
     assert_eq!(run("sha256sum </srv/data"), sum);
     vm.ctl("stop --grace 120s")
@@ -59,7 +91,35 @@ fn debian_boots_from_its_disk_takes_ssh_and_keeps_what_it_synced_when_killed() {
         vm.field("/status/lastExit/reason").expect("reason"),
         "EXIT_REASON_STOPPED"
     );
+    // Debian's ssh writes hashes of the names.
+    let uid = vm.field("/metadata/uid").expect("UUID");
+    node.sh(&format!(
+        "ssh-keygen -F vmmd-{uid} -f ~/.local/state/vmmctl/known_hosts"
+    ))
+    .expect("vmmctl remembers the guest's key");
     drop(vm);
+}
+
+/// A network of the node with 10.77.0.0/24, which is removed with the test.
+struct Network<'case>(String, &'case Case);
+
+impl<'case> Network<'case> {
+    fn new(case: &'case Case) -> Self {
+        let network = Self(case.name().to_owned(), case);
+        case.node()
+            .sh(&format!(
+                "vmmctl network create {} --cidr 10.77.0.0/24",
+                network.0
+            ))
+            .expect("a network");
+        network
+    }
+}
+
+impl Drop for Network<'_> {
+    fn drop(&mut self) {
+        let _ = self.1.node().ssh(&format!("vmmctl network rm {}", self.0));
+    }
 }
 
 #[test]

@@ -220,6 +220,9 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
         assert!(served.contains(wanted), "{wanted}: {served}");
     }
 
+    for console in [&mut liar_console, &mut console] {
+        console.attached_again(PATIENCE).expect("the daemon is back");
+    }
     lies_about_addresses(
         &mut liar_console,
         &mut console,

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
@@ -75,6 +76,25 @@ impl Console {
             "`{command}` in the guest ended with {status} {text}"
         );
         Ok(text)
+    }
+
+    /// Waits until what is typed reaches the guest's shell again: `vmmctl console` throws away what is typed while the daemon is gone.
+    pub fn attached_again(&mut self, seconds: u64) -> Result<()> {
+        let deadline = Deadline::seconds(seconds);
+        for attempt in 1.. {
+            // Put together in the guest, so that the echo is not taken for the answer.
+            self.type_line(&format!("printf '%s-%s;' here {attempt}"))?;
+            let answer = self.output.until(
+                &format!("here-{attempt};"),
+                deadline.at_most(Duration::from_secs(2)),
+            );
+            match answer {
+                Err(error) if deadline.passed() => return Err(error),
+                Err(_) => {}
+                Ok(_) => return Ok(()),
+            }
+        }
+        Ok(())
     }
 
     /// All that was read so far.
