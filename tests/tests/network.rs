@@ -340,3 +340,60 @@ fn lies_about_addresses(
         .expect("ping6");
     assert_eq!(six.trim(), "lost");
 }
+
+/// What a guest may receive and send: within its network, and to the world.
+#[test]
+fn the_rules_of_a_nic_hold_in_both_directions_and_change_while_the_guest_runs() {
+    let case = Case::new("network").expect("node");
+    let mut place = Place::new(&case);
+    place.network("lan", "--cidr 10.80.0.0/24");
+    let nic = |firewall: &Value| json!({"name": "eth0", "network": "lan", "firewall": firewall});
+    let closed = nic(&json!({
+        "ingress": {"allow": [{"protocol": "TCP", "ports": [{"first": 80}]}]},
+        "egress": {"allow": [{"addresses": ["198.51.100.2"], "protocol": "ICMP"}]},
+    }));
+    // It gets its address by DHCP, which no rule is about.
+    let (web, mut web_console, web_address) = guest(&case, "-web", &closed);
+    let (_db, mut db_console, db_address) = guest(&case, "-db", &json!({"name": "eth0", "network": "lan"}));
+    for port in [80, 81] {
+        web_console
+            .run(
+                &format!("(while :; do echo served-{port} | nc -l -p {port}; done) > /dev/null 2>&1 & true"),
+                PATIENCE,
+            )
+            .expect("listen");
+        web_console
+            .run(
+                &format!("until busybox netstat -lnt | grep -q :{port}; do usleep 100000; done"),
+                PATIENCE,
+            )
+            .expect("it listens");
+    }
+    let fetch = |console: &mut Console, port: u16| {
+        let command = format!("nc -w 5 {web_address} {port} < /dev/null || echo refused");
+        console
+            .run(&command, PATIENCE)
+            .expect("connect")
+            .trim()
+            .to_owned()
+    };
+    assert_eq!(fetch(&mut db_console, 80), "served-80");
+    assert_eq!(fetch(&mut db_console, 81), "refused");
+    assert_eq!(ping(&mut db_console, &web_address), "lost");
+    assert_eq!(ping(&mut web_console, "198.51.100.2"), "reached", "by NAT");
+    assert_eq!(ping(&mut web_console, &db_address), "lost");
+    assert_eq!(ping(&mut web_console, "10.80.0.1"), "lost");
+
+    let opened = nic(&json!({
+        "ingress": {"allow": [{"addresses": [db_address]}]},
+        "egress": {"allow": [{"addresses": ["10.80.0.0/24"]}]},
+    }));
+    let spec = VmSpec::busybox(Kernel::Cloud612).set("/nics", json!([opened]));
+    web.apply(&spec).expect("other rules");
+    let left = web.field("/status/pendingChanges").expect("what is left");
+    assert!(matches!(left.as_str(), "" | "[]"), "{left}");
+    assert_eq!(fetch(&mut db_console, 81), "served-81");
+    assert_eq!(ping(&mut db_console, &web_address), "reached");
+    assert_eq!(ping(&mut web_console, &db_address), "reached");
+    assert_eq!(ping(&mut web_console, "198.51.100.2"), "lost");
+}

@@ -9,6 +9,7 @@ pub mod cloud_init;
 pub mod cpu;
 pub mod disk;
 pub mod display;
+pub mod firewall;
 pub mod image;
 pub mod machine;
 #[cfg(feature = "reflect")]

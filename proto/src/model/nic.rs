@@ -2,7 +2,7 @@
 
 use std::{fmt, net::Ipv4Addr, str::FromStr};
 
-use super::Violations;
+use super::{Violations, firewall::Firewall};
 use crate::v1;
 
 /// Most pairs of queues of a NIC.
@@ -89,7 +89,9 @@ pub(super) fn in_network(
     found: &mut Violations,
     field: &str,
     nic: &v1::NicSpec,
-) -> (Option<Ipv4Addr>, Vec<PublishedPort>) {
+) -> (Option<Ipv4Addr>, Vec<PublishedPort>, Firewall) {
+    let firewall = nic.firewall.clone().unwrap_or_default();
+    let firewall = Firewall::new(found, &format!("{field}.firewall"), &firewall);
     let address = match nic.address.as_str() {
         "" => None,
         text => {
@@ -103,12 +105,12 @@ pub(super) fn in_network(
     if nic.published_ports.len() > MAX_PORTS {
         let wrong = format_args!("at most {MAX_PORTS}, are {}", nic.published_ports.len());
         found.add(format_args!("{field}.publishedPorts"), wrong);
-        return (address, Vec::new());
+        return (address, Vec::new(), firewall);
     }
     let numbered = nic.published_ports.iter().enumerate();
     let ports =
         numbered.map(|(index, port)| published(found, &format!("{field}.publishedPorts[{index}]"), port));
-    (address, ports.collect())
+    (address, ports.collect(), firewall)
 }
 
 fn published(found: &mut Violations, field: &str, wire: &v1::PublishedPort) -> PublishedPort {
@@ -145,6 +147,7 @@ pub(super) fn refuse_in_network(found: &mut Violations, field: &str, nic: &v1::N
     for (name, given) in [
         ("address", !nic.address.is_empty()),
         ("publishedPorts", !nic.published_ports.is_empty()),
+        ("firewall", nic.firewall.is_some()),
     ] {
         if given {
             found.add(format_args!("{field}.{name}"), "is for a NIC with a `network`");

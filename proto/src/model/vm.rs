@@ -13,6 +13,7 @@ use super::{
     cpu::CpuShare,
     disk::{Disk, Limit, RateGroup, RateLimit, Source},
     display::Display,
+    firewall::Firewall,
     metadata::Metadata,
     name::Name,
     nic::{self, Mac, NicSwitches, PublishedPort},
@@ -210,6 +211,8 @@ pub enum Attachment {
         address: Option<Ipv4Addr>,
         /// Ports of the node that lead to the NIC's.
         ports: Vec<PublishedPort>,
+        /// Which connections the guest may have.
+        firewall: Firewall,
     },
 }
 
@@ -550,8 +553,13 @@ pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic
         }
         Some(v1::nic_spec::Attachment::Network(network)) => {
             let network = self::name(found, &format!("{field}.network"), network);
-            let (address, ports) = nic::in_network(found, field, nic);
-            network.map(|name| Attachment::Network { name, address, ports })
+            let (address, ports, firewall) = nic::in_network(found, field, nic);
+            network.map(|name| Attachment::Network {
+                name,
+                address,
+                ports,
+                firewall,
+            })
         }
         None => {
             let wanted = "must say what it is attached to: give `network`, `bridge` or `tap`";

@@ -125,7 +125,13 @@ async fn lease(
 ) -> Result<(), Failure> {
     let spec = VmSpec::try_from(wire)?;
     for nic in &spec.nics {
-        let Attachment::Network { name, ports, .. } = &nic.attachment else {
+        let Attachment::Network {
+            name,
+            ports,
+            firewall,
+            ..
+        } = &nic.attachment
+        else {
             continue;
         };
         let (nic, network) = (nic.name.as_str(), name.as_str());
@@ -153,6 +159,7 @@ async fn lease(
                 .map_err(|_| refuse("the source says a MAC address that no NIC can have"))?,
             address: Some(Ipv4Addr::from(peer.address)),
             ports,
+            firewall,
         };
         host.networks
             .lease(host.for_networks(), network, &request)

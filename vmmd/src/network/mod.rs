@@ -63,6 +63,7 @@ pub async fn open_tap(
             name: network,
             address,
             ports,
+            firewall,
         } => {
             let request = managed::Request {
                 vm: (vm, name),
@@ -71,6 +72,7 @@ pub async fn open_tap(
                 mac,
                 address: *address,
                 ports,
+                firewall,
             };
             let bridge = host.networks.lease(host, network.as_str(), &request).await?;
             on_bridge(links, tap, name, index, (&bridge, nic.queues), mac).await

@@ -540,7 +540,7 @@ pub struct NetworkRecord {
 }
 
 /// An address of a NIC.
-#[derive(Clone, PartialEq, Eq, prost::Message)]
+#[derive(Clone, PartialEq, prost::Message)]
 pub struct LeaseRecord {
     /// IPv4.
     #[prost(fixed32, tag = "1")]
@@ -566,6 +566,9 @@ pub struct LeaseRecord {
     /// When the NIC was gone, in milliseconds of Unix time; 0 while it is there.
     #[prost(uint64, tag = "8")]
     pub released_ms: u64,
+    /// Which connections its guest may have; all when there is none.
+    #[prost(message, optional, tag = "9")]
+    pub firewall: Option<proto::v1::NicFirewall>,
 }
 
 /// A port of the node that leads to a guest.

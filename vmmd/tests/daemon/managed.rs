@@ -212,6 +212,112 @@ async fn ports_are_published_once() {
     assert!(clash.message().contains("VM \"a\""), "{clash}");
 }
 
+/// Whether this machine's kernel tracks connections on bridges.
+fn tracks_bridges(namespace: &Namespace) -> bool {
+    let rules = "add table bridge probe; add chain bridge probe c { type filter hook postrouting priority 0; }; \
+                 add rule bridge probe c ct state established accept";
+    let output = Command::new("ip")
+        .args(["netns", "exec", &namespace.0, "nft", "-c", rules])
+        .output()
+        .unwrap();
+    output.status.success()
+}
+
+#[tokio::test]
+async fn a_firewall_and_published_ports_change_while_the_vm_runs_and_are_kept() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
+        .await
+        .unwrap();
+    let published = |node_port| {
+        vec![PublishedPort {
+            node_port,
+            guest_port: 80,
+            ..PublishedPort::default()
+        }]
+    };
+    let open = NicSpec {
+        published_ports: published(8080),
+        ..nic("lan")
+    };
+    daemon.start_in("a", open.clone()).await.unwrap();
+    let moved = NicSpec {
+        published_ports: published(8081),
+        ..open.clone()
+    };
+    let changed = daemon
+        .change("a", |spec| spec.nics = vec![moved.clone()])
+        .await
+        .unwrap();
+    assert_eq!(status(&changed).pending_changes, []);
+    let rules = namespace.run("nft list ruleset");
+    assert!(
+        rules.contains("dport 8081") && !rules.contains("dport 8080"),
+        "{rules}"
+    );
+
+    let closed = NicSpec {
+        firewall: Some(v1::NicFirewall {
+            ingress: Some(v1::NicRules {
+                allow: vec![v1::NicRule {
+                    addresses: vec!["10.80.0.9".into()],
+                    protocol: v1::RuleProtocol::Tcp.into(),
+                    ports: vec![v1::PortRange {
+                        first: 8000,
+                        last: 8100,
+                    }],
+                }],
+            }),
+            egress: Some(v1::NicRules::default()),
+        }),
+        ..moved
+    };
+    let changed = daemon
+        .change("a", |spec| spec.nics = vec![closed.clone()])
+        .await
+        .unwrap();
+    if !tracks_bridges(&namespace) {
+        // It says so, and everything else goes on.
+        let pending = &status(&changed).pending_changes;
+        assert_eq!(pending.len(), 1, "{pending:?}");
+        assert_eq!(pending[0].path, "spec.nics[eth0].firewall");
+        assert!(pending[0].message.contains("nf_conntrack_bridge"), "{pending:?}");
+        let alone = NicSpec {
+            published_ports: Vec::new(),
+            ..closed
+        };
+        let refused = daemon.start_in("b", alone).await.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::FailedPrecondition, "FIREWALL_UNAVAILABLE".into())
+        );
+        daemon.start_in("c", nic("lan")).await.unwrap();
+        return;
+    }
+    assert_eq!(status(&changed).pending_changes, []);
+    let tap = status(&changed).nics[0].tap.clone();
+    let expected = [
+        format!("oifname \"{tap}\" ip protocol tcp ip saddr 10.80.0.9 tcp dport 8000-8100 accept"),
+        format!("oifname \"{tap}\" drop"),
+        format!("iifname \"{tap}\" drop"),
+    ];
+    let firewalled =
+        |rules: &str| rules.contains("8000-8100") && expected[1..].iter().all(|rule| rules.contains(rule));
+    let rules = namespace.run("nft list table bridge vmmd");
+    assert!(firewalled(&rules), "{expected:?}: {rules}");
+    daemon.kill_and_restart().await;
+    daemon.kill_vm("a").await.unwrap();
+    daemon.start_vm("a").await.unwrap();
+    let rules = namespace.run("nft list table bridge vmmd");
+    assert!(firewalled(&rules), "{expected:?}: {rules}");
+    let changed = daemon.change("a", |spec| spec.nics = vec![open]).await.unwrap();
+    assert_eq!(status(&changed).pending_changes, []);
+    let rules = namespace.run("nft list table bridge vmmd");
+    assert!(!rules.contains("chain ingress"), "{rules}");
+}
+
 #[tokio::test]
 async fn what_others_take_away_is_put_back_when_the_daemon_starts() {
     let namespace = Namespace::new();

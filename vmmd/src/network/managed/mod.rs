@@ -11,8 +11,10 @@
 //!
 //! A NIC's address is a *lease* in the network's record; [`pool`] says who gets which.
 
+mod connections;
 mod describe;
 mod helper;
+mod lease;
 mod nft;
 mod node;
 mod plan;
@@ -29,7 +31,8 @@ use std::{
 use proto::{
     model::{
         Violations,
-        network::{NetworkMode, NetworkSpec, NewNetwork},
+        firewall::Firewall,
+        network::{NetworkSpec, NewNetwork},
         nic::{Mac, Protocol, PublishedPort},
     },
     v1,
@@ -37,7 +40,7 @@ use proto::{
 use uuid::Uuid;
 
 use self::{
-    describe::{describe, is, not_found, refused, tell},
+    describe::{describe, is, not_found, tell},
     node::{Filter, users},
 };
 pub use self::{
@@ -97,6 +100,8 @@ pub struct Request<'a> {
     pub address: Option<Ipv4Addr>,
     /// Ports of the node that lead to it.
     pub ports: &'a [PublishedPort],
+    /// Which connections its guest may have.
+    pub firewall: &'a Firewall,
 }
 
 impl Networks {
@@ -250,76 +255,6 @@ impl Networks {
 
     fn problem(&self, uid: &[u8]) -> Option<Failure> {
         self.inner().problems.get(uid).cloned()
-    }
-
-    /// Gives a NIC its address and its rules; the bridge that its tap belongs on.
-    pub async fn lease(
-        &self,
-        host: Ports<'_>,
-        network: &str,
-        request: &Request<'_>,
-    ) -> Result<String, Failure> {
-        let mut turn = self.turn.lock().await;
-        let mut record = self.find(network)?;
-        let spec = spec_of(&record).ok_or_else(|| not_found(network))?;
-        let (vm, now) = (request.vm.0.as_bytes(), text::now_ms());
-        let owner = (vm.as_slice(), request.nic);
-        let address = pool::allocate(&spec, &record.leases, owner, request.address, now)
-            .map_err(|refusal| refused(network, &spec, request, &refusal))?;
-        if spec.mode != NetworkMode::Nat && !request.ports.is_empty() {
-            let message = format!(
-                "NIC \"{}\": the network \"{network}\" has not the mode NAT, so ports can't be published",
-                request.nic
-            );
-            return Err(Failure::precondition("NOT_NAT", message));
-        }
-        self.no_port_clash(request)?;
-        let lease = LeaseRecord {
-            address: address.into(),
-            vm: vm.to_vec(),
-            vm_name: request.vm.1.to_owned(),
-            nic: request.nic.to_owned(),
-            mac: request.mac.octets().to_vec(),
-            tap: request.tap.clone(),
-            ports: request.ports.iter().map(PortRecord::from).collect(),
-            released_ms: 0,
-        };
-        let before = record.clone();
-        let taken = |other: &LeaseRecord| other.is_of(vm, request.nic) || other.address == lease.address;
-        record.leases.retain(|other| !taken(other) && other.counts(now));
-        record.leases.push(lease);
-        record.leases.sort_by_key(|lease| lease.address);
-        if record != before {
-            self.write(host, &record).await?;
-        }
-        self.apply(host, &mut turn, Some(&record.uid)).await;
-        match self.problem(&record.uid) {
-            Some(problem) => Err(problem),
-            None => Ok(bridge(&record)),
-        }
-    }
-
-    fn no_port_clash(&self, request: &Request<'_>) -> Result<(), Failure> {
-        let inner = self.inner();
-        let vm = request.vm.0.as_bytes();
-        let wanted: Vec<_> = request.ports.iter().map(PortRecord::from).collect();
-        let leases = inner.records.values().flat_map(|record| &record.leases);
-        let others = leases.filter(|lease| lease.released_ms == 0 && !lease.is_of(vm, request.nic));
-        for lease in others {
-            let clash = |port: &&PortRecord| {
-                let same = |wanted: &PortRecord| (wanted.udp, wanted.node_port) == (port.udp, port.node_port);
-                wanted.iter().any(same)
-            };
-            if let Some(port) = lease.ports.iter().find(clash) {
-                let protocol = if port.udp { "UDP" } else { "TCP" };
-                let message = format!(
-                    "NIC \"{}\": {protocol} port {} of the node leads to NIC \"{}\" of VM \"{}\" already",
-                    request.nic, port.node_port, lease.nic, lease.vm_name
-                );
-                return Err(Failure::precondition("PORT_IN_USE", message));
-            }
-        }
-        Ok(())
     }
 }
 

@@ -5,7 +5,10 @@ use std::{io, process::Stdio, time::Duration};
 use serde_json::Value;
 use tokio::{io::AsyncWriteExt, process::Command, time::timeout};
 
-use super::rules::{FAMILIES, Ruleset, TABLE};
+use super::{
+    connections,
+    rules::{FAMILIES, Ruleset, TABLE},
+};
 
 /// How long it may take.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -15,6 +18,16 @@ pub async fn apply(ruleset: &Ruleset) -> io::Result<()> {
     run(&["-j", "-f", "-"], ruleset.commands.to_string().as_bytes())
         .await
         .map(drop)
+}
+
+/// Whether the kernel can tell connections apart on a bridge. Changes nothing, but may make the kernel load its module for that.
+pub async fn tracks_bridges() -> bool {
+    let probe = run(
+        &["-c", "-j", "-f", "-"],
+        connections::probe().to_string().as_bytes(),
+    )
+    .await;
+    probe.is_ok()
 }
 
 /// Whether the kernel has this ruleset.

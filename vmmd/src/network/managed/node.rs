@@ -2,7 +2,10 @@
 
 use std::{collections::BTreeMap, io, net::IpAddr, sync::Arc, time::Duration};
 
-use proto::{model::network::NetworkMode, v1};
+use proto::{
+    model::{Violations, firewall::Firewall, network::NetworkMode},
+    v1,
+};
 use uuid::Uuid;
 
 use super::{
@@ -272,6 +275,7 @@ fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
             mac: lease.mac()?,
             address: lease.ip(),
             published: lease.ports.iter().filter_map(PortRecord::valid).collect(),
+            firewall: firewall(lease),
         })
     });
     Some(rules::Network {
@@ -281,6 +285,12 @@ fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
         gateway: spec.gateway,
         ports: ports.collect(),
     })
+}
+
+/// It was validated when it came.
+fn firewall(lease: &LeaseRecord) -> Firewall {
+    let stored = lease.firewall.clone().unwrap_or_default();
+    Firewall::new(&mut Violations::default(), "firewall", &stored)
 }
 
 fn table(spec: &proto::model::network::NetworkSpec, record: &NetworkRecord) -> Table {

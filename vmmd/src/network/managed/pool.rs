@@ -13,7 +13,7 @@ use crate::store::LeaseRecord;
 pub const RETENTION_MS: u64 = 10 * 60 * 1000;
 
 /// Why a NIC gets no address.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Refusal {
     /// It is no address that a VM can have in this network.
     NotInPool(Ipv4Addr),

@@ -8,12 +8,15 @@
 //!   what was sent to a published port.
 //! - *input*: what guests may send to the node itself: DHCP, and DNS queries and pings of the gateway.
 //! - *source*, *published*, *local*: the addresses that are translated.
+//! - *egress*, *ingress* (of the bridge): the connections that a guest with a firewall may open, and that others may open to it.
+//!   All that a guest sends and receives passes there, also what stays in its network.
 //! - *ports* (of the bridge): what a guest may send at all: its own MAC and IPv4 addresses and ARP that says so, and nothing that a
 //!   DHCP server says.
 
 use std::net::Ipv4Addr;
 
 use proto::model::{
+    firewall::Firewall,
     network::{Ipv4Net, NetworkMode},
     nic::{Mac, Protocol, PublishedPort},
 };
@@ -50,6 +53,8 @@ pub struct Port {
     pub address: Ipv4Addr,
     /// Ports of the node that lead to it.
     pub published: Vec<PublishedPort>,
+    /// Which connections its guest may have.
+    pub firewall: Firewall,
 }
 
 /// What is to be in the kernel.
@@ -72,6 +77,7 @@ pub fn ruleset(networks: &[Network]) -> Ruleset {
         input(networks, &mut objects);
         translation(networks, &mut objects);
         spoofing(networks, &mut objects);
+        super::connections::connections(networks, &mut objects);
     }
     let hash = Sha256::digest(Value::Array(objects.clone()).to_string());
     let hash: String = hash.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
@@ -220,26 +226,26 @@ fn spoofing(networks: &[Network], objects: &mut Vec<Value>) {
     }
 }
 
-fn base(family: &str, name: &str, kind: &str, hook: &str, priority: i32) -> Value {
+pub(super) fn base(family: &str, name: &str, kind: &str, hook: &str, priority: i32) -> Value {
     json!({"chain": {
         "family": family, "table": TABLE, "name": name,
         "type": kind, "hook": hook, "prio": priority, "policy": "accept",
     }})
 }
 
-fn rule(family: &str, chain: &str, expressions: &Value) -> Value {
+pub(super) fn rule(family: &str, chain: &str, expressions: &Value) -> Value {
     json!({"rule": {"family": family, "table": TABLE, "chain": chain, "expr": expressions}})
 }
 
-fn meta(key: &str) -> Value {
+pub(super) fn meta(key: &str) -> Value {
     json!({"meta": {"key": key}})
 }
 
-fn payload(protocol: &str, field: &str) -> Value {
+pub(super) fn payload(protocol: &str, field: &str) -> Value {
     json!({"payload": {"protocol": protocol, "field": field}})
 }
 
-fn equal(left: &Value, right: &Value) -> Value {
+pub(super) fn equal(left: &Value, right: &Value) -> Value {
     json!({"match": {"op": "==", "left": left, "right": right}})
 }
 
@@ -247,15 +253,15 @@ fn unequal(left: &Value, right: &Value) -> Value {
     json!({"match": {"op": "!=", "left": left, "right": right}})
 }
 
-fn iifname(name: &str) -> Value {
+pub(super) fn iifname(name: &str) -> Value {
     equal(&meta("iifname"), &json!(name))
 }
 
-fn oifname(name: &str) -> Value {
+pub(super) fn oifname(name: &str) -> Value {
     equal(&meta("oifname"), &json!(name))
 }
 
-fn state(states: &[&str]) -> Value {
+pub(super) fn state(states: &[&str]) -> Value {
     json!({"match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": states}})
 }
 
@@ -264,16 +270,18 @@ fn translated() -> Value {
     json!({"match": {"op": "in", "left": {"ct": {"key": "status"}}, "right": "dnat"}})
 }
 
-fn accept() -> Value {
+pub(super) fn accept() -> Value {
     json!({"accept": null})
 }
 
-fn drop() -> Value {
+pub(super) fn drop() -> Value {
     json!({"drop": null})
 }
 
 #[cfg(test)]
 mod tests {
+    use proto::model::firewall::{Rule, RuleProtocol};
+
     use super::*;
 
     fn network(mode: NetworkMode) -> Network {
@@ -291,6 +299,7 @@ mod tests {
                     node_port: 8080,
                     guest_port: 80,
                 }],
+                firewall: Firewall::default(),
             }],
         }
     }
@@ -327,6 +336,27 @@ mod tests {
             assert_eq!([chain(&other, "source"), chain(&other, "published")], [0, 0]);
         }
         assert_eq!(chain(&nat, "ports"), 9);
+    }
+
+    #[test]
+    fn connections_are_filtered_only_where_a_guest_has_a_firewall() {
+        let open = network(NetworkMode::Nat);
+        let text = ruleset(std::slice::from_ref(&open)).commands.to_string();
+        assert!(!text.contains("egress") && !text.contains("ingress"), "{text}");
+        let mut closed = open;
+        closed.ports[0].firewall = Firewall {
+            ingress: Some(vec![Rule {
+                addresses: vec!["10.80.0.9".parse().unwrap(), "192.0.2.0/24".parse().unwrap()],
+                protocol: RuleProtocol::Tcp,
+                ports: vec![80..=80, 8000..=8100],
+            }]),
+            egress: None,
+        };
+        let closed = ruleset(&[closed]);
+        // Established, ARP, DHCP, the rule, the end.
+        assert_eq!([chain(&closed, "ingress"), chain(&closed, "egress")], [5, 0]);
+        let text = closed.commands.to_string();
+        assert!(text.contains(r#"{"set":[80,{"range":[8000,8100]}]}"#), "{text}");
     }
 
     #[test]

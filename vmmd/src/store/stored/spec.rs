@@ -303,6 +303,49 @@ stored! {
         published_ports: Vec<PublishedPort>,
         #[prost(int32, tag = "14")]
         backend: i32,
+        #[prost(message, optional, tag = "15")]
+        firewall: Option<NicFirewall>,
+    }
+}
+
+stored! {
+    /// Which connections a guest may have over a NIC.
+    NicFirewall of v1::NicFirewall {
+        #[prost(message, optional, tag = "1")]
+        ingress: Option<NicRules>,
+        #[prost(message, optional, tag = "2")]
+        egress: Option<NicRules>,
+    }
+}
+
+stored! {
+    /// What is let through.
+    NicRules of v1::NicRules {
+        #[prost(message, repeated, tag = "1")]
+        allow: Vec<NicRule>,
+    }
+}
+
+stored! {
+    /// A kind of connections.
+    NicRule of v1::NicRule {
+        #[prost(string, repeated, tag = "1")]
+        addresses: Vec<String>,
+        #[prost(int32, tag = "2")]
+        protocol: i32,
+        #[prost(message, repeated, tag = "3")]
+        ports: Vec<PortRange>,
+    }
+}
+
+stored! {
+    /// Ports in a row.
+    #[derive(Copy)]
+    PortRange of v1::PortRange {
+        #[prost(uint32, tag = "1")]
+        first: u32,
+        #[prost(uint32, tag = "2")]
+        last: u32,
     }
 }
 

@@ -13,6 +13,7 @@
 use std::sync::Arc;
 
 use proto::{
+    model::vm::Attachment,
     v1::EventSeverity,
     vmm::{AttachNic, DetachNic, ErrorKind, NicDetached, NicStats, request::Op},
 };
@@ -92,6 +93,27 @@ pub async fn attach(
             Some(true) => Ok(()),
             _ => Err(unclear_about(&format!("NIC \"{name}\""), unclear)),
         },
+    }
+}
+
+/// Lets a NIC in a network of the node have the connections of its spec, and the ports that it publishes.
+pub async fn admit(host: &Arc<Host>, uid: Uuid, record: &VmRecord, name: &str) -> Result<(), Failure> {
+    let spec = proto::model::vm::VmSpec::try_from(&record.spec.clone().unwrap_or_default())?;
+    let nic = spec.nics.iter().find(|nic| nic.name.as_str() == name);
+    match nic.map(|nic| &nic.attachment) {
+        Some(Attachment::Network {
+            name: network,
+            ports,
+            firewall,
+            ..
+        }) => {
+            let nic = ((uid, record.name.as_str()), name);
+            let networks = &host.networks;
+            networks
+                .admit(host.for_networks(), network.as_str(), nic, ports, firewall)
+                .await
+        }
+        _ => Err(not_found(name)),
     }
 }
 

@@ -195,6 +195,15 @@ impl Actor {
                 });
                 self.disks.live.nics.insert(path, task);
             }
+            Live::NicPorts(name) | Live::NicFirewall(name) => {
+                let (host, uid, name) = (Arc::clone(&self.host), self.uid, name.clone());
+                let mut turn = self.disks.live.row.join();
+                self.disks.tasks.spawn(async move {
+                    turn.come().await;
+                    let result = nics::admit(&host, uid, &record, &name).await;
+                    Outcome::Applied(of, live, desired, result)
+                });
+            }
             _ => {
                 let spec = record.spec.unwrap_or_default();
                 let mut turn = self.disks.live.row.join();
@@ -345,6 +354,8 @@ async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec) -> Result<(),
         | Live::Attach(_)
         | Live::Detach(_)
         | Live::AttachNic(_)
-        | Live::DetachNic(_) => Ok(()),
+        | Live::DetachNic(_)
+        | Live::NicPorts(_)
+        | Live::NicFirewall(_) => Ok(()),
     }
 }

@@ -67,6 +67,10 @@ pub enum Live {
     NicReceiveLimit(String),
     /// The limit of what the guest sends over a NIC.
     NicTransmitLimit(String),
+    /// The ports of the node that lead to a NIC in one of its networks.
+    NicPorts(String),
+    /// Which connections a guest may have over a NIC in a network of the node.
+    NicFirewall(String),
     /// A rate group that no disk of the machine is in.
     DropGroup(String),
     /// What the balloon leaves to the guest.
@@ -209,6 +213,15 @@ pub fn compare(running: &VmSpec, desired: &VmSpec) -> Vec<Change> {
                 let balloon = running.balloon.unwrap_or_default();
                 !balloon.disabled && !desired.balloon.unwrap_or_default().disabled
             }
+            // Of the network that it is in.
+            Verdict::Live(Live::NicPorts(name) | Live::NicFirewall(name)) => {
+                let attachment = |spec: &VmSpec| {
+                    let nic = spec.nics.iter().find(|nic| nic.name == *name);
+                    nic.and_then(|nic| nic.attachment.clone())
+                };
+                let now = attachment(running);
+                matches!(now, Some(v1::nic_spec::Attachment::Network(_))) && now == attachment(desired)
+            }
             Verdict::Live(_) | Verdict::Restart => true,
         };
         if !possible {
@@ -273,10 +286,10 @@ fn by_name(list: &Json) -> BTreeMap<&str, &Json> {
         .collect()
 }
 
-/// What is changed as a whole: a limit is one request.
+/// What is changed as a whole: a limit is one request, and so are all rules of a NIC.
 fn whole(path: &str) -> bool {
-    let limits = ["].rateLimit", "].receiveLimit", "].transmitLimit"];
-    limits.iter().any(|limit| path.ends_with(limit))
+    let wholes = ["].rateLimit", "].receiveLimit", "].transmitLimit", "].firewall"];
+    wholes.iter().any(|limit| path.ends_with(limit))
         || path.starts_with("spec.rateGroups[") && path.ends_with("].limit")
 }
 
@@ -301,7 +314,9 @@ fn verdict(path: &str, was: bool, is: bool) -> Verdict {
             .or_else(|| item("spec.rateGroups", ".limit").map(Live::GroupLimit))
             .or_else(|| item("spec.nics", ".linkDown").map(Live::NicLink))
             .or_else(|| item("spec.nics", ".receiveLimit").map(Live::NicReceiveLimit))
-            .or_else(|| item("spec.nics", ".transmitLimit").map(Live::NicTransmitLimit)),
+            .or_else(|| item("spec.nics", ".transmitLimit").map(Live::NicTransmitLimit))
+            .or_else(|| item("spec.nics", ".publishedPorts").map(Live::NicPorts))
+            .or_else(|| item("spec.nics", ".firewall").map(Live::NicFirewall)),
     };
     live.map_or(Verdict::Restart, Verdict::Live)
 }
@@ -334,13 +349,19 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
                 group.limit = wanted.limit;
             }
         }
-        Live::NicLink(name) | Live::NicReceiveLimit(name) | Live::NicTransmitLimit(name) => {
+        Live::NicLink(name)
+        | Live::NicReceiveLimit(name)
+        | Live::NicTransmitLimit(name)
+        | Live::NicPorts(name)
+        | Live::NicFirewall(name) => {
             let wanted = desired.nics.iter().find(|nic| nic.name == *name);
             let nic = running.nics.iter_mut().find(|nic| nic.name == *name);
             if let (Some(nic), Some(wanted)) = (nic, wanted) {
                 match live {
                     Live::NicLink(_) => nic.link_down = wanted.link_down,
                     Live::NicReceiveLimit(_) => nic.receive_limit = wanted.receive_limit,
+                    Live::NicPorts(_) => nic.published_ports.clone_from(&wanted.published_ports),
+                    Live::NicFirewall(_) => nic.firewall.clone_from(&wanted.firewall),
                     _ => nic.transmit_limit = wanted.transmit_limit,
                 }
             }

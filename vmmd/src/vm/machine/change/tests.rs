@@ -240,6 +240,41 @@ fn values_are_those_of_both_sides() {
 }
 
 #[test]
+fn ports_and_rules_of_a_nic_change_at_once_in_the_network_that_it_is_in() {
+    let lan = |name: &str| {
+        let mut spec = spec();
+        spec.nics[0].attachment = Some(nic_spec::Attachment::Network(name.into()));
+        spec
+    };
+    let mut desired = lan("lan");
+    desired.nics[0].published_ports = vec![v1::PublishedPort {
+        node_port: 8080,
+        ..Default::default()
+    }];
+    desired.nics[0].firewall = Some(v1::NicFirewall {
+        egress: Some(v1::NicRules::default()),
+        ..Default::default()
+    });
+    let verdicts = |running: &VmSpec| {
+        let changes = compare(running, &desired);
+        let changes = changes.into_iter().map(|change| (change.path, change.verdict));
+        changes.collect::<Vec<_>>()
+    };
+    let (firewall, ports) = ("spec.nics[eth0].firewall", "spec.nics[eth0].publishedPorts");
+    let live = [
+        (
+            firewall.to_owned(),
+            Verdict::Live(Live::NicFirewall("eth0".into())),
+        ),
+        (ports.to_owned(), Verdict::Live(Live::NicPorts("eth0".into()))),
+    ];
+    assert_eq!(verdicts(&lan("lan")), live);
+    let restart =
+        [firewall, "spec.nics[eth0].network", ports].map(|path| (path.to_owned(), Verdict::Restart));
+    assert_eq!(verdicts(&lan("other")), restart);
+}
+
+#[test]
 fn a_mac_is_what_the_hardware_has() {
     let with = |mac: [u8; 6]| Hardware {
         nics: BTreeMap::from([(

@@ -1,0 +1,98 @@
+//! Which connections guests may have, as rules of the bridge's table: see [`rules`](super::rules).
+
+use proto::model::firewall::{Rule, RuleProtocol};
+use serde_json::{Value, json};
+
+use super::rules::{Network, accept, base, drop, equal, iifname, meta, oifname, payload, rule, state};
+
+/// What tells whether the kernel can tell connections apart on a bridge: nft is to check this.
+pub fn probe() -> Value {
+    let table = json!({"table": {"family": "bridge", "name": "vmmd-probe"}});
+    let chain = json!({"chain": {
+        "family": "bridge", "table": "vmmd-probe", "name": "probe",
+        "type": "filter", "hook": "postrouting", "prio": 0, "policy": "accept",
+    }});
+    let expressions = json!([state(&["established"]), accept()]);
+    let rule =
+        json!({"rule": {"family": "bridge", "table": "vmmd-probe", "chain": "probe", "expr": expressions}});
+    json!({"nftables": [{"add": table}, {"add": chain}, {"add": rule}]})
+}
+
+/// Which connections guests may have. Where no guest has a firewall the kernel tracks no connections on bridges.
+pub fn connections(networks: &[Network], objects: &mut Vec<Value>) {
+    let mut ports = networks.iter().flat_map(|network| &network.ports);
+    if ports.all(|port| port.firewall.is_open()) {
+        return;
+    }
+    // Behind the tracking of connections, which has the priority -200.
+    objects.push(base("bridge", "egress", "filter", "prerouting", 0));
+    objects.push(base("bridge", "ingress", "filter", "postrouting", 0));
+    for network in networks {
+        // DHCP with the gateway: a guest can't send what a server does.
+        let gateway = json!(network.gateway.to_string());
+        let servers = json!({"set": ["255.255.255.255", gateway]});
+        let query = [
+            equal(&payload("ip", "daddr"), &servers),
+            equal(&payload("udp", "dport"), &json!(67)),
+        ];
+        let answer = [
+            equal(&payload("ip", "saddr"), &gateway),
+            equal(&payload("udp", "sport"), &json!(67)),
+        ];
+        for port in &network.ports {
+            if let Some(rules) = &port.firewall.egress {
+                direction(objects, ("egress", "daddr"), &iifname(&port.tap), &query, rules);
+            }
+            if let Some(rules) = &port.firewall.ingress {
+                direction(objects, ("ingress", "saddr"), &oifname(&port.tap), &answer, rules);
+            }
+        }
+    }
+}
+
+fn direction(
+    objects: &mut Vec<Value>,
+    (chain, other): (&str, &str),
+    guest: &Value,
+    [other_end, dhcp]: &[Value; 2],
+    rules: &[Rule],
+) {
+    let mut add = |expressions: Value| objects.push(rule("bridge", chain, &expressions));
+    add(json!([guest, state(&["established", "related"]), accept()]));
+    let arp = equal(&meta("protocol"), &json!("arp"));
+    add(json!([guest, arp, accept()]));
+    add(json!([guest, other_end, dhcp, accept()]));
+    for rule in rules {
+        let mut expressions = vec![guest.clone()];
+        if !rule.addresses.is_empty() {
+            let addresses = rule.addresses.iter();
+            let addresses: Vec<_> = addresses
+                .map(|range| json!({"prefix": {"addr": range.first.to_string(), "len": range.prefix}}))
+                .collect();
+            expressions.push(equal(&payload("ip", other), &json!({"set": addresses})));
+        }
+        let protocol = match rule.protocol {
+            RuleProtocol::Any => None,
+            RuleProtocol::Tcp => Some("tcp"),
+            RuleProtocol::Udp => Some("udp"),
+            RuleProtocol::Icmp => Some("icmp"),
+        };
+        if let Some(protocol) = protocol {
+            // Of IPv4, which is all that a guest can send.
+            expressions.push(equal(&payload("ip", "protocol"), &json!(protocol)));
+            if !rule.ports.is_empty() {
+                let ranges = rule.ports.iter();
+                let ranges: Vec<_> = ranges
+                    .map(|ports| match (*ports.start(), *ports.end()) {
+                        (first, last) if first == last => json!(first),
+                        (first, last) => json!({"range": [first, last]}),
+                    })
+                    .collect();
+                expressions.push(equal(&payload(protocol, "dport"), &json!({"set": ranges})));
+            }
+        }
+        expressions.push(accept());
+        add(Value::Array(expressions));
+    }
+    add(json!([guest, drop()]));
+}

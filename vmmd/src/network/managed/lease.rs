@@ -1,0 +1,125 @@
+//! What a NIC has of a network: its address, the ports of the node that lead to it, the connections that its guest may have.
+
+use proto::model::{firewall::Firewall, network::NetworkMode, nic::PublishedPort};
+use uuid::Uuid;
+
+use super::{
+    Networks, Request, bridge,
+    describe::{not_found, refused},
+    nft, pool, spec_of,
+};
+use crate::{
+    failure::Failure,
+    network::Ports,
+    store::{LeaseRecord, PortRecord},
+    text,
+};
+
+impl Networks {
+    /// Gives a NIC its address and its rules; the bridge that its tap belongs on.
+    pub async fn lease(
+        &self,
+        host: Ports<'_>,
+        network: &str,
+        request: &Request<'_>,
+    ) -> Result<String, Failure> {
+        let mut turn = self.turn.lock().await;
+        let mut record = self.find(network)?;
+        let spec = spec_of(&record).ok_or_else(|| not_found(network))?;
+        let (vm, now) = (request.vm.0.as_bytes(), text::now_ms());
+        let owner = (vm.as_slice(), request.nic);
+        let address = pool::allocate(&spec, &record.leases, owner, request.address, now)
+            .map_err(|refusal| refused(network, &spec, request, &refusal))?;
+        if spec.mode != NetworkMode::Nat && !request.ports.is_empty() {
+            let message = format!(
+                "NIC \"{}\": the network \"{network}\" has not the mode NAT, so ports can't be published",
+                request.nic
+            );
+            return Err(Failure::precondition("NOT_NAT", message));
+        }
+        self.no_port_clash(request)?;
+        if !request.firewall.is_open() && !nft::tracks_bridges().await {
+            let message = format!(
+                "NIC \"{}\": the node's kernel can't tell connections apart on a bridge, which a firewall needs: load its module \
+                 nf_conntrack_bridge",
+                request.nic
+            );
+            return Err(Failure::precondition("FIREWALL_UNAVAILABLE", message));
+        }
+        let lease = LeaseRecord {
+            address: address.into(),
+            vm: vm.to_vec(),
+            vm_name: request.vm.1.to_owned(),
+            nic: request.nic.to_owned(),
+            mac: request.mac.octets().to_vec(),
+            tap: request.tap.clone(),
+            ports: request.ports.iter().map(PortRecord::from).collect(),
+            released_ms: 0,
+            firewall: (!request.firewall.is_open()).then(|| request.firewall.into()),
+        };
+        let before = record.clone();
+        let taken = |other: &LeaseRecord| other.is_of(vm, request.nic) || other.address == lease.address;
+        record.leases.retain(|other| !taken(other) && other.counts(now));
+        record.leases.push(lease);
+        record.leases.sort_by_key(|lease| lease.address);
+        if record != before {
+            self.write(host, &record).await?;
+        }
+        self.apply(host, &mut turn, Some(&record.uid)).await;
+        match self.problem(&record.uid) {
+            Some(problem) => Err(problem),
+            None => Ok(bridge(&record)),
+        }
+    }
+
+    /// Gives a NIC that has an address other published ports and rules.
+    pub async fn admit(
+        &self,
+        host: Ports<'_>,
+        network: &str,
+        (vm, nic): ((Uuid, &str), &str),
+        ports: &[PublishedPort],
+        firewall: &Firewall,
+    ) -> Result<(), Failure> {
+        let record = self.find(network)?;
+        let mut own = record.leases.iter();
+        let own = own.find(|lease| lease.is_of(vm.0.as_bytes(), nic) && lease.released_ms == 0);
+        let Some((lease, mac)) = own.and_then(|lease| Some((lease, lease.mac()?))) else {
+            let message = format!("NIC \"{nic}\" has no address in the network \"{network}\"");
+            return Err(Failure::precondition("NO_ADDRESS", message));
+        };
+        let request = Request {
+            vm,
+            nic,
+            tap: lease.tap.clone(),
+            mac,
+            address: Some(lease.ip()),
+            ports,
+            firewall,
+        };
+        self.lease(host, network, &request).await.map(drop)
+    }
+
+    fn no_port_clash(&self, request: &Request<'_>) -> Result<(), Failure> {
+        let inner = self.inner();
+        let vm = request.vm.0.as_bytes();
+        let wanted: Vec<_> = request.ports.iter().map(PortRecord::from).collect();
+        let leases = inner.records.values().flat_map(|record| &record.leases);
+        let others = leases.filter(|lease| lease.released_ms == 0 && !lease.is_of(vm, request.nic));
+        for lease in others {
+            let clash = |port: &&PortRecord| {
+                let same = |wanted: &PortRecord| (wanted.udp, wanted.node_port) == (port.udp, port.node_port);
+                wanted.iter().any(same)
+            };
+            if let Some(port) = lease.ports.iter().find(clash) {
+                let protocol = if port.udp { "UDP" } else { "TCP" };
+                let message = format!(
+                    "NIC \"{}\": {protocol} port {} of the node leads to NIC \"{}\" of VM \"{}\" already",
+                    request.nic, port.node_port, lease.nic, lease.vm_name
+                );
+                return Err(Failure::precondition("PORT_IN_USE", message));
+            }
+        }
+        Ok(())
+    }
+}
