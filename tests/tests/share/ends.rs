@@ -1,4 +1,4 @@
-//! Ends of whatever a share needs.
+//! Ends of whatever a share needs, and changes of the shares of a VM.
 
 use vmmd_tests::Case;
 use vmmd_tests::vm::{BOOT, Vm};
@@ -118,4 +118,51 @@ fn a_share_works_again_whatever_ends() {
         .sh("grep -c /srv/ /proc/mounts; find /run/vmmd/vms -name 'share-*.sock'; true")
         .expect("look");
     assert_eq!(left, "0\n");
+}
+
+#[test]
+fn shares_are_added_and_taken_away_by_vmmctl() {
+    let case = Case::new("share-ctl").expect("node");
+    let srv = Srv::new(&case, &["data"]);
+    srv.sh("ln -s /etc out && echo fixed >data/file");
+    let vm = Vm::start(&case, "", &with_shares(&case, &[])).expect("start");
+    let mut console = booted(&vm);
+    let mount = "mount -t virtiofs data /mnt";
+    console
+        .run(&format!("! {mount} 2>/dev/null"), 30)
+        .expect("no share yet");
+    let refused = vm
+        .try_ctl_with("share add", &format!("{}/out", srv.path))
+        .expect("ssh");
+    assert!(
+        !refused.success() && refused.stderr.contains("leads out"),
+        "{}",
+        refused.stderr
+    );
+    vm.ctl_with("share add", &format!("{}/data,ro --restart", srv.path))
+        .expect("add");
+    let mut console = booted(&vm);
+    let read = console
+        .run(
+            &format!("{mount} && ! touch /mnt/new 2>/dev/null; cat /mnt/file"),
+            30,
+        )
+        .expect("mount");
+    assert_eq!(read, "fixed\n");
+    // Taken away, it is there until the VM is restarted.
+    vm.ctl_with("share rm", "data").expect("take away");
+    let list = vm.ctl("share ls").expect("list");
+    assert!(list.contains("until the next start"), "{list}");
+    assert_eq!(
+        console.run("cat /mnt/file", 30).expect("it is served on"),
+        "fixed\n"
+    );
+    let last = server(&vm);
+    vm.ctl("restart").expect("restart");
+    let mut console = booted(&vm);
+    console
+        .run(&format!("! {mount} 2>/dev/null"), 30)
+        .expect("no share any more");
+    srv.sh(&format!("[ ! -d /proc/{last} ]"));
+    assert_eq!(vm.ctl("share ls").expect("list").lines().count(), 1);
 }

@@ -48,10 +48,10 @@ pub struct State {
     pub restarts: u32,
 }
 
-/// The tasks of a run, by the names of its shares.
+/// The tasks of a run, by the names and tags of its shares.
 #[derive(Debug)]
 pub struct Keepers {
-    states: Vec<(String, watch::Receiver<State>)>,
+    states: Vec<(String, String, watch::Receiver<State>)>,
     _ends_them: DropGuard,
 }
 
@@ -97,7 +97,9 @@ impl Keepers {
                 pid: process.as_ref().map(Process::pid),
                 ..State::default()
             });
-            keepers.states.push((share.name.to_string(), seen));
+            keepers
+                .states
+                .push((share.name.to_string(), share.tag.clone(), seen));
             let keeper = Keeper {
                 host: Arc::clone(host),
                 uid,
@@ -114,8 +116,15 @@ impl Keepers {
 
     /// How the share of that name is; `None` when the run has none.
     pub fn state(&self, share: &str) -> Option<State> {
-        let (_, state) = self.states.iter().find(|(name, _)| name == share)?;
+        let (_, _, state) = self.states.iter().find(|(name, ..)| name == share)?;
         Some(state.borrow().clone())
+    }
+
+    /// Names and tags of the shares that the run has begun with.
+    pub fn begun_with(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.states
+            .iter()
+            .map(|(name, tag, _)| (name.as_str(), tag.as_str()))
     }
 
     /// Waits until a share is otherwise than when this returned last. Cancel-safe.
@@ -123,7 +132,7 @@ impl Keepers {
         if self.states.is_empty() {
             return std::future::pending().await;
         }
-        let waiting = self.states.iter_mut().map(|(_, state)| Box::pin(state.changed()));
+        let waiting = self.states.iter_mut().map(|(_, _, state)| Box::pin(state.changed()));
         if futures_any(waiting.collect()).await.is_err() {
             // A task that is gone tells nothing more.
             std::future::pending::<()>().await;

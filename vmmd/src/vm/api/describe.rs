@@ -408,8 +408,17 @@ fn nics(
 }
 
 fn shares(spec: &VmSpec, instance: Option<&Instance>) -> Vec<v1::ShareStatus> {
-    let described = spec.shares.iter().map(|share| {
-        let state = instance.and_then(|instance| instance.shares.state(share.name.as_str()));
+    let wanted = spec
+        .shares
+        .iter()
+        .map(|share| (share.name.as_str(), share.tag.as_str()));
+    // Those that the spec has no more are there until the run ends.
+    let leaving = instance
+        .into_iter()
+        .flat_map(|instance| instance.shares.begun_with())
+        .filter(|(name, _)| spec.shares.iter().all(|share| share.name.as_str() != *name));
+    let described = wanted.chain(leaving).map(|(name, tag)| {
+        let state = instance.and_then(|instance| instance.shares.state(name));
         let phase = match &state {
             None => v1::SharePhase::Pending,
             Some(state) if state.pid.is_some() => v1::SharePhase::Served,
@@ -417,8 +426,8 @@ fn shares(spec: &VmSpec, instance: Option<&Instance>) -> Vec<v1::ShareStatus> {
         };
         let state = state.unwrap_or_default();
         v1::ShareStatus {
-            name: share.name.to_string(),
-            tag: share.tag.clone(),
+            name: name.to_owned(),
+            tag: tag.to_owned(),
             phase: phase.into(),
             message: state.message,
             pid: state.pid.unwrap_or_default(),
