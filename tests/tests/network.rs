@@ -370,7 +370,7 @@ fn the_rules_of_a_nic_hold_in_both_directions_and_change_while_the_guest_runs() 
             .expect("it listens");
     }
     let fetch = |console: &mut Console, port: u16| {
-        let command = format!("nc -w 5 {web_address} {port} < /dev/null || echo refused");
+        let command = format!("nc -w 5 {web_address} {port} < /dev/null 2> /dev/null || echo refused");
         console
             .run(&command, PATIENCE)
             .expect("connect")
