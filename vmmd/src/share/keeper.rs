@@ -132,7 +132,10 @@ impl Keepers {
         if self.states.is_empty() {
             return std::future::pending().await;
         }
-        let waiting = self.states.iter_mut().map(|(_, _, state)| Box::pin(state.changed()));
+        let waiting = self
+            .states
+            .iter_mut()
+            .map(|(_, _, state)| Box::pin(state.changed()));
         if futures_any(waiting.collect()).await.is_err() {
             // A task that is gone tells nothing more.
             std::future::pending::<()>().await;
