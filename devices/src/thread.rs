@@ -74,6 +74,8 @@ impl ThreadKind {
         match self {
             // Device models, imago and the report of a panic go a little deep.
             Self::Vcpu | Self::Storage | Self::Helper | Self::Snapshot => Some(512 << 10),
+            // A compressor's tables, some 300 KiB, are made on the stack before they go to the heap.
+            Self::Screen => Some(1 << 20),
             _ => None,
         }
     }

@@ -39,3 +39,28 @@ impl Stream {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use flate2::{Decompress, FlushDecompress};
+
+    use super::*;
+    use crate::thread::{ThreadKind, spawn};
+
+    #[test]
+    fn a_stream_begins_in_the_thread_of_a_screen() {
+        let data = [7; 5000];
+        let deflated = spawn(ThreadKind::Screen, "screen", move || {
+            let mut out = Vec::new();
+            Stream::default().append(&data, &mut out);
+            out
+        });
+        // A stack that is too small would end the process.
+        let deflated = deflated.unwrap().join().unwrap();
+        let mut inflated = Vec::with_capacity(data.len() + 1);
+        Decompress::new(true)
+            .decompress_vec(&deflated, &mut inflated, FlushDecompress::Sync)
+            .unwrap();
+        assert_eq!(inflated, data);
+    }
+}
