@@ -46,8 +46,6 @@ pub fn stopping() {
 
 /// How long a part of the daemon may take to answer when it is asked whether it works.
 const PULSE: Duration = Duration::from_secs(5);
-/// How often that is asked, for the health service.
-const PULSES: Duration = Duration::from_secs(5);
 
 /// Whether the daemon can do its work: its store answers, and a blocking thread is to be had. A full disk is no reason to
 /// restart it, and does not count.
@@ -57,20 +55,6 @@ pub async fn works(store: &Store) -> bool {
         store.ping().await.is_ok() && thread.await.is_ok()
     };
     timeout(PULSE, asked).await.unwrap_or(false)
-}
-
-/// Tells `changed` whether the daemon works, whenever that changes. Never ends.
-pub async fn pulse(store: Store, mut changed: impl AsyncFnMut(bool)) {
-    let mut before = true;
-    let mut ticks = interval(PULSES);
-    loop {
-        ticks.tick().await;
-        let now = works(&store).await;
-        if now != before {
-            changed(now).await;
-            before = now;
-        }
-    }
 }
 
 /// Tells the events of a store whose thread has panicked. Ends with the store.

@@ -9,6 +9,7 @@ mod disk;
 mod error;
 mod event;
 mod filter;
+mod health;
 mod image;
 mod list;
 mod logs;

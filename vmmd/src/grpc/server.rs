@@ -16,13 +16,14 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::{server::NamedService, service::Routes, transport::Server};
-use tonic_health::ServingStatus;
+use tonic::{service::Routes, transport::Server};
+use tonic_health::pb::health_server::HealthServer;
 
 use super::{
     connection::Connection,
     disk::Disks,
     event::EventLog,
+    health::Healths,
     image::Images,
     migration::Migrations,
     network::Networks,
@@ -36,7 +37,6 @@ use crate::{
     auth::{Audit, Bounds, Guard},
     host::Host,
     metrics::Counted,
-    service,
 };
 
 /// Most calls at once on one connection, streams included.
@@ -63,42 +63,8 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const SHUTDOWN: Duration = Duration::from_millis(500);
 
 /// All services.
-async fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
-    let (reporter, health) = tonic_health::server::health_reporter();
-    reporter.set_serving::<VmServiceServer<Vms>>().await;
-    reporter.set_serving::<NodeServiceServer<Nodes>>().await;
-    reporter.set_serving::<DiskServiceServer<Disks>>().await;
-    reporter.set_serving::<NetworkServiceServer<Networks>>().await;
-    reporter.set_serving::<ImageServiceServer<Images>>().await;
-    reporter.set_serving::<OperationServiceServer<Operations>>().await;
-    reporter.set_serving::<EventServiceServer<EventLog>>().await;
-    reporter.set_serving::<SnapshotServiceServer<Snapshots>>().await;
-    reporter.set_serving::<MigrationServiceServer<Migrations>>().await;
-    reporter.set_serving::<PeerServiceServer<Migrations>>().await;
-    let store = host.store.clone();
-    tokio::spawn(service::pulse(store, async move |works| {
-        let status = if works {
-            ServingStatus::Serving
-        } else {
-            ServingStatus::NotServing
-        };
-        // "" is the server as a whole.
-        for name in [
-            "",
-            VmServiceServer::<Vms>::NAME,
-            NodeServiceServer::<Nodes>::NAME,
-            DiskServiceServer::<Disks>::NAME,
-            NetworkServiceServer::<Networks>::NAME,
-            ImageServiceServer::<Images>::NAME,
-            OperationServiceServer::<Operations>::NAME,
-            EventServiceServer::<EventLog>::NAME,
-            SnapshotServiceServer::<Snapshots>::NAME,
-            MigrationServiceServer::<Migrations>::NAME,
-            PeerServiceServer::<Migrations>::NAME,
-        ] {
-            reporter.set_service_status(name, status).await;
-        }
-    }));
+fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
+    let health = HealthServer::new(Healths::new(host.store.clone()));
     let reflection = |builder: tonic_reflection::server::Builder<'static>| {
         builder
             .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
@@ -134,7 +100,7 @@ pub async fn serve(
     audit: Arc<Audit>,
 ) -> anyhow::Result<()> {
     let limits = host.config.limits;
-    let routes = routes(&host).await?;
+    let routes = routes(&host)?;
     let guard = Guard::new(
         audit,
         Bounds {

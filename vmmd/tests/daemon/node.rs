@@ -3,7 +3,9 @@
 use proto::v1::{ConditionStatus, CordonNodeRequest, GetNodeRequest, Node, NodeStatus, WatchNodeRequest};
 use rstest::rstest;
 use tokio_stream::StreamExt;
-use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
+use tonic_health::pb::{
+    HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+};
 use tonic_reflection::pb::v1::{
     ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
     server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
@@ -137,21 +139,12 @@ async fn kvm_is_there_since_it_was_first_seen() {
 async fn health_and_reflection_are_served() {
     let daemon = Daemon::start().await;
     let channel = connect(daemon.folder.path()).await;
-    let request = HealthCheckRequest {
-        service: "vmmd.v1.VmService".into(),
-    };
-    let health = HealthClient::new(channel.clone())
-        .check(request)
-        .await
-        .unwrap()
-        .into_inner();
-    assert_eq!(health.status, 1);
     let request = ServerReflectionRequest {
         host: String::new(),
         message_request: Some(MessageRequest::ListServices(String::new())),
     };
     let requests = tokio_stream::iter([request]);
-    let mut answers = ServerReflectionClient::new(channel)
+    let mut answers = ServerReflectionClient::new(channel.clone())
         .server_reflection_info(requests)
         .await
         .unwrap()
@@ -169,4 +162,18 @@ async fn health_and_reflection_are_served() {
         names.contains(&"vmmd.v1.VmService") && names.contains(&"vmmd.v1.NodeService"),
         "{names:?}"
     );
+    let ask = |service: &str| HealthCheckRequest {
+        service: service.into(),
+    };
+    let mut health = HealthClient::new(channel);
+    let ours = names.into_iter().filter(|name| name.starts_with("vmmd."));
+    for service in ours.chain([""]) {
+        let answer = health.check(ask(service)).await.unwrap().into_inner();
+        assert_eq!(answer.status(), ServingStatus::Serving, "{service}");
+    }
+    let refused = health.check(ask("vmmd.v1.NoService")).await.unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::NotFound);
+    let mut watched = health.watch(ask("vmmd.v1.NoService")).await.unwrap().into_inner();
+    let told = watched.message().await.unwrap().unwrap();
+    assert_eq!(told.status(), ServingStatus::ServiceUnknown);
 }
