@@ -188,6 +188,9 @@ impl Vcpus {
 
     /// Lets all run. Those that run already go on.
     pub fn run(&mut self) -> Result<(), VcpuError> {
+        for handle in &self.handles {
+            handle.shared.wait_until_set_up();
+        }
         // First all, so that none sees another that is still to be allowed to run.
         let parked: Vec<_> = self.handles.iter().map(|handle| handle.shared.allow()).collect();
         for (index, (handle, parked)) in self.handles.iter().zip(parked).enumerate() {

@@ -49,6 +49,8 @@ impl Parked<'_> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
+    /// Not set up yet.
+    New,
     Parked,
     Running,
     Gone,
@@ -70,7 +72,7 @@ impl Shared {
     pub(super) fn new(kicker: Kicker) -> Self {
         Self {
             kicker,
-            phase: Mutex::new(Phase::Parked),
+            phase: Mutex::new(Phase::New),
             changed: Condvar::new(),
             accesses: AtomicU64::new(0),
             interruptions: AtomicU64::new(0),
@@ -89,8 +91,18 @@ impl Shared {
         parked
     }
 
+    /// Whether it is in its thread's hands, and not in the guest.
     pub(super) fn is_parked(&self) -> bool {
-        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) == Phase::Parked
+        let phase = *self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        matches!(phase, Phase::New | Phase::Parked)
+    }
+
+    /// Waits until it is set up, or has failed to be: KVM knows the local APIC id only then, and would lose an INIT that another vCPU
+    /// sends it.
+    pub(super) fn wait_until_set_up(&self) {
+        let phase = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.changed.wait_while(phase, |phase| *phase == Phase::New);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Fails when the thread is gone.
@@ -178,6 +190,7 @@ impl VcpuThread {
     fn serve(mut self, calls: &mpsc::Receiver<Call>) {
         // Here and not in the controller: all vCPUs at once, while the machine is still being built.
         let mut power_on = self.set_up();
+        self.shared.leave(Phase::Parked);
         for call in calls {
             match (call, &power_on) {
                 (Call::Run, Ok(_)) => {
