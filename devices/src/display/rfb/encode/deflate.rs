@@ -41,6 +41,7 @@ impl Stream {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use flate2::{Decompress, FlushDecompress};
 
