@@ -1,5 +1,6 @@
 //! The guest images: unmodified Debian kernels, each with a busybox initramfs, and a Debian root disk.
 
+mod cloud_image;
 mod debian_disk;
 mod fio;
 mod kernels;
@@ -61,6 +62,7 @@ pub fn images() -> Result<Images> {
     let source = scripts_dir();
     let packages = kernels::packages()?;
     let disk = debian_disk::get()?;
+    let cloud = cloud_image::get()?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
     inputs
         .add_file(&source.join("init"))?
@@ -68,8 +70,11 @@ pub fn images() -> Result<Images> {
     inputs
         .add_artefact(&packages)
         .add("modules", MODULES.join(" ").as_bytes())
-        .add_artefact(&disk);
-    let dir = cache::get_or_build("guests", &inputs, |out| build(&packages, &disk, &source, out))?;
+        .add_artefact(&disk)
+        .add_artefact(&cloud);
+    let dir = cache::get_or_build("guests", &inputs, |out| {
+        build(&packages, &disk, &cloud, &source, out)
+    })?;
     Ok(Images { dir })
 }
 
@@ -145,7 +150,7 @@ fn initramfs(
     .write(out)
 }
 
-fn build(packages: &Path, disk: &Path, source: &Path, out: &Path) -> Result<()> {
+fn build(packages: &Path, disk: &Path, cloud: &Path, source: &Path, out: &Path) -> Result<()> {
     let tree = out.join("tree");
     for kernel in Kernel::ALL {
         let dir = tree.join(kernel.name());
@@ -162,5 +167,9 @@ fn build(packages: &Path, disk: &Path, source: &Path, out: &Path) -> Result<()> 
         // The same file system: a second name costs nothing.
         fs::hard_link(disk.join(file), debian_tree.join(file)).with_context(|| format!("link {file}"))?;
     }
+    let cloud_tree = tree.join("cloud");
+    fs::create_dir(&cloud_tree)?;
+    fs::hard_link(cloud.join("disk.qcow2.xz"), cloud_tree.join("disk.qcow2.xz"))
+        .context("link the cloud image")?;
     debian::ext4_image(&tree, &out.join("guests.raw"), "vmmd-guests", 4096)
 }
