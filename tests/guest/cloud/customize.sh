@@ -23,7 +23,7 @@ mv "$root"/boot/*-6.12.* "$root/srv/newer/"
 rm -f "$root/vmlinuz" "$root/initrd.img" "$root/vmlinuz.old" "$root/initrd.img.old"
 # cloud-init makes keys at the first boot.
 rm -f "$root"/etc/ssh/ssh_host_*_key "$root"/etc/ssh/ssh_host_*_key.pub
-rm -rf "$root"/usr/share/locale "$root"/var/cache/apt "$root"/var/lib/apt/lists
+rm -rf "$root"/usr/share/locale "$root"/usr/share/i18n "$root"/var/cache/apt "$root"/var/lib/apt/lists
 mkdir -p "$root"/var/lib/apt/lists/partial "$root"/var/cache/apt/archives/partial "$root/boot/efi" "$root/boot/grub"
 : > "$root/etc/resolv.conf"
 rm -f "$root/etc/machine-id" "$root/var/lib/dbus/machine-id"

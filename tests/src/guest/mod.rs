@@ -1,4 +1,4 @@
-//! The guest images: unmodified Debian kernels, each with a busybox initramfs, and a Debian root disk.
+//! The guest images: unmodified Debian kernels, each with a busybox initramfs, a Debian root disk, and a Debian as clouds get it.
 
 mod cloud_image;
 mod debian_disk;
@@ -11,8 +11,9 @@ mod vmlinux;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::thread::ScopedJoinHandle;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 
 use crate::cache::{self, Inputs};
 use crate::initramfs::{Extra, Initramfs};
@@ -60,9 +61,13 @@ impl Images {
 /// The guest images for the present inputs, built when there are none yet.
 pub fn images() -> Result<Images> {
     let source = scripts_dir();
-    let packages = kernels::packages()?;
-    let disk = debian_disk::get()?;
-    let cloud = cloud_image::get()?;
+    // Each waits for downloads and disks as much as for a processor.
+    let (packages, disk, cloud) = std::thread::scope(|scope| {
+        let disk = scope.spawn(debian_disk::get);
+        let cloud = scope.spawn(cloud_image::get);
+        let packages = kernels::packages()?;
+        Ok::<_, anyhow::Error>((packages, joined(disk)?, joined(cloud)?))
+    })?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
     inputs
         .add_file(&source.join("init"))?
@@ -122,6 +127,12 @@ fn custom_initrd(name: &str, kernel: Kernel, modules: &[&str], files: &[Extra]) 
         )
     })?;
     Ok(dir.join("initrd"))
+}
+
+fn joined(builder: ScopedJoinHandle<'_, Result<PathBuf>>) -> Result<PathBuf> {
+    builder
+        .join()
+        .map_err(|_| anyhow!("a thread that builds a guest image panicked"))?
 }
 
 fn scripts_dir() -> PathBuf {
