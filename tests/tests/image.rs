@@ -132,7 +132,7 @@ fn a_cloud_image_is_imported_over_a_bad_line_and_a_killed_daemon_and_greets_its_
         .expect("an address");
     node.sh("vmmctl network create cloud --cidr 10.83.0.0/24")
         .expect("a network");
-    let key = node.sh("cat /root/.ssh/id_ed25519.pub").expect("a key");
+    let key = node.sh("ssh-keygen -y -f /root/.ssh/id_ed25519").expect("a key");
     node.sh(&format!(
         "cat >/run/{name}.yaml <<'END'\n#cloud-config\nusers:\n- name: alice\n  shell: /bin/bash\n  \
          sudo: ALL=(ALL) NOPASSWD:ALL\n  ssh_authorized_keys: ['{}']\nruncmd:\n- echo first >>/srv/boots\nEND\n",
