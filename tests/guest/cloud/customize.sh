@@ -21,6 +21,10 @@ done
 mkdir "$root/srv/newer"
 mv "$root"/boot/*-6.12.* "$root/srv/newer/"
 rm -f "$root/vmlinuz" "$root/initrd.img" "$root/vmlinuz.old" "$root/initrd.img.old"
+# A quarter of what the image would have: the hardware database (a virtual machine has no such hardware), the data of a library that only
+# gdisk uses and nobody here calls, conversions of character sets.
+rm -rf "$root"/usr/lib/udev/hwdb.d "$root"/usr/lib/udev/hwdb.bin "$root"/usr/lib/x86_64-linux-gnu/libicudata.so.* \
+    "$root"/usr/lib/x86_64-linux-gnu/gconv
 # cloud-init makes keys at the first boot.
 rm -f "$root"/etc/ssh/ssh_host_*_key "$root"/etc/ssh/ssh_host_*_key.pub
 rm -rf "$root"/usr/share/locale "$root"/usr/share/i18n "$root"/var/cache/apt "$root"/var/lib/apt/lists
@@ -28,3 +32,5 @@ mkdir -p "$root"/var/lib/apt/lists/partial "$root"/var/cache/apt/archives/partia
 : > "$root/etc/resolv.conf"
 rm -f "$root/etc/machine-id" "$root/var/lib/dbus/machine-id"
 : > "$root/etc/machine-id"
+touch "$root/usr"
+touch -r "$root/usr" "$root/etc/.updated" "$root/var/.updated"
