@@ -88,7 +88,7 @@ fn a_cloud_image_is_imported_over_a_bad_line_and_a_killed_daemon_and_greets_its_
         .sh(&format!("sha256sum {file} | cut -d' ' -f1"))
         .expect("a checksum");
     node.sh(&format!(
-        "vmmctl image import {name} http://127.0.0.1:8017/debian.qcow2.xz --checksum sha256:{} --no-wait",
+        "vmmctl image import {name} http://127.0.0.1:8017/debian.qcow2.gz --checksum sha256:{} --no-wait",
         checksum.trim()
     ))
     .expect("begin to import");

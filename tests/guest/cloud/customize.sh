@@ -17,9 +17,6 @@ for folder in "$root"/lib/modules/*/kernel; do
     release=$(basename "$(dirname "$folder")")
     depmod -b "$root" "$release"
 done
-# The newer kernel waits to be installed.
-mkdir "$root/srv/newer"
-mv "$root"/boot/*-6.12.* "$root/srv/newer/"
 rm -f "$root/vmlinuz" "$root/initrd.img" "$root/vmlinuz.old" "$root/initrd.img.old"
 # A quarter of what the image would have: the hardware database (a virtual machine has no such hardware), the data of a library that only
 # gdisk uses and nobody here calls, conversions of character sets.

@@ -180,7 +180,7 @@ fn build(packages: &Path, disk: &Path, cloud: &Path, source: &Path, out: &Path) 
     }
     let cloud_tree = tree.join("cloud");
     fs::create_dir(&cloud_tree)?;
-    fs::hard_link(cloud.join("disk.qcow2.xz"), cloud_tree.join("disk.qcow2.xz"))
+    fs::hard_link(cloud.join("disk.qcow2.gz"), cloud_tree.join("disk.qcow2.gz"))
         .context("link the cloud image")?;
     debian::ext4_image(&tree, &out.join("guests.raw"), "vmmd-guests", 4096)
 }

@@ -79,9 +79,9 @@ impl Guests {
         format!("{GUESTS_DIR}/debian/disk.raw")
     }
 
-    /// The cloud image: Debian with cloud-init, compressed qcow2 of 1.5 GiB.
+    /// The cloud image: Debian with cloud-init, a packed qcow2 of 1.5 GiB.
     pub fn cloud_image(&self) -> String {
-        format!("{GUESTS_DIR}/cloud/disk.qcow2.xz")
+        format!("{GUESTS_DIR}/cloud/disk.qcow2.gz")
     }
 
     /// The kernel of that Debian.
