@@ -76,11 +76,7 @@ fn build(source: &Path, out: &Path) -> Result<()> {
     command.args(["convert", "-O", "qcow2"]).arg(&disk).arg(&qcow2);
     run::check(&mut command, Deadline::seconds(600))?;
     fs::remove_file(&disk)?;
-    run::check(
-        Command::new("gzip").arg("-1").arg(&qcow2),
-        Deadline::seconds(600),
-    )
-    .map(drop)
+    run::check(Command::new("gzip").arg("-1").arg(&qcow2), Deadline::seconds(600)).map(drop)
 }
 
 fn partition(disk: &Path) -> Result<()> {
