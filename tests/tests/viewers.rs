@@ -15,6 +15,9 @@ use vmmd_tests::{Case, Guests};
 /// Size of the guest's screen.
 const SIZE: (usize, usize) = (1024, 768);
 
+/// By how much the X server's screen is larger, as a viewer shows scroll bars where there is no room for its window.
+const ROOM: usize = 200;
+
 /// A guest whose text console is on its screen, without a driver for the adapter.
 fn with_text(case: &Case) -> (Vm<'_>, Console) {
     let kernel = Kernel::Cloud612;
@@ -47,19 +50,15 @@ impl<'a> Viewer<'a> {
             text.trim().to_owned()
         };
         // The server says which number it has taken.
-        let screen = format!("{}x{}x24", SIZE.0, SIZE.1);
+        let screen = format!("{}x{}x24", SIZE.0 + ROOM, SIZE.1 + ROOM);
         let command =
             format!("echo $$; exec Xvfb -displayfd 1 -screen 0 {screen} -fbdir {folder} 2>/dev/null");
         let mut server = case.node().stream(&command).expect("Xvfb");
         let server_pid = line(&mut server);
         let display = format!(":{}", line(&mut server));
-        // There is no window manager: the viewer's window is where its settings say.
-        let settings = format!(
-            "mkdir -p {folder}/.vnc && printf 'TigerVNC Configuration file Version 1.0\n\nDesktopSize=\ngeometry={}x{}+0+0\n' \
-             > {folder}/.vnc/default.tigervnc",
-            SIZE.0, SIZE.1
-        );
-        case.node().sh(&settings).expect("settings of the viewer");
+        case.node()
+            .sh(&format!("mkdir -p {folder}/.vnc"))
+            .expect("a folder for the viewer");
         let command = format!("echo $$; HOME={folder} DISPLAY={display} exec {viewer} 2>&1");
         let mut viewer = case.node().stream(&command).expect("a viewer");
         let viewer_pid = line(&mut viewer);
@@ -83,10 +82,23 @@ impl<'a> Viewer<'a> {
         let results = self.case.node().dir().join("screens");
         std::fs::create_dir_all(&results).expect("a folder for pictures");
         let png = results.join(format!("{name}.png"));
-        convert(&std::fs::read(&raw).expect("the picture"), &png);
+        convert(&std::fs::read(&raw).expect("the picture"), self.place(), &png);
         let picture = Picture::read(&png);
         assert_eq!(picture.size(), SIZE);
         picture
+    }
+
+    /// Where the viewer's window is; in the corner as long as there is none.
+    fn place(&self) -> (usize, usize) {
+        let ask = format!(
+            "DISPLAY={} xdotool search --onlyvisible --name TigerVNC getwindowgeometry --shell %@ 2>/dev/null",
+            self.display
+        );
+        let windows = self.case.node().ssh(&ask).expect("ssh").stdout;
+        windows
+            .split("WINDOW=")
+            .find_map(|window| placed(window))
+            .unwrap_or_default()
     }
 
     /// Waits until a row of the picture has a text.
@@ -102,9 +114,15 @@ impl<'a> Viewer<'a> {
         }
     }
 
-    /// Types as somebody at the X server's keyboard.
+    /// Types a line as somebody at the X server's keyboard.
     fn types(&self, text: &str) {
-        let command = format!("DISPLAY={} xdotool type --delay 60 {}", self.display, quote(text));
+        // Without a window manager no window has the focus.
+        let command = format!(
+            "export DISPLAY={}; xdotool search --onlyvisible --name TigerVNC windowfocus --sync %1 && \
+             xdotool type --delay 60 {} && xdotool key Return",
+            self.display,
+            quote(text)
+        );
         self.case.node().sh(&command).expect("keys");
     }
 }
@@ -116,19 +134,30 @@ impl Drop for Viewer<'_> {
     }
 }
 
-/// Makes a PNG of an X window dump (X11/XWDFile.h): a header of big-endian words, a colour map, then pixels.
-fn convert(dump: &[u8], png: &Path) {
+/// The place of a window of the guest's size, of what xdotool prints of it.
+fn placed(window: &str) -> Option<(usize, usize)> {
+    let number = |key: &str| {
+        window
+            .lines()
+            .find_map(|line| line.strip_prefix(key)?.parse().ok())
+    };
+    let size = (number("WIDTH=")?, number("HEIGHT=")?);
+    (size == SIZE).then_some((number("X=")?, number("Y=")?))
+}
+
+/// Makes a PNG of the guest's size, of what is at `(left, top)` in an X window dump (X11/XWDFile.h): a header of big-endian words, a colour
+/// map, then pixels.
+fn convert(dump: &[u8], (left, top): (usize, usize), png: &Path) {
     let word = |index: usize| {
         let bytes = dump[index * 4..index * 4 + 4].try_into().expect("four bytes");
         usize::try_from(u32::from_be_bytes(bytes)).expect("a number")
     };
-    let (header, width, height, bits, line, colours) =
-        (word(0), word(4), word(5), word(11), word(12), word(19));
+    let (header, bits, line, colours) = (word(0), word(11), word(12), word(19));
     assert_eq!(bits, 32, "bits of a pixel");
     let start = header + colours * 12;
     let little = word(7) == 0;
-    let rgb: Vec<u8> = (0..height)
-        .flat_map(|y| dump[start + y * line..].chunks_exact(4).take(width))
+    let rgb: Vec<u8> = (top..top + SIZE.1)
+        .flat_map(|y| dump[start + y * line..].chunks_exact(4).skip(left).take(SIZE.0))
         .flat_map(|pixel| {
             if little {
                 [pixel[2], pixel[1], pixel[0]]
@@ -138,8 +167,8 @@ fn convert(dump: &[u8], png: &Path) {
         })
         .collect();
     let file = std::fs::File::create(png).expect("a file");
-    let size = [width, height].map(|side| u32::try_from(side).expect("a side"));
-    let mut encoder = png::Encoder::new(file, size[0], size[1]);
+    let [width, height] = [SIZE.0, SIZE.1].map(|side| u32::try_from(side).expect("a side"));
+    let mut encoder = png::Encoder::new(file, width, height);
     encoder.set_color(png::ColorType::Rgb);
     encoder.set_depth(png::BitDepth::Eight);
     encoder
@@ -184,7 +213,7 @@ fn tigervncs_viewer_shows_the_text_console_and_what_is_typed_in_it() {
     // Without a window's frame and a toolbar, the window is the screen. The address needs no password.
     let viewer = Viewer::start(&case, &format!("vmmctl vnc {}", vm.name()));
     let font = learn(&viewer, "tigervnc-alphabet");
-    viewer.types("echo $((6 * 7)) {A} ~ 'ok'\n");
+    viewer.types("echo $((6 * 7)) {A} ~ 'ok'");
     viewer.shows("tigervnc-typed", &font, 2, "echo $((6 * 7)) {A} ~ 'ok'");
     viewer.shows("tigervnc-typed", &font, 3, "42 {A} ~ ok");
 }
@@ -209,7 +238,7 @@ fn tigervncs_viewer_gets_in_with_a_password_that_is_good_once() {
         &format!("vncviewer -Shared -PasswordFile {file} {address}"),
     );
     let font = learn(&viewer, "password-alphabet");
-    viewer.types("echo in\n");
+    viewer.types("echo in");
     viewer.shows("password-typed", &font, 3, "in");
 }
 
