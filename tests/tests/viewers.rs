@@ -213,8 +213,8 @@ fn tigervncs_viewer_shows_the_text_console_and_what_is_typed_in_it() {
     // Without a window's frame and a toolbar, the window is the screen. The address needs no password.
     let viewer = Viewer::start(&case, &format!("vmmctl vnc {}", vm.name()));
     let font = learn(&viewer, "tigervnc-alphabet");
-    viewer.types("echo $((6 * 7)) {A} ~ 'ok'");
-    viewer.shows("tigervnc-typed", &font, 2, "echo $((6 * 7)) {A} ~ 'ok'");
+    viewer.types("echo $((6 * 7)) {A} '~' ok");
+    viewer.shows("tigervnc-typed", &font, 2, "echo $((6 * 7)) {A} '~' ok");
     viewer.shows("tigervnc-typed", &font, 3, "42 {A} ~ ok");
 }
 
