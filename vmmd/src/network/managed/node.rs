@@ -287,10 +287,22 @@ fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
     })
 }
 
-/// It was validated when it came.
+/// It was validated when it came. One that this daemon does not understand lets nothing through: a rule without what is not
+/// understood of it would let through more than it says.
 fn firewall(lease: &LeaseRecord) -> Firewall {
     let stored = lease.firewall.clone().unwrap_or_default();
-    Firewall::new(&mut Violations::default(), "firewall", &stored)
+    let mut found = Violations::default();
+    let firewall = Firewall::new(&mut found, "firewall", &stored);
+    match found.or(firewall) {
+        Ok(firewall) => firewall,
+        Err(error) => {
+            tracing::error!(vm = lease.vm_name, nic = lease.nic, %error, "a firewall can't be read, so the NIC has no connections");
+            Firewall {
+                ingress: Some(Vec::new()),
+                egress: Some(Vec::new()),
+            }
+        }
+    }
 }
 
 fn table(spec: &proto::model::network::NetworkSpec, record: &NetworkRecord) -> Table {
