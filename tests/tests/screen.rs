@@ -118,7 +118,7 @@ fn the_text_console_of_a_kernel_without_a_driver_is_on_the_screen(#[case] kernel
         .expect("the same text by serial");
     let picture = picture(&case, &vm);
     assert_eq!(picture.size(), (1024, 768));
-    let font = picture.learn(0);
+    let font = picture.learn(0).expect("the alphabet");
     assert_eq!(picture.text(&font, 2), wanted.trim());
     // What was there before is gone: the picture is of now.
     assert_eq!(picture.text(&font, 1), "");

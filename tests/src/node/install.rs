@@ -40,7 +40,8 @@ impl Node {
             "VMMD_DOWNGRADE=yes dpkg --force-confnew --force-unsafe-io -i /run/vmmd.deb >/run/vmmd-install.log 2>&1 \
                  || { cat /run/vmmd-install.log >&2; exit 1; }; rm /run/vmmd.deb
              grep -q '^\\[overcommit\\]' /etc/vmmd/config.toml \
-                 || printf '\\n[overcommit]\\ncpu = 100.0\\n' >>/etc/vmmd/config.toml",
+                 || printf '\\n[overcommit]\\ncpu = 100.0\\n\\n[screen]\\nvnc = \"127.0.0.1:5900\"\\nweb = \"127.0.0.1:6080\"\\n' \\
+                     >>/etc/vmmd/config.toml",
         )
         .context("install vmmd's package in the node")?;
         self.restart_daemon()

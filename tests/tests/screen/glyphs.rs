@@ -55,14 +55,15 @@ impl Picture {
             .collect()
     }
 
-    /// Learns the font from a row of text that has the [`alphabet`].
-    pub fn learn(&self, row: usize) -> Font {
+    /// Learns the font from a row of text that has the [`alphabet`]; `None` when the row has something else.
+    pub fn learn(&self, row: usize) -> Option<Font> {
         let glyphs = alphabet()
             .enumerate()
             .map(|(column, character)| (self.glyph(column, row), character));
         let font: HashMap<_, _> = glyphs.collect();
-        assert_eq!(font.len(), alphabet().count(), "characters look alike");
-        Font(font)
+        let blank = |glyph: &Glyph| glyph.iter().all(|pixel| *pixel == glyph[0]);
+        let whole = font.len() == alphabet().count() && !font.keys().any(blank);
+        whole.then_some(Font(font))
     }
 
     /// A row of text without the blanks at its end. What is no character of the font is a question mark in a box.

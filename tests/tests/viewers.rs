@@ -1,0 +1,262 @@
+//! Real programs that show screens: TigerVNC's viewer on an X server without a screen, and what a browser is given.
+
+#[path = "screen/glyphs.rs"]
+mod glyphs;
+
+use std::path::Path;
+
+use glyphs::{Font, Picture};
+use serde_json::json;
+use vmmd_tests::node::{Kernel, Stream, quote};
+use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
+use vmmd_tests::wait::Deadline;
+use vmmd_tests::{Case, Guests};
+
+/// Size of the guest's screen.
+const SIZE: (usize, usize) = (1024, 768);
+
+/// By how much the X server's screen is larger, as a viewer shows scroll bars where there is no room for its window.
+const ROOM: usize = 200;
+
+/// A guest whose text console is on its screen, without a driver for the adapter.
+fn with_text(case: &Case) -> (Vm<'_>, Console) {
+    let kernel = Kernel::Cloud612;
+    // As a bzImage: an ELF is entered another way, which does not tell of screens.
+    let spec = VmSpec::new(Guests.vmlinuz(kernel), Some(Guests.initrd(kernel)))
+        .cmdline(kernel.arguments())
+        .set("/display", json!({ "width": SIZE.0, "height": SIZE.1 }));
+    let vm = Vm::start(case, "", &spec).expect("start");
+    let mut console = vm.console().expect("console");
+    console.until("GUEST-READY", BOOT).expect("boot");
+    (vm, console)
+}
+
+/// An X server in the node whose picture is in a file, and a viewer in it. Both end when this is dropped.
+struct Viewer<'a> {
+    case: &'a Case,
+    display: String,
+    folder: String,
+    /// Both processes.
+    pids: [String; 2],
+    _streams: [Stream; 2],
+}
+
+impl<'a> Viewer<'a> {
+    /// Starts `viewer`, a command of the shell.
+    fn start(case: &'a Case, viewer: &str) -> Self {
+        let folder = case.folder().expect("folder");
+        let line = |stream: &mut Stream| {
+            let text = stream.until("\n", Deadline::seconds(60)).expect("a line");
+            text.trim().to_owned()
+        };
+        // The server says which number it has taken.
+        let screen = format!("{}x{}x24", SIZE.0 + ROOM, SIZE.1 + ROOM);
+        let command =
+            format!("echo $$; exec Xvfb -displayfd 1 -screen 0 {screen} -fbdir {folder} 2>/dev/null");
+        let mut server = case.node().stream(&command).expect("Xvfb");
+        let server_pid = line(&mut server);
+        let display = format!(":{}", line(&mut server));
+        case.node()
+            .sh(&format!("mkdir -p {folder}/.vnc"))
+            .expect("a folder for the viewer");
+        let command = format!("echo $$; HOME={folder} DISPLAY={display} exec {viewer} 2>&1");
+        let mut viewer = case.node().stream(&command).expect("a viewer");
+        let viewer_pid = line(&mut viewer);
+        Self {
+            case,
+            display,
+            folder,
+            pids: [viewer_pid, server_pid],
+            _streams: [viewer, server],
+        }
+    }
+
+    /// What the X server shows, as a PNG beside the node's console.
+    fn picture(&self, name: &str) -> Picture {
+        let folder = tempfile::tempdir().expect("a folder");
+        let raw = folder.path().join("screen.xwd");
+        self.case
+            .node()
+            .copy_out(&format!("{}/Xvfb_screen0", self.folder), &raw)
+            .expect("the X server's picture");
+        let results = self.case.node().dir().join("screens");
+        std::fs::create_dir_all(&results).expect("a folder for pictures");
+        let png = results.join(format!("{name}.png"));
+        convert(&std::fs::read(&raw).expect("the picture"), self.place(), &png);
+        let picture = Picture::read(&png);
+        assert_eq!(picture.size(), SIZE);
+        picture
+    }
+
+    /// Where the viewer's window is; in the corner as long as there is none.
+    fn place(&self) -> (usize, usize) {
+        let ask = format!(
+            "DISPLAY={} xdotool search --onlyvisible --name TigerVNC getwindowgeometry --shell %@ 2>/dev/null",
+            self.display
+        );
+        let windows = self.case.node().ssh(&ask).expect("ssh").stdout;
+        windows
+            .split("WINDOW=")
+            .find_map(|window| placed(window))
+            .unwrap_or_default()
+    }
+
+    /// Waits until a row of the picture has a text.
+    fn shows(&self, name: &str, font: &Font, row: usize, wanted: &str) {
+        let deadline = Deadline::seconds(90);
+        loop {
+            let text = self.picture(name).text(font, row);
+            if text == wanted {
+                return;
+            }
+            assert!(!deadline.passed(), "row {row} has {text:?} and not {wanted:?}");
+            std::thread::sleep(std::time::Duration::from_secs(1));
+        }
+    }
+
+    /// Types a line as somebody at the X server's keyboard.
+    fn types(&self, text: &str) {
+        // Without a window manager no window has the focus.
+        let command = format!(
+            "export DISPLAY={}; xdotool search --onlyvisible --name TigerVNC windowfocus --sync %1 && \
+             xdotool type --delay 60 {} && xdotool key Return",
+            self.display,
+            quote(text)
+        );
+        self.case.node().sh(&command).expect("keys");
+    }
+}
+
+impl Drop for Viewer<'_> {
+    fn drop(&mut self) {
+        // They may have ended.
+        let _ = self.case.node().ssh(&format!("kill {}", self.pids.join(" ")));
+    }
+}
+
+/// The place of a window of the guest's size, of what xdotool prints of it.
+fn placed(window: &str) -> Option<(usize, usize)> {
+    let number = |key: &str| {
+        window
+            .lines()
+            .find_map(|line| line.strip_prefix(key)?.parse().ok())
+    };
+    let size = (number("WIDTH=")?, number("HEIGHT=")?);
+    (size == SIZE).then_some((number("X=")?, number("Y=")?))
+}
+
+/// Makes a PNG of the guest's size, of what is at `(left, top)` in an X window dump (X11/XWDFile.h): a header of big-endian words, a colour
+/// map, then pixels.
+fn convert(dump: &[u8], (left, top): (usize, usize), png: &Path) {
+    let word = |index: usize| {
+        let bytes = dump[index * 4..index * 4 + 4].try_into().expect("four bytes");
+        usize::try_from(u32::from_be_bytes(bytes)).expect("a number")
+    };
+    let (header, bits, line, colours) = (word(0), word(11), word(12), word(19));
+    assert_eq!(bits, 32, "bits of a pixel");
+    let start = header + colours * 12;
+    let little = word(7) == 0;
+    let rgb: Vec<u8> = (top..top + SIZE.1)
+        .flat_map(|y| dump[start + y * line..].chunks_exact(4).skip(left).take(SIZE.0))
+        .flat_map(|pixel| {
+            if little {
+                [pixel[2], pixel[1], pixel[0]]
+            } else {
+                [pixel[1], pixel[2], pixel[3]]
+            }
+        })
+        .collect();
+    let file = std::fs::File::create(png).expect("a file");
+    let [width, height] = [SIZE.0, SIZE.1].map(|side| u32::try_from(side).expect("a side"));
+    let mut encoder = png::Encoder::new(file, width, height);
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.set_depth(png::BitDepth::Eight);
+    encoder
+        .write_header()
+        .expect("a header")
+        .write_image_data(&rgb)
+        .expect("pixels");
+}
+
+/// Clears the guest's screen and writes the alphabet into its first row; a reader puts what is typed into a file.
+fn prepare(console: &mut Console) {
+    let alphabet: String = glyphs::alphabet().collect();
+    let quoted = alphabet.replace('\'', "'\\''");
+    console
+        .run(
+            &format!("printf '\\033[?25l\\033[2J\\033[H%s\\n\\n' '{quoted}' > /dev/tty1"),
+            60,
+        )
+        .expect("the alphabet");
+    console
+        .run("setsid sh -c 'exec </dev/tty1 >/dev/tty1 2>&1; while read -r line; do eval \"$line\"; done' & true", 60)
+        .expect("a shell on the screen");
+}
+
+/// Waits until the viewer's picture has the alphabet, and learns the font from it.
+fn learn(viewer: &Viewer<'_>, name: &str) -> Font {
+    let deadline = Deadline::seconds(120);
+    loop {
+        if let Some(font) = viewer.picture(name).learn(0) {
+            return font;
+        }
+        assert!(!deadline.passed(), "no text in the viewer's window");
+        std::thread::sleep(std::time::Duration::from_secs(1));
+    }
+}
+
+#[test]
+fn tigervncs_viewer_shows_the_text_console_and_what_is_typed_in_it() {
+    let case = Case::new("tigervnc").expect("node");
+    let (vm, mut console) = with_text(&case);
+    prepare(&mut console);
+    // Without a window's frame and a toolbar, the window is the screen. The address needs no password.
+    let viewer = Viewer::start(&case, &format!("vmmctl vnc {}", vm.name()));
+    let font = learn(&viewer, "tigervnc-alphabet");
+    viewer.types("echo $((6 * 7)) {A} '~' ok");
+    viewer.shows("tigervnc-typed", &font, 2, "echo $((6 * 7)) {A} '~' ok");
+    viewer.shows("tigervnc-typed", &font, 3, "42 {A} ~ ok");
+}
+
+#[test]
+fn tigervncs_viewer_gets_in_with_a_password_that_is_good_once() {
+    let case = Case::new("password").expect("node");
+    let (vm, mut console) = with_text(&case);
+    prepare(&mut console);
+    let way = vm.ctl_with("vnc", "--password 2>/dev/null").expect("a password");
+    let (address, password) = way.trim().split_once(' ').expect("two words");
+    let address = address.replace(':', "::");
+    let file = format!("{}/password", case.folder().expect("folder"));
+    case.node()
+        .sh(&format!(
+            "printf '%s\\n' {} | vncpasswd -f > {file}",
+            quote(password)
+        ))
+        .expect("a file for the viewer");
+    let viewer = Viewer::start(
+        &case,
+        &format!("vncviewer -Shared -PasswordFile {file} {address}"),
+    );
+    let font = learn(&viewer, "password-alphabet");
+    viewer.types("echo in");
+    viewer.shows("password-typed", &font, 3, "in");
+}
+
+#[test]
+fn a_browser_gets_the_screen_for_a_token_and_is_told_of_a_missing_page() {
+    let case = Case::new("web").expect("node");
+    let spec = VmSpec::busybox(Kernel::Cloud612).set("/display", json!({}));
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let url = vm.ctl_with("vnc", "--web 2>/dev/null").expect("an address");
+    let url = url.trim();
+    let (base, _) = url.split_once("/vnc.html").expect("noVNC's page");
+    let node = case.node();
+    let page = node.sh(&format!("curl -sS '{url}'")).expect("an answer");
+    assert!(page.contains("install the package novnc"), "{page}");
+    let token = url.split_once("token%3D").expect("a token").1;
+    let upgrade = format!(
+        "curl -sS -m 5 --http1.1 -H 'Connection: Upgrade' -H 'Upgrade: websocket' -H 'Sec-WebSocket-Version: 13' \
+         -H 'Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==' '{base}/websockify?token={token}' 2>/dev/null | head -c 14 | tail -c 12"
+    );
+    assert_eq!(node.sh(&upgrade).expect("a WebSocket"), "RFB 003.008\n");
+}
