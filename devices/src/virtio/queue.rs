@@ -198,9 +198,10 @@ impl Queue {
     }
 
     /// Puts the `count` chains taken last back, to be taken again. Only chains that were not given back by
-    /// [`add_used`](Self::add_used) may be.
+    /// [`add_used`](Self::add_used) may be. They do not count as taken.
     pub fn unpop(&mut self, count: u16) {
         self.state.next_avail = self.state.next_avail.wrapping_sub(count);
+        self.budget = self.budget.saturating_add(count.into());
     }
 
     /// Gives the chain with that head back to the driver, with `written` bytes written to its writable part from the

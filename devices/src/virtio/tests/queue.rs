@@ -139,6 +139,23 @@ fn chains_can_be_put_back_and_taken_again() {
     assert_eq!((chain.head(), chain.writable_len()), (1, 2));
 }
 
+/// A worker looks at one chain ahead, and puts it back when the one before has to wait: as often as that happens, it may take its batch.
+#[test]
+fn what_was_put_back_does_not_count_as_taken() {
+    let memory = memory();
+    let mut queue = queue(&memory);
+    describe(&memory, STATE.desc_table, &[(DATA, 1, WRITE, 0), (DATA, 2, WRITE, 0)]);
+    offer(&memory, &[0, 1]);
+    let mut chain = Chain::new();
+    queue.set_budget(1);
+    for _ in 0..3 {
+        assert!(queue.pop(&mut chain).unwrap());
+        queue.unpop(1);
+    }
+    assert!(queue.pop(&mut chain).unwrap() && !queue.exhausted());
+    assert!(!queue.pop(&mut chain).unwrap() && queue.exhausted());
+}
+
 #[test]
 fn what_waits_to_be_taken_is_shown_to_others() {
     let memory = memory();
