@@ -6,12 +6,14 @@ use uuid::Uuid;
 use super::{
     Networks, Request, bridge,
     describe::{not_found, refused},
-    nft, pool, spec_of,
+    nft,
+    node::Filter,
+    pool, spec_of,
 };
 use crate::{
     failure::Failure,
     network::Ports,
-    store::{LeaseRecord, PortRecord},
+    store::{LeaseRecord, NetworkRecord, PortRecord},
     text,
 };
 
@@ -24,7 +26,19 @@ impl Networks {
         request: &Request<'_>,
     ) -> Result<String, Failure> {
         let mut turn = self.turn.lock().await;
-        let mut record = self.find(network)?;
+        let record = self.find(network)?;
+        self.give(host, &mut turn, record, request).await
+    }
+
+    /// The same while no other change is made to networks; `record` is the network's.
+    async fn give(
+        &self,
+        host: Ports<'_>,
+        turn: &mut Filter,
+        mut record: NetworkRecord,
+        request: &Request<'_>,
+    ) -> Result<String, Failure> {
+        let network = record.name.as_str();
         let spec = spec_of(&record).ok_or_else(|| not_found(network))?;
         let (vm, now) = (request.vm.0.as_bytes(), text::now_ms());
         let owner = (vm.as_slice(), request.nic);
@@ -65,7 +79,7 @@ impl Networks {
         if record != before {
             self.write(host, &record).await?;
         }
-        self.apply(host, &mut turn, Some(&record.uid)).await;
+        self.apply(host, turn, Some(&record.uid)).await;
         match self.problem(&record.uid) {
             Some(problem) => Err(problem),
             None => Ok(bridge(&record)),
@@ -81,6 +95,7 @@ impl Networks {
         ports: &[PublishedPort],
         firewall: &Firewall,
     ) -> Result<(), Failure> {
+        let mut turn = self.turn.lock().await;
         let record = self.find(network)?;
         let mut own = record.leases.iter();
         let own = own.find(|lease| lease.is_of(vm.0.as_bytes(), nic) && lease.released_ms == 0);
@@ -97,7 +112,7 @@ impl Networks {
             ports,
             firewall,
         };
-        self.lease(host, network, &request).await.map(drop)
+        self.give(host, &mut turn, record, &request).await.map(drop)
     }
 
     fn no_port_clash(&self, request: &Request<'_>) -> Result<(), Failure> {
