@@ -180,11 +180,22 @@ impl Subject {
 }
 
 /// Waits until every disk has had something confirmed since it was last asked.
-fn wait_for_confirmations(console: &mut Console) {
+fn wait_for_confirmations(console: &mut Console, moment: u32) {
     for subject in SUBJECTS {
-        console
-            .until(&format!("{}-0:", subject.name()), 180)
-            .expect("a confirmation");
+        if let Err(error) = console.until(&format!("{}-0:", subject.name()), 180) {
+            let text = console.text();
+            for subject in SUBJECTS {
+                eprintln!(
+                    "{}, last confirmation of each thread: {:?}",
+                    subject.name(),
+                    subject.confirmed(&text)
+                );
+            }
+            panic!(
+                "no confirmation of {}'s first thread before moment {moment}: {error:#}",
+                subject.name()
+            );
+        }
     }
 }
 
@@ -222,7 +233,7 @@ pub fn lose(case: &Case, cores: u32, mount: &str) -> Vec<String> {
     }
     let mut seen = Vec::new();
     for moment in 1..=MOMENTS {
-        wait_for_confirmations(&mut console);
+        wait_for_confirmations(&mut console, moment);
         seen.push((moment, console.text()));
         logged.mark(moment);
     }

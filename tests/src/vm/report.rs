@@ -26,19 +26,21 @@ echo > trace"#;
 
 /// Has the guest's kernel say what each of its processors does (which takes an NMI, so that a processor says it too that has its
 /// interrupts off) and which of its tasks wait, and prints the end of its log. `$1` is the VM. By the keys of SysRq: its messages are all printed, then
-/// processors, then tasks.
+/// processors, then tasks. What tells most comes first: a long report is cut.
 const GUEST: &str = r"for key in 7 l w; do
     { sleep 1; printf $key; sleep 2; } | timeout 10 vmmctl console $1 --no-replay --send-break >/dev/null 2>&1
 done
-vmmctl logs $1 | tail -n 300 >&2";
+vmmctl logs $1 | tail -n 600 > /tmp/guest-says
+grep -E 'NMI backtrace|RIP:|EFLAGS|IRQ>|blocked for|task:|blk|bdev|_lock' /tmp/guest-says | head -n 80 >&2
+echo 'All that it says:' >&2; tail -n 300 /tmp/guest-says >&2";
 
 /// Prints how a VM is, what all `vmm` processes of its node do, and what the guest says of itself. It changes nothing but what
 /// the guest prints, and fails silently.
 pub(super) fn report(node: &Node, name: &str) {
     let _ = node
         .ssh(&format!(
-            "vmmctl describe vm {name} >&2; vmmctl stats {name} >&2; \
-             top -H -b -n 2 -d 2 $(pgrep -x vmm | sed 's/^/-p/') >&2; ({PLACES}); set -- {name}; {GUEST}"
+            "vmmctl stats {name} >&2; ({PLACES}); (set -- {name}; {GUEST}); vmmctl describe vm {name} >&2; \
+             top -H -b -n 2 -d 2 $(pgrep -x vmm | sed 's/^/-p/') >&2"
         ))
         .map(|output| eprint!("{}", output.stderr));
 }

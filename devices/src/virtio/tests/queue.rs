@@ -144,7 +144,11 @@ fn chains_can_be_put_back_and_taken_again() {
 fn what_was_put_back_does_not_count_as_taken() {
     let memory = memory();
     let mut queue = queue(&memory);
-    describe(&memory, STATE.desc_table, &[(DATA, 1, WRITE, 0), (DATA, 2, WRITE, 0)]);
+    describe(
+        &memory,
+        STATE.desc_table,
+        &[(DATA, 1, WRITE, 0), (DATA, 2, WRITE, 0)],
+    );
     offer(&memory, &[0, 1]);
     let mut chain = Chain::new();
     queue.set_budget(1);
