@@ -181,11 +181,16 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         .map(|nic| {
             let now = status.nics.iter().find(|now| now.name == nic.name);
             let mac = now.map_or(&nic.mac, |now| &now.mac);
+            let addresses = now.map(|now| now.addresses.join(",")).unwrap_or_default();
             let tap = now.map(|now| now.tap.clone()).unwrap_or_default();
-            vec![nic.name.clone(), attachment(nic), mac.clone(), tap]
+            vec![nic.name.clone(), attachment(nic), mac.clone(), addresses, tap]
         })
         .collect();
-    text.list("NICs", vec!["NAME", "ATTACHED TO", "MAC", "TAP"], &nics);
+    text.list(
+        "NICs",
+        vec!["NAME", "ATTACHED TO", "MAC", "ADDRESS", "TAP"],
+        &nics,
+    );
     let shares = share::rows(&spec.shares, &status.shares);
     if !shares.is_empty() {
         text.list("Shares", share::HEADERS.to_vec(), &shares);

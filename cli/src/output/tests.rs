@@ -145,7 +145,7 @@ fn web() -> v1::Vm {
             }],
             nics: vec![v1::NicSpec {
                 name: "eth0".into(),
-                attachment: Some(v1::nic_spec::Attachment::Bridge("br0".into())),
+                attachment: Some(v1::nic_spec::Attachment::Network("lan".into())),
                 mac: "52:54:00:12:34:56".into(),
                 ..v1::NicSpec::default()
             }],
@@ -178,7 +178,8 @@ fn web() -> v1::Vm {
                 name: "eth0".into(),
                 mac: "52:54:00:12:34:56".into(),
                 tap: "vmtap3".into(),
-                bridge: "br0".into(),
+                bridge: "vmb0c5a7e21d4".into(),
+                addresses: vec!["10.80.0.2".into()],
                 ..v1::NicStatus::default()
             }],
             ..v1::VmStatus::default()
@@ -197,9 +198,9 @@ fn a_table_has_one_line_per_vm_and_aligned_columns() {
     };
     let rows = [vm::row(&web(), true, now()), vm::row(&empty, true, now())];
     insta::assert_snapshot!(vm::table(true).whole(&rows, true), @r#"
-NAME                 PHASE     CPUS   MEMORY   UPTIME   AGE   PID    DISKS          NICS              LABELS       REASON
-web                  Running   2      256Mi    60s      66m   4711   root,data,cd   eth0=bridge:br0   tier=front   GuestRunning
-a-much-longer-name   Unknown   0      0        -        -     -      -              -                 -            -
+NAME                 PHASE     CPUS   MEMORY   UPTIME   AGE   PID    DISKS          NICS               LABELS       REASON
+web                  Running   2      256Mi    60s      66m   4711   root,data,cd   eth0=network:lan   tier=front   GuestRunning
+a-much-longer-name   Unknown   0      0        -        -     -      -              -                  -            -
 "#);
 }
 
@@ -246,8 +247,8 @@ Rate groups:
   NAME     LIMIT                                 DISKS
   shared   1Gi/s, burst 2Gi, burst 50 requests   data
 NICs:
-  NAME   ATTACHED TO   MAC                 TAP
-  eth0   bridge:br0    52:54:00:12:34:56   vmtap3
+  NAME   ATTACHED TO   MAC                 ADDRESS     TAP
+  eth0   network:lan   52:54:00:12:34:56   10.80.0.2   vmtap3
 Conditions:
   TYPE    STATUS   REASON    AGE   MESSAGE
   Ready   True     Running   60s   -
