@@ -14,7 +14,7 @@ Examples:
   vmmctl run debian13 --name web --cpus 2 --memory 2Gi --disk-size 20Gi --network lan --publish 8080:80 \\
     --ssh-key ~/.ssh/id_ed25519.pub --wait
   vmmctl run debian13 --user-data web.yaml --console
-  vmmctl delete vm web --with-disks")]
+  vmmctl stop web && vmmctl delete vm web --with-disks")]
 pub struct Run {
     /// The image that the VM's disk is made of.
     #[arg(value_parser = image_name, add = complete::images())]

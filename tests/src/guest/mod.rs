@@ -1,5 +1,6 @@
-//! The guest images: unmodified Debian kernels, each with a busybox initramfs, and a Debian root disk.
+//! The guest images: unmodified Debian kernels, each with a busybox initramfs, a Debian root disk, and a Debian as clouds get it.
 
+mod cloud_image;
 mod debian_disk;
 mod fio;
 mod kernels;
@@ -10,8 +11,9 @@ mod vmlinux;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::thread::ScopedJoinHandle;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 
 use crate::cache::{self, Inputs};
 use crate::initramfs::{Extra, Initramfs};
@@ -59,8 +61,13 @@ impl Images {
 /// The guest images for the present inputs, built when there are none yet.
 pub fn images() -> Result<Images> {
     let source = scripts_dir();
-    let packages = kernels::packages()?;
-    let disk = debian_disk::get()?;
+    // Each waits for downloads and disks as much as for a processor.
+    let (packages, disk, cloud) = std::thread::scope(|scope| {
+        let disk = scope.spawn(debian_disk::get);
+        let cloud = scope.spawn(cloud_image::get);
+        let packages = kernels::packages()?;
+        Ok::<_, anyhow::Error>((packages, joined(disk)?, joined(cloud)?))
+    })?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
     inputs
         .add_file(&source.join("init"))?
@@ -68,8 +75,11 @@ pub fn images() -> Result<Images> {
     inputs
         .add_artefact(&packages)
         .add("modules", MODULES.join(" ").as_bytes())
-        .add_artefact(&disk);
-    let dir = cache::get_or_build("guests", &inputs, |out| build(&packages, &disk, &source, out))?;
+        .add_artefact(&disk)
+        .add_artefact(&cloud);
+    let dir = cache::get_or_build("guests", &inputs, |out| {
+        build(&packages, &disk, &cloud, &source, out)
+    })?;
     Ok(Images { dir })
 }
 
@@ -119,6 +129,12 @@ fn custom_initrd(name: &str, kernel: Kernel, modules: &[&str], files: &[Extra]) 
     Ok(dir.join("initrd"))
 }
 
+fn joined(builder: ScopedJoinHandle<'_, Result<PathBuf>>) -> Result<PathBuf> {
+    builder
+        .join()
+        .map_err(|_| anyhow!("a thread that builds a guest image panicked"))?
+}
+
 fn scripts_dir() -> PathBuf {
     paths::crate_dir().join("guest")
 }
@@ -145,7 +161,7 @@ fn initramfs(
     .write(out)
 }
 
-fn build(packages: &Path, disk: &Path, source: &Path, out: &Path) -> Result<()> {
+fn build(packages: &Path, disk: &Path, cloud: &Path, source: &Path, out: &Path) -> Result<()> {
     let tree = out.join("tree");
     for kernel in Kernel::ALL {
         let dir = tree.join(kernel.name());
@@ -162,5 +178,9 @@ fn build(packages: &Path, disk: &Path, source: &Path, out: &Path) -> Result<()> 
         // The same file system: a second name costs nothing.
         fs::hard_link(disk.join(file), debian_tree.join(file)).with_context(|| format!("link {file}"))?;
     }
+    let cloud_tree = tree.join("cloud");
+    fs::create_dir(&cloud_tree)?;
+    fs::hard_link(cloud.join("disk.qcow2.gz"), cloud_tree.join("disk.qcow2.gz"))
+        .context("link the cloud image")?;
     debian::ext4_image(&tree, &out.join("guests.raw"), "vmmd-guests", 4096)
 }

@@ -151,7 +151,12 @@ impl Node {
 
     /// Runs a shell command in the node, which must end with 0, and returns its standard output.
     pub fn sh(&self, command: &str) -> Result<String> {
-        let output = self.ssh(command)?;
+        self.sh_within(command, Deadline::seconds(300))
+    }
+
+    /// Like [`Node::sh`], with a deadline.
+    pub fn sh_within(&self, command: &str, deadline: Deadline) -> Result<String> {
+        let output = self.ssh_within(command, deadline)?;
         ensure!(
             output.success(),
             "`{command}` in the node ended with {}:\n{}{}",

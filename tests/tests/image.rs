@@ -1,0 +1,184 @@
+//! Cloud images: the quick start's VM of one.
+
+use vmmd_tests::Case;
+use vmmd_tests::node::quote;
+use vmmd_tests::wait::Deadline;
+
+/// A whole Debian with cloud-init, which is some 30 programs in Python, boots in three to eight minutes in an emulated node.
+const BOOT: u64 = 900;
+
+/// The commands of the quick start's section about cloud images, with what it says that they print; and the user data in it.
+struct Page {
+    commands: Vec<(String, String)>,
+    user_data: String,
+}
+
+impl Page {
+    fn read() -> Self {
+        let text = include_str!("../../docs/src/quick-start.md");
+        let (_, section) = text
+            .split_once("\n## A VM of a cloud image\n")
+            .expect("the section");
+        let section = section
+            .split_once("\n## ")
+            .map_or(section, |(section, _)| section);
+        let mut page = Self {
+            commands: Vec::new(),
+            user_data: String::new(),
+        };
+        let run = section
+            .split("# vmmctl run ")
+            .nth(1)
+            .and_then(|rest| rest.split_once("vm/web"))
+            .expect("the command");
+        assert!(
+            include_str!("../../docs/src/cloud-init.md").contains(run.0),
+            "the page about cloud-init has the same command"
+        );
+        // Every second part is inside a fence.
+        for block in section.split("```").skip(1).step_by(2) {
+            let (kind, block) = block.split_once('\n').expect("the kind of the block");
+            match kind {
+                "console" => page.add_commands(&block.replace("\\\n", "")),
+                "yaml" => page.user_data = block.to_owned(),
+                other => panic!("a block of {other}"),
+            }
+        }
+        page
+    }
+
+    fn add_commands(&mut self, block: &str) {
+        for line in block.lines() {
+            match (line.strip_prefix("# "), self.commands.last_mut()) {
+                (Some(command), _) => self.commands.push((command.to_owned(), String::new())),
+                (None, Some((_, printed))) => *printed += &format!("{line}\n"),
+                (None, None) => panic!("no command before {line:?}"),
+            }
+        }
+    }
+}
+
+/// A line with `…` in the place of what is another one for each VM: MAC addresses and names of taps.
+fn masked(line: &str) -> String {
+    let words = line.split(' ').map(|word| match word.len() {
+        17 if word.matches(':').count() == 5 => "…",
+        14 if word.starts_with("vm") => "…",
+        _ => word,
+    });
+    words.collect::<Vec<_>>().join(" ")
+}
+
+/// What the page makes is removed when the test ends, also in the middle of it.
+struct Made<'case>(&'case Case);
+
+impl Drop for Made<'_> {
+    fn drop(&mut self) {
+        let _ = self.0.node().ssh(
+            "vmmctl delete vm web --force --with-disks --yes; vmmctl network rm lan; vmmctl image rm debian13; rm -rf /srv/site",
+        );
+    }
+}
+
+#[test]
+fn the_quick_start_makes_a_web_server_of_a_cloud_image() {
+    let case = Case::new("cloud").expect("node");
+    let node = case.node();
+    let folder = case.folder().expect("a folder");
+    let page = Page::read();
+    let key = node
+        .sh("ssh-keygen -y -f ~/.ssh/id_ed25519 | tee ~/.ssh/id_ed25519.pub")
+        .expect("a key");
+    // Another user, another key.
+    let alice = node
+        .sh(&format!(
+            "ssh-keygen -q -t ed25519 -N '' -f {folder}/alice && cat {folder}/alice.pub"
+        ))
+        .expect("alice's key");
+    assert_ne!(alice, key);
+    let (before, after) = page.user_data.split_once("[ssh-ed25519 ").expect("a key");
+    let (_, after) = after.split_once(']').expect("the end of the key");
+    node.sh(&format!(
+        "cat >{folder}/web.yaml <<'END'\n{before}[{}]{after}END\n",
+        alice.trim()
+    ))
+    .expect("user data");
+
+    let within = |command: &str| node.sh_within(command, Deadline::seconds(BOOT));
+    let made = Made(&case);
+    let mut commands = page.commands.into_iter();
+    let mut step = |last: &str| {
+        for (command, printed) in commands.by_ref() {
+            // There is no internet here, everything is emulated, and nobody to be asked.
+            let typed: Vec<_> = command
+                .split(' ')
+                .map(|word| match word {
+                    url if url.starts_with("https://") => node.guests().cloud_image(),
+                    "--wait" if command.starts_with("vmmctl run") => format!("--wait={BOOT}s"),
+                    "--with-disks" => "--with-disks --yes".into(),
+                    // The unit is started before the program in it listens.
+                    "curl" => "curl --retry 60 --retry-delay 3 --retry-connrefused".into(),
+                    word => word.to_owned(),
+                })
+                .collect();
+            let output = node
+                .sh_within(
+                    &format!("cd {folder} && {}", typed.join(" ")),
+                    Deadline::seconds(BOOT + 60),
+                )
+                .expect("a command of the page");
+            println!("{}\n{output}", typed.join(" "));
+            let output: Vec<_> = output.lines().map(masked).collect();
+            let printed: Vec<_> = printed.lines().map(masked).collect();
+            assert!(
+                output.ends_with(&printed),
+                "{command} prints {output:?}, the page says {printed:?}"
+            );
+            if command.starts_with(last) {
+                return typed.join(" ");
+            }
+        }
+        panic!("the page has no command {last}");
+    };
+    step("curl ");
+
+    // What the user data says, and the image's system makes of it.
+    let ssh = |command: &str| {
+        within(&format!(
+            "ssh -o BatchMode=yes -i {folder}/alice alice@10.80.0.2 {}",
+            quote(command)
+        ))
+        .expect("ssh to the guest")
+    };
+    assert_eq!(ssh("hostname; whoami; sudo whoami"), "web\nalice\nroot\n");
+    let size = ssh("df --output=size -BG / | tail -n 1");
+    assert_eq!(size.trim(), "20G", "the root file system has grown");
+    let kernel = ssh("uname -r");
+    assert!(kernel.starts_with("6.12."), "{kernel}");
+    ssh("echo of the guest | sudo tee /srv/site/note");
+    assert_eq!(
+        node.sh("cat /srv/site/note; stat -c %U /srv/site/note")
+            .expect("the note"),
+        "of the guest\nnobody\n"
+    );
+    let vm = node.sh("vmmctl get vm web -o json").expect("the VM");
+    assert!(!vm.contains("NOPASSWD"), "the user data is shown: {vm}");
+    // Through the daemon, too.
+    assert_eq!(
+        node.sh(&format!(
+            "vmmctl ssh alice@web -- -i {folder}/alice 'echo kept | sudo tee /srv/kept'"
+        ))
+        .expect("vmmctl ssh"),
+        "kept\n"
+    );
+
+    step("vmmctl delete vm web");
+    let left = node
+        .sh("vmmctl get vm; vmmctl get disk; vmmctl image ls")
+        .expect("what is left");
+    let names: Vec<_> = left.split_whitespace().collect();
+    assert!(
+        !names.contains(&"web") && !names.contains(&"web-root") && names.contains(&"debian13"),
+        "{left}"
+    );
+    drop(made);
+}
