@@ -95,10 +95,7 @@ impl<'a> Viewer<'a> {
             self.display
         );
         let windows = self.case.node().ssh(&ask).expect("ssh").stdout;
-        windows
-            .split("WINDOW=")
-            .find_map(|window| placed(window))
-            .unwrap_or_default()
+        windows.split("WINDOW=").find_map(placed).unwrap_or_default()
     }
 
     /// Waits until a row of the picture has a text.
