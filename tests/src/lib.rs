@@ -10,6 +10,7 @@
 pub mod bench;
 pub mod cache;
 pub mod case;
+pub mod confirmed;
 mod cpio;
 pub mod debian;
 pub mod demo;

@@ -6,8 +6,8 @@
 
 use crate::node::Kernel;
 use crate::storage::{Disk, Format};
-use crate::vm::{BOOT, Console, Vm};
-use crate::{Case, Node};
+use crate::vm::{BOOT, Vm};
+use crate::{Case, Node, confirmed};
 
 /// Moments at which the power is lost, in one run of the guest.
 const MOMENTS: u32 = 4;
@@ -150,13 +150,7 @@ impl Subject {
 
     /// Each thread's last confirmation in what the guest has printed.
     fn confirmed(self, text: &str) -> Vec<u64> {
-        let last = |thread: usize| {
-            let prefix = format!("{}-{thread}:", self.name());
-            text.rmatch_indices(&prefix)
-                .find_map(|(at, _)| text.get(at + prefix.len()..)?.split_once(';')?.0.parse().ok())
-                .unwrap_or(0)
-        };
-        (0..DEPTH).map(last).collect()
+        confirmed::last(text, &self.name(), DEPTH)
     }
 
     /// Looks for everything that was confirmed in the image in `folder`; says what is wrong.
@@ -176,26 +170,6 @@ impl Subject {
             confirmed.join(",")
         );
         node.sh(&verify).map_err(|error| format!("{error:#}"))
-    }
-}
-
-/// Waits until every disk has had something confirmed since it was last asked.
-fn wait_for_confirmations(console: &mut Console, moment: u32) {
-    for subject in SUBJECTS {
-        if let Err(error) = console.until(&format!("{}-0:", subject.name()), 180) {
-            let text = console.text();
-            for subject in SUBJECTS {
-                eprintln!(
-                    "{}, last confirmation of each thread: {:?}",
-                    subject.name(),
-                    subject.confirmed(&text)
-                );
-            }
-            panic!(
-                "no confirmation of {}'s first thread before moment {moment}: {error:#}",
-                subject.name()
-            );
-        }
     }
 }
 
@@ -233,7 +207,8 @@ pub fn lose(case: &Case, cores: u32, mount: &str) -> Vec<String> {
     }
     let mut seen = Vec::new();
     for moment in 1..=MOMENTS {
-        wait_for_confirmations(&mut console, moment);
+        let names = SUBJECTS.map(Subject::name);
+        confirmed::wait(&mut console, &names.each_ref().map(String::as_str), DEPTH).expect("confirmations");
         seen.push((moment, console.text()));
         logged.mark(moment);
     }

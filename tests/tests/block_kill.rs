@@ -5,14 +5,14 @@ use std::time::Duration;
 use vmmd_tests::node::Kernel;
 use vmmd_tests::storage::{Disk, Format};
 use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
-use vmmd_tests::{Case, Node, long};
+use vmmd_tests::{Case, Node, confirmed, long};
 
 /// Each kill is a round of four disks: raw and qcow2, with the host's cache and without it. The disks are used in turn by two VMs, with
 /// one queue and with four. This many rounds, or `LONG` of them.
 const SHORT: u32 = 6;
 const LONG: u32 = 15;
 /// The VM of a round, and the requests under way on each of its disks, in turn.
-const ROUNDS: [(usize, u64); 4] = [(1, 32), (0, 4), (0, 32), (1, 4)];
+const ROUNDS: [(usize, usize); 4] = [(1, 32), (0, 4), (0, 32), (1, 4)];
 const QUEUES: [u32; 2] = [1, 4];
 /// After so many kills the disks are new, as a qcow2 is most fragile while its clusters are being allocated.
 const KILLS_OF_A_DISK: u32 = 3;
@@ -71,7 +71,7 @@ impl<'case> Subject<'case> {
     }
 
     /// The command that writes to it in the guest.
-    fn write(&self, round: u32, depth: u64) -> String {
+    fn write(&self, round: u32, depth: usize) -> String {
         format!(
             "blkcheck write {} --round {round} --threads {depth} --prefix {} &",
             self.device, self.name
@@ -79,14 +79,8 @@ impl<'case> Subject<'case> {
     }
 
     /// Each thread's last confirmation in what the guest printed.
-    fn confirmed(&self, text: &str, depth: u64) -> Vec<u64> {
-        let last = |thread: u64| {
-            let prefix = format!("{}-{thread}:", self.name);
-            text.rmatch_indices(&prefix)
-                .find_map(|(at, _)| text.get(at + prefix.len()..)?.split_once(';')?.0.parse().ok())
-                .unwrap_or(0)
-        };
-        (0..depth).map(last).collect()
+    fn confirmed(&self, text: &str, depth: usize) -> Vec<u64> {
+        confirmed::last(text, &self.name, depth)
     }
 
     /// Every confirmed operation is in the image, which is sound.
@@ -121,17 +115,14 @@ fn write_until_killed(
     vm: &Vm<'_>,
     console: &mut Console,
     subjects: &[Subject<'_>],
-    (round, depth): (u32, u64),
+    (round, depth): (u32, usize),
     more: Duration,
 ) -> String {
     for subject in subjects {
         console.type_line(&subject.write(round, depth)).expect("type");
     }
-    for subject in subjects {
-        console
-            .until(&format!("{}-0:", subject.name), 120)
-            .expect("a confirmation");
-    }
+    let names: Vec<&str> = subjects.iter().map(|subject| subject.name.as_str()).collect();
+    confirmed::wait(console, &names, depth).expect("confirmations");
     let seconds = more.as_secs_f64();
     let pid = vm.pid().expect("pid");
     vm.node()
