@@ -4,7 +4,7 @@
 use anyhow::Result;
 
 use crate::Case;
-use crate::vm::Console;
+use crate::vm::{Console, VmSpec};
 
 /// A daemon beside the node's own, with a root of its own.
 pub struct Daemon<'case> {
@@ -47,8 +47,8 @@ impl<'case> Daemon<'case> {
         );
         case.node().sh(&format!(
             "mkdir -p {folder}/state {folder}/run {folder}/log && cat >{folder}/vmmd.toml <<'CONFIG'\n{config}CONFIG\n\
-             systemd-run -q --collect --unit={unit} -p Type=notify -p Delegate=yes -p KillMode=process -p NetworkNamespacePath=/run/netns/{namespace} \
-                 /usr/lib/vmmd/vmmd --config {folder}/vmmd.toml"
+             systemd-run -q --collect --unit={unit} -p Type=notify -p Delegate=yes -p KillMode=process -p Restart=on-failure -p RestartSec=250ms \
+                 -p NetworkNamespacePath=/run/netns/{namespace} /usr/lib/vmmd/vmmd --config {folder}/vmmd.toml"
         ))?;
         Ok(Self {
             case,
@@ -67,6 +67,62 @@ impl<'case> Daemon<'case> {
     /// The same as a command of the node's shell.
     pub fn command(&self, command: &str) -> String {
         format!("vmmctl --socket {}/run/vmmd.sock {command}", self.folder)
+    }
+
+    /// Creates a VM and starts it.
+    pub fn start_vm(&self, name: &str, spec: &VmSpec) -> Result<()> {
+        let manifest = spec.manifest(name);
+        self.ctl(&format!(
+            "create -f - --start <<'MANIFEST'\n{manifest}\nMANIFEST\n"
+        ))
+        .map(drop)
+    }
+
+    /// Moves a VM to another daemon; `more` are options. Returns what was told on the way.
+    pub fn migrate(&self, name: &str, to: &Daemon<'_>, more: &str) -> Result<String> {
+        self.ctl(&format!("migrate {name} --to {} {more} 2>&1", to.address()))
+    }
+
+    /// Kills the daemon with SIGKILL, and waits until another one of it is ready.
+    pub fn kill(&self) -> Result<()> {
+        let unit = &self.unit;
+        self.case.node().sh(&format!(
+            "pid=$(systemctl show -P MainPID {unit}); kill -9 $pid; \
+             while [ \"$(systemctl show -P MainPID {unit})\" = $pid ] || ! systemctl is-active -q {unit}; do sleep 0.1; done"
+        ))?;
+        Ok(())
+    }
+
+    /// The processes of all its VMs, by pid.
+    pub fn processes(&self) -> Result<Vec<u32>> {
+        let unit = &self.unit;
+        let pids = self.case.node().sh(&format!(
+            "cat /sys/fs/cgroup/$(systemctl show -P ControlGroup {unit})/vms/*/cgroup.procs 2>/dev/null; true"
+        ))?;
+        pids.split_whitespace().map(|pid| Ok(pid.parse()?)).collect()
+    }
+
+    /// What there is of VMs: processes, control groups, folders, taps. Empty when it has none.
+    pub fn traces(&self) -> Result<String> {
+        let Self {
+            unit,
+            folder,
+            namespace,
+            ..
+        } = self;
+        self.case.node().sh(&format!(
+            "ls -d /sys/fs/cgroup/$(systemctl show -P ControlGroup {unit})/vms/*/ {folder}/run/vms/* {folder}/log/vms/* 2>/dev/null; \
+             ip -n {namespace} -o link | grep -o ' vm[0-9a-f]*n[0-9]'; true"
+        ))
+    }
+
+    /// Cuts it off from the other daemon, or joins them again.
+    pub fn link(&self, up: bool) -> Result<()> {
+        let state = if up { "up" } else { "down" };
+        self.case
+            .node()
+            .sh(&format!("ip -n {} link set peer {state}", self.namespace))?;
+        Ok(())
     }
 
     /// A VM's serial console.
@@ -95,8 +151,8 @@ impl<'case> Daemon<'case> {
     pub fn join_bridge(&self, bridge: &str) -> Result<()> {
         let namespace = &self.namespace;
         self.case.node().sh(&format!(
-            "ip link add b{namespace} type veth peer name up netns {namespace} && ip link set b{namespace} master {bridge} up && \
-             ip -n {namespace} link add {bridge} type bridge && ip -n {namespace} link set up master {bridge} up && \
+            "ip link add b{namespace} type veth peer name uplink netns {namespace} && ip link set b{namespace} master {bridge} up && \
+             ip -n {namespace} link add {bridge} type bridge && ip -n {namespace} link set uplink master {bridge} up && \
              ip -n {namespace} link set {bridge} up"
         ))?;
         Ok(())

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -14,8 +15,10 @@ pub struct Console {
     child: Child,
     input: ChildStdin,
     output: Follow<ChildStdout>,
-    commands: u32,
 }
+
+/// Commands run at any console of this process. What a console prints again, when it is opened once more, has other numbers.
+static COMMANDS: AtomicU32 = AtomicU32::new(0);
 
 /// The last line that a guest's kernel prints, after everything there is to know.
 const PANIC: &str = "end Kernel panic - not syncing";
@@ -35,12 +38,7 @@ impl Console {
             .context("start the console")?;
         let input = child.stdin.take().context("the console's input")?;
         let output = Follow::ends_with(child.stdout.take().context("the console's output")?, PANIC);
-        Ok(Console {
-            child,
-            input,
-            output,
-            commands: 0,
-        })
+        Ok(Console { child, input, output })
     }
 
     /// Reads on until `wanted` has come; see [`Follow::until`].
@@ -57,15 +55,11 @@ impl Console {
 
     /// Runs a command in the guest's shell and returns what it printed; it must end with 0.
     pub fn run(&mut self, command: &str, seconds: u64) -> Result<String> {
-        self.commands += 1;
-        let (begin, end) = (
-            format!("begin-{}:", self.commands),
-            format!(":end-{}=", self.commands),
-        );
+        let n = COMMANDS.fetch_add(1, Ordering::Relaxed) + 1;
+        let (begin, end) = (format!("begin-{n}:"), format!(":end-{n}="));
         // The marks are put together in the guest, so that the echo of what is typed does not have them.
         self.type_line(&format!(
-            "printf '%s-%s:' begin {n}; {command}; printf ':%s-%s=%s;' end {n} $?",
-            n = self.commands
+            "printf '%s-%s:' begin {n}; {command}; printf ':%s-%s=%s;' end {n} $?"
         ))?;
         self.until(&begin, seconds)?;
         let text = self.until(&end, seconds)?;
