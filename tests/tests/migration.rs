@@ -2,9 +2,11 @@
 
 use serde_json::json;
 use vmmd_tests::Case;
-use vmmd_tests::node::Kernel;
+use vmmd_tests::node::{Kernel, Stream};
+use vmmd_tests::storage::{Disk, Format};
 use vmmd_tests::two_daemons::{self, Daemon};
 use vmmd_tests::vm::{BOOT, Console, VmSpec};
+use vmmd_tests::wait::Deadline;
 
 /// How long the guest's shell may take to answer, in a slow node.
 const PATIENCE: u64 = 60;
@@ -21,10 +23,21 @@ const WATCHER: &str = "{ (n=0; last=0; max=0; while :; do \
      [ $last -gt 0 ] && [ $gap -gt $max ] && max=$gap; last=$now; n=$((n+1)); \
      echo $n $max >/run/seen.new; mv /run/seen.new /run/seen; usleep 20000; done) >/dev/null 2>&1 & }";
 
+/// What the guest's kernel says when something is wrong with it.
+const COMPLAINTS: &str = "dmesg | grep -iE 'lockup|stall|unstable|BUG:|WARNING:|hung' && false || true";
+
+/// Random writes that are then read and compared, again and again until it is to stop.
+const VERIFY: &str = "{ (while [ ! -e /run/stop ]; do \
+     fio --name=verify --filename=/dev/vda --direct=1 --ioengine=io_uring --iodepth=16 --size=8m --rw=randwrite \
+         --bsrange=512-128k --verify=crc32c --verify_fatal=1 --minimal >/run/fio 2>&1 || { touch /run/failed; break; }; \
+     echo again >>/run/rounds; done; touch /run/over) >/dev/null 2>&1 & }";
+
 /// A guest that watches its clock, and has something in its memory.
 struct Traveller<'pair, 'case> {
     name: &'pair str,
     daemons: &'pair [Daemon<'case>; 2],
+    /// Which of them it is on.
+    at: usize,
     console: Console,
     /// How often it has looked at its clock, when that was last asked.
     looks: u64,
@@ -35,7 +48,9 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
         daemons[0].start_vm(name, spec).expect("start");
         let mut console = daemons[0].console(name).expect("console");
         console.until("GUEST-READY", BOOT).expect("boot");
+        // What this kernel says of the node's processor when it boots is no complaint about a move.
         for command in [
+            "dmesg -c >/dev/null",
             WATCHER,
             "until [ -s /run/seen ]; do usleep 50000; done",
             "head -c 8388608 /dev/urandom >/run/data; md5sum /run/data >/run/sum",
@@ -45,6 +60,7 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
         Self {
             name,
             daemons,
+            at: 0,
             console,
             looks: 0,
         }
@@ -52,12 +68,23 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
 
     /// The daemon that has it.
     fn home(&self) -> &'pair Daemon<'case> {
-        &self.daemons[0]
+        &self.daemons[self.at]
     }
 
     /// The other one.
     fn away(&self) -> &'pair Daemon<'case> {
-        &self.daemons[1]
+        &self.daemons[1 - self.at]
+    }
+
+    /// Moves it to the other daemon, where it goes on; nothing stays behind.
+    fn moves(&mut self) {
+        let (from, to) = (self.home(), self.away());
+        println!("{}", from.migrate(self.name, to, DOWNTIME).expect("migrate"));
+        assert_eq!(from.vms().expect("list"), "", "it is not there any more");
+        assert_eq!(from.traces().expect("look"), "", "nor is anything of it");
+        assert!(to.vms().expect("list").contains(self.name));
+        self.at = 1 - self.at;
+        self.goes_on();
     }
 
     /// Its clock goes on from where it was, and its memory is what it was.
@@ -84,6 +111,112 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
         let (count, gap) = (numbers.next(), numbers.next());
         count.zip(gap).unwrap_or_else(|| panic!("{text:?}"))
     }
+
+    fn has_no_complaint(&mut self) {
+        self.console
+            .run(COMPLAINTS, PATIENCE)
+            .expect("the guest has no complaint");
+    }
+}
+
+/// The node's end of a connection to a guest: each line that it sends has to come back.
+struct Connection<'case> {
+    case: &'case Case,
+    folder: String,
+    stream: Stream,
+}
+
+impl<'case> Connection<'case> {
+    /// Where the node and the guest are on the bridge.
+    const NODE: &'static str = "10.78.200.1/24";
+    const GUEST: &'static str = "10.78.200.2";
+
+    fn open(case: &'case Case, console: &mut Console) -> Self {
+        let echo = "busybox mkfifo /tmp/echo; { (nc -l -p 7 </tmp/echo | cat >/tmp/echo) >/dev/null 2>&1 & }; \
+                    until busybox netstat -lnt | grep -q :7; do usleep 100000; done";
+        console.run(echo, PATIENCE).expect("listen");
+        let folder = case.folder().expect("folder");
+        let script = format!(
+            "exec 3<>/dev/tcp/{guest}/7 || exit\n\
+             n=0\n\
+             while [ ! -e {folder}/hang-up ]; do\n\
+                 n=$((n+1)); echo $n >&3; read -r -t 60 -u 3 got\n\
+                 [ \"$got\" = $n ] || {{ echo \"CONNECTION: $got instead of $n;\"; exit; }}\n\
+                 echo $n >{folder}/count.new; mv {folder}/count.new {folder}/count; sleep 0.05\n\
+             done\n\
+             echo \"CONNECTION: whole;\"\n",
+            guest = Self::GUEST
+        );
+        let node = case.node();
+        node.sh(&format!("cat >{folder}/talk <<'SCRIPT'\n{script}SCRIPT\n"))
+            .expect("write the script");
+        let stream = node.stream(&format!("exec bash {folder}/talk")).expect("connect");
+        let connection = Self { case, folder, stream };
+        connection.goes_on();
+        connection
+    }
+
+    /// Waits until more has come back.
+    fn goes_on(&self) {
+        let count = format!("$(cat {}/count 2>/dev/null || echo 0)", self.folder);
+        let on = format!(
+            "before={count}; timeout {PATIENCE} sh -c 'until [ {count} -gt $0 ]; do sleep 0.1; done' $before && echo {count} lines came back"
+        );
+        let told = self.case.node().sh(&on).expect("what the node says comes back");
+        println!("{}", told.trim());
+    }
+
+    fn hang_up(mut self) {
+        self.case
+            .node()
+            .sh(&format!("touch {}/hang-up", self.folder))
+            .expect("hang up");
+        let deadline = Deadline::seconds(PATIENCE);
+        self.stream.until("CONNECTION: ", deadline).expect("the end");
+        assert_eq!(self.stream.until(";", deadline).expect("how it ended"), "whole;");
+    }
+}
+
+#[test]
+fn a_guest_moves_to_and_fro_with_its_disk_its_clock_and_an_open_connection() {
+    let case = Case::new("migration").expect("node");
+    let daemons = two_daemons::pair(&case, 1).expect("daemons");
+    let bridge = case.bridge().expect("bridge");
+    case.node()
+        .sh(&format!("ip addr add {} dev {bridge}", Connection::NODE))
+        .expect("the node's address");
+    for daemon in &daemons {
+        daemon.join_bridge(&bridge).expect("join");
+    }
+    let image = case.image("data", Format::Raw, 32).expect("image");
+    let spec = case
+        .storage_guest(Kernel::Cloud612)
+        .expect("guest")
+        .cmdline(&format!("{SMALL} guest.ip={}/24", Connection::GUEST))
+        .nic("eth0", &bridge)
+        .with_disk(Disk::new("data", Format::Raw, &image));
+    let mut guest = Traveller::boot(case.name(), &daemons, &spec);
+    let connection = Connection::open(&case, &mut guest.console);
+    guest.console.run(VERIFY, PATIENCE).expect("fio begins");
+    let turns = if vmmd_tests::long() { 20 } else { 2 };
+    for turn in 1..=turns {
+        println!("turn {turn} of {turns}");
+        guest.moves();
+        connection.goes_on();
+        // A whole round from here on, so that what was written before the next move is read behind it.
+        let rounds = "$(wc -l 2>/dev/null </run/rounds || echo 0)";
+        let on = format!(
+            "n={rounds}; until [ {rounds} -gt $((n+1)) ] || [ -e /run/over ]; do usleep 200000; done; [ ! -e /run/failed ] || {{ cat /run/fio; false; }}"
+        );
+        guest.console.run(&on, 300).expect("fio goes on");
+    }
+    let end = "touch /run/stop; until [ -e /run/over ]; do usleep 200000; done; [ ! -e /run/failed ] || { cat /run/fio; false; }";
+    guest
+        .console
+        .run(end, 300)
+        .expect("what was written is read back");
+    connection.hang_up();
+    guest.has_no_complaint();
 }
 
 /// The guest's address.
