@@ -113,15 +113,24 @@ async fn a_share_is_served_with_the_rights_of_the_owner_in_namespaces_of_its_own
     let file = daemon.path("srv/data/.served");
     let owner = fs::metadata(&file).unwrap();
     assert_eq!((owner.uid(), owner.gid()), OWNER);
-    let words = fs::read_to_string(&file).unwrap();
-    for line in [
+    let wanted = [
         "--shared-dir=.",
         "--sandbox=chroot",
         "uids 0 1234 1",
         "gids 0 1235 1",
-    ] {
-        assert!(words.lines().any(|word| word == line), "{line} in {words}");
-    }
+    ];
+    // It is there before all of it is written.
+    let told = async {
+        loop {
+            let words = fs::read_to_string(&file).unwrap();
+            if wanted.iter().all(|line| words.lines().any(|word| word == *line)) {
+                break;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+    };
+    let told = tokio::time::timeout(crate::harness::PATIENCE, told).await;
+    told.unwrap_or_else(|_| panic!("{}", fs::read_to_string(&file).unwrap()));
     let cgroup = |pid: Pid| fs::read_to_string(of(pid, "cgroup")).unwrap();
     if !daemon.cgroups().is_empty() {
         assert_eq!(cgroup(pid), cgroup(vm_pid(&vm)));
