@@ -431,3 +431,22 @@ async fn a_restart_ends_with_the_stop_when_the_policy_has_become_always_off() {
     assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
     assert_eq!(daemon.vmm_processes(), []);
 }
+
+#[tokio::test]
+async fn under_always_off_no_vm_is_wanted_also_not_one_that_had_ended_by_itself() {
+    let mut daemon = Daemon::configured(LONG).await;
+    let vm = running(&daemon, "web", RunPolicy::AlwaysOnUnlessStopped).await;
+    end(&daemon, &vm, "kill");
+    daemon.wait("web", waits).await;
+    for policy in [RunPolicy::AlwaysOff, RunPolicy::AlwaysOnUnlessStopped] {
+        let update = v1::UpdateVmRequest {
+            vm: Some(manifest(&daemon, "web", policy)),
+            ..Default::default()
+        };
+        daemon.client().update_vm(update).await.unwrap();
+        assert!(!waits(status(&daemon.get("web").await.unwrap())), "{policy:?}");
+    }
+    daemon.kill_and_restart().await;
+    let after = daemon.get("web").await.unwrap();
+    assert!(!waits(status(&after)), "{after:?}");
+}

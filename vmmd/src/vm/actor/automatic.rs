@@ -1,6 +1,9 @@
 //! What the VM's run policy does: starts after a back-off, at the node's boot, at the VM's creation; and what it refuses.
 
-use proto::{model::vm::Boot, v1::EventSeverity};
+use proto::{
+    model::{policy::RunPolicy, vm::Boot},
+    v1::EventSeverity,
+};
 use tokio::time::{Duration, Instant};
 
 use super::{Actor, work::Work};
@@ -78,6 +81,10 @@ impl Actor {
 
     /// Notes what the policy makes of what has happened. The record is to be written then. Returns what is to be done beside that.
     fn step_restarts(&mut self, input: Input) -> Vec<Effect> {
+        if self.spec.run_policy == RunPolicy::Off && self.situation() == Situation::Down {
+            // Also one that ended by itself before the policy could stop it: under another policy it waits for a start.
+            self.record.intent = Intent::Stopped.into();
+        }
         let mut restarts = Restarts {
             record: self.record.restart.take(),
             due: self.timer,
@@ -123,14 +130,14 @@ impl Actor {
     /// What the policy makes of what was found at the actor's start.
     pub(super) async fn resume_policy(&mut self, occasion: Option<(Occasion, u64)>) {
         if let Some((occasion, ran_ms)) = occasion {
-            let before = self.record.restart.clone();
+            let before = (self.record.restart.clone(), self.record.intent);
             let made_room = self.record.evacuated;
             self.step_restarts(Input::Found {
                 occasion,
                 ran_ms,
                 made_room,
             });
-            if before != self.record.restart {
+            if before != (self.record.restart.clone(), self.record.intent) {
                 self.persist().await;
             }
             self.publish();
@@ -218,9 +225,9 @@ impl Actor {
         if self.situation() != Situation::Down {
             return self.enforce_off();
         }
-        let before = self.record.restart.clone();
+        let before = (self.record.restart.clone(), self.record.intent);
         self.step_restarts(Input::Reconsidered(self.record.exit_reason()));
-        if before != self.record.restart {
+        if before != (self.record.restart.clone(), self.record.intent) {
             self.persist().await;
         }
         self.publish();
