@@ -6,7 +6,8 @@
 //!                                     └──┘ after a pause, twice as long each time
 //! ```
 //!
-//! One task for each share. Once [`Keepers`] is dropped, with the run, it makes no process any more, and ends with the one that there is.
+//! One task for each share. Once the `vmm` has ended, or [`Keepers`] is dropped, with the run, it makes no process any more, and ends with
+//! the one that there is.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -32,8 +33,8 @@ use crate::{
     text,
 };
 
-/// How long after the end of a process the next one is made, and the longest that this becomes. In the first, an end of the VM, which
-/// ends its shares' processes, is noticed.
+/// How long after the end of a process the next one is made, and the longest that this becomes. In the first, the end of the `vmm` is
+/// noticed: a process of a share ends as soon as the `vmm`'s descriptors are closed, which is some moments before the `vmm` is gone.
 const PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
@@ -70,28 +71,39 @@ impl Keepers {
     }
 
     /// Of a run that has begun with these processes, in the order of the spec's shares.
-    pub fn begin(host: &Arc<Host>, uid: Uuid, vm: &str, spec: &VmSpec, processes: Vec<Process>) -> Self {
-        Self::all(host, uid, vm, spec, processes.into_iter().map(Some))
+    pub fn begin(
+        host: &Arc<Host>,
+        (uid, vm, vmm): (Uuid, &str, &Process),
+        spec: &VmSpec,
+        processes: Vec<Process>,
+    ) -> Self {
+        Self::all(host, (uid, vm, vmm), spec, processes.into_iter().map(Some))
     }
 
     /// Of a run that an earlier daemon has begun. Processes that have ended meanwhile are made anew.
-    pub fn adopt(host: &Arc<Host>, uid: Uuid, vm: &str, spec: &VmSpec) -> Self {
+    pub fn adopt(host: &Arc<Host>, (uid, vm, vmm): (Uuid, &str, &Process), spec: &VmSpec) -> Self {
         let runtime = RuntimeDir::of(&host.config, uid);
         let found: Vec<_> = (0..spec.shares.len())
             .map(|index| find(&runtime.share(index)))
             .collect();
-        Self::all(host, uid, vm, spec, found.into_iter())
+        Self::all(host, (uid, vm, vmm), spec, found.into_iter())
     }
 
     fn all(
         host: &Arc<Host>,
-        uid: Uuid,
-        vm: &str,
+        (uid, vm, vmm): (Uuid, &str, &Process),
         spec: &VmSpec,
         processes: impl Iterator<Item = Option<Process>>,
     ) -> Self {
         let ends = CancellationToken::new();
         let mut keepers = Self::new(ends.clone());
+        if spec.shares.is_empty() {
+            return keepers;
+        }
+        let vmm = vmm.again().map(Arc::new);
+        let vmm = vmm
+            .inspect_err(|error| tracing::error!(vm, %error, "watch the vmm of a VM with shares"))
+            .ok();
         for (index, (share, process)) in spec.shares.iter().zip(processes).enumerate() {
             let (state, seen) = watch::channel(State {
                 pid: process.as_ref().map(Process::pid),
@@ -107,6 +119,7 @@ impl Keepers {
                 index,
                 share: share.clone(),
                 state,
+                vmm: vmm.clone(),
                 ends: ends.clone(),
             };
             tokio::spawn(keeper.run(process));
@@ -163,6 +176,8 @@ struct Keeper {
     index: usize,
     share: Share,
     state: watch::Sender<State>,
+    /// `None` when it can't be watched.
+    vmm: Option<Arc<Process>>,
     ends: CancellationToken,
 }
 
@@ -173,8 +188,7 @@ impl Keeper {
             if let Some(process) = process.take() {
                 // Also when the run has ended: it ends too, and is reaped here.
                 let status = process.status().await;
-                sleep(PAUSE).await;
-                if self.ends.is_cancelled() {
+                if self.is_over_after(PAUSE).await {
                     return;
                 }
                 let how = match status.and_then(|status| status.terminating_signal()) {
@@ -202,13 +216,27 @@ impl Keeper {
                 }
                 Err(failure) => {
                     self.lost(&failure.message);
-                    tokio::select! {
-                        () = sleep(pause) => {}
-                        () = self.ends.cancelled() => return,
+                    if self.is_over_after(pause).await {
+                        return;
                     }
                     pause = (pause * 2).min(LONGEST_PAUSE);
                 }
             }
+        }
+    }
+
+    /// Waits so long; true as soon as the run is over.
+    async fn is_over_after(&self, pause: Duration) -> bool {
+        let gone = async {
+            match &self.vmm {
+                Some(vmm) => vmm.gone().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = self.ends.cancelled() => true,
+            () = gone => true,
+            () = sleep(pause) => false,
         }
     }
 
