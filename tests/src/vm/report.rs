@@ -30,9 +30,9 @@ echo > trace"#;
 const GUEST: &str = r"for key in 7 l w; do
     { sleep 1; printf $key; sleep 2; } | timeout 10 vmmctl console $1 --no-replay --send-break >/dev/null 2>&1
 done
-vmmctl logs $1 | tail -n 600 > /tmp/guest-says
-grep -E 'NMI backtrace|RIP:|EFLAGS|IRQ>|blocked for|task:|blk|bdev|_lock' /tmp/guest-says | head -n 80 >&2
-echo 'All that it says:' >&2; tail -n 300 /tmp/guest-says >&2";
+vmmctl logs $1 | tail -n 600 > /tmp/guest-says-$1
+grep -E 'NMI backtrace|RIP:|EFLAGS|IRQ>|blocked for|task:|blk|bdev|_lock' /tmp/guest-says-$1 | head -n 80 >&2
+echo 'All that it says:' >&2; tail -n 300 /tmp/guest-says-$1 >&2";
 
 /// Prints how a VM is, what all `vmm` processes of its node do, and what the guest says of itself. It changes nothing but what
 /// the guest prints, and fails silently.
