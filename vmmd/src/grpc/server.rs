@@ -62,18 +62,21 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long open streams may take to end when the daemon ends.
 const SHUTDOWN: Duration = Duration::from_millis(500);
 
+/// Not a closure that takes a builder: rustc up to 1.95 with optimization has two calls of such a one with equal constants share one
+/// builder, which is freed after the first (rust-lang/rust#155241).
+fn reflection() -> tonic_reflection::server::Builder<'static> {
+    tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+}
+
 /// All services.
 fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
     let health = HealthServer::new(Healths::new(host.store.clone()));
-    let reflection = |builder: tonic_reflection::server::Builder<'static>| {
-        builder
-            .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
-            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-    };
     let host = || Arc::clone(host);
     Ok(Routes::new(health)
-        .add_service(reflection(tonic_reflection::server::Builder::configure()).build_v1()?)
-        .add_service(reflection(tonic_reflection::server::Builder::configure()).build_v1alpha()?)
+        .add_service(reflection().build_v1()?)
+        .add_service(reflection().build_v1alpha()?)
         .add_service(VmServiceServer::new(Vms::new(host())).max_decoding_message_size(MAX_REQUEST))
         .add_service(DiskServiceServer::new(Disks::new(host())).max_decoding_message_size(MAX_REQUEST))
         .add_service(NetworkServiceServer::new(Networks::new(host())).max_decoding_message_size(MAX_REQUEST))
