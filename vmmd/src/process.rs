@@ -32,6 +32,18 @@ impl Process {
         Self::new(pid, pidfd)
     }
 
+    /// The same process, to be watched by somebody else too.
+    pub fn again(&self) -> io::Result<Self> {
+        Self::new(self.pid, self.pidfd.get_ref().try_clone()?)
+    }
+
+    /// Waits for its end, and leaves it to be reaped by who waits for its status. Cancel-safe.
+    pub async fn gone(&self) {
+        if let Err(error) = self.pidfd.readable().await {
+            tracing::error!(%error, pid = self.pid, "wait for a process");
+        }
+    }
+
     /// Its process id.
     pub fn pid(&self) -> u32 {
         self.pid
@@ -44,9 +56,7 @@ impl Process {
 
     /// Waits for its end and reaps it if it is a child; returns how it ended, where that is known.
     pub async fn status(&self) -> Option<WaitIdStatus> {
-        if let Err(error) = self.pidfd.readable().await {
-            tracing::error!(%error, pid = self.pid, "wait for a process");
-        }
+        self.gone().await;
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
         let status = waitid(
             WaitId::PidFd(std::os::fd::AsFd::as_fd(self.pidfd.get_ref())),

@@ -6,7 +6,8 @@
 //!                                     └──┘ after a pause, twice as long each time
 //! ```
 //!
-//! One task for each share. Once [`Keepers`] is dropped, with the run, it makes no process any more, and ends with the one that there is.
+//! One task for each share. Once the `vmm` has ended, or [`Keepers`] is dropped, with the run, it makes no process any more, and ends with
+//! the one that there is.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -32,9 +33,11 @@ use crate::{
     text,
 };
 
-/// How long after the end of a process the next one is made, and the longest that this becomes. In the first, an end of the VM, which
-/// ends its shares' processes, is noticed.
+/// How long after the end of a process the next one is made.
 const PAUSE: Duration = Duration::from_millis(200);
+/// A process of a share ends as soon as the `vmm`'s descriptors are closed, which is before the `vmm` is gone: the kernel takes its VM apart
+/// in between. For so long, a share that can't be made anew is not told as a failure; it is tried again after as much.
+const UNTIL_GONE: Duration = Duration::from_secs(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// How a share is.
@@ -70,28 +73,39 @@ impl Keepers {
     }
 
     /// Of a run that has begun with these processes, in the order of the spec's shares.
-    pub fn begin(host: &Arc<Host>, uid: Uuid, vm: &str, spec: &VmSpec, processes: Vec<Process>) -> Self {
-        Self::all(host, uid, vm, spec, processes.into_iter().map(Some))
+    pub fn begin(
+        host: &Arc<Host>,
+        (uid, vm, vmm): (Uuid, &str, &Process),
+        spec: &VmSpec,
+        processes: Vec<Process>,
+    ) -> Self {
+        Self::all(host, (uid, vm, vmm), spec, processes.into_iter().map(Some))
     }
 
     /// Of a run that an earlier daemon has begun. Processes that have ended meanwhile are made anew.
-    pub fn adopt(host: &Arc<Host>, uid: Uuid, vm: &str, spec: &VmSpec) -> Self {
+    pub fn adopt(host: &Arc<Host>, (uid, vm, vmm): (Uuid, &str, &Process), spec: &VmSpec) -> Self {
         let runtime = RuntimeDir::of(&host.config, uid);
         let found: Vec<_> = (0..spec.shares.len())
             .map(|index| find(&runtime.share(index)))
             .collect();
-        Self::all(host, uid, vm, spec, found.into_iter())
+        Self::all(host, (uid, vm, vmm), spec, found.into_iter())
     }
 
     fn all(
         host: &Arc<Host>,
-        uid: Uuid,
-        vm: &str,
+        (uid, vm, vmm): (Uuid, &str, &Process),
         spec: &VmSpec,
         processes: impl Iterator<Item = Option<Process>>,
     ) -> Self {
         let ends = CancellationToken::new();
         let mut keepers = Self::new(ends.clone());
+        if spec.shares.is_empty() {
+            return keepers;
+        }
+        let vmm = vmm.again().map(Arc::new);
+        let vmm = vmm
+            .inspect_err(|error| tracing::error!(vm, %error, "watch the vmm of a VM with shares"))
+            .ok();
         for (index, (share, process)) in spec.shares.iter().zip(processes).enumerate() {
             let (state, seen) = watch::channel(State {
                 pid: process.as_ref().map(Process::pid),
@@ -107,6 +121,7 @@ impl Keepers {
                 index,
                 share: share.clone(),
                 state,
+                vmm: vmm.clone(),
                 ends: ends.clone(),
             };
             tokio::spawn(keeper.run(process));
@@ -163,28 +178,37 @@ struct Keeper {
     index: usize,
     share: Share,
     state: watch::Sender<State>,
+    /// `None` when it can't be watched.
+    vmm: Option<Arc<Process>>,
     ends: CancellationToken,
 }
 
 impl Keeper {
     async fn run(self, mut process: Option<Process>) {
-        let mut pause = PAUSE;
+        let mut pause = UNTIL_GONE;
+        // What is not told yet: the end of a process may be that of the VM, which is no failure of the share.
+        let mut untold = None;
         loop {
             if let Some(process) = process.take() {
                 // Also when the run has ended: it ends too, and is reaped here.
                 let status = process.status().await;
-                sleep(PAUSE).await;
-                if self.ends.is_cancelled() {
+                if self.is_over_after(PAUSE).await {
                     return;
                 }
                 let how = match status.and_then(|status| status.terminating_signal()) {
                     Some(signal) => format!("was ended by signal {signal}"),
                     None => "has ended".to_owned(),
                 };
-                self.lost(&format!("the process that serves it {how}"));
+                let message = format!("the process that serves it {how}");
+                self.note(&message);
+                untold = Some(message);
+                pause = UNTIL_GONE;
             }
             match self.restart().await {
                 Ok(new) => {
+                    if let Some(message) = untold.take() {
+                        self.tell(&message);
+                    }
                     let pid = new.pid();
                     self.state.send_modify(|state| {
                         state.pid = Some(pid);
@@ -198,13 +222,19 @@ impl Keeper {
                         .events
                         .emit(Draft::normal(self.object(), "ShareRestored", message));
                     process = Some(new);
-                    pause = PAUSE;
                 }
                 Err(failure) => {
-                    self.lost(&failure.message);
-                    tokio::select! {
-                        () = sleep(pause) => {}
-                        () = self.ends.cancelled() => return,
+                    if self.is_over_after(pause).await {
+                        return;
+                    }
+                    if let Some(message) = untold.take() {
+                        self.tell(&message);
+                    }
+                    // Failures begin with the share's name.
+                    let prefix = format!("share \"{}\": ", self.share.name);
+                    let message = failure.message.strip_prefix(&prefix).unwrap_or(&failure.message);
+                    if self.note(message) {
+                        self.tell(message);
                     }
                     pause = (pause * 2).min(LONGEST_PAUSE);
                 }
@@ -212,30 +242,40 @@ impl Keeper {
         }
     }
 
+    /// Waits so long; true as soon as the run is over.
+    async fn is_over_after(&self, pause: Duration) -> bool {
+        let gone = async {
+            match &self.vmm {
+                Some(vmm) => vmm.gone().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = self.ends.cancelled() => true,
+            () = gone => true,
+            () = sleep(pause) => false,
+        }
+    }
+
     fn object(&self) -> Object {
         Object::Vm(self.vm.clone(), self.uid)
     }
 
-    /// Tells what went wrong, once.
-    fn lost(&self, message: &str) {
-        // Failures begin with the share's name.
-        let prefix = format!("share \"{}\": ", self.share.name);
-        let message = message.strip_prefix(&prefix).unwrap_or(message).to_owned();
-        let again = {
-            let state = self.state.borrow();
-            state.pid.is_none() && state.message == message
-        };
-        if again {
-            return;
-        }
-        let told = format!("{prefix}{message}");
+    /// Notes that there is no process, and why; returns whether that is news.
+    fn note(&self, message: &str) -> bool {
+        self.state.send_if_modified(|state| {
+            let news = state.pid.is_some() || state.message != message;
+            state.pid = None;
+            message.clone_into(&mut state.message);
+            news
+        })
+    }
+
+    fn tell(&self, message: &str) {
+        let message = format!("share \"{}\": {message}", self.share.name);
         self.host
             .events
-            .emit(Draft::warning(self.object(), "ShareFailed", told));
-        self.state.send_modify(|state| {
-            state.pid = None;
-            state.message = message;
-        });
+            .emit(Draft::warning(self.object(), "ShareFailed", message));
     }
 
     async fn restart(&self) -> Result<Process, Failure> {

@@ -320,7 +320,7 @@ async fn run(
             let (daemon_us, vmm_us) = ((forked - began).as_micros(), forked.elapsed().as_micros());
             tracing::info!(vm = name, daemon_us, vmm_us, "started");
             let group = host.cgroups.as_ref().map(|parent| parent.group(uid));
-            let shares = Keepers::begin(host, uid, &name, &spec, sharers);
+            let shares = Keepers::begin(host, (uid, &name, &process), &spec, sharers);
             Ok(Started {
                 instance: Instance {
                     shares,
