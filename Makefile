@@ -77,16 +77,18 @@ test: export PROFILE ?= dev
 test: tools ## Run all tests, those in the test node included; installs what is missing (PROFILE=release: with an optimized build)
 	@mkdir -p target; date +%s >target/began
 	$(MAKE) node-tool
-	$(NODE) build & images=$$!; $(CARGO) nextest run --locked --workspace --no-run && vmmd/package/build-deb.sh \
+	$(NODE) build & images=$$!; $(CARGO) nextest run --locked --workspace $(FEATURES) --no-run && vmmd/package/build-deb.sh \
 		|| { wait $$images; exit 1; }; wait $$images
 	$(MAKE) lint-deb
-	code=0; VMMD_CHAOS=long $(NODE) --name test with -- \
-		$(CARGO) nextest run --locked --workspace --profile ci --test-threads $$((2 * $(JOBS))) || code=$$?; \
+	code=0; $(NODE) --name test with -- \
+		$(CARGO) nextest run --locked --workspace $(FEATURES) --profile ci --test-threads $$((2 * $(JOBS))) $(TESTS) || code=$$?; \
 		.ci/report $$(($$(date +%s) - $$(cat target/began))); exit $$code
 
 .PHONY: long
-long: ## Run all tests in their long form, with an optimized build
-	VMMD_LONG=1 $(MAKE) test PROFILE=release
+long: export VMMD_LONG = 1
+long: export VMMD_CHAOS = long
+long: ## Run all tests in their long form, with an optimized build, and those that boot a guest for minutes
+	$(MAKE) test PROFILE=release FEATURES="--features vmmd-tests/nightly" TESTS="-E 'not (binary(mutations) or binary(previous))'"
 
 .PHONY: fleet
 fleet: tools node-tool deb ## Run the test of many idle guests while vmmd is killed, with 50 of them also where the node is emulated
@@ -142,8 +144,6 @@ lint: tools ## Check formatting, lints, documentation, what depends on what, scr
 	vmmd/package/notices.py --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" $(CARGO) doc --quiet --locked --workspace --no-deps --document-private-items
-	$(CARGO) check --quiet --release --locked -p vmmd -p vmmctl --bin vmmd --bin vmmctl
-	$(CARGO) check --quiet --release --locked -p vmm-core --bin vmm
 
 .PHONY: deny
 deny: ## Check licences and banned crates; installs cargo-deny when it is missing, which takes minutes

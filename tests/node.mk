@@ -5,7 +5,7 @@ NODE = target/debug/node
 .PHONY: node-tool
 node-tool:
 	@tests/setup-host.sh
-	@$(CARGO) build -q --locked -p vmmd-tests --bin node
+	@$(CARGO) build -q --locked -p vmmd-tests $(FEATURES) --bin node
 
 .PHONY: node-build
 node-build: node-tool ## Build the images of the node and of the guests, as far as they are not there yet

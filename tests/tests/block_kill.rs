@@ -9,13 +9,13 @@ use vmmd_tests::{Case, Node, confirmed, long};
 
 /// Each kill is a round of four disks: raw and qcow2, with the host's cache and without it. The disks are used in turn by two VMs, with
 /// one queue and with four. This many rounds, or `LONG` of them.
-const SHORT: u32 = 6;
+const SHORT: u32 = 4;
 const LONG: u32 = 15;
 /// The VM of a round, and the requests under way on each of its disks, in turn.
 const ROUNDS: [(usize, usize); 4] = [(1, 32), (0, 4), (0, 32), (1, 4)];
 const QUEUES: [u32; 2] = [1, 4];
 /// After so many kills the disks are new, as a qcow2 is most fragile while its clusters are being allocated.
-const KILLS_OF_A_DISK: u32 = 3;
+const KILLS_OF_A_DISK: u32 = 2;
 /// The disks' size.
 const DISK_MIB: u64 = 32;
 

@@ -6,6 +6,10 @@ use vmmd_tests::programs;
 use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 use vmmd_tests::{Case, long};
 
+/// Of the bytes behind the registers, each with this distance from the last is accessed, and each byte when the test is to be long.
+/// Each access leaves the guest, and the more often that happens, the more often the emulator loses it.
+const DISTANCE: u64 = 32;
+
 const UNBIND: &str = "for d in /sys/bus/pci/drivers/virtio-pci/0*; do echo ${d##*/} >/sys/bus/pci/drivers/virtio-pci/unbind; done";
 
 /// A guest with the hostile program, two disks and a NIC, and what they are made of in the node.
@@ -104,9 +108,13 @@ fn with_guest(topic: &str, attack: impl FnOnce(&Vm<'_>, &mut Console)) {
     vm.ctl("stop --grace 60s").expect("stop");
 }
 
+fn distance() -> u64 {
+    if long() { 1 } else { DISTANCE }
+}
+
 fn phase(console: &mut Console, phase: &str) -> String {
     let text = console
-        .run(&format!("hostile {phase}"), 400)
+        .run(&format!("hostile --distance {} {phase}", distance()), 400)
         .expect("the phase ends with success");
     assert!(text.contains("HOSTILE DONE"), "{text}");
     text
@@ -122,12 +130,15 @@ fn counts(text: &str, word: &str, unit: &str) -> Vec<u64> {
         .collect()
 }
 
-/// Accesses of a walk over `bytes` bytes: each byte in all of `widths` in the first 256 bytes of a page, behind them in one of
+/// Accesses of a walk over `bytes` bytes: each byte in all of `widths` in the first 256 bytes of a page, behind them some in one of
 /// the widths in turn; only those that end within the bytes.
 fn accesses(bytes: u64, widths: &[u64]) -> u64 {
     let at = |offset: u64| match offset % 4096 {
         0..256 => widths.to_vec(),
-        _ => vec![widths[usize::try_from(offset).expect("small") % widths.len()]],
+        _ if offset.is_multiple_of(distance()) => {
+            vec![widths[usize::try_from(offset / distance()).expect("small") % widths.len()]]
+        }
+        _ => Vec::new(),
     };
     let fits = |offset: u64| {
         at(offset)
@@ -196,8 +207,6 @@ fn nonsense_in_every_port_is_harmless_and_a_reset_of_the_machine_mends_all() {
 
 /// How long the machine of the next test runs before it is thrown away and restored once more, in milliseconds.
 const RESTORE_EVERY: u64 = 1000;
-/// The registers are accessed as above; of the bytes behind them it is each with this distance from the last, unless the test is to be long.
-const DISTANCE: u32 = 16;
 
 /// `vmm run` of a development build. The machine that is attacked is a restored one all the time, and is saved in the middle of
 /// whatever the guest does.
@@ -234,9 +243,8 @@ fn nonsense_is_harmless_to_a_machine_that_is_restored_again_and_again() {
     console.until("GUEST-READY", BOOT).expect("boot");
     console.run(UNBIND, 60).expect("unbind the drivers");
     let attack = std::time::Instant::now();
-    let distance = if long() { 1 } else { DISTANCE };
     for part in ["config absent", "mmio", "rings"] {
-        phase(&mut console, &format!("--distance {distance} {part}"));
+        phase(&mut console, part);
     }
     let lasted = attack.elapsed();
     guest.works(&case, &mut console);

@@ -64,9 +64,10 @@ pub fn images() -> Result<Images> {
     // Each waits for downloads and disks as much as for a processor.
     let (packages, disk, cloud) = std::thread::scope(|scope| {
         let disk = scope.spawn(debian_disk::get);
-        let cloud = scope.spawn(cloud_image::get);
+        // Only `make nightly` boots it.
+        let cloud = cfg!(feature = "nightly").then(|| scope.spawn(cloud_image::get));
         let packages = kernels::packages()?;
-        Ok::<_, anyhow::Error>((packages, joined(disk)?, joined(cloud)?))
+        Ok::<_, anyhow::Error>((packages, joined(disk)?, cloud.map(joined).transpose()?))
     })?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
     inputs
@@ -75,10 +76,12 @@ pub fn images() -> Result<Images> {
     inputs
         .add_artefact(&packages)
         .add("modules", MODULES.join(" ").as_bytes())
-        .add_artefact(&disk)
-        .add_artefact(&cloud);
+        .add_artefact(&disk);
+    if let Some(cloud) = &cloud {
+        inputs.add_artefact(cloud);
+    }
     let dir = cache::get_or_build("guests", &inputs, |out| {
-        build(&packages, &disk, &cloud, &source, out)
+        build(&packages, &disk, cloud.as_deref(), &source, out)
     })?;
     Ok(Images { dir })
 }
@@ -161,7 +164,7 @@ fn initramfs(
     .write(out)
 }
 
-fn build(packages: &Path, disk: &Path, cloud: &Path, source: &Path, out: &Path) -> Result<()> {
+fn build(packages: &Path, disk: &Path, cloud: Option<&Path>, source: &Path, out: &Path) -> Result<()> {
     let tree = out.join("tree");
     for kernel in Kernel::ALL {
         let dir = tree.join(kernel.name());
@@ -178,9 +181,11 @@ fn build(packages: &Path, disk: &Path, cloud: &Path, source: &Path, out: &Path) 
         // The same file system: a second name costs nothing.
         fs::hard_link(disk.join(file), debian_tree.join(file)).with_context(|| format!("link {file}"))?;
     }
-    let cloud_tree = tree.join("cloud");
-    fs::create_dir(&cloud_tree)?;
-    fs::hard_link(cloud.join("disk.qcow2.gz"), cloud_tree.join("disk.qcow2.gz"))
-        .context("link the cloud image")?;
+    if let Some(cloud) = cloud {
+        let cloud_tree = tree.join("cloud");
+        fs::create_dir(&cloud_tree)?;
+        fs::hard_link(cloud.join("disk.qcow2.gz"), cloud_tree.join("disk.qcow2.gz"))
+            .context("link the cloud image")?;
+    }
     debian::ext4_image(&tree, &out.join("guests.raw"), "vmmd-guests", 4096)
 }
