@@ -6,7 +6,7 @@ use vmmd_tests::host::Accel;
 use vmmd_tests::node::Kernel;
 use vmmd_tests::vm::{BOOT, Vm, VmSpec};
 use vmmd_tests::wait::Deadline;
-use vmmd_tests::{Case, Node};
+use vmmd_tests::{Case, Node, long};
 
 /// A guest that counts, ten times a second, on its console.
 fn counting() -> VmSpec {
@@ -158,8 +158,9 @@ fn made_and_deleted(case: &Case, kind: u32, round: u32, spec: &VmSpec) {
     vm.ctl("delete").expect("delete");
 }
 
+/// Twelve, and twenty in the long form.
 #[test]
-fn twenty_vms_made_and_deleted_leave_nothing() {
+fn vms_made_and_deleted_in_a_loop_leave_nothing() {
     let case = Case::new("twenty").expect("node");
     let node = case.node();
     let (bridge, folder) = (case.bridge().expect("a bridge"), case.folder().expect("folder"));
@@ -168,6 +169,7 @@ fn twenty_vms_made_and_deleted_leave_nothing() {
     ))
     .expect("disks");
     let before = traces(node);
+    let rounds = if long() { 5 } else { 3 };
     // Four at a time, each with a disk and an end of its own.
     std::thread::scope(|scope| {
         for kind in 0..4 {
@@ -176,7 +178,7 @@ fn twenty_vms_made_and_deleted_leave_nothing() {
                 .disk("data", &disk, false)
                 .nic("eth0", &bridge)
                 .cmdline("guest.after=none");
-            scope.spawn(move || (0..5).for_each(|round| made_and_deleted(case, kind, round, &spec)));
+            scope.spawn(move || (0..rounds).for_each(|round| made_and_deleted(case, kind, round, &spec)));
         }
     });
     let after = traces(node);

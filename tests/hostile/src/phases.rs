@@ -66,7 +66,7 @@ fn config(function: &pci::Function, distance: NonZeroUsize) -> io::Result<()> {
         }
         // A function that is moved over the registers of others would take the test's own console away.
         if offset < 0x40 || offset < 0x100 && offset % 16 == 15 {
-            function.restore(&saved)?;
+            function.restore_bars(&saved)?;
         }
     }
     println!("HOSTILE config {} {count} accesses walked", function.name);
@@ -77,7 +77,7 @@ fn config(function: &pci::Function, distance: NonZeroUsize) -> io::Result<()> {
         function.write(offset, width, random.nasty() as u32)?;
         function.read(random.next() % 252, width)?;
         if round % 16 == 0 {
-            function.restore(&saved)?;
+            function.restore_bars(&saved)?;
         }
     }
     Ok(())
