@@ -35,8 +35,9 @@ pub struct VmSpec {
 }
 
 /// What a guest's kernel need not do where each of its instructions is emulated: try out its ciphers and read the keys that
-/// it was built with, about an eighth of the time until it runs `init`. `tests/boot.rs` starts kernels without this.
-const QUICK: &str = "cryptomgr.notests \
+/// it was built with, about an eighth of the time until it runs `init`; nor put programs at random addresses, since an emulator
+/// translates them anew for each. `tests/boot.rs` starts kernels without this.
+const QUICK: &str = "norandmaps cryptomgr.notests \
     initcall_blacklist=init_encrypted,jent_mod_init,crypto_kdf108_init,load_system_certificate_list,sed_opal_init";
 
 impl VmSpec {

@@ -22,7 +22,7 @@ fn debian_boots_from_its_disk_takes_ssh_and_keeps_what_it_synced_when_killed() {
             "/nics",
             json!([{"name": "eth0", "network": network.0, "address": "10.77.0.2"}]),
         )
-        .cmdline("root=/dev/vda rw ip=:::::eth0:dhcp net.ifnames=0");
+        .cmdline("norandmaps root=/dev/vda rw ip=:::::eth0:dhcp net.ifnames=0");
     let vm = Vm::start(&case, "", &spec).expect("start");
     vm.console()
         .expect("console")

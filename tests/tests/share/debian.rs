@@ -27,7 +27,7 @@ fn a_whole_debian_mounts_its_shares_by_its_fstab() {
         .disk("root", &disk, false)
         .nic("eth0", &bridge)
         .set("/shares", json!([srv.share("data"), mapped(&srv, "mapped")]))
-        .cmdline("root=/dev/vda rw ip=10.78.0.2::10.78.0.1:255.255.255.0::eth0:off net.ifnames=0");
+        .cmdline("norandmaps root=/dev/vda rw ip=10.78.0.2::10.78.0.1:255.255.255.0::eth0:off net.ifnames=0");
     let vm = Vm::start(&case, "", &spec).expect("start");
     vm.console()
         .expect("console")
