@@ -92,7 +92,7 @@ long: ## Run all tests in their long form, with an optimized build, and those th
 
 .PHONY: fleet
 fleet: tools node-tool deb ## Run the test of many idle guests while vmmd is killed, with 50 of them also where the node is emulated
-	VMMD_FLEET=50 $(NODE) --name fleet with -- $(CARGO) nextest run --locked -p vmmd-tests --success-output immediate -E 'binary(fleet)'
+	VMMD_LONG=1 VMMD_FLEET=50 $(NODE) --name fleet with -- $(CARGO) nextest run --locked -p vmmd-tests --success-output immediate -E 'binary(fleet)'
 
 .PHONY: mutations
 mutations: tools node-tool deb ## Build deliberate faults in, and see that a test notices each

@@ -5,7 +5,7 @@ use std::fs::File;
 use rstest::rstest;
 use vmmd_tests::node::Kernel;
 use vmmd_tests::vm::{BOOT, Vm, VmSpec};
-use vmmd_tests::{Case, Guests, long, paths};
+use vmmd_tests::{Case, Guests, paths};
 
 /// What the guest prints about its size, and what its kernel has complained of: one `name=value` a line.
 const SIZE: &str = r#"
@@ -135,22 +135,26 @@ fn an_unmodified_kernel_boots_to_a_shell(
     boots(&topic, kernel, &Guests.vmlinuz(kernel), size);
 }
 
-/// With the test before, in the long form every kernel boots with each number of processors and each size of memory, otherwise one does.
-#[test]
-fn an_unmodified_kernel_boots_with_many_processors_or_much_memory_alone() {
-    let kernels: &[Kernel] = if long() { &Kernel::ALL } else { &[Kernel::Cloud612] };
-    for (kernel, size) in kernels
-        .iter()
-        .flat_map(|kernel| [(*kernel, (4, 256)), (*kernel, (1, 12 * 1024))])
-    {
-        let _room = room(size);
-        let case = Case::new(&format!("boot-{}c-{}m", size.0, size.1)).expect("node");
-        let spec = machine(kernel, &Guests.vmlinuz(kernel), size).script(SIZE);
-        let vm = Vm::start(&case, "", &spec).expect("start");
-        let mut console = vm.console().expect("console");
-        let text = console.until("GUEST-RUN-EXIT 0", BOOT).expect("the facts");
-        has_its_size(&text, size);
-    }
+/// With the test before, every kernel boots with each number of processors and each size of memory.
+#[rstest]
+fn an_unmodified_kernel_boots_with_many_processors_or_much_memory_alone(
+    #[values(
+        Kernel::Cloud510,
+        Kernel::Cloud61,
+        Kernel::Generic61,
+        Kernel::Cloud612,
+        Kernel::Generic612
+    )]
+    kernel: Kernel,
+    #[values((4, 256), (1, 12 * 1024))] size: (u32, u64),
+) {
+    let _room = room(size);
+    let case = Case::new(&format!("boot-{}c-{}m", size.0, size.1)).expect("node");
+    let spec = machine(kernel, &Guests.vmlinuz(kernel), size).script(SIZE);
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let mut console = vm.console().expect("console");
+    let text = console.until("GUEST-RUN-EXIT 0", BOOT).expect("the facts");
+    has_its_size(&text, size);
 }
 
 #[test]

@@ -62,8 +62,8 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long open streams may take to end when the daemon ends.
 const SHUTDOWN: Duration = Duration::from_millis(500);
 
-/// Not a closure that takes a builder: rustc up to 1.95 with optimization has two calls of such a one with equal constants share one
-/// builder, which is freed after the first (rust-lang/rust#155241).
+/// A function, since rustc 1.95 with optimization miscompiles a closure that takes a builder: two calls with equal constants share one
+/// builder, and the first call frees it (rust-lang/rust#155241).
 fn reflection() -> tonic_reflection::server::Builder<'static> {
     tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
