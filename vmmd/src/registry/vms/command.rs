@@ -7,7 +7,7 @@ use proto::{
     model::mask::UpdateMask,
     v1,
 };
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 use uuid::Uuid;
 
 use super::Vms;
@@ -266,6 +266,36 @@ impl Command {
             Self::Update { update, .. } => &update.context.trace,
             Self::Reconsider | Self::Client(..) | Self::Handover(..) => "",
         }
+    }
+}
+
+/// Commands that wait for an actor at most; more wait at their senders.
+const MAILBOX: usize = 32;
+
+/// Where the actor of a VM takes commands from. They are boxed, as a channel keeps room for 32 of what goes through it for as long as
+/// it lives: a pointer each, where nothing waits.
+#[derive(Clone, Debug)]
+pub struct Mailbox(mpsc::Sender<Box<Command>>);
+
+/// The actor is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gone;
+
+impl Mailbox {
+    /// One, and where its commands come out.
+    pub fn new() -> (Self, mpsc::Receiver<Box<Command>>) {
+        let (sender, receiver) = mpsc::channel(MAILBOX);
+        (Self(sender), receiver)
+    }
+
+    /// Waits until there is room for the command. Cancel-safe.
+    pub async fn send(&self, command: Command) -> Result<(), Gone> {
+        self.0.send(Box::new(command)).await.map_err(|_| Gone)
+    }
+
+    /// Waits until the actor is gone. Cancel-safe.
+    pub async fn closed(&self) {
+        self.0.closed().await;
     }
 }
 

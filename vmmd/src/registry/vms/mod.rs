@@ -18,12 +18,12 @@ use std::{
 };
 
 use proto::v1;
-use tokio::sync::{Notify, broadcast, mpsc, watch};
+use tokio::sync::{Notify, broadcast, watch};
 use uuid::Uuid;
 
 use crate::{
     registry::feed::{Expired, Position},
-    registry::vms::command::Command,
+    registry::vms::command::Mailbox,
     store::{HistoryRecords, MAX_TOMBSTONES, Tombstone},
 };
 
@@ -77,7 +77,7 @@ pub struct Entry {
     /// The VM.
     pub uid: Uuid,
     /// Its actor.
-    pub mailbox: mpsc::Sender<Command>,
+    pub mailbox: Mailbox,
     /// What the actor published last.
     pub state: watch::Receiver<Arc<v1::Vm>>,
 }

@@ -20,7 +20,7 @@ fn add(vms: &Vms, name: &str) -> watch::Sender<Arc<v1::Vm>> {
     let (publisher, state) = watch::channel(vm(name, 1));
     let entry = Entry {
         uid: Uuid::new_v4(),
-        mailbox: mpsc::channel(1).0,
+        mailbox: Mailbox::new().0,
         state,
     };
     vms.insert(name, entry, vms.now());

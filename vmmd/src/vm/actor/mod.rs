@@ -72,13 +72,10 @@ use crate::{
     operation::{Handle, Pending, Reporter, Type},
     registry::vms::{
         Entry,
-        command::{Answer, Command, Life, LifeReply, Purpose, Reply, Request},
+        command::{Answer, Command, Life, LifeReply, Mailbox, Purpose, Reply, Request},
     },
     store::{Intent, VmRecord},
 };
-
-/// Commands that wait for the actor at most; more wait at their senders.
-const MAILBOX: usize = 32;
 
 /// The actor.
 #[derive(Debug)]
@@ -117,7 +114,7 @@ pub struct Actor {
     receiving: Option<oneshot::Sender<Result<(), Failure>>>,
     /// Operations that an earlier daemon left under way.
     left: Vec<Handle>,
-    mailbox: mpsc::Receiver<Command>,
+    mailbox: mpsc::Receiver<Box<Command>>,
     publisher: watch::Sender<Arc<v1::Vm>>,
 }
 
@@ -143,7 +140,7 @@ impl Actor {
         instance: Option<Instance>,
         occasion: Option<(Occasion, u64)>,
     ) {
-        let (sender, mailbox) = mpsc::channel(MAILBOX);
+        let (sender, mailbox) = Mailbox::new();
         let disks = Attachments::default();
         // Before the table has the VM: whoever finds it there as running can reach its `vmm`.
         host.clients
@@ -154,7 +151,7 @@ impl Actor {
         host.requests.adopt_vm(&record);
         let left = host.operations.left(&Object::Vm(name.clone(), uid));
         let made = (record.made_run, record.made_revision);
-        let actor = Self {
+        let actor = Box::new(Self {
             host: Arc::clone(host),
             uid,
             record,
@@ -178,7 +175,7 @@ impl Actor {
             left,
             mailbox,
             publisher,
-        };
+        });
         host.vms.insert(
             &name,
             Entry {
@@ -191,17 +188,11 @@ impl Actor {
         supervisor::spawn(Arc::clone(host), uid, name, actor.run(occasion));
     }
 
-    async fn run(mut self, occasion: Option<(Occasion, u64)>) {
-        // What an earlier daemon left.
-        self.look_after();
-        self.release_left();
-        if self.resume_handover().await.is_break() {
+    /// What waits here does so for as long as the VM is there, so it is small: the actor, and what handles something only while it does.
+    async fn run(mut self: Box<Self>, occasion: Option<(Occasion, u64)>) {
+        if Box::pin(self.resume(occasion)).await.is_break() {
             return;
         }
-        self.look();
-        self.settle_left();
-        self.resume_policy(occasion).await;
-        self.give_up_left();
         loop {
             let Self {
                 mailbox,
@@ -210,10 +201,10 @@ impl Actor {
                 disks,
                 timer,
                 ..
-            } = &mut self;
+            } = &mut *self;
             let next = tokio::select! {
                 command = mailbox.recv() => match command {
-                    Some(command) => Next::Command(command),
+                    Some(command) => Next::Command(*command),
                     None => return,
                 },
                 done = work.next() => Next::Done(done),
@@ -235,10 +226,22 @@ impl Actor {
                 }
                 flow
             };
-            if flow.instrument(span).await.is_break() {
+            if Box::pin(flow.instrument(span)).await.is_break() {
                 return;
             }
         }
+    }
+
+    /// Takes up what an earlier daemon left.
+    async fn resume(&mut self, occasion: Option<(Occasion, u64)>) -> ControlFlow<()> {
+        self.look_after();
+        self.release_left();
+        self.resume_handover().await?;
+        self.look();
+        self.settle_left();
+        self.resume_policy(occasion).await;
+        self.give_up_left();
+        ControlFlow::Continue(())
     }
 
     async fn on(&mut self, next: Next) -> ControlFlow<()> {

@@ -29,7 +29,8 @@ pub fn spawn(
         if let Err(error) = task.await
             && error.is_panic()
         {
-            again(&host, uid, &name).await;
+            // Boxed, as the task waits for this as long as the VM is there.
+            Box::pin(again(&host, uid, &name)).await;
         }
     });
 }

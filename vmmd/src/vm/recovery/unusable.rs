@@ -27,7 +27,7 @@ use crate::{
     paths::{LogDir, RuntimeDir},
     registry::vms::{
         Entry,
-        command::{Answer, Command, Life, Request},
+        command::{Answer, Command, Life, Mailbox, Request},
     },
     request::preconditions,
     store::{Intent, VmRecord},
@@ -40,8 +40,6 @@ use crate::{
     },
 };
 
-/// Commands that wait at most.
-const MAILBOX: usize = 32;
 /// How often a process that could not be found is looked for again.
 const AGAIN: Duration = Duration::from_secs(2);
 
@@ -98,7 +96,7 @@ struct Unusable {
     /// What it holds while nobody knows whether it runs.
     _claim: Option<Claim>,
     since_ms: u64,
-    mailbox: mpsc::Receiver<Command>,
+    mailbox: mpsc::Receiver<Box<Command>>,
     publisher: watch::Sender<Arc<v1::Vm>>,
 }
 
@@ -131,7 +129,7 @@ pub fn spawn(host: &Arc<Host>, uid: Uuid, record: VmRecord, why: Why, instance: 
     let claim = user
         .filter(|_| instance.is_none())
         .map(|user| host.ledger.adopt(&record.name, user, demand(&record)));
-    let (sender, mailbox) = mpsc::channel(MAILBOX);
+    let (sender, mailbox) = Mailbox::new();
     let (publisher, state) = watch::channel(Arc::default());
     let (name, made) = (record.name.clone(), (record.made_run, record.made_revision));
     let object = Object::Vm(name.clone(), uid);
@@ -182,7 +180,7 @@ impl Unusable {
             };
             tokio::select! {
                 command = mailbox.recv() => match command {
-                    Some(command) => if self.on(command).await {
+                    Some(command) => if self.on(*command).await {
                         return;
                     },
                     None => return,
