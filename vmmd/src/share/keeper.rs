@@ -19,7 +19,11 @@ use proto::{
     model::{share::Share, vm::VmSpec},
     vmm::{SetShareBackend, request::Op},
 };
-use tokio::{sync::watch, task::spawn_blocking, time::sleep};
+use tokio::{
+    sync::watch,
+    task::spawn_blocking,
+    time::{Instant, sleep},
+};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use uuid::Uuid;
 
@@ -33,8 +37,11 @@ use crate::{
     text,
 };
 
-/// How long after the end of a process the next one is made.
+/// How long after the end of a process the next one is made; twice as long each time when it ends soon again, as the `vmm` can have it
+/// end at will.
 const PAUSE: Duration = Duration::from_millis(200);
+/// A process that served for so long did not end soon.
+const GOOD: Duration = Duration::from_secs(60);
 /// A process of a share ends as soon as the `vmm`'s descriptors are closed, which is before the `vmm` is gone: the kernel takes its VM apart
 /// in between. For so long, a share that can't be made anew is not told as a failure; it is tried again after as much.
 const UNTIL_GONE: Duration = Duration::from_secs(5);
@@ -171,6 +178,13 @@ async fn futures_any<F: Future + Unpin>(mut waiting: Vec<F>) -> F::Output {
     .await
 }
 
+/// How long after the end of a process the next one is made, when so many before it ended soon.
+fn pause_after(short: u32) -> Duration {
+    PAUSE
+        .saturating_mul(2_u32.saturating_pow(short))
+        .min(LONGEST_PAUSE)
+}
+
 struct Keeper {
     host: Arc<Host>,
     uid: Uuid,
@@ -188,13 +202,20 @@ impl Keeper {
         let mut pause = UNTIL_GONE;
         // What is not told yet: the end of a process may be that of the VM, which is no failure of the share.
         let mut untold = None;
+        // Processes in a row that ended soon.
+        let mut short = 0;
         loop {
             if let Some(process) = process.take() {
+                let since = Instant::now();
                 // Also when the run has ended: it ends too, and is reaped here.
                 let status = process.status().await;
-                if self.is_over_after(PAUSE).await {
+                if since.elapsed() >= GOOD {
+                    short = 0;
+                }
+                if self.is_over_after(pause_after(short)).await {
                     return;
                 }
+                short = short.saturating_add(1);
                 let how = match status.and_then(|status| status.terminating_signal()) {
                     Some(signal) => format!("was ended by signal {signal}"),
                     None => "has ended".to_owned(),
@@ -318,5 +339,17 @@ impl Keeper {
                 Err(Failure::internal(message))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_ends_again_and_again_is_made_anew_ever_more_seldom() {
+        let waits: Vec<_> = (0..9).map(|short| pause_after(short).as_millis()).collect();
+        assert_eq!(waits, [200, 400, 800, 1600, 3200, 6400, 12_800, 25_600, 30_000]);
+        assert_eq!(pause_after(u32::MAX), LONGEST_PAUSE);
     }
 }
