@@ -7,7 +7,7 @@ use std::path::Path;
 
 use glyphs::{Font, Picture};
 use serde_json::json;
-use vmmd_tests::node::{Kernel, Stream, quote};
+use vmmd_tests::node::{Kernel, SCREENS, Stream, quote};
 use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 use vmmd_tests::wait::Deadline;
 use vmmd_tests::{Case, Guests};
@@ -216,7 +216,7 @@ fn tigervncs_viewer_shows_the_text_console_and_what_is_typed_in_it() {
 }
 
 #[test]
-fn tigervncs_viewer_gets_in_with_a_password_that_is_good_once() {
+fn tigervncs_viewer_gets_in_by_tls_with_a_password() {
     let case = Case::new("password").expect("node");
     let (vm, mut console) = with_text(&case);
     prepare(&mut console);
@@ -232,7 +232,9 @@ fn tigervncs_viewer_gets_in_with_a_password_that_is_good_once() {
         .expect("a file for the viewer");
     let viewer = Viewer::start(
         &case,
-        &format!("vncviewer -Shared -PasswordFile {file} {address}"),
+        &format!(
+            "vncviewer -Shared -SecurityTypes X509Vnc -X509CA {SCREENS}/ca.crt -PasswordFile {file} {address}"
+        ),
     );
     let font = learn(&viewer, "password-alphabet");
     viewer.types("echo in");
@@ -248,11 +250,13 @@ fn a_browser_gets_the_screen_for_a_token_and_is_told_of_a_missing_page() {
     let url = url.trim();
     let (base, _) = url.split_once("/vnc.html").expect("noVNC's page");
     let node = case.node();
-    let page = node.sh(&format!("curl -sS '{url}'")).expect("an answer");
+    assert!(url.starts_with("https://"), "{url}");
+    let curl = format!("curl -sS --cacert {SCREENS}/ca.crt");
+    let page = node.sh(&format!("{curl} '{url}'")).expect("an answer");
     assert!(page.contains("install the package novnc"), "{page}");
     let token = url.split_once("token%3D").expect("a token").1;
     let upgrade = format!(
-        "curl -sS -m 5 --http1.1 -H 'Connection: Upgrade' -H 'Upgrade: websocket' -H 'Sec-WebSocket-Version: 13' \
+        "{curl} -m 5 --http1.1 -H 'Connection: Upgrade' -H 'Upgrade: websocket' -H 'Sec-WebSocket-Version: 13' \
          -H 'Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==' '{base}/websockify?token={token}' 2>/dev/null | head -c 14 | tail -c 12"
     );
     assert_eq!(node.sh(&upgrade).expect("a WebSocket"), "RFB 003.008\n");

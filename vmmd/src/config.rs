@@ -88,9 +88,9 @@ pub struct Config {
     pub roots: Roots,
 }
 
-/// Ways to the screens of VMs from this machine itself, beside the API. Who comes shows a secret that is good once and for a minute, which
-/// `CreateVncTicket` makes. Nothing of it is encrypted, so each address must be of the loopback interface; from elsewhere
-/// by ssh's port forwarding. With port 0, what was bound is in `vnc.addr` and `web.addr` in `run_dir`.
+/// Ways to the screens of VMs beside the API. Who comes shows a secret that is good once and for a minute, which
+/// `CreateVncTicket` makes. Without a certificate nothing is encrypted, so each address must be of the loopback interface then; from
+/// elsewhere by ssh's port forwarding. With port 0, what was bound is in `vnc.addr` and `web.addr` in `run_dir`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
@@ -101,6 +101,18 @@ pub struct Screen {
     pub web: Option<SocketAddr>,
     /// Where noVNC's files are. Default `/usr/share/novnc`, of Debian's package novnc.
     pub novnc: PathBuf,
+    /// A certificate for the node with those between it and its CA, a PEM file. With it VNC viewers are served by VeNCrypt and browsers by
+    /// HTTPS, and no others, at any address. New files are read for each connection. Default: none.
+    pub certificate: Option<PathBuf>,
+    /// The certificate's private key, a PEM file. Default: none.
+    pub key: Option<PathBuf>,
+}
+
+impl Screen {
+    /// Everything is encrypted.
+    pub fn is_encrypted(&self) -> bool {
+        self.certificate.is_some()
+    }
 }
 
 impl Default for Screen {
@@ -109,6 +121,8 @@ impl Default for Screen {
             vnc: None,
             web: None,
             novnc: "/usr/share/novnc".into(),
+            certificate: None,
+            key: None,
         }
     }
 }
@@ -239,6 +253,8 @@ impl Config {
             ("tcp.key", self.tcp.as_ref().map(|tcp| &tcp.key)),
             ("tcp.client_ca", self.tcp.as_ref().map(|tcp| &tcp.client_ca)),
             ("screen.novnc", Some(&self.screen.novnc)),
+            ("screen.certificate", self.screen.certificate.as_ref()),
+            ("screen.key", self.screen.key.as_ref()),
             (
                 "tcp.revoked",
                 self.tcp.as_ref().and_then(|tcp| tcp.revoked.as_ref()),
@@ -282,12 +298,18 @@ impl Config {
         }
         let screens = [("screen.vnc", self.screen.vnc), ("screen.web", self.screen.web)];
         for (key, address) in screens {
-            if address.is_some_and(|address| !address.ip().is_loopback()) {
+            if address.is_some_and(|address| !address.ip().is_loopback()) && !self.screen.is_encrypted() {
                 return refuse(
                     key,
-                    "must be an address of the loopback interface, as nothing of it is encrypted",
+                    "must be an address of the loopback interface, as nothing of it is encrypted without `certificate` and `key`",
                 );
             }
+        }
+        if self.screen.certificate.is_some() != self.screen.key.is_some() {
+            return refuse(
+                "screen",
+                "must have both `certificate` and `key`, or none of them",
+            );
         }
         // uid 0 is root; u32::MAX is "unchanged" to setresuid(2).
         let UidRange { first, count } = self.vm_uids;

@@ -31,18 +31,32 @@ pub fn newest_package() -> Result<Option<PathBuf>> {
     Ok(newest.map(|(_, path)| path))
 }
 
+/// In the node: the certificate with which screens are served, and its CA, as files.
+pub const SCREENS: &str = "/etc/ssl/vmmd-screens";
+
 impl Node {
     /// Installs a package and starts its service, or restarts it when it runs. Its configuration is that of the package, but
-    /// for VMs with far more processors than the node has; dpkg keeps that when it installs the same configuration again.
+    /// for VMs with far more processors than the node has, and for screens; dpkg keeps that when it installs the same configuration again.
     pub fn install(&self, package: &Path) -> Result<()> {
         self.copy_in(package, "/run/vmmd.deb")?;
-        self.sh(
-            "VMMD_DOWNGRADE=yes dpkg --force-confnew --force-unsafe-io -i /run/vmmd.deb >/run/vmmd-install.log 2>&1 \
-                 || { cat /run/vmmd-install.log >&2; exit 1; }; rm /run/vmmd.deb
-             grep -q '^\\[overcommit\\]' /etc/vmmd/config.toml \
-                 || printf '\\n[overcommit]\\ncpu = 100.0\\n\\n[screen]\\nvnc = \"127.0.0.1:5900\"\\nweb = \"127.0.0.1:6080\"\\n' \\
-                     >>/etc/vmmd/config.toml",
-        )
+        self.sh(&format!(
+            "SCREENS={SCREENS}
+             VMMD_DOWNGRADE=yes dpkg --force-confnew --force-unsafe-io -i /run/vmmd.deb >/run/vmmd-install.log 2>&1 \
+                 || {{ cat /run/vmmd-install.log >&2; exit 1; }}; rm /run/vmmd.deb
+             [ -e $SCREENS ] || /usr/lib/vmmd/vmmd init-certs --dir $SCREENS --server-name 127.0.0.1 >/dev/null || exit
+             grep -q '^\\[overcommit\\]' /etc/vmmd/config.toml || cat >>/etc/vmmd/config.toml <<CONFIG
+
+[overcommit]
+cpu = 100.0
+
+[screen]
+vnc = '127.0.0.1:5900'
+web = '127.0.0.1:6080'
+certificate = '$SCREENS/server.crt'
+key = '$SCREENS/server.key'
+CONFIG
+"
+        ))
         .context("install vmmd's package in the node")?;
         self.restart_daemon()
     }

@@ -100,12 +100,17 @@ pub fn ticket(
     };
     let secret = host.screens.tickets.issue(form, ticket)?;
     let life = u64::try_from(LIFE.as_millis()).unwrap_or(u64::MAX);
+    let address = screen::reached(address);
+    let encrypted = host.config.screen.is_encrypted();
     let (password, url) = match form {
         Form::Password => (secret, String::new()),
-        Form::Token => (String::new(), web::url(address, &secret, request.view_only)),
+        Form::Token => (
+            String::new(),
+            web::url(&address, encrypted, &secret, request.view_only),
+        ),
     };
     Ok(CreateVncTicketResponse {
-        address: address.to_string(),
+        address,
         password,
         url,
         expire_time: text::timestamp(text::now_ms().saturating_add(life)),

@@ -3,12 +3,14 @@
 //! | file | what |
 //! |---|---|
 //! | [`tickets`](crate::registry::screens) | secrets that are good for one connection, and for a short time |
-//! | [`vnc`] | viewers: RFB over TCP, with VNC authentication |
+//! | [`vnc`] | viewers: RFB over TCP, with VNC authentication, or VeNCrypt |
 //! | [`web`] | browsers: noVNC's files, and RFB over a WebSocket |
+//! | [`tls`] | what encrypts both |
 //!
-//! Both are off unless the configuration says where they listen, and listen on this machine only: neither encrypts anything. Who comes
-//! shows a secret that the API has made; the `vmm` speaks RFB, and its bytes are passed on as they are.
+//! Both are off unless the configuration says where they listen, and listen on this machine only unless it has a certificate for them:
+//! nothing is encrypted without. Who comes shows a secret that the API has made; the `vmm` speaks RFB, and its bytes are passed on as they are.
 
+pub mod tls;
 pub mod vnc;
 pub mod web;
 
@@ -47,6 +49,11 @@ const ADDRESS_FILES: [&str; 2] = ["vnc.addr", "web.addr"];
 pub async fn serve(host: &Arc<Host>) -> anyhow::Result<()> {
     let [viewers, browsers] = ADDRESS_FILES.map(|name| host.config.run_dir.join(name));
     let config = &host.config.screen;
+    if config.is_encrypted() {
+        let files = config.clone();
+        let loaded = tokio::task::spawn_blocking(move || tls::load(&files)).await?;
+        loaded.context("the certificate for screens: `certificate` and `key` in `[screen]`")?;
+    }
     if let Some(listener) = listen(config.vnc, &host.screens.vnc, &viewers).await? {
         tokio::spawn(vnc::serve(listener, Arc::clone(host)));
     }
@@ -74,6 +81,16 @@ async fn listen(
     // There is one listener for each.
     let _again = bound.set(address);
     Ok(Some(listener))
+}
+
+/// An address of a listener as others reach it: by the node's name when it listens on all of its addresses.
+pub fn reached(address: &SocketAddr) -> String {
+    if !address.ip().is_unspecified() {
+        return address.to_string();
+    }
+    let uname = rustix::system::uname();
+    let name = uname.nodename().to_string_lossy();
+    format!("{name}:{}", address.port())
 }
 
 /// Refuses a VM without a screen that could be looked at.

@@ -2,7 +2,8 @@
 //! for all VMs.
 //!
 //! VNC authentication is DES with a password of eight characters, and nothing is encrypted. So passwords are random, good once and
-//! for a minute, each connection has one try, and the listener is on this machine only.
+//! for a minute, each connection has one try, and the listener is on this machine only, unless the node has a certificate for screens:
+//! then both the password and the screen come in TLS (VeNCrypt of the community's description of RFB, 7.2.7).
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -12,12 +13,15 @@ use des::{
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, copy_bidirectional},
-    net::{TcpListener, TcpStream},
+    net::{TcpListener, TcpStream, UnixStream},
     time::timeout,
 };
 use uuid::Uuid;
 
-use super::{accept, enter};
+use super::{
+    accept, enter,
+    tls::{self, Stream},
+};
 use crate::{
     failure::Failure,
     host::Host,
@@ -31,38 +35,60 @@ const VERSION: &[u8; 12] = b"RFB 003.008\n";
 /// Security types (7.1.2).
 const NONE: u8 = 1;
 const VNC_AUTHENTICATION: u8 = 2;
+const VENCRYPT: u8 = 19;
+/// Version 0.2 of VeNCrypt, and its ways: TLS with a certificate of the server, and in it VNC authentication, or a name and a password.
+const VENCRYPT_VERSION: [u8; 2] = [0, 2];
+const X509_VNC: u32 = 261;
+const X509_PLAIN: u32 = 262;
+/// Longest name or password that is read, in bytes.
+const MAX_PLAIN: u32 = 256;
 /// A SecurityResult (7.1.3).
 const FAILED: u32 = 1;
 
 /// Serves viewers until the daemon ends.
 pub async fn serve(listener: TcpListener, host: Arc<Host>) {
-    accept(listener, host, |mut stream, from, host| async move {
-        if let Err(error) = viewer(&mut stream, &from, &host).await {
+    accept(listener, host, |stream, from, host| async move {
+        if let Err(error) = viewer(stream, &from, &host).await {
             tracing::debug!(%error, from, "a viewer of a screen");
         }
     })
     .await;
 }
 
-async fn viewer(stream: &mut TcpStream, from: &str, host: &Host) -> io::Result<()> {
+async fn viewer(stream: TcpStream, from: &str, host: &Host) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let shaken = timeout(HANDSHAKE, authenticate(stream, from, host)).await;
-    let Some(mut screen) = shaken.map_err(|_| io::ErrorKind::TimedOut)?? else {
+    let Some((mut stream, mut screen)) = shaken.map_err(|_| io::ErrorKind::TimedOut)?? else {
         return Ok(());
     };
-    copy_bidirectional(stream, &mut screen).await?;
+    copy_bidirectional(&mut stream, &mut screen).await?;
     Ok(())
 }
 
-/// Speaks with a viewer up to the result of its authentication, and with the `vmm` as far; gives the connection to the `vmm`. `None`
-/// when the viewer was refused and told so.
+/// Speaks with a viewer up to the result of its authentication, and with the `vmm` as far; gives both connections. `None` when the
+/// viewer was refused and told so.
 async fn authenticate(
-    stream: &mut TcpStream,
+    mut stream: TcpStream,
     from: &str,
     host: &Host,
-) -> io::Result<Option<tokio::net::UnixStream>> {
-    let (minor, challenge, response) = challenge(stream).await?;
-    let opened = match found(&host.screens.tickets, &challenge, &response) {
+) -> io::Result<Option<(Box<dyn Stream>, UnixStream)>> {
+    let tickets = &host.screens.tickets;
+    let minor = version(&mut stream).await?;
+    let (mut stream, ticket): (Box<dyn Stream>, _) = if host.config.screen.is_encrypted() {
+        choose(&mut stream, minor, VENCRYPT).await?;
+        let way = vencrypt(&mut stream).await?;
+        let mut stream = tls::accept(&host.config.screen, stream).await?;
+        let ticket = match way {
+            X509_PLAIN => plain(&mut stream, tickets).await?,
+            _ => challenge(&mut stream, tickets).await?,
+        };
+        (stream, ticket)
+    } else {
+        choose(&mut stream, minor, VNC_AUTHENTICATION).await?;
+        let ticket = challenge(&mut stream, tickets).await?;
+        (Box::new(stream), ticket)
+    };
+    let opened = match ticket {
         Some(ticket) => enter(host, &ticket, from).await,
         None => {
             let message = "the password is wrong, or was used, or is too old: ask vmmd for another one";
@@ -73,49 +99,103 @@ async fn authenticate(
         Ok(mut screen) => {
             greet(&mut screen).await?;
             stream.write_u32(0).await?;
-            return Ok(Some(screen));
+            return Ok(Some((stream, screen)));
         }
         Err(failure) => failure.to_string(),
     };
     stream.write_u32(FAILED).await?;
     // Older versions have no reason (7.1.3).
     if minor >= 8 {
-        stream
-            .write_u32(u32::try_from(refused.len()).unwrap_or(0))
-            .await?;
-        stream.write_all(refused.as_bytes()).await?;
+        reason(&mut stream, &refused).await?;
     }
     stream.shutdown().await?;
     Ok(None)
 }
 
-/// The viewer's minor version, a challenge, and what the viewer made of it.
-async fn challenge(
-    stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
-) -> io::Result<(u8, [u8; 16], [u8; 16])> {
+/// The viewer's minor version.
+async fn version(stream: &mut impl Stream) -> io::Result<u8> {
     stream.write_all(VERSION).await?;
     let mut version = [0; 12];
     stream.read_exact(&mut version).await?;
-    let minor = match &version {
-        b"RFB 003.008\n" => 8,
-        b"RFB 003.007\n" => 7,
+    match &version {
+        b"RFB 003.008\n" => Ok(8),
+        b"RFB 003.007\n" => Ok(7),
         // What others say is to be taken as that (7.1.1).
-        version if version.starts_with(b"RFB 003.") => 3,
-        _ => return Err(io::Error::other("the viewer does not speak RFB")),
-    };
-    if minor == 3 {
-        stream.write_u32(VNC_AUTHENTICATION.into()).await?;
-    } else {
-        stream.write_all(&[1, VNC_AUTHENTICATION]).await?;
-        if stream.read_u8().await? != VNC_AUTHENTICATION {
-            return Err(io::Error::other("the viewer chose another security type"));
-        }
+        version if version.starts_with(b"RFB 003.") => Ok(3),
+        _ => Err(io::Error::other("the viewer does not speak RFB")),
     }
+}
+
+/// Has the viewer choose the only security type that there is.
+async fn choose(stream: &mut impl Stream, minor: u8, only: u8) -> io::Result<()> {
+    if minor > 3 {
+        stream.write_all(&[1, only]).await?;
+        return match stream.read_u8().await? {
+            choice if choice == only => Ok(()),
+            _ => Err(io::Error::other("the viewer chose another security type")),
+        };
+    }
+    if only == VNC_AUTHENTICATION {
+        return stream.write_u32(only.into()).await;
+    }
+    // In version 3.3 the server decides, and of two types alone (7.1.2).
+    stream.write_u32(0).await?;
+    reason(
+        stream,
+        "this node serves screens with TLS alone: a viewer with VeNCrypt is needed",
+    )
+    .await?;
+    Err(io::Error::other("a viewer without VeNCrypt"))
+}
+
+/// Settles what is spoken in TLS: one of the ways above.
+async fn vencrypt(stream: &mut impl Stream) -> io::Result<u32> {
+    stream.write_all(&VENCRYPT_VERSION).await?;
+    let mut version = [0; 2];
+    stream.read_exact(&mut version).await?;
+    if version != VENCRYPT_VERSION {
+        stream.write_u8(1).await?;
+        return Err(io::Error::other("the viewer speaks another version of VeNCrypt"));
+    }
+    stream.write_all(&[0, 2]).await?;
+    for way in [X509_VNC, X509_PLAIN] {
+        stream.write_u32(way).await?;
+    }
+    let way = stream.read_u32().await?;
+    let known = matches!(way, X509_VNC | X509_PLAIN);
+    stream.write_u8(known.into()).await?;
+    if known {
+        Ok(way)
+    } else {
+        Err(io::Error::other("the viewer chose another way of VeNCrypt"))
+    }
+}
+
+/// The ticket for a name, which may be any, and a password.
+async fn plain(stream: &mut impl Stream, tickets: &Tickets) -> io::Result<Option<Ticket>> {
+    let lengths = [stream.read_u32().await?, stream.read_u32().await?];
+    if lengths.iter().any(|length| *length > MAX_PLAIN) {
+        return Err(io::Error::other("the viewer has a very long name or password"));
+    }
+    let [mut name, mut shown] = lengths.map(|length| vec![0; length as usize]);
+    stream.read_exact(&mut name).await?;
+    stream.read_exact(&mut shown).await?;
+    Ok(tickets.take(Form::Password, |password| password.as_bytes() == shown))
+}
+
+/// The ticket for what a viewer makes of a challenge (7.2.2).
+async fn challenge(stream: &mut impl Stream, tickets: &Tickets) -> io::Result<Option<Ticket>> {
     let challenge = Uuid::new_v4().into_bytes();
     stream.write_all(&challenge).await?;
     let mut response = [0; 16];
     stream.read_exact(&mut response).await?;
-    Ok((minor, challenge, response))
+    Ok(found(tickets, &challenge, &response))
+}
+
+/// Why the viewer is refused (7.1.2, 7.1.3).
+async fn reason(stream: &mut impl Stream, why: &str) -> io::Result<()> {
+    stream.write_u32(u32::try_from(why.len()).unwrap_or(0)).await?;
+    stream.write_all(why.as_bytes()).await
 }
 
 fn found(tickets: &Tickets, challenge: &[u8; 16], response: &[u8; 16]) -> Option<Ticket> {

@@ -1,6 +1,6 @@
 //! Browsers: the files of noVNC, and RFB over a WebSocket (RFC 6455) for who shows a token.
 
-use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use axum::{
     Router,
@@ -20,11 +20,17 @@ use hyper_util::{
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream, UnixStream},
+    time::timeout,
 };
 
-use super::{accept, enter};
+use super::{
+    accept, enter,
+    tls::{self, Stream},
+};
 use crate::{host::Host, registry::screens::Form};
 
+/// How long a browser may take for the handshake of TLS.
+const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How long the headers of a request may take.
 const HEADERS: Duration = Duration::from_secs(10);
 /// Largest message of a browser in bytes.
@@ -36,10 +42,11 @@ const MAX_FILE: u64 = 4 << 20;
 /// Where the WebSocket is.
 const SOCKET: &str = "websockify";
 
-/// The address of the page that shows a screen. `base` is where the listener is.
-pub fn url(base: &SocketAddr, token: &str, view_only: bool) -> String {
+/// The address of the page that shows a screen. `base` is where the listener is, for others.
+pub fn url(base: &str, encrypted: bool, token: &str, view_only: bool) -> String {
+    let scheme = if encrypted { "https" } else { "http" };
     let more = if view_only { "&view_only=true" } else { "" };
-    format!("http://{base}/vnc.html?autoconnect=true&path={SOCKET}%3Ftoken%3D{token}{more}")
+    format!("{scheme}://{base}/vnc.html?autoconnect=true&path={SOCKET}%3Ftoken%3D{token}{more}")
 }
 
 /// Serves browsers until the daemon ends.
@@ -48,13 +55,22 @@ pub async fn serve(listener: TcpListener, host: Arc<Host>) {
         .route(&format!("/{SOCKET}"), get(socket))
         .fallback(file)
         .with_state(Arc::clone(&host));
-    accept(listener, host, move |stream, _from, _host| {
-        connection(stream, router.clone())
+    accept(listener, host, move |stream, _from, host| {
+        connection(stream, router.clone(), host)
     })
     .await;
 }
 
-async fn connection(stream: TcpStream, router: Router) {
+async fn connection(stream: TcpStream, router: Router, host: Arc<Host>) {
+    let stream: Box<dyn Stream> = if host.config.screen.is_encrypted() {
+        match timeout(HANDSHAKE, tls::accept(&host.config.screen, stream)).await {
+            Ok(Ok(stream)) => stream,
+            Ok(Err(error)) => return tracing::debug!(%error, "a browser's handshake"),
+            Err(_) => return,
+        }
+    } else {
+        Box::new(stream)
+    };
     let mut server = hyper::server::conn::http1::Builder::new();
     server.timer(TokioTimer::new()).header_read_timeout(HEADERS);
     let service = TowerToHyperService::new(router);

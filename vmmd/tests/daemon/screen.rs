@@ -1,20 +1,25 @@
 //! Ways to a screen beside the API: viewers with a password, browsers with a token.
 
-use std::{fs, time::Duration};
+use std::{fs, sync::Arc, time::Duration};
 
 use des::{
     Des,
     cipher::{Array, BlockCipherEncrypt, KeyInit},
 };
 use proto::v1::{self, VncTicketKind};
+use rustls::pki_types::ServerName;
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::{AsyncRead, AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
     time::timeout,
 };
+use tokio_rustls::{TlsConnector, client::TlsStream};
 use tonic::{Code, Status};
 
-use crate::harness::{Daemon, refusal};
+use crate::{
+    harness::{Daemon, refusal},
+    pki::Pki,
+};
 
 const BOTH: &str = "[screen]\nvnc = '127.0.0.1:0'\nweb = '127.0.0.1:0'\nnovnc = '/usr/lib'\n";
 
@@ -40,14 +45,14 @@ async fn ticket(
     Ok(daemon.client().create_vnc_ticket(request).await?.into_inner())
 }
 
-async fn read(stream: &mut TcpStream, length: usize) -> Vec<u8> {
+async fn read(stream: &mut (impl AsyncRead + Unpin), length: usize) -> Vec<u8> {
     let mut bytes = vec![0; length];
     let read = timeout(Duration::from_secs(20), stream.read_exact(&mut bytes));
     read.await.expect("in time").expect("as many bytes");
     bytes
 }
 
-async fn to_the_end(mut stream: TcpStream) -> String {
+async fn to_the_end(mut stream: impl AsyncRead + Unpin) -> String {
     let mut bytes = Vec::new();
     let read = timeout(Duration::from_secs(20), stream.read_to_end(&mut bytes));
     read.await.expect("in time").expect("an end");
@@ -65,19 +70,25 @@ async fn viewer(address: &str, version: &[u8; 12], password: &str) -> (u32, TcpS
         assert_eq!(read(&mut stream, 2).await, [1, 2]);
         stream.write_all(&[2]).await.unwrap();
     }
+    let challenge = read(&mut stream, 16).await;
+    stream.write_all(&response(&challenge, password)).await.unwrap();
+    let result = read(&mut stream, 4).await;
+    (u32::from_be_bytes(result.try_into().unwrap()), stream)
+}
+
+/// What a viewer makes of a challenge (RFC 6143, 7.2.2).
+fn response(challenge: &[u8], password: &str) -> Vec<u8> {
     let mut key = [0; 8];
     for (place, byte) in key.iter_mut().zip(password.bytes()) {
         *place = byte.reverse_bits();
     }
     let cipher = Des::new(&Array(key));
-    let challenge = read(&mut stream, 16).await;
-    for half in challenge.chunks_exact(8) {
+    let halves = challenge.chunks_exact(8).flat_map(|half| {
         let mut block = Array(<[u8; 8]>::try_from(half).unwrap());
         cipher.encrypt_block(&mut block);
-        stream.write_all(&block).await.unwrap();
-    }
-    let result = read(&mut stream, 4).await;
-    (u32::from_be_bytes(result.try_into().unwrap()), stream)
+        block.0
+    });
+    halves.collect()
 }
 
 #[tokio::test]
@@ -185,5 +196,142 @@ async fn who_can_not_be_served_is_told_what_to_do() {
         refused.message().contains("give it a `display`"),
         "{}",
         refused.message()
+    );
+}
+
+/// Ways of VeNCrypt: TLS with the server's certificate, then VNC authentication, or a name and a password.
+const X509_VNC: u32 = 261;
+const X509_PLAIN: u32 = 262;
+
+async fn encrypted(stream: TcpStream, pki: &Pki) -> TlsStream<TcpStream> {
+    let mut config = pki.tls(None);
+    config.alpn_protocols.clear();
+    let name = ServerName::try_from("127.0.0.1").unwrap();
+    let connector = TlsConnector::from(Arc::new(config));
+    connector
+        .connect(name, stream)
+        .await
+        .expect("a certificate of the CA")
+}
+
+/// A viewer with VeNCrypt that shows `password`; the result of its authentication and the connection.
+async fn vencrypt(address: &str, pki: &Pki, way: u32, password: &str) -> (u32, TlsStream<TcpStream>) {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    assert_eq!(read(&mut stream, 12).await, b"RFB 003.008\n");
+    stream.write_all(b"RFB 003.008\n").await.unwrap();
+    assert_eq!(
+        read(&mut stream, 2).await,
+        [1, 19],
+        "nothing that is not encrypted"
+    );
+    stream.write_all(&[19]).await.unwrap();
+    assert_eq!(read(&mut stream, 2).await, [0, 2]);
+    stream.write_all(&[0, 2]).await.unwrap();
+    assert_eq!(
+        read(&mut stream, 10).await,
+        [0, 2, 0, 0, 1, 5, 0, 0, 1, 6],
+        "accepted, and two ways"
+    );
+    stream.write_u32(way).await.unwrap();
+    assert_eq!(read(&mut stream, 1).await, [1]);
+    let mut stream = encrypted(stream, pki).await;
+    if way == X509_PLAIN {
+        stream.write_u32(3).await.unwrap();
+        stream
+            .write_u32(u32::try_from(password.len()).unwrap())
+            .await
+            .unwrap();
+        stream
+            .write_all(format!("ann{password}").as_bytes())
+            .await
+            .unwrap();
+    } else {
+        let challenge = read(&mut stream, 16).await;
+        stream.write_all(&response(&challenge, password)).await.unwrap();
+    }
+    let result = read(&mut stream, 4).await;
+    (u32::from_be_bytes(result.try_into().unwrap()), stream)
+}
+
+#[tokio::test]
+async fn with_a_certificate_everything_is_encrypted_and_nobody_is_served_without() {
+    let pki = Pki::new("screens");
+    let folder = tempfile::tempdir().unwrap();
+    pki.install(folder.path(), &pki.server("node"));
+    fs::write(folder.path().join("vnc.html"), "<p>the page").unwrap();
+    let place = folder.path().display();
+    let config = BOTH.replace("/usr/lib", folder.path().to_str().unwrap());
+    let config = format!("{config}certificate = '{place}/server.crt'\nkey = '{place}/server.key'\n");
+    let daemon = with_screen(&config).await;
+    for way in [X509_VNC, X509_PLAIN] {
+        let issued = ticket(&daemon, VncTicketKind::Password, false).await.unwrap();
+        let (result, mut stream) = vencrypt(&issued.address, &pki, way, &issued.password).await;
+        assert_eq!(result, 0);
+        assert_eq!(read(&mut stream, 13).await, b"screen of web");
+        stream.write_all(b"and back").await.unwrap();
+        assert_eq!(read(&mut stream, 8).await, b"and back");
+        let (result, stream) = vencrypt(&issued.address, &pki, way, &issued.password).await;
+        assert_eq!(result, 1, "good once");
+        let reason = to_the_end(stream).await;
+        assert!(reason.contains("ask vmmd for another one"), "{reason}");
+    }
+
+    // An old viewer is told why, and what chooses something else gets no further.
+    let issued = ticket(&daemon, VncTicketKind::Password, false).await.unwrap();
+    let mut old = TcpStream::connect(&issued.address).await.unwrap();
+    read(&mut old, 12).await;
+    old.write_all(b"RFB 003.003\n").await.unwrap();
+    assert_eq!(read(&mut old, 4).await, [0; 4]);
+    let reason = to_the_end(old).await;
+    assert!(reason.contains("a viewer with VeNCrypt"), "{reason}");
+    for (say, answer) in [
+        (&b"\x02"[..], &b""[..]),
+        (b"\x13\0\x01", b"\0\x02\x01"),
+        (
+            b"\x13\0\x02\0\0\x01\x02",
+            b"\0\x02\0\x02\0\0\x01\x05\0\0\x01\x06\0",
+        ),
+    ] {
+        let mut stream = TcpStream::connect(&issued.address).await.unwrap();
+        read(&mut stream, 12).await;
+        stream.write_all(b"RFB 003.008\n").await.unwrap();
+        read(&mut stream, 2).await;
+        stream.write_all(say).await.unwrap();
+        let mut bytes = Vec::new();
+        let read = timeout(Duration::from_secs(20), stream.read_to_end(&mut bytes));
+        let ended = read.await.expect("in time");
+        assert!(ended.is_err() || bytes == answer, "{say:?}: {bytes:?}");
+    }
+    // A certificate that cannot be used ends no connection that is there, and is put right without a restart.
+    let (result, mut stream) = vencrypt(&issued.address, &pki, X509_VNC, &issued.password).await;
+    assert_eq!(result, 0);
+    assert_eq!(read(&mut stream, 13).await, b"screen of web");
+    fs::write(folder.path().join("server.key"), "garbage").unwrap();
+    let way = ticket(&daemon, VncTicketKind::Web, false).await.unwrap();
+    let mut refused = TcpStream::connect(&way.address).await.unwrap();
+    assert_eq!(refused.read(&mut [0; 1]).await.unwrap_or(0), 0);
+    stream.write_all(b"still").await.unwrap();
+    assert_eq!(read(&mut stream, 5).await, b"still");
+    pki.install(folder.path(), &pki.server("node"));
+
+    // Browsers.
+    assert!(
+        way.url.starts_with(&format!("https://{}/vnc.html", way.address)),
+        "{}",
+        way.url
+    );
+    let mut plain = http(&way.address, "/vnc.html", "Connection: close\r\n").await;
+    let mut bytes = Vec::new();
+    let _ended = plain.read_to_end(&mut bytes).await;
+    assert!(!String::from_utf8_lossy(&bytes).contains("HTTP"), "{bytes:?}");
+    let mut stream = encrypted(TcpStream::connect(&way.address).await.unwrap(), &pki).await;
+    stream
+        .write_all(b"GET /vnc.html HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")
+        .await
+        .unwrap();
+    let answer = to_the_end(stream).await;
+    assert!(
+        answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("<p>the page"),
+        "{answer}"
     );
 }
