@@ -71,7 +71,8 @@ unit: tools ## Run the tests that need no node: units, properties, and as root t
 
 # The package has the programs that the tests were built with (PROFILE=release: optimized ones). All is built before the node comes
 # up, since an emulated node shares the processors with the compiler; the node's images wait for downloads and disks as much as for a
-# processor, and are made beside. Many tests of the first levels wait more than they compute: two for each processor.
+# processor, and are made beside. Many tests of the first levels wait more than they compute: two for each processor. They leave the
+# node its processors: what waits for it is what takes longest, and a guest that gets none for seconds fails its test.
 .PHONY: test
 test: export PROFILE ?= dev
 test: tools ## Run all tests, those in the test node included; installs what is missing (PROFILE=release: with an optimized build)
@@ -80,7 +81,7 @@ test: tools ## Run all tests, those in the test node included; installs what is 
 	$(NODE) build & images=$$!; $(CARGO) nextest run --locked --workspace $(FEATURES) --no-run && vmmd/package/build-deb.sh \
 		|| { wait $$images; exit 1; }; wait $$images
 	$(MAKE) lint-deb
-	code=0; $(NODE) --name test with -- \
+	code=0; $(NODE) --name test with -- nice -n 5 \
 		$(CARGO) nextest run --locked --workspace $(FEATURES) --profile ci --test-threads $$((2 * $(JOBS))) $(TESTS) || code=$$?; \
 		.ci/report $$(($$(date +%s) - $$(cat target/began))); exit $$code
 

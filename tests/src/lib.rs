@@ -22,6 +22,7 @@ pub mod paths;
 pub mod power;
 pub mod programs;
 pub mod run;
+mod steps;
 pub mod storage;
 pub mod two_daemons;
 pub mod vm;

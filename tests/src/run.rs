@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, bail};
 
+use crate::steps::step;
 use crate::wait::{Deadline, Process, tail};
 
 /// What a program left behind.
@@ -39,6 +40,17 @@ pub fn output_with_input(
     deadline: Deadline,
 ) -> Result<Output> {
     let what = describe(command);
+    // What is run over ssh comes behind "--".
+    let words = || what.rsplit(" -- ").next().unwrap_or(&what).to_owned();
+    step(words, || to_its_end(command, &what, input, deadline))
+}
+
+fn to_its_end(
+    command: &mut Command,
+    what: &str,
+    input: Option<Box<dyn Read + Send>>,
+    deadline: Deadline,
+) -> Result<Output> {
     command.stdin(if input.is_some() {
         Stdio::piped()
     } else {

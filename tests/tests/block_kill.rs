@@ -9,7 +9,7 @@ use vmmd_tests::{Case, Node, confirmed, long};
 
 /// Each kill is a round of four disks: raw and qcow2, with the host's cache and without it. The disks are used in turn by two VMs, with
 /// one queue and with four. This many rounds, or `LONG` of them.
-const SHORT: u32 = 4;
+const SHORT: u32 = 2;
 const LONG: u32 = 15;
 /// The VM of a round, and the requests under way on each of its disks, in turn.
 const ROUNDS: [(usize, usize); 4] = [(1, 32), (0, 4), (0, 32), (1, 4)];

@@ -9,6 +9,8 @@ use vmmd_tests::{Case, long};
 /// Of the bytes of BARs behind the registers, each with this distance from the last is accessed, and each byte when the test is to be long.
 /// Each access leaves the guest, and the more often that happens, the more often the emulator loses it.
 const DISTANCE: u64 = 32;
+/// The same of a machine that is restored all the time, of which half the time goes into that.
+const RESTORED_DISTANCE: u64 = 128;
 
 const UNBIND: &str = "for d in /sys/bus/pci/drivers/virtio-pci/0*; do echo ${d##*/} >/sys/bus/pci/drivers/virtio-pci/unbind; done";
 
@@ -206,7 +208,7 @@ fn nonsense_in_every_port_is_harmless_and_a_reset_of_the_machine_mends_all() {
 }
 
 /// How long the machine of the next test runs before it is thrown away and restored once more, in milliseconds.
-const RESTORE_EVERY: u64 = 1000;
+const RESTORE_EVERY: u64 = 2500;
 
 /// `vmm run` of a development build. The machine that is attacked is a restored one all the time, and is saved in the middle of
 /// whatever the guest does.
@@ -244,7 +246,7 @@ fn nonsense_is_harmless_to_a_machine_that_is_restored_again_and_again() {
     console.run(UNBIND, 60).expect("unbind the drivers");
     let attack = std::time::Instant::now();
     for part in ["config absent", "mmio", "rings"] {
-        phase(&mut console, part, distance());
+        phase(&mut console, part, if long() { 1 } else { RESTORED_DISTANCE });
     }
     let lasted = attack.elapsed();
     guest.works(&case, &mut console);

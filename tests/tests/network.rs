@@ -77,10 +77,31 @@ fn guest<'case>(case: &'case Case, suffix: &str, nic: &Value) -> (Vm<'case>, Con
     (vm, console, address)
 }
 
-/// "reached" or "lost". `to` is an address, with options of ping(8) in front of it.
-fn ping(console: &mut Console, to: &str) -> String {
-    let command = format!("ping -c 3 -W 5 {to} > /dev/null && echo reached || echo lost");
-    console.run(&command, PATIENCE).expect("ping").trim().to_owned()
+/// Whether an answer comes to one of `tries` pings. `to` is an address, with options of ping(8) in front of it.
+fn answers(console: &mut Console, to: &str, tries: u32) -> bool {
+    let command = format!(
+        "for try in $(seq {tries}); do ping -c 1 -W 4 {to} > /dev/null && echo reached && break; done; true"
+    );
+    console.run(&command, PATIENCE).expect("ping").trim() == "reached"
+}
+
+/// When no answer comes, the failure has what the guest and the node know of the way.
+#[track_caller]
+fn reached(case: &Case, console: &mut Console, to: &str) {
+    if answers(console, to, 5) {
+        return;
+    }
+    let known =
+        "ip -s link show dev eth0; ip addr show dev eth0; ip neigh; busybox route -n; cat /proc/interrupts";
+    let guest = console.run(known, PATIENCE).unwrap_or_default();
+    let known = "bridge fdb; bridge -d link; ip -s link; ip neigh; nft list ruleset";
+    let node = case.node().sh(known).unwrap_or_default();
+    panic!("{to} is not reached.\nThe guest:\n{guest}\nThe node:\n{node}");
+}
+
+#[track_caller]
+fn lost(console: &mut Console, to: &str) {
+    assert!(!answers(console, to, 1), "{to} is reached");
 }
 
 #[test]
@@ -105,18 +126,15 @@ fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports
     assert_ne!(web_address, db_address);
 
     // In one network they reach each other, in two they do not.
-    assert_eq!(ping(&mut db_console, &web_address), "reached");
-    assert_eq!(ping(&mut other_console, &web_address), "lost");
-    assert_eq!(ping(&mut web_console, &other_address), "lost");
-    assert_eq!(
-        ping(&mut other_console, "10.80.0.1"),
-        "lost",
-        "the gateway of a network of others"
-    );
+    reached(&case, &mut db_console, &web_address);
+    lost(&mut other_console, &web_address);
+    lost(&mut web_console, &other_address);
+    // The gateway of a network of others.
+    lost(&mut other_console, "10.80.0.1");
 
     // The outside is reached, with the node's address; guests are not reached from there.
-    assert_eq!(ping(&mut web_console, "198.51.100.2"), "reached");
-    assert_eq!(ping(&mut other_console, "198.51.100.2"), "reached");
+    reached(&case, &mut web_console, "198.51.100.2");
+    reached(&case, &mut other_console, "198.51.100.2");
     node.sh("ip -n world route add 10.80.0.0/15 via 198.51.100.1")
         .expect("a way to the guests");
     let from_world = format!("ip netns exec world ping -c 2 -W 3 {web_address}");
@@ -165,7 +183,8 @@ fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports
         .expect("the bridge is back");
     node.sh("nft delete table inet theirs").expect("clean up");
     for console in [&mut web_console, &mut other_console] {
-        assert_eq!(ping(console, "198.51.100.2"), "reached", "by NAT again");
+        // By NAT again.
+        reached(&case, console, "198.51.100.2");
     }
     let addresses = web.field("/status/nics/0/addresses/0").expect("the status");
     assert_eq!(addresses, web_address);
@@ -188,7 +207,7 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
     let nic = json!({"name": "eth0", "network": "lan"});
     let (liar, mut liar_console, liar_address) = guest(&case, "-liar", &nic);
     let (honest, mut console, address) = guest(&case, "-honest", &nic);
-    assert_eq!(ping(&mut liar_console, &address), "reached");
+    reached(&case, &mut liar_console, &address);
 
     // Without the daemon: names of VMs, of the outside, and an address that is renewed. Consoles go through the daemon, so the guest begins when
     // somebody connects to it, and gives what came of it to who connects next.
@@ -224,6 +243,7 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
         console.attached_again(PATIENCE).expect("the daemon is back");
     }
     lies_about_addresses(
+        &case,
         &mut liar_console,
         &mut console,
         &liar_address,
@@ -260,6 +280,7 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
 
 /// `liar` says that it has other addresses; `honest` does not hear it.
 fn lies_about_addresses(
+    case: &Case,
     liar: &mut Console,
     honest: &mut Console,
     liar_address: &str,
@@ -280,16 +301,13 @@ fn lies_about_addresses(
     honest
         .run(&format!("busybox arp -s 10.80.0.200 {liar_mac}"), PATIENCE)
         .expect("the way back");
-    assert_eq!(ping(liar, &format!("-I 10.80.0.200 {honest_address}")), "lost");
-    assert_eq!(
-        ping(liar, &format!("-I {liar_address} {honest_address}")),
-        "reached"
-    );
+    lost(liar, &format!("-I 10.80.0.200 {honest_address}"));
+    reached(case, liar, &format!("-I {liar_address} {honest_address}"));
     liar.run("ip addr del 10.80.0.200/24 dev eth0", PATIENCE)
         .expect("its own address alone");
 
     // The gateway's IP address, by ARP.
-    assert_eq!(ping(honest, "10.80.0.1"), "reached");
+    reached(case, honest, "10.80.0.1");
     liar.run(
         "ip addr add 10.80.0.1/32 dev eth0 && busybox arping -U -c 3 -I eth0 -s 10.80.0.1 10.80.0.1; \
          ip addr del 10.80.0.1/32 dev eth0",
@@ -313,13 +331,13 @@ fn lies_about_addresses(
             PATIENCE,
         )
         .expect("the way back");
-    assert_eq!(ping(liar, honest_address), "lost");
+    lost(liar, honest_address);
     liar.run(&format!("ip link set eth0 address {liar_mac}"), PATIENCE)
         .expect("its own MAC address");
     honest
         .run(&format!("busybox arp -d {liar_address}"), PATIENCE)
         .expect("forget it");
-    assert_eq!(ping(liar, honest_address), "reached");
+    reached(case, liar, honest_address);
 
     // IPv6, of which the network has none.
     for (console, address) in [(&mut *liar, "fd00::1"), (&mut *honest, "fd00::2")] {
@@ -379,10 +397,11 @@ fn the_rules_of_a_nic_hold_in_both_directions_and_change_while_the_guest_runs() 
     };
     assert_eq!(fetch(&mut db_console, 80), "served-80");
     assert_eq!(fetch(&mut db_console, 81), "refused");
-    assert_eq!(ping(&mut db_console, &web_address), "lost");
-    assert_eq!(ping(&mut web_console, "198.51.100.2"), "reached", "by NAT");
-    assert_eq!(ping(&mut web_console, &db_address), "lost");
-    assert_eq!(ping(&mut web_console, "10.80.0.1"), "lost");
+    lost(&mut db_console, &web_address);
+    // By NAT.
+    reached(&case, &mut web_console, "198.51.100.2");
+    lost(&mut web_console, &db_address);
+    lost(&mut web_console, "10.80.0.1");
 
     let opened = nic(&json!({
         "ingress": {"allow": [{"addresses": [db_address]}]},
@@ -393,7 +412,7 @@ fn the_rules_of_a_nic_hold_in_both_directions_and_change_while_the_guest_runs() 
     let left = web.field("/status/pendingChanges").expect("what is left");
     assert!(matches!(left.as_str(), "" | "[]"), "{left}");
     assert_eq!(fetch(&mut db_console, 81), "served-81");
-    assert_eq!(ping(&mut db_console, &web_address), "reached");
-    assert_eq!(ping(&mut web_console, &db_address), "reached");
-    assert_eq!(ping(&mut web_console, "198.51.100.2"), "lost");
+    reached(&case, &mut db_console, &web_address);
+    reached(&case, &mut web_console, &db_address);
+    lost(&mut web_console, "198.51.100.2");
 }

@@ -9,7 +9,7 @@ use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 const PATIENCE: u64 = 120;
 
 /// Size of what is transferred, in MiB.
-const MIB: u32 = 24;
+const MIB: u32 = 8;
 
 /// A guest whose NICs are on a bridge on which the node is 10.9.NUMBER.1, and the guest 10.9.NUMBER.2 with its first NIC.
 struct Wired<'case> {

@@ -7,10 +7,17 @@ use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 
 /// How long the guest's shell may take to answer, in a slow node.
 const PATIENCE: u64 = 60;
+/// The guests' memory: each snapshot and each restore reads and writes it.
+const MEMORY_MIB: u64 = 128;
 
 /// A guest that counts without end.
 fn counting<'a>(case: &'a Case) -> (Vm<'a>, Console) {
-    let vm = Vm::start(case, "", &VmSpec::busybox(Kernel::Cloud612)).expect("start");
+    let vm = Vm::start(
+        case,
+        "",
+        &VmSpec::busybox(Kernel::Cloud612).memory_mib(MEMORY_MIB),
+    )
+    .expect("start");
     let mut console = vm.console().expect("console");
     console.until("GUEST-READY", BOOT).expect("boot");
     let count = "{ (n=0; while :; do n=$((n+1)); echo $n >/run/count.new; mv /run/count.new /run/count; usleep 50000; done) \
@@ -180,7 +187,10 @@ fn reads(console: &mut Console, word: &str) {
 fn a_snapshot_has_the_content_of_raw_and_qcow2_disks_for_its_vm_and_for_clones() {
     let case = Case::new("snapshot-disks").expect("node");
     let images = [("one", Format::Raw), ("two", Format::Qcow2)];
-    let mut spec = case.storage_guest(Kernel::Cloud612).expect("guest");
+    let mut spec = case
+        .storage_guest(Kernel::Cloud612)
+        .expect("guest")
+        .memory_mib(MEMORY_MIB);
     for (name, format) in images {
         let image = case.image(name, format, 16).expect("image");
         spec = spec.with_disk(Disk::new(name, format, &image));

@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use crate::Case;
+use crate::steps::step;
 use crate::wait::{Deadline, Follow};
 
 /// A serial console, or any program in the node that is talked to.
@@ -43,7 +44,10 @@ impl Console {
 
     /// Reads on until `wanted` has come; see [`Follow::until`].
     pub fn until(&mut self, wanted: &str, seconds: u64) -> Result<String> {
-        self.output.until(wanted, Deadline::seconds(seconds))
+        step(
+            || format!("until {wanted}"),
+            || self.output.until(wanted, Deadline::seconds(seconds)),
+        )
     }
 
     /// Types a line.
@@ -61,9 +65,15 @@ impl Console {
         self.type_line(&format!(
             "printf '%s-%s:' begin {n}; {command}; printf ':%s-%s=%s;' end {n} $?"
         ))?;
-        self.until(&begin, seconds)?;
-        let text = self.until(&end, seconds)?;
-        let status = self.until(";", seconds)?;
+        let (text, status) = step(
+            || format!("guest: {command}"),
+            || {
+                self.output.until(&begin, Deadline::seconds(seconds))?;
+                let text = self.output.until(&end, Deadline::seconds(seconds))?;
+                let status = self.output.until(";", Deadline::seconds(seconds))?;
+                anyhow::Ok((text, status))
+            },
+        )?;
         let text = text.trim_end_matches(&end).replace("\r\n", "\n");
         ensure!(
             status == "0;",

@@ -33,7 +33,10 @@ fn a_share_works_again_whatever_ends() {
         node.sh("sleep 0.5").expect("a while");
         vm.ctl("resume").expect("resume");
         console
-            .run("a=$(cat /tmp/rounds); sleep 3; [ $(cat /tmp/rounds) -gt $a ]", 60)
+            .run(
+                "a=$(cat /tmp/rounds); until [ $(cat /tmp/rounds) -gt $a ]; do sleep 0.1; done",
+                60,
+            )
             .expect("the load goes on");
     }
     assert_eq!(server(&vm), first);

@@ -1,5 +1,6 @@
 //! Directories of the node that guests mount.
 
+#[cfg(feature = "nightly")]
 mod debian;
 mod ends;
 mod files;
