@@ -52,6 +52,11 @@ fn widths(
     chosen.into_iter().filter(move |width| offset + width <= length)
 }
 
+/// How many random accesses follow a walk, of at most `most`: fewer behind one that is a short one.
+fn rounds(most: usize, distance: NonZeroUsize) -> usize {
+    most / (distance.get() / 32).max(1)
+}
+
 /// All of the function's 4 KiB of configuration space, in every width where registers are, aligned or not, then random writes.
 fn config(function: &pci::Function, distance: NonZeroUsize) -> io::Result<()> {
     let mut random = Random::new(0x636f_6e66);
@@ -70,7 +75,7 @@ fn config(function: &pci::Function, distance: NonZeroUsize) -> io::Result<()> {
         }
     }
     println!("HOSTILE config {} {count} accesses walked", function.name);
-    for round in 0..2000 {
+    for round in 0..rounds(2000, distance) {
         let width = 1 << random.below(3);
         let offset = random.next() % (256 - width as u64);
         #[allow(clippy::cast_possible_truncation, reason = "any bits will do")]
@@ -126,7 +131,7 @@ fn mmio(function: &pci::Function, distance: NonZeroUsize) -> io::Result<()> {
                 count += 1;
             }
         }
-        for _ in 0..4000 {
+        for _ in 0..rounds(4000, distance) {
             let offset = random.below(bar.len());
             bar.write(offset, 1 << (random.next() % 4), random.nasty());
         }
