@@ -20,7 +20,7 @@ fn counting<'a>(case: &'a Case) -> (Vm<'a>, Console) {
     .expect("start");
     let mut console = vm.console().expect("console");
     console.until("GUEST-READY", BOOT).expect("boot");
-    let count = "{ (n=0; while :; do n=$((n+1)); echo $n >/run/count.new; mv /run/count.new /run/count; usleep 50000; done) \
+    let count = "{ (n=0; while :; do n=$((n+1)); echo $n >/run/count.new; mv /run/count.new /run/count; usleep 300000; done) \
                  >/dev/null 2>&1 & }";
     console.run(count, PATIENCE).expect("count");
     console
