@@ -104,9 +104,10 @@ impl Daemon {
 
     /// With all that can be chosen.
     pub async fn with(folder: tempfile::TempDir, extra: &str, namespace: Option<String>) -> Self {
-        let number = std::process::id() * 8 + NEXT.fetch_add(1, Ordering::Relaxed);
-        let first = 1_000_000_000 + number % 3_000_000 * 250;
-        let cgroup = cgroup_mount().map(|mount| mount.join(format!("vmmd-test-{number}")));
+        let (process, number) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        // No two processes of tests that run at a time have the same, also when one makes a hundred daemons one after another.
+        let first = 1_000_000_000 + (process % 32_768 * 128 + number % 128) * 250;
+        let cgroup = cgroup_mount().map(|mount| mount.join(format!("vmmd-test-{process}-{number}")));
         let path = |name: &str| folder.path().join(name);
         fs::write(path("kernel"), [1; 4096]).unwrap();
         let mut config = format!(

@@ -168,6 +168,8 @@ fn a_batch_of_answers_gives_one_interrupt() {
     let (mut driver, [_, second], _) = puppet();
     driver.start(EVENT_IDX);
     driver.request(1, &ask());
+    // An answer is in the ring before its interrupt comes.
+    driver.rig.msi.wait_for(2, 1);
     let before = driver.rig.msi.count(2);
     second.hold.store(true, Ordering::SeqCst);
     let taken = second.taken.load(Ordering::SeqCst);
@@ -181,6 +183,7 @@ fn a_batch_of_answers_gives_one_interrupt() {
     for _ in 0..100 {
         driver.wait_used(1);
     }
+    driver.rig.msi.wait_for(2, before + 1);
     let interrupts = driver.rig.msi.count(2) - before;
     assert!(
         (1..=3).contains(&interrupts),
@@ -193,6 +196,8 @@ fn interrupts_that_the_driver_does_not_want_are_not_sent() {
     let (mut driver, [_, second], _) = puppet();
     driver.start(0);
     driver.request(1, &ask());
+    // An answer is in the ring before its interrupt comes.
+    driver.rig.msi.wait_for(2, 1);
     let before = driver.rig.msi.count(2);
     driver.suppress_interrupts(1, true);
     second.hold.store(true, Ordering::SeqCst);
@@ -207,6 +212,7 @@ fn interrupts_that_the_driver_does_not_want_are_not_sent() {
     driver.rig.device.resume().unwrap();
     driver.suppress_interrupts(1, false);
     driver.request(1, &ask());
+    driver.rig.msi.wait_for(2, before + 1);
     assert_eq!(driver.rig.msi.count(2), before + 1);
 }
 
