@@ -798,7 +798,7 @@ async fn guests_make_ipv6_addresses_reach_each_other_and_the_outside_and_can_not
         .concat(),
     );
     // What comes after both is heard, so they are not only late.
-    assert!(a.reaches(&other, ""));
+    assert!(a.reaches(&other, &own));
     let known = b.namespace.ip("-6 neigh show fd00:80::1");
     let bridge = namespace.ip(&format!("-o link show dev {}", state.bridge));
     let (_, bridge) = bridge.split_once("link/ether ").unwrap();
