@@ -51,8 +51,10 @@ pub async fn serve(host: &Arc<Host>) -> anyhow::Result<()> {
     let config = &host.config.screen;
     if config.is_encrypted() {
         let files = config.clone();
-        let loaded = tokio::task::spawn_blocking(move || tls::load(&files)).await?;
-        loaded.context("the certificate for screens: `certificate` and `key` in `[screen]`")?;
+        // The daemon must start in any case, and each connection reads the files anew.
+        if let Err(error) = tokio::task::spawn_blocking(move || tls::load(&files)).await? {
+            tracing::error!(%error, "no screen can be opened until `certificate` and `key` in `[screen]` are right");
+        }
     }
     if let Some(listener) = listen(config.vnc, &host.screens.vnc, &viewers).await? {
         tokio::spawn(vnc::serve(listener, Arc::clone(host)));
