@@ -15,7 +15,7 @@ include tests/node.mk
 
 .PHONY: help
 help: ## List the targets
-	@echo "make demo boots a VM and shows it; make test runs all tests. All targets:"
+	@echo "make demo boots a VM and shows it; make test runs the tests. All targets:"
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/^([a-z-]+):.*## /\1|/' \
 		| awk -F'|' '{ printf "  %-12s %s\n", $$1, $$2 }'
 
@@ -75,7 +75,7 @@ unit: tools ## Run the tests that need no node: units, properties, and as root t
 # node its processors: what waits for it is what takes longest, and a guest that gets none for seconds fails its test.
 .PHONY: test
 test: export PROFILE ?= dev
-test: tools ## Run all tests, those in the test node included; installs what is missing (PROFILE=release: with an optimized build)
+test: tools ## Run the tests, also those in the test node; installs what is missing (PROFILE=release: with an optimized build)
 	@mkdir -p target; date +%s >target/began
 	$(MAKE) node-tool
 	$(NODE) build & images=$$!; $(CARGO) nextest run --locked --workspace $(FEATURES) --no-run && vmmd/package/build-deb.sh \
@@ -89,7 +89,7 @@ test: tools ## Run all tests, those in the test node included; installs what is 
 long: export VMMD_LONG = 1
 long: export VMMD_CHAOS = long
 long: ## Run all tests in their long form, with an optimized build, and those that boot a guest for minutes
-	$(MAKE) test PROFILE=release FEATURES="--features vmmd-tests/nightly" TESTS="-E 'not (binary(mutations) or binary(previous))'"
+	$(MAKE) test PROFILE=release FEATURES="--features vmmd-tests/nightly" TESTS="--ignore-default-filter -E 'not (binary(mutations) or binary(previous))'"
 
 .PHONY: fleet
 fleet: tools node-tool deb ## Run the test of many idle guests while vmmd is killed, with 50 of them also where the node is emulated

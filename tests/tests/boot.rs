@@ -117,7 +117,7 @@ fn boots(topic: &str, kernel: Kernel, image: &str, size: (u32, u64)) {
     );
 }
 
-/// The smallest and the largest machine, with all there is to check. The sizes between are in the next test, in `make nightly`.
+/// The smallest and the largest machine, with all there is to check. The sizes between are in the next test.
 #[rstest]
 fn an_unmodified_kernel_boots_to_a_shell(
     #[values(
@@ -135,8 +135,7 @@ fn an_unmodified_kernel_boots_to_a_shell(
     boots(&topic, kernel, &Guests.vmlinuz(kernel), size);
 }
 
-/// With the test before, every kernel boots with each number of processors and each size of memory. `make nightly` runs this: ten boots.
-#[cfg(feature = "nightly")]
+/// With the test before, every kernel boots with each number of processors and each size of memory.
 #[rstest]
 fn an_unmodified_kernel_boots_with_many_processors_or_much_memory_alone(
     #[values(

@@ -5,7 +5,7 @@ use serde_json::json;
 use vmmd_tests::Case;
 use vmmd_tests::vm::{Console, Vm, VmSpec};
 
-/// A whole Debian takes most of a minute to boot in an emulated node.
+/// A whole Debian takes one to three minutes to boot in an emulated node, and its services as long to end.
 const BOOT: u64 = 300;
 
 #[test]
@@ -84,7 +84,7 @@ fn debian_boots_from_its_disk_takes_ssh_and_keeps_what_it_synced_when_killed() {
         first("cat /srv/kept && sha256sum </srv/data"),
         format!("kept\n{sum}")
     );
-    vm.ctl("stop --grace 120s")
+    vm.ctl(&format!("stop --grace {BOOT}s"))
         .expect("systemd powers off when the button is pressed");
     assert_eq!(
         vm.field("/status/lastExit/reason").expect("reason"),

@@ -1,5 +1,4 @@
 //! Migrations that end early: whatever is killed, cut or cancelled, the guest runs on where it was, and nothing is left elsewhere.
-//! `make nightly` runs this.
 
 use vmmd_tests::Case;
 use vmmd_tests::node::Kernel;

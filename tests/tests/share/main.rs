@@ -1,6 +1,5 @@
 //! Directories of the node that guests mount.
 
-#[cfg(feature = "nightly")]
 mod debian;
 mod ends;
 mod files;
