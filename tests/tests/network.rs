@@ -17,10 +17,12 @@ struct Place<'case> {
 impl<'case> Place<'case> {
     fn new(case: &'case Case) -> Self {
         let node = case.node();
-        // A link to the world: the node is 198.51.100.1, the world 198.51.100.2, which knows no other way back (RFC 5737).
+        // A link to the world: the node is 198.51.100.1 and 2001:db8::1, the world 198.51.100.2 and 2001:db8::2, which knows no other way
+        // back (RFC 5737, RFC 3849).
         node.sh(
             "ip netns add world && ip link add world0 type veth peer name eth0 netns world && \
              ip addr add 198.51.100.1/24 dev world0 && ip link set world0 up && \
+             ip addr add 2001:db8::1/64 dev world0 nodad && ip -n world addr add 2001:db8::2/64 dev eth0 nodad && \
              ip -n world addr add 198.51.100.2/24 dev eth0 && ip -n world link set eth0 up && ip -n world link set lo up",
         )
         .expect("the world");
@@ -77,6 +79,16 @@ fn guest<'case>(case: &'case Case, suffix: &str, nic: &Value) -> (Vm<'case>, Con
     (vm, console, address)
 }
 
+/// The IPv6 address of a VM, once its guest has made it of what the node tells.
+fn address6(vm: &Vm<'_>, console: &mut Console) -> String {
+    let address = vm.field("/status/nics/0/addresses/1").expect("the status has it");
+    let made = format!("ip -6 addr show dev eth0 | grep -v tentative | grep -q 'inet6 {address}/64'");
+    console
+        .run(&format!("until {made}; do usleep 200000; done"), PATIENCE)
+        .expect("an address by router advertisement");
+    address
+}
+
 /// Whether an answer comes to one of `tries` pings. `to` is an address, with options of ping(8) in front of it.
 fn answers(console: &mut Console, to: &str, tries: u32) -> bool {
     let command = format!(
@@ -109,8 +121,8 @@ fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports
     let case = Case::new("network").expect("node");
     let node = case.node();
     let mut place = Place::new(&case);
-    let lan = place.network("lan", "--cidr 10.80.0.0/24");
-    let apart = place.network("apart", "--cidr 10.81.0.0/24");
+    let lan = place.network("lan", "--cidr 10.80.0.0/24 --ipv6 fd00:80::/64");
+    let apart = place.network("apart", "--cidr 10.81.0.0/24 --ipv6 fd00:81::/64");
     let bridge = lan["status"]["bridge"].as_str().expect("a bridge").to_owned();
     assert_ne!(lan["status"]["bridge"], apart["status"]["bridge"]);
 
@@ -120,26 +132,37 @@ fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports
         "-web",
         &json!({"name": "eth0", "network": "lan", "publishedPorts": published}),
     );
-    let (_db, mut db_console, db_address) = guest(&case, "-db", &json!({"name": "eth0", "network": "lan"}));
-    let (_other, mut other_console, other_address) =
+    let (db, mut db_console, db_address) = guest(&case, "-db", &json!({"name": "eth0", "network": "lan"}));
+    let (other, mut other_console, other_address) =
         guest(&case, "-other", &json!({"name": "eth0", "network": "apart"}));
     assert_ne!(web_address, db_address);
+    let web_address6 = address6(&web, &mut web_console);
+    assert_ne!(web_address6, address6(&db, &mut db_console));
+    let other_address6 = address6(&other, &mut other_console);
 
     // In one network they reach each other, in two they do not.
-    reached(&case, &mut db_console, &web_address);
-    lost(&mut other_console, &web_address);
-    lost(&mut web_console, &other_address);
+    for address in [&web_address, &web_address6] {
+        reached(&case, &mut db_console, address);
+        lost(&mut other_console, address);
+    }
+    for address in [&other_address, &other_address6] {
+        lost(&mut web_console, address);
+    }
     // The gateway of a network of others.
     lost(&mut other_console, "10.80.0.1");
 
     // The outside is reached, with the node's address; guests are not reached from there.
-    reached(&case, &mut web_console, "198.51.100.2");
-    reached(&case, &mut other_console, "198.51.100.2");
-    node.sh("ip -n world route add 10.80.0.0/15 via 198.51.100.1")
+    for outside in ["198.51.100.2", "2001:db8::2"] {
+        reached(&case, &mut web_console, outside);
+        reached(&case, &mut other_console, outside);
+    }
+    node.sh("ip -n world route add 10.80.0.0/15 via 198.51.100.1 && ip -n world route add fd00::/16 via 2001:db8::1")
         .expect("a way to the guests");
-    let from_world = format!("ip netns exec world ping -c 2 -W 3 {web_address}");
-    assert!(node.sh(&from_world).is_err(), "a guest is reached from outside");
-    node.sh("ip -n world route del 10.80.0.0/15")
+    for address in [&web_address, &web_address6] {
+        let from_world = format!("ip netns exec world ping -c 2 -W 3 {address}");
+        assert!(node.sh(&from_world).is_err(), "{address} is reached from outside");
+    }
+    node.sh("ip -n world route del 10.80.0.0/15 && ip -n world route del fd00::/16")
         .expect("no way to the guests");
 
     // A published port is reached from outside and from the node.
@@ -149,24 +172,22 @@ fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports
             PATIENCE,
         )
         .expect("listen");
-    web_console
-        .run(
-            "until busybox netstat -lnt | grep -q :80; do usleep 100000; done",
-            PATIENCE,
-        )
-        .expect("it listens");
-    let fetch = "timeout 20 bash -c 'exec 3<>/dev/tcp/198.51.100.1/18080; head -n 1 <&3'";
-    let outside = node
-        .sh(&format!("ip netns exec world {fetch}"))
-        .expect("the published port");
-    assert_eq!(outside.trim(), "published");
-    web_console
-        .run(
-            "until busybox netstat -lnt | grep -q :80; do usleep 100000; done",
-            PATIENCE,
-        )
-        .expect("it listens again");
-    assert_eq!(node.sh(fetch).expect("from the node").trim(), "published");
+    let mut fetched = |command: &str| {
+        web_console
+            .run(
+                "until busybox netstat -lnt | grep -q :80; do usleep 100000; done",
+                PATIENCE,
+            )
+            .expect("it listens");
+        let line = node.sh(command).expect("the published port");
+        assert_eq!(line.trim(), "published", "{command}");
+    };
+    let fetch =
+        |address: &str| format!("timeout 20 bash -c 'exec 3<>/dev/tcp/{address}/18080; head -n 1 <&3'");
+    for address in ["198.51.100.1", "2001:db8::1"] {
+        fetched(&format!("ip netns exec world {}", fetch(address)));
+    }
+    fetched(&fetch("198.51.100.1"));
 
     // What others take away is repaired, and what is theirs stays.
     node.sh("nft flush ruleset && nft add table inet theirs")
@@ -179,13 +200,14 @@ fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports
         .expect("the rules are back");
     let rules = node.sh("nft list ruleset").expect("rules");
     assert!(rules.contains("table inet theirs"), "{rules}");
-    node.sh(&format!("ip addr show dev {bridge} | grep -q 10.80.0.1/24"))
-        .expect("the bridge is back");
-    node.sh("nft delete table inet theirs").expect("clean up");
-    for console in [&mut web_console, &mut other_console] {
-        // By NAT again.
-        reached(&case, console, "198.51.100.2");
+    for address in ["10.80.0.1/24", "fd00:80::1/64"] {
+        node.sh(&format!("ip addr show dev {bridge} | grep -q {address}"))
+            .expect("the bridge is back");
     }
+    node.sh("nft delete table inet theirs").expect("clean up");
+    // By NAT again.
+    reached(&case, &mut web_console, "198.51.100.2");
+    reached(&case, &mut other_console, "2001:db8::2");
     let addresses = web.field("/status/nics/0/addresses/0").expect("the status");
     assert_eq!(addresses, web_address);
 }
@@ -202,7 +224,10 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
          --listen-address=198.51.100.2 --address=/outside.example/203.0.113.7 --pid-file={folder}/dnsmasq.pid"
     ))
     .expect("a name server in the world");
-    let lan = place.network("lan", "--cidr 10.80.0.0/24 --dns 198.51.100.2");
+    let lan = place.network(
+        "lan",
+        "--cidr 10.80.0.0/24 --ipv6 fd00:80::/64 --dns 198.51.100.2",
+    );
     let bridge = lan["status"]["bridge"].as_str().expect("a bridge").to_owned();
     let nic = json!({"name": "eth0", "network": "lan"});
     let (liar, mut liar_console, liar_address) = guest(&case, "-liar", &nic);
@@ -212,7 +237,8 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
     // Without the daemon: names of VMs, of the outside, and an address that is renewed. Consoles go through the daemon, so the guest begins when
     // somebody connects to it, and gives what came of it to who connects next.
     let ask = format!(
-        "busybox nslookup -type=a {}.lan.internal 10.80.0.1; busybox nslookup -type=a www.outside.example 10.80.0.1; \
+        "busybox nslookup -type=a {0}.lan.internal 10.80.0.1; busybox nslookup -type=aaaa {0}.lan.internal 10.80.0.1; \
+         busybox nslookup -type=a www.outside.example 10.80.0.1; \
          udhcpc -i eth0 -s /lib/udhcpc -n -q -t 20 -T 2",
         liar.name()
     );
@@ -231,8 +257,12 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
          timeout 60 bash -c 'until (exec 3<>/dev/tcp/{address}/98 && cat <&3) 2>/dev/null; do sleep 0.2; done'"
     ));
     let served = served.expect("what a guest gets without the daemon");
+    let liar_address6 = liar
+        .field("/status/nics/0/addresses/1")
+        .expect("the status has it");
     for wanted in [
         &liar_address,
+        &liar_address6,
         "203.0.113.7",
         &format!("lease of {address} obtained"),
     ] {

@@ -22,6 +22,7 @@ pub enum Network {
 #[command(after_help = "\
 Examples:
   vmmctl network create lan --cidr 10.80.0.0/24 --dns 10.0.0.53
+  vmmctl network create both --cidr 10.82.0.0/24 --ipv6 fd00:82::/64
   vmmctl network create backend --cidr 10.81.0.0/24 --mode isolated")]
 pub struct CreateNetwork {
     /// Name of the network.
@@ -30,6 +31,9 @@ pub struct CreateNetwork {
     /// Its addresses, a private range as in 10.80.0.0/24.
     #[arg(long, value_name = "RANGE")]
     pub cidr: String,
+    /// Its IPv6 addresses, a prefix of 64 bits as in fd00:80::/64; none when not given.
+    #[arg(long, value_name = "PREFIX")]
+    pub ipv6: Option<String>,
     /// The node's own address, the VMs' gateway; the first one when not given.
     #[arg(long, value_name = "ADDRESS")]
     pub gateway: Option<String>,

@@ -76,6 +76,7 @@ fn request(args: &CreateNetwork) -> v1::CreateNetworkRequest {
                 dns_servers: args.dns.clone(),
                 ntp_servers: args.ntp.clone(),
                 mtu: args.mtu.unwrap_or_default(),
+                ipv6_cidr: args.ipv6.clone().unwrap_or_default(),
             }),
             status: None,
         }),

@@ -64,6 +64,8 @@ pub fn describe(network: &v1::Network, now: jiff::Timestamp) -> String {
         &format!("{} ({} free)", spec.ipv4_cidr, status.available_addresses),
     );
     text.put("Gateway", &status.gateway);
+    text.put("IPv6 addresses", &spec.ipv6_cidr);
+    text.put("IPv6 gateway", &status.ipv6_gateway);
     text.put("DNS", &spec.dns_servers.join(", "));
     text.put("NTP", &spec.ntp_servers.join(", "));
     text.put("MTU", &mtu.to_string());

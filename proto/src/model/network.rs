@@ -1,8 +1,12 @@
 //! The validated form of a network that the node makes.
 
-use std::{fmt, net::Ipv4Addr, str::FromStr};
+use std::{
+    fmt,
+    net::{Ipv4Addr, Ipv6Addr},
+    str::FromStr,
+};
 
-use super::{Violations, metadata::Metadata};
+use super::{Violations, metadata::Metadata, nic::Mac};
 use crate::v1;
 
 /// Shortest and longest prefix of a network.
@@ -11,6 +15,9 @@ pub const PREFIXES: std::ops::RangeInclusive<u8> = 16..=30;
 pub const MAX_SERVERS: usize = 4;
 /// MTUs that a network can have, in bytes. Each host of an IPv4 network takes packets of 576 bytes (RFC 791).
 pub const MTUS: std::ops::RangeInclusive<u16> = 576..=9000;
+
+/// RFC 8200, 5.
+const LEAST_MTU_OF_IPV6: u16 = 1280;
 
 /// Addresses with the same first bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -90,6 +97,73 @@ impl FromStr for Ipv4Net {
     }
 }
 
+/// An IPv6 prefix of 64 bits, as hosts need that make their addresses by themselves (RFC 4862, RFC 7421).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Ipv6Net(u64);
+
+impl Ipv6Net {
+    /// Bits of the prefix.
+    pub const PREFIX: u8 = 64;
+
+    /// The network's own address, which nobody has.
+    pub fn first(self) -> Ipv6Addr {
+        self.with(0)
+    }
+
+    /// The node's address.
+    pub fn gateway(self) -> Ipv6Addr {
+        self.with(1)
+    }
+
+    /// The address that a NIC makes itself.
+    pub fn of(self, mac: Mac) -> Ipv6Addr {
+        self.with(interface_id(mac))
+    }
+
+    fn with(self, interface: u64) -> Ipv6Addr {
+        Ipv6Addr::from(u128::from(self.0) << 64 | u128::from(interface))
+    }
+}
+
+/// The address of a NIC on its link (RFC 4291, 2.5.6).
+pub fn link_local(mac: Mac) -> Ipv6Addr {
+    Ipv6Addr::from(0xfe80_u128 << 112 | u128::from(interface_id(mac)))
+}
+
+/// A modified EUI-64 (RFC 4291, appendix A).
+fn interface_id(mac: Mac) -> u64 {
+    let [a, b, c, d, e, f] = mac.octets();
+    u64::from_be_bytes([a ^ 2, b, c, 0xff, 0xfe, d, e, f])
+}
+
+impl fmt::Display for Ipv6Net {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.first(), Self::PREFIX)
+    }
+}
+
+/// Why a text is no IPv6 prefix for a network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("must be a prefix of 64 bits such as fd00:80::/64, unique local or global")]
+pub struct InvalidNet6;
+
+impl FromStr for Ipv6Net {
+    type Err = InvalidNet6;
+
+    fn from_str(text: &str) -> Result<Self, InvalidNet6> {
+        let (address, prefix) = text.split_once('/').ok_or(InvalidNet6)?;
+        let address: Ipv6Addr = address.parse().map_err(|_| InvalidNet6)?;
+        let bits = u128::from(address);
+        // Unique local (RFC 4193), or global unicast as far as it is given out (RFC 4291, 2.4).
+        let kind = address.segments()[0];
+        let usable = kind & 0xfe00 == 0xfc00 || kind & 0xe000 == 0x2000;
+        match (prefix, u64::try_from(bits >> 64)) {
+            ("64", Ok(net)) if usable && bits.trailing_zeros() >= 64 => Ok(Self(net)),
+            _ => Err(InvalidNet6),
+        }
+    }
+}
+
 /// Who reaches whom.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum NetworkMode {
@@ -117,6 +191,8 @@ pub struct NetworkSpec {
     pub ntp: Vec<Ipv4Addr>,
     /// One of [`MTUS`].
     pub mtu: u16,
+    /// Its IPv6 addresses, if it has any.
+    pub net6: Option<Ipv6Net>,
 }
 
 /// A network as a client asks for it.
@@ -151,6 +227,18 @@ impl NetworkSpec {
             let wrong = format_args!("must be {least} to {most} bytes, or 0 for 1500, is {}", spec.mtu);
             found.add(format_args!("{field}.mtu"), wrong);
         }
+        let net6 = match spec.ipv6_cidr.as_str() {
+            "" => None,
+            text => {
+                let net6 = text.parse::<Ipv6Net>();
+                net6.map_err(|error| found.add(format_args!("{field}.ipv6Cidr"), error))
+                    .ok()
+            }
+        };
+        if net6.is_some() && mtu < LEAST_MTU_OF_IPV6 {
+            let wrong = format_args!("must be at least {LEAST_MTU_OF_IPV6} bytes with IPv6, is {mtu}");
+            found.add(format_args!("{field}.mtu"), wrong);
+        }
         let net = spec.ipv4_cidr.parse::<Ipv4Net>();
         let net = net
             .map_err(|error| found.add(format_args!("{field}.ipv4Cidr"), error))
@@ -170,6 +258,7 @@ impl NetworkSpec {
             dns,
             ntp,
             mtu,
+            net6,
         })
     }
 }
@@ -273,6 +362,35 @@ mod tests {
             "spec.mtu",
         ] {
             assert!(problems.contains(field), "{field}: {problems}");
+        }
+    }
+
+    #[test]
+    fn an_ipv6_prefix_has_addresses_by_mac() {
+        let net: Ipv6Net = "fd00:80::/64".parse().unwrap();
+        let mac: Mac = "52:54:00:12:34:56".parse().unwrap();
+        assert_eq!(
+            [net.first(), net.gateway(), net.of(mac), link_local(mac)].map(|address| address.to_string()),
+            [
+                "fd00:80::",
+                "fd00:80::1",
+                "fd00:80::5054:ff:fe12:3456",
+                "fe80::5054:ff:fe12:3456"
+            ]
+        );
+        assert_eq!(net.to_string(), "fd00:80::/64");
+        assert!("2001:db8:1:2::/64".parse::<Ipv6Net>().is_ok());
+        for text in [
+            "",
+            "fd00::1/64",
+            "fd00::/63",
+            "fd00::/128",
+            "fe80::/64",
+            "ff02::/64",
+            "::/64",
+            "10.80.0.0/24",
+        ] {
+            assert_eq!(text.parse::<Ipv6Net>(), Err(InvalidNet6), "{text}");
         }
     }
 }

@@ -2,13 +2,13 @@
 
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
 use rtnetlink::{
     AddressMessageBuilder, Error, Handle, LinkBridge, LinkUnspec,
     packet_route::{
-        address::{AddressAttribute, AddressMessage},
+        address::{AddressAttribute, AddressHeaderFlags, AddressMessage},
         link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
     },
 };
@@ -118,7 +118,7 @@ impl Links {
             .execute();
         tokio::pin!(addresses);
         while let Some(address) = addresses.next().await {
-            facts.addresses.extend(ipv4(&address.map_err(into_io)?));
+            facts.addresses.extend(given(&address.map_err(into_io)?));
         }
         Ok(Some(facts))
     }
@@ -137,8 +137,10 @@ impl Links {
             .alias(wanted.alias.clone())
             .build();
         self.handle.link().set(message).execute().await.map_err(into_io)?;
-        let (address, prefix) = wanted.address;
-        self.add_address(link.index, address, prefix).await
+        for (address, prefix) in &wanted.addresses {
+            self.add_address(link.index, *address, *prefix).await?;
+        }
+        Ok(())
     }
 
     /// Gives an interface its MTU, and brings it up.
@@ -148,17 +150,27 @@ impl Links {
     }
 
     /// Gives an interface an address.
-    pub async fn add_address(&self, index: u32, address: Ipv4Addr, prefix: u8) -> io::Result<()> {
-        let add = self.handle.address().add(index, IpAddr::V4(address), prefix);
+    pub async fn add_address(&self, index: u32, address: IpAddr, prefix: u8) -> io::Result<()> {
+        let mut add = self.handle.address().add(index, address, prefix);
+        if address.is_ipv6() {
+            // Nobody else has the node's address: it is there at once, not when the kernel has asked for it on the link (RFC 4862, 5.4).
+            add.message_mut().header.flags |= AddressHeaderFlags::Nodad;
+        }
         add.replace().execute().await.map_err(into_io)
     }
 
     /// Takes an address from an interface.
-    pub async fn remove_address(&self, index: u32, address: Ipv4Addr, prefix: u8) -> io::Result<()> {
-        let message = AddressMessageBuilder::<Ipv4Addr>::new()
-            .index(index)
-            .address(address, prefix)
-            .build();
+    pub async fn remove_address(&self, index: u32, address: IpAddr, prefix: u8) -> io::Result<()> {
+        let message = match address {
+            IpAddr::V4(address) => AddressMessageBuilder::<Ipv4Addr>::new()
+                .index(index)
+                .address(address, prefix)
+                .build(),
+            IpAddr::V6(address) => AddressMessageBuilder::<Ipv6Addr>::new()
+                .index(index)
+                .address(address, prefix)
+                .build(),
+        };
         self.handle
             .address()
             .del(message)
@@ -217,9 +229,11 @@ fn describe(message: &LinkMessage) -> Link {
     link
 }
 
-fn ipv4(message: &AddressMessage) -> Option<(Ipv4Addr, u8)> {
+/// An address that somebody gave the interface: not the one that it has for its link.
+fn given(message: &AddressMessage) -> Option<(IpAddr, u8)> {
     let address = message.attributes.iter().find_map(|attribute| match attribute {
-        AddressAttribute::Address(IpAddr::V4(address)) => Some(*address),
+        AddressAttribute::Address(IpAddr::V6(address)) if address.is_unicast_link_local() => None,
+        AddressAttribute::Address(address) => Some(*address),
         _ => None,
     })?;
     Some((address, message.header.prefix_len))

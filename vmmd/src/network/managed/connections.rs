@@ -61,6 +61,15 @@ fn direction(
     add(json!([guest, state(&["established", "related"]), accept()]));
     let arp = equal(&meta("protocol"), &json!("arp"));
     add(json!([guest, arp, accept()]));
+    // What ARP is to IPv4 (RFC 4861), with the groups that it is sent to (RFC 3810); who may say what is up to the rules of the ports.
+    let neighbors = json!({"set": [
+        "nd-router-solicit", "nd-router-advert", "nd-neighbor-solicit", "nd-neighbor-advert", "mld2-listener-report",
+    ]});
+    add(json!([
+        guest,
+        equal(&payload("icmpv6", "type"), &neighbors),
+        accept()
+    ]));
     add(json!([guest, other_end, dhcp, accept()]));
     for rule in rules {
         let mut expressions = vec![guest.clone()];
@@ -73,13 +82,12 @@ fn direction(
         }
         let protocol = match rule.protocol {
             RuleProtocol::Any => None,
-            RuleProtocol::Tcp => Some("tcp"),
-            RuleProtocol::Udp => Some("udp"),
-            RuleProtocol::Icmp => Some("icmp"),
+            RuleProtocol::Tcp => Some(("tcp", json!("tcp"))),
+            RuleProtocol::Udp => Some(("udp", json!("udp"))),
+            RuleProtocol::Icmp => Some(("icmp", json!({"set": ["icmp", "ipv6-icmp"]}))),
         };
-        if let Some(protocol) = protocol {
-            // Of IPv4, which is all that a guest can send.
-            expressions.push(equal(&payload("ip", "protocol"), &json!(protocol)));
+        if let Some((protocol, numbers)) = protocol {
+            expressions.push(equal(&meta("l4proto"), &numbers));
             if !rule.ports.is_empty() {
                 let ranges = rule.ports.iter();
                 let ranges: Vec<_> = ranges

@@ -1,7 +1,10 @@
 //! Networks as the API shows them, and why something about them is refused.
 
 use proto::{
-    model::{network::NetworkSpec, nic::Mac},
+    model::{
+        network::{Ipv6Net, NetworkSpec},
+        nic::Mac,
+    },
     v1,
 };
 use uuid::Uuid;
@@ -23,6 +26,7 @@ pub fn describe(record: &NetworkRecord, problem: &str) -> v1::Network {
     let now = text::now_ms();
     let spec = spec_of(record);
     let leases = record.leases.iter().filter(|lease| lease.counts(now));
+    let net6 = spec.as_ref().and_then(|spec| spec.net6);
     v1::Network {
         metadata: Some(v1::ObjectMetadata {
             name: record.name.clone(),
@@ -41,17 +45,20 @@ pub fn describe(record: &NetworkRecord, problem: &str) -> v1::Network {
                 .as_ref()
                 .map(|spec| spec.gateway.to_string())
                 .unwrap_or_default(),
-            leases: leases.map(lease).collect(),
+            leases: leases.map(|lease| describe_lease(lease, net6)).collect(),
             available_addresses: spec.map_or(0, |spec| pool::available(&spec, &record.leases, now)),
+            ipv6_gateway: net6.map(|net| net.gateway().to_string()).unwrap_or_default(),
         }),
         spec: record.spec.clone(),
     }
 }
 
-fn lease(lease: &LeaseRecord) -> v1::NetworkLease {
+fn describe_lease(lease: &LeaseRecord, net6: Option<Ipv6Net>) -> v1::NetworkLease {
     let mac = lease.mac();
+    let address6 = net6.zip(mac).map(|(net, mac)| net.of(mac));
     v1::NetworkLease {
         address: lease.ip().to_string(),
+        ipv6_address: address6.map(|address| address.to_string()).unwrap_or_default(),
         mac: mac.map(|mac| mac.to_string()).unwrap_or_default(),
         vm: lease.vm_name.clone(),
         nic: lease.nic.clone(),

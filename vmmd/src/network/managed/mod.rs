@@ -23,7 +23,7 @@ mod rules;
 
 use std::{
     collections::BTreeMap,
-    net::Ipv4Addr,
+    net::{Ipv4Addr, Ipv6Addr},
     path::PathBuf,
     sync::{Mutex, MutexGuard, PoisonError},
 };
@@ -151,10 +151,20 @@ impl Networks {
         own.map(LeaseRecord::ip)
     }
 
+    /// The IPv6 address that a VM's NIC makes itself, if it has an address in the network and that has IPv6.
+    pub fn address6(&self, network: &str, vm: Uuid, nic: &str) -> Option<Ipv6Addr> {
+        let inner = self.inner();
+        let record = inner.records.get(network)?;
+        let mut leases = record.leases.iter();
+        let own = leases.find(|lease| lease.is_of(vm.as_bytes(), nic) && lease.released_ms == 0)?;
+        Some(spec_of(record)?.net6?.of(own.mac()?))
+    }
+
     /// The addresses of a network and its gateway, in words: two networks of which a guest sees no difference have the same.
     pub fn range(&self, network: &str) -> Option<String> {
         let spec = spec_of(self.inner().records.get(network)?)?;
-        Some(format!("{} with gateway {}", spec.net, spec.gateway))
+        let more = spec.net6.map(|net| format!(" and {net}")).unwrap_or_default();
+        Some(format!("{} with gateway {}{more}", spec.net, spec.gateway))
     }
 
     /// The bridge of a network.
@@ -211,7 +221,17 @@ impl Networks {
             return Err(Failure::new(Kind::Exists, "NETWORK_EXISTS", message));
         }
         for record in inner.records.values() {
-            if spec_of(record).is_some_and(|spec| spec.net.overlaps(new.spec.net)) {
+            let spec = spec_of(record);
+            if let Some(net6) = new.spec.net6
+                && spec.as_ref().is_some_and(|spec| spec.net6 == Some(net6))
+            {
+                let message = format!(
+                    "network.spec.ipv6Cidr: the network \"{}\" has {net6} already: choose another prefix",
+                    record.name
+                );
+                return Err(Failure::precondition("NETWORK_OVERLAPS", message));
+            }
+            if spec.is_some_and(|spec| spec.net.overlaps(new.spec.net)) {
                 let message = format!(
                     "network.spec.ipv4Cidr: {} overlaps with the network \"{}\": choose another range",
                     new.spec.net, record.name

@@ -3,7 +3,11 @@
 use std::{collections::BTreeMap, io, net::IpAddr, sync::Arc, time::Duration};
 
 use proto::{
-    model::{Violations, firewall::Firewall, network::NetworkMode},
+    model::{
+        Violations,
+        firewall::Firewall,
+        network::{Ipv6Net, NetworkMode},
+    },
     v1,
 };
 use uuid::Uuid;
@@ -192,7 +196,11 @@ async fn make_bridge(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool
         carry_out(host.links, &name, step).await?;
     }
     if spec_of(record).is_some_and(|spec| spec.mode != NetworkMode::Isolated) && !record.leaving {
-        forwarding()?;
+        forwarding(spec_of(record).is_some_and(|spec| spec.net6.is_some()))?;
+    }
+    if spec_of(record).is_some_and(|spec| spec.net6.is_some()) && !record.leaving {
+        // What guests say of routes is nothing to the node.
+        switch(&format!("/proc/sys/net/ipv6/conf/{name}/accept_ra"), "0")?;
     }
     Ok(changed)
 }
@@ -208,12 +216,28 @@ async fn carry_out(links: &Links, name: &str, step: Step) -> io::Result<()> {
 }
 
 /// Lets the kernel forward packets. It stays on: others may have come to need it.
-fn forwarding() -> io::Result<()> {
-    const SWITCH: &str = "/proc/sys/net/ipv4/ip_forward";
-    if std::fs::read_to_string(SWITCH)?.trim() == "1" {
+fn forwarding(with_ipv6: bool) -> io::Result<()> {
+    const SWITCH: &str = "/proc/sys/net/ipv6/conf/all/forwarding";
+    switch("/proc/sys/net/ipv4/ip_forward", "1")?;
+    if !with_ipv6 || std::fs::read_to_string(SWITCH)?.trim() == "1" {
         return Ok(());
     }
-    std::fs::write(SWITCH, "1\n")
+    // A node that forwards hears no router any more, unless it is told to (ip-sysctl: accept_ra), and would lose its own way out.
+    for interface in std::fs::read_dir("/proc/sys/net/ipv6/conf")? {
+        let accept = interface?.path().join("accept_ra");
+        if std::fs::read_to_string(&accept).is_ok_and(|text| text.trim() == "1") {
+            std::fs::write(&accept, "2\n")?;
+        }
+    }
+    switch(SWITCH, "1")
+}
+
+/// Sets a switch of the kernel, unless it is set so.
+fn switch(path: &str, to: &str) -> io::Result<()> {
+    if std::fs::read_to_string(path)?.trim() == to {
+        return Ok(());
+    }
+    std::fs::write(path, format!("{to}\n"))
 }
 
 /// Makes the taps of running VMs ports of their network's bridge again, which may be another one by now. True when some were not.
@@ -256,14 +280,24 @@ async fn serve(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
 
 fn wanted(record: &NetworkRecord) -> Option<Wanted> {
     let spec = spec_of(record).filter(|_| !record.leaving)?;
-    let uid = record.uid.as_slice();
-    let byte = |index: usize| uid.get(index).copied().unwrap_or(0);
     Some(Wanted {
-        mac: [2, byte(0), byte(1), byte(2), byte(3), byte(4)],
-        address: (spec.gateway, spec.net.prefix()),
+        mac: bridge_mac(record),
+        addresses: [
+            Some((spec.gateway.into(), spec.net.prefix())),
+            spec.net6.map(|net| (net.gateway().into(), Ipv6Net::PREFIX)),
+        ]
+        .into_iter()
+        .flatten()
+        .collect(),
         mtu: spec.mtu.into(),
         alias: format!("vmmd: network {}", record.name),
     })
+}
+
+/// The MAC address of a network's bridge.
+fn bridge_mac(record: &NetworkRecord) -> [u8; 6] {
+    let byte = |index: usize| record.uid.get(index).copied().unwrap_or(0);
+    [2, byte(0), byte(1), byte(2), byte(3), byte(4)]
 }
 
 fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
@@ -274,6 +308,7 @@ fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
             tap: lease.tap.clone(),
             mac: lease.mac()?,
             address: lease.ip(),
+            address6: spec.net6.and_then(|net| Some(net.of(lease.mac()?))),
             published: lease.ports.iter().filter_map(PortRecord::valid).collect(),
             firewall: firewall(lease),
         })
@@ -282,6 +317,7 @@ fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
         bridge: bridge(record),
         mode: spec.mode,
         net: spec.net,
+        net6: spec.net6,
         gateway: spec.gateway,
         ports: ports.collect(),
     })
@@ -310,6 +346,7 @@ fn table(spec: &proto::model::network::NetworkSpec, record: &NetworkRecord) -> T
     let hosts = leases.filter_map(|lease| {
         let host = helper::Host {
             address: lease.ip(),
+            address6: spec.net6.and_then(|net| Some(net.of(lease.mac()?))),
             name: lease.vm_name.clone(),
         };
         Some((lease.mac()?.to_string(), host))
@@ -324,6 +361,11 @@ fn table(spec: &proto::model::network::NetworkSpec, record: &NetworkRecord) -> T
         forward: name_servers(spec),
         ntp: spec.ntp.clone(),
         lease_seconds: LEASE_SECONDS,
+        ipv6: spec.net6.map(|net| helper::Ipv6 {
+            bridge: bridge(record),
+            mac: bridge_mac(record),
+            prefix: net.first(),
+        }),
         hosts: hosts.collect(),
     }
 }

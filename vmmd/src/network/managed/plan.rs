@@ -1,14 +1,14 @@
 //! How a bridge of the node differs from what its network needs: a pure function.
 
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 
 /// A bridge as a network needs it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted {
     /// Its MAC address, so that it does not change as VMs come and go.
     pub mac: [u8; 6],
-    /// The node's address, with the bits of its prefix.
-    pub address: (Ipv4Addr, u8),
+    /// The node's addresses, with the bits of their prefixes.
+    pub addresses: Vec<(IpAddr, u8)>,
     /// In bytes.
     pub mtu: u32,
     /// What people see of it.
@@ -26,8 +26,8 @@ pub struct Found {
     pub up: bool,
     /// In bytes.
     pub mtu: u32,
-    /// Its IPv4 addresses, with the bits of their prefixes.
-    pub addresses: Vec<(Ipv4Addr, u8)>,
+    /// Its addresses but those of the link, with the bits of their prefixes.
+    pub addresses: Vec<(IpAddr, u8)>,
 }
 
 /// Something to be done.
@@ -38,9 +38,9 @@ pub enum Step {
     /// Give a bridge its MTU, and bring it up.
     Adjust(u32, u32),
     /// Give a bridge an address.
-    AddAddress(u32, (Ipv4Addr, u8)),
+    AddAddress(u32, (IpAddr, u8)),
     /// Take an address from a bridge.
-    RemoveAddress(u32, (Ipv4Addr, u8)),
+    RemoveAddress(u32, (IpAddr, u8)),
     /// Take an interface away.
     Delete(u32),
 }
@@ -59,13 +59,15 @@ pub fn plan(wanted: Option<&Wanted>, found: Option<&Found>) -> Vec<Step> {
             if !found.up || found.mtu != wanted.mtu {
                 steps.push(Step::Adjust(found.index, wanted.mtu));
             }
-            if !found.addresses.contains(&wanted.address) {
-                steps.push(Step::AddAddress(found.index, wanted.address));
-            }
+            let missing = wanted
+                .addresses
+                .iter()
+                .filter(|address| !found.addresses.contains(address));
+            steps.extend(missing.map(|address| Step::AddAddress(found.index, *address)));
             let others = found
                 .addresses
                 .iter()
-                .filter(|address| **address != wanted.address);
+                .filter(|address| !wanted.addresses.contains(address));
             steps.extend(others.map(|address| Step::RemoveAddress(found.index, *address)));
             steps
         }
@@ -74,14 +76,16 @@ pub fn plan(wanted: Option<&Wanted>, found: Option<&Found>) -> Vec<Step> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
 
-    const ADDRESS: (Ipv4Addr, u8) = (Ipv4Addr::new(10, 80, 0, 1), 24);
+    const ADDRESS: (IpAddr, u8) = (IpAddr::V4(Ipv4Addr::new(10, 80, 0, 1)), 24);
 
     fn wanted() -> Wanted {
         Wanted {
             mac: [2, 0, 0, 0, 0, 1],
-            address: ADDRESS,
+            addresses: vec![ADDRESS],
             mtu: 1500,
             alias: "vmmd: lan".into(),
         }
@@ -111,7 +115,7 @@ mod tests {
 
     #[test]
     fn what_others_changed_is_put_right() {
-        let other = (Ipv4Addr::new(192, 168, 1, 1), 24);
+        let other = (Ipv4Addr::new(192, 168, 1, 1).into(), 24);
         for (changed, expected) in [
             (Found { up: false, ..found() }, vec![Step::Adjust(7, 1500)]),
             (Found { mtu: 9000, ..found() }, vec![Step::Adjust(7, 1500)]),

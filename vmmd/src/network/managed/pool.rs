@@ -88,6 +88,7 @@ mod tests {
             dns: Vec::new(),
             ntp: Vec::new(),
             mtu: 1500,
+            net6: None,
         }
     }
 

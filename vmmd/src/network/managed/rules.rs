@@ -10,14 +10,14 @@
 //! - *source*, *published*, *local*: the addresses that are translated.
 //! - *egress*, *ingress* (of the bridge): the connections that a guest with a firewall may open, and that others may open to it.
 //!   All that a guest sends and receives passes there, also what stays in its network.
-//! - *ports* (of the bridge): what a guest may send at all: its own MAC and IPv4 addresses and ARP that says so, and nothing that a
-//!   DHCP server says.
+//! - *ports* (of the bridge): what a guest may send at all: its own MAC, IPv4 and IPv6 addresses, ARP and neighbor discovery that say
+//!   so, and nothing that a router or a DHCP server says.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use proto::model::{
     firewall::Firewall,
-    network::{Ipv4Net, NetworkMode},
+    network::{Ipv4Net, Ipv6Net, NetworkMode, link_local},
     nic::{Mac, Protocol, PublishedPort},
 };
 use serde_json::{Value, json};
@@ -37,6 +37,8 @@ pub struct Network {
     pub mode: NetworkMode,
     /// Its addresses.
     pub net: Ipv4Net,
+    /// Its IPv6 addresses.
+    pub net6: Option<Ipv6Net>,
     /// The node's own.
     pub gateway: Ipv4Addr,
     /// The NICs in it.
@@ -51,6 +53,7 @@ pub struct Port {
     /// Its addresses.
     pub mac: Mac,
     pub address: Ipv4Addr,
+    pub address6: Option<Ipv6Addr>,
     /// Ports of the node that lead to it.
     pub published: Vec<PublishedPort>,
     /// Which connections its guest may have.
@@ -143,6 +146,14 @@ fn input(networks: &[Network], objects: &mut Vec<Value>) {
         rule(json!([from, gateway, query, accept()]));
         let ping = equal(&payload("icmp", "type"), &json!("echo-request"));
         rule(json!([from, gateway, ping, accept()]));
+        if let Some(net6) = network.net6 {
+            let gateway = equal(&payload("ip6", "daddr"), &json!(net6.gateway().to_string()));
+            let ping = equal(&payload("icmpv6", "type"), &json!("echo-request"));
+            rule(json!([from, gateway, ping, accept()]));
+            // What hosts of a link say to each other and ask a router for (RFC 4861), but not what a router says.
+            let said = json!({"set": ["nd-router-solicit", "nd-neighbor-solicit", "nd-neighbor-advert", "mld2-listener-report"]});
+            rule(json!([from, equal(&payload("icmpv6", "type"), &said), accept()]));
+        }
         rule(json!([from, drop()]));
     }
 }
@@ -165,27 +176,45 @@ fn translation(networks: &[Network], objects: &mut Vec<Value>) {
             "source",
             &json!([from, within, translated(), masquerade]),
         ));
+        if let Some(net6) = network.net6 {
+            let net = json!({"prefix": {"addr": net6.first().to_string(), "len": Ipv6Net::PREFIX}});
+            let from = equal(&payload("ip6", "saddr"), &net);
+            let within = equal(&payload("ip6", "daddr"), &net);
+            objects.push(rule("inet", "source", &json!([from, other, masquerade])));
+            objects.push(rule(
+                "inet",
+                "source",
+                &json!([from, within, translated(), masquerade]),
+            ));
+        }
         for port in &network.ports {
-            for published in &port.published {
-                for chain in ["published", "local"] {
-                    objects.push(rule("inet", chain, &publish(port.address, published)));
+            let addresses = [Some(port.address.into()), port.address6.map(IpAddr::from)];
+            for address in addresses.into_iter().flatten() {
+                for published in &port.published {
+                    for chain in ["published", "local"] {
+                        objects.push(rule("inet", chain, &publish(address, published)));
+                    }
                 }
             }
         }
     }
 }
 
-fn publish(address: Ipv4Addr, port: &PublishedPort) -> Value {
+fn publish(address: IpAddr, port: &PublishedPort) -> Value {
     let protocol = match port.protocol {
         Protocol::Tcp => "tcp",
         Protocol::Udp => "udp",
     };
     let local = json!({"fib": {"result": "type", "flags": ["daddr"]}});
+    let (family, dnat) = match address {
+        IpAddr::V4(_) => ("ipv4", "ip"),
+        IpAddr::V6(_) => ("ipv6", "ip6"),
+    };
     json!([
-        equal(&json!({"meta": {"key": "nfproto"}}), &json!("ipv4")),
+        equal(&json!({"meta": {"key": "nfproto"}}), &json!(family)),
         equal(&local, &json!("local")),
         equal(&payload(protocol, "dport"), &json!(port.node_port)),
-        {"dnat": {"family": "ip", "addr": address.to_string(), "port": port.guest_port}},
+        {"dnat": {"family": dnat, "addr": address.to_string(), "port": port.guest_port}},
     ])
 }
 
@@ -194,7 +223,6 @@ fn spoofing(networks: &[Network], objects: &mut Vec<Value>) {
     for port in networks.iter().flat_map(|network| &network.ports) {
         let from = iifname(&port.tap);
         let (mac, address) = (json!(port.mac.to_string()), json!(port.address.to_string()));
-        let is = |protocol: &str| equal(&meta("protocol"), &json!(protocol));
         let mut rule = |expressions: Value| objects.push(self::rule("bridge", "ports", &expressions));
         rule(json!([from, unequal(&payload("ether", "saddr"), &mac), drop()]));
         rule(json!([
@@ -219,11 +247,76 @@ fn spoofing(networks: &[Network], objects: &mut Vec<Value>) {
             equal(&payload("udp", "dport"), &json!(67)),
             accept()
         ]));
-        rule(json!([from, unequal(&payload("ip", "saddr"), &address), drop()]));
-        rule(json!([from, equal(&payload("udp", "sport"), &json!(67)), drop()]));
+        rule(json!([
+            from,
+            is("ip"),
+            unequal(&payload("ip", "saddr"), &address),
+            drop()
+        ]));
+        rule(json!([
+            from,
+            is("ip"),
+            equal(&payload("udp", "sport"), &json!(67)),
+            drop()
+        ]));
         rule(json!([from, is("ip"), accept()]));
+        if let Some(address) = port.address6 {
+            spoofing6(&from, [address, link_local(port.mac)], &mut rule);
+        }
         rule(json!([from, drop()]));
     }
+}
+
+/// What a guest may send with IPv6: its own addresses, what asks for and tells of these alone (RFC 4861), and nothing that a router
+/// or a DHCP server says.
+fn spoofing6(from: &Value, own: [Ipv6Addr; 2], rule: &mut impl FnMut(Value)) {
+    let kind = |kinds: &[&str]| equal(&payload("icmpv6", "type"), &json!({"set": kinds}));
+    let addresses = own.map(|address| address.to_string());
+    rule(json!([from, kind(&["nd-router-advert", "nd-redirect"]), drop()]));
+    rule(json!([
+        from,
+        is("ip6"),
+        equal(&payload("udp", "sport"), &json!(547)),
+        drop()
+    ]));
+    // An advertisement of an address, and the question whether somebody has one, which who has none yet asks.
+    let nobody = equal(&payload("ip6", "saddr"), &json!("::"));
+    for address in own {
+        let target = target(address);
+        let with = |first: Vec<Value>| {
+            let all = [vec![from.clone()], first, target.clone(), vec![accept()]];
+            Value::Array(all.concat())
+        };
+        rule(with(vec![
+            equal(&payload("ip6", "saddr"), &json!({"set": addresses})),
+            kind(&["nd-neighbor-advert"]),
+        ]));
+        rule(with(vec![nobody.clone(), kind(&["nd-neighbor-solicit"])]));
+    }
+    rule(json!([from, kind(&["nd-neighbor-advert"]), drop()]));
+    let listens = kind(&["mld-listener-report", "mld-listener-done", "mld2-listener-report"]);
+    rule(json!([from, nobody, listens, accept()]));
+    rule(json!([
+        from,
+        equal(&payload("ip6", "saddr"), &json!({"set": addresses})),
+        accept()
+    ]));
+}
+
+/// The target of a neighbor solicitation or advertisement, 8 bytes into the message (RFC 4861, 4.3, 4.4).
+fn target(address: Ipv6Addr) -> Vec<Value> {
+    let words = address.octets();
+    let words = words.chunks_exact(4).zip([64, 96, 128, 160]);
+    let words = words.filter_map(|(word, offset)| {
+        let word = u32::from_be_bytes(word.try_into().ok()?);
+        let at = json!({"payload": {"base": "th", "offset": offset, "len": 32}});
+        Some(equal(&at, &json!(word)))
+    });
+    words.collect()
+}
+
+fn is(protocol: &str) -> Value {
+    equal(&meta("protocol"), &json!(protocol))
 }
 
 pub(super) fn base(family: &str, name: &str, kind: &str, hook: &str, priority: i32) -> Value {
@@ -289,11 +382,13 @@ mod tests {
             bridge: "vmb0123456789".into(),
             mode,
             net: "10.80.0.0/24".parse().unwrap(),
+            net6: None,
             gateway: [10, 80, 0, 1].into(),
             ports: vec![Port {
                 tap: "vm0123456789n0".into(),
                 mac: "52:54:00:00:00:01".parse().unwrap(),
                 address: [10, 80, 0, 2].into(),
+                address6: None,
                 published: vec![PublishedPort {
                     protocol: Protocol::Tcp,
                     node_port: 8080,
@@ -339,6 +434,26 @@ mod tests {
     }
 
     #[test]
+    fn with_ipv6_guests_have_the_addresses_that_they_make_and_ports_lead_there() {
+        let mut both = network(NetworkMode::Nat);
+        let net: Ipv6Net = "fd00:80::/64".parse().unwrap();
+        (both.net6, both.ports[0].address6) = (Some(net), Some(net.of(both.ports[0].mac)));
+        let rules = ruleset(&[both]);
+        assert_eq!(
+            ["source", "published", "local", "ports"].map(|name| chain(&rules, name)),
+            [4, 2, 2, 18]
+        );
+        let text = rules.commands.to_string();
+        for part in [
+            "fd00:80::5054:ff:fe00:1",
+            "fe80::5054:ff:fe00:1",
+            "nd-router-advert",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+
+    #[test]
     fn connections_are_filtered_only_where_a_guest_has_a_firewall() {
         let open = network(NetworkMode::Nat);
         let text = ruleset(std::slice::from_ref(&open)).commands.to_string();
@@ -353,8 +468,8 @@ mod tests {
             egress: None,
         };
         let closed = ruleset(&[closed]);
-        // Established, ARP, DHCP, the rule, the end.
-        assert_eq!([chain(&closed, "ingress"), chain(&closed, "egress")], [5, 0]);
+        // Established, ARP, neighbors, DHCP, the rule, the end.
+        assert_eq!([chain(&closed, "ingress"), chain(&closed, "egress")], [6, 0]);
         let text = closed.commands.to_string();
         assert!(text.contains(r#"{"set":[80,{"range":[8000,8100]}]}"#), "{text}");
     }

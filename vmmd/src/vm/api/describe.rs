@@ -1,6 +1,6 @@
 //! A VM as the API shows it.
 
-use std::time::Duration;
+use std::{net::IpAddr, time::Duration};
 
 use proto::{
     model::{
@@ -384,6 +384,7 @@ fn nics(
             .flatten()
             .find_map(|hardware| machine::mac(hardware, name));
         let address = host.networks.address(network, uid, name);
+        let address6 = host.networks.address6(network, uid, name);
         let path = format!("spec.nics[{name}]");
         let under_way = attached.live.is_under_way(&path);
         let phase = match (plugged, spec.nics.iter().any(|other| other.name == nic.name)) {
@@ -399,7 +400,12 @@ fn nics(
             bridge,
             link_down: !nic.link_up,
             network: network.to_owned(),
-            addresses: address.iter().map(ToString::to_string).collect(),
+            addresses: address
+                .map(IpAddr::from)
+                .into_iter()
+                .chain(address6.map(IpAddr::from))
+                .map(|address| address.to_string())
+                .collect(),
             phase: phase.into(),
             message: attached.live.failed.get(&path).cloned().unwrap_or_default(),
         }

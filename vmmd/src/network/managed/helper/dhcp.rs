@@ -194,10 +194,16 @@ pub mod tests {
             forward: vec![[10, 0, 0, 53].into()],
             ntp: Vec::new(),
             lease_seconds: 3600,
+            ipv6: Some(super::super::Ipv6 {
+                bridge: "vmb0123456789".into(),
+                mac: [2, 0, 0, 0, 0, 1],
+                prefix: "fd00:80::".parse().unwrap(),
+            }),
             hosts: BTreeMap::from([(
                 "52:54:00:00:00:01".to_owned(),
                 Host {
                     address: ADDRESS,
+                    address6: Some("fd00:80::5054:ff:fe00:1".parse().unwrap()),
                     name: "web".into(),
                 },
             )]),

@@ -3,7 +3,7 @@
 //! The helper is the authority for `<network>.internal` and for the addresses of the network. All other names are forwarded
 //! ([`super::forward`]), unless the network is isolated.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use hickory_proto::{
     op::{Header, Message, MessageType, Metadata, OpCode, Query, ResponseCode},
@@ -67,7 +67,7 @@ pub fn decide(table: &Table, packet: &[u8]) -> Verdict {
             let (code, answers) = forward_lookup(table, &zone, &name, query.query_type);
             return reply(&request, Some(query), code, answers, Some(&zone));
         }
-        if let Some(address) = address(&name).filter(|address| is_own(table, *address)) {
+        if let Some(address) = reverse(&name).filter(|address| is_own(table, *address)) {
             let (code, answers) = reverse_lookup(table, &name, address, query.query_type);
             return reply(&request, Some(query), code, answers, zone(table).as_ref());
         }
@@ -104,18 +104,39 @@ fn zone(table: &Table) -> Option<Name> {
     Name::from_ascii(format!("{}.internal.", table.network)).ok()
 }
 
-/// The address in a name such as `9.0.80.10.in-addr.arpa.` (RFC 1035, 3.5).
-fn address(name: &Name) -> Option<Ipv4Addr> {
+/// The address in a name such as `9.0.80.10.in-addr.arpa.` (RFC 1035, 3.5), or one of 32 hexadecimal digits below `ip6.arpa.` (RFC
+/// 3596, 2.5).
+fn reverse(name: &Name) -> Option<IpAddr> {
     let text = name.to_ascii();
+    if let Some(digits) = text.strip_suffix(".ip6.arpa.") {
+        let mut bits = 0_u128;
+        let mut count = 0;
+        for digit in digits.split('.').rev() {
+            if digit.len() != 1 {
+                return None;
+            }
+            bits = bits << 4 | u128::from_str_radix(digit, 16).ok()?;
+            count += 1;
+        }
+        return (count == 32).then(|| Ipv6Addr::from(bits).into());
+    }
     let digits: Ipv4Addr = text.strip_suffix(".in-addr.arpa.")?.parse().ok()?;
     let [a, b, c, d] = digits.octets();
-    Some([d, c, b, a].into())
+    Some(Ipv4Addr::new(d, c, b, a).into())
 }
 
 /// Whether an address is of the network.
-fn is_own(table: &Table, address: Ipv4Addr) -> bool {
-    let mask = u32::from(table.mask);
-    u32::from(address) & mask == u32::from(table.gateway) & mask
+fn is_own(table: &Table, address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => {
+            let mask = u32::from(table.mask);
+            u32::from(address) & mask == u32::from(table.gateway) & mask
+        }
+        IpAddr::V6(address) => table
+            .ipv6
+            .as_ref()
+            .is_some_and(|ipv6| ipv6.prefix.octets().get(..8) == address.octets().get(..8)),
+    }
 }
 
 fn forward_lookup(table: &Table, zone: &Name, name: &Name, kind: RecordType) -> (ResponseCode, Vec<Record>) {
@@ -129,23 +150,31 @@ fn forward_lookup(table: &Table, zone: &Name, name: &Name, kind: RecordType) -> 
         .hosts
         .values()
         .filter(|found| Some(found.name.as_bytes()) == host);
-    let addresses: Vec<_> = named.map(|found| found.address).collect();
-    if addresses.is_empty() {
+    let named: Vec<_> = named.collect();
+    if named.is_empty() {
         return (ResponseCode::NXDomain, Vec::new());
     }
-    let wanted = matches!(kind, RecordType::A | RecordType::ANY);
-    let records = addresses.into_iter().filter(|_| wanted);
-    let records = records.map(|address| Record::from_rdata(name.clone(), TTL, RData::A(address.into())));
+    let wants = |record| kind == record || kind == RecordType::ANY;
+    let v4 = named.iter().filter(|_| wants(RecordType::A));
+    let v6 = named.iter().filter(|_| wants(RecordType::AAAA));
+    let data = v4
+        .map(|found| RData::A(found.address.into()))
+        .chain(v6.filter_map(|found| Some(RData::AAAA(found.address6?.into()))));
+    let records = data.map(|data| Record::from_rdata(name.clone(), TTL, data));
     (ResponseCode::NoError, records.collect())
 }
 
 fn reverse_lookup(
     table: &Table,
     name: &Name,
-    address: Ipv4Addr,
+    address: IpAddr,
     kind: RecordType,
 ) -> (ResponseCode, Vec<Record>) {
-    let Some(host) = table.hosts.values().find(|host| host.address == address) else {
+    let has = |host: &&super::Host| match address {
+        IpAddr::V4(address) => host.address == address,
+        IpAddr::V6(address) => host.address6 == Some(address),
+    };
+    let Some(host) = table.hosts.values().find(has) else {
         return (ResponseCode::NXDomain, Vec::new());
     };
     let target = Name::from_ascii(format!("{}.{}.internal.", host.name, table.network));
@@ -226,6 +255,10 @@ pub mod tests {
     fn an_address_has_the_name_of_its_vm() {
         let reply = answered("2.0.80.10.in-addr.arpa.", RecordType::PTR);
         assert_eq!(data(&reply), ["web.lan.internal."]);
+        let six = "1.0.0.0.0.0.e.f.f.f.0.0.4.5.0.5.0.0.0.0.0.0.0.0.0.8.0.0.0.0.d.f.ip6.arpa.";
+        assert_eq!(data(&answered(six, RecordType::PTR)), ["web.lan.internal."]);
+        let reply = answered(&six.replacen('1', "2", 1), RecordType::PTR);
+        assert_eq!(reply.metadata.response_code, ResponseCode::NXDomain);
         let reply = answered("9.0.80.10.in-addr.arpa.", RecordType::PTR);
         assert_eq!(reply.metadata.response_code, ResponseCode::NXDomain);
     }
@@ -233,6 +266,8 @@ pub mod tests {
     #[test]
     fn a_name_without_addresses_of_that_kind_is_there_and_an_unknown_one_is_not() {
         let reply = answered("web.lan.internal.", RecordType::AAAA);
+        assert_eq!(data(&reply), ["fd00:80::5054:ff:fe00:1"]);
+        let reply = answered("web.lan.internal.", RecordType::MX);
         assert_eq!(
             (reply.metadata.response_code, data(&reply)),
             (ResponseCode::NoError, Vec::new())

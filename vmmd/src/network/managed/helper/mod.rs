@@ -1,4 +1,4 @@
-//! DHCP (RFC 2131) and DNS (RFC 1035) for the VMs of a network.
+//! DHCP (RFC 2131), DNS (RFC 1035) and router advertisements (RFC 4861) for the VMs of a network.
 //!
 //! The daemon decides which NIC has which address; a helper only tells. A helper is a process of its own for each network
 //! ([`server`]) with sockets on the bridge and no rights, and reads a [`Table`] that the daemon writes. So it goes on when the
@@ -8,11 +8,12 @@ mod dhcp;
 mod dns;
 mod forward;
 pub mod process;
+mod ra;
 pub mod server;
 
 use std::{
     collections::BTreeMap,
-    net::{IpAddr, Ipv4Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
 use serde::{Deserialize, Serialize};
@@ -38,8 +39,22 @@ pub struct Table {
     pub ntp: Vec<Ipv4Addr>,
     /// For how long VMs are given their addresses, in seconds.
     pub lease_seconds: u32,
+    /// What is told of IPv6, where the network has it.
+    #[serde(default)]
+    pub ipv6: Option<Ipv6>,
     /// By MAC address: "52:54:00:12:34:56".
     pub hosts: BTreeMap<String, Host>,
+}
+
+/// What guests make their IPv6 addresses and routes of (RFC 4861, 4.2).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ipv6 {
+    /// The network's interface on the node.
+    pub bridge: String,
+    /// Its MAC address.
+    pub mac: [u8; 6],
+    /// The first 64 bits of all addresses.
+    pub prefix: Ipv6Addr,
 }
 
 /// A VM's NIC.
@@ -47,6 +62,9 @@ pub struct Table {
 pub struct Host {
     /// Its address.
     pub address: Ipv4Addr,
+    /// The one that it makes itself.
+    #[serde(default)]
+    pub address6: Option<Ipv6Addr>,
     /// The VM's name.
     pub name: String,
 }

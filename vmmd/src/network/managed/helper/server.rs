@@ -1,12 +1,12 @@
-//! The process that answers the DHCP and DNS clients of one network.
+//! The process that answers the DHCP and DNS clients of one network, and its IPv6 hosts.
 //!
 //! It is started with sockets that are bound to the bridge as its standard input (DHCP) and output (DNS), and with the folder that
 //! the daemon writes the table to. It gives up all rights before it reads the first packet, and lives until it is killed.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{self, Read as _},
-    net::{SocketAddr, ToSocketAddrs, UdpSocket},
+    net::{SocketAddr, SocketAddrV6, ToSocketAddrs, UdpSocket},
     os::{fd::AsFd as _, unix::fs::MetadataExt as _},
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -28,6 +28,7 @@ use super::{
     Table, dhcp,
     dns::{self, Verdict},
     forward::Forwarder,
+    ra,
 };
 
 /// The table's name in its folder.
@@ -50,7 +51,16 @@ pub struct ServeNetwork {
 pub fn run(arguments: &ServeNetwork) -> anyhow::Result<()> {
     let dhcp = io::stdin().as_fd().try_clone_to_owned();
     let dns = io::stdout().as_fd().try_clone_to_owned();
+    // Whether the network has IPv6 never changes.
+    let table = fs::read(arguments.folder.join(TABLE)).ok();
+    let table: Option<Table> = table.and_then(|text| serde_json::from_slice(&text).ok());
+    let routers = table.and_then(|table| table.ipv6).map(|ipv6| ra::open(&ipv6));
     let mut server = Server {
+        routers: routers
+            .transpose()
+            .context("open the socket for router advertisements")?,
+        told: None,
+        asked: false,
         dhcp: UdpSocket::from(dhcp.context("take the socket for DHCP")?),
         dns: UdpSocket::from(dns.context("take the socket for DNS")?),
         forwarder: Forwarder::open().context("open sockets for name servers")?,
@@ -69,6 +79,12 @@ pub fn run(arguments: &ServeNetwork) -> anyhow::Result<()> {
 
 /// What the process has.
 struct Server {
+    /// For router advertisements, and where they go; none without IPv6.
+    routers: Option<(UdpSocket, SocketAddrV6)>,
+    /// When the last advertisement for all was sent.
+    told: Option<Instant>,
+    /// Somebody has asked for one since.
+    asked: bool,
     dhcp: UdpSocket,
     dns: UdpSocket,
     forwarder: Forwarder,
@@ -87,11 +103,13 @@ impl Server {
         if ready(1) {
             self.dns()?;
         }
-        for socket in 0..self.forwarder.sockets().len() {
+        let forwarders = self.forwarder.sockets().len();
+        for socket in 0..forwarders {
             if ready(2 + socket) {
                 self.reply(socket)?;
             }
         }
+        self.tell_routers(ready(2 + forwarders))?;
         if let Some(table) = self.tables.current() {
             self.forwarder.expire(&table.forward, Instant::now());
         }
@@ -102,9 +120,12 @@ impl Server {
     fn wait(&self) -> io::Result<Vec<bool>> {
         let sockets = [&self.dhcp, &self.dns]
             .into_iter()
-            .chain(self.forwarder.sockets());
+            .chain(self.forwarder.sockets())
+            .chain(self.routers.iter().map(|(socket, _)| socket));
         let mut watched: Vec<_> = sockets.map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
-        let left = self.forwarder.deadline().map(|deadline| {
+        let tells = self.routers.as_ref().map(|_| self.tells_at());
+        let deadline = self.forwarder.deadline().into_iter().chain(tells).min();
+        let left = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());
             // A moment more, so that the deadline is over then.
             Timespec::try_from(left + Duration::from_millis(1)).unwrap_or_default()
@@ -117,6 +138,30 @@ impl Server {
             .iter()
             .map(|socket| !socket.revents().is_empty())
             .collect())
+    }
+
+    /// Tells all nodes of the network what they need for IPv6, when somebody has asked for it, or it is time.
+    fn tell_routers(&mut self, heard: bool) -> io::Result<()> {
+        let Some((socket, all)) = &self.routers else {
+            return Ok(());
+        };
+        if heard && let Some((length, _)) = received(socket.recv_from(&mut self.packet))? {
+            self.asked |= self.packet.get(..length).is_some_and(ra::asks);
+        }
+        if self.tells_at() > Instant::now() {
+            return Ok(());
+        }
+        if let Some(message) = self.tables.current().and_then(ra::advertisement) {
+            answer(socket, &message, *all);
+        }
+        (self.told, self.asked) = (Some(Instant::now()), false);
+        Ok(())
+    }
+
+    /// When routers are told next.
+    fn tells_at(&self) -> Instant {
+        let wait = if self.asked { ra::PAUSE } else { ra::PERIOD };
+        self.told.map_or_else(Instant::now, |told| told + wait)
     }
 
     fn dhcp(&mut self) -> io::Result<()> {

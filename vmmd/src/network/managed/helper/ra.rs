@@ -1,0 +1,113 @@
+//! What guests are told of IPv6: router advertisements (RFC 4861, 4.2), of which they make their addresses (RFC 4862).
+
+use std::{
+    io,
+    net::{Ipv6Addr, SocketAddrV6, UdpSocket},
+    time::Duration,
+};
+
+use rustix::net::netdevice::name_to_index;
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::{Ipv6, Table};
+
+/// How often what nobody has asked for is told, well within what routers may take (RFC 4861, 6.2.1: 200 to 600 s).
+pub const PERIOD: Duration = Duration::from_secs(200);
+/// The least between two, however many ask (RFC 4861, 10: MIN_DELAY_BETWEEN_RAS).
+pub const PAUSE: Duration = Duration::from_secs(3);
+/// For how long the node is a router to who has heard it: three times [`PERIOD`] and more, in seconds.
+const ROUTER_LIFETIME: u16 = 1800;
+/// For how long an address is used for new connections, and at all, in seconds.
+const PREFERRED: u32 = 14_400;
+const VALID: u32 = 86_400;
+/// What guests put into their packets.
+const HOP_LIMIT: u8 = 64;
+/// Messages (RFC 4861, 4.1, 4.2).
+const SOLICITATION: u8 = 133;
+const ADVERTISEMENT: u8 = 134;
+/// All nodes and all routers of a link (RFC 4291, 2.7.1).
+const NODES: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1);
+const ROUTERS: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 2);
+/// What a router's messages have left of their hops: who hears another number knows that they come from elsewhere (RFC 4861, 6.1.2).
+const HOPS: u32 = 255;
+
+/// A socket for ICMPv6 on the network's interface, and where all its nodes are reached. Needs CAP_NET_RAW.
+pub fn open(ipv6: &Ipv6) -> io::Result<(UdpSocket, SocketAddrV6)> {
+    let socket = Socket::new(Domain::IPV6, Type::RAW, Some(Protocol::ICMPV6))?;
+    let index = name_to_index(&socket, &ipv6.bridge)?;
+    socket.bind_device(Some(ipv6.bridge.as_bytes()))?;
+    socket.set_multicast_hops_v6(HOPS)?;
+    socket.set_unicast_hops_v6(HOPS)?;
+    socket.set_multicast_loop_v6(false)?;
+    socket.join_multicast_v6(&ROUTERS, index)?;
+    socket.set_nonblocking(true)?;
+    Ok((
+        std::os::fd::OwnedFd::from(socket).into(),
+        SocketAddrV6::new(NODES, 0, 0, index),
+    ))
+}
+
+/// Whether a message asks for an advertisement.
+pub fn asks(message: &[u8]) -> bool {
+    message.len() >= 8 && message.starts_with(&[SOLICITATION, 0])
+}
+
+/// What is told, without its checksum, which the kernel writes; nothing where the network has no IPv6.
+pub fn advertisement(table: &Table) -> Option<Vec<u8>> {
+    let ipv6 = table.ipv6.as_ref()?;
+    let lifetime = if table.routes { ROUTER_LIFETIME } else { 0 };
+    let mut message = vec![ADVERTISEMENT, 0, 0, 0, HOP_LIMIT, 0];
+    message.extend(lifetime.to_be_bytes());
+    // Reachable time and retransmission timer: not said.
+    message.extend([0; 8]);
+    // Source link-layer address (4.6.1), MTU (4.6.4), prefix (4.6.2): on the link, for addresses.
+    message.extend([1, 1]);
+    message.extend(ipv6.mac);
+    message.extend([5, 1, 0, 0]);
+    message.extend(u32::from(table.mtu).to_be_bytes());
+    message.extend([3, 4, 64, 0b1100_0000]);
+    message.extend(VALID.to_be_bytes());
+    message.extend(PREFERRED.to_be_bytes());
+    message.extend([0; 4]);
+    message.extend(ipv6.prefix.octets());
+    Some(message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::dhcp::tests::table, *};
+
+    #[test]
+    fn guests_are_told_prefix_mtu_and_whether_there_is_a_way_out() {
+        let message = advertisement(&table()).unwrap();
+        assert_eq!(message.len(), 16 + 8 + 8 + 32);
+        assert_eq!(message[..8], [134, 0, 0, 0, 64, 0, 0x07, 0x08]);
+        assert_eq!(message[16..24], [1, 1, 2, 0, 0, 0, 0, 1]);
+        assert_eq!(message[24..32], [5, 1, 0, 0, 0, 0, 0x05, 0x78]);
+        assert_eq!(message[32..36], [3, 4, 64, 0xc0]);
+        assert_eq!(message[48..], "fd00:80::".parse::<Ipv6Addr>().unwrap().octets());
+        let isolated = Table {
+            routes: false,
+            ..table()
+        };
+        assert_eq!(advertisement(&isolated).unwrap()[6..8], [0, 0], "no router");
+        let without = Table {
+            ipv6: None,
+            ..table()
+        };
+        assert_eq!(advertisement(&without), None);
+    }
+
+    #[test]
+    fn only_a_solicitation_asks() {
+        assert!(asks(&[133, 0, 0, 0, 0, 0, 0, 0]));
+        for other in [
+            &[133, 0, 0][..],
+            &[134, 0, 0, 0, 0, 0, 0, 0],
+            &[133, 1, 0, 0, 0, 0, 0, 0],
+            &[],
+        ] {
+            assert!(!asks(other), "{other:?}");
+        }
+    }
+}
