@@ -81,10 +81,6 @@ impl Actor {
 
     /// Notes what the policy makes of what has happened. The record is to be written then. Returns what is to be done beside that.
     fn step_restarts(&mut self, input: Input) -> Vec<Effect> {
-        if self.spec.run_policy == RunPolicy::Off && self.situation() == Situation::Down {
-            // Also one that ended by itself before the policy could stop it: under another policy it waits for a start.
-            self.record.intent = Intent::Stopped.into();
-        }
         let mut restarts = Restarts {
             record: self.record.restart.take(),
             due: self.timer,
@@ -96,6 +92,7 @@ impl Actor {
             &restart::Situation {
                 policy: self.spec.run_policy,
                 intent: self.record.intent(),
+                down: self.situation() == Situation::Down,
                 schedulable: self.host.schedulable().is_ok(),
                 back_off: BackOff::from(config),
                 room_ms: config.room_ms,
@@ -107,11 +104,14 @@ impl Actor {
         self.record.restart = restarts.record;
         (self.timer, self.held) = (restarts.due, restarts.held);
         effects.retain(|effect| {
-            let Effect::Expect(expected) = effect else {
-                return true;
-            };
-            let demand = expected.then(|| Demand::of(&self.spec));
-            self.host.ledger.expect(&self.record.name, demand);
+            match effect {
+                Effect::Expect(expected) => {
+                    let demand = expected.then(|| Demand::of(&self.spec));
+                    self.host.ledger.expect(&self.record.name, demand);
+                }
+                Effect::IntendStop => self.record.intent = Intent::Stopped.into(),
+                Effect::Start(_) | Effect::Hold => return true,
+            }
             false
         });
         effects
@@ -162,7 +162,7 @@ impl Actor {
             match effect {
                 Effect::Start(attempts) => self.start_by_policy(attempts).await,
                 Effect::Hold => self.tell_held(),
-                Effect::Expect(_) => {}
+                Effect::Expect(_) | Effect::IntendStop => {}
             }
         }
     }

@@ -59,6 +59,8 @@ pub struct Situation<'a> {
     pub policy: RunPolicy,
     /// What was last asked for.
     pub intent: Intent,
+    /// The VM is down.
+    pub down: bool,
     /// The node takes VMs.
     pub schedulable: bool,
     /// How long starts wait.
@@ -82,11 +84,22 @@ pub enum Effect {
     Start(u32),
     /// Say that the node stands in the way.
     Hold,
+    /// Note that the VM is to be stopped.
+    IntendStop,
 }
 
 impl Restarts {
     /// The step.
     pub fn step(&mut self, input: Input, of: &Situation<'_>) -> Vec<Effect> {
+        let mut effects = self.restarts(input, of);
+        if of.policy == RunPolicy::Off && of.down {
+            // Also one that ended by itself before the policy could stop it: under another policy it waits for a start.
+            effects.push(Effect::IntendStop);
+        }
+        effects
+    }
+
+    fn restarts(&mut self, input: Input, of: &Situation<'_>) -> Vec<Effect> {
         match input {
             Input::Occurred(occasion, ran_ms) => self.occurred(occasion, ran_ms, of),
             Input::Found {
@@ -208,6 +221,7 @@ mod tests {
         Situation {
             policy,
             intent,
+            down: false,
             schedulable,
             back_off: BACK_OFF,
             room_ms: 60_000,
@@ -271,6 +285,22 @@ mod tests {
             };
             assert_eq!(restarts.step(input, &of), [Expect(false)], "{policy:?} {input:?}");
             assert_eq!(restarts, Restarts::default(), "{policy:?} {input:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_down_under_the_policy_off_is_meant_to_be() {
+        for (policy, down, effects) in [
+            (RunPolicy::Off, true, vec![Expect(false), IntendStop]),
+            (RunPolicy::Off, false, vec![Expect(false)]),
+            (RunPolicy::Manual, true, vec![Expect(false)]),
+        ] {
+            let of = Situation {
+                down,
+                ..of(policy, Intent::Running, true)
+            };
+            let ended = Input::Occurred(Occasion::Ended(R::GuestShutdown), 0);
+            assert_eq!(Restarts::default().step(ended, &of), effects, "{policy:?} {down}");
         }
     }
 
