@@ -158,7 +158,7 @@ fn made_and_deleted(case: &Case, kind: u32, round: u32, spec: &VmSpec) {
     vm.ctl("delete").expect("delete");
 }
 
-/// Twelve, and twenty in the long form.
+/// Eight, and twenty in the long form.
 #[test]
 fn vms_made_and_deleted_in_a_loop_leave_nothing() {
     let case = Case::new("twenty").expect("node");
@@ -169,7 +169,7 @@ fn vms_made_and_deleted_in_a_loop_leave_nothing() {
     ))
     .expect("disks");
     let before = traces(node);
-    let rounds = if long() { 5 } else { 3 };
+    let rounds = if long() { 5 } else { 2 };
     // Four at a time, each with a disk and an end of its own.
     std::thread::scope(|scope| {
         for kind in 0..4 {

@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-use vmmd_tests::node::{Kernel, newest_package};
+use vmmd_tests::node::{Kernel, PACKAGE, newest_package};
 use vmmd_tests::vm::{BOOT, Vm, VmSpec};
 use vmmd_tests::{Case, Node};
 
-/// The node's package with other versions, below which the node's is an older one, and above it: made from it in the node.
-const REPACK: &str = "cd /var/tmp && rm -rf repack && dpkg-deb -R /var/tmp/vmmd.deb repack && \
-    sed -i \"s/$(dpkg-deb -f /var/tmp/vmmd.deb Version)/$VERSION/\" repack/DEBIAN/control repack/DEBIAN/preinst && \
+/// The node's package ([`PACKAGE`]) with other versions, below which the node's is an older one, and above it: made from it in the node.
+const REPACK: &str = "cd /var/tmp && rm -rf repack && dpkg-deb -R $PACKAGE repack && \
+    sed -i \"s/$(dpkg-deb -f $PACKAGE Version)/$VERSION/\" repack/DEBIAN/control repack/DEBIAN/preinst && \
     dpkg-deb -Znone -b repack /var/tmp/vmmd-$VERSION.deb >/dev/null && rm -rf repack";
 
 const INSTALL: &str = "DEBIAN_FRONTEND=noninteractive dpkg --force-confold --force-unsafe-io -i";
@@ -19,14 +19,13 @@ struct Installed<'node>(&'node Node, PathBuf);
 impl<'node> Installed<'node> {
     fn new(node: &'node Node) -> Self {
         let package = newest_package().expect("look").expect("a package was built");
-        node.copy_in(&package, "/var/tmp/vmmd.deb").expect("copy");
         Installed(node, package)
     }
 
     /// Makes the same package with another version.
     fn repack(&self, version: &str) {
         self.0
-            .sh(&format!("VERSION={version}; {REPACK}"))
+            .sh(&format!("PACKAGE={PACKAGE} VERSION={version}; {REPACK}"))
             .expect("repack");
     }
 
@@ -39,7 +38,7 @@ impl<'node> Installed<'node> {
 impl Drop for Installed<'_> {
     fn drop(&mut self) {
         let back = self.0.install(&self.1);
-        let _ = self.0.ssh("rm -f /var/tmp/vmmd*.deb");
+        let _ = self.0.ssh("rm -f /var/tmp/vmmd-*.deb");
         if let Err(error) = back
             && !std::thread::panicking()
         {
@@ -82,9 +81,7 @@ fn an_upgrade_leaves_vms_running_and_a_downgrade_is_refused_with_the_reason() {
     vm.ctl("pause").expect("pause");
     vm.ctl("resume").expect("resume");
 
-    let refused = node
-        .ssh(&format!("{INSTALL} /var/tmp/vmmd.deb"))
-        .expect("downgrade");
+    let refused = node.ssh(&format!("{INSTALL} {PACKAGE}")).expect("downgrade");
     assert_ne!(refused.status.code(), Some(0));
     for part in ["is older than the installed", "VMMD_DOWNGRADE=yes"] {
         assert!(refused.stderr.contains(part), "{}", refused.stderr);
@@ -124,7 +121,7 @@ fn removal_stops_guests_in_order_and_purge_leaves_no_key_and_no_failed_unit() {
         );
         // It is purged where it was removed the last time.
         if daemon == "up" {
-            node.sh(&format!("{INSTALL} /var/tmp/vmmd.deb")).expect("install");
+            node.sh(&format!("{INSTALL} {PACKAGE}")).expect("install");
             vm.ctl("delete --force").expect("its VM is known again");
         }
     }

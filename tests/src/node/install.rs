@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use sha2::{Digest as _, Sha256};
 
 use super::Node;
 use crate::paths;
@@ -31,6 +32,9 @@ pub fn newest_package() -> Result<Option<PathBuf>> {
     Ok(newest.map(|(_, path)| path))
 }
 
+/// In the node: the package that was installed last.
+pub const PACKAGE: &str = "/var/tmp/vmmd.deb";
+
 /// In the node: the certificate with which screens are served, and its CA, as files.
 pub const SCREENS: &str = "/etc/ssl/vmmd-screens";
 
@@ -38,11 +42,11 @@ impl Node {
     /// Installs a package and starts its service, or restarts it when it runs. Its configuration is that of the package, but
     /// for VMs with far more processors than the node has, and for screens; dpkg keeps that when it installs the same configuration again.
     pub fn install(&self, package: &Path) -> Result<()> {
-        self.copy_in(package, "/run/vmmd.deb")?;
+        self.bring(package)?;
         self.sh(&format!(
             "SCREENS={SCREENS}
-             VMMD_DOWNGRADE=yes dpkg --force-confnew --force-unsafe-io -i /run/vmmd.deb >/run/vmmd-install.log 2>&1 \
-                 || {{ cat /run/vmmd-install.log >&2; exit 1; }}; rm /run/vmmd.deb
+             VMMD_DOWNGRADE=yes dpkg --force-confnew --force-unsafe-io -i {PACKAGE} >/run/vmmd-install.log 2>&1 \
+                 || {{ cat /run/vmmd-install.log >&2; exit 1; }}
              [ -e $SCREENS ] || /usr/lib/vmmd/vmmd init-certs --dir $SCREENS --server-name 127.0.0.1 >/dev/null || exit
              grep -q '^\\[overcommit\\]' /etc/vmmd/config.toml || cat >>/etc/vmmd/config.toml <<CONFIG
 
@@ -59,6 +63,20 @@ CONFIG
         ))
         .context("install vmmd's package in the node")?;
         self.restart_daemon()
+    }
+
+    /// Copies a package to [`PACKAGE`], unless it is there: that takes an emulated node ten seconds.
+    fn bring(&self, package: &Path) -> Result<()> {
+        let content = fs::read(package).with_context(|| format!("read {}", package.display()))?;
+        let sum: String = Sha256::digest(content)
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        let there = format!("echo '{sum} {PACKAGE}' | sha256sum -c --status 2>/dev/null");
+        if self.ssh(&there)?.success() {
+            return Ok(());
+        }
+        self.copy_in(package, PACKAGE)
     }
 
     /// Copies the programs that exist in `dir` over the installed ones and restarts the service. Returns their names.

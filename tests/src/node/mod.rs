@@ -17,7 +17,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 
 pub use guests::{GUESTS_DIR, Guests, Kernel};
 pub use image::{NodeImage, boot_file, install_ssh_key, ssh_key};
-pub use install::{SCREENS, newest_package};
+pub use install::{PACKAGE, SCREENS, newest_package};
 pub use keeper::{KEEPER_VARIABLE, Keeper};
 pub use lost::{RUNNER_VARIABLE, retried_log, run_test};
 pub use machine::{Machine, Size};

@@ -80,11 +80,12 @@ fn direction(
                 .collect();
             expressions.push(equal(&payload("ip", other), &json!({"set": addresses})));
         }
+        // By their numbers (IANA, Protocol Numbers): nft looks names up in /etc/protocols, which not every node has.
         let protocol = match rule.protocol {
             RuleProtocol::Any => None,
-            RuleProtocol::Tcp => Some(("tcp", json!("tcp"))),
-            RuleProtocol::Udp => Some(("udp", json!("udp"))),
-            RuleProtocol::Icmp => Some(("icmp", json!({"set": ["icmp", "ipv6-icmp"]}))),
+            RuleProtocol::Tcp => Some(("tcp", json!(6))),
+            RuleProtocol::Udp => Some(("udp", json!(17))),
+            RuleProtocol::Icmp => Some(("icmp", json!({"set": [1, 58]}))),
         };
         if let Some((protocol, numbers)) = protocol {
             expressions.push(equal(&meta("l4proto"), &numbers));

@@ -471,7 +471,9 @@ mod tests {
         // Established, ARP, neighbors, DHCP, the rule, the end.
         assert_eq!([chain(&closed, "ingress"), chain(&closed, "egress")], [6, 0]);
         let text = closed.commands.to_string();
-        assert!(text.contains(r#"{"set":[80,{"range":[8000,8100]}]}"#), "{text}");
+        for part in [r#"{"set":[80,{"range":[8000,8100]}]}"#, r#""right":6}"#] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
     }
 
     #[test]

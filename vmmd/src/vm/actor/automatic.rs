@@ -1,9 +1,6 @@
 //! What the VM's run policy does: starts after a back-off, at the node's boot, at the VM's creation; and what it refuses.
 
-use proto::{
-    model::{policy::RunPolicy, vm::Boot},
-    v1::EventSeverity,
-};
+use proto::{model::vm::Boot, v1::EventSeverity};
 use tokio::time::{Duration, Instant};
 
 use super::{Actor, work::Work};
