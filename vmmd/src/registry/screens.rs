@@ -33,6 +33,8 @@ pub struct Screens {
     pub tickets: Tickets,
     /// Of connections that have shown a ticket, by who asked for it.
     pub places: Arc<Places>,
+    /// Why the certificate could not be used when it was read last; `None` when it could.
+    pub certificate_problem: Arc<tokio::sync::Mutex<Option<String>>>,
 }
 
 impl Screens {
@@ -43,6 +45,7 @@ impl Screens {
             web: OnceLock::new(),
             tickets: Tickets::default(),
             places: Places::new(limits.connections, limits.connections_per_client),
+            certificate_problem: Arc::default(),
         }
     }
 }

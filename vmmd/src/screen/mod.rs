@@ -51,11 +51,8 @@ pub async fn serve(host: &Arc<Host>) -> anyhow::Result<()> {
     let [viewers, browsers] = ADDRESS_FILES.map(|name| host.config.run_dir.join(name));
     let config = &host.config.screen;
     if config.is_encrypted() {
-        let files = config.clone();
-        // The daemon must start in any case, and each connection reads the files anew.
-        if let Err(error) = tokio::task::spawn_blocking(move || tls::load(&files)).await? {
-            tracing::error!(%error, "no screen can be opened until `certificate` and `key` in `[screen]` are right");
-        }
+        // The daemon must start with files that can't be used too. An event says so, and each connection reads the files anew.
+        let _unusable = tls::certificate(host).await;
     }
     if let Some(listener) = listen(config.vnc, &host.screens.vnc, &viewers).await? {
         tokio::spawn(vnc::serve(listener, Arc::clone(host)));

@@ -79,7 +79,7 @@ async fn authenticate(mut stream: TcpStream, host: &Host) -> io::Result<Option<A
     let (mut stream, ticket): (Box<dyn Stream>, _) = if host.config.screen.is_encrypted() {
         choose(&mut stream, minor, VENCRYPT).await?;
         let way = vencrypt(&mut stream).await?;
-        let mut stream = tls::accept(&host.config.screen, stream).await?;
+        let mut stream = tls::accept(host, stream).await?;
         let ticket = match way {
             X509_PLAIN => plain(&mut stream, tickets).await?,
             _ => challenge(&mut stream, tickets).await?,

@@ -61,7 +61,7 @@ pub async fn serve(listener: TcpListener, host: Arc<Host>) {
 async fn connection(stream: TcpStream, router: Router, host: Arc<Host>) {
     let limits = &host.config.limits;
     let stream: Box<dyn Stream> = if host.config.screen.is_encrypted() {
-        match timeout(limits.handshake(), tls::accept(&host.config.screen, stream)).await {
+        match timeout(limits.handshake(), tls::accept(&host, stream)).await {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => return tracing::debug!(%error, "a browser's handshake"),
             Err(_) => return,

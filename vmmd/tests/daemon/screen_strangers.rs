@@ -1,4 +1,4 @@
-//! Ways to a screen beside the API: strangers without a ticket, and what the configuration may not say.
+//! Ways to a screen beside the API: strangers without a ticket, certificates that can't be used, and what the configuration may not say.
 
 use std::{fs, net::SocketAddr};
 
@@ -10,8 +10,12 @@ use tokio::{
 };
 
 use crate::{
-    harness::{PATIENCE, command},
-    screen::{BOTH, ended, read, rest, shows, ticket, to_the_end, viewer, websocket, with_screen},
+    harness::{Daemon, PATIENCE, command},
+    pki::Pki,
+    screen::{
+        BOTH, X509_PLAIN, X509_VNC, choose, ended, read, rest, run_web, shows, ticket, to_the_end, vencrypt,
+        viewer, websocket, with_certificate, with_screen,
+    },
 };
 
 const RFB: &[u8; 12] = b"RFB 003.008\n";
@@ -134,6 +138,68 @@ async fn the_screens_that_one_client_opens_are_bounded_and_closed_ones_do_not_co
         });
         again.push(opened.await.expect("a place that is given back can be had again"));
     }
+}
+
+#[tokio::test]
+async fn a_daemon_starts_without_a_usable_certificate_says_so_once_and_needs_no_restart_for_a_good_one() {
+    let pki = Pki::new("screens");
+    let tls = tempfile::tempdir().unwrap();
+    let daemon = Daemon::with_log(&with_certificate(BOTH, tls.path())).await;
+    run_web(&daemon).await;
+    let told = async |reason: &str| {
+        let events = daemon.events(reason).await;
+        events.into_iter().map(|event| event.message).collect::<Vec<_>>()
+    };
+    let unusable = told("ScreenCertificateUnusable").await;
+    assert_eq!(unusable.len(), 1, "{unusable:?}");
+    let expected =
+        "`certificate` and `key` in `[screen]` are right: `certificate` can't be read: no such file";
+    assert!(unusable[0].contains(expected), "{unusable:?}");
+
+    let viewers = ticket(&daemon, Password, false).await.unwrap().address;
+    let browsers = ticket(&daemon, Web, false).await.unwrap().address;
+    let refuse_many = async || {
+        for _ in 0..20 {
+            for way in [X509_VNC, X509_PLAIN] {
+                let mut stream = TcpStream::connect(&viewers).await.unwrap();
+                choose(&mut stream, way).await;
+                ended(&mut stream, "a viewer").await;
+            }
+            let mut stream = TcpStream::connect(&browsers).await.unwrap();
+            ended(&mut stream, "a browser").await;
+        }
+    };
+    refuse_many().await;
+    assert_eq!(told("ScreenCertificateUnusable").await.len(), 1);
+    for name in ["server.crt", "server.key"] {
+        fs::write(tls.path().join(name), "garbage").unwrap();
+    }
+    refuse_many().await;
+    assert_eq!(told("ScreenCertificateUnusable").await.len(), 2);
+
+    pki.install(tls.path(), &pki.server("node"));
+    let way = ticket(&daemon, Password, false).await.unwrap();
+    let (result, mut stream) = vencrypt(&way.address, &pki, X509_VNC, &way.password).await;
+    assert_eq!(result, 0);
+    assert_eq!(read(&mut stream, 13).await, b"screen of web");
+    assert_eq!(told("ScreenCertificateLoaded").await.len(), 1);
+    let log = fs::read_to_string(daemon.path("log.txt")).unwrap();
+    let lines: Vec<_> = log.lines().filter(|line| line.contains("certificate")).collect();
+    assert_eq!(
+        lines.len(),
+        3,
+        "two problems and the end of the second: {lines:#?}"
+    );
+
+    // What is broken again is said again.
+    fs::remove_file(tls.path().join("server.key")).unwrap();
+    refuse_many().await;
+    let unusable = told("ScreenCertificateUnusable").await;
+    assert_eq!(unusable.len(), 3, "{unusable:?}");
+    assert!(
+        unusable[2].contains("`key` can't be read: no such file"),
+        "{unusable:?}"
+    );
 }
 
 #[test]
