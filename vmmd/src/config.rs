@@ -113,6 +113,24 @@ impl Screen {
     pub fn is_encrypted(&self) -> bool {
         self.certificate.is_some()
     }
+
+    /// The first key whose value can't be, and what is wrong with it.
+    fn wrong(&self) -> Option<(&'static str, &'static str)> {
+        match (&self.certificate, &self.key) {
+            (Some(_), None) => return Some(("screen.key", "must be given too, as `certificate` is")),
+            (None, Some(_)) => return Some(("screen.certificate", "must be given too, as `key` is")),
+            (Some(_), Some(_)) => return None,
+            (None, None) => {}
+        }
+        let addresses = [("screen.vnc", self.vnc), ("screen.web", self.web)];
+        let is_open =
+            |address: Option<SocketAddr>| address.is_some_and(|address| !address.ip().is_loopback());
+        let (key, _) = addresses.into_iter().find(|(_, address)| is_open(*address))?;
+        Some((
+            key,
+            "must be an address of the loopback interface, as nothing of it is encrypted without `certificate` and `key`",
+        ))
+    }
 }
 
 impl Default for Screen {
@@ -296,20 +314,8 @@ impl Config {
                 "must be an address with a port such as 127.0.0.1:9753, or an absolute path",
             );
         }
-        let screens = [("screen.vnc", self.screen.vnc), ("screen.web", self.screen.web)];
-        for (key, address) in screens {
-            if address.is_some_and(|address| !address.ip().is_loopback()) && !self.screen.is_encrypted() {
-                return refuse(
-                    key,
-                    "must be an address of the loopback interface, as nothing of it is encrypted without `certificate` and `key`",
-                );
-            }
-        }
-        if self.screen.certificate.is_some() != self.screen.key.is_some() {
-            return refuse(
-                "screen",
-                "must have both `certificate` and `key`, or none of them",
-            );
+        if let Some((key, problem)) = self.screen.wrong() {
+            return refuse(key, problem);
         }
         // uid 0 is root; u32::MAX is "unchanged" to setresuid(2).
         let UidRange { first, count } = self.vm_uids;
@@ -408,6 +414,14 @@ mod tests {
             ("[[sizing]]\nmin_cores = 2", "max_cores"),
             ("reserved = { memory_mib = -1 }", "memory_mib"),
             ("roots = { disks = ['/srv', 'vm'] }", "roots"),
+            ("screen = { certificate = '/a' }", "`screen.key` must be given"),
+            ("screen = { key = '/a' }", "`screen.certificate` must be given"),
+            ("screen = { vnc = '[::]:5900', key = '/a' }", "screen.certificate"),
+            ("screen = { vnc = '192.0.2.1:5900' }", "`screen.vnc` must be"),
+            (
+                "screen = { vnc = '[::1]:5900', web = '[::]:6080' }",
+                "`screen.web` must be",
+            ),
         ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(key), "{text}: {error}");

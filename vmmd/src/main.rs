@@ -198,7 +198,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         snapshots: Snapshots::default(),
         networks: Networks::default(),
         consoles: Arc::default(),
-        screens: Screens::default(),
+        screens: Screens::new(&config.limits),
         peers: peers::Peers::new(config.tcp.clone()),
         requests: request::Requests::default(),
         logs: LogGuard::start(events.clone()).context("watch the logs of VMs")?,

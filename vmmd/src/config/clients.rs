@@ -51,20 +51,21 @@ impl Tcp {
 #[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Limits {
-    /// Connections at once, of each listener. Default 1024.
+    /// Connections at once, of each listener. Screens that VNC viewers and browsers have open count together. Default 1024.
     pub connections: usize,
     /// Of these, for one user id or one certificate's name. Default 128.
     pub connections_per_client: usize,
     /// Calls a second on one connection, and as many at once after a pause. Default 10,000.
     pub calls_per_second: u32,
-    /// How long a client may take to send its request, in seconds. Default 10.
+    /// How long a client may take to send its request, in seconds; and a browser the headers of one. Default 10.
     pub request_seconds: u32,
     /// How long a TLS handshake may take, in seconds. Default 10.
     pub handshake_seconds: u32,
     /// How long a connection over TCP may be, in seconds: then it takes no further calls, and the client makes another one, with
     /// its certificate checked anew. Calls under way have a tenth of that time to end. Default 43,200 (12 hours).
     pub connection_seconds: u32,
-    /// Handshakes at once; one more ends one of the address that has most. Default 64.
+    /// Handshakes at once, of each listener; one more ends the oldest of the address (of IPv6: the /64) that has most. A connection to a
+    /// screen is one until it has shown its ticket. Default 64.
     pub handshakes: usize,
     /// How long the files that a request or a VM names may take to be found and opened, in seconds. Default 10.
     pub file_seconds: u32,

@@ -1,23 +1,16 @@
-//! Takes connections over TCP. Handshakes are bounded in number and time. One more than the most ends the oldest of the network
-//! that has most of them, so that whoever begins many and finishes none keeps nobody out but himself.
+//! Takes connections over TCP. Handshakes are bounded in number ([`Handshakes`]) and time.
 
-use std::{
-    collections::VecDeque,
-    io,
-    net::{IpAddr, Ipv6Addr, SocketAddr},
-    sync::Arc,
-};
+use std::{io, net::SocketAddr, sync::Arc};
 
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::mpsc,
-    task::AbortHandle,
     time::{sleep, timeout},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use crate::{
-    auth::{Bucket, Caller, Places},
+    auth::{Bucket, Caller, Handshakes, Places},
     config::Limits,
     context::Initiator,
     grpc::{ACCEPT_PAUSE, Connection},
@@ -67,7 +60,7 @@ impl Listener {
             lines: Bucket::new(LINES_PER_SECOND),
             sender,
         });
-        let mut handshakes: VecDeque<(Network, AbortHandle)> = VecDeque::new();
+        let mut handshakes = Handshakes::new(limits.handshakes);
         loop {
             let (stream, address) = tokio::select! {
                 accepted = self.tcp.accept() => match accepted {
@@ -80,43 +73,10 @@ impl Listener {
                 },
                 () = gate.sender.closed() => return,
             };
-            handshakes.retain(|(_, handshake)| !handshake.is_finished());
-            let network = network(address.ip());
-            if handshakes.len() >= limits.handshakes {
-                let waiting: Vec<_> = handshakes.iter().map(|(network, _)| *network).collect();
-                let gone = handshakes.remove(gives_way(&waiting, network));
-                gone.inspect(|(_, handshake)| handshake.abort());
-            }
             let gate = Arc::clone(&gate);
-            let handshake = tokio::spawn(async move { gate.pass(stream, address).await });
-            handshakes.push_back((network, handshake.abort_handle()));
+            handshakes.begin(address.ip(), async move { gate.pass(stream, address).await });
         }
     }
-}
-
-/// Where a client is: an IPv4 address, or the first 64 bits of an IPv6 address, which is what one host has (RFC 6177).
-type Network = IpAddr;
-
-fn network(address: IpAddr) -> Network {
-    match address.to_canonical() {
-        IpAddr::V6(address) => {
-            let network = u128::from(address) & !u128::from(u64::MAX);
-            Ipv6Addr::from(network).into()
-        }
-        address @ IpAddr::V4(_) => address,
-    }
-}
-
-/// Which of the handshakes that wait gives way to one from `new`: the oldest of the network that has most of them, with the new
-/// one; where several have as many, the one whose first is oldest.
-fn gives_way(waiting: &[Network], new: Network) -> usize {
-    let count = |network: Network| {
-        let waiting = waiting.iter().filter(|other| **other == network).count();
-        waiting + usize::from(network == new)
-    };
-    let most = waiting.iter().map(|network| count(*network)).max();
-    let found = waiting.iter().position(|network| Some(count(*network)) == most);
-    found.unwrap_or(0)
 }
 
 impl Gate {
@@ -162,41 +122,5 @@ impl Gate {
         };
         let connection = Connection::new(stream, caller, place, self.limits.request());
         Ok(connection.until_gone(peer))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn of(hosts: &[u8]) -> Vec<Network> {
-        hosts
-            .iter()
-            .map(|host| IpAddr::from([192, 0, 2, *host]))
-            .collect()
-    }
-
-    #[test]
-    fn who_has_most_handshakes_waiting_gives_way() {
-        for (waiting, new, gone) in [
-            // An honest one is older than all of a flood, and stays.
-            (&[1, 9, 9, 9][..], 9, 1),
-            (&[1, 9, 9, 9], 2, 1),
-            (&[9, 1, 9, 2], 3, 0),
-            // The new one counts: of equals its network gives way.
-            (&[1, 2, 9], 9, 2),
-            (&[1, 2, 3], 4, 0),
-        ] {
-            let new = of(&[new])[0];
-            assert_eq!(gives_way(&of(waiting), new), gone, "{waiting:?} {new}");
-        }
-    }
-
-    #[test]
-    fn addresses_of_one_ipv6_network_are_one_client() {
-        let parse = |text: &str| network(text.parse().unwrap());
-        assert_eq!(parse("2001:db8::1"), parse("2001:db8::ffff:1"));
-        assert_ne!(parse("2001:db8::1"), parse("2001:db8:0:1::1"));
-        assert_eq!(parse("::ffff:192.0.2.1"), parse("192.0.2.1"));
     }
 }

@@ -14,6 +14,7 @@ use super::{
 };
 use crate::{
     auth::Caller,
+    context::Initiator,
     control,
     failure::{Failure, Kind},
     host::Host,
@@ -359,7 +360,11 @@ impl VmService for Vms {
         &self,
         request: Request<v1::CreateVncTicketRequest>,
     ) -> Result<Response<v1::CreateVncTicketResponse>, Status> {
-        let who = who(&request);
+        let who = request
+            .extensions()
+            .get::<Initiator>()
+            .cloned()
+            .unwrap_or_default();
         Ok(Response::new(vnc::ticket(&self.host, request.get_ref(), who)?))
     }
 

@@ -19,6 +19,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
 use crate::{
+    context::Initiator,
     failure::Failure,
     host::Host,
     registry::screens::{Form, LIFE, Ticket},
@@ -68,11 +69,11 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<VncRequest>) -> Result<S
     Ok(ReceiverStream::new(receiver))
 }
 
-/// Makes a ticket for who is called `who`.
+/// Makes a ticket for `who`.
 pub fn ticket(
     host: &Host,
     request: &CreateVncTicketRequest,
-    who: String,
+    who: Initiator,
 ) -> Result<CreateVncTicketResponse, Failure> {
     let entry = host
         .vms

@@ -2,13 +2,18 @@
 
 use std::{
     net::SocketAddr,
-    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
 use uuid::Uuid;
 
-use crate::failure::{Failure, Kind};
+use crate::{
+    auth::Places,
+    config::Limits,
+    context::Initiator,
+    failure::{Failure, Kind},
+};
 
 /// How long a ticket is good.
 pub const LIFE: Duration = Duration::from_secs(60);
@@ -18,7 +23,7 @@ const MAX_TICKETS: usize = 1024;
 const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 
 /// The ways that there are, and the secrets that open them.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Screens {
     /// Where viewers are served.
     pub vnc: OnceLock<SocketAddr>,
@@ -26,6 +31,23 @@ pub struct Screens {
     pub web: OnceLock<SocketAddr>,
     /// See [`Ticket`].
     pub tickets: Tickets,
+    /// Of connections that have shown a ticket, by who asked for it.
+    pub places: Arc<Places>,
+    /// Why the certificate could not be used when it was read last; `None` when it could.
+    pub certificate_problem: Arc<tokio::sync::Mutex<Option<String>>>,
+}
+
+impl Screens {
+    /// No way yet, and no ticket.
+    pub fn new(limits: &Limits) -> Self {
+        Self {
+            vnc: OnceLock::new(),
+            web: OnceLock::new(),
+            tickets: Tickets::default(),
+            places: Places::new(limits.connections, limits.connections_per_client),
+            certificate_problem: Arc::default(),
+        }
+    }
 }
 
 /// What a ticket opens.
@@ -38,7 +60,7 @@ pub struct Ticket {
     /// Keys and the pointer are ignored.
     pub view_only: bool,
     /// Who asked for it.
-    pub who: String,
+    pub who: Initiator,
 }
 
 /// How a ticket is shown.
@@ -123,7 +145,7 @@ mod tests {
             vm: Uuid::new_v4(),
             name: name.into(),
             view_only: false,
-            who: "ann".into(),
+            who: Initiator::Certificate("ann".into()),
         }
     }
 

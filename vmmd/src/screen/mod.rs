@@ -9,6 +9,9 @@
 //!
 //! Both are off unless the configuration says where they listen, and listen on this machine only unless it has a certificate for them:
 //! nothing is encrypted without. Who comes shows a secret that the API has made; the `vmm` speaks RFB, and its bytes are passed on as they are.
+//!
+//! A connection is a handshake until it has shown a ticket. [`Handshakes`] bounds these, as those of the API, so that strangers keep
+//! nobody out who has a ticket. From then on the connection has one of the [`Places`](crate::auth::Places), by who asked for the ticket.
 
 pub mod tls;
 pub mod vnc;
@@ -26,19 +29,17 @@ use anyhow::Context as _;
 
 use tokio::{
     net::{TcpListener, TcpStream, UnixStream},
-    sync::Semaphore,
     time::sleep,
 };
 
 use crate::{
-    failure::Failure,
+    auth::{Handshakes, Place},
+    failure::{Failure, Kind},
     host::Host,
     paths::RuntimeDir,
     registry::{screens::Ticket, vms::Entry},
 };
 
-/// Connections at once, of each listener; more wait in the kernel's queue.
-const MAX_CONNECTIONS: usize = 64;
 /// After a failed accept, as when descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -50,11 +51,8 @@ pub async fn serve(host: &Arc<Host>) -> anyhow::Result<()> {
     let [viewers, browsers] = ADDRESS_FILES.map(|name| host.config.run_dir.join(name));
     let config = &host.config.screen;
     if config.is_encrypted() {
-        let files = config.clone();
-        // The daemon must start in any case, and each connection reads the files anew.
-        if let Err(error) = tokio::task::spawn_blocking(move || tls::load(&files)).await? {
-            tracing::error!(%error, "no screen can be opened until `certificate` and `key` in `[screen]` are right");
-        }
+        // The daemon must start with files that can't be used too. An event says so, and each connection reads the files anew.
+        let _unusable = tls::certificate(host).await;
     }
     if let Some(listener) = listen(config.vnc, &host.screens.vnc, &viewers).await? {
         tokio::spawn(vnc::serve(listener, Arc::clone(host)));
@@ -131,8 +129,12 @@ fn no_screen(entry: &Entry) -> Failure {
     Failure::precondition(reason, message)
 }
 
-/// Connects to the screen that a ticket is for, unless its VM is gone.
-async fn enter(host: &Host, ticket: &Ticket, from: &str) -> Result<UnixStream, Failure> {
+/// Takes a place and connects to the screen that a ticket is for, unless its VM is gone.
+async fn enter(host: &Host, ticket: &Ticket, from: &str) -> Result<(UnixStream, Place), Failure> {
+    let place = host.screens.places.take(&ticket.who).map_err(|full| {
+        let message = format!("{full}: close another screen, and ask vmmd for another ticket");
+        Failure::new(Kind::Exhausted, "TOO_MANY_SCREENS", message)
+    })?;
     let entry = host
         .vms
         .find(ticket.vm)
@@ -140,36 +142,29 @@ async fn enter(host: &Host, ticket: &Ticket, from: &str) -> Result<UnixStream, F
     let stream = connect(host, &entry, ticket.view_only).await?;
     tracing::info!(
         vm = ticket.name,
-        who = ticket.who,
+        who = %ticket.who,
         from,
         view_only = ticket.view_only,
         "a screen was opened with a ticket"
     );
-    Ok(stream)
+    Ok((stream, place))
 }
 
-/// Accepts connections and has `serve` serve each in a task of its own. Never ends.
+/// Accepts connections until the daemon stops. `handshake` ends when a client has shown its ticket, or was refused.
 async fn accept<F: Future<Output = ()> + Send + 'static>(
     listener: TcpListener,
     host: Arc<Host>,
-    serve: impl Fn(TcpStream, String, Arc<Host>) -> F,
+    handshake: impl Fn(TcpStream, String, Arc<Host>) -> F,
 ) {
-    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut handshakes = Handshakes::new(host.config.limits.handshakes);
     loop {
-        let Ok(place) = Arc::clone(&places).acquire_owned().await else {
-            return;
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = host.stopping.cancelled() => return,
         };
-        match listener.accept().await {
+        match accepted {
             Ok((stream, from)) => {
-                let serving = serve(stream, from.to_string(), Arc::clone(&host));
-                let stopping = host.stopping.clone();
-                tokio::spawn(async move {
-                    tokio::select! {
-                        () = serving => {}
-                        () = stopping.cancelled() => {}
-                    }
-                    drop(place);
-                });
+                handshakes.begin(from.ip(), handshake(stream, from.to_string(), Arc::clone(&host)));
             }
             Err(error) => {
                 tracing::warn!(%error, "accept a connection to a screen");

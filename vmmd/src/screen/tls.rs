@@ -15,22 +15,58 @@ use tokio::{
 };
 use tokio_rustls::TlsAcceptor;
 
-use crate::config::Screen;
+use crate::{
+    config::Screen,
+    event::{Draft, Events, Object},
+    host::Host,
+    text,
+};
 
 /// A connection, encrypted or not.
 pub trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
 
 impl<S: AsyncRead + AsyncWrite + Unpin + Send> Stream for S {}
 
-/// Shakes hands over `stream`, with the files of the configuration as they are now: so new ones need no restart.
-pub async fn accept(config: &Screen, stream: TcpStream) -> io::Result<Box<dyn Stream>> {
-    let config = config.clone();
-    let server = spawn_blocking(move || load(&config)).await?;
-    let server = server.inspect_err(|error| {
-        tracing::error!(%error, "the certificate for screens can't be used: set `certificate` and `key` in `[screen]` right");
-    })?;
+/// Shakes hands over `stream`.
+pub async fn accept(host: &Host, stream: TcpStream) -> io::Result<Box<dyn Stream>> {
+    let server = certificate(host).await?;
     let stream = TlsAcceptor::from(Arc::new(server)).accept(stream).await?;
     Ok(Box::new(stream))
+}
+
+/// Reads the files of the configuration as they are now, so new ones need no restart. An event says when they have become unusable, are
+/// unusable for another reason, or are usable again.
+pub async fn certificate(host: &Host) -> io::Result<ServerConfig> {
+    // One connection after the other, also when the one before has been ended meanwhile: files that do not answer block one thread.
+    let mut problem = Arc::clone(&host.screens.certificate_problem).lock_owned().await;
+    let (config, events) = (host.config.screen.clone(), host.events.clone());
+    let reading = spawn_blocking(move || {
+        let loaded = load(&config);
+        let now = loaded.as_ref().err().map(ToString::to_string);
+        if *problem != now {
+            tell(&events, now.as_deref());
+            *problem = now;
+        }
+        loaded
+    });
+    reading.await?
+}
+
+/// Tells what is wrong with the certificate; `None` when nothing is any more.
+fn tell(events: &Events, problem: Option<&str>) {
+    let draft = match problem {
+        Some(problem) => {
+            let message = format!(
+                "VNC viewers and browsers can't open screens until `certificate` and `key` in `[screen]` are right: {problem}"
+            );
+            Draft::warning(Object::Node, "ScreenCertificateUnusable", message)
+        }
+        None => {
+            let message = "VNC viewers and browsers can open screens: the certificate is usable again";
+            Draft::normal(Object::Node, "ScreenCertificateLoaded", message)
+        }
+    };
+    events.emit(draft);
 }
 
 /// Reads the files of the configuration.
@@ -38,7 +74,7 @@ pub async fn accept(config: &Screen, stream: TcpStream) -> io::Result<Box<dyn St
 /// # Errors
 ///
 /// When there are none, they can't be read, are no PEM, or do not belong together.
-pub fn load(config: &Screen) -> io::Result<ServerConfig> {
+fn load(config: &Screen) -> io::Result<ServerConfig> {
     let (Some(certificate), Some(key)) = (&config.certificate, &config.key) else {
         return Err(io::ErrorKind::NotFound.into());
     };
@@ -54,7 +90,8 @@ pub fn load(config: &Screen) -> io::Result<ServerConfig> {
 }
 
 fn read(key: &str, path: &Path) -> io::Result<Vec<u8>> {
-    fs::read(path).map_err(|error| io::Error::new(error.kind(), format!("`{key}` can't be read: {error}")))
+    let said = |error: io::Error| format!("`{key}` can't be read: {}", text::words(&error));
+    fs::read(path).map_err(|error| io::Error::new(error.kind(), said(error)))
 }
 
 fn wrong(message: String) -> io::Error {

@@ -23,13 +23,15 @@ use super::{
     tls::{self, Stream},
 };
 use crate::{
-    failure::Failure,
+    auth::Place,
     host::Host,
     registry::screens::{Form, Ticket, Tickets},
 };
 
-/// How long a viewer may take to show its password.
+/// How long a viewer may take to show its password, which people type.
 const HANDSHAKE: Duration = Duration::from_secs(30);
+/// How long the `vmm` may take to begin.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// Our version (RFC 6143, 7.1.1).
 const VERSION: &[u8; 12] = b"RFB 003.008\n";
 /// Security types (7.1.2).
@@ -42,42 +44,42 @@ const X509_VNC: u32 = 261;
 const X509_PLAIN: u32 = 262;
 /// Longest name or password that is read, in bytes.
 const MAX_PLAIN: u32 = 256;
-/// A SecurityResult (7.1.3).
+/// SecurityResults (7.1.3).
+const OK: u32 = 0;
 const FAILED: u32 = 1;
+
+/// A viewer that has shown a ticket.
+struct Admitted {
+    stream: Box<dyn Stream>,
+    /// The minor version of RFB that it speaks.
+    minor: u8,
+    ticket: Ticket,
+}
 
 /// Serves viewers until the daemon ends.
 pub async fn serve(listener: TcpListener, host: Arc<Host>) {
     accept(listener, host, |stream, from, host| async move {
-        if let Err(error) = viewer(stream, &from, &host).await {
-            tracing::debug!(%error, from, "a viewer of a screen");
+        let shown = timeout(HANDSHAKE, authenticate(stream, &host)).await;
+        match shown {
+            // In a task of its own, which does not give way to other handshakes.
+            Ok(Ok(Some(viewer))) => drop(tokio::spawn(admitted(viewer, from, host))),
+            Ok(Ok(None)) => {}
+            Ok(Err(error)) => tracing::debug!(%error, from, "a viewer's handshake"),
+            Err(_) => tracing::debug!(from, "a viewer's handshake took too long"),
         }
     })
     .await;
 }
 
-async fn viewer(stream: TcpStream, from: &str, host: &Host) -> io::Result<()> {
+/// Speaks with a viewer until it has shown a ticket. `None` when it was refused and told so.
+async fn authenticate(mut stream: TcpStream, host: &Host) -> io::Result<Option<Admitted>> {
     stream.set_nodelay(true)?;
-    let shaken = timeout(HANDSHAKE, authenticate(stream, from, host)).await;
-    let Some((mut stream, mut screen)) = shaken.map_err(|_| io::ErrorKind::TimedOut)?? else {
-        return Ok(());
-    };
-    copy_bidirectional(&mut stream, &mut screen).await?;
-    Ok(())
-}
-
-/// Speaks with a viewer up to the result of its authentication, and with the `vmm` as far; gives both connections. `None` when the
-/// viewer was refused and told so.
-async fn authenticate(
-    mut stream: TcpStream,
-    from: &str,
-    host: &Host,
-) -> io::Result<Option<(Box<dyn Stream>, UnixStream)>> {
     let tickets = &host.screens.tickets;
     let minor = version(&mut stream).await?;
     let (mut stream, ticket): (Box<dyn Stream>, _) = if host.config.screen.is_encrypted() {
         choose(&mut stream, minor, VENCRYPT).await?;
         let way = vencrypt(&mut stream).await?;
-        let mut stream = tls::accept(&host.config.screen, stream).await?;
+        let mut stream = tls::accept(host, stream).await?;
         let ticket = match way {
             X509_PLAIN => plain(&mut stream, tickets).await?,
             _ => challenge(&mut stream, tickets).await?,
@@ -88,28 +90,61 @@ async fn authenticate(
         let ticket = challenge(&mut stream, tickets).await?;
         (Box::new(stream), ticket)
     };
-    let opened = match ticket {
-        Some(ticket) => enter(host, &ticket, from).await,
-        None => {
-            let message = "the password is wrong, or was used, or is too old: ask vmmd for another one";
-            Err(Failure::precondition("WRONG_PASSWORD", message))
-        }
+    let Some(ticket) = ticket else {
+        let why = "the password is wrong, or was used, or is too old: ask vmmd for another one";
+        refuse(&mut stream, minor, why).await?;
+        return Ok(None);
     };
-    let refused = match opened {
-        Ok(mut screen) => {
-            greet(&mut screen).await?;
-            stream.write_u32(0).await?;
-            return Ok(Some((stream, screen)));
+    Ok(Some(Admitted {
+        stream,
+        minor,
+        ticket,
+    }))
+}
+
+/// Serves a viewer from its ticket on.
+async fn admitted(viewer: Admitted, from: String, host: Arc<Host>) {
+    tokio::select! {
+        shown = show(viewer, &from, &host) => {
+            if let Err(error) = shown {
+                tracing::debug!(%error, from, "a viewer of a screen");
+            }
         }
-        Err(failure) => failure.to_string(),
-    };
-    stream.write_u32(FAILED).await?;
-    // Older versions have no reason (7.1.3).
-    if minor >= 8 {
-        reason(&mut stream, &refused).await?;
+        () = host.stopping.cancelled() => {}
     }
-    stream.shutdown().await?;
-    Ok(None)
+}
+
+/// Connects a viewer with the screen that its ticket is for, and passes bytes on until one side ends.
+async fn show(mut viewer: Admitted, from: &str, host: &Host) -> io::Result<()> {
+    let opened = timeout(PATIENCE, open(&mut viewer, from, host)).await;
+    let Some((mut screen, _place)) = opened.map_err(|_| io::ErrorKind::TimedOut)?? else {
+        return Ok(());
+    };
+    copy_bidirectional(&mut viewer.stream, &mut screen).await?;
+    Ok(())
+}
+
+/// Speaks with the `vmm` as far as with the viewer, and tells the viewer the result. `None` when the viewer was refused and told so.
+async fn open(viewer: &mut Admitted, from: &str, host: &Host) -> io::Result<Option<(UnixStream, Place)>> {
+    let (mut screen, place) = match enter(host, &viewer.ticket, from).await {
+        Ok(entered) => entered,
+        Err(failure) => {
+            refuse(&mut viewer.stream, viewer.minor, &failure.to_string()).await?;
+            return Ok(None);
+        }
+    };
+    greet(&mut screen).await?;
+    viewer.stream.write_u32(OK).await?;
+    Ok(Some((screen, place)))
+}
+
+/// A SecurityResult with a reason, which older versions do not have (7.1.3).
+async fn refuse(stream: &mut impl Stream, minor: u8, why: &str) -> io::Result<()> {
+    stream.write_u32(FAILED).await?;
+    if minor >= 8 {
+        reason(stream, why).await?;
+    }
+    stream.shutdown().await
 }
 
 /// The viewer's minor version.

@@ -1,6 +1,6 @@
 //! Browsers: the files of noVNC, and RFB over a WebSocket (RFC 6455) for who shows a token.
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc};
 
 use axum::{
     Router,
@@ -29,10 +29,6 @@ use super::{
 };
 use crate::{host::Host, registry::screens::Form};
 
-/// How long a browser may take for the handshake of TLS.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-/// How long the headers of a request may take.
-const HEADERS: Duration = Duration::from_secs(10);
 /// Largest message of a browser in bytes.
 const MAX_MESSAGE: usize = 1 << 20;
 /// Largest message to a browser in bytes.
@@ -61,9 +57,11 @@ pub async fn serve(listener: TcpListener, host: Arc<Host>) {
     .await;
 }
 
+/// Serves a browser until it has a WebSocket, which is passed on in a task of its own.
 async fn connection(stream: TcpStream, router: Router, host: Arc<Host>) {
+    let limits = &host.config.limits;
     let stream: Box<dyn Stream> = if host.config.screen.is_encrypted() {
-        match timeout(HANDSHAKE, tls::accept(&host.config.screen, stream)).await {
+        match timeout(limits.handshake(), tls::accept(&host, stream)).await {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => return tracing::debug!(%error, "a browser's handshake"),
             Err(_) => return,
@@ -72,7 +70,9 @@ async fn connection(stream: TcpStream, router: Router, host: Arc<Host>) {
         Box::new(stream)
     };
     let mut server = hyper::server::conn::http1::Builder::new();
-    server.timer(TokioTimer::new()).header_read_timeout(HEADERS);
+    server
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.request());
     let service = TowerToHyperService::new(router);
     let serving = server
         .serve_connection(TokioIo::new(stream), service)
@@ -94,10 +94,11 @@ async fn socket(State(host): State<Arc<Host>>, uri: Uri, upgrade: WebSocketUpgra
         return (StatusCode::FORBIDDEN, message).into_response();
     };
     match enter(&host, &ticket, "a browser").await {
-        Ok(screen) => upgrade
+        Ok((screen, place)) => upgrade
             .protocols(["binary"])
             .max_message_size(MAX_MESSAGE)
             .on_upgrade(move |socket| async move {
+                let _place = place;
                 tokio::select! {
                     () = pass(socket, screen) => {}
                     () = host.stopping.cancelled() => {}

@@ -45,6 +45,7 @@ mod robustness;
 mod roles;
 mod roots;
 mod screen;
+mod screen_strangers;
 mod shares;
 mod snapshots;
 mod stats;

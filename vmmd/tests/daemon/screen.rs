@@ -1,6 +1,6 @@
 //! Ways to a screen beside the API: viewers with a password, browsers with a token.
 
-use std::{fs, sync::Arc, time::Duration};
+use std::{fs, path::Path, sync::Arc};
 
 use des::{
     Des,
@@ -17,22 +17,28 @@ use tokio_rustls::{TlsConnector, client::TlsStream};
 use tonic::{Code, Status};
 
 use crate::{
-    harness::{Daemon, refusal},
+    harness::{Daemon, PATIENCE, refusal},
     pki::Pki,
 };
 
-const BOTH: &str = "[screen]\nvnc = '127.0.0.1:0'\nweb = '127.0.0.1:0'\nnovnc = '/usr/lib'\n";
+pub const BOTH: &str = "[screen]\nvnc = '127.0.0.1:0'\nweb = '127.0.0.1:0'\nnovnc = '/usr/lib'\n";
 
-async fn with_screen(extra: &str) -> Daemon {
+/// A daemon with a running VM `web` that has a screen.
+pub async fn with_screen(extra: &str) -> Daemon {
     let daemon = Daemon::configured(extra).await;
+    run_web(&daemon).await;
+    daemon
+}
+
+/// Makes and starts the VM `web`, which has a screen.
+pub async fn run_web(daemon: &Daemon) {
     let mut vm = daemon.manifest("web", "");
     vm.spec.as_mut().unwrap().display = Some(v1::DisplaySpec::default());
     daemon.create(vm).await.unwrap();
     daemon.start_vm("web").await.unwrap();
-    daemon
 }
 
-async fn ticket(
+pub async fn ticket(
     daemon: &Daemon,
     kind: VncTicketKind,
     view_only: bool,
@@ -45,23 +51,41 @@ async fn ticket(
     Ok(daemon.client().create_vnc_ticket(request).await?.into_inner())
 }
 
-async fn read(stream: &mut (impl AsyncRead + Unpin), length: usize) -> Vec<u8> {
+pub async fn read(stream: &mut (impl AsyncRead + Unpin), length: usize) -> Vec<u8> {
     let mut bytes = vec![0; length];
-    let read = timeout(Duration::from_secs(20), stream.read_exact(&mut bytes));
+    let read = timeout(PATIENCE, stream.read_exact(&mut bytes));
     read.await.expect("in time").expect("as many bytes");
     bytes
 }
 
-async fn to_the_end(mut stream: impl AsyncRead + Unpin) -> String {
+/// What comes until the daemon ends the connection. Whether it is an end or an error depends on what the daemon had not read yet.
+pub async fn rest(stream: &mut (impl AsyncRead + Unpin), what: &str) -> Vec<u8> {
     let mut bytes = Vec::new();
-    let read = timeout(Duration::from_secs(20), stream.read_to_end(&mut bytes));
+    let read = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await;
+    let _end = read.unwrap_or_else(|_| panic!("the connection goes on: {what}"));
+    bytes
+}
+
+/// Expects that the daemon ends the connection and says nothing more.
+pub async fn ended(stream: &mut (impl AsyncRead + Unpin), what: &str) {
+    assert_eq!(rest(stream, what).await, b"", "{what}");
+}
+
+pub async fn to_the_end(mut stream: impl AsyncRead + Unpin) -> String {
+    let mut bytes = Vec::new();
+    let read = timeout(PATIENCE, stream.read_to_end(&mut bytes));
     read.await.expect("in time").expect("an end");
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// A viewer that shows `password`; the result of its authentication (RFC 6143, 7.1.3) and the connection.
-async fn viewer(address: &str, version: &[u8; 12], password: &str) -> (u32, TcpStream) {
-    let mut stream = TcpStream::connect(address).await.unwrap();
+pub async fn viewer(address: &str, version: &[u8; 12], password: &str) -> (u32, TcpStream) {
+    let stream = TcpStream::connect(address).await.unwrap();
+    shows(stream, version, password).await
+}
+
+/// The same over a connection that is there, of which nothing was read.
+pub async fn shows(mut stream: TcpStream, version: &[u8; 12], password: &str) -> (u32, TcpStream) {
     assert_eq!(read(&mut stream, 12).await, b"RFB 003.008\n");
     stream.write_all(version).await.unwrap();
     if version == b"RFB 003.003\n" {
@@ -72,8 +96,13 @@ async fn viewer(address: &str, version: &[u8; 12], password: &str) -> (u32, TcpS
     }
     let challenge = read(&mut stream, 16).await;
     stream.write_all(&response(&challenge, password)).await.unwrap();
-    let result = read(&mut stream, 4).await;
-    (u32::from_be_bytes(result.try_into().unwrap()), stream)
+    (result(&mut stream).await, stream)
+}
+
+/// A SecurityResult (RFC 6143, 7.1.3): 0 when the viewer gets in.
+async fn result(stream: &mut (impl AsyncRead + Unpin)) -> u32 {
+    let bytes = read(stream, 4).await;
+    u32::from_be_bytes(bytes.try_into().unwrap())
 }
 
 /// What a viewer makes of a challenge (RFC 6143, 7.2.2).
@@ -118,6 +147,10 @@ async fn a_password_opens_the_screen_of_its_vm_once() {
     assert_eq!(read(&mut stream, 11).await, b"view of web");
 }
 
+/// Headers that ask for a WebSocket.
+const UPGRADE: &str = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\
+                       Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Protocol: binary\r\n";
+
 /// What comes back for a request.
 async fn http(address: &str, path: &str, headers: &str) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.unwrap();
@@ -126,10 +159,27 @@ async fn http(address: &str, path: &str, headers: &str) -> TcpStream {
     stream
 }
 
+/// A browser's WebSocket with the token of a ticket, and the first that comes from the screen.
+pub async fn websocket(way: &v1::CreateVncTicketResponse) -> TcpStream {
+    let (_, token) = way.url.split_once("token%3D").unwrap();
+    let mut stream = http(&way.address, &format!("/websockify?token={token}"), UPGRADE).await;
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.extend(read(&mut stream, 1).await);
+    }
+    let head = String::from_utf8(head).unwrap().to_lowercase();
+    assert!(
+        head.starts_with("http/1.1 101") && head.contains("sec-websocket-protocol: binary"),
+        "{head}"
+    );
+    // A frame (RFC 6455, 5.2): final, binary, 12 bytes.
+    assert_eq!(read(&mut stream, 2).await, [0x82, 12]);
+    assert_eq!(read(&mut stream, 12).await, b"RFB 003.008\n");
+    stream
+}
+
 #[tokio::test]
 async fn a_browser_gets_the_page_and_with_its_token_the_screen_once() {
-    const UPGRADE: &str = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\
-                           Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Protocol: binary\r\n";
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("vnc.html"), "<p>the page").unwrap();
     let config = BOTH.replace("/usr/lib", folder.path().to_str().unwrap());
@@ -153,19 +203,7 @@ async fn a_browser_gets_the_page_and_with_its_token_the_screen_once() {
     }
 
     let socket = format!("/websockify?token={token}");
-    let mut stream = http(&way.address, &socket, UPGRADE).await;
-    let mut head = Vec::new();
-    while !head.ends_with(b"\r\n\r\n") {
-        head.extend(read(&mut stream, 1).await);
-    }
-    let head = String::from_utf8(head).unwrap().to_lowercase();
-    assert!(
-        head.starts_with("http/1.1 101") && head.contains("sec-websocket-protocol: binary"),
-        "{head}"
-    );
-    // A frame (RFC 6455, 5.2): final, binary, 12 bytes.
-    assert_eq!(read(&mut stream, 2).await, [0x82, 12]);
-    assert_eq!(read(&mut stream, 12).await, b"RFB 003.008\n");
+    let mut stream = websocket(&way).await;
     // To the screen, with a mask of zeroes.
     stream.write_all(b"\x82\x8c\0\0\0\0RFB 003.008\n").await.unwrap();
     assert_eq!(read(&mut stream, 4).await, [0x82, 2, 1, 1]);
@@ -200,8 +238,14 @@ async fn who_can_not_be_served_is_told_what_to_do() {
 }
 
 /// Ways of VeNCrypt: TLS with the server's certificate, then VNC authentication, or a name and a password.
-const X509_VNC: u32 = 261;
-const X509_PLAIN: u32 = 262;
+pub const X509_VNC: u32 = 261;
+pub const X509_PLAIN: u32 = 262;
+
+/// The configuration with the certificate that is in `folder`.
+pub fn with_certificate(config: &str, folder: &Path) -> String {
+    let folder = folder.display();
+    format!("{config}certificate = '{folder}/server.crt'\nkey = '{folder}/server.key'\n")
+}
 
 async fn encrypted(stream: TcpStream, pki: &Pki) -> TlsStream<TcpStream> {
     let mut config = pki.tls(None);
@@ -214,43 +258,98 @@ async fn encrypted(stream: TcpStream, pki: &Pki) -> TlsStream<TcpStream> {
         .expect("a certificate of the CA")
 }
 
-/// A viewer with VeNCrypt that shows `password`; the result of its authentication and the connection.
-async fn vencrypt(address: &str, pki: &Pki, way: u32, password: &str) -> (u32, TlsStream<TcpStream>) {
+/// A viewer with VeNCrypt up to what it shows in TLS.
+async fn in_tls(address: &str, pki: &Pki, way: u32) -> TlsStream<TcpStream> {
     let mut stream = TcpStream::connect(address).await.unwrap();
-    assert_eq!(read(&mut stream, 12).await, b"RFB 003.008\n");
+    choose(&mut stream, way).await;
+    encrypted(stream, pki).await
+}
+
+/// What a viewer with VeNCrypt and the daemon say before TLS.
+pub async fn choose(stream: &mut TcpStream, way: u32) {
+    assert_eq!(read(stream, 12).await, b"RFB 003.008\n");
     stream.write_all(b"RFB 003.008\n").await.unwrap();
-    assert_eq!(
-        read(&mut stream, 2).await,
-        [1, 19],
-        "nothing that is not encrypted"
-    );
+    assert_eq!(read(stream, 2).await, [1, 19], "nothing that is not encrypted");
     stream.write_all(&[19]).await.unwrap();
-    assert_eq!(read(&mut stream, 2).await, [0, 2]);
+    assert_eq!(read(stream, 2).await, [0, 2]);
     stream.write_all(&[0, 2]).await.unwrap();
     assert_eq!(
-        read(&mut stream, 10).await,
+        read(stream, 10).await,
         [0, 2, 0, 0, 1, 5, 0, 0, 1, 6],
         "accepted, and two ways"
     );
     stream.write_u32(way).await.unwrap();
-    assert_eq!(read(&mut stream, 1).await, [1]);
-    let mut stream = encrypted(stream, pki).await;
+    assert_eq!(read(stream, 1).await, [1]);
+}
+
+/// A viewer with VeNCrypt that shows `password`; the result of its authentication and the connection.
+pub async fn vencrypt(address: &str, pki: &Pki, way: u32, password: &str) -> (u32, TlsStream<TcpStream>) {
+    let mut stream = in_tls(address, pki, way).await;
     if way == X509_PLAIN {
-        stream.write_u32(3).await.unwrap();
-        stream
-            .write_u32(u32::try_from(password.len()).unwrap())
-            .await
-            .unwrap();
-        stream
-            .write_all(format!("ann{password}").as_bytes())
-            .await
-            .unwrap();
+        stream.write_all(&plain("ann", password)).await.unwrap();
     } else {
         let challenge = read(&mut stream, 16).await;
         stream.write_all(&response(&challenge, password)).await.unwrap();
     }
-    let result = read(&mut stream, 4).await;
-    (u32::from_be_bytes(result.try_into().unwrap()), stream)
+    (result(&mut stream).await, stream)
+}
+
+/// The message of X509Plain: two lengths, the name and the password.
+fn plain(name: &str, password: &str) -> Vec<u8> {
+    let lengths = [name, password].map(|text| u32::try_from(text.len()).unwrap().to_be_bytes());
+    let lengths = lengths.concat();
+    [lengths.as_slice(), name.as_bytes(), password.as_bytes()].concat()
+}
+
+#[tokio::test]
+async fn a_name_and_a_password_in_tls_get_in_by_the_password_and_only_when_they_are_whole() {
+    let pki = Pki::new("screens");
+    let folder = tempfile::tempdir().unwrap();
+    pki.install(folder.path(), &pki.server("node"));
+    let daemon = with_screen(&with_certificate(BOTH, folder.path())).await;
+    let issued = ticket(&daemon, VncTicketKind::Password, false).await.unwrap();
+    let (address, password) = (issued.address.as_str(), issued.password.as_str());
+    for wrong in [
+        plain("ann", "guessed!"),
+        plain("ann", ""),
+        plain("ann", &password[..7]),
+        plain("ann", &format!("{password}!")),
+        plain(password, "guessed!"),
+    ] {
+        let mut stream = in_tls(address, &pki, X509_PLAIN).await;
+        stream.write_all(&wrong).await.unwrap();
+        assert_eq!(result(&mut stream).await, 1);
+        let reason = to_the_end(stream).await;
+        assert!(reason.contains("ask vmmd for another one"), "{reason}");
+    }
+    let whole = plain("ann", password);
+    for length in [0, 4, 7, 8, 10, 11, whole.len() - 1] {
+        let mut stream = in_tls(address, &pki, X509_PLAIN).await;
+        stream.write_all(&whole[..length]).await.unwrap();
+        stream.shutdown().await.unwrap();
+        ended(&mut stream, &format!("{length} bytes of a message")).await;
+    }
+    let mut stream = in_tls(address, &pki, X509_VNC).await;
+    let challenge = read(&mut stream, 16).await;
+    let half = response(&challenge, password)[..8].to_vec();
+    stream.write_all(&half).await.unwrap();
+    stream.shutdown().await.unwrap();
+    ended(&mut stream, "half a response").await;
+    for (name, length) in [(257, 8), (3, 257), (u32::MAX, 8), (3, u32::MAX)] {
+        let mut stream = in_tls(address, &pki, X509_PLAIN).await;
+        stream.write_u32(name).await.unwrap();
+        stream.write_u32(length).await.unwrap();
+        ended(&mut stream, &format!("{name} and {length} bytes")).await;
+    }
+
+    // The longest name that is taken. None of the others has used the password.
+    let mut stream = in_tls(address, &pki, X509_PLAIN).await;
+    stream
+        .write_all(&plain(&"n".repeat(256), password))
+        .await
+        .unwrap();
+    assert_eq!(result(&mut stream).await, 0);
+    assert_eq!(read(&mut stream, 13).await, b"screen of web");
 }
 
 #[tokio::test]
@@ -259,10 +358,8 @@ async fn with_a_certificate_everything_is_encrypted_and_nobody_is_served_without
     let folder = tempfile::tempdir().unwrap();
     pki.install(folder.path(), &pki.server("node"));
     fs::write(folder.path().join("vnc.html"), "<p>the page").unwrap();
-    let place = folder.path().display();
     let config = BOTH.replace("/usr/lib", folder.path().to_str().unwrap());
-    let config = format!("{config}certificate = '{place}/server.crt'\nkey = '{place}/server.key'\n");
-    let daemon = with_screen(&config).await;
+    let daemon = with_screen(&with_certificate(&config, folder.path())).await;
     for way in [X509_VNC, X509_PLAIN] {
         let issued = ticket(&daemon, VncTicketKind::Password, false).await.unwrap();
         let (result, mut stream) = vencrypt(&issued.address, &pki, way, &issued.password).await;
@@ -298,7 +395,7 @@ async fn with_a_certificate_everything_is_encrypted_and_nobody_is_served_without
         read(&mut stream, 2).await;
         stream.write_all(say).await.unwrap();
         let mut bytes = Vec::new();
-        let read = timeout(Duration::from_secs(20), stream.read_to_end(&mut bytes));
+        let read = timeout(PATIENCE, stream.read_to_end(&mut bytes));
         let ended = read.await.expect("in time");
         assert!(ended.is_err() || bytes == answer, "{say:?}: {bytes:?}");
     }
