@@ -17,7 +17,7 @@ use tonic::{Code, Status, Streaming, transport::Channel};
 
 use crate::{
     harness::{Daemon, PATIENCE, connect, refusal, status},
-    network::Namespace,
+    namespace::Namespace,
 };
 
 impl Daemon {
@@ -83,16 +83,6 @@ fn nic(network: &str) -> NicSpec {
 }
 
 impl Namespace {
-    fn run(&self, command: &str) -> String {
-        let output = Command::new("ip")
-            .args(["netns", "exec", &self.0])
-            .args(command.split(' '))
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "{command}: {output:?}");
-        String::from_utf8(output.stdout).unwrap()
-    }
-
     fn interfaces(&self) -> Vec<String> {
         let text = self.ip("-o link show");
         text.lines()
