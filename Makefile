@@ -112,14 +112,14 @@ nightly: lint deny mutations previous fleet long ## Run what make test is too sh
 
 FUZZ ?= blk_queue
 FUZZ_SECONDS ?= 60
-FUZZ_CRATE = $(if $(wildcard vmm-core/fuzz/fuzz_targets/$(FUZZ).rs),vmm-core,devices)
+FUZZ_CRATE = $(or $(patsubst %/fuzz/fuzz_targets/$(FUZZ).rs,%,$(wildcard */fuzz/fuzz_targets/$(FUZZ).rs)),$(error there is no $(FUZZ): $(FUZZ_TARGETS)))
 FUZZ_TARGETS = $(sort $(basename $(notdir $(wildcard */fuzz/fuzz_targets/*.rs))))
 FOUND = $(CURDIR)/target/fuzz/corpus/$(FUZZ)
 
 # What libFuzzer finds stays in target/; the seeds in the tree are what the tests go through. The compiler is told to take
 # flags that are not stable yet.
 .PHONY: fuzz
-fuzz: ## Fuzz a part of vmm with libFuzzer (FUZZ=blk_queue, rfb_client, … as in devices/fuzz, or snapshot, migration; FUZZ_SECONDS=60)
+fuzz: ## Fuzz a part with libFuzzer (FUZZ=blk_queue, snapshot, dns_query, … as in devices/fuzz, vmm-core/fuzz and vmmd/fuzz; FUZZ_SECONDS=60)
 	@command -v cargo-fuzz >/dev/null || $(CARGO) install --locked cargo-fuzz
 	mkdir -p $(FOUND)
 	cd $(FUZZ_CRATE) && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --target-dir ../target/fuzz $(FUZZ) $(FOUND) fuzz/corpus/$(FUZZ) -- -max_total_time=$(FUZZ_SECONDS)

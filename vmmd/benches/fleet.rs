@@ -14,19 +14,17 @@
 #[allow(dead_code, reason = "the tests of the daemon use more of it")]
 #[path = "../tests/daemon/harness.rs"]
 mod harness;
+#[allow(dead_code, reason = "the other benchmarks use more of it")]
+mod measure;
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    future::Future,
-    time::{Duration, Instant},
-};
+use std::time::Duration;
 
 use clap::Parser;
 use proto::v1::{self, ConditionStatus};
 use serde_json::json;
 
 use harness::{Daemon, status};
+use measure::{Calls, memory, since, threads};
 
 /// More than the machine has: mock guests need none of it.
 const CONFIG: &str = "[overcommit]\ncpu = 1000\nvcpu = 1000\nmemory = 1000\n";
@@ -53,7 +51,7 @@ struct Arguments {
 async fn main() {
     let Arguments { vms, idle, .. } = Arguments::parse();
     let mut daemon = Daemon::configured(CONFIG).await;
-    let empty = memory(&daemon);
+    let empty = memory(daemon.pid().as_raw_nonzero().get());
 
     let (mut create, mut start) = (Calls::new("CreateVm"), Calls::new("StartVm"));
     for number in 0..vms {
@@ -70,15 +68,12 @@ async fn main() {
         get.time(daemon.get(&name)).await.unwrap();
         assert_eq!(list.time(daemon.list()).await.len(), vms);
     }
-    let full = memory(&daemon);
+    let pid = daemon.pid().as_raw_nonzero().get();
+    let full = memory(pid);
 
-    let before = threads(&daemon);
+    let before = threads(pid);
     tokio::time::sleep(Duration::from_secs(idle)).await;
-    let after = threads(&daemon);
-    let (cpu_ns, wakeups) = after.iter().fold((0, 0), |sum, (thread, after)| {
-        let before = before.get(thread).copied().unwrap_or_default();
-        (sum.0 + after.0 - before.0, sum.1 + after.1 - before.1)
-    });
+    let (cpu_ns, wakeups) = since(pid, &before);
     let mut restart = Calls::new("Restart");
     for _ in 0..KILLS {
         daemon.kill();
@@ -106,64 +101,4 @@ async fn back(daemon: &mut Daemon, vms: usize) {
     while daemon.list().await.iter().filter(|vm| ready(vm)).count() < vms {
         tokio::task::yield_now().await;
     }
-}
-
-/// How long each call of one kind took.
-struct Calls {
-    name: &'static str,
-    took: Vec<Duration>,
-}
-
-impl Calls {
-    fn new(name: &'static str) -> Self {
-        let took = Vec::new();
-        Self { name, took }
-    }
-
-    async fn time<T>(&mut self, call: impl Future<Output = T>) -> T {
-        let began = Instant::now();
-        let result = call.await;
-        self.took.push(began.elapsed());
-        result
-    }
-
-    fn figures(mut self) -> serde_json::Value {
-        self.took.sort();
-        let at = |percent: usize| {
-            let rank = (self.took.len() * percent).div_ceil(100).max(1);
-            self.took[rank - 1].as_secs_f64() * 1000.0
-        };
-        json!({"call": self.name, "count": self.took.len(), "p50_ms": at(50), "p99_ms": at(99)})
-    }
-}
-
-/// RSS and PSS of the daemon in KiB.
-fn memory(daemon: &Daemon) -> (u64, u64) {
-    let text = fs::read_to_string(proc(daemon, "smaps_rollup")).unwrap();
-    (number(&text, "Rss:"), number(&text, "Pss:"))
-}
-
-/// Of each thread of the daemon: nanoseconds of CPU time, and how often it has gone to sleep.
-fn threads(daemon: &Daemon) -> BTreeMap<String, (u64, u64)> {
-    let threads = fs::read_dir(proc(daemon, "task")).unwrap();
-    let read = |path: std::path::PathBuf| {
-        let schedstat = fs::read_to_string(path.join("schedstat")).ok()?;
-        let status = fs::read_to_string(path.join("status")).ok()?;
-        let cpu_ns = schedstat.split(' ').next()?.parse().ok()?;
-        let name = path.file_name()?.to_str()?.to_owned();
-        Some((name, (cpu_ns, number(&status, "voluntary_ctxt_switches:"))))
-    };
-    threads
-        .filter_map(|thread| read(thread.unwrap().path()))
-        .collect()
-}
-
-fn proc(daemon: &Daemon, file: &str) -> String {
-    format!("/proc/{}/{file}", daemon.pid().as_raw_nonzero())
-}
-
-/// The number in a line "NAME   number …".
-fn number(text: &str, name: &str) -> u64 {
-    let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap();
-    line.split_whitespace().next().unwrap().parse().unwrap()
 }

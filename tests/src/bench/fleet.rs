@@ -26,12 +26,17 @@ struct Report {
     idle_wakeups: u64,
 }
 
+/// How long calls of one kind took.
 #[derive(Deserialize)]
-struct Call {
-    call: String,
-    count: u32,
-    p50_ms: f64,
-    p99_ms: f64,
+pub struct Call {
+    /// Which.
+    pub call: String,
+    /// How many.
+    pub count: u32,
+    /// The median, in milliseconds.
+    pub p50_ms: f64,
+    /// What 99 of 100 took at most, in milliseconds.
+    pub p99_ms: f64,
 }
 
 /// Runs it, building it first, and renders.

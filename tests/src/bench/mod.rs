@@ -8,6 +8,7 @@ mod fleet;
 mod memory;
 mod migrate;
 mod net;
+mod networks;
 mod pacing;
 mod rings;
 mod start;
@@ -40,7 +41,7 @@ pub enum Part {
     Rings,
     /// When a disk's worker polls and interrupts, by simulation. On this machine.
     Pacing,
-    /// The daemon with many VMs. On this machine.
+    /// The daemon with many VMs, and with many networks. On this machine.
     Daemon,
 }
 
@@ -56,7 +57,7 @@ impl Part {
             Part::Ends => ends::run(runs),
             Part::Rings => rings::run(),
             Part::Pacing => pacing::run(),
-            Part::Daemon => fleet::run(),
+            Part::Daemon => Ok(fleet::run()? + &networks::run()?),
         }
     }
 

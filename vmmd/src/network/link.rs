@@ -1,6 +1,7 @@
 //! Network interfaces by rtnetlink: one connection for the daemon's life, no process per call.
 
 use std::{
+    collections::HashMap,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
@@ -102,25 +103,48 @@ impl Links {
         let Some(message) = self.message(name).await? else {
             return Ok(None);
         };
-        let link = describe(&message);
-        let mut facts = BridgeFacts {
-            index: link.index,
-            is_bridge: link.is_bridge,
-            up: message.header.flags.contains(LinkFlags::Up),
-            mtu: link.mtu,
-            addresses: Vec::new(),
-        };
+        let mut facts = facts(&message);
         let addresses = self
             .handle
             .address()
             .get()
-            .set_link_index_filter(link.index)
+            .set_link_index_filter(facts.index)
             .execute();
         tokio::pin!(addresses);
         while let Some(address) = addresses.next().await {
             facts.addresses.extend(given(&address.map_err(into_io)?));
         }
         Ok(Some(facts))
+    }
+
+    /// All interfaces by name, with what [`Self::inspect`] tells of each: two questions to the kernel, which is asked for the addresses of
+    /// all interfaces also when those of one are wanted. An interface that comes or goes meanwhile may be missing.
+    pub async fn survey(&self) -> io::Result<HashMap<String, (Link, BridgeFacts)>> {
+        let mut seen = HashMap::new();
+        let mut names = HashMap::new();
+        let links = self.handle.link().get().execute();
+        tokio::pin!(links);
+        while let Some(message) = links.next().await {
+            let message = message.map_err(into_io)?;
+            let name = message.attributes.iter().find_map(|attribute| match attribute {
+                LinkAttribute::IfName(name) => Some(name.clone()),
+                _ => None,
+            });
+            if let Some(name) = name {
+                names.insert(message.header.index, name.clone());
+                seen.insert(name, (describe(&message), facts(&message)));
+            }
+        }
+        let addresses = self.handle.address().get().execute();
+        tokio::pin!(addresses);
+        while let Some(address) = addresses.next().await {
+            let address = address.map_err(into_io)?;
+            let name = names.get(&address.header.index);
+            if let Some((_, facts)) = name.and_then(|name| seen.get_mut(name)) {
+                facts.addresses.extend(given(&address));
+            }
+        }
+        Ok(seen)
     }
 
     /// Makes a bridge, and brings it up.
@@ -229,6 +253,18 @@ fn describe(message: &LinkMessage) -> Link {
     link
 }
 
+/// What a message about an interface tells of it as a bridge: all but its addresses.
+fn facts(message: &LinkMessage) -> BridgeFacts {
+    let link = describe(message);
+    BridgeFacts {
+        index: link.index,
+        is_bridge: link.is_bridge,
+        up: message.header.flags.contains(LinkFlags::Up),
+        mtu: link.mtu,
+        addresses: Vec::new(),
+    }
+}
+
 /// An address that somebody gave the interface: not the one that it has for its link.
 fn given(message: &AddressMessage) -> Option<(IpAddr, u8)> {
     let address = message.attributes.iter().find_map(|attribute| match attribute {
@@ -258,5 +294,14 @@ mod tests {
         assert_eq!(links.find("nonexistent0").await.unwrap(), None);
         assert!(links.counters("lo").await.unwrap().is_some());
         assert_eq!(links.counters("nonexistent0").await.unwrap(), None);
+    }
+
+    #[tokio::test]
+    async fn a_survey_tells_of_each_interface_what_a_question_about_it_does() {
+        let links = Links::connect().unwrap();
+        let mut seen = links.survey().await.unwrap();
+        let (link, facts) = seen.remove("lo").unwrap();
+        assert_eq!(links.find("lo").await.unwrap(), Some(link));
+        assert_eq!(links.inspect("lo").await.unwrap(), Some(facts));
     }
 }

@@ -30,6 +30,7 @@ mod list;
 mod managed;
 mod metrics;
 mod migration;
+mod namespace;
 mod network;
 mod node;
 mod operation_records;

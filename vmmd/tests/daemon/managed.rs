@@ -1,6 +1,7 @@
 //! Networks that the daemon makes, in a network namespace of the test's own.
 
 use std::{
+    collections::BTreeMap,
     io::{BufRead as _, BufReader},
     net::Ipv4Addr,
     process::{Child, Command, Stdio},
@@ -17,7 +18,7 @@ use tonic::{Code, Status, Streaming, transport::Channel};
 
 use crate::{
     harness::{Daemon, PATIENCE, connect, refusal, status},
-    network::Namespace,
+    namespace::Namespace,
 };
 
 impl Daemon {
@@ -83,16 +84,6 @@ fn nic(network: &str) -> NicSpec {
 }
 
 impl Namespace {
-    fn run(&self, command: &str) -> String {
-        let output = Command::new("ip")
-            .args(["netns", "exec", &self.0])
-            .args(command.split(' '))
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "{command}: {output:?}");
-        String::from_utf8(output.stdout).unwrap()
-    }
-
     fn interfaces(&self) -> Vec<String> {
         let text = self.ip("-o link show");
         text.lines()
@@ -185,6 +176,34 @@ async fn a_vm_keeps_its_address_and_shows_it() {
     assert_eq!(
         refusal(&refused),
         (Code::FailedPrecondition, "NETWORK_IN_USE".into())
+    );
+}
+
+#[tokio::test]
+async fn a_nic_that_moves_to_another_network_is_held_to_its_new_address_alone() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    for (name, cidr) in [("lan", "10.80.0.0/24"), ("dmz", "10.81.0.0/24")] {
+        daemon.make_network(name, cidr, NetworkMode::Nat).await.unwrap();
+    }
+    assert_eq!(daemon.start_in("a", nic("lan")).await.unwrap(), ["10.80.0.2"]);
+    daemon.kill_vm("a").await.unwrap();
+    daemon
+        .change("a", |spec| spec.nics = vec![nic("dmz")])
+        .await
+        .unwrap();
+    let running = daemon.start_vm("a").await.unwrap();
+    assert_eq!(status(&running).nics[0].addresses, ["10.81.0.2"]);
+    // At once, and not when the daemon looks after its networks next.
+    let rules = namespace.run("nft list table bridge vmmd");
+    assert!(
+        rules.contains("10.81.0.2") && !rules.contains("10.80.0.2"),
+        "{rules}"
+    );
+    let leases = daemon.network("lan").await.unwrap().status.unwrap().leases;
+    assert!(
+        leases.len() == 1 && leases[0].release_time.is_some(),
+        "{leases:?}"
     );
 }
 
@@ -343,6 +362,79 @@ async fn what_others_take_away_is_put_back_when_the_daemon_starts() {
     }
     daemon.remove_network("lan").await.unwrap();
     assert!(namespace.run("nft list ruleset").contains("table inet theirs"));
+}
+
+/// The rules of each chain that has any.
+fn rules(namespace: &Namespace) -> BTreeMap<String, Vec<serde_json::Value>> {
+    let listed = namespace.run("nft -j list ruleset");
+    let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
+    let mut chains = BTreeMap::<_, Vec<_>>::new();
+    for object in listed["nftables"].as_array().unwrap() {
+        if let Some(rule) = object.get("rule") {
+            let chain = format!("{} {}", rule["family"], rule["chain"]);
+            chains.entry(chain).or_default().push(rule["expr"].clone());
+        }
+    }
+    chains
+}
+
+#[tokio::test]
+async fn after_many_changes_the_packet_filter_is_as_one_that_is_set_up_anew() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    for (name, cidr, mode) in [
+        ("lan", "10.80.0.0/24", NetworkMode::Nat),
+        ("dmz", "10.81.0.0/24", NetworkMode::Isolated),
+        ("gone", "10.82.0.0/24", NetworkMode::Routed),
+    ] {
+        daemon.make_network(name, cidr, mode).await.unwrap();
+    }
+    let published = |node_port| NicSpec {
+        published_ports: vec![PublishedPort {
+            node_port,
+            guest_port: 80,
+            ..PublishedPort::default()
+        }],
+        ..nic("lan")
+    };
+    daemon.start_in("a", published(8080)).await.unwrap();
+    daemon.start_in("b", nic("dmz")).await.unwrap();
+    daemon.remove_network("gone").await.unwrap();
+    daemon
+        .change("a", |spec| spec.nics = vec![published(8081)])
+        .await
+        .unwrap();
+    daemon.kill_vm("b").await.unwrap();
+    daemon
+        .change("b", |spec| spec.nics = vec![nic("lan")])
+        .await
+        .unwrap();
+    daemon.start_vm("b").await.unwrap();
+    daemon.start_in("c", nic("dmz")).await.unwrap();
+    let changed = rules(&namespace);
+    daemon.kill();
+    namespace.run("nft flush ruleset");
+    daemon.relaunch().await;
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let anew = rules(&namespace);
+        if anew == changed {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{changed:#?} is not {anew:#?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    // What others take away while the daemon knows nothing of it is there again with the next change.
+    namespace.run("nft delete table bridge vmmd");
+    daemon
+        .change("a", |spec| spec.nics = vec![published(8080)])
+        .await
+        .unwrap();
+    daemon
+        .change("a", |spec| spec.nics = vec![published(8081)])
+        .await
+        .unwrap();
+    assert_eq!(rules(&namespace), changed);
 }
 
 /// A client on a port of the bridge, in a namespace of its own: a guest as the network sees it.

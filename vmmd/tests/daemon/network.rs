@@ -1,59 +1,13 @@
 //! Taps on a bridge, in a network namespace of the test's own.
 
-use std::{
-    process::Command,
-    sync::atomic::{AtomicU32, Ordering},
-};
-
 use proto::v1::{AttachmentPhase, NicSpec, RateLimit, nic_spec::Attachment};
 use tonic::Code;
 
 use crate::{
     console::Client,
     harness::{Daemon, refusal, status},
+    namespace::Namespace,
 };
-
-/// A network namespace, removed when dropped.
-pub struct Namespace(pub String);
-
-impl Namespace {
-    pub fn new() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("vmmd-test-{}-{number}", std::process::id());
-        assert!(
-            Command::new("ip")
-                .args(["netns", "add", &name])
-                .status()
-                .unwrap()
-                .success()
-        );
-        Self(name)
-    }
-
-    pub fn ip(&self, arguments: &str) -> String {
-        let output = Command::new("ip")
-            .args(["-n", &self.0])
-            .args(arguments.split(' '))
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "ip {arguments}: {output:?}");
-        String::from_utf8(output.stdout).unwrap()
-    }
-
-    pub fn ports(&self, bridge: &str) -> Vec<String> {
-        let text = self.ip(&format!("-o link show master {bridge}"));
-        text.lines()
-            .map(|line| line.split(": ").nth(1).unwrap().to_owned())
-            .collect()
-    }
-}
-
-impl Drop for Namespace {
-    fn drop(&mut self) {
-        let _ = Command::new("ip").args(["netns", "delete", &self.0]).status();
-    }
-}
 
 pub fn nic(name: &str, attachment: Attachment) -> NicSpec {
     NicSpec {

@@ -6,7 +6,8 @@ use tonic::{Code, Status};
 
 use crate::{
     harness::{Daemon, PATIENCE, refusal},
-    network::{Namespace, nic},
+    namespace::Namespace,
+    network::nic,
 };
 
 async fn stats(daemon: &Daemon, name: &str) -> Result<v1::VmStats, Status> {

@@ -13,7 +13,7 @@ use crate::{
     attach::{disk, phase},
     console::Client,
     harness::{Daemon, refusal, status, vm_pid},
-    network::Namespace,
+    namespace::Namespace,
 };
 
 const STORE: &[u8] = include_bytes!("golden/first-release.redb.gz");

@@ -3,7 +3,10 @@
 use proto::model::firewall::{Rule, RuleProtocol};
 use serde_json::{Value, json};
 
-use super::rules::{Network, accept, base, drop, equal, iifname, meta, oifname, payload, rule, state};
+use super::{
+    rules::{Network, accept, base, drop, equal, iifname, meta, oifname, payload, rule, state},
+    ruleset::Chains,
+};
 
 /// What tells whether the kernel can tell connections apart on a bridge: nft is to check this.
 pub fn probe() -> Value {
@@ -19,14 +22,14 @@ pub fn probe() -> Value {
 }
 
 /// Which connections guests may have. Where no guest has a firewall the kernel tracks no connections on bridges.
-pub fn connections(networks: &[Network], objects: &mut Vec<Value>) {
+pub fn connections(networks: &[Network], objects: &mut Chains) {
     let mut ports = networks.iter().flat_map(|network| &network.ports);
     if ports.all(|port| port.firewall.is_open()) {
         return;
     }
     // Behind the tracking of connections, which has the priority -200.
-    objects.push(base("bridge", "egress", "filter", "prerouting", 0));
-    objects.push(base("bridge", "ingress", "filter", "postrouting", 0));
+    objects.push(&base("bridge", "egress", "filter", "prerouting", 0));
+    objects.push(&base("bridge", "ingress", "filter", "postrouting", 0));
     for network in networks {
         // DHCP with the gateway: a guest can't send what a server does.
         let gateway = json!(network.gateway.to_string());
@@ -51,13 +54,13 @@ pub fn connections(networks: &[Network], objects: &mut Vec<Value>) {
 }
 
 fn direction(
-    objects: &mut Vec<Value>,
+    objects: &mut Chains,
     (chain, other): (&str, &str),
     guest: &Value,
     [other_end, dhcp]: &[Value; 2],
     rules: &[Rule],
 ) {
-    let mut add = |expressions: Value| objects.push(rule("bridge", chain, &expressions));
+    let mut add = |expressions: Value| objects.push(&rule("bridge", chain, &expressions));
     add(json!([guest, state(&["established", "related"]), accept()]));
     let arp = equal(&meta("protocol"), &json!("arp"));
     add(json!([guest, arp, accept()]));

@@ -74,6 +74,10 @@ impl Networks {
         let before = record.clone();
         let taken = |other: &LeaseRecord| other.is_of(vm, request.nic) || other.address == lease.address;
         record.leases.retain(|other| !taken(other) && other.counts(now));
+        for other in self.vacated(&record.uid, &lease.tap, now) {
+            self.write(host, &other).await?;
+        }
+        vacate(&mut record, &lease.tap, now);
         record.leases.push(lease);
         record.leases.sort_by_key(|lease| lease.address);
         if record != before {
@@ -115,6 +119,18 @@ impl Networks {
         self.give(host, &mut turn, record, &request).await.map(drop)
     }
 
+    /// The records of networks other than the one with the UUID `uid` that change as `tap` becomes one of its NICs.
+    fn vacated(&self, uid: &[u8], tap: &str, now: u64) -> Vec<NetworkRecord> {
+        let inner = self.inner();
+        let has = |record: &&NetworkRecord| record.leases.iter().any(|lease| is_behind(lease, tap));
+        let others = inner.records.values().filter(|record| record.uid != uid);
+        let changed = others.filter(has).cloned().map(|mut record| {
+            vacate(&mut record, tap, now);
+            record
+        });
+        changed.collect()
+    }
+
     fn no_port_clash(&self, request: &Request<'_>) -> Result<(), Failure> {
         let inner = self.inner();
         let vm = request.vm.0.as_bytes();
@@ -136,5 +152,38 @@ impl Networks {
             }
         }
         Ok(())
+    }
+}
+
+/// Releases the addresses of NICs that were behind a tap: it is another NIC's from now on. It would be held to their addresses as well,
+/// until the daemon notices that they are gone.
+fn vacate(record: &mut NetworkRecord, tap: &str, now: u64) {
+    for lease in record.leases.iter_mut().filter(|lease| is_behind(lease, tap)) {
+        lease.released_ms = now;
+    }
+}
+
+fn is_behind(lease: &LeaseRecord, tap: &str) -> bool {
+    lease.tap == tap && lease.released_ms == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tap_has_one_nic() {
+        let lease = |tap: &str, released_ms| LeaseRecord {
+            tap: tap.into(),
+            released_ms,
+            ..LeaseRecord::default()
+        };
+        let mut record = NetworkRecord {
+            leases: vec![lease("a", 0), lease("b", 0), lease("a", 5)],
+            ..NetworkRecord::default()
+        };
+        vacate(&mut record, "a", 9);
+        let released: Vec<_> = record.leases.iter().map(|lease| lease.released_ms).collect();
+        assert_eq!(released, [9, 0, 5]);
     }
 }

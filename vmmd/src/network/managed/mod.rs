@@ -20,6 +20,7 @@ mod node;
 mod plan;
 mod pool;
 mod rules;
+mod ruleset;
 
 use std::{
     collections::BTreeMap,

@@ -7,17 +7,15 @@ use tokio::{io::AsyncWriteExt, process::Command, time::timeout};
 
 use super::{
     connections,
-    rules::{FAMILIES, Ruleset, TABLE},
+    ruleset::{FAMILIES, Name, TABLE},
 };
 
 /// How long it may take.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Puts a ruleset into the kernel, in one transaction.
-pub async fn apply(ruleset: &Ruleset) -> io::Result<()> {
-    run(&["-j", "-f", "-"], ruleset.commands.to_string().as_bytes())
-        .await
-        .map(drop)
+/// Carries commands out, in one transaction.
+pub async fn apply(commands: &str) -> io::Result<()> {
+    run(&["-j", "-f", "-"], commands.as_bytes()).await.map(drop)
 }
 
 /// Whether the kernel can tell connections apart on a bridge. Changes nothing, but may make the kernel load its module for that.
@@ -30,19 +28,20 @@ pub async fn tracks_bridges() -> bool {
     probe.is_ok()
 }
 
-/// Whether the kernel has this ruleset.
-pub async fn has(ruleset: &Ruleset) -> io::Result<bool> {
+/// The chains of our tables.
+pub async fn chains() -> io::Result<Vec<Name>> {
     let listed = run(&["-j", "list", "chains"], &[]).await?;
     let listed: Value = serde_json::from_slice(&listed).map_err(io::Error::other)?;
     let objects = listed["nftables"].as_array().into_iter().flatten();
-    let chains: Vec<_> = objects.filter_map(|object| object.get("chain")).collect();
-    let marked = |family: &&str| {
-        let is_mark = |chain: &&Value| {
-            chain["family"] == **family && chain["table"] == TABLE && chain["name"] == ruleset.mark.as_str()
-        };
-        chains.iter().any(is_mark)
-    };
-    Ok(FAMILIES.iter().all(marked))
+    let chains = objects.filter_map(|object| object.get("chain"));
+    let ours = chains.filter(|chain| {
+        let family = chain["family"].as_str();
+        chain["table"] == TABLE && family.is_some_and(|family| FAMILIES.contains(&family))
+    });
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    Ok(ours
+        .map(|chain| (text(&chain["family"]), text(&chain["name"])))
+        .collect())
 }
 
 /// Runs nft; what it prints.

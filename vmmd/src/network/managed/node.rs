@@ -1,6 +1,11 @@
 //! What the networks' records mean on the node, and how the node is made so.
 
-use std::{collections::BTreeMap, io, net::IpAddr, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, HashMap},
+    io,
+    net::IpAddr,
+    time::Duration,
+};
 
 use proto::{
     model::{
@@ -18,13 +23,15 @@ use super::{
     folder,
     helper::{self, Table, process},
     nft,
-    plan::{self, Step, Wanted},
+    plan::{self, Found, Step, Wanted},
     rules::{self, Port},
+    ruleset::Known,
     spec_of,
 };
 use crate::{
     event::{Draft, Object},
     failure::store_failure,
+    network::Link,
     store::{LeaseRecord, NetworkRecord, PortRecord},
     text,
 };
@@ -39,8 +46,8 @@ const CGROUP: &str = "networks";
 /// The packet filter as the daemon has set it up.
 #[derive(Debug, Default)]
 pub struct Filter {
-    /// Stands for the ruleset that is in the kernel; empty when that is not known.
-    mark: String,
+    /// What is in the kernel; `None` when that is not known.
+    known: Option<Known>,
 }
 
 impl Filter {
@@ -48,15 +55,34 @@ impl Filter {
     async fn apply(&mut self, records: &[NetworkRecord]) -> io::Result<bool> {
         let networks: Vec<_> = records.iter().filter_map(filtered).collect();
         let ruleset = rules::ruleset(&networks);
-        if self.mark == ruleset.mark {
-            return Ok(false);
+        match self.known.take() {
+            Some(known) if known.is(&ruleset) => {
+                self.known = Some(known);
+                return Ok(false);
+            }
+            Some(known) => {
+                if let Some(change) = ruleset.change(&known) {
+                    match nft::apply(&change).await {
+                        Ok(()) => {
+                            self.known = Some(ruleset.known_after(&known));
+                            return Ok(true);
+                        }
+                        Err(error) => {
+                            tracing::warn!(%error, "the packet filter is set up anew: others have changed it");
+                        }
+                    }
+                }
+            }
+            None => {
+                self.known = ruleset.known_by(&nft::chains().await?);
+                if self.known.is_some() {
+                    return Ok(false);
+                }
+            }
         }
-        let missing = !nft::has(&ruleset).await?;
-        if missing {
-            nft::apply(&ruleset).await?;
-        }
-        self.mark = ruleset.mark;
-        Ok(missing)
+        nft::apply(&ruleset.whole()).await?;
+        self.known = Some(ruleset.known());
+        Ok(true)
     }
 }
 
@@ -84,7 +110,7 @@ impl Networks {
         }
         let known = self.inner().problems.clone();
         // What others did to the packet filter shows only there.
-        filter.mark.clear();
+        filter.known = None;
         let repairs = self.apply(host, &mut filter, None).await;
         for (record, what) in repairs.networks {
             tell(host, &record, "NetworkRepaired", what);
@@ -106,6 +132,10 @@ impl Networks {
     fn release(&self, host: Ports<'_>) -> Vec<NetworkRecord> {
         let now = text::now_ms();
         let vms = host.vms.list();
+        let by_uid = vms
+            .iter()
+            .filter_map(|vm| Some((vm.metadata.as_ref()?.uid.as_str(), &**vm)));
+        let vms: HashMap<_, _> = by_uid.collect();
         let mut changed = Vec::new();
         for record in self.inner().records.values() {
             let mut new = record.clone();
@@ -128,8 +158,12 @@ impl Networks {
         let all: Vec<_> = self.inner().records.values().cloned().collect();
         let meant = |record: &&NetworkRecord| only.is_none_or(|uid| record.uid == uid);
         let (mut repairs, mut problems) = (Repairs::default(), BTreeMap::new());
+        let seen = match only {
+            None if !all.is_empty() => survey(host).await,
+            _ => Seen::new(),
+        };
         for record in all.iter().filter(meant) {
-            match make_bridge(host, record).await {
+            match make_bridge(host, record, &seen).await {
                 Ok(true) => repairs
                     .networks
                     .push((record.clone(), "its bridge was not as it has to be")),
@@ -150,7 +184,7 @@ impl Networks {
             }
         }
         for record in all.iter().filter(|record| only.is_none() && !record.leaving) {
-            match join_taps(host, record).await {
+            match join_taps(host, record, &seen).await {
                 Ok(true) => repairs
                     .networks
                     .push((record.clone(), "VMs were not connected to its bridge")),
@@ -185,11 +219,25 @@ impl Networks {
     }
 }
 
+/// What there was when all interfaces were looked at together, by name.
+type Seen = HashMap<String, (Link, Found)>;
+
+async fn survey(host: Ports<'_>) -> Seen {
+    let seen = host.links.survey().await;
+    seen.unwrap_or_else(|error| {
+        tracing::warn!(%error, "look at all network interfaces");
+        Seen::new()
+    })
+}
+
 /// Makes, changes or removes the bridge of a network. True when something was to be done.
-async fn make_bridge(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
+async fn make_bridge(host: Ports<'_>, record: &NetworkRecord, seen: &Seen) -> io::Result<bool> {
     let (name, wanted) = (bridge(record), wanted(record));
-    let found = host.links.inspect(&name).await?;
-    let steps = plan::plan(wanted.as_ref(), found.as_ref());
+    let plan = |found: Option<&Found>| plan::plan(wanted.as_ref(), found);
+    let steps = match seen.get(&name) {
+        Some((_, found)) if plan(Some(found)).is_empty() => Vec::new(),
+        _ => plan(host.links.inspect(&name).await?.as_ref()),
+    };
     let changed = !steps.is_empty();
     for step in steps {
         tracing::debug!(bridge = name, ?step, "change a bridge");
@@ -241,13 +289,19 @@ fn switch(path: &str, to: &str) -> io::Result<()> {
 }
 
 /// Makes the taps of running VMs ports of their network's bridge again, which may be another one by now. True when some were not.
-async fn join_taps(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
+async fn join_taps(host: Ports<'_>, record: &NetworkRecord, seen: &Seen) -> io::Result<bool> {
     let Some(bridge) = host.links.find(&bridge(record)).await? else {
         return Ok(false);
     };
     let mut changed = false;
     for lease in record.leases.iter().filter(|lease| lease.released_ms == 0) {
         // There is none while the VM does not run. One that is being made joins by itself.
+        if seen
+            .get(&lease.tap)
+            .is_none_or(|(tap, _)| tap.bridge == bridge.index)
+        {
+            continue;
+        }
         let Some(tap) = host.links.find(&lease.tap).await? else {
             continue;
         };
@@ -399,11 +453,10 @@ fn resolvers(text: &str) -> Vec<IpAddr> {
     servers.collect()
 }
 
-/// Whether the NIC that has a lease is in its VM's spec, or in the VM as it runs.
-fn is_used(vms: &[Arc<v1::Vm>], network: &str, lease: &LeaseRecord) -> bool {
+/// Whether the NIC that has a lease is in its VM's spec, or in the VM as it runs. `vms` are those of the node, by UUID.
+fn is_used(vms: &HashMap<&str, &v1::Vm>, network: &str, lease: &LeaseRecord) -> bool {
     let uid = Uuid::from_slice(&lease.vm).unwrap_or_default().to_string();
-    let is_its = |vm: &&Arc<v1::Vm>| vm.metadata.as_ref().is_some_and(|metadata| metadata.uid == uid);
-    match vms.iter().find(is_its) {
+    match vms.get(uid.as_str()) {
         None => false,
         // A VM whose record can't be read keeps what it has.
         Some(vm) if vm.spec.is_none() => true,

@@ -1,8 +1,7 @@
-//! What the packet filter is told of the networks, as the JSON of libnftables (libnftables-json(5)).
+//! What the packet filter is told of the networks, as the JSON of libnftables (libnftables-json(5)); [`ruleset`](super::ruleset) says how
+//! it gets into the kernel.
 //!
-//! All of it is in two tables of our own, `inet vmmd` and `bridge vmmd`, which are replaced as a whole in one transaction.
-//! Nothing of other owners is touched. An empty chain in each names the ruleset by a hash of it: where the chains are in the kernel, the
-//! rules are.
+//! What is of one network or NIC is in a chain that is named by its interface; the chain named here leads there.
 //!
 //! - *forward*: what comes from a network and goes to it. Into a network with NAT goes what belongs to a connection from there, and
 //!   what was sent to a published port.
@@ -13,7 +12,10 @@
 //! - *ports* (of the bridge): what a guest may send at all: its own MAC, IPv4 and IPv6 addresses, ARP and neighbor discovery that say
 //!   so, and nothing that a router or a DHCP server says.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
 
 use proto::model::{
     firewall::Firewall,
@@ -21,12 +23,8 @@ use proto::model::{
     nic::{Mac, Protocol, PublishedPort},
 };
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
-/// The tables' name.
-pub const TABLE: &str = "vmmd";
-/// Families that have a table.
-pub const FAMILIES: [&str; 2] = ["inet", "bridge"];
+use super::ruleset::{Chains, Ruleset, TABLE, chain};
 
 /// A network as the packet filter sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,118 +58,93 @@ pub struct Port {
     pub firewall: Firewall,
 }
 
-/// What is to be in the kernel.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ruleset {
-    /// The chain that stands for it.
-    pub mark: String,
-    /// What `nft -j -f -` is to be given.
-    pub commands: Value,
-}
-
 /// The ruleset for these networks. Without networks it takes the tables away.
 pub fn ruleset(networks: &[Network]) -> Ruleset {
-    let mut objects = Vec::new();
+    let mut objects = Chains::default();
     if !networks.is_empty() {
-        for family in FAMILIES {
-            objects.push(json!({"table": {"family": family, "name": TABLE}}));
-        }
         forward(networks, &mut objects);
         input(networks, &mut objects);
         translation(networks, &mut objects);
         spoofing(networks, &mut objects);
         super::connections::connections(networks, &mut objects);
     }
-    let hash = Sha256::digest(Value::Array(objects.clone()).to_string());
-    let hash: String = hash.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-    let mark = format!("ruleset-{hash}");
-    // Adding a table that is there is no error, deleting one that is not would be.
-    let mut commands = vec![json!({"metainfo": {"json_schema_version": 1}})];
-    for family in FAMILIES {
-        let table = json!({"table": {"family": family, "name": TABLE}});
-        commands.push(json!({"add": table}));
-        commands.push(json!({"delete": table}));
-    }
-    commands.extend(objects.into_iter().map(|object| json!({"add": object})));
-    if !networks.is_empty() {
-        for family in FAMILIES {
-            commands.push(json!({"add": {"chain": {"family": family, "table": TABLE, "name": mark}}}));
-        }
-    }
-    Ruleset {
-        mark,
-        commands: json!({"nftables": commands}),
-    }
+    Ruleset::new(objects)
 }
 
-fn forward(networks: &[Network], objects: &mut Vec<Value>) {
-    objects.push(base("inet", "forward", "filter", "forward", 0));
-    let mut rule = |expressions: Value| objects.push(self::rule("inet", "forward", &expressions));
-    // First: no later rule may accept what comes from an isolated network.
-    for network in networks
-        .iter()
-        .filter(|network| network.mode == NetworkMode::Isolated)
-    {
-        let elsewhere = unequal(&meta("oifname"), &json!(network.bridge));
-        rule(json!([iifname(&network.bridge), elsewhere, drop()]));
-    }
+fn forward(networks: &[Network], objects: &mut Chains) {
+    let (mut from, mut to) = (Vec::new(), Vec::new());
     for network in networks {
-        let (to, within) = (oifname(&network.bridge), iifname(&network.bridge));
-        rule(json!([within, to, accept()]));
+        let bridge = network.bridge.as_str();
+        if network.mode == NetworkMode::Isolated {
+            let chain = format!("from-{bridge}");
+            objects.push(&self::chain("inet", &chain));
+            let elsewhere = unequal(&meta("oifname"), &json!(bridge));
+            objects.push(&rule("inet", &chain, &json!([elsewhere, drop()])));
+            from.push((bridge, chain));
+        }
+        let chain = format!("to-{bridge}");
+        objects.push(&self::chain("inet", &chain));
+        let mut rule = |expressions: Value| objects.push(&self::rule("inet", &chain, &expressions));
+        rule(json!([iifname(bridge), accept()]));
         match network.mode {
             NetworkMode::Nat => {
-                rule(json!([to, state(&["established", "related"]), accept()]));
-                rule(json!([to, translated(), accept()]));
-                rule(json!([to, drop()]));
+                rule(json!([state(&["established", "related"]), accept()]));
+                rule(json!([translated(), accept()]));
+                rule(json!([drop()]));
             }
-            NetworkMode::Isolated => rule(json!([to, drop()])),
+            NetworkMode::Isolated => rule(json!([drop()])),
             NetworkMode::Routed => {}
         }
+        to.push((bridge, chain));
     }
+    objects.push(&base("inet", "forward", "filter", "forward", 0));
+    // First: no later rule may accept what comes from an isolated network.
+    jumps(objects, ("inet", "forward"), "iifname", &from);
+    jumps(objects, ("inet", "forward"), "oifname", &to);
 }
 
-fn input(networks: &[Network], objects: &mut Vec<Value>) {
-    objects.push(base("inet", "input", "filter", "input", 0));
-    let mut rule = |expressions: Value| objects.push(self::rule("inet", "input", &expressions));
+fn input(networks: &[Network], objects: &mut Chains) {
+    let mut from = Vec::new();
     for network in networks {
-        let from = iifname(&network.bridge);
-        rule(json!([from, state(&["established", "related"]), accept()]));
-        rule(json!([
-            from,
-            equal(&payload("udp", "dport"), &json!(67)),
-            accept()
-        ]));
+        let chain = format!("input-{}", network.bridge);
+        objects.push(&self::chain("inet", &chain));
+        let mut rule = |expressions: Value| objects.push(&self::rule("inet", &chain, &expressions));
+        rule(json!([state(&["established", "related"]), accept()]));
+        rule(json!([equal(&payload("udp", "dport"), &json!(67)), accept()]));
         let gateway = equal(&payload("ip", "daddr"), &json!(network.gateway.to_string()));
         let query = equal(&payload("udp", "dport"), &json!(53));
-        rule(json!([from, gateway, query, accept()]));
+        rule(json!([gateway, query, accept()]));
         let ping = equal(&payload("icmp", "type"), &json!("echo-request"));
-        rule(json!([from, gateway, ping, accept()]));
+        rule(json!([gateway, ping, accept()]));
         if let Some(net6) = network.net6 {
             let gateway = equal(&payload("ip6", "daddr"), &json!(net6.gateway().to_string()));
             let ping = equal(&payload("icmpv6", "type"), &json!("echo-request"));
-            rule(json!([from, gateway, ping, accept()]));
+            rule(json!([gateway, ping, accept()]));
             // What hosts of a link say to each other and ask a router for (RFC 4861), but not what a router says.
             let said = json!({"set": ["nd-router-solicit", "nd-neighbor-solicit", "nd-neighbor-advert", "mld2-listener-report"]});
-            rule(json!([from, equal(&payload("icmpv6", "type"), &said), accept()]));
+            rule(json!([equal(&payload("icmpv6", "type"), &said), accept()]));
         }
-        rule(json!([from, drop()]));
+        rule(json!([drop()]));
+        from.push((network.bridge.as_str(), chain));
     }
+    objects.push(&base("inet", "input", "filter", "input", 0));
+    jumps(objects, ("inet", "input"), "iifname", &from);
 }
 
-fn translation(networks: &[Network], objects: &mut Vec<Value>) {
-    objects.push(base("inet", "source", "nat", "postrouting", 100));
-    objects.push(base("inet", "published", "nat", "prerouting", -100));
+fn translation(networks: &[Network], objects: &mut Chains) {
+    objects.push(&base("inet", "source", "nat", "postrouting", 100));
+    objects.push(&base("inet", "published", "nat", "prerouting", -100));
     // The node's own connections to its published ports.
-    objects.push(base("inet", "local", "nat", "output", -100));
+    objects.push(&base("inet", "local", "nat", "output", -100));
     for network in networks.iter().filter(|network| network.mode == NetworkMode::Nat) {
         let net = json!({"prefix": {"addr": network.net.first().to_string(), "len": network.net.prefix()}});
         let from = equal(&payload("ip", "saddr"), &net);
         let other = unequal(&meta("oifname"), &json!(network.bridge));
         let masquerade = json!({"masquerade": null});
-        objects.push(rule("inet", "source", &json!([from, other, masquerade])));
+        objects.push(&rule("inet", "source", &json!([from, other, masquerade])));
         // A guest that uses a published port of its own network: the answer has to come back by the node.
         let within = equal(&payload("ip", "daddr"), &net);
-        objects.push(rule(
+        objects.push(&rule(
             "inet",
             "source",
             &json!([from, within, translated(), masquerade]),
@@ -180,8 +153,8 @@ fn translation(networks: &[Network], objects: &mut Vec<Value>) {
             let net = json!({"prefix": {"addr": net6.first().to_string(), "len": Ipv6Net::PREFIX}});
             let from = equal(&payload("ip6", "saddr"), &net);
             let within = equal(&payload("ip6", "daddr"), &net);
-            objects.push(rule("inet", "source", &json!([from, other, masquerade])));
-            objects.push(rule(
+            objects.push(&rule("inet", "source", &json!([from, other, masquerade])));
+            objects.push(&rule(
                 "inet",
                 "source",
                 &json!([from, within, translated(), masquerade]),
@@ -192,7 +165,7 @@ fn translation(networks: &[Network], objects: &mut Vec<Value>) {
             for address in addresses.into_iter().flatten() {
                 for published in &port.published {
                     for chain in ["published", "local"] {
-                        objects.push(rule("inet", chain, &publish(address, published)));
+                        objects.push(&rule("inet", chain, &publish(address, published)));
                     }
                 }
             }
@@ -218,63 +191,76 @@ fn publish(address: IpAddr, port: &PublishedPort) -> Value {
     ])
 }
 
-fn spoofing(networks: &[Network], objects: &mut Vec<Value>) {
-    objects.push(base("bridge", "ports", "filter", "prerouting", -300));
-    for port in networks.iter().flat_map(|network| &network.ports) {
-        let from = iifname(&port.tap);
-        let (mac, address) = (json!(port.mac.to_string()), json!(port.address.to_string()));
-        let mut rule = |expressions: Value| objects.push(self::rule("bridge", "ports", &expressions));
-        rule(json!([from, unequal(&payload("ether", "saddr"), &mac), drop()]));
-        rule(json!([
-            from,
-            is("arp"),
-            unequal(&payload("arp", "saddr ether"), &mac),
-            drop()
-        ]));
-        // A probe for an address says that it has none yet (RFC 5227).
-        let nobody = json!({"set": [address, "0.0.0.0"]});
-        rule(json!([
-            from,
-            is("arp"),
-            unequal(&payload("arp", "saddr ip"), &nobody),
-            drop()
-        ]));
-        rule(json!([from, is("arp"), accept()]));
-        // Without an address it can only ask for one.
-        rule(json!([
-            from,
-            equal(&payload("ip", "saddr"), &json!("0.0.0.0")),
-            equal(&payload("udp", "dport"), &json!(67)),
-            accept()
-        ]));
-        rule(json!([
-            from,
-            is("ip"),
-            unequal(&payload("ip", "saddr"), &address),
-            drop()
-        ]));
-        rule(json!([
-            from,
-            is("ip"),
-            equal(&payload("udp", "sport"), &json!(67)),
-            drop()
-        ]));
-        rule(json!([from, is("ip"), accept()]));
-        if let Some(address) = port.address6 {
-            spoofing6(&from, [address, link_local(port.mac)], &mut rule);
-        }
-        rule(json!([from, drop()]));
+fn spoofing(networks: &[Network], objects: &mut Chains) {
+    let ports = networks.iter().flat_map(|network| &network.ports);
+    // A key is in a map once.
+    let ports: BTreeMap<_, _> = ports.map(|port| (port.tap.as_str(), port)).collect();
+    let mut from = Vec::new();
+    for (tap, port) in ports {
+        let chain = format!("port-{tap}");
+        objects.push(&self::chain("bridge", &chain));
+        port_rules(port, |expressions| {
+            objects.push(&rule("bridge", &chain, &expressions));
+        });
+        from.push((tap, chain));
     }
+    objects.push(&base("bridge", "ports", "filter", "prerouting", -300));
+    jumps(objects, ("bridge", "ports"), "iifname", &from);
+}
+
+/// What a guest may send.
+fn port_rules(port: &Port, mut rule: impl FnMut(Value)) {
+    let (mac, address) = (json!(port.mac.to_string()), json!(port.address.to_string()));
+    rule(json!([unequal(&payload("ether", "saddr"), &mac), drop()]));
+    rule(json!([
+        is("arp"),
+        unequal(&payload("arp", "saddr ether"), &mac),
+        drop()
+    ]));
+    // A probe for an address says that it has none yet (RFC 5227).
+    let nobody = json!({"set": [address, "0.0.0.0"]});
+    rule(json!([
+        is("arp"),
+        unequal(&payload("arp", "saddr ip"), &nobody),
+        drop()
+    ]));
+    rule(json!([is("arp"), accept()]));
+    // Without an address it can only ask for one.
+    rule(json!([
+        equal(&payload("ip", "saddr"), &json!("0.0.0.0")),
+        equal(&payload("udp", "dport"), &json!(67)),
+        accept()
+    ]));
+    rule(json!([
+        is("ip"),
+        unequal(&payload("ip", "saddr"), &address),
+        drop()
+    ]));
+    rule(json!([
+        is("ip"),
+        equal(&payload("udp", "sport"), &json!(67)),
+        drop()
+    ]));
+    rule(json!([is("ip"), accept()]));
+    if let Some(address) = port.address6 {
+        port_rules6([address, link_local(port.mac)], &mut rule);
+    }
+    rule(json!([drop()]));
 }
 
 /// What a guest may send with IPv6: its own addresses, what asks for and tells of these alone (RFC 4861), and nothing that a router
 /// or a DHCP server says.
-fn spoofing6(from: &Value, own: [Ipv6Addr; 2], rule: &mut impl FnMut(Value)) {
-    let kind = |kinds: &[&str]| equal(&payload("icmpv6", "type"), &json!({"set": kinds}));
+fn port_rules6(own: [Ipv6Addr; 2], rule: &mut impl FnMut(Value)) {
+    let kind = |kinds: &[&str]| {
+        let kinds = match kinds {
+            [one] => json!(one),
+            kinds => json!({"set": kinds}),
+        };
+        equal(&payload("icmpv6", "type"), &kinds)
+    };
     let addresses = own.map(|address| address.to_string());
-    rule(json!([from, kind(&["nd-router-advert", "nd-redirect"]), drop()]));
+    rule(json!([kind(&["nd-router-advert", "nd-redirect"]), drop()]));
     rule(json!([
-        from,
         is("ip6"),
         equal(&payload("udp", "sport"), &json!(547)),
         drop()
@@ -283,21 +269,17 @@ fn spoofing6(from: &Value, own: [Ipv6Addr; 2], rule: &mut impl FnMut(Value)) {
     let nobody = equal(&payload("ip6", "saddr"), &json!("::"));
     for address in own {
         let target = target(address);
-        let with = |first: Vec<Value>| {
-            let all = [vec![from.clone()], first, target.clone(), vec![accept()]];
-            Value::Array(all.concat())
-        };
+        let with = |first: Vec<Value>| Value::Array([first, target.clone(), vec![accept()]].concat());
         rule(with(vec![
             equal(&payload("ip6", "saddr"), &json!({"set": addresses})),
             kind(&["nd-neighbor-advert"]),
         ]));
         rule(with(vec![nobody.clone(), kind(&["nd-neighbor-solicit"])]));
     }
-    rule(json!([from, kind(&["nd-neighbor-advert"]), drop()]));
+    rule(json!([kind(&["nd-neighbor-advert"]), drop()]));
     let listens = kind(&["mld-listener-report", "mld-listener-done", "mld2-listener-report"]);
-    rule(json!([from, nobody, listens, accept()]));
+    rule(json!([nobody, listens, accept()]));
     rule(json!([
-        from,
         equal(&payload("ip6", "saddr"), &json!({"set": addresses})),
         accept()
     ]));
@@ -324,6 +306,18 @@ pub(super) fn base(family: &str, name: &str, kind: &str, hook: &str, priority: i
         "family": family, "table": TABLE, "name": name,
         "type": kind, "hook": hook, "prio": priority, "policy": "accept",
     }})
+}
+
+/// Adds a rule that leads from `chain` to the one for a packet's interface, if there is any: (interface, chain). It is a map, so a packet
+/// passes the rules of one network or NIC, however many the node has.
+fn jumps(objects: &mut Chains, (family, chain): (&str, &str), key: &str, chains: &[(&str, String)]) {
+    let jump = |(interface, chain): &(&str, String)| json!([interface, {"jump": {"target": chain}}]);
+    let set: Vec<_> = chains.iter().map(jump).collect();
+    // There are no empty maps.
+    if !set.is_empty() {
+        let map = json!({"vmap": {"key": meta(key), "data": {"set": set}}});
+        objects.push(&rule(family, chain, &json!([map])));
+    }
 }
 
 pub(super) fn rule(family: &str, chain: &str, expressions: &Value) -> Value {
@@ -400,11 +394,11 @@ mod tests {
     }
 
     fn chain(ruleset: &Ruleset, chain: &str) -> usize {
-        let commands = ruleset.commands["nftables"].as_array().unwrap();
-        let rules = commands
-            .iter()
-            .filter(|command| command["add"]["rule"]["chain"] == chain);
-        rules.count()
+        let whole: Value = serde_json::from_str(&ruleset.whole()).unwrap();
+        let commands = whole["nftables"].as_array().unwrap().iter();
+        commands
+            .filter(|command| command["add"]["rule"]["chain"] == chain)
+            .count()
     }
 
     #[test]
@@ -430,7 +424,54 @@ mod tests {
             let other = ruleset(&[network(mode)]);
             assert_eq!([chain(&other, "source"), chain(&other, "published")], [0, 0]);
         }
-        assert_eq!(chain(&nat, "ports"), 9);
+        assert_eq!([chain(&nat, "ports"), chain(&nat, "port-vm0123456789n0")], [1, 9]);
+    }
+
+    #[test]
+    fn a_packet_passes_the_rules_of_one_network_and_one_nic_however_many_there_are() {
+        let numbered = |number: usize| {
+            let mut numbered =
+                network([NetworkMode::Nat, NetworkMode::Isolated, NetworkMode::Routed][number % 3]);
+            numbered.bridge = format!("vmb{number}");
+            numbered.ports[0].tap = format!("vm0123456789n{number}");
+            numbered
+        };
+        let rules = ruleset(&(0..30).map(numbered).collect::<Vec<_>>());
+        let count = |names: &[&str]| -> Vec<_> { names.iter().map(|name| chain(&rules, name)).collect() };
+        assert_eq!(count(&["forward", "input", "ports"]), [2, 1, 1]);
+        assert_eq!(count(&["to-vmb0", "to-vmb1", "to-vmb2"]), [4, 2, 1]);
+        assert_eq!(count(&["from-vmb0", "from-vmb1", "from-vmb2"]), [0, 1, 0]);
+        assert_eq!(count(&["input-vmb7", "port-vm0123456789n7"]), [5, 9]);
+        let text = rules.whole();
+        for jump in [
+            r#"["vmb1",{"jump":{"target":"from-vmb1"}}]"#,
+            r#"["vmb1",{"jump":{"target":"to-vmb1"}}]"#,
+            r#"["vmb7",{"jump":{"target":"input-vmb7"}}]"#,
+            r#"["vm0123456789n7",{"jump":{"target":"port-vm0123456789n7"}}]"#,
+        ] {
+            assert_eq!(text.matches(jump).count(), 1, "{jump}: {text}");
+        }
+    }
+
+    #[test]
+    fn a_tap_that_two_leases_have_is_in_the_map_once() {
+        let mut stale = network(NetworkMode::Nat);
+        stale.bridge = "vmb9876543210".into();
+        stale.ports[0].address = [10, 81, 0, 2].into();
+        let rules = ruleset(&[stale, network(NetworkMode::Nat)]);
+        assert_eq!(
+            [chain(&rules, "ports"), chain(&rules, "port-vm0123456789n0")],
+            [1, 9]
+        );
+        let of_the_last = rules.whole().matches(r#""right":"10.80.0.2""#).count();
+        assert_eq!(of_the_last, 1);
+    }
+
+    #[test]
+    fn without_nics_there_is_no_map() {
+        let mut none = network(NetworkMode::Nat);
+        none.ports.clear();
+        assert_eq!(chain(&ruleset(&[none]), "ports"), 0);
     }
 
     #[test]
@@ -440,10 +481,10 @@ mod tests {
         (both.net6, both.ports[0].address6) = (Some(net), Some(net.of(both.ports[0].mac)));
         let rules = ruleset(&[both]);
         assert_eq!(
-            ["source", "published", "local", "ports"].map(|name| chain(&rules, name)),
+            ["source", "published", "local", "port-vm0123456789n0"].map(|name| chain(&rules, name)),
             [4, 2, 2, 18]
         );
-        let text = rules.commands.to_string();
+        let text = rules.whole();
         for part in [
             "fd00:80::5054:ff:fe00:1",
             "fe80::5054:ff:fe00:1",
@@ -456,7 +497,7 @@ mod tests {
     #[test]
     fn connections_are_filtered_only_where_a_guest_has_a_firewall() {
         let open = network(NetworkMode::Nat);
-        let text = ruleset(std::slice::from_ref(&open)).commands.to_string();
+        let text = ruleset(std::slice::from_ref(&open)).whole();
         assert!(!text.contains("egress") && !text.contains("ingress"), "{text}");
         let mut closed = open;
         closed.ports[0].firewall = Firewall {
@@ -470,16 +511,9 @@ mod tests {
         let closed = ruleset(&[closed]);
         // Established, ARP, neighbors, DHCP, the rule, the end.
         assert_eq!([chain(&closed, "ingress"), chain(&closed, "egress")], [6, 0]);
-        let text = closed.commands.to_string();
+        let text = closed.whole();
         for part in [r#"{"set":[80,{"range":[8000,8100]}]}"#, r#""right":6}"#] {
             assert!(text.contains(part), "{part}: {text}");
         }
-    }
-
-    #[test]
-    fn without_networks_the_tables_are_taken_away() {
-        let none = ruleset(&[]);
-        let commands = none.commands["nftables"].as_array().unwrap();
-        assert_eq!(commands.len(), 5, "{commands:?}");
     }
 }

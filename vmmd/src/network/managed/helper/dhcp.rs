@@ -115,10 +115,10 @@ fn answer(table: &Table, request: &Message) -> Option<Answer> {
         lease(table, &mut message);
     }
     options(table, &host.name, &mut message);
-    // A client that has no address yet is sent to by all means: it has no ARP.
+    // A client that has no address yet is sent to by all means: it has no ARP. What it says that it has may be another's.
     let to = match request.ciaddr() {
-        address if address.is_unspecified() => Ipv4Addr::BROADCAST,
-        address => address,
+        address if address == host.address => address,
+        _ => Ipv4Addr::BROADCAST,
     };
     Some(Answer {
         message,
@@ -166,7 +166,8 @@ fn options(table: &Table, name: &str, message: &mut Message) {
     }
 }
 
-fn mac(bytes: &[u8]) -> String {
+/// "52:54:00:12:34:56".
+pub fn mac(bytes: &[u8]) -> String {
     let pairs: Vec<_> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     pairs.join(":")
 }
@@ -282,6 +283,17 @@ pub mod tests {
         assert_eq!(
             (kind(&ack), ack.to),
             (MessageType::Ack, SocketAddrV4::new(ADDRESS, 68))
+        );
+    }
+
+    #[test]
+    fn an_answer_does_not_go_to_an_address_of_another_vm() {
+        let mut renewal = request(MessageType::Discover, &[]);
+        renewal.set_ciaddr([10, 80, 0, 9]);
+        let offer = answer(&table(), &renewal).unwrap();
+        assert_eq!(
+            (kind(&offer), offer.to),
+            (MessageType::Offer, SocketAddrV4::new(Ipv4Addr::BROADCAST, 68))
         );
     }
 

@@ -20,6 +20,15 @@ use super::Table;
 const TTL: u32 = 30;
 /// Bytes of a message before its question (RFC 1035, 4.1.1).
 const HEADER: usize = 12;
+/// Largest query in bytes: what is forwarded is kept until it is answered. Resolvers say more than a question in some hundred bytes at
+/// most, and 4,096 is the largest message that they use UDP for (RFC 6891, 6.2.5).
+pub const MAX_QUERY: usize = 4096;
+/// Largest answer in bytes (RFC 1035, 4.2.1).
+pub const MAX_ANSWER: usize = 512;
+/// Bytes of the shortest record: one with an IPv4 address and a name that is a pointer (RFC 1035, 4.1.3, 4.1.4).
+const RECORD: usize = 16;
+/// Bytes of type and class (RFC 1035, 4.1.2).
+const KIND: usize = 4;
 
 /// What becomes of a packet.
 #[derive(Debug, PartialEq, Eq)]
@@ -45,6 +54,9 @@ pub struct Question {
 ///
 /// Only the header and the question are decoded: a guest's further records are no business of the helper.
 pub fn decide(table: &Table, packet: &[u8]) -> Verdict {
+    if packet.len() > MAX_QUERY {
+        return Verdict::Ignore;
+    }
     let mut decoder = BinDecoder::new(packet);
     let Ok(header) = Header::read(&mut decoder) else {
         return Verdict::Ignore;
@@ -58,7 +70,8 @@ pub fn decide(table: &Table, packet: &[u8]) -> Verdict {
         return reply(&request, None, ResponseCode::NotImp, Vec::new(), None);
     }
     let query = (header.counts.queries == 1).then(|| Query::read(&mut decoder).ok());
-    let Some(query) = query.flatten() else {
+    let bytes = packet.get(HEADER..decoder.index()).unwrap_or_default();
+    let Some(query) = query.flatten().filter(|query| is_whole(&query.name, bytes)) else {
         return reply(&request, None, ResponseCode::FormErr, Vec::new(), None);
     };
     if query.query_class == DNSClass::IN {
@@ -75,13 +88,17 @@ pub fn decide(table: &Table, packet: &[u8]) -> Verdict {
     if table.forward.is_empty() {
         return reply(&request, Some(query), ResponseCode::Refused, Vec::new(), None);
     }
-    match packet.get(HEADER..decoder.index()) {
-        Some(bytes) => Verdict::Forward(Question {
-            id: request.id,
-            bytes: bytes.to_vec(),
-        }),
-        None => Verdict::Ignore,
-    }
+    Verdict::Forward(Question {
+        id: request.id,
+        bytes: bytes.to_vec(),
+    })
+}
+
+/// Whether a question has its name without pointers (RFC 1035, 4.1.4). There is only the header that a pointer could lead to, and what
+/// is forwarded gets another number there, so the name would be another one too.
+fn is_whole(name: &Name, question: &[u8]) -> bool {
+    let labels = if name.is_root() { 0 } else { name.len() };
+    question.len() == labels + 1 + KIND
 }
 
 /// Whether a packet is the reply to a question with the number `id`.
@@ -93,10 +110,13 @@ pub fn is_reply(packet: &[u8], id: u16, question: &[u8]) -> bool {
             && header.metadata.id == id
             && header.counts.queries == 1
     };
-    let repeated = packet.get(HEADER..HEADER.saturating_add(question.len()));
-    header.is_ok_and(|header| answers(&header))
-        // Servers may write the name in other cases.
-        && repeated.is_some_and(|bytes| bytes.eq_ignore_ascii_case(question))
+    let Some(repeated) = packet.get(HEADER..HEADER.saturating_add(question.len())) else {
+        return false;
+    };
+    let name = question.len().saturating_sub(KIND);
+    let ((name, kind), (asked, wanted)) = (repeated.split_at(name), question.split_at(name));
+    // Servers may write the name in other cases.
+    header.is_ok_and(|header| answers(&header)) && name.eq_ignore_ascii_case(asked) && kind == wanted
 }
 
 /// `<network>.internal.`
@@ -161,7 +181,8 @@ fn forward_lookup(table: &Table, zone: &Name, name: &Name, kind: RecordType) -> 
         .map(|found| RData::A(found.address.into()))
         .chain(v6.filter_map(|found| Some(RData::AAAA(found.address6?.into()))));
     let records = data.map(|data| Record::from_rdata(name.clone(), TTL, data));
-    (ResponseCode::NoError, records.collect())
+    // More than that don't fit.
+    (ResponseCode::NoError, records.take(MAX_ANSWER / RECORD).collect())
 }
 
 fn reverse_lookup(
@@ -204,9 +225,14 @@ fn reply(
     }
     message.queries.extend(query);
     message.answers = answers;
-    match message.to_vec() {
-        Ok(reply) => Verdict::Answer(reply),
-        Err(_) => Verdict::Ignore,
+    loop {
+        match message.to_vec() {
+            Ok(reply) if reply.len() <= MAX_ANSWER => return Verdict::Answer(reply),
+            // Addresses of a VM with dozens of NICs. Nobody serves TCP here, so a truncated answer would be none; each address is as
+            // good as the others.
+            Ok(_) if message.answers.pop().is_some() => {}
+            _ => return Verdict::Ignore,
+        }
     }
 }
 
@@ -318,6 +344,53 @@ pub mod tests {
     }
 
     #[test]
+    fn a_question_whose_name_leads_into_the_header_is_none() {
+        // The number of the query is the name: a label of no bytes.
+        let packet = [0, 7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0xc0, 0, 0, 1, 0, 1];
+        let Verdict::Answer(reply) = decide(&table(), &packet) else {
+            panic!("forwarded");
+        };
+        let reply = Message::from_vec(&reply).unwrap();
+        assert_eq!(reply.metadata.response_code, ResponseCode::FormErr);
+    }
+
+    #[test]
+    fn a_query_may_have_more_than_a_question_but_not_too_much() {
+        let mut packet = query("example.com.", RecordType::A);
+        packet.resize(MAX_QUERY, 0);
+        assert!(matches!(decide(&table(), &packet), Verdict::Forward(_)));
+        packet.push(0);
+        assert_eq!(decide(&table(), &packet), Verdict::Ignore);
+    }
+
+    #[test]
+    fn a_vm_with_many_nics_is_answered_with_as_many_addresses_as_fit() {
+        let mut table = table();
+        for number in 2..64 {
+            let host = super::super::Host {
+                address: [10, 80, 0, number].into(),
+                address6: Some(Ipv6Addr::from(u128::from(number))),
+                name: "web".into(),
+            };
+            table.hosts.insert(format!("52:54:00:00:01:{number:02x}"), host);
+        }
+        for kind in [RecordType::A, RecordType::AAAA, RecordType::ANY] {
+            let Verdict::Answer(reply) = decide(&table, &query("web.lan.internal.", kind)) else {
+                panic!("{kind}: no answer");
+            };
+            let message = Message::from_vec(&reply).unwrap();
+            assert!(
+                !message.answers.is_empty() && !message.metadata.truncation,
+                "{kind}"
+            );
+            assert!(
+                reply.len() <= MAX_ANSWER && reply.len() > MAX_ANSWER - 28,
+                "{kind}"
+            );
+        }
+    }
+
+    #[test]
     fn a_reply_is_one_to_the_same_question() {
         let packet = query("Example.com.", RecordType::A);
         let mut reply = query("example.com.", RecordType::A);
@@ -330,6 +403,11 @@ pub mod tests {
         other[2] |= 0x80;
         assert!(!is_reply(&other, 7, question));
         assert!(!is_reply(&reply[..14], 7, question));
+        // 65 and 97 are letters only in a name.
+        let asked = query("example.com.", RecordType::HTTPS);
+        let mut other = query("example.com.", RecordType::Unknown(97));
+        other[2] |= 0x80;
+        assert!(!is_reply(&other, 7, &asked[HEADER..]));
     }
 
     proptest::proptest! {
@@ -340,6 +418,10 @@ pub mod tests {
             decide(&table(), &packet);
             is_reply(&packet, 7, &packet);
         }
+    }
+
+    proptest::proptest! {
+        #![proptest_config(proptest::prelude::ProptestConfig { cases: 500, ..Default::default() })]
 
         /// Behind a header that is right; names with lengths and pointers of all kinds.
         #[test]

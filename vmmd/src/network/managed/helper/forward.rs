@@ -5,11 +5,14 @@
 //! A reply counts when it comes from the server that was asked and repeats number and question.
 //!
 //! A query that is not answered in time is sent to the next server once, and forgotten then: clients ask again by themselves.
+//!
+//! [`Queries`] has the state and decides; [`Forwarder`] has the sockets.
 
 use std::{
     collections::HashMap,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    ops::Range,
     time::{Duration, Instant},
 };
 
@@ -18,31 +21,23 @@ use super::dns::{self, Question};
 /// Port of name servers.
 const PORT: u16 = 53;
 /// Sockets of each family.
-const SOCKETS: usize = 16;
-/// Queries under way, of all guests and of one.
-const MAX_PENDING: usize = 1024;
-const MAX_PENDING_OF_GUEST: usize = 64;
+pub const SOCKETS: usize = 16;
+/// Queries under way, of all guests and of one. Each is [`dns::MAX_QUERY`] bytes at most.
+pub const MAX_PENDING: usize = 1024;
+pub const MAX_PENDING_OF_GUEST: usize = 64;
 /// How long a server has.
-const PATIENCE: Duration = Duration::from_secs(2);
+pub const PATIENCE: Duration = Duration::from_secs(2);
 /// Servers that a query is sent to.
-const TRIES: u32 = 2;
+pub const TRIES: u32 = 2;
 
-/// What is under way.
+/// Three random bytes; `None` when the kernel has none yet.
+type Random = fn() -> Option<[u8; 3]>;
+
+/// The sockets, and what is under way.
 #[derive(Debug)]
 pub struct Forwarder {
     sockets: Vec<UdpSocket>,
-    /// By socket and the number that it was sent with.
-    pending: HashMap<(usize, u16), Pending>,
-}
-
-#[derive(Debug)]
-struct Pending {
-    client: SocketAddr,
-    question: Question,
-    packet: Vec<u8>,
-    server: SocketAddr,
-    tries: u32,
-    deadline: Instant,
+    queries: Queries,
 }
 
 impl Forwarder {
@@ -57,9 +52,10 @@ impl Forwarder {
         for socket in &sockets {
             socket.set_nonblocking(true)?;
         }
+        let families = [0..SOCKETS, SOCKETS..sockets.len()];
         Ok(Self {
             sockets,
-            pending: HashMap::new(),
+            queries: Queries::new(families, random),
         })
     }
 
@@ -70,7 +66,7 @@ impl Forwarder {
 
     /// When [`Self::expire`] has something to do next.
     pub fn deadline(&self) -> Option<Instant> {
-        self.pending.values().map(|pending| pending.deadline).min()
+        self.queries.deadline()
     }
 
     /// Asks the first of `servers`. A guest with too many queries under way is not served.
@@ -82,57 +78,146 @@ impl Forwarder {
         servers: &[IpAddr],
         now: Instant,
     ) {
-        let of_client = self.pending.values().filter(|other| other.client == client);
-        // A client that asks again, since no reply came, is served by what is under way.
-        let again = of_client.clone().any(|other| other.question == question);
-        let of_guest = self
-            .pending
-            .values()
-            .filter(|other| other.client.ip() == client.ip());
-        if again || self.pending.len() >= MAX_PENDING || of_guest.count() >= MAX_PENDING_OF_GUEST {
-            return;
+        let outgoing = self.queries.ask(packet, client, question, servers, now);
+        self.send(outgoing);
+    }
+
+    /// What a packet that came to a socket means: a reply, and for whom. The reply has the number of the client's query.
+    pub fn receive(&mut self, socket: usize, packet: &mut [u8], from: SocketAddr) -> Option<SocketAddr> {
+        self.queries.receive(socket, packet, from)
+    }
+
+    /// Sends what has waited too long to the next of `servers`, once.
+    pub fn expire(&mut self, servers: &[IpAddr], now: Instant) {
+        let outgoing = self.queries.expire(servers, now);
+        self.send(outgoing);
+    }
+
+    fn send(&self, outgoing: impl IntoIterator<Item = Outgoing>) {
+        for query in outgoing {
+            if let Some(open) = self.sockets.get(query.socket) {
+                // What can't be sent is as what gets lost: the next server is asked in time.
+                let _lost = open.send_to(&query.packet, query.server);
+            }
         }
-        let Some(server) = servers.first() else { return };
+    }
+}
+
+/// A query that is to go out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outgoing {
+    /// From which socket.
+    pub socket: usize,
+    /// With its random number.
+    pub packet: Vec<u8>,
+    /// Who is asked.
+    pub server: SocketAddr,
+}
+
+/// What is under way.
+#[derive(Debug)]
+pub struct Queries<R = Random> {
+    /// Numbers of the sockets of IPv4 and of IPv6.
+    sockets: [Range<usize>; 2],
+    /// By socket and the number that it was sent with.
+    pending: HashMap<(usize, u16), Pending>,
+    random: R,
+}
+
+#[derive(Debug)]
+struct Pending {
+    client: SocketAddr,
+    question: Question,
+    packet: Vec<u8>,
+    server: SocketAddr,
+    tries: u32,
+    deadline: Instant,
+}
+
+impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
+    /// None yet. `sockets` are the numbers of those of IPv4 and of IPv6, `random` has three random bytes.
+    pub fn new(sockets: [Range<usize>; 2], random: R) -> Self {
+        Self {
+            sockets,
+            pending: HashMap::new(),
+            random,
+        }
+    }
+
+    /// When [`Self::expire`] has something to do next.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.pending.values().map(|pending| pending.deadline).min()
+    }
+
+    /// How many are under way: of all guests, and of one.
+    pub fn under_way(&self, guest: IpAddr) -> (usize, usize) {
+        let of_guest = self.pending.values().filter(|other| other.client.ip() == guest);
+        (self.pending.len(), of_guest.count())
+    }
+
+    /// Asks the first of `servers`. A guest with too many queries under way is not served.
+    pub fn ask(
+        &mut self,
+        packet: &[u8],
+        client: SocketAddr,
+        question: Question,
+        servers: &[IpAddr],
+        now: Instant,
+    ) -> Option<Outgoing> {
+        let mut others = self.pending.values();
+        // A client that asks again, since no reply came, is served by what is under way.
+        let again = others.any(|other| other.client == client && other.question == question);
+        let (all, of_guest) = self.under_way(client.ip());
+        if again || all >= MAX_PENDING || of_guest >= MAX_PENDING_OF_GUEST {
+            return None;
+        }
+        let server = self.server_behind(None, servers)?;
         self.send(Pending {
             client,
             question,
             packet: packet.to_vec(),
-            server: SocketAddr::new(*server, PORT),
+            server,
             tries: 1,
             deadline: now + PATIENCE,
-        });
+        })
     }
 
-    fn send(&mut self, mut pending: Pending) {
-        let Some((socket, id)) = self.place(pending.server.is_ipv4()) else {
-            return;
-        };
-        let [high, low] = id.to_be_bytes();
-        let Some([first, second]) = pending.packet.first_chunk_mut() else {
-            return;
-        };
-        (*first, *second) = (high, low);
-        if let Some(open) = self.sockets.get(socket) {
-            // What can't be sent is as what gets lost: the next server is asked in time.
-            let _lost = open.send_to(&pending.packet, pending.server);
-            self.pending.insert((socket, id), pending);
-        }
+    /// The one of `servers` that comes after `before`, or the first; of those that there are sockets for.
+    fn server_behind(&self, before: Option<IpAddr>, servers: &[IpAddr]) -> Option<SocketAddr> {
+        let position = servers.iter().position(|server| Some(*server) == before);
+        let next = position.map_or(0, |position| position + 1);
+        let mut servers = servers.iter().cycle().skip(next).take(servers.len());
+        let server = servers.find(|server| !self.sockets_for(**server).is_empty())?;
+        Some(SocketAddr::new(*server, PORT))
     }
 
-    /// A socket of the family and a number that nothing under way has.
-    fn place(&self, v4: bool) -> Option<(usize, u16)> {
-        let of_family = if v4 {
-            0..SOCKETS
-        } else {
-            SOCKETS..self.sockets.len()
+    fn sockets_for(&self, server: IpAddr) -> Range<usize> {
+        let [v4, v6] = &self.sockets;
+        if server.is_ipv4() { v4.clone() } else { v6.clone() }
+    }
+
+    fn send(&mut self, mut pending: Pending) -> Option<Outgoing> {
+        let (socket, id) = self.place(pending.server.ip())?;
+        *pending.packet.first_chunk_mut()? = id.to_be_bytes();
+        let outgoing = Outgoing {
+            socket,
+            packet: pending.packet.clone(),
+            server: pending.server,
         };
-        if of_family.is_empty() {
+        self.pending.insert((socket, id), pending);
+        Some(outgoing)
+    }
+
+    /// A socket that reaches the server and a number that nothing under way has.
+    fn place(&mut self, server: IpAddr) -> Option<(usize, u16)> {
+        let sockets = self.sockets_for(server);
+        if sockets.is_empty() {
             return None;
         }
         // More would be bad luck beyond belief: 1 in 1,024 numbers of 65,536 at most is in use.
         (0..8).find_map(|_| {
-            let [a, b, c] = random()?;
-            let socket = of_family.start + usize::from(a) % of_family.len();
+            let [a, b, c] = (self.random)()?;
+            let socket = sockets.start + usize::from(a) % sockets.len();
             let place = (socket, u16::from_be_bytes([b, c]));
             (!self.pending.contains_key(&place)).then_some(place)
         })
@@ -150,25 +235,20 @@ impl Forwarder {
         Some(pending.client)
     }
 
-    /// Sends what has waited too long to the next of `servers`, once.
-    pub fn expire(&mut self, servers: &[IpAddr], now: Instant) {
+    /// What has waited too long, and is sent to the next of `servers`, once.
+    pub fn expire(&mut self, servers: &[IpAddr], now: Instant) -> Vec<Outgoing> {
         let late = |_: &(usize, u16), pending: &mut Pending| pending.deadline <= now;
-        let late: Vec<_> = self
-            .pending
-            .extract_if(late)
-            .map(|(_, pending)| pending)
-            .collect();
-        for mut pending in late.into_iter().filter(|pending| pending.tries < TRIES) {
-            let position = servers.iter().position(|server| *server == pending.server.ip());
-            let next = position.map_or(0, |position| position + 1);
-            let Some(server) = servers.get(next).or(servers.first()) else {
-                continue;
-            };
-            pending.server = SocketAddr::new(*server, PORT);
-            pending.tries += 1;
-            pending.deadline = now + PATIENCE;
-            self.send(pending);
-        }
+        let mut late: Vec<_> = self.pending.extract_if(late).collect();
+        late.sort_by_key(|(place, _)| *place);
+        let again = late.into_iter().filter(|(_, pending)| pending.tries < TRIES);
+        again
+            .filter_map(|(_, mut pending)| {
+                pending.server = self.server_behind(Some(pending.server.ip()), servers)?;
+                pending.tries += 1;
+                pending.deadline = now + PATIENCE;
+                self.send(pending)
+            })
+            .collect()
     }
 }
 
@@ -186,19 +266,14 @@ mod tests {
     use super::{super::dns::tests::query, *};
 
     const CLIENT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(10, 80, 0, 2)), 4000);
-    /// Nothing listens there.
     const SERVERS: [IpAddr; 2] = [
-        IpAddr::V4(Ipv4Addr::new(127, 0, 0, 2)),
-        IpAddr::V4(Ipv4Addr::new(127, 0, 0, 3)),
+        IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)),
+        IpAddr::V4(Ipv4Addr::new(192, 0, 2, 2)),
     ];
 
-    /// A forwarder whose packets stay on this machine.
-    fn forwarder() -> Forwarder {
-        let sockets = (0..SOCKETS).map(|_| UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
-        Forwarder {
-            sockets: sockets.collect(),
-            pending: HashMap::new(),
-        }
+    /// On a node without IPv6.
+    fn queries() -> Queries {
+        Queries::new([0..SOCKETS, SOCKETS..SOCKETS], random)
     }
 
     fn question(id: u16, name: &str) -> (Vec<u8>, Question) {
@@ -207,10 +282,8 @@ mod tests {
         (packet, Question { id, bytes })
     }
 
-    fn only(forwarder: &Forwarder) -> (usize, u16, SocketAddr) {
-        assert_eq!(forwarder.pending.len(), 1);
-        let (place, pending) = forwarder.pending.iter().next().unwrap();
-        (place.0, place.1, pending.server)
+    fn number(query: &Outgoing) -> u16 {
+        u16::from_be_bytes([query.packet[0], query.packet[1]])
     }
 
     fn reply(id: u16, name: &str) -> Vec<u8> {
@@ -222,21 +295,24 @@ mod tests {
 
     #[test]
     fn the_reply_of_the_server_that_was_asked_goes_to_the_client_with_its_number() {
-        let mut forwarder = forwarder();
+        let mut queries = queries();
         let (packet, asked) = question(7, "example.com.");
-        forwarder.forward(&packet, CLIENT, asked, &SERVERS, Instant::now());
-        let (socket, id, server) = only(&forwarder);
-        assert_eq!(server.ip(), SERVERS[0]);
+        let sent = queries
+            .ask(&packet, CLIENT, asked, &SERVERS, Instant::now())
+            .unwrap();
+        assert_eq!((sent.server.ip(), &sent.packet[2..]), (SERVERS[0], &packet[2..]));
+        let (socket, id) = (sent.socket, number(&sent));
         let mut packet = reply(id, "example.com.");
         let elsewhere = SocketAddr::new(SERVERS[1], 53);
-        assert_eq!(forwarder.receive(socket, &mut packet, elsewhere), None);
-        assert_eq!(forwarder.receive(socket + 1, &mut packet, server), None);
+        assert_eq!(queries.receive(socket, &mut packet, elsewhere), None);
+        assert_eq!(queries.receive(socket + 1, &mut packet, sent.server), None);
         let mut other = reply(id, "example.org.");
-        assert_eq!(forwarder.receive(socket, &mut other, server), None);
-        assert_eq!(forwarder.receive(socket, &mut packet, server), Some(CLIENT));
+        assert_eq!(queries.receive(socket, &mut other, sent.server), None);
+        assert_eq!(queries.receive(socket, &mut packet, sent.server), Some(CLIENT));
         assert_eq!(packet[..2], [0, 7]);
+        packet[..2].copy_from_slice(&id.to_be_bytes());
         assert_eq!(
-            forwarder.receive(socket, &mut packet, server),
+            queries.receive(socket, &mut packet, sent.server),
             None,
             "a second one"
         );
@@ -244,31 +320,48 @@ mod tests {
 
     #[test]
     fn a_silent_server_has_a_successor_and_then_the_query_is_forgotten() {
-        let mut forwarder = forwarder();
+        let mut queries = queries();
         let now = Instant::now();
         let (packet, asked) = question(7, "example.com.");
-        forwarder.forward(&packet, CLIENT, asked.clone(), &SERVERS, now);
-        forwarder.forward(&packet, CLIENT, asked, &SERVERS, now);
-        assert_eq!(only(&forwarder).2.ip(), SERVERS[0]);
-        forwarder.expire(&SERVERS, now + PATIENCE / 2);
-        assert_eq!(only(&forwarder).2.ip(), SERVERS[0]);
-        forwarder.expire(&SERVERS, now + PATIENCE);
-        assert_eq!(only(&forwarder).2.ip(), SERVERS[1]);
-        forwarder.expire(&SERVERS, now + PATIENCE * 2);
-        assert!(forwarder.pending.is_empty() && forwarder.deadline().is_none());
+        let sent = queries.ask(&packet, CLIENT, asked.clone(), &SERVERS, now);
+        assert_eq!(sent.unwrap().server.ip(), SERVERS[0]);
+        assert_eq!(queries.ask(&packet, CLIENT, asked, &SERVERS, now), None, "again");
+        assert_eq!(queries.expire(&SERVERS, now + PATIENCE / 2), []);
+        let sent = queries.expire(&SERVERS, now + PATIENCE);
+        assert_eq!((sent.len(), sent[0].server.ip()), (1, SERVERS[1]));
+        assert_eq!(queries.expire(&SERVERS, now + PATIENCE * 2), []);
+        assert_eq!(
+            (queries.under_way(CLIENT.ip()), queries.deadline()),
+            ((0, 0), None)
+        );
+    }
+
+    #[test]
+    fn servers_that_the_node_has_no_way_to_are_passed_over() {
+        let mut queries = queries();
+        let now = Instant::now();
+        let v6 = "2001:db8::53".parse().unwrap();
+        let (packet, asked) = question(7, "example.com.");
+        let servers = [v6, SERVERS[0]];
+        let sent = queries.ask(&packet, CLIENT, asked, &servers, now);
+        assert_eq!(sent.unwrap().server.ip(), SERVERS[0]);
+        let sent = queries.expire(&servers, now + PATIENCE);
+        assert_eq!(sent[0].server.ip(), SERVERS[0], "the same again");
+        let (packet, asked) = question(8, "example.org.");
+        assert_eq!(queries.ask(&packet, CLIENT, asked, &[v6], now), None);
     }
 
     #[test]
     fn one_guest_does_not_use_up_the_places_of_the_others() {
-        let mut forwarder = forwarder();
+        let mut queries = queries();
         for id in 0..1000 {
             let (packet, asked) = question(id, "example.com.");
-            forwarder.forward(&packet, CLIENT, asked, &SERVERS, Instant::now());
+            queries.ask(&packet, CLIENT, asked, &SERVERS, Instant::now());
         }
-        assert_eq!(forwarder.pending.len(), MAX_PENDING_OF_GUEST);
+        assert_eq!(queries.under_way(CLIENT.ip()).1, MAX_PENDING_OF_GUEST);
         let (packet, asked) = question(7, "example.com.");
         let other = SocketAddr::new([10, 80, 0, 3].into(), 4000);
-        forwarder.forward(&packet, other, asked, &SERVERS, Instant::now());
-        assert_eq!(forwarder.pending.len(), MAX_PENDING_OF_GUEST + 1);
+        queries.ask(&packet, other, asked, &SERVERS, Instant::now());
+        assert_eq!(queries.under_way(other.ip()), (MAX_PENDING_OF_GUEST + 1, 1));
     }
 }

@@ -45,13 +45,17 @@ impl Server {
     }
 }
 
-/// Writes what a helper tells. It reads it before its next answer.
+/// Writes what a helper tells. It reads it before its next answer. What is written already is left alone: it need not be read again.
 pub fn write_table(folder: &Path, table: &Table) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     let mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode));
     // The server has a user of its own.
     mode(folder, 0o755)?;
-    replace(&folder.join(TABLE), &serde_json::to_vec(table)?, 0o644)
+    let (path, text) = (folder.join(TABLE), serde_json::to_vec(table)?);
+    if fs::read(&path).is_ok_and(|before| before == text) {
+        return mode(&path, 0o644);
+    }
+    replace(&path, &text, 0o644)
 }
 
 fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
@@ -168,7 +172,24 @@ fn socket(bridge: &str, address: SocketAddrV4) -> io::Result<Socket> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::{super::dhcp::tests::table, *};
+
+    #[test]
+    fn a_table_is_written_when_it_is_another_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let inode = || fs::metadata(folder.path().join(TABLE)).unwrap().ino();
+        write_table(folder.path(), &table()).unwrap();
+        let before = inode();
+        write_table(folder.path(), &table()).unwrap();
+        assert_eq!(inode(), before);
+        // Kept open, so that no other file gets its inode.
+        let _open = fs::File::open(folder.path().join(TABLE)).unwrap();
+        let other = Table { mtu: 1280, ..table() };
+        write_table(folder.path(), &other).unwrap();
+        assert_ne!(inode(), before);
+    }
 
     #[test]
     fn a_process_is_known_by_the_time_of_its_start() {

@@ -3,7 +3,7 @@
 use std::{
     io,
     net::{Ipv6Addr, SocketAddrV6, UdpSocket},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use rustix::net::netdevice::name_to_index;
@@ -52,6 +52,37 @@ pub fn asks(message: &[u8]) -> bool {
     message.len() >= 8 && message.starts_with(&[SOLICITATION, 0])
 }
 
+/// When advertisements are sent: each [`PERIOD`], and [`PAUSE`] after the last one when somebody asks.
+#[derive(Debug, Default)]
+pub struct Schedule {
+    /// When the last one was sent.
+    sent: Option<Instant>,
+    /// Somebody has asked for one since.
+    asked: bool,
+}
+
+impl Schedule {
+    /// A message has come.
+    pub fn hear(&mut self, message: &[u8]) {
+        self.asked |= asks(message);
+    }
+
+    /// When the next one is due; `None` when it is due now.
+    pub fn due(&self) -> Option<Instant> {
+        let wait = if self.asked { PAUSE } else { PERIOD };
+        self.sent.map(|sent| sent + wait)
+    }
+
+    /// Whether one is due. When it is, it counts as sent at `now`.
+    pub fn take(&mut self, now: Instant) -> bool {
+        let is_due = self.due().is_none_or(|due| due <= now);
+        if is_due {
+            (self.sent, self.asked) = (Some(now), false);
+        }
+        is_due
+    }
+}
+
 /// What is told, without its checksum, which the kernel writes; nothing where the network has no IPv6.
 pub fn advertisement(table: &Table) -> Option<Vec<u8>> {
     let ipv6 = table.ipv6.as_ref()?;
@@ -96,6 +127,18 @@ mod tests {
             ..table()
         };
         assert_eq!(advertisement(&without), None);
+    }
+
+    #[test]
+    fn who_asks_is_told_after_a_pause_and_others_after_a_period() {
+        let (mut schedule, now) = (Schedule::default(), Instant::now());
+        assert_eq!(schedule.due(), None);
+        assert!(schedule.take(now) && !schedule.take(now));
+        assert_eq!(schedule.due(), Some(now + PERIOD));
+        schedule.hear(&[SOLICITATION, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(schedule.due(), Some(now + PAUSE));
+        assert!(!schedule.take(now) && schedule.take(now + PAUSE));
+        assert_eq!(schedule.due(), Some(now + PAUSE + PERIOD));
     }
 
     #[test]

@@ -33,8 +33,8 @@ use super::{
 
 /// The table's name in its folder.
 pub const TABLE: &str = "table.json";
-/// Largest table in bytes: 65,536 hosts of 100 bytes.
-const MAX_TABLE: u64 = 8 << 20;
+/// Largest table in bytes: 65,536 hosts of less than 250 bytes.
+const MAX_TABLE: u64 = 16 << 20;
 /// Largest UDP packet.
 const MAX_PACKET: usize = 65_535;
 /// Nobody, as Debian numbers it: a user who owns nothing.
@@ -59,12 +59,11 @@ pub fn run(arguments: &ServeNetwork) -> anyhow::Result<()> {
         routers: routers
             .transpose()
             .context("open the socket for router advertisements")?,
-        told: None,
-        asked: false,
+        schedule: ra::Schedule::default(),
         dhcp: UdpSocket::from(dhcp.context("take the socket for DHCP")?),
         dns: UdpSocket::from(dns.context("take the socket for DNS")?),
         forwarder: Forwarder::open().context("open sockets for name servers")?,
-        tables: Tables::default(),
+        tables: Tables::of(TABLE.into()),
         packet: vec![0; MAX_PACKET],
     };
     confine(&arguments.folder).context("give up rights")?;
@@ -81,10 +80,8 @@ pub fn run(arguments: &ServeNetwork) -> anyhow::Result<()> {
 struct Server {
     /// For router advertisements, and where they go; none without IPv6.
     routers: Option<(UdpSocket, SocketAddrV6)>,
-    /// When the last advertisement for all was sent.
-    told: Option<Instant>,
-    /// Somebody has asked for one since.
-    asked: bool,
+    /// When these are sent.
+    schedule: ra::Schedule,
     dhcp: UdpSocket,
     dns: UdpSocket,
     forwarder: Forwarder,
@@ -123,7 +120,8 @@ impl Server {
             .chain(self.forwarder.sockets())
             .chain(self.routers.iter().map(|(socket, _)| socket));
         let mut watched: Vec<_> = sockets.map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
-        let tells = self.routers.as_ref().map(|_| self.tells_at());
+        let routers = self.routers.as_ref();
+        let tells = routers.map(|_| self.schedule.due().unwrap_or_else(Instant::now));
         let deadline = self.forwarder.deadline().into_iter().chain(tells).min();
         let left = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -146,22 +144,14 @@ impl Server {
             return Ok(());
         };
         if heard && let Some((length, _)) = received(socket.recv_from(&mut self.packet))? {
-            self.asked |= self.packet.get(..length).is_some_and(ra::asks);
+            self.schedule.hear(self.packet.get(..length).unwrap_or_default());
         }
-        if self.tells_at() > Instant::now() {
-            return Ok(());
-        }
-        if let Some(message) = self.tables.current().and_then(ra::advertisement) {
+        if self.schedule.take(Instant::now())
+            && let Some(message) = self.tables.current().and_then(ra::advertisement)
+        {
             answer(socket, &message, *all);
         }
-        (self.told, self.asked) = (Some(Instant::now()), false);
         Ok(())
-    }
-
-    /// When routers are told next.
-    fn tells_at(&self) -> Instant {
-        let wait = if self.asked { ra::PAUSE } else { ra::PERIOD };
-        self.told.map_or_else(Instant::now, |told| told + wait)
     }
 
     fn dhcp(&mut self) -> io::Result<()> {
@@ -266,29 +256,90 @@ fn confine(folder: &Path) -> io::Result<()> {
 }
 
 /// The table as it was read last.
-#[derive(Default)]
 struct Tables {
-    /// Inode and time of change of the file.
+    path: PathBuf,
+    /// Inode and time of change of the file that was read last.
     version: Option<(u64, i64, i64)>,
     table: Option<Table>,
 }
 
 impl Tables {
-    /// The daemon exchanges the file as a whole; one that can't be read changes nothing.
+    /// That of the file at `path`, which is not read yet.
+    fn of(path: PathBuf) -> Self {
+        Self {
+            path,
+            version: None,
+            table: None,
+        }
+    }
+
+    /// The daemon exchanges the file as a whole; one that makes no sense changes nothing, and is read once.
     fn current(&mut self) -> Option<&Table> {
-        if let Ok(mut file) = File::open(TABLE)
+        if let Ok(mut file) = File::open(&self.path)
             && let Ok(facts) = file.metadata()
         {
             let version = (facts.ino(), facts.mtime(), facts.mtime_nsec());
-            if self.version != Some(version) {
-                let mut text = Vec::new();
-                let read = (&mut file).take(MAX_TABLE).read_to_end(&mut text);
-                if let (Ok(_), Ok(table)) = (read, serde_json::from_slice(&text)) {
-                    self.table = Some(table);
-                    self.version = Some(version);
+            let mut text = Vec::new();
+            if self.version != Some(version) && (&mut file).take(MAX_TABLE).read_to_end(&mut text).is_ok() {
+                self.version = Some(version);
+                match serde_json::from_slice(&text) {
+                    Ok(table) => self.table = Some(table),
+                    Err(error) => eprintln!("read the table of a network: {error}"),
                 }
             }
         }
         self.table.as_ref()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::{Host, dhcp::tests::table, process::write_table},
+        *,
+    };
+
+    #[test]
+    fn a_table_that_makes_no_sense_is_read_once_and_changes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(TABLE);
+        let mut tables = Tables::of(path.clone());
+        assert_eq!(tables.current(), None);
+        write_table(folder.path(), &table()).unwrap();
+        assert_eq!(tables.current(), Some(&table()));
+
+        // The next one has another inode, as this one is kept open.
+        let _open = File::open(&path).unwrap();
+        let other = Table { mtu: 1280, ..table() };
+        let text = serde_json::to_vec(&other).unwrap();
+        fs::write(folder.path().join("bad"), &text[1..]).unwrap();
+        fs::rename(folder.path().join("bad"), &path).unwrap();
+        assert_eq!(tables.current(), Some(&table()));
+        // Were it read again, it would be another table.
+        let file = File::options().write(true).open(&path).unwrap();
+        let changed = file.metadata().unwrap().modified().unwrap();
+        fs::write(&path, &text).unwrap();
+        file.set_modified(changed).unwrap();
+        assert_eq!(tables.current(), Some(&table()));
+
+        write_table(folder.path(), &Table { mtu: 1300, ..table() }).unwrap();
+        assert_eq!(tables.current().map(|table| table.mtu), Some(1300));
+    }
+
+    #[test]
+    fn the_largest_network_has_a_table_that_is_read_as_a_whole() {
+        let host = Host {
+            address: [255; 4].into(),
+            address6: Some([0xff; 16].into()),
+            name: "n".repeat(63),
+        };
+        let mut table = table();
+        table.hosts.clear();
+        let none = serde_json::to_vec(&table).unwrap().len();
+        table.hosts.insert("52:54:00:00:00:01".into(), host);
+        let one = serde_json::to_vec(&table).unwrap().len() - none;
+        // With the comma, and names and servers of the longest kind.
+        let all = (one + 1) * 65_536 + none + 4096;
+        assert!(all as u64 <= MAX_TABLE, "{all}");
     }
 }

@@ -1,0 +1,4 @@
+//! What a DHCP client sends.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| vmmd_fuzz::dhcp_client(data));

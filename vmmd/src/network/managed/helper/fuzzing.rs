@@ -1,0 +1,773 @@
+//! What fuzz targets call (`vmmd/fuzz`): one function for each, which takes any bytes, does with them what a helper does with what
+//! guests and name servers send, and panics when an answer is not one that may be sent. The tests here run the functions over the seeds
+//! and over generated input.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4},
+    sync::LazyLock,
+    time::{Duration, Instant},
+};
+
+use dhcproto::{
+    decoder::{Decodable as _, Decoder},
+    v4::{self, DhcpOption, MessageType, OptionCode},
+};
+use hickory_proto::{
+    op::{Message, ResponseCode},
+    rr::RData,
+};
+
+use super::{
+    Host, Ipv6, Table, dhcp,
+    dns::{self, Question, Verdict},
+    forward::{MAX_PENDING, MAX_PENDING_OF_GUEST, Outgoing, PATIENCE, Queries, SOCKETS, TRIES},
+    ra::{self, PAUSE, PERIOD, Schedule},
+};
+
+/// A common network, and one whose names and lists are as long as they may be.
+static TABLES: LazyLock<[Table; 2]> = LazyLock::new(|| {
+    let common = table("lan", &["web", "db", "db"]);
+    let longest = Table {
+        routes: false,
+        forward: Vec::new(),
+        ntp: vec![[192, 0, 2, 123].into(); 4],
+        ..table(&"n".repeat(63), &vec!["h".repeat(63); 64])
+    };
+    [common, longest]
+});
+
+/// The NICs have the MAC addresses 52:54:00:00:00:01 and so on, and the addresses 10.80.0.2 and so on.
+fn table(network: &str, vms: &[impl AsRef<str>]) -> Table {
+    let hosts = vms.iter().zip(1_u8..).map(|(name, number)| {
+        let host = Host {
+            address: Ipv4Addr::new(10, 80, 0, number + 1),
+            address6: Some(Ipv6Addr::new(
+                0xfd00,
+                0x80,
+                0,
+                0,
+                0x5054,
+                0xff,
+                0xfe00,
+                number.into(),
+            )),
+            name: name.as_ref().to_owned(),
+        };
+        (dhcp::mac(&[0x52, 0x54, 0, 0, 0, number]), host)
+    });
+    Table {
+        network: network.to_owned(),
+        gateway: Ipv4Addr::new(10, 80, 0, 1),
+        routes: true,
+        mask: Ipv4Addr::new(255, 255, 255, 0),
+        broadcast: Ipv4Addr::new(10, 80, 0, 255),
+        mtu: 1500,
+        forward: SERVERS.to_vec(),
+        ntp: Vec::new(),
+        lease_seconds: 3600,
+        ipv6: Some(Ipv6 {
+            bridge: "vmb0123456789".to_owned(),
+            mac: [2, 0, 0, 0, 0, 1],
+            prefix: Ipv6Addr::new(0xfd00, 0x80, 0, 0, 0, 0, 0, 0),
+        }),
+        hosts: hosts.collect::<BTreeMap<_, _>>(),
+    }
+}
+
+/// Name servers (RFC 5737, RFC 3849).
+const SERVERS: [IpAddr; 2] = [
+    IpAddr::V4(Ipv4Addr::new(192, 0, 2, 53)),
+    IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 53)),
+];
+
+/// A message of a DHCP client.
+pub fn dhcp_client(data: &[u8]) {
+    for table in TABLES.iter() {
+        if let Some((reply, to)) = dhcp::respond(table, data) {
+            check_lease(table, data, &reply, to);
+        }
+    }
+}
+
+/// An answer to a DHCP client is of its own address, and is sent there or to all.
+fn check_lease(table: &Table, request: &[u8], reply: &[u8], to: SocketAddrV4) {
+    // A client need take no more (RFC 2131, 2): 576 bytes with the headers of IP and UDP.
+    assert!(reply.len() <= 576 - 28, "{} bytes", reply.len());
+    // A request by Ethernet that no relay has sent on.
+    assert_eq!((&request[..3], &request[24..28]), (&[1, 1, 6][..], &[0; 4][..]));
+    assert_eq!(reply[..3], [2, 1, 6]);
+    for field in [4..8, 28..34] {
+        assert_eq!(reply[field.clone()], request[field], "number and MAC address");
+    }
+    let own = table.hosts[&dhcp::mac(&request[28..34])].address;
+    assert_eq!(to.port(), 68);
+    assert!([own, Ipv4Addr::BROADCAST].contains(to.ip()), "sent to {to}");
+    let message = v4::Message::decode(&mut Decoder::new(reply)).unwrap();
+    let given = message.yiaddr();
+    assert!(given == own || given.is_unspecified(), "{given} of {own}");
+    let options = message.opts();
+    assert_eq!(
+        options.get(OptionCode::ServerIdentifier),
+        Some(&DhcpOption::ServerIdentifier(table.gateway))
+    );
+    let leased = options.get(OptionCode::AddressLeaseTime).is_some();
+    assert_eq!(leased, given == own);
+    assert_eq!(
+        options.get(OptionCode::Router).is_some(),
+        table.routes && options.msg_type() != Some(MessageType::Nak)
+    );
+    match options.msg_type() {
+        Some(MessageType::Offer) => assert!(leased),
+        Some(MessageType::Ack) => {}
+        Some(MessageType::Nak) => assert!(!leased && *to.ip() == Ipv4Addr::BROADCAST),
+        other => panic!("a client is sent {other:?}"),
+    }
+}
+
+/// A message to the name server.
+pub fn dns_query(data: &[u8]) {
+    for table in TABLES.iter() {
+        check_verdict(table, data, &dns::decide(table, data));
+    }
+}
+
+/// A query is answered with what is known of the network, or forwarded.
+fn check_verdict(table: &Table, packet: &[u8], verdict: &Verdict) {
+    let header: Option<&[u8; 12]> = packet.first_chunk();
+    match verdict {
+        Verdict::Ignore => {
+            let is_query = header.is_some_and(|header| header[2] & 0x80 == 0);
+            assert!(!is_query || packet.len() > dns::MAX_QUERY, "a query is ignored");
+        }
+        Verdict::Answer(reply) => {
+            assert!(reply.len() <= dns::MAX_ANSWER, "{} bytes", reply.len());
+            let header = header.unwrap();
+            assert_eq!(reply[..2], header[..2], "number");
+            // A reply, and the kind of query (RFC 1035, 4.1.1).
+            assert_eq!(reply[2] & 0xf8, (header[2] & 0x78) | 0x80);
+            let message = Message::from_vec(reply).unwrap();
+            if message.queries.is_empty() {
+                let code = message.metadata.response_code;
+                assert!(
+                    [ResponseCode::FormErr, ResponseCode::NotImp].contains(&code),
+                    "{code}"
+                );
+                assert!(message.answers.is_empty());
+            } else {
+                assert_eq!(question(reply), question(packet));
+                assert!(question(packet).is_some());
+            }
+            for record in &message.answers {
+                let known = |is: &dyn Fn(&Host) -> bool| table.hosts.values().any(is);
+                match &record.data {
+                    RData::A(address) => assert!(known(&|host| host.address == address.0)),
+                    RData::AAAA(address) => assert!(known(&|host| host.address6 == Some(address.0))),
+                    RData::PTR(name) => {
+                        let name = name.0.to_ascii();
+                        let of = |host: &Host| format!("{}.{}.internal.", host.name, table.network);
+                        assert!(known(&|host| of(host) == name), "{name}");
+                    }
+                    other => panic!("an answer has {other}"),
+                }
+            }
+        }
+        Verdict::Forward(asked) => {
+            assert!(!table.forward.is_empty() && packet.len() <= dns::MAX_QUERY);
+            let header = header.unwrap();
+            assert_eq!(asked.id.to_be_bytes(), header[..2]);
+            assert_eq!((header[2] & 0xf8, &header[4..6]), (0, &[0, 1][..]), "one query");
+            assert_eq!(question(packet), Some(&asked.bytes[..]));
+            let is_internet = asked.bytes.ends_with(&[0, 1]);
+            assert!(!is_internet || !is_within(&asked.bytes, &table.network));
+        }
+    }
+}
+
+/// The first question of a message: a name without pointers, a type and a class (RFC 1035, 4.1.2).
+fn question(message: &[u8]) -> Option<&[u8]> {
+    let mut end = 12;
+    loop {
+        match usize::from(*message.get(end)?) {
+            0 => return message.get(12..end + 5),
+            length @ 1..64 => end += 1 + length,
+            _ => return None,
+        }
+    }
+}
+
+/// Whether a question is about a name of the network.
+fn is_within(question: &[u8], network: &str) -> bool {
+    let label = |text: &str| [&[u8::try_from(text.len()).unwrap()][..], text.as_bytes()].concat();
+    let zone = [label(network), label("internal"), vec![0]].concat();
+    let (name, _) = question.split_at(question.len() - 4);
+    let mut rest = name;
+    while rest.len() > zone.len() {
+        rest = &rest[1 + usize::from(rest[0])..];
+    }
+    rest.eq_ignore_ascii_case(&zone)
+}
+
+/// Queries of guests that are forwarded, and what comes back from name servers.
+///
+/// Each step is a byte, and four that say more: what the guest of that number sends, which are the bytes behind (0); a query of a guest
+/// (1); a reply to a query that has gone out, and what is wrong with it (2); quarters of a second that go by (3).
+pub fn name_servers(data: &[u8]) {
+    let mut seed = 1_u32;
+    let random = || {
+        seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let [a, b, c, _] = seed.to_be_bytes();
+        Some([a, b, c])
+    };
+    let mut world = World {
+        queries: Queries::new([0..SOCKETS, SOCKETS..2 * SOCKETS], random),
+        now: Instant::now(),
+        asked: Vec::new(),
+        sent: Vec::new(),
+    };
+    let mut rest = data;
+    while let Some(([step, arguments @ ..], behind)) = rest.split_first_chunk::<5>() {
+        rest = behind;
+        match (step % 4, *arguments) {
+            (0, [guest, length, ..]) => {
+                let (packet, behind) = behind.split_at(usize::from(length).min(behind.len()));
+                rest = behind;
+                world.hear(guest, packet);
+            }
+            (1, [guest, name, id @ ..]) => world.hear(guest, &query(id, name)),
+            (2, arguments) => world.reply(arguments),
+            (_, [quarters, ..]) => world.wait(Duration::from_millis(250) * u32::from(quarters)),
+        }
+        world.check();
+    }
+    for _ in 0..=TRIES {
+        world.wait(PATIENCE);
+    }
+    assert!(world.asked.is_empty());
+    world.check();
+}
+
+/// A query for the IPv4 address of "hN.example."
+fn query(id: [u8; 2], name: u8) -> Vec<u8> {
+    let label = format!("h{}", name % 8);
+    let length = u8::try_from(label.len()).unwrap();
+    [
+        &id[..],
+        &[1, 0, 0, 1, 0, 0, 0, 0, 0, 0, length],
+        label.as_bytes(),
+        b"\x07example\0\0\x01\0\x01",
+    ]
+    .concat()
+}
+
+/// One of 32 guests, by one of 8 ports.
+fn guest(number: u8) -> SocketAddr {
+    let port = 4000 + u16::from(number / 32);
+    SocketAddr::new(Ipv4Addr::new(10, 80, 0, 2 + number % 32).into(), port)
+}
+
+/// What was forwarded for a guest, and is not answered.
+struct Asked {
+    client: SocketAddr,
+    question: Question,
+    tries: u32,
+    deadline: Instant,
+}
+
+/// Guests, name servers and time.
+struct World<R> {
+    queries: Queries<R>,
+    now: Instant,
+    asked: Vec<Asked>,
+    /// All that has gone out.
+    sent: Vec<Outgoing>,
+}
+
+impl<R: FnMut() -> Option<[u8; 3]>> World<R> {
+    /// A guest sends something.
+    fn hear(&mut self, number: u8, packet: &[u8]) {
+        let table = &TABLES[0];
+        let verdict = dns::decide(table, packet);
+        check_verdict(table, packet, &verdict);
+        let Verdict::Forward(question) = verdict else {
+            return;
+        };
+        let client = guest(number);
+        let mut others = self.asked.iter();
+        let again = others.any(|other| other.client == client && other.question == question);
+        let (all, own) = self.queries.under_way(client.ip());
+        let has_place = all < MAX_PENDING && own < MAX_PENDING_OF_GUEST;
+        let outgoing = self
+            .queries
+            .ask(packet, client, question.clone(), &table.forward, self.now);
+        assert_eq!(outgoing.is_some(), has_place && !again);
+        if let Some(outgoing) = outgoing {
+            assert_eq!(outgoing.packet[2..], packet[2..], "a query goes out as it came");
+            self.go_out(outgoing);
+            self.asked.push(Asked {
+                client,
+                question,
+                tries: 1,
+                deadline: self.now + PATIENCE,
+            });
+        }
+    }
+
+    fn go_out(&mut self, outgoing: Outgoing) {
+        let servers = SERVERS.map(|server| SocketAddr::new(server, 53));
+        assert!(servers.contains(&outgoing.server));
+        assert_eq!(outgoing.socket < SOCKETS, outgoing.server.is_ipv4());
+        self.sent.push(outgoing);
+    }
+
+    /// Time goes by.
+    fn wait(&mut self, time: Duration) {
+        self.now += time;
+        let (now, before) = (self.now, self.sent.len());
+        for outgoing in self.queries.expire(&SERVERS, now) {
+            self.go_out(outgoing);
+        }
+        self.asked
+            .retain(|asked| asked.deadline > now || asked.tries < TRIES);
+        let mut again = 0;
+        for asked in self.asked.iter_mut().filter(|asked| asked.deadline <= now) {
+            (asked.tries, asked.deadline) = (asked.tries + 1, now + PATIENCE);
+            again += 1;
+        }
+        assert_eq!(self.sent.len() - before, again, "asked once more");
+    }
+
+    /// A name server replies, or somebody in its place.
+    fn reply(&mut self, [which, flaws, place, value]: [u8; 4]) {
+        let Some(back) = usize::from(which).checked_rem(self.sent.len()) else {
+            return;
+        };
+        let query = &self.sent[self.sent.len() - 1 - back];
+        let (mut socket, mut packet, mut from) = (query.socket, query.packet.clone(), query.server);
+        let place = usize::from(place) % packet.len();
+        packet[2] |= 0x80;
+        let has = |flaw: u8| flaws & (1 << flaw) != 0;
+        if has(0) {
+            let other = SERVERS.into_iter().find(|server| *server != from.ip());
+            from.set_ip(other.unwrap());
+        }
+        if has(1) {
+            from.set_port(5353);
+        }
+        if has(2) {
+            socket = (socket + 1) % (2 * SOCKETS);
+        }
+        if has(3) {
+            packet[place] = value;
+        }
+        if has(4) {
+            packet.truncate(place);
+        }
+        if has(5) {
+            packet.get_mut(2..).unwrap_or_default().make_ascii_uppercase();
+        }
+        let came = packet.clone();
+        let Some(client) = self.queries.receive(socket, &mut packet, from) else {
+            assert_eq!(packet, came);
+            return;
+        };
+        assert_eq!(packet[2..], came[2..]);
+        let repeated = question(&came).expect("a reply has no question");
+        let is_sent = |query: &Outgoing| {
+            (query.socket, query.server, &query.packet[..2]) == (socket, from, &came[..2])
+                && question(&query.packet).is_some_and(|asked| is_same(asked, repeated))
+        };
+        assert!(self.sent.iter().any(is_sent), "nobody was asked that");
+        let is_asked = |asked: &Asked| {
+            (asked.client, &asked.question.id.to_be_bytes()[..]) == (client, &packet[..2])
+                && is_same(&asked.question.bytes, repeated)
+        };
+        let asked = self.asked.iter().position(is_asked);
+        self.asked
+            .swap_remove(asked.expect("a reply goes to one who has not asked"));
+    }
+
+    fn check(&self) {
+        let (all, _) = self.queries.under_way(guest(0).ip());
+        assert_eq!(all, self.asked.len());
+        let deadline = self.asked.iter().map(|asked| asked.deadline).min();
+        assert_eq!(self.queries.deadline(), deadline);
+    }
+}
+
+/// Whether two questions are the same but for the case of letters in the name.
+fn is_same(one: &[u8], other: &[u8]) -> bool {
+    let parts = |question: &[u8]| {
+        let (name, kind) = question.split_at(question.len() - 4);
+        (name.to_ascii_lowercase(), kind.to_vec())
+    };
+    parts(one) == parts(other)
+}
+
+/// ICMPv6 messages that come to a router: each has before it the seconds since the last one, and its length.
+pub fn router_solicitations(data: &[u8]) {
+    for table in TABLES.iter() {
+        assert_eq!(ra::advertisement(table).map(|message| message.len()), Some(64));
+    }
+    let (mut schedule, mut now, mut last) = (Schedule::default(), Instant::now(), None::<Instant>);
+    let mut rest = data;
+    while let Some(([seconds, length], behind)) = rest.split_first_chunk() {
+        let (message, behind) = behind.split_at(usize::from(*length).min(behind.len()));
+        rest = behind;
+        let comes = now + Duration::from_secs((*seconds).into());
+        while schedule.due().is_none_or(|due| due <= comes) {
+            now = schedule.due().unwrap_or(now).max(now);
+            assert!(schedule.take(now));
+            if let Some(last) = last {
+                assert!((PAUSE..=PERIOD).contains(&(now - last)));
+            }
+            last = Some(now);
+        }
+        now = comes;
+        let before = schedule.due();
+        schedule.hear(message);
+        let solicits = message.len() >= 8 && message[..2] == [133, 0];
+        if solicits {
+            assert_eq!(schedule.due(), last.map(|last| last + PAUSE));
+        } else {
+            assert_eq!(schedule.due(), before, "nobody has asked");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::Path};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A seed: its name, and its bytes.
+    type Seed = (&'static str, Vec<u8>);
+
+    /// A message of the client with the MAC address 52:54:00:00:00:01, with these options behind its type.
+    fn client(kind: u8, address: [u8; 4], options: &[u8]) -> Vec<u8> {
+        let mut packet = vec![1, 1, 6, 0, 0, 0, 0, 7, 0, 0, 0, 0];
+        packet.extend(address);
+        packet.resize(28, 0);
+        packet.extend([0x52, 0x54, 0, 0, 0, 1]);
+        packet.resize(236, 0);
+        packet.extend([99, 130, 83, 99, 53, 1, kind]);
+        packet.extend(options);
+        packet.push(255);
+        packet
+    }
+
+    /// With the type of the answer (RFC 2132, 9.6), if there is one.
+    fn dhcp_seeds() -> Vec<(Seed, Option<MessageType>)> {
+        use MessageType::{Ack, Nak, Offer};
+        let none = [0; 4];
+        let mut relayed = client(1, none, &[]);
+        relayed[24..28].copy_from_slice(&[10, 1, 1, 1]);
+        let mut stranger = client(1, none, &[]);
+        stranger[33] = 9;
+        // A list of what is wanted, a class, a fully qualified name, names in fields for names, a filling (RFC 2132; RFC 4702).
+        let options = [
+            55, 4, 1, 3, 6, 15, 60, 4, b'u', b'd', b'h', b'c', 81, 4, 0, 0, 0, b'a', 52, 1, 3, 0, 0,
+        ];
+        let requested = [50, 4, 10, 80, 0, 2, 54, 4, 10, 80, 0, 1];
+        let elsewhere = [50, 4, 10, 80, 0, 2, 54, 4, 10, 80, 0, 7];
+        vec![
+            (("discover", client(1, none, &[])), Some(Offer)),
+            (("discover_with_options", client(1, none, &options)), Some(Offer)),
+            (("request", client(3, none, &requested)), Some(Ack)),
+            (
+                ("request_of_another", client(3, none, &[50, 4, 10, 80, 0, 3])),
+                Some(Nak),
+            ),
+            (("request_elsewhere", client(3, none, &elsewhere)), None),
+            (("renew", client(3, [10, 80, 0, 2], &[])), Some(Ack)),
+            (("renew_of_another", client(3, [10, 80, 0, 3], &[])), Some(Nak)),
+            (("decline", client(4, none, &requested)), None),
+            (("release", client(7, [10, 80, 0, 2], &[])), None),
+            (("inform", client(8, [10, 80, 0, 2], &[])), Some(Ack)),
+            (("relayed", relayed), None),
+            (("stranger", stranger), None),
+        ]
+    }
+
+    #[test]
+    fn the_seeds_of_dhcp_client_get_the_answers_that_they_are_for() {
+        for ((name, packet), expected) in dhcp_seeds() {
+            let reply = dhcp::respond(&TABLES[0], &packet);
+            let kind = reply.map(|(reply, _)| v4::Message::decode(&mut Decoder::new(&reply)).unwrap());
+            assert_eq!(
+                kind.and_then(|message| message.opts().msg_type()),
+                expected,
+                "{name}"
+            );
+        }
+        let seeds: Vec<_> = dhcp_seeds().into_iter().map(|(seed, _)| seed).collect();
+        run("dhcp_client", dhcp_client, &seeds);
+    }
+
+    /// A query for records of a type.
+    fn asks(name: &str, kind: u8) -> Vec<u8> {
+        let mut packet = vec![0, 7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
+        for label in name.split('.').filter(|label| !label.is_empty()) {
+            packet.push(u8::try_from(label.len()).unwrap());
+            packet.extend(label.as_bytes());
+        }
+        packet.extend([0, 0, kind, 0, 1]);
+        packet
+    }
+
+    /// With how many records are in the answer, and its code; nothing of what is forwarded.
+    fn dns_seeds() -> Vec<(Seed, Option<(usize, ResponseCode)>)> {
+        use ResponseCode::{FormErr, NXDomain, NoError, NotImp};
+        let changed = |mut packet: Vec<u8>, place: usize, value: u8| {
+            packet[place] = value;
+            packet
+        };
+        let web = || asks("web.lan.internal", 1);
+        let six = "1.0.0.0.0.0.e.f.f.f.0.0.4.5.0.5.0.0.0.0.0.0.0.0.0.8.0.0.0.0.d.f.ip6.arpa";
+        // An OPT record: 1,232 bytes by UDP (RFC 6891, 6.1.2).
+        let mut edns = changed(asks("example.com", 1), 11, 1);
+        edns.extend([0, 0, 41, 4, 208, 0, 0, 0, 0, 0, 0]);
+        vec![
+            (("address", web()), Some((1, NoError))),
+            (
+                ("address_of_ipv6", asks("web.lan.internal", 28)),
+                Some((1, NoError)),
+            ),
+            (
+                ("any_of_two_nics", asks("DB.Lan.Internal", 255)),
+                Some((4, NoError)),
+            ),
+            (("text", asks("web.lan.internal", 16)), Some((0, NoError))),
+            (("network", asks("lan.internal", 6)), Some((0, NoError))),
+            (("unknown", asks("none.lan.internal", 1)), Some((0, NXDomain))),
+            (("below", asks("a.web.lan.internal", 1)), Some((0, NXDomain))),
+            (
+                ("reverse", asks("2.0.80.10.in-addr.arpa", 12)),
+                Some((1, NoError)),
+            ),
+            (("reverse_of_ipv6", asks(six, 12)), Some((1, NoError))),
+            (
+                ("reverse_unknown", asks("99.0.80.10.in-addr.arpa", 12)),
+                Some((0, NXDomain)),
+            ),
+            (("notify", changed(web(), 2, 0x21)), Some((0, NotImp))),
+            (("two_questions", changed(web(), 5, 2)), Some((0, FormErr))),
+            (("cut", web()[..20].to_vec()), Some((0, FormErr))),
+            (
+                (
+                    "pointer",
+                    vec![0, 7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0xc0, 0, 0, 1, 0, 1],
+                ),
+                Some((0, FormErr)),
+            ),
+            (("chaos", changed(web(), 33, 3)), None),
+            (("outside", asks("example.com", 28)), None),
+            (("outside_edns", edns), None),
+            (("root", asks("", 2)), None),
+        ]
+    }
+
+    #[test]
+    fn the_seeds_of_dns_query_get_the_answers_that_they_are_for() {
+        for ((name, packet), expected) in dns_seeds() {
+            let found = match dns::decide(&TABLES[0], &packet) {
+                Verdict::Answer(reply) => {
+                    let message = Message::from_vec(&reply).unwrap();
+                    Some((message.answers.len(), message.metadata.response_code))
+                }
+                Verdict::Forward(_) => None,
+                Verdict::Ignore => panic!("{name} is ignored"),
+            };
+            assert_eq!(found, expected, "{name}");
+        }
+        let seeds: Vec<_> = dns_seeds().into_iter().map(|(seed, _)| seed).collect();
+        run("dns_query", dns_query, &seeds);
+    }
+
+    fn name_server_seeds() -> Vec<Seed> {
+        let flood = |guest: u8| (0..70_u8).flat_map(move |id| [1, guest, id, 0, id]);
+        let packet = asks("example.com", 1);
+        let length = u8::try_from(packet.len()).unwrap();
+        vec![
+            ("answered", vec![1, 0, 0, 0, 7, 2, 0, 0, 0, 0, 2, 0, 0, 0, 0]),
+            (
+                "raw",
+                [&[0, 0, length, 0, 0][..], &packet, &[2, 0, 0, 0, 0]].concat(),
+            ),
+            ("other_case", vec![1, 0, 0, 0, 7, 2, 0, 0x20, 0, 0]),
+            (
+                "by_the_second_server",
+                vec![1, 0, 0, 0, 7, 3, 8, 0, 0, 0, 2, 0, 0, 0, 0],
+            ),
+            (
+                "too_late",
+                vec![
+                    1, 0, 0, 0, 7, 3, 8, 0, 0, 0, 2, 1, 0, 0, 0, 3, 8, 0, 0, 0, 2, 0, 0, 0, 0,
+                ],
+            ),
+            (
+                "asked_twice",
+                vec![
+                    1, 0, 0, 0, 7, 1, 0, 0, 0, 7, 1, 1, 0, 0, 7, 2, 1, 0, 0, 0, 2, 0, 0, 0, 0,
+                ],
+            ),
+            (
+                "forged",
+                (0..6)
+                    .flat_map(|flaw| [1, 0, 0, 0, flaw, 2, 0, 1 << flaw, 13, b'X'])
+                    .collect(),
+            ),
+            (
+                "flood",
+                flood(0)
+                    .chain(flood(1))
+                    .chain([3, 8, 0, 0, 0, 2, 3, 0, 0, 0])
+                    .collect(),
+            ),
+        ]
+    }
+
+    #[test]
+    fn the_seeds_of_name_servers_do_no_harm() {
+        run("name_servers", name_servers, &name_server_seeds());
+    }
+
+    #[test]
+    fn all_guests_together_fill_the_places_and_no_more() {
+        let ask = |guest: u8| (0..64_u8).flat_map(move |id| [1, guest, 0, id, id]);
+        let data: Vec<_> = (0..20).flat_map(ask).collect();
+        name_servers(&data);
+    }
+
+    fn router_seeds() -> Vec<Seed> {
+        let solicitation = [133, 0, 0, 0, 0, 0, 0, 0];
+        // With the address of who asks (RFC 4861, 4.6.1).
+        let option = [1, 1, 0x52, 0x54, 0, 0, 0, 1];
+        let after = |seconds: u8, message: &[u8]| {
+            let length = u8::try_from(message.len()).unwrap();
+            [&[seconds, length][..], message].concat()
+        };
+        vec![
+            ("solicitation", after(1, &[solicitation, option].concat())),
+            ("solicitations", after(1, &solicitation).repeat(8)),
+            (
+                "period",
+                [after(1, &solicitation), after(250, &[]), after(2, &solicitation)].concat(),
+            ),
+            (
+                "others",
+                [134, 135, 136, 128]
+                    .iter()
+                    .flat_map(|kind| after(0, &[*kind, 0, 0, 0, 0, 0, 0, 0]))
+                    .collect(),
+            ),
+            ("code", after(0, &[133, 1, 0, 0, 0, 0, 0, 0])),
+            ("short", after(0, &solicitation[..7])),
+        ]
+    }
+
+    #[test]
+    fn the_seeds_of_router_solicitations_do_no_harm() {
+        run("router_solicitations", router_solicitations, &router_seeds());
+    }
+
+    /// Runs `target` over the committed seeds of that name: these, and what has once broken something.
+    fn run(name: &str, target: fn(&[u8]), seeds: &[Seed]) {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("fuzz/corpus")
+            .join(name);
+        for (seed, data) in seeds {
+            let path = folder.join(seed);
+            if std::env::var_os("VMMD_WRITE_GOLDEN").is_some() {
+                fs::create_dir_all(&folder).unwrap();
+                fs::write(&path, data).unwrap();
+            }
+            assert_eq!(&fs::read(&path).unwrap(), data, "{}", path.display());
+        }
+        for entry in fs::read_dir(&folder).unwrap() {
+            target(&fs::read(entry.unwrap().path()).unwrap());
+        }
+    }
+
+    /// Seeds with some bytes changed, cut or repeated.
+    fn changed(seeds: Vec<Seed>) -> impl Strategy<Value = Vec<u8>> {
+        let seeds: Vec<_> = seeds.into_iter().map(|(_, data)| data).collect();
+        let value = prop_oneof![any::<u8>(), 0..4_u8, Just(0x80), Just(0xc0), Just(0xff)];
+        let place = prop_oneof![3 => 0..48_usize, 1 => 228..320_usize, 1 => any::<usize>()];
+        let changes = proptest::collection::vec((place, value), 0..8);
+        let cut = proptest::option::weighted(0.2, any::<usize>());
+        (proptest::sample::select(seeds), changes, cut, 1..3_usize).prop_map(|(seed, changes, cut, times)| {
+            let mut data = seed.repeat(times);
+            for (place, value) in changes {
+                let place = place % data.len();
+                data[place] = value;
+            }
+            let length = cut.map_or(data.len(), |cut| cut % data.len());
+            data.truncate(length);
+            data
+        })
+    }
+
+    fn dhcp_packets() -> impl Strategy<Value = Vec<u8>> {
+        changed(dhcp_seeds().into_iter().map(|(seed, _)| seed).collect())
+    }
+
+    fn dns_packets() -> impl Strategy<Value = Vec<u8>> {
+        changed(dns_seeds().into_iter().map(|(seed, _)| seed).collect())
+    }
+
+    fn any_bytes() -> impl Strategy<Value = Vec<u8>> {
+        proptest::collection::vec(any::<u8>(), 0..600)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn no_changes_make_dhcp_client_do_harm(data in dhcp_packets()) {
+            dhcp_client(&data);
+        }
+
+        #[test]
+        fn no_changes_make_dns_query_do_harm(data in dns_packets()) {
+            dns_query(&data);
+        }
+
+        #[test]
+        fn no_changes_make_router_solicitations_do_harm(data in changed(router_seeds())) {
+            router_solicitations(&data);
+        }
+
+        #[test]
+        fn no_bytes_harm_dhcp_client(data in any_bytes()) {
+            dhcp_client(&data);
+        }
+
+        #[test]
+        fn no_bytes_harm_dns_query(data in any_bytes()) {
+            dns_query(&data);
+        }
+
+        #[test]
+        fn no_bytes_harm_name_servers(data in any_bytes()) {
+            name_servers(&data);
+        }
+
+        #[test]
+        fn no_bytes_harm_router_solicitations(data in any_bytes()) {
+            router_solicitations(&data);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn no_changes_make_name_servers_do_harm(data in changed(name_server_seeds())) {
+            name_servers(&data);
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! What a helper tells: the daemon writes it, and the helper reads it.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
+
+use serde::{Deserialize, Serialize};
+
+/// What a helper tells.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Table {
+    /// The network's name: `<vm>.<network>.internal`.
+    pub network: String,
+    /// The helper's own address, and the gateway; VMs have no other routes when `routes` is false.
+    pub gateway: Ipv4Addr,
+    /// There is something behind the gateway.
+    pub routes: bool,
+    /// The network's mask.
+    pub mask: Ipv4Addr,
+    /// The network's broadcast address.
+    pub broadcast: Ipv4Addr,
+    /// In bytes.
+    pub mtu: u16,
+    /// Name servers that are asked for all other names; nobody is asked when there are none.
+    pub forward: Vec<IpAddr>,
+    /// NTP servers.
+    pub ntp: Vec<Ipv4Addr>,
+    /// For how long VMs are given their addresses, in seconds.
+    pub lease_seconds: u32,
+    /// What is told of IPv6, where the network has it.
+    #[serde(default)]
+    pub ipv6: Option<Ipv6>,
+    /// By MAC address: "52:54:00:12:34:56".
+    pub hosts: BTreeMap<String, Host>,
+}
+
+/// What guests make their IPv6 addresses and routes of (RFC 4861, 4.2).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ipv6 {
+    /// The network's interface on the node.
+    pub bridge: String,
+    /// Its MAC address.
+    pub mac: [u8; 6],
+    /// The first 64 bits of all addresses.
+    pub prefix: Ipv6Addr,
+}
+
+/// A VM's NIC.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Host {
+    /// Its address.
+    pub address: Ipv4Addr,
+    /// The one that it makes itself.
+    #[serde(default)]
+    pub address6: Option<Ipv6Addr>,
+    /// The VM's name.
+    pub name: String,
+}
