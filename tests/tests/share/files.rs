@@ -53,7 +53,7 @@ fn files_behave_in_a_share_as_they_do_on_the_node() {
         .run("mkdir /mnt/storm && fscheck storm /mnt/storm 5", 120)
         .expect("storm");
     assert!(storm.contains(" lost 0 left 4"), "{storm}");
-    let files = if vmmd_tests::long() { 100_000 } else { 500 };
+    let files = if vmmd_tests::long() { 100_000 } else { 200 };
     let small = console
         .run(
             &format!("mkdir /mnt/small && fscheck small /mnt/small {files}"),

@@ -83,10 +83,14 @@ fn load(config: &Screen) -> io::Result<ServerConfig> {
     let chain = chain.map_err(|error| wrong(format!("`certificate` is no PEM file: {error}")))?;
     let key = PrivateKeyDer::from_pem_slice(&read("key", key)?)
         .map_err(|error| wrong(format!("`key` has no private key: {error}")))?;
-    ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+    let mut tls = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_protocol_versions(&[&TLS13, &TLS12])
         .and_then(|builder| builder.with_no_client_auth().with_single_cert(chain, key))
-        .map_err(|error| wrong(format!("the certificate can't be used with its key: {error}")))
+        .map_err(|error| wrong(format!("the certificate can't be used with its key: {error}")))?;
+    // Nobody resumes a session of a screen. TigerVNC 1.12 takes a session ticket that comes together with the first message for a reason to
+    // wait for more of the connection, and never looks at the message.
+    tls.send_tls13_tickets = 0;
+    Ok(tls)
 }
 
 fn read(key: &str, path: &Path) -> io::Result<Vec<u8>> {
