@@ -1,0 +1,201 @@
+//! IPv6 in networks that the daemon makes: addresses that guests make themselves, and what they can't say.
+
+use super::*;
+
+impl Guest {
+    /// One that listens to routers, in place of a running VM, whose process is killed; with the IPv6 address that its NIC is to have.
+    async fn with_ipv6(node: &Namespace, daemon: &Daemon, vm: &str, bridge: &str) -> (Self, String) {
+        let running = daemon.get(vm).await.unwrap();
+        let nic = status(&running).nics[0].clone();
+        daemon.kill_vm(vm).await.unwrap();
+        let guest = Self::on(node, &nic.tap, bridge, &nic.mac);
+        let [_, address] = nic.addresses.as_slice() else {
+            panic!("{:?}", nic.addresses);
+        };
+        (guest, address.clone())
+    }
+
+    /// Waits until the guest's kernel has made an address of what it heard.
+    async fn has(&self, address: &str) {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let shown = self.namespace.ip("-6 addr show dev eth0 scope global");
+            if shown.contains(&format!("inet6 {address}/64")) && !shown.contains("tentative") {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{address}: {shown}");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// Whether an echo request is answered, that comes from the address `from`, or from one that the kernel chooses.
+    fn reaches(&self, to: &str, from: &str) -> bool {
+        let program = r#"
+import select, socket, sys, time
+to, source = sys.argv[1:]
+s = socket.socket(socket.AF_INET6, socket.SOCK_RAW, socket.IPPROTO_ICMPV6)
+if source:
+    s.bind((source, 0))
+for number in range(3):
+    s.sendto(bytes([128, 0, 0, 0, 7, 7, 0, number]), (to, 0))
+    end = time.monotonic() + 1
+    while select.select([s], [], [], max(0, end - time.monotonic()))[0]:
+        if s.recv(2000).startswith(bytes([129, 0])):
+            sys.exit(0)
+sys.exit(1)
+"#;
+        let output = Command::new("ip")
+            .args([
+                "netns",
+                "exec",
+                &self.namespace.0,
+                "python3",
+                "-c",
+                program,
+                to,
+                from,
+            ])
+            .output()
+            .unwrap();
+        assert!(output.stderr.is_empty(), "{output:?}");
+        output.status.success()
+    }
+
+    /// Sends an ICMPv6 message without its checksum to all nodes, as only a neighbor can.
+    fn says(&self, message: &[u8]) {
+        let program = r#"
+import socket, sys
+s = socket.socket(socket.AF_INET6, socket.SOCK_RAW, socket.IPPROTO_ICMPV6)
+s.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_HOPS, 255)
+s.sendto(bytes.fromhex(sys.argv[1]), ('ff02::1', 0, 0, socket.if_nametoindex('eth0')))
+"#;
+        let hex: String = message.iter().map(|byte| format!("{byte:02x}")).collect();
+        let said = Command::new("ip")
+            .args(["netns", "exec", &self.namespace.0, "python3", "-c", program, &hex])
+            .output()
+            .unwrap();
+        assert!(said.status.success(), "{said:?}");
+    }
+}
+
+#[tokio::test]
+async fn guests_make_ipv6_addresses_reach_each_other_and_the_outside_and_can_not_lie() {
+    let (namespace, world) = (Namespace::new(), Namespace::new());
+    namespace.ip(&format!(
+        "link add world type veth peer name eth0 netns {}",
+        world.0
+    ));
+    namespace.ip("addr add fd00:99::1/64 dev world nodad");
+    namespace.ip("link set world up");
+    // It knows no way to the guests.
+    world.ip("addr add fd00:99::2/64 dev eth0 nodad");
+    world.ip("link set eth0 up");
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let spec = v1::NetworkSpec {
+        ipv4_cidr: "10.80.0.0/24".into(),
+        ipv6_cidr: "fd00:80::/64".into(),
+        ..v1::NetworkSpec::default()
+    };
+    let made = daemon.make_network_as("lan", spec.clone()).await.unwrap();
+    let state = made.status.unwrap();
+    assert_eq!(state.ipv6_gateway, "fd00:80::1");
+    let clash = v1::NetworkSpec {
+        ipv4_cidr: "10.81.0.0/24".into(),
+        ..spec
+    };
+    let clash = daemon.make_network_as("other", clash).await.unwrap_err();
+    assert_eq!(
+        refusal(&clash),
+        (Code::FailedPrecondition, "NETWORK_OVERLAPS".into())
+    );
+    for vm in ["a", "b"] {
+        daemon.start_in(vm, nic("lan")).await.unwrap();
+    }
+    let (a, own) = Guest::with_ipv6(&namespace, &daemon, "a", &state.bridge).await;
+    let (b, other) = Guest::with_ipv6(&namespace, &daemon, "b", &state.bridge).await;
+    // Routers are told of without the daemon.
+    daemon.kill();
+    a.has(&own).await;
+    b.has(&other).await;
+    assert!(a.reaches(&other, ""), "each other");
+    assert!(a.reaches("fd00:80::1", ""), "the gateway");
+    assert!(a.reaches("fd00:99::2", ""), "the outside by NAT");
+
+    // Another address of the network, though the other one knows who has it.
+    a.namespace.ip("addr add fd00:80::bad/64 dev eth0 nodad");
+    let mac = |guest: &Guest| {
+        let shown = guest.namespace.ip("-o link show dev eth0");
+        let (_, rest) = shown.split_once("link/ether ").unwrap();
+        rest.split(' ').next().unwrap().to_owned()
+    };
+    b.namespace
+        .ip(&format!("neigh replace fd00:80::bad lladdr {} dev eth0", mac(&a)));
+    assert!(!a.reaches(&other, "fd00:80::bad"), "an address of nobody");
+    assert!(a.reaches(&other, &own), "its own");
+
+    // An advertisement of the gateway's address, which overrides what is known (RFC 4861, 4.4), and a router with another prefix.
+    assert!(b.reaches("fd00:80::1", ""));
+    let address = |text: &str| text.parse::<std::net::Ipv6Addr>().unwrap().octets();
+    let octets = mac(&a)
+        .split(':')
+        .map(|byte| u8::from_str_radix(byte, 16).unwrap())
+        .collect::<Vec<_>>();
+    let neighbor = [
+        &[136, 0, 0, 0, 0x20, 0, 0, 0][..],
+        &address("fd00:80::1"),
+        &[2, 1],
+        &octets,
+    ]
+    .concat();
+    let router = [
+        &[134, 0, 0, 0, 64, 0, 7, 8, 0, 0, 0, 0, 0, 0, 0, 0][..],
+        &[3, 4, 64, 0xc0, 0, 0, 0x0e, 0x10, 0, 0, 0x0e, 0x10, 0, 0, 0, 0],
+        &address("fd00:bad::"),
+    ]
+    .concat();
+    let lie = || [&neighbor, &router].map(|message| a.says(message));
+    let believed = || {
+        let gateway = b.namespace.ip("-6 neigh show fd00:80::1");
+        let addresses = b.namespace.ip("-6 addr show dev eth0");
+        (gateway.contains(&mac(&a)), addresses.contains("fd00:bad"))
+    };
+    lie();
+    // What comes after both is heard, so they are not only late.
+    assert!(a.reaches(&other, &own));
+    assert_eq!(believed(), (false, false));
+    // It is the rules that keep them away.
+    namespace.run("nft delete table bridge vmmd");
+    let deadline = Instant::now() + PATIENCE;
+    while believed() != (true, true) {
+        assert!(
+            Instant::now() < deadline,
+            "what is sent is wrong: {:?}",
+            believed()
+        );
+        lie();
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+}
+
+#[tokio::test]
+async fn an_isolated_network_with_ipv6_is_no_way_out() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let spec = v1::NetworkSpec {
+        mode: NetworkMode::Isolated.into(),
+        ipv4_cidr: "10.80.0.0/24".into(),
+        ipv6_cidr: "fd00:80::/64".into(),
+        ..v1::NetworkSpec::default()
+    };
+    let made = daemon.make_network_as("lan", spec).await.unwrap();
+    daemon.start_in("a", nic("lan")).await.unwrap();
+    let bridge = made.status.unwrap().bridge;
+    let (guest, own) = Guest::with_ipv6(&namespace, &daemon, "a", &bridge).await;
+    guest.has(&own).await;
+    let routes = guest.namespace.ip("-6 route show");
+    assert!(!routes.contains("default"), "{routes}");
+    assert_eq!(
+        namespace.run("cat /proc/sys/net/ipv6/conf/all/forwarding").trim(),
+        "0"
+    );
+}
