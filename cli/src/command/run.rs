@@ -18,6 +18,8 @@ use crate::{
 const DIGITS: usize = 5;
 /// Port of SSH.
 const SSH: u16 = 22;
+/// The daemon's word for a disk that is not there.
+const NO_DISK: &str = "DISK_NOT_FOUND";
 /// Longest name of an image that such a name has in it.
 const LONGEST: usize = 40;
 
@@ -26,6 +28,7 @@ pub async fn run(client: &Client, args: &Run) -> Result<()> {
     let name = args.name.clone().unwrap_or_else(|| new_name(&args.image));
     let disk = format!("{name}-root");
     let vm = vm(args, &name, &disk)?;
+    would_be_taken(client, &vm, &name).await?;
     make_disk(client, args, &disk).await?;
     let created = apply::create(client, vm, true, false).await;
     if let Err(failure) = created {
@@ -53,6 +56,23 @@ pub async fn run(client: &Client, args: &Run) -> Result<()> {
             console::run(client, &args).await
         }
         false => Ok(()),
+    }
+}
+
+/// Whether the node takes the VM, but for its disk, which is made only then: that can take minutes.
+async fn would_be_taken(client: &Client, vm: &v1::Vm, name: &str) -> Result<()> {
+    match apply::create(client, vm.clone(), true, true).await {
+        Err(failure) if failure.reason.as_ref() == NO_DISK && failure.violations.is_empty() => {}
+        Err(failure) => return Err(failure),
+        Ok(_) => return Ok(()),
+    }
+    match client.get(name).await {
+        Err(failure) if failure.code == Code::NotFound => Ok(()),
+        Err(failure) => Err(failure),
+        Ok(_) => {
+            let failure = Failure::new(Code::Conflict, format!("there is a VM \"{name}\" already"));
+            Err(failure.hint(format!("`vmmctl describe vm {name}` shows it")))
+        }
     }
 }
 

@@ -8,6 +8,7 @@ mod disks;
 mod node;
 mod observe;
 mod port_forward;
+mod run;
 mod screen;
 mod support;
 mod tls;

@@ -13,6 +13,9 @@ pub const BUSY: &str = "busy";
 /// A disk for which no VM has a slot.
 pub const TOO_MANY: &str = "one-too-many";
 
+/// The operation that makes a disk, which nobody waits for in the call.
+pub const DISK_MADE: &str = "0d6b9b07-4f0d-4f5a-8f3e-2d3a6a1c9f10";
+
 impl State {
     /// The disk as the daemon has it.
     pub fn disk(&self, name: &str) -> Option<v1::Disk> {
@@ -210,7 +213,7 @@ impl DiskService for State {
         disk.status = Some(status);
         lock(&self.disks).insert(name, disk.clone());
         let operation = no_wait.then(|| v1::Operation {
-            id: "0d6b9b07-4f0d-4f5a-8f3e-2d3a6a1c9f10".into(),
+            id: DISK_MADE.into(),
             ..Default::default()
         });
         Ok(Response::new(v1::CreateDiskResponse {

@@ -1,6 +1,6 @@
 //! A daemon made for these tests: its services on a UNIX socket, with VMs and disks in maps.
 
-mod disk;
+pub mod disk;
 mod migration;
 mod node;
 mod observe;
@@ -404,6 +404,28 @@ impl VmService for State {
                     "the VM is not valid",
                     details,
                 ));
+            }
+        }
+        for (index, share) in vm.spec.as_ref().unwrap().shares.iter().enumerate() {
+            if share.path == "/root" {
+                let details = ErrorDetails::with_bad_request_violation(
+                    format!("spec.shares[{index}]"),
+                    "only root may share it",
+                );
+                let message = "spec.disks[0].disk: there is no such disk; only root may share it";
+                return Err(Status::with_error_details(
+                    Code::FailedPrecondition,
+                    message,
+                    details,
+                ));
+            }
+        }
+        for disk in &vm.spec.as_ref().unwrap().disks {
+            if let Some(v1::disk_spec::Source::Disk(disk)) = &disk.source
+                && self.disk(disk).is_none()
+            {
+                let message = format!("there is no disk \"{disk}\" on this node");
+                return Err(refusal(Code::FailedPrecondition, "DISK_NOT_FOUND", message));
             }
         }
         if lock(&self.vms).contains_key(&name) {

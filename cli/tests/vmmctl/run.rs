@@ -1,0 +1,49 @@
+//! `vmmctl run`.
+
+use proto::v1::VmPhase;
+
+use crate::support::{Daemon, disk::DISK_MADE};
+
+/// Runs it for a VM `web` of the image `debian`; its exit code and what it says of a failure.
+fn run(daemon: &Daemon, args: &[&str]) -> (i32, String) {
+    let output = daemon
+        .vmmctl()
+        .args(["run", "debian", "--name", "web"])
+        .args(args)
+        .output()
+        .unwrap();
+    (
+        output.status.code().unwrap(),
+        String::from_utf8(output.stderr).unwrap(),
+    )
+}
+
+/// Copying a disk takes minutes: what can be known before is said before.
+#[test]
+fn a_vm_that_the_node_would_refuse_is_refused_before_its_disk_is_made() {
+    let daemon = Daemon::start();
+    let (code, said) = run(&daemon, &["--share", "/root"]);
+    assert_eq!((code, said.contains("spec.shares[0]")), (5, true), "{said}");
+    daemon.state.put("web", VmPhase::Running, &[]);
+    let (code, said) = run(&daemon, &[]);
+    assert_eq!(
+        (code, said.contains("there is a VM \"web\" already")),
+        (4, true),
+        "{said}"
+    );
+    assert_eq!(daemon.state.calls(), ["create web start=true dry_run=true"; 2]);
+}
+
+#[test]
+fn the_disk_is_made_then_the_vm_and_it_is_started() {
+    let daemon = Daemon::start();
+    daemon.state.operation_of(DISK_MADE, "web-root", "");
+    assert_eq!(run(&daemon, &["--quiet"]), (0, String::new()));
+    let calls = daemon.state.calls();
+    let made = [
+        "create web start=true dry_run=true",
+        "create disk web-root",
+        "create web start=true dry_run=false",
+    ];
+    assert!(calls.starts_with(&made.map(str::to_owned)), "{calls:?}");
+}
