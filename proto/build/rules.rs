@@ -17,7 +17,7 @@ const REQUEST_ID: u32 = 15;
 const PRECONDITIONS: u32 = 14;
 
 /// Kinds of things that are objects: messages with an `ObjectMetadata`.
-const OBJECTS: &[&str] = &["vm", "disk", "image", "node"];
+const OBJECTS: &[&str] = &["vm", "disk", "image", "network", "node"];
 
 /// The content of `rules.rs`.
 ///

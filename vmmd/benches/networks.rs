@@ -114,7 +114,9 @@ async fn main() {
             "{}",
             status.message
         );
-        let answer = list.time(client.list_networks(v1::ListNetworksRequest {})).await;
+        let answer = list
+            .time(client.list_networks(v1::ListNetworksRequest::default()))
+            .await;
         assert_eq!(answer.unwrap().into_inner().networks.len(), networks);
     }
     let full = memory(pid);

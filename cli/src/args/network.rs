@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{Timeout, disk_name};
+use super::{Label, Selector, Timeout, disk_name, node::LabelChange};
 
 /// `network`.
 #[derive(Debug, Subcommand)]
@@ -13,6 +13,8 @@ pub enum Network {
     Ls(ListNetworks),
     /// Show a network, and who has which address.
     Describe(DescribeNetwork),
+    /// Change a network while VMs are in it.
+    Update(UpdateNetwork),
     /// Delete a network that no VM's spec names.
     Rm(RemoveNetwork),
 }
@@ -49,6 +51,9 @@ pub struct CreateNetwork {
     /// Largest packet in bytes; 1500 when not given.
     #[arg(long, value_name = "BYTES")]
     pub mtu: Option<u32>,
+    /// Label of the network.
+    #[arg(short, long = "label", value_name = "KEY=VALUE")]
+    pub labels: Vec<Label>,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub timeout: Timeout,
@@ -71,6 +76,46 @@ pub struct ListNetworks {
     /// Print all of them as canonical JSON.
     #[arg(long)]
     pub json: bool,
+    /// Go on printing changes as they happen, those of leases too.
+    #[arg(short, long)]
+    pub watch: bool,
+    /// Only networks with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
+    #[arg(
+        short = 'l',
+        long = "selector",
+        value_name = "SELECTOR",
+        value_delimiter = ','
+    )]
+    pub selectors: Vec<Selector>,
+}
+
+/// `network update`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl network update lan --dns 10.0.0.53 --dns 10.0.0.54
+  vmmctl network update lan --dns node
+  vmmctl network update backend --mode routed -l tier=back -l old-")]
+pub struct UpdateNetwork {
+    /// Name of the network.
+    #[arg(value_parser = disk_name)]
+    pub name: String,
+    /// Who reaches whom. VMs hear of it when they next ask for their address, which they do each half hour.
+    #[arg(long, value_enum)]
+    pub mode: Option<Mode>,
+    /// Name server that is asked for names outside the network, instead of those before: several are given one by one, "node" is
+    /// those of the node.
+    #[arg(long = "dns", value_name = "ADDRESS|node")]
+    pub dns: Vec<String>,
+    /// NTP server that VMs are told, instead of those before: several are given one by one, "none" is none.
+    #[arg(long = "ntp", value_name = "ADDRESS|none")]
+    pub ntp: Vec<String>,
+    /// Label to set, or to take away.
+    #[arg(short, long = "label", value_name = "KEY=VALUE|KEY-")]
+    pub labels: Vec<LabelChange>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }
 
 /// `network describe`.

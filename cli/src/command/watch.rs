@@ -35,7 +35,7 @@ pub trait Event {
     fn parts(self) -> (WatchEventType, Option<Self::Object>, String);
 }
 
-/// What can be watched. The second column of its table is the phase.
+/// What can be watched. The second column of its table is the phase, or what says whether it can be used.
 pub trait Object {
     /// Unique among its kind.
     fn name(&self) -> &str;
@@ -112,6 +112,36 @@ impl Object for v1::Image {
 
     fn row(&self, wide: bool, now: jiff::Timestamp) -> Vec<String> {
         output::image::row(self, wide, now)
+    }
+}
+
+impl Event for v1::WatchNetworksResponse {
+    type Object = v1::Network;
+
+    fn parts(self) -> (WatchEventType, Option<v1::Network>, String) {
+        (self.r#type(), self.network, self.cursor)
+    }
+}
+
+impl Object for v1::Network {
+    fn name(&self) -> &str {
+        output::network::name(self)
+    }
+
+    fn document(&self) -> Result<Document> {
+        Ok(Document {
+            title: format!("network/{}", self.name()),
+            json: emit::json(self)?,
+            schema: schema::NETWORK,
+        })
+    }
+
+    fn table(_: bool) -> Table {
+        output::network::table()
+    }
+
+    fn row(&self, _: bool, _: jiff::Timestamp) -> Vec<String> {
+        output::network::row(self)
     }
 }
 

@@ -4,47 +4,45 @@ use proto::v1;
 
 use super::{
     describe::{Lines, when},
+    disk::pairs,
     table::Table,
     vm::camel,
 };
 
-/// A table of networks.
-pub fn table(networks: &[v1::Network]) -> String {
+/// A table for networks.
+pub fn table() -> Table {
     let headers = [
         "NAME",
+        "READY",
         "MODE",
         "ADDRESSES",
         "GATEWAY",
         "USED",
         "FREE",
         "BRIDGE",
-        "READY",
     ];
-    let mut table = Table::new(headers.to_vec());
-    let rows: Vec<_> = networks.iter().map(row).collect();
-    for row in &rows {
-        table.fit(row);
-    }
-    let mut text = table.header() + "\n";
-    for row in &rows {
-        text += &table.row(row);
-        text.push('\n');
-    }
-    text
+    Table::new(headers.to_vec())
 }
 
-fn row(network: &v1::Network) -> Vec<String> {
+/// Networks as a table.
+pub fn whole(networks: &[v1::Network]) -> String {
+    let rows: Vec<_> = networks.iter().map(row).collect();
+    table().whole(&rows, true)
+}
+
+/// A row of the table.
+pub fn row(network: &v1::Network) -> Vec<String> {
     let spec = network.spec.clone().unwrap_or_default();
     let status = network.status.clone().unwrap_or_default();
     vec![
-        name(network),
+        name(network).to_owned(),
+        if status.ready { "yes" } else { "no" }.to_owned(),
         mode(&spec),
         spec.ipv4_cidr,
         status.gateway,
         status.leases.len().to_string(),
         status.available_addresses.to_string(),
         status.bridge,
-        if status.ready { "yes" } else { "no" }.to_owned(),
     ]
 }
 
@@ -57,6 +55,8 @@ pub fn describe(network: &v1::Network, now: jiff::Timestamp) -> String {
     let mut text = Lines::default();
     text.put("Name", &metadata.name);
     text.put("UID", &metadata.uid);
+    text.put("Generation", &metadata.generation.to_string());
+    text.put("Labels", &pairs(&metadata.labels, ", "));
     text.put("Created", &when(metadata.create_time.as_ref(), now));
     text.put("Mode", &mode(&spec));
     text.put(
@@ -93,8 +93,10 @@ pub fn describe(network: &v1::Network, now: jiff::Timestamp) -> String {
     text.0
 }
 
-fn name(network: &v1::Network) -> String {
-    network.metadata.clone().unwrap_or_default().name
+/// The name of a network.
+pub fn name(network: &v1::Network) -> &str {
+    let metadata = network.metadata.as_ref();
+    metadata.map_or("", |metadata| &metadata.name)
 }
 
 fn mode(spec: &v1::NetworkSpec) -> String {

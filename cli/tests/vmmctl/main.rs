@@ -5,6 +5,7 @@ mod change;
 mod choose;
 mod console;
 mod disks;
+mod networks;
 mod node;
 mod observe;
 mod port_forward;

@@ -6,6 +6,8 @@ pub const VM: &str = "VM manifest";
 pub const DISK: &str = "disk manifest";
 /// An image.
 pub const IMAGE: &str = ".vmmd.v1.Image";
+/// A network.
+pub const NETWORK: &str = ".vmmd.v1.Network";
 /// Counters of a VM's disks.
 pub const DISK_STATS: &str = ".vmmd.v1.GetVmDiskStatsResponse";
 /// All counters of a VM.

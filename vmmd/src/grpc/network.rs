@@ -1,11 +1,18 @@
 //! `vmmd.v1.NetworkService`.
 
+mod kind;
+
 use std::sync::Arc;
 
 use proto::v1::{self, network_service_server::NetworkService};
 use tonic::{Request, Response, Status};
 
-use crate::{failure::Failure, host::Host, request::once};
+use self::kind::Network;
+use super::{
+    disk::whole,
+    objects::{Stream, Wanted, list, watch},
+};
+use crate::{host::Host, request::once};
 
 /// The service.
 #[derive(Debug)]
@@ -27,10 +34,8 @@ impl NetworkService for Networks {
         request: Request<v1::CreateNetworkRequest>,
     ) -> Result<Response<v1::CreateNetworkResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
-            // In a task of its own, which ends what it began when the caller goes away.
             let create = async move { host.networks.create(host.for_networks(), request, &context).await };
-            let made = tokio::spawn(create).await;
-            let network = made.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))?;
+            let network = whole(create).await?;
             Ok(v1::CreateNetworkResponse {
                 network: Some(network),
             })
@@ -50,10 +55,49 @@ impl NetworkService for Networks {
 
     async fn list_networks(
         &self,
-        _: Request<v1::ListNetworksRequest>,
+        request: Request<v1::ListNetworksRequest>,
     ) -> Result<Response<v1::ListNetworksResponse>, Status> {
-        let networks = self.host.networks.list();
-        Ok(Response::new(v1::ListNetworksResponse { networks }))
+        let request = request.get_ref();
+        let wanted = Wanted {
+            filter: request.filter.as_ref(),
+            page_size: request.page_size,
+            page_token: &request.page_token,
+        };
+        let page = list::<Network>(&self.host, wanted).await?;
+        Ok(Response::new(v1::ListNetworksResponse {
+            networks: page.objects,
+            next_page_token: page.next_page_token,
+            cursor: page.cursor,
+        }))
+    }
+
+    type WatchNetworksStream = Stream<Network>;
+
+    async fn watch_networks(
+        &self,
+        request: Request<v1::WatchNetworksRequest>,
+    ) -> Result<Response<Self::WatchNetworksStream>, Status> {
+        let request = request.get_ref();
+        let stream = watch::<Network>(&self.host, request.filter.as_ref(), &request.cursor)?;
+        Ok(Response::new(stream))
+    }
+
+    async fn update_network(
+        &self,
+        request: Request<v1::UpdateNetworkRequest>,
+    ) -> Result<Response<v1::UpdateNetworkResponse>, Status> {
+        once(&self.host, request, |host, request, context| async move {
+            let update = async move {
+                host.networks
+                    .update(host.for_networks(), &request, &context)
+                    .await
+            };
+            let network = whole(update).await?;
+            Ok(v1::UpdateNetworkResponse {
+                network: Some(network),
+            })
+        })
+        .await
     }
 
     async fn delete_network(
@@ -66,8 +110,7 @@ impl NetworkService for Networks {
                     .delete(host.for_networks(), &request.name, &context)
                     .await
             };
-            let deleted = tokio::spawn(delete).await;
-            deleted.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))?;
+            whole(delete).await?;
             Ok(v1::DeleteNetworkResponse {})
         })
         .await

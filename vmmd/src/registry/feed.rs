@@ -1,5 +1,6 @@
-//! The order in which disks change: a revision for each change, and what is remembered of deleted disks, so that who knows the
-//! disks at a revision can be told what has changed since. Deletions by earlier runs of the daemon are in the store.
+//! The order in which objects of a kind (disks, images, networks) change: a revision for each change, and what is remembered of
+//! deleted ones, so that who knows the objects at a revision can be told what has changed since. Deletions by earlier runs of the daemon
+//! are in the store.
 //!
 //! A deletion has a revision before it is written to the store, and another one when watchers can see it. A later daemon must assume
 //! of who has seen the first revision only that the deletion was not seen.
@@ -41,13 +42,13 @@ pub struct Feed {
     tombstones: VecDeque<Buried>,
     /// Run and revision of the last deletion that was forgotten.
     trimmed: (u64, u64),
-    /// Highest generation of a deleted disk: a new disk has a higher one.
+    /// Highest generation of a deleted object: a new one has a higher one.
     generation: u64,
     /// Has the last revision.
     news: watch::Sender<u64>,
 }
 
-/// A disk that was deleted.
+/// An object that was deleted.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Buried {
     /// What was last known of it.
@@ -85,7 +86,7 @@ impl Feed {
         self.run
     }
 
-    /// The generation that a new disk begins with.
+    /// The generation that a new object begins with.
     pub fn first_generation(&self) -> u64 {
         self.generation + 1
     }
@@ -111,6 +112,11 @@ impl Feed {
             revision: self.revision,
             metadata: Some(metadata.into()),
         }
+    }
+
+    /// A deletion did not come about.
+    pub fn kept(&mut self, tombstone: &Tombstone) {
+        self.being_buried.remove(&tombstone.revision);
     }
 
     /// Ends a deletion: from now on watchers can see it.
@@ -197,6 +203,17 @@ mod tests {
         // Who had seen it is not told again.
         first.buried(tombstone);
         assert_eq!(second.buried_since(first.position()).unwrap(), []);
+    }
+
+    #[test]
+    fn a_deletion_that_did_not_come_about_is_not_told_and_holds_nothing_up() {
+        let mut feed = feed(1, BuriedRecords::default());
+        let start = feed.position();
+        let tombstone = feed.bury(named("a", 3));
+        assert_eq!(feed.position().buried, 0);
+        feed.kept(&tombstone);
+        assert_eq!(feed.position().buried, feed.position().revision);
+        assert_eq!(feed.buried_since(start).unwrap(), []);
     }
 
     #[test]

@@ -34,6 +34,7 @@
 //! | DeleteSnapshot | the answer is written together with the beginning of the deletion: answered |
 //! | RestoreVm | a run that the request began, and that goes on, is the answer; a VM with the mark is started again; else carried out again |
 //! | CreateNetwork | a network with the mark is the answer |
+//! | UpdateNetwork | carried out again; what is so already is a success, and the generation is not looked at |
 //! | DeleteNetwork | the answer is written together with the beginning of the deletion: answered |
 //! | MigrateVm | carried out again: one that goes on, or waits for the other node, is refused, and a VM that has gone is not found |
 //! | ImportImage | an image with the mark is the answer, also when it is being imported still, or has been deleted since |

@@ -46,6 +46,11 @@ const IMAGE_TOMBSTONES: Table = Table::new("image_tombstones");
 const IMAGE_TRIMMED_RUN: &str = "image_trimmed_run";
 const IMAGE_TRIMMED_REVISION: &str = "image_trimmed_revision";
 
+/// The same of networks.
+const NETWORK_TOMBSTONES: Table = Table::new("network_tombstones");
+const NETWORK_TRIMMED_RUN: &str = "network_trimmed_run";
+const NETWORK_TRIMMED_REVISION: &str = "network_trimmed_revision";
+
 /// A VM that was deleted.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Tombstone {
@@ -158,9 +163,11 @@ pub struct HistoryRecords {
     pub disks: BuriedRecords,
     /// Of images.
     pub images: BuriedRecords,
+    /// Of networks.
+    pub networks: BuriedRecords,
 }
 
-/// What is remembered of deleted disks, or images.
+/// What is remembered of deleted disks, images, or networks.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BuriedRecords {
     /// Deletions, the oldest first.
@@ -214,6 +221,11 @@ pub fn load(transaction: &ReadTransaction) -> Result<HistoryRecords, Error> {
         images: BuriedRecords {
             tombstones: readable_if_there(transaction, IMAGE_TOMBSTONES)?,
             trimmed: (number(IMAGE_TRIMMED_RUN)?, number(IMAGE_TRIMMED_REVISION)?),
+            generation: generation_floor,
+        },
+        networks: BuriedRecords {
+            tombstones: readable_if_there(transaction, NETWORK_TOMBSTONES)?,
+            trimmed: (number(NETWORK_TRIMMED_RUN)?, number(NETWORK_TRIMMED_REVISION)?),
             generation: generation_floor,
         },
     })
@@ -280,6 +292,12 @@ pub fn bury_disk(transaction: &WriteTransaction, tombstone: &Tombstone) -> Resul
 pub fn bury_image(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(), Error> {
     let trimmed = (IMAGE_TRIMMED_RUN, IMAGE_TRIMMED_REVISION);
     add_tombstone(transaction, IMAGE_TOMBSTONES, trimmed, tombstone)
+}
+
+/// Remembers the deletion of a network.
+pub fn bury_network(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(), Error> {
+    let trimmed = (NETWORK_TRIMMED_RUN, NETWORK_TRIMMED_REVISION);
+    add_tombstone(transaction, NETWORK_TOMBSTONES, trimmed, tombstone)
 }
 
 fn add_tombstone(

@@ -145,6 +145,7 @@ enum Change {
     Bury(Tombstone),
     BuryDisk(Tombstone),
     BuryImage(Tombstone),
+    BuryNetwork(Tombstone),
     Complete(RequestRecord),
     /// An answer, unless there is one.
     Presume(RequestRecord),
@@ -335,18 +336,18 @@ impl Store {
         self.change(Change::Remove(NETWORKS, uid.to_vec())).await
     }
 
-    /// Writes the record of a network whose deletion begins, and remembers the request that is answered by that. Durable on
-    /// return.
+    /// Writes the record of a network whose deletion begins, and remembers that and the request that is answered by it. Durable
+    /// on return.
     pub async fn retire_network(
         &self,
         record: &NetworkRecord,
-        answered: Vec<RequestRecord>,
+        tombstone: Tombstone,
+        answered: Option<RequestRecord>,
     ) -> Result<(), Error> {
         let put = Change::Put(NETWORKS, record.uid.clone(), record.encode_to_vec());
-        let changes = [put]
-            .into_iter()
-            .chain(answered.into_iter().map(Change::Complete));
-        self.changes(changes.collect()).await
+        let changes = [put, Change::BuryNetwork(tombstone)];
+        let answered = answered.map(Change::Complete);
+        self.changes(changes.into_iter().chain(answered).collect()).await
     }
 
     /// Writes an image's record, new or changed, and remembers requests that are answered by that. Durable on return.
@@ -537,6 +538,7 @@ fn commit(
                 Change::Bury(tombstone) => history::bury(transaction, tombstone)?,
                 Change::BuryDisk(tombstone) => history::bury_disk(transaction, tombstone)?,
                 Change::BuryImage(tombstone) => history::bury_image(transaction, tombstone)?,
+                Change::BuryNetwork(tombstone) => history::bury_network(transaction, tombstone)?,
                 Change::Complete(record) => history::complete(transaction, record)?,
                 Change::Presume(record) => history::presume(transaction, record)?,
             }

@@ -534,6 +534,15 @@ pub struct NetworkRecord {
     /// It is being deleted: to clients it is gone.
     #[prost(bool, tag = "9")]
     pub leaving: bool,
+    /// Counts changes by clients; 0 in what daemons before generations of networks wrote, which is 1.
+    #[prost(uint64, tag = "10")]
+    pub generation: u64,
+    /// Run of the daemon that made it; 0 when not known.
+    #[prost(uint64, tag = "11")]
+    pub made_run: u64,
+    /// Revision in that run at its creation.
+    #[prost(uint64, tag = "12")]
+    pub made_revision: u64,
     /// As of a VM.
     #[prost(message, repeated, tag = "20")]
     pub begun: Vec<RequestMark>,

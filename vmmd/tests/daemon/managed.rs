@@ -1,5 +1,6 @@
 //! Networks that the daemon makes, in a network namespace of the test's own.
 
+mod changes;
 mod ipv6;
 
 use std::{
@@ -63,6 +64,7 @@ impl Daemon {
         let request = v1::DeleteNetworkRequest {
             name: name.into(),
             request_id: format!("remove-{name}"),
+            ..Default::default()
         };
         self.networks().await.delete_network(request).await.map(drop)
     }

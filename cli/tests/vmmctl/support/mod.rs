@@ -2,6 +2,7 @@
 
 pub mod disk;
 mod migration;
+mod network;
 mod node;
 mod observe;
 mod operation;
@@ -23,6 +24,7 @@ use proto::{
         disk_service_server::DiskServiceServer,
         event_service_server::EventServiceServer,
         migration_service_server::MigrationServiceServer,
+        network_service_server::NetworkServiceServer,
         node_service_server::NodeServiceServer,
         operation_service_server::OperationServiceServer,
         vm_service_server::{VmService, VmServiceServer},
@@ -41,6 +43,7 @@ type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 pub struct State {
     vms: Arc<Mutex<BTreeMap<String, v1::Vm>>>,
     disks: Arc<Mutex<BTreeMap<String, v1::Disk>>>,
+    networks: Arc<Mutex<BTreeMap<String, v1::Network>>>,
     calls: Arc<Mutex<Vec<String>>>,
     ids: Arc<Mutex<Vec<String>>>,
     changes: broadcast::Sender<v1::WatchVmsResponse>,
@@ -105,6 +108,7 @@ impl Daemon {
         let state = State {
             vms: Arc::default(),
             disks: Arc::default(),
+            networks: Arc::default(),
             calls: Arc::default(),
             ids: Arc::default(),
             changes: broadcast::channel(64).0,
@@ -164,6 +168,7 @@ fn serve(socket: &Path, state: &State) -> tokio::runtime::Runtime {
         .add_service(DiskServiceServer::new(state.clone()))
         .add_service(EventServiceServer::new(state.clone()))
         .add_service(MigrationServiceServer::new(state.clone()))
+        .add_service(NetworkServiceServer::new(state.clone()))
         .add_service(OperationServiceServer::new(state.clone()))
         .add_service(NodeServiceServer::new(state.clone()));
     runtime.spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));

@@ -28,15 +28,7 @@ pub fn describe(record: &NetworkRecord, problem: &str) -> v1::Network {
     let leases = record.leases.iter().filter(|lease| lease.counts(now));
     let net6 = spec.as_ref().and_then(|spec| spec.net6);
     v1::Network {
-        metadata: Some(v1::ObjectMetadata {
-            name: record.name.clone(),
-            uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
-            generation: 1,
-            labels: record.labels.clone(),
-            annotations: record.annotations.clone(),
-            owner: record.owner.clone(),
-            create_time: text::timestamp(record.created_ms),
-        }),
+        metadata: Some(metadata(record)),
         status: Some(v1::NetworkStatus {
             ready: problem.is_empty(),
             message: problem.to_owned(),
@@ -50,6 +42,19 @@ pub fn describe(record: &NetworkRecord, problem: &str) -> v1::Network {
             ipv6_gateway: net6.map(|net| net.gateway().to_string()).unwrap_or_default(),
         }),
         spec: record.spec.clone(),
+    }
+}
+
+/// The metadata of a network.
+pub fn metadata(record: &NetworkRecord) -> v1::ObjectMetadata {
+    v1::ObjectMetadata {
+        name: record.name.clone(),
+        uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
+        generation: record.generation.max(1),
+        labels: record.labels.clone(),
+        annotations: record.annotations.clone(),
+        owner: record.owner.clone(),
+        create_time: text::timestamp(record.created_ms),
     }
 }
 
@@ -74,15 +79,6 @@ impl LeaseRecord {
         let octets: [u8; 6] = self.mac.as_slice().try_into().ok()?;
         Mac::try_from(octets).ok()
     }
-}
-
-/// Whether it is the network with this UUID.
-pub fn is(network: &v1::Network, uid: &[u8]) -> bool {
-    let uid = Uuid::from_slice(uid).unwrap_or_default().to_string();
-    network
-        .metadata
-        .as_ref()
-        .is_some_and(|metadata| metadata.uid == uid)
 }
 
 /// Why a NIC gets no address.

@@ -21,10 +21,12 @@ mod plan;
 mod pool;
 mod rules;
 mod ruleset;
+mod update;
 
 use std::{
     collections::BTreeMap,
     net::{Ipv4Addr, Ipv6Addr},
+    ops::Bound,
     path::PathBuf,
     sync::{Mutex, MutexGuard, PoisonError},
 };
@@ -38,10 +40,11 @@ use proto::{
     },
     v1,
 };
+use tokio::sync::watch;
 use uuid::Uuid;
 
 use self::{
-    describe::{describe, is, not_found, tell},
+    describe::{describe, metadata, not_found, tell},
     node::{Filter, users},
 };
 pub use self::{
@@ -53,28 +56,66 @@ use super::{Links, Ports};
 use crate::{
     context::Context,
     failure::{Failure, Kind, store_failure},
-    request,
-    store::{LeaseRecord, NetworkRecord, PortRecord},
+    registry::feed::{Buried, Expired, Feed, Position},
+    request::{self, preconditions},
+    store::{BuriedRecords, LeaseRecord, NetworkRecord, PortRecord, RequestRecord},
     text,
 };
 
 /// All networks.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Networks {
     inner: Mutex<Inner>,
     /// Who holds it may change records and the node.
     turn: tokio::sync::Mutex<Filter>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Inner {
     /// By name.
     records: BTreeMap<String, NetworkRecord>,
     /// By UUID: why the node is not as wanted.
     problems: BTreeMap<Vec<u8>, Failure>,
+    /// By UUID: of the last change that clients can see.
+    revisions: BTreeMap<Vec<u8>, u64>,
+    feed: Feed,
+}
+
+/// A network at a time.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    /// As clients see it.
+    pub network: v1::Network,
+    /// UUID.
+    pub uid: Vec<u8>,
+    /// Run and revision at which it was made.
+    pub made: (u64, u64),
+    /// Of this state.
+    pub revision: u64,
 }
 
 impl Inner {
+    fn put(&mut self, record: NetworkRecord) {
+        if !record.leaving {
+            self.changed(&record.uid);
+        }
+        self.records.insert(record.name.clone(), record);
+    }
+
+    fn changed(&mut self, uid: &[u8]) {
+        let revision = self.feed.change();
+        self.revisions.insert(uid.to_vec(), revision);
+    }
+
+    fn see(&self, record: &NetworkRecord) -> Seen {
+        Seen {
+            network: self.describe(record),
+            uid: record.uid.clone(),
+            made: (record.made_run, record.made_revision),
+            revision: self.revisions.get(&record.uid).copied().unwrap_or_default(),
+        }
+    }
+
     fn describe(&self, record: &NetworkRecord) -> v1::Network {
         let problem = self.problems.get(&record.uid);
         describe(
@@ -106,11 +147,25 @@ pub struct Request<'a> {
 }
 
 impl Networks {
+    /// None yet; see [`Feed::new`].
+    pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: BuriedRecords) -> Self {
+        let inner = Inner {
+            records: BTreeMap::new(),
+            problems: BTreeMap::new(),
+            revisions: BTreeMap::new(),
+            feed: Feed::new(run, nonces, history),
+        };
+        Self {
+            inner: Mutex::new(inner),
+            turn: tokio::sync::Mutex::default(),
+        }
+    }
+
     /// Takes over the records of the store.
     pub fn adopt(&self, host: Ports<'_>, records: Vec<NetworkRecord>) {
         for record in records {
             host.requests.adopt_network(&record);
-            self.inner().records.insert(record.name.clone(), record);
+            self.inner().put(record);
         }
     }
 
@@ -130,11 +185,33 @@ impl Networks {
         Ok(self.inner().describe(&record))
     }
 
-    /// All networks, by name.
-    pub fn list(&self) -> Vec<v1::Network> {
+    /// Networks after a name, and where in the order of changes that was.
+    pub fn after(&self, name: Option<&str>) -> (Vec<Seen>, Position) {
         let inner = self.inner();
+        let from = name.map_or(Bound::Unbounded, Bound::Excluded);
+        let records = inner.records.range::<str, _>((from, Bound::Unbounded));
+        let there = records.filter(|(_, record)| !record.leaving);
+        let seen = there.map(|(_, record)| inner.see(record)).collect();
+        (seen, inner.feed.position())
+    }
+
+    /// All networks, and deletions since a position.
+    pub fn since(&self, position: Position) -> Result<(Vec<Buried>, Vec<Seen>, Position), Expired> {
+        let inner = self.inner();
+        let buried = inner.feed.buried_since(position)?;
         let there = inner.records.values().filter(|record| !record.leaving);
-        there.map(|record| inner.describe(record)).collect()
+        let seen = there.map(|record| inner.see(record)).collect();
+        Ok((buried, seen, inner.feed.position()))
+    }
+
+    /// Wakes up with each change.
+    pub fn news(&self) -> watch::Receiver<u64> {
+        self.inner().feed.news()
+    }
+
+    /// See [`Feed::nonce`].
+    pub fn nonce(&self, run: u64) -> Option<u64> {
+        self.inner().feed.nonce(run)
     }
 
     /// Refused as NETWORK_NOT_FOUND when there is no such network.
@@ -181,15 +258,20 @@ impl Networks {
         context: &Context,
     ) -> Result<v1::Network, Failure> {
         if let Some(made) = host.requests.made_network(context)
-            && let Some(network) = self.list().into_iter().find(|network| is(network, &made))
+            && let Some(seen) = self.after(None).0.into_iter().find(|seen| seen.uid == made)
         {
-            return Ok(network);
+            return Ok(seen.network);
         }
         let wire = request.network.unwrap_or_default();
         let new = NewNetwork::try_from(&wire)?;
         let mut turn = self.turn.lock().await;
         self.no_clash(&new)?;
-        let mut record = NetworkRecord {
+        let (generation, made_run, made_revision) = {
+            let mut inner = self.inner();
+            let revision = inner.feed.change();
+            (inner.feed.first_generation(), inner.feed.run(), revision)
+        };
+        let record = NetworkRecord {
             uid: Uuid::new_v4().as_bytes().to_vec(),
             name: new.metadata.name.to_string(),
             created_ms: text::now_ms(),
@@ -199,13 +281,15 @@ impl Networks {
             spec: wire.spec,
             leases: Vec::new(),
             leaving: false,
+            generation,
+            made_run,
+            made_revision,
             begun: host.requests.mark(context).into_iter().collect(),
         };
         self.write(host, &record).await?;
         self.apply(host, &mut turn, Some(&record.uid)).await;
         if let Some(problem) = self.problem(&record.uid) {
-            record.leaving = true;
-            self.write(host, &record).await?;
+            self.retire(host, &record, None).await?;
             self.apply(host, &mut turn, Some(&record.uid)).await;
             return Err(problem);
         }
@@ -246,22 +330,21 @@ impl Networks {
     /// Deletes a network. What of it can't be taken from the node now is taken away later.
     pub async fn delete(&self, host: Ports<'_>, name: &str, context: &Context) -> Result<(), Failure> {
         let mut turn = self.turn.lock().await;
-        let mut record = self.find(name)?;
+        let record = self.find(name)?;
+        let present = v1::Preconditions {
+            uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
+            generation: Some(record.generation.max(1)),
+        };
+        preconditions::check("network", name, &context.preconditions, &present)?;
         let users = users(host, name);
         if !users.is_empty() {
             let users = users.join(", ");
             let message = format!("network \"{name}\" is in use by {users}: detach the NICs there first");
             return Err(Failure::precondition("NETWORK_IN_USE", message));
         }
-        record.leaving = true;
         let mark = host.requests.mark(context);
         let answered = mark.map(|mark| request::done(mark, &v1::DeleteNetworkResponse::default()));
-        let answered = answered.into_iter().collect();
-        host.store
-            .retire_network(&record, answered)
-            .await
-            .map_err(store_failure)?;
-        self.inner().records.insert(record.name.clone(), record.clone());
+        self.retire(host, &record, answered).await?;
         self.apply(host, &mut turn, Some(&record.uid)).await;
         tell(host, &record, "NetworkDeleted", "the network was deleted");
         Ok(())
@@ -270,8 +353,33 @@ impl Networks {
     /// Makes a record durable, and what the daemon goes by.
     async fn write(&self, host: Ports<'_>, record: &NetworkRecord) -> Result<(), Failure> {
         host.store.put_network(record).await.map_err(store_failure)?;
-        self.inner().records.insert(record.name.clone(), record.clone());
+        self.inner().put(record.clone());
         Ok(())
+    }
+
+    /// Begins to delete a network: to clients it is gone then.
+    async fn retire(
+        &self,
+        host: Ports<'_>,
+        record: &NetworkRecord,
+        answered: Option<RequestRecord>,
+    ) -> Result<(), Failure> {
+        let record = NetworkRecord {
+            leaving: true,
+            ..record.clone()
+        };
+        let tombstone = self.inner().feed.bury(metadata(&record));
+        let retired = host.store.retire_network(&record, tombstone.clone(), answered);
+        let retired = retired.await.map_err(store_failure);
+        let mut inner = self.inner();
+        if retired.is_ok() {
+            inner.revisions.remove(&record.uid);
+            inner.put(record);
+            inner.feed.buried(tombstone);
+        } else {
+            inner.feed.kept(&tombstone);
+        }
+        retired
     }
 
     fn problem(&self, uid: &[u8]) -> Option<Failure> {

@@ -129,7 +129,7 @@ impl Networks {
     }
 
     /// Records whose leases change now.
-    fn release(&self, host: Ports<'_>) -> Vec<NetworkRecord> {
+    pub(super) fn release(&self, host: Ports<'_>) -> Vec<NetworkRecord> {
         let now = text::now_ms();
         let vms = host.vms.list();
         let by_uid = vms
@@ -212,9 +212,14 @@ impl Networks {
         repairs.networks.retain(|(record, _)| !record.leaving);
         let mut inner = self.inner();
         for record in all.iter().filter(meant) {
-            inner.problems.remove(&record.uid);
+            let (before, now) = (inner.problems.remove(&record.uid), problems.remove(&record.uid));
+            if before != now && !record.leaving {
+                inner.changed(&record.uid);
+            }
+            inner
+                .problems
+                .extend(now.map(|problem| (record.uid.clone(), problem)));
         }
-        inner.problems.extend(problems);
         repairs
     }
 }

@@ -1,0 +1,115 @@
+//! `vmmctl network`.
+
+use crate::support::Daemon;
+
+/// Runs it; its exit code, standard output and standard error.
+fn run(daemon: &Daemon, args: &str) -> (i32, String, String) {
+    let args = args.split_whitespace();
+    let output = daemon.vmmctl().arg("network").args(args).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (
+        output.status.code().unwrap(),
+        text(output.stdout),
+        text(output.stderr),
+    )
+}
+
+fn done(stdout: &str) -> (i32, String, String) {
+    (0, stdout.to_owned(), String::new())
+}
+
+/// A daemon with the networks `back` and `front`.
+fn with_two() -> Daemon {
+    let daemon = Daemon::start();
+    for name in ["front", "back"] {
+        let made = run(
+            &daemon,
+            &format!("create {name} --cidr 10.80.0.0/24 -l tier={name} -l old=1"),
+        );
+        assert_eq!(
+            made,
+            done(&format!(
+                "network/{name} created, gateway 10.80.0.1 on vmb5e0c3f560a\n"
+            ))
+        );
+    }
+    daemon
+}
+
+#[test]
+fn all_pages_of_networks_are_listed() {
+    let daemon = with_two();
+    let table = "NAME    READY   MODE   ADDRESSES      GATEWAY     USED   FREE   BRIDGE\n\
+                 back    yes     nat    10.80.0.0/24   10.80.0.1   0      253    vmb5e0c3f560a\n\
+                 front   yes     nat    10.80.0.0/24   10.80.0.1   0      253    vmb5e0c3f560a\n";
+    assert_eq!(run(&daemon, "ls -l tier"), done(table));
+    let pages = [
+        "list networks [\"tier\"] after \"\"",
+        "list networks [\"tier\"] after \"back\"",
+    ];
+    assert_eq!(daemon.state.calls(), pages);
+}
+
+#[test]
+fn networks_are_watched() {
+    let daemon = with_two();
+    let (_, told, failure) = run(&daemon, "ls --watch");
+    let phases: Vec<_> = told
+        .lines()
+        .map(|line| line.split_whitespace().take(2).collect::<Vec<_>>())
+        .collect();
+    let expected = [
+        ["NAME", "READY"],
+        ["back", "yes"],
+        ["front", "yes"],
+        ["back", "Deleted"],
+        ["front", "Deleted"],
+    ];
+    assert_eq!(phases, expected);
+    assert!(failure.contains("that was all"), "{failure}");
+}
+
+#[test]
+fn a_network_is_updated_and_labels_that_are_not_named_stay() {
+    let daemon = with_two();
+    let (code, _, said) = run(&daemon, "update front");
+    assert_eq!((code, said.contains("say what to change")), (2, true), "{said}");
+    let updated = done("network/front updated\n");
+    assert_eq!(
+        run(
+            &daemon,
+            "update front --mode isolated --dns 10.0.0.53 --dns 10.0.0.54"
+        ),
+        updated
+    );
+    assert_eq!(run(&daemon, "update front -l zone=a -l old-"), updated);
+    let front = daemon.state.network("front").unwrap();
+    let (spec, labels) = (front.spec.unwrap(), front.metadata.unwrap().labels);
+    assert_eq!(spec.dns_servers, ["10.0.0.53", "10.0.0.54"]);
+    assert_eq!(spec.mode().as_str_name(), "NETWORK_MODE_ISOLATED");
+    let mut labels: Vec<_> = labels
+        .into_iter()
+        .map(|(key, value)| format!("{key}={value}"))
+        .collect();
+    labels.sort();
+    assert_eq!(labels, ["tier=front", "zone=a"]);
+    assert_eq!(run(&daemon, "update front --dns node"), updated);
+    assert!(
+        daemon
+            .state
+            .network("front")
+            .unwrap()
+            .spec
+            .unwrap()
+            .dns_servers
+            .is_empty()
+    );
+    let calls = daemon.state.calls();
+    assert!(
+        calls[0].starts_with("update front: [\"spec.mode\", \"spec.dns_servers\"], None"),
+        "{calls:?}"
+    );
+    assert!(calls[1].contains("generation: Some(1)"), "{calls:?}");
+    let (code, _, said) = run(&daemon, "update nowhere -l a=b");
+    assert_eq!((code, said.contains("`vmmctl network ls`")), (3, true), "{said}");
+}

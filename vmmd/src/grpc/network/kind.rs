@@ -1,0 +1,88 @@
+//! Networks, for lists and watches.
+
+use std::sync::Arc;
+
+use proto::v1::{self, ObjectMetadata, WatchEventType};
+use tokio::sync::watch;
+
+use crate::{
+    failure::Failure,
+    grpc::objects::{Kept, Kind, Snapshot},
+    host::Host,
+    network::SeenNetwork as Seen,
+    registry::feed::{Buried, Expired, Position},
+};
+
+/// See the module.
+#[derive(Debug)]
+pub enum Network {}
+
+impl Kind for Network {
+    const NAME: &'static str = "network";
+    type Seen = Seen;
+    type Object = v1::Network;
+    type Event = v1::WatchNetworksResponse;
+
+    fn after(host: &Host, name: Option<&str>) -> Snapshot<Seen> {
+        let (objects, at) = host.networks.after(name);
+        Snapshot { objects, at }
+    }
+
+    fn since(host: &Host, position: Position) -> Result<(Vec<Buried>, Snapshot<Seen>), Expired> {
+        let (buried, objects, at) = host.networks.since(position)?;
+        Ok((buried, Snapshot { objects, at }))
+    }
+
+    fn news(host: &Host) -> watch::Receiver<u64> {
+        host.networks.news()
+    }
+
+    fn nonce(host: &Host, run: u64) -> Option<u64> {
+        host.networks.nonce(run)
+    }
+
+    async fn look_at(_: &Arc<Host>, seen: Vec<Seen>) -> Result<Vec<v1::Network>, Failure> {
+        Ok(seen.into_iter().map(|seen| seen.network).collect())
+    }
+
+    fn known(seen: &Seen) -> v1::Network {
+        seen.network.clone()
+    }
+
+    fn buried(metadata: ObjectMetadata) -> v1::Network {
+        v1::Network {
+            metadata: Some(metadata),
+            ..Default::default()
+        }
+    }
+
+    fn event(
+        kind: WatchEventType,
+        network: Option<v1::Network>,
+        cursor: String,
+    ) -> v1::WatchNetworksResponse {
+        v1::WatchNetworksResponse {
+            r#type: kind.into(),
+            network,
+            cursor,
+        }
+    }
+}
+
+impl Kept for Seen {
+    fn uid(&self) -> &[u8] {
+        &self.uid
+    }
+
+    fn metadata(&self) -> ObjectMetadata {
+        self.network.metadata.clone().unwrap_or_default()
+    }
+
+    fn made(&self) -> (u64, u64) {
+        self.made
+    }
+
+    fn revision(&self) -> u64 {
+        self.revision
+    }
+}
