@@ -88,6 +88,11 @@ impl Case {
         self.bring(&guest::share_initrd(kernel)?)
     }
 
+    /// A kernel with an initramfs that has `netcheck`; see [`guest::net_initrd`].
+    pub fn net_guest(&self, kernel: Kernel) -> Result<VmSpec> {
+        Ok(VmSpec::quick(kernel, self.bring(&guest::net_initrd(kernel)?)?))
+    }
+
     /// Copies an initramfs into the node, once a node: the name is made of what is in it.
     fn bring(&self, initrd: &Path) -> Result<String> {
         let name = initrd
@@ -106,6 +111,14 @@ impl Case {
     pub fn fscheck(&self) -> Result<String> {
         let program = crate::programs::build_static("vmmd-fscheck", "fscheck")?;
         let there = format!("{}/fscheck", self.folder()?);
+        self.node().copy_in(&program, &there)?;
+        Ok(there)
+    }
+
+    /// `netcheck` in the node: its path.
+    pub fn netcheck(&self) -> Result<String> {
+        let program = crate::programs::build_static("vmmd-netcheck", "netcheck")?;
+        let there = format!("{}/netcheck", self.folder()?);
         self.node().copy_in(&program, &there)?;
         Ok(there)
     }

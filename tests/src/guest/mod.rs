@@ -4,6 +4,7 @@ mod cloud_image;
 mod debian_disk;
 mod fio;
 mod kernels;
+mod net;
 mod share;
 mod storage;
 mod tools;
@@ -20,6 +21,7 @@ use crate::initramfs::{Extra, Initramfs};
 use crate::node::Kernel;
 use crate::{debian, paths};
 
+pub use net::initrd as net_initrd;
 pub use share::initrd as share_initrd;
 pub use storage::initrd as storage_initrd;
 
@@ -92,6 +94,7 @@ pub fn prepare() -> Result<()> {
         storage_initrd(kernel)?;
     }
     share_initrd(Kernel::Cloud612)?;
+    net_initrd(Kernel::Cloud612)?;
     Ok(())
 }
 

@@ -208,9 +208,20 @@ fn spoofing(networks: &[Network], objects: &mut Chains) {
     jumps(objects, ("bridge", "ports"), "iifname", &from);
 }
 
+/// The EtherType as it is in the frame: that of the tag, when there is one. What nft itself puts in front of a rule about a protocol is not the
+/// same for all rules: some of them take the type behind the tag, others that of the tag. A guest that receives a frame with the tag of VLAN 0 takes it
+/// as one without.
+fn ether_type() -> Value {
+    json!({"payload": {"base": "ll", "offset": 96, "len": 16}})
+}
+
 /// What a guest may send.
 fn port_rules(port: &Port, mut rule: impl FnMut(Value)) {
     let (mac, address) = (json!(port.mac.to_string()), json!(port.address.to_string()));
+    rule(json!([
+        unequal(&ether_type(), &json!({"set": [0x0800, 0x0806, 0x86dd]})),
+        drop()
+    ]));
     rule(json!([unequal(&payload("ether", "saddr"), &mac), drop()]));
     rule(json!([
         is("arp"),
@@ -424,7 +435,10 @@ mod tests {
             let other = ruleset(&[network(mode)]);
             assert_eq!([chain(&other, "source"), chain(&other, "published")], [0, 0]);
         }
-        assert_eq!([chain(&nat, "ports"), chain(&nat, "port-vm0123456789n0")], [1, 9]);
+        assert_eq!(
+            [chain(&nat, "ports"), chain(&nat, "port-vm0123456789n0")],
+            [1, 10]
+        );
     }
 
     #[test]
@@ -441,7 +455,7 @@ mod tests {
         assert_eq!(count(&["forward", "input", "ports"]), [2, 1, 1]);
         assert_eq!(count(&["to-vmb0", "to-vmb1", "to-vmb2"]), [4, 2, 1]);
         assert_eq!(count(&["from-vmb0", "from-vmb1", "from-vmb2"]), [0, 1, 0]);
-        assert_eq!(count(&["input-vmb7", "port-vm0123456789n7"]), [5, 9]);
+        assert_eq!(count(&["input-vmb7", "port-vm0123456789n7"]), [5, 10]);
         let text = rules.whole();
         for jump in [
             r#"["vmb1",{"jump":{"target":"from-vmb1"}}]"#,
@@ -461,10 +475,28 @@ mod tests {
         let rules = ruleset(&[stale, network(NetworkMode::Nat)]);
         assert_eq!(
             [chain(&rules, "ports"), chain(&rules, "port-vm0123456789n0")],
-            [1, 9]
+            [1, 10]
         );
         let of_the_last = rules.whole().matches(r#""right":"10.80.0.2""#).count();
         assert_eq!(of_the_last, 1);
+    }
+
+    /// With a tag, a frame passed the rules about routers and neighbors by not being IPv6 for them.
+    #[test]
+    fn a_guest_sends_no_frame_with_a_tag() {
+        let whole: Value = serde_json::from_str(&ruleset(&[network(NetworkMode::Nat)]).whole()).unwrap();
+        let commands = whole["nftables"].as_array().unwrap().iter();
+        let mut rules = commands.map(|command| &command["add"]["rule"]);
+        let first = rules.find(|rule| rule["chain"] == "port-vm0123456789n0").unwrap();
+        let wanted = json!([
+            {"match": {
+                "op": "!=",
+                "left": {"payload": {"base": "ll", "offset": 96, "len": 16}},
+                "right": {"set": [0x0800, 0x0806, 0x86dd]},
+            }},
+            {"drop": null},
+        ]);
+        assert_eq!(first["expr"], wanted);
     }
 
     #[test]
@@ -482,7 +514,7 @@ mod tests {
         let rules = ruleset(&[both]);
         assert_eq!(
             ["source", "published", "local", "port-vm0123456789n0"].map(|name| chain(&rules, name)),
-            [4, 2, 2, 18]
+            [4, 2, 2, 19]
         );
         let text = rules.whole();
         for part in [

@@ -1,0 +1,388 @@
+//! Packets of all sizes between a guest and the node arrive as they were sent, with each combination of offloads, and those under way survive
+//! what is done to the VM.
+
+use rstest::rstest;
+use serde_json::{Value, json};
+use vmmd_tests::node::Kernel;
+use vmmd_tests::vm::{BOOT, Console, Vm};
+use vmmd_tests::wait::Deadline;
+use vmmd_tests::{Case, long};
+
+/// How long a step may take in a slow node.
+const PATIENCE: u64 = 120;
+/// How long a million packets in each direction may take.
+const MILLION: u64 = 1800;
+/// The same as in `netcheck`: a stream has at most two windows of so many datagrams under way.
+const UNDER_WAY: u64 = 2 * 63;
+/// Times that the link goes down under load.
+const FLAPS: u64 = 2;
+
+/// What a NIC does not offer. Without checksums there is no segmentation.
+type Off = &'static [&'static str];
+const TCP: &str = "TCP_SEGMENTATION";
+const UDP: &str = "UDP_SEGMENTATION";
+const CHECKSUM: &str = "CHECKSUM";
+const MERGEABLE: &str = "MERGEABLE_BUFFERS";
+/// All combinations; each line is a guest.
+const ALL: [&[Off]; 2] = [
+    &[&[], &[UDP], &[TCP], &[TCP, UDP], &[CHECKSUM]],
+    &[
+        &[MERGEABLE],
+        &[UDP, MERGEABLE],
+        &[TCP, MERGEABLE],
+        &[TCP, UDP, MERGEABLE],
+        &[CHECKSUM, MERGEABLE],
+    ],
+];
+/// Each value of each at least once. The first NIC offers everything.
+const SOME: [&[Off]; 1] = [&[&[], &[UDP, MERGEABLE], &[TCP], &[CHECKSUM, MERGEABLE]]];
+
+/// What a guest's kernel may do by itself with a NIC that offers everything.
+const SWITCHED: [&str; 4] = [
+    "tx-udp-segmentation=off",
+    "tx-udp-segmentation=on tx-tcp-segmentation=off tx-tcp6-segmentation=off rx-gro-hw=off",
+    "tx-checksum-ip-generic=off tx-udp-segmentation=off",
+    "tx-checksum-ip-generic=on tx-udp-segmentation=on tx-tcp-segmentation=on tx-tcp6-segmentation=on rx-gro-hw=on",
+];
+
+/// A guest with several NICs on one bridge, each with a network of its own: the node is 10.NUMBER.NIC.1 and fd09:NUMBER:NIC::1 there, the guest ends
+/// with 2. The first NIC has a VLAN too, 10.NUMBER.100.0/24.
+struct Wired<'case> {
+    case: &'case Case,
+    vm: Vm<'case>,
+    console: Console,
+    bridge: String,
+    netcheck: String,
+    number: u8,
+    nics: &'static [Off],
+    queues: u64,
+}
+
+impl<'case> Wired<'case> {
+    fn start(case: &'case Case, number: u8, backend: &str, queues: u64, nics: &'static [Off]) -> Self {
+        let bridge = case.bridge().expect("a bridge");
+        let mut node = format!(
+            "ip link set {bridge} mtu 9000 && modprobe 8021q && ip link add link {bridge} name {bridge}.7 type vlan id 7 && \
+             ip addr add 10.{number}.100.1/24 dev {bridge}.7 && ip link set {bridge}.7 up"
+        );
+        let mut guest = "echo 1 > /proc/sys/net/ipv4/conf/all/arp_ignore".to_owned();
+        let mut specs = Vec::new();
+        for (nic, off) in nics.iter().enumerate() {
+            node += &format!(
+                " && ip addr add 10.{number}.{nic}.1/24 dev {bridge} && ip addr add fd09:{number}:{nic}::1/64 dev {bridge} nodad"
+            );
+            guest += &format!(
+                " && echo 0 > /proc/sys/net/ipv6/conf/eth{nic}/accept_dad && ip link set eth{nic} up && \
+                 ip addr add 10.{number}.{nic}.2/24 dev eth{nic} && ip addr add fd09:{number}:{nic}::2/64 dev eth{nic}"
+            );
+            specs.push(json!({
+                "name": format!("eth{nic}"), "bridge": bridge, "backend": backend, "queues": queues, "disabledOffloads": off,
+            }));
+        }
+        case.node().sh(&node).expect("the node's addresses");
+        let spec = case.net_guest(Kernel::Cloud612).expect("guest").cores(2);
+        let vm = Vm::start(case, "", &spec.set("/nics", json!(specs))).expect("start");
+        let mut console = vm.console().expect("console");
+        console.until("GUEST-READY", BOOT).expect("boot");
+        guest += &format!(
+            " && busybox ip link add link eth0 name vlan7 type vlan id 7 && ip addr add 10.{number}.100.2/24 dev vlan7 && \
+             ip link set vlan7 up && {{ netcheck serve & }} && until busybox netstat -lnt | grep -q :9000; do usleep 100000; done"
+        );
+        console.run(&guest, PATIENCE).expect("the guest's addresses");
+        let wired = Self {
+            case,
+            vm,
+            console,
+            bridge,
+            netcheck: case.netcheck().expect("netcheck"),
+            number,
+            nics,
+            queues,
+        };
+        for nic in 0..nics.len() {
+            wired.switch(nic, wired.offers(nic));
+        }
+        wired
+    }
+
+    /// The features that a guest's kernel has by what its NIC offers.
+    fn offers(&self, nic: usize) -> String {
+        let off = self.nics[nic];
+        let has = |what: &str| !off.contains(&CHECKSUM) && !off.contains(&what);
+        let state = |on: bool| if on { "on" } else { "off" };
+        format!(
+            "tx-checksum-ip-generic={} tx-tcp-segmentation={tcp} tx-tcp6-segmentation={tcp} tx-udp-segmentation={}",
+            state(has(CHECKSUM)),
+            state(has(UDP)),
+            tcp = state(has(TCP)),
+        )
+    }
+
+    /// Fails when the guest's device is not like this afterwards.
+    fn switch(&self, nic: usize, features: impl AsRef<str>) {
+        let (netcheck, number, queues) = (&self.netcheck, self.number, self.queues);
+        let features = features.as_ref();
+        self.case
+            .node()
+            .sh(&format!(
+                "{netcheck} switch 10.{number}.{nic}.2 eth{nic} --pairs {queues} {features}"
+            ))
+            .expect("switch the guest's device");
+    }
+
+    fn set_mtu(&mut self, mtu: u32) {
+        let last = self.nics.len() - 1;
+        self.console
+            .run(
+                &format!("for nic in $(seq 0 {last}); do ip link set eth$nic mtu {mtu} || exit 1; done; ip link set vlan7 mtu {mtu}"),
+                PATIENCE,
+            )
+            .expect("the guest's MTU");
+        let bridge = &self.bridge;
+        let set = format!("ip link set {bridge} mtu {mtu} && ip link set {bridge}.7 mtu {mtu}");
+        self.case.node().sh(&set).expect("the node's MTU");
+    }
+
+    /// Nothing is lost, and all is as it was sent. `to` is the end of an address of the guest.
+    fn compare(&self, to: &str, mtu: u32, kinds: &str, seconds: u64) {
+        let (netcheck, number) = (&self.netcheck, self.number);
+        let to = match to.split_once(':') {
+            Some((nic, _)) => format!("fd09:{number}:{nic}::2"),
+            None => format!("10.{number}.{to}.2"),
+        };
+        let flows = self.queues;
+        let run = format!("{netcheck} run {to} --mtu {mtu} --flows {flows} {kinds}");
+        let node = self.case.node();
+        let said = node.sh_within(&run, Deadline::seconds(seconds)).expect("compare");
+        println!("{run}: {}", said.trim());
+        for kind in kinds.split(' ') {
+            let (kind, packets) = kind.split_once(':').expect("kind and packets");
+            for direction in ["there", "back"] {
+                let counts = Counts::of(&said, kind, direction);
+                let wanted: u64 = packets.parse().expect("packets");
+                assert!(counts.sent >= wanted, "{run}: {said}");
+                assert_eq!(counts.received, counts.sent, "{run}: {said}");
+                counts.whole(0, &run);
+            }
+        }
+    }
+
+    fn load(&self) -> Load {
+        let (netcheck, number, flows) = (&self.netcheck, self.number, self.queues);
+        let run = format!("{netcheck} run 10.{number}.0.2 --mtu 9000 --flows {flows} udp:0 tcp:0");
+        let mut load = Load(Console::open(self.case, &run).expect("load"));
+        load.goes_on();
+        load
+    }
+
+    fn ctl(&self, verb: &str) {
+        self.vm.ctl(verb).expect(verb);
+    }
+}
+
+impl Drop for Wired<'_> {
+    fn drop(&mut self) {
+        // The case removes the bridge; it fails only when that is gone.
+        let _ = self.case.node().ssh(&format!("ip link del {}.7", self.bridge));
+    }
+}
+
+/// What `netcheck` counted in one direction.
+struct Counts {
+    sent: u64,
+    received: u64,
+    lost: u64,
+    doubled: u64,
+    damaged: u64,
+}
+
+impl Counts {
+    fn of(said: &str, kind: &str, direction: &str) -> Self {
+        let report: Value = serde_json::from_str(said).unwrap_or_else(|error| panic!("{said}: {error}"));
+        let count = |name: &str| {
+            report[kind][direction][name]
+                .as_u64()
+                .unwrap_or_else(|| panic!("no {name} of {kind}, {direction}: {said}"))
+        };
+        Self {
+            sent: count("sent"),
+            received: count("received"),
+            lost: count("lost"),
+            doubled: count("doubled"),
+            damaged: count("damaged"),
+        }
+    }
+
+    #[track_caller]
+    fn whole(&self, lost: u64, what: &str) {
+        assert_eq!((self.damaged, self.doubled), (0, 0), "{what}");
+        assert!(
+            self.lost <= lost,
+            "{} of {} are lost: {what}",
+            self.lost,
+            self.sent
+        );
+    }
+}
+
+/// `netcheck` in the node, which sends and receives until it is told to stop.
+struct Load(Console);
+
+impl Load {
+    /// Hundreds of packets more arrive in each direction.
+    #[track_caller]
+    fn goes_on(&mut self) {
+        self.0.type_line("go on").expect("ask");
+        self.0.until("going", PATIENCE).expect("packets arrive");
+    }
+
+    /// At most `lost` datagrams of each direction are lost, and none is damaged or doubled.
+    #[track_caller]
+    fn ends(mut self, lost: u64) {
+        self.0.type_line("stop").expect("ask");
+        self.0.until("{", 300).expect("the report");
+        let said = format!("{{{}", self.0.until("\n", PATIENCE).expect("the report"));
+        println!("under load, at most {lost} lost: {}", said.trim());
+        for (kind, direction, lost) in [("udp", "there", lost), ("udp", "back", lost), ("tcp", "there", 0)] {
+            let counts = Counts::of(&said, kind, direction);
+            assert!(counts.received > 0, "{said}");
+            counts.whole(lost, &said);
+        }
+    }
+}
+
+/// A snapshot, gone at the end.
+struct Snapshot<'case>(&'case Case, String);
+
+impl<'case> Snapshot<'case> {
+    fn take(wired: &Wired<'case>, suffix: &str) -> Self {
+        let name = format!("{}-{suffix}", wired.case.name());
+        let take = format!("vmmctl snapshot create {name} --vm {}", wired.vm.name());
+        wired.case.node().sh(&take).expect("snapshot");
+        Self(wired.case, name)
+    }
+}
+
+impl Drop for Snapshot<'_> {
+    fn drop(&mut self) {
+        // What a failed test leaves is reported by the test of leftovers.
+        let _ = self.0.node().ssh(&format!("vmmctl snapshot rm {}", self.1));
+    }
+}
+
+#[rstest]
+#[case::userspace("USERSPACE", 1, 41)]
+fn packets_of_all_sizes_arrive_as_they_were_sent(
+    #[case] backend: &str,
+    #[case] queues: u64,
+    #[case] number: u8,
+) {
+    let guests: &[&'static [Off]] = if long() { &ALL } else { &SOME };
+    for (guest, nics) in guests.iter().enumerate() {
+        let case = Case::new("nic-data").expect("node");
+        let mut wired = Wired::start(&case, number, backend, queues, nics);
+        all_nics(&mut wired);
+        if guest == 0 {
+            switched_offloads(&mut wired);
+            vlan_and_groups(&mut wired, backend);
+            under_load(&mut wired);
+        }
+    }
+}
+
+/// All sizes, by each NIC, with both MTUs and both versions of IP.
+fn all_nics(wired: &mut Wired<'_>) {
+    let kinds = |times: u32| {
+        let (few, many) = (20 * times, 300 * times);
+        format!("tcp:{few} udp:{many} trains:{many} large:{few}")
+    };
+    let times = if long() { 30 } else { 1 };
+    for mtu in [9000, 1500] {
+        wired.set_mtu(mtu);
+        for nic in 0..wired.nics.len() {
+            let (four, six) = (format!("{nic}"), format!("{nic}:"));
+            match mtu {
+                _ if long() => {
+                    wired.compare(&four, mtu, &kinds(times), MILLION);
+                    wired.compare(&six, mtu, &kinds(times), MILLION);
+                }
+                9000 => wired.compare(&four, mtu, &kinds(times), PATIENCE),
+                _ => wired.compare(&six, mtu, &kinds(times), PATIENCE),
+            }
+        }
+    }
+    if long() {
+        wired.compare("0", 1500, "udp:1000000", MILLION);
+    }
+}
+
+/// The guest's kernel does by itself what the NIC would do.
+fn switched_offloads(wired: &mut Wired<'_>) {
+    for features in SWITCHED {
+        wired.switch(0, features);
+        wired.compare("0", 1500, "tcp:20 trains:300", PATIENCE);
+        if long() {
+            wired.compare("0:", 1500, "tcp:500 trains:5000 udp:5000", MILLION);
+        }
+    }
+}
+
+/// Packets with a tag, and those for a group that the guest or the node is in. What is for a group that the guest is not in is kept from it by
+/// the `vmm`.
+fn vlan_and_groups(wired: &mut Wired<'_>, backend: &str) {
+    wired.compare("0", 1500, "udp:1500 multicast:1500", PATIENCE);
+    wired.compare("100", 1500, "tcp:20 udp:300 trains:300 multicast:300", PATIENCE);
+    wired.set_mtu(9000);
+    wired.compare("100", 9000, "tcp:20 udp:300", PATIENCE);
+    if backend == "USERSPACE" {
+        let filtered = || {
+            let stats = wired.vm.ctl("stats -o json").expect("stats");
+            let stats: Value = serde_json::from_str(&stats).expect("JSON");
+            let count = stats["nics"][0]["receivedFiltered"].as_str();
+            count.map_or(0, |count| count.parse::<u64>().expect("a number"))
+        };
+        let before = filtered();
+        // Nobody answers.
+        let bridge = &wired.bridge;
+        let ping = format!("ping -c 5 -i 0.2 -W 1 -I {bridge} 239.9.0.99");
+        assert!(wired.case.node().sh(&ping).is_err());
+        assert!(filtered() >= before + 5, "{} and {before}", filtered());
+    }
+}
+
+/// What is done to a VM while packets travel. A pause and a snapshot lose nothing: what is under way has room in the rings and in the tap. With the link
+/// down, or when the VM is another process and its tap is another one, what is under way is lost once: the sender waits for an acknowledgement
+/// after two windows.
+fn under_load(wired: &mut Wired<'_>) {
+    let mut load = wired.load();
+    for _ in 0..2 {
+        wired.ctl("pause");
+        wired.ctl("resume");
+        load.goes_on();
+    }
+    let live = Snapshot::take(wired, "live");
+    load.goes_on();
+    load.ends(0);
+    drop(live);
+
+    let mut load = wired.load();
+    for _ in 0..FLAPS {
+        for link in ["down", "up"] {
+            wired
+                .vm
+                .ctl_with("nic update", &format!("eth0 link={link}"))
+                .expect("the cable");
+        }
+        load.goes_on();
+    }
+    load.ends(FLAPS * UNDER_WAY * wired.queues);
+
+    let mut load = wired.load();
+    wired.ctl("pause");
+    let still = Snapshot::take(wired, "still");
+    wired.ctl("stop --force");
+    let restore = format!("vmmctl restore {}", still.1);
+    wired.case.node().sh(&restore).expect("restore");
+    load.goes_on();
+    load.ends(UNDER_WAY * wired.queues);
+}
