@@ -63,7 +63,8 @@ impl Drop for Place<'_> {
 }
 
 fn guest<'case>(case: &'case Case, suffix: &str, nic: &Value) -> (Vm<'case>, Console, String) {
-    let spec = VmSpec::busybox(Kernel::Cloud612).set("/nics", json!([nic]));
+    let spec = case.net_guest(Kernel::Cloud612).expect("guest");
+    let spec = spec.set("/nics", json!([nic]));
     let vm = Vm::start(case, suffix, &spec).expect("start");
     let mut console = vm.console().expect("console");
     console.until("GUEST-READY", BOOT).expect("boot");
@@ -272,15 +273,23 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
     for console in [&mut liar_console, &mut console] {
         console.attached_again(PATIENCE).expect("the daemon is back");
     }
+    let gateway = node
+        .sh(&format!("cat /sys/class/net/{bridge}/address"))
+        .expect("the gateway's MAC address");
     lies_about_addresses(
         &case,
         &mut liar_console,
         &mut console,
         &liar_address,
         &address,
-        &node
-            .sh(&format!("cat /sys/class/net/{bridge}/address"))
-            .expect("the gateway's MAC address"),
+        &gateway,
+    );
+    lies_about_neighbors(
+        &case,
+        &mut liar_console,
+        &mut console,
+        &liar_address6,
+        gateway.trim(),
     );
 
     // A guest's DHCP server is heard by nobody, even when the network's says nothing.
@@ -308,6 +317,11 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
     drop((liar, honest));
 }
 
+fn mac(console: &mut Console) -> String {
+    let mac = console.run("cat /sys/class/net/eth0/address", PATIENCE);
+    mac.expect("its MAC address").trim().to_owned()
+}
+
 /// `liar` says that it has other addresses; `honest` does not hear it.
 fn lies_about_addresses(
     case: &Case,
@@ -317,10 +331,6 @@ fn lies_about_addresses(
     honest_address: &str,
     gateway: &str,
 ) {
-    let mac = |console: &mut Console| {
-        let mac = console.run("cat /sys/class/net/eth0/address", PATIENCE);
-        mac.expect("its MAC address").trim().to_owned()
-    };
     let (liar_mac, honest_mac) = (mac(liar), mac(honest));
     // Another IP address. Both know where the other one is, so that no ARP is needed.
     liar.run(
@@ -387,6 +397,51 @@ fn lies_about_addresses(
         )
         .expect("ping6");
     assert_eq!(six.trim(), "lost");
+}
+
+/// `liar` says that it is the gateway, has other MAC addresses and is a router, with messages of IPv6 (RFC 4861). `honest` hears nothing but the
+/// truth, which comes last.
+fn lies_about_neighbors(case: &Case, liar: &mut Console, honest: &mut Console, own: &str, gateway: &str) {
+    let liar_mac = mac(liar);
+    reached(case, honest, "fd00:80::1");
+    honest
+        .run(
+            &format!(
+                "{{ netcheck listen eth0 {own} > /tmp/heard & }} && until grep -q listening /tmp/heard; do usleep 100000; done"
+            ),
+            PATIENCE,
+        )
+        .expect("listen");
+    liar.run(&format!("netcheck lie eth0 {own} fd00:80::1"), PATIENCE)
+        .expect("lie");
+    let truth = format!("{liar_mac} 136 {own}");
+    let heard = honest.run(
+        &format!("until grep -q '{truth}' /tmp/heard; do usleep 100000; done; cat /tmp/heard"),
+        PATIENCE,
+    );
+    let heard = heard.expect("the truth is heard");
+    for line in heard.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let lie = match words[..] {
+            ["02:00:00:00:00:99", ..] => true,
+            [from, ..] if from != liar_mac => false,
+            // A guest asks for others and for routers; for its own address nobody asks but the gateway, which it is not.
+            [_, "133", _] => false,
+            [_, "135", target] => target == own,
+            [_, "136", target] => target == "fd00:80::1",
+            _ => true,
+        };
+        assert!(!lie, "{line} is heard: {heard}");
+    }
+    let known = honest.run(
+        "ip neigh show fd00:80::1; ip -6 route; ip -6 addr show dev eth0",
+        PATIENCE,
+    );
+    let known = known.expect("what it knows");
+    assert!(known.contains(gateway), "{gateway} is the gateway: {known}");
+    for lie in ["2001:db8:bad", &liar_mac] {
+        assert!(!known.contains(lie), "{lie}: {known}");
+    }
 }
 
 /// What a guest may receive and send: within its network, and to the world.

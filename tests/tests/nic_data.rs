@@ -272,6 +272,9 @@ impl Drop for Snapshot<'_> {
 
 #[rstest]
 #[case::userspace("USERSPACE", 1, 41)]
+#[case::vhost("VHOST", 4, 42)]
+#[case::userspace_with_four_pairs("USERSPACE", 4, 43)]
+#[case::vhost_with_one_pair("VHOST", 1, 44)]
 fn packets_of_all_sizes_arrive_as_they_were_sent(
     #[case] backend: &str,
     #[case] queues: u64,

@@ -136,7 +136,7 @@ async fn main() {
         create_more.time(create_network(&mut client, &name, number)).await;
         let request = v1::DeleteNetworkRequest {
             name,
-            request_id: String::new(),
+            ..Default::default()
         };
         delete.time(client.delete_network(request)).await.unwrap();
     }
