@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs what the test node, the guest images and the package need on the build host. Idempotent; quick when nothing is missing.
 set -eu
+cd "$(dirname "$0")/.."
 
 # package:file that shows it is there. qemu-system-x86 is asked for without qemu-utils: apt may not be able to bring both
 # to one version when a newer qemu-utils is already installed. It removes that one then; see below.
@@ -20,6 +21,8 @@ python3-venv:/usr/share/doc/python3-venv
 libc6-dev:/usr/lib/x86_64-linux-gnu/libc.a
 libcap-ng-dev:/usr/include/cap-ng.h
 libseccomp-dev:/usr/include/seccomp.h
+chromium:/usr/bin/chromium
+libnss3-tools:/usr/bin/certutil
 "
 
 missing=
@@ -28,11 +31,14 @@ for entry in $wanted; do
 done
 # Unit tests have qcow2 images checked by it where it is there.
 qemu_img=/usr/bin/qemu-img
-[ -z "$missing" ] && [ -e "$qemu_img" ] && exit 0
+# Brought into the node by a test. Only its files are wanted, and not the packages that it depends on (Node.js, NumPy).
+novnc=${CARGO_TARGET_DIR:-target}/test-node/novnc.deb
+[ -z "$missing" ] && [ -e "$qemu_img" ] && [ -e "$novnc" ] && exit 0
 
 if [ "$(id -u)" != 0 ]; then
     [ -e "$qemu_img" ] || missing="$missing qemu-utils"
-    echo "tests/setup-host.sh: these packages are missing, install them as root:$missing" >&2
+    [ -e "$novnc" ] || missing="$missing novnc"
+    echo "tests/setup-host.sh: these packages are missing, run this script as root:$missing" >&2
     exit 1
 fi
 export DEBIAN_FRONTEND=noninteractive
@@ -43,3 +49,10 @@ install="apt-get install -q -y --no-install-recommends"
     [ -z "$missing" ] || $install $missing
     [ -e "$qemu_img" ] || $install qemu-utils
 }
+if [ ! -e "$novnc" ]; then
+    folder=$(mktemp -d)
+    (cd "$folder" && apt-get download -q -o APT::Sandbox::User=root novnc)
+    mkdir -p "$(dirname "$novnc")"
+    mv "$folder"/novnc_*.deb "$novnc"
+    rmdir "$folder"
+fi

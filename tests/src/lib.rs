@@ -8,6 +8,7 @@
 //! Images are built once per set of inputs ([`cache`]); `node` (src/bin/node.rs) is the command line to all of this.
 
 pub mod bench;
+pub mod browser;
 pub mod cache;
 pub mod case;
 pub mod confirmed;

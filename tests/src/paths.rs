@@ -29,3 +29,8 @@ pub fn test_node_dir() -> PathBuf {
 pub fn run_dir(name: &str) -> PathBuf {
     test_node_dir().join("run").join(name)
 }
+
+/// Debian's package novnc: tests/setup-host.sh fetches it.
+pub fn novnc() -> PathBuf {
+    test_node_dir().join("novnc.deb")
+}

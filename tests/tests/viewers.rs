@@ -1,22 +1,27 @@
-//! Real programs that show screens: TigerVNC's viewer on an X server without a screen, and what a browser is given.
+//! Real programs that show screens: TigerVNC's viewer on an X server without a screen, and noVNC in Chromium.
 
 #[path = "screen/glyphs.rs"]
 mod glyphs;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use glyphs::{Font, Picture};
 use serde_json::json;
-use vmmd_tests::node::{Kernel, SCREENS, Stream, quote};
+use vmmd_tests::browser::{Area, Browser};
+use vmmd_tests::node::{Forward, Kernel, SCREENS, Stream, quote};
 use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 use vmmd_tests::wait::Deadline;
-use vmmd_tests::{Case, Guests};
+use vmmd_tests::{Case, Guests, paths};
 
 /// Size of the guest's screen.
 const SIZE: (usize, usize) = (1024, 768);
 
 /// By how much the X server's screen is larger, as a viewer shows scroll bars where there is no room for its window.
 const ROOM: usize = 200;
+
+/// From one picture to the next. Neither an X server nor a page tells when it shows something new.
+const PAUSE: Duration = Duration::from_millis(500);
 
 /// A guest whose text console is on its screen, without a driver for the adapter.
 fn with_text(case: &Case) -> (Vm<'_>, Console) {
@@ -29,6 +34,44 @@ fn with_text(case: &Case) -> (Vm<'_>, Console) {
     let mut console = vm.console().expect("console");
     console.until("GUEST-READY", BOOT).expect("boot");
     (vm, console)
+}
+
+/// Whatever shows the guest's screen.
+trait Shows {
+    /// What is shown of the screen now. The PNG is kept as `name` beside the node's console.
+    fn picture(&mut self, name: &str) -> Picture;
+
+    /// Waits until the picture has the alphabet, and learns the font from it.
+    fn learn(&mut self, name: &str) -> Font {
+        let deadline = Deadline::seconds(120);
+        loop {
+            if let Some(font) = self.picture(name).learn(0) {
+                return font;
+            }
+            assert!(!deadline.passed(), "no text on the screen");
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Waits until a row of the picture has a text.
+    fn shows(&mut self, name: &str, font: &Font, row: usize, wanted: &str) {
+        let deadline = Deadline::seconds(90);
+        loop {
+            let text = self.picture(name).text(font, row);
+            if text == wanted {
+                return;
+            }
+            assert!(!deadline.passed(), "row {row} has {text:?} and not {wanted:?}");
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+/// The file that keeps a picture.
+fn kept(case: &Case, name: &str) -> PathBuf {
+    let folder = case.node().dir().join("screens");
+    std::fs::create_dir_all(&folder).expect("a folder for pictures");
+    folder.join(format!("{name}.png"))
 }
 
 /// An X server in the node whose picture is in a file, and a viewer in it. Both end when this is dropped.
@@ -71,23 +114,6 @@ impl<'a> Viewer<'a> {
         }
     }
 
-    /// What the X server shows, as a PNG beside the node's console.
-    fn picture(&self, name: &str) -> Picture {
-        let folder = tempfile::tempdir().expect("a folder");
-        let raw = folder.path().join("screen.xwd");
-        self.case
-            .node()
-            .copy_out(&format!("{}/Xvfb_screen0", self.folder), &raw)
-            .expect("the X server's picture");
-        let results = self.case.node().dir().join("screens");
-        std::fs::create_dir_all(&results).expect("a folder for pictures");
-        let png = results.join(format!("{name}.png"));
-        convert(&std::fs::read(&raw).expect("the picture"), self.place(), &png);
-        let picture = Picture::read(&png);
-        assert_eq!(picture.size(), SIZE);
-        picture
-    }
-
     /// Where the viewer's window is; in the corner as long as there is none.
     fn place(&self) -> (usize, usize) {
         let ask = format!(
@@ -96,19 +122,6 @@ impl<'a> Viewer<'a> {
         );
         let windows = self.case.node().ssh(&ask).expect("ssh").stdout;
         windows.split("WINDOW=").find_map(placed).unwrap_or_default()
-    }
-
-    /// Waits until a row of the picture has a text.
-    fn shows(&self, name: &str, font: &Font, row: usize, wanted: &str) {
-        let deadline = Deadline::seconds(90);
-        loop {
-            let text = self.picture(name).text(font, row);
-            if text == wanted {
-                return;
-            }
-            assert!(!deadline.passed(), "row {row} has {text:?} and not {wanted:?}");
-            std::thread::sleep(std::time::Duration::from_secs(1));
-        }
     }
 
     /// Types a line as somebody at the X server's keyboard.
@@ -121,6 +134,22 @@ impl<'a> Viewer<'a> {
             quote(text)
         );
         self.case.node().sh(&command).expect("keys");
+    }
+}
+
+impl Shows for Viewer<'_> {
+    fn picture(&mut self, name: &str) -> Picture {
+        let folder = tempfile::tempdir().expect("a folder");
+        let raw = folder.path().join("screen.xwd");
+        self.case
+            .node()
+            .copy_out(&format!("{}/Xvfb_screen0", self.folder), &raw)
+            .expect("the X server's picture");
+        let png = kept(self.case, name);
+        convert(&std::fs::read(&raw).expect("the picture"), self.place(), &png);
+        let picture = Picture::read(&png);
+        assert_eq!(picture.size(), SIZE);
+        picture
     }
 }
 
@@ -190,26 +219,14 @@ fn prepare(console: &mut Console) {
         .expect("a shell on the screen");
 }
 
-/// Waits until the viewer's picture has the alphabet, and learns the font from it.
-fn learn(viewer: &Viewer<'_>, name: &str) -> Font {
-    let deadline = Deadline::seconds(120);
-    loop {
-        if let Some(font) = viewer.picture(name).learn(0) {
-            return font;
-        }
-        assert!(!deadline.passed(), "no text in the viewer's window");
-        std::thread::sleep(std::time::Duration::from_secs(1));
-    }
-}
-
 #[test]
 fn tigervncs_viewer_shows_the_text_console_and_what_is_typed_in_it() {
     let case = Case::new("tigervnc").expect("node");
     let (vm, mut console) = with_text(&case);
     prepare(&mut console);
     // Without a window's frame and a toolbar, the window is the screen. The address needs no password.
-    let viewer = Viewer::start(&case, &format!("vmmctl vnc {}", vm.name()));
-    let font = learn(&viewer, "tigervnc-alphabet");
+    let mut viewer = Viewer::start(&case, &format!("vmmctl vnc {}", vm.name()));
+    let font = viewer.learn("tigervnc-alphabet");
     viewer.types("echo $((6 * 7)) {A} '~' ok");
     viewer.shows("tigervnc-typed", &font, 2, "echo $((6 * 7)) {A} '~' ok");
     viewer.shows("tigervnc-typed", &font, 3, "42 {A} ~ ok");
@@ -230,34 +247,126 @@ fn tigervncs_viewer_gets_in_by_tls_with_a_password() {
             quote(password)
         ))
         .expect("a file for the viewer");
-    let viewer = Viewer::start(
+    let mut viewer = Viewer::start(
         &case,
         &format!(
             "vncviewer -Shared -SecurityTypes X509Vnc -X509CA {SCREENS}/ca.crt -PasswordFile {file} {address}"
         ),
     );
-    let font = learn(&viewer, "password-alphabet");
+    let font = viewer.learn("password-alphabet");
     viewer.types("echo in");
     viewer.shows("password-typed", &font, 3, "in");
 }
 
-#[test]
-fn a_browser_gets_the_screen_for_a_token_and_is_told_of_a_missing_page() {
-    let case = Case::new("web").expect("node");
-    let spec = VmSpec::busybox(Kernel::Cloud612).set("/display", json!({}));
-    let vm = Vm::start(&case, "", &spec).expect("start");
+/// noVNC's page in a browser on this machine.
+struct Page<'a> {
+    case: &'a Case,
+    browser: Browser,
+}
+
+/// Size of the page: noVNC shows the guest's screen in its middle.
+const PAGE: (usize, usize) = (SIZE.0 + 2 * ROOM, SIZE.1 + ROOM);
+
+/// The place of the guest's screen in the page; `null` as long as noVNC is not connected.
+const CANVAS: &str = "(() => { const canvas = document.querySelector('#noVNC_container canvas'); if (!canvas) return null; \
+                      const place = canvas.getBoundingClientRect(); return [place.left, place.top]; })()";
+
+impl Page<'_> {
+    /// Types a line into a row of the screen. Like somebody at a keyboard, it is no quicker than the guest: an older keyboard controller keeps
+    /// a few keys only.
+    fn types(&mut self, name: &str, font: &Font, row: usize, line: &str) {
+        let characters: Vec<char> = line.chars().collect();
+        let mut typed = String::new();
+        for word in characters.chunks(8) {
+            let word: String = word.iter().collect();
+            self.browser.type_text(&word).expect("keys");
+            typed.push_str(&word);
+            self.shows(name, font, row, typed.trim_end());
+        }
+        self.browser.press("Enter", "Enter").expect("a key");
+    }
+
+    /// Keeps a picture of the whole page.
+    fn keep(&mut self, name: &str) {
+        let (width, height) = PAGE;
+        let page = Area {
+            left: 0,
+            top: 0,
+            width,
+            height,
+        };
+        let png = self.browser.screenshot(page).expect("a picture");
+        std::fs::write(kept(self.case, name), png).expect("a file");
+    }
+}
+
+impl Shows for Page<'_> {
+    fn picture(&mut self, name: &str) -> Picture {
+        let place = self.browser.evaluate(CANVAS).expect("the page");
+        let place =
+            serde_json::from_value::<Option<(usize, usize)>>(place).expect("a whole number of pixels");
+        let (left, top) = place.unwrap_or_default();
+        let (width, height) = SIZE;
+        let area = Area {
+            left,
+            top,
+            width,
+            height,
+        };
+        let png = self.browser.screenshot(area).expect("a picture");
+        let file = kept(self.case, name);
+        std::fs::write(&file, png).expect("a file");
+        Picture::read(&file)
+    }
+}
+
+/// The address of a page with a VM's screen, as this machine reaches it.
+fn address(vm: &Vm<'_>, web: &Forward) -> String {
     let url = vm.ctl_with("vnc", "--web 2>/dev/null").expect("an address");
-    let url = url.trim();
-    let (base, _) = url.split_once("/vnc.html").expect("noVNC's page");
+    let (_, page) = url.trim().split_once("/vnc.html").expect("noVNC's page");
+    format!("https://127.0.0.1:{}/vnc.html{page}", web.port)
+}
+
+#[test]
+fn novnc_in_a_browser_shows_the_text_console_and_what_is_typed_in_it_once_for_each_address() {
+    let case = Case::new("novnc").expect("node");
     let node = case.node();
-    assert!(url.starts_with("https://"), "{url}");
-    let curl = format!("curl -sS --cacert {SCREENS}/ca.crt");
-    let page = node.sh(&format!("{curl} '{url}'")).expect("an answer");
-    assert!(page.contains("install the package novnc"), "{page}");
-    let token = url.split_once("token%3D").expect("a token").1;
-    let upgrade = format!(
-        "{curl} -m 5 --http1.1 -H 'Connection: Upgrade' -H 'Upgrade: websocket' -H 'Sec-WebSocket-Version: 13' \
-         -H 'Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==' '{base}/websockify?token={token}' 2>/dev/null | head -c 14 | tail -c 12"
+    let package = format!("{}/novnc.deb", case.folder().expect("folder"));
+    node.copy_in(&paths::novnc(), &package)
+        .expect("noVNC, which tests/setup-host.sh fetches");
+    node.sh(&format!("dpkg-deb -x {package} /"))
+        .expect("noVNC's files");
+    let (vm, mut console) = with_text(&case);
+    prepare(&mut console);
+    let web = node.forward("127.0.0.1:6080").expect("a port");
+
+    // A browser that does not know the CA warns, and has used nothing up.
+    let first = address(&vm, &web);
+    let mut stranger = Browser::start(PAGE, None).expect("a browser");
+    let warning = stranger.open(&first).expect_err("the CA is unknown").to_string();
+    assert!(warning.contains("ERR_CERT_AUTHORITY_INVALID"), "{warning}");
+    drop(stranger);
+
+    let folder = tempfile::tempdir().expect("a folder");
+    let authority = folder.path().join("ca.crt");
+    node.copy_out(&format!("{SCREENS}/ca.crt"), &authority)
+        .expect("the CA");
+    let browser = Browser::start(PAGE, Some(&authority)).expect("a browser");
+    let mut page = Page { case: &case, browser };
+    page.browser.open(&first).expect("the page");
+    let font = page.learn("novnc-alphabet");
+    let line = "echo $((6 * 7)) {A} '~' ok";
+    page.types("novnc-typed", &font, 2, line);
+    page.shows("novnc-typed", &font, 3, "42 {A} ~ ok");
+    page.keep("novnc-page");
+
+    page.browser.reload().expect("an answer");
+    let text = page.browser.text().expect("a text");
+    assert!(
+        text.contains("`vmmctl vnc <VM> --web` prints another one"),
+        "{text}"
     );
-    assert_eq!(node.sh(&upgrade).expect("a WebSocket"), "RFB 003.008\n");
+    page.keep("novnc-used");
+    page.browser.open(&address(&vm, &web)).expect("the page");
+    page.shows("novnc-again", &font, 3, "42 {A} ~ ok");
 }

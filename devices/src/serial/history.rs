@@ -95,7 +95,7 @@ impl History {
             return;
         }
         let mut ring = self.lock();
-        bytes.iter().for_each(|byte| ring.push(*byte));
+        ring.extend(bytes);
         let news = std::mem::take(&mut ring.armed);
         drop(ring);
         if news {
@@ -140,26 +140,33 @@ impl History {
 }
 
 impl Ring {
-    fn push(&mut self, byte: u8) {
-        self.end = self.end.saturating_add(1);
-        if self.head.len() < self.capacity.first {
-            return append(&mut self.head, self.capacity.first, byte);
+    fn extend(&mut self, bytes: &[u8]) {
+        self.end = self.end.saturating_add(bytes.len() as u64);
+        let room = self.capacity.first.saturating_sub(self.head.len());
+        let (head, mut rest) = bytes.split_at_checked(room).unwrap_or((bytes, &[]));
+        append(&mut self.head, self.capacity.first, head);
+        while !rest.is_empty() {
+            let room = self.capacity.last.saturating_sub(self.next);
+            let (now, later) = rest.split_at_checked(room).unwrap_or((rest, &[]));
+            // Nothing is there yet while the ring fills for the first time: `next` is the length.
+            let over = copy(self.bytes.get_mut(self.next..).unwrap_or_default(), now);
+            append(
+                &mut self.bytes,
+                self.capacity.last,
+                now.get(over..).unwrap_or_default(),
+            );
+            self.next = match self.next.saturating_add(now.len()) {
+                next if next < self.capacity.last => next,
+                _ => 0,
+            };
+            rest = later;
         }
-        match self.bytes.get_mut(self.next) {
-            Some(place) => *place = byte,
-            // Filling for the first time: `next` is the length.
-            None => append(&mut self.bytes, self.capacity.last, byte),
-        }
-        self.next = match self.next.saturating_add(1) {
-            next if next < self.capacity.last => next,
-            _ => 0,
-        };
     }
 
     fn read(&self, position: &mut u64, buffer: &mut [u8]) -> Read {
         let start = usize::try_from(*position).unwrap_or(usize::MAX);
         if let Some(rest @ [_, ..]) = self.head.get(start..) {
-            let bytes = copy(buffer, rest.iter());
+            let bytes = copy(buffer, rest);
             *position = position.saturating_add(bytes as u64);
             return Read { bytes, lost: 0 };
         }
@@ -174,7 +181,9 @@ impl Ring {
         let skip = self.bytes.len().saturating_sub(back);
         let rest = older.get(skip..).unwrap_or_default();
         let from_newer = newer.get(skip.saturating_sub(older.len())..).unwrap_or_default();
-        let bytes = copy(buffer, rest.iter().chain(from_newer));
+        let first = copy(buffer, rest);
+        let space = buffer.get_mut(first..).unwrap_or_default();
+        let bytes = first.saturating_add(copy(space, from_newer));
         *position = start.saturating_add(bytes as u64);
         Read { bytes, lost }
     }
@@ -207,20 +216,21 @@ pub(super) fn notice(lost: u64) -> Vec<u8> {
 }
 
 /// Appends to a buffer that grows in steps up to its capacity.
-fn append(bytes: &mut Vec<u8>, capacity: usize, byte: u8) {
-    if bytes.len() == bytes.capacity() {
-        let left = capacity.saturating_sub(bytes.len());
-        bytes.reserve_exact(left.min(STEP));
+fn append(bytes: &mut Vec<u8>, capacity: usize, more: &[u8]) {
+    let length = bytes.len().saturating_add(more.len());
+    if length > bytes.capacity() {
+        let stepped = length.checked_next_multiple_of(STEP).unwrap_or(length);
+        let wanted = stepped.min(capacity).max(length);
+        bytes.reserve_exact(wanted.saturating_sub(bytes.len()));
     }
-    bytes.push(byte);
+    bytes.extend_from_slice(more);
 }
 
-/// Copies as much as there is and fits.
-fn copy<'a>(buffer: &mut [u8], from: impl Iterator<Item = &'a u8>) -> usize {
-    let mut count: usize = 0;
-    for (to, from) in buffer.iter_mut().zip(from) {
-        *to = *from;
-        count = count.saturating_add(1);
+/// Copies as much as there is and fits, as whole slices: a reader that copies holds the lock that the guest's next output waits for.
+fn copy(to: &mut [u8], from: &[u8]) -> usize {
+    let count = to.len().min(from.len());
+    if let (Some(to), Some(from)) = (to.get_mut(..count), from.get(..count)) {
+        to.copy_from_slice(from);
     }
     count
 }
@@ -241,7 +251,7 @@ mod tests {
     }
 
     fn print(history: &History, text: &[u8]) {
-        text.iter().for_each(|byte| history.push(*byte));
+        history.extend(text);
     }
 
     fn read_all(history: &History, position: &mut u64) -> (Vec<u8>, u64) {
@@ -328,16 +338,15 @@ mod tests {
         fn every_reader_sees_the_stream_less_what_it_is_told_it_lost(
             first in 0_usize..20,
             last in 1_usize..40,
-            steps in proptest::collection::vec((0_usize..60, proptest::option::of(1_usize..50)), 1..40),
+            steps in proptest::collection::vec((0_usize..100, proptest::option::of(1_usize..50)), 1..40),
         ) {
             let history = history(first, last);
             let (mut printed, mut position, mut seen) = (Vec::<u8>::new(), 0, 0_usize);
             for (count, read) in steps {
-                for _ in 0..count {
-                    let byte = u8::try_from(printed.len() % 251).unwrap();
-                    history.push(byte);
-                    printed.push(byte);
-                }
+                let numbers = printed.len()..printed.len() + count;
+                let text: Vec<u8> = numbers.map(|number| u8::try_from(number % 251).unwrap()).collect();
+                history.extend(&text);
+                printed.extend(text);
                 if let Some(length) = read {
                     let mut buffer = vec![0; length];
                     let read = history.read(&mut position, &mut buffer);

@@ -21,7 +21,7 @@ pub use install::{PACKAGE, SCREENS, newest_package};
 pub use keeper::{KEEPER_VARIABLE, Keeper};
 pub use lost::{RUNNER_VARIABLE, retried_log, run_test};
 pub use machine::{Machine, Size};
-pub use ssh::{Connection, DAEMON_SOCKET};
+pub use ssh::{Connection, DAEMON_SOCKET, Forward};
 pub use stream::Stream;
 
 use crate::run::Output;
@@ -201,6 +201,11 @@ impl Node {
     /// Copies a file out of the node.
     pub fn copy_out(&self, from: &str, to: &Path) -> Result<()> {
         self.connection.copy_out(from, to, Deadline::seconds(300))
+    }
+
+    /// A port of this machine that leads to a TCP address in the node.
+    pub fn forward(&self, address: &str) -> Result<Forward> {
+        self.connection.forward(address)
     }
 
     /// A socket on this machine that leads to vmmd's socket in the node: connect the gRPC client to it.

@@ -1,6 +1,7 @@
 //! One ssh connection to a node, shared by everything that talks to it: a command costs a round trip, no handshake.
 
 use std::fs::{self, File};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -173,6 +174,27 @@ impl Connection {
         .is_ok_and(|output| output.success())
     }
 
+    /// Makes a port of this machine lead to a TCP address in the node.
+    pub fn forward(&self, address: &str) -> Result<Forward> {
+        // ssh cannot choose a port for this direction: one that is free now is asked for.
+        let free = TcpListener::bind("127.0.0.1:0").context("find a free port")?;
+        let here = free.local_addr()?;
+        drop(free);
+        let forward = Forward {
+            connection: self.clone(),
+            route: format!("{here}:{address}"),
+            port: here.port(),
+        };
+        let output = forward.control("forward")?;
+        ensure!(
+            output.success(),
+            "forward {}: {}",
+            forward.route,
+            output.stderr.trim()
+        );
+        Ok(forward)
+    }
+
     /// Closes it.
     pub fn close(&self) -> Result<()> {
         run::output(
@@ -180,5 +202,30 @@ impl Connection {
             Deadline::seconds(10),
         )
         .map(drop)
+    }
+}
+
+/// A port of 127.0.0.1 that leads to an address in the node until this is dropped.
+#[derive(Debug)]
+pub struct Forward {
+    connection: Connection,
+    /// What ssh calls it.
+    route: String,
+    /// The port.
+    pub port: u16,
+}
+
+impl Forward {
+    fn control(&self, command: &str) -> Result<Output> {
+        let mut ssh = self.connection.base();
+        ssh.args(["-O", command, "-L", &self.route, "root@127.0.0.1"]);
+        run::output(&mut ssh, Deadline::seconds(30))
+    }
+}
+
+impl Drop for Forward {
+    fn drop(&mut self) {
+        // It ends with the connection at the latest.
+        let _ = self.control("cancel");
     }
 }

@@ -121,6 +121,14 @@ impl Tickets {
         Some(all.swap_remove(place).ticket)
     }
 
+    /// Whether [`Self::take`] would find a ticket. The ticket stays.
+    pub fn is_good(&self, form: Form, is_shown: impl Fn(&str) -> bool) -> bool {
+        let now = Instant::now();
+        self.lock()
+            .iter()
+            .any(|issued| issued.end > now && issued.form == form && is_shown(&issued.secret))
+    }
+
     fn lock(&self) -> MutexGuard<'_, Vec<Issued>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -157,10 +165,13 @@ mod tests {
         let token = tickets.issue(Form::Token, old.clone()).unwrap();
         assert_eq!((password.len(), token.len()), (8, 64));
         let take = |form, shown: &str| tickets.take(form, |secret| secret == shown);
+        let is_good = |form, shown: &str| tickets.is_good(form, |secret| secret == shown);
+        assert!(is_good(Form::Token, &token) && !is_good(Form::Token, &password));
         assert_eq!(take(Form::Token, &password), None);
         assert_eq!(take(Form::Password, &password), Some(web));
         assert_eq!(take(Form::Password, &password), None);
         assert_eq!(take(Form::Token, &token), Some(old));
+        assert!(!is_good(Form::Token, &token));
     }
 
     #[test]
@@ -170,6 +181,7 @@ mod tests {
         for issued in tickets.lock().iter_mut() {
             issued.end = Instant::now();
         }
+        assert!(!tickets.is_good(Form::Token, |shown| shown == secret));
         assert_eq!(tickets.take(Form::Token, |shown| shown == secret), None);
     }
 

@@ -37,12 +37,17 @@ const CHUNK: usize = 64 << 10;
 const MAX_FILE: u64 = 4 << 20;
 /// Where the WebSocket is.
 const SOCKET: &str = "websockify";
+/// In the address of the page, before the token: where noVNC connects to, percent-encoded.
+const PATH: &str = "path=websockify%3Ftoken%3D";
+/// What who comes without a good ticket is told.
+const NO_TICKET: &str = "This address opens no screen: it is good for one connection, and for a minute. \
+                         `vmmctl vnc <VM> --web` prints another one.\n";
 
 /// The address of the page that shows a screen. `base` is where the listener is, for others.
 pub fn url(base: &str, encrypted: bool, token: &str, view_only: bool) -> String {
     let scheme = if encrypted { "https" } else { "http" };
     let more = if view_only { "&view_only=true" } else { "" };
-    format!("{scheme}://{base}/vnc.html?autoconnect=true&path={SOCKET}%3Ftoken%3D{token}{more}")
+    format!("{scheme}://{base}/vnc.html?autoconnect=true&{PATH}{token}{more}")
 }
 
 /// Serves browsers until the daemon ends.
@@ -90,8 +95,7 @@ async fn socket(State(host): State<Arc<Host>>, uri: Uri, upgrade: WebSocketUpgra
         .tickets
         .take(Form::Token, |secret| Some(secret) == shown)
     else {
-        let message = "the token is wrong, or was used, or is too old: ask vmmd for another address\n";
-        return (StatusCode::FORBIDDEN, message).into_response();
+        return (StatusCode::FORBIDDEN, NO_TICKET).into_response();
     };
     match enter(&host, &ticket, "a browser").await {
         Ok((screen, place)) => upgrade
@@ -136,8 +140,14 @@ async fn pass(mut socket: WebSocket, mut screen: UnixStream) {
     }
 }
 
-/// A file of noVNC.
+/// A file of noVNC. The page is refused when its address names a ticket that is not good any more, as when it is loaded again: a browser
+/// does not tell noVNC why its WebSocket was refused.
 async fn file(State(host): State<Arc<Host>>, uri: Uri) -> Response<Body> {
+    let tickets = &host.screens.tickets;
+    let is_refused = |token: &str| !tickets.is_good(Form::Token, |secret| secret == token);
+    if uri.query().and_then(token).is_some_and(is_refused) {
+        return (StatusCode::FORBIDDEN, NO_TICKET).into_response();
+    }
     let folder = &host.config.screen.novnc;
     let Some(path) = below(uri.path()) else {
         return (StatusCode::NOT_FOUND, "no such file\n").into_response();
@@ -165,6 +175,11 @@ async fn file(State(host): State<Arc<Host>>, uri: Uri) -> Response<Body> {
         }
         Err(_) => (StatusCode::NOT_FOUND, "no such file\n").into_response(),
     }
+}
+
+/// The token in the query of the page's address.
+fn token(query: &str) -> Option<&str> {
+    query.split('&').find_map(|part| part.strip_prefix(PATH))
 }
 
 async fn read(file: &Path) -> std::io::Result<Vec<u8>> {
@@ -205,6 +220,16 @@ fn content_type(file: &Path) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_token_is_found_in_the_address_of_the_page() {
+        for view_only in [false, true] {
+            let address = url("node:6080", true, "abc", view_only);
+            let (page, query) = address.split_once('?').unwrap();
+            assert_eq!((page, token(query)), ("https://node:6080/vnc.html", Some("abc")));
+        }
+        assert_eq!(token("autoconnect=true&path=websockify"), None);
+    }
 
     #[test]
     fn only_files_below_the_folder_have_a_path() {

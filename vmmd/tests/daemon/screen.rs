@@ -188,11 +188,15 @@ async fn a_browser_gets_the_page_and_with_its_token_the_screen_once() {
     let (page, token) = way.url.split_once("path=websockify%3Ftoken%3D").unwrap();
     assert_eq!(page, format!("http://{}/vnc.html?autoconnect=true&", way.address));
     let close = "Connection: close\r\n";
-    let answer = to_the_end(http(&way.address, "/vnc.html?autoconnect=true", close).await).await;
-    assert!(
-        answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("<p>the page"),
-        "{answer}"
-    );
+    let whole = format!("/vnc.html?autoconnect=true&path=websockify%3Ftoken%3D{token}");
+    for page in ["/vnc.html?autoconnect=true", &whole] {
+        let answer = to_the_end(http(&way.address, page, close).await).await;
+        assert!(
+            answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("<p>the page"),
+            "{answer}"
+        );
+    }
+    let answer = to_the_end(http(&way.address, &whole, close).await).await;
     assert!(
         answer.contains("content-type: text/html; charset=utf-8"),
         "{answer}"
@@ -213,6 +217,13 @@ async fn a_browser_gets_the_page_and_with_its_token_the_screen_once() {
         let mut answer = http(&way.address, path, &upgrade).await;
         assert_eq!(read(&mut answer, 12).await, b"HTTP/1.1 403", "{path}");
     }
+    // The page says it too, since a browser keeps the words that a WebSocket was refused with to itself.
+    let answer = to_the_end(http(&way.address, &whole, close).await).await;
+    assert!(answer.starts_with("HTTP/1.1 403"), "{answer}");
+    assert!(
+        answer.contains("`vmmctl vnc <VM> --web` prints another one"),
+        "{answer}"
+    );
 }
 
 #[tokio::test]
@@ -224,6 +235,15 @@ async fn who_can_not_be_served_is_told_what_to_do() {
         refused.message().contains("`web` in `[screen]`"),
         "{}",
         refused.message()
+    );
+
+    let without_novnc = BOTH.replace("/usr/lib", "/nothing/is/here");
+    let daemon = with_screen(&without_novnc).await;
+    let way = ticket(&daemon, VncTicketKind::Web, false).await.unwrap();
+    let answer = to_the_end(http(&way.address, "/vnc.html", "Connection: close\r\n").await).await;
+    assert!(
+        answer.starts_with("HTTP/1.1 404") && answer.contains("install the package novnc"),
+        "{answer}"
     );
 
     let daemon = Daemon::configured(BOTH).await;

@@ -1,5 +1,6 @@
 //! Tests of the registers and of the server.
 
+mod flood;
 mod server;
 mod state;
 mod uart;

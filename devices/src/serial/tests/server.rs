@@ -22,9 +22,9 @@ const CAPACITY: Capacity = Capacity {
     last: 1000,
 };
 
-struct Rig {
+pub(super) struct Rig {
     port: SerialPort,
-    uart: Arc<Mutex<Uart>>,
+    pub(super) uart: Arc<Mutex<Uart>>,
     path: std::path::PathBuf,
     _directory: tempfile::TempDir,
 }
@@ -34,7 +34,7 @@ impl Rig {
         Self::with(CAPACITY, log)
     }
 
-    fn with(capacity: Capacity, log: Option<Log>) -> Self {
+    pub(super) fn with(capacity: Capacity, log: Option<Log>) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("console.sock");
         let listener = UnixListener::bind(&path).unwrap();
@@ -60,7 +60,7 @@ impl Rig {
     }
 
     /// Connects and reads the replay.
-    fn attach(&self) -> (UnixStream, String) {
+    pub(super) fn attach(&self) -> (UnixStream, String) {
         let mut client = self.connect();
         let mut length = [0; 8];
         client.read_exact(&mut length).unwrap();

@@ -3,7 +3,7 @@
 use std::{
     io::{ErrorKind, Read, Write},
     os::unix::net::{UnixListener, UnixStream},
-    sync::Mutex,
+    sync::{Barrier, Mutex},
     time::{Duration, Instant},
 };
 
@@ -121,6 +121,21 @@ struct Client {
 }
 
 impl Client {
+    /// A client on a connection, unless the server closes that.
+    fn admitted(mut stream: UnixStream) -> Option<Self> {
+        stream.write_all(b"RFB 003.008\n\x01\x01").ok()?;
+        let (mut decoder, mut chunk) = (Decoder::new(), [0; 4096]);
+        while decoder.name.is_empty() {
+            let count = match stream.read(&mut chunk) {
+                Err(error) if error.kind() != ErrorKind::ConnectionReset => panic!("{error}"),
+                Ok(0) | Err(_) => return None,
+                Ok(count) => count,
+            };
+            decoder.receive(&chunk[..count]);
+        }
+        Some(Self { stream, decoder })
+    }
+
     fn send(&mut self, bytes: &[u8]) {
         self.stream.write_all(bytes).unwrap();
     }
@@ -295,6 +310,39 @@ fn a_crowd_of_silent_connections_leaves_room_for_one_that_speaks() {
     let frame = pattern(size(64, 64), 2);
     rig.paint(&frame);
     client.until_it_shows(&frame);
+}
+
+#[test]
+fn of_64_clients_at_once_as_many_are_served_as_may_be_and_each_of_them_gets_the_picture() {
+    const CROWD: usize = 64;
+    let rig = Rig::new(size(160, 120));
+    let connected = Barrier::new(CROWD);
+    let enter = || {
+        let stream = rig.connect("full");
+        connected.wait();
+        Client::admitted(stream)
+    };
+    let mut served: Vec<_> = std::thread::scope(|scope| {
+        let entering: Vec<_> = (0..CROWD).map(|_| scope.spawn(enter)).collect();
+        let entered = entering.into_iter().map(|client| client.join().unwrap());
+        entered.flatten().collect()
+    });
+    assert_eq!(served.len(), MAX_CLIENTS);
+    for seed in 0..3 {
+        let frame = pattern(size(160, 120), seed);
+        rig.paint(&frame);
+        for (number, client) in served.iter_mut().enumerate() {
+            client.send(&decoder::set_encodings(&[[16, 7, 5, 0][number % 4]]));
+            client.until_it_shows(&frame);
+        }
+    }
+    // One more finds the connection closed, until there is a place.
+    assert!(Client::admitted(rig.connect("full")).is_none());
+    served.pop();
+    let begin = Instant::now();
+    while Client::admitted(rig.connect("full")).is_none() {
+        assert!(begin.elapsed() < PATIENCE);
+    }
 }
 
 #[test]
