@@ -62,10 +62,13 @@ impl Drop for Place<'_> {
     }
 }
 
-fn guest<'case>(case: &'case Case, suffix: &str, nic: &Value) -> (Vm<'case>, Console, String) {
+fn with_nic(case: &Case, nic: &Value) -> VmSpec {
     let spec = case.net_guest(Kernel::Cloud612).expect("guest");
-    let spec = spec.set("/nics", json!([nic]));
-    let vm = Vm::start(case, suffix, &spec).expect("start");
+    spec.set("/nics", json!([nic]))
+}
+
+fn guest<'case>(case: &'case Case, suffix: &str, nic: &Value) -> (Vm<'case>, Console, String) {
+    let vm = Vm::start(case, suffix, &with_nic(case, nic)).expect("start");
     let mut console = vm.console().expect("console");
     console.until("GUEST-READY", BOOT).expect("boot");
     console
@@ -492,8 +495,7 @@ fn the_rules_of_a_nic_hold_in_both_directions_and_change_while_the_guest_runs() 
         "ingress": {"allow": [{"addresses": [db_address]}]},
         "egress": {"allow": [{"addresses": ["10.80.0.0/24"]}]},
     }));
-    let spec = VmSpec::busybox(Kernel::Cloud612).set("/nics", json!([opened]));
-    web.apply(&spec).expect("other rules");
+    web.apply(&with_nic(&case, &opened)).expect("other rules");
     let left = web.field("/status/pendingChanges").expect("what is left");
     assert!(matches!(left.as_str(), "" | "[]"), "{left}");
     assert_eq!(fetch(&mut db_console, 81), "served-81");
