@@ -412,8 +412,10 @@ async fn relay(
         let part = v1::receive_vm_request::Part::Data(data);
         let part = v1::ReceiveVmRequest { part: Some(part) };
         if parts.send(part).await.is_err() {
-            // The end of the call says why; the vmm's next write fails.
-            return Ok(());
+            // The end of the call says why, and is about to come: until then the socket stays open, or the vmm's next write would
+            // fail and its error would be told in the place of the reason.
+            sleep(CALL).await;
+            return Err(silent());
         }
         if let Some(micros) = passed.saturating_mul(1_000_000).checked_div(bytes_per_second) {
             sleep_until(began + Duration::from_micros(micros)).await;
