@@ -5,6 +5,7 @@ mod daemon;
 mod disk;
 mod ends;
 mod fleet;
+mod fs;
 mod memory;
 mod migrate;
 mod net;
@@ -31,6 +32,8 @@ pub enum Part {
     Memory,
     /// Requests to a disk. In the node.
     Disk,
+    /// Operations on a share. In the node.
+    Fs,
     /// Live migration and snapshots. In the node.
     Migrate,
     /// Packets. In the node.
@@ -52,6 +55,7 @@ impl Part {
             Part::Start => Ok(start::run(&Node::get()?, runs)? + &daemon::run(runs)?),
             Part::Memory => memory::run(&Node::get()?, runs),
             Part::Disk => disk::run(&Node::get()?, runs),
+            Part::Fs => fs::run(&Node::get()?, runs),
             Part::Migrate => migrate::run(runs),
             Part::Net => net::run(&Node::get()?, runs),
             Part::Ends => ends::run(runs),
