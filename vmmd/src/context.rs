@@ -5,7 +5,7 @@ use std::fmt;
 use proto::v1::Preconditions;
 use tracing::Span;
 
-use crate::store::RequestKey;
+use crate::store::{RequestKey, RequestMark};
 
 /// What goes along with a request from where it came in to what it leads to: operations, events, logs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -71,6 +71,12 @@ impl Context {
     /// What tells the request from those of others.
     pub fn key(&self) -> RequestKey {
         RequestKey::new(&self.initiator.scope(), &self.request_id)
+    }
+
+    /// Whether the request was admitted before: its mark is among those of an object.
+    pub fn has_begun(&self, marks: &[RequestMark]) -> bool {
+        let key = self.key();
+        !self.request_id.is_empty() && marks.iter().any(|mark| mark.key() == key)
     }
 
     /// Of what the daemon does by itself.

@@ -41,11 +41,8 @@ use crate::{
 /// Deletes an image; an import that is under way is cancelled.
 pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
     let found = host.images.begin_delete(name, |record| {
-        let present = v1::Preconditions {
-            uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
-            generation: Some(record.generation.max(1)),
-        };
-        preconditions::check("image", name, &context.preconditions, &present)
+        let now = (record.uid.as_slice(), record.generation, record.begun.as_slice());
+        preconditions::check_record("image", name, now, context)
     })?;
     let record = match found {
         Deletion::Ready(record) => record,

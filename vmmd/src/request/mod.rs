@@ -43,6 +43,7 @@
 //! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
 
 mod answer;
+pub mod masked;
 pub mod preconditions;
 
 use std::{

@@ -1,8 +1,13 @@
 //! What must be true of an object for a change of it.
 
 use proto::v1::Preconditions;
+use uuid::Uuid;
 
-use crate::failure::{Failure, Kind};
+use crate::{
+    context::Context,
+    failure::{Failure, Kind},
+    store::RequestMark,
+};
 
 /// Compares what a request wants with what is `present`; `what` ("VM") and `name` say of which object. A generation is
 /// compared when both have one.
@@ -26,4 +31,24 @@ pub fn check(what: &str, name: &str, wanted: &Preconditions, present: &Precondit
         }
         _ => Ok(()),
     }
+}
+
+/// The same for an object of the store, which has a uid, a generation and marks of requests. The generation is not compared again for a
+/// request that was begun already: the request may have changed it itself.
+///
+/// # Errors
+///
+/// As [`check`].
+pub fn check_record(
+    what: &str,
+    name: &str,
+    (uid, generation, begun): (&[u8], u64, &[RequestMark]),
+    context: &Context,
+) -> Result<(), Failure> {
+    let present = Preconditions {
+        uid: Uuid::from_slice(uid).unwrap_or_default().to_string(),
+        // Those that an earlier release wrote have none.
+        generation: (!context.has_begun(begun)).then_some(generation.max(1)),
+    };
+    check(what, name, &context.preconditions, &present)
 }

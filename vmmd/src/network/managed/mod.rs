@@ -57,7 +57,7 @@ use crate::{
     context::Context,
     failure::{Failure, Kind, store_failure},
     registry::feed::{Buried, Expired, Feed, Position},
-    request::{self, preconditions},
+    request,
     store::{BuriedRecords, LeaseRecord, NetworkRecord, PortRecord, RequestRecord},
     text,
 };
@@ -331,11 +331,7 @@ impl Networks {
     pub async fn delete(&self, host: Ports<'_>, name: &str, context: &Context) -> Result<(), Failure> {
         let mut turn = self.turn.lock().await;
         let record = self.find(name)?;
-        let present = v1::Preconditions {
-            uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
-            generation: Some(record.generation.max(1)),
-        };
-        preconditions::check("network", name, &context.preconditions, &present)?;
+        update::expected(&record, context)?;
         let users = users(host, name);
         if !users.is_empty() {
             let users = users.join(", ");

@@ -3,12 +3,10 @@
 use proto::{
     model::{
         Violations,
-        metadata::Metadata,
         network::{NetworkMode, NetworkSpec},
     },
     v1,
 };
-use uuid::Uuid;
 
 use super::{
     Networks, Ports,
@@ -17,16 +15,12 @@ use super::{
 use crate::{
     context::Context,
     failure::Failure,
-    request::preconditions,
+    request::{masked::Masked, preconditions},
     store::{LeaseRecord, NetworkRecord},
-    text,
 };
 
-/// What may be in a mask.
-const FIELDS: [&str; 6] = [LABELS, ANNOTATIONS, OWNER, MODE, DNS, NTP];
-const LABELS: &str = "metadata.labels";
-const ANNOTATIONS: &str = "metadata.annotations";
-const OWNER: &str = "metadata.owner";
+/// What may be in a mask, beside the metadata.
+const FIELDS: [&str; 3] = [MODE, DNS, NTP];
 const MODE: &str = "spec.mode";
 const DNS: &str = "spec.dns_servers";
 const NTP: &str = "spec.ntp_servers";
@@ -39,8 +33,10 @@ impl Networks {
         request: &v1::UpdateNetworkRequest,
         context: &Context,
     ) -> Result<v1::Network, Failure> {
-        let (metadata, spec, mask) = parse(request)?;
-        let name = metadata.name.as_str();
+        let network = request.network.clone().unwrap_or_default();
+        let masked = Masked::new("network", &FIELDS, network.metadata, request.update_mask.as_ref())?;
+        let spec = network.spec.unwrap_or_default();
+        let name = masked.metadata.name.as_str();
         let mut turn = self.turn.lock().await;
         let before = self.find(name)?;
         expected(&before, context)?;
@@ -48,17 +44,16 @@ impl Networks {
         let now = self.release(host).into_iter().find(|now| now.uid == before.uid);
         let before = now.unwrap_or(before);
         let mut record = before.clone();
-        for field in mask {
-            let new = record.spec.get_or_insert_default();
-            match field {
-                LABELS => record.labels.clone_from(&metadata.labels),
-                ANNOTATIONS => record.annotations.clone_from(&metadata.annotations),
-                OWNER => record.owner.clone_from(&metadata.owner),
-                MODE => new.mode = spec.mode,
-                DNS => new.dns_servers.clone_from(&spec.dns_servers),
-                NTP => new.ntp_servers.clone_from(&spec.ntp_servers),
-                _ => {}
-            }
+        masked.change(&mut record.labels, &mut record.annotations, &mut record.owner);
+        let new = record.spec.get_or_insert_default();
+        if masked.has(MODE) {
+            new.mode = spec.mode;
+        }
+        if masked.has(DNS) {
+            new.dns_servers.clone_from(&spec.dns_servers);
+        }
+        if masked.has(NTP) {
+            new.ntp_servers.clone_from(&spec.ntp_servers);
         }
         let valid = valid(&record)?;
         if valid.mode != NetworkMode::Nat
@@ -93,15 +88,10 @@ fn publishes(lease: &LeaseRecord) -> bool {
     lease.released_ms == 0 && !lease.ports.is_empty()
 }
 
-/// Checks the preconditions of a request. The generation is not compared again for a request that was begun already: the
-/// request may have changed it itself.
-fn expected(record: &NetworkRecord, context: &Context) -> Result<(), Failure> {
-    let begun = !context.request_id.is_empty() && record.begun.iter().any(|mark| mark.key() == context.key());
-    let present = v1::Preconditions {
-        uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
-        generation: (!begun).then_some(record.generation.max(1)),
-    };
-    preconditions::check("network", &record.name, &context.preconditions, &present)
+/// Checks the preconditions of a request.
+pub fn expected(record: &NetworkRecord, context: &Context) -> Result<(), Failure> {
+    let now = (record.uid.as_slice(), record.generation, record.begun.as_slice());
+    preconditions::check_record("network", &record.name, now, context)
 }
 
 /// The changed spec, which must be valid as a whole.
@@ -116,86 +106,5 @@ fn valid(record: &NetworkRecord) -> Result<NetworkSpec, Failure> {
         Some(spec) => Ok(found.or(spec)?),
         None if found.0.is_empty() => Err(not_found(&record.name)),
         None => Err(found.into()),
-    }
-}
-
-/// What is to be changed, with the fields of the mask.
-fn parse(
-    request: &v1::UpdateNetworkRequest,
-) -> Result<(Metadata, v1::NetworkSpec, Vec<&'static str>), Failure> {
-    let mut found = Violations::default();
-    let network = request.network.clone().unwrap_or_default();
-    let paths = request.update_mask.clone().unwrap_or_default().paths;
-    let mut mask = Vec::new();
-    for (index, path) in paths.iter().enumerate() {
-        match FIELDS.iter().find(|field| *field == path) {
-            Some(field) => mask.push(*field),
-            None => {
-                let problem = format_args!(
-                    "\"{}\" can't be changed: give some of {}",
-                    text::brief(path),
-                    FIELDS.join(", ")
-                );
-                found.add(format_args!("updateMask.paths[{index}]"), problem);
-            }
-        }
-    }
-    if paths.is_empty() {
-        let problem = format_args!("must have at least one of {}", FIELDS.join(", "));
-        found.add("updateMask", problem);
-    }
-    // Fields beside the mask mean nothing, and are not looked at.
-    let given = network.metadata.unwrap_or_default();
-    let mut metadata = v1::ObjectMetadata {
-        name: given.name,
-        ..Default::default()
-    };
-    for field in &mask {
-        match *field {
-            LABELS => metadata.labels.clone_from(&given.labels),
-            ANNOTATIONS => metadata.annotations.clone_from(&given.annotations),
-            OWNER => metadata.owner.clone_from(&given.owner),
-            _ => {}
-        }
-    }
-    let metadata = Metadata::new(&mut found, "network.metadata", &metadata);
-    match metadata {
-        Some(metadata) => Ok(found.or((metadata, network.spec.unwrap_or_default(), mask))?),
-        None => Err(found.into()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_cannot_be_changed_is_refused_by_field() {
-        let network = v1::Network {
-            metadata: Some(v1::ObjectMetadata {
-                name: "lan".into(),
-                labels: [("=".to_owned(), String::new())].into(),
-                owner: "me".into(),
-                ..Default::default()
-            }),
-            ..Default::default()
-        };
-        for (paths, field) in [
-            (&[][..], "updateMask"),
-            (&[OWNER, "spec.ipv4_cidr"], "updateMask.paths[1]"),
-            (&["spec"], "updateMask.paths[0]"),
-            (&[LABELS], "network.metadata.labels[\"=\"]"),
-        ] {
-            let request = v1::UpdateNetworkRequest {
-                network: Some(network.clone()),
-                update_mask: Some(proto::well_known::FieldMask {
-                    paths: paths.iter().map(|path| (*path).to_owned()).collect(),
-                }),
-                ..Default::default()
-            };
-            let failure = parse(&request).unwrap_err();
-            let fields: Vec<_> = failure.violations.0.iter().map(|wrong| &wrong.field).collect();
-            assert_eq!(fields, [field]);
-        }
     }
 }

@@ -31,8 +31,7 @@ impl Actor {
 
     /// Whether the request was admitted before.
     pub(super) fn has_begun(&self, context: &Context) -> bool {
-        let key = context.key();
-        !context.request_id.is_empty() && self.record.begun.iter().any(|mark| mark.key() == key)
+        context.has_begun(&self.record.begun)
     }
 
     /// Removes the record for good, and answers those who asked for that together with it. Who asked an earlier daemon for
