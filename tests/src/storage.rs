@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::node::Kernel;
 use crate::run::Output;
 use crate::vm::VmSpec;
-use crate::{Case, Node, guest};
+use crate::{Case, Guests, Node, guest};
 
 /// The formats of images that can be written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +91,12 @@ impl Case {
     /// A kernel with an initramfs that has `netcheck`; see [`guest::net_initrd`].
     pub fn net_guest(&self, kernel: Kernel) -> Result<VmSpec> {
         Ok(VmSpec::quick(kernel, self.bring(&guest::net_initrd(kernel)?)?))
+    }
+
+    /// A kernel that has a driver for the display, booted as a bzImage: an ELF is entered another way, which does not tell of screens.
+    pub fn screen_guest(&self, kernel: Kernel) -> Result<VmSpec> {
+        let initrd = self.bring(&guest::screen_initrd(kernel)?)?;
+        Ok(VmSpec::new(Guests.vmlinuz(kernel), Some(initrd)).cmdline(kernel.arguments()))
     }
 
     /// Copies an initramfs into the node, once a node: the name is made of what is in it.

@@ -7,7 +7,7 @@ use glyphs::Picture;
 use rstest::rstest;
 use serde_json::json;
 use vmmd_tests::node::Kernel;
-use vmmd_tests::vm::{BOOT, Vm, VmSpec};
+use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 use vmmd_tests::wait::Deadline;
 use vmmd_tests::{Case, Guests};
 
@@ -103,9 +103,37 @@ fn the_text_console_of_a_kernel_without_a_driver_is_on_the_screen(#[case] kernel
     let spec = VmSpec::new(Guests.vmlinuz(kernel), Some(Guests.initrd(kernel)))
         .cmdline(kernel.arguments())
         .set("/display", json!({ "width": 1024, "height": 768 }));
-    let vm = Vm::start(&case, "", &spec).expect("start");
+    let (vm, mut console) = booted(&case, &spec);
+    has_its_text_console_on_the_screen(&case, &vm, &mut console);
+}
+
+/// Other kernels have a driver for virtio's display and one for its keyboard, whose text console takes the place of the one that the kernel began with.
+#[test]
+fn the_text_console_of_a_kernel_with_a_driver_is_on_the_screen() {
+    let case = Case::new("screen-driver").expect("node");
+    let spec = case
+        .screen_guest(Kernel::Generic612)
+        .expect("initramfs")
+        .set("/display", json!({ "width": 1024, "height": 768 }));
+    let (vm, mut console) = booted(&case, &spec);
+    let drivers = console
+        .run("cat /proc/fb; cat /sys/class/input/input*/name", 60)
+        .expect("drivers");
+    for driver in ["virtio_gpudrmfb", "vmmd keyboard"] {
+        assert!(drivers.contains(driver), "{drivers}");
+    }
+    has_its_text_console_on_the_screen(&case, &vm, &mut console);
+}
+
+fn booted<'case>(case: &'case Case, spec: &VmSpec) -> (Vm<'case>, Console) {
+    let vm = Vm::start(case, "", spec).expect("start");
     let mut console = vm.console().expect("console");
     console.until("GUEST-READY", BOOT).expect("boot");
+    (vm, console)
+}
+
+/// What the guest draws is in the screenshot, and what is typed comes to the guest.
+fn has_its_text_console_on_the_screen(case: &Case, vm: &Vm<'_>, console: &mut Console) {
     let alphabet: String = glyphs::alphabet().collect();
     let quoted = alphabet.replace('\'', "'\\''");
     // Cursor off, the screen cleared, the alphabet in the first row, something that only this guest knows in the third.
@@ -116,7 +144,7 @@ fn the_text_console_of_a_kernel_without_a_driver_is_on_the_screen(#[case] kernel
     let wanted = console
         .run("echo $(uname -r) $(cat /proc/sys/kernel/random/boot_id)", 60)
         .expect("the same text by serial");
-    let picture = picture(&case, &vm);
+    let picture = picture(case, vm);
     assert_eq!(picture.size(), (1024, 768));
     let font = picture.learn(0).expect("the alphabet");
     assert_eq!(picture.text(&font, 2), wanted.trim());
@@ -135,7 +163,7 @@ fn the_text_console_of_a_kernel_without_a_driver_is_on_the_screen(#[case] kernel
         )
         .expect("the line");
     assert_eq!(typed.trim(), "Hello, {Guest}: 3 < 4!");
-    assert_eq!(self::picture(&case, &vm).text(&font, 3), typed.trim());
+    assert_eq!(self::picture(case, vm).text(&font, 3), typed.trim());
 }
 
 #[test]

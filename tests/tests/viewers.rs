@@ -20,6 +20,9 @@ const SIZE: (usize, usize) = (1024, 768);
 /// By how much the X server's screen is larger, as a viewer shows scroll bars where there is no room for its window.
 const ROOM: usize = 200;
 
+/// Of the guest's root.
+const PASSWORD: &str = "letmein";
+
 /// From one picture to the next. Neither an X server nor a page tells when it shows something new.
 const PAUSE: Duration = Duration::from_millis(500);
 
@@ -36,8 +39,20 @@ fn with_text(case: &Case) -> (Vm<'_>, Console) {
     (vm, console)
 }
 
-/// Whatever shows the guest's screen.
+/// Whatever shows the guest's screen, and has a keyboard.
 trait Shows {
+    /// Types a line that nothing may be shown of.
+    fn enters(&mut self, line: &str);
+
+    /// Logs in where the guest asks for that, in the third row. What is typed then is in the fifth.
+    fn logs_in(&mut self, name: &str, font: &Font) {
+        self.shows(name, font, 2, "lab login:");
+        self.enters("root");
+        self.shows(name, font, 2, "lab login: root");
+        self.shows(name, font, 3, "Password:");
+        self.enters(PASSWORD);
+    }
+
     /// What is shown of the screen now. The PNG is kept as `name` beside the node's console.
     fn picture(&mut self, name: &str) -> Picture;
 
@@ -123,21 +138,21 @@ impl<'a> Viewer<'a> {
         let windows = self.case.node().ssh(&ask).expect("ssh").stdout;
         windows.split("WINDOW=").find_map(placed).unwrap_or_default()
     }
+}
 
-    /// Types a line as somebody at the X server's keyboard.
-    fn types(&self, text: &str) {
+impl Shows for Viewer<'_> {
+    /// As somebody at the X server's keyboard.
+    fn enters(&mut self, line: &str) {
         // Without a window manager no window has the focus.
         let command = format!(
             "export DISPLAY={}; xdotool search --onlyvisible --name TigerVNC windowfocus --sync %1 && \
              xdotool type --delay 60 {} && xdotool key Return",
             self.display,
-            quote(text)
+            quote(line)
         );
         self.case.node().sh(&command).expect("keys");
     }
-}
 
-impl Shows for Viewer<'_> {
     fn picture(&mut self, name: &str) -> Picture {
         let folder = tempfile::tempdir().expect("a folder");
         let raw = folder.path().join("screen.xwd");
@@ -192,6 +207,11 @@ fn convert(dump: &[u8], (left, top): (usize, usize), png: &Path) {
             }
         })
         .collect();
+    save(&rgb, png);
+}
+
+/// Makes a PNG of pixels of the guest's screen.
+fn save(rgb: &[u8], png: &Path) {
     let file = std::fs::File::create(png).expect("a file");
     let [width, height] = [SIZE.0, SIZE.1].map(|side| u32::try_from(side).expect("a side"));
     let mut encoder = png::Encoder::new(file, width, height);
@@ -200,23 +220,26 @@ fn convert(dump: &[u8], (left, top): (usize, usize), png: &Path) {
     encoder
         .write_header()
         .expect("a header")
-        .write_image_data(&rgb)
+        .write_image_data(rgb)
         .expect("pixels");
 }
 
-/// Clears the guest's screen and writes the alphabet into its first row; a reader puts what is typed into a file.
+/// Clears the guest's screen, writes the alphabet into its first row, and has somebody asked for a name and a password below. Who gives them can type
+/// commands.
 fn prepare(console: &mut Console) {
     let alphabet: String = glyphs::alphabet().collect();
     let quoted = alphabet.replace('\'', "'\\''");
-    console
-        .run(
-            &format!("printf '\\033[?25l\\033[2J\\033[H%s\\n\\n' '{quoted}' > /dev/tty1"),
-            60,
-        )
-        .expect("the alphabet");
-    console
-        .run("setsid sh -c 'exec </dev/tty1 >/dev/tty1 2>&1; while read -r line; do eval \"$line\"; done' & true", 60)
-        .expect("a shell on the screen");
+    for command in [
+        &format!("printf '\\033[?25l\\033[2J\\033[H%s\\n\\n' '{quoted}' > /dev/tty1"),
+        "hostname lab; ln -sf busybox /bin/login",
+        "printf '#!/bin/sh\\nwhile read -r line; do eval \"$line\"; done\\n' >/bin/lines; chmod 755 /bin/lines",
+        &format!(
+            "printf 'root:%s:0:0::/:/bin/lines\\n' \"$(busybox mkpasswd -m sha512 {PASSWORD} </dev/null)\" >/etc/passwd"
+        ),
+        "setsid busybox getty -i -L 0 tty1 linux & true",
+    ] {
+        console.run(command, 60).expect(command);
+    }
 }
 
 #[test]
@@ -227,9 +250,55 @@ fn tigervncs_viewer_shows_the_text_console_and_what_is_typed_in_it() {
     // Without a window's frame and a toolbar, the window is the screen. The address needs no password.
     let mut viewer = Viewer::start(&case, &format!("vmmctl vnc {}", vm.name()));
     let font = viewer.learn("tigervnc-alphabet");
-    viewer.types("echo $((6 * 7)) {A} '~' ok");
-    viewer.shows("tigervnc-typed", &font, 2, "echo $((6 * 7)) {A} '~' ok");
-    viewer.shows("tigervnc-typed", &font, 3, "42 {A} ~ ok");
+    viewer.logs_in("tigervnc-login", &font);
+    viewer.enters("echo $((6 * 7)) {A} '~' ok");
+    viewer.shows("tigervnc-typed", &font, 4, "echo $((6 * 7)) {A} '~' ok");
+    viewer.shows("tigervnc-typed", &font, 5, "42 {A} ~ ok");
+
+    let picture = snapshot(&case, &vm, "vncsnapshot");
+    let font = picture.learn(0).expect("the alphabet");
+    assert_eq!(picture.text(&font, 2), "lab login: root");
+    assert_eq!(picture.text(&font, 5), "42 {A} ~ ok");
+}
+
+/// The picture that vncsnapshot takes of a screen, an old client without a window. It makes JPEG of it, so each of its pixels counts as light or dark.
+fn snapshot(case: &Case, vm: &Vm<'_>, name: &str) -> Picture {
+    let folder = case.folder().expect("folder");
+    let serve = format!(
+        "echo $$; exec vmmctl vnc {} --listen 127.0.0.1:0 2>/dev/null",
+        vm.name()
+    );
+    let mut served = case.node().stream(&serve).expect("vmmctl vnc");
+    served
+        .until("127.0.0.1:", Deadline::seconds(60))
+        .expect("an address");
+    served.until("\n", Deadline::seconds(60)).expect("a whole line");
+    let text = served.text();
+    let (process, address) = text.trim().split_once('\n').expect("two lines");
+    let address = address.replace(':', "::");
+    case.node()
+        .sh(&format!(
+            "vncsnapshot -quality 100 {address} {folder}/{name}.jpg && djpeg -pnm {folder}/{name}.jpg >{folder}/{name}.pnm; \
+             code=$?; kill -INT {process}; exit $code"
+        ))
+        .expect("a snapshot");
+    let local = tempfile::tempdir().expect("a folder");
+    let pnm = local.path().join("picture.pnm");
+    case.node()
+        .copy_out(&format!("{folder}/{name}.pnm"), &pnm)
+        .expect("the picture");
+    let bytes = std::fs::read(&pnm).expect("the picture");
+    let header = format!("P6\n{} {}\n255\n", SIZE.0, SIZE.1);
+    let pixels = bytes
+        .strip_prefix(header.as_bytes())
+        .expect("a picture of the screen's size");
+    let clear: Vec<u8> = pixels
+        .chunks_exact(3)
+        .flat_map(|rgb| [if rgb[1] < 85 { 0 } else { 255 }; 3])
+        .collect();
+    let png = kept(case, name);
+    save(&clear, &png);
+    Picture::read(&png)
 }
 
 #[test]
@@ -254,8 +323,9 @@ fn tigervncs_viewer_gets_in_by_tls_with_a_password() {
         ),
     );
     let font = viewer.learn("password-alphabet");
-    viewer.types("echo in");
-    viewer.shows("password-typed", &font, 3, "in");
+    viewer.logs_in("password-login", &font);
+    viewer.enters("echo in");
+    viewer.shows("password-typed", &font, 5, "in");
 }
 
 /// noVNC's page in a browser on this machine.
@@ -283,7 +353,7 @@ impl Page<'_> {
             typed.push_str(&word);
             self.shows(name, font, row, typed.trim_end());
         }
-        self.browser.press("Enter", "Enter").expect("a key");
+        self.enters("");
     }
 
     /// Keeps a picture of the whole page.
@@ -301,6 +371,11 @@ impl Page<'_> {
 }
 
 impl Shows for Page<'_> {
+    fn enters(&mut self, line: &str) {
+        self.browser.type_text(line).expect("keys");
+        self.browser.press("Enter", "Enter").expect("a key");
+    }
+
     fn picture(&mut self, name: &str) -> Picture {
         let place = self.browser.evaluate(CANVAS).expect("the page");
         let place =
@@ -355,9 +430,9 @@ fn novnc_in_a_browser_shows_the_text_console_and_what_is_typed_in_it_once_for_ea
     let mut page = Page { case: &case, browser };
     page.browser.open(&first).expect("the page");
     let font = page.learn("novnc-alphabet");
-    let line = "echo $((6 * 7)) {A} '~' ok";
-    page.types("novnc-typed", &font, 2, line);
-    page.shows("novnc-typed", &font, 3, "42 {A} ~ ok");
+    page.logs_in("novnc-login", &font);
+    page.types("novnc-typed", &font, 4, "echo $((6 * 7)) {A} '~' ok");
+    page.shows("novnc-typed", &font, 5, "42 {A} ~ ok");
     page.keep("novnc-page");
 
     page.browser.reload().expect("an answer");
@@ -368,5 +443,5 @@ fn novnc_in_a_browser_shows_the_text_console_and_what_is_typed_in_it_once_for_ea
     );
     page.keep("novnc-used");
     page.browser.open(&address(&vm, &web)).expect("the page");
-    page.shows("novnc-again", &font, 3, "42 {A} ~ ok");
+    page.shows("novnc-again", &font, 5, "42 {A} ~ ok");
 }

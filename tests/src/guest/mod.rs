@@ -5,6 +5,7 @@ mod debian_disk;
 mod fio;
 mod kernels;
 mod net;
+mod screen;
 mod share;
 mod storage;
 mod tools;
@@ -22,6 +23,7 @@ use crate::node::Kernel;
 use crate::{debian, paths};
 
 pub use net::initrd as net_initrd;
+pub use screen::initrd as screen_initrd;
 pub use share::initrd as share_initrd;
 pub use storage::initrd as storage_initrd;
 
@@ -95,6 +97,7 @@ pub fn prepare() -> Result<()> {
     }
     share_initrd(Kernel::Cloud612)?;
     net_initrd(Kernel::Cloud612)?;
+    screen_initrd(Kernel::Generic612)?;
     Ok(())
 }
 
