@@ -1,9 +1,10 @@
 //! Consoles from end to end: the virtio-console beside the serial port, breaks, who may type.
 
 use serde_json::{Value, json};
-use vmmd_tests::node::Kernel;
+use vmmd_tests::node::{Kernel, Stream};
 use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
-use vmmd_tests::{Case, Guests};
+use vmmd_tests::wait::Deadline;
+use vmmd_tests::{Case, Guests, long};
 
 const LINES: u64 = 100;
 /// A line with its end.
@@ -113,4 +114,155 @@ fn a_console_is_held_read_along_and_taken_over() {
     for other in [&mut first, &mut reader] {
         other.until("taken-42", 60).expect("it reads along");
     }
+}
+
+/// Readers of a console in the node: half of them read, and half never do. They end when this is dropped.
+struct Readers<'a> {
+    case: &'a Case,
+    /// Their process group.
+    group: String,
+    /// Where the first of those that never read would get its output from.
+    unread: String,
+    /// The marks that the others have read.
+    marks: Stream,
+}
+
+/// How many readers of each kind.
+const READERS: usize = 5;
+
+impl<'a> Readers<'a> {
+    fn start(case: &'a Case, vm: &Vm<'_>) -> Self {
+        let folder = case.folder().expect("folder");
+        // Nobody types, and the input does not end. What blocks at a full pipe has its output neither read nor closed.
+        let reader = format!("vmmctl console {} --hvc --read-only <&3", vm.name());
+        let script = format!(
+            "set -e; cd {folder}; mkfifo in; exec 3<>in; echo $$
+             for i in $(seq {READERS}); do
+                 mkfifo out$i; exec 4<>out$i
+                 {reader} >&4 & {reader} 4>&- | grep -ao --line-buffered 'mark-[0-9]' &
+             done
+             wait"
+        );
+        let mut marks = case.node().stream(&script).expect("readers");
+        let group = marks.until("\n", Deadline::seconds(60)).expect("a process");
+        let readers = Self {
+            case,
+            group: group.trim().to_owned(),
+            unread: format!("{folder}/out1"),
+            marks,
+        };
+        let uid = vm.field("/metadata/uid").expect("uid");
+        let attached = format!(
+            "timeout 120 sh -c 'until [ $(ss -xH state established | grep -c {uid}.*hvc.sock) -ge {} ]; do sleep 0.2; done'",
+            2 * READERS
+        );
+        case.node().sh(&attached).expect("all are attached");
+        readers
+    }
+
+    /// Waits until all that read have come to a mark.
+    fn until(&mut self, mark: &str) {
+        for _ in 0..READERS {
+            self.marks.until(mark, Deadline::seconds(300)).expect("a mark");
+        }
+    }
+}
+
+impl Drop for Readers<'_> {
+    fn drop(&mut self) {
+        // They may have ended.
+        let _ = self.case.node().ssh(&format!("kill -- -{}", self.group));
+    }
+}
+
+/// What a flood has cost.
+#[derive(Debug)]
+struct Flood {
+    /// Exits to the vmm.
+    exits: u64,
+    /// Calls of `read` and `write` by the threads of the virtio-console.
+    calls: u64,
+    /// Memory of the vmm afterwards, without the guest's, in KiB.
+    vmm_kib: u64,
+    /// Memory of the daemon afterwards, in KiB.
+    vmmd_kib: u64,
+    /// The VM's logs afterwards, in bytes.
+    log: u64,
+    /// By the guest's clock.
+    seconds: f64,
+}
+
+/// Has the guest print a number of MiB on hvc0, and a mark.
+fn flood(console: &mut Console, vm: &Vm<'_>, mib: u64, mark: &str) -> Flood {
+    let pid = vm.pid().expect("pid");
+    let number = |command: &str| {
+        let text = vm.node().sh(command).expect("a number");
+        text.trim().parse::<u64>().expect("a number")
+    };
+    let calls = format!(
+        "for task in /proc/{pid}/task/*; do grep -qx console $task/comm && cat $task/io; done | awk '/^sysc[rw]:/ {{ n += $2 }} END {{ print n }}'"
+    );
+    let (exits_before, calls_before) = (exits(vm), number(&calls));
+    let print = format!(
+        "a=$(cut -d' ' -f1 /proc/uptime); for i in $(seq {mib}); do cat /tmp/mib; done > /dev/hvc0; echo {mark} > /dev/hvc0; \
+         b=$(cut -d' ' -f1 /proc/uptime); echo $a $b"
+    );
+    let times = console.run(&print, 1200).expect("the flood");
+    let times: Vec<f64> = times
+        .split_whitespace()
+        .map(|time| time.parse().expect("seconds"))
+        .collect();
+    let anonymous = |pid: &str| number(&format!("awk '/^RssAnon:/ {{ print $2 }}' /proc/{pid}/status"));
+    let uid = vm.field("/metadata/uid").expect("uid");
+    Flood {
+        exits: exits(vm) - exits_before,
+        calls: number(&calls) - calls_before,
+        vmm_kib: anonymous(&pid.to_string()),
+        vmmd_kib: anonymous("$(pidof -s vmmd)"),
+        log: number(&format!(
+            "cat $(find /var/log/vmmd/vms -path '*{uid}*' -name 'serial*') | wc -c"
+        )),
+        seconds: times[1] - times[0],
+    }
+}
+
+#[test]
+fn a_flood_costs_the_guest_no_more_exits_with_ten_readers_of_which_five_never_read_and_memory_is_bounded() {
+    let mib = if long() { 1024 } else { 32 };
+    let case = Case::new("flood").expect("node");
+    // The guest's memory is no anonymous memory of the vmm.
+    let vm = Vm::start(&case, "", &with_console().shared_memory()).expect("start");
+    let mut serial = vm.console().expect("console");
+    serial.until("GUEST-READY", BOOT).expect("boot");
+    // Its settings hold as long as somebody has it open.
+    serial
+        .run(
+            "exec 5<>/dev/hvc0; stty -F /dev/hvc0 raw -echo; yes $(seq 100) | head -c 1048576 > /tmp/mib",
+            60,
+        )
+        .expect("a MiB");
+    let alone = flood(&mut serial, &vm, mib, "mark-1");
+    let mut readers = Readers::start(&case, &vm);
+    let read = flood(&mut serial, &vm, mib, "mark-2");
+    for (readers, flood) in [(0, &alone), (2 * READERS, &read)] {
+        println!(
+            "{mib} MiB with {readers} readers: {:.1} s, {} calls, {flood:?}",
+            flood.seconds, flood.calls
+        );
+    }
+    readers.until("mark-2");
+    let told = format!(
+        "timeout 120 grep -aom 1 'bytes of output lost' {}",
+        readers.unread
+    );
+    case.node()
+        .sh(&told)
+        .expect("who begins to read late is told what is gone");
+
+    // Times and calls depend on what else the machine does. Exits do not; typing the command costs some, about the same each time.
+    assert!(read.exits <= alone.exits * 11 / 10 + 100, "{alone:?}, {read:?}");
+    for (before, after) in [(alone.vmm_kib, read.vmm_kib), (alone.vmmd_kib, read.vmmd_kib)] {
+        assert!(after < before + (16 << 10), "{alone:?}, {read:?}");
+    }
+    assert!(read.log <= 2 << 20, "{read:?}");
 }
