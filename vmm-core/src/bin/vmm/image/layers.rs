@@ -141,7 +141,7 @@ impl<'a> Layers<'a> {
                     // The name ends with a zero.
                     _ => {
                         extension.name =
-                            Some(text.split(|byte| *byte == 0).next().unwrap_or_default().to_vec())
+                            Some(text.split(|byte| *byte == 0).next().unwrap_or_default().to_vec());
                     }
                 }
             } else {
