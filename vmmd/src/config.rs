@@ -42,8 +42,9 @@ pub struct Config {
     pub run_dir: PathBuf,
     /// Serial logs and the logs of the `vmm` processes. Default `/var/log/vmmd`.
     pub log_dir: PathBuf,
-    /// The key with which secrets of VMs (user data, hashes of passwords) are encrypted in the store: a file of 32 random bytes. Default: the
-    /// credential `vmmd.secrets-key` of the unit, or else `secrets.key` in `state_dir`, which is made when it is not there.
+    /// The key with which secrets (user data and hashes of passwords of VMs, passwords for registries of images) are encrypted in the store: a
+    /// file of 32 random bytes. Default: the credential `vmmd.secrets-key` of the unit, or else `secrets.key` in `state_dir`, which is made when
+    /// it is not there.
     pub secrets_key: Option<PathBuf>,
     /// The socket of the API. Default `vmmd.sock` in `run_dir`.
     pub socket: Option<PathBuf>,

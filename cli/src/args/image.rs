@@ -10,7 +10,7 @@ use crate::complete;
 /// `image`.
 #[derive(Debug, Subcommand)]
 pub enum Image {
-    /// Make an image of a file of the web or of the node.
+    /// Make an image of a file of the web or of the node, or of an OCI image.
     Import(Import),
     /// Make an image of a file that you have.
     Upload(Upload),
@@ -46,14 +46,21 @@ pub struct Source {
 Examples:
   vmmctl image import debian13 https://cloud.example.org/debian-13-generic-amd64.qcow2
   vmmctl image import debian13 http://mirror.lan/d13.qcow2.xz --checksum sha256:4f1c…
-  vmmctl image import golden /srv/vm/golden.raw --label tier=web")]
+  vmmctl image import golden /srv/vm/golden.raw --label tier=web
+  vmmctl image import debian13 oci://registry.example:5000/debian/trixie:cloud
+  vmmctl image import debian13 oci://registry.example/debian@sha256:4f1c… --username ci --password-file token
+  vmmctl image import debian13 oci-layout:/srv/images/debian:13 --platform linux/amd64")]
 pub struct Import {
     /// Name of the image.
     #[arg(value_parser = image_name)]
     pub name: String,
-    /// http://… or https://…, or the absolute path of a file of the node.
-    #[arg(value_name = "URL|PATH")]
+    /// http://… or https://…; the absolute path of a file of the node; oci://HOST/REPOSITORY[:TAG][@DIGEST] of a registry;
+    /// or oci-layout:PATH[:TAG|@DIGEST], a folder of the node with OCI images.
+    #[arg(value_name = "URL|PATH|OCI")]
     pub from: String,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub oci: Oci,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub source: Source,
@@ -66,6 +73,23 @@ pub struct Import {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub timeout: Timeout,
+}
+
+/// What is said of an OCI image.
+#[derive(Debug, Args)]
+pub struct Oci {
+    /// Which image of those for several platforms: linux/amd64, say. That of the node when not given.
+    #[arg(long, value_name = "OS/ARCHITECTURE")]
+    pub platform: Option<String>,
+    /// Speak to the registry by HTTP, which anybody on the way can read and change.
+    #[arg(long)]
+    pub plain_http: bool,
+    /// Name of a user of the registry.
+    #[arg(long, value_name = "NAME", requires = "password_file")]
+    pub username: Option<String>,
+    /// File with that user's password or token in one line; - for standard input.
+    #[arg(long, value_name = "FILE", requires = "username", value_hint = clap::ValueHint::FilePath)]
+    pub password_file: Option<PathBuf>,
 }
 
 /// `image upload`.

@@ -1,5 +1,7 @@
 //! Images that the node keeps.
 
+mod source;
+
 use std::{fs::File, io::Read, path::Path};
 
 use proto::{model::image::checksum_text, v1, v1::upload_image_request::Message};
@@ -56,13 +58,8 @@ fn wanted(name: &str, labels: &[crate::args::Label], spec: v1::ImageSpec) -> v1:
 }
 
 async fn import(client: &Client, args: &Import) -> Result<()> {
-    use v1::image_spec::Source;
-    let source = match args.from.starts_with('/') {
-        true => Source::Path(args.from.clone()),
-        false => Source::Url(args.from.clone()),
-    };
     let spec = v1::ImageSpec {
-        source: Some(source),
+        source: Some(source::from_text(&args.from, &args.oci)?),
         checksum: args.source.checksum.clone().unwrap_or_default(),
         max_size_bytes: args.source.max_size.unwrap_or_default(),
     };

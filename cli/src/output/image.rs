@@ -43,6 +43,12 @@ fn source(image: &v1::Image) -> String {
     match image.spec.as_ref().and_then(|spec| spec.source.clone()) {
         Some(Source::Url(url)) => url,
         Some(Source::Path(path)) => path,
+        Some(Source::Oci(oci)) => format!("oci://{}", oci.reference),
+        Some(Source::OciLayout(layout)) => match layout.reference.as_str() {
+            "" => format!("oci-layout:{}", layout.path),
+            digest if digest.starts_with("sha256:") => format!("oci-layout:{}@{digest}", layout.path),
+            tag => format!("oci-layout:{}:{tag}", layout.path),
+        },
         None => "upload".to_owned(),
     }
 }
@@ -69,6 +75,7 @@ pub fn describe(image: &v1::Image, now: jiff::Timestamp) -> String {
         text.put(&condition.r#type, &condition.message);
     }
     text.put("Source", &source(image));
+    text.put("Manifest", &status.source_manifest);
     let format = [status.source_format.as_str(), status.source_compression.as_str()];
     let format: Vec<_> = format.into_iter().filter(|word| !word.is_empty()).collect();
     text.put("Source format", &format.join(", "));

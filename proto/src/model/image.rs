@@ -1,11 +1,12 @@
 //! Images that the ImageService is to make.
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{collections::BTreeMap, fmt, path::PathBuf};
 
 use super::{
     Violations,
     metadata::{self, Metadata},
     name::Name,
+    oci::{self, LayoutTarget, Platform, Reference},
     vm::absolute,
 };
 use crate::v1::{self, image_spec::Source as WireSource};
@@ -14,6 +15,8 @@ use crate::v1::{self, image_spec::Source as WireSource};
 pub const DEFAULT_MAX_SIZE: u64 = 1 << 40;
 /// Longest address in bytes.
 pub const MAX_URL: usize = 4096;
+/// Longest password in bytes: tokens of registries have a few thousand.
+const MAX_PASSWORD: usize = 64 << 10;
 
 /// An image that is to be made.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,8 +44,47 @@ pub enum Source {
     Url(String),
     /// A file of the node.
     Path(PathBuf),
+    /// An OCI image in a registry.
+    Oci(Box<Oci>),
+    /// An OCI image in a folder of the node.
+    OciLayout {
+        /// The folder.
+        path: PathBuf,
+        /// Which image in it.
+        target: LayoutTarget,
+        /// For which platform; the node's when nobody says.
+        platform: Option<Platform>,
+    },
     /// The client sends it.
     Upload,
+}
+
+/// An OCI image in a registry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Oci {
+    /// Which image.
+    pub reference: Reference,
+    /// For which platform; the node's when nobody says.
+    pub platform: Option<Platform>,
+    /// Whether the registry is spoken to by HTTP.
+    pub plain_http: bool,
+    /// For a registry that asks for them.
+    pub credentials: Option<Credentials>,
+}
+
+/// A user's name and password.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Credentials {
+    /// Without a colon.
+    pub username: String,
+    /// Never shown.
+    pub password: String,
+}
+
+impl fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Credentials")
+    }
 }
 
 impl NewImage {
@@ -94,6 +136,10 @@ impl NewImage {
                 parsed
             }
         };
+        if checksum.is_some() && matches!(source, Some(Source::Oci(_) | Source::OciLayout { .. })) {
+            let problem = "is of a single file: an OCI image is named by its digest, as in NAME@sha256:…";
+            found.add(format_args!("{field}.spec.checksum"), problem);
+        }
         let max_size = match spec.max_size_bytes {
             0 => DEFAULT_MAX_SIZE,
             size => size.min(super::disk::MAX_SIZE),
@@ -119,7 +165,7 @@ fn source(found: &mut Violations, field: &str, source: Option<&WireSource>, uplo
         None => {
             found.add(
                 format_args!("{field}.spec"),
-                "must have a `url` or a `path`; an image that the client has is sent by UploadImage",
+                "must have a `url`, a `path`, `oci` or `ociLayout`; an image that the client has is sent by UploadImage",
             );
             None
         }
@@ -138,7 +184,68 @@ fn source(found: &mut Violations, field: &str, source: Option<&WireSource>, uplo
             }
             None => Some(Source::Url(url.clone())),
         },
+        Some(WireSource::Oci(source)) => registry(found, &format!("{field}.spec.oci"), source),
+        Some(WireSource::OciLayout(source)) => layout(found, &format!("{field}.spec.ociLayout"), source),
     }
+}
+
+fn registry(found: &mut Violations, field: &str, source: &v1::OciSource) -> Option<Source> {
+    let reference = Reference::parse(&source.reference)
+        .map_err(|problem| found.add(format_args!("{field}.reference"), problem));
+    let credentials = source.credentials.as_ref().map(|given| {
+        let control = |text: &str| text.chars().any(char::is_control);
+        let field = format!("{field}.credentials");
+        if given.username.is_empty() || given.username.contains(':') || control(&given.username) {
+            let problem = "must be given, without a colon and control characters";
+            found.add(format_args!("{field}.username"), problem);
+        }
+        if given.password.is_empty() || control(&given.password) {
+            let problem = "must be given, without control characters";
+            found.add(format_args!("{field}.password"), problem);
+        }
+        if given.username.len() > MAX_URL || given.password.len() > MAX_PASSWORD {
+            found.add(
+                field,
+                "must have at most 4,096 bytes of a name and 65,536 of a password",
+            );
+        }
+        Credentials {
+            username: given.username.clone(),
+            password: given.password.clone(),
+        }
+    });
+    let platform = platform(found, field, &source.platform)?;
+    Some(Source::Oci(Box::new(Oci {
+        reference: reference.ok()?,
+        platform,
+        plain_http: source.plain_http,
+        credentials,
+    })))
+}
+
+fn layout(found: &mut Violations, field: &str, source: &v1::OciLayoutSource) -> Option<Source> {
+    let path = absolute(found, format!("{field}.path"), &source.path);
+    let target = LayoutTarget::parse(&source.reference)
+        .map_err(|problem| found.add(format_args!("{field}.reference"), problem));
+    let platform = platform(found, field, &source.platform)?;
+    Some(Source::OciLayout {
+        path: path?,
+        target: target.ok()?,
+        platform,
+    })
+}
+
+/// Nothing when it is wrong.
+fn platform(found: &mut Violations, field: &str, text: &str) -> Option<Option<Platform>> {
+    if text.is_empty() {
+        return Some(None);
+    }
+    let parsed = oci::Platform::parse(text);
+    if parsed.is_none() {
+        let problem = "must be \"OS/ARCHITECTURE\" or \"OS/ARCHITECTURE/VARIANT\", as in \"linux/amd64\"";
+        found.add(format_args!("{field}.platform"), problem);
+    }
+    parsed.map(Some)
 }
 
 /// What is wrong with an address, if anything. Whether it leads anywhere is seen later.
@@ -251,5 +358,50 @@ mod tests {
         assert_eq!(found.0[0].field, "image.spec");
         let path = Some(WireSource::Path("/a".into()));
         assert!(NewImage::uploaded(Some(&image(path, "")), "image").is_err());
+    }
+
+    #[test]
+    fn an_oci_image_is_taken_by_its_reference_and_what_is_wrong_is_said_by_field() {
+        let source = |reference: &str, platform: &str, user: &str| v1::OciSource {
+            reference: reference.into(),
+            platform: platform.into(),
+            credentials: (!user.is_empty()).then(|| v1::OciCredentials {
+                username: user.into(),
+                password: "secret".into(),
+            }),
+            ..Default::default()
+        };
+        let right = source("registry.example/debian:13", "linux/arm64", "me");
+        let new = NewImage::imported(Some(&image(Some(WireSource::Oci(right)), "")), "image").unwrap();
+        let shown = format!("{new:?}");
+        assert!(!shown.contains("secret"), "{shown}");
+        let Source::Oci(oci) = new.source else {
+            panic!("{shown}");
+        };
+        assert_eq!(oci.reference.to_string(), "registry.example/debian:13");
+        assert_eq!(oci.platform.unwrap().to_string(), "linux/arm64");
+        let checksum = format!("sha256:{}", "0".repeat(64));
+        for (reference, platform, user, checksum, field) in [
+            ("debian:13", "", "", "", "image.spec.oci.reference"),
+            ("a.b/debian", "linux", "", "", "image.spec.oci.platform"),
+            ("a.b/debian", "", "a:b", "", "image.spec.oci.credentials.username"),
+            ("a.b/debian", "", "", checksum.as_str(), "image.spec.checksum"),
+        ] {
+            let wrong = WireSource::Oci(source(reference, platform, user));
+            let found = NewImage::imported(Some(&image(Some(wrong), checksum)), "image").unwrap_err();
+            assert_eq!(found.0[0].field, field, "{reference} {platform} {user}");
+        }
+        for (path, reference, field) in [
+            ("relative", "", "image.spec.ociLayout.path"),
+            ("/a", "no tag", "image.spec.ociLayout.reference"),
+        ] {
+            let wrong = WireSource::OciLayout(v1::OciLayoutSource {
+                path: path.into(),
+                reference: reference.into(),
+                ..Default::default()
+            });
+            let found = NewImage::imported(Some(&image(Some(wrong), "")), "image").unwrap_err();
+            assert_eq!(found.0[0].field, field);
+        }
     }
 }

@@ -18,6 +18,7 @@ pub mod metadata;
 pub mod name;
 pub mod network;
 pub mod nic;
+pub mod oci;
 pub mod pci;
 pub mod policy;
 pub mod resources;

@@ -85,6 +85,7 @@ fn look(folder: &Folder, seen: &Seen, disks: Vec<String>, vms: Vec<String>) -> v
             used_by_vms: vms,
             last_used_time: text::timestamp(record.used_ms.max(record.stage_ms)),
             operation: seen.operation.clone(),
+            source_manifest: checksum(&record.source_manifest),
             conditions: vec![v1::Condition {
                 r#type: "Ready".to_owned(),
                 status: status.into(),
@@ -96,7 +97,7 @@ fn look(folder: &Folder, seen: &Seen, disks: Vec<String>, vms: Vec<String>) -> v
     }
 }
 
-/// What stands after a "?" may be a secret.
+/// What stands after a "?" may be a secret; credentials are one.
 fn source(source: &crate::store::ImageSource) -> Option<v1::image_spec::Source> {
     match source.source.as_ref()? {
         Source::Url(url) => {
@@ -104,6 +105,17 @@ fn source(source: &crate::store::ImageSource) -> Option<v1::image_spec::Source> 
             Some(v1::image_spec::Source::Url(shown.to_owned()))
         }
         Source::Path(path) => Some(v1::image_spec::Source::Path(path.clone())),
+        Source::Oci(oci) => Some(v1::image_spec::Source::Oci(v1::OciSource {
+            reference: oci.reference.clone(),
+            platform: oci.platform.clone(),
+            plain_http: oci.plain_http,
+            credentials: None,
+        })),
+        Source::OciLayout(layout) => Some(v1::image_spec::Source::OciLayout(v1::OciLayoutSource {
+            path: layout.path.clone(),
+            reference: layout.reference.clone(),
+            platform: layout.platform.clone(),
+        })),
     }
 }
 

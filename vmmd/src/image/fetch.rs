@@ -1,4 +1,4 @@
-//! Downloads a file by HTTP or HTTPS into one that may hold its beginning already.
+//! Downloads a file by HTTP or HTTPS into one that may hold its beginning already; also a blob of an OCI image, whose digest its caller compares.
 //!
 //! A connection that breaks is made again, and goes on where it broke, as long as the server says that the file is the same (RFC 9110, 8.8
 //! and 13.1.5: `If-Range`). Nothing that a server says is trusted: what comes is counted.
@@ -32,14 +32,26 @@ const ALL_TRIES: u32 = 10_000;
 /// The usual wait before the second try; each one is twice as long, up to [`LAST_WAIT`].
 pub const FIRST_WAIT: Duration = Duration::from_millis(200);
 const LAST_WAIT: Duration = Duration::from_secs(10);
+/// The reason of a failure: the server does not give the file, or not as it should.
+pub const REFUSED: &str = "DOWNLOAD_REFUSED";
 /// Bytes that are received before they are written, and after which the room on the file system is looked at.
 const BATCH: usize = 4 << 20;
 
 /// What is to be downloaded.
 #[derive(Debug)]
 pub struct Download<'a> {
+    /// Of [`client`].
+    pub client: Client,
     /// Its address.
     pub url: &'a str,
+    /// What else each request says.
+    pub headers: HeaderMap,
+    /// The reason of the failure when the server answers 401; [`REFUSED`] when that is no case of its own.
+    pub unauthorized: &'static str,
+    /// The same for 404.
+    pub missing: &'static str,
+    /// When it is a blob: it can be gone on with whatever the server calls it.
+    pub blob: Option<Blob>,
     /// Where it goes: what is there is its beginning.
     pub file: File,
     /// What the server called it when that came; empty when it had no name.
@@ -50,6 +62,17 @@ pub struct Download<'a> {
     pub first_wait: Duration,
     /// Whether the file system has room for more. Blocking.
     pub room: fn(&File) -> io::Result<bool>,
+}
+
+/// Content that has a length and a digest before it comes, and a place between others in one file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Blob {
+    /// Where in the file it begins, in bytes.
+    pub base: u64,
+    /// Its length in bytes.
+    pub size: u64,
+    /// Bytes of all of them together, for the progress.
+    pub all: u64,
 }
 
 /// What was downloaded.
@@ -76,10 +99,24 @@ impl From<Failure> for Broken {
 }
 
 struct State<'a> {
-    client: Client,
     download: Download<'a>,
     have: u64,
     hash: Sha256,
+}
+
+impl State<'_> {
+    /// Where in the file it begins.
+    fn base(&self) -> u64 {
+        self.download.blob.map_or(0, |blob| blob.base)
+    }
+
+    /// Says how far it is.
+    fn progress(&self, have: u64, total: u64, control: &Control) {
+        match self.download.blob {
+            Some(blob) => control.progress(blob.base + have, blob.all),
+            None => control.progress(have, total),
+        }
+    }
 }
 
 /// Downloads it. `named` is told what the server calls the file, before anything of it is written, and has to remember it.
@@ -89,12 +126,13 @@ pub async fn fetch<F: Future<Output = Result<(), Failure>>>(
     named: impl Fn(String) -> F,
 ) -> Result<Downloaded, Failure> {
     let (hash, have) = beginning(&download, control).await?;
-    let mut state = State {
-        client: client()?,
-        download,
-        have,
-        hash,
-    };
+    let mut state = State { download, have, hash };
+    if state.download.blob.is_some_and(|blob| blob.size == have) {
+        return Ok(Downloaded {
+            checksum: state.hash.finalize().into(),
+            bytes: have,
+        });
+    }
     let first_wait = state.download.first_wait;
     let (mut wait, mut vain) = (first_wait, 0);
     for _ in 0..ALL_TRIES {
@@ -128,7 +166,7 @@ pub async fn fetch<F: Future<Output = Result<(), Failure>>>(
     Err(Failure::new(Kind::Unavailable, "DOWNLOAD_FAILED", message))
 }
 
-fn cancelled() -> Failure {
+pub fn cancelled() -> Failure {
     Failure::new(Kind::Aborted, "CANCELLED", "the operation was cancelled")
 }
 
@@ -136,7 +174,8 @@ fn cancelled() -> Failure {
 async fn beginning(download: &Download<'_>, control: &Control) -> Result<(Sha256, u64), Failure> {
     let file = download.file.try_clone().map_err(|error| failed(&error))?;
     let control = control.clone();
-    let keep = !download.validator.is_empty();
+    let keep = !download.validator.is_empty() || download.blob.is_some();
+    let (base, most) = download.blob.map_or((0, u64::MAX), |blob| (blob.base, blob.size));
     let read = spawn_blocking(move || {
         let mut hash = Sha256::new();
         if !keep {
@@ -147,7 +186,8 @@ async fn beginning(download: &Download<'_>, control: &Control) -> Result<(Sha256
         let mut have = 0;
         loop {
             control.wanted()?;
-            let count = file.read_at(&mut buffer, have)?;
+            let wanted = usize::try_from(most - have).unwrap_or(usize::MAX).min(BATCH);
+            let count = file.read_at(buffer.get_mut(..wanted).unwrap_or_default(), base + have)?;
             if count == 0 {
                 return Ok((hash, have));
             }
@@ -164,7 +204,8 @@ fn failed(error: &io::Error) -> Failure {
     file_failed("write what is downloaded", error)
 }
 
-fn client() -> Result<Client, Failure> {
+/// What makes connections: all of one import have it in common.
+pub fn client() -> Result<Client, Failure> {
     let policy = || {
         redirect::Policy::custom(|attempt| {
             let came = attempt.previous().last().map(Url::scheme);
@@ -199,27 +240,39 @@ async fn attempt<F: Future<Output = Result<(), Failure>>>(
     named: &impl Fn(String) -> F,
 ) -> Result<(), Broken> {
     let mut request = state
+        .download
         .client
         .get(state.download.url)
+        .headers(state.download.headers.clone())
         .header(ACCEPT_ENCODING, "identity");
-    // Without a name of the file nobody knows whether the rest is that of the same one.
-    if state.have > 0 && !state.download.validator.is_empty() {
-        request = request
-            .header(RANGE, format!("bytes={}-", state.have))
-            .header(IF_RANGE, &state.download.validator);
+    // Without a name of the file nobody knows whether the rest is that of the same one. Of a blob the digest tells.
+    let named_file = !state.download.validator.is_empty();
+    if state.have > 0 && (named_file || state.download.blob.is_some()) {
+        request = request.header(RANGE, format!("bytes={}-", state.have));
+        if named_file {
+            request = request.header(IF_RANGE, &state.download.validator);
+        }
     }
     let answer = tokio::select! {
         answer = request.send() => answer,
         () = control.cancel().cancelled() => return Err(cancelled().into()),
     };
     let mut response = answer.map_err(|error| broken(&error))?;
-    let total = begin(state, &response, named).await?;
+    let said = begin(state, &response, named).await?;
+    let total = match state.download.blob {
+        Some(blob) if said != 0 && said != blob.size => {
+            let message = format!("the server sends {said} bytes of what is to have {}", blob.size);
+            return Err(Failure::precondition(REFUSED, message).into());
+        }
+        Some(blob) => blob.size,
+        None => said,
+    };
     if total > state.download.max_size {
         return Err(too_large(total, state.download.max_size).into());
     }
     let mut batch = Vec::new();
     let ended = loop {
-        control.progress(state.have + batch.len() as u64, total);
+        state.progress(state.have + batch.len() as u64, total, control);
         let next = tokio::select! {
             next = response.chunk() => next,
             () = control.cancel().cancelled() => return Err(cancelled().into()),
@@ -278,7 +331,10 @@ async fn begin<F: Future<Output = Result<(), Failure>>>(
         }
         StatusCode::OK => {
             restart(state)?;
-            let validator = validator(response.headers());
+            let validator = match state.download.blob {
+                Some(_) => String::new(),
+                None => validator(response.headers()),
+            };
             if validator != state.download.validator {
                 state.download.validator.clone_from(&validator);
                 named(validator).await?;
@@ -300,7 +356,12 @@ async fn begin<F: Future<Output = Result<(), Failure>>>(
                 false => format!("the server says {status}"),
             };
             let message = format!("the image can't be downloaded: {problem}");
-            Err(Failure::precondition("DOWNLOAD_REFUSED", message).into())
+            let reason = match status {
+                StatusCode::UNAUTHORIZED => state.download.unauthorized,
+                StatusCode::NOT_FOUND => state.download.missing,
+                _ => REFUSED,
+            };
+            Err(Failure::precondition(reason, message).into())
         }
     }
 }
@@ -327,10 +388,11 @@ fn range(headers: &HeaderMap) -> Option<(u64, u64)> {
 fn restart(state: &mut State<'_>) -> Result<(), Broken> {
     state.have = 0;
     state.hash = Sha256::new();
+    let base = state.base();
     state
         .download
         .file
-        .set_len(0)
+        .set_len(base)
         .map_err(|error| Broken::Final(failed(&error)))
 }
 
@@ -340,7 +402,8 @@ async fn write(state: &mut State<'_>, data: Vec<u8>) -> Result<(), Broken> {
     }
     let file = state.download.file.try_clone();
     let file = file.map_err(|error| Broken::Final(failed(&error)))?;
-    let (at, room, mut hash) = (state.have, state.download.room, state.hash.clone());
+    let at = state.base() + state.have;
+    let (room, mut hash) = (state.download.room, state.hash.clone());
     let written = spawn_blocking(move || {
         if !room(&file)? {
             return Err(io::ErrorKind::StorageFull.into());
@@ -364,13 +427,13 @@ fn too_large(bytes: u64, most: u64) -> Failure {
 fn broken(error: &reqwest::Error) -> Broken {
     let message = format!("the image can't be downloaded: {}", words(error));
     if error.is_redirect() || error.is_builder() {
-        return Broken::Final(Failure::precondition("DOWNLOAD_REFUSED", message));
+        return Broken::Final(Failure::precondition(REFUSED, message));
     }
     Broken::Passing(words(error))
 }
 
 /// The innermost cause, which says most, without the address: that may hold a secret.
-fn words(error: &reqwest::Error) -> String {
+pub fn words(error: &reqwest::Error) -> String {
     let mut cause: &dyn std::error::Error = error;
     while let Some(deeper) = cause.source() {
         cause = deeper;
@@ -387,4 +450,4 @@ fn words(error: &reqwest::Error) -> String {
 }
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

@@ -2,6 +2,7 @@
 
 use std::{fs::File, io, os::fd::OwnedFd, path::Path, sync::Arc, time::Duration};
 
+use prost::Message as _;
 use proto::{
     model::{
         disk::Cache,
@@ -9,13 +10,14 @@ use proto::{
     },
     v1,
 };
+use reqwest::header::HeaderMap;
 use serde::Deserialize;
 use uuid::Uuid;
 
 use super::{
     digest, discard,
     fetch::{self, Download},
-    object, tell,
+    object, oci, tell,
 };
 use crate::{
     context::Context,
@@ -26,7 +28,10 @@ use crate::{
     host::Host,
     operation::{Handle, Pending, Progress, Type},
     roots::Within,
-    store::{ImageRecord, ImageSource, ImageStage, image_source::Source},
+    store::{
+        ImageRecord, ImageSource, ImageStage, OciLayoutSource, OciSource, RegistryCredentials,
+        image_source::Source,
+    },
     sys::clone::FIRST_FD,
     text,
 };
@@ -75,10 +80,27 @@ pub async fn begin(
     let source = match &new.source {
         NewSource::Url(url) => Some(Source::Url(url.clone())),
         NewSource::Path(path) => Some(Source::Path(path.display().to_string())),
+        NewSource::Oci(oci) => Some(Source::Oci(OciSource {
+            reference: oci.reference.to_string(),
+            platform: oci.platform.as_ref().map(ToString::to_string).unwrap_or_default(),
+            plain_http: oci.plain_http,
+        })),
+        NewSource::OciLayout {
+            path,
+            target,
+            platform,
+        } => Some(Source::OciLayout(OciLayoutSource {
+            path: path.display().to_string(),
+            reference: target.to_string(),
+            platform: platform.as_ref().map(ToString::to_string).unwrap_or_default(),
+        })),
         NewSource::Upload => None,
     };
+    let uid = Uuid::new_v4().as_bytes().to_vec();
+    let sealed_credentials = sealed(host, &uid, new)?;
     let record = host.images.reserve(ImageRecord {
-        uid: Uuid::new_v4().as_bytes().to_vec(),
+        uid,
+        sealed_credentials,
         name: new.name.to_string(),
         created_ms: now,
         stage_ms: now,
@@ -104,6 +126,23 @@ pub async fn begin(
         return Err(failure);
     }
     Ok((record, handle))
+}
+
+/// What the request has for a registry, as it may be written: a daemon that was restarted needs it too.
+fn sealed(host: &Host, uid: &[u8], new: &NewImage) -> Result<Vec<u8>, Failure> {
+    let NewSource::Oci(oci) = &new.source else {
+        return Ok(Vec::new());
+    };
+    let Some(given) = &oci.credentials else {
+        return Ok(Vec::new());
+    };
+    let credentials = RegistryCredentials {
+        username: given.username.clone(),
+        password: given.password.clone(),
+    };
+    host.store
+        .seal(uid, credentials.encode_to_vec())
+        .map_err(store_failure)
 }
 
 /// Makes an image whose file comes from elsewhere.
@@ -135,7 +174,7 @@ async fn uploaded(
     let opened = host.pools.bulk.run(&[folder.root()], move || File::open(source));
     let source = opened.await?.map_err(|error| failed(&error))?;
     check(record)?;
-    convert(host, record, source.into(), handle, &control).await
+    convert(host, record, source.into(), &[], handle, &control).await
 }
 
 /// Ends an import. When the daemon ends, what was downloaded stays for the next one.
@@ -174,12 +213,24 @@ async fn make(
             handle.progress(Progress::bytes(0, 0), "downloading");
             let source = download(host, record, &url, &control).await?;
             check(record)?;
-            convert(host, record, source.into(), handle, &control).await
+            convert(host, record, source.into(), &[], handle, &control).await
         }
         Some(Source::Path(path)) => {
             let source = open(host, record, &path, handle, &control).await?;
             check(record)?;
-            convert(host, record, source, handle, &control).await
+            convert(host, record, source, &[], handle, &control).await
+        }
+        Some(Source::Oci(_) | Source::OciLayout(_)) => {
+            let layers = oci::layers(host, record, handle, &control).await?;
+            convert(
+                host,
+                record,
+                layers.file.into(),
+                &layers.lengths,
+                handle,
+                &control,
+            )
+            .await
         }
         None => Err(Failure::internal("an upload can't be gone on with")),
     }
@@ -203,7 +254,12 @@ async fn download(
         .run(&[folder.root()], move || of.open(&path, false));
     let file = opened.await?.map_err(|error| failed(&error))?;
     let download = Download {
+        client: fetch::client()?,
         url,
+        headers: HeaderMap::new(),
+        unauthorized: fetch::REFUSED,
+        missing: fetch::REFUSED,
+        blob: None,
         file: file.try_clone().map_err(|error| failed(&error))?,
         validator: record.validator.clone(),
         max_size: record.max_size,
@@ -296,11 +352,12 @@ struct Step {
     total: u64,
 }
 
-/// Makes the raw image, and finds out what names its content.
+/// Makes the raw image, and finds out what names its content. With `layers`, the source has layers of these lengths.
 async fn convert(
     host: &Arc<Host>,
     record: &mut ImageRecord,
     source: OwnedFd,
+    layers: &[u64],
     handle: &Handle,
     control: &Control,
 ) -> Result<(), Failure> {
@@ -326,6 +383,7 @@ async fn convert(
             ("--keep-free", keep_free),
         ]
         .into_iter()
+        .chain(layers.iter().map(|length| ("--layer", *length)))
         .flat_map(|(option, value)| [option.to_owned(), value.to_string()])
         .collect(),
         fds: vec![source, target.into(), scratch.into()],

@@ -13,6 +13,7 @@ pub mod describe;
 mod digest;
 mod fetch;
 mod import;
+mod oci;
 mod prune;
 mod upload;
 

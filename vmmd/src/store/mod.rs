@@ -45,8 +45,8 @@ pub use operation::OperationRecord;
 pub use record::{
     ConditionRecord, DiskImage, DiskRecord, DiskSource, DiskStage, FileRecord, HandoverRecord, HandoverStage,
     Hardware, ImageRecord, ImageSource, ImageStage, InstanceRecord, Intent, LeaseRecord, NetworkRecord,
-    NicHardware, NodeRecord, PortRecord, RestartRecord, SnapshotDisk, SnapshotRecord, SnapshotStage,
-    StopRecord, VmRecord, disk_source, image_source,
+    NicHardware, NodeRecord, OciLayoutSource, OciSource, PortRecord, RegistryCredentials, RestartRecord,
+    SnapshotDisk, SnapshotRecord, SnapshotStage, StopRecord, VmRecord, disk_source, image_source,
 };
 pub use seal::Key;
 
@@ -348,6 +348,16 @@ impl Store {
         let changes = [put, Change::BuryNetwork(tombstone)];
         let answered = answered.map(Change::Complete);
         self.changes(changes.into_iter().chain(answered).collect()).await
+    }
+
+    /// Seals a secret, for the record with this UUID.
+    pub fn seal(&self, uid: &[u8], secret: Vec<u8>) -> Result<Vec<u8>, Error> {
+        self.key.close(uid, secret)
+    }
+
+    /// A secret that [`Self::seal`] has sealed; nothing when that was done with another key or for another record.
+    pub fn unseal(&self, uid: &[u8], sealed: &[u8]) -> Option<Vec<u8>> {
+        self.key.plain(uid, sealed)
     }
 
     /// Writes an image's record, new or changed, and remembers requests that are answered by that. Durable on return.

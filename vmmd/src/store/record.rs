@@ -1,7 +1,7 @@
 //! What the store keeps of VMs, disks and the node. The wire form is Protocol Buffers, so that fields can be added; a change of meaning
 //! needs a new [`SCHEMA`](super::SCHEMA) and a migration. How a VM is written is in [`super::stored`].
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, fmt};
 
 use prost::Message as _;
 use proto::v1::{ExitReason, ExitStatus, RunCounts, VmSpec};
@@ -445,16 +445,40 @@ pub struct ImageRecord {
     /// Revision in that run at its creation.
     #[prost(uint64, tag = "22")]
     pub made_revision: u64,
+    /// SHA-256 of the manifest that the reference of an OCI image meant; empty until it is known.
+    #[prost(bytes = "vec", tag = "23")]
+    pub source_manifest: Vec<u8>,
+    /// [`RegistryCredentials`], sealed; empty when there are none, and when the import has ended.
+    #[prost(bytes = "vec", tag = "24")]
+    pub sealed_credentials: Vec<u8>,
     /// As of a VM.
     #[prost(message, repeated, tag = "30")]
     pub begun: Vec<RequestMark>,
+}
+
+/// Who the daemon is for a registry of images. Never written as it is.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+#[prost(skip_debug)]
+pub struct RegistryCredentials {
+    /// Name of a user.
+    #[prost(string, tag = "1")]
+    pub username: String,
+    /// Password or token.
+    #[prost(string, tag = "2")]
+    pub password: String,
+}
+
+impl fmt::Debug for RegistryCredentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("RegistryCredentials")
+    }
 }
 
 /// Where an image comes from.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct ImageSource {
     /// As in the request.
-    #[prost(oneof = "image_source::Source", tags = "1, 2")]
+    #[prost(oneof = "image_source::Source", tags = "1, 2, 3, 4")]
     pub source: Option<image_source::Source>,
 }
 
@@ -469,7 +493,41 @@ pub mod image_source {
         /// A file of the node.
         #[prost(string, tag = "2")]
         Path(String),
+        /// In a registry.
+        #[prost(message, tag = "3")]
+        Oci(super::OciSource),
+        /// In a folder of the node.
+        #[prost(message, tag = "4")]
+        OciLayout(super::OciLayoutSource),
     }
+}
+
+/// An OCI image in a registry.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct OciSource {
+    /// As in the request, with the tag that is meant when there is none.
+    #[prost(string, tag = "1")]
+    pub reference: String,
+    /// As in the request; the node's when empty.
+    #[prost(string, tag = "2")]
+    pub platform: String,
+    /// As in the request.
+    #[prost(bool, tag = "3")]
+    pub plain_http: bool,
+}
+
+/// An OCI image in a folder.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct OciLayoutSource {
+    /// The folder.
+    #[prost(string, tag = "1")]
+    pub path: String,
+    /// As in the request.
+    #[prost(string, tag = "2")]
+    pub reference: String,
+    /// As in the request; the node's when empty.
+    #[prost(string, tag = "3")]
+    pub platform: String,
 }
 
 /// How far the life of an image is.

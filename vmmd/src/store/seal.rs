@@ -1,6 +1,6 @@
 //! The secrets of VMs lie in the store under a key that is not in it (AES-256-GCM): a copy of the store alone does not give them away.
 //!
-//! Sealed is what the API shows as digests: user data and the hash of a password. A record whose secrets can't be opened counts as
+//! Sealed is what the API shows as digests, user data and the hash of a password, and what a registry of images asks for. A record whose secrets can't be opened counts as
 //! unreadable, since a guest that is set up without them would be another one.
 
 use std::{
@@ -123,8 +123,9 @@ impl Key {
         Ok(())
     }
 
-    fn close(&self, uid: &[u8], mut text: Vec<u8>) -> Result<Vec<u8>, Error> {
-        let failed = |_| Error::Failed("seal the VM's secrets", "no random numbers".to_owned());
+    /// Seals what belongs to the record with this UUID.
+    pub(super) fn close(&self, uid: &[u8], mut text: Vec<u8>) -> Result<Vec<u8>, Error> {
+        let failed = |_| Error::Failed("seal a secret", "no random numbers".to_owned());
         let mut nonce = [0; NONCE_LEN];
         SystemRandom::new().fill(&mut nonce).map_err(failed)?;
         let used = Nonce::assume_unique_for_key(nonce);
@@ -135,6 +136,11 @@ impl Key {
     }
 
     fn opened(&self, uid: &[u8], sealed: &[u8]) -> Option<Secrets> {
+        Secrets::decode(self.plain(uid, sealed)?.as_slice()).ok()
+    }
+
+    /// What was sealed; nothing when that was done with another key or for another record.
+    pub(super) fn plain(&self, uid: &[u8], sealed: &[u8]) -> Option<Vec<u8>> {
         let (version, rest) = sealed.split_first()?;
         let (nonce, text) = rest.split_first_chunk::<NONCE_LEN>()?;
         if *version != VERSION {
@@ -143,7 +149,7 @@ impl Key {
         let mut text = text.to_vec();
         let nonce = Nonce::assume_unique_for_key(*nonce);
         let plain = self.0.open_in_place(nonce, Aad::from(uid), &mut text).ok()?;
-        Secrets::decode(&*plain).ok()
+        Some(plain.to_vec())
     }
 }
 

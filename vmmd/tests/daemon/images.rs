@@ -1,5 +1,7 @@
 //! The ImageService as a client sees it: imports, uploads, deletions, and disks that are made of images.
 
+mod oci;
+
 use std::{
     fs,
     io::{Read as _, Write as _},

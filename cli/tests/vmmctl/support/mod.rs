@@ -1,6 +1,7 @@
 //! A daemon made for these tests: its services on a UNIX socket, with VMs and disks in maps.
 
 pub mod disk;
+pub mod image;
 mod migration;
 mod network;
 mod node;
@@ -22,9 +23,10 @@ use proto::{
     rule::Mutation,
     v1::{
         self, VmPhase, WatchEventType, disk_service_server::DiskServiceServer,
-        event_service_server::EventServiceServer, migration_service_server::MigrationServiceServer,
-        network_service_server::NetworkServiceServer, node_service_server::NodeServiceServer,
-        operation_service_server::OperationServiceServer, vm_service_server::VmServiceServer,
+        event_service_server::EventServiceServer, image_service_server::ImageServiceServer,
+        migration_service_server::MigrationServiceServer, network_service_server::NetworkServiceServer,
+        node_service_server::NodeServiceServer, operation_service_server::OperationServiceServer,
+        vm_service_server::VmServiceServer,
     },
 };
 use tokio::{net::UnixListener, sync::broadcast};
@@ -41,6 +43,7 @@ pub struct State {
     vms: Arc<Mutex<BTreeMap<String, v1::Vm>>>,
     disks: Arc<Mutex<BTreeMap<String, v1::Disk>>>,
     networks: Arc<Mutex<BTreeMap<String, v1::Network>>>,
+    images: Arc<Mutex<BTreeMap<String, v1::Image>>>,
     calls: Arc<Mutex<Vec<String>>>,
     ids: Arc<Mutex<Vec<String>>>,
     changes: broadcast::Sender<v1::WatchVmsResponse>,
@@ -106,6 +109,7 @@ impl Daemon {
             vms: Arc::default(),
             disks: Arc::default(),
             networks: Arc::default(),
+            images: Arc::default(),
             calls: Arc::default(),
             ids: Arc::default(),
             changes: broadcast::channel(64).0,
@@ -164,6 +168,7 @@ fn serve(socket: &Path, state: &State) -> tokio::runtime::Runtime {
         .add_service(VmServiceServer::new(state.clone()))
         .add_service(DiskServiceServer::new(state.clone()))
         .add_service(EventServiceServer::new(state.clone()))
+        .add_service(ImageServiceServer::new(state.clone()))
         .add_service(MigrationServiceServer::new(state.clone()))
         .add_service(NetworkServiceServer::new(state.clone()))
         .add_service(OperationServiceServer::new(state.clone()))

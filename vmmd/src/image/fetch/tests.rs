@@ -10,17 +10,17 @@ use std::{
 use super::*;
 
 /// How a server treats a connection whose request's head it has read.
-type Turn = Box<dyn Fn(&str, &mut TcpStream) + Send>;
+pub type Turn = Box<dyn Fn(&str, &mut TcpStream) + Send>;
 
 /// A server on 127.0.0.1 that treats its nth connection as it is told, and the rest as the last one.
-struct Server {
-    address: String,
-    /// The heads of the requests.
-    requests: Arc<Mutex<Vec<String>>>,
+pub struct Server {
+    pub address: String,
+    /// The heads of the requests, in lower case.
+    pub requests: Arc<Mutex<Vec<String>>>,
 }
 
 impl Server {
-    fn start(turns: Vec<Turn>) -> Self {
+    pub fn start(turns: Vec<Turn>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
         let requests = Arc::<Mutex<Vec<String>>>::default();
@@ -83,7 +83,12 @@ fn says(answer: String) -> Turn {
 async fn fetched(url: &str, file: &File, validator: &str, max_size: u64) -> Result<Downloaded, Failure> {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let download = Download {
+        client: client().unwrap(),
         url,
+        headers: HeaderMap::new(),
+        unauthorized: REFUSED,
+        missing: REFUSED,
+        blob: None,
         file: file.try_clone().unwrap(),
         validator: validator.to_owned(),
         max_size,
@@ -228,7 +233,12 @@ async fn a_download_that_is_not_wanted_any_more_ends() {
         cancel.cancel();
     });
     let download = Download {
+        client: client().unwrap(),
         url: &server.address,
+        headers: HeaderMap::new(),
+        unauthorized: REFUSED,
+        missing: REFUSED,
+        blob: None,
         file: tempfile::tempfile().unwrap(),
         validator: String::new(),
         max_size: 1 << 30,

@@ -112,6 +112,9 @@ pub struct Import {
     /// Bytes that are to stay free on the file system
     #[arg(long, value_name = "BYTES", default_value = "0")]
     pub keep_free: u64,
+    /// The file holds layers of an OCI image one after the other, of which this is the length of the next; the disk is in one of them
+    #[arg(long, value_name = "BYTES")]
+    pub layer: Vec<u64>,
 }
 
 #[derive(Debug, Args)]

@@ -17,7 +17,8 @@ use serde_json::{Value, json};
 use super::{
     args::Import,
     foreign::{self, Foreign, Sink},
-    source::{Compression, HEAD, Kind, decompressed, head},
+    layers::Layers,
+    source::{Compression, HEAD, Kind, Part},
     take,
 };
 use crate::sandbox;
@@ -50,7 +51,11 @@ pub fn import(args: &Import) -> Result<Value> {
         total: 0,
         since_look: 0,
     };
-    let first = head(&source)?;
+    if !args.layer.is_empty() {
+        return import_layers(&source, &scratch, &mut writer);
+    }
+    let whole = Part::whole(&source)?;
+    let first = whole.head()?;
     let Some(compression) = Compression::of(&first) else {
         let kind = Kind::of(&first)?;
         let size = match kind {
@@ -60,31 +65,63 @@ pub fn import(args: &Import) -> Result<Value> {
         };
         return finish(&target, kind, None, size);
     };
-    let mut content = decompressed(&source, compression)?;
+    let mut content = whole.decompressed(compression);
+    let damaged = || broken(compression);
+    let (kind, size) = read_through(&mut content, &damaged, &scratch, &mut writer)?;
+    finish(&target, kind, Some(compression), size)
+}
+
+/// Makes the image of the disk in one of several layers.
+fn import_layers(source: &File, scratch: &File, writer: &mut Writer<'_>) -> Result<Value> {
+    let args = writer.args;
+    let mut layers = Layers::new(source, &args.layer, args.max_size);
+    let mut found = None;
+    layers.walk(&mut |disk, content| {
+        writer.check_size(disk.size)?;
+        writer.total = disk.size;
+        let damaged = || format!("{} can't be read to its end", disk.name);
+        let (kind, size) = read_through(content, &damaged, scratch, writer)?;
+        found = Some((kind, disk.compression, size));
+        Ok(())
+    })?;
+    let Some((kind, compression, size)) = found else {
+        bail!(
+            "no layer has a file below \"disk/\", as a containerDisk has: there is no disk in this OCI image"
+        );
+    };
+    finish(writer.target, kind, compression, size)
+}
+
+/// Makes the image of what can only be read once, in order; gives what it was and the size of the disk. `damaged` says what can't be read.
+fn read_through(
+    content: &mut dyn Read,
+    damaged: &dyn Fn() -> String,
+    scratch: &File,
+    writer: &mut Writer<'_>,
+) -> Result<(Kind, u64)> {
     let mut first = Vec::new();
-    (&mut content)
+    (&mut *content)
         .take(HEAD as u64)
         .read_to_end(&mut first)
-        .with_context(|| broken(compression))?;
+        .with_context(damaged)?;
     let kind = Kind::of(&first)?;
     let mut content = first.as_slice().chain(content);
-    let size = if matches!(kind, Kind::Qcow2 | Kind::Foreign(_)) {
-        let mut unpacked = Writer {
-            target: &scratch,
-            ..writer
-        };
-        let length = unpacked.unpack(&mut content, compression)?;
-        // Zeroes at the end were not written.
-        scratch.set_len(length).context("unpack the image")?;
-        writer.since_look = 0;
-        match kind {
-            Kind::Foreign(kind) => read_foreign(kind, &scratch, &mut writer)?,
-            _ => convert(scratch, &mut writer)?,
-        }
-    } else {
-        writer.unpack(&mut content, compression)?
+    if !matches!(kind, Kind::Qcow2 | Kind::Foreign(_)) {
+        return Ok((kind, writer.unpack(&mut content, damaged)?));
+    }
+    let mut unpacked = Writer {
+        target: scratch,
+        ..*writer
     };
-    finish(&target, kind, Some(compression), size)
+    let length = unpacked.unpack(&mut content, damaged)?;
+    // Zeroes at the end were not written.
+    scratch.set_len(length).context("unpack the image")?;
+    writer.since_look = 0;
+    let size = match kind {
+        Kind::Foreign(kind) => read_foreign(kind, scratch, writer)?,
+        _ => convert(scratch.try_clone()?, writer)?,
+    };
+    Ok((kind, size))
 }
 
 fn broken(compression: Compression) -> String {
@@ -232,8 +269,8 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Decompresses a file to its end; returns how long the content is.
-    fn unpack(&mut self, content: &mut dyn Read, compression: Compression) -> Result<u64> {
+    /// Reads to the end; returns how long the content is.
+    fn unpack(&mut self, content: &mut dyn Read, damaged: &dyn Fn() -> String) -> Result<u64> {
         let mut buffer = vec![0; PIECE];
         let mut offset = 0;
         loop {
@@ -244,7 +281,7 @@ impl Writer<'_> {
                     Ok(0) => break,
                     Ok(count) => filled += count,
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                    Err(error) => return Err(error).with_context(|| broken(compression)),
+                    Err(error) => return Err(error).with_context(damaged),
                 }
             }
             if filled == 0 {

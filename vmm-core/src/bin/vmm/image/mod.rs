@@ -6,6 +6,7 @@ pub mod args;
 mod boot;
 mod foreign;
 mod import;
+mod layers;
 mod source;
 
 use std::{

@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::{self, BufRead, BufReader, Read, Seek as _, SeekFrom},
+    io::{self, BufRead, BufReader, Read},
     os::unix::fs::FileExt as _,
 };
 
@@ -116,40 +116,68 @@ impl Kind {
     }
 }
 
-/// The first bytes of a file.
-pub fn head(file: &File) -> Result<Vec<u8>> {
-    let mut head = vec![0; HEAD];
-    let mut filled = 0;
-    while let Some(rest) = head.get_mut(filled..).filter(|rest| !rest.is_empty()) {
-        match file.read_at(rest, filled as u64).context("read the file")? {
-            0 => break,
-            count => filled += count,
-        }
-    }
-    head.truncate(filled);
-    Ok(head)
+/// A part of a file, which is read from its beginning to its end.
+#[derive(Debug)]
+pub struct Part {
+    file: File,
+    at: u64,
+    end: u64,
 }
 
-/// What is in a compressed file.
-pub fn decompressed(file: &File, compression: Compression) -> Result<Box<dyn Read>> {
-    let mut file = file.try_clone()?;
-    file.seek(SeekFrom::Start(0)).context("read the file")?;
-    let file = BufReader::with_capacity(BUFFER, file);
-    Ok(match compression {
-        Compression::Gzip => Box::new(MultiGzDecoder::new(file)),
-        Compression::Xz => Box::new(XzReader::new(file, true)),
-        Compression::Bzip2 => Box::new(MultiBzDecoder::new(file)),
-        Compression::Zstd => Box::new(Frames {
-            file,
-            decoder: FrameDecoder::new(),
-            in_frame: false,
-        }),
-    })
+impl Part {
+    /// `length` bytes from `at` on, or as many of them as the file has.
+    pub fn of(file: &File, at: u64, length: u64) -> Result<Self> {
+        let end = at.saturating_add(length);
+        let file = file.try_clone()?;
+        Ok(Self { file, at, end })
+    }
+
+    /// The whole file.
+    pub fn whole(file: &File) -> Result<Self> {
+        Self::of(file, 0, u64::MAX)
+    }
+
+    /// Its first bytes, which are read again.
+    pub fn head(&self) -> Result<Vec<u8>> {
+        let mut head = Vec::new();
+        let part = Self::of(&self.file, self.at, self.end.saturating_sub(self.at))?;
+        part.take(HEAD as u64)
+            .read_to_end(&mut head)
+            .context("read the file")?;
+        Ok(head)
+    }
+
+    /// What is in it when it is compressed.
+    pub fn decompressed(self, compression: Compression) -> Box<dyn Read> {
+        let file = BufReader::with_capacity(BUFFER, self);
+        match compression {
+            Compression::Gzip => Box::new(MultiGzDecoder::new(file)),
+            Compression::Xz => Box::new(XzReader::new(file, true)),
+            Compression::Bzip2 => Box::new(MultiBzDecoder::new(file)),
+            Compression::Zstd => Box::new(Frames {
+                file,
+                decoder: FrameDecoder::new(),
+                in_frame: false,
+            }),
+        }
+    }
+}
+
+impl Read for Part {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let left = usize::try_from(self.end.saturating_sub(self.at)).unwrap_or(usize::MAX);
+        let length = buffer.len().min(left);
+        let count = self
+            .file
+            .read_at(buffer.get_mut(..length).unwrap_or_default(), self.at)?;
+        self.at += count as u64;
+        Ok(count)
+    }
 }
 
 /// Frames of zstd one after the other (RFC 8878, 3.1).
 struct Frames {
-    file: BufReader<File>,
+    file: BufReader<Part>,
     decoder: FrameDecoder,
     in_frame: bool,
 }

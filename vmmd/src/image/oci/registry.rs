@@ -1,0 +1,291 @@
+//! A registry (OCI Distribution Specification 1.1): documents and blobs by GET, and being let in.
+
+use std::{fs::File, io, os::unix::fs::FileExt as _, sync::Arc, time::Duration};
+
+use proto::model::{image::checksum_text, oci::Reference};
+use reqwest::{
+    Client, StatusCode, Url,
+    header::{ACCEPT, AUTHORIZATION, HeaderMap, HeaderValue, WWW_AUTHENTICATE},
+};
+use serde::Deserialize;
+use tokio::time::timeout;
+
+use super::{
+    MAX_DOCUMENT, Target,
+    challenge::{Challenge, UNAUTHORIZED, token_address},
+    manifest, not_found,
+};
+use crate::{
+    disk::Control,
+    failure::{Failure, Kind, file_failed},
+    host::Host,
+    image::{
+        fetch::{self, Blob, Download, Downloaded},
+        import::has_room,
+    },
+    store::RegistryCredentials,
+};
+
+/// How long a document or a token may take to come.
+const DOCUMENT: Duration = Duration::from_secs(300);
+/// Most bytes of an answer with a token.
+const MAX_TOKEN: usize = 256 << 10;
+/// The reason of a failure inside of this module: there is no such manifest or blob.
+const MISSING: &str = "OCI_IMAGE_NOT_FOUND";
+
+/// A repository of a registry.
+pub struct Registry {
+    client: Client,
+    reference: Reference,
+    /// `https://HOST/v2/REPOSITORY/`.
+    root: Url,
+    credentials: Option<RegistryCredentials>,
+    /// What requests say since the registry asked for it.
+    authorization: Option<HeaderValue>,
+    first_wait: Duration,
+}
+
+/// An answer with a token; registries call it by one of two names.
+#[derive(Deserialize)]
+struct Token {
+    token: Option<String>,
+    access_token: Option<String>,
+}
+
+impl Registry {
+    /// Nothing is asked yet.
+    pub fn new(
+        reference: Reference,
+        plain_http: bool,
+        credentials: Option<RegistryCredentials>,
+    ) -> Result<Self, Failure> {
+        let scheme = match plain_http || reference.is_loopback() {
+            true => "http",
+            false => "https",
+        };
+        let root = format!("{scheme}://{}/v2/{}/", reference.host(), reference.repository());
+        let root = Url::parse(&root).map_err(|error| Failure::field("image.spec.oci.reference", error))?;
+        Ok(Self {
+            client: fetch::client()?,
+            reference,
+            root,
+            credentials,
+            authorization: None,
+            first_wait: fetch::FIRST_WAIT,
+        })
+    }
+
+    /// What is asked for.
+    pub fn reference(&self) -> &Reference {
+        &self.reference
+    }
+
+    /// A document and its digest.
+    pub async fn document(
+        &mut self,
+        host: &Arc<Host>,
+        target: &Target,
+        control: &Control,
+    ) -> Result<(Vec<u8>, [u8; 32]), Failure> {
+        let path = match target {
+            Target::Blob(digest) => format!("blobs/{}", checksum_text(digest)),
+            Target::Manifest(digest) => format!("manifests/{}", checksum_text(digest)),
+            Target::Named => match self.reference.digest() {
+                Some(digest) => format!("manifests/{}", checksum_text(&digest)),
+                None => format!("manifests/{}", self.reference.tag()),
+            },
+        };
+        let failed = |error| file_failed("read the manifest of the image", &error);
+        let folder = host.image_folder();
+        let opening = host.pools.bulk.run(&[folder.root()], move || folder.scratch());
+        let file = opening.await?.map_err(failed)?;
+        self.document_into(file, &path, control).await
+    }
+
+    /// The same with an empty file, which has it then.
+    async fn document_into(
+        &mut self,
+        file: File,
+        path: &str,
+        control: &Control,
+    ) -> Result<(Vec<u8>, [u8; 32]), Failure> {
+        let control = control.silent();
+        let reading = timeout(DOCUMENT, self.get(path, &file, None, &control));
+        let found = reading.await.unwrap_or_else(|_| Err(slow()))?;
+        // At most MAX_DOCUMENT.
+        let mut bytes = vec![0; usize::try_from(found.bytes).unwrap_or_default()];
+        file.read_exact_at(&mut bytes, 0)
+            .map_err(|error| file_failed("read the manifest of the image", &error))?;
+        Ok((bytes, found.checksum))
+    }
+
+    /// Brings a blob to its place in a file, which may have its beginning.
+    pub async fn blob(
+        &mut self,
+        digest: &[u8; 32],
+        file: &File,
+        place: Blob,
+        control: &Control,
+    ) -> Result<Downloaded, Failure> {
+        let path = format!("blobs/{}", checksum_text(digest));
+        self.get(&path, file, Some(place), control).await
+    }
+
+    /// Gets what is at a path below the repository. Is let in when the registry asks for that, and again when that is over.
+    async fn get(
+        &mut self,
+        path: &str,
+        file: &File,
+        blob: Option<Blob>,
+        control: &Control,
+    ) -> Result<Downloaded, Failure> {
+        let address = self
+            .root
+            .join(path)
+            .map_err(|error| Failure::internal(error.to_string()))?;
+        let failed = |error: &io::Error| file_failed("write what is downloaded", error);
+        let mut let_in_at = None;
+        loop {
+            let mut headers = HeaderMap::new();
+            if blob.is_none() {
+                headers.insert(ACCEPT, HeaderValue::from_static(manifest::ACCEPT));
+            }
+            headers.extend(self.authorization.clone().map(|value| (AUTHORIZATION, value)));
+            let download = Download {
+                client: self.client.clone(),
+                url: address.as_str(),
+                headers,
+                unauthorized: UNAUTHORIZED,
+                missing: MISSING,
+                blob,
+                file: file.try_clone().map_err(|error| failed(&error))?,
+                validator: String::new(),
+                max_size: blob.map_or(MAX_DOCUMENT, |blob| blob.size),
+                first_wait: self.first_wait,
+                room: has_room,
+            };
+            match fetch::fetch(download, control, |_| async { Ok(()) }).await {
+                Err(failure) if failure.reason == UNAUTHORIZED => {
+                    // A token is over in minutes, and a blob may take hours. One that brought nothing is none.
+                    let have = file.metadata().map_err(|error| failed(&error))?.len();
+                    if let_in_at == Some(have) {
+                        return Err(self.not_let_in());
+                    }
+                    let_in_at = Some(have);
+                    let entering = timeout(DOCUMENT, self.enter(&address));
+                    tokio::select! {
+                        entered = entering => entered.unwrap_or_else(|_| Err(slow()))?,
+                        () = control.cancel().cancelled() => return Err(fetch::cancelled()),
+                    }
+                }
+                Err(failure) if failure.reason == MISSING => {
+                    return Err(not_found(&format!("{path} of {}", self.reference)));
+                }
+                ended => return ended,
+            }
+        }
+    }
+
+    /// Asks what the registry wants to see, and gets it.
+    async fn enter(&mut self, address: &Url) -> Result<(), Failure> {
+        self.authorization = None;
+        let request = self.client.get(address.clone());
+        let response = request.send().await.map_err(|error| unreachable(&error))?;
+        if response.status() != StatusCode::UNAUTHORIZED {
+            return Ok(());
+        }
+        let headers = response.headers().get_all(WWW_AUTHENTICATE);
+        let headers = headers.iter().filter_map(|value| value.to_str().ok());
+        let value = match (Challenge::of(headers), &self.credentials) {
+            (Some(Challenge::Bearer { realm, service }), _) => {
+                let address = token_address(&realm, &self.root)?;
+                format!("Bearer {}", self.token(address, service).await?)
+            }
+            (Some(Challenge::Basic), Some(known)) => basic(known),
+            (Some(Challenge::Basic), None) => return Err(self.not_let_in()),
+            (None, _) => {
+                let message =
+                    "the registry wants neither a password nor a token: how to be let in is not known";
+                return Err(Failure::precondition(UNAUTHORIZED, message));
+            }
+        };
+        let mut value = HeaderValue::try_from(value).map_err(|_| no_token())?;
+        value.set_sensitive(true);
+        self.authorization = Some(value);
+        Ok(())
+    }
+
+    /// A token with which this repository can be read (Distribution, "Token Authentication Specification").
+    async fn token(&self, mut address: Url, service: Option<String>) -> Result<String, Failure> {
+        let scope = format!("repository:{}:pull", self.reference.repository());
+        if let Some(service) = service {
+            address.query_pairs_mut().append_pair("service", &service);
+        }
+        address.query_pairs_mut().append_pair("scope", &scope);
+        let mut request = self.client.get(address);
+        if let Some(known) = &self.credentials {
+            let mut value = HeaderValue::try_from(basic(known)).map_err(|_| self.not_let_in())?;
+            value.set_sensitive(true);
+            request = request.header(AUTHORIZATION, value);
+        }
+        let mut response = request.send().await.map_err(|error| unreachable(&error))?;
+        match response.status() {
+            StatusCode::OK => {}
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => return Err(self.not_let_in()),
+            status => {
+                let message = format!("the registry's tokens can't be had: the server says {status}");
+                return Err(Failure::new(Kind::Unavailable, UNAUTHORIZED, message));
+            }
+        }
+        let mut body = Vec::new();
+        while let Some(piece) = response.chunk().await.map_err(|error| unreachable(&error))? {
+            body.extend_from_slice(&piece);
+            if body.len() > MAX_TOKEN {
+                return Err(no_token());
+            }
+        }
+        let answer: Token = serde_json::from_slice(&body).map_err(|_| no_token())?;
+        answer.token.or(answer.access_token).ok_or_else(no_token)
+    }
+
+    fn not_let_in(&self) -> Failure {
+        let message = match &self.credentials {
+            Some(_) => format!(
+                "the registry refuses {} to this user name and password",
+                self.reference
+            ),
+            None => format!(
+                "the registry gives {} to nobody without a user name and password, or there is no such image",
+                self.reference
+            ),
+        };
+        Failure::precondition(UNAUTHORIZED, message)
+    }
+}
+
+/// RFC 7617.
+fn basic(known: &RegistryCredentials) -> String {
+    use base64::{Engine as _, engine::general_purpose::STANDARD};
+    let both = format!("{}:{}", known.username, known.password);
+    format!("Basic {}", STANDARD.encode(both))
+}
+
+fn slow() -> Failure {
+    let message = format!("the registry has not answered within {} s", DOCUMENT.as_secs());
+    Failure::new(Kind::Unavailable, "DOWNLOAD_FAILED", message)
+}
+
+fn no_token() -> Failure {
+    Failure::precondition(
+        UNAUTHORIZED,
+        "what the registry's server for tokens sends has no token",
+    )
+}
+
+fn unreachable(error: &reqwest::Error) -> Failure {
+    let message = format!("the registry can't be asked: {}", fetch::words(error));
+    Failure::new(Kind::Unavailable, "DOWNLOAD_FAILED", message)
+}
+
+#[cfg(test)]
+mod tests;
