@@ -1,51 +1,8 @@
 //! The Debian package in the node: upgrade with running VMs, a downgrade, removal and purge. The last test leaves it installed.
 
-use std::path::PathBuf;
-
-use vmmd_tests::node::{Kernel, PACKAGE, newest_package};
+use vmmd_tests::node::{INSTALL, Kernel, PACKAGE, Packages};
 use vmmd_tests::vm::{BOOT, Vm, VmSpec};
 use vmmd_tests::{Case, Node};
-
-/// The node's package ([`PACKAGE`]) with other versions, below which the node's is an older one, and above it: made from it in the node.
-const REPACK: &str = "cd /var/tmp && rm -rf repack && dpkg-deb -R $PACKAGE repack && \
-    sed -i \"s/$(dpkg-deb -f $PACKAGE Version)/$VERSION/\" repack/DEBIAN/control repack/DEBIAN/preinst && \
-    dpkg-deb -Znone -b repack /var/tmp/vmmd-$VERSION.deb >/dev/null && rm -rf repack";
-
-const INSTALL: &str = "DEBIAN_FRONTEND=noninteractive dpkg --force-confold --force-unsafe-io -i";
-
-/// Puts the package back in the end, however the test ends.
-struct Installed<'node>(&'node Node, PathBuf);
-
-impl<'node> Installed<'node> {
-    fn new(node: &'node Node) -> Self {
-        let package = newest_package().expect("look").expect("a package was built");
-        Installed(node, package)
-    }
-
-    /// Makes the same package with another version.
-    fn repack(&self, version: &str) {
-        self.0
-            .sh(&format!("PACKAGE={PACKAGE} VERSION={version}; {REPACK}"))
-            .expect("repack");
-    }
-
-    fn version(&self) -> String {
-        let version = self.0.sh("dpkg-query -W -f '${Version}' vmmd").expect("version");
-        version.trim().to_owned()
-    }
-}
-
-impl Drop for Installed<'_> {
-    fn drop(&mut self) {
-        let back = self.0.install(&self.1);
-        let _ = self.0.ssh("rm -f /var/tmp/vmmd-*.deb");
-        if let Err(error) = back
-            && !std::thread::panicking()
-        {
-            panic!("the package is not back: {error:#}");
-        }
-    }
-}
 
 fn running(case: &Case) -> Vm<'_> {
     let vm = Vm::start(case, "", &VmSpec::busybox(Kernel::Cloud612)).expect("start");
@@ -65,16 +22,11 @@ fn failed_units(node: &Node) -> String {
 fn an_upgrade_leaves_vms_running_and_a_downgrade_is_refused_with_the_reason() {
     let case = Case::new("upgrade").expect("node");
     let node = case.node();
-    let package = Installed::new(node);
+    let packages = Packages::new(node).expect("a package was built");
     let vm = running(&case);
-    let (pid, before) = (vm.pid().expect("pid"), package.version());
+    let pid = vm.pid().expect("pid");
     let daemon = node.sh("systemctl show -P MainPID vmmd").expect("pid");
-    // Of a later commit: the version differs behind the `+` only.
-    let newer = format!("{before}.later");
-    package.repack(&newer);
-    node.sh(&format!("{INSTALL} /var/tmp/vmmd-{newer}.deb"))
-        .expect("upgrade");
-    assert_eq!(package.version(), newer);
+    let newer = packages.upgrade().expect("upgrade");
     let phase = vm.phase().expect("the new daemon answers");
     assert_eq!((phase.as_str(), vm.pid().expect("pid")), ("RUNNING", pid));
     assert_ne!(node.sh("systemctl show -P MainPID vmmd").expect("pid"), daemon);
@@ -86,7 +38,8 @@ fn an_upgrade_leaves_vms_running_and_a_downgrade_is_refused_with_the_reason() {
     for part in ["is older than the installed", "VMMD_DOWNGRADE=yes"] {
         assert!(refused.stderr.contains(part), "{}", refused.stderr);
     }
-    assert_eq!(package.version(), newer, "the newer version stays");
+    let stays = packages.version().expect("version");
+    assert_eq!(stays, newer, "the newer version stays");
     assert_eq!(vm.phase().expect("the daemon still answers"), "RUNNING");
     assert_eq!(vm.pid().expect("pid"), pid);
     assert_eq!(failed_units(node), "");
@@ -96,7 +49,7 @@ fn an_upgrade_leaves_vms_running_and_a_downgrade_is_refused_with_the_reason() {
 fn removal_stops_guests_in_order_and_purge_leaves_no_key_and_no_failed_unit() {
     let case = Case::new("purge").expect("node");
     let node = case.node();
-    let package = Installed::new(node);
+    let packages = Packages::new(node).expect("a package was built");
     for (daemon, stop) in [("up", "true"), ("down", "systemctl stop vmmd")] {
         let vm = running(&case);
         node.sh(stop).expect("the daemon");
@@ -143,7 +96,7 @@ fn removal_stops_guests_in_order_and_purge_leaves_no_key_and_no_failed_unit() {
         .expect("what is left");
     assert_eq!(left, "");
     assert_eq!(failed_units(node), "");
-    drop(package);
+    drop(packages);
     assert_eq!(
         node.sh("systemctl is-active vmmd").expect("state").trim(),
         "active"

@@ -6,6 +6,7 @@ mod install;
 mod keeper;
 mod lost;
 mod machine;
+mod packages;
 mod ssh;
 mod stream;
 
@@ -21,6 +22,7 @@ pub use install::{PACKAGE, SCREENS, newest_package};
 pub use keeper::{KEEPER_VARIABLE, Keeper};
 pub use lost::{RUNNER_VARIABLE, retried_log, run_test};
 pub use machine::{Machine, Size};
+pub use packages::{INSTALL, Packages};
 pub use ssh::{Connection, DAEMON_SOCKET, Forward};
 pub use stream::Stream;
 

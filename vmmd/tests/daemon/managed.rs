@@ -39,6 +39,10 @@ impl Daemon {
     }
 
     async fn make_network_as(&self, name: &str, spec: v1::NetworkSpec) -> Result<v1::Network, Status> {
+        self.create_network(name, spec, &format!("make-{name}")).await
+    }
+
+    async fn create_network(&self, name: &str, spec: v1::NetworkSpec, id: &str) -> Result<v1::Network, Status> {
         let request = v1::CreateNetworkRequest {
             network: Some(v1::Network {
                 metadata: Some(v1::ObjectMetadata {
@@ -48,7 +52,7 @@ impl Daemon {
                 spec: Some(spec),
                 status: None,
             }),
-            request_id: format!("make-{name}"),
+            request_id: id.into(),
         };
         let answer = self.networks().await.create_network(request).await?;
         Ok(answer.into_inner().network.unwrap())

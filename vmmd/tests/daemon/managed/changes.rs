@@ -1,27 +1,29 @@
 //! Networks that change: updates, watches, pages of lists.
 
+use std::{fs, os::unix::fs::PermissionsExt as _};
+
 use proto::{
-    v1::{WatchEventType, WatchNetworksRequest, WatchNetworksResponse},
+    v1::{NetworkSpec, WatchEventType, WatchNetworksRequest, WatchNetworksResponse},
     well_known::FieldMask,
 };
 
 use super::*;
+use crate::harness::generation;
 
 impl Daemon {
-    async fn update_network(
-        &self,
-        network: v1::Network,
-        paths: &[&str],
-        preconditions: Option<v1::Preconditions>,
-    ) -> Result<v1::Network, Status> {
-        let request = v1::UpdateNetworkRequest {
-            network: Some(network),
-            update_mask: Some(FieldMask {
-                paths: paths.iter().map(|path| (*path).to_owned()).collect(),
-            }),
-            preconditions,
-            request_id: String::new(),
-        };
+    /// One in a namespace of its own, with NAT networks of these names: 10.80.0.0/24, 10.80.1.0/24, …
+    async fn with_networks<const N: usize>(names: [&str; N]) -> (Namespace, Self, [v1::Network; N]) {
+        let namespace = Namespace::new();
+        let daemon = Self::in_network(&namespace.0).await;
+        let mut made = Vec::new();
+        for (number, name) in names.into_iter().enumerate() {
+            let cidr = format!("10.80.{number}.0/24");
+            made.push(daemon.make_network(name, &cidr, NetworkMode::Nat).await.unwrap());
+        }
+        (namespace, daemon, made.try_into().unwrap())
+    }
+
+    async fn update_network(&self, request: v1::UpdateNetworkRequest) -> Result<v1::Network, Status> {
         let answer = self.networks().await.update_network(request).await?;
         Ok(answer.into_inner().network.unwrap())
     }
@@ -41,18 +43,42 @@ impl Daemon {
     }
 }
 
-/// A network of which only what is to be changed is said.
-fn change(name: &str, spec: v1::NetworkSpec, labels: &[(&str, &str)]) -> v1::Network {
-    let labels = labels.iter().map(|(key, value)| ((*key).into(), (*value).into()));
-    v1::Network {
-        metadata: Some(v1::ObjectMetadata {
-            name: name.into(),
-            labels: labels.collect(),
-            ..Default::default()
+/// The request to change these fields of the network "lan".
+fn change(paths: &[&str], spec: NetworkSpec) -> v1::UpdateNetworkRequest {
+    v1::UpdateNetworkRequest {
+        network: Some(v1::Network {
+            metadata: Some(v1::ObjectMetadata {
+                name: "lan".into(),
+                ..Default::default()
+            }),
+            spec: Some(spec),
+            status: None,
         }),
-        spec: Some(spec),
-        status: None,
+        update_mask: Some(FieldMask {
+            paths: paths.iter().map(|path| (*path).to_owned()).collect(),
+        }),
+        ..Default::default()
     }
+}
+
+fn isolate() -> v1::UpdateNetworkRequest {
+    let isolated = NetworkSpec {
+        mode: NetworkMode::Isolated.into(),
+        ..Default::default()
+    };
+    change(&["spec.mode"], isolated)
+}
+
+fn ask_of(server: &str) -> v1::UpdateNetworkRequest {
+    let spec = NetworkSpec {
+        dns_servers: vec![server.into()],
+        ..Default::default()
+    };
+    change(&["spec.dns_servers"], spec)
+}
+
+fn generation_of(network: &v1::Network) -> u64 {
+    network.metadata.as_ref().unwrap().generation
 }
 
 /// The next event: what happened, the name and the generation, and where that is.
@@ -70,12 +96,7 @@ async fn next(stream: &mut Streaming<WatchNetworksResponse>) -> (WatchEventType,
 
 #[tokio::test]
 async fn a_network_changes_while_vms_are_in_it() {
-    let namespace = Namespace::new();
-    let mut daemon = Daemon::in_network(&namespace.0).await;
-    let made = daemon
-        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
-        .await
-        .unwrap();
+    let (namespace, mut daemon, [made]) = Daemon::with_networks(["lan"]).await;
     let port = PublishedPort {
         node_port: 8080,
         guest_port: 80,
@@ -88,38 +109,28 @@ async fn a_network_changes_while_vms_are_in_it() {
     daemon.start_in("web", nic).await.unwrap();
 
     // Only what the mask names, and all of it on the node at once.
-    let spec = v1::NetworkSpec {
+    let spec = NetworkSpec {
         dns_servers: vec!["192.0.2.53".into()],
         ipv4_cidr: "10.99.0.0/24".into(),
         ..Default::default()
     };
-    let wanted = change("lan", spec, &[("tier", "front")]);
-    let changed = daemon
-        .update_network(wanted, &["spec.dns_servers", "metadata.labels"], None)
-        .await
-        .unwrap();
-    let spec = changed.spec.unwrap();
+    let mut wanted = change(&["spec.dns_servers", "metadata.labels"], spec);
+    let labels = &mut wanted.network.as_mut().unwrap().metadata.as_mut().unwrap().labels;
+    labels.insert("tier".into(), "front".into());
+    let changed = daemon.update_network(wanted).await.unwrap();
+    assert_eq!((generation_of(&made), generation_of(&changed)), (1, 2));
+    let (now, spec) = (changed.metadata.unwrap(), changed.spec.unwrap());
     assert_eq!(
         (spec.dns_servers, spec.ipv4_cidr.as_str()),
         (vec!["192.0.2.53".to_owned()], "10.80.0.0/24")
     );
-    let (before, now) = (made.metadata.unwrap(), changed.metadata.unwrap());
-    assert_eq!((before.generation, now.generation), (1, 2));
     assert_eq!(now.labels["tier"], "front");
     let table = daemon.path(&format!("run/networks/{}/table.json", now.uid));
-    let table = std::fs::read_to_string(table).unwrap();
+    let table = fs::read_to_string(table).unwrap();
     assert!(table.contains("192.0.2.53"), "{table}");
 
     // Ports are published by NAT alone.
-    let isolated = v1::NetworkSpec {
-        mode: NetworkMode::Isolated.into(),
-        ..Default::default()
-    };
-    let isolate = change("lan", isolated, &[]);
-    let refused = daemon
-        .update_network(isolate.clone(), &["spec.mode"], None)
-        .await
-        .unwrap_err();
+    let refused = daemon.update_network(isolate()).await.unwrap_err();
     assert_eq!(
         refusal(&refused),
         (Code::FailedPrecondition, "PORTS_PUBLISHED".into())
@@ -128,81 +139,133 @@ async fn a_network_changes_while_vms_are_in_it() {
     let masquerades = || namespace.run("nft list ruleset").contains("masquerade");
     assert!(masquerades());
     daemon.delete("web", true).await.unwrap();
-    let isolated = daemon
-        .update_network(isolate, &["spec.mode"], None)
-        .await
-        .unwrap();
+    let isolated = daemon.update_network(isolate()).await.unwrap();
     assert!(isolated.status.unwrap().ready && !masquerades());
 
     // What is there stays as it is after a refusal, and after a kill.
-    let wrong = v1::NetworkSpec {
-        dns_servers: vec!["nowhere".into()],
-        ..Default::default()
-    };
-    let refused = daemon
-        .update_network(change("lan", wrong, &[]), &["spec.dns_servers"], None)
-        .await
-        .unwrap_err();
+    let refused = daemon.update_network(ask_of("nowhere")).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument);
-    let stale = v1::Preconditions {
-        generation: Some(2),
-        ..Default::default()
+    let late = v1::UpdateNetworkRequest {
+        preconditions: generation(2),
+        ..change(&["metadata.labels"], NetworkSpec::default())
     };
-    let refused = daemon
-        .update_network(
-            change("lan", v1::NetworkSpec::default(), &[]),
-            &["metadata.labels"],
-            Some(stale.clone()),
-        )
-        .await
-        .unwrap_err();
+    let refused = daemon.update_network(late).await.unwrap_err();
     assert_eq!(refusal(&refused), (Code::Aborted, "GENERATION_MISMATCH".into()));
     let request = v1::DeleteNetworkRequest {
         name: "lan".into(),
-        preconditions: Some(stale),
+        preconditions: generation(2),
         ..Default::default()
     };
     let refused = daemon.networks().await.delete_network(request).await.unwrap_err();
     assert_eq!(refusal(&refused), (Code::Aborted, "GENERATION_MISMATCH".into()));
-    daemon.kill();
-    daemon.relaunch().await;
+    daemon.kill_and_restart().await;
     let there = daemon.network("lan").await.unwrap();
+    assert_eq!(generation_of(&there), 3);
     let (metadata, spec) = (there.metadata.unwrap(), there.spec.unwrap());
-    assert_eq!(
-        (metadata.generation, metadata.labels["tier"].as_str()),
-        (3, "front")
-    );
+    assert_eq!(metadata.labels["tier"], "front");
     assert_eq!((spec.mode(), spec.dns_servers.len()), (NetworkMode::Isolated, 1));
 
     // A network that has its name later is told from it.
     daemon.remove_network("lan").await.unwrap();
-    let again = v1::NetworkSpec {
+    let again = NetworkSpec {
         ipv4_cidr: "10.80.0.0/24".into(),
         ..Default::default()
     };
-    let request = v1::CreateNetworkRequest {
-        network: Some(change("lan", again, &[])),
-        request_id: String::new(),
+    let again = daemon.create_network("lan", again, "again").await.unwrap();
+    assert_eq!(generation_of(&again), 4);
+}
+
+#[tokio::test]
+async fn an_answered_update_is_answered_the_same_by_the_next_daemon_and_takes_nothing_back() {
+    let (_namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
+    let request = v1::UpdateNetworkRequest {
+        preconditions: generation(1),
+        request_id: "first".into(),
+        ..ask_of("192.0.2.53")
     };
-    let again = daemon.networks().await.create_network(request).await.unwrap();
-    let metadata = again.into_inner().network.unwrap().metadata.unwrap();
-    assert_eq!(metadata.generation, 4);
+    let answer = daemon.update_network(request.clone()).await.unwrap();
+    assert_eq!(generation_of(&answer), 2);
+    let since = daemon.update_network(ask_of("192.0.2.54")).await.unwrap();
+    assert_eq!(daemon.events("NetworkChanged").await.len(), 2);
+    for _ in 0..2 {
+        daemon.kill_and_restart().await;
+        assert_eq!(daemon.update_network(request.clone()).await.unwrap(), answer);
+        assert_eq!(daemon.network("lan").await.unwrap(), since);
+    }
+    assert_eq!(daemon.events("NetworkChanged").await.len(), 2);
+    // The same id with other content.
+    let other = v1::UpdateNetworkRequest {
+        request_id: "first".into(),
+        ..isolate()
+    };
+    let refused = daemon.update_network(other).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::AlreadyExists, "REQUEST_ID_REUSED".into())
+    );
+}
+
+/// The daemon is killed while it changes the packet filter: the change is in the store, on the node it is not, and nobody was answered.
+#[tokio::test]
+async fn an_update_that_the_daemon_did_not_survive_is_finished_by_its_retry_and_not_made_twice() {
+    let (namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
+    let masquerades = || namespace.run("nft list ruleset").contains("masquerade");
+    // Stands for nft, and waits before it changes anything while there is a file `hold`. The daemon also lists chains with nft once it has started.
+    let (programs, hold, reached) = (daemon.path("bin"), daemon.path("hold"), daemon.path("reached"));
+    fs::create_dir(&programs).unwrap();
+    let nft = programs.join("nft");
+    let script = format!(
+        "#!/bin/sh\n[ \"$2\" != -f ] || [ ! -e {hold} ] || {{ touch {reached}; while [ -e {hold} ]; do sleep 0.02; done; exit 1; }}\n\
+         PATH=$REAL\nexec nft \"$@\"\n",
+        hold = hold.display(),
+        reached = reached.display()
+    );
+    fs::write(&nft, script).unwrap();
+    fs::set_permissions(&nft, fs::Permissions::from_mode(0o755)).unwrap();
+    let real = std::env::var("PATH").unwrap();
+    let path = format!("{}:{real}", programs.display());
+    daemon.kill();
+    daemon.relaunch_with(&[("PATH", &path), ("REAL", &real)]).await;
+
+    let request = v1::UpdateNetworkRequest {
+        preconditions: generation(1),
+        request_id: "isolate".into(),
+        ..isolate()
+    };
+    fs::write(&hold, "").unwrap();
+    let (mut client, first) = (daemon.networks().await, request.clone());
+    let call = tokio::spawn(async move { client.update_network(first).await });
+    let deadline = Instant::now() + PATIENCE;
+    while !reached.exists() {
+        assert!(Instant::now() < deadline, "nft is not called: {call:?}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    daemon.kill();
+    call.await.unwrap().expect_err("nobody was answered");
+    fs::remove_file(&hold).unwrap();
+    assert!(masquerades(), "the node was not changed yet");
+
+    daemon.relaunch().await;
+    let written = daemon.network("lan").await.unwrap();
+    assert_eq!(generation_of(&written), 2, "the change was in the store");
+    let answer = daemon.update_network(request.clone()).await.unwrap();
+    assert_eq!((generation_of(&answer), masquerades()), (2, false));
+    assert_eq!(answer.spec.as_ref().unwrap().mode(), NetworkMode::Isolated);
+    assert_eq!(daemon.network("lan").await.unwrap(), answer);
+    assert_eq!(daemon.update_network(request.clone()).await.unwrap(), answer);
+    daemon.kill_and_restart().await;
+    assert_eq!(daemon.update_network(request).await.unwrap(), answer);
+    assert_eq!(generation_of(&daemon.network("lan").await.unwrap()), 2);
 }
 
 #[tokio::test]
 async fn networks_are_watched_over_a_kill_and_listed_in_pages() {
-    let namespace = Namespace::new();
-    let mut daemon = Daemon::in_network(&namespace.0).await;
-    for (name, number) in [("a", 1), ("b", 2), ("c", 3)] {
-        let cidr = format!("10.80.{number}.0/24");
-        daemon.make_network(name, &cidr, NetworkMode::Nat).await.unwrap();
-    }
-    let first = daemon
-        .list_networks(v1::ListNetworksRequest {
-            page_size: 2,
-            ..Default::default()
-        })
-        .await;
+    let (_namespace, mut daemon, _) = Daemon::with_networks(["a", "b", "c"]).await;
+    let two = v1::ListNetworksRequest {
+        page_size: 2,
+        ..Default::default()
+    };
+    let first = daemon.list_networks(two.clone()).await;
     let names = |page: &v1::ListNetworksResponse| -> Vec<String> {
         let named = page
             .networks
@@ -213,9 +276,8 @@ async fn networks_are_watched_over_a_kill_and_listed_in_pages() {
     assert_eq!(names(&first), ["a", "b"]);
     let rest = daemon
         .list_networks(v1::ListNetworksRequest {
-            page_size: 2,
             page_token: first.next_page_token.clone(),
-            ..Default::default()
+            ..two
         })
         .await;
     assert_eq!(
@@ -237,8 +299,7 @@ async fn networks_are_watched_over_a_kill_and_listed_in_pages() {
     // What changes while nobody looks is told to who comes back, also by another daemon.
     drop(watch);
     daemon.remove_network("c").await.unwrap();
-    daemon.kill();
-    daemon.relaunch().await;
+    daemon.kill_and_restart().await;
     let mut watch = daemon.watch_networks(&cursor).await;
     let mut seen = Vec::new();
     loop {
