@@ -1,5 +1,7 @@
 //! VMs are restored from snapshots: the VM itself, and others that are created from them.
 
+use std::collections::BTreeSet;
+
 use vmmd_tests::Case;
 use vmmd_tests::node::Kernel;
 use vmmd_tests::storage::{Disk, Format};
@@ -69,14 +71,47 @@ impl<'a> Snapshot<'a> {
         }
     }
 
-    fn clone_as(&mut self, suffix: &str) -> Console {
-        let name = format!("{}-{suffix}", self.case.name());
-        self.clones.push(name.clone());
+    /// New VMs of it, all at once.
+    fn clones<const N: usize>(&mut self, suffixes: [&str; N]) -> [Console; N] {
+        let names = suffixes.map(|suffix| format!("{}-{suffix}", self.case.name()));
+        self.clones.extend(names.iter().cloned());
         self.case
             .node()
-            .sh(&format!("vmmctl clone {} {name}", self.name))
+            .sh(&format!("vmmctl clone {} {}", self.name, names.join(" ")))
             .expect("clone");
-        Console::open(self.case, &format!("vmmctl console {name}")).expect("console")
+        names.map(|name| Console::open(self.case, &format!("vmmctl console {name}")).expect("console"))
+    }
+
+    /// A field of each clone, by JSON pointer; each has another one.
+    fn all_differ(&self, pointer: &str) -> Vec<String> {
+        let field = |name: &String| {
+            let text = self.case.node().sh(&format!("vmmctl get vm {name} -o json"));
+            let vm: serde_json::Value = serde_json::from_str(&text.expect("get")).expect("JSON");
+            let field = vm
+                .pointer(pointer)
+                .unwrap_or_else(|| panic!("no {pointer} in {vm}"));
+            field.to_string().trim_matches('"').to_owned()
+        };
+        let fields: Vec<_> = self.clones.iter().map(field).collect();
+        let different: BTreeSet<_> = fields.iter().collect();
+        assert_eq!(different.len(), self.clones.len(), "{pointer}: {fields:?}");
+        fields
+    }
+
+    /// What a process has of the snapshot's file in memory, in KiB: all, and its part of what it shares with others.
+    fn memory(&self, pid: &str) -> (u64, u64) {
+        let sum = format!(
+            "awk '/^[0-9a-f]+-/ {{ of = /\\/snapshots\\/|\\.snapshot/ }} of && $1 == \"Rss:\" {{ rss += $2 }} of && $1 == \"Pss:\" {{ pss += $2 }} \
+             END {{ print rss + 0, pss + 0 }}' /proc/{pid}/smaps"
+        );
+        let text = self.case.node().sh(&sum).expect("smaps");
+        let mut numbers = text
+            .split_whitespace()
+            .map(|word| word.parse().expect("a number"));
+        numbers
+            .next()
+            .zip(numbers.next())
+            .unwrap_or_else(|| panic!("{text:?}"))
     }
 }
 
@@ -93,7 +128,7 @@ impl Drop for Snapshot<'_> {
 }
 
 #[test]
-fn a_guest_that_was_killed_goes_on_from_its_snapshot_and_so_do_two_clones() {
+fn a_guest_that_was_killed_goes_on_from_its_snapshot_and_so_do_four_clones_at_once() {
     let case = Case::new("snapshot").expect("node");
     let (vm, mut console) = counting(&case);
     console.run("echo before >/root/mark", PATIENCE).expect("mark");
@@ -112,7 +147,7 @@ fn a_guest_that_was_killed_goes_on_from_its_snapshot_and_so_do_two_clones() {
     let mark = "grep before /root/mark";
     first.run(mark, PATIENCE).expect("memory is that of the snapshot");
 
-    let mut clones = ["one", "two"].map(|suffix| snapshot.clone_as(suffix));
+    let mut clones = snapshot.clones(["one", "two", "three", "four"]);
     for console in &mut clones {
         goes_on(console, from);
         console
@@ -120,9 +155,18 @@ fn a_guest_that_was_killed_goes_on_from_its_snapshot_and_so_do_two_clones() {
             .expect("memory is that of the snapshot");
     }
     clones[0].run("echo mine >/root/mark", PATIENCE).expect("write");
-    clones[1]
-        .run(mark, PATIENCE)
-        .expect("what another one writes is its own");
+    for console in &mut clones[1..] {
+        console
+            .run(mark, PATIENCE)
+            .expect("what another one writes is its own");
+    }
+    snapshot.all_differ("/metadata/uid");
+    // What none of them has changed is there once.
+    for pid in snapshot.all_differ("/status/instance/pid") {
+        let (all, share) = snapshot.memory(&pid);
+        println!("{all} KiB of the snapshot in memory, {share} KiB of them its share");
+        assert!(all > 0 && share < all / 2, "{share} of {all} KiB are its own");
+    }
     // Its random numbers are not those of the others.
     let told = "dmesg | grep 'crng reseeded due to virtual machine fork'";
     for console in clones.iter_mut().chain([&mut first]) {
@@ -130,6 +174,12 @@ fn a_guest_that_was_killed_goes_on_from_its_snapshot_and_so_do_two_clones() {
             .run(told, PATIENCE)
             .expect("the guest was told of its generation");
     }
+    let random = "head -c 16 /dev/urandom | md5sum";
+    let random: BTreeSet<_> = clones
+        .iter_mut()
+        .map(|console| console.run(random, PATIENCE).expect("random numbers"))
+        .collect();
+    assert_eq!(random.len(), clones.len(), "{random:?}");
 }
 
 #[test]
@@ -222,7 +272,7 @@ fn a_snapshot_has_the_content_of_raw_and_qcow2_disks_for_its_vm_and_for_clones()
     reads(&mut first, "before");
     write(&mut first, "restored");
 
-    let mut clone = snapshot.clone_as("copy");
+    let [mut clone] = snapshot.clones(["copy"]);
     reads(&mut clone, "before");
     write(&mut clone, "cloned");
     reads(&mut first, "restored");
