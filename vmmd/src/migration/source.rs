@@ -25,7 +25,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use uuid::Uuid;
 
-use super::{PROTOCOL, ask};
+use super::{FIRST_WAIT, LAST_WAIT, PROTOCOL, ask, until_gone};
 use crate::{
     context::Context,
     control::Client,
@@ -56,9 +56,6 @@ const CALL: Duration = Duration::from_secs(30);
 const DOWNTIME: Duration = Duration::from_millis(300);
 /// How long it may take until nothing of a VM that has moved is left here: its `vmm` ends, and its files are removed.
 const REMOVAL: Duration = Duration::from_secs(60);
-/// Waits between two tries of what was not answered.
-const FIRST_WAIT: Duration = Duration::from_millis(100);
-const LAST_WAIT: Duration = Duration::from_secs(10);
 
 /// What is migrated.
 struct Plan {
@@ -195,8 +192,15 @@ fn offer(
         (name, nic)
     };
     let nics = hardware.nics.into_iter().map(nic).collect();
+    let (mut protocol, mut cpu_features) = (PROTOCOL, host.cpus.features.clone());
+    if fault::is_set(&host.config.run_dir, "other-version") {
+        protocol += 1;
+    }
+    if fault::is_set(&host.config.run_dir, "other-processor") {
+        cpu_features.push("of-another-processor".to_owned());
+    }
     v1::OfferVmRequest {
-        protocol: PROTOCOL,
+        protocol,
         vm: Some(v1::Vm {
             metadata: Some(v1::ObjectMetadata {
                 name: record.name.clone(),
@@ -215,7 +219,7 @@ fn offer(
             disk_slots: hardware.disk_slots.into_iter().collect(),
             nics,
         }),
-        cpu_features: host.cpus.features.clone(),
+        cpu_features,
     }
 }
 
@@ -236,9 +240,8 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
         Ok(Outcome::Moved(sent)) => {
             let took = began.elapsed();
             // Whoever waits for the operation may create a VM of this name, or take the VM back.
-            if let Some(left) = host.vms.find(plan.uid)
-                && timeout(REMOVAL, left.mailbox.closed()).await.is_err()
-            {
+            let removal = tokio::spawn(remove(Arc::clone(&host), plan.uid, plan.name.clone()));
+            if timeout(REMOVAL, removal).await.is_err() {
                 tracing::warn!(vm = plan.name, "a VM that has moved is not removed yet");
             }
             let message = format!(
@@ -261,10 +264,7 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
             operation.fail(&Failure::new(Kind::Aborted, "MIGRATION_RESOLVED", message));
         }
         Err(failure) => {
-            let event = SourceEvent::Cancel;
-            if let Err(error) = ask(&host, &plan.name, HandoverRequest::Source { event }).await {
-                tracing::debug!(vm = plan.name, %error, "end a migration that has failed");
-            }
+            take_back(&host, &plan, &operation).await;
             attend(&host, plan.uid, plan.name.clone(), plan.target.clone());
             let message = format!("the migration has failed, the VM stays here: {}", failure.message);
             host.events
@@ -274,6 +274,47 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
                 None => operation.fail(&failure),
             }
         }
+    }
+}
+
+/// Ends a migration that has failed: the guest goes on as soon as that is written, which a full file system may delay.
+async fn take_back(host: &Host, plan: &Plan, operation: &Handle) {
+    let mut wait = FIRST_WAIT;
+    loop {
+        let event = SourceEvent::Cancel;
+        let Err(failure) = ask(host, &plan.name, HandoverRequest::Source { event }).await else {
+            return;
+        };
+        if !is_in(host, plan.uid, HandoverStage::Migrating).await {
+            tracing::debug!(vm = plan.name, %failure, "end a migration that has failed");
+            return;
+        }
+        let message = format!("the guest stands still until it is written that the VM stays: {failure}");
+        tracing::warn!(vm = plan.name, message, "end a migration that has failed");
+        operation.progress(Progress::bytes(0, 0), &message);
+        tokio::select! {
+            () = sleep(wait) => {}
+            () = host.stopping.cancelled() => return,
+        }
+        wait = (wait * 2).min(LAST_WAIT);
+    }
+}
+
+/// Sees to it that nothing of a VM that has moved is left.
+async fn remove(host: Arc<Host>, uid: Uuid, name: String) {
+    let request = || HandoverRequest::Source {
+        event: SourceEvent::Tick,
+    };
+    until_gone(&host, (uid, &name), request, |_| false).await;
+}
+
+/// Whether the VM's migration is as far as this, as the store has it; also when that can't be read.
+async fn is_in(host: &Host, uid: Uuid, stage: HandoverStage) -> bool {
+    match host.store.vm(uid.as_bytes()).await {
+        Ok(record) => record
+            .and_then(|it| it.handover)
+            .is_some_and(|it| it.stage() == stage),
+        Err(_) => true,
     }
 }
 
@@ -296,25 +337,22 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         return Err(Failure::internal("a migration without a number"));
     };
     plan.offer.migration = migration;
-    fault::hold(&host.config.run_dir, "begun").await;
     let cancel = operation.token().clone();
     let moved = tokio::select! {
         moved = send(plan, migration) => moved,
         () = cancel.cancelled() => Err(cancelled()),
     };
     let sent = moved?;
-    fault::hold(&host.config.run_dir, "sent").await;
     let event = SourceEvent::Sent;
     let prepare = ask(host, &plan.name, HandoverRequest::Source { event }).await?;
     let mut said = None;
     for message in prepare {
-        said = call(&mut plan.peer, &plan.name, plan.uid, message).await?;
+        said = call(host, &mut plan.peer, (&plan.name, plan.uid), message).await?;
     }
     let Some(answer @ Message::Ready(_)) = said else {
         let message = "the other node does not take the VM any more: its events say why";
         return Err(Failure::new(Kind::Aborted, "MIGRATION_REFUSED", message));
     };
-    fault::hold(&host.config.run_dir, "ready").await;
     // From here on nobody can cancel it.
     if !operation.commit() {
         return Err(cancelled());
@@ -329,7 +367,6 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         "handing the VM over",
     );
     fault::point(&host.config.run_dir, "given");
-    fault::hold(&host.config.run_dir, "commit").await;
     let to = (plan.name.as_str(), plan.uid, plan.target.as_str());
     // The connection that is there: a new one would take its time while the guest stands still.
     let peer = Some(plan.peer.clone());
@@ -425,9 +462,9 @@ async fn relay(
 
 /// Says something to the target; what it says back.
 async fn call(
+    host: &Host,
     peer: &mut PeerServiceClient<Channel>,
-    name: &str,
-    uid: Uuid,
+    (name, uid): (&str, Uuid),
     message: Message,
 ) -> Result<Option<Message>, Failure> {
     let (Message::Prepare(migration)
@@ -443,11 +480,15 @@ async fn call(
         migration,
         step: step(message).into(),
     };
+    let step = request.step();
+    fault::hold(&host.config.run_dir, &format!("says-{step:?}")).await;
     let settled = timeout(CALL, peer.settle_vm(request)).await;
     let answer = settled
         .map_err(|_| silent())?
         .map_err(|status| said_no(&status))?;
-    Ok(message_of(answer.into_inner().step(), migration))
+    let step = answer.into_inner().step();
+    fault::hold(&host.config.run_dir, &format!("heard-{step:?}")).await;
+    Ok(message_of(step, migration))
 }
 
 /// Repeats a message until it is answered, first over `peer`, then over new connections. The target's answer goes to the VM's actor. False when
@@ -465,7 +506,7 @@ async fn repeat(
             None => host.peers.connect(target).await,
         };
         let said = match connected {
-            Ok(mut peer) => call(&mut peer, name, uid, message).await,
+            Ok(mut peer) => call(host, &mut peer, (name, uid), message).await,
             Err(failure) => Err(failure),
         };
         let request = match (message, said) {
@@ -480,25 +521,24 @@ async fn repeat(
             }
         };
         if let Some(request) = request {
-            // The VM may be gone: that is what was wanted.
-            let _ = ask(host, name, request).await;
-            return true;
+            match ask(host, name, request).await {
+                // The VM may be gone: that is what was wanted.
+                Err(failure) if host.vms.find(uid).is_some() => {
+                    tracing::warn!(vm = name, %failure, "the other node's answer can't be kept: it is asked again");
+                }
+                _ => return true,
+            }
         }
         tokio::select! {
             () = sleep(wait) => {}
             () = host.stopping.cancelled() => return false,
         }
         wait = (wait * 2).min(LAST_WAIT);
-        let waits = host.store.vm(uid.as_bytes()).await;
-        let stage = waits
-            .ok()
-            .flatten()
-            .and_then(|record| Some(record.handover?.stage()));
-        let wanted = match message {
-            Message::Commit(_) => stage == Some(HandoverStage::Given),
-            _ => stage == Some(HandoverStage::Owner),
+        let waits = match message {
+            Message::Commit(_) => HandoverStage::Given,
+            _ => HandoverStage::Owner,
         };
-        if !wanted {
+        if !is_in(host, uid, waits).await {
             return false;
         }
     }
@@ -515,8 +555,12 @@ pub fn attend(host: &Arc<Host>, uid: Uuid, name: String, target: String) {
         let message = match handover.stage() {
             HandoverStage::Given => Message::Commit(handover.migration),
             HandoverStage::Owner if !handover.peer.is_empty() => Message::Abort(handover.migration),
+            HandoverStage::Gone => return remove(host, uid, name).await,
             _ => return,
         };
-        repeat(&host, (&name, uid, &target), None, message).await;
+        if repeat(&host, (&name, uid, &target), None, message).await && matches!(message, Message::Commit(_))
+        {
+            remove(host, uid, name).await;
+        }
     });
 }

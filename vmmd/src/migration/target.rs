@@ -16,7 +16,7 @@ use tokio::{io::AsyncWriteExt as _, net::UnixStream, time::timeout};
 use tonic::Streaming;
 use uuid::Uuid;
 
-use super::{PROTOCOL, ask, source::refuse_what_stays};
+use super::{PROTOCOL, ask, source::refuse_what_stays, until_gone};
 use crate::{
     context::Context,
     failure::{Failure, Kind},
@@ -36,6 +36,8 @@ use crate::{
 const KEPT: Duration = Duration::from_secs(60);
 /// How long the source may send nothing, and this node's `vmm` may take nothing.
 const SILENCE: Duration = Duration::from_secs(30);
+/// How long the source waits for the removal of what came, before it hears that it takes longer.
+const REMOVAL: Duration = Duration::from_secs(10);
 /// How long a machine of which everything has come may take until it is ready.
 const BUILD: Duration = Duration::from_secs(60);
 
@@ -45,6 +47,18 @@ pub async fn offer(
     request: v1::OfferVmRequest,
     context: &Context,
 ) -> Result<v1::OfferVmResponse, Failure> {
+    let (of, context) = (Arc::clone(host), context.clone());
+    // In a task of its own: a source that goes away in between would leave half a VM, which nobody removes.
+    let taken = tokio::spawn(async move { take_offer(&of, request, &context).await }).await;
+    taken.map_err(|error| Failure::internal(error.to_string()))?
+}
+
+async fn take_offer(
+    host: &Arc<Host>,
+    request: v1::OfferVmRequest,
+    context: &Context,
+) -> Result<v1::OfferVmResponse, Failure> {
+    fault::hold(&host.config.run_dir, "heard-OfferVm").await;
     host.peers.takes_part()?;
     if request.protocol != PROTOCOL {
         let message = format!(
@@ -89,11 +103,17 @@ pub async fn offer(
     let name = name.unwrap_or_default();
     let spec = vm.spec.clone().unwrap_or_default();
     create_incoming(host, vm, incoming, context).await?;
-    if let Err(failure) = lease(host, (uid, &name), &spec, &nics).await {
-        expire(host, &name, request.migration, false).await;
+    let offered = Offered {
+        name,
+        uid,
+        migration: request.migration,
+    };
+    if let Err(failure) = lease(host, &offered, &spec, &nics).await {
+        remove(host, &offered).await;
         return Err(failure);
     }
-    keep(host, name, request.migration, true);
+    keep(host, offered, true);
+    fault::hold(&host.config.run_dir, "says-OfferVm").await;
     Ok(v1::OfferVmResponse {
         build: env!("CARGO_PKG_VERSION").to_owned(),
     })
@@ -119,7 +139,7 @@ fn hardware(wire: v1::PeerHardware) -> Hardware {
 /// Gives the NICs the addresses that they have at the source: the guest goes on with them.
 async fn lease(
     host: &Arc<Host>,
-    (uid, vm): (Uuid, &str),
+    offered: &Offered,
     wire: &v1::VmSpec,
     nics: &BTreeMap<String, v1::PeerNic>,
 ) -> Result<(), Failure> {
@@ -152,9 +172,9 @@ async fn lease(
             return Err(refuse(&why));
         }
         let request = network::Lease {
-            vm: (uid, vm),
+            vm: (offered.uid, &offered.name),
             nic,
-            tap: network::tap_name(uid, peer.slot),
+            tap: network::tap_name(offered.uid, peer.slot),
             mac: Mac::try_from(mac)
                 .map_err(|_| refuse("the source says a MAC address that no NIC can have"))?,
             address: Some(Ipv4Addr::from(peer.address)),
@@ -168,31 +188,44 @@ async fn lease(
     Ok(())
 }
 
+/// A VM that comes.
+#[derive(Debug)]
+struct Offered {
+    name: String,
+    uid: Uuid,
+    migration: u64,
+}
+
 /// Removes the VM after a while, unless somebody has said by then what becomes of it, or `unless_begun` while it is being received.
-fn keep(host: &Arc<Host>, name: String, migration: u64, unless_begun: bool) {
+fn keep(host: &Arc<Host>, offered: Offered, unless_begun: bool) {
     let host = Arc::clone(host);
     tokio::spawn(async move {
-        let kept = fault::patience(&host.config.run_dir, "hasty", KEPT);
         tokio::select! {
-            () = tokio::time::sleep(kept) => {}
+            () = fault::wait(&host.config.run_dir, "hasty", KEPT) => {}
             () = host.stopping.cancelled() => return,
         }
-        expire(&host, &name, migration, unless_begun).await;
+        expire(&host, &offered, unless_begun).await;
     });
 }
 
-/// Removes a VM that nobody has prepared.
-async fn expire(host: &Arc<Host>, name: &str, migration: u64, unless_begun: bool) {
-    // It may be gone, or another one.
-    let _ = ask(
-        host,
-        name,
-        HandoverRequest::Expire {
-            migration,
-            unless_begun,
-        },
-    )
-    .await;
+/// Removes a VM that nobody has prepared, and ends when it is gone, or at once when it is to stay. Cancel-safe.
+async fn expire(host: &Host, offered: &Offered, unless_begun: bool) {
+    let request = || HandoverRequest::Expire {
+        migration: offered.migration,
+        unless_begun,
+    };
+    until_gone(host, (offered.uid, &offered.name), request, <[_]>::is_empty).await;
+}
+
+/// Removes a VM that nobody has prepared, and waits a while for that. False when it is not done by then: it goes on.
+async fn remove(host: &Arc<Host>, offered: &Offered) -> bool {
+    let host = Arc::clone(host);
+    let offered = Offered {
+        name: offered.name.clone(),
+        ..*offered
+    };
+    let removal = tokio::spawn(async move { expire(&host, &offered, false).await });
+    timeout(REMOVAL, removal).await.is_ok()
 }
 
 /// Receives a VM that was offered. What came is gone when it fails.
@@ -206,11 +239,19 @@ pub async fn receive(
     let Some(Part::Open(vm)) = first.and_then(|first| first.part) else {
         return Err(Failure::field("open", "must come first"));
     };
+    let uid = Uuid::parse_str(&vm.uid).map_err(|_| Failure::field("open.uid", "must be a UUID"))?;
+    fault::hold(&host.config.run_dir, "heard-ReceiveVm").await;
     let received = receive_parts(host, &vm, parts, context).await;
+    let offered = Offered {
+        name: vm.name,
+        uid,
+        migration: vm.migration,
+    };
     if received.is_err() {
-        expire(host, &vm.name, vm.migration, false).await;
+        remove(host, &offered).await;
     } else {
-        keep(host, vm.name, vm.migration, false);
+        keep(host, offered, false);
+        fault::hold(&host.config.run_dir, "says-ReceiveVm").await;
     }
     received
 }
@@ -310,8 +351,8 @@ pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1
     }
     if matches!(message, Message::Commit(_)) {
         fault::point(&host.config.run_dir, "commit-lost");
-        fault::hold(&host.config.run_dir, "committed").await;
     }
+    fault::hold(&host.config.run_dir, &format!("heard-{:?}", request.step())).await;
     let found = Uuid::parse_str(&request.uid)
         .ok()
         .and_then(|uid| host.vms.find(uid));
@@ -325,13 +366,23 @@ pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1
         };
     };
     let vm = Arc::clone(&entry.state.borrow());
-    let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
+    let name = &vm.metadata.clone().unwrap_or_default().name;
     let said_back = ask(host, name, HandoverRequest::Target { message }).await?;
     if matches!(message, Message::Commit(_)) {
         fault::point(&host.config.run_dir, "answer-lost");
-        fault::hold(&host.config.run_dir, "answer").await;
     }
-    Ok(said(said_back.into_iter().next()))
+    let offered = Offered {
+        name: name.clone(),
+        uid: entry.uid,
+        migration: request.migration,
+    };
+    if matches!(message, Message::Abort(_)) && !remove(host, &offered).await {
+        let message = "the VM is not removed yet: its events say why";
+        return Err(Failure::new(Kind::Unavailable, "REMOVAL_PENDING", message));
+    }
+    let said = said(said_back.into_iter().next());
+    fault::hold(&host.config.run_dir, &format!("says-{:?}", said.step())).await;
+    Ok(said)
 }
 
 fn said(message: Option<Message>) -> v1::SettleVmResponse {

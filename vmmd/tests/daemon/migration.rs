@@ -51,7 +51,7 @@ impl Daemon {
         Ok(answer.into_inner().operation.unwrap())
     }
 
-    async fn resolve(&self, vm: &str, resolution: v1::MigrationResolution) -> Result<(), Status> {
+    pub async fn resolve(&self, vm: &str, resolution: v1::MigrationResolution) -> Result<(), Status> {
         let request = v1::ResolveMigrationRequest {
             name: vm.into(),
             resolution: resolution.into(),
@@ -355,6 +355,8 @@ async fn an_operator_decides_when_the_other_node_is_gone_for_good() {
             &second
         };
         let vm = left.waits_for("web", VmPhase::Paused).await;
+        let reason = if at_source { "HandedOver" } else { "Migrating" };
+        assert_eq!(status(&vm).reason, reason, "{vm:?}");
         let busy = left.kill_vm("web").await.unwrap_err();
         assert_eq!(refusal(&busy).1, "MIGRATING", "{vm:?}");
         left.resolve("web", resolution).await.unwrap();
@@ -444,12 +446,12 @@ async fn a_target_whose_vmm_takes_nothing_gives_up() {
 async fn what_was_received_and_is_not_settled_is_removed_and_the_source_goes_on() {
     let (first, second) = pair().await;
     second.fault("hasty");
-    first.fault("sent");
+    first.fault("says-Prepare");
     first.run("web", "").await;
     let operation = first.migrate("web", &second).await.unwrap();
     second.waits_for("web", VmPhase::Paused).await;
     second.forgets("web").await;
-    fs::remove_file(first.path("run/fault/sent")).unwrap();
+    fs::remove_file(first.path("run/fault/says-Prepare")).unwrap();
     let ended = first.ended(&operation).await;
     assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
     assert!(second.vmm_processes().is_empty());

@@ -206,7 +206,8 @@ pub enum HandoverRequest {
         /// What.
         message: Message,
     },
-    /// At the target: remove what was not prepared.
+    /// At the target: remove what was not prepared, or what could not be removed when the migration was over. Answered with `Refuse` when
+    /// it is being removed, and with nothing when it is to stay.
     Expire {
         /// Number of the migration.
         migration: u64,
@@ -302,11 +303,17 @@ impl Mailbox {
 /// Asks the VM's actor about its migration, and returns what it says to the other daemon.
 pub async fn hand_over(vms: &Vms, vm: &str, request: HandoverRequest) -> Result<Vec<Message>, Failure> {
     let entry = vms.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
+    hand_over_to(&entry.mailbox, vm, request).await
+}
+
+/// The same for an actor that is known, also when there is another VM of its name meanwhile.
+pub async fn hand_over_to(
+    mailbox: &Mailbox,
+    vm: &str,
+    request: HandoverRequest,
+) -> Result<Vec<Message>, Failure> {
     let (reply, answer) = oneshot::channel();
-    let sent = entry
-        .mailbox
-        .send(Command::Handover(Box::new(request), reply))
-        .await;
+    let sent = mailbox.send(Command::Handover(Box::new(request), reply)).await;
     sent.map_err(|_| Failure::unavailable(vm))?;
     answer.await.map_err(|_| Failure::unavailable(vm))?
 }
