@@ -231,7 +231,7 @@ fn prepare(console: &mut Console) {
     let quoted = alphabet.replace('\'', "'\\''");
     for command in [
         &format!("printf '\\033[?25l\\033[2J\\033[H%s\\n\\n' '{quoted}' > /dev/tty1"),
-        "hostname lab; ln -sf busybox /bin/login",
+        "hostname lab; mkdir -p /etc; ln -sf busybox /bin/login",
         "printf '#!/bin/sh\\nwhile read -r line; do eval \"$line\"; done\\n' >/bin/lines; chmod 755 /bin/lines",
         &format!(
             "printf 'root:%s:0:0::/:/bin/lines\\n' \"$(busybox mkpasswd -m sha512 {PASSWORD} </dev/null)\" >/etc/passwd"

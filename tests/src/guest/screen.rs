@@ -8,7 +8,7 @@ use super::{MODULES, custom_initrd};
 use crate::node::Kernel;
 
 /// Beside those of every busybox guest.
-const MORE_MODULES: [&str; 2] = ["virtio_gpu", "virtio_input"];
+const MORE_MODULES: [&str; 2] = ["virtio-gpu", "virtio_input"];
 
 /// It is a file on the build host; [`crate::Case::screen_guest`] brings it into the node.
 pub fn initrd(kernel: Kernel) -> Result<PathBuf> {
