@@ -42,7 +42,12 @@ impl Daemon {
         self.create_network(name, spec, &format!("make-{name}")).await
     }
 
-    async fn create_network(&self, name: &str, spec: v1::NetworkSpec, id: &str) -> Result<v1::Network, Status> {
+    async fn create_network(
+        &self,
+        name: &str,
+        spec: v1::NetworkSpec,
+        id: &str,
+    ) -> Result<v1::Network, Status> {
         let request = v1::CreateNetworkRequest {
             network: Some(v1::Network {
                 metadata: Some(v1::ObjectMetadata {

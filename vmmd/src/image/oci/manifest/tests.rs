@@ -27,7 +27,7 @@ fn layers(bytes: &[u8]) -> Result<Vec<Blob>, Failure> {
     }
 }
 
-fn index(images: Value) -> Result<Index, Failure> {
+fn index(images: &Value) -> Result<Index, Failure> {
     let bytes = json!({"schemaVersion": 2, "manifests": images}).to_string();
     match Document::read(bytes.as_bytes())? {
         Document::Index(index) => Ok(index),
@@ -164,7 +164,7 @@ fn a_hostile_manifest_is_refused_with_the_reason() {
 
 #[test]
 fn an_index_has_the_image_of_a_platform_or_says_what_it_has() {
-    let all = index(json!([
+    let all = index(&json!([
         image(1, "linux/arm/v6", ""),
         image(2, "linux/arm/v7", ""),
         image(3, "linux/amd64", ""),
@@ -181,13 +181,13 @@ fn an_index_has_the_image_of_a_platform_or_says_what_it_has() {
     let listed = "not for linux/s390x; what there is: linux/amd64, linux/arm/v6, linux/arm/v7";
     assert!(failure.message.ends_with(listed), "{failure}");
     // Tools that write one image for no platform in particular leave it out.
-    let only = index(json!([image(1, "", "")])).unwrap();
+    let only = index(&json!([image(1, "", "")])).unwrap();
     let found = only.of_platform(&platform("linux/amd64")).unwrap();
     assert_eq!((found.digest, found.has_platform), ([1; 32], false));
-    let several = index(json!([image(1, "", ""), image(2, "", "")])).unwrap();
+    let several = index(&json!([image(1, "", ""), image(2, "", "")])).unwrap();
     assert!(several.of_platform(&platform("linux/amd64")).is_err());
     assert!(
-        index(json!([]))
+        index(&json!([]))
             .unwrap()
             .of_platform(&platform("linux/amd64"))
             .is_err()
@@ -195,7 +195,7 @@ fn an_index_has_the_image_of_a_platform_or_says_what_it_has() {
     let many: Vec<_> = (0..200)
         .map(|number| image(1, &format!("os{number}/x"), ""))
         .collect();
-    let failure = index(json!(many))
+    let failure = index(&json!(many))
         .unwrap()
         .of_platform(&platform("linux/amd64"))
         .unwrap_err();
@@ -205,7 +205,7 @@ fn an_index_has_the_image_of_a_platform_or_says_what_it_has() {
 #[test]
 fn a_folder_has_images_by_tag_and_digest() {
     let native = platform("linux/amd64");
-    let all = index(json!([
+    let all = index(&json!([
         image(1, "", "12"),
         image(2, "linux/arm64", "13"),
         image(3, "linux/amd64", "13"),
@@ -229,7 +229,7 @@ fn a_folder_has_images_by_tag_and_digest() {
         assert_eq!(failure.reason, reason, "{failure}");
         assert!(failure.message.contains(words), "{failure}");
     }
-    let only = index(json!([image(1, "", "")])).unwrap();
+    let only = index(&json!([image(1, "", "")])).unwrap();
     assert_eq!(only.tagged(&LayoutTarget::Only, &native).unwrap().digest, [1; 32]);
 }
 

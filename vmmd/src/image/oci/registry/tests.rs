@@ -264,7 +264,7 @@ async fn a_registry_that_lies_or_never_ends_is_refused_with_the_reason() {
         assert!(failure.message.contains(words), "{failure}");
     }
     let gone = Server::start(vec![Box::new(|_, stream| {
-        answer(stream, "404 Not Found", "", b"")
+        answer(stream, "404 Not Found", "", b"");
     })]);
     let failure = document(&mut registry(&gone, None)).await.unwrap_err();
     assert_eq!(
