@@ -144,12 +144,11 @@ fn has_its_text_console_on_the_screen(case: &Case, vm: &Vm<'_>, console: &mut Co
     let wanted = console
         .run("echo $(uname -r) $(cat /proc/sys/kernel/random/boot_id)", 60)
         .expect("the same text by serial");
-    let picture = picture(case, vm);
-    assert_eq!(picture.size(), (1024, 768));
-    let font = picture.learn(0).expect("the alphabet");
-    assert_eq!(picture.text(&font, 2), wanted.trim());
-    // What was there before is gone: the picture is of now.
-    assert_eq!(picture.text(&font, 1), "");
+    let font = comes_to_show(case, vm, |picture| {
+        let font = picture.learn(0)?;
+        // What was there before is gone: the picture is of now.
+        (picture.text(&font, 1).is_empty() && picture.text(&font, 2) == wanted.trim()).then_some(font)
+    });
 
     // A line that is typed is echoed on the screen, and read by whoever reads the terminal.
     let read = "head -n 1 < /dev/tty1 > /tmp/typed & sleep 1";
@@ -163,7 +162,22 @@ fn has_its_text_console_on_the_screen(case: &Case, vm: &Vm<'_>, console: &mut Co
         )
         .expect("the line");
     assert_eq!(typed.trim(), "Hello, {Guest}: 3 < 4!");
-    assert_eq!(self::picture(case, vm).text(&font, 3), typed.trim());
+    comes_to_show(case, vm, |picture| {
+        (picture.text(&font, 3) == typed.trim()).then_some(())
+    });
+}
+
+/// Looks at the screen until it has what is `wanted`: a driver sends what is drawn some time later, and nothing tells when.
+fn comes_to_show<T>(case: &Case, vm: &Vm<'_>, wanted: impl Fn(&Picture) -> Option<T>) -> T {
+    let deadline = Deadline::seconds(90);
+    loop {
+        let picture = picture(case, vm);
+        assert_eq!(picture.size(), (1024, 768));
+        if let Some(found) = wanted(&picture) {
+            return found;
+        }
+        assert!(!deadline.passed(), "it is not on the screen");
+    }
 }
 
 #[test]

@@ -116,7 +116,7 @@ impl fmt::Display for Reference {
     }
 }
 
-/// Host and port: "[::1]:5000" has both.
+/// Host and port: `[::1]:5000` has both.
 fn split_port(registry: &str) -> (&str, Option<&str>) {
     match registry.rsplit_once(':') {
         Some((host, port)) if !port.contains(']') => (host, Some(port)),
