@@ -20,8 +20,8 @@ const SIZE: (usize, usize) = (1024, 768);
 /// By how much the X server's screen is larger, as a viewer shows scroll bars where there is no room for its window.
 const ROOM: usize = 200;
 
-/// Of the guest's root.
-const PASSWORD: &str = "letmein";
+/// Of the guest's root. It is short, as nobody sees whether all of it has come: an older keyboard controller keeps a few keys only.
+const PASSWORD: &str = "lab1";
 
 /// From one picture to the next. Neither an X server nor a page tells when it shows something new.
 const PAUSE: Duration = Duration::from_millis(500);

@@ -24,7 +24,7 @@ pub struct Reference {
 }
 
 impl Reference {
-    /// Reads "HOST[:PORT]/REPOSITORY[:TAG][@sha256:DIGEST]".
+    /// Reads `HOST[:PORT]/REPOSITORY[:TAG][@sha256:DIGEST]`.
     ///
     /// # Errors
     ///
@@ -216,7 +216,7 @@ pub struct Platform {
 }
 
 impl Platform {
-    /// Reads "OS/ARCHITECTURE[/VARIANT]".
+    /// Reads `OS/ARCHITECTURE[/VARIANT]`.
     pub fn parse(text: &str) -> Option<Self> {
         let known = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
         let mut parts = text.split('/');
