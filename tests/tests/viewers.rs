@@ -44,13 +44,15 @@ trait Shows {
     /// Types a line that nothing may be shown of.
     fn enters(&mut self, line: &str);
 
-    /// Logs in where the guest asks for that, in the third row. What is typed then is in the fifth.
+    /// Logs in where the guest asks for that, in the third row. What is typed then is in the sixth.
     fn logs_in(&mut self, name: &str, font: &Font) {
         self.shows(name, font, 2, "lab login:");
         self.enters("root");
         self.shows(name, font, 2, "lab login: root");
         self.shows(name, font, 3, "Password:");
         self.enters(PASSWORD);
+        // What is typed before the shell reads is thrown away.
+        self.shows(name, font, 4, "welcome");
     }
 
     /// What is shown of the screen now. The PNG is kept as `name` beside the node's console.
@@ -232,7 +234,7 @@ fn prepare(console: &mut Console) {
     for command in [
         &format!("printf '\\033[?25l\\033[2J\\033[H%s\\n\\n' '{quoted}' > /dev/tty1"),
         "hostname lab; mkdir -p /etc; ln -sf busybox /bin/login",
-        "printf '#!/bin/sh\\nwhile read -r line; do eval \"$line\"; done\\n' >/bin/lines; chmod 755 /bin/lines",
+        "printf '#!/bin/sh\\necho welcome\\nwhile read -r line; do eval \"$line\"; done\\n' >/bin/lines; chmod 755 /bin/lines",
         &format!(
             "printf 'root:%s:0:0::/:/bin/lines\\n' \"$(busybox mkpasswd -m sha512 {PASSWORD} </dev/null)\" >/etc/passwd"
         ),
@@ -252,13 +254,13 @@ fn tigervncs_viewer_shows_the_text_console_and_what_is_typed_in_it() {
     let font = viewer.learn("tigervnc-alphabet");
     viewer.logs_in("tigervnc-login", &font);
     viewer.enters("echo $((6 * 7)) {A} '~' ok");
-    viewer.shows("tigervnc-typed", &font, 4, "echo $((6 * 7)) {A} '~' ok");
-    viewer.shows("tigervnc-typed", &font, 5, "42 {A} ~ ok");
+    viewer.shows("tigervnc-typed", &font, 5, "echo $((6 * 7)) {A} '~' ok");
+    viewer.shows("tigervnc-typed", &font, 6, "42 {A} ~ ok");
 
     let picture = snapshot(&case, &vm, "vncsnapshot");
     let font = picture.learn(0).expect("the alphabet");
     assert_eq!(picture.text(&font, 2), "lab login: root");
-    assert_eq!(picture.text(&font, 5), "42 {A} ~ ok");
+    assert_eq!(picture.text(&font, 6), "42 {A} ~ ok");
 }
 
 /// The picture that vncsnapshot takes of a screen, an old client without a window. It makes JPEG of it, so each of its pixels counts as light or dark.
@@ -325,7 +327,7 @@ fn tigervncs_viewer_gets_in_by_tls_with_a_password() {
     let font = viewer.learn("password-alphabet");
     viewer.logs_in("password-login", &font);
     viewer.enters("echo in");
-    viewer.shows("password-typed", &font, 5, "in");
+    viewer.shows("password-typed", &font, 6, "in");
 }
 
 /// noVNC's page in a browser on this machine.
@@ -431,8 +433,8 @@ fn novnc_in_a_browser_shows_the_text_console_and_what_is_typed_in_it_once_for_ea
     page.browser.open(&first).expect("the page");
     let font = page.learn("novnc-alphabet");
     page.logs_in("novnc-login", &font);
-    page.types("novnc-typed", &font, 4, "echo $((6 * 7)) {A} '~' ok");
-    page.shows("novnc-typed", &font, 5, "42 {A} ~ ok");
+    page.types("novnc-typed", &font, 5, "echo $((6 * 7)) {A} '~' ok");
+    page.shows("novnc-typed", &font, 6, "42 {A} ~ ok");
     page.keep("novnc-page");
 
     page.browser.reload().expect("an answer");
@@ -443,5 +445,5 @@ fn novnc_in_a_browser_shows_the_text_console_and_what_is_typed_in_it_once_for_ea
     );
     page.keep("novnc-used");
     page.browser.open(&address(&vm, &web)).expect("the page");
-    page.shows("novnc-again", &font, 5, "42 {A} ~ ok");
+    page.shows("novnc-again", &font, 6, "42 {A} ~ ok");
 }
