@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{
-    damage::Damage,
+    damage::{Damage, TILE},
     geometry::{Rect, Size},
 };
 
@@ -290,23 +290,29 @@ impl Drop for Reader {
     }
 }
 
-/// Copies `rect` and adds the tiles that were different to `damage`.
+/// Copies `rect`, which begins with a tile as all rectangles of damage do, and adds the tiles that were different to `damage`.
 fn copy(from: &Frame, to: &mut Frame, rect: Rect, damage: &mut Damage) {
-    use super::damage::TILE;
-    for y in rect.y..rect.y.saturating_add(rect.height) {
-        let (source, target) = (from.row(rect, y), to.row_mut(rect, y));
-        if source == target {
-            continue;
-        }
-        // The first tile may begin to the left of the rectangle; rectangles of damage begin with a tile.
-        let tiles = source.chunks(TILE.into()).zip(target.chunks_mut(TILE.into()));
-        let mut x = rect.x;
-        for (source, target) in tiles {
-            if source != target {
-                target.copy_from_slice(source);
-                damage.add(Rect::new(x, y, 1, 1));
+    let mut different = vec![false; rect.width.div_ceil(TILE).into()];
+    let bottom = rect.y.saturating_add(rect.height);
+    for top in (rect.y..bottom).step_by(TILE.into()) {
+        different.fill(false);
+        for y in top..bottom.min(top.saturating_add(TILE)) {
+            let (source, target) = (from.row(rect, y), to.row_mut(rect, y));
+            if source == target {
+                continue;
             }
-            x = x.saturating_add(TILE);
+            let tiles = source.chunks(TILE.into()).zip(target.chunks_mut(TILE.into()));
+            for ((source, target), different) in tiles.zip(&mut different) {
+                // A tile that is known to be different is not compared any more.
+                if *different || source != target {
+                    target.copy_from_slice(source);
+                    *different = true;
+                }
+            }
+        }
+        let columns = (rect.x..).step_by(TILE.into()).zip(&different);
+        for (x, _) in columns.filter(|(_, different)| **different) {
+            damage.add(Rect::new(x, top, 1, 1));
         }
     }
 }

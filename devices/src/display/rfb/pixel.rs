@@ -154,15 +154,23 @@ impl PixelFormat {
         (self.red, self.green, self.blue) == (Self::NATIVE.red, Self::NATIVE.green, Self::NATIVE.blue)
     }
 
-    /// Appends a value as a PIXEL.
-    pub fn put(&self, value: u32, out: &mut Vec<u8>) {
-        let [a, b, c, d] = value.to_le_bytes();
+    /// Appends pixels 0x00RRGGBB as values of this format to `values`.
+    pub fn convert_all(&self, pixels: &[u32], values: &mut Vec<u32>) {
+        if self.is_native_value() {
+            values.extend(pixels.iter().map(|pixel| pixel & 0x00ff_ffff));
+        } else {
+            values.extend(pixels.iter().map(|pixel| self.convert(*pixel)));
+        }
+    }
+
+    /// Appends values as PIXELs.
+    pub fn put(&self, values: &[u32], out: &mut Vec<u8>) {
         match (self.bytes, self.big_endian) {
-            (1, _) => out.push(a),
-            (2, false) => out.extend_from_slice(&[a, b]),
-            (2, true) => out.extend_from_slice(&[b, a]),
-            (_, false) => out.extend_from_slice(&[a, b, c, d]),
-            (_, true) => out.extend_from_slice(&[d, c, b, a]),
+            (1, _) => append(values, out, |[a, ..]| [a]),
+            (2, false) => append(values, out, |[a, b, ..]| [a, b]),
+            (2, true) => append(values, out, |[a, b, ..]| [b, a]),
+            (_, false) => append(values, out, |bytes| bytes),
+            (_, true) => append(values, out, |[a, b, c, d]| [d, c, b, a]),
         }
     }
 
@@ -192,21 +200,23 @@ impl PixelFormat {
         }
     }
 
-    /// Appends a value in a compact form, which is one that [`compact`](Self::compact) or [`tight`](Self::tight) gave.
-    pub fn put_compact(&self, compact: Compact, value: u32, out: &mut Vec<u8>) {
-        let [a, b, c, d] = value.to_le_bytes();
+    /// Appends values in a compact form, which is one that [`compact`](Self::compact) or [`tight`](Self::tight) gave.
+    pub fn put_compact(&self, compact: Compact, values: &[u32], out: &mut Vec<u8>) {
         match (compact, self.big_endian) {
-            (Compact::Whole, _) => self.put(value, out),
-            (Compact::Low, false) => out.extend_from_slice(&[a, b, c]),
-            (Compact::Low, true) => out.extend_from_slice(&[c, b, a]),
-            (Compact::High, false) => out.extend_from_slice(&[b, c, d]),
-            (Compact::High, true) => out.extend_from_slice(&[d, c, b]),
+            (Compact::Whole, _) => self.put(values, out),
+            (Compact::Low, false) => append(values, out, |[a, b, c, _]| [a, b, c]),
+            (Compact::Low, true) => append(values, out, |[a, b, c, _]| [c, b, a]),
+            (Compact::High, false) => append(values, out, |[_, b, c, d]| [b, c, d]),
+            (Compact::High, true) => append(values, out, |[_, b, c, d]| [d, c, b]),
             (Compact::Colours, _) => {
-                let byte = |channel: Channel| {
-                    let [byte, ..] = value.wrapping_shr(channel.shift.into()).to_le_bytes();
-                    byte
-                };
-                out.extend_from_slice(&[byte(self.red), byte(self.green), byte(self.blue)]);
+                let shifts = [self.red, self.green, self.blue].map(|channel| u32::from(channel.shift));
+                append(values, out, |bytes| {
+                    let value = u32::from_le_bytes(bytes);
+                    shifts.map(|shift| {
+                        let [byte, ..] = value.wrapping_shr(shift).to_le_bytes();
+                        byte
+                    })
+                });
             }
         }
     }
@@ -217,6 +227,16 @@ impl PixelFormat {
             Compact::Whole => self.bytes(),
             Compact::Low | Compact::High | Compact::Colours => 3,
         }
+    }
+}
+
+/// Appends what `bytes` makes of each value, whose bytes it gets in little-endian order. Room is made once for all of them.
+fn append<const N: usize>(values: &[u32], out: &mut Vec<u8>, bytes: impl Fn([u8; 4]) -> [u8; N]) {
+    let begin = out.len();
+    out.resize(begin.saturating_add(values.len().saturating_mul(N)), 0);
+    let (places, _) = out.get_mut(begin..).unwrap_or_default().as_chunks_mut();
+    for (place, value) in places.iter_mut().zip(values) {
+        *place = bytes(value.to_le_bytes());
     }
 }
 

@@ -713,7 +713,7 @@ fn values(frame: &Frame, rect: Rect, format: &PixelFormat, values: &mut Vec<u32>
     let black = format.convert(0);
     for y in rect.y..rect.y.saturating_add(rect.height) {
         let row = frame.row(rect, y);
-        values.extend(row.iter().map(|pixel| format.convert(*pixel)));
+        format.convert_all(row, values);
         values.extend(std::iter::repeat_n(
             black,
             usize::from(rect.width).saturating_sub(row.len()),
@@ -743,7 +743,7 @@ fn put_fence(flags: u32, payload: &[u8], out: &mut Vec<u8>) {
 /// Pixels and bitmask of a cursor (7.8.1). Pixels that are less than half opaque are not there.
 fn put_cursor(cursor: &Cursor, format: &PixelFormat, out: &mut Vec<u8>) {
     for pixel in &cursor.pixels {
-        format.put(format.convert(pixel & 0x00ff_ffff), out);
+        format.put(&[format.convert(pixel & 0x00ff_ffff)], out);
     }
     if cursor.width == 0 {
         return;

@@ -14,34 +14,43 @@ pub(super) const MAX_RESOURCES: usize = 1024;
 pub(super) const MAX_ENTRIES: usize = 16384;
 pub(super) const MAX_ALL_ENTRIES: usize = 65536;
 
-/// Where in the four bytes of a pixel alpha, red, green and blue are (5.7.6.8, `enum virtio_gpu_formats`).
+/// How a pixel is in memory (5.7.6.8, `enum virtio_gpu_formats`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Format {
     pub number: u32,
-    places: [usize; 4],
+    order: Order,
     alpha: bool,
 }
 
-const fn format(number: u32, places: [usize; 4], alpha: bool) -> Format {
-    Format {
-        number,
-        places,
-        alpha,
-    }
+/// Which bytes of a pixel are which, from the first one on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    /// Blue, green, red, alpha.
+    Bgra,
+    /// Alpha, red, green, blue.
+    Argb,
+    /// Red, green, blue, alpha.
+    Rgba,
+    /// Alpha, blue, green, red.
+    Abgr,
+}
+
+const fn format(number: u32, order: Order, alpha: bool) -> Format {
+    Format { number, order, alpha }
 }
 
 /// Names have the bytes in the order in which they are in memory.
 const FORMATS: [Format; 8] = [
     // B8G8R8A8, B8G8R8X8, A8R8G8B8, X8R8G8B8
-    format(1, [3, 2, 1, 0], true),
-    format(2, [3, 2, 1, 0], false),
-    format(3, [0, 1, 2, 3], true),
-    format(4, [0, 1, 2, 3], false),
+    format(1, Order::Bgra, true),
+    format(2, Order::Bgra, false),
+    format(3, Order::Argb, true),
+    format(4, Order::Argb, false),
     // R8G8B8A8, X8B8G8R8, A8B8G8R8, R8G8B8X8
-    format(67, [3, 0, 1, 2], true),
-    format(68, [0, 3, 2, 1], false),
-    format(121, [0, 3, 2, 1], true),
-    format(134, [3, 0, 1, 2], false),
+    format(67, Order::Rgba, true),
+    format(68, Order::Abgr, false),
+    format(121, Order::Abgr, true),
+    format(134, Order::Rgba, false),
 ];
 
 impl Format {
@@ -50,11 +59,22 @@ impl Format {
         FORMATS.into_iter().find(|format| format.number == number)
     }
 
-    /// A pixel as 0xAARRGGBB.
-    fn pixel(self, raw: [u8; 4]) -> u32 {
-        let [alpha, red, green, blue] = self.places.map(|place| raw.get(place).copied().unwrap_or(0));
-        let alpha = if self.alpha { alpha } else { 0xff };
-        u32::from_be_bytes([alpha, red, green, blue])
+    /// Pixels as 0xAARRGGBB into `target`, as many as both have.
+    fn pixels(self, raw: &[[u8; 4]], target: &mut [u32]) {
+        let alpha = if self.alpha { 0 } else { 0xff << 24 };
+        // The order is asked for once a row and not once a pixel.
+        match self.order {
+            Order::Bgra => copy(raw, target, |raw| u32::from_le_bytes(raw) | alpha),
+            Order::Argb => copy(raw, target, |raw| u32::from_be_bytes(raw) | alpha),
+            Order::Rgba => copy(raw, target, |raw| u32::from_be_bytes(raw).rotate_right(8) | alpha),
+            Order::Abgr => copy(raw, target, |raw| u32::from_le_bytes(raw).rotate_right(8) | alpha),
+        }
+    }
+}
+
+fn copy(raw: &[[u8; 4]], target: &mut [u32], pixel: impl Fn([u8; 4]) -> u32) {
+    for (target, raw) in target.iter_mut().zip(raw) {
+        *target = pixel(*raw);
     }
 }
 
@@ -194,9 +214,7 @@ impl Resource {
             let Some(target) = self.pixels.get_mut(begin..) else {
                 return false;
             };
-            for (pixel, raw) in target.iter_mut().zip(scratch.chunks_exact(4)) {
-                *pixel = self.format.pixel(raw.try_into().unwrap_or_default());
-            }
+            self.format.pixels(scratch.as_chunks().0, target);
         }
         true
     }
@@ -225,7 +243,9 @@ mod tests {
                 0xff
             };
             let format = Format::from_number(number).unwrap();
-            assert_eq!(format.pixel(raw), alpha << 24 | 0x11_22_33, "{number}");
+            let mut pixel = [0];
+            format.pixels(&[raw], &mut pixel);
+            assert_eq!(pixel, [alpha << 24 | 0x11_22_33], "{number}");
         }
         assert_eq!(Format::from_number(5), None);
     }

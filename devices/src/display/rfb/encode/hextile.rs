@@ -22,9 +22,7 @@ pub(super) fn encode(block: Block<'_>, format: &PixelFormat, tile: &mut Vec<u32>
         if !compact(part, format, out, begin.saturating_add(raw)) {
             out.truncate(begin);
             out.push(RAW);
-            for value in part.values {
-                format.put(*value, out);
-            }
+            format.put(part.values, out);
         }
     }
 }
@@ -45,12 +43,12 @@ fn compact(tile: Block<'_>, format: &PixelFormat, out: &mut Vec<u8>, limit: usiz
         _ => BACKGROUND | SUBRECTS | COLOURED,
     };
     out.push(mask);
-    format.put(background, out);
+    format.put(&[background], out);
     if mask & SUBRECTS == 0 {
         return true;
     }
     if let Some(foreground) = foreground {
-        format.put(foreground, out);
+        format.put(&[foreground], out);
     }
     let place = out.len();
     out.push(0);
@@ -77,34 +75,28 @@ fn subrects(
     out: &mut Vec<u8>,
     limit: usize,
 ) -> Option<u8> {
-    let mut left: Vec<Option<u32>> = tile
-        .values
-        .iter()
-        .map(|value| (*value != background).then_some(*value))
-        .collect();
+    // What is covered already counts as background.
+    let mut left = tile.values.to_vec();
     let at = |x: usize, y: usize| y.wrapping_mul(tile.width).wrapping_add(x);
     let mut count: u8 = 0;
     for y in 0..tile.height() {
         for x in 0..tile.width {
-            let Some(colour) = left.get(at(x, y)).copied().flatten() else {
+            let Some(colour) = left.get(at(x, y)).copied().filter(|colour| *colour != background) else {
                 continue;
             };
-            let same = |column: usize, row: usize, left: &[Option<u32>]| {
-                left.get(at(column, row)).copied().flatten() == Some(colour)
+            let run = |row: usize| {
+                let rest = left.get(at(x, row)..at(tile.width, row)).unwrap_or_default();
+                rest.iter().take_while(|value| **value == colour).count()
             };
-            let width = (x..tile.width)
-                .take_while(|column| same(*column, y, &left))
-                .count();
-            let height = (y..tile.height())
-                .take_while(|row| (x..x.wrapping_add(width)).all(|column| same(column, *row, &left)))
-                .count();
+            let width = run(y);
+            let height = (y..tile.height()).take_while(|row| run(*row) >= width).count();
             for row in y..y.wrapping_add(height) {
                 let begin = at(x, row);
-                left.get_mut(begin..begin.wrapping_add(width))?.fill(None);
+                left.get_mut(begin..begin.wrapping_add(width))?.fill(background);
             }
             count = count.checked_add(1)?;
             if let Some(format) = coloured {
-                format.put(colour, out);
+                format.put(&[colour], out);
             }
             let nibbles = |high: usize, low: usize| u8::try_from(high << 4 | low).unwrap_or(0);
             out.push(nibbles(x, y));

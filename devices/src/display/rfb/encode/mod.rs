@@ -99,7 +99,7 @@ impl Encoders {
     /// Appends the pixels of a rectangle.
     pub fn encode(&mut self, encoding: Encoding, block: Block<'_>, format: &PixelFormat, out: &mut Vec<u8>) {
         match encoding {
-            Encoding::Raw => raw(block, format, out),
+            Encoding::Raw => format.put(block.values, out),
             Encoding::Hextile => hextile::encode(block, format, &mut self.tile, out),
             Encoding::Zrle => {
                 self.scratch.clear();
@@ -116,12 +116,5 @@ impl Encoders {
             }
             Encoding::Tight => tight::encode(block, format, &mut self.tight, &mut self.scratch, out),
         }
-    }
-}
-
-fn raw(block: Block<'_>, format: &PixelFormat, out: &mut Vec<u8>) {
-    out.reserve(block.values.len().saturating_mul(format.bytes()));
-    for value in block.values {
-        format.put(*value, out);
     }
 }

@@ -62,22 +62,18 @@ pub(super) fn encode(
     scratch.clear();
     let Some(palette) = Palette::of(block.values, most).filter(|palette| pays(palette, block)) else {
         out.push(STREAM_PIXELS << 4);
-        for value in block.values {
-            format.put_compact(compact, *value, scratch);
-        }
+        format.put_compact(compact, block.values, scratch);
         return streams.put(STREAM_PIXELS, scratch, out);
     };
     if let [colour] = palette.colours() {
         out.push(FILL);
-        return format.put_compact(compact, *colour, out);
+        return format.put_compact(compact, &[*colour], out);
     }
     let two = palette.colours().len() == 2;
     let stream = if two { STREAM_BITS } else { STREAM_INDICES };
     out.extend_from_slice(&[FILTER | stream << 4, FILTER_PALETTE]);
     out.push(u8::try_from(palette.colours().len().saturating_sub(1)).unwrap_or(0));
-    for colour in palette.colours() {
-        format.put_compact(compact, *colour, out);
-    }
+    format.put_compact(compact, palette.colours(), out);
     if two {
         put_bits(block, &palette, scratch);
     } else {

@@ -31,7 +31,7 @@ fn encode_tile(tile: Block<'_>, format: &PixelFormat, compact: Compact, out: &mu
     let palette = Palette::of(tile.values, MAX_PALETTE);
     if let Some([colour]) = palette.as_ref().map(Palette::colours) {
         out.push(SOLID);
-        format.put_compact(compact, *colour, out);
+        format.put_compact(compact, &[*colour], out);
         return;
     }
     let run_bytes = |length: usize| length.wrapping_sub(1) / 255;
@@ -64,14 +64,12 @@ fn encode_tile(tile: Block<'_>, format: &PixelFormat, compact: Compact, out: &mu
     if plain < raw {
         out.push(PLAIN_RLE);
         for (length, value) in runs(tile.values) {
-            format.put_compact(compact, value, out);
+            format.put_compact(compact, &[value], out);
             put_length(length, out);
         }
     } else {
         out.push(RAW);
-        for value in tile.values {
-            format.put_compact(compact, *value, out);
-        }
+        format.put_compact(compact, tile.values, out);
     }
 }
 
@@ -90,15 +88,9 @@ fn put_length(length: usize, out: &mut Vec<u8>) {
     out.push(u8::try_from(rest % 255).unwrap_or(0));
 }
 
-fn put_palette(format: &PixelFormat, compact: Compact, palette: &Palette, out: &mut Vec<u8>) {
-    for colour in palette.colours() {
-        format.put_compact(compact, *colour, out);
-    }
-}
-
 fn put_packed(tile: Block<'_>, format: &PixelFormat, compact: Compact, palette: &Palette, out: &mut Vec<u8>) {
     out.push(u8::try_from(palette.colours().len()).unwrap_or(0));
-    put_palette(format, compact, palette, out);
+    format.put_compact(compact, palette.colours(), out);
     let bits = bits(palette.colours().len());
     // Rows begin with a byte of their own.
     for row in tile.values.chunks(tile.width) {
@@ -124,7 +116,7 @@ fn put_indexed(
 ) {
     let colours = u8::try_from(palette.colours().len()).unwrap_or(0);
     out.push(PLAIN_RLE | colours);
-    put_palette(format, compact, palette, out);
+    format.put_compact(compact, palette.colours(), out);
     for (length, value) in runs(tile.values) {
         let index = palette.index(value);
         if length == 1 {

@@ -38,12 +38,21 @@ impl Rows {
             return None;
         }
         let old = self.hashes.clone();
+        // Several rectangles may be beside each other.
+        let mut damaged = vec![false; self.hashes.len()];
         for rect in damage.rects() {
-            for y in rect.y..rect.y.saturating_add(rect.height) {
-                if let Some(place) = self.hashes.get_mut(usize::from(y)) {
-                    *place = hash(frame.row(self.size.rect(), y));
-                }
-            }
+            let rows = usize::from(rect.y)..usize::from(rect.y.saturating_add(rect.height));
+            damaged.get_mut(rows).unwrap_or_default().fill(true);
+        }
+        let rows = frame.pixels().chunks(self.size.width().into());
+        for ((place, row), _) in self
+            .hashes
+            .iter_mut()
+            .zip(rows)
+            .zip(damaged)
+            .filter(|(_, damaged)| *damaged)
+        {
+            *place = hash(row);
         }
         self.find(&old, damage)
     }
@@ -115,12 +124,16 @@ fn distance(was: usize, is: usize) -> Option<isize> {
 fn hash(row: &[u32]) -> u64 {
     /// An odd constant without a pattern: the golden ratio's fraction.
     const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
-    let mut hash = FACTOR;
-    for pixel in row {
-        let mixed = (hash ^ u64::from(*pixel)).wrapping_mul(FACTOR);
-        hash = mixed ^ mixed >> 32;
-    }
-    hash
+    let (pairs, last) = row.as_chunks();
+    let pairs = pairs
+        .iter()
+        .map(|[first, second]| u64::from(*first) << 32 | u64::from(*second));
+    pairs
+        .chain(last.iter().copied().map(u64::from))
+        .fold(FACTOR, |hash, pixels| {
+            let mixed = (hash ^ pixels).wrapping_mul(FACTOR);
+            mixed ^ mixed >> 32
+        })
 }
 
 #[cfg(test)]
