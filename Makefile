@@ -126,13 +126,13 @@ fuzz: ## Fuzz a part with libFuzzer (FUZZ=blk_queue, snapshot, dns_query, … as
 
 # Parts that need no node run while there is none.
 BENCH_HERE = $(filter $(or $(ONLY),rings pacing daemon),rings pacing daemon)
-BENCH_NODE = $(filter $(or $(ONLY),start memory disk fs migrate net ends),start memory disk fs migrate net ends)
+BENCH_NODE = $(filter $(or $(ONLY),start memory disk fs migrate net screen ends),start memory disk fs migrate net screen ends)
 comma := ,
 list = $(subst $() ,$(comma),$(strip $(1)))
 BENCH = target/debug/bench $(if $(PUBLISH),--publish) --only
 
 .PHONY: bench
-bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, ends, rings, pacing or daemon: a part)
+bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, screen, ends, rings, pacing or daemon: a part)
 	$(CARGO) build -q -p vmmd-tests --bin bench
 	$(if $(BENCH_HERE),$(BENCH) $(call list,$(BENCH_HERE)))
 	$(if $(BENCH_NODE),$(NODE) --name bench with -- $(BENCH) $(call list,$(BENCH_NODE)))

@@ -1,6 +1,6 @@
 //! `measure start`: starts the same kernel and initrd under our `vmm` and under QEMU (microvm and q35), in turn, and
 //! prints one JSON object a run. `measure disk` does the same with fio on a disk, in guests that are up beside each other.
-//! `measure net` moves packets between a guest and the node.
+//! `measure net` moves packets between a guest and the node. `measure screen` looks at what guests draw.
 //! `measure memory` boots it with its RAM backed in different ways.
 //! It runs as root in the test node; `make bench` copies it there, runs it and makes the tables. Its figures are compared
 //! with each other only: absolute times of an emulated node mean nothing.
@@ -13,6 +13,7 @@ mod memory;
 mod net;
 mod qmp;
 mod run;
+mod screen;
 mod ticks;
 mod tiny;
 mod trace;
@@ -83,6 +84,27 @@ enum Command {
     },
     /// Serves the traffic of `net`, in a guest.
     Serve,
+    /// Updates of a screen by each encoding, an idle screen, keys, and lines on consoles. The initial RAM disk has this program in /bin and a driver
+    /// for the display.
+    Screen {
+        #[command(flatten)]
+        common: Common,
+        /// How often each guest that was booted does each job.
+        #[arg(long, default_value_t = 3)]
+        turns: u32,
+    },
+    /// Draws without end, in a guest.
+    Draw {
+        /// What is drawn.
+        what: screen::draw::What,
+    },
+    /// Prints lines on a console, in a guest.
+    Lines {
+        /// "/dev/hvc0".
+        device: String,
+        /// How many of them.
+        count: u32,
+    },
     /// Boots of a guest whose RAM is backed in different ways, what it then costs that the guest touches memory, and what the
     /// host gets back from the balloon. The initial RAM disk has this program in /bin.
     Memory {
@@ -234,6 +256,22 @@ impl Common {
         Ok(())
     }
 
+    /// Measures all subjects with a screen in turn.
+    fn screen(&self, turns: u32) -> Result<()> {
+        let subjects = vmm::with_screens(&self.programs())?;
+        let wanted = self.wanted(&subjects)?;
+        for number in 0..self.runs {
+            screen::run(&wanted, turns, |subject, turn, cost| {
+                print(
+                    subject,
+                    number.saturating_mul(turns).saturating_add(turn),
+                    &[cost],
+                );
+            })?;
+        }
+        Ok(())
+    }
+
     /// Measures all subjects beside each other.
     fn disk(&self, raw: &Path, qcow2: &Path, job: &str, turns: u32) -> Result<()> {
         let subjects = vmm::with_disks(&self.programs(), raw, qcow2)?;
@@ -276,6 +314,9 @@ fn main() -> Result<()> {
         } => common.disk(&raw, &qcow2, &job, turns),
         Command::Net { common, turns, job } => common.net(&job, turns),
         Command::Serve => net::traffic::serve(),
+        Command::Screen { common, turns } => common.screen(turns),
+        Command::Draw { what } => screen::draw::run(what),
+        Command::Lines { device, count } => screen::draw::lines(&device, count),
         Command::Memory { common } => backing::run(&common.programs(), common.runs, |name, run, cost| {
             print(name, run, cost);
         }),

@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use crate::{net, tiny};
+use crate::{net, screen, tiny};
 
 /// Guest RAM of each in bytes.
 pub const MEMORY: u64 = 256 << 20;
@@ -173,6 +173,33 @@ pub fn with_nics(programs: &Programs) -> Result<Vec<Subject>> {
         subjects.push(subject);
     }
     Ok(subjects)
+}
+
+/// Ours and QEMU's q35 with a screen of 1920 × 1080 that is served without a password at [`screen::socket`], a keyboard, and a virtio-console that
+/// nobody reads.
+pub fn with_screens(programs: &Programs) -> Result<Vec<Subject>> {
+    let more = json!({
+        "display": {"width": 1920, "height": 1080},
+        "virtioConsole": {},
+        "boot": {"linux": {"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": CMDLINE}},
+    });
+    let mut ours = ours("vmm", programs, None, more)?;
+    ours.arguments
+        .extend(["--vnc".into(), screen::socket("vmm").into_os_string()]);
+    let mut qemu = qemu("q35", programs, "q35", None);
+    for (option, value) in [
+        ("-device", "virtio-gpu-pci,xres=1920,yres=1080".to_owned()),
+        ("-device", "virtio-keyboard-pci".to_owned()),
+        ("-vnc", format!("unix:{}", screen::socket("q35").display())),
+        ("-device", "virtio-serial-pci".to_owned()),
+        ("-chardev", "null,id=hvc".to_owned()),
+        ("-device", "virtconsole,chardev=hvc".to_owned()),
+        // The last one counts.
+        ("-append", CMDLINE.to_owned()),
+    ] {
+        qemu.arguments.extend([option.into(), value.into()]);
+    }
+    Ok(vec![ours, qemu])
 }
 
 fn cmdline(disk: Option<Disk<'_>>) -> String {

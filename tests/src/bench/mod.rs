@@ -12,6 +12,7 @@ mod net;
 mod networks;
 mod pacing;
 mod rings;
+mod screen;
 mod start;
 mod table;
 
@@ -38,6 +39,8 @@ pub enum Part {
     Migrate,
     /// Packets. In the node.
     Net,
+    /// A screen that somebody looks at. In the node.
+    Screen,
     /// How soon the end of a run is told. In the node.
     Ends,
     /// A disk's rings without a guest. On this machine.
@@ -58,6 +61,7 @@ impl Part {
             Part::Fs => fs::run(&Node::get()?, runs),
             Part::Migrate => migrate::run(runs),
             Part::Net => net::run(&Node::get()?, runs),
+            Part::Screen => screen::run(&Node::get()?, runs),
             Part::Ends => ends::run(runs),
             Part::Rings => rings::run(),
             Part::Pacing => pacing::run(),

@@ -23,7 +23,7 @@ use crate::node::Kernel;
 use crate::{debian, paths};
 
 pub use net::initrd as net_initrd;
-pub use screen::initrd as screen_initrd;
+pub use screen::{initrd as screen_initrd, initrd_with as screen_initrd_with};
 pub use share::initrd as share_initrd;
 pub use storage::initrd as storage_initrd;
 

@@ -1,0 +1,207 @@
+//! What a screen costs that somebody looks at, from `measure screen` in the node.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+
+use super::table::{Row, render};
+use crate::{Node, guest, initramfs::Extra, node::Kernel, programs, wait::Deadline};
+
+const SUBJECTS: [&str; 2] = ["vmm", "q35"];
+/// Jobs of `measure` by their names there and in the tables, and what costs are told for: what scrolls is the same in each second, however many
+/// updates it is sent in; a picture that is left out costs nothing.
+const SHOWN: [(&str, &str, Per); 2] = [
+    (
+        "text",
+        "A text console that scrolls by 20 lines each second",
+        Per::Second,
+    ),
+    (
+        "pictures",
+        "Four pictures each second that fill the screen",
+        Per::Update,
+    ),
+];
+
+/// What costs are told for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Per {
+    Second,
+    Update,
+}
+
+const ENCODINGS: [(&str, &str); 4] = [
+    ("raw", "Raw"),
+    ("hextile", "Hextile"),
+    ("tight", "Tight"),
+    ("zrle", "ZRLE"),
+];
+const FIGURES: [(&str, &str, f64); 3] = [
+    ("bytes_per_second", "sent, KiB", 1024.0),
+    ("host_cpu_us_per_second", "host CPU time, ms", 1e3),
+    ("exits_per_second", "VM exits", 1.0),
+];
+/// From one update to the next.
+const PERIOD: &str = "us_per_frame";
+/// Job, figure, what it is called, and in which unit.
+const OTHERS: [(&str, &str, &str, f64); 8] = [
+    (
+        "idle",
+        "host_cpu_us_per_second",
+        "idle, with a client: host CPU time, ms each second",
+        1e3,
+    ),
+    (
+        "idle",
+        "sleeps_per_second",
+        "idle: how often threads beside the vCPU woke up, each second",
+        1.0,
+    ),
+    ("idle", "updates", "idle: updates", 1.0),
+    ("key", "us", "from a key to the update with its letter, ms", 1e3),
+    (
+        "line on ttyS0",
+        "exits",
+        "a line of 80 bytes on the serial port: VM exits",
+        1.0,
+    ),
+    (
+        "line on hvc0",
+        "exits",
+        "the same on the virtio-console: VM exits",
+        1.0,
+    ),
+    (
+        "line on ttyS0",
+        "host_cpu_us",
+        "a line on the serial port: host CPU time, µs",
+        1.0,
+    ),
+    (
+        "line on hvc0",
+        "host_cpu_us",
+        "the same on the virtio-console: host CPU time, µs",
+        1.0,
+    ),
+];
+
+/// How often both guests have their turn in a boot.
+const TURNS: u32 = 3;
+
+#[derive(Deserialize)]
+struct Line {
+    vmm: String,
+    /// Counts turns in all boots.
+    run: u32,
+    result: Vec<Cost>,
+}
+
+#[derive(Deserialize)]
+struct Cost {
+    job: String,
+    figures: BTreeMap<String, f64>,
+}
+
+impl Cost {
+    fn figure(&self, name: &str, unit: f64) -> Option<f64> {
+        Some(self.figures.get(name)? / unit)
+    }
+}
+
+/// Measures and renders.
+pub fn run(node: &Node, runs: u32) -> Result<String> {
+    let measure = programs::build_static("vmmd-measure", "measure")?;
+    node.copy_in(&measure, "/root/measure")?;
+    let initrd = guest::screen_initrd_with(Kernel::Generic612, &[Extra::new(measure, "bin/measure")])?;
+    node.copy_in(&initrd, "/root/measure.initrd")?;
+    let boots = runs.div_ceil(TURNS);
+    let command = format!(
+        "/root/measure screen --kernel {} --initrd /root/measure.initrd --vmm /usr/lib/vmmd/vmm --runs {boots} --turns {TURNS}",
+        node.guests().vmlinuz(Kernel::Generic612),
+    );
+    let output = node.ssh_within(&command, Deadline::seconds(u64::from(boots) * 1200))?;
+    ensure!(
+        output.success(),
+        "measure in the node: {}{}",
+        output.stdout,
+        output.stderr
+    );
+    let lines = output.stdout.lines().map(serde_json::from_str);
+    let lines: Vec<Line> = lines
+        .collect::<Result<_, _>>()
+        .context("read what measure printed")?;
+    Ok(report(&lines, boots))
+}
+
+fn report(lines: &[Line], boots: u32) -> String {
+    let mut text = format!(
+        "### The screen\n\n1 vCPU, 256 MiB, Debian's generic kernel with its driver for virtio-gpu, 1920 × 1080; QEMU's q35 with virtio-gpu-pci and its VNC server. One \
+         client on a UNIX socket asks for each update as soon as it has the one before, in one encoding and CopyRect, and reads over the pixels without \
+         decoding them. The vCPU is on one processor, the VMM's other threads on another, with the client. {TURNS} turns in each of {boots} boots. Figures are medians, \
+         ratios are medians of each turn's ratio, with their quartiles. Host CPU is that of the VMM's process beside the guest's.\n\n",
+    );
+    let of = |job: &str, figure: &dyn Fn(&Cost) -> Option<f64>| -> [Vec<(u32, f64)>; 2] {
+        SUBJECTS.map(|subject| {
+            let results = lines.iter().filter(|line| line.vmm == subject);
+            let costs = results.flat_map(|line| line.result.iter().map(move |cost| (line.run, cost)));
+            let costs = costs.filter(|(_, cost)| cost.job == job);
+            costs
+                .filter_map(|(run, cost)| Some((run, figure(cost)?)))
+                .collect()
+        })
+    };
+    for (shown, title, per) in SHOWN {
+        let mut table = |what: &str, figure: &dyn Fn(&Cost) -> Option<f64>| {
+            let rows = ENCODINGS
+                .map(|(encoding, name)| Row::of_turns(name, &of(&format!("{shown}, {encoding}"), figure)));
+            text += &format!("{title}, {what}:\n\n{}\n", render(&SUBJECTS, &rows));
+        };
+        table("from one update to the next, ms", &|cost| {
+            cost.figure(PERIOD, 1e3)
+        });
+        for (figure, what, unit) in FIGURES {
+            match per {
+                Per::Second => table(&format!("{what} each second"), &|cost| cost.figure(figure, unit)),
+                Per::Update => table(&format!("{what} for each update"), &|cost| {
+                    Some(cost.figure(figure, unit)? * cost.figure(PERIOD, 1e6)?)
+                }),
+            }
+        }
+    }
+    let rows = OTHERS
+        .map(|(job, figure, name, unit)| Row::of_turns(name, &of(job, &|cost| cost.figure(figure, unit))));
+    text + &format!("Other figures:\n\n{}\n", render(&SUBJECTS, &rows))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_figure_of_every_job_is_in_its_table() {
+        let line = |vmm: &str, value: f64| {
+            let shown = SHOWN.iter().flat_map(|(shown, _, per)| {
+                ENCODINGS.map(|(encoding, _)| {
+                    // With `value` ms from one update to the next, 1,000 each second are `value` for each update.
+                    let each = if *per == Per::Update { 1e3 } else { value };
+                    let mut figures: BTreeMap<_, _> =
+                        FIGURES.map(|(name, _, unit)| (name, each * unit)).into();
+                    figures.insert(PERIOD, value * 1e3);
+                    serde_json::json!({ "job": format!("{shown}, {encoding}"), "figures": figures })
+                })
+            });
+            let others = OTHERS.map(|(job, figure, _, unit)| serde_json::json!({ "job": job, "figures": { figure: value * unit } }));
+            let result: Vec<_> = shown.chain(others).collect();
+            let line = serde_json::json!({ "vmm": vmm, "run": 0, "result": result });
+            serde_json::from_value::<Line>(line).expect("a line of measure")
+        };
+        let text = report(&[line("vmm", 1.0), line("q35", 2.0)], 1);
+        let rows = SHOWN.len() * (FIGURES.len() + 1) * ENCODINGS.len() + OTHERS.len();
+        assert_eq!(
+            text.matches("| 1.00 | 2.00 | 0.50 (0.50–0.50) |").count(),
+            rows,
+            "{text}"
+        );
+    }
+}
