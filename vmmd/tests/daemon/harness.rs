@@ -1,12 +1,13 @@
 //! A daemon in folders of its own, and what tests ask of it.
 
 use std::{
-    fs,
+    fs, io,
     os::unix::{net::UnixDatagram, process::CommandExt},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::atomic::{AtomicU32, Ordering},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use hyper_util::rt::TokioIo;
@@ -107,7 +108,9 @@ impl Daemon {
         let (process, number) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         // No two processes of tests that run at a time have the same, also when one makes a hundred daemons one after another.
         let first = 1_000_000_000 + (process % 32_768 * 128 + number % 128) * 250;
-        let cgroup = cgroup_mount().map(|mount| mount.join(format!("vmmd-test-{process}-{number}")));
+        // Named as the folder, which no other has: numbers of processes come again, and an earlier test may have left its cgroup.
+        let name = folder.path().file_name().unwrap().to_str().unwrap();
+        let cgroup = cgroup_mount().map(|mount| mount.join(format!("vmmd-test-{name}")));
         let path = |name: &str| folder.path().join(name);
         fs::write(path("kernel"), [1; 4096]).unwrap();
         let mut config = format!(
@@ -374,12 +377,7 @@ impl Drop for Daemon {
     fn drop(&mut self) {
         self.kill();
         for pid in self.vmm_processes() {
-            let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty());
-            let _ = kill_process(pid, Signal::KILL);
-            if let Ok(pidfd) = pidfd {
-                let mut fds = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];
-                let _ = rustix::event::poll(&mut fds, None);
-            }
+            end(pid);
         }
         // DHCP servers of its networks outlive it.
         for network in fs::read_dir(self.path("run/networks"))
@@ -393,11 +391,37 @@ impl Drop for Daemon {
                 .as_i64()
                 .and_then(|pid| Pid::from_raw(pid.try_into().ok()?));
             if let Some(pid) = pid {
-                let _ = kill_process(pid, Signal::KILL);
+                end(pid);
             }
         }
         for group in self.cgroups().into_iter().chain(self.cgroup.clone()) {
-            let _ = fs::remove_dir(group);
+            remove_cgroup(&group);
+        }
+    }
+}
+
+/// Kills a process and waits for its end.
+fn end(pid: Pid) {
+    let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty());
+    let _ = kill_process(pid, Signal::KILL);
+    if let Ok(pidfd) = pidfd {
+        let mut fds = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];
+        let _ = rustix::event::poll(&mut fds, None);
+    }
+}
+
+/// Removes a cgroup in which no process is; one that has ended may count for a moment. A test that leaves a cgroup fails.
+fn remove_cgroup(group: &Path) {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match fs::remove_dir(group) {
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy && Instant::now() < deadline => {
+                thread::sleep(Duration::from_millis(10));
+            }
+            Err(error) if error.kind() != io::ErrorKind::NotFound && !thread::panicking() => {
+                panic!("{} is left: {error}", group.display());
+            }
+            _ => return,
         }
     }
 }
