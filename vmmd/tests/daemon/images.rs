@@ -367,6 +367,57 @@ async fn a_packed_image_comes_whole_over_a_line_that_breaks_thrice_though_the_da
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn hostile_images_at_once_are_refused_while_the_daemon_answers_and_leave_nothing() {
+    let daemon = with_converter().await;
+    let mut make = Command::new("sh");
+    let script = "qemu-img create -q -u -f qcow2 -F raw -b /etc/shadow backing 1M && \
+         qemu-img create -q -f qcow2 -o data_file=outside.raw,data_file_raw=on data 1M && \
+         qemu-img create -q -f qcow2 large 2T && \
+         head -c 8M /dev/urandom >raw && qemu-img convert -f raw -O qcow2 raw whole && head -c 3M whole >cut && \
+         head -c 256M /dev/zero | gzip -1 >bomb.gz";
+    make.args(["-ec", script]).current_dir(daemon.folder.path());
+    assert!(make.status().unwrap().success(), "install qemu-utils");
+    let mut imports = Vec::new();
+    for (file, words) in [
+        ("backing", "backing file"),
+        ("data", "external file"),
+        ("large", "more than the"),
+        ("cut", "damaged"),
+        ("bomb.gz", "longer than the 67108864 bytes"),
+    ] {
+        let mut wanted = of_path(file.trim_end_matches(".gz"), &daemon.path(file));
+        wanted.spec.as_mut().unwrap().max_size_bytes = 64 << 20;
+        let mut client = daemon.images().await;
+        let request = v1::ImportImageRequest {
+            image: Some(wanted),
+            ..Default::default()
+        };
+        imports.push((
+            words,
+            tokio::spawn(async move { client.import_image(request).await }),
+        ));
+    }
+    let mut answers = 0;
+    while !imports.iter().all(|(_, import)| import.is_finished()) {
+        timeout(PATIENCE, daemon.list()).await.unwrap();
+        answers += 1;
+    }
+    assert!(answers > 0);
+    for (words, import) in imports {
+        let status = import.await.unwrap().unwrap_err();
+        assert_eq!(reason(&status), "IMAGE_UNUSABLE", "{status}");
+        assert!(status.message().contains(words), "{words}: {status}");
+    }
+    assert_eq!(daemon.image_files(), Vec::<String>::new());
+    let listed = daemon
+        .images()
+        .await
+        .list_images(v1::ListImagesRequest::default())
+        .await;
+    assert_eq!(listed.unwrap().into_inner().images, []);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn fifty_vms_of_an_image_of_2_gib_take_its_room_once_and_that_of_their_tables() {
     const DATA: u64 = 64 << 20;
     /// Most that one VM may take: the tables of its disk, and its records.
