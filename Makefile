@@ -125,14 +125,14 @@ fuzz: ## Fuzz a part with libFuzzer (FUZZ=blk_queue, snapshot, dns_query, … as
 	cd $(FUZZ_CRATE) && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --target-dir ../target/fuzz $(FUZZ) $(FOUND) fuzz/corpus/$(FUZZ) -- -max_total_time=$(FUZZ_SECONDS)
 
 # Parts that need no node run while there is none.
-BENCH_HERE = $(filter $(or $(ONLY),rings pacing daemon),rings pacing daemon)
+BENCH_HERE = $(filter $(or $(ONLY),rings pacing daemon image),rings pacing daemon image)
 BENCH_NODE = $(filter $(or $(ONLY),start memory disk fs migrate net screen ends),start memory disk fs migrate net screen ends)
 comma := ,
 list = $(subst $() ,$(comma),$(strip $(1)))
 BENCH = target/debug/bench $(if $(PUBLISH),--publish) --only
 
 .PHONY: bench
-bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, screen, ends, rings, pacing or daemon: a part)
+bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, screen, ends, rings, pacing, daemon or image: a part)
 	$(CARGO) build -q -p vmmd-tests --bin bench
 	$(if $(BENCH_HERE),$(BENCH) $(call list,$(BENCH_HERE)))
 	$(if $(BENCH_NODE),$(NODE) --name bench with -- $(BENCH) $(call list,$(BENCH_NODE)))

@@ -10,6 +10,9 @@ use crate::failure::{Code, Failure};
 /// The command that helps who names a disk that is not there.
 pub const DISKS: &str = "`vmmctl get disk` lists the disks there are";
 
+/// The command that helps who names an image that is not there.
+const IMAGES: &str = "`vmmctl image ls` lists the images there are";
+
 /// How long to ask for the reason of an answer that did not come.
 const PROBE: Duration = Duration::from_secs(5);
 
@@ -69,6 +72,7 @@ pub fn about_vm(failure: Failure, name: &str) -> Failure {
 /// Adds to a failure about a disk of the node its name, and the command that helps.
 pub fn about_disk(failure: Failure, name: &str) -> Failure {
     let hint = match failure.code {
+        _ if &*failure.reason == "IMAGE_NOT_FOUND" => IMAGES.into(),
         Code::NotFound => DISKS.into(),
         Code::Conflict => format!("`vmmctl describe disk {name}` shows it"),
         _ => return failure.about("disk", name),
@@ -90,9 +94,10 @@ pub fn about_snapshot(failure: Failure, name: &str) -> Failure {
 
 /// Adds to a failure about an image its name, and the command that helps.
 pub fn about_image(failure: Failure, name: &str) -> Failure {
-    let hint = match failure.code {
-        Code::NotFound => "`vmmctl image ls` lists the images there are".to_owned(),
-        Code::Conflict => format!("`vmmctl image describe {name}` shows it"),
+    let hint = match &*failure.reason {
+        // A file or an image of a registry may not be there either.
+        "IMAGE_NOT_FOUND" => IMAGES.to_owned(),
+        "IMAGE_EXISTS" => format!("`vmmctl image describe {name}` shows it"),
         _ => return failure.about("image", name),
     };
     failure.about("image", name).hint(hint)
@@ -101,4 +106,28 @@ pub fn about_image(failure: Failure, name: &str) -> Failure {
 /// An answer without its content, which a daemon never sends.
 pub fn empty_answer() -> Failure {
     Failure::new(Code::Other, "vmmd sent an empty answer").hint("compare versions with `vmmctl version`")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failed(reason: &str) -> Failure {
+        Failure {
+            reason: reason.into(),
+            ..Failure::new(Code::NotFound, "it is not there")
+        }
+    }
+
+    #[test]
+    fn who_names_what_is_not_there_is_shown_where_it_would_be() {
+        let hint = |failure: Failure| failure.hint.unwrap_or_default();
+        assert_eq!(&*hint(about_image(failed("IMAGE_NOT_FOUND"), "a")), IMAGES);
+        assert_eq!(&*hint(about_disk(failed("IMAGE_NOT_FOUND"), "a")), IMAGES);
+        assert_eq!(&*hint(about_disk(failed("DISK_NOT_FOUND"), "a")), DISKS);
+        // That of a registry, and a file of the node.
+        for reason in ["OCI_IMAGE_NOT_FOUND", "PLATFORM_NOT_FOUND", "DISK_NOT_FOUND"] {
+            assert_eq!(about_image(failed(reason), "a").hint, None, "{reason}");
+        }
+    }
 }

@@ -70,9 +70,16 @@ async fn import(client: &Client, args: &Import) -> Result<()> {
     };
     let response = send!(client.limit(WORK), client.images, import_image, request).await;
     let response = response.map_err(|failure| about_image(failure, &args.name))?;
-    let Some(operation) = response.operation.filter(|_| !args.no_wait) else {
-        return output::line(format!("image/{} being imported", args.name));
+    // A retry may find it whole.
+    let Some(operation) = response.operation else {
+        return say(client, &args.name, "imported").await;
     };
+    if args.no_wait {
+        return output::line(format!(
+            "image/{} being imported (operation/{})",
+            args.name, operation.id
+        ));
+    }
     let followed = progress::follow(client, &operation, args.quiet).await;
     followed.map_err(|failure| about_image(failure, &args.name))?;
     say(client, &args.name, "imported").await

@@ -28,7 +28,10 @@ pub fn row(image: &v1::Image, wide: bool, now: jiff::Timestamp) -> Vec<String> {
     let mut row = vec![
         metadata.name,
         camel(status.phase().as_str_name(), "IMAGE_PHASE_"),
-        quantity::show(status.virtual_size_bytes),
+        match status.virtual_size_bytes {
+            0 => "-".to_owned(),
+            bytes => quantity::show(bytes),
+        },
         quantity::show(status.allocated_bytes),
         users.to_string(),
         age::since(metadata.create_time.as_ref(), now),
@@ -83,7 +86,10 @@ pub fn describe(image: &v1::Image, now: jiff::Timestamp) -> String {
         text.put("Source size", &bytes(status.source_bytes));
     }
     text.put("Source checksum", &status.source_checksum);
-    text.put("Size", &bytes(status.virtual_size_bytes));
+    // Not known before the import has ended.
+    if status.virtual_size_bytes > 0 {
+        text.put("Size", &bytes(status.virtual_size_bytes));
+    }
     text.put("Allocated", &bytes(status.allocated_bytes));
     text.put("Digest", &status.digest);
     text.put("Last used", &when(status.last_used_time.as_ref(), now));

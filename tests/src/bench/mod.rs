@@ -6,6 +6,7 @@ mod disk;
 mod ends;
 mod fleet;
 mod fs;
+mod image;
 mod memory;
 mod migrate;
 mod net;
@@ -49,6 +50,8 @@ pub enum Part {
     Pacing,
     /// The daemon with many VMs, and with many networks. On this machine.
     Daemon,
+    /// Imports of images, and disks of one. On this machine.
+    Image,
 }
 
 impl Part {
@@ -66,6 +69,7 @@ impl Part {
             Part::Rings => rings::run(),
             Part::Pacing => pacing::run(),
             Part::Daemon => Ok(fleet::run()? + &networks::run()?),
+            Part::Image => image::run(runs),
         }
     }
 

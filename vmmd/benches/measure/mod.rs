@@ -73,9 +73,18 @@ pub fn since(pid: i32, before: &BTreeMap<String, (u64, u64)>) -> (u64, u64) {
 
 /// CPU time of the children of a process that have ended, in clock ticks of 10 ms (proc(5): cutime, cstime).
 pub fn children(pid: i32) -> u64 {
+    ticks(pid, 13, 2)
+}
+
+/// CPU time of a process and of its children that have ended, in clock ticks of 10 ms (proc(5): utime, stime, cutime, cstime).
+pub fn processor_time(pid: i32) -> u64 {
+    ticks(pid, 11, 4)
+}
+
+fn ticks(pid: i32, first: usize, count: usize) -> u64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let (_, rest) = stat.rsplit_once(')').unwrap();
-    let fields = rest.split_whitespace().skip(13).take(2);
+    let fields = rest.split_whitespace().skip(first).take(count);
     fields.map(|field| field.parse::<u64>().unwrap()).sum()
 }
 

@@ -1,6 +1,6 @@
 //! What names the content of an image: SHA-256 of the SHA-256 of each MiB, the last one may be shorter. Holes cost nothing. Blocking.
 
-use std::{fs::File, io, os::unix::fs::FileExt};
+use std::{fs::File, io, ops::Range, os::unix::fs::FileExt, sync::LazyLock, thread};
 
 use rustix::{
     fs::{SeekFrom, seek},
@@ -12,15 +12,26 @@ use crate::disk::Control;
 
 /// Of a hash, in bytes.
 const BLOCK: u64 = 1 << 20;
+/// Most threads that make hashes of one file.
+const MOST_THREADS: usize = 4;
+static THREADS: LazyLock<usize> = LazyLock::new(|| {
+    thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(MOST_THREADS)
+});
+/// Of a block of zeroes.
+static ZEROES: LazyLock<[u8; 32]> =
+    LazyLock::new(|| Sha256::digest(vec![0; usize::try_from(BLOCK).unwrap_or_default()]).into());
 
-/// The digest of a file of this length.
-pub fn of_blocks(file: &File, size: u64, control: &Control) -> io::Result<[u8; 32]> {
+/// Bytes of a file whose hashes are in memory at once.
+pub const WINDOW: u64 = 256 << 20;
+
+/// The hashes of the blocks that begin in `range` of a file of this length.
+pub fn of_blocks(file: &File, size: u64, range: Range<u64>, control: &Control) -> io::Result<Vec<[u8; 32]>> {
     let mut buffer = vec![0; usize::try_from(BLOCK).unwrap_or_default()];
-    let zeroes: [u8; 32] = Sha256::digest(&buffer).into();
-    let mut whole = Sha256::new();
-    let mut data = 0;
-    let mut start = 0;
-    while start < size {
+    let mut hashes = Vec::new();
+    let (mut data, mut start) = (0, range.start);
+    while start < range.end.min(size) {
         let end = size.min(start.saturating_add(BLOCK));
         if data < start {
             data = match seek(file, SeekFrom::Data(start)) {
@@ -30,18 +41,26 @@ pub fn of_blocks(file: &File, size: u64, control: &Control) -> io::Result<[u8; 3
             };
         }
         if data >= end && end - start == BLOCK {
-            whole.update(zeroes);
+            hashes.push(*ZEROES);
         } else {
             control.wanted()?;
-            control.progress(start, size);
             let length = usize::try_from(end - start).unwrap_or_default();
             let block = buffer.get_mut(..length).unwrap_or_default();
             file.read_exact_at(block, start)?;
-            whole.update(Sha256::digest(block));
+            hashes.push(Sha256::digest(block).into());
         }
         start = end;
     }
-    Ok(whole.finalize().into())
+    Ok(hashes)
+}
+
+/// The parts of a window at `start` of which several threads make the hashes: whole blocks each.
+pub fn parts(start: u64, size: u64) -> impl Iterator<Item = Range<u64>> {
+    let end = size.min(start.saturating_add(WINDOW));
+    let blocks = (end - start).div_ceil(BLOCK).div_ceil(*THREADS as u64).max(1);
+    let step = blocks.saturating_mul(BLOCK);
+    let starts = (start..end).step_by(usize::try_from(step).unwrap_or(usize::MAX));
+    starts.map(move |start| start..end.min(start.saturating_add(step)))
 }
 
 /// SHA-256 of a file, and its length.
@@ -66,6 +85,32 @@ pub fn of_file(file: &File, control: &Control) -> io::Result<([u8; 32], u64)> {
 mod tests {
     use super::*;
 
+    /// As an import makes it.
+    fn whole(file: &File, size: u64) -> [u8; 32] {
+        let mut whole = Sha256::new();
+        for start in (0..size).step_by(usize::try_from(WINDOW).unwrap()) {
+            for part in parts(start, size) {
+                let hashes = of_blocks(file, size, part, &Control::default()).unwrap();
+                whole.update(hashes.as_flattened());
+            }
+        }
+        whole.finalize().into()
+    }
+
+    #[test]
+    fn parts_are_whole_blocks_and_each_byte_is_in_one() {
+        for size in [512, BLOCK, BLOCK + 1, 5 * BLOCK, 1000 * BLOCK - 512, WINDOW] {
+            let mut end = 0;
+            for part in parts(0, size) {
+                assert!(part.start == end && part.start.is_multiple_of(BLOCK) && part.end > part.start);
+                end = part.end;
+            }
+            assert_eq!(end, size.min(WINDOW));
+        }
+        let mut second = parts(WINDOW, WINDOW + 700);
+        assert_eq!((second.next(), second.next()), (Some(WINDOW..WINDOW + 700), None));
+    }
+
     #[test]
     fn holes_and_written_zeroes_have_the_same_digest() {
         let (holes, data) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
@@ -75,14 +120,11 @@ mod tests {
             file.set_len(size).unwrap();
             file.write_all_at(b"here", (3 << 20) + 7).unwrap();
         }
-        let digest = |file: &File| of_blocks(file, size, &Control::default()).unwrap();
+        let digest = |file: &File| whole(file, size);
         assert_eq!(digest(&holes), digest(&data));
         data.write_all_at(b"x", size - 1).unwrap();
         assert_ne!(digest(&holes), digest(&data));
-        assert_ne!(
-            of_blocks(&holes, size - 512, &Control::default()).unwrap(),
-            digest(&holes)
-        );
+        assert_ne!(whole(&holes, size - 512), digest(&holes));
     }
 
     #[test]
@@ -91,13 +133,10 @@ mod tests {
         file.write_all_at(&[7; 512], 1 << 20).unwrap();
         let blocks = [Sha256::digest(vec![0; 1 << 20]), Sha256::digest([7; 512])].concat();
         let size = (1 << 20) + 512;
-        assert_eq!(
-            of_blocks(&file, size, &Control::default()).unwrap(),
-            <[u8; 32]>::from(Sha256::digest(blocks))
-        );
-        let (whole, length) = of_file(&file, &Control::default()).unwrap();
+        assert_eq!(whole(&file, size), <[u8; 32]>::from(Sha256::digest(blocks)));
+        let (checksum, length) = of_file(&file, &Control::default()).unwrap();
         let mut content = vec![0; 1 << 20];
         content.extend([7; 512]);
-        assert_eq!((whole, length), (Sha256::digest(content).into(), size));
+        assert_eq!((checksum, length), (Sha256::digest(content).into(), size));
     }
 }

@@ -12,6 +12,7 @@ use proto::{
 };
 use reqwest::header::HeaderMap;
 use serde::Deserialize;
+use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
 use super::{
@@ -406,19 +407,56 @@ async fn convert(
         Progress::bytes(0, found.virtual_size),
         "finding out what names the content",
     );
-    let (size, control) = (found.virtual_size, control.clone());
-    let hashing = host.pools.bulk.run(&[folder.root()], move || {
-        let length = image.metadata()?.len();
-        if length != size || size == 0 || !size.is_multiple_of(512) {
-            return Err(io::Error::other("the image has another length than was said"));
-        }
-        digest::of_blocks(&image, size, &control)
-    });
-    record.digest = hashing.await?.map_err(|error| failed(&error))?.to_vec();
+    let size = found.virtual_size;
+    record.digest = content(host, image, size, control).await?.to_vec();
     record.size_bytes = size;
     record.source_format = found.format;
     record.source_compression = found.compression.unwrap_or_default();
     Ok(())
+}
+
+/// Brings the image to stable storage, and makes the digest of its content meanwhile.
+async fn content(host: &Arc<Host>, image: File, size: u64, control: &Control) -> Result<[u8; 32], Failure> {
+    let image = Arc::new(image);
+    let looked_at = Arc::clone(&image);
+    let length = on_disk(host, move || Ok(looked_at.metadata()?.len())).await?;
+    if length != size || size == 0 || !size.is_multiple_of(512) {
+        return Err(Failure::internal("the image has another length than was said"));
+    }
+    let written = Arc::clone(&image);
+    let writing = on_disk(host, move || written.sync_all());
+    let mut whole = Sha256::new();
+    let mut start = 0;
+    while start < size {
+        control.progress(start, size);
+        let parts = digest::parts(start, size).map(|part| {
+            let (image, control) = (Arc::clone(&image), control.clone());
+            on_disk(host, move || digest::of_blocks(&image, size, part, &control))
+        });
+        for hashes in parts.collect::<Vec<_>>() {
+            whole.update(hashes.await?.as_flattened());
+        }
+        start = start.saturating_add(digest::WINDOW);
+    }
+    writing.await?;
+    Ok(whole.finalize().into())
+}
+
+/// Begins work on the file of an image, beside other work on it.
+fn on_disk<T: Send + 'static, W: FnOnce() -> io::Result<T> + Send + 'static>(
+    host: &Arc<Host>,
+    work: W,
+) -> impl Future<Output = Result<T, Failure>> + use<T, W> {
+    let host = Arc::clone(host);
+    let begun = tokio::spawn(async move {
+        let done = host.pools.bulk.run(&[host.image_folder().root()], work).await?;
+        done.map_err(|error| failed(&error))
+    });
+    async {
+        begun
+            .await
+            .map_err(|error| Failure::internal(error.to_string()))?
+    }
 }
 
 /// Gives the image its place, and notes durably that it is whole. Returns what is to be said of it.

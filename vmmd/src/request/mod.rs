@@ -12,8 +12,10 @@
 //! answered one is answered as before, for a day, or for an hour when [100,000](crate::store) others have been answered
 //! since. The same id with another method or other content is refused.
 //!
-//! Before the first durable effect of a request its mark (id, method, hash of the content) is in the record of the VM or
-//! disk; it is written in the same transaction, so that it costs nothing. The answer is written before the client has
+//! Before the first durable effect of a request its mark (id, method, fingerprint of the content) is in the record of the VM or
+//! disk; it is written in the same transaction, so that it costs nothing. The content has secrets, such as a registry's password: its
+//! fingerprint is an HMAC, so that who reads the store can't test guesses. With another `secrets_key` no retry is known again: it is
+//! refused. The answer is written before the client has
 //! it, which is the one commit that an id costs. What a daemon that was killed in between leaves is carried out again
 //! by the retry, which then finds the mark:
 //!
@@ -66,7 +68,7 @@ use crate::{
     context::{self, Context, Initiator},
     failure::{Failure, Kind},
     store::{
-        self, DiskRecord, ImageRecord, NetworkRecord, REQUEST_AGE_MS, RequestKey, RequestMark,
+        self, DiskRecord, ImageRecord, Key, NetworkRecord, REQUEST_AGE_MS, RequestKey, RequestMark,
         SnapshotRecord, Store, VmRecord,
     },
     text,
@@ -148,7 +150,7 @@ where
         let answer = work(host, request, context).instrument(span);
         return answer.await.map(Response::new);
     }
-    let mark = mark(&request, &context.initiator);
+    let mark = mark(&request, &context.initiator, host.store().key());
     let mut answer = match host.requests().enter(&mark)? {
         Entered::Waiting(answer) => answer,
         Entered::Begun(sender) => {
@@ -219,14 +221,15 @@ pub fn context<Q: Mutation>(request: &tonic::Request<Q>) -> Result<Context, Fail
     })
 }
 
-fn mark<Q: Mutation>(request: &Q, caller: &Initiator) -> RequestMark {
+fn mark<Q: Mutation>(request: &Q, caller: &Initiator, key: &Key) -> RequestMark {
     // Maps are sorted: the same content has the same bytes.
     let mut content = request.clone();
     content.set_request_id(String::new());
     RequestMark {
         id: request.request_id().to_owned(),
         method: Q::METHOD.to_owned(),
-        fingerprint: Sha256::digest(content.encode_to_vec()).to_vec(),
+        plain_hash: Vec::new(),
+        fingerprint: key.fingerprint(&Sha256::digest(content.encode_to_vec())),
         begun_ms: text::now_ms(),
         caller: caller.scope(),
     }

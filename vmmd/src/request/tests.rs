@@ -4,8 +4,12 @@ use tonic::{Code, Status};
 use super::{answer::Answer, *};
 use crate::failure::Failure;
 
+fn key() -> Key {
+    Key::of(&[7; 32])
+}
+
 fn mark<Q: Mutation>(request: &Q) -> RequestMark {
-    super::mark(request, &Initiator::Daemon)
+    super::mark(request, &Initiator::Daemon, &key())
 }
 
 fn start(id: &str, name: &str) -> v1::StartVmRequest {
@@ -31,6 +35,23 @@ fn a_mark_is_the_same_for_the_same_content_whatever_the_id() {
         !same(&first, &mark(&pause)),
         "the bytes are the same, the method is not"
     );
+}
+
+#[test]
+fn a_mark_tells_nothing_of_the_content_to_who_has_no_key() {
+    let request = start("1", "a");
+    let mark = mark(&request);
+    let mut content = request.clone();
+    content.set_request_id(String::new());
+    let hash = Sha256::digest(content.encode_to_vec());
+    let written = mark.encode_to_vec();
+    assert!(
+        !written
+            .windows(hash.len())
+            .any(|window| window == hash.as_slice())
+    );
+    let other = super::mark(&request, &Initiator::Daemon, &Key::of(&[8; 32]));
+    assert_ne!(mark.fingerprint, other.fingerprint);
 }
 
 #[test]
@@ -129,7 +150,7 @@ fn marks_are_kept_while_their_request_has_no_answer() {
 #[test]
 fn an_id_is_its_callers_own() {
     let requests = Requests::default();
-    let by = |caller| super::mark(&start("1", "a"), &caller);
+    let by = |caller| super::mark(&start("1", "a"), &caller, &key());
     let callers = [
         Initiator::User(0),
         Initiator::User(1),

@@ -27,7 +27,7 @@ const MAX_RUNS: u64 = 1024;
 /// By run and revision, both big-endian.
 const TOMBSTONES: Table = Table::new("tombstones");
 /// By id.
-const REQUESTS: Table = Table::new("requests");
+pub(super) const REQUESTS: Table = Table::new("requests");
 /// By a big-endian number that grows: the time of the answer (Unix time in milliseconds, big-endian), then the id.
 const REQUEST_ORDER: Table = Table::new("request_order");
 const RUN: &str = "run";
@@ -80,8 +80,11 @@ pub struct RequestMark {
     /// "CreateVm".
     #[prost(string, tag = "2")]
     pub method: String,
-    /// Hash of the request without its id.
+    /// What earlier releases wrote in the place of the fingerprint: SHA-256 of the request without its id. Nothing once the store is open.
     #[prost(bytes = "vec", tag = "3")]
+    pub plain_hash: Vec<u8>,
+    /// Of the request without its id: [`Key::fingerprint`](super::Key::fingerprint) of its SHA-256.
+    #[prost(bytes = "vec", tag = "6")]
     pub fingerprint: Vec<u8>,
     /// Unix time in milliseconds.
     #[prost(uint64, tag = "4")]

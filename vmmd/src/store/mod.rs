@@ -10,6 +10,7 @@ mod history;
 mod migration;
 mod operation;
 mod record;
+mod rewrite;
 mod seal;
 mod stored;
 
@@ -181,6 +182,7 @@ impl Store {
         let path = Self::file(dir);
         let database = open(&path)?;
         seal::seal_all(&database, key)?;
+        rewrite::key_all(&database, key)?;
         let records = load(&database, key)?;
         let records = Records {
             history: history::begin_run(&database, records.history)?,
@@ -348,6 +350,11 @@ impl Store {
         let changes = [put, Change::BuryNetwork(tombstone)];
         let answered = answered.map(Change::Complete);
         self.changes(changes.into_iter().chain(answered).collect()).await
+    }
+
+    /// What secrets are sealed with.
+    pub fn key(&self) -> &Key {
+        &self.key
     }
 
     /// Seals a secret, for the record with this UUID.

@@ -12,16 +12,17 @@ use std::{
 };
 
 use prost::Message;
-use redb::{Database, ReadableDatabase as _, ReadableTable as _};
+use redb::Database;
 use ring::{
     aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey},
+    hmac,
     rand::{SecureRandom as _, SystemRandom},
 };
 
 use super::{
     Error, SNAPSHOTS, Table, VMS,
+    rewrite::{Row, changed, put},
     stored::{CloudInit, Snapshot, Vm},
-    write,
 };
 
 /// Length of the key in bytes.
@@ -30,6 +31,8 @@ const LENGTH: usize = 32;
 const OWN: &str = "secrets.key";
 /// Name of the credential of the unit that is the key (systemd.exec(5), "LoadCredential=").
 const CREDENTIAL: &str = "vmmd.secrets-key";
+/// What the key for fingerprints of requests is derived with.
+const FINGERPRINTS: &[u8] = b"vmmd: fingerprints of requests";
 /// First byte of what is sealed: how.
 const VERSION: u8 = 1;
 
@@ -48,7 +51,12 @@ pub enum KeyError {
 
 /// What secrets are sealed with; clones are the same.
 #[derive(Clone)]
-pub struct Key(Arc<LessSafeKey>);
+pub struct Key(Arc<Keys>);
+
+struct Keys {
+    sealing: LessSafeKey,
+    fingerprints: hmac::Key,
+}
 
 impl std::fmt::Debug for Key {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -92,7 +100,19 @@ impl Key {
     pub fn of(bytes: &[u8; LENGTH]) -> Self {
         let key = UnboundKey::new(&AES_256_GCM, bytes);
         #[allow(clippy::expect_used)] // It fails for another length only.
-        Self(Arc::new(LessSafeKey::new(key.expect("the length of a key"))))
+        let sealing = LessSafeKey::new(key.expect("the length of a key"));
+        let derived = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, bytes), FINGERPRINTS);
+        let fingerprints = hmac::Key::new(hmac::HMAC_SHA256, derived.as_ref());
+        Self(Arc::new(Keys {
+            sealing,
+            fingerprints,
+        }))
+    }
+
+    /// What tells a request from another one, of the hash of its content: who has it and not the key can't test guesses of secrets in
+    /// the request.
+    pub fn fingerprint(&self, hash: &[u8]) -> Vec<u8> {
+        hmac::sign(&self.0.fingerprints, hash).as_ref().to_vec()
     }
 
     /// The record as it is written.
@@ -130,6 +150,7 @@ impl Key {
         SystemRandom::new().fill(&mut nonce).map_err(failed)?;
         let used = Nonce::assume_unique_for_key(nonce);
         self.0
+            .sealing
             .seal_in_place_append_tag(used, Aad::from(uid), &mut text)
             .map_err(failed)?;
         Ok([&[VERSION], nonce.as_slice(), &text].concat())
@@ -148,7 +169,11 @@ impl Key {
         }
         let mut text = text.to_vec();
         let nonce = Nonce::assume_unique_for_key(*nonce);
-        let plain = self.0.open_in_place(nonce, Aad::from(uid), &mut text).ok()?;
+        let plain = self
+            .0
+            .sealing
+            .open_in_place(nonce, Aad::from(uid), &mut text)
+            .ok()?;
         Some(plain.to_vec())
     }
 }
@@ -239,47 +264,19 @@ impl Secrets {
 pub(super) fn seal_all(database: &Database, key: &Key) -> Result<(), Error> {
     let mut rows = clear::<Vm>(database, VMS, key)?;
     rows.extend(clear::<Snapshot>(database, SNAPSHOTS, key)?);
-    if rows.is_empty() {
-        return Ok(());
-    }
-    write(database, |transaction| {
-        for (table, key, value) in &rows {
-            let mut table = transaction
-                .open_table(*table)
-                .map_err(|error| Error::of("open the store", error))?;
-            table
-                .insert(key.as_slice(), value.as_slice())
-                .map_err(|error| Error::of("write the store", error))?;
-        }
-        Ok(())
-    })
+    put(database, &rows)
 }
-
-/// A record: its table, its key, and what is written.
-type Row = (Table, Vec<u8>, Vec<u8>);
 
 /// The records of a table whose secrets are in clear text, as they are to be written.
 fn clear<R: Secretive>(database: &Database, table: Table, key: &Key) -> Result<Vec<Row>, Error> {
-    let failed = |error: redb::Error| Error::of("read the store", error);
-    let transaction = database.begin_read().map_err(|error| failed(error.into()))?;
-    let rows = match transaction.open_table(table) {
-        Err(redb::TableError::TableDoesNotExist(_)) => return Ok(Vec::new()),
-        rows => rows.map_err(|error| failed(error.into()))?,
-    };
-    let mut found = Vec::new();
-    for row in rows.iter().map_err(|error| failed(error.into()))? {
-        let (uid, value) = row.map_err(|error| failed(error.into()))?;
-        // What can't be decoded is left as it is.
-        let Ok(mut record) = R::decode(value.value()) else {
-            continue;
-        };
+    changed(database, table, |mut record: R| {
         let is_clear = |init: &CloudInit| Secrets::take(&mut init.clone()) != Secrets::default();
         let wanted = record.inits().iter().any(|init| is_clear(init));
-        if wanted && key.open(&mut record).is_ok() {
-            found.push((table, uid.value().to_vec(), key.seal(record)?));
+        if !wanted || key.open(&mut record).is_err() {
+            return Ok(None);
         }
-    }
-    Ok(found)
+        key.seal(record).map(Some)
+    })
 }
 
 #[cfg(test)]
@@ -287,9 +284,10 @@ mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
     use proto::v1;
+    use redb::ReadableDatabase as _;
 
     use super::*;
-    use crate::store::{InstanceRecord, Store, VmRecord};
+    use crate::store::{InstanceRecord, Store, VmRecord, write};
 
     const USER_DATA: &str = "#cloud-config\npassword: nobody-knows-this\n";
 

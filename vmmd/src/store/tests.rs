@@ -279,6 +279,7 @@ fn mark(id: &str) -> RequestMark {
     RequestMark {
         id: id.to_owned(),
         method: "StartVm".to_owned(),
+        plain_hash: Vec::new(),
         fingerprint: vec![7; 32],
         begun_ms: 5,
         caller: String::new(),

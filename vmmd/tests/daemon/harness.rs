@@ -2,7 +2,7 @@
 
 use std::{
     fs, io,
-    os::unix::{net::UnixDatagram, process::CommandExt},
+    os::unix::{fs::MetadataExt as _, net::UnixDatagram, process::CommandExt},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::atomic::{AtomicU32, Ordering},
@@ -507,6 +507,16 @@ fn cgroup_mount() -> Option<PathBuf> {
             .starts_with("cgroup2 ")
             .then(|| PathBuf::from(mount.split(' ').nth(4).unwrap()))
     })
+}
+
+/// Room that files below a folder take, in bytes.
+pub fn room(folder: &Path) -> u64 {
+    let entries = fs::read_dir(folder).unwrap().map(Result::unwrap);
+    let rooms = entries.map(|entry| match entry.metadata().unwrap() {
+        metadata if metadata.is_dir() => room(&entry.path()),
+        metadata => metadata.blocks() * 512,
+    });
+    rooms.sum()
 }
 
 /// The code and reason of a refusal.

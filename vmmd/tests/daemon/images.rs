@@ -1,15 +1,15 @@
 //! The ImageService as a client sees it: imports, uploads, deletions, and disks that are made of images.
 
+#[path = "../support/http.rs"]
+mod http;
 mod oci;
 
 use std::{
     fs,
-    io::{Read as _, Write as _},
-    net::TcpListener,
     os::unix::fs::MetadataExt,
-    path::PathBuf,
-    sync::mpsc,
-    thread,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::Arc,
 };
 
 use proto::v1::{
@@ -22,9 +22,10 @@ use tokio_stream::StreamExt;
 use tonic::{Code, Status, transport::Channel};
 use tonic_types::StatusExt;
 
+use self::http::{Server, held, part, start};
 use crate::{
-    disks::raw,
-    harness::{Daemon, PATIENCE, connect},
+    disks::{named, raw},
+    harness::{Daemon, PATIENCE, connect, room},
 };
 
 impl Daemon {
@@ -86,6 +87,34 @@ impl Daemon {
         fs::write(&path, content).unwrap();
         path
     }
+
+    /// Waits until so many bytes of the one file that is being downloaded are on the disk.
+    async fn downloaded(&self, bytes: u64) {
+        let written = async {
+            loop {
+                let files = self.image_files();
+                let source = files.iter().find(|name| name.ends_with(".source"));
+                let path = source.map(|name| self.path(&format!("state/images/{name}")));
+                if path.is_some_and(|path| fs::metadata(path).is_ok_and(|metadata| metadata.size() >= bytes))
+                {
+                    return;
+                }
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(PATIENCE, written).await.unwrap();
+    }
+}
+
+/// A daemon with the converter that is packaged, and not the mock of it.
+async fn with_converter() -> Daemon {
+    let vmm = Path::new(env!("CARGO_BIN_EXE_mock-vmm")).with_file_name("vmm");
+    assert!(
+        vmm.exists(),
+        "{} is missing: build the whole workspace",
+        vmm.display()
+    );
+    Daemon::configured(&format!("vmm = {vmm:?}\n")).await
 }
 
 fn image(name: &str, source: Option<Source>) -> v1::Image {
@@ -102,7 +131,7 @@ fn image(name: &str, source: Option<Source>) -> v1::Image {
     }
 }
 
-fn of_path(name: &str, path: &std::path::Path) -> v1::Image {
+fn of_path(name: &str, path: &Path) -> v1::Image {
     image(name, Some(Source::Path(path.display().to_string())))
 }
 
@@ -166,7 +195,7 @@ async fn what_cannot_be_imported_is_refused_and_leaves_nothing() {
         ),
         (of_path("a", &refused), "IMAGE_UNUSABLE"),
         (of_path("a", &missing), "DISK_NOT_FOUND"),
-        (of_path("a", std::path::Path::new("/dev/null")), "DISK_UNUSABLE"),
+        (of_path("a", Path::new("/dev/null")), "DISK_UNUSABLE"),
     ] {
         let status = daemon.import(image).await.unwrap_err();
         assert_eq!(reason(&status), expected, "{status}");
@@ -201,47 +230,14 @@ async fn an_uploaded_file_becomes_an_image_and_a_cut_off_one_nothing() {
     assert_eq!(reason(&other), "IMAGE_EXISTS");
 }
 
-/// A server that sends `most` bytes of the file on each connection, and then waits until it may break it off.
-fn server(content: Vec<u8>, most: usize) -> (String, mpsc::Receiver<String>, mpsc::Sender<()>) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("http://{}/disk.raw?token=secret", listener.local_addr().unwrap());
-    let (asked, requests) = mpsc::channel();
-    let (go, may_go) = mpsc::channel();
-    thread::spawn(move || {
-        for stream in listener.incoming() {
-            let Ok(mut stream) = stream else { return };
-            let (mut head, mut byte) = (Vec::new(), [0]);
-            while !head.ends_with(b"\r\n\r\n") && stream.read(&mut byte).is_ok_and(|count| count > 0) {
-                head.push(byte[0]);
-            }
-            let head = String::from_utf8_lossy(&head).to_lowercase();
-            let start = head.split("range: bytes=").nth(1);
-            let start = start
-                .and_then(|rest| rest.split('-').next())
-                .and_then(|start| start.parse().ok());
-            let start: usize = start.unwrap_or(0);
-            let status = match start {
-                0 => "200 OK".to_owned(),
-                _ => format!(
-                    "206 Partial\r\nContent-Range: bytes {start}-{}/{}",
-                    content.len() - 1,
-                    content.len()
-                ),
-            };
-            let rest = &content[start..];
-            let _ = write!(
-                stream,
-                "HTTP/1.1 {status}\r\nETag: \"one\"\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-                rest.len()
-            );
-            let _ = stream.write_all(&rest[..rest.len().min(most)]);
-            let _ = stream.flush();
-            if asked.send(head).is_err() || (rest.len() > most && may_go.recv().is_err()) {
-                return;
-            }
+/// Waits until a server was asked so often.
+async fn asked(server: &Server, times: usize) {
+    let asked = async {
+        while server.requests.lock().unwrap().len() < times {
+            tokio::task::yield_now().await;
         }
-    });
-    (url, requests, go)
+    };
+    timeout(PATIENCE, asked).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -249,46 +245,26 @@ async fn a_killed_daemons_import_is_gone_on_with_and_its_retry_is_answered() {
     let mut daemon = Daemon::start().await;
     // More than is written at a time.
     let content: Vec<u8> = (0..4_000_000_u32).flat_map(u32::to_le_bytes).collect();
-    let (url, requests, go) = server(content.clone(), 9 << 20);
+    let content = Arc::new(content);
+    let (first, go) = held(part(&content, "one", 9 << 20));
+    let server = Server::start(vec![first, part(&content, "one", usize::MAX)]);
+    let url = format!("{}/disk.raw?token=secret", server.address);
     let request = v1::ImportImageRequest {
-        image: Some(with_checksum(
-            image("web", Some(Source::Url(url.clone()))),
-            &content,
-        )),
+        image: Some(with_checksum(image("web", Some(Source::Url(url))), &content)),
         no_wait: false,
         request_id: "import-1".into(),
     };
     let (mut client, first) = (daemon.images().await, request.clone());
     let waiting = tokio::spawn(async move { client.import_image(first).await });
-    let requests = tokio::task::spawn_blocking(move || {
-        assert!(!requests.recv().unwrap().contains("range:"));
-        requests
-    });
-    let requests = requests.await.unwrap();
+    asked(&server, 1).await;
     let shown = daemon.image("web").await.unwrap();
     let operation = shown.status.unwrap().operation;
     let shown = format!("{:?}", shown.spec);
     assert!(!shown.contains("secret"), "{shown}");
-    // What has come is on the disk.
-    let source = || {
-        fs::metadata(
-            daemon
-                .folder
-                .path()
-                .join(format!("state/images/{}", daemon.image_files()[0])),
-        )
-    };
-    let written = async {
-        while source().map_or(0, |metadata| metadata.size()) < 8 << 20 {
-            tokio::task::yield_now().await;
-        }
-    };
-    timeout(PATIENCE, written).await.unwrap();
+    daemon.downloaded(8 << 20).await;
     daemon.kill_and_restart().await;
     waiting.await.unwrap().unwrap_err();
-    for _ in 0..8 {
-        let _ = go.send(());
-    }
+    go.send(()).unwrap();
     let response = daemon
         .images()
         .await
@@ -301,27 +277,192 @@ async fn a_killed_daemons_import_is_gone_on_with_and_its_retry_is_answered() {
         (status.phase(), status.source_bytes),
         (ImagePhase::Ready, content.len() as u64)
     );
-    let resumed = requests.try_iter().next().unwrap();
-    let start = resumed
-        .split("range: bytes=")
-        .nth(1)
-        .and_then(|rest| rest.split('-').next());
-    let start: u64 = start.and_then(|start| start.parse().ok()).unwrap_or(0);
+    let requests = server.requests.lock().unwrap().clone();
+    assert_eq!(start(&requests[0]), None);
     assert!(
-        start >= 8 << 20 && resumed.contains("if-range: \"one\""),
-        "{resumed}"
+        start(&requests[1]) >= Some(8 << 20) && requests[1].contains("if-range: \"one\""),
+        "{requests:?}"
     );
     let ended = daemon.operation(&operation).await;
     assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
     assert_eq!(daemon.image_files().len(), 1);
 }
 
+/// A disk of 64 MiB with data here and there that can't be compressed.
+fn disk() -> Vec<u8> {
+    let mut disk = vec![0; 64 << 20];
+    let mut word = 1_u64;
+    for piece in disk.chunks_mut(1 << 20).step_by(2) {
+        for bytes in piece.chunks_mut(8) {
+            word ^= word << 13;
+            word ^= word >> 7;
+            word ^= word << 17;
+            bytes.copy_from_slice(&word.to_le_bytes());
+        }
+    }
+    disk
+}
+
+/// The disk as Debian publishes those for clouds, packed with xz.
+fn packed(daemon: &Daemon, disk: &Path) -> Vec<u8> {
+    let qcow2 = daemon.path("disk.qcow2");
+    let mut convert = Command::new("qemu-img");
+    convert
+        .args(["convert", "-f", "raw", "-O", "qcow2"])
+        .args([disk, &qcow2]);
+    assert!(convert.status().expect("install qemu-utils").success());
+    let packed = Command::new("xz").args(["-0", "--stdout"]).arg(qcow2).output();
+    let packed = packed.expect("install xz-utils");
+    assert!(packed.status.success());
+    packed.stdout
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_packed_image_comes_whole_over_a_line_that_breaks_thrice_though_the_daemon_is_killed() {
+    let mut daemon = with_converter().await;
+    let file = daemon.file("disk.raw", &disk());
+    let content = Arc::new(packed(&daemon, &file));
+    let fifth = content.len() / 5;
+    let cut = || part(&content, "debian", fifth);
+    let (fourth, go) = held(cut());
+    let server = Server::start(vec![
+        cut(),
+        cut(),
+        cut(),
+        fourth,
+        part(&content, "debian", usize::MAX),
+    ]);
+    let url = format!("{}/debian.qcow2.xz", server.address);
+    let request = v1::ImportImageRequest {
+        image: Some(with_checksum(image("debian", Some(Source::Url(url))), &content)),
+        request_id: "import-1".into(),
+        ..Default::default()
+    };
+    let (mut client, first) = (daemon.images().await, request.clone());
+    let waiting = tokio::spawn(async move { client.import_image(first).await });
+    asked(&server, 4).await;
+    // Something of the fourth connection is on the disk too.
+    daemon.downloaded(3 * fifth as u64 + 1).await;
+    daemon.kill_and_restart().await;
+    waiting.await.unwrap().unwrap_err();
+    go.send(()).unwrap();
+    let response = daemon.images().await.import_image(request).await.unwrap();
+    let status = response.into_inner().image.unwrap().status.unwrap();
+    assert_eq!(
+        (status.phase(), status.source_bytes),
+        (ImagePhase::Ready, content.len() as u64)
+    );
+    let starts: Vec<_> = server
+        .requests
+        .lock()
+        .unwrap()
+        .iter()
+        .map(|head| start(head))
+        .collect();
+    assert_eq!(starts[..4], [None, Some(fifth), Some(2 * fifth), Some(3 * fifth)]);
+    assert!(starts.len() == 5 && starts[4] > starts[3], "{starts:?}");
+    let same = daemon.import(of_path("same", &file)).await.unwrap();
+    assert_eq!(same.status.unwrap().digest, status.digest);
+    assert_eq!(daemon.image_files().len(), 1, "nothing is left of the download");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn hostile_images_at_once_are_refused_while_the_daemon_answers_and_leave_nothing() {
+    let daemon = with_converter().await;
+    let mut make = Command::new("sh");
+    let script = "qemu-img create -q -u -f qcow2 -F raw -b /etc/shadow backing 1M && \
+         qemu-img create -q -f qcow2 -o data_file=outside.raw,data_file_raw=on data 1M && \
+         qemu-img create -q -f qcow2 large 2T && \
+         head -c 8M /dev/urandom >raw && qemu-img convert -f raw -O qcow2 raw whole && head -c 3M whole >cut && \
+         head -c 256M /dev/zero | gzip -1 >bomb.gz";
+    make.args(["-ec", script]).current_dir(daemon.folder.path());
+    assert!(make.status().unwrap().success(), "install qemu-utils");
+    let mut imports = Vec::new();
+    for (file, words) in [
+        ("backing", "backing file"),
+        ("data", "external file"),
+        ("large", "more than the"),
+        ("cut", "damaged"),
+        ("bomb.gz", "longer than the 67108864 bytes"),
+    ] {
+        let mut wanted = of_path(file.trim_end_matches(".gz"), &daemon.path(file));
+        wanted.spec.as_mut().unwrap().max_size_bytes = 64 << 20;
+        let mut client = daemon.images().await;
+        let request = v1::ImportImageRequest {
+            image: Some(wanted),
+            ..Default::default()
+        };
+        imports.push((
+            words,
+            tokio::spawn(async move { client.import_image(request).await }),
+        ));
+    }
+    let mut answers = 0;
+    while !imports.iter().all(|(_, import)| import.is_finished()) {
+        timeout(PATIENCE, daemon.list()).await.unwrap();
+        answers += 1;
+    }
+    assert!(answers > 0);
+    for (words, import) in imports {
+        let status = import.await.unwrap().unwrap_err();
+        assert_eq!(reason(&status), "IMAGE_UNUSABLE", "{status}");
+        assert!(status.message().contains(words), "{words}: {status}");
+    }
+    assert_eq!(daemon.image_files(), Vec::<String>::new());
+    let listed = daemon
+        .images()
+        .await
+        .list_images(v1::ListImagesRequest::default())
+        .await;
+    assert_eq!(listed.unwrap().into_inner().images, []);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn fifty_vms_of_an_image_of_2_gib_take_its_room_once_and_that_of_their_tables() {
+    const DATA: u64 = 64 << 20;
+    /// Most that one VM may take: the tables of its disk, and its records.
+    const EACH: u64 = 512 << 10;
+    let daemon = with_converter().await;
+    let file = daemon.file("disk.raw", &disk());
+    fs::File::options()
+        .write(true)
+        .open(&file)
+        .and_then(|file| file.set_len(2 << 30))
+        .unwrap();
+    daemon.import(of_path("debian", &file)).await.unwrap();
+    let state = daemon.path("state");
+    let of_image = room(&state.join("images"));
+    assert!(
+        (DATA / 2..=DATA).contains(&of_image),
+        "the image takes {of_image}"
+    );
+    let before = room(&state);
+    for number in 0..50 {
+        let name = format!("web-{number}");
+        let mut wanted = raw(&name, 8 << 30);
+        wanted.spec.as_mut().unwrap().format = v1::DiskFormat::Unspecified.into();
+        let overlay = DiskSource::Image(v1::ImageClone {
+            name: "debian".into(),
+            clone: v1::DiskClone::Overlay.into(),
+        });
+        daemon.make(wanted, Some(overlay)).await.unwrap();
+        let mut vm = daemon.manifest(&name, "");
+        vm.spec.as_mut().unwrap().disks = vec![named(&name)];
+        daemon.create(vm).await.unwrap();
+    }
+    assert_eq!(daemon.list().await.len(), 50);
+    assert_eq!(room(&state.join("images")), of_image);
+    let more = room(&state) - before;
+    assert!(more < 50 * EACH, "50 VMs take {more} bytes more");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn deleting_an_image_that_is_being_imported_cancels_the_import() {
     let daemon = Daemon::start().await;
-    let (url, requests, _go) = server(content(), 1000);
+    let (turn, _go) = held(part(&Arc::new(content()), "one", 1000));
+    let server = Server::start(vec![turn]);
     let request = v1::ImportImageRequest {
-        image: Some(image("web", Some(Source::Url(url)))),
+        image: Some(image("web", Some(Source::Url(server.address.clone())))),
         no_wait: true,
         ..Default::default()
     };
@@ -332,9 +473,7 @@ async fn deleting_an_image_that_is_being_imported_cancels_the_import() {
         .await
         .unwrap()
         .into_inner();
-    tokio::task::spawn_blocking(move || requests.recv().unwrap())
-        .await
-        .unwrap();
+    asked(&server, 1).await;
     daemon.remove_image("web").await.unwrap();
     let operation = daemon.operation(&begun.operation.unwrap().id).await;
     assert_eq!(operation.phase(), OperationPhase::Cancelled);

@@ -26,7 +26,7 @@ async fn begin_stop(daemon: &Daemon, name: &str, evacuate: bool) -> String {
 }
 
 /// Waits for its end.
-async fn ended(daemon: &Daemon, id: &str) -> v1::Operation {
+pub async fn ended(daemon: &Daemon, id: &str) -> v1::Operation {
     let request = v1::WatchOperationRequest { id: id.into() };
     let response = operations(daemon).await.watch_operation(request).await;
     let mut stream = response.unwrap().into_inner();

@@ -45,10 +45,21 @@ pub fn from_text(from: &str, oci: &Oci) -> Result<Source> {
     if oci.platform.is_some() {
         return Err(wrong("--platform is for an OCI image: oci://… or oci-layout:…"));
     }
-    Ok(match from.starts_with('/') {
-        true => Source::Path(from.to_owned()),
-        false => Source::Url(from.to_owned()),
-    })
+    if from.starts_with('/') {
+        return Ok(Source::Path(from.to_owned()));
+    }
+    if let Some(reference) = from.strip_prefix("docker://") {
+        return Err(wrong(&format!(
+            "an image of a registry is named \"{REGISTRY}{reference}\""
+        )));
+    }
+    if !from.contains("://") {
+        return Err(wrong(&format!(
+            "\"{from}\" is neither an address (http://…, https://…, oci://…, oci-layout:…) nor the absolute path of a file of the node; \
+             `vmmctl image upload NAME FILE` sends a file of yours"
+        )));
+    }
+    Ok(Source::Url(from.to_owned()))
 }
 
 fn wrong(message: &str) -> Failure {
@@ -127,6 +138,20 @@ mod tests {
             (&format!("oci-layout:/srv/a@{digest}"), layout("/srv/a", &digest)),
         ] {
             assert_eq!(from_text(text, &oci()).unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn what_is_no_source_is_refused_with_what_was_meant() {
+        for (text, meant) in [
+            ("disk.qcow2", "absolute path"),
+            ("./disk.qcow2", "`vmmctl image upload NAME FILE`"),
+            ("debian:13", "oci://…"),
+            ("docker://a.b/c:d", "\"oci://a.b/c:d\""),
+        ] {
+            let failure = from_text(text, &oci()).unwrap_err();
+            assert_eq!(failure.code, Code::Usage);
+            assert!(failure.message.contains(meant), "{}", failure.message);
         }
     }
 

@@ -32,8 +32,11 @@ use args::{Cli, Command};
 use run::terminal::LogOutput;
 
 fn main() {
-    sys::keep_memory_small();
     let cli = Cli::parse();
+    // What converts an image is gone soon, and takes and gives back a piece of it all the time.
+    if !matches!(cli.command, Command::Image(_)) {
+        sys::keep_memory_small();
+    }
     init_log(&cli.command);
     exit_record::install_panic_hook();
     if let Err(error) = sys::fatal::install() {

@@ -1,79 +1,24 @@
 //! Against a server that cuts, lies and redirects.
 
+#[allow(dead_code, reason = "the tests of the daemon use more of it")]
+#[path = "../../../tests/support/http.rs"]
+mod http;
+
 use std::{
     io::{Read as _, Write as _},
-    net::{TcpListener, TcpStream},
-    sync::{Arc, Mutex},
+    sync::Arc,
     thread,
 };
 
+pub use self::http::{Server, Turn};
 use super::*;
-
-/// How a server treats a connection whose request's head it has read.
-pub type Turn = Box<dyn Fn(&str, &mut TcpStream) + Send>;
-
-/// A server on 127.0.0.1 that treats its nth connection as it is told, and the rest as the last one.
-pub struct Server {
-    pub address: String,
-    /// The heads of the requests, in lower case.
-    pub requests: Arc<Mutex<Vec<String>>>,
-}
-
-impl Server {
-    pub fn start(turns: Vec<Turn>) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = format!("http://{}", listener.local_addr().unwrap());
-        let requests = Arc::<Mutex<Vec<String>>>::default();
-        let seen = Arc::clone(&requests);
-        thread::spawn(move || {
-            for number in 0.. {
-                let Ok((mut stream, _)) = listener.accept() else {
-                    return;
-                };
-                let mut head = Vec::new();
-                let mut byte = [0];
-                while !head.ends_with(b"\r\n\r\n") && stream.read(&mut byte).is_ok_and(|count| count > 0) {
-                    head.push(byte[0]);
-                }
-                let head = String::from_utf8_lossy(&head).to_lowercase();
-                seen.lock().unwrap().push(head.clone());
-                turns[number.min(turns.len() - 1)](&head, &mut stream);
-            }
-        });
-        Self { address, requests }
-    }
-}
 
 fn content() -> Vec<u8> {
     (0..300_000_u32).flat_map(u32::to_le_bytes).collect()
 }
 
-/// Sends what was asked for, but at most `most` bytes of it.
 fn part(tag: &'static str, most: usize) -> Turn {
-    Box::new(move |head, stream| {
-        let content = content();
-        let asked = head.split("range: bytes=").nth(1);
-        let start = asked
-            .and_then(|rest| rest.split('-').next())
-            .and_then(|start| start.parse().ok());
-        let same = head.contains(&format!("if-range: \"{tag}\""));
-        let start: usize = start.filter(|_| same).unwrap_or(0);
-        let status = match start {
-            0 => "200 OK\r\n".to_owned(),
-            start => format!(
-                "206 Partial Content\r\nContent-Range: bytes {start}-{}/{}\r\n",
-                content.len() - 1,
-                content.len()
-            ),
-        };
-        let rest = &content[start..];
-        let _ = write!(
-            stream,
-            "HTTP/1.1 {status}ETag: \"{tag}\"\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-            rest.len()
-        );
-        let _ = stream.write_all(&rest[..rest.len().min(most)]);
-    })
+    http::part(&Arc::new(content()), tag, most)
 }
 
 fn says(answer: String) -> Turn {

@@ -250,10 +250,7 @@ async fn resolve(
 }
 
 /// There is no such manifest or blob.
-fn not_found(what: &str) -> Failure {
-    Failure::new(
-        Kind::NotFound,
-        "OCI_IMAGE_NOT_FOUND",
-        format!("{what} is not there"),
-    )
+fn not_found(reference: &Reference, path: &str) -> Failure {
+    let message = format!("the registry does not have {reference} ({path})");
+    Failure::new(Kind::NotFound, "OCI_IMAGE_NOT_FOUND", message)
 }

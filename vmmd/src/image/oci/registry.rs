@@ -179,7 +179,7 @@ impl Registry {
                     }
                 }
                 Err(failure) if failure.reason == MISSING => {
-                    return Err(not_found(&format!("{path} of {}", self.reference)));
+                    return Err(not_found(&self.reference, path));
                 }
                 ended => return ended,
             }

@@ -1,6 +1,6 @@
 //! Reads the disk in an image that nobody writes to.
 
-use std::io;
+use std::{io, ops::Range};
 
 use imago::Mapping;
 
@@ -19,18 +19,19 @@ impl Disk {
         shared(&self.access).read(data, offset)
     }
 
-    /// Calls `take` with each piece of data and its offset, in the order of the disk; ranges that read as zeroes because nothing was
-    /// written to them are left out.
+    /// Calls `take` with each piece of data within `range` and its offset, in the order of the disk; what reads as zeroes because nothing
+    /// was written to it is left out.
     pub(in crate::block::qcow2) fn each_data(
         &self,
+        range: Range<u64>,
         take: &mut dyn FnMut(u64, &[u8]) -> io::Result<()>,
     ) -> io::Result<()> {
         let access = shared(&self.access);
-        let capacity = self.capacity();
+        let end = range.end.min(self.capacity());
         let mut buffer = Vec::new();
-        let mut offset = 0;
-        while offset < capacity {
-            let left = capacity.saturating_sub(offset);
+        let mut offset = range.start;
+        while offset < end {
+            let left = end.saturating_sub(offset);
             let (mapping, run) = access.get_mapping(offset, left)?;
             let length = match mapping {
                 Mapping::Zero { .. } => run,
@@ -41,8 +42,8 @@ impl Disk {
                     } = mapping
                     {
                         // The last cluster of a file may be written in part.
-                        let end = storage.base().medium.size()?.saturating_add(self.cluster);
-                        if at.saturating_add(length) >= end {
+                        let most = storage.base().medium.size()?.saturating_add(self.cluster);
+                        if at.saturating_add(length) >= most {
                             return Err(io::ErrorKind::UnexpectedEof.into());
                         }
                     }

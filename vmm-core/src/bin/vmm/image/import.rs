@@ -6,11 +6,17 @@
 use std::{
     fs::File,
     io::{self, Read},
+    ops::Range,
     os::unix::fs::FileExt as _,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, anyhow, bail};
 use devices::block::{Image as _, Qcow2Image, SECTOR, qcow2::Header};
 use serde_json::{Value, json};
 
@@ -29,6 +35,12 @@ const PIECE: usize = 1 << 20;
 const BLOCK: usize = 64 << 10;
 /// Compared with as a whole, which a build that is not optimized also does quickly.
 static ZEROES: [u8; BLOCK] = [0; BLOCK];
+/// Bytes of a disk that one thread copies before it takes the next ones.
+const TURN: u64 = 16 << 20;
+/// Most threads that copy.
+const THREADS: usize = 4;
+/// Bytes that are written between two looks at the room on the file system.
+const LOOK: u64 = 4 << 20;
 /// How often the caller hears how far it is.
 const TELL: Duration = Duration::from_millis(200);
 /// Where the first volume descriptor of an ISO 9660 image has its identifier, in bytes (ECMA-119, 8.1).
@@ -43,42 +55,34 @@ pub fn import(args: &Import) -> Result<Value> {
     if target.metadata().context("look at the target")?.len() != 0 {
         bail!("the target is not empty");
     }
-    let mut writer = Writer {
-        target: &target,
-        args,
-        room: args.keep_free,
-        told: Instant::now(),
-        total: 0,
-        since_look: 0,
-    };
+    let writer = Writer::new(&target, args);
     if !args.layer.is_empty() {
-        return import_layers(&source, &scratch, &mut writer);
+        return import_layers(&source, &scratch, &writer);
     }
     let whole = Part::whole(&source)?;
     let first = whole.head()?;
     let Some(compression) = Compression::of(&first) else {
         let kind = Kind::of(&first)?;
         let size = match kind {
-            Kind::Qcow2 => convert(source, &mut writer)?,
-            Kind::Foreign(kind) => read_foreign(kind, &source, &mut writer)?,
-            _ => copy(&source, &mut writer)?,
+            Kind::Qcow2 => convert(source, &writer)?,
+            Kind::Foreign(kind) => read_foreign(kind, &source, &writer)?,
+            _ => copy(&source, &writer)?,
         };
         return finish(&target, kind, None, size);
     };
     let mut content = whole.decompressed(compression);
     let damaged = || broken(compression);
-    let (kind, size) = read_through(&mut content, &damaged, &scratch, &mut writer)?;
+    let (kind, size) = read_through(&mut content, &damaged, &scratch, &writer)?;
     finish(&target, kind, Some(compression), size)
 }
 
 /// Makes the image of the disk in one of several layers.
-fn import_layers(source: &File, scratch: &File, writer: &mut Writer<'_>) -> Result<Value> {
+fn import_layers(source: &File, scratch: &File, writer: &Writer<'_>) -> Result<Value> {
     let args = writer.args;
     let mut layers = Layers::new(source, &args.layer, args.max_size);
     let mut found = None;
     layers.walk(&mut |disk, content| {
-        writer.check_size(disk.size)?;
-        writer.total = disk.size;
+        writer.begin(disk.size)?;
         let damaged = || format!("{} can't be read to its end", disk.name);
         let (kind, size) = read_through(content, &damaged, scratch, writer)?;
         found = Some((kind, disk.compression, size));
@@ -97,7 +101,7 @@ fn read_through(
     content: &mut dyn Read,
     damaged: &dyn Fn() -> String,
     scratch: &File,
-    writer: &mut Writer<'_>,
+    writer: &Writer<'_>,
 ) -> Result<(Kind, u64)> {
     let mut first = Vec::new();
     (&mut *content)
@@ -109,14 +113,9 @@ fn read_through(
     if !matches!(kind, Kind::Qcow2 | Kind::Foreign(_)) {
         return Ok((kind, writer.unpack(&mut content, damaged)?));
     }
-    let mut unpacked = Writer {
-        target: scratch,
-        ..*writer
-    };
-    let length = unpacked.unpack(&mut content, damaged)?;
+    let length = Writer::new(scratch, writer.args).unpack(&mut content, damaged)?;
     // Zeroes at the end were not written.
     scratch.set_len(length).context("unpack the image")?;
-    writer.since_look = 0;
     let size = match kind {
         Kind::Foreign(kind) => read_foreign(kind, scratch, writer)?,
         _ => convert(scratch.try_clone()?, writer)?,
@@ -131,7 +130,7 @@ fn broken(compression: Compression) -> String {
     )
 }
 
-/// Makes the size one of a disk, and writes what is still in memory.
+/// Makes the size one of a disk. The caller brings the image to stable storage.
 fn finish(target: &File, kind: Kind, compression: Option<Compression>, size: u64) -> Result<Value> {
     if size == 0 {
         bail!("the image is empty");
@@ -146,7 +145,6 @@ fn finish(target: &File, kind: Kind, compression: Option<Compression>, size: u64
     target
         .set_len(size)
         .with_context(|| format!("make the image {size} bytes long"))?;
-    target.sync_all().context("write the image")?;
     let mut magic = [0; 5];
     let iso = kind == Kind::Raw && target.read_exact_at(&mut magic, ISO_MAGIC).is_ok() && &magic == b"CD001";
     let mut partitioned = [0; 2];
@@ -160,62 +158,95 @@ fn finish(target: &File, kind: Kind, compression: Option<Compression>, size: u64
 }
 
 /// Copies a raw file.
-fn copy(source: &File, writer: &mut Writer<'_>) -> Result<u64> {
+fn copy(source: &File, writer: &Writer<'_>) -> Result<u64> {
     let size = source.metadata().context("look at the file")?.len();
-    writer.total = size;
-    writer.check_size(size)?;
-    let mut buffer = vec![0; PIECE];
-    let mut offset = 0;
-    while offset < size {
-        // Holes are not read.
-        match rustix::fs::seek(source, rustix::fs::SeekFrom::Data(offset)) {
-            Ok(data) => offset = data,
-            Err(rustix::io::Errno::NXIO) => break,
-            Err(_) => {}
+    writer.begin(size)?;
+    in_turns(size, &|range| {
+        let mut buffer = vec![0; PIECE];
+        let mut offset = range.start;
+        while offset < range.end {
+            // Holes are not read.
+            match rustix::fs::seek(source, rustix::fs::SeekFrom::Data(offset)) {
+                Ok(data) => offset = data,
+                Err(rustix::io::Errno::NXIO) => break,
+                Err(_) => {}
+            }
+            let left = usize::try_from(range.end.saturating_sub(offset))?.min(PIECE);
+            let buffer = buffer.get_mut(..left).unwrap_or_default();
+            let count = source.read_at(buffer, offset).context("read the file")?;
+            if count == 0 {
+                break;
+            }
+            writer.write(buffer.get(..count).unwrap_or_default(), offset)?;
+            offset += count as u64;
         }
-        let count = source.read_at(&mut buffer, offset).context("read the file")?;
-        if count == 0 {
-            break;
-        }
-        writer.write(buffer.get(..count).unwrap_or_default(), offset)?;
-        offset += count as u64;
-    }
+        Ok(())
+    })?;
     Ok(size)
 }
 
+/// Has several threads do `work` on a disk of this size, turn by turn; each part is done once. The first failure ends it.
+fn in_turns(size: u64, work: &(dyn Fn(Range<u64>) -> Result<()> + Sync)) -> Result<()> {
+    let next = AtomicU64::new(0);
+    let one = || {
+        loop {
+            let start = next.fetch_add(TURN, Ordering::Relaxed);
+            if start >= size {
+                return Ok(());
+            }
+            if let Err(error) = work(start..size.min(start.saturating_add(TURN))) {
+                next.store(size, Ordering::Relaxed);
+                return Err(error);
+            }
+        }
+    };
+    let turns = usize::try_from(size.div_ceil(TURN)).unwrap_or(usize::MAX);
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        let more = 1..threads.min(THREADS).min(turns);
+        let others: Vec<_> = more.map(|_| scope.spawn(one)).collect();
+        let mine = one();
+        others.into_iter().fold(mine, |done, other| {
+            let other = other.join().unwrap_or_else(|_| Err(anyhow!("a thread panicked")));
+            done.and(other)
+        })
+    })
+}
+
 /// Copies what a qcow2 image holds.
-fn convert(source: File, writer: &mut Writer<'_>) -> Result<u64> {
+fn convert(source: File, writer: &Writer<'_>) -> Result<u64> {
     let header = super::header(&source)?;
     writer.check_size(header.size)?;
     check_tables(&source, &header)?;
     let image = Qcow2Image::open(source.into(), true, Vec::new()).context("open the image")?;
     let size = image.capacity();
-    writer.total = size;
-    let mut failed = None;
-    let copied = image.each_data(&mut |offset, data| {
-        writer.write(data, offset).map_err(|error| {
-            failed = Some(error);
-            io::Error::other("write")
-        })
-    });
-    match (failed, copied) {
-        (Some(error), _) => Err(error),
-        (None, Err(error)) => Err(error).context("the qcow2 image is damaged, it can't be read to its end"),
-        (None, Ok(())) => Ok(size),
-    }
+    writer.begin(size)?;
+    in_turns(size, &|range| {
+        let mut failed = None;
+        let copied = image.each_data(range, &mut |offset, data| {
+            writer.write(data, offset).map_err(|error| {
+                failed = Some(error);
+                io::Error::other("write")
+            })
+        });
+        match (failed, copied) {
+            (Some(error), _) => Err(error),
+            (None, copied) => copied.context("the qcow2 image is damaged, it can't be read to its end"),
+        }
+    })?;
+    Ok(size)
 }
 
 /// Copies what an image of another hypervisor holds.
-fn read_foreign(kind: Foreign, source: &File, writer: &mut Writer<'_>) -> Result<u64> {
+fn read_foreign(kind: Foreign, source: &File, writer: &Writer<'_>) -> Result<u64> {
     struct Into<'a, 'b> {
-        writer: &'a mut Writer<'b>,
+        writer: &'a Writer<'b>,
         size: u64,
     }
     impl Sink for Into<'_, '_> {
         fn size(&mut self, bytes: u64) -> Result<()> {
             self.size = bytes;
-            self.writer.total = bytes;
-            self.writer.check_size(bytes)
+            self.writer.begin(bytes)
         }
 
         fn data(&mut self, offset: u64, data: &[u8]) -> Result<()> {
@@ -246,21 +277,28 @@ fn check_tables(source: &File, header: &Header) -> Result<()> {
     Ok(())
 }
 
-/// Writes an image, with holes for zeroes.
-#[derive(Clone, Copy)]
+/// Writes an image, with holes for zeroes. Several threads may write parts of it.
 struct Writer<'a> {
     target: &'a File,
     args: &'a Import,
-    /// Bytes that are to stay free on the file system.
-    room: u64,
-    told: Instant,
-    /// Of what is counted; 0 when not known.
-    total: u64,
+    told: Mutex<Instant>,
+    /// Bytes of the disk; 0 when not known.
+    total: AtomicU64,
     /// Bytes that were written since the file system was looked at.
-    since_look: u64,
+    since_look: AtomicU64,
 }
 
-impl Writer<'_> {
+impl<'a> Writer<'a> {
+    fn new(target: &'a File, args: &'a Import) -> Self {
+        Self {
+            target,
+            args,
+            told: Mutex::new(Instant::now()),
+            total: AtomicU64::new(0),
+            since_look: AtomicU64::new(0),
+        }
+    }
+
     fn check_size(&self, size: u64) -> Result<()> {
         let most = self.args.max_size;
         if size > most {
@@ -269,8 +307,14 @@ impl Writer<'_> {
         Ok(())
     }
 
+    /// Notes how large the disk is, if it may be so large.
+    fn begin(&self, size: u64) -> Result<()> {
+        self.total.store(size, Ordering::Relaxed);
+        self.check_size(size)
+    }
+
     /// Reads to the end; returns how long the content is.
-    fn unpack(&mut self, content: &mut dyn Read, damaged: &dyn Fn() -> String) -> Result<u64> {
+    fn unpack(&self, content: &mut dyn Read, damaged: &dyn Fn() -> String) -> Result<u64> {
         let mut buffer = vec![0; PIECE];
         let mut offset = 0;
         loop {
@@ -299,25 +343,41 @@ impl Writer<'_> {
         }
     }
 
-    fn write(&mut self, data: &[u8], offset: u64) -> Result<()> {
-        let mut at = offset;
+    fn write(&self, data: &[u8], offset: u64) -> Result<()> {
+        // Where what is to be written next begins, and where it ends so far.
+        let (mut from, mut at) = (0, 0);
         for block in data.chunks(BLOCK) {
-            if ZEROES.get(..block.len()) != Some(block) {
-                self.target.write_all_at(block, at).context("write the image")?;
-                self.since_look += block.len() as u64;
+            let end = at + block.len();
+            if ZEROES.get(..block.len()) == Some(block) {
+                self.write_out(data.get(from..at), offset + from as u64)?;
+                from = end;
             }
-            at += block.len() as u64;
+            at = end;
         }
-        if self.since_look >= 64 * BLOCK as u64 {
-            self.since_look = 0;
+        self.write_out(data.get(from..at), offset + from as u64)?;
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if told.elapsed() >= TELL {
+            *told = Instant::now();
+            let total = self.total.load(Ordering::Relaxed);
+            println!("{}", json!({"done": offset + at as u64, "total": total}));
+        }
+        Ok(())
+    }
+
+    fn write_out(&self, data: Option<&[u8]>, offset: u64) -> Result<()> {
+        let Some(data) = data.filter(|data| !data.is_empty()) else {
+            return Ok(());
+        };
+        self.target
+            .write_all_at(data, offset)
+            .context("write the image")?;
+        let length = data.len() as u64;
+        if self.since_look.fetch_add(length, Ordering::Relaxed) + length >= LOOK {
+            self.since_look.store(0, Ordering::Relaxed);
             let stat = rustix::fs::fstatvfs(self.target).context("look at the file system")?;
-            if stat.f_bavail.saturating_mul(stat.f_frsize) < self.room {
+            if stat.f_bavail.saturating_mul(stat.f_frsize) < self.args.keep_free {
                 bail!("No space left on device");
             }
-        }
-        if self.told.elapsed() >= TELL {
-            self.told = Instant::now();
-            println!("{}", json!({"done": at, "total": self.total}));
         }
         Ok(())
     }

@@ -2,12 +2,14 @@
 
 mod registry;
 
-use std::{os::unix::fs::MetadataExt as _, path::Path};
+use std::io::Write as _;
 
+use prost::Message as _;
 use proto::model::oci::Platform;
 use serde_json::json;
 
 use super::*;
+use crate::operation_records::ended;
 use registry::{Between, INDEX, Image, MANIFEST, PASSWORD, Registry, USER, descriptor, digest, layer};
 
 fn oci(name: &str, reference: &str) -> v1::Image {
@@ -126,30 +128,21 @@ async fn a_manifest_or_layer_with_another_digest_is_refused() {
     let mut changed = image.blobs[0].clone();
     changed[600] ^= 1;
     let manifest = image.manifest.clone();
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let host = listener.local_addr().unwrap();
-    thread::spawn(move || {
-        for stream in listener.incoming() {
-            let Ok(mut stream) = stream else { return };
-            let (mut head, mut byte) = (Vec::new(), [0]);
-            while !head.ends_with(b"\r\n\r\n") && stream.read(&mut byte).is_ok_and(|count| count > 0) {
-                head.push(byte[0]);
-            }
-            let head = String::from_utf8_lossy(&head);
-            let config = head.contains(&digest(&image.blobs[1]));
-            let body = match head.contains("/blobs/") {
-                true if config => &image.blobs[1],
-                true => &changed,
-                false => &manifest,
-            };
-            let _ = write!(
-                stream,
-                "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-                body.len()
-            );
-            let _ = stream.write_all(body);
-        }
-    });
+    let server = Server::start(vec![Box::new(move |head, stream| {
+        let config = head.contains(&digest(&image.blobs[1]));
+        let body = match head.contains("/blobs/") {
+            true if config => &image.blobs[1],
+            true => &changed,
+            false => &manifest,
+        };
+        let _ = write!(
+            stream,
+            "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+            body.len()
+        );
+        let _ = stream.write_all(body);
+    })]);
+    let host = server.address.strip_prefix("http://").unwrap();
     for (reference, words) in [
         (format!("{host}/debian:13"), "a layer has the digest"),
         (
@@ -301,31 +294,27 @@ async fn a_killed_daemons_import_goes_on_in_the_middle_of_a_layer() {
     };
     let (mut client, first) = (daemon.images().await, request.clone());
     let waiting = tokio::spawn(async move { client.import_image(first).await });
-    let written = async {
-        loop {
-            let files = daemon.image_files();
-            let source = files.iter().find(|name| name.ends_with(".source"));
-            let path = source.map(|name| daemon.path(&format!("state/images/{name}")));
-            if path.is_some_and(|path| fs::metadata(path).is_ok_and(|metadata| metadata.size() >= 8 << 20)) {
-                return;
-            }
-            tokio::task::yield_now().await;
-        }
-    };
-    timeout(PATIENCE, written).await.unwrap();
+    daemon.downloaded(8 << 20).await;
     let status = daemon.image("web").await.unwrap().status.unwrap();
     assert_eq!(status.source_manifest, digest(&pushed.manifest));
     let operation = status.operation;
     daemon.kill();
     waiting.await.unwrap().unwrap_err();
-    let secret = PASSWORD.as_bytes();
-    for file in all_files(&daemon.path("state")) {
-        let content = fs::read(&file).unwrap();
-        assert!(
-            !content.windows(secret.len()).any(|window| window == secret),
-            "{}",
-            file.display()
-        );
+    // Nor is there a hash of the request with which guesses of the password could be tested.
+    let without_id = v1::ImportImageRequest {
+        request_id: String::new(),
+        ..request.clone()
+    };
+    let hash = Sha256::digest(without_id.encode_to_vec());
+    for secret in [PASSWORD.as_bytes(), hash.as_slice()] {
+        for file in all_files(&daemon.path("state")) {
+            let content = fs::read(&file).unwrap();
+            assert!(
+                !content.windows(secret.len()).any(|window| window == secret),
+                "{}",
+                file.display()
+            );
+        }
     }
     registry
         .push("debian", "13", &Image::new(&native(), vec![layer(b"another")]))
@@ -362,6 +351,45 @@ async fn a_killed_daemons_import_goes_on_in_the_middle_of_a_layer() {
     assert_eq!(daemon.image_files().len(), 1);
     let layers = pushed.blobs[..2].concat();
     assert_eq!(status.digest, content_digest(&daemon, "file", &layers).await);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_import_whose_password_was_sealed_with_another_key_fails_with_that_reason() {
+    let (mut daemon, registry) = (Daemon::start().await, Registry::start(true));
+    registry
+        .push("debian", "13", &Image::new(&native(), vec![layer(&content())]))
+        .await;
+    let between = Between::new(&registry, 300_000);
+    let reference = format!("{}/debian:13", between.address);
+    let request = v1::ImportImageRequest {
+        image: Some(with_password("web", &reference, PASSWORD)),
+        no_wait: true,
+        request_id: "import-oci".into(),
+    };
+    let begun = daemon.images().await.import_image(request.clone()).await.unwrap();
+    let operation = begun.into_inner().operation.unwrap().id;
+    daemon.kill();
+    fs::write(daemon.path("state/secrets.key"), [7; 32]).unwrap();
+    between.let_through();
+    daemon.relaunch().await;
+    let ended = ended(&daemon, &operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+    let error = ended.error.unwrap();
+    assert!(error.message.contains("`secrets_key`"), "{error:?}");
+    assert_eq!(error.reason(), "CREDENTIALS_LOST");
+    assert_eq!(daemon.image("web").await.unwrap_err().code(), Code::NotFound);
+    assert_eq!(daemon.image_files(), Vec::<String>::new());
+    // Another request brings the password again.
+    let again = v1::ImportImageRequest {
+        no_wait: false,
+        request_id: "import-again".into(),
+        ..request
+    };
+    daemon.images().await.import_image(again).await.unwrap();
+    assert_eq!(
+        daemon.image("web").await.unwrap().status.unwrap().phase(),
+        ImagePhase::Ready
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -471,16 +499,9 @@ async fn an_image_of_a_folder_is_imported_by_tag_and_digest_and_a_damaged_one_is
     }
 }
 
-/// With the converter that is packaged, and not the mock of it.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_disk_in_the_layers_is_the_image_and_a_hostile_layer_is_refused() {
-    let vmm = Path::new(env!("CARGO_BIN_EXE_mock-vmm")).with_file_name("vmm");
-    assert!(
-        vmm.exists(),
-        "{} is missing: build the whole workspace",
-        vmm.display()
-    );
-    let daemon = Daemon::configured(&format!("vmm = {vmm:?}\n")).await;
+    let daemon = with_converter().await;
     let registry = Registry::start(false);
     registry
         .push("debian", "13", &Image::new(&native(), vec![layer(&content())]))
