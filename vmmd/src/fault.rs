@@ -1,6 +1,14 @@
 //! Faults for tests: a part of the daemon panics, hangs, or forgets its duty. Release builds have none.
 
-use std::{env, fs, path::Path, thread, time::Duration};
+use std::{
+    env, fs,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How long is waited where a test is in a hurry.
+const HASTE: Duration = Duration::from_millis(500);
 
 /// Panics once when a test has put a file of this name into the folder `fault` of `dir`.
 pub fn point(dir: &Path, name: &str) {
@@ -29,10 +37,31 @@ pub async fn hold(dir: &Path, name: &str) {
     }
 }
 
+/// Whether a test has a file of this name in the folder `fault` of `dir`; one with `.reached` behind its name says that it was asked for.
+pub fn is_set(dir: &Path, name: &str) -> bool {
+    let set = dir.join("fault").join(name);
+    let is_set = cfg!(debug_assertions) && set.exists();
+    if is_set {
+        // A test that is not told fails.
+        let _ = fs::write(set.with_extension("reached"), "");
+    }
+    is_set
+}
+
+/// Waits as long as usual; only half a second more when a test puts a file of this name into the folder `fault` of `dir`.
+pub async fn wait(dir: &Path, name: &str, usual: Duration) {
+    let (hasty, end) = (dir.join("fault").join(name), Instant::now() + usual);
+    while cfg!(debug_assertions) && !hasty.exists() && Instant::now() < end {
+        tokio::time::sleep(HASTE / 10).await;
+    }
+    let left = end.saturating_duration_since(Instant::now());
+    tokio::time::sleep(patience(dir, name, left)).await;
+}
+
 /// How long something is waited for: half a second when a test has put a file of this name into the folder `fault` of `dir`.
 pub fn patience(dir: &Path, name: &str, usual: Duration) -> Duration {
     let hasty = cfg!(debug_assertions) && dir.join("fault").join(name).exists();
-    if hasty { Duration::from_millis(500) } else { usual }
+    if hasty { HASTE } else { usual }
 }
 
 /// Whether the daemon is to have the deliberate fault `name`, by the variable `VMMD_FAULT` of its environment. The tests that have to

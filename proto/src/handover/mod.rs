@@ -189,7 +189,8 @@ impl Source {
             }
             (Self::Given(it), Resolve(Resolution::Run)) => back(it),
             (Self::Given(it), Resolve(Resolution::Drop)) => (Self::Gone(it), vec![Effect::Kill]),
-            (Self::Gone(_), Restarted) => (self, vec![Effect::Kill]),
+            // Until nothing is left: its removal may fail, on a full file system for instance.
+            (Self::Gone(_), Tick | Restarted) => (self, vec![Effect::Kill]),
             _ => (self, Vec::new()),
         }
     }

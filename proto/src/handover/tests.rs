@@ -54,6 +54,8 @@ struct World {
     deaths: u8,
     losses: u8,
     lost: bool,
+    /// The source could not remove its machine when it was to.
+    kept: bool,
 }
 
 impl World {
@@ -71,6 +73,7 @@ impl World {
         deaths: 0,
         losses: 0,
         lost: false,
+        kept: false,
     };
 
     /// The source hears something; what each moment leaves at which its daemon may end, the last one whole.
@@ -237,6 +240,16 @@ impl World {
                 }
             }
         }
+        if !self.kept && self.source_node == Node::Up {
+            for event in self.source_events() {
+                let (record, effects) = self.source.on(event);
+                if effects == [Effect::Kill] {
+                    let mut world = self.clone();
+                    (world.source, world.kept) = (record, true);
+                    next.push(world);
+                }
+            }
+        }
         if self.deaths < VMM_DEATHS && self.target_vmm == Vmm::Still {
             let mut world = self.clone();
             (world.target_vmm, world.deaths) = (Vmm::None, self.deaths + 1);
@@ -275,13 +288,14 @@ impl World {
             .count()
     }
 
-    /// The guest runs, with the side that owns it, and neither waits for the other.
+    /// The guest runs, with the side that owns it, neither waits for the other, and nothing is left at a source that has given it away.
     fn is_well(&self) -> bool {
+        let left = self.source_node == Node::Up && !self.source.may_run() && self.source_vmm != Vmm::None;
         let waits = (self.source.waits() && self.source_node == Node::Up)
             || (self.target.waits() && self.target_node == Node::Up);
         let source = self.source.may_run() && self.source_vmm == Vmm::Runs && self.source_node == Node::Up;
         let target = self.target.may_run() && self.target_vmm == Vmm::Runs && self.target_node == Node::Up;
-        source != target && self.running() == 1 && !waits
+        source != target && self.running() == 1 && !waits && !left
     }
 }
 
@@ -352,7 +366,7 @@ fn never_two_run_and_one_does_in_the_end_whatever_happens_in_between() {
     for world in found.keys().filter(|world| !owner_is_lost(world)) {
         assert!(
             good.contains(world),
-            "none runs for ever:\n{}",
+            "none runs for ever, or something is left:\n{}",
             path(found, world)
         );
     }

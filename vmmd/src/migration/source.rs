@@ -25,7 +25,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use uuid::Uuid;
 
-use super::{PROTOCOL, ask};
+use super::{FIRST_WAIT, LAST_WAIT, Moving, PROTOCOL, ask, go_on};
 use crate::{
     context::Context,
     control::Client,
@@ -34,7 +34,7 @@ use crate::{
     fault,
     host::Host,
     operation::{Handle, Progress, Type},
-    registry::vms::command::{Command, HandoverRequest, Purpose},
+    registry::vms::command::{Attend, Command, HandoverRequest, Purpose},
     request::preconditions,
     store::{
         HandoverStage, Hardware, NicHardware, VmRecord,
@@ -56,9 +56,6 @@ const CALL: Duration = Duration::from_secs(30);
 const DOWNTIME: Duration = Duration::from_millis(300);
 /// How long it may take until nothing of a VM that has moved is left here: its `vmm` ends, and its files are removed.
 const REMOVAL: Duration = Duration::from_secs(60);
-/// Waits between two tries of what was not answered.
-const FIRST_WAIT: Duration = Duration::from_millis(100);
-const LAST_WAIT: Duration = Duration::from_secs(10);
 
 /// What is migrated.
 struct Plan {
@@ -195,8 +192,15 @@ fn offer(
         (name, nic)
     };
     let nics = hardware.nics.into_iter().map(nic).collect();
+    let (mut protocol, mut cpu_features) = (PROTOCOL, host.cpus.features.clone());
+    if fault::is_set(&host.config.run_dir, "other-version") {
+        protocol += 1;
+    }
+    if fault::is_set(&host.config.run_dir, "other-processor") {
+        cpu_features.push("of-another-processor".to_owned());
+    }
     v1::OfferVmRequest {
-        protocol: PROTOCOL,
+        protocol,
         vm: Some(v1::Vm {
             metadata: Some(v1::ObjectMetadata {
                 name: record.name.clone(),
@@ -215,7 +219,7 @@ fn offer(
             disk_slots: hardware.disk_slots.into_iter().collect(),
             nics,
         }),
-        cpu_features: host.cpus.features.clone(),
+        cpu_features,
     }
 }
 
@@ -236,9 +240,12 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
         Ok(Outcome::Moved(sent)) => {
             let took = began.elapsed();
             // Whoever waits for the operation may create a VM of this name, or take the VM back.
-            if let Some(left) = host.vms.find(plan.uid)
-                && timeout(REMOVAL, left.mailbox.closed()).await.is_err()
-            {
+            let moving = Moving {
+                name: plan.name.clone(),
+                uid: plan.uid,
+                migration: plan.offer.migration,
+            };
+            if !moving.expires_within(&host, REMOVAL).await {
                 tracing::warn!(vm = plan.name, "a VM that has moved is not removed yet");
             }
             let message = format!(
@@ -261,11 +268,17 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
             operation.fail(&Failure::new(Kind::Aborted, "MIGRATION_RESOLVED", message));
         }
         Err(failure) => {
-            let event = SourceEvent::Cancel;
-            if let Err(error) = ask(&host, &plan.name, HandoverRequest::Source { event }).await {
-                tracing::debug!(vm = plan.name, %error, "end a migration that has failed");
+            // One that has not begun has no number, and must not end another one that is under way.
+            if plan.offer.migration > 0 {
+                take_back(&host, (&plan.name, plan.uid), Some(&operation)).await;
+                let left = Attend {
+                    uid: plan.uid,
+                    name: plan.name.clone(),
+                    migration: plan.offer.migration,
+                    target: plan.target.clone(),
+                };
+                go_on(&host, left);
             }
-            attend(&host, plan.uid, plan.name.clone(), plan.target.clone());
             let message = format!("the migration has failed, the VM stays here: {}", failure.message);
             host.events
                 .emit(Draft::warning(object, "MigrationFailed", message));
@@ -274,6 +287,41 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
                 None => operation.fail(&failure),
             }
         }
+    }
+}
+
+/// Ends a migration that has failed: the guest goes on as soon as that is written, which a full file system may delay.
+pub(super) async fn take_back(host: &Host, (name, uid): (&str, Uuid), operation: Option<&Handle>) {
+    let mut wait = FIRST_WAIT;
+    loop {
+        let event = SourceEvent::Cancel;
+        let Err(failure) = ask(host, name, HandoverRequest::Source { event }).await else {
+            return;
+        };
+        if !is_in(host, uid, HandoverStage::Migrating).await {
+            tracing::debug!(vm = name, %failure, "end a migration that has failed");
+            return;
+        }
+        let message = format!("the guest stands still until it is written that the VM stays: {failure}");
+        tracing::warn!(vm = name, message, "end a migration that has failed");
+        if let Some(operation) = operation {
+            operation.progress(Progress::bytes(0, 0), &message);
+        }
+        tokio::select! {
+            () = sleep(wait) => {}
+            () = host.stopping.cancelled() => return,
+        }
+        wait = (wait * 2).min(LAST_WAIT);
+    }
+}
+
+/// Whether the store has the VM's migration at this stage. True when the store can't be read.
+async fn is_in(host: &Host, uid: Uuid, stage: HandoverStage) -> bool {
+    match host.store.vm(uid.as_bytes()).await {
+        Ok(record) => record
+            .and_then(|it| it.handover)
+            .is_some_and(|it| it.stage() == stage),
+        Err(_) => true,
     }
 }
 
@@ -291,30 +339,28 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         peer: plan.target.clone(),
         reporter: operation.reporter(),
     };
+    fault::hold(&host.config.run_dir, "begin").await;
     let begun = ask(host, &plan.name, begin).await?;
     let Some(Message::Prepare(migration)) = begun.into_iter().next() else {
         return Err(Failure::internal("a migration without a number"));
     };
     plan.offer.migration = migration;
-    fault::hold(&host.config.run_dir, "begun").await;
     let cancel = operation.token().clone();
     let moved = tokio::select! {
         moved = send(plan, migration) => moved,
         () = cancel.cancelled() => Err(cancelled()),
     };
     let sent = moved?;
-    fault::hold(&host.config.run_dir, "sent").await;
     let event = SourceEvent::Sent;
     let prepare = ask(host, &plan.name, HandoverRequest::Source { event }).await?;
     let mut said = None;
     for message in prepare {
-        said = call(&mut plan.peer, &plan.name, plan.uid, message).await?;
+        said = call(host, &mut plan.peer, (&plan.name, plan.uid), message).await?;
     }
     let Some(answer @ Message::Ready(_)) = said else {
         let message = "the other node does not take the VM any more: its events say why";
         return Err(Failure::new(Kind::Aborted, "MIGRATION_REFUSED", message));
     };
-    fault::hold(&host.config.run_dir, "ready").await;
     // From here on nobody can cancel it.
     if !operation.commit() {
         return Err(cancelled());
@@ -329,7 +375,6 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         "handing the VM over",
     );
     fault::point(&host.config.run_dir, "given");
-    fault::hold(&host.config.run_dir, "commit").await;
     let to = (plan.name.as_str(), plan.uid, plan.target.as_str());
     // The connection that is there: a new one would take its time while the guest stands still.
     let peer = Some(plan.peer.clone());
@@ -425,9 +470,9 @@ async fn relay(
 
 /// Says something to the target; what it says back.
 async fn call(
+    host: &Host,
     peer: &mut PeerServiceClient<Channel>,
-    name: &str,
-    uid: Uuid,
+    (name, uid): (&str, Uuid),
     message: Message,
 ) -> Result<Option<Message>, Failure> {
     let (Message::Prepare(migration)
@@ -443,16 +488,20 @@ async fn call(
         migration,
         step: step(message).into(),
     };
+    let step = request.step();
+    fault::hold(&host.config.run_dir, &format!("says-{step:?}")).await;
     let settled = timeout(CALL, peer.settle_vm(request)).await;
     let answer = settled
         .map_err(|_| silent())?
         .map_err(|status| said_no(&status))?;
-    Ok(message_of(answer.into_inner().step(), migration))
+    let step = answer.into_inner().step();
+    fault::hold(&host.config.run_dir, &format!("heard-{step:?}")).await;
+    Ok(message_of(step, migration))
 }
 
 /// Repeats a message until it is answered, first over `peer`, then over new connections. The target's answer goes to the VM's actor. False when
 /// nobody waits for an answer any more: an operator has decided otherwise, or the daemon ends.
-async fn repeat(
+pub(super) async fn repeat(
     host: &Arc<Host>,
     (name, uid, target): (&str, Uuid, &str),
     mut peer: Option<PeerServiceClient<Channel>>,
@@ -465,58 +514,40 @@ async fn repeat(
             None => host.peers.connect(target).await,
         };
         let said = match connected {
-            Ok(mut peer) => call(&mut peer, name, uid, message).await,
+            Ok(mut peer) => call(host, &mut peer, (name, uid), message).await,
             Err(failure) => Err(failure),
         };
         let request = match (message, said) {
             (Message::Abort(migration), Ok(_)) => Some(HandoverRequest::Told { migration }),
-            (_, Ok(Some(answer))) => Some(HandoverRequest::Source {
+            (_, Ok(Some(answer @ Message::Running(_)))) => Some(HandoverRequest::Source {
                 event: SourceEvent::Heard(answer),
             }),
-            (_, Ok(None)) => None,
+            (_, Ok(_)) => None,
             (_, Err(failure)) => {
                 tracing::info!(vm = name, peer = target, %failure, "the other node has not answered: it is asked again");
                 None
             }
         };
         if let Some(request) = request {
-            // The VM may be gone: that is what was wanted.
-            let _ = ask(host, name, request).await;
-            return true;
+            match ask(host, name, request).await {
+                // The VM may be gone: that is what was wanted.
+                Err(failure) if host.vms.find(uid).is_some() => {
+                    tracing::warn!(vm = name, %failure, "the other node's answer can't be kept: it is asked again");
+                }
+                _ => return true,
+            }
         }
         tokio::select! {
             () = sleep(wait) => {}
             () = host.stopping.cancelled() => return false,
         }
         wait = (wait * 2).min(LAST_WAIT);
-        let waits = host.store.vm(uid.as_bytes()).await;
-        let stage = waits
-            .ok()
-            .flatten()
-            .and_then(|record| Some(record.handover?.stage()));
-        let wanted = match message {
-            Message::Commit(_) => stage == Some(HandoverStage::Given),
-            _ => stage == Some(HandoverStage::Owner),
+        let waits = match message {
+            Message::Commit(_) => HandoverStage::Given,
+            _ => HandoverStage::Owner,
         };
-        if !wanted {
+        if !is_in(host, uid, waits).await {
             return false;
         }
     }
-}
-
-/// Goes on with what the VM's record says of a migration: repeats what the target has not answered.
-pub fn attend(host: &Arc<Host>, uid: Uuid, name: String, target: String) {
-    let host = Arc::clone(host);
-    tokio::spawn(async move {
-        let record = host.store.vm(uid.as_bytes()).await.ok().flatten();
-        let Some(handover) = record.and_then(|record| record.handover) else {
-            return;
-        };
-        let message = match handover.stage() {
-            HandoverStage::Given => Message::Commit(handover.migration),
-            HandoverStage::Owner if !handover.peer.is_empty() => Message::Abort(handover.migration),
-            _ => return,
-        };
-        repeat(&host, (&name, uid, &target), None, message).await;
-    });
 }

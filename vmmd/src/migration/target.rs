@@ -16,7 +16,7 @@ use tokio::{io::AsyncWriteExt as _, net::UnixStream, time::timeout};
 use tonic::Streaming;
 use uuid::Uuid;
 
-use super::{PROTOCOL, ask, source::refuse_what_stays};
+use super::{Moving, PROTOCOL, ask, source::refuse_what_stays};
 use crate::{
     context::Context,
     failure::{Failure, Kind},
@@ -36,6 +36,8 @@ use crate::{
 const KEPT: Duration = Duration::from_secs(60);
 /// How long the source may send nothing, and this node's `vmm` may take nothing.
 const SILENCE: Duration = Duration::from_secs(30);
+/// How long the source waits for the removal of what came, before it hears that it takes longer.
+const REMOVAL: Duration = Duration::from_secs(10);
 /// How long a machine of which everything has come may take until it is ready.
 const BUILD: Duration = Duration::from_secs(60);
 
@@ -45,6 +47,18 @@ pub async fn offer(
     request: v1::OfferVmRequest,
     context: &Context,
 ) -> Result<v1::OfferVmResponse, Failure> {
+    let (of, context) = (Arc::clone(host), context.clone());
+    // In a task of its own: a source that goes away in between would leave half a VM, which nobody removes.
+    let taken = tokio::spawn(async move { take_offer(&of, request, &context).await }).await;
+    taken.map_err(|error| Failure::internal(error.to_string()))?
+}
+
+async fn take_offer(
+    host: &Arc<Host>,
+    request: v1::OfferVmRequest,
+    context: &Context,
+) -> Result<v1::OfferVmResponse, Failure> {
+    fault::hold(&host.config.run_dir, "heard-OfferVm").await;
     host.peers.takes_part()?;
     if request.protocol != PROTOCOL {
         let message = format!(
@@ -89,11 +103,17 @@ pub async fn offer(
     let name = name.unwrap_or_default();
     let spec = vm.spec.clone().unwrap_or_default();
     create_incoming(host, vm, incoming, context).await?;
-    if let Err(failure) = lease(host, (uid, &name), &spec, &nics).await {
-        expire(host, &name, request.migration, false).await;
+    let moving = Moving {
+        name,
+        uid,
+        migration: request.migration,
+    };
+    if let Err(failure) = lease(host, (uid, &moving.name), &spec, &nics).await {
+        moving.expires_within(host, REMOVAL).await;
         return Err(failure);
     }
-    keep(host, name, request.migration, true);
+    keep(host, moving, true);
+    fault::hold(&host.config.run_dir, "says-OfferVm").await;
     Ok(v1::OfferVmResponse {
         build: env!("CARGO_PKG_VERSION").to_owned(),
     })
@@ -169,30 +189,15 @@ async fn lease(
 }
 
 /// Removes the VM after a while, unless somebody has said by then what becomes of it, or `unless_begun` while it is being received.
-fn keep(host: &Arc<Host>, name: String, migration: u64, unless_begun: bool) {
+fn keep(host: &Arc<Host>, moving: Moving, unless_begun: bool) {
     let host = Arc::clone(host);
     tokio::spawn(async move {
-        let kept = fault::patience(&host.config.run_dir, "hasty", KEPT);
         tokio::select! {
-            () = tokio::time::sleep(kept) => {}
+            () = fault::wait(&host.config.run_dir, "hasty", KEPT) => {}
             () = host.stopping.cancelled() => return,
         }
-        expire(&host, &name, migration, unless_begun).await;
+        moving.expires(&host, unless_begun).await;
     });
-}
-
-/// Removes a VM that nobody has prepared.
-async fn expire(host: &Arc<Host>, name: &str, migration: u64, unless_begun: bool) {
-    // It may be gone, or another one.
-    let _ = ask(
-        host,
-        name,
-        HandoverRequest::Expire {
-            migration,
-            unless_begun,
-        },
-    )
-    .await;
 }
 
 /// Receives a VM that was offered. What came is gone when it fails.
@@ -206,11 +211,19 @@ pub async fn receive(
     let Some(Part::Open(vm)) = first.and_then(|first| first.part) else {
         return Err(Failure::field("open", "must come first"));
     };
+    let uid = Uuid::parse_str(&vm.uid).map_err(|_| Failure::field("open.uid", "must be a UUID"))?;
+    fault::hold(&host.config.run_dir, "heard-ReceiveVm").await;
     let received = receive_parts(host, &vm, parts, context).await;
+    let moving = Moving {
+        name: vm.name,
+        uid,
+        migration: vm.migration,
+    };
     if received.is_err() {
-        expire(host, &vm.name, vm.migration, false).await;
+        moving.expires_within(host, REMOVAL).await;
     } else {
-        keep(host, vm.name, vm.migration, false);
+        keep(host, moving, false);
+        fault::hold(&host.config.run_dir, "says-ReceiveVm").await;
     }
     received
 }
@@ -310,8 +323,8 @@ pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1
     }
     if matches!(message, Message::Commit(_)) {
         fault::point(&host.config.run_dir, "commit-lost");
-        fault::hold(&host.config.run_dir, "committed").await;
     }
+    fault::hold(&host.config.run_dir, &format!("heard-{:?}", request.step())).await;
     let found = Uuid::parse_str(&request.uid)
         .ok()
         .and_then(|uid| host.vms.find(uid));
@@ -325,13 +338,22 @@ pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1
         };
     };
     let vm = Arc::clone(&entry.state.borrow());
-    let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
-    let said_back = ask(host, name, HandoverRequest::Target { message }).await?;
+    let moving = Moving {
+        name: vm.metadata.clone().unwrap_or_default().name,
+        uid: entry.uid,
+        migration: request.migration,
+    };
+    let said_back = ask(host, &moving.name, HandoverRequest::Target { message }).await?;
     if matches!(message, Message::Commit(_)) {
         fault::point(&host.config.run_dir, "answer-lost");
-        fault::hold(&host.config.run_dir, "answer").await;
     }
-    Ok(said(said_back.into_iter().next()))
+    if matches!(message, Message::Abort(_)) && !moving.expires_within(host, REMOVAL).await {
+        let message = "the VM is not removed yet: its events say why";
+        return Err(Failure::new(Kind::Unavailable, "REMOVAL_PENDING", message));
+    }
+    let said = said(said_back.into_iter().next());
+    fault::hold(&host.config.run_dir, &format!("says-{:?}", said.step())).await;
+    Ok(said)
 }
 
 fn said(message: Option<Message>) -> v1::SettleVmResponse {

@@ -523,6 +523,9 @@ fn commit(
     notes: &operation::Notes,
 ) -> Result<(), Error> {
     fault::point(path.parent().unwrap_or(path), "store");
+    if !changes.is_empty() && fault::is_set(path.parent().unwrap_or(path), "store-full") {
+        return Err(Error::Full);
+    }
     let database = reopened(path, database)?;
     write(database, |transaction| {
         let failed = |error: redb::StorageError| Error::of("write the store", error);

@@ -1,79 +1,38 @@
 //! Whatever happens at each step of a migration, at most one of both machines runs at any time, and in the end one of them does, or has ended
-//! where it was; nothing is left on the other side.
+//! where it was, or an operator is told to decide; nothing is left on the other side.
 
-use std::{
-    fs,
-    os::unix::fs::PermissionsExt,
-    path::PathBuf,
-    sync::{Arc, Mutex},
-    time::Duration,
+mod network;
+mod stage;
+mod steps;
+
+use proto::v1::{self, OperationPhase, VmPhase};
+
+use self::{
+    network::Network,
+    stage::{Expected, Stage},
+    steps::{Side, Step, TRANSFER, walk},
 };
+use crate::migration::{pair, within, within_seconds};
 
-use proto::v1::{self, OperationPhase, VmPhase, operation_service_client::OperationServiceClient};
-use tokio::{
-    io::copy_bidirectional,
-    net::{TcpListener, TcpStream},
-    sync::watch,
-    time::timeout,
-};
-
-use crate::{
-    harness::{Daemon, connect, status},
-    migration::{kill_vmm, pair, within, within_seconds},
-    pki,
-};
-
-/// Within which time a daemon hears of a cancel.
-const HEARD: Duration = Duration::from_secs(1);
-
-/// Where a daemon waits while something happens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Step {
-    /// The source has written that it migrates, and has not asked yet.
-    Begun,
-    /// Everything is at the target, and the source has not asked it to prepare.
-    Sent,
-    /// The target has prepared, and the source has not given the VM away.
-    Ready,
-    /// The source has given the VM away, and has not said so.
-    Given,
-    /// The target has been told, and has done nothing.
-    Committed,
-    /// The target has taken the VM, and has not said so.
-    Answer,
-}
-
-impl Step {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Begun => "begun",
-            Self::Sent => "sent",
-            Self::Ready => "ready",
-            Self::Given => "commit",
-            Self::Committed => "committed",
-            Self::Answer => "answer",
-        }
-    }
-
-    const fn is_at_target(self) -> bool {
-        matches!(self, Self::Committed | Self::Answer)
-    }
-
-    /// There is a `vmm` at the target.
-    fn is_loaded(self) -> bool {
-        self > Self::Begun
-    }
-}
-
-/// What happens there.
+/// What happens at a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Trouble {
+    /// A client cancels it.
     Cancel,
+    /// The network is cut, and is there again.
     Cut,
+    /// `kill -9`, and a new one of it comes up.
     SourcesDaemon,
     TargetsDaemon,
+    /// `kill -9`.
     SourcesVmm,
     TargetsVmm,
+    /// The file system of the daemon's state is full, and has room again.
+    SourcesDisk,
+    TargetsDisk,
+    /// Daemon and `vmm` are gone for good.
+    SourceGone,
+    TargetGone,
 }
 
 /// How it comes out.
@@ -83,207 +42,120 @@ enum End {
     RunsAtTarget,
     EndedAtSource,
     EndedAtTarget,
+    /// Of a node that is left alone: it has nothing.
+    Nothing,
+    /// Of a node that is left alone: it has the VM, which stands still until an operator decides.
+    Waits,
 }
 
-/// What comes of it. Before the point of no return the VM is the source's, whatever happens; a target that dies without its source noticing has
-/// prepared all the same, and is found again.
-fn expected(step: Step, trouble: Trouble) -> End {
-    use {End::*, Step::*};
-    match (step, trouble) {
-        (Begun | Sent | Ready, Trouble::SourcesVmm) => EndedAtSource,
-        (Ready, Trouble::TargetsDaemon) => RunsAtTarget,
-        (Ready | Given | Committed | Answer, Trouble::TargetsVmm) => EndedAtTarget,
-        (Ready, Trouble::Cut) => RunsAtTarget,
-        (Begun | Sent | Ready, _) => RunsAtSource,
-        (Given | Committed | Answer, _) => RunsAtTarget,
-    }
-}
-
-/// The network between both daemons.
-#[derive(Clone)]
-struct Network {
-    address: String,
-    to: Arc<Mutex<String>>,
-    up: watch::Sender<bool>,
-    /// Nothing comes through, and nobody is told.
-    silent: watch::Sender<bool>,
-}
-
-impl Network {
-    /// Leads to a daemon.
-    async fn to(daemon: &Daemon) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let network = Self {
-            address: listener.local_addr().unwrap().to_string(),
-            to: Arc::new(Mutex::new(pki::address(daemon))),
-            up: watch::Sender::new(true),
-            silent: watch::Sender::new(false),
-        };
-        let own = network.clone();
-        tokio::spawn(async move {
-            loop {
-                let (mut near, _) = listener.accept().await.unwrap();
-                let (to, mut up) = (own.to.lock().unwrap().clone(), own.up.subscribe());
-                let mut silent = own.silent.subscribe();
-                tokio::spawn(async move {
-                    if !*up.borrow() {
-                        return;
-                    }
-                    let _ = silent.wait_for(|silent| !silent).await;
-                    let Ok(mut far) = TcpStream::connect(to).await else {
-                        return;
-                    };
-                    let swallows = tokio::select! {
-                        _ = copy_bidirectional(&mut near, &mut far) => false,
-                        _ = up.wait_for(|up| !up) => false,
-                        _ = silent.wait_for(|silent| *silent) => true,
-                    };
-                    if swallows {
-                        let _ = silent.wait_for(|silent| !silent).await;
-                    }
-                });
+/// The rows of the table: a test for each step.
+macro_rules! rows {
+    (cancelled at $last:literal; $($test:ident: $side:ident $name:expr, $aborts:literal;)*) => {
+        /// Where a migration is cancelled for the steps behind that.
+        const LAST: &str = $last;
+        const ROWS: &[(Side, &str, bool)] = &[$((Side::$side, $name, $aborts)),*];
+        $(
+            #[tokio::test]
+            async fn $test() {
+                everything_at(Side::$side, $name, $aborts).await;
             }
-        });
-        network
-    }
+        )*
+    };
+}
 
-    /// The daemon listens elsewhere since its restart.
-    fn leads_to(&self, daemon: &Daemon) {
-        *self.to.lock().unwrap() = pki::address(daemon);
+rows! {
+    cancelled at "heard-Ready";
+    when_the_source_has_written_that_it_migrates: Source "wrote-Migrating", false;
+    when_the_target_has_an_offer: Target "heard-OfferVm", false;
+    when_the_target_has_taken_the_offer: Target "says-OfferVm", false;
+    when_the_target_is_to_receive: Target "heard-ReceiveVm", false;
+    when_memory_is_on_its_way: Target TRANSFER, false;
+    when_the_target_has_received_everything: Target "says-ReceiveVm", false;
+    when_the_source_is_about_to_prepare: Source "says-Prepare", false;
+    when_the_target_is_to_prepare: Target "heard-Prepare", false;
+    when_the_target_has_written_that_it_is_prepared: Target "wrote-Prepared", false;
+    when_the_target_is_about_to_say_that_it_is_prepared: Target "says-Ready", false;
+    when_the_source_has_heard_that_the_target_is_prepared: Source "heard-Ready", false;
+    when_the_source_has_written_that_it_has_given_the_vm_away: Source "wrote-Given", false;
+    when_the_source_is_about_to_commit: Source "says-Commit", false;
+    when_the_target_is_to_commit: Target "heard-Commit", false;
+    when_the_target_has_written_that_the_vm_is_its_own: Target "wrote-Owned", false;
+    when_the_target_is_about_to_say_that_it_runs: Target "says-Running", false;
+    when_the_source_has_heard_that_it_runs_there: Source "heard-Running", false;
+    when_the_source_has_written_that_the_vm_is_gone: Source "wrote-Gone", false;
+    when_the_source_has_written_that_the_vm_stays: Source "wrote-Owner", true;
+    when_the_source_is_about_to_abort: Source "says-Abort", true;
+    when_the_target_is_to_abort: Target "heard-Abort", true;
+    when_the_target_has_written_that_it_is_over: Target "wrote-Idle", true;
+    when_the_target_is_about_to_say_that_nothing_is_left: Target "says-Unspecified", true;
+    when_the_source_has_heard_that_nothing_is_left: Source "heard-Unspecified", true;
+}
+
+#[test]
+fn the_rows_are_the_steps_of_the_state_machines_and_of_the_calls() {
+    for aborts in [false, true] {
+        let rows = ROWS.iter().filter(|(_, _, it)| *it == aborts);
+        let rows: Vec<_> = rows.map(|(side, name, _)| Step::new(*side, *name)).collect();
+        assert_eq!(rows, walk(aborts), "cancelled: {aborts}");
     }
 }
 
-/// Two daemons and a VM whose migration waits at a step.
-struct Stage {
-    source: Daemon,
-    target: Daemon,
-    network: Network,
-    /// Only one machine at a time can lock it.
-    exclusive: PathBuf,
-    operation: v1::Operation,
+/// Whether a step is before another one.
+fn before(step: &Step, name: &str) -> bool {
+    let place = |name: &str| ROWS.iter().position(|(_, row, _)| *row == name).unwrap();
+    place(&step.name) < place(name)
 }
 
-impl Stage {
-    async fn at(step: Step) -> Self {
-        let (source, target) = pair().await;
-        let network = Network::to(&target).await;
-        let folder = source.path("exclusive");
-        fs::create_dir(&folder).unwrap();
-        for reached in [source.folder.path(), &folder] {
-            fs::set_permissions(reached, fs::Permissions::from_mode(0o755)).unwrap();
+/// What comes of it; nothing where that can't happen. Until the source has written that it gives the VM away, the VM is the source's. What the
+/// source does not hear is as if it had not been said.
+fn expected(step: &Step, aborts: bool, trouble: Trouble) -> Option<Expected> {
+    use End::*;
+    let heard = !aborts && !before(step, "heard-Ready");
+    let given = !aborts && !before(step, "wrote-Given");
+    let source_or_target = |target: bool| vec![if target { RunsAtTarget } else { RunsAtSource }];
+    let ends = match trouble {
+        Trouble::Cancel if aborts => return None,
+        Trouble::Cancel | Trouble::SourcesDaemon | Trouble::SourcesDisk => source_or_target(given),
+        Trouble::Cut | Trouble::TargetsDaemon => source_or_target(heard),
+        Trouble::SourcesVmm if given => vec![RunsAtTarget],
+        Trouble::SourcesVmm => vec![EndedAtSource],
+        Trouble::TargetsVmm if before(step, TRANSFER) || (aborts && !before(step, "says-Unspecified")) => {
+            return None;
         }
-        let exclusive = folder.join("lock");
-        fs::write(&exclusive, "").unwrap();
-        fs::set_permissions(&exclusive, fs::Permissions::from_mode(0o666)).unwrap();
-        source
-            .run("web", &format!("mock.exclusive={}", exclusive.display()))
-            .await;
-        let stage_of = if step.is_at_target() { &target } else { &source };
-        stage_of.fault(step.name());
-        let request = v1::MigrateVmRequest {
-            name: "web".into(),
-            target: network.address.clone(),
-            ..Default::default()
-        };
-        let answer = source.migrations().await.migrate_vm(request).await.unwrap();
-        let stage = Self {
-            operation: answer.into_inner().operation.unwrap(),
-            source,
-            target,
-            network,
-            exclusive,
-        };
-        let reached = stage.held(step).with_extension("reached");
-        within(async || reached.exists().then_some(())).await;
-        stage
-    }
-
-    fn held(&self, step: Step) -> PathBuf {
-        let daemon = if step.is_at_target() {
-            &self.target
-        } else {
-            &self.source
-        };
-        daemon.path("run/fault").join(step.name())
-    }
-
-    async fn happens(&mut self, trouble: Trouble, step: Step) {
-        match trouble {
-            Trouble::Cancel => {
-                let request = v1::CancelOperationRequest {
-                    id: self.operation.id.clone(),
-                };
-                let mut operations = OperationServiceClient::new(connect(self.source.folder.path()).await);
-                // It is answered when the migration has ended, which waits for this test; nothing else says that the daemon has heard it.
-                let cancelled = timeout(HEARD, operations.cancel_operation(request)).await;
-                match cancelled {
-                    Ok(refused) => assert!(step >= Step::Given && refused.is_err(), "{refused:?}"),
-                    Err(_) => assert!(step < Step::Given, "it is beyond that"),
-                }
-            }
-            Trouble::Cut => drop(self.network.up.send_replace(false)),
-            Trouble::SourcesDaemon => self.source.kill(),
-            Trouble::TargetsDaemon => self.target.kill(),
-            Trouble::SourcesVmm => {
-                kill_vmm(&self.source);
-                if step < Step::Given {
-                    self.source.waits_for("web", VmPhase::Failed).await;
-                }
-            }
-            Trouble::TargetsVmm => kill_vmm(&self.target),
-        }
-        let held = self.held(step);
-        fs::remove_file(held).unwrap();
-        if matches!(trouble, Trouble::Cut | Trouble::TargetsDaemon) {
-            self.source_notices().await;
-        }
-        match trouble {
-            Trouble::SourcesDaemon => self.source.relaunch().await,
-            Trouble::TargetsDaemon => {
-                self.target.relaunch().await;
-                self.network.leads_to(&self.target);
-            }
-            Trouble::Cut => drop(self.network.up.send_replace(true)),
-            _ => {}
-        }
-    }
-
-    /// The source, which can't reach the target, has given up, or waits for an answer.
-    async fn source_notices(&self) {
-        within(async || {
-            let now = self.source.operation(&self.operation.id).await;
-            let over = !matches!(now.phase(), OperationPhase::Pending | OperationPhase::InProgress);
-            let vm = self.source.get("web").await.ok();
-            let waits = vm.is_some_and(|vm| status(&vm).reason == "HandedOver");
-            (over || waits).then_some(())
-        })
-        .await;
-    }
-
-    /// Waits for the end, and sees that nothing else is left.
-    async fn ends(&self, end: End) {
-        let (has, other, phase) = match end {
-            End::RunsAtSource => (&self.source, &self.target, VmPhase::Running),
-            End::RunsAtTarget => (&self.target, &self.source, VmPhase::Running),
-            End::EndedAtSource => (&self.source, &self.target, VmPhase::Failed),
-            End::EndedAtTarget => (&self.target, &self.source, VmPhase::Failed),
-        };
-        other.forgets("web").await;
-        let vm = has.waits_for("web", phase).await;
-        within(async || other.vmm_processes().is_empty().then_some(())).await;
-        let runs = usize::from(phase == VmPhase::Running);
-        assert_eq!(has.vmm_processes().len(), runs, "{vm:?}");
-        assert_eq!(
-            fs::read_to_string(&self.exclusive).unwrap(),
-            "",
-            "both ran at once"
-        );
-        // It can be used like any other.
-        within(async || has.delete("web", true).await.ok()).await;
-    }
+        Trouble::TargetsVmm if aborts || before(step, "wrote-Prepared") => vec![RunsAtSource],
+        Trouble::TargetsVmm => vec![EndedAtTarget],
+        // It writes nothing any more.
+        Trouble::TargetsDisk if aborts && !before(step, "says-Unspecified") => return None,
+        Trouble::TargetsDisk if !aborts && !before(step, "says-Running") => return None,
+        Trouble::TargetsDisk => source_or_target(!aborts && !before(step, "wrote-Prepared")),
+        Trouble::SourceGone => match step.name.as_str() {
+            "wrote-Owner" | "says-Abort" => vec![Waits],
+            // The call may end with its connection, or may not.
+            "heard-Prepare" => vec![Nothing, Waits],
+            "heard-Commit" => vec![Waits, RunsAtTarget],
+            "heard-Abort" => vec![Waits, Nothing],
+            _ if aborts || before(step, "heard-Prepare") => vec![Nothing],
+            _ if before(step, "heard-Commit") => vec![Waits],
+            _ => vec![RunsAtTarget],
+        },
+        Trouble::TargetGone if aborts || !heard => vec![RunsAtSource],
+        Trouble::TargetGone if before(step, "heard-Running") => vec![Waits],
+        Trouble::TargetGone => vec![Nothing],
+    };
+    let last_call_is_over =
+        ["heard-Running", "wrote-Gone", "heard-Unspecified"].contains(&step.name.as_str());
+    Some(Expected {
+        ends,
+        is_noticed: !last_call_is_over,
+        stands_still: trouble == Trouble::SourcesDisk && !aborts && !given,
+    })
 }
 
-async fn everything_at(step: Step) {
+async fn everything_at(side: Side, name: &str, aborts: bool) {
+    let step = Step::new(side, name);
+    let last = Step::new(Side::Source, LAST);
+    let first = aborts.then_some(&last);
+    let mut stage = Stage::new().await;
     for trouble in [
         Trouble::Cancel,
         Trouble::Cut,
@@ -291,45 +163,60 @@ async fn everything_at(step: Step) {
         Trouble::TargetsDaemon,
         Trouble::SourcesVmm,
         Trouble::TargetsVmm,
+        Trouble::SourcesDisk,
+        Trouble::TargetsDisk,
     ] {
-        if trouble == Trouble::TargetsVmm && !step.is_loaded() {
+        let Some(expected) = expected(&step, aborts, trouble) else {
             continue;
-        }
+        };
         println!("{step:?}: {trouble:?}");
-        let mut stage = Stage::at(step).await;
-        stage.happens(trouble, step).await;
-        stage.ends(expected(step, trouble)).await;
+        stage.comes_to(&step, first).await;
+        stage.happens(trouble, &step, &expected).await;
+        stage.ends(Some(trouble), expected.ends[0]).await;
+    }
+    stage.is_forgotten().await;
+    for (trouble, left) in [
+        (Trouble::SourceGone, Side::Target),
+        (Trouble::TargetGone, Side::Source),
+    ] {
+        let expected = expected(&step, aborts, trouble).unwrap();
+        println!("{step:?}: {trouble:?}");
+        let mut stage = Stage::new().await;
+        stage.comes_to(&step, first).await;
+        stage.happens(trouble, &step, &expected).await;
+        let end = stage.settles(left, &expected.ends).await;
+        assert!(
+            expected.ends.contains(&end),
+            "{end:?} instead of {:?}",
+            expected.ends
+        );
     }
 }
 
 #[tokio::test]
-async fn whatever_happens_when_it_has_begun() {
-    everything_at(Step::Begun).await;
+async fn a_node_of_another_version_or_without_the_processors_features_refuses_the_offer_and_names_that() {
+    for (fault, why) in [
+        (
+            "other-version",
+            "speaks version 1 of the protocol of migrations, the source 2",
+        ),
+        ("other-processor", "processors lack of-another-processor"),
+    ] {
+        let mut stage = Stage::new().await;
+        let message = stage.is_refused(fault).await;
+        assert!(message.contains(why), "{message}");
+        stage.is_forgotten().await;
+    }
 }
 
 #[tokio::test]
-async fn whatever_happens_when_everything_was_sent() {
-    everything_at(Step::Sent).await;
-}
-
-#[tokio::test]
-async fn whatever_happens_when_the_target_has_prepared() {
-    everything_at(Step::Ready).await;
-}
-
-#[tokio::test]
-async fn whatever_happens_when_the_vm_was_given_away() {
-    everything_at(Step::Given).await;
-}
-
-#[tokio::test]
-async fn whatever_happens_when_the_target_was_told() {
-    everything_at(Step::Committed).await;
-}
-
-#[tokio::test]
-async fn whatever_happens_when_the_target_has_taken_it() {
-    everything_at(Step::Answer).await;
+async fn daemons_that_come_up_without_room_end_the_migration_when_there_is_some() {
+    let step = Step::new(Side::Source, "says-Prepare");
+    let mut stage = Stage::new().await;
+    stage.comes_to(&step, None).await;
+    stage.comes_up_without_room(&step).await;
+    stage.ends(Some(Trouble::SourcesDaemon), End::RunsAtSource).await;
+    stage.is_forgotten().await;
 }
 
 #[tokio::test]

@@ -51,7 +51,7 @@ impl Daemon {
         Ok(answer.into_inner().operation.unwrap())
     }
 
-    async fn resolve(&self, vm: &str, resolution: v1::MigrationResolution) -> Result<(), Status> {
+    pub async fn resolve(&self, vm: &str, resolution: v1::MigrationResolution) -> Result<(), Status> {
         let request = v1::ResolveMigrationRequest {
             name: vm.into(),
             resolution: resolution.into(),
@@ -287,6 +287,38 @@ async fn while_it_moves_nobody_else_touches_it_and_a_cancel_takes_it_back() {
 }
 
 #[tokio::test]
+async fn of_two_migrations_that_begin_at_once_one_is_refused_and_does_not_end_the_other() {
+    let (first, second) = pair().await;
+    first.run("web", "").await;
+    let held = |daemon: &Daemon, name: &str| {
+        daemon.fault(name);
+        daemon.path("run/fault").join(name)
+    };
+    let (begin, offer) = (held(&first, "begin"), held(&second, "heard-OfferVm"));
+    let both = [
+        first.migrate("web", &second).await.unwrap(),
+        first.migrate("web", &second).await.unwrap(),
+    ];
+    fs::remove_file(begin).unwrap();
+    let [one, other] = &both;
+    let (refused, accepted) = within(async || {
+        for (ends, goes_on) in [(one, other), (other, one)] {
+            let now = first.operation(&ends.id).await;
+            if now.phase() == OperationPhase::Failed {
+                return Some((now, goes_on));
+            }
+        }
+        None
+    })
+    .await;
+    assert!(refused.message.contains("being migrated already"), "{refused:?}");
+    fs::remove_file(offer).unwrap();
+    let ended = first.ended(accepted).await;
+    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+    second.waits_for("web", VmPhase::Running).await;
+}
+
+#[tokio::test]
 async fn a_daemon_that_is_killed_while_memory_is_sent_leaves_the_vm_at_the_source() {
     for source_dies in [true, false] {
         let (mut first, mut second) = pair().await;
@@ -355,6 +387,8 @@ async fn an_operator_decides_when_the_other_node_is_gone_for_good() {
             &second
         };
         let vm = left.waits_for("web", VmPhase::Paused).await;
+        let reason = if at_source { "HandedOver" } else { "Migrating" };
+        assert_eq!(status(&vm).reason, reason, "{vm:?}");
         let busy = left.kill_vm("web").await.unwrap_err();
         assert_eq!(refusal(&busy).1, "MIGRATING", "{vm:?}");
         left.resolve("web", resolution).await.unwrap();
@@ -444,12 +478,12 @@ async fn a_target_whose_vmm_takes_nothing_gives_up() {
 async fn what_was_received_and_is_not_settled_is_removed_and_the_source_goes_on() {
     let (first, second) = pair().await;
     second.fault("hasty");
-    first.fault("sent");
+    first.fault("says-Prepare");
     first.run("web", "").await;
     let operation = first.migrate("web", &second).await.unwrap();
     second.waits_for("web", VmPhase::Paused).await;
     second.forgets("web").await;
-    fs::remove_file(first.path("run/fault/sent")).unwrap();
+    fs::remove_file(first.path("run/fault/says-Prepare")).unwrap();
     let ended = first.ended(&operation).await;
     assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
     assert!(second.vmm_processes().is_empty());

@@ -59,6 +59,8 @@ struct Inner {
     serial_log: Option<File>,
     /// Why it is paused, if by a disk.
     pause_message: String,
+    /// It is paused since all of it was sent.
+    sent: bool,
     /// Taps and so on: held as the real one does.
     devices: Vec<OwnedFd>,
     consoles: Vec<SyncSender<Arc<[u8]>>>,
@@ -176,11 +178,21 @@ impl Guest {
         let mut inner = self.lock();
         inner.state = state;
         inner.pause_message.clear();
+        inner.sent = false;
         let status = inner.status();
         inner.tell(Kind::StateChanged(StateChanged {
             status: Some(status.clone()),
         }));
         status
+    }
+
+    /// Stands still, as all of it was sent.
+    pub fn was_sent(&self) {
+        self.runs(false);
+        let mut inner = self.lock();
+        (inner.state, inner.sent) = (State::Paused, true);
+        let status = inner.status();
+        inner.tell(Kind::StateChanged(StateChanged { status: Some(status) }));
     }
 
     pub fn nics(&self) -> MutexGuard<'_, Vec<nics::Plugged>> {
@@ -344,6 +356,7 @@ impl Inner {
             name: self.name.clone(),
             exit: None,
             pause_reason: match (self.state, self.pause_message.is_empty()) {
+                (State::Paused, _) if self.sent => PauseReason::Migration,
                 (State::Paused, false) => PauseReason::DiskError,
                 (State::Paused, true) => PauseReason::Requested,
                 _ => PauseReason::Unspecified,

@@ -4,10 +4,13 @@ use std::{
     fs::File,
     io::{Read, Write},
     os::{fd::OwnedFd, unix::fs::FileExt},
+    path::Path,
+    thread,
+    time::Duration,
 };
 
 use proto::vmm::{
-    DisksQuiet, Error, ErrorKind, MigrationRound, Save, SaveReply, Send, SendReply, State, event,
+    DisksQuiet, Error, ErrorKind, MigrationRound, Save, SaveReply, Send, SendReply, event,
     response::Result as Outcome,
 };
 
@@ -48,7 +51,8 @@ pub fn save(guest: &Guest, request: &Save, fds: Vec<OwnedFd>) -> Option<Outcome>
     }))
 }
 
-/// `mock.send=hang` and `mock.send=much` are options of the guest: it never has sent everything, and sends more than anybody keeps.
+/// `mock.send=hang`, `mock.send=much` and `mock.send=PATH` are options of the guest: it never has sent everything, it sends more than anybody
+/// keeps, and it sends nothing before there is a file of that name.
 pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome> {
     let socket = fds.into_iter().nth(request.socket_fd as usize).unwrap();
     let mut socket = File::from(socket);
@@ -63,6 +67,11 @@ pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome>
         std::mem::forget(socket);
         return None;
     }
+    if let Some(path) = guest.option("mock.send").filter(|path| path.starts_with('/')) {
+        while !Path::new(&path).exists() {
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
     let much = guest.option("mock.send").as_deref() == Some("much");
     if much && !write_much(&mut socket) || socket.write_all(text.as_bytes()).is_err() {
         return Some(Outcome::Error(Error {
@@ -70,7 +79,7 @@ pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome>
             kind: ErrorKind::Internal.into(),
         }));
     }
-    guest.set_state(State::Paused);
+    guest.was_sent();
     Some(Outcome::Sent(SendReply {
         sent_bytes: text.len() as u64,
         memory_bytes: 4096,

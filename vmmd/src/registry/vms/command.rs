@@ -206,7 +206,8 @@ pub enum HandoverRequest {
         /// What.
         message: Message,
     },
-    /// At the target: remove what was not prepared.
+    /// Remove what the migration leaves: at the target what was not prepared, on either side what could not be removed when the migration was
+    /// over. Answered with `Refuse` when it is being removed, and with nothing when it is to stay.
     Expire {
         /// Number of the migration.
         migration: u64,
@@ -224,13 +225,15 @@ pub enum HandoverRequest {
     Resolve(Resolution),
 }
 
-/// A migration that an earlier daemon left under way: what the target has not answered is said again.
+/// A migration that an earlier daemon left: what it could not write, and what the target has not answered, is done again.
 #[derive(Debug)]
 pub struct Attend {
     /// The VM.
     pub uid: Uuid,
     /// Its name.
     pub name: String,
+    /// Number of the migration.
+    pub migration: u64,
     /// Where the target is.
     pub target: String,
 }
@@ -302,11 +305,17 @@ impl Mailbox {
 /// Asks the VM's actor about its migration, and returns what it says to the other daemon.
 pub async fn hand_over(vms: &Vms, vm: &str, request: HandoverRequest) -> Result<Vec<Message>, Failure> {
     let entry = vms.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
+    hand_over_to(&entry.mailbox, vm, request).await
+}
+
+/// The same for an actor that was found already.
+pub async fn hand_over_to(
+    mailbox: &Mailbox,
+    vm: &str,
+    request: HandoverRequest,
+) -> Result<Vec<Message>, Failure> {
     let (reply, answer) = oneshot::channel();
-    let sent = entry
-        .mailbox
-        .send(Command::Handover(Box::new(request), reply))
-        .await;
+    let sent = mailbox.send(Command::Handover(Box::new(request), reply)).await;
     sent.map_err(|_| Failure::unavailable(vm))?;
     answer.await.map_err(|_| Failure::unavailable(vm))?
 }

@@ -17,6 +17,7 @@ use crate::{
     context::Context,
     control,
     failure::{Failure, Kind, store_failure},
+    fault,
     operation::{Handle, Progress, Type},
     registry::vms::command::{Attend, HandoverRequest, Restore, hand_over},
     store::{HandoverStage, handover::Handover},
@@ -35,6 +36,11 @@ const FIRST_WAIT: Duration = Duration::from_millis(5);
 const LAST_WAIT: Duration = Duration::from_secs(1);
 /// After so long it is told.
 const QUIET: Duration = Duration::from_secs(1);
+
+/// The reason of a VM whose removal could not be written.
+pub(super) const DELETE_FAILED: &str = "DeleteFailed";
+/// What is said of a machine that was received.
+const RECEIVED: &str = "received from another node, which decides what follows";
 
 /// What is to be said to the other daemon, and whether the VM is still there.
 type Step = (Result<Vec<Message>, Failure>, ControlFlow<()>);
@@ -56,7 +62,9 @@ impl Actor {
         let (said, flow) = match request {
             HandoverRequest::Begin { peer, reporter } => {
                 let begun = self.begin_migration(&peer).await;
-                self.migration = Some(reporter);
+                if begun.0.is_ok() {
+                    self.migration = Some(reporter);
+                }
                 begun
             }
             HandoverRequest::Source { event } => self.on_source(event).await,
@@ -87,7 +95,18 @@ impl Actor {
                 let begun = self.instance.is_some() || !matches!(self.work, Work::None);
                 match self.handover() {
                     Handover::Target(Target::Idle(over)) if over < migration && !(unless_begun && begun) => {
-                        self.on_target(Message::Abort(migration)).await
+                        let (aborted, flow) = self.on_target(Message::Abort(migration)).await;
+                        (aborted.map(|_| vec![Message::Refuse(migration)]), flow)
+                    }
+                    // Something may have stood in the way of the removal.
+                    Handover::Source(Source::Gone(over)) if over == migration => {
+                        let (removed, flow) = self.on_source(SourceEvent::Tick).await;
+                        (removed.map(|_| vec![Message::Refuse(migration)]), flow)
+                    }
+                    // The same. A VM that has just been offered once more has the same record, and stays.
+                    Handover::Target(Target::Idle(over)) if over == migration && self.is_leaving() => {
+                        let flow = self.remove().await;
+                        (Ok(vec![Message::Refuse(migration)]), flow)
                     }
                     _ => (Ok(Vec::new()), ControlFlow::Continue(())),
                 }
@@ -257,7 +276,10 @@ impl Actor {
             // It may have been written: an earlier state is the safe one, since nothing of the new one was done.
             self.record.handover = before;
             store_failure(error)
-        })
+        })?;
+        let stage = handover.record("").stage();
+        fault::hold(&self.host.config.run_dir, &format!("wrote-{stage:?}")).await;
+        Ok(())
     }
 
     async fn carry_out(&mut self, effects: Vec<Effect>) -> Step {
@@ -279,6 +301,11 @@ impl Actor {
             }
         }
         (Ok(said), flow)
+    }
+
+    /// Its removal has begun, and may have failed.
+    fn is_leaving(&self) -> bool {
+        self.view.phase == VmPhase::Terminating || self.view.reason == DELETE_FAILED
     }
 
     /// Lets the machine run, if there is one.
@@ -327,7 +354,12 @@ impl Actor {
 
     /// Ends the machine, if there is one, and removes the VM from this node.
     async fn remove(&mut self) -> ControlFlow<()> {
-        if matches!(&self.work, Work::Stop(stop) if stop.state.then == Then::Delete) {
+        let stop = match &self.work {
+            Work::Stop(stop) => Some(stop),
+            Work::Start(start) => start.stop.as_ref(),
+            Work::None | Work::Change(_) => None,
+        };
+        if stop.is_some_and(|stop| stop.state.then == Then::Delete) {
             return ControlFlow::Continue(());
         }
         let operation = self.operation(Type::VmDelete, &Context::daemon(), None);
@@ -366,8 +398,7 @@ impl Actor {
 
     /// The machine is there, and stays paused.
     pub(super) fn on_received(&mut self) {
-        let message = "received from another node, which decides what follows";
-        self.enter(VmPhase::Paused, MIGRATING, message);
+        self.enter(VmPhase::Paused, MIGRATING, RECEIVED);
         if let Some(started) = self.receiving.take() {
             let _ = started.send(Ok(()));
         }
@@ -424,16 +455,22 @@ impl Actor {
                 (Ok(Vec::new()), ControlFlow::Continue(()))
             }
             Handover::Source(_) => self.on_source(SourceEvent::Restarted).await,
-            Handover::Target(target) => self.step_target(target, TargetEvent::Restarted).await,
+            Handover::Target(target) => {
+                if target.waits() && self.instance.is_some() {
+                    self.enter(VmPhase::Paused, MIGRATING, RECEIVED);
+                }
+                self.step_target(target, TargetEvent::Restarted).await
+            }
         };
         let (said, flow) = step;
         if let Err(failure) = said {
             tracing::error!(vm = self.record.name, %failure, "go on with a migration");
         }
-        if flow.is_continue() && !record.peer.is_empty() {
+        if flow.is_continue() {
             let left = Attend {
                 uid: self.uid,
                 name: self.record.name.clone(),
+                migration: record.migration,
                 target: record.peer,
             };
             // Nobody hears it when the daemon ends, and the next one begins here again.

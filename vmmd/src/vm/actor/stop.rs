@@ -10,7 +10,9 @@ use proto::{
 use tokio::{task::spawn_blocking, time::Instant};
 
 use super::{
-    Actor, answer, respond, superseded,
+    Actor, answer,
+    handover::DELETE_FAILED,
+    respond, superseded,
     work::{Change, Stop, Work},
 };
 use crate::{
@@ -403,7 +405,7 @@ impl Actor {
                     VmPhase::Terminating => VmPhase::Stopped,
                     phase => phase,
                 };
-                self.enter(phase, "DeleteFailed", failure.message.clone());
+                self.enter(phase, DELETE_FAILED, failure.message.clone());
                 operation.fail(&failure);
                 complete_all(also, &self.state());
                 return ControlFlow::Continue(());

@@ -1,0 +1,375 @@
+//! Two daemons, and a VM whose migration waits at a step while something happens.
+
+use std::{fs, os::unix::fs::PermissionsExt, path::PathBuf, time::Duration};
+
+use proto::v1::{
+    self, GetNodeRequest, MigrationResolution, OperationPhase, VmPhase,
+    operation_service_client::OperationServiceClient,
+};
+use tokio::time::timeout;
+
+use super::{
+    End, Trouble,
+    network::Network,
+    steps::{Side, Step},
+};
+use crate::{
+    harness::{Daemon, connect, status},
+    migration::{kill_vmm, pair, within},
+};
+
+const VM: &str = "web";
+/// A file system that is full, below a daemon's folder.
+const FULL: &str = "state/fault/store-full";
+
+pub struct Stage {
+    pub source: Daemon,
+    pub target: Daemon,
+    pub network: Network,
+    /// Only one machine at a time can lock it.
+    exclusive: PathBuf,
+    /// The source's machine sends nothing before it is there.
+    go: PathBuf,
+    operation: v1::Operation,
+}
+
+impl Stage {
+    pub async fn new() -> Self {
+        let (source, target) = pair().await;
+        let network = Network::to(&target).await;
+        let folder = source.path("exclusive");
+        fs::create_dir(&folder).unwrap();
+        for reached in [source.folder.path(), &folder] {
+            fs::set_permissions(reached, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let exclusive = folder.join("lock");
+        fs::write(&exclusive, "").unwrap();
+        fs::set_permissions(&exclusive, fs::Permissions::from_mode(0o666)).unwrap();
+        Self {
+            source,
+            target,
+            network,
+            exclusive,
+            go: folder.join("go"),
+            operation: v1::Operation::default(),
+        }
+    }
+
+    fn daemon(&self, side: Side) -> &Daemon {
+        match side {
+            Side::Source => &self.source,
+            Side::Target => &self.target,
+        }
+    }
+
+    /// A new VM's migration comes to this step and waits there; by way of `first`, where a client cancels it.
+    pub async fn comes_to(&mut self, step: &Step, first: Option<&Step>) {
+        for daemon in [&self.source, &self.target] {
+            for faults in ["run/fault", "state/fault"] {
+                let _ = fs::remove_dir_all(daemon.path(faults));
+            }
+        }
+        let mut options = format!("mock.exclusive={}", self.exclusive.display());
+        if step.is_transfer() {
+            let _ = fs::remove_file(&self.go);
+            options += &format!(" mock.send={}", self.go.display());
+        }
+        self.source.run(VM, &options).await;
+        for step in [first, Some(step)].into_iter().flatten() {
+            self.daemon(step.side).fault(&step.name);
+        }
+        self.begins().await;
+        if let Some(first) = first {
+            self.reached(first).await;
+            self.cancel(true).await;
+            self.release(first);
+        }
+        self.reached(step).await;
+    }
+
+    async fn begins(&mut self) {
+        let request = v1::MigrateVmRequest {
+            name: VM.into(),
+            target: self.network.address.clone(),
+            ..Default::default()
+        };
+        let answer = self.source.migrations().await.migrate_vm(request).await.unwrap();
+        self.operation = answer.into_inner().operation.unwrap();
+    }
+
+    async fn reached(&self, step: &Step) {
+        if step.is_transfer() {
+            self.target.waits_for(VM, VmPhase::Starting).await;
+            within(async || (self.target.vmm_processes().len() == 1).then_some(())).await;
+            return;
+        }
+        let reached = self.held(step).with_extension("reached");
+        within(async || reached.exists().then_some(())).await;
+    }
+
+    fn held(&self, step: &Step) -> PathBuf {
+        self.daemon(step.side).path("run/fault").join(&step.name)
+    }
+
+    fn release(&self, step: &Step) {
+        if step.is_transfer() {
+            fs::write(&self.go, "").unwrap();
+        } else {
+            fs::remove_file(self.held(step)).unwrap();
+        }
+    }
+
+    /// A client asks for its end, which is possible, or not any more.
+    async fn cancel(&self, possible: bool) {
+        let request = v1::CancelOperationRequest {
+            id: self.operation.id.clone(),
+        };
+        let mut operations = OperationServiceClient::new(connect(self.source.folder.path()).await);
+        if !possible {
+            operations.cancel_operation(request).await.unwrap_err();
+            return;
+        }
+        let heard = Step::new(Side::Source, "heard-CancelOperation");
+        self.source.fault(&heard.name);
+        // It is answered when the migration has ended, which waits for this test.
+        tokio::spawn(async move { operations.cancel_operation(request).await });
+        self.reached(&heard).await;
+        self.release(&heard);
+    }
+
+    /// Something happens, then the migration goes on; what has happened is mended when it was noticed.
+    pub async fn happens(&mut self, trouble: Trouble, step: &Step, expected: &Expected) {
+        match trouble {
+            Trouble::Cancel => self.cancel(expected.ends.contains(&End::RunsAtSource)).await,
+            Trouble::Cut => drop(self.network.up.send_replace(false)),
+            Trouble::SourcesDaemon => self.source.kill(),
+            Trouble::TargetsDaemon => self.target.kill(),
+            Trouble::SourcesVmm => self.loses_vmm(Side::Source, step).await,
+            Trouble::TargetsVmm => self.loses_vmm(Side::Target, step).await,
+            Trouble::SourcesDisk => self.fills(Side::Source, true),
+            Trouble::TargetsDisk => self.fills(Side::Target, true),
+            Trouble::SourceGone => self.loses_node(Side::Source),
+            Trouble::TargetGone => self.loses_node(Side::Target),
+        }
+        let mut refused = self.network.refused.subscribe();
+        let offers = async |target: &Daemon| target.events("Created").await.len();
+        let lost = [
+            Trouble::Cancel,
+            Trouble::Cut,
+            Trouble::SourcesDaemon,
+            Trouble::SourceGone,
+        ];
+        // The target takes an offer whose source is not there any more.
+        let late = step.name == "heard-OfferVm" && lost.contains(&trouble);
+        let before = if late { offers(&self.target).await } else { 0 };
+        self.release(step);
+        if late {
+            within(async || (offers(&self.target).await > before).then_some(())).await;
+        }
+        match trouble {
+            Trouble::Cut | Trouble::TargetsDaemon if expected.is_noticed => {
+                let noticed = timeout(Duration::from_secs(30), refused.changed()).await;
+                noticed.expect("the source tries to reach the target").unwrap();
+            }
+            Trouble::SourcesDisk => {
+                self.finds_no_room(Side::Source).await;
+                if expected.stands_still {
+                    within(async || {
+                        let now = self.source.operation(&self.operation.id).await;
+                        now.message.contains("the guest stands still").then_some(())
+                    })
+                    .await;
+                }
+            }
+            Trouble::TargetsDisk => self.finds_no_room(Side::Target).await,
+            _ => {}
+        }
+        match trouble {
+            Trouble::Cut => drop(self.network.up.send_replace(true)),
+            Trouble::SourcesDaemon => self.source.relaunch().await,
+            Trouble::TargetsDaemon => {
+                self.target.relaunch().await;
+                self.network.leads_to(&self.target);
+            }
+            Trouble::SourcesDisk => self.fills(Side::Source, false),
+            Trouble::TargetsDisk => self.fills(Side::Target, false),
+            _ => {}
+        }
+        if lost.contains(&trouble) {
+            // What the source does not take back is removed after a while.
+            self.target.fault("hasty");
+        }
+    }
+
+    /// Its `vmm` is killed, and its daemon notices that unless it is held.
+    async fn loses_vmm(&self, side: Side, step: &Step) {
+        let daemon = self.daemon(side);
+        kill_vmm(daemon);
+        if !step.holds_actor_of(side) {
+            within(async || {
+                let vm = daemon.get(VM).await;
+                vm.map_or(true, |vm| status(&vm).phase() == VmPhase::Failed)
+                    .then_some(())
+            })
+            .await;
+        }
+    }
+
+    /// Daemon and `vmm` end, for good.
+    fn loses_node(&mut self, side: Side) {
+        match side {
+            Side::Source => self.source.kill(),
+            Side::Target => self.target.kill(),
+        }
+        let daemon = self.daemon(side);
+        for process in daemon.vmm_processes() {
+            rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
+        }
+    }
+
+    fn fills(&self, side: Side, full: bool) {
+        let file = self.daemon(side).path(FULL);
+        if full {
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, "").unwrap();
+        } else {
+            fs::remove_file(file).unwrap();
+        }
+    }
+
+    /// Waits until a daemon has tried to write, since it was last asked.
+    async fn finds_no_room(&self, side: Side) {
+        let reached = self.daemon(side).path(FULL).with_extension("reached");
+        within(async || fs::remove_file(&reached).ok()).await;
+    }
+
+    /// Both daemons are killed at this step and come up without room, which comes when both have tried again.
+    pub async fn comes_up_without_room(&mut self, step: &Step) {
+        self.source.kill();
+        self.target.kill();
+        self.release(step);
+        for side in [Side::Source, Side::Target] {
+            self.fills(side, true);
+        }
+        self.source.relaunch().await;
+        self.target.relaunch().await;
+        self.network.leads_to(&self.target);
+        for side in [Side::Source, Side::Target] {
+            self.finds_no_room(side).await;
+            self.finds_no_room(side).await;
+            self.fills(side, false);
+        }
+    }
+
+    /// Waits for the end, and sees that nothing else is left.
+    pub async fn ends(&self, trouble: Option<Trouble>, end: End) {
+        // What an earlier daemon began is not followed.
+        if trouble != Some(Trouble::SourcesDaemon) {
+            self.source.ended(&self.operation).await;
+        }
+        let (has, other, phase) = match end {
+            End::RunsAtSource => (&self.source, &self.target, VmPhase::Running),
+            End::RunsAtTarget => (&self.target, &self.source, VmPhase::Running),
+            End::EndedAtSource => (&self.source, &self.target, VmPhase::Failed),
+            End::EndedAtTarget => (&self.target, &self.source, VmPhase::Failed),
+            End::Nothing | End::Waits => panic!("it has an owner"),
+        };
+        other.forgets(VM).await;
+        let settled = within(async || {
+            let vm = has.get(VM).await.ok()?;
+            (status(&vm).phase() == phase && status(&vm).reason != "Migrating").then_some(vm)
+        });
+        let vm = settled.await;
+        has_nothing(other).await;
+        let runs = usize::from(phase == VmPhase::Running);
+        assert_eq!(has.vmm_processes().len(), runs, "{vm:?}");
+        self.ran_once();
+        // It can be used like any other.
+        within(async || has.delete(VM, true).await.ok()).await;
+        has_nothing(has).await;
+    }
+
+    /// Waits until the side that is left has come to an end by itself, or to a condition that an operator ends, where that is expected: a VM may
+    /// show it for a moment.
+    pub async fn settles(&self, left: Side, expected: &[End]) -> End {
+        let (daemon, runs, waits) = match left {
+            Side::Source => (&self.source, End::RunsAtSource, "HandedOver"),
+            Side::Target => (&self.target, End::RunsAtTarget, "Migrating"),
+        };
+        let end = within(async || {
+            let Ok(vm) = daemon.get(VM).await else {
+                return Some(End::Nothing);
+            };
+            match (status(&vm).phase(), status(&vm).reason.as_str()) {
+                (VmPhase::Running, "Running") => Some(runs),
+                (VmPhase::Paused, reason) if reason == waits && expected.contains(&End::Waits) => {
+                    assert_eq!(daemon.vmm_processes().len(), 1, "{vm:?}");
+                    let resolved = daemon.resolve(VM, MigrationResolution::Run).await;
+                    resolved.is_ok().then_some(End::Waits)
+                }
+                _ => None,
+            }
+        })
+        .await;
+        if end != End::Nothing {
+            daemon.waits_for(VM, VmPhase::Running).await;
+            assert_eq!(daemon.vmm_processes().len(), 1);
+            within(async || daemon.delete(VM, true).await.ok()).await;
+        }
+        has_nothing(daemon).await;
+        self.ran_once();
+        end
+    }
+
+    fn ran_once(&self) {
+        let twice = fs::read_to_string(&self.exclusive).unwrap();
+        assert_eq!(twice, "", "both ran at once");
+    }
+
+    /// Nothing of any VM is in the store of either daemon.
+    pub async fn is_forgotten(&mut self) {
+        for daemon in [&mut self.source, &mut self.target] {
+            let before = daemon.events("Deleted").await.len();
+            daemon.kill_and_restart().await;
+            has_nothing(daemon).await;
+            let after = daemon.events("Deleted").await.len();
+            assert_eq!(after, before, "it had a record that it had not told of");
+        }
+    }
+
+    /// A migration that the target refuses, as `fault` makes it: why.
+    pub async fn is_refused(&mut self, fault: &str) -> String {
+        self.source
+            .run(VM, &format!("mock.exclusive={}", self.exclusive.display()))
+            .await;
+        self.source.fault(fault);
+        self.begins().await;
+        let ended = self.source.ended(&self.operation).await;
+        assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+        self.ends(None, End::RunsAtSource).await;
+        ended.message
+    }
+}
+
+/// How something comes out.
+pub struct Expected {
+    /// One of these.
+    pub ends: Vec<End>,
+    /// The source tries to reach the target again.
+    pub is_noticed: bool,
+    /// The source's guest stands still until there is room.
+    pub stands_still: bool,
+}
+
+/// No VM, and nothing that VMs have.
+async fn has_nothing(daemon: &Daemon) {
+    let node = daemon.nodes().await.get_node(GetNodeRequest {}).await;
+    let node = node.unwrap().into_inner().node.unwrap().status.unwrap();
+    assert_eq!((node.vms, node.memory_committed_bytes), (0, 0));
+    assert_eq!(daemon.vmm_processes(), []);
+    assert_eq!(daemon.cgroups(), Vec::<PathBuf>::new());
+    for folder in ["run/vms", "log/vms"] {
+        let left: Vec<_> = fs::read_dir(daemon.path(folder)).unwrap().collect();
+        assert!(left.is_empty(), "{folder}: {left:?}");
+    }
+}
