@@ -76,7 +76,8 @@ fn go_on(host: &Arc<Host>, left: Attend) {
                 source::repeat(&host, to, None, Message::Abort(migration)).await;
             }
             HandoverStage::Given => {
-                if source::repeat(&host, to, None, Message::Commit(migration)).await {
+                let answered = source::repeat(&host, to, None, Message::Commit(migration)).await;
+                if answered {
                     Moving { name, uid, migration }.expires(&host, false).await;
                 }
             }
