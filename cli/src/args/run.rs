@@ -55,7 +55,8 @@ pub struct Run {
     /// Further network interface, as in `vmmctl create --nic`.
     #[arg(long = "nic", value_name = "KEY=VALUE,…")]
     pub nics: Vec<String>,
-    /// Directory of the node that the guest can mount: /srv/data, with keys as in `vmmctl share add`.
+    /// Directory of the node that the guest can mount: /srv/data, or /srv/data,mount=/data to have it mounted there, with keys as in
+    /// `vmmctl share add`.
     #[arg(long = "share", value_name = "PATH[,KEY=VALUE…]")]
     pub shares: Vec<String>,
     /// Label of the VM and its disk.

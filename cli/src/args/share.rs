@@ -22,10 +22,11 @@ pub enum Share {
 Examples:
   vmmctl share add web /srv/data                       # in the guest: mount -t virtiofs data /mnt
   vmmctl share add web /srv/models,name=models,ro,cache=always --restart
+  vmmctl share add web /srv/site,mount=/srv/site --restart  # the guest's cloud-init mounts it
   vmmctl share add web /srv/home,uid-map=0:100000:65536,gid-map=0:100000:65536,xattr
 
 Keys: name=, tag=, ro, cache=auto|always|never, writeback, xattr, acl, uid-map=GUEST:NODE:COUNT, gid-map=GUEST:NODE:COUNT (several
-with + between them), open-files=.")]
+with + between them), open-files=, mount= (for guests with cloud-init).")]
 pub struct AddShare {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]

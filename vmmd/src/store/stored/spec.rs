@@ -63,6 +63,8 @@ stored! {
         gid_map: Vec<IdRange>,
         #[prost(uint32, tag = "11")]
         max_open_files: u32,
+        #[prost(string, tag = "12")]
+        mount: String,
     }
 }
 

@@ -6,6 +6,7 @@ mod fork;
 mod kernel;
 mod prepare;
 mod seed;
+mod vendor;
 
 use std::{
     collections::BTreeMap,

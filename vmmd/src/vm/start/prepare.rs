@@ -67,6 +67,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
             uid,
             name: &plan.record.name,
             nics: &nics,
+            shares: &spec.shares,
         };
         seed.make()
     };
