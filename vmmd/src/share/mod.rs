@@ -1,7 +1,7 @@
 //! Directories of the node that guests mount: what is shared, and the processes that serve it.
 //!
 //! Each share of a running VM is served by a `virtiofsd` of its own, which the daemon starts before the `vmm` and hands a
-//! connection to. It runs in the VM's cgroup and in namespaces of its own (users, processes, network), with its root in the shared directory,
+//! connection to, or before it plugs the share into a running machine. It runs in the VM's cgroup and in namespaces of its own (users, processes, network), with its root in the shared directory,
 //! as a user that is never the node's root. It ends when its `vmm` does: that closes the connection. [`keeper`] makes it anew when it
 //! ends before.
 
@@ -14,8 +14,8 @@ use proto::model::{share::Share, vm::VmSpec};
 use tokio::task::spawn_blocking;
 
 pub use self::{
-    keeper::Keepers,
-    process::{Serving, serve},
+    keeper::{Keepers, Run},
+    process::{Serving, Unkept, serve},
 };
 use crate::{
     capacity::placement::Problem,

@@ -47,6 +47,7 @@ mod roles;
 mod roots;
 mod screen;
 mod screen_strangers;
+mod share_plug;
 mod shares;
 mod snapshots;
 mod stats;
