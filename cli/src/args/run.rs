@@ -59,6 +59,9 @@ pub struct Run {
     /// `vmmctl share add`.
     #[arg(long = "share", value_name = "PATH[,KEY=VALUE…]")]
     pub shares: Vec<String>,
+    /// Directory of the node where the daemon keeps the VM's description, logs and counters.
+    #[arg(long, value_name = "PATH")]
+    pub state_dir: Option<String>,
     /// Label of the VM and its disk.
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,

@@ -88,6 +88,8 @@ pub struct VmSpec {
     pub virtio_console: bool,
     /// Directories of the node in the order of the manifest. With any, its memory is shared.
     pub shares: Vec<Share>,
+    /// Directory of the node where the daemon keeps files about the VM; absolute, without `..`.
+    pub state_dir: Option<PathBuf>,
     /// What its guest's cloud-init is told; the last of `disks` is its seed then.
     pub cloud_init: Option<CloudInit>,
 }
@@ -322,6 +324,10 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         unique(&mut found, "spec.shares", "tag", tags);
         shared_memory(&mut found, &shares, backing, spec);
         mounts(&mut found, &shares, spec);
+        let state_dir = match spec.state_dir.as_str() {
+            "" => None,
+            path => absolute(&mut found, "spec.stateDir", path),
+        };
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
@@ -344,6 +350,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 display,
                 virtio_console: spec.virtio_console.is_some(),
                 shares,
+                state_dir,
                 cloud_init,
             }),
             _ => Err(found),

@@ -50,6 +50,7 @@ mod screen_strangers;
 mod share_plug;
 mod shares;
 mod snapshots;
+mod state_dir;
 mod stats;
 mod supervision;
 mod survival;

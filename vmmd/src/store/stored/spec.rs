@@ -33,6 +33,8 @@ stored! {
         virtio_console: Option<VirtioConsoleSpec>,
         #[prost(message, repeated, tag = "16")]
         shares: Vec<ShareSpec>,
+        #[prost(string, tag = "17")]
+        state_dir: String,
         #[prost(message, optional, tag = "20")]
         cloud_init: Option<CloudInit>,
     }

@@ -379,6 +379,7 @@ async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec) -> Result<(),
             balloon::tell(client, held.unwrap_or(0)).await
         }
         Live::RunPolicy
+        | Live::StateDir
         | Live::DropGroup(_)
         | Live::Processors
         | Live::Attach(_)

@@ -53,6 +53,8 @@ pub enum Verdict {
 pub enum Live {
     /// Means nothing to the machine.
     RunPolicy,
+    /// Means nothing to the machine either.
+    StateDir,
     /// The limit of a disk's own.
     DiskLimit(String),
     /// The limit of a rate group.
@@ -320,6 +322,7 @@ fn verdict(path: &str, was: bool, is: bool) -> Verdict {
     };
     let live = match (was, is) {
         _ if path == "spec.runPolicy" => Some(Live::RunPolicy),
+        _ if path == "spec.stateDir" => Some(Live::StateDir),
         _ if path == "spec.balloon.targetBytes" => Some(Live::BalloonTarget),
         _ if PROCESSORS.contains(&path) => Some(Live::Processors),
         (false, true) if path.ends_with(']') => item("spec.disks", "")
@@ -358,6 +361,7 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
     let running = run.spec.get_or_insert_with(|| desired.clone());
     match live {
         Live::RunPolicy => running.run_policy = desired.run_policy,
+        Live::StateDir => running.state_dir = desired.state_dir,
         Live::DiskLimit(name) => {
             let wanted = desired.disks.iter().find(|disk| disk.name == *name);
             let disk = running.disks.iter_mut().find(|disk| disk.name == *name);

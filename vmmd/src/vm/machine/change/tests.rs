@@ -212,6 +212,7 @@ fn each_kind_of_change_has_its_verdict() {
             &["spec.nics[eth1] AttachNic(\"eth1\")"],
         ),
         (|s| s.nics.clear(), &["spec.nics[eth0] DetachNic(\"eth0\")"]),
+        (|s| s.state_dir = "/srv/job".into(), &["spec.stateDir StateDir"]),
         (
             |s| s.shares.push(share("more")),
             &["spec.shares[more] AttachShare(\"more\")"],
@@ -397,6 +398,8 @@ fn any_spec() -> impl Strategy<Value = VmSpec> {
         }
         let mut spec = VmSpec {
             disks,
+            // They go with few kinds of memory.
+            shares: Vec::new(),
             rate_groups: vec![group("slow", rate * 4096)],
             run_policy,
             balloon: (target > 0).then(|| BalloonSpec {
