@@ -39,6 +39,7 @@ mod screen;
 mod service;
 mod share;
 mod snapshot;
+mod state_dir;
 mod stats;
 mod store;
 mod sys;
@@ -256,6 +257,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     parts.spawn(migration::attend(Arc::clone(&host), left));
     parts.spawn(reopen(Arc::clone(&audit), hangup));
     parts.spawn(watch_networks(Arc::clone(&host)));
+    parts.spawn(state_dir::keep(Arc::clone(&host)));
     parts.spawn(service::watchdog(host.store.clone()));
     parts.spawn(service::tell_failures(host.store.clone(), host.events.clone()));
     service::ready();

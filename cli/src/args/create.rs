@@ -119,7 +119,7 @@ pub struct CreateVm {
         short,
         long = "filename",
         value_name = "FILE",
-        conflicts_with_all = ["kernel", "initrd", "cmdline", "cpus", "memory", "disks", "rate_groups", "nics", "shares", "run_policy", "labels", "user_data", "ssh_keys", "hostname"]
+        conflicts_with_all = ["kernel", "initrd", "cmdline", "cpus", "memory", "disks", "rate_groups", "nics", "shares", "state_dir", "run_policy", "labels", "user_data", "ssh_keys", "hostname"]
     )]
     pub files: Vec<PathBuf>,
     /// Kernel on the node: a bzImage, or an ELF with a PVH entry.
@@ -164,6 +164,9 @@ pub struct CreateVm {
     /// Directory of the node that the guest can mount: /srv/data, with keys as in `vmmctl share add`.
     #[arg(long = "share", value_name = "PATH[,KEY=VALUE…]")]
     pub shares: Vec<String>,
+    /// Directory of the node where the daemon keeps the VM's description, logs and counters.
+    #[arg(long, value_name = "PATH")]
+    pub state_dir: Option<String>,
     /// When the node starts it by itself: always-on-unless-stopped (when not given), always-on, rerun-on-failure, manual,
     /// always-off.
     #[arg(long, value_name = "POLICY", value_parser = operation::run_policy)]

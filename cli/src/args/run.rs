@@ -55,9 +55,13 @@ pub struct Run {
     /// Further network interface, as in `vmmctl create --nic`.
     #[arg(long = "nic", value_name = "KEY=VALUE,…")]
     pub nics: Vec<String>,
-    /// Directory of the node that the guest can mount: /srv/data, with keys as in `vmmctl share add`.
+    /// Directory of the node that the guest can mount: /srv/data, or /srv/data,mount=/data to have it mounted there, with keys as in
+    /// `vmmctl share add`.
     #[arg(long = "share", value_name = "PATH[,KEY=VALUE…]")]
     pub shares: Vec<String>,
+    /// Directory of the node where the daemon keeps the VM's description, logs and counters.
+    #[arg(long, value_name = "PATH")]
+    pub state_dir: Option<String>,
     /// Label of the VM and its disk.
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,

@@ -8,9 +8,9 @@ use crate::complete;
 /// `share`.
 #[derive(Debug, Subcommand)]
 pub enum Share {
-    /// Share a directory of the node with a VM; one that runs has it from the next start on.
+    /// Share a directory of the node with a VM; one that runs with shared memory gets it at once, another one from the next start on.
     Add(AddShare),
-    /// Take a share from a VM; one that runs keeps it until the next start.
+    /// Take a share from a VM; the guest of one that runs is asked to eject it first.
     Rm(RemoveShare),
     /// List the shares of a VM.
     Ls(ListShares),
@@ -21,11 +21,12 @@ pub enum Share {
 #[command(after_help = "\
 Examples:
   vmmctl share add web /srv/data                       # in the guest: mount -t virtiofs data /mnt
-  vmmctl share add web /srv/models,name=models,ro,cache=always --restart
+  vmmctl share add web /srv/models,name=models,ro,cache=always
+  vmmctl share add web /srv/site,mount=/srv/site --restart  # the guest's cloud-init mounts it
   vmmctl share add web /srv/home,uid-map=0:100000:65536,gid-map=0:100000:65536,xattr
 
 Keys: name=, tag=, ro, cache=auto|always|never, writeback, xattr, acl, uid-map=GUEST:NODE:COUNT, gid-map=GUEST:NODE:COUNT (several
-with + between them), open-files=.")]
+with + between them), open-files=, mount= (for guests with cloud-init).")]
 pub struct AddShare {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]
@@ -42,7 +43,7 @@ pub struct AddShare {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  vmmctl share rm web data --restart")]
+  vmmctl share rm web data")]
 pub struct RemoveShare {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]

@@ -101,6 +101,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
                 .iter()
                 .map(|text| share_spec::from_text(text))
                 .collect::<Result<_>>()?,
+            state_dir: args.state_dir.clone().unwrap_or_default(),
             virtio_console: args.virtio_console.then_some(v1::VirtioConsoleSpec {}),
         }),
         status: None,

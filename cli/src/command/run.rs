@@ -180,6 +180,7 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
                 .iter()
                 .map(|text| share_spec::from_text(text))
                 .collect::<Result<_>>()?,
+            state_dir: args.state_dir.clone().unwrap_or_default(),
             // Without any of it the guest is told its name and its network all the same.
             cloud_init: Some(cloud_init::from_flags(&args.cloud_init)?.unwrap_or_default()),
             ..Default::default()

@@ -5,7 +5,7 @@ use proto::v1::{self, ShareCache};
 use super::disk_spec::{number, usage};
 use crate::failure::Result;
 
-const KEYS: &str = "name=, tag=, ro, cache=, writeback, xattr, acl, uid-map=, gid-map=, open-files=";
+const KEYS: &str = "name=, tag=, ro, cache=, writeback, xattr, acl, uid-map=, gid-map=, open-files=, mount=";
 
 /// A share from `PATH[,key=value…]`; without a name it is called as the directory.
 pub fn from_text(text: &str) -> Result<v1::ShareSpec> {
@@ -56,6 +56,7 @@ fn set(share: &mut v1::ShareSpec, part: &str) -> Result<bool, String> {
         }),
         Some(("uid-map", value)) => share.uid_map = ranges(value)?,
         Some(("gid-map", value)) => share.gid_map = ranges(value)?,
+        Some(("mount", value)) => value.clone_into(&mut share.mount),
         Some(("open-files", value)) => share.max_open_files = number(value)?,
         Some(_) => return Ok(false),
     }
@@ -85,11 +86,12 @@ mod tests {
     fn a_share_is_read_from_a_path_and_keys() {
         let plain = from_text("/srv/data/").unwrap();
         assert_eq!((plain.name.as_str(), plain.path.as_str()), ("data", "/srv/data/"));
-        let text = "/srv/x,name=models,tag=m,ro,cache=always,writeback,xattr,acl,uid-map=0:1000:1+1:2000:10,gid-map=0:7:1,open-files=500";
+        let text = "/srv/x,name=models,tag=m,ro,cache=always,writeback,xattr,acl,uid-map=0:1000:1+1:2000:10,gid-map=0:7:1,open-files=500,mount=/data";
         let share = from_text(text).unwrap();
         assert_eq!((share.name.as_str(), share.tag.as_str()), ("models", "m"));
         assert!(share.read_only && share.writeback && share.xattr && share.posix_acl);
         assert_eq!((share.cache(), share.max_open_files), (ShareCache::Always, 500));
+        assert_eq!(share.mount, "/data");
         let ranges: Vec<_> = share
             .uid_map
             .iter()

@@ -37,7 +37,7 @@ pub fn rows(wanted: &[v1::ShareSpec], states: &[v1::ShareStatus]) -> Vec<Vec<Str
     let goes = states
         .iter()
         .filter(|state| wanted.iter().all(|share| share.name != state.name));
-    rows.extend(goes.map(|state| row(&state.name, "until the next start", "", Some(state))));
+    rows.extend(goes.map(|state| row(&state.name, "until it is detached", "", Some(state))));
     rows
 }
 
@@ -47,6 +47,8 @@ fn row(name: &str, path: &str, mode: &str, state: Option<&v1::ShareStatus>) -> V
         SharePhase::Unspecified | SharePhase::Pending => "pending",
         SharePhase::Served => "served",
         SharePhase::Restarting => "restarting",
+        SharePhase::Attaching => "attaching",
+        SharePhase::Detaching => "detaching",
     };
     let number = |number: u32| match number {
         0 => String::new(),

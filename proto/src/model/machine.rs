@@ -366,6 +366,16 @@ impl Disk {
     }
 }
 
+impl Share {
+    /// Validates a share that is plugged into a machine. `wire` came with `fds` descriptors. What the machine has already in that slot, or
+    /// under that name, is not looked at.
+    pub fn new(wire: &vmm::Share, fds: usize) -> Result<Self, Violations> {
+        let mut claims = Claims::of(fds);
+        let share = share(&mut claims, wire);
+        claims.found.or(share)
+    }
+}
+
 impl Nic {
     /// Validates a NIC that is plugged into a machine. `wire` came with `fds` descriptors. What the machine has already in that slot,
     /// or under that name, is not looked at.
@@ -468,24 +478,33 @@ fn shares(claims: &mut Claims, spec: &vmm::MachineSpec) -> Vec<Share> {
         claims.found.add("shares", "only with shared memory");
     }
     let mut names = BTreeSet::new();
-    let share = |wire: &vmm::Share| {
-        let field = format!("share {}", wire.name);
-        if wire.name.is_empty() || !names.insert(wire.name.clone()) {
-            claims.found.add(&field, "without a name, or two with that name");
-        }
-        if wire.tag.is_empty() || wire.tag.len() > MAX_TAG {
+    let shares = spec.shares.iter().map(|wire| {
+        if !names.insert(&wire.name) {
             claims
                 .found
-                .add(&field, format_args!("a tag has 1 to {MAX_TAG} bytes"));
+                .add(format_args!("share {}", wire.name), "two with that name");
         }
-        Share {
-            name: wire.name.clone(),
-            tag: wire.tag.clone(),
-            fd: claims.fd(&field, wire.fd),
-            slot: claims.slot(&field, wire.pci_slot),
-        }
-    };
-    spec.shares.iter().map(share).collect()
+        share(claims, wire)
+    });
+    shares.collect()
+}
+
+fn share(claims: &mut Claims, wire: &vmm::Share) -> Share {
+    let field = format!("share {}", wire.name);
+    if wire.name.is_empty() {
+        claims.found.add("share", "has no name");
+    }
+    if wire.tag.is_empty() || wire.tag.len() > MAX_TAG {
+        claims
+            .found
+            .add(&field, format_args!("a tag has 1 to {MAX_TAG} bytes"));
+    }
+    Share {
+        name: wire.name.clone(),
+        tag: wire.tag.clone(),
+        fd: claims.fd(&field, wire.fd),
+        slot: claims.slot(&field, wire.pci_slot),
+    }
 }
 
 fn rate_groups(claims: &mut Claims, wire: &[vmm::RateGroup]) -> BTreeMap<String, RateLimit> {

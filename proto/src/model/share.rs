@@ -1,6 +1,6 @@
 //! Directories of the node that are shared with a guest.
 
-use std::path::PathBuf;
+use std::path::{Component, Path, PathBuf};
 
 use super::{
     Violations,
@@ -15,6 +15,8 @@ pub const MAX_SHARES: usize = 16;
 pub const MAX_TAG: usize = 36;
 /// Most ranges of ids (user_namespaces(7) allows 340 since Linux 4.15).
 pub const MAX_RANGES: usize = 32;
+/// Longest path in the guest in bytes; the disk of cloud-init has room for all of a VM's.
+pub const MAX_MOUNT: usize = 255;
 /// Open files of a share that says nothing of them.
 const OPEN_FILES: u32 = 65_536;
 /// The least and the most that it can say.
@@ -45,6 +47,8 @@ pub struct Share {
     pub gids: Vec<IdRange>,
     /// Files that may be open or remembered at once.
     pub open_files: u32,
+    /// Where the guest's cloud-init mounts it: absolute, without `.` and `..`, not the root.
+    pub mount: Option<PathBuf>,
 }
 
 /// What a guest may remember of files.
@@ -103,6 +107,7 @@ impl Share {
             let wrong = format_args!("must be 256 to 1,000,000, or 0 for {OPEN_FILES}, is {open_files}");
             found.add(format_args!("{field}.maxOpenFiles"), wrong);
         }
+        let mount = mount_point(found, &format!("{field}.mount"), &wire.mount);
         let uids = ranges(found, &format!("{field}.uidMap"), &wire.uid_map);
         let gids = ranges(found, &format!("{field}.gidMap"), &wire.gid_map);
         if uids.is_empty() != gids.is_empty() {
@@ -127,8 +132,30 @@ impl Share {
             uids,
             gids,
             open_files,
+            mount,
         })
     }
+}
+
+/// Validates a path in the guest, and gives it in the one form that it has.
+fn mount_point(found: &mut Violations, field: &str, text: &str) -> Option<PathBuf> {
+    if text.is_empty() {
+        return None;
+    }
+    let path: PathBuf = Path::new(text).components().collect();
+    let wrong = if text.len() > MAX_MOUNT || text.chars().any(char::is_control) {
+        "must be at most 255 bytes without control characters"
+    } else if !text.starts_with('/') {
+        "must be an absolute path in the guest"
+    } else if path.components().any(|part| part == Component::ParentDir) {
+        "must not contain '..'"
+    } else if path == Path::new("/") {
+        "must be another directory of the guest than its root"
+    } else {
+        return Some(path);
+    };
+    found.add(field, format_args!("{wrong}, is \"{text}\""));
+    None
 }
 
 /// Validates a map: no id twice on either side, the guest's root in it, the node's not.
@@ -288,6 +315,27 @@ mod tests {
         ];
         for (wire, expected) in cases {
             assert_eq!(problems(&wire), expected, "{wire:?}");
+        }
+    }
+
+    #[test]
+    fn a_mount_point_has_one_form_and_is_no_place_that_a_guest_needs() {
+        let mount = |text: &str| {
+            let wire = v1::ShareSpec {
+                mount: text.into(),
+                ..data()
+            };
+            let mut found = Violations::default();
+            let share = Share::new(&mut found, "s", &wire).unwrap();
+            (share.mount, found.0.len())
+        };
+        assert_eq!(mount(""), (None, 0));
+        for text in ["/srv/my data", "/srv//my data/", "/srv/./my data"] {
+            assert_eq!(mount(text), (Some("/srv/my data".into()), 0), "{text}");
+        }
+        let long = format!("/{}", "x".repeat(MAX_MOUNT));
+        for text in ["srv", "/", "//.", "/srv/../etc", "/srv/a\nb", &long] {
+            assert_eq!(mount(text), (None, 1), "{text}");
         }
     }
 

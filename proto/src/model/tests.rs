@@ -154,6 +154,40 @@ fn memory_is_shared_when_it_is_asked_for_or_costs_nothing() {
 }
 
 #[test]
+fn shares_are_mounted_by_cloud_init_at_one_place_each() {
+    let share = |name: &str, mount: &str| v1::ShareSpec {
+        name: name.into(),
+        path: "/srv/data".into(),
+        mount: mount.into(),
+        ..Default::default()
+    };
+    let with = |init: Option<v1::CloudInit>, shares: &[v1::ShareSpec]| {
+        let mut vm = manifest();
+        let spec = vm.spec.as_mut().unwrap();
+        spec.cloud_init = init;
+        spec.shares = shares.to_vec();
+        let violations = Manifest::try_from(&vm).err().unwrap_or_default();
+        violations
+            .0
+            .into_iter()
+            .map(|violation| violation.field)
+            .collect::<Vec<_>>()
+    };
+    let init = Some(v1::CloudInit::default());
+    let own = Some(v1::CloudInit {
+        vendor_data: "#cloud-config".into(),
+        ..Default::default()
+    });
+    let two = [share("a", ""), share("b", "/data")];
+    assert_eq!(with(init.clone(), &two), [""; 0]);
+    assert_eq!(with(None, &two), ["spec.shares[1].mount"]);
+    assert_eq!(with(own.clone(), &two), ["spec.cloudInit.vendorData"]);
+    assert_eq!(with(own, &two[..1]), [""; 0]);
+    let same = [share("a", "/data"), share("b", "/data/")];
+    assert_eq!(with(init, &same), ["spec.shares"]);
+}
+
+#[test]
 fn json_with_an_unknown_field_is_refused_by_name() {
     let json = r#"{"spec": {"cpus": 3}}"#;
     let error = serde_json::from_str::<v1::Vm>(json).unwrap_err().to_string();

@@ -88,6 +88,8 @@ pub struct VmSpec {
     pub virtio_console: bool,
     /// Directories of the node in the order of the manifest. With any, its memory is shared.
     pub shares: Vec<Share>,
+    /// Directory of the node where the daemon keeps files about the VM; absolute, without `..`.
+    pub state_dir: Option<PathBuf>,
     /// What its guest's cloud-init is told; the last of `disks` is its seed then.
     pub cloud_init: Option<CloudInit>,
 }
@@ -321,6 +323,11 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let tags = shares.iter().map(|share| share.tag.as_str());
         unique(&mut found, "spec.shares", "tag", tags);
         shared_memory(&mut found, &shares, backing, spec);
+        mounts(&mut found, &shares, spec);
+        let state_dir = match spec.state_dir.as_str() {
+            "" => None,
+            path => absolute(&mut found, "spec.stateDir", path),
+        };
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
@@ -343,6 +350,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 display,
                 virtio_console: spec.virtio_console.is_some(),
                 shares,
+                state_dir,
                 cloud_init,
             }),
             _ => Err(found),
@@ -364,6 +372,35 @@ fn shared_memory(found: &mut Violations, shares: &[Share], backing: Backing, spe
     if spec.memory.is_some_and(|memory| memory.mergeable) {
         let wrong = "must be left out: spec.shares need shared memory, which is never merged";
         found.add("spec.memory.mergeable", wrong);
+    }
+}
+
+/// It is cloud-init that mounts shares in the guest, by vendor data of the daemon's.
+fn mounts(found: &mut Violations, shares: &[Share], spec: &v1::VmSpec) {
+    let mounts = shares.iter().filter_map(|share| share.mount.as_ref());
+    unique(
+        found,
+        "spec.shares",
+        "mount",
+        mounts.map(|mount| mount.display().to_string()),
+    );
+    let mounted = spec.shares.iter().enumerate();
+    for (index, _) in mounted.filter(|(_, share)| !share.mount.is_empty()) {
+        match &spec.cloud_init {
+            None => found.add(
+                format_args!("spec.shares[{index}].mount"),
+                "needs spec.cloudInit, by which the guest mounts the share: give `cloudInit: {}`, or leave it out and mount the share in \
+                 the guest (`mount -t virtiofs TAG DIRECTORY`)",
+            ),
+            Some(init) if !init.vendor_data.is_empty() => {
+                found.add(
+                    "spec.cloudInit.vendorData",
+                    "must be left out with `mount` of shares, which is put there",
+                );
+                return;
+            }
+            Some(_) => {}
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Ends of whatever a share needs, and changes of the shares of a VM.
 
+use serde_json::json;
 use vmmd_tests::Case;
 use vmmd_tests::vm::{BOOT, Vm};
 
@@ -137,6 +138,7 @@ fn a_share_works_again_whatever_ends() {
 fn shares_are_added_and_taken_away_by_vmmctl() {
     let case = Case::new("share-ctl").expect("node");
     let srv = Srv::new(&case, &["data"]);
+    let node = case.node();
     srv.sh("ln -s /etc out && echo fixed >data/file");
     let vm = Vm::start(&case, "", &with_shares(&case, &[])).expect("start");
     let mut console = booted(&vm);
@@ -162,20 +164,74 @@ fn shares_are_added_and_taken_away_by_vmmctl() {
         )
         .expect("mount");
     assert_eq!(read, "fixed\n");
-    // Taken away, it is there until the VM is restarted.
-    vm.ctl_with("share rm", "data").expect("take away");
-    let list = vm.ctl("share ls").expect("list");
-    assert!(list.contains("until the next start"), "{list}");
-    assert_eq!(
-        console.run("cat /mnt/file", 30).expect("it is served on"),
-        "fixed\n"
-    );
+    // Taken away, it is gone as soon as the guest has ejected it.
+    console.run("umount /mnt", 30).expect("unmount");
     let last = server(&vm);
-    vm.ctl("restart").expect("restart");
-    let mut console = booted(&vm);
+    vm.ctl_with("share rm", "data").expect("take away");
+    assert_eq!(vm.ctl("share ls").expect("list").lines().count(), 1);
+    until(node, &format!("[ ! -d /proc/{last} ]"));
     console
         .run(&format!("! {mount} 2>/dev/null"), 30)
         .expect("no share any more");
-    srv.sh(&format!("[ ! -d /proc/{last} ]"));
-    assert_eq!(vm.ctl("share ls").expect("list").lines().count(), 1);
+}
+
+#[test]
+fn a_share_is_attached_and_detached_while_the_guest_runs_and_comes_again() {
+    let case = Case::new("share-plug").expect("node");
+    let srv = Srv::new(&case, &["data"]);
+    let node = case.node();
+    let spec = with_shares(&case, &[]).set("/memory/backing", json!("MEMORY_BACKING_SHARED"));
+    let vm = Vm::start(&case, "", &spec).expect("start");
+    let mut console = booted(&vm);
+    for round in ["first", "second"] {
+        vm.ctl_with("share add", &format!("{}/data", srv.path))
+            .expect("attach");
+        assert_eq!(
+            vm.field("/status/shares/0/phase").expect("phase"),
+            "SHARE_PHASE_SERVED"
+        );
+        let pid = server(&vm);
+        let read = console
+            .run(
+                &format!(
+                    "until mount -t virtiofs data /mnt 2>/dev/null; do usleep 100000; done; \
+                     echo {round} >/mnt/round && fsync /mnt/round; cat /mnt/round"
+                ),
+                60,
+            )
+            .expect("mounted");
+        assert_eq!(read, format!("{round}\n"));
+        assert_eq!(srv.sh("cat data/round"), format!("{round}\n"));
+        if round == "first" {
+            console.run("umount /mnt", 30).expect("unmount");
+        }
+        vm.ctl_with("share rm", "data").expect("detach");
+        assert_eq!(vm.ctl("share ls").expect("list").lines().count(), 1);
+        until(node, &format!("[ ! -d /proc/{pid} ]"));
+        if round == "second" {
+            // What was still mounted fails, and nothing hangs.
+            console
+                .run(
+                    "! timeout 5 cat /mnt/round 2>/tmp/error; cat /tmp/error; umount -l /mnt",
+                    30,
+                )
+                .map(|said| assert!(said.contains("not connected"), "{said}"))
+                .expect("an error, at once");
+        }
+        console
+            .run("! mount -t virtiofs data /mnt 2>/dev/null", 30)
+            .expect("no share any more");
+    }
+    let uid = vm.field("/metadata/uid").expect("uid");
+    until(
+        node,
+        &format!("[ -z \"$(find /run/vmmd/vms/{uid} -name 'share*')\" ]"),
+    );
+    let failures = node
+        .sh(&format!(
+            "vmmctl events | grep -w {} | grep -c ShareFailed; true",
+            vm.name()
+        ))
+        .expect("events");
+    assert_eq!(failures, "0\n");
 }

@@ -14,7 +14,7 @@ use tracing::error;
 
 use crate::lifecycle::{Failure, Notice, Notifier, Pluggable, Token};
 
-/// A disk or NIC that leaves the machine.
+/// A disk, NIC or share that leaves the machine.
 pub(super) struct Leaving {
     what: Pluggable,
     pub name: String,

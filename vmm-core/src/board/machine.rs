@@ -17,7 +17,6 @@ use devices::{
     virtio::{
         balloon::{BalloonControl, PAGE},
         console::ConsoleControl,
-        fs::FsControl,
     },
 };
 use proto::{
@@ -27,7 +26,7 @@ use proto::{
 };
 use tracing::{error, warn};
 
-use super::{boot::Entry, disks::Disks, image::Image, nics::Nics, stats};
+use super::{boot::Entry, disks::Disks, image::Image, nics::Nics, shares::Shares, stats};
 use crate::{
     kvm::{AddressSpaces, GuestTime, IrqChipState, StatsReader, Vm},
     lifecycle::{self, Detached, Failure, LimitTarget, NicChange, Notice, Notifier, Progress, Token},
@@ -50,7 +49,7 @@ pub(super) struct VirtioConsole {
 /// See the module. Fields are dropped in order: first the vCPUs, which use all else.
 pub struct Machine {
     pub(super) vcpus: Vcpus,
-    /// In the order of assembly. All but the disks, and the serial port, which has an end of its own.
+    /// In the order of assembly. All but what comes and goes, and the serial port, which has an end of its own.
     pub(super) components: Vec<Box<dyn Component>>,
     pub(super) balloon: Option<BalloonControl>,
     pub(super) disks: Disks,
@@ -59,8 +58,7 @@ pub struct Machine {
     /// Shows the screen. It has no state that is saved: its clients connect anew.
     pub(super) screen: Option<Server>,
     pub(super) nics: Nics,
-    /// By their names.
-    pub(super) shares: Vec<(String, FsControl)>,
+    pub(super) shares: Shares,
     /// PCI slots of those components that have one, by their names.
     pub(super) slots: Vec<(u8, String)>,
     pub(super) pci: Arc<PciRoot>,
@@ -102,6 +100,7 @@ impl Machine {
         for component in &mut self.components {
             parts.push(component.as_mut());
         }
+        parts.extend(self.shares.components());
         parts.extend(self.nics.components());
         parts.extend(self.disks.components());
         parts.push(&mut self.serial);
@@ -118,7 +117,8 @@ impl Machine {
     /// Waits until nothing that is off the bus touches guest memory any more.
     fn wait_for_leaving(&mut self, deadline: Instant) -> Result<(), Failure> {
         self.disks.wait_for_leaving(deadline)?;
-        self.nics.wait_for_leaving(deadline)
+        self.nics.wait_for_leaving(deadline)?;
+        self.shares.wait_for_leaving(deadline)
     }
 
     fn pause_components(&mut self, deadline: Instant) -> Result<(), Failure> {
@@ -252,17 +252,23 @@ impl lifecycle::Machine for Machine {
     fn collect_detached(&mut self) -> Vec<Detached> {
         let mut gone = self.disks.collect_detached();
         gone.extend(self.nics.collect_detached());
+        gone.extend(self.shares.collect_detached());
         gone
     }
 
     fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)> {
         let mut answers = self.disks.collect_answers();
         answers.extend(self.nics.collect_answers());
+        answers.extend(self.shares.collect_answers());
         answers
     }
 
     fn next_deadline(&self) -> Option<Instant> {
-        let deadlines = [self.disks.next_deadline(), self.nics.next_deadline()];
+        let deadlines = [
+            self.disks.next_deadline(),
+            self.nics.next_deadline(),
+            self.shares.next_deadline(),
+        ];
         deadlines.into_iter().flatten().min()
     }
 
@@ -286,16 +292,23 @@ impl lifecycle::Machine for Machine {
         self.nics.update(name, change)
     }
 
+    fn attach_share(&mut self, share: &vmm::Share, fds: Vec<OwnedFd>) -> Result<(), Failure> {
+        if self.saving.is_some() {
+            // What its process writes to memory would be in no dirty log.
+            return Err(Failure {
+                kind: ErrorKind::State,
+                message: "a snapshot is being taken, or the machine is sent".to_owned(),
+            });
+        }
+        self.shares.attach(share, fds)
+    }
+
+    fn detach_share(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
+        self.shares.detach(token, name, force)
+    }
+
     fn set_share_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure> {
-        let share = self.shares.iter().find(|(share, _)| share == name);
-        let (_, control) = share.ok_or_else(|| Failure {
-            kind: ErrorKind::NotFound,
-            message: format!("there is no share {name}"),
-        })?;
-        control.set_backend(socket).map_err(|error| Failure {
-            kind: ErrorKind::Internal,
-            message: format!("share {name}: {error}"),
-        })
+        self.shares.set_backend(name, socket)
     }
 
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {
@@ -351,6 +364,7 @@ impl lifecycle::Machine for Machine {
     }
 
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {
+        self.shares.can_be_saved()?;
         self.nics.keep_queues(runs)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
@@ -359,6 +373,7 @@ impl lifecycle::Machine for Machine {
     }
 
     fn begin_migration(&mut self, socket: File, downtime: Duration, runs: bool) -> Result<(), Failure> {
+        self.shares.can_be_saved()?;
         self.nics.keep_queues(runs)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));

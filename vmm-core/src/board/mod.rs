@@ -13,9 +13,13 @@ pub mod image;
 mod leaving;
 pub mod machine;
 mod nics;
+mod plugs;
 #[cfg(any(test, debug_assertions))]
 pub mod rebuilt;
 mod saved;
+mod shares;
+#[cfg(test)]
+mod silent;
 pub mod smbios;
 mod stats;
 mod video;

@@ -1,15 +1,13 @@
-//! The network interfaces of a machine, which come and go while it lives, as disks do ([`disks`](super::disks)): a *fitted* one has its
-//! function on the PCI bus, and a *leaving* one, which the guest has ejected or which was taken away, ends on a thread of its own. Its tap is
-//! closed then.
+//! The network interfaces of a machine, which come and go while it lives.
 
 use std::{
+    ops::{Deref, DerefMut},
     os::fd::OwnedFd,
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use devices::{
-    component::Component,
     pci::HotPlug,
     rate::Limiter,
     virtio::{net::NetControl, transport::VirtioPciDevice},
@@ -21,12 +19,10 @@ use proto::{
 
 use super::{
     assemble::{Fds, Sockets, disk, nic},
-    leaving::{Leaving, Phase},
+    plugs::{Plug, Plugs},
 };
-use crate::lifecycle::{Detached, Failure, NicChange, Pluggable, Progress, Token};
+use crate::lifecycle::{Failure, NicChange, Pluggable};
 
-/// How long a NIC that is taken away by force may take before whoever asked is told that it takes longer.
-const FORCE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a NIC's worker may take to take its queues back from the kernel.
 const TAKE_BACK: Duration = Duration::from_secs(5);
 
@@ -41,50 +37,62 @@ pub(super) struct Nic {
     pub transmit_limiter: Option<Arc<Limiter>>,
 }
 
+impl Plug for Nic {
+    const WHAT: Pluggable = Pluggable::Nic;
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn device(&self) -> &VirtioPciDevice {
+        &self.device
+    }
+
+    fn device_mut(&mut self) -> &mut VirtioPciDevice {
+        &mut self.device
+    }
+
+    fn apart(self) -> (VirtioPciDevice, Box<dyn Send>) {
+        let rest = (self.control, self.receive_limiter, self.transmit_limiter);
+        (self.device, Box::new(rest))
+    }
+}
+
 /// See the module.
 pub(super) struct Nics {
-    fitted: Vec<Nic>,
-    leaving: Vec<Leaving>,
-    sockets: Sockets,
-    hotplug: Arc<HotPlug>,
+    plugs: Plugs<Nic>,
     /// Memory is logged: no kernel serves queues.
     kept: bool,
-    /// Answers that nobody collected yet.
-    answers: Vec<(Token, Result<(), Failure>)>,
+}
+
+impl Deref for Nics {
+    type Target = Plugs<Nic>;
+
+    fn deref(&self) -> &Plugs<Nic> {
+        &self.plugs
+    }
+}
+
+impl DerefMut for Nics {
+    fn deref_mut(&mut self) -> &mut Plugs<Nic> {
+        &mut self.plugs
+    }
 }
 
 impl Nics {
     /// Of a machine whose guest is told of changes through `hotplug`.
     pub fn new(sockets: Sockets, hotplug: Arc<HotPlug>) -> Self {
         Self {
-            fitted: Vec::new(),
-            leaving: Vec::new(),
-            sockets,
-            hotplug,
+            plugs: Plugs::new(sockets, hotplug),
             kept: false,
-            answers: Vec::new(),
         }
     }
 
     /// Puts in a NIC that is there when the machine is switched on.
     pub fn fit(&mut self, spec: &machine::Nic, fds: &mut Fds) -> Result<(), Failure> {
-        let nic = nic::plug(&self.sockets, spec, fds)?;
-        self.fitted.push(nic);
+        let nic = nic::plug(&self.plugs.sockets, spec, fds)?;
+        self.plugs.fit(spec.slot, nic);
         Ok(())
-    }
-
-    /// Those that the machine's pause, resume and reset are for.
-    pub fn components(&mut self) -> impl Iterator<Item = &mut dyn Component> {
-        self.fitted
-            .iter_mut()
-            .map(|nic| &mut nic.device as &mut dyn Component)
-    }
-
-    /// Slots of those that the guest has, by the names of their components.
-    pub fn slots(&self) -> impl Iterator<Item = (u8, String)> {
-        self.fitted
-            .iter()
-            .map(|nic| (nic.slot, nic.device.name().to_owned()))
     }
 
     /// See [`Machine::attach_nic`](crate::lifecycle::Machine::attach_nic).
@@ -93,131 +101,22 @@ impl Nics {
             kind: ErrorKind::Invalid,
             message: violations.to_string(),
         })?;
-        let refused = |message| {
-            Err(Failure {
-                kind: ErrorKind::State,
-                message,
-            })
-        };
-        self.sweep();
-        if self.fitted.iter().any(|nic| nic.name == spec.name) {
-            return refused(format!("there is a NIC {} already", spec.name));
-        }
-        if self.leaving.iter().any(|nic| nic.name == spec.name) {
-            return refused(format!("a NIC {} is still being taken away", spec.name));
-        }
-        let slot = spec.slot.number();
-        if self.sockets.pci.is_taken(slot) {
-            return refused(format!("PCI slot {slot} is taken"));
-        }
-        let nic = nic::plug(&self.sockets, &spec, &mut Fds::new(fds))?;
-        if self.kept {
-            // It serves nothing yet, so this waits for nothing.
-            nic.control.keep_queues(true, TAKE_BACK);
-        }
-        self.fitted.push(nic);
-        self.hotplug.plugged(slot);
-        Ok(())
-    }
-
-    /// See [`Machine::detach_nic`](crate::lifecycle::Machine::detach_nic).
-    pub fn detach(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
-        self.sweep();
-        match self.fitted.iter().position(|nic| nic.name == name) {
-            Some(index) if force => {
-                let nic = self.fitted.remove(index);
-                self.hotplug.withdraw(nic.slot, || {
-                    self.sockets.pci.remove_by_force(nic.slot, &self.sockets.mmio);
-                });
-                self.leave(nic, true);
+        let kept = self.kept;
+        self.plugs.attach(&spec.name, spec.slot, |sockets| {
+            let nic = nic::plug(sockets, &spec, &mut Fds::new(fds))?;
+            if kept {
+                // It serves nothing yet, so this waits for nothing.
+                nic.control.keep_queues(true, TAKE_BACK);
             }
-            Some(index) => {
-                if let Some(nic) = self.fitted.get(index) {
-                    self.hotplug.ask(nic.slot);
-                }
-            }
-            None if self.leaving.iter().any(|nic| nic.name == name) => {}
-            None => return Err(not_found(name)),
-        }
-        match self.leaving.iter_mut().find(|nic| nic.name == name) {
-            Some(nic) if force => {
-                nic.waiting.push((token, Instant::now() + FORCE_TIMEOUT));
-                Ok(Progress::Pending)
-            }
-            _ => Ok(Progress::Done),
-        }
-    }
-
-    /// Has those leave that the guest ejected.
-    fn sweep(&mut self) {
-        let pci = &self.sockets.pci;
-        let ejected: Vec<Nic> = self
-            .fitted
-            .extract_if(.., |nic| !pci.holds(nic.slot, &nic.device.function()))
-            .collect();
-        for nic in ejected {
-            self.leave(nic, false);
-        }
-    }
-
-    fn leave(&mut self, nic: Nic, forced: bool) {
-        let rest = (nic.control, nic.receive_limiter, nic.transmit_limiter);
-        let notifier = self.sockets.notifier.clone();
-        let which = (Pluggable::Nic, nic.name, forced);
-        self.leaving.push(Leaving::end(which, nic.device, rest, notifier));
-    }
-
-    /// See [`Machine::collect_detached`](crate::lifecycle::Machine::collect_detached).
-    pub fn collect_detached(&mut self) -> Vec<Detached> {
-        self.sweep();
-        let gone = self
-            .leaving
-            .extract_if(.., |nic| nic.look(Instant::now()) == Phase::Gone);
-        gone.map(|nic| {
-            let waiting = nic.waiting.into_iter();
-            self.answers.extend(waiting.map(|(token, _)| (token, Ok(()))));
-            Detached {
-                what: Pluggable::Nic,
-                name: nic.name,
-                forced: nic.forced,
-            }
+            Ok(nic)
         })
-        .collect()
-    }
-
-    /// See [`Machine::collect_answers`](crate::lifecycle::Machine::collect_answers).
-    pub fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)> {
-        let now = Instant::now();
-        for nic in &mut self.leaving {
-            self.answers.extend(nic.give_up(now));
-        }
-        std::mem::take(&mut self.answers)
-    }
-
-    /// See [`Machine::next_deadline`](crate::lifecycle::Machine::next_deadline).
-    pub fn next_deadline(&self) -> Option<Instant> {
-        let waiting = self.leaving.iter().flat_map(|nic| &nic.waiting);
-        waiting.map(|(_, deadline)| *deadline).min()
-    }
-
-    /// Waits until nothing that is off the bus touches guest memory any more.
-    pub fn wait_for_leaving(&mut self, deadline: Instant) -> Result<(), Failure> {
-        self.sweep();
-        let stays = |nic: &mut Leaving| (nic.look(deadline) != Phase::Gone).then(|| nic.name.clone());
-        match self.leaving.iter_mut().find_map(stays) {
-            None => Ok(()),
-            Some(name) => Err(Failure {
-                kind: ErrorKind::Internal,
-                message: format!("NIC {name}, which is being taken away, did not end"),
-            }),
-        }
     }
 
     /// While memory is logged no kernel (vhost-net) serves NICs: the dirty log does not see what it writes. Without `keep` it may
     /// again.
     pub fn keep_queues(&mut self, keep: bool) -> Result<(), Failure> {
         self.kept = keep;
-        for nic in &self.fitted {
+        for nic in self.plugs.iter() {
             if !nic.control.keep_queues(keep, TAKE_BACK) {
                 return Err(Failure {
                     kind: ErrorKind::Internal,
@@ -230,23 +129,15 @@ impl Nics {
 
     /// See [`Machine::update_nic`](crate::lifecycle::Machine::update_nic).
     pub fn update(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
-        let nic = self.fitted.iter_mut().find(|nic| nic.name == name);
-        nic.ok_or_else(|| not_found(name))?.apply(change);
+        self.plugs.get_mut(name)?.apply(change);
         Ok(())
     }
 
     /// What they did so far, in the order of their slots.
     pub fn stats(&self) -> Vec<NicStats> {
-        let mut nics: Vec<&Nic> = self.fitted.iter().collect();
+        let mut nics: Vec<&Nic> = self.plugs.iter().collect();
         nics.sort_by_key(|nic| nic.slot);
         nics.into_iter().map(Nic::stats).collect()
-    }
-}
-
-fn not_found(name: &str) -> Failure {
-    Failure {
-        kind: ErrorKind::NotFound,
-        message: format!("there is no NIC {name}"),
     }
 }
 

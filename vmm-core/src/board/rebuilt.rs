@@ -222,6 +222,14 @@ impl lifecycle::Machine for Rebuilt {
         self.machine()?.update_nic(name, change)
     }
 
+    fn attach_share(&mut self, share: &vmm::Share, fds: Vec<OwnedFd>) -> Result<(), Failure> {
+        self.machine()?.attach_share(share, fds)
+    }
+
+    fn detach_share(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
+        self.machine()?.detach_share(token, name, force)
+    }
+
     fn set_share_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure> {
         self.machine()?.set_share_backend(name, socket)
     }

@@ -166,6 +166,7 @@ impl Machine {
         let fixed = self.slots.iter().cloned();
         let mut devices: Vec<_> = fixed
             .chain(self.nics.slots())
+            .chain(self.shares.slots())
             .chain(self.disks.slots())
             .map(device)
             .collect();

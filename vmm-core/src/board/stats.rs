@@ -23,6 +23,7 @@ pub(super) fn of(machine: &Machine) -> MachineStats {
         nics: machine.nics.stats(),
         balloon: machine.balloon.as_ref().map(balloon::stats),
         disks: machine.disks.stats(),
+        shares: machine.shares.stats(),
     }
 }
 

@@ -183,6 +183,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             | Request::AttachNic { .. }
             | Request::DetachNic { .. }
             | Request::UpdateNic { .. }
+            | Request::AttachShare { .. }
+            | Request::DetachShare { .. }
             | Request::SetShareBackend { .. }
             | Request::SetBalloon(_)
             | Request::Release
@@ -257,6 +259,13 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 }
                 Request::UpdateNic { name, change } => {
                     self.machine().and_then(|it| it.update_nic(&name, &change))
+                }
+                Request::AttachShare { share, fds } => {
+                    self.machine().and_then(|it| it.attach_share(&share, fds))
+                }
+                Request::DetachShare { name, force } => {
+                    let begun = self.machine().and_then(|it| it.detach_share(token, &name, force));
+                    return self.answer(token, begun);
                 }
                 Request::SetShareBackend { name, socket } => {
                     self.machine().and_then(|it| it.set_share_backend(&name, socket))

@@ -16,7 +16,8 @@ use std::{
 use proto::{
     model::disk::RateLimit,
     vmm::{
-        Disk, DiskStats, ErrorKind, MachineSpec, MachineStats, Nic, Restore, SaveReply, SendReply, Status,
+        Disk, DiskStats, ErrorKind, MachineSpec, MachineStats, Nic, Restore, SaveReply, SendReply, Share,
+        Status,
     },
 };
 
@@ -137,6 +138,20 @@ pub enum Request {
         /// In what.
         change: NicChange,
     },
+    /// Plugs a share in.
+    AttachShare {
+        /// What it is.
+        share: Box<Share>,
+        /// Its descriptor.
+        fds: Vec<OwnedFd>,
+    },
+    /// Asks the guest for a share, or takes it away.
+    DetachShare {
+        /// Which.
+        name: String,
+        /// Take it away whatever the guest does.
+        force: bool,
+    },
     /// Gives a share another process.
     SetShareBackend {
         /// Which.
@@ -203,6 +218,8 @@ pub enum Pluggable {
     Disk,
     /// A network interface.
     Nic,
+    /// A directory of the node.
+    Share,
 }
 
 impl fmt::Display for Pluggable {
@@ -210,11 +227,12 @@ impl fmt::Display for Pluggable {
         f.write_str(match self {
             Self::Disk => "disk",
             Self::Nic => "NIC",
+            Self::Share => "share",
         })
     }
 }
 
-/// A disk or NIC that is gone: what it was on is closed.
+/// Something that is gone: what it was on is closed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Detached {
     /// What it was.
@@ -356,6 +374,10 @@ pub trait Machine {
     fn detach_nic(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure>;
     /// Changes a NIC, and tells the guest what it has to know.
     fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure>;
+    /// Plugs a share in, and tells the guest. Refused while the machine is saved.
+    fn attach_share(&mut self, share: &Share, fds: Vec<OwnedFd>) -> Result<(), Failure>;
+    /// Asks the guest for a share, or takes it away, as [`detach_disk`](Self::detach_disk) does with a disk.
+    fn detach_share(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure>;
     /// Gives the share `name` another process, behind this connected socket, in the place of the one that has ended.
     fn set_share_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure>;
     /// Changes how many bytes the balloon is to hold, and tells the guest.

@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use proto::vmm::{
     CrashReset, DeviceError, DiskDetached, DisksQuiet, Ended, Event, ExitKind, ExitRecord, GuestPanicked,
-    GuestReset, MigrationRound, NicDetached, PauseReason, StateChanged, Status, event::Kind,
+    GuestReset, MigrationRound, NicDetached, PauseReason, ShareDetached, StateChanged, Status, event::Kind,
 };
 
 use super::{Answer, Detached, Failure, Pluggable, Token, admission::State};
@@ -118,12 +118,13 @@ impl<A: Audience> Publisher<A> {
         self.send(Kind::DeviceError(DeviceError { device, message }));
     }
 
-    /// A disk or NIC is gone.
+    /// A disk, NIC or share is gone.
     pub fn detached(&self, gone: Detached) {
         let Detached { what, name, forced } = gone;
         self.send(match what {
             Pluggable::Disk => Kind::DiskDetached(DiskDetached { name, forced }),
             Pluggable::Nic => Kind::NicDetached(NicDetached { name, forced }),
+            Pluggable::Share => Kind::ShareDetached(ShareDetached { name, forced }),
         });
     }
 

@@ -46,6 +46,20 @@ impl TestMachine {
     fn tell(&self, event: saving::Event) {
         self.inputs.send(Input::Notice(Notice::Snapshot(event))).unwrap();
     }
+
+    /// The guest is asked; by force it is gone at once.
+    fn take_away(&mut self, what: Pluggable, token: Token, name: &str, force: bool) -> Progress {
+        if !force {
+            return Progress::Done;
+        }
+        self.detached.lock().unwrap().push(Detached {
+            what,
+            name: name.to_owned(),
+            forced: true,
+        });
+        self.answers.push((token, Ok(())));
+        Progress::Pending
+    }
 }
 
 impl Machine for TestMachine {
@@ -156,16 +170,17 @@ impl Machine for TestMachine {
 
     fn detach_nic(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
         self.log.add(format!("detach nic {name}"));
-        if force {
-            self.detached.lock().unwrap().push(Detached {
-                what: Pluggable::Nic,
-                name: name.to_owned(),
-                forced: true,
-            });
-            self.answers.push((token, Ok(())));
-            return Ok(Progress::Pending);
-        }
-        Ok(Progress::Done)
+        Ok(self.take_away(Pluggable::Nic, token, name, force))
+    }
+
+    fn attach_share(&mut self, share: &Share, _fds: Vec<OwnedFd>) -> Result<(), Failure> {
+        self.log.add(format!("attach share {}", share.name));
+        Ok(())
+    }
+
+    fn detach_share(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
+        self.log.add(format!("detach share {name}"));
+        Ok(self.take_away(Pluggable::Share, token, name, force))
     }
 
     fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
@@ -360,6 +375,7 @@ impl Audience for Log {
             Kind::MigrationRound(round) => format!("round {}, {} sent", round.number, round.sent_bytes),
             Kind::DiskDetached(gone) => format!("disk {} detached, forced {}", gone.name, gone.forced),
             Kind::NicDetached(gone) => format!("nic {} detached, forced {}", gone.name, gone.forced),
+            Kind::ShareDetached(gone) => format!("share {} detached, forced {}", gone.name, gone.forced),
         });
     }
 

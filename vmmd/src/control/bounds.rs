@@ -93,6 +93,9 @@ pub fn event(mut event: Event) -> Result<Event, Lie> {
         Some(event::Kind::NicDetached(gone)) => {
             check_name(&gone.name, "a NIC without a proper name")?;
         }
+        Some(event::Kind::ShareDetached(gone)) => {
+            check_name(&gone.name, "a share without a proper name")?;
+        }
         Some(
             event::Kind::GuestReset(_)
             | event::Kind::CrashReset(_)
@@ -163,6 +166,8 @@ fn bound_status(status: &Status) -> Status {
 fn machine(stats: MachineStats) -> Result<MachineStats, Lie> {
     check_disks(&stats.disks)?;
     check_nics(&stats.nics)?;
+    let shares = stats.shares.iter().map(|share| share.name.as_str());
+    check_names(shares, stats.shares.len())?;
     check_vcpus(&stats.vcpus)?;
     if stats.exits.len() > COUNTERS || !stats.exits.keys().all(|name| is_word(name, WORD)) {
         return Err(Lie("counters of KVM without proper names"));

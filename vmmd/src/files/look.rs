@@ -7,7 +7,10 @@ use proto::model::{
     vm::VmSpec,
 };
 
-use super::{Known, Locks, OpenDisk, PATH_NOT_ALLOWED, Sources, beyond, known, open_disk, open_image};
+use super::{
+    Known, Locks, OpenDisk, PATH_NOT_ALLOWED, Sources, beyond, known, open_disk, open_image,
+    state_dir::StateDir,
+};
 use crate::{
     capacity::placement::Problem,
     failure::{Failure, Kind},
@@ -57,6 +60,11 @@ pub fn look(
         if let Err(failure) = super::share::open(share, &sources.roots.shares) {
             note(&format!("spec.shares[{index}]"), failure);
         }
+    }
+    if let Some(path) = &spec.state_dir
+        && let Err(failure) = StateDir::open(path, &sources.roots.shares)
+    {
+        note("spec.stateDir", failure);
     }
     found
 }
@@ -117,11 +125,14 @@ fn named_by_path(spec: &VmSpec) -> Vec<(String, &Path, Named)> {
         let field = format!("spec.shares[{index}].path");
         (field, share.path.as_path(), Named::Share)
     });
+    let state_dir = spec.state_dir.iter();
+    let state_dir = state_dir.map(|path| ("spec.stateDir".to_owned(), path.as_path(), Named::Share));
     kernel
         .into_iter()
         .chain(initrd)
         .chain(disks)
         .chain(shares)
+        .chain(state_dir)
         .collect()
 }
 

@@ -7,6 +7,7 @@ mod known;
 mod look;
 pub mod share;
 pub mod signature;
+pub mod state_dir;
 
 use std::{
     collections::BTreeMap,

@@ -43,6 +43,7 @@ fn case() -> Case {
         balloon: None,
         display: None,
         virtio_console: false,
+        state_dir: None,
         shares: Vec::new(),
         cloud_init: None,
     };

@@ -49,14 +49,19 @@ impl RuntimeDir {
         self.0.join(if view_only { "vnc-view.sock" } else { "vnc.sock" })
     }
 
-    /// Which process serves the `index`th share.
-    pub fn share(&self, index: usize) -> PathBuf {
+    /// Which process serves the share of that name.
+    pub fn share(&self, name: &str) -> PathBuf {
+        self.0.join(format!("share.{name}"))
+    }
+
+    /// The same of the `index`th share, as daemons wrote it when a run kept the shares that it had begun with.
+    pub fn numbered_share(&self, index: usize) -> PathBuf {
         self.0.join(format!("share-{index}"))
     }
 
-    /// The socket over which it is reached, until it is.
-    pub fn share_socket(&self, index: usize) -> PathBuf {
-        self.0.join(format!("share-{index}.sock"))
+    /// A socket over which a process is reached, until it is. Names of shares are too long for the path of a socket.
+    pub fn share_socket(&self, number: u64) -> PathBuf {
+        self.0.join(format!("share-{number}.sock"))
     }
 
     /// Locked for as long as the `vmm` lives.

@@ -6,14 +6,10 @@
 //!                                     └──┘ after a pause, twice as long each time
 //! ```
 //!
-//! One task for each share. Once the `vmm` has ended, or [`Keepers`] is dropped, with the run, it makes no process any more, and ends with
-//! the one that there is.
+//! One task for each share of a machine. Once the `vmm` has ended, or [`Keepers`] is dropped, with the run, it makes no process any more, and ends
+//! with the one that there is. When the share is gone from the machine ([`Keepers::remove`]), it sees to it that the process ends.
 
-use std::{
-    os::fd::{AsFd, OwnedFd},
-    sync::Arc,
-    time::Duration,
-};
+use std::{fs, path::PathBuf, sync::Arc, time::Duration};
 
 use proto::{
     model::{share::Share, vm::VmSpec},
@@ -22,12 +18,12 @@ use proto::{
 use tokio::{
     sync::watch,
     task::spawn_blocking,
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use uuid::Uuid;
 
-use super::process::{Serving, find, noted_inode, serve};
+use super::process::{Serving, find, forget, noted_inode, serve};
 use crate::{
     event::{Draft, Object},
     failure::Failure,
@@ -58,106 +54,132 @@ pub struct State {
     pub restarts: u32,
 }
 
-/// The tasks of a run, by the names and tags of its shares.
+/// A run that has shares, or gets some.
+#[derive(Debug)]
+pub struct Run<'a> {
+    /// Its VM.
+    pub uid: Uuid,
+    /// The VM's name.
+    pub vm: &'a str,
+    /// Its process.
+    pub vmm: &'a Process,
+}
+
+/// A share, as its task tells of it.
+#[derive(Debug)]
+struct Kept {
+    name: String,
+    tag: String,
+    state: watch::Receiver<State>,
+    /// It is gone from the machine.
+    gone: CancellationToken,
+}
+
+/// The tasks of a run.
 #[derive(Debug)]
 pub struct Keepers {
-    states: Vec<(String, String, watch::Receiver<State>)>,
+    kept: Vec<Kept>,
+    ends: CancellationToken,
     _ends_them: DropGuard,
 }
 
 impl Default for Keepers {
     fn default() -> Self {
-        Self::new(CancellationToken::new())
+        let ends = CancellationToken::new();
+        Self {
+            kept: Vec::new(),
+            _ends_them: ends.clone().drop_guard(),
+            ends,
+        }
     }
 }
 
 impl Keepers {
-    fn new(ends: CancellationToken) -> Self {
-        Self {
-            states: Vec::new(),
-            _ends_them: ends.drop_guard(),
-        }
-    }
-
     /// Of a run that has begun with these processes, in the order of the spec's shares.
-    pub fn begin(
-        host: &Arc<Host>,
-        (uid, vm, vmm): (Uuid, &str, &Process),
-        spec: &VmSpec,
-        processes: Vec<Process>,
-    ) -> Self {
-        Self::all(host, (uid, vm, vmm), spec, processes.into_iter().map(Some))
-    }
-
-    /// Of a run that an earlier daemon has begun. Processes that have ended meanwhile are made anew.
-    pub fn adopt(host: &Arc<Host>, (uid, vm, vmm): (Uuid, &str, &Process), spec: &VmSpec) -> Self {
-        let runtime = RuntimeDir::of(&host.config, uid);
-        let found: Vec<_> = (0..spec.shares.len())
-            .map(|index| find(&runtime.share(index)))
-            .collect();
-        Self::all(host, (uid, vm, vmm), spec, found.into_iter())
-    }
-
-    fn all(
-        host: &Arc<Host>,
-        (uid, vm, vmm): (Uuid, &str, &Process),
-        spec: &VmSpec,
-        processes: impl Iterator<Item = Option<Process>>,
-    ) -> Self {
-        let ends = CancellationToken::new();
-        let mut keepers = Self::new(ends.clone());
-        if spec.shares.is_empty() {
-            return keepers;
-        }
-        let vmm = vmm.again().map(Arc::new);
-        let vmm = vmm
-            .inspect_err(|error| tracing::error!(vm, %error, "watch the vmm of a VM with shares"))
-            .ok();
-        for (index, (share, process)) in spec.shares.iter().zip(processes).enumerate() {
-            let (state, seen) = watch::channel(State {
-                pid: process.as_ref().map(Process::pid),
-                ..State::default()
-            });
-            keepers
-                .states
-                .push((share.name.to_string(), share.tag.clone(), seen));
-            let keeper = Keeper {
-                host: Arc::clone(host),
-                uid,
-                vm: vm.to_owned(),
-                index,
-                share: share.clone(),
-                state,
-                vmm: vmm.clone(),
-                ends: ends.clone(),
-            };
-            tokio::spawn(keeper.run(process));
+    pub fn begin(host: &Arc<Host>, run: &Run<'_>, spec: &VmSpec, processes: Vec<Process>) -> Self {
+        let mut keepers = Self::default();
+        for (share, process) in spec.shares.iter().zip(processes) {
+            keepers.add(host, run, share, Some(process));
         }
         keepers
     }
 
-    /// How the share of that name is; `None` when the run has none.
-    pub fn state(&self, share: &str) -> Option<State> {
-        let (_, _, state) = self.states.iter().find(|(name, ..)| name == share)?;
-        Some(state.borrow().clone())
+    /// Of a run that an earlier daemon has begun, whose machine has the shares of `spec`. Processes that have ended meanwhile are made anew.
+    pub fn adopt(host: &Arc<Host>, run: &Run<'_>, spec: &VmSpec) -> Self {
+        let runtime = RuntimeDir::of(&host.config, run.uid);
+        let mut keepers = Self::default();
+        for (index, share) in spec.shares.iter().enumerate() {
+            let note = runtime.share(share.name.as_str());
+            if !note.exists() {
+                let _none = fs::rename(runtime.numbered_share(index), note);
+            }
+            keepers.add(host, run, share, None);
+        }
+        keepers
     }
 
-    /// Names and tags of the shares that the run has begun with.
-    pub fn begun_with(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.states
+    /// One that the machine has from now on, unless it had it before. Without a `process` that is the one that was noted; when that has ended, it is
+    /// made anew.
+    pub fn add(&mut self, host: &Arc<Host>, run: &Run<'_>, share: &Share, process: Option<Process>) {
+        if self.state(share.name.as_str()).is_some() {
+            return;
+        }
+        let note = RuntimeDir::of(&host.config, run.uid).share(share.name.as_str());
+        let process = process.or_else(|| find(&note));
+        let vmm = run.vmm.again().map(Arc::new);
+        let vmm = vmm
+            .inspect_err(|error| tracing::error!(vm = run.vm, %error, "watch the vmm of a VM with shares"));
+        let (state, seen) = watch::channel(State {
+            pid: process.as_ref().map(Process::pid),
+            ..State::default()
+        });
+        let gone = CancellationToken::new();
+        self.kept.push(Kept {
+            name: share.name.to_string(),
+            tag: share.tag.clone(),
+            state: seen,
+            gone: gone.clone(),
+        });
+        let keeper = Keeper {
+            host: Arc::clone(host),
+            uid: run.uid,
+            vm: run.vm.to_owned(),
+            note,
+            share: share.clone(),
+            state,
+            vmm: vmm.ok(),
+            ends: self.ends.clone(),
+            gone,
+        };
+        tokio::spawn(keeper.run(process));
+    }
+
+    /// The machine does not have the share any more: its process ends.
+    pub fn remove(&mut self, share: &str) {
+        for kept in self.kept.extract_if(.., |kept| kept.name == share) {
+            kept.gone.cancel();
+        }
+    }
+
+    /// How the share of that name is; `None` when the machine has none.
+    pub fn state(&self, share: &str) -> Option<State> {
+        let kept = self.kept.iter().find(|kept| kept.name == share)?;
+        Some(kept.state.borrow().clone())
+    }
+
+    /// Names and tags of the shares that the machine has.
+    pub fn kept(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.kept
             .iter()
-            .map(|(name, tag, _)| (name.as_str(), tag.as_str()))
+            .map(|kept| (kept.name.as_str(), kept.tag.as_str()))
     }
 
     /// Waits until a share is otherwise than when this returned last. Cancel-safe.
     pub async fn changed(&mut self) {
-        if self.states.is_empty() {
+        if self.kept.is_empty() {
             return std::future::pending().await;
         }
-        let waiting = self
-            .states
-            .iter_mut()
-            .map(|(_, _, state)| Box::pin(state.changed()));
+        let waiting = self.kept.iter_mut().map(|kept| Box::pin(kept.state.changed()));
         if futures_any(waiting.collect()).await.is_err() {
             // A task that is gone tells nothing more.
             std::future::pending::<()>().await;
@@ -189,12 +211,14 @@ struct Keeper {
     host: Arc<Host>,
     uid: Uuid,
     vm: String,
-    index: usize,
+    /// Where its process is noted.
+    note: PathBuf,
     share: Share,
     state: watch::Sender<State>,
     /// `None` when it can't be watched.
     vmm: Option<Arc<Process>>,
     ends: CancellationToken,
+    gone: CancellationToken,
 }
 
 impl Keeper {
@@ -208,7 +232,10 @@ impl Keeper {
             if let Some(process) = process.take() {
                 let since = Instant::now();
                 // Also when the run has ended: it ends too, and is reaped here.
-                let status = process.status().await;
+                let status = tokio::select! {
+                    status = process.status() => status,
+                    () = self.gone.cancelled() => return self.end(&process).await,
+                };
                 if since.elapsed() >= GOOD {
                     short = 0;
                 }
@@ -273,8 +300,22 @@ impl Keeper {
         };
         tokio::select! {
             () = self.ends.cancelled() => true,
+            () = self.gone.cancelled() => true,
             () = gone => true,
             () = sleep(pause) => false,
+        }
+    }
+
+    /// The share is gone from the machine, which has closed the connection to the process.
+    async fn end(&self, process: &Process) {
+        if timeout(UNTIL_GONE, process.ended()).await.is_err() {
+            process.kill();
+            process.ended().await;
+        }
+        let (note, pid) = (self.note.clone(), process.pid());
+        let forgotten = spawn_blocking(move || forget(&note, pid)).await;
+        if let Err(error) = forgotten {
+            tracing::error!(vm = self.vm, %error, "forget the process of a share");
         }
     }
 
@@ -303,22 +344,13 @@ impl Keeper {
         let Some(client) = self.host.clients.get(self.uid) else {
             return Err(Failure::internal("the VM's vmm can't be reached"));
         };
-        let (host, uid, index, share) = (Arc::clone(&self.host), self.uid, self.index, self.share.clone());
-        let made = spawn_blocking(move || {
-            let group = host.cgroups.as_ref().map(|parent| parent.group(uid).descriptor());
-            let group: Option<OwnedFd> = group
-                .transpose()
-                .map_err(|error| Failure::internal(format!("open the VM's cgroup: {error}")))?;
-            let begun_with = noted_inode(&RuntimeDir::of(&host.config, uid).share(index));
-            serve(
-                &host,
-                uid,
-                index,
-                &share,
-                begun_with,
-                group.as_ref().map(AsFd::as_fd),
-            )
-        });
+        let (host, uid, note, share) = (
+            Arc::clone(&self.host),
+            self.uid,
+            self.note.clone(),
+            self.share.clone(),
+        );
+        let made = spawn_blocking(move || serve(&host, uid, &share, noted_inode(&note)));
         let made = made
             .await
             .unwrap_or_else(|error| Err(Failure::internal(error.to_string())));

@@ -1,45 +1,77 @@
 //! Directories of the node that guests mount: what is shared, and the processes that serve it.
 //!
-//! Each share of a running VM is served by a `virtiofsd` of its own, which the daemon starts before the `vmm` and hands a
-//! connection to. It runs in the VM's cgroup and in namespaces of its own (users, processes, network), with its root in the shared directory,
-//! as a user that is never the node's root. It ends when its `vmm` does: that closes the connection. [`keeper`] makes it anew when it
-//! ends before.
+//! Each share of a running VM is served by a `virtiofsd` of its own, which the daemon starts before the `vmm`, or before it plugs the share
+//! into a running machine, and to which it hands the `vmm` a connection. It runs in the VM's cgroup and in namespaces of its own (users,
+//! processes, network), with its root in the shared directory, as a user that is never the node's root. It ends when its `vmm` does, or when the
+//! share is gone from the machine: that closes the connection. [`keeper`] makes it anew when it ends before.
 
 mod keeper;
 mod process;
 
-use std::sync::Arc;
+use std::{path::Path, sync::Arc};
 
-use proto::model::{share::Share, vm::VmSpec};
+use proto::{model::vm::VmSpec, v1};
 use tokio::task::spawn_blocking;
 
 pub use self::{
-    keeper::Keepers,
-    process::{Serving, serve},
+    keeper::{Keepers, Run},
+    process::{Serving, Unkept, serve},
 };
 use crate::{
     capacity::placement::Problem,
     failure::Failure,
-    files::share::{NOT_USABLE, open},
+    files::{
+        share::{NOT_USABLE, open},
+        state_dir::{self, StateDir},
+    },
     host::Host,
 };
 
-/// What is wrong with the directories of a spec that are there, but for those that `had` shares too. One that is not there yet may come until the
+/// What is wrong with the directories of a spec that are there, but for those that `had` names too. One that is not there yet may come until the
 /// start.
 pub async fn check(host: &Arc<Host>, spec: &VmSpec, had: Option<&VmSpec>) -> Result<Vec<Problem>, Failure> {
-    let had: Vec<_> = had.iter().flat_map(|had| &had.shares).cloned().collect();
+    let known: Vec<_> = had.iter().flat_map(|had| &had.shares).cloned().collect();
     let numbered = spec.shares.iter().cloned().enumerate();
-    let fresh: Vec<_> = numbered.filter(|(_, share)| !had.contains(share)).collect();
-    if fresh.is_empty() {
+    let fresh: Vec<_> = numbered.filter(|(_, share)| !known.contains(share)).collect();
+    let had_dir = had.and_then(|had| had.state_dir.as_ref());
+    let fresh_dir = spec.state_dir.clone().filter(|path| Some(path) != had_dir);
+    if fresh.is_empty() && fresh_dir.is_none() {
         return Ok(Vec::new());
     }
+    let taken = fresh_dir.as_ref().and_then(|path| taken(host, path));
     let host = Arc::clone(host);
     let looked = spawn_blocking(move || {
-        let problem = |(index, share): (usize, Share)| {
-            let failure = open(&share, &host.config.roots.shares).err()?;
-            (failure.reason != NOT_USABLE).then(|| Problem::of(failure, format!("spec.shares[{index}]")))
-        };
-        fresh.into_iter().filter_map(problem).collect()
+        let allowed = &host.config.roots.shares;
+        let shares = fresh.into_iter().filter_map(|(index, share)| {
+            let failure = open(&share, allowed).err()?;
+            Some((failure, format!("spec.shares[{index}]")))
+        });
+        let dir = fresh_dir.and_then(|path| StateDir::open(&path, allowed).err());
+        let dir = dir.map(|failure| (failure, "spec.stateDir".to_owned()));
+        let there =
+            |(failure, _): &(Failure, String)| ![NOT_USABLE, state_dir::NOT_USABLE].contains(&failure.reason);
+        let wrong = shares.chain(dir).filter(there);
+        wrong
+            .map(|(failure, field)| Problem::of(failure, field))
+            .collect::<Vec<_>>()
     });
-    looked.await.map_err(|error| Failure::internal(error.to_string()))
+    let mut looked = looked
+        .await
+        .map_err(|error| Failure::internal(error.to_string()))?;
+    looked.extend(taken);
+    Ok(looked)
+}
+
+/// Two VMs can't have their files in one directory.
+fn taken(host: &Host, path: &Path) -> Option<Problem> {
+    let of = |vm: &v1::Vm| {
+        vm.spec
+            .as_ref()
+            .is_some_and(|spec| Path::new(&spec.state_dir) == path)
+    };
+    let vm = host.vms.list().into_iter().find(|vm| of(vm))?;
+    let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
+    let message = format!("spec.stateDir: VM \"{name}\" has its files there already: name another directory");
+    let failure = Failure::precondition("STATE_DIR_IN_USE", message);
+    Some(Problem::of(failure, "spec.stateDir"))
 }

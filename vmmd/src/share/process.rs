@@ -8,10 +8,12 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::{UnixListener, UnixStream},
     },
-    path::Path,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use proto::model::share::{Cache, Share};
+use tokio::{runtime::Handle, task::spawn_blocking};
 use uuid::Uuid;
 
 use crate::{
@@ -33,16 +35,52 @@ pub struct Serving {
     pub socket: OwnedFd,
 }
 
-/// Starts the process of a share of the VM `uid`, the `index`th of its spec. `begun_with` is the directory that the run has begun with: no other one is
+/// A process that is ended and forgotten unless somebody keeps it.
+#[derive(Debug)]
+pub struct Unkept {
+    process: Option<Process>,
+    /// Where it is noted.
+    note: PathBuf,
+}
+
+impl Unkept {
+    /// Nobody keeps it yet.
+    pub fn new(process: Process, note: PathBuf) -> Self {
+        Self {
+            process: Some(process),
+            note,
+        }
+    }
+
+    /// It goes on.
+    pub fn keep(mut self) -> Option<Process> {
+        self.process.take()
+    }
+}
+
+impl Drop for Unkept {
+    fn drop(&mut self) {
+        let note = std::mem::take(&mut self.note);
+        if let (Some(process), Ok(runtime)) = (self.process.take(), Handle::try_current()) {
+            runtime.spawn(async move {
+                process.kill();
+                process.ended().await;
+                spawn_blocking(move || forget(&note, process.pid())).await
+            });
+        }
+    }
+}
+
+/// Numbers of sockets: several shares of a VM may begin at once.
+static SOCKETS: AtomicU64 = AtomicU64::new(0);
+
+/// Starts the process of a share of the VM `uid`. `begun_with` is the directory that the run has begun with: no other one is
 /// served to it. Refused as SHARE_PROGRAM_MISSING, as SHARE_MOVED, or as [`open`] refuses. Blocking.
-pub fn serve(
-    host: &Host,
-    uid: Uuid,
-    index: usize,
-    share: &Share,
-    begun_with: Option<Inode>,
-    group: Option<BorrowedFd<'_>>,
-) -> Result<Serving, Failure> {
+pub fn serve(host: &Host, uid: Uuid, share: &Share, begun_with: Option<Inode>) -> Result<Serving, Failure> {
+    let group = host.cgroups.as_ref().map(|parent| parent.group(uid).descriptor());
+    let group: Option<OwnedFd> = group
+        .transpose()
+        .map_err(|error| Failure::internal(format!("open the VM's cgroup: {error}")))?;
     let opened = open(share, &host.config.roots.shares)?;
     if begun_with.is_some_and(|inode| inode != opened.inode) {
         let message = format!(
@@ -66,16 +104,20 @@ pub fn serve(
             &executable,
             share,
             &opened,
-            &runtime.share_socket(index),
+            &runtime.share_socket(SOCKETS.fetch_add(1, Ordering::Relaxed)),
             &log,
-            group,
+            group.as_ref().map(AsFd::as_fd),
         )
     });
     let serving = started.map_err(|error| {
         let message = format!("share \"{}\": start its process: {error}", share.name);
         Failure::internal(message)
     })?;
-    if let Err(error) = note(&runtime.share(index), serving.child.pid(), opened.inode) {
+    if let Err(error) = note(
+        &runtime.share(share.name.as_str()),
+        serving.child.pid(),
+        opened.inode,
+    ) {
         tracing::warn!(%uid, share = %share.name, %error, "note the process of a share");
     }
     Ok(serving)
@@ -207,6 +249,13 @@ pub(super) fn find(path: &Path) -> Option<Process> {
     (begun(note.pid)? == note.begun).then_some(process)
 }
 
+/// Forgets the process that was noted, unless it is another one than `pid` by now.
+pub(super) fn forget(path: &Path, pid: u32) {
+    if Note::read(path).is_some_and(|note| note.pid == pid) {
+        let _gone_with_the_run = fs::remove_file(path);
+    }
+}
+
 /// When a process began, in clock ticks since the node was started: field 22 of /proc/PID/stat (proc(5)).
 fn begun(pid: u32) -> Option<String> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -269,7 +318,11 @@ mod tests {
         note(&path, own, Inode(7, 8)).unwrap();
         assert_eq!(find(&path).unwrap().pid(), own);
         assert_eq!(noted_inode(&path), Some(Inode(7, 8)));
+        forget(&path, own + 1);
+        assert!(path.exists(), "it is another one by now");
         fs::write(&path, format!("{own} 1 7 8\n")).unwrap();
         assert!(find(&path).is_none());
+        forget(&path, own);
+        assert!(!path.exists());
     }
 }

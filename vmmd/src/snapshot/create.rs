@@ -123,7 +123,7 @@ async fn validate(host: &Host, request: &v1::CreateSnapshotRequest) -> Result<Sn
     let spec = run.spec.or_else(|| of.spec.clone()).unwrap_or_default();
     if let Some(share) = spec.shares.first() {
         let message = format!(
-            "VM \"{vm}\" has the share \"{}\", and what the guest knows of its files is in no snapshot: take it away and restart the VM first",
+            "VM \"{vm}\" has the share \"{}\", and what the guest knows of its files is in no snapshot: detach it first",
             share.name
         );
         return Err(Failure::precondition("SNAPSHOT_SHARES", message));

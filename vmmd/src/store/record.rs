@@ -162,6 +162,8 @@ pub struct InstanceRecord {
     pub hardware: Option<Hardware>,
     /// The taps that were made for its NICs, by the NICs' names. Those of a run that an older daemon has begun are not there.
     pub taps: BTreeMap<String, String>,
+    /// Other processes can map the machine's memory. Runs that an older daemon has begun don't say so.
+    pub shared_memory: bool,
 }
 
 /// Starts of a VM by its run policy.

@@ -139,6 +139,7 @@ async fn a_record_keeps_every_field() {
             spec: None,
             hardware: None,
             taps: BTreeMap::from([("eth0".into(), "vm0n2".into())]),
+            shared_memory: true,
             user: 7,
             started_ms: 8,
             generation: 1,

@@ -71,7 +71,7 @@ impl Daemon {
         self.update(masked(name, paths, change)).await
     }
 
-    async fn changed(&self, name: &str, change: impl FnOnce(&mut v1::VmSpec)) -> v1::Vm {
+    pub async fn changed(&self, name: &str, change: impl FnOnce(&mut v1::VmSpec)) -> v1::Vm {
         let there = self.get(name).await.unwrap();
         let mut vm = self.manifest(name, "");
         vm.metadata.as_mut().unwrap().labels = there.metadata.unwrap().labels;

@@ -21,7 +21,7 @@ use crate::{
     balloon, console,
     disks::{self, Plugged},
     guest::Guest,
-    lies, nics, snapshot,
+    lies, nics, shares, snapshot,
 };
 
 pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
@@ -154,10 +154,11 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
             guest.status()
         }
         Op::SetShareBackend(set) if !old() => {
-            guest.hold(fds);
             guest.type_in(format!("share {} has a new process\n", set.name).as_bytes());
-            guest.status()
+            return shares::renew(guest, &set.name, fds);
         }
+        Op::AttachShare(request) if !old() => return shares::attach(guest, request, fds),
+        Op::DetachShare(request) if !old() => return shares::detach(guest, &request),
         Op::ResetMachine(_)
         | Op::SetBalloon(_)
         | Op::GetMachineStats(_)
@@ -169,6 +170,8 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         | Op::AttachNic(_)
         | Op::DetachNic(_)
         | Op::SetShareBackend(_)
+        | Op::AttachShare(_)
+        | Op::DetachShare(_)
         | Op::SendBreak(_)
         | Op::ResizeConsole(_) => {
             return refuse(ErrorKind::Invalid, "unknown request");
@@ -243,6 +246,7 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     let disks: Vec<_> = disks.map(|disk| Plugged::new(disk, &mut fds)).collect();
     guest.disks().extend(disks);
     nics::boot(guest, &wire, &mut fds);
+    shares::boot(guest, &wire, &mut fds);
     let fds = fds.into_iter().flatten().collect();
     let status = guest.boot(&wire, log, fds);
     if let Some(Some(text)) = restored {

@@ -11,7 +11,7 @@ use proto::vmm::{
     set_rate_limit::Target,
 };
 
-use crate::{guest::Guest, nics};
+use crate::{guest::Guest, nics, shares};
 
 /// A disk and the images below it.
 pub struct Plugged {
@@ -192,6 +192,7 @@ pub fn machine_stats(guest: &Guest) -> Option<Outcome> {
         nics: nics::stats(guest),
         balloon: None,
         disks: guest.disks().iter().map(Plugged::stats).collect(),
+        shares: shares::stats(guest),
     }))
 }
 

@@ -28,7 +28,7 @@ use rustix::fs::{FlockOperation, flock};
 use crate::{
     balloon,
     disks::{self, Plugged},
-    lies, nics,
+    lies, nics, shares,
 };
 
 /// From the end of its connections to the end of the process.
@@ -38,6 +38,7 @@ pub struct Guest {
     inner: Mutex<Inner>,
     disks: Mutex<Vec<Plugged>>,
     nics: Mutex<Vec<nics::Plugged>>,
+    shares: Mutex<Vec<shares::Plugged>>,
     /// Nothing when it has given up its control connections.
     controls: Mutex<Option<Vec<Weak<UnixStream>>>>,
     exit: File,
@@ -80,6 +81,7 @@ impl Guest {
             inner: Mutex::new(inner),
             disks: Mutex::default(),
             nics: Mutex::default(),
+            shares: Mutex::default(),
             controls: Mutex::new(Some(Vec::new())),
             exit,
             name: OnceLock::new(),
@@ -122,11 +124,6 @@ impl Guest {
             inner.print(text.as_bytes());
         }
         inner.status()
-    }
-
-    /// Keeps descriptors open for as long as the machine is there.
-    pub fn hold(&self, fds: Vec<OwnedFd>) {
-        self.lock().devices.extend(fds);
     }
 
     /// Onto the console.
@@ -197,6 +194,10 @@ impl Guest {
 
     pub fn nics(&self) -> MutexGuard<'_, Vec<nics::Plugged>> {
         self.nics.lock().unwrap()
+    }
+
+    pub fn shares(&self) -> MutexGuard<'_, Vec<shares::Plugged>> {
+        self.shares.lock().unwrap()
     }
 
     pub fn disks(&self) -> MutexGuard<'_, Vec<Plugged>> {
@@ -270,6 +271,7 @@ impl Guest {
             ["eject", name] => {
                 disks::eject(self, name, false);
                 nics::eject(self, name, false);
+                shares::eject(self, name, false);
             }
             ["fail", name] => {
                 let device = format!("disk {name}");

@@ -29,6 +29,7 @@ mod image;
 mod lies;
 mod nics;
 mod share;
+mod shares;
 mod snapshot;
 
 use std::{

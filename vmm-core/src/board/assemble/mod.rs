@@ -9,7 +9,7 @@ mod legacy;
 pub(super) mod nic;
 mod rng;
 mod serial;
-mod share;
+pub(super) mod share;
 
 use std::{
     fs::File,
@@ -36,7 +36,6 @@ use devices::{
         balloon::BalloonControl,
         device::VirtioDevice,
         fault::{DeviceEvent, EventSink},
-        fs::FsControl,
         transport::{Parts, VirtioPciDevice},
     },
 };
@@ -55,6 +54,7 @@ use super::{
     machine::Machine,
     nics::Nics,
     saved,
+    shares::Shares,
 };
 use crate::{
     kvm::{AddressSpaces, Crash, Host, IrqChipState, KvmError, Vm},
@@ -277,8 +277,6 @@ struct Assembly {
     components: Vec<Box<dyn Component>>,
     /// When the images of its disks are locked.
     locks: Locks,
-    /// What gives shares other processes, by their names.
-    shares: Vec<(String, FsControl)>,
     /// Of the components that have one.
     slots: Vec<(u8, String)>,
     balloon: Option<BalloonControl>,
@@ -335,7 +333,6 @@ impl Assembly {
             hotplug,
             components: Vec::new(),
             locks: Locks::AtOnce,
-            shares: Vec::new(),
             slots: Vec::new(),
             balloon: None,
         })
@@ -380,8 +377,13 @@ impl Assembly {
         for nic in &spec.nics {
             nics.fit(nic, &mut self.fds)?;
         }
+        let mut shares = Shares::new(
+            self.sockets.clone(),
+            Arc::clone(&self.hotplug),
+            spec.memory_shared,
+        );
         for share in &spec.shares {
-            share::build(&mut self, share)?;
+            shares.fit(share, &mut self.fds)?;
         }
         let screen = match spec.display.as_ref().zip(hub) {
             Some((display, hub)) => display::build(&mut self, &spec.name, display, hub)?,
@@ -406,7 +408,7 @@ impl Assembly {
             console,
             screen,
             nics,
-            shares: self.shares,
+            shares,
             slots: self.slots,
             pci: self.sockets.pci,
             hotplug: self.hotplug,

@@ -3,15 +3,25 @@
 use devices::virtio::fs::Fs;
 use proto::{model::machine, vmm::ErrorKind};
 
-use super::{Assembly, Failure};
+use super::{Failure, Fds, Sockets};
+use crate::board::shares::Share;
 
-pub(super) fn build(assembly: &mut Assembly, spec: &machine::Share) -> Result<(), Failure> {
+/// Puts a share into its PCI slot.
+pub(in crate::board) fn plug(
+    sockets: &Sockets,
+    spec: &machine::Share,
+    fds: &mut Fds,
+) -> Result<Share, Failure> {
     let name = format!("share {}", spec.name);
-    let socket = assembly.fds.take(spec.fd)?;
+    let socket = fds.take(spec.fd)?;
     let device = Fs::new(&spec.name, &spec.tag, socket).map_err(|error| Failure {
         kind: ErrorKind::Resources,
         message: format!("{name}: {error}"),
     })?;
-    assembly.shares.push((spec.name.clone(), device.control()));
-    assembly.add_virtio(&name, spec.slot, Box::new(device))
+    let control = device.control();
+    Ok(Share {
+        name: spec.name.clone(),
+        device: sockets.plug(&name, spec.slot, Box::new(device))?,
+        control,
+    })
 }

@@ -1,59 +1,20 @@
 //! Disks of a machine without KVM, whose images are opened when a test says so.
 
-use std::{
-    io,
-    sync::{
-        Mutex,
-        mpsc::{Receiver, Sender, channel},
-    },
+use std::sync::{
+    Mutex,
+    mpsc::{Receiver, Sender, channel},
 };
 
-use devices::{
-    GuestMemory,
-    block::RawImage,
-    interrupt::{LevelLine, MsiController, MsiMessage, MsiVector, NotifyAddress, NotifyRegistry},
-};
+use devices::{GuestMemory, block::RawImage};
 use vm_memory::GuestAddress;
-use vmm_sys_util::eventfd::EventFd;
 
 use super::*;
-use crate::lifecycle::{Input, Notice, Notifier};
+use crate::{
+    board::silent::Silent,
+    lifecycle::{Input, Notice, Notifier},
+};
 
 const PATIENCE: Duration = Duration::from_secs(20);
-
-struct Silent;
-
-impl LevelLine for Silent {
-    fn set(&self, _high: bool) {}
-}
-
-impl MsiVector for Silent {
-    fn connect(&self, _message: Option<MsiMessage>) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn trigger(&self) {}
-
-    fn event(&self) -> Option<&EventFd> {
-        None
-    }
-}
-
-impl MsiController for Silent {
-    fn allocate(&self) -> io::Result<Arc<dyn MsiVector>> {
-        Ok(Arc::new(Self))
-    }
-}
-
-impl NotifyRegistry for Silent {
-    fn register(&self, _address: NotifyAddress, _event: &EventFd) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn unregister(&self, _address: NotifyAddress, _event: &EventFd) -> io::Result<()> {
-        Ok(())
-    }
-}
 
 /// Disks, the notices that come of them, and what opens an image or makes it fail.
 struct Rig {

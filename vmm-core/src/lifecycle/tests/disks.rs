@@ -236,40 +236,62 @@ fn sizes_limits_and_counters_reach_the_machine() {
 }
 
 #[test]
-fn nics_come_and_go_as_disks_do_and_their_end_is_told() {
-    let attach = |name: &str| Request::AttachNic {
+fn nics_and_shares_come_and_go_as_disks_do_and_their_end_is_told() {
+    let nic = |name: &str| Request::AttachNic {
         nic: Box::new(Nic {
             name: name.into(),
             ..Nic::default()
         }),
         fds: Vec::new(),
     };
-    let detach = |force| Request::DetachNic {
+    let share = |name: &str| Request::AttachShare {
+        share: Box::new(Share {
+            name: name.into(),
+            ..Share::default()
+        }),
+        fds: Vec::new(),
+    };
+    let no_nic = |force| Request::DetachNic {
         name: "lan".into(),
         force,
     };
-    let (log, _) = run(
-        vec![
-            request(1, attach("early")),
-            request(2, boot(false)),
-            request(3, attach("lan")),
-            request(4, detach(false)),
-            request(5, detach(true)),
-            request(6, Request::Stop),
-        ],
-        |_| (),
-    );
-    assert_eq!(log[0], "1 State");
-    assert_eq!(
-        log[4..11],
-        [
-            "attach nic lan",
-            "3 ok Running web",
-            "detach nic lan",
-            "4 ok Running web",
-            "detach nic lan",
-            "nic lan detached, forced true",
-            "5 ok Running web"
-        ]
-    );
+    let no_share = |force| Request::DetachShare {
+        name: "lan".into(),
+        force,
+    };
+    let rows = [
+        ("nic", nic("early"), nic("lan"), [no_nic(false), no_nic(true)]),
+        (
+            "share",
+            share("early"),
+            share("lan"),
+            [no_share(false), no_share(true)],
+        ),
+    ];
+    for (what, early, attach, [ask, take]) in rows {
+        let (log, _) = run(
+            vec![
+                request(1, early),
+                request(2, boot(false)),
+                request(3, attach),
+                request(4, ask),
+                request(5, take),
+                request(6, Request::Stop),
+            ],
+            |_| (),
+        );
+        assert_eq!(log[0], "1 State");
+        assert_eq!(
+            log[4..11],
+            [
+                format!("attach {what} lan"),
+                "3 ok Running web".into(),
+                format!("detach {what} lan"),
+                "4 ok Running web".into(),
+                format!("detach {what} lan"),
+                format!("{what} lan detached, forced true"),
+                "5 ok Running web".into(),
+            ]
+        );
+    }
 }

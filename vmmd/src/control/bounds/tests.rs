@@ -1,6 +1,9 @@
 use proto::{
     v1,
-    vmm::{DeviceError, DiskDetached, DiskStatsReply, Ended, ExitKind, PauseReason, State, StateChanged},
+    vmm::{
+        DeviceError, DiskDetached, DiskStatsReply, Ended, ExitKind, PauseReason, ShareStats, State,
+        StateChanged,
+    },
 };
 
 use super::*;
@@ -23,6 +26,12 @@ fn nic(name: &str) -> NicStats {
     }
 }
 
+fn share(name: &str) -> ShareStats {
+    ShareStats {
+        name: name.to_owned(),
+    }
+}
+
 fn truth() -> MachineStats {
     MachineStats {
         vcpus: (0..4)
@@ -34,6 +43,7 @@ fn truth() -> MachineStats {
         exits: [("io_exits".to_owned(), 1)].into(),
         nics: vec![nic("lan")],
         disks: vec![disk("root"), disk("data")],
+        shares: vec![share("home")],
         balloon: Some(BalloonStats {
             guest: [(4, 1)].into(),
             guest_time_ms: 5,
@@ -60,7 +70,7 @@ fn what_is_true_passes_unchanged() {
 #[test]
 fn each_lie_about_a_machine_is_found() {
     let long = "x".repeat(NAME + 1);
-    let lies: [fn(&mut MachineStats, &str); 10] = [
+    let lies: [fn(&mut MachineStats, &str); 12] = [
         |it, _| it.disks.push(disk("root")),
         |it, _| it.disks = (0..=DEVICES).map(|at| disk(&at.to_string())).collect(),
         |it, long| it.disks[0].name = long.to_owned(),
@@ -68,6 +78,8 @@ fn each_lie_about_a_machine_is_found() {
         |it, _| it.disks[0].read.as_mut().unwrap().latency_us_log2.push(1),
         |it, _| it.nics.push(nic("lan")),
         |it, _| it.nics.push(nic("")),
+        |it, _| it.shares.push(share("home")),
+        |it, long| it.shares.push(share(long)),
         |it, _| it.vcpus.push(VcpuStats::default()),
         |it, long| {
             it.exits.insert(long.to_owned(), 1);

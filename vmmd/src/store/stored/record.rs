@@ -94,6 +94,8 @@ stored! {
         hardware: Option<Hardware>,
         #[prost(btree_map = "string, string", tag = "24")]
         taps: BTreeMap<String, String>,
+        #[prost(bool, tag = "25")]
+        shared_memory: bool,
     }
 }
 

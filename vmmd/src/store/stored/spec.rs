@@ -33,6 +33,8 @@ stored! {
         virtio_console: Option<VirtioConsoleSpec>,
         #[prost(message, repeated, tag = "16")]
         shares: Vec<ShareSpec>,
+        #[prost(string, tag = "17")]
+        state_dir: String,
         #[prost(message, optional, tag = "20")]
         cloud_init: Option<CloudInit>,
     }
@@ -63,6 +65,8 @@ stored! {
         gid_map: Vec<IdRange>,
         #[prost(uint32, tag = "11")]
         max_open_files: u32,
+        #[prost(string, tag = "12")]
+        mount: String,
     }
 }
 

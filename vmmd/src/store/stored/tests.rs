@@ -42,6 +42,13 @@ fn a_spec_is_read_as_it_was_written() {
             keyboard_layout: v1::KeyboardLayout::Dk.into(),
         }),
         virtio_console: Some(v1::VirtioConsoleSpec {}),
+        shares: vec![v1::ShareSpec {
+            name: "s".into(),
+            path: "/srv/s".into(),
+            mount: "/s".into(),
+            ..v1::ShareSpec::default()
+        }],
+        state_dir: "/srv/job".into(),
         ..spec()
     };
     let bytes = VmSpec::from(spec.clone()).encode_to_vec();

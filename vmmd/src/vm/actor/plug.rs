@@ -5,8 +5,8 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use proto::{
     model::disk::{Disk, Format, RateLimit, Source},
     vmm::{
-        AttachDisk, DetachDisk, DiskStats, ErrorKind, NicStats, ResizeDisk, SetRateLimit, Status, UpdateNic,
-        request::Op, set_rate_limit::Target,
+        AttachDisk, DetachDisk, DiskStats, ErrorKind, MachineStats, ResizeDisk, SetRateLimit, Status,
+        UpdateNic, request::Op, set_rate_limit::Target,
     },
 };
 use tokio::time::{Instant, sleep_until, timeout};
@@ -19,6 +19,7 @@ use crate::{
     host::Host,
     ledger::FileId,
     registry::vms::command::Reply,
+    share::Unkept,
     store::Hardware,
     vm::{
         machine::{self, change::Live},
@@ -45,8 +46,10 @@ pub enum Outcome {
     State(Result<Status, control::Error>),
     /// What the disks are on that the machine had when the daemon started.
     Identified(BTreeMap<String, Vec<FileId>>),
-    /// Which NICs the machine has, asked after so many changes of them.
-    NicsLooked(u64, Result<Vec<NicStats>, control::Error>),
+    /// A share more: as [`Self::Applied`], with the process that serves it.
+    ShareAttached(String, Live, serde_json::Value, Result<Option<Unkept>, Failure>),
+    /// Which NICs and shares the machine has, asked after so many changes of them.
+    PluggedLooked(u64, Result<MachineStats, control::Error>),
     /// What the machine has, asked after so many changes.
     Looked(u64, Result<Vec<DiskStats>, control::Error>),
 }

@@ -13,6 +13,7 @@ use super::{
     Actor,
     attachments::Errors,
     plug::Outcome,
+    plugged::What,
     respond,
     work::{self, Change, News, Work},
 };
@@ -48,6 +49,8 @@ pub(super) const THIRD_MINOR: u32 = 3;
 pub(super) const FOURTH_MINOR: u32 = 4;
 /// The one that has `AttachNic` and `DetachNic`.
 pub(super) const SEVENTH_MINOR: u32 = 7;
+/// The one that has `AttachShare` and `DetachShare`.
+pub(super) const EIGHTH_MINOR: u32 = 8;
 /// The one that has `Save`, and `restore` in `Boot`.
 pub const SNAPSHOT_MINOR: u32 = 4;
 /// That of `UnlockDisks`, and of a received machine whose disks are locked when it is resumed.
@@ -267,7 +270,10 @@ impl Actor {
             }
             Some(event::Kind::DisksQuiet(_)) => self.on_disks_quiet(),
             Some(event::Kind::DiskDetached(gone)) => self.on_disk_gone(gone).await,
-            Some(event::Kind::NicDetached(gone)) => self.on_nic_gone(gone).await,
+            Some(event::Kind::NicDetached(gone)) => self.on_gone(What::Nic, &gone.name, gone.forced).await,
+            Some(event::Kind::ShareDetached(gone)) => {
+                self.on_gone(What::Share, &gone.name, gone.forced).await;
+            }
             Some(event::Kind::MigrationRound(round)) => self.on_migration_round(round),
             None => {}
         }

@@ -111,6 +111,7 @@ impl Actor {
             boot_id: self.host.boot_id.clone(),
             request_id: operation.context().request_id.clone(),
             operation: operation.id().to_owned(),
+            shared_memory: spec.shares_memory(),
             taps: machine::taps(self.uid, &wanted.1.clone().unwrap_or_default()),
             spec: wanted.0,
             hardware: wanted.1,

@@ -284,7 +284,9 @@ impl Actor {
             }
         }
         for change in pending {
-            if let Verdict::Live(live @ (Live::RunPolicy | Live::DropGroup(_))) = &change.verdict {
+            if let Verdict::Live(live @ (Live::RunPolicy | Live::StateDir | Live::DropGroup(_))) =
+                &change.verdict
+            {
                 change::take_over(&mut record, live);
             }
         }

@@ -138,7 +138,7 @@ impl View {
             restart: restart(record, spec),
             counts: Some(counts(record, instance)),
             operation: self.operation.clone(),
-            shares: shares(spec, instance),
+            shares: shares(spec, instance, attached, &left),
             pending_changes: left.into_iter().map(pending_change).collect(),
         };
         v1::Vm {
@@ -413,29 +413,41 @@ fn nics(
     described.collect()
 }
 
-fn shares(spec: &VmSpec, instance: Option<&Instance>) -> Vec<v1::ShareStatus> {
+/// Shares of a VM as the API shows them: those of its spec, and then those that only its machine has.
+fn shares(
+    spec: &VmSpec,
+    instance: Option<&Instance>,
+    attached: &Attachments,
+    left: &[(Change, String)],
+) -> Vec<v1::ShareStatus> {
     let wanted = spec
         .shares
         .iter()
         .map(|share| (share.name.as_str(), share.tag.as_str()));
-    // Those that the spec has no more are there until the run ends.
+    let is_wanted = |name: &str| spec.shares.iter().any(|share| share.name.as_str() == name);
     let leaving = instance
         .into_iter()
-        .flat_map(|instance| instance.shares.begun_with())
-        .filter(|(name, _)| spec.shares.iter().all(|share| share.name.as_str() != *name));
+        .flat_map(|instance| instance.shares.kept())
+        .filter(|(name, _)| !is_wanted(name));
     let described = wanted.chain(leaving).map(|(name, tag)| {
         let state = instance.and_then(|instance| instance.shares.state(name));
+        let path = format!("spec.shares[{name}]");
+        let under_way = instance.is_some() && attached.live.is_under_way(&path);
         let phase = match &state {
+            None if under_way => v1::SharePhase::Attaching,
             None => v1::SharePhase::Pending,
+            Some(_) if under_way && !is_wanted(name) => v1::SharePhase::Detaching,
             Some(state) if state.pid.is_some() => v1::SharePhase::Served,
             Some(_) => v1::SharePhase::Restarting,
         };
         let state = state.unwrap_or_default();
+        let why = left.iter().find(|(change, _)| change.path == path);
+        let why = why.map(|(_, why)| why.clone()).filter(|why| !why.is_empty());
         v1::ShareStatus {
             name: name.to_owned(),
             tag: tag.to_owned(),
             phase: phase.into(),
-            message: state.message,
+            message: why.unwrap_or(state.message),
             pid: state.pid.unwrap_or_default(),
             restarts: state.restarts,
         }

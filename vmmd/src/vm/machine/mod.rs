@@ -17,6 +17,7 @@ use proto::{
         pci,
         policy::ClockOnResume,
         resources::HugePages,
+        share::Share,
         vm::{Nic, VmSpec},
     },
     vmm::{self, MachineSpec},
@@ -137,14 +138,17 @@ pub fn reallocate(
     }
     for share in &spec.shares {
         let name = share.name.to_string();
-        let taken = taken(&[&new]);
-        let mut slots = pci::further().rev();
-        let slot = slots.find(|slot| !taken.contains(slot));
+        let slot = free_share_slot(&[&new, running]).or_else(|| free_share_slot(&[&new]));
         if let (false, Some(slot)) = (new.share_slots.contains_key(&name), slot) {
             new.share_slots.insert(name, slot);
         }
     }
     new
+}
+
+fn free_share_slot(hardware: &[&Hardware]) -> Option<u32> {
+    let taken = taken(hardware);
+    pci::further().rev().find(|slot| !taken.contains(slot))
 }
 
 fn free_nic_slot(hardware: &[&Hardware]) -> Option<u32> {
@@ -223,15 +227,7 @@ pub fn assemble(
             .shares
             .iter()
             .zip(parts.shares)
-            .map(|(share, socket)| {
-                let slot = hardware.share_slots.get(share.name.as_str());
-                vmm::Share {
-                    name: share.name.to_string(),
-                    tag: share.tag.clone(),
-                    pci_slot: slot.copied().unwrap_or_default(),
-                    fd: fds.add(socket),
-                }
-            })
+            .map(|(share, socket)| wire_share(&mut fds, hardware, share, socket))
             .collect(),
         rate_groups: spec.rate_groups.iter().map(Into::into).collect(),
         huge_page_bytes: spec.memory.huge_pages.map_or(0, HugePages::bytes),
@@ -272,6 +268,23 @@ pub fn plug_nic(hardware: &Hardware, nic: &Nic, tap: Tap) -> (vmm::Nic, Vec<Owne
     let mut fds = Descriptors::default();
     let wire = wire_nic(&mut fds, hardware, nic, tap);
     (wire, fds.0)
+}
+
+/// The same of a share, with the connection to its process.
+pub fn plug_share(hardware: &Hardware, share: &Share, socket: OwnedFd) -> (vmm::Share, Vec<OwnedFd>) {
+    let mut fds = Descriptors::default();
+    let wire = wire_share(&mut fds, hardware, share, socket);
+    (wire, fds.0)
+}
+
+fn wire_share(fds: &mut Descriptors, hardware: &Hardware, share: &Share, socket: OwnedFd) -> vmm::Share {
+    let slot = hardware.share_slots.get(share.name.as_str());
+    vmm::Share {
+        name: share.name.to_string(),
+        tag: share.tag.clone(),
+        pci_slot: slot.copied().unwrap_or_default(),
+        fd: fds.add(socket),
+    }
 }
 
 fn wire_nic(fds: &mut Descriptors, hardware: &Hardware, nic: &Nic, tap: Tap) -> vmm::Nic {
@@ -328,7 +341,7 @@ mod tests {
     use std::fs::File;
 
     use proto::{
-        model::{disk::Format, machine::Machine, resources::MemoryOptions, share::Share},
+        model::{disk::Format, machine::Machine, resources::MemoryOptions},
         v1,
     };
 

@@ -23,7 +23,7 @@ use crate::{
     host::Host,
     lock,
     paths::{self, LogDir, RuntimeDir},
-    share::Keepers,
+    share::{Keepers, Run},
     store::{InstanceRecord, Unreadable, VmRecord},
     text,
     vm::{
@@ -149,7 +149,12 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
                 "attached to a running vmm"
             );
             let machine = of_run.as_ref().unwrap_or(&spec);
-            instance.shares = Keepers::adopt(&host, (uid, &record.name, &instance.process), machine);
+            let run = Run {
+                uid,
+                vm: &record.name,
+                vmm: &instance.process,
+            };
+            instance.shares = Keepers::adopt(&host, &run, machine);
             let (watching, name) = (Arc::clone(&host), record.name.clone());
             let watched = spawn_blocking(move || {
                 watching.logs.watch(uid, &name, LogDir::of(&watching.config, uid));

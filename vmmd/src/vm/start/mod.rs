@@ -6,11 +6,12 @@ mod fork;
 mod kernel;
 mod prepare;
 mod seed;
+mod vendor;
 
 use std::{
     collections::BTreeMap,
     io,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::OwnedFd,
     pin::pin,
     sync::Arc,
     time::{Duration, Instant},
@@ -52,7 +53,7 @@ use crate::{
     paths::RuntimeDir,
     process::Process,
     registry::vms::command::Restore,
-    share::{self, Keepers, Serving},
+    share::{self, Keepers, Run, Serving},
     store::VmRecord,
 };
 
@@ -249,9 +250,9 @@ async fn run(
     let memory = spec.memory;
     let (sharing, shares) = (Arc::clone(host), spec.shares.clone());
     let (process, serving, free_huge_pages) = blocking(move || {
-        let group = program.group.as_ref().map(AsFd::as_fd);
-        let numbered = shares.iter().enumerate();
-        let serving = numbered.map(|(index, share)| share::serve(&sharing, uid, index, share, None, group));
+        let serving = shares
+            .iter()
+            .map(|share| share::serve(&sharing, uid, share, None));
         let serving = serving.collect::<Result<Vec<_>, _>>()?;
         Ok((spawn(&program)?, serving, facts::free_huge_pages_for(memory)))
     })
@@ -320,7 +321,12 @@ async fn run(
             let (daemon_us, vmm_us) = ((forked - began).as_micros(), forked.elapsed().as_micros());
             tracing::info!(vm = name, daemon_us, vmm_us, "started");
             let group = host.cgroups.as_ref().map(|parent| parent.group(uid));
-            let shares = Keepers::begin(host, (uid, &name, &process), &spec, sharers);
+            let run = Run {
+                uid,
+                vm: &name,
+                vmm: &process,
+            };
+            let shares = Keepers::begin(host, &run, &spec, sharers);
             Ok(Started {
                 instance: Instance {
                     shares,

@@ -18,7 +18,7 @@ use crate::{
     capacity::{Demand, placement},
     cgroup::plan::Plan as Limits,
     failure::Failure,
-    files::{self, Files, Known, Locks},
+    files::{self, Files, Known, Locks, state_dir::StateDir},
     host::Host,
     lock,
     node::check::Look,
@@ -67,6 +67,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
             uid,
             name: &plan.record.name,
             nics: &nics,
+            shares: &spec.shares,
         };
         seed.make()
     };
@@ -80,6 +81,9 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     };
     for share in &spec.shares {
         files::share::open(share, &host.config.roots.shares)?;
+    }
+    if let Some(path) = &spec.state_dir {
+        StateDir::open(path, &host.config.roots.shares)?;
     }
     let executable = host.open_vmm()?;
     let lock = RuntimeDir::of(&host.config, uid).lock();

@@ -8,10 +8,12 @@ use std::{
 };
 
 use fatfs::{FatType, FileSystem, FormatVolumeOptions, FsOptions};
-use proto::model::{cloud_init::CloudInit, nic::Mac};
+use proto::model::{cloud_init::CloudInit, nic::Mac, share::Share};
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::{Value, json};
 use uuid::Uuid;
+
+use super::vendor;
 
 /// Length of the disk in bytes: FAT12 with room for the longest files.
 const SIZE: u64 = 1 << 20;
@@ -29,6 +31,8 @@ pub struct Seed<'a> {
     pub name: &'a str,
     /// Its NICs by name, in the order of the spec.
     pub nics: &'a [(String, Mac)],
+    /// Its shares.
+    pub shares: &'a [Share],
 }
 
 impl Seed<'_> {
@@ -57,7 +61,7 @@ impl Seed<'_> {
                 },
             ),
         ];
-        let vendor_data = or(&init.vendor_data, self.password());
+        let vendor_data = vendor::data(init, self.shares);
         if !vendor_data.is_empty() {
             files.push(("vendor-data", vendor_data.into_bytes()));
         }
@@ -66,21 +70,6 @@ impl Seed<'_> {
             files.push(("network-config", network.into_bytes()));
         }
         files
-    }
-
-    /// The default user's password, as vendor data: what the user data says goes before it.
-    fn password(&self) -> String {
-        match self.init.password_hash.as_str() {
-            "" => String::new(),
-            hash => {
-                let config = json!({
-                    "password": hash,
-                    "chpasswd": {"expire": false},
-                    "ssh_pwauth": false,
-                });
-                format!("#cloud-config\n{config}\n")
-            }
-        }
     }
 
     /// Version 2 of the network configuration: DHCP on each NIC, which is known by its address.
@@ -165,6 +154,7 @@ mod tests {
             uid,
             name: "web",
             nics: &nics,
+            shares: &[],
         };
         let files = read(&seed);
         let names: Vec<_> = files.iter().map(|(name, _)| name.as_str()).collect();
@@ -197,6 +187,7 @@ mod tests {
             uid: Uuid::nil(),
             name: "web",
             nics: &[],
+            shares: &[],
         };
         let bytes = || {
             let mut content = Vec::new();
@@ -219,6 +210,7 @@ mod tests {
             uid: Uuid::nil(),
             name: "web",
             nics: &[],
+            shares: &[],
         };
         let names: Vec<_> = read(&seed).into_iter().map(|(name, _)| name).collect();
         assert_eq!(names, ["meta-data", "user-data"]);

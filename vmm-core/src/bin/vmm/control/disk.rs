@@ -43,6 +43,14 @@ pub(super) fn request(op: Op, fds: Vec<OwnedFd>) -> Result<Request, &'static str
                 transmit_limit: update.transmit_limit.as_ref().map(Into::into),
             },
         },
+        Op::AttachShare(attach) => Request::AttachShare {
+            share: Box::new(attach.share.ok_or("AttachShare without a share")?),
+            fds,
+        },
+        Op::DetachShare(detach) => Request::DetachShare {
+            name: detach.name,
+            force: detach.force,
+        },
         Op::SetShareBackend(set) => {
             let index = usize::try_from(set.fd).unwrap_or(usize::MAX);
             let socket = fds.into_iter().nth(index);

@@ -14,7 +14,7 @@ use super::{Server, disk, error, snapshot, trace};
 /// Unanswered requests of one connection.
 pub(super) const MAX_UNDER_WAY: usize = 16;
 /// What this program can do beyond the first version of the protocol.
-const FEATURES: [&str; 10] = [
+const FEATURES: [&str; 11] = [
     "disk-hotplug",
     "disk-resize",
     "disk-limits",
@@ -25,6 +25,7 @@ const FEATURES: [&str; 10] = [
     "migration",
     "console-events",
     "nic-hotplug",
+    "share-hotplug",
 ];
 
 impl Server {

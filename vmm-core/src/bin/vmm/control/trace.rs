@@ -20,6 +20,8 @@ pub(super) fn name(op: &Op) -> &'static str {
         Op::SetRateLimit(_) => "SetRateLimit",
         Op::GetDiskStats(_) => "GetDiskStats",
         Op::ResetMachine(_) => "ResetMachine",
+        Op::AttachShare(_) => "AttachShare",
+        Op::DetachShare(_) => "DetachShare",
         Op::SetShareBackend(_) => "SetShareBackend",
         Op::UpdateNic(_) => "UpdateNic",
         Op::SetBalloon(_) => "SetBalloon",

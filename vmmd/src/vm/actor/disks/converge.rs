@@ -19,9 +19,9 @@ use crate::{
 };
 
 impl Actor {
-    /// Asks the `vmm` which disks and NICs it has.
+    /// Asks the `vmm` which disks, NICs and shares it has.
     pub(in crate::vm::actor) fn look(&mut self) {
-        self.look_at_nics();
+        self.look_at_plugged();
         if let Some(client) = self.instance.as_ref().and_then(|instance| instance.client()) {
             let changes = self.disks.changes();
             self.disks

@@ -114,9 +114,12 @@ impl Actor {
             }
             Outcome::State(state) => self.on_state(state),
             Outcome::Identified(disks) => self.on_identified(disks),
-            Outcome::NicsLooked(changes, Ok(nics)) => self.converge_nics(changes, &nics).await,
-            Outcome::NicsLooked(_, Err(error)) => {
-                tracing::debug!(vm = self.record.name, %error, "the vmm does not say which NICs it has");
+            Outcome::ShareAttached(path, live, applied, result) => {
+                self.on_share_attached(path, &live, &applied, result).await;
+            }
+            Outcome::PluggedLooked(changes, Ok(stats)) => self.converge_plugged(changes, &stats).await,
+            Outcome::PluggedLooked(_, Err(error)) => {
+                tracing::debug!(vm = self.record.name, %error, "the vmm does not say which NICs and shares it has");
             }
             Outcome::Looked(changes, Ok(_)) if changes != self.disks.changes() => self.look(),
             Outcome::Looked(_, Ok(disks)) => self.converge(&disks).await,

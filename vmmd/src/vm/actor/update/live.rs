@@ -20,6 +20,7 @@ use crate::{
     control::Client,
     failure::Failure,
     registry::vms::command::{Life, LifeReply, Request},
+    share::Unkept,
     store::VmRecord,
     vm::{
         actor::{
@@ -27,9 +28,11 @@ use crate::{
             attachments::Attachments,
             balloon, nics,
             plug::{self, Outcome},
+            plugged::{self, What},
             respond,
             row::Row,
-            run::{FOURTH_MINOR, SECOND_MINOR, SEVENTH_MINOR},
+            run::{FOURTH_MINOR, SECOND_MINOR},
+            shares,
         },
         lifecycle::admission::{Verdict as Admitted, admit},
         machine::change::{self, Change, Live, Verdict},
@@ -42,10 +45,10 @@ pub struct LiveChanges {
     under_way: BTreeSet<String>,
     /// Requests to the machine about limits and the memory target: they must reach it in their order.
     row: Row,
-    /// Attaches and detaches of NICs that are waited for, by path.
-    nics: BTreeMap<String, AbortHandle>,
+    /// Attaches and detaches of NICs and shares that are waited for, by path.
+    plugs: BTreeMap<String, AbortHandle>,
     /// Counts what was begun and ended of these: what a machine said before is out of date.
-    pub(in super::super) nics_changed: u64,
+    pub(in super::super) plugs_changed: u64,
     /// By path: why it could not be applied.
     pub(in crate::vm) failed: BTreeMap<String, String>,
     waiters: Vec<Waiter>,
@@ -78,8 +81,9 @@ impl Attachments {
                 continue;
             }
             let failed = self.live.failed.get(&change.path);
-            let why = known.map(|known| &known.message).or(failed);
-            left.push((change, why.cloned().unwrap_or_default()));
+            let why = known.map(|known| &known.message).or(failed).cloned();
+            let why = why.or_else(|| change.why_restart().map(str::to_owned));
+            left.push((change, why.unwrap_or_default()));
         }
         left
     }
@@ -90,8 +94,8 @@ impl LiveChanges {
     pub(in super::super) fn clear(&mut self) {
         self.under_way.clear();
         self.failed.clear();
-        self.nics_changed += 1;
-        for task in std::mem::take(&mut self.nics).into_values() {
+        self.plugs_changed += 1;
+        for task in std::mem::take(&mut self.plugs).into_values() {
             task.abort();
         }
     }
@@ -103,10 +107,10 @@ impl LiveChanges {
 
     /// A change is over, whoever still works on it.
     pub(in super::super) fn end(&mut self, path: &str) {
-        self.nics_changed += 1;
+        self.plugs_changed += 1;
         self.under_way.remove(path);
         self.failed.remove(path);
-        if let Some(task) = self.nics.remove(path) {
+        if let Some(task) = self.plugs.remove(path) {
             task.abort();
         }
     }
@@ -169,10 +173,7 @@ impl Actor {
             Live::NicLink(_) | Live::NicReceiveLimit(_) | Live::NicTransmitLimit(_) => {
                 (FOURTH_MINOR, "change a NIC")
             }
-            Live::AttachNic(_) | Live::DetachNic(_) => {
-                (SEVENTH_MINOR, "take NICs while it runs, or give them back")
-            }
-            _ => (0, ""),
+            live => What::of(live).map_or((0, ""), |(what, _)| what.needs()),
         };
         if let Err(failure) = self.knows_minor(needs.0, needs.1) {
             self.disks.live.failed.insert(path, failure.message);
@@ -183,17 +184,25 @@ impl Actor {
         }
         let (record, of) = (self.record.clone(), path.clone());
         match &live {
-            Live::AttachNic(name) | Live::DetachNic(name) => {
+            Live::AttachNic(name)
+            | Live::DetachNic(name)
+            | Live::AttachShare(name)
+            | Live::DetachShare(name) => {
                 let (host, uid, name) = (Arc::clone(&self.host), self.uid, name.clone());
-                self.disks.live.nics_changed += 1;
+                self.disks.live.plugs_changed += 1;
                 let task = self.disks.tasks.spawn(async move {
                     let result = match &live {
+                        Live::AttachShare(_) => {
+                            let result = shares::attach(host, client, uid, record, &name).await;
+                            return Outcome::ShareAttached(of, live, desired, result);
+                        }
                         Live::AttachNic(_) => nics::attach(host, client, uid, record, &name).await,
-                        _ => nics::detach(client, &name, deadline).await,
+                        Live::DetachShare(_) => plugged::detach(client, What::Share, &name, deadline).await,
+                        _ => plugged::detach(client, What::Nic, &name, deadline).await,
                     };
                     Outcome::Applied(of, live, desired, result)
                 });
-                self.disks.live.nics.insert(path, task);
+                self.disks.live.plugs.insert(path, task);
             }
             Live::NicPorts(name) | Live::NicFirewall(name) => {
                 let (host, uid, name) = (Arc::clone(&self.host), self.uid, name.clone());
@@ -230,6 +239,26 @@ impl Actor {
         }
     }
 
+    /// A share is plugged in, or could not be.
+    pub(in super::super) async fn on_share_attached(
+        &mut self,
+        path: String,
+        live: &Live,
+        applied: &Json,
+        result: Result<Option<Unkept>, Failure>,
+    ) {
+        let result = match result {
+            Ok(process) => {
+                if let Some((_, name)) = What::of(live).filter(|_| self.disks.live.is_under_way(&path)) {
+                    self.keep_share(name, process);
+                }
+                Ok(())
+            }
+            Err(failure) => Err(failure),
+        };
+        self.on_applied(path, live, applied, result).await;
+    }
+
     /// A change of the machine is over; `applied` is what it was changed to.
     pub(in super::super) async fn on_applied(
         &mut self,
@@ -242,8 +271,8 @@ impl Actor {
         if !self.disks.live.under_way.remove(&path) {
             return;
         }
-        self.disks.live.nics.remove(&path);
-        self.disks.live.nics_changed += 1;
+        self.disks.live.plugs.remove(&path);
+        self.disks.live.plugs_changed += 1;
         let pending = change::pending(&self.record);
         let pending = pending.into_iter().find(|change| change.path == path);
         match (result, pending) {
@@ -257,6 +286,7 @@ impl Actor {
             // Another update has come in between.
             (Ok(()), _) => {
                 self.apply_live(Instant::now() + DEFAULT_EJECT, false);
+                self.take_back_unwanted(live);
             }
             (Err(failure), _) => {
                 let message = format!("{path} could not be applied: {}", failure.message);
@@ -349,12 +379,15 @@ async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec) -> Result<(),
             balloon::tell(client, held.unwrap_or(0)).await
         }
         Live::RunPolicy
+        | Live::StateDir
         | Live::DropGroup(_)
         | Live::Processors
         | Live::Attach(_)
         | Live::Detach(_)
         | Live::AttachNic(_)
         | Live::DetachNic(_)
+        | Live::AttachShare(_)
+        | Live::DetachShare(_)
         | Live::NicPorts(_)
         | Live::NicFirewall(_) => Ok(()),
     }

@@ -53,6 +53,8 @@ pub enum Verdict {
 pub enum Live {
     /// Means nothing to the machine.
     RunPolicy,
+    /// Means nothing to the machine either.
+    StateDir,
     /// The limit of a disk's own.
     DiskLimit(String),
     /// The limit of a rate group.
@@ -81,6 +83,10 @@ pub enum Live {
     Attach(String),
     /// A disk less.
     Detach(String),
+    /// A share more. Not in a machine whose memory is private.
+    AttachShare(String),
+    /// A share less.
+    DetachShare(String),
 }
 
 /// What [`Live::Processors`] is about.
@@ -105,7 +111,23 @@ pub fn pending(record: &VmRecord) -> Vec<Change> {
     if running == desired && of_run == hardware {
         return Vec::new();
     }
-    compare(&effective(running, of_run), &effective(desired, hardware))
+    let mut changes = compare(&effective(running, of_run), &effective(desired, hardware));
+    for change in &mut changes {
+        if matches!(change.verdict, Verdict::Live(Live::AttachShare(_))) && !run.shared_memory {
+            change.verdict = Verdict::Restart;
+        }
+    }
+    changes
+}
+
+impl Change {
+    /// Why it waits for a restart, where that is not plain.
+    pub fn why_restart(&self) -> Option<&'static str> {
+        let is_share = self.path.starts_with("spec.shares[") && self.path.ends_with(']');
+        (self.verdict == Verdict::Restart && is_share).then_some(
+            "the machine was started with private memory, and what serves a share has to map it: restart the VM",
+        )
+    }
 }
 
 /// Notes that the machine has what the spec says, when it has.
@@ -300,14 +322,17 @@ fn verdict(path: &str, was: bool, is: bool) -> Verdict {
     };
     let live = match (was, is) {
         _ if path == "spec.runPolicy" => Some(Live::RunPolicy),
+        _ if path == "spec.stateDir" => Some(Live::StateDir),
         _ if path == "spec.balloon.targetBytes" => Some(Live::BalloonTarget),
         _ if PROCESSORS.contains(&path) => Some(Live::Processors),
         (false, true) if path.ends_with(']') => item("spec.disks", "")
             .map(Live::Attach)
-            .or_else(|| item("spec.nics", "").map(Live::AttachNic)),
+            .or_else(|| item("spec.nics", "").map(Live::AttachNic))
+            .or_else(|| item("spec.shares", "").map(Live::AttachShare)),
         (true, false) if path.ends_with(']') => item("spec.disks", "")
             .map(Live::Detach)
             .or_else(|| item("spec.nics", "").map(Live::DetachNic))
+            .or_else(|| item("spec.shares", "").map(Live::DetachShare))
             .or_else(|| item("spec.rateGroups", "").map(Live::DropGroup)),
         _ => item("spec.disks", ".rateLimit")
             .map(Live::DiskLimit)
@@ -327,6 +352,7 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
     let Hardware {
         disk_slots: slots,
         nics,
+        share_slots,
         ..
     } = record.hardware.clone().unwrap_or_default();
     let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
@@ -335,6 +361,7 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
     let running = run.spec.get_or_insert_with(|| desired.clone());
     match live {
         Live::RunPolicy => running.run_policy = desired.run_policy,
+        Live::StateDir => running.state_dir = desired.state_dir,
         Live::DiskLimit(name) => {
             let wanted = desired.disks.iter().find(|disk| disk.name == *name);
             let disk = running.disks.iter_mut().find(|disk| disk.name == *name);
@@ -404,6 +431,26 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
             running.disks.retain(|disk| disk.name != *name);
             hardware.disk_slots.remove(name);
         }
+        Live::AttachShare(name) => {
+            running.shares.retain(|share| share.name != *name);
+            let share = desired.shares.iter().find(|share| share.name == *name);
+            // cloud-init was told at the start which shares to mount.
+            running.shares.extend(share.cloned().map(without_mount));
+            if let Some(slot) = share_slots.get(name) {
+                hardware.share_slots.insert(name.clone(), *slot);
+            }
+        }
+        Live::DetachShare(name) => {
+            running.shares.retain(|share| share.name != *name);
+            hardware.share_slots.remove(name);
+        }
+    }
+}
+
+fn without_mount(share: v1::ShareSpec) -> v1::ShareSpec {
+    v1::ShareSpec {
+        mount: String::new(),
+        ..share
     }
 }
 
@@ -414,7 +461,7 @@ pub fn running_disks(record: &VmRecord) -> &[v1::DiskSpec] {
     spec.map(|spec| spec.disks.as_slice()).unwrap_or_default()
 }
 
-/// What the machine of a run takes of the node, with the disks that it is about to get: its limits go by this, not by what
+/// What the machine of a run takes of the node, with the devices that it is about to get: its limits go by this, not by what
 /// the spec says for the next start.
 pub fn machine(record: &VmRecord, desired: &proto::model::vm::VmSpec) -> proto::model::vm::VmSpec {
     let Some(mut running) = record.instance.as_ref().and_then(|run| run.spec.clone()) else {
@@ -430,6 +477,11 @@ pub fn machine(record: &VmRecord, desired: &proto::model::vm::VmSpec) -> proto::
     for nic in wanted.nics {
         if running.nics.iter().all(|other| other.name != nic.name) {
             running.nics.push(nic);
+        }
+    }
+    for share in wanted.shares {
+        if running.shares.iter().all(|other| other.name != share.name) {
+            running.shares.push(without_mount(share));
         }
     }
     for group in wanted.rate_groups {

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 use proto::v1::{
     BalloonSpec, BootSpec, CpuSpec, DiskSpec, LinuxBoot, MemorySpec, NicSpec, RateGroup, RateLimit,
-    boot_spec, nic_spec,
+    ShareSpec, boot_spec, nic_spec,
 };
 
 use super::*;
@@ -22,6 +22,14 @@ fn nic(name: &str) -> NicSpec {
     NicSpec {
         name: name.into(),
         attachment: Some(nic_spec::Attachment::Bridge("br0".into())),
+        ..Default::default()
+    }
+}
+
+fn share(name: &str) -> ShareSpec {
+    ShareSpec {
+        name: name.into(),
+        path: format!("/srv/{name}"),
         ..Default::default()
     }
 }
@@ -65,6 +73,7 @@ fn spec() -> VmSpec {
             },
         ],
         nics: vec![nic("eth0")],
+        shares: vec![share("data")],
         rate_groups: vec![group("slow", 4096), group("idle", 4096)],
         balloon: Some(BalloonSpec::default()),
         ..Default::default()
@@ -203,6 +212,16 @@ fn each_kind_of_change_has_its_verdict() {
             &["spec.nics[eth1] AttachNic(\"eth1\")"],
         ),
         (|s| s.nics.clear(), &["spec.nics[eth0] DetachNic(\"eth0\")"]),
+        (|s| s.state_dir = "/srv/job".into(), &["spec.stateDir StateDir"]),
+        (
+            |s| s.shares.push(share("more")),
+            &["spec.shares[more] AttachShare(\"more\")"],
+        ),
+        (|s| s.shares.clear(), &["spec.shares[data] DetachShare(\"data\")"]),
+        (
+            |s| s.shares[0].read_only = true,
+            &["spec.shares[data].readOnly restart"],
+        ),
         (
             |s| s.nics[0].attachment = Some(nic_spec::Attachment::Tap("t0".into())),
             &["spec.nics[eth0].bridge restart", "spec.nics[eth0].tap restart"],
@@ -379,6 +398,8 @@ fn any_spec() -> impl Strategy<Value = VmSpec> {
         }
         let mut spec = VmSpec {
             disks,
+            // They go with few kinds of memory.
+            shares: Vec::new(),
             rate_groups: vec![group("slow", rate * 4096)],
             run_policy,
             balloon: (target > 0).then(|| BalloonSpec {

@@ -1,0 +1,238 @@
+//! Devices of one kind that come and go while the machine lives, as disks do ([`disks`](super::disks)): a *fitted* one has its function on
+//! the PCI bus, and a *leaving* one, which the guest has ejected or which was taken away, ends on a thread of its own. What it is on is closed
+//! then.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use devices::{component::Component, pci::HotPlug, virtio::transport::VirtioPciDevice};
+use proto::{model::pci::PciSlot, vmm::ErrorKind};
+
+use super::{
+    assemble::Sockets,
+    leaving::{Leaving, Phase},
+};
+use crate::lifecycle::{Detached, Failure, Pluggable, Progress, Token};
+
+/// How long a device that is taken away by force may take before whoever asked is told that it takes longer.
+const FORCE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A kind of device that comes and goes.
+pub(super) trait Plug {
+    /// Which.
+    const WHAT: Pluggable;
+
+    /// Unique among those of its kind.
+    fn name(&self) -> &str;
+
+    /// In its slot.
+    fn device(&self) -> &VirtioPciDevice;
+
+    /// For pause, resume and reset.
+    fn device_mut(&mut self) -> &mut VirtioPciDevice;
+
+    /// The device, and what has to live as long as it.
+    fn apart(self) -> (VirtioPciDevice, Box<dyn Send>);
+}
+
+/// A device in its slot.
+struct Fitted<P> {
+    slot: u8,
+    plug: P,
+}
+
+/// See the module.
+pub(super) struct Plugs<P> {
+    fitted: Vec<Fitted<P>>,
+    leaving: Vec<Leaving>,
+    pub sockets: Sockets,
+    hotplug: Arc<HotPlug>,
+    /// Answers that nobody collected yet.
+    answers: Vec<(Token, Result<(), Failure>)>,
+}
+
+impl<P: Plug> Plugs<P> {
+    /// Of a machine whose guest is told of changes through `hotplug`.
+    pub fn new(sockets: Sockets, hotplug: Arc<HotPlug>) -> Self {
+        Self {
+            fitted: Vec::new(),
+            leaving: Vec::new(),
+            sockets,
+            hotplug,
+            answers: Vec::new(),
+        }
+    }
+
+    /// Takes in a device that has been put into its slot before the machine is switched on.
+    pub fn fit(&mut self, slot: PciSlot, plug: P) {
+        let slot = slot.number();
+        self.fitted.push(Fitted { slot, plug });
+    }
+
+    /// Those that the guest has, in the order in which they came.
+    pub fn iter(&self) -> impl Iterator<Item = &P> {
+        self.fitted.iter().map(|fitted| &fitted.plug)
+    }
+
+    /// The one of that name.
+    pub fn get_mut(&mut self, name: &str) -> Result<&mut P, Failure> {
+        let mut plugs = self.fitted.iter_mut().map(|fitted| &mut fitted.plug);
+        plugs
+            .find(|plug| plug.name() == name)
+            .ok_or_else(|| not_found::<P>(name))
+    }
+
+    /// Those that the machine's pause, resume and reset are for.
+    pub fn components(&mut self) -> impl Iterator<Item = &mut dyn Component> {
+        self.fitted
+            .iter_mut()
+            .map(|fitted| fitted.plug.device_mut() as &mut dyn Component)
+    }
+
+    /// Slots of those that the guest has, by the names of their components.
+    pub fn slots(&self) -> impl Iterator<Item = (u8, String)> {
+        self.fitted
+            .iter()
+            .map(|fitted| (fitted.slot, fitted.plug.device().name().to_owned()))
+    }
+
+    /// Whether there are none, also none that are being taken away.
+    pub fn is_empty(&self) -> bool {
+        self.fitted.is_empty() && self.leaving.is_empty()
+    }
+
+    /// Puts in the device `name`, which `plug` makes and puts into its slot, and tells the guest.
+    pub fn attach(
+        &mut self,
+        name: &str,
+        slot: PciSlot,
+        plug: impl FnOnce(&Sockets) -> Result<P, Failure>,
+    ) -> Result<(), Failure> {
+        let refused = |message| {
+            Err(Failure {
+                kind: ErrorKind::State,
+                message,
+            })
+        };
+        self.sweep();
+        if self.iter().any(|other| other.name() == name) {
+            return refused(format!("there is a {} {name} already", P::WHAT));
+        }
+        if self.leaving.iter().any(|other| other.name == name) {
+            return refused(format!("a {} {name} is still being taken away", P::WHAT));
+        }
+        let number = slot.number();
+        if self.sockets.pci.is_taken(number) {
+            return refused(format!("PCI slot {number} is taken"));
+        }
+        let plug = plug(&self.sockets)?;
+        self.fit(slot, plug);
+        self.hotplug.plugged(number);
+        Ok(())
+    }
+
+    /// Asks the guest for the device `name`, or takes it away.
+    pub fn detach(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
+        self.sweep();
+        match self.fitted.iter().position(|fitted| fitted.plug.name() == name) {
+            Some(index) if force => {
+                let fitted = self.fitted.remove(index);
+                self.hotplug.withdraw(fitted.slot, || {
+                    self.sockets.pci.remove_by_force(fitted.slot, &self.sockets.mmio);
+                });
+                self.leave(fitted.plug, true);
+            }
+            Some(index) => {
+                if let Some(fitted) = self.fitted.get(index) {
+                    self.hotplug.ask(fitted.slot);
+                }
+            }
+            None if self.leaving.iter().any(|other| other.name == name) => {}
+            None => return Err(not_found::<P>(name)),
+        }
+        match self.leaving.iter_mut().find(|other| other.name == name) {
+            Some(leaving) if force => {
+                leaving.waiting.push((token, Instant::now() + FORCE_TIMEOUT));
+                Ok(Progress::Pending)
+            }
+            _ => Ok(Progress::Done),
+        }
+    }
+
+    /// Has those leave that the guest ejected.
+    fn sweep(&mut self) {
+        let pci = &self.sockets.pci;
+        let ejected: Vec<Fitted<P>> = self
+            .fitted
+            .extract_if(.., |fitted| {
+                !pci.holds(fitted.slot, &fitted.plug.device().function())
+            })
+            .collect();
+        for fitted in ejected {
+            self.leave(fitted.plug, false);
+        }
+    }
+
+    fn leave(&mut self, plug: P, forced: bool) {
+        let which = (P::WHAT, plug.name().to_owned(), forced);
+        let (device, rest) = plug.apart();
+        let notifier = self.sockets.notifier.clone();
+        self.leaving.push(Leaving::end(which, device, rest, notifier));
+    }
+
+    /// See [`Machine::collect_detached`](crate::lifecycle::Machine::collect_detached).
+    pub fn collect_detached(&mut self) -> Vec<Detached> {
+        self.sweep();
+        let gone = self
+            .leaving
+            .extract_if(.., |leaving| leaving.look(Instant::now()) == Phase::Gone);
+        gone.map(|leaving| {
+            let waiting = leaving.waiting.into_iter();
+            self.answers.extend(waiting.map(|(token, _)| (token, Ok(()))));
+            Detached {
+                what: P::WHAT,
+                name: leaving.name,
+                forced: leaving.forced,
+            }
+        })
+        .collect()
+    }
+
+    /// See [`Machine::collect_answers`](crate::lifecycle::Machine::collect_answers).
+    pub fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)> {
+        let now = Instant::now();
+        for leaving in &mut self.leaving {
+            self.answers.extend(leaving.give_up(now));
+        }
+        std::mem::take(&mut self.answers)
+    }
+
+    /// See [`Machine::next_deadline`](crate::lifecycle::Machine::next_deadline).
+    pub fn next_deadline(&self) -> Option<Instant> {
+        let waiting = self.leaving.iter().flat_map(|leaving| &leaving.waiting);
+        waiting.map(|(_, deadline)| *deadline).min()
+    }
+
+    /// Waits until nothing that is off the bus touches guest memory any more.
+    pub fn wait_for_leaving(&mut self, deadline: Instant) -> Result<(), Failure> {
+        self.sweep();
+        let stays =
+            |leaving: &mut Leaving| (leaving.look(deadline) != Phase::Gone).then(|| leaving.name.clone());
+        match self.leaving.iter_mut().find_map(stays) {
+            None => Ok(()),
+            Some(name) => Err(Failure {
+                kind: ErrorKind::Internal,
+                message: format!("{} {name}, which is being taken away, did not end", P::WHAT),
+            }),
+        }
+    }
+}
+
+fn not_found<P: Plug>(name: &str) -> Failure {
+    Failure {
+        kind: ErrorKind::NotFound,
+        message: format!("there is no {} {name}", P::WHAT),
+    }
+}

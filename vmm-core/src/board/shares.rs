@@ -1,0 +1,259 @@
+//! The shares of a machine: directories of the node that other processes serve. They come and go while it lives.
+
+use std::{
+    ops::{Deref, DerefMut},
+    os::fd::OwnedFd,
+    sync::Arc,
+};
+
+use devices::{
+    pci::HotPlug,
+    virtio::{fs::FsControl, transport::VirtioPciDevice},
+};
+use proto::{
+    model::machine,
+    vmm::{self, ErrorKind, ShareStats},
+};
+
+use super::{
+    assemble::{Fds, Sockets, share},
+    plugs::{Plug, Plugs},
+};
+use crate::lifecycle::{Failure, Pluggable};
+
+/// One of them.
+pub(super) struct Share {
+    pub name: String,
+    pub device: VirtioPciDevice,
+    /// Gives it other processes.
+    pub control: FsControl,
+}
+
+impl Plug for Share {
+    const WHAT: Pluggable = Pluggable::Share;
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn device(&self) -> &VirtioPciDevice {
+        &self.device
+    }
+
+    fn device_mut(&mut self) -> &mut VirtioPciDevice {
+        &mut self.device
+    }
+
+    fn apart(self) -> (VirtioPciDevice, Box<dyn Send>) {
+        (self.device, Box::new(self.control))
+    }
+}
+
+/// See the module.
+pub(super) struct Shares {
+    plugs: Plugs<Share>,
+    /// The machine's memory can be mapped by other processes.
+    has_shared_memory: bool,
+}
+
+impl Deref for Shares {
+    type Target = Plugs<Share>;
+
+    fn deref(&self) -> &Plugs<Share> {
+        &self.plugs
+    }
+}
+
+impl DerefMut for Shares {
+    fn deref_mut(&mut self) -> &mut Plugs<Share> {
+        &mut self.plugs
+    }
+}
+
+impl Shares {
+    /// Of a machine whose guest is told of changes through `hotplug`.
+    pub fn new(sockets: Sockets, hotplug: Arc<HotPlug>, has_shared_memory: bool) -> Self {
+        Self {
+            plugs: Plugs::new(sockets, hotplug),
+            has_shared_memory,
+        }
+    }
+
+    /// Puts in a share that is there when the machine is switched on.
+    pub fn fit(&mut self, spec: &machine::Share, fds: &mut Fds) -> Result<(), Failure> {
+        let share = share::plug(&self.plugs.sockets, spec, fds)?;
+        self.plugs.fit(spec.slot, share);
+        Ok(())
+    }
+
+    /// See [`Machine::attach_share`](crate::lifecycle::Machine::attach_share).
+    pub fn attach(&mut self, wire: &vmm::Share, fds: Vec<OwnedFd>) -> Result<(), Failure> {
+        let spec = machine::Share::new(wire, fds.len()).map_err(|violations| Failure {
+            kind: ErrorKind::Invalid,
+            message: violations.to_string(),
+        })?;
+        if !self.has_shared_memory {
+            return Err(Failure {
+                kind: ErrorKind::State,
+                message: "the machine's memory is private, and what serves a share has to map it".to_owned(),
+            });
+        }
+        self.plugs.attach(&spec.name, spec.slot, |sockets| {
+            share::plug(sockets, &spec, &mut Fds::new(fds))
+        })
+    }
+
+    /// See [`Machine::set_share_backend`](crate::lifecycle::Machine::set_share_backend).
+    pub fn set_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure> {
+        let share = self.plugs.get_mut(name)?;
+        share.control.set_backend(socket).map_err(|error| Failure {
+            kind: ErrorKind::Internal,
+            message: format!("share {name}: {error}"),
+        })
+    }
+
+    /// Whether the machine can be saved: what another process writes to its memory is in no dirty log, and what the guest knows of files in
+    /// no snapshot.
+    pub fn can_be_saved(&self) -> Result<(), Failure> {
+        if self.plugs.is_empty() {
+            return Ok(());
+        }
+        Err(Failure {
+            kind: ErrorKind::State,
+            message:
+                "the machine has shares, whose state is in the processes that serve them: detach them first"
+                    .to_owned(),
+        })
+    }
+
+    /// Those that the guest has.
+    pub fn stats(&self) -> Vec<ShareStats> {
+        let name = |share: &Share| ShareStats {
+            name: share.name.clone(),
+        };
+        self.plugs.iter().map(name).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::Read,
+        os::unix::net::UnixStream,
+        sync::mpsc::{Receiver, channel},
+        time::{Duration, Instant},
+    };
+
+    use devices::GuestMemory;
+    use vm_memory::GuestAddress;
+
+    use super::*;
+    use crate::{
+        board::silent::Silent,
+        lifecycle::{Detached, Input, Notice, Notifier, Progress, Token},
+    };
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    struct Rig {
+        shares: Shares,
+        hotplug: Arc<HotPlug>,
+        notices: Receiver<Input>,
+    }
+
+    impl Rig {
+        fn new(has_shared_memory: bool) -> Self {
+            let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+            let (sender, notices) = channel();
+            let silent = Arc::new(Silent);
+            let sockets = Sockets::of(memory, silent.clone(), silent.clone(), Notifier::new(sender));
+            let hotplug = HotPlug::new(silent);
+            Self {
+                shares: Shares::new(sockets, Arc::clone(&hotplug), has_shared_memory),
+                hotplug,
+                notices,
+            }
+        }
+
+        /// Gives the other end of the share's connection.
+        fn attach(&mut self, name: &str, pci_slot: u32) -> Result<UnixStream, ErrorKind> {
+            let (front, back) = UnixStream::pair().unwrap();
+            let wire = vmm::Share {
+                name: name.into(),
+                tag: "tag".into(),
+                pci_slot,
+                fd: 0,
+            };
+            let attached = self.shares.attach(&wire, vec![front.into()]);
+            attached.map(|()| back).map_err(|failure| failure.kind)
+        }
+
+        fn names(&self) -> Vec<String> {
+            self.shares.stats().into_iter().map(|share| share.name).collect()
+        }
+
+        /// Waits until what leaves is gone.
+        fn gone(&mut self) -> Vec<Detached> {
+            let notice = self.notices.recv_timeout(PATIENCE).unwrap();
+            assert!(matches!(notice, Input::Notice(Notice::Unplugged)), "{notice:?}");
+            self.shares.collect_detached()
+        }
+    }
+
+    fn token(request: u64) -> Token {
+        Token {
+            connection: 1,
+            request,
+        }
+    }
+
+    #[test]
+    fn a_share_that_is_gone_has_closed_its_connection_and_can_come_again() {
+        let mut rig = Rig::new(true);
+        for forced in [false, true] {
+            rig.shares.can_be_saved().unwrap();
+            let mut process = rig.attach("data", 40).unwrap();
+            for (name, slot) in [("data", 41), ("other", 40)] {
+                assert_eq!(rig.attach(name, slot).unwrap_err(), ErrorKind::State, "{name}");
+            }
+            assert_eq!(rig.names(), ["data"]);
+            assert!(!rig.hotplug.is_requested(40) && rig.shares.can_be_saved().is_err());
+            let asked = rig.shares.detach(token(1), "data", forced).unwrap();
+            if forced {
+                assert_eq!(asked, Progress::Pending);
+            } else {
+                assert_eq!(asked, Progress::Done);
+                assert!(rig.hotplug.is_requested(40));
+                // The guest ejects it.
+                let sockets = &rig.shares.sockets;
+                sockets.pci.remove(40, &sockets.mmio);
+                rig.shares.wait_for_leaving(Instant::now() + PATIENCE).unwrap();
+            }
+            let name = "data".to_owned();
+            let what = Pluggable::Share;
+            assert_eq!(rig.gone(), [Detached { what, name, forced }]);
+            assert_eq!(rig.shares.collect_answers().len(), usize::from(forced));
+            assert_eq!(process.read(&mut [0]).unwrap(), 0);
+            assert!(rig.names().is_empty());
+        }
+        let none = rig.shares.detach(token(2), "data", true).unwrap_err();
+        assert_eq!(none.kind, ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_machine_with_private_memory_takes_no_share() {
+        let mut rig = Rig::new(false);
+        assert_eq!(rig.attach("data", 40).unwrap_err(), ErrorKind::State);
+        assert!(!rig.shares.sockets.pci.is_taken(40));
+    }
+
+    #[test]
+    fn another_process_is_for_a_share_that_is_there() {
+        let mut rig = Rig::new(true);
+        let _process = rig.attach("data", 40).unwrap();
+        let socket = || UnixStream::pair().unwrap().0.into();
+        rig.shares.set_backend("data", socket()).unwrap();
+        let none = rig.shares.set_backend("none", socket()).unwrap_err();
+        assert_eq!(none.kind, ErrorKind::NotFound);
+    }
+}

@@ -1,0 +1,211 @@
+//! Keeps the files of VMs that have a `state_dir`: what each is and was, beside the files of whoever runs it.
+//!
+//! | file | content | written |
+//! |---|---|---|
+//! | `vm.json` | the VM as GetVm shows it, without secrets | with each change of it |
+//! | `metrics.json` | its counters, with their time | with that and every [`PERIOD`], while it runs |
+//! | `serial.log`, `vmm.log` | what there is of these of its last run | the same, when they have changed |
+//!
+//! One task for each such VM, so that a file system that does not answer stops one alone. It goes by what the VM's actor publishes and
+//! by the daemon's own log files, and remembers nothing that a later daemon would have to know: that one writes all of it when it starts.
+//! What can't be written is told by an event, once, and tried again.
+
+use std::{
+    collections::HashMap,
+    fs, io,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
+
+use proto::v1;
+use tokio::{
+    sync::{broadcast::error::RecvError, watch},
+    task::JoinHandle,
+    time::{sleep, timeout},
+};
+
+use crate::{
+    event::{Draft, Object},
+    failure::Failure,
+    files::state_dir::StateDir,
+    host::Host,
+    paths::LogDir,
+    registry::vms::Entry,
+    stats, text,
+};
+
+/// How old counters and logs can be.
+const PERIOD: Duration = Duration::from_secs(30);
+/// From one look to the next, however fast a VM changes.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// Never ends.
+pub async fn keep(host: Arc<Host>) {
+    let mut writers: HashMap<String, JoinHandle<()>> = HashMap::new();
+    loop {
+        let (all, mut changes) = host.vms.subscribe();
+        for seen in all.vms {
+            begin(&host, &mut writers, &seen.vm);
+        }
+        loop {
+            match changes.recv().await {
+                Ok(change) => begin(&host, &mut writers, &change.vm),
+                // Too many at once: all are looked at anew.
+                Err(RecvError::Lagged(_)) => break,
+                Err(RecvError::Closed) => return std::future::pending().await,
+            }
+        }
+    }
+}
+
+/// Begins to write a VM's files, unless that is so already, or it has none.
+fn begin(host: &Arc<Host>, writers: &mut HashMap<String, JoinHandle<()>>, vm: &v1::Vm) {
+    let has_dir = vm.spec.as_ref().is_some_and(|spec| !spec.state_dir.is_empty());
+    let metadata = vm.metadata.clone().unwrap_or_default();
+    if !has_dir || writers.get(&metadata.uid).is_some_and(|task| !task.is_finished()) {
+        return;
+    }
+    writers.retain(|_, task| !task.is_finished());
+    let Some(entry) = host.vms.get(&metadata.name) else {
+        return;
+    };
+    let writer = Writer {
+        host: Arc::clone(host),
+        name: metadata.name,
+        state: entry.state.clone(),
+        entry,
+        written: Written::default(),
+        failed: String::new(),
+    };
+    writers.insert(metadata.uid, tokio::spawn(writer.run()));
+}
+
+/// What was written last.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Written {
+    dir: PathBuf,
+    vm: Vec<u8>,
+    /// Length and time of change of each log that there was.
+    logs: Vec<Option<(u64, SystemTime)>>,
+}
+
+struct Writer {
+    host: Arc<Host>,
+    name: String,
+    entry: Entry,
+    state: watch::Receiver<Arc<v1::Vm>>,
+    written: Written,
+    /// What went wrong last, and is still so.
+    failed: String,
+}
+
+impl Writer {
+    /// Ends when the VM is deleted.
+    async fn run(mut self) {
+        loop {
+            let vm = Arc::clone(&self.state.borrow_and_update());
+            let dir = vm.spec.as_ref().map_or("", |spec| &spec.state_dir);
+            if dir.is_empty() {
+                self.failed.clear();
+            } else {
+                let result = self.write(&vm, Path::new(dir)).await;
+                self.tell(result);
+            }
+            sleep(PAUSE).await;
+            if let Ok(Err(_)) = timeout(PERIOD, self.state.changed()).await {
+                // Another actor has taken the VM over, unless it is gone.
+                let entry = self.host.vms.find(self.entry.uid);
+                let Some(entry) = entry.filter(|entry| entry.state.has_changed().is_ok()) else {
+                    return;
+                };
+                self.state = entry.state.clone();
+                self.entry = entry;
+            }
+        }
+    }
+
+    async fn write(&mut self, vm: &v1::Vm, dir: &Path) -> Result<(), Failure> {
+        let pretty = |json: serde_json::Result<Vec<u8>>| {
+            let mut json = json.map_err(|error| Failure::internal(error.to_string()))?;
+            json.push(b'\n');
+            Ok::<_, Failure>(json)
+        };
+        let content = pretty(serde_json::to_vec_pretty(vm))?;
+        // A VM that does not run has none, and what it had last stays.
+        let counters = stats::of(&self.host, &self.name, &self.entry).await.ok();
+        let counters = counters.map(|stats| pretty(serde_json::to_vec_pretty(&stats)));
+        let counters = counters.transpose()?;
+        let logs = LogDir::of(&self.host.config, self.entry.uid);
+        let (host, before, dir) = (Arc::clone(&self.host), self.written.clone(), dir.to_owned());
+        let path = dir.clone();
+        let writing = self.host.pools.files.run(&[path], move || {
+            let open = StateDir::open(&dir, &host.config.roots.shares)?;
+            let before = if before.dir == dir {
+                before
+            } else {
+                Written::default()
+            };
+            let failed = |error: io::Error| {
+                Failure::internal(format!("they can't be written: {}", text::words(&error)))
+            };
+            let sources = [
+                (logs.serial_old(), "serial.log"),
+                (logs.serial(), "serial.log"),
+                (logs.vmm(), "vmm.log"),
+            ];
+            let states: Vec<_> = sources.iter().map(|(path, _)| state(path)).collect();
+            if content != before.vm {
+                open.write("vm.json", &content).map_err(failed)?;
+            }
+            if let Some(counters) = counters {
+                open.write("metrics.json", &counters).map_err(failed)?;
+            }
+            if states != before.logs {
+                for name in ["serial.log", "vmm.log"] {
+                    let parts = sources.iter().filter(|(_, of)| *of == name);
+                    let parts: Vec<_> = parts.filter_map(|(path, _)| fs::read(path).ok()).collect();
+                    // There is none before the first run.
+                    if !parts.is_empty() {
+                        open.write(name, &parts.concat()).map_err(failed)?;
+                    }
+                }
+            }
+            Ok::<_, Failure>(Written {
+                vm: content,
+                logs: states,
+                dir,
+            })
+        });
+        self.written = writing.await??;
+        Ok(())
+    }
+
+    /// What goes wrong again and again is told once.
+    fn tell(&mut self, result: Result<(), Failure>) {
+        let object = || Object::Vm(self.name.clone(), self.entry.uid);
+        match result {
+            Ok(()) if self.failed.is_empty() => {}
+            Ok(()) => {
+                self.failed.clear();
+                let message = "the VM's files in its state directory are written again";
+                self.host
+                    .events
+                    .emit(Draft::normal(object(), "StateDirRestored", message));
+            }
+            Err(failure) if failure.message == self.failed => {}
+            Err(failure) => {
+                let message = format!("the VM's files in its state directory: {}", failure.message);
+                self.host
+                    .events
+                    .emit(Draft::warning(object(), "StateDirFailed", message));
+                self.failed = failure.message;
+            }
+        }
+    }
+}
+
+fn state(path: &Path) -> Option<(u64, SystemTime)> {
+    let metadata = fs::metadata(path).ok()?;
+    Some((metadata.len(), metadata.modified().ok()?))
+}

@@ -1,0 +1,325 @@
+//! NICs and shares that come and go while the machine runs. Which ones the VM is to have is its spec: an update says it, and what the machine has
+//! otherwise is a pending change, like others that a machine takes over ([`live`](super::update)).
+//!
+//! ```text
+//!            update                vmm has it               update                  guest ejects it
+//!   (none) ─────────▶ InProgress ─────────────▶ Attached ─────────▶ Detaching ─────────────────────▶ (none)
+//!                        │ refused                 │ the guest ejects it   │ it does not in time
+//!                        └───────▶ Pending ◀───────┘                       └──────▶ Attached, with the reason
+//! ```
+//!
+//! The spec is stored before the `vmm` is asked. A daemon that starts anew compares what the `vmm` has with it, and goes on.
+
+use std::{os::fd::OwnedFd, sync::Arc};
+
+use proto::{
+    model::vm::VmSpec,
+    v1::EventSeverity,
+    vmm::{DetachNic, DetachShare, ErrorKind, MachineStats, request::Op},
+};
+use tokio::time::{Instant, sleep_until, timeout};
+use uuid::Uuid;
+
+use crate::{
+    control::{self, Client},
+    failure::{Failure, Kind},
+    files,
+    host::Host,
+    store::VmRecord,
+    vm::{
+        actor::{
+            Actor,
+            plug::{Outcome, TIMEOUT, refused, unclear_about},
+            run::{EIGHTH_MINOR, SEVENTH_MINOR},
+            update::DEFAULT_EJECT,
+        },
+        machine::{
+            change::{self, Live, Verdict},
+            limits,
+        },
+    },
+};
+
+/// What it is that comes or goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// A network interface.
+    Nic,
+    /// A directory of the node.
+    Share,
+}
+
+impl What {
+    /// What a change attaches or detaches, if it does.
+    pub fn of(live: &Live) -> Option<(Self, &str)> {
+        match live {
+            Live::AttachNic(name) | Live::DetachNic(name) => Some((Self::Nic, name)),
+            Live::AttachShare(name) | Live::DetachShare(name) => Some((Self::Share, name)),
+            _ => None,
+        }
+    }
+
+    /// The private protocol's minor version that has it, and what for.
+    pub fn needs(self) -> (u32, &'static str) {
+        match self {
+            Self::Nic => (SEVENTH_MINOR, "take NICs while it runs, or give them back"),
+            Self::Share => (EIGHTH_MINOR, "take shares while it runs, or give them back"),
+        }
+    }
+
+    /// How its change is called in a status.
+    pub fn path(self, name: &str) -> String {
+        match self {
+            Self::Nic => format!("spec.nics[{name}]"),
+            Self::Share => format!("spec.shares[{name}]"),
+        }
+    }
+
+    /// As messages have it: `NIC "lan"`.
+    fn named(self, name: &str) -> String {
+        match self {
+            Self::Nic => format!("NIC \"{name}\""),
+            Self::Share => format!("share \"{name}\""),
+        }
+    }
+
+    /// For programs: that it is gone, and that the guest has ejected it by itself.
+    fn events(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Nic => ("NicDetached", "NicEjected"),
+            Self::Share => ("ShareDetached", "ShareEjected"),
+        }
+    }
+
+    fn detach_op(self, name: &str, force: bool) -> Op {
+        let name = name.to_owned();
+        match self {
+            Self::Nic => Op::DetachNic(DetachNic { name, force }),
+            Self::Share => Op::DetachShare(DetachShare { name, force }),
+        }
+    }
+
+    fn detach_change(self, name: &str) -> Live {
+        match self {
+            Self::Nic => Live::DetachNic(name.to_owned()),
+            Self::Share => Live::DetachShare(name.to_owned()),
+        }
+    }
+
+    fn is_in(self, name: &str, stats: &MachineStats) -> bool {
+        match self {
+            Self::Nic => stats.nics.iter().any(|nic| nic.name == name),
+            Self::Share => stats.shares.iter().any(|share| share.name == name),
+        }
+    }
+
+    fn is_wanted(self, name: &str, spec: &VmSpec) -> bool {
+        match self {
+            Self::Nic => spec.nics.iter().any(|nic| nic.name.as_str() == name),
+            Self::Share => spec.shares.iter().any(|share| share.name.as_str() == name),
+        }
+    }
+}
+
+/// Lets the VM take what it needs of the node with what it is about to get: buffers take memory, threads and processes are tasks.
+pub async fn make_room(host: &Arc<Host>, uid: Uuid, record: &VmRecord, spec: &VmSpec) {
+    let (limited, larger) = (Arc::clone(host), change::machine(record, spec));
+    let paths = files::named(&larger, &host.sources());
+    let renewing = host
+        .pools
+        .files
+        .run(&paths, move || limits::renew(&limited, uid, &larger));
+    if let Err(error) = renewing.await {
+        tracing::error!(%uid, %error, "set the limits of a running VM anew");
+    }
+}
+
+/// Asks the `vmm` to plug something in; succeeds when the machine has it. The answer to an earlier request may have been lost.
+pub async fn plug_in(
+    client: &Client,
+    (what, name): (What, &str),
+    op: Op,
+    fds: Vec<OwnedFd>,
+) -> Result<(), Failure> {
+    let answer = timeout(TIMEOUT, client.request(op, &fds)).await;
+    drop(fds);
+    match answer {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(control::Error::Refused(error))) => match has(client, what, name).await {
+            Some(true) if error.kind() == ErrorKind::State => Ok(()),
+            _ => Err(about(what, name, refused(&control::Error::Refused(error)))),
+        },
+        unclear => match has(client, what, name).await {
+            Some(true) => Ok(()),
+            _ => Err(unclear_about(&what.named(name), unclear)),
+        },
+    }
+}
+
+/// Asks the guest to eject something, and waits until `deadline`. That it has is news that comes to the actor, which ends this.
+pub async fn detach(client: Client, what: What, name: &str, deadline: Instant) -> Result<(), Failure> {
+    let began = Instant::now();
+    match timeout(TIMEOUT, client.request(what.detach_op(name, false), &[])).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(control::Error::Refused(error))) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Ok(Err(error @ control::Error::Refused(_))) => return Err(about(what, name, refused(&error))),
+        unclear => return Err(unclear_about(&what.named(name), unclear)),
+    }
+    sleep_until(deadline).await;
+    // An event can be lost.
+    if has(&client, what, name).await == Some(false) {
+        return Ok(());
+    }
+    let message = format!(
+        "the guest did not eject {} within {:.0?}: it stays attached; detach it again, or restart the VM",
+        what.named(name),
+        deadline.saturating_duration_since(began)
+    );
+    Err(Failure::new(Kind::Deadline, "EJECT_TIMEOUT", message))
+}
+
+/// Whether a machine has something, where it says so.
+pub async fn has(client: &Client, what: What, name: &str) -> Option<bool> {
+    let stats = timeout(TIMEOUT, client.machine_stats()).await.ok()?.ok()?;
+    Some(what.is_in(name, &stats))
+}
+
+fn about(what: What, name: &str, failure: Failure) -> Failure {
+    if failure.message.contains(name) {
+        return failure;
+    }
+    Failure {
+        message: format!("{}: {}", what.named(name), failure.message),
+        ..failure
+    }
+}
+
+impl Actor {
+    /// Asks the `vmm` which NICs and shares it has, if it can plug any.
+    pub(super) fn look_at_plugged(&mut self) {
+        let client = self.instance.as_ref().and_then(|instance| instance.client());
+        if let Some(client) = client.filter(|_| self.can_plug(What::Nic)) {
+            let changes = self.disks.live.plugs_changed;
+            self.disks
+                .tasks
+                .spawn(async move { Outcome::PluggedLooked(changes, client.machine_stats().await) });
+        }
+    }
+
+    fn can_plug(&self, what: What) -> bool {
+        let (minor, purpose) = what.needs();
+        self.knows_minor(minor, purpose).is_ok()
+    }
+
+    /// Makes what is known agree with what the machine has, and begins what an earlier daemon did not come to.
+    pub(super) async fn converge_plugged(&mut self, changes: u64, present: &MachineStats) {
+        if changes != self.disks.live.plugs_changed {
+            return self.look_at_plugged();
+        }
+        let kinds: Vec<What> = [What::Nic, What::Share]
+            .into_iter()
+            .filter(|what| self.can_plug(*what))
+            .collect();
+        let mut settled = Vec::new();
+        for change in change::pending(&self.record) {
+            let Verdict::Live(live) = change.verdict else {
+                continue;
+            };
+            let comes = matches!(live, Live::AttachNic(_) | Live::AttachShare(_));
+            let of = What::of(&live).filter(|(what, _)| kinds.contains(what));
+            if of.is_some_and(|(what, name)| what.is_in(name, present) == comes) {
+                settled.push(live);
+            }
+        }
+        if !settled.is_empty() {
+            for live in &settled {
+                change::take_over(&mut self.record, live);
+                match live {
+                    Live::AttachShare(name) => self.keep_share(name, None),
+                    Live::DetachShare(name) => self.forget_share(name),
+                    _ => {}
+                }
+            }
+            change::settle(&mut self.record);
+            self.persist().await;
+        }
+        let running = self.record.instance.as_ref().and_then(|run| run.spec.clone());
+        let running = running.unwrap_or_default();
+        let nics = running.nics.iter().map(|nic| (What::Nic, &nic.name));
+        let shares = running.shares.iter().map(|share| (What::Share, &share.name));
+        for (what, name) in nics.chain(shares).filter(|(what, _)| kinds.contains(what)) {
+            if !what.is_in(name, present) && !self.disks.live.is_under_way(&what.path(name)) {
+                self.ejected_by_itself(what, name).await;
+            }
+        }
+        if let Ok(client) = self.running_client() {
+            for change in change::pending(&self.record) {
+                let plugs = match &change.verdict {
+                    Verdict::Live(live) => What::of(live).is_some_and(|(what, _)| kinds.contains(&what)),
+                    Verdict::Restart => false,
+                };
+                if plugs && !self.disks.live.failed.contains_key(&change.path) {
+                    self.begin_live(change, client.clone(), Instant::now() + DEFAULT_EJECT);
+                }
+            }
+        }
+        self.publish();
+    }
+
+    /// What has just been attached is taken away again when the spec does not have it any more, and the record of the machine never had it.
+    pub(super) fn take_back_unwanted(&mut self, live: &Live) {
+        let comes = matches!(live, Live::AttachNic(_) | Live::AttachShare(_));
+        if let Some((what, name)) = What::of(live).filter(|_| comes)
+            && !what.is_wanted(name, &self.spec)
+            && let Ok(client) = self.running_client()
+        {
+            let op = what.detach_op(name, true);
+            tokio::spawn(async move { client.request(op, &[]).await.is_ok() });
+        }
+    }
+
+    /// Something is gone from the machine.
+    pub(super) async fn on_gone(&mut self, what: What, name: &str, forced: bool) {
+        let (detached, _) = what.events();
+        tracing::info!(
+            vm = self.record.name,
+            ?what,
+            name,
+            forced,
+            "gone from the machine"
+        );
+        if what.is_wanted(name, &self.spec) {
+            return self.ejected_by_itself(what, name).await;
+        }
+        self.disks.live.end(&what.path(name));
+        change::take_over(&mut self.record, &what.detach_change(name));
+        if what == What::Share {
+            self.forget_share(name);
+        }
+        change::settle(&mut self.record);
+        self.persist().await;
+        self.publish();
+        let message = format!("{} is gone from the machine", what.named(name));
+        self.tell(EventSeverity::Normal, detached, &message);
+    }
+
+    /// The guest has ejected something by itself, or the machine lacks it: it is plugged in by the next update or start.
+    async fn ejected_by_itself(&mut self, what: What, name: &str) {
+        let (_, ejected) = what.events();
+        change::take_over(&mut self.record, &what.detach_change(name));
+        if what == What::Share {
+            self.forget_share(name);
+        }
+        self.persist().await;
+        let why = "the guest ejected it; the next update or start of the VM plugs it in";
+        let path = what.path(name);
+        self.disks.live.end(&path);
+        self.disks.live.failed.insert(path, why.to_owned());
+        self.publish();
+        let message = format!(
+            "the guest has ejected {} by itself; it is still in the spec",
+            what.named(name)
+        );
+        self.tell(EventSeverity::Warning, ejected, &message);
+    }
+}

@@ -1,0 +1,87 @@
+//! What a share of a running machine needs of the node: a process that serves it, for as long as the machine has it.
+
+use std::sync::Arc;
+
+use proto::{
+    model::vm::VmSpec,
+    vmm::{AttachShare, request::Op},
+};
+use tokio::task::spawn_blocking;
+use uuid::Uuid;
+
+use super::{
+    Actor,
+    plugged::{self, What},
+};
+use crate::{
+    control::Client,
+    failure::{Failure, Kind},
+    host::Host,
+    paths::RuntimeDir,
+    process::Process,
+    share::{self, Run, Serving, Unkept},
+    store::VmRecord,
+    vm::machine,
+};
+
+/// Starts the process of the share `name` of a VM's spec, and plugs the share in. Without a process when the machine had it before: it is the one that
+/// was noted.
+pub async fn attach(
+    host: Arc<Host>,
+    client: Client,
+    uid: Uuid,
+    record: VmRecord,
+    name: &str,
+) -> Result<Option<Unkept>, Failure> {
+    let hardware = record.hardware.clone().unwrap_or_default();
+    let spec = VmSpec::try_from(&record.spec.clone().unwrap_or_default())?;
+    let Some(share) = spec.shares.iter().find(|share| share.name.as_str() == name) else {
+        let message = format!("the VM has no share \"{name}\"");
+        return Err(Failure::new(Kind::NotFound, "SHARE_NOT_FOUND", message));
+    };
+    if !hardware.share_slots.contains_key(name) {
+        let message = format!(
+            "the VM has no PCI slot free for share \"{name}\": detach a disk, a NIC or a share first"
+        );
+        return Err(Failure::new(Kind::Exhausted, "NO_FREE_SLOT", message));
+    }
+    if plugged::has(&client, What::Share, name).await == Some(true) {
+        return Ok(None);
+    }
+    plugged::make_room(&host, uid, &record, &spec).await;
+    let (sharing, to_serve) = (Arc::clone(&host), share.clone());
+    let serving = spawn_blocking(move || share::serve(&sharing, uid, &to_serve, None)).await;
+    let serving = serving.unwrap_or_else(|error| Err(Failure::internal(error.to_string())));
+    let Serving { child, socket } = serving?;
+    let process = child.watched(Process::new);
+    let process =
+        process.map_err(|error| Failure::internal(format!("watch the process of a share: {error}")))?;
+    let process = Unkept::new(process, RuntimeDir::of(&host.config, uid).share(name));
+    let (wire, fds) = machine::plug_share(&hardware, share, socket);
+    let op = Op::AttachShare(AttachShare { share: Some(wire) });
+    plugged::plug_in(&client, (What::Share, name), op, fds).await?;
+    Ok(Some(process))
+}
+
+impl Actor {
+    /// The machine has the share `name` of the spec, which this process serves, or the one that was noted.
+    pub(super) fn keep_share(&mut self, name: &str, process: Option<Unkept>) {
+        let share = self.spec.shares.iter().find(|share| share.name.as_str() == name);
+        if let (Some(instance), Some(share)) = (&mut self.instance, share) {
+            let run = Run {
+                uid: self.uid,
+                vm: &self.record.name,
+                vmm: &instance.process,
+            };
+            let process = process.and_then(Unkept::keep);
+            instance.shares.add(&self.host, &run, share, process);
+        }
+    }
+
+    /// The machine does not have the share any more.
+    pub(super) fn forget_share(&mut self, name: &str) {
+        if let Some(instance) = &mut self.instance {
+            instance.shares.remove(name);
+        }
+    }
+}

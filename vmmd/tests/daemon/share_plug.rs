@@ -1,0 +1,259 @@
+//! Shares that come and go while the VM runs.
+
+use std::{fs, os::unix::fs::chown};
+
+use proto::v1::{self, MemoryBacking, SharePhase};
+use rustix::process::Pid;
+
+use crate::{
+    console::Client,
+    harness::{Daemon, status, uid},
+    shares::{OWNER, daemon, is_alive, of, served, share, until_gone},
+    update,
+};
+
+/// A daemon with a running VM `web` that has no shares, in memory that processes can map.
+async fn running(options: &str) -> Daemon {
+    let daemon = daemon().await;
+    let mut vm = daemon.manifest("web", options);
+    let memory = vm.spec.as_mut().unwrap().memory.as_mut().unwrap();
+    memory.set_backing(MemoryBacking::Shared);
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    daemon
+}
+
+/// The VM of the manifest with the share `data`, or without shares. The answer comes when the machine has taken it over, or could not.
+async fn change(daemon: &Daemon, with: bool) -> v1::Vm {
+    let shares = with.then(|| share(daemon, "srv/data"));
+    let changed = daemon.change("web", |spec| spec.shares = shares.into_iter().collect());
+    changed.await.unwrap()
+}
+
+/// The same without waiting.
+async fn begin(daemon: &Daemon, with: bool) {
+    let shares = with.then(|| share(daemon, "srv/data"));
+    let changed = daemon.changed("web", |spec| spec.shares = shares.into_iter().collect());
+    let request = v1::UpdateVmRequest {
+        no_wait: true,
+        ..update::request(changed.await)
+    };
+    daemon.client().update_vm(request).await.unwrap();
+}
+
+/// Processes that serve the directory of the share `data`.
+fn servers(daemon: &Daemon) -> Vec<Pid> {
+    let entries = fs::read_dir("/proc").unwrap();
+    let pids = entries.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
+    let pids = pids.filter_map(Pid::from_raw);
+    pids.filter(|pid| {
+        let folder = fs::read_link(of(*pid, "cwd"));
+        folder.is_ok_and(|folder| folder == daemon.path("srv/data")) && is_alive(*pid)
+    })
+    .collect()
+}
+
+async fn until_not_served(daemon: &Daemon) {
+    for pid in servers(daemon) {
+        until_gone(pid).await;
+    }
+    assert_eq!(servers(daemon), []);
+}
+
+/// What the daemon notes of processes of shares.
+fn notes(daemon: &Daemon, vm: &v1::Vm) -> Vec<String> {
+    let entries = fs::read_dir(daemon.path("run/vms").join(uid(vm))).unwrap();
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.filter(|name| name.starts_with("share")).collect()
+}
+
+fn phase(status: &v1::VmStatus) -> Option<SharePhase> {
+    status.shares.first().map(v1::ShareStatus::phase)
+}
+
+#[tokio::test]
+async fn a_share_comes_and_goes_while_the_vm_runs_also_over_a_kill() {
+    let mut daemon = running("").await;
+    let attached = change(&daemon, true).await;
+    let pid = served(status(&attached));
+    assert!(is_alive(pid));
+    assert_eq!(status(&attached).pending_changes, []);
+    daemon.kill_and_restart().await;
+    let found = daemon
+        .wait("web", |status| phase(status) == Some(SharePhase::Served))
+        .await;
+    assert_eq!(served(&found), pid);
+
+    let detached = change(&daemon, false).await;
+    assert_eq!(
+        (&status(&detached).shares, &status(&detached).pending_changes),
+        (&Vec::new(), &Vec::new())
+    );
+    until_gone(pid).await;
+    assert_eq!(daemon.events("ShareDetached").await.len(), 1);
+
+    let again = served(status(&change(&daemon, true).await));
+    assert_ne!(again, pid);
+    assert_eq!(servers(&daemon), [again]);
+    // It is the one of the run: a process that ends is made anew, and none is left when the VM ends.
+    rustix::process::kill_process(again, rustix::process::Signal::KILL).unwrap();
+    let restored = daemon.wait("web", |status| status.shares[0].restarts == 1).await;
+    assert_ne!(served(&restored), again);
+    daemon.kill_vm("web").await.unwrap();
+    until_not_served(&daemon).await;
+    assert_eq!(daemon.events("ShareFailed").await.len(), 1);
+    // The next run begins with it.
+    served(status(&daemon.start_vm("web").await.unwrap()));
+}
+
+#[tokio::test]
+async fn a_share_that_is_gone_leaves_no_note_of_its_process() {
+    let mut daemon = running("").await;
+    let attached = change(&daemon, true).await;
+    assert_eq!(notes(&daemon, &attached), ["share.data"]);
+    let pid = served(status(&attached));
+    // As daemons noted it that did not plug shares.
+    daemon.kill();
+    let folder = daemon.path("run/vms").join(uid(&attached));
+    fs::rename(folder.join("share.data"), folder.join("share-0")).unwrap();
+    daemon.relaunch().await;
+    let found = daemon.wait("web", |status| !status.shares.is_empty()).await;
+    assert_eq!(served(&found), pid);
+    let detached = change(&daemon, false).await;
+    until_gone(pid).await;
+    let forgotten = async {
+        while !notes(&daemon, &detached).is_empty() {
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+    };
+    let forgotten = tokio::time::timeout(crate::harness::PATIENCE, forgotten).await;
+    forgotten.unwrap_or_else(|_| panic!("{:?}", notes(&daemon, &detached)));
+}
+
+#[tokio::test]
+async fn a_share_that_can_not_be_attached_is_pending_with_the_reason_until_it_can() {
+    let daemon = running("").await;
+    let pending = |vm: &v1::Vm| {
+        let status = status(vm);
+        assert_eq!(phase(status), Some(SharePhase::Pending));
+        let paths: Vec<_> = status.pending_changes.iter().map(|change| &change.path).collect();
+        assert_eq!(paths, ["spec.shares[data]"]);
+        assert_eq!(status.pending_changes[0].message, status.shares[0].message);
+        status.shares[0].message.clone()
+    };
+    fs::rename(daemon.path("srv/data"), daemon.path("srv/away")).unwrap();
+    let message = pending(&change(&daemon, true).await);
+    assert!(message.contains("can't be opened"), "{message}");
+    fs::rename(daemon.path("srv/away"), daemon.path("srv/data")).unwrap();
+
+    fs::rename(daemon.path("virtiofsd"), daemon.path("away")).unwrap();
+    let message = pending(&change(&daemon, true).await);
+    assert!(message.contains("virtiofsd can't be opened"), "{message}");
+    fs::rename(daemon.path("away"), daemon.path("virtiofsd")).unwrap();
+
+    chown(daemon.path("srv/data"), Some(0), Some(0)).unwrap();
+    let message = pending(&change(&daemon, true).await);
+    assert!(message.contains("root user"), "{message}");
+    chown(daemon.path("srv/data"), Some(OWNER.0), Some(OWNER.1)).unwrap();
+
+    assert_eq!(servers(&daemon), []);
+    assert_eq!(daemon.events("LiveChangeFailed").await.len(), 3);
+    served(status(&change(&daemon, true).await));
+}
+
+#[tokio::test]
+async fn a_process_whose_share_the_machine_does_not_take_ends() {
+    let daemon = running("mock.attach=image").await;
+    let refused = change(&daemon, true).await;
+    assert_eq!(phase(status(&refused)), Some(SharePhase::Pending));
+    let message = &status(&refused).shares[0].message;
+    assert!(message.contains("the process is no good"), "{message}");
+    assert!(daemon.path("srv/data/.served").exists());
+    until_not_served(&daemon).await;
+    // It is taken from the spec without asking the guest.
+    let without = change(&daemon, false).await;
+    assert_eq!(status(&without).pending_changes, []);
+    assert_eq!(phase(status(&without)), None);
+}
+
+#[tokio::test]
+async fn a_machine_with_private_memory_gets_a_share_with_the_next_start() {
+    let daemon = daemon().await;
+    daemon.run("web", "").await;
+    let changed = change(&daemon, true).await;
+    assert_eq!(phase(status(&changed)), Some(SharePhase::Pending));
+    let change = &status(&changed).pending_changes[0];
+    assert_eq!(change.path, "spec.shares[data]");
+    assert!(change.message.contains("private memory"), "{change:?}");
+    assert_eq!(change.message, status(&changed).shares[0].message);
+    assert_eq!(servers(&daemon), []);
+    daemon.kill_vm("web").await.unwrap();
+    served(status(&daemon.start_vm("web").await.unwrap()));
+    // From now on its memory is shared, whichever shares it has.
+    assert_eq!(phase(status(&self::change(&daemon, false).await)), None);
+    served(status(&self::change(&daemon, true).await));
+}
+
+#[tokio::test]
+async fn a_guest_that_keeps_a_share_is_asked_and_one_that_ejects_it_loses_it() {
+    let daemon = running("mock.eject=ignore").await;
+    let pid = served(status(&change(&daemon, true).await));
+    let mut console = Client::open(&daemon, "web").await;
+    // By itself: it is still in the spec.
+    console.type_in("eject data\n").await;
+    let ejected = daemon
+        .wait("web", |status| phase(status) == Some(SharePhase::Pending))
+        .await;
+    let message = &ejected.shares[0].message;
+    assert!(message.contains("the guest ejected it"), "{message}");
+    until_gone(pid).await;
+    assert_eq!(daemon.events("ShareEjected").await.len(), 1);
+
+    let pid = served(status(&change(&daemon, true).await));
+    begin(&daemon, false).await;
+    let leaving = daemon
+        .wait("web", |status| phase(status) == Some(SharePhase::Detaching))
+        .await;
+    assert_eq!(leaving.shares[0].pid, pid.as_raw_nonzero().get().cast_unsigned());
+    console.type_in("eject data\n").await;
+    daemon.wait("web", |status| status.shares.is_empty()).await;
+    until_gone(pid).await;
+    assert_eq!(daemon.events("ShareFailed").await, []);
+}
+
+#[tokio::test]
+async fn a_daemon_that_is_killed_in_the_middle_of_an_attach_leaves_what_the_machine_has() {
+    // The machine has it, and nobody was told.
+    let mut daemon = running("mock.attach=lost").await;
+    let mut console = Client::open(&daemon, "web").await;
+    begin(&daemon, true).await;
+    console.expect("a share is plugged in").await;
+    let attaching = daemon.get("web").await.unwrap();
+    assert_eq!(phase(status(&attaching)), Some(SharePhase::Attaching));
+    let serves = servers(&daemon);
+    daemon.kill_and_restart().await;
+    let found = daemon
+        .wait("web", |status| phase(status) == Some(SharePhase::Served))
+        .await;
+    assert_eq!(serves, [served(&found)]);
+    assert_eq!(found.pending_changes, []);
+    change(&daemon, false).await;
+    until_not_served(&daemon).await;
+}
+
+#[tokio::test]
+async fn a_process_whose_daemon_is_killed_before_the_machine_has_its_share_ends() {
+    let mut daemon = running("mock.attach=hang").await;
+    let mut console = Client::open(&daemon, "web").await;
+    begin(&daemon, true).await;
+    console.expect("a share is not plugged in").await;
+    daemon.kill();
+    until_not_served(&daemon).await;
+    daemon.relaunch().await;
+    // The next daemon tries again; it is taken back before the machine has answered.
+    let attaching = |status: &v1::VmStatus| phase(status) == Some(SharePhase::Attaching);
+    daemon.wait("web", attaching).await;
+    daemon.kill_vm("web").await.unwrap();
+    until_not_served(&daemon).await;
+    assert_eq!(daemon.events("ShareFailed").await, []);
+}
