@@ -2,8 +2,10 @@
 
 #[path = "screen/glyphs.rs"]
 mod glyphs;
+#[path = "screen/picture.rs"]
+mod picture;
 
-use glyphs::Picture;
+use picture::Picture;
 use rstest::rstest;
 use serde_json::json;
 use vmmd_tests::node::Kernel;

@@ -2,23 +2,26 @@
 
 #[path = "screen/glyphs.rs"]
 mod glyphs;
+#[path = "screen/picture.rs"]
+mod picture;
+#[path = "screen/viewer.rs"]
+mod viewer;
 
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use glyphs::{Font, Picture};
+use glyphs::Font;
+use picture::Picture;
 use serde_json::json;
 use vmmd_tests::browser::{Area, Browser};
-use vmmd_tests::node::{Forward, Kernel, SCREENS, Stream, quote};
+use vmmd_tests::node::{Forward, Kernel, SCREENS, quote};
 use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 use vmmd_tests::wait::Deadline;
 use vmmd_tests::{Case, Guests, paths};
 
+use viewer::{ROOM, Viewer, kept, save};
+
 /// Size of the guest's screen.
 const SIZE: (usize, usize) = (1024, 768);
-
-/// By how much the X server's screen is larger, as a viewer shows scroll bars where there is no room for its window.
-const ROOM: usize = 200;
 
 /// Of the guest's root. It is short, as nobody sees whether all of it has come: an older keyboard controller keeps a few keys only.
 const PASSWORD: &str = "lab1";
@@ -84,146 +87,17 @@ trait Shows {
     }
 }
 
-/// The file that keeps a picture.
-fn kept(case: &Case, name: &str) -> PathBuf {
-    let folder = case.node().dir().join("screens");
-    std::fs::create_dir_all(&folder).expect("a folder for pictures");
-    folder.join(format!("{name}.png"))
-}
-
-/// An X server in the node whose picture is in a file, and a viewer in it. Both end when this is dropped.
-struct Viewer<'a> {
-    case: &'a Case,
-    display: String,
-    folder: String,
-    /// Both processes.
-    pids: [String; 2],
-    _streams: [Stream; 2],
-}
-
-impl<'a> Viewer<'a> {
-    /// Starts `viewer`, a command of the shell.
-    fn start(case: &'a Case, viewer: &str) -> Self {
-        let folder = case.folder().expect("folder");
-        let line = |stream: &mut Stream| {
-            let text = stream.until("\n", Deadline::seconds(60)).expect("a line");
-            text.trim().to_owned()
-        };
-        // The server says which number it has taken.
-        let screen = format!("{}x{}x24", SIZE.0 + ROOM, SIZE.1 + ROOM);
-        let command =
-            format!("echo $$; exec Xvfb -displayfd 1 -screen 0 {screen} -fbdir {folder} 2>/dev/null");
-        let mut server = case.node().stream(&command).expect("Xvfb");
-        let server_pid = line(&mut server);
-        let display = format!(":{}", line(&mut server));
-        case.node()
-            .sh(&format!("mkdir -p {folder}/.vnc"))
-            .expect("a folder for the viewer");
-        let command = format!("echo $$; HOME={folder} DISPLAY={display} exec {viewer} 2>&1");
-        let mut viewer = case.node().stream(&command).expect("a viewer");
-        let viewer_pid = line(&mut viewer);
-        Self {
-            case,
-            display,
-            folder,
-            pids: [viewer_pid, server_pid],
-            _streams: [viewer, server],
-        }
-    }
-
-    /// Where the viewer's window is; in the corner as long as there is none.
-    fn place(&self) -> (usize, usize) {
-        let ask = format!(
-            "DISPLAY={} xdotool search --onlyvisible --name TigerVNC getwindowgeometry --shell %@ 2>/dev/null",
-            self.display
-        );
-        let windows = self.case.node().ssh(&ask).expect("ssh").stdout;
-        windows.split("WINDOW=").find_map(placed).unwrap_or_default()
-    }
-}
-
 impl Shows for Viewer<'_> {
-    /// As somebody at the X server's keyboard.
     fn enters(&mut self, line: &str) {
-        // Without a window manager no window has the focus.
-        let command = format!(
-            "export DISPLAY={}; xdotool search --onlyvisible --name TigerVNC windowfocus --sync %1 && \
-             xdotool type --delay 60 {} && xdotool key Return",
-            self.display,
+        self.acts(&format!(
+            "xdotool type --delay 60 {} && xdotool key Return",
             quote(line)
-        );
-        self.case.node().sh(&command).expect("keys");
+        ));
     }
 
     fn picture(&mut self, name: &str) -> Picture {
-        let folder = tempfile::tempdir().expect("a folder");
-        let raw = folder.path().join("screen.xwd");
-        self.case
-            .node()
-            .copy_out(&format!("{}/Xvfb_screen0", self.folder), &raw)
-            .expect("the X server's picture");
-        let png = kept(self.case, name);
-        convert(&std::fs::read(&raw).expect("the picture"), self.place(), &png);
-        let picture = Picture::read(&png);
-        assert_eq!(picture.size(), SIZE);
-        picture
+        Viewer::picture(self, name)
     }
-}
-
-impl Drop for Viewer<'_> {
-    fn drop(&mut self) {
-        // They may have ended.
-        let _ = self.case.node().ssh(&format!("kill {}", self.pids.join(" ")));
-    }
-}
-
-/// The place of a window of the guest's size, of what xdotool prints of it.
-fn placed(window: &str) -> Option<(usize, usize)> {
-    let number = |key: &str| {
-        window
-            .lines()
-            .find_map(|line| line.strip_prefix(key)?.parse().ok())
-    };
-    let size = (number("WIDTH=")?, number("HEIGHT=")?);
-    (size == SIZE).then_some((number("X=")?, number("Y=")?))
-}
-
-/// Makes a PNG of the guest's size, of what is at `(left, top)` in an X window dump (X11/XWDFile.h): a header of big-endian words, a colour
-/// map, then pixels.
-fn convert(dump: &[u8], (left, top): (usize, usize), png: &Path) {
-    let word = |index: usize| {
-        let bytes = dump[index * 4..index * 4 + 4].try_into().expect("four bytes");
-        usize::try_from(u32::from_be_bytes(bytes)).expect("a number")
-    };
-    let (header, bits, line, colours) = (word(0), word(11), word(12), word(19));
-    assert_eq!(bits, 32, "bits of a pixel");
-    let start = header + colours * 12;
-    let little = word(7) == 0;
-    let rgb: Vec<u8> = (top..top + SIZE.1)
-        .flat_map(|y| dump[start + y * line..].chunks_exact(4).skip(left).take(SIZE.0))
-        .flat_map(|pixel| {
-            if little {
-                [pixel[2], pixel[1], pixel[0]]
-            } else {
-                [pixel[1], pixel[2], pixel[3]]
-            }
-        })
-        .collect();
-    save(&rgb, png);
-}
-
-/// Makes a PNG of pixels of the guest's screen.
-fn save(rgb: &[u8], png: &Path) {
-    let file = std::fs::File::create(png).expect("a file");
-    let [width, height] = [SIZE.0, SIZE.1].map(|side| u32::try_from(side).expect("a side"));
-    let mut encoder = png::Encoder::new(file, width, height);
-    encoder.set_color(png::ColorType::Rgb);
-    encoder.set_depth(png::BitDepth::Eight);
-    encoder
-        .write_header()
-        .expect("a header")
-        .write_image_data(rgb)
-        .expect("pixels");
 }
 
 /// Clears the guest's screen, writes the alphabet into its first row, and has somebody asked for a name and a password below. Who gives them can type
@@ -250,7 +124,7 @@ fn tigervncs_viewer_shows_the_text_console_and_what_is_typed_in_it() {
     let (vm, mut console) = with_text(&case);
     prepare(&mut console);
     // Without a window's frame and a toolbar, the window is the screen. The address needs no password.
-    let mut viewer = Viewer::start(&case, &format!("vmmctl vnc {}", vm.name()));
+    let mut viewer = Viewer::start(&case, SIZE, &format!("vmmctl vnc {}", vm.name()));
     let font = viewer.learn("tigervnc-alphabet");
     viewer.logs_in("tigervnc-login", &font);
     viewer.enters("echo $((6 * 7)) {A} '~' ok");
@@ -299,7 +173,7 @@ fn snapshot(case: &Case, vm: &Vm<'_>, name: &str) -> Picture {
         .flat_map(|rgb| [if rgb[1] < 85 { 0 } else { 255 }; 3])
         .collect();
     let png = kept(case, name);
-    save(&clear, &png);
+    save(&clear, SIZE, &png);
     Picture::read(&png)
 }
 
@@ -320,6 +194,7 @@ fn tigervncs_viewer_gets_in_by_tls_with_a_password() {
         .expect("a file for the viewer");
     let mut viewer = Viewer::start(
         &case,
+        SIZE,
         &format!(
             "vncviewer -Shared -SecurityTypes X509Vnc -X509CA {SCREENS}/ca.crt -PasswordFile {file} {address}"
         ),

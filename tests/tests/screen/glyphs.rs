@@ -1,7 +1,9 @@
 //! Text read from the pixels of a guest's text console. The font is learnt from the picture itself: the guest writes the
 //! alphabet into one of its rows.
 
-use std::{collections::HashMap, fs::File, io::BufReader, path::Path};
+use std::collections::HashMap;
+
+use super::picture::Picture;
 
 /// Columns and rows of a character (the kernel's font VGA8x16).
 const CELL: (usize, usize) = (8, 16);
@@ -17,36 +19,7 @@ type Glyph = Vec<u32>;
 /// Characters by what they look like.
 pub struct Font(HashMap<Glyph, char>);
 
-/// A screenshot.
-pub struct Picture {
-    width: usize,
-    pixels: Vec<u32>,
-}
-
 impl Picture {
-    /// Reads a PNG of 8-bit RGB.
-    pub fn read(path: &Path) -> Self {
-        let file = BufReader::new(File::open(path).expect("the PNG"));
-        let mut reader = png::Decoder::new(file).read_info().expect("a PNG");
-        let mut bytes = vec![0; reader.output_buffer_size().expect("a picture that fits")];
-        let info = reader.next_frame(&mut bytes).expect("a picture");
-        assert_eq!(
-            (info.color_type, info.bit_depth),
-            (png::ColorType::Rgb, png::BitDepth::Eight)
-        );
-        let pixels = bytes.chunks_exact(3);
-        let pixels = pixels.map(|rgb| rgb.iter().fold(0, |pixel, byte| pixel << 8 | u32::from(*byte)));
-        Self {
-            width: info.width as usize,
-            pixels: pixels.collect(),
-        }
-    }
-
-    /// Width and height.
-    pub fn size(&self) -> (usize, usize) {
-        (self.width, self.pixels.len() / self.width)
-    }
-
     fn glyph(&self, column: usize, row: usize) -> Glyph {
         let (width, height) = CELL;
         let lines = (row * height..(row + 1) * height).map(|y| y * self.width + column * width);
