@@ -303,9 +303,11 @@ impl Stage {
             match (status(&vm).phase(), status(&vm).reason.as_str()) {
                 (VmPhase::Running, "Running") => Some(runs),
                 (VmPhase::Paused, reason) if reason == waits && expected.contains(&End::Waits) => {
-                    assert_eq!(daemon.vmm_processes().len(), 1, "{vm:?}");
-                    let resolved = daemon.resolve(VM, MigrationResolution::Run).await;
-                    resolved.is_ok().then_some(End::Waits)
+                    let machines = daemon.vmm_processes().len();
+                    // One that is about to be removed shows the same for a moment, and does not wait for a decision.
+                    daemon.resolve(VM, MigrationResolution::Run).await.ok()?;
+                    assert_eq!(machines, 1, "{vm:?}");
+                    Some(End::Waits)
                 }
                 _ => None,
             }
