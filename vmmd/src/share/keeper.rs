@@ -9,7 +9,15 @@
 //! One task for each share of a machine. Once the `vmm` has ended, or [`Keepers`] is dropped, with the run, it makes no process any more, and ends
 //! with the one that there is. When the share is gone from the machine ([`Keepers::remove`]), it sees to it that the process ends.
 
-use std::{fs, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    fs,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
+};
 
 use proto::{
     model::{share::Share, vm::VmSpec},
@@ -150,6 +158,7 @@ impl Keepers {
             vmm: vmm.ok(),
             ends: self.ends.clone(),
             gone,
+            last: AtomicU32::new(0),
         };
         tokio::spawn(keeper.run(process));
     }
@@ -219,6 +228,8 @@ struct Keeper {
     vmm: Option<Arc<Process>>,
     ends: CancellationToken,
     gone: CancellationToken,
+    /// Its last process.
+    last: AtomicU32,
 }
 
 impl Keeper {
@@ -230,6 +241,7 @@ impl Keeper {
         let mut short = 0;
         loop {
             if let Some(process) = process.take() {
+                self.last.store(process.pid(), Ordering::Relaxed);
                 let since = Instant::now();
                 // Also when the run has ended: it ends too, and is reaped here.
                 let status = tokio::select! {
@@ -240,7 +252,7 @@ impl Keeper {
                     short = 0;
                 }
                 if self.is_over_after(pause_after(short)).await {
-                    return;
+                    return self.forget().await;
                 }
                 short = short.saturating_add(1);
                 let how = match status.and_then(|status| status.terminating_signal()) {
@@ -273,7 +285,7 @@ impl Keeper {
                 }
                 Err(failure) => {
                     if self.is_over_after(pause).await {
-                        return;
+                        return self.forget().await;
                     }
                     if let Some(message) = untold.take() {
                         self.tell(&message);
@@ -312,7 +324,15 @@ impl Keeper {
             process.kill();
             process.ended().await;
         }
-        let (note, pid) = (self.note.clone(), process.pid());
+        self.forget().await;
+    }
+
+    /// When the share is gone from the machine, nothing tells of its process any more. Another one may have its name by now.
+    async fn forget(&self) {
+        if !self.gone.is_cancelled() {
+            return;
+        }
+        let (note, pid) = (self.note.clone(), self.last.load(Ordering::Relaxed));
         let forgotten = spawn_blocking(move || forget(&note, pid)).await;
         if let Err(error) = forgotten {
             tracing::error!(vm = self.vm, %error, "forget the process of a share");
@@ -355,6 +375,7 @@ impl Keeper {
             .await
             .unwrap_or_else(|error| Err(Failure::internal(error.to_string())));
         let Serving { child, socket } = made?;
+        self.last.store(child.pid(), Ordering::Relaxed);
         let process = child.watched(Process::new);
         let process = process.map_err(|error| Failure::internal(format!("watch its process: {error}")))?;
         let set = SetShareBackend {
