@@ -195,7 +195,7 @@ fn a_share_is_attached_and_detached_while_the_guest_runs_and_comes_again() {
             .run(
                 &format!(
                     "until mount -t virtiofs data /mnt 2>/dev/null; do usleep 100000; done; \
-                     echo {round} >/mnt/round && fsync /mnt/round; cat /mnt/round"
+                     echo {round} >/mnt/round; sync; cat /mnt/round"
                 ),
                 60,
             )
