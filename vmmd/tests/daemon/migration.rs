@@ -265,6 +265,8 @@ async fn while_it_moves_nobody_else_touches_it_and_a_cancel_takes_it_back() {
         (now.message == told).then_some(())
     })
     .await;
+    let again = first.migrate("web", &second).await.unwrap_err();
+    assert_eq!(refusal(&again), (Code::FailedPrecondition, "MIGRATING".into()));
     for daemon in [&first, &second] {
         let busy = daemon.delete("web", true).await.unwrap_err();
         assert_eq!(refusal(&busy), (Code::FailedPrecondition, "MIGRATING".into()));

@@ -58,7 +58,7 @@ use super::{
     api::describe::View,
     instance::Instance,
     lifecycle::{
-        admission::{self, Situation, Verdict, admit, admit_disk},
+        admission::{self, Refusal, Situation, Verdict, admit, admit_disk},
         policy::Occasion,
         stop::Then,
     },
@@ -345,10 +345,15 @@ impl Actor {
     fn client_for(&self, purpose: Purpose) -> Result<control::Client, Failure> {
         admit_disk(self.situation(), admission::DiskRequest::Stats)
             .map_err(|refusal| refusal.into_failure(&self.record.name))?;
-        let migrates = matches!(purpose, Purpose::Migration { .. });
-        if migrates && self.situation() != Situation::Running {
-            let message = format!("VM \"{}\" is paused: resume it first", self.record.name);
-            return Err(Failure::precondition("VM_PAUSED", message));
+        if matches!(purpose, Purpose::Migration { .. }) {
+            match self.situation() {
+                Situation::Running => {}
+                Situation::Paused => {
+                    let message = format!("VM \"{}\" is paused: resume it first", self.record.name);
+                    return Err(Failure::precondition("VM_PAUSED", message));
+                }
+                busy => return Err(Refusal::Busy(busy).into_failure(&self.record.name)),
+            }
         }
         if purpose != Purpose::Stats && self.instance.is_some() {
             self.knows_minor(SNAPSHOT_MINOR, "take snapshots or be migrated")?;
