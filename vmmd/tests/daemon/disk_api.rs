@@ -201,8 +201,10 @@ async fn an_operation_goes_on_when_its_caller_goes_away() {
     let daemon = with_images_that_hang().await;
     let begun = async {
         loop {
-            if let Ok(disk) = daemon.disk("data").await {
-                return disk;
+            // For a moment its name is taken, and nothing has begun yet.
+            match daemon.disk("data").await {
+                Ok(disk) if !state(&disk).operation.is_empty() => return disk,
+                _ => {}
             }
         }
     };
