@@ -14,12 +14,12 @@ pub(super) const MAX_RESOURCES: usize = 1024;
 pub(super) const MAX_ENTRIES: usize = 16384;
 pub(super) const MAX_ALL_ENTRIES: usize = 65536;
 
-/// How a pixel is in memory (5.7.6.8, `enum virtio_gpu_formats`).
+/// How a pixel is in memory (5.7.6.8, `enum virtio_gpu_formats`). Formats with alpha and without are the same here: a screen has none, and Linux
+/// makes the picture of a cursor, of which alpha is the shape, in a format that says there is none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Format {
     pub number: u32,
     order: Order,
-    alpha: bool,
 }
 
 /// Which bytes of a pixel are which, from the first one on.
@@ -35,22 +35,22 @@ enum Order {
     Abgr,
 }
 
-const fn format(number: u32, order: Order, alpha: bool) -> Format {
-    Format { number, order, alpha }
+const fn format(number: u32, order: Order) -> Format {
+    Format { number, order }
 }
 
 /// Names have the bytes in the order in which they are in memory.
 const FORMATS: [Format; 8] = [
     // B8G8R8A8, B8G8R8X8, A8R8G8B8, X8R8G8B8
-    format(1, Order::Bgra, true),
-    format(2, Order::Bgra, false),
-    format(3, Order::Argb, true),
-    format(4, Order::Argb, false),
+    format(1, Order::Bgra),
+    format(2, Order::Bgra),
+    format(3, Order::Argb),
+    format(4, Order::Argb),
     // R8G8B8A8, X8B8G8R8, A8B8G8R8, R8G8B8X8
-    format(67, Order::Rgba, true),
-    format(68, Order::Abgr, false),
-    format(121, Order::Abgr, true),
-    format(134, Order::Rgba, false),
+    format(67, Order::Rgba),
+    format(68, Order::Abgr),
+    format(121, Order::Abgr),
+    format(134, Order::Rgba),
 ];
 
 impl Format {
@@ -61,13 +61,12 @@ impl Format {
 
     /// Pixels as 0xAARRGGBB into `target`, as many as both have.
     fn pixels(self, raw: &[[u8; 4]], target: &mut [u32]) {
-        let alpha = if self.alpha { 0 } else { 0xff << 24 };
         // The order is asked for once a row and not once a pixel.
         match self.order {
-            Order::Bgra => copy(raw, target, |raw| u32::from_le_bytes(raw) | alpha),
-            Order::Argb => copy(raw, target, |raw| u32::from_be_bytes(raw) | alpha),
-            Order::Rgba => copy(raw, target, |raw| u32::from_be_bytes(raw).rotate_right(8) | alpha),
-            Order::Abgr => copy(raw, target, |raw| u32::from_le_bytes(raw).rotate_right(8) | alpha),
+            Order::Bgra => copy(raw, target, u32::from_le_bytes),
+            Order::Argb => copy(raw, target, u32::from_be_bytes),
+            Order::Rgba => copy(raw, target, |raw| u32::from_be_bytes(raw).rotate_right(8)),
+            Order::Abgr => copy(raw, target, |raw| u32::from_le_bytes(raw).rotate_right(8)),
         }
     }
 }
@@ -237,15 +236,10 @@ mod tests {
             (121, [0x80, 0x33, 0x22, 0x11]),
             (134, [0x11, 0x22, 0x33, 0x80]),
         ] {
-            let alpha = if matches!(number, 1 | 3 | 67 | 121) {
-                0x80
-            } else {
-                0xff
-            };
             let format = Format::from_number(number).unwrap();
             let mut pixel = [0];
             format.pixels(&[raw], &mut pixel);
-            assert_eq!(pixel, [alpha << 24 | 0x11_22_33], "{number}");
+            assert_eq!(pixel, [0x80_11_22_33], "{number}");
         }
         assert_eq!(Format::from_number(5), None);
     }
