@@ -1,6 +1,8 @@
 //! Two daemons beside the node's own, which know each other: what migrations go between. Each has a network namespace of its own: both may
 //! have a bridge of one name, and a tap of one VM.
 
+pub mod traveller;
+
 use anyhow::Result;
 
 use crate::Case;
