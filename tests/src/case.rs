@@ -47,11 +47,17 @@ impl Case {
     /// A copy of the Debian guest's root disk that may be written to; it is removed with the case. The copy takes
     /// some seconds.
     pub fn debian_disk(&self) -> Result<String> {
-        let copy = format!("{}/debian.raw", self.folder()?);
-        self.node.sh(&format!(
-            "cp --sparse=always {} {copy}",
-            self.node.guests().debian_disk()
-        ))?;
+        self.disk(&self.node.guests().debian_disk())
+    }
+
+    /// The same of the desktop's.
+    pub fn desktop_disk(&self) -> Result<String> {
+        self.disk(&self.node.guests().desktop("disk.raw"))
+    }
+
+    fn disk(&self, from: &str) -> Result<String> {
+        let copy = format!("{}/root.raw", self.folder()?);
+        self.node.sh(&format!("cp --sparse=always {from} {copy}"))?;
         Ok(copy)
     }
 

@@ -1,4 +1,4 @@
-//! The root disk of a whole Debian: systemd, sshd, a login on the serial console.
+//! Root disks of whole Debians with systemd and a login on the serial console: one with sshd, one with a desktop.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,16 +16,16 @@ const BUILDER_VERSION: u32 = 1;
 /// Disk size. It is sparse.
 const DISK_MIB: u64 = 2048;
 
-/// A folder with `disk.raw`, and the `vmlinuz` and `initrd` that were installed on it.
-pub fn get() -> Result<PathBuf> {
-    let source = paths::crate_dir().join("guest/debian");
+/// A folder with `disk.raw`, and the `vmlinuz` and `initrd` that were installed on it. What is installed is in `tests/guest/<name>`.
+pub fn get(name: &str) -> Result<PathBuf> {
+    let source = paths::crate_dir().join("guest").join(name);
     let key = ssh_key()?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
     inputs
         .add_tree(&source)?
         .add_file(&debian::sources())?
         .add_file(&key.with_extension("pub"))?;
-    cache::get_or_build("guest-debian", &inputs, |out| build(&source, &key, out))
+    cache::get_or_build(&format!("guest-{name}"), &inputs, |out| build(&source, &key, out))
 }
 
 fn build(source: &Path, key: &Path, out: &Path) -> Result<()> {

@@ -66,12 +66,21 @@ impl Images {
 pub fn images() -> Result<Images> {
     let source = scripts_dir();
     // Each waits for downloads and disks as much as for a processor.
-    let (packages, disk, cloud) = std::thread::scope(|scope| {
-        let disk = scope.spawn(debian_disk::get);
-        // Only `make nightly` boots it.
-        let cloud = cfg!(feature = "nightly").then(|| scope.spawn(cloud_image::get));
+    let (packages, disk, more) = std::thread::scope(|scope| {
+        let disk = scope.spawn(|| debian_disk::get("debian"));
+        // Only `make nightly` boots these.
+        let more = cfg!(feature = "nightly").then(|| {
+            (
+                scope.spawn(cloud_image::get),
+                scope.spawn(|| debian_disk::get("desktop")),
+            )
+        });
         let packages = kernels::packages()?;
-        Ok::<_, anyhow::Error>((packages, joined(disk)?, cloud.map(joined).transpose()?))
+        let more = match more {
+            Some((cloud, desktop)) => Some([joined(cloud)?, joined(desktop)?]),
+            None => None,
+        };
+        Ok::<_, anyhow::Error>((packages, joined(disk)?, more))
     })?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
     inputs
@@ -81,11 +90,11 @@ pub fn images() -> Result<Images> {
         .add_artefact(&packages)
         .add("modules", MODULES.join(" ").as_bytes())
         .add_artefact(&disk);
-    if let Some(cloud) = &cloud {
-        inputs.add_artefact(cloud);
+    for disk in more.iter().flatten() {
+        inputs.add_artefact(disk);
     }
     let dir = cache::get_or_build("guests", &inputs, |out| {
-        build(&packages, &disk, cloud.as_deref(), &source, out)
+        build(&packages, &disk, more.as_ref(), &source, out)
     })?;
     Ok(Images { dir })
 }
@@ -170,7 +179,8 @@ fn initramfs(
     .write(out)
 }
 
-fn build(packages: &Path, disk: &Path, cloud: Option<&Path>, source: &Path, out: &Path) -> Result<()> {
+/// Cloud image and desktop are there or not.
+fn build(packages: &Path, disk: &Path, more: Option<&[PathBuf; 2]>, source: &Path, out: &Path) -> Result<()> {
     let tree = out.join("tree");
     for kernel in Kernel::ALL {
         let dir = tree.join(kernel.name());
@@ -181,17 +191,20 @@ fn build(packages: &Path, disk: &Path, cloud: Option<&Path>, source: &Path, out:
         vmlinux::extract(&vmlinuz, &dir.join("vmlinux"))?;
         initramfs(packages, &version, source, &MODULES, &[], &dir.join("initrd"))?;
     }
-    let debian_tree = tree.join("debian");
-    fs::create_dir(&debian_tree)?;
-    for file in ["vmlinuz", "initrd", "disk.raw"] {
-        // The same file system: a second name costs nothing.
-        fs::hard_link(disk.join(file), debian_tree.join(file)).with_context(|| format!("link {file}"))?;
-    }
-    if let Some(cloud) = cloud {
-        let cloud_tree = tree.join("cloud");
-        fs::create_dir(&cloud_tree)?;
-        fs::hard_link(cloud.join("disk.qcow2.gz"), cloud_tree.join("disk.qcow2.gz"))
-            .context("link the cloud image")?;
+    let link = |name: &str, from: &Path, files: &[&str]| -> Result<()> {
+        let to = tree.join(name);
+        fs::create_dir(&to)?;
+        for file in files {
+            // The same file system: a second name costs nothing.
+            fs::hard_link(from.join(file), to.join(file)).with_context(|| format!("link {file}"))?;
+        }
+        Ok(())
+    };
+    let whole = ["vmlinuz", "initrd", "disk.raw"];
+    link("debian", disk, &whole)?;
+    if let Some([cloud, desktop]) = more {
+        link("cloud", cloud, &["disk.qcow2.gz"])?;
+        link("desktop", desktop, &whole)?;
     }
     debian::ext4_image(&tree, &out.join("guests.raw"), "vmmd-guests", 4096)
 }

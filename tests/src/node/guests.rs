@@ -79,6 +79,11 @@ impl Guests {
         format!("{GUESTS_DIR}/debian/disk.raw")
     }
 
+    /// A file of a whole Debian with X, a window manager and a terminal: `disk.raw`, `vmlinuz` or `initrd`. Only `make nightly` has it.
+    pub fn desktop(&self, file: &str) -> String {
+        format!("{GUESTS_DIR}/desktop/{file}")
+    }
+
     /// The cloud image: Debian with cloud-init, a packed qcow2 of 1.5 GiB.
     pub fn cloud_image(&self) -> String {
         format!("{GUESTS_DIR}/cloud/disk.qcow2.gz")
